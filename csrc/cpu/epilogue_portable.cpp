@@ -1,0 +1,9 @@
+#include "epilogue.hpp"
+#include "epilogue_isa.h"
+#include "mxtile/simd/portable.hpp"
+
+namespace te_mx {
+
+EpilogueFn portable_epilogue() { return block_epilogue::run<mxtile::simd::Portable>; }
+
+}  // namespace te_mx

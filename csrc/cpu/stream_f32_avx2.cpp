@@ -1,0 +1,9 @@
+#include "gemm_f32_isa.h"
+#include "mxtile/simd/avx2.hpp"
+#include "stream_f32.hpp"
+
+namespace te_mx {
+
+const KernelImpl* stream_f32_on_avx2() { return f32::StreamGemm<mxtile::simd::Avx2>::impl(); }
+
+}  // namespace te_mx

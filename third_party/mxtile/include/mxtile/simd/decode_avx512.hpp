@@ -1,0 +1,51 @@
+// A block of codes by word look-up (AVX-512 BW): the table holds the upper half of each positive
+// value, which is all of it. Included by decode.hpp.
+#pragma once
+
+#include "mxtile/mx/code.hpp"
+#include "mxtile/simd/avx512.hpp"
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+
+namespace mxtile::simd {
+
+template <class Format>
+struct BlockDecoder<Avx512, Format> {
+  // Even elements first, then the odd ones.
+  MXTILE_WORD constexpr int element(int position) { return position % 16 * 2 + position / 16; }
+
+  MXTILE_WORD void run(const uint8_t* codes, float factor, float* out) {
+    const __m512i x =
+        _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)));
+    const __m512i low = _mm512_permutex2var_epi16(part(0), x, part(1));   // codes 0x00 .. 0x3f
+    const __m512i high = _mm512_permutex2var_epi16(part(2), x, part(3));  // codes 0x40 .. 0x7f
+    const __mmask32 is_high = _mm512_test_epi16_mask(x, _mm512_set1_epi16(0x40));
+    constexpr int kOrAnd = 0xF8;  // a | (b & c)
+    const __m512i value = _mm512_ternarylogic_epi32(
+        _mm512_mask_blend_epi16(is_high, low, high), _mm512_slli_epi16(x, 8),
+        _mm512_set1_epi16(static_cast<int16_t>(-0x8000)), kOrAnd);
+    const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(value, 16));
+    const __m512 odd = _mm512_castsi512_ps(
+        _mm512_and_si512(value, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+    const __m512 scale = _mm512_set1_ps(factor);
+    _mm512_storeu_ps(out, _mm512_mul_ps(even, scale));
+    _mm512_storeu_ps(out + 16, _mm512_mul_ps(odd, scale));
+  }
+
+ private:
+  struct Table {
+    alignas(64) uint16_t half[128];
+    constexpr Table() : half{} {
+      for (int code = 0; code < 128; ++code) {
+        half[code] =
+            static_cast<uint16_t>(mx::decode<Format>(static_cast<uint8_t>(code), 127) >> 16);
+      }
+    }
+  };
+  static constexpr Table kTable{};
+  MXTILE_WORD __m512i part(int i) { return _mm512_load_si512(kTable.half + 32 * i); }
+};
+
+}  // namespace mxtile::simd
+
+#endif
