@@ -1,0 +1,86 @@
+"""te_mx.audit: what every linear layer of a model ran last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import nn
+
+from te_mx.autograd.linear import GEMMS
+from te_mx.engine.explain import LAST_RUN
+from te_mx.nn.linear import Linear
+from te_mx.report import table
+
+HIGH_PRECISION, NEVER = "high precision", "never ran"
+
+
+class LayerAudit(NamedTuple):
+    """One layer: the kernel that each GEMM ran on last, "high precision", or "never ran"."""
+
+    name: str
+    kind: str
+    fprop: str
+    dgrad: str
+    wgrad: str
+    weight: str
+
+
+class AuditReport:
+    """What `audit` found: iterable, printable as a table."""
+
+    def __init__(self, layers: list[LayerAudit]) -> None:
+        self.layers = layers
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __iter__(self) -> Iterator[LayerAudit]:
+        return iter(self.layers)
+
+    def __getitem__(self, name: str) -> LayerAudit:
+        for layer in self.layers:
+            if layer.name == name:
+                return layer
+        raise KeyError(f"no linear layer is named {name!r}")
+
+    def __str__(self) -> str:
+        return table(["layer", "class", "fprop", "dgrad", "wgrad", "weight"], self.layers)
+
+    __repr__ = __str__
+
+
+def audit(model: nn.Module) -> AuditReport:
+    """Say for every linear layer of `model` on which kernel its GEMMs ran last.
+
+    ``fprop``, ``dgrad`` and ``wgrad`` hold the name of the kernel, "high precision" after a forward
+    outside autocast (and for every layer that is no te_mx.Linear), or "never ran". ``weight`` says
+    whether the layer is frozen. A layer of which nothing was asked, such as the wgrad of a frozen
+    weight, keeps "never ran" there.
+
+    Code compiled by torch.compile does not record: a number per layer inside the graph would make
+    every layer compile anew. Run once without torch.compile to see what runs; compiled code runs
+    the same kernels.
+    """
+    return AuditReport(
+        [
+            _audit_layer(name or "(root)", m)
+            for name, m in model.named_modules()
+            if isinstance(m, nn.Linear)
+        ]
+    )
+
+
+def _audit_layer(name: str, module: nn.Linear) -> LayerAudit:
+    if not isinstance(module, Linear):
+        kind = f"{type(module).__module__.split('.')[0]}.{type(module).__name__}"
+        return LayerAudit(name, kind, HIGH_PRECISION, HIGH_PRECISION, HIGH_PRECISION, "master")
+    kind, frozen = "te_mx.Linear", module._frozen
+    weight = "master" if frozen is None else "frozen, no master" if frozen.dropped else "frozen"
+    if module._seen is None and not (frozen and frozen.dropped):
+        return LayerAudit(name, kind, HIGH_PRECISION, HIGH_PRECISION, HIGH_PRECISION, weight)
+    fprop, dgrad, wgrad = (
+        LAST_RUN.get(module._tag + i, NEVER) if module._tag >= 0 else NEVER
+        for i in range(len(GEMMS))
+    )
+    return LayerAudit(name, kind, fprop, dgrad, wgrad, weight)

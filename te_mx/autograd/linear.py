@@ -1,0 +1,218 @@
+"""The autograd function behind te_mx.Linear.
+
+Shapes: M tokens (all leading dimensions flattened), K in_features, N out_features.
+
+    fprop  y[M, N]  = x[M, K]   @ w[N, K]^T + bias     TN: A = w rowwise,    B = x rowwise
+    dgrad  dx[M, K] = g[M, N]   @ w[N, K]              NN: A = w columnwise, B = g rowwise
+    wgrad  dw[N, K] = g[M, N]^T @ x[M, K]              NT: A = x columnwise, B = g columnwise
+
+Every tensor is read once: one quantize call makes all the directions that the call needs, and that
+of g also sums the bias gradient. Saved for backward are columnwise codes and scales only: 1.03
+bytes an element of x and of w.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_mx.ops import Operand, QuantizedParts, gemm_2d, pack_2d, preferred_columnwise, quantize_2d
+from te_mx.recipe import Settings
+
+FPROP, DGRAD, WGRAD = 0, 1, 2
+GEMMS = ("fprop", "dgrad", "wgrad")
+
+_DOUBLE_BACKWARD = (
+    "te_mx.Linear: trying to differentiate twice through an MXFP8 linear layer, which has no "
+    "second derivative (its backward quantizes the gradient). Run the layers that need a double "
+    "backward in high precision: `with te_mx.autocast(enabled=False):` around their forward"
+)
+
+
+class StandingWeight(NamedTuple):
+    """A weight quantized once for several calls: rowwise, and columnwise where backward needs
+    it."""
+
+    settings: Settings
+    row: Operand
+    col: Operand | None
+
+    def serves(self, settings: Settings, device: torch.device, need_col: bool) -> bool:
+        """Whether a call with these settings on this device would quantize to the same."""
+        return (
+            (self.col is not None or not need_col)
+            and self.row.codes.device == device
+            and self.settings.fwd_fmt == settings.fwd_fmt
+            and self.settings.scale_rule == settings.scale_rule
+        )
+
+
+def row_operand(q: QuantizedParts, fmt: str) -> Operand:
+    """The rowwise part of a quantized tensor: its reduction runs over the columns."""
+    return Operand(q.row_codes, q.row_scales, fmt, "k_last")  # type: ignore[arg-type]
+
+
+def col_operand(q: QuantizedParts, fmt: str, form: str) -> Operand:
+    """The columnwise part, whose reduction runs over the rows of what was quantized."""
+    order = "k_first" if form == "plain" else "k_last"
+    return Operand(q.col_codes, q.col_scales, fmt, order)  # type: ignore[arg-type]
+
+
+def quantize_weight(
+    weight_NK: Tensor, settings: Settings, need_col: bool
+) -> tuple[Operand, Operand | None]:
+    """One read of the weight: its operand for fprop, and the one for dgrad if `need_col`."""
+    fmt, rule = settings.fwd_fmt, settings.scale_rule
+    form = preferred_columnwise(weight_NK.device, "a") if need_col else None
+    q = quantize_2d(weight_NK, fmt, rowwise=True, columnwise=form, scale_rule=rule)
+    return row_operand(q, fmt), None if form is None else col_operand(q, fmt, form)
+
+
+def standing_weight(weight_NK: Tensor, settings: Settings, need_col: bool) -> StandingWeight:
+    """Quantize and pack a weight that stands still."""
+    # Made outside of inference_mode, because a training step may use it later.
+    with torch.inference_mode(False), torch.no_grad():
+        row, col = quantize_weight(weight_NK, settings, need_col)
+        row = row._replace(packed=pack_2d(row, "a"))
+        if col is not None:
+            col = col._replace(packed=pack_2d(col, "a"))
+    return StandingWeight(settings, row, col)
+
+
+def flatten(x: Tensor) -> Tensor:
+    """[..., K] -> [M, K]; sizes of 0 included."""
+    return x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
+
+
+def unflatten(y_MN: Tensor, x: Tensor) -> Tensor:
+    """[M, N] -> [..., N] with the leading dimensions of x [..., K]."""
+    return y_MN if x.dim() == 2 else y_MN.view(*x.shape[:-1], y_MN.shape[1])
+
+
+class LinearFunction(torch.autograd.Function):
+    """y = x @ w^T + bias in MXFP8; gradients have the dtypes of what they belong to."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight_NK: Tensor,
+        bias_N: Tensor | None,
+        standing: StandingWeight | None,
+        settings: Settings,
+        out_dtype: torch.dtype,
+        tag: int,
+    ) -> Tensor:
+        need_dx, need_dw = ctx.needs_input_grad[:2]
+        fmt, rule = settings.fwd_fmt, settings.scale_rule
+        form = preferred_columnwise(x.device, "a") if need_dw else None
+        q = quantize_2d(flatten(x), fmt, rowwise=True, columnwise=form, scale_rule=rule)
+        if standing is None:
+            w_row, w_col = quantize_weight(weight_NK, settings, need_dx)
+        else:
+            w_row, w_col = standing.row, standing.col
+        y_MN = gemm_2d(w_row, row_operand(q, fmt), bias=bias_N, out_dtype=out_dtype, tag=tag).out
+
+        x_col = None if form is None else col_operand(q, fmt, form)
+        w_col = w_col if need_dx else None
+        ctx.save_for_backward(*_tensors(x_col), *_tensors(w_col))
+        ctx.x_order = None if x_col is None else x_col.order
+        ctx.w_order = None if w_col is None else w_col.order
+        ctx.settings, ctx.tag, ctx.x_shape = settings, tag, x.shape
+        ctx.dtypes = x.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype
+        return unflatten(y_MN, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            # create_graph=True: the gradients are right, but theirs must not be silently zero.
+            with torch.no_grad():
+                grads = _backward(ctx, grad)
+            return tuple(_refuse_double_backward(grads))
+        return _backward(ctx, grad)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
+    saved = ctx.saved_tensors
+    settings, tag = ctx.settings, ctx.tag
+    fmt, rule = settings.bwd_fmt, settings.scale_rule
+    x_dtype, w_dtype, bias_dtype = ctx.dtypes
+    g_MN = flatten(grad)
+    dx = dw_NK = db_N = None
+    if not (need_dx or need_dw):
+        db_N = g_MN.sum(0, dtype=torch.float32).to(bias_dtype)
+        return None, None, db_N, None, None, None, None
+
+    form = preferred_columnwise(grad.device, "b") if need_dw else None
+    q = quantize_2d(g_MN, fmt, rowwise=need_dx, columnwise=form, scale_rule=rule, col_sum=need_db)
+    if need_dx:
+        w_col = _operand(saved[3:], settings.fwd_fmt, ctx.w_order)
+        tag_dx = tag + DGRAD if tag >= 0 else -1
+        dx_MK = gemm_2d(w_col, row_operand(q, fmt), out_dtype=x_dtype, tag=tag_dx).out
+        dx = dx_MK.view(ctx.x_shape)
+    if form is not None:
+        x_col = _operand(saved[:3], settings.fwd_fmt, ctx.x_order)
+        tag_dw = tag + WGRAD if tag >= 0 else -1
+        dw_NK = gemm_2d(x_col, col_operand(q, fmt, form), out_dtype=w_dtype, tag=tag_dw).out
+    if q.col_sum is not None:
+        db_N = q.col_sum.to(bias_dtype)
+    return dx, dw_NK, db_N, None, None, None, None
+
+
+def _tensors(operand: Operand | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """What save_for_backward keeps of an operand."""
+    return (None, None, None) if operand is None else (operand[0], operand[1], operand.packed)
+
+
+def _operand(tensors: tuple[Tensor, Tensor, Tensor | None], fmt: str, order: str) -> Operand:
+    return Operand(tensors[0], tensors[1], fmt, order, tensors[2])
+
+
+def _refuse_double_backward(grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+    """Give the gradients a grad_fn that raises, so that only a real double backward is an error."""
+    real = [g.detach().requires_grad_() for g in grads if g is not None]
+    functions: Any = torch._C._functions
+    made = functions.DelayedError(_DOUBLE_BACKWARD, len(real))(*real)
+    wrapped = iter([made] if isinstance(made, Tensor) else made)
+    return [None if g is None else next(wrapped) for g in grads]
+
+
+def linear(
+    x: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    standing: StandingWeight | None,
+    settings: Settings,
+    out_dtype: torch.dtype,
+    tag: int = -1,
+) -> Tensor:
+    """x [..., K] -> [..., N] in MXFP8, differentiable.
+
+    `standing` stands in for quantizing the weight. With a `tag` the kernels that run are recorded
+    in te_mx.engine.explain.LAST_RUN at tag, tag + 1 and tag + 2: fprop, dgrad and wgrad. Without
+    anything to differentiate, rowwise operands are all that is made.
+    """
+    if torch.is_grad_enabled() and (
+        x.requires_grad or weight_NK.requires_grad or (bias_N is not None and bias_N.requires_grad)
+    ):
+        return LinearFunction.apply(x, weight_NK, bias_N, standing, settings, out_dtype, tag)
+    row = standing.row if standing else quantize_weight(weight_NK, settings, False)[0]
+    return infer(x, row, bias_N, settings, out_dtype, tag)
+
+
+def infer(
+    x: Tensor,
+    w_row: Operand,
+    bias_N: Tensor | None,
+    settings: Settings,
+    out_dtype: torch.dtype,
+    tag: int = -1,
+) -> Tensor:
+    """x [..., K] -> [..., N] on a quantized weight, without autograd."""
+    fmt, rule = settings.fwd_fmt, settings.scale_rule
+    q = quantize_2d(flatten(x), fmt, rowwise=True, columnwise=None, scale_rule=rule)
+    y_MN = gemm_2d(w_row, row_operand(q, fmt), bias=bias_N, out_dtype=out_dtype, tag=tag).out
+    return unflatten(y_MN, x)

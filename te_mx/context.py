@@ -1,0 +1,169 @@
+"""te_mx.autocast: which recipe is active, per thread and per asyncio task.
+
+The state is one ContextVar holding a linked list of entered regions, so nothing lives on the
+autocast object: it can be re-entered, nested, and shared between threads and tasks.
+
+Two other readers shape this file:
+
+- ``torch.compile``. Dynamo can neither trace a ContextVar nor guard on one. It does guard on
+  attributes of modules by reading them again before every call, so ``ambient`` below is a module
+  attribute computed by the module's ``__getattr__``: the guard itself asks the ContextVar. Regions
+  entered *inside* compiled code are kept in ``_traced``, a plain object whose changes Dynamo
+  follows while it traces.
+- Recomputation (``torch.utils.checkpoint``). It runs a forward inside the backward pass, after the
+  region was left and, on GPUs, in another thread. A region therefore remembers the backward pass
+  that it was entered in, see `te_mx.nn.Linear`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import torch
+
+from te_mx.recipe import MXFP8BlockScaling, Settings, resolve_recipe
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+is_tracing = torch.compiler.is_dynamo_compiling
+backward_pass_id = torch._C._current_graph_task_id  # -1 outside a backward pass
+
+
+class Region:
+    """One entered autocast region. `settings` is None where MXFP8 is off."""
+
+    __slots__ = ("backward_pass", "parent", "recipe", "settings")
+
+    def __init__(
+        self, settings: Settings | None, recipe: MXFP8BlockScaling | None, parent: Region | None
+    ) -> None:
+        self.settings = settings
+        self.recipe = recipe
+        self.parent = parent
+        self.backward_pass = backward_pass_id()
+
+
+innermost: ContextVar[Region | None] = ContextVar("te_mx_autocast", default=None)
+
+
+class _Traced:
+    """Regions entered in code that Dynamo is tracing: (settings, outer) pairs, None outside of
+    every one."""
+
+    def __init__(self) -> None:
+        self.top: tuple[Settings | None, Any] | None = None
+
+
+_traced = _Traced()
+_this = sys.modules[__name__]
+
+
+def __getattr__(name: str) -> Any:
+    # Read through the module object only, so that a Dynamo guard on it re-reads the ContextVar.
+    if name == "ambient":
+        region = innermost.get()
+        return None if region is None else region.settings
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def current_settings() -> Settings | None:
+    """Settings of the innermost region, None when MXFP8 is off. Traceable by Dynamo."""
+    if is_tracing() and _traced.top is not None:
+        return _traced.top[0]
+    return _this.ambient
+
+
+def current_recipe() -> MXFP8BlockScaling | None:
+    """The recipe that is active in this thread or task, None where MXFP8 is off."""
+    region = innermost.get()
+    return None if region is None else region.recipe
+
+
+class autocast:
+    """Run the te_mx modules inside in MXFP8.
+
+    Context manager and decorator (of functions and of async functions); nestable and re-entrant,
+    also through one and the same object; seen only by the thread or asyncio task that entered it.
+    Without it the modules are plain high-precision layers.
+
+    The backward pass needs no autocast: the forward decided. Together with ``torch.autocast`` the
+    output dtype follows ``torch.autocast``.
+
+    Under ``torch.compile`` enter it around the compiled call or inside the compiled function;
+    there, construct it inside as well (Dynamo cannot enter a context manager that was made
+    outside).
+
+    Args:
+        enabled: False turns MXFP8 off inside, also in an enabled outer region.
+        recipe: a `te_mx.recipe.MXFP8BlockScaling`; None means `te_mx.get_default_recipe()`.
+
+    Raises:
+        TypeError: `enabled` is no bool, `recipe` is no recipe, or a generator function is
+            decorated.
+    """
+
+    __slots__ = ("_recipe", "_settings")
+
+    def __init__(self, enabled: bool = True, recipe: Any = None) -> None:
+        if enabled is not True and enabled is not False:
+            raise TypeError(
+                f"autocast: enabled must be a bool, got {enabled!r}; pass a recipe as "
+                "autocast(recipe=...)"
+            )
+        resolved = resolve_recipe(recipe)
+        self._recipe = resolved if enabled else None
+        self._settings = resolved.settings if enabled else None
+
+    def __enter__(self) -> autocast:
+        if is_tracing():
+            _traced.top = (self._settings, _traced.top)
+        else:
+            innermost.set(Region(self._settings, self._recipe, innermost.get()))
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if is_tracing():
+            top = _traced.top
+            _traced.top = None if top is None else top[1]
+        else:
+            region = innermost.get()
+            innermost.set(None if region is None else region.parent)
+
+    def __call__(self, fn: F) -> F:
+        if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+            raise TypeError(
+                f"autocast cannot decorate the generator function {fn.__qualname__}: its body "
+                "would run after the region is left; use `with te_mx.autocast(...):` inside it"
+            )
+        # A fresh object per call: Dynamo enters context managers made in the code that it traces,
+        # and no others.
+        enabled, recipe = self._settings is not None, self._recipe
+        if asyncio.iscoroutinefunction(fn):
+
+            @functools.wraps(fn)
+            async def run_async(*args: Any, **kwargs: Any) -> Any:
+                with autocast(enabled, recipe):
+                    return await fn(*args, **kwargs)
+
+            return run_async  # type: ignore[return-value]
+
+        @functools.wraps(fn)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with autocast(enabled, recipe):
+                return fn(*args, **kwargs)
+
+        return run  # type: ignore[return-value]
+
+    def __repr__(self) -> str:
+        return "autocast(enabled=False)" if self._recipe is None else f"autocast({self._recipe!r})"
+
+
+def fp8_autocast(enabled: bool = True, fp8_recipe: Any = None) -> autocast:
+    """`autocast` under Transformer Engine's older name and argument name."""
+    return autocast(enabled, fp8_recipe)

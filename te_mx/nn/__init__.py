@@ -1,0 +1,6 @@
+"""Modules: nn.Module subclasses that run in MXFP8 under te_mx.autocast and are plain torch modules
+elsewhere."""
+
+from te_mx.nn.linear import Linear
+
+__all__ = ["Linear"]

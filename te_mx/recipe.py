@@ -1,0 +1,173 @@
+"""Recipes: which formats and rules an MXFP8 region uses.
+
+A recipe is an immutable, validated value. ``te_mx.autocast`` makes one active; the modules read
+only its ``settings``, a plain tuple of strings that ``torch.compile`` can guard on by value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from enum import Enum
+from typing import Any, NamedTuple
+
+SCALE_RULES = ("rceil", "floor")
+
+
+class FormatRange(NamedTuple):
+    """Value of a `Format` member: element formats and their largest values, forward and
+    backward."""
+
+    max_fwd: float
+    max_bwd: float
+    fwd: str
+    bwd: str
+
+
+class Format(Enum):
+    """Element formats of the operands; ``.value.max_fwd`` and ``.value.max_bwd`` are the largest
+    values.
+
+    ============  ====================  ==============
+    member        inputs and weights    gradients
+    ============  ====================  ==============
+    ``E4M3``      E4M3 (448)            E4M3 (448)
+    ``E5M2``      E5M2 (57344)          E5M2 (57344)
+    ``HYBRID``    E4M3 (448)            E5M2 (57344)
+    ============  ====================  ==============
+    """
+
+    E4M3 = FormatRange(448.0, 448.0, "e4m3", "e4m3")
+    E5M2 = FormatRange(57344.0, 57344.0, "e5m2", "e5m2")
+    HYBRID = FormatRange(448.0, 57344.0, "e4m3", "e5m2")
+
+
+class Settings(NamedTuple):
+    """What the modules need to know of a recipe: element formats "e4m3" or "e5m2", scale rule
+    "rceil" or "floor"."""
+
+    fwd_fmt: str
+    bwd_fmt: str
+    scale_rule: str
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class MXFP8BlockScaling:
+    """MXFP8: blocks of 32 elements along the reduction dimension share one E8M0 scale.
+
+    Field names are those of Transformer Engine where it has them.
+
+    Args:
+        fp8_format: `Format.E4M3` (default) or `Format.HYBRID` (gradients in E5M2). `Format.E5M2` is
+            rejected: two mantissa bits are too few for inputs and weights.
+        scale_rule: how a block's scale follows from its largest magnitude ``amax``, with ``max``
+            the format's largest value and ``emax`` its exponent. ``"rceil"``: ``2^ceil(log2(amax /
+            max))``, nothing finite saturates. ``"floor"`` (the OCP text): ``2^(floor(log2(amax)) -
+            emax)``, the largest elements may saturate.
+        margin: must be 0 (block scales follow the data; there is no history to keep a margin for).
+        fp8_dpa, fp8_mha: must be False; te_mx has no attention module.
+        backward_override: must be None; every GEMM of the backward pass runs in MXFP8.
+        enable_2d_quantization: must be False; weights have 1x32 blocks.
+
+    Raises:
+        TypeError: a field has the wrong type.
+        ValueError: a field has a value that means nothing.
+        NotImplementedError: a field asks for something that te_mx does not do.
+    """
+
+    margin: int = 0
+    fp8_format: Format = Format.E4M3
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+    enable_2d_quantization: bool = False
+    scale_rule: str = "rceil"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.fp8_format, Format):
+            raise TypeError(
+                "MXFP8BlockScaling.fp8_format must be a te_mx.recipe.Format, got "
+                f"{self.fp8_format!r}; use Format.E4M3 or Format.HYBRID"
+            )
+        if self.fp8_format is Format.E5M2:
+            raise ValueError(
+                "MXFP8BlockScaling.fp8_format=Format.E5M2 is not supported: inputs and weights "
+                "need the mantissa of E4M3; use Format.E4M3, or Format.HYBRID for gradients in "
+                "E5M2"
+            )
+        if self.scale_rule not in SCALE_RULES:
+            raise ValueError(
+                "MXFP8BlockScaling.scale_rule must be one of "
+                f"{', '.join(map(repr, SCALE_RULES))}, got {self.scale_rule!r}"
+            )
+        if self.backward_override not in (None, "high_precision", "dequantized"):
+            raise ValueError(
+                "MXFP8BlockScaling.backward_override must be None, 'high_precision' or "
+                f"'dequantized', got {self.backward_override!r}"
+            )
+        for name, plain, remedy in _ONLY_DEFAULT:
+            if getattr(self, name) != plain:
+                raise NotImplementedError(
+                    f"MXFP8BlockScaling.{name}={getattr(self, name)!r} is not supported, only "
+                    f"{plain!r}: {remedy}"
+                )
+
+    @property
+    def settings(self) -> Settings:
+        """The recipe as the plain tuple that modules and ``torch.compile`` guards read."""
+        formats = self.fp8_format.value
+        return Settings(formats.fwd, formats.bwd, self.scale_rule)
+
+    def __repr__(self) -> str:
+        changed = [
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in dataclasses.fields(self)
+            if field.name not in ("fp8_format", "scale_rule")
+            and getattr(self, field.name) != field.default
+        ]
+        shown = [f"fp8_format={self.fp8_format.name}", f"scale_rule={self.scale_rule!r}", *changed]
+        return f"MXFP8BlockScaling({', '.join(shown)})"
+
+
+_ONLY_DEFAULT: tuple[tuple[str, Any, str], ...] = (
+    ("margin", 0, "block scales follow the data of every call"),
+    ("fp8_dpa", False, "te_mx has no attention module"),
+    ("fp8_mha", False, "te_mx has no attention module"),
+    ("backward_override", None, "the backward GEMMs run in MXFP8"),
+    ("enable_2d_quantization", False, "weights have blocks of 1x32"),
+)
+
+_DEFAULT = MXFP8BlockScaling()
+
+
+def get_default_recipe() -> MXFP8BlockScaling:
+    """The recipe of `te_mx.autocast` when none is given: E4M3 everywhere, scale rule "rceil"."""
+    return _DEFAULT
+
+
+def resolve_recipe(recipe: Any) -> MXFP8BlockScaling:
+    """The one place where a recipe argument becomes a te_mx recipe; None is the default recipe.
+
+    Raises:
+        TypeError: `recipe` is not a recipe object of te_mx.
+    """
+    if recipe is None:
+        return _DEFAULT
+    if isinstance(recipe, MXFP8BlockScaling):
+        return recipe
+    hint = " (pass an instance: MXFP8BlockScaling())" if isinstance(recipe, type) else ""
+    raise TypeError(
+        f"recipe must be a te_mx.recipe.MXFP8BlockScaling or None, got {recipe!r} of type "
+        f"{type(recipe).__name__}{hint}"
+    )
+
+
+def is_mxfp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Whether MXFP8 modules can run here: always True, because every device has at least the
+    reference backend.
+
+    Whether they run *fast* is another question: see `te_mx.explain`.
+
+    Returns:
+        True, or ``(True, "")`` with ``return_reason=True`` (Transformer Engine's signature).
+    """
+    return (True, "") if return_reason else True

@@ -1,0 +1,342 @@
+"""The backward of te_mx.Linear: gradients, what is skipped, what is saved, graph rules."""
+
+from __future__ import annotations
+
+import oracles
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import SEEDS, SIZES
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import te_mx
+from te_mx.autograd import linear as autograd_linear
+from te_mx.recipe import Format, MXFP8BlockScaling
+
+E4M3 = MXFP8BlockScaling()
+HYBRID = MXFP8BlockScaling(fp8_format=Format.HYBRID)
+FLOOR = MXFP8BlockScaling(fp8_format=Format.HYBRID, scale_rule="floor")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def run(layer, x, grad, recipe=None, **kwargs):
+    """Forward and backward; gradients of x, weight and bias."""
+    layer.zero_grad()
+    x = x.detach().clone().requires_grad_()
+    with te_mx.autocast(recipe=recipe):
+        y = layer(x, **kwargs)
+    y.backward(grad)
+    return x.grad, layer.weight.grad, None if layer.bias is None else layer.bias.grad
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Records what the layer quantizes and multiplies: (rows, cols, rowwise, columnwise, col_sum),
+    (n, m, k)."""
+    made = {"quantize": [], "gemm": []}
+    quantize, gemm = autograd_linear.quantize_2d, autograd_linear.gemm_2d
+
+    def record_quantize(x, fmt, *, rowwise, columnwise, scale_rule, col_sum=False):
+        made["quantize"].append((fmt, *x.shape, rowwise, columnwise is not None, col_sum))
+        return quantize(
+            x, fmt, rowwise=rowwise, columnwise=columnwise, scale_rule=scale_rule, col_sum=col_sum
+        )
+
+    def record_gemm(a, b, **kwargs):
+        made["gemm"].append((b.rows, a.rows, a.k))
+        return gemm(a, b, **kwargs)
+
+    monkeypatch.setattr(autograd_linear, "quantize_2d", record_quantize)
+    monkeypatch.setattr(autograd_linear, "gemm_2d", record_gemm)
+    return made
+
+
+# ------------------------------------------------------------------------------------- values
+@given(
+    st.lists(SIZES, max_size=2), SIZES, SIZES, st.sampled_from([E4M3, HYBRID, FLOOR]),
+    st.booleans(), SEEDS,
+)  # fmt: skip
+def test_gradients_equal_the_public_functions(leading, k, n, recipe, bias, seed):
+    torch.manual_seed(seed)
+    x_dtype, w_dtype = DTYPES[seed % 3], DTYPES[seed // 3 % 3]
+    layer = te_mx.Linear(k, n, bias, dtype=w_dtype)
+    x, grad = torch.randn(*leading, k).to(x_dtype), torch.randn(*leading, n).to(x_dtype)
+    dx, dw, db = run(layer, x, grad, recipe)
+    assert (dx.dtype, dw.dtype) == (x_dtype, w_dtype)
+    assert dx.shape == x.shape and dw.shape == layer.weight.shape
+
+    rule, fmt = recipe.scale_rule, recipe.settings.bwd_fmt
+    xq = te_mx.quantize(x, rowwise=False, columnwise=True, scale_rule=rule)
+    wq = te_mx.quantize(layer.weight, rowwise=False, columnwise=True, scale_rule=rule)
+    gq = te_mx.quantize(grad, fmt=fmt, columnwise=True, scale_rule=rule)
+    assert torch.equal(dx.reshape(-1, k) if k else dx, _flat(wq, gq, "NN", x_dtype, dx, k))
+    assert torch.equal(dw, te_mx.gemm(xq, gq, "NT", out_dtype=w_dtype).out)
+    if bias:
+        assert db.dtype == w_dtype
+        exact = grad.double().reshape(-1, n).sum(0) if grad.numel() else torch.zeros(n)
+        magnitude = grad.double().reshape(-1, n).abs().sum(0) if grad.numel() else exact
+        rows = grad.numel() // max(n, 1)
+        bound = magnitude * rows * 2.0**-24 + torch.from_numpy(
+            oracles.half_ulp(exact.numpy(), w_dtype)
+        )
+        assert ((db.double() - exact).abs() <= bound * 1.001).all()
+
+
+def _flat(wq, gq, layout, dtype, dx, k):
+    out = te_mx.gemm(wq, gq, layout, out_dtype=dtype).out
+    return out if k else out.view(dx.shape)
+
+
+@pytest.mark.parametrize("recipe", [E4M3, HYBRID])
+def test_gradients_within_the_bound_of_fp64(recipe):
+    layer = te_mx.Linear(96, 80)
+    x, grad = torch.randn(70, 96), torch.randn(70, 80)
+    dx, dw, _ = run(layer, x, grad, recipe)
+    wq = te_mx.quantize(layer.weight, columnwise=True).dequantize(torch.float64, "columnwise")
+    xq = te_mx.quantize(x, columnwise=True).dequantize(torch.float64, "columnwise")
+    gq = te_mx.quantize(grad, fmt=recipe.settings.bwd_fmt, columnwise=True)
+    g_row = gq.dequantize(torch.float64, "rowwise").numpy()
+    g_col = gq.dequantize(torch.float64, "columnwise").numpy()
+    oracles.assert_gemm(dx, wq.numpy().T, g_row)
+    oracles.assert_gemm(dw, xq.numpy().T, g_col.T)
+
+
+def test_gradients_are_close_to_high_precision():
+    layer, x, grad = te_mx.Linear(128, 64), torch.randn(96, 128), torch.randn(96, 64)
+    ours = run(layer, x, grad)
+    layer.zero_grad()
+    x.requires_grad_()
+    layer(x).backward(grad)
+    for got, exact in zip(ours, (x.grad, layer.weight.grad, layer.bias.grad), strict=True):
+        assert (got - exact).norm() <= 0.05 * exact.norm()
+
+
+def test_backward_outside_the_region_and_expanded_gradient():
+    layer, x = te_mx.Linear(40, 8), torch.randn(2, 5, 40, requires_grad=True)
+    with te_mx.autocast(recipe=HYBRID):
+        y = layer(x)
+    with te_mx.autocast(enabled=False):
+        y.sum().backward()  # its gradient has strides of 0
+    _, dw, db = run(layer, x, torch.ones(2, 5, 8), HYBRID)
+    torch.testing.assert_close(db, torch.full((8,), 10.0), rtol=0, atol=0)
+    assert torch.equal(dw, layer.weight.grad)
+
+
+def test_torch_autocast_gradients():
+    layer, x = te_mx.Linear(40, 8), torch.randn(5, 40, requires_grad=True)
+    with te_mx.autocast(), torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert x.grad.dtype == layer.weight.grad.dtype == layer.bias.grad.dtype == torch.float32
+
+
+# ---------------------------------------------------------------- exactly the work that is needed
+E, M, K, N = "e4m3", 6, 40, 24
+X, W, G = (M, K), (N, K), (M, N)
+FPROP, DGRAD, WGRAD = (M, N, K), (M, K, N), (N, K, M)
+
+
+@pytest.mark.parametrize(
+    ("grad_x", "grad_w", "grad_b", "quantized", "gemms"),
+    [
+        (True, True, True, [(*X, True, True, False), (*W, True, True, False), (*G, True, True,
+         True)], [FPROP, DGRAD, WGRAD]),
+        (False, True, True, [(*X, True, True, False), (*W, True, False, False), (*G, False, True,
+         True)], [FPROP, WGRAD]),
+        (True, False, True, [(*X, True, False, False), (*W, True, True, False), (*G, True, False,
+         True)], [FPROP, DGRAD]),
+        (True, True, False, [(*X, True, True, False), (*W, True, True, False), (*G, True, True,
+         False)], [FPROP, DGRAD, WGRAD]),
+        (True, False, False, [(*X, True, False, False), (*W, True, True, False), (*G, True, False,
+         False)], [FPROP, DGRAD]),
+        (False, False, True, [(*X, True, False, False), (*W, True, False, False)], [FPROP]),
+        (False, False, False, [(*X, True, False, False), (*W, True, False, False)], [FPROP]),
+    ],
+)  # fmt: skip
+def test_only_what_is_needed_is_computed(calls, grad_x, grad_w, grad_b, quantized, gemms):
+    layer = te_mx.Linear(K, N)
+    layer.weight.requires_grad_(grad_w)
+    layer.bias.requires_grad_(grad_b)
+    x = torch.randn(M, K, requires_grad=grad_x)
+    with te_mx.autocast():
+        y = layer(x)
+    if y.requires_grad:
+        y.backward(torch.randn(M, N))
+    assert sorted(calls["quantize"]) == sorted((E, *call) for call in quantized)
+    assert calls["gemm"] == gemms
+    assert (x.grad is not None) == grad_x
+    assert (layer.weight.grad is not None) == grad_w
+    assert (layer.bias.grad is not None) == grad_b
+    if grad_b:
+        assert layer.bias.grad.shape == (N,)
+
+
+def test_no_grad_makes_rowwise_operands_only(calls):
+    layer = te_mx.Linear(K, N)
+    with torch.no_grad(), te_mx.autocast():
+        layer(torch.randn(M, K, requires_grad=True))
+    only = [(E, *X, True, False, False), (E, *W, True, False, False)]
+    assert sorted(calls["quantize"]) == sorted(only)
+
+
+def test_hybrid_quantizes_gradients_to_e5m2(calls):
+    run(te_mx.Linear(K, N), torch.randn(M, K), torch.randn(M, N), HYBRID)
+    assert [call[0] for call in calls["quantize"]] == ["e4m3", "e4m3", "e5m2"]
+
+
+def test_saved_for_backward_are_columnwise_codes_only():
+    layer = te_mx.Linear(1024, 512, dtype=torch.bfloat16)
+    x = torch.randn(256, 1024, dtype=torch.bfloat16, requires_grad=True)
+    saved = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
+    with te_mx.autocast(), hooks:
+        layer(x)
+    assert all(t.dtype == torch.uint8 for t in saved)
+    elements = x.numel() + layer.weight.numel()
+    assert sum(t.numel() for t in saved) == elements + elements // 32  # 1.03 bytes an element
+
+
+def test_saved_tensors_hooks_may_move_what_is_saved():
+    layer, x, grad = te_mx.Linear(40, 8), torch.randn(5, 40), torch.randn(5, 8)
+    expected = run(layer, x, grad)
+    with torch.autograd.graph.save_on_cpu():
+        got = run(layer, x, grad)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+# --------------------------------------------------------------------------------- graph rules
+def test_retain_graph_gives_the_same_gradients_twice():
+    layer, x = te_mx.Linear(40, 8), torch.randn(5, 40, requires_grad=True)
+    with te_mx.autocast():
+        y = layer(x)
+    grad = torch.randn(5, 8)
+    inputs = [x, layer.weight, layer.bias]
+    first = torch.autograd.grad(y, inputs, grad, retain_graph=True)
+    second = torch.autograd.grad(y, inputs, grad)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(y, inputs, grad)
+
+
+@pytest.mark.parametrize("grad_of_grad", [True, False])
+def test_double_backward_is_refused_with_a_remedy(grad_of_grad):
+    layer, x = te_mx.Linear(40, 8), torch.randn(5, 40, requires_grad=True)
+    with te_mx.autocast():
+        y = layer(x)
+    grad = torch.randn(5, 8, requires_grad=grad_of_grad)
+    (dx,) = torch.autograd.grad(y, x, grad, create_graph=True)
+    assert torch.equal(dx, run(layer, x, grad.detach())[0])
+    with pytest.raises(RuntimeError, match=r"no second derivative.*enabled=False"):
+        dx.square().sum().backward()
+
+
+def test_create_graph_alone_is_no_error():
+    layer, x = te_mx.Linear(40, 8, bias=False), torch.randn(5, 40, requires_grad=True)
+    layer.weight.requires_grad_(False)
+    with te_mx.autocast():
+        y = layer(x)
+    (y.square() + x.sum() ** 2).sum().backward(create_graph=True)
+    assert x.grad is not None
+
+
+def test_gradients_accumulate():
+    layer, x, grad = te_mx.Linear(40, 8), torch.randn(5, 40), torch.randn(5, 8)
+    _, once, _ = run(layer, x, grad)
+    once = once.clone()
+    with te_mx.autocast():
+        layer(x).backward(grad)
+    assert torch.equal(layer.weight.grad, 2 * once)
+
+
+def test_changing_the_weight_between_forward_and_backward_is_allowed():
+    # The weight of the forward was quantized then; backward uses that copy.
+    layer, x, grad = te_mx.Linear(40, 8), torch.randn(5, 40, requires_grad=True), torch.randn(5, 8)
+    with te_mx.autocast():
+        y = layer(x)
+    expected = run(layer, x, grad)[0]
+    with torch.no_grad():
+        layer.weight.add_(1)
+    assert torch.equal(torch.autograd.grad(y, x, grad)[0], expected)
+
+
+# -------------------------------------------------------------------- activation checkpointing
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = te_mx.Linear(40, 64), te_mx.Linear(64, 40)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def grads_of(block, x, forward, backward_inside=False):
+    block.zero_grad()
+    x = x.detach().clone().requires_grad_()
+    with te_mx.autocast(recipe=HYBRID):
+        y = forward(x)
+        if backward_inside:
+            y.square().sum().backward()
+    if not backward_inside:
+        y.square().sum().backward()
+    return [x.grad, *(p.grad for p in block.parameters())]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("inside", [True, False])
+def test_checkpointing_recomputes_with_the_recipe_of_the_forward(reentrant, inside):
+    block, x = Block(), torch.randn(5, 40)
+    expected = grads_of(block, x, block)
+    got = grads_of(
+        block, x, lambda x: checkpoint(block, x, use_reentrant=reentrant), backward_inside=inside
+    )
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_of_what_enters_a_region_itself(reentrant):
+    block, x = Block(), torch.randn(5, 40)
+
+    @te_mx.autocast(recipe=E4M3)
+    def inner(x):
+        with te_mx.autocast(enabled=False):
+            x = block.up(x)
+        return block.down(x.relu())
+
+    def outer(x):
+        return checkpoint(inner, x, use_reentrant=reentrant)
+
+    expected = grads_of(block, x, inner)
+    got = grads_of(block, x, outer)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_of_a_disabled_region_inside_an_enabled_one(reentrant):
+    block, x = Block(), torch.randn(5, 40)
+
+    def forward(x, wrap):
+        with te_mx.autocast(enabled=False):
+            return wrap(x)
+
+    expected = grads_of(block, x, lambda x: forward(x, block))
+    got = grads_of(
+        block,
+        x,
+        lambda x: forward(x, lambda x: checkpoint(block, x, use_reentrant=reentrant)),
+        backward_inside=True,
+    )
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_nested_checkpointing():
+    block, x = Block(), torch.randn(5, 40)
+
+    def inner(x):
+        return checkpoint(block, x, use_reentrant=False)
+
+    expected = grads_of(block, x, block)
+    got = grads_of(block, x, lambda x: checkpoint(inner, x, use_reentrant=False))
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
