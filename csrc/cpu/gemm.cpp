@@ -1,0 +1,290 @@
+// The GEMM entry points: argument checks, packing, the choice of kernel, and bias gradients.
+#include <cmath>
+#include <cstring>
+
+#include "gemm_internal.hpp"
+#include "gemm_plan.hpp"
+#include "isa.h"
+#include "parallel.h"
+
+namespace te_mx {
+
+const KernelImpl* kernel_impl(Kernel kernel) {
+  [[maybe_unused]] const bool emulated = isa_current() == Isa::amx_emulated;
+  switch (kernel) {
+    case Kernel::wide_f64:
+      return wide_f64_impl();
+    case Kernel::portable_f32:
+      return portable_f32_impl();
+    case Kernel::portable_stream:
+      return portable_stream_impl();
+#if defined(TE_MX_HAVE_AVX2)
+    case Kernel::avx2_f32:
+      return avx2_f32_impl();
+    case Kernel::avx2_stream:
+      return avx2_stream_impl();
+#endif
+#if defined(TE_MX_HAVE_AVX512)
+    case Kernel::avx512_f32:
+      return avx512_f32_impl();
+    case Kernel::avx512_stream:
+      return avx512_stream_impl();
+#endif
+#if defined(TE_MX_HAVE_AVX512_BF16)
+    case Kernel::avx512_bf16:
+      return avx512_bf16_impl();
+    case Kernel::avx512_bf16_stream:
+      return avx512_bf16_stream_impl();
+#endif
+    case Kernel::amx_bf16:
+#if defined(TE_MX_HAVE_AMX)
+      if (!emulated) return amx_bf16_impl();
+#endif
+      return amx_emulated_impl();
+    case Kernel::amx_stream:
+#if defined(TE_MX_HAVE_AMX)
+      if (!emulated) return amx_stream_impl();
+#endif
+      return amx_emulated_stream_impl();
+    default:
+      return nullptr;
+  }
+}
+
+namespace {
+
+const KernelImpl* usable_impl(Kernel kernel) {
+  return kernel_available(kernel) ? kernel_impl(kernel) : nullptr;
+}
+
+bool is_stream(Kernel kernel) {
+  return kernel >= Kernel::portable_stream && kernel <= Kernel::amx_stream;
+}
+
+bool operand_ok(const Operand& o) {
+  if (o.rows < 0 || o.k < 0) return false;
+  if (o.rows == 0 || o.k == 0) return true;
+  if (o.codes == nullptr || o.scales == nullptr) return false;
+  return o.code_row_stride == 1 || o.code_k_stride == 1;
+}
+
+const PackedHeader* header_of(const Operand& o) {
+  return static_cast<const PackedHeader*>(o.packed);
+}
+
+bool packed_ok(const Operand& o, Kernel kernel, Role role) {
+  if (o.packed == nullptr) return true;
+  const PackedHeader& h = *header_of(o);
+  return h.rows == o.rows && h.k == o.k && h.kernel == static_cast<int32_t>(kernel) &&
+         h.role == static_cast<int32_t>(role) && h.fmt == static_cast<int32_t>(o.fmt);
+}
+
+const void* at(const void* base, int64_t offset) { return static_cast<const char*>(base) + offset; }
+void* at(void* base, int64_t offset) { return static_cast<char*>(base) + offset; }
+
+Operand rows_of(const Operand& o, int64_t begin, int64_t end) {
+  Operand part = o;
+  part.codes += begin * o.code_row_stride;
+  part.scales += begin * o.scale_row_stride;
+  part.rows = end - begin;
+  return part;
+}
+
+// One operand's exponents and panels, packed ahead or here.
+struct Side {
+  const Operand& operand;
+  Role role;
+  const float* exponents;
+  const void* panels;
+  bool wide;
+
+  Side(const Operand& o, Role r, void* exponent_room, void* panel_room, int threads)
+      : operand(o), role(r), panels(panel_room) {
+    if (o.packed != nullptr) {
+      const PackedHeader& h = *header_of(o);
+      exponents = static_cast<const float*>(at(o.packed, h.exponents_offset));
+      panels = at(o.packed, h.panels_offset);
+      wide = h.wide != 0;
+    } else {
+      float* room = static_cast<float*>(exponent_room);
+      wide = scan_row_exponents(o, room, threads);
+      exponents = room;
+    }
+  }
+
+  Status pack(const KernelImpl& impl, int64_t begin, int64_t end, int threads) const {
+    if (operand.packed != nullptr || impl.panel_bytes(role, operand.rows, operand.k) == 0) {
+      return Status::ok;
+    }
+    return impl.pack_panels(role, rows_of(operand, begin, end), exponents + begin,
+                            const_cast<void*>(panels), threads);
+  }
+};
+
+int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+Status run_chunks(const GemmArgs& args, const KernelImpl& impl, const GemmPlan& plan,
+                  const Side& lhs, const Side& rhs, const EpilogueContext& context) {
+  const int64_t m = args.lhs.rows, n = args.rhs.rows;
+  for (int64_t m0 = 0; m0 < m; m0 += plan.m_chunk) {
+    const int64_t m1 = least(m0 + plan.m_chunk, m);
+    Status status = lhs.pack(impl, m0, m1, args.threads);
+    if (status != Status::ok) return status;
+    if (args.bias_grad_kind == BiasGrad::operand) {
+      impl.row_sums(rows_of(args.lhs, m0, m1), lhs.panels, lhs.exponents + m0, args.bias_grad + m0,
+                    args.threads);
+    }
+    for (int64_t n0 = 0; n0 < n; n0 += plan.n_chunk) {
+      const int64_t n1 = least(n0 + plan.n_chunk, n);
+      status = rhs.pack(impl, n0, n1, args.threads);
+      if (status != Status::ok) return status;
+      status = impl.run({m0, m1, n0, n1}, lhs.panels, rhs.panels, context,
+                        at(args.workspace, plan.scratch));
+      if (status != Status::ok) return status;
+    }
+  }
+  return Status::ok;
+}
+
+// The operands span more exponents than one row exponent can carry: the plain double kernel takes
+// them as they are.
+Status run_wide(GemmArgs& args, const GemmPlan& plan, EpilogueContext context) {
+  const KernelImpl* wide = wide_f64_impl();
+  if (wide == nullptr || args.lhs.codes == nullptr || args.rhs.codes == nullptr) {
+    return Status::unsupported;
+  }
+  args.ran = Kernel::wide_f64;
+  context.lhs_exp = context.rhs_exp = nullptr;
+  context.exact_scale = true;
+  if (args.bias_grad_kind == BiasGrad::operand) {
+    wide->row_sums(args.lhs, nullptr, nullptr, args.bias_grad, args.threads);
+  }
+  return wide->run({0, args.lhs.rows, 0, args.rhs.rows}, nullptr, nullptr, context,
+                   at(args.workspace, plan.lhs_panels));
+}
+
+// K = 0: the epilogue of zeros.
+void run_empty_sum(const GemmArgs& args, const EpilogueContext& context) {
+  const EpilogueFn epilogue = epilogue_for(isa_current());
+  const int64_t m = args.lhs.rows, n = args.rhs.rows;
+  alignas(64) static constexpr float kZeros[kRowBlock * 64] = {};
+  parallel_for(args.threads, ceil_div(m, kRowBlock), [&](int64_t item) {
+    const int64_t m0 = item * kRowBlock;
+    for (int64_t n0 = 0; n0 < n; n0 += 64) {
+      epilogue(context, kZeros, 64, m0, n0, static_cast<int>(least(kRowBlock, m - m0)),
+               static_cast<int>(least(64, n - n0)));
+    }
+  });
+}
+
+// out[n] = sum of the partials of the 32-row blocks, in block order.
+void reduce_partials(const float* partials, int64_t blocks, int64_t n, float* out, int threads) {
+  constexpr int64_t kColumns = 1024;
+  parallel_for(threads, ceil_div(n, kColumns), [&](int64_t item) {
+    const int64_t begin = item * kColumns, end = least(begin + kColumns, n);
+    for (int64_t i = begin; i < end; ++i) out[i] = 0.0f;
+    for (int64_t b = 0; b < blocks; ++b) {
+      for (int64_t i = begin; i < end; ++i) out[i] += partials[b * n + i];
+    }
+  });
+}
+
+Status check(const GemmArgs& a) {
+  if (!operand_ok(a.lhs) || !operand_ok(a.rhs) || a.lhs.k != a.rhs.k) return Status::bad_argument;
+  if (!packed_ok(a.lhs, a.kernel, Role::lhs) || !packed_ok(a.rhs, a.kernel, Role::rhs)) {
+    return Status::bad_argument;
+  }
+  const bool empty = a.lhs.rows == 0 || a.rhs.rows == 0;
+  if (!empty && (a.out == nullptr || a.ldo < a.rhs.rows)) return Status::bad_argument;
+  const int64_t sums = a.bias_grad_kind == BiasGrad::none      ? 0
+                       : a.bias_grad_kind == BiasGrad::operand ? a.lhs.rows
+                                                               : a.rhs.rows;
+  if (sums > 0 && a.bias_grad == nullptr) return Status::bad_argument;
+  if (a.gelu_in != nullptr && a.gelu == Gelu::none) return Status::bad_argument;
+  const bool k_last = a.rhs.code_k_stride == 1 && a.rhs.scale_block_stride == 1;
+  if (is_stream(a.kernel) && (a.lhs.rows > kStreamMaxRows || !k_last)) return Status::unsupported;
+  return Status::ok;
+}
+
+}  // namespace
+
+int64_t packed_bytes(Kernel kernel, Role role, int64_t rows, int64_t k) {
+  const KernelImpl* impl = usable_impl(kernel);
+  if (impl == nullptr || rows <= 0 || k <= 0) return 0;
+  const int64_t panels = impl->panel_bytes(role, rows, k);
+  if (panels == 0) return 0;
+  return static_cast<int64_t>(sizeof(PackedHeader)) + round_up(rows, kRowBlock) * 4 + panels;
+}
+
+Status pack(Kernel kernel, Role role, const Operand& operand, void* packed, int threads) {
+  const KernelImpl* impl = usable_impl(kernel);
+  if (impl == nullptr) return Status::unsupported;
+  if (!operand_ok(operand) || packed_bytes(kernel, role, operand.rows, operand.k) == 0) {
+    return Status::bad_argument;
+  }
+  PackedHeader h{};
+  h.rows = operand.rows;
+  h.k = operand.k;
+  h.kernel = static_cast<int32_t>(kernel);
+  h.role = static_cast<int32_t>(role);
+  h.fmt = static_cast<int32_t>(operand.fmt);
+  h.exponents_offset = sizeof(PackedHeader);
+  h.panels_offset = h.exponents_offset + round_up(operand.rows, kRowBlock) * 4;
+  float* exponents = static_cast<float*>(at(packed, h.exponents_offset));
+  h.wide = scan_row_exponents(operand, exponents, threads) ? 1 : 0;
+  std::memcpy(packed, &h, sizeof h);
+  return impl->pack_panels(role, operand, exponents, at(packed, h.panels_offset), threads);
+}
+
+int64_t workspace_bytes(const GemmArgs& args) {
+  const KernelImpl* impl = usable_impl(args.kernel);
+  return impl == nullptr ? 0 : plan_gemm(args, *impl).bytes;
+}
+
+Status gemm(GemmArgs& args) {
+  args.ran = args.kernel;
+  const KernelImpl* impl = usable_impl(args.kernel);
+  if (impl == nullptr) return Status::unsupported;
+  Status status = check(args);
+  if (status != Status::ok) return status;
+  const GemmPlan plan = plan_gemm(args, *impl);
+  if (plan.bytes > args.workspace_bytes) return Status::small_workspace;
+
+  const int64_t m = args.lhs.rows, n = args.rhs.rows, k = args.lhs.k;
+  const bool partials = args.bias_grad_kind == BiasGrad::result;
+  EpilogueContext context{};
+  context.args = &args;
+  if (partials) {
+    context.bias_grad_partial = static_cast<float*>(at(args.workspace, plan.bias_grad_partial));
+  }
+  if (m > 0 && n > 0 && k > 0) {
+    const Side lhs(args.lhs, Role::lhs, at(args.workspace, plan.lhs_exp),
+                   at(args.workspace, plan.lhs_panels), args.threads);
+    const Side rhs(args.rhs, Role::rhs, at(args.workspace, plan.rhs_exp),
+                   at(args.workspace, plan.rhs_panels), args.threads);
+    context.lhs_exp = lhs.exponents;
+    context.rhs_exp = rhs.exponents;
+    if (args.kernel == Kernel::wide_f64 || lhs.wide || rhs.wide) {
+      status = run_wide(args, plan, context);
+    } else {
+      status = run_chunks(args, *impl, plan, lhs, rhs, context);
+    }
+    if (status != Status::ok) return status;
+  } else {
+    if (args.bias_grad_kind == BiasGrad::operand && m > 0) {
+      std::memset(args.bias_grad, 0, static_cast<size_t>(m) * 4);
+      const KernelImpl* wide = wide_f64_impl();
+      if (k > 0 && wide != nullptr)
+        wide->row_sums(args.lhs, nullptr, nullptr, args.bias_grad, args.threads);
+    }
+    context.exact_scale = true;
+    if (m > 0 && n > 0) run_empty_sum(args, context);
+  }
+  if (partials && n > 0) {
+    reduce_partials(context.bias_grad_partial, ceil_div(m, kRowBlock), n, args.bias_grad,
+                    args.threads);
+  }
+  return Status::ok;
+}
+
+}  // namespace te_mx

@@ -1,0 +1,133 @@
+// The bf16 panel GEMM: loop order, cache blocking and epilogue calls around an engine that
+// multiplies 32 x 32 blocks.
+//
+//   item            rows x columns of D that one thread makes at a time
+//     k chunk       rhs panel chunk stays in L1, lhs chunk of all row panels in L2
+//       n panel     32 columns
+//         m panel   32 rows: engine.block() adds one chunk to a 32 x 32 fp32 block
+//
+// The sum of one element runs over k in order; blocking only decides when the fp32 value rests in
+// memory.
+#pragma once
+
+#include "gemm_internal.hpp"
+#include "isa.h"
+#include "pack_bf16.hpp"
+#include "parallel.h"
+
+namespace te_mx {
+
+// What the next block and the next chunk will read, fetched a few lines a k step.
+struct Ahead {
+  const char* rhs;
+  const char* lhs;
+  int rhs_lines, lhs_lines;  // lines a k step
+};
+
+inline constexpr int64_t kStepBytes = 2 * kTileWords * 2;  // one k block of one 32-row panel
+inline constexpr int64_t kBlockFloats = kRowBlock * kRowBlock;
+
+// Engine: constants kRowPanels, kColPanels, kChunk, kPrefetch; block(lhs, rhs, steps, rows, c,
+// first, ahead).
+template <class Engine>
+class PanelGemm {
+ public:
+  static Status run(const Range& range, const void* lhs, const void* rhs,
+                    const EpilogueContext& context, void*) {
+    const PanelGemm gemm(range, lhs, rhs, context);
+    const int64_t column_items = ceil_div(gemm.col_panels_, gemm.item_cols_);
+    const int64_t items = ceil_div(gemm.row_panels_, gemm.item_rows_) * column_items;
+    parallel_for(context.args->threads, items, [&](int64_t item) {
+      gemm.run_item(item / column_items * gemm.item_rows_, item % column_items * gemm.item_cols_);
+    });
+    return Status::ok;
+  }
+
+ private:
+  PanelGemm(const Range& range, const void* lhs, const void* rhs, const EpilogueContext& context)
+      : range_(range),
+        lhs_(static_cast<const char*>(lhs)),
+        rhs_(static_cast<const char*>(rhs)),
+        context_(context),
+        epilogue_(epilogue_for(isa_current())) {
+    blocks_ = ceil_div(context.args->lhs.k, kBlock);
+    chunk_ = ceil_div(blocks_, ceil_div(blocks_, Engine::kChunk));
+    row_panels_ = ceil_div(range.m1 - range.m0, kRowBlock);
+    col_panels_ = ceil_div(range.n1 - range.n0, kRowBlock);
+    item_rows_ = least(Engine::kRowPanels, row_panels_);
+    item_cols_ = least(Engine::kColPanels, col_panels_);
+    // Too few items leave threads idle; smaller ones only reread more.
+    while (item_rows_ * item_cols_ > 4 && items() < 4 * context.args->threads) {
+      int64_t& side = item_rows_ > item_cols_ ? item_rows_ : item_cols_;
+      side = (side + 1) / 2;
+    }
+  }
+
+  static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+  int64_t items() const {
+    return ceil_div(row_panels_, item_rows_) * ceil_div(col_panels_, item_cols_);
+  }
+
+  const char* step(const char* base, int64_t panel, int64_t block) const {
+    return base + (panel * blocks_ + block) * kStepBytes;
+  }
+
+  void run_item(int64_t row_panel, int64_t col_panel) const {
+    alignas(64) float sums[Engine::kRowPanels * Engine::kColPanels * kBlockFloats];
+    const int64_t rows = least(item_rows_, row_panels_ - row_panel);
+    const int64_t cols = least(item_cols_, col_panels_ - col_panel);
+    Engine engine;
+    for (int64_t k = 0; k < blocks_; k += chunk_) {
+      const int64_t steps = least(chunk_, blocks_ - k);
+      const bool last = k + steps == blocks_;
+      for (int64_t j = 0; j < cols; ++j) {
+        for (int64_t i = 0; i < rows; ++i) {
+          // With a single chunk nothing rests between chunks and one block serves all.
+          float* c = sums + (steps == blocks_ ? 0 : (j * rows + i) * kBlockFloats);
+          const int64_t m = range_.m0 + (row_panel + i) * kRowBlock;
+          const int block_rows = static_cast<int>(least(kRowBlock, range_.m1 - m));
+          engine.block(step(lhs_, row_panel + i, k), step(rhs_, col_panel + j, k), steps,
+                       block_rows, c, k == 0,
+                       ahead(row_panel, col_panel, rows, cols, i, j, k, steps));
+          if (last) {
+            const int64_t n = range_.n0 + (col_panel + j) * kRowBlock;
+            epilogue_(context_, c, kRowBlock, m, n, block_rows,
+                      static_cast<int>(least(kRowBlock, range_.n1 - n)));
+          }
+        }
+      }
+    }
+  }
+
+  // Spreads the next rhs panel over the blocks of this one, and the next lhs chunk over the blocks
+  // of this chunk.
+  Ahead ahead(int64_t row_panel, int64_t col_panel, int64_t rows, int64_t cols, int64_t i,
+              int64_t j, int64_t k, int64_t steps) const {
+    Ahead a{};
+    if constexpr (Engine::kPrefetch) {
+      const int64_t next = k + steps;
+      const int64_t chunk_bytes = steps * kStepBytes;
+      if (j + 1 < cols || next < blocks_) {
+        const char* panel =
+            j + 1 < cols ? step(rhs_, col_panel + j + 1, k) : step(rhs_, col_panel, next);
+        a.rhs_lines = static_cast<int>(ceil_div(chunk_bytes, rows * steps * 64));
+        a.rhs = panel + i * a.rhs_lines * steps * 64;
+      }
+      if (next < blocks_) {
+        a.lhs_lines = static_cast<int>(ceil_div(chunk_bytes, cols * steps * 64));
+        a.lhs = step(lhs_, row_panel + i, next) + j * a.lhs_lines * steps * 64;
+      }
+    }
+    return a;
+  }
+
+  const Range range_;
+  const char* lhs_;
+  const char* rhs_;
+  const EpilogueContext& context_;
+  EpilogueFn epilogue_;
+  int64_t blocks_, chunk_, row_panels_, col_panels_, item_rows_, item_cols_;
+};
+
+}  // namespace te_mx

@@ -1,0 +1,105 @@
+// What gemm.cpp, the kernel families and the epilogues share.
+//
+// A packed operand is PackedHeader | float exponents[rows up to 32] | panels. gemm.cpp writes the
+// header and the row exponents (they need only scales); a family writes and reads the panels.
+// Everything is 64-byte aligned.
+#pragma once
+
+#include <cstdint>
+
+#include "te_mx/cpu.h"
+
+namespace te_mx {
+
+inline constexpr int64_t kRowBlock =
+    32;  // rows of one epilogue call and of one bias-gradient partial
+inline constexpr int kRelativeExponent = 30;  // packed values are code * 2^(byte - E_row + 30)
+
+// static: per-ISA files must not share an out-of-line copy with the others.
+static constexpr int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+static constexpr int64_t ceil_div(int64_t x, int64_t by) { return (x + by - 1) / by; }
+
+struct PackedHeader {
+  int64_t rows, k;
+  int32_t kernel, role;
+  int32_t wide;  // a row spans more than kWideSpread exponents: only wide_f64 may run
+  int32_t fmt;
+  int64_t exponents_offset;  // bytes from the header; E_row - 127 - 30 as float, 0 for rows past
+                             // the end
+  int64_t panels_offset;     // bytes from the header
+  int64_t reserved[2];
+};
+static_assert(sizeof(PackedHeader) == 64);
+
+// The largest scale byte (not 255) that a row exponent stands for.
+static inline int row_byte(float exponent) {
+  return static_cast<int>(exponent) + 127 + kRelativeExponent;
+}
+
+// acc[rows][ld] holds the fp32 sums of D[m0.., n0..] before the row exponents.
+// out, aux, gelu_in, bias and bias_grad_partial are indexed by m0 and n0 through args.
+struct EpilogueContext {
+  const GemmArgs* args;
+  const float* lhs_exp;      // [M]: D = acc * 2^(lhs_exp[m] + rhs_exp[n]); integers as float
+  const float* rhs_exp;      // [N]
+  float* bias_grad_partial;  // [ceil(M/32)][N], or null unless bias_grad_kind is result
+  bool exact_scale;          // acc is already scaled (wide_f64): both exponents are null
+};
+
+// m0 is a multiple of 32 and rows covers its whole 32-row block (rows = min(32, M - m0)), so one
+// call owns the bias-gradient partials [m0/32][n0 .. n0+cols). cols is 1..64 and n0 is a multiple
+// of 16. acc is 64-byte aligned and ld is a multiple of 16; acc columns past cols up to the next 16
+// may be read, never trusted.
+using EpilogueFn = void (*)(const EpilogueContext& context, const float* acc, int64_t ld,
+                            int64_t m0, int64_t n0, int rows, int cols);
+EpilogueFn epilogue_for(Isa isa);
+
+// The part of D that one run() makes. gemm.cpp cuts large problems so that packed operands stay in
+// cache: panels given to run() start at row m0 of lhs and row n0 of rhs; m0 and n0 are multiples
+// of 32. Everything else (args, context, exponents, out) is that of the whole problem and is
+// indexed from 0.
+struct Range {
+  int64_t m0, m1, n0, n1;
+};
+
+// One kernel family: all entry points of one Kernel value. M, N and K are > 0 in every call.
+struct KernelImpl {
+  // Bytes of the panels (multiple of 64), 0 when the kernel reads plain codes.
+  int64_t (*panel_bytes)(Role role, int64_t rows, int64_t k);
+  // Fills panels with values relative to the row exponents (see kRelativeExponent). operand and
+  // exponents are those of the chunk. Null when both sides are plain.
+  Status (*pack_panels)(Role role, const Operand& operand, const float* exponents, void* panels,
+                        int threads);
+  // Scratch of run() beyond panels, exponents and bias-gradient partials. Null: none.
+  int64_t (*workspace_bytes)(const GemmArgs& args);
+  // Computes D[m0..m1, n0..n1] with context.args->threads threads.
+  Status (*run)(const Range& range, const void* lhs_panels, const void* rhs_panels,
+                const EpilogueContext& context, void* workspace);
+  // out[m] = sum over k of the dequantized lhs row m, fp32, in a fixed order. lhs, its panels,
+  // exponents and out are those of the chunk. wide_f64 reads the codes (panels and exponents are
+  // null).
+  void (*row_sums)(const Operand& lhs, const void* lhs_panels, const float* lhs_exp, float* out,
+                   int threads);
+};
+
+const KernelImpl* kernel_impl(Kernel kernel);  // gemm.cpp's table; null when not built
+
+// The families. Each returns null when this build lacks it.
+const KernelImpl* wide_f64_impl();      // gemm_wide.cpp
+const KernelImpl* portable_f32_impl();  // gemm_f32*.cpp
+const KernelImpl* avx2_f32_impl();
+const KernelImpl* avx512_f32_impl();
+const KernelImpl* portable_stream_impl();  // stream_f32*.cpp
+const KernelImpl* avx2_stream_impl();
+const KernelImpl* avx512_stream_impl();
+const KernelImpl* avx512_bf16_impl();   // gemm_bf16*.cpp
+const KernelImpl* amx_bf16_impl();      // real tiles
+const KernelImpl* amx_emulated_impl();  // software tiles, chosen when isa_current() is amx_emulated
+const KernelImpl* avx512_bf16_stream_impl();  // stream_bf16*.cpp
+const KernelImpl* amx_stream_impl();
+const KernelImpl* amx_emulated_stream_impl();
+
+// row_exponents.cpp (shared). Writes exponents[rows up to 32]; true when a row is wide.
+bool scan_row_exponents(const Operand& operand, float* exponents, int threads);
+
+}  // namespace te_mx

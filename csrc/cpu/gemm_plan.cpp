@@ -1,0 +1,55 @@
+#include "gemm_plan.hpp"
+
+namespace te_mx {
+namespace {
+
+// A chunk of rhs is packed, used by all rows of the lhs chunk while it is in cache, and
+// overwritten. The lhs chunk is large, as every lhs chunk packs rhs anew.
+constexpr int64_t kRhsChunkBytes = 8 << 20;
+constexpr int64_t kLhsChunkBytes = 32 << 20;
+constexpr int64_t kLeastChunk = 512;
+constexpr int64_t kAlign = 64;
+
+int64_t chunk_rows(const KernelImpl& impl, Role role, const Operand& o, int64_t budget) {
+  if (o.packed != nullptr || impl.panel_bytes(role, o.rows, o.k) == 0) return o.rows;
+  const int64_t fit = budget / impl.panel_bytes(role, kLeastChunk, o.k) * kLeastChunk;
+  const int64_t most = fit > kLeastChunk ? fit : kLeastChunk;
+  return o.rows < most ? o.rows : most;
+}
+
+int64_t scratch_bytes(const KernelImpl& impl, const GemmArgs& args) {
+  return impl.workspace_bytes == nullptr ? 0 : round_up(impl.workspace_bytes(args), kAlign);
+}
+
+}  // namespace
+
+GemmPlan plan_gemm(const GemmArgs& args, const KernelImpl& impl) {
+  GemmPlan p{};
+  const int64_t m = args.lhs.rows, n = args.rhs.rows, k = args.lhs.k;
+  int64_t at = 0;
+  const auto take = [&](int64_t bytes) {
+    const int64_t offset = at;
+    at += round_up(bytes, kAlign);
+    return offset;
+  };
+  const bool partials = args.bias_grad_kind == BiasGrad::result;
+  p.bias_grad_partial = take(partials ? ceil_div(m, kRowBlock) * n * 4 : 0);
+  if (m == 0 || n == 0 || k == 0) {
+    p.bytes = at;
+    return p;
+  }
+  p.lhs_exp = take(args.lhs.packed != nullptr ? 0 : round_up(m, kRowBlock) * 4);
+  p.rhs_exp = take(args.rhs.packed != nullptr ? 0 : round_up(n, kRowBlock) * 4);
+  p.m_chunk = chunk_rows(impl, Role::lhs, args.lhs, kLhsChunkBytes);
+  p.n_chunk = chunk_rows(impl, Role::rhs, args.rhs, kRhsChunkBytes);
+  p.lhs_panels = take(args.lhs.packed != nullptr ? 0 : impl.panel_bytes(Role::lhs, p.m_chunk, k));
+  p.rhs_panels = take(args.rhs.packed != nullptr ? 0 : impl.panel_bytes(Role::rhs, p.n_chunk, k));
+  p.scratch = take(scratch_bytes(impl, args));
+  // The wide fallback starts after the panels are no longer needed: it may use their room.
+  const KernelImpl* wide = wide_f64_impl();
+  const int64_t wide_end = p.lhs_panels + (wide == nullptr ? 0 : scratch_bytes(*wide, args));
+  p.bytes = at > wide_end ? at : wide_end;
+  return p;
+}
+
+}  // namespace te_mx

@@ -1,0 +1,414 @@
+"""Every native GEMM kernel against fp64: shapes, orders, formats, extreme scales, wide rows, NaN.
+
+Operands are random codes and scale bytes, not quantized numbers, so every combination that a file
+could hold occurs. The bound is oracles.gemm_bound with C = 1 for all kernels; only epilogues add
+slack.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import oracles
+import pytest
+import strategies
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from te_mx.backends import cpu
+from te_mx.backends.base import Epilogue, Operand
+from te_mx.engine import workspace
+
+pytestmark = pytest.mark.skipif(cpu.native() is None, reason="the native module is not built")
+
+LARGEST = {"e4m3": 0x7E, "e5m2": 0x7B}  # finite codes
+LEVEL_KERNELS = {
+    "portable": ("wide_f64", "portable_f32", "portable_stream"),
+    "avx2": ("avx2_f32", "avx2_stream"),
+    "avx512": ("avx512_f32", "avx512_stream"),
+    "avx512_bf16": ("avx512_bf16", "avx512_bf16_stream"),
+    "amx": ("amx_bf16", "amx_stream"),
+    "amx_emulated": ("amx_bf16", "amx_stream"),
+}
+AVAILABLE = cpu.available_isa()
+KERNELS = [(level, kernel) for level in AVAILABLE for kernel in LEVEL_KERNELS[level]]
+PANELS = [pair for pair in KERNELS if "stream" not in pair[1] and pair[1] != "wide_f64"]
+ORDERS = st.sampled_from(["k_last", "k_first"])
+# Tile edges (16, 32), cache blocks of the emulated tiles (64 rows, 96 k), a line (64), primes.
+K_SIZES = st.sampled_from([1, 2, 31, 32, 33, 63, 64, 65, 95, 97, 127, 129, 200, 257, 521])
+N_SIZES = st.sampled_from([1, 2, 15, 16, 17, 31, 32, 33, 48, 63, 65, 97, 101, 130])
+M_SIZES = st.sampled_from([1, 2, 3, 4, 5, 8, 13, 16, 17, 31, 32, 33, 65, 97])
+STREAM_M = st.integers(1, 16)
+
+
+@pytest.fixture(params=KERNELS, ids=lambda pair: "-".join(pair))
+def kernel(request: pytest.FixtureRequest):
+    """Every kernel of this machine, at the level that brings it."""
+    yield from at_level(*request.param)
+
+
+@pytest.fixture(params=PANELS, ids=lambda pair: "-".join(pair))
+def panel_kernel(request: pytest.FixtureRequest):
+    yield from at_level(*request.param)
+
+
+def at_level(level: str, name: str):
+    before = cpu.ISA_LEVELS[cpu.isa()]
+    cpu.set_isa(level)
+    yield name
+    cpu.set_isa(before)
+
+
+class Side(NamedTuple):
+    """Codes [rows, k] and scales [rows, ceil(k/32)] with the format, before an order is chosen."""
+
+    codes: np.ndarray
+    scales: np.ndarray
+    fmt: str
+
+    def values(self) -> np.ndarray:
+        return oracles.values(self.codes, self.scales, self.fmt)
+
+    def operand(self, order: str = "k_last") -> Operand:
+        codes, scales = torch.from_numpy(self.codes), torch.from_numpy(self.scales)
+        if order == "k_first":
+            codes, scales = codes.t().contiguous(), scales.t().contiguous()
+        return Operand(codes, scales, self.fmt, order)
+
+
+def random_side(
+    rng: np.random.Generator, rows: int, k: int, fmt: str, low: int = 112, high: int = 142
+) -> Side:
+    """Finite codes, scale bytes in [low, high); an eighth of the blocks is +-0 with byte 0."""
+    codes = rng.integers(0, LARGEST[fmt] + 1, (rows, k)) | rng.choice([0, 0x80], (rows, k))
+    scales = rng.integers(low, high, (rows, -(-k // 32)))
+    empty = rng.random(scales.shape) < 0.125
+    scales[empty] = 0
+    codes[np.repeat(empty, 32, axis=1)[:, :k]] &= 0x80
+    return Side(codes.astype(np.uint8), scales.astype(np.uint8), fmt)
+
+
+def packed(operand: Operand, name: str, role: str) -> Operand:
+    """The operand with its packed form; as it is when the kernel reads plain codes."""
+    nbytes = cpu.packed_bytes(name, role, operand.rows, operand.k)
+    if nbytes == 0:
+        return operand
+    room = torch.full((nbytes + 128,), 0xA5, dtype=torch.uint8)
+    start = -room.data_ptr() % 64
+    assert cpu.pack(operand, name, role, room[start : start + nbytes])
+    assert bool((room[start + nbytes :] == 0xA5).all()), "pack wrote behind packed_bytes"
+    return operand._replace(packed=room[start : start + nbytes])
+
+
+def run(
+    name: str, a: Operand, b: Operand, out: Tensor | None = None, aux: Tensor | None = None,
+    epilogue: Epilogue | None = None, expect: str | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """out [n, m], poisoned unless given, and the bias gradient; the workspace is guarded."""
+    epilogue = epilogue or Epilogue()
+    if out is None:
+        out = torch.full((b.rows, a.rows), torch.nan)
+    call = cpu.GemmCall(name, a, b, epilogue, out, aux)
+    nbytes = call.workspace_bytes()
+    with workspace.guarded():
+        scratch = workspace.acquire(torch.device("cpu"), nbytes)
+        ran = call.run(scratch, nbytes)
+        workspace.release(scratch, nbytes)
+    assert ran == (expect or name)
+    return out, call.bias_grad
+
+
+def shapes(data: st.DataObject, name: str) -> tuple[int, int, int]:
+    """m (rows of a), n (rows of b) and k in the kernel's envelope."""
+    rows = STREAM_M if "stream" in name else M_SIZES
+    return data.draw(N_SIZES), data.draw(rows), data.draw(K_SIZES)
+
+
+@given(data=st.data(), fmts=st.tuples(strategies.FORMATS, strategies.FORMATS))
+@settings(max_examples=25)
+def test_product(kernel: str, data: st.DataObject, fmts: tuple[str, str]) -> None:
+    m, n, k = shapes(data, kernel)
+    rng = np.random.default_rng(data.draw(strategies.SEEDS))
+    a, b = random_side(rng, m, k, fmts[0]), random_side(rng, n, k, fmts[1])
+    order_a = "k_last" if "stream" in kernel else data.draw(ORDERS)
+    a_operand, b_operand = a.operand(order_a), b.operand(data.draw(ORDERS))
+    if data.draw(st.booleans()):
+        a_operand = packed(a_operand, kernel, "a")
+    if data.draw(st.booleans()):
+        b_operand = packed(b_operand, kernel, "b")
+    out = torch.full((n, m), torch.nan, dtype=data.draw(strategies.DTYPES))
+    run(kernel, a_operand, b_operand, out)
+    oracles.assert_gemm(out, a.values(), b.values())
+
+
+@given(data=st.data(), seed=strategies.SEEDS)
+@settings(max_examples=10)
+def test_bits_do_not_depend_on_threads_orders_or_packing(
+    kernel: str, data: st.DataObject, seed: int, threads
+) -> None:
+    m, n, k = shapes(data, kernel)
+    rng = np.random.default_rng(seed)
+    a, b = random_side(rng, m, k, "e4m3"), random_side(rng, n, k, "e5m2")
+    threads(1)
+    expected, _ = run(kernel, a.operand(), b.operand())
+    orders = ("k_last",) if "stream" in kernel else ("k_last", "k_first")
+    for count in (1, 2, 5):
+        threads(count)
+        for order_a in orders:
+            for order_b in ("k_last", "k_first"):
+                plain = a.operand(order_a), b.operand(order_b)
+                assert torch.equal(run(kernel, *plain)[0], expected)
+                ready = packed(plain[0], kernel, "a"), packed(plain[1], kernel, "b")
+                assert torch.equal(run(kernel, *ready)[0], expected)
+
+
+@given(data=st.data(), seed=strategies.SEEDS)
+@settings(max_examples=10)
+def test_rows_are_independent_of_their_company(kernel: str, data: st.DataObject, seed: int) -> None:
+    """Any part of the output has the bits of the whole: the order of a sum knows only k."""
+    m, n, k = shapes(data, kernel)
+    rng = np.random.default_rng(seed)
+    a, b = random_side(rng, m, k, "e4m3"), random_side(rng, n, k, "e4m3")
+    whole, _ = run(kernel, a.operand(), b.operand())
+    i, j = rng.integers(0, m), rng.integers(0, n)
+    part_a = Side(a.codes[i:], a.scales[i:], "e4m3")
+    part_b = Side(b.codes[j : j + 1], b.scales[j : j + 1], "e4m3")
+    part, _ = run(kernel, part_a.operand(), part_b.operand())
+    assert torch.equal(part, whole[j : j + 1, i:])
+
+
+@given(data=st.data(), seed=strategies.SEEDS, gelu=strategies.GELUS)
+@settings(max_examples=10)
+def test_forward_epilogue(kernel: str, data: st.DataObject, seed: int, gelu: str) -> None:
+    """bias, aux, GELU and accumulation together; the operand bias gradient sums the rows of b."""
+    kind = data.draw(st.sampled_from([None, "operand"]))
+    m, n, k = shapes(data, kernel)
+    rng = np.random.default_rng(seed)
+    a = random_side(rng, m, k, "e4m3", 117, 121)
+    b = random_side(rng, n, k, "e4m3", 117, 121)
+    bias = torch.from_numpy(rng.standard_normal(m).astype(np.float32))
+    old = torch.from_numpy(rng.standard_normal((n, m)).astype(np.float32))
+    out, aux = old.clone(), torch.full((n, m), torch.nan)
+    epilogue = Epilogue(bias=bias, gelu=gelu, accumulate=True, bias_grad=kind)
+    _, bias_grad = run(kernel, a.operand(), b.operand(), out, aux, epilogue)
+    va, vb = a.values(), b.values()
+    pre = vb @ va.T + bias.double().numpy()
+    ulp = 2.0**-22 * (np.abs(pre) + 1)
+    oracles.assert_gemm(aux, va, vb, pre, ulp)
+    exact = oracles.gelu(pre, gelu) + old.double().numpy()
+    # |GELU'| < 1.13, so the accumulator's error grows by no more.
+    slack = 0.13 * oracles.gemm_bound(va, vb) + 4 * ulp + 2.0**-22 * np.abs(old.double().numpy())
+    oracles.assert_gemm(out, va, vb, exact, slack)
+    if kind == "operand":
+        error = np.abs(bias_grad.double().numpy() - vb.sum(1))
+        assert (error <= (k + 2) * 2.0**-24 * np.abs(vb).sum(1)).all()
+
+
+@given(data=st.data(), seed=strategies.SEEDS, gelu=strategies.GELUS)
+@settings(max_examples=10)
+def test_backward_epilogue(kernel: str, data: st.DataObject, seed: int, gelu: str, threads) -> None:
+    """The derivative of GELU at gelu_in; the bias gradient of the result, whatever the threads."""
+    m, n, k = shapes(data, kernel)
+    rng = np.random.default_rng(seed)
+    a = random_side(rng, m, k, "e4m3", 117, 121)
+    b = random_side(rng, n, k, "e5m2", 117, 121)
+    gelu_in = torch.from_numpy(rng.standard_normal((n, m)).astype(np.float32))
+    epilogue = Epilogue(gelu=gelu, gelu_in=gelu_in, bias_grad="result")
+    threads(2)
+    out, bias_grad = run(kernel, a.operand(), b.operand(), epilogue=epilogue)
+    va, vb = a.values(), b.values()
+    exact = (vb @ va.T) * oracles.dgelu(gelu_in.double().numpy(), gelu)
+    slack = 0.13 * oracles.gemm_bound(va, vb) + 2.0**-20 * np.abs(vb @ va.T)
+    oracles.assert_gemm(out, va, vb, exact, slack)
+    wide = out.double()
+    error = (bias_grad - wide.sum(0)).abs()
+    assert bool((error <= (n + 2) * 2.0**-24 * wide.abs().sum(0)).all())
+    threads(1)
+    _, again = run(kernel, a.operand(), b.operand(), epilogue=epilogue)
+    assert torch.equal(again, bias_grad)
+
+
+@given(data=st.data(), seed=strategies.SEEDS, byte=st.sampled_from([0, 1, 2, 30, 225, 253, 254]))
+@settings(max_examples=15)
+def test_scales_at_the_ends_of_the_range(
+    kernel: str, data: st.DataObject, seed: int, byte: int
+) -> None:
+    """Bytes out of bf16's or fp32's range on their own; the other side brings the product back."""
+    m, n, k = shapes(data, kernel)
+    rng = np.random.default_rng(seed)
+    other = min(max(254 - byte - 20, 0), 254)
+    a = random_side(rng, m, k, "e4m3", byte, byte + 1)
+    b = random_side(rng, n, k, "e5m2", other, other + 1)
+    out, _ = run(kernel, a.operand(), b.operand())
+    oracles.assert_gemm(out, a.values(), b.values())
+
+
+@given(data=st.data(), seed=strategies.SEEDS, accumulate=st.booleans())
+@settings(max_examples=10)
+def test_wide_rows_run_in_double(
+    kernel: str, data: st.DataObject, seed: int, accumulate: bool
+) -> None:
+    """A row spans more exponents than one row exponent carries; accumulation must happen once."""
+    m, n, k = shapes(data, kernel)
+    k += 33  # two blocks at least
+    rng = np.random.default_rng(seed)
+    a, b = random_side(rng, m, k, "e4m3"), random_side(rng, n, k, "e4m3")
+    wide = data.draw(st.sampled_from([a, b]))
+    row = rng.integers(0, len(wide.codes))
+    wide.scales[row, :2] = rng.permutation([60, 60 + 65 + rng.integers(0, 30)])
+    wide.codes[row, [0, 32]] = 0x38
+    operands = a.operand(), b.operand()
+    if data.draw(st.booleans()):
+        operands = packed(operands[0], kernel, "a"), packed(operands[1], kernel, "b")
+    out = torch.ones(n, m)
+    run(kernel, *operands, out, epilogue=Epilogue(accumulate=accumulate), expect="wide_f64")
+    va, vb = a.values(), b.values()
+    exact = vb @ va.T + accumulate
+    oracles.assert_gemm(out, va, vb, exact, 2.0**-23 * (np.abs(exact) + accumulate))
+
+
+def test_spread_of_64_stays_on_the_kernel(kernel: str) -> None:
+    """The smallest and largest products that the kernel itself must carry, and zero blocks."""
+    rng = np.random.default_rng(5)
+    a, b = random_side(rng, 40, 160, "e5m2"), random_side(rng, 7, 160, "e5m2")
+    for side in (a, b):
+        side.scales[:] = 130
+        side.scales[:, 1] = 130 - 64
+        side.codes[:, 32:64] |= 1
+        side.codes[:, 64:96] = 0x80
+        side.scales[:, 2] = 0
+        side.codes[:, 96:128] &= 0x83  # subnormal codes
+    out, _ = run(kernel, a.operand(), b.operand())
+    oracles.assert_gemm(out, a.values(), b.values())
+    # Only the small blocks: nothing may flush to zero.
+    for side in (a, b):
+        side.codes[:, :32] = 0
+        side.codes[:, 96:] = 0
+        side.codes[:, 32:64] = 1
+    out, _ = run(kernel, a.operand(), b.operand())
+    oracles.assert_gemm(out, a.values(), b.values())
+    assert bool((out > 0).all())
+
+
+@given(data=st.data(), seed=strategies.SEEDS, fmt=strategies.FORMATS)
+@settings(max_examples=15)
+def test_nan_reaches_its_rows_and_columns_only(
+    kernel: str, data: st.DataObject, seed: int, fmt: str
+) -> None:
+    m, n, k = shapes(data, kernel)
+    rng = np.random.default_rng(seed)
+    a, b = random_side(rng, m, k, fmt), random_side(rng, n, k, "e4m3")
+    for side in (a, b):  # a NaN code among zeros of byte 0 would make the row wide
+        side.scales[side.scales == 0] = 112
+    a.scales[rng.integers(0, m), rng.integers(0, -(-k // 32))] = 255
+    a.codes[rng.integers(0, m), rng.integers(0, k)] = rng.choice([0x7F, 0xFF])
+    b.codes[rng.integers(0, n), rng.integers(0, k)] = 0x7F
+    if rng.random() < 0.5:
+        b.scales[rng.integers(0, n)] = 255  # a row without any number
+    order_a = "k_last" if "stream" in kernel else data.draw(ORDERS)
+    out, _ = run(kernel, a.operand(order_a), b.operand(data.draw(ORDERS)))
+    va, vb = a.values(), b.values()
+    assert np.array_equal(out.isnan().numpy(), np.isnan(vb @ va.T))
+    rows, columns = ~np.isnan(vb).any(1), ~np.isnan(va).any(1)
+    oracles.assert_gemm(out[rows][:, columns], va[columns], vb[rows])
+
+
+def test_infinite_codes_of_e5m2(kernel: str) -> None:
+    """Only hand-made tensors hold them; Inf times a number is Inf and Inf times zero NaN."""
+    scales = np.full((2, 1), 125, np.uint8)
+    a = Side(np.array([[0x3C, 0x7C], [0x3C, 0xFC]], np.uint8), scales, "e5m2")
+    b = Side(np.array([[0x38, 0x38], [0x38, 0x00]], np.uint8), scales, "e4m3")
+    out, _ = run(kernel, a.operand(), b.operand())
+    expected = torch.tensor([[torch.inf, -torch.inf], [torch.nan, torch.nan]])
+    assert torch.equal(out.nan_to_num(7, 8, 9), expected.nan_to_num(7, 8, 9))
+
+
+@pytest.mark.parametrize("m, n, k", [(0, 3, 40), (3, 0, 40), (3, 4, 0), (0, 0, 0), (33, 5, 0)])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_empty_problems(kernel: str, m: int, n: int, k: int, accumulate: bool) -> None:
+    """No k: the epilogue of zeros. No rows: nothing but the bias gradients."""
+    rng = np.random.default_rng(0)
+    a, b = random_side(rng, m, k, "e4m3"), random_side(rng, n, k, "e4m3")
+    bias, out = torch.arange(m, dtype=torch.float32), torch.full((n, m), 0.5)
+    epilogue = Epilogue(bias=bias, accumulate=accumulate, bias_grad="result")
+    _, bias_grad = run(kernel, a.operand(), b.operand(), out, epilogue=epilogue)
+    assert torch.equal(out, bias.expand(n, m) + (0.5 if accumulate else 0.0))
+    assert torch.equal(bias_grad, n * bias)
+    out = torch.empty(n, m)
+    epilogue = Epilogue(bias_grad="operand")
+    _, bias_grad = run(kernel, a.operand(), b.operand(), out, epilogue=epilogue)
+    exact = torch.from_numpy(b.values().sum(1))
+    assert torch.allclose(bias_grad.double(), exact, rtol=1e-5, atol=1e-5 * 448 * 2**15)
+
+
+def test_streams_refuse_what_they_cannot_read() -> None:
+    level, name = next(pair for pair in KERNELS if "stream" in pair[1])
+    before = cpu.ISA_LEVELS[cpu.isa()]
+    cpu.set_isa(level)
+    try:
+        rng = np.random.default_rng(0)
+        a, b = random_side(rng, 8, 64, "e4m3"), random_side(rng, 17, 64, "e4m3")
+        for problem in ((a.operand(), b.operand()), (a.operand("k_first"), a.operand())):
+            out = torch.empty(problem[1].rows, 8)
+            call = cpu.GemmCall(name, *problem, Epilogue(), out, None)
+            nbytes = call.workspace_bytes()
+            scratch = workspace.acquire(torch.device("cpu"), nbytes)
+            assert call.run(scratch, nbytes) is None
+    finally:
+        cpu.set_isa(before)
+
+
+def test_a_workspace_that_is_too_small_is_refused(panel_kernel: str) -> None:
+    rng = np.random.default_rng(0)
+    a, b = random_side(rng, 40, 64, "e4m3"), random_side(rng, 40, 64, "e4m3")
+    plain, out = (a.operand(), b.operand()), torch.empty(40, 40)
+    call = cpu.GemmCall(panel_kernel, *plain, Epilogue(), out, None)
+    nbytes = call.workspace_bytes()
+    assert nbytes > 0
+    with pytest.raises(RuntimeError, match="workspace too small"):
+        call.run(workspace.acquire(torch.device("cpu"), nbytes), nbytes - 1)
+    ready = packed(plain[0], panel_kernel, "a"), packed(plain[1], panel_kernel, "b")
+    call = cpu.GemmCall(panel_kernel, *ready, Epilogue(), out, None)
+    assert call.workspace_bytes() == 0  # packed operands, nothing to reduce: no scratch
+
+
+@given(data=st.data(), seed=strategies.SEEDS, fmt=strategies.FORMATS, role=st.sampled_from("ab"))
+@settings(max_examples=20)
+@pytest.mark.skipif("avx512_bf16" not in AVAILABLE, reason="needs AVX512-BF16")
+def test_bf16_panels_have_the_bytes_of_the_portable_ones(
+    data: st.DataObject, seed: int, fmt: str, role: str
+) -> None:
+    """avx512_bf16 and emulated tiles share one packed form, made by vector and by scalar code."""
+    rng = np.random.default_rng(seed)
+    side = random_side(rng, data.draw(N_SIZES), data.draw(K_SIZES), fmt)
+    side.scales[rng.random(side.scales.shape) < 0.1] = 255
+    for order in ("k_last", "k_first"):
+        forms = []
+        for level, name in (("avx512_bf16", "avx512_bf16"), ("amx_emulated", "amx_bf16")):
+            for _ in at_level(level, name):
+                operand = packed(side.operand(order), name, role)
+                forms.append(operand.packed[2 * cpu.HEADER_BYTES :].clone())
+        assert torch.equal(*forms)
+
+
+@pytest.mark.parametrize("level", [AVAILABLE[-2]])  # the best level with instructions of its own
+def test_large_problems_are_cut_into_chunks(level: str) -> None:
+    """k is so long that both sides are packed in chunks; packed ahead they give the same bits."""
+    for name in at_level(level, LEVEL_KERNELS[level][-2]):
+        rng = np.random.default_rng(1)
+        m, n, k = 523, 521, 32768
+        a, b = random_side(rng, m, k, "e4m3"), random_side(rng, n, k, "e4m3")
+        epilogue = Epilogue(bias_grad="operand")
+        out, sums = run(name, a.operand(), b.operand(), epilogue=epilogue)
+        ready = packed(a.operand(), name, "a"), packed(b.operand(), name, "b")
+        whole, whole_sums = run(name, *ready, epilogue=epilogue)
+        assert torch.equal(out, whole)
+        assert torch.equal(sums, whole_sums)
+        rows, columns = [0, 511, 512, 520], [0, 100, 511, 512, 522]
+        va, vb = (
+            Side(s.codes[i], s.scales[i], "e4m3").values() for s, i in ((a, columns), (b, rows))
+        )
+        oracles.assert_gemm(out[rows][:, columns], va, vb)

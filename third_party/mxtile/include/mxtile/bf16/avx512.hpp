@@ -1,0 +1,229 @@
+// FP8 to bf16 tiles and bf16 dot products with AVX-512 VBMI and BF16.
+// Include only from files compiled for that level. Everything is inlined, so no copy leaks to other
+// files.
+#pragma once
+
+// gcc 12 takes the intrinsics' deliberately undefined pass-through operand for a mistake (gcc bug
+// 105593).
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#endif
+#include <immintrin.h>
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic pop
+#endif
+
+#include "mxtile/bf16/codes.hpp"
+
+namespace mxtile::bf16 {
+
+// Sixteen fp32 sums, or thirty-two bf16.
+using Vec = __m512;
+using Words = __m512i;
+
+// acc[i] += a[2i] * b[2i] + a[2i + 1] * b[2i + 1]
+MXTILE_INLINE Vec dot(Vec acc, Words a, Words b) {
+  return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+}
+MXTILE_INLINE Vec zero() { return _mm512_setzero_ps(); }
+MXTILE_INLINE Vec load(const float* p) { return _mm512_load_ps(p); }
+MXTILE_INLINE void store(float* p, Vec v) { _mm512_store_ps(p, v); }
+MXTILE_INLINE Words load_words(const void* p) { return _mm512_load_si512(p); }
+MXTILE_INLINE void store_words(void* p, Words v) { _mm512_store_si512(p, v); }
+// The pair of bf16 at p in every lane.
+MXTILE_INLINE Words broadcast_pair(const uint16_t* p) {
+  int32_t pair;
+  __builtin_memcpy(&pair, p, 4);
+  return _mm512_set1_epi32(pair);
+}
+MXTILE_INLINE Words broadcast_word(uint32_t pair) {
+  return _mm512_set1_epi32(static_cast<int>(pair));
+}
+MXTILE_INLINE Words or_words(Words a, Words b) { return _mm512_or_si512(a, b); }
+MXTILE_INLINE float sum(Vec v) { return _mm512_reduce_add_ps(v); }
+
+// Byte order that gathers the k pairs (0, 1) and (2, 3) of four rows into each 128-bit lane, from
+// four k of 16 rows.
+struct PairOrder {
+  alignas(64) uint8_t index[64];
+};
+constexpr PairOrder make_pair_order() {
+  PairOrder o{};
+  for (int lane = 0; lane < 4; ++lane) {
+    for (int i = 0; i < 16; ++i) {
+      const int pair = i / 8, row = 4 * lane + i % 8 / 2, k = 2 * pair + i % 2;
+      o.index[16 * lane + i] = static_cast<uint8_t>(16 * k + row);
+    }
+  }
+  return o;
+}
+inline constexpr PairOrder kPairOrder = make_pair_order();
+
+struct Avx512Decoder {
+  __m512i low0, low1, high0, high1, sign, mark, spread;
+
+  __attribute__((always_inline)) explicit Avx512Decoder(Fp8 format) {
+    const CodeTable& t = code_table(format);
+    low0 = _mm512_load_si512(t.low);
+    low1 = _mm512_load_si512(t.low + 64);
+    high0 = _mm512_load_si512(t.high);
+    high1 = _mm512_load_si512(t.high + 64);
+    sign = _mm512_set1_epi8(-128);
+    mark = _mm512_set1_epi16(1);
+    // Sends 8-code groups 0..3 to the low and 4..7 to the high halves of the 128-bit lanes, which
+    // is where the byte unpack leaves them in order.
+    spread = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+  }
+
+  // 64 codes to 2 x 32 words. Per 128-bit lane, `first` takes the low 8 codes and `second` the
+  // high 8.
+  __attribute__((always_inline)) inline void decode(__m512i codes, __m512i add_first,
+                                                    __m512i add_second, __m512i& first,
+                                                    __m512i& second) const {
+    const __m512i low = _mm512_permutex2var_epi8(low0, codes, low1);
+    __m512i high = _mm512_permutex2var_epi8(high0, codes, high1);
+    high = _mm512_ternarylogic_epi64(high, codes, sign, 0xF8);  // high | (codes & sign)
+    first = _mm512_unpacklo_epi8(low, high);
+    second = _mm512_unpackhi_epi8(low, high);
+    first = _mm512_mask_add_epi16(first, _mm512_test_epi16_mask(first, mark), first, add_first);
+    second =
+        _mm512_mask_add_epi16(second, _mm512_test_epi16_mask(second, mark), second, add_second);
+  }
+
+  // 64 codes of one row in order: words of k 0..31 and of k 32..63.
+  __attribute__((always_inline)) inline void decode_line(const uint8_t* codes, uint32_t word_first,
+                                                         uint32_t word_second, __m512i& first,
+                                                         __m512i& second) const {
+    const __m512i c = _mm512_permutexvar_epi64(spread, _mm512_loadu_si512(codes));
+    decode(c, _mm512_set1_epi32(static_cast<int>(word_first)),
+           _mm512_set1_epi32(static_cast<int>(word_second)), first, second);
+  }
+
+  // tile[16 rows][32 k]
+  template <bool k_last>
+  __attribute__((always_inline)) inline void row_tile(const uint8_t* codes, ptrdiff_t stride,
+                                                      TileScales scales, uint16_t* tile) const {
+    alignas(64) uint32_t words[kTileRows];
+    const __mmask16 nan_rows = exponent_words(scales, words);
+    if constexpr (k_last) {
+      for (int r = 0; r < kTileRows; r += 2) {
+        const __m512i two_rows =
+            _mm512_inserti64x4(_mm512_castsi256_si512(load32(codes + r * stride)),
+                               load32(codes + (r + 1) * stride), 1);
+        store_rows(_mm512_permutexvar_epi64(spread, two_rows), words, r, tile);
+      }
+    } else {
+      // Register i holds k = 8 * lane + i: an in-lane 8 x 16 byte transpose gives 8 k of two rows a
+      // lane.
+      __m512i z[8], y[8];
+      for (int i = 0; i < 8; ++i) z[i] = load_lanes(codes + i * stride, 8 * stride);
+      for (int i = 0; i < 8; i += 2) {
+        y[i] = _mm512_unpacklo_epi8(z[i], z[i + 1]);
+        y[i + 1] = _mm512_unpackhi_epi8(z[i], z[i + 1]);
+      }
+      for (int half = 0; half < 2; ++half) {                            // rows 0..7, 8..15
+        const __m512i a = _mm512_unpacklo_epi16(y[half], y[2 + half]);  // k 0..3 of rows 0..3
+        const __m512i b = _mm512_unpackhi_epi16(y[half], y[2 + half]);
+        const __m512i c = _mm512_unpacklo_epi16(y[4 + half], y[6 + half]);  // k 4..7
+        const __m512i d = _mm512_unpackhi_epi16(y[4 + half], y[6 + half]);
+        store_rows(_mm512_unpacklo_epi32(a, c), words, 8 * half + 0, tile);
+        store_rows(_mm512_unpackhi_epi32(a, c), words, 8 * half + 2, tile);
+        store_rows(_mm512_unpacklo_epi32(b, d), words, 8 * half + 4, tile);
+        store_rows(_mm512_unpackhi_epi32(b, d), words, 8 * half + 6, tile);
+      }
+    }
+    if (__builtin_expect(nan_rows != 0, 0)) {
+      for (int r = 0; r < kTileRows; ++r) {
+        if (nan_rows >> r & 1) make_nan(tile + r * kTileK, 0xFFFF);
+      }
+    }
+  }
+
+  // tile[16 k pairs][16 rows][2]
+  template <bool k_last>
+  __attribute__((always_inline)) inline void pair_tile(const uint8_t* codes, ptrdiff_t stride,
+                                                       TileScales scales, uint16_t* tile) const {
+    alignas(64) uint32_t words[kTileRows];
+    const __mmask16 nan_rows = exponent_words(scales, words);
+    const __m512i add = _mm512_load_si512(words);
+    if constexpr (k_last) {
+      for (int half = 0; half < 2; ++half) {  // k 0..15, 16..31
+        // Register i holds rows 4 * lane + i: transposing 4 rows of k pairs in the lanes is enough.
+        __m512i z[4];
+        for (int i = 0; i < 4; ++i) z[i] = load_lanes(codes + i * stride + 16 * half, 4 * stride);
+        const __m512i a = _mm512_unpacklo_epi16(z[0], z[1]), b = _mm512_unpackhi_epi16(z[0], z[1]);
+        const __m512i c = _mm512_unpacklo_epi16(z[2], z[3]), d = _mm512_unpackhi_epi16(z[2], z[3]);
+        uint16_t* out = tile + half * 8 * kTileK;
+        store_pairs(_mm512_unpacklo_epi32(a, c), add, out);
+        store_pairs(_mm512_unpackhi_epi32(a, c), add, out + 2 * kTileK);
+        store_pairs(_mm512_unpacklo_epi32(b, d), add, out + 4 * kTileK);
+        store_pairs(_mm512_unpackhi_epi32(b, d), add, out + 6 * kTileK);
+      }
+    } else {
+      // Four k of 16 rows a register: k pair (0, 1) to the low, (2, 3) to the high half of each
+      // lane.
+      const __m512i order = _mm512_load_si512(kPairOrder.index);
+      for (int k = 0; k < kTileK; k += 4) {
+        const __m512i four = load_lanes(codes + k * stride, stride);
+        store_pairs(_mm512_permutexvar_epi8(order, four), add, tile + k / 2 * kTileK);
+      }
+    }
+    if (__builtin_expect(nan_rows != 0, 0)) {
+      for (int p = 0; p < kTileRows; ++p) make_nan(tile + p * kTileK, nan_rows);
+    }
+  }
+
+ private:
+  MXTILE_INLINE __m256i load32(const uint8_t* p) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  }
+  MXTILE_INLINE __m128i load16(const uint8_t* p) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  }
+  // 16 bytes at p, p + step, p + 2 step, p + 3 step in the four lanes.
+  MXTILE_INLINE __m512i load_lanes(const uint8_t* p, ptrdiff_t step) {
+    __m512i v = _mm512_castsi128_si512(load16(p));
+    v = _mm512_inserti32x4(v, load16(p + step), 1);
+    v = _mm512_inserti32x4(v, load16(p + 2 * step), 2);
+    return _mm512_inserti32x4(v, load16(p + 3 * step), 3);
+  }
+
+  // words[row] = the exponent word twice; returns the rows whose block is NaN.
+  MXTILE_INLINE __mmask16 exponent_words(TileScales s, uint32_t* words) {
+    const __m512i bytes = _mm512_cvtepu8_epi32(load16(s.bytes));
+    const __m512i relative = _mm512_sub_epi32(bytes, _mm512_loadu_si512(s.row_bytes));
+    const __m512i shifted =
+        _mm512_slli_epi32(_mm512_add_epi32(relative, _mm512_set1_epi32(kRelative)), 7);
+    const __m512i word = _mm512_sub_epi32(shifted, _mm512_set1_epi32(1));
+    // (word << 16) | (word & 0xFFFF)
+    _mm512_store_si512(words,
+                       _mm512_mask_blend_epi16(0xAAAAAAAA, word, _mm512_slli_epi32(word, 16)));
+    return _mm512_cmpeq_epi32_mask(bytes, _mm512_set1_epi32(255));
+  }
+
+  __attribute__((always_inline)) inline void store_rows(__m512i codes, const uint32_t* words,
+                                                        int row, uint16_t* tile) const {
+    __m512i first, second;
+    decode(codes, _mm512_set1_epi32(static_cast<int>(words[row])),
+           _mm512_set1_epi32(static_cast<int>(words[row + 1])), first, second);
+    _mm512_store_si512(tile + row * kTileK, first);
+    _mm512_store_si512(tile + (row + 1) * kTileK, second);
+  }
+
+  __attribute__((always_inline)) inline void store_pairs(__m512i codes, __m512i add,
+                                                         uint16_t* out) const {
+    __m512i first, second;
+    decode(codes, add, add, first, second);
+    _mm512_store_si512(out, first);
+    _mm512_store_si512(out + kTileK, second);
+  }
+
+  MXTILE_INLINE void make_nan(uint16_t* words, __mmask16 lanes) {
+    const __m512i v = _mm512_load_si512(words);
+    _mm512_store_si512(words, _mm512_mask_or_epi32(v, lanes, v, _mm512_set1_epi32(0x7FC07FC0)));
+  }
+};
+
+}  // namespace mxtile::bf16

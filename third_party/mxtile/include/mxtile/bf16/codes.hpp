@@ -1,0 +1,123 @@
+// FP8 codes to bf16 words, portably.
+//
+// A decoded value carries the exponent of its block, taken relative to the largest exponent of its
+// row:
+//   value = code * 2^(byte - row_byte + kRelative)
+// Every FP8 value is exact in bf16, and so is its product with a power of two, so decoding never
+// rounds.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#define MXTILE_INLINE __attribute__((always_inline)) static inline
+
+namespace mxtile::bf16 {
+
+enum class Fp8 { e4m3, e5m2 };
+
+inline constexpr int kRelative = 30;  // exponent of the largest block of a row
+inline constexpr uint16_t kQuietNan = 0x7FC0;
+inline constexpr int kTileRows = 16, kTileK = 32;  // a tile is 16 rows of 32 k: 1 KB of bf16
+
+// bf16 bits of a magnitude (code without sign). Finite nonzero values have bit 0 set as a mark: FP8
+// has at most three mantissa bits, so bit 0 is free, and whoever adds the exponent also subtracts
+// the mark. Zeros, NaN and Inf carry no mark and must not be given an exponent.
+constexpr uint16_t marked_bf16(Fp8 format, unsigned magnitude) {
+  const int mantissa_bits = format == Fp8::e4m3 ? 3 : 2;
+  const int bias = format == Fp8::e4m3 ? 7 : 15;
+  const unsigned exponent = magnitude >> mantissa_bits;
+  unsigned mantissa = magnitude & ((1u << mantissa_bits) - 1);
+  if (magnitude == 0) return 0;
+  if (format == Fp8::e4m3 && magnitude == 0x7F) return kQuietNan;
+  if (format == Fp8::e5m2 && exponent == 31) return mantissa == 0 ? 0x7F80 : kQuietNan;
+  int e = static_cast<int>(exponent) - bias + 127;
+  if (exponent == 0) {  // subnormal: shift the leading one into place
+    e += 1;
+    while (mantissa < (1u << mantissa_bits)) {
+      mantissa <<= 1;
+      e -= 1;
+    }
+    mantissa &= (1u << mantissa_bits) - 1;
+  }
+  return static_cast<uint16_t>((static_cast<unsigned>(e) << 7) | (mantissa << (7 - mantissa_bits)) |
+                               1u);
+}
+
+// The 128 magnitudes as two byte tables, the form that byte permutes read.
+struct CodeTable {
+  alignas(64) uint8_t low[128];
+  alignas(64) uint8_t high[128];
+};
+
+constexpr CodeTable make_code_table(Fp8 format) {
+  CodeTable t{};
+  for (unsigned i = 0; i < 128; ++i) {
+    const uint16_t word = marked_bf16(format, i);
+    t.low[i] = static_cast<uint8_t>(word & 0xFF);
+    t.high[i] = static_cast<uint8_t>(word >> 8);
+  }
+  return t;
+}
+
+inline constexpr CodeTable kE4m3Table = make_code_table(Fp8::e4m3);
+inline constexpr CodeTable kE5m2Table = make_code_table(Fp8::e5m2);
+
+MXTILE_INLINE const CodeTable& code_table(Fp8 format) {
+  return format == Fp8::e4m3 ? kE4m3Table : kE5m2Table;
+}
+
+// What is added to a marked word: the relative exponent in place, less the mark.
+MXTILE_INLINE uint16_t exponent_word(int byte, int row_byte) {
+  return static_cast<uint16_t>((static_cast<unsigned>(byte - row_byte + kRelative) << 7) - 1u);
+}
+
+MXTILE_INLINE uint16_t decode(const CodeTable& table, uint8_t code, int byte, int row_byte) {
+  const unsigned magnitude = code & 0x7Fu;
+  unsigned word = table.low[magnitude] | (static_cast<unsigned>(table.high[magnitude]) << 8);
+  word |= (code & 0x80u) << 8;
+  if (word & 1u) word += exponent_word(byte, row_byte);
+  if (byte == 255) word |= kQuietNan;
+  return static_cast<uint16_t>(word);
+}
+
+// Scale bytes of one block of 32 k for 16 rows, and the largest byte of each of those rows.
+struct TileScales {
+  const uint8_t* bytes;      // [16]
+  const int32_t* row_bytes;  // [16]
+};
+
+// Makes tiles from 16 x 32 codes. k_last: codes[row * stride + k]; else codes[k * stride + row].
+struct PortableDecoder {
+  const CodeTable& table;
+
+  explicit PortableDecoder(Fp8 format) : table(code_table(format)) {}
+
+  // tile[16 rows][32 k]
+  template <bool k_last>
+  void row_tile(const uint8_t* codes, ptrdiff_t stride, TileScales scales, uint16_t* tile) const {
+    for (int r = 0; r < kTileRows; ++r) {
+      for (int k = 0; k < kTileK; ++k)
+        tile[r * kTileK + k] = at<k_last>(codes, stride, scales, r, k);
+    }
+  }
+
+  // tile[16 k pairs][16 rows][2]
+  template <bool k_last>
+  void pair_tile(const uint8_t* codes, ptrdiff_t stride, TileScales scales, uint16_t* tile) const {
+    for (int k = 0; k < kTileK; ++k) {
+      for (int r = 0; r < kTileRows; ++r) {
+        tile[(k / 2) * kTileK + r * 2 + k % 2] = at<k_last>(codes, stride, scales, r, k);
+      }
+    }
+  }
+
+ private:
+  template <bool k_last>
+  uint16_t at(const uint8_t* codes, ptrdiff_t stride, TileScales s, int r, int k) const {
+    return decode(table, k_last ? codes[r * stride + k] : codes[k * stride + r], s.bytes[r],
+                  s.row_bytes[r]);
+  }
+};
+
+}  // namespace mxtile::bf16

@@ -1,0 +1,117 @@
+// FP8 codes to bf16: every code of both formats at every exponent against ldexp, and the vector
+// decoder against the portable one. The build adds the AVX-512 flags where the compiler knows them.
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <initializer_list>
+
+#include "mxtile/bf16/codes.hpp"
+#include "mxtile/simd/cpu.hpp"
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+#include "mxtile/bf16/avx512.hpp"
+#endif
+
+using namespace mxtile::bf16;
+
+namespace {
+
+int failures = 0;
+
+void check(bool ok, const char* what, int a, int b) {
+  if (ok) return;
+  if (++failures <= 20) std::printf("%s fails at %d, %d\n", what, a, b);
+}
+
+double code_value(Fp8 format, int code) {
+  const int bits = format == Fp8::e4m3 ? 3 : 2, bias = format == Fp8::e4m3 ? 7 : 15;
+  const int exponent = (code & 0x7F) >> bits, mantissa = code & ((1 << bits) - 1);
+  const double sign = code & 0x80 ? -1.0 : 1.0;
+  if (format == Fp8::e4m3 && (code & 0x7F) == 0x7F) return NAN;
+  if (format == Fp8::e5m2 && exponent == 31) return mantissa == 0 ? sign * INFINITY : NAN;
+  if (exponent == 0) return sign * std::ldexp(mantissa, 1 - bias - bits);
+  return sign * std::ldexp((1 << bits) + mantissa, exponent - bias - bits);
+}
+
+double word_value(uint16_t word) {
+  const uint32_t bits = static_cast<uint32_t>(word) << 16;
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+void test_every_code(Fp8 format) {
+  for (int code = 0; code < 256; ++code) {
+    for (int below = 0; below <= 64; ++below) {
+      const double expected = std::ldexp(code_value(format, code), kRelative - below);
+      const double got =
+          word_value(decode(code_table(format), static_cast<uint8_t>(code), 200 - below, 200));
+      const bool same = std::isnan(expected)
+                            ? std::isnan(got)
+                            : got == expected && std::signbit(got) == std::signbit(expected);
+      check(same, "decode", code, below);
+    }
+    const uint16_t word = decode(code_table(format), static_cast<uint8_t>(code), 255, 200);
+    check(std::isnan(word_value(word)), "NaN block", code, 255);
+  }
+}
+
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+uint32_t state = 7;
+uint32_t random_bits() {
+  state ^= state << 13;
+  state ^= state >> 17;
+  state ^= state << 5;
+  return state;
+}
+
+struct TileCase {
+  uint8_t codes[40 * 40];
+  uint8_t bytes[16];
+  int32_t row_bytes[16];
+};
+
+template <bool k_last>
+void compare_tiles(Fp8 format, const TileCase& c, ptrdiff_t stride) {
+  const TileScales scales{c.bytes, c.row_bytes};
+  alignas(64) uint16_t expected[512], got[512];
+  PortableDecoder(format).row_tile<k_last>(c.codes, stride, scales, expected);
+  Avx512Decoder(format).row_tile<k_last>(c.codes, stride, scales, got);
+  check(std::memcmp(expected, got, sizeof got) == 0, "row tile", k_last, static_cast<int>(stride));
+  PortableDecoder(format).pair_tile<k_last>(c.codes, stride, scales, expected);
+  Avx512Decoder(format).pair_tile<k_last>(c.codes, stride, scales, got);
+  check(std::memcmp(expected, got, sizeof got) == 0, "pair tile", k_last, static_cast<int>(stride));
+}
+
+void test_vector_tiles(Fp8 format) {
+  const auto cpu = mxtile::cpu_features();
+  if (!cpu.avx512_bf16 || !cpu.avx512_vbmi) return;
+  for (int round = 0; round < 200; ++round) {
+    TileCase c;
+    for (auto& x : c.codes) x = static_cast<uint8_t>(random_bits());
+    for (int r = 0; r < 16; ++r) {
+      c.row_bytes[r] = 64 + static_cast<int>(random_bits() % 190);
+      c.bytes[r] = static_cast<uint8_t>(c.row_bytes[r] - static_cast<int>(random_bits() % 65));
+      if (random_bits() % 16 == 0) c.bytes[r] = 255;
+    }
+    compare_tiles<true>(format, c, 32 + round % 9);
+    compare_tiles<false>(format, c, 16 + round % 25);
+  }
+}
+#endif
+
+}  // namespace
+
+int main() {
+#if defined(__AVX512F__)
+  if (!mxtile::cpu_features().avx512) return 0;  // built for more than this CPU has
+#endif
+  for (Fp8 format : {Fp8::e4m3, Fp8::e5m2}) {
+    test_every_code(format);
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+    test_vector_tiles(format);
+#endif
+  }
+  if (failures != 0) std::printf("%d checks failed\n", failures);
+  return failures == 0 ? 0 : 1;
+}
