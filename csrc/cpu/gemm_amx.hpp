@@ -13,52 +13,87 @@ namespace te_mx {
 #define TE_MX_AMX_CHUNK 16
 #endif
 #ifndef TE_MX_AMX_ROW_PANELS
-#define TE_MX_AMX_ROW_PANELS 16
+#define TE_MX_AMX_ROW_PANELS 12
 #endif
 #ifndef TE_MX_AMX_COL_PANELS
-#define TE_MX_AMX_COL_PANELS 8
+#define TE_MX_AMX_COL_PANELS 12
 #endif
 #ifndef TE_MX_AMX_PREFETCH
 #define TE_MX_AMX_PREFETCH 1
 #endif
-#ifndef TE_MX_AMX_LHS_NEAR
-#define TE_MX_AMX_LHS_NEAR 0
+#ifndef TE_MX_AMX_WHOLE_KB
+#define TE_MX_AMX_WHOLE_KB 1280
+#endif
+#ifndef TE_MX_AMX_LEAST_WHOLE
+#define TE_MX_AMX_LEAST_WHOLE 16
+#endif
+#ifndef TE_MX_AMX_MOST_WHOLE
+#define TE_MX_AMX_MOST_WHOLE 16
+#endif
+#ifndef TE_MX_AMX_ITEMS
+#define TE_MX_AMX_ITEMS 2
+#endif
+#ifndef TE_MX_AMX_ONCE
+#define TE_MX_AMX_ONCE 1
 #endif
 
 struct AmxTuning {
+  static constexpr int64_t kWholeBytes = TE_MX_AMX_WHOLE_KB * 1024;  // lhs in L2 with all of k
+  static constexpr int64_t kLeastWhole =
+      TE_MX_AMX_LEAST_WHOLE;  // fewer panels reread rhs too often
+  static constexpr int64_t kMostWhole = TE_MX_AMX_MOST_WHOLE;
   static constexpr int64_t kChunk = TE_MX_AMX_CHUNK;  // k blocks: rhs chunk 2 KB each in L1
   static constexpr int64_t kRowPanels = TE_MX_AMX_ROW_PANELS;  // lhs chunk in L2
   static constexpr int64_t kColPanels = TE_MX_AMX_COL_PANELS;  // sums: 4 KB per panel pair, in L2
+  static constexpr int64_t kItems = TE_MX_AMX_ITEMS;           // at least, a thread
   static constexpr bool kPrefetch = TE_MX_AMX_PREFETCH != 0;   // fetch the next chunk to L2
-  static constexpr int64_t kLhsNear = TE_MX_AMX_LHS_NEAR;      // k steps ahead to L1, 0: none
 };
 
 struct EmulatedTuning {
+  static constexpr int64_t kWholeBytes = 3 * 2 * 2048, kLeastWhole = 2, kMostWhole = 3;
   static constexpr int64_t kChunk = 3, kRowPanels = 2,
                            kColPanels = 2;  // small, so that tests meet every edge
+  static constexpr int64_t kItems = 2;
   static constexpr bool kPrefetch = false;
-  static constexpr int64_t kLhsNear = 0;
 };
 
-template <class Tiles, class Tuning>
+template <class Tiles, class SimdWords, class Tuning>
 class AmxEngine : public Tuning {
  public:
+  using Simd = SimdWords;
+
   void block(const char* lhs, const char* rhs, int64_t steps, int rows, float* c, bool first,
-             const Ahead& ahead) {
+             bool whole, const Ahead& ahead, PendingRows<Simd>& pending) {
     if (rows > 16) {
-      run<true>(lhs, rhs, steps, c, first, ahead);
+      if (whole) {
+        run<true, true>(lhs, rhs, steps, c, first, ahead, pending);
+      } else {
+        run<true, false>(lhs, rhs, steps, c, first, ahead, pending);
+      }
     } else {
-      run<false>(lhs, rhs, steps, c, first, ahead);
+      run<false, true>(lhs, rhs, steps, c, first, ahead, pending);
     }
   }
 
  private:
   static constexpr int64_t kTileBytes = kTileWords * 2, kTileRowBytes = 64;
   static constexpr int64_t kSumsRowBytes = kRowBlock * 4;
+  static constexpr bool kLhsOnce = TE_MX_AMX_ONCE != 0;
 
-  template <bool both>
+  // Loads that leave L1 to others: a whole panel is longer than L1, a lhs chunk is used once before
+  // the others come.
+  template <int T, bool once>
+  TE_MX_MEMBER void load(const char* p) {
+    if constexpr (once) {
+      tiles_.template load_once<T>(p, kTileRowBytes);
+    } else {
+      tiles_.template load<T>(p, kTileRowBytes);
+    }
+  }
+
+  template <bool both, bool whole>
   void run(const char* lhs, const char* rhs, int64_t steps, float* c, bool first,
-           const Ahead& ahead) {
+           const Ahead& ahead, PendingRows<Simd>& pending) {
     float* lower = c + 16 * kRowBlock;
     if (first) {
       tiles_.template zero<0>();
@@ -75,24 +110,21 @@ class AmxEngine : public Tuning {
         tiles_.template load<3>(lower + 16, kSumsRowBytes);
       }
     }
+    const int rows_a_step = static_cast<int>(ceil_div(pending.left(), steps));
     const char* far_rhs = ahead.rhs;
     const char* far_lhs = ahead.lhs;
     for (int64_t s = 0; s < steps; ++s, lhs += kStepBytes, rhs += kStepBytes) {
-      tiles_.template load<4>(lhs, kTileRowBytes);
-      tiles_.template load<6>(rhs, kTileRowBytes);
+      load<4, kLhsOnce>(lhs);
+      load<6, whole>(rhs);
       tiles_.template dot_bf16<0, 4, 6>();
-      tiles_.template load<7>(rhs + kTileBytes, kTileRowBytes);
+      load<7, whole>(rhs + kTileBytes);
       tiles_.template dot_bf16<1, 4, 7>();
       if constexpr (both) {
-        tiles_.template load<5>(lhs + kTileBytes, kTileRowBytes);
+        load<5, kLhsOnce>(lhs + kTileBytes);
         tiles_.template dot_bf16<2, 5, 6>();
         tiles_.template dot_bf16<3, 5, 7>();
       }
-      if constexpr (Tuning::kLhsNear > 0) {
-        for (int64_t line = 0; line < kStepBytes; line += 64) {
-          __builtin_prefetch(lhs + Tuning::kLhsNear * kStepBytes + line, 0, 3);
-        }
-      }
+      for (int r = 0; r < rows_a_step && pending.left() > 0; ++r) pending.row();
       if constexpr (Tuning::kPrefetch) {
         for (int i = 0; i < ahead.rhs_lines; ++i, far_rhs += 64) __builtin_prefetch(far_rhs, 0, 2);
         for (int i = 0; i < ahead.lhs_lines; ++i, far_lhs += 64) __builtin_prefetch(far_lhs, 0, 2);

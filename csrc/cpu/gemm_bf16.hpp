@@ -2,8 +2,8 @@
 // multiplies 32 x 32 blocks.
 //
 //   item            rows x columns of D that one thread makes at a time
-//     k chunk       rhs panel chunk stays in L1, lhs chunk of all row panels in L2
-//       n panel     32 columns
+//     k chunk       all of k when enough whole lhs panels fit L2, else short
+//       n panel     32 columns: whole k streams once by all rows, a short chunk stays in L1
 //         m panel   32 rows: engine.block() adds one chunk to a 32 x 32 fp32 block
 //
 // The sum of one element runs over k in order; blocking only decides when the fp32 value rests in
@@ -11,6 +11,7 @@
 #pragma once
 
 #include "gemm_internal.hpp"
+#include "gemm_rows.hpp"
 #include "isa.h"
 #include "pack_bf16.hpp"
 #include "parallel.h"
@@ -27,23 +28,24 @@ struct Ahead {
 inline constexpr int64_t kStepBytes = 2 * kTileWords * 2;  // one k block of one 32-row panel
 inline constexpr int64_t kBlockFloats = kRowBlock * kRowBlock;
 
-// Engine: constants kRowPanels, kColPanels, kChunk, kPrefetch; block(lhs, rhs, steps, rows, c,
-// first, ahead).
+// Engine: the word set Simd; constants kWholeBytes, kChunk, kRowPanels, kColPanels, kPrefetch;
+// block(lhs, rhs, steps, rows, c, first, whole, ahead, pending), which may do pending rows.
 template <class Engine>
 class PanelGemm {
  public:
   static Status run(const Range& range, const void* lhs, const void* rhs,
                     const EpilogueContext& context, void*) {
     const PanelGemm gemm(range, lhs, rhs, context);
-    const int64_t column_items = ceil_div(gemm.col_panels_, gemm.item_cols_);
-    const int64_t items = ceil_div(gemm.row_panels_, gemm.item_rows_) * column_items;
-    parallel_for(context.args->threads, items, [&](int64_t item) {
-      gemm.run_item(item / column_items * gemm.item_rows_, item % column_items * gemm.item_cols_);
+    const int64_t row_items = ceil_div(gemm.row_panels_, gemm.item_rows_);
+    parallel_for(context.args->threads, gemm.items(), [&](int64_t item) {
+      gemm.run_item(item % row_items * gemm.item_rows_, item / row_items * gemm.item_cols_);
     });
     return Status::ok;
   }
 
  private:
+  using Simd = typename Engine::Simd;
+
   PanelGemm(const Range& range, const void* lhs, const void* rhs, const EpilogueContext& context)
       : range_(range),
         lhs_(static_cast<const char*>(lhs)),
@@ -51,18 +53,31 @@ class PanelGemm {
         context_(context),
         epilogue_(epilogue_for(isa_current())) {
     blocks_ = ceil_div(context.args->lhs.k, kBlock);
-    chunk_ = ceil_div(blocks_, ceil_div(blocks_, Engine::kChunk));
     row_panels_ = ceil_div(range.m1 - range.m0, kRowBlock);
     col_panels_ = ceil_div(range.n1 - range.n0, kRowBlock);
-    item_rows_ = least(Engine::kRowPanels, row_panels_);
-    item_cols_ = least(Engine::kColPanels, col_panels_);
+    only_scaled_ = only_scaled_rows<Simd>(context, range);
+    const int64_t fit = Engine::kWholeBytes / (blocks_ * kStepBytes);
+    whole_ = fit >= least(Engine::kLeastWhole, row_panels_) || blocks_ <= Engine::kChunk;
+    if (whole_) {
+      chunk_ = blocks_;
+      item_rows_ = even_part(row_panels_, least(Engine::kMostWhole, fit > 1 ? fit : 1));
+      item_cols_ = col_panels_;
+    } else {
+      chunk_ = even_part(blocks_, Engine::kChunk);
+      item_rows_ = even_part(row_panels_, Engine::kRowPanels);
+      item_cols_ = even_part(col_panels_, Engine::kColPanels);
+    }
     // Too few items leave threads idle; smaller ones only reread more.
-    while (item_rows_ * item_cols_ > 4 && items() < 4 * context.args->threads) {
+    while (item_rows_ * item_cols_ > 4 && items() < Engine::kItems * context.args->threads) {
       int64_t& side = item_rows_ > item_cols_ ? item_rows_ : item_cols_;
       side = (side + 1) / 2;
     }
   }
 
+  // The largest of the parts of almost one size that `whole` is cut into, none above `most`.
+  static int64_t even_part(int64_t whole, int64_t most) {
+    return ceil_div(whole, ceil_div(whole, most));
+  }
   static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
   int64_t items() const {
@@ -78,26 +93,31 @@ class PanelGemm {
     const int64_t rows = least(item_rows_, row_panels_ - row_panel);
     const int64_t cols = least(item_cols_, col_panels_ - col_panel);
     Engine engine;
+    PendingRows<Simd> pending(context_);
+    int64_t turn = 0;  // whole: two blocks take turns, one is summed and one stored
     for (int64_t k = 0; k < blocks_; k += chunk_) {
       const int64_t steps = least(chunk_, blocks_ - k);
-      const bool last = k + steps == blocks_;
       for (int64_t j = 0; j < cols; ++j) {
         for (int64_t i = 0; i < rows; ++i) {
-          // With a single chunk nothing rests between chunks and one block serves all.
-          float* c = sums + (steps == blocks_ ? 0 : (j * rows + i) * kBlockFloats);
+          float* c = sums + (whole_ ? (turn ^= 1) : j * rows + i) * kBlockFloats;
           const int64_t m = range_.m0 + (row_panel + i) * kRowBlock;
           const int block_rows = static_cast<int>(least(kRowBlock, range_.m1 - m));
           engine.block(step(lhs_, row_panel + i, k), step(rhs_, col_panel + j, k), steps,
-                       block_rows, c, k == 0,
-                       ahead(row_panel, col_panel, rows, cols, i, j, k, steps));
-          if (last) {
-            const int64_t n = range_.n0 + (col_panel + j) * kRowBlock;
-            epilogue_(context_, c, kRowBlock, m, n, block_rows,
-                      static_cast<int>(least(kRowBlock, range_.n1 - n)));
+                       block_rows, c, k == 0, whole_,
+                       ahead(row_panel, col_panel, rows, cols, i, j, k, steps), pending);
+          pending.finish();
+          if (k + steps < blocks_) continue;
+          const int64_t n = range_.n0 + (col_panel + j) * kRowBlock;
+          const int block_cols = static_cast<int>(least(kRowBlock, range_.n1 - n));
+          if (only_scaled_ && block_cols == kRowBlock) {
+            pending.start(c, m, n, block_rows);
+          } else {
+            epilogue_(context_, c, kRowBlock, m, n, block_rows, block_cols);
           }
         }
       }
     }
+    pending.finish();
   }
 
   // Spreads the next rhs panel over the blocks of this one, and the next lhs chunk over the blocks
@@ -128,6 +148,7 @@ class PanelGemm {
   const EpilogueContext& context_;
   EpilogueFn epilogue_;
   int64_t blocks_, chunk_, row_panels_, col_panels_, item_rows_, item_cols_;
+  bool whole_, only_scaled_;
 };
 
 }  // namespace te_mx

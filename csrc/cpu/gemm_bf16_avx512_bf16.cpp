@@ -4,6 +4,7 @@
 // row, one broadcast of the row's pair that feeds two products.
 #include "gemm_bf16.hpp"
 #include "mxtile/bf16/avx512.hpp"
+#include "mxtile/simd/avx512.hpp"
 
 namespace te_mx {
 namespace {
@@ -11,15 +12,17 @@ namespace {
 namespace bf16 = mxtile::bf16;
 
 struct Avx512Tuning {
-  static constexpr int64_t kChunk = 8, kRowPanels = 8, kColPanels = 4;
+  using Simd = mxtile::simd::Avx512;
+  static constexpr int64_t kChunk = 8, kRowPanels = 8, kColPanels = 4, kItems = 4;
+  static constexpr int64_t kWholeBytes = 128 * 1024, kLeastWhole = 8, kMostWhole = 8;
   static constexpr bool kPrefetch = false;
   static constexpr int kRows = 8;
 };
 
 class Avx512Engine : public Avx512Tuning {
  public:
-  void block(const char* lhs, const char* rhs, int64_t steps, int rows, float* c, bool first,
-             const Ahead&) const {
+  void block(const char* lhs, const char* rhs, int64_t steps, int rows, float* c, bool first, bool,
+             const Ahead&, PendingRows<Simd>&) const {
     for (int r = 0; r < rows; r += kRows) {
       rows_block(reinterpret_cast<const uint16_t*>(lhs) + r * kBlock,
                  reinterpret_cast<const uint16_t*>(rhs), steps, c + r * kRowBlock, first);

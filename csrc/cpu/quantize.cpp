@@ -1,0 +1,279 @@
+// quantize(): checks, the loop over tiles and the column sums. Tiles that stick out of the tensor,
+// or whose elements are not adjacent, pass through a copy padded with zeros, which change no
+// maximum.
+#include "quantize.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "isa.h"
+#include "mxtile/mx/float_mode.hpp"
+#include "parallel.h"
+#include "te_mx/cpu.h"
+
+namespace te_mx {
+namespace {
+
+using quantize_tile::Columns;
+using quantize_tile::Kernel;
+using quantize_tile::kTile;
+using quantize_tile::Tile;
+
+constexpr int64_t kItemCols = 1024;
+constexpr int64_t kFlatItemRows = 1024;
+constexpr int64_t kSerialElements = 64 * 1024;  // below, waking threads costs more than they save
+constexpr int64_t kStreamBytes = 8 * 1024 * 1024;  // above, outputs do not stay in a cache
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+struct Problem {
+  QuantizeArgs a;
+  Kernel kernel;
+  int64_t element_bytes;
+  int64_t item_rows;
+  bool stream;
+};
+
+struct alignas(64) Staging {
+  uint8_t x[kTile * kTile * 4];
+  uint8_t row_codes[kTile * kTile];
+  uint8_t row_scales[kTile * 2];
+  uint8_t col_codes[kTile * kTile];
+  uint8_t col_scales[kTile * 2];
+};
+
+// rows x cols elements into a tile whose rows are kTile apart.
+template <class T>
+void gather(const Problem& p, int64_t r0, int64_t c0, int rows, int cols, T* out) {
+  if (rows < kTile || cols < kTile) std::memset(out, 0, sizeof(T) * kTile * kTile);
+  const T* x = static_cast<const T*>(p.a.x) + r0 * p.a.row_stride + c0 * p.a.col_stride;
+  if (p.a.col_stride == 1) {
+    for (int r = 0; r < rows; ++r) {
+      std::memcpy(out + r * kTile, x + r * p.a.row_stride, sizeof(T) * static_cast<size_t>(cols));
+    }
+  } else if (p.a.row_stride == 1) {
+    for (int c = 0; c < cols; ++c) {
+      for (int r = 0; r < rows; ++r) out[r * kTile + c] = x[c * p.a.col_stride + r];
+    }
+  } else {
+    for (int r = 0; r < rows; ++r) {
+      for (int c = 0; c < cols; ++c) {
+        out[r * kTile + c] = x[r * p.a.row_stride + c * p.a.col_stride];
+      }
+    }
+  }
+}
+
+void copy_2d(uint8_t* to, int64_t to_stride, const uint8_t* from, int64_t from_stride, int64_t rows,
+             int64_t bytes) {
+  for (int64_t r = 0; r < rows; ++r) {
+    std::memcpy(to + r * to_stride, from + r * from_stride, static_cast<size_t>(bytes));
+  }
+}
+
+// Where the tile at (r0, c0) goes.
+Tile tile_in_place(const Problem& p, int64_t r0, int64_t c0) {
+  const QuantizeArgs& a = p.a;
+  const int64_t row_blocks = ceil_div(a.cols, kBlock);
+  const int64_t col_blocks = ceil_div(a.rows, kBlock);
+  Tile t{};
+  t.rows = kTile;
+  t.rceil = a.rule == ScaleRule::rceil;
+  t.stream = p.stream;
+  if (a.row_codes) {
+    t.row_codes = a.row_codes + r0 * a.cols + c0;
+    t.row_code_stride = a.cols;
+    t.row_scales = a.row_scales + r0 * row_blocks + c0 / kBlock;
+    t.row_scale_stride = row_blocks;
+  }
+  if (a.col_codes && a.col_transposed) {
+    t.col_codes = a.col_codes + c0 * a.rows + r0;
+    t.col_code_stride = a.rows;
+    t.col_scales = a.col_scales + c0 * col_blocks + r0 / kBlock;
+    t.col_scale_stride = col_blocks;
+  } else if (a.col_codes) {
+    t.col_codes = a.col_codes + r0 * a.cols + c0;
+    t.col_code_stride = a.cols;
+    t.col_scales = a.col_scales + r0 / kBlock * a.cols + c0;
+    t.col_scale_stride = a.cols;
+  }
+  return t;
+}
+
+const uint8_t* address(const Problem& p, int64_t r, int64_t c) {
+  return static_cast<const uint8_t*>(p.a.x) +
+         (r * p.a.row_stride + c * p.a.col_stride) * p.element_bytes;
+}
+
+void run_tile(const Problem& p, int64_t r0, int64_t c0, const uint8_t* next, float* sums) {
+  const QuantizeArgs& a = p.a;
+  const int rows = static_cast<int>(std::min<int64_t>(kTile, a.rows - r0));
+  const int cols = static_cast<int>(std::min<int64_t>(kTile, a.cols - c0));
+  const bool whole = rows == kTile && cols == kTile;
+  const Tile place = tile_in_place(p, r0, c0);
+  Tile t = place;
+  t.col_sum = sums;
+  Staging staging;
+  if (whole && a.col_stride == 1) {
+    t.x = address(p, r0, c0);
+    t.row_stride = a.row_stride;
+    t.next = next;
+    t.next_row_bytes = a.row_stride * p.element_bytes;
+  } else {
+    if (p.element_bytes == 4) {
+      gather(p, r0, c0, rows, cols, reinterpret_cast<uint32_t*>(staging.x));
+    } else {
+      gather(p, r0, c0, rows, cols, reinterpret_cast<uint16_t*>(staging.x));
+    }
+    t.x = t.next = staging.x;
+    t.row_stride = kTile;
+  }
+  if (whole) return p.kernel(t);
+
+  t.rows = rows <= kBlock ? kBlock : kTile;
+  t.stream = false;
+  t.row_codes = staging.row_codes;
+  t.row_scales = staging.row_scales;
+  t.col_codes = staging.col_codes;
+  t.col_scales = staging.col_scales;
+  t.row_code_stride = t.col_code_stride = kTile;
+  t.row_scale_stride = 2;
+  t.col_scale_stride = a.col_transposed ? 2 : kTile;
+  p.kernel(t);
+  const int64_t row_blocks = ceil_div(cols, kBlock);
+  const int64_t col_blocks = ceil_div(rows, kBlock);
+  if (a.row_codes) {
+    copy_2d(place.row_codes, place.row_code_stride, t.row_codes, kTile, rows, cols);
+    copy_2d(place.row_scales, place.row_scale_stride, t.row_scales, 2, rows, row_blocks);
+  }
+  if (a.col_codes && a.col_transposed) {
+    copy_2d(place.col_codes, place.col_code_stride, t.col_codes, kTile, cols, rows);
+    copy_2d(place.col_scales, place.col_scale_stride, t.col_scales, 2, cols, col_blocks);
+  } else if (a.col_codes) {
+    copy_2d(place.col_codes, place.col_code_stride, t.col_codes, kTile, rows, cols);
+    copy_2d(place.col_scales, place.col_scale_stride, t.col_scales, kTile, col_blocks, cols);
+  }
+}
+
+void run_item(const Problem& p, int64_t item) {
+  const mxtile::mx::KeepDenormals keep_denormals;
+  const QuantizeArgs& a = p.a;
+  const int64_t chunks = ceil_div(a.cols, kItemCols);
+  const int64_t group = item / chunks;
+  const int64_t c_begin = item % chunks * kItemCols;
+  const int64_t c_end = std::min(a.cols, c_begin + kItemCols);
+  const int64_t r_begin = group * p.item_rows;
+  const int64_t r_end = std::min(a.rows, r_begin + p.item_rows);
+  float sums[kItemCols] = {};
+  for (int64_t r = r_begin; r < r_end; r += kTile) {
+    for (int64_t c = c_begin; c < c_end; c += kTile) {
+      const bool last = c + kTile >= c_end;
+      const int64_t next_r = last ? r + kTile : r, next_c = last ? c_begin : c + kTile;
+      const bool whole = next_r + kTile <= r_end && next_c + kTile <= c_end;
+      const uint8_t* next = whole ? address(p, next_r, next_c) : address(p, r, c);
+      run_tile(p, r, c, next, a.col_sum ? sums + (c - c_begin) : nullptr);
+    }
+  }
+  if (a.col_sum) {
+    std::memcpy(a.col_sum_ws + group * a.cols + c_begin, sums,
+                sizeof(float) * static_cast<size_t>(c_end - c_begin));
+  }
+}
+
+void add_partial_sums(const QuantizeArgs& a) {
+  const mxtile::mx::KeepDenormals keep_denormals;
+  const int64_t groups = ceil_div(a.rows, kColSumRows);
+  std::fill(a.col_sum, a.col_sum + a.cols, 0.0f);
+  for (int64_t g = 0; g < groups; ++g) {
+    const float* partial = a.col_sum_ws + g * a.cols;
+    for (int64_t c = 0; c < a.cols; ++c) a.col_sum[c] += partial[c];
+  }
+}
+
+void run_problem(const Problem& p) {
+  const int64_t items = ceil_div(p.a.rows, p.item_rows) * ceil_div(p.a.cols, kItemCols);
+  const int threads = p.a.rows * p.a.cols < kSerialElements ? 1 : p.a.threads;
+  parallel_for(threads, items, [&p](int64_t item) { run_item(p, item); });
+}
+
+Kernel find_kernel(const QuantizeArgs& a) {
+  const Columns columns = !a.col_codes       ? Columns::none
+                          : a.col_transposed ? Columns::transposed
+                                             : Columns::plain;
+  const bool rows = a.row_codes != nullptr;
+  const Isa isa = isa_native();
+#if defined(TE_MX_HAVE_AVX512_BF16)
+  if (isa >= Isa::avx512_bf16) {
+    return quantize_tile::find_avx512_vbmi(a.x_dtype, a.fmt, rows, columns);
+  }
+#endif
+#if defined(TE_MX_HAVE_AVX512)
+  if (isa >= Isa::avx512) return quantize_tile::find_avx512(a.x_dtype, a.fmt, rows, columns);
+#endif
+#if defined(TE_MX_HAVE_AVX2)
+  if (isa >= Isa::avx2) return quantize_tile::find_avx2(a.x_dtype, a.fmt, rows, columns);
+#endif
+  (void)isa;
+  return quantize_tile::find_portable(a.x_dtype, a.fmt, rows, columns);
+}
+
+bool aligned(const void* pointer, int64_t stride) {
+  return reinterpret_cast<uintptr_t>(pointer) % 64 == 0 && stride % 64 == 0;
+}
+
+bool wants_stream(const QuantizeArgs& a) {
+  const int64_t directions = (a.row_codes != nullptr) + (a.col_codes != nullptr);
+  if (a.rows * a.cols * directions < kStreamBytes) return false;
+  return (!a.row_codes || aligned(a.row_codes, a.cols)) &&
+         (!a.col_codes || aligned(a.col_codes, a.col_transposed ? a.rows : a.cols));
+}
+
+bool valid(const QuantizeArgs& a) {
+  const int dtype = static_cast<int>(a.x_dtype), fmt = static_cast<int>(a.fmt);
+  const int rule = static_cast<int>(a.rule);
+  if (a.rows < 0 || a.cols < 0 || dtype < 0 || dtype > 2 || fmt < 0 || fmt > 1) return false;
+  if (rule < 0 || rule > 1) return false;
+  if (a.rows == 0 || a.cols == 0) return true;
+  return a.x && !a.row_codes == !a.row_scales && !a.col_codes == !a.col_scales &&
+         (!a.col_sum || a.col_sum_ws);
+}
+
+}  // namespace
+
+Status quantize(const QuantizeArgs& args) {
+  if (!valid(args)) return Status::bad_argument;
+  if (args.rows == 0 && args.col_sum) std::fill(args.col_sum, args.col_sum + args.cols, 0.0f);
+  if (args.rows == 0 || args.cols == 0) return Status::ok;
+  if (!args.row_codes && !args.col_codes && !args.col_sum) return Status::ok;
+
+  Problem p{args, find_kernel(args), args.x_dtype == DType::f32 ? 4 : 2, kColSumRows,
+            wants_stream(args)};
+  QuantizeArgs& a = p.a;
+  if (a.cols == 1) a.col_stride = 1;
+  if (a.rows == 1) a.row_stride = a.cols;
+  const bool compact = a.col_stride == 1 && a.row_stride == a.cols;
+  if (compact && !a.col_codes && !a.col_sum && a.cols % kBlock == 0) {
+    // Blocks of a compact tensor follow each other: any number of rows fills whole tiles, and
+    // memory is read in order.
+    const int64_t total = a.rows * a.cols;
+    const int64_t whole = total / kTile * kTile;
+    p.item_rows = kFlatItemRows;
+    a.rows = total / kTile;
+    a.cols = a.row_stride = kTile;
+    if (a.rows > 0) run_problem(p);
+    if (total > whole) {
+      a.x = static_cast<const uint8_t*>(args.x) + whole * p.element_bytes;
+      a.row_codes += whole;
+      a.row_scales += whole / kBlock;
+      a.rows = 1;
+      a.cols = a.row_stride = kBlock;
+      run_problem(p);
+    }
+    return Status::ok;
+  }
+  run_problem(p);
+  if (a.col_sum) add_partial_sums(a);
+  return Status::ok;
+}
+
+}  // namespace te_mx

@@ -1,0 +1,10 @@
+// The plain-loop tile kernel, compiled for AVX2.
+#include "quantize_tile_loops.hpp"
+
+namespace te_mx::quantize_tile {
+
+Kernel find_avx2(DType dtype, Format fmt, bool rows, Columns columns) {
+  return choose(dtype, fmt, rows, columns);
+}
+
+}  // namespace te_mx::quantize_tile
