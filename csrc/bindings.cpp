@@ -72,6 +72,12 @@ PYBIND11_MODULE(_native, m) {
 
   m.def("isa_best", [] { return static_cast<int32_t>(isa_best()); });
   m.def("isa_current", [] { return static_cast<int32_t>(isa_current()); });
+  m.def("parallel_team", [] { return parallel_team(); });  // "inline", "openmp" or "threads"
+  m.def("isa_env_error", [] { return isa_env_error(); });  // str or None
+  m.def("peak_gflops", [](int threads) {
+    py::gil_scoped_release release;
+    return peak_gflops(threads);
+  });
   m.def("isa_available", [](int32_t level) { return isa_available(static_cast<Isa>(level)); });
   m.def("set_isa", [](int32_t level) { return static_cast<int32_t>(set_isa(static_cast<Isa>(level))); });
   m.def("kernel_available",

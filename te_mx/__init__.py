@@ -1,0 +1,53 @@
+"""te_mx: Transformer-Engine-style MXFP8 training and inference for PyTorch.
+
+    model = te_mx.convert_model(model)   # every nn.Linear becomes a te_mx.Linear, in place
+    with te_mx.autocast():
+        loss = model(x).sum()
+
+Importing never builds anything and never fails for want of the native code:
+`te_mx.is_mxfp8_available` and `te_mx.explain` say what this machine runs.
+"""
+
+from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
+from importlib.metadata import version as _version
+
+from te_mx import recipe
+from te_mx.audit import audit
+from te_mx.context import autocast, fp8_autocast
+from te_mx.convert import ConversionReport, convert_model, revert_model
+from te_mx.engine import workspace
+from te_mx.engine.explain import Explanation, FallbackWarning, explain
+from te_mx.frozen import freeze_weights, unfreeze_weights
+from te_mx.functional import GemmOutput, gemm, quantize
+from te_mx.nn import Linear
+from te_mx.recipe import get_default_recipe, is_mxfp8_available
+from te_mx.tensor import MXTensor
+
+try:
+    __version__ = _version("te-mx")
+except _PackageNotFoundError:  # run from a source tree that was not installed
+    __version__ = "0+unknown"
+
+__all__ = [
+    "ConversionReport",
+    "Explanation",
+    "FallbackWarning",
+    "GemmOutput",
+    "Linear",
+    "MXTensor",
+    "__version__",
+    "audit",
+    "autocast",
+    "convert_model",
+    "explain",
+    "fp8_autocast",
+    "freeze_weights",
+    "gemm",
+    "get_default_recipe",
+    "is_mxfp8_available",
+    "quantize",
+    "recipe",
+    "revert_model",
+    "unfreeze_weights",
+    "workspace",
+]

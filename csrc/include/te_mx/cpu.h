@@ -114,9 +114,18 @@ struct GemmArgs {
 // isa.cpp
 Isa isa_best();                  // what this CPU and this build can do
 Isa isa_current();               // isa_best, lowered by TE_MX_CPU_ISA or set_isa
+const char* isa_env_error();     // why TE_MX_CPU_ISA could not be followed, or null
 bool isa_available(Isa level);   // amx_emulated is always available
 Status set_isa(Isa level);
 bool kernel_available(Kernel kernel);  // at isa_current
+
+// parallel.cpp: the thread team of the last parallel call, "inline" when none was needed yet, "openmp" (that of
+// torch) or "threads" (our own: no OpenMP runtime, or a child of fork())
+const char* parallel_team();
+
+// peak.cpp
+// The fastest multiply instruction of isa_current() on operands in registers; takes about 0.3 s.
+double peak_gflops(int threads);
 
 // quantize.cpp, dequantize.cpp
 Status quantize(const QuantizeArgs& args);

@@ -1,0 +1,143 @@
+"""Words that every backend shares: element formats, the parts of a quantized matrix, GEMM operands,
+epilogues.
+
+Codes and scales are uint8 here; only MXTensor shows them as float8 dtypes. So torch.compile and
+older torch releases never meet a float8 kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+BLOCK = 32  # elements that share one scale
+
+
+@dataclass(frozen=True)
+class ElementFormat:
+    """An 8-bit float: sign, exponent, mantissa. Magnitudes are code-ordered, so clamping works on
+    codes.
+    """
+
+    name: str
+    native_id: int
+    max: float
+    emax: int  # exponent of max: 448 = 1.75 * 2^8
+    emin: int  # exponent of the smallest normal number
+    mantissa_bits: int
+    bias: int
+    max_code: int
+    torch_dtype: torch.dtype
+
+
+FORMATS = {
+    "e4m3": ElementFormat("e4m3", 0, 448.0, 8, -6, 3, 7, 0x7E, torch.float8_e4m3fn),
+    "e5m2": ElementFormat("e5m2", 1, 57344.0, 15, -14, 2, 15, 0x7B, torch.float8_e5m2),
+}
+SCALE_RULES = {"rceil": 0, "floor": 1}
+COLUMNWISE_FORMS = ("plain", "transposed")
+ORDERS = ("k_last", "k_first")
+GELUS = {"tanh": 1, "erf": 2}
+BIAS_GRADS = {"operand": 1, "result": 2}
+FLOAT_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class QuantizedParts(NamedTuple):
+    """What one quantize call made of x [rows, cols]; parts that nobody asked for are None.
+
+    row_codes [rows, cols], row_scales [rows, ceil(cols/32)];
+    col_codes [rows, cols], col_scales [ceil(rows/32), cols] ("plain"), or
+    col_codes [cols, rows], col_scales [cols, ceil(rows/32)] ("transposed");
+    col_sum fp32 [cols]: the sum of x over its rows.
+    """
+
+    row_codes: Tensor | None
+    row_scales: Tensor | None
+    col_codes: Tensor | None
+    col_scales: Tensor | None
+    col_sum: Tensor | None
+
+
+class Operand(NamedTuple):
+    """One side of a GEMM: a logical [rows, k] matrix with one scale for every 32 of k.
+
+    order "k_last": codes [rows, k], scales [rows, ceil(k/32)]. order "k_first": codes [k, rows],
+    scales [ceil(k/32), rows]. `packed` is what `ops.pack_2d` made of the same codes, or None.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    fmt: str
+    order: str
+    packed: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.codes.shape[0 if self.order == "k_last" else 1]
+
+    @property
+    def k(self) -> int:
+        return self.codes.shape[1 if self.order == "k_last" else 0]
+
+
+class Epilogue(NamedTuple):
+    """What happens to the fp32 accumulators of D [n, m], in this order: + bias [m]; aux is stored;
+    GELU; or times the derivative of GELU at gelu_in [n, m]; bias gradient; + out if accumulate;
+    rounding to the dtype of out.
+    """
+
+    bias: Tensor | None = None
+    gelu: str | None = None
+    gelu_in: Tensor | None = None
+    bias_grad: str | None = None
+    accumulate: bool = False
+
+
+class GemmParts(NamedTuple):
+    """out [n, m]; aux [n, m], the value before GELU, or None; bias_grad fp32 [n] or [m], or
+    None.
+    """
+
+    out: Tensor
+    aux: Tensor | None
+    bias_grad: Tensor | None
+
+
+class Backend(Protocol):
+    """What a backend module provides. A backend writes into `out` and `aux`, which the caller
+    allocates.
+    """
+
+    def quantize(
+        self, x: Tensor, fmt: str, rowwise: bool, columnwise: str | None, rule: str, col_sum: bool
+    ) -> QuantizedParts: ...
+
+    def dequantize(
+        self, codes: Tensor, scales: Tensor, fmt: str, order: str, dtype: torch.dtype
+    ) -> Tensor: ...
+
+    def gemm(
+        self, a: Operand, b: Operand, epilogue: Epilogue, out: Tensor, aux: Tensor | None
+    ) -> Tensor | None: ...
+
+
+def blocks(size: int) -> int:
+    """Number of scale blocks that cover `size` elements; the last one may be shorter."""
+    return (size + BLOCK - 1) // BLOCK
+
+
+def quantized_shapes(
+    rows: int, cols: int, rowwise: bool, columnwise: str | None
+) -> list[tuple[int, int]]:
+    """Shapes of the codes and scales that a quantize call returns, in the order of
+    QuantizedParts.
+    """
+    shapes = [(rows, cols), (rows, blocks(cols))] if rowwise else []
+    if columnwise == "plain":
+        shapes += [(rows, cols), (blocks(rows), cols)]
+    elif columnwise == "transposed":
+        shapes += [(cols, rows), (cols, blocks(rows))]
+    return shapes

@@ -1,0 +1,124 @@
+"""What runs and why: explanations before a call, records of what ran, and one warning per kind of
+fallback.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from te_mx.backends import cpu
+from te_mx.engine import envelopes, layout
+
+# Kernel that the last GEMM with a tag ran on; `te_mx.audit` reads it. One entry a tag, written
+# without a lock.
+LAST_RUN: dict[int, str] = {}
+
+_warned: set[str] = set()
+
+
+class FallbackWarning(RuntimeWarning):
+    """Something ran on the slow reference backend on a device that has a native one."""
+
+
+def warn_fallback(kind: str, why: str) -> None:
+    """Warn once in this process about one kind of fallback."""
+    if kind in _warned:
+        return
+    _warned.add(kind)
+    warnings.warn(
+        f"te_mx runs {kind} on the plain torch reference backend, which is slow: {why}. "
+        "te_mx.explain() tells more.",
+        FallbackWarning,
+        stacklevel=3,
+    )
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The kernel of a problem and why each other one does not run it. Printable."""
+
+    problem: str
+    kernel: str
+    declined: tuple[tuple[str, str], ...]
+    note: str = ""
+
+    def __str__(self) -> str:
+        lines = [f"{self.problem}: {self.kernel}"]
+        width = max((len(name) for name, _ in self.declined), default=0)
+        lines += [f"  {name:<{width}}  {why}" for name, why in self.declined]
+        return "\n".join([*lines, f"  note: {self.note}"] if self.note else lines)
+
+
+def explain(
+    A: Any = None,
+    B: Any = None,
+    layout: str = "TN",
+    *,
+    m: int | None = None,
+    n: int | None = None,
+    k: int | None = None,
+    device: Any = None,
+    columnwise_transposed: bool | None = None,
+) -> Explanation:
+    """Say which kernel `te_mx.gemm(A, B, layout)` runs on, and why every other one declines.
+
+    Pass two MXTensors, or the sizes m, n, k of D[n, m] (te_mx.Linear: m out features, n tokens, k
+    in features). Formats, dtypes and epilogues do not change the choice: every kernel takes all.
+
+    Args:
+        A, B: MXTensors as for `te_mx.gemm`.
+        layout: "TN", "NN" or "NT".
+        m, n, k: sizes, when A and B are not given.
+        device: device of the problem without tensors; the CPU by default.
+        columnwise_transposed: without tensors, how the columnwise copy of A lies (NN and NT read
+            that one); None means what `te_mx.quantize` makes on that device.
+
+    Raises:
+        ValueError: neither two tensors nor three sizes, or an unknown layout, or operands that do
+            not fit.
+    """
+    problem = _problem(A, B, layout, m, n, k, device, columnwise_transposed)
+    text = (
+        f"D[{problem.n}, {problem.m}], k {problem.k}, {layout}, {problem.device}"
+        if problem.device != "cpu" or problem.isa < 0
+        else f"D[{problem.n}, {problem.m}], k {problem.k}, {layout}, cpu at level "
+        f"{cpu.ISA_LEVELS[problem.isa]}"
+    )
+    kernel = envelopes.select(problem.device, problem.n, problem.m, problem.k, problem.a_k_last)
+    if kernel == envelopes.ZERO_SIZE:
+        why = "there is nothing to multiply: the epilogue of zeros"
+        return Explanation(text, kernel, tuple((other.name, why) for other in envelopes.KERNELS))
+    declined = [
+        (other.name, other.declines(problem) or f"takes it too; {kernel} comes first")
+        for other in envelopes.KERNELS
+        if other.name != kernel
+    ]
+    if kernel == envelopes.REFERENCE:
+        reason = cpu.missing_reason() if problem.device == "cpu" else None
+        return Explanation(text, kernel, tuple(declined), reason or "")
+    declined.append((envelopes.REFERENCE, "only runs what no native kernel takes"))
+    note = (
+        f"rows whose scales span more than 2^{cpu.WIDE_SPREAD} send the problem to wide_f64 instead"
+    )
+    return Explanation(text, kernel, tuple(declined), note)
+
+
+def _problem(
+    A: Any, B: Any, name: str, m: int | None, n: int | None, k: int | None, device: Any,
+    columnwise_transposed: bool | None,
+) -> envelopes.Problem:  # fmt: skip
+    if A is not None and B is not None:
+        a, b = layout.operands(A, B, name)
+        return envelopes.problem(a.codes.device.type, b.rows, a.rows, a.k, a.order == "k_last")
+    if A is not None or B is not None or m is None or n is None or k is None:
+        raise ValueError(
+            "explain needs two MXTensors (A and B) or three sizes (m, n and k), got "
+            f"A={A is not None}, B={B is not None}, m={m}, n={n}, k={k}"
+        )
+    layout.check_layout(name)
+    kind = "cpu" if device is None else layout.device_type(device)
+    if columnwise_transposed is None:
+        columnwise_transposed = layout.preferred_columnwise(kind, "a") == "transposed"
+    return envelopes.problem(kind, n, m, k, name == "TN" or columnwise_transposed)

@@ -1,0 +1,188 @@
+"""te_mx.quantize and te_mx.gemm: the public functions on MXTensors.
+
+Gradients do not flow through either: the modules of te_mx.nn are what trains.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_mx import ops
+from te_mx.backends.base import FLOAT_DTYPES, FORMATS, SCALE_RULES
+from te_mx.engine import envelopes
+from te_mx.engine import epilogue as _epilogue
+from te_mx.engine import layout as _layout
+from te_mx.tensor import MXTensor, _make
+
+
+class GemmOutput(NamedTuple):
+    """Result of `te_mx.gemm`.
+
+    out: D [n, m]. aux: the value before GELU [n, m], or None. bias_grad: [m] or [n], or None.
+    """
+
+    out: Tensor
+    aux: Tensor | None
+    bias_grad: Tensor | None
+
+
+def quantize(
+    x: Tensor,
+    *,
+    fmt: str = "e4m3",
+    rowwise: bool = True,
+    columnwise: bool = False,
+    columnwise_transposed: bool | None = None,
+    scale_rule: str = "rceil",
+) -> MXTensor:
+    """Quantize x to MXFP8: blocks of 32 elements that share a power-of-two scale.
+
+    In fp32, for every block: ``amax = max |x|``; ``byte`` is the biased exponent of ``amax /
+    max(fmt)`` rounded up to a power of two (rceil; nothing saturates) or of ``2^floor(log2 amax) /
+    2^emax`` (floor, the rule of the OCP paper; the largest elements may saturate); ``code =
+    round_to_nearest_even(x * 2^(127 - byte))``, clamped to the largest code. A block of zeros has
+    byte 0. A block with NaN or Inf has byte 255 and is NaN throughout.
+
+    Args:
+        x: [..., cols] float32, bfloat16 or float16; any strides. A single dimension is one row.
+        fmt: "e4m3" (max 448) or "e5m2" (max 57344).
+        rowwise: blocks along the last dimension.
+        columnwise: blocks along the flattened leading dimensions. With rowwise, x is read once for
+            both.
+        columnwise_transposed: store the columnwise copy as [cols, rows]. None takes the form that
+            the device's GEMM reads best. Values do not depend on it.
+        scale_rule: "rceil" or "floor".
+
+    Returns:
+        An MXTensor with the asked copies. Sizes need not divide by 32: the last block is shorter.
+
+    Raises:
+        TypeError: x is not a tensor of such a dtype.
+        ValueError: x has no dimension, no copy is asked for, or a word is unknown.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a tensor, got {type(x).__name__}")
+    if x.dtype not in FLOAT_DTYPES:
+        raise TypeError(
+            f"x must be float32, bfloat16 or float16, got {x.dtype}; convert it, e.g. x.float()"
+        )
+    if x.layout is not torch.strided:
+        raise TypeError(f"x must be a dense tensor, got {x.layout}; use x.to_dense()")
+    if x.dim() == 0:
+        raise ValueError("x must have one dimension or more, got a scalar; use x.reshape(1)")
+    if fmt not in FORMATS:
+        raise ValueError(f'fmt must be "e4m3" or "e5m2", got {fmt!r}')
+    if scale_rule not in SCALE_RULES:
+        raise ValueError(f'scale_rule must be "rceil" or "floor", got {scale_rule!r}')
+    if not rowwise and not columnwise:
+        raise ValueError("nothing to do: pass rowwise=True, columnwise=True or both")
+    if columnwise_transposed is not None and not columnwise:
+        raise ValueError(
+            f"columnwise_transposed={columnwise_transposed} needs columnwise=True; pass both"
+        )
+    form = None
+    if columnwise:
+        if columnwise_transposed is None:
+            form = ops.preferred_columnwise(x.device, "a")
+        else:
+            form = "transposed" if columnwise_transposed else "plain"
+    flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    parts = ops.quantize_2d(
+        flat, fmt, rowwise=rowwise, columnwise=form, scale_rule=scale_rule, col_sum=False
+    )
+    return _make(x.shape, fmt, *parts[:4], form == "transposed")
+
+
+def gemm(
+    A: MXTensor,
+    B: MXTensor,
+    layout: str = "TN",
+    *,
+    bias: Tensor | bool | None = None,
+    gelu: str | None = None,
+    gelu_in: Tensor | None = None,
+    grad: bool = False,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    aux_dtype: torch.dtype | None = None,
+    accumulate: bool = False,
+) -> GemmOutput:
+    """Multiply two MXTensors, with what belongs to a layer fused behind it.
+
+    Layouts are those of BLAS and Transformer Engine. In row-major shapes, leading dimensions
+    flattened:
+
+    ====== ======= ======= ========= ==================== ============================
+    layout A       B       D [n, m]  reads                te_mx.Linear: A, B
+    ====== ======= ======= ========= ==================== ============================
+    TN     [m, k]  [n, k]  B @ A.T   A and B rowwise      weight, input -> output
+    NN     [k, m]  [n, k]  B @ A     A columnwise, B row  weight, output grad -> input grad
+    NT     [k, m]  [k, n]  B.T @ A   A and B columnwise   input, output grad -> weight grad
+    ====== ======= ======= ========= ==================== ============================
+
+    Forward (grad=False), in fp32: ``v = sum_k a * b``; ``+ bias[m]``; with gelu, v is stored as aux
+    and ``v = gelu(v)``; ``+ out`` if accumulate; rounded once. Backward (grad=True): with gelu_in,
+    ``v *= gelu'(gelu_in)``; bias asks for the bias gradient instead of being added. Products are
+    exact, sums are fp32. Bits do not depend on the number of threads, nor on the layout as long as
+    the same kernel runs: up to 16 rows of B, an A with k contiguous has a kernel of its own.
+
+    Args:
+        A, B: MXTensors on one device, each with the copy that the layout reads; formats may differ.
+        layout: "TN", "NN" or "NT".
+        bias: grad=False: [m]. grad=True: a tensor or True asks for the bias gradient, [m] (sums of
+            D over n) with gelu_in, [n] (sums of B over k) without; it has the dtype of the tensor,
+            or fp32 for True.
+        gelu: None, "tanh" or "erf". With gelu_in, the form that the forward used; "tanh" if left
+            away.
+        gelu_in: [n, m], the aux of the forward; needs grad=True.
+        grad: this is a backward GEMM.
+        out: contiguous [n, m], written in place; its dtype replaces out_dtype.
+        out_dtype: float32, bfloat16 or float16.
+        aux_dtype: dtype of aux; that of the result by default.
+        accumulate: add to out.
+
+    Returns:
+        GemmOutput(out, aux, bias_grad). Sizes may be 0; with k = 0 the product is zeros.
+
+    Raises:
+        TypeError, ValueError: whatever does not fit, before anything runs.
+
+    Gradients do not flow through this function.
+    """
+    for name, tensor in (("A", A), ("B", B)):
+        if not isinstance(tensor, MXTensor):
+            raise TypeError(
+                f"{name} must be an MXTensor, got {type(tensor).__name__}; use te_mx.quantize"
+            )
+    a, b = _layout.operands(A, B, layout)
+    n, m, device = b.rows, a.rows, a.codes.device
+    epilogue = _epilogue.resolve(n, m, device, bias, gelu, gelu_in, grad, accumulate)
+    _epilogue.check_out(out, n, m, device, out_dtype, accumulate, gelu_in)
+    if aux_dtype is not None:
+        _epilogue.check_dtype(aux_dtype, "aux_dtype")
+    if device.type == "cpu" and not torch.compiler.is_compiling():
+        kernel = envelopes.select("cpu", n, m, a.k, a.order == "k_last")
+        if kernel == envelopes.panel_kernel("cpu"):
+            usage_a, usage_b = _layout.USAGES[layout]
+            a = A.packed_operand(usage_a, "a", kernel) or a
+            b = B.packed_operand(usage_b, "b", kernel) or b
+    made = ops.gemm_2d(
+        a,
+        b,
+        bias=epilogue.bias,
+        gelu=epilogue.gelu,
+        gelu_in=epilogue.gelu_in,
+        bias_grad=epilogue.bias_grad,
+        out=out,
+        out_dtype=out_dtype,
+        aux_dtype=aux_dtype,
+        accumulate=accumulate,
+    )
+    bias_grad = made.bias_grad
+    if bias_grad is not None and isinstance(bias, Tensor):
+        bias_grad = bias_grad.to(bias.dtype)
+    return GemmOutput(made.out, made.aux, bias_grad)

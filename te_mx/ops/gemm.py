@@ -1,0 +1,213 @@
+"""te_mx::gemm and te_mx::gemm_out: D[n, m] = epilogue(b[n, k] @ a[m, k]^T) on two quantized
+operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_mx.backends import cpu, reference
+from te_mx.backends.base import Epilogue, GemmParts, Operand
+from te_mx.engine import envelopes, workspace
+from te_mx.engine.explain import LAST_RUN, warn_fallback
+from te_mx.ops.library import define, is_direct
+
+
+def gemm_2d(
+    a: Operand,
+    b: Operand,
+    *,
+    bias: Tensor | None = None,
+    gelu: str | None = None,
+    gelu_in: Tensor | None = None,
+    bias_grad: str | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype,
+    aux_dtype: torch.dtype | None = None,
+    accumulate: bool = False,
+    tag: int = -1,
+) -> GemmParts:
+    """D[n, m] = epilogue(b @ a^T). Products are exact, sums are fp32; see Epilogue for the order of
+    the rest.
+
+    Args:
+        a: logical [m, k]; TE's A.
+        b: logical [n, k]; TE's B.
+        bias: [m], added before GELU.
+        gelu: "tanh" or "erf": apply it and return aux; with gelu_in, the form whose derivative
+            multiplies D.
+        gelu_in: [n, m], the value before GELU.
+        bias_grad: "operand": sum of b over k, fp32 [n]; "result": sum of D over its rows, fp32 [m].
+        out: [n, m] contiguous, written in place; its dtype then replaces out_dtype.
+        out_dtype: fp32, bf16 or fp16.
+        aux_dtype: dtype of aux, that of out by default.
+        accumulate: add to out.
+        tag: when 0 or more, the name of the kernel that ran is kept in `explain.LAST_RUN[tag]`.
+    """
+    if is_direct(b.codes):
+        epilogue = Epilogue(bias, gelu, gelu_in, bias_grad, accumulate)
+        if out is None:
+            out = torch.empty(b.rows, a.rows, dtype=out_dtype)
+        return _on_cpu(a, b, epilogue, out, aux_dtype, tag)
+    sides = (
+        a.codes, a.scales, a.packed, a.fmt, a.order, b.codes, b.scales, b.packed, b.fmt, b.order
+    )  # fmt: skip
+    rest = (bias, gelu or "", gelu_in, bias_grad or "")
+    if out is None:
+        out, aux, sums = _OP(*sides, *rest, out_dtype, aux_dtype or out_dtype, tag)
+    else:
+        aux, sums = _OP_OUT(*sides, *rest, out, accumulate, aux_dtype or out.dtype, tag)
+    has_aux = gelu is not None and gelu_in is None
+    return GemmParts(out, aux if has_aux else None, sums if bias_grad else None)
+
+
+def _aux(epilogue: Epilogue, out: Tensor, aux_dtype: torch.dtype | None) -> Tensor | None:
+    if epilogue.gelu is None or epilogue.gelu_in is not None:
+        return None
+    return torch.empty_like(out, dtype=aux_dtype or out.dtype)
+
+
+def _on_cpu(
+    a: Operand, b: Operand, epilogue: Epilogue, out: Tensor, aux_dtype: torch.dtype | None, tag: int
+) -> GemmParts:
+    a, b = checked(a, "a"), checked(b, "b")
+    n, m, k = b.rows, a.rows, a.k
+    _check_rest(n, m, k, b.k, epilogue, out)
+    aux = _aux(epilogue, out, aux_dtype)
+    ran = envelopes.select("cpu", n, m, k, a.order == "k_last")
+    bias_grad = None
+    if ran not in (envelopes.REFERENCE, envelopes.ZERO_SIZE):
+        call = cpu.GemmCall(ran, a, b, epilogue, out, aux)
+        nbytes = call.workspace_bytes()
+        scratch = workspace.acquire(_CPU, nbytes)
+        ran = call.run(scratch, nbytes) or envelopes.REFERENCE
+        workspace.release(scratch, nbytes)
+        bias_grad = call.bias_grad
+    if ran in (envelopes.REFERENCE, envelopes.ZERO_SIZE):
+        if ran == envelopes.REFERENCE:
+            why = cpu.missing_reason() or "the native code does not take this problem"
+            warn_fallback("gemm on the CPU", why)
+        bias_grad = reference.gemm(a, b, epilogue, out, aux)
+    elif not out.is_inference():
+        torch.autograd.graph.increment_version(out)  # native code wrote behind autograd's back
+    if tag >= 0:
+        LAST_RUN[tag] = ran
+    return GemmParts(out, aux, bias_grad)
+
+
+def _on_other(
+    a: Operand, b: Operand, epilogue: Epilogue, out: Tensor, aux_dtype: torch.dtype | None, tag: int
+) -> GemmParts:
+    a, b = checked(a, "a"), checked(b, "b")
+    _check_rest(b.rows, a.rows, a.k, b.k, epilogue, out)
+    aux = _aux(epilogue, out, aux_dtype)
+    bias_grad = reference.gemm(a, b, epilogue, out, aux)
+    if tag >= 0:
+        LAST_RUN[tag] = envelopes.REFERENCE
+    return GemmParts(out, aux, bias_grad)
+
+
+# -------------------------------------------------------------------------- checks before addresses
+def checked(operand: Operand, name: str) -> Operand:
+    """The operand with contiguous parts. Raises ValueError when its parts do not belong
+    together.
+    """
+    codes, scales = operand.codes, operand.scales
+    first, second = codes.shape
+    k_last = operand.order == "k_last"
+    expected = (first, (second + 31) // 32) if k_last else ((first + 31) // 32, second)
+    if scales.shape != expected or codes.dtype != torch.uint8 or scales.dtype != torch.uint8:
+        raise ValueError(
+            f"{name}: {operand.order} codes {tuple(codes.shape)} need uint8 scales {expected}, got "
+            f"codes {codes.dtype}, scales {tuple(scales.shape)} {scales.dtype}"
+        )
+    if codes.is_contiguous() and scales.is_contiguous():
+        return operand
+    return operand._replace(codes=codes.contiguous(), scales=scales.contiguous())
+
+
+def _check_rest(n: int, m: int, k: int, b_k: int, epilogue: Epilogue, out: Tensor) -> None:
+    if k != b_k:
+        raise ValueError(f"a and b must have the same k, got {k} and {b_k}")
+    if out.shape != (n, m) or not out.is_contiguous():
+        raise ValueError(f"out must be contiguous [{n}, {m}], got {tuple(out.shape)}")
+    if epilogue.bias is not None and epilogue.bias.shape != (m,):
+        raise ValueError(f"bias must be [{m}], got {tuple(epilogue.bias.shape)}")
+    if epilogue.gelu_in is not None and epilogue.gelu_in.shape != (n, m):
+        raise ValueError(f"gelu_in must be [{n}, {m}], got {tuple(epilogue.gelu_in.shape)}")
+
+
+# ---------------------------------------------------------------------------------------------- ops
+_CPU = torch.device("cpu")
+_SIDES = (
+    "Tensor a_codes, Tensor a_scales, Tensor? a_packed, str a_fmt, str a_order, "
+    "Tensor b_codes, Tensor b_scales, Tensor? b_packed, str b_fmt, str b_order, "
+    "Tensor? bias, str gelu, Tensor? gelu_in, str bias_grad"
+)
+
+
+def _make_ops(run: Callable[..., GemmParts]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Implementations of gemm and gemm_out around _on_cpu, _on_other or _on_fake."""
+
+    def gemm(*args: Any) -> tuple[Tensor, ...]:
+        a, b, epilogue = _read(args)
+        out_dtype, aux_dtype, tag = args[14:]
+        out = b.codes.new_empty((b.rows, a.rows), dtype=out_dtype)
+        return (out, *_present(run(a, b, epilogue, out, aux_dtype, tag)))
+
+    def gemm_out(*args: Any) -> tuple[Tensor, ...]:
+        a, b, epilogue = _read(args)
+        out, accumulate, aux_dtype, tag = args[14:]
+        epilogue = epilogue._replace(accumulate=accumulate)
+        return _present(run(a, b, epilogue, out, aux_dtype, tag))
+
+    return gemm, gemm_out
+
+
+def _read(args: tuple[Any, ...]) -> tuple[Operand, Operand, Epilogue]:
+    """The operands and the epilogue of the arguments that both schemas start with."""
+    a_codes, a_scales, a_packed, a_fmt, a_order = args[:5]
+    b_codes, b_scales, b_packed, b_fmt, b_order = args[5:10]
+    bias, gelu, gelu_in, bias_grad = args[10:14]
+    a = Operand(a_codes, a_scales, a_fmt, a_order, a_packed)
+    b = Operand(b_codes, b_scales, b_fmt, b_order, b_packed)
+    return a, b, Epilogue(bias, gelu or None, gelu_in, bias_grad or None)
+
+
+def _present(parts: GemmParts) -> tuple[Tensor, ...]:
+    """aux and bias_grad, empty where they are None: an op that writes in place returns no lists."""
+    return tuple(parts.out.new_empty(0) if part is None else part for part in parts[1:])
+
+
+def _on_fake(
+    a: Operand, b: Operand, epilogue: Epilogue, out: Tensor, aux_dtype: torch.dtype | None, tag: int
+) -> GemmParts:
+    bias_grad = None
+    if epilogue.bias_grad is not None:
+        size = b.rows if epilogue.bias_grad == "operand" else a.rows
+        bias_grad = out.new_empty(size, dtype=torch.float32)
+    return GemmParts(out, _aux(epilogue, out, aux_dtype), bias_grad)
+
+
+_gemm_cpu, _gemm_out_cpu = _make_ops(_on_cpu)
+_gemm_other, _gemm_out_other = _make_ops(_on_other)
+_gemm_fake, _gemm_out_fake = _make_ops(_on_fake)
+
+_OP = define(
+    f"gemm({_SIDES}, ScalarType out_dtype, ScalarType aux_dtype, int tag)"
+    " -> (Tensor, Tensor, Tensor)",
+    cpu=_gemm_cpu,
+    other=_gemm_other,
+    fake=_gemm_fake,
+)
+_OP_OUT = define(
+    f"gemm_out({_SIDES}, Tensor(a!) out, bool accumulate, ScalarType aux_dtype, int tag)"
+    " -> (Tensor, Tensor)",
+    cpu=_gemm_out_cpu,
+    other=_gemm_out_other,
+    fake=_gemm_out_fake,
+)

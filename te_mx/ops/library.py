@@ -1,0 +1,57 @@
+"""The op library `te_mx` and the rule for calling an implementation without the dispatcher.
+
+Ops are defined with torch.library.Library (schema, CPU implementation, one for every other device,
+fake kernel): a call costs 2.5 us where the custom_op decorator costs 10 us.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+LIBRARY = torch.library.Library("te_mx", "FRAGMENT")
+
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_tracing_state = torch._C._get_tracing_state
+_functorch_level = torch._C._functorch.peek_interpreter_stack
+
+
+def define(
+    schema: str, *, cpu: Callable[..., Any], other: Callable[..., Any], fake: Callable[..., Any]
+) -> Any:
+    """Define te_mx::<schema> and return the callable overload, torch.ops.te_mx.<name>.default.
+
+    cpu runs on CPU tensors, other on every device without a backend of its own, fake on tensors
+    without data.
+    """
+    name = schema.split("(", 1)[0]
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, cpu, "CPU")
+    LIBRARY.impl(name, other, "CompositeExplicitAutograd")
+    LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")  # not differentiable
+    torch.library.register_fake(f"te_mx::{name}", fake, lib=LIBRARY)
+    return getattr(torch.ops.te_mx, name).default
+
+
+def is_direct(x: Tensor) -> bool:
+    """Whether x may go straight to the CPU implementation: a plain CPU tensor and nobody who
+    watches the dispatcher.
+
+    Watchers are torch.compile, dispatch and function modes, functorch transforms, jit tracing and
+    the profiler.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and (type(x) is Tensor or type(x) is Parameter)
+        and x.is_cpu
+        and _dispatch_modes() == 0
+        and _function_modes() == 0
+        and _functorch_level() is None
+        and _tracing_state() is None
+        and not torch.autograd.profiler._is_profiler_enabled
+    )

@@ -1,0 +1,323 @@
+"""MXTensor: codes and scales of one logical tensor, rowwise, columnwise or both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from te_mx import ops
+from te_mx.backends.base import FORMATS
+from te_mx.engine.parts import check_copy
+
+
+class MXTensor:
+    """A tensor in MXFP8: 8-bit codes, and one power-of-two scale for every block of 32 elements.
+
+    ``value = code * 2^(scale byte - 127)``; scale byte 255 makes the block NaN. With [rows, cols]
+    for the shape whose leading dimensions are flattened into rows:
+
+    ====================  =============  ==========================================================
+    field                 dtype          shape
+    ====================  =============  ==========================================================
+    rowwise_data          float8         [rows, cols]
+    rowwise_scale         float8_e8m0    [rows, ceil(cols/32)]: blocks along the last dimension
+    columnwise_data       float8         [rows, cols], or [cols, rows] when columnwise_transposed
+    columnwise_scale      float8_e8m0    [ceil(rows/32), cols], or [cols, ceil(rows/32)]
+    ====================  =============  ==========================================================
+
+    The two copies are quantized on their own from the same input. `te_mx.quantize` makes an
+    MXTensor; the constructor takes parts that were made elsewhere. It is immutable, is no
+    torch.Tensor, and gradients do not flow through it.
+
+    Args:
+        shape: logical shape, one dimension or more.
+        fmt: "e4m3" or "e5m2".
+        rowwise_data, rowwise_scale, columnwise_data, columnwise_scale: as above, data as uint8 or
+            the float8 dtype of fmt, scales as uint8 or float8_e8m0fnu. They are used as they are if
+            contiguous. Data come with their scales.
+        columnwise_transposed: how the columnwise copy lies.
+
+    Raises:
+        ValueError, TypeError: parts that do not fit the shape, the format or each other.
+    """
+
+    __slots__ = ("_col_codes", "_col_scales", "_col_transposed", "_fmt", "_packs", "_row_codes",
+                 "_row_scales", "_shape")  # fmt: skip
+
+    _shape: torch.Size
+    _fmt: str
+    _row_codes: Tensor | None
+    _row_scales: Tensor | None
+    _col_codes: Tensor | None
+    _col_scales: Tensor | None
+    _col_transposed: bool
+    # (usage, role, kernel) -> (versions of codes and scales, packed form from the second use on)
+    _packs: dict[tuple[str, str, str], tuple[tuple[int, int], Tensor | None]]
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        fmt: str,
+        *,
+        rowwise_data: Tensor | None = None,
+        rowwise_scale: Tensor | None = None,
+        columnwise_data: Tensor | None = None,
+        columnwise_scale: Tensor | None = None,
+        columnwise_transposed: bool = False,
+    ) -> None:
+        if fmt not in FORMATS:
+            raise ValueError(f'fmt must be "e4m3" or "e5m2", got {fmt!r}')
+        shape = torch.Size(shape)
+        if len(shape) == 0:
+            raise ValueError("shape must have one dimension or more, got []")
+        rows, cols = math.prod(shape[:-1]), shape[-1]
+        row = check_copy("rowwise", rowwise_data, rowwise_scale, fmt, rows, cols, False)
+        col = check_copy(
+            "columnwise", columnwise_data, columnwise_scale, fmt, rows, cols, columnwise_transposed
+        )
+        if row[0] is None and col[0] is None:
+            raise ValueError("MXTensor needs a rowwise copy, a columnwise copy or both, got none")
+        if row[0] is not None and col[0] is not None and row[0].device != col[0].device:
+            raise ValueError(
+                f"rowwise_data is on {row[0].device} and columnwise_data on {col[0].device}; "
+                "move them to one device"
+            )
+        self._fill(shape, fmt, *row, *col, bool(columnwise_transposed) and col[0] is not None)
+
+    def _fill(
+        self, shape: torch.Size, fmt: str, row_codes: Tensor | None, row_scales: Tensor | None,
+        col_codes: Tensor | None, col_scales: Tensor | None, col_transposed: bool,
+    ) -> None:  # fmt: skip
+        put = object.__setattr__
+        put(self, "_shape", shape)
+        put(self, "_fmt", fmt)
+        put(self, "_row_codes", row_codes)
+        put(self, "_row_scales", row_scales)
+        put(self, "_col_codes", col_codes)
+        put(self, "_col_scales", col_scales)
+        put(self, "_col_transposed", col_transposed)
+        put(self, "_packs", {})
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise AttributeError(f"MXTensor is immutable: cannot set {name}; make a new one")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"MXTensor is immutable: cannot delete {name}")
+
+    # ------------------------------------------------------------------------------------------
+    # fields
+    @property
+    def shape(self) -> torch.Size:
+        """Logical shape, with all leading dimensions."""
+        return self._shape
+
+    @property
+    def rows(self) -> int:
+        """Product of all dimensions but the last."""
+        return math.prod(self._shape[:-1])
+
+    @property
+    def cols(self) -> int:
+        """The last dimension."""
+        return self._shape[-1]
+
+    @property
+    def fmt(self) -> str:
+        """Element format: "e4m3" or "e5m2"."""
+        return self._fmt
+
+    @property
+    def device(self) -> torch.device:
+        """Where the codes are."""
+        codes = self._row_codes if self._row_codes is not None else self._col_codes
+        assert codes is not None
+        return codes.device
+
+    @property
+    def rowwise_data(self) -> Tensor | None:
+        """Codes with blocks along the last dimension, float8 [rows, cols], or None."""
+        return None if self._row_codes is None else self._row_codes.view(self._element)
+
+    @property
+    def rowwise_scale(self) -> Tensor | None:
+        """Scales of rowwise_data, float8_e8m0fnu [rows, ceil(cols/32)], or None."""
+        return None if self._row_scales is None else self._row_scales.view(torch.float8_e8m0fnu)
+
+    @property
+    def columnwise_data(self) -> Tensor | None:
+        """Codes with blocks along the first dimension, float8 [rows, cols] or transposed, or
+        None.
+        """
+        return None if self._col_codes is None else self._col_codes.view(self._element)
+
+    @property
+    def columnwise_scale(self) -> Tensor | None:
+        """Scales of columnwise_data, float8_e8m0fnu [ceil(rows/32), cols] or transposed, or
+        None.
+        """
+        return None if self._col_scales is None else self._col_scales.view(torch.float8_e8m0fnu)
+
+    @property
+    def columnwise_transposed(self) -> bool:
+        """Whether columnwise_data is stored as [cols, rows]; False without a columnwise copy."""
+        return self._col_transposed
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all codes and scales."""
+        return sum(part.numel() for part in self._parts() if part is not None)
+
+    @property
+    def _element(self) -> torch.dtype:
+        return FORMATS[self._fmt].torch_dtype
+
+    def _parts(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        return self._row_codes, self._row_scales, self._col_codes, self._col_scales
+
+    # ------------------------------------------------------------------------------------------
+    # values
+    def dequantize(self, dtype: torch.dtype = torch.float32, usage: str = "rowwise") -> Tensor:
+        """The values of one copy in the logical shape: code * 2^(scale byte - 127), rounded once to
+        dtype.
+
+        Args:
+            dtype: float32, bfloat16, float16 or float64. A value that dtype cannot hold becomes
+                Inf.
+            usage: "rowwise" or "columnwise", the copy to read. They differ only where a code is
+                subnormal.
+
+        Raises:
+            ValueError: the copy does not exist, or the usage is unknown.
+        """
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            raise TypeError(f"dtype must be float32, bfloat16, float16 or float64, got {dtype}")
+        operand = self.operand(usage)
+        if operand is None:
+            other = "columnwise" if usage == "rowwise" else "rowwise"
+            raise ValueError(
+                f"{self!r} has no {usage} copy; pass usage={other!r}, or quantize with {usage}=True"
+            )
+        values = ops.dequantize_2d(operand.codes, operand.scales, operand.fmt, operand.order, dtype)
+        if usage == "columnwise" and self._col_transposed:
+            values = values.t()
+        return values.reshape(self._shape)
+
+    def operand(self, usage: str) -> ops.Operand | None:
+        """The copy as a GEMM operand whose k runs along the blocks; None when the copy does not
+        exist.
+
+        The rowwise copy is logical [rows, k = cols], the columnwise one [cols, k = rows].
+        """
+        if usage == "rowwise":
+            codes, scales, order = self._row_codes, self._row_scales, "k_last"
+        elif usage == "columnwise":
+            codes, scales = self._col_codes, self._col_scales
+            order = "k_last" if self._col_transposed else "k_first"
+        else:
+            raise ValueError(f'usage must be "rowwise" or "columnwise", got {usage!r}')
+        if codes is None or scales is None:
+            return None
+        return ops.Operand(codes, scales, self._fmt, order)
+
+    def packed_operand(self, usage: str, role: str, kernel: str) -> ops.Operand | None:
+        """As `operand`, with the packed form for side role ("a" or "b") of a kernel once that is
+        used again.
+
+        The first use packs inside the GEMM; the second one says that the tensor stands still, so it
+        keeps the packed form (about 2 bytes an element on CPUs) for all later ones.
+        """
+        operand = self.operand(usage)
+        if operand is None:
+            return None
+        # The version counters notice writes through views of the codes.
+        version = (_version(operand.codes), _version(operand.scales))
+        key = (usage, role, kernel)
+        kept = self._packs.get(key)
+        if kept is None or kept[0] != version:
+            self._packs[key] = (version, None)
+            return operand
+        packed = kept[1]
+        if packed is None:
+            packed = ops.pack_2d(operand, role)
+            self._packs[key] = (version, packed)
+        return operand._replace(packed=packed)
+
+    # ------------------------------------------------------------------------------------- moves,
+    # copies
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> MXTensor:
+        """This tensor on another device; itself when it is there already."""
+        if isinstance(device, torch.dtype):
+            raise TypeError(f"MXTensor.to moves between devices; dequantize({device}) gives values")
+        device = torch.device(device)
+        mine = self.device
+        if device.type == mine.type and device.index in (None, mine.index):
+            return self
+        row_codes, row_scales, col_codes, col_scales = (
+            None if part is None else part.to(device, non_blocking=non_blocking)
+            for part in self._parts()
+        )
+        return _make(
+            self._shape, self._fmt, row_codes, row_scales, col_codes, col_scales,
+            self._col_transposed,
+        )  # fmt: skip
+
+    def equal(self, other: MXTensor) -> bool:
+        """Whether shape, format, forms and every byte are the same."""
+        if not isinstance(other, MXTensor):
+            raise TypeError(f"equal compares MXTensors, got {type(other).__name__}")
+        mine = (self._shape, self._fmt, self._col_transposed)
+        if mine != (other._shape, other._fmt, other._col_transposed):
+            return False
+        return all(
+            (x is None and y is None) or (x is not None and y is not None and torch.equal(x, y))
+            for x, y in zip(self._parts(), other._parts(), strict=True)
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # uint8 parts and plain types only: torch.load(weights_only=True) reads it.
+        return _rebuild_mxtensor, (
+            list(self._shape), self._fmt, *self._parts(), self._col_transposed,
+        )  # fmt: skip
+
+    def __repr__(self) -> str:
+        copies = []
+        if self._row_codes is not None:
+            copies.append("rowwise")
+        if self._col_codes is not None:
+            copies.append("columnwise" + (" transposed" if self._col_transposed else ""))
+        return (
+            f"MXTensor(shape={tuple(self._shape)}, fmt={self._fmt!r}, {' + '.join(copies)}, "
+            f"device={str(self.device)!r})"
+        )
+
+
+def _make(
+    shape: torch.Size, fmt: str, row_codes: Tensor | None, row_scales: Tensor | None,
+    col_codes: Tensor | None, col_scales: Tensor | None, col_transposed: bool,
+) -> MXTensor:  # fmt: skip
+    """An MXTensor of parts that are known to fit."""
+    made = MXTensor.__new__(MXTensor)
+    made._fill(shape, fmt, row_codes, row_scales, col_codes, col_scales, col_transposed)
+    return made
+
+
+def _rebuild_mxtensor(
+    shape: list[int], fmt: str, row_codes: Tensor | None, row_scales: Tensor | None,
+    col_codes: Tensor | None, col_scales: Tensor | None, col_transposed: bool,
+) -> MXTensor:  # fmt: skip
+    """What a pickle calls. It checks, because a file may hold anything."""
+    return MXTensor(
+        shape, fmt, rowwise_data=row_codes, rowwise_scale=row_scales, columnwise_data=col_codes,
+        columnwise_scale=col_scales, columnwise_transposed=col_transposed,
+    )  # fmt: skip
+
+
+torch.serialization.add_safe_globals([_rebuild_mxtensor])
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,82 @@
+"""Shared fixtures: instruction-set levels, thread counts, clean caches; hypothesis profiles that
+print their seeds.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from te_mx.backends import cpu
+from te_mx.engine import explain, workspace
+
+_COMMON = {
+    "deadline": None,  # the first example of a test may compile or load the native module
+    "print_blob": True,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+}
+settings.register_profile("default", max_examples=40, **_COMMON)
+settings.register_profile("thorough", max_examples=400, **_COMMON)
+settings.load_profile(os.environ.get("TE_MX_TEST_PROFILE", "default"))
+
+LEVELS = cpu.available_isa()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if cpu.missing_reason() is None:  # then nothing may fall back unless a test asks for it
+        config.addinivalue_line("filterwarnings", "error::te_mx.FallbackWarning")
+
+
+def pytest_report_header() -> list[str]:
+    native = cpu.missing_reason() or f"levels {', '.join(LEVELS)}"
+    return [
+        f"te_mx: torch {torch.__version__}, {torch.get_num_threads()} threads, native: {native}"
+    ]
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Tests that draw from torch's generator directly give the same data in every run."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=LEVELS)
+def isa(request: pytest.FixtureRequest):
+    """Every level that this machine can run, one after the other."""
+    before = cpu.ISA_LEVELS[cpu.isa()]
+    cpu.set_isa(request.param)
+    yield request.param
+    cpu.set_isa(before)
+
+
+@pytest.fixture
+def threads():
+    """Restores torch's thread count; gives the function that sets it."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def guarded():
+    """Guard bytes behind every workspace of the test."""
+    with workspace.guarded():
+        yield
+
+
+@pytest.fixture
+def fresh_warnings(monkeypatch: pytest.MonkeyPatch):
+    """Warnings of fallbacks that were given already are given again."""
+    monkeypatch.setattr(explain, "_warned", set())
+
+
+@pytest.fixture
+def no_native(monkeypatch: pytest.MonkeyPatch):
+    """As if the native module had not been built."""
+    monkeypatch.setattr(cpu, "_native", None)
+    monkeypatch.setattr(cpu, "_reason", "the native module is hidden by a test")
+    monkeypatch.setattr(explain, "_warned", set())
+    monkeypatch.setattr("te_mx.engine.envelopes._chosen", {})

@@ -1,0 +1,172 @@
+"""te_mx.explain says what runs, what runs is recorded, and falling back warns once per kind."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import te_mx
+from te_mx import ops
+from te_mx.backends import cpu
+from te_mx.engine import envelopes
+from te_mx.engine.explain import LAST_RUN
+
+
+def pair(n, m, k, layout="TN", transposed=False):
+    A = te_mx.quantize(torch.randn(*((m, k) if layout == "TN" else (k, m))), columnwise=True,
+                       columnwise_transposed=transposed)  # fmt: skip
+    B = te_mx.quantize(torch.randn(*((k, n) if layout == "NT" else (n, k))), columnwise=True,
+                       columnwise_transposed=transposed)  # fmt: skip
+    return A, B
+
+
+@pytest.mark.parametrize("layout", ["TN", "NN", "NT"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_explain_names_what_runs(isa, layout, transposed):
+    for n in (1, 16, 17, 40):
+        A, B = pair(n, 24, 70, layout, transposed)
+        said = te_mx.explain(A, B, layout)
+        a, b = te_mx.engine.layout.operands(A, B, layout)
+        ops.gemm_2d(a, b, out_dtype=torch.float32, tag=3)
+        assert LAST_RUN[3] == said.kernel
+        sizes = te_mx.explain(layout=layout, m=24, n=n, k=70, columnwise_transposed=transposed)
+        assert sizes == said
+
+
+def test_every_other_kernel_has_a_reason(isa):
+    said = te_mx.explain(m=24, n=4, k=70, layout="NN", columnwise_transposed=False)
+    names = [name for name, _ in said.declined]
+    others = {kernel.name for kernel in envelopes.KERNELS} | {envelopes.REFERENCE}
+    assert set(names) == others - {said.kernel} and all(why for _, why in said.declined)
+    text = str(said)
+    assert text.startswith(f"D[4, 24], k 70, NN, cpu at level {isa}: {said.kernel}")
+    assert all(name in text for name in names)
+
+
+def test_selection_follows_the_level(isa):
+    panel = te_mx.explain(m=64, n=64, k=64).kernel
+    family = {"amx": "amx_bf16", "amx_emulated": "amx_bf16", "avx512_bf16": "avx512_bf16"}
+    assert panel == family.get(isa, f"{isa}_f32")
+    few = te_mx.explain(m=64, n=16, k=64).kernel
+    assert few == {"amx_emulated": "amx_stream"}.get(isa, f"{isa}_stream")
+    assert te_mx.explain(m=64, n=17, k=64).kernel == panel
+    assert te_mx.explain(layout="NN", m=64, n=4, k=64, columnwise_transposed=False).kernel == panel
+
+
+def test_envelope_says_yes_exactly_when_the_kernel_accepts(isa):
+    for n in (1, 16, 17):
+        for order in ("k_last", "k_first"):
+            shape = (24, 70) if order == "k_last" else (70, 24)
+            q = te_mx.quantize(torch.randn(shape), columnwise=True, columnwise_transposed=False)
+            a = q.operand("rowwise" if order == "k_last" else "columnwise")
+            b = te_mx.quantize(torch.randn(n, 70)).operand("rowwise")
+            problem = envelopes.problem("cpu", n, 24, 70, order == "k_last")
+            for kernel in envelopes.KERNELS:
+                call = cpu.GemmCall(
+                    kernel.name, a, b, ops.gemm.Epilogue(), torch.empty(n, 24), None
+                )
+                nbytes = call.workspace_bytes()
+                scratch = torch.empty(nbytes, dtype=torch.uint8)
+                accepted = call.run(scratch, nbytes) is not None
+                assert accepted == (kernel.declines(problem) is None), (kernel.name, n, order)
+
+
+def test_zero_sizes_and_other_devices():
+    assert te_mx.explain(m=0, n=4, k=8).kernel == "zero_size"
+    assert te_mx.explain(m=4, n=4, k=0).kernel == "zero_size"
+    said = te_mx.explain(m=4, n=4, k=8, device="meta")
+    assert said.kernel == "reference" and "the operands are on meta" in str(said)
+
+
+def test_explain_errors():
+    A, _ = pair(4, 24, 70)
+    with pytest.raises(ValueError, match=r"two MXTensors .* or three sizes"):
+        te_mx.explain(A)
+    with pytest.raises(ValueError, match="or three sizes"):
+        te_mx.explain(m=1, n=2)
+    with pytest.raises(ValueError, match=r'layout must be "TN", "NN" or "NT", got \'TT\' .*swap'):
+        te_mx.explain(layout="TT", m=1, n=2, k=3)
+
+
+def test_wide_rows_run_on_wide_f64():
+    """Blocks of one row 2^80 apart: too wide for values relative to the row, and still exact."""
+    x = torch.ones(40, 64)
+    x[:, 32:] *= 2.0**-80
+    A, B = te_mx.quantize(x[:24]), te_mx.quantize(x)
+    ops.gemm_2d(A.operand("rowwise"), B.operand("rowwise"), out_dtype=torch.float32, tag=5)
+    assert LAST_RUN[5] == "wide_f64"
+    assert "wide_f64" in te_mx.explain(A, B).note
+
+
+def test_wide_spread_is_the_native_constant():
+    assert cpu.native().WIDE_SPREAD == cpu.WIDE_SPREAD
+    assert cpu.native().STREAM_MAX_ROWS == envelopes.STREAM_MAX_ROWS
+
+
+def test_native_runs_without_warnings(isa, fresh_warnings):
+    A, B = pair(20, 24, 70)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        te_mx.gemm(A, B)
+        te_mx.gemm(te_mx.quantize(torch.randn(0, 8)), te_mx.quantize(torch.randn(3, 8)))
+        A.dequantize()
+
+
+def test_fallback_warns_once_per_kind(no_native):
+    x = torch.randn(20, 64)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            A = te_mx.quantize(x)
+            te_mx.gemm(A, A)
+            A.dequantize()
+    kinds = [str(w.message) for w in seen if w.category is te_mx.FallbackWarning]
+    assert len(kinds) == 3
+    for kind, text in zip(("quantize", "gemm", "dequantize"), kinds, strict=True):
+        assert f"te_mx runs {kind} on the CPU" in text and "hidden by a test" in text
+    said = te_mx.explain(A, A)
+    assert said.kernel == "reference" and "hidden by a test" in said.note
+    assert all(why == "needs the native module" for _, why in said.declined)
+
+
+def test_reference_gives_the_same_without_native(no_native):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        A = te_mx.quantize(torch.randn(20, 64), columnwise=True)
+        ops.gemm_2d(A.operand("rowwise"), A.operand("rowwise"), out_dtype=torch.float32, tag=6)
+    assert LAST_RUN[6] == "reference"
+
+
+def test_an_unsupported_native_status_falls_back_visibly(monkeypatch, fresh_warnings):
+    monkeypatch.setattr(cpu.GemmCall, "run", lambda self, scratch, nbytes: None)
+    A, B = pair(20, 24, 64)
+    with pytest.warns(te_mx.FallbackWarning, match="gemm on the CPU"):
+        ops.gemm_2d(A.operand("rowwise"), B.operand("rowwise"), out_dtype=torch.float32, tag=8)
+    assert LAST_RUN[8] == "reference"
+
+
+def test_bad_native_statuses_raise():
+    assert cpu.supported(0) and not cpu.supported(2)
+    with pytest.raises(RuntimeError, match="internal error: a native kernel refused"):
+        cpu.supported(1)
+    with pytest.raises(RuntimeError, match="workspace too small"):
+        cpu.supported(3)
+    with pytest.raises(RuntimeError, match="native status 9"):
+        cpu.supported(9)
+
+
+def test_set_isa_errors():
+    with pytest.raises(ValueError, match="level must be one of portable"):
+        cpu.set_isa("sse2")
+    missing = [level for level in cpu.ISA_LEVELS if level not in cpu.available_isa()]
+    for level in missing:
+        with pytest.raises(RuntimeError, match=f"cannot run the level '{level}'"):
+            cpu.set_isa(level)
+
+
+def test_isa_without_native(no_native):
+    assert cpu.isa() == -1 and cpu.available_isa() == [] and not cpu.kernel_available("amx_bf16")
+    with pytest.raises(RuntimeError, match="hidden by a test"):
+        cpu.set_isa("portable")

@@ -1,0 +1,80 @@
+"""`import te_mx`: always works, builds nothing, costs little, and offers what it documents."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import te_mx
+
+HIDE_NATIVE = "import sys; sys.modules['te_mx._native'] = None\n"
+IMPORT_BUDGET = 0.3
+
+
+def python(code: str, **env: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
+        env={**os.environ, **env},
+    )  # fmt: skip
+
+
+def output(code: str, **env: str) -> str:
+    done = python(code, **env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_public_name_exists_and_is_documented():
+    for name in te_mx.__all__:
+        value = getattr(te_mx, name)
+        assert name == "__version__" or value.__doc__, name
+    assert isinstance(te_mx.__version__, str)
+
+
+def test_works_without_the_native_module():
+    code = HIDE_NATIVE + (
+        "import warnings; warnings.simplefilter('error')\n"
+        "import te_mx, torch\n"
+        "from te_mx.backends import cpu\n"
+        "print(cpu.missing_reason())\n"
+        "warnings.simplefilter('ignore')\n"
+        "q = te_mx.quantize(torch.randn(4, 40), columnwise=True)\n"
+        "print(te_mx.gemm(q, q).out.shape, te_mx.explain(q, q).kernel)\n"
+        "layer = te_mx.Linear(40, 8)\n"
+        "with te_mx.autocast(): layer(torch.randn(4, 40)).sum().backward()\n"
+        "print(te_mx.is_mxfp8_available())\n"
+    )
+    lines = output(code).splitlines()
+    assert "te_mx._native cannot be imported" in lines[0] and "compiler" in lines[0]
+    assert lines[1] == "torch.Size([4, 4]) reference"
+    assert lines[2] == "True"
+
+
+def test_import_does_not_load_the_native_module():
+    assert output("import sys, te_mx; print('te_mx._native' in sys.modules)").strip() == "False"
+
+
+def test_import_time():
+    code = (
+        "import time, torch; t = time.perf_counter(); import te_mx; print(time.perf_counter() - t)"
+    )
+    fastest = min(float(output(code)) for _ in range(3))
+    assert fastest < IMPORT_BUDGET
+
+
+@pytest.mark.parametrize("level", ["sse2", "amx512"])
+def test_unknown_level_in_the_environment(level):
+    """`import te_mx` still works; the first use of native code says what is wrong."""
+    assert output("import te_mx", TE_MX_CPU_ISA=level) == ""
+    done = python("import te_mx, torch; te_mx.quantize(torch.ones(1, 32))", TE_MX_CPU_ISA=level)
+    assert done.returncode != 0
+    assert f"got '{level}'" in done.stderr and "portable, avx2" in done.stderr
+
+
+def test_level_in_the_environment():
+    code = "from te_mx.backends import cpu; print(cpu.ISA_LEVELS[cpu.isa()])"
+    assert output(code, TE_MX_CPU_ISA="portable").strip() == "portable"
+    assert output(code, TE_MX_CPU_ISA="amx_emulated").strip() == "amx_emulated"
