@@ -1,6 +1,6 @@
 """te_mx: Transformer-Engine-style MXFP8 training and inference for PyTorch.
 
-    model = te_mx.convert_model(model)   # every nn.Linear becomes a te_mx.Linear, in place
+    te_mx.convert_model(model)   # every nn.Linear becomes a te_mx.Linear, in place
     with te_mx.autocast():
         loss = model(x).sum()
 

@@ -127,8 +127,7 @@ def gemm(
     Forward (grad=False), in fp32: ``v = sum_k a * b``; ``+ bias[m]``; with gelu, v is stored as aux
     and ``v = gelu(v)``; ``+ out`` if accumulate; rounded once. Backward (grad=True): with gelu_in,
     ``v *= gelu'(gelu_in)``; bias asks for the bias gradient instead of being added. Products are
-    exact, sums are fp32. Bits do not depend on the number of threads, nor on the layout as long as
-    the same kernel runs: up to 16 rows of B, an A with k contiguous has a kernel of its own.
+    exact, sums are fp32. Bits depend neither on the layout nor on the number of threads.
 
     Args:
         A, B: MXTensors on one device, each with the copy that the layout reads; formats may differ.
@@ -165,7 +164,7 @@ def gemm(
     if aux_dtype is not None:
         _epilogue.check_dtype(aux_dtype, "aux_dtype")
     if device.type == "cpu" and not torch.compiler.is_compiling():
-        kernel = envelopes.select("cpu", n, m, a.k, a.order == "k_last")
+        kernel = envelopes.select("cpu", n, m, a.k)
         if kernel == envelopes.panel_kernel("cpu"):
             usage_a, usage_b = _layout.USAGES[layout]
             a = A.packed_operand(usage_a, "a", kernel) or a

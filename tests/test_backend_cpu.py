@@ -142,7 +142,7 @@ def test_gemm_epilogue_against_reference(
     for native in (False, True):
         out, aux = before.clone(), torch.empty(n, m, dtype=other) if want_aux else None
         if native:
-            call = cpu.GemmCall(envelopes.select("cpu", n, m, k, True), a, b, epilogue, out, aux)
+            call = cpu.GemmCall(envelopes.select("cpu", n, m, k), a, b, epilogue, out, aux)
             nbytes = call.workspace_bytes()
             scratch = workspace.acquire(torch.device("cpu"), nbytes)
             assert call.run(scratch, nbytes) is not None

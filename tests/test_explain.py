@@ -31,12 +31,12 @@ def test_explain_names_what_runs(isa, layout, transposed):
         a, b = te_mx.engine.layout.operands(A, B, layout)
         ops.gemm_2d(a, b, out_dtype=torch.float32, tag=3)
         assert LAST_RUN[3] == said.kernel
-        sizes = te_mx.explain(layout=layout, m=24, n=n, k=70, columnwise_transposed=transposed)
+        sizes = te_mx.explain(layout=layout, m=24, n=n, k=70)
         assert sizes == said
 
 
 def test_every_other_kernel_has_a_reason(isa):
-    said = te_mx.explain(m=24, n=4, k=70, layout="NN", columnwise_transposed=False)
+    said = te_mx.explain(m=24, n=4, k=70, layout="NN")
     names = [name for name, _ in said.declined]
     others = {kernel.name for kernel in envelopes.KERNELS} | {envelopes.REFERENCE}
     assert set(names) == others - {said.kernel} and all(why for _, why in said.declined)
@@ -52,7 +52,7 @@ def test_selection_follows_the_level(isa):
     few = te_mx.explain(m=64, n=16, k=64).kernel
     assert few == {"amx_emulated": "amx_stream"}.get(isa, f"{isa}_stream")
     assert te_mx.explain(m=64, n=17, k=64).kernel == panel
-    assert te_mx.explain(layout="NN", m=64, n=4, k=64, columnwise_transposed=False).kernel == panel
+    assert te_mx.explain(layout="NN", m=64, n=4, k=64).kernel == few
 
 
 def test_envelope_says_yes_exactly_when_the_kernel_accepts(isa):
@@ -62,7 +62,7 @@ def test_envelope_says_yes_exactly_when_the_kernel_accepts(isa):
             q = te_mx.quantize(torch.randn(shape), columnwise=True, columnwise_transposed=False)
             a = q.operand("rowwise" if order == "k_last" else "columnwise")
             b = te_mx.quantize(torch.randn(n, 70)).operand("rowwise")
-            problem = envelopes.problem("cpu", n, 24, 70, order == "k_last")
+            problem = envelopes.problem("cpu", n, 24, 70)
             for kernel in envelopes.KERNELS:
                 call = cpu.GemmCall(
                     kernel.name, a, b, ops.gemm.Epilogue(), torch.empty(n, 24), None

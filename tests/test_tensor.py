@@ -216,5 +216,5 @@ def test_few_rows_keep_no_packed_form():
     w, x = sample((40, 70)), sample((3, 70))
     for _ in range(3):
         te_mx.gemm(w, x)
-    if envelopes.select("cpu", 3, 40, 70, True).endswith("stream"):
+    if envelopes.select("cpu", 3, 40, 70).endswith("stream"):
         assert not w._packs and not x._packs

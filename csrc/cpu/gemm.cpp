@@ -6,6 +6,7 @@
 #include "gemm_plan.hpp"
 #include "isa.h"
 #include "parallel.h"
+#include "transpose.h"
 
 namespace te_mx {
 
@@ -53,12 +54,10 @@ const KernelImpl* kernel_impl(Kernel kernel) {
 
 namespace {
 
+constexpr int64_t kSerialProducts = 256 * 1024;  // below, waking threads costs more than they save
+
 const KernelImpl* usable_impl(Kernel kernel) {
   return kernel_available(kernel) ? kernel_impl(kernel) : nullptr;
-}
-
-bool is_stream(Kernel kernel) {
-  return kernel >= Kernel::portable_stream && kernel <= Kernel::amx_stream;
 }
 
 bool operand_ok(const Operand& o) {
@@ -201,8 +200,7 @@ Status check(const GemmArgs& a) {
                                                                : a.rhs.rows;
   if (sums > 0 && a.bias_grad == nullptr) return Status::bad_argument;
   if (a.gelu_in != nullptr && a.gelu == Gelu::none) return Status::bad_argument;
-  const bool k_last = a.rhs.code_k_stride == 1 && a.rhs.scale_block_stride == 1;
-  if (is_stream(a.kernel) && (a.lhs.rows > kStreamMaxRows || !k_last)) return Status::unsupported;
+  if (is_stream(a.kernel) && a.lhs.rows > kStreamMaxRows) return Status::unsupported;
   return Status::ok;
 }
 
@@ -241,15 +239,25 @@ int64_t workspace_bytes(const GemmArgs& args) {
   return impl == nullptr ? 0 : plan_gemm(args, *impl).bytes;
 }
 
-Status gemm(GemmArgs& args) {
-  args.ran = args.kernel;
-  const KernelImpl* impl = usable_impl(args.kernel);
-  if (impl == nullptr) return Status::unsupported;
-  Status status = check(args);
-  if (status != Status::ok) return status;
-  const GemmPlan plan = plan_gemm(args, *impl);
-  if (plan.bytes > args.workspace_bytes) return Status::small_workspace;
+namespace {
 
+Operand turn_rhs(const GemmArgs& args, const GemmPlan& plan) {
+  Operand o = args.rhs;
+  const int64_t blocks = ceil_div(o.k, kBlock);
+  uint8_t* codes = static_cast<uint8_t*>(at(args.workspace, plan.turned_codes));
+  uint8_t* scales = static_cast<uint8_t*>(at(args.workspace, plan.turned_scales));
+  transpose_bytes(o.codes, o.k, o.rows, codes, args.threads);
+  transpose_bytes(o.scales, blocks, o.rows, scales, args.threads);
+  o.codes = codes;
+  o.scales = scales;
+  o.code_row_stride = o.k;
+  o.scale_row_stride = blocks;
+  o.code_k_stride = o.scale_block_stride = 1;
+  return o;
+}
+
+Status run_gemm(GemmArgs& args, const KernelImpl* impl, const GemmPlan& plan) {
+  Status status = Status::ok;
   const int64_t m = args.lhs.rows, n = args.rhs.rows, k = args.lhs.k;
   const bool partials = args.bias_grad_kind == BiasGrad::result;
   EpilogueContext context{};
@@ -285,6 +293,25 @@ Status gemm(GemmArgs& args) {
                     args.threads);
   }
   return Status::ok;
+}
+
+}  // namespace
+
+Status gemm(GemmArgs& args) {
+  args.ran = args.kernel;
+  if (args.lhs.rows * args.rhs.rows * args.lhs.k < kSerialProducts) args.threads = 1;
+  const KernelImpl* impl = usable_impl(args.kernel);
+  if (impl == nullptr) return Status::unsupported;
+  Status status = check(args);
+  if (status != Status::ok) return status;
+  const GemmPlan plan = plan_gemm(args, *impl);
+  if (plan.bytes > args.workspace_bytes) return Status::small_workspace;
+  const Operand stored = args.rhs;
+  const bool empty = stored.rows == 0 || stored.k == 0 || args.lhs.rows == 0;
+  if (!empty && turns_rhs(args)) args.rhs = turn_rhs(args, plan);
+  status = run_gemm(args, impl, plan);
+  args.rhs = stored;
+  return status;
 }
 
 }  // namespace te_mx

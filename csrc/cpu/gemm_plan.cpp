@@ -23,6 +23,15 @@ int64_t scratch_bytes(const KernelImpl& impl, const GemmArgs& args) {
 
 }  // namespace
 
+bool is_stream(Kernel kernel) {
+  return kernel >= Kernel::portable_stream && kernel <= Kernel::amx_stream;
+}
+
+bool turns_rhs(const GemmArgs& args) {
+  const Operand& rhs = args.rhs;
+  return is_stream(args.kernel) && (rhs.code_k_stride != 1 || rhs.scale_block_stride != 1);
+}
+
 GemmPlan plan_gemm(const GemmArgs& args, const KernelImpl& impl) {
   GemmPlan p{};
   const int64_t m = args.lhs.rows, n = args.rhs.rows, k = args.lhs.k;
@@ -38,6 +47,9 @@ GemmPlan plan_gemm(const GemmArgs& args, const KernelImpl& impl) {
     p.bytes = at;
     return p;
   }
+  const bool turned = turns_rhs(args);
+  p.turned_codes = take(turned ? n * k : 0);
+  p.turned_scales = take(turned ? n * ceil_div(k, kBlock) : 0);
   p.lhs_exp = take(args.lhs.packed != nullptr ? 0 : round_up(m, kRowBlock) * 4);
   p.rhs_exp = take(args.rhs.packed != nullptr ? 0 : round_up(n, kRowBlock) * 4);
   p.m_chunk = chunk_rows(impl, Role::lhs, args.lhs, kLhsChunkBytes);

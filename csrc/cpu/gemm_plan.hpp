@@ -9,13 +9,19 @@ namespace te_mx {
 // Byte offsets into the workspace and the chunk sizes. Depends on shapes, on which operands are
 // packed and on bias_grad_kind only.
 struct GemmPlan {
-  int64_t m_chunk, n_chunk;   // rows of lhs and rhs packed at a time
-  int64_t bias_grad_partial;  // float[ceil(M/32)][N]
-  int64_t lhs_exp, rhs_exp;   // float[rows up to 32]
+  int64_t m_chunk, n_chunk;             // rows of lhs and rhs packed at a time
+  int64_t bias_grad_partial;            // float[ceil(M/32)][N]
+  int64_t turned_codes, turned_scales;  // rhs as [rows, k], when turns_rhs()
+  int64_t lhs_exp, rhs_exp;             // float[rows up to 32]
   int64_t lhs_panels, rhs_panels;
   int64_t scratch;  // of the family
   int64_t bytes;
 };
+
+bool is_stream(Kernel kernel);
+
+// Stream kernels read rows of rhs: one that is stored [k, rows] is turned into the workspace.
+bool turns_rhs(const GemmArgs& args);
 
 GemmPlan plan_gemm(const GemmArgs& args, const KernelImpl& impl);
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "cache.h"
 #include "isa.h"
 #include "mxtile/mx/float_mode.hpp"
 #include "parallel.h"
@@ -22,7 +23,6 @@ using quantize_tile::Tile;
 constexpr int64_t kItemCols = 1024;
 constexpr int64_t kFlatItemRows = 1024;
 constexpr int64_t kSerialElements = 64 * 1024;  // below, waking threads costs more than they save
-constexpr int64_t kStreamBytes = 8 * 1024 * 1024;  // above, outputs do not stay in a cache
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -223,7 +223,9 @@ bool aligned(const void* pointer, int64_t stride) {
 
 bool wants_stream(const QuantizeArgs& a) {
   const int64_t directions = (a.row_codes != nullptr) + (a.col_codes != nullptr);
-  if (a.rows * a.cols * directions < kStreamBytes) return false;
+  // Stores that bypass the caches save reading what they overwrite, but only pay when the result
+  // would not stay in a cache anyway.
+  if (a.rows * a.cols * directions < last_level_cache_bytes() / 4) return false;
   return (!a.row_codes || aligned(a.row_codes, a.cols)) &&
          (!a.col_codes || aligned(a.col_codes, a.col_transposed ? a.rows : a.cols));
 }

@@ -24,7 +24,6 @@ class Problem(NamedTuple):
     n: int
     m: int
     k: int
-    a_k_last: bool  # whether the codes of a lie with k contiguous
 
 
 class Kernel(NamedTuple):
@@ -41,16 +40,12 @@ def _panel(name: str, level: str) -> Kernel:
 
 
 def _stream(name: str, level: str) -> Kernel:
-    """A kernel for few rows of b that reads the codes of a as they lie."""
+    """A kernel for few rows of b; it reads rows of a, turned first where the codes lie by k."""
 
     def declines(problem: Problem) -> str | None:
         reason = _cpu(problem) or _level(name, level, problem)
         if reason is None and problem.n > STREAM_MAX_ROWS:
             reason = f"takes at most {STREAM_MAX_ROWS} rows of B, this has {problem.n}"
-        if reason is None and not problem.a_k_last:
-            reason = (
-                "reads A as it lies, so k must be contiguous (columnwise_transposed=True gives it)"
-            )
         return reason
 
     return Kernel(name, "cpu", declines)
@@ -85,23 +80,23 @@ KERNELS: tuple[Kernel, ...] = (
     _panel("portable_f32", "portable"),
 )
 
-_chosen: dict[tuple[str, int, bool, bool], str] = {}
+_chosen: dict[tuple[str, int, bool], str] = {}
 
 
-def problem(device: str, n: int, m: int, k: int, a_k_last: bool) -> Problem:
+def problem(device: str, n: int, m: int, k: int) -> Problem:
     """The problem at the level in use now."""
-    return Problem(device, cpu.isa() if device == "cpu" else -1, n, m, k, a_k_last)
+    return Problem(device, cpu.isa() if device == "cpu" else -1, n, m, k)
 
 
-def select(device: str, n: int, m: int, k: int, a_k_last: bool) -> str:
+def select(device: str, n: int, m: int, k: int) -> str:
     """Name of the kernel for a problem: the first of the table that takes it, else "reference"."""
     if n == 0 or m == 0 or k == 0:
         return ZERO_SIZE
     isa = cpu.isa() if device == "cpu" else -1
-    key = (device, isa, n <= STREAM_MAX_ROWS, a_k_last)
+    key = (device, isa, n <= STREAM_MAX_ROWS)
     name = _chosen.get(key)
     if name is None:
-        name = choose(Problem(device, isa, n, m, k, a_k_last))[0]
+        name = choose(Problem(device, isa, n, m, k))[0]
         _chosen[key] = name
     return name
 
@@ -119,4 +114,4 @@ def choose(problem: Problem) -> tuple[str, list[tuple[str, str]]]:
 
 def panel_kernel(device: str) -> str:
     """The kernel that operands are packed for on a device: the one that large problems run on."""
-    return select(device, STREAM_MAX_ROWS + 1, 1, 1, True)
+    return select(device, STREAM_MAX_ROWS + 1, 1, 1)

@@ -60,7 +60,6 @@ def explain(
     n: int | None = None,
     k: int | None = None,
     device: Any = None,
-    columnwise_transposed: bool | None = None,
 ) -> Explanation:
     """Say which kernel `te_mx.gemm(A, B, layout)` runs on, and why every other one declines.
 
@@ -72,21 +71,19 @@ def explain(
         layout: "TN", "NN" or "NT".
         m, n, k: sizes, when A and B are not given.
         device: device of the problem without tensors; the CPU by default.
-        columnwise_transposed: without tensors, how the columnwise copy of A lies (NN and NT read
-            that one); None means what `te_mx.quantize` makes on that device.
 
     Raises:
         ValueError: neither two tensors nor three sizes, or an unknown layout, or operands that do
             not fit.
     """
-    problem = _problem(A, B, layout, m, n, k, device, columnwise_transposed)
+    problem = _problem(A, B, layout, m, n, k, device)
     text = (
         f"D[{problem.n}, {problem.m}], k {problem.k}, {layout}, {problem.device}"
         if problem.device != "cpu" or problem.isa < 0
         else f"D[{problem.n}, {problem.m}], k {problem.k}, {layout}, cpu at level "
         f"{cpu.ISA_LEVELS[problem.isa]}"
     )
-    kernel = envelopes.select(problem.device, problem.n, problem.m, problem.k, problem.a_k_last)
+    kernel = envelopes.select(problem.device, problem.n, problem.m, problem.k)
     if kernel == envelopes.ZERO_SIZE:
         why = "there is nothing to multiply: the epilogue of zeros"
         return Explanation(text, kernel, tuple((other.name, why) for other in envelopes.KERNELS))
@@ -107,11 +104,10 @@ def explain(
 
 def _problem(
     A: Any, B: Any, name: str, m: int | None, n: int | None, k: int | None, device: Any,
-    columnwise_transposed: bool | None,
 ) -> envelopes.Problem:  # fmt: skip
     if A is not None and B is not None:
         a, b = layout.operands(A, B, name)
-        return envelopes.problem(a.codes.device.type, b.rows, a.rows, a.k, a.order == "k_last")
+        return envelopes.problem(a.codes.device.type, b.rows, a.rows, a.k)
     if A is not None or B is not None or m is None or n is None or k is None:
         raise ValueError(
             "explain needs two MXTensors (A and B) or three sizes (m, n and k), got "
@@ -119,6 +115,4 @@ def _problem(
         )
     layout.check_layout(name)
     kind = "cpu" if device is None else layout.device_type(device)
-    if columnwise_transposed is None:
-        columnwise_transposed = layout.preferred_columnwise(kind, "a") == "transposed"
-    return envelopes.problem(kind, n, m, k, name == "TN" or columnwise_transposed)
+    return envelopes.problem(kind, n, m, k)

@@ -78,7 +78,7 @@ def _on_cpu(
     n, m, k = b.rows, a.rows, a.k
     _check_rest(n, m, k, b.k, epilogue, out)
     aux = _aux(epilogue, out, aux_dtype)
-    ran = envelopes.select("cpu", n, m, k, a.order == "k_last")
+    ran = envelopes.select("cpu", n, m, k)
     bias_grad = None
     if ran not in (envelopes.REFERENCE, envelopes.ZERO_SIZE):
         call = cpu.GemmCall(ran, a, b, epilogue, out, aux)
