@@ -85,17 +85,8 @@ class Packer {
     for (int64_t g = group0; g < group1; ++g) {
       gather_scales<k_last>(g, block0, block1, bytes[g - group0], row_bytes[g - group0]);
     }
-    const auto pack_tile = [&](int64_t g, int64_t b) {
+    const auto make_tile = [&](int64_t g, int64_t b, const uint8_t* codes, int64_t stride) {
       const mxtile::bf16::TileScales scales{bytes[g - group0][b - block0], row_bytes[g - group0]};
-      alignas(64) uint8_t padded[16 * 32];
-      int64_t stride = k_last ? operand_.code_row_stride : operand_.code_k_stride;
-      const uint8_t* codes =
-          operand_.codes + g * 16 * operand_.code_row_stride + b * kBlock * operand_.code_k_stride;
-      if ((g + 1) * 16 > operand_.rows || (b + 1) * kBlock > operand_.k) {
-        pad_tail<k_last>(g, b, padded);
-        codes = padded;
-        stride = k_last ? 32 : 16;
-      }
       alignas(64) uint16_t whole[kTileWords];
       uint16_t* tile = order_ == TileOrder::panels ? panel_tile(g, b) : whole;
       if constexpr (pair) {
@@ -105,15 +96,54 @@ class Packer {
       }
       if (order_ == TileOrder::compact) store_compact<pair>(tile, b);
     };
+    const auto pack_tile = [&](int64_t g, int64_t b) {
+      if ((g + 1) * 16 > operand_.rows || (b + 1) * kBlock > operand_.k) {
+        alignas(64) uint8_t padded[16 * 32];
+        pad_tail<k_last>(g, b, padded);
+        make_tile(g, b, padded, k_last ? 32 : 16);
+      } else {
+        make_tile(g, b, code(g * 16, b * kBlock),
+                  k_last ? operand_.code_row_stride : operand_.code_k_stride);
+      }
+    };
     if constexpr (k_last) {
       for (int64_t g = group0; g < group1; ++g) {
-        for (int64_t b = block0; b < block1; ++b) pack_tile(g, b);
+        int64_t b = block0;
+        if ((g + 1) * 16 <= operand_.rows) {
+          // A line of each row at a time: rows a power of two apart share a cache set, so a line
+          // may be gone when its second block comes.
+          for (; b + 2 <= block1 && (b + 2) * kBlock <= operand_.k; b += 2) {
+            alignas(64) uint8_t lines[16][64];
+            const uint8_t* from = code(g * 16, b * kBlock);
+            for (int64_t r = 0; r < 16; ++r, from += operand_.code_row_stride) {
+              std::memcpy(lines[r], from, 64);
+            }
+            make_tile(g, b, lines[0], 64);
+            make_tile(g, b + 1, lines[0] + kBlock, 64);
+          }
+        }
+        for (; b < block1; ++b) pack_tile(g, b);
       }
-    } else {  // a line of codes holds several groups: visit them while it is in cache
+    } else {  // the same with the lines of 32 k, which hold four groups
       for (int64_t b = block0; b < block1; ++b) {
-        for (int64_t g = group0; g < group1; ++g) pack_tile(g, b);
+        int64_t g = group0;
+        if ((b + 1) * kBlock <= operand_.k) {
+          for (; g + 4 <= group1 && (g + 4) * 16 <= operand_.rows; g += 4) {
+            alignas(64) uint8_t lines[kBlock][64];
+            const uint8_t* from = code(g * 16, b * kBlock);
+            for (int64_t k = 0; k < kBlock; ++k, from += operand_.code_k_stride) {
+              std::memcpy(lines[k], from, 64);
+            }
+            for (int64_t i = 0; i < 4; ++i) make_tile(g + i, b, lines[0] + 16 * i, 64);
+          }
+        }
+        for (; g < group1; ++g) pack_tile(g, b);
       }
     }
+  }
+
+  const uint8_t* code(int64_t row, int64_t k) const {
+    return operand_.codes + row * operand_.code_row_stride + k * operand_.code_k_stride;
   }
 
   template <bool k_last>

@@ -6,16 +6,6 @@
 namespace te_mx {
 namespace {
 
-// Without a fused instruction fma() is a library call; kernels then multiply and add.
-template <class S>
-typename S::F multiply_add(typename S::F x, typename S::F a, typename S::F b) {
-  if constexpr (S::kLanes == 4) {
-    return S::add(S::mul(x, a), b);
-  } else {
-    return S::fma(x, a, b);
-  }
-}
-
 template <class S, int kSums>
 int64_t peak_f32(int64_t rounds, float* sink) {
   typename S::F acc[kSums];
@@ -23,7 +13,7 @@ int64_t peak_f32(int64_t rounds, float* sink) {
   const auto a = S::set(0.5f), b = S::set(1.0f);
   for (int64_t i = 0; i < rounds; ++i) {
 #pragma GCC unroll 24
-    for (int s = 0; s < kSums; ++s) acc[s] = multiply_add<S>(acc[s], a, b);
+    for (int s = 0; s < kSums; ++s) acc[s] = S::fma(acc[s], a, b);
   }
   float lanes[S::kLanes], total = 0;
   for (const auto& sum : acc) {

@@ -83,6 +83,32 @@ void compare_tiles(Fp8 format, const TileCase& c, ptrdiff_t stride) {
   check(std::memcmp(expected, got, sizeof got) == 0, "pair tile", k_last, static_cast<int>(stride));
 }
 
+// A line of the portable decoder against decode(), and the vector decoder against the portable one.
+void compare_lines(Fp8 format, const TileCase& c) {
+  alignas(64) uint16_t even[2][32], odd[2][32];
+  alignas(64) uint32_t words[2][16];
+  const int row_byte = c.row_bytes[0];
+  const unsigned nan = PortableDecoder::line_words(c.bytes, row_byte, words[0]);
+  check(Avx512Decoder::line_words(c.bytes, row_byte, words[1]) == nan, "NaN blocks", row_byte, 0);
+  check(std::memcmp(words[0], words[1], sizeof words[0]) == 0, "line words", row_byte, 0);
+  for (int block = 0; block < 16; block += kLineBlocks) {
+    PortableDecoder(format).split_line(c.codes, words[0] + block, even[0], odd[0]);
+    Avx512Decoder(format).split_line(c.codes, words[1] + block, even[1], odd[1]);
+    for (int half = 0; half < kLineBlocks; ++half) {
+      if ((nan >> (block + half) & 1) == 0) continue;
+      PortableDecoder::make_block_nan(half, even[0], odd[0]);
+      Avx512Decoder::make_block_nan(half, even[1], odd[1]);
+    }
+    for (int k = 0; k < kLineK; ++k) {
+      const uint16_t word =
+          decode(code_table(format), c.codes[k], c.bytes[block + k / kTileK], row_byte);
+      check((k % 2 == 0 ? even : odd)[0][k / 2] == word, "line", c.codes[k], k);
+    }
+    check(std::memcmp(even[0], even[1], sizeof even[0]) == 0, "even words", block, row_byte);
+    check(std::memcmp(odd[0], odd[1], sizeof odd[0]) == 0, "odd words", block, row_byte);
+  }
+}
+
 void test_vector_tiles(Fp8 format) {
   const auto cpu = mxtile::cpu_features();
   if (!cpu.avx512_bf16 || !cpu.avx512_vbmi) return;
@@ -96,6 +122,7 @@ void test_vector_tiles(Fp8 format) {
     }
     compare_tiles<true>(format, c, 32 + round % 9);
     compare_tiles<false>(format, c, 16 + round % 25);
+    compare_lines(format, c);
   }
 }
 #endif

@@ -175,6 +175,43 @@ struct Avx512Decoder {
     }
   }
 
+  // words[i] = exponent word of bytes[i], twice, for 16 blocks of a row; returns the NaN blocks.
+  MXTILE_INLINE unsigned line_words(const uint8_t* bytes, int row_byte, uint32_t* words) {
+    const __m512i base = _mm512_set1_epi32((kRelative - row_byte) * 128 - 1);
+    const __m512i wide = _mm512_cvtepu8_epi32(load16(bytes));
+    const __m512i word = _mm512_add_epi32(_mm512_slli_epi32(wide, 7), base);
+    _mm512_store_si512(words,
+                       _mm512_mask_blend_epi16(0xAAAAAAAA, word, _mm512_slli_epi32(word, 16)));
+    return _mm512_cmpeq_epi32_mask(wide, _mm512_set1_epi32(255));
+  }
+
+  // The codes of a line, k 0, 2, .. 62 to even[32] and k 1, 3, .. 63 to odd[32]; words are those of
+  // its two blocks.
+  __attribute__((always_inline)) inline void split_line(const uint8_t* codes, const uint32_t* words,
+                                                        uint16_t* even, uint16_t* odd) const {
+    const __m512i c = _mm512_loadu_si512(codes);
+    const __m512i low = _mm512_permutex2var_epi8(low0, c, low1);
+    __m512i high = _mm512_permutex2var_epi8(high0, c, high1);
+    high = _mm512_ternarylogic_epi64(high, c, sign, 0xF8);  // high | (codes & sign)
+    const __m512i add = _mm512_mask_set1_epi32(_mm512_set1_epi32(static_cast<int>(words[0])),
+                                               0xFF00, static_cast<int>(words[1]));
+    const __m512i upper = _mm512_set1_epi16(-256);
+    // upper ? high : low, by bytes of the word
+    __m512i e = _mm512_ternarylogic_epi64(upper, _mm512_slli_epi16(high, 8), low, 0xCA);
+    __m512i o = _mm512_ternarylogic_epi64(upper, high, _mm512_srli_epi16(low, 8), 0xCA);
+    e = _mm512_mask_add_epi16(e, _mm512_test_epi16_mask(e, mark), e, add);
+    o = _mm512_mask_add_epi16(o, _mm512_test_epi16_mask(o, mark), o, add);
+    _mm512_store_si512(even, e);
+    _mm512_store_si512(odd, o);
+  }
+
+  // Makes one block of a split line NaN.
+  MXTILE_INLINE void make_block_nan(int block, uint16_t* even, uint16_t* odd) {
+    const __mmask16 lanes = static_cast<__mmask16>(0xFF << (8 * block));
+    make_nan(even, lanes);
+    make_nan(odd, lanes);
+  }
+
  private:
   MXTILE_INLINE __m256i load32(const uint8_t* p) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));

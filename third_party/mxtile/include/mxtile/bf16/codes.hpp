@@ -87,6 +87,10 @@ struct TileScales {
   const int32_t* row_bytes;  // [16]
 };
 
+// A line is 64 k of one row. It is split into words of even and of odd k, which is how the bytes
+// lie in 16-bit lanes; a dot product does not care as long as both sides are split.
+inline constexpr int kLineK = 64, kLineBlocks = 2;
+
 // Makes tiles from 16 x 32 codes. k_last: codes[row * stride + k]; else codes[k * stride + row].
 struct PortableDecoder {
   const CodeTable& table;
@@ -109,6 +113,37 @@ struct PortableDecoder {
       for (int r = 0; r < kTileRows; ++r) {
         tile[(k / 2) * kTileK + r * 2 + k % 2] = at<k_last>(codes, stride, scales, r, k);
       }
+    }
+  }
+
+  // words[i] = exponent word of bytes[i], twice, for 16 blocks of a row; returns the NaN blocks.
+  static unsigned line_words(const uint8_t* bytes, int row_byte, uint32_t* words) {
+    unsigned nan = 0;
+    for (int i = 0; i < 16; ++i) {
+      words[i] = exponent_word(bytes[i], row_byte) * 0x10001u;
+      nan |= (bytes[i] == 255 ? 1u : 0u) << i;
+    }
+    return nan;
+  }
+
+  // The codes of a line, k 0, 2, .. 62 to even[32] and k 1, 3, .. 63 to odd[32]; words are those of
+  // its two blocks.
+  void split_line(const uint8_t* codes, const uint32_t* words, uint16_t* even,
+                  uint16_t* odd) const {
+    for (int k = 0; k < kLineK; ++k) {
+      const unsigned magnitude = codes[k] & 0x7Fu;
+      unsigned word = table.low[magnitude] | (static_cast<unsigned>(table.high[magnitude]) << 8);
+      word |= (codes[k] & 0x80u) << 8;
+      if (word & 1u) word += words[k / kTileK];
+      (k % 2 == 0 ? even : odd)[k / 2] = static_cast<uint16_t>(word);
+    }
+  }
+
+  // Makes one block of a split line NaN.
+  static void make_block_nan(int block, uint16_t* even, uint16_t* odd) {
+    for (int i = 0; i < 16; ++i) {
+      even[block * 16 + i] |= kQuietNan;
+      odd[block * 16 + i] |= kQuietNan;
     }
   }
 

@@ -17,6 +17,7 @@ struct Portable {
   static constexpr int kLanes = 4;
   using F = float __attribute__((vector_size(16)));
   using I = int32_t __attribute__((vector_size(16)));
+  using U = uint32_t __attribute__((vector_size(16)));
 
   MXTILE_WORD F set(float x) { return F{x, x, x, x}; }
   MXTILE_WORD I iset(int32_t x) { return I{x, x, x, x}; }
@@ -54,8 +55,13 @@ struct Portable {
     return as_float(pick(a < b, as_int(x), as_int(y)));
   }
 
-  MXTILE_WORD I iadd(I a, I b) { return a + b; }
-  MXTILE_WORD I isub(I a, I b) { return a - b; }
+  // Wrapping around, as the instructions do: signed overflow is undefined in C++.
+  MXTILE_WORD I iadd(I a, I b) {
+    return reinterpret_cast<I>(reinterpret_cast<U>(a) + reinterpret_cast<U>(b));
+  }
+  MXTILE_WORD I isub(I a, I b) {
+    return reinterpret_cast<I>(reinterpret_cast<U>(a) - reinterpret_cast<U>(b));
+  }
   MXTILE_WORD I iand(I a, I b) { return a & b; }
   MXTILE_WORD I ior(I a, I b) { return a | b; }
   template <int N>
@@ -64,7 +70,6 @@ struct Portable {
   }
   template <int N>
   MXTILE_WORD I shr(I a) {  // logical
-    using U = uint32_t __attribute__((vector_size(16)));
     return reinterpret_cast<I>(reinterpret_cast<U>(a) >> N);
   }
   template <int N>
