@@ -1,47 +1,39 @@
-"""Every native GEMM kernel against fp64: shapes, orders, formats, extreme scales, wide rows, NaN.
+"""Every native GEMM kernel against fp64: shapes, orders, formats, epilogues, packing, workspaces.
 
-Operands are random codes and scale bytes, not quantized numbers, so every combination that a file
-could hold occurs. The bound is oracles.gemm_bound with C = 1 for all kernels; only epilogues add
-slack.
+The bound is oracles.gemm_bound with C = 1 for all kernels; only epilogues add slack. Extreme
+scales, wide rows and NaN: test_native_gemm_edges.py.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import numpy as np
 import oracles
 import pytest
 import strategies
 import torch
+from gemm_calls import (
+    AVAILABLE,
+    K_SIZES,
+    KERNELS,
+    LEVEL_KERNELS,
+    N_SIZES,
+    ORDERS,
+    PANELS,
+    Side,
+    at_level,
+    packed,
+    random_side,
+    run,
+    shapes,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from te_mx.backends import cpu
-from te_mx.backends.base import Epilogue, Operand
+from te_mx.backends.base import Epilogue
 from te_mx.engine import workspace
 
 pytestmark = pytest.mark.skipif(cpu.native() is None, reason="the native module is not built")
-
-LARGEST = {"e4m3": 0x7E, "e5m2": 0x7B}  # finite codes
-LEVEL_KERNELS = {
-    "portable": ("wide_f64", "portable_f32", "portable_stream"),
-    "avx2": ("avx2_f32", "avx2_stream"),
-    "avx512": ("avx512_f32", "avx512_stream"),
-    "avx512_bf16": ("avx512_bf16", "avx512_bf16_stream"),
-    "amx": ("amx_bf16", "amx_stream"),
-    "amx_emulated": ("amx_bf16", "amx_stream"),
-}
-AVAILABLE = cpu.available_isa()
-KERNELS = [(level, kernel) for level in AVAILABLE for kernel in LEVEL_KERNELS[level]]
-PANELS = [pair for pair in KERNELS if "stream" not in pair[1] and pair[1] != "wide_f64"]
-ORDERS = st.sampled_from(["k_last", "k_first"])
-# Tile edges (16, 32), cache blocks of the emulated tiles (64 rows, 96 k), a line (64), primes.
-K_SIZES = st.sampled_from([1, 2, 31, 32, 33, 63, 64, 65, 95, 97, 127, 129, 200, 257, 521])
-N_SIZES = st.sampled_from([1, 2, 15, 16, 17, 31, 32, 33, 48, 63, 65, 97, 101, 130])
-M_SIZES = st.sampled_from([1, 2, 3, 4, 5, 8, 13, 16, 17, 31, 32, 33, 65, 97])
-STREAM_M = st.integers(1, 16)
 
 
 @pytest.fixture(params=KERNELS, ids=lambda pair: "-".join(pair))
@@ -53,78 +45,6 @@ def kernel(request: pytest.FixtureRequest):
 @pytest.fixture(params=PANELS, ids=lambda pair: "-".join(pair))
 def panel_kernel(request: pytest.FixtureRequest):
     yield from at_level(*request.param)
-
-
-def at_level(level: str, name: str):
-    before = cpu.ISA_LEVELS[cpu.isa()]
-    cpu.set_isa(level)
-    yield name
-    cpu.set_isa(before)
-
-
-class Side(NamedTuple):
-    """Codes [rows, k] and scales [rows, ceil(k/32)] with the format, before an order is chosen."""
-
-    codes: np.ndarray
-    scales: np.ndarray
-    fmt: str
-
-    def values(self) -> np.ndarray:
-        return oracles.values(self.codes, self.scales, self.fmt)
-
-    def operand(self, order: str = "k_last") -> Operand:
-        codes, scales = torch.from_numpy(self.codes), torch.from_numpy(self.scales)
-        if order == "k_first":
-            codes, scales = codes.t().contiguous(), scales.t().contiguous()
-        return Operand(codes, scales, self.fmt, order)
-
-
-def random_side(
-    rng: np.random.Generator, rows: int, k: int, fmt: str, low: int = 112, high: int = 142
-) -> Side:
-    """Finite codes, scale bytes in [low, high); an eighth of the blocks is +-0 with byte 0."""
-    codes = rng.integers(0, LARGEST[fmt] + 1, (rows, k)) | rng.choice([0, 0x80], (rows, k))
-    scales = rng.integers(low, high, (rows, -(-k // 32)))
-    empty = rng.random(scales.shape) < 0.125
-    scales[empty] = 0
-    codes[np.repeat(empty, 32, axis=1)[:, :k]] &= 0x80
-    return Side(codes.astype(np.uint8), scales.astype(np.uint8), fmt)
-
-
-def packed(operand: Operand, name: str, role: str) -> Operand:
-    """The operand with its packed form; as it is when the kernel reads plain codes."""
-    nbytes = cpu.packed_bytes(name, role, operand.rows, operand.k)
-    if nbytes == 0:
-        return operand
-    room = torch.full((nbytes + 128,), 0xA5, dtype=torch.uint8)
-    start = -room.data_ptr() % 64
-    assert cpu.pack(operand, name, role, room[start : start + nbytes])
-    assert bool((room[start + nbytes :] == 0xA5).all()), "pack wrote behind packed_bytes"
-    return operand._replace(packed=room[start : start + nbytes])
-
-
-def run(
-    name: str, a: Operand, b: Operand, out: Tensor | None = None, aux: Tensor | None = None,
-    epilogue: Epilogue | None = None, expect: str | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """out [n, m], poisoned unless given, and the bias gradient; the workspace is guarded."""
-    epilogue = epilogue or Epilogue()
-    if out is None:
-        out = torch.full((b.rows, a.rows), torch.nan)
-    call = cpu.GemmCall(name, a, b, epilogue, out, aux)
-    nbytes = call.workspace_bytes()
-    with workspace.guarded():
-        scratch = workspace.acquire(torch.device("cpu"), nbytes)
-        ran = call.run(scratch, nbytes)
-        workspace.release(scratch, nbytes)
-    assert ran == (expect or name)
-    return out, call.bias_grad
-
-
-def shapes(data: st.DataObject, name: str) -> tuple[int, int, int]:
-    """m (rows of a), n (rows of b) and k in the kernel's envelope."""
-    rows = STREAM_M if "stream" in name else M_SIZES
-    return data.draw(N_SIZES), data.draw(rows), data.draw(K_SIZES)
 
 
 @given(data=st.data(), fmts=st.tuples(strategies.FORMATS, strategies.FORMATS))
@@ -228,101 +148,6 @@ def test_backward_epilogue(kernel: str, data: st.DataObject, seed: int, gelu: st
     threads(1)
     _, again = run(kernel, a.operand(), b.operand(), epilogue=epilogue)
     assert torch.equal(again, bias_grad)
-
-
-@given(data=st.data(), seed=strategies.SEEDS, byte=st.sampled_from([0, 1, 2, 30, 225, 253, 254]))
-@settings(max_examples=15)
-def test_scales_at_the_ends_of_the_range(
-    kernel: str, data: st.DataObject, seed: int, byte: int
-) -> None:
-    """Bytes out of bf16's or fp32's range on their own; the other side brings the product back."""
-    m, n, k = shapes(data, kernel)
-    rng = np.random.default_rng(seed)
-    other = min(max(254 - byte - 20, 0), 254)
-    a = random_side(rng, m, k, "e4m3", byte, byte + 1)
-    b = random_side(rng, n, k, "e5m2", other, other + 1)
-    out, _ = run(kernel, a.operand(), b.operand())
-    oracles.assert_gemm(out, a.values(), b.values())
-
-
-@given(data=st.data(), seed=strategies.SEEDS, accumulate=st.booleans())
-@settings(max_examples=10)
-def test_wide_rows_run_in_double(
-    kernel: str, data: st.DataObject, seed: int, accumulate: bool
-) -> None:
-    """A row spans more exponents than one row exponent carries; accumulation must happen once."""
-    m, n, k = shapes(data, kernel)
-    k += 33  # two blocks at least
-    rng = np.random.default_rng(seed)
-    a, b = random_side(rng, m, k, "e4m3"), random_side(rng, n, k, "e4m3")
-    wide = data.draw(st.sampled_from([a, b]))
-    row = rng.integers(0, len(wide.codes))
-    wide.scales[row, :2] = rng.permutation([60, 60 + 65 + rng.integers(0, 30)])
-    wide.codes[row, [0, 32]] = 0x38
-    operands = a.operand(), b.operand()
-    if data.draw(st.booleans()):
-        operands = packed(operands[0], kernel, "a"), packed(operands[1], kernel, "b")
-    out = torch.ones(n, m)
-    run(kernel, *operands, out, epilogue=Epilogue(accumulate=accumulate), expect="wide_f64")
-    va, vb = a.values(), b.values()
-    exact = vb @ va.T + accumulate
-    oracles.assert_gemm(out, va, vb, exact, 2.0**-23 * (np.abs(exact) + accumulate))
-
-
-def test_spread_of_64_stays_on_the_kernel(kernel: str) -> None:
-    """The smallest and largest products that the kernel itself must carry, and zero blocks."""
-    rng = np.random.default_rng(5)
-    a, b = random_side(rng, 40, 160, "e5m2"), random_side(rng, 7, 160, "e5m2")
-    for side in (a, b):
-        side.scales[:] = 130
-        side.scales[:, 1] = 130 - 64
-        side.codes[:, 32:64] |= 1
-        side.codes[:, 64:96] = 0x80
-        side.scales[:, 2] = 0
-        side.codes[:, 96:128] &= 0x83  # subnormal codes
-    out, _ = run(kernel, a.operand(), b.operand())
-    oracles.assert_gemm(out, a.values(), b.values())
-    # Only the small blocks: nothing may flush to zero.
-    for side in (a, b):
-        side.codes[:, :32] = 0
-        side.codes[:, 96:] = 0
-        side.codes[:, 32:64] = 1
-    out, _ = run(kernel, a.operand(), b.operand())
-    oracles.assert_gemm(out, a.values(), b.values())
-    assert bool((out > 0).all())
-
-
-@given(data=st.data(), seed=strategies.SEEDS, fmt=strategies.FORMATS)
-@settings(max_examples=15)
-def test_nan_reaches_its_rows_and_columns_only(
-    kernel: str, data: st.DataObject, seed: int, fmt: str
-) -> None:
-    m, n, k = shapes(data, kernel)
-    rng = np.random.default_rng(seed)
-    a, b = random_side(rng, m, k, fmt), random_side(rng, n, k, "e4m3")
-    for side in (a, b):  # a NaN code among zeros of byte 0 would make the row wide
-        side.scales[side.scales == 0] = 112
-    a.scales[rng.integers(0, m), rng.integers(0, -(-k // 32))] = 255
-    a.codes[rng.integers(0, m), rng.integers(0, k)] = rng.choice([0x7F, 0xFF])
-    b.codes[rng.integers(0, n), rng.integers(0, k)] = 0x7F
-    if rng.random() < 0.5:
-        b.scales[rng.integers(0, n)] = 255  # a row without any number
-    order_a = data.draw(ORDERS)
-    out, _ = run(kernel, a.operand(order_a), b.operand(data.draw(ORDERS)))
-    va, vb = a.values(), b.values()
-    assert np.array_equal(out.isnan().numpy(), np.isnan(vb @ va.T))
-    rows, columns = ~np.isnan(vb).any(1), ~np.isnan(va).any(1)
-    oracles.assert_gemm(out[rows][:, columns], va[columns], vb[rows])
-
-
-def test_infinite_codes_of_e5m2(kernel: str) -> None:
-    """Only hand-made tensors hold them; Inf times a number is Inf and Inf times zero NaN."""
-    scales = np.full((2, 1), 125, np.uint8)
-    a = Side(np.array([[0x3C, 0x7C], [0x3C, 0xFC]], np.uint8), scales, "e5m2")
-    b = Side(np.array([[0x38, 0x38], [0x38, 0x00]], np.uint8), scales, "e4m3")
-    out, _ = run(kernel, a.operand(), b.operand())
-    expected = torch.tensor([[torch.inf, -torch.inf], [torch.nan, torch.nan]])
-    assert torch.equal(out.nan_to_num(7, 8, 9), expected.nan_to_num(7, 8, 9))
 
 
 @pytest.mark.parametrize("m, n, k", [(0, 3, 40), (3, 0, 40), (3, 4, 0), (0, 0, 0), (33, 5, 0)])

@@ -94,20 +94,25 @@ struct Side {
   const Operand& operand;
   Role role;
   const float* exponents;
+  const uint8_t* wide_blocks;
   const void* panels;
   bool wide;
 
-  Side(const Operand& o, Role r, void* exponent_room, void* panel_room, int threads)
+  Side(const Operand& o, Role r, void* exponent_room, void* wide_room, void* panel_room,
+       int threads)
       : operand(o), role(r), panels(panel_room) {
     if (o.packed != nullptr) {
       const PackedHeader& h = *header_of(o);
       exponents = static_cast<const float*>(at(o.packed, h.exponents_offset));
+      wide_blocks = static_cast<const uint8_t*>(at(o.packed, h.wide_offset));
       panels = at(o.packed, h.panels_offset);
       wide = h.wide != 0;
     } else {
       float* room = static_cast<float*>(exponent_room);
-      wide = scan_row_exponents(o, room, threads);
+      uint8_t* flags = static_cast<uint8_t*>(wide_room);
+      wide = scan_row_exponents(o, room, flags, threads);
       exponents = room;
+      wide_blocks = flags;
     }
   }
 
@@ -122,6 +127,55 @@ struct Side {
 
 int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
+// Calls body(first row, end, wide) for the longest runs of 32-row blocks of [begin, end) that are
+// all wide or all not. begin is a multiple of 32.
+template <class Body>
+Status for_runs(const Side& side, int64_t begin, int64_t end, const Body& body) {
+  while (begin < end) {
+    const bool wide = side.wide && side.wide_blocks[begin / kRowBlock] != 0;
+    int64_t next = begin + kRowBlock;
+    while (next < end && (side.wide && side.wide_blocks[next / kRowBlock] != 0) == wide) {
+      next += kRowBlock;
+    }
+    const Status status = body(begin, least(next, end), wide);
+    if (status != Status::ok) return status;
+    begin = next;
+  }
+  return Status::ok;
+}
+
+// One packed chunk: the family where all rows fit their exponent, wide_f64 elsewhere.
+Status run_chunk(const Range& chunk, const KernelImpl& impl, const Side& lhs, const Side& rhs,
+                 const EpilogueContext& context, void* scratch) {
+  if (!lhs.wide && !rhs.wide) return impl.run(chunk, lhs.panels, rhs.panels, context, scratch);
+  const KernelImpl& wide = *wide_f64_impl();
+  const int64_t k = lhs.operand.k;
+  return for_runs(lhs, chunk.m0, chunk.m1, [&](int64_t m0, int64_t m1, bool lhs_wide) {
+    if (lhs_wide) {
+      return wide.run({m0, m1, chunk.n0, chunk.n1}, nullptr, nullptr, context, nullptr);
+    }
+    return for_runs(rhs, chunk.n0, chunk.n1, [&](int64_t n0, int64_t n1, bool rhs_wide) {
+      const Range range{m0, m1, n0, n1};
+      if (rhs_wide) return wide.run(range, nullptr, nullptr, context, nullptr);
+      return impl.run(range, at(lhs.panels, impl.panel_bytes(Role::lhs, m0 - chunk.m0, k)),
+                      at(rhs.panels, impl.panel_bytes(Role::rhs, n0 - chunk.n0, k)), context,
+                      scratch);
+    });
+  });
+}
+
+// The bias gradient of kind operand for one packed chunk.
+Status sum_rows(int64_t begin, int64_t end, const GemmArgs& args, const KernelImpl& impl,
+                const Side& lhs) {
+  return for_runs(lhs, begin, end, [&](int64_t m0, int64_t m1, bool wide) {
+    const KernelImpl& sums = wide ? *wide_f64_impl() : impl;
+    const int64_t offset = m0 == begin ? 0 : impl.panel_bytes(Role::lhs, m0 - begin, args.lhs.k);
+    sums.row_sums(rows_of(args.lhs, m0, m1), at(lhs.panels, offset), lhs.exponents + m0,
+                  args.bias_grad + m0, args.threads);
+    return Status::ok;
+  });
+}
+
 Status run_chunks(const GemmArgs& args, const KernelImpl& impl, const GemmPlan& plan,
                   const Side& lhs, const Side& rhs, const EpilogueContext& context) {
   const int64_t m = args.lhs.rows, n = args.rhs.rows;
@@ -130,24 +184,23 @@ Status run_chunks(const GemmArgs& args, const KernelImpl& impl, const GemmPlan& 
     Status status = lhs.pack(impl, m0, m1, args.threads);
     if (status != Status::ok) return status;
     if (args.bias_grad_kind == BiasGrad::operand) {
-      impl.row_sums(rows_of(args.lhs, m0, m1), lhs.panels, lhs.exponents + m0, args.bias_grad + m0,
-                    args.threads);
+      status = sum_rows(m0, m1, args, impl, lhs);
+      if (status != Status::ok) return status;
     }
     for (int64_t n0 = 0; n0 < n; n0 += plan.n_chunk) {
       const int64_t n1 = least(n0 + plan.n_chunk, n);
       status = rhs.pack(impl, n0, n1, args.threads);
       if (status != Status::ok) return status;
-      status = impl.run({m0, m1, n0, n1}, lhs.panels, rhs.panels, context,
-                        at(args.workspace, plan.scratch));
+      status =
+          run_chunk({m0, m1, n0, n1}, impl, lhs, rhs, context, at(args.workspace, plan.scratch));
       if (status != Status::ok) return status;
     }
   }
   return Status::ok;
 }
 
-// The operands span more exponents than one row exponent can carry: the plain double kernel takes
-// them as they are.
-Status run_wide(GemmArgs& args, const GemmPlan& plan, EpilogueContext context) {
+// The plain double kernel takes the operands as they are.
+Status run_wide(GemmArgs& args, EpilogueContext context) {
   const KernelImpl* wide = wide_f64_impl();
   if (wide == nullptr || args.lhs.codes == nullptr || args.rhs.codes == nullptr) {
     return Status::unsupported;
@@ -158,8 +211,7 @@ Status run_wide(GemmArgs& args, const GemmPlan& plan, EpilogueContext context) {
   if (args.bias_grad_kind == BiasGrad::operand) {
     wide->row_sums(args.lhs, nullptr, nullptr, args.bias_grad, args.threads);
   }
-  return wide->run({0, args.lhs.rows, 0, args.rhs.rows}, nullptr, nullptr, context,
-                   at(args.workspace, plan.lhs_panels));
+  return wide->run({0, args.lhs.rows, 0, args.rhs.rows}, nullptr, nullptr, context, nullptr);
 }
 
 // K = 0: the epilogue of zeros.
@@ -206,12 +258,15 @@ Status check(const GemmArgs& a) {
 
 }  // namespace
 
+static int64_t wide_bytes(int64_t rows) { return round_up(ceil_div(rows, kRowBlock), 64); }
+
 int64_t packed_bytes(Kernel kernel, Role role, int64_t rows, int64_t k) {
   const KernelImpl* impl = usable_impl(kernel);
   if (impl == nullptr || rows <= 0 || k <= 0) return 0;
   const int64_t panels = impl->panel_bytes(role, rows, k);
   if (panels == 0) return 0;
-  return static_cast<int64_t>(sizeof(PackedHeader)) + round_up(rows, kRowBlock) * 4 + panels;
+  return static_cast<int64_t>(sizeof(PackedHeader)) + round_up(rows, kRowBlock) * 4 +
+         wide_bytes(rows) + panels;
 }
 
 Status pack(Kernel kernel, Role role, const Operand& operand, void* packed, int threads) {
@@ -227,9 +282,11 @@ Status pack(Kernel kernel, Role role, const Operand& operand, void* packed, int 
   h.role = static_cast<int32_t>(role);
   h.fmt = static_cast<int32_t>(operand.fmt);
   h.exponents_offset = sizeof(PackedHeader);
-  h.panels_offset = h.exponents_offset + round_up(operand.rows, kRowBlock) * 4;
+  h.wide_offset = h.exponents_offset + round_up(operand.rows, kRowBlock) * 4;
+  h.panels_offset = h.wide_offset + wide_bytes(operand.rows);
   float* exponents = static_cast<float*>(at(packed, h.exponents_offset));
-  h.wide = scan_row_exponents(operand, exponents, threads) ? 1 : 0;
+  uint8_t* wide_blocks = static_cast<uint8_t*>(at(packed, h.wide_offset));
+  h.wide = scan_row_exponents(operand, exponents, wide_blocks, threads) ? 1 : 0;
   std::memcpy(packed, &h, sizeof h);
   return impl->pack_panels(role, operand, exponents, at(packed, h.panels_offset), threads);
 }
@@ -256,6 +313,30 @@ Operand turn_rhs(const GemmArgs& args, const GemmPlan& plan) {
   return o;
 }
 
+bool every_block_wide(const Side& side) {
+  const int64_t blocks = ceil_div(side.operand.rows, kRowBlock);
+  for (int64_t b = 0; b < blocks; ++b) {
+    if (side.wide_blocks[b] == 0) return false;
+  }
+  return true;
+}
+
+// Whether the panels of a family start anew at every 32nd row.
+bool cuts_at_blocks(const KernelImpl& impl, Role role, int64_t k) {
+  return impl.panel_bytes(role, 3 * kRowBlock, k) == 3 * impl.panel_bytes(role, kRowBlock, k);
+}
+
+// Whether nothing is left for a fast kernel. Stream kernels do not cut their problem.
+bool all_wide(const GemmArgs& args, const KernelImpl& impl, const Side& lhs, const Side& rhs) {
+  if (args.kernel == Kernel::wide_f64) return true;
+  const bool e5m2 = args.lhs.fmt == Format::e5m2 && args.rhs.fmt == Format::e5m2;
+  if (e5m2 && args.lhs.k >= kOverflowK) return true;
+  if (is_stream(args.kernel)) return lhs.wide || rhs.wide;
+  if (rhs.wide && !cuts_at_blocks(impl, Role::rhs, args.rhs.k)) return true;
+  if (lhs.wide && !cuts_at_blocks(impl, Role::lhs, args.lhs.k)) return true;
+  return (lhs.wide && every_block_wide(lhs)) || (rhs.wide && every_block_wide(rhs));
+}
+
 Status run_gemm(GemmArgs& args, const KernelImpl* impl, const GemmPlan& plan) {
   Status status = Status::ok;
   const int64_t m = args.lhs.rows, n = args.rhs.rows, k = args.lhs.k;
@@ -267,13 +348,15 @@ Status run_gemm(GemmArgs& args, const KernelImpl* impl, const GemmPlan& plan) {
   }
   if (m > 0 && n > 0 && k > 0) {
     const Side lhs(args.lhs, Role::lhs, at(args.workspace, plan.lhs_exp),
-                   at(args.workspace, plan.lhs_panels), args.threads);
+                   at(args.workspace, plan.lhs_wide), at(args.workspace, plan.lhs_panels),
+                   args.threads);
     const Side rhs(args.rhs, Role::rhs, at(args.workspace, plan.rhs_exp),
-                   at(args.workspace, plan.rhs_panels), args.threads);
+                   at(args.workspace, plan.rhs_wide), at(args.workspace, plan.rhs_panels),
+                   args.threads);
     context.lhs_exp = lhs.exponents;
     context.rhs_exp = rhs.exponents;
-    if (args.kernel == Kernel::wide_f64 || lhs.wide || rhs.wide) {
-      status = run_wide(args, plan, context);
+    if (all_wide(args, *impl, lhs, rhs)) {
+      status = run_wide(args, context);
     } else {
       status = run_chunks(args, *impl, plan, lhs, rhs, context);
     }

@@ -1,8 +1,8 @@
 // What gemm.cpp, the kernel families and the epilogues share.
 //
-// A packed operand is PackedHeader | float exponents[rows up to 32] | panels. gemm.cpp writes the
-// header and the row exponents (they need only scales); a family writes and reads the panels.
-// Everything is 64-byte aligned.
+// A packed operand is PackedHeader | float exponents[rows up to 32] | wide blocks | panels.
+// gemm.cpp writes the header and the row exponents (they need only scales); a family writes and
+// reads the panels. Everything is 64-byte aligned.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,11 @@ namespace te_mx {
 
 inline constexpr int64_t kRowBlock =
     32;  // rows of one epilogue call and of one bias-gradient partial
-inline constexpr int kRelativeExponent = 30;  // packed values are code * 2^(byte - E_row + 30)
+// Packed values are code * 2^(byte - E_row + 37). With rows of at most kWideSpread exponents every
+// value lies in [2^-62, 2^53) and every product in [2^-124, 2^106): nothing to flush, and no
+// overflow while K < 2^21.
+inline constexpr int kRelativeExponent = 37;
+inline constexpr int64_t kOverflowK = 1 << 21;
 
 // static: per-ISA files must not share an out-of-line copy with the others.
 static constexpr int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
@@ -22,12 +26,13 @@ static constexpr int64_t ceil_div(int64_t x, int64_t by) { return (x + by - 1) /
 struct PackedHeader {
   int64_t rows, k;
   int32_t kernel, role;
-  int32_t wide;  // a row spans more than kWideSpread exponents: only wide_f64 may run
+  int32_t wide;  // some row spans more than kWideSpread exponents: its block runs on wide_f64
   int32_t fmt;
-  int64_t exponents_offset;  // bytes from the header; E_row - 127 - 30 as float, 0 for rows past
+  int64_t exponents_offset;  // bytes from the header; E_row - 127 - 37 as float, 0 for rows past
                              // the end
   int64_t panels_offset;     // bytes from the header
-  int64_t reserved[2];
+  int64_t wide_offset;       // bytes from the header; uint8 for every 32 rows, 1: holds a wide row
+  int64_t reserved;
 };
 static_assert(sizeof(PackedHeader) == 64);
 
@@ -99,7 +104,9 @@ const KernelImpl* avx512_bf16_stream_impl();  // stream_bf16*.cpp
 const KernelImpl* amx_stream_impl();
 const KernelImpl* amx_emulated_stream_impl();
 
-// row_exponents.cpp (shared). Writes exponents[rows up to 32]; true when a row is wide.
-bool scan_row_exponents(const Operand& operand, float* exponents, int threads);
+// row_exponents.cpp (shared). Writes exponents[rows up to 32] and wide_blocks[ceil(rows/32)]; true
+// when any block holds a wide row.
+bool scan_row_exponents(const Operand& operand, float* exponents, uint8_t* wide_blocks,
+                        int threads);
 
 }  // namespace te_mx

@@ -52,15 +52,14 @@ GemmPlan plan_gemm(const GemmArgs& args, const KernelImpl& impl) {
   p.turned_scales = take(turned ? n * ceil_div(k, kBlock) : 0);
   p.lhs_exp = take(args.lhs.packed != nullptr ? 0 : round_up(m, kRowBlock) * 4);
   p.rhs_exp = take(args.rhs.packed != nullptr ? 0 : round_up(n, kRowBlock) * 4);
+  p.lhs_wide = take(args.lhs.packed != nullptr ? 0 : ceil_div(m, kRowBlock));
+  p.rhs_wide = take(args.rhs.packed != nullptr ? 0 : ceil_div(n, kRowBlock));
   p.m_chunk = chunk_rows(impl, Role::lhs, args.lhs, kLhsChunkBytes);
   p.n_chunk = chunk_rows(impl, Role::rhs, args.rhs, kRhsChunkBytes);
   p.lhs_panels = take(args.lhs.packed != nullptr ? 0 : impl.panel_bytes(Role::lhs, p.m_chunk, k));
   p.rhs_panels = take(args.rhs.packed != nullptr ? 0 : impl.panel_bytes(Role::rhs, p.n_chunk, k));
   p.scratch = take(scratch_bytes(impl, args));
-  // The wide fallback starts after the panels are no longer needed: it may use their room.
-  const KernelImpl* wide = wide_f64_impl();
-  const int64_t wide_end = p.lhs_panels + (wide == nullptr ? 0 : scratch_bytes(*wide, args));
-  p.bytes = at > wide_end ? at : wide_end;
+  p.bytes = at;
   return p;
 }
 

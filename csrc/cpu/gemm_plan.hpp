@@ -13,6 +13,7 @@ struct GemmPlan {
   int64_t bias_grad_partial;            // float[ceil(M/32)][N]
   int64_t turned_codes, turned_scales;  // rhs as [rows, k], when turns_rhs()
   int64_t lhs_exp, rhs_exp;             // float[rows up to 32]
+  int64_t lhs_wide, rhs_wide;           // uint8[ceil(rows/32)]
   int64_t lhs_panels, rhs_panels;
   int64_t scratch;  // of the family
   int64_t bytes;

@@ -10,6 +10,7 @@
 
 namespace te_mx {
 
+static_assert(mxtile::bf16::kRelative == kRelativeExponent);
 inline constexpr int64_t kTileWords = 512;  // bf16 values of one tile
 
 static inline mxtile::bf16::Fp8 fp8_of(Format format) {

@@ -1,5 +1,5 @@
 // Codes to fp32 panels: panel p holds rows [p * width, (p + 1) * width) as [k][width], values
-// relative to the row exponents (code * 2^(byte - E_row + 30)), rows past the end as zeros.
+// relative to the row exponents (code * 2^(byte - E_row + 37)), rows past the end as zeros.
 #pragma once
 
 #include "gemm_internal.hpp"
@@ -9,7 +9,7 @@
 
 namespace te_mx::f32 {
 
-// What E_row - 127 - 30 as a float makes of a scale byte: the factor of that block's codes.
+// What E_row - 127 - 37 as a float makes of a scale byte: the factor of that block's codes.
 [[gnu::always_inline]] static inline float row_factor(uint8_t byte, float row_exponent) {
   return mxtile::simd::block_factor(byte, static_cast<int>(row_exponent) + 127);
 }

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "cache.h"
 #include "isa.h"
 #include "mxtile/mx/float_mode.hpp"
 #include "parallel.h"
@@ -18,10 +17,14 @@ namespace {
 using quantize_tile::Columns;
 using quantize_tile::Kernel;
 using quantize_tile::kTile;
+using quantize_tile::kTileCols;
 using quantize_tile::Tile;
 
+constexpr int64_t kItemRows = 128;
 constexpr int64_t kItemCols = 1024;
-constexpr int64_t kFlatItemRows = 1024;
+constexpr int64_t kStreamItemCols = 4096;  // memory likes long runs, caches like short ones
+constexpr int64_t kFlatItem = 64 * 1024;
+constexpr int64_t kStreamBytes = 8 << 20;
 constexpr int64_t kSerialElements = 64 * 1024;  // below, waking threads costs more than they save
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -30,8 +33,11 @@ struct Problem {
   QuantizeArgs a;
   Kernel kernel;
   int64_t element_bytes;
-  int64_t item_rows;
   bool stream;
+  int64_t item_rows;
+  int64_t item_cols;
+  int64_t tile_rows;
+  int64_t tile_cols;
 };
 
 struct alignas(64) Staging {
@@ -77,7 +83,6 @@ Tile tile_in_place(const Problem& p, int64_t r0, int64_t c0) {
   const int64_t row_blocks = ceil_div(a.cols, kBlock);
   const int64_t col_blocks = ceil_div(a.rows, kBlock);
   Tile t{};
-  t.rows = kTile;
   t.rceil = a.rule == ScaleRule::rceil;
   t.stream = p.stream;
   if (a.row_codes) {
@@ -105,13 +110,22 @@ const uint8_t* address(const Problem& p, int64_t r, int64_t c) {
          (r * p.a.row_stride + c * p.a.col_stride) * p.element_bytes;
 }
 
-void run_tile(const Problem& p, int64_t r0, int64_t c0, const uint8_t* next, float* sums) {
+// rows x cols elements at (r0, c0): no more than a tile has, and unless whole at most kTile
+// columns.
+struct Area {
+  int64_t r0, c0;
+  int rows, cols;
+};
+
+void run_tile(const Problem& p, Area area, bool last, const uint8_t* next, float* sums) {
   const QuantizeArgs& a = p.a;
-  const int rows = static_cast<int>(std::min<int64_t>(kTile, a.rows - r0));
-  const int cols = static_cast<int>(std::min<int64_t>(kTile, a.cols - c0));
-  const bool whole = rows == kTile && cols == kTile;
+  const auto [r0, c0, rows, cols] = area;
+  const bool whole = rows == p.tile_rows && cols % kTile == 0;
   const Tile place = tile_in_place(p, r0, c0);
   Tile t = place;
+  t.rows = static_cast<int>(p.tile_rows);
+  t.cols = whole ? cols : kTile;
+  t.last = last;
   t.col_sum = sums;
   Staging staging;
   if (whole && a.col_stride == 1) {
@@ -130,7 +144,7 @@ void run_tile(const Problem& p, int64_t r0, int64_t c0, const uint8_t* next, flo
   }
   if (whole) return p.kernel(t);
 
-  t.rows = rows <= kBlock ? kBlock : kTile;
+  if (rows <= kBlock) t.rows = kBlock;
   t.stream = false;
   t.row_codes = staging.row_codes;
   t.row_scales = staging.row_scales;
@@ -158,20 +172,28 @@ void run_tile(const Problem& p, int64_t r0, int64_t c0, const uint8_t* next, flo
 void run_item(const Problem& p, int64_t item) {
   const mxtile::mx::KeepDenormals keep_denormals;
   const QuantizeArgs& a = p.a;
-  const int64_t chunks = ceil_div(a.cols, kItemCols);
+  const int64_t chunks = ceil_div(a.cols, p.item_cols);
   const int64_t group = item / chunks;
-  const int64_t c_begin = item % chunks * kItemCols;
-  const int64_t c_end = std::min(a.cols, c_begin + kItemCols);
+  const int64_t c_begin = item % chunks * p.item_cols;
+  const int64_t c_end = std::min(a.cols, c_begin + p.item_cols);
   const int64_t r_begin = group * p.item_rows;
   const int64_t r_end = std::min(a.rows, r_begin + p.item_rows);
-  float sums[kItemCols] = {};
-  for (int64_t r = r_begin; r < r_end; r += kTile) {
-    for (int64_t c = c_begin; c < c_end; c += kTile) {
-      const bool last = c + kTile >= c_end;
-      const int64_t next_r = last ? r + kTile : r, next_c = last ? c_begin : c + kTile;
-      const bool whole = next_r + kTile <= r_end && next_c + kTile <= c_end;
-      const uint8_t* next = whole ? address(p, next_r, next_c) : address(p, r, c);
-      run_tile(p, r, c, next, a.col_sum ? sums + (c - c_begin) : nullptr);
+  float sums[kStreamItemCols];
+  if (a.col_sum) std::fill(sums, sums + (c_end - c_begin), 0.0f);
+  for (int64_t r = r_begin; r < r_end; r += p.tile_rows) {
+    const int64_t rows = std::min(p.tile_rows, r_end - r);
+    for (int64_t c = c_begin, cols; c < c_end; c += cols) {
+      cols = std::min(p.tile_cols, c_end - c);
+      if (rows < p.tile_rows) cols = std::min<int64_t>(cols, kTile);
+      if (cols > kTile) cols -= cols % kTile;
+      const bool row_ends = c + cols >= c_end;
+      const int64_t next_r = row_ends ? r + p.tile_rows : r;
+      const int64_t next_c = row_ends ? c_begin : c + cols;
+      const bool last = next_r >= r_end;
+      const bool readable = next_r + p.tile_rows <= r_end && next_c + cols <= c_end;
+      const uint8_t* next = readable ? address(p, next_r, next_c) : address(p, r, c);
+      run_tile(p, {r, c, static_cast<int>(rows), static_cast<int>(cols)}, last, next,
+               a.col_sum ? sums + (c - c_begin) : nullptr);
     }
   }
   if (a.col_sum) {
@@ -191,15 +213,18 @@ void add_partial_sums(const QuantizeArgs& a) {
 }
 
 void run_problem(const Problem& p) {
-  const int64_t items = ceil_div(p.a.rows, p.item_rows) * ceil_div(p.a.cols, kItemCols);
+  const int64_t items = ceil_div(p.a.rows, p.item_rows) * ceil_div(p.a.cols, p.item_cols);
   const int threads = p.a.rows * p.a.cols < kSerialElements ? 1 : p.a.threads;
   parallel_for(threads, items, [&p](int64_t item) { run_item(p, item); });
 }
 
+Columns columns_of(const QuantizeArgs& a) {
+  if (!a.col_codes) return Columns::none;
+  return a.col_transposed ? Columns::transposed : Columns::plain;
+}
+
 Kernel find_kernel(const QuantizeArgs& a) {
-  const Columns columns = !a.col_codes       ? Columns::none
-                          : a.col_transposed ? Columns::transposed
-                                             : Columns::plain;
+  const Columns columns = columns_of(a);
   const bool rows = a.row_codes != nullptr;
   const Isa isa = isa_native();
 #if defined(TE_MX_HAVE_AVX512_BF16)
@@ -225,7 +250,7 @@ bool wants_stream(const QuantizeArgs& a) {
   const int64_t directions = (a.row_codes != nullptr) + (a.col_codes != nullptr);
   // Stores that bypass the caches save reading what they overwrite, but only pay when the result
   // would not stay in a cache anyway.
-  if (a.rows * a.cols * directions < last_level_cache_bytes() / 4) return false;
+  if (a.rows * a.cols * directions < kStreamBytes) return false;
   return (!a.row_codes || aligned(a.row_codes, a.cols)) &&
          (!a.col_codes || aligned(a.col_codes, a.col_transposed ? a.rows : a.cols));
 }
@@ -248,20 +273,28 @@ Status quantize(const QuantizeArgs& args) {
   if (args.rows == 0 || args.cols == 0) return Status::ok;
   if (!args.row_codes && !args.col_codes && !args.col_sum) return Status::ok;
 
-  Problem p{args, find_kernel(args), args.x_dtype == DType::f32 ? 4 : 2, kColSumRows,
-            wants_stream(args)};
+  Problem p{};
+  p.a = args;
+  p.kernel = find_kernel(args);
+  p.element_bytes = args.x_dtype == DType::f32 ? 4 : 2;
+  p.stream = wants_stream(args);
+  p.item_rows = args.col_sum ? kColSumRows : kItemRows;
+  p.item_cols = p.stream ? kStreamItemCols : kItemCols;
+  p.tile_rows = quantize_tile::tile_rows(columns_of(args));
   QuantizeArgs& a = p.a;
   if (a.cols == 1) a.col_stride = 1;
   if (a.rows == 1) a.row_stride = a.cols;
+  p.tile_cols = a.col_stride == 1 && p.tile_rows < kTile ? kTileCols : kTile;
   const bool compact = a.col_stride == 1 && a.row_stride == a.cols;
   if (compact && !a.col_codes && !a.col_sum && a.cols % kBlock == 0) {
     // Blocks of a compact tensor follow each other: any number of rows fills whole tiles, and
     // memory is read in order.
     const int64_t total = a.rows * a.cols;
-    const int64_t whole = total / kTile * kTile;
-    p.item_rows = kFlatItemRows;
-    a.rows = total / kTile;
-    a.cols = a.row_stride = kTile;
+    const int64_t width = total % kTileCols == 0 ? kTileCols : kTile;
+    const int64_t whole = total / width * width;
+    p.item_rows = kFlatItem / width;
+    a.rows = total / width;
+    a.cols = a.row_stride = width;
     if (a.rows > 0) run_problem(p);
     if (total > whole) {
       a.x = static_cast<const uint8_t*>(args.x) + whole * p.element_bytes;

@@ -7,30 +7,54 @@
 
 namespace te_mx::quantize_tile {
 
-inline constexpr int kTile = 64;  // a transposed tile writes whole cache lines
+inline constexpr int kTile = 64;       // a transposed tile writes whole cache lines
+inline constexpr int kTileCols = 256;  // of the widest tile: long runs suit memory
 
-// kTile x kTile elements, read once. Pointers of a direction that is not wanted are null.
+// Rows of a tile: as few as its columns' blocks allow.
+enum class Columns : int { none = 0, plain = 1, transposed = 2 };
+constexpr int tile_rows(Columns columns) { return columns == Columns::transposed ? kTile : 32; }
+
+// Elements that are read once. Pointers of a direction that is not wanted are null.
 struct Tile {
   const void* x;           // elements of a row are adjacent
   int64_t row_stride;      // in elements
   const uint8_t* next;     // the tile that comes next, to prefetch: any readable address will do
   int64_t next_row_bytes;  // from one of its rows to the next
-  int rows;                // 32 or 64; columns are always 64
+  int rows;                // 32; with transposed columns 64 too
+  int cols;                // a multiple of 64 up to kTileCols; with transposed columns 64
   bool rceil;
   bool stream;         // outputs are aligned to cache lines and too large to be kept in cache
+  bool last;           // stores of this tile and those before it must be complete on return
   uint8_t* row_codes;  // rows row_code_stride apart
   int64_t row_code_stride;
-  uint8_t* row_scales;  // two bytes a row
+  uint8_t* row_scales;  // cols / 32 bytes a row
   int64_t row_scale_stride;
   uint8_t* col_codes;  // plain: like row_codes. Transposed: one 64-byte run a column (always
                        // written whole)
   int64_t col_code_stride;
-  uint8_t* col_scales;  // plain: [rows/32] rows of 64 bytes. Transposed: two bytes a column
+  uint8_t* col_scales;  // plain: [rows/32] rows of cols bytes. Transposed: two bytes a column
   int64_t col_scale_stride;
-  float* col_sum;  // [64], running sums
+  float* col_sum;  // [cols], running sums
 };
 
-enum class Columns : int { none = 0, plain = 1, transposed = 2 };
+// The 64 columns of a tile from c on. Internal linkage: files with different flags call it.
+template <int ElementBytes>
+static inline Tile part_of(const Tile& tile, int c) {
+  Tile part = tile;
+  part.cols = kTile;
+  if (c == 0) return part;  // transposed columns: always
+  part.x = static_cast<const uint8_t*>(tile.x) + c * ElementBytes;
+  if (tile.row_codes) {
+    part.row_codes += c;
+    part.row_scales += c / 32;
+  }
+  if (tile.col_codes) {
+    part.col_codes += c;
+    part.col_scales += c;
+  }
+  if (tile.col_sum) part.col_sum += c;
+  return part;
+}
 
 using Kernel = void (*)(const Tile& tile);
 

@@ -17,15 +17,22 @@ using q::Vector;
 
 constexpr int kHalf = mx::kBlockSize;
 
-// The tile as bf16, and the scales of its rows in the form q::repeat takes. The copy matters: rows
-// a power of two apart share so few cache sets that a second read of the input would miss.
+// 64 columns of a tile as bf16, and the scales, those of rows in the form q::repeat takes. The copy
+// matters: rows a power of two apart share so few cache sets that a second read of the input would
+// miss.
+template <Columns C>
 struct alignas(64) Work {
-  uint16_t x[kTile][kTile];
-  uint32_t row_base[2][kTile];
-  uint32_t row_least[2][kTile];
-  uint8_t row_bytes[2][kTile];
+  static constexpr int kRows = tile_rows(C);
+  static constexpr int kPairs = C == Columns::transposed ? kRows / 2 : 1;
+
+  uint16_t x[kRows][kTile];
+  uint32_t row_base[2][kRows];
+  uint32_t row_least[2][kRows];
+  q::Scale col_scale[kRows / kHalf][2];
+  uint8_t row_bytes[2][kRows];
   uint8_t col_bytes[2][kTile];
-  uint16_t pairs[2][kHalf][kHalf];  // [half][row pair][column], as q::pair_bytes orders them
+  uint16_t pairs[2][kPairs][kHalf];  // [half][row pair][column], as q::pair_bytes orders them
+  bool done;                         // by the exact path
 };
 
 // 64 adjacent elements as bf16, their values added to sums (if any) first.
@@ -56,8 +63,7 @@ MXTILE_INLINE void load_row(const void* p, Vector* v, q::Sums* sums) {
 // First pass over 32 rows: copy, sums, column and row scales. Returns whether some block needs the
 // exact path.
 template <DType D, class F, bool Rows, Columns C>
-MXTILE_INLINE bool measure(const Tile& tile, int half, Work& work, q::Scale* col_scale,
-                           q::Sums* sums) {
+MXTILE_INLINE bool measure(const Tile& tile, int half, Work<C>& work, q::Sums* sums) {
   constexpr int64_t kBytes = D == DType::f32 ? 4 : 2;
   bool exact = false;
   Vector col_max[2] = {q::zero(), q::zero()};
@@ -103,7 +109,7 @@ MXTILE_INLINE bool measure(const Tile& tile, int half, Work& work, q::Scale* col
       const q::Scales s = q::make_scales<F>(col_max[b], tile.rceil);
       exact |= s.exact_needed;
       q::store_low_bytes(work.col_bytes[half] + b * q::kWords, s.byte);
-      col_scale[b] = s.scale;
+      work.col_scale[half][b] = s.scale;
     }
   }
   return exact;
@@ -118,44 +124,42 @@ MXTILE_INLINE void put(uint8_t* p, Vector v) {
   }
 }
 
-// Second pass over 32 rows: codes. There is time between them for the next tile to arrive.
+// Second pass over two rows of 64 columns from c on: codes. There is time between them for the next
+// tile to arrive.
 template <int ElementBytes, class F, bool Rows, Columns C, bool Stream>
-MXTILE_INLINE void emit(const Tile& tile, int half, Work& work, const q::Scale* col_scale) {
-  const q::Scale col0 = col_scale[0], col1 = col_scale[1];
-#pragma GCC unroll 1
-  for (int pair = 0; pair < kHalf / 2; ++pair) {
-    Vector col[2];
+MXTILE_INLINE void emit(const Tile& tile, int pair, int c, Work<C>& work) {
+  const q::Scale* col_scale = work.col_scale[pair / (kHalf / 2)];
+  Vector col[2];
 #pragma GCC unroll 2
-    for (int i = 0; i < 2; ++i) {
-      const int row = half * kHalf + 2 * pair + i;
+  for (int i = 0; i < 2; ++i) {
+    const int row = 2 * pair + i;
 #pragma GCC unroll 4
-      for (int j = 0; j < kTile * ElementBytes; j += 64) {
-        q::prefetch(tile.next + row * tile.next_row_bytes + j);
-      }
-      const Vector x[2] = {q::load(work.x[row]), q::load(work.x[row] + q::kWords)};
-      const q::Elements e = q::make_elements<F>(x);
-      if constexpr (Rows) {
-        const q::Scale s0{q::repeat(work.row_base[0] + row), q::repeat(work.row_least[0] + row)};
-        const q::Scale s1{q::repeat(work.row_base[1] + row), q::repeat(work.row_least[1] + row)};
-        put<Stream>(tile.row_codes + row * tile.row_code_stride, q::encode<F>(e, s0, s1));
-      }
-      if constexpr (C != Columns::none) col[i] = q::encode<F>(e, col0, col1);
-      if constexpr (C == Columns::plain) {
-        put<Stream>(tile.col_codes + row * tile.col_code_stride, col[i]);
-      }
+    for (int j = 0; j < kTile * ElementBytes; j += 64) {
+      q::prefetch(tile.next + row * tile.next_row_bytes + c * ElementBytes + j);
     }
-    if constexpr (C == Columns::transposed) {
+    const Vector x[2] = {q::load(work.x[row]), q::load(work.x[row] + q::kWords)};
+    const q::Elements e = q::make_elements<F>(x);
+    if constexpr (Rows) {
+      const q::Scale s0{q::repeat(work.row_base[0] + row), q::repeat(work.row_least[0] + row)};
+      const q::Scale s1{q::repeat(work.row_base[1] + row), q::repeat(work.row_least[1] + row)};
+      put<Stream>(tile.row_codes + row * tile.row_code_stride + c, q::encode<F>(e, s0, s1));
+    }
+    if constexpr (C != Columns::none) col[i] = q::encode<F>(e, col_scale[0], col_scale[1]);
+    if constexpr (C == Columns::plain) {
+      put<Stream>(tile.col_codes + row * tile.col_code_stride + c, col[i]);
+    }
+  }
+  if constexpr (C == Columns::transposed) {
 #pragma GCC unroll 2
-      for (int b = 0; b < 2; ++b) {
-        q::store(work.pairs[b][half * kHalf / 2 + pair], q::pair_bytes(col[0], col[1], b));
-      }
+    for (int b = 0; b < 2; ++b) {
+      q::store(work.pairs[b][pair], q::pair_bytes(col[0], col[1], b));
     }
   }
 }
 
 // 32 row pairs x 64 columns into 64 runs of 64 codes.
 template <bool Stream>
-MXTILE_INLINE void emit_transposed(const Tile& tile, const Work& work) {
+MXTILE_INLINE void emit_transposed(const Tile& tile, const Work<Columns::transposed>& work) {
   for (int b = 0; b < 2; ++b) {
     Vector groups[8][4];  // [column % 8][group of 8 pairs]: 128 bits for each column / 16
     for (int g = 0; g < 4; ++g) {
@@ -175,7 +179,7 @@ MXTILE_INLINE void emit_transposed(const Tile& tile, const Work& work) {
 }
 
 template <bool Rows, Columns C>
-MXTILE_INLINE void emit_scales(const Tile& tile, const Work& work) {
+MXTILE_INLINE void emit_scales(const Tile& tile, const Work<C>& work) {
   if constexpr (Rows) {
     for (int r = 0; r < tile.rows; ++r) {
       uint8_t* out = tile.row_scales + r * tile.row_scale_stride;
@@ -196,51 +200,73 @@ MXTILE_INLINE void emit_scales(const Tile& tile, const Work& work) {
   }
 }
 
+// A few rows of the whole width at a time: stores to adjacent lines follow each other.
 template <int ElementBytes, class F, bool Rows, Columns C, bool Stream>
-MXTILE_INLINE void emit_tile(const Tile& tile, Work& work, const q::Scale (*col_scale)[2]) {
-  for (int h = 0; h < tile.rows / kHalf; ++h) {
-    emit<ElementBytes, F, Rows, C, Stream>(tile, h, work, col_scale[h]);
+MXTILE_INLINE void emit_tile(const Tile& tile, Work<C>* works) {
+#pragma GCC unroll 1
+  for (int pair = 0; pair < tile.rows / 2; ++pair) {
+#pragma GCC unroll 1
+    for (int c = 0; c < tile.cols; c += kTile) {
+      Work<C>& work = works[c / kTile];
+      if (!work.done) emit<ElementBytes, F, Rows, C, Stream>(tile, pair, c, work);
+    }
   }
-  if constexpr (C == Columns::transposed) emit_transposed<Stream>(tile, work);
+  if constexpr (C == Columns::transposed) {
+    if (!works[0].done) emit_transposed<Stream>(tile, works[0]);
+  }
+}
+
+// First pass over 64 columns; those that need the exact path take it at once.
+template <DType D, class F, bool Rows, Columns C>
+MXTILE_INLINE void measure_part(const Tile& part, Work<C>& work) {
+  q::Sums sums;
+  bool exact = false;
+  if (part.col_sum) {
+    sums.load(part.col_sum);
+    for (int h = 0; h < part.rows / kHalf; ++h) {
+      exact |= measure<D, F, Rows, C>(part, h, work, &sums);
+    }
+  } else {
+    for (int h = 0; h < part.rows / kHalf; ++h) {
+      exact |= measure<D, F, Rows, C>(part, h, work, nullptr);
+    }
+  }
+  work.done = exact;
+  if (exact) {
+    // Adds the column sums itself.
+    constexpr Format kFmt = F::kMantissaBits == 3 ? Format::e4m3 : Format::e5m2;
+    return find_portable(D, kFmt, Rows, C)(part);
+  }
+  if (part.col_sum) sums.store(part.col_sum);
+  if (C == Columns::transposed && part.rows < kTile) {
+    for (int b = 0; b < 2; ++b) {
+      for (int i = Work<C>::kPairs / 2; i < Work<C>::kPairs; ++i) {
+        q::store(work.pairs[b][i], q::zero());
+      }
+    }
+    q::store(work.col_bytes[1], q::zero());
+  }
 }
 
 template <DType D, class F, bool Rows, Columns C>
 void run(const Tile& tile) {
   constexpr int kBytes = D == DType::f32 ? 4 : 2;
-  Work work;
-  q::Scale col_scale[2][2];
-  q::Sums sums;
-  bool exact = false;
-  if (tile.col_sum) {
-    sums.load(tile.col_sum);
-    for (int h = 0; h < tile.rows / kHalf; ++h) {
-      exact |= measure<D, F, Rows, C>(tile, h, work, col_scale[h], &sums);
-    }
-  } else {
-    for (int h = 0; h < tile.rows / kHalf; ++h) {
-      exact |= measure<D, F, Rows, C>(tile, h, work, col_scale[h], nullptr);
-    }
+  Work<C> works[C == Columns::transposed ? 1 : kTileCols / kTile];
+  for (int c = 0; c < tile.cols; c += kTile) {
+    measure_part<D, F, Rows, C>(part_of<kBytes>(tile, c), works[c / kTile]);
   }
-  if (exact) {
-    // Adds the column sums itself.
-    constexpr Format kFmt = F::kMantissaBits == 3 ? Format::e4m3 : Format::e5m2;
-    return find_portable(D, kFmt, Rows, C)(tile);
-  }
-  if (tile.col_sum) sums.store(tile.col_sum);
   if constexpr (!Rows && C == Columns::none) return;
-  if (C == Columns::transposed && tile.rows < kTile) {
-    for (int b = 0; b < 2; ++b) {
-      for (int i = kHalf / 2; i < kHalf; ++i) q::store(work.pairs[b][i], q::zero());
-    }
-    q::store(work.col_bytes[1], q::zero());
-  }
   if (tile.stream) {
-    emit_tile<kBytes, F, Rows, C, true>(tile, work, col_scale);
-    q::fence_stores();
+    emit_tile<kBytes, F, Rows, C, true>(tile, works);
   } else {
-    emit_tile<kBytes, F, Rows, C, false>(tile, work, col_scale);
+    emit_tile<kBytes, F, Rows, C, false>(tile, works);
   }
-  emit_scales<Rows, C>(tile, work);
+  for (int c = 0; c < tile.cols; c += kTile) {
+    const Work<C>& work = works[c / kTile];
+    if (!work.done) emit_scales<Rows, C>(part_of<kBytes>(tile, c), work);
+  }
+  // Not for every tile: the next one's first pass would wait for this one's stores.
+  if (tile.last) q::fence_stores();
 }
 
 template <DType D, class F>

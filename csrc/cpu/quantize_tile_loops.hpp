@@ -53,8 +53,8 @@ inline void quantize_columns(const uint32_t (*x)[kTile], uint8_t (*codes)[kTile]
 }
 
 template <DType D, class F, bool Rows, Columns C>
-void run(const Tile& tile) {
-  uint32_t x[kTile][kTile];
+void run_part(const Tile& tile) {
+  uint32_t x[tile_rows(C)][kTile];
   for (int r = 0; r < tile.rows; ++r) load_row<D>(tile, r, x[r]);
   if (tile.col_sum) {
     for (int r = 0; r < tile.rows; ++r) {
@@ -71,12 +71,12 @@ void run(const Tile& tile) {
     }
   }
   if constexpr (C != Columns::none) {
-    uint8_t codes[kTile][kTile];
+    uint8_t codes[tile_rows(C)][kTile];
     uint8_t bytes[2][kTile];
     for (int h = 0; h < tile.rows / mx::kBlockSize; ++h) {
       quantize_columns<F>(x + h * mx::kBlockSize, codes + h * mx::kBlockSize, bytes[h], tile.rceil);
     }
-    if (tile.rows < kTile) {
+    if (tile.rows < tile_rows(C)) {
       std::memset(codes[mx::kBlockSize], 0, sizeof(codes) / 2);
       std::memset(bytes[1], 0, sizeof(bytes[1]));
     }
@@ -95,6 +95,12 @@ void run(const Tile& tile) {
       }
     }
   }
+}
+
+template <DType D, class F, bool Rows, Columns C>
+void run(const Tile& tile) {
+  constexpr int kBytes = D == DType::f32 ? 4 : 2;
+  for (int c = 0; c < tile.cols; c += kTile) run_part<D, F, Rows, C>(part_of<kBytes>(tile, c));
 }
 
 template <DType D, class F>

@@ -9,6 +9,7 @@ namespace te_mx {
 namespace {
 
 constexpr int64_t kRowsPerItem = 256;
+static_assert(kRowsPerItem % kRowBlock == 0, "one item owns the flag of a block");
 constexpr int64_t kInlineBytes = 32 * 1024;  // scales below this are not worth waking a team
 
 // largest[r] and smallest[r] over the scale bytes of the row; 255 (NaN) counts as nothing for both.
@@ -55,7 +56,8 @@ bool row_is_wide(const Operand& o, int64_t row, int64_t blocks, int row_byte) {
   return false;
 }
 
-bool scan_rows(const Operand& o, int64_t row, int64_t rows, float* exponents) {
+bool scan_rows(const Operand& o, int64_t row, int64_t rows, float* exponents,
+               uint8_t* wide_blocks) {
   uint8_t largest[kRowsPerItem], smallest[kRowsPerItem];
   const int64_t blocks = ceil_div(o.k, kBlock);
   if (o.scale_row_stride == 1 && o.scale_block_stride != 1) {
@@ -63,32 +65,37 @@ bool scan_rows(const Operand& o, int64_t row, int64_t rows, float* exponents) {
   } else {
     scan_k_last(o, row, rows, blocks, largest, smallest);
   }
-  bool wide = false;
+  bool any = false;
   for (int64_t r = 0; r < rows; ++r) {
+    uint8_t& wide = wide_blocks[(row + r) / kRowBlock];
+    if (r % kRowBlock == 0) wide = 0;
     const int row_byte = largest[r] == 0 ? 127 : largest[r] - 1;
     exponents[row + r] = static_cast<float>(row_byte - 127 - kRelativeExponent);
-    if (smallest[r] < row_byte - kWideSpread && !wide) {
-      wide = row_is_wide(o, row + r, blocks, row_byte);
+    if (smallest[r] < row_byte - kWideSpread && wide == 0) {
+      wide = row_is_wide(o, row + r, blocks, row_byte) ? 1 : 0;
+      any = any || wide != 0;
     }
   }
-  return wide;
+  return any;
 }
 
 }  // namespace
 
-bool scan_row_exponents(const Operand& operand, float* exponents, int threads) {
+bool scan_row_exponents(const Operand& operand, float* exponents, uint8_t* wide_blocks,
+                        int threads) {
   for (int64_t r = operand.rows; r < round_up(operand.rows, kRowBlock); ++r) exponents[r] = 0.0f;
   const int64_t bytes = operand.rows * ceil_div(operand.k, kBlock);
   // Every item writes its own flag's worth of truth: any of them may set it, none clears it.
   int32_t wide = 0;
-  parallel_for(
-      bytes < kInlineBytes ? 1 : threads, ceil_div(operand.rows, kRowsPerItem), [&](int64_t item) {
-        const int64_t row = item * kRowsPerItem;
-        const int64_t left = operand.rows - row;
-        if (scan_rows(operand, row, left < kRowsPerItem ? left : kRowsPerItem, exponents)) {
-          __atomic_store_n(&wide, 1, __ATOMIC_RELAXED);
-        }
-      });
+  parallel_for(bytes < kInlineBytes ? 1 : threads, ceil_div(operand.rows, kRowsPerItem),
+               [&](int64_t item) {
+                 const int64_t row = item * kRowsPerItem;
+                 const int64_t left = operand.rows - row;
+                 if (scan_rows(operand, row, left < kRowsPerItem ? left : kRowsPerItem, exponents,
+                               wide_blocks)) {
+                   __atomic_store_n(&wide, 1, __ATOMIC_RELAXED);
+                 }
+               });
   return wide != 0;
 }
 

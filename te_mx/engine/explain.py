@@ -97,7 +97,7 @@ def explain(
         return Explanation(text, kernel, tuple(declined), reason or "")
     declined.append((envelopes.REFERENCE, "only runs what no native kernel takes"))
     note = (
-        f"rows whose scales span more than 2^{cpu.WIDE_SPREAD} send the problem to wide_f64 instead"
+        f"32-row blocks with a row whose scales span more than 2^{cpu.WIDE_SPREAD} run on wide_f64"
     )
     return Explanation(text, kernel, tuple(declined), note)
 

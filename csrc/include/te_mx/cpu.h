@@ -1,7 +1,7 @@
 // The native CPU backend as plain functions: pointers, sizes and strides in, a status out.
 //
-// Nothing here throws, allocates tensors or knows torch. Sizes count elements unless a name says bytes.
-// D[M, N] = epilogue(lhs[M, K] @ rhs[N, K]^T); in BLAS letters lhs is B and rhs is A.
+// Nothing here throws, allocates tensors or knows torch. Sizes count elements unless a name says
+// bytes. D[M, N] = epilogue(lhs[M, K] @ rhs[N, K]^T); in BLAS letters lhs is B and rhs is A.
 #pragma once
 
 #include <cstdint>
@@ -15,11 +15,12 @@ enum class ScaleRule : int32_t { rceil = 0, floor = 1 };
 enum class Gelu : int32_t { none = 0, tanh = 1, erf = 2 };
 enum class Role : int32_t { lhs = 0, rhs = 1 };
 
-// What the bias gradient sums: lhs over K (one value a row of lhs), or D over M (one value a column of D).
+// What the bias gradient sums: lhs over K (one value a row of lhs), or D over M (one value a column
+// of D).
 enum class BiasGrad : int32_t { none = 0, operand = 1, result = 2 };
 
-// Instruction-set levels, each including the ones before it. amx_emulated runs the AMX kernels on software
-// tiles, for tests.
+// Instruction-set levels, each including the ones before it. amx_emulated runs the AMX kernels on
+// software tiles, for tests.
 enum class Isa : int32_t {
   portable = 0,
   avx2 = 1,
@@ -29,7 +30,8 @@ enum class Isa : int32_t {
   amx_emulated = 5,
 };
 
-// One GEMM kernel. Panel kernels read packed operands; stream kernels read the codes of rhs as they lie.
+// One GEMM kernel. Panel kernels read packed operands; stream kernels read the codes of rhs as they
+// lie.
 enum class Kernel : int32_t {
   wide_f64 = 0,
   portable_f32 = 1,
@@ -45,9 +47,9 @@ enum class Kernel : int32_t {
   count = 11,
 };
 
-inline constexpr int64_t kBlock = 32;         // elements that share a scale
+inline constexpr int64_t kBlock = 32;          // elements that share a scale
 inline constexpr int64_t kStreamMaxRows = 16;  // stream kernels take M up to this
-inline constexpr int kWideSpread = 64;         // exponents a row may span before wide_f64 takes over
+inline constexpr int kWideSpread = 83;  // exponents a row may span before wide_f64 takes over
 
 struct QuantizeArgs {
   const void* x;  // [rows, cols]
@@ -108,19 +110,21 @@ struct GemmArgs {
   void* workspace;   // 64-byte aligned
   int64_t workspace_bytes;
   int threads;
-  Kernel ran;  // out: the kernel that ran (wide_f64 when the data asked for it)
+  // out: the kernel that ran; wide_f64 when the data asked for it everywhere. Panel kernels hand
+  // only the 32-row blocks that hold a wide row to wide_f64.
+  Kernel ran;
 };
 
 // isa.cpp
-Isa isa_best();                  // what this CPU and this build can do
-Isa isa_current();               // isa_best, lowered by TE_MX_CPU_ISA or set_isa
-const char* isa_env_error();     // why TE_MX_CPU_ISA could not be followed, or null
-bool isa_available(Isa level);   // amx_emulated is always available
+Isa isa_best();                 // what this CPU and this build can do
+Isa isa_current();              // isa_best, lowered by TE_MX_CPU_ISA or set_isa
+const char* isa_env_error();    // why TE_MX_CPU_ISA could not be followed, or null
+bool isa_available(Isa level);  // amx_emulated is always available
 Status set_isa(Isa level);
 bool kernel_available(Kernel kernel);  // at isa_current
 
-// parallel.cpp: the thread team of the last parallel call, "inline" when none was needed yet, "openmp" (that of
-// torch) or "threads" (our own: no OpenMP runtime, or a child of fork())
+// parallel.cpp: the thread team of the last parallel call, "inline" when none was needed yet,
+// "openmp" (that of torch) or "threads" (our own: no OpenMP runtime, or a child of fork())
 const char* parallel_team();
 
 // peak.cpp
@@ -134,8 +138,9 @@ Status dequantize(const DequantizeArgs& args);
 // gemm.cpp
 int64_t packed_bytes(Kernel kernel, Role role, int64_t rows, int64_t k);  // 0: reads plain codes
 Status pack(Kernel kernel, Role role, const Operand& operand, void* packed, int threads);
-// Scratch bytes gemm() needs: the single formula. Depends on shapes, on which operands are packed and on
-// bias_grad_kind, not on pointers' values or data (room for the wide_f64 fallback, if any, is included).
+// Scratch bytes gemm() needs: the single formula. Depends on shapes, on which operands are packed
+// and on bias_grad_kind, not on pointers' values or data (room for the wide_f64 fallback, if any,
+// is included).
 int64_t workspace_bytes(const GemmArgs& args);
 Status gemm(GemmArgs& args);
 

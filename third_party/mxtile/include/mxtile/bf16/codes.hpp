@@ -16,7 +16,7 @@ namespace mxtile::bf16 {
 
 enum class Fp8 { e4m3, e5m2 };
 
-inline constexpr int kRelative = 30;  // exponent of the largest block of a row
+inline constexpr int kRelative = 37;  // exponent of the largest block of a row
 inline constexpr uint16_t kQuietNan = 0x7FC0;
 inline constexpr int kTileRows = 16, kTileK = 32;  // a tile is 16 rows of 32 k: 1 KB of bf16
 
