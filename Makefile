@@ -1,0 +1,138 @@
+# `make train` and `make test` are the two commands; everything else is a part of them or a check.
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+
+PYTHON ?= python3
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+VENV := .venv
+BIN := $(VENV)/bin
+CMAKE = $(BIN)/cmake
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+CMAKE_FLAGS = -G Ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python
+# make's built-in CXX is g++ even where that is missing: only a compiler that the user named is passed on.
+ifneq ($(origin CXX),default)
+CMAKE_FLAGS += -DCMAKE_CXX_COMPILER=$(CXX)
+endif
+
+PACKAGES = torch numpy cmake ninja pybind11 scikit_build_core matplotlib tqdm \
+  hypothesis ml_dtypes pytest pytest-cov torchao clang-format codespell mypy ruff
+NATIVE_SOURCES := CMakeLists.txt $(shell find csrc third_party -type f \
+  \( -name '*.cpp' -o -name '*.h' -o -name '*.hpp' -o -name '*.cu' -o -name '*.cuh' -o -name CMakeLists.txt \))
+CPP_FILES = $(shell git ls-files -co --exclude-standard -- 'csrc/*' 'third_party/*' | \
+  grep -E '\.(cpp|h|hpp|cu|cuh)$$')
+# Tests that drive the native module directly: what another compiler or a sanitizer can change.
+NATIVE_TESTS = $(wildcard tests/test_native*.py)
+
+.PHONY: help setup build train test bench lint lint-python lint-types lint-cpp lint-spelling lint-house \
+  format clang sanitize wheel-test clean
+
+help:
+	@echo "make train       set up, build, train the example in bf16 and in MXFP8, compare (ARGS=... for options)"
+	@echo "make test        all tests, with coverage"
+	@echo "make bench       the benchmarks (ARGS='gemm --quick' for a part)"
+	@echo "make lint        ruff, mypy, clang-format, codespell, house rules; make format mends the first and third"
+	@echo "make clang       build with clang++ and test that build"
+	@echo "make sanitize    native tests under AddressSanitizer and UBSan"
+	@echo "make wheel-test  build a wheel and test it in a clean environment without the source tree"
+	@echo "make clean       remove what was built; .venv and runs/ stay"
+
+setup: $(VENV)/.ready
+build: $(VENV)/.built
+
+# The CPU index is only asked when it answers, so that a machine with a mirror of its own works too.
+$(VENV)/.ready: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "te_mx needs Python 3.10 or newer; $(PYTHON) is $$($(PYTHON) --version). Use make PYTHON=..."; exit 1; }
+	@echo "setting up $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@index=""; if $(BIN)/python -c \
+	  'import sys, urllib.request as u; u.urlopen(sys.argv[1] + "/torch/", timeout=10)' $(TORCH_INDEX) 2>/dev/null; \
+	  then index="--extra-index-url $(TORCH_INDEX)"; fi; \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $$index -c constraints.txt $(PACKAGES)
+	@touch $@
+
+# In place: the module lies beside the Python files, and this tree is on the path of .venv.
+$(VENV)/.built: $(VENV)/.ready $(NATIVE_SOURCES)
+	@echo "building the native module"
+	@$(call cmake_build,build/dev,-DCMAKE_BUILD_TYPE=Release -DMXTILE_TESTS=ON,_native)
+	@rm -f te_mx/_native*.so
+	@cp build/dev/_native*.so te_mx/
+	@$(BIN)/python .ci/develop.py
+	@cd / && $(CURDIR)/$(BIN)/python -c 'import te_mx._native'
+	@touch $@
+
+# $(call cmake_build,folder,configure flags,target): silent unless it fails.
+define cmake_build
+mkdir -p $(1) && { $(CMAKE) -S . -B $(1) $(CMAKE_FLAGS) $(2) && $(CMAKE) --build $(1) --target $(3); } \
+  > $(1)/log.txt 2>&1 || { cat $(1)/log.txt; echo "the build in $(1) failed"; exit 1; }
+endef
+
+# $(call variant_site,folder): the package with the module built in that folder, to be put on PYTHONPATH.
+define variant_site
+rm -rf $(1)/site && mkdir -p $(1)/site && cp -r te_mx $(1)/site/ && rm -f $(1)/site/te_mx/_native*.so && \
+  cp $(1)/_native*.so $(1)/site/te_mx/
+endef
+
+train: build
+	@$(BIN)/python examples/train_gpt.py $(ARGS)
+
+test: build
+	@$(call cmake_build,build/dev,,all)
+	@$(BIN)/ctest --test-dir build/dev/third_party/mxtile --output-on-failure --no-tests=error | tail -n 3
+	@$(BIN)/python -m pytest -q --cov=te_mx --cov-report=term:skip-covered --cov-fail-under=90 $(ARGS)
+
+bench: build
+	@$(BIN)/python -m benchmarks $(ARGS)
+
+lint: lint-python lint-types lint-cpp lint-spelling lint-house
+
+lint-python: setup
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --quiet --check . || { $(BIN)/ruff format --check . ; exit 1; }
+
+lint-types: setup
+	@$(BIN)/mypy --no-error-summary te_mx
+
+lint-cpp: setup
+	@$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
+
+lint-spelling: setup
+	@$(BIN)/codespell $$(git ls-files -co --exclude-standard)
+
+lint-house: setup
+	@$(BIN)/python .ci/house.py
+
+format: setup
+	@$(BIN)/ruff check --quiet --fix . ; $(BIN)/ruff format --quiet .
+	@$(BIN)/clang-format -i $(CPP_FILES)
+
+clang: build
+	@echo "building with clang++"
+	@$(call cmake_build,build/clang,-DCMAKE_CXX_COMPILER=clang++ -DCMAKE_BUILD_TYPE=Release -DMXTILE_TESTS=ON,all)
+	@$(BIN)/ctest --test-dir build/clang/third_party/mxtile --output-on-failure --no-tests=error | tail -n 3
+	@$(call variant_site,build/clang)
+	@PYTHONPATH=build/clang/site $(BIN)/pytest -q -p no:cacheprovider $(NATIVE_TESTS)
+
+# torch itself is not instrumented: no leak check, and the runtime has to be loaded before Python.
+sanitize: build
+	@echo "building with AddressSanitizer and UBSan"
+	@$(call cmake_build,build/sanitize,-DTE_MX_SANITIZE=ON -DMXTILE_TESTS=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo,all)
+	@ASAN_OPTIONS=detect_leaks=0 $(BIN)/ctest --test-dir build/sanitize/third_party/mxtile --output-on-failure --no-tests=error | tail -n 3
+	@$(call variant_site,build/sanitize)
+	@LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=build/sanitize/site \
+	  $(BIN)/pytest -q --capture=sys -p no:cacheprovider $(NATIVE_TESTS)
+
+# The tests of examples/ and benchmarks/ need the source tree and stay out.
+wheel-test: setup
+	@rm -rf build/wheel && $(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation -w build/wheel .
+	@folder=$$(mktemp -d) && trap "rm -rf $$folder" EXIT && cp -r tests build/wheel/*.whl constraints.txt $$folder && \
+	  cd $$folder && rm -f tests/test_example.py tests/test_benchmarks.py && $(CURDIR)/$(BIN)/python -m venv venv && \
+	  venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	    numpy hypothesis ml_dtypes pytest torchao ./*.whl && \
+	  PATH=$$folder/venv/bin:$$PATH venv/bin/python -m pytest -q -p no:cacheprovider tests
+
+clean:
+	rm -rf build dist te_mx/_native*.so $(VENV)/.built .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

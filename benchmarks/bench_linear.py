@@ -1,0 +1,104 @@
+"""Linear layers: a training step of one, and decoding with weights that stand still."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import te_mx
+from benchmarks.context import Context, randn
+from benchmarks.row import Row
+from benchmarks.timing import interleaved
+
+TRAINING = [(2048, 2048, 2048), (4096, 4096, 1024)]  # tokens, out features, in features
+DECODE = [(4096, 4096), (14336, 4096)]  # out features, in features
+DECODE_ROWS = [1, 2, 4, 8, 16]
+
+
+def _pair(n: int, k: int, seed: int) -> tuple[nn.Linear, te_mx.Linear]:
+    """A bf16 nn.Linear and a te_mx.Linear with the same parameters."""
+    torch.manual_seed(seed)
+    plain = nn.Linear(k, n, dtype=torch.bfloat16)
+    ours = te_mx.Linear(k, n, dtype=torch.bfloat16)
+    ours.load_state_dict(plain.state_dict())
+    return plain, ours
+
+
+def linear(context: Context) -> Iterator[Row]:
+    """Forward and backward with all three gradients, weights quantized at every step."""
+    for m, n, k in context.pick(TRAINING, [(64, 96, 32)]):
+        sets = context.sets(2 * (m * k + n * k + m * n))
+        plain, ours = _pair(n, k, 0)
+        data = [(randn((m, k), i).requires_grad_(), randn((m, n), -1 - i)) for i in range(sets)]
+
+        def step(layer: nn.Linear, i: int, data: list = data, sets: int = sets) -> None:
+            x, grad = data[i % sets]
+            x.grad = layer.weight.grad = layer.bias.grad = None
+            layer(x).backward(grad)
+
+        with te_mx.autocast():
+            times = interleaved(
+                {
+                    "ours": lambda i, layer=ours, step=step: step(layer, i),
+                    "bf16": lambda i, layer=plain, step=step: step(layer, i),
+                },
+                context.effort,
+            )
+        seconds = times.seconds("ours")
+        rate, of_peak = context.compute(6 * m * n * k, seconds)
+        yield Row(
+            "linear fwd+bwd", f"{m} {n} {k}", te_mx.audit(ours)["(root)"].fprop, seconds * 1e6,
+            rate, of_peak, "nn.Linear bf16", times.ratio("bf16", "ours"),
+            context.against_bf16(1.25, 1.8),
+        )  # fmt: skip
+
+
+def decode(context: Context) -> Iterator[Row]:
+    """Forward of few tokens with te_mx.freeze_weights: reading the weight is what costs."""
+    for n, k in context.pick(DECODE, [(96, 64)]):
+        sets = context.sets(2 * n * k)
+        pairs = [_pair(n, k, i) for i in range(sets)]
+        for _, ours in pairs:
+            te_mx.freeze_weights(ours)
+        codes = [te_mx.quantize(plain.weight.detach()) for plain, _ in pairs]
+        for m in context.pick(DECODE_ROWS, [1, 3]):
+            yield from _decode_rows(context, pairs, codes, m)
+
+
+@torch.inference_mode()
+def _measure_decode(context: Context, pairs: list, codes: list, m: int):
+    k, sets = pairs[0][0].in_features, len(pairs)
+    x = randn((m, k), 7)
+
+    def dequantize(i: int) -> Tensor:
+        plain = pairs[i % sets][0]
+        return F.linear(x, codes[i % sets].dequantize(torch.bfloat16), plain.bias)
+
+    with te_mx.autocast():
+        return interleaved(
+            {
+                "ours": lambda i: pairs[i % sets][1](x),
+                "bf16": lambda i: pairs[i % sets][0](x),
+                "dequantize": dequantize,
+            },
+            context.effort,
+            warm_up=sets,
+        )
+
+
+def _decode_rows(context: Context, pairs: list, codes: list, m: int) -> Iterator[Row]:
+    plain, ours = pairs[0]
+    n, k = plain.out_features, plain.in_features
+    times = _measure_decode(context, pairs, codes, m)
+    seconds = times.seconds("ours")
+    rate, of_peak = context.bandwidth(codes[0].nbytes, seconds, context.machine.read_gbs)
+    kernel = te_mx.audit(ours)["(root)"].fprop
+    for peer, label, target in (
+        ("bf16", "nn.Linear bf16", context.against_bf16(1.7, 1.95)),
+        ("dequantize", "dequantize + F.linear", context.against_dequantize()),
+    ):
+        yield Row(
+            "decode", f"{m} {n} {k}", kernel, seconds * 1e6, rate, of_peak, label,
+            times.ratio(peer, "ours"), target,
+        )  # fmt: skip

@@ -1,0 +1,51 @@
+"""Peak memory of this process or its GPU. A process trains one model, so the peak is its own."""
+
+import resource
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+MB = 1e6
+
+
+def _status_mb(field: str) -> float | None:
+    """A field of /proc/self/status in MB. Linux starts ru_maxrss at the parent's size."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return None
+    for line in status.read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024 / MB
+    return None
+
+
+def peak_mb(device: str) -> float:
+    if device.startswith("cuda"):
+        return torch.cuda.max_memory_allocated(device) / MB
+    measured = _status_mb("VmHWM")
+    if measured is not None:
+        return measured
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / MB
+
+
+def saved_for_backward_mb(forward: Callable[[], Tensor], model: nn.Module) -> float:
+    """What one forward pass keeps for the backward pass: each storage once, without parameters."""
+    known = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[
+        int, Tensor
+    ] = {}  # holds the tensors: a freed address could come back as another tensor's
+
+    def pack(tensor: Tensor) -> Tensor:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in known:
+            kept[address] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = forward()
+    del loss
+    return sum(t.untyped_storage().nbytes() for t in kept.values()) / MB

@@ -1,0 +1,46 @@
+"""Everything that MXFP8 changes in a training script: convert, autocast, ask what ran."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+import te_mx
+
+RECIPES = ("mxfp8", "mxfp8-hybrid", "mxfp8-floor")
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def recipe(name: str) -> "te_mx.recipe.MXFP8BlockScaling":
+    """mxfp8: E4M3 throughout. -hybrid: E5M2 gradients. -floor: the OCP scale rule."""
+    fmt = te_mx.recipe.Format.HYBRID if name == "mxfp8-hybrid" else te_mx.recipe.Format.E4M3
+    rule = "floor" if name == "mxfp8-floor" else "rceil"
+    return te_mx.recipe.MXFP8BlockScaling(fp8_format=fmt, scale_rule=rule)
+
+
+def convert(model: nn.Module) -> None:
+    """Every nn.Linear but the head, which makes logits and usually stays in high precision."""
+    te_mx.convert_model(model, filter_fn=lambda module, name: name != "head")
+
+
+def kernels(model: nn.Module) -> dict[str, int]:
+    """Which kernels ran, each with its number of linear layers, e.g. {"amx_bf16": 12}."""
+    ran: Counter[str] = Counter()
+    for layer in te_mx.audit(model):
+        gemms = {"fprop": layer.fprop, "dgrad": layer.dgrad, "wgrad": layer.wgrad}
+        alike = len(set(gemms.values())) == 1
+        ran[layer.fprop if alike else ", ".join(f"{k} {v}" for k, v in gemms.items())] += 1
+    return dict(ran)
+
+
+@contextlib.contextmanager
+def forward_precision(device: str, dtype: str, recipe_name: str | None) -> Iterator[None]:
+    """fp32 parameters, `dtype` activations by torch.autocast; with a recipe, MXFP8 linears."""
+    with contextlib.ExitStack() as stack:
+        if dtype != "fp32":
+            stack.enter_context(torch.autocast(device.split(":")[0], DTYPES[dtype]))
+        if recipe_name is not None:
+            stack.enter_context(te_mx.autocast(recipe=recipe(recipe_name)))
+        yield

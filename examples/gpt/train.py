@@ -1,0 +1,225 @@
+"""One training run: settings in, history and a checkpoint out. Both precisions share the loop."""
+
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from gpt import data, memory, precision
+from gpt.model import GPT, GPTConfig
+
+PRESETS = {
+    "tiny": GPTConfig(layers=1, heads=2, width=64, context=32),
+    "small": GPTConfig(layers=3, heads=4, width=512, context=256),
+    "medium": GPTConfig(layers=8, heads=8, width=768, context=512),
+}
+WARMUP_SHARE, FINAL_LR_SHARE = 0.1, 0.1
+BAR = "{desc} {percentage:3.0f}%|{bar:24}| {n}/{total} [{elapsed}, {remaining} left{postfix}]"
+SLOW_FIRST_STEPS = 3  # left out of tokens/s: allocation and kernel set-up
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides the numbers of a run. A checkpoint of other settings does not resume."""
+
+    mode: str = "bf16"  # "mxfp8", or the dtype's name for plain nn.Linear
+    preset: str = "small"
+    steps: int = 160
+    batch: int = 8
+    lr: float = 5e-4
+    seed: int = 0
+    device: str = "cpu"
+    dtype: str = "bf16"
+    recipe: str = "mxfp8"
+    eval_every: int = 40
+    eval_batches: int = 4
+    final_eval_batches: int = 32
+
+    @property
+    def model(self) -> GPTConfig:
+        return PRESETS[self.preset]
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch * self.model.context
+
+
+class Trainer:
+    """Model, optimizer and history of one run."""
+
+    def __init__(self, settings: Settings, text: data.Text):
+        self.settings, self.text = settings, text
+        torch.manual_seed(settings.seed)
+        self.model = GPT(settings.model).to(settings.device)
+        if settings.mode == "mxfp8":
+            precision.convert(self.model)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        )
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+        self.val: list[tuple[int, float]] = []  # (steps done, loss)
+
+    @property
+    def done(self) -> int:
+        return len(self.losses)
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        s = self.settings
+        return data.train_batch(self.text, s.seed, self.done, s.batch, s.model.context)
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        s = self.settings
+        tokens, targets = (t.to(s.device) for t in batch)
+        with precision.forward_precision(
+            s.device, s.dtype, s.recipe if s.mode == "mxfp8" else None
+        ):
+            logits = self.model(tokens)
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    def learning_rate(self) -> float:
+        """Linear warm-up, then a cosine down to a tenth."""
+        s = self.settings
+        warmup = max(1, round(WARMUP_SHARE * s.steps))
+        if self.done < warmup:
+            return s.lr * (self.done + 1) / warmup
+        phase = (self.done - warmup) / max(1, s.steps - warmup)
+        return s.lr * (FINAL_LR_SHARE + (1 - FINAL_LR_SHARE) * (1 + math.cos(math.pi * phase)) / 2)
+
+    def step(self) -> float:
+        start = time.perf_counter()
+        loss = self.loss(self.batch())
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        value = loss.item()  # also waits for the device, so that the time below is whole
+        self.seconds.append(time.perf_counter() - start)
+        self.losses.append(value)
+        if not math.isfinite(value):
+            raise RuntimeError(
+                f"the {self.settings.mode} loss is {value} at step {self.done}: lower --lr?"
+            )
+        return value
+
+    @torch.no_grad()
+    def evaluate(self, batches: int) -> float:
+        s = self.settings
+        losses = [
+            self.loss(batch).item()
+            for batch in data.val_batches(self.text, batches, s.batch, s.model.context)
+        ]
+        return statistics.fmean(losses)
+
+    def step_seconds(self) -> list[float]:
+        """The 10th, 50th and 90th percentile; far apart when other work disturbed the run."""
+        steady = sorted(self.seconds[SLOW_FIRST_STEPS:] or self.seconds)
+        return [steady[round(share * (len(steady) - 1))] for share in (0.1, 0.5, 0.9)]
+
+    def tokens_per_second(self) -> float:
+        """From the median step, so that one disturbed step does not count."""
+        return self.settings.tokens_per_step / self.step_seconds()[1]
+
+    def save(self, path: Path) -> None:
+        """Write a checkpoint that resumes bit for bit; the old one stays until it is whole."""
+        state = {
+            "settings": asdict(self.settings),
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "rng": torch.get_rng_state(),
+            "losses": self.losses,
+            "seconds": self.seconds,
+            "val": self.val,
+        }
+        if self.settings.device.startswith("cuda"):
+            state["cuda_rng"] = torch.cuda.get_rng_state(self.settings.device)
+        partial = path.with_suffix(".partial")
+        torch.save(state, partial)
+        os.replace(partial, path)
+
+    def load(self, path: Path) -> None:
+        state = torch.load(path, weights_only=True)
+        theirs, ours = state["settings"], asdict(self.settings)
+        differing = sorted(k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k))
+        if differing:
+            rows = ", ".join(f"{k}: {theirs.get(k)} there, {ours.get(k)} here" for k in differing)
+            raise ValueError(f"{path} was written with other settings ({rows}): pass the same ones")
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["rng"])
+        if "cuda_rng" in state:
+            torch.cuda.set_rng_state(state["cuda_rng"], self.settings.device)
+        self.losses, self.seconds = state["losses"], state["seconds"]
+        self.val = [tuple(row) for row in state["val"]]
+
+
+def run(
+    settings: Settings,
+    checkpoint: Path,
+    *,
+    resume: bool = False,
+    save_every: int = 50,
+    should_stop: Callable[[int], bool] = lambda done: False,
+    text: data.Text | None = None,
+) -> dict:
+    """Train to `settings.steps`, or until `should_stop(steps done)`; returns the record of the run.
+
+    A checkpoint is written every `save_every` steps and at the end, also at an early one.
+    """
+    trainer = Trainer(settings, text or data.load_stdlib())
+    if resume and checkpoint.exists():
+        trainer.load(checkpoint)
+    saved_mb = memory.saved_for_backward_mb(lambda: trainer.loss(trainer.batch()), trainer.model)
+    bar = tqdm(
+        total=settings.steps,
+        initial=trainer.done,
+        desc=f"{settings.mode:>5}",
+        unit="step",
+        bar_format=BAR,
+        mininterval=0.2 if sys.stderr.isatty() else 15,
+    )
+    stopped = False
+    with bar:
+        while trainer.done < settings.steps and not stopped:
+            loss = trainer.step()
+            bar.set_postfix_str(
+                f"loss {loss:.4f}, {trainer.tokens_per_second():,.0f} tokens/s", refresh=False
+            )
+            bar.update()
+            last = trainer.done == settings.steps
+            if trainer.done % settings.eval_every == 0 and not last:
+                trainer.val.append((trainer.done, trainer.evaluate(settings.eval_batches)))
+            stopped = should_stop(trainer.done)
+            if trainer.done % save_every == 0 and not last:
+                trainer.save(checkpoint)
+    finished = trainer.done == settings.steps
+    final = trainer.evaluate(settings.final_eval_batches if finished else settings.eval_batches)
+    trainer.save(checkpoint)
+    return {
+        "settings": asdict(settings),
+        "parameters": sum(p.numel() for p in trainer.model.parameters()),
+        "finished": finished,
+        "steps": trainer.done,
+        "losses": trainer.losses,
+        "val": trainer.val,
+        "val_loss": final,
+        "tokens_per_second": trainer.tokens_per_second(),
+        "step_seconds": trainer.step_seconds(),
+        "train_seconds": sum(trainer.seconds),
+        "memory_mb": {
+            "peak": memory.peak_mb(settings.device),
+            "saved_for_backward": saved_mb,
+        },
+        "kernels": precision.kernels(trainer.model) if settings.mode == "mxfp8" else {},
+    }

@@ -1,0 +1,163 @@
+"""examples/train_gpt.py on a tiny model: both runs, resume bit for bit, Ctrl-C, what it writes."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+SCRIPT = EXAMPLES / "train_gpt.py"
+sys.path.insert(0, str(EXAMPLES))
+
+from gpt import data, report, train  # noqa: E402  (the examples are no package)
+
+MODES = ("bf16", "mxfp8")
+
+
+@pytest.fixture(scope="module")
+def text() -> data.Text:
+    return data.load_stdlib()
+
+
+def settings(mode: str, **changes: object) -> train.Settings:
+    tiny = {
+        "preset": "tiny",
+        "steps": 6,
+        "eval_every": 2,
+        "eval_batches": 1,
+        "final_eval_batches": 1,
+    }
+    return train.Settings(mode=mode, **{**tiny, **changes})
+
+
+def test_text_is_split_by_whole_files(text: data.Text) -> None:
+    share = len(text.val) / (len(text.train) + len(text.val))
+    assert 0.05 < share < 0.2
+    assert text.files > 300
+    assert (
+        int((text.train == 0).sum() + (text.val == 0).sum()) >= text.files
+    )  # a zero byte ends each
+
+
+def test_batches_depend_on_seed_and_step_only(text: data.Text) -> None:
+    first = data.train_batch(text, 1, 5, 2, 16)
+    torch.rand(3)
+    assert all(map(torch.equal, first, data.train_batch(text, 1, 5, 2, 16)))
+    assert not torch.equal(first[0], data.train_batch(text, 1, 6, 2, 16)[0])
+    assert not torch.equal(first[0], data.train_batch(text, 2, 5, 2, 16)[0])
+    assert torch.equal(first[0][:, 1:], first[1][:, :-1])  # the target is the next byte
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_resumed_run_equals_uninterrupted_run_bit_for_bit(
+    mode: str, text: data.Text, tmp_path: Path
+) -> None:
+    whole = train.run(settings(mode), tmp_path / "whole.pt", text=text)
+    stopped = train.run(
+        settings(mode), tmp_path / "two.pt", text=text, should_stop=lambda done: done == 3
+    )
+    assert not stopped["finished"] and stopped["steps"] == 3
+    resumed = train.run(settings(mode), tmp_path / "two.pt", text=text, resume=True)
+    assert resumed["finished"]
+    assert resumed["losses"] == whole["losses"]
+    assert resumed["val"] == whole["val"] and resumed["val_loss"] == whole["val_loss"]
+    ours, theirs = (torch.load(tmp_path / f, weights_only=True) for f in ("two.pt", "whole.pt"))
+    for name, value in ours["model"].items():
+        assert torch.equal(value, theirs["model"][name]), name
+    assert torch.equal(ours["rng"], theirs["rng"])
+
+
+def test_both_runs_start_from_the_same_weights_and_learn_alike(
+    text: data.Text, tmp_path: Path
+) -> None:
+    runs = {m: train.run(settings(m, steps=40), tmp_path / f"{m}.pt", text=text) for m in MODES}
+    assert abs(runs["mxfp8"]["losses"][0] / runs["bf16"]["losses"][0] - 1) < 5e-3
+    for run in runs.values():
+        assert run["val_loss"] < 0.95 * run["losses"][0]
+    assert abs(report.compare(runs["bf16"], runs["mxfp8"])["gap_percent"]) < 1
+    # 4 linear layers in the block were converted and trained; the head was left alone.
+    assert runs["bf16"]["kernels"] == {}
+    kernels = runs["mxfp8"]["kernels"]
+    assert kernels.pop("high precision") == 1
+    assert sum(kernels.values()) == 4 and not any("never" in name for name in kernels)
+    saved = [run["memory_mb"]["saved_for_backward"] for run in runs.values()]
+    assert saved[1] < saved[0]
+
+
+def test_checkpoint_of_other_settings_is_refused(text: data.Text, tmp_path: Path) -> None:
+    path = tmp_path / "run.pt"
+    train.run(settings("bf16", steps=1), path, text=text)
+    with pytest.raises(ValueError, match="seed: 0 there, 3 here"):
+        train.run(settings("bf16", steps=1, seed=3), path, text=text, resume=True)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8-hybrid", "mxfp8-floor"])
+def test_other_recipes_and_fp32_train(recipe: str, text: data.Text, tmp_path: Path) -> None:
+    chosen = settings("mxfp8", steps=2, recipe=recipe, dtype="fp32")
+    assert train.run(chosen, tmp_path / "run.pt", text=text)["finished"]
+
+
+def script(out: Path, *options: str) -> list[str]:
+    return [
+        sys.executable,
+        str(SCRIPT),
+        "--preset",
+        "tiny",
+        "--batch",
+        "2",
+        "--out",
+        str(out),
+        *options,
+    ]
+
+
+def test_script_writes_table_plot_and_record(tmp_path: Path) -> None:
+    command = script(tmp_path, "--steps", "4", "--threads", "1")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    for word in ("validation loss", "gap", "tokens/s", "peak memory", "linear layers on"):
+        assert word in done.stdout
+    assert "tokens/s" in done.stderr  # the progress bar
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert set(record["runs"]) == set(MODES)
+    assert record["comparison"].keys() == {"gap_percent", "speedup"}
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_interrupt_leaves_checkpoint_and_plot_and_resumes(tmp_path: Path) -> None:
+    command = script(tmp_path, "--steps", "400", "--save-every", "5", "--threads", "1")
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "bf16.pt").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors and "--resume" in errors
+    record = json.loads((tmp_path / "run.json").read_text())["runs"]["bf16"]
+    assert not record["finished"] and 5 <= record["steps"] < 400
+    assert (tmp_path / "loss.png").exists()
+    more = subprocess.run(
+        [*command, "--only", "bf16", "--resume"], capture_output=True, text=True, timeout=240
+    )
+    assert more.returncode == 0, more.stderr
+    losses = json.loads((tmp_path / "run.json").read_text())["runs"]["bf16"]["losses"]
+    assert len(losses) == 400 and losses[: record["steps"]] == record["losses"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--only", "fp32"], "needs --dtype fp32"),
+        (["--steps", "0"], "must be at least 1"),
+        (["--recipe", "fp6"], "invalid choice"),
+    ],
+)
+def test_wrong_options_say_what_is_wrong(options: list[str], message: str, tmp_path: Path) -> None:
+    done = subprocess.run(script(tmp_path, *options), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and message in done.stderr
