@@ -1,5 +1,5 @@
-// pybind11 module te_mx._native: Python integers in, plain structs out. Addresses travel as integers, so the
-// module needs no torch header and one build serves every torch.
+// pybind11 module te_mx._native: Python integers in, plain structs out. Addresses travel as
+// integers, so the module needs no torch header and one build serves every torch.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
@@ -34,8 +34,9 @@ Operand operand(const py::tuple& t) {
   return o;
 }
 
-// Everything gemm() takes besides the operands and the workspace, as one tuple: a call costs one cast an entry.
-// (out, out_dtype, ldo, accumulate, bias, bias_dtype, gelu, aux, aux_dtype, gelu_in, gelu_in_dtype,
+// Everything gemm() takes besides the operands and the workspace, as one tuple: a call costs one
+// cast an entry. (out, out_dtype, ldo, accumulate, bias, bias_dtype, gelu, aux, aux_dtype, gelu_in,
+// gelu_in_dtype,
 //  bias_grad_kind, bias_grad)
 GemmArgs gemm_args(int32_t kernel, const py::tuple& lhs, const py::tuple& rhs, const py::tuple& e,
                    uintptr_t workspace, int64_t workspace_bytes, int threads) {
@@ -79,7 +80,8 @@ PYBIND11_MODULE(_native, m) {
     return peak_gflops(threads);
   });
   m.def("isa_available", [](int32_t level) { return isa_available(static_cast<Isa>(level)); });
-  m.def("set_isa", [](int32_t level) { return static_cast<int32_t>(set_isa(static_cast<Isa>(level))); });
+  m.def("set_isa",
+        [](int32_t level) { return static_cast<int32_t>(set_isa(static_cast<Isa>(level))); });
   m.def("kernel_available",
         [](int32_t kernel) { return kernel_available(static_cast<Kernel>(kernel)); });
 
@@ -109,46 +111,47 @@ PYBIND11_MODULE(_native, m) {
           return static_cast<int32_t>(quantize(a));
         });
 
-  m.def("dequantize", [](uintptr_t codes, uintptr_t scales, int64_t rows, int64_t cols,
-                         bool blocks_along_rows, int32_t fmt, int32_t out_dtype, uintptr_t out,
-                         int threads) {
-    DequantizeArgs a{};
-    a.codes = ptr<const uint8_t>(codes);
-    a.scales = ptr<const uint8_t>(scales);
-    a.rows = rows;
-    a.cols = cols;
-    a.blocks_along_rows = blocks_along_rows;
-    a.fmt = static_cast<Format>(fmt);
-    a.out_dtype = static_cast<DType>(out_dtype);
-    a.out = ptr<void>(out);
-    a.threads = threads;
-    py::gil_scoped_release release;
-    return static_cast<int32_t>(dequantize(a));
-  });
+  m.def("dequantize",
+        [](uintptr_t codes, uintptr_t scales, int64_t rows, int64_t cols, bool blocks_along_rows,
+           int32_t fmt, int32_t out_dtype, uintptr_t out, int threads) {
+          DequantizeArgs a{};
+          a.codes = ptr<const uint8_t>(codes);
+          a.scales = ptr<const uint8_t>(scales);
+          a.rows = rows;
+          a.cols = cols;
+          a.blocks_along_rows = blocks_along_rows;
+          a.fmt = static_cast<Format>(fmt);
+          a.out_dtype = static_cast<DType>(out_dtype);
+          a.out = ptr<void>(out);
+          a.threads = threads;
+          py::gil_scoped_release release;
+          return static_cast<int32_t>(dequantize(a));
+        });
 
   m.def("packed_bytes", [](int32_t kernel, int32_t role, int64_t rows, int64_t k) {
     return packed_bytes(static_cast<Kernel>(kernel), static_cast<Role>(role), rows, k);
   });
-  m.def("pack", [](int32_t kernel, int32_t role, const py::tuple& o, uintptr_t packed, int threads) {
-    const Operand source = operand(o);
-    py::gil_scoped_release release;
-    return static_cast<int32_t>(pack(static_cast<Kernel>(kernel), static_cast<Role>(role), source,
-                                     ptr<void>(packed), threads));
-  });
+  m.def("pack",
+        [](int32_t kernel, int32_t role, const py::tuple& o, uintptr_t packed, int threads) {
+          const Operand source = operand(o);
+          py::gil_scoped_release release;
+          return static_cast<int32_t>(pack(static_cast<Kernel>(kernel), static_cast<Role>(role),
+                                           source, ptr<void>(packed), threads));
+        });
   m.def("workspace_bytes",
         [](int32_t kernel, const py::tuple& lhs, const py::tuple& rhs, const py::tuple& epilogue) {
           return workspace_bytes(gemm_args(kernel, lhs, rhs, epilogue, 0, 0, 1));
         });
   // Returns (status, kernel that ran).
-  m.def("gemm", [](int32_t kernel, const py::tuple& lhs, const py::tuple& rhs,
-                   const py::tuple& epilogue, uintptr_t workspace, int64_t workspace_bytes,
-                   int threads) {
-    GemmArgs a = gemm_args(kernel, lhs, rhs, epilogue, workspace, workspace_bytes, threads);
-    Status status;
-    {
-      py::gil_scoped_release release;
-      status = gemm(a);
-    }
-    return py::make_tuple(static_cast<int32_t>(status), static_cast<int32_t>(a.ran));
-  });
+  m.def("gemm",
+        [](int32_t kernel, const py::tuple& lhs, const py::tuple& rhs, const py::tuple& epilogue,
+           uintptr_t workspace, int64_t workspace_bytes, int threads) {
+          GemmArgs a = gemm_args(kernel, lhs, rhs, epilogue, workspace, workspace_bytes, threads);
+          Status status;
+          {
+            py::gil_scoped_release release;
+            status = gemm(a);
+          }
+          return py::make_tuple(static_cast<int32_t>(status), static_cast<int32_t>(a.ran));
+        });
 }
