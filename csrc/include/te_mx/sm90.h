@@ -1,19 +1,30 @@
-// The Hopper backend (sm_90a) as plain functions: device pointers, sizes and a stream in, a status out. Calls are
-// asynchronous, allocate nothing, never throw and know no torch. D[M, N] = epilogue(lhs[M, K] @ rhs[N, K]^T).
+// The Hopper backend (sm_90a) as plain functions: device pointers, sizes and a stream in, a status
+// out. Calls are asynchronous, allocate nothing, never throw and know no torch.
+// D[M, N] = epilogue(lhs[M, K] @ rhs[N, K]^T).
 //
-// Packed operands, what the GEMM reads. An operand [rows, K] is cut into tiles of 128 rows x 128 K. A tile has four
-// blocks of 32 a row; a block counts when its scale byte is not 255 and it has a nonzero code. e is a block's scale
-// byte, E the largest e of the counting blocks of the tile (127 without any), S the allowed spread (0..8).
-//   class 0, tile-shared   every e >= E - S: codes times 2^(e - E) rounded to nearest even, one exponent E
-//   class 1, row-shared    the same inside each row's group of four: one exponent a row (E for a row without blocks)
+// Packed operands, what the GEMM reads. An operand [rows, K] is cut into tiles of 128 rows x 128 K.
+// A tile has four blocks of 32 a row; a block counts when its scale byte is not 255 and it has a
+// nonzero code. e is a block's scale byte, E the largest e of the counting blocks of the tile (127
+// without any), S the allowed spread (0..8).
+//
+//   class 0, tile-shared   every e >= E - S: codes times 2^(e - E), rounded to nearest even;
+//                          one exponent E
+//   class 1, row-shared    the same inside each row's group of four: one exponent a row (E for a
+//                          row without blocks)
 //   class 2, spread        codes untouched, four exponents a row; all e >= 1
-//   class 3, far           the same, for tiles with an e of 0, or any tile with E > 190: careful arithmetic
-// Blocks of zeros keep their codes and never count. Blocks of scale 255 become code 0x7F and never count.
-//   codes   uint8 [rows, ld], ld = K rounded up to 16; bytes at and after K hold anything and are not read
-//   scales  uint32 [ceil(K/128)][tiles][132], tiles = ceil(rows/128) rounded up to even: what one tile needs lies
-//           together and arrives with its codes. Word r < 128, row r of the tile: class 0, 1: the fp32 number
-//           2^(E - 127); class 2, 3: four scale bytes, the first block lowest, 0 for blocks of zeros and missing
-//           blocks, 255 for NaN. Word 128: the class. Word 129: E. Words 130, 131: 0. Rows past the end have no blocks.
+//   class 3, far           the same, for tiles with an e of 0, or any tile with E > 190: careful
+//                          arithmetic
+//
+// Blocks of zeros keep their codes and never count. Blocks of scale 255 become code 0x7F and never
+// count.
+//
+//   codes    uint8 [rows, ld], ld = K rounded up to 16; bytes at and after K hold anything and are
+//            not read
+//   scales   uint32 [ceil(K/128)][tiles][132], tiles = ceil(rows/128) rounded up to even: what one
+//            tile needs lies together and arrives with its codes. Word r < 128 is row r of the
+//            tile. class 0, 1: the fp32 number 2^(E - 127); class 2, 3: four scale bytes, the first
+//            block lowest, 0 for blocks of zeros and missing blocks, 255 for NaN. Word 128: the
+//            class. Word 129: E. Words 130, 131: 0. Rows past the end have no blocks.
 #pragma once
 
 #include <cstdint>

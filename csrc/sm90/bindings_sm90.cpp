@@ -1,0 +1,123 @@
+// pybind11 module te_mx._sm90: Python integers in, plain structs out. It links the CUDA runtime
+// statically and the driver not at all, so it imports on a machine without one; available() says
+// what is there.
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+
+#include "te_mx/sm90.h"
+
+namespace py = pybind11;
+using namespace te_mx;
+
+namespace {
+
+template <class T>
+T* ptr(const py::handle& address) {
+  return reinterpret_cast<T*>(address.cast<uintptr_t>());
+}
+
+// (codes, scales)
+sm90::Packed packed(const py::handle& h) {
+  const auto t = py::reinterpret_borrow<py::tuple>(h);
+  return {ptr<uint8_t>(t[0]), ptr<uint32_t>(t[1])};
+}
+
+// problem: (lhs, lhs_fmt, rhs, rhs_fmt, m, n, k); epilogue: (out, out_dtype, ldo, accumulate, bias,
+// bias_dtype, gelu, aux, aux_dtype, gelu_in, gelu_in_dtype, bias_grad)
+sm90::GemmArgs gemm_args(const py::tuple& p, const py::tuple& e, uintptr_t workspace,
+                         int64_t workspace_bytes, int config, uintptr_t stream) {
+  sm90::GemmArgs a{};
+  a.lhs = packed(p[0]), a.lhs_fmt = static_cast<Format>(p[1].cast<int>());
+  a.rhs = packed(p[2]), a.rhs_fmt = static_cast<Format>(p[3].cast<int>());
+  a.m = p[4].cast<int64_t>(), a.n = p[5].cast<int64_t>(), a.k = p[6].cast<int64_t>();
+  a.out = ptr<void>(e[0]), a.out_dtype = static_cast<DType>(e[1].cast<int>());
+  a.ldo = e[2].cast<int64_t>(), a.accumulate = e[3].cast<bool>();
+  a.bias = ptr<const void>(e[4]), a.bias_dtype = static_cast<DType>(e[5].cast<int>());
+  a.gelu = static_cast<Gelu>(e[6].cast<int>());
+  a.aux = ptr<void>(e[7]), a.aux_dtype = static_cast<DType>(e[8].cast<int>());
+  a.gelu_in = ptr<const void>(e[9]), a.gelu_in_dtype = static_cast<DType>(e[10].cast<int>());
+  a.bias_grad = ptr<float>(e[11]);
+  a.workspace = reinterpret_cast<void*>(workspace), a.workspace_bytes = workspace_bytes;
+  a.config = config, a.stream = reinterpret_cast<void*>(stream);
+  return a;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_sm90, m) {
+  m.doc() = "Native Hopper kernels of te_mx: addresses and sizes in, unchecked; a status out.";
+  m.attr("SCALE_WORDS") = sm90::kScaleWords;
+  m.attr("MAX_SPREAD") = sm90::kMaxSpread;
+  m.def("available", &sm90::available);
+  m.def("config_count", &sm90::config_count);
+  m.def("config_name", &sm90::config_name);
+  m.def("packed_ld", &sm90::packed_ld);
+  m.def("packed_scale_words", &sm90::packed_scale_words);
+
+  // x: (address, rows, cols, stride, dtype); row, col: (codes, scales, packed)
+  m.def("quantize", [](const py::tuple& x, int fmt, int rule, const py::tuple& row,
+                       const py::tuple& col, int spread, uintptr_t col_sum, uintptr_t col_sum_ws,
+                       uintptr_t stream) {
+    sm90::QuantizeArgs a{};
+    a.x = ptr<const void>(x[0]);
+    a.rows = x[1].cast<int64_t>(), a.cols = x[2].cast<int64_t>(), a.x_stride = x[3].cast<int64_t>();
+    a.x_dtype = static_cast<DType>(x[4].cast<int>());
+    a.fmt = static_cast<Format>(fmt), a.rule = static_cast<ScaleRule>(rule), a.spread = spread;
+    if (row[2].cast<bool>()) {
+      a.row_packed = packed(row);
+    } else {
+      a.row_codes = ptr<uint8_t>(row[0]), a.row_scales = ptr<uint8_t>(row[1]);
+    }
+    if (col[2].cast<bool>()) {
+      a.col_packed = packed(col);
+    } else {
+      a.col_codes = ptr<uint8_t>(col[0]), a.col_scales = ptr<uint8_t>(col[1]);
+    }
+    a.col_sum = reinterpret_cast<float*>(col_sum),
+    a.col_sum_ws = reinterpret_cast<float*>(col_sum_ws);
+    a.stream = reinterpret_cast<void*>(stream);
+    return static_cast<int>(sm90::quantize(a));
+  });
+
+  m.def("pack", [](uintptr_t codes, uintptr_t scales, int64_t rows, int64_t k, int fmt, int spread,
+                   uintptr_t out_codes, uintptr_t out_scales, uintptr_t stream) {
+    const sm90::PackArgs a{
+        reinterpret_cast<const uint8_t*>(codes),
+        reinterpret_cast<const uint8_t*>(scales),
+        rows,
+        k,
+        static_cast<Format>(fmt),
+        spread,
+        {reinterpret_cast<uint8_t*>(out_codes), reinterpret_cast<uint32_t*>(out_scales)},
+        reinterpret_cast<void*>(stream)};
+    return static_cast<int>(sm90::pack(a));
+  });
+
+  m.def("dequantize",
+        [](uintptr_t codes, uintptr_t scales, int64_t rows, int64_t cols, bool blocks_along_rows,
+           int fmt, int out_dtype, uintptr_t out, uintptr_t stream) {
+          const sm90::DequantizeArgs a{reinterpret_cast<const uint8_t*>(codes),
+                                       reinterpret_cast<const uint8_t*>(scales),
+                                       rows,
+                                       cols,
+                                       blocks_along_rows,
+                                       static_cast<Format>(fmt),
+                                       static_cast<DType>(out_dtype),
+                                       reinterpret_cast<void*>(out),
+                                       reinterpret_cast<void*>(stream)};
+          return static_cast<int>(sm90::dequantize(a));
+        });
+
+  m.def("workspace_bytes", [](const py::tuple& problem, const py::tuple& epilogue, int config) {
+    return sm90::workspace_bytes(gemm_args(problem, epilogue, 0, 0, config, 0));
+  });
+  m.def("chosen_config", [](const py::tuple& problem, const py::tuple& epilogue) {
+    return sm90::chosen_config(gemm_args(problem, epilogue, 0, 0, -1, 0));
+  });
+  m.def("gemm", [](const py::tuple& problem, const py::tuple& epilogue, uintptr_t workspace,
+                   int64_t workspace_bytes, int config, uintptr_t stream) {
+    return static_cast<int>(
+        sm90::gemm(gemm_args(problem, epilogue, workspace, workspace_bytes, config, stream)));
+  });
+}

@@ -1,0 +1,138 @@
+// The GEMM's entry point: argument checks, configuration, launch, and the reduction of
+// bias-gradient partials.
+#include "gemm_launch.h"
+#include "mxtile/sm90/tensor_map.h"
+
+namespace te_mx::sm90 {
+
+namespace {
+
+struct Choice {
+  const char* name;
+  int m, n;  // of what a cluster computes at once
+  int cluster;
+  Status (*launch)(const GemmArgs&, const Device&);
+};
+
+constexpr Choice kChoices[] = {
+    {"192x128, clusters of 2", 192, 256, 2, launch_192x128_cluster2},
+    {"256x128, clusters of 2", 256, 256, 2, launch_256x128_cluster2},
+    {"256x128", 256, 128, 1, launch_256x128},
+    {"128x128", 128, 128, 1, launch_128x128},
+};
+constexpr int kChoiceCount = sizeof(kChoices) / sizeof(kChoices[0]);
+
+Device current_device() {
+  static std::atomic<int> sms[64];
+  Device device{-1, 0};
+  if (cudaGetDevice(&device.index) != cudaSuccess) return device;
+  const int slot = device.index & 63;
+  device.sms = sms[slot].load(std::memory_order_relaxed);
+  if (device.sms == 0) {
+    cudaDeviceGetAttribute(&device.sms, cudaDevAttrMultiProcessorCount, device.index);
+    sms[slot].store(device.sms, std::memory_order_relaxed);
+  }
+  return device;
+}
+
+// Cycles of one step of K on one SM: those of the tensor cores (4096 products a cycle) or those of
+// the L2, whichever is more, times the waves that the clusters of the problem make. Clusters of two
+// share the lhs tile.
+int choose(const GemmArgs& a, int sms) {
+  constexpr double kL2Bytes = 48;  // a cycle and SM, measured
+  int best = 0;
+  double least = 1e300;
+  for (int i = 0; i < kChoiceCount; ++i) {
+    const Choice& c = kChoices[i];
+    const int64_t blocks = ((a.m + c.m - 1) / c.m) * ((a.n + c.n - 1) / c.n);
+    const int64_t clusters = sms / c.cluster, waves = (blocks + clusters - 1) / clusters;
+    const double products = 128.0 * c.m * c.n / c.cluster / 4096;
+    const double loads = 128.0 * (c.m + c.n) / c.cluster / kL2Bytes;
+    const double cost = static_cast<double>(waves) * (products > loads ? products : loads);
+    if (cost < least * 0.999) least = cost, best = i;
+  }
+  return best;
+}
+
+// 32 columns x 8 threads, each of which sums every eighth block.
+__global__ void reduce_columns_kernel(const float* partial, float* out, int64_t blocks, int64_t n) {
+  __shared__ float sums[8][32];
+  const int64_t col = static_cast<int64_t>(blockIdx.x) * 32 + threadIdx.x;
+  float s = 0.0f;
+  if (col < n) {
+    for (int64_t b = threadIdx.y; b < blocks; b += 8) s += partial[b * n + col];
+  }
+  sums[threadIdx.y][threadIdx.x] = s;
+  __syncthreads();
+  if (threadIdx.y != 0 || col >= n) return;
+  for (int i = 1; i < 8; ++i) s += sums[i][threadIdx.x];
+  out[col] = s;
+}
+
+}  // namespace
+
+int ClusterCount::of(int device, const void* kernel, int threads, int smem, int cluster) {
+  std::atomic<int>& known = counts_[device & 63];
+  int count = known.load(std::memory_order_relaxed);
+  if (count != 0) return count;
+  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem) !=
+      cudaSuccess)
+    return 0;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = cluster, attribute.val.clusterDim.y = 1,
+  attribute.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(cluster);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = smem;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  if (cudaOccupancyMaxActiveClusters(&count, kernel, &config) != cudaSuccess) return 0;
+  known.store(count, std::memory_order_relaxed);
+  return count;
+}
+
+Status reduce_columns(const float* partial, float* out, int64_t blocks, int64_t n,
+                      cudaStream_t stream) {
+  reduce_columns_kernel<<<static_cast<unsigned>((n + 31) / 32), dim3(32, 8), 0, stream>>>(
+      partial, out, blocks, n);
+  return cudaGetLastError() == cudaSuccess ? Status::ok : Status::unsupported;
+}
+
+int64_t workspace_bytes(const GemmArgs& a) {
+  return a.bias_grad == nullptr ? 0 : (a.m + 63) / 64 * a.n * 4;
+}
+
+int config_count() { return kChoiceCount; }
+const char* config_name(int config) {
+  return config >= 0 && config < kChoiceCount ? kChoices[config].name : "";
+}
+
+int chosen_config(const GemmArgs& a) {
+  return a.config >= 0 ? a.config : choose(a, current_device().sms);
+}
+
+Status gemm(const GemmArgs& a) {
+  if (a.m <= 0 || a.n <= 0 || a.k <= 0 || a.m > INT32_MAX - 256 || a.n > INT32_MAX - 256 ||
+      a.k > INT32_MAX - 256 || a.ldo < a.n || a.config >= kChoiceCount) {
+    return Status::bad_argument;
+  }
+  if (a.workspace_bytes < workspace_bytes(a)) return Status::small_workspace;
+  const Device device = current_device();
+  if (device.sms == 0) return Status::unsupported;
+  const Choice& choice = kChoices[a.config >= 0 ? a.config : choose(a, device.sms)];
+  const Status status = choice.launch(a, device);
+  if (status != Status::ok || a.bias_grad == nullptr) return status;
+  return reduce_columns(static_cast<const float*>(a.workspace), a.bias_grad, (a.m + 63) / 64, a.n,
+                        static_cast<cudaStream_t>(a.stream));
+}
+
+bool available() {
+  int device = 0, major = 0;
+  return cudaGetDevice(&device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+         major == 9 && mxtile::sm90::tensor_map_encoder() != nullptr;
+}
+
+}  // namespace te_mx::sm90

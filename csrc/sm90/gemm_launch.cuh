@@ -1,0 +1,88 @@
+// Launches one GEMM instance: tensor maps, grid, cluster.
+#pragma once
+
+#include "gemm_kernel.cuh"
+#include "gemm_launch.h"
+#include "mxtile/sm90/tensor_map.h"
+
+namespace te_mx::sm90 {
+
+template <class Config, tile::Fp8 kLhs, tile::Fp8 kRhs, Epilogue kEpilogue>
+Status launch(const GemmArgs& a, const Device& device) {
+  const auto kernel = gemm_kernel<Config, kLhs, kRhs, kEpilogue>;
+  static ClusterCount counts;
+  const int clusters = counts.of(device.index, reinterpret_cast<const void*>(kernel),
+                                 Config::kThreads, Config::kSmem, Config::kCluster);
+  if (clusters == 0) return Status::unsupported;
+  GemmParams p{};
+  CUtensorMap lhs_map, rhs_map, out_map{};
+  p.lhs_scales = a.lhs.scales, p.rhs_scales = a.rhs.scales;
+  p.lhs_tiles = static_cast<int>(packed_tiles(a.m)),
+  p.rhs_tiles = static_cast<int>(packed_tiles(a.n));
+  p.k_steps = static_cast<int>((a.k + 127) / 128);
+  constexpr int kN = Config::kN * Config::kCluster;
+  p.m_blocks = static_cast<int>((a.m + Config::kM - 1) / Config::kM);
+  p.n_blocks = static_cast<int>((a.n + kN - 1) / kN);
+  p.group = group_size(clusters, Config::kM, kN);
+  const int width = a.out_dtype == DType::f32 ? 4 : 2;
+  p.epilogue.out = a.out, p.epilogue.ldo = a.ldo, p.epilogue.out_dtype = a.out_dtype;
+  p.epilogue.bias = a.bias, p.epilogue.bias_dtype = a.bias_dtype;
+  p.epilogue.aux = a.aux, p.epilogue.aux_dtype = a.aux_dtype;
+  p.epilogue.gelu_in = a.gelu_in, p.epilogue.gelu_in_dtype = a.gelu_in_dtype,
+  p.epilogue.gelu = a.gelu;
+  p.epilogue.bias_grad = a.bias_grad == nullptr ? nullptr : static_cast<float*>(a.workspace);
+  p.epilogue.accumulate = a.accumulate;
+  p.epilogue.direct = a.ldo * width % 16 != 0 || reinterpret_cast<uintptr_t>(a.out) % 16 != 0;
+  p.epilogue.m = static_cast<int>(a.m), p.epilogue.n = static_cast<int>(a.n);
+
+  using namespace mxtile::sm90;
+  const int64_t ld = packed_ld(a.k);
+  const auto out_type = a.out_dtype == DType::f32    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                        : a.out_dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                     : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  if (!tensor_map_2d(lhs_map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, a.lhs.codes, a.m, a.k, ld,
+                     Config::kM / Config::kCluster) ||
+      !tensor_map_2d(rhs_map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, a.rhs.codes, a.n, a.k, ld,
+                     Config::kN) ||
+      (!p.epilogue.direct &&
+       !tensor_map_2d(out_map, out_type, width, a.out, a.m, a.n, a.ldo * width, 64))) {
+    return Status::unsupported;
+  }
+
+  const int64_t blocks = static_cast<int64_t>(p.m_blocks) * p.n_blocks;
+  cudaLaunchConfig_t config{};
+  config.gridDim =
+      dim3(static_cast<unsigned>((blocks < clusters ? blocks : clusters) * Config::kCluster));
+  config.blockDim = dim3(Config::kThreads);
+  config.dynamicSmemBytes = Config::kSmem;
+  config.stream = static_cast<cudaStream_t>(a.stream);
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = Config::kCluster, attribute.val.clusterDim.y = 1,
+  attribute.val.clusterDim.z = 1;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, p, lhs_map, rhs_map, out_map) == cudaSuccess
+             ? Status::ok
+             : Status::unsupported;
+}
+
+// The four pairs of formats and two epilogues of one configuration.
+template <class Config>
+Status launch_any(const GemmArgs& a, const Device& device) {
+  using tile::Fp8;
+  const bool gelu =
+      a.aux != nullptr || a.gelu_in != nullptr || a.gelu != Gelu::none || a.bias_grad != nullptr;
+  const auto go = [&]<Fp8 kLhs, Fp8 kRhs>() {
+    return gelu ? launch<Config, kLhs, kRhs, Epilogue::gelu>(a, device)
+                : launch<Config, kLhs, kRhs, Epilogue::plain>(a, device);
+  };
+  if (a.lhs_fmt == Format::e4m3) {
+    return a.rhs_fmt == Format::e4m3 ? go.template operator()<Fp8::e4m3, Fp8::e4m3>()
+                                     : go.template operator()<Fp8::e4m3, Fp8::e5m2>();
+  }
+  return a.rhs_fmt == Format::e4m3 ? go.template operator()<Fp8::e5m2, Fp8::e4m3>()
+                                   : go.template operator()<Fp8::e5m2, Fp8::e5m2>();
+}
+
+}  // namespace te_mx::sm90

@@ -1,0 +1,50 @@
+// What one GEMM launch knows, passed by value, and the order in which tiles are computed.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "te_mx/sm90.h"
+
+namespace te_mx::sm90 {
+
+struct EpilogueParams {
+  void* out;
+  int64_t ldo;
+  const void* bias;
+  void* aux;
+  const void* gelu_in;
+  float* bias_grad;  // partial sums [ceil(M/64), N]
+  DType out_dtype, bias_dtype, aux_dtype, gelu_in_dtype;
+  Gelu gelu;
+  bool accumulate;
+  bool direct;  // out cannot be described by a tensor map: stores go element by element
+  int m, n;
+};
+
+struct GemmParams {
+  const uint32_t* lhs_scales;
+  const uint32_t* rhs_scales;
+  int lhs_tiles, rhs_tiles;  // scale tiles of one step along K
+  int k_steps;               // ceil(K / 128)
+  int m_blocks, n_blocks;    // of what a cluster computes at once
+  int group;                 // blocks along M that are walked together
+  EpilogueParams epilogue;
+};
+
+struct Block {
+  int m, n;
+};
+
+// Groups of `group` block rows, walked column by column: what runs at one time is nearly square, so
+// the operands of a wave stay in L2.
+__device__ __forceinline__ Block block_at(const GemmParams& p, int index) {
+  const int per_group = p.group * p.n_blocks;
+  const int first = index / per_group * p.group;
+  const int rows = min(p.group, p.m_blocks - first);
+  const int inside = index % per_group;
+  return {first + inside % rows, inside / rows};
+}
+
+}  // namespace te_mx::sm90

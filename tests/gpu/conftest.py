@@ -1,0 +1,40 @@
+"""Every test in this folder needs a Hopper GPU and a build with its kernels: csrc/sm90/README.md.
+
+Without them nothing is collected; the reason is printed when the folder is named on the command
+line.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+
+
+def _missing() -> str | None:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        return "needs a Hopper GPU"
+    try:
+        import te_mx._sm90 as native
+    except ImportError as error:
+        return f"te_mx has no Hopper kernels: {error}"
+    return None if native.available() else "the driver encodes no tensor maps"
+
+
+MISSING = _missing()
+collect_ignore_glob = [] if MISSING is None else ["test_*.py"]
+
+
+def pytest_report_header() -> list[str]:
+    return [] if MISSING is None else [f"tests/gpu: nothing collected, {MISSING}"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+            if MISSING is not None:  # a file named on the command line is collected all the same
+                item.add_marker(pytest.mark.skip(reason=MISSING))

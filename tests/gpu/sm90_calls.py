@@ -1,0 +1,189 @@
+"""Calls of the native Hopper module on tensors, with poisoned outputs, and data to test them on."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from te_mx.backends import reference
+from te_mx.backends import sm90_layout as layout
+from te_mx.backends.sm90_layout import PackedOperand
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+FORMATS = {"e4m3": 0, "e5m2": 1}
+RULES = {"rceil": 0, "floor": 1}
+GELUS = {None: 0, "tanh": 1, "erf": 2}
+
+
+def native():
+    import te_mx._sm90 as module
+
+    return module
+
+
+def stream() -> int:
+    return torch.cuda.current_stream().cuda_stream
+
+
+def address(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()
+
+
+def poisoned_packed(rows: int, k: int) -> PackedOperand:
+    codes, scales = layout.packed_shapes(rows, k)
+    return PackedOperand(
+        torch.full(codes, 0xA5, dtype=torch.uint8, device="cuda"),
+        torch.full(scales, 0x5A5A5A5A, dtype=torch.int32, device="cuda"),
+    )
+
+
+def poisoned_plain(rows: int, k: int) -> PackedOperand:
+    return PackedOperand(
+        torch.full((rows, k), 0xA5, dtype=torch.uint8, device="cuda"),
+        torch.full((rows, -(-k // 32)), 0x5A, dtype=torch.uint8, device="cuda"),
+    )
+
+
+def quantize(x, fmt="e4m3", rule="rceil", row="packed", col="packed", spread=8, col_sum=False):
+    """Forms are "packed", "plain" or None. Returns (row, col, col_sum)."""
+    rows, cols = x.shape
+    make = {"packed": poisoned_packed, "plain": poisoned_plain, None: lambda *_: None}
+    row_out, col_out = make[row](rows, cols), make[col](cols, rows)
+    sums = torch.full((cols,), math.nan, device="cuda") if col_sum else None
+    partial = torch.full((-(-rows // 128), cols), math.nan, device="cuda") if col_sum else None
+
+    def form(out, kind):
+        return (0, 0, False) if out is None else (*map(address, out), kind == "packed")
+
+    status = native().quantize(
+        (address(x), rows, cols, x.stride(0), DTYPES[x.dtype]),
+        FORMATS[fmt],
+        RULES[rule],
+        form(row_out, row),
+        form(col_out, col),
+        spread,
+        address(sums),
+        address(partial),
+        stream(),
+    )
+    assert status == 0
+    return row_out, col_out, sums
+
+
+def pack(codes, scales, fmt, spread=8):
+    out = poisoned_packed(*codes.shape)
+    status = native().pack(
+        address(codes),
+        address(scales),
+        *codes.shape,
+        FORMATS[fmt],
+        spread,
+        *map(address, out),
+        stream(),
+    )
+    assert status == 0
+    return out
+
+
+def operand(x: Tensor, fmt: str, spread: int = 8) -> PackedOperand:
+    """x [R, K] quantized by the reference and packed by the kernel."""
+    parts = reference.quantize(x, fmt, True, None, "rceil", False)
+    return pack(parts.row_codes, parts.row_scales, fmt, spread)
+
+
+def gemm(
+    lhs,
+    rhs,
+    shape,
+    formats=("e4m3", "e4m3"),
+    out_dtype=torch.bfloat16,
+    out=None,
+    accumulate=False,
+    bias=None,
+    gelu=None,
+    aux=None,
+    gelu_in=None,
+    bias_grad=None,
+    config=-1,
+):
+    """D [M, N] = lhs [M, K] @ rhs [N, K].T with the epilogue; shape is (M, N, K)."""
+    m, n, k = shape
+    if out is None:
+        out = torch.full((m, n), math.nan, dtype=out_dtype, device="cuda")
+
+    def dtype(t):
+        return 0 if t is None else DTYPES[t.dtype]
+
+    problem = (
+        tuple(map(address, lhs)),
+        FORMATS[formats[0]],
+        tuple(map(address, rhs)),
+        FORMATS[formats[1]],
+        m,
+        n,
+        k,
+    )
+    epilogue = (
+        address(out),
+        DTYPES[out.dtype],
+        out.stride(0),
+        accumulate,
+        address(bias),
+        dtype(bias),
+        GELUS[gelu],
+        address(aux),
+        dtype(aux),
+        address(gelu_in),
+        dtype(gelu_in),
+        address(bias_grad),
+    )
+    size = native().workspace_bytes(problem, epilogue, config)
+    guard = torch.full((size // 4 + 64,), -123.0, device="cuda")
+    assert native().gemm(problem, epilogue, address(guard), size, config, stream()) == 0
+    torch.cuda.synchronize()
+    assert (guard[size // 4 :] == -123.0).all(), "the GEMM wrote behind its workspace"
+    return out
+
+
+def data(rows, cols, kind, dtype=torch.bfloat16, seed=0):
+    """Random [rows, cols] of one kind; blocks run along the columns."""
+    g = torch.Generator("cuda").manual_seed(seed + 7 * rows + cols)
+    x = torch.randn(rows, cols, generator=g, device="cuda")
+    blocks = -(-cols // 32)
+
+    def powers(low, high, *shape):
+        return torch.exp2(torch.randint(low, high, shape, generator=g, device="cuda").float())
+
+    if kind == "rows":
+        x *= powers(-20, 21, rows, 1)
+    elif kind == "channels":  # one in a hundred is 100 times larger
+        x[:, torch.rand(cols, generator=g, device="cuda") < 0.01] *= 100
+    elif kind == "student":
+        x /= torch.randn(rows, cols, 3, generator=g, device="cuda").square().mean(-1).sqrt()
+    elif kind == "lognormal":
+        x = torch.exp2(4 * x) * torch.sign(torch.randn(rows, cols, generator=g, device="cuda"))
+    elif kind == "spread":
+        x *= powers(-15, 16, rows, blocks).repeat_interleave(32, 1)[:, :cols]
+    elif kind == "mixed":  # tiles of several classes
+        x *= powers(-20, 21, rows, -(-cols // 128)).repeat_interleave(128, 1)[:, :cols]
+        x[:, 32:64] *= 2.0**20
+        x[:, : cols // 2] *= powers(-3, 4, rows, 1)
+    elif kind == "huge":
+        x *= 2.0**80
+    elif kind == "tiny":
+        x *= 1e-37
+    elif kind == "sparse":
+        x[torch.rand(rows, cols, generator=g, device="cuda") < 0.97] = 0
+    elif kind == "nan":
+        x[torch.rand(rows, cols, generator=g, device="cuda") < 2e-4] = math.nan
+        x[torch.rand(rows, cols, generator=g, device="cuda") < 2e-4] = math.inf
+        x[torch.rand(rows, cols, generator=g, device="cuda") < 0.1] = -0.0
+    return x.to(dtype)
+
+
+def ulp(v: Tensor, dtype: torch.dtype) -> Tensor:
+    bits = {torch.bfloat16: 7, torch.float16: 10, torch.float32: 23}[dtype]
+    least = -14 if dtype is torch.float16 else -126
+    return torch.exp2(torch.floor(torch.log2(v.abs().clamp(min=1e-300))).clamp(min=least) - bits)

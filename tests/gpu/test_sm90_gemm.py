@@ -1,0 +1,164 @@
+"""The adaptive GEMM on Hopper: against fp64 of the packed operands; epilogues bit for bit."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import sm90_calls as calls
+import torch
+import torch.nn.functional as F
+
+from te_mx.backends import reference
+from te_mx.backends import sm90_layout as layout
+
+# Whole blocks, tails everywhere, M and N below a block, odd N, many steps of K.
+SHAPES = ((256, 256, 256), (300, 200, 333), (64, 520, 1000), (5, 7, 40), (700, 900, 1536))
+PAIRS = (
+    ("gaussian", "gaussian"),
+    ("rows", "rows"),
+    ("gaussian", "rows"),
+    ("channels", "channels"),
+    ("student", "lognormal"),
+    ("spread", "gaussian"),
+    ("gaussian", "spread"),
+    ("spread", "spread"),
+    ("mixed", "mixed"),
+    ("huge", "tiny"),
+    ("tiny", "huge"),
+    ("sparse", "nan"),
+)
+FORMATS = (("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e5m2"))
+OUTPUTS = (torch.bfloat16, torch.float32)
+# Hopper's FP8 products keep 13 bits below the largest one of a sum of 32 and cut off the rest, so a
+# K = 32 sum is off by at most 33 such cuts of its largest product or of the sum before it.
+CUT = 33 * 2.0**-13
+
+
+def configs():
+    try:
+        return range(calls.native().config_count())
+    except ImportError:
+        return range(1)
+
+
+def largest_products(a, b):
+    """Sum over steps of 32 K of a bound on the largest |product| of the chain: [M, N]."""
+    total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float64, device=a.device)
+    for k in range(0, a.shape[1], 128):
+        x, y = a[:, k : k + 128].nan_to_num(0).abs(), b[:, k : k + 128].nan_to_num(0).abs()
+        total += 4 * torch.maximum(
+            (x.amax(1)[:, None] * y.amax(1)[None]), torch.zeros((), device=a.device)
+        ).minimum(x @ y.t())
+    return total
+
+
+@pytest.mark.parametrize("config", configs())
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_products_of_packed_operands(shape, pair, config):
+    m, n, k = shape
+    index = SHAPES.index(shape) + PAIRS.index(pair)
+    lhs_fmt, rhs_fmt = FORMATS[index % 4]
+    dtype = OUTPUTS[index % 2]
+    a, b = calls.data(m, k, pair[0], torch.float32, 1), calls.data(n, k, pair[1], torch.float32, 2)
+    pa, pb = calls.operand(a, lhs_fmt), calls.operand(b, rhs_fmt)
+    va, vb = layout.packed_values(pa, k, lhs_fmt), layout.packed_values(pb, k, rhs_fmt)
+    got = calls.gemm(pa, pb, shape, (lhs_fmt, rhs_fmt), dtype, config=config)
+    want = va @ vb.t()
+    bound = CUT * largest_products(va, vb) + 0.51 * calls.ulp(want, dtype) + 2.0**-120
+    bound += (k / 128 + 2) * 2.0**-24 * (va.abs() @ vb.abs().t())
+    fits = want.abs() < torch.finfo(dtype).max
+    assert ((got.double() - want).abs() <= bound)[fits].all()
+    assert torch.equal(got.isnan(), want.isnan()) or not fits.all()
+
+
+@pytest.mark.parametrize("pair", PAIRS[:5], ids="-".join)
+def test_alignment_error_against_the_mx_values(pair):
+    """Shifted codes move by at most half a smallest code of the tile: 2^-10 * 2^(e + 8 - 127)."""
+    m, n, k = 512, 384, 1024
+    a, b = calls.data(m, k, pair[0], torch.float32, 1), calls.data(n, k, pair[1], torch.float32, 2)
+    exact, moved = [], []
+    for x in (a, b):
+        parts = reference.quantize(x, "e4m3", True, None, "rceil", False)
+        scale = torch.exp2(parts.row_scales.double() - 127).repeat_interleave(32, 1)
+        exact.append(reference.decode(parts.row_codes, "e4m3").double() * scale)
+        moved.append(2.0**-10 * 256 * scale)
+    got = calls.gemm(
+        calls.operand(a, "e4m3"), calls.operand(b, "e4m3"), (m, n, k), out_dtype=torch.float32
+    )
+    (va, vb), (da, db) = exact, moved
+    bound = da @ vb.abs().t() + va.abs() @ db.t() + da @ db.t()
+    bound += CUT * largest_products(va, vb) * 1.01 + 2.0**-20 * (va.abs() @ vb.abs().t())
+    assert ((got.double() - va @ vb.t()).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(300, 264, 256), (129, 75, 96), (512, 512, 512)], ids=str)
+@pytest.mark.parametrize("config", configs())
+def test_epilogues_are_exact_functions_of_the_fp32_sums(config, shape, dtype):
+    m, n, k = shape
+    pa = calls.operand(calls.data(m, k, "gaussian", torch.float32, 3), "e4m3")
+    pb = calls.operand(calls.data(n, k, "gaussian", torch.float32, 4) * 0.1, "e4m3")
+
+    def run(**kwargs):
+        return calls.gemm(pa, pb, shape, config=config, **kwargs)
+
+    base = run(out_dtype=torch.float32)
+    assert torch.equal(base, run(out_dtype=torch.float32))
+    for bias_dtype in (torch.bfloat16, torch.float32):
+        bias = torch.randn(n, device="cuda").to(bias_dtype)
+        assert torch.equal(run(out_dtype=dtype, bias=bias), (base + bias.float()).to(dtype))
+    old = torch.randn(m, n, device="cuda").to(dtype)
+    assert torch.equal(run(out=old.clone(), accumulate=True), (base + old.float()).to(dtype))
+    for gelu, approximate in (("tanh", "tanh"), ("erf", "none")):
+        aux = torch.full((m, n), math.nan, dtype=dtype, device="cuda")
+        before = base + bias.float()
+        want = F.gelu(before.double(), approximate=approximate)
+        got = run(out_dtype=dtype, bias=bias, gelu=gelu, aux=aux)
+        assert torch.equal(aux, before.to(dtype))
+        close = 0.51 * calls.ulp(want, dtype) + 2e-6 * (1 + before.double().abs())
+        assert ((got.double() - want).abs() <= close).all()
+
+        x = torch.randn(m, n, device="cuda").to(dtype)
+        xd = x.double().requires_grad_()
+        F.gelu(xd, approximate=approximate).backward(torch.ones_like(xd))
+        want = base.double() * xd.grad
+        bias_grad = torch.full((n,), math.nan, device="cuda")
+        got = run(out_dtype=dtype, gelu=gelu, gelu_in=x, bias_grad=bias_grad)
+        close = 0.51 * calls.ulp(want, dtype) + 2e-6 * base.double().abs()
+        assert ((got.double() - want).abs() <= close).all()
+        close = 1e-5 * (1 + want.abs().sum(0))
+        assert ((bias_grad.double() - want.sum(0)).abs() <= close).all()
+
+
+def test_rows_of_the_output_may_lie_apart():
+    m, n, k = 300, 264, 256
+    pa, pb = (calls.operand(calls.data(r, k, "gaussian", torch.float32), "e4m3") for r in (m, n))
+    wide = torch.full((m, n + 40), 7.0, dtype=torch.bfloat16, device="cuda")
+    calls.gemm(pa, pb, (m, n, k), out=wide[:, :n])
+    assert torch.equal(wide[:, :n], calls.gemm(pa, pb, (m, n, k)))
+    assert (wide[:, n:] == 7.0).all()
+
+
+def test_two_streams_and_a_graph_give_the_same_bits():
+    m = n = k = 1024
+    pa, pb = (calls.operand(calls.data(m, k, "gaussian", torch.float32, s), "e4m3") for s in (1, 2))
+    want = calls.gemm(pa, pb, (m, n, k))
+    outs = [torch.full_like(want, math.nan) for _ in range(3)]
+    problem = (tuple(map(calls.address, pa)), 0, tuple(map(calls.address, pb)), 0, m, n, k)
+
+    def launch(out):
+        epilogue = (out.data_ptr(), 1, n, False, 0, 0, 0, 0, 0, 0, 0, 0)
+        assert calls.native().gemm(problem, epilogue, 0, 0, -1, calls.stream()) == 0
+
+    torch.cuda.synchronize()
+    for out in outs[:2]:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            launch(out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch(outs[2])
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, want) for out in outs)
