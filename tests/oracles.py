@@ -104,9 +104,9 @@ def half_ulp(v: np.ndarray, dtype: torch.dtype) -> np.ndarray:
 
 def gemm_bound(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """What the fp32 accumulators of b @ a.T may be off, for exact fp64 values a [m, k] and b [n,
-    k].
+    k]. 2^-150 is half of fp32's smallest number: results below its normal range have fewer bits.
     """
-    return (C * a.shape[1] + 2) * 2.0**-24 * (np.abs(b) @ np.abs(a).T)
+    return (C * a.shape[1] + 2) * 2.0**-24 * (np.abs(b) @ np.abs(a).T) + 2.0**-150
 
 
 def assert_gemm(

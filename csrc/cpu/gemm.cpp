@@ -286,6 +286,7 @@ Status pack(Kernel kernel, Role role, const Operand& operand, void* packed, int 
   h.panels_offset = h.wide_offset + wide_bytes(operand.rows);
   float* exponents = static_cast<float*>(at(packed, h.exponents_offset));
   uint8_t* wide_blocks = static_cast<uint8_t*>(at(packed, h.wide_offset));
+  std::memset(wide_blocks, 0, static_cast<size_t>(wide_bytes(operand.rows)));  // padding too
   h.wide = scan_row_exponents(operand, exponents, wide_blocks, threads) ? 1 : 0;
   std::memcpy(packed, &h, sizeof h);
   return impl->pack_panels(role, operand, exponents, at(packed, h.panels_offset), threads);
