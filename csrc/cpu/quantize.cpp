@@ -23,6 +23,7 @@ using quantize_tile::Tile;
 constexpr int64_t kItemRows = 128;
 constexpr int64_t kItemCols = 1024;
 constexpr int64_t kStreamItemCols = 4096;  // memory likes long runs, caches like short ones
+constexpr int64_t kTransposedItem = 512;   // transposed columns make runs both ways
 constexpr int64_t kFlatItem = 64 * 1024;
 constexpr int64_t kStreamBytes = 8 << 20;
 constexpr int64_t kSerialElements = 64 * 1024;  // below, waking threads costs more than they save
@@ -280,6 +281,10 @@ Status quantize(const QuantizeArgs& args) {
   p.stream = wants_stream(args);
   p.item_rows = args.col_sum ? kColSumRows : kItemRows;
   p.item_cols = p.stream ? kStreamItemCols : kItemCols;
+  if (p.stream && args.col_transposed && args.col_codes) {
+    if (!args.col_sum) p.item_rows = kTransposedItem;
+    p.item_cols = kTransposedItem;
+  }
   p.tile_rows = quantize_tile::tile_rows(columns_of(args));
   QuantizeArgs& a = p.a;
   if (a.cols == 1) a.col_stride = 1;

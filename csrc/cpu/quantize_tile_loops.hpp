@@ -76,10 +76,6 @@ void run_part(const Tile& tile) {
     for (int h = 0; h < tile.rows / mx::kBlockSize; ++h) {
       quantize_columns<F>(x + h * mx::kBlockSize, codes + h * mx::kBlockSize, bytes[h], tile.rceil);
     }
-    if (tile.rows < tile_rows(C)) {
-      std::memset(codes[mx::kBlockSize], 0, sizeof(codes) / 2);
-      std::memset(bytes[1], 0, sizeof(bytes[1]));
-    }
     if constexpr (C == Columns::plain) {
       for (int r = 0; r < tile.rows; ++r) {
         std::memcpy(tile.col_codes + r * tile.col_code_stride, codes[r], kTile);
@@ -88,6 +84,10 @@ void run_part(const Tile& tile) {
         std::memcpy(tile.col_scales + h * tile.col_scale_stride, bytes[h], kTile);
       }
     } else {
+      if (tile.rows < kTile) {
+        std::memset(codes[mx::kBlockSize], 0, sizeof(codes) / 2);
+        std::memset(bytes[1], 0, sizeof(bytes[1]));
+      }
       for (int c = 0; c < kTile; ++c) {
         uint8_t* out = tile.col_codes + c * tile.col_code_stride;
         for (int r = 0; r < kTile; ++r) out[r] = codes[r][c];
