@@ -4,7 +4,7 @@
 namespace te_mx::quantize_tile {
 
 Kernel find_avx512_vbmi(DType dtype, Format fmt, bool rows, Columns columns) {
-  return choose(dtype, fmt, rows, columns);
+  return choose<Tiles>(dtype, fmt, rows, columns);
 }
 
 }  // namespace te_mx::quantize_tile

@@ -6,7 +6,7 @@
 
 #include "mxtile/mx/format.hpp"
 #include "mxtile/quant/avx512.hpp"
-#include "quantize.hpp"
+#include "quantize_choose.hpp"
 
 namespace te_mx::quantize_tile {
 namespace {
@@ -269,34 +269,13 @@ void run(const Tile& tile) {
   if (tile.last) q::fence_stores();
 }
 
-template <DType D, class F>
-inline Kernel choose(bool rows, Columns columns) {
-  switch (columns) {
-    case Columns::none:
-      return rows ? run<D, F, true, Columns::none> : run<D, F, false, Columns::none>;
-    case Columns::plain:
-      return rows ? run<D, F, true, Columns::plain> : run<D, F, false, Columns::plain>;
-    default:
-      return rows ? run<D, F, true, Columns::transposed> : run<D, F, false, Columns::transposed>;
+// What choose() picks from.
+struct Tiles {
+  template <DType D, class F, bool Rows, Columns C>
+  static void run(const Tile& tile) {
+    quantize_tile::run<D, F, Rows, C>(tile);
   }
-}
-
-template <class F>
-inline Kernel choose(DType dtype, bool rows, Columns columns) {
-  switch (dtype) {
-    case DType::f32:
-      return choose<DType::f32, F>(rows, columns);
-    case DType::bf16:
-      return choose<DType::bf16, F>(rows, columns);
-    default:
-      return choose<DType::f16, F>(rows, columns);
-  }
-}
-
-inline Kernel choose(DType dtype, Format fmt, bool rows, Columns columns) {
-  return fmt == Format::e4m3 ? choose<mx::E4M3>(dtype, rows, columns)
-                             : choose<mx::E5M2>(dtype, rows, columns);
-}
+};
 
 }  // namespace
 }  // namespace te_mx::quantize_tile
