@@ -76,7 +76,7 @@ def freeze_weights(model: nn.Module, drop_master: bool = False, *, recipe: Any =
         if frozen.dropped:
             continue
         if drop_master:
-            row = quantize_weight(module.weight.detach(), frozen.settings, False)[0]
+            row = quantize_weight(module.weight.detach(), frozen.settings, False, packed=False)[0]
             drop(module, row.codes, row.scales)
         elif frozen.weight is None:
             frozen.weight = standing_weight(module.weight, frozen.settings, False)

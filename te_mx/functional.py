@@ -16,6 +16,7 @@ from te_mx.backends.base import FLOAT_DTYPES, FORMATS, SCALE_RULES
 from te_mx.engine import envelopes
 from te_mx.engine import epilogue as _epilogue
 from te_mx.engine import layout as _layout
+from te_mx.recipe import MAX_SPREAD, check_precision
 from te_mx.tensor import MXTensor, _make
 
 
@@ -87,7 +88,7 @@ def quantize(
     form = None
     if columnwise:
         if columnwise_transposed is None:
-            form = ops.preferred_columnwise(x.device, "a")
+            form = ops.gemm_form(x.device, "adaptive", 0).columnwise
         else:
             form = "transposed" if columnwise_transposed else "plain"
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
@@ -110,6 +111,8 @@ def gemm(
     out_dtype: torch.dtype = torch.bfloat16,
     aux_dtype: torch.dtype | None = None,
     accumulate: bool = False,
+    precision: str = "adaptive",
+    alignment_spread: int = MAX_SPREAD,
 ) -> GemmOutput:
     """Multiply two MXTensors, with what belongs to a layer fused behind it.
 
@@ -143,6 +146,12 @@ def gemm(
         out_dtype: float32, bfloat16 or float16.
         aux_dtype: dtype of aux; that of the result by default.
         accumulate: add to out.
+        precision: matters on Hopper GPUs, whose tensor cores know no block scales; CPUs are always
+            exact. "adaptive" aligns neighbouring scales and multiplies in FP8; "exact" multiplies
+            the exact values in bf16 at about bf16's speed. docs/numerics.md has the errors.
+        alignment_spread: for "adaptive", 0 to 8: scales that differ by at most 2^alignment_spread
+            are aligned; an element moves by at most 2^(alignment_spread - 17.8) of the largest of
+            its block (E4M3).
 
     Returns:
         GemmOutput(out, aux, bias_grad). Sizes may be 0; with k = 0 the product is zeros.
@@ -163,12 +172,14 @@ def gemm(
     _epilogue.check_out(out, n, m, device, out_dtype, accumulate, gelu_in)
     if aux_dtype is not None:
         _epilogue.check_dtype(aux_dtype, "aux_dtype")
-    if device.type == "cpu" and not torch.compiler.is_compiling():
-        kernel = envelopes.select("cpu", n, m, a.k)
-        if kernel == envelopes.panel_kernel("cpu"):
+    check_precision(precision, alignment_spread)
+    mode = ops.Mode(precision, alignment_spread)
+    if device.type in ("cpu", "cuda") and not torch.compiler.is_compiling():
+        kernel = envelopes.select_for(envelopes.problem(device, n, m, a.k, precision))
+        if kernel == envelopes.packing_kernel(device):
             usage_a, usage_b = _layout.USAGES[layout]
-            a = A.packed_operand(usage_a, "a", kernel) or a
-            b = B.packed_operand(usage_b, "b", kernel) or b
+            a = A.standing_operand(usage_a, "a", kernel, mode) or a
+            b = B.standing_operand(usage_b, "b", kernel, mode) or b
     made = ops.gemm_2d(
         a,
         b,
@@ -180,6 +191,7 @@ def gemm(
         out_dtype=out_dtype,
         aux_dtype=aux_dtype,
         accumulate=accumulate,
+        mode=mode,
     )
     bias_grad = made.bias_grad
     if bias_grad is not None and isinstance(bias, Tensor):

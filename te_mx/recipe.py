@@ -11,6 +11,8 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 SCALE_RULES = ("rceil", "floor")
+PRECISIONS = ("adaptive", "exact")
+MAX_SPREAD = 8
 
 
 class FormatRange(NamedTuple):
@@ -43,11 +45,14 @@ class Format(Enum):
 
 class Settings(NamedTuple):
     """What the modules need to know of a recipe: element formats "e4m3" or "e5m2", scale rule
-    "rceil" or "floor"."""
+    "rceil" or "floor", precision "adaptive" or "exact" and the alignment spread that goes with the
+    first."""
 
     fwd_fmt: str
     bwd_fmt: str
     scale_rule: str
+    precision: str = "adaptive"
+    spread: int = MAX_SPREAD
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -63,6 +68,12 @@ class MXFP8BlockScaling:
             the format's largest value and ``emax`` its exponent. ``"rceil"``: ``2^ceil(log2(amax /
             max))``, nothing finite saturates. ``"floor"`` (the OCP text): ``2^(floor(log2(amax)) -
             emax)``, the largest elements may saturate.
+        precision: how GPUs without block-scaled tensor cores multiply (sm_90; CPUs are always
+            exact). ``"adaptive"``: on FP8 tensor cores, after scales of neighbouring blocks were
+            aligned where they differ by at most ``2^alignment_spread``; an element moves by at most
+            ``2^(alignment_spread - 17.8)`` of the largest of its block (E4M3). ``"exact"``:
+            products of the exact values in bf16, at about bf16's speed.
+        alignment_spread: 0 to 8; smaller aligns less, which is more exact and slower.
         margin: must be 0 (block scales follow the data; there is no history to keep a margin for).
         fp8_dpa, fp8_mha: must be False; te_mx has no attention module.
         backward_override: must be None; every GEMM of the backward pass runs in MXFP8.
@@ -81,6 +92,8 @@ class MXFP8BlockScaling:
     backward_override: str | None = None
     enable_2d_quantization: bool = False
     scale_rule: str = "rceil"
+    precision: str = "adaptive"
+    alignment_spread: int = MAX_SPREAD
 
     def __post_init__(self) -> None:
         if not isinstance(self.fp8_format, Format):
@@ -99,6 +112,7 @@ class MXFP8BlockScaling:
                 "MXFP8BlockScaling.scale_rule must be one of "
                 f"{', '.join(map(repr, SCALE_RULES))}, got {self.scale_rule!r}"
             )
+        check_precision(self.precision, self.alignment_spread, "MXFP8BlockScaling.")
         if self.backward_override not in (None, "high_precision", "dequantized"):
             raise ValueError(
                 "MXFP8BlockScaling.backward_override must be None, 'high_precision' or "
@@ -115,7 +129,9 @@ class MXFP8BlockScaling:
     def settings(self) -> Settings:
         """The recipe as the plain tuple that modules and ``torch.compile`` guards read."""
         formats = self.fp8_format.value
-        return Settings(formats.fwd, formats.bwd, self.scale_rule)
+        return Settings(
+            formats.fwd, formats.bwd, self.scale_rule, self.precision, self.alignment_spread
+        )
 
     def __repr__(self) -> str:
         changed = [
@@ -126,6 +142,21 @@ class MXFP8BlockScaling:
         ]
         shown = [f"fp8_format={self.fp8_format.name}", f"scale_rule={self.scale_rule!r}", *changed]
         return f"MXFP8BlockScaling({', '.join(shown)})"
+
+
+def check_precision(precision: str, alignment_spread: int, owner: str = "") -> None:
+    """Raise ValueError or TypeError unless both are values that mean something."""
+    if precision not in PRECISIONS:
+        raise ValueError(
+            f"{owner}precision must be one of {', '.join(map(repr, PRECISIONS))}, got {precision!r}"
+        )
+    if type(alignment_spread) is not int:
+        raise TypeError(f"{owner}alignment_spread must be an int, got {alignment_spread!r}")
+    if not 0 <= alignment_spread <= MAX_SPREAD:
+        raise ValueError(
+            f"{owner}alignment_spread must be 0 to {MAX_SPREAD} (powers of two that neighbouring "
+            f"scales may differ by), got {alignment_spread}"
+        )
 
 
 _ONLY_DEFAULT: tuple[tuple[str, Any, str], ...] = (

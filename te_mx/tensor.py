@@ -55,8 +55,8 @@ class MXTensor:
     _col_codes: Tensor | None
     _col_scales: Tensor | None
     _col_transposed: bool
-    # (usage, role, kernel) -> (versions of codes and scales, packed form from the second use on)
-    _packs: dict[tuple[str, str, str], tuple[tuple[int, int], Tensor | None]]
+    # (usage, role, kernel, mode) -> (versions of codes and scales, form from the second use on)
+    _packs: dict[tuple[str, str, str, ops.Mode], tuple[tuple[int, int], ops.Operand | None]]
 
     def __init__(
         self,
@@ -223,28 +223,30 @@ class MXTensor:
             return None
         return ops.Operand(codes, scales, self._fmt, order)
 
-    def packed_operand(self, usage: str, role: str, kernel: str) -> ops.Operand | None:
-        """As `operand`, with the packed form for side role ("a" or "b") of a kernel once that is
+    def standing_operand(
+        self, usage: str, role: str, kernel: str, mode: ops.Mode
+    ) -> ops.Operand | None:
+        """As `operand`, in the form that a kernel reads as side role ("a" or "b") once that is
         used again.
 
         The first use packs inside the GEMM; the second one says that the tensor stands still, so it
-        keeps the packed form (about 2 bytes an element on CPUs) for all later ones.
+        keeps the packed form (about 2 bytes an element on CPUs, 1 on Hopper) for all later ones.
         """
         operand = self.operand(usage)
         if operand is None:
             return None
         # The version counters notice writes through views of the codes.
         version = (_version(operand.codes), _version(operand.scales))
-        key = (usage, role, kernel)
+        key = (usage, role, kernel, mode)
         kept = self._packs.get(key)
         if kept is None or kept[0] != version:
             self._packs[key] = (version, None)
             return operand
-        packed = kept[1]
-        if packed is None:
-            packed = ops.pack_2d(operand, role)
-            self._packs[key] = (version, packed)
-        return operand._replace(packed=packed)
+        standing = kept[1]
+        if standing is None:
+            standing = ops.standing_2d(operand, role, mode)
+            self._packs[key] = (version, standing)
+        return standing
 
     # ------------------------------------------------------------------------------------- moves,
     # copies

@@ -38,11 +38,9 @@ def calls(monkeypatch):
     made = {"quantize": [], "gemm": []}
     quantize, gemm = autograd_linear.quantize_2d, autograd_linear.gemm_2d
 
-    def record_quantize(x, fmt, *, rowwise, columnwise, scale_rule, col_sum=False):
+    def record_quantize(x, fmt, *, rowwise, columnwise, col_sum=False, **kwargs):
         made["quantize"].append((fmt, *x.shape, rowwise, columnwise is not None, col_sum))
-        return quantize(
-            x, fmt, rowwise=rowwise, columnwise=columnwise, scale_rule=scale_rule, col_sum=col_sum
-        )
+        return quantize(x, fmt, rowwise=rowwise, columnwise=columnwise, col_sum=col_sum, **kwargs)
 
     def record_gemm(a, b, **kwargs):
         made["gemm"].append((b.rows, a.rows, a.k))

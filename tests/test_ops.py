@@ -34,9 +34,18 @@ def sides(a: ops.Operand, b: ops.Operand) -> tuple:
 @pytest.mark.parametrize("columnwise", ["", "plain", "transposed"])
 @pytest.mark.parametrize("rowwise", [True, False])
 @pytest.mark.parametrize("col_sum", [True, False])
-def test_opcheck_quantize(columnwise, rowwise, col_sum):
+@pytest.mark.parametrize("spread", [-1, 8])
+def test_opcheck_quantize(columnwise, rowwise, col_sum, spread):
     for x in (torch.randn(5, 70), torch.randn(70, 5).t(), torch.randn(33, 33, requires_grad=True)):
-        torch.library.opcheck(OPS.quantize, (x, "e4m3", rowwise, columnwise, "rceil", col_sum))
+        arguments = (x, "e4m3", rowwise, columnwise, "rceil", col_sum, spread)
+        torch.library.opcheck(OPS.quantize, arguments)
+
+
+@pytest.mark.parametrize("order", ["k_last", "k_first"])
+@pytest.mark.parametrize("spread", [0, 8])
+def test_opcheck_pack_sm90(order, spread):
+    o = operand(40, 70, order)
+    torch.library.opcheck(OPS.pack_sm90, (o.codes, o.scales, o.fmt, o.order, spread))
 
 
 @pytest.mark.parametrize("order", ["k_last", "k_first"])
@@ -53,7 +62,7 @@ def test_opcheck_gemm(gelu, backward, bias_grad):
     a, b = operand(24, 70), operand(20, 70, "k_first")
     bias = None if backward else torch.randn(24, requires_grad=True)
     gelu_in = torch.randn(20, 24) if backward and gelu else None
-    rest = (bias, gelu, gelu_in, bias_grad)
+    rest = (bias, gelu, gelu_in, bias_grad, "adaptive", 8)
     bf16 = torch.bfloat16
     torch.library.opcheck(OPS.gemm, (*sides(a, b), *rest, bf16, torch.float32, 0))
     out = torch.randn(20, 24)
@@ -250,13 +259,17 @@ def test_implementations_for_other_devices():
     """What devices without a native backend run, here on CPU tensors."""
     x = torch.randn(20, 70)
     for form in ("", "plain", "transposed"):
-        made = ops.quantize._op_other(x, "e4m3", True, form, "rceil", True)
-        expected = ops.quantize._op_cpu(x, "e4m3", True, form, "rceil", True)
+        arguments = (x, "e4m3", True, form, "rceil", True, ops.PLAIN)
+        made = ops.quantize._make_op(ops.quantize._on_other)(*arguments)
+        expected = ops.quantize._make_op(ops.quantize._on_cpu)(*arguments)
         for mine, theirs in zip(made, expected, strict=True):
             torch.testing.assert_close(mine, theirs)
     a, b = operand(24, 70), operand(20, 70)
     for tag in (-1, 4):
-        arguments = (*sides(a, b), None, "tanh", None, "result", torch.float32, torch.float32, tag)
+        arguments = (
+            *sides(a, b), None, "tanh", None, "result", "adaptive", 8, torch.float32, torch.float32,
+            tag,
+        )  # fmt: skip
         for mine, theirs in zip(
             ops.gemm._gemm_other(*arguments), ops.gemm._gemm_cpu(*arguments), strict=True
         ):

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import te_mx
+from te_mx import ops
 from te_mx.engine import envelopes
 
 
@@ -202,8 +203,8 @@ def test_packed_form_is_kept_from_the_second_use_and_never_stale(isa):
     assert torch.equal(te_mx.gemm(w, x).out, expected)  # packs
     assert torch.equal(te_mx.gemm(w, x).out, expected)  # reads the packed form
     kernel = envelopes.panel_kernel("cpu")
-    packed = w._packs["rowwise", "a", kernel][1]
-    assert packed is None or packed.numel() > 0
+    standing = w._packs["rowwise", "a", kernel, ops.Mode()][1]
+    assert standing.packed is None or standing.packed.numel() > 0
     # A write through a view of the codes is noticed.
     w.rowwise_data.view(torch.uint8).zero_()
     assert te_mx.gemm(w, x).out.abs().max() == 0

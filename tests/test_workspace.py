@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def empty_cache():
     workspace.reset()
-    workspace._slots.by_device.clear()
+    workspace._slots.by_place.clear()
     gc.collect()
     yield
     workspace.reset()

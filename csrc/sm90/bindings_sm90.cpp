@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "device.h"
 #include "te_mx/sm90.h"
 
 namespace py = pybind11;
@@ -49,75 +50,117 @@ PYBIND11_MODULE(_sm90, m) {
   m.doc() = "Native Hopper kernels of te_mx: addresses and sizes in, unchecked; a status out.";
   m.attr("SCALE_WORDS") = sm90::kScaleWords;
   m.attr("MAX_SPREAD") = sm90::kMaxSpread;
-  m.def("available", &sm90::available);
+  m.def(
+      "available",
+      [](int device) {
+        const sm90::DeviceScope scope(device);
+        return sm90::available();
+      },
+      py::arg("device") = -1);
   m.def("config_count", &sm90::config_count);
   m.def("config_name", &sm90::config_name);
   m.def("packed_ld", &sm90::packed_ld);
   m.def("packed_scale_words", &sm90::packed_scale_words);
+  // Bytes of codes and scales in one buffer, and where the scales start.
+  m.def("packed_bytes", [](int64_t rows, int64_t k) {
+    const int64_t codes = (rows * sm90::packed_ld(k) + 255) / 256 * 256;
+    const int64_t scales = (sm90::packed_scale_words(rows, k) * 4 + 255) / 256 * 256;
+    return py::make_tuple(codes + scales, codes);
+  });
 
   // x: (address, rows, cols, stride, dtype); row, col: (codes, scales, packed)
-  m.def("quantize", [](const py::tuple& x, int fmt, int rule, const py::tuple& row,
-                       const py::tuple& col, int spread, uintptr_t col_sum, uintptr_t col_sum_ws,
-                       uintptr_t stream) {
-    sm90::QuantizeArgs a{};
-    a.x = ptr<const void>(x[0]);
-    a.rows = x[1].cast<int64_t>(), a.cols = x[2].cast<int64_t>(), a.x_stride = x[3].cast<int64_t>();
-    a.x_dtype = static_cast<DType>(x[4].cast<int>());
-    a.fmt = static_cast<Format>(fmt), a.rule = static_cast<ScaleRule>(rule), a.spread = spread;
-    if (row[2].cast<bool>()) {
-      a.row_packed = packed(row);
-    } else {
-      a.row_codes = ptr<uint8_t>(row[0]), a.row_scales = ptr<uint8_t>(row[1]);
-    }
-    if (col[2].cast<bool>()) {
-      a.col_packed = packed(col);
-    } else {
-      a.col_codes = ptr<uint8_t>(col[0]), a.col_scales = ptr<uint8_t>(col[1]);
-    }
-    a.col_sum = reinterpret_cast<float*>(col_sum),
-    a.col_sum_ws = reinterpret_cast<float*>(col_sum_ws);
-    a.stream = reinterpret_cast<void*>(stream);
-    return static_cast<int>(sm90::quantize(a));
-  });
+  m.def(
+      "quantize",
+      [](const py::tuple& x, int fmt, int rule, const py::tuple& row, const py::tuple& col,
+         int spread, uintptr_t col_sum, uintptr_t col_sum_ws, uintptr_t stream, int device) {
+        sm90::QuantizeArgs a{};
+        a.x = ptr<const void>(x[0]);
+        a.rows = x[1].cast<int64_t>(), a.cols = x[2].cast<int64_t>();
+        a.x_stride = x[3].cast<int64_t>(), a.x_dtype = static_cast<DType>(x[4].cast<int>());
+        a.fmt = static_cast<Format>(fmt), a.rule = static_cast<ScaleRule>(rule), a.spread = spread;
+        if (row[2].cast<bool>()) {
+          a.row_packed = packed(row);
+        } else {
+          a.row_codes = ptr<uint8_t>(row[0]), a.row_scales = ptr<uint8_t>(row[1]);
+        }
+        if (col[2].cast<bool>()) {
+          a.col_packed = packed(col);
+        } else {
+          a.col_codes = ptr<uint8_t>(col[0]), a.col_scales = ptr<uint8_t>(col[1]);
+        }
+        a.col_sum = reinterpret_cast<float*>(col_sum);
+        a.col_sum_ws = reinterpret_cast<float*>(col_sum_ws);
+        a.stream = reinterpret_cast<void*>(stream);
+        const sm90::DeviceScope scope(device);
+        return static_cast<int>(sm90::quantize(a));
+      },
+      py::arg("x"), py::arg("fmt"), py::arg("rule"), py::arg("row"), py::arg("col"),
+      py::arg("spread"), py::arg("col_sum"), py::arg("col_sum_ws"), py::arg("stream"),
+      py::arg("device") = -1);
 
-  m.def("pack", [](uintptr_t codes, uintptr_t scales, int64_t rows, int64_t k, int fmt, int spread,
-                   uintptr_t out_codes, uintptr_t out_scales, uintptr_t stream) {
-    const sm90::PackArgs a{
-        reinterpret_cast<const uint8_t*>(codes),
-        reinterpret_cast<const uint8_t*>(scales),
-        rows,
-        k,
-        static_cast<Format>(fmt),
-        spread,
-        {reinterpret_cast<uint8_t*>(out_codes), reinterpret_cast<uint32_t*>(out_scales)},
-        reinterpret_cast<void*>(stream)};
-    return static_cast<int>(sm90::pack(a));
-  });
+  m.def(
+      "pack",
+      [](uintptr_t codes, uintptr_t scales, int64_t rows, int64_t k, bool k_first, int fmt,
+         int spread, uintptr_t out_codes, uintptr_t out_scales, uintptr_t stream, int device) {
+        if (k_first) return static_cast<int>(Status::unsupported);
+        const sm90::PackArgs a{
+            reinterpret_cast<const uint8_t*>(codes),
+            reinterpret_cast<const uint8_t*>(scales),
+            rows,
+            k,
+            static_cast<Format>(fmt),
+            spread,
+            {reinterpret_cast<uint8_t*>(out_codes), reinterpret_cast<uint32_t*>(out_scales)},
+            reinterpret_cast<void*>(stream)};
+        const sm90::DeviceScope scope(device);
+        return static_cast<int>(sm90::pack(a));
+      },
+      py::arg("codes"), py::arg("scales"), py::arg("rows"), py::arg("k"), py::arg("k_first"),
+      py::arg("fmt"), py::arg("spread"), py::arg("out_codes"), py::arg("out_scales"),
+      py::arg("stream"), py::arg("device") = -1);
 
-  m.def("dequantize",
-        [](uintptr_t codes, uintptr_t scales, int64_t rows, int64_t cols, bool blocks_along_rows,
-           int fmt, int out_dtype, uintptr_t out, uintptr_t stream) {
-          const sm90::DequantizeArgs a{reinterpret_cast<const uint8_t*>(codes),
-                                       reinterpret_cast<const uint8_t*>(scales),
-                                       rows,
-                                       cols,
-                                       blocks_along_rows,
-                                       static_cast<Format>(fmt),
-                                       static_cast<DType>(out_dtype),
-                                       reinterpret_cast<void*>(out),
-                                       reinterpret_cast<void*>(stream)};
-          return static_cast<int>(sm90::dequantize(a));
-        });
+  m.def(
+      "dequantize",
+      [](uintptr_t codes, uintptr_t scales, int64_t rows, int64_t cols, bool blocks_along_rows,
+         int fmt, int out_dtype, uintptr_t out, uintptr_t stream, int device) {
+        const sm90::DequantizeArgs a{reinterpret_cast<const uint8_t*>(codes),
+                                     reinterpret_cast<const uint8_t*>(scales),
+                                     rows,
+                                     cols,
+                                     blocks_along_rows,
+                                     static_cast<Format>(fmt),
+                                     static_cast<DType>(out_dtype),
+                                     reinterpret_cast<void*>(out),
+                                     reinterpret_cast<void*>(stream)};
+        const sm90::DeviceScope scope(device);
+        return static_cast<int>(sm90::dequantize(a));
+      },
+      py::arg("codes"), py::arg("scales"), py::arg("rows"), py::arg("cols"),
+      py::arg("blocks_along_rows"), py::arg("fmt"), py::arg("out_dtype"), py::arg("out"),
+      py::arg("stream"), py::arg("device") = -1);
 
-  m.def("workspace_bytes", [](const py::tuple& problem, const py::tuple& epilogue, int config) {
-    return sm90::workspace_bytes(gemm_args(problem, epilogue, 0, 0, config, 0));
-  });
-  m.def("chosen_config", [](const py::tuple& problem, const py::tuple& epilogue) {
-    return sm90::chosen_config(gemm_args(problem, epilogue, 0, 0, -1, 0));
-  });
-  m.def("gemm", [](const py::tuple& problem, const py::tuple& epilogue, uintptr_t workspace,
-                   int64_t workspace_bytes, int config, uintptr_t stream) {
-    return static_cast<int>(
-        sm90::gemm(gemm_args(problem, epilogue, workspace, workspace_bytes, config, stream)));
-  });
+  m.def(
+      "workspace_bytes",
+      [](const py::tuple& problem, const py::tuple& epilogue, int config, int device) {
+        const sm90::DeviceScope scope(device);
+        return sm90::workspace_bytes(gemm_args(problem, epilogue, 0, 0, config, 0));
+      },
+      py::arg("problem"), py::arg("epilogue"), py::arg("config") = -1, py::arg("device") = -1);
+  m.def(
+      "chosen_config",
+      [](const py::tuple& problem, const py::tuple& epilogue, int device) {
+        const sm90::DeviceScope scope(device);
+        return sm90::chosen_config(gemm_args(problem, epilogue, 0, 0, -1, 0));
+      },
+      py::arg("problem"), py::arg("epilogue"), py::arg("device") = -1);
+  m.def(
+      "gemm",
+      [](const py::tuple& problem, const py::tuple& epilogue, uintptr_t workspace,
+         int64_t workspace_bytes, int config, uintptr_t stream, int device) {
+        const sm90::DeviceScope scope(device);
+        return static_cast<int>(
+            sm90::gemm(gemm_args(problem, epilogue, workspace, workspace_bytes, config, stream)));
+      },
+      py::arg("problem"), py::arg("epilogue"), py::arg("workspace"), py::arg("workspace_bytes"),
+      py::arg("config"), py::arg("stream"), py::arg("device") = -1);
 }

@@ -18,7 +18,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from te_mx.ops import Operand, QuantizedParts, gemm_2d, pack_2d, preferred_columnwise, quantize_2d
+from te_mx.ops import (
+    PLAIN,
+    GemmForm,
+    Mode,
+    Operand,
+    QuantizedParts,
+    gemm_2d,
+    gemm_form,
+    quantize_2d,
+    standing_2d,
+)
 from te_mx.recipe import Settings
 
 FPROP, DGRAD, WGRAD = 0, 1, 2
@@ -41,33 +51,56 @@ class StandingWeight(NamedTuple):
 
     def serves(self, settings: Settings, device: torch.device, need_col: bool) -> bool:
         """Whether a call with these settings on this device would quantize to the same."""
+        mine = self.settings
         return (
             (self.col is not None or not need_col)
             and self.row.codes.device == device
-            and self.settings.fwd_fmt == settings.fwd_fmt
-            and self.settings.scale_rule == settings.scale_rule
+            and mine.fwd_fmt == settings.fwd_fmt
+            and mine.scale_rule == settings.scale_rule
+            # Operands that are plain serve every precision.
+            and (self.row.order != "sm90" or mode_of(mine) == mode_of(settings))
         )
 
 
-def row_operand(q: QuantizedParts, fmt: str) -> Operand:
+def mode_of(settings: Settings) -> Mode:
+    """How the GEMMs multiply on GPUs."""
+    return Mode(settings.precision, settings.spread)
+
+
+def form_of(device: torch.device, settings: Settings) -> GemmForm:
+    """What to ask the quantizer for."""
+    return gemm_form(device, settings.precision, settings.spread)
+
+
+def row_operand(q: QuantizedParts, fmt: str, form: GemmForm) -> Operand:
     """The rowwise part of a quantized tensor: its reduction runs over the columns."""
-    return Operand(q.row_codes, q.row_scales, fmt, "k_last")  # type: ignore[arg-type]
+    order = "sm90" if form.spread >= 0 else "k_last"
+    return Operand(q.row_codes, q.row_scales, fmt, order)  # type: ignore[arg-type]
 
 
-def col_operand(q: QuantizedParts, fmt: str, form: str) -> Operand:
+def col_operand(q: QuantizedParts, fmt: str, form: GemmForm) -> Operand:
     """The columnwise part, whose reduction runs over the rows of what was quantized."""
-    order = "k_first" if form == "plain" else "k_last"
+    plain = "k_first" if form.columnwise == "plain" else "k_last"
+    order = "sm90" if form.spread >= 0 else plain
     return Operand(q.col_codes, q.col_scales, fmt, order)  # type: ignore[arg-type]
 
 
 def quantize_weight(
-    weight_NK: Tensor, settings: Settings, need_col: bool
+    weight_NK: Tensor, settings: Settings, need_col: bool, packed: bool = True
 ) -> tuple[Operand, Operand | None]:
-    """One read of the weight: its operand for fprop, and the one for dgrad if `need_col`."""
+    """One read of the weight: its operand for fprop, and the one for dgrad if `need_col`.
+
+    packed=False gives plain codes and scales on every device.
+    """
     fmt, rule = settings.fwd_fmt, settings.scale_rule
-    form = preferred_columnwise(weight_NK.device, "a") if need_col else None
-    q = quantize_2d(weight_NK, fmt, rowwise=True, columnwise=form, scale_rule=rule)
-    return row_operand(q, fmt), None if form is None else col_operand(q, fmt, form)
+    form = form_of(weight_NK.device, settings)
+    if not packed:
+        form = form._replace(spread=PLAIN)
+    col = form.columnwise if need_col else None
+    q = quantize_2d(
+        weight_NK, fmt, rowwise=True, columnwise=col, scale_rule=rule, spread=form.spread
+    )
+    return row_operand(q, fmt, form), col_operand(q, fmt, form) if need_col else None
 
 
 def standing_weight(weight_NK: Tensor, settings: Settings, need_col: bool) -> StandingWeight:
@@ -75,9 +108,9 @@ def standing_weight(weight_NK: Tensor, settings: Settings, need_col: bool) -> St
     # Made outside of inference_mode, because a training step may use it later.
     with torch.inference_mode(False), torch.no_grad():
         row, col = quantize_weight(weight_NK, settings, need_col)
-        row = row._replace(packed=pack_2d(row, "a"))
+        row = standing_2d(row, "a", mode_of(settings))
         if col is not None:
-            col = col._replace(packed=pack_2d(col, "a"))
+            col = standing_2d(col, "a", mode_of(settings))
     return StandingWeight(settings, row, col)
 
 
@@ -107,15 +140,22 @@ class LinearFunction(torch.autograd.Function):
     ) -> Tensor:
         need_dx, need_dw = ctx.needs_input_grad[:2]
         fmt, rule = settings.fwd_fmt, settings.scale_rule
-        form = preferred_columnwise(x.device, "a") if need_dw else None
-        q = quantize_2d(flatten(x), fmt, rowwise=True, columnwise=form, scale_rule=rule)
+        form = form_of(x.device, settings)
+        columnwise = form.columnwise if need_dw else None
+        q = quantize_2d(
+            flatten(x), fmt, rowwise=True, columnwise=columnwise, scale_rule=rule,
+            spread=form.spread,
+        )  # fmt: skip
         if standing is None:
             w_row, w_col = quantize_weight(weight_NK, settings, need_dx)
         else:
             w_row, w_col = standing.row, standing.col
-        y_MN = gemm_2d(w_row, row_operand(q, fmt), bias=bias_N, out_dtype=out_dtype, tag=tag).out
+        y_MN = gemm_2d(
+            w_row, row_operand(q, fmt, form), bias=bias_N, out_dtype=out_dtype, tag=tag,
+            mode=mode_of(settings),
+        ).out  # fmt: skip
 
-        x_col = None if form is None else col_operand(q, fmt, form)
+        x_col = col_operand(q, fmt, form) if need_dw else None
         w_col = w_col if need_dx else None
         ctx.save_for_backward(*_tensors(x_col), *_tensors(w_col))
         ctx.x_order = None if x_col is None else x_col.order
@@ -146,17 +186,23 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         db_N = g_MN.sum(0, dtype=torch.float32).to(bias_dtype)
         return None, None, db_N, None, None, None, None
 
-    form = preferred_columnwise(grad.device, "b") if need_dw else None
-    q = quantize_2d(g_MN, fmt, rowwise=need_dx, columnwise=form, scale_rule=rule, col_sum=need_db)
+    form, mode = form_of(grad.device, settings), mode_of(settings)
+    columnwise = form.columnwise if need_dw else None
+    q = quantize_2d(
+        g_MN, fmt, rowwise=need_dx, columnwise=columnwise, scale_rule=rule, col_sum=need_db,
+        spread=form.spread,
+    )  # fmt: skip
     if need_dx:
         w_col = _operand(saved[3:], settings.fwd_fmt, ctx.w_order)
         tag_dx = tag + DGRAD if tag >= 0 else -1
-        dx_MK = gemm_2d(w_col, row_operand(q, fmt), out_dtype=x_dtype, tag=tag_dx).out
+        g_row = row_operand(q, fmt, form)
+        dx_MK = gemm_2d(w_col, g_row, out_dtype=x_dtype, tag=tag_dx, mode=mode).out
         dx = dx_MK.view(ctx.x_shape)
-    if form is not None:
+    if need_dw:
         x_col = _operand(saved[:3], settings.fwd_fmt, ctx.x_order)
         tag_dw = tag + WGRAD if tag >= 0 else -1
-        dw_NK = gemm_2d(x_col, col_operand(q, fmt, form), out_dtype=w_dtype, tag=tag_dw).out
+        g_col = col_operand(q, fmt, form)
+        dw_NK = gemm_2d(x_col, g_col, out_dtype=w_dtype, tag=tag_dw, mode=mode).out
     if q.col_sum is not None:
         db_N = q.col_sum.to(bias_dtype)
     return dx, dw_NK, db_N, None, None, None, None
@@ -213,6 +259,12 @@ def infer(
 ) -> Tensor:
     """x [..., K] -> [..., N] on a quantized weight, without autograd."""
     fmt, rule = settings.fwd_fmt, settings.scale_rule
-    q = quantize_2d(flatten(x), fmt, rowwise=True, columnwise=None, scale_rule=rule)
-    y_MN = gemm_2d(w_row, row_operand(q, fmt), bias=bias_N, out_dtype=out_dtype, tag=tag).out
+    form = form_of(x.device, settings)
+    q = quantize_2d(
+        flatten(x), fmt, rowwise=True, columnwise=None, scale_rule=rule, spread=form.spread
+    )
+    y_MN = gemm_2d(
+        w_row, row_operand(q, fmt, form), bias=bias_N, out_dtype=out_dtype, tag=tag,
+        mode=mode_of(settings),
+    ).out  # fmt: skip
     return unflatten(y_MN, x)

@@ -39,7 +39,8 @@ FORMATS = {
 }
 SCALE_RULES = {"rceil": 0, "floor": 1}
 COLUMNWISE_FORMS = ("plain", "transposed")
-ORDERS = ("k_last", "k_first")
+ORDERS = ("k_last", "k_first", "sm90")
+PLAIN = -1  # in place of a spread: plain MX, not packed for sm_90
 GELUS = {"tanh": 1, "erf": 2}
 BIAS_GRADS = {"operand": 1, "result": 2}
 FLOAT_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -50,7 +51,8 @@ class QuantizedParts(NamedTuple):
 
     row_codes [rows, cols], row_scales [rows, ceil(cols/32)];
     col_codes [rows, cols], col_scales [ceil(rows/32), cols] ("plain"), or
-    col_codes [cols, rows], col_scales [cols, ceil(rows/32)] ("transposed");
+    col_codes [cols, rows], col_scales [cols, ceil(rows/32)] ("transposed"), or both directions
+    as operands of order "sm90" ([rows, cols] and [cols, rows]);
     col_sum fp32 [cols]: the sum of x over its rows.
     """
 
@@ -66,6 +68,8 @@ class Operand(NamedTuple):
 
     order "k_last": codes [rows, k], scales [rows, ceil(k/32)]. order "k_first": codes [k, rows],
     scales [ceil(k/32), rows]. `packed` is what `ops.pack_2d` made of the same codes, or None.
+    order "sm90": packed for Hopper, see backends/sm90_layout.py: codes [rows, k] with rows a
+    multiple of 16 bytes apart, scales int32 [ceil(k/128), tiles, 132].
     """
 
     codes: Tensor
@@ -76,11 +80,11 @@ class Operand(NamedTuple):
 
     @property
     def rows(self) -> int:
-        return self.codes.shape[0 if self.order == "k_last" else 1]
+        return self.codes.shape[1 if self.order == "k_first" else 0]
 
     @property
     def k(self) -> int:
-        return self.codes.shape[1 if self.order == "k_last" else 0]
+        return self.codes.shape[0 if self.order == "k_first" else 1]
 
 
 class Epilogue(NamedTuple):

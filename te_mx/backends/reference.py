@@ -21,6 +21,7 @@ from te_mx.backends.base import (
     QuantizedParts,
     blocks,
 )
+from te_mx.backends.sm90_layout import packed_values
 
 NAN_CODE, NAN_SCALE = 0x7F, 255
 _IMPLICIT_BIT, _MANTISSA, _INF = 1 << 23, (1 << 23) - 1, 0x7F800000
@@ -195,7 +196,17 @@ def gemm(
     multiplied by torch.mm without TF32; numbers more than 2^100 below the largest of their row may
     then be lost.
     """
-    value = matmul(a, b)
+    bias_grad = None
+    if epilogue.bias_grad == "operand":
+        bias_grad = _values(b).sum(1).to(torch.float32)
+    return finish(matmul(a, b), bias_grad, epilogue, out, aux)
+
+
+@torch.no_grad()
+def finish(
+    value: Tensor, bias_grad: Tensor | None, epilogue: Epilogue, out: Tensor, aux: Tensor | None
+) -> Tensor | None:
+    """The epilogue of fp32 sums `value` [n, m]; bias_grad is the one of the operand, if asked."""
     if epilogue.bias is not None:
         value = value + epilogue.bias.to(torch.float32)
     if aux is not None:
@@ -206,10 +217,7 @@ def gemm(
         value = torch.ops.aten.gelu_backward(value, gelu_in, approximate=approximate)
     elif epilogue.gelu is not None:
         value = torch.nn.functional.gelu(value, approximate=approximate)
-    bias_grad = None
-    if epilogue.bias_grad == "operand":
-        bias_grad = _values(b).sum(1).to(torch.float32)
-    elif epilogue.bias_grad == "result":
+    if epilogue.bias_grad == "result":
         bias_grad = value.sum(0)
     if epilogue.accumulate:
         value = value + out.to(torch.float32)
@@ -219,8 +227,8 @@ def gemm(
 
 def matmul(a: Operand, b: Operand) -> Tensor:
     """fp32 b @ a^T of two operands, without an epilogue."""
-    if a.codes.device.type == "cpu":
-        return torch.mm(_values(b), _values(a).t()).to(torch.float32)
+    if a.codes.device.type == "cpu" or "sm90" in (a.order, b.order):
+        return torch.mm(_values(b).double(), _values(a).double().t()).to(torch.float32)
     return relative_matmul(a, b)
 
 
@@ -241,8 +249,10 @@ def _values(operand: Operand) -> Tensor:
     """Exact values [rows, k], contiguous whatever the order, so that every layout runs the same
     torch.mm.
 
-    fp64 on the CPU, fp32 elsewhere.
+    fp64 on the CPU and for operands packed for Hopper, fp32 elsewhere.
     """
+    if operand.order == "sm90":
+        return packed_values(operand, operand.k, operand.fmt)
     dtype = torch.float64 if operand.codes.device.type == "cpu" else torch.float32
     values = dequantize(operand.codes, operand.scales, operand.fmt, operand.order, dtype)
     return values if operand.order == "k_last" else values.t().contiguous()

@@ -29,7 +29,7 @@ subnormal, by at most half the smallest code, 2^-10 * 2^(E - 127) in E4M3, where
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -52,6 +52,19 @@ class PackedOperand(NamedTuple):
 
     codes: Tensor
     scales: Tensor
+
+    def operand_parts(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes without the padding of their rows, in the shape of `like` [R, K], and scales."""
+        return self.codes[:, : like.shape[1]], self.scales
+
+
+class HasPacked(Protocol):
+    """A PackedOperand, or a backends.base.Operand of order "sm90"."""
+
+    @property
+    def codes(self) -> Tensor: ...
+    @property
+    def scales(self) -> Tensor: ...
 
 
 def packed_shapes(rows: int, k: int) -> tuple[tuple[int, int], tuple[int, int, int]]:
@@ -158,13 +171,13 @@ def pack(codes: Tensor, scales: Tensor, fmt: str, spread: int = DEFAULT_SPREAD) 
     return PackedOperand(out_codes, words.to(torch.int32))
 
 
-def classes(packed: PackedOperand) -> Tensor:
+def classes(packed: HasPacked) -> Tensor:
     """uint8 [T, S]: the class of every tile."""
     tiles = -(-packed.codes.shape[0] // TILE)
     return packed.scales[:, :tiles, TILE].t().to(torch.uint8).contiguous()
 
 
-def packed_values(packed: PackedOperand, k: int, fmt: str) -> Tensor:
+def packed_values(packed: HasPacked, k: int, fmt: str) -> Tensor:
     """fp64 [R, K]: what the GEMM multiplies, including the rounding of shifted codes."""
     rows = packed.codes.shape[0]
     steps = packed.scales.shape[0]

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from te_mx.backends import cpu
+import torch
+
+from te_mx.backends import cpu, sm90
 
 STREAM_MAX_ROWS = 16
 REFERENCE, ZERO_SIZE = "reference", "zero_size"
@@ -24,6 +26,8 @@ class Problem(NamedTuple):
     n: int
     m: int
     k: int
+    precision: str = "adaptive"
+    gpu: int = -1  # index of the CUDA device
 
 
 class Kernel(NamedTuple):
@@ -57,6 +61,20 @@ def _cpu(problem: Problem) -> str | None:
     return None if problem.isa >= 0 else "needs the native module"
 
 
+def _hopper(name: str, precision: str) -> Kernel:
+    """A Hopper kernel: any shape, any order, one precision."""
+
+    def declines(problem: Problem) -> str | None:
+        if problem.device != "cuda":
+            return f"runs on CUDA, the operands are on {problem.device}"
+        reason = sm90.problem(problem.gpu)
+        if reason is None and problem.precision != precision:
+            reason = f"is for precision {precision!r}, this asks for {problem.precision!r}"
+        return reason
+
+    return Kernel(name, "cuda", declines)
+
+
 def _level(name: str, level: str, problem: Problem) -> str | None:
     if cpu.kernel_available(name):
         return None
@@ -78,14 +96,24 @@ KERNELS: tuple[Kernel, ...] = (
     _panel("avx2_f32", "avx2"),
     _stream("portable_stream", "portable"),
     _panel("portable_f32", "portable"),
+    _hopper(sm90.ADAPTIVE, "adaptive"),
+    _hopper(sm90.EXACT, "exact"),
 )
 
 _chosen: dict[tuple[str, int, bool], str] = {}
+_chosen_gpu: dict[tuple[int, str], str] = {}
 
 
-def problem(device: str, n: int, m: int, k: int) -> Problem:
+def problem(
+    device: torch.device | str, n: int, m: int, k: int, precision: str = "adaptive"
+) -> Problem:
     """The problem at the level in use now."""
-    return Problem(device, cpu.isa() if device == "cpu" else -1, n, m, k)
+    device = torch.device(device)
+    kind, index = device.type, device.index
+    if kind == "cuda" and index is None:
+        index = torch.cuda.current_device()
+    isa = cpu.isa() if kind == "cpu" else -1
+    return Problem(kind, isa, n, m, k, precision, -1 if index is None else index)
 
 
 def select(device: str, n: int, m: int, k: int) -> str:
@@ -99,6 +127,26 @@ def select(device: str, n: int, m: int, k: int) -> str:
         name = choose(Problem(device, isa, n, m, k))[0]
         _chosen[key] = name
     return name
+
+
+def select_gpu(index: int, n: int, m: int, k: int, precision: str) -> str:
+    """As `select`, on a CUDA device."""
+    if n == 0 or m == 0 or k == 0:
+        return ZERO_SIZE
+    key = (index, precision)
+    name = _chosen_gpu.get(key)
+    if name is None:
+        name = choose(Problem("cuda", -1, n, m, k, precision, index))[0]
+        _chosen_gpu[key] = name
+    return name
+
+
+def select_for(problem: Problem) -> str:
+    """Name of the kernel of a problem on any device."""
+    _, _, n, m, k, precision, gpu = problem
+    if problem.device == "cuda":
+        return select_gpu(gpu, n, m, k, precision)
+    return select(problem.device, n, m, k)
 
 
 def choose(problem: Problem) -> tuple[str, list[tuple[str, str]]]:
@@ -115,3 +163,10 @@ def choose(problem: Problem) -> tuple[str, list[tuple[str, str]]]:
 def panel_kernel(device: str) -> str:
     """The kernel that operands are packed for on a device: the one that large problems run on."""
     return select(device, STREAM_MAX_ROWS + 1, 1, 1)
+
+
+def packing_kernel(device: torch.device) -> str:
+    """The kernel of a device that gains from operands packed before: "" without one."""
+    if device.type == "cpu":
+        return panel_kernel("cpu")
+    return sm90.ADAPTIVE if device.type == "cuda" else ""

@@ -8,7 +8,10 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from te_mx.backends import cpu
+import torch
+
+from te_mx.backends import cpu, sm90, sm90_layout
+from te_mx.backends.base import Operand
 from te_mx.engine import envelopes, layout
 
 # Kernel that the last GEMM with a tag ran on; `te_mx.audit` reads it. One entry a tag, written
@@ -60,6 +63,9 @@ def explain(
     n: int | None = None,
     k: int | None = None,
     device: Any = None,
+    precision: str = "adaptive",
+    alignment_spread: int = sm90_layout.DEFAULT_SPREAD,
+    classes: bool = False,
 ) -> Explanation:
     """Say which kernel `te_mx.gemm(A, B, layout)` runs on, and why every other one declines.
 
@@ -71,19 +77,29 @@ def explain(
         layout: "TN", "NN" or "NT".
         m, n, k: sizes, when A and B are not given.
         device: device of the problem without tensors; the CPU by default.
+        precision, alignment_spread: as for `te_mx.gemm`; they matter on Hopper GPUs.
+        classes: also count the tiles of A and B by what aligning their scales makes of them
+            (docs/numerics.md): it needs the tensors, works on every device and waits for it.
 
     Raises:
         ValueError: neither two tensors nor three sizes, or an unknown layout, or operands that do
             not fit.
     """
-    problem = _problem(A, B, layout, m, n, k, device)
+    problem, sides = _problem(A, B, layout, m, n, k, device, precision)
+    counted = ""
+    if classes:
+        if not sides:
+            raise ValueError("classes=True counts tiles of tensors; pass A and B")
+        counted = "; ".join(
+            f"{side} has {_count(operand, alignment_spread)}" for side, operand in sides.items()
+        )
     text = (
         f"D[{problem.n}, {problem.m}], k {problem.k}, {layout}, {problem.device}"
         if problem.device != "cpu" or problem.isa < 0
         else f"D[{problem.n}, {problem.m}], k {problem.k}, {layout}, cpu at level "
         f"{cpu.ISA_LEVELS[problem.isa]}"
     )
-    kernel = envelopes.select(problem.device, problem.n, problem.m, problem.k)
+    kernel = envelopes.select_for(problem)
     if kernel == envelopes.ZERO_SIZE:
         why = "there is nothing to multiply: the epilogue of zeros"
         return Explanation(text, kernel, tuple((other.name, why) for other in envelopes.KERNELS))
@@ -92,27 +108,48 @@ def explain(
         for other in envelopes.KERNELS
         if other.name != kernel
     ]
+    notes = [counted] if counted else []
     if kernel == envelopes.REFERENCE:
-        reason = cpu.missing_reason() if problem.device == "cpu" else None
-        return Explanation(text, kernel, tuple(declined), reason or "")
-    declined.append((envelopes.REFERENCE, "only runs what no native kernel takes"))
-    note = (
-        f"32-row blocks with a row whose scales span more than 2^{cpu.WIDE_SPREAD} run on wide_f64"
-    )
-    return Explanation(text, kernel, tuple(declined), note)
+        if problem.device == "cpu":
+            notes.append(cpu.missing_reason() or "")
+    else:
+        declined.append((envelopes.REFERENCE, "only runs what no native kernel takes"))
+        if problem.device == "cpu":
+            notes.append(
+                f"32-row blocks with a row whose scales span more than 2^{cpu.WIDE_SPREAD} run on "
+                "wide_f64"
+            )
+        elif kernel == sm90.ADAPTIVE:
+            notes.append(
+                f"scales of tiles of 128 x 128 are aligned where they differ by at most "
+                f"2^{alignment_spread}; docs/numerics.md has the error"
+            )
+    return Explanation(text, kernel, tuple(declined), "; ".join(filter(None, notes)))
 
 
 def _problem(
     A: Any, B: Any, name: str, m: int | None, n: int | None, k: int | None, device: Any,
-) -> envelopes.Problem:  # fmt: skip
+    precision: str,
+) -> tuple[envelopes.Problem, dict[str, Operand]]:  # fmt: skip
     if A is not None and B is not None:
         a, b = layout.operands(A, B, name)
-        return envelopes.problem(a.codes.device.type, b.rows, a.rows, a.k)
+        made = envelopes.problem(a.codes.device, b.rows, a.rows, a.k, precision)
+        return made, {"A": a, "B": b}
     if A is not None or B is not None or m is None or n is None or k is None:
         raise ValueError(
             "explain needs two MXTensors (A and B) or three sizes (m, n and k), got "
             f"A={A is not None}, B={B is not None}, m={m}, n={n}, k={k}"
         )
     layout.check_layout(name)
-    kind = "cpu" if device is None else layout.device_type(device)
-    return envelopes.problem(kind, n, m, k)
+    where = torch.device("cpu" if device is None else device)
+    return envelopes.problem(where, n, m, k, precision), {}
+
+
+def _count(operand: Operand, spread: int) -> str:
+    codes, scales = operand.codes, operand.scales
+    if operand.order == "k_first":
+        codes, scales = codes.t(), scales.t()
+    found = sm90_layout.classes(sm90_layout.pack(codes, scales, operand.fmt, spread))
+    counts = torch.bincount(found.flatten().int(), minlength=4).tolist()
+    words = zip(("tile-shared", "row-shared", "spread", "far"), counts, strict=True)
+    return ", ".join(f"{count} {word}" for word, count in words if count) + " tiles"

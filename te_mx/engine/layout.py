@@ -12,11 +12,12 @@ is k_first, and the kernels take both orders. Bits of the result do not depend o
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from te_mx.backends.base import Operand
+from te_mx.backends import sm90
+from te_mx.backends.base import PLAIN, Operand
 
 USAGES = {
     "TN": ("rowwise", "rowwise"),
@@ -67,15 +68,33 @@ def _k_is(usage: str) -> str:
     return "[., k]" if usage == "rowwise" else "[k, .]"
 
 
-def preferred_columnwise(device: torch.device | str, role: str) -> str:
-    """How a columnwise copy should lie for the GEMM of a device: "plain" or "transposed".
+class GemmForm(NamedTuple):
+    """What to ask the quantizer for, so that a device's GEMM takes the operands as they are.
 
-    role is "a" or "b", the side of the GEMM. The CPU's packing reads both orders equally well, and
-    plain is the cheaper one to write.
+    columnwise: "plain" or "transposed". spread: PLAIN for plain MX, else pack for Hopper with it.
     """
-    return "plain"
+
+    columnwise: str
+    spread: int
 
 
-def device_type(device: torch.device | str) -> str:
-    """ "cpu", "cuda", ... of a device or its name."""
-    return torch.device(device).type
+def gemm_form(device: torch.device | str, precision: str, spread: int) -> GemmForm:
+    """The form of operands for a device at a precision and an alignment spread.
+
+    The CPU's packing reads both orders equally well, and plain is the cheaper one to write. The
+    adaptive kernel of Hopper reads packed operands, the exact one any order.
+    """
+    device = torch.device(device)
+    if device.type == "cuda" and on_hopper(device):
+        return GemmForm("transposed", spread if precision == "adaptive" else PLAIN)
+    return GemmForm("plain", PLAIN)
+
+
+def on_hopper(device: torch.device) -> bool:
+    """Whether the native Hopper kernels run on a CUDA device."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return sm90.problem(index) is None
+
+
+# What a device is does not change: Dynamo may call it while tracing and keep the answer.
+on_hopper._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,13 +1,17 @@
-"""Scratch memory of GEMMs: one cache of buffers, one for every (device, thread) on the CPU.
+"""Scratch memory of GEMMs: one cache of buffers, one for every (device, thread) on the CPU and for
+every (device, stream, thread) on CUDA.
 
 Contract:
 - The size of a workspace comes from the backend's `workspace_bytes` query alone; there is no second
   formula.
 - A buffer grows to exactly the largest need (in pages). Only past `EXACT_UP_TO` it grows by a
   quarter at least, so that a slowly rising need does not reallocate at every call.
-- A caller holds the tensor that `acquire` returned until its kernel has ended, so growth, `reset`
-  or a re-entrant call never frees memory under a running kernel. A backend with asynchronous
-  kernels must keep a replaced buffer alive until the stream has passed it: override `Slot.retire`.
+- A caller holds the tensor that `acquire` returned until its kernel has ended or is enqueued, so
+  growth, `reset` or a re-entrant call never frees memory under a running CPU kernel.
+- CUDA kernels run later. A buffer is allocated on the stream that uses it and by no other, so when
+  it is replaced torch's allocator hands its memory only to later work of the same stream.
+- While a CUDA graph is captured nothing of the cache is handed out and nothing enters it: scratch
+  comes from the graph's own pool and lives as long as the graph.
 - The buffer of a thread goes with the thread. A forked child keeps the buffer of the forking thread
   only.
 - A problem that needs nothing gets nothing: `acquire(device, 0)` returns None and touches no cache.
@@ -23,6 +27,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+from te_mx.backends import sm90
 
 PAGE = 4096
 EXACT_UP_TO = 256 << 20
@@ -52,15 +58,11 @@ class Slot:
         self.buffer = None
         size = grown_size(nbytes, old.numel() if old is not None else 0)
         if old is not None:
-            self.retire(old)
             del old  # a CPU buffer is free before the larger one is made
         self.largest_need = max(self.largest_need, nbytes)
         self.allocations += 1
         self.buffer = _allocate(size, self.device)
         return self.buffer
-
-    def retire(self, buffer: Tensor) -> None:
-        """Takes a buffer that was replaced. CPU kernels have ended by then: nothing to keep."""
 
 
 def grown_size(need: int, held: int) -> int:
@@ -77,7 +79,7 @@ def _allocate(nbytes: int, device: torch.device) -> Tensor:
 
 class _Slots(threading.local):
     def __init__(self) -> None:
-        self.by_device: dict[torch.device, Slot] = {}
+        self.by_place: dict[tuple[torch.device, int], Slot] = {}
 
 
 _slots = _Slots()
@@ -96,13 +98,23 @@ if hasattr(os, "register_at_fork"):
 
 
 def _slot(device: torch.device) -> Slot:
-    slot = _slots.by_device.get(device)
+    place = (device, sm90.stream(device.index) if device.type == "cuda" else 0)
+    slot = _slots.by_place.get(place)
     if slot is None:
         slot = Slot(device)
         with _lock:
             _all_slots.add(slot)
-        _slots.by_device[device] = slot
+        _slots.by_place[place] = slot
     return slot
+
+
+def _capturing(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    if device.index == torch.cuda.current_device():
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def acquire(device: torch.device, nbytes: int) -> Tensor | None:
@@ -117,6 +129,8 @@ def acquire(device: torch.device, nbytes: int) -> Tensor | None:
         buffer[:nbytes] = _POISON
         buffer[nbytes:] = _GUARD_VALUE
         return buffer
+    if _capturing(device):
+        return _allocate(nbytes, device)
     return _slot(device).get(nbytes)
 
 
@@ -138,7 +152,9 @@ def guarded() -> Iterator[None]:
 
 
 def reserve(device: torch.device | str, nbytes: int) -> None:
-    """Make the calling thread's buffer at least nbytes bytes, so that later calls find it."""
+    """Make the calling thread's buffer (on CUDA: that of the current stream) at least nbytes bytes,
+    so that later calls find it.
+    """
     if nbytes < 0:
         raise ValueError(f"nbytes must be 0 or more, got {nbytes}")
     if nbytes:

@@ -1,23 +1,28 @@
 """Ops on uint8 codes and scales: what modules, autograd functions and MXTensor are built from.
 
 Each is a thin function over a torch.library op of the same name without "_2d", so it compiles,
-traces and works under modes; on plain CPU tensors the function calls the implementation directly.
-Gradients do not flow through them.
+traces and works under modes; on plain CPU and CUDA tensors the function calls the implementation
+directly. Gradients do not flow through them.
 """
 
-from te_mx.backends.base import GemmParts, Operand, QuantizedParts
+from te_mx.backends.base import PLAIN, GemmParts, Operand, QuantizedParts
+from te_mx.engine.layout import GemmForm, gemm_form
 from te_mx.ops.dequantize import dequantize_2d
-from te_mx.ops.gemm import gemm_2d
-from te_mx.ops.pack import pack_2d, preferred_columnwise
+from te_mx.ops.gemm import Mode, gemm_2d
+from te_mx.ops.pack import pack_2d, standing_2d
 from te_mx.ops.quantize import quantize_2d
 
 __all__ = [
+    "PLAIN",
+    "GemmForm",
     "GemmParts",
+    "Mode",
     "Operand",
     "QuantizedParts",
     "dequantize_2d",
     "gemm_2d",
+    "gemm_form",
     "pack_2d",
-    "preferred_columnwise",
     "quantize_2d",
+    "standing_2d",
 ]

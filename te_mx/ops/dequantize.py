@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from te_mx.backends import cpu, reference
+from te_mx.backends import cpu, reference, sm90
 from te_mx.backends.base import FLOAT_DTYPES
 from te_mx.engine.explain import warn_fallback
 from te_mx.ops.library import define, is_direct
@@ -20,7 +20,8 @@ def dequantize_2d(
     [ceil(k/32), rows].
     """
     if is_direct(codes):
-        return _on_cpu(codes, scales, fmt, order, dtype)
+        run = _on_cpu if codes.is_cpu else _on_cuda
+        return run(codes, scales, fmt, order, dtype)
     return _OP(codes, scales, fmt, order, dtype)
 
 
@@ -36,6 +37,19 @@ def _on_cpu(codes: Tensor, scales: Tensor, fmt: str, order: str, dtype: torch.dt
     return reference.dequantize(codes, scales, fmt, order, dtype)
 
 
+def _on_cuda(codes: Tensor, scales: Tensor, fmt: str, order: str, dtype: torch.dtype) -> Tensor:
+    if codes.numel() == 0 or dtype not in FLOAT_DTYPES:
+        return reference.dequantize(codes, scales, fmt, order, dtype)
+    why = sm90.problem(codes.device.index)
+    if why is None:
+        values = sm90.dequantize(codes.contiguous(), scales.contiguous(), fmt, order, dtype)
+        if values is not None:
+            return values
+        why = "the native code does not take this problem"
+    warn_fallback(f"dequantize on {codes.device}", why)
+    return reference.dequantize(codes, scales, fmt, order, dtype)
+
+
 def _fake(codes: Tensor, scales: Tensor, fmt: str, order: str, dtype: torch.dtype) -> Tensor:
     return codes.new_empty(codes.shape, dtype=dtype)
 
@@ -43,6 +57,7 @@ def _fake(codes: Tensor, scales: Tensor, fmt: str, order: str, dtype: torch.dtyp
 _OP = define(
     "dequantize(Tensor codes, Tensor scales, str fmt, str order, ScalarType dtype) -> Tensor",
     cpu=_on_cpu,
+    cuda=_on_cuda,
     other=reference.dequantize,
     fake=_fake,
 )

@@ -5,16 +5,27 @@ operands.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from te_mx.backends import cpu, reference
+from te_mx.backends import cpu, reference, sm90, sm90_exact, sm90_layout
 from te_mx.backends.base import Epilogue, GemmParts, Operand
 from te_mx.engine import envelopes, workspace
 from te_mx.engine.explain import LAST_RUN, warn_fallback
 from te_mx.ops.library import define, is_direct
+
+
+class Mode(NamedTuple):
+    """How a GPU without block-scaled tensor cores multiplies: "adaptive" or "exact", and the
+    alignment spread of the first. CPUs are always exact."""
+
+    precision: str = "adaptive"
+    spread: int = sm90_layout.DEFAULT_SPREAD
+
+
+_DEFAULT_MODE = Mode()
 
 
 def gemm_2d(
@@ -30,6 +41,7 @@ def gemm_2d(
     aux_dtype: torch.dtype | None = None,
     accumulate: bool = False,
     tag: int = -1,
+    mode: Mode = _DEFAULT_MODE,
 ) -> GemmParts:
     """D[n, m] = epilogue(b @ a^T). Products are exact, sums are fp32; see Epilogue for the order of
     the rest.
@@ -47,16 +59,18 @@ def gemm_2d(
         aux_dtype: dtype of aux, that of out by default.
         accumulate: add to out.
         tag: when 0 or more, the name of the kernel that ran is kept in `explain.LAST_RUN[tag]`.
+        mode: precision and alignment spread, on GPUs.
     """
     if is_direct(b.codes):
         epilogue = Epilogue(bias, gelu, gelu_in, bias_grad, accumulate)
         if out is None:
-            out = torch.empty(b.rows, a.rows, dtype=out_dtype)
-        return _on_cpu(a, b, epilogue, out, aux_dtype, tag)
+            out = torch.empty((b.rows, a.rows), dtype=out_dtype, device=b.codes.device)
+        run = _on_cpu if b.codes.is_cpu else _on_cuda
+        return run(a, b, epilogue, out, aux_dtype, tag, mode)
     sides = (
         a.codes, a.scales, a.packed, a.fmt, a.order, b.codes, b.scales, b.packed, b.fmt, b.order
     )  # fmt: skip
-    rest = (bias, gelu or "", gelu_in, bias_grad or "")
+    rest = (bias, gelu or "", gelu_in, bias_grad or "", mode.precision, mode.spread)
     if out is None:
         out, aux, sums = _OP(*sides, *rest, out_dtype, aux_dtype or out_dtype, tag)
     else:
@@ -72,13 +86,15 @@ def _aux(epilogue: Epilogue, out: Tensor, aux_dtype: torch.dtype | None) -> Tens
 
 
 def _on_cpu(
-    a: Operand, b: Operand, epilogue: Epilogue, out: Tensor, aux_dtype: torch.dtype | None, tag: int
-) -> GemmParts:
+    a: Operand, b: Operand, epilogue: Epilogue, out: Tensor, aux_dtype: torch.dtype | None,
+    tag: int, mode: Mode,
+) -> GemmParts:  # fmt: skip
     a, b = checked(a, "a"), checked(b, "b")
     n, m, k = b.rows, a.rows, a.k
     _check_rest(n, m, k, b.k, epilogue, out)
     aux = _aux(epilogue, out, aux_dtype)
-    ran = envelopes.select("cpu", n, m, k)
+    packed = "sm90" in (a.order, b.order)  # only tests and tools multiply those on a CPU
+    ran = envelopes.REFERENCE if packed else envelopes.select("cpu", n, m, k)
     bias_grad = None
     if ran not in (envelopes.REFERENCE, envelopes.ZERO_SIZE):
         call = cpu.GemmCall(ran, a, b, epilogue, out, aux)
@@ -88,7 +104,7 @@ def _on_cpu(
         workspace.release(scratch, nbytes)
         bias_grad = call.bias_grad
     if ran in (envelopes.REFERENCE, envelopes.ZERO_SIZE):
-        if ran == envelopes.REFERENCE:
+        if ran == envelopes.REFERENCE and not packed:
             why = cpu.missing_reason() or "the native code does not take this problem"
             warn_fallback("gemm on the CPU", why)
         bias_grad = reference.gemm(a, b, epilogue, out, aux)
@@ -99,9 +115,51 @@ def _on_cpu(
     return GemmParts(out, aux, bias_grad)
 
 
+def _on_cuda(
+    a: Operand, b: Operand, epilogue: Epilogue, out: Tensor, aux_dtype: torch.dtype | None,
+    tag: int, mode: Mode,
+) -> GemmParts:  # fmt: skip
+    a, b = checked(a, "a"), checked(b, "b")
+    n, m, k = b.rows, a.rows, a.k
+    _check_rest(n, m, k, b.k, epilogue, out)
+    aux = _aux(epilogue, out, aux_dtype)
+    device = out.device
+    ran = envelopes.select_gpu(device.index, n, m, k, mode.precision)
+    if ran == sm90.ADAPTIVE:
+        kind = epilogue.bias_grad
+        call = sm90.GemmCall(a, b, epilogue, out, aux, mode.spread)
+        nbytes = call.workspace_bytes()
+        scratch = workspace.acquire(device, nbytes)
+        ran = call.run(scratch, nbytes) or envelopes.REFERENCE
+        workspace.release(scratch, nbytes)
+        bias_grad = sm90.operand_sums(b) if kind == "operand" else call.bias_grad
+    elif ran == sm90.EXACT:
+        if "sm90" in (a.order, b.order):
+            raise ValueError(
+                "precision 'exact' needs plain operands, got one packed for 'adaptive'; quantize "
+                "again with the recipe that runs now"
+            )
+        nbytes = sm90_exact.workspace_bytes(a, b)
+        scratch = workspace.acquire(device, nbytes)
+        assert scratch is not None  # sizes are not 0 here
+        bias_grad = sm90_exact.gemm(a, b, epilogue, out, aux, scratch)
+        workspace.release(scratch, nbytes)
+    if ran in (envelopes.REFERENCE, envelopes.ZERO_SIZE):
+        if ran == envelopes.REFERENCE:
+            why = sm90.problem(device.index) or "the native code does not take this problem"
+            warn_fallback(f"gemm on {device}", why)
+        bias_grad = reference.gemm(a, b, epilogue, out, aux)
+    elif not out.is_inference():
+        torch.autograd.graph.increment_version(out)
+    if tag >= 0:
+        LAST_RUN[tag] = ran
+    return GemmParts(out, aux, bias_grad)
+
+
 def _on_other(
-    a: Operand, b: Operand, epilogue: Epilogue, out: Tensor, aux_dtype: torch.dtype | None, tag: int
-) -> GemmParts:
+    a: Operand, b: Operand, epilogue: Epilogue, out: Tensor, aux_dtype: torch.dtype | None,
+    tag: int, mode: Mode,
+) -> GemmParts:  # fmt: skip
     a, b = checked(a, "a"), checked(b, "b")
     _check_rest(b.rows, a.rows, a.k, b.k, epilogue, out)
     aux = _aux(epilogue, out, aux_dtype)
@@ -118,6 +176,14 @@ def checked(operand: Operand, name: str) -> Operand:
     """
     codes, scales = operand.codes, operand.scales
     first, second = codes.shape
+    if operand.order == "sm90":
+        words = sm90_layout.packed_shapes(first, second)[1]
+        if scales.shape != words or codes.dtype != torch.uint8 or scales.dtype != torch.int32:
+            raise ValueError(
+                f"{name}: packed codes {tuple(codes.shape)} need int32 scale words {words}, got "
+                f"codes {codes.dtype}, scales {tuple(scales.shape)} {scales.dtype}"
+            )
+        return sm90.aligned(operand)
     k_last = operand.order == "k_last"
     expected = (first, (second + 31) // 32) if k_last else ((first + 31) // 32, second)
     if scales.shape != expected or codes.dtype != torch.uint8 or scales.dtype != torch.uint8:
@@ -146,36 +212,37 @@ _CPU = torch.device("cpu")
 _SIDES = (
     "Tensor a_codes, Tensor a_scales, Tensor? a_packed, str a_fmt, str a_order, "
     "Tensor b_codes, Tensor b_scales, Tensor? b_packed, str b_fmt, str b_order, "
-    "Tensor? bias, str gelu, Tensor? gelu_in, str bias_grad"
+    "Tensor? bias, str gelu, Tensor? gelu_in, str bias_grad, str precision, int spread"
 )
 
 
 def _make_ops(run: Callable[..., GemmParts]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Implementations of gemm and gemm_out around _on_cpu, _on_other or _on_fake."""
+    """Implementations of gemm and gemm_out around _on_cpu, _on_cuda, _on_other or _on_fake."""
 
     def gemm(*args: Any) -> tuple[Tensor, ...]:
-        a, b, epilogue = _read(args)
-        out_dtype, aux_dtype, tag = args[14:]
+        a, b, epilogue, mode = _read(args)
+        out_dtype, aux_dtype, tag = args[16:]
         out = b.codes.new_empty((b.rows, a.rows), dtype=out_dtype)
-        return (out, *_present(run(a, b, epilogue, out, aux_dtype, tag)))
+        return (out, *_present(run(a, b, epilogue, out, aux_dtype, tag, mode)))
 
     def gemm_out(*args: Any) -> tuple[Tensor, ...]:
-        a, b, epilogue = _read(args)
-        out, accumulate, aux_dtype, tag = args[14:]
+        a, b, epilogue, mode = _read(args)
+        out, accumulate, aux_dtype, tag = args[16:]
         epilogue = epilogue._replace(accumulate=accumulate)
-        return _present(run(a, b, epilogue, out, aux_dtype, tag))
+        return _present(run(a, b, epilogue, out, aux_dtype, tag, mode))
 
     return gemm, gemm_out
 
 
-def _read(args: tuple[Any, ...]) -> tuple[Operand, Operand, Epilogue]:
-    """The operands and the epilogue of the arguments that both schemas start with."""
+def _read(args: tuple[Any, ...]) -> tuple[Operand, Operand, Epilogue, Mode]:
+    """Operands, epilogue and mode of the arguments that both schemas start with."""
     a_codes, a_scales, a_packed, a_fmt, a_order = args[:5]
     b_codes, b_scales, b_packed, b_fmt, b_order = args[5:10]
-    bias, gelu, gelu_in, bias_grad = args[10:14]
+    bias, gelu, gelu_in, bias_grad, precision, spread = args[10:16]
     a = Operand(a_codes, a_scales, a_fmt, a_order, a_packed)
     b = Operand(b_codes, b_scales, b_fmt, b_order, b_packed)
-    return a, b, Epilogue(bias, gelu or None, gelu_in, bias_grad or None)
+    epilogue = Epilogue(bias, gelu or None, gelu_in, bias_grad or None)
+    return a, b, epilogue, Mode(precision, spread)
 
 
 def _present(parts: GemmParts) -> tuple[Tensor, ...]:
@@ -184,8 +251,9 @@ def _present(parts: GemmParts) -> tuple[Tensor, ...]:
 
 
 def _on_fake(
-    a: Operand, b: Operand, epilogue: Epilogue, out: Tensor, aux_dtype: torch.dtype | None, tag: int
-) -> GemmParts:
+    a: Operand, b: Operand, epilogue: Epilogue, out: Tensor, aux_dtype: torch.dtype | None,
+    tag: int, mode: Mode,
+) -> GemmParts:  # fmt: skip
     bias_grad = None
     if epilogue.bias_grad is not None:
         size = b.rows if epilogue.bias_grad == "operand" else a.rows
@@ -194,6 +262,7 @@ def _on_fake(
 
 
 _gemm_cpu, _gemm_out_cpu = _make_ops(_on_cpu)
+_gemm_cuda, _gemm_out_cuda = _make_ops(_on_cuda)
 _gemm_other, _gemm_out_other = _make_ops(_on_other)
 _gemm_fake, _gemm_out_fake = _make_ops(_on_fake)
 
@@ -201,6 +270,7 @@ _OP = define(
     f"gemm({_SIDES}, ScalarType out_dtype, ScalarType aux_dtype, int tag)"
     " -> (Tensor, Tensor, Tensor)",
     cpu=_gemm_cpu,
+    cuda=_gemm_cuda,
     other=_gemm_other,
     fake=_gemm_fake,
 )
@@ -208,6 +278,7 @@ _OP_OUT = define(
     f"gemm_out({_SIDES}, Tensor(a!) out, bool accumulate, ScalarType aux_dtype, int tag)"
     " -> (Tensor, Tensor)",
     cpu=_gemm_out_cpu,
+    cuda=_gemm_out_cuda,
     other=_gemm_out_other,
     fake=_gemm_out_fake,
 )

@@ -22,16 +22,22 @@ _functorch_level = torch._C._functorch.peek_interpreter_stack
 
 
 def define(
-    schema: str, *, cpu: Callable[..., Any], other: Callable[..., Any], fake: Callable[..., Any]
+    schema: str,
+    *,
+    cpu: Callable[..., Any],
+    cuda: Callable[..., Any],
+    other: Callable[..., Any],
+    fake: Callable[..., Any],
 ) -> Any:
     """Define te_mx::<schema> and return the callable overload, torch.ops.te_mx.<name>.default.
 
-    cpu runs on CPU tensors, other on every device without a backend of its own, fake on tensors
+    cpu and cuda run on tensors of those devices, other on every other device, fake on tensors
     without data.
     """
     name = schema.split("(", 1)[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, cpu, "CPU")
+    LIBRARY.impl(name, cuda, "CUDA")
     LIBRARY.impl(name, other, "CompositeExplicitAutograd")
     LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")  # not differentiable
     torch.library.register_fake(f"te_mx::{name}", fake, lib=LIBRARY)
@@ -39,7 +45,7 @@ def define(
 
 
 def is_direct(x: Tensor) -> bool:
-    """Whether x may go straight to the CPU implementation: a plain CPU tensor and nobody who
+    """Whether x may go straight to an implementation: a plain CPU or CUDA tensor and nobody who
     watches the dispatcher.
 
     Watchers are torch.compile, dispatch and function modes, functorch transforms, jit tracing and
@@ -48,7 +54,7 @@ def is_direct(x: Tensor) -> bool:
     return (
         not torch.compiler.is_compiling()
         and (type(x) is Tensor or type(x) is Parameter)
-        and x.is_cpu
+        and (x.is_cpu or x.is_cuda)
         and _dispatch_modes() == 0
         and _function_modes() == 0
         and _functorch_level() is None

@@ -7,11 +7,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from te_mx.backends import cpu
+from te_mx.backends import cpu, sm90, sm90_layout
 from te_mx.backends.base import Operand
-from te_mx.engine import envelopes
-from te_mx.engine.layout import preferred_columnwise as _preferred_columnwise
-from te_mx.ops.gemm import checked
+from te_mx.engine import envelopes, layout
+from te_mx.ops.gemm import Mode, checked
 from te_mx.ops.library import define
 
 
@@ -36,11 +35,22 @@ def pack_2d(operand: Operand, role: str) -> Tensor | None:
     return _OP(codes, operand.scales, operand.fmt, operand.order, role, kernel, nbytes)
 
 
-def preferred_columnwise(device: torch.device | str, role: str) -> str:
-    """The columnwise form ("plain" or "transposed") that the device's GEMM takes best as side role
-    ("a", "b").
+def standing_2d(operand: Operand, role: str, mode: Mode) -> Operand:
+    """An operand that stands still, in the form that its device's kernel reads: packed beside its
+    codes on CPUs, of order "sm90" on Hopper at precision "adaptive"; as it is where there is
+    nothing to gain.
     """
-    return _preferred_columnwise(device, role)
+    if operand.order == "sm90":
+        return operand
+    codes = operand.codes
+    if codes.is_cuda and not torch.compiler.is_compiling():
+        form = layout.gemm_form(codes.device, *mode)
+        if form.spread < 0 or codes.numel() == 0:
+            return operand
+        plain = (codes, operand.scales, operand.fmt, operand.order)
+        packed_codes, words = _OP_SM90(*plain, form.spread)
+        return Operand(packed_codes, words, operand.fmt, "sm90")
+    return operand._replace(packed=pack_2d(operand, role))
 
 
 def _on_cpu(
@@ -72,6 +82,43 @@ _OP = define(
     "pack(Tensor codes, Tensor scales, str fmt, str order, str role, str kernel, SymInt nbytes)"
     " -> Tensor",
     cpu=_on_cpu,
+    cuda=_on_other,
     other=_on_other,
     fake=_fake,
+)
+
+
+# ------------------------------------------------------------------------------------------- Hopper
+def _sm90_on_cuda(
+    codes: Tensor, scales: Tensor, fmt: str, order: str, spread: int
+) -> tuple[Tensor, Tensor]:
+    operand = checked(Operand(codes, scales, fmt, order), "operand")
+    if codes.numel() == 0 or sm90.problem(codes.device.index) is not None:
+        return _sm90_on_other(codes, scales, fmt, order, spread)
+    with torch.inference_mode(False):
+        packed = sm90.pack(operand, spread)
+    return packed.codes, packed.scales
+
+
+def _sm90_on_other(
+    codes: Tensor, scales: Tensor, fmt: str, order: str, spread: int
+) -> tuple[Tensor, Tensor]:
+    if order == "k_first":
+        codes, scales = codes.t(), scales.t()
+    return sm90_layout.pack(codes, scales, fmt, spread).operand_parts(codes)
+
+
+def _sm90_fake(
+    codes: Tensor, scales: Tensor, fmt: str, order: str, spread: int
+) -> tuple[Tensor, Tensor]:
+    operand = Operand(codes, scales, fmt, order)
+    return sm90.empty_operand(operand.rows, operand.k, codes.device)
+
+
+_OP_SM90 = define(
+    "pack_sm90(Tensor codes, Tensor scales, str fmt, str order, int spread) -> (Tensor, Tensor)",
+    cpu=_sm90_on_other,
+    cuda=_sm90_on_cuda,
+    other=_sm90_on_other,
+    fake=_sm90_fake,
 )

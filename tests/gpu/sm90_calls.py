@@ -78,6 +78,7 @@ def pack(codes, scales, fmt, spread=8):
         address(codes),
         address(scales),
         *codes.shape,
+        False,
         FORMATS[fmt],
         spread,
         *map(address, out),

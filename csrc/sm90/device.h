@@ -1,0 +1,18 @@
+// The device that a call runs on.
+#pragma once
+
+namespace te_mx::sm90 {
+
+// Makes `device` current and the former one again at the end; -1 leaves things as they are.
+class DeviceScope {
+ public:
+  explicit DeviceScope(int device);
+  ~DeviceScope();
+  DeviceScope(const DeviceScope&) = delete;
+  DeviceScope& operator=(const DeviceScope&) = delete;
+
+ private:
+  int before_ = -1;
+};
+
+}  // namespace te_mx::sm90
