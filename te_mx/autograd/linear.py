@@ -24,6 +24,7 @@ from te_mx.ops import (
     Mode,
     Operand,
     QuantizedParts,
+    branch,
     gemm_2d,
     gemm_form,
     quantize_2d,
@@ -142,14 +143,20 @@ class LinearFunction(torch.autograd.Function):
         fmt, rule = settings.fwd_fmt, settings.scale_rule
         form = form_of(x.device, settings)
         columnwise = form.columnwise if need_dw else None
+        side = None
+        if standing is not None:
+            w_row, w_col = standing.row, standing.col
+        elif side := branch(x.device, max(x.numel(), weight_NK.numel())):
+            with side:
+                w_row, w_col = quantize_weight(weight_NK, settings, need_dx)
+        else:
+            w_row, w_col = quantize_weight(weight_NK, settings, need_dx)
         q = quantize_2d(
             flatten(x), fmt, rowwise=True, columnwise=columnwise, scale_rule=rule,
             spread=form.spread,
         )  # fmt: skip
-        if standing is None:
-            w_row, w_col = quantize_weight(weight_NK, settings, need_dx)
-        else:
-            w_row, w_col = standing.row, standing.col
+        if side is not None:
+            side.join()
         y_MN = gemm_2d(
             w_row, row_operand(q, fmt, form), bias=bias_N, out_dtype=out_dtype, tag=tag,
             mode=mode_of(settings),
@@ -192,17 +199,25 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         g_MN, fmt, rowwise=need_dx, columnwise=columnwise, scale_rule=rule, col_sum=need_db,
         spread=form.spread,
     )  # fmt: skip
+    side = None
     if need_dx:
         w_col = _operand(saved[3:], settings.fwd_fmt, ctx.w_order)
         tag_dx = tag + DGRAD if tag >= 0 else -1
         g_row = row_operand(q, fmt, form)
-        dx_MK = gemm_2d(w_col, g_row, out_dtype=x_dtype, tag=tag_dx, mode=mode).out
+        side = branch(grad.device, max(g_MN.numel(), w_col.codes.numel())) if need_dw else None
+        if side is None:
+            dx_MK = gemm_2d(w_col, g_row, out_dtype=x_dtype, tag=tag_dx, mode=mode).out
+        else:
+            with side:
+                dx_MK = gemm_2d(w_col, g_row, out_dtype=x_dtype, tag=tag_dx, mode=mode).out
         dx = dx_MK.view(ctx.x_shape)
     if need_dw:
         x_col = _operand(saved[:3], settings.fwd_fmt, ctx.x_order)
         tag_dw = tag + WGRAD if tag >= 0 else -1
         g_col = col_operand(q, fmt, form)
         dw_NK = gemm_2d(x_col, g_col, out_dtype=w_dtype, tag=tag_dw, mode=mode).out
+    if side is not None:
+        side.join()
     if q.col_sum is not None:
         db_N = q.col_sum.to(bias_dtype)
     return dx, dw_NK, db_N, None, None, None, None

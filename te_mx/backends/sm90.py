@@ -8,6 +8,7 @@ Checks of what a user passes live above.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -28,7 +29,7 @@ from te_mx.backends.base import (
 
 ADAPTIVE, EXACT = "sm90_adaptive", "sm90_exact"
 _U8, _I32, _F32 = torch.uint8, torch.int32, torch.float32
-_OK, _UNSUPPORTED = 0, 2
+_OK, _UNSUPPORTED, _SMALL_WORKSPACE = 0, 2, 3
 _FORMS = {"transposed": 0, "plain": 2}  # of a columnwise copy; 1 is packed
 
 _native: Any = None
@@ -109,7 +110,10 @@ def aligned(operand: Operand) -> Operand:
     """An operand of order "sm90" whose rows lie as the kernels read them."""
     codes, words = operand.codes, operand.scales
     rows, k = codes.shape
-    if codes.stride() != ((k + 15) & -16, 1) or codes.data_ptr() % 16:
+    ld = (k + 15) & -16
+    if codes.stride(0) == ld and codes.stride(1) == 1 and words.is_contiguous():
+        return operand
+    if codes.stride() != (ld, 1) or codes.data_ptr() % 16:
         fresh, _ = empty_operand(rows, k, codes.device)
         codes = fresh.copy_(codes)
     return operand._replace(codes=codes, scales=words.contiguous())
@@ -201,69 +205,63 @@ def pack(operand: Operand, spread: int) -> Operand:
 
 
 # --------------------------------------------------------------------------------------------- gemm
-class GemmCall:
-    """One native GEMM call as integers. It keeps the tensors alive whose addresses it holds.
+def gemm(
+    a: Operand, b: Operand, epilogue: Epilogue, out: Tensor, aux: Tensor | None, spread: int,
+    scratch: Callable[[int], Tensor | None],
+) -> tuple[bool, Tensor | None]:  # fmt: skip
+    """Enqueue out = epilogue(b @ a^T) on the current stream: (whether native code took it, the
+    bias gradient of the result or None).
 
-    Operands that are not packed yet are packed into the workspace first.
+    `scratch` gives a workspace of so many bytes. Operands that are not packed yet are packed there
+    first. Most problems need none, so the size is asked for only when the kernel refuses.
     """
+    bias, gelu_in = epilogue.bias, epilogue.gelu_in
+    device = out.device
+    index = device.index
+    if bias is not None:
+        bias = bias.contiguous()
+    if gelu_in is not None:
+        gelu_in = gelu_in.contiguous()
+    bias_grad = None
+    if epilogue.bias_grad == "result":
+        bias_grad = torch.empty(out.shape[1], dtype=_F32, device=device)
+    words = (
+        out.data_ptr(), FLOAT_DTYPES[out.dtype], out.shape[1], epilogue.accumulate,
+        *_address(bias), GELUS.get(epilogue.gelu or "", 0), *_address(aux),
+        *_address(gelu_in), _pointer(bias_grad),
+    )  # fmt: skip
+    formats = FORMATS[b.fmt].native_id, FORMATS[a.fmt].native_id
+    sizes = b.codes.shape[0], a.codes.shape[0], b.codes.shape[1]
+    if a.order == b.order == "sm90":
+        lhs = b.codes.data_ptr(), b.scales.data_ptr()
+        rhs = a.codes.data_ptr(), a.scales.data_ptr()
+        problem = (lhs, formats[0], rhs, formats[1], *sizes)
+        status = _native.gemm(problem, words, 0, 0, -1, stream(index), index)
+        if status == _SMALL_WORKSPACE:
+            nbytes = _native.workspace_bytes(problem, words, -1, index)
+            address = _pointer(scratch(nbytes))
+            status = _native.gemm(problem, words, address, nbytes, -1, stream(index), index)
+        return supported(status), bias_grad
 
-    __slots__ = ("a", "b", "bias_grad", "epilogue", "index", "keep", "room", "spread", "todo")
-
-    def __init__(
-        self, a: Operand, b: Operand, epilogue: Epilogue, out: Tensor, aux: Tensor | None,
-        spread: int,
-    ) -> None:  # fmt: skip
-        bias, gelu_in, kind = epilogue.bias, epilogue.gelu_in, epilogue.bias_grad
-        self.index = out.device.index
-        if bias is not None:
-            bias = bias.contiguous()
-        if gelu_in is not None:
-            gelu_in = gelu_in.contiguous()
-        self.bias_grad = self.todo = None
-        result_sums = 0
-        if kind == "result":
-            self.bias_grad = torch.empty(out.shape[1], dtype=_F32, device=out.device)
-            result_sums = self.bias_grad.data_ptr()
-        self.a, self.b, self.spread = a, b, spread
-        self.room = [0, 0]
-        for i, operand in enumerate((b, a)):
-            if operand.order != "sm90":
-                self.room[i] = _native.packed_bytes(operand.rows, operand.k)[0]
-        self.keep = (bias, gelu_in, out, aux)
-        self.epilogue = (
-            out.data_ptr(), FLOAT_DTYPES[out.dtype], out.shape[1], epilogue.accumulate,
-            *_address(bias), GELUS.get(epilogue.gelu or "", 0), *_address(aux),
-            *_address(gelu_in), result_sums,
-        )  # fmt: skip
-
-    def _problem(self, lhs: tuple[int, int], rhs: tuple[int, int]) -> tuple[Any, ...]:
-        a, b = self.a, self.b
-        return (
-            lhs, FORMATS[b.fmt].native_id, rhs, FORMATS[a.fmt].native_id, b.rows, a.rows, a.k
-        )  # fmt: skip
-
-    def workspace_bytes(self) -> int:
-        """Scratch bytes that `run` needs: what native code says, for the GEMM and for packing."""
-        none = (0, 0)
-        nbytes = _native.workspace_bytes(self._problem(none, none), self.epilogue, -1, self.index)
-        return nbytes + self.room[0] + self.room[1]
-
-    def run(self, workspace: Tensor | None, nbytes: int) -> str | None:
-        """Enqueue it on the current stream; the name of the kernel, or None."""
-        base = _pointer(workspace)
-        places = []
-        for operand, room in zip((self.b, self.a), self.room, strict=True):
-            if room:
-                place = (base, base + _native.packed_bytes(operand.rows, operand.k)[1])
-                pack_into(operand, self.spread, *place)
-                base, nbytes = base + room, nbytes - room
-            else:
-                place = (operand.codes.data_ptr(), operand.scales.data_ptr())
-            places.append(place)
-        status = _native.gemm(
-            self._problem(*places), self.epilogue, base, nbytes, -1, stream(self.index), self.index
-        )
-        return ADAPTIVE if supported(status) else None
+    sizes = b.rows, a.rows, a.k
+    rooms = [
+        (0, 0) if operand.order == "sm90" else _native.packed_bytes(operand.rows, operand.k)
+        for operand in (b, a)
+    ]
+    problem = ((0, 0), formats[0], (0, 0), formats[1], *sizes)
+    own = _native.workspace_bytes(problem, words, -1, index)
+    base = _pointer(scratch(own + rooms[0][0] + rooms[1][0]))
+    places = []
+    for operand, (nbytes, scales_at) in zip((b, a), rooms, strict=True):
+        if nbytes == 0:
+            places.append((operand.codes.data_ptr(), operand.scales.data_ptr()))
+            continue
+        places.append((base, base + scales_at))
+        pack_into(operand, spread, *places[-1])
+        base += nbytes
+    problem = (places[0], formats[0], places[1], formats[1], *sizes)
+    status = _native.gemm(problem, words, base, own, -1, stream(index), index)
+    return supported(status), bias_grad
 
 
 def _address(tensor: Tensor | None) -> tuple[int, int]:

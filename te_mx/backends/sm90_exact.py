@@ -5,6 +5,8 @@ bf16 holds every code times its scale exactly inside bf16's own range (2^-133 to
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -21,11 +23,14 @@ def workspace_bytes(a: Operand, b: Operand) -> int:
 
 
 def gemm(
-    a: Operand, b: Operand, epilogue: Epilogue, out: Tensor, aux: Tensor | None, workspace: Tensor
-) -> Tensor | None:
-    """out = epilogue(b @ a^T) by cuBLAS on bf16 values, which hold every code times its scale
-    exactly inside bf16's own range (2^-133 to 2^128). Any order of the operands, no transposing.
+    a: Operand, b: Operand, epilogue: Epilogue, out: Tensor, aux: Tensor | None,
+    scratch: Callable[[int], Tensor | None],
+) -> Tensor | None:  # fmt: skip
+    """out = epilogue(b @ a^T) by cuBLAS on bf16 values in a workspace; operands of any order,
+    without transposing. Returns the bias gradient or None. Sizes are 1 or more.
     """
+    workspace = scratch(workspace_bytes(a, b))
+    assert workspace is not None
     values = []
     offset = 0
     for operand in (b, a):

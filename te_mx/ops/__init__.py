@@ -6,6 +6,7 @@ directly. Gradients do not flow through them.
 """
 
 from te_mx.backends.base import PLAIN, GemmParts, Operand, QuantizedParts
+from te_mx.engine.fork import branch
 from te_mx.engine.layout import GemmForm, gemm_form
 from te_mx.ops.dequantize import dequantize_2d
 from te_mx.ops.gemm import Mode, gemm_2d
@@ -19,6 +20,7 @@ __all__ = [
     "Mode",
     "Operand",
     "QuantizedParts",
+    "branch",
     "dequantize_2d",
     "gemm_2d",
     "gemm_form",

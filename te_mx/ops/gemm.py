@@ -125,25 +125,28 @@ def _on_cuda(
     aux = _aux(epilogue, out, aux_dtype)
     device = out.device
     ran = envelopes.select_gpu(device.index, n, m, k, mode.precision)
+    held: list[tuple[Tensor | None, int]] = []
+
+    def scratch(nbytes: int) -> Tensor | None:
+        held.append((workspace.acquire(device, nbytes), nbytes))
+        return held[-1][0]
+
+    bias_grad = None
     if ran == sm90.ADAPTIVE:
-        kind = epilogue.bias_grad
-        call = sm90.GemmCall(a, b, epilogue, out, aux, mode.spread)
-        nbytes = call.workspace_bytes()
-        scratch = workspace.acquire(device, nbytes)
-        ran = call.run(scratch, nbytes) or envelopes.REFERENCE
-        workspace.release(scratch, nbytes)
-        bias_grad = sm90.operand_sums(b) if kind == "operand" else call.bias_grad
+        done, bias_grad = sm90.gemm(a, b, epilogue, out, aux, mode.spread, scratch)
+        if not done:
+            ran = envelopes.REFERENCE
+        elif epilogue.bias_grad == "operand":
+            bias_grad = sm90.operand_sums(b)
     elif ran == sm90.EXACT:
         if "sm90" in (a.order, b.order):
             raise ValueError(
                 "precision 'exact' needs plain operands, got one packed for 'adaptive'; quantize "
                 "again with the recipe that runs now"
             )
-        nbytes = sm90_exact.workspace_bytes(a, b)
-        scratch = workspace.acquire(device, nbytes)
-        assert scratch is not None  # sizes are not 0 here
         bias_grad = sm90_exact.gemm(a, b, epilogue, out, aux, scratch)
-        workspace.release(scratch, nbytes)
+    for buffer, nbytes in held:
+        workspace.release(buffer, nbytes)
     if ran in (envelopes.REFERENCE, envelopes.ZERO_SIZE):
         if ran == envelopes.REFERENCE:
             why = sm90.problem(device.index) or "the native code does not take this problem"
