@@ -8,8 +8,18 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import bench_gemm, bench_linear, bench_overhead, bench_quantize, machine
+from benchmarks import (
+    bench_gemm,
+    bench_gemm_cuda,
+    bench_linear,
+    bench_linear_cuda,
+    bench_overhead,
+    bench_quantize,
+    gpu,
+    machine,
+)
 from benchmarks.context import Context
+from benchmarks.gpu import GpuContext
 from benchmarks.row import HEADERS, Row, line, markdown, markdown_header
 from benchmarks.timing import Effort
 
@@ -23,6 +33,21 @@ BENCHMARKS: dict[str, Callable[[Context], Iterator[Row]]] = {
     "import": bench_overhead.import_time,
     "workspace": bench_overhead.workspace,
 }
+CUDA_BENCHMARKS: dict[str, Callable[[GpuContext], Iterator[Row]]] = {
+    "gemm_cuda": bench_gemm_cuda.gemm,
+    "scales_cuda": bench_gemm_cuda.scales,
+    "epilogue_cuda": bench_gemm_cuda.epilogue,
+    "quantize_cuda": bench_linear_cuda.quantize,
+    "linear_cuda": bench_linear_cuda.linear,
+    "overhead_cuda": bench_linear_cuda.host,
+    "graph_cuda": bench_linear_cuda.graph,
+    "workspace_cuda": bench_linear_cuda.workspace,
+}
+GROUPS = {
+    "cpu": list(BENCHMARKS),
+    "cuda": list(CUDA_BENCHMARKS),
+    "all": [*BENCHMARKS, *CUDA_BENCHMARKS],
+}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -30,47 +55,69 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         prog="python -m benchmarks",
         description="Measure te_mx against its peers, in turns. See benchmarks/README.md.",
     )
-    p.add_argument(
-        "which",
-        nargs="*",
-        default=["all"],
-        metavar="which",
-        help=f"{', '.join(BENCHMARKS)}, or all",
-    )
+    names = ", ".join([*GROUPS["all"], *GROUPS])
+    p.add_argument("which", nargs="*", default=["all"], metavar="which", help=names)
     p.add_argument("--quick", action="store_true", help="tiny sizes, for a test that it runs")
     p.add_argument("--threads", type=int, default=2)
-    p.add_argument("--seconds", type=float, default=Effort.seconds, help="time for each row")
+    p.add_argument(
+        "--seconds", type=float, help="time for each row; 6 on the CPU and 2 on a GPU if not given"
+    )
     p.add_argument("--markdown", action="store_true", help="print rows of a markdown table")
     p.add_argument("--json", type=Path, metavar="FILE", help="also write machine and rows there")
     p.add_argument(
         "--check", action="store_true", help="exit with 1 when a row misses what it must reach"
     )
     args = p.parse_args(argv)
-    unknown = sorted(set(args.which) - {*BENCHMARKS, "all"})
+    unknown = sorted(set(args.which) - {*GROUPS["all"], *GROUPS})
     if unknown:
-        p.error(f"no benchmark named {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}, all")
+        p.error(f"no benchmark named {', '.join(unknown)}; there are {names}")
+    args.which = {name for asked in args.which for name in GROUPS.get(asked, [asked])}
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     torch.set_num_threads(args.threads)
-    effort = Effort.quick() if args.quick else Effort(seconds=args.seconds)
-    context = Context(machine.describe(args.quick), effort, args.quick)
-    show = markdown if args.markdown else line
-    print("\n".join(context.machine.lines()), end="\n\n")
-    print(markdown_header() if args.markdown else line(HEADERS), flush=True)
-    rows = []
-    for name, benchmark in BENCHMARKS.items():
-        if name in args.which or "all" in args.which:
-            for row in benchmark(context):
-                rows.append(row)
-                print(show(row.cells()), flush=True)
+    on_cpu, on_gpu = (
+        [name for name in group if name in args.which] for group in (BENCHMARKS, CUDA_BENCHMARKS)
+    )
+    described: dict[str, dict] = {}
+    rows: list[Row] = []
+    if on_cpu:
+        effort = Effort.quick() if args.quick else Effort(seconds=args.seconds or Effort.seconds)
+        context = Context(effort, args.quick, machine.describe(args.quick))
+        described["machine"] = context.machine.to_dict()
+        start_table(context.machine.lines(), args.markdown)
+        for name in on_cpu:
+            rows += shown(BENCHMARKS[name](context), args.markdown)
+    missing = gpu.missing() if on_gpu else None
+    if missing:
+        print(f"not run: {', '.join(on_gpu)} ({missing})")
+    elif on_gpu:
+        effort = gpu.effort(args.seconds, args.quick)
+        gpu_context = GpuContext(effort, args.quick, gpu.describe(args.quick))
+        described["gpu"] = gpu_context.gpu.to_dict()
+        start_table(gpu_context.gpu.lines(), args.markdown)
+        for name in on_gpu:
+            rows += shown(CUDA_BENCHMARKS[name](gpu_context), args.markdown)
     if args.json:
-        record = {"machine": context.machine.to_dict(), "rows": [row.to_dict() for row in rows]}
+        record = {**described, "rows": [row.to_dict() for row in rows]}
         args.json.write_text(json.dumps(record, indent=1) + "\n")
     short = [row for row in rows if row.target and row.target.verdict(row.value) == "SHORT"]
     return 1 if args.check and short else 0
+
+
+def start_table(machine_lines: list[str], as_markdown: bool) -> None:
+    print("\n".join(machine_lines), end="\n\n")
+    print(markdown_header() if as_markdown else line(HEADERS), flush=True)
+
+
+def shown(rows: Iterator[Row], as_markdown: bool) -> Iterator[Row]:
+    """The same rows, each printed as it comes."""
+    show = markdown if as_markdown else line
+    for row in rows:
+        print(show(row.cells()), flush=True)
+        yield row
 
 
 if __name__ == "__main__":

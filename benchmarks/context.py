@@ -13,8 +13,9 @@ MAX_SETS = 8
 
 
 @dataclass(frozen=True)
-class Context:
-    machine: Machine
+class Sizes:
+    """How long to measure, and on how much data."""
+
     effort: Effort
     quick: bool
 
@@ -24,6 +25,13 @@ class Context:
     def sets(self, nbytes: int) -> int:
         """How many copies of the data to rotate through, to defeat caches: 256 MB, at most 8."""
         return 2 if self.quick else max(2, min(MAX_SETS, (256 << 20) // max(nbytes, 1)))
+
+
+@dataclass(frozen=True)
+class Context(Sizes):
+    """On the CPU."""
+
+    machine: Machine
 
     def compute(self, flops: float, seconds: float) -> tuple[str, float]:
         """(rate, percent of the measured multiply peak)."""

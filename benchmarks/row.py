@@ -41,11 +41,15 @@ class Row:
     peer: str
     value: float
     target: Target | None = None
+    peer_rate: str = ""  # what the peer reached, where that tells more
 
     def cells(self) -> list[str]:
         unit = self.target.unit if self.target else "x"
-        value = f"{self.value:.2f}x" if unit == "x" else f"{self.value:.4g} {unit}"
-        judged = f"{self.target}  {self.target.verdict(self.value)}" if self.target else ""
+        if unit == "x":
+            value = f"{self.value:.2f}x"
+        else:
+            value = f"{self.value:+.1f} %" if unit == "%" else f"{self.value:.4g} {unit}"
+        judged = f"{self.target}, {self.target.verdict(self.value)}" if self.target else ""
         return [
             self.benchmark,
             self.shape,
@@ -54,7 +58,7 @@ class Row:
             self.rate,
             "" if self.of_peak is None else f"{self.of_peak:.0f} %",
             value,
-            self.peer,
+            f"{self.peer}, {self.peer_rate}" if self.peer_rate else self.peer,
             judged,
         ]
 
@@ -64,7 +68,7 @@ class Row:
 
 
 HEADERS = ["benchmark", "M N K", "kernel", "us", "rate", "of peak", "ours", "against", "must / aim"]
-WIDTHS = [14, 18, 20, 11, 14, 8, 9, 28, 0]
+WIDTHS = [17, 18, 20, 11, 14, 8, 9, 42, 0]
 LEFT = {0, 1, 2, 7, 8}
 
 

@@ -5,11 +5,32 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 Call = Callable[[int], object]  # the argument counts up, so that a call can rotate through its data
+
+
+def _wall(work: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class Clock:
+    """How time is taken: `seconds(work)` runs work and says how long it took.
+
+    `lead_in` calls go right before a timed batch, so that the queue of a device is never empty.
+    """
+
+    seconds: Callable[[Callable[[], None]], float]
+    lead_in: int = 0
+
+
+WALL = Clock(_wall)
 
 
 @dataclass(frozen=True)
@@ -50,15 +71,20 @@ class Times:
         return statistics.median(o - p for p, o in pairs)
 
 
-def interleaved(calls: dict[str, Call], effort: Effort, warm_up: int = 3) -> Times:
+def _repeat(call: Call, index: Iterator[int], times: int) -> None:
+    for _ in range(times):
+        call(next(index))
+
+
+def interleaved(
+    calls: dict[str, Call], effort: Effort, warm_up: int = 3, clock: Clock = WALL
+) -> Times:
     """Time the calls in turns, in a new order every round."""
     batches = {}
     for name, call in calls.items():
         for i in range(warm_up):
             call(i)
-        start = time.perf_counter()
-        call(0)
-        once = time.perf_counter() - start
+        once = clock.seconds(partial(call, 0))
         batches[name] = max(1, math.ceil(effort.min_batch_ms / 1e3 / max(once, 1e-7)))
     rounds: dict[str, list[float]] = {name: [] for name in calls}
     indices = {name: count() for name in calls}
@@ -72,11 +98,10 @@ def interleaved(calls: dict[str, Call], effort: Effort, warm_up: int = 3) -> Tim
                 break
             shuffle(order)
             for name in order:
-                call, index, batch = calls[name], indices[name], batches[name]
-                start = time.perf_counter()
-                for _ in range(batch):
-                    call(next(index))
-                rounds[name].append((time.perf_counter() - start) / batch)
+                repeat = partial(_repeat, calls[name], indices[name])
+                repeat(clock.lead_in)
+                seconds = clock.seconds(partial(repeat, batches[name]))
+                rounds[name].append(seconds / batches[name])
     finally:
         gc.enable()
     return Times(rounds)

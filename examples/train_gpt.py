@@ -2,7 +2,8 @@
 """Train the same byte-level GPT twice, with bf16 nn.Linear and with MXFP8, and compare the two.
 
     python examples/train_gpt.py                 # both runs, a few minutes on two CPU cores
-    python examples/train_gpt.py --only mxfp8 --steps 1000 --device cuda
+    python examples/train_gpt.py --device cuda   # a larger model, that fills a GPU
+    python examples/train_gpt.py --only mxfp8 --steps 1000 --preset medium
     python examples/train_gpt.py --resume        # go on after Ctrl-C
 
 Both runs start from the same weights and see the same data in the same order. The plain run is what
@@ -12,6 +13,7 @@ that its peak memory is its own. --out gets loss.png, run.json and the checkpoin
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -29,25 +31,41 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     p.add_argument("--steps", type=int, default=d.steps)
-    p.add_argument("--preset", choices=train.PRESETS, default=d.preset, help="size of the model")
-    p.add_argument("--batch", type=int, default=d.batch, help="sequences a step")
-    p.add_argument("--lr", type=float, default=d.lr)
+    p.add_argument(
+        "--preset", choices=train.PRESETS, default=argparse.SUPPRESS,
+        help=f"size of the model (default: {d.preset}, large on a GPU)",
+    )  # fmt: skip
+    p.add_argument("--batch", type=int, default=argparse.SUPPRESS, help="sequences a step")
+    p.add_argument("--lr", type=float, default=argparse.SUPPRESS, help="highest learning rate")
     p.add_argument("--device", default=d.device, help="cpu, cuda, cuda:1, ...")
     p.add_argument("--dtype", choices=precision.DTYPES, default=d.dtype, help="activations")
     p.add_argument("--recipe", choices=precision.RECIPES, default=d.recipe)
     p.add_argument("--seed", type=int, default=d.seed)
     p.add_argument("--only", choices=[*precision.DTYPES, "mxfp8"], help="one of the two runs")
     p.add_argument("--resume", action="store_true", help="go on from the checkpoints in --out")
-    p.add_argument("--save-every", type=int, default=50, metavar="STEPS")
+    p.add_argument(
+        "--save-every", type=int, default=50, metavar="STEPS", help="0 writes no checkpoint"
+    )
     p.add_argument("--eval-every", type=int, default=d.eval_every, metavar="STEPS")
     p.add_argument("--threads", type=int, help="CPU threads; torch decides if not given")
+    p.add_argument(
+        "--deterministic", action="store_true",
+        help="the same bits in every run on a GPU too, where attention adds in any order otherwise",
+    )  # fmt: skip
     p.add_argument("--out", type=Path, default=Path("runs/gpt"))
     p.add_argument("--child", action="store_true", help=argparse.SUPPRESS)  # the parent reports
     args = p.parse_args(argv)
+    if "preset" not in args:
+        args.preset = d.preset if args.device == "cpu" else "large"
+    preset = train.PRESETS[args.preset]
+    args.batch = getattr(args, "batch", preset.batch)
+    args.lr = getattr(args, "lr", preset.lr)
     if args.only not in (None, "mxfp8", args.dtype):
         p.error(f"--only {args.only} needs --dtype {args.only}, got --dtype {args.dtype}")
     if args.steps < 1 or args.batch < 1:
         p.error(f"--steps and --batch must be at least 1, got {args.steps} and {args.batch}")
+    if args.save_every < 0:
+        p.error(f"--save-every must be 0 or more, got {args.save_every}")
     return args
 
 
@@ -110,6 +128,9 @@ def main(argv: list[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     if args.threads:
         torch.set_num_threads(args.threads)
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
+        torch.use_deterministic_algorithms(True)
     if args.only:
         finished = train_one(args, args.only)
         if not args.child:

@@ -14,9 +14,12 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 SCRIPT = EXAMPLES / "train_gpt.py"
 sys.path.insert(0, str(EXAMPLES))
 
-from gpt import data, report, train  # noqa: E402  (the examples are no package)
+import train_gpt  # noqa: E402  (the examples are no package)
+from gpt import data, report, train  # noqa: E402
 
 MODES = ("bf16", "mxfp8")
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=[NO_GPU, pytest.mark.gpu])]
 
 
 @pytest.fixture(scope="module")
@@ -53,16 +56,26 @@ def test_batches_depend_on_seed_and_step_only(text: data.Text) -> None:
     assert torch.equal(first[0][:, 1:], first[1][:, :-1])  # the target is the next byte
 
 
+@pytest.fixture
+def deterministic(monkeypatch: pytest.MonkeyPatch):
+    """As --deterministic: without it attention on a GPU adds gradients in any order."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.usefixtures("deterministic")
 def test_resumed_run_equals_uninterrupted_run_bit_for_bit(
-    mode: str, text: data.Text, tmp_path: Path
+    device: str, mode: str, text: data.Text, tmp_path: Path
 ) -> None:
-    whole = train.run(settings(mode), tmp_path / "whole.pt", text=text)
-    stopped = train.run(
-        settings(mode), tmp_path / "two.pt", text=text, should_stop=lambda done: done == 3
-    )
+    chosen = settings(mode, device=device)
+    whole = train.run(chosen, tmp_path / "whole.pt", text=text)
+    stopped = train.run(chosen, tmp_path / "two.pt", text=text, should_stop=lambda done: done == 3)
     assert not stopped["finished"] and stopped["steps"] == 3
-    resumed = train.run(settings(mode), tmp_path / "two.pt", text=text, resume=True)
+    resumed = train.run(chosen, tmp_path / "two.pt", text=text, resume=True)
     assert resumed["finished"]
     assert resumed["losses"] == whole["losses"]
     assert resumed["val"] == whole["val"] and resumed["val_loss"] == whole["val_loss"]
@@ -96,7 +109,34 @@ def test_checkpoint_of_other_settings_is_refused(text: data.Text, tmp_path: Path
         train.run(settings("bf16", steps=1, seed=3), path, text=text, resume=True)
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8-hybrid", "mxfp8-floor"])
+def test_without_checkpoints_nothing_is_written(text: data.Text, tmp_path: Path) -> None:
+    path = tmp_path / "run.pt"
+    assert train.run(settings("bf16", steps=2), path, text=text, save_every=0)["finished"]
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], ("small", 8, 5e-4)),  # what `make train` runs
+        (["--device", "cuda"], ("large", 16, 2.5e-4)),
+        (["--device", "cuda", "--preset", "medium", "--lr", "1e-3"], ("medium", 8, 1e-3)),
+        (["--preset", "large", "--batch", "4"], ("large", 4, 2.5e-4)),
+    ],
+)
+def test_size_follows_the_device_until_it_is_given(
+    options: list[str], expected: tuple[str, int, float]
+) -> None:
+    chosen = train_gpt.settings(train_gpt.parse(options), "mxfp8")
+    assert (chosen.preset, chosen.batch, chosen.lr) == expected
+
+
+def test_large_preset_fills_a_gpu() -> None:
+    chosen = train_gpt.settings(train_gpt.parse(["--device", "cuda"]), "mxfp8")
+    assert chosen.tokens_per_step >= 16384 and chosen.model.width >= 2048
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8-hybrid", "mxfp8-floor", "mxfp8-exact"])
 def test_other_recipes_and_fp32_train(recipe: str, text: data.Text, tmp_path: Path) -> None:
     chosen = settings("mxfp8", steps=2, recipe=recipe, dtype="fp32")
     assert train.run(chosen, tmp_path / "run.pt", text=text)["finished"]
@@ -155,6 +195,7 @@ def test_interrupt_leaves_checkpoint_and_plot_and_resumes(tmp_path: Path) -> Non
     [
         (["--only", "fp32"], "needs --dtype fp32"),
         (["--steps", "0"], "must be at least 1"),
+        (["--save-every", "-1"], "must be 0 or more"),
         (["--recipe", "fp6"], "invalid choice"),
     ],
 )

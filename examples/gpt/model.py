@@ -17,6 +17,8 @@ class GPTConfig:
     width: int = 384
     context: int = 256
     vocab: int = 256
+    # Wide models learn steadily from a residual stream that starts larger than one step changes it.
+    embedding_std: float = 0.02
 
 
 class Attention(nn.Module):
@@ -70,7 +72,8 @@ class GPT(nn.Module):
 
     def _init(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
+            std = 0.02 if isinstance(module, nn.Linear) else self.cfg.embedding_std
+            nn.init.normal_(module.weight, std=std)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
         # GPT-2: what adds to the residual stream starts smaller, so that depth adds no variance.

@@ -9,15 +9,18 @@ from torch import nn
 
 import te_mx
 
-RECIPES = ("mxfp8", "mxfp8-hybrid", "mxfp8-floor")
+RECIPES = ("mxfp8", "mxfp8-hybrid", "mxfp8-floor", "mxfp8-exact")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def recipe(name: str) -> "te_mx.recipe.MXFP8BlockScaling":
-    """mxfp8: E4M3 throughout. -hybrid: E5M2 gradients. -floor: the OCP scale rule."""
+    """mxfp8: E4M3 throughout. -hybrid: E5M2 gradients. -floor: the OCP scale rule. -exact: products
+    of the exact values on Hopper GPUs, in bf16.
+    """
     fmt = te_mx.recipe.Format.HYBRID if name == "mxfp8-hybrid" else te_mx.recipe.Format.E4M3
     rule = "floor" if name == "mxfp8-floor" else "rceil"
-    return te_mx.recipe.MXFP8BlockScaling(fp8_format=fmt, scale_rule=rule)
+    precision = "exact" if name == "mxfp8-exact" else "adaptive"
+    return te_mx.recipe.MXFP8BlockScaling(fp8_format=fmt, scale_rule=rule, precision=precision)
 
 
 def convert(model: nn.Module) -> None:

@@ -17,10 +17,24 @@ from tqdm import tqdm
 from gpt import data, memory, precision
 from gpt.model import GPT, GPTConfig
 
+
+@dataclass(frozen=True)
+class Preset:
+    """A size of model with the batch and the learning rate that suit it."""
+
+    model: GPTConfig
+    batch: int = 8
+    lr: float = 5e-4
+
+
 PRESETS = {
-    "tiny": GPTConfig(layers=1, heads=2, width=64, context=32),
-    "small": GPTConfig(layers=3, heads=4, width=512, context=256),
-    "medium": GPTConfig(layers=8, heads=8, width=768, context=512),
+    "tiny": Preset(GPTConfig(layers=1, heads=2, width=64, context=32)),
+    "small": Preset(GPTConfig(layers=3, heads=4, width=512, context=256)),
+    "medium": Preset(GPTConfig(layers=8, heads=8, width=768, context=512)),
+    # 607 M parameters, 16,384 tokens a step: enough work for a large GPU.
+    "large": Preset(
+        GPTConfig(layers=12, heads=16, width=2048, context=1024, embedding_std=1.0), 16, 2.5e-4
+    ),
 }
 WARMUP_SHARE, FINAL_LR_SHARE = 0.1, 0.1
 BAR = "{desc} {percentage:3.0f}%|{bar:24}| {n}/{total} [{elapsed}, {remaining} left{postfix}]"
@@ -46,7 +60,7 @@ class Settings:
 
     @property
     def model(self) -> GPTConfig:
-        return PRESETS[self.preset]
+        return PRESETS[self.preset].model
 
     @property
     def tokens_per_step(self) -> int:
@@ -59,7 +73,8 @@ class Trainer:
     def __init__(self, settings: Settings, text: data.Text):
         self.settings, self.text = settings, text
         torch.manual_seed(settings.seed)
-        self.model = GPT(settings.model).to(settings.device)
+        with torch.device(settings.device):
+            self.model = GPT(settings.model)
         if settings.mode == "mxfp8":
             precision.convert(self.model)
         self.optimizer = torch.optim.AdamW(
@@ -175,7 +190,8 @@ def run(
 ) -> dict:
     """Train to `settings.steps`, or until `should_stop(steps done)`; returns the record of the run.
 
-    A checkpoint is written every `save_every` steps and at the end, also at an early one.
+    A checkpoint is written every `save_every` steps and at the end, also at an early one; never
+    when `save_every` is 0.
     """
     trainer = Trainer(settings, text or data.load_stdlib())
     if resume and checkpoint.exists():
@@ -201,11 +217,12 @@ def run(
             if trainer.done % settings.eval_every == 0 and not last:
                 trainer.val.append((trainer.done, trainer.evaluate(settings.eval_batches)))
             stopped = should_stop(trainer.done)
-            if trainer.done % save_every == 0 and not last:
+            if save_every and trainer.done % save_every == 0 and not last:
                 trainer.save(checkpoint)
     finished = trainer.done == settings.steps
     final = trainer.evaluate(settings.final_eval_batches if finished else settings.eval_batches)
-    trainer.save(checkpoint)
+    if save_every:
+        trainer.save(checkpoint)
     return {
         "settings": asdict(settings),
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
