@@ -58,6 +58,7 @@ PYBIND11_MODULE(_sm90, m) {
       },
       py::arg("device") = -1);
   m.def("config_count", &sm90::config_count);
+  m.def("config_full", &sm90::config_full);
   m.def("config_name", &sm90::config_name);
   m.def("packed_ld", &sm90::packed_ld);
   m.def("packed_scale_words", &sm90::packed_scale_words);
@@ -68,7 +69,8 @@ PYBIND11_MODULE(_sm90, m) {
     return py::make_tuple(codes + scales, codes);
   });
 
-  // x: (address, rows, cols, stride, dtype); row, col: (codes, scales, packed)
+  // x: (address, rows, cols, stride, dtype); row, col: (codes, scales, form). Forms: 0 plain,
+  // columns transposed; 1 packed; 2, of col only, plain columns that lie like x.
   m.def(
       "quantize",
       [](const py::tuple& x, int fmt, int rule, const py::tuple& row, const py::tuple& col,
@@ -78,15 +80,19 @@ PYBIND11_MODULE(_sm90, m) {
         a.rows = x[1].cast<int64_t>(), a.cols = x[2].cast<int64_t>();
         a.x_stride = x[3].cast<int64_t>(), a.x_dtype = static_cast<DType>(x[4].cast<int>());
         a.fmt = static_cast<Format>(fmt), a.rule = static_cast<ScaleRule>(rule), a.spread = spread;
-        if (row[2].cast<bool>()) {
+        const int row_form = row[2].cast<int>(), col_form = col[2].cast<int>();
+        if (row_form < 0 || row_form > 1 || col_form < 0 || col_form > 2)
+          return static_cast<int>(Status::bad_argument);
+        if (row_form == 1) {
           a.row_packed = packed(row);
         } else {
           a.row_codes = ptr<uint8_t>(row[0]), a.row_scales = ptr<uint8_t>(row[1]);
         }
-        if (col[2].cast<bool>()) {
+        if (col_form == 1) {
           a.col_packed = packed(col);
         } else {
           a.col_codes = ptr<uint8_t>(col[0]), a.col_scales = ptr<uint8_t>(col[1]);
+          a.col_lies_as_x = col_form == 2;
         }
         a.col_sum = reinterpret_cast<float*>(col_sum);
         a.col_sum_ws = reinterpret_cast<float*>(col_sum_ws);
@@ -102,22 +108,37 @@ PYBIND11_MODULE(_sm90, m) {
       "pack",
       [](uintptr_t codes, uintptr_t scales, int64_t rows, int64_t k, bool k_first, int fmt,
          int spread, uintptr_t out_codes, uintptr_t out_scales, uintptr_t stream, int device) {
-        if (k_first) return static_cast<int>(Status::unsupported);
-        const sm90::PackArgs a{
-            reinterpret_cast<const uint8_t*>(codes),
-            reinterpret_cast<const uint8_t*>(scales),
-            rows,
-            k,
-            static_cast<Format>(fmt),
-            spread,
-            {reinterpret_cast<uint8_t*>(out_codes), reinterpret_cast<uint32_t*>(out_scales)},
-            reinterpret_cast<void*>(stream)};
+        sm90::PackArgs a{};
+        a.codes = reinterpret_cast<const uint8_t*>(codes);
+        a.scales = reinterpret_cast<const uint8_t*>(scales);
+        a.rows = rows, a.k = k, a.k_first = k_first;
+        a.fmt = static_cast<Format>(fmt), a.spread = spread;
+        a.out = {reinterpret_cast<uint8_t*>(out_codes), reinterpret_cast<uint32_t*>(out_scales)};
+        a.stream = reinterpret_cast<void*>(stream);
         const sm90::DeviceScope scope(device);
         return static_cast<int>(sm90::pack(a));
       },
       py::arg("codes"), py::arg("scales"), py::arg("rows"), py::arg("k"), py::arg("k_first"),
       py::arg("fmt"), py::arg("spread"), py::arg("out_codes"), py::arg("out_scales"),
       py::arg("stream"), py::arg("device") = -1);
+
+  m.def("row_sums_workspace_bytes", &sm90::row_sums_workspace_bytes);
+  m.def(
+      "row_sums",
+      [](uintptr_t codes, uintptr_t scales, int64_t rows, int64_t k, bool k_first, int fmt,
+         uintptr_t out, uintptr_t workspace, uintptr_t stream, int device) {
+        sm90::RowSumsArgs a{};
+        a.codes = reinterpret_cast<const uint8_t*>(codes);
+        a.scales = reinterpret_cast<const uint8_t*>(scales);
+        a.rows = rows, a.k = k, a.k_first = k_first, a.fmt = static_cast<Format>(fmt);
+        a.out = reinterpret_cast<float*>(out), a.workspace = reinterpret_cast<float*>(workspace);
+        a.stream = reinterpret_cast<void*>(stream);
+        const sm90::DeviceScope scope(device);
+        return static_cast<int>(sm90::row_sums(a));
+      },
+      py::arg("codes"), py::arg("scales"), py::arg("rows"), py::arg("k"), py::arg("k_first"),
+      py::arg("fmt"), py::arg("out"), py::arg("workspace"), py::arg("stream"),
+      py::arg("device") = -1);
 
   m.def(
       "dequantize",

@@ -15,56 +15,77 @@ namespace {
 namespace tile = mxtile::sm90;
 
 inline constexpr int kThreads = 256;
+inline constexpr int kRows = 4;  // of a thread, under each other: one block where blocks go down
+inline constexpr int64_t kMaxY = 32768;
 
+// What two results are in memory.
 template <class T>
-__device__ __forceinline__ T rounded(float v);
+struct Pair;
 template <>
-__device__ __forceinline__ float rounded<float>(float v) {
-  return v;
-}
+struct Pair<float> {
+  using Type = float2;
+  static __device__ __forceinline__ float2 of(float2 v) { return v; }
+};
 template <>
-__device__ __forceinline__ __nv_bfloat16 rounded<__nv_bfloat16>(float v) {
-  return __float2bfloat16_rn(v);
-}
+struct Pair<__nv_bfloat16> {
+  using Type = __nv_bfloat162;
+  static __device__ __forceinline__ Type of(float2 v) { return __float22bfloat162_rn(v); }
+};
 template <>
-__device__ __forceinline__ __half rounded<__half>(float v) {
-  return __float2half_rn(v);
-}
+struct Pair<__half> {
+  using Type = __half2;
+  static __device__ __forceinline__ Type of(float2 v) { return __float22half2_rn(v); }
+};
 
-__device__ __forceinline__ uint32_t scale_byte(const DequantizeArgs& a, int64_t row, int64_t col) {
-  return a.blocks_along_rows ? a.scales[row / 32 * a.cols + col]
-                             : a.scales[row * ((a.cols + 31) / 32) + col / 32];
-}
+struct Params {
+  DequantizeArgs a;
+  int lane_bits;  // 2^lane_bits threads side by side, 8 columns each
+};
 
-// i / per_row, in 32 bits where they do: a 64-bit division costs more than the rest of the step.
-__device__ __forceinline__ int64_t row_of(int64_t i, int64_t count, int64_t per_row) {
-  return count <= UINT32_MAX ? static_cast<uint32_t>(i) / static_cast<uint32_t>(per_row)
-                             : i / per_row;
-}
-
-// 8 codes a thread and step; cols is a multiple of 8 and the addresses are aligned.
-template <tile::Fp8 kFmt, class T>
-__global__ void __launch_bounds__(kThreads)
-    dequantize_vectors(const __grid_constant__ DequantizeArgs a) {
-  const int64_t vectors = a.rows * a.cols / 8, step = static_cast<int64_t>(gridDim.x) * kThreads;
-#pragma unroll 2
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < vectors;
-       i += step) {
-    const uint2 c = __ldcs(reinterpret_cast<const uint2*>(a.codes) + i);
-    const uint32_t words[2] = {c.x, c.y};
-    const int64_t row = row_of(i, vectors, a.cols / 8), col = i * 8 - row * a.cols;
-    float factor = a.blocks_along_rows ? 0.0f : tile::e8m0_to_float(scale_byte(a, row, col));
-    alignas(16) T out[8];
+// cols is a multiple of 8 and the addresses are aligned.
+template <tile::Fp8 kFmt, class T, bool kDown>
+__global__ void __launch_bounds__(kThreads) dequantize_vectors(const __grid_constant__ Params p) {
+  const DequantizeArgs& a = p.a;
+  const int lane = threadIdx.x & ((1 << p.lane_bits) - 1);
+  const int64_t group = blockIdx.y + static_cast<int64_t>(gridDim.y) * blockIdx.z;
+  const int64_t col = 8 * ((static_cast<int64_t>(blockIdx.x) << p.lane_bits) + lane);
+  const int64_t row = kRows * (group * (kThreads >> p.lane_bits) + (threadIdx.x >> p.lane_bits));
+  if (col >= a.cols || row >= a.rows) return;
+  const int count = static_cast<int>(a.rows - row < kRows ? a.rows - row : kRows);
+  const uint8_t* const from = a.codes + row * a.cols + col;
+  uint2 codes[kRows];
+  uint32_t scale[kRows];
+  uint2 scales{};
+  if constexpr (kDown) {
+    scales = __ldg(reinterpret_cast<const uint2*>(a.scales + row / 32 * a.cols + col));
+  }
+  const int64_t blocks = (a.cols + 31) / 32;
 #pragma unroll
-    for (int j = 0; j < 8; j += 2) {
-      const float2 v = __half22float2(
-          tile::fp8x2_to_half2<kFmt>(static_cast<uint16_t>(words[j / 4] >> (j % 4 * 8))));
-      if (a.blocks_along_rows) factor = tile::e8m0_to_float(scale_byte(a, row, col + j));
-      out[j] = rounded<T>(v.x * factor);
-      if (a.blocks_along_rows) factor = tile::e8m0_to_float(scale_byte(a, row, col + j + 1));
-      out[j + 1] = rounded<T>(v.y * factor);
+  for (int i = 0; i < kRows; ++i) {
+    if (i >= count) break;
+    codes[i] = __ldg(reinterpret_cast<const uint2*>(from + i * a.cols));
+    if constexpr (!kDown) scale[i] = __ldg(a.scales + (row + i) * blocks + col / 32);
+  }
+  float factors[8];
+  if constexpr (kDown) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+      factors[j] = tile::e8m0_to_float((j < 4 ? scales.x : scales.y) >> (j % 4 * 8) & 0xFF);
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    if (i >= count) break;
+    const float one = kDown ? 0.0f : tile::e8m0_to_float(scale[i]);
+    alignas(16) typename Pair<T>::Type out[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t word = j < 2 ? codes[i].x : codes[i].y;
+      const float2 v =
+          __half22float2(tile::fp8x2_to_half2<kFmt>(static_cast<uint16_t>(word >> (j % 2 * 16))));
+      out[j] = Pair<T>::of(
+          {v.x * (kDown ? factors[2 * j] : one), v.y * (kDown ? factors[2 * j + 1] : one)});
     }
-    uint4* const to = reinterpret_cast<uint4*>(static_cast<T*>(a.out) + i * 8);
+    uint4* const to = reinterpret_cast<uint4*>(static_cast<T*>(a.out) + (row + i) * a.cols + col);
 #pragma unroll
     for (int j = 0; j < static_cast<int>(sizeof(T)) / 2; ++j)
       to[j] = reinterpret_cast<const uint4*>(out)[j];
@@ -77,25 +98,38 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t total = a.rows * a.cols, step = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < total;
        i += step) {
-    const int64_t row = row_of(i, total, a.cols);
-    const float v = __low2float(tile::fp8x2_to_half2<kFmt>(a.codes[i]));
-    static_cast<T*>(a.out)[i] =
-        rounded<T>(v * tile::e8m0_to_float(scale_byte(a, row, i - row * a.cols)));
+    const int64_t row = i / a.cols, col = i - row * a.cols;
+    const uint32_t scale = a.blocks_along_rows ? a.scales[row / 32 * a.cols + col]
+                                               : a.scales[row * ((a.cols + 31) / 32) + col / 32];
+    const float v =
+        __low2float(tile::fp8x2_to_half2<kFmt>(a.codes[i])) * tile::e8m0_to_float(scale);
+    static_cast<T*>(a.out)[i] = static_cast<T>(v);
   }
 }
 
+bool aligned(const void* p, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
+
 template <tile::Fp8 kFmt, class T>
 void launch(const DequantizeArgs& a) {
-  const bool vectors = a.cols % 8 == 0 && reinterpret_cast<uintptr_t>(a.codes) % 8 == 0 &&
-                       reinterpret_cast<uintptr_t>(a.out) % 16 == 0;
-  const int64_t items = vectors ? a.rows * a.cols / 8 : a.rows * a.cols;
-  const int64_t blocks = (items + kThreads - 1) / kThreads;
-  const auto grid = static_cast<unsigned>(blocks < 132 * 64 ? blocks : 132 * 64);
   const auto stream = static_cast<cudaStream_t>(a.stream);
-  if (vectors) {
-    dequantize_vectors<kFmt, T><<<grid, kThreads, 0, stream>>>(a);
-  } else {
+  if (a.cols % 8 != 0 || !aligned(a.codes, 8) || !aligned(a.out, 16) ||
+      (a.blocks_along_rows && !aligned(a.scales, 8))) {
+    const int64_t blocks = (a.rows * a.cols + kThreads - 1) / kThreads;
+    const auto grid = static_cast<unsigned>(blocks < 132 * 64 ? blocks : 132 * 64);
     dequantize_elements<kFmt, T><<<grid, kThreads, 0, stream>>>(a);
+    return;
+  }
+  Params p{a, 0};
+  while (p.lane_bits < 5 && (int64_t{8} << p.lane_bits) < a.cols) ++p.lane_bits;
+  const int64_t width = int64_t{8} << p.lane_bits, height = kRows * (kThreads >> p.lane_bits);
+  const int64_t groups = (a.rows + height - 1) / height;
+  const dim3 grid(static_cast<unsigned>((a.cols + width - 1) / width),
+                  static_cast<unsigned>(groups < kMaxY ? groups : kMaxY),
+                  static_cast<unsigned>((groups + kMaxY - 1) / kMaxY));
+  if (a.blocks_along_rows) {
+    dequantize_vectors<kFmt, T, true><<<grid, kThreads, 0, stream>>>(p);
+  } else {
+    dequantize_vectors<kFmt, T, false><<<grid, kThreads, 0, stream>>>(p);
   }
 }
 

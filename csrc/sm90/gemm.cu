@@ -11,14 +11,15 @@ struct Choice {
   const char* name;
   int m, n;  // of what a cluster computes at once
   int cluster;
+  bool full;  // GemmConfig::kFull
   Status (*launch)(const GemmArgs&, const Device&);
 };
 
 constexpr Choice kChoices[] = {
-    {"192x128, clusters of 2", 192, 256, 2, launch_192x128_cluster2},
-    {"256x128, clusters of 2", 256, 256, 2, launch_256x128_cluster2},
-    {"256x128", 256, 128, 1, launch_256x128},
-    {"128x128", 128, 128, 1, launch_128x128},
+    {"192x128, clusters of 2", 192, 256, 2, true, launch_192x128_cluster2},
+    {"256x128, clusters of 2", 256, 256, 2, false, launch_256x128_cluster2},
+    {"256x128", 256, 128, 1, false, launch_256x128},
+    {"128x128", 128, 128, 1, true, launch_128x128},
 };
 constexpr int kChoiceCount = sizeof(kChoices) / sizeof(kChoices[0]);
 
@@ -35,6 +36,10 @@ Device current_device() {
   return device;
 }
 
+bool needs_full(const GemmArgs& a) {
+  return a.aux != nullptr || a.gelu_in != nullptr || a.gelu != Gelu::none || a.bias_grad != nullptr;
+}
+
 // Cycles of one step of K on one SM: those of the tensor cores (4096 products a cycle) or those of
 // the L2, whichever is more, times the waves that the clusters of the problem make. Clusters of two
 // share the lhs tile.
@@ -44,6 +49,7 @@ int choose(const GemmArgs& a, int sms) {
   double least = 1e300;
   for (int i = 0; i < kChoiceCount; ++i) {
     const Choice& c = kChoices[i];
+    if (!c.full && needs_full(a)) continue;
     const int64_t blocks = ((a.m + c.m - 1) / c.m) * ((a.n + c.n - 1) / c.n);
     const int64_t clusters = sms / c.cluster, waves = (blocks + clusters - 1) / clusters;
     const double products = 128.0 * c.m * c.n / c.cluster / 4096;
@@ -105,6 +111,9 @@ int64_t workspace_bytes(const GemmArgs& a) {
 }
 
 int config_count() { return kChoiceCount; }
+bool config_full(int config) {
+  return config >= 0 && config < kChoiceCount && kChoices[config].full;
+}
 const char* config_name(int config) {
   return config >= 0 && config < kChoiceCount ? kChoices[config].name : "";
 }
@@ -115,7 +124,8 @@ int chosen_config(const GemmArgs& a) {
 
 Status gemm(const GemmArgs& a) {
   if (a.m <= 0 || a.n <= 0 || a.k <= 0 || a.m > INT32_MAX - 256 || a.n > INT32_MAX - 256 ||
-      a.k > INT32_MAX - 256 || a.ldo < a.n || a.config >= kChoiceCount) {
+      a.k > INT32_MAX - 256 || a.ldo < a.n || a.config >= kChoiceCount ||
+      (a.config >= 0 && needs_full(a) && !kChoices[a.config].full)) {
     return Status::bad_argument;
   }
   if (a.workspace_bytes < workspace_bytes(a)) return Status::small_workspace;

@@ -1,5 +1,5 @@
-// Packs plain MX codes [rows, k] by tiles of 128 x 128: the same classes, words and shifts as the
-// quantizer.
+// Packs plain MX codes by tiles of 128 x 128: the same classes and words as the quantizer. Codes
+// that lie k first pass through shared memory, transposed, and go on as the others do.
 #pragma once
 
 #include <cstdint>
@@ -14,74 +14,149 @@ namespace tile = mxtile::sm90;
 
 inline constexpr int kPackThreads = 256;
 
-// 16 codes of half a block; missing ones are zero.
-__device__ __forceinline__ uint4 load_codes(const uint8_t* codes, int64_t row, int64_t rows,
-                                            int64_t col, int64_t k, bool vectors) {
-  uint32_t w[4] = {0, 0, 0, 0};
-  if (row < rows && col < k) {
-    const uint8_t* const from = codes + row * k + col;
-    if (vectors && col + 16 <= k) return __ldcs(reinterpret_cast<const uint4*>(from));
+struct PackParams {
+  PackArgs a;
+  int row_tiles;
+  int last_rows, last_k;  // of the last tiles
+  bool vectors;           // codes have aligned vectors only: 16 bytes, or 8 where k lies first
+};
+
+struct PackSmem {
+  // Codes that lie k first: [row][k], 16-byte chunks xored with (row / 8) % 8. Without vectors, 64
+  // bytes of each thread's own.
+  alignas(16) uint8_t codes[128][128];
+  TileScales scales;
+};
+
+// kRows rows of kBytes codes, `step` rows apart, whose first is at `from`; of `rows` by `cols`
+// codes that exist, the others are zero.
+template <int kRows, int kBytes>
+__device__ __forceinline__ void load_codes(uint32_t (&w)[kRows][kBytes / 4], const uint8_t* from,
+                                           int64_t ld, int step, int rows, int cols, bool vectors,
+                                           uint8_t* slot) {
+  if (cols <= 0) rows = 0;
+  if (vectors) {
 #pragma unroll
-    for (int j = 0; j < 16; ++j) {
-      if (col + j < k) w[j / 4] |= static_cast<uint32_t>(from[j]) << (j % 4 * 8);
+    for (int i = 0; i < kRows; ++i, from += step * ld) {
+      uint4 v = make_uint4(0, 0, 0, 0);
+      if (step * i < rows) {
+        if constexpr (kBytes == 16) {
+          v = __ldg(reinterpret_cast<const uint4*>(from));
+        } else {
+          const uint2 two = __ldg(reinterpret_cast<const uint2*>(from));
+          v.x = two.x, v.y = two.y;
+        }
+      }
+      w[i][0] = v.x, w[i][1] = v.y;
+      if constexpr (kBytes == 16) w[i][2] = v.z, w[i][3] = v.w;
     }
+    return;
   }
-  return make_uint4(w[0], w[1], w[2], w[3]);
+#pragma unroll 1
+  for (int i = 0; i < kRows; ++i, from += step * ld) {
+#pragma unroll 1
+    for (int j = 0; j < kBytes; ++j)
+      slot[kBytes * i + j] = step * i < rows && j < cols ? from[j] : 0;
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+    for (int j = 0; j < kBytes / 4; ++j)
+      w[i][j] = reinterpret_cast<const uint32_t*>(slot)[kBytes / 4 * i + j];
+  }
 }
 
-template <tile::Fp8 kFmt>
-__global__ void __launch_bounds__(kPackThreads)
-    pack_kernel(const __grid_constant__ PackArgs a, int64_t row_tiles) {
-  __shared__ TileScales s;
-  const int64_t rt = blockIdx.x % row_tiles, kt = blockIdx.x / row_tiles;
-  const int64_t r0 = rt * 128, k0 = kt * 128, blocks = (a.k + 31) / 32;
-  const bool vectors = a.k % 16 == 0 && reinterpret_cast<uintptr_t>(a.codes) % 16 == 0;
-  const int lane8 = threadIdx.x % 8, r = threadIdx.x / 8;  // 8 lanes hold a row, 2 a block
-  if (threadIdx.x == 0) s.clear();
-  uint4 v[4];
+// Codes [k, rows] of the tile at (r0, k0), of which `ks` by `rows` exist, to v[i]: 16 codes of row
+// tid / 8 + 32 i, at k 16 (tid % 8).
+__device__ __forceinline__ void load_transposed(PackSmem& s, uint32_t (&v)[4][4],
+                                                const PackParams& p, int64_t r0, int64_t k0,
+                                                int rows, int ks) {
+  const int r = threadIdx.x % 16 * 8, k = threadIdx.x / 16 * 8;  // a thread brings 8 x 8 codes
+  uint32_t w[8][2];
+  load_codes<8, 8>(w, p.a.codes + (k0 + k) * p.a.rows + r0 + r, p.a.rows, 1, ks - k, rows - r,
+                   p.vectors, &s.codes[0][0] + 64 * threadIdx.x);
+  if (!p.vectors) __syncthreads();
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
-    v[i] = load_codes(a.codes, r0 + r + 32 * i, a.rows, k0 + 16 * lane8, a.k, vectors);
-  uint32_t high = 0, low = 256;
+  for (int half = 0; half < 2; ++half) {
+    tile::transpose_bytes(w[0][half], w[1][half], w[2][half], w[3][half]);
+    tile::transpose_bytes(w[4][half], w[5][half], w[6][half], w[7][half]);
+  }
+  uint8_t* const to = &s.codes[r][16 * (k / 16 ^ r / 8 % 8) + k % 16];
+#pragma unroll
+  for (int j = 0; j < 8; ++j)
+    *reinterpret_cast<uint2*>(to + 128 * j) = make_uint2(w[j % 4][j / 4], w[4 + j % 4][j / 4]);
+  __syncthreads();
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const int64_t row = r0 + r + 32 * i, block = kt * 4 + lane8 / 2;
-    uint32_t any = (v[i].x | v[i].y | v[i].z | v[i].w) & 0x7F7F7F7Fu;
+    const int row = threadIdx.x / 8 + 32 * i;
+    const uint4 q =
+        *reinterpret_cast<const uint4*>(&s.codes[row][16 * (threadIdx.x % 8 ^ row / 8 % 8)]);
+    v[i][0] = q.x, v[i][1] = q.y, v[i][2] = q.z, v[i][3] = q.w;
+  }
+}
+
+template <tile::Fp8 kFmt, bool kTransposed>
+__global__ void __launch_bounds__(kPackThreads, 5)
+    pack_kernel(const __grid_constant__ PackParams p) {
+  __shared__ PackSmem s;
+  const PackArgs& a = p.a;
+  const int rt = blockIdx.x, kt = blockIdx.y + gridDim.y * blockIdx.z;
+  const int64_t r0 = rt * int64_t{128}, k0 = kt * int64_t{128}, blocks = (a.k + 31) / 32;
+  if (k0 >= a.k) return;
+  const int r = threadIdx.x / 8, k = threadIdx.x % 8 * 16;  // 8 lanes hold a row, 2 a block
+  const int all_rows = rt == p.row_tiles - 1 ? p.last_rows : 128;
+  const int all_k = k0 + 128 >= a.k ? p.last_k : 128;
+  const int rows = all_rows - r, block = k / 32;
+  uint32_t v[4][4], e[4];
+  if constexpr (!kTransposed) {
+    load_codes<4, 16>(v, a.codes + (r0 + r) * a.k + k0 + k, a.k, 32, rows, all_k - k, p.vectors,
+                      &s.codes[0][0] + 64 * threadIdx.x);
+  }
+  {
+    const int64_t b = kt * int64_t{4} + block, step = kTransposed ? 32 : 32 * blocks;
+    const uint8_t* from = a.scales + (kTransposed ? b * a.rows + r0 + r : (r0 + r) * blocks + b);
+    const int count = 32 * block < all_k ? rows : 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i, from += step) e[i] = 32 * i < count ? __ldg(from) : 0;
+  }
+  if constexpr (kTransposed) load_transposed(s, v, p, r0, k0, all_rows, all_k);
+  if (threadIdx.x == 0) s.scales.clear();
+  ScaleRange range;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    uint32_t any = (v[i][0] | v[i][1] | v[i][2] | v[i][3]) & 0x7F7F7F7Fu;
     any |= __shfl_xor_sync(~0u, any, 1);
-    const uint32_t e = row < a.rows && block < blocks ? a.scales[row * blocks + block] : 0;
-    const bool counts = any != 0 && e != 255;
-    if (counts) high = max(high, e), low = min(low, e);
-    if (lane8 % 2 == 0) s.add_block(r + 32 * i, lane8 / 2, e | (counts ? kCounts : 0));
+    if (any != 0 && e[i] != 255) e[i] |= kCounts;
+    range.add(e[i]);
+    if (k % 32 == 0) s.scales.blocks[block][r + 32 * i] = static_cast<uint16_t>(e[i]);
   }
+  s.scales.add_range(range);
   __syncthreads();
-  s.add_range(high, low);
-  __syncthreads();
-  if (threadIdx.x < 128) s.examine(threadIdx.x, a.spread);
-  __syncthreads();
-  const int cls = s.tile_class(a.spread);
+  const ScaleRange all = s.scales.range();
+  const uint32_t exponent = all.exponent();
+  int cls = TileScales::early_class(all, a.spread);
+  if (cls == kUndecided) {
+    if (threadIdx.x < 128) s.scales.examine(all, threadIdx.x, a.spread);
+    __syncthreads();
+    cls = s.scales.late_class(all);
+  }
   if (threadIdx.x < 128) {
-    const int64_t padded = packed_tiles(a.rows);
-    uint32_t* const words = a.out.scales + (kt * padded + rt) * kScaleWords;
-    s.write_words(cls, threadIdx.x, words);
-    s.plan(cls, threadIdx.x, false);
-    if (rt == row_tiles - 1 && padded != row_tiles)
-      write_empty_tile(threadIdx.x, words + kScaleWords);
+    write_words(s.scales, exponent, cls, threadIdx.x, tile_words(a.out.scales, kt, rt, p.row_tiles),
+                rt == p.row_tiles - 1 && (p.row_tiles & 1) != 0);
   }
-  __syncthreads();
   const int64_t ld = packed_ld(a.k);
+  // ld is a multiple of 16: the last vector may reach into the padding of its row.
+  const int count = k < all_k ? rows : 0;
+  uint8_t* to = a.out.codes + (r0 + r) * ld + k0 + k;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int row = r + 32 * i;
-    const uint32_t plan = s.plans[row][lane8 / 2];
-    uint32_t w[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
-    if (cls < 2) tile::CodeShift<kFmt, true>(plan_shift(plan)).apply(w);
-    if (plan_nan(plan)) w[0] = w[1] = w[2] = w[3] = 0x7F7F7F7Fu;
-    // ld is a multiple of 16: the last vector may reach into the padding of its row.
-    const int64_t col = k0 + 16 * lane8;
-    if (r0 + row < a.rows && col < a.k) {
-      *reinterpret_cast<uint4*>(a.out.codes + (r0 + row) * ld + col) =
-          make_uint4(w[0], w[1], w[2], w[3]);
+  for (int i = 0; i < 4; ++i, to += 32 * ld) {
+    if (cls < 2 && (e[i] & kCounts)) {
+      const uint32_t shared = cls == 0 ? exponent : s.scales.target[r + 32 * i];
+      tile::CodeShift<kFmt>{static_cast<int>(shared - (e[i] & 0xFF))}.apply(v[i]);
     }
+    if (e[i] == 255) v[i][0] = v[i][1] = v[i][2] = v[i][3] = 0x7F7F7F7Fu;
+    if (32 * i < count)
+      *reinterpret_cast<uint4*>(to) = make_uint4(v[i][0], v[i][1], v[i][2], v[i][3]);
   }
 }
 

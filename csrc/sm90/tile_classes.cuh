@@ -2,7 +2,9 @@
 // CTA in shared memory.
 //
 // Order of calls, with a __syncthreads at every bar:
-//   clear | add_block, add_range | examine | tile_class, write_words, plan | the plans are read
+//   clear, add_blocks, add_range | range, early_class, and where that is undecided examine |
+//   late_class, write_words
+// The class is known after the first bar for almost every tile; write_words may follow at once.
 #pragma once
 
 #include <cstdint>
@@ -13,102 +15,108 @@ namespace te_mx::sm90 {
 
 // A block's entry: scale byte | kCounts when the block counts.
 inline constexpr uint32_t kCounts = 0x100;
+inline constexpr int kUndecided = -1;
+
+// The largest and the smallest e of counting blocks; 0 and 256 without any.
+struct ScaleRange {
+  uint32_t high = 0, low = 256;
+
+  __device__ __forceinline__ void add(uint32_t entry) {
+    if (entry & kCounts) high = max(high, entry & 0xFF), low = min(low, entry & 0xFF);
+  }
+  __device__ __forceinline__ bool empty() const { return low == 256; }
+  // E of the tile.
+  __device__ __forceinline__ uint32_t exponent() const { return empty() ? 127u : high; }
+};
+
+inline constexpr int kTileWarps = 8;  // of the CTA
 
 struct TileScales {
-  uint32_t largest, smallest;  // e over the counting blocks; smallest = 256 without any
-  uint32_t ragged;             // some row's blocks are more than S apart
-  uint16_t blocks[128][4];
-  uint32_t plans[128][4];
-  uint8_t target[128];  // E of each row for class 1
+  alignas(16) uint32_t seen[kTileWarps];  // by each warp: high | (511 - low) << 16
+  alignas(16) uint16_t blocks[4][128];
+  alignas(16) uint16_t target[128];  // E of each row for class 1
+  uint32_t ragged;                   // some row's blocks are more than S apart
 
-  __device__ __forceinline__ void clear() { largest = 0, smallest = 256, ragged = 0; }
+  __device__ __forceinline__ void clear() { ragged = 0; }
 
-  // `entry` of block b in row r.
-  __device__ __forceinline__ void add_block(int r, int b, uint32_t entry) {
-    blocks[r][b] = static_cast<uint16_t>(entry);
+  // Entries of block b in the even row r, in the lower half, and in r + 1.
+  __device__ __forceinline__ void add_blocks(int r, int b, uint32_t entries) {
+    *reinterpret_cast<uint32_t*>(&blocks[b][r]) = entries;
   }
 
-  // The whole warp calls it; high and low are over the counting blocks this thread saw (0 and 256
-  // without any).
-  __device__ __forceinline__ void add_range(uint32_t high, uint32_t low) {
-    high = __reduce_max_sync(~0u, high), low = __reduce_min_sync(~0u, low);
-    if (threadIdx.x % 32 == 0) {
-      atomicMax(&largest, high);
-      atomicMin(&smallest, low);
-    }
+  // The whole warp calls it with the blocks that each thread saw: two entries at once, or all that
+  // stands in a range.
+  __device__ __forceinline__ void add_range(uint32_t entries) {
+    // An entry xor 255 is 511 - e, or less than 256 for a block that does not count.
+    const uint32_t e = entries & ((entries >> 8 & 0x00010001u) * 0xFF);
+    const uint32_t low = entries ^ 0x00FF00FFu;
+    add_range(max(e & 0xFFFF, e >> 16), max(max(low & 0xFFFF, low >> 16), 255u));
+  }
+  __device__ __forceinline__ void add_range(const ScaleRange& mine) {
+    add_range(mine.high, 511 - mine.low);
+  }
+  __device__ __forceinline__ void add_range(uint32_t high, uint32_t low_key) {
+    high = __reduce_max_sync(~0u, high), low_key = __reduce_max_sync(~0u, low_key);
+    if (threadIdx.x % 32 == 0) seen[threadIdx.x / 32] = high | low_key << 16;
   }
 
-  __device__ __forceinline__ uint32_t exponent() const { return smallest == 256 ? 127u : largest; }
+  __device__ __forceinline__ ScaleRange range() const {
+    const uint4 a = *reinterpret_cast<const uint4*>(seen);
+    const uint4 b = *reinterpret_cast<const uint4*>(seen + 4);
+    const uint32_t most = __vmaxu2(__vmaxu2(__vmaxu2(a.x, a.y), __vmaxu2(a.z, a.w)),
+                                   __vmaxu2(__vmaxu2(b.x, b.y), __vmaxu2(b.z, b.w)));
+    return {most & 0xFFFF, 511 - (most >> 16)};
+  }
 
-  __device__ __forceinline__ void examine(int r, int spread) {
-    uint32_t high = 0, low = 256;
+  static __device__ __forceinline__ int early_class(const ScaleRange& range, int spread) {
+    if (range.empty()) return 0;
+    if (range.high > kFarExponent) return 3;
+    return range.high - range.low <= static_cast<uint32_t>(spread) ? 0 : kUndecided;
+  }
+
+  __device__ __forceinline__ void examine(const ScaleRange& range, int r, int spread) {
+    ScaleRange row;
 #pragma unroll
-    for (int b = 0; b < 4; ++b) {
-      const uint32_t entry = blocks[r][b];
-      if (entry & kCounts) high = max(high, entry & 0xFF), low = min(low, entry & 0xFF);
-    }
-    target[r] = static_cast<uint8_t>(low == 256 ? exponent() : high);
-    if (low != 256 && high - low > static_cast<uint32_t>(spread)) atomicOr(&ragged, 1u);
+    for (int b = 0; b < 4; ++b) row.add(blocks[b][r]);
+    target[r] = static_cast<uint16_t>(row.empty() ? range.exponent() : row.high);
+    if (!row.empty() && row.high - row.low > static_cast<uint32_t>(spread)) atomicOr(&ragged, 1u);
   }
 
-  __device__ __forceinline__ int tile_class(int spread) const {
-    if (smallest == 256) return 0;
-    if (largest > kFarExponent) return 3;
-    if (largest - smallest <= static_cast<uint32_t>(spread)) return 0;
-    if (ragged == 0) return 1;
-    return smallest == 0 ? 3 : 2;
+  __device__ __forceinline__ int late_class(const ScaleRange& range) const {
+    return ragged == 0 ? 1 : (range.low == 0 ? 3 : 2);
   }
 
-  // What happens to the codes of row r's blocks: upper half of the fp32 number 2^(127 - e - down),
-  // which makes codes that are already shifted | down << 16 | 1 << 30 when unshifted codes may
-  // saturate | NaN << 31.
-  __device__ __forceinline__ void plan(int cls, int r, bool saturates) {
-    const uint32_t shared = cls == 0 ? exponent() : target[r];
-#pragma unroll
-    for (int b = 0; b < 4; ++b) {
-      const uint32_t entry = blocks[r][b], e = entry & 0xFF;
-      const uint32_t down = cls < 2 && (entry & kCounts) ? shared - e : 0;
-      const uint32_t factor = e + down >= 254 ? 0x0040u : (254 - e - down) << 7;
-      plans[r][b] =
-          factor | down << 16 | (saturates ? 1u << 30 : 0u) | (entry == 255 ? 1u << 31 : 0u);
-    }
-  }
-
-  // Words of row r, called for r < 128 by as many threads; `words` is the tile's place in the
-  // packed scales.
-  __device__ __forceinline__ void write_words(int cls, int r, uint32_t* words) const {
-    uint32_t word = 0;
+  // Word of row r; `tile` is the tile's E.
+  __device__ __forceinline__ uint32_t word(uint32_t tile, int cls, int r) const {
     if (cls < 2) {
-      const uint32_t e = cls == 0 ? exponent() : target[r];
-      word = e == 0 ? 0x00400000u : e << 23;
-    } else {
-#pragma unroll
-      for (int b = 0; b < 4; ++b) {
-        const uint32_t entry = blocks[r][b];
-        const uint32_t e = (entry & kCounts) || (entry & 0xFF) == 255 ? entry & 0xFF : 0;
-        word |= e << (8 * b);
-      }
+      const uint32_t e = cls == 0 ? tile : target[r];
+      return e == 0 ? 0x00400000u : e << 23;
     }
-    words[r] = word;
-    if (r < 4) words[128 + r] = r == 0 ? cls : (r == 1 ? exponent() : 0);
+    uint32_t word = 0;
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      const uint32_t entry = blocks[b][r];
+      const uint32_t e = (entry & kCounts) || (entry & 0xFF) == 255 ? entry & 0xFF : 0;
+      word |= e << (8 * b);
+    }
+    return word;
   }
 };
 
-// Reading a plan.
-__device__ __forceinline__ float plan_factor(uint32_t plan) { return __uint_as_float(plan << 16); }
-// The same with the factor 2^(127 - e). NOTE: a shift means E <= 190, so the factor is normal and
-// its field can grow.
-__device__ __forceinline__ uint32_t plan_unshifted(uint32_t plan) {
-  return plan + ((plan >> 16 & 15) << 7);
+// Where the words of tile t of `tiles` along the operand's rows lie, at step k.
+__device__ __forceinline__ uint32_t* tile_words(uint32_t* scales, int k, int t, int tiles) {
+  const int padded = tiles + (tiles & 1);
+  return scales + (static_cast<int64_t>(k) * padded + t) * kScaleWords;
 }
-__device__ __forceinline__ int plan_shift(uint32_t plan) {
-  return static_cast<int>(plan >> 16 & 15);
-}
-__device__ __forceinline__ bool plan_saturates(uint32_t plan) { return plan >> 30 & 1; }
-__device__ __forceinline__ bool plan_nan(uint32_t plan) { return plan >> 31; }
 
-// The tile that pads an odd number of tiles: no blocks.
-__device__ __forceinline__ void write_empty_tile(int r, uint32_t* words) {
+// Writes the words of a tile, row r of 128 threads, and with the last tile of an odd number those
+// of the tile that pads it: no blocks.
+__device__ __forceinline__ void write_words(const TileScales& s, uint32_t tile, int cls, int r,
+                                            uint32_t* words, bool pad) {
+  words[r] = s.word(tile, cls, r);
+  if (r < 4) words[128 + r] = r == 0 ? cls : (r == 1 ? tile : 0);
+  if (!pad) return;
+  words += kScaleWords;
   words[r] = 127u << 23;
   if (r < 4) words[128 + r] = r == 1 ? 127 : 0;
 }

@@ -268,11 +268,19 @@ def _address(tensor: Tensor | None) -> tuple[int, int]:
     return (0, 0) if tensor is None else (tensor.data_ptr(), FLOAT_DTYPES[tensor.dtype])
 
 
-def operand_sums(operand: Operand) -> Tensor:
-    """fp32 [rows]: the sum over k of an operand's values, in a fixed order."""
-    if operand.order == "sm90":
-        return sm90_layout.packed_values(operand, operand.k, operand.fmt).sum(1).to(_F32)
+def operand_sums(operand: Operand, scratch: Callable[[int], Tensor | None]) -> Tensor:
+    """fp32 [rows]: the sum over k of an operand's values, in an order that only sizes decide."""
     codes, scales, fmt, order, _ = operand
-    values = dequantize(codes, scales, fmt, order, _F32)
-    assert values is not None
-    return values.sum(1 if order == "k_last" else 0)
+    if order == "sm90":
+        return sm90_layout.packed_values(operand, operand.k, fmt).sum(1).to(_F32)
+    rows, k, k_first = operand.rows, operand.k, order == "k_first"
+    sums = torch.empty(rows, dtype=_F32, device=codes.device)
+    index = codes.device.index
+    nbytes = _native.row_sums_workspace_bytes(rows, k, k_first)
+    status = _native.row_sums(
+        codes.data_ptr(), scales.data_ptr(), rows, k, k_first, FORMATS[fmt].native_id,
+        sums.data_ptr(), _pointer(scratch(nbytes) if nbytes else None), stream(index), index,
+    )  # fmt: skip
+    if not supported(status):
+        raise RuntimeError("te_mx internal error: the Hopper kernels do not sum this operand")
+    return sums

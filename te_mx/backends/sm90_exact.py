@@ -58,5 +58,5 @@ def gemm(
                 torch.addmm(bias, left, right, out=out)
                 return None
     sums = torch.mm(left, right, out_dtype=_F32)
-    bias_grad = sm90.operand_sums(b) if epilogue.bias_grad == "operand" else None
+    bias_grad = sm90.operand_sums(b, scratch) if epilogue.bias_grad == "operand" else None
     return reference.finish(sums, bias_grad, epilogue, out, aux)

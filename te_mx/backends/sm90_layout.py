@@ -182,7 +182,7 @@ def packed_values(packed: HasPacked, k: int, fmt: str) -> Tensor:
     rows = packed.codes.shape[0]
     steps = packed.scales.shape[0]
     tiles = -(-rows // TILE)
-    values = code_values(fmt).to(packed.codes.device).double()[packed.codes[:, :k].long()]
+    values = packed.codes[:, :k].contiguous().view(_FLOAT8[fmt]).double()
     words = (
         packed.scales[:, :tiles, :TILE].permute(1, 2, 0).reshape(tiles * TILE, steps)[:rows]
     )  # [R, S]

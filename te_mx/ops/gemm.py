@@ -137,7 +137,7 @@ def _on_cuda(
         if not done:
             ran = envelopes.REFERENCE
         elif epilogue.bias_grad == "operand":
-            bias_grad = sm90.operand_sums(b)
+            bias_grad = sm90.operand_sums(b, scratch)
     elif ran == sm90.EXACT:
         if "sm90" in (a.order, b.order):
             raise ValueError(

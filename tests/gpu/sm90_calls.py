@@ -47,15 +47,24 @@ def poisoned_plain(rows: int, k: int) -> PackedOperand:
 
 
 def quantize(x, fmt="e4m3", rule="rceil", row="packed", col="packed", spread=8, col_sum=False):
-    """Forms are "packed", "plain" or None. Returns (row, col, col_sum)."""
+    """Forms are "packed", "plain" or None, and "as_x" for plain columns that are not transposed.
+
+    Returns (row, col, col_sum).
+    """
     rows, cols = x.shape
-    make = {"packed": poisoned_packed, "plain": poisoned_plain, None: lambda *_: None}
+    make = {
+        "packed": poisoned_packed,
+        "plain": poisoned_plain,
+        "as_x": lambda *shape: PackedOperand(*(t.t().contiguous() for t in poisoned_plain(*shape))),
+        None: lambda *_: None,
+    }
     row_out, col_out = make[row](rows, cols), make[col](cols, rows)
     sums = torch.full((cols,), math.nan, device="cuda") if col_sum else None
     partial = torch.full((-(-rows // 128), cols), math.nan, device="cuda") if col_sum else None
 
     def form(out, kind):
-        return (0, 0, False) if out is None else (*map(address, out), kind == "packed")
+        number = {"plain": 0, "packed": 1, "as_x": 2, None: 0}[kind]
+        return (0, 0, 0) if out is None else (*map(address, out), number)
 
     status = native().quantize(
         (address(x), rows, cols, x.stride(0), DTYPES[x.dtype]),
@@ -72,16 +81,58 @@ def quantize(x, fmt="e4m3", rule="rceil", row="packed", col="packed", spread=8, 
     return row_out, col_out, sums
 
 
-def pack(codes, scales, fmt, spread=8):
-    out = poisoned_packed(*codes.shape)
+def pack(codes, scales, fmt, spread=8, k_first=False):
+    """codes [rows, k], scales [rows, ceil(k/32)], or both transposed when k_first."""
+    rows, k = codes.shape[::-1] if k_first else codes.shape
+    out = poisoned_packed(rows, k)
     status = native().pack(
         address(codes),
         address(scales),
-        *codes.shape,
-        False,
+        rows,
+        k,
+        k_first,
         FORMATS[fmt],
         spread,
         *map(address, out),
+        stream(),
+    )
+    assert status == 0
+    return out
+
+
+def row_sums(codes, scales, fmt, k_first=False):
+    """Sums over k of the values of an operand, laid out as in pack."""
+    rows, k = codes.shape[::-1] if k_first else codes.shape
+    out = torch.full((rows,), math.nan, device="cuda")
+    size = native().row_sums_workspace_bytes(rows, k, k_first)
+    guard = torch.full((size // 4 + 64,), -123.0, device="cuda")
+    status = native().row_sums(
+        address(codes),
+        address(scales),
+        rows,
+        k,
+        k_first,
+        FORMATS[fmt],
+        address(out),
+        address(guard),
+        stream(),
+    )
+    assert status == 0
+    torch.cuda.synchronize()
+    assert (guard[size // 4 :] == -123.0).all(), "row_sums wrote behind its workspace"
+    return out
+
+
+def dequantize(codes, scales, fmt, dtype, order="k_last"):
+    out = torch.full(codes.shape, math.nan, dtype=dtype, device="cuda")
+    status = native().dequantize(
+        address(codes),
+        address(scales),
+        *codes.shape,
+        order == "k_first",
+        FORMATS[fmt],
+        DTYPES[dtype],
+        address(out),
         stream(),
     )
     assert status == 0

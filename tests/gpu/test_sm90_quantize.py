@@ -36,6 +36,10 @@ def test_bytes_are_those_of_the_reference(shape, kind, fmt, dtype):
         assert torch.equal(row.scales, want.row_scales)
         assert torch.equal(col.codes, want.col_codes)
         assert torch.equal(col.scales, want.col_scales)
+        row, col, _ = calls.quantize(x, fmt, rule, row="plain", col="as_x")
+        assert torch.equal(row.codes, want.row_codes)
+        assert torch.equal(col.codes, want.col_codes.t())
+        assert torch.equal(col.scales, want.col_scales.t())
 
 
 @pytest.mark.parametrize("spread", [8, 2, 0])
@@ -52,6 +56,27 @@ def test_fused_and_separate_packing_give_the_described_bytes(shape, kind, fmt, s
     assert_packed(row, want_row, cols)
     assert_packed(col, want_col, rows)
     assert_packed(calls.pack(parts.row_codes, parts.row_scales, fmt, spread), want_row, cols)
+    codes, scales = parts.col_codes.t().contiguous(), parts.col_scales.t().contiguous()
+    assert_packed(calls.pack(codes, scales, fmt, spread, k_first=True), want_col, rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("rule", ["rceil", "floor"])
+@pytest.mark.parametrize("kind", [*KINDS, "channels", "student"])
+def test_packing_while_quantizing_any_input(kind, rule, fmt, dtype):
+    x = calls.data(384, 512, kind, dtype)
+    x[:, 300:420] = x[:, 300:420].relu()
+    parts = plain(x, fmt, rule)
+    row, col, _ = calls.quantize(x, fmt, rule)
+    assert_packed(row, layout.pack(parts.row_codes, parts.row_scales, fmt), 512)
+    assert_packed(col, layout.pack(parts.col_codes, parts.col_scales, fmt), 384)
+    # A direction does not depend on the form of the other one.
+    row, col, _ = calls.quantize(x, fmt, rule, col="plain")
+    assert_packed(row, layout.pack(parts.row_codes, parts.row_scales, fmt), 512)
+    assert torch.equal(col.codes, parts.col_codes)
+    _, col, _ = calls.quantize(x, fmt, rule, row=None)
+    assert_packed(col, layout.pack(parts.col_codes, parts.col_scales, fmt), 384)
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
@@ -61,7 +86,10 @@ def test_packing_takes_any_bytes(fmt, span):
     codes = torch.randint(0, 256, (130, 77), generator=g, device="cuda").to(torch.uint8)
     codes[torch.rand(130, 77, generator=g, device="cuda") < 0.98] &= 0xB8
     scales = torch.randint(*span, (130, 3), generator=g, device="cuda").to(torch.uint8)
-    assert_packed(calls.pack(codes, scales, fmt), layout.pack(codes, scales, fmt), 77)
+    want = layout.pack(codes, scales, fmt)
+    assert_packed(calls.pack(codes, scales, fmt), want, 77)
+    codes, scales = codes.t().contiguous(), scales.t().contiguous()
+    assert_packed(calls.pack(codes, scales, fmt, k_first=True), want, 77)
 
 
 def test_strided_rows_and_single_directions():
@@ -86,22 +114,58 @@ def test_column_sums(shape):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("shape", [(64, 96), (33, 70)])
+@pytest.mark.parametrize("shape", [(64, 96), (33, 70), (7, 8), (131, 1304)])
 @pytest.mark.parametrize("order", ["k_last", "k_first"])
 def test_dequantize(shape, fmt, dtype, order):
     x = calls.data(*shape, "rows", torch.float32)
+    x[shape[0] // 2, 5] = float("nan")
     parts = reference.quantize(x, fmt, True, "plain", "rceil", False)
     codes, scales = parts[:2] if order == "k_last" else parts[2:4]
-    out = torch.full(shape, float("nan"), dtype=dtype, device="cuda")
-    status = calls.native().dequantize(
-        codes.data_ptr(),
-        scales.data_ptr(),
-        *shape,
-        order == "k_first",
-        calls.FORMATS[fmt],
-        calls.DTYPES[dtype],
-        out.data_ptr(),
-        calls.stream(),
+    out = calls.dequantize(codes, scales, fmt, dtype, order)
+    want = reference.dequantize(codes, scales, fmt, order, dtype)
+    torch.testing.assert_close(out, want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("shape", [(64, 96), (33, 70), (3, 5000), (1000, 7)])
+@pytest.mark.parametrize("k_first", [False, True])
+def test_row_sums(shape, fmt, k_first):
+    x = calls.data(*shape, "rows", torch.float32)
+    parts = plain(x, fmt)
+    codes, scales = parts.row_codes, parts.row_scales
+    values = reference.dequantize(codes, scales, fmt, "k_last", torch.float32).double()
+    if k_first:
+        codes, scales = codes.t().contiguous(), scales.t().contiguous()
+    got = calls.row_sums(codes, scales, fmt, k_first)
+    bound = shape[1] * 2.0**-24 * values.abs().sum(1)
+    assert ((got.double() - values.sum(1)).abs() <= bound).all()
+    assert torch.equal(got, calls.row_sums(codes, scales, fmt, k_first))
+    scales.view(-1)[0] = 255
+    got = calls.row_sums(codes, scales, fmt, k_first)
+    assert got[0].isnan() and got[1:].isfinite().all()
+
+
+def test_more_than_two_to_the_31_elements():
+    rows, cols = 70000, 32768
+    x = torch.empty(rows, cols, dtype=torch.bfloat16, device="cuda").normal_()
+    row, col, _ = calls.quantize(x, col="as_x", row="plain")
+    sample = torch.tensor([0, 31, 32768, 65535, 65536, 69999], device="cuda")
+    want = plain(x[sample], "e4m3")
+    assert torch.equal(row.codes[sample], want.row_codes)
+    assert torch.equal(row.scales[sample], want.row_scales)
+    last = reference.quantize(x[69984:], "e4m3", False, "plain", "rceil", False)
+    assert torch.equal(col.codes[69984:], last.col_codes)
+    assert torch.equal(col.scales[-1:], last.col_scales)
+    back = calls.dequantize(row.codes, row.scales, "e4m3", torch.bfloat16)[sample]
+    want_back = reference.dequantize(
+        want.row_codes, want.row_scales, "e4m3", "k_last", torch.bfloat16
     )
-    assert status == 0
-    assert torch.equal(out, reference.dequantize(codes, scales, fmt, order, dtype))
+    assert torch.equal(back, want_back)
+    packed = calls.pack(row.codes, row.scales, "e4m3")
+    fused, _, _ = calls.quantize(x, col=None)
+    assert torch.equal(packed.codes, fused.codes)
+    assert torch.equal(packed.scales, fused.scales)
+    tile = slice(69888, rows)
+    want_tile = plain(x[tile], "e4m3")
+    want_packed = layout.pack(want_tile.row_codes, want_tile.row_scales, "e4m3")
+    assert torch.equal(packed.codes[tile], want_packed.codes)

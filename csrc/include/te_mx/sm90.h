@@ -60,6 +60,7 @@ struct QuantizeArgs {
   uint8_t* row_scales;
   uint8_t* col_codes;  // transposed: codes [cols, rows], scales [cols, ceil(rows/32)]
   uint8_t* col_scales;
+  bool col_lies_as_x;  // not transposed: codes [rows, cols], scales [ceil(rows/32), cols]
   // Packed, either may be null (then its plain twin must be null too: a direction has one form)
   Packed row_packed;  // operand [rows, K = cols]
   Packed col_packed;  // operand [cols, K = rows]
@@ -70,9 +71,10 @@ struct QuantizeArgs {
 };
 
 struct PackArgs {
-  const uint8_t* codes;   // [rows, k] compact
-  const uint8_t* scales;  // [rows, ceil(k/32)] compact
+  const uint8_t* codes;   // [rows, k], or [k, rows] when k_first; compact
+  const uint8_t* scales;  // [rows, ceil(k/32)], or [ceil(k/32), rows]; compact
   int64_t rows, k;
+  bool k_first;
   Format fmt;
   int spread;
   Packed out;
@@ -87,6 +89,19 @@ struct DequantizeArgs {
   Format fmt;
   DType out_dtype;
   void* out;  // [rows, cols] compact
+  void* stream;
+};
+
+// out[row] = sum over k of the values of an operand [rows, k], in an order that only the sizes
+// decide.
+struct RowSumsArgs {
+  const uint8_t* codes;   // [rows, k], or [k, rows] when k_first; compact
+  const uint8_t* scales;  // [rows, ceil(k/32)], or [ceil(k/32), rows]; compact
+  int64_t rows, k;
+  bool k_first;
+  Format fmt;
+  float* out;        // [rows]
+  float* workspace;  // row_sums_workspace_bytes(rows, k, k_first)
   void* stream;
 };
 
@@ -115,10 +130,13 @@ struct GemmArgs {
 Status quantize(const QuantizeArgs& args);
 Status pack(const PackArgs& args);
 Status dequantize(const DequantizeArgs& args);
+int64_t row_sums_workspace_bytes(int64_t rows, int64_t k, bool k_first);
+Status row_sums(const RowSumsArgs& args);
 
 int64_t workspace_bytes(const GemmArgs& args);
 Status gemm(const GemmArgs& args);
 int config_count();
+bool config_full(int config);  // else without GELU, aux and bias gradient
 int chosen_config(const GemmArgs& args);
 const char* config_name(int config);
 

@@ -49,15 +49,21 @@ __device__ __forceinline__ uint32_t fp8x4(float a, float b, float c, float d) {
   return r;
 }
 
-// Bit 7 of every byte of the answer is set when no code of that byte in `words` is zero or
-// subnormal.
-template <Fp8 kFmt, int kWords>
-__device__ __forceinline__ uint32_t fp8x4_normal(const uint32_t (&words)[kWords]) {
-  uint32_t normal = 0x80808080u;
-#pragma unroll
-  for (int i = 0; i < kWords; ++i)
-    normal &= (words[i] | 0x80808080u) - (kFmt == Fp8::e4m3 ? 0x08080808u : 0x04040404u);
-  return normal;
+// Bit 7 of every byte is set when that code is subnormal and not zero. The other bits hold
+// anything.
+template <Fp8 kFmt>
+__device__ __forceinline__ uint32_t fp8x4_subnormal(uint32_t codes) {
+  const uint32_t magnitude = codes & 0x7F7F7F7Fu;
+  return (magnitude + 0x7F7F7F7Fu) & ~(magnitude + (kFmt == Fp8::e4m3 ? 0x78787878u : 0x7C7C7C7Cu));
+}
+
+// Transposes 4 x 4 bytes: word i is row i before and column i after, lowest byte first.
+__device__ __forceinline__ void transpose_bytes(uint32_t& a, uint32_t& b, uint32_t& c,
+                                                uint32_t& d) {
+  const uint32_t ab0 = __byte_perm(a, b, 0x5140), ab1 = __byte_perm(a, b, 0x7362);
+  const uint32_t cd0 = __byte_perm(c, d, 0x5140), cd1 = __byte_perm(c, d, 0x7362);
+  a = __byte_perm(ab0, cd0, 0x5410), b = __byte_perm(ab0, cd0, 0x7632);
+  c = __byte_perm(ab1, cd1, 0x5410), d = __byte_perm(ab1, cd1, 0x7632);
 }
 
 // max(|a|, |b|) of two 16-bit floats at once; NaN wins. NOTE: signs come out mixed, the next
@@ -97,11 +103,27 @@ __device__ __forceinline__ uint32_t half2_to_fp8x2(__half2 v) {
   return r;
 }
 
-// 2^-d in both halves, d in [0, 14].
-__device__ __forceinline__ __half2 half2_exp2_neg(int d) {
-  const uint32_t h = static_cast<uint32_t>(15 - d) << 10;
-  const uint32_t bits = h | (h << 16);
-  return *reinterpret_cast<const __half2*>(&bits);
+// 2^-d as fp16 bits, d in [0, 14].
+__device__ __forceinline__ uint32_t half_exp2_neg(int d) {
+  return static_cast<uint32_t>(15 - d) << 10;
+}
+
+// fp16 2^-d for two blocks. `factors` has what they were multiplied by (bf16 2^(127 - e), or NaN)
+// and `targets` their E + 1; d = min(E - e, 8), where a NaN block may get any.
+__device__ __forceinline__ uint32_t half2_shifts(uint32_t factors, uint32_t targets) {
+  const uint32_t e_plus_1 = ~(factors >> 7) & 0x00FF00FFu;
+  return 0x3C003C00u - (__vminu2(targets - e_plus_1, 0x00080008u) << 10);
+}
+
+// Four finite or NaN codes times fp16 powers of two between 2^-8 and 1, rounded to nearest even:
+// fp16 holds every product exactly. Each word has the factors of two codes.
+template <Fp8 kFmt>
+__device__ __forceinline__ uint32_t fp8x4_times(uint32_t codes, uint32_t low, uint32_t high) {
+  const uint32_t lo = half2_to_fp8x2<kFmt>(
+      __hmul2(fp8x2_to_half2<kFmt>(codes & 0xFFFF), *reinterpret_cast<const __half2*>(&low)));
+  const uint32_t hi = half2_to_fp8x2<kFmt>(
+      __hmul2(fp8x2_to_half2<kFmt>(codes >> 16), *reinterpret_cast<const __half2*>(&high)));
+  return lo | (hi << 16);
 }
 
 // 0xFF in every byte of four codes that is NaN or infinite.
@@ -110,41 +132,35 @@ __device__ __forceinline__ uint32_t fp8x4_specials(uint32_t codes) {
   return __vcmpgeu4(codes & 0x7F7F7F7Fu, kFmt == Fp8::e4m3 ? 0x7F7F7F7Fu : 0x7C7C7C7Cu);
 }
 
-// Shifts words of four codes down by 2^d, d <= 8, rounding to nearest even once; NaN and infinities
-// stay. Where no code leaves the normal range that is a subtraction from the exponent fields; other
-// words go through fp16, which holds every product exactly. kSpecials = false promises that no code
-// is NaN or infinite unless d is 0.
-template <Fp8 kFmt, bool kSpecials>
+// Divides words of four codes by 2^d, d <= 8, rounding to nearest even once; zeros, NaN and
+// infinities stay. Codes that stay normal lose d in their exponent fields; a group of words with
+// another code goes through fp16.
+template <Fp8 kFmt>
 struct CodeShift {
-  // 1 in the exponent fields of four codes.
-  static constexpr uint32_t kOne = kFmt == Fp8::e4m3 ? 0x08080808u : 0x04040404u;
-  uint32_t subtract, least;
-  __half2 factor;
-
-  __device__ __forceinline__ explicit CodeShift(int d)
-      : subtract(d * kOne), least(d == 0 ? 0 : (d + 1) * kOne), factor(half2_exp2_neg(d)) {}
+  static constexpr uint32_t kBytes = 0x01010101u;
+  static constexpr uint32_t kStep = kFmt == Fp8::e4m3 ? 8 : 4;  // one in the exponent field
+  static constexpr uint32_t kSpecial = kFmt == Fp8::e4m3 ? 0x7F : 0x7C;
+  int d;
 
   __device__ __forceinline__ uint32_t rounded(uint32_t codes) const {
-    const uint32_t lo = half2_to_fp8x2<kFmt>(__hmul2(fp8x2_to_half2<kFmt>(codes & 0xFFFF), factor));
-    const uint32_t hi = half2_to_fp8x2<kFmt>(__hmul2(fp8x2_to_half2<kFmt>(codes >> 16), factor));
-    const uint32_t r = lo | (hi << 16);
-    if constexpr (!kSpecials) return r;
-    const uint32_t keep = fp8x4_specials<kFmt>(codes);
-    return (r & ~keep) | (codes & keep);
+    const uint32_t keep = fp8x4_specials<kFmt>(codes), factor = half_exp2_neg(d) * 0x10001u;
+    return (fp8x4_times<kFmt>(codes, factor, factor) & ~keep) | (codes & keep);
   }
 
   template <int kWords>
   __device__ __forceinline__ void apply(uint32_t (&codes)[kWords]) const {
-    // Bit 7 of a byte stays set while every code in its place stays normal.
-    uint32_t normal = 0x80808080u;
+    if (d == 0) return;
+    // Bit 7 of a byte of `good` stays set while every code there is normal now and after.
+    const uint32_t step = d * (kStep * kBytes), least = 0x80 * kBytes - kStep * kBytes - step;
+    uint32_t good = 0x80 * kBytes;
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
-      normal &= (codes[i] | 0x80808080u) - least;
-      if constexpr (kSpecials) normal &= ~fp8x4_specials<kFmt>(codes[i]);
+      const uint32_t magnitude = codes[i] & (0x7F * kBytes);
+      good &= (magnitude + least) & ~(magnitude + (128 - kSpecial) * kBytes);
     }
-    if (normal == 0x80808080u) {
+    if (good == 0x80 * kBytes) {
 #pragma unroll
-      for (int i = 0; i < kWords; ++i) codes[i] -= subtract;
+      for (int i = 0; i < kWords; ++i) codes[i] -= step;
     } else {
 #pragma unroll
       for (int i = 0; i < kWords; ++i) codes[i] = rounded(codes[i]);
