@@ -1,8 +1,10 @@
 // The adaptive MXFP8 GEMM: D[M, N] = lhs[M, K] @ rhs[N, K]^T on packed operands (te_mx/sm90.h).
 //
-// A persistent CTA has a producer warpgroup, one thread of which feeds a ring of stages through the
-// copy engine, and two or three math warpgroups. A stage is 128 of K: codes of lhs [kM, 128] and
-// rhs [128, 128], and their scale tiles. Each math warpgroup has its own rows, in waves of 64:
+// A persistent CTA has a producer warpgroup and two or three math warpgroups. One thread of the
+// producer feeds a ring of stages through the copy engine; other warps of it decide how the stages
+// that arrived are promoted, and bring the columns' scales into shape. A stage is 128 of K: codes
+// of lhs [kM, 128] and rhs [128, 128], and their scale tiles. Each math warpgroup has its own rows,
+// in waves of 64:
 //
 //   kM       0..63      64..127   128..191  192..255
 //   128      math 0     math 1
@@ -16,7 +18,7 @@
 
 #include "gemm_epilogue.cuh"
 #include "gemm_params.cuh"
-#include "gemm_promote.cuh"
+#include "gemm_step.cuh"
 #include "mxtile/sm90/barrier.cuh"
 #include "mxtile/sm90/tma.cuh"
 #include "mxtile/sm90/wgmma.cuh"
@@ -34,10 +36,14 @@ struct GemmConfig {
   static constexpr int kLhsBytes = kM * 128, kRhsBytes = kN * 128;
   static constexpr int kScaleBytes = (kLhsTiles + 1) * kTileBytes;
   static constexpr int kStageBytes = kLhsBytes + kRhsBytes + kScaleBytes;
+  // Of a stage: factors of the columns against each lhs tile, and the modes.
+  static constexpr int kColumnBytes = kLhsTiles * 1024 + 16;
   static constexpr int kStaging = kSlots * kPanelBytes;  // per math warpgroup
+  // With GELU, aux and the bias gradient: registers do not suffice for them beside 256 rows.
+  static constexpr bool kFull = kM != 256;
   static constexpr int kThreads = 128 + 128 * kMath;
   static constexpr int kSmem =
-      1024 + kStages * kStageBytes + kMath * (kStaging + 512 + 2048) + 2 * kStages * 8;
+      1024 + kStages * (kStageBytes + kColumnBytes) + kMath * (kStaging + 512) + 3 * kStages * 8;
   // Slots are taken in turn, and a block of 16-bit output starts at slot 0 again.
   static_assert(2 * kWaves % kSlots == 0, "a block fills every slot equally often");
   static_assert(kSmem <= 232448, "a block has 227 KiB of shared memory");
@@ -50,8 +56,8 @@ struct Smem {
   static constexpr int kStaging = kRhs + Config::kStages * Config::kRhsBytes;
   static constexpr int kScales = kStaging + Config::kMath * Config::kStaging;
   static constexpr int kBias = kScales + Config::kStages * Config::kScaleBytes;
-  static constexpr int kScratch = kBias + Config::kMath * 512;
-  static constexpr int kBarriers = kScratch + Config::kMath * 2048;
+  static constexpr int kColumns = kBias + Config::kMath * 512;
+  static constexpr int kBarriers = kColumns + Config::kStages * Config::kColumnBytes;
   char* base;
   __device__ __forceinline__ explicit Smem(char* raw) {
     base = raw + (1024 - (tile::smem_addr(raw) & 1023)) % 1024;
@@ -67,12 +73,22 @@ struct Smem {
   __device__ __forceinline__ float* bias(int math) const {
     return reinterpret_cast<float*>(base + kBias) + math * 128;
   }
-  __device__ __forceinline__ char* scratch(int math) const { return base + kScratch + math * 2048; }
+  __device__ __forceinline__ char* columns(int s) const {
+    return base + kColumns + s * Config::kColumnBytes;
+  }
   __device__ __forceinline__ uint64_t* full(int s) const {
     return reinterpret_cast<uint64_t*>(base + kBarriers) + s;
   }
   __device__ __forceinline__ uint64_t* empty(int s) const { return full(Config::kStages + s); }
+  __device__ __forceinline__ uint64_t* ready(int s) const { return full(2 * Config::kStages + s); }
 };
+
+// Threads of a math warpgroup that say that it needs a stage no more.
+#ifdef TE_MX_RACECHECK
+inline constexpr int kArrivals = 128;
+#else
+inline constexpr int kArrivals = 4;
+#endif
 
 // A position in the ring of stages.
 template <int kStages>
@@ -130,34 +146,35 @@ __device__ __forceinline__ void produce(const GemmParams& p, const CUtensorMap& 
   }
 }
 
-// kCount K = 32 products of one wave as a chain. The first one overwrites the accumulators.
-template <tile::Fp8 kLhs, tile::Fp8 kRhs, int kCount>
-__device__ __forceinline__ void multiply(float (&acc)[64], uint32_t lhs, uint32_t rhs) {
-  tile::wgmma_pin(acc);
-  tile::wgmma_fence();
-#pragma unroll
-  for (int kk = 0; kk < kCount; ++kk)
-    tile::wgmma_64x128x32<kLhs, kRhs>(acc, lhs + 2 * kk, rhs + 2 * kk, kk != 0);
-  tile::wgmma_commit();
-  tile::wgmma_wait<0>();
-  tile::wgmma_pin(acc);
-}
-
-// Writes the fp32 scales of the step's four blocks for every column to this warpgroup's scratch:
-// [4][128].
-__device__ __forceinline__ void expand_columns(uint32_t words, uint32_t scratch, uint32_t rhs_class,
-                                               int thread, int barrier) {
-  const uint32_t word = tile::ld_shared_u32(words + 4 * thread);
-  tile::named_barrier(barrier, 128);  // the last step's readers are done
-#pragma unroll
-  for (int kk = 0; kk < 4; ++kk) {
-    tile::st_shared_f32(scratch + 512 * kk + 4 * thread, WordReader(rhs_class, kk).scale(word));
+// One warp for each lhs tile of a stage, ahead of the math warpgroups.
+template <class Config>
+__device__ __forceinline__ void prepare(const GemmParams& p, const Smem<Config>& smem, int lhs_tile,
+                                        int lane) {
+  Ring<Config::kStages> ring;
+  for (int index = blockIdx.x / Config::kCluster; index < p.m_blocks * p.n_blocks;
+       index += gridDim.x / Config::kCluster) {
+#pragma unroll 1
+    for (int k = 0; k < p.k_steps; ++k, ring.next()) {
+      const int s = ring.stage;
+      const uint32_t words = tile::smem_addr(smem.scales(s));
+      const uint32_t columns = tile::smem_addr(smem.columns(s));
+      tile::mbar_wait(smem.full(s), ring.phase);
+      prepare_step(words + lhs_tile * Config::kTileBytes,
+                   words + Config::kLhsTiles * Config::kTileBytes, columns + lhs_tile * 1024,
+                   columns + Config::kLhsTiles * 1024 + 4 * lhs_tile, lane);
+      __syncwarp();
+      if (lane == 0) tile::mbar_arrive(smem.ready(s));
+    }
   }
-  tile::named_barrier(barrier, 128);
 }
 
 template <class Config>
 __device__ __forceinline__ void release(uint64_t* empty, int lane) {
+#ifdef TE_MX_RACECHECK
+  // compute-sanitizer does not see that __syncwarp orders a warp's reads before lane 0's arrival.
+  for (int i = 0; i < Config::kCluster; ++i) tile::mbar_arrive_at(empty, i);
+  return;
+#endif
   __syncwarp();
   if constexpr (Config::kCluster == 1) {
     if (lane == 0) tile::mbar_arrive(empty);
@@ -169,99 +186,77 @@ __device__ __forceinline__ void release(uint64_t* empty, int lane) {
 template <class Config, tile::Fp8 kLhs, tile::Fp8 kRhs, Epilogue kEpilogue>
 __device__ __forceinline__ void consume(const GemmParams& p, const CUtensorMap& out_map,
                                         const Smem<Config>& smem, int rank, int math) {
-  const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
+  const int thread = threadIdx.x % 128, lane = thread % 32;
   // This warpgroup's first row inside the block.
   const int row0 = math * Config::kWaves * 64;
   const uint32_t lhs_desc = __shfl_sync(~0u, tile::wgmma_desc(smem.lhs(0) + row0 * 128), 0);
   const uint32_t rhs_desc = __shfl_sync(~0u, tile::wgmma_desc(smem.rhs(0)), 0);
-  // Shared addresses in stage 0 of the scale words of this thread's first column and of the class.
-  const uint32_t cols_addr = tile::keep(
-      tile::smem_addr(smem.scales(0) + Config::kLhsTiles * Config::kTileBytes + 8 * (lane % 4)));
-  const uint32_t rhs_class_addr =
-      tile::smem_addr(smem.scales(0) + Config::kLhsTiles * Config::kTileBytes + 512);
+  // Shared address in stage 0 of the scale words of the rhs tile.
+  const uint32_t rhs_words =
+      tile::smem_addr(smem.scales(0) + Config::kLhsTiles * Config::kTileBytes);
+  const uint32_t columns = tile::smem_addr(smem.columns(0));
   Ring<Config::kStages> ring;
-  float acc[64];
   for (int index = blockIdx.x / Config::kCluster; index < p.m_blocks * p.n_blocks;
        index += gridDim.x / Config::kCluster) {
     const Block block = block_at(p, index);
     Wave w;
+    w.m0 = block.m * Config::kM + row0;
     w.n0 = (block.n * Config::kCluster + rank) * 128;
     w.thread = thread;
     w.barrier = 1 + math;
     w.staging = smem.staging(math);
     w.bias = smem.bias(math);
     if (p.epilogue.bias != nullptr) load_bias(p.epilogue, w);
-    // The same inside the block's scale tiles (192 rows start in the middle of a tile every other
-    // time), and the shared addresses of what this thread needs of them.
+    // The same inside the block's scale tiles: 192 rows start in the middle of a tile every other
+    // time.
     const int inside = Config::kM == 192 ? row0 + (block.m & 1) * 64 : row0;
-    const uint32_t lhs_class_addr = __shfl_sync(
-        ~0u, tile::smem_addr(smem.scales(0) + inside / 128 * Config::kTileBytes + 512), 0);
-    const uint32_t rows_addr =
-        tile::keep(tile::smem_addr(smem.scales(0) + inside / 128 * Config::kTileBytes +
-                                   4 * (inside % 128 + warp * 16 + lane / 4)));
+    const int lhs_tile = inside / 128;
+    const uint32_t lhs_words =
+        __shfl_sync(~0u, tile::smem_addr(smem.scales(0) + lhs_tile * Config::kTileBytes), 0);
     float sum[Config::kWaves][64];
 #pragma unroll
     for (int wave = 0; wave < Config::kWaves; ++wave) {
 #pragma unroll
       for (int i = 0; i < 64; ++i) sum[wave][i] = 0.0f;
     }
-    for (int k = 0; k < p.k_steps; ++k, ring.next()) {
+    Mode mode;
+    uint32_t rows[2 * Config::kWaves];
+    // Waits for the stage at `at` and reads what the step needs from shared memory at its start.
+    const auto fetch = [&](const Ring<Config::kStages>& at) {
+      const uint32_t prepared = columns + at.stage * Config::kColumnBytes;
+      // NOTE: keep() has this worked out again, which costs less than a register.
+      const uint32_t self = tile::keep(threadIdx.x) % 128;
+      const uint32_t from = lhs_words + at.stage * Config::kScaleBytes +
+                            4 * (inside % 128 + self / 32 * 16 + self % 32 / 4);
+      tile::mbar_wait(smem.ready(at.stage), at.phase);
+      mode = static_cast<Mode>(
+          tile::ld_shared_u32(prepared + Config::kLhsTiles * 1024 + 4 * lhs_tile));
+#pragma unroll
+      for (int i = 0; i < 2 * Config::kWaves; ++i)
+        rows[i] = tile::ld_shared_u32(from + 4 * (8 * (i % 2) + 64 * (i / 2)));
+    };
+    fetch(ring);
+    for (int k = 0; k < p.k_steps; ++k) {
       const int s = ring.stage;
-      const uint32_t lhs = lhs_desc + s * (Config::kLhsBytes / 16),
-                     rhs = rhs_desc + s * (Config::kRhsBytes / 16);
-      const uint32_t offset = s * Config::kScaleBytes, cols = cols_addr + offset;
-      tile::mbar_wait(smem.full(s), ring.phase);
-      // NOTE: what the promotion needs from shared memory is read before the products start.
-      const uint32_t lhs_class = tile::ld_shared_u32(lhs_class_addr + offset);
-      const uint32_t rhs_class = tile::ld_shared_u32(rhs_class_addr + offset);
-      uint32_t rows[2 * Config::kWaves];
+      const uint32_t offset = s * Config::kScaleBytes;
+      Step<Config::kWaves> step;
+      step.lhs = lhs_desc + s * (Config::kLhsBytes / 16);
+      step.rhs = rhs_desc + s * (Config::kRhsBytes / 16);
+      step.lhs_words = lhs_words + offset, step.rhs_words = rhs_words + offset;
+      step.columns = columns + s * Config::kColumnBytes + lhs_tile * 1024;
+      step.lane = lane;
+      step.mode = mode;
 #pragma unroll
-      for (int i = 0; i < 2 * Config::kWaves; ++i) {
-        rows[i] = tile::ld_shared_u32(rows_addr + offset + 4 * (8 * (i % 2) + 64 * (i / 2)));
-      }
-      if ((lhs_class | rhs_class) < 2) {
-        const float rhs_scale =
-            rhs_class == 0 ? __uint_as_float(tile::ld_shared_u32(rhs_class_addr + offset - 512))
-                           : 1.0f;
-#pragma unroll
-        for (int wave = 0; wave < Config::kWaves; ++wave) {
-          const float f0 = __uint_as_float(rows[2 * wave]) * rhs_scale;
-          const float f8 = __uint_as_float(rows[2 * wave + 1]) * rhs_scale;
-          multiply<kLhs, kRhs, 4>(acc, lhs + wave * (64 * 128 / 16), rhs);
-          if (rhs_class == 0) {
-            if (wave == Config::kWaves - 1) release<Config>(smem.empty(s), lane);
-            promote_tile(sum[wave], acc, f0, f8);
-          } else {
-            promote_rows(sum[wave], acc, f0, f8, cols);
-            if (wave == Config::kWaves - 1) release<Config>(smem.empty(s), lane);
-          }
-        }
-      } else {
-        const bool far = lhs_class == 3 || rhs_class == 3;
-        const uint32_t scratch = tile::smem_addr(smem.scratch(math));
-        if (!far)
-          expand_columns(rhs_class_addr + offset - 512, scratch, rhs_class, thread, 1 + math);
-#pragma unroll 1
-        for (int kk = 0; kk < 4; ++kk) {
-          const WordReader reader(lhs_class, kk);
-#pragma unroll
-          for (int wave = 0; wave < Config::kWaves; ++wave) {
-            multiply<kLhs, kRhs, 1>(acc, lhs + wave * (64 * 128 / 16) + 2 * kk, rhs + 2 * kk);
-            const uint32_t w0 = rows[2 * wave], w8 = rows[2 * wave + 1];
-            if (far) {
-              promote_far(sum[wave], acc, w0, w8, cols, reader, WordReader(rhs_class, kk));
-            } else {
-              promote_rows(sum[wave], acc, reader.scale(w0), reader.scale(w8),
-                           scratch + 512 * kk + 8 * (lane % 4));
-            }
-          }
-        }
-        release<Config>(smem.empty(s), lane);
-      }
+      for (int i = 0; i < 2 * Config::kWaves; ++i) step.rows[i] = rows[i];
+      ring.next();
+      run_step<kLhs, kRhs>(
+          sum, step, [&] { release<Config>(smem.empty(s), lane); },
+          [&] {
+            if (k + 1 < p.k_steps) fetch(ring);
+          });
     }
 #pragma unroll
-    for (int wave = 0; wave < Config::kWaves; ++wave) {
-      w.m0 = block.m * Config::kM + row0 + wave * 64;
+    for (int wave = 0; wave < Config::kWaves; ++wave, w.m0 += 64) {
       epilogue_wave<kEpilogue, Config::kSlots>(sum[wave], wave, p.epilogue, &out_map, w);
     }
   }
@@ -282,7 +277,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (!p.epilogue.direct) tile::tma_prefetch(&out_map);
     for (int s = 0; s < Config::kStages; ++s) {
       tile::mbar_init(smem.full(s), 1);
-      tile::mbar_init(smem.empty(s), 4 * Config::kMath * Config::kCluster);
+      tile::mbar_init(smem.empty(s), kArrivals * Config::kMath * Config::kCluster);
+      tile::mbar_init(smem.ready(s), Config::kLhsTiles);
     }
     tile::mbar_init_fence();
   }
@@ -293,8 +289,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
   if (threadIdx.x < 128) {
     tile::registers_down<Config::kMath == 3 ? 32 : 40>();
-    if (threadIdx.x < 32 && tile::elect_one()) produce<Config>(p, lhs_map, rhs_map, smem, rank);
-    __syncwarp();
+    if (threadIdx.x < 32) {
+      if (tile::elect_one()) produce<Config>(p, lhs_map, rhs_map, smem, rank);
+      __syncwarp();
+    } else if (threadIdx.x < 32 + 32 * Config::kLhsTiles) {
+      prepare<Config>(p, smem, static_cast<int>(threadIdx.x) / 32 - 1,
+                      static_cast<int>(threadIdx.x) % 32);
+    }
   } else {
     tile::registers_up<Config::kMath == 3 ? 160 : 232>();
     consume<Config, kLhs, kRhs, kEpilogue>(

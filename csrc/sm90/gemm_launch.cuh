@@ -67,15 +67,17 @@ Status launch(const GemmArgs& a, const Device& device) {
              : Status::unsupported;
 }
 
-// The four pairs of formats and two epilogues of one configuration.
+// The four pairs of formats and the epilogues of one configuration.
 template <class Config>
 Status launch_any(const GemmArgs& a, const Device& device) {
   using tile::Fp8;
   const bool gelu =
       a.aux != nullptr || a.gelu_in != nullptr || a.gelu != Gelu::none || a.bias_grad != nullptr;
   const auto go = [&]<Fp8 kLhs, Fp8 kRhs>() {
-    return gelu ? launch<Config, kLhs, kRhs, Epilogue::gelu>(a, device)
-                : launch<Config, kLhs, kRhs, Epilogue::plain>(a, device);
+    if constexpr (Config::kFull) {
+      if (gelu) return launch<Config, kLhs, kRhs, Epilogue::gelu>(a, device);
+    }
+    return gelu ? Status::bad_argument : launch<Config, kLhs, kRhs, Epilogue::plain>(a, device);
   };
   if (a.lhs_fmt == Format::e4m3) {
     return a.rhs_fmt == Format::e4m3 ? go.template operator()<Fp8::e4m3, Fp8::e4m3>()

@@ -111,6 +111,8 @@ def test_epilogues_are_exact_functions_of_the_fp32_sums(config, shape, dtype):
         assert torch.equal(run(out_dtype=dtype, bias=bias), (base + bias.float()).to(dtype))
     old = torch.randn(m, n, device="cuda").to(dtype)
     assert torch.equal(run(out=old.clone(), accumulate=True), (base + old.float()).to(dtype))
+    if not calls.native().config_full(config):
+        return
     for gelu, approximate in (("tanh", "tanh"), ("erf", "none")):
         aux = torch.full((m, n), math.nan, dtype=dtype, device="cuda")
         before = base + bias.float()
