@@ -10,6 +10,10 @@ BIN := $(VENV)/bin
 CMAKE = $(BIN)/cmake
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
+# The Hopper kernels: AUTO builds them when nvcc is found and works, ON insists, OFF leaves them out.
+TE_MX_CUDA ?= AUTO
+export TE_MX_CUDA
+
 CMAKE_FLAGS = -G Ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python
 # make's built-in CXX is g++ even where that is missing: only a compiler that the user named is passed on.
 ifneq ($(origin CXX),default)
@@ -19,24 +23,28 @@ endif
 PACKAGES = torch numpy cmake ninja pybind11 scikit_build_core matplotlib tqdm \
   hypothesis ml_dtypes pytest pytest-cov torchao clang-format codespell mypy ruff
 NATIVE_SOURCES := CMakeLists.txt $(shell find csrc third_party -type f \
-  \( -name '*.cpp' -o -name '*.h' -o -name '*.hpp' -o -name '*.cu' -o -name '*.cuh' -o -name CMakeLists.txt \))
+  \( -name '*.cpp' -o -name '*.h' -o -name '*.hpp' -o -name '*.cu' -o -name '*.cuh' -o -name CMakeLists.txt \
+  -o -name '*.cmake' -o -name '*.sh' \))
 CPP_FILES = $(shell git ls-files -co --exclude-standard -- 'csrc/*' 'third_party/*' | \
   grep -E '\.(cpp|h|hpp|cu|cuh)$$')
+# Builds for another compiler or a sanitizer are about the CPU.
+VARIANT_FLAGS = -DMXTILE_TESTS=ON -DTE_MX_CUDA=OFF
 # Tests that drive the native module directly: what another compiler or a sanitizer can change.
 NATIVE_TESTS = $(wildcard tests/test_native*.py)
 
 .PHONY: help setup build train test bench lint lint-python lint-types lint-cpp lint-spelling lint-house \
-  format clang sanitize wheel-test clean
+  format clang sanitize sanitize-gpu wheel-test clean
 
 help:
-	@echo "make train       set up, build, train the example in bf16 and in MXFP8, compare (ARGS=... for options)"
-	@echo "make test        all tests, with coverage"
-	@echo "make bench       the benchmarks (ARGS='gemm --quick' for a part)"
-	@echo "make lint        ruff, mypy, clang-format, codespell, house rules; make format mends the first and third"
-	@echo "make clang       build with clang++ and test that build"
-	@echo "make sanitize    native tests under AddressSanitizer and UBSan"
-	@echo "make wheel-test  build a wheel and test it in a clean environment without the source tree"
-	@echo "make clean       remove what was built; .venv and runs/ stay"
+	@echo "make train         set up, build, train the example in bf16 and in MXFP8, compare (ARGS=... for options)"
+	@echo "make test          all tests, with coverage"
+	@echo "make bench         the benchmarks (ARGS='gemm --quick' for a part)"
+	@echo "make lint          ruff, mypy, clang-format, codespell, house rules; make format mends the first and third"
+	@echo "make clang         build with clang++ and test that build"
+	@echo "make sanitize      native tests under AddressSanitizer and UBSan"
+	@echo "make sanitize-gpu  every Hopper kernel under compute-sanitizer; needs a Hopper GPU"
+	@echo "make wheel-test    build a wheel and test it in a clean environment without the source tree"
+	@echo "make clean         remove what was built; .venv and runs/ stay"
 
 setup: $(VENV)/.ready
 build: $(VENV)/.built
@@ -55,10 +63,11 @@ $(VENV)/.ready: constraints.txt
 
 # In place: the module lies beside the Python files, and this tree is on the path of .venv.
 $(VENV)/.built: $(VENV)/.ready $(NATIVE_SOURCES)
-	@echo "building the native module"
-	@$(call cmake_build,build/dev,-DCMAKE_BUILD_TYPE=Release -DMXTILE_TESTS=ON,_native)
-	@rm -f te_mx/_native*.so
-	@cp build/dev/_native*.so te_mx/
+	@echo "building the native modules (with nvcc some minutes, the first time)"
+	@$(call cmake_build,build/dev,-DCMAKE_BUILD_TYPE=Release -DMXTILE_TESTS=ON -DTE_MX_CUDA=$(TE_MX_CUDA),modules)
+	@sed -n 's/^-- te_mx: /built /p' build/dev/log.txt
+	@rm -f te_mx/_native*.so te_mx/_sm90*.so
+	@cp build/dev/_*.so te_mx/
 	@$(BIN)/python .ci/develop.py
 	@cd / && $(CURDIR)/$(BIN)/python -c 'import te_mx._native'
 	@touch $@
@@ -69,10 +78,10 @@ mkdir -p $(1) && { $(CMAKE) -S . -B $(1) $(CMAKE_FLAGS) $(2) && $(CMAKE) --build
   > $(1)/log.txt 2>&1 || { cat $(1)/log.txt; echo "the build in $(1) failed"; exit 1; }
 endef
 
-# $(call variant_site,folder): the package with the module built in that folder, to be put on PYTHONPATH.
+# $(call variant_site,folder): the package with the modules built in that folder, to be put on PYTHONPATH.
 define variant_site
-rm -rf $(1)/site && mkdir -p $(1)/site && cp -r te_mx $(1)/site/ && rm -f $(1)/site/te_mx/_native*.so && \
-  cp $(1)/_native*.so $(1)/site/te_mx/
+rm -rf $(1)/site && mkdir -p $(1)/site && cp -r te_mx $(1)/site/ && rm -f $(1)/site/te_mx/_*.so && \
+  cp $(1)/_*.so $(1)/site/te_mx/
 endef
 
 train: build
@@ -80,6 +89,7 @@ train: build
 
 test: build
 	@$(call cmake_build,build/dev,,all)
+	@$(BIN)/python .ci/ptxas.py build/dev
 	@$(BIN)/ctest --test-dir build/dev/third_party/mxtile --output-on-failure --no-tests=error | tail -n 3
 	@$(BIN)/python -m pytest -q --cov=te_mx --cov-report=term:skip-covered --cov-fail-under=90 $(ARGS)
 
@@ -110,7 +120,7 @@ format: setup
 
 clang: build
 	@echo "building with clang++"
-	@$(call cmake_build,build/clang,-DCMAKE_CXX_COMPILER=clang++ -DCMAKE_BUILD_TYPE=Release -DMXTILE_TESTS=ON,all)
+	@$(call cmake_build,build/clang,-DCMAKE_CXX_COMPILER=clang++ -DCMAKE_BUILD_TYPE=Release $(VARIANT_FLAGS),all)
 	@$(BIN)/ctest --test-dir build/clang/third_party/mxtile --output-on-failure --no-tests=error | tail -n 3
 	@$(call variant_site,build/clang)
 	@PYTHONPATH=build/clang/site $(BIN)/pytest -q -p no:cacheprovider $(NATIVE_TESTS)
@@ -118,12 +128,16 @@ clang: build
 # torch itself is not instrumented: no leak check, and the runtime has to be loaded before Python.
 sanitize: build
 	@echo "building with AddressSanitizer and UBSan"
-	@$(call cmake_build,build/sanitize,-DTE_MX_SANITIZE=ON -DMXTILE_TESTS=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo,all)
+	@$(call cmake_build,build/sanitize,-DTE_MX_SANITIZE=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo $(VARIANT_FLAGS),all)
 	@ASAN_OPTIONS=detect_leaks=0 $(BIN)/ctest --test-dir build/sanitize/third_party/mxtile --output-on-failure --no-tests=error | tail -n 3
 	@$(call variant_site,build/sanitize)
 	@LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=build/sanitize/site \
 	  $(BIN)/pytest -q --capture=sys -p no:cacheprovider $(NATIVE_TESTS)
+
+# PYTHON has to have a torch with CUDA, and te_mx/ the modules of a build for it.
+sanitize-gpu:
+	@PYTHONPATH=$(CURDIR) $(PYTHON) tests/gpu/sanitize.py $(ARGS)
 
 # The tests of examples/ and benchmarks/ need the source tree and stay out.
 wheel-test: setup
@@ -135,4 +149,4 @@ wheel-test: setup
 	  PATH=$$folder/venv/bin:$$PATH venv/bin/python -m pytest -q -p no:cacheprovider tests
 
 clean:
-	rm -rf build dist te_mx/_native*.so $(VENV)/.built .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf build dist te_mx/_native*.so te_mx/_sm90*.so $(VENV)/.built .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

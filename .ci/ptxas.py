@@ -1,0 +1,55 @@
+"""What ptxas said of the Hopper kernels: none may spill registers, and no wgmma may be serialized.
+
+usage: python .ci/ptxas.py BUILD_FOLDER
+
+Reads the log that csrc/sm90/keep_log.sh left beside every object. A build without the kernels has
+nothing to check.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parents[1] / "csrc" / "sm90"
+SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+REGISTERS = re.compile(r"Used (\d+) registers")
+SERIALIZED = re.compile(r"C7510|wgmma\.mma_async instructions are serialized")
+
+
+def kernels(log: str) -> list[tuple[str, int, int]]:
+    """(mangled name, bytes spilled, registers) of every kernel in a log."""
+    found = []
+    for part in log.split("ptxas info    : Compiling entry function ")[1:]:
+        name = re.match(r"'(\w+)'", part)
+        spills, registers = SPILLS.search(part), REGISTERS.search(part)
+        assert name and spills and registers, f"ptxas writes its output in another way now:\n{part}"
+        found.append((name[1], sum(map(int, spills.groups())), int(registers[1])))
+    return found
+
+
+def main(build: Path) -> int:
+    objects = build / "csrc" / "sm90" / "CMakeFiles" / "te_mx_sm90.dir"
+    if not objects.is_dir():
+        print("ptxas: this build has no Hopper kernels")
+        return 0
+    wrong, count = [], 0
+    for source in sorted(SOURCES.glob("*.cu")):
+        log = objects / f"{source.name}.o.log"
+        if not log.exists():
+            wrong.append(f"{source.name}: no log {log}; build first")
+            continue
+        text = log.read_text()
+        found = kernels(text)
+        count += len(found)
+        wrong += [f"{source.name}: {name} spills {n} bytes" for name, n, _ in found if n]
+        wrong += [
+            f"{source.name}: {line.strip()}"
+            for line in text.splitlines()
+            if SERIALIZED.search(line)
+        ]
+    print("\n".join(wrong) if wrong else f"ptxas: {count} kernels without spills")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
