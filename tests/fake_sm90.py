@@ -1,0 +1,152 @@
+"""The interface of te_mx._sm90 in plain torch, on addresses of CPU memory.
+
+With it in place of the module, the Python side of the Hopper backend runs on any machine: sizes,
+orders, forms and the places inside a workspace. tests/gpu holds the real module to the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from te_mx.backends import reference, sm90_layout
+from te_mx.backends.base import FLOAT_DTYPES, FORMATS, GELUS, Epilogue, Operand
+
+OK, SMALL_WORKSPACE = 0, 3
+OWN_SCRATCH = 192  # bytes that every GEMM asks for, so that the way to ask is used
+_NAMES = {fmt.native_id: name for name, fmt in FORMATS.items()}
+_DTYPES = {number: dtype for dtype, number in FLOAT_DTYPES.items()}
+_RULES = ("rceil", "floor")
+_GELUS = {number: name for name, number in GELUS.items()}
+
+
+def at(address: int, shape: tuple[int, ...], dtype: torch.dtype = torch.uint8) -> Tensor:
+    """The memory at an address as a tensor."""
+    count = 1
+    for size in shape:
+        count *= size
+    nbytes = max(count * dtype.itemsize, 1)
+    memory = (ctypes.c_uint8 * nbytes).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
+
+
+def _blocks(size: int) -> int:
+    return -(-size // 32)
+
+
+def packed_bytes(rows: int, k: int) -> tuple[int, int]:
+    (_, ld), words = sm90_layout.packed_shapes(rows, k)
+    codes = -(-rows * ld // 256) * 256
+    scales = -(-words[0] * words[1] * words[2] * 4 // 256) * 256
+    return codes + scales, codes
+
+
+def _write_packed(place, codes: Tensor, scales: Tensor, fmt: str, spread: int) -> None:
+    packed = sm90_layout.pack(codes, scales, fmt, spread)
+    at(place[0], packed.codes.shape).copy_(packed.codes)
+    at(place[1], packed.scales.shape, torch.int32).copy_(packed.scales)
+
+
+def _operand(place, fmt: int, rows: int, k: int) -> Operand:
+    codes, words = sm90_layout.packed_shapes(rows, k)
+    read = at(place[0], codes)[:, :k], at(place[1], words, torch.int32)
+    return Operand(*read, _NAMES[fmt], "sm90")
+
+
+def available(device: int = -1) -> bool:
+    return True
+
+
+def quantize(x, fmt, rule, row, col, spread, col_sum, col_sum_ws, stream, device=-1) -> int:
+    address, rows, cols, stride, dtype = x
+    memory = at(address, ((rows - 1) * stride + cols,), _DTYPES[dtype])
+    values = memory.as_strided((rows, cols), (stride, 1))
+    name = _NAMES[fmt]
+    parts = reference.quantize(values, name, True, "transposed", _RULES[rule], bool(col_sum))
+    for place, codes, scales in ((row, *parts[:2]), (col, *parts[2:4])):
+        form = int(place[2])
+        if not place[0]:
+            continue
+        if form == 1:
+            _write_packed(place, codes, scales, name, spread)
+            continue
+        if form == 2:
+            codes, scales = codes.t(), scales.t()
+        at(place[0], codes.shape).copy_(codes)
+        at(place[1], scales.shape).copy_(scales)
+    if col_sum:
+        at(col_sum_ws, (-(-rows // 128), cols), torch.float32).fill_(torch.nan)
+        at(col_sum, (cols,), torch.float32).copy_(parts.col_sum)
+    return OK
+
+
+def pack(
+    codes, scales, rows, k, k_first, fmt, spread, out_codes, out_scales, stream, device=-1
+) -> int:
+    if k_first:
+        c, s = at(codes, (k, rows)).t(), at(scales, (_blocks(k), rows)).t()
+    else:
+        c, s = at(codes, (rows, k)), at(scales, (rows, _blocks(k)))
+    _write_packed((out_codes, out_scales), c.contiguous(), s.contiguous(), _NAMES[fmt], spread)
+    return OK
+
+
+def dequantize(
+    codes, scales, rows, cols, blocks_along_rows, fmt, out_dtype, out, stream, device=-1
+) -> int:
+    order = "k_first" if blocks_along_rows else "k_last"
+    shape = (_blocks(rows), cols) if blocks_along_rows else (rows, _blocks(cols))
+    dtype = _DTYPES[out_dtype]
+    values = reference.dequantize(
+        at(codes, (rows, cols)), at(scales, shape), _NAMES[fmt], order, dtype
+    )
+    at(out, (rows, cols), dtype).copy_(values)
+    return OK
+
+
+def row_sums_workspace_bytes(rows, k, k_first) -> int:
+    return OWN_SCRATCH
+
+
+def row_sums(codes, scales, rows, k, k_first, fmt, out, workspace, stream, device=-1) -> int:
+    at(workspace, (OWN_SCRATCH,)).fill_(0xFF)
+    shape, order = ((k, rows), "k_first") if k_first else ((rows, k), "k_last")
+    blocks = (_blocks(k), rows) if k_first else (rows, _blocks(k))
+    values = reference.dequantize(
+        at(codes, shape), at(scales, blocks), _NAMES[fmt], order, torch.float64
+    )
+    at(out, (rows,), torch.float32).copy_(values.sum(0 if k_first else 1))
+    return OK
+
+
+def workspace_bytes(problem, epilogue, config=-1, device=-1) -> int:
+    return OWN_SCRATCH
+
+
+def gemm(problem, epilogue, workspace, nbytes, config, stream, device=-1) -> int:
+    if nbytes < OWN_SCRATCH:
+        return SMALL_WORKSPACE
+    at(workspace, (nbytes,)).fill_(0xFF)
+    lhs, lhs_fmt, rhs, rhs_fmt, m, n, k = problem
+    out, out_dtype, ldo, accumulate, bias, bias_dtype, gelu, aux, aux_dtype = epilogue[:9]
+    gelu_in, gelu_in_dtype, bias_grad = epilogue[9:]
+    assert ldo == n
+    asked = Epilogue(
+        at(bias, (n,), _DTYPES[bias_dtype]) if bias else None,
+        _GELUS.get(gelu),
+        at(gelu_in, (m, n), _DTYPES[gelu_in_dtype]) if gelu_in else None,
+        "result" if bias_grad else None,
+        accumulate,
+    )
+    sums = reference.gemm(
+        _operand(rhs, rhs_fmt, n, k),
+        _operand(lhs, lhs_fmt, m, k),
+        asked,
+        at(out, (m, n), _DTYPES[out_dtype]),
+        at(aux, (m, n), _DTYPES[aux_dtype]) if aux else None,
+    )
+    if bias_grad:
+        at(bias_grad, (n,), torch.float32).copy_(sums)
+    return OK

@@ -1,0 +1,178 @@
+"""Every Hopper kernel under compute-sanitizer, on shapes with tails: memcheck, then racecheck.
+
+usage: python tests/gpu/sanitize.py [tool ...] [part ...]
+
+Each part is a process, and in it each tensor an allocation of its own, so a kernel that leaves one
+is seen.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+TOOLS = ("memcheck", "racecheck")
+INSIDE = "--inside"
+FORMATS = ("e4m3", "e5m2")
+# torch.mm alone ends the same way: "The Sanitizer failed to handle a hardware exception".
+NOT_RUN = {("racecheck", "exact"): "racecheck does not survive the kernels of cuBLAS"}
+
+
+def main(words: list[str]) -> int:
+    program = shutil.which("compute-sanitizer")
+    if program is None:
+        print("compute-sanitizer is not on PATH; it comes with the CUDA toolkit")
+        return 1
+    tools = [word for word in words if word not in PARTS] or TOOLS
+    parts = [word for word in words if word in PARTS] or PARTS
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    status = 0
+    for tool, part in itertools.product(tools, parts):
+        if (tool, part) in NOT_RUN:
+            print(f"{tool} {part}: not run, {NOT_RUN[tool, part]}")
+            continue
+        started = time.time()
+        command = [program, "--tool", tool, "--error-exitcode", "9", "--kernel-name", "kns=te_mx"]
+        command += [sys.executable, __file__, INSIDE, part]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        spent = time.time() - started
+        print(f"{tool} {part}: exit status {done.returncode}, {spent:.0f} s", flush=True)
+        if done.returncode:
+            print(done.stdout + done.stderr, flush=True)
+        status |= done.returncode
+    return status
+
+
+def inside(part: str) -> int:
+    import torch
+
+    if not torch.cuda.is_available():
+        print("needs a Hopper GPU")
+        return 1
+    count = PARTS[part]()
+    torch.cuda.synchronize()
+    print(f"{count} calls")
+    return 0
+
+
+def quantize() -> int:
+    import sm90_calls as calls
+    import torch
+
+    from te_mx import ops
+
+    count = 0
+    dtypes = (torch.bfloat16, torch.float32, torch.float16)
+    shapes = ((130, 200), (33, 71), (256, 128), (1, 1))
+    for shape, dtype, fmt in itertools.product(shapes, dtypes, FORMATS):
+        x = calls.data(*shape, "mixed", dtype)
+        for spread, col, row in itertools.product((-1, 8), (None, "plain", "transposed"), (0, 1)):
+            if not row and col is None:
+                continue
+            args = {"rowwise": bool(row), "columnwise": col, "spread": spread}
+            ops.quantize_2d(x, fmt, scale_rule="rceil", col_sum=col is not None, **args)
+            count += 1
+    ops.quantize_2d(x[:, ::2], "e4m3", rowwise=True, columnwise="plain", scale_rule="floor")
+    return count
+
+
+def pack_and_dequantize() -> int:
+    import sm90_calls as calls
+    import torch
+
+    from te_mx import ops
+
+    count = 0
+    for shape, fmt in itertools.product(((130, 200), (33, 71), (256, 128)), FORMATS):
+        for kind in ("gaussian", "rows", "spread", "huge", "nan"):
+            x = calls.data(*shape, kind, torch.float32)
+            q = ops.quantize_2d(x, fmt, rowwise=True, columnwise="plain", scale_rule="rceil")
+            sides = (*q[:2], fmt, "k_last"), (*q[2:4], fmt, "k_first")
+            for side in sides:
+                ops.standing_2d(ops.Operand(*side), "a", ops.Mode())
+                for dtype in (torch.bfloat16, torch.float32, torch.float16):
+                    ops.dequantize_2d(*side, dtype)
+                count += 4
+    return count
+
+
+def gemm(config: int) -> int:
+    """One configuration with every class of tiles and every epilogue."""
+    import sm90_calls as calls
+    import torch
+
+    if config >= calls.native().config_count():
+        return 0
+    count = 0
+    kinds = ("gaussian", "rows", "spread", "mixed", "huge")
+    for shape in ((130, 200, 1100), (320, 264, 896)):  # more steps of k than a ring has stages
+        m, n, k = shape
+        sides = [
+            {kind: calls.operand(calls.data(r, k, kind, torch.float32), "e4m3") for kind in kinds}
+            for r in (m, n)
+        ]
+        bias = torch.randn(n, device="cuda")
+        pairs = [("gaussian", kind) for kind in kinds] + [(kind, kind) for kind in kinds[1:]]
+        pairs += [("rows", "gaussian"), ("spread", "gaussian")]
+        for one, two in pairs:
+            calls.gemm(sides[0][one], sides[1][two], shape, config=config)
+            count += 1
+        pair = sides[0]["gaussian"], sides[1]["gaussian"]
+        for dtype in (torch.bfloat16, torch.float32, torch.float16):
+            square = torch.randn(m, n, device="cuda").to(dtype)
+            rest = [
+                {"bias": bias.to(dtype)},
+                {"out": square.clone(), "accumulate": True},
+                {"out": torch.empty(m, n + 24, device="cuda", dtype=dtype)[:, :n]},
+                {"bias_grad": torch.empty_like(bias), "gelu": "tanh", "gelu_in": square},
+                {"bias": bias, "gelu": "tanh", "aux": torch.empty_like(square)},
+                {"bias": bias, "gelu": "erf", "aux": torch.empty_like(square)},
+            ]
+            for epilogue in rest:
+                if "out" not in epilogue:
+                    epilogue["out_dtype"] = dtype
+                calls.gemm(*pair, shape, config=config, **epilogue)
+                count += 1
+        for formats in itertools.product(FORMATS, FORMATS):
+            packed = [
+                calls.operand(calls.data(r, k, "gaussian", torch.float32), fmt)
+                for r, fmt in zip((m, n), formats, strict=True)
+            ]
+            calls.gemm(*packed, shape, formats, config=config)
+            count += 1
+    return count
+
+
+def whole_gemms(precision: str) -> int:
+    """Through te_mx.gemm and te_mx.Linear: packing in the call, few tiles with a long k."""
+    import torch
+
+    import te_mx
+
+    for m, n, k in ((128, 128, 4096), (16, 200, 2080), (300, 40, 64)):
+        a, b = (te_mx.quantize(torch.randn(r, k, device="cuda")) for r in (m, n))
+        te_mx.gemm(a, b, precision=precision, gelu="erf", bias=torch.randn(m, device="cuda"))
+        te_mx.gemm(a, b, precision=precision, grad=True, bias=True)
+    linear = te_mx.Linear(200, 136, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(130, 200, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    with te_mx.autocast(recipe=te_mx.recipe.MXFP8BlockScaling(precision=precision)):
+        linear(x).sum().backward()
+    return 9
+
+
+PARTS = {
+    "quantize": quantize,
+    "pack": pack_and_dequantize,
+    **{f"gemm{config}": functools.partial(gemm, config) for config in range(6)},
+    "adaptive": functools.partial(whole_gemms, "adaptive"),
+    "exact": functools.partial(whole_gemms, "exact"),
+}
+
+if __name__ == "__main__":
+    arguments = sys.argv[1:]
+    sys.exit(inside(arguments[1]) if INSIDE in arguments else main(arguments))

@@ -1,0 +1,141 @@
+"""fp64 values of Hopper operands, and how far a product of them may be off.
+
+Legend: a [m, k] and b [n, k] are fp64 values, D [n, m] = b @ a^T. S is the alignment spread, e the
+scale byte of a block, E the one that its codes were shifted to.
+"""
+
+from __future__ import annotations
+
+import math
+
+import sm90_calls as calls
+import torch
+from torch import Tensor
+
+from te_mx.backends import reference, sm90_layout
+from te_mx.backends.base import Operand
+
+# The FP8 tensor cores line up 32 products and the sum so far at the largest of them and cut off
+# what lies 13 bits below it: 33 cuts for every 32 of K.
+CUT = 33 * 2.0**-13
+HALF_SMALLEST = {"e4m3": 2.0**-10, "e5m2": 2.0**-17}  # half of the smallest subnormal code
+KINDS = ("gaussian", "student", "channels", "lognormal", "inverse", "outliers")
+
+
+def k_last(operand: Operand) -> Operand:
+    """A plain operand with its codes [rows, k]."""
+    if operand.order == "k_last":
+        return operand
+    codes, scales = operand.codes.t().contiguous(), operand.scales.t().contiguous()
+    return operand._replace(codes=codes, scales=scales, order="k_last")
+
+
+def mx_values(operand: Operand) -> Tensor:
+    """fp64 [rows, k]: the exact MX values of a plain operand."""
+    codes, scales, fmt, order, _ = k_last(operand)
+    return reference.dequantize(codes, scales, fmt, order, torch.float64)
+
+
+def aligned_values(operand: Operand, spread: int) -> Tensor:
+    """fp64 [rows, k]: the values that the adaptive GEMM multiplies."""
+    if operand.order != "sm90":
+        codes, scales, fmt, _, _ = k_last(operand)
+        packed = sm90_layout.pack(codes, scales, fmt, spread)
+        operand = Operand(*packed.operand_parts(codes), fmt, "sm90")
+    return sm90_layout.packed_values(operand, operand.k, operand.fmt)
+
+
+def may_move(operand: Operand, spread: int) -> Tensor:
+    """fp64 [rows, k]: how far aligning may move each element.
+
+    Only a code that becomes subnormal moves, by half the smallest code at most: with E <= e + S
+    that is 2^-10 * 2^(e + S - 127) in E4M3. Without a spread nothing is shifted.
+    """
+    operand = k_last(operand)
+    scale = torch.exp2(operand.scales.double() - 127).repeat_interleave(32, 1)[:, : operand.k]
+    return scale * (HALF_SMALLEST[operand.fmt] * 2.0**spread if spread else 0.0)
+
+
+def accumulation(a: Tensor, b: Tensor) -> Tensor:
+    """Bound [n, m] on what the FP8 accumulators lose on values a and b.
+
+    Every 32 of K lose CUT of the largest product or of the sum so far. That sum starts anew every
+    128 of K at the latest, where it is added in fp32.
+    """
+    a, b = a.nan_to_num(0, 0, 0), b.nan_to_num(0, 0, 0)
+    n, m, k = b.shape[0], a.shape[0], a.shape[1]
+    total = torch.zeros(n, m, dtype=torch.float64, device=a.device)
+    for step in range(0, k, 128):
+        sums, lost = torch.zeros_like(total), torch.zeros_like(total)
+        for i in range(step, min(step + 128, k), 32):
+            x, y = a[:, i : i + 32], b[:, i : i + 32]
+            largest = y.abs().amax(1)[:, None] * x.abs().amax(1)[None]
+            # The sum before is known up to what it lost itself.
+            lost += CUT * torch.maximum(largest, sums.abs() + lost)
+            sums += y @ x.t()
+        total += lost
+    fp32 = (k / 32 + 6) * 2.0**-24
+    return total * (1 + 2.0**-10) + fp32 * (b.abs() @ a.abs().t()) + 2.0**-140
+
+
+def fp32_sums(a: Tensor, b: Tensor) -> Tensor:
+    """Bound [n, m] of docs/numerics.md on fp32 sums of exact products."""
+    a, b = a.nan_to_num(0, 0, 0), b.nan_to_num(0, 0, 0)
+    return (a.shape[1] + 2) * 2.0**-24 * (b.abs() @ a.abs().t()) + 2.0**-150
+
+
+def moved_products(a: Operand, b: Operand, spread: int) -> Tensor:
+    """Bound [n, m] on what aligning both operands does to the product of their MX values."""
+    va, vb, da, db = (
+        mx_values(a).abs(),
+        mx_values(b).abs(),
+        may_move(a, spread),
+        may_move(b, spread),
+    )
+    va, vb, da, db = (v.nan_to_num(0, 0, 0) for v in (va, vb, da, db))
+    return vb @ da.t() + db @ va.t() + db @ da.t()
+
+
+def half_ulp(v: Tensor, dtype: torch.dtype) -> Tensor:
+    """Half the distance of neighbours of dtype at |v|."""
+    return 0.5 * calls.ulp(v.double(), dtype)
+
+
+def assert_close(got: Tensor, want: Tensor, bound: Tensor) -> None:
+    """|got - want| <= bound + the rounding of want to the dtype of got; NaN where want is NaN."""
+    error = (got.double() - want).abs()
+    limit = bound + half_ulp(want.abs() + bound, got.dtype) * (1 + 2.0**-20)
+    right = error <= limit
+    right |= want.isnan() & got.isnan()
+    largest = torch.finfo(got.dtype).max
+    right |= (want.abs() + limit > largest) & (got.abs() >= largest * (1 - 2.0**-7))
+    if not bool(right.all()):
+        at = tuple((~right).nonzero()[0].tolist())
+        raise AssertionError(
+            f"{int((~right).sum())} of {right.numel()} are off; at {list(at)}: got "
+            f"{got[at].item()!r}, want {want[at].item()!r}, limit {limit[at].item()!r}"
+        )
+
+
+def pair(kind: str, m: int, n: int, k: int, dtype: torch.dtype = torch.float32, seed: int = 0):
+    """A [m, k] and B [n, k] of one kind of data.
+
+    "inverse" and "outliers": the columns of activations are scaled by s and those of the weights
+    by 1/s, so that every k counts the same in the product. s is lognormal over three binades, or
+    100 for one column in a hundred.
+    """
+    if kind not in ("inverse", "outliers"):
+        return tuple(calls.data(rows, k, kind, dtype, seed + i) for i, rows in enumerate((m, n)))
+    a, b = pair("gaussian", m, n, k, torch.float32, seed)
+    g = torch.Generator("cuda").manual_seed(seed + k)
+    drawn = torch.randn(k, generator=g, device="cuda")
+    s = (
+        torch.exp2(3 * drawn).clamp(2.0**-12, 2.0**12)
+        if kind == "inverse"
+        else 1 + 99 * (drawn > 2.33)
+    )
+    return (a / s).to(dtype), (b * s).to(dtype)
+
+
+def nan_like(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.full(shape, math.nan, dtype=dtype, device="cuda")

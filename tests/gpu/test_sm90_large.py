@@ -1,0 +1,112 @@
+"""Tensors of more than 2^31 elements: sampled rows against the same rows alone."""
+
+from __future__ import annotations
+
+import pytest
+import sm90_bounds as bounds
+import torch
+
+import te_mx
+from te_mx import ops
+from te_mx.backends import sm90_layout
+from te_mx.backends.base import PLAIN
+
+ROWS, COLS = 2_097_152 + 200, 1032  # 2.16e9 elements
+STARTS = (0, 128 * 8000, 128 * 16256, 128 * 16384, 128 * 16385)  # the last: 72 rows
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.mem_get_info()[1] < 70 << 30,
+    reason="needs 70 GB of device memory",
+)
+
+
+@pytest.fixture(scope="module")
+def x():
+    torch.cuda.empty_cache()
+    made = torch.randn(ROWS, COLS, device="cuda", dtype=torch.bfloat16)
+    yield made
+    del made
+    torch.cuda.empty_cache()
+
+
+def rows(start):
+    return slice(start, min(start + 128, ROWS))
+
+
+@pytest.mark.parametrize("spread", [PLAIN, 8])
+def test_quantize(x, spread):
+    args = {"rowwise": True, "columnwise": "transposed", "scale_rule": "rceil", "spread": spread}
+    q = ops.quantize_2d(x, "e4m3", col_sum=True, **args)
+    tile = 128 if spread >= 0 else None
+    for start in STARTS:
+        part = ops.quantize_2d(x[rows(start)].contiguous(), "e4m3", **args)
+        assert torch.equal(q.row_codes[rows(start)], part.row_codes)
+        assert torch.equal(q.col_codes[:, rows(start)], part.col_codes)
+        if tile is None:
+            assert torch.equal(q.row_scales[rows(start)], part.row_scales)
+            blocks = slice(start // 32, start // 32 + part.col_scales.shape[1])
+            assert torch.equal(q.col_scales[:, blocks], part.col_scales)
+        else:
+            assert torch.equal(q.row_scales[:, start // tile], part.row_scales[:, 0])
+            assert torch.equal(q.col_scales[start // tile], part.col_scales[0])
+    exact = sum(chunk.double().sum(0) for chunk in x.split(1 << 18))
+    size = sum(chunk.double().abs().sum(0) for chunk in x.split(1 << 18))
+    assert ((q.col_sum.double() - exact).abs() <= ROWS * 2.0**-24 * size).all()
+
+
+@pytest.mark.parametrize("form", ["transposed", "plain"], ids=["transposed", "as_it_lies"])
+def test_pack(x, form):
+    args = {"scale_rule": "rceil", "rowwise": form == "transposed"}
+    q = ops.quantize_2d(x, "e4m3", columnwise="plain" if form == "plain" else None, **args)
+    if form == "plain":
+        operand = ops.Operand(q.col_codes, q.col_scales, "e4m3", "k_first")
+    else:
+        operand = ops.Operand(q.row_codes, q.row_scales, "e4m3", "k_last")
+    packed = ops.standing_2d(operand, "a", ops.Mode())
+    for start in STARTS[:-1]:
+        codes, scales = operand.codes[rows(start)], operand.scales
+        if form == "plain":
+            scales = scales[start // 32 : start // 32 + 4]
+            want = sm90_layout.pack(codes.t().contiguous(), scales.t().contiguous(), "e4m3")
+            assert torch.equal(packed.codes[:, rows(start)], want.codes)
+            assert torch.equal(packed.scales[start // 128], want.scales[0])
+        else:
+            want = sm90_layout.pack(codes, scales[rows(start)], "e4m3")
+            assert torch.equal(packed.codes[rows(start)], want.codes[:, :COLS])
+            assert torch.equal(packed.scales[:, start // 128], want.scales[:, 0])
+
+
+@pytest.mark.parametrize("precision", ["adaptive", "exact"])
+def test_gemm_of_a_large_operand(x, precision):
+    A = te_mx.quantize(torch.randn(72, COLS, device="cuda"))
+    B = te_mx.quantize(x)
+    out = te_mx.gemm(A, B, precision=precision, out_dtype=torch.float32).out
+    del B
+    for start in STARTS:
+        check(A, te_mx.quantize(x[rows(start)].contiguous()), out[rows(start)], precision)
+
+
+@pytest.mark.parametrize("precision", ["adaptive", "exact"])
+def test_gemm_with_a_large_result(precision):
+    m, k = 16_520, 64
+    n = (1 << 31) // m + 130
+    assert n * m > 1 << 31
+    b = torch.randn(n, k, device="cuda")
+    A, B = te_mx.quantize(torch.randn(m, k, device="cuda")), te_mx.quantize(b)
+    made = te_mx.gemm(A, B, precision=precision, gelu="tanh")
+    for start in (0, 128 * 1000, (n - 1) // 128 * 128):
+        part = slice(start, min(start + 128, n))
+        check(A, te_mx.quantize(b[part]), made.aux[part], precision)
+        got, before = made.out[part].double(), made.aux[part].double()
+        want = torch.nn.functional.gelu(before, approximate="tanh")
+        assert ((got - want).abs() <= 2.0**-6 * (before.abs() + 2.0**-6)).all()
+
+
+def check(A, B, got, precision):
+    a, b = A.operand("rowwise"), B.operand("rowwise")
+    if precision == "exact":
+        va, vb = bounds.mx_values(a), bounds.mx_values(b)
+        bounds.assert_close(got, vb @ va.t(), bounds.fp32_sums(va, vb))
+    else:
+        va, vb = bounds.aligned_values(a, 8), bounds.aligned_values(b, 8)
+        bounds.assert_close(got, vb @ va.t(), bounds.accumulation(va, vb))
