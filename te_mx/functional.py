@@ -179,7 +179,8 @@ def gemm(
         if kernel == envelopes.packing_kernel(device):
             usage_a, usage_b = _layout.USAGES[layout]
             a = A.standing_operand(usage_a, "a", kernel, mode) or a
-            b = B.standing_operand(usage_b, "b", kernel, mode) or b
+            if epilogue.bias_grad != "operand":  # which sums the values that were quantized
+                b = B.standing_operand(usage_b, "b", kernel, mode) or b
     made = ops.gemm_2d(
         a,
         b,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from te_mx import ops
 from te_mx.backends.base import FORMATS
+from te_mx.engine import streams
 from te_mx.engine.parts import check_copy
 
 
@@ -55,8 +56,9 @@ class MXTensor:
     _col_codes: Tensor | None
     _col_scales: Tensor | None
     _col_transposed: bool
-    # (usage, role, kernel, mode) -> (versions of codes and scales, form from the second use on)
-    _packs: dict[tuple[str, str, str, ops.Mode], tuple[tuple[int, int], ops.Operand | None]]
+    # (usage, role, kernel, mode, stream) -> (versions of codes and scales, form, from the second
+    # use on)
+    _packs: dict[tuple[str, str, str, ops.Mode, int], tuple[tuple[int, int], ops.Operand | None]]
 
     def __init__(
         self,
@@ -235,10 +237,15 @@ class MXTensor:
         operand = self.operand(usage)
         if operand is None:
             return None
-        # The version counters notice writes through views of the codes.
+        device = operand.codes.device
+        # The version counters notice writes through views of the codes. A form made on one stream
+        # is not used on another, which has not waited for it.
         version = (_version(operand.codes), _version(operand.scales))
-        key = (usage, role, kernel, mode)
+        key = (usage, role, kernel, mode, streams.current(device))
         kept = self._packs.get(key)
+        if streams.capturing(device):
+            # A graph's forms exist when it is replayed, and its codes may be written in between.
+            return operand
         if kept is None or kept[0] != version:
             self._packs[key] = (version, None)
             return operand

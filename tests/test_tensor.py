@@ -203,7 +203,7 @@ def test_packed_form_is_kept_from_the_second_use_and_never_stale(isa):
     assert torch.equal(te_mx.gemm(w, x).out, expected)  # packs
     assert torch.equal(te_mx.gemm(w, x).out, expected)  # reads the packed form
     kernel = envelopes.panel_kernel("cpu")
-    standing = w._packs["rowwise", "a", kernel, ops.Mode()][1]
+    standing = w._packs["rowwise", "a", kernel, ops.Mode(), 0][1]
     assert standing.packed is None or standing.packed.numel() > 0
     # A write through a view of the codes is noticed.
     w.rowwise_data.view(torch.uint8).zero_()

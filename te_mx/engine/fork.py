@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from te_mx.engine.streams import capturing
+
 SMALL = 1 << 21  # elements of the larger operand or result: 2048 x 1024 is half a wave of tiles
 
 
@@ -58,4 +60,4 @@ def branch(device: torch.device, size: int) -> Branch | None:
     """
     if device.type != "cuda" or size > SMALL or torch.compiler.is_compiling():
         return None
-    return Branch(device) if torch.cuda.is_current_stream_capturing() else None
+    return Branch(device) if capturing(device) else None

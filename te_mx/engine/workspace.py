@@ -28,7 +28,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from te_mx.backends import sm90
+from te_mx.engine import streams
 
 PAGE = 4096
 EXACT_UP_TO = 256 << 20
@@ -98,7 +98,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _slot(device: torch.device) -> Slot:
-    place = (device, sm90.stream(device.index) if device.type == "cuda" else 0)
+    place = (device, streams.current(device))
     slot = _slots.by_place.get(place)
     if slot is None:
         slot = Slot(device)
@@ -106,15 +106,6 @@ def _slot(device: torch.device) -> Slot:
             _all_slots.add(slot)
         _slots.by_place[place] = slot
     return slot
-
-
-def _capturing(device: torch.device) -> bool:
-    if device.type != "cuda":
-        return False
-    if device.index == torch.cuda.current_device():
-        return torch.cuda.is_current_stream_capturing()
-    with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing()
 
 
 def acquire(device: torch.device, nbytes: int) -> Tensor | None:
@@ -129,7 +120,7 @@ def acquire(device: torch.device, nbytes: int) -> Tensor | None:
         buffer[:nbytes] = _POISON
         buffer[nbytes:] = _GUARD_VALUE
         return buffer
-    if _capturing(device):
+    if streams.capturing(device):
         return _allocate(nbytes, device)
     return _slot(device).get(nbytes)
 
