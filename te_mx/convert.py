@@ -24,7 +24,13 @@ from te_mx.report import table
 CONVERTED, WOULD_CONVERT, REVERTED, SKIPPED = "converted", "would convert", "reverted", "skipped"
 
 # What te_mx.Linear keeps on an instance beyond nn.Linear.
-_OWN_ATTRIBUTES = ("name", "return_bias", "init_method", "_seen", "_microbatch", "_frozen", "_tag")
+_OWN_ATTRIBUTES = (
+    "name", "return_bias", "init_method", "fuse_wgrad_accumulation", "save_original_input",
+    "delay_wgrad_compute", "_seen", "_microbatch", "_frozen", "_split", "_tag",
+    "_delayed", "_wgrad_hooks",
+)  # fmt: skip
+# Arguments that nn.Linear has nothing for.
+_ONLY_OURS = ("return_bias", "fuse_wgrad_accumulation", "delay_wgrad_compute")
 
 
 class LayerReport(NamedTuple):
@@ -122,7 +128,8 @@ def revert_model(model: nn.Module) -> ConversionReport:
     `convert_model`.
 
     Layers that were built as te_mx.Linear are turned too. Skipped with the reason: layers that
-    nn.Linear cannot stand in for (return_bias, frozen weights).
+    nn.Linear cannot stand in for (frozen weights, return_bias, parameters_split,
+    fuse_wgrad_accumulation, delay_wgrad_compute).
     """
     layers = []
     for module, names in _linears(model):
@@ -132,8 +139,10 @@ def revert_model(model: nn.Module) -> ConversionReport:
             reason = f"its class is {type(module).__name__}, a subclass of te_mx.Linear"
         elif module._frozen is not None:
             reason = "frozen: call te_mx.unfreeze_weights first"
-        elif module.return_bias:
-            reason = "nn.Linear has no return_bias"
+        elif module._split is not None:
+            reason = "nn.Linear has no parameters_split"
+        elif own := [name for name in _ONLY_OURS if getattr(module, name)]:
+            reason = f"nn.Linear has no {' and no '.join(own)}"
         else:
             for attribute in _OWN_ATTRIBUTES:
                 module.__dict__.pop(attribute, None)

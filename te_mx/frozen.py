@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from te_mx.autograd.linear import quantize_weight, standing_weight
+from te_mx.autograd.operands import quantize_weight, standing_weight
 from te_mx.context import current_recipe
 from te_mx.nn.frozen_weight import drop_master as drop
 from te_mx.nn.frozen_weight import mark_frozen, restore_master
@@ -52,23 +52,23 @@ def freeze_weights(model: nn.Module, drop_master: bool = False, *, recipe: Any =
 
     Raises:
         ValueError: there is no te_mx.Linear, a weight has no values yet (meta device), or
-            `drop_master` meets a weight that is computed (parametrized) and so has no place of its
-            own.
+            `drop_master` meets a weight that is computed (parametrized) or split into parameters,
+            and so has no place of its own.
     """
     settings = resolve_recipe(recipe if recipe is not None else current_recipe()).settings
     layers = _layers(model)
     for name, module in layers:
         if module._frozen is not None and module._frozen.dropped:
             continue
-        if module.weight.is_meta:
+        if module.whole_weight().is_meta:
             raise ValueError(
                 f"{name}: the weight is on the meta device and has no values; load the weights "
                 "first"
             )
         if drop_master and module._parameters.get("weight") is None:
             raise ValueError(
-                f"{name}: the weight is computed by a parametrization, so there is no master to "
-                "drop; remove the parametrization, or use drop_master=False"
+                f"{name}: the weight is computed by a parametrization or split into parameters, so "
+                "there is no one master to drop; use drop_master=False"
             )
     for _, module in layers:
         frozen = module._frozen or mark_frozen(module, settings)
@@ -79,7 +79,7 @@ def freeze_weights(model: nn.Module, drop_master: bool = False, *, recipe: Any =
             row = quantize_weight(module.weight.detach(), frozen.settings, False, packed=False)[0]
             drop(module, row.codes, row.scales)
         elif frozen.weight is None:
-            frozen.weight = standing_weight(module.weight, frozen.settings, False)
+            frozen.weight = standing_weight(module.whole_weight(), frozen.settings, False)
     return len(layers)
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 SCALE_RULES = ("rceil", "floor")
 PRECISIONS = ("adaptive", "exact")
 MAX_SPREAD = 8
+BACKWARD_OVERRIDES = (None, "high_precision", "dequantized")
 
 
 class FormatRange(NamedTuple):
@@ -46,13 +47,16 @@ class Format(Enum):
 class Settings(NamedTuple):
     """What the modules need to know of a recipe: element formats "e4m3" or "e5m2", scale rule
     "rceil" or "floor", precision "adaptive" or "exact" and the alignment spread that goes with the
-    first."""
+    first; backward_override, wgrad_with_hp and one_copy_weights."""
 
     fwd_fmt: str
     bwd_fmt: str
     scale_rule: str
     precision: str = "adaptive"
     spread: int = MAX_SPREAD
+    backward: str | None = None
+    wgrad_hp: bool = False
+    one_copy: bool = False
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -62,8 +66,9 @@ class MXFP8BlockScaling:
     Field names are those of Transformer Engine where it has them.
 
     Args:
-        fp8_format: `Format.E4M3` (default) or `Format.HYBRID` (gradients in E5M2). `Format.E5M2` is
-            rejected: two mantissa bits are too few for inputs and weights.
+        fp8_format: `Format.E4M3` (default) or `Format.HYBRID` (gradients in E5M2), te_mx's or
+            Transformer Engine's. `Format.E5M2` is rejected: two mantissa bits are too few for
+            inputs and weights.
         scale_rule: how a block's scale follows from its largest magnitude ``amax``, with ``max``
             the format's largest value and ``emax`` its exponent. ``"rceil"``: ``2^ceil(log2(amax /
             max))``, nothing finite saturates. ``"floor"`` (the OCP text): ``2^(floor(log2(amax)) -
@@ -76,8 +81,19 @@ class MXFP8BlockScaling:
         alignment_spread: 0 to 8; smaller aligns less, which is more exact and slower.
         margin: must be 0 (block scales follow the data; there is no history to keep a margin for).
         fp8_dpa, fp8_mha: must be False; te_mx has no attention module.
-        backward_override: must be None; every GEMM of the backward pass runs in MXFP8.
+        backward_override: None runs the backward GEMMs in MXFP8. ``"high_precision"`` keeps the
+            input and the weight as they are and runs dgrad and wgrad on them, in the dtype of the
+            output: the gradients of a plain layer. ``"dequantized"`` keeps their rowwise codes,
+            1.03 bytes an element, and multiplies what these decode to. The output gradient is not
+            quantized in either.
         enable_2d_quantization: must be False; weights have 1x32 blocks.
+        wgrad_with_hp: run wgrad alone in high precision: the input is kept as it is, and only dgrad
+            is MXFP8. Goes with ``backward_override=None``.
+        one_copy_weights: quantize weights rowwise only and derive the columnwise operand of dgrad
+            from those codes when backward needs it. A weight that is kept (is_first_microbatch,
+            te_mx.freeze_weights) then takes 1.03 bytes a parameter instead of 2.06. dgrad sees the
+            values of fprop, but for elements far below the largest of their column block
+            (docs/numerics.md).
 
     Raises:
         TypeError: a field has the wrong type.
@@ -94,8 +110,12 @@ class MXFP8BlockScaling:
     scale_rule: str = "rceil"
     precision: str = "adaptive"
     alignment_spread: int = MAX_SPREAD
+    wgrad_with_hp: bool = False
+    one_copy_weights: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.fp8_format, Format) and _is_transformer_engines(self.fp8_format):
+            object.__setattr__(self, "fp8_format", _our_format(self.fp8_format))
         if not isinstance(self.fp8_format, Format):
             raise TypeError(
                 "MXFP8BlockScaling.fp8_format must be a te_mx.recipe.Format, got "
@@ -113,10 +133,20 @@ class MXFP8BlockScaling:
                 f"{', '.join(map(repr, SCALE_RULES))}, got {self.scale_rule!r}"
             )
         check_precision(self.precision, self.alignment_spread, "MXFP8BlockScaling.")
-        if self.backward_override not in (None, "high_precision", "dequantized"):
+        if self.backward_override not in BACKWARD_OVERRIDES:
             raise ValueError(
                 "MXFP8BlockScaling.backward_override must be None, 'high_precision' or "
                 f"'dequantized', got {self.backward_override!r}"
+            )
+        for name in ("wgrad_with_hp", "one_copy_weights"):
+            if type(getattr(self, name)) is not bool:
+                raise TypeError(
+                    f"MXFP8BlockScaling.{name} must be a bool, got {getattr(self, name)!r}"
+                )
+        if self.wgrad_with_hp and self.backward_override is not None:
+            raise ValueError(
+                f"MXFP8BlockScaling.backward_override={self.backward_override!r} already says how "
+                "wgrad runs; leave wgrad_with_hp away"
             )
         for name, plain, remedy in _ONLY_DEFAULT:
             if getattr(self, name) != plain:
@@ -130,8 +160,9 @@ class MXFP8BlockScaling:
         """The recipe as the plain tuple that modules and ``torch.compile`` guards read."""
         formats = self.fp8_format.value
         return Settings(
-            formats.fwd, formats.bwd, self.scale_rule, self.precision, self.alignment_spread
-        )
+            formats.fwd, formats.bwd, self.scale_rule, self.precision, self.alignment_spread,
+            self.backward_override, self.wgrad_with_hp, self.one_copy_weights,
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         changed = [
@@ -163,7 +194,6 @@ _ONLY_DEFAULT: tuple[tuple[str, Any, str], ...] = (
     ("margin", 0, "block scales follow the data of every call"),
     ("fp8_dpa", False, "te_mx has no attention module"),
     ("fp8_mha", False, "te_mx has no attention module"),
-    ("backward_override", None, "the backward GEMMs run in MXFP8"),
     ("enable_2d_quantization", False, "weights have blocks of 1x32"),
 )
 
@@ -178,18 +208,63 @@ def get_default_recipe() -> MXFP8BlockScaling:
 def resolve_recipe(recipe: Any) -> MXFP8BlockScaling:
     """The one place where a recipe argument becomes a te_mx recipe; None is the default recipe.
 
+    Transformer Engine's ``MXFP8BlockScaling`` is accepted and means the same. It is known by its
+    name, so that nothing of Transformer Engine is imported.
+
     Raises:
-        TypeError: `recipe` is not a recipe object of te_mx.
+        TypeError: `recipe` is not a recipe object.
+        NotImplementedError: a recipe of Transformer Engine for another format, or with a field that
+            te_mx does not do.
     """
     if recipe is None:
         return _DEFAULT
     if isinstance(recipe, MXFP8BlockScaling):
         return recipe
+    if _is_transformer_engines(recipe) and not isinstance(recipe, Enum):
+        return _translated(recipe)
     hint = " (pass an instance: MXFP8BlockScaling())" if isinstance(recipe, type) else ""
     raise TypeError(
-        f"recipe must be a te_mx.recipe.MXFP8BlockScaling or None, got {recipe!r} of type "
-        f"{type(recipe).__name__}{hint}"
+        "recipe must be a te_mx.recipe.MXFP8BlockScaling, Transformer Engine's, or None, got "
+        f"{recipe!r} of type {type(recipe).__name__}{hint}"
     )
+
+
+def _is_transformer_engines(value: Any) -> bool:
+    """Whether the class of a value, or one that it derives from, is Transformer Engine's."""
+    return any(
+        kind.__module__.partition(".")[0] == "transformer_engine" for kind in type(value).__mro__
+    )
+
+
+def _our_format(theirs: Any) -> Format:
+    """The member of the same name."""
+    if theirs.name not in Format.__members__:
+        raise NotImplementedError(
+            f"fp8_format={theirs} of Transformer Engine is not supported; use E4M3 or HYBRID"
+        )
+    return Format[theirs.name]
+
+
+def _translated(recipe: Any) -> MXFP8BlockScaling:
+    """The te_mx recipe that means what a recipe of Transformer Engine means there."""
+    kind = type(recipe).__name__
+    if all(base.__name__ != "MXFP8BlockScaling" for base in type(recipe).__mro__):
+        raise NotImplementedError(
+            f"the recipe {kind} of Transformer Engine is not supported: te_mx runs MXFP8 only; "
+            "use MXFP8BlockScaling() of Transformer Engine or of te_mx"
+        )
+    ours = {field.name for field in dataclasses.fields(MXFP8BlockScaling)}
+    given: dict[str, Any] = {}
+    for field in dataclasses.fields(recipe):
+        value = getattr(recipe, field.name)
+        if field.name in ours:
+            given[field.name] = value
+        elif value != field.default:  # a newer Transformer Engine: its meaning is not known here
+            raise NotImplementedError(
+                f"{kind}.{field.name}={value!r} of Transformer Engine is not supported, only "
+                f"{field.default!r}"
+            )
+    return MXFP8BlockScaling(**given)
 
 
 def is_mxfp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:

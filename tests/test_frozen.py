@@ -38,6 +38,7 @@ def test_frozen_equals_unfrozen(drop_master, rows):
 
 def test_the_weight_is_quantized_once(monkeypatch):
     from te_mx.autograd import linear as autograd_linear
+    from te_mx.autograd import operands as autograd_operands
 
     model, x = mlp(), torch.randn(3, 70)
     te_mx.freeze_weights(model)
@@ -48,7 +49,8 @@ def test_the_weight_is_quantized_once(monkeypatch):
         shapes.append(tuple(x.shape))
         return quantize(x, fmt, **kwargs)
 
-    monkeypatch.setattr(autograd_linear, "quantize_2d", record)
+    for module in (autograd_linear, autograd_operands):
+        monkeypatch.setattr(module, "quantize_2d", record)
     run(model, x)
     assert shapes == [(3, 70), (3, 64)]
 

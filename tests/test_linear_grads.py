@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import te_mx
 from te_mx.autograd import linear as autograd_linear
+from te_mx.autograd import operands as autograd_operands
 from te_mx.recipe import Format, MXFP8BlockScaling
 
 E4M3 = MXFP8BlockScaling()
@@ -46,7 +47,8 @@ def calls(monkeypatch):
         made["gemm"].append((b.rows, a.rows, a.k))
         return gemm(a, b, **kwargs)
 
-    monkeypatch.setattr(autograd_linear, "quantize_2d", record_quantize)
+    for module in (autograd_linear, autograd_operands):
+        monkeypatch.setattr(module, "quantize_2d", record_quantize)
     monkeypatch.setattr(autograd_linear, "gemm_2d", record_gemm)
     return made
 

@@ -46,7 +46,6 @@ def test_settings():
         ({"fp8_format": "E4M3"}, TypeError, "fp8_format must be a te_mx.recipe.Format"),
         ({"scale_rule": "even"}, ValueError, "scale_rule must be one of 'rceil', 'floor'"),
         ({"backward_override": "bf16"}, ValueError, "backward_override must be None"),
-        ({"backward_override": "dequantized"}, NotImplementedError, "backward_override"),
         ({"margin": 1}, NotImplementedError, "margin=1"),
         ({"fp8_dpa": True}, NotImplementedError, "fp8_dpa"),
         ({"fp8_mha": True}, NotImplementedError, "fp8_mha"),

@@ -7,7 +7,7 @@ import torch
 
 import te_mx
 from te_mx import ops
-from te_mx.autograd import linear as autograd_linear
+from te_mx.autograd import operands as autograd_operands
 from te_mx.backends import sm90, sm90_layout
 from te_mx.engine import envelopes
 
@@ -92,7 +92,7 @@ def test_a_packed_operand_is_checked():
 def hopper_forms(monkeypatch):
     """Modules ask for operands as they do on Hopper; the reference multiplies them."""
     monkeypatch.setattr(
-        autograd_linear, "gemm_form", lambda device, precision, spread: ops.GemmForm(
+        autograd_operands, "gemm_form", lambda device, precision, spread: ops.GemmForm(
             "transposed", spread if precision == "adaptive" else ops.PLAIN
         ),
     )  # fmt: skip

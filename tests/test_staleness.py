@@ -7,6 +7,7 @@ import torch
 
 import te_mx
 from te_mx.autograd import linear as autograd_linear
+from te_mx.autograd import operands as autograd_operands
 from te_mx.recipe import Format, MXFP8BlockScaling
 
 HYBRID = MXFP8BlockScaling(fp8_format=Format.HYBRID)
@@ -111,7 +112,8 @@ def weights_quantized(monkeypatch):
         shapes.append((tuple(weight.shape), need_col))
         return quantize(weight, settings, need_col)
 
-    monkeypatch.setattr(autograd_linear, "quantize_weight", record)
+    for module in (autograd_linear, autograd_operands):
+        monkeypatch.setattr(module, "quantize_weight", record)
     return shapes
 
 

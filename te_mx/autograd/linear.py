@@ -8,28 +8,33 @@ Shapes: M tokens (all leading dimensions flattened), K in_features, N out_featur
 
 Every tensor is read once: one quantize call makes all the directions that the call needs, and that
 of g also sums the bias gradient. Saved for backward are columnwise codes and scales only: 1.03
-bytes an element of x and of w.
+bytes an element of x and of w. Recipes and arguments that change this are listed at LinearFunction.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from te_mx.ops import (
-    PLAIN,
-    GemmForm,
-    Mode,
-    Operand,
-    QuantizedParts,
-    branch,
-    gemm_2d,
-    gemm_form,
-    quantize_2d,
-    standing_2d,
+from te_mx.autograd import high_precision
+from te_mx.autograd.operands import (
+    StandingWeight,
+    col_operand,
+    columnwise_of,
+    flatten,
+    form_of,
+    mode_of,
+    plain_rows,
+    quantize_weight,
+    row_operand,
+    unflatten,
 )
+from te_mx.autograd.wgrad import WeightGradient, Wgrad
+from te_mx.engine.explain import LAST_RUN
+from te_mx.ops import PLAIN, GemmForm, Operand, branch, dequantize_2d, gemm_2d, quantize_2d
 from te_mx.recipe import Settings
 
 FPROP, DGRAD, WGRAD = 0, 1, 2
@@ -42,91 +47,28 @@ _DOUBLE_BACKWARD = (
 )
 
 
-class StandingWeight(NamedTuple):
-    """A weight quantized once for several calls: rowwise, and columnwise where backward needs
-    it."""
-
-    settings: Settings
-    row: Operand
-    col: Operand | None
-
-    def serves(self, settings: Settings, device: torch.device, need_col: bool) -> bool:
-        """Whether a call with these settings on this device would quantize to the same."""
-        mine = self.settings
-        return (
-            (self.col is not None or not need_col)
-            and self.row.codes.device == device
-            and mine.fwd_fmt == settings.fwd_fmt
-            and mine.scale_rule == settings.scale_rule
-            # Operands that are plain serve every precision.
-            and (self.row.order != "sm90" or mode_of(mine) == mode_of(settings))
-        )
-
-
-def mode_of(settings: Settings) -> Mode:
-    """How the GEMMs multiply on GPUs."""
-    return Mode(settings.precision, settings.spread)
-
-
-def form_of(device: torch.device, settings: Settings) -> GemmForm:
-    """What to ask the quantizer for."""
-    return gemm_form(device, settings.precision, settings.spread)
-
-
-def row_operand(q: QuantizedParts, fmt: str, form: GemmForm) -> Operand:
-    """The rowwise part of a quantized tensor: its reduction runs over the columns."""
-    order = "sm90" if form.spread >= 0 else "k_last"
-    return Operand(q.row_codes, q.row_scales, fmt, order)  # type: ignore[arg-type]
-
-
-def col_operand(q: QuantizedParts, fmt: str, form: GemmForm) -> Operand:
-    """The columnwise part, whose reduction runs over the rows of what was quantized."""
-    plain = "k_first" if form.columnwise == "plain" else "k_last"
-    order = "sm90" if form.spread >= 0 else plain
-    return Operand(q.col_codes, q.col_scales, fmt, order)  # type: ignore[arg-type]
-
-
-def quantize_weight(
-    weight_NK: Tensor, settings: Settings, need_col: bool, packed: bool = True
-) -> tuple[Operand, Operand | None]:
-    """One read of the weight: its operand for fprop, and the one for dgrad if `need_col`.
-
-    packed=False gives plain codes and scales on every device.
-    """
-    fmt, rule = settings.fwd_fmt, settings.scale_rule
-    form = form_of(weight_NK.device, settings)
-    if not packed:
-        form = form._replace(spread=PLAIN)
-    col = form.columnwise if need_col else None
-    q = quantize_2d(
-        weight_NK, fmt, rowwise=True, columnwise=col, scale_rule=rule, spread=form.spread
-    )
-    return row_operand(q, fmt, form), col_operand(q, fmt, form) if need_col else None
-
-
-def standing_weight(weight_NK: Tensor, settings: Settings, need_col: bool) -> StandingWeight:
-    """Quantize and pack a weight that stands still."""
-    # Made outside of inference_mode, because a training step may use it later.
-    with torch.inference_mode(False), torch.no_grad():
-        row, col = quantize_weight(weight_NK, settings, need_col)
-        row = standing_2d(row, "a", mode_of(settings))
-        if col is not None:
-            col = standing_2d(col, "a", mode_of(settings))
-    return StandingWeight(settings, row, col)
-
-
-def flatten(x: Tensor) -> Tensor:
-    """[..., K] -> [M, K]; sizes of 0 included."""
-    return x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
-
-
-def unflatten(y_MN: Tensor, x: Tensor) -> Tensor:
-    """[M, N] -> [..., N] with the leading dimensions of x [..., K]."""
-    return y_MN if x.dim() == 2 else y_MN.view(*x.shape[:-1], y_MN.shape[1])
+def record(tag: int) -> None:
+    """Note for te_mx.audit that a GEMM ran in high precision."""
+    if tag >= 0:
+        LAST_RUN[tag] = high_precision.HIGH_PRECISION
 
 
 class LinearFunction(torch.autograd.Function):
-    """y = x @ w^T + bias in MXFP8; gradients have the dtypes of what they belong to."""
+    """y = x @ w^T + bias in MXFP8; gradients have the dtypes of what they belong to.
+
+    What is saved of x and of w, and so how wgrad and dgrad run:
+
+    ==================  =====================  ===========================================
+    saved               its GEMM runs on       when
+    ==================  =====================  ===========================================
+    columnwise codes    these codes            by default
+    rowwise codes       columnwise codes made  w: one_copy_weights
+                        of what they decode to
+    rowwise codes       what they decode to    backward_override "dequantized"
+    the tensor itself   columnwise codes of it x: save_original_input
+    the tensor itself   the tensor itself      "high_precision"; x: wgrad_with_hp
+    ==================  =====================  ===========================================
+    """
 
     @staticmethod
     def forward(
@@ -138,11 +80,19 @@ class LinearFunction(torch.autograd.Function):
         settings: Settings,
         out_dtype: torch.dtype,
         tag: int,
+        save_x: bool,
+        sink: WeightGradient | None,
     ) -> Tensor:
         need_dx, need_dw = ctx.needs_input_grad[:2]
         fmt, rule = settings.fwd_fmt, settings.scale_rule
+        override = settings.backward
         form = form_of(x.device, settings)
-        columnwise = form.columnwise if need_dw else None
+        if override == "dequantized":
+            form = form._replace(spread=PLAIN)  # packed codes do not decode to the same values
+        save_x = override == "high_precision" or (
+            override is None and (save_x or settings.wgrad_hp)
+        )
+        x_columns = need_dw and not save_x and override is None
         side = None
         if standing is not None:
             w_row, w_col = standing.row, standing.col
@@ -152,22 +102,34 @@ class LinearFunction(torch.autograd.Function):
         else:
             w_row, w_col = quantize_weight(weight_NK, settings, need_dx)
         q = quantize_2d(
-            flatten(x), fmt, rowwise=True, columnwise=columnwise, scale_rule=rule,
-            spread=form.spread,
+            flatten(x), fmt, rowwise=True, columnwise=form.columnwise if x_columns else None,
+            scale_rule=rule, spread=form.spread,
         )  # fmt: skip
+        x_row = row_operand(q, fmt, form)
         if side is not None:
             side.join()
         y_MN = gemm_2d(
-            w_row, row_operand(q, fmt, form), bias=bias_N, out_dtype=out_dtype, tag=tag,
-            mode=mode_of(settings),
-        ).out  # fmt: skip
+            w_row, x_row, bias=bias_N, out_dtype=out_dtype, tag=tag, mode=mode_of(settings)
+        ).out
 
-        x_col = col_operand(q, fmt, form) if need_dw else None
-        w_col = w_col if need_dx else None
-        ctx.save_for_backward(*_tensors(x_col), *_tensors(w_col))
-        ctx.x_order = None if x_col is None else x_col.order
-        ctx.w_order = None if w_col is None else w_col.order
-        ctx.settings, ctx.tag, ctx.x_shape = settings, tag, x.shape
+        saved_x: tuple[Tensor | None, ...] = _NOTHING
+        saved_w: tuple[Tensor | None, ...] = _NOTHING
+        ctx.x_order = ctx.w_order = None  # of saved codes; None where a tensor itself is saved
+        if need_dw:
+            if save_x:
+                saved_x = x, None, None
+            else:
+                x_saved = col_operand(q, fmt, form) if x_columns else x_row
+                saved_x, ctx.x_order = _tensors(x_saved), x_saved.order
+        if need_dx:
+            if override == "high_precision":
+                saved_w = weight_NK, None, None
+            else:
+                w_saved = w_row if plain_rows(settings) else w_col
+                assert w_saved is not None
+                saved_w, ctx.w_order = _tensors(w_saved), w_saved.order
+        ctx.save_for_backward(*saved_x, *saved_w)
+        ctx.settings, ctx.tag, ctx.x_shape, ctx.sink = settings, tag, x.shape, sink
         ctx.dtypes = x.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype
         return unflatten(y_MN, x)
 
@@ -181,46 +143,98 @@ class LinearFunction(torch.autograd.Function):
         return _backward(ctx, grad)
 
 
+_NOTHING = (None, None, None)
+_NO_GRADS = (None,) * 6  # of the arguments that are no tensors
+
+
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
     saved = ctx.saved_tensors
     settings, tag = ctx.settings, ctx.tag
-    fmt, rule = settings.bwd_fmt, settings.scale_rule
+    fmt, rule, override = settings.bwd_fmt, settings.scale_rule, settings.backward
     x_dtype, w_dtype, bias_dtype = ctx.dtypes
     g_MN = flatten(grad)
-    dx = dw_NK = db_N = None
-    if not (need_dx or need_dw):
-        db_N = g_MN.sum(0, dtype=torch.float32).to(bias_dtype)
-        return None, None, db_N, None, None, None, None
-
+    dx = dw_NK = db_N = q = side = None
     form, mode = form_of(grad.device, settings), mode_of(settings)
-    columnwise = form.columnwise if need_dw else None
-    q = quantize_2d(
-        g_MN, fmt, rowwise=need_dx, columnwise=columnwise, scale_rule=rule, col_sum=need_db,
-        spread=form.spread,
-    )  # fmt: skip
-    side = None
+    rows = need_dx and override is None
+    columns = need_dw and override is None and not settings.wgrad_hp
+    if rows or columns:
+        q = quantize_2d(
+            g_MN, fmt, rowwise=rows, columnwise=form.columnwise if columns else None,
+            scale_rule=rule, col_sum=need_db, spread=form.spread,
+        )  # fmt: skip
+    if need_db:
+        sums = g_MN.sum(0, dtype=torch.float32) if q is None else q.col_sum
+        db_N = sums.to(bias_dtype)  # type: ignore[union-attr]
+
     if need_dx:
-        w_col = _operand(saved[3:], settings.fwd_fmt, ctx.w_order)
         tag_dx = tag + DGRAD if tag >= 0 else -1
-        g_row = row_operand(q, fmt, form)
-        side = branch(grad.device, max(g_MN.numel(), w_col.codes.numel())) if need_dw else None
-        if side is None:
-            dx_MK = gemm_2d(w_col, g_row, out_dtype=x_dtype, tag=tag_dx, mode=mode).out
-        else:
-            with side:
+        if rows:
+            w_col = _operand(saved[3:], settings.fwd_fmt, ctx.w_order)
+            if settings.one_copy:
+                w_col = columnwise_of(w_col, settings)
+            assert q is not None
+            g_row = row_operand(q, fmt, form)
+            side = branch(grad.device, max(g_MN.numel(), w_col.codes.numel())) if columns else None
+            if side is None:
                 dx_MK = gemm_2d(w_col, g_row, out_dtype=x_dtype, tag=tag_dx, mode=mode).out
+            else:
+                with side:
+                    dx_MK = gemm_2d(w_col, g_row, out_dtype=x_dtype, tag=tag_dx, mode=mode).out
+        else:
+            w_NK = _values(saved[3:], settings.fwd_fmt, ctx.w_order, g_MN.dtype)
+            dx_MK = high_precision.dgrad(g_MN, w_NK, x_dtype)
+            record(tag_dx)
         dx = dx_MK.view(ctx.x_shape)
     if need_dw:
-        x_col = _operand(saved[:3], settings.fwd_fmt, ctx.x_order)
         tag_dw = tag + WGRAD if tag >= 0 else -1
-        g_col = col_operand(q, fmt, form)
-        dw_NK = gemm_2d(x_col, g_col, out_dtype=w_dtype, tag=tag_dw, mode=mode).out
+        what = saved[:3], ctx.x_order, settings, tag_dw
+        # A function of where the result goes, because a sink may run it later or into main_grad.
+        wgrad: Wgrad
+        if columns:
+            assert q is not None
+            wgrad = partial(_wgrad, *what, col_operand(q, fmt, form), form)
+        else:
+            wgrad = partial(_wgrad_high_precision, *what, g_MN)
+        dw_NK = wgrad(None, w_dtype, False) if ctx.sink is None else ctx.sink.take(wgrad, w_dtype)
     if side is not None:
         side.join()
-    if q.col_sum is not None:
-        db_N = q.col_sum.to(bias_dtype)
-    return dx, dw_NK, db_N, None, None, None, None
+    return dx, dw_NK, db_N, *_NO_GRADS
+
+
+def _wgrad(
+    saved: tuple[Tensor, ...], order: str | None, settings: Settings, tag: int, g_col: Operand,
+    form: GemmForm, out: Tensor | None, dtype: torch.dtype, accumulate: bool,
+) -> Tensor:  # fmt: skip
+    fmt, rule = settings.fwd_fmt, settings.scale_rule
+    if order is not None:
+        x_col = _operand(saved, fmt, order)
+    else:  # x itself was saved
+        q = quantize_2d(
+            flatten(saved[0]), fmt, rowwise=False, columnwise=form.columnwise, scale_rule=rule,
+            spread=form.spread,
+        )  # fmt: skip
+        x_col = col_operand(q, fmt, form)
+    return gemm_2d(
+        x_col, g_col, out=out, out_dtype=dtype, accumulate=accumulate, tag=tag,
+        mode=mode_of(settings),
+    ).out  # fmt: skip
+
+
+def _wgrad_high_precision(
+    saved: tuple[Tensor, ...], order: str | None, settings: Settings, tag: int, g_MN: Tensor,
+    out: Tensor | None, dtype: torch.dtype, accumulate: bool,
+) -> Tensor:  # fmt: skip
+    record(tag)
+    x_MK = flatten(_values(saved, settings.fwd_fmt, order, g_MN.dtype))
+    return high_precision.wgrad(g_MN, x_MK, out, dtype, accumulate)
+
+
+def _values(saved: tuple[Tensor, ...], fmt: str, order: str | None, dtype: torch.dtype) -> Tensor:
+    """The tensor that was saved, or what the saved codes decode to."""
+    if order is None:
+        return saved[0]
+    return dequantize_2d(saved[0], saved[1], fmt, order, dtype)
 
 
 def _tensors(operand: Operand | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -228,7 +242,7 @@ def _tensors(operand: Operand | None) -> tuple[Tensor | None, Tensor | None, Ten
     return (None, None, None) if operand is None else (operand[0], operand[1], operand.packed)
 
 
-def _operand(tensors: tuple[Tensor, Tensor, Tensor | None], fmt: str, order: str) -> Operand:
+def _operand(tensors: tuple[Tensor, ...], fmt: str, order: str) -> Operand:
     return Operand(tensors[0], tensors[1], fmt, order, tensors[2])
 
 
@@ -249,17 +263,24 @@ def linear(
     settings: Settings,
     out_dtype: torch.dtype,
     tag: int = -1,
+    save_x: bool = False,
+    sink: WeightGradient | None = None,
 ) -> Tensor:
     """x [..., K] -> [..., N] in MXFP8, differentiable.
 
-    `standing` stands in for quantizing the weight. With a `tag` the kernels that run are recorded
-    in te_mx.engine.explain.LAST_RUN at tag, tag + 1 and tag + 2: fprop, dgrad and wgrad. Without
-    anything to differentiate, rowwise operands are all that is made.
+    `standing` stands in for quantizing the weight. `save_x` saves x for backward instead of its
+    columnwise codes, with the same result. `sink` says where the weight gradient goes.
+
+    With a `tag` the kernels that run are recorded in te_mx.engine.explain.LAST_RUN at tag, tag + 1
+    and tag + 2: fprop, dgrad and wgrad. Without anything to differentiate, rowwise operands are all
+    that is made.
     """
     if torch.is_grad_enabled() and (
         x.requires_grad or weight_NK.requires_grad or (bias_N is not None and bias_N.requires_grad)
     ):
-        return LinearFunction.apply(x, weight_NK, bias_N, standing, settings, out_dtype, tag)
+        return LinearFunction.apply(
+            x, weight_NK, bias_N, standing, settings, out_dtype, tag, save_x, sink
+        )
     row = standing.row if standing else quantize_weight(weight_NK, settings, False)[0]
     return infer(x, row, bias_N, settings, out_dtype, tag)
 

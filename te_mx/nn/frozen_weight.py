@@ -17,7 +17,7 @@ from te_mx.ops import Operand
 from te_mx.recipe import Settings, get_default_recipe
 
 if TYPE_CHECKING:
-    from te_mx.autograd.linear import StandingWeight
+    from te_mx.autograd.operands import StandingWeight
     from te_mx.nn.linear import Linear
 
 FMT = "e4m3"  # of every weight: recipes have no other forward format
@@ -59,12 +59,12 @@ class FrozenWeight:
 
 def mark_frozen(module: Linear, settings: Settings) -> FrozenWeight:
     """Freeze the layer with its master kept: its parameters stop training."""
+    dtype = module.whole_weight().dtype
     trained = {}
-    for name, value in (("weight", module.weight), ("bias", module.bias)):
-        if isinstance(value, nn.Parameter):
-            trained[name] = value.requires_grad
-            value.requires_grad_(False)
-    module._frozen = FrozenWeight(settings, module.weight.dtype, trained)
+    for name, value in module.named_parameters(recurse=False):
+        trained[name] = value.requires_grad
+        value.requires_grad_(False)
+    module._frozen = FrozenWeight(settings, dtype, trained)
     return module._frozen
 
 
@@ -115,6 +115,12 @@ def load_codes(
             error_msgs.append(f"{weight_key} and {scale_key} of a frozen layer are missing")
         return (weight_key,)
     codes, scales = state_dict.get(weight_key), state_dict[scale_key]
+    if module._split is not None:
+        error_msgs.append(
+            f"{scale_key}: a quantized weight does not load into a layer with parameters_split; "
+            "build it without"
+        )
+        return (weight_key, scale_key)
     problem = _problem(codes, scales, module.out_features, module.in_features)
     if problem:
         error_msgs.append(f"{weight_key}, {scale_key}: {problem}")

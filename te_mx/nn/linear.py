@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from te_mx import context
-from te_mx.autograd.linear import GEMMS, StandingWeight, infer, linear, standing_weight
+from te_mx.autograd.high_precision import HighPrecisionLinear
+from te_mx.autograd.linear import GEMMS, infer, linear
+from te_mx.autograd.operands import StandingWeight, standing_weight
+from te_mx.autograd.wgrad import WeightGradient
 from te_mx.context import backward_pass_id, innermost, is_tracing
+from te_mx.nn import delayed_wgrad
+from te_mx.nn import parameters_split as split
+from te_mx.nn.delayed_wgrad import DelayedWgrad
 from te_mx.nn.frozen_weight import FrozenWeight, load_codes, save_codes
+from te_mx.nn.te_arguments import refuse, refuse_constructor
 from te_mx.recipe import Settings
 
 FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
 _tags = itertools.count(step=len(GEMMS))
 _NEVER: Any = object()
+_TRANSIENT = ("_seen", "_microbatch", "_tag", "_delayed")  # what a copy starts without
 
 
 def output_dtype(x: Tensor) -> torch.dtype:
@@ -29,7 +37,7 @@ def output_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-class Linear(nn.Linear):
+class Linear(DelayedWgrad, nn.Linear):
     """``y = x @ weight.T + bias``, in MXFP8 inside `te_mx.autocast` and exactly nn.Linear outside.
 
     Parameters, their names, their default initialization and the state_dict are those of nn.Linear,
@@ -51,16 +59,39 @@ class Linear(nn.Linear):
             layer without one.
         params_dtype: Transformer Engine's name for `dtype`.
         name: shown in errors and by `te_mx.audit`.
+        fuse_wgrad_accumulation: the wgrad GEMM adds to ``weight.main_grad`` (made by the user; fp32
+            as a rule) instead of making a ``weight.grad``. It overwrites where the parameter has
+            ``overwrite_main_grad = True`` or is_first_microbatch is True. A parameter that has
+            ``grad_added_to_main_grad`` gets it set to True and a stand-in ``.grad`` of no meaning.
+        delay_wgrad_compute: backward leaves the weight gradient for `backward_dw`, which the user
+            calls once for each backward pass. The bias gradient is not delayed.
+        save_original_input: save the input itself for backward and quantize it again there: less
+            memory where something else keeps the input anyway, and the same bits.
+        parameters_split: names, or a dict of names and sizes: weight and bias become the parameters
+            ``<name>_weight`` and ``<name>_bias``, in this order along out_features; `weight` and
+            `bias` are None then. All of one size unless a dict says otherwise.
+        transformer_engine: further arguments of Transformer Engine's Linear, at their defaults; see
+            docs/compatibility.md.
+
+    Main gradients, delaying, saving the input and splitting work outside autocast too.
+    `fuse_wgrad_accumulation` and `delay_wgrad_compute` break the graph of torch.compile at the
+    layer; under ``fullgraph=True`` they are an error.
+
+    Raises:
+        NotImplementedError: an argument of Transformer Engine that te_mx does not have is set.
     """
 
     # Class attributes, not set in __init__: convert_model turns an nn.Linear into this class in
     # place.
     name: str | None = None
     return_bias: bool = False
+    fuse_wgrad_accumulation: bool = False
+    save_original_input: bool = False
     init_method: Callable[[Tensor], Any] | None = None
     _seen: Settings | None = _NEVER  # what the last forward ran with, for recomputation and audit
     _microbatch: StandingWeight | None = None
     _frozen: FrozenWeight | None = None
+    _split: dict[str, int] | None = None  # rows of each part, by name
     _tag: int = -1  # first of three slots in te_mx.engine.explain.LAST_RUN
 
     def __init__(
@@ -75,7 +106,13 @@ class Linear(nn.Linear):
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
         name: str | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+        parameters_split: Iterable[str] | Mapping[str, int] | None = None,
+        **transformer_engine: Any,
     ) -> None:
+        refuse_constructor("Linear", transformer_engine)
         if params_dtype is not None:
             if dtype is not None and dtype != params_dtype:
                 raise ValueError(
@@ -84,18 +121,38 @@ class Linear(nn.Linear):
                 )
             dtype = params_dtype
         # nn.Linear.__init__ calls reset_parameters, which reads it.
-        self.__dict__["init_method"] = init_method
+        self.__dict__["init_method"] = None if parameters_split is not None else init_method
         super().__init__(in_features, out_features, bias, device, dtype)
         self.return_bias = return_bias
         self.name = name
+        self.fuse_wgrad_accumulation = bool(fuse_wgrad_accumulation)
+        self.save_original_input = bool(save_original_input)
+        if parameters_split is not None:
+            sizes = split.split_sizes(self._label(), parameters_split, out_features)
+            split.register_parts(self, sizes)
+            self._split, self.init_method = sizes, init_method
+            if init_method is not None:
+                self.reset_parameters()
+        if delay_wgrad_compute:
+            self._start_delaying()
 
     def reset_parameters(self) -> None:
-        """nn.Linear's default initialization, then `init_method` on the weight."""
+        """nn.Linear's default initialization, then `init_method` on the weight, or on each weight
+        under `parameters_split`."""
+        if self._split is not None:
+            split.reset_parts(self, self._split, self.in_features, self.init_method)
+            return
         super().reset_parameters()
         if self.init_method is not None:
             self.init_method(self.weight)
 
-    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
+    def forward(
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Any:
         """inp [..., in_features] -> [..., out_features], or a pair with the bias under
         `return_bias`.
 
@@ -105,7 +162,9 @@ class Linear(nn.Linear):
                 uses what is kept: for the micro-batches of one optimizer step, between which the
                 weight stands still. What is kept is replaced when the recipe or the device changed,
                 or when it lacks the direction that backward needs. Compiled code quantizes each
-                time, with the same result.
+                time, with the same result. With `fuse_wgrad_accumulation`, True also overwrites
+                main_grad.
+            fp8_output, fp8_grad: must be False.
 
         The dtype of the result is torch.autocast's where that is on, else that of `inp`.
 
@@ -115,27 +174,38 @@ class Linear(nn.Linear):
             TypeError: the dtype of `inp` or of the weight cannot be quantized.
             RuntimeError: a gradient is asked of a layer whose high-precision weight was dropped.
         """
-        settings = context.current_settings() if is_tracing() else self._settings_now()
+        if fp8_output or fp8_grad:
+            refuse("Linear", "fp8_output", fp8_output)
+            refuse("Linear", "fp8_grad", fp8_grad)
+        tracing = is_tracing()
+        routed = self.fuse_wgrad_accumulation or self.delay_wgrad_compute
+        if tracing and routed:
+            return delayed_wgrad.untraced(self.forward, inp, is_first_microbatch)
+        settings = context.current_settings() if tracing else self._settings_now()
         frozen = self._frozen
         if settings is None:
             if frozen is None or not frozen.dropped:
-                return self._high_precision(inp)
+                return self._high_precision(inp, is_first_microbatch)
             # There is no high-precision weight to run on.
             settings = frozen.settings
         if frozen is not None and frozen.dropped:
             return self._run_dropped(inp, settings)
         weight: Tensor | None = self._parameters.get("weight")
-        if weight is None:  # a parametrization or weight_norm computes it
-            weight = self.weight
-        bias = self.bias
+        if weight is None:
+            weight = self.whole_weight()
+        bias = self.bias if self._split is None else self.whole_bias()
         self._check(inp, weight.device, weight.dtype)
         if frozen is None and is_first_microbatch is None:
             standing = None
         else:
             standing = self._standing_weight(inp, weight, settings, is_first_microbatch)
-        tag = -1 if is_tracing() else self._tag if self._tag >= 0 else self._new_tag()
+        tag = -1 if tracing else self._tag if self._tag >= 0 else self._new_tag()
         added = None if self.return_bias else bias
-        out = linear(inp, weight, added, standing, settings, output_dtype(inp), tag)
+        sink = self._sink(weight, is_first_microbatch) if routed else None
+        out = linear(
+            inp, weight, added, standing, settings, output_dtype(inp), tag,
+            self.save_original_input, sink,
+        )  # fmt: skip
         return (out, bias) if self.return_bias else out
 
     def _settings_now(self) -> Settings | None:
@@ -162,10 +232,44 @@ class Linear(nn.Linear):
         tag = self.__dict__["_tag"] = next(_tags)
         return tag
 
-    def _high_precision(self, inp: Tensor) -> Any:
-        if self.return_bias:
-            return nn.functional.linear(inp, self.weight), self.bias
-        return nn.functional.linear(inp, self.weight, self.bias)
+    def _high_precision(self, inp: Tensor, is_first_microbatch: bool | None) -> Any:
+        weight: Tensor = self.weight if self._split is None else self.whole_weight()
+        bias = self.bias if self._split is None else self.whole_bias()
+        added = None if self.return_bias else bias
+        routed = self.fuse_wgrad_accumulation or self.delay_wgrad_compute
+        sink = self._sink(weight, is_first_microbatch) if routed else None
+        if sink is None:
+            out = nn.functional.linear(inp, weight, added)
+        else:
+            out = HighPrecisionLinear.apply(inp, weight, added, sink)
+        return (out, bias) if self.return_bias else out
+
+    # ---------------------------------------------------------------- weights and their gradients
+    def whole_weight(self) -> Tensor:
+        """The weight [out_features, in_features], also where it is split or parametrized."""
+        if self._split is None:
+            return self.weight
+        return split.joined(self, self._split, "weight")  # type: ignore[return-value]
+
+    def whole_bias(self) -> Tensor | None:
+        """The bias [out_features], also where it is split."""
+        return self.bias if self._split is None else split.joined(self, self._split, "bias")
+
+    def _sink(self, weight: Tensor, is_first_microbatch: bool | None) -> WeightGradient | None:
+        """The place of the weight gradient of this call; None when there will be none."""
+        if not (torch.is_grad_enabled() and weight.requires_grad):
+            return None
+        parts = [weight] if self._split is None else split.parts(self, self._split, "weight")
+        if self.delay_wgrad_compute and not all(part.is_leaf for part in parts):
+            raise RuntimeError(
+                f"{self._label()}: delay_wgrad_compute=True needs a weight that is a parameter, "
+                "but something computes it (a parametrization, functional_call); build the layer "
+                "without delay_wgrad_compute"
+            )
+        return WeightGradient(
+            parts, self._label(), self.fuse_wgrad_accumulation, is_first_microbatch is True,
+            self._wgrad_queue(),
+        )  # fmt: skip
 
     def _run_dropped(self, inp: Tensor, settings: Settings) -> Any:
         codes: Tensor = self.weight_codes  # type: ignore[assignment]
@@ -179,22 +283,22 @@ class Linear(nn.Linear):
         self._check(inp, codes.device)
         row = self._frozen.operand(self)  # type: ignore[union-attr]
         tag = -1 if is_tracing() else self._tag if self._tag >= 0 else self._new_tag()
-        bias = self.bias
+        bias = self.whole_bias()
         out = infer(inp, row, None if self.return_bias else bias, settings, output_dtype(inp), tag)
         return (out, bias) if self.return_bias else out
 
     def _standing_weight(
         self, inp: Tensor, weight: Tensor, settings: Settings, is_first_microbatch: bool | None
     ) -> StandingWeight | None:
-        need_col = torch.is_grad_enabled() and inp.requires_grad
+        need_dx = torch.is_grad_enabled() and inp.requires_grad
         frozen = self._frozen
         kept = self._microbatch if frozen is None else frozen.weight
         fresh = frozen is None and is_first_microbatch
-        if not fresh and kept is not None and kept.serves(settings, inp.device, need_col):
+        if not fresh and kept is not None and kept.serves(settings, inp.device, need_dx):
             return kept
         if is_tracing():  # a graph keeps nothing between its calls
             return None
-        made = standing_weight(weight, settings, need_col)
+        made = standing_weight(weight, settings, need_dx)
         if frozen is None:
             self.__dict__["_microbatch"] = made
         else:
@@ -226,21 +330,18 @@ class Linear(nn.Linear):
             )
 
     def extra_repr(self) -> str:
-        extra = (
-            ""
-            if self._frozen is None
-            else ", frozen, no master"
-            if self._frozen.dropped
-            else ", frozen"
-        )
-        return super().extra_repr() + extra
+        bias = self.whole_bias() is not None
+        shown = f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}"
+        if self._split is not None:
+            shown += f", parameters_split={self._split}"
+        if self._frozen is not None:
+            shown += ", frozen, no master" if self._frozen.dropped else ", frozen"
+        return shown
 
     # ---------------------------------------------------------------------------------- checkpoints
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy: without what a forward makes again."""
-        state = {
-            k: v for k, v in self.__dict__.items() if k not in ("_seen", "_microbatch", "_tag")
-        }
+        state = {k: v for k, v in self.__dict__.items() if k not in _TRANSIENT}
         if self._frozen is not None:
             state["_frozen"] = self._frozen.without_codes()
         return state

@@ -5,7 +5,7 @@ traces and works under modes; on plain CPU and CUDA tensors the function calls t
 directly. Gradients do not flow through them.
 """
 
-from te_mx.backends.base import PLAIN, GemmParts, Operand, QuantizedParts
+from te_mx.backends.base import FLOAT_DTYPES, PLAIN, GemmParts, Operand, QuantizedParts
 from te_mx.engine.fork import branch
 from te_mx.engine.layout import GemmForm, gemm_form
 from te_mx.ops.dequantize import dequantize_2d
@@ -14,6 +14,7 @@ from te_mx.ops.pack import pack_2d, standing_2d
 from te_mx.ops.quantize import quantize_2d
 
 __all__ = [
+    "FLOAT_DTYPES",
     "PLAIN",
     "GemmForm",
     "GemmParts",

@@ -1,0 +1,146 @@
+"""Where a weight gradient goes when it does not simply go back to autograd: into main_grad of the
+parameter (Transformer Engine's fuse_wgrad_accumulation), or computed later (delay_wgrad_compute).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from te_mx.ops import FLOAT_DTYPES
+
+# wgrad(out, dtype, accumulate): the GEMM, into `out` or as a new tensor of `dtype`.
+Wgrad = Callable[[Tensor | None, torch.dtype, bool], Tensor]
+Queue = deque[Callable[[], None]]
+
+_stand_ins: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
+
+
+class WeightGradient:
+    """The place of the gradient of one weight in one forward call.
+
+    Args:
+        parameters: the weight, or the parameters that it is concatenated of along out_features.
+        label: the layer's name in errors.
+        fuse: add the gradient to ``main_grad`` of the parameters that train.
+        overwrite: write main_grad instead of adding to it, for the first micro-batch of a step. A
+            parameter with ``overwrite_main_grad = True`` asks for it at every backward.
+        queue: where to leave the GEMM for later; None runs it in the backward pass. With neither
+            `fuse` nor a queue the gradient would need no place of its own.
+    """
+
+    __slots__ = ("fuse", "label", "overwrite", "parameters", "queue")
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        label: str,
+        fuse: bool,
+        overwrite: bool,
+        queue: Queue | None,
+    ) -> None:
+        self.parameters = parameters
+        self.label = label
+        self.fuse = fuse
+        self.overwrite = overwrite
+        self.queue = queue
+
+    def take(self, wgrad: Wgrad, dtype: torch.dtype) -> Tensor | None:
+        """Run or queue the GEMM; returns what backward returns for the weight."""
+        if self.fuse:
+            self._main_grads()  # what is wrong with them is said before anything runs
+        if self.queue is not None:
+            self.queue.append(lambda: self._finish(wgrad, dtype))
+        else:
+            self._fuse(wgrad)
+        return self._stand_in() if self.fuse else None
+
+    @torch.no_grad()
+    def _finish(self, wgrad: Wgrad, dtype: torch.dtype) -> None:
+        """The delayed GEMM, and what autograd would have done with its result."""
+        if self.fuse:
+            self._fuse(wgrad)
+            return
+        dw_NK = wgrad(None, dtype, False)
+        parts = [dw_NK] if len(self.parameters) == 1 else [p.clone() for p in self._parts(dw_NK)]
+        for parameter, dw in zip(self.parameters, parts, strict=True):
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = dw
+            else:
+                parameter.grad += dw
+
+    def _fuse(self, wgrad: Wgrad) -> None:
+        grads = self._main_grads()
+        first = grads[0]
+        if len(grads) == 1 and first is not None:
+            wgrad(first, first.dtype, not self._overwrites(self.parameters[0]))
+            return
+        dw_NK = wgrad(None, torch.float32, False)
+        for parameter, grad, dw in zip(self.parameters, grads, self._parts(dw_NK), strict=True):
+            if grad is None:
+                continue
+            if self._overwrites(parameter):
+                grad.copy_(dw)
+            else:
+                grad.add_(dw)
+
+    def _overwrites(self, parameter: Tensor) -> bool:
+        return self.overwrite or getattr(parameter, "overwrite_main_grad", False)
+
+    def _parts(self, dw_NK: Tensor) -> tuple[Tensor, ...]:
+        return dw_NK.split([parameter.shape[0] for parameter in self.parameters])
+
+    def _main_grads(self) -> list[Tensor | None]:
+        """main_grad of each parameter, None where it does not train."""
+        grads: list[Tensor | None] = []
+        for parameter in self.parameters:
+            if not parameter.requires_grad:
+                grads.append(None)
+                continue
+            grad = getattr(parameter, "main_grad", None)
+            if not isinstance(grad, Tensor):
+                raise RuntimeError(
+                    f"{self.label}: fuse_wgrad_accumulation=True adds the weight gradient to "
+                    "weight.main_grad, and the weight has none; set it before backward, e.g. "
+                    "weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)"
+                )
+            if grad.shape != parameter.shape or grad.device != parameter.device:
+                raise RuntimeError(
+                    f"{self.label}: weight.main_grad must be {tuple(parameter.shape)} on "
+                    f"{parameter.device} as the weight, got {tuple(grad.shape)} on {grad.device}"
+                )
+            if not grad.is_contiguous() or grad.dtype not in (*FLOAT_DTYPES, parameter.dtype):
+                raise RuntimeError(
+                    f"{self.label}: weight.main_grad must be contiguous float32, bfloat16 or "
+                    f"float16, got {grad.dtype} with strides {grad.stride()}"
+                )
+            grads.append(grad)
+        return grads
+
+    def _stand_in(self) -> Tensor | None:
+        """What takes the place of .grad: autograd hooks of data-parallel wrappers wait for one.
+
+        As in Transformer Engine, only parameters that have ``grad_added_to_main_grad`` get one, and
+        all of one shape share its memory; its values mean nothing, they are zero where the
+        parameter has ``zero_out_wgrad``.
+        """
+        marked = [
+            p for p in self.parameters if p.requires_grad and hasattr(p, "grad_added_to_main_grad")
+        ]
+        for parameter in marked:
+            parameter.grad_added_to_main_grad = True
+        if not marked:
+            return None
+        first = self.parameters[0]
+        shape = torch.Size((sum(p.shape[0] for p in self.parameters), *first.shape[1:]))
+        key = shape, first.dtype, first.device
+        if key not in _stand_ins:
+            _stand_ins[key] = torch.zeros(shape, dtype=first.dtype, device=first.device)
+        if any(getattr(p, "zero_out_wgrad", False) for p in marked):
+            _stand_ins[key].zero_()
+        return _stand_ins[key].detach()

@@ -1,0 +1,90 @@
+"""parameters_split: a weight and a bias as several parameters along out_features, under Transformer
+Engine's names: ``<name>_weight``, ``<name>_bias``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def split_sizes(
+    owner: str, parameters_split: Iterable[str] | Mapping[str, int], out_features: int
+) -> dict[str, int]:
+    """The rows of each part, by name: what the mapping says, or equal shares of out_features.
+
+    Raises:
+        TypeError: names that are no strings, or sizes that are no ints.
+        ValueError: no parts, a name twice or in the way of another attribute, or sizes that do not
+            add up to out_features.
+    """
+    if isinstance(parameters_split, str):
+        parameters_split = (parameters_split,)
+    names = list(parameters_split)
+    if not names or not all(isinstance(name, str) for name in names):
+        kind = ValueError if not names else TypeError
+        raise kind(
+            f"{owner}: parameters_split must be names or a dict of names and sizes, got "
+            f"{parameters_split!r}"
+        )
+    if isinstance(parameters_split, Mapping):
+        sizes = [parameters_split[name] for name in names]
+        if not all(type(size) is int and size >= 0 for size in sizes):
+            raise TypeError(f"{owner}: the sizes of parameters_split must be ints, got {sizes}")
+    else:
+        sizes = [out_features // len(names)] * len(names)
+    stripped = [name.rstrip("_") for name in names]
+    if len(set(stripped)) != len(names) or not all(part.isidentifier() for part in stripped):
+        raise ValueError(
+            f"{owner}: the names of parameters_split must be different identifiers, got {names}"
+        )
+    if sum(sizes) != out_features:
+        raise ValueError(
+            f"{owner}: the sizes of parameters_split must add up to out_features={out_features}, "
+            f"got {sizes}"
+        )
+    return dict(zip(stripped, sizes, strict=True))
+
+
+def register_parts(module: nn.Module, sizes: dict[str, int]) -> None:
+    """Turn the parameters ``weight`` and ``bias`` of a module into parts of these sizes."""
+    for kind in ("weight", "bias"):
+        whole = module._parameters[kind]
+        module.register_parameter(kind, None)
+        if whole is None:
+            continue
+        for name, part in zip(sizes, whole.detach().split(list(sizes.values())), strict=True):
+            # Each has memory of its own: checkpoint formats write or refuse shared memory.
+            module.register_parameter(f"{name}_{kind}", nn.Parameter(part.clone()))
+
+
+def parts(module: nn.Module, sizes: dict[str, int], kind: str) -> list[Tensor]:
+    """The parts of a ``weight`` or ``bias``, none for a layer without a bias."""
+    found = (getattr(module, f"{name}_{kind}", None) for name in sizes)
+    return [part for part in found if part is not None]
+
+
+def joined(module: nn.Module, sizes: dict[str, int], kind: str) -> Tensor | None:
+    """The whole ``weight`` or ``bias``, differentiable; None for a layer without a bias."""
+    found = parts(module, sizes, kind)
+    return torch.cat(found) if found else None
+
+
+def reset_parts(
+    module: nn.Module,
+    sizes: dict[str, int],
+    in_features: int,
+    init_method: Callable[[Tensor], Any] | None,
+) -> None:
+    """nn.Linear's default initialization of each part, then `init_method` on each weight."""
+    bound = 1 / math.sqrt(in_features) if in_features else 0.0
+    for weight in parts(module, sizes, "weight"):
+        nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+        if init_method is not None:
+            init_method(weight)
+    for bias in parts(module, sizes, "bias"):
+        nn.init.uniform_(bias, -bound, bound)
