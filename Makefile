@@ -21,7 +21,7 @@ CMAKE_FLAGS += -DCMAKE_CXX_COMPILER=$(CXX)
 endif
 
 PACKAGES = torch numpy cmake ninja pybind11 scikit_build_core matplotlib tqdm \
-  hypothesis ml_dtypes pytest pytest-cov torchao clang-format codespell mypy ruff
+  hypothesis ml_dtypes pytest pytest-cov torchao transformer_engine pydantic clang-format codespell mypy ruff
 NATIVE_SOURCES := CMakeLists.txt $(shell find csrc third_party -type f \
   \( -name '*.cpp' -o -name '*.h' -o -name '*.hpp' -o -name '*.cu' -o -name '*.cuh' -o -name CMakeLists.txt \
   -o -name '*.cmake' -o -name '*.sh' \))

@@ -1,0 +1,138 @@
+"""The checked-in list of Transformer Engine's arguments, how te_mx is compared with it, and the
+page that is made of it.
+
+``python tests/compat/listing.py`` writes docs/compatibility.md.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import te_mx
+
+LIST = Path(__file__).with_name("transformer_engine.json")
+PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+STATUSES = ("accepted", "renamed", "refused")
+METHODS = {"constructor": "__init__", "forward": "forward"}
+
+Entry = dict[str, Any]
+
+
+def load() -> dict[str, Any]:
+    return json.loads(LIST.read_text())
+
+
+def malformed(entries: list[Entry]) -> list[str]:
+    """What is wrong with entries of the list themselves."""
+    found = []
+    for e in entries:
+        if e.get("status") not in STATUSES:
+            found.append(f"{e['name']}: status must be one of {STATUSES}")
+        if (e.get("status") == "renamed") != ("te_mx" in e):
+            found.append(f"{e['name']}: te_mx goes with status renamed")
+        if e.get("status") != "accepted" and not e.get("note"):
+            found.append(f"{e['name']}: renamed and refused need a note with the reason")
+        if "te_mx_default" in e and not e.get("note"):
+            found.append(f"{e['name']}: another default needs a note with the reason")
+        if e.get("status") == "refused" and "default" not in e:
+            found.append(f"{e['name']}: what has no default cannot be refused")
+        unknown = set(e) - {"name", "default", "status", "te_mx", "te_mx_default", "note"}
+        if unknown:
+            found.append(f"{e['name']}: unknown fields {sorted(unknown)}")
+    return found
+
+
+def disagreements(
+    function: Any, entries: list[Entry], refused_elsewhere: frozenset[str] = frozenset()
+) -> list[str]:
+    """Where the signature of a function of te_mx says something else than the list.
+
+    Refused arguments of a constructor are not in its signature but in `refused_elsewhere`; those of
+    a forward are, at their default.
+    """
+    taken = inspect.signature(function).parameters
+    found = []
+    for e in entries:
+        name = e.get("te_mx", e["name"])
+        if "te_mx" in e and e["name"] in taken:
+            found.append(f"{e['name']} is listed as renamed to {name}, and is there")
+        if e["status"] == "refused" and name in refused_elsewhere:
+            if name in taken:
+                found.append(f"{name} is refused by the table and in the signature")
+            continue
+        if name not in taken:
+            found.append(f"{name} is missing ({e['status']})")
+            continue
+        default = taken[name].default
+        expected = e.get("te_mx_default", e.get("default", inspect.Parameter.empty))
+        if default is not expected and default != expected:
+            found.append(f"{name} has the default {default!r}, the list says {expected!r}")
+    listed = {e["name"] for e in entries if e["status"] == "refused"}
+    found += [
+        f"{name} is in the table of refused arguments and not in the list"
+        for name in sorted(refused_elsewhere - listed)
+    ]
+    return found
+
+
+# ---------------------------------------------------------------------------------------- the page
+def _default(entry: Entry) -> str:
+    return f"`{entry['default']!r}`" if "default" in entry else "required"
+
+
+def _what(entry: Entry) -> str:
+    if entry["status"] == "renamed":
+        return f"renamed to `{entry['te_mx']}`"
+    if "te_mx_default" in entry:
+        return f"accepted, default `{entry['te_mx_default']!r}`"
+    return entry["status"]
+
+
+def _table(entries: list[Entry]) -> list[str]:
+    rows = [
+        f"| `{e['name']}` | {_default(e)} | {_what(e)} | {e.get('note', '')} |" for e in entries
+    ]
+    return ["| argument | default there | te_mx | |", "|---|---|---|---|", *rows, ""]
+
+
+def page(data: dict[str, Any]) -> str:
+    """docs/compatibility.md."""
+    lines = [
+        "# Compatibility with Transformer Engine",
+        "",
+        "Made by `python tests/compat/listing.py` of `tests/compat/transformer_engine.json`,",
+        "to which tests hold the signatures of te_mx. The list is that of Transformer Engine "
+        f"{data['transformer_engine']}.",
+        "",
+        "*accepted*: means the same. *refused*: accepted at the default that is shown; set, it",
+        "raises NotImplementedError with its name and the reason. Pass arguments by keyword: te_mx",
+        "has the positional order of nn.Linear.",
+        "",
+    ]
+    for module, parts in data["modules"].items():
+        if not hasattr(te_mx, module):
+            lines += [f"te_mx has no {module} yet.", ""]
+        for part, entries in parts.items():
+            lines += [f"## {module}: {part}", "", *_table(entries)]
+    lines += [
+        "## Recipes",
+        "",
+        "`te_mx.autocast(recipe=...)` takes recipe objects of Transformer Engine as they are,",
+        "known by their class name; te_mx does not import it. Fields of `MXFP8BlockScaling`:",
+        "",
+        *_table(data["recipe"]["MXFP8BlockScaling"]),
+        "Refused, because te_mx runs MXFP8 only: "
+        + ", ".join(f"`{name}` ({what})" for name, what in data["refused_recipes"].items())
+        + ".",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(load()))
+    sys.stdout.write(f"wrote {PAGE}\n")

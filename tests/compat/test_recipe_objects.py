@@ -1,0 +1,159 @@
+"""Recipe objects of Transformer Engine in te_mx: look-alikes, and the real ones where its
+pure-Python package is installed."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import sys
+from enum import Enum
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import listing
+import pytest
+import torch
+
+import te_mx
+from te_mx.recipe import Format, MXFP8BlockScaling, resolve_recipe
+
+DATA = listing.load()
+FIELDS = DATA["recipe"]["MXFP8BlockScaling"]
+NAME = "transformer_engine.common.recipe"
+
+
+def look_alike() -> SimpleNamespace:
+    """Classes of the names, module and fields of Transformer Engine's."""
+    formats = {"E2M1": (6, 6), "E4M3": (448, 448), "E5M2": (57344, 57344), "HYBRID": (448, 57344)}
+    theirs = Enum("Format", formats, module=NAME)
+    base = type("Recipe", (), {"__module__": NAME})
+    fields = []
+    for entry in FIELDS:
+        default = entry["default"]
+        default = theirs[default] if entry["name"] == "fp8_format" else default
+        fields.append((entry["name"], Any, dataclasses.field(default=default)))
+    made = {"Format": theirs, "Recipe": base}
+    for name, own in [("MXFP8BlockScaling", fields), *((n, []) for n in DATA["refused_recipes"])]:
+        made[name] = dataclasses.make_dataclass(name, own, bases=(base,))
+        made[name].__module__ = NAME
+    return SimpleNamespace(**made)
+
+
+def real() -> ModuleType:
+    """Its recipe file alone: importing the package loads its CUDA library."""
+    spec = importlib.util.find_spec("transformer_engine")
+    if spec is None or importlib.util.find_spec("pydantic") is None:
+        pytest.skip("transformer_engine and pydantic are not installed")
+    file = Path(spec.submodule_search_locations[0]) / "common" / "recipe" / "__init__.py"
+    spec = importlib.util.spec_from_file_location(NAME, file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[NAME] = module
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules[NAME]
+    return module
+
+
+@pytest.fixture(scope="module", params=["look_alike", "real"])
+def te(request):
+    return look_alike() if request.param == "look_alike" else real()
+
+
+def test_the_list_is_that_of_the_class(te):
+    theirs = {
+        field.name: field.default.name if field.name == "fp8_format" else field.default
+        for field in dataclasses.fields(te.MXFP8BlockScaling)
+    }
+    assert theirs == {entry["name"]: entry["default"] for entry in FIELDS}
+    assert list(theirs) == [f.name for f in dataclasses.fields(MXFP8BlockScaling)][: len(theirs)]
+    recipes = {
+        name
+        for name, value in vars(te).items()
+        if isinstance(value, type) and issubclass(value, te.Recipe) and value is not te.Recipe
+    }
+    assert recipes == {"MXFP8BlockScaling", *DATA["refused_recipes"]}
+    assert listing.malformed(FIELDS) == []
+
+
+def test_mxfp8_recipes_mean_the_same(te):
+    assert resolve_recipe(te.MXFP8BlockScaling()) == te_mx.get_default_recipe()
+    for name in ("E4M3", "HYBRID"):
+        for override in (None, "high_precision", "dequantized"):
+            recipe = te.MXFP8BlockScaling(
+                fp8_format=getattr(te.Format, name), backward_override=override
+            )
+            ours = MXFP8BlockScaling(fp8_format=Format[name], backward_override=override)
+            assert resolve_recipe(recipe) == ours
+            with te_mx.autocast(recipe=recipe):
+                assert te_mx.context.current_recipe() == ours
+        assert MXFP8BlockScaling(fp8_format=getattr(te.Format, name)).fp8_format is Format[name]
+
+
+def test_layers_run_with_them(te):
+    layer, x, grad = te_mx.Linear(70, 33), torch.randn(5, 70), torch.randn(5, 33)
+    results = []
+    theirs = te.MXFP8BlockScaling(fp8_format=te.Format.HYBRID)
+    for recipe in (theirs, MXFP8BlockScaling(fp8_format=Format.HYBRID)):
+        layer.zero_grad()
+        inp = x.clone().requires_grad_()
+        with te_mx.fp8_autocast(fp8_recipe=recipe):
+            y = layer(inp)
+        y.backward(grad)
+        results.append((y.detach(), inp.grad, layer.weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    te_mx.freeze_weights(layer, recipe=te.MXFP8BlockScaling())
+
+
+@pytest.mark.parametrize("name", DATA["refused_recipes"])
+def test_other_recipes_are_refused(te, name):
+    kind = getattr(te, name)
+    recipe = kind(qfactory=lambda role: None) if "qfactory" in _names(kind) else kind()
+    with pytest.raises(NotImplementedError, match=f"recipe {name} .*MXFP8 only; use MXFP8Block"):
+        te_mx.autocast(recipe=recipe)
+
+
+def _names(kind: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)}
+
+
+@pytest.mark.parametrize("entry", [e for e in FIELDS if e["status"] == "refused"], ids=str)
+def test_refused_fields_are_named(te, entry):
+    name = entry["name"]
+    recipe = te.MXFP8BlockScaling(**{name: 3 if name == "margin" else True})
+    with pytest.raises(NotImplementedError, match=f"MXFP8BlockScaling.{name}="):
+        te_mx.autocast(recipe=recipe)
+
+
+def test_formats_that_are_not_mxfp8(te):
+    with pytest.raises(NotImplementedError, match=r"Format.E2M1 .*use E4M3 or HYBRID"):
+        resolve_recipe(te.MXFP8BlockScaling(fp8_format=te.Format.E2M1))
+    with pytest.raises(NotImplementedError, match="use E4M3 or HYBRID"):
+        MXFP8BlockScaling(fp8_format=te.Format.E2M1)
+    with pytest.raises(TypeError, match="recipe must be"):
+        resolve_recipe(te.Format.E4M3)
+    with pytest.raises(TypeError, match="pass an instance"):
+        resolve_recipe(te.MXFP8BlockScaling)
+
+
+def test_pure_e5m2_is_refused_here_too():
+    te = look_alike()
+    with pytest.raises(ValueError, match="E5M2 is not supported"):
+        resolve_recipe(te.MXFP8BlockScaling(fp8_format=te.Format.E5M2))
+
+
+def test_fields_of_a_newer_version_count_only_when_set():
+    te = look_alike()
+    newer = dataclasses.make_dataclass(
+        "MXFP8BlockScaling", [("stochastic", bool, False)], bases=(te.MXFP8BlockScaling,)
+    )
+    assert resolve_recipe(newer()) == te_mx.get_default_recipe()
+    with pytest.raises(NotImplementedError, match=r"MXFP8BlockScaling.stochastic=True of Trans"):
+        resolve_recipe(newer(stochastic=True))
+
+
+def test_classes_of_the_name_but_not_the_module_are_no_recipes():
+    other = dataclasses.make_dataclass("MXFP8BlockScaling", [("margin", int, 0)])
+    with pytest.raises(TypeError, match="recipe must be"):
+        te_mx.autocast(recipe=other())
