@@ -13,15 +13,32 @@ from torch import Tensor
 from te_mx.ops import (
     PLAIN,
     GemmForm,
+    Made,
     Mode,
     Operand,
     QuantizedParts,
+    capturing,
     dequantize_2d,
     gemm_form,
     quantize_2d,
     standing_2d,
 )
 from te_mx.recipe import Settings
+
+__all__ = [
+    "StandingWeight",
+    "capturing",
+    "col_operand",
+    "columnwise_of",
+    "flatten",
+    "form_of",
+    "mode_of",
+    "plain_rows",
+    "quantize_weight",
+    "row_operand",
+    "standing_weight",
+    "unflatten",
+]
 
 
 class StandingWeight(NamedTuple):
@@ -31,6 +48,14 @@ class StandingWeight(NamedTuple):
     settings: Settings
     row: Operand
     col: Operand | None
+    made: Made
+
+    def on_current_stream(self) -> StandingWeight:
+        """This weight, once the current stream has waited for it."""
+        operands = (self.row, self.col) if self.col is not None else (self.row,)
+        tensors = [t for o in operands for t in (o.codes, o.scales)]
+        self.made.await_on_current_stream(self.row.codes.device, *tensors)
+        return self
 
     def serves(self, settings: Settings, device: torch.device, need_dx: bool) -> bool:
         """Whether a call with these settings on this device would quantize to the same."""
@@ -127,8 +152,8 @@ def standing_weight(weight_NK: Tensor, settings: Settings, need_dx: bool) -> Sta
     with torch.inference_mode(False), torch.no_grad():
         row, col = quantize_weight(weight_NK, settings, need_dx)
         if plain_rows(settings):
-            return StandingWeight(settings, row, None)
+            return StandingWeight(settings, row, None, Made.now(row.codes.device))
         row = standing_2d(row, "a", mode_of(settings))
         if col is not None:
             col = standing_2d(col, "a", mode_of(settings))
-    return StandingWeight(settings, row, col)
+    return StandingWeight(settings, row, col, Made.now(row.codes.device))

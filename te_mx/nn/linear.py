@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from te_mx import context
 from te_mx.autograd.high_precision import HighPrecisionLinear
 from te_mx.autograd.linear import GEMMS, infer, linear
-from te_mx.autograd.operands import StandingWeight, standing_weight
+from te_mx.autograd.operands import StandingWeight, capturing, standing_weight
 from te_mx.autograd.wgrad import WeightGradient
 from te_mx.context import backward_pass_id, innermost, is_tracing
 from te_mx.nn import delayed_wgrad
@@ -161,9 +161,9 @@ class Linear(DelayedWgrad, nn.Linear):
             is_first_microbatch: None quantizes the weight now. True quantizes and keeps it, False
                 uses what is kept: for the micro-batches of one optimizer step, between which the
                 weight stands still. What is kept is replaced when the recipe or the device changed,
-                or when it lacks the direction that backward needs. Compiled code quantizes each
-                time, with the same result. With `fuse_wgrad_accumulation`, True also overwrites
-                main_grad.
+                or when it lacks the direction that backward needs. Compiled code and CUDA graphs
+                quantize each time, with the same result. With `fuse_wgrad_accumulation`, True also
+                overwrites main_grad.
             fp8_output, fp8_grad: must be False.
 
         The dtype of the result is torch.autocast's where that is on, else that of `inp`.
@@ -293,10 +293,12 @@ class Linear(DelayedWgrad, nn.Linear):
         need_dx = torch.is_grad_enabled() and inp.requires_grad
         frozen = self._frozen
         kept = self._microbatch if frozen is None else frozen.weight
-        fresh = frozen is None and is_first_microbatch
+        # A CUDA graph is replayed on later weights: only frozen ones may be older than it.
+        capture = not is_tracing() and capturing(inp.device)
+        fresh = frozen is None and (is_first_microbatch or capture)
         if not fresh and kept is not None and kept.serves(settings, inp.device, need_dx):
-            return kept
-        if is_tracing():  # a graph keeps nothing between its calls
+            return kept if is_tracing() else kept.on_current_stream()
+        if is_tracing() or capture:  # a graph keeps nothing between its calls
             return None
         made = standing_weight(weight, settings, need_dx)
         if frozen is None:

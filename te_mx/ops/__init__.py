@@ -8,6 +8,7 @@ directly. Gradients do not flow through them.
 from te_mx.backends.base import FLOAT_DTYPES, PLAIN, GemmParts, Operand, QuantizedParts
 from te_mx.engine.fork import branch
 from te_mx.engine.layout import GemmForm, gemm_form
+from te_mx.engine.streams import Made, capturing
 from te_mx.ops.dequantize import dequantize_2d
 from te_mx.ops.gemm import Mode, gemm_2d
 from te_mx.ops.pack import pack_2d, standing_2d
@@ -18,10 +19,12 @@ __all__ = [
     "PLAIN",
     "GemmForm",
     "GemmParts",
+    "Made",
     "Mode",
     "Operand",
     "QuantizedParts",
     "branch",
+    "capturing",
     "dequantize_2d",
     "gemm_2d",
     "gemm_form",
