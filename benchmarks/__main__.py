@@ -11,6 +11,7 @@ import torch
 from benchmarks import (
     bench_gemm,
     bench_gemm_cuda,
+    bench_grouped,
     bench_linear,
     bench_linear_cuda,
     bench_overhead,
@@ -28,6 +29,7 @@ BENCHMARKS: dict[str, Callable[[Context], Iterator[Row]]] = {
     "backward_gemm": bench_gemm.backward_gemm,
     "linear": bench_linear.linear,
     "decode": bench_linear.decode,
+    "grouped": bench_grouped.grouped,
     "quantize": bench_quantize.quantize,
     "overhead": bench_overhead.overhead,
     "import": bench_overhead.import_time,

@@ -1,38 +1,11 @@
 // pybind11 module te_mx._native: Python integers in, plain structs out. Addresses travel as
 // integers, so the module needs no torch header and one build serves every torch.
-#include <pybind11/pybind11.h>
-
-#include <cstdint>
-
-#include "te_mx/cpu.h"
+#include "bindings.hpp"
 
 namespace py = pybind11;
 using namespace te_mx;
 
 namespace {
-
-template <class T>
-T* ptr(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
-// (codes, scales, rows, k, k_first, fmt, packed) -> Operand with compact strides.
-Operand operand(const py::tuple& t) {
-  Operand o{};
-  o.codes = ptr<const uint8_t>(t[0].cast<uintptr_t>());
-  o.scales = ptr<const uint8_t>(t[1].cast<uintptr_t>());
-  o.rows = t[2].cast<int64_t>();
-  o.k = t[3].cast<int64_t>();
-  const bool k_first = t[4].cast<bool>();
-  const int64_t blocks = (o.k + kBlock - 1) / kBlock;
-  o.code_row_stride = k_first ? 1 : o.k;
-  o.code_k_stride = k_first ? o.rows : 1;
-  o.scale_row_stride = k_first ? 1 : blocks;
-  o.scale_block_stride = k_first ? o.rows : 1;
-  o.fmt = static_cast<Format>(t[5].cast<int32_t>());
-  o.packed = ptr<const void>(t[6].cast<uintptr_t>());
-  return o;
-}
 
 // Everything gemm() takes besides the operands and the workspace, as one tuple: a call costs one
 // cast an entry. (out, out_dtype, ldo, accumulate, bias, bias_dtype, gelu, aux, aux_dtype, gelu_in,
@@ -142,6 +115,7 @@ PYBIND11_MODULE(_native, m) {
         [](int32_t kernel, const py::tuple& lhs, const py::tuple& rhs, const py::tuple& epilogue) {
           return workspace_bytes(gemm_args(kernel, lhs, rhs, epilogue, 0, 0, 1));
         });
+  bind_grouped(m);
   // Returns (status, kernel that ran).
   m.def("gemm",
         [](int32_t kernel, const py::tuple& lhs, const py::tuple& rhs, const py::tuple& epilogue,

@@ -17,9 +17,11 @@ from te_mx.context import autocast, fp8_autocast
 from te_mx.convert import ConversionReport, convert_model, revert_model
 from te_mx.engine import workspace
 from te_mx.engine.explain import Explanation, FallbackWarning, explain
+from te_mx.engine.explain_grouped import GroupedExplanation, explain_grouped
 from te_mx.frozen import freeze_weights, unfreeze_weights
 from te_mx.functional import GemmOutput, gemm, quantize
-from te_mx.nn import Linear
+from te_mx.grouped import grouped_linear, grouped_wgrad
+from te_mx.nn import GroupedLinear, Linear
 from te_mx.recipe import get_default_recipe, is_mxfp8_available
 from te_mx.tensor import MXTensor
 
@@ -33,6 +35,8 @@ __all__ = [
     "Explanation",
     "FallbackWarning",
     "GemmOutput",
+    "GroupedExplanation",
+    "GroupedLinear",
     "Linear",
     "MXTensor",
     "__version__",
@@ -40,10 +44,13 @@ __all__ = [
     "autocast",
     "convert_model",
     "explain",
+    "explain_grouped",
     "fp8_autocast",
     "freeze_weights",
     "gemm",
     "get_default_recipe",
+    "grouped_linear",
+    "grouped_wgrad",
     "is_mxfp8_available",
     "quantize",
     "recipe",

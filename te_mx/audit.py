@@ -9,7 +9,7 @@ from torch import nn
 
 from te_mx.autograd.linear import GEMMS
 from te_mx.engine.explain import LAST_RUN
-from te_mx.nn.linear import Linear
+from te_mx.nn import GroupedLinear, Linear
 from te_mx.report import table
 
 HIGH_PRECISION, NEVER = "high precision", "never ran"
@@ -58,6 +58,9 @@ def audit(model: nn.Module) -> AuditReport:
     whether the layer is frozen. A layer of which nothing was asked, such as the wgrad of a frozen
     weight, keeps "never ran" there.
 
+    A te_mx.GroupedLinear runs groups of few rows on other kernels than groups of many; it shows
+    all, joined by " + ".
+
     Code compiled by torch.compile does not record: a number per layer inside the graph would make
     every layer compile anew. Run once without torch.compile to see what runs; compiled code runs
     the same kernels.
@@ -66,16 +69,16 @@ def audit(model: nn.Module) -> AuditReport:
         [
             _audit_layer(name or "(root)", m)
             for name, m in model.named_modules()
-            if isinstance(m, nn.Linear)
+            if isinstance(m, nn.Linear | GroupedLinear)
         ]
     )
 
 
-def _audit_layer(name: str, module: nn.Linear) -> LayerAudit:
-    if not isinstance(module, Linear):
+def _audit_layer(name: str, module: nn.Linear | GroupedLinear) -> LayerAudit:
+    if not isinstance(module, Linear | GroupedLinear):
         kind = f"{type(module).__module__.split('.')[0]}.{type(module).__name__}"
         return LayerAudit(name, kind, HIGH_PRECISION, HIGH_PRECISION, HIGH_PRECISION, "master")
-    kind, frozen = "te_mx.Linear", module._frozen
+    kind, frozen = f"te_mx.{type(module).__name__}", module._frozen
     weight = "master" if frozen is None else "frozen, no master" if frozen.dropped else "frozen"
     if module._seen is None and not (frozen and frozen.dropped):
         return LayerAudit(name, kind, HIGH_PRECISION, HIGH_PRECISION, HIGH_PRECISION, weight)

@@ -9,15 +9,20 @@ from torch import nn
 
 from te_mx.autograd.operands import quantize_weight, standing_weight
 from te_mx.context import current_recipe
+from te_mx.nn.frozen_weight import FrozenWeight, mark_frozen, restore_master
 from te_mx.nn.frozen_weight import drop_master as drop
-from te_mx.nn.frozen_weight import mark_frozen, restore_master
+from te_mx.nn.grouped_linear import GroupedLinear
 from te_mx.nn.linear import Linear
 from te_mx.ops import dequantize_2d
 from te_mx.recipe import resolve_recipe
 
 
-def _layers(model: nn.Module) -> list[tuple[str, Linear]]:
-    found = [(name or "(root)", m) for name, m in model.named_modules() if isinstance(m, Linear)]
+def _layers(model: nn.Module) -> list[tuple[str, Linear | GroupedLinear]]:
+    found = [
+        (name or "(root)", m)
+        for name, m in model.named_modules()
+        if isinstance(m, Linear | GroupedLinear)
+    ]
     if not found:
         raise ValueError(
             f"no te_mx.Linear in {type(model).__name__}: build it with te_mx.Linear or call "
@@ -28,8 +33,8 @@ def _layers(model: nn.Module) -> list[tuple[str, Linear]]:
 
 @torch.no_grad()
 def freeze_weights(model: nn.Module, drop_master: bool = False, *, recipe: Any = None) -> int:
-    """Quantize the weight of every te_mx.Linear in `model` once, for inference, and use it from now
-    on.
+    """Quantize the weights of every te_mx.Linear and te_mx.GroupedLinear in `model` once, for
+    inference, and use them from now on.
 
     The layers stop training (requires_grad of their parameters is set to False, and restored by
     `unfreeze_weights`); gradients still flow through them to their inputs. Changes of a weight are
@@ -54,11 +59,20 @@ def freeze_weights(model: nn.Module, drop_master: bool = False, *, recipe: Any =
         ValueError: there is no te_mx.Linear, a weight has no values yet (meta device), or
             `drop_master` meets a weight that is computed (parametrized) or split into parameters,
             and so has no place of its own.
+        NotImplementedError: `drop_master` meets a te_mx.GroupedLinear.
     """
     settings = resolve_recipe(recipe if recipe is not None else current_recipe()).settings
     layers = _layers(model)
     for name, module in layers:
         if module._frozen is not None and module._frozen.dropped:
+            continue
+        if isinstance(module, GroupedLinear):
+            if drop_master:
+                raise NotImplementedError(
+                    f"{name}: te_mx.GroupedLinear keeps its master weights; use drop_master=False"
+                )
+            if module.weights()[0].is_meta:
+                raise ValueError(f"{name}: the weights are on the meta device; load values first")
             continue
         if module.whole_weight().is_meta:
             raise ValueError(
@@ -71,6 +85,9 @@ def freeze_weights(model: nn.Module, drop_master: bool = False, *, recipe: Any =
                 "there is no one master to drop; use drop_master=False"
             )
     for _, module in layers:
+        if isinstance(module, GroupedLinear):
+            module.freeze(settings)
+            continue
         frozen = module._frozen or mark_frozen(module, settings)
         module.__dict__.pop("_microbatch", None)
         if frozen.dropped:
@@ -112,7 +129,7 @@ def unfreeze_weights(model: nn.Module, *, dequantize: bool = False) -> int:
     for _, module in layers:
         frozen = module._frozen
         assert frozen is not None
-        if frozen.dropped:
+        if isinstance(module, Linear) and isinstance(frozen, FrozenWeight) and frozen.dropped:
             row = frozen.operand(module)
             restore_master(
                 module, dequantize_2d(row.codes, row.scales, row.fmt, row.order, frozen.dtype)

@@ -15,7 +15,7 @@ SCRIPT = EXAMPLES / "train_gpt.py"
 sys.path.insert(0, str(EXAMPLES))
 
 import train_gpt  # noqa: E402  (the examples are no package)
-from gpt import data, report, train  # noqa: E402
+from gpt import data, moe, report, train  # noqa: E402
 
 MODES = ("bf16", "mxfp8")
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -66,12 +66,13 @@ def deterministic(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("preset", ["tiny", "moe-tiny"])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.usefixtures("deterministic")
 def test_resumed_run_equals_uninterrupted_run_bit_for_bit(
-    device: str, mode: str, text: data.Text, tmp_path: Path
+    device: str, preset: str, mode: str, text: data.Text, tmp_path: Path
 ) -> None:
-    chosen = settings(mode, device=device)
+    chosen = settings(mode, device=device, preset=preset)
     whole = train.run(chosen, tmp_path / "whole.pt", text=text)
     stopped = train.run(chosen, tmp_path / "two.pt", text=text, should_stop=lambda done: done == 3)
     assert not stopped["finished"] and stopped["steps"] == 3
@@ -100,6 +101,47 @@ def test_both_runs_start_from_the_same_weights_and_learn_alike(
     assert sum(kernels.values()) == 4 and not any("never" in name for name in kernels)
     saved = [run["memory_mb"]["saved_for_backward"] for run in runs.values()]
     assert saved[1] < saved[0]
+
+
+def test_mixture_of_experts_learns_alike_in_both(text: data.Text, tmp_path: Path) -> None:
+    runs = {
+        m: train.run(settings(m, steps=40, preset="moe-tiny"), tmp_path / f"{m}.pt", text=text)
+        for m in MODES
+    }
+    assert abs(runs["mxfp8"]["losses"][0] / runs["bf16"]["losses"][0] - 1) < 5e-3
+    for run in runs.values():
+        assert run["val_loss"] < 0.95 * run["losses"][0]
+    assert abs(report.compare(runs["bf16"], runs["mxfp8"])["gap_percent"]) < 1
+    # Two layers of attention and two grouped layers; the head and the router stay as they are.
+    kernels = runs["mxfp8"]["kernels"]
+    assert kernels.pop("high precision") == 2
+    assert sum(kernels.values()) == 4 and not any("never" in name for name in kernels)
+
+
+def test_experts_are_weighted_and_kept_busy() -> None:
+    layer = moe.MoE(width=16, hidden=24, experts=4, active=2, balance=0.5)
+    x = torch.randn(3, 5, 16, requires_grad=True)
+    flat = x.detach().view(15, 16)
+    p, chosen = layer.router(flat).softmax(-1).topk(2)
+    expected = torch.zeros(15, 16)
+    for row in range(15):
+        for share, expert in zip(p[row] / p[row].sum(), chosen[row], strict=True):
+            up = torch.nn.functional.gelu(flat[row] @ layer.up.weight[expert].T, approximate="tanh")
+            expected[row] += share * (up @ layer.down.weight[expert].T)
+    y = layer(x)
+    torch.testing.assert_close(y.view(15, 16), expected)
+    # Of a result that nobody uses only the balancing loss has a gradient.
+    (grad,) = torch.autograd.grad((y * 0).sum(), layer.router.weight)
+    assert float(grad.abs().sum()) > 0
+
+
+def test_moe_script_is_the_same_script_with_experts(tmp_path: Path) -> None:
+    command = script(tmp_path, "--steps", "2", "--threads", "1", "--only", "mxfp8")
+    command[1] = str(EXAMPLES / "train_moe.py")
+    command[command.index("tiny")] = "moe-tiny"
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "validation loss" in done.stdout and (tmp_path / "loss.png").exists()
 
 
 def test_checkpoint_of_other_settings_is_refused(text: data.Text, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 #include <atomic>
 
+#include "crew.h"
+#include "job.h"
 #include "openmp_team.h"
 #include "te_mx/cpu.h"
 #include "thread_team.h"
@@ -9,25 +11,22 @@
 namespace te_mx {
 namespace {
 
-struct Job {
-  void (*fn)(void*, int64_t);
-  void* ctx;
-  int64_t n_items;
-  std::atomic<int64_t> next{0};
-};
-
-void work(void* data) noexcept {
-  Job& job = *static_cast<Job*>(data);
-  for (;;) {
-    const int64_t item = job.next.fetch_add(1, std::memory_order_relaxed);
-    if (item >= job.n_items) return;
-    job.fn(job.ctx, item);
-  }
-}
+void work(void* data) noexcept { run_items(*static_cast<Job*>(data)); }
 
 std::atomic<const char*> last_team{"inline"};
 
 }  // namespace
+
+void run_on_team(int threads, int64_t n_items, void (*fn)(void*) noexcept, void* data) {
+  // NOTE: the team keeps `threads` members even for fewer items: libgomp ends the threads that a
+  // smaller team leaves out and must start them again for the next torch operator.
+  if (openmp_team_run(threads, fn, data)) {
+    last_team.store("openmp", std::memory_order_relaxed);
+    return;
+  }
+  last_team.store("threads", std::memory_order_relaxed);
+  thread_team_run(n_items < threads ? static_cast<int>(n_items) : threads, fn, data);
+}
 
 void parallel_for(int threads, int64_t n_items, void (*fn)(void*, int64_t), void* ctx) {
   if (threads <= 1 || n_items <= 1) {
@@ -35,14 +34,7 @@ void parallel_for(int threads, int64_t n_items, void (*fn)(void*, int64_t), void
     return;
   }
   Job job{fn, ctx, n_items};
-  // NOTE: the team keeps `threads` members even for fewer items: libgomp ends the threads that a
-  // smaller team leaves out and must start them again for the next torch operator.
-  if (openmp_team_run(threads, work, &job)) {
-    last_team.store("openmp", std::memory_order_relaxed);
-    return;
-  }
-  last_team.store("threads", std::memory_order_relaxed);
-  thread_team_run(n_items < threads ? static_cast<int>(n_items) : threads, work, &job);
+  if (!offer_to_crew(job)) run_on_team(threads, n_items, work, &job);
 }
 
 const char* parallel_team() { return last_team.load(std::memory_order_relaxed); }

@@ -20,6 +20,9 @@ class GPTConfig:
     # Wide models learn steadily from a residual stream that starts larger than one step changes it.
     embedding_std: float = 0.02
 
+    def make_mlp(self) -> nn.Module:
+        return MLP(self)
+
 
 class Attention(nn.Module):
     def __init__(self, cfg: GPTConfig):
@@ -52,7 +55,7 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(cfg.width)
         self.attention = Attention(cfg)
         self.norm2 = nn.LayerNorm(cfg.width)
-        self.mlp = MLP(cfg)
+        self.mlp = cfg.make_mlp()
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         x_BTD = x_BTD + self.attention(self.norm1(x_BTD))

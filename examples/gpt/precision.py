@@ -24,8 +24,10 @@ def recipe(name: str) -> "te_mx.recipe.MXFP8BlockScaling":
 
 
 def convert(model: nn.Module) -> None:
-    """Every nn.Linear but the head, which makes logits and usually stays in high precision."""
-    te_mx.convert_model(model, filter_fn=lambda module, name: name != "head")
+    """Every nn.Linear but the head and routers: both make logits and stay in high precision."""
+    te_mx.convert_model(
+        model, filter_fn=lambda module, name: name.split(".")[-1] not in ("head", "router")
+    )
 
 
 def kernels(model: nn.Module) -> dict[str, int]:

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from gpt import data, memory, precision
 from gpt.model import GPT, GPTConfig
+from gpt.moe import MoEConfig
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ PRESETS = {
     "large": Preset(
         GPTConfig(layers=12, heads=16, width=2048, context=1024, embedding_std=1.0), 16, 2.5e-4
     ),
+    "moe-tiny": Preset(MoEConfig(layers=1, heads=2, width=64, context=32, experts=4, hidden=96)),
+    "moe": Preset(MoEConfig(layers=3, heads=4, width=512, context=256)),
 }
 WARMUP_SHARE, FINAL_LR_SHARE = 0.1, 0.1
 BAR = "{desc} {percentage:3.0f}%|{bar:24}| {n}/{total} [{elapsed}, {remaining} left{postfix}]"

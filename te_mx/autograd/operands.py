@@ -48,7 +48,7 @@ class StandingWeight(NamedTuple):
     settings: Settings
     row: Operand
     col: Operand | None
-    made: Made
+    made: Made = Made(0, None)
 
     def on_current_stream(self) -> StandingWeight:
         """This weight, once the current stream has waited for it."""

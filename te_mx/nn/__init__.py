@@ -1,6 +1,7 @@
 """Modules: nn.Module subclasses that run in MXFP8 under te_mx.autocast and are plain torch modules
 elsewhere."""
 
+from te_mx.nn.grouped_linear import GroupedLinear
 from te_mx.nn.linear import Linear
 
-__all__ = ["Linear"]
+__all__ = ["GroupedLinear", "Linear"]

@@ -1,0 +1,15 @@
+#!/usr/bin/env python
+"""Train a byte-level GPT whose MLPs are mixtures of 8 experts, in bf16 and in MXFP8, and compare.
+
+    python examples/train_moe.py                 # both runs, a few minutes on two CPU cores
+    python examples/train_moe.py --resume        # go on after Ctrl-C
+
+The options, the report and the plot are those of train_gpt.py. The block to copy is gpt/moe.py.
+"""
+
+import sys
+
+import train_gpt
+
+if __name__ == "__main__":
+    sys.exit(train_gpt.main(["--preset", "moe", "--out", "runs/moe", *sys.argv[1:]]))

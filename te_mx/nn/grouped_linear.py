@@ -1,0 +1,345 @@
+"""te_mx.GroupedLinear: one linear layer for each expert of a mixture, in one call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_mx import context
+from te_mx.autograd.grouped import (
+    Groups,
+    StandingWeights,
+    grouped_linear,
+    other_backward,
+    standing,
+)
+from te_mx.autograd.linear import flatten, unflatten
+from te_mx.autograd.operands import capturing
+from te_mx.autograd.wgrad import WeightGradient
+from te_mx.context import is_tracing
+from te_mx.nn import delayed_wgrad
+from te_mx.nn.delayed_wgrad import DelayedWgrad
+from te_mx.nn.grouped_plain import grouped_plain
+from te_mx.nn.grouped_splits import groups_of
+from te_mx.nn.grouped_state import GroupedFrozen, convert_state_dict
+from te_mx.nn.linear import _NEVER, FLOATS, Linear, output_dtype
+from te_mx.nn.te_arguments import refuse, refuse_constructor
+from te_mx.recipe import Settings
+
+
+class GroupedLinear(DelayedWgrad, nn.Module):
+    """``num_gemms`` linear layers: rows of group i are ``x @ weight_i.T + bias_i``.
+
+    In MXFP8 inside `te_mx.autocast`, bit for bit a loop of `te_mx.Linear` over the groups; exactly
+    a loop of nn.Linear outside. All groups are quantized and multiplied in one call each.
+
+    Splits need no padding: a group may have any number of rows, none included, and its blocks of 32
+    rows never reach into the next group.
+
+    Args:
+        num_gemms: groups (experts), 1 or more.
+        in_features, out_features: of every group; any sizes.
+        bias: with biases.
+        device, dtype: of the parameters; dtype is fp32, bf16 or fp16.
+        single_grouped_weight: False holds parameters ``weight0`` ... [out, in], as Transformer
+            Engine names them; True one parameter ``weight`` [num_gemms, out, in]. A state_dict of
+            either kind loads into both.
+        single_grouped_bias: the same for ``bias0`` ... [out] or ``bias`` [num_gemms, out]; None
+            follows single_grouped_weight.
+        init_method: called with the weight [out, in] of each group after the default
+            initialization, which is that of nn.Linear.
+        return_bias: return ``(y, biases)`` without adding them: a list, the stacked parameter, or
+            None for a layer without biases.
+        params_dtype: Transformer Engine's name for `dtype`.
+        name: shown in errors and by `te_mx.audit`.
+        fuse_wgrad_accumulation, delay_wgrad_compute, save_original_input: as for te_mx.Linear; one
+            `backward_dw` computes the gradients of all groups. The first two need te_mx.autocast.
+        transformer_engine: further arguments of Transformer Engine's GroupedLinear, at their
+            defaults; see docs/compatibility.md.
+    """
+
+    _seen: Settings | None = _NEVER
+    _microbatch: StandingWeights | None = None
+    _frozen: GroupedFrozen | None = None
+    _tag: int = -1
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool | None = None,
+        init_method: Callable[[Tensor], Any] | None = None,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        name: str | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+        **transformer_engine: Any,
+    ) -> None:
+        super().__init__()
+        refuse_constructor("GroupedLinear", transformer_engine)
+        if num_gemms < 1:
+            raise ValueError(f"te_mx.GroupedLinear: num_gemms must be 1 or more, got {num_gemms}")
+        if params_dtype is not None:
+            if dtype is not None and dtype != params_dtype:
+                raise ValueError(
+                    f"te_mx.GroupedLinear: dtype={dtype} and params_dtype={params_dtype} disagree; "
+                    "they mean the same, give one"
+                )
+            dtype = params_dtype
+        self.num_gemms = num_gemms
+        self.in_features = in_features
+        self.out_features = out_features
+        self.use_bias = bias
+        self.single_grouped_weight = single_grouped_weight
+        if single_grouped_bias is None:
+            single_grouped_bias = single_grouped_weight
+        self.single_grouped_bias = single_grouped_bias
+        self.init_method = init_method
+        self.return_bias = return_bias
+        self.name = name
+        self.fuse_wgrad_accumulation = bool(fuse_wgrad_accumulation)
+        self.save_original_input = bool(save_original_input)
+        wanted: list[tuple[str, bool, tuple[int, ...]]]
+        wanted = [("weight", single_grouped_weight, (out_features, in_features))]
+        if bias:
+            wanted.append(("bias", single_grouped_bias, (out_features,)))
+        for kind, stacked, shape in wanted:
+            for key in parameter_names(kind, num_gemms, stacked):
+                full = (num_gemms, *shape) if stacked else shape
+                self.register_parameter(
+                    key, nn.Parameter(torch.empty(full, device=device, dtype=dtype))
+                )
+        self._weight_names = parameter_names("weight", num_gemms, single_grouped_weight)
+        self._bias_names = parameter_names("bias", num_gemms, single_grouped_bias) if bias else ()
+        self.reset_parameters()
+        if delay_wgrad_compute:
+            self._start_delaying()
+
+    def reset_parameters(self) -> None:
+        """Group by group nn.Linear's default initialization, then `init_method` on the weight."""
+        weights, biases = self.weights(), self.biases()
+        bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0.0
+        for i, weight in enumerate(weights):
+            if weight.numel():
+                nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+            if biases:
+                nn.init.uniform_(biases[i], -bound, bound)
+            if self.init_method is not None:
+                self.init_method(weight)
+
+    def weights(self) -> list[Tensor]:
+        """The weight [out, in] of every group; views of a stacked parameter do not train."""
+        return self._each(self._weight_names, self.single_grouped_weight)
+
+    def biases(self) -> list[Tensor]:
+        """The bias [out] of every group, or an empty list."""
+        return self._each(self._bias_names, self.single_grouped_bias)
+
+    def _each(self, names: tuple[str, ...], stacked: bool) -> list[Tensor]:
+        held = [getattr(self, name) for name in names]
+        return list(held[0].detach().unbind(0)) if stacked and held else held
+
+    def forward(
+        self,
+        inp: Tensor,
+        m_splits: Sequence[int] | Tensor,
+        is_first_microbatch: bool | None = None,
+        out: None = None,
+        dgrad_out: None = None,
+    ) -> Any:
+        """inp [..., in_features] -> [..., out_features], or a pair with the biases under
+        `return_bias`.
+
+        Args:
+            inp: fp32, bf16 or fp16; its rows (leading dimensions flattened) are grouped: first
+                those of group 0, then those of group 1, and so on.
+            m_splits: rows of every group, a list or an int tensor [num_gemms]. Their sum may be
+                less than the rows of inp: what lies behind is 0 in the result and gets no gradient.
+                A tensor on a GPU is never read by the host, so a captured CUDA graph can be
+                replayed with other splits; there, splits beyond the rows are cut off.
+            is_first_microbatch: as for te_mx.Linear.
+            out, dgrad_out: Transformer Engine's; must be None.
+
+        Raises:
+            ValueError: splits or inp do not fit.
+            TypeError: the dtype of `inp`, of a weight or of m_splits is none that it takes.
+        """
+        for given, value in (("out", out), ("dgrad_out", dgrad_out)):
+            if value is not None:
+                refuse("GroupedLinear", given, value)
+        routed = self.fuse_wgrad_accumulation or self.delay_wgrad_compute
+        if routed and is_tracing():
+            return delayed_wgrad.untraced(self.forward, inp, m_splits, is_first_microbatch)
+        settings = context.current_settings() if is_tracing() else self._settings_now()
+        if routed and torch.is_grad_enabled() and (settings is None or other_backward(settings)):
+            raise NotImplementedError(
+                f"{self._label()}: fuse_wgrad_accumulation and delay_wgrad_compute need "
+                "te_mx.autocast and a recipe whose backward runs in MXFP8; build the layer without "
+                "them, or leave backward_override, wgrad_with_hp and one_copy_weights away"
+            )
+        self._check_shape(inp)
+        rows = inp.numel() // self.in_features if self.in_features else len(flatten(inp))
+        groups = groups_of(m_splits, self.num_gemms, rows, inp.device, self._label)
+        if settings is None:
+            return self._high_precision(inp, groups)
+        weights = tuple(getattr(self, name) for name in self._weight_names)
+        biases = tuple(getattr(self, name) for name in self._bias_names)
+        self._check(inp, weights[0].device, weights[0].dtype)
+        kept = None
+        if self._frozen is not None or is_first_microbatch is not None:
+            kept = self._standing(inp, settings, is_first_microbatch)
+        tag = -1 if is_tracing() else self._tag if self._tag >= 0 else self._new_tag()
+        added = () if self.return_bias else self._like_weights(biases)
+        sink = self._sink(weights, is_first_microbatch) if routed else None
+        y = grouped_linear(
+            inp, groups, weights + added, bool(added), kept, settings, output_dtype(inp), tag,
+            self.save_original_input, sink,
+        )  # fmt: skip
+        return (y, self._returned(biases)) if self.return_bias else y
+
+    def _sink(
+        self, weights: tuple[Tensor, ...], is_first_microbatch: bool | None
+    ) -> WeightGradient | None:
+        """The place of the weight gradients of this call; None when there will be none."""
+        if not (torch.is_grad_enabled() and any(w.requires_grad for w in weights)):
+            return None
+        return WeightGradient(
+            weights, self._label(), self.fuse_wgrad_accumulation, is_first_microbatch is True,
+            self._wgrad_queue(),
+        )  # fmt: skip
+
+    _settings_now: Callable[[], Settings | None] = Linear._settings_now  # type: ignore[assignment]
+    _new_tag: Callable[[], int] = Linear._new_tag  # type: ignore[assignment]
+
+    def _like_weights(self, biases: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Biases stacked or not as the weights are."""
+        if not biases or self.single_grouped_weight == self.single_grouped_bias:
+            return biases
+        return (torch.stack(biases),) if self.single_grouped_weight else biases[0].unbind(0)
+
+    def _returned(self, biases: tuple[Tensor, ...]) -> Any:
+        if not biases:
+            return None
+        return biases[0] if self.single_grouped_bias else list(biases)
+
+    def _high_precision(self, inp: Tensor, groups: Groups) -> Any:
+        weights: Sequence[Tensor] = [getattr(self, name) for name in self._weight_names]
+        biases: Sequence[Tensor] = [getattr(self, name) for name in self._bias_names]
+        returned = self._returned(tuple(biases))
+        weights = weights[0].unbind(0) if self.single_grouped_weight else weights
+        biases = biases[0].unbind(0) if self.single_grouped_bias and biases else biases
+        added = [] if self.return_bias else biases
+        out = unflatten(grouped_plain(flatten(inp), groups, weights, added), inp)
+        return (out, returned) if self.return_bias else out
+
+    def _standing(
+        self, inp: Tensor, settings: Settings, is_first_microbatch: bool | None
+    ) -> StandingWeights | None:
+        need_col = torch.is_grad_enabled() and inp.requires_grad
+        frozen = self._frozen
+        kept = self._microbatch if frozen is None else frozen.weight
+        # A CUDA graph is replayed on later weights: only frozen ones may be older than it.
+        capture = not is_tracing() and capturing(inp.device)
+        fresh = frozen is None and (is_first_microbatch or capture)
+        if not fresh and kept is not None and kept.serves(settings, inp.device, need_col):
+            return kept if is_tracing() else kept.on_current_stream()
+        if is_tracing() or capture:  # a graph keeps nothing between its calls
+            return None
+        made = standing([w.detach() for w in self.weights()], settings, need_col)
+        if frozen is None:
+            self.__dict__["_microbatch"] = made
+        else:
+            frozen.weight = made
+        return made
+
+    def freeze(self, settings: Settings) -> None:
+        """What te_mx.freeze_weights does to this layer; frozen already, it stays as it is."""
+        if self._frozen is None:
+            names = (*self._weight_names, *self._bias_names)
+            held = {name: p for name in names if (p := self._parameters.get(name)) is not None}
+            self._frozen = GroupedFrozen(settings, {k: p.requires_grad for k, p in held.items()})
+            for value in held.values():
+                value.requires_grad_(False)
+        self.__dict__.pop("_microbatch", None)
+        if self._frozen.weight is None:
+            weights = [w.detach() for w in self.weights()]
+            self._frozen.weight = standing(weights, self._frozen.settings, False)
+
+    # ----------------------------------------------------------------------------- checks and names
+    def _label(self) -> str:
+        if self.name:
+            return f"te_mx.GroupedLinear {self.name!r}"
+        return f"te_mx.GroupedLinear({self.extra_repr()})"
+
+    def _check_shape(self, inp: Tensor) -> None:
+        if not inp.dim() or inp.shape[-1] != self.in_features:
+            raise ValueError(
+                f"{self._label()}: the last dimension of inp must be "
+                f"in_features={self.in_features}, got inp of shape {tuple(inp.shape)}"
+            )
+
+    def _check(self, inp: Tensor, device: torch.device, weight_dtype: torch.dtype) -> None:
+        if inp.dtype not in FLOATS or weight_dtype not in FLOATS:
+            raise TypeError(
+                f"{self._label()}: MXFP8 takes float32, bfloat16 and float16, got inp "
+                f"{inp.dtype} and weights {weight_dtype}; convert them, or run this layer under "
+                "te_mx.autocast(enabled=False)"
+            )
+        if inp.device != device:
+            raise ValueError(
+                f"{self._label()}: inp is on {inp.device} and the weights on {device}; move one"
+            )
+
+    def extra_repr(self) -> str:
+        stacked = ", single_grouped_weight=True" if self.single_grouped_weight else ""
+        frozen = ", frozen" if self._frozen is not None else ""
+        return (
+            f"num_gemms={self.num_gemms}, in_features={self.in_features}, "
+            f"out_features={self.out_features}, bias={self.use_bias}{stacked}{frozen}"
+        )
+
+    # ---------------------------------------------------------------------------------- checkpoints
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and deepcopy: without what a forward makes again."""
+        state = {
+            k: v for k, v in self.__dict__.items() if k not in ("_seen", "_microbatch", "_tag")
+        }
+        if self._frozen is not None:
+            state["_frozen"] = GroupedFrozen(self._frozen.settings, dict(self._frozen.trained))
+        return state
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        for kind, names, stacked in (
+            ("weight", self._weight_names, self.single_grouped_weight),
+            ("bias", self._bias_names, self.single_grouped_bias),
+        ):
+            if names:
+                convert_state_dict(state_dict, prefix, kind, self.num_gemms, stacked, error_msgs)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if prefix + "_extra_state" in unexpected_keys:  # Transformer Engine saves it
+            unexpected_keys.remove(prefix + "_extra_state")
+        self.__dict__.pop("_microbatch", None)
+        if self._frozen is not None:
+            self._frozen.weight = None
+
+
+def parameter_names(kind: str, num_gemms: int, stacked: bool) -> tuple[str, ...]:
+    """("weight0", ...) or ("weight",)."""
+    return (kind,) if stacked else tuple(f"{kind}{i}" for i in range(num_gemms))

@@ -1,0 +1,72 @@
+"""Grouped linear layers in high precision: what a GroupedLinear is outside of te_mx.autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from te_mx.autograd.grouped import Groups
+from te_mx.backends.grouped import device_bounds, host_bounds, known_to_host
+from te_mx.context import is_tracing
+
+
+def grouped_plain(
+    x_RK: Tensor, groups: Groups, weights: Sequence[Tensor], biases: Sequence[Tensor]
+) -> Tensor:
+    """F.linear on the rows of every group, zeros on rows of no group; [R, N]. No bias: [].
+
+    A loop over the groups where the host knows them. Elsewhere torch._grouped_mm in bf16, or every
+    group on all rows: slower, but nothing waits for the device.
+    """
+    offs, capacity = groups
+    each = list(biases) if biases else [None] * len(weights)
+    if not known_to_host(offs) or is_tracing():
+        starts, ends = device_bounds(offs, capacity, len(x_RK))
+        row = torch.arange(len(x_RK), device=x_RK.device).unsqueeze(1)
+        if _has_grouped_mm(x_RK, weights[0], capacity):
+            return _grouped_mm(x_RK, ends, row, weights, biases)
+        total: Tensor | None = None
+        for start, end, weight, bias in zip(starts, ends, weights, each, strict=True):
+            own = (row >= start) & (row < end)
+            # Zeros instead of what lies outside, so that NaN there reaches no gradient.
+            part = F.linear(torch.where(own, x_RK, 0), weight, bias)
+            part = torch.where(own, part, 0)
+            total = part if total is None else total + part
+        assert total is not None
+        return total
+    parts, at = [], 0
+    bounds = host_bounds(offs, capacity, len(x_RK))
+    for start, end, weight, bias in zip(*bounds, weights, each, strict=True):
+        part = F.linear(x_RK[start:end], weight, bias)
+        if start > at:
+            parts.append(part.new_zeros(start - at, part.shape[1]))
+        parts.append(part)
+        at = end
+    if at < len(x_RK):
+        parts.append(parts[-1].new_zeros(len(x_RK) - at, parts[-1].shape[1]))
+    return torch.cat(parts)
+
+
+def _has_grouped_mm(x: Tensor, weight: Tensor, capacity: int) -> bool:
+    """Whether torch._grouped_mm takes the problem: bf16 on CUDA, rows of whole 16 bytes."""
+    if not (x.is_cuda and hasattr(torch, "_grouped_mm")) or capacity:
+        return False
+    autocast = torch.is_autocast_enabled("cuda")
+    dtypes = {torch.get_autocast_dtype("cuda")} if autocast else {x.dtype, weight.dtype}
+    return dtypes == {torch.bfloat16} and all(size % 8 == 0 for size in weight.shape)
+
+
+def _grouped_mm(
+    x: Tensor, ends: Tensor, row: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
+) -> Tensor:
+    stacked = torch.stack([w.to(torch.bfloat16) for w in weights])
+    inside = row < ends[-1]
+    x = torch.where(inside, x.to(torch.bfloat16), 0)
+    out = torch._grouped_mm(x, stacked.transpose(-2, -1), offs=ends.int())
+    if biases:
+        group = torch.searchsorted(ends, row.squeeze(1), right=True).clamp(max=len(weights) - 1)
+        out = out + torch.stack(list(biases)).to(out.dtype)[group]
+    return torch.where(inside, out, 0)

@@ -1,0 +1,193 @@
+"""te_mx::gemm_rows: fprop and dgrad of all groups in one call, groups of rows.
+
+    D[start:end] = b[start:end] @ a_g^T + bias_g
+
+Every group has the bits of its own gemm_2d. Offsets are as for quantize_grouped: `offs` on the CPU
+is checked, on a device it is clamped and never waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_mx.backends import cpu, cpu_grouped, reference_grouped
+from te_mx.backends.base import Operand, blocks
+from te_mx.backends.grouped import (
+    Bounds,
+    StackedOperand,
+    device_bounds,
+    host_bounds,
+    known_to_host,
+    rows_of,
+)
+from te_mx.engine import envelopes
+from te_mx.engine.explain import LAST_RUN, warn_fallback
+from te_mx.ops.gemm import Mode, gemm_2d
+from te_mx.ops.grouped_quantize import check_offs
+from te_mx.ops.grouped_run import NO_KERNEL, Names, kernels
+from te_mx.ops.grouped_run import run as run_call
+from te_mx.ops.library import define, is_direct
+
+_DEFAULT_MODE = Mode()
+
+
+def gemm_rows(
+    a: StackedOperand,
+    b: Operand,
+    offs: Tensor,
+    *,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype,
+    capacity: int = 0,
+    tag: int = -1,
+    mode: Mode = _DEFAULT_MODE,
+) -> Tensor:
+    """D [R, m]: rows of group g are b @ a_g^T + bias_g; rows of no group are 0.
+
+    Args:
+        a: logical [G, m, k], the weights.
+        b: logical [R, k], "k_last".
+        offs: int [G].
+        bias: [G, m].
+        out_dtype: fp32, bf16 or fp16.
+        capacity: as for quantize_grouped.
+        tag: when 0 or more, the names of the kernels that ran are kept in `explain.LAST_RUN[tag]`.
+        mode: precision and alignment spread, on GPUs.
+    """
+    if is_direct(b.codes):
+        run = _rows_on_cpu if b.codes.is_cpu else _rows_on_other
+        return run(a, b, offs, bias, out_dtype, capacity, tag, mode)
+    return _OP_ROWS(
+        a.codes, a.scales, a.packed, a.fmt, a.order, b.codes, b.scales, b.fmt, offs, bias,
+        out_dtype, capacity, tag, *mode,
+    )  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------- groups of rows
+def _rows_on_cpu(
+    a: StackedOperand, b: Operand, offs: Tensor, bias: Tensor | None, out_dtype: torch.dtype,
+    capacity: int, tag: int, mode: Mode,
+) -> Tensor:  # fmt: skip
+    a, b = _checked_rows(a, b, offs, bias)
+    bounds = host_bounds(offs, capacity, b.rows)
+    out = torch.empty((b.rows, a.rows), dtype=out_dtype)
+    ran = None
+    chosen = kernels(a.rows, a.k)
+    if chosen is not None and out.numel():
+        call = cpu_grouped.GroupedGemmCall(chosen, a, b, bounds, out, bias)
+        ran = run_call(call)
+    if ran is None:
+        if out.numel() and a.k and cpu.native() is None:
+            warn_fallback("gemm_rows on the CPU", cpu.missing_reason() or "")
+        ran = _rows_loop(a, b, bounds, bias, out, mode)
+    if tag >= 0:
+        LAST_RUN[tag] = ran or envelopes.ZERO_SIZE
+    return out
+
+
+def _rows_on_other(
+    a: StackedOperand, b: Operand, offs: Tensor, bias: Tensor | None, out_dtype: torch.dtype,
+    capacity: int, tag: int, mode: Mode,
+) -> Tensor:  # fmt: skip
+    a, b = _checked_rows(a, b, offs, bias)
+    out = b.codes.new_empty((b.rows, a.rows), dtype=out_dtype)
+    if known_to_host(offs):
+        ran = _rows_loop(a, b, host_bounds(offs, capacity, b.rows), bias, out, mode)
+    elif a.groups == 0:
+        ran = ""
+        out.zero_()
+    else:
+        warn_fallback(f"gemm_rows on {out.device} with splits on the device", NO_KERNEL)
+        reference_grouped.gemm_rows(a, b, *device_bounds(offs, capacity, b.rows), bias, out)
+        ran = envelopes.REFERENCE
+    if tag >= 0:
+        LAST_RUN[tag] = ran or envelopes.ZERO_SIZE
+    return out
+
+
+def _rows_loop(
+    a: StackedOperand, b: Operand, bounds: Bounds, bias: Tensor | None, out: Tensor, mode: Mode
+) -> str:
+    """One gemm_2d a group: the specification. Returns the names of the kernels that ran."""
+    ran = Names()
+    at = 0
+    for i, (start, end) in enumerate(zip(*bounds, strict=True)):
+        out[at:start].zero_()
+        at = end
+        if end > start:
+            gemm_2d(
+                a.group(i), rows_of(b, start, end), bias=None if bias is None else bias[i],
+                out=out[start:end], out_dtype=out.dtype, tag=ran.tag, mode=mode,
+            )  # fmt: skip
+            ran.note()
+    out[at:].zero_()
+    return str(ran)
+
+
+def _checked_rows(
+    a: StackedOperand, b: Operand, offs: Tensor, bias: Tensor | None
+) -> tuple[StackedOperand, Operand]:
+    """Contiguous operands. Raises ValueError when parts do not belong together."""
+    check_offs(offs, a.groups)
+    groups, m, k = a.groups, a.rows, a.k
+    k_last = a.order == "k_last"
+    expected = (groups, m, blocks(k)) if k_last else (groups, blocks(k), m)
+    if a.scales.shape != expected:
+        raise ValueError(
+            f"a: {a.order} codes {tuple(a.codes.shape)} need scales {expected}, got "
+            f"{tuple(a.scales.shape)}"
+        )
+    if b.order != "k_last" or b.k != k or b.scales.shape != (b.rows, blocks(k)):
+        raise ValueError(
+            f"b must be k_last [R, {k}] with scales [R, {blocks(k)}], got {b.order} "
+            f"{tuple(b.codes.shape)} and {tuple(b.scales.shape)}"
+        )
+    if bias is not None and bias.shape != (groups, m):
+        raise ValueError(f"bias must be [{groups}, {m}], got {tuple(bias.shape)}")
+    a = a._replace(codes=a.codes.contiguous(), scales=a.scales.contiguous())
+    return a, b._replace(codes=b.codes.contiguous(), scales=b.scales.contiguous())
+
+
+# ---------------------------------------------------------------------------------------------- ops
+def _make_rows(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def op(*args: Any) -> Tensor:
+        a_codes, a_scales, a_packed, a_fmt, a_order, b_codes, b_scales, b_fmt = args[:8]
+        offs, bias, out_dtype, capacity, tag, precision, spread = args[8:]
+        a = StackedOperand(a_codes, a_scales, a_fmt, a_order, a_packed)
+        b = Operand(b_codes, b_scales, b_fmt, "k_last")
+        return run(a, b, offs, bias, out_dtype, capacity, tag, Mode(precision, spread))
+
+    return op
+
+
+def _rows_fake(*args: Any) -> Tensor:
+    a_codes, a_order, b_codes, out_dtype = args[0], args[4], args[5], args[10]
+    m = a_codes.shape[1 if a_order == "k_last" else 2]
+    return b_codes.new_empty((b_codes.shape[0], m), dtype=out_dtype)
+
+
+_OP_ROWS = define(
+    "gemm_rows(Tensor a_codes, Tensor a_scales, Tensor? a_packed, str a_fmt, str a_order, "
+    "Tensor b_codes, Tensor b_scales, str b_fmt, Tensor offs, Tensor? bias, "
+    "ScalarType out_dtype, SymInt capacity, int tag, str precision, int spread) -> Tensor",
+    cpu=_make_rows(_rows_on_cpu),
+    cuda=_make_rows(_rows_on_other),
+    other=_make_rows(_rows_on_other),
+    fake=_rows_fake,
+)
+
+
+# ----------------------------------------------------------------------------------- standing form
+def standing_weights(operand: StackedOperand) -> StackedOperand:
+    """Weights that stand still, with the packed form that the CPU's kernel for many rows reads."""
+    if torch.compiler.is_compiling() or not operand.codes.is_cpu or operand.codes.numel() == 0:
+        return operand
+    kernel = envelopes.panel_kernel("cpu")
+    if kernel == envelopes.REFERENCE:
+        return operand
+    with torch.inference_mode(False):  # outlives the mode
+        return operand._replace(packed=cpu_grouped.pack(operand, kernel))
