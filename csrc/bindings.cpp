@@ -1,6 +1,7 @@
 // pybind11 module te_mx._native: Python integers in, plain structs out. Addresses travel as
 // integers, so the module needs no torch header and one build serves every torch.
 #include "bindings.hpp"
+#include "bindings_fused.hpp"
 
 namespace py = pybind11;
 using namespace te_mx;
@@ -115,6 +116,7 @@ PYBIND11_MODULE(_native, m) {
         [](int32_t kernel, const py::tuple& lhs, const py::tuple& rhs, const py::tuple& epilogue) {
           return workspace_bytes(gemm_args(kernel, lhs, rhs, epilogue, 0, 0, 1));
         });
+  bind_fused(m);
   bind_grouped(m);
   // Returns (status, kernel that ran).
   m.def("gemm",

@@ -21,7 +21,7 @@ from te_mx.engine.explain_grouped import GroupedExplanation, explain_grouped
 from te_mx.frozen import freeze_weights, unfreeze_weights
 from te_mx.functional import GemmOutput, gemm, quantize
 from te_mx.grouped import grouped_linear, grouped_wgrad
-from te_mx.nn import GroupedLinear, Linear
+from te_mx.nn import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
 from te_mx.recipe import get_default_recipe, is_mxfp8_available
 from te_mx.tensor import MXTensor
 
@@ -37,6 +37,8 @@ __all__ = [
     "GemmOutput",
     "GroupedExplanation",
     "GroupedLinear",
+    "LayerNormLinear",
+    "LayerNormMLP",
     "Linear",
     "MXTensor",
     "__version__",

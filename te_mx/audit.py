@@ -9,7 +9,8 @@ from torch import nn
 
 from te_mx.autograd.linear import GEMMS
 from te_mx.engine.explain import LAST_RUN
-from te_mx.nn import GroupedLinear, Linear
+from te_mx.nn import GroupedLinear, LayerNormMLP, Linear
+from te_mx.nn.norm_module import NormModule
 from te_mx.report import table
 
 HIGH_PRECISION, NEVER = "high precision", "never ran"
@@ -61,17 +62,37 @@ def audit(model: nn.Module) -> AuditReport:
     A te_mx.GroupedLinear runs groups of few rows on other kernels than groups of many; it shows
     all, joined by " + ".
 
+    A te_mx.LayerNormLinear is one row, a te_mx.LayerNormMLP two: ``<name>.fc1``, ``<name>.fc2``.
+
     Code compiled by torch.compile does not record: a number per layer inside the graph would make
     every layer compile anew. Run once without torch.compile to see what runs; compiled code runs
     the same kernels.
     """
-    return AuditReport(
-        [
-            _audit_layer(name or "(root)", m)
-            for name, m in model.named_modules()
-            if isinstance(m, nn.Linear | GroupedLinear)
-        ]
-    )
+    layers = []
+    for name, m in model.named_modules():
+        if isinstance(m, NormModule):
+            layers += _audit_steps(name or "(root)", m)
+        elif isinstance(m, nn.Linear | GroupedLinear):
+            layers.append(_audit_layer(name or "(root)", m))
+    return AuditReport(layers)
+
+
+def _audit_steps(name: str, module: NormModule) -> list[LayerAudit]:
+    """The linear steps of a module with a normalization: "name", or "name.fc1" and "name.fc2"."""
+    steps = [f"{name}.fc1", f"{name}.fc2"] if isinstance(module, LayerNormMLP) else [name]
+    rows = []
+    for i, step in enumerate(steps):
+        ran = [HIGH_PRECISION] * len(GEMMS)
+        if module._seen is not None:
+            first = module._tag + len(GEMMS) * i
+            ran = [
+                LAST_RUN.get(first + gemm, NEVER) if module._tag >= 0 else NEVER
+                for gemm in range(len(GEMMS))
+            ]
+        rows.append(
+            LayerAudit(step, f"te_mx.{type(module).__name__}", ran[0], ran[1], ran[2], "master")
+        )
+    return rows
 
 
 def _audit_layer(name: str, module: nn.Linear | GroupedLinear) -> LayerAudit:

@@ -18,10 +18,14 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
+from te_mx.fuse import Fusion
+from te_mx.fuse import fuse as fuse_layers
+from te_mx.fuse import unfuse as unfuse_layers
 from te_mx.nn.linear import FLOATS, Linear
 from te_mx.report import table
 
 CONVERTED, WOULD_CONVERT, REVERTED, SKIPPED = "converted", "would convert", "reverted", "skipped"
+FUSED, WOULD_FUSE = "fused", "would fuse"
 
 # What te_mx.Linear keeps on an instance beyond nn.Linear.
 _OWN_ATTRIBUTES = (
@@ -34,7 +38,8 @@ _ONLY_OURS = ("return_bias", "fuse_wgrad_accumulation", "delay_wgrad_compute")
 
 
 class LayerReport(NamedTuple):
-    """One layer: `status` is "converted", "would convert" (dry run), "reverted" or "skipped";
+    """One layer: `status` is "converted", "would convert" (dry run), "fused", "would
+    fuse", "reverted" or "skipped";
     `note` says why."""
 
     name: str
@@ -70,6 +75,11 @@ class ConversionReport:
         return [layer.name for layer in self.layers if layer.status in (CONVERTED, WOULD_CONVERT)]
 
     @property
+    def fused(self) -> list[str]:
+        """Names of the modules that layers were fused into (or would be, in a dry run)."""
+        return [layer.name for layer in self.layers if layer.status in (FUSED, WOULD_FUSE)]
+
+    @property
     def skipped(self) -> dict[str, str]:
         """Names of the layers that stay as they are, with the reason."""
         return {layer.name: layer.note for layer in self.layers if layer.status == SKIPPED}
@@ -88,6 +98,7 @@ def convert_model(
     *,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     dry_run: bool = False,
+    fuse: bool = False,
 ) -> ConversionReport:
     """Turn every nn.Linear of `model` into a te_mx.Linear, in place.
 
@@ -99,12 +110,30 @@ def convert_model(
         filter_fn: ``filter_fn(module, fqn) -> bool`` for each nn.Linear; False keeps the layer. A
             module that has several names is kept if it says False to any of them.
         dry_run: report only.
+        fuse: first turn layers that follow each other in an nn.Sequential into one module each:
+            normalization + Linear into te_mx.LayerNormLinear; Linear + GELU, SiLU or ReLU + Linear
+            back to the first width, with a normalization in front or without, into
+            te_mx.LayerNormMLP. nn.LayerNorm and nn.RMSNorm count as normalizations. The parameters
+            stay the same objects, but their names in the state_dict change; `revert_model` goes
+            back. Every fusion, and every one that was not done with the reason, is in the report.
 
     Returns:
         A `ConversionReport`; print it.
     """
-    layers = []
+    layers: list[LayerReport] = []
+    fused: set[int] = set()
+    if fuse:
+        fusions, fused = fuse_layers(
+            model,
+            why_not,
+            lambda module, name: filter_fn is not None and not filter_fn(module, name),
+            dry_run,
+        )
+        done = WOULD_FUSE if dry_run else FUSED
+        layers = [_fusion_row(fusion, done) for fusion in fusions]
     for module, names in _linears(model):
+        if id(module) in fused:
+            continue
         reason = why_not(module)
         if (
             not reason
@@ -129,9 +158,11 @@ def revert_model(model: nn.Module) -> ConversionReport:
 
     Layers that were built as te_mx.Linear are turned too. Skipped with the reason: layers that
     nn.Linear cannot stand in for (frozen weights, return_bias, parameters_split,
-    fuse_wgrad_accumulation, delay_wgrad_compute).
+    fuse_wgrad_accumulation, delay_wgrad_compute). Modules that ``fuse=True`` made become the layers
+    that they were made of; te_mx.LayerNormLinear and te_mx.LayerNormMLP that were built as such
+    stay, with the reason.
     """
-    layers = []
+    layers = [_fusion_row(fusion, REVERTED) for fusion in unfuse_layers(model)]
     for module, names in _linears(model):
         if not isinstance(module, Linear):
             continue
@@ -190,6 +221,12 @@ def _row(module: nn.Linear, names: list[str], status: str, note: str) -> LayerRe
     return LayerReport(
         names[0] or "(root)", status, f"{module.in_features} -> {module.out_features}", notes
     )
+
+
+def _fusion_row(fusion: Fusion, done: str) -> LayerReport:
+    name, shape, kinds, reason = fusion
+    note = f"{kinds} not fused: {reason}" if reason else kinds
+    return LayerReport(name, SKIPPED if reason else done, shape, note)
 
 
 def _fast_path_note(model: nn.Module, name: str) -> str:

@@ -17,6 +17,8 @@ PEERS = {
     "gemm": {"F.linear bf16", "dequantize + bf16"},
     "backward_gemm": {"torch.mm bf16", "dequantize + bf16"},
     "linear": {"nn.Linear bf16"},
+    "layernorm_mlp": {"LayerNorm + nn.Linear bf16", "LayerNorm + te_mx.Linear"},
+    "fused_steps": {"one after the other"},
     "decode": {"nn.Linear bf16", "dequantize + F.linear"},
     "quantize": {"memcpy of as many bytes", "torchao eager to_mx"},
     "overhead": {"added to nn.Linear bf16"},

@@ -12,6 +12,22 @@
 #include "te_mx/cpu.h"
 
 namespace te_mx {
+
+quantize_tile::Kernel quantize_tile::find(DType dtype, Format fmt, bool rows, Columns columns) {
+  const Isa isa = isa_native();
+#if defined(TE_MX_HAVE_AVX512_BF16)
+  if (isa >= Isa::avx512_bf16) return find_avx512_vbmi(dtype, fmt, rows, columns);
+#endif
+#if defined(TE_MX_HAVE_AVX512)
+  if (isa >= Isa::avx512) return find_avx512(dtype, fmt, rows, columns);
+#endif
+#if defined(TE_MX_HAVE_AVX2)
+  if (isa >= Isa::avx2) return find_avx2(dtype, fmt, rows, columns);
+#endif
+  (void)isa;
+  return find_portable(dtype, fmt, rows, columns);
+}
+
 namespace {
 
 using quantize_tile::Columns;
@@ -224,25 +240,6 @@ Columns columns_of(const QuantizeArgs& a) {
   return a.col_transposed ? Columns::transposed : Columns::plain;
 }
 
-Kernel find_kernel(const QuantizeArgs& a) {
-  const Columns columns = columns_of(a);
-  const bool rows = a.row_codes != nullptr;
-  const Isa isa = isa_native();
-#if defined(TE_MX_HAVE_AVX512_BF16)
-  if (isa >= Isa::avx512_bf16) {
-    return quantize_tile::find_avx512_vbmi(a.x_dtype, a.fmt, rows, columns);
-  }
-#endif
-#if defined(TE_MX_HAVE_AVX512)
-  if (isa >= Isa::avx512) return quantize_tile::find_avx512(a.x_dtype, a.fmt, rows, columns);
-#endif
-#if defined(TE_MX_HAVE_AVX2)
-  if (isa >= Isa::avx2) return quantize_tile::find_avx2(a.x_dtype, a.fmt, rows, columns);
-#endif
-  (void)isa;
-  return quantize_tile::find_portable(a.x_dtype, a.fmt, rows, columns);
-}
-
 bool aligned(const void* pointer, int64_t stride) {
   return reinterpret_cast<uintptr_t>(pointer) % 64 == 0 && stride % 64 == 0;
 }
@@ -276,7 +273,8 @@ Status quantize(const QuantizeArgs& args) {
 
   Problem p{};
   p.a = args;
-  p.kernel = find_kernel(args);
+  p.kernel =
+      quantize_tile::find(args.x_dtype, args.fmt, args.row_codes != nullptr, columns_of(args));
   p.element_bytes = args.x_dtype == DType::f32 ? 4 : 2;
   p.stream = wants_stream(args);
   p.item_rows = args.col_sum ? kColSumRows : kItemRows;

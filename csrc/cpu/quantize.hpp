@@ -58,7 +58,9 @@ static inline Tile part_of(const Tile& tile, int c) {
 
 using Kernel = void (*)(const Tile& tile);
 
-// rows false and columns none leaves the column sums.
+// The kernel of the level in use. rows false and columns none leaves the column sums.
+Kernel find(DType dtype, Format fmt, bool rows, Columns columns);  // quantize.cpp
+
 Kernel find_portable(DType dtype, Format fmt, bool rows, Columns columns);
 Kernel find_avx2(DType dtype, Format fmt, bool rows, Columns columns);
 Kernel find_avx512(DType dtype, Format fmt, bool rows, Columns columns);

@@ -2,6 +2,8 @@
 elsewhere."""
 
 from te_mx.nn.grouped_linear import GroupedLinear
+from te_mx.nn.layernorm_linear import LayerNormLinear
+from te_mx.nn.layernorm_mlp import LayerNormMLP
 from te_mx.nn.linear import Linear
 
-__all__ = ["GroupedLinear", "Linear"]
+__all__ = ["GroupedLinear", "LayerNormLinear", "LayerNormMLP", "Linear"]

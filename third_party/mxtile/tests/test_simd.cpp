@@ -7,6 +7,7 @@
 #include <limits>
 #include <vector>
 
+#include "mxtile/simd/activation.hpp"
 #include "mxtile/simd/avx2.hpp"
 #include "mxtile/simd/avx512.hpp"
 #include "mxtile/simd/convert.hpp"
@@ -252,6 +253,59 @@ void test_math() {
   }
 }
 
+void test_activations() {
+  namespace simd = mxtile::simd;
+  const auto four_ulp = [](double, double e) { return 4 * ulp(e) + 0x1p-140; };
+  const auto sigmoid = [](double x) { return 1 / (1 + std::exp(-x)); };
+  sweep(
+      "sigmoid", -80.0f, 80.0f, [](F x) { return simd::SigmoidWord<S>{}.value(x); }, sigmoid,
+      four_ulp);
+  sweep(
+      "dsigmoid", -40.0f, 40.0f, [](F x) { return simd::SigmoidWord<S>{}.derivative(x); },
+      [=](double x) { return sigmoid(x) * sigmoid(-x); },
+      [](double, double e) { return 6 * ulp(e); });
+  const float alpha = 1.702f;
+  // alpha x is rounded before the exponential, which makes x * alpha ulp of it.
+  const auto product = [=](double x, double e) {
+    return (6 + std::fabs(alpha * x)) * ulp(e) + 0x1p-140;
+  };
+  sweep(
+      "swish", -40.0f, 40.0f, [=](F x) { return simd::Swish<S>{S::set(alpha)}.value(x); },
+      [=](double x) { return x * sigmoid(alpha * x); }, product);
+  sweep(
+      "dswish", -20.0f, 20.0f, [=](F x) { return simd::Swish<S>{S::set(alpha)}.derivative(x); },
+      [=](double x) {
+        const double u = alpha * x, s = sigmoid(u);
+        return s + u * s * sigmoid(-u);
+      },
+      [=](double x, double e) {  // crosses zero near -0.75
+        return 8 * ulp(e) + 16 * 0x1p-24 * sigmoid(alpha * x) * (1 + x * x);
+      });
+
+  const std::vector<float> ends = {kNan, kInf, 2.0f, -2.0f, 1.5f, 0.0f};
+  const simd::ClampedSwish<S> clamped{S::set(1.5f), {S::set(1.0f)}};
+  const auto relu = map(ends, [](F x) { return simd::Relu<S>{}.value(x); });
+  const auto step = map(ends, [](F x) { return simd::Relu<S>{}.derivative(x); });
+  const auto square = map(ends, [](F x) { return simd::SquaredRelu<S>{}.value(x); });
+  const auto twice = map(ends, [](F x) { return simd::SquaredRelu<S>{}.derivative(x); });
+  const auto limited = map(ends, [&](F x) { return clamped.value(x); });
+  const auto slope = map(ends, [&](F x) { return clamped.derivative(x); });
+  const float relus[] = {kNan, kInf, 2.0f, 0.0f, 1.5f, 0.0f};
+  const float steps[] = {0.0f, 1.0f, 1.0f, 0.0f, 1.0f, 0.0f};
+  const float squares[] = {kNan, kInf, 4.0f, 0.0f, 2.25f, 0.0f};
+  const float twices[] = {kNan, kInf, 4.0f, 0.0f, 3.0f, 0.0f};
+  for (size_t i = 0; i < ends.size(); ++i) {
+    check(same(relu[i], relus[i]), "relu", ends[i], relu[i], relus[i]);
+    check(same(step[i], steps[i]), "drelu", ends[i], step[i], steps[i]);
+    check(same(square[i], squares[i]), "relu^2", ends[i], square[i], squares[i]);
+    check(same(twice[i], twices[i]), "drelu^2", ends[i], twice[i], twices[i]);
+  }
+  check(std::isnan(limited[0]), "clamped swish", ends[0], limited[0], kNan);
+  check(limited[1] == limited[4] && limited[2] == limited[4], "clamped swish", 2, limited[2],
+        limited[4]);
+  check(slope[1] == 0.0f && slope[2] == 0.0f && slope[4] > 1.0f, "dclamped swish", 2, slope[2], 0);
+}
+
 }  // namespace
 
 int main() {
@@ -265,6 +319,7 @@ int main() {
   test_select();
   test_parts();
   test_math();
+  test_activations();
   std::printf(failures == 0 ? "ok\n" : "%d failures\n", failures);
   return failures == 0 ? 0 : 1;
 }

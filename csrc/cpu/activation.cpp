@@ -1,0 +1,99 @@
+// activate(): tiles shared out to threads; a tile is computed into a buffer and quantized from
+// there.
+#include <algorithm>
+#include <cstring>
+
+#include "fused_rows.h"
+#include "mxtile/mx/float_mode.hpp"
+#include "parallel.h"
+#include "tile_out.hpp"
+
+namespace te_mx {
+namespace {
+
+constexpr int64_t kItemCols = 1024;
+constexpr int64_t kSerialElements = 16 * 1024;  // below, waking threads costs more than they save
+
+struct Problem {
+  const ActArgs& args;
+  const RowKernels& kernels;
+  TileOut out;
+  int64_t width, element_bytes, item_rows, chunks;
+};
+
+// Columns [c, c + n) of the result from a stage to memory.
+void store(const Problem& p, const Stage& stage, int64_t r0, int64_t c, int rows, int n) {
+  const int64_t bytes = p.element_bytes;
+  uint8_t* out = static_cast<uint8_t*>(p.args.out);
+  for (int r = 0; r < rows; ++r) {
+    std::memcpy(out + ((r0 + r) * p.width + c) * bytes, stage.bytes + r * kStageCols * bytes,
+                static_cast<size_t>(n * bytes));
+  }
+}
+
+void run_item(const Problem& p, int64_t item) {
+  const mxtile::mx::KeepDenormals keep_denormals;
+  const ActArgs& a = p.args;
+  const bool halves = a.grad && a.gated;
+  const int64_t group = item / p.chunks, c_begin = item % p.chunks * kItemCols;
+  const int64_t c_end = std::min(a.cols, c_begin + kItemCols);
+  const int64_t r_end = std::min(a.rows, (group + 1) * p.item_rows);
+  const int64_t stride = kStageCols * p.element_bytes;
+  float sums[2][kItemCols] = {};
+  Stage stages[2];
+  for (int64_t r = group * p.item_rows; r < r_end; r += kStageRows) {
+    const int rows = static_cast<int>(std::min<int64_t>(kStageRows, r_end - r));
+    for (int64_t c = c_begin; c < c_end; c += kStageCols) {
+      const int n = static_cast<int>(std::min<int64_t>(kStageCols, c_end - c));
+      for (int i = 0; i < rows; ++i) {
+        p.kernels.activate(a, r + i, c, n, stages[0].bytes + i * stride,
+                           halves ? stages[1].bytes + i * stride : nullptr);
+      }
+      const bool last = r + rows >= r_end && c + n >= c_end;
+      for (int h = 0; h <= (halves ? 1 : 0); ++h) {
+        const int64_t to = h * a.cols + c;
+        if (a.out) store(p, stages[h], r, to, rows, n);
+        if (p.out.wanted()) {
+          float* part = a.quantized.col_sum ? sums[h] + (c - c_begin) : nullptr;
+          p.out.put(stages[h], r, to, rows, n, part, last);
+        }
+      }
+    }
+  }
+  for (int h = 0; a.quantized.col_sum && h <= (halves ? 1 : 0); ++h) {
+    float* to = a.quantized.col_sum_ws + group * p.width + h * a.cols + c_begin;
+    std::copy(sums[h], sums[h] + (c_end - c_begin), to);
+  }
+}
+
+bool valid_args(const ActArgs& a) {
+  const int act = static_cast<int>(a.act), h = static_cast<int>(a.h_dtype);
+  const int grad = static_cast<int>(a.grad_dtype), out = static_cast<int>(a.out_dtype);
+  return a.rows > 0 && a.cols > 0 && a.h && act >= 0 && act <= 7 && h >= 0 && h <= 2 && grad >= 0 &&
+         grad <= 2 && out >= 0 && out <= 2 && valid(a.quantized);
+}
+
+}  // namespace
+
+Status activate(const ActArgs& args) {
+  if (!valid_args(args)) return Status::bad_argument;
+  const int64_t width = args.grad && args.gated ? 2 * args.cols : args.cols;
+  const Problem p{args,
+                  row_kernels(),
+                  TileOut(args.quantized, args.rows, width, args.out_dtype),
+                  width,
+                  args.out_dtype == DType::f32 ? 4 : 2,
+                  args.quantized.col_sum ? kColSumRows : kStageRows,
+                  (args.cols + kItemCols - 1) / kItemCols};
+  if (p.out.wanted() && width != args.cols && args.cols % kBlock != 0) return Status::unsupported;
+  const int threads = args.rows * args.cols < kSerialElements ? 1 : args.threads;
+  const int64_t groups = (args.rows + p.item_rows - 1) / p.item_rows;
+  parallel_for(threads, groups * p.chunks, [&](int64_t item) { run_item(p, item); });
+  if (args.quantized.col_sum) {
+    const int64_t partials = (args.rows + kColSumRows - 1) / kColSumRows;
+    add_partial_sums(args.quantized.col_sum_ws, partials, width, args.quantized.col_sum);
+  }
+  return Status::ok;
+}
+
+}  // namespace te_mx

@@ -1,0 +1,233 @@
+// The row kernels, written once over the f32 vector words S and built for each instruction set.
+#pragma once
+
+#include "epilogue.hpp"
+#include "fused_rows.h"
+#include "mxtile/simd/activation.hpp"
+
+namespace te_mx::fused_rows {
+
+namespace simd = mxtile::simd;
+using block_epilogue::each_vector;
+using block_epilogue::load_row;
+using block_epilogue::store_row;
+
+// Running sums of a row in kNormLanes lanes (see cpu_fused.h).
+template <class S>
+struct LaneSums {
+  static constexpr int kVectors = kNormLanes / S::kLanes;
+  typename S::F lane[kVectors];
+
+  TE_MX_INLINE void clear(LaneSums& s) {
+    for (int v = 0; v < kVectors; ++v) s.lane[v] = S::set(0.0f);
+  }
+  TE_MX_INLINE float fold(LaneSums& s) {
+#pragma GCC unroll 8
+    for (int half = kVectors / 2; half > 0; half /= 2) {
+#pragma GCC unroll 8
+      for (int v = 0; v < half; ++v) s.lane[v] = S::add(s.lane[v], s.lane[v + half]);
+    }
+    float last[S::kLanes];
+    S::store(last, s.lane[0]);
+    for (int half = S::kLanes / 2; half > 0; half /= 2) {
+      for (int i = 0; i < half; ++i) last[i] += last[i + half];
+    }
+    return last[0];
+  }
+};
+
+// Adds elements [0, n) to the lanes, starting at lane 0; word(c) gives those of the vector at c.
+template <class S, class Word>
+TE_MX_INLINE void add_lanes(LaneSums<S>& sums, int64_t n, Word word) {
+  int64_t c = 0;
+  for (; c + kNormLanes <= n; c += kNormLanes) {
+#pragma GCC unroll 16
+    for (int v = 0; v < LaneSums<S>::kVectors; ++v) {  // in registers where there are 16 or more
+      sums.lane[v] = S::add(sums.lane[v], word(c + v * S::kLanes));
+    }
+  }
+  for (int v = 0; c < n; c += S::kLanes, ++v) {
+    auto x = word(c);
+    if (n - c < S::kLanes) {
+      float lanes[S::kLanes];
+      S::store(lanes, x);
+      x = S::load_part(lanes, static_cast<int>(n - c));
+    }
+    sums.lane[v] = S::add(sums.lane[v], x);
+  }
+}
+
+template <class S, class Word>
+TE_MX_INLINE float lane_sum(int64_t n, Word word) {
+  LaneSums<S> sums;
+  LaneSums<S>::clear(sums);
+  add_lanes<S>(sums, n, word);
+  return LaneSums<S>::fold(sums);
+}
+
+// Elements of a row that fit the buffer of stats(): a multiple of kNormLanes.
+inline constexpr int64_t kRowBuffer = 16384;
+
+template <class S>
+void stats(const NormArgs& args, int64_t row, float* mean, float* rstd) {
+  using F = typename S::F;
+  alignas(64) float x[kRowBuffer];
+  const int64_t first = row * args.row_stride;
+  const bool fits = args.cols <= kRowBuffer;
+  if (fits) load_row<S>(args.x_dtype, args.x, first, x, static_cast<int>(args.cols));
+  const auto sum = [&](auto word) {
+    if (fits) return lane_sum<S>(args.cols, [&](int64_t c) { return word(S::load(x + c)); });
+    LaneSums<S> sums;
+    LaneSums<S>::clear(sums);
+    for (int64_t c0 = 0; c0 < args.cols; c0 += kRowBuffer) {
+      const int64_t n = args.cols - c0 < kRowBuffer ? args.cols - c0 : kRowBuffer;
+      load_row<S>(args.x_dtype, args.x, first + c0, x, static_cast<int>(n));
+      add_lanes<S>(sums, n, [&](int64_t c) { return word(S::load(x + c)); });
+    }
+    return LaneSums<S>::fold(sums);
+  };
+  float middle = 0.0f, squares;
+  if (args.rms) {
+    squares = sum([](F v) { return S::mul(v, v); });
+  } else {
+    middle = sum([](F v) { return v; }) * args.inverse;
+    const F center = S::set(middle);
+    squares = sum([center](F v) {
+      const F d = S::sub(v, center);
+      return S::mul(d, d);
+    });
+  }
+  *mean = middle;
+  *rstd = 1.0f / __builtin_sqrtf(squares * args.inverse + args.eps);
+}
+
+template <class S>
+void normalize(const NormArgs& args, int64_t row, float mean, float rstd, int64_t c, int n,
+               void* out) {
+  using F = typename S::F;
+  alignas(64) float x[kFusedCols];
+  load_row<S>(args.x_dtype, args.x, row * args.row_stride + c, x, n);
+  const F center = S::set(mean), factor = S::set(rstd);
+  const float* weight = args.weight + c;
+  const float* bias = args.bias == nullptr ? nullptr : args.bias + c;
+  const bool rms = args.rms;
+  each_vector<S>(n, [&](int j, int count) {
+    F v = S::load(x + j);
+    if (!rms) v = S::sub(v, center);
+    v = S::mul(S::mul(v, factor), S::load_part(weight + j, count));
+    if (bias != nullptr) v = S::add(v, S::load_part(bias + j, count));
+    S::store(x + j, v);
+  });
+  store_row<S>(args.z_dtype, out, 0, x, n);
+}
+
+template <class S>
+void normalize_backward(const NormGradArgs& args, int64_t row, float* dweight, float* dbias,
+                        float* v, float* h) {
+  using F = typename S::F;
+  const int cols = static_cast<int>(args.cols);
+  load_row<S>(args.dz_dtype, args.dz, row * args.cols, v, cols);
+  load_row<S>(args.x_dtype, args.x, row * args.row_stride, h, cols);
+  const bool rms = args.rms;
+  const F center = S::set(rms ? 0.0f : args.mean[row]), factor = S::set(args.rstd[row]);
+  each_vector<S>(cols, [&](int j, int n) {
+    const F dz = S::load(v + j);
+    F x = S::load(h + j);
+    if (!rms) x = S::sub(x, center);
+    x = S::mul(x, factor);
+    S::store(h + j, x);
+    S::store(v + j, S::mul(dz, S::load_part(args.weight + j, n)));
+    S::store_part(dweight + j, S::add(S::load_part(dweight + j, n), S::mul(dz, x)), n);
+    if (dbias != nullptr) S::store_part(dbias + j, S::add(S::load_part(dbias + j, n), dz), n);
+  });
+  const auto value = [&](int64_t c) { return S::load(v + c); };
+  const auto product = [&](int64_t c) { return S::mul(S::load(v + c), S::load(h + c)); };
+  const F shift = S::set(rms ? 0.0f : lane_sum<S>(cols, value) * args.inverse);
+  const F second = S::set(lane_sum<S>(cols, product) * args.inverse);
+  each_vector<S>(cols, [&](int j, int) {
+    F drift = S::mul(S::load(h + j), second);
+    if (!rms) drift = S::add(shift, drift);
+    S::store(v + j, S::mul(S::sub(S::load(v + j), drift), factor));
+  });
+  store_row<S>(args.dx_dtype, args.dx, row * args.cols, v, cols);
+}
+
+// ------------------------------------------------------------------------------------ activations
+// One row chunk: x = value(x), or with a gradient x = (gradient * gate) * derivative(x) and gate =
+// gradient * value(x).
+template <class S, class Word>
+TE_MX_INLINE void apply(const Word& word, float* x, float* gate, const float* gradient, int n) {
+  for (int j = 0; j < n; j += S::kLanes) {
+    const auto in = S::load(x + j);
+    if (gradient == nullptr) {
+      auto y = word.value(in);
+      if (gate != nullptr) y = S::mul(y, S::load(gate + j));
+      S::store(x + j, y);
+    } else if (gate == nullptr) {
+      S::store(x + j, S::mul(S::load(gradient + j), word.derivative(in)));
+    } else {
+      const auto g = S::load(gradient + j);
+      const auto d = S::mul(S::mul(g, S::load(gate + j)), word.derivative(in));
+      S::store(gate + j, S::mul(g, word.value(in)));
+      S::store(x + j, d);
+    }
+  }
+}
+
+template <class S>
+void activate(const ActArgs& args, int64_t row, int64_t c, int n, void* out, void* out_gate) {
+  using F = typename S::F;
+  alignas(64) float x[kFusedCols], gate[kFusedCols], gradient[kFusedCols], passes[kFusedCols];
+  const int64_t width = args.gated ? 2 * args.cols : args.cols;
+  load_row<S>(args.h_dtype, args.h, row * width + c, x, n);
+  if (args.gated) load_row<S>(args.h_dtype, args.h, row * width + args.cols + c, gate, n);
+  if (args.grad != nullptr)
+    load_row<S>(args.grad_dtype, args.grad, row * args.cols + c, gradient, n);
+  float* g = args.gated ? gate : nullptr;
+  const float* d = args.grad != nullptr ? gradient : nullptr;
+  switch (args.act) {
+    case Act::gelu:
+      apply<S>(simd::GeluTanhWord<S>{}, x, g, d, n);
+      break;
+    case Act::gelu_erf:
+      apply<S>(simd::GeluErfWord<S>{}, x, g, d, n);
+      break;
+    case Act::relu:
+      apply<S>(simd::Relu<S>{}, x, g, d, n);
+      break;
+    case Act::squared_relu:
+      apply<S>(simd::SquaredRelu<S>{}, x, g, d, n);
+      break;
+    case Act::silu:
+      apply<S>(simd::Swish<S>{S::set(1.0f)}, x, g, d, n);
+      break;
+    case Act::quick_gelu:
+      apply<S>(simd::Swish<S>{S::set(1.702f)}, x, g, d, n);
+      break;
+    case Act::sigmoid:
+      apply<S>(simd::SigmoidWord<S>{}, x, g, d, n);
+      break;
+    case Act::clamped_silu: {
+      const F limit = S::set(args.limit), low = S::set(-args.limit), offset = S::set(args.offset);
+      for (int j = 0; g != nullptr && j < n; j += S::kLanes) {
+        const F in = S::load(gate + j);
+        const F clamped = S::max(low, S::min(limit, in));
+        const F below = S::select_lt(limit, in, S::set(0.0f), S::set(1.0f));
+        S::store(passes + j, S::select_lt(in, low, S::set(0.0f), below));
+        S::store(gate + j, S::add(clamped, offset));
+      }
+      apply<S>(simd::ClampedSwish<S>{limit, {S::set(args.alpha)}}, x, g, d, n);
+      for (int j = 0; g != nullptr && d != nullptr && j < n; j += S::kLanes) {
+        S::store(gate + j, S::mul(S::load(gate + j), S::load(passes + j)));
+      }
+      break;
+    }
+  }
+  store_row<S>(args.out_dtype, out, 0, x, n);
+  if (out_gate != nullptr) store_row<S>(args.out_dtype, out_gate, 0, gate, n);
+}
+
+template <class S>
+inline constexpr RowKernels kKernels{stats<S>, normalize<S>, normalize_backward<S>, activate<S>};
+
+}  // namespace te_mx::fused_rows

@@ -1,0 +1,8 @@
+#include "fused_rows.hpp"
+#include "mxtile/simd/avx512.hpp"
+
+namespace te_mx {
+
+const RowKernels& row_kernels_avx512() { return fused_rows::kKernels<mxtile::simd::Avx512>; }
+
+}  // namespace te_mx

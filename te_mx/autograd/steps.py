@@ -1,0 +1,185 @@
+"""The linear steps inside longer autograd functions: what is quantized and saved for them, and
+their GEMMs.
+
+Shapes and meaning as in autograd/linear.py: x [M, K], w [N, K], g [M, N]. What is saved of x and w
+is three tensors and an order: codes, scales and packed form of an operand, or the tensor itself,
+None, None with order None.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_mx.autograd import high_precision
+from te_mx.autograd.linear import record
+from te_mx.autograd.operands import (
+    col_operand,
+    columnwise_of,
+    form_of,
+    mode_of,
+    plain_rows,
+    row_operand,
+)
+from te_mx.autograd.wgrad import Wgrad
+from te_mx.backends.fused import Wanted
+from te_mx.ops import PLAIN, GemmForm, GemmParts, Operand, QuantizedParts, dequantize_2d, gemm_2d
+from te_mx.recipe import Settings
+
+Saved = tuple[tuple[Tensor | None, Tensor | None, Tensor | None], str | None]
+NOTHING: Saved = ((None, None, None), None)
+
+
+class Input(NamedTuple):
+    """How the input of one linear step is quantized. `keep`: wgrad needs the input itself."""
+
+    wanted: Wanted
+    form: GemmForm
+    keep: bool
+
+    def row(self, q: QuantizedParts) -> Operand:
+        return row_operand(q, self.wanted.fmt, self.form)
+
+    def saved(self, q: QuantizedParts, x_MK: Tensor | None, need_dw: bool) -> Saved:
+        """What wgrad needs; x_MK is the input itself, if kept."""
+        if not need_dw:
+            return NOTHING
+        if self.keep:
+            return (x_MK, None, None), None
+        columns = self.wanted.columnwise is not None
+        operand = col_operand(q, self.wanted.fmt, self.form) if columns else self.row(q)
+        return (operand.codes, operand.scales, operand.packed), operand.order
+
+
+def plan_input(device: torch.device, settings: Settings, need_dw: bool) -> Input:
+    """The input of a linear step: rowwise for fprop, and what wgrad will need."""
+    override = settings.backward
+    form = form_of(device, settings)
+    if override == "dequantized":
+        form = form._replace(spread=PLAIN)  # packed codes do not decode to the same values
+    keep = need_dw and (override == "high_precision" or (override is None and settings.wgrad_hp))
+    columns = need_dw and not keep and override is None
+    wanted = Wanted(
+        settings.fwd_fmt, True, form.columnwise if columns else None, settings.scale_rule,
+        form.spread,
+    )  # fmt: skip
+    return Input(wanted, form, keep)
+
+
+def saved_weight(
+    row: Operand, col: Operand | None, weight_NK: Tensor, settings: Settings, need_dx: bool
+) -> Saved:
+    """What dgrad needs of a weight."""
+    if not need_dx:
+        return NOTHING
+    if settings.backward == "high_precision":
+        return (weight_NK, None, None), None
+    operand = row if plain_rows(settings) else col
+    assert operand is not None
+    return (operand.codes, operand.scales, operand.packed), operand.order
+
+
+class Gradient(NamedTuple):
+    """The output gradient of a linear step: itself and quantized as `wanted`, for some of its
+    GEMMs."""
+
+    g_MN: Tensor | None
+    q: QuantizedParts
+    wanted: Wanted
+
+
+def plan_gradient(
+    device: torch.device, settings: Settings, need_dx: bool, need_dw: bool, need_db: bool
+) -> tuple[Wanted, bool]:
+    """What to quantize an output gradient to, and whether it is needed itself too."""
+    form = form_of(device, settings)
+    rows = need_dx and settings.backward is None
+    columns = need_dw and settings.backward is None and not settings.wgrad_hp
+    wanted = Wanted(
+        settings.bwd_fmt, rows, form.columnwise if columns else None, settings.scale_rule,
+        form.spread, need_db,
+    )  # fmt: skip
+    return wanted, rows != need_dx or columns != need_dw
+
+
+def dgrad(
+    gradient: Gradient, tensors: tuple[Tensor, ...], order: str | None, settings: Settings,
+    dtype: torch.dtype, tag: int, *, gelu: str | None = None, gelu_in: Tensor | None = None,
+    bias_grad: bool = False,
+) -> GemmParts:  # fmt: skip
+    """dx [M, K] = g @ w; with gelu_in, times the derivative of GELU there, and perhaps its sums
+    over M as the bias gradient. In high precision gelu_in is not taken."""
+    if not gradient.wanted.rowwise:
+        assert gradient.g_MN is not None and gelu_in is None
+        w_NK = _values(tensors, order, settings, gradient.g_MN.dtype)
+        record(tag)
+        return GemmParts(high_precision.dgrad(gradient.g_MN, w_NK, dtype), None, None)
+    assert order is not None
+    w = Operand(tensors[0], tensors[1], settings.fwd_fmt, order, tensors[2])
+    if settings.one_copy:
+        w = columnwise_of(w, settings)
+    form = form_of(gradient.q.row_codes.device, settings)  # type: ignore[union-attr]
+    g_row = row_operand(gradient.q, gradient.wanted.fmt, form)
+    return gemm_2d(
+        w, g_row, gelu=gelu, gelu_in=gelu_in,
+        bias_grad="result" if bias_grad else None, out_dtype=dtype, tag=tag, mode=mode_of(settings),
+    )  # fmt: skip
+
+
+def wgrad(
+    gradient: Gradient, tensors: tuple[Tensor, ...], order: str | None, settings: Settings, tag: int
+) -> Wgrad:
+    """The GEMM dw [N, K] = g^T @ x, to be run now or later."""
+    if gradient.wanted.columnwise is None:
+        g_MN = gradient.g_MN
+        assert g_MN is not None
+
+        def in_high_precision(out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
+            record(tag)
+            x_MK = _values(tensors, order, settings, g_MN.dtype)
+            return high_precision.wgrad(g_MN, x_MK, out, dtype, accumulate)
+
+        return in_high_precision
+
+    assert order is not None
+    x = Operand(tensors[0], tensors[1], settings.fwd_fmt, order, tensors[2])
+    form = form_of(x.codes.device, settings)
+    g_col = col_operand(gradient.q, gradient.wanted.fmt, form)
+
+    def gemm(out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
+        return gemm_2d(
+            x, g_col, out=out, out_dtype=dtype, accumulate=accumulate, tag=tag,
+            mode=mode_of(settings),
+        ).out  # fmt: skip
+
+    return gemm
+
+
+def _values(
+    tensors: tuple[Tensor, ...], order: str | None, settings: Settings, dtype: torch.dtype
+) -> Tensor:
+    """The tensor that was saved, or what the saved codes decode to."""
+    if order is None:
+        return tensors[0]
+    return dequantize_2d(tensors[0], tensors[1], settings.fwd_fmt, order, dtype)
+
+
+def run_backward(run: Any, owner: str) -> tuple[Tensor | None, ...]:
+    """The gradients that run() gives. Under create_graph=True they are right, but theirs must not
+    be silently zero: they get a grad_fn that raises."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return run()
+    with torch.no_grad():
+        grads = run()
+    message = (
+        f"{owner}: trying to differentiate twice through an MXFP8 module, which has no second "
+        "derivative (its backward quantizes the gradient). Run the layers that need a double "
+        "backward in high precision: `with te_mx.autocast(enabled=False):` around their forward"
+    )
+    real = [g.detach().requires_grad_() for g in grads if g is not None]
+    functions: Any = torch._C._functions
+    made = functions.DelayedError(message, len(real))(*real)
+    wrapped = iter([made] if isinstance(made, Tensor) else made)
+    return tuple(None if g is None else next(wrapped) for g in grads)

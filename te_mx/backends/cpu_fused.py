@@ -1,0 +1,133 @@
+"""Native CPU code of the fused steps: a thin layer over te_mx._native, as backends/cpu.py.
+
+Columnwise codes come in the plain form only, and nothing is packed here: that is what CPUs ask for.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from te_mx.backends import cpu
+from te_mx.backends.base import FLOAT_DTYPES, FORMATS, SCALE_RULES, QuantizedParts
+from te_mx.backends.fused import ACT_IDS, Activation, ActParts, Norm, NormParts, Wanted
+from te_mx.backends.reference_fused import inverse
+
+_U8, _F32 = torch.uint8, torch.float32
+_NOTHING = (0, 0)
+
+
+def takes(wanted: Wanted) -> bool:
+    """Whether the native code makes what is wanted."""
+    return wanted.spread < 0 and wanted.columnwise != "transposed"
+
+
+def _address(tensor: Tensor | None) -> tuple[int, int]:
+    return _NOTHING if tensor is None else (tensor.data_ptr(), FLOAT_DTYPES[tensor.dtype])
+
+
+def _pointer(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x with adjacent elements in each row."""
+    if x.stride(1) != 1 or x.is_neg():
+        return x.resolve_neg().contiguous()
+    return x
+
+
+class _Out:
+    """Room for a quantized matrix [rows, cols], and the native tuple of its addresses."""
+
+    __slots__ = ("native", "partial", "parts")
+
+    def __init__(self, rows: int, cols: int, wanted: Wanted) -> None:
+        row_codes = row_scales = col_codes = col_scales = sums = self.partial = None
+        if wanted.rowwise:
+            row_codes = torch.empty((rows, cols), dtype=_U8)
+            row_scales = torch.empty((rows, (cols + 31) // 32), dtype=_U8)
+        if wanted.columnwise is not None:
+            col_codes = torch.empty((rows, cols), dtype=_U8)
+            col_scales = torch.empty(((rows + 31) // 32, cols), dtype=_U8)
+        if wanted.col_sum:
+            sums = torch.empty(cols, dtype=_F32)
+            self.partial = torch.empty(-(-rows // cpu.native().COL_SUM_ROWS), cols, dtype=_F32)  # type: ignore[union-attr]
+        self.parts = QuantizedParts(row_codes, row_scales, col_codes, col_scales, sums)
+        self.native = (
+            FORMATS[wanted.fmt].native_id, SCALE_RULES[wanted.scale_rule],
+            *(_pointer(part) for part in self.parts), _pointer(self.partial),
+        )  # fmt: skip
+
+
+def _x(x: Tensor) -> tuple[int, int, int, int, int]:
+    rows, cols = x.shape
+    return x.data_ptr(), rows, cols, x.stride(0), FLOAT_DTYPES[x.dtype]
+
+
+def normalize(
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, dtype: torch.dtype, want_z: bool,
+    wanted: Wanted,
+) -> NormParts:  # fmt: skip
+    """As ops.norm_quantize_2d on a non-empty x; weight and bias are fp32."""
+    native = cpu.native()
+    assert native is not None
+    x, weight = _rows(x), weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    rows, cols = x.shape
+    rms = norm.kind == "RMSNorm"
+    mean = None if rms else torch.empty(rows, dtype=_F32)
+    rstd = torch.empty(rows, dtype=_F32)
+    z = torch.empty((rows, cols), dtype=dtype) if want_z else None
+    out = _Out(rows, cols, wanted)
+    status = native.normalize(
+        _x(x), rms, norm.eps, inverse(cols), (_pointer(weight), _pointer(bias)),
+        (_pointer(mean), _pointer(rstd)), (_pointer(z), FLOAT_DTYPES[dtype]), out.native,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    cpu.supported(status)
+    return NormParts(mean, rstd, z, out.parts)
+
+
+def normalize_backward(
+    dz: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As reference_fused.normalize_backward on a non-empty x; weight is fp32."""
+    native = cpu.native()
+    assert native is not None
+    dz, x, weight = dz.resolve_neg().contiguous(), _rows(x), weight.contiguous()
+    rows, cols = x.shape
+    dx = torch.empty((rows, cols), dtype=dtype)
+    dweight = torch.empty(cols, dtype=_F32)
+    dbias = torch.empty(cols, dtype=_F32)
+    partial = torch.empty(2, -(-rows // native.COL_SUM_ROWS), cols, dtype=_F32)
+    status = native.normalize_backward(
+        _address(dz), _x(x), mean is None, inverse(cols), _pointer(weight),
+        (_pointer(mean), _pointer(rstd)), _address(dx),
+        (_pointer(dweight), _pointer(dbias), _pointer(partial)), torch.get_num_threads(),
+    )  # fmt: skip
+    cpu.supported(status)
+    return dx, dweight, dbias
+
+
+def activate(
+    h: Tensor, grad: Tensor | None, act: Activation, dtype: torch.dtype, want_out: bool,
+    wanted: Wanted,
+) -> ActParts | None:  # fmt: skip
+    """As ops.act_quantize_2d (grad None) and ops.dact_quantize_2d on a non-empty h; None for what
+    the native code does not take."""
+    native = cpu.native()
+    assert native is not None
+    h = h.resolve_neg().contiguous()
+    grad = None if grad is None else grad.resolve_neg().contiguous()
+    rows, width = h.shape
+    cols = width // 2 if act.gated else width
+    made = cols if grad is None else width
+    out = torch.empty((rows, made), dtype=dtype) if want_out else None
+    quantized = _Out(rows, made, wanted)
+    status = native.activate(
+        (*_address(h), rows, cols), _address(grad),
+        (ACT_IDS[act.base], act.gated, act.limit, act.alpha, act.offset),
+        (_pointer(out), FLOAT_DTYPES[dtype]), quantized.native, torch.get_num_threads(),
+    )  # fmt: skip
+    return ActParts(out, quantized.parts) if cpu.supported(status) else None

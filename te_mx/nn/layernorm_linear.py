@@ -1,0 +1,179 @@
+"""te_mx.LayerNormLinear: a normalization and a linear layer in one module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_mx.autograd.layernorm_linear import Call, layernorm_linear
+from te_mx.context import is_tracing
+from te_mx.nn import delayed_wgrad
+from te_mx.nn import parameters_split as split
+from te_mx.nn.norm_module import NormModule, default_init, one_dtype
+from te_mx.nn.te_arguments import refuse, refuse_constructor
+
+
+class LayerNormLinear(NormModule):
+    """``y = norm(x) @ weight.T + bias``: in MXFP8 inside `te_mx.autocast`, torch's own functions
+    outside.
+
+    In MXFP8 the normalized input z is computed in fp32, rounded to the dtype of the result and
+    quantized from there, bit for bit as the normalization and a te_mx.Linear one after the other;
+    but x is read once and z is not written. See te_mx.Linear for what is quantized and saved.
+
+    Parameters: ``layer_norm_weight`` [in_features], ``layer_norm_bias`` [in_features] (LayerNorm
+    only), ``weight`` [out_features, in_features] and ``bias`` [out_features], as Transformer Engine
+    names them and with its initialization (weights normal with standard deviation 0.023, biases 0).
+    ``_extra_state`` of its checkpoints is accepted and ignored.
+
+    Args:
+        in_features, out_features: any sizes; they need not divide by 32.
+        bias: with a bias.
+        device, dtype: of the parameters; dtype is fp32, bf16 or fp16.
+        eps: added to the variance (LayerNorm) or the mean square (RMSNorm).
+        normalization: "LayerNorm" or "RMSNorm".
+        zero_centered_gamma: scale by ``1 + layer_norm_weight``, which then starts at 0.
+        return_layernorm_output: also return z, which has a gradient of its own.
+        return_bias: return the bias instead of adding it.
+        init_method: called with the weight instead of the default initialization.
+        params_dtype: Transformer Engine's name for `dtype`.
+        name: shown in errors and by `te_mx.audit`.
+        fuse_wgrad_accumulation, delay_wgrad_compute, parameters_split: as for te_mx.Linear.
+        transformer_engine: further arguments of Transformer Engine's LayerNormLinear, at their
+            defaults.
+
+    Raises:
+        ValueError: another normalization, or arguments that disagree.
+        NotImplementedError: an argument of Transformer Engine that te_mx does not have is set.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        eps: float = 1e-5,
+        normalization: str = "LayerNorm",
+        zero_centered_gamma: bool = False,
+        return_layernorm_output: bool = False,
+        return_bias: bool = False,
+        init_method: Callable[[Tensor], Any] | None = None,
+        params_dtype: torch.dtype | None = None,
+        name: str | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        parameters_split: Iterable[str] | Mapping[str, int] | None = None,
+        **transformer_engine: Any,
+    ) -> None:
+        super().__init__()
+        refuse_constructor("LayerNormLinear", transformer_engine)
+        dtype = one_dtype("te_mx.LayerNormLinear", dtype, params_dtype)
+        self._start(in_features, eps, normalization, zero_centered_gamma, name)
+        self.in_features, self.out_features = in_features, out_features
+        self.use_bias = bool(bias)
+        self.return_bias = bool(return_bias)
+        self.return_layernorm_output = bool(return_layernorm_output)
+        self.init_method = init_method
+        self.fuse_wgrad_accumulation = bool(fuse_wgrad_accumulation)
+        self._norm_parameters(device, dtype)
+        shape = (out_features, in_features)
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        if bias:
+            self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        self._split: dict[str, int] | None = None
+        if parameters_split is not None:
+            self._split = split.split_sizes(self._label(), parameters_split, out_features)
+            split.register_parts(self, self._split)
+        self.reset_parameters()
+        if delay_wgrad_compute:
+            self._start_delaying()
+
+    def reset_parameters(self) -> None:
+        """Transformer Engine's initialization: see the class."""
+        self.reset_layer_norm_parameters()
+        init = self.init_method or default_init
+        for weight in self._parts("weight"):
+            init(weight)
+        for bias in self._parts("bias"):
+            nn.init.zeros_(bias)
+
+    def _parts(self, kind: str) -> list[Tensor]:
+        if self._split is not None:
+            return split.parts(self, self._split, kind)
+        whole = getattr(self, kind)
+        return [] if whole is None else [whole]
+
+    def whole_weight(self) -> Tensor:
+        """The weight [out_features, in_features], also where it is split."""
+        return self.weight if self._split is None else split.joined(self, self._split, "weight")  # type: ignore[return-value]
+
+    def whole_bias(self) -> Tensor | None:
+        """The bias [out_features], also where it is split."""
+        return self.bias if self._split is None else split.joined(self, self._split, "bias")
+
+    def forward(
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Any:
+        """inp [..., in_features] -> [..., out_features]; then the bias under `return_bias`, then z
+        [..., in_features] under `return_layernorm_output`.
+
+        Args:
+            inp: fp32, bf16 or fp16; any strides.
+            is_first_microbatch: as for te_mx.Linear.
+            fp8_output, fp8_grad: must be False.
+
+        The dtype of the result and of z is torch.autocast's where that is on, else that of `inp`.
+
+        Raises:
+            ValueError: the last dimension of `inp` is not in_features, or its device is not that of
+                the weight.
+            TypeError: the dtype of `inp` or of a parameter cannot be quantized.
+        """
+        if fp8_output or fp8_grad:
+            refuse("LayerNormLinear", "fp8_output", fp8_output)
+            refuse("LayerNormLinear", "fp8_grad", fp8_grad)
+        routed = self._routed()
+        if routed and is_tracing():
+            return delayed_wgrad.untraced(self.forward, inp, is_first_microbatch)
+        settings = self._settings()
+        weight, bias = self.whole_weight(), self.whole_bias()
+        added = None if self.return_bias else bias
+        sink = None
+        if routed:
+            parts = [weight] if self._split is None else self._parts("weight")
+            sink = self._sink(parts, is_first_microbatch, self._wgrad_queue())
+        z: Tensor | None
+        if settings is None:
+            z = self._plain_norm(inp)
+            out = self._plain_linear(z, weight, added, sink)
+        else:
+            self._check(inp, "in_features", weight)
+            need_dx = torch.is_grad_enabled()
+            standing = self._standing("weight", weight, settings, is_first_microbatch, need_dx)
+            call = Call(self._step(inp), settings, self.return_layernorm_output, self._tag_now())
+            out, z = layernorm_linear(
+                inp, self.layer_norm_weight, self.layer_norm_bias, weight, added, standing, sink,
+                call,
+            )  # fmt: skip
+        extra: tuple[Tensor | None, ...] = (bias,) if self.return_bias else ()
+        extra += (z,) if self.return_layernorm_output else ()
+        return (out, *extra) if extra else out
+
+    def extra_repr(self) -> str:
+        shown = (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.use_bias}, {self._norm_repr()}"
+        )
+        return shown if self._split is None else f"{shown}, parameters_split={self._split}"

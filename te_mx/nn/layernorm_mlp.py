@@ -1,0 +1,198 @@
+"""te_mx.LayerNormMLP: a normalization and two linear layers with an activation between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_mx.autograd.layernorm_mlp import Call, Weights, layernorm_mlp
+from te_mx.autograd.linear import GEMMS
+from te_mx.autograd.wgrad import WeightGradient
+from te_mx.backends.fused import NORMS
+from te_mx.context import is_tracing
+from te_mx.nn import activations, delayed_wgrad
+from te_mx.nn.linear import _tags
+from te_mx.nn.norm_module import NormModule, Together, default_init, one_dtype
+from te_mx.nn.te_arguments import refuse_constructor
+
+
+class LayerNormMLP(NormModule):
+    """``y = act(norm(x) @ fc1_weight.T + fc1_bias) @ fc2_weight.T + fc2_bias``: in MXFP8 inside
+    `te_mx.autocast`, torch's own functions outside.
+
+    With GELU the activation runs inside the GEMMs, forward and backward; other activations are
+    quantized as they are computed (te_mx/autograd/layernorm_mlp.py says what is rounded and saved).
+
+    Parameters: ``layer_norm_weight`` and ``layer_norm_bias`` [hidden_size] (the bias for LayerNorm
+    only), ``fc1_weight`` [F1, hidden_size], ``fc1_bias`` [F1], ``fc2_weight`` [hidden_size,
+    ffn_hidden_size], ``fc2_bias`` [hidden_size], with F1 twice ffn_hidden_size for gated
+    activations: first the rows that are activated, then those of the gate. Names and initialization
+    are Transformer Engine's (weights normal with standard deviation 0.023, biases 0);
+    ``_extra_state`` of its checkpoints is accepted and ignored.
+
+    Args:
+        hidden_size, ffn_hidden_size: any sizes; they need not divide by 32.
+        bias: with fc1_bias and fc2_bias.
+        device, dtype: of the parameters; dtype is fp32, bf16 or fp16.
+        eps, normalization, zero_centered_gamma: as for te_mx.LayerNormLinear. te_mx alone also
+            takes normalization=None: the module starts with fc1 and has no layer_norm parameters.
+        activation: gelu (the tanh form), relu, srelu, silu or qgelu, and te_mx alone also gelu_erf
+            (nn.GELU's default); gated: geglu, reglu, sreglu, swiglu, qgeglu,
+            glu or clamped_swiglu. te_mx/nn/activations.py has the formulas.
+        activation_params: limit (7.0), alpha (1.702) and glu_linear_offset (1.0) of clamped_swiglu.
+        return_layernorm_output: also return the normalized input, which has a gradient of its own.
+        return_bias: return fc2_bias instead of adding it.
+        init_method, output_layer_init_method: called with fc1_weight and fc2_weight instead of the
+            default initialization.
+        params_dtype: Transformer Engine's name for `dtype`.
+        name: shown in errors and by `te_mx.audit`.
+        fuse_wgrad_accumulation, delay_wgrad_compute: as for te_mx.Linear, for both weights; one
+            `backward_dw` computes the gradients of both.
+        transformer_engine: further arguments of Transformer Engine's LayerNormMLP, at their
+            defaults.
+
+    Raises:
+        ValueError: another normalization or activation, or arguments that disagree.
+        NotImplementedError: an argument of Transformer Engine that te_mx does not have is set.
+    """
+
+    _norms = (*NORMS, None)
+    fc1_weight: nn.Parameter
+    fc1_bias: nn.Parameter | None
+    fc2_weight: nn.Parameter
+    fc2_bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        eps: float = 1e-5,
+        normalization: str | None = "LayerNorm",
+        activation: str = "gelu",
+        activation_params: Mapping[str, Any] | None = None,
+        zero_centered_gamma: bool = False,
+        return_layernorm_output: bool = False,
+        return_bias: bool = False,
+        init_method: Callable[[Tensor], Any] | None = None,
+        output_layer_init_method: Callable[[Tensor], Any] | None = None,
+        params_dtype: torch.dtype | None = None,
+        name: str | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        **transformer_engine: Any,
+    ) -> None:
+        super().__init__()
+        refuse_constructor("LayerNormMLP", transformer_engine)
+        dtype = one_dtype("te_mx.LayerNormMLP", dtype, params_dtype)
+        self._start(hidden_size, eps, normalization, zero_centered_gamma, name)
+        self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
+        self.activation = activation
+        self._act = activations.resolve("te_mx.LayerNormMLP", activation, activation_params)
+        self.use_bias = bool(bias)
+        self.return_bias = bool(return_bias)
+        self.return_layernorm_output = bool(return_layernorm_output)
+        if normalization is None and return_layernorm_output:
+            raise ValueError(
+                "te_mx.LayerNormMLP: return_layernorm_output=True needs a normalization, got "
+                "normalization=None"
+            )
+        self.init_method = init_method
+        self.output_layer_init_method = output_layer_init_method
+        self.fuse_wgrad_accumulation = bool(fuse_wgrad_accumulation)
+        self._norm_parameters(device, dtype)
+        fc1_rows = 2 * ffn_hidden_size if self._act.gated else ffn_hidden_size
+        for layer, rows, cols in (
+            ("fc1", fc1_rows, hidden_size),
+            ("fc2", hidden_size, ffn_hidden_size),
+        ):
+            weight = torch.empty((rows, cols), device=device, dtype=dtype)
+            self.register_parameter(f"{layer}_weight", nn.Parameter(weight))
+            value = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
+            self.register_parameter(f"{layer}_bias", value)
+        self.reset_parameters()
+        if delay_wgrad_compute:
+            self._start_delaying()
+
+    def reset_parameters(self) -> None:
+        """Transformer Engine's initialization: see the class."""
+        self.reset_layer_norm_parameters()
+        (self.init_method or default_init)(self.fc1_weight)
+        (self.output_layer_init_method or default_init)(self.fc2_weight)
+        for bias in (self.fc1_bias, self.fc2_bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        """inp [..., hidden_size] -> [..., hidden_size]; then fc2_bias under `return_bias`, then the
+        normalized input under `return_layernorm_output`.
+
+        Args:
+            inp: fp32, bf16 or fp16; any strides.
+            is_first_microbatch: as for te_mx.Linear, for both weights.
+
+        The dtype of the result is torch.autocast's where that is on, else that of `inp`.
+
+        Raises:
+            ValueError: the last dimension of `inp` is not hidden_size, or its device is not that of
+                the weights.
+            TypeError: the dtype of `inp` or of a parameter cannot be quantized.
+        """
+        routed = self._routed()
+        if routed and is_tracing():
+            return delayed_wgrad.untraced(self.forward, inp, is_first_microbatch)
+        settings = self._settings()
+        w1, w2 = self.fc1_weight, self.fc2_weight
+        b2 = None if self.return_bias else self.fc2_bias
+        sinks = self._sinks(is_first_microbatch) if routed else (None, None)
+        z: Tensor | None
+        if settings is None:
+            z = self._plain_norm(inp)
+            h = self._plain_linear(z, w1, self.fc1_bias, sinks[0])
+            out = self._plain_linear(activations.plain(h, self._act), w2, b2, sinks[1])
+        else:
+            self._check(inp, "hidden_size", w1, w2)
+            need_dx = torch.is_grad_enabled()
+            first = is_first_microbatch
+            standing = (
+                self._standing("fc1_weight", w1, settings, first, need_dx),
+                self._standing("fc2_weight", w2, settings, first, need_dx),
+            )
+            tag = self._tag_now()
+            tags = (tag, tag + len(GEMMS)) if tag >= 0 else (-1, -1)
+            return_z = self.return_layernorm_output
+            out, z = layernorm_mlp(
+                inp, self.layer_norm_weight, self.layer_norm_bias, w1, self.fc1_bias, w2, b2,
+                Weights(standing, sinks),
+                Call(self._step(inp), self._act, settings, return_z, tags),
+            )  # fmt: skip
+        extra: tuple[Tensor | None, ...] = (self.fc2_bias,) if self.return_bias else ()
+        extra += (z,) if self.return_layernorm_output else ()
+        return (out, *extra) if extra else out
+
+    def _new_tag(self) -> int:
+        """The first of six slots: two draws of three, taken one after the other."""
+        tag = next(_tags)
+        while next(_tags) != tag + len(GEMMS):  # another thread drew between
+            tag = next(_tags)
+        self.__dict__["_tag"] = tag
+        return tag
+
+    def _sinks(self, first: bool | None) -> tuple[WeightGradient | None, WeightGradient | None]:
+        weights = (self.fc1_weight, self.fc2_weight)
+        queue: Any = self._wgrad_queue()
+        if queue is not None:
+            queue = Together(queue, sum(weight.requires_grad for weight in weights))
+        return self._sink(weights[:1], first, queue), self._sink(weights[1:], first, queue)
+
+    def extra_repr(self) -> str:
+        return (
+            f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, "
+            f"bias={self.use_bias}, activation={self.activation!r}, {self._norm_repr()}"
+        )

@@ -1,0 +1,229 @@
+"""What te_mx.LayerNormLinear and te_mx.LayerNormMLP share: the normalization's parameters, weights
+that stand still, checks and checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_mx import context
+from te_mx.autograd.high_precision import HighPrecisionLinear
+from te_mx.autograd.normalization import NormStep
+from te_mx.autograd.operands import StandingWeight, capturing, standing_weight
+from te_mx.autograd.wgrad import Queue, WeightGradient
+from te_mx.backends.fused import NORMS, Norm
+from te_mx.context import is_tracing
+from te_mx.nn.delayed_wgrad import DelayedWgrad
+from te_mx.nn.linear import _NEVER, FLOATS, Linear, output_dtype
+from te_mx.recipe import Settings
+
+_TRANSIENT = ("_seen", "_microbatch", "_tag", "_delayed")  # what a copy starts without
+_STD = 0.023  # of Transformer Engine's default weights
+
+
+def default_init(weight: Tensor) -> Tensor:
+    """Transformer Engine's default initialization of a weight."""
+    return nn.init.normal_(weight, 0.0, _STD)
+
+
+def one_dtype(
+    owner: str, dtype: torch.dtype | None, params_dtype: torch.dtype | None
+) -> torch.dtype | None:
+    """The dtype that two names of one argument ask for."""
+    if None not in (dtype, params_dtype) and dtype != params_dtype:
+        raise ValueError(
+            f"{owner}: dtype={dtype} and params_dtype={params_dtype} disagree; they mean the same, "
+            "give one"
+        )
+    return dtype if params_dtype is None else params_dtype
+
+
+class NormModule(DelayedWgrad, nn.Module):
+    """A module that normalizes its input and runs linear steps on the result."""
+
+    name: str | None = None
+    fuse_wgrad_accumulation: bool = False
+    _seen: Settings | None = _NEVER  # what the last forward ran with, for recomputation and audit
+    _microbatch: dict[str, StandingWeight] | None = None
+    _norms: tuple[str | None, ...] = NORMS
+    layer_norm_weight: nn.Parameter | None
+    layer_norm_bias: nn.Parameter | None
+    _tag: int = -1  # first slot in te_mx.engine.explain.LAST_RUN, three for each linear step
+
+    def _start(
+        self,
+        size: int,
+        eps: float,
+        normalization: str | None,
+        zero_centered_gamma: bool,
+        name: str | None,
+    ) -> None:
+        """Attributes of the normalization; called before the parameters are made."""
+        if normalization not in self._norms:
+            raise ValueError(
+                f"te_mx.{type(self).__name__}: normalization must be one of "
+                f"{', '.join(map(repr, self._norms))}, got {normalization!r}"
+            )
+        self.eps = float(eps)
+        self.normalization = normalization
+        self.zero_centered_gamma = bool(zero_centered_gamma)
+        self.name = name
+        self._size = size
+
+    def _norm_parameters(self, device: Any, dtype: torch.dtype | None) -> None:
+        for kind, norms in (("weight", NORMS), ("bias", NORMS[:1])):
+            value = torch.empty(self._size, device=device, dtype=dtype)
+            made = nn.Parameter(value) if self.normalization in norms else None
+            self.register_parameter(f"layer_norm_{kind}", made)
+
+    def reset_layer_norm_parameters(self) -> None:
+        """Weights that scale by 1 (0 where they are zero-centered), biases 0."""
+        if self.layer_norm_weight is None:
+            return
+        nn.init.constant_(self.layer_norm_weight, 0.0 if self.zero_centered_gamma else 1.0)
+        if self.layer_norm_bias is not None:
+            nn.init.zeros_(self.layer_norm_bias)
+
+    # --------------------------------------------------------------------------- running a forward
+    _settings_now: Any = Linear._settings_now
+    _new_tag: Any = Linear._new_tag
+
+    def _routed(self) -> bool:
+        """Whether weight gradients do not simply go back to autograd."""
+        return self.fuse_wgrad_accumulation or self.delay_wgrad_compute
+
+    def _settings(self) -> Settings | None:
+        return context.current_settings() if is_tracing() else self._settings_now()
+
+    def _tag_now(self) -> int:
+        if is_tracing():
+            return -1
+        return self._tag if self._tag >= 0 else self._new_tag()
+
+    def _step(self, inp: Tensor) -> NormStep:
+        norm = None if self.normalization is None else Norm(self.normalization, self.eps)
+        return NormStep(norm, self.zero_centered_gamma, output_dtype(inp))
+
+    def _plain_norm(self, inp: Tensor) -> Tensor:
+        """The normalization outside te_mx.autocast: torch's own."""
+        weight: Tensor | None = self.layer_norm_weight
+        if weight is None:
+            return inp
+        if self.zero_centered_gamma:
+            weight = weight + 1
+        shape = (self._size,)
+        if self.normalization == "RMSNorm":
+            return nn.functional.rms_norm(inp, shape, weight, self.eps)
+        return nn.functional.layer_norm(inp, shape, weight, self.layer_norm_bias, self.eps)
+
+    @staticmethod
+    def _plain_linear(
+        x: Tensor, weight: Tensor, bias: Tensor | None, sink: WeightGradient | None
+    ) -> Tensor:
+        if sink is None:
+            return nn.functional.linear(x, weight, bias)
+        return HighPrecisionLinear.apply(x, weight, bias, sink)
+
+    def _standing(
+        self, key: str, weight: Tensor, settings: Settings, first: bool | None, need_dx: bool
+    ) -> StandingWeight | None:
+        """The weight as kept for the micro-batches of a step; see te_mx.Linear.forward."""
+        if first is None:
+            return None
+        if is_tracing() or capturing(weight.device):  # a graph keeps nothing between its calls
+            return None
+        kept = (self._microbatch or {}).get(key)
+        if not first and kept is not None and kept.serves(settings, weight.device, need_dx):
+            return kept.on_current_stream()
+        if self._microbatch is None:
+            self.__dict__["_microbatch"] = {}
+        made = standing_weight(weight, settings, need_dx)
+        self._microbatch[key] = made  # type: ignore[index]
+        return made
+
+    def _sink(
+        self, parameters: Sequence[Tensor], first: bool | None, queue: Queue | None
+    ) -> WeightGradient | None:
+        """The place of the gradient of one weight in this call; None when there will be none."""
+        if not (torch.is_grad_enabled() and any(p.requires_grad for p in parameters)):
+            return None
+        if self.delay_wgrad_compute and not all(p.is_leaf for p in parameters):
+            raise RuntimeError(
+                f"{self._label()}: delay_wgrad_compute=True needs weights that are parameters, but "
+                "something computes one (a parametrization, functional_call); build the module "
+                "without delay_wgrad_compute"
+            )
+        fuse = self.fuse_wgrad_accumulation
+        return WeightGradient(parameters, self._label(), fuse, first is True, queue)
+
+    # ----------------------------------------------------------------------------- checks and names
+    def _label(self) -> str:
+        kind = f"te_mx.{type(self).__name__}"
+        return f"{kind} {self.name!r}" if self.name else f"{kind}({self.extra_repr()})"
+
+    def _check(self, inp: Tensor, size_name: str, *weights: Tensor) -> None:
+        shape = inp.shape
+        if not shape or shape[-1] != self._size:
+            raise ValueError(
+                f"{self._label()}: the last dimension of inp must be {size_name}={self._size}, got "
+                f"inp of shape {tuple(shape)}"
+            )
+        if self.layer_norm_weight is not None:
+            weights = (self.layer_norm_weight, *weights)
+        for weight in weights:
+            if inp.dtype not in FLOATS or weight.dtype not in FLOATS:
+                raise TypeError(
+                    f"{self._label()}: MXFP8 takes float32, bfloat16 and float16, got inp "
+                    f"{inp.dtype} and a weight {weight.dtype}; convert them, or run this module "
+                    "under te_mx.autocast(enabled=False)"
+                )
+            if inp.device != weight.device:
+                raise ValueError(
+                    f"{self._label()}: inp is on {inp.device} and a weight on {weight.device}; "
+                    "move one"
+                )
+
+    def _norm_repr(self) -> str:
+        shown = f"eps={self.eps}, normalization={self.normalization!r}"
+        return shown + (", zero_centered_gamma=True" if self.zero_centered_gamma else "")
+
+    # ---------------------------------------------------------------------------------- checkpoints
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and deepcopy: without what a forward makes again."""
+        return {k: v for k, v in self.__dict__.items() if k not in _TRANSIENT}
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if prefix + "_extra_state" in unexpected_keys:  # Transformer Engine saves it
+            unexpected_keys.remove(prefix + "_extra_state")
+        self.__dict__.pop("_microbatch", None)
+
+
+class Together:
+    """A queue for the weight gradients of one call that are computed by one `backward_dw`: when
+    `count` have come, they go into `queue` as one."""
+
+    def __init__(self, queue: Queue, count: int) -> None:
+        self._queue, self._count = queue, count
+        self._waiting: list[Callable[[], None]] = []
+
+    def append(self, run: Callable[[], None]) -> None:
+        self._waiting.append(run)
+        if len(self._waiting) < self._count:
+            return
+        runs, self._waiting = self._waiting, []
+
+        def run_all() -> None:
+            for each in runs:
+                each()
+
+        self._queue.append(run_all)

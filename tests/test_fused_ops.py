@@ -1,0 +1,278 @@
+"""Normalization and activations that end in a quantizer: the same bytes as one step after the
+other."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import DTYPES, FINITE_KINDS, KINDS, SEEDS, SIZES, matrices, tensor
+
+from te_mx.backends import cpu, reference_fused
+from te_mx.backends.fused import ACTIVATIONS, NORMS, Activation, Norm, Wanted
+from te_mx.nn import activations
+from te_mx.ops import fused, quantize_2d
+from te_mx.ops.fused import act_quantize_2d, dact_quantize_2d, norm_backward_2d, norm_quantize_2d
+
+BOTH = Wanted("e4m3", True, "plain", "rceil")
+WANTED = st.builds(
+    Wanted,
+    fmt=st.sampled_from(["e4m3", "e5m2"]),
+    rowwise=st.booleans(),
+    columnwise=st.sampled_from([None, "plain", "transposed"]),
+    scale_rule=st.sampled_from(["rceil", "floor"]),
+    spread=st.just(-1),
+    col_sum=st.just(False),
+)
+EXACT = ("relu", "reglu", "srelu", "sreglu")
+native = pytest.mark.skipif(cpu.native() is None, reason="needs the native module")
+
+
+def same(got, expected):
+    """Equal bits where there are any; every NaN is the same."""
+    assert (got is None) == (expected is None)
+    if got is None:
+        return
+    assert got.dtype == expected.dtype and got.shape == expected.shape
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_lane_sum_is_a_sum():
+    x = torch.randn(7, 1000)
+    torch.testing.assert_close(reference_fused.lane_sum(x)[:, 0], x.double().sum(1).float())
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_normalization_is_torchs(kind):
+    x, weight = torch.randn(5, 300) * 3 + 2, torch.randn(300)
+    bias = torch.randn(300) if kind == "LayerNorm" else None
+    _, _, z = reference_fused.normalize(x, weight, bias, Norm(kind, 1e-5), torch.float32)
+    if kind == "LayerNorm":
+        expected = torch.nn.functional.layer_norm(x, (300,), weight, bias, 1e-5)
+    else:
+        expected = torch.nn.functional.rms_norm(x, (300,), weight, 1e-5)
+    torch.testing.assert_close(z, expected, rtol=2e-6, atol=2e-6)
+
+
+@native
+@given(matrices(), st.sampled_from(NORMS), DTYPES, WANTED, st.booleans(), st.booleans())
+def test_native_normalization_is_the_reference(x, kind, dtype, wanted, want_z, with_bias):
+    weight = torch.randn(x.shape[1])
+    bias = torch.randn(x.shape[1]) if with_bias and kind == "LayerNorm" else None
+    call = (x, weight, bias, Norm(kind, 1e-6), dtype)
+    got = norm_quantize_2d(*call, want_z=want_z, wanted=wanted)
+    expected = fused._norm_composed(*call, want_z, wanted)
+    for mine, theirs in zip(
+        (*got[:3], *got.quantized), (*expected[:3], *expected.quantized), strict=True
+    ):
+        same(mine, theirs)
+    dz = tensor("normal", *x.shape, 5, dtype)
+    back = (dz, x, weight, expected.mean, expected.rstd, x.dtype)
+    dx, dweight, dbias = norm_backward_2d(*back)
+    r_dx, r_dweight, r_dbias = reference_fused.normalize_backward(*back)
+    same(dx, r_dx)
+    magnitude = (dz.float().abs() * 40).sum(0) + 1
+    assert dbias.shape == r_dbias.shape and ((dbias - r_dbias).abs() <= 1e-6 * magnitude).all()
+    if torch.isfinite(r_dweight).all():
+        assert ((dweight - r_dweight).abs() <= 1e-5 * (r_dweight.abs() + magnitude)).all()
+
+
+@native
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("shape", [(1, 1), (33, 65), (64, 257), (5, 17000)])
+def test_normalization_at_every_level(isa, kind, shape):
+    x = tensor("outliers", *shape, 1, torch.bfloat16)
+    weight = torch.randn(shape[1])
+    bias = torch.randn(shape[1]) if kind == "LayerNorm" else None
+    call = (x, weight, bias, Norm(kind, 1e-5), torch.bfloat16)
+    got = norm_quantize_2d(*call, want_z=True, wanted=BOTH)
+    expected = fused._norm_composed(*call, True, BOTH)
+    for mine, theirs in zip(
+        (*got[:3], *got.quantized), (*expected[:3], *expected.quantized), strict=True
+    ):
+        same(mine, theirs)
+    dz = tensor("normal", *shape, 5, torch.bfloat16)
+    back = (dz, x, weight, got.mean, got.rstd, torch.float32)
+    same(norm_backward_2d(*back)[0], reference_fused.normalize_backward(*back)[0])
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_normalization_gradients_are_autograds(kind):
+    x = torch.randn(6, 70, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(70, dtype=torch.float64, requires_grad=True)
+    dz = torch.randn(6, 70, dtype=torch.float64)
+    norm = Norm(kind, 1e-5)
+    if kind == "LayerNorm":
+        z = torch.nn.functional.layer_norm(x, (70,), weight, None, norm.eps)
+    else:
+        z = torch.nn.functional.rms_norm(x, (70,), weight, norm.eps)
+    dx, dweight = torch.autograd.grad(z, (x, weight), dz)
+    args = x.detach().float(), weight.detach().float()
+    made = norm_quantize_2d(*args, None, norm, torch.float32, want_z=False, wanted=BOTH)
+    got = norm_backward_2d(dz.float(), *args, made.mean, made.rstd, torch.float32)
+    torch.testing.assert_close(got[0].double(), dx, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got[1].double(), dweight, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got[2].double(), dz.sum(0), rtol=1e-5, atol=1e-5)
+
+
+# -------------------------------------------------------------------------------------- activations
+def halves(name, rows, cols, kind="normal", dtype=torch.float32, seed=2):
+    act = Activation(name, limit=1.5)
+    return act, tensor(kind, rows, cols * (2 if act.gated else 1), seed, dtype)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activation_formulas_are_differentiated_right(name):
+    act, h = halves(name, 9, 33)
+    h = (2 * h).double().requires_grad_()
+    grad = torch.randn(9, 33, dtype=torch.float64)
+    out = activations.plain(h, act)
+    (expected,) = torch.autograd.grad(out, h, grad)
+    args = (h.detach().float(), act, torch.float32)
+    for forward, backward in (
+        (reference_fused.activate, reference_fused.activate_backward),
+        (
+            lambda h, act, dtype: act_quantize_2d(h, act, dtype, want_out=True, wanted=BOTH).out,
+            lambda g, h, act, dtype: (
+                dact_quantize_2d(g, h, act, dtype, want_out=True, wanted=BOTH).out
+            ),
+        ),
+    ):
+        torch.testing.assert_close(forward(*args).double(), out.detach(), rtol=3e-6, atol=3e-6)
+        torch.testing.assert_close(
+            backward(grad.float(), *args).double(), expected, rtol=1e-5, atol=1e-5
+        )
+    if name not in ("relu", "reglu", "clamped_swiglu"):  # smooth enough for finite differences
+        torch.autograd.gradcheck(lambda x: activations.plain(x, act), (h[:2, :],))
+
+
+@native
+@given(
+    st.sampled_from(ACTIVATIONS), SIZES, SIZES, st.sampled_from(KINDS), DTYPES, DTYPES, WANTED,
+    st.booleans(), st.booleans(), SEEDS,
+)  # fmt: skip
+def test_what_is_quantized_is_the_rounded_activation(
+    name, rows, cols, kind, in_dtype, dtype, wanted, backward, col_sum, seed
+):
+    act, h = halves(name, rows, cols, kind, in_dtype, seed)
+    wanted = wanted._replace(col_sum=backward and col_sum)
+
+    def run(want_out):
+        if backward:
+            g = tensor("normal", rows, cols, seed + 1, dtype)
+            return dact_quantize_2d(g, h, act, dtype, want_out=want_out, wanted=wanted)
+        return act_quantize_2d(h, act, dtype, want_out=want_out, wanted=wanted)
+
+    made = run(True)
+    parts = fused.quantized(made.out, wanted)
+    for got, expected in zip(made.quantized, parts, strict=True):
+        if got is parts.col_sum or got is made.quantized.col_sum:
+            if got is not None:
+                torch.testing.assert_close(got, expected, equal_nan=True)
+        else:
+            same(got, expected)
+    silent = run(False)
+    assert silent.out is None
+    for got, expected in zip(silent.quantized, made.quantized, strict=True):
+        same(got, expected)
+    if name in EXACT and not backward:
+        same(made.out, reference_fused.activate(h, act, dtype))
+
+
+@native
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_at_every_level(isa, name):
+    act, h = halves(name, 65, 96, "normal", torch.float32)
+    g = torch.randn(65, 96)
+    out = act_quantize_2d(h, act, torch.float32, want_out=True, wanted=BOTH).out
+    expected = reference_fused.activate(h, act, torch.float32)
+    torch.testing.assert_close(out, expected, rtol=3e-6, atol=3e-6)
+    sums = BOTH._replace(col_sum=True)
+    dh = dact_quantize_2d(g, h, act, torch.float32, want_out=True, wanted=sums)
+    torch.testing.assert_close(
+        dh.out, reference_fused.activate_backward(g, h, act, torch.float32), rtol=1e-5, atol=1e-5
+    )
+    torch.testing.assert_close(dh.quantized.col_sum, dh.out.sum(0), rtol=1e-4, atol=1e-4)
+
+
+@native
+@pytest.mark.parametrize("kind", FINITE_KINDS)
+def test_threads_do_not_change_a_bit(threads, kind):
+    x = tensor(kind, 300, 1100, 1, torch.bfloat16)
+    act, h = halves("swiglu", 300, 1088, kind, torch.bfloat16)
+    g = tensor("normal", 300, 1088, 3, torch.bfloat16)
+    weight, sums = torch.randn(1100), BOTH._replace(col_sum=True)
+    results = []
+    for count in (1, 2, 3):
+        threads(count)
+        norm = norm_quantize_2d(
+            x, weight, None, Norm("RMSNorm", 1e-5), torch.bfloat16, want_z=True, wanted=BOTH
+        )
+        back = norm_backward_2d(x, x, weight, None, norm.rstd, torch.bfloat16)
+        made = dact_quantize_2d(g, h, act, torch.bfloat16, want_out=True, wanted=sums)
+        results.append((norm.rstd, norm.z, *norm.quantized, *back, made.out, *made.quantized))
+    for other in results[1:]:
+        for got, expected in zip(other, results[0], strict=True):
+            same(got, expected)
+
+
+def test_nan_is_never_hidden():
+    for name in ACTIVATIONS:
+        act, h = halves(name, 4, 64)
+        h[1, 3] = torch.nan
+        codes = act_quantize_2d(h, act, torch.bfloat16, want_out=True, wanted=BOTH)
+        assert codes.out[1, 3].isnan(), name
+        assert codes.quantized.row_scales[1, 0] == 255, name
+
+
+def test_without_the_native_module(no_native, fresh_warnings):
+    x, sums = torch.randn(3, 40), BOTH._replace(col_sum=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        got = norm_quantize_2d(
+            x, torch.ones(40), None, Norm("RMSNorm", 1e-5), torch.float32, want_z=True, wanted=BOTH
+        )
+        norm_backward_2d(x, x, torch.ones(40), None, got.rstd, torch.float32)
+        dact_quantize_2d(x, x, Activation("silu"), torch.float32, want_out=True, wanted=sums)
+        expected = quantize_2d(got.z, "e4m3", rowwise=True, columnwise="plain", scale_rule="rceil")
+    same(got.quantized.row_codes, expected.row_codes)
+    told = " ".join(str(w.message) for w in caught)
+    assert "normalization on the CPU" in told and "activation on the CPU" in told
+
+
+def test_operands_packed_for_hopper():
+    x, packed = torch.randn(40, 70), BOTH._replace(columnwise="transposed", spread=8)
+    norm = Norm("LayerNorm", 1e-5)
+    made = norm_quantize_2d(
+        x, torch.ones(70), torch.zeros(70), norm, torch.bfloat16, want_z=True, wanted=packed
+    )
+    for got, expected in zip(made.quantized, fused.quantized(made.z, packed), strict=True):
+        same(got, expected)
+    act = act_quantize_2d(x, Activation("swiglu"), torch.bfloat16, want_out=True, wanted=packed)
+    for got, expected in zip(act.quantized, fused.quantized(act.out, packed), strict=True):
+        same(got, expected)
+
+
+@pytest.mark.parametrize("spread", [-1, 8])
+def test_ops_are_well_formed(spread):
+    x, h = torch.randn(33, 70), torch.randn(33, 64)
+    flat = ("e4m3", True, "plain" if spread < 0 else "transposed", "rceil", spread, False)
+    checks = ("test_schema", "test_faketensor")
+    ops = torch.ops.te_mx
+    torch.library.opcheck(
+        ops.norm_quantize.default,
+        (x, torch.ones(70), None, "LayerNorm", 1e-5, torch.bfloat16, True, *flat),
+        test_utils=checks,
+    )
+    torch.library.opcheck(
+        ops.norm_backward.default,
+        (x, x, torch.ones(70), None, torch.ones(33), torch.bfloat16),
+        test_utils=checks,
+    )
+    act = ("swiglu", 7.0, 1.702, 1.0, torch.bfloat16, False)
+    torch.library.opcheck(ops.act_quantize.default, (h, None, *act, *flat), test_utils=checks)
+    back = (h, torch.randn(33, 32), *act, *flat[:5], True)
+    torch.library.opcheck(ops.act_quantize.default, back, test_utils=checks)

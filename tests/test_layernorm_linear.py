@@ -1,0 +1,261 @@
+"""te_mx.LayerNormLinear: numbers, arguments, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from norm_modules import assert_same, filled, gradients, one_after_the_other, relative
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import te_mx
+from te_mx.backends.fused import NORMS
+from te_mx.recipe import Format, MXFP8BlockScaling
+
+BF16 = torch.bfloat16
+RECIPES = [
+    MXFP8BlockScaling(),
+    MXFP8BlockScaling(fp8_format=Format.HYBRID),
+    MXFP8BlockScaling(scale_rule="floor"),
+    MXFP8BlockScaling(backward_override="high_precision"),
+    MXFP8BlockScaling(backward_override="dequantized"),
+    MXFP8BlockScaling(wgrad_with_hp=True),
+    MXFP8BlockScaling(one_copy_weights=True),
+]
+
+
+def layer(*args, dtype=BF16, **kwargs):
+    return filled(te_mx.LayerNormLinear(*args, dtype=dtype, **kwargs))
+
+
+def mxfp8(module, recipe=None):
+    def run(x, *args):
+        with te_mx.autocast(recipe=recipe):
+            return module(x, *args)
+
+    return run
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("normalization", NORMS)
+def test_it_is_a_normalization_and_a_linear(recipe, normalization):
+    m = layer(70, 96, normalization=normalization)
+    x, g = torch.randn(3, 11, 70, dtype=BF16), torch.randn(3, 11, 96, dtype=BF16)
+    expected = gradients(m, x, te_mx.autocast(recipe=recipe)(one_after_the_other(m)), g)
+    assert_same(gradients(m, x, mxfp8(m, recipe), g), expected)
+
+
+@pytest.mark.parametrize("shape", [(0, 40), (1, 40), (5, 0, 40), (2, 3, 40)])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("zero_centered", [True, False])
+def test_shapes(shape, bias, zero_centered):
+    m = layer(40, 33, bias, zero_centered_gamma=zero_centered)
+    x = torch.randn(shape, dtype=BF16)
+    got = gradients(m, x, mxfp8(m))
+    assert got[0].shape == (*shape[:-1], 33)
+    if x.numel():
+        high = gradients(m, x, None, torch.ones_like(got[0]))
+        low = gradients(m, x, mxfp8(m), torch.ones_like(got[0]))
+        for name, value in high[1].items():
+            assert relative(low[1][name], value) < 0.1, name
+
+
+@pytest.mark.parametrize("normalization", NORMS)
+def test_high_precision_is_torch(normalization):
+    m = layer(70, 96, normalization=normalization, dtype=torch.float32)
+    x = torch.randn(5, 70)
+    if normalization == "LayerNorm":
+        z = nn.functional.layer_norm(x, (70,), m.layer_norm_weight, m.layer_norm_bias, 1e-5)
+    else:
+        z = nn.functional.rms_norm(x, (70,), m.layer_norm_weight, 1e-5)
+    assert torch.equal(m(x), nn.functional.linear(z, m.weight, m.bias))
+    assert relative(mxfp8(m)(x), m(x)) < 0.05
+
+
+def test_what_it_returns():
+    m = layer(64, 32, return_bias=True, return_layernorm_output=True)
+    x = torch.randn(7, 64, dtype=BF16)
+    plain = layer(64, 32)
+    plain.load_state_dict(m.state_dict())
+    for run in (lambda m, x: m(x), lambda m, x: mxfp8(m)(x)):
+        out, bias, z = run(m, x)
+        assert bias is m.bias and z.shape == x.shape
+        assert relative(out.float() + bias.float(), run(plain, x)) < 5e-3
+
+
+def test_the_normalized_input_has_a_gradient():
+    m = layer(64, 32, return_layernorm_output=True)
+    x = torch.randn(7, 64, dtype=BF16)
+    g, g_z = torch.randn(7, 32, dtype=BF16), torch.randn(7, 64, dtype=BF16)
+    got = {}
+    for name, run in (("high", m), ("low", mxfp8(m))):
+        leaf = x.clone().requires_grad_()
+        y, z = run(leaf)
+        got[name] = torch.autograd.grad((y, z), (leaf, *m.parameters()), (g, g_z))
+    for low, high in zip(got["low"], got["high"], strict=True):
+        assert relative(low, high) < 0.06
+    only_z = x.clone().requires_grad_()
+    mxfp8(m)(only_z)[1].backward(g_z)
+    assert only_z.grad is not None
+
+
+@pytest.mark.parametrize("frozen", ["x", "weight", "bias", "layer_norm_weight", "all but weight"])
+def test_only_what_needs_a_gradient(frozen):
+    m = layer(64, 32)
+    x = torch.randn(7, 64, dtype=BF16, requires_grad=frozen != "x")
+    g = torch.randn(7, 32, dtype=BF16)
+    _, full = gradients(m, x, mxfp8(m), g)
+    for name, parameter in m.named_parameters():
+        kept = name != "weight" if frozen == "all but weight" else name == frozen
+        parameter.requires_grad_(not kept)
+    x.requires_grad_(not frozen.startswith(("x", "all")))
+    mxfp8(m)(x).backward(g)
+    for name, parameter in (("x", x), *m.named_parameters()):
+        if parameter.requires_grad:
+            assert torch.equal(parameter.grad, full[name])
+        else:
+            assert parameter.grad is None
+
+
+def test_initialization_and_names_are_transformer_engines():
+    m = te_mx.LayerNormLinear(512, 256)
+    assert [n for n, _ in m.named_parameters()] == [
+        "layer_norm_weight", "layer_norm_bias", "weight", "bias",
+    ]  # fmt: skip
+    assert abs(m.weight.std().item() - 0.023) < 1e-3
+    assert not m.bias.any() and not m.layer_norm_bias.any() and (m.layer_norm_weight == 1).all()
+    assert not te_mx.LayerNormLinear(8, 8, zero_centered_gamma=True).layer_norm_weight.any()
+    rms = te_mx.LayerNormLinear(8, 8, False, normalization="RMSNorm", init_method=nn.init.ones_)
+    assert rms.bias is None and rms.layer_norm_bias is None and (rms.weight == 1).all()
+    assert te_mx.LayerNormLinear(8, 8, device="meta", params_dtype=BF16).weight.is_meta
+
+
+def test_checkpoints():
+    m, other = layer(64, 32), layer(64, 32)
+    state = m.state_dict()
+    state["_extra_state"] = torch.empty(0, dtype=torch.uint8)
+    other.load_state_dict(state)
+    x = torch.randn(3, 64, dtype=BF16)
+    for twin in (other, copy.deepcopy(m), pickle.loads(pickle.dumps(m))):
+        assert torch.equal(mxfp8(m)(x), mxfp8(twin)(x))
+
+
+def test_micro_batches():
+    m = layer(64, 32)
+    x, g = torch.randn(5, 64, dtype=BF16), torch.randn(5, 32, dtype=BF16)
+    run = mxfp8(m)
+    plain = gradients(m, x, run, g)
+    assert_same(gradients(m, x, lambda v: run(v, True), g), plain)
+    assert_same(gradients(m, x, lambda v: run(v, False), g), plain)
+    with torch.no_grad():
+        m.weight.zero_()
+    assert torch.equal(run(x, False), plain[0])  # it stands still, as the user said
+    assert torch.equal(run(x, True), m.bias.expand(5, 32))
+
+
+def test_weight_gradients_with_a_place_of_their_own():
+    x, g = torch.randn(5, 64, dtype=BF16), torch.randn(5, 32, dtype=BF16)
+    plain = layer(64, 32)
+    _, expected = gradients(plain, x, mxfp8(plain), g)
+    delayed = te_mx.LayerNormLinear(64, 32, dtype=BF16, delay_wgrad_compute=True)
+    fused = te_mx.LayerNormLinear(64, 32, dtype=BF16, fuse_wgrad_accumulation=True)
+    for m in (delayed, fused):
+        m.load_state_dict(plain.state_dict())
+    fused.weight.main_grad = torch.zeros(32, 64)
+    mxfp8(delayed)(x).backward(g)
+    assert delayed.weight.grad is None
+    delayed.backward_dw()
+    assert torch.equal(delayed.weight.grad, expected["weight"])
+    mxfp8(fused)(x).backward(g)
+    assert fused.weight.grad is None
+    assert torch.equal(fused.weight.main_grad.to(BF16), expected["weight"])
+    for m in (delayed, fused):  # and in high precision
+        m(x).backward(g)
+    delayed.backward_dw()
+
+
+def test_split_parameters():
+    whole = layer(64, 96)
+    split = te_mx.LayerNormLinear(64, 96, dtype=BF16, parameters_split={"query_": 32, "kv": 64})
+    names = [name for name, _ in split.named_parameters()]
+    assert names[2:] == ["query_weight", "kv_weight", "query_bias", "kv_bias"]
+    with torch.no_grad():
+        for kind in ("weight", "bias"):
+            getattr(split, f"query_{kind}").copy_(getattr(whole, kind)[:32])
+            getattr(split, f"kv_{kind}").copy_(getattr(whole, kind)[32:])
+        split.layer_norm_weight.copy_(whole.layer_norm_weight)
+        split.layer_norm_bias.copy_(whole.layer_norm_bias)
+    x, g = torch.randn(5, 64, dtype=BF16), torch.randn(5, 96, dtype=BF16)
+    a, b = gradients(whole, x, mxfp8(whole), g), gradients(split, x, mxfp8(split), g)
+    assert torch.equal(a[0], b[0]) and torch.equal(a[1]["x"], b[1]["x"])
+    assert torch.equal(a[1]["weight"], torch.cat([b[1]["query_weight"], b[1]["kv_weight"]]))
+
+
+def test_compiled():
+    m = layer(64, 32, return_layernorm_output=True)
+    x = torch.randn(6, 64, dtype=BF16, requires_grad=True)
+    compiled = torch.compile(m, fullgraph=True, backend="aot_eager")
+    results = []
+    for module in (m, compiled):
+        y, z = mxfp8(module)(x)
+        results.append((y, z, *torch.autograd.grad((y, z), (x, *m.parameters()), (y, z))))
+    for got, expected in zip(*results, strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_recomputed_and_under_autocast():
+    m = layer(64, 32, dtype=torch.float32)
+    x = torch.randn(6, 64)
+    with torch.autocast("cpu", BF16):
+        assert mxfp8(m)(x).dtype == BF16
+    g = torch.randn(6, 32)
+
+    def recomputed(v):
+        with te_mx.autocast():
+            return checkpoint(m, v, use_reentrant=False)
+
+    assert_same(gradients(m, x, recomputed, g), gradients(m, x, mxfp8(m), g))
+
+
+def test_no_second_derivative():
+    m = layer(64, 32)
+    x = torch.randn(6, 64, dtype=BF16, requires_grad=True)
+    (dx,) = torch.autograd.grad(mxfp8(m)(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"te_mx\.LayerNormLinear: trying to diff"):
+        dx.sum().backward()
+
+
+def test_errors():
+    m = layer(64, 32, name="qkv")
+    with pytest.raises(ValueError, match="LayerNormLinear 'qkv': the last dimension"):
+        mxfp8(m)(torch.randn(3, 60))
+    with pytest.raises(TypeError, match="MXFP8 takes"):
+        mxfp8(m)(torch.randn(3, 64, dtype=torch.float64))
+    with pytest.raises(ValueError, match="is on meta"):
+        mxfp8(m)(torch.randn(3, 64, device="meta"))
+    with pytest.raises(ValueError, match="normalization must be"):
+        te_mx.LayerNormLinear(8, 8, normalization="BatchNorm")
+    with pytest.raises(ValueError, match="disagree"):
+        te_mx.LayerNormLinear(8, 8, dtype=BF16, params_dtype=torch.float16)
+    with pytest.raises(NotImplementedError, match="ub_overlap_ag"):
+        te_mx.LayerNormLinear(8, 8, ub_overlap_ag=True)
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        te_mx.LayerNormLinear(8, 8, no_such=1)
+    with pytest.raises(NotImplementedError, match="fp8_output"):
+        m(torch.randn(3, 64, dtype=BF16), fp8_output=True)
+    assert "normalization='LayerNorm'" in repr(m)
+
+
+def test_audit():
+    model = nn.Sequential(layer(64, 32), nn.ReLU())
+    assert te_mx.audit(model)["0"].fprop == "never ran"
+    x = torch.randn(6, 64, dtype=BF16)
+    mxfp8(model)(x).sum().backward()
+    row = te_mx.audit(model)["0"]
+    assert row.kind == "te_mx.LayerNormLinear"
+    assert "never ran" not in row and "high precision" not in row
+    model(x)
+    assert te_mx.audit(model)["0"].dgrad == "high precision"
