@@ -6,7 +6,7 @@ import torch
 import te_mx
 from te_mx import tensor
 from te_mx.engine import envelopes, streams
-from te_mx.nn import linear as nn_linear
+from te_mx.nn import mx_module
 
 
 def test_on_the_cpu_there_is_nothing_to_wait_for():
@@ -23,7 +23,7 @@ def stream(monkeypatch):
     now = {"stream": 1, "capturing": False}
     monkeypatch.setattr(streams, "current", lambda device: now["stream"])
     monkeypatch.setattr(streams, "capturing", lambda device: now["capturing"])
-    monkeypatch.setattr(nn_linear, "capturing", lambda device: now["capturing"])
+    monkeypatch.setattr(mx_module, "capturing", lambda device: now["capturing"])
     return now
 
 

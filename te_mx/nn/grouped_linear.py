@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_mx import context
 from te_mx.autograd.grouped import (
     Groups,
     StandingWeights,
@@ -18,20 +17,18 @@ from te_mx.autograd.grouped import (
     standing,
 )
 from te_mx.autograd.linear import flatten, unflatten
-from te_mx.autograd.operands import capturing
 from te_mx.autograd.wgrad import WeightGradient
 from te_mx.context import is_tracing
 from te_mx.nn import delayed_wgrad
-from te_mx.nn.delayed_wgrad import DelayedWgrad
 from te_mx.nn.grouped_plain import grouped_plain
 from te_mx.nn.grouped_splits import groups_of
 from te_mx.nn.grouped_state import GroupedFrozen, convert_state_dict
-from te_mx.nn.linear import _NEVER, FLOATS, Linear, output_dtype
+from te_mx.nn.mx_module import MXModule, output_dtype
 from te_mx.nn.te_arguments import refuse, refuse_constructor
 from te_mx.recipe import Settings
 
 
-class GroupedLinear(DelayedWgrad, nn.Module):
+class GroupedLinear(MXModule, nn.Module):
     """``num_gemms`` linear layers: rows of group i are ``x @ weight_i.T + bias_i``.
 
     In MXFP8 inside `te_mx.autocast`, bit for bit a loop of `te_mx.Linear` over the groups; exactly
@@ -62,10 +59,8 @@ class GroupedLinear(DelayedWgrad, nn.Module):
             defaults; see docs/compatibility.md.
     """
 
-    _seen: Settings | None = _NEVER
     _microbatch: StandingWeights | None = None
     _frozen: GroupedFrozen | None = None
-    _tag: int = -1
 
     def __init__(
         self,
@@ -182,25 +177,25 @@ class GroupedLinear(DelayedWgrad, nn.Module):
         routed = self.fuse_wgrad_accumulation or self.delay_wgrad_compute
         if routed and is_tracing():
             return delayed_wgrad.untraced(self.forward, inp, m_splits, is_first_microbatch)
-        settings = context.current_settings() if is_tracing() else self._settings_now()
+        settings = self._settings()
         if routed and torch.is_grad_enabled() and (settings is None or other_backward(settings)):
             raise NotImplementedError(
                 f"{self._label()}: fuse_wgrad_accumulation and delay_wgrad_compute need "
                 "te_mx.autocast and a recipe whose backward runs in MXFP8; build the layer without "
                 "them, or leave backward_override, wgrad_with_hp and one_copy_weights away"
             )
-        self._check_shape(inp)
+        self._check_shape(inp, "in_features", self.in_features)
         rows = inp.numel() // self.in_features if self.in_features else len(flatten(inp))
         groups = groups_of(m_splits, self.num_gemms, rows, inp.device, self._label)
         if settings is None:
             return self._high_precision(inp, groups)
         weights = tuple(getattr(self, name) for name in self._weight_names)
         biases = tuple(getattr(self, name) for name in self._bias_names)
-        self._check(inp, weights[0].device, weights[0].dtype)
+        self._check_kind(inp, weights[0].device, weights[0].dtype)
         kept = None
         if self._frozen is not None or is_first_microbatch is not None:
             kept = self._standing(inp, settings, is_first_microbatch)
-        tag = -1 if is_tracing() else self._tag if self._tag >= 0 else self._new_tag()
+        tag = self._tag_now()
         added = () if self.return_bias else self._like_weights(biases)
         sink = self._sink(weights, is_first_microbatch) if routed else None
         y = grouped_linear(
@@ -219,9 +214,6 @@ class GroupedLinear(DelayedWgrad, nn.Module):
             weights, self._label(), self.fuse_wgrad_accumulation, is_first_microbatch is True,
             self._wgrad_queue(),
         )  # fmt: skip
-
-    _settings_now: Callable[[], Settings | None] = Linear._settings_now  # type: ignore[assignment]
-    _new_tag: Callable[[], int] = Linear._new_tag  # type: ignore[assignment]
 
     def _like_weights(self, biases: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Biases stacked or not as the weights are."""
@@ -250,13 +242,11 @@ class GroupedLinear(DelayedWgrad, nn.Module):
         need_col = torch.is_grad_enabled() and inp.requires_grad
         frozen = self._frozen
         kept = self._microbatch if frozen is None else frozen.weight
-        # A CUDA graph is replayed on later weights: only frozen ones may be older than it.
-        capture = not is_tracing() and capturing(inp.device)
-        fresh = frozen is None and (is_first_microbatch or capture)
-        if not fresh and kept is not None and kept.serves(settings, inp.device, need_col):
-            return kept if is_tracing() else kept.on_current_stream()
-        if is_tracing() or capture:  # a graph keeps nothing between its calls
-            return None
+        use, keep = self._keep(
+            kept, frozen is not None, is_first_microbatch, settings, inp.device, need_col
+        )
+        if not keep:
+            return use
         made = standing([w.detach() for w in self.weights()], settings, need_col)
         if frozen is None:
             self.__dict__["_microbatch"] = made
@@ -278,30 +268,6 @@ class GroupedLinear(DelayedWgrad, nn.Module):
             self._frozen.weight = standing(weights, self._frozen.settings, False)
 
     # ----------------------------------------------------------------------------- checks and names
-    def _label(self) -> str:
-        if self.name:
-            return f"te_mx.GroupedLinear {self.name!r}"
-        return f"te_mx.GroupedLinear({self.extra_repr()})"
-
-    def _check_shape(self, inp: Tensor) -> None:
-        if not inp.dim() or inp.shape[-1] != self.in_features:
-            raise ValueError(
-                f"{self._label()}: the last dimension of inp must be "
-                f"in_features={self.in_features}, got inp of shape {tuple(inp.shape)}"
-            )
-
-    def _check(self, inp: Tensor, device: torch.device, weight_dtype: torch.dtype) -> None:
-        if inp.dtype not in FLOATS or weight_dtype not in FLOATS:
-            raise TypeError(
-                f"{self._label()}: MXFP8 takes float32, bfloat16 and float16, got inp "
-                f"{inp.dtype} and weights {weight_dtype}; convert them, or run this layer under "
-                "te_mx.autocast(enabled=False)"
-            )
-        if inp.device != device:
-            raise ValueError(
-                f"{self._label()}: inp is on {inp.device} and the weights on {device}; move one"
-            )
-
     def extra_repr(self) -> str:
         stacked = ", single_grouped_weight=True" if self.single_grouped_weight else ""
         frozen = ", frozen" if self._frozen is not None else ""
@@ -313,9 +279,7 @@ class GroupedLinear(DelayedWgrad, nn.Module):
     # ---------------------------------------------------------------------------------- checkpoints
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy: without what a forward makes again."""
-        state = {
-            k: v for k, v in self.__dict__.items() if k not in ("_seen", "_microbatch", "_tag")
-        }
+        state = super().__getstate__()
         if self._frozen is not None:
             state["_frozen"] = GroupedFrozen(self._frozen.settings, dict(self._frozen.trained))
         return state
@@ -333,9 +297,7 @@ class GroupedLinear(DelayedWgrad, nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        if prefix + "_extra_state" in unexpected_keys:  # Transformer Engine saves it
-            unexpected_keys.remove(prefix + "_extra_state")
-        self.__dict__.pop("_microbatch", None)
+        self._after_load(prefix, unexpected_keys)
         if self._frozen is not None:
             self._frozen.weight = None
 

@@ -14,7 +14,6 @@ from te_mx.autograd.wgrad import WeightGradient
 from te_mx.backends.fused import NORMS
 from te_mx.context import is_tracing
 from te_mx.nn import activations, delayed_wgrad
-from te_mx.nn.linear import _tags
 from te_mx.nn.norm_module import NormModule, Together, default_init, one_dtype
 from te_mx.nn.te_arguments import refuse_constructor
 
@@ -175,14 +174,6 @@ class LayerNormMLP(NormModule):
         extra: tuple[Tensor | None, ...] = (self.fc2_bias,) if self.return_bias else ()
         extra += (z,) if self.return_layernorm_output else ()
         return (out, *extra) if extra else out
-
-    def _new_tag(self) -> int:
-        """The first of six slots: two draws of three, taken one after the other."""
-        tag = next(_tags)
-        while next(_tags) != tag + len(GEMMS):  # another thread drew between
-            tag = next(_tags)
-        self.__dict__["_tag"] = tag
-        return tag
 
     def _sinks(self, first: bool | None) -> tuple[WeightGradient | None, WeightGradient | None]:
         weights = (self.fc1_weight, self.fc2_weight)

@@ -2,42 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from te_mx import context
 from te_mx.autograd.high_precision import HighPrecisionLinear
-from te_mx.autograd.linear import GEMMS, infer, linear
-from te_mx.autograd.operands import StandingWeight, capturing, standing_weight
+from te_mx.autograd.linear import infer, linear
+from te_mx.autograd.operands import StandingWeight, standing_weight
 from te_mx.autograd.wgrad import WeightGradient
-from te_mx.context import backward_pass_id, innermost, is_tracing
+from te_mx.context import is_tracing
 from te_mx.nn import delayed_wgrad
 from te_mx.nn import parameters_split as split
-from te_mx.nn.delayed_wgrad import DelayedWgrad
 from te_mx.nn.frozen_weight import FrozenWeight, load_codes, save_codes
+from te_mx.nn.mx_module import MXModule, output_dtype
 from te_mx.nn.te_arguments import refuse, refuse_constructor
 from te_mx.recipe import Settings
 
-FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
-_tags = itertools.count(step=len(GEMMS))
-_NEVER: Any = object()
-_TRANSIENT = ("_seen", "_microbatch", "_tag", "_delayed")  # what a copy starts without
-
-
-def output_dtype(x: Tensor) -> torch.dtype:
-    """torch.autocast's dtype where that is on for the device of x, else the dtype of x."""
-    kind = x.device.type
-    if kind == "meta":  # torch.autocast does not know it
-        return x.dtype
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-
-
-class Linear(DelayedWgrad, nn.Linear):
+class Linear(MXModule, nn.Linear):
     """``y = x @ weight.T + bias``, in MXFP8 inside `te_mx.autocast` and exactly nn.Linear outside.
 
     Parameters, their names, their default initialization and the state_dict are those of nn.Linear,
@@ -83,16 +67,13 @@ class Linear(DelayedWgrad, nn.Linear):
 
     # Class attributes, not set in __init__: convert_model turns an nn.Linear into this class in
     # place.
-    name: str | None = None
     return_bias: bool = False
     fuse_wgrad_accumulation: bool = False
     save_original_input: bool = False
     init_method: Callable[[Tensor], Any] | None = None
-    _seen: Settings | None = _NEVER  # what the last forward ran with, for recomputation and audit
     _microbatch: StandingWeight | None = None
     _frozen: FrozenWeight | None = None
     _split: dict[str, int] | None = None  # rows of each part, by name
-    _tag: int = -1  # first of three slots in te_mx.engine.explain.LAST_RUN
 
     def __init__(
         self,
@@ -181,7 +162,7 @@ class Linear(DelayedWgrad, nn.Linear):
         routed = self.fuse_wgrad_accumulation or self.delay_wgrad_compute
         if tracing and routed:
             return delayed_wgrad.untraced(self.forward, inp, is_first_microbatch)
-        settings = context.current_settings() if tracing else self._settings_now()
+        settings = self._settings()
         frozen = self._frozen
         if settings is None:
             if frozen is None or not frozen.dropped:
@@ -194,12 +175,13 @@ class Linear(DelayedWgrad, nn.Linear):
         if weight is None:
             weight = self.whole_weight()
         bias = self.bias if self._split is None else self.whole_bias()
-        self._check(inp, weight.device, weight.dtype)
+        self._check_shape(inp, "in_features", self.in_features)
+        self._check_kind(inp, weight.device, weight.dtype)
         if frozen is None and is_first_microbatch is None:
             standing = None
         else:
             standing = self._standing_weight(inp, weight, settings, is_first_microbatch)
-        tag = -1 if tracing else self._tag if self._tag >= 0 else self._new_tag()
+        tag = self._tag_now()
         added = None if self.return_bias else bias
         sink = self._sink(weight, is_first_microbatch) if routed else None
         out = linear(
@@ -207,30 +189,6 @@ class Linear(DelayedWgrad, nn.Linear):
             self.save_original_input, sink,
         )  # fmt: skip
         return (out, bias) if self.return_bias else out
-
-    def _settings_now(self) -> Settings | None:
-        """Settings of the active region; in a recomputation those that the recomputed forward ran
-        with.
-
-        torch.utils.checkpoint runs the forward again inside the backward pass, where the region of
-        the first forward is usually gone. So inside a backward pass only regions that were entered
-        in this same pass count.
-        """
-        region = innermost.get()
-        settings = None if region is None else region.settings
-        running = backward_pass_id()
-        if (
-            running != -1
-            and (region is None or region.backward_pass != running)
-            and self._seen is not _NEVER
-        ):
-            return self._seen
-        self.__dict__["_seen"] = settings  # nn.Module.__setattr__ is slow
-        return settings
-
-    def _new_tag(self) -> int:
-        tag = self.__dict__["_tag"] = next(_tags)
-        return tag
 
     def _high_precision(self, inp: Tensor, is_first_microbatch: bool | None) -> Any:
         weight: Tensor = self.weight if self._split is None else self.whole_weight()
@@ -280,9 +238,10 @@ class Linear(DelayedWgrad, nn.Linear):
                 "or get a weight back with te_mx.unfreeze_weights(model, dequantize=True), or "
                 "run under torch.no_grad()"
             )
-        self._check(inp, codes.device)
+        self._check_shape(inp, "in_features", self.in_features)
+        self._check_kind(inp, codes.device)
         row = self._frozen.operand(self)  # type: ignore[union-attr]
-        tag = -1 if is_tracing() else self._tag if self._tag >= 0 else self._new_tag()
+        tag = self._tag_now()
         bias = self.whole_bias()
         out = infer(inp, row, None if self.return_bias else bias, settings, output_dtype(inp), tag)
         return (out, bias) if self.return_bias else out
@@ -293,13 +252,11 @@ class Linear(DelayedWgrad, nn.Linear):
         need_dx = torch.is_grad_enabled() and inp.requires_grad
         frozen = self._frozen
         kept = self._microbatch if frozen is None else frozen.weight
-        # A CUDA graph is replayed on later weights: only frozen ones may be older than it.
-        capture = not is_tracing() and capturing(inp.device)
-        fresh = frozen is None and (is_first_microbatch or capture)
-        if not fresh and kept is not None and kept.serves(settings, inp.device, need_dx):
-            return kept if is_tracing() else kept.on_current_stream()
-        if is_tracing() or capture:  # a graph keeps nothing between its calls
-            return None
+        use, keep = self._keep(
+            kept, frozen is not None, is_first_microbatch, settings, inp.device, need_dx
+        )
+        if not keep:
+            return use
         made = standing_weight(weight, settings, need_dx)
         if frozen is None:
             self.__dict__["_microbatch"] = made
@@ -308,29 +265,6 @@ class Linear(DelayedWgrad, nn.Linear):
         return made
 
     # ----------------------------------------------------------------------------- checks and names
-    def _label(self) -> str:
-        return f"te_mx.Linear {self.name!r}" if self.name else f"te_mx.Linear({self.extra_repr()})"
-
-    def _check(
-        self, inp: Tensor, device: torch.device, weight_dtype: torch.dtype = torch.float32
-    ) -> None:
-        shape = inp.shape
-        if not shape or shape[-1] != self.in_features:
-            raise ValueError(
-                f"{self._label()}: the last dimension of inp must be "
-                f"in_features={self.in_features}, got inp of shape {tuple(shape)}"
-            )
-        if inp.dtype not in FLOATS or weight_dtype not in FLOATS:
-            raise TypeError(
-                f"{self._label()}: MXFP8 takes float32, bfloat16 and float16, got inp "
-                f"{inp.dtype} and weight {weight_dtype}; convert them, or run this layer under "
-                "te_mx.autocast(enabled=False)"
-            )
-        if inp.device != device:
-            raise ValueError(
-                f"{self._label()}: inp is on {inp.device} and the weight on {device}; move one"
-            )
-
     def extra_repr(self) -> str:
         bias = self.whole_bias() is not None
         shown = f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}"
@@ -343,7 +277,7 @@ class Linear(DelayedWgrad, nn.Linear):
     # ---------------------------------------------------------------------------------- checkpoints
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy: without what a forward makes again."""
-        state = {k: v for k, v in self.__dict__.items() if k not in _TRANSIENT}
+        state = super().__getstate__()
         if self._frozen is not None:
             state["_frozen"] = self._frozen.without_codes()
         return state
@@ -367,9 +301,6 @@ class Linear(DelayedWgrad, nn.Linear):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        for key in (*ours, prefix + "_extra_state"):  # Transformer Engine saves _extra_state
-            if key in unexpected_keys:
-                unexpected_keys.remove(key)
-        self.__dict__.pop("_microbatch", None)
+        self._after_load(prefix, unexpected_keys, *ours)
         if self._frozen is not None:
             self._frozen.weight = None

@@ -10,18 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_mx import context
 from te_mx.autograd.high_precision import HighPrecisionLinear
 from te_mx.autograd.normalization import NormStep
-from te_mx.autograd.operands import StandingWeight, capturing, standing_weight
+from te_mx.autograd.operands import StandingWeight, standing_weight
 from te_mx.autograd.wgrad import Queue, WeightGradient
 from te_mx.backends.fused import NORMS, Norm
-from te_mx.context import is_tracing
-from te_mx.nn.delayed_wgrad import DelayedWgrad
-from te_mx.nn.linear import _NEVER, FLOATS, Linear, output_dtype
+from te_mx.nn.mx_module import MXModule, output_dtype
 from te_mx.recipe import Settings
 
-_TRANSIENT = ("_seen", "_microbatch", "_tag", "_delayed")  # what a copy starts without
 _STD = 0.023  # of Transformer Engine's default weights
 
 
@@ -42,17 +38,14 @@ def one_dtype(
     return dtype if params_dtype is None else params_dtype
 
 
-class NormModule(DelayedWgrad, nn.Module):
+class NormModule(MXModule, nn.Module):
     """A module that normalizes its input and runs linear steps on the result."""
 
-    name: str | None = None
     fuse_wgrad_accumulation: bool = False
-    _seen: Settings | None = _NEVER  # what the last forward ran with, for recomputation and audit
     _microbatch: dict[str, StandingWeight] | None = None
     _norms: tuple[str | None, ...] = NORMS
     layer_norm_weight: nn.Parameter | None
     layer_norm_bias: nn.Parameter | None
-    _tag: int = -1  # first slot in te_mx.engine.explain.LAST_RUN, three for each linear step
 
     def _start(
         self,
@@ -89,20 +82,9 @@ class NormModule(DelayedWgrad, nn.Module):
             nn.init.zeros_(self.layer_norm_bias)
 
     # --------------------------------------------------------------------------- running a forward
-    _settings_now: Any = Linear._settings_now
-    _new_tag: Any = Linear._new_tag
-
     def _routed(self) -> bool:
         """Whether weight gradients do not simply go back to autograd."""
         return self.fuse_wgrad_accumulation or self.delay_wgrad_compute
-
-    def _settings(self) -> Settings | None:
-        return context.current_settings() if is_tracing() else self._settings_now()
-
-    def _tag_now(self) -> int:
-        if is_tracing():
-            return -1
-        return self._tag if self._tag >= 0 else self._new_tag()
 
     def _step(self, inp: Tensor) -> NormStep:
         norm = None if self.normalization is None else Norm(self.normalization, self.eps)
@@ -134,11 +116,10 @@ class NormModule(DelayedWgrad, nn.Module):
         """The weight as kept for the micro-batches of a step; see te_mx.Linear.forward."""
         if first is None:
             return None
-        if is_tracing() or capturing(weight.device):  # a graph keeps nothing between its calls
-            return None
         kept = (self._microbatch or {}).get(key)
-        if not first and kept is not None and kept.serves(settings, weight.device, need_dx):
-            return kept.on_current_stream()
+        use, keep = self._keep(kept, False, first, settings, weight.device, need_dx)
+        if not keep:
+            return use
         if self._microbatch is None:
             self.__dict__["_microbatch"] = {}
         made = standing_weight(weight, settings, need_dx)
@@ -161,41 +142,18 @@ class NormModule(DelayedWgrad, nn.Module):
         return WeightGradient(parameters, self._label(), fuse, first is True, queue)
 
     # ----------------------------------------------------------------------------- checks and names
-    def _label(self) -> str:
-        kind = f"te_mx.{type(self).__name__}"
-        return f"{kind} {self.name!r}" if self.name else f"{kind}({self.extra_repr()})"
-
     def _check(self, inp: Tensor, size_name: str, *weights: Tensor) -> None:
-        shape = inp.shape
-        if not shape or shape[-1] != self._size:
-            raise ValueError(
-                f"{self._label()}: the last dimension of inp must be {size_name}={self._size}, got "
-                f"inp of shape {tuple(shape)}"
-            )
+        self._check_shape(inp, size_name, self._size)
         if self.layer_norm_weight is not None:
             weights = (self.layer_norm_weight, *weights)
         for weight in weights:
-            if inp.dtype not in FLOATS or weight.dtype not in FLOATS:
-                raise TypeError(
-                    f"{self._label()}: MXFP8 takes float32, bfloat16 and float16, got inp "
-                    f"{inp.dtype} and a weight {weight.dtype}; convert them, or run this module "
-                    "under te_mx.autocast(enabled=False)"
-                )
-            if inp.device != weight.device:
-                raise ValueError(
-                    f"{self._label()}: inp is on {inp.device} and a weight on {weight.device}; "
-                    "move one"
-                )
+            self._check_kind(inp, weight.device, weight.dtype)
 
     def _norm_repr(self) -> str:
         shown = f"eps={self.eps}, normalization={self.normalization!r}"
         return shown + (", zero_centered_gamma=True" if self.zero_centered_gamma else "")
 
     # ---------------------------------------------------------------------------------- checkpoints
-    def __getstate__(self) -> dict[str, Any]:
-        """For pickle and deepcopy: without what a forward makes again."""
-        return {k: v for k, v in self.__dict__.items() if k not in _TRANSIENT}
-
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool,
         missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
@@ -203,9 +161,7 @@ class NormModule(DelayedWgrad, nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        if prefix + "_extra_state" in unexpected_keys:  # Transformer Engine saves it
-            unexpected_keys.remove(prefix + "_extra_state")
-        self.__dict__.pop("_microbatch", None)
+        self._after_load(prefix, unexpected_keys)
 
 
 class Together:

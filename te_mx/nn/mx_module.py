@@ -1,0 +1,130 @@
+"""What the modules that run in MXFP8 share: settings of a forward, kept weights, names, checks and
+checkpoints.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_mx import context
+from te_mx.autograd.linear import GEMMS
+from te_mx.autograd.operands import capturing
+from te_mx.context import backward_pass_id, innermost, is_tracing
+from te_mx.nn.delayed_wgrad import DelayedWgrad
+from te_mx.recipe import Settings
+
+FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
+STEPS = 2  # linear steps of a module, at most
+NEVER: Any = object()
+TRANSIENT = ("_seen", "_microbatch", "_tag", "_delayed")  # what a copy starts without
+
+_tags = itertools.count(step=STEPS * len(GEMMS))
+
+
+def output_dtype(x: Tensor) -> torch.dtype:
+    """torch.autocast's dtype where that is on for the device of x, else the dtype of x."""
+    kind = x.device.type
+    if kind == "meta":  # torch.autocast does not know it
+        return x.dtype
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+class MXModule(DelayedWgrad):
+    """Mixin of the modules, beside an nn.Module."""
+
+    # Class attributes, not set in __init__: convert_model gives modules this class in place.
+    name: str | None = None
+    _seen: Settings | None = NEVER  # what the last forward ran with, for recomputation and audit
+    _tag: int = -1  # first slot in te_mx.engine.explain.LAST_RUN, three for each linear step
+
+    # --------------------------------------------------------------------------- running a forward
+    def _settings(self) -> Settings | None:
+        """Settings that a forward runs with, None outside te_mx.autocast."""
+        return context.current_settings() if is_tracing() else self._settings_now()
+
+    def _settings_now(self) -> Settings | None:
+        """Settings of the active region; in a recomputation those that the recomputed forward ran
+        with.
+
+        torch.utils.checkpoint runs the forward again inside the backward pass, where the region of
+        the first forward is usually gone. So inside a backward pass only regions that were entered
+        in this same pass count.
+        """
+        region = innermost.get()
+        settings = None if region is None else region.settings
+        running = backward_pass_id()
+        if (
+            running != -1
+            and (region is None or region.backward_pass != running)
+            and self._seen is not NEVER
+        ):
+            return self._seen
+        self.__dict__["_seen"] = settings  # nn.Module.__setattr__ is slow
+        return settings
+
+    def _tag_now(self) -> int:
+        """The first slot of this module; compiled code records nothing."""
+        if is_tracing():
+            return -1
+        if self._tag < 0:
+            self.__dict__["_tag"] = next(_tags)
+        return self._tag
+
+    def _keep(
+        self, kept: Any, frozen: bool, first: bool | None, settings: Settings,
+        device: torch.device, need_dx: bool,
+    ) -> tuple[Any, bool]:  # fmt: skip
+        """The kept weight that serves this call or None, and whether a new one is to be kept.
+
+        A CUDA graph is replayed on later weights: only frozen ones may be older than it. Neither it
+        nor compiled code keeps anything between its calls.
+        """
+        tracing = is_tracing()
+        capture = not tracing and capturing(device)
+        fresh = not frozen and (first or capture)
+        if not fresh and kept is not None and kept.serves(settings, device, need_dx):
+            return kept if tracing else kept.on_current_stream(), False
+        return None, not (tracing or capture)
+
+    # ----------------------------------------------------------------------------- checks and names
+    def _label(self) -> str:
+        kind = f"te_mx.{type(self).__name__}"
+        return f"{kind} {self.name!r}" if self.name else f"{kind}({self.extra_repr()})"  # type: ignore[attr-defined]
+
+    def _check_shape(self, inp: Tensor, name: str, size: int) -> None:
+        shape = inp.shape
+        if not shape or shape[-1] != size:
+            raise ValueError(
+                f"{self._label()}: the last dimension of inp must be {name}={size}, got inp of "
+                f"shape {tuple(shape)}"
+            )
+
+    def _check_kind(
+        self, inp: Tensor, device: torch.device, weight_dtype: torch.dtype = torch.float32
+    ) -> None:
+        if inp.dtype not in FLOATS or weight_dtype not in FLOATS:
+            raise TypeError(
+                f"{self._label()}: MXFP8 takes float32, bfloat16 and float16, got inp "
+                f"{inp.dtype} and weight {weight_dtype}; convert them, or run this layer under "
+                "te_mx.autocast(enabled=False)"
+            )
+        if inp.device != device:
+            raise ValueError(
+                f"{self._label()}: inp is on {inp.device} and the weight on {device}; move one"
+            )
+
+    # ---------------------------------------------------------------------------------- checkpoints
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and deepcopy: without what a forward makes again."""
+        return {k: v for k, v in self.__dict__.items() if k not in TRANSIENT}
+
+    def _after_load(self, prefix: str, unexpected_keys: list[str], *ours: str) -> None:
+        """Ends _load_from_state_dict: keys that were dealt with, and kept weights that are old."""
+        for key in (*ours, prefix + "_extra_state"):  # Transformer Engine saves _extra_state
+            if key in unexpected_keys:
+                unexpected_keys.remove(key)
+        self.__dict__.pop("_microbatch", None)
