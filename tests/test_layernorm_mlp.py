@@ -198,7 +198,7 @@ def test_micro_batches(monkeypatch):
     run = mxfp8(m)
     plain = gradients(m, x, run, g)
     assert_same(gradients(m, x, lambda v: run(v, True), g), plain)
-    for module in (operands, layernorm_mlp):  # nothing is quantized again
+    for module in (operands, steps):  # nothing is quantized again
         monkeypatch.setattr(module, "quantize_weight", None)
     assert_same(gradients(m, x, lambda v: run(v, False), g), plain)
 

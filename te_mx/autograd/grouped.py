@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from te_mx.autograd.backward import place, run_backward, tag_of
 from te_mx.autograd.linear import (
     DGRAD,
     WGRAD,
     StandingWeight,
-    _refuse_double_backward,
     flatten,
     linear,
     mode_of,
@@ -137,11 +137,7 @@ class GroupedLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            with torch.no_grad():
-                grads = _backward(ctx, grad)
-            return tuple(_refuse_double_backward(grads))
-        return _backward(ctx, grad)
+        return run_backward(_backward, "te_mx.GroupedLinear", ctx, grad)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -167,13 +163,13 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         g_row = Operand(q.row_codes, q.row_scales, fmt, "k_last")  # type: ignore[arg-type]
         dx = gemm_rows(
             w_col, g_row, offs, out_dtype=x_dtype, capacity=capacity,
-            tag=tag + DGRAD if tag >= 0 else -1, mode=mode,
+            tag=tag_of(tag, DGRAD), mode=mode,
         ).view(ctx.x_shape)  # fmt: skip
     if any(need_dw):
         g_col = Operand(q.col_codes, q.col_scales, fmt, "k_first")  # type: ignore[arg-type]
         # A function of where the result goes, because a sink may run it later or into main_grad.
         wgrad = partial(_wgrad, saved[:2], g_col, offs, capacity, settings, tag, ctx.stacked)
-        dw = wgrad(None, w_dtype, False) if ctx.sink is None else ctx.sink.take(wgrad, w_dtype)
+        dw = place(ctx.sink, wgrad, w_dtype)
         if dw is not None and not ctx.stacked:
             dw = dw.unflatten(0, (count, dw.shape[0] // count))
     if q.col_sum is not None:
@@ -197,7 +193,7 @@ def _wgrad(
     shape = (len(offs), g_col.rows, x_col.rows)
     dw = gemm_k(
         x_col, g_col, offs, out=None if out is None else out.view(shape), out_dtype=dtype,
-        accumulate=accumulate, capacity=capacity, tag=tag + WGRAD if tag >= 0 else -1,
+        accumulate=accumulate, capacity=capacity, tag=tag_of(tag, WGRAD),
         mode=mode_of(settings),
     )  # fmt: skip
     return dw if stacked else dw.flatten(0, 1)

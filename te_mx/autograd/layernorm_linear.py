@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 
 from te_mx.autograd import steps
+from te_mx.autograd.backward import place, run_backward, tag_of
 from te_mx.autograd.linear import DGRAD, WGRAD
 from te_mx.autograd.normalization import NormStep
-from te_mx.autograd.operands import StandingWeight, flatten, mode_of, quantize_weight, unflatten
+from te_mx.autograd.operands import StandingWeight, flatten, mode_of, unflatten
 from te_mx.autograd.wgrad import WeightGradient
 from te_mx.ops import gemm_2d
 from te_mx.ops.fused import quantized
@@ -65,10 +66,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
         x_MK = flatten(x)
         plan = steps.plan_input(x.device, settings, need_dw)
         made = step.forward(x_MK, norm_weight, norm_bias, call.return_z or plan.keep, plan.wanted)
-        if standing is None:
-            w_row, w_col = quantize_weight(weight_NK, settings, need_dz)
-        else:
-            w_row, w_col = standing.row, standing.col
+        w_row, w_col = steps.weight_operands(standing, weight_NK, settings, need_dz)
         y_MN = gemm_2d(
             w_row, plan.row(made.quantized), bias=bias_N, out_dtype=step.dtype, tag=call.tag,
             mode=mode_of(settings),
@@ -85,7 +83,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return steps.run_backward(lambda: _backward(ctx, *grads), "te_mx.LayerNormLinear")
+        return run_backward(_backward, "te_mx.LayerNormLinear", ctx, *grads)
 
 
 def _backward(ctx: Any, g: Tensor, g_z: Tensor | None = None) -> tuple[Tensor | None, ...]:
@@ -100,17 +98,15 @@ def _backward(ctx: Any, g: Tensor, g_z: Tensor | None = None) -> tuple[Tensor | 
 
     dx = d_weight = d_bias = dw_NK = db_N = None
     if need_dz:
-        tag_dz = tag + DGRAD if tag >= 0 else -1
+        tag_dz = tag_of(tag, DGRAD)
         dz = steps.dgrad(gradient, saved[3:], ctx.w_order, settings, step.dtype, tag_dz).out
         if g_z is not None:
             dz = dz + flatten(g_z)
         dx, d_weight, d_bias = step.backward(dz, flatten(x), norm_weight, mean, rstd)
         dx = dx.view(x.shape)
     if need_dw:
-        tag_dw = tag + WGRAD if tag >= 0 else -1
-        wgrad = steps.wgrad(gradient, saved[:3], ctx.z_order, settings, tag_dw)
-        dtype = ctx.w_dtype
-        dw_NK = wgrad(None, dtype, False) if ctx.sink is None else ctx.sink.take(wgrad, dtype)
+        wgrad = steps.wgrad(gradient, saved[:3], ctx.z_order, settings, tag_of(tag, WGRAD))
+        dw_NK = place(ctx.sink, wgrad, ctx.w_dtype)
     if need_db:
         db_N = q.col_sum.to(ctx.bias_dtypes[1])  # type: ignore[union-attr]
     return (
@@ -140,7 +136,7 @@ def layernorm_linear(
     step, settings = call.step, call.settings
     plan = steps.plan_input(x.device, settings, False)
     parts = step.forward(flatten(x), norm_weight, norm_bias, call.return_z, plan.wanted)
-    w_row = standing.row if standing else quantize_weight(weight_NK, settings, False)[0]
+    w_row, _ = steps.weight_operands(standing, weight_NK, settings, False)
     y_MN = gemm_2d(
         w_row, plan.row(parts.quantized), bias=bias_N, out_dtype=step.dtype, tag=call.tag,
         mode=mode_of(settings),

@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 
 from te_mx.autograd import steps
+from te_mx.autograd.backward import place, run_backward, tag_of
 from te_mx.autograd.linear import DGRAD, WGRAD
 from te_mx.autograd.normalization import NormStep
-from te_mx.autograd.operands import StandingWeight, flatten, mode_of, quantize_weight, unflatten
+from te_mx.autograd.operands import StandingWeight, flatten, mode_of, unflatten
 from te_mx.autograd.wgrad import WeightGradient
 from te_mx.backends.fused import Activation
 from te_mx.ops import Operand, QuantizedParts, gemm_2d
@@ -71,14 +72,6 @@ def _fc1(
     return h, made_a.out, made_a.quantized
 
 
-def _weight(
-    standing: StandingWeight | None, weight: Tensor, settings: Settings, need_dx: bool
-) -> tuple[Operand, Operand | None]:
-    if standing is None:
-        return quantize_weight(weight, settings, need_dx)
-    return standing.row, standing.col
-
-
 class LayerNormMLPFunction(torch.autograd.Function):
     """y, or (y, z); gradients have the dtypes of what they belong to."""
 
@@ -103,9 +96,9 @@ class LayerNormMLPFunction(torch.autograd.Function):
         plan_a = steps.plan_input(device, settings, need_dw2)
         want_z = call.return_z or plan_z.keep
         made = step.forward(flatten(x), norm_weight, norm_bias, want_z, plan_z.wanted)
-        w1_row, w1_col = _weight(weights.standing[0], w1, settings, need_dz)
+        w1_row, w1_col = steps.weight_operands(weights.standing[0], w1, settings, need_dz)
         h, a, qa = _fc1(w1_row, plan_z.row(made.quantized), b1, call, plan_a)
-        w2_row, w2_col = _weight(weights.standing[1], w2, settings, need_dh)
+        w2_row, w2_col = steps.weight_operands(weights.standing[1], w2, settings, need_dh)
         y_MH = gemm_2d(
             w2_row, plan_a.row(qa), bias=b2, out_dtype=step.dtype, tag=call.tags[1],
             mode=mode_of(settings),
@@ -129,7 +122,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return steps.run_backward(lambda: _backward(ctx, *grads), "te_mx.LayerNormMLP")
+        return run_backward(_backward, "te_mx.LayerNormMLP", ctx, *grads)
 
 
 def _backward(ctx: Any, g: Tensor, g_z: Tensor | None = None) -> tuple[Tensor | None, ...]:
@@ -153,13 +146,13 @@ def _backward(ctx: Any, g: Tensor, g_z: Tensor | None = None) -> tuple[Tensor | 
             ctx.call, gradient, saved_w2, w2_order, h, (need_dz, need_dw1, need_db1)
         )
     if need_dw2:
-        wgrad = steps.wgrad(gradient, saved_a, a_order, settings, _tag(tag2, WGRAD))
-        dw2 = _place(ctx.sinks[1], wgrad, w2_dtype)
+        wgrad = steps.wgrad(gradient, saved_a, a_order, settings, tag_of(tag2, WGRAD))
+        dw2 = place(ctx.sinks[1], wgrad, w2_dtype)
     if need_db2:
         db2 = q.col_sum.to(b2_dtype)  # type: ignore[union-attr]
     if need_dz:
         step = ctx.call.step
-        tag = _tag(tag1, DGRAD)
+        tag = tag_of(tag1, DGRAD)
         dz = steps.dgrad(inner, saved_w1, w1_order, settings, step.dtype, tag).out
         if g_z is not None:
             dz = dz + flatten(g_z)
@@ -169,8 +162,8 @@ def _backward(ctx: Any, g: Tensor, g_z: Tensor | None = None) -> tuple[Tensor | 
             dx, d_weight, d_bias = step.backward(dz, flatten(x), norm_weight, mean, rstd)
         dx = dx.view(ctx.x_shape)
     if need_dw1:
-        wgrad = steps.wgrad(inner, saved_z, z_order, settings, _tag(tag1, WGRAD))
-        dw1 = _place(ctx.sinks[0], wgrad, w1_dtype)
+        wgrad = steps.wgrad(inner, saved_z, z_order, settings, tag_of(tag1, WGRAD))
+        dw1 = place(ctx.sinks[0], wgrad, w1_dtype)
     if need_db1:
         db1 = sums.to(b1_dtype)
     return (
@@ -189,7 +182,7 @@ def _through_activation(
     tokens."""
     step, act, settings, _, tags = call
     wanted, itself = steps.plan_gradient(h.device, settings, *need)
-    tag = _tag(tags[1], DGRAD)
+    tag = tag_of(tags[1], DGRAD)
     if act.gelu_form and gradient.wanted.rowwise:
         made = steps.dgrad(
             gradient,
@@ -208,14 +201,6 @@ def _through_activation(
     parts = dact_quantize_2d(da, h, act, h.dtype, want_out=itself, wanted=wanted)
     inner = steps.Gradient(parts.out, parts.quantized, wanted)
     return inner, parts.quantized.col_sum  # type: ignore[return-value]
-
-
-def _tag(first: int, gemm: int) -> int:
-    return first + gemm if first >= 0 else -1
-
-
-def _place(sink: WeightGradient | None, wgrad: Any, dtype: torch.dtype) -> Tensor | None:
-    return wgrad(None, dtype, False) if sink is None else sink.take(wgrad, dtype)
 
 
 def layernorm_mlp(
@@ -237,9 +222,9 @@ def layernorm_mlp(
     step, settings = call.step, call.settings
     plan = steps.plan_input(x.device, settings, False)
     parts = step.forward(flatten(x), norm_weight, norm_bias, call.return_z, plan.wanted)
-    w1_row = _weight(weights.standing[0], w1, settings, False)[0]
+    w1_row = steps.weight_operands(weights.standing[0], w1, settings, False)[0]
     _, _, qa = _fc1(w1_row, plan.row(parts.quantized), b1, call, plan)
-    w2_row = _weight(weights.standing[1], w2, settings, False)[0]
+    w2_row = steps.weight_operands(weights.standing[1], w2, settings, False)[0]
     y_MH = gemm_2d(
         w2_row, plan.row(qa), bias=b2, out_dtype=step.dtype, tag=call.tags[1],
         mode=mode_of(settings),

@@ -20,6 +20,14 @@ import torch
 from torch import Tensor
 
 from te_mx.autograd import high_precision
+from te_mx.autograd.backward import (
+    operand_of,
+    place,
+    run_backward,
+    tag_of,
+    tensors_of,
+    values_of,
+)
 from te_mx.autograd.operands import (
     StandingWeight,
     col_operand,
@@ -34,17 +42,11 @@ from te_mx.autograd.operands import (
 )
 from te_mx.autograd.wgrad import WeightGradient, Wgrad
 from te_mx.engine.explain import LAST_RUN
-from te_mx.ops import PLAIN, GemmForm, Operand, branch, dequantize_2d, gemm_2d, quantize_2d
+from te_mx.ops import PLAIN, GemmForm, Operand, branch, gemm_2d, quantize_2d
 from te_mx.recipe import Settings
 
 FPROP, DGRAD, WGRAD = 0, 1, 2
 GEMMS = ("fprop", "dgrad", "wgrad")
-
-_DOUBLE_BACKWARD = (
-    "te_mx.Linear: trying to differentiate twice through an MXFP8 linear layer, which has no "
-    "second derivative (its backward quantizes the gradient). Run the layers that need a double "
-    "backward in high precision: `with te_mx.autocast(enabled=False):` around their forward"
-)
 
 
 def record(tag: int) -> None:
@@ -120,14 +122,14 @@ class LinearFunction(torch.autograd.Function):
                 saved_x = x, None, None
             else:
                 x_saved = col_operand(q, fmt, form) if x_columns else x_row
-                saved_x, ctx.x_order = _tensors(x_saved), x_saved.order
+                saved_x, ctx.x_order = tensors_of(x_saved), x_saved.order
         if need_dx:
             if override == "high_precision":
                 saved_w = weight_NK, None, None
             else:
                 w_saved = w_row if plain_rows(settings) else w_col
                 assert w_saved is not None
-                saved_w, ctx.w_order = _tensors(w_saved), w_saved.order
+                saved_w, ctx.w_order = tensors_of(w_saved), w_saved.order
         ctx.save_for_backward(*saved_x, *saved_w)
         ctx.settings, ctx.tag, ctx.x_shape, ctx.sink = settings, tag, x.shape, sink
         ctx.dtypes = x.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype
@@ -135,12 +137,7 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            # create_graph=True: the gradients are right, but theirs must not be silently zero.
-            with torch.no_grad():
-                grads = _backward(ctx, grad)
-            return tuple(_refuse_double_backward(grads))
-        return _backward(ctx, grad)
+        return run_backward(_backward, "te_mx.Linear", ctx, grad)
 
 
 _NOTHING = (None, None, None)
@@ -168,9 +165,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         db_N = sums.to(bias_dtype)  # type: ignore[union-attr]
 
     if need_dx:
-        tag_dx = tag + DGRAD if tag >= 0 else -1
+        tag_dx = tag_of(tag, DGRAD)
         if rows:
-            w_col = _operand(saved[3:], settings.fwd_fmt, ctx.w_order)
+            w_col = operand_of(saved[3:], settings.fwd_fmt, ctx.w_order)
             if settings.one_copy:
                 w_col = columnwise_of(w_col, settings)
             assert q is not None
@@ -182,12 +179,12 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
                 with side:
                     dx_MK = gemm_2d(w_col, g_row, out_dtype=x_dtype, tag=tag_dx, mode=mode).out
         else:
-            w_NK = _values(saved[3:], settings.fwd_fmt, ctx.w_order, g_MN.dtype)
+            w_NK = values_of(saved[3:], settings.fwd_fmt, ctx.w_order, g_MN.dtype)
             dx_MK = high_precision.dgrad(g_MN, w_NK, x_dtype)
             record(tag_dx)
         dx = dx_MK.view(ctx.x_shape)
     if need_dw:
-        tag_dw = tag + WGRAD if tag >= 0 else -1
+        tag_dw = tag_of(tag, WGRAD)
         what = saved[:3], ctx.x_order, settings, tag_dw
         # A function of where the result goes, because a sink may run it later or into main_grad.
         wgrad: Wgrad
@@ -196,7 +193,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             wgrad = partial(_wgrad, *what, col_operand(q, fmt, form), form)
         else:
             wgrad = partial(_wgrad_high_precision, *what, g_MN)
-        dw_NK = wgrad(None, w_dtype, False) if ctx.sink is None else ctx.sink.take(wgrad, w_dtype)
+        dw_NK = place(ctx.sink, wgrad, w_dtype)
     if side is not None:
         side.join()
     return dx, dw_NK, db_N, *_NO_GRADS
@@ -208,7 +205,7 @@ def _wgrad(
 ) -> Tensor:  # fmt: skip
     fmt, rule = settings.fwd_fmt, settings.scale_rule
     if order is not None:
-        x_col = _operand(saved, fmt, order)
+        x_col = operand_of(saved, fmt, order)
     else:  # x itself was saved
         q = quantize_2d(
             flatten(saved[0]), fmt, rowwise=False, columnwise=form.columnwise, scale_rule=rule,
@@ -226,33 +223,8 @@ def _wgrad_high_precision(
     out: Tensor | None, dtype: torch.dtype, accumulate: bool,
 ) -> Tensor:  # fmt: skip
     record(tag)
-    x_MK = flatten(_values(saved, settings.fwd_fmt, order, g_MN.dtype))
+    x_MK = flatten(values_of(saved, settings.fwd_fmt, order, g_MN.dtype))
     return high_precision.wgrad(g_MN, x_MK, out, dtype, accumulate)
-
-
-def _values(saved: tuple[Tensor, ...], fmt: str, order: str | None, dtype: torch.dtype) -> Tensor:
-    """The tensor that was saved, or what the saved codes decode to."""
-    if order is None:
-        return saved[0]
-    return dequantize_2d(saved[0], saved[1], fmt, order, dtype)
-
-
-def _tensors(operand: Operand | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """What save_for_backward keeps of an operand."""
-    return (None, None, None) if operand is None else (operand[0], operand[1], operand.packed)
-
-
-def _operand(tensors: tuple[Tensor, ...], fmt: str, order: str) -> Operand:
-    return Operand(tensors[0], tensors[1], fmt, order, tensors[2])
-
-
-def _refuse_double_backward(grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
-    """Give the gradients a grad_fn that raises, so that only a real double backward is an error."""
-    real = [g.detach().requires_grad_() for g in grads if g is not None]
-    functions: Any = torch._C._functions
-    made = functions.DelayedError(_DOUBLE_BACKWARD, len(real))(*real)
-    wrapped = iter([made] if isinstance(made, Tensor) else made)
-    return [None if g is None else next(wrapped) for g in grads]
 
 
 def linear(

@@ -8,24 +8,27 @@ None, None with order None.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from te_mx.autograd import high_precision
+from te_mx.autograd.backward import operand_of, tensors_of, values_of
 from te_mx.autograd.linear import record
 from te_mx.autograd.operands import (
+    StandingWeight,
     col_operand,
     columnwise_of,
     form_of,
     mode_of,
     plain_rows,
+    quantize_weight,
     row_operand,
 )
 from te_mx.autograd.wgrad import Wgrad
 from te_mx.backends.fused import Wanted
-from te_mx.ops import PLAIN, GemmForm, GemmParts, Operand, QuantizedParts, dequantize_2d, gemm_2d
+from te_mx.ops import PLAIN, GemmForm, GemmParts, Operand, QuantizedParts, gemm_2d
 from te_mx.recipe import Settings
 
 Saved = tuple[tuple[Tensor | None, Tensor | None, Tensor | None], str | None]
@@ -50,7 +53,7 @@ class Input(NamedTuple):
             return (x_MK, None, None), None
         columns = self.wanted.columnwise is not None
         operand = col_operand(q, self.wanted.fmt, self.form) if columns else self.row(q)
-        return (operand.codes, operand.scales, operand.packed), operand.order
+        return tensors_of(operand), operand.order
 
 
 def plan_input(device: torch.device, settings: Settings, need_dw: bool) -> Input:
@@ -78,7 +81,7 @@ def saved_weight(
         return (weight_NK, None, None), None
     operand = row if plain_rows(settings) else col
     assert operand is not None
-    return (operand.codes, operand.scales, operand.packed), operand.order
+    return tensors_of(operand), operand.order
 
 
 class Gradient(NamedTuple):
@@ -113,11 +116,11 @@ def dgrad(
     over M as the bias gradient. In high precision gelu_in is not taken."""
     if not gradient.wanted.rowwise:
         assert gradient.g_MN is not None and gelu_in is None
-        w_NK = _values(tensors, order, settings, gradient.g_MN.dtype)
+        w_NK = values_of(tensors, settings.fwd_fmt, order, gradient.g_MN.dtype)
         record(tag)
         return GemmParts(high_precision.dgrad(gradient.g_MN, w_NK, dtype), None, None)
     assert order is not None
-    w = Operand(tensors[0], tensors[1], settings.fwd_fmt, order, tensors[2])
+    w = operand_of(tensors, settings.fwd_fmt, order)
     if settings.one_copy:
         w = columnwise_of(w, settings)
     form = form_of(gradient.q.row_codes.device, settings)  # type: ignore[union-attr]
@@ -138,13 +141,13 @@ def wgrad(
 
         def in_high_precision(out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
             record(tag)
-            x_MK = _values(tensors, order, settings, g_MN.dtype)
+            x_MK = values_of(tensors, settings.fwd_fmt, order, g_MN.dtype)
             return high_precision.wgrad(g_MN, x_MK, out, dtype, accumulate)
 
         return in_high_precision
 
     assert order is not None
-    x = Operand(tensors[0], tensors[1], settings.fwd_fmt, order, tensors[2])
+    x = operand_of(tensors, settings.fwd_fmt, order)
     form = form_of(x.codes.device, settings)
     g_col = col_operand(gradient.q, gradient.wanted.fmt, form)
 
@@ -157,29 +160,10 @@ def wgrad(
     return gemm
 
 
-def _values(
-    tensors: tuple[Tensor, ...], order: str | None, settings: Settings, dtype: torch.dtype
-) -> Tensor:
-    """The tensor that was saved, or what the saved codes decode to."""
-    if order is None:
-        return tensors[0]
-    return dequantize_2d(tensors[0], tensors[1], settings.fwd_fmt, order, dtype)
-
-
-def run_backward(run: Any, owner: str) -> tuple[Tensor | None, ...]:
-    """The gradients that run() gives. Under create_graph=True they are right, but theirs must not
-    be silently zero: they get a grad_fn that raises."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return run()
-    with torch.no_grad():
-        grads = run()
-    message = (
-        f"{owner}: trying to differentiate twice through an MXFP8 module, which has no second "
-        "derivative (its backward quantizes the gradient). Run the layers that need a double "
-        "backward in high precision: `with te_mx.autocast(enabled=False):` around their forward"
-    )
-    real = [g.detach().requires_grad_() for g in grads if g is not None]
-    functions: Any = torch._C._functions
-    made = functions.DelayedError(message, len(real))(*real)
-    wrapped = iter([made] if isinstance(made, Tensor) else made)
-    return tuple(None if g is None else next(wrapped) for g in grads)
+def weight_operands(
+    standing: StandingWeight | None, weight_NK: Tensor, settings: Settings, need_dx: bool
+) -> tuple[Operand, Operand | None]:
+    """The operands of a weight for fprop and dgrad: kept ones, or made now."""
+    if standing is None:
+        return quantize_weight(weight_NK, settings, need_dx)
+    return standing.row, standing.col

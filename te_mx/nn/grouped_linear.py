@@ -23,7 +23,7 @@ from te_mx.nn import delayed_wgrad
 from te_mx.nn.grouped_plain import grouped_plain
 from te_mx.nn.grouped_splits import groups_of
 from te_mx.nn.grouped_state import GroupedFrozen, convert_state_dict
-from te_mx.nn.mx_module import MXModule, output_dtype
+from te_mx.nn.mx_module import MXModule, one_dtype, output_dtype
 from te_mx.nn.te_arguments import refuse, refuse_constructor
 from te_mx.recipe import Settings
 
@@ -86,13 +86,7 @@ class GroupedLinear(MXModule, nn.Module):
         refuse_constructor("GroupedLinear", transformer_engine)
         if num_gemms < 1:
             raise ValueError(f"te_mx.GroupedLinear: num_gemms must be 1 or more, got {num_gemms}")
-        if params_dtype is not None:
-            if dtype is not None and dtype != params_dtype:
-                raise ValueError(
-                    f"te_mx.GroupedLinear: dtype={dtype} and params_dtype={params_dtype} disagree; "
-                    "they mean the same, give one"
-                )
-            dtype = params_dtype
+        dtype = one_dtype("te_mx.GroupedLinear", dtype, params_dtype)
         self.num_gemms = num_gemms
         self.in_features = in_features
         self.out_features = out_features
@@ -240,19 +234,10 @@ class GroupedLinear(MXModule, nn.Module):
         self, inp: Tensor, settings: Settings, is_first_microbatch: bool | None
     ) -> StandingWeights | None:
         need_col = torch.is_grad_enabled() and inp.requires_grad
-        frozen = self._frozen
-        kept = self._microbatch if frozen is None else frozen.weight
-        use, keep = self._keep(
-            kept, frozen is not None, is_first_microbatch, settings, inp.device, need_col
-        )
-        if not keep:
-            return use
-        made = standing([w.detach() for w in self.weights()], settings, need_col)
-        if frozen is None:
-            self.__dict__["_microbatch"] = made
-        else:
-            frozen.weight = made
-        return made
+        return self._kept_weight(
+            is_first_microbatch, settings, inp.device, need_col,
+            lambda: standing([w.detach() for w in self.weights()], settings, need_col),
+        )  # fmt: skip
 
     def freeze(self, settings: Settings) -> None:
         """What te_mx.freeze_weights does to this layer; frozen already, it stays as it is."""

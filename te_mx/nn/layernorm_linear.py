@@ -12,7 +12,8 @@ from te_mx.autograd.layernorm_linear import Call, layernorm_linear
 from te_mx.context import is_tracing
 from te_mx.nn import delayed_wgrad
 from te_mx.nn import parameters_split as split
-from te_mx.nn.norm_module import NormModule, default_init, one_dtype
+from te_mx.nn.mx_module import one_dtype
+from te_mx.nn.norm_module import NormModule, default_init
 from te_mx.nn.te_arguments import refuse, refuse_constructor
 
 

@@ -14,7 +14,8 @@ from te_mx.autograd.wgrad import WeightGradient
 from te_mx.backends.fused import NORMS
 from te_mx.context import is_tracing
 from te_mx.nn import activations, delayed_wgrad
-from te_mx.nn.norm_module import NormModule, Together, default_init, one_dtype
+from te_mx.nn.mx_module import one_dtype
+from te_mx.nn.norm_module import NormModule, Together, default_init
 from te_mx.nn.te_arguments import refuse_constructor
 
 

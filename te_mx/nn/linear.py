@@ -16,7 +16,7 @@ from te_mx.context import is_tracing
 from te_mx.nn import delayed_wgrad
 from te_mx.nn import parameters_split as split
 from te_mx.nn.frozen_weight import FrozenWeight, load_codes, save_codes
-from te_mx.nn.mx_module import MXModule, output_dtype
+from te_mx.nn.mx_module import MXModule, one_dtype, output_dtype
 from te_mx.nn.te_arguments import refuse, refuse_constructor
 from te_mx.recipe import Settings
 
@@ -94,13 +94,7 @@ class Linear(MXModule, nn.Linear):
         **transformer_engine: Any,
     ) -> None:
         refuse_constructor("Linear", transformer_engine)
-        if params_dtype is not None:
-            if dtype is not None and dtype != params_dtype:
-                raise ValueError(
-                    f"te_mx.Linear: dtype={dtype} and params_dtype={params_dtype} disagree; they "
-                    "mean the same, give one"
-                )
-            dtype = params_dtype
+        dtype = one_dtype("te_mx.Linear", dtype, params_dtype)
         # nn.Linear.__init__ calls reset_parameters, which reads it.
         self.__dict__["init_method"] = None if parameters_split is not None else init_method
         super().__init__(in_features, out_features, bias, device, dtype)
@@ -250,19 +244,10 @@ class Linear(MXModule, nn.Linear):
         self, inp: Tensor, weight: Tensor, settings: Settings, is_first_microbatch: bool | None
     ) -> StandingWeight | None:
         need_dx = torch.is_grad_enabled() and inp.requires_grad
-        frozen = self._frozen
-        kept = self._microbatch if frozen is None else frozen.weight
-        use, keep = self._keep(
-            kept, frozen is not None, is_first_microbatch, settings, inp.device, need_dx
-        )
-        if not keep:
-            return use
-        made = standing_weight(weight, settings, need_dx)
-        if frozen is None:
-            self.__dict__["_microbatch"] = made
-        else:
-            frozen.weight = made
-        return made
+        return self._kept_weight(
+            is_first_microbatch, settings, inp.device, need_dx,
+            lambda: standing_weight(weight, settings, need_dx),
+        )  # fmt: skip
 
     # ----------------------------------------------------------------------------- checks and names
     def extra_repr(self) -> str:

@@ -5,7 +5,8 @@ checkpoints.
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from te_mx.autograd.operands import capturing
 from te_mx.context import backward_pass_id, innermost, is_tracing
 from te_mx.nn.delayed_wgrad import DelayedWgrad
 from te_mx.recipe import Settings
+
+T = TypeVar("T")
 
 FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 STEPS = 2  # linear steps of a module, at most
@@ -31,6 +34,18 @@ def output_dtype(x: Tensor) -> torch.dtype:
     if kind == "meta":  # torch.autocast does not know it
         return x.dtype
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def one_dtype(
+    owner: str, dtype: torch.dtype | None, params_dtype: torch.dtype | None
+) -> torch.dtype | None:
+    """The dtype that two names of one argument ask for."""
+    if None not in (dtype, params_dtype) and dtype != params_dtype:
+        raise ValueError(
+            f"{owner}: dtype={dtype} and params_dtype={params_dtype} disagree; they mean the same, "
+            "give one"
+        )
+    return dtype if params_dtype is None else params_dtype
 
 
 class MXModule(DelayedWgrad):
@@ -89,6 +104,25 @@ class MXModule(DelayedWgrad):
         if not fresh and kept is not None and kept.serves(settings, device, need_dx):
             return kept if tracing else kept.on_current_stream(), False
         return None, not (tracing or capture)
+
+    def _kept_weight(
+        self, first: bool | None, settings: Settings, device: torch.device, need_dx: bool,
+        make: Callable[[], T],
+    ) -> T | None:  # fmt: skip
+        """What stands in for the weight of a layer that may be frozen: kept in `_frozen`, else in
+        `_microbatch`, or made now and kept; None where this call quantizes.
+        """
+        frozen: Any = self._frozen  # type: ignore[attr-defined]
+        kept = self._microbatch if frozen is None else frozen.weight  # type: ignore[attr-defined]
+        use, keep = self._keep(kept, frozen is not None, first, settings, device, need_dx)
+        if not keep:
+            return use
+        made = make()
+        if frozen is None:
+            self.__dict__["_microbatch"] = made
+        else:
+            frozen.weight = made
+        return made
 
     # ----------------------------------------------------------------------------- checks and names
     def _label(self) -> str:

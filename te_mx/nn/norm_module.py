@@ -26,18 +26,6 @@ def default_init(weight: Tensor) -> Tensor:
     return nn.init.normal_(weight, 0.0, _STD)
 
 
-def one_dtype(
-    owner: str, dtype: torch.dtype | None, params_dtype: torch.dtype | None
-) -> torch.dtype | None:
-    """The dtype that two names of one argument ask for."""
-    if None not in (dtype, params_dtype) and dtype != params_dtype:
-        raise ValueError(
-            f"{owner}: dtype={dtype} and params_dtype={params_dtype} disagree; they mean the same, "
-            "give one"
-        )
-    return dtype if params_dtype is None else params_dtype
-
-
 class NormModule(MXModule, nn.Module):
     """A module that normalizes its input and runs linear steps on the result."""
 
