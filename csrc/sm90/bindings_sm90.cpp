@@ -5,24 +5,14 @@
 
 #include <cstdint>
 
+#include "bindings_sm90.hpp"
 #include "device.h"
 #include "te_mx/sm90.h"
 
-namespace py = pybind11;
 using namespace te_mx;
+using namespace te_mx::bindings;
 
 namespace {
-
-template <class T>
-T* ptr(const py::handle& address) {
-  return reinterpret_cast<T*>(address.cast<uintptr_t>());
-}
-
-// (codes, scales)
-sm90::Packed packed(const py::handle& h) {
-  const auto t = py::reinterpret_borrow<py::tuple>(h);
-  return {ptr<uint8_t>(t[0]), ptr<uint32_t>(t[1])};
-}
 
 // problem: (lhs, lhs_fmt, rhs, rhs_fmt, m, n, k); epilogue: (out, out_dtype, ldo, accumulate, bias,
 // bias_dtype, gelu, aux, aux_dtype, gelu_in, gelu_in_dtype, bias_grad)
@@ -69,8 +59,7 @@ PYBIND11_MODULE(_sm90, m) {
     return py::make_tuple(codes + scales, codes);
   });
 
-  // x: (address, rows, cols, stride, dtype); row, col: (codes, scales, form). Forms: 0 plain,
-  // columns transposed; 1 packed; 2, of col only, plain columns that lie like x.
+  // x: (address, rows, cols, stride, dtype); row, col as set_outputs() has them.
   m.def(
       "quantize",
       [](const py::tuple& x, int fmt, int rule, const py::tuple& row, const py::tuple& col,
@@ -79,23 +68,8 @@ PYBIND11_MODULE(_sm90, m) {
         a.x = ptr<const void>(x[0]);
         a.rows = x[1].cast<int64_t>(), a.cols = x[2].cast<int64_t>();
         a.x_stride = x[3].cast<int64_t>(), a.x_dtype = static_cast<DType>(x[4].cast<int>());
-        a.fmt = static_cast<Format>(fmt), a.rule = static_cast<ScaleRule>(rule), a.spread = spread;
-        const int row_form = row[2].cast<int>(), col_form = col[2].cast<int>();
-        if (row_form < 0 || row_form > 1 || col_form < 0 || col_form > 2)
+        if (!set_outputs(a, fmt, rule, row, col, spread, col_sum, col_sum_ws))
           return static_cast<int>(Status::bad_argument);
-        if (row_form == 1) {
-          a.row_packed = packed(row);
-        } else {
-          a.row_codes = ptr<uint8_t>(row[0]), a.row_scales = ptr<uint8_t>(row[1]);
-        }
-        if (col_form == 1) {
-          a.col_packed = packed(col);
-        } else {
-          a.col_codes = ptr<uint8_t>(col[0]), a.col_scales = ptr<uint8_t>(col[1]);
-          a.col_lies_as_x = col_form == 2;
-        }
-        a.col_sum = reinterpret_cast<float*>(col_sum);
-        a.col_sum_ws = reinterpret_cast<float*>(col_sum_ws);
         a.stream = reinterpret_cast<void*>(stream);
         const sm90::DeviceScope scope(device);
         return static_cast<int>(sm90::quantize(a));
@@ -184,4 +158,5 @@ PYBIND11_MODULE(_sm90, m) {
       },
       py::arg("problem"), py::arg("epilogue"), py::arg("workspace"), py::arg("workspace_bytes"),
       py::arg("config"), py::arg("stream"), py::arg("device") = -1);
+  bind_sm90_fused(m);
 }

@@ -2,6 +2,7 @@
 #include <cuda_runtime.h>
 
 #include "quantize_kernel.cuh"
+#include "quantize_launch.h"
 
 namespace te_mx::sm90 {
 
@@ -9,13 +10,9 @@ namespace {
 
 template <class T, tile::Fp8 kFmt>
 Status launch_quantize(const QuantizeParams& p, cudaStream_t stream) {
-  const int64_t groups = (p.row_tiles + (1ll << p.group_bits) - 1) >> p.group_bits;
-  constexpr int64_t kMaxY = 32768;
-  const dim3 grid(static_cast<unsigned>(p.col_tiles) << p.group_bits,
-                  static_cast<unsigned>(groups < kMaxY ? groups : kMaxY),
-                  static_cast<unsigned>((groups + kMaxY - 1) / kMaxY));
-  const bool plain = (p.row.wanted && !p.row.packed) || (p.col.wanted && !p.col.packed);
-  const auto kernel = plain ? quantize_kernel<T, kFmt, true> : quantize_kernel<T, kFmt, false>;
+  const dim3 grid = tile_grid(p, p.col_tiles);
+  const auto kernel =
+      wants_plain(p) ? quantize_kernel<T, kFmt, true> : quantize_kernel<T, kFmt, false>;
   kernel<<<grid, kQuantizeThreads, 0, stream>>>(p);
   return cudaGetLastError() == cudaSuccess ? Status::ok : Status::unsupported;
 }
@@ -48,21 +45,6 @@ __global__ void __launch_bounds__(kSumWidth* kSumHeight)
   out[col] = s;
 }
 
-Status launch_sums(const QuantizeArgs& a, int64_t tiles, cudaStream_t stream) {
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>((a.cols + kSumWidth - 1) / kSumWidth));
-  config.blockDim = dim3(kSumWidth, kSumHeight);
-  config.stream = stream;
-  config.attrs = &early, config.numAttrs = 1;
-  const float* const partial = a.col_sum_ws;
-  return cudaLaunchKernelEx(&config, sum_tiles, partial, a.col_sum, tiles, a.cols) == cudaSuccess
-             ? Status::ok
-             : Status::unsupported;
-}
-
 int last_of(int64_t size) { return static_cast<int>((size - 1) % kTile + 1); }
 
 // Rows of `width` codes, in vectors of `bytes` where every row allows it.
@@ -79,7 +61,34 @@ CodesOut codes_out(uint8_t* plain, const Packed& packed, int64_t rows, int64_t w
 
 }  // namespace
 
-Status quantize(const QuantizeArgs& a) {
+dim3 tile_grid(const QuantizeParams& p, int col_tiles) {
+  const int64_t groups = (p.row_tiles + (1ll << p.group_bits) - 1) >> p.group_bits;
+  constexpr int64_t kMaxY = 32768;
+  return dim3(static_cast<unsigned>(col_tiles) << p.group_bits,
+              static_cast<unsigned>(groups < kMaxY ? groups : kMaxY),
+              static_cast<unsigned>((groups + kMaxY - 1) / kMaxY));
+}
+
+bool wants_plain(const QuantizeParams& p) {
+  return (p.row.wanted && !p.row.packed) || (p.col.wanted && !p.col.packed);
+}
+
+Status launch_sums(const float* partial, float* out, int64_t tiles, int64_t cols,
+                   cudaStream_t stream) {
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>((cols + kSumWidth - 1) / kSumWidth));
+  config.blockDim = dim3(kSumWidth, kSumHeight);
+  config.stream = stream;
+  config.attrs = &early, config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, sum_tiles, partial, out, tiles, cols) == cudaSuccess
+             ? Status::ok
+             : Status::unsupported;
+}
+
+Status quantize_params(const QuantizeArgs& a, QuantizeParams& p) {
   if (a.rows < 0 || a.cols < 0 || a.spread < 0 || a.spread > kMaxSpread ||
       (a.row_codes != nullptr && a.row_packed.codes != nullptr) ||
       (a.col_codes != nullptr && a.col_packed.codes != nullptr) ||
@@ -87,13 +96,12 @@ Status quantize(const QuantizeArgs& a) {
       (a.col_sum != nullptr && a.col_sum_ws == nullptr)) {
     return Status::bad_argument;
   }
-  if (a.rows == 0 || a.cols == 0) return Status::ok;
   const int64_t row_tiles = (a.rows + 127) / 128, col_tiles = (a.cols + 127) / 128;
   // Eight row tiles at a time keep both the rows and the columns that are written together long.
   int group_bits = 0;
   while (group_bits < 3 && (1 << group_bits) < row_tiles) ++group_bits;
   if (row_tiles > INT32_MAX || col_tiles > INT32_MAX >> group_bits) return Status::unsupported;
-  QuantizeParams p{};
+  p = {};
   p.a = a;
   p.row = codes_out(a.row_codes, a.row_packed, a.rows, a.cols, 8);
   p.col = a.col_lies_as_x ? codes_out(a.col_codes, {}, a.rows, a.cols, 8)
@@ -105,12 +113,20 @@ Status quantize(const QuantizeArgs& a) {
   p.group_bits = group_bits;
   if ((p.row.packed && !p.row.vectors) || (p.col.packed && !p.col.vectors))
     return Status::bad_argument;
+  return Status::ok;
+}
+
+Status quantize(const QuantizeArgs& a) {
+  if (a.rows == 0 || a.cols == 0) return Status::ok;
+  QuantizeParams p;
+  Status status = quantize_params(a, p);
+  if (status != Status::ok) return status;
   const auto stream = static_cast<cudaStream_t>(a.stream);
-  const Status status = a.x_dtype == DType::bf16  ? launch_format<__nv_bfloat16>(p, stream)
-                        : a.x_dtype == DType::f16 ? launch_format<__half>(p, stream)
-                                                  : launch_format<float>(p, stream);
+  status = a.x_dtype == DType::bf16  ? launch_format<__nv_bfloat16>(p, stream)
+           : a.x_dtype == DType::f16 ? launch_format<__half>(p, stream)
+                                     : launch_format<float>(p, stream);
   if (status != Status::ok || a.col_sum == nullptr) return status;
-  return launch_sums(a, p.row_tiles, stream);
+  return launch_sums(a.col_sum_ws, a.col_sum, p.row_tiles, a.cols, stream);
 }
 
 }  // namespace te_mx::sm90

@@ -39,27 +39,13 @@ __device__ __forceinline__ void codes_once(uint2 (&cols)[8], const QuantizeSmem&
   }
 }
 
-// kPlain: some wanted direction is plain, or may be.
+// What follows reading a tile: scales, classes, codes and sums of its elements x. kPlain: some
+// wanted direction is plain, or may be.
 template <class T, tile::Fp8 kFmt, bool kPlain>
-__global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 4 : 2)
-    quantize_kernel(const __grid_constant__ QuantizeParams p) {
-  using Word = typename Input<T>::Word;
-  __shared__ QuantizeSmem s;
+__device__ __forceinline__ void quantize_patch(QuantizeSmem& s, const QuantizeParams& p,
+                                               const typename Input<T>::Word (&x)[8][4],
+                                               const Tile& t, const Place& at) {
   const QuantizeArgs& a = p.a;
-  Tile t;
-  t.ct = blockIdx.x >> p.group_bits;
-  t.rt = ((blockIdx.y + gridDim.y * blockIdx.z) << p.group_bits) +
-         (blockIdx.x & ((1 << p.group_bits) - 1));
-  if (t.rt >= p.row_tiles) return;
-  t.last_row = t.rt == p.row_tiles - 1, t.last_col = t.ct == p.col_tiles - 1;
-  const Place at;
-  if (a.col_sum != nullptr) cudaTriggerProgrammaticLaunchCompletion();
-
-  Word x[8][4];
-  load_patch<T>(x, static_cast<const T*>(a.x) + (t.r0() + at.r) * a.x_stride + t.c0() + at.c,
-                a.x_stride, (t.last_row ? p.last_rows : 128) - at.r,
-                (t.last_col ? p.last_cols : 128) - at.c, p.x_vectors,
-                &s.codes[0][0] + 64 * threadIdx.x);
   if (threadIdx.x == 0) s.row.clear(), s.col.clear();
   if (p.row.wanted) scan_rows<T, kFmt>(s, x, at, a.rule);
   if (p.col.wanted) scan_cols<T, kFmt>(s, x, at, a.rule);
@@ -134,6 +120,24 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 4 : 2)
   stage_cols(s, cols, at);
   __syncthreads();
   write_cols<kPlain>(s, p.col, t);
+}
+
+template <class T, tile::Fp8 kFmt, bool kPlain>
+__global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 4 : 2)
+    quantize_kernel(const __grid_constant__ QuantizeParams p) {
+  __shared__ QuantizeSmem s;
+  const QuantizeArgs& a = p.a;
+  Tile t;
+  if (!find_tile(t, p)) return;
+  const Place at;
+  if (a.col_sum != nullptr) cudaTriggerProgrammaticLaunchCompletion();
+
+  typename Input<T>::Word x[8][4];
+  load_patch<T>(x, static_cast<const T*>(a.x) + (t.r0() + at.r) * a.x_stride + t.c0() + at.c,
+                a.x_stride, (t.last_row ? p.last_rows : 128) - at.r,
+                (t.last_col ? p.last_cols : 128) - at.c, p.x_vectors,
+                &s.codes[0][0] + 64 * threadIdx.x);
+  quantize_patch<T, kFmt, kPlain>(s, p, x, t, at);
 }
 
 }  // namespace te_mx::sm90

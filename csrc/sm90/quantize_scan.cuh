@@ -13,13 +13,14 @@ struct BlockFactors {
   alignas(16) uint16_t of[4][128];
 };
 
+// NOTE: the codes stay last; fused_patch.cuh lays other things over them and behind them.
 struct QuantizeSmem {
-  alignas(16) uint8_t
-      codes[128][128];  // of the columns, [col][row], 16-byte chunks xored with (col / 8) % 8
-  float sums[4][128];   // of the columns over 32 rows
+  float sums[4][128];  // of the columns over 32 rows
   TileScales row, col;
   BlockFactors row_factors, col_factors;
   alignas(8) uint8_t nan[kTileWarps];  // some warp saw a NaN block
+  alignas(16) uint8_t
+      codes[128][128];  // of the columns, [col][row], 16-byte chunks xored with (col / 8) % 8
 };
 
 // Where codes go, and whether in vectors. A direction that nobody wants has no codes.
@@ -46,6 +47,15 @@ struct Tile {
   __device__ __forceinline__ int64_t r0() const { return static_cast<int64_t>(rt) * 128; }
   __device__ __forceinline__ int64_t c0() const { return static_cast<int64_t>(ct) * 128; }
 };
+
+// The tile of a CTA in the plain order of a grid; false when there is none.
+__device__ __forceinline__ bool find_tile(Tile& t, const QuantizeParams& p) {
+  t.ct = blockIdx.x >> p.group_bits;
+  t.rt = ((blockIdx.y + gridDim.y * blockIdx.z) << p.group_bits) +
+         (blockIdx.x & ((1 << p.group_bits) - 1));
+  t.last_row = t.rt == p.row_tiles - 1, t.last_col = t.ct == p.col_tiles - 1;
+  return t.rt < p.row_tiles;
+}
 
 // Where a thread's elements lie in the tile.
 struct Place {
@@ -154,6 +164,18 @@ __device__ __forceinline__ void scan_cols(QuantizeSmem& s, const typename Input<
   add_pair<T, kFmt>(s, s.col, s.col_factors, fold<T, 8>(m), at.folded_col(), at.band, rule);
 }
 
+// The sums of a thread's 8 columns over its rows, added over the warp's 32 rows: everyone ends with
+// those of the columns folded_col() and the next one.
+__device__ __forceinline__ float2 fold_sums(const float2 (&sum)[4], const Place& at) {
+  const bool upper = at.lane_r & 1, upper2 = at.lane_r & 2;
+  const auto halve = [](bool upper, float2 a, float2 b, int lanes) -> float2 {
+    const float2 keep = upper ? b : a, send = upper ? a : b;
+    return {keep.x + __shfl_xor_sync(~0u, send.x, lanes),
+            keep.y + __shfl_xor_sync(~0u, send.y, lanes)};
+  };
+  return halve(upper2, halve(upper, sum[0], sum[2], 8), halve(upper, sum[1], sum[3], 8), 16);
+}
+
 // Sums of the columns over the warp's 32 rows.
 template <class T>
 __device__ __forceinline__ void sum_cols(QuantizeSmem& s, const typename Input<T>::Word (&x)[8][4],
@@ -168,14 +190,7 @@ __device__ __forceinline__ void sum_cols(QuantizeSmem& s, const typename Input<T
       sum[j].x += v.x, sum[j].y += v.y;
     }
   }
-  const bool upper = at.lane_r & 1, upper2 = at.lane_r & 2;
-  const auto halve = [](bool upper, float2 a, float2 b, int lanes) -> float2 {
-    const float2 keep = upper ? b : a, send = upper ? a : b;
-    return {keep.x + __shfl_xor_sync(~0u, send.x, lanes),
-            keep.y + __shfl_xor_sync(~0u, send.y, lanes)};
-  };
-  *reinterpret_cast<float2*>(&s.sums[at.band][at.folded_col()]) =
-      halve(upper2, halve(upper, sum[0], sum[2], 8), halve(upper, sum[1], sum[3], 8), 16);
+  *reinterpret_cast<float2*>(&s.sums[at.band][at.folded_col()]) = fold_sums(sum, at);
 }
 
 }  // namespace te_mx::sm90

@@ -89,7 +89,7 @@ def supported(status: int) -> bool:
     raise RuntimeError(f"te_mx internal error: a Hopper kernel returned status {status}")
 
 
-def _pointer(tensor: Tensor | None) -> int:
+def pointer(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
@@ -120,17 +120,12 @@ def aligned(operand: Operand) -> Operand:
 
 
 # ----------------------------------------------------------------------------------------- quantize
-def quantize(
-    x: Tensor, fmt: str, rowwise: bool, columnwise: str | None, rule: str, col_sum: bool,
-    spread: int = PLAIN,
-) -> QuantizedParts | None:  # fmt: skip
-    """As reference.quantize for a non-empty x, or packed operands when spread is 0 or more; None
-    when the native code does not take it.
-    """
-    rows, cols = x.shape
-    device = x.device
-    if x.stride(1) != 1 or x.is_neg():
-        x = x.resolve_neg().contiguous()
+def quantize_outputs(
+    rows: int, cols: int, device: torch.device, fmt: str, rowwise: bool, columnwise: str | None,
+    rule: str, col_sum: bool, spread: int,
+) -> tuple[QuantizedParts, Tensor | None, tuple[Any, ...]]:  # fmt: skip
+    """Room for a quantized matrix [rows, cols], scratch memory to keep until the call, and what the
+    native code is told: (format, rule, row, col, spread, sums, partial sums)."""
     row_codes = row_scales = col_codes = col_scales = sums = partial = None
     row: tuple[int, int, int] = (0, 0, 0)
     col: tuple[int, int, int] = (0, 0, 0)
@@ -157,15 +152,39 @@ def quantize(
     if col_sum:
         sums = torch.empty(cols, dtype=_F32, device=device)
         partial = torch.empty(((rows + 127) // 128, cols), dtype=_F32, device=device)
-    index = device.index
-    status = _native.quantize(
-        (x.data_ptr(), rows, cols, x.stride(0), FLOAT_DTYPES[x.dtype]),
-        FORMATS[fmt].native_id, SCALE_RULES[rule], row, col, max(spread, 0),
-        _pointer(sums), _pointer(partial), stream(index), index,
+    parts = QuantizedParts(row_codes, row_scales, col_codes, col_scales, sums)
+    return parts, partial, (
+        FORMATS[fmt].native_id, SCALE_RULES[rule], row, col, max(spread, 0), pointer(sums),
+        pointer(partial),
     )  # fmt: skip
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """x with adjacent elements in each row."""
+    if x.stride(1) != 1 or x.is_neg():
+        return x.resolve_neg().contiguous()
+    return x
+
+
+def quantize(
+    x: Tensor, fmt: str, rowwise: bool, columnwise: str | None, rule: str, col_sum: bool,
+    spread: int = PLAIN,
+) -> QuantizedParts | None:  # fmt: skip
+    """As reference.quantize for a non-empty x, or packed operands when spread is 0 or more; None
+    when the native code does not take it.
+    """
+    rows, cols = x.shape
+    x = rows_of(x)
+    parts, _keep, words = quantize_outputs(
+        rows, cols, x.device, fmt, rowwise, columnwise, rule, col_sum, spread
+    )
+    index = x.device.index
+    status = _native.quantize(
+        (x.data_ptr(), rows, cols, x.stride(0), FLOAT_DTYPES[x.dtype]), *words, stream(index), index
+    )
     if status and not supported(status):
         return None
-    return QuantizedParts(row_codes, row_scales, col_codes, col_scales, sums)
+    return parts
 
 
 def dequantize(
@@ -228,7 +247,7 @@ def gemm(
     words = (
         out.data_ptr(), FLOAT_DTYPES[out.dtype], out.shape[1], epilogue.accumulate,
         *_address(bias), GELUS.get(epilogue.gelu or "", 0), *_address(aux),
-        *_address(gelu_in), _pointer(bias_grad),
+        *_address(gelu_in), pointer(bias_grad),
     )  # fmt: skip
     formats = FORMATS[b.fmt].native_id, FORMATS[a.fmt].native_id
     sizes = b.codes.shape[0], a.codes.shape[0], b.codes.shape[1]
@@ -239,7 +258,7 @@ def gemm(
         status = _native.gemm(problem, words, 0, 0, -1, stream(index), index)
         if status == _SMALL_WORKSPACE:
             nbytes = _native.workspace_bytes(problem, words, -1, index)
-            address = _pointer(scratch(nbytes))
+            address = pointer(scratch(nbytes))
             status = _native.gemm(problem, words, address, nbytes, -1, stream(index), index)
         return supported(status), bias_grad
 
@@ -250,7 +269,7 @@ def gemm(
     ]
     problem = ((0, 0), formats[0], (0, 0), formats[1], *sizes)
     own = _native.workspace_bytes(problem, words, -1, index)
-    base = _pointer(scratch(own + rooms[0][0] + rooms[1][0]))
+    base = pointer(scratch(own + rooms[0][0] + rooms[1][0]))
     places = []
     for operand, (nbytes, scales_at) in zip((b, a), rooms, strict=True):
         if nbytes == 0:
@@ -279,7 +298,7 @@ def operand_sums(operand: Operand, scratch: Callable[[int], Tensor | None]) -> T
     nbytes = _native.row_sums_workspace_bytes(rows, k, k_first)
     status = _native.row_sums(
         codes.data_ptr(), scales.data_ptr(), rows, k, k_first, FORMATS[fmt].native_id,
-        sums.data_ptr(), _pointer(scratch(nbytes) if nbytes else None), stream(index), index,
+        sums.data_ptr(), pointer(scratch(nbytes) if nbytes else None), stream(index), index,
     )  # fmt: skip
     if not supported(status):
         raise RuntimeError("te_mx internal error: the Hopper kernels do not sum this operand")

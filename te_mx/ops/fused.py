@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx.backends import cpu, cpu_fused, reference_fused, sm90
+from te_mx.backends import cpu, cpu_fused, reference_fused, sm90, sm90_fused
 from te_mx.backends.base import FLOAT_DTYPES, QuantizedParts, quantized_shapes
 from te_mx.backends.fused import Activation, ActParts, Norm, NormParts, Wanted
 from te_mx.engine.explain import warn_fallback
@@ -68,7 +68,7 @@ def norm_backward_2d(
     """dx [rows, cols] in dtype, and dweight and dbias [cols] in fp32; see
     reference_fused.normalize_backward for the formulas."""
     if is_direct(dz):
-        run = _norm_backward_on_cpu if dz.is_cpu else _norm_backward_composed
+        run = _norm_backward_on_cpu if dz.is_cpu else _norm_backward_on_cuda
         return run(dz, x, weight, mean, rstd, dtype)
     return _NORM_BACKWARD(dz, x, weight, mean, rstd, dtype)
 
@@ -101,14 +101,17 @@ def _activation(
 
 
 # ---------------------------------------------------------------------------------- implementations
-def _native(x: Tensor, what: str, *dtypes: torch.dtype) -> bool:
-    """Whether native CPU code does a step on x; warns when it is missing."""
+def _native(x: Tensor, what: str, problem: str | None, *dtypes: torch.dtype) -> bool:
+    """Whether native code, which has a `problem` or not, does a step on x; warns if it cannot."""
     if x.numel() == 0 or any(dtype not in FLOAT_DTYPES for dtype in (x.dtype, *dtypes)):
         return False
-    if cpu.native() is None:
-        warn_fallback(f"{what} on the CPU", cpu.missing_reason() or "")
-        return False
-    return True
+    if problem is not None:
+        warn_fallback(f"{what} on {'the CPU' if x.is_cpu else x.device}", problem)
+    return problem is None
+
+
+def _cpu_problem() -> str | None:
+    return None if cpu.native() is not None else cpu.missing_reason() or ""
 
 
 def quantized(values: Tensor, wanted: Wanted) -> QuantizedParts:
@@ -135,7 +138,7 @@ def _norm_on_cpu(
     x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, dtype: torch.dtype, want_z: bool,
     wanted: Wanted,
 ) -> NormParts:  # fmt: skip
-    if not _native(x, "normalization", dtype):
+    if not _native(x, "normalization", _cpu_problem(), dtype):
         return _norm_composed(x, weight, bias, norm, dtype, want_z, wanted)
     if cpu_fused.takes(wanted):
         return cpu_fused.normalize(x, weight, bias, norm, dtype, want_z, wanted)
@@ -144,8 +147,14 @@ def _norm_on_cpu(
     return made._replace(z=made.z if want_z else None, quantized=quantized(made.z, wanted))
 
 
-# Hopper: a kernel that reads x once goes here.
-_norm_on_cuda = _norm_composed
+def _norm_on_cuda(
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, dtype: torch.dtype, want_z: bool,
+    wanted: Wanted,
+) -> NormParts:  # fmt: skip
+    made, problem = None, sm90.problem(x.device.index)
+    if _native(x, "normalization", problem, dtype) and not wanted.col_sum:
+        made = sm90_fused.normalize(x, weight, bias, norm, dtype, want_z, wanted)
+    return made or _norm_composed(x, weight, bias, norm, dtype, want_z, wanted)
 
 
 def _norm_backward_composed(
@@ -157,9 +166,18 @@ def _norm_backward_composed(
 def _norm_backward_on_cpu(
     dz: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if not _native(x, "normalization", dz.dtype, dtype):
+    if not _native(x, "normalization", _cpu_problem(), dz.dtype, dtype):
         return _norm_backward_composed(dz, x, weight, mean, rstd, dtype)
     return cpu_fused.normalize_backward(dz, x, weight, mean, rstd, dtype)
+
+
+def _norm_backward_on_cuda(
+    dz: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    made, problem = None, sm90.problem(x.device.index)
+    if _native(x, "normalization", problem, dz.dtype, dtype):
+        made = sm90_fused.normalize_backward(dz, x, weight, mean, rstd, dtype)
+    return made or _norm_backward_composed(dz, x, weight, mean, rstd, dtype)
 
 
 def _act_composed(
@@ -179,7 +197,7 @@ def _act_on_cpu(
     wanted: Wanted,
 ) -> ActParts:  # fmt: skip
     dtypes = (dtype,) if grad is None else (dtype, grad.dtype)
-    if not _native(h, "activation", *dtypes):
+    if not _native(h, "activation", _cpu_problem(), *dtypes):
         return _act_composed(h, grad, act, dtype, want_out, wanted)
     if cpu_fused.takes(wanted):
         made = cpu_fused.activate(h, grad, act, dtype, want_out, wanted)
@@ -191,8 +209,24 @@ def _act_on_cpu(
     return ActParts(made.out if want_out else None, quantized(made.out, wanted))
 
 
-# Hopper: a kernel that reads h once goes here.
-_act_on_cuda = _act_composed
+def _act_on_cuda(
+    h: Tensor, grad: Tensor | None, act: Activation, dtype: torch.dtype, want_out: bool,
+    wanted: Wanted,
+) -> ActParts:  # fmt: skip
+    dtypes = (dtype,) if grad is None else (dtype, grad.dtype)
+    if not _native(h, "activation", sm90.problem(h.device.index), *dtypes):
+        return _act_composed(h, grad, act, dtype, want_out, wanted)
+    if sm90_fused.takes(h, grad, dtype):
+        made = sm90_fused.activate(h, grad, act, dtype, want_out, wanted)
+        return made or _act_composed(h, grad, act, dtype, want_out, wanted)
+    # The value in fp32, rounded, quantized.
+    whole = None if grad is None else grad.to(_F32)
+    made = sm90_fused.activate(h.to(_F32), whole, act, _F32, True, _NO_CODES)
+    if made is None or made.out is None:
+        return _act_composed(h, grad, act, dtype, want_out, wanted)
+    out = made.out.to(dtype)
+    return ActParts(out if want_out else None, quantized(out, wanted))
+
 
 _NO_CODES = Wanted("e4m3", False, None, "rceil")
 
@@ -300,7 +334,7 @@ _NORM_BACKWARD = define(
     "norm_backward(Tensor dz, Tensor x, Tensor weight, Tensor? mean, Tensor rstd, "
     "ScalarType dtype) -> (Tensor, Tensor, Tensor)",
     cpu=_norm_backward_on_cpu,
-    cuda=_norm_backward_composed,
+    cuda=_norm_backward_on_cuda,
     other=_norm_backward_composed,
     fake=_norm_backward_fake,
 )

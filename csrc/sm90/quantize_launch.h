@@ -1,0 +1,26 @@
+// Host side that the quantizer shares with the fused steps that end in it.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "te_mx/sm90.h"
+
+namespace te_mx::sm90 {
+
+struct QuantizeParams;
+
+// The kernel's parameters for `a`, whose x need not be set. Sizes must not be 0.
+Status quantize_params(const QuantizeArgs& a, QuantizeParams& p);
+
+// The grid of the tiles in the first `col_tiles` columns of tiles, as find_tile() walks it.
+dim3 tile_grid(const QuantizeParams& p, int col_tiles);
+
+// Whether the kernel instance for plain codes is needed.
+bool wants_plain(const QuantizeParams& p);
+
+// out[col] = sum over `tiles` of partial[tile, col], in an order that only sizes decide. It starts
+// while the kernel before it ends.
+Status launch_sums(const float* partial, float* out, int64_t tiles, int64_t cols,
+                   cudaStream_t stream);
+
+}  // namespace te_mx::sm90

@@ -1,0 +1,105 @@
+"""Native Hopper code of the fused steps: a thin layer over te_mx._sm90, as backends/sm90.py."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from te_mx.backends import sm90
+from te_mx.backends.base import FLOAT_DTYPES, QuantizedParts
+from te_mx.backends.fused import ACT_IDS, Activation, ActParts, Norm, NormParts, Wanted
+from te_mx.backends.reference_fused import inverse
+from te_mx.backends.sm90 import pointer
+
+_F32, _I32 = torch.float32, torch.int32
+
+
+def _outputs(
+    rows: int, cols: int, device: torch.device, wanted: Wanted
+) -> tuple[QuantizedParts, Tensor | None, tuple]:
+    fmt, rowwise, columnwise, rule, spread, col_sum = wanted
+    return sm90.quantize_outputs(
+        rows, cols, device, fmt, rowwise, columnwise, rule, col_sum, spread
+    )
+
+
+def _scratch(rows: int, device: torch.device) -> Tensor:
+    return torch.empty(1 + (rows + 127) // 128, dtype=_I32, device=device)
+
+
+def normalize(
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, dtype: torch.dtype, want_z: bool,
+    wanted: Wanted,
+) -> NormParts | None:  # fmt: skip
+    """As ops.norm_quantize_2d on a non-empty x; weight and bias are fp32. None for what the native
+    code does not take."""
+    if x.dtype not in (dtype, _F32):
+        x = x.to(_F32)  # exact
+    x, weight = sm90.rows_of(x), weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    (rows, cols), device, index = x.shape, x.device, x.device.index
+    rms = norm.kind == "RMSNorm"
+    mean = None if rms else torch.empty(rows, dtype=_F32, device=device)
+    rstd = torch.empty(rows, dtype=_F32, device=device)
+    z = torch.empty((rows, cols), dtype=dtype, device=device) if want_z else None
+    counters = _scratch(rows, device)
+    parts, _keep, words = _outputs(rows, cols, device, wanted)
+    status = sm90.native().norm_quantize(  # type: ignore[union-attr]
+        (x.data_ptr(), rows, cols, x.stride(0), FLOAT_DTYPES[x.dtype]),
+        (rms, norm.eps, inverse(cols)), weight.data_ptr(), pointer(bias),
+        (pointer(mean), rstd.data_ptr(), pointer(z), FLOAT_DTYPES[dtype], counters.data_ptr()),
+        words, sm90.stream(index), index,
+    )  # fmt: skip
+    return NormParts(mean, rstd, z, parts) if sm90.supported(status) else None
+
+
+def normalize_backward(
+    dz: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """As reference_fused.normalize_backward on a non-empty x; weight is fp32. None for what the
+    native code does not take."""
+    if dz.dtype != x.dtype:
+        x = x.to(_F32)  # exact, as the next line
+    if dz.dtype != x.dtype and dz.dtype not in (torch.bfloat16, torch.float16):
+        dz = dz.to(_F32)
+    dz, x, weight = sm90.rows_of(dz), sm90.rows_of(x), weight.contiguous()
+    (rows, cols), device, index = x.shape, x.device, x.device.index
+    dx = torch.empty((rows, cols), dtype=dtype, device=device)
+    sums = torch.empty((2, cols), dtype=_F32, device=device)
+    row_sums = torch.empty((rows, 2), dtype=_F32, device=device)
+    partial = torch.empty(((rows + 127) // 128, 2, cols), dtype=_F32, device=device)
+    counters = _scratch(rows, device)
+    status = sm90.native().norm_backward(  # type: ignore[union-attr]
+        (dz.data_ptr(), dz.stride(0), FLOAT_DTYPES[dz.dtype]),
+        (x.data_ptr(), x.stride(0), FLOAT_DTYPES[x.dtype]), rows, cols,
+        (mean is None, inverse(cols)), weight.data_ptr(), (pointer(mean), rstd.data_ptr()),
+        (dx.data_ptr(), FLOAT_DTYPES[dtype]), sums.data_ptr(),
+        (row_sums.data_ptr(), partial.data_ptr(), counters.data_ptr()), sm90.stream(index), index,
+    )  # fmt: skip
+    return (dx, sums[0], sums[1]) if sm90.supported(status) else None
+
+
+def takes(h: Tensor, grad: Tensor | None, dtype: torch.dtype) -> bool:
+    """Whether the native code computes and quantizes in one step: one dtype for everything."""
+    return h.dtype == dtype and (grad is None or grad.dtype == dtype)
+
+
+def activate(
+    h: Tensor, grad: Tensor | None, act: Activation, dtype: torch.dtype, want_out: bool,
+    wanted: Wanted,
+) -> ActParts | None:  # fmt: skip
+    """As ops.act_quantize_2d (grad None) and ops.dact_quantize_2d on a non-empty h of dtype; None
+    for what the native code does not take."""
+    h = sm90.rows_of(h)
+    grad = None if grad is None else sm90.rows_of(grad)
+    (rows, width), device, index = h.shape, h.device, h.device.index
+    cols = width // 2 if act.gated else width
+    made = cols if grad is None else width
+    out = torch.empty((rows, made), dtype=dtype, device=device) if want_out else None
+    parts, _keep, words = _outputs(rows, made, device, wanted)
+    status = sm90.native().act_quantize(  # type: ignore[union-attr]
+        (h.data_ptr(), h.stride(0)), (0, 0) if grad is None else (grad.data_ptr(), grad.stride(0)),
+        rows, cols, (ACT_IDS[act.base], act.gated, act.limit, act.alpha, act.offset),
+        (pointer(out), FLOAT_DTYPES[dtype]), words, sm90.stream(index), index,
+    )  # fmt: skip
+    return ActParts(out, parts) if sm90.supported(status) else None
