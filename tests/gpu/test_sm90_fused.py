@@ -181,7 +181,7 @@ def test_activations(name, shape, dtype):
             quiet = dact_quantize_2d(grad, h, act, dtype, want_out=False, wanted=wanted_too)
             assert silent.out is None and quiet.out is None
             pairs = [*zip(silent.quantized, made.quantized, strict=True)]
-            for one, two in pairs + [*zip(quiet.quantized, there.quantized, strict=True)]:
+            for one, two in [*pairs, *zip(quiet.quantized, there.quantized, strict=True)]:
                 same(one, two)
         same(made.out, first), same(there.out, first_back)  # whatever is wanted beside
 
