@@ -11,6 +11,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <cstdlib>
 
 #include "quantize_scan.cuh"
 
@@ -77,20 +78,23 @@ __device__ __forceinline__ void await(const Bands& b, int band) {
 // Bands of a matrix [rows, cols] whose rows of two tiles are read twice, `bytes` an element.
 inline Status make_bands(Bands& b, uint32_t* ws, int64_t rows, int64_t cols, int bytes,
                          unsigned& ctas) {
-  constexpr int64_t kBandBytes = 8 << 20;  // a fraction of L2
-  constexpr int kItemsAhead = 256;         // of statistics: about as many as run at a time
+  const char* e1 = getenv("BAND_MB");
+  const char* e2 = getenv("BAND_AHEAD");
+  const int64_t kBandBytes = (e1 ? atof(e1) : 4.0) * (1 << 20);  // a fraction of L2
+  const int kAhead = e2 ? atoi(e2) : 528;  // items between the statistics and the tiles of a band
   const int64_t row_tiles = (rows + 127) / 128, col_tiles = (cols + 127) / 128;
   int bits = 0;
   while (bits < 3 && (1 << bits) < row_tiles && (256ll << bits) * cols * bytes <= kBandBytes)
     ++bits;
   const int64_t bands = (row_tiles + (1 << bits) - 1) >> bits;
   const int stats = (128 << bits) / kStatRows;
-  const int64_t items = bands * (stats + (col_tiles << bits));
+  const int64_t each = stats + (col_tiles << bits);
+  const int64_t ahead = 1 + (kAhead + each - 1) / each, lag = bands < ahead ? bands : ahead;
+  const int64_t items = bands * each + (lag - 1) * stats;
   if (items > INT32_MAX) return Status::unsupported;
-  const int ahead = (kItemsAhead + stats - 1) / stats;
   b = {ws,
        static_cast<int>(bands),
-       static_cast<int>(bands < ahead ? bands : ahead),
+       static_cast<int>(lag),
        stats,
        static_cast<int>(col_tiles << bits),
        bits,

@@ -12,7 +12,7 @@ Status launch_instance(const ActParams& p, dim3 grid, cudaStream_t stream) {
     return launch_fused(act_kernel<T, kFmt, kPlain>, grid, fused_smem_bytes<T>(1 + p.act.gated),
                         stream, p);
   }
-  return launch_fused(dact_kernel<T, kFmt, kPlain>, grid, fused_smem_bytes<T>(2 + p.act.gated),
+  return launch_fused(dact_kernel<T, kFmt, kPlain>, grid, fused_smem_bytes<T>(1 + p.act.gated),
                       stream, p);
 }
 

@@ -56,36 +56,69 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 4 : 2)
 }
 
 // ---------------------------------------------------------------------------------------- backward
-// What a thread reads for its columns of the gradient of h. Without `halves` a column at or behind
-// `cols` is one of the gates' gradient, of the same inputs.
+// What a thread reads for its columns of the gradient of h: activated columns and gates through
+// slots, the gradient through registers, a row ahead. Bit j of `gates` is set where column j is one
+// of the gates' gradient, made of the same inputs as its twin, `cols` before.
 template <class T>
-__device__ __forceinline__ void fill_backward(uint4* slot, const ActParams& p, int64_t row,
-                                              int64_t col, const Extent& e) {
-  constexpr int kInput = kSlotChunks<T> * kChunkStep;
-  const T* const h = static_cast<const T*>(p.h.data) + row * p.h.stride;
-  const T* const grad = static_cast<const T*>(p.grad.data) + row * p.grad.stride;
-  if (p.vectors) {
-    const int64_t first = p.act.gated && col >= p.cols ? col - p.cols : col;
-    fill_slot<T>(slot, h + first, p.h.stride, e, true);
-    fill_slot<T>(slot + kInput, grad + first, p.grad.stride, e, true);
-    if (p.act.gated) fill_slot<T>(slot + 2 * kInput, h + p.cols + first, p.h.stride, e, true);
-    return;
+struct BackwardInputs {
+  const T* h;  // of the first column's twin in the first half, as grad
+  const T* grad;
+  int64_t cols;
+  uint32_t gates;
+  bool vectors;
+
+  __device__ __forceinline__ BackwardInputs(const ActParams& p, int64_t row, int64_t col)
+      : cols(p.cols), gates(0), vectors(p.vectors) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      if (p.act.gated && !p.halves) gates |= static_cast<uint32_t>(col + j >= cols) << j;
+    }
+    if (gates & 1) col -= cols;
+    h = static_cast<const T*>(p.h.data) + row * p.h.stride + col;
+    grad = static_cast<const T*>(p.grad.data) + row * p.grad.stride + col;
   }
+
+  // Column j from the first one on.
+  __device__ __forceinline__ int64_t at(int j) const {
+    return (gates & 1) == 0 && (gates >> j & 1) != 0 ? j - cols : j;
+  }
+
+  __device__ __forceinline__ void fill(uint4* slot, uint4* gate_slot, const ActParams& p,
+                                       const Extent& e) const {
+    if (vectors) {
+      fill_slot<T>(slot, h, p.h.stride, e, true);
+      if (p.act.gated) fill_slot<T>(gate_slot, h + cols, p.h.stride, e, true);
+      return;
+    }
 #pragma unroll 1
-  for (int i = 0; i < 64; ++i) {
-    const int k = i / 8, j = i % 8;
-    const bool exists = k < e.rows && j < e.cols;
-    const int64_t c = p.act.gated && col + j >= p.cols ? col + j - p.cols : col + j;
-    constexpr int kOfChunk = 16 / sizeof(T);
-    uint4* const chunk = slot + (k * Input<T>::kVectors + j / kOfChunk) * kChunkStep;
-    const auto put = [&](uint4* to, const T* row, int64_t stride) {
-      reinterpret_cast<T*>(to)[j % kOfChunk] = exists ? row[k * stride + c] : static_cast<T>(0.0f);
-    };
-    put(chunk, h, p.h.stride);
-    put(chunk + kInput, grad, p.grad.stride);
-    if (p.act.gated) put(chunk + 2 * kInput, h + p.cols, p.h.stride);
+    for (int i = 0; i < 64; ++i) {
+      const int k = i / 8, j = i % 8;
+      const bool exists = k < e.rows && j < e.cols;
+      constexpr int kOfChunk = 16 / sizeof(T);
+      const int chunk = (k * Input<T>::kVectors + j / kOfChunk) * kChunkStep;
+      const T* const from = h + k * p.h.stride + at(j);
+      const T zero = static_cast<T>(0.0f);
+      reinterpret_cast<T*>(slot + chunk)[j % kOfChunk] = exists ? from[0] : zero;
+      if (p.act.gated)
+        reinterpret_cast<T*>(gate_slot + chunk)[j % kOfChunk] = exists ? from[cols] : zero;
+    }
   }
-}
+
+  // The gradient's next row; the k-th from the first one on.
+  __device__ __forceinline__ void read_grad(Eight<T>& g, int k, int64_t stride, const Extent& e) {
+    const int exist = k < e.rows ? e.cols : 0;
+    if (vectors) {
+      load_8(g, grad, exist, true);
+    } else {
+      g.clear();
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        if (j < exist) reinterpret_cast<T*>(g.words)[j] = grad[at(j)];
+      }
+    }
+    grad += stride;
+  }
+};
 
 template <class T, tile::Fp8 kFmt, bool kPlain>
 __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 3 : 1)
@@ -93,29 +126,27 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 3 : 1)
   extern __shared__ __align__(16) char smem[];
   QuantizeSmem& s = *reinterpret_cast<QuantizeSmem*>(smem);
   uint4* slot = own_slots(smem);
-  uint4* const grad_slot = slot + kSlotChunks<T> * kChunkStep;
-  uint4* const gate_slot = grad_slot + kSlotChunks<T> * kChunkStep;
+  uint4* const gate_slot = slot + kSlotChunks<T> * kChunkStep;
   Tile t;
   if (!find_tile(t, p.q)) return;
   if (p.q.a.col_sum != nullptr) cudaTriggerProgrammaticLaunchCompletion();
   const Place at;
   const Extent e(p.q, t, at);
   const int64_t row = t.r0() + at.r, col = t.c0() + at.c;
-  fill_backward<T>(slot, p, row, col, e);
-  const int64_t width = p.q.a.cols;
-  const OutRows<T> out(p.out, width, row, col), out_gate(p.out, width, row, col + p.cols);
-  uint32_t gates = 0;  // bit j: column j is one of the gates' gradient
-  if (p.act.gated && !p.halves) {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) gates |= static_cast<uint32_t>(col + j >= p.cols) << j;
-  }
+  BackwardInputs<T> in(p, row, col);
+  in.fill(slot, gate_slot, p, e);
+  Eight<T> grad;
+  in.read_grad(grad, 0, p.grad.stride, e);
+  const OutRows<T> out(p.out, p.q.a.cols, row, col);
   wait_for_slots();
   with_activation<sizeof(T) == 4>(p.act, [&](const auto& act) {
 #pragma unroll 1
     for (int k = 0; k < 8; ++k) {
+      Eight<T> next;
+      in.read_grad(next, k + 1, p.grad.stride, e);
       float v[8], g[8];
+      grad.unpack(g);
       read_slot<T>(v, slot, k);
-      read_slot<T>(g, grad_slot, k);
       if (!p.act.gated) {
 #pragma unroll
         for (int j = 0; j < 8; ++j) v[j] = mul(g[j], act(v[j]).slope);
@@ -129,18 +160,21 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 3 : 1)
           b[j] = act.passed(b[j], mul(g[j], f.value));
         }
         if (p.halves) {
-          finish_row<T>(gate_slot, k, b, e, out_gate);
+          finish_row<T>(gate_slot, k, b, e, out.right_by(p.cols));
         } else {
 #pragma unroll
-          for (int j = 0; j < 8; ++j) v[j] = gates >> j & 1 ? b[j] : v[j];
+          for (int j = 0; j < 8; ++j) v[j] = in.gates >> j & 1 ? b[j] : v[j];
         }
       }
       finish_row<T>(slot, k, v, e, out);
+      grad = next;
     }
   });
 #pragma unroll 1
   for (int left = p.halves; left >= 0; --left) {
-    quantize_slot<T, T, kFmt, kPlain>(s, p.q, slot, t, at);
+    // NOTE: addresses of both rounds kept from the first one on would not fit the registers.
+    const Place here(tile::opaque(threadIdx.x));
+    quantize_slot<T, T, kFmt, kPlain>(s, p.q, slot, t, here);
     if (left == 0) break;
     __syncthreads();
     slot = gate_slot;

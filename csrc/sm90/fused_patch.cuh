@@ -32,14 +32,13 @@ __device__ __forceinline__ uint4* own_slots(char* smem) {
   return reinterpret_cast<uint4*>(smem + offsetof(QuantizeSmem, codes)) + threadIdx.x;
 }
 
-// What exists of a thread's rows and columns.
+// What exists of a thread's 8 rows and columns; less than none at the edges.
 struct Extent {
   int rows, cols;
+  __device__ __forceinline__ Extent(int rows, int cols) : rows(min(rows, 8)), cols(min(cols, 8)) {}
   __device__ __forceinline__ Extent(const QuantizeParams& p, const Tile& t, const Place& at)
-      : rows((t.last_row ? p.last_rows : 128) - at.r),
-        cols((t.last_col ? p.last_cols : 128) - at.c) {}
-  __device__ __forceinline__ Extent(int rows, int cols) : rows(rows), cols(cols) {}
-  __device__ __forceinline__ bool whole() const { return rows >= 8 && cols >= 8; }
+      : Extent((t.last_row ? p.last_rows : 128) - at.r, (t.last_col ? p.last_cols : 128) - at.c) {}
+  __device__ __forceinline__ bool whole() const { return rows == 8 && cols == 8; }
 };
 
 // Starts bringing 8 rows of 8 elements to a slot; what does not exist becomes 0.
@@ -74,21 +73,6 @@ __device__ __forceinline__ void wait_for_slots() {
   __pipeline_wait_prior(0);
 }
 
-// Row k of a slot.
-template <class In>
-__device__ __forceinline__ void read_slot(float (&v)[8], const uint4* slot, int k) {
-  constexpr int kVectors = Input<In>::kVectors;
-  uint4 raw[kVectors];
-#pragma unroll
-  for (int j = 0; j < kVectors; ++j) raw[j] = slot[(k * kVectors + j) * kChunkStep];
-  const auto* const words = reinterpret_cast<const typename Input<In>::Word*>(raw);
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const float2 two = Input<In>::values(words[j]);
-    v[2 * j] = two.x, v[2 * j + 1] = two.y;
-  }
-}
-
 __device__ __forceinline__ uint32_t rounded(__nv_bfloat16, float a, float b) {
   const __nv_bfloat162 v = __floats2bfloat162_rn(a, b);
   return *reinterpret_cast<const uint32_t*>(&v);
@@ -101,18 +85,59 @@ __device__ __forceinline__ uint2 rounded(float, float a, float b) {
   return {__float_as_uint(a), __float_as_uint(b)};
 }
 
-// Eight elements rounded to T.
+// Eight elements of type T.
 template <class T>
 struct Eight {
   union {
     typename Input<T>::Word words[4];
     uint4 chunks[Input<T>::kVectors];
   };
+  __device__ __forceinline__ Eight() {}
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int j = 0; j < Input<T>::kVectors; ++j) chunks[j] = make_uint4(0, 0, 0, 0);
+  }
+  // Rounded.
   __device__ __forceinline__ explicit Eight(const float (&v)[8]) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) words[j] = rounded(T{}, v[2 * j], v[2 * j + 1]);
   }
+
+  __device__ __forceinline__ void unpack(float (&v)[8]) const {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float2 two = Input<T>::values(words[j]);
+      v[2 * j] = two.x, v[2 * j + 1] = two.y;
+    }
+  }
 };
+
+// Eight elements of a row from `from` on, of which `cols` exist.
+template <class T>
+__device__ __forceinline__ void load_8(Eight<T>& v, const T* from, int cols, bool vectors) {
+  v.clear();
+  if (vectors) {
+#pragma unroll
+    for (int j = 0; j < Input<T>::kVectors; ++j) {
+      if (cols > 0) v.chunks[j] = __ldg(reinterpret_cast<const uint4*>(from) + j);
+    }
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    if (j < cols) reinterpret_cast<T*>(v.words)[j] = from[j];
+  }
+}
+
+// Row k of a slot.
+template <class In>
+__device__ __forceinline__ void read_slot(float (&v)[8], const uint4* slot, int k) {
+  Eight<In> row;
+#pragma unroll
+  for (int j = 0; j < Input<In>::kVectors; ++j)
+    row.chunks[j] = slot[(k * Input<In>::kVectors + j) * kChunkStep];
+  row.unpack(v);
+}
 
 // Where a thread's rows of the result go besides the quantizer.
 template <class T>
@@ -124,6 +149,12 @@ struct OutRows {
   __device__ __forceinline__ OutRows(void* out, int64_t ld, int64_t row, int64_t col)
       : to(out == nullptr ? nullptr : static_cast<T*>(out) + row * ld + col), ld(ld) {
     vectors = ld % 8 == 0 && reinterpret_cast<uintptr_t>(out) % 16 == 0;
+  }
+  // The same so many columns to the right.
+  __device__ __forceinline__ OutRows right_by(int64_t cols) const {
+    OutRows other = *this;
+    if (to != nullptr) other.to += cols;
+    return other;
   }
 
   __device__ __forceinline__ void write(int k, const Eight<T>& values, const Extent& e) const {

@@ -12,7 +12,7 @@ struct GradParams {
   NormBackwardArgs a;
   Bands bands;
   int row_tiles, col_tiles;
-  bool pairs;    // pairs of elements lie aligned in dz and x
+  bool pairs;    // pairs of elements lie aligned in dz, x and weight
   bool vectors;  // vectors of 8 elements
 };
 
@@ -33,7 +33,7 @@ __device__ __forceinline__ void row_sums(RowSumSmem& s, const NormBackwardArgs& 
     const int64_t cols = r < a.rows ? a.cols : 0;
     const RowPairs<Dz> dz(a.dz.data, a.dz.stride, r, cols, vectors);
     const RowPairs<X> x(a.x.data, a.x.stride, r, cols, vectors);
-    const RowPairs<float> weight(a.weight, 0, 0, cols, false);
+    const RowPairs<float> weight(a.weight, 0, 0, cols, vectors);
     const float mean = a.rms || r >= a.rows ? 0.0f : a.mean[r];
     const float rstd = r < a.rows ? a.rstd[r] : 0.0f;
     float2 shift = {0.0f, 0.0f}, drift = {0.0f, 0.0f};
@@ -59,35 +59,6 @@ __device__ __forceinline__ void row_sums(RowSumSmem& s, const NormBackwardArgs& 
     const float second = mul(fold_lanes(s, drift, turn++), a.inverse);
     if (threadIdx.x % 128 == 0 && r < a.rows)
       reinterpret_cast<float2*>(a.row_sums)[r] = {first, second};
-  }
-}
-
-// Eight elements of a row from `from` on, of which `cols` exist.
-template <class T>
-__device__ __forceinline__ void load_8(typename Input<T>::Word (&w)[4], const T* from, int cols,
-                                       bool vectors) {
-#pragma unroll
-  for (int j = 0; j < 4; ++j) w[j] = {};
-  if (vectors) {
-#pragma unroll
-    for (int j = 0; j < Input<T>::kVectors; ++j) {
-      if (cols > 0)
-        reinterpret_cast<uint4*>(w)[j] = __ldg(reinterpret_cast<const uint4*>(from) + j);
-    }
-    return;
-  }
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    if (j < cols) reinterpret_cast<T*>(w)[j] = from[j];
-  }
-}
-
-template <class T>
-__device__ __forceinline__ void unpack(float (&v)[8], const typename Input<T>::Word (&w)[4]) {
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const float2 two = Input<T>::values(w[j]);
-    v[2 * j] = two.x, v[2 * j + 1] = two.y;
   }
 }
 
@@ -131,8 +102,8 @@ __global__ void __launch_bounds__(kQuantizeThreads, 3)
   constexpr int kAtOnce = 2;
 #pragma unroll 1
   for (int k0 = 0; k0 < 8; k0 += kAtOnce) {
-    typename Input<Dz>::Word g[kAtOnce][4];
-    typename Input<X>::Word y[kAtOnce][4];
+    Eight<Dz> g[kAtOnce];
+    Eight<X> y[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int k = k0 + i, cols = k < e.rows ? e.cols : 0;
@@ -148,8 +119,8 @@ __global__ void __launch_bounds__(kQuantizeThreads, 3)
       const float2 sums = exists ? __ldcg(reinterpret_cast<const float2*>(a.row_sums) + row + k)
                                  : make_float2(0.0f, 0.0f);
       float d[8], h[8];
-      unpack<Dz>(d, g[i]);
-      unpack<X>(h, y[i]);
+      g[i].unpack(d);
+      y[i].unpack(h);
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         h[j] = mul(sub(h[j], mean), rstd);
@@ -205,7 +176,8 @@ Status norm_backward(const NormBackwardArgs& a) {
     };
     return a.cols % count == 0 && whole(a.dz, a.dz_dtype) && whole(a.x, a.x_dtype);
   };
-  p.pairs = aligned(2), p.vectors = aligned(8);
+  p.pairs = aligned(2) && reinterpret_cast<uintptr_t>(a.weight) % 8 == 0;
+  p.vectors = aligned(8);
   const auto stream = static_cast<cudaStream_t>(a.stream);
   status = clear_bands(p.bands, stream);
   if (status != Status::ok) return status;

@@ -64,8 +64,8 @@ struct Place {
   int r, c;            // the first element
   int row_block;       // of its columns
 
-  __device__ __forceinline__ Place() {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  __device__ __forceinline__ explicit Place(int thread = threadIdx.x) {
+    const int lane = thread % 32, warp = thread / 32;
     lane_r = lane / 8, lane_c = lane % 8, band = warp / 2, half = warp % 2;
     r = 32 * band + 8 * lane_r, c = 64 * half + 8 * lane_c, row_block = c / 32;
   }

@@ -84,6 +84,12 @@ __device__ __forceinline__ void fence_async_proxy() {
 // The compiler moves no memory access across it. No instruction.
 __device__ __forceinline__ void compiler_fence() { asm volatile("" ::: "memory"); }
 
+// The same number, of which the compiler knows nothing: what follows from it is computed here.
+__device__ __forceinline__ int opaque(int v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
+
 // True in one lane of a converged warp.
 __device__ __forceinline__ bool elect_one() {
   uint32_t elected;
