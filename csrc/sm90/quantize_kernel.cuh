@@ -41,10 +41,8 @@ __device__ __forceinline__ void codes_once(uint2 (&cols)[8], const QuantizeSmem&
 
 // kPlain: some wanted direction is plain, or may be.
 template <class T, tile::Fp8 kFmt, bool kPlain>
-__global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 4 : 2)
-    quantize_kernel(const __grid_constant__ QuantizeParams p) {
+__device__ __forceinline__ void quantize_tile(const QuantizeParams& p, QuantizeSmem& s) {
   using Word = typename Input<T>::Word;
-  __shared__ QuantizeSmem s;
   const QuantizeArgs& a = p.a;
   Tile t;
   t.ct = blockIdx.x >> p.group_bits;
@@ -53,7 +51,6 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 4 : 2)
   if (t.rt >= p.row_tiles) return;
   t.last_row = t.rt == p.row_tiles - 1, t.last_col = t.ct == p.col_tiles - 1;
   const Place at;
-  if (a.col_sum != nullptr) cudaTriggerProgrammaticLaunchCompletion();
 
   Word x[8][4];
   load_patch<T>(x, static_cast<const T*>(a.x) + (t.r0() + at.r) * a.x_stride + t.c0() + at.c,
@@ -134,6 +131,17 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 4 : 2)
   stage_cols(s, cols, at);
   __syncthreads();
   write_cols<kPlain>(s, p.col, t);
+}
+
+template <class T, tile::Fp8 kFmt, bool kPlain>
+__global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 4 : 2)
+    quantize_kernel(const __grid_constant__ QuantizeParams p) {
+  __shared__ QuantizeSmem s;
+  tile::let_dependents_start();
+  if (!p.beside) tile::await_predecessors();
+  quantize_tile<T, kFmt, kPlain>(p, s);
+  // Whoever waits for this kernel waits for the one that it ran beside, too.
+  if (p.beside) tile::await_predecessors();
 }
 
 }  // namespace te_mx::sm90
