@@ -59,24 +59,24 @@ PYBIND11_MODULE(_sm90, m) {
     return py::make_tuple(codes + scales, codes);
   });
 
-  // x: (address, rows, cols, stride, dtype); row, col as set_outputs() has them.
+  // Calls are those of quantize_args().
   m.def(
       "quantize",
-      [](const py::tuple& x, int fmt, int rule, const py::tuple& row, const py::tuple& col,
-         int spread, uintptr_t col_sum, uintptr_t col_sum_ws, uintptr_t stream, int device) {
-        sm90::QuantizeArgs a{};
-        a.x = ptr<const void>(x[0]);
-        a.rows = x[1].cast<int64_t>(), a.cols = x[2].cast<int64_t>();
-        a.x_stride = x[3].cast<int64_t>(), a.x_dtype = static_cast<DType>(x[4].cast<int>());
-        if (!set_outputs(a, fmt, rule, row, col, spread, col_sum, col_sum_ws))
-          return static_cast<int>(Status::bad_argument);
-        a.stream = reinterpret_cast<void*>(stream);
+      [](const py::tuple& call, uintptr_t stream, int device) {
+        const sm90::QuantizeArgs a = quantize_args(call, stream);
         const sm90::DeviceScope scope(device);
         return static_cast<int>(sm90::quantize(a));
       },
-      py::arg("x"), py::arg("fmt"), py::arg("rule"), py::arg("row"), py::arg("col"),
-      py::arg("spread"), py::arg("col_sum"), py::arg("col_sum_ws"), py::arg("stream"),
-      py::arg("device") = -1);
+      py::arg("call"), py::arg("stream"), py::arg("device") = -1);
+  m.def(
+      "quantize_two",
+      [](const py::tuple& first, const py::tuple& second, uintptr_t stream, int device) {
+        const sm90::QuantizeArgs a = quantize_args(first, stream),
+                                 b = quantize_args(second, stream);
+        const sm90::DeviceScope scope(device);
+        return static_cast<int>(sm90::quantize_two(a, b));
+      },
+      py::arg("first"), py::arg("second"), py::arg("stream"), py::arg("device") = -1);
 
   m.def(
       "pack",

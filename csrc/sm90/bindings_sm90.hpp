@@ -22,13 +22,22 @@ inline sm90::Packed packed(const py::handle& h) {
   return {ptr<uint8_t>(t[0]), ptr<uint32_t>(t[1])};
 }
 
-// What to quantize to. row, col: (codes, scales, form). Forms: 0 plain, columns transposed; 1
-// packed; 2, of col only, plain columns that lie like x. False for forms that do not exist.
-inline bool set_outputs(sm90::QuantizeArgs& a, int fmt, int rule, const py::tuple& row,
-                        const py::tuple& col, int spread, uintptr_t col_sum, uintptr_t col_sum_ws) {
-  a.fmt = static_cast<Format>(fmt), a.rule = static_cast<ScaleRule>(rule), a.spread = spread;
+// A call is (x, fmt, rule, row, col, spread, col_sum, col_sum_dtype, col_sum_ws).
+// x: (address, rows, cols, stride, dtype); row, col: (codes, scales, form). Forms: 0 plain, columns
+// transposed; 1 packed; 2, of col only, plain columns that lie like x. Another form makes the call
+// a bad one.
+inline sm90::QuantizeArgs quantize_args(const py::tuple& call, uintptr_t stream) {
+  const auto side = [&](int i) { return py::reinterpret_borrow<py::tuple>(call[i]); };
+  const py::tuple x = side(0), row = side(3), col = side(4);
+  sm90::QuantizeArgs a{};
+  a.x = ptr<const void>(x[0]);
+  a.rows = x[1].cast<int64_t>(), a.cols = x[2].cast<int64_t>();
+  a.x_stride = x[3].cast<int64_t>(), a.x_dtype = static_cast<DType>(x[4].cast<int>());
+  a.fmt = static_cast<Format>(call[1].cast<int>());
+  a.rule = static_cast<ScaleRule>(call[2].cast<int>());
+  a.spread = call[5].cast<int>();
   const int row_form = row[2].cast<int>(), col_form = col[2].cast<int>();
-  if (row_form < 0 || row_form > 1 || col_form < 0 || col_form > 2) return false;
+  if (row_form < 0 || row_form > 1 || col_form < 0 || col_form > 2) a.spread = -1;
   if (row_form == 1) {
     a.row_packed = packed(row);
   } else {
@@ -40,9 +49,10 @@ inline bool set_outputs(sm90::QuantizeArgs& a, int fmt, int rule, const py::tupl
     a.col_codes = ptr<uint8_t>(col[0]), a.col_scales = ptr<uint8_t>(col[1]);
     a.col_lies_as_x = col_form == 2;
   }
-  a.col_sum = reinterpret_cast<float*>(col_sum);
-  a.col_sum_ws = reinterpret_cast<float*>(col_sum_ws);
-  return true;
+  a.col_sum = ptr<void>(call[6]), a.col_sum_dtype = static_cast<DType>(call[7].cast<int>());
+  a.col_sum_ws = ptr<float>(call[8]);
+  a.stream = reinterpret_cast<void*>(stream);
+  return a;
 }
 
 // The steps that end in a quantizer.

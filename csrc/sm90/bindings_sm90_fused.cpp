@@ -6,36 +6,23 @@ namespace te_mx::bindings {
 
 namespace {
 
-// (fmt, rule, row, col, spread, col_sum, col_sum_ws)
-bool set_quantized(sm90::QuantizeArgs& a, const py::tuple& t, int64_t rows, int64_t cols,
-                   DType dtype, uintptr_t stream) {
-  a.rows = rows, a.cols = cols, a.x_dtype = dtype;
-  a.stream = reinterpret_cast<void*>(stream);
-  return set_outputs(a, t[0].cast<int>(), t[1].cast<int>(), t[2].cast<py::tuple>(),
-                     t[3].cast<py::tuple>(), t[4].cast<int>(), t[5].cast<uintptr_t>(),
-                     t[6].cast<uintptr_t>());
-}
-
 sm90::Matrix matrix(const py::handle& data, const py::handle& stride) {
   return {ptr<const void>(data), stride.cast<int64_t>()};
 }
 
 DType dtype_of(const py::handle& h) { return static_cast<DType>(h.cast<int>()); }
 
-// x: (address, rows, cols, stride, dtype); norm: (rms, eps, 1 / cols); out: (mean, rstd, z, dtype
-// of z, scratch).
+// x: (address, stride, dtype); norm: (rms, eps, 1 / cols); out: (mean, rstd, z, scratch);
+// quantized: a call of quantize_args() without address and stride.
 int norm_quantize(const py::tuple& x, const py::tuple& norm, uintptr_t weight, uintptr_t bias,
                   const py::tuple& out, const py::tuple& quantized, uintptr_t stream, int device) {
   sm90::NormQuantizeArgs a{};
-  a.x = matrix(x[0], x[3]), a.x_dtype = dtype_of(x[4]);
+  a.x = matrix(x[0], x[1]), a.x_dtype = dtype_of(x[2]);
   a.rms = norm[0].cast<bool>(), a.eps = norm[1].cast<float>(), a.inverse = norm[2].cast<float>();
   a.weight = reinterpret_cast<const float*>(weight), a.bias = reinterpret_cast<const float*>(bias);
   a.mean = ptr<float>(out[0]), a.rstd = ptr<float>(out[1]), a.z = ptr<void>(out[2]);
-  a.ws = ptr<uint32_t>(out[4]);
-  if (!set_quantized(a.quantized, quantized, x[1].cast<int64_t>(), x[2].cast<int64_t>(),
-                     dtype_of(out[3]), stream)) {
-    return static_cast<int>(Status::bad_argument);
-  }
+  a.ws = ptr<uint32_t>(out[3]);
+  a.quantized = quantize_args(quantized, stream);
   const sm90::DeviceScope scope(device);
   return static_cast<int>(sm90::norm_quantize(a));
 }
@@ -62,19 +49,16 @@ int norm_backward(const py::tuple& dz, const py::tuple& x, int64_t rows, int64_t
   return static_cast<int>(sm90::norm_backward(a));
 }
 
-// h: (address, stride), grad: the same or zeros; rows and cols of the activated values; act: (id,
-// gated, limit, alpha, offset); out: (address or 0, dtype of everything).
-int act_quantize(const py::tuple& h, const py::tuple& grad, int64_t rows, int64_t cols,
-                 const py::tuple& act, const py::tuple& out, const py::tuple& quantized,
-                 uintptr_t stream, int device) {
+// h: (address, stride), grad: the same or zeros; cols of the activated values; act: (id, gated,
+// limit, alpha, offset).
+int act_quantize(const py::tuple& h, const py::tuple& grad, int64_t cols, const py::tuple& act,
+                 uintptr_t out, const py::tuple& quantized, uintptr_t stream, int device) {
   sm90::ActQuantizeArgs a{};
   a.h = matrix(h[0], h[1]), a.grad = matrix(grad[0], grad[1]), a.cols = cols;
   a.act = static_cast<Act>(act[0].cast<int>()), a.gated = act[1].cast<bool>();
   a.limit = act[2].cast<float>(), a.alpha = act[3].cast<float>(), a.offset = act[4].cast<float>();
-  a.out = ptr<void>(out[0]);
-  const int64_t made = a.grad.data != nullptr && a.gated ? 2 * cols : cols;
-  if (!set_quantized(a.quantized, quantized, rows, made, dtype_of(out[1]), stream))
-    return static_cast<int>(Status::bad_argument);
+  a.out = reinterpret_cast<void*>(out);
+  a.quantized = quantize_args(quantized, stream);
   const sm90::DeviceScope scope(device);
   return static_cast<int>(sm90::act_quantize(a));
 }
@@ -89,8 +73,8 @@ void bind_sm90_fused(py::module_& m) {
   m.def("norm_backward", &norm_backward, py::arg("dz"), py::arg("x"), py::arg("rows"),
         py::arg("cols"), py::arg("norm"), py::arg("weight"), py::arg("stats"), py::arg("dx"),
         py::arg("sums"), py::arg("scratch"), py::arg("stream"), py::arg("device") = -1);
-  m.def("act_quantize", &act_quantize, py::arg("h"), py::arg("grad"), py::arg("rows"),
-        py::arg("cols"), py::arg("act"), py::arg("out"), py::arg("quantized"), py::arg("stream"),
+  m.def("act_quantize", &act_quantize, py::arg("h"), py::arg("grad"), py::arg("cols"),
+        py::arg("act"), py::arg("out"), py::arg("quantized"), py::arg("stream"),
         py::arg("device") = -1);
 }
 

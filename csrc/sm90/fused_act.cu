@@ -55,7 +55,7 @@ Status act_quantize(const ActQuantizeArgs& a) {
            : q.x_dtype == DType::f16 ? launch_act<__half>(p, grid, stream)
                                      : launch_act<float>(p, grid, stream);
   if (status != Status::ok || q.col_sum == nullptr) return status;
-  return launch_sums(q.col_sum_ws, q.col_sum, p.q.row_tiles, q.cols, stream);
+  return launch_sums(q.col_sum_ws, q.col_sum, q.col_sum_dtype, p.q.row_tiles, q.cols, stream);
 }
 
 }  // namespace te_mx::sm90

@@ -27,6 +27,8 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 4 : 2)
   uint4* const slot = own_slots(smem);
   uint4* const gate_slot = slot + kSlotChunks<T> * kChunkStep;
   Tile t;
+  tile::let_dependents_start();
+  tile::await_predecessors();
   if (!find_tile(t, p.q)) return;
   const Place at;
   const Extent e(p.q, t, at);
@@ -52,7 +54,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 4 : 2)
       finish_row<T>(slot, k, v, e, out);
     }
   });
-  quantize_slot<T, T, kFmt, kPlain>(s, p.q, slot, t, at);
+  quantize_slot<T, T, kFmt, kPlain>(s, p.q, slot, t);
 }
 
 // ---------------------------------------------------------------------------------------- backward
@@ -128,8 +130,9 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 3 : 1)
   uint4* slot = own_slots(smem);
   uint4* const gate_slot = slot + kSlotChunks<T> * kChunkStep;
   Tile t;
+  tile::let_dependents_start();
+  tile::await_predecessors();
   if (!find_tile(t, p.q)) return;
-  if (p.q.a.col_sum != nullptr) cudaTriggerProgrammaticLaunchCompletion();
   const Place at;
   const Extent e(p.q, t, at);
   const int64_t row = t.r0() + at.r, col = t.c0() + at.c;
@@ -172,9 +175,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 3 : 1)
   });
 #pragma unroll 1
   for (int left = p.halves; left >= 0; --left) {
-    // NOTE: addresses of both rounds kept from the first one on would not fit the registers.
-    const Place here(tile::opaque(threadIdx.x));
-    quantize_slot<T, T, kFmt, kPlain>(s, p.q, slot, t, here);
+    quantize_slot<T, T, kFmt, kPlain>(s, p.q, slot, t);
     if (left == 0) break;
     __syncthreads();
     slot = gate_slot;

@@ -22,6 +22,8 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(In) == 2 ? 4 : (sizeo
     norm_kernel(const __grid_constant__ NormParams p) {
   extern __shared__ __align__(16) char smem[];
   RowSumSmem& sums = *reinterpret_cast<RowSumSmem*>(smem);
+  tile::let_dependents_start();
+  tile::await_predecessors();
   const BandItem item = take_item(p.bands, sums.ticket);
   if (item.stats) {
     if (item.band >= p.bands.bands || item.row(p.bands) >= p.n.rows) return;
@@ -64,7 +66,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(In) == 2 ? 4 : (sizeo
     }
     finish_row<In>(slot, k, v, e, out);
   }
-  quantize_slot<In, T, kFmt, kPlain>(s, p.q, slot, t, at);
+  quantize_slot<In, T, kFmt, kPlain>(s, p.q, slot, t);
 }
 
 template <class In, class T, tile::Fp8 kFmt>

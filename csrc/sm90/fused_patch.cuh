@@ -11,6 +11,7 @@
 
 #include <cstddef>
 
+#include "launch.h"
 #include "quantize_kernel.cuh"
 
 namespace te_mx::sm90 {
@@ -194,7 +195,9 @@ __device__ __forceinline__ void finish_row(uint4* slot, int k, float (&v)[8], co
 // a barrier inside.
 template <class In, class T, tile::Fp8 kFmt, bool kPlain>
 __device__ __forceinline__ void quantize_slot(QuantizeSmem& s, const QuantizeParams& p,
-                                              const uint4* slot, const Tile& t, const Place& at) {
+                                              const uint4* slot, const Tile& t) {
+  // NOTE: places in shared memory that are known before would stay in registers all along.
+  const Place at(tile::opaque(threadIdx.x));
   typename Input<T>::Word x[8][4];
 #pragma unroll
   for (int k = 0; k < 8; ++k) {
@@ -203,18 +206,23 @@ __device__ __forceinline__ void quantize_slot(QuantizeSmem& s, const QuantizePar
       reinterpret_cast<uint4*>(x[k])[j] = slot[(k * Input<In>::kVectors + j) * kChunkStep];
     }
   }
-  quantize_patch<T, kFmt, kPlain>(s, p, x, t, at);
+  quantize_patch<T, kFmt, kPlain>(p, s, x, t, at);
 }
 
-// Lets a kernel have its shared memory and launches it.
+// Lets a kernel have its shared memory, and launches it so that it starts while its predecessor
+// ends.
 template <class P>
 Status launch_fused(void (*kernel)(P), dim3 grid, int smem, cudaStream_t stream, const P& p) {
   if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem) !=
       cudaSuccess) {
     return Status::unsupported;
   }
-  kernel<<<grid, kQuantizeThreads, smem, stream>>>(p);
-  return cudaGetLastError() == cudaSuccess ? Status::ok : Status::unsupported;
+  cudaLaunchAttribute early = early_start();
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid, config.blockDim = dim3(kQuantizeThreads);
+  config.dynamicSmemBytes = smem, config.stream = stream;
+  config.attrs = &early, config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, p) == cudaSuccess ? Status::ok : Status::unsupported;
 }
 
 }  // namespace te_mx::sm90

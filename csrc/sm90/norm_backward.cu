@@ -37,7 +37,7 @@ __device__ __forceinline__ void row_sums(RowSumSmem& s, const NormBackwardArgs& 
     const float mean = a.rms || r >= a.rows ? 0.0f : a.mean[r];
     const float rstd = r < a.rows ? a.rstd[r] : 0.0f;
     float2 shift = {0.0f, 0.0f}, drift = {0.0f, 0.0f};
-    constexpr int kAtOnce = 8;
+    constexpr int kAtOnce = sizeof(X) == 2 ? 8 : 4;
 #pragma unroll 1
     for (int c0 = 0; c0 < chunks; c0 += kAtOnce) {
       typename Input<Dz>::Word g[kAtOnce];
@@ -78,6 +78,8 @@ __global__ void __launch_bounds__(kQuantizeThreads, 3)
     norm_backward_kernel(const __grid_constant__ GradParams p) {
   __shared__ GradSmem s;
   const NormBackwardArgs& a = p.a;
+  tile::let_dependents_start();
+  tile::await_predecessors();
   const BandItem item = take_item(p.bands, s.rows.ticket);
   if (item.stats) {
     if (item.band >= p.bands.bands || item.row(p.bands) >= a.rows) return;
@@ -145,12 +147,6 @@ __global__ void __launch_bounds__(kQuantizeThreads, 3)
   to[a.cols] = (p0.y + p1.y) + (p2.y + p3.y);
 }
 
-template <class Dz, class X>
-Status launch(const GradParams& p, unsigned ctas, cudaStream_t stream) {
-  norm_backward_kernel<Dz, X><<<ctas, kQuantizeThreads, 0, stream>>>(p);
-  return cudaGetLastError() == cudaSuccess ? Status::ok : Status::unsupported;
-}
-
 int bytes_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
 }  // namespace
@@ -182,17 +178,22 @@ Status norm_backward(const NormBackwardArgs& a) {
   status = clear_bands(p.bands, stream);
   if (status != Status::ok) return status;
   if (a.dz_dtype == a.x_dtype) {
-    status = a.x_dtype == DType::bf16  ? launch<__nv_bfloat16, __nv_bfloat16>(p, ctas, stream)
-             : a.x_dtype == DType::f16 ? launch<__half, __half>(p, ctas, stream)
-                                       : launch<float, float>(p, ctas, stream);
+    status = a.x_dtype == DType::bf16
+                 ? launch_fused(norm_backward_kernel<__nv_bfloat16, __nv_bfloat16>, dim3(ctas), 0,
+                                stream, p)
+             : a.x_dtype == DType::f16
+                 ? launch_fused(norm_backward_kernel<__half, __half>, dim3(ctas), 0, stream, p)
+                 : launch_fused(norm_backward_kernel<float, float>, dim3(ctas), 0, stream, p);
   } else if (a.x_dtype == DType::f32) {
-    status = a.dz_dtype == DType::bf16 ? launch<__nv_bfloat16, float>(p, ctas, stream)
-                                       : launch<__half, float>(p, ctas, stream);
+    status =
+        a.dz_dtype == DType::bf16
+            ? launch_fused(norm_backward_kernel<__nv_bfloat16, float>, dim3(ctas), 0, stream, p)
+            : launch_fused(norm_backward_kernel<__half, float>, dim3(ctas), 0, stream, p);
   } else {
     return Status::unsupported;
   }
   if (status != Status::ok) return status;
-  return launch_sums(a.partial, a.sums, p.row_tiles, 2 * a.cols, stream);
+  return launch_sums(a.partial, a.sums, DType::f32, p.row_tiles, 2 * a.cols, stream);
 }
 
 }  // namespace te_mx::sm90

@@ -42,7 +42,7 @@ __device__ __forceinline__ void codes_once(uint2 (&cols)[8], const QuantizeSmem&
 // What follows reading a tile: scales, classes, codes and sums of its elements x. kPlain: some
 // wanted direction is plain, or may be.
 template <class T, tile::Fp8 kFmt, bool kPlain>
-__device__ __forceinline__ void quantize_patch(QuantizeSmem& s, const QuantizeParams& p,
+__device__ __forceinline__ void quantize_patch(const QuantizeParams& p, QuantizeSmem& s,
                                                const typename Input<T>::Word (&x)[8][4],
                                                const Tile& t, const Place& at) {
   const QuantizeArgs& a = p.a;
@@ -123,21 +123,29 @@ __device__ __forceinline__ void quantize_patch(QuantizeSmem& s, const QuantizePa
 }
 
 template <class T, tile::Fp8 kFmt, bool kPlain>
-__global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 4 : 2)
-    quantize_kernel(const __grid_constant__ QuantizeParams p) {
-  __shared__ QuantizeSmem s;
+__device__ __forceinline__ void quantize_tile(const QuantizeParams& p, QuantizeSmem& s) {
   const QuantizeArgs& a = p.a;
   Tile t;
   if (!find_tile(t, p)) return;
   const Place at;
-  if (a.col_sum != nullptr) cudaTriggerProgrammaticLaunchCompletion();
 
   typename Input<T>::Word x[8][4];
   load_patch<T>(x, static_cast<const T*>(a.x) + (t.r0() + at.r) * a.x_stride + t.c0() + at.c,
                 a.x_stride, (t.last_row ? p.last_rows : 128) - at.r,
                 (t.last_col ? p.last_cols : 128) - at.c, p.x_vectors,
                 &s.codes[0][0] + 64 * threadIdx.x);
-  quantize_patch<T, kFmt, kPlain>(s, p, x, t, at);
+  quantize_patch<T, kFmt, kPlain>(p, s, x, t, at);
+}
+
+template <class T, tile::Fp8 kFmt, bool kPlain>
+__global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 4 : 2)
+    quantize_kernel(const __grid_constant__ QuantizeParams p) {
+  __shared__ QuantizeSmem s;
+  tile::let_dependents_start();
+  if (!p.beside) tile::await_predecessors();
+  quantize_tile<T, kFmt, kPlain>(p, s);
+  // Whoever waits for this kernel waits for the one that it ran beside, too.
+  if (p.beside) tile::await_predecessors();
 }
 
 }  // namespace te_mx::sm90

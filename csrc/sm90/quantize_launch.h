@@ -18,9 +18,8 @@ dim3 tile_grid(const QuantizeParams& p, int col_tiles);
 // Whether the kernel instance for plain codes is needed.
 bool wants_plain(const QuantizeParams& p);
 
-// out[col] = sum over `tiles` of partial[tile, col], in an order that only sizes decide. It starts
-// while the kernel before it ends.
-Status launch_sums(const float* partial, float* out, int64_t tiles, int64_t cols,
+// out[col] = sum over `tiles` of partial[tile, col], in an order that only sizes decide.
+Status launch_sums(const float* partial, void* out, DType out_dtype, int64_t tiles, int64_t cols,
                    cudaStream_t stream);
 
 }  // namespace te_mx::sm90

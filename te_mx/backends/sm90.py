@@ -20,10 +20,10 @@ from te_mx.backends.base import (
     FLOAT_DTYPES,
     FORMATS,
     GELUS,
-    PLAIN,
     SCALE_RULES,
     Epilogue,
     Operand,
+    Quantize,
     QuantizedParts,
 )
 
@@ -120,12 +120,47 @@ def aligned(operand: Operand) -> Operand:
 
 
 # ----------------------------------------------------------------------------------------- quantize
-def quantize_outputs(
-    rows: int, cols: int, device: torch.device, fmt: str, rowwise: bool, columnwise: str | None,
-    rule: str, col_sum: bool, spread: int,
-) -> tuple[QuantizedParts, Tensor | None, tuple[Any, ...]]:  # fmt: skip
-    """Room for a quantized matrix [rows, cols], scratch memory to keep until the call, and what the
-    native code is told: (format, rule, row, col, spread, sums, partial sums)."""
+def quantize(what: Quantize) -> QuantizedParts | None:
+    """As reference.quantize for a non-empty x, or packed operands when spread is 0 or more, with
+    col_sum in sum_dtype; None when the native code does not take it.
+    """
+    call, parts, _alive = _prepare(what)
+    index = what.x.device.index
+    return parts if supported(_native.quantize(call, stream(index), index)) else None
+
+
+def quantize_two(first: Quantize, second: Quantize) -> tuple[QuantizedParts, QuantizedParts] | None:
+    """Both at the same time where the GPU has room; the first without col_sum."""
+    (call, parts, _alive), (call2, parts2, _alive2) = _prepare(first), _prepare(second)
+    index = first.x.device.index
+    status = _native.quantize_two(call, call2, stream(index), index)
+    return (parts, parts2) if supported(status) else None
+
+
+def _prepare(what: Quantize) -> tuple[tuple[Any, ...], QuantizedParts, tuple[Any, ...]]:
+    """The native arguments of a call, the tensors that it fills, and what must live until it is
+    enqueued."""
+    x = rows_of(what.x)
+    rows, cols = x.shape
+    words = x.data_ptr(), rows, cols, x.stride(0), FLOAT_DTYPES[x.dtype]
+    call, parts, partial = quantize_call(words, x.device, *what[1:])
+    return call, parts, (x, partial)
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """x with adjacent elements in each row."""
+    if x.stride(1) != 1 or x.is_neg():
+        return x.resolve_neg().contiguous()
+    return x
+
+
+def quantize_call(
+    x: tuple[int, int, int, int, int], device: torch.device, fmt: str, rowwise: bool,
+    columnwise: str | None, rule: str, col_sum: bool, sum_dtype: torch.dtype, spread: int,
+) -> tuple[tuple[Any, ...], QuantizedParts, Tensor | None]:  # fmt: skip
+    """What the native code is told of a matrix x (address, rows, cols, stride, dtype), the tensors
+    that it fills, and scratch memory."""
+    _, rows, cols, _, _ = x
     row_codes = row_scales = col_codes = col_scales = sums = partial = None
     row: tuple[int, int, int] = (0, 0, 0)
     col: tuple[int, int, int] = (0, 0, 0)
@@ -150,41 +185,13 @@ def quantize_outputs(
             form = _FORMS[columnwise]
         col = (col_codes.data_ptr(), col_scales.data_ptr(), form)
     if col_sum:
-        sums = torch.empty(cols, dtype=_F32, device=device)
+        sums = torch.empty(cols, dtype=sum_dtype, device=device)
         partial = torch.empty(((rows + 127) // 128, cols), dtype=_F32, device=device)
-    parts = QuantizedParts(row_codes, row_scales, col_codes, col_scales, sums)
-    return parts, partial, (
-        FORMATS[fmt].native_id, SCALE_RULES[rule], row, col, max(spread, 0), pointer(sums),
-        pointer(partial),
+    call = (
+        x, FORMATS[fmt].native_id, SCALE_RULES[rule], row, col, max(spread, 0),
+        pointer(sums), FLOAT_DTYPES[sum_dtype], pointer(partial),
     )  # fmt: skip
-
-
-def rows_of(x: Tensor) -> Tensor:
-    """x with adjacent elements in each row."""
-    if x.stride(1) != 1 or x.is_neg():
-        return x.resolve_neg().contiguous()
-    return x
-
-
-def quantize(
-    x: Tensor, fmt: str, rowwise: bool, columnwise: str | None, rule: str, col_sum: bool,
-    spread: int = PLAIN,
-) -> QuantizedParts | None:  # fmt: skip
-    """As reference.quantize for a non-empty x, or packed operands when spread is 0 or more; None
-    when the native code does not take it.
-    """
-    rows, cols = x.shape
-    x = rows_of(x)
-    parts, _keep, words = quantize_outputs(
-        rows, cols, x.device, fmt, rowwise, columnwise, rule, col_sum, spread
-    )
-    index = x.device.index
-    status = _native.quantize(
-        (x.data_ptr(), rows, cols, x.stride(0), FLOAT_DTYPES[x.dtype]), *words, stream(index), index
-    )
-    if status and not supported(status):
-        return None
-    return parts
+    return call, QuantizedParts(row_codes, row_scales, col_codes, col_scales, sums), partial
 
 
 def dequantize(

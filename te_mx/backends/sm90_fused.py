@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,12 +16,14 @@ from te_mx.backends.sm90 import pointer
 _F32, _I32 = torch.float32, torch.int32
 
 
-def _outputs(
-    rows: int, cols: int, device: torch.device, wanted: Wanted
-) -> tuple[QuantizedParts, Tensor | None, tuple]:
+def _call(
+    rows: int, cols: int, dtype: torch.dtype, device: torch.device, wanted: Wanted
+) -> tuple[tuple[Any, ...], QuantizedParts, Tensor | None]:
+    """sm90.quantize_call of a matrix that is nowhere."""
     fmt, rowwise, columnwise, rule, spread, col_sum = wanted
-    return sm90.quantize_outputs(
-        rows, cols, device, fmt, rowwise, columnwise, rule, col_sum, spread
+    nowhere = 0, rows, cols, 0, FLOAT_DTYPES[dtype]
+    return sm90.quantize_call(
+        nowhere, device, fmt, rowwise, columnwise, rule, col_sum, _F32, spread
     )
 
 
@@ -43,12 +47,12 @@ def normalize(
     rstd = torch.empty(rows, dtype=_F32, device=device)
     z = torch.empty((rows, cols), dtype=dtype, device=device) if want_z else None
     counters = _scratch(rows, device)
-    parts, _keep, words = _outputs(rows, cols, device, wanted)
+    call, parts, _alive = _call(rows, cols, dtype, device, wanted)
     status = sm90.native().norm_quantize(  # type: ignore[union-attr]
-        (x.data_ptr(), rows, cols, x.stride(0), FLOAT_DTYPES[x.dtype]),
-        (rms, norm.eps, inverse(cols)), weight.data_ptr(), pointer(bias),
-        (pointer(mean), rstd.data_ptr(), pointer(z), FLOAT_DTYPES[dtype], counters.data_ptr()),
-        words, sm90.stream(index), index,
+        (x.data_ptr(), x.stride(0), FLOAT_DTYPES[x.dtype]), (rms, norm.eps, inverse(cols)),
+        weight.data_ptr(), pointer(bias),
+        (pointer(mean), rstd.data_ptr(), pointer(z), counters.data_ptr()), call,
+        sm90.stream(index), index,
     )  # fmt: skip
     return NormParts(mean, rstd, z, parts) if sm90.supported(status) else None
 
@@ -96,10 +100,10 @@ def activate(
     cols = width // 2 if act.gated else width
     made = cols if grad is None else width
     out = torch.empty((rows, made), dtype=dtype, device=device) if want_out else None
-    parts, _keep, words = _outputs(rows, made, device, wanted)
+    call, parts, _alive = _call(rows, made, dtype, device, wanted)
     status = sm90.native().act_quantize(  # type: ignore[union-attr]
         (h.data_ptr(), h.stride(0)), (0, 0) if grad is None else (grad.data_ptr(), grad.stride(0)),
-        rows, cols, (ACT_IDS[act.base], act.gated, act.limit, act.alpha, act.offset),
-        (pointer(out), FLOAT_DTYPES[dtype]), words, sm90.stream(index), index,
+        cols, (ACT_IDS[act.base], act.gated, act.limit, act.alpha, act.offset), pointer(out), call,
+        sm90.stream(index), index,
     )  # fmt: skip
     return ActParts(out, parts) if sm90.supported(status) else None
