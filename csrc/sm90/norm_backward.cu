@@ -74,7 +74,7 @@ __device__ __forceinline__ void write_row(const NormBackwardArgs& a, const float
 }
 
 template <class Dz, class X>
-__global__ void __launch_bounds__(kQuantizeThreads, 3)
+__global__ void __launch_bounds__(kQuantizeThreads, sizeof(X) == 2 ? 3 : 2)
     norm_backward_kernel(const __grid_constant__ GradParams p) {
   __shared__ GradSmem s;
   const NormBackwardArgs& a = p.a;

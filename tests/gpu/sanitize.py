@@ -101,6 +101,35 @@ def pack_and_dequantize() -> int:
     return count
 
 
+def fused() -> int:
+    """Steps that end in the quantizer, with every form of what they make."""
+    import sm90_calls as calls
+    import torch
+
+    from te_mx.backends.fused import Activation, Norm, Wanted
+    from te_mx.ops import fused
+
+    count = 0
+    forms = (("e4m3", "transposed", 8), ("e5m2", "plain", -1))
+    shapes = ((130, 200), (33, 71), (256, 384), (300, 2600))  # the last in several bands
+    dtypes = (torch.bfloat16, torch.float32, torch.float16)
+    for shape, dtype, (fmt, columns, spread) in itertools.product(shapes, dtypes, forms):
+        wanted = Wanted(fmt, True, columns, "rceil", spread)
+        x = calls.data(*shape, "gaussian", dtype)
+        weight = torch.ones(shape[1], device="cuda")
+        for kind, z in (("LayerNorm", torch.bfloat16), ("RMSNorm", dtype)):
+            norm = Norm(kind, 1e-5)
+            made = fused.norm_quantize_2d(x, weight, None, norm, z, want_z=True, wanted=wanted)
+            fused.norm_backward_2d(made.z, x, weight, made.mean, made.rstd, dtype)
+            count += 2
+        for name, h in (("silu", x), ("swiglu", torch.cat([x, x], 1))):
+            act, sums = Activation(name), wanted._replace(col_sum=True)
+            fused.act_quantize_2d(h, act, dtype, want_out=True, wanted=wanted)
+            fused.dact_quantize_2d(x, h, act, dtype, want_out=True, wanted=sums)
+            count += 2
+    return count
+
+
 def gemm(config: int) -> int:
     """One configuration with every class of tiles and every epilogue."""
     import sm90_calls as calls
@@ -168,6 +197,7 @@ def whole_gemms(precision: str) -> int:
 PARTS = {
     "quantize": quantize,
     "pack": pack_and_dequantize,
+    "fused": fused,
     **{f"gemm{config}": functools.partial(gemm, config) for config in range(6)},
     "adaptive": functools.partial(whole_gemms, "adaptive"),
     "exact": functools.partial(whole_gemms, "exact"),

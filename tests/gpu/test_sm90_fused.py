@@ -105,6 +105,19 @@ def test_gradients_of_normalization(kind, shape, dtypes):
         same(one, two)
 
 
+@pytest.mark.parametrize("shape", [(2100, 9000), (3000, 136)])
+def test_normalization_in_many_bands(shape):
+    x, weight, bias, norm = norm_case("LayerNorm", shape, BF16)
+    expected = reference_fused.normalize(x, weight, bias, norm, BF16)
+    back = x, x, weight, *expected[:2], BF16
+    dx = reference_fused.normalize_backward(*back)[0]
+    for _ in range(3):
+        got = norm_quantize_2d(x, weight, bias, norm, BF16, want_z=True, wanted=FORMS[0])
+        same(got.z, expected[2])
+        same_parts(got.quantized, expected[2], FORMS[0])
+        same(norm_backward_2d(*back)[0], dx)
+
+
 def test_normalization_of_rows_apart():
     x = randn(200, 700)
     weight = randn(300, dtype=F32)
