@@ -47,6 +47,32 @@ def test_it_is_its_steps_one_after_the_other(activation):
     assert_same(gradients(m, x, mxfp8(m), g), expected)
 
 
+@pytest.mark.parametrize("activation", GELUS)
+def test_what_precedes_gelu_is_kept_only_for_a_backward_pass(activation, monkeypatch):
+    kept = []
+
+    def gemm(*args, **kwargs):
+        made = ops.gemm_2d(*args, **kwargs)
+        if kwargs.get("gelu"):
+            kept.append(made.aux is not None)
+        return made
+
+    monkeypatch.setattr(layernorm_mlp, "gemm_2d", gemm)
+    m = mlp(64, 96, activation=activation)
+    x = torch.randn(40, 64, dtype=BF16)
+    expected = mxfp8(m)(x)
+    with torch.no_grad():
+        assert torch.equal(mxfp8(m)(x), expected)
+    m.requires_grad_(False)
+    m.fc2_weight.requires_grad_()  # its gradient needs the activated values alone
+    y = mxfp8(m)(x)
+    y.sum().backward()
+    assert torch.equal(y, expected) and m.fc2_weight.grad is not None
+    m.fc1_bias.requires_grad_()
+    mxfp8(m)(x)
+    assert kept == [True, False, False, True]
+
+
 @given(POSITIVE, POSITIVE, POSITIVE, st.sampled_from(APART), st.sampled_from(NORMS), SEEDS)
 def test_any_shape_is_its_steps(tokens, hidden, ffn, activation, normalization, seed):
     torch.manual_seed(seed)

@@ -4,6 +4,8 @@ dispatcher.
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -67,7 +69,35 @@ def test_opcheck_gemm(gelu, backward, bias_grad):
     bf16 = torch.bfloat16
     torch.library.opcheck(OPS.gemm, (*sides(a, b), *rest, bf16, torch.float32, 0))
     out = torch.randn(20, 24)
-    torch.library.opcheck(OPS.gemm_out, (*sides(a, b), *rest, out, True, bf16, 0))
+    for aux_dtype in (bf16, None):
+        torch.library.opcheck(OPS.gemm_out, (*sides(a, b), *rest, out, True, aux_dtype, 0))
+
+
+class Passing(TorchDispatchMode):
+    """Watches the dispatcher and changes nothing."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("gelu", ["tanh", "erf"])
+@pytest.mark.parametrize("into", [False, True])
+def test_aux_that_nobody_needs(gelu, into):
+    """Not made, and the result is the same, called directly and through the dispatcher."""
+    a, b, bias = operand(24, 70), operand(20, 70), torch.randn(24)
+
+    def run(want_aux):
+        out = torch.ones(20, 24) if into else None
+        return ops.gemm_2d(
+            a, b, bias=bias, gelu=gelu, out=out, out_dtype=torch.float32, want_aux=want_aux
+        )
+
+    with_aux = run(True)
+    assert with_aux.aux is not None
+    for mode in (contextlib.nullcontext(), Passing()):
+        with mode:
+            got = run(False)
+        assert got.aux is None and torch.equal(got.out, with_aux.out)
 
 
 @pytest.mark.parametrize("role", ["a", "b"])

@@ -11,7 +11,6 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <cstdlib>
 
 #include "quantize_scan.cuh"
 
@@ -78,10 +77,9 @@ __device__ __forceinline__ void await(const Bands& b, int band) {
 // Bands of a matrix [rows, cols] whose rows of two tiles are read twice, `bytes` an element.
 inline Status make_bands(Bands& b, uint32_t* ws, int64_t rows, int64_t cols, int bytes,
                          unsigned& ctas) {
-  const char* e1 = getenv("BAND_MB");
-  const char* e2 = getenv("BAND_AHEAD");
-  const int64_t kBandBytes = (e1 ? atof(e1) : 4.0) * (1 << 20);  // a fraction of L2
-  const int kAhead = e2 ? atoi(e2) : 528;  // items between the statistics and the tiles of a band
+  constexpr int64_t kBandBytes = 4 << 20;  // a fraction of L2
+  // Items between the statistics of a band and its tiles: about as many as run at a time.
+  constexpr int kAhead = 528;
   const int64_t row_tiles = (rows + 127) / 128, col_tiles = (cols + 127) / 128;
   int bits = 0;
   while (bits < 3 && (1 << bits) < row_tiles && (256ll << bits) * cols * bytes <= kBandBytes)

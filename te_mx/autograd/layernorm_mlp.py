@@ -8,7 +8,8 @@ Shapes: M tokens, H hidden_size, F ffn_hidden_size, F1 = 2F for gated activation
     fc2    y[M, H]  = a @ w2[H, F]^T + b2
     back   da = g @ w2, dh = da * act'(h), dz = dh @ w1, dw2 = g^T @ a, dw1 = dh^T @ z
 
-GELU runs inside the GEMMs: fc1's epilogue adds the bias, stores h and applies GELU to the fp32 sum;
+GELU runs inside the GEMMs: fc1's epilogue adds the bias, stores h (if there will be a backward
+pass) and applies GELU to the fp32 sum;
 the dgrad of fc2 multiplies its fp32 sum by GELU's derivative at h and sums the result for b1. For
 other activations a and dh are quantized as they are computed, without being written, and b1's
 gradient sums dh as rounded.
@@ -56,16 +57,16 @@ class Weights(NamedTuple):
 
 
 def _fc1(
-    w: Operand, z: Operand, bias: Tensor | None, call: Call, plan: steps.Input
-) -> tuple[Tensor, Tensor | None, QuantizedParts]:
-    """h, a if the plan keeps it, and a quantized."""
+    w: Operand, z: Operand, bias: Tensor | None, call: Call, plan: steps.Input, need_h: bool
+) -> tuple[Tensor | None, Tensor | None, QuantizedParts]:
+    """h (with GELU only if it is needed), a if the plan keeps it, and a quantized."""
     step, act, settings, _, tags = call
     mode = mode_of(settings)
     if act.gelu_form:
         made = gemm_2d(
-            w, z, bias=bias, gelu=act.gelu_form, out_dtype=step.dtype, tag=tags[0], mode=mode
+            w, z, bias=bias, gelu=act.gelu_form, out_dtype=step.dtype, want_aux=need_h,
+            tag=tags[0], mode=mode,
         )  # fmt: skip
-        assert made.aux is not None
         return made.aux, made.out, quantized(made.out, plan.wanted)
     h = gemm_2d(w, z, bias=bias, out_dtype=step.dtype, tag=tags[0], mode=mode).out
     made_a = act_quantize_2d(h, act, step.dtype, want_out=plan.keep, wanted=plan.wanted)
@@ -97,7 +98,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
         want_z = call.return_z or plan_z.keep
         made = step.forward(flatten(x), norm_weight, norm_bias, want_z, plan_z.wanted)
         w1_row, w1_col = steps.weight_operands(weights.standing[0], w1, settings, need_dz)
-        h, a, qa = _fc1(w1_row, plan_z.row(made.quantized), b1, call, plan_a)
+        h, a, qa = _fc1(w1_row, plan_z.row(made.quantized), b1, call, plan_a, need_dh)
         w2_row, w2_col = steps.weight_operands(weights.standing[1], w2, settings, need_dh)
         y_MH = gemm_2d(
             w2_row, plan_a.row(qa), bias=b2, out_dtype=step.dtype, tag=call.tags[1],
@@ -223,7 +224,7 @@ def layernorm_mlp(
     plan = steps.plan_input(x.device, settings, False)
     parts = step.forward(flatten(x), norm_weight, norm_bias, call.return_z, plan.wanted)
     w1_row = steps.weight_operands(weights.standing[0], w1, settings, False)[0]
-    _, _, qa = _fc1(w1_row, plan.row(parts.quantized), b1, call, plan)
+    _, _, qa = _fc1(w1_row, plan.row(parts.quantized), b1, call, plan, False)
     w2_row = steps.weight_operands(weights.standing[1], w2, settings, False)[0]
     y_MH = gemm_2d(
         w2_row, plan.row(qa), bias=b2, out_dtype=step.dtype, tag=call.tags[1],

@@ -39,6 +39,7 @@ def gemm_2d(
     out: Tensor | None = None,
     out_dtype: torch.dtype,
     aux_dtype: torch.dtype | None = None,
+    want_aux: bool = True,
     accumulate: bool = False,
     tag: int = -1,
     mode: Mode = _DEFAULT_MODE,
@@ -50,13 +51,14 @@ def gemm_2d(
         a: logical [m, k]; TE's A.
         b: logical [n, k]; TE's B.
         bias: [m], added before GELU.
-        gelu: "tanh" or "erf": apply it and return aux; with gelu_in, the form whose derivative
-            multiplies D.
+        gelu: "tanh" or "erf": apply it and return aux, the value before it; with gelu_in, the form
+            whose derivative multiplies D.
         gelu_in: [n, m], the value before GELU.
         bias_grad: "operand": sum of b over k, fp32 [n]; "result": sum of D over its rows, fp32 [m].
         out: [n, m] contiguous, written in place; its dtype then replaces out_dtype.
         out_dtype: fp32, bf16 or fp16.
         aux_dtype: dtype of aux, that of out by default.
+        want_aux: False when nobody needs aux, as without a backward pass: it is not written.
         accumulate: add to out.
         tag: when 0 or more, the name of the kernel that ran is kept in `explain.LAST_RUN[tag]`.
         mode: precision and alignment spread, on GPUs.
@@ -66,23 +68,27 @@ def gemm_2d(
         if out is None:
             out = torch.empty((b.rows, a.rows), dtype=out_dtype, device=b.codes.device)
         run = _on_cpu if b.codes.is_cpu else _on_cuda
-        return run(a, b, epilogue, out, aux_dtype, tag, mode)
+        kept = (aux_dtype or out.dtype) if want_aux else None
+        return run(a, b, epilogue, out, kept, tag, mode)
     sides = (
         a.codes, a.scales, a.packed, a.fmt, a.order, b.codes, b.scales, b.packed, b.fmt, b.order
     )  # fmt: skip
     rest = (bias, gelu or "", gelu_in, bias_grad or "", mode.precision, mode.spread)
+    kept = (aux_dtype or (out_dtype if out is None else out.dtype)) if want_aux else None
     if out is None:
-        out, aux, sums = _OP(*sides, *rest, out_dtype, aux_dtype or out_dtype, tag)
+        out, aux, sums = _OP(*sides, *rest, out_dtype, kept, tag)
     else:
-        aux, sums = _OP_OUT(*sides, *rest, out, accumulate, aux_dtype or out.dtype, tag)
-    has_aux = gelu is not None and gelu_in is None
+        aux, sums = _OP_OUT(*sides, *rest, out, accumulate, kept, tag)
+    has_aux = want_aux and gelu is not None and gelu_in is None
     return GemmParts(out, aux if has_aux else None, sums if bias_grad else None)
 
 
 def _aux(epilogue: Epilogue, out: Tensor, aux_dtype: torch.dtype | None) -> Tensor | None:
-    if epilogue.gelu is None or epilogue.gelu_in is not None:
+    """Room for the value before GELU; None where there is none, or without a dtype: nobody needs
+    it."""
+    if epilogue.gelu is None or epilogue.gelu_in is not None or aux_dtype is None:
         return None
-    return torch.empty_like(out, dtype=aux_dtype or out.dtype)
+    return torch.empty_like(out, dtype=aux_dtype)
 
 
 def _on_cpu(
@@ -270,7 +276,7 @@ _gemm_other, _gemm_out_other = _make_ops(_on_other)
 _gemm_fake, _gemm_out_fake = _make_ops(_on_fake)
 
 _OP = define(
-    f"gemm({_SIDES}, ScalarType out_dtype, ScalarType aux_dtype, int tag)"
+    f"gemm({_SIDES}, ScalarType out_dtype, ScalarType? aux_dtype, int tag)"
     " -> (Tensor, Tensor, Tensor)",
     cpu=_gemm_cpu,
     cuda=_gemm_cuda,
@@ -278,7 +284,7 @@ _OP = define(
     fake=_gemm_fake,
 )
 _OP_OUT = define(
-    f"gemm_out({_SIDES}, Tensor(a!) out, bool accumulate, ScalarType aux_dtype, int tag)"
+    f"gemm_out({_SIDES}, Tensor(a!) out, bool accumulate, ScalarType? aux_dtype, int tag)"
     " -> (Tensor, Tensor)",
     cpu=_gemm_out_cpu,
     cuda=_gemm_out_cuda,
