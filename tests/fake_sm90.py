@@ -11,8 +11,9 @@ import ctypes
 import torch
 from torch import Tensor
 
-from te_mx.backends import reference, sm90_layout
+from te_mx.backends import reference, reference_fused, sm90_layout
 from te_mx.backends.base import FLOAT_DTYPES, FORMATS, GELUS, Epilogue, Operand
+from te_mx.backends.fused import ACT_IDS, ACTIVATIONS, Activation, Norm
 
 OK, SMALL_WORKSPACE = 0, 3
 OWN_SCRATCH = 192  # bytes that every GEMM asks for, so that the way to ask is used
@@ -64,10 +65,19 @@ def quantize_two(first, second, stream, device=-1) -> int:
 
 
 def quantize(call, stream, device=-1) -> int:
-    x, fmt, rule, row, col, spread, col_sum, sum_dtype, col_sum_ws = call
-    address, rows, cols, stride, dtype = x
+    address, rows, cols, stride, dtype = call[0]
+    return _quantize(call, _matrix(address, stride, dtype, rows, cols))
+
+
+def _matrix(address: int, stride: int, dtype: int, rows: int, cols: int) -> Tensor:
     memory = at(address, ((rows - 1) * stride + cols,), _DTYPES[dtype])
-    values = memory.as_strided((rows, cols), (stride, 1))
+    return memory.as_strided((rows, cols), (stride, 1)).contiguous()
+
+
+def _quantize(call, values: Tensor) -> int:
+    """What a call makes of values, wherever they are."""
+    (_, rows, cols, _, _), fmt, rule, row, col, spread, col_sum, sum_dtype, col_sum_ws = call
+    assert values.shape == (rows, cols)
     name = _NAMES[fmt]
     parts = reference.quantize(values, name, True, "transposed", _RULES[rule], bool(col_sum))
     for place, codes, scales in ((row, *parts[:2]), (col, *parts[2:4])):
@@ -155,3 +165,61 @@ def gemm(problem, epilogue, workspace, nbytes, config, stream, device=-1) -> int
     if bias_grad:
         at(bias_grad, (n,), torch.float32).copy_(sums)
     return OK
+
+
+# ------------------------------------------------------------------------------------- fused steps
+def _vector(address: int, size: int) -> Tensor | None:
+    return at(address, (size,), torch.float32) if address else None
+
+
+def norm_quantize(x, norm, weight, bias, out, quantized, stream, device=-1) -> int:
+    (_, rows, cols, _, dtype), (rms, eps, scale) = quantized[0], norm
+    assert scale == reference_fused.inverse(cols)
+    mean_at, rstd_at, z_at, scratch = out
+    at(scratch, (4 * -(-rows // 128),)).fill_(0xFF)
+    kind = Norm("RMSNorm" if rms else "LayerNorm", eps)
+    mean, rstd, z = reference_fused.normalize(
+        _matrix(*x, rows, cols), _vector(weight, cols), _vector(bias, cols), kind, _DTYPES[dtype]
+    )
+    _vector(rstd_at, rows).copy_(rstd)
+    if mean is not None:
+        _vector(mean_at, rows).copy_(mean)
+    if z_at:
+        at(z_at, (rows, cols), z.dtype).copy_(z)
+    return _quantize(quantized, z)
+
+
+def norm_backward(
+    dz, x, rows, cols, norm, weight, stats, dx, sums, scratch, stream, device=-1
+) -> int:
+    rms, scale = norm
+    assert scale == reference_fused.inverse(cols) and rms == (stats[0] == 0)
+    assert dz[2] == x[2] or x[2] == FLOAT_DTYPES[torch.float32]
+    tiles = -(-rows // 128)
+    for place, size in zip(scratch, (rows * 2, tiles * 2 * cols, tiles), strict=True):
+        _vector(place, size).fill_(torch.nan)
+    made = reference_fused.normalize_backward(
+        _matrix(*dz, rows, cols), _matrix(*x, rows, cols), _vector(weight, cols),
+        _vector(stats[0], rows), _vector(stats[1], rows), _DTYPES[dx[1]],
+    )  # fmt: skip
+    at(dx[0], (rows, cols), _DTYPES[dx[1]]).copy_(made[0])
+    at(sums, (2, cols), torch.float32).copy_(torch.stack(made[1:]))
+    return OK
+
+
+def act_quantize(h, grad, cols, act, out, quantized, stream, device=-1) -> int:
+    number, gated, *numbers = act
+    base = {number: name for name, number in ACT_IDS.items()}[number]
+    names = [name for name in ACTIVATIONS if Activation(name).base == base]
+    (name,) = (name for name in names if Activation(name).gated == gated)
+    made_by = Activation(name, *numbers)
+    (_, rows, made, _, dtype) = quantized[0]
+    values = _matrix(*h, dtype, rows, 2 * cols if gated else cols)
+    if grad[0]:
+        g = _matrix(*grad, dtype, rows, cols)
+        result = reference_fused.activate_backward(g, values, made_by, _DTYPES[dtype])
+    else:
+        result = reference_fused.activate(values, made_by, _DTYPES[dtype])
+    if out:
+        at(out, (rows, made), _DTYPES[dtype]).copy_(result)
+    return _quantize(quantized, result)

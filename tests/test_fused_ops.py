@@ -14,7 +14,7 @@ from strategies import DTYPES, FINITE_KINDS, KINDS, SEEDS, SIZES, matrices, tens
 from te_mx.backends import cpu, reference_fused
 from te_mx.backends.fused import ACTIVATIONS, NORMS, Activation, Norm, Wanted
 from te_mx.nn import activations
-from te_mx.ops import fused, quantize_2d
+from te_mx.ops import fused_run, quantize_2d
 from te_mx.ops.fused import act_quantize_2d, dact_quantize_2d, norm_backward_2d, norm_quantize_2d
 
 BOTH = Wanted("e4m3", True, "plain", "rceil")
@@ -64,7 +64,7 @@ def test_native_normalization_is_the_reference(x, kind, dtype, wanted, want_z, w
     bias = torch.randn(x.shape[1]) if with_bias and kind == "LayerNorm" else None
     call = (x, weight, bias, Norm(kind, 1e-6), dtype)
     got = norm_quantize_2d(*call, want_z=want_z, wanted=wanted)
-    expected = fused._norm_composed(*call, want_z, wanted)
+    expected = fused_run.norm_composed(*call, want_z, wanted)
     for mine, theirs in zip(
         (*got[:3], *got.quantized), (*expected[:3], *expected.quantized), strict=True
     ):
@@ -89,7 +89,7 @@ def test_normalization_at_every_level(isa, kind, shape):
     bias = torch.randn(shape[1]) if kind == "LayerNorm" else None
     call = (x, weight, bias, Norm(kind, 1e-5), torch.bfloat16)
     got = norm_quantize_2d(*call, want_z=True, wanted=BOTH)
-    expected = fused._norm_composed(*call, True, BOTH)
+    expected = fused_run.norm_composed(*call, True, BOTH)
     for mine, theirs in zip(
         (*got[:3], *got.quantized), (*expected[:3], *expected.quantized), strict=True
     ):
@@ -167,7 +167,7 @@ def test_what_is_quantized_is_the_rounded_activation(
         return act_quantize_2d(h, act, dtype, want_out=want_out, wanted=wanted)
 
     made = run(True)
-    parts = fused.quantized(made.out, wanted)
+    parts = fused_run.quantized(made.out, wanted)
     for got, expected in zip(made.quantized, parts, strict=True):
         if got is parts.col_sum or got is made.quantized.col_sum:
             if got is not None:
@@ -249,10 +249,10 @@ def test_operands_packed_for_hopper():
     made = norm_quantize_2d(
         x, torch.ones(70), torch.zeros(70), norm, torch.bfloat16, want_z=True, wanted=packed
     )
-    for got, expected in zip(made.quantized, fused.quantized(made.z, packed), strict=True):
+    for got, expected in zip(made.quantized, fused_run.quantized(made.z, packed), strict=True):
         same(got, expected)
     act = act_quantize_2d(x, Activation("swiglu"), torch.bfloat16, want_out=True, wanted=packed)
-    for got, expected in zip(act.quantized, fused.quantized(act.out, packed), strict=True):
+    for got, expected in zip(act.quantized, fused_run.quantized(act.out, packed), strict=True):
         same(got, expected)
 
 

@@ -31,7 +31,7 @@ from te_mx.autograd.normalization import NormStep
 from te_mx.autograd.operands import StandingWeight, flatten, mode_of, unflatten
 from te_mx.autograd.wgrad import WeightGradient
 from te_mx.ops import gemm_2d
-from te_mx.ops.fused import quantized
+from te_mx.ops.fused_run import quantized
 from te_mx.recipe import Settings
 
 

@@ -34,7 +34,8 @@ from te_mx.autograd.operands import StandingWeight, flatten, mode_of, unflatten
 from te_mx.autograd.wgrad import WeightGradient
 from te_mx.backends.fused import Activation
 from te_mx.ops import Operand, QuantizedParts, gemm_2d
-from te_mx.ops.fused import act_quantize_2d, dact_quantize_2d, quantized
+from te_mx.ops.fused import act_quantize_2d, dact_quantize_2d
+from te_mx.ops.fused_run import quantized
 from te_mx.recipe import Settings
 
 

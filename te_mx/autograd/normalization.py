@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from te_mx.backends.fused import Norm, NormParts, Wanted
-from te_mx.ops.fused import norm_backward_2d, norm_quantize_2d, quantized
+from te_mx.ops.fused import norm_backward_2d, norm_quantize_2d
+from te_mx.ops.fused_run import quantized
 
 _F32 = torch.float32
 

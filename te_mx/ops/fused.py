@@ -14,12 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx.backends import cpu, cpu_fused, reference_fused, sm90, sm90_fused
-from te_mx.backends.base import FLOAT_DTYPES, QuantizedParts, quantized_shapes
+from te_mx.backends import sm90
+from te_mx.backends.base import QuantizedParts, quantized_shapes
 from te_mx.backends.fused import Activation, ActParts, Norm, NormParts, Wanted
-from te_mx.engine.explain import warn_fallback
+from te_mx.ops.fused_run import (
+    act_composed,
+    act_on_cpu,
+    act_on_cuda,
+    norm_backward_composed,
+    norm_backward_on_cpu,
+    norm_backward_on_cuda,
+    norm_composed,
+    norm_on_cpu,
+    norm_on_cuda,
+)
 from te_mx.ops.library import define, is_direct
-from te_mx.ops.quantize import quantize_2d
 
 _F32 = torch.float32
 
@@ -48,7 +57,7 @@ def norm_quantize_2d(
         wanted: what z is quantized to.
     """
     if is_direct(x):
-        run = _norm_on_cpu if x.is_cpu else _norm_on_cuda
+        run = norm_on_cpu if x.is_cpu else norm_on_cuda
         return run(x, weight, bias, norm, dtype, want_z, wanted)
     mean, rstd, z, *parts = _NORM(x, weight, bias, *norm, dtype, want_z, *_flat(wanted))
     return NormParts(
@@ -68,7 +77,7 @@ def norm_backward_2d(
     """dx [rows, cols] in dtype, and dweight and dbias [cols] in fp32; see
     reference_fused.normalize_backward for the formulas."""
     if is_direct(dz):
-        run = _norm_backward_on_cpu if dz.is_cpu else _norm_backward_on_cuda
+        run = norm_backward_on_cpu if dz.is_cpu else norm_backward_on_cuda
         return run(dz, x, weight, mean, rstd, dtype)
     return _NORM_BACKWARD(dz, x, weight, mean, rstd, dtype)
 
@@ -94,141 +103,10 @@ def _activation(
     wanted: Wanted,
 ) -> ActParts:  # fmt: skip
     if is_direct(h):
-        run = _act_on_cpu if h.is_cpu else _act_on_cuda
+        run = act_on_cpu if h.is_cpu else act_on_cuda
         return run(h, grad, act, dtype, want_out, wanted)
     out, *parts = _ACT(h, grad, *act, dtype, want_out, *_flat(wanted))
     return ActParts(out if want_out else None, _parts(parts, wanted))
-
-
-# ---------------------------------------------------------------------------------- implementations
-def _native(x: Tensor, what: str, problem: str | None, *dtypes: torch.dtype) -> bool:
-    """Whether native code, which has a `problem` or not, does a step on x; warns if it cannot."""
-    if x.numel() == 0 or any(dtype not in FLOAT_DTYPES for dtype in (x.dtype, *dtypes)):
-        return False
-    if problem is not None:
-        warn_fallback(f"{what} on {'the CPU' if x.is_cpu else x.device}", problem)
-    return problem is None
-
-
-def _cpu_problem() -> str | None:
-    return None if cpu.native() is not None else cpu.missing_reason() or ""
-
-
-def quantized(values: Tensor, wanted: Wanted) -> QuantizedParts:
-    """Quantize [rows, cols] as wanted, in one read."""
-    if not (wanted.rowwise or wanted.columnwise):
-        sums = values.sum(0, dtype=_F32) if wanted.col_sum else None
-        return QuantizedParts(None, None, None, None, sums)
-    return quantize_2d(
-        values, wanted.fmt, rowwise=wanted.rowwise, columnwise=wanted.columnwise,
-        scale_rule=wanted.scale_rule, col_sum=wanted.col_sum, spread=wanted.spread,
-    )  # fmt: skip
-
-
-def _norm_composed(
-    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, dtype: torch.dtype, want_z: bool,
-    wanted: Wanted,
-) -> NormParts:  # fmt: skip
-    """One step after the other, on any device."""
-    mean, rstd, z = reference_fused.normalize(x, weight, bias, norm, dtype)
-    return NormParts(mean, rstd, z if want_z else None, quantized(z, wanted))
-
-
-def _norm_on_cpu(
-    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, dtype: torch.dtype, want_z: bool,
-    wanted: Wanted,
-) -> NormParts:  # fmt: skip
-    if not _native(x, "normalization", _cpu_problem(), dtype):
-        return _norm_composed(x, weight, bias, norm, dtype, want_z, wanted)
-    if cpu_fused.takes(wanted):
-        return cpu_fused.normalize(x, weight, bias, norm, dtype, want_z, wanted)
-    made = cpu_fused.normalize(x, weight, bias, norm, dtype, True, _NO_CODES)
-    assert made.z is not None
-    return made._replace(z=made.z if want_z else None, quantized=quantized(made.z, wanted))
-
-
-def _norm_on_cuda(
-    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, dtype: torch.dtype, want_z: bool,
-    wanted: Wanted,
-) -> NormParts:  # fmt: skip
-    made, problem = None, sm90.problem(x.device.index)
-    if _native(x, "normalization", problem, dtype) and not wanted.col_sum:
-        made = sm90_fused.normalize(x, weight, bias, norm, dtype, want_z, wanted)
-    return made or _norm_composed(x, weight, bias, norm, dtype, want_z, wanted)
-
-
-def _norm_backward_composed(
-    dz: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    return reference_fused.normalize_backward(dz, x, weight, mean, rstd, dtype)
-
-
-def _norm_backward_on_cpu(
-    dz: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    if not _native(x, "normalization", _cpu_problem(), dz.dtype, dtype):
-        return _norm_backward_composed(dz, x, weight, mean, rstd, dtype)
-    return cpu_fused.normalize_backward(dz, x, weight, mean, rstd, dtype)
-
-
-def _norm_backward_on_cuda(
-    dz: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    made, problem = None, sm90.problem(x.device.index)
-    if _native(x, "normalization", problem, dz.dtype, dtype):
-        made = sm90_fused.normalize_backward(dz, x, weight, mean, rstd, dtype)
-    return made or _norm_backward_composed(dz, x, weight, mean, rstd, dtype)
-
-
-def _act_composed(
-    h: Tensor, grad: Tensor | None, act: Activation, dtype: torch.dtype, want_out: bool,
-    wanted: Wanted,
-) -> ActParts:  # fmt: skip
-    """One step after the other, on any device."""
-    if grad is None:
-        out = reference_fused.activate(h, act, dtype)
-    else:
-        out = reference_fused.activate_backward(grad, h, act, dtype)
-    return ActParts(out if want_out else None, quantized(out, wanted))
-
-
-def _act_on_cpu(
-    h: Tensor, grad: Tensor | None, act: Activation, dtype: torch.dtype, want_out: bool,
-    wanted: Wanted,
-) -> ActParts:  # fmt: skip
-    dtypes = (dtype,) if grad is None else (dtype, grad.dtype)
-    if not _native(h, "activation", _cpu_problem(), *dtypes):
-        return _act_composed(h, grad, act, dtype, want_out, wanted)
-    if cpu_fused.takes(wanted):
-        made = cpu_fused.activate(h, grad, act, dtype, want_out, wanted)
-        if made is not None:
-            return made
-    # Blocks that straddle the halves of a gated gradient, or packed codes.
-    made = cpu_fused.activate(h, grad, act, dtype, True, _NO_CODES)
-    assert made is not None and made.out is not None
-    return ActParts(made.out if want_out else None, quantized(made.out, wanted))
-
-
-def _act_on_cuda(
-    h: Tensor, grad: Tensor | None, act: Activation, dtype: torch.dtype, want_out: bool,
-    wanted: Wanted,
-) -> ActParts:  # fmt: skip
-    dtypes = (dtype,) if grad is None else (dtype, grad.dtype)
-    if not _native(h, "activation", sm90.problem(h.device.index), *dtypes):
-        return _act_composed(h, grad, act, dtype, want_out, wanted)
-    if sm90_fused.takes(h, grad, dtype):
-        made = sm90_fused.activate(h, grad, act, dtype, want_out, wanted)
-        return made or _act_composed(h, grad, act, dtype, want_out, wanted)
-    # The value in fp32, rounded, quantized.
-    whole = None if grad is None else grad.to(_F32)
-    made = sm90_fused.activate(h.to(_F32), whole, act, _F32, True, _NO_CODES)
-    if made is None or made.out is None:
-        return _act_composed(h, grad, act, dtype, want_out, wanted)
-    out = made.out.to(dtype)
-    return ActParts(out if want_out else None, quantized(out, wanted))
-
-
-_NO_CODES = Wanted("e4m3", False, None, "rceil")
 
 
 # ---------------------------------------------------------------------------------------------- ops
@@ -325,24 +203,24 @@ def _act_fake(
 _NORM = define(
     "norm_quantize(Tensor x, Tensor weight, Tensor? bias, str kind, float eps, ScalarType dtype, "
     f"bool want_z, {_WANTED}) -> Tensor[]",
-    cpu=_norm_op(_norm_on_cpu),
-    cuda=_norm_op(_norm_on_cuda),
-    other=_norm_op(_norm_composed),
+    cpu=_norm_op(norm_on_cpu),
+    cuda=_norm_op(norm_on_cuda),
+    other=_norm_op(norm_composed),
     fake=_norm_op(_norm_fake),
 )
 _NORM_BACKWARD = define(
     "norm_backward(Tensor dz, Tensor x, Tensor weight, Tensor? mean, Tensor rstd, "
     "ScalarType dtype) -> (Tensor, Tensor, Tensor)",
-    cpu=_norm_backward_on_cpu,
-    cuda=_norm_backward_on_cuda,
-    other=_norm_backward_composed,
+    cpu=norm_backward_on_cpu,
+    cuda=norm_backward_on_cuda,
+    other=norm_backward_composed,
     fake=_norm_backward_fake,
 )
 _ACT = define(
     "act_quantize(Tensor h, Tensor? grad, str name, float limit, float alpha, float offset, "
     f"ScalarType dtype, bool want_out, {_WANTED}) -> Tensor[]",
-    cpu=_act_op(_act_on_cpu),
-    cuda=_act_op(_act_on_cuda),
-    other=_act_op(_act_composed),
+    cpu=_act_op(act_on_cpu),
+    cuda=_act_op(act_on_cuda),
+    other=_act_op(act_composed),
     fake=_act_op(_act_fake),
 )

@@ -11,7 +11,7 @@ from te_mx.backends import reference_fused, sm90_fused
 from te_mx.backends.base import PLAIN
 from te_mx.backends.fused import ACTIVATIONS, NORMS, Activation, Norm, Wanted
 from te_mx.nn import activations
-from te_mx.ops import fused
+from te_mx.ops import fused_run
 from te_mx.ops.fused import act_quantize_2d, dact_quantize_2d, norm_backward_2d, norm_quantize_2d
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -44,7 +44,7 @@ def same(got, expected):
 
 def same_parts(got, values, wanted):
     """The bytes of quantizing `values`, and sums that are nearly theirs."""
-    for mine, theirs in zip(got[:4], fused.quantized(values, wanted)[:4], strict=True):
+    for mine, theirs in zip(got[:4], fused_run.quantized(values, wanted)[:4], strict=True):
         same(mine, theirs)
     assert (got.col_sum is not None) == wanted.col_sum
     if wanted.col_sum:
