@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import (
+    bench_fused_cuda,
     bench_gemm,
     bench_gemm_cuda,
     bench_grouped,
@@ -43,6 +44,8 @@ CUDA_BENCHMARKS: dict[str, Callable[[GpuContext], Iterator[Row]]] = {
     "scales_cuda": bench_gemm_cuda.scales,
     "epilogue_cuda": bench_gemm_cuda.epilogue,
     "quantize_cuda": bench_linear_cuda.quantize,
+    "fused_cuda": bench_fused_cuda.steps,
+    "layernorm_mlp_cuda": bench_fused_cuda.layernorm_mlp,
     "linear_cuda": bench_linear_cuda.linear,
     "overhead_cuda": bench_linear_cuda.host,
     "graph_cuda": bench_linear_cuda.graph,

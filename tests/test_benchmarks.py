@@ -56,6 +56,18 @@ CUDA_ROWS = {
     },
     "epilogue_cuda": dict.fromkeys(("gemm + bias", "gemm + GELU-aux", "gemm + dGELU"), (8, 4)),
     "quantize_cuda": {"quantize both": (0.8, 0.92), "quantize + sums": None},
+    "fused_cuda": dict.fromkeys(
+        (
+            "layernorm+quant",
+            "rmsnorm+quant",
+            "silu+quant",
+            "swiglu+quant",
+            "dswiglu+db+quant",
+            "layernorm bwd",
+        ),
+        (1.0, None),
+    ),
+    "layernorm_mlp_cuda": dict.fromkeys(("mlp gelu f+b", "mlp swiglu f+b")),
     "linear_cuda": {"linear fwd+bwd": (1.35, 1.6)},
     "overhead_cuda": {"host fwd+bwd": (0.4, 0.25)},
     "workspace_cuda": {"workspace": None},
