@@ -292,17 +292,30 @@ def grouped_linear(
             x, *groups, kept, settings, out_dtype, tag, save_x, sink, has_bias, *parts
         )
     weights, bias = split_parts(parts, has_bias)
-    fmt, rule = settings.fwd_fmt, settings.scale_rule
     row = kept.row if kept else quantize_weights(
-        weights, fmt, columnwise=False, scale_rule=rule
+        weights, settings.fwd_fmt, columnwise=False, scale_rule=settings.scale_rule
     )[0]  # fmt: skip
+    return infer(x, groups, row, bias, settings, out_dtype, tag)
+
+
+def infer(
+    x: Tensor,
+    groups: Groups,
+    w_row: StackedOperand,
+    bias_GN: Tensor | None,
+    settings: Settings,
+    out_dtype: torch.dtype,
+    tag: int = -1,
+) -> Tensor:
+    """x [..., K] -> [..., N] on quantized weights, without autograd."""
+    fmt, rule = settings.fwd_fmt, settings.scale_rule
     offs, capacity = groups
     q = quantize_grouped(
         flatten(x), offs, fmt, rowwise=True, columnwise=False, scale_rule=rule, capacity=capacity
     )
     tokens = Operand(q.row_codes, q.row_scales, fmt, "k_last")  # type: ignore[arg-type]
     y_RN = gemm_rows(
-        row, tokens, offs, bias=bias, out_dtype=out_dtype, capacity=capacity, tag=tag,
+        w_row, tokens, offs, bias=bias_GN, out_dtype=out_dtype, capacity=capacity, tag=tag,
         mode=mode_of(settings),
     )  # fmt: skip
     return unflatten(y_RN, x)

@@ -9,26 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_mx.autograd.grouped import (
-    Groups,
-    StandingWeights,
-    grouped_linear,
-    other_backward,
-    standing,
-)
+from te_mx.autograd.grouped import Groups, grouped_linear, infer, other_backward
 from te_mx.autograd.linear import flatten, unflatten
 from te_mx.autograd.wgrad import WeightGradient
 from te_mx.context import is_tracing
 from te_mx.nn import delayed_wgrad
 from te_mx.nn.grouped_plain import grouped_plain
 from te_mx.nn.grouped_splits import groups_of
-from te_mx.nn.grouped_state import GroupedFrozen, convert_state_dict
+from te_mx.nn.grouped_state import convert_state_dict
+from te_mx.nn.grouped_weight import StackedWeight
 from te_mx.nn.mx_module import MXModule, one_dtype, output_dtype
 from te_mx.nn.te_arguments import refuse, refuse_constructor
 from te_mx.recipe import Settings
 
 
-class GroupedLinear(MXModule, nn.Module):
+class GroupedLinear(StackedWeight, MXModule, nn.Module):
     """``num_gemms`` linear layers: rows of group i are ``x @ weight_i.T + bias_i``.
 
     In MXFP8 inside `te_mx.autocast`, bit for bit a loop of `te_mx.Linear` over the groups; exactly
@@ -58,9 +53,6 @@ class GroupedLinear(MXModule, nn.Module):
         transformer_engine: further arguments of Transformer Engine's GroupedLinear, at their
             defaults; see docs/compatibility.md.
     """
-
-    _microbatch: StandingWeights | None = None
-    _frozen: GroupedFrozen | None = None
 
     def __init__(
         self,
@@ -183,12 +175,15 @@ class GroupedLinear(MXModule, nn.Module):
         groups = groups_of(m_splits, self.num_gemms, rows, inp.device, self._label)
         if settings is None:
             return self._high_precision(inp, groups)
+        if self._is_dropped():
+            return self._run_dropped(inp, groups, settings)
         weights = tuple(getattr(self, name) for name in self._weight_names)
         biases = tuple(getattr(self, name) for name in self._bias_names)
         self._check_kind(inp, weights[0].device, weights[0].dtype)
         kept = None
         if self._frozen is not None or is_first_microbatch is not None:
-            kept = self._standing(inp, settings, is_first_microbatch)
+            need_dx = torch.is_grad_enabled() and inp.requires_grad
+            kept = self._kept_weight("weight", is_first_microbatch, settings, inp.device, need_dx)
         tag = self._tag_now()
         added = () if self.return_bias else self._like_weights(biases)
         sink = self._sink(weights, is_first_microbatch) if routed else None
@@ -230,61 +225,42 @@ class GroupedLinear(MXModule, nn.Module):
         out = unflatten(grouped_plain(flatten(inp), groups, weights, added), inp)
         return (out, returned) if self.return_bias else out
 
-    def _standing(
-        self, inp: Tensor, settings: Settings, is_first_microbatch: bool | None
-    ) -> StandingWeights | None:
-        need_col = torch.is_grad_enabled() and inp.requires_grad
-        return self._kept_weight(
-            is_first_microbatch, settings, inp.device, need_col,
-            lambda: standing([w.detach() for w in self.weights()], settings, need_col),
-        )  # fmt: skip
-
-    def freeze(self, settings: Settings) -> None:
-        """What te_mx.freeze_weights does to this layer; frozen already, it stays as it is."""
-        if self._frozen is None:
-            names = (*self._weight_names, *self._bias_names)
-            held = {name: p for name in names if (p := self._parameters.get(name)) is not None}
-            self._frozen = GroupedFrozen(settings, {k: p.requires_grad for k, p in held.items()})
-            for value in held.values():
-                value.requires_grad_(False)
-        self.__dict__.pop("_microbatch", None)
-        if self._frozen.weight is None:
-            weights = [w.detach() for w in self.weights()]
-            self._frozen.weight = standing(weights, self._frozen.settings, False)
+    def _run_dropped(self, inp: Tensor, groups: Groups, settings: Settings) -> Any:
+        biases = tuple(getattr(self, name) for name in self._bias_names)
+        added = () if self.return_bias else biases
+        self._refuse_gradient(inp, *added)
+        row = self._dropped_operand("weight")
+        self._check_kind(inp, row.codes.device)
+        stacked = None
+        if added:
+            stacked = added[0] if self.single_grouped_bias else torch.stack(added)
+        y = infer(inp, groups, row, stacked, settings, output_dtype(inp), self._tag_now())
+        return (y, self._returned(biases)) if self.return_bias else y
 
     # ----------------------------------------------------------------------------- checks and names
     def extra_repr(self) -> str:
         stacked = ", single_grouped_weight=True" if self.single_grouped_weight else ""
-        frozen = ", frozen" if self._frozen is not None else ""
         return (
             f"num_gemms={self.num_gemms}, in_features={self.in_features}, "
-            f"out_features={self.out_features}, bias={self.use_bias}{stacked}{frozen}"
+            f"out_features={self.out_features}, bias={self.use_bias}{stacked}{self._frozen_repr()}"
         )
 
     # ---------------------------------------------------------------------------------- checkpoints
-    def __getstate__(self) -> dict[str, Any]:
-        """For pickle and deepcopy: without what a forward makes again."""
-        state = super().__getstate__()
-        if self._frozen is not None:
-            state["_frozen"] = GroupedFrozen(self._frozen.settings, dict(self._frozen.trained))
-        return state
-
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool,
         missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
-        for kind, names, stacked in (
-            ("weight", self._weight_names, self.single_grouped_weight),
-            ("bias", self._bias_names, self.single_grouped_bias),
-        ):
-            if names:
-                convert_state_dict(state_dict, prefix, kind, self.num_gemms, stacked, error_msgs)
+        groups, scales = self.num_gemms, f"{prefix}weight_scale"
+        convert_state_dict(state_dict, scales, groups, True, error_msgs)
+        # Codes are held in one stack, whatever the parameters are.
+        stacked = self.single_grouped_weight or self._is_dropped() or scales in state_dict
+        convert_state_dict(state_dict, f"{prefix}weight", groups, stacked, error_msgs)
+        if self._bias_names:
+            stacked = self.single_grouped_bias
+            convert_state_dict(state_dict, f"{prefix}bias", groups, stacked, error_msgs)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        self._after_load(prefix, unexpected_keys)
-        if self._frozen is not None:
-            self._frozen.weight = None
 
 
 def parameter_names(kind: str, num_gemms: int, stacked: bool) -> tuple[str, ...]:
