@@ -22,15 +22,9 @@ import torch
 from torch import Tensor
 
 from te_mx.autograd.backward import place, run_backward, tag_of
-from te_mx.autograd.linear import (
-    DGRAD,
-    WGRAD,
-    StandingWeight,
-    flatten,
-    linear,
-    mode_of,
-    unflatten,
-)
+from te_mx.autograd.grouped_loop import Call, GroupedLoopFunction, bounds_of
+from te_mx.autograd.linear import DGRAD, WGRAD, flatten, mode_of, unflatten
+from te_mx.autograd.operands import plain_rows
 from te_mx.backends import reference_grouped
 from te_mx.backends.grouped import StackedOperand, device_bounds, host_bounds, known_to_host
 from te_mx.ops import Made, Operand
@@ -66,8 +60,10 @@ class StandingWeights(NamedTuple):
 
     def serves(self, settings: Settings, device: torch.device, need_col: bool) -> bool:
         """Whether a call with these settings on this device would quantize to the same."""
+        need_col = need_col and settings.backward is None and not settings.one_copy
         return (
             (self.col is not None or not need_col)
+            and self.settings.one_copy == settings.one_copy
             and self.row.codes.device == device
             and self.settings.fwd_fmt == settings.fwd_fmt
             and self.settings.scale_rule == settings.scale_rule
@@ -77,10 +73,13 @@ class StandingWeights(NamedTuple):
 def standing(weights: Sequence[Tensor], settings: Settings, need_col: bool) -> StandingWeights:
     """Quantize and pack weights that stand still."""
     # Made outside of inference_mode, because a training step may use it later.
+    need_col = need_col and settings.backward is None and not settings.one_copy
     with torch.inference_mode(False), torch.no_grad():
         row, col = quantize_weights(
             weights, settings.fwd_fmt, columnwise=need_col, scale_rule=settings.scale_rule
         )
+        if plain_rows(settings):
+            return StandingWeights(settings, row, None, Made.now(row.codes.device))
         packed = None if col is None else standing_weights(col)
         made = Made.now(row.codes.device)
         return StandingWeights(settings, standing_weights(row), packed, made)
@@ -220,42 +219,6 @@ def other_backward(settings: Settings) -> bool:
     return any(getattr(settings, name, None) for name in ("backward", "wgrad_hp", "one_copy"))
 
 
-def _loop(
-    x: Tensor,
-    groups: Groups,
-    parts: Sequence[Tensor],
-    has_bias: bool,
-    kept: StandingWeights | None,
-    settings: Settings,
-    out_dtype: torch.dtype,
-    tag: int,
-) -> Tensor:
-    """One `linear` a group, for recipes that the grouped function does not know."""
-    offs, capacity = groups
-    if not known_to_host(offs) or torch.compiler.is_compiling():
-        raise NotImplementedError(
-            "te_mx.GroupedLinear: this recipe's backward runs group by group, which needs m_splits "
-            "as a list or on the CPU, and no torch.compile; got splits that the host does not know"
-        )
-    x_RK = flatten(x)
-    stacked = parts[0].dim() == 3
-    count = len(parts) // 2 if has_bias else len(parts)
-    weights = parts[0].unbind(0) if stacked else parts[:count]
-    biases = (parts[1].unbind(0) if stacked else parts[count:]) if has_bias else None
-    made, at = [], 0
-    for i, (start, end) in enumerate(zip(*host_bounds(offs, capacity, len(x_RK)), strict=True)):
-        made.append(x_RK.new_zeros((start - at, weights[0].shape[0]), dtype=out_dtype))
-        one = None
-        if kept is not None:
-            col = None if kept.col is None else kept.col.group(i)
-            one = StandingWeight(kept.settings, kept.row.group(i), col)
-        bias = None if biases is None else biases[i]
-        made.append(linear(x_RK[start:end], weights[i], bias, one, settings, out_dtype, tag))
-        at = end
-    made.append(x_RK.new_zeros((len(x_RK) - at, weights[0].shape[0]), dtype=out_dtype))
-    return unflatten(torch.cat(made), x)
-
-
 def col_sums(x: Tensor, groups: Groups) -> Tensor:
     """Sums over the rows of each group, fp32 [G, cols]; each is x[start:end].sum(0)."""
     offs, capacity = groups
@@ -287,7 +250,10 @@ def grouped_linear(
     """
     if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in parts)):
         if other_backward(settings):
-            return _loop(x, groups, parts, has_bias, kept, settings, out_dtype, tag)
+            bounds = bounds_of(*groups, len(flatten(x)))
+            still = None if kept is None else (kept.row, kept.col)
+            call = Call(bounds, still, settings, out_dtype, tag, save_x, sink, has_bias)
+            return GroupedLoopFunction.apply(x, call, *parts)
         return GroupedLinearFunction.apply(
             x, *groups, kept, settings, out_dtype, tag, save_x, sink, has_bias, *parts
         )

@@ -162,18 +162,29 @@ def wgrad(
 
         return in_high_precision
 
-    assert order is not None
-    x = operand_of(tensors, settings.fwd_fmt, order)
-    form = form_of(x.codes.device, settings)
+    form = form_of(tensors[0].device, settings)
     g_col = col_operand(gradient.q, gradient.wanted.fmt, form)
 
     def gemm(out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
+        x = _columns(tensors, order, settings, form)
         return gemm_2d(
             x, g_col, out=out, out_dtype=dtype, accumulate=accumulate, tag=tag,
             mode=mode_of(settings),
         ).out  # fmt: skip
 
     return gemm
+
+
+def _columns(
+    tensors: tuple[Tensor, ...], order: str | None, settings: Settings, form: GemmForm
+) -> Operand:
+    """The columnwise operand that was saved, or that of the input that was."""
+    if order is not None:
+        return operand_of(tensors, settings.fwd_fmt, order)
+    wanted = Wanted(
+        settings.fwd_fmt, False, form.columnwise, settings.scale_rule, form.spread
+    )  # fmt: skip
+    return col_operand(quantized(tensors[0], wanted), settings.fwd_fmt, form)
 
 
 def weight_operands(

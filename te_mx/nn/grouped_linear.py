@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_mx.autograd.grouped import Groups, grouped_linear, infer, other_backward
+from te_mx.autograd.grouped import Groups, grouped_linear, infer
+from te_mx.autograd.grouped_loop import high_precision_loop
 from te_mx.autograd.linear import flatten, unflatten
-from te_mx.autograd.wgrad import WeightGradient
 from te_mx.context import is_tracing
 from te_mx.nn import delayed_wgrad
 from te_mx.nn.grouped_plain import grouped_plain
@@ -49,7 +49,8 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         params_dtype: Transformer Engine's name for `dtype`.
         name: shown in errors and by `te_mx.audit`.
         fuse_wgrad_accumulation, delay_wgrad_compute, save_original_input: as for te_mx.Linear; one
-            `backward_dw` computes the gradients of all groups. The first two need te_mx.autocast.
+            `backward_dw` computes the gradients of all groups. Outside te_mx.autocast the first two
+            need m_splits that the host knows.
         transformer_engine: further arguments of Transformer Engine's GroupedLinear, at their
             defaults; see docs/compatibility.md.
     """
@@ -160,21 +161,15 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         for given, value in (("out", out), ("dgrad_out", dgrad_out)):
             if value is not None:
                 refuse("GroupedLinear", given, value)
-        routed = self.fuse_wgrad_accumulation or self.delay_wgrad_compute
+        routed = self._routed()
         if routed and is_tracing():
             return delayed_wgrad.untraced(self.forward, inp, m_splits, is_first_microbatch)
         settings = self._settings()
-        if routed and torch.is_grad_enabled() and (settings is None or other_backward(settings)):
-            raise NotImplementedError(
-                f"{self._label()}: fuse_wgrad_accumulation and delay_wgrad_compute need "
-                "te_mx.autocast and a recipe whose backward runs in MXFP8; build the layer without "
-                "them, or leave backward_override, wgrad_with_hp and one_copy_weights away"
-            )
         self._check_shape(inp, "in_features", self.in_features)
         rows = inp.numel() // self.in_features if self.in_features else len(flatten(inp))
         groups = groups_of(m_splits, self.num_gemms, rows, inp.device, self._label)
         if settings is None:
-            return self._high_precision(inp, groups)
+            return self._high_precision(inp, groups, is_first_microbatch)
         if self._is_dropped():
             return self._run_dropped(inp, groups, settings)
         weights = tuple(getattr(self, name) for name in self._weight_names)
@@ -186,23 +181,13 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
             kept = self._kept_weight("weight", is_first_microbatch, settings, inp.device, need_dx)
         tag = self._tag_now()
         added = () if self.return_bias else self._like_weights(biases)
-        sink = self._sink(weights, is_first_microbatch) if routed else None
+        queue = self._wgrad_queue()
+        sink = self._sink(weights, is_first_microbatch, queue) if routed else None
         y = grouped_linear(
             inp, groups, weights + added, bool(added), kept, settings, output_dtype(inp), tag,
             self.save_original_input, sink,
         )  # fmt: skip
         return (y, self._returned(biases)) if self.return_bias else y
-
-    def _sink(
-        self, weights: tuple[Tensor, ...], is_first_microbatch: bool | None
-    ) -> WeightGradient | None:
-        """The place of the weight gradients of this call; None when there will be none."""
-        if not (torch.is_grad_enabled() and any(w.requires_grad for w in weights)):
-            return None
-        return WeightGradient(
-            weights, self._label(), self.fuse_wgrad_accumulation, is_first_microbatch is True,
-            self._wgrad_queue(),
-        )  # fmt: skip
 
     def _like_weights(self, biases: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Biases stacked or not as the weights are."""
@@ -215,15 +200,19 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
             return None
         return biases[0] if self.single_grouped_bias else list(biases)
 
-    def _high_precision(self, inp: Tensor, groups: Groups) -> Any:
-        weights: Sequence[Tensor] = [getattr(self, name) for name in self._weight_names]
-        biases: Sequence[Tensor] = [getattr(self, name) for name in self._bias_names]
-        returned = self._returned(tuple(biases))
-        weights = weights[0].unbind(0) if self.single_grouped_weight else weights
-        biases = biases[0].unbind(0) if self.single_grouped_bias and biases else biases
-        added = [] if self.return_bias else biases
-        out = unflatten(grouped_plain(flatten(inp), groups, weights, added), inp)
-        return (out, returned) if self.return_bias else out
+    def _high_precision(self, inp: Tensor, groups: Groups, first: bool | None) -> Any:
+        held = tuple(getattr(self, name) for name in self._weight_names)
+        biases = tuple(getattr(self, name) for name in self._bias_names)
+        added = () if self.return_bias else self._like_weights(biases)
+        sink = self._sink(held, first, self._wgrad_queue()) if self._routed() else None
+        if sink is None:
+            stacked = self.single_grouped_weight
+            weights = held[0].unbind(0) if stacked else held
+            each = added[0].unbind(0) if stacked and added else added
+            out = unflatten(grouped_plain(flatten(inp), groups, weights, each), inp)
+        else:
+            out = high_precision_loop(inp, *groups, (*held, *added), bool(added), sink)
+        return (out, self._returned(biases)) if self.return_bias else out
 
     def _run_dropped(self, inp: Tensor, groups: Groups, settings: Settings) -> Any:
         biases = tuple(getattr(self, name) for name in self._bias_names)

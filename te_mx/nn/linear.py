@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from te_mx.autograd.high_precision import HighPrecisionLinear
 from te_mx.autograd.linear import infer, linear
-from te_mx.autograd.wgrad import WeightGradient
 from te_mx.context import is_tracing
 from te_mx.nn import delayed_wgrad
 from te_mx.nn import parameters_split as split
@@ -66,7 +65,6 @@ class Linear(MXModule, nn.Linear):
     # Class attributes, not set in __init__: convert_model turns an nn.Linear into this class in
     # place.
     return_bias: bool = False
-    fuse_wgrad_accumulation: bool = False
     save_original_input: bool = False
     init_method: Callable[[Tensor], Any] | None = None
     _split: dict[str, int] | None = None  # rows of each part, by name
@@ -149,7 +147,7 @@ class Linear(MXModule, nn.Linear):
             refuse("Linear", "fp8_output", fp8_output)
             refuse("Linear", "fp8_grad", fp8_grad)
         tracing = is_tracing()
-        routed = self.fuse_wgrad_accumulation or self.delay_wgrad_compute
+        routed = self._routed()
         if tracing and routed:
             return delayed_wgrad.untraced(self.forward, inp, is_first_microbatch)
         settings = self._settings()
@@ -171,7 +169,9 @@ class Linear(MXModule, nn.Linear):
             )  # fmt: skip
         tag = self._tag_now()
         added = None if self.return_bias else bias
-        sink = self._sink(weight, is_first_microbatch) if routed else None
+        sink = None
+        if routed:
+            sink = self._sink(self._parts(weight), is_first_microbatch, self._wgrad_queue())
         out = linear(
             inp, weight, added, standing, settings, output_dtype(inp), tag,
             self.save_original_input, sink,
@@ -182,8 +182,9 @@ class Linear(MXModule, nn.Linear):
         weight: Tensor = self.weight if self._split is None else self.whole_weight()
         bias = self.bias if self._split is None else self.whole_bias()
         added = None if self.return_bias else bias
-        routed = self.fuse_wgrad_accumulation or self.delay_wgrad_compute
-        sink = self._sink(weight, is_first_microbatch) if routed else None
+        sink = None
+        if self._routed():
+            sink = self._sink(self._parts(weight), is_first_microbatch, self._wgrad_queue())
         if sink is None:
             out = nn.functional.linear(inp, weight, added)
         else:
@@ -201,21 +202,9 @@ class Linear(MXModule, nn.Linear):
         """The bias [out_features], also where it is split."""
         return self.bias if self._split is None else split.joined(self, self._split, "bias")
 
-    def _sink(self, weight: Tensor, is_first_microbatch: bool | None) -> WeightGradient | None:
-        """The place of the weight gradient of this call; None when there will be none."""
-        if not (torch.is_grad_enabled() and weight.requires_grad):
-            return None
-        parts = [weight] if self._split is None else split.parts(self, self._split, "weight")
-        if self.delay_wgrad_compute and not all(part.is_leaf for part in parts):
-            raise RuntimeError(
-                f"{self._label()}: delay_wgrad_compute=True needs a weight that is a parameter, "
-                "but something computes it (a parametrization, functional_call); build the layer "
-                "without delay_wgrad_compute"
-            )
-        return WeightGradient(
-            parts, self._label(), self.fuse_wgrad_accumulation, is_first_microbatch is True,
-            self._wgrad_queue(),
-        )  # fmt: skip
+    def _parts(self, weight: Tensor) -> list[Tensor]:
+        """The parameters that get the gradient of the weight."""
+        return [weight] if self._split is None else split.parts(self, self._split, "weight")
 
     def _run_dropped(self, inp: Tensor, settings: Settings) -> Any:
         bias = self.whole_bias()

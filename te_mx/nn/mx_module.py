@@ -5,6 +5,7 @@ checkpoints.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from te_mx import context
 from te_mx.autograd.linear import GEMMS
 from te_mx.autograd.operands import capturing
+from te_mx.autograd.wgrad import Queue, WeightGradient
 from te_mx.context import backward_pass_id, innermost, is_tracing
 from te_mx.nn.delayed_wgrad import DelayedWgrad
 from te_mx.nn.frozen_state import load_codes, save_codes
@@ -52,6 +54,7 @@ class MXModule(Freezable, DelayedWgrad):
 
     # Class attributes, not set in __init__: convert_model gives modules this class in place.
     name: str | None = None
+    fuse_wgrad_accumulation: bool = False
     _seen: Settings | None = NEVER  # what the last forward ran with, for recomputation and audit
     _tag: int = -1  # first slot in te_mx.engine.explain.LAST_RUN, three for each linear step
     _microbatch: dict[str, Any] | None = None  # weights kept for micro-batches, by key
@@ -129,6 +132,26 @@ class MXModule(Freezable, DelayedWgrad):
         else:
             frozen.kept[key] = made
         return made
+
+    # ------------------------------------------------- weight gradients with a place of their own
+    def _routed(self) -> bool:
+        """Whether weight gradients do not simply go back to autograd."""
+        return self.fuse_wgrad_accumulation or self.delay_wgrad_compute
+
+    def _sink(
+        self, parameters: Sequence[Tensor], first: bool | None, queue: Queue | None
+    ) -> WeightGradient | None:
+        """The place of the gradient of one weight in this call; None when there will be none."""
+        if not (torch.is_grad_enabled() and any(p.requires_grad for p in parameters)):
+            return None
+        if self.delay_wgrad_compute and not all(p.is_leaf for p in parameters):
+            raise RuntimeError(
+                f"{self._label()}: delay_wgrad_compute=True needs weights that are parameters, but "
+                "something computes one (a parametrization, functional_call); build the module "
+                "without delay_wgrad_compute"
+            )
+        fuse = self.fuse_wgrad_accumulation
+        return WeightGradient(parameters, self._label(), fuse, first is True, queue)
 
     # ----------------------------------------------------------------------------- checks and names
     def _label(self) -> str:

@@ -4,7 +4,7 @@ that stand still, checks and checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,7 +34,6 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 class NormModule(MXModule, nn.Module):
     """A module that normalizes its input and runs linear steps on the result."""
 
-    fuse_wgrad_accumulation: bool = False
     _norms: tuple[str | None, ...] = NORMS
     layer_norm_weight: nn.Parameter | None
     layer_norm_bias: nn.Parameter | None
@@ -74,10 +73,6 @@ class NormModule(MXModule, nn.Module):
             nn.init.zeros_(self.layer_norm_bias)
 
     # --------------------------------------------------------------------------- running a forward
-    def _routed(self) -> bool:
-        """Whether weight gradients do not simply go back to autograd."""
-        return self.fuse_wgrad_accumulation or self.delay_wgrad_compute
-
     def _step(self, inp: Tensor) -> NormStep:
         norm = None if self.normalization is None else Norm(self.normalization, self.eps)
         return NormStep(norm, self.zero_centered_gamma, output_dtype(inp))
@@ -109,21 +104,6 @@ class NormModule(MXModule, nn.Module):
         if self._is_dropped():
             return StandingWeight(settings, self._dropped_operand(key), None)
         return self._kept_weight(key, first, settings, device, need_dx)
-
-    def _sink(
-        self, parameters: Sequence[Tensor], first: bool | None, queue: Queue | None
-    ) -> WeightGradient | None:
-        """The place of the gradient of one weight in this call; None when there will be none."""
-        if not (torch.is_grad_enabled() and any(p.requires_grad for p in parameters)):
-            return None
-        if self.delay_wgrad_compute and not all(p.is_leaf for p in parameters):
-            raise RuntimeError(
-                f"{self._label()}: delay_wgrad_compute=True needs weights that are parameters, but "
-                "something computes one (a parametrization, functional_call); build the module "
-                "without delay_wgrad_compute"
-            )
-        fuse = self.fuse_wgrad_accumulation
-        return WeightGradient(parameters, self._label(), fuse, first is True, queue)
 
     # ----------------------------------------------------------------------------- checks and names
     def _check(self, inp: Tensor, size_name: str, *weights: Tensor | None) -> None:
