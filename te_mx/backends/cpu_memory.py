@@ -24,7 +24,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-LEAST = 4 << 20  # smaller ones the C library reuses well
+LEAST = 16 << 20  # smaller ones the C library reuses well
 _STEP = 2 << 20  # sizes are whole huge pages, so that a block fits several shapes
 
 
