@@ -119,6 +119,30 @@ def test_main_grad(kind, recipe, delay):
         torch.testing.assert_close(weights[name].main_grad, theirs.grad, rtol=1e-5, atol=1e-5)
 
 
+@recipes
+@pytest.mark.parametrize("kind", ["GroupedLinear", "stacked"])
+@pytest.mark.parametrize("save", [False, True])
+def test_grouped_main_grads_are_those_of_a_loop(kind, recipe, save):
+    """In bf16: sums in fp32 all the way, never rounded on the way to main_grad."""
+    layer = FAMILY[kind](dtype=BF16, fuse_wgrad_accumulation=True, save_original_input=save)
+    for p in weights_of(layer).values():
+        p.main_grad = torch.full(p.shape, 0.5)
+    loop = []
+    for weight, bias in zip(layer.weights(), layer.biases(), strict=True):
+        loop.append(te_mx.Linear(IN, 33, dtype=BF16, fuse_wgrad_accumulation=True))
+        loop[-1].load_state_dict({"weight": weight.detach(), "bias": bias.detach()})
+        loop[-1].weight.main_grad = torch.full(weight.shape, 0.5)
+    x, g = torch.randn(ROWS, IN).to(BF16), torch.randn(ROWS, 33).to(BF16)
+    with te_mx.autocast(enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe]):
+        y = layer(x, SPLITS)
+        apart = [one(part) for one, part in zip(loop, x[: sum(SPLITS)].split(SPLITS), strict=True)]
+    y.backward(g)
+    torch.cat(apart).backward(g[: sum(SPLITS)])
+    made = [p.main_grad for p in weights_of(layer).values()]
+    made = made[0] if kind == "stacked" else torch.stack(made)
+    assert torch.equal(made, torch.stack([one.weight.main_grad for one in loop]))
+
+
 @every
 def test_what_is_wrong_with_main_grad_is_said(kind):
     _, other = pair(kind, fuse_wgrad_accumulation=True)

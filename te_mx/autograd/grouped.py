@@ -15,7 +15,6 @@ here, so nothing waits for a device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +24,16 @@ from te_mx.autograd.backward import place, run_backward, tag_of
 from te_mx.autograd.grouped_loop import Call, GroupedLoopFunction, bounds_of
 from te_mx.autograd.linear import DGRAD, WGRAD, flatten, mode_of, unflatten
 from te_mx.autograd.operands import plain_rows
+from te_mx.autograd.wgrad import GroupedWgrad
 from te_mx.backends import reference_grouped
-from te_mx.backends.grouped import StackedOperand, device_bounds, host_bounds, known_to_host
-from te_mx.ops import Made, Operand
+from te_mx.backends.grouped import (
+    StackedOperand,
+    device_bounds,
+    host_bounds,
+    k_of,
+    known_to_host,
+)
+from te_mx.ops import Made, Operand, gemm_2d
 from te_mx.ops.grouped_gemm import gemm_rows, standing_weights
 from te_mx.ops.grouped_quantize import quantize_grouped, quantize_weights
 from te_mx.ops.grouped_wgrad import gemm_k
@@ -167,7 +173,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if any(need_dw):
         g_col = Operand(q.col_codes, q.col_scales, fmt, "k_first")  # type: ignore[arg-type]
         # A function of where the result goes, because a sink may run it later or into main_grad.
-        wgrad = partial(_wgrad, saved[:2], g_col, offs, capacity, settings, tag, ctx.stacked)
+        wgrad = _wgrad(saved[:2], g_col, offs, capacity, settings, tag, ctx.stacked)
         dw = place(ctx.sink, wgrad, w_dtype)
         if dw is not None and not ctx.stacked:
             dw = dw.unflatten(0, (count, dw.shape[0] // count))
@@ -178,24 +184,46 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 def _wgrad(
     saved: Sequence[Tensor], g_col: Operand, offs: Tensor, capacity: int, settings: Settings,
-    tag: int, stacked: bool, out: Tensor | None, dtype: torch.dtype, accumulate: bool,
-) -> Tensor:  # fmt: skip
+    tag: int, stacked: bool,
+) -> GroupedWgrad:  # fmt: skip
     """dw [G, N, K], or [G * N, K] for separate weights: what they are when concatenated."""
-    codes, scales = saved
-    if scales is None:  # x itself was saved
-        q = quantize_grouped(
-            flatten(codes), offs, settings.fwd_fmt, rowwise=False, columnwise=True,
-            scale_rule=settings.scale_rule, capacity=capacity,
+    mode = mode_of(settings)
+
+    def columns() -> Operand:
+        codes, scales = saved
+        if scales is None:  # x itself was saved
+            q = quantize_grouped(
+                flatten(codes), offs, settings.fwd_fmt, rowwise=False, columnwise=True,
+                scale_rule=settings.scale_rule, capacity=capacity,
+            )  # fmt: skip
+            codes, scales = q.col_codes, q.col_scales
+        return Operand(codes, scales, settings.fwd_fmt, "k_first")
+
+    def together(out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
+        x_col = columns()
+        shape = (len(offs), g_col.rows, x_col.rows)
+        dw = gemm_k(
+            x_col, g_col, offs, out=None if out is None else out.view(shape), out_dtype=dtype,
+            accumulate=accumulate, capacity=capacity, tag=tag_of(tag, WGRAD), mode=mode,
         )  # fmt: skip
-        codes, scales = q.col_codes, q.col_scales
-    x_col = Operand(codes, scales, settings.fwd_fmt, "k_first")
-    shape = (len(offs), g_col.rows, x_col.rows)
-    dw = gemm_k(
-        x_col, g_col, offs, out=None if out is None else out.view(shape), out_dtype=dtype,
-        accumulate=accumulate, capacity=capacity, tag=tag_of(tag, WGRAD),
-        mode=mode_of(settings),
-    )  # fmt: skip
-    return dw if stacked else dw.flatten(0, 1)
+        return dw if stacked else dw.flatten(0, 1)
+
+    # On the CPU groups gain less from one call than a sum of all gradients beside main_grad costs.
+    if not offs.is_cpu or not g_col.codes.is_cpu:
+        return GroupedWgrad(together, None)
+    made: list[Operand] = []
+
+    def one(i: int, out: Tensor, accumulate: bool) -> None:
+        if not made:
+            made.append(columns())
+        bounds = host_bounds(offs, capacity, g_col.k)
+        parts = [k_of(o, bounds.starts[i], bounds.ends[i], i) for o in (made[0], g_col)]
+        gemm_2d(
+            *parts, out=out, out_dtype=out.dtype, accumulate=accumulate,
+            tag=tag_of(tag, WGRAD), mode=mode,
+        )  # fmt: skip
+
+    return GroupedWgrad(together, one)
 
 
 def _spread(ctx: Any, grad: Tensor | None, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:

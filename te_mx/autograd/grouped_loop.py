@@ -16,7 +16,7 @@ from torch import Tensor
 from te_mx.autograd import high_precision, steps
 from te_mx.autograd.backward import place, run_backward, tag_of
 from te_mx.autograd.operands import StandingWeight, flatten, unflatten
-from te_mx.autograd.wgrad import WeightGradient, Wgrad
+from te_mx.autograd.wgrad import GroupedWgrad, WeightGradient, Wgrad
 from te_mx.backends.grouped import StackedOperand, host_bounds, known_to_host
 from te_mx.ops.fused import quantized
 from te_mx.recipe import Settings
@@ -176,7 +176,7 @@ def _plain_wgrad(g_MN: Tensor, x_MK: Tensor) -> Wgrad:
     return gemm
 
 
-def _together(wgrads: Sequence[Wgrad], stacked: bool) -> Wgrad:
+def _together(wgrads: Sequence[Wgrad], stacked: bool) -> GroupedWgrad:
     """The weight gradients of all groups: [G, N, K], or [G * N, K] for separate weights."""
 
     def run(out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
@@ -187,7 +187,7 @@ def _together(wgrads: Sequence[Wgrad], stacked: bool) -> Wgrad:
             each(place_of, dtype, accumulate)
         return out
 
-    return run
+    return GroupedWgrad(run, lambda i, out, accumulate: wgrads[i](out, out.dtype, accumulate))
 
 
 def _spread(grad: Tensor | None, need: Sequence[bool], ctx: Any) -> tuple[Tensor | None, ...]:
