@@ -9,11 +9,11 @@ from torch import nn
 
 from te_mx.autograd.linear import GEMMS
 from te_mx.engine.explain import LAST_RUN
-from te_mx.nn import GroupedLinear, LayerNormMLP, Linear
-from te_mx.nn.norm_module import NormModule
+from te_mx.nn.mx_module import MXModule
 from te_mx.report import table
 
 HIGH_PRECISION, NEVER = "high precision", "never ran"
+_ALL_HIGH = (HIGH_PRECISION, HIGH_PRECISION, HIGH_PRECISION)
 
 
 class LayerAudit(NamedTuple):
@@ -70,41 +70,28 @@ def audit(model: nn.Module) -> AuditReport:
     """
     layers = []
     for name, m in model.named_modules():
-        if isinstance(m, NormModule):
-            layers += _audit_steps(name or "(root)", m)
-        elif isinstance(m, nn.Linear | GroupedLinear):
-            layers.append(_audit_layer(name or "(root)", m))
+        if isinstance(m, MXModule):
+            layers += _audit_module(name or "(root)", m)
+        elif isinstance(m, nn.Linear):
+            kind = f"{type(m).__module__.split('.')[0]}.{type(m).__name__}"
+            layers.append(LayerAudit(name or "(root)", kind, *_ALL_HIGH, "master"))
     return AuditReport(layers)
 
 
-def _audit_steps(name: str, module: NormModule) -> list[LayerAudit]:
-    """The linear steps of a module with a normalization: "name", or "name.fc1" and "name.fc2"."""
-    steps = [f"{name}.fc1", f"{name}.fc2"] if isinstance(module, LayerNormMLP) else [name]
-    rows = []
+def _audit_module(name: str, module: MXModule) -> list[LayerAudit]:
+    """The linear steps of a module: "name", or "name.fc1" and "name.fc2"."""
+    kind, keys = f"te_mx.{type(module).__name__}", module._weight_keys
+    steps = [name] if len(keys) == 1 else [f"{name}.{key.removesuffix('_weight')}" for key in keys]
+    dropped, rows = module._is_dropped(), []
+    weight = "master" if module._frozen is None else "frozen, no master" if dropped else "frozen"
     for i, step in enumerate(steps):
-        ran = [HIGH_PRECISION] * len(GEMMS)
-        if module._seen is not None:
+        ran = _ALL_HIGH
+        if module._seen is not None or dropped:
             first = module._tag + len(GEMMS) * i
-            ran = [
+            fprop, dgrad, wgrad = (
                 LAST_RUN.get(first + gemm, NEVER) if module._tag >= 0 else NEVER
                 for gemm in range(len(GEMMS))
-            ]
-        rows.append(
-            LayerAudit(step, f"te_mx.{type(module).__name__}", ran[0], ran[1], ran[2], "master")
-        )
+            )
+            ran = fprop, dgrad, wgrad
+        rows.append(LayerAudit(step, kind, *ran, weight))
     return rows
-
-
-def _audit_layer(name: str, module: nn.Linear | GroupedLinear) -> LayerAudit:
-    if not isinstance(module, Linear | GroupedLinear):
-        kind = f"{type(module).__module__.split('.')[0]}.{type(module).__name__}"
-        return LayerAudit(name, kind, HIGH_PRECISION, HIGH_PRECISION, HIGH_PRECISION, "master")
-    kind, frozen = f"te_mx.{type(module).__name__}", module._frozen
-    weight = "master" if frozen is None else "frozen, no master" if frozen.dropped else "frozen"
-    if module._seen is None and not (frozen and frozen.dropped):
-        return LayerAudit(name, kind, HIGH_PRECISION, HIGH_PRECISION, HIGH_PRECISION, weight)
-    fprop, dgrad, wgrad = (
-        LAST_RUN.get(module._tag + i, NEVER) if module._tag >= 0 else NEVER
-        for i in range(len(GEMMS))
-    )
-    return LayerAudit(name, kind, fprop, dgrad, wgrad, weight)

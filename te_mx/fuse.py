@@ -89,6 +89,10 @@ def unfuse(model: nn.Module) -> list[Fusion]:
             if layers is None:
                 found.append(Fusion(fqn, "", kind, "it was built as such: no layers to go back to"))
                 continue
+            if module._frozen is not None:
+                reason = "frozen: call te_mx.unfreeze_weights first"
+                found.append(Fusion(fqn, _shape(layers), kind, reason))
+                continue
             names = list(sequence._modules)
             first = names.index(at)
             rest = [sequence._modules[name] for name in names[first + 1 : first + len(layers)]]

@@ -60,14 +60,14 @@ def test_weights_kept_for_microbatches_are_not_used_in_a_graph(stream):
     layer, x = te_mx.Linear(64, 48), torch.randn(8, 64)
     with te_mx.autocast():
         first = layer(x, is_first_microbatch=True)
-        before = layer._microbatch
+        before = layer._microbatch["weight"]
         with torch.no_grad():
             layer.weight.mul_(2)
             layer.bias.mul_(2)
         stream["capturing"] = True
         captured = layer(x, is_first_microbatch=False)
     assert torch.equal(captured, 2 * first)
-    assert layer._microbatch is before
+    assert layer._microbatch["weight"] is before
 
 
 def test_a_frozen_weight_made_before_the_capture_serves_it(stream):
@@ -75,8 +75,9 @@ def test_a_frozen_weight_made_before_the_capture_serves_it(stream):
     te_mx.freeze_weights(layer)
     with te_mx.autocast(), torch.no_grad():
         want = layer(x)
-        weight = layer._frozen.weight
+        kept = layer._frozen.kept
+        weight = kept["weight"]
         stream["capturing"] = True
-        assert torch.equal(layer(x), want) and layer._frozen.weight is weight
-        layer._frozen.weight = None
-        assert torch.equal(layer(x), want) and layer._frozen.weight is None
+        assert torch.equal(layer(x), want) and kept["weight"] is weight
+        kept.clear()
+        assert torch.equal(layer(x), want) and not kept

@@ -15,25 +15,25 @@ here, so nothing waits for a device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from te_mx.autograd.backward import place, run_backward, tag_of
-from te_mx.autograd.linear import (
-    DGRAD,
-    WGRAD,
-    StandingWeight,
-    flatten,
-    linear,
-    mode_of,
-    unflatten,
-)
+from te_mx.autograd.grouped_loop import Call, GroupedLoopFunction, bounds_of
+from te_mx.autograd.linear import DGRAD, WGRAD, flatten, mode_of, unflatten
+from te_mx.autograd.operands import plain_rows
+from te_mx.autograd.wgrad import GroupedWgrad
 from te_mx.backends import reference_grouped
-from te_mx.backends.grouped import StackedOperand, device_bounds, host_bounds, known_to_host
-from te_mx.ops import Made, Operand
+from te_mx.backends.grouped import (
+    StackedOperand,
+    device_bounds,
+    host_bounds,
+    k_of,
+    known_to_host,
+)
+from te_mx.ops import Made, Operand, gemm_2d
 from te_mx.ops.grouped_gemm import gemm_rows, standing_weights
 from te_mx.ops.grouped_quantize import quantize_grouped, quantize_weights
 from te_mx.ops.grouped_wgrad import gemm_k
@@ -66,8 +66,10 @@ class StandingWeights(NamedTuple):
 
     def serves(self, settings: Settings, device: torch.device, need_col: bool) -> bool:
         """Whether a call with these settings on this device would quantize to the same."""
+        need_col = need_col and settings.backward is None and not settings.one_copy
         return (
             (self.col is not None or not need_col)
+            and self.settings.one_copy == settings.one_copy
             and self.row.codes.device == device
             and self.settings.fwd_fmt == settings.fwd_fmt
             and self.settings.scale_rule == settings.scale_rule
@@ -77,10 +79,13 @@ class StandingWeights(NamedTuple):
 def standing(weights: Sequence[Tensor], settings: Settings, need_col: bool) -> StandingWeights:
     """Quantize and pack weights that stand still."""
     # Made outside of inference_mode, because a training step may use it later.
+    need_col = need_col and settings.backward is None and not settings.one_copy
     with torch.inference_mode(False), torch.no_grad():
         row, col = quantize_weights(
             weights, settings.fwd_fmt, columnwise=need_col, scale_rule=settings.scale_rule
         )
+        if plain_rows(settings):
+            return StandingWeights(settings, row, None, Made.now(row.codes.device))
         packed = None if col is None else standing_weights(col)
         made = Made.now(row.codes.device)
         return StandingWeights(settings, standing_weights(row), packed, made)
@@ -168,7 +173,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if any(need_dw):
         g_col = Operand(q.col_codes, q.col_scales, fmt, "k_first")  # type: ignore[arg-type]
         # A function of where the result goes, because a sink may run it later or into main_grad.
-        wgrad = partial(_wgrad, saved[:2], g_col, offs, capacity, settings, tag, ctx.stacked)
+        wgrad = _wgrad(saved[:2], g_col, offs, capacity, settings, tag, ctx.stacked)
         dw = place(ctx.sink, wgrad, w_dtype)
         if dw is not None and not ctx.stacked:
             dw = dw.unflatten(0, (count, dw.shape[0] // count))
@@ -179,24 +184,46 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 def _wgrad(
     saved: Sequence[Tensor], g_col: Operand, offs: Tensor, capacity: int, settings: Settings,
-    tag: int, stacked: bool, out: Tensor | None, dtype: torch.dtype, accumulate: bool,
-) -> Tensor:  # fmt: skip
+    tag: int, stacked: bool,
+) -> GroupedWgrad:  # fmt: skip
     """dw [G, N, K], or [G * N, K] for separate weights: what they are when concatenated."""
-    codes, scales = saved
-    if scales is None:  # x itself was saved
-        q = quantize_grouped(
-            flatten(codes), offs, settings.fwd_fmt, rowwise=False, columnwise=True,
-            scale_rule=settings.scale_rule, capacity=capacity,
+    mode = mode_of(settings)
+
+    def columns() -> Operand:
+        codes, scales = saved
+        if scales is None:  # x itself was saved
+            q = quantize_grouped(
+                flatten(codes), offs, settings.fwd_fmt, rowwise=False, columnwise=True,
+                scale_rule=settings.scale_rule, capacity=capacity,
+            )  # fmt: skip
+            codes, scales = q.col_codes, q.col_scales
+        return Operand(codes, scales, settings.fwd_fmt, "k_first")
+
+    def together(out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
+        x_col = columns()
+        shape = (len(offs), g_col.rows, x_col.rows)
+        dw = gemm_k(
+            x_col, g_col, offs, out=None if out is None else out.view(shape), out_dtype=dtype,
+            accumulate=accumulate, capacity=capacity, tag=tag_of(tag, WGRAD), mode=mode,
         )  # fmt: skip
-        codes, scales = q.col_codes, q.col_scales
-    x_col = Operand(codes, scales, settings.fwd_fmt, "k_first")
-    shape = (len(offs), g_col.rows, x_col.rows)
-    dw = gemm_k(
-        x_col, g_col, offs, out=None if out is None else out.view(shape), out_dtype=dtype,
-        accumulate=accumulate, capacity=capacity, tag=tag_of(tag, WGRAD),
-        mode=mode_of(settings),
-    )  # fmt: skip
-    return dw if stacked else dw.flatten(0, 1)
+        return dw if stacked else dw.flatten(0, 1)
+
+    # On the CPU groups gain less from one call than a sum of all gradients beside main_grad costs.
+    if not offs.is_cpu or not g_col.codes.is_cpu:
+        return GroupedWgrad(together, None)
+    made: list[Operand] = []
+
+    def one(i: int, out: Tensor, accumulate: bool) -> None:
+        if not made:
+            made.append(columns())
+        bounds = host_bounds(offs, capacity, g_col.k)
+        parts = [k_of(o, bounds.starts[i], bounds.ends[i], i) for o in (made[0], g_col)]
+        gemm_2d(
+            *parts, out=out, out_dtype=out.dtype, accumulate=accumulate,
+            tag=tag_of(tag, WGRAD), mode=mode,
+        )  # fmt: skip
+
+    return GroupedWgrad(together, one)
 
 
 def _spread(ctx: Any, grad: Tensor | None, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
@@ -218,42 +245,6 @@ def other_backward(settings: Settings) -> bool:
     """Whether the recipe asks for a backward pass that is not three MXFP8 GEMMs on operands that
     were quantized from what they are made of."""
     return any(getattr(settings, name, None) for name in ("backward", "wgrad_hp", "one_copy"))
-
-
-def _loop(
-    x: Tensor,
-    groups: Groups,
-    parts: Sequence[Tensor],
-    has_bias: bool,
-    kept: StandingWeights | None,
-    settings: Settings,
-    out_dtype: torch.dtype,
-    tag: int,
-) -> Tensor:
-    """One `linear` a group, for recipes that the grouped function does not know."""
-    offs, capacity = groups
-    if not known_to_host(offs) or torch.compiler.is_compiling():
-        raise NotImplementedError(
-            "te_mx.GroupedLinear: this recipe's backward runs group by group, which needs m_splits "
-            "as a list or on the CPU, and no torch.compile; got splits that the host does not know"
-        )
-    x_RK = flatten(x)
-    stacked = parts[0].dim() == 3
-    count = len(parts) // 2 if has_bias else len(parts)
-    weights = parts[0].unbind(0) if stacked else parts[:count]
-    biases = (parts[1].unbind(0) if stacked else parts[count:]) if has_bias else None
-    made, at = [], 0
-    for i, (start, end) in enumerate(zip(*host_bounds(offs, capacity, len(x_RK)), strict=True)):
-        made.append(x_RK.new_zeros((start - at, weights[0].shape[0]), dtype=out_dtype))
-        one = None
-        if kept is not None:
-            col = None if kept.col is None else kept.col.group(i)
-            one = StandingWeight(kept.settings, kept.row.group(i), col)
-        bias = None if biases is None else biases[i]
-        made.append(linear(x_RK[start:end], weights[i], bias, one, settings, out_dtype, tag))
-        at = end
-    made.append(x_RK.new_zeros((len(x_RK) - at, weights[0].shape[0]), dtype=out_dtype))
-    return unflatten(torch.cat(made), x)
 
 
 def col_sums(x: Tensor, groups: Groups) -> Tensor:
@@ -287,22 +278,38 @@ def grouped_linear(
     """
     if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in parts)):
         if other_backward(settings):
-            return _loop(x, groups, parts, has_bias, kept, settings, out_dtype, tag)
+            bounds = bounds_of(*groups, len(flatten(x)))
+            still = None if kept is None else (kept.row, kept.col)
+            call = Call(bounds, still, settings, out_dtype, tag, save_x, sink, has_bias)
+            return GroupedLoopFunction.apply(x, call, *parts)
         return GroupedLinearFunction.apply(
             x, *groups, kept, settings, out_dtype, tag, save_x, sink, has_bias, *parts
         )
     weights, bias = split_parts(parts, has_bias)
-    fmt, rule = settings.fwd_fmt, settings.scale_rule
     row = kept.row if kept else quantize_weights(
-        weights, fmt, columnwise=False, scale_rule=rule
+        weights, settings.fwd_fmt, columnwise=False, scale_rule=settings.scale_rule
     )[0]  # fmt: skip
+    return infer(x, groups, row, bias, settings, out_dtype, tag)
+
+
+def infer(
+    x: Tensor,
+    groups: Groups,
+    w_row: StackedOperand,
+    bias_GN: Tensor | None,
+    settings: Settings,
+    out_dtype: torch.dtype,
+    tag: int = -1,
+) -> Tensor:
+    """x [..., K] -> [..., N] on quantized weights, without autograd."""
+    fmt, rule = settings.fwd_fmt, settings.scale_rule
     offs, capacity = groups
     q = quantize_grouped(
         flatten(x), offs, fmt, rowwise=True, columnwise=False, scale_rule=rule, capacity=capacity
     )
     tokens = Operand(q.row_codes, q.row_scales, fmt, "k_last")  # type: ignore[arg-type]
     y_RN = gemm_rows(
-        row, tokens, offs, bias=bias, out_dtype=out_dtype, capacity=capacity, tag=tag,
+        w_row, tokens, offs, bias=bias_GN, out_dtype=out_dtype, capacity=capacity, tag=tag,
         mode=mode_of(settings),
     )  # fmt: skip
     return unflatten(y_RN, x)

@@ -24,14 +24,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from te_mx.autograd import steps
+from te_mx.autograd import normalization, steps
 from te_mx.autograd.backward import place, run_backward, tag_of
 from te_mx.autograd.linear import DGRAD, WGRAD
 from te_mx.autograd.normalization import NormStep
-from te_mx.autograd.operands import StandingWeight, flatten, mode_of, unflatten
+from te_mx.autograd.operands import StandingWeight, flatten, unflatten
 from te_mx.autograd.wgrad import WeightGradient
-from te_mx.ops import gemm_2d
-from te_mx.ops.fused_run import quantized
+from te_mx.backends.fused import NormParts
+from te_mx.ops import Operand
 from te_mx.recipe import Settings
 
 
@@ -62,23 +62,17 @@ class LayerNormLinearFunction(torch.autograd.Function):
     ) -> Any:
         need = ctx.needs_input_grad
         need_dz, need_dw = any(need[:3]), need[3]
-        step, settings = call.step, call.settings
-        x_MK = flatten(x)
+        settings = call.settings
         plan = steps.plan_input(x.device, settings, need_dw)
-        made = step.forward(x_MK, norm_weight, norm_bias, call.return_z or plan.keep, plan.wanted)
         w_row, w_col = steps.weight_operands(standing, weight_NK, settings, need_dz)
-        y_MN = gemm_2d(
-            w_row, plan.row(made.quantized), bias=bias_N, out_dtype=step.dtype, tag=call.tag,
-            mode=mode_of(settings),
-        ).out  # fmt: skip
+        y, made = _run(x, norm_weight, norm_bias, w_row, bias_N, plan, call)
 
+        norms = call.step.saved(x, norm_weight, made) if need_dz else normalization.NOTHING
         saved_z, ctx.z_order = plan.saved(made.quantized, made.z, need_dw)
         saved_w, ctx.w_order = steps.saved_weight(w_row, w_col, weight_NK, settings, need_dz)
-        norms = (x, norm_weight, made.mean, made.rstd) if need_dz else (None,) * 4
         ctx.save_for_backward(*norms, *saved_z, *saved_w)
-        ctx.call, ctx.sink, ctx.w_dtype = call, sink, weight_NK.dtype
-        ctx.bias_dtypes = [None if b is None else b.dtype for b in (norm_bias, bias_N)]
-        y = unflatten(y_MN, x)
+        ctx.call, ctx.sink, ctx.x_like = call, sink, (x.shape, x.dtype)
+        ctx.dtypes = [None if t is None else t.dtype for t in (norm_bias, weight_NK, bias_N)]
         return (y, made.z.view(x.shape)) if call.return_z else y  # type: ignore[union-attr]
 
     @staticmethod
@@ -86,60 +80,58 @@ class LayerNormLinearFunction(torch.autograd.Function):
         return run_backward(_backward, "te_mx.LayerNormLinear", ctx, *grads)
 
 
+def _run(
+    x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, w_row: Operand,
+    bias_N: Tensor | None, plan: steps.Input, call: Call,
+) -> tuple[Tensor, NormParts]:  # fmt: skip
+    """y [..., N], and z as the plan and the call ask for it."""
+    step = call.step
+    want_z = call.return_z or plan.keep
+    made = step.forward(flatten(x), norm_weight, norm_bias, want_z, plan.wanted)
+    z_row = plan.row(made.quantized)
+    y_MN = steps.fprop(w_row, z_row, bias_N, call.settings, step.dtype, call.tag)
+    return unflatten(y_MN, x), made
+
+
 def _backward(ctx: Any, g: Tensor, g_z: Tensor | None = None) -> tuple[Tensor | None, ...]:
     need = ctx.needs_input_grad
     need_dz, need_dw, need_db = any(need[:3]), need[3], need[4]
-    x, norm_weight, mean, rstd, *saved = ctx.saved_tensors
+    saved = ctx.saved_tensors
+    norms, saved_z, saved_w = saved[:4], saved[4:7], saved[7:]
     step, settings, _, tag = ctx.call
-    g_MN = flatten(g)
-    wanted, _ = steps.plan_gradient(g.device, settings, need_dz, need_dw, need_db)
-    q = quantized(g_MN, wanted)
-    gradient = steps.Gradient(g_MN, q, wanted)
+    norm_bias_dtype, w_dtype, bias_dtype = ctx.dtypes
+    gradient = steps.quantized_gradient(flatten(g), settings, need_dz, need_dw, need_db)
 
     dx = d_weight = d_bias = dw_NK = db_N = None
     if need_dz:
         tag_dz = tag_of(tag, DGRAD)
-        dz = steps.dgrad(gradient, saved[3:], ctx.w_order, settings, step.dtype, tag_dz).out
-        if g_z is not None:
-            dz = dz + flatten(g_z)
-        dx, d_weight, d_bias = step.backward(dz, flatten(x), norm_weight, mean, rstd)
-        dx = dx.view(x.shape)
+        dz = steps.dgrad(gradient, saved_w, ctx.w_order, settings, step.dtype, tag_dz).out
+        dx, d_weight, d_bias = step.backward(dz, g_z, norms, ctx.x_like, need, norm_bias_dtype)
     if need_dw:
-        wgrad = steps.wgrad(gradient, saved[:3], ctx.z_order, settings, tag_of(tag, WGRAD))
-        dw_NK = place(ctx.sink, wgrad, ctx.w_dtype)
+        wgrad = steps.wgrad(gradient, saved_z, ctx.z_order, settings, tag_of(tag, WGRAD))
+        dw_NK = place(ctx.sink, wgrad, w_dtype)
     if need_db:
-        db_N = q.col_sum.to(ctx.bias_dtypes[1])  # type: ignore[union-attr]
-    return (
-        dx if need[0] else None,
-        d_weight if need[1] else None,
-        d_bias.to(ctx.bias_dtypes[0]) if need[2] and d_bias is not None else None,
-        dw_NK, db_N, None, None, None,
-    )  # fmt: skip
+        db_N = gradient.q.col_sum.to(bias_dtype)  # type: ignore[union-attr]
+    return dx, d_weight, d_bias, dw_NK, db_N, None, None, None
 
 
 def layernorm_linear(
     x: Tensor,
     norm_weight: Tensor | None,
     norm_bias: Tensor | None,
-    weight_NK: Tensor,
+    weight_NK: Tensor | None,
     bias_N: Tensor | None,
     standing: StandingWeight | None,
     sink: WeightGradient | None,
     call: Call,
 ) -> tuple[Tensor, Tensor | None]:
     """(y [..., N], z [..., K] or None) of x [..., K] in MXFP8, differentiable. `standing` stands in
-    for quantizing the weight, `sink` says where its gradient goes."""
+    for quantizing the weight, which may then be None; `sink` says where its gradient goes."""
     tensors = (x, norm_weight, norm_bias, weight_NK, bias_N)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         made = LayerNormLinearFunction.apply(*tensors, standing, sink, call)
         return made if call.return_z else (made, None)
-    step, settings = call.step, call.settings
-    plan = steps.plan_input(x.device, settings, False)
-    parts = step.forward(flatten(x), norm_weight, norm_bias, call.return_z, plan.wanted)
-    w_row, _ = steps.weight_operands(standing, weight_NK, settings, False)
-    y_MN = gemm_2d(
-        w_row, plan.row(parts.quantized), bias=bias_N, out_dtype=step.dtype, tag=call.tag,
-        mode=mode_of(settings),
-    ).out  # fmt: skip
-    z = None if parts.z is None else parts.z.view(x.shape)
-    return unflatten(y_MN, x), z
+    plan = steps.plan_input(x.device, call.settings, False)
+    w_row, _ = steps.weight_operands(standing, weight_NK, call.settings, False)
+    y, parts = _run(x, norm_weight, norm_bias, w_row, bias_N, plan, call)
+    return y, None if parts.z is None else parts.z.view(x.shape)

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from te_mx.autograd import steps
+from te_mx.autograd import normalization, steps
 from te_mx.autograd.backward import place, run_backward, tag_of
 from te_mx.autograd.linear import DGRAD, WGRAD
 from te_mx.autograd.normalization import NormStep
@@ -62,14 +62,13 @@ def _fc1(
 ) -> tuple[Tensor | None, Tensor | None, QuantizedParts]:
     """h (with GELU only if it is needed), a if the plan keeps it, and a quantized."""
     step, act, settings, _, tags = call
-    mode = mode_of(settings)
     if act.gelu_form:
         made = gemm_2d(
             w, z, bias=bias, gelu=act.gelu_form, out_dtype=step.dtype, want_aux=need_h,
-            tag=tags[0], mode=mode,
+            tag=tags[0], mode=mode_of(settings),
         )  # fmt: skip
         return made.aux, made.out, quantized(made.out, plan.wanted)
-    h = gemm_2d(w, z, bias=bias, out_dtype=step.dtype, tag=tags[0], mode=mode).out
+    h = steps.fprop(w, z, bias, settings, step.dtype, tags[0])
     made_a = act_quantize_2d(h, act, step.dtype, want_out=plan.keep, wanted=plan.wanted)
     return h, made_a.out, made_a.quantized
 
@@ -93,31 +92,27 @@ class LayerNormMLPFunction(torch.autograd.Function):
         need = ctx.needs_input_grad
         need_dz, need_dw1, need_dw2 = any(need[:3]), need[3], need[5]
         need_dh = need_dz or need_dw1 or need[4]
-        step, settings, device = call.step, call.settings, x.device
+        settings, device = call.settings, x.device
         plan_z = steps.plan_input(device, settings, need_dw1)
         plan_a = steps.plan_input(device, settings, need_dw2)
-        want_z = call.return_z or plan_z.keep
-        made = step.forward(flatten(x), norm_weight, norm_bias, want_z, plan_z.wanted)
         w1_row, w1_col = steps.weight_operands(weights.standing[0], w1, settings, need_dz)
-        h, a, qa = _fc1(w1_row, plan_z.row(made.quantized), b1, call, plan_a, need_dh)
         w2_row, w2_col = steps.weight_operands(weights.standing[1], w2, settings, need_dh)
-        y_MH = gemm_2d(
-            w2_row, plan_a.row(qa), bias=b2, out_dtype=step.dtype, tag=call.tags[1],
-            mode=mode_of(settings),
-        ).out  # fmt: skip
+        made = call.step.forward(
+            flatten(x), norm_weight, norm_bias, call.return_z or plan_z.keep, plan_z.wanted
+        )
+        h, a, qa = _fc1(w1_row, plan_z.row(made.quantized), b1, call, plan_a, need_dh)
+        y_MH = steps.fprop(w2_row, plan_a.row(qa), b2, settings, call.step.dtype, call.tags[1])
 
+        norms = call.step.saved(x, norm_weight, made) if need_dz else normalization.NOTHING
         saved_z, z_order = plan_z.saved(made.quantized, made.z, need_dw1)
         saved_a, a_order = plan_a.saved(qa, a, need_dw2)
         saved_w1, w1_order = steps.saved_weight(w1_row, w1_col, w1, settings, need_dz)
         saved_w2, w2_order = steps.saved_weight(w2_row, w2_col, w2, settings, need_dh)
-        needed = need_dz and made.rstd is not None
-        norms = (x, norm_weight, made.mean, made.rstd) if needed else (None,) * 4
         ctx.save_for_backward(
             *norms, h if need_dh else None, *saved_z, *saved_w1, *saved_a, *saved_w2
         )
         ctx.orders = z_order, w1_order, a_order, w2_order
-        ctx.call, ctx.sinks, ctx.x_shape = call, weights.sinks, x.shape
-        ctx.x_dtype = x.dtype
+        ctx.call, ctx.sinks, ctx.x_like = call, weights.sinks, (x.shape, x.dtype)
         ctx.dtypes = [None if t is None else t.dtype for t in (norm_bias, w1, b1, w2, b2)]
         y = unflatten(y_MH, x)
         return (y, made.z.view(x.shape)) if call.return_z else y  # type: ignore[union-attr]
@@ -132,17 +127,15 @@ def _backward(ctx: Any, g: Tensor, g_z: Tensor | None = None) -> tuple[Tensor | 
     need_dz, need_dw1, need_db1 = any(need[:3]), need[3], need[4]
     need_dw2, need_db2 = need[5], need[6]
     need_dh = need_dz or need_dw1 or need_db1
-    x, norm_weight, mean, rstd, h, *saved = ctx.saved_tensors
-    saved_z, saved_w1, saved_a, saved_w2 = (saved[i : i + 3] for i in (0, 3, 6, 9))
+    saved = ctx.saved_tensors
+    norms, h = saved[:4], saved[4]
+    saved_z, saved_w1, saved_a, saved_w2 = (saved[i : i + 3] for i in (5, 8, 11, 14))
     z_order, w1_order, a_order, w2_order = ctx.orders
     settings, (tag1, tag2) = ctx.call.settings, ctx.call.tags
     bias_dtype, w1_dtype, b1_dtype, w2_dtype, b2_dtype = ctx.dtypes
     dx = d_weight = d_bias = dw1 = db1 = dw2 = db2 = None
 
-    g_MH = flatten(g)
-    wanted, _ = steps.plan_gradient(g.device, settings, need_dh, need_dw2, need_db2)
-    q = quantized(g_MH, wanted)
-    gradient = steps.Gradient(g_MH, q, wanted)
+    gradient = steps.quantized_gradient(flatten(g), settings, need_dh, need_dw2, need_db2)
     if need_dh:
         inner, sums = _through_activation(
             ctx.call, gradient, saved_w2, w2_order, h, (need_dz, need_dw1, need_db1)
@@ -151,29 +144,18 @@ def _backward(ctx: Any, g: Tensor, g_z: Tensor | None = None) -> tuple[Tensor | 
         wgrad = steps.wgrad(gradient, saved_a, a_order, settings, tag_of(tag2, WGRAD))
         dw2 = place(ctx.sinks[1], wgrad, w2_dtype)
     if need_db2:
-        db2 = q.col_sum.to(b2_dtype)  # type: ignore[union-attr]
+        db2 = gradient.q.col_sum.to(b2_dtype)  # type: ignore[union-attr]
     if need_dz:
         step = ctx.call.step
         tag = tag_of(tag1, DGRAD)
         dz = steps.dgrad(inner, saved_w1, w1_order, settings, step.dtype, tag).out
-        if g_z is not None:
-            dz = dz + flatten(g_z)
-        if rstd is None:
-            dx = dz.to(ctx.x_dtype)
-        else:
-            dx, d_weight, d_bias = step.backward(dz, flatten(x), norm_weight, mean, rstd)
-        dx = dx.view(ctx.x_shape)
+        dx, d_weight, d_bias = step.backward(dz, g_z, norms, ctx.x_like, need, bias_dtype)
     if need_dw1:
         wgrad = steps.wgrad(inner, saved_z, z_order, settings, tag_of(tag1, WGRAD))
         dw1 = place(ctx.sinks[0], wgrad, w1_dtype)
     if need_db1:
         db1 = sums.to(b1_dtype)
-    return (
-        dx if need[0] else None,
-        d_weight if need[1] else None,
-        d_bias.to(bias_dtype) if need[2] and d_bias is not None else None,
-        dw1, db1, dw2, db2, None, None,
-    )  # fmt: skip
+    return dx, d_weight, d_bias, dw1, db1, dw2, db2, None, None
 
 
 def _through_activation(
@@ -209,27 +191,24 @@ def layernorm_mlp(
     x: Tensor,
     norm_weight: Tensor | None,
     norm_bias: Tensor | None,
-    w1: Tensor,
+    w1: Tensor | None,
     b1: Tensor | None,
-    w2: Tensor,
+    w2: Tensor | None,
     b2: Tensor | None,
     weights: Weights,
     call: Call,
 ) -> tuple[Tensor, Tensor | None]:
-    """(y [..., H], z [..., H] or None) of x [..., H] in MXFP8, differentiable."""
+    """(y [..., H], z [..., H] or None) of x [..., H] in MXFP8, differentiable. A weight that stands
+    still may be None where nothing is differentiated."""
     tensors = (x, norm_weight, norm_bias, w1, b1, w2, b2)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         made = LayerNormMLPFunction.apply(*tensors, weights, call)
         return made if call.return_z else (made, None)
-    step, settings = call.step, call.settings
+    settings = call.settings
     plan = steps.plan_input(x.device, settings, False)
-    parts = step.forward(flatten(x), norm_weight, norm_bias, call.return_z, plan.wanted)
-    w1_row = steps.weight_operands(weights.standing[0], w1, settings, False)[0]
+    w1_row, _ = steps.weight_operands(weights.standing[0], w1, settings, False)
+    w2_row, _ = steps.weight_operands(weights.standing[1], w2, settings, False)
+    parts = call.step.forward(flatten(x), norm_weight, norm_bias, call.return_z, plan.wanted)
     _, _, qa = _fc1(w1_row, plan.row(parts.quantized), b1, call, plan, False)
-    w2_row = steps.weight_operands(weights.standing[1], w2, settings, False)[0]
-    y_MH = gemm_2d(
-        w2_row, plan.row(qa), bias=b2, out_dtype=step.dtype, tag=call.tags[1],
-        mode=mode_of(settings),
-    ).out  # fmt: skip
-    z = None if parts.z is None else parts.z.view(x.shape)
-    return unflatten(y_MH, x), z
+    y_MH = steps.fprop(w2_row, plan.row(qa), b2, settings, call.step.dtype, call.tags[1])
+    return unflatten(y_MH, x), None if parts.z is None else parts.z.view(x.shape)

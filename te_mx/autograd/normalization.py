@@ -4,16 +4,20 @@ LayerNormMLP.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from te_mx.autograd.operands import flatten
 from te_mx.backends.fused import Norm, NormParts, Wanted
 from te_mx.ops.fused import norm_backward_2d, norm_quantize_2d
 from te_mx.ops.fused_run import quantized
 
 _F32 = torch.float32
+Saved = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+NOTHING: Saved = (None, None, None, None)
 
 
 class NormStep(NamedTuple):
@@ -40,13 +44,31 @@ class NormStep(NamedTuple):
             x_MK, self._weight(weight_K), bias, self.norm, self.dtype, want_z=want_z, wanted=wanted
         )
 
+    def saved(self, x: Tensor, weight_K: Tensor | None, made: NormParts) -> Saved:
+        """What `backward` needs."""
+        return (x, weight_K, made.mean, made.rstd) if made.rstd is not None else NOTHING
+
     def backward(
-        self, dz_MK: Tensor, x_MK: Tensor, weight_K: Tensor, mean_M: Tensor | None, rstd_M: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dx in the dtype of x, dweight in that of the weight, dbias in fp32."""
-        weight = self._weight(weight_K)
-        dx, dweight, dbias = norm_backward_2d(dz_MK, x_MK, weight, mean_M, rstd_M, x_MK.dtype)
-        return dx, dweight.to(weight_K.dtype), dbias
+        self, dz_MK: Tensor, g_z: Tensor | None, saved: Saved, like: tuple[torch.Size, torch.dtype],
+        need: Sequence[bool], bias_dtype: torch.dtype | None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+        """The gradients of x, weight and bias as far as they are needed, in their dtypes.
+
+        dz is that of z as the linear step sees it, g_z that of z as it was returned; x has the
+        shape and dtype `like`.
+        """
+        dz_MK = dz_MK if g_z is None else dz_MK + flatten(g_z)
+        x, weight_K, mean_M, rstd_M = saved
+        if x is None or weight_K is None or rstd_M is None:
+            return dz_MK.to(like[1]).view(like[0]) if need[0] else None, None, None
+        dx, dweight, dbias = norm_backward_2d(
+            dz_MK, flatten(x), self._weight(weight_K), mean_M, rstd_M, x.dtype
+        )
+        return (
+            dx.view(like[0]) if need[0] else None,
+            dweight.to(weight_K.dtype) if need[1] else None,
+            dbias.to(bias_dtype) if need[2] else None,
+        )
 
     def _weight(self, weight_K: Tensor) -> Tensor:
         weight = weight_K.detach().to(_F32)

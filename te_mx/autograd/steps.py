@@ -29,6 +29,7 @@ from te_mx.autograd.operands import (
 from te_mx.autograd.wgrad import Wgrad
 from te_mx.backends.fused import Wanted
 from te_mx.ops import PLAIN, GemmForm, GemmParts, Operand, QuantizedParts, gemm_2d
+from te_mx.ops.fused_run import quantized
 from te_mx.recipe import Settings
 
 Saved = tuple[tuple[Tensor | None, Tensor | None, Tensor | None], str | None]
@@ -84,6 +85,13 @@ def saved_weight(
     return tensors_of(operand), operand.order
 
 
+def fprop(
+    w: Operand, x: Operand, bias_N: Tensor | None, settings: Settings, dtype: torch.dtype, tag: int
+) -> Tensor:
+    """y [M, N] = x @ w^T + bias."""
+    return gemm_2d(w, x, bias=bias_N, out_dtype=dtype, tag=tag, mode=mode_of(settings)).out
+
+
 class Gradient(NamedTuple):
     """The output gradient of a linear step: itself and quantized as `wanted`, for some of its
     GEMMs."""
@@ -105,6 +113,14 @@ def plan_gradient(
         form.spread, need_db,
     )  # fmt: skip
     return wanted, rows != need_dx or columns != need_dw
+
+
+def quantized_gradient(
+    g_MN: Tensor, settings: Settings, need_dx: bool, need_dw: bool, need_db: bool
+) -> Gradient:
+    """The output gradient that backward starts with."""
+    wanted, _ = plan_gradient(g_MN.device, settings, need_dx, need_dw, need_db)
+    return Gradient(g_MN, quantized(g_MN, wanted), wanted)
 
 
 def dgrad(
@@ -146,12 +162,11 @@ def wgrad(
 
         return in_high_precision
 
-    assert order is not None
-    x = operand_of(tensors, settings.fwd_fmt, order)
-    form = form_of(x.codes.device, settings)
+    form = form_of(tensors[0].device, settings)
     g_col = col_operand(gradient.q, gradient.wanted.fmt, form)
 
     def gemm(out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
+        x = _columns(tensors, order, settings, form)
         return gemm_2d(
             x, g_col, out=out, out_dtype=dtype, accumulate=accumulate, tag=tag,
             mode=mode_of(settings),
@@ -160,10 +175,24 @@ def wgrad(
     return gemm
 
 
+def _columns(
+    tensors: tuple[Tensor, ...], order: str | None, settings: Settings, form: GemmForm
+) -> Operand:
+    """The columnwise operand that was saved, or that of the input that was."""
+    if order is not None:
+        return operand_of(tensors, settings.fwd_fmt, order)
+    wanted = Wanted(
+        settings.fwd_fmt, False, form.columnwise, settings.scale_rule, form.spread
+    )  # fmt: skip
+    return col_operand(quantized(tensors[0], wanted), settings.fwd_fmt, form)
+
+
 def weight_operands(
-    standing: StandingWeight | None, weight_NK: Tensor, settings: Settings, need_dx: bool
+    standing: StandingWeight | None, weight_NK: Tensor | None, settings: Settings, need_dx: bool
 ) -> tuple[Operand, Operand | None]:
-    """The operands of a weight for fprop and dgrad: kept ones, or made now."""
-    if standing is None:
-        return quantize_weight(weight_NK, settings, need_dx)
-    return standing.row, standing.col
+    """The operands of a weight for fprop and dgrad: kept ones, or made now. A weight that is kept
+    without its master is None."""
+    if standing is not None:
+        return standing.row, standing.col
+    assert weight_NK is not None
+    return quantize_weight(weight_NK, settings, need_dx)

@@ -14,6 +14,25 @@ from te_mx.ops import FLOAT_DTYPES
 
 # wgrad(out, dtype, accumulate): the GEMM, into `out` or as a new tensor of `dtype`.
 Wgrad = Callable[[Tensor | None, torch.dtype, bool], Tensor]
+
+
+class GroupedWgrad:
+    """The GEMMs of several weights, as a `Wgrad` of what they are when concatenated.
+
+    one(i, out, accumulate): the GEMM of weight i alone, into `out`; None where they only run
+    together.
+    """
+
+    __slots__ = ("one", "together")
+
+    def __init__(self, together: Wgrad, one: Callable[[int, Tensor, bool], object] | None) -> None:
+        self.together = together
+        self.one = one
+
+    def __call__(self, out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
+        return self.together(out, dtype, accumulate)
+
+
 Queue = deque[Callable[[], None]]
 
 _stand_ins: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
@@ -79,6 +98,11 @@ class WeightGradient:
         first = grads[0]
         if len(grads) == 1 and first is not None:
             wgrad(first, first.dtype, not self._overwrites(self.parameters[0]))
+            return
+        if isinstance(wgrad, GroupedWgrad) and wgrad.one is not None:
+            for i, (parameter, grad) in enumerate(zip(self.parameters, grads, strict=True)):
+                if grad is not None:
+                    wgrad.one(i, grad, not self._overwrites(parameter))
             return
         dw_NK = wgrad(None, torch.float32, False)
         for parameter, grad, dw in zip(self.parameters, grads, self._parts(dw_NK), strict=True):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_mx.backends import cpu_memory
 from te_mx.backends.base import (
     BIAS_GRADS,
     FLOAT_DTYPES,
@@ -142,13 +143,13 @@ def quantize(
         row_stride, col_stride = x.stride()
     row_codes = row_scales = col_codes = col_scales = sums = partial = None
     if rowwise:
-        row_codes = torch.empty((rows, cols), dtype=_U8)
+        row_codes = cpu_memory.empty((rows, cols), _U8)
         row_scales = torch.empty((rows, (cols + 31) // 32), dtype=_U8)
     if columnwise == "plain":
-        col_codes = torch.empty((rows, cols), dtype=_U8)
+        col_codes = cpu_memory.empty((rows, cols), _U8)
         col_scales = torch.empty(((rows + 31) // 32, cols), dtype=_U8)
     elif columnwise is not None:
-        col_codes = torch.empty((cols, rows), dtype=_U8)
+        col_codes = cpu_memory.empty((cols, rows), _U8)
         col_scales = torch.empty((cols, (rows + 31) // 32), dtype=_U8)
     if col_sum:
         sums = torch.empty(cols, dtype=torch.float32)
@@ -173,7 +174,7 @@ def dequantize(
 ) -> Tensor | None:
     """As reference.dequantize for contiguous codes and a native dtype; or None."""
     rows, cols = codes.shape
-    out = torch.empty(rows, cols, dtype=dtype)
+    out = cpu_memory.empty((rows, cols), dtype)
     status = _native.dequantize(
         codes.data_ptr(), scales.data_ptr(), rows, cols, order == "k_first",
         FORMATS[fmt].native_id, FLOAT_DTYPES[dtype], out.data_ptr(), torch.get_num_threads(),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from te_mx.backends import cpu
+from te_mx.backends import cpu, cpu_memory
 from te_mx.backends.base import FLOAT_DTYPES, FORMATS, SCALE_RULES, QuantizedParts
 from te_mx.backends.fused import ACT_IDS, Activation, ActParts, Norm, NormParts, Wanted
 from te_mx.backends.reference_fused import inverse
@@ -45,10 +45,10 @@ class _Out:
     def __init__(self, rows: int, cols: int, wanted: Wanted) -> None:
         row_codes = row_scales = col_codes = col_scales = sums = self.partial = None
         if wanted.rowwise:
-            row_codes = torch.empty((rows, cols), dtype=_U8)
+            row_codes = cpu_memory.empty((rows, cols), _U8)
             row_scales = torch.empty((rows, (cols + 31) // 32), dtype=_U8)
         if wanted.columnwise is not None:
-            col_codes = torch.empty((rows, cols), dtype=_U8)
+            col_codes = cpu_memory.empty((rows, cols), _U8)
             col_scales = torch.empty(((rows + 31) // 32, cols), dtype=_U8)
         if wanted.col_sum:
             sums = torch.empty(cols, dtype=_F32)
@@ -78,7 +78,7 @@ def normalize(
     rms = norm.kind == "RMSNorm"
     mean = None if rms else torch.empty(rows, dtype=_F32)
     rstd = torch.empty(rows, dtype=_F32)
-    z = torch.empty((rows, cols), dtype=dtype) if want_z else None
+    z = cpu_memory.empty((rows, cols), dtype) if want_z else None
     out = _Out(rows, cols, wanted)
     status = native.normalize(
         _x(x), rms, norm.eps, inverse(cols), (_pointer(weight), _pointer(bias)),
@@ -97,7 +97,7 @@ def normalize_backward(
     assert native is not None
     dz, x, weight = dz.resolve_neg().contiguous(), _rows(x), weight.contiguous()
     rows, cols = x.shape
-    dx = torch.empty((rows, cols), dtype=dtype)
+    dx = cpu_memory.empty((rows, cols), dtype)
     dweight = torch.empty(cols, dtype=_F32)
     dbias = torch.empty(cols, dtype=_F32)
     partial = torch.empty(2, -(-rows // native.COL_SUM_ROWS), cols, dtype=_F32)
@@ -123,7 +123,7 @@ def activate(
     rows, width = h.shape
     cols = width // 2 if act.gated else width
     made = cols if grad is None else width
-    out = torch.empty((rows, made), dtype=dtype) if want_out else None
+    out = cpu_memory.empty((rows, made), dtype) if want_out else None
     quantized = _Out(rows, made, wanted)
     status = native.activate(
         (*_address(h), rows, cols), _address(grad),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx.backends import cpu
+from te_mx.backends import cpu, cpu_memory
 from te_mx.backends.base import FLOAT_DTYPES, FORMATS, SCALE_RULES, Operand, QuantizedParts, blocks
 from te_mx.backends.cpu import KERNEL_IDS, KERNELS, ROLES, supported
 from te_mx.backends.grouped import Bounds, StackedOperand, scale_rows
@@ -49,10 +49,10 @@ def quantize(
     x = _strided(x)
     row_codes = row_scales = col_codes = col_scales = sums = partial = None
     if rowwise:
-        row_codes = torch.empty((rows, cols), dtype=_U8)
+        row_codes = cpu_memory.empty((rows, cols), _U8)
         row_scales = torch.empty((rows, blocks(cols)), dtype=_U8)
     if columnwise:
-        col_codes = torch.empty((rows, cols), dtype=_U8)
+        col_codes = cpu_memory.empty((rows, cols), _U8)
         col_scales = torch.empty((scale_rows(rows, groups), cols), dtype=_U8)
     if col_sum:
         sums = torch.empty((groups, cols), dtype=torch.float32)
@@ -76,12 +76,12 @@ def quantize_weights(
     """As te_mx::quantize_weights, for weights that are not empty."""
     groups, (rows, cols) = len(weights), weights[0].shape
     parts = [
-        torch.empty((groups, rows, cols), dtype=_U8),
+        cpu_memory.empty((groups, rows, cols), _U8),
         torch.empty((groups, rows, blocks(cols)), dtype=_U8),
     ]
     if columnwise:
         parts += [
-            torch.empty((groups, rows, cols), dtype=_U8),
+            cpu_memory.empty((groups, rows, cols), _U8),
             torch.empty((groups, blocks(rows), cols), dtype=_U8),
         ]
     bases = [part.data_ptr() for part in parts] + [0] * (4 - len(parts))

@@ -28,6 +28,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from te_mx.backends import cpu_memory
 from te_mx.engine import streams
 
 PAGE = 4096
@@ -153,13 +154,15 @@ def reserve(device: torch.device | str, nbytes: int) -> None:
 
 
 def reset(device: torch.device | str | None = None) -> None:
-    """Drop the buffers of every thread, on one device or on all. Running kernels keep theirs until
-    they end.
+    """Drop the buffers of every thread, on one device or on all, and on the CPU what is kept of
+    large results that are gone. Running kernels keep theirs until they end.
     """
     only = None if device is None else _with_index(device)
     for slot in _snapshot():
         if only is None or slot.device == only:
             slot.buffer = None
+    if only is None or only.type == "cpu":
+        cpu_memory.reset()
 
 
 def stats() -> dict[str, dict[str, int]]:

@@ -1,153 +1,193 @@
-"""The frozen state of a te_mx.Linear, and its form in a state_dict.
+"""Weights that stand still: what `te_mx.freeze_weights` does to one module.
 
-With the master weight kept, freezing adds a quantized and packed copy that no checkpoint sees. With
-the master dropped
-the codes are the weight: ``weight`` (float8_e4m3fn [out, in]) and ``weight_scale`` (uint8 [out,
-ceil(in/32)], E8M0), the names and layouts of MXFP8 checkpoints of compressed-tensors and ModelOpt.
+With the master weights kept, freezing adds quantized and packed copies that no checkpoint sees.
+With the masters dropped the codes are the weights: for each of them buffers of codes and scales,
+which a state_dict shows under the names of nn/frozen_state.py.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from te_mx.ops import Operand
-from te_mx.recipe import Settings, get_default_recipe
-
-if TYPE_CHECKING:
-    from te_mx.autograd.operands import StandingWeight
-    from te_mx.nn.linear import Linear
+from te_mx.autograd.operands import quantize_weight, standing_weight
+from te_mx.ops import Operand, dequantize_2d
+from te_mx.recipe import Settings
 
 FMT = "e4m3"  # of every weight: recipes have no other forward format
 
 
-class FrozenWeight:
-    """How a layer is frozen. `weight` is the quantized copy beside a kept master, made again when
-    None.
+class Frozen:
+    """How a module is frozen.
 
-    `dtype` and `trained` (requires_grad of weight and bias) are what unfreezing restores.
+    `kept` holds the quantized copies beside kept masters, by key; what is missing is made again.
+    `dtypes` (of the weights, by key) and `trained` (requires_grad of the parameters, by name) are
+    what unfreezing restores.
     """
 
-    __slots__ = ("dropped", "dtype", "settings", "trained", "weight")
+    __slots__ = ("dropped", "dtypes", "kept", "settings", "trained")
 
     def __init__(
         self,
         settings: Settings,
-        dtype: torch.dtype,
+        dtypes: dict[str, torch.dtype],
         trained: dict[str, bool],
         dropped: bool = False,
-        weight: StandingWeight | None = None,
     ) -> None:
         self.settings = settings
-        self.dtype = dtype
+        self.dtypes = dtypes
         self.trained = trained
         self.dropped = dropped
-        self.weight = weight
+        self.kept: dict[str, Any] = {}
 
-    def operand(self, module: Linear) -> Operand:
-        """The weight of a layer without a master, for fprop."""
-        codes: Tensor = module.weight_codes  # type: ignore[assignment]
-        scales: Tensor = module.weight_scale  # type: ignore[assignment]
+    def without_copies(self) -> Frozen:
+        """For a copy of the module, whose next forward quantizes again."""
+        return Frozen(self.settings, dict(self.dtypes), dict(self.trained), self.dropped)
+
+
+class Freezable:
+    """Mixin of the modules, beside an nn.Module. A *key* names a weight of the module as the GEMMs
+    see it, whatever parameters hold it: split ones are joined, those of groups stacked."""
+
+    # Class attributes, not set in __init__: convert_model gives modules this class in place.
+    _frozen: Frozen | None = None
+    _weight_keys: tuple[str, ...] = ("weight",)
+
+    # -------------------------------------------------- what a module family says of its weights
+    def _whole(self, key: str) -> Tensor:
+        """The weight of this key."""
+        return getattr(self, key)
+
+    def _sample(self, key: str) -> Tensor:
+        """A tensor with the dtype and the device of the weight."""
+        return self._whole(key)
+
+    def _shape_of(self, key: str) -> tuple[int, ...]:
+        """The shape that its codes have."""
+        return tuple(self._whole(key).shape)
+
+    def _held_by(self, key: str) -> tuple[str, ...]:
+        """Names of the parameters that hold the weight, as far as it is not computed."""
+        return (key,)
+
+    def _standing_weight(self, key: str, settings: Settings, need_dx: bool) -> Any:
+        """The weight quantized, and packed for the kernels, for several calls."""
+        return standing_weight(self._whole(key), settings, need_dx)
+
+    def _plain_codes(self, key: str, settings: Settings) -> tuple[Tensor, Tensor]:
+        """Rowwise codes and scales of the weight."""
+        row, _ = quantize_weight(self._whole(key).detach(), settings, False, packed=False)
+        return row.codes, row.scales
+
+    def _operand_of(self, codes: Tensor, scales: Tensor) -> Any:
+        """What the forward multiplies by, of a weight without a master."""
         return Operand(codes, scales, FMT, "k_last")
 
-    def without_codes(self) -> FrozenWeight:
-        """A copy without the quantized weight, which the next forward makes again."""
-        return FrozenWeight(self.settings, self.dtype, dict(self.trained), self.dropped)
+    def _set_masters(self, key: str, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
+        """Parameters with the values of the codes."""
+        value = dequantize_2d(codes, scales, FMT, "k_last", dtype)
+        self.register_parameter(key, nn.Parameter(value))  # type: ignore[attr-defined]
 
+    # -------------------------------------------------------------------------- freezing and back
+    def why_not_frozen(self, drop_master: bool) -> str:
+        """Why this module cannot be frozen so, or an empty string."""
+        if self._is_dropped():
+            return ""
+        for key in self._weight_keys:
+            if self._sample(key).is_meta:
+                return f"{key} is on the meta device and has no values; load the weights first"
+            if drop_master and not self._is_held(key):
+                return (
+                    f"{key} is computed by a parametrization or split into parameters, so there "
+                    "is no one master to drop; use drop_master=False"
+                )
+        return ""
 
-def mark_frozen(module: Linear, settings: Settings) -> FrozenWeight:
-    """Freeze the layer with its master kept: its parameters stop training."""
-    dtype = module.whole_weight().dtype
-    trained = {}
-    for name, value in module.named_parameters(recurse=False):
-        trained[name] = value.requires_grad
-        value.requires_grad_(False)
-    module._frozen = FrozenWeight(settings, dtype, trained)
-    return module._frozen
+    @torch.no_grad()
+    def freeze(self, settings: Settings, drop_master: bool = False) -> None:
+        """What te_mx.freeze_weights does to this module; frozen already, it stays as it is."""
+        frozen = self._frozen or self._mark_frozen(settings)
+        self.__dict__.pop("_microbatch", None)
+        if frozen.dropped:
+            return
+        if drop_master:
+            made = {key: self._plain_codes(key, frozen.settings) for key in self._weight_keys}
+            self._drop_masters(made)
+            return
+        for key in self._weight_keys:
+            if key not in frozen.kept:
+                frozen.kept[key] = self._standing_weight(key, frozen.settings, False)
 
+    @torch.no_grad()
+    def unfreeze(self) -> None:
+        """What te_mx.unfreeze_weights does, with parameters made of codes where there are only
+        these."""
+        frozen = self._frozen
+        if frozen is None:
+            return
+        if frozen.dropped:
+            for key in self._weight_keys:
+                codes, scales = self._codes(key)
+                delattr(self, f"{key}_codes")
+                delattr(self, f"{key}_scale")
+                self._set_masters(key, codes, scales, frozen.dtypes[key])
+        self._frozen = None
+        for name, trained in frozen.trained.items():
+            getattr(self, name).requires_grad_(trained)
 
-def drop_master(module: Linear, codes: Tensor, scales: Tensor) -> None:
-    """Replace the weight of a frozen layer by codes [out, in] and scales [out, ceil(in/32)]."""
-    frozen = module._frozen
-    assert frozen is not None
-    frozen.dropped, frozen.weight = True, None
-    module.register_parameter("weight", None)
-    # The state_dict has them under other names and dtypes. As uint8 they pass through .to(dtype)
-    # unharmed.
-    module.register_buffer("weight_codes", codes, persistent=False)
-    module.register_buffer("weight_scale", scales, persistent=False)
+    def _mark_frozen(self, settings: Settings) -> Frozen:
+        """Frozen with the masters kept: the parameters stop training."""
+        dtypes = {key: self._sample(key).dtype for key in self._weight_keys}
+        trained = {}
+        for name, value in self.named_parameters(recurse=False):  # type: ignore[attr-defined]
+            trained[name] = value.requires_grad
+            value.requires_grad_(False)
+        self._frozen = Frozen(settings, dtypes, trained)
+        return self._frozen
 
+    def _drop_masters(self, made: dict[str, tuple[Tensor, Tensor]]) -> None:
+        """Replace the weights of a frozen module by codes [..., out, in] and scales [..., out,
+        ceil(in/32)]."""
+        assert isinstance(self, nn.Module) and self._frozen is not None
+        self._frozen.dropped = True
+        self._frozen.kept.clear()
+        for key, (codes, scales) in made.items():
+            for name in self._held_by(key):
+                self.register_parameter(name, None)
+            # The state_dict has them under other names and dtypes. As uint8 they pass through
+            # .to(dtype) unharmed.
+            self.register_buffer(f"{key}_codes", codes, persistent=False)
+            self.register_buffer(f"{key}_scale", scales, persistent=False)
 
-def restore_master(module: Linear, weight: Tensor) -> None:
-    """Give a layer without a master the parameter `weight` [out, in]."""
-    del module.weight_codes, module.weight_scale
-    module.register_parameter("weight", nn.Parameter(weight))
+    def _is_held(self, key: str) -> bool:
+        """Whether parameters hold the weight, so that it has a place of its own."""
+        assert isinstance(self, nn.Module)
+        return all(self._parameters.get(name) is not None for name in self._held_by(key))
 
+    # ------------------------------------------------------------------------- without the masters
+    def _is_dropped(self) -> bool:
+        return self._frozen is not None and self._frozen.dropped
 
-def save_codes(module: Linear, destination: Any, prefix: str, keep_vars: bool) -> None:
-    """state_dict entries of a layer without a master."""
-    codes: Tensor = module.weight_codes  # type: ignore[assignment]
-    destination[prefix + "weight"] = codes.view(torch.float8_e4m3fn)
-    destination[prefix + "weight_scale"] = module.weight_scale
+    def _codes(self, key: str) -> tuple[Tensor, Tensor]:
+        return getattr(self, f"{key}_codes"), getattr(self, f"{key}_scale")
 
+    def _dropped_operand(self, key: str) -> Any:
+        """The weight of a module without masters, for fprop."""
+        return self._operand_of(*self._codes(key))
 
-def load_codes(
-    module: Linear, state_dict: Any, prefix: str, local_metadata: Any, error_msgs: list[str]
-) -> tuple[str, ...]:
-    """Load a quantized weight if the state_dict has one, which makes the layer frozen without a
-    master.
-
-    Returns the keys that were dealt with here; what is wrong is appended to `error_msgs`.
-    """
-    weight_key, scale_key = prefix + "weight", prefix + "weight_scale"
-    dropped = module._frozen is not None and module._frozen.dropped
-    if scale_key not in state_dict:
-        if not dropped:
-            return ()
-        if weight_key in state_dict:
-            error_msgs.append(
-                f"{weight_key} is in high precision, but the layer is frozen without its master "
-                "weight; call te_mx.unfreeze_weights(model, dequantize=True) before loading"
+    def _refuse_gradient(self, *tensors: Tensor | None) -> None:
+        """Raise RuntimeError where a gradient is asked of a module without masters."""
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+            raise RuntimeError(
+                f"{self._label()} was frozen with drop_master=True and cannot be differentiated: "  # type: ignore[attr-defined]
+                "only the codes that the forward needs are left. Freeze with drop_master=False, "
+                "or get a weight back with te_mx.unfreeze_weights(model, dequantize=True), or "
+                "run under torch.no_grad()"
             )
-        else:
-            error_msgs.append(f"{weight_key} and {scale_key} of a frozen layer are missing")
-        return (weight_key,)
-    codes, scales = state_dict.get(weight_key), state_dict[scale_key]
-    if module._split is not None:
-        error_msgs.append(
-            f"{scale_key}: a quantized weight does not load into a layer with parameters_split; "
-            "build it without"
-        )
-        return (weight_key, scale_key)
-    problem = _problem(codes, scales, module.out_features, module.in_features)
-    if problem:
-        error_msgs.append(f"{weight_key}, {scale_key}: {problem}")
-        return (weight_key, scale_key)
-    held: Tensor = module.weight_codes if dropped else module.weight  # type: ignore[assignment]
-    codes, scales = codes.view(torch.uint8), scales.view(torch.uint8)
-    if not (local_metadata.get("assign_to_params_buffers", False) or held.is_meta):
-        codes, scales = (t.to(held.device, copy=True) for t in (codes, scales))
-    if module._frozen is None:
-        mark_frozen(module, get_default_recipe().settings)
-    drop_master(module, codes.detach().contiguous(), scales.detach().contiguous())
-    return (weight_key, scale_key)
 
-
-def _problem(codes: Tensor | None, scales: Tensor, out_features: int, in_features: int) -> str:
-    """What is wrong with a quantized weight in a state_dict, or an empty string."""
-    if codes is None:
-        return "a weight_scale needs a weight of codes beside it"
-    if codes.dtype != torch.float8_e4m3fn:
-        return f"codes must be float8_e4m3fn, got {codes.dtype}"
-    if scales.dtype not in (torch.uint8, torch.float8_e8m0fnu):
-        return f"scales must be uint8 (E8M0 bytes), got {scales.dtype}"
-    expected = [(out_features, in_features), (out_features, -(-in_features // 32))]
-    got = [tuple(codes.shape), tuple(scales.shape)]
-    if got != expected:
-        return (
-            f"shapes must be {expected[0]} and {expected[1]} (one scale per 32 columns), got "
-            f"{got[0]} and {got[1]}"
-        )
-    return ""
+    def _frozen_repr(self) -> str:
+        if self._frozen is None:
+            return ""
+        return ", frozen, no master" if self._frozen.dropped else ", frozen"

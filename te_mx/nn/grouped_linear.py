@@ -9,26 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_mx.autograd.grouped import (
-    Groups,
-    StandingWeights,
-    grouped_linear,
-    other_backward,
-    standing,
-)
+from te_mx.autograd.grouped import Groups, grouped_linear, infer
+from te_mx.autograd.grouped_loop import high_precision_loop
 from te_mx.autograd.linear import flatten, unflatten
-from te_mx.autograd.wgrad import WeightGradient
 from te_mx.context import is_tracing
 from te_mx.nn import delayed_wgrad
 from te_mx.nn.grouped_plain import grouped_plain
 from te_mx.nn.grouped_splits import groups_of
-from te_mx.nn.grouped_state import GroupedFrozen, convert_state_dict
+from te_mx.nn.grouped_state import convert_state_dict
+from te_mx.nn.grouped_weight import StackedWeight
 from te_mx.nn.mx_module import MXModule, one_dtype, output_dtype
 from te_mx.nn.te_arguments import refuse, refuse_constructor
 from te_mx.recipe import Settings
 
 
-class GroupedLinear(MXModule, nn.Module):
+class GroupedLinear(StackedWeight, MXModule, nn.Module):
     """``num_gemms`` linear layers: rows of group i are ``x @ weight_i.T + bias_i``.
 
     In MXFP8 inside `te_mx.autocast`, bit for bit a loop of `te_mx.Linear` over the groups; exactly
@@ -54,13 +49,11 @@ class GroupedLinear(MXModule, nn.Module):
         params_dtype: Transformer Engine's name for `dtype`.
         name: shown in errors and by `te_mx.audit`.
         fuse_wgrad_accumulation, delay_wgrad_compute, save_original_input: as for te_mx.Linear; one
-            `backward_dw` computes the gradients of all groups. The first two need te_mx.autocast.
+            `backward_dw` computes the gradients of all groups. Outside te_mx.autocast the first two
+            need m_splits that the host knows.
         transformer_engine: further arguments of Transformer Engine's GroupedLinear, at their
             defaults; see docs/compatibility.md.
     """
-
-    _microbatch: StandingWeights | None = None
-    _frozen: GroupedFrozen | None = None
 
     def __init__(
         self,
@@ -168,46 +161,33 @@ class GroupedLinear(MXModule, nn.Module):
         for given, value in (("out", out), ("dgrad_out", dgrad_out)):
             if value is not None:
                 refuse("GroupedLinear", given, value)
-        routed = self.fuse_wgrad_accumulation or self.delay_wgrad_compute
+        routed = self._routed()
         if routed and is_tracing():
             return delayed_wgrad.untraced(self.forward, inp, m_splits, is_first_microbatch)
         settings = self._settings()
-        if routed and torch.is_grad_enabled() and (settings is None or other_backward(settings)):
-            raise NotImplementedError(
-                f"{self._label()}: fuse_wgrad_accumulation and delay_wgrad_compute need "
-                "te_mx.autocast and a recipe whose backward runs in MXFP8; build the layer without "
-                "them, or leave backward_override, wgrad_with_hp and one_copy_weights away"
-            )
         self._check_shape(inp, "in_features", self.in_features)
         rows = inp.numel() // self.in_features if self.in_features else len(flatten(inp))
         groups = groups_of(m_splits, self.num_gemms, rows, inp.device, self._label)
         if settings is None:
-            return self._high_precision(inp, groups)
+            return self._high_precision(inp, groups, is_first_microbatch)
+        if self._is_dropped():
+            return self._run_dropped(inp, groups, settings)
         weights = tuple(getattr(self, name) for name in self._weight_names)
         biases = tuple(getattr(self, name) for name in self._bias_names)
         self._check_kind(inp, weights[0].device, weights[0].dtype)
         kept = None
         if self._frozen is not None or is_first_microbatch is not None:
-            kept = self._standing(inp, settings, is_first_microbatch)
+            need_dx = torch.is_grad_enabled() and inp.requires_grad
+            kept = self._kept_weight("weight", is_first_microbatch, settings, inp.device, need_dx)
         tag = self._tag_now()
         added = () if self.return_bias else self._like_weights(biases)
-        sink = self._sink(weights, is_first_microbatch) if routed else None
+        queue = self._wgrad_queue()
+        sink = self._sink(weights, is_first_microbatch, queue) if routed else None
         y = grouped_linear(
             inp, groups, weights + added, bool(added), kept, settings, output_dtype(inp), tag,
             self.save_original_input, sink,
         )  # fmt: skip
         return (y, self._returned(biases)) if self.return_bias else y
-
-    def _sink(
-        self, weights: tuple[Tensor, ...], is_first_microbatch: bool | None
-    ) -> WeightGradient | None:
-        """The place of the weight gradients of this call; None when there will be none."""
-        if not (torch.is_grad_enabled() and any(w.requires_grad for w in weights)):
-            return None
-        return WeightGradient(
-            weights, self._label(), self.fuse_wgrad_accumulation, is_first_microbatch is True,
-            self._wgrad_queue(),
-        )  # fmt: skip
 
     def _like_weights(self, biases: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Biases stacked or not as the weights are."""
@@ -220,71 +200,56 @@ class GroupedLinear(MXModule, nn.Module):
             return None
         return biases[0] if self.single_grouped_bias else list(biases)
 
-    def _high_precision(self, inp: Tensor, groups: Groups) -> Any:
-        weights: Sequence[Tensor] = [getattr(self, name) for name in self._weight_names]
-        biases: Sequence[Tensor] = [getattr(self, name) for name in self._bias_names]
-        returned = self._returned(tuple(biases))
-        weights = weights[0].unbind(0) if self.single_grouped_weight else weights
-        biases = biases[0].unbind(0) if self.single_grouped_bias and biases else biases
-        added = [] if self.return_bias else biases
-        out = unflatten(grouped_plain(flatten(inp), groups, weights, added), inp)
-        return (out, returned) if self.return_bias else out
+    def _high_precision(self, inp: Tensor, groups: Groups, first: bool | None) -> Any:
+        held = tuple(getattr(self, name) for name in self._weight_names)
+        biases = tuple(getattr(self, name) for name in self._bias_names)
+        added = () if self.return_bias else self._like_weights(biases)
+        sink = self._sink(held, first, self._wgrad_queue()) if self._routed() else None
+        if sink is None:
+            stacked = self.single_grouped_weight
+            weights = held[0].unbind(0) if stacked else held
+            each = added[0].unbind(0) if stacked and added else added
+            out = unflatten(grouped_plain(flatten(inp), groups, weights, each), inp)
+        else:
+            out = high_precision_loop(inp, *groups, (*held, *added), bool(added), sink)
+        return (out, self._returned(biases)) if self.return_bias else out
 
-    def _standing(
-        self, inp: Tensor, settings: Settings, is_first_microbatch: bool | None
-    ) -> StandingWeights | None:
-        need_col = torch.is_grad_enabled() and inp.requires_grad
-        return self._kept_weight(
-            is_first_microbatch, settings, inp.device, need_col,
-            lambda: standing([w.detach() for w in self.weights()], settings, need_col),
-        )  # fmt: skip
-
-    def freeze(self, settings: Settings) -> None:
-        """What te_mx.freeze_weights does to this layer; frozen already, it stays as it is."""
-        if self._frozen is None:
-            names = (*self._weight_names, *self._bias_names)
-            held = {name: p for name in names if (p := self._parameters.get(name)) is not None}
-            self._frozen = GroupedFrozen(settings, {k: p.requires_grad for k, p in held.items()})
-            for value in held.values():
-                value.requires_grad_(False)
-        self.__dict__.pop("_microbatch", None)
-        if self._frozen.weight is None:
-            weights = [w.detach() for w in self.weights()]
-            self._frozen.weight = standing(weights, self._frozen.settings, False)
+    def _run_dropped(self, inp: Tensor, groups: Groups, settings: Settings) -> Any:
+        biases = tuple(getattr(self, name) for name in self._bias_names)
+        added = () if self.return_bias else biases
+        self._refuse_gradient(inp, *added)
+        row = self._dropped_operand("weight")
+        self._check_kind(inp, row.codes.device)
+        stacked = None
+        if added:
+            stacked = added[0] if self.single_grouped_bias else torch.stack(added)
+        y = infer(inp, groups, row, stacked, settings, output_dtype(inp), self._tag_now())
+        return (y, self._returned(biases)) if self.return_bias else y
 
     # ----------------------------------------------------------------------------- checks and names
     def extra_repr(self) -> str:
         stacked = ", single_grouped_weight=True" if self.single_grouped_weight else ""
-        frozen = ", frozen" if self._frozen is not None else ""
         return (
             f"num_gemms={self.num_gemms}, in_features={self.in_features}, "
-            f"out_features={self.out_features}, bias={self.use_bias}{stacked}{frozen}"
+            f"out_features={self.out_features}, bias={self.use_bias}{stacked}{self._frozen_repr()}"
         )
 
     # ---------------------------------------------------------------------------------- checkpoints
-    def __getstate__(self) -> dict[str, Any]:
-        """For pickle and deepcopy: without what a forward makes again."""
-        state = super().__getstate__()
-        if self._frozen is not None:
-            state["_frozen"] = GroupedFrozen(self._frozen.settings, dict(self._frozen.trained))
-        return state
-
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool,
         missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
-        for kind, names, stacked in (
-            ("weight", self._weight_names, self.single_grouped_weight),
-            ("bias", self._bias_names, self.single_grouped_bias),
-        ):
-            if names:
-                convert_state_dict(state_dict, prefix, kind, self.num_gemms, stacked, error_msgs)
+        groups, scales = self.num_gemms, f"{prefix}weight_scale"
+        convert_state_dict(state_dict, scales, groups, True, error_msgs)
+        # Codes are held in one stack, whatever the parameters are.
+        stacked = self.single_grouped_weight or self._is_dropped() or scales in state_dict
+        convert_state_dict(state_dict, f"{prefix}weight", groups, stacked, error_msgs)
+        if self._bias_names:
+            stacked = self.single_grouped_bias
+            convert_state_dict(state_dict, f"{prefix}bias", groups, stacked, error_msgs)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        self._after_load(prefix, unexpected_keys)
-        if self._frozen is not None:
-            self._frozen.weight = None
 
 
 def parameter_names(kind: str, num_gemms: int, stacked: bool) -> tuple[str, ...]:

@@ -1,50 +1,61 @@
-"""The frozen state of a grouped layer, and its state_dicts: one stacked entry, or one a group."""
+"""state_dicts of a grouped layer: one stacked entry, or one a group."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-
-from te_mx.autograd.grouped import StandingWeights
-from te_mx.recipe import Settings
+from torch import Tensor
 
 
-class GroupedFrozen:
-    """How a layer is frozen: what quantized its weights, what trained, the quantized copy."""
-
-    __slots__ = ("dropped", "settings", "trained", "weight")
-
-    def __init__(self, settings: Settings, trained: dict[str, bool]) -> None:
-        self.settings = settings
-        self.trained = trained
-        self.weight: StandingWeights | None = None
-        self.dropped = False
+def part_names(whole: str, groups: int) -> list[str]:
+    """The entries that a stacked one stands for: "weight0" ... of "weight", "weight0_scale" ... of
+    "weight_scale"."""
+    stem, scale, _ = whole.partition("_scale") if whole.endswith("_scale") else (whole, "", "")
+    return [f"{stem}{i}{scale}" for i in range(groups)]
 
 
 def convert_state_dict(
-    state_dict: Any, prefix: str, kind: str, groups: int, stacked: bool, error_msgs: list[str]
+    state_dict: Any, whole: str, groups: int, stacked: bool, error_msgs: list[str]
 ) -> None:
-    """Make the entries `kind` ("weight" or "bias") of a layer in state_dict those that it holds,
-    in place.
+    """Make an entry of a layer in state_dict what it holds, in place: ``whole`` [groups, ...] if
+    `stacked`, else one for each group.
 
-    ``weight`` [groups, ...] becomes ``weight0`` ..., or the other way round. What does not fit is
-    left for load_state_dict to report, but a stack of another number of groups is reported here.
+    What does not fit is left for load_state_dict to report, but a stack of another number of
+    groups, or one of which parts are missing beside scales, is reported here.
     """
-    whole, parts = prefix + kind, [f"{prefix}{kind}{i}" for i in range(groups)]
-    if stacked:
-        if whole not in state_dict and all(key in state_dict for key in parts):
-            held = [state_dict.pop(key) for key in parts]
-            if len({tuple(t.shape) for t in held}) > 1:
-                shapes = [tuple(t.shape) for t in held]
-                error_msgs.append(f"{parts[0]} ... must have one shape to be stacked, got {shapes}")
+    parts = part_names(whole, groups)
+    if not stacked:
+        if whole in state_dict and not any(key in state_dict for key in parts):
+            value = state_dict.pop(whole)
+            if len(value) != groups:
+                error_msgs.append(
+                    f"{whole} holds {len(value)} groups, got a layer of {groups}: shapes must agree"
+                )
                 return
-            state_dict[whole] = torch.stack(held)
-    elif whole in state_dict and not any(key in state_dict for key in parts):
-        value = state_dict.pop(whole)
-        if len(value) != groups:
-            error_msgs.append(
-                f"{whole} holds {len(value)} groups, got a layer of {groups}: shapes must agree"
-            )
+            state_dict.update(zip(parts, value.unbind(0), strict=True))
+        return
+    there = [key for key in parts if key in state_dict]
+    if whole in state_dict or not there:
+        return
+    if len(there) < groups:
+        if whole.endswith("_scale"):
+            missing = [key for key in parts if key not in state_dict]
+            error_msgs.append(f"{', '.join(missing)}: missing beside {there[0]}")
+        return
+    held = [state_dict.pop(key) for key in parts]
+    for name, kinds in (
+        ("shape", [tuple(t.shape) for t in held]),
+        ("dtype", [t.dtype if t.element_size() == 1 else "high precision" for t in held]),
+    ):
+        if len(set(kinds)) > 1:
+            error_msgs.append(f"{parts[0]} ... must have one {name} to be stacked, got {kinds}")
             return
-        state_dict.update(zip(parts, value.unbind(0), strict=True))
+    state_dict[whole] = _stack(held)
+
+
+def _stack(parts: list[Tensor]) -> Tensor:
+    """torch.stack, which does not know 8-bit floats everywhere."""
+    if parts[0].element_size() > 1:
+        return torch.stack(parts)
+    return torch.stack([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)

@@ -13,7 +13,7 @@ from te_mx.context import is_tracing
 from te_mx.nn import delayed_wgrad
 from te_mx.nn import parameters_split as split
 from te_mx.nn.mx_module import one_dtype
-from te_mx.nn.norm_module import NormModule, default_init
+from te_mx.nn.norm_module import NormModule, default_init, needs_gradient
 from te_mx.nn.te_arguments import refuse, refuse_constructor
 
 
@@ -120,6 +120,9 @@ class LayerNormLinear(NormModule):
         """The bias [out_features], also where it is split."""
         return self.bias if self._split is None else split.joined(self, self._split, "bias")
 
+    def _whole(self, key: str) -> Tensor:
+        return self.whole_weight()
+
     def forward(
         self,
         inp: Tensor,
@@ -141,6 +144,7 @@ class LayerNormLinear(NormModule):
             ValueError: the last dimension of `inp` is not in_features, or its device is not that of
                 the weight.
             TypeError: the dtype of `inp` or of a parameter cannot be quantized.
+            RuntimeError: a gradient is asked of a module whose high-precision weight was dropped.
         """
         if fp8_output or fp8_grad:
             refuse("LayerNormLinear", "fp8_output", fp8_output)
@@ -149,20 +153,22 @@ class LayerNormLinear(NormModule):
         if routed and is_tracing():
             return delayed_wgrad.untraced(self.forward, inp, is_first_microbatch)
         settings = self._settings()
-        weight, bias = self.whole_weight(), self.whole_bias()
+        weight = None if self._is_dropped() else self.whole_weight()
+        bias = self.whole_bias()
         added = None if self.return_bias else bias
         sink = None
-        if routed:
+        if routed and weight is not None:
             parts = [weight] if self._split is None else self._parts("weight")
             sink = self._sink(parts, is_first_microbatch, self._wgrad_queue())
         z: Tensor | None
         if settings is None:
+            assert weight is not None
             z = self._plain_norm(inp)
             out = self._plain_linear(z, weight, added, sink)
         else:
             self._check(inp, "in_features", weight)
-            need_dx = torch.is_grad_enabled()
-            standing = self._standing("weight", weight, settings, is_first_microbatch, need_dx)
+            need_dx = needs_gradient(inp, self.layer_norm_weight, self.layer_norm_bias)
+            standing = self._standing("weight", settings, is_first_microbatch, inp.device, need_dx)
             call = Call(self._step(inp), settings, self.return_layernorm_output, self._tag_now())
             out, z = layernorm_linear(
                 inp, self.layer_norm_weight, self.layer_norm_bias, weight, added, standing, sink,
@@ -177,4 +183,5 @@ class LayerNormLinear(NormModule):
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.use_bias}, {self._norm_repr()}"
         )
-        return shown if self._split is None else f"{shown}, parameters_split={self._split}"
+        split_up = "" if self._split is None else f", parameters_split={self._split}"
+        return shown + split_up + self._frozen_repr()

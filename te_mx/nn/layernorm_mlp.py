@@ -15,7 +15,7 @@ from te_mx.backends.fused import NORMS
 from te_mx.context import is_tracing
 from te_mx.nn import activations, delayed_wgrad
 from te_mx.nn.mx_module import one_dtype
-from te_mx.nn.norm_module import NormModule, Together, default_init
+from te_mx.nn.norm_module import NormModule, Together, default_init, needs_gradient
 from te_mx.nn.te_arguments import refuse_constructor
 
 
@@ -60,6 +60,7 @@ class LayerNormMLP(NormModule):
     """
 
     _norms = (*NORMS, None)
+    _weight_keys = ("fc1_weight", "fc2_weight")
     fc1_weight: nn.Parameter
     fc1_bias: nn.Parameter | None
     fc2_weight: nn.Parameter
@@ -143,26 +144,30 @@ class LayerNormMLP(NormModule):
             ValueError: the last dimension of `inp` is not hidden_size, or its device is not that of
                 the weights.
             TypeError: the dtype of `inp` or of a parameter cannot be quantized.
+            RuntimeError: a gradient is asked of a module whose high-precision weights were dropped.
         """
         routed = self._routed()
         if routed and is_tracing():
             return delayed_wgrad.untraced(self.forward, inp, is_first_microbatch)
         settings = self._settings()
-        w1, w2 = self.fc1_weight, self.fc2_weight
+        dropped = self._is_dropped()
+        w1, w2 = (None, None) if dropped else (self.fc1_weight, self.fc2_weight)
         b2 = None if self.return_bias else self.fc2_bias
-        sinks = self._sinks(is_first_microbatch) if routed else (None, None)
+        sinks = self._sinks(is_first_microbatch) if routed and not dropped else (None, None)
         z: Tensor | None
         if settings is None:
+            assert w1 is not None and w2 is not None
             z = self._plain_norm(inp)
             h = self._plain_linear(z, w1, self.fc1_bias, sinks[0])
             out = self._plain_linear(activations.plain(h, self._act), w2, b2, sinks[1])
         else:
             self._check(inp, "hidden_size", w1, w2)
-            need_dx = torch.is_grad_enabled()
+            need_dz = needs_gradient(inp, self.layer_norm_weight, self.layer_norm_bias)
+            need_dh = need_dz or needs_gradient(w1, self.fc1_bias)
             first = is_first_microbatch
             standing = (
-                self._standing("fc1_weight", w1, settings, first, need_dx),
-                self._standing("fc2_weight", w2, settings, first, need_dx),
+                self._standing("fc1_weight", settings, first, inp.device, need_dz),
+                self._standing("fc2_weight", settings, first, inp.device, need_dh),
             )
             tag = self._tag_now()
             tags = (tag, tag + len(GEMMS)) if tag >= 0 else (-1, -1)
@@ -187,4 +192,5 @@ class LayerNormMLP(NormModule):
         return (
             f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, "
             f"bias={self.use_bias}, activation={self.activation!r}, {self._norm_repr()}"
+            f"{self._frozen_repr()}"
         )

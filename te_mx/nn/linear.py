@@ -10,12 +10,9 @@ from torch import Tensor, nn
 
 from te_mx.autograd.high_precision import HighPrecisionLinear
 from te_mx.autograd.linear import infer, linear
-from te_mx.autograd.operands import StandingWeight, standing_weight
-from te_mx.autograd.wgrad import WeightGradient
 from te_mx.context import is_tracing
 from te_mx.nn import delayed_wgrad
 from te_mx.nn import parameters_split as split
-from te_mx.nn.frozen_weight import FrozenWeight, load_codes, save_codes
 from te_mx.nn.mx_module import MXModule, one_dtype, output_dtype
 from te_mx.nn.te_arguments import refuse, refuse_constructor
 from te_mx.recipe import Settings
@@ -68,11 +65,8 @@ class Linear(MXModule, nn.Linear):
     # Class attributes, not set in __init__: convert_model turns an nn.Linear into this class in
     # place.
     return_bias: bool = False
-    fuse_wgrad_accumulation: bool = False
     save_original_input: bool = False
     init_method: Callable[[Tensor], Any] | None = None
-    _microbatch: StandingWeight | None = None
-    _frozen: FrozenWeight | None = None
     _split: dict[str, int] | None = None  # rows of each part, by name
 
     def __init__(
@@ -153,17 +147,13 @@ class Linear(MXModule, nn.Linear):
             refuse("Linear", "fp8_output", fp8_output)
             refuse("Linear", "fp8_grad", fp8_grad)
         tracing = is_tracing()
-        routed = self.fuse_wgrad_accumulation or self.delay_wgrad_compute
+        routed = self._routed()
         if tracing and routed:
             return delayed_wgrad.untraced(self.forward, inp, is_first_microbatch)
         settings = self._settings()
-        frozen = self._frozen
         if settings is None:
-            if frozen is None or not frozen.dropped:
-                return self._high_precision(inp, is_first_microbatch)
-            # There is no high-precision weight to run on.
-            settings = frozen.settings
-        if frozen is not None and frozen.dropped:
+            return self._high_precision(inp, is_first_microbatch)
+        if self._is_dropped():
             return self._run_dropped(inp, settings)
         weight: Tensor | None = self._parameters.get("weight")
         if weight is None:
@@ -171,13 +161,17 @@ class Linear(MXModule, nn.Linear):
         bias = self.bias if self._split is None else self.whole_bias()
         self._check_shape(inp, "in_features", self.in_features)
         self._check_kind(inp, weight.device, weight.dtype)
-        if frozen is None and is_first_microbatch is None:
-            standing = None
-        else:
-            standing = self._standing_weight(inp, weight, settings, is_first_microbatch)
+        standing = None
+        if self._frozen is not None or is_first_microbatch is not None:
+            need_dx = torch.is_grad_enabled() and inp.requires_grad
+            standing = self._kept_weight(
+                "weight", is_first_microbatch, settings, inp.device, need_dx
+            )  # fmt: skip
         tag = self._tag_now()
         added = None if self.return_bias else bias
-        sink = self._sink(weight, is_first_microbatch) if routed else None
+        sink = None
+        if routed:
+            sink = self._sink(self._parts(weight), is_first_microbatch, self._wgrad_queue())
         out = linear(
             inp, weight, added, standing, settings, output_dtype(inp), tag,
             self.save_original_input, sink,
@@ -188,8 +182,9 @@ class Linear(MXModule, nn.Linear):
         weight: Tensor = self.weight if self._split is None else self.whole_weight()
         bias = self.bias if self._split is None else self.whole_bias()
         added = None if self.return_bias else bias
-        routed = self.fuse_wgrad_accumulation or self.delay_wgrad_compute
-        sink = self._sink(weight, is_first_microbatch) if routed else None
+        sink = None
+        if self._routed():
+            sink = self._sink(self._parts(weight), is_first_microbatch, self._wgrad_queue())
         if sink is None:
             out = nn.functional.linear(inp, weight, added)
         else:
@@ -207,47 +202,22 @@ class Linear(MXModule, nn.Linear):
         """The bias [out_features], also where it is split."""
         return self.bias if self._split is None else split.joined(self, self._split, "bias")
 
-    def _sink(self, weight: Tensor, is_first_microbatch: bool | None) -> WeightGradient | None:
-        """The place of the weight gradient of this call; None when there will be none."""
-        if not (torch.is_grad_enabled() and weight.requires_grad):
-            return None
-        parts = [weight] if self._split is None else split.parts(self, self._split, "weight")
-        if self.delay_wgrad_compute and not all(part.is_leaf for part in parts):
-            raise RuntimeError(
-                f"{self._label()}: delay_wgrad_compute=True needs a weight that is a parameter, "
-                "but something computes it (a parametrization, functional_call); build the layer "
-                "without delay_wgrad_compute"
-            )
-        return WeightGradient(
-            parts, self._label(), self.fuse_wgrad_accumulation, is_first_microbatch is True,
-            self._wgrad_queue(),
-        )  # fmt: skip
+    def _parts(self, weight: Tensor) -> list[Tensor]:
+        """The parameters that get the gradient of the weight."""
+        return [weight] if self._split is None else split.parts(self, self._split, "weight")
 
     def _run_dropped(self, inp: Tensor, settings: Settings) -> Any:
-        codes: Tensor = self.weight_codes  # type: ignore[assignment]
-        if torch.is_grad_enabled() and inp.requires_grad:
-            raise RuntimeError(
-                f"{self._label()} was frozen with drop_master=True and cannot be differentiated: "
-                "only the codes that the forward needs are left. Freeze with drop_master=False, "
-                "or get a weight back with te_mx.unfreeze_weights(model, dequantize=True), or "
-                "run under torch.no_grad()"
-            )
-        self._check_shape(inp, "in_features", self.in_features)
-        self._check_kind(inp, codes.device)
-        row = self._frozen.operand(self)  # type: ignore[union-attr]
-        tag = self._tag_now()
         bias = self.whole_bias()
-        out = infer(inp, row, None if self.return_bias else bias, settings, output_dtype(inp), tag)
+        added = None if self.return_bias else bias
+        self._refuse_gradient(inp, added)
+        self._check_shape(inp, "in_features", self.in_features)
+        row = self._dropped_operand("weight")
+        self._check_kind(inp, row.codes.device)
+        out = infer(inp, row, added, settings, output_dtype(inp), self._tag_now())
         return (out, bias) if self.return_bias else out
 
-    def _standing_weight(
-        self, inp: Tensor, weight: Tensor, settings: Settings, is_first_microbatch: bool | None
-    ) -> StandingWeight | None:
-        need_dx = torch.is_grad_enabled() and inp.requires_grad
-        return self._kept_weight(
-            is_first_microbatch, settings, inp.device, need_dx,
-            lambda: standing_weight(weight, settings, need_dx),
-        )  # fmt: skip
+    def _whole(self, key: str) -> Tensor:
+        return self.whole_weight()
 
     # ----------------------------------------------------------------------------- checks and names
     def extra_repr(self) -> str:
@@ -255,37 +225,4 @@ class Linear(MXModule, nn.Linear):
         shown = f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}"
         if self._split is not None:
             shown += f", parameters_split={self._split}"
-        if self._frozen is not None:
-            shown += ", frozen, no master" if self._frozen.dropped else ", frozen"
-        return shown
-
-    # ---------------------------------------------------------------------------------- checkpoints
-    def __getstate__(self) -> dict[str, Any]:
-        """For pickle and deepcopy: without what a forward makes again."""
-        state = super().__getstate__()
-        if self._frozen is not None:
-            state["_frozen"] = self._frozen.without_codes()
-        return state
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        if self._frozen is not None and self._frozen.dropped:
-            save_codes(self, destination, prefix, keep_vars)
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        ours = load_codes(self, state_dict, prefix, local_metadata, error_msgs)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-        self._after_load(prefix, unexpected_keys, *ours)
-        if self._frozen is not None:
-            self._frozen.weight = None
+        return shown + self._frozen_repr()

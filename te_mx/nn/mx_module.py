@@ -5,8 +5,8 @@ checkpoints.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +14,12 @@ from torch import Tensor
 from te_mx import context
 from te_mx.autograd.linear import GEMMS
 from te_mx.autograd.operands import capturing
+from te_mx.autograd.wgrad import Queue, WeightGradient
 from te_mx.context import backward_pass_id, innermost, is_tracing
 from te_mx.nn.delayed_wgrad import DelayedWgrad
+from te_mx.nn.frozen_state import load_codes, save_codes
+from te_mx.nn.frozen_weight import Freezable
 from te_mx.recipe import Settings
-
-T = TypeVar("T")
 
 FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 STEPS = 2  # linear steps of a module, at most
@@ -48,18 +49,23 @@ def one_dtype(
     return dtype if params_dtype is None else params_dtype
 
 
-class MXModule(DelayedWgrad):
+class MXModule(Freezable, DelayedWgrad):
     """Mixin of the modules, beside an nn.Module."""
 
     # Class attributes, not set in __init__: convert_model gives modules this class in place.
     name: str | None = None
+    fuse_wgrad_accumulation: bool = False
     _seen: Settings | None = NEVER  # what the last forward ran with, for recomputation and audit
     _tag: int = -1  # first slot in te_mx.engine.explain.LAST_RUN, three for each linear step
+    _microbatch: dict[str, Any] | None = None  # weights kept for micro-batches, by key
 
     # --------------------------------------------------------------------------- running a forward
     def _settings(self) -> Settings | None:
         """Settings that a forward runs with, None outside te_mx.autocast."""
-        return context.current_settings() if is_tracing() else self._settings_now()
+        settings = context.current_settings() if is_tracing() else self._settings_now()
+        if settings is None and self._frozen is not None and self._frozen.dropped:
+            return self._frozen.settings  # there is no high-precision weight to run on
+        return settings
 
     def _settings_now(self) -> Settings | None:
         """Settings of the active region; in a recomputation those that the recomputed forward ran
@@ -106,23 +112,46 @@ class MXModule(DelayedWgrad):
         return None, not (tracing or capture)
 
     def _kept_weight(
-        self, first: bool | None, settings: Settings, device: torch.device, need_dx: bool,
-        make: Callable[[], T],
-    ) -> T | None:  # fmt: skip
-        """What stands in for the weight of a layer that may be frozen: kept in `_frozen`, else in
-        `_microbatch`, or made now and kept; None where this call quantizes.
+        self, key: str, first: bool | None, settings: Settings, device: torch.device, need_dx: bool
+    ) -> Any:
+        """What stands in for a weight: what is kept of a frozen one or for the micro-batches of a
+        step, or made now and kept; None where this call quantizes.
         """
-        frozen: Any = self._frozen  # type: ignore[attr-defined]
-        kept = self._microbatch if frozen is None else frozen.weight  # type: ignore[attr-defined]
-        use, keep = self._keep(kept, frozen is not None, first, settings, device, need_dx)
+        frozen = self._frozen
+        if frozen is None and first is None:
+            return None
+        kept = self._microbatch or {} if frozen is None else frozen.kept
+        use, keep = self._keep(
+            kept.get(key), frozen is not None, first, settings, device, need_dx
+        )  # fmt: skip
         if not keep:
             return use
-        made = make()
+        made = self._standing_weight(key, settings, need_dx)
         if frozen is None:
-            self.__dict__["_microbatch"] = made
+            self.__dict__["_microbatch"] = {**kept, key: made}
         else:
-            frozen.weight = made
+            frozen.kept[key] = made
         return made
+
+    # ------------------------------------------------- weight gradients with a place of their own
+    def _routed(self) -> bool:
+        """Whether weight gradients do not simply go back to autograd."""
+        return self.fuse_wgrad_accumulation or self.delay_wgrad_compute
+
+    def _sink(
+        self, parameters: Sequence[Tensor], first: bool | None, queue: Queue | None
+    ) -> WeightGradient | None:
+        """The place of the gradient of one weight in this call; None when there will be none."""
+        if not (torch.is_grad_enabled() and any(p.requires_grad for p in parameters)):
+            return None
+        if self.delay_wgrad_compute and not all(p.is_leaf for p in parameters):
+            raise RuntimeError(
+                f"{self._label()}: delay_wgrad_compute=True needs weights that are parameters, but "
+                "something computes one (a parametrization, functional_call); build the module "
+                "without delay_wgrad_compute"
+            )
+        fuse = self.fuse_wgrad_accumulation
+        return WeightGradient(parameters, self._label(), fuse, first is True, queue)
 
     # ----------------------------------------------------------------------------- checks and names
     def _label(self) -> str:
@@ -154,11 +183,28 @@ class MXModule(DelayedWgrad):
     # ---------------------------------------------------------------------------------- checkpoints
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy: without what a forward makes again."""
-        return {k: v for k, v in self.__dict__.items() if k not in TRANSIENT}
+        state = {k: v for k, v in self.__dict__.items() if k not in TRANSIENT}
+        if self._frozen is not None:
+            state["_frozen"] = self._frozen.without_copies()
+        return state
 
-    def _after_load(self, prefix: str, unexpected_keys: list[str], *ours: str) -> None:
-        """Ends _load_from_state_dict: keys that were dealt with, and kept weights that are old."""
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if self._is_dropped():
+            save_codes(self, destination, prefix)
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        ours = load_codes(self, state_dict, prefix, local_metadata, error_msgs)
+        super()._load_from_state_dict(  # type: ignore[misc]
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
         for key in (*ours, prefix + "_extra_state"):  # Transformer Engine saves _extra_state
             if key in unexpected_keys:
                 unexpected_keys.remove(key)
+        # What was kept of the weights before is old now.
         self.__dict__.pop("_microbatch", None)
+        if self._frozen is not None:
+            self._frozen.kept.clear()

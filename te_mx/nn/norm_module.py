@@ -4,7 +4,7 @@ that stand still, checks and checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from te_mx.autograd.high_precision import HighPrecisionLinear
 from te_mx.autograd.normalization import NormStep
-from te_mx.autograd.operands import StandingWeight, standing_weight
+from te_mx.autograd.operands import StandingWeight
 from te_mx.autograd.wgrad import Queue, WeightGradient
 from te_mx.backends.fused import NORMS, Norm
 from te_mx.nn.mx_module import MXModule, output_dtype
@@ -26,11 +26,14 @@ def default_init(weight: Tensor) -> Tensor:
     return nn.init.normal_(weight, 0.0, _STD)
 
 
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Whether a backward pass will want the gradient of one of these."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
 class NormModule(MXModule, nn.Module):
     """A module that normalizes its input and runs linear steps on the result."""
 
-    fuse_wgrad_accumulation: bool = False
-    _microbatch: dict[str, StandingWeight] | None = None
     _norms: tuple[str | None, ...] = NORMS
     layer_norm_weight: nn.Parameter | None
     layer_norm_bias: nn.Parameter | None
@@ -70,10 +73,6 @@ class NormModule(MXModule, nn.Module):
             nn.init.zeros_(self.layer_norm_bias)
 
     # --------------------------------------------------------------------------- running a forward
-    def _routed(self) -> bool:
-        """Whether weight gradients do not simply go back to autograd."""
-        return self.fuse_wgrad_accumulation or self.delay_wgrad_compute
-
     def _step(self, inp: Tensor) -> NormStep:
         norm = None if self.normalization is None else Norm(self.normalization, self.eps)
         return NormStep(norm, self.zero_centered_gamma, output_dtype(inp))
@@ -99,57 +98,26 @@ class NormModule(MXModule, nn.Module):
         return HighPrecisionLinear.apply(x, weight, bias, sink)
 
     def _standing(
-        self, key: str, weight: Tensor, settings: Settings, first: bool | None, need_dx: bool
+        self, key: str, settings: Settings, first: bool | None, device: torch.device, need_dx: bool
     ) -> StandingWeight | None:
-        """The weight as kept for the micro-batches of a step; see te_mx.Linear.forward."""
-        if first is None:
-            return None
-        kept = (self._microbatch or {}).get(key)
-        use, keep = self._keep(kept, False, first, settings, weight.device, need_dx)
-        if not keep:
-            return use
-        if self._microbatch is None:
-            self.__dict__["_microbatch"] = {}
-        made = standing_weight(weight, settings, need_dx)
-        self._microbatch[key] = made  # type: ignore[index]
-        return made
-
-    def _sink(
-        self, parameters: Sequence[Tensor], first: bool | None, queue: Queue | None
-    ) -> WeightGradient | None:
-        """The place of the gradient of one weight in this call; None when there will be none."""
-        if not (torch.is_grad_enabled() and any(p.requires_grad for p in parameters)):
-            return None
-        if self.delay_wgrad_compute and not all(p.is_leaf for p in parameters):
-            raise RuntimeError(
-                f"{self._label()}: delay_wgrad_compute=True needs weights that are parameters, but "
-                "something computes one (a parametrization, functional_call); build the module "
-                "without delay_wgrad_compute"
-            )
-        fuse = self.fuse_wgrad_accumulation
-        return WeightGradient(parameters, self._label(), fuse, first is True, queue)
+        """What stands in for a weight, and for one without a master what there is of it."""
+        if self._is_dropped():
+            return StandingWeight(settings, self._dropped_operand(key), None)
+        return self._kept_weight(key, first, settings, device, need_dx)
 
     # ----------------------------------------------------------------------------- checks and names
-    def _check(self, inp: Tensor, size_name: str, *weights: Tensor) -> None:
+    def _check(self, inp: Tensor, size_name: str, *weights: Tensor | None) -> None:
         self._check_shape(inp, size_name, self._size)
-        if self.layer_norm_weight is not None:
-            weights = (self.layer_norm_weight, *weights)
-        for weight in weights:
-            self._check_kind(inp, weight.device, weight.dtype)
+        for weight in (self.layer_norm_weight, *weights):
+            if weight is not None:
+                self._check_kind(inp, weight.device, weight.dtype)
+        if self._is_dropped():
+            self._check_kind(inp, self._codes(self._weight_keys[0])[0].device)
+            self._refuse_gradient(inp, *self.parameters(recurse=False))
 
     def _norm_repr(self) -> str:
         shown = f"eps={self.eps}, normalization={self.normalization!r}"
         return shown + (", zero_centered_gamma=True" if self.zero_centered_gamma else "")
-
-    # ---------------------------------------------------------------------------------- checkpoints
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool,
-        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
-    ) -> None:  # fmt: skip
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-        self._after_load(prefix, unexpected_keys)
 
 
 class Together:

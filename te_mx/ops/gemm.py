@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from te_mx.backends import cpu, reference, sm90, sm90_exact, sm90_layout
+from te_mx.backends import cpu, cpu_memory, reference, sm90, sm90_exact, sm90_layout
 from te_mx.backends.base import Epilogue, GemmParts, Operand
 from te_mx.engine import envelopes, workspace
 from te_mx.engine.explain import LAST_RUN, warn_fallback
@@ -65,8 +65,13 @@ def gemm_2d(
     """
     if is_direct(b.codes):
         epilogue = Epilogue(bias, gelu, gelu_in, bias_grad, accumulate)
-        if out is None:
-            out = torch.empty((b.rows, a.rows), dtype=out_dtype, device=b.codes.device)
+        shape = (b.rows, a.rows)
+        if out is not None:
+            pass
+        elif b.codes.is_cpu:
+            out = cpu_memory.empty(shape, out_dtype)
+        else:
+            out = torch.empty(shape, dtype=out_dtype, device=b.codes.device)
         run = _on_cpu if b.codes.is_cpu else _on_cuda
         kept = (aux_dtype or out.dtype) if want_aux else None
         return run(a, b, epilogue, out, kept, tag, mode)
@@ -83,12 +88,15 @@ def gemm_2d(
     return GemmParts(out, aux if has_aux else None, sums if bias_grad else None)
 
 
-def _aux(epilogue: Epilogue, out: Tensor, aux_dtype: torch.dtype | None) -> Tensor | None:
+def _aux(
+    epilogue: Epilogue, out: Tensor, aux_dtype: torch.dtype | None,
+    empty_like: Callable[..., Tensor] = torch.empty_like,
+) -> Tensor | None:  # fmt: skip
     """Room for the value before GELU; None where there is none, or without a dtype: nobody needs
     it."""
     if epilogue.gelu is None or epilogue.gelu_in is not None or aux_dtype is None:
         return None
-    return torch.empty_like(out, dtype=aux_dtype)
+    return empty_like(out, dtype=aux_dtype)
 
 
 def _on_cpu(
@@ -98,7 +106,7 @@ def _on_cpu(
     a, b = checked(a, "a"), checked(b, "b")
     n, m, k = b.rows, a.rows, a.k
     _check_rest(n, m, k, b.k, epilogue, out)
-    aux = _aux(epilogue, out, aux_dtype)
+    aux = _aux(epilogue, out, aux_dtype, cpu_memory.empty_like)
     packed = "sm90" in (a.order, b.order)  # only tests and tools multiply those on a CPU
     ran = envelopes.REFERENCE if packed else envelopes.select("cpu", n, m, k)
     bias_grad = None

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx.backends import cpu, cpu_grouped, reference_grouped
+from te_mx.backends import cpu, cpu_grouped, cpu_memory, reference_grouped
 from te_mx.backends.base import Operand, blocks
 from te_mx.backends.grouped import (
     Bounds,
@@ -74,7 +74,7 @@ def _rows_on_cpu(
 ) -> Tensor:  # fmt: skip
     a, b = _checked_rows(a, b, offs, bias)
     bounds = host_bounds(offs, capacity, b.rows)
-    out = torch.empty((b.rows, a.rows), dtype=out_dtype)
+    out = cpu_memory.empty((b.rows, a.rows), out_dtype)
     ran = None
     chosen = kernels(a.rows, a.k)
     if chosen is not None and out.numel():

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx.backends import cpu, cpu_grouped, reference_grouped
+from te_mx.backends import cpu, cpu_grouped, cpu_memory, reference_grouped
 from te_mx.backends.base import Operand
 from te_mx.backends.grouped import (
     Bounds,
@@ -53,13 +53,17 @@ def gemm_k(
         accumulate: add to out.
         offs, out_dtype, capacity, tag, mode: as for gemm_rows.
     """
+    direct = is_direct(b.codes)
     if out is None:
         shape = (len(offs), b.rows, a.rows)
-        out = torch.empty(shape, dtype=out_dtype, device=b.codes.device)
+        if direct and b.codes.is_cpu:
+            out = cpu_memory.empty(shape, out_dtype)
+        else:
+            out = torch.empty(shape, dtype=out_dtype, device=b.codes.device)
         accumulate = False
-    if is_direct(b.codes):
-        direct = _k_on_cpu if b.codes.is_cpu else _k_on_other
-        direct(a, b, offs, out, accumulate, capacity, tag, mode)
+    if direct:
+        on_device = _k_on_cpu if b.codes.is_cpu else _k_on_other
+        on_device(a, b, offs, out, accumulate, capacity, tag, mode)
     else:
         _OP_K(
             a.codes, a.scales, a.fmt, b.codes, b.scales, b.fmt, offs, out, accumulate, capacity,

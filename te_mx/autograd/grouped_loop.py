@@ -1,0 +1,211 @@
+"""Grouped linear layers group by group: for recipes whose backward pass is not three MXFP8 GEMMs,
+and in high precision where weight gradients have a place of their own.
+
+Shapes and parts as in autograd/grouped.py, steps of one group as in autograd/steps.py. The weight
+gradients of all groups are one function of where they go, as of the grouped function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_mx.autograd import high_precision, steps
+from te_mx.autograd.backward import place, run_backward, tag_of
+from te_mx.autograd.operands import StandingWeight, flatten, unflatten
+from te_mx.autograd.wgrad import GroupedWgrad, WeightGradient, Wgrad
+from te_mx.backends.grouped import StackedOperand, host_bounds, known_to_host
+from te_mx.ops.fused_run import quantized
+from te_mx.recipe import Settings
+
+DGRAD, WGRAD = 1, 2
+_ARGUMENTS = 2  # of the autograd function before the parameters
+
+
+class Call(NamedTuple):
+    """What one call fixes. `settings` None runs in high precision; `kept` are the operands of
+    weights that stand still, for fprop and perhaps for dgrad."""
+
+    bounds: Sequence[tuple[int, int]]
+    kept: tuple[StackedOperand, StackedOperand | None] | None
+    settings: Settings | None
+    out_dtype: torch.dtype
+    tag: int
+    save_x: bool
+    sink: WeightGradient | None
+    has_bias: bool
+
+
+def bounds_of(offs: Tensor, capacity: int, rows: int) -> list[tuple[int, int]]:
+    """(start, end) of every group.
+
+    Raises:
+        NotImplementedError: only the device knows them, or code is being compiled.
+    """
+    if not known_to_host(offs) or torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "te_mx.GroupedLinear: this recipe's backward runs group by group, which needs m_splits "
+            "as a list or on the CPU, and no torch.compile; got splits that the host does not know"
+        )
+    return list(zip(*host_bounds(offs, capacity, rows), strict=True))
+
+
+class GroupedLoopFunction(torch.autograd.Function):
+    """y of x [..., K]; gradients have the dtypes of what they belong to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Call, *parts: Tensor) -> Tensor:
+        need_dx, need_dw = ctx.needs_input_grad[0], _need_dw(ctx, call, parts)
+        weights, biases = _split(parts, call.has_bias)
+        x_RK = flatten(x)
+        made, saved, orders = [], [], []
+        for i, (start, end) in enumerate(call.bounds):
+            bias = None if biases is None else biases[i]
+            group = _fprop(x_RK[start:end], weights[i], bias, i, call, need_dx, need_dw)
+            made.append(group[0])
+            saved += [*group[1][0], *group[2][0]]
+            orders.append((group[1][1], group[2][1]))
+        ctx.save_for_backward(*saved)
+        ctx.call, ctx.orders, ctx.x_like = call, orders, (x.shape, x.dtype)
+        ctx.stacked, ctx.dtypes = parts[0].dim() == 3, [p.dtype for p in parts]
+        return unflatten(_gathered(made, call.bounds, len(x_RK)), x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return run_backward(_backward, "te_mx.GroupedLinear", ctx, grad)
+
+
+def _need_dw(ctx: Any, call: Call, parts: Sequence[Tensor]) -> bool:
+    count = len(parts) // 2 if call.has_bias else len(parts)
+    return any(ctx.needs_input_grad[_ARGUMENTS : _ARGUMENTS + count])
+
+
+def _split(
+    parts: Sequence[Tensor], has_bias: bool
+) -> tuple[Sequence[Tensor], Sequence[Tensor] | None]:
+    """The weights and the biases of every group."""
+    if parts[0].dim() == 3:
+        return parts[0].unbind(0), parts[1].unbind(0) if has_bias else None
+    count = len(parts) // 2 if has_bias else len(parts)
+    return parts[:count], parts[count:] if has_bias else None
+
+
+def _fprop(
+    x_MK: Tensor, w_NK: Tensor, bias: Tensor | None, i: int, call: Call, need_dx: bool,
+    need_dw: bool,
+) -> tuple[Tensor, steps.Saved, steps.Saved]:  # fmt: skip
+    """y of one group, and what is saved of x and of w."""
+    settings = call.settings
+    if settings is None:
+        y = torch.nn.functional.linear(x_MK, w_NK, bias)
+        saved_x = ((x_MK, None, None), None) if need_dw else steps.NOTHING
+        return y, saved_x, ((w_NK, None, None), None) if need_dx else steps.NOTHING
+    plan = steps.plan_input(x_MK.device, settings, need_dw)
+    if need_dw and call.save_x and settings.backward is None:
+        plan = plan._replace(keep=True, wanted=plan.wanted._replace(columnwise=None))
+    standing = None
+    if call.kept is not None:
+        row, col = call.kept
+        standing = StandingWeight(settings, row.group(i), None if col is None else col.group(i))
+    w_row, w_col = steps.weight_operands(standing, w_NK, settings, need_dx)
+    q = quantized(x_MK, plan.wanted)
+    y = steps.fprop(w_row, plan.row(q), bias, settings, call.out_dtype, call.tag)
+    saved_w = steps.saved_weight(w_row, w_col, w_NK, settings, need_dx)
+    return y, plan.saved(q, x_MK, need_dw), saved_w
+
+
+def _gathered(made: list[Tensor], bounds: Sequence[tuple[int, int]], rows: int) -> Tensor:
+    """The rows of all groups, and zeros for rows of no group."""
+    parts, at = [], 0
+    for part, (start, end) in zip(made, bounds, strict=True):
+        parts += [part.new_zeros((start - at, part.shape[1])), part]
+        at = end
+    return torch.cat([*parts, made[-1].new_zeros((rows - at, made[-1].shape[1]))])
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    call, dtypes = ctx.call, ctx.dtypes
+    need_dx, need = ctx.needs_input_grad[0], ctx.needs_input_grad[_ARGUMENTS:]
+    count = len(dtypes) // 2 if call.has_bias else len(dtypes)
+    need_dw, need_db = any(need[:count]), any(need[count:])
+    g_RN = flatten(grad)
+    dx_groups: list[Tensor] = []
+    wgrads: list[Wgrad] = []
+    sums: list[Tensor] = []
+    for (start, end), orders, saved in zip(call.bounds, ctx.orders, _sixes(ctx), strict=True):
+        g_MN = g_RN[start:end]
+        dx_dtype = ctx.x_like[1]
+        if call.settings is None:
+            if need_dx:
+                dx_groups.append(high_precision.dgrad(g_MN, saved[3], dx_dtype))
+            wgrads.append(_plain_wgrad(g_MN, saved[0]))
+            if need_db:
+                sums.append(g_MN.sum(0))
+            continue
+        gradient = steps.quantized_gradient(g_MN, call.settings, need_dx, need_dw, need_db)
+        if need_dx:
+            tag = tag_of(call.tag, DGRAD)
+            made = steps.dgrad(gradient, saved[3:], orders[1], call.settings, dx_dtype, tag)
+            dx_groups.append(made.out)
+        if need_dw:
+            tag = tag_of(call.tag, WGRAD)
+            wgrads.append(steps.wgrad(gradient, saved[:3], orders[0], call.settings, tag))
+        if need_db:
+            sums.append(gradient.q.col_sum)  # type: ignore[arg-type]
+
+    dx = _gathered(dx_groups, call.bounds, len(g_RN)).view(ctx.x_like[0]) if need_dx else None
+    dw = place(call.sink, _together(wgrads, ctx.stacked), dtypes[0]) if need_dw else None
+    if dw is not None and not ctx.stacked:
+        dw = dw.unflatten(0, (count, dw.shape[0] // count))
+    db = torch.stack(sums).to(dtypes[-1]) if need_db else None
+    return dx, None, *_spread(dw, need[:count], ctx), *_spread(db, need[count:], ctx)
+
+
+def _sixes(ctx: Any) -> Iterator[tuple[Tensor, ...]]:
+    saved = ctx.saved_tensors
+    return (saved[i : i + 6] for i in range(0, len(saved), 6))
+
+
+def _plain_wgrad(g_MN: Tensor, x_MK: Tensor) -> Wgrad:
+    def gemm(out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
+        return high_precision.wgrad(g_MN, x_MK, out, dtype, accumulate)
+
+    return gemm
+
+
+def _together(wgrads: Sequence[Wgrad], stacked: bool) -> GroupedWgrad:
+    """The weight gradients of all groups: [G, N, K], or [G * N, K] for separate weights."""
+
+    def run(out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
+        if out is None:
+            made = torch.stack([each(None, dtype, False) for each in wgrads])
+            return made if stacked else made.flatten(0, 1)
+        for each, place_of in zip(wgrads, out.view(len(wgrads), -1, out.shape[-1]), strict=True):
+            each(place_of, dtype, accumulate)
+        return out
+
+    return GroupedWgrad(run, lambda i, out, accumulate: wgrads[i](out, out.dtype, accumulate))
+
+
+def _spread(grad: Tensor | None, need: Sequence[bool], ctx: Any) -> tuple[Tensor | None, ...]:
+    """The gradient of all groups as those of the parameters that need one."""
+    if grad is None or ctx.stacked:
+        return tuple(grad if needed else None for needed in need)
+    return tuple(g if needed else None for g, needed in zip(grad.unbind(0), need, strict=True))
+
+
+def high_precision_loop(
+    x: Tensor,
+    offs: Tensor,
+    capacity: int,
+    parts: Sequence[Tensor],
+    has_bias: bool,
+    sink: WeightGradient,
+) -> Tensor:
+    """x [..., K] -> [..., N] by nn.functional.linear, with weight gradients that go to `sink`."""
+    bounds = bounds_of(offs, capacity, len(flatten(x)))
+    call = Call(bounds, None, None, x.dtype, -1, False, sink, has_bias)
+    return GroupedLoopFunction.apply(x, call, *parts)

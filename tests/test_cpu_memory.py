@@ -1,0 +1,134 @@
+"""Large results on the CPU lie in blocks that are used again, and never in one that is in use."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+
+import pytest
+import torch
+
+import te_mx
+from te_mx.backends import cpu, cpu_memory
+from te_mx.backends.cpu_memory import LEAST, Pool
+
+UNIT = LEAST // 4
+BYTE = torch.uint8
+
+
+def test_small_tensors_come_from_torch():
+    pool = Pool()
+    made = pool.empty((LEAST // 4 - 1,), torch.float32)
+    assert made.untyped_storage().resizable() and pool.used_bytes == 0
+
+
+@pytest.mark.parametrize("dtype", [BYTE, torch.bfloat16, torch.float32])
+def test_a_block_serves_again_when_its_storage_is_gone(dtype):
+    pool, shape = Pool(), (3, 5, UNIT)
+    first = pool.empty(shape, dtype)
+    assert first.shape == shape and first.dtype == dtype and first.is_contiguous()
+    assert first.data_ptr() % 4096 == 0 and not first._is_view()
+    address, view = first.data_ptr(), first[1].flatten()
+    first.fill_(3)
+    del first
+    other = pool.empty(shape, dtype)  # a view still holds the storage
+    again = other.data_ptr()
+    assert again != address and bool((view == 3).all())
+    del view, other
+    gc.collect()
+    held = [pool.empty(shape, dtype) for _ in range(2)]
+    assert {t.data_ptr() for t in held} == {address, again}
+
+
+def test_memory_is_bounded_by_what_was_used_at_one_time():
+    pool = Pool()
+    for units in (4, 64, 8, 32, 16, 6, 128, 48, 5):
+        made = pool.empty((units * UNIT,), BYTE)
+        assert pool.used_bytes + pool.idle_bytes <= pool.peak_bytes * 5 // 4
+        del made
+    held = [pool.empty((8 * UNIT,), BYTE) for _ in range(40)]
+    assert len({t.data_ptr() for t in held}) == 40
+    assert pool.used_bytes == pool.peak_bytes >= 320 * UNIT
+    held.clear()
+    for units in (12, 20, 40):
+        pool.empty((units * UNIT,), BYTE)
+        assert pool.used_bytes + pool.idle_bytes <= pool.peak_bytes * 5 // 4
+    pool.reset()
+    assert pool.idle_bytes == pool.used_bytes == pool.peak_bytes == 0
+
+
+def test_a_block_is_not_wasted_on_much_less():
+    pool = Pool()
+    large = pool.empty((64 * UNIT,), BYTE).data_ptr()
+    small = pool.empty((8 * UNIT,), BYTE)
+    assert small.data_ptr() != large
+    assert pool.empty((48 * UNIT,), BYTE).data_ptr() == large
+
+
+def test_threads_get_blocks_of_their_own():
+    pool, wrong = Pool(), []
+
+    def work(mark: int) -> None:
+        for _ in range(8):
+            made = pool.empty((LEAST,), BYTE).fill_(mark)
+            if not bool((made == mark).all()):
+                wrong.append(mark)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    pool.reset()
+    assert pool.used_bytes == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_forked_child_writes_into_memory_of_its_own():
+    pool = Pool()
+    held = pool.empty((2 * LEAST,), BYTE).fill_(1)
+    idle = pool.empty((LEAST,), BYTE).fill_(1).data_ptr()
+    child = os.fork()
+    if child == 0:
+        held[0] = 2  # one element: torch's threads do not survive a fork
+        made = pool.empty((LEAST,), BYTE)
+        made[0] = 2
+        os._exit(int(made.data_ptr() != idle))
+    assert os.waitpid(child, 0)[1] == 0
+    assert held[0] == 1 and pool.empty((LEAST,), BYTE)[0] == 1
+
+
+@pytest.mark.skipif(cpu.missing_reason() is not None, reason="the native module is not built")
+def test_layers_find_their_memory_again(monkeypatch):
+    """Results of a step lie in the blocks of the steps before it, and are right."""
+    layer = te_mx.GroupedLinear(8, 1024, 2048, dtype=torch.bfloat16)
+    x = torch.randn(2048, 1024, dtype=torch.bfloat16)
+
+    def step():
+        layer.zero_grad()
+        with te_mx.autocast():
+            y = layer(x.requires_grad_(), [512, 0, 600, 300, 0, 100, 7, 500])
+        y.backward(torch.ones_like(y))
+        return y.detach().clone(), layer.weight2.grad.clone()
+
+    te_mx.workspace.reset()
+    expected = step()
+    for _ in range(2):  # sizes of all kinds have been idle then
+        step()
+    monkeypatch.setattr(cpu_memory, "_fresh", None)  # nothing is asked of the system
+    for _ in range(2):
+        for got, want in zip(step(), expected, strict=True):
+            assert torch.equal(got, want)
+
+
+@pytest.mark.skipif(cpu.missing_reason() is not None, reason="the native module is not built")
+def test_results_change_in_place_as_those_of_torch():
+    layer = te_mx.Linear(64, 2048)
+    x = torch.randn(2048, 64, requires_grad=True)
+    with te_mx.autocast():
+        y = layer(x)
+    assert y.nbytes >= LEAST
+    torch.nn.functional.relu_(y).sum().backward()
+    assert x.grad is not None

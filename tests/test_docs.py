@@ -1,0 +1,39 @@
+"""The Python examples of the pages run as they stand, one after the other."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = ["README.md", "docs/grouped.md"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_examples_run(page, tmp_path, monkeypatch, capsys):
+    if not (ROOT / page).is_file():
+        pytest.skip(f"{page} is not here: the tests run on an installed wheel")
+    blocks = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert blocks, f"{page} has no example any more: take it from the list"
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, page, "exec"), names)
+    if page == "README.md":
+        assert "te_mx.Linear" in capsys.readouterr().out and Path("model.pt").is_file()
+
+
+def test_pages_name_what_there_is():
+    """Every te_mx.name in the pages is a name of the package, and every linked file exists."""
+    import te_mx
+
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        text = page.read_text() if page.is_file() else ""
+        for name in set(re.findall(r"\bte_mx\.([A-Za-z_]\w*)(?!/)", text)):
+            assert hasattr(te_mx, name), f"{page.name}: te_mx.{name}"
+        for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
