@@ -125,7 +125,8 @@ int chosen_config(const GemmArgs& a) {
 Status gemm(const GemmArgs& a) {
   if (a.m <= 0 || a.n <= 0 || a.k <= 0 || a.m > INT32_MAX - 256 || a.n > INT32_MAX - 256 ||
       a.k > INT32_MAX - 256 || a.ldo < a.n || a.config >= kChoiceCount ||
-      (a.config >= 0 && needs_full(a) && !kChoices[a.config].full)) {
+      (a.config >= 0 && needs_full(a) && !kChoices[a.config].full) ||
+      (a.aux != nullptr && a.gelu_in != nullptr)) {
     return Status::bad_argument;
   }
   if (a.workspace_bytes < workspace_bytes(a)) return Status::small_workspace;
