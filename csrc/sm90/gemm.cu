@@ -66,6 +66,7 @@ __global__ void reduce_columns_kernel(const float* partial, float* out, int64_t 
   const int64_t col = static_cast<int64_t>(blockIdx.x) * 32 + threadIdx.x;
   float s = 0.0f;
   if (col < n) {
+#pragma unroll 8
     for (int64_t b = threadIdx.y; b < blocks; b += 8) s += partial[b * n + col];
   }
   sums[threadIdx.y][threadIdx.x] = s;

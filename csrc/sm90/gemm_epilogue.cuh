@@ -12,6 +12,8 @@ namespace te_mx::sm90 {
 // gelu_in and bias gradient too.
 enum class Epilogue : int { plain = 0, forward = 1, backward = 2 };
 
+inline constexpr int kBiasBytes = 1024;  // of one block: as it came, and as fp32
+
 // Starts the way of a block's bias to shared memory, as it is.
 __device__ __forceinline__ void load_bias(const EpilogueParams& p, const Wave& w) {
   const int size = p.bias_dtype == DType::f32 ? 4 : 2;
@@ -27,16 +29,33 @@ __device__ __forceinline__ void load_bias(const EpilogueParams& p, const Wave& w
   }
 }
 
-__device__ __forceinline__ void add_bias(float (&v)[64], const EpilogueParams& p, const Wave& w) {
+// Makes fp32 of what load_bias() brought, each thread of what it brought itself.
+__device__ __forceinline__ void convert_bias(const EpilogueParams& p, const Wave& w) {
+  float* const to = reinterpret_cast<float*>(w.bias + kBiasBytes / 2);
+  if (p.bias == nullptr) {
+    to[w.thread] = -0.0f;  // what leaves every number as it is, -0 too
+    return;
+  }
+  tile::copy_words_wait();
   with_type(p.bias_dtype, [&]<class T>(T) {
-    using Pair = typename PairOf<T>::type;
-    const Pair* const bias = reinterpret_cast<const Pair*>(w.bias) + w.thread % 4;
-#pragma unroll
-    for (int j = 0; j < 16; ++j) {
-      const float2 b = to_float2(bias[4 * j]);
-      v[4 * j] += b.x, v[4 * j + 1] += b.y, v[4 * j + 2] += b.x, v[4 * j + 3] += b.y;
+    if (sizeof(T) == 4 || !p.bias_words) {
+      to[w.thread] = to_float(reinterpret_cast<const T*>(w.bias)[w.thread]);
+    } else if (w.thread < 64) {
+      using Pair = typename PairOf<T>::type;
+      reinterpret_cast<float2*>(to)[w.thread] =
+          to_float2(reinterpret_cast<const Pair*>(w.bias)[w.thread]);
     }
   });
+}
+
+__device__ __forceinline__ void add_bias(float (&v)[64], const Wave& w) {
+  const float* const bias =
+      reinterpret_cast<const float*>(w.bias + kBiasBytes / 2) + 2 * (w.thread % 4);
+#pragma unroll
+  for (int j = 0; j < 16; ++j) {
+    const float2 b = *reinterpret_cast<const float2*>(bias + 8 * j);
+    v[4 * j] += b.x, v[4 * j + 1] += b.y, v[4 * j + 2] += b.x, v[4 * j + 3] += b.y;
+  }
 }
 
 template <Gelu kKind>
@@ -54,34 +73,40 @@ __device__ __forceinline__ void apply_derivative(float& a, float& b, float2 x) {
   a *= d.x, b *= d.y;
 }
 
-// v[] *= GELU'(gelu_in), with gelu_in in the staging or, element by element, in global memory.
-template <Gelu kKind>
+// v[] *= GELU'(gelu_in), with gelu_in in the staging,
+template <Gelu kKind, class T>
+__device__ __forceinline__ void apply_derivatives(float (&v)[64], const Wave& w) {
+#pragma unroll
+  for (int part = 0; part < 8; ++part) {
+    uint32_t x[4];
+    read_ahead(x, part, w);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      apply_derivative<kKind>(v[8 * part + 2 * i], v[8 * part + 2 * i + 1],
+                              to_float2(*reinterpret_cast<const typename PairOf<T>::type*>(&x[i])));
+    }
+  }
+}
+
+// or read from global memory, element by element.
 __device__ __forceinline__ void apply_derivatives(float (&v)[64], const EpilogueParams& p,
                                                   const Wave& w) {
-  if (p.side != Side::gelu_in) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float2 x[16];
-      read_row(x, p.gelu_in, p.gelu_in_dtype, p, w, p.n, h);
+  for (int part = 0; part < 4; ++part) {
+    const int h = part % 2, first = part / 2 * 8;
+    float2 x[8];
+    tile::compiler_fence();
+    read_row(x, p.gelu_in, p.gelu_in_dtype, p, w, p.n, h, first);
 #pragma unroll
-      for (int j = 0; j < 16; ++j)
-        apply_derivative<kKind>(v[4 * j + 2 * h], v[4 * j + 2 * h + 1], x[j]);
-    }
-    return;
-  }
-  with_16_bit_type(p.gelu_in_dtype, [&]<class T>(T) {
-#pragma unroll
-    for (int part = 0; part < 8; ++part) {
-      uint32_t x[4];
-      read_ahead(x, part, w);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        apply_derivative<kKind>(
-            v[8 * part + 2 * i], v[8 * part + 2 * i + 1],
-            to_float2(*reinterpret_cast<const typename PairOf<T>::type*>(&x[i])));
+    for (int j = 0; j < 8; ++j) {
+      const int i = 4 * (first + j) + 2 * h;
+      if (p.gelu == Gelu::tanh) {
+        apply_derivative<Gelu::tanh>(v[i], v[i + 1], x[j]);
+      } else {
+        apply_derivative<Gelu::erf>(v[i], v[i + 1], x[j]);
       }
     }
-  });
+  }
 }
 
 // One step of a sum over lanes that differ in bit `mask`: each keeps half of the numbers.
@@ -97,19 +122,18 @@ __device__ __forceinline__ void fold(float (&s)[32], const int mask, const int l
 
 // Column sums of the wave: 16 rows inside each warp, then the four warps, always in the same order.
 // Needs this warp's rows of slot 0.
-__device__ __forceinline__ void sum_columns(float (&v)[64], const EpilogueParams& p,
+__device__ __forceinline__ void sum_columns(const float (&v)[64], const EpilogueParams& p,
                                             const Wave& w) {
   const int lane = w.thread % 32, warp = w.thread / 32;
-  if (w.m0 + 64 > p.m) {
-    const int row = w.m0 + warp * 16 + lane / 4;
-#pragma unroll
-    for (int i = 0; i < 64; ++i) {
-      if (row + 8 * (i / 2 % 2) >= p.m) v[i] = 0.0f;
-    }
-  }
+  // Of the thread's first and second row, whether they are rows of D.
+  const int row = w.m0 + warp * 16 + lane / 4;
+  const bool first = row < p.m, second = row + 8 < p.m;
   float s[32];
 #pragma unroll
-  for (int i = 0; i < 32; ++i) s[i] = v[4 * (i / 2) + i % 2] + v[4 * (i / 2) + i % 2 + 2];
+  for (int i = 0; i < 32; ++i) {
+    const int at = 4 * (i / 2) + i % 2;
+    s[i] = (first ? v[at] : 0.0f) + (second ? v[at + 2] : 0.0f);
+  }
   fold<32>(s, 16, lane), fold<16>(s, 8, lane), fold<8>(s, 4, lane);
   // Left are columns 16 (lane / 4) + 2 (lane % 4), the next one, and those 8 further on.
   const auto partial = [&](int of) {
@@ -128,7 +152,46 @@ __device__ __forceinline__ void sum_columns(float (&v)[64], const EpilogueParams
   tile::named_barrier(w.barrier, 128);
 }
 
+// Bias gradient, and stores unless they take more than the copy engine.
+template <Epilogue kEpilogue, int kSlots>
+__device__ __forceinline__ void finish(const float (&v)[64], const EpilogueParams& p,
+                                       const CUtensorMap* map, const Wave& w) {
+  if constexpr (kEpilogue != Epilogue::plain) {
+    if (p.bias_grad != nullptr) sum_columns(v, p, w);
+  }
+  if (p.by_element) return;
+  with_type(p.out_dtype, [&]<class T>(T) { store_wave<T, kSlots>(v, p, map, p.accumulate, w); });
+}
+
+template <int kSlots>
+__device__ __forceinline__ void finish_by_element(float (&v)[64], const EpilogueParams& p,
+                                                  const CUtensorMap* map, const Wave& w) {
+  if (p.accumulate) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float2 old[16];
+      read_row(old, p.out, p.out_dtype, p, w, p.ldo, h, 0);
+#pragma unroll
+      for (int j = 0; j < 16; ++j) v[4 * j + 2 * h] += old[j].x, v[4 * j + 2 * h + 1] += old[j].y;
+    }
+  }
+  with_type(p.out_dtype, [&]<class T>(T) {
+    if (p.direct) {
+      write_rows<T>(v, p.out, p, w, p.ldo);
+      // What comes next to the bias and the staging waits for all who used them here.
+      tile::fence_async_proxy();
+      tile::named_barrier(w.barrier, 128);
+    } else {
+      store_wave<T, kSlots>(v, p, map, false, w);
+    }
+  });
+}
+
+// NOTE: every case has a finish() of its own. Where cases meet the compiler would move all 64
+// numbers to other registers.
+template <int kSlots>
 __device__ __forceinline__ void epilogue_forward(float (&v)[64], const EpilogueParams& p,
+                                                 const CUtensorMap* map,
                                                  const CUtensorMap* side_map, const Wave& w) {
   if (p.side == Side::aux) {
     with_16_bit_type(p.aux_dtype, [&]<class T>(T) {
@@ -139,22 +202,34 @@ __device__ __forceinline__ void epilogue_forward(float (&v)[64], const EpilogueP
   } else if (p.aux != nullptr) {
     with_type(p.aux_dtype, [&]<class T>(T) { write_rows<T>(v, p.aux, p, w, p.n); });
   }
+  const auto rest = [&] {
+    if (p.side == Side::aux) free_staging(w);
+    finish<Epilogue::forward, kSlots>(v, p, map, w);
+  };
   if (p.gelu == Gelu::tanh) {
-    apply_gelu<Gelu::tanh>(v);
+    apply_gelu<Gelu::tanh>(v), rest();
   } else if (p.gelu == Gelu::erf) {
-    apply_gelu<Gelu::erf>(v);
+    apply_gelu<Gelu::erf>(v), rest();
+  } else {
+    rest();
   }
-  if (p.side == Side::aux) free_staging(w);
 }
 
+template <int kSlots>
 __device__ __forceinline__ void epilogue_backward(float (&v)[64], const EpilogueParams& p,
-                                                  const Wave& w) {
-  if (p.side == Side::gelu_in) tile::mbar_wait(w.arrived, w.phase);
-  if (p.gelu == Gelu::tanh) {
-    apply_derivatives<Gelu::tanh>(v, p, w);
-  } else {
-    apply_derivatives<Gelu::erf>(v, p, w);
+                                                  const CUtensorMap* map, const Wave& w) {
+  if (p.side != Side::gelu_in) {
+    apply_derivatives(v, p, w), finish<Epilogue::backward, kSlots>(v, p, map, w);
+    return;
   }
+  tile::mbar_wait(w.arrived, w.phase);
+  with_16_bit_type(p.gelu_in_dtype, [&]<class T>(T) {
+    if (p.gelu == Gelu::tanh) {
+      apply_derivatives<Gelu::tanh, T>(v, w), finish<Epilogue::backward, kSlots>(v, p, map, w);
+    } else {
+      apply_derivatives<Gelu::erf, T>(v, w), finish<Epilogue::backward, kSlots>(v, p, map, w);
+    }
+  });
 }
 
 template <Epilogue kEpilogue, int kSlots>
@@ -162,37 +237,20 @@ __device__ __forceinline__ void epilogue_wave(float (&v)[64], const EpiloguePara
                                               const CUtensorMap* map, const CUtensorMap* side_map,
                                               const Wave& at) {
   Wave w = at;
-  // NOTE: or the compiler would keep addresses of the epilogue in registers during the main loop.
+  // NOTE: or the compiler would keep addresses of the epilogue in registers during the main loop,
+  // and place the sums so that promotion reads three numbers from one register bank.
   if constexpr (kEpilogue != Epilogue::plain) w.thread = tile::keep(threadIdx.x) % 128;
-  if (p.bias != nullptr) tile::copy_words_wait();
-  // NOTE: load_ahead() has waited for the staging already.
-  if (kEpilogue != Epilogue::backward || p.side != Side::gelu_in || p.bias != nullptr)
-    free_staging(w);
-  if (p.bias != nullptr) add_bias(v, p, w);
-  if constexpr (kEpilogue == Epilogue::forward) epilogue_forward(v, p, side_map, w);
-  if constexpr (kEpilogue == Epilogue::backward) epilogue_backward(v, p, w);
-  if constexpr (kEpilogue != Epilogue::plain) {
-    if (p.bias_grad != nullptr) sum_columns(v, p, w);
+  convert_bias(p, w);
+  free_staging(w);
+  add_bias(v, w);
+  if constexpr (kEpilogue == Epilogue::forward) {
+    epilogue_forward<kSlots>(v, p, map, side_map, w);
+  } else if constexpr (kEpilogue == Epilogue::backward) {
+    epilogue_backward<kSlots>(v, p, map, w);
+  } else {
+    finish<kEpilogue, kSlots>(v, p, map, w);
   }
-  // fp32 sums are added by the copy engine on the way out.
-  if (p.accumulate && (p.direct || p.out_dtype != DType::f32)) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float2 old[16];
-      read_row(old, p.out, p.out_dtype, p, w, p.ldo, h);
-#pragma unroll
-      for (int j = 0; j < 16; ++j) v[4 * j + 2 * h] += old[j].x, v[4 * j + 2 * h + 1] += old[j].y;
-    }
-  }
-  with_type(p.out_dtype, [&]<class T>(T) {
-    if (p.direct) {
-      write_rows<T>(v, p.out, p, w, p.ldo);
-      // What comes next to the bias and the staging waits for all who read them here.
-      tile::named_barrier(w.barrier, 128);
-    } else {
-      store_wave<T, kSlots>(v, p, map, p.accumulate, w);
-    }
-  });
+  if (p.by_element) finish_by_element<kSlots>(v, p, map, w);
 }
 
 }  // namespace te_mx::sm90

@@ -43,7 +43,7 @@ struct GemmConfig {
   static constexpr bool kFull = kM != 256;
   static constexpr int kThreads = 128 + 128 * kMath;
   static constexpr int kSmem = 1024 + kStages * (kStageBytes + kColumnBytes) +
-                               kMath * (kStaging + 512 + 8) + 3 * kStages * 8;
+                               kMath * (kStaging + kBiasBytes + 8) + 3 * kStages * 8;
   static_assert(!kFull || (kWaves == 1 && kSlots == 2),
                 "a wave of 16-bit numbers fits the staging");
   static_assert(kSmem <= 232448, "a block has 227 KiB of shared memory");
@@ -56,7 +56,7 @@ struct Smem {
   static constexpr int kStaging = kRhs + Config::kStages * Config::kRhsBytes;
   static constexpr int kScales = kStaging + Config::kMath * Config::kStaging;
   static constexpr int kBias = kScales + Config::kStages * Config::kScaleBytes;
-  static constexpr int kColumns = kBias + Config::kMath * 512;
+  static constexpr int kColumns = kBias + Config::kMath * kBiasBytes;
   static constexpr int kBarriers = kColumns + Config::kStages * Config::kColumnBytes;
   char* base;
   __device__ __forceinline__ explicit Smem(char* raw) {
@@ -70,7 +70,7 @@ struct Smem {
   __device__ __forceinline__ char* scales(int s) const {
     return base + kScales + s * Config::kScaleBytes;
   }
-  __device__ __forceinline__ char* bias(int math) const { return base + kBias + math * 512; }
+  __device__ __forceinline__ char* bias(int math) const { return base + kBias + math * kBiasBytes; }
   __device__ __forceinline__ char* columns(int s) const {
     return base + kColumns + s * Config::kColumnBytes;
   }

@@ -40,6 +40,7 @@ Status launch(const GemmArgs& a, const Device& device) {
       reinterpret_cast<uintptr_t>(beside) % 16 == 0)
     p.epilogue.side = a.gelu_in != nullptr ? Side::gelu_in : Side::aux;
   p.epilogue.direct = a.ldo * width % 16 != 0 || reinterpret_cast<uintptr_t>(a.out) % 16 != 0;
+  p.epilogue.by_element = p.epilogue.direct || (a.accumulate && a.out_dtype != DType::f32);
   p.epilogue.m = static_cast<int>(a.m), p.epilogue.n = static_cast<int>(a.n);
 
   using namespace mxtile::sm90;

@@ -25,6 +25,7 @@ struct EpilogueParams {
   bool accumulate;
   bool bias_words;  // the bias may be copied by words of 4 bytes
   bool direct;      // out cannot be described by a tensor map: stores go element by element
+  bool by_element;  // direct, or D is 16-bit and is added to what is there
   int m, n;
 };
 

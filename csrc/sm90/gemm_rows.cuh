@@ -8,7 +8,7 @@
 #include <cstdint>
 
 #include "gemm_params.cuh"
-#include "mxtile/sm90/barrier.cuh"
+#include "mxtile/sm90/swizzle.cuh"
 
 namespace te_mx::sm90 {
 
@@ -20,7 +20,7 @@ struct Wave {
   int thread;   // 0..127
   int barrier;  // named barrier of this warpgroup
   char* staging;
-  char* bias;         // [128] in shared memory, of the bias's dtype
+  char* bias;         // kBiasBytes of shared memory
   uint64_t* arrived;  // gelu_in of this block is in the staging
   uint32_t phase;     // of that barrier
 };
@@ -94,35 +94,41 @@ struct RowPlace {
 
 // NOTE: a pair at the end of an odd number of columns is read whole; rows of even length have room
 // for it.
-template <class T>
-__device__ __forceinline__ void read_row(float2 (&x)[16], const void* from, const RowPlace& at,
-                                         bool even) {
-  const T* const source = static_cast<const T*>(from) + at.base;
+template <class T, int kCount>
+__device__ __forceinline__ void read_pairs(float2 (&x)[kCount], const void* from, int64_t base,
+                                           int left, bool even) {
+  const T* const source = static_cast<const T*>(from) + base;
   if (even) {
 #pragma unroll
-    for (int j = 0; j < 16; ++j) {
-      if (at.left > 8 * j)
+    for (int j = 0; j < kCount; ++j) {
+      if (left > 8 * j)
         x[j] = to_float2(*reinterpret_cast<const typename PairOf<T>::type*>(source + 8 * j));
     }
   } else {
 #pragma unroll
-    for (int j = 0; j < 16; ++j) {
-      if (at.left > 8 * j) x[j].x = to_float(source[8 * j]);
-      if (at.left > 8 * j + 1) x[j].y = to_float(source[8 * j + 1]);
+    for (int j = 0; j < kCount; ++j) {
+      if (left > 8 * j) x[j].x = to_float(source[8 * j]);
+      if (left > 8 * j + 1) x[j].y = to_float(source[8 * j + 1]);
     }
   }
 }
 
-// Reads row h of the wave from a row-major array of `ld` columns; what lies outside D is 0.
-__device__ __forceinline__ void read_row(float2 (&x)[16], const void* from, DType dtype,
-                                         const EpilogueParams& p, const Wave& w, int64_t ld,
-                                         int h) {
+// Reads pairs `first` and after of row h of the wave from a row-major array of `ld` columns; what
+// lies outside D is 0.
+template <int kCount>
+__device__ __forceinline__ void read_row(float2 (&x)[kCount], const void* from, DType dtype,
+                                         const EpilogueParams& p, const Wave& w, int64_t ld, int h,
+                                         int first) {
 #pragma unroll
-  for (int j = 0; j < 16; ++j) x[j] = make_float2(0.0f, 0.0f);
-  // NOTE: the compiler would otherwise start the reads of both rows at once, and spill.
+  for (int j = 0; j < kCount; ++j) x[j] = make_float2(0.0f, 0.0f);
+  // NOTE: the compiler would otherwise start all reads of a wave at once, and spill.
   tile::compiler_fence();
-  const RowPlace at(p, w, ld, h);
-  with_type(dtype, [&]<class T>(T) { read_row<T>(x, from, at, ld % 2 == 0); });
+  Wave here = w;
+  here.thread = tile::keep(threadIdx.x) % 128;
+  const RowPlace at(p, here, ld, h);
+  with_type(dtype, [&]<class T>(T) {
+    read_pairs<T>(x, from, at.base + 8 * first, at.left - 8 * first, ld % 2 == 0);
+  });
 }
 
 template <class T>
