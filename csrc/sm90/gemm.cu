@@ -54,6 +54,7 @@ __global__ void reduce_columns_kernel(const float* partial, float* out, int64_t 
   const int64_t col = static_cast<int64_t>(blockIdx.x) * 32 + threadIdx.x;
   float s = 0.0f;
   if (col < n) {
+#pragma unroll 8
     for (int64_t b = threadIdx.y; b < blocks; b += 8) s += partial[b * n + col];
   }
   sums[threadIdx.y][threadIdx.x] = s;
@@ -113,7 +114,8 @@ int chosen_config(const GemmArgs& a) {
 Status gemm(const GemmArgs& a) {
   if (a.m <= 0 || a.n <= 0 || a.k <= 0 || a.m > INT32_MAX - 256 || a.n > INT32_MAX - 256 ||
       a.k > INT32_MAX - 256 || a.ldo < a.n || a.config >= kChoiceCount ||
-      (a.config >= 0 && needs_full(a) && !kChoices[a.config].full)) {
+      (a.config >= 0 && needs_full(a) && !kChoices[a.config].full) ||
+      (a.aux != nullptr && a.gelu_in != nullptr)) {
     return Status::bad_argument;
   }
   if (a.workspace_bytes < workspace_bytes(a)) return Status::small_workspace;

@@ -43,10 +43,10 @@ struct GemmConfig {
   // With GELU, aux and the bias gradient: registers do not suffice for them beside 256 rows.
   static constexpr bool kFull = kM != 256;
   static constexpr int kThreads = 128 + 128 * kMath;
-  static constexpr int kSmem =
-      1024 + kStages * (kStageBytes + kColumnBytes) + kMath * (kStaging + 512) + 3 * kStages * 8;
-  // Slots are taken in turn, and a block of 16-bit output starts at slot 0 again.
-  static_assert(2 * kWaves % kSlots == 0, "a block fills every slot equally often");
+  static constexpr int kSmem = 1024 + kStages * (kStageBytes + kColumnBytes) +
+                               kMath * (kStaging + kBiasBytes + 8) + 3 * kStages * 8;
+  static_assert(!kFull || (kWaves == 1 && kSlots == 2),
+                "a wave of 16-bit numbers fits the staging");
   static_assert(kSmem <= 232448, "a block has 227 KiB of shared memory");
 };
 
@@ -57,7 +57,7 @@ struct Smem {
   static constexpr int kStaging = kRhs + Config::kStages * Config::kRhsBytes;
   static constexpr int kScales = kStaging + Config::kMath * Config::kStaging;
   static constexpr int kBias = kScales + Config::kStages * Config::kScaleBytes;
-  static constexpr int kColumns = kBias + Config::kMath * 512;
+  static constexpr int kColumns = kBias + Config::kMath * kBiasBytes;
   static constexpr int kBarriers = kColumns + Config::kStages * Config::kColumnBytes;
   char* base;
   __device__ __forceinline__ explicit Smem(char* raw) {
@@ -71,9 +71,7 @@ struct Smem {
   __device__ __forceinline__ char* scales(int s) const {
     return base + kScales + s * Config::kScaleBytes;
   }
-  __device__ __forceinline__ float* bias(int math) const {
-    return reinterpret_cast<float*>(base + kBias) + math * 128;
-  }
+  __device__ __forceinline__ char* bias(int math) const { return base + kBias + math * kBiasBytes; }
   __device__ __forceinline__ char* columns(int s) const {
     return base + kColumns + s * Config::kColumnBytes;
   }
@@ -82,6 +80,9 @@ struct Smem {
   }
   __device__ __forceinline__ uint64_t* empty(int s) const { return full(Config::kStages + s); }
   __device__ __forceinline__ uint64_t* ready(int s) const { return full(2 * Config::kStages + s); }
+  __device__ __forceinline__ uint64_t* arrived(int math) const {
+    return full(3 * Config::kStages + math);
+  }
 };
 
 // Threads of a math warpgroup that say that it needs a stage no more.
@@ -186,7 +187,8 @@ __device__ __forceinline__ void release(uint64_t* empty, int lane) {
 
 template <class Config, tile::Fp8 kLhs, tile::Fp8 kRhs, Epilogue kEpilogue>
 __device__ __forceinline__ void consume(const GemmParams& p, const CUtensorMap& out_map,
-                                        const Smem<Config>& smem, int rank, int math) {
+                                        const CUtensorMap& side_map, const Smem<Config>& smem,
+                                        int rank, int math) {
   const int thread = threadIdx.x % 128, lane = thread % 32;
   // This warpgroup's first row inside the block.
   const int row0 = math * Config::kWaves * 64;
@@ -197,16 +199,18 @@ __device__ __forceinline__ void consume(const GemmParams& p, const CUtensorMap& 
       tile::smem_addr(smem.scales(0) + Config::kLhsTiles * Config::kTileBytes);
   const uint32_t columns = tile::smem_addr(smem.columns(0));
   Ring<Config::kStages> ring;
+  Wave w;
+  w.phase = 0;
   for (int index = blockIdx.x / Config::kCluster; index < p.m_blocks * p.n_blocks;
-       index += gridDim.x / Config::kCluster) {
+       index += gridDim.x / Config::kCluster, w.phase ^= 1) {
     const Block block = block_at(p, index);
-    Wave w;
     w.m0 = block.m * Config::kM + row0;
     w.n0 = (block.n * Config::kCluster + rank) * 128;
     w.thread = thread;
     w.barrier = 1 + math;
     w.staging = smem.staging(math);
     w.bias = smem.bias(math);
+    w.arrived = smem.arrived(math);
     if (p.epilogue.bias != nullptr) load_bias(p.epilogue, w);
     // The same inside the block's scale tiles: 64 and 192 rows start in the middle of a tile every
     // other time.
@@ -255,10 +259,13 @@ __device__ __forceinline__ void consume(const GemmParams& p, const CUtensorMap& 
           [&] {
             if (k + 1 < p.k_steps) fetch(ring);
           });
+      if constexpr (kEpilogue == Epilogue::backward) {
+        if (k == 0) load_ahead(p.epilogue, &side_map, w);
+      }
     }
 #pragma unroll
     for (int wave = 0; wave < Config::kWaves; ++wave, w.m0 += 64) {
-      epilogue_wave<kEpilogue, Config::kSlots>(sum[wave], wave, p.epilogue, &out_map, w);
+      epilogue_wave<kEpilogue, Config::kSlots>(sum[wave], p.epilogue, &out_map, &side_map, w);
     }
   }
   if (thread == 0) tile::tma_store_wait_all();
@@ -268,7 +275,8 @@ template <class Config, tile::Fp8 kLhs, tile::Fp8 kRhs, Epilogue kEpilogue>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     gemm_kernel(const __grid_constant__ GemmParams p, const __grid_constant__ CUtensorMap lhs_map,
                 const __grid_constant__ CUtensorMap rhs_map,
-                const __grid_constant__ CUtensorMap out_map) {
+                const __grid_constant__ CUtensorMap out_map,
+                const __grid_constant__ CUtensorMap side_map) {
   extern __shared__ char raw[];
   const Smem<Config> smem(raw);
   const int rank = Config::kCluster == 1 ? 0 : static_cast<int>(tile::cluster_rank());
@@ -276,11 +284,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     tile::tma_prefetch(&lhs_map);
     tile::tma_prefetch(&rhs_map);
     if (!p.epilogue.direct) tile::tma_prefetch(&out_map);
+    if (p.epilogue.side != Side::none) tile::tma_prefetch(&side_map);
     for (int s = 0; s < Config::kStages; ++s) {
       tile::mbar_init(smem.full(s), 1);
       tile::mbar_init(smem.empty(s), kArrivals * Config::kMath * Config::kCluster);
       tile::mbar_init(smem.ready(s), Config::kLhsTiles);
     }
+    for (int i = 0; i < Config::kMath; ++i) tile::mbar_init(smem.arrived(i), 1);
     tile::mbar_init_fence();
   }
   if constexpr (Config::kCluster == 1) {
@@ -303,7 +313,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   } else {
     tile::registers_up<Config::kMath == 3 ? 160 : 232>();
     consume<Config, kLhs, kRhs, kEpilogue>(
-        p, out_map, smem, rank, __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0) - 1);
+        p, out_map, side_map, smem, rank,
+        __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0) - 1);
   }
   // NOTE: a CTA must not leave while its neighbour still sends data or arrivals to it.
   if constexpr (Config::kCluster != 1) tile::cluster_sync();

@@ -16,7 +16,7 @@ Status launch(const GemmArgs& a, const Device& device) {
                                  Config::kThreads, Config::kSmem, Config::kCluster);
   if (clusters == 0) return Status::unsupported;
   GemmParams p{};
-  CUtensorMap lhs_map, rhs_map, out_map{};
+  CUtensorMap lhs_map, rhs_map, out_map{}, side_map{};
   p.lhs_scales = a.lhs.scales, p.rhs_scales = a.rhs.scales;
   p.lhs_tiles = static_cast<int>(packed_tiles(a.m)),
   p.rhs_tiles = static_cast<int>(packed_tiles(a.n));
@@ -33,20 +33,32 @@ Status launch(const GemmArgs& a, const Device& device) {
   p.epilogue.gelu = a.gelu;
   p.epilogue.bias_grad = a.bias_grad == nullptr ? nullptr : static_cast<float*>(a.workspace);
   p.epilogue.accumulate = a.accumulate;
+  p.epilogue.bias_words =
+      a.bias_dtype == DType::f32 || reinterpret_cast<uintptr_t>(a.bias) % 4 == 0;
+  const void* const beside = a.gelu_in != nullptr ? a.gelu_in : a.aux;
+  const DType beside_dtype = a.gelu_in != nullptr ? a.gelu_in_dtype : a.aux_dtype;
+  if (beside != nullptr && beside_dtype != DType::f32 && a.n % 8 == 0 &&
+      reinterpret_cast<uintptr_t>(beside) % 16 == 0)
+    p.epilogue.side = a.gelu_in != nullptr ? Side::gelu_in : Side::aux;
   p.epilogue.direct = a.ldo * width % 16 != 0 || reinterpret_cast<uintptr_t>(a.out) % 16 != 0;
+  p.epilogue.by_element = p.epilogue.direct || (a.accumulate && a.out_dtype != DType::f32);
   p.epilogue.m = static_cast<int>(a.m), p.epilogue.n = static_cast<int>(a.n);
 
   using namespace mxtile::sm90;
   const int64_t ld = packed_ld(a.k);
-  const auto out_type = a.out_dtype == DType::f32    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
-                        : a.out_dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                                     : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const auto map_type = [](DType dtype) {
+    return dtype == DType::f32    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+           : dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                  : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  };
   if (!tensor_map_2d(lhs_map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, a.lhs.codes, a.m, a.k, ld,
                      Config::kM / Config::kCluster) ||
       !tensor_map_2d(rhs_map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, a.rhs.codes, a.n, a.k, ld,
                      Config::kN) ||
       (!p.epilogue.direct &&
-       !tensor_map_2d(out_map, out_type, width, a.out, a.m, a.n, a.ldo * width, 64))) {
+       !tensor_map_2d(out_map, map_type(a.out_dtype), width, a.out, a.m, a.n, a.ldo * width, 64)) ||
+      (p.epilogue.side != Side::none &&
+       !tensor_map_2d(side_map, map_type(beside_dtype), 2, beside, a.m, a.n, a.n * 2, 64))) {
     return Status::unsupported;
   }
 
@@ -63,7 +75,7 @@ Status launch(const GemmArgs& a, const Device& device) {
   attributes[1].val.clusterDim.z = 1;
   config.attrs = attributes;
   config.numAttrs = 2;
-  return cudaLaunchKernelEx(&config, kernel, p, lhs_map, rhs_map, out_map) == cudaSuccess
+  return cudaLaunchKernelEx(&config, kernel, p, lhs_map, rhs_map, out_map, side_map) == cudaSuccess
              ? Status::ok
              : Status::unsupported;
 }
@@ -72,13 +84,15 @@ Status launch(const GemmArgs& a, const Device& device) {
 template <class Config>
 Status launch_any(const GemmArgs& a, const Device& device) {
   using tile::Fp8;
-  const bool gelu =
-      a.aux != nullptr || a.gelu_in != nullptr || a.gelu != Gelu::none || a.bias_grad != nullptr;
+  const bool backward = a.gelu_in != nullptr,
+             forward = a.aux != nullptr || a.gelu != Gelu::none || a.bias_grad != nullptr;
   const auto go = [&]<Fp8 kLhs, Fp8 kRhs>() {
     if constexpr (Config::kFull) {
-      if (gelu) return launch<Config, kLhs, kRhs, Epilogue::gelu>(a, device);
+      if (backward) return launch<Config, kLhs, kRhs, Epilogue::backward>(a, device);
+      if (forward) return launch<Config, kLhs, kRhs, Epilogue::forward>(a, device);
     }
-    return gelu ? Status::bad_argument : launch<Config, kLhs, kRhs, Epilogue::plain>(a, device);
+    return backward || forward ? Status::bad_argument
+                               : launch<Config, kLhs, kRhs, Epilogue::plain>(a, device);
   };
   if (a.lhs_fmt == Format::e4m3) {
     return a.rhs_fmt == Format::e4m3 ? go.template operator()<Fp8::e4m3, Fp8::e4m3>()

@@ -9,6 +9,9 @@
 
 namespace te_mx::sm90 {
 
+// The [M, N] array beside D that goes through the copy engine: 16-bit, of rows of whole 16 bytes.
+enum class Side : int { none = 0, aux = 1, gelu_in = 2 };
+
 struct EpilogueParams {
   void* out;
   int64_t ldo;
@@ -18,8 +21,11 @@ struct EpilogueParams {
   float* bias_grad;  // partial sums [ceil(M/64), N]
   DType out_dtype, bias_dtype, aux_dtype, gelu_in_dtype;
   Gelu gelu;
+  Side side;
   bool accumulate;
-  bool direct;  // out cannot be described by a tensor map: stores go element by element
+  bool bias_words;  // the bias may be copied by words of 4 bytes
+  bool direct;      // out cannot be described by a tensor map: stores go element by element
+  bool by_element;  // direct, or D is 16-bit and is added to what is there
   int m, n;
 };
 

@@ -72,6 +72,8 @@ def test_bias(shape, dtype, precision):
         assert torch.equal(run(bias=bias, out_dtype=dtype).out, (sums + bias.float()).to(dtype))
         apart = torch.randn(shape[0], 3, device="cuda", dtype=bias_dtype)[:, 1]
         assert torch.equal(run(bias=apart, out_dtype=dtype).out, (sums + apart.float()).to(dtype))
+        behind = torch.randn(shape[0] + 1, device="cuda", dtype=bias_dtype)[1:]
+        assert torch.equal(run(bias=behind, out_dtype=dtype).out, (sums + behind.float()).to(dtype))
 
 
 def test_accumulate(shape, dtype, precision):

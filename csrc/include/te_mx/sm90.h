@@ -119,7 +119,7 @@ struct GemmArgs {
   Gelu gelu;  // forward GELU, or the form whose derivative multiplies when gelu_in is set
   void* aux;  // [M, N] compact, written before GELU, or null
   DType aux_dtype;
-  const void* gelu_in;  // [M, N] compact, or null
+  const void* gelu_in;  // [M, N] compact, or null; not with aux
   DType gelu_in_dtype;
   float* bias_grad;  // [N] column sums of the result, or null
   void* workspace;   // 16-byte aligned

@@ -1,20 +1,44 @@
-// Fast fp32 functions of one instruction each. Subnormal arguments and results become 0.
+// Single instructions of the CUDA cores that C++ has no exact word for. Subnormals count as zero.
 #pragma once
+
+#include <cstdint>
+
+#include "mxtile/sm90/barrier.cuh"
 
 namespace mxtile::sm90 {
 
-// 2^x within 2 ulp.
+// 2^x, relative error 2^-22.
 __device__ __forceinline__ float exp2_approx(float x) {
   float r;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
   return r;
 }
 
-// 1 / x within 1 ulp.
+// 1 / x, one unit in the last place.
 __device__ __forceinline__ float rcp_approx(float x) {
   float r;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
   return r;
+}
+
+// The larger one; NaN when either is. (fmaxf takes the other one.)
+__device__ __forceinline__ float max_nan(float a, float b) {
+  float r;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+
+// Starts a copy of the first `bytes` (0..4) of a word to shared memory, zeros behind them. Both
+// addresses are multiples of 4; nothing is read when bytes is 0.
+__device__ __forceinline__ void copy_word_async(void* smem, const void* gmem, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(smem_addr(smem)), "l"(gmem),
+               "r"(bytes)
+               : "memory");
+}
+
+// Until this thread's copies of words have arrived.
+__device__ __forceinline__ void copy_words_wait() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
 }  // namespace mxtile::sm90
