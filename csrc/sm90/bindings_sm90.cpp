@@ -5,29 +5,16 @@
 
 #include <cstdint>
 
+#include "bindings_sm90.h"
 #include "device.h"
 #include "te_mx/sm90.h"
 
 namespace py = pybind11;
 using namespace te_mx;
+using sm90::gemm_args, sm90::packed, sm90::ptr;
 
-namespace {
-
-template <class T>
-T* ptr(const py::handle& address) {
-  return reinterpret_cast<T*>(address.cast<uintptr_t>());
-}
-
-// (codes, scales)
-sm90::Packed packed(const py::handle& h) {
-  const auto t = py::reinterpret_borrow<py::tuple>(h);
-  return {ptr<uint8_t>(t[0]), ptr<uint32_t>(t[1])};
-}
-
-// problem: (lhs, lhs_fmt, rhs, rhs_fmt, m, n, k); epilogue: (out, out_dtype, ldo, accumulate, bias,
-// bias_dtype, gelu, aux, aux_dtype, gelu_in, gelu_in_dtype, bias_grad)
-sm90::GemmArgs gemm_args(const py::tuple& p, const py::tuple& e, uintptr_t workspace,
-                         int64_t workspace_bytes, int config, uintptr_t stream) {
+sm90::GemmArgs te_mx::sm90::gemm_args(const py::tuple& p, const py::tuple& e, uintptr_t workspace,
+                                      int64_t workspace_bytes, int config, uintptr_t stream) {
   sm90::GemmArgs a{};
   a.lhs = packed(p[0]), a.lhs_fmt = static_cast<Format>(p[1].cast<int>());
   a.rhs = packed(p[2]), a.rhs_fmt = static_cast<Format>(p[3].cast<int>());
@@ -43,8 +30,6 @@ sm90::GemmArgs gemm_args(const py::tuple& p, const py::tuple& e, uintptr_t works
   a.config = config, a.stream = reinterpret_cast<void*>(stream);
   return a;
 }
-
-}  // namespace
 
 PYBIND11_MODULE(_sm90, m) {
   m.doc() = "Native Hopper kernels of te_mx: addresses and sizes in, unchecked; a status out.";
@@ -184,4 +169,5 @@ PYBIND11_MODULE(_sm90, m) {
       },
       py::arg("problem"), py::arg("epilogue"), py::arg("workspace"), py::arg("workspace_bytes"),
       py::arg("config"), py::arg("stream"), py::arg("device") = -1);
+  sm90::bind_grouped(m);
 }

@@ -23,19 +23,6 @@ constexpr Choice kChoices[] = {
 };
 constexpr int kChoiceCount = sizeof(kChoices) / sizeof(kChoices[0]);
 
-Device current_device() {
-  static std::atomic<int> sms[64];
-  Device device{-1, 0};
-  if (cudaGetDevice(&device.index) != cudaSuccess) return device;
-  const int slot = device.index & 63;
-  device.sms = sms[slot].load(std::memory_order_relaxed);
-  if (device.sms == 0) {
-    cudaDeviceGetAttribute(&device.sms, cudaDevAttrMultiProcessorCount, device.index);
-    sms[slot].store(device.sms, std::memory_order_relaxed);
-  }
-  return device;
-}
-
 bool needs_full(const GemmArgs& a) {
   return a.aux != nullptr || a.gelu_in != nullptr || a.gelu != Gelu::none || a.bias_grad != nullptr;
 }
@@ -76,6 +63,19 @@ __global__ void reduce_columns_kernel(const float* partial, float* out, int64_t 
 }
 
 }  // namespace
+
+Device current_device() {
+  static std::atomic<int> sms[64];
+  Device device{-1, 0};
+  if (cudaGetDevice(&device.index) != cudaSuccess) return device;
+  const int slot = device.index & 63;
+  device.sms = sms[slot].load(std::memory_order_relaxed);
+  if (device.sms == 0) {
+    cudaDeviceGetAttribute(&device.sms, cudaDevAttrMultiProcessorCount, device.index);
+    sms[slot].store(device.sms, std::memory_order_relaxed);
+  }
+  return device;
+}
 
 int ClusterCount::of(int device, const void* kernel, int threads, int smem, int cluster) {
   std::atomic<int>& known = counts_[device & 63];

@@ -23,6 +23,8 @@ inline constexpr int kPanelBytes = 64 * 128;  // 64 rows of 128 bytes: what one 
 // Where a wave lies: its first row and column in D, and this thread's place in the warpgroup.
 struct Wave {
   int m0, n0;
+  int m_end;    // rows at and after it are not stored
+  bool direct;  // stores go element by element
   int thread;   // 0..127
   int barrier;  // named barrier of this warpgroup
   char* staging;
@@ -83,7 +85,7 @@ struct RowPlace {
     const int row = w.m0 + w.thread / 32 * 16 + w.thread % 32 / 4 + 8 * h,
               col = w.n0 + 2 * (w.thread % 4);
     base = static_cast<int64_t>(row) * ld + col;
-    left = row < p.m ? p.n - col : 0;
+    left = row < w.m_end ? p.n - col : 0;
   }
 };
 
@@ -182,11 +184,12 @@ __device__ __forceinline__ void scale_by_derivative(float (&v)[64], const float2
 
 // Brings the bias of a block to shared memory. The barriers keep the previous block's readers and
 // the next ones apart.
-__device__ __forceinline__ void load_bias(const EpilogueParams& p, const Wave& w) {
+__device__ __forceinline__ void load_bias(const EpilogueParams& p, const Wave& w, int group) {
   const int col = w.n0 + w.thread;
   float b = 0.0f;
   with_type(p.bias_dtype, [&]<class T>(T) {
-    if (col < p.n) b = to_float(static_cast<const T*>(p.bias)[col]);
+    if (col < p.n)
+      b = to_float(static_cast<const T*>(p.bias)[static_cast<int64_t>(group) * p.n + col]);
   });
   tile::named_barrier(w.barrier, 128);
   w.bias[w.thread] = b;
@@ -294,7 +297,7 @@ __device__ __forceinline__ void store_panel(const float (&v)[64], const int pane
   tile::named_barrier(w.barrier, 128);
   if (w.thread == 0) {
     const int n0 = w.n0 + panel * kCols;
-    if (w.m0 < p.m && n0 < p.n) {
+    if (w.m0 < w.m_end && n0 < p.n) {
       if (sizeof(T) == 4 && p.accumulate) {
         tile::tma_reduce_add(map, smem, n0, w.m0);
       } else {
@@ -311,7 +314,7 @@ __device__ __forceinline__ void epilogue_wave(float (&v)[64], const int wave,
                                               const Wave& w) {
   epilogue_values<kEpilogue>(v, p, w);
   // fp32 sums are added by the copy engine on the way out.
-  if (p.accumulate && (p.direct || p.out_dtype != DType::f32)) {
+  if (p.accumulate && (w.direct || p.out_dtype != DType::f32)) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float2 old[16];
@@ -321,7 +324,7 @@ __device__ __forceinline__ void epilogue_wave(float (&v)[64], const int wave,
     }
   }
   with_type(p.out_dtype, [&]<class T>(T) {
-    if (p.direct) {
+    if (w.direct) {
       write_rows<T>(v, p.out, p, w, p.ldo);
     } else {
       constexpr int kPanels = sizeof(T);  // 128 columns in panels of 128 bytes

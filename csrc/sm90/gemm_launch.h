@@ -6,14 +6,16 @@
 #include <atomic>
 #include <cstdint>
 
-#include "te_mx/sm90.h"
+#include "te_mx/sm90_grouped.h"
 
 namespace te_mx::sm90 {
 
 struct Device {
   int index;
-  int sms;
+  int sms;  // 0: there is none
 };
+
+Device current_device();
 
 // How many clusters of one kernel run at the same time, per device. Asked once: a persistent grid
 // larger than that would leave whole clusters to run after the others.
@@ -43,6 +45,11 @@ Status launch_192x128_cluster2(const GemmArgs& a, const Device& device);
 Status launch_256x128_cluster2(const GemmArgs& a, const Device& device);
 Status launch_256x128(const GemmArgs& a, const Device& device);
 Status launch_128x128(const GemmArgs& a, const Device& device);
+
+Status launch_grouped_192x128_cluster2(const GemmArgs& a, const Groups& g, bool along_k,
+                                       const Device& device);
+Status launch_grouped_256x128(const GemmArgs& a, const Groups& g, bool along_k,
+                              const Device& device);
 
 // bias_grad[n] = sum over blocks of 64 rows of partial[block, n], in order.
 Status reduce_columns(const float* partial, float* out, int64_t blocks, int64_t n,

@@ -39,27 +39,49 @@ __device__ __forceinline__ void codes_once(uint2 (&cols)[8], const QuantizeSmem&
   }
 }
 
-// kPlain: some wanted direction is plain, or may be.
-template <class T, tile::Fp8 kFmt, bool kPlain>
+// The tiles of one matrix.
+struct OneMatrix {
+  using Outputs = const QuantizeParams&;
+
+  __device__ __forceinline__ const void* x(const QuantizeParams& p, const Tile&) const {
+    return p.a.x;
+  }
+  __device__ __forceinline__ Outputs outputs(const QuantizeParams& p, const Tile&) const {
+    return p;
+  }
+  // False for a CTA without a tile.
+  __device__ __forceinline__ bool find(Tile& t, const QuantizeParams& p) const {
+    find(t, p, blockIdx.y + gridDim.y * blockIdx.z);
+    return t.rt < p.row_tiles;
+  }
+  static __device__ __forceinline__ void find(Tile& t, const QuantizeParams& p, int rows_at_once) {
+    t.ct = blockIdx.x >> p.group_bits;
+    t.rt = (rows_at_once << p.group_bits) + (blockIdx.x & ((1 << p.group_bits) - 1));
+    t.last_row = t.rt == p.row_tiles - 1, t.last_col = t.ct == p.col_tiles - 1;
+    t.r0 = t.k0(), t.matrix = 0;
+    t.rows = t.last_row ? p.last_rows : 128, t.cols = t.last_col ? p.last_cols : 128;
+  }
+};
+
+// kPlain: some wanted direction is plain, or may be. Where: OneMatrix, or what
+// quantize_grouped.cuh says of several.
+template <class T, tile::Fp8 kFmt, bool kPlain, class Where>
 __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 4 : 2)
-    quantize_kernel(const __grid_constant__ QuantizeParams p) {
+    quantize_kernel(const __grid_constant__ QuantizeParams all,
+                    const __grid_constant__ Where where) {
   using Word = typename Input<T>::Word;
   __shared__ QuantizeSmem s;
-  const QuantizeArgs& a = p.a;
   Tile t;
-  t.ct = blockIdx.x >> p.group_bits;
-  t.rt = ((blockIdx.y + gridDim.y * blockIdx.z) << p.group_bits) +
-         (blockIdx.x & ((1 << p.group_bits) - 1));
-  if (t.rt >= p.row_tiles) return;
-  t.last_row = t.rt == p.row_tiles - 1, t.last_col = t.ct == p.col_tiles - 1;
+  if (!where.find(t, all)) return;
+  typename Where::Outputs p = where.outputs(all, t);
+  const QuantizeArgs& a = p.a;
   const Place at;
   if (a.col_sum != nullptr) cudaTriggerProgrammaticLaunchCompletion();
 
   Word x[8][4];
-  load_patch<T>(x, static_cast<const T*>(a.x) + (t.r0() + at.r) * a.x_stride + t.c0() + at.c,
-                a.x_stride, (t.last_row ? p.last_rows : 128) - at.r,
-                (t.last_col ? p.last_cols : 128) - at.c, p.x_vectors,
-                &s.codes[0][0] + 64 * threadIdx.x);
+  load_patch<T>(
+      x, static_cast<const T*>(where.x(all, t)) + (t.r0 + at.r) * a.x_stride + t.c0() + at.c,
+      a.x_stride, t.rows - at.r, t.cols - at.c, p.x_vectors, &s.codes[0][0] + 64 * threadIdx.x);
   if (threadIdx.x == 0) s.row.clear(), s.col.clear();
   if (p.row.wanted) scan_rows<T, kFmt>(s, x, at, a.rule);
   if (p.col.wanted) scan_cols<T, kFmt>(s, x, at, a.rule);
@@ -87,10 +109,10 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 4 : 2)
                   tile_words(a.row_packed.scales, t.ct, t.rt, p.row_tiles),
                   t.last_row && (p.row_tiles & 1) != 0);
     } else if (kPlain && p.row.wanted) {
-      write_plain_scales(s.row, r, a.row_scales, t.r0() + r, a.rows, t.ct * 4ll, (a.cols + 31) / 32,
+      write_plain_scales(s.row, r, a.row_scales, t.r0 + r, a.rows, t.ct * 4ll, (a.cols + 31) / 32,
                          false);
     }
-    if (a.col_sum != nullptr && r < (t.last_col ? p.last_cols : 128)) {
+    if (a.col_sum != nullptr && r < t.cols) {
       a.col_sum_ws[t.rt * a.cols + t.c0() + r] =
           (s.sums[0][r] + s.sums[1][r]) + (s.sums[2][r] + s.sums[3][r]);
     }

@@ -26,7 +26,7 @@ struct QuantizeSmem {
 struct CodesOut {
   uint8_t* codes;
   int64_t ld;
-  int last_rows, last_width;  // of the last tile; bytes before its width may be written
+  int last_width;  // of the last tile: bytes before it may be written
   bool wanted, packed, vectors;
 };
 
@@ -41,9 +41,12 @@ struct QuantizeParams {
 
 // A tile's place, and what exists of it.
 struct Tile {
-  int rt, ct;
+  int rt, ct;  // in the operands
   bool last_row, last_col;
-  __device__ __forceinline__ int64_t r0() const { return static_cast<int64_t>(rt) * 128; }
+  int64_t r0;      // its first row in x, and in the codes of the rows
+  int rows, cols;  // of it that exist
+  int matrix;      // of several of one size
+  __device__ __forceinline__ int64_t k0() const { return static_cast<int64_t>(rt) * 128; }
   __device__ __forceinline__ int64_t c0() const { return static_cast<int64_t>(ct) * 128; }
 };
 
