@@ -41,6 +41,15 @@ void bind_grouped(py::module_& m) {
   m.def("grouped_config_name", &grouped_config_name);
 
   m.def(
+      "upload_ends",
+      [](const std::vector<int64_t>& ends, uintptr_t to, uintptr_t stream, int device) {
+        const DeviceScope scope(device);
+        return static_cast<int>(upload_ends(ends.data(), static_cast<int64_t>(ends.size()),
+                                            reinterpret_cast<int32_t*>(to),
+                                            reinterpret_cast<void*>(stream)));
+      },
+      py::arg("ends"), py::arg("to"), py::arg("stream"), py::arg("device") = -1);
+  m.def(
       "quantize_grouped",
       [](const py::tuple& x, const py::tuple& groups, int fmt, int rule, const py::tuple& row,
          const py::tuple& col, int spread, uintptr_t col_sum, uintptr_t col_sum_ws,

@@ -9,13 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_mx.autograd.grouped import (
-    Groups,
-    StandingWeights,
-    grouped_linear,
-    other_backward,
-    standing,
-)
+from te_mx.autograd.grouped import grouped_linear
+from te_mx.autograd.grouped_operands import Groups, StandingWeights, other_backward, standing
 from te_mx.autograd.linear import flatten, unflatten
 from te_mx.autograd.wgrad import WeightGradient
 from te_mx.context import is_tracing

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from te_mx.autograd.grouped import StandingWeights
+from te_mx.autograd.grouped_operands import StandingWeights
 from te_mx.recipe import Settings
 
 

@@ -31,6 +31,9 @@ struct Groups {
 
 constexpr int64_t group_tiles(int64_t rows, int64_t groups) { return rows / kTile + groups; }
 
+// Ends that the host knows, to `to` on the device.
+Status upload_ends(const int64_t* ends, int64_t count, int32_t* to, void* stream);
+
 // The rows of all groups, both directions packed or one of them; a.rows is groups.rows. a.col_sum
 // is [count, cols] and a.col_sum_ws [group_tiles, cols].
 Status quantize_grouped(const QuantizeArgs& a, const Groups& groups);
