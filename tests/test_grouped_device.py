@@ -134,7 +134,7 @@ def test_a_captured_layer_takes_other_splits() -> None:
     x = torch.randn(90, 64, device="cuda", dtype=torch.bfloat16)
     m_splits = torch.tensor([30, 30, 30], device="cuda")
     with te_mx.autocast(), torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", te_mx.FallbackWarning)
+        warnings.simplefilter("ignore", te_mx.FallbackWarning)  # GPUs that are not Hopper
         layer(x, m_splits)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -1,5 +1,5 @@
-// Ends of groups that the host knows, to the device: they travel as arguments of a kernel, so that a
-// CUDA graph holds them.
+// Ends of groups that the host knows, to the device: they travel as arguments of a kernel, so that
+// a CUDA graph holds them.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>

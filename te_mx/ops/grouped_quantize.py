@@ -115,7 +115,8 @@ def _on_other(
         return _loop(x, Bounds([], []), fmt, rowwise, columnwise, rule, col_sum)
     warn_fallback(
         f"quantize_grouped on {x.device} with splits on the device",
-        "no native kernel takes them yet; splits given as a list loop over the groups",
+        "only Hopper GPUs at precision 'adaptive' have a kernel for them; splits given as a list "
+        "loop over the groups",
     )
     return reference_grouped.quantize(
         x, starts, ends, fmt, rowwise, columnwise, rule, col_sum
