@@ -59,7 +59,12 @@ def available(device: int = -1) -> bool:
     return True
 
 
-def quantize(x, fmt, rule, row, col, spread, col_sum, col_sum_ws, stream, device=-1) -> int:
+def quantize_two(first, second, stream, device=-1) -> int:
+    return quantize(first, stream, device) or quantize(second, stream, device)
+
+
+def quantize(call, stream, device=-1) -> int:
+    x, fmt, rule, row, col, spread, col_sum, sum_dtype, col_sum_ws = call
     address, rows, cols, stride, dtype = x
     memory = at(address, ((rows - 1) * stride + cols,), _DTYPES[dtype])
     values = memory.as_strided((rows, cols), (stride, 1))
@@ -78,7 +83,7 @@ def quantize(x, fmt, rule, row, col, spread, col_sum, col_sum_ws, stream, device
         at(place[1], scales.shape).copy_(scales)
     if col_sum:
         at(col_sum_ws, (-(-rows // 128), cols), torch.float32).fill_(torch.nan)
-        at(col_sum, (cols,), torch.float32).copy_(parts.col_sum)
+        at(col_sum, (cols,), _DTYPES[sum_dtype]).copy_(parts.col_sum)
     return OK
 
 

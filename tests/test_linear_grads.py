@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import te_mx
+from te_mx import ops
 from te_mx.autograd import linear as autograd_linear
 from te_mx.autograd import operands as autograd_operands
 from te_mx.recipe import Format, MXFP8BlockScaling
@@ -47,7 +48,7 @@ def calls(monkeypatch):
         made["gemm"].append((b.rows, a.rows, a.k))
         return gemm(a, b, **kwargs)
 
-    for module in (autograd_linear, autograd_operands):
+    for module in (autograd_linear, autograd_operands, ops.quantize):
         monkeypatch.setattr(module, "quantize_2d", record_quantize)
     monkeypatch.setattr(autograd_linear, "gemm_2d", record_gemm)
     return made

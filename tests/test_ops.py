@@ -37,7 +37,8 @@ def sides(a: ops.Operand, b: ops.Operand) -> tuple:
 @pytest.mark.parametrize("spread", [-1, 8])
 def test_opcheck_quantize(columnwise, rowwise, col_sum, spread):
     for x in (torch.randn(5, 70), torch.randn(70, 5).t(), torch.randn(33, 33, requires_grad=True)):
-        arguments = (x, "e4m3", rowwise, columnwise, "rceil", col_sum, spread)
+        dtype = torch.bfloat16 if col_sum else torch.float32
+        arguments = (x, "e4m3", rowwise, columnwise, "rceil", col_sum, dtype, spread)
         torch.library.opcheck(OPS.quantize, arguments)
 
 
@@ -89,8 +90,9 @@ def block(w: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, out: torch.Tenso
     """One of everything."""
     qw = ops.quantize_2d(w, "e4m3", rowwise=True, columnwise="plain", scale_rule="rceil")
     qx = ops.quantize_2d(
-        x, "e5m2", rowwise=True, columnwise="transposed", scale_rule="floor", col_sum=True
-    )
+        x, "e5m2", rowwise=True, columnwise="transposed", scale_rule="floor", col_sum=True,
+        sum_dtype=torch.bfloat16,
+    )  # fmt: skip
     a = ops.Operand(qw.row_codes, qw.row_scales, "e4m3", "k_last")
     b = ops.Operand(qx.row_codes, qx.row_scales, "e5m2", "k_last")
     a = a._replace(packed=ops.pack_2d(a, "a"))
@@ -124,8 +126,10 @@ def test_compile_fullgraph(backend, dynamic):
 def test_meta_tensors():
     x = torch.empty(5, 70, device="meta")
     parts = ops.quantize_2d(
-        x, "e4m3", rowwise=True, columnwise="transposed", scale_rule="rceil", col_sum=True
-    )
+        x, "e4m3", rowwise=True, columnwise="transposed", scale_rule="rceil", col_sum=True,
+        sum_dtype=torch.float16,
+    )  # fmt: skip
+    assert parts.col_sum.dtype == torch.float16
     assert [tuple(p.shape) for p in parts] == [(5, 70), (5, 3), (70, 5), (70, 1), (70,)]
     assert all(p.is_meta for p in parts)
     o = ops.Operand(parts.row_codes, parts.row_scales, "e4m3", "k_last")
@@ -259,7 +263,7 @@ def test_implementations_for_other_devices():
     """What devices without a native backend run, here on CPU tensors."""
     x = torch.randn(20, 70)
     for form in ("", "plain", "transposed"):
-        arguments = (x, "e4m3", True, form, "rceil", True, ops.PLAIN)
+        arguments = (x, "e4m3", True, form, "rceil", True, torch.bfloat16, ops.PLAIN)
         made = ops.quantize._make_op(ops.quantize._on_other)(*arguments)
         expected = ops.quantize._make_op(ops.quantize._on_cpu)(*arguments)
         for mine, theirs in zip(made, expected, strict=True):

@@ -68,11 +68,23 @@ def test_quantize(shape, spread, dtype):
             (True, "transposed", "rceil", True),
         ):
             args = ("e5m2", row, form, rule, sums)
-            got = quantize_op._on_cuda(given, *args, spread)
-            want = quantize_op._on_other(x, *args, spread)
+            got = quantize_op._on_cuda(given, *args, torch.bfloat16, spread)
+            want = quantize_op._on_other(x, *args, torch.bfloat16, spread)
             for mine, theirs in zip(got, want, strict=True):
                 assert (mine is None) == (theirs is None)
                 assert theirs is None or torch.equal(mine, theirs)
+
+
+def test_two_at_a_time():
+    calls = (
+        ops.Quantize(torch.randn(75, 130).t(), "e4m3", True, "transposed", "rceil", spread=8),
+        ops.Quantize(torch.randn(33, 40), "e5m2", False, "plain", "floor", True, torch.bfloat16),
+    )
+    for parts, what in zip(sm90.quantize_two(*calls), calls, strict=True):
+        want = ops.quantize_2d(**what._asdict())
+        for mine, theirs in zip(parts, want, strict=True):
+            assert (mine is None) == (theirs is None)
+            assert theirs is None or torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -167,7 +179,7 @@ def test_what_native_code_refuses_runs_on_the_reference(monkeypatch, fresh_warni
     a, b = operands(5, 6, 64)
     x = torch.randn(5, 64)
     with pytest.warns(RuntimeWarning, match="quantize"):
-        quantize_op._on_cuda(x, "e4m3", True, None, "rceil", False, PLAIN)
+        quantize_op._on_cuda(x, "e4m3", True, None, "rceil", False, torch.float32, PLAIN)
     with pytest.warns(RuntimeWarning, match="dequantize"):
         dequantize_op._on_cuda(*a[:4], torch.float32)
     out = torch.empty(6, 5)

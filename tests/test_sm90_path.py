@@ -25,7 +25,7 @@ def data(rows: int, cols: int, kind: str) -> torch.Tensor:
     return x
 
 
-def packed(x: torch.Tensor, spread: int, **kwargs: bool) -> ops.QuantizedParts:
+def packed(x: torch.Tensor, spread: int, **kwargs: object) -> ops.QuantizedParts:
     words = {"rowwise": True, "columnwise": "transposed", **kwargs}
     return ops.quantize_2d(x, "e4m3", scale_rule="rceil", spread=spread, **words)
 
@@ -36,6 +36,8 @@ def packed(x: torch.Tensor, spread: int, **kwargs: bool) -> ops.QuantizedParts:
 def test_packed_quantization_is_quantization_then_packing(shape, kind, spread):
     x = data(*shape, kind)
     got = packed(x, spread, col_sum=True)
+    rounded = packed(x, spread, col_sum=True, sum_dtype=torch.bfloat16)
+    assert torch.equal(rounded.col_sum, x.sum(0).bfloat16())
     plain = ops.quantize_2d(
         x, "e4m3", rowwise=True, columnwise="transposed", scale_rule="rceil", col_sum=True
     )

@@ -55,7 +55,7 @@ void bind_grouped(py::module_& m) {
          const py::tuple& col, int spread, uintptr_t col_sum, uintptr_t col_sum_ws,
          uintptr_t stream, int device) {
         QuantizeArgs a = quantize_args(x, fmt, rule, row, col, spread, stream);
-        a.col_sum = reinterpret_cast<float*>(col_sum);
+        a.col_sum = reinterpret_cast<void*>(col_sum), a.col_sum_dtype = DType::f32;
         a.col_sum_ws = reinterpret_cast<float*>(col_sum_ws);
         const DeviceScope scope(device);
         return static_cast<int>(quantize_grouped(a, groups_of(groups)));

@@ -31,6 +31,42 @@ sm90::GemmArgs te_mx::sm90::gemm_args(const py::tuple& p, const py::tuple& e, ui
   return a;
 }
 
+namespace {
+
+// x: (address, rows, cols, stride, dtype); row, col: (codes, scales, form). Forms: 0 plain, columns
+// transposed; 1 packed; 2, of col only, plain columns that lie like x. Another form makes the call
+// a bad one.
+sm90::QuantizeArgs quantize_args(const py::tuple& call, uintptr_t stream) {
+  const auto side = [&](int i) { return py::reinterpret_borrow<py::tuple>(call[i]); };
+  const py::tuple x = side(0), row = side(3), col = side(4);
+  sm90::QuantizeArgs a{};
+  a.x = ptr<const void>(x[0]);
+  a.rows = x[1].cast<int64_t>(), a.cols = x[2].cast<int64_t>();
+  a.x_stride = x[3].cast<int64_t>(), a.x_dtype = static_cast<DType>(x[4].cast<int>());
+  a.fmt = static_cast<Format>(call[1].cast<int>());
+  a.rule = static_cast<ScaleRule>(call[2].cast<int>());
+  a.spread = call[5].cast<int>();
+  const int row_form = row[2].cast<int>(), col_form = col[2].cast<int>();
+  if (row_form < 0 || row_form > 1 || col_form < 0 || col_form > 2) a.spread = -1;
+  if (row_form == 1) {
+    a.row_packed = packed(row);
+  } else {
+    a.row_codes = ptr<uint8_t>(row[0]), a.row_scales = ptr<uint8_t>(row[1]);
+  }
+  if (col_form == 1) {
+    a.col_packed = packed(col);
+  } else {
+    a.col_codes = ptr<uint8_t>(col[0]), a.col_scales = ptr<uint8_t>(col[1]);
+    a.col_lies_as_x = col_form == 2;
+  }
+  a.col_sum = ptr<void>(call[6]), a.col_sum_dtype = static_cast<DType>(call[7].cast<int>());
+  a.col_sum_ws = ptr<float>(call[8]);
+  a.stream = reinterpret_cast<void*>(stream);
+  return a;
+}
+
+}  // namespace
+
 PYBIND11_MODULE(_sm90, m) {
   m.doc() = "Native Hopper kernels of te_mx: addresses and sizes in, unchecked; a status out.";
   m.attr("SCALE_WORDS") = sm90::kScaleWords;
@@ -54,40 +90,24 @@ PYBIND11_MODULE(_sm90, m) {
     return py::make_tuple(codes + scales, codes);
   });
 
-  // x: (address, rows, cols, stride, dtype); row, col: (codes, scales, form). Forms: 0 plain,
-  // columns transposed; 1 packed; 2, of col only, plain columns that lie like x.
+  // A call is (x, fmt, rule, row, col, spread, col_sum, col_sum_dtype, col_sum_ws).
   m.def(
       "quantize",
-      [](const py::tuple& x, int fmt, int rule, const py::tuple& row, const py::tuple& col,
-         int spread, uintptr_t col_sum, uintptr_t col_sum_ws, uintptr_t stream, int device) {
-        sm90::QuantizeArgs a{};
-        a.x = ptr<const void>(x[0]);
-        a.rows = x[1].cast<int64_t>(), a.cols = x[2].cast<int64_t>();
-        a.x_stride = x[3].cast<int64_t>(), a.x_dtype = static_cast<DType>(x[4].cast<int>());
-        a.fmt = static_cast<Format>(fmt), a.rule = static_cast<ScaleRule>(rule), a.spread = spread;
-        const int row_form = row[2].cast<int>(), col_form = col[2].cast<int>();
-        if (row_form < 0 || row_form > 1 || col_form < 0 || col_form > 2)
-          return static_cast<int>(Status::bad_argument);
-        if (row_form == 1) {
-          a.row_packed = packed(row);
-        } else {
-          a.row_codes = ptr<uint8_t>(row[0]), a.row_scales = ptr<uint8_t>(row[1]);
-        }
-        if (col_form == 1) {
-          a.col_packed = packed(col);
-        } else {
-          a.col_codes = ptr<uint8_t>(col[0]), a.col_scales = ptr<uint8_t>(col[1]);
-          a.col_lies_as_x = col_form == 2;
-        }
-        a.col_sum = reinterpret_cast<float*>(col_sum);
-        a.col_sum_ws = reinterpret_cast<float*>(col_sum_ws);
-        a.stream = reinterpret_cast<void*>(stream);
+      [](const py::tuple& call, uintptr_t stream, int device) {
+        const sm90::QuantizeArgs a = quantize_args(call, stream);
         const sm90::DeviceScope scope(device);
         return static_cast<int>(sm90::quantize(a));
       },
-      py::arg("x"), py::arg("fmt"), py::arg("rule"), py::arg("row"), py::arg("col"),
-      py::arg("spread"), py::arg("col_sum"), py::arg("col_sum_ws"), py::arg("stream"),
-      py::arg("device") = -1);
+      py::arg("call"), py::arg("stream"), py::arg("device") = -1);
+  m.def(
+      "quantize_two",
+      [](const py::tuple& first, const py::tuple& second, uintptr_t stream, int device) {
+        const sm90::QuantizeArgs a = quantize_args(first, stream),
+                                 b = quantize_args(second, stream);
+        const sm90::DeviceScope scope(device);
+        return static_cast<int>(sm90::quantize_two(a, b));
+      },
+      py::arg("first"), py::arg("second"), py::arg("stream"), py::arg("device") = -1);
 
   m.def(
       "pack",

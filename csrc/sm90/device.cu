@@ -2,7 +2,22 @@
 
 #include <cuda_runtime_api.h>
 
+#include <atomic>
+
 namespace te_mx::sm90 {
+
+Device current_device() {
+  static std::atomic<int> sms[64];
+  Device device{-1, 0};
+  if (cudaGetDevice(&device.index) != cudaSuccess) return device;
+  const int slot = device.index & 63;
+  device.sms = sms[slot].load(std::memory_order_relaxed);
+  if (device.sms == 0) {
+    cudaDeviceGetAttribute(&device.sms, cudaDevAttrMultiProcessorCount, device.index);
+    sms[slot].store(device.sms, std::memory_order_relaxed);
+  }
+  return device;
+}
 
 DeviceScope::DeviceScope(int device) {
   int current = 0;

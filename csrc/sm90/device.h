@@ -3,6 +3,14 @@
 
 namespace te_mx::sm90 {
 
+struct Device {
+  int index;
+  int sms;  // 0: there is no device
+};
+
+// Asks the driver once for each device.
+Device current_device();
+
 // Makes `device` current and the former one again at the end; -1 leaves things as they are.
 class DeviceScope {
  public:

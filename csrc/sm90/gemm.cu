@@ -20,6 +20,7 @@ constexpr Choice kChoices[] = {
     {"256x128, clusters of 2", 256, 256, 2, false, launch_256x128_cluster2},
     {"256x128", 256, 128, 1, false, launch_256x128},
     {"128x128", 128, 128, 1, true, launch_128x128},
+    {"64x128", 64, 128, 1, true, launch_64x128},
 };
 constexpr int kChoiceCount = sizeof(kChoices) / sizeof(kChoices[0]);
 
@@ -63,19 +64,6 @@ __global__ void reduce_columns_kernel(const float* partial, float* out, int64_t 
 }
 
 }  // namespace
-
-Device current_device() {
-  static std::atomic<int> sms[64];
-  Device device{-1, 0};
-  if (cudaGetDevice(&device.index) != cudaSuccess) return device;
-  const int slot = device.index & 63;
-  device.sms = sms[slot].load(std::memory_order_relaxed);
-  if (device.sms == 0) {
-    cudaDeviceGetAttribute(&device.sms, cudaDevAttrMultiProcessorCount, device.index);
-    sms[slot].store(device.sms, std::memory_order_relaxed);
-  }
-  return device;
-}
 
 int ClusterCount::of(int device, const void* kernel, int threads, int smem, int cluster) {
   std::atomic<int>& known = counts_[device & 63];

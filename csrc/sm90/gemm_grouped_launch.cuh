@@ -3,6 +3,7 @@
 
 #include "gemm_grouped.cuh"
 #include "gemm_launch.h"
+#include "launch.h"
 #include "mxtile/sm90/tensor_map.h"
 
 namespace te_mx::sm90 {
@@ -64,17 +65,17 @@ Status launch_grouped(const GemmArgs& a, const Groups& g, bool along_k, const De
   // As many as there can be.
   const int64_t blocks =
       p.n_blocks * (along_k ? g.count * p.m_blocks : g.rows / Config::kM + g.count);
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = Config::kCluster, attribute.val.clusterDim.y = 1,
-  attribute.val.clusterDim.z = 1;
+  cudaLaunchAttribute attributes[2] = {early_start()};
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = Config::kCluster, attributes[1].val.clusterDim.y = 1,
+  attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config{};
   config.gridDim =
       dim3(static_cast<unsigned>((blocks < clusters ? blocks : clusters) * Config::kCluster));
   config.blockDim = dim3(Config::kThreads);
   config.dynamicSmemBytes = Config::kSmem;
   config.stream = static_cast<cudaStream_t>(a.stream);
-  config.attrs = &attribute, config.numAttrs = 1;
+  config.attrs = attributes, config.numAttrs = 2;
   return cudaLaunchKernelEx(&config, kernel, p, lhs_map, rhs_map, out_map) == cudaSuccess
              ? Status::ok
              : Status::unsupported;

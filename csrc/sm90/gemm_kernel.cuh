@@ -1,6 +1,6 @@
 // The adaptive MXFP8 GEMM: D[M, N] = lhs[M, K] @ rhs[N, K]^T on packed operands (te_mx/sm90.h).
 //
-// A persistent CTA has a producer warpgroup and two or three math warpgroups. One thread of the
+// A persistent CTA has a producer warpgroup and one to three math warpgroups. One thread of the
 // producer feeds a ring of stages through the copy engine; other warps of it decide how the stages
 // that arrived are promoted, and bring the columns' scales into shape. A stage is 128 of K: codes
 // of lhs [kM, 128] and rhs [128, 128], and their scale tiles. Each math warpgroup has its own rows,
@@ -10,6 +10,7 @@
 //   128      math 0     math 1
 //   192      math 0     math 1    math 2
 //   256      math 0: waves 0, 1   math 1: waves 0, 1
+//   64       math 0
 //
 // While one math warpgroup promotes its accumulators on the CUDA cores, the others keep the tensor
 // cores busy. In a cluster of two, neighbours along N share the lhs tile: each loads one half and
@@ -29,7 +30,7 @@ template <int kM_, int kStages_, int kCluster_, int kSlots_>
 struct GemmConfig {
   static constexpr int kM = kM_, kN = 128, kStages = kStages_, kCluster = kCluster_,
                        kSlots = kSlots_;
-  static constexpr int kMath = kM == 192 ? 3 : 2;
+  static constexpr int kMath = kM == 192 ? 3 : kM == 64 ? 1 : 2;
   static constexpr int kWaves = kM / 64 / kMath;
   static constexpr int kLhsTiles = (kM + 127) / 128;
   static constexpr int kTileBytes = static_cast<int>(kScaleWords * 4);
@@ -147,7 +148,7 @@ class FixedGrid {
     work.m0 = block.m * Config::kM, work.m_end = p_.epilogue.m;
     work.n0 = block.n * Config::kCluster * 128;
     work.k_steps = p_.k_steps, work.group = 0;
-    work.inside = Config::kM == 192 ? (block.m & 1) * 64 : 0;
+    work.inside = Config::kM % 128 == 64 ? (block.m & 1) * 64 : 0;
     index_ += gridDim.x / Config::kCluster;
     return true;
   }
@@ -291,9 +292,9 @@ __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_
     w.staging = smem.staging(math);
     w.bias = smem.bias(math);
     if (p.epilogue.bias != nullptr) load_bias(p.epilogue, w, work.group);
-    // The first row inside the block's scale tiles: 192 rows start in the middle of a tile every
-    // other time.
-    const int inside = Config::kM == 192 ? row0 + work.inside : row0;
+    // The first row inside the block's scale tiles: 64 and 192 rows start in the middle of a tile
+    // every other time.
+    const int inside = Config::kM % 128 == 64 ? row0 + work.inside : row0;
     const int lhs_tile = inside / 128;
     const uint32_t lhs_words =
         __shfl_sync(~0u, tile::smem_addr(smem.scales(0) + lhs_tile * Config::kTileBytes), 0);
@@ -376,6 +377,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   } else {
     tile::cluster_sync();
   }
+  // NOTE: nothing that another kernel writes is read, and nothing written, before this.
+  tile::let_dependents_start();
+  tile::await_predecessors();
   if (threadIdx.x < 128) {
     tile::registers_down<Config::kMath == 3 ? 32 : 40>();
     if (threadIdx.x < 32) {

@@ -3,6 +3,7 @@
 
 #include "gemm_kernel.cuh"
 #include "gemm_launch.h"
+#include "launch.h"
 #include "mxtile/sm90/tensor_map.h"
 
 namespace te_mx::sm90 {
@@ -56,12 +57,12 @@ Status launch(const GemmArgs& a, const Device& device) {
   config.blockDim = dim3(Config::kThreads);
   config.dynamicSmemBytes = Config::kSmem;
   config.stream = static_cast<cudaStream_t>(a.stream);
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = Config::kCluster, attribute.val.clusterDim.y = 1,
-  attribute.val.clusterDim.z = 1;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  cudaLaunchAttribute attributes[2] = {early_start()};
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = Config::kCluster, attributes[1].val.clusterDim.y = 1,
+  attributes[1].val.clusterDim.z = 1;
+  config.attrs = attributes;
+  config.numAttrs = 2;
   return cudaLaunchKernelEx(&config, kernel, p, lhs_map, rhs_map, out_map) == cudaSuccess
              ? Status::ok
              : Status::unsupported;

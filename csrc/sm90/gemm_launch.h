@@ -6,16 +6,10 @@
 #include <atomic>
 #include <cstdint>
 
+#include "device.h"
 #include "te_mx/sm90_grouped.h"
 
 namespace te_mx::sm90 {
-
-struct Device {
-  int index;
-  int sms;  // 0: there is none
-};
-
-Device current_device();
 
 // How many clusters of one kernel run at the same time, per device. Asked once: a persistent grid
 // larger than that would leave whole clusters to run after the others.
@@ -45,6 +39,7 @@ Status launch_192x128_cluster2(const GemmArgs& a, const Device& device);
 Status launch_256x128_cluster2(const GemmArgs& a, const Device& device);
 Status launch_256x128(const GemmArgs& a, const Device& device);
 Status launch_128x128(const GemmArgs& a, const Device& device);
+Status launch_64x128(const GemmArgs& a, const Device& device);
 
 Status launch_grouped_192x128_cluster2(const GemmArgs& a, const Groups& g, bool along_k,
                                        const Device& device);

@@ -57,13 +57,15 @@ struct Stack {
 
 // out[group, col] = sum over the group's tiles of partial[tile, col].
 __global__ void __launch_bounds__(kSumWidth* kSumHeight)
-    sum_group_tiles(const float* partial, float* out, const GroupTable table, int64_t cols) {
+    sum_group_tiles(const float* partial, void* out, DType out_dtype, const GroupTable table,
+                    int64_t cols) {
   __shared__ float sums[kSumHeight][kSumWidth];
   const int64_t col = static_cast<int64_t>(blockIdx.x) * kSumWidth + threadIdx.x;
+  tile::let_dependents_start();
+  tile::await_predecessors();
   const GroupRows group = find_group(table, static_cast<int>(blockIdx.y));
-  cudaGridDependencySynchronize();
   const float s = sum_of_tiles(sums, partial + group.first_tile() * cols, group.tiles(), cols, col);
-  if (threadIdx.y == 0 && col < cols) out[blockIdx.y * cols + col] = s;
+  if (threadIdx.y == 0 && col < cols) store_sum(out, out_dtype, blockIdx.y * cols + col, s);
 }
 
 }  // namespace
@@ -79,11 +81,11 @@ Status quantize_grouped(const QuantizeArgs& a, const Groups& groups) {
   if (status != Status::ok) return status;
   const auto stream = static_cast<cudaStream_t>(a.stream);
   const GroupTable table = group_table(groups);
-  status = launch_quantize<false>(p, TokenTiles{table}, quantize_grid(p, 1), stream);
+  status = launch_quantize<false>(p, TokenTiles{table}, 1, stream, Start::early);
   if (status != Status::ok || a.col_sum == nullptr) return status;
   const float* const partial = a.col_sum_ws;
-  return launch_sums(sum_group_tiles, a.cols, groups.count, stream, partial, a.col_sum, table,
-                     a.cols);
+  return launch_sums(sum_group_tiles, a.cols, groups.count, stream, partial, a.col_sum,
+                     a.col_sum_dtype, table, a.cols);
 }
 
 Status quantize_stacked(const QuantizeArgs& a, const void* const* xs, int64_t count) {
@@ -105,8 +107,8 @@ Status quantize_stacked(const QuantizeArgs& a, const void* const* xs, int64_t co
     const int64_t now = std::min<int64_t>(Stack::kMost, count - first);
     stack.first = static_cast<int>(first);
     std::copy(xs + first, xs + first + now, stack.xs);
-    const Status launched = launch_quantize<false>(p, stack, quantize_grid(p, now),
-                                                   static_cast<cudaStream_t>(a.stream));
+    const Status launched =
+        launch_quantize<false>(p, stack, now, static_cast<cudaStream_t>(a.stream), Start::early);
     if (launched != Status::ok) return launched;
   }
   return Status::ok;

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "mxtile/sm90/barrier.cuh"
 #include "mxtile/sm90/fp8.cuh"
 #include "te_mx/sm90.h"
 #include "tile_classes.cuh"

@@ -64,19 +64,16 @@ struct OneMatrix {
 };
 
 // kPlain: some wanted direction is plain, or may be. Where: OneMatrix, or what
-// quantize_grouped.cuh says of several.
+// quantize_grouped.cu says of several.
 template <class T, tile::Fp8 kFmt, bool kPlain, class Where>
-__global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 4 : 2)
-    quantize_kernel(const __grid_constant__ QuantizeParams all,
-                    const __grid_constant__ Where where) {
+__device__ __forceinline__ void quantize_tile(const QuantizeParams& all, const Where& where,
+                                              QuantizeSmem& s) {
   using Word = typename Input<T>::Word;
-  __shared__ QuantizeSmem s;
   Tile t;
   if (!where.find(t, all)) return;
   typename Where::Outputs p = where.outputs(all, t);
   const QuantizeArgs& a = p.a;
   const Place at;
-  if (a.col_sum != nullptr) cudaTriggerProgrammaticLaunchCompletion();
 
   Word x[8][4];
   load_patch<T>(
@@ -156,6 +153,17 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 4 : 2)
   stage_cols(s, cols, at);
   __syncthreads();
   write_cols<kPlain>(s, p.col, t);
+}
+
+template <class T, tile::Fp8 kFmt, bool kPlain, class Where>
+__global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 4 : 2)
+    quantize_kernel(const __grid_constant__ QuantizeParams p, const __grid_constant__ Where where) {
+  __shared__ QuantizeSmem s;
+  tile::let_dependents_start();
+  if (!p.beside) tile::await_predecessors();
+  quantize_tile<T, kFmt, kPlain>(p, where, s);
+  // Whoever waits for this kernel waits for the one that it ran beside, too.
+  if (p.beside) tile::await_predecessors();
 }
 
 }  // namespace te_mx::sm90

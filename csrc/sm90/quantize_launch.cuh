@@ -3,6 +3,10 @@
 
 #include <cuda_runtime.h>
 
+#include <atomic>
+
+#include "device.h"
+#include "launch.h"
 #include "quantize_kernel.cuh"
 
 namespace te_mx::sm90 {
@@ -59,24 +63,62 @@ inline dim3 quantize_grid(const QuantizeParams& p, int64_t matrices) {
               static_cast<unsigned>(matrices * ((groups + kMaxY - 1) / kMaxY)));
 }
 
+// When a kernel starts: after its predecessor, while that ends, or at once, beside it.
+enum class Start { after, early, beside };
+
+inline constexpr int kSpreadingSmem = 112 * 1024;
+
+// Shared memory beyond what the kernel uses, so that no more CTAs fit on an SM than a grid of
+// `tiles` needs there: one that starts while another ends would pile up where there is room first.
+inline int spreading_smem(int64_t tiles, int sms) {
+  return tiles <= sms ? kSpreadingSmem : tiles <= 2 * sms ? kSpreadingSmem / 2 : 0;
+}
+
 // kPlain: whether a wanted direction may be plain.
-template <bool kPlain, class T, class Where>
-Status launch_quantize(const QuantizeParams& p, const Where& where, dim3 grid,
-                       cudaStream_t stream) {
-  if (p.a.fmt == Format::e4m3) {
-    quantize_kernel<T, tile::Fp8::e4m3, kPlain><<<grid, kQuantizeThreads, 0, stream>>>(p, where);
-  } else {
-    quantize_kernel<T, tile::Fp8::e5m2, kPlain><<<grid, kQuantizeThreads, 0, stream>>>(p, where);
+template <class T, tile::Fp8 kFmt, bool kPlain, class Where>
+Status launch_kernel(const QuantizeParams& p, const Where& where, int64_t matrices,
+                     cudaStream_t stream, Start start) {
+  const auto kernel = quantize_kernel<T, kFmt, kPlain, Where>;
+  const Device device = current_device();
+  static std::atomic<bool> ready[64];
+  std::atomic<bool>& allowed = ready[device.index & 63];
+  if (!allowed.load(std::memory_order_relaxed)) {
+    if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSpreadingSmem) !=
+        cudaSuccess)
+      return Status::unsupported;
+    allowed.store(true, std::memory_order_relaxed);
   }
-  return cudaGetLastError() == cudaSuccess ? Status::ok : Status::unsupported;
+  cudaLaunchConfig_t config{};
+  config.gridDim = quantize_grid(p, matrices);
+  config.blockDim = dim3(kQuantizeThreads);
+  config.stream = stream;
+  config.dynamicSmemBytes =
+      spreading_smem(static_cast<int64_t>(p.row_tiles) * p.col_tiles * matrices, device.sms);
+  cudaLaunchAttribute early = early_start();
+  config.attrs = &early, config.numAttrs = start == Start::after ? 0 : 1;
+  QuantizeParams params = p;
+  params.beside = start == Start::beside;
+  return cudaLaunchKernelEx(&config, kernel, params, where) == cudaSuccess ? Status::ok
+                                                                           : Status::unsupported;
+}
+
+template <class T, bool kPlain, class Where>
+Status launch_format(const QuantizeParams& p, const Where& where, int64_t matrices,
+                     cudaStream_t stream, Start start) {
+  using tile::Fp8;
+  return p.a.fmt == Format::e4m3
+             ? launch_kernel<T, Fp8::e4m3, kPlain>(p, where, matrices, stream, start)
+             : launch_kernel<T, Fp8::e5m2, kPlain>(p, where, matrices, stream, start);
 }
 
 template <bool kPlain, class Where>
-Status launch_quantize(const QuantizeParams& p, const Where& where, dim3 grid,
-                       cudaStream_t stream) {
-  return p.a.x_dtype == DType::bf16 ? launch_quantize<kPlain, __nv_bfloat16>(p, where, grid, stream)
-         : p.a.x_dtype == DType::f16 ? launch_quantize<kPlain, __half>(p, where, grid, stream)
-                                     : launch_quantize<kPlain, float>(p, where, grid, stream);
+Status launch_quantize(const QuantizeParams& p, const Where& where, int64_t matrices,
+                       cudaStream_t stream, Start start) {
+  return p.a.x_dtype == DType::bf16
+             ? launch_format<__nv_bfloat16, kPlain>(p, where, matrices, stream, start)
+         : p.a.x_dtype == DType::f16
+             ? launch_format<__half, kPlain>(p, where, matrices, stream, start)
+             : launch_format<float, kPlain>(p, where, matrices, stream, start);
 }
 
 // ------------------------------------------------------------------------------------- column sums
@@ -100,13 +142,21 @@ __device__ __forceinline__ float sum_of_tiles(float (&sums)[kSumHeight][kSumWidt
   return s;
 }
 
+__device__ __forceinline__ void store_sum(void* out, DType dtype, int64_t i, float s) {
+  if (dtype == DType::bf16) {
+    static_cast<__nv_bfloat16*>(out)[i] = __float2bfloat16_rn(s);
+  } else if (dtype == DType::f16) {
+    static_cast<__half*>(out)[i] = __float2half_rn(s);
+  } else {
+    static_cast<float*>(out)[i] = s;
+  }
+}
+
 // A kernel that starts while the quantizer ends, and waits for it: kSumWidth columns a CTA.
 template <class... Params, class... Args>
 Status launch_sums(void (*kernel)(Params...), int64_t cols, int64_t groups, cudaStream_t stream,
                    Args... args) {
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute early = early_start();
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>((cols + kSumWidth - 1) / kSumWidth),
                         static_cast<unsigned>(groups));

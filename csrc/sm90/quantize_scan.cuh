@@ -37,6 +37,7 @@ struct QuantizeParams {
   int row_tiles, col_tiles;
   int last_rows, last_cols;  // of x, in the last tiles
   int group_bits;            // 2^group_bits row tiles are walked together
+  bool beside;               // does not depend on the kernel before it
 };
 
 // A tile's place, and what exists of it.

@@ -39,10 +39,20 @@ from te_mx.autograd.operands import (
     quantize_weight,
     row_operand,
     unflatten,
+    weight_call,
+    weight_operands,
 )
 from te_mx.autograd.wgrad import WeightGradient, Wgrad
 from te_mx.engine.explain import LAST_RUN
-from te_mx.ops import PLAIN, GemmForm, Operand, branch, gemm_2d, quantize_2d
+from te_mx.ops import (
+    PLAIN,
+    GemmForm,
+    Operand,
+    Quantize,
+    gemm_2d,
+    quantize_2d,
+    quantize_two_2d,
+)
 from te_mx.recipe import Settings
 
 FPROP, DGRAD, WGRAD = 0, 1, 2
@@ -95,21 +105,17 @@ class LinearFunction(torch.autograd.Function):
             override is None and (save_x or settings.wgrad_hp)
         )
         x_columns = need_dw and not save_x and override is None
-        side = None
+        x_call = Quantize(
+            flatten(x), fmt, True, form.columnwise if x_columns else None, rule, spread=form.spread
+        )
         if standing is not None:
             w_row, w_col = standing.row, standing.col
-        elif side := branch(x.device, max(x.numel(), weight_NK.numel())):
-            with side:
-                w_row, w_col = quantize_weight(weight_NK, settings, need_dx)
+            q = quantize_2d(**x_call._asdict())
         else:
-            w_row, w_col = quantize_weight(weight_NK, settings, need_dx)
-        q = quantize_2d(
-            flatten(x), fmt, rowwise=True, columnwise=form.columnwise if x_columns else None,
-            scale_rule=rule, spread=form.spread,
-        )  # fmt: skip
+            w_call, w_form = weight_call(weight_NK, settings, need_dx)
+            w, q = quantize_two_2d(w_call, x_call)
+            w_row, w_col = weight_operands(w, settings, w_form)
         x_row = row_operand(q, fmt, form)
-        if side is not None:
-            side.join()
         y_MN = gemm_2d(
             w_row, x_row, bias=bias_N, out_dtype=out_dtype, tag=tag, mode=mode_of(settings)
         ).out
@@ -151,18 +157,18 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     fmt, rule, override = settings.bwd_fmt, settings.scale_rule, settings.backward
     x_dtype, w_dtype, bias_dtype = ctx.dtypes
     g_MN = flatten(grad)
-    dx = dw_NK = db_N = q = side = None
+    dx = dw_NK = db_N = q = None
     form, mode = form_of(grad.device, settings), mode_of(settings)
     rows = need_dx and override is None
     columns = need_dw and override is None and not settings.wgrad_hp
     if rows or columns:
         q = quantize_2d(
             g_MN, fmt, rowwise=rows, columnwise=form.columnwise if columns else None,
-            scale_rule=rule, col_sum=need_db, spread=form.spread,
+            scale_rule=rule, col_sum=need_db, sum_dtype=bias_dtype or torch.float32,
+            spread=form.spread,
         )  # fmt: skip
     if need_db:
-        sums = g_MN.sum(0, dtype=torch.float32) if q is None else q.col_sum
-        db_N = sums.to(bias_dtype)  # type: ignore[union-attr]
+        db_N = g_MN.sum(0, dtype=torch.float32).to(bias_dtype) if q is None else q.col_sum
 
     if need_dx:
         tag_dx = tag_of(tag, DGRAD)
@@ -172,12 +178,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
                 w_col = columnwise_of(w_col, settings)
             assert q is not None
             g_row = row_operand(q, fmt, form)
-            side = branch(grad.device, max(g_MN.numel(), w_col.codes.numel())) if columns else None
-            if side is None:
-                dx_MK = gemm_2d(w_col, g_row, out_dtype=x_dtype, tag=tag_dx, mode=mode).out
-            else:
-                with side:
-                    dx_MK = gemm_2d(w_col, g_row, out_dtype=x_dtype, tag=tag_dx, mode=mode).out
+            dx_MK = gemm_2d(w_col, g_row, out_dtype=x_dtype, tag=tag_dx, mode=mode).out
         else:
             w_NK = values_of(saved[3:], settings.fwd_fmt, ctx.w_order, g_MN.dtype)
             dx_MK = high_precision.dgrad(g_MN, w_NK, x_dtype)
@@ -194,8 +195,6 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         else:
             wgrad = partial(_wgrad_high_precision, *what, g_MN)
         dw_NK = place(ctx.sink, wgrad, w_dtype)
-    if side is not None:
-        side.join()
     return dx, dw_NK, db_N, *_NO_GRADS
 
 

@@ -16,6 +16,7 @@ from te_mx.ops import (
     Made,
     Mode,
     Operand,
+    Quantize,
     QuantizedParts,
     capturing,
     dequantize_2d,
@@ -38,6 +39,8 @@ __all__ = [
     "row_operand",
     "standing_weight",
     "unflatten",
+    "weight_call",
+    "weight_operands",
 ]
 
 
@@ -122,16 +125,31 @@ def quantize_weight(
 
     packed=False gives plain codes and scales on every device.
     """
-    fmt, rule = settings.fwd_fmt, settings.scale_rule
+    what, form = weight_call(weight_NK, settings, need_dx, packed)
+    return weight_operands(quantize_2d(**what._asdict()), settings, form)
+
+
+def weight_call(
+    weight_NK: Tensor, settings: Settings, need_dx: bool, packed: bool = True
+) -> tuple[Quantize, GemmForm]:
+    """What to ask the quantizer for a weight, and the form of what it makes."""
     form = form_of(weight_NK.device, settings)
     if not packed or plain_rows(settings):
         form = form._replace(spread=PLAIN)
     need_col = need_dx and settings.backward is None and not settings.one_copy
     col = form.columnwise if need_col else None
-    q = quantize_2d(
-        weight_NK, fmt, rowwise=True, columnwise=col, scale_rule=rule, spread=form.spread
-    )
-    return row_operand(q, fmt, form), col_operand(q, fmt, form) if need_col else None
+    return Quantize(
+        weight_NK, settings.fwd_fmt, True, col, settings.scale_rule, spread=form.spread
+    ), form
+
+
+def weight_operands(
+    q: QuantizedParts, settings: Settings, form: GemmForm
+) -> tuple[Operand, Operand | None]:
+    """The rowwise operand of a quantized weight, and the columnwise one where it was asked for."""
+    fmt = settings.fwd_fmt
+    col = None if q.col_codes is None else col_operand(q, fmt, form)
+    return row_operand(q, fmt, form), col
 
 
 def columnwise_of(row: Operand, settings: Settings) -> Operand:

@@ -46,6 +46,19 @@ BIAS_GRADS = {"operand": 1, "result": 2}
 FLOAT_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
+class Quantize(NamedTuple):
+    """One matrix to quantize: the arguments of ops.quantize_2d."""
+
+    x: Tensor
+    fmt: str
+    rowwise: bool
+    columnwise: str | None
+    scale_rule: str
+    col_sum: bool = False
+    sum_dtype: torch.dtype = torch.float32
+    spread: int = PLAIN
+
+
 class QuantizedParts(NamedTuple):
     """What one quantize call made of x [rows, cols]; parts that nobody asked for are None.
 

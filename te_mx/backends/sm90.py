@@ -20,10 +20,10 @@ from te_mx.backends.base import (
     FLOAT_DTYPES,
     FORMATS,
     GELUS,
-    PLAIN,
     SCALE_RULES,
     Epilogue,
     Operand,
+    Quantize,
     QuantizedParts,
 )
 
@@ -120,13 +120,27 @@ def aligned(operand: Operand) -> Operand:
 
 
 # ----------------------------------------------------------------------------------------- quantize
-def quantize(
-    x: Tensor, fmt: str, rowwise: bool, columnwise: str | None, rule: str, col_sum: bool,
-    spread: int = PLAIN,
-) -> QuantizedParts | None:  # fmt: skip
-    """As reference.quantize for a non-empty x, or packed operands when spread is 0 or more; None
-    when the native code does not take it.
+def quantize(what: Quantize) -> QuantizedParts | None:
+    """As reference.quantize for a non-empty x, or packed operands when spread is 0 or more, with
+    col_sum in sum_dtype; None when the native code does not take it.
     """
+    call, parts, _alive = _prepare(what)
+    index = what.x.device.index
+    return parts if supported(_native.quantize(call, stream(index), index)) else None
+
+
+def quantize_two(first: Quantize, second: Quantize) -> tuple[QuantizedParts, QuantizedParts] | None:
+    """Both at the same time where the GPU has room; the first without col_sum."""
+    (call, parts, _alive), (call2, parts2, _alive2) = _prepare(first), _prepare(second)
+    index = first.x.device.index
+    status = _native.quantize_two(call, call2, stream(index), index)
+    return (parts, parts2) if supported(status) else None
+
+
+def _prepare(what: Quantize) -> tuple[tuple[Any, ...], QuantizedParts, tuple[Any, ...]]:
+    """The native arguments of a call, the tensors that it fills, and what must live until it is
+    enqueued."""
+    x, fmt, rowwise, columnwise, rule, col_sum, sum_dtype, spread = what
     rows, cols = x.shape
     device = x.device
     if x.stride(1) != 1 or x.is_neg():
@@ -155,17 +169,14 @@ def quantize(
             form = _FORMS[columnwise]
         col = (col_codes.data_ptr(), col_scales.data_ptr(), form)
     if col_sum:
-        sums = torch.empty(cols, dtype=_F32, device=device)
+        sums = torch.empty(cols, dtype=sum_dtype, device=device)
         partial = torch.empty(((rows + 127) // 128, cols), dtype=_F32, device=device)
-    index = device.index
-    status = _native.quantize(
+    call = (
         (x.data_ptr(), rows, cols, x.stride(0), FLOAT_DTYPES[x.dtype]),
         FORMATS[fmt].native_id, SCALE_RULES[rule], row, col, max(spread, 0),
-        _pointer(sums), _pointer(partial), stream(index), index,
+        _pointer(sums), FLOAT_DTYPES[sum_dtype], _pointer(partial),
     )  # fmt: skip
-    if status and not supported(status):
-        return None
-    return QuantizedParts(row_codes, row_scales, col_codes, col_scales, sums)
+    return call, QuantizedParts(row_codes, row_scales, col_codes, col_scales, sums), (x, partial)
 
 
 def dequantize(

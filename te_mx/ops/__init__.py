@@ -5,14 +5,20 @@ traces and works under modes; on plain CPU and CUDA tensors the function calls t
 directly. Gradients do not flow through them.
 """
 
-from te_mx.backends.base import FLOAT_DTYPES, PLAIN, GemmParts, Operand, QuantizedParts
-from te_mx.engine.fork import branch
+from te_mx.backends.base import (
+    FLOAT_DTYPES,
+    PLAIN,
+    GemmParts,
+    Operand,
+    Quantize,
+    QuantizedParts,
+)
 from te_mx.engine.layout import GemmForm, gemm_form
 from te_mx.engine.streams import Made, capturing
 from te_mx.ops.dequantize import dequantize_2d
 from te_mx.ops.gemm import Mode, gemm_2d
 from te_mx.ops.pack import pack_2d, standing_2d
-from te_mx.ops.quantize import quantize_2d
+from te_mx.ops.quantize import quantize_2d, quantize_two_2d
 
 __all__ = [
     "FLOAT_DTYPES",
@@ -22,13 +28,14 @@ __all__ = [
     "Made",
     "Mode",
     "Operand",
+    "Quantize",
     "QuantizedParts",
-    "branch",
     "capturing",
     "dequantize_2d",
     "gemm_2d",
     "gemm_form",
     "pack_2d",
     "quantize_2d",
+    "quantize_two_2d",
     "standing_2d",
 ]

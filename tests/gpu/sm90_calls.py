@@ -46,8 +46,9 @@ def poisoned_plain(rows: int, k: int) -> PackedOperand:
     )
 
 
-def quantize(x, fmt="e4m3", rule="rceil", row="packed", col="packed", spread=8, col_sum=False):
-    """Forms are "packed", "plain" or None, and "as_x" for plain columns that are not transposed.
+def quantize(x, fmt="e4m3", rule="rceil", row="packed", col="packed", spread=8, col_sum=None):
+    """Forms are "packed", "plain" or None, and "as_x" for plain columns that are not transposed;
+    col_sum is a dtype or None.
 
     Returns (row, col, col_sum).
     """
@@ -59,14 +60,14 @@ def quantize(x, fmt="e4m3", rule="rceil", row="packed", col="packed", spread=8, 
         None: lambda *_: None,
     }
     row_out, col_out = make[row](rows, cols), make[col](cols, rows)
-    sums = torch.full((cols,), math.nan, device="cuda") if col_sum else None
+    sums = None if col_sum is None else torch.full((cols,), math.nan, dtype=col_sum, device="cuda")
     partial = torch.full((-(-rows // 128), cols), math.nan, device="cuda") if col_sum else None
 
     def form(out, kind):
         number = {"plain": 0, "packed": 1, "as_x": 2, None: 0}[kind]
         return (0, 0, 0) if out is None else (*map(address, out), number)
 
-    status = native().quantize(
+    call = (
         (address(x), rows, cols, x.stride(0), DTYPES[x.dtype]),
         FORMATS[fmt],
         RULES[rule],
@@ -74,9 +75,10 @@ def quantize(x, fmt="e4m3", rule="rceil", row="packed", col="packed", spread=8, 
         form(col_out, col),
         spread,
         address(sums),
+        0 if col_sum is None else DTYPES[col_sum],
         address(partial),
-        stream(),
     )
+    status = native().quantize(call, stream())
     assert status == 0
     return row_out, col_out, sums
 

@@ -178,7 +178,7 @@ def test_ops_keep_the_rules_of_torch(spread):
     """Schema, fake kernels and strides, as torch.compile relies on them."""
     x = torch.randn(130, 70, device="cuda")
     checks = ("test_schema", "test_faketensor")
-    args = ("e4m3", True, "transposed", "rceil", True, spread)
+    args = ("e4m3", True, "transposed", "rceil", True, torch.float16, spread)
     torch.library.opcheck(torch.ops.te_mx.quantize.default, (x, *args), test_utils=checks)
     q = ops.quantize_2d(x, "e4m3", rowwise=True, columnwise=None, scale_rule="rceil", spread=spread)
     order = "k_last" if spread == PLAIN else "sm90"
@@ -191,3 +191,23 @@ def test_ops_keep_the_rules_of_torch(spread):
     if spread == PLAIN:
         given = (*side[:2], "e4m3", "k_last", 8)
         torch.library.opcheck(torch.ops.te_mx.pack_sm90.default, given, test_utils=checks)
+
+
+@pytest.mark.parametrize("shapes", [((1024, 1024), (1024, 512)), ((300, 200), (4096, 4096))])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16,) * 2])
+def test_two_matrices_at_a_time(shapes, dtypes):
+    """They overlap each other, and neither what made them nor what reads them."""
+    source = [torch.randn(s, device="cuda", dtype=d) for s, d in zip(shapes, dtypes, strict=True)]
+    wide = {"rowwise": True, "columnwise": "transposed", "spread": 8}
+    args = {"fmt": "e4m3", "scale_rule": "rceil", **wide}
+    want = [ops.quantize_2d(x.neg(), **args, col_sum=i == 1) for i, x in enumerate(source)]
+    for _ in range(20):
+        first, second = (x.neg() for x in source)  # kernels that end just before
+        calls = ops.Quantize(first, **args), ops.Quantize(second, **args, col_sum=True)
+        got = ops.quantize_two_2d(*calls)
+        copies = [None if part is None else part.clone() for parts in got for part in parts]
+        wanted = [part for parts in want for part in parts]
+        del got, first, second
+        for mine, theirs in zip(copies, wanted, strict=True):
+            assert (mine is None) == (theirs is None)
+            assert theirs is None or torch.equal(mine, theirs)

@@ -105,11 +105,14 @@ def test_strided_rows_and_single_directions():
 @pytest.mark.parametrize("shape", [(300, 200), (4096, 256)])
 def test_column_sums(shape):
     x = calls.data(*shape, "rows")
-    _, _, first = calls.quantize(x, col_sum=True)
-    _, _, second = calls.quantize(x, row=None, col_sum=True)
+    _, _, first = calls.quantize(x, col_sum=torch.float32)
+    _, _, second = calls.quantize(x, row=None, col_sum=torch.float32)
     bound = shape[0] * 2.0**-24 * x.double().abs().sum(0)
     assert ((first.double() - x.double().sum(0)).abs() <= bound).all()
     assert torch.equal(first, second)
+    for dtype in (torch.bfloat16, torch.float16):
+        _, _, rounded = calls.quantize(x, col_sum=dtype)
+        assert torch.equal(rounded, first.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)

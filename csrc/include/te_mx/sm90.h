@@ -65,7 +65,8 @@ struct QuantizeArgs {
   Packed row_packed;  // operand [rows, K = cols]
   Packed col_packed;  // operand [cols, K = rows]
   int spread;
-  float* col_sum;     // [cols] sum of x over rows, or null
+  void* col_sum;  // [cols] sum of x over rows, or null
+  DType col_sum_dtype;
   float* col_sum_ws;  // [ceil(rows/128), cols], needed with col_sum
   void* stream;
 };
@@ -128,6 +129,9 @@ struct GemmArgs {
 };
 
 Status quantize(const QuantizeArgs& args);
+// Two matrices that do not depend on each other, at the same time where the GPU has room for both.
+// On the same stream; the first without col_sum.
+Status quantize_two(const QuantizeArgs& first, const QuantizeArgs& second);
 Status pack(const PackArgs& args);
 Status dequantize(const DequantizeArgs& args);
 int64_t row_sums_workspace_bytes(int64_t rows, int64_t k, bool k_first);

@@ -76,6 +76,17 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   return rank;
 }
 
+// Kernels that were launched to start early (programmatic dependent launch) may, once every CTA of
+// this one has said so or has left.
+__device__ __forceinline__ void let_dependents_start() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// Waits until the kernels that this one follows have finished and their writes are visible.
+__device__ __forceinline__ void await_predecessors() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 // Makes ordinary writes to shared memory visible to the copy engine and the tensor cores.
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -1,0 +1,17 @@
+// Launch attributes that several kernels share.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+namespace te_mx::sm90 {
+
+// Lets a kernel start while the one before it ends: it sets itself up and then waits for it
+// (mxtile's await_predecessors). Only for kernels that wait before they touch global memory.
+inline cudaLaunchAttribute early_start() {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  return attribute;
+}
+
+}  // namespace te_mx::sm90
