@@ -12,7 +12,7 @@ from torch import Tensor
 
 from te_mx import context
 from te_mx.autograd import grouped as autograd
-from te_mx.autograd.grouped import Groups
+from te_mx.autograd.grouped_operands import Groups, Packing
 from te_mx.autograd.linear import mode_of
 from te_mx.backends.base import FLOAT_DTYPES
 from te_mx.backends.grouped import INDEX_DTYPES, host_bounds, known_to_host
@@ -175,16 +175,19 @@ def grouped_wgrad(
             f"{out.stride()}"
         )
 
+    packing = Packing.of(inp, offs, grad, settings)
+
     def columns(x: Tensor, fmt: str) -> Operand:
         q = quantize_grouped(
-            x, offs, fmt, rowwise=False, columnwise=True, scale_rule=settings.scale_rule
-        )
-        return Operand(q.col_codes, q.col_scales, fmt, "k_first")  # type: ignore[arg-type]
+            x, packing.offs, fmt, rowwise=False, columnwise=True, scale_rule=settings.scale_rule,
+            spread=packing.spread,
+        )  # fmt: skip
+        return packing.columns(q, fmt)
 
     a, b = columns(inp, settings.fwd_fmt), columns(grad, settings.bwd_fmt)
     return gemm_k(
-        a, b, offs, out=out, out_dtype=out_dtype or inp.dtype, accumulate=accumulate,
-        mode=mode_of(settings),
+        a, b, packing.offs, out=out, out_dtype=out_dtype or inp.dtype, accumulate=accumulate,
+        rows=len(inp), mode=mode_of(settings),
     )  # fmt: skip
 
 

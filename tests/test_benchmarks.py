@@ -69,6 +69,14 @@ CUDA_ROWS = {
     ),
     "layernorm_mlp_cuda": dict.fromkeys(("mlp gelu f+b", "mlp swiglu f+b")),
     "linear_cuda": {"linear fwd+bwd": (1.35, 1.6)},
+    "grouped_cuda": {
+        "grouped fprop": (1.4, None),
+        "grouped dgrad": (1.4, None),
+        "grouped wgrad": (1.2, None),
+        "grouped even fwd+bwd": (1.2, None),
+        "grouped zipf fwd+bwd": (1.2, None),
+        "grouped half fwd+bwd": (1.2, None),
+    },
     "overhead_cuda": {"host fwd+bwd": (0.4, 0.25)},
     "workspace_cuda": {"workspace": None},
 }

@@ -17,8 +17,8 @@ from strategies import DTYPES, FORMATS, KINDS, RULES, SEEDS, tensor
 
 import te_mx
 from te_mx.backends import grouped, reference_grouped
-from te_mx.backends.base import Operand
-from te_mx.ops import grouped_gemm, grouped_quantize, grouped_wgrad
+from te_mx.backends.base import PLAIN, Operand
+from te_mx.ops import grouped_gemm, grouped_quantize, grouped_weights, grouped_wgrad
 from te_mx.ops.gemm import Mode
 
 
@@ -72,9 +72,7 @@ def test_products_without_looking(
     k, m = 70, 33
     x, grad = (tensor("outliers", rows, cols, seed, torch.float32) for cols in (k, m))
     weights = [tensor("normal", m, k, seed + i, torch.float32) for i in range(len(splits))]
-    row, _ = grouped_quantize.quantize_weights(
-        weights, "e4m3", columnwise=False, scale_rule="rceil"
-    )
+    row, _ = grouped_weights.quantize_weights(weights, "e4m3", columnwise=False, scale_rule="rceil")
     bias, mode = torch.randn(len(splits), m), Mode()
     starts, ends = grouped.device_bounds(offs, room, rows)
     q, g = (
@@ -90,7 +88,7 @@ def test_products_without_looking(
     out = torch.full((len(splits), m, k), torch.nan)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", te_mx.FallbackWarning)
-        grouped_wgrad._k_on_other(a, b, offs, out, False, room, -1, mode)
+        grouped_wgrad._k_on_other(a, b, offs, out, False, room, rows, -1, mode)
     covered = torch.zeros(rows, dtype=torch.bool)
     for i, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
         covered[start:end] = True
@@ -126,7 +124,7 @@ def test_column_sums_without_looking() -> None:
 def test_splits_on_a_device_say_that_they_are_slow(on_device) -> None:
     x, offs = torch.randn(40, 32), torch.tensor([10, 30])
     with pytest.warns(te_mx.FallbackWarning, match="splits given as a list loop over the groups"):
-        grouped_quantize._on_other(x, offs, "e4m3", True, False, "rceil", False, 0)
+        grouped_quantize._on_other(x, offs, "e4m3", True, False, "rceil", False, 0, PLAIN)
 
 
 @pytest.mark.gpu
@@ -136,7 +134,7 @@ def test_a_captured_layer_takes_other_splits() -> None:
     x = torch.randn(90, 64, device="cuda", dtype=torch.bfloat16)
     m_splits = torch.tensor([30, 30, 30], device="cuda")
     with te_mx.autocast(), torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", te_mx.FallbackWarning)
+        warnings.simplefilter("ignore", te_mx.FallbackWarning)  # GPUs that are not Hopper
         layer(x, m_splits)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -17,8 +17,9 @@ from te_mx.backends.grouped import Bounds, StackedOperand, host_bounds, k_of, ro
 from te_mx.engine import envelopes, workspace
 from te_mx.ops.gemm import gemm_2d
 from te_mx.ops.grouped_gemm import gemm_rows, standing_weights
-from te_mx.ops.grouped_quantize import quantize_grouped, quantize_weights
+from te_mx.ops.grouped_quantize import quantize_grouped
 from te_mx.ops.grouped_run import kernels
+from te_mx.ops.grouped_weights import quantize_weights
 from te_mx.ops.grouped_wgrad import gemm_k
 from te_mx.ops.quantize import quantize_2d
 

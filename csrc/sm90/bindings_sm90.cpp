@@ -12,12 +12,9 @@
 using namespace te_mx;
 using namespace te_mx::bindings;
 
-namespace {
-
-// problem: (lhs, lhs_fmt, rhs, rhs_fmt, m, n, k); epilogue: (out, out_dtype, ldo, accumulate, bias,
-// bias_dtype, gelu, aux, aux_dtype, gelu_in, gelu_in_dtype, bias_grad)
-sm90::GemmArgs gemm_args(const py::tuple& p, const py::tuple& e, uintptr_t workspace,
-                         int64_t workspace_bytes, int config, uintptr_t stream) {
+sm90::GemmArgs te_mx::bindings::gemm_args(const py::tuple& p, const py::tuple& e,
+                                          uintptr_t workspace, int64_t workspace_bytes, int config,
+                                          uintptr_t stream) {
   sm90::GemmArgs a{};
   a.lhs = packed(p[0]), a.lhs_fmt = static_cast<Format>(p[1].cast<int>());
   a.rhs = packed(p[2]), a.rhs_fmt = static_cast<Format>(p[3].cast<int>());
@@ -33,8 +30,6 @@ sm90::GemmArgs gemm_args(const py::tuple& p, const py::tuple& e, uintptr_t works
   a.config = config, a.stream = reinterpret_cast<void*>(stream);
   return a;
 }
-
-}  // namespace
 
 PYBIND11_MODULE(_sm90, m) {
   m.doc() = "Native Hopper kernels of te_mx: addresses and sizes in, unchecked; a status out.";
@@ -159,4 +154,5 @@ PYBIND11_MODULE(_sm90, m) {
       py::arg("problem"), py::arg("epilogue"), py::arg("workspace"), py::arg("workspace_bytes"),
       py::arg("config"), py::arg("stream"), py::arg("device") = -1);
   bind_sm90_fused(m);
+  bind_sm90_grouped(m);
 }

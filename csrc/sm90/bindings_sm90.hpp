@@ -55,7 +55,15 @@ inline sm90::QuantizeArgs quantize_args(const py::tuple& call, uintptr_t stream)
   return a;
 }
 
+// problem: (lhs, lhs_fmt, rhs, rhs_fmt, m, n, k); epilogue: (out, out_dtype, ldo, accumulate, bias,
+// bias_dtype, gelu, aux, aux_dtype, gelu_in, gelu_in_dtype, bias_grad)
+sm90::GemmArgs gemm_args(const py::tuple& problem, const py::tuple& epilogue, uintptr_t workspace,
+                         int64_t workspace_bytes, int config, uintptr_t stream);
+
 // The steps that end in a quantizer.
 void bind_sm90_fused(py::module_& m);
+
+// Groups of rows.
+void bind_sm90_grouped(py::module_& m);
 
 }  // namespace te_mx::bindings

@@ -33,10 +33,10 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 4 : 2)
   const Place at;
   const Extent e(p.q, t, at);
   const T* const from =
-      static_cast<const T*>(p.h.data) + (t.r0() + at.r) * p.h.stride + t.c0() + at.c;
+      static_cast<const T*>(p.h.data) + (t.r0 + at.r) * p.h.stride + t.c0() + at.c;
   fill_slot<T>(slot, from, p.h.stride, e, p.vectors);
   if (p.act.gated) fill_slot<T>(gate_slot, from + p.cols, p.h.stride, e, p.vectors);
-  const OutRows<T> out(p.out, p.cols, t.r0() + at.r, t.c0() + at.c);
+  const OutRows<T> out(p.out, p.cols, t.r0 + at.r, t.c0() + at.c);
   wait_for_slots();
   with_activation<sizeof(T) == 4>(p.act, [&](const auto& act) {
 #pragma unroll 1
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 3 : 1)
   if (!find_tile(t, p.q)) return;
   const Place at;
   const Extent e(p.q, t, at);
-  const int64_t row = t.r0() + at.r, col = t.c0() + at.c;
+  const int64_t row = t.r0 + at.r, col = t.c0() + at.c;
   BackwardInputs<T> in(p, row, col);
   in.fill(slot, gate_slot, p, e);
   Eight<T> grad;

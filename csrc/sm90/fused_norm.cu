@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(In) == 2 ? 4 : (sizeo
   t.last_row = t.rt == p.q.row_tiles - 1, t.last_col = t.ct == p.q.col_tiles - 1;
   const Place at;
   const Extent e(p.q, t, at);
-  const int64_t row = t.r0() + at.r, col = t.c0() + at.c;
+  const int64_t row = t.r0 + at.r, col = t.c0() + at.c;
   fill_slot<In>(slot, static_cast<const In*>(p.n.x.data) + row * p.n.x.stride + col, p.n.x.stride,
                 e, p.vectors);
   float weight[8], bias[8];

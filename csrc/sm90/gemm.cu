@@ -18,8 +18,7 @@ struct Choice {
 constexpr Choice kChoices[] = {
     {"192x128, clusters of 2", 192, 256, 2, true, launch_192x128_cluster2},
     {"256x128, clusters of 2", 256, 256, 2, false, launch_256x128_cluster2},
-    {"256x128", 256, 128, 1, false, launch_256x128},
-    {"128x128", 128, 128, 1, true, launch_128x128},
+    {"128x128", 128, 128, 1, false, launch_128x128},
     {"64x128", 64, 128, 1, true, launch_64x128},
 };
 constexpr int kChoiceCount = sizeof(kChoices) / sizeof(kChoices[0]);

@@ -14,10 +14,11 @@ enum class Epilogue : int { plain = 0, forward = 1, backward = 2 };
 
 inline constexpr int kBiasBytes = 1024;  // of one block: as it came, and as fp32
 
-// Starts the way of a block's bias to shared memory, as it is.
-__device__ __forceinline__ void load_bias(const EpilogueParams& p, const Wave& w) {
+// Starts the way of a block's bias, one of [groups, N], to shared memory, as it is.
+__device__ __forceinline__ void load_bias(const EpilogueParams& p, const Wave& w, int group) {
   const int size = p.bias_dtype == DType::f32 ? 4 : 2;
-  const char* const from = static_cast<const char*>(p.bias) + static_cast<int64_t>(w.n0) * size;
+  const char* const from =
+      static_cast<const char*>(p.bias) + (static_cast<int64_t>(group) * p.n + w.n0) * size;
   if (p.bias_words) {
     if (4 * w.thread >= 128 * size) return;
     const int left = (p.n - w.n0) * size - 4 * w.thread;
@@ -127,7 +128,7 @@ __device__ __forceinline__ void sum_columns(const float (&v)[64], const Epilogue
   const int lane = w.thread % 32, warp = w.thread / 32;
   // Of the thread's first and second row, whether they are rows of D.
   const int row = w.m0 + warp * 16 + lane / 4;
-  const bool first = row < p.m, second = row + 8 < p.m;
+  const bool first = row < w.m_end, second = row + 8 < w.m_end;
   float s[32];
 #pragma unroll
   for (int i = 0; i < 32; ++i) {
@@ -148,7 +149,7 @@ __device__ __forceinline__ void sum_columns(const float (&v)[64], const Epilogue
   };
   const float sum = (read(0) + read(1)) + (read(2) + read(3));
   const int col = w.n0 + w.thread;
-  if (col < p.n && w.m0 < p.m) p.bias_grad[static_cast<int64_t>(w.m0 / 64) * p.n + col] = sum;
+  if (col < p.n && w.m0 < w.m_end) p.bias_grad[static_cast<int64_t>(w.m0 / 64) * p.n + col] = sum;
   tile::named_barrier(w.barrier, 128);
 }
 
@@ -159,7 +160,7 @@ __device__ __forceinline__ void finish(const float (&v)[64], const EpilogueParam
   if constexpr (kEpilogue != Epilogue::plain) {
     if (p.bias_grad != nullptr) sum_columns(v, p, w);
   }
-  if (p.by_element) return;
+  if (w.by_element) return;
   with_type(p.out_dtype, [&]<class T>(T) { store_wave<T, kSlots>(v, p, map, p.accumulate, w); });
 }
 
@@ -176,7 +177,7 @@ __device__ __forceinline__ void finish_by_element(float (&v)[64], const Epilogue
     }
   }
   with_type(p.out_dtype, [&]<class T>(T) {
-    if (p.direct) {
+    if (w.direct) {
       write_rows<T>(v, p.out, p, w, p.ldo);
       // What comes next to the bias and the staging waits for all who used them here.
       tile::fence_async_proxy();
@@ -250,7 +251,7 @@ __device__ __forceinline__ void epilogue_wave(float (&v)[64], const EpiloguePara
   } else {
     finish<kEpilogue, kSlots>(v, p, map, w);
   }
-  if (p.by_element) finish_by_element<kSlots>(v, p, map, w);
+  if (w.by_element) finish_by_element<kSlots>(v, p, map, w);
 }
 
 }  // namespace te_mx::sm90

@@ -40,11 +40,16 @@ struct GemmConfig {
   // Of a stage: factors of the columns against each lhs tile, and the modes.
   static constexpr int kColumnBytes = kLhsTiles * 1024 + 16;
   static constexpr int kStaging = kSlots * kPanelBytes;  // per math warpgroup
-  // With GELU, aux and the bias gradient: registers do not suffice for them beside 256 rows.
-  static constexpr bool kFull = kM != 256;
+  // With GELU, aux and the bias gradient. Registers do not suffice for them beside 256 rows, and
+  // 128 rows without take half as long to compile.
+  static constexpr bool kFull = kM == 64 || kM == 192;
   static constexpr int kThreads = 128 + 128 * kMath;
+  // Blocks of which the producer says where they lie: it is never further ahead (gemm_grouped.cuh).
+  static constexpr int kWorks = 8;
+  static constexpr int kWorkBytes = kWorks * sizeof(Work) + 32;  // and where the producer is
   static constexpr int kSmem = 1024 + kStages * (kStageBytes + kColumnBytes) +
-                               kMath * (kStaging + kBiasBytes + 8) + 3 * kStages * 8;
+                               kMath * (kStaging + kBiasBytes + 8) + kWorkBytes + 3 * kStages * 8;
+  static_assert(kStages < kWorks);
   static_assert(!kFull || (kWaves == 1 && kSlots == 2),
                 "a wave of 16-bit numbers fits the staging");
   static_assert(kSmem <= 232448, "a block has 227 KiB of shared memory");
@@ -58,7 +63,8 @@ struct Smem {
   static constexpr int kScales = kStaging + Config::kMath * Config::kStaging;
   static constexpr int kBias = kScales + Config::kStages * Config::kScaleBytes;
   static constexpr int kColumns = kBias + Config::kMath * kBiasBytes;
-  static constexpr int kBarriers = kColumns + Config::kStages * Config::kColumnBytes;
+  static constexpr int kWork = kColumns + Config::kStages * Config::kColumnBytes;
+  static constexpr int kBarriers = kWork + Config::kWorkBytes;
   char* base;
   __device__ __forceinline__ explicit Smem(char* raw) {
     base = raw + (1024 - (tile::smem_addr(raw) & 1023)) % 1024;
@@ -75,6 +81,10 @@ struct Smem {
   __device__ __forceinline__ char* columns(int s) const {
     return base + kColumns + s * Config::kColumnBytes;
   }
+  __device__ __forceinline__ Work* work(int i) const {
+    return reinterpret_cast<Work*>(base + kWork) + i % Config::kWorks;
+  }
+  __device__ __forceinline__ void* place() const { return work(0) + Config::kWorks; }
   __device__ __forceinline__ uint64_t* full(int s) const {
     return reinterpret_cast<uint64_t*>(base + kBarriers) + s;
   }
@@ -102,61 +112,123 @@ struct Ring {
   }
 };
 
+// The order of blocks, as each role of a CTA walks it: a fixed grid of them. The other kind is in
+// gemm_grouped.cuh.
 template <class Config>
-__device__ __forceinline__ void produce(const GemmParams& p, const CUtensorMap& lhs_map,
-                                        const CUtensorMap& rhs_map, const Smem<Config>& smem,
-                                        int rank) {
-  constexpr int kHalf = Config::kM / Config::kCluster;
-  Ring<Config::kStages> ring;
-  for (int index = blockIdx.x / Config::kCluster; index < p.m_blocks * p.n_blocks;
-       index += gridDim.x / Config::kCluster) {
-    const Block block = block_at(p, index);
+class FixedGrid {
+ public:
+  static constexpr bool kAnnounced = false;  // whether the producer tells the others
+  __device__ __forceinline__ explicit FixedGrid(const GemmParams& p)
+      : p_(p), index_(blockIdx.x / Config::kCluster) {}
+  __device__ __forceinline__ FixedGrid(const GemmParams& p, const Smem<Config>&) : FixedGrid(p) {}
+
+  // For the producer: false behind the last block.
+  __device__ __forceinline__ bool next(Sources& from, const Smem<Config>&,
+                                       const Ring<Config::kStages>&, int rank) {
+    if (index_ >= p_.m_blocks * p_.n_blocks) return false;
+    const Block block = block_at(p_, p_.m_blocks, index_);
     const int m0 = block.m * Config::kM, n_tile = block.n * Config::kCluster + rank;
     const int lhs_tile = m0 / 128;
-    const uint32_t* lhs_scales = p.lhs_scales + static_cast<int64_t>(lhs_tile) * kScaleWords;
+    from.m_row = m0, from.n_row = n_tile * 128, from.k0 = 0;
+    from.lhs_tile = lhs_tile;
     // NOTE: 192 rows may end in a tile that does not exist; nothing of it is stored.
-    const int64_t second = lhs_tile + 1 < p.lhs_tiles ? kScaleWords : 0;
+    from.second = lhs_tile + 1 < p_.lhs_tiles ? 1 : 0;
     // NOTE: the last block of an odd number of tiles has no tile for rank 1; the packing pads to an
     // even number.
-    const uint32_t* rhs_scales = p.rhs_scales + static_cast<int64_t>(n_tile) * kScaleWords;
+    from.rhs_tile = n_tile;
+    from.k_steps = p_.k_steps;
+    index_ += gridDim.x / Config::kCluster;
+    return true;
+  }
+  __device__ __forceinline__ void finish(const Smem<Config>&, const Ring<Config::kStages>&) {}
+
+  // For the others, who await the first stage of a block where they need it to know the block.
+  __device__ __forceinline__ void await(uint64_t*, uint32_t) {}
+  __device__ __forceinline__ bool next(Work& work, const Smem<Config>&) {
+    if (index_ >= p_.m_blocks * p_.n_blocks) return false;
+    const Block block = block_at(p_, p_.m_blocks, index_);
+    work.m0 = block.m * Config::kM, work.m_end = p_.epilogue.m;
+    work.n0 = block.n * Config::kCluster * 128;
+    work.k_steps = p_.k_steps, work.group = 0;
+    work.inside = Config::kM % 128 == 64 ? (block.m & 1) * 64 : 0;
+    index_ += gridDim.x / Config::kCluster;
+    return true;
+  }
+
+ private:
+  const GemmParams& p_;
+  int index_;
+};
+
+// The schedules of a kernel with these parameters; and what its idle warp does meanwhile.
+template <class Params>
+struct Roles {
+  template <class Config>
+  using Producer = FixedGrid<Config>;
+  template <class Config>
+  using Follower = FixedGrid<Config>;
+  static __device__ __forceinline__ void aside(const Params&) {}
+};
+
+__device__ __forceinline__ const uint32_t* tile_at(const uint32_t* scales, int tile) {
+  return scales + static_cast<int64_t>(tile) * kScaleWords;
+}
+
+template <class Config, class Params>
+__device__ __forceinline__ void produce(const Params& p, const CUtensorMap& lhs_map,
+                                        const CUtensorMap& rhs_map, const Smem<Config>& smem,
+                                        int rank) {
+  using Schedule = typename Roles<Params>::template Producer<Config>;
+  constexpr int kHalf = Config::kM / Config::kCluster;
+  Ring<Config::kStages> ring;
+  Schedule schedule(p, smem);
+  Sources from;
+  while (schedule.next(from, smem, ring, rank)) {
 #pragma unroll 1
-    for (int k = 0; k < p.k_steps; ++k, ring.next()) {
+    for (; from.k_steps > 0; --from.k_steps, from.k0 += 128, ring.next()) {
       const int s = ring.stage;
       tile::mbar_wait(smem.empty(s), ring.phase ^ 1);
       uint64_t* const full = smem.full(s);
       tile::mbar_arrive_expect(full, Config::kStageBytes);
       char* const lhs = smem.lhs(s);
       if constexpr (Config::kCluster == 1) {
-        tile::tma_load(lhs, &lhs_map, full, k * 128, m0);
+        tile::tma_load(lhs, &lhs_map, full, from.k0, from.m_row);
       } else {
-        tile::tma_load_multicast(lhs + rank * kHalf * 128, &lhs_map, full, k * 128,
-                                 m0 + rank * kHalf, 3);
+        tile::tma_load_multicast(lhs + rank * kHalf * 128, &lhs_map, full, from.k0,
+                                 from.m_row + rank * kHalf, 3);
       }
-      tile::tma_load(smem.rhs(s), &rhs_map, full, k * 128, n_tile * 128);
+      tile::tma_load(smem.rhs(s), &rhs_map, full, from.k0, from.n_row);
       char* const scales = smem.scales(s);
-      if constexpr (Config::kM == 192) {
+      const uint32_t* const lhs_scales = tile_at(p.lhs_scales, from.lhs_tile);
+      if constexpr (Config::kM == 192 || (Config::kM == 256 && Schedule::kAnnounced)) {
         tile::bulk_load(scales, lhs_scales, Config::kTileBytes, full);
-        tile::bulk_load(scales + Config::kTileBytes, lhs_scales + second, Config::kTileBytes, full);
+        tile::bulk_load(scales + Config::kTileBytes,
+                        tile_at(p.lhs_scales, from.lhs_tile + from.second), Config::kTileBytes,
+                        full);
       } else {
         tile::bulk_load(scales, lhs_scales, Config::kLhsTiles * Config::kTileBytes, full);
       }
-      tile::bulk_load(scales + Config::kLhsTiles * Config::kTileBytes, rhs_scales,
-                      Config::kTileBytes, full);
-      lhs_scales += static_cast<int64_t>(p.lhs_tiles) * kScaleWords;
-      rhs_scales += static_cast<int64_t>(p.rhs_tiles) * kScaleWords;
+      tile::bulk_load(scales + Config::kLhsTiles * Config::kTileBytes,
+                      tile_at(p.rhs_scales, from.rhs_tile), Config::kTileBytes, full);
+      from.lhs_tile += p.lhs_tiles, from.rhs_tile += p.rhs_tiles;
     }
   }
+  schedule.finish(smem, ring);
 }
 
 // One warp for each lhs tile of a stage, ahead of the math warpgroups.
-template <class Config>
-__device__ __forceinline__ void prepare(const GemmParams& p, const Smem<Config>& smem, int lhs_tile,
+template <class Config, class Params>
+__device__ __forceinline__ void prepare(const Params& p, const Smem<Config>& smem, int lhs_tile,
                                         int lane) {
+  using Schedule = typename Roles<Params>::template Follower<Config>;
   Ring<Config::kStages> ring;
-  for (int index = blockIdx.x / Config::kCluster; index < p.m_blocks * p.n_blocks;
-       index += gridDim.x / Config::kCluster) {
+  Schedule schedule(p);
+  Work work;
+  schedule.await(smem.full(ring.stage), ring.phase);
 #pragma unroll 1
-    for (int k = 0; k < p.k_steps; ++k, ring.next()) {
+  while (schedule.next(work, smem)) {
+#pragma unroll 1
+    for (int left = work.k_steps; left > 0; --left, ring.next()) {
       const int s = ring.stage;
       const uint32_t words = tile::smem_addr(smem.scales(s));
       const uint32_t columns = tile::smem_addr(smem.columns(s));
@@ -167,6 +239,7 @@ __device__ __forceinline__ void prepare(const GemmParams& p, const Smem<Config>&
       __syncwarp();
       if (lane == 0) tile::mbar_arrive(smem.ready(s));
     }
+    schedule.await(smem.full(ring.stage), ring.phase);
   }
 }
 
@@ -185,10 +258,11 @@ __device__ __forceinline__ void release(uint64_t* empty, int lane) {
   }
 }
 
-template <class Config, tile::Fp8 kLhs, tile::Fp8 kRhs, Epilogue kEpilogue>
-__device__ __forceinline__ void consume(const GemmParams& p, const CUtensorMap& out_map,
+template <class Config, tile::Fp8 kLhs, tile::Fp8 kRhs, Epilogue kEpilogue, class Params>
+__device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_map,
                                         const CUtensorMap& side_map, const Smem<Config>& smem,
                                         int rank, int math) {
+  using Schedule = typename Roles<Params>::template Follower<Config>;
   const int thread = threadIdx.x % 128, lane = thread % 32;
   // This warpgroup's first row inside the block.
   const int row0 = math * Config::kWaves * 64;
@@ -199,22 +273,33 @@ __device__ __forceinline__ void consume(const GemmParams& p, const CUtensorMap& 
       tile::smem_addr(smem.scales(0) + Config::kLhsTiles * Config::kTileBytes);
   const uint32_t columns = tile::smem_addr(smem.columns(0));
   Ring<Config::kStages> ring;
+  Schedule schedule(p);
+  Work work;
   Wave w;
   w.phase = 0;
-  for (int index = blockIdx.x / Config::kCluster; index < p.m_blocks * p.n_blocks;
-       index += gridDim.x / Config::kCluster, w.phase ^= 1) {
-    const Block block = block_at(p, index);
-    w.m0 = block.m * Config::kM + row0;
-    w.n0 = (block.n * Config::kCluster + rank) * 128;
+  schedule.await(smem.ready(ring.stage), ring.phase);
+  while (schedule.next(work, smem)) {
+    const int k_steps = work.k_steps;
+    if constexpr (Schedule::kAnnounced) {
+      if (work.m0 + row0 >= work.m_end) {  // no rows for this warpgroup
+        for (int k = 0; k < k_steps; ++k, ring.next()) {
+          tile::mbar_wait(smem.ready(ring.stage), ring.phase);
+          release<Config>(smem.empty(ring.stage), lane);
+        }
+        schedule.await(smem.ready(ring.stage), ring.phase);
+        continue;
+      }
+    }
+    w.m0 = work.m0 + row0, w.n0 = work.n0 + rank * 128;
     w.thread = thread;
     w.barrier = 1 + math;
     w.staging = smem.staging(math);
     w.bias = smem.bias(math);
     w.arrived = smem.arrived(math);
-    if (p.epilogue.bias != nullptr) load_bias(p.epilogue, w);
-    // The same inside the block's scale tiles: 64 and 192 rows start in the middle of a tile every
-    // other time.
-    const int inside = Config::kM % 128 == 64 ? row0 + (block.m & 1) * 64 : row0;
+    if (p.epilogue.bias != nullptr) load_bias(p.epilogue, w, work.group);
+    // The first row inside the block's scale tiles: 64 and 192 rows start in the middle of a tile
+    // every other time.
+    const int inside = Config::kM % 128 == 64 ? row0 + work.inside : row0;
     const int lhs_tile = inside / 128;
     const uint32_t lhs_words =
         __shfl_sync(~0u, tile::smem_addr(smem.scales(0) + lhs_tile * Config::kTileBytes), 0);
@@ -241,7 +326,8 @@ __device__ __forceinline__ void consume(const GemmParams& p, const CUtensorMap& 
         rows[i] = tile::ld_shared_u32(from + 4 * (8 * (i % 2) + 64 * (i / 2)));
     };
     fetch(ring);
-    for (int k = 0; k < p.k_steps; ++k) {
+#pragma unroll 1
+    for (int left = k_steps; left > 0; --left) {
       const int s = ring.stage;
       const uint32_t offset = s * Config::kScaleBytes;
       Step<Config::kWaves> step;
@@ -257,23 +343,31 @@ __device__ __forceinline__ void consume(const GemmParams& p, const CUtensorMap& 
       run_step<kLhs, kRhs>(
           sum, step, [&] { release<Config>(smem.empty(s), lane); },
           [&] {
-            if (k + 1 < p.k_steps) fetch(ring);
+            if (left > 1) fetch(ring);
           });
       if constexpr (kEpilogue == Epilogue::backward) {
-        if (k == 0) load_ahead(p.epilogue, &side_map, w);
+        if (left == k_steps) load_ahead(p.epilogue, &side_map, w);
       }
     }
+    w.m0 = work.m0 + row0, w.n0 = work.n0 + rank * 128, w.m_end = work.m_end;
 #pragma unroll
     for (int wave = 0; wave < Config::kWaves; ++wave, w.m0 += 64) {
+      w.direct = p.epilogue.direct, w.by_element = p.epilogue.by_element;
+      if constexpr (Schedule::kAnnounced) {
+        // The end of a group: what lies behind it belongs to the next one.
+        if (w.m0 + 64 > w.m_end) w.direct = w.by_element = true;
+      }
       epilogue_wave<kEpilogue, Config::kSlots>(sum[wave], p.epilogue, &out_map, &side_map, w);
     }
+    w.phase ^= 1;
+    schedule.await(smem.ready(ring.stage), ring.phase);
   }
   if (thread == 0) tile::tma_store_wait_all();
 }
 
-template <class Config, tile::Fp8 kLhs, tile::Fp8 kRhs, Epilogue kEpilogue>
+template <class Config, tile::Fp8 kLhs, tile::Fp8 kRhs, Epilogue kEpilogue, class Params>
 __global__ void __launch_bounds__(Config::kThreads, 1)
-    gemm_kernel(const __grid_constant__ GemmParams p, const __grid_constant__ CUtensorMap lhs_map,
+    gemm_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap lhs_map,
                 const __grid_constant__ CUtensorMap rhs_map,
                 const __grid_constant__ CUtensorMap out_map,
                 const __grid_constant__ CUtensorMap side_map) {
@@ -309,6 +403,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     } else if (threadIdx.x < 32 + 32 * Config::kLhsTiles) {
       prepare<Config>(p, smem, static_cast<int>(threadIdx.x) / 32 - 1,
                       static_cast<int>(threadIdx.x) % 32);
+    } else if (threadIdx.x >= 96) {
+      Roles<Params>::aside(p);
     }
   } else {
     tile::registers_up<Config::kMath == 3 ? 160 : 232>();

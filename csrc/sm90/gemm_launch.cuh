@@ -10,7 +10,7 @@ namespace te_mx::sm90 {
 
 template <class Config, tile::Fp8 kLhs, tile::Fp8 kRhs, Epilogue kEpilogue>
 Status launch(const GemmArgs& a, const Device& device) {
-  const auto kernel = gemm_kernel<Config, kLhs, kRhs, kEpilogue>;
+  const auto kernel = gemm_kernel<Config, kLhs, kRhs, kEpilogue, GemmParams>;
   static ClusterCount counts;
   const int clusters = counts.of(device.index, reinterpret_cast<const void*>(kernel),
                                  Config::kThreads, Config::kSmem, Config::kCluster);

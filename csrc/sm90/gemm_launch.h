@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "device.h"
-#include "te_mx/sm90.h"
+#include "te_mx/sm90_grouped.h"
 
 namespace te_mx::sm90 {
 
@@ -37,9 +37,13 @@ inline int group_size(int clusters, int bm, int bn) {
 
 Status launch_192x128_cluster2(const GemmArgs& a, const Device& device);
 Status launch_256x128_cluster2(const GemmArgs& a, const Device& device);
-Status launch_256x128(const GemmArgs& a, const Device& device);
 Status launch_128x128(const GemmArgs& a, const Device& device);
 Status launch_64x128(const GemmArgs& a, const Device& device);
+
+Status launch_grouped_192x128_cluster2(const GemmArgs& a, const Groups& g, bool along_k,
+                                       const Device& device);
+Status launch_grouped_256x128(const GemmArgs& a, const Groups& g, bool along_k,
+                              const Device& device);
 
 // bias_grad[n] = sum over blocks of 64 rows of partial[block, n], in order.
 Status reduce_columns(const float* partial, float* out, int64_t blocks, int64_t n,

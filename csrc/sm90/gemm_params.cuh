@@ -45,12 +45,29 @@ struct Block {
 
 // Groups of `group` block rows, walked column by column: what runs at one time is nearly square, so
 // the operands of a wave stay in L2.
-__device__ __forceinline__ Block block_at(const GemmParams& p, int index) {
+__device__ __forceinline__ Block block_at(const GemmParams& p, int m_blocks, int index) {
   const int per_group = p.group * p.n_blocks;
   const int first = index / per_group * p.group;
-  const int rows = min(p.group, p.m_blocks - first);
+  const int rows = min(p.group, m_blocks - first);
   const int inside = index % per_group;
   return {first + inside % rows, inside / rows};
 }
+
+// What the producer must know of a block: where its operands lie in theirs.
+struct Sources {
+  int m_row, n_row, k0;    // first elements of the codes
+  int lhs_tile, rhs_tile;  // scale tiles of the first step
+  int second;              // tiles from the first lhs tile to the second one
+  int k_steps;
+};
+
+// What the math warpgroups must know of it.
+struct Work {
+  int m0, m_end;  // its first row in D, and the row that it must end before
+  int n0;         // first column of the cluster
+  int k_steps;
+  int inside;  // where m0 lies in its scale tile
+  int group;   // whose bias is added
+};
 
 }  // namespace te_mx::sm90

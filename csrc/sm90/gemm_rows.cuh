@@ -17,8 +17,11 @@ namespace tile = mxtile::sm90;
 // Where a wave lies: its first row and column in D, and this thread's place in the warpgroup.
 struct Wave {
   int m0, n0;
-  int thread;   // 0..127
-  int barrier;  // named barrier of this warpgroup
+  int m_end;        // rows at and after it are not stored
+  bool direct;      // stores go element by element,
+  bool by_element;  // or take more than the copy engine for another reason
+  int thread;       // 0..127
+  int barrier;      // named barrier of this warpgroup
   char* staging;
   char* bias;         // kBiasBytes of shared memory
   uint64_t* arrived;  // gelu_in of this block is in the staging
@@ -88,7 +91,7 @@ struct RowPlace {
     const int row = w.m0 + w.thread / 32 * 16 + w.thread % 32 / 4 + 8 * h,
               col = w.n0 + 2 * (w.thread % 4);
     base = static_cast<int64_t>(row) * ld + col;
-    left = row < p.m ? p.n - col : 0;
+    left = row < w.m_end ? p.n - col : 0;
   }
 };
 

@@ -56,7 +56,7 @@ __device__ __forceinline__ void send_panels(const int first, const EpilogueParam
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const int n0 = w.n0 + (first + i) * static_cast<int>(128 / sizeof(T));
-      if (w.m0 >= p.m || n0 >= p.n) continue;
+      if (w.m0 >= w.m_end || n0 >= p.n) continue;
       char* const slot = w.staging + i * kPanelBytes;
       if (add) {
         tile::tma_reduce_add(map, slot, n0, w.m0);

@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(X) == 2 ? 3 : 2)
   t.rt = item.row_tile(p.bands), t.ct = item.col_tile(p.bands);
   if (t.rt >= p.row_tiles) return;
   const Place at;
-  const int64_t row = t.r0() + at.r, col = t.c0() + at.c;
+  const int64_t row = t.r0 + at.r, col = t.c0() + at.c;
   const auto left = [](int64_t size) { return static_cast<int>(size < 8 ? size : 8); };
   const Extent e(left(a.rows - row), left(a.cols - col));
   float weight[8];

@@ -74,9 +74,9 @@ struct RowWriter {
   int rows, width;  // of what lies at and after `to`
 
   __device__ __forceinline__ RowWriter(const CodesOut& out, const Tile& t, const Place& at)
-      : to(out.codes + (t.r0() + at.r) * out.ld + t.c0() + at.c), ld(out.ld) {
+      : to(out.codes + (t.r0 + at.r) * out.ld + t.c0() + at.c), ld(out.ld) {
     width = (t.last_col ? out.last_width : 128) - at.c;
-    rows = width > 0 ? (t.last_row ? out.last_rows : 128) - at.r : 0;
+    rows = width > 0 ? t.rows - at.r : 0;
   }
 
   __device__ __forceinline__ void write(int k, uint2 w) {
@@ -127,9 +127,9 @@ __device__ __forceinline__ void write_cols(const QuantizeSmem& s, const CodesOut
                                            const Tile& t) {
   const int chunk = threadIdx.x % 8, c = threadIdx.x / 8;
   const int width = (t.last_row ? out.last_width : 128) - 16 * chunk;
-  const int count = width > 0 ? (t.last_col ? out.last_rows : 128) - c : 0;
+  const int count = width > 0 ? t.cols - c : 0;
   const uint8_t* const from = &s.codes[c][0];
-  uint8_t* to = out.codes + (t.c0() + c) * out.ld + t.r0() + 16 * chunk;
+  uint8_t* to = out.codes + (t.c0() + c) * out.ld + t.k0() + 16 * chunk;
   const auto place = [&](int i) { return from + 128 * i + 16 * (chunk ^ (c + i) / 8 % 8); };
   if (!kPlain || out.vectors) {
     uint4 w[4];

@@ -73,10 +73,10 @@ __device__ __forceinline__ void quantize_patch(const QuantizeParams& p, Quantize
                   tile_words(a.row_packed.scales, t.ct, t.rt, p.row_tiles),
                   t.last_row && (p.row_tiles & 1) != 0);
     } else if (kPlain && p.row.wanted) {
-      write_plain_scales(s.row, r, a.row_scales, t.r0() + r, a.rows, t.ct * 4ll, (a.cols + 31) / 32,
+      write_plain_scales(s.row, r, a.row_scales, t.r0 + r, a.rows, t.ct * 4ll, (a.cols + 31) / 32,
                          false);
     }
-    if (a.col_sum != nullptr && r < (t.last_col ? p.last_cols : 128)) {
+    if (a.col_sum != nullptr && r < t.cols) {
       a.col_sum_ws[t.rt * a.cols + t.c0() + r] =
           (s.sums[0][r] + s.sums[1][r]) + (s.sums[2][r] + s.sums[3][r]);
     }
@@ -122,28 +122,44 @@ __device__ __forceinline__ void quantize_patch(const QuantizeParams& p, Quantize
   write_cols<kPlain>(s, p.col, t);
 }
 
-template <class T, tile::Fp8 kFmt, bool kPlain>
-__device__ __forceinline__ void quantize_tile(const QuantizeParams& p, QuantizeSmem& s) {
-  const QuantizeArgs& a = p.a;
-  Tile t;
-  if (!find_tile(t, p)) return;
-  const Place at;
+// The tiles of one matrix.
+struct OneMatrix {
+  using Outputs = const QuantizeParams&;
 
+  __device__ __forceinline__ const void* x(const QuantizeParams& p, const Tile&) const {
+    return p.a.x;
+  }
+  __device__ __forceinline__ Outputs outputs(const QuantizeParams& p, const Tile&) const {
+    return p;
+  }
+  // False for a CTA without a tile.
+  __device__ __forceinline__ bool find(Tile& t, const QuantizeParams& p) const {
+    return find_tile(t, p);
+  }
+};
+
+template <class T, tile::Fp8 kFmt, bool kPlain, class Where>
+__device__ __forceinline__ void quantize_tile(const QuantizeParams& all, const Where& where,
+                                              QuantizeSmem& s) {
+  Tile t;
+  if (!where.find(t, all)) return;
+  typename Where::Outputs p = where.outputs(all, t);
+  const Place at;
   typename Input<T>::Word x[8][4];
-  load_patch<T>(x, static_cast<const T*>(a.x) + (t.r0() + at.r) * a.x_stride + t.c0() + at.c,
-                a.x_stride, (t.last_row ? p.last_rows : 128) - at.r,
-                (t.last_col ? p.last_cols : 128) - at.c, p.x_vectors,
-                &s.codes[0][0] + 64 * threadIdx.x);
+  load_patch<T>(
+      x, static_cast<const T*>(where.x(all, t)) + (t.r0 + at.r) * p.a.x_stride + t.c0() + at.c,
+      p.a.x_stride, t.rows - at.r, t.cols - at.c, p.x_vectors, &s.codes[0][0] + 64 * threadIdx.x);
   quantize_patch<T, kFmt, kPlain>(p, s, x, t, at);
 }
 
-template <class T, tile::Fp8 kFmt, bool kPlain>
+// Where: OneMatrix, or what quantize_grouped.cu says of several.
+template <class T, tile::Fp8 kFmt, bool kPlain, class Where>
 __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 4 : 2)
-    quantize_kernel(const __grid_constant__ QuantizeParams p) {
+    quantize_kernel(const __grid_constant__ QuantizeParams p, const __grid_constant__ Where where) {
   __shared__ QuantizeSmem s;
   tile::let_dependents_start();
   if (!p.beside) tile::await_predecessors();
-  quantize_tile<T, kFmt, kPlain>(p, s);
+  quantize_tile<T, kFmt, kPlain>(p, where, s);
   // Whoever waits for this kernel waits for the one that it ran beside, too.
   if (p.beside) tile::await_predecessors();
 }

@@ -12,8 +12,12 @@ struct QuantizeParams;
 // The kernel's parameters for `a`, whose x need not be set. Sizes must not be 0.
 Status quantize_params(const QuantizeArgs& a, QuantizeParams& p);
 
-// The grid of the tiles in the first `col_tiles` columns of tiles, as find_tile() walks it.
-dim3 tile_grid(const QuantizeParams& p, int col_tiles);
+// The same for rows that are cut into `row_tiles` tiles, with `k` codes in a row of the columns.
+Status quantize_params(const QuantizeArgs& a, int64_t row_tiles, int64_t k, QuantizeParams& p);
+
+// The grid of the tiles in the first `col_tiles` columns of tiles, as find_tile() walks it. The
+// last dimension counts matrices, or what a dimension cannot hold.
+dim3 tile_grid(const QuantizeParams& p, int col_tiles, int64_t matrices = 1);
 
 // Whether the kernel instance for plain codes is needed.
 bool wants_plain(const QuantizeParams& p);

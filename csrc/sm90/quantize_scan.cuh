@@ -27,7 +27,7 @@ struct QuantizeSmem {
 struct CodesOut {
   uint8_t* codes;
   int64_t ld;
-  int last_rows, last_width;  // of the last tile; bytes before its width may be written
+  int last_width;  // of the last tile: bytes before it may be written
   bool wanted, packed, vectors;
 };
 
@@ -43,19 +43,27 @@ struct QuantizeParams {
 
 // A tile's place, and what exists of it.
 struct Tile {
-  int rt, ct;
+  int rt, ct;  // in the operands
   bool last_row, last_col;
-  __device__ __forceinline__ int64_t r0() const { return static_cast<int64_t>(rt) * 128; }
+  int64_t r0;      // its first row in x, and in the codes of the rows
+  int rows, cols;  // of it that exist
+  int matrix;      // of several of one size
+  __device__ __forceinline__ int64_t k0() const { return static_cast<int64_t>(rt) * 128; }
   __device__ __forceinline__ int64_t c0() const { return static_cast<int64_t>(ct) * 128; }
 };
 
-// The tile of a CTA in the plain order of a grid; false when there is none.
-__device__ __forceinline__ bool find_tile(Tile& t, const QuantizeParams& p) {
+// The tile of a CTA in the plain order of a grid, `rows_at_once` counting groups of row tiles;
+// false when there is none.
+__device__ __forceinline__ bool find_tile(Tile& t, const QuantizeParams& p, int rows_at_once) {
   t.ct = blockIdx.x >> p.group_bits;
-  t.rt = ((blockIdx.y + gridDim.y * blockIdx.z) << p.group_bits) +
-         (blockIdx.x & ((1 << p.group_bits) - 1));
+  t.rt = (rows_at_once << p.group_bits) + (blockIdx.x & ((1 << p.group_bits) - 1));
   t.last_row = t.rt == p.row_tiles - 1, t.last_col = t.ct == p.col_tiles - 1;
+  t.r0 = t.k0(), t.matrix = 0;
+  t.rows = t.last_row ? p.last_rows : 128, t.cols = t.last_col ? p.last_cols : 128;
   return t.rt < p.row_tiles;
+}
+__device__ __forceinline__ bool find_tile(Tile& t, const QuantizeParams& p) {
+  return find_tile(t, p, blockIdx.y + gridDim.y * blockIdx.z);
 }
 
 // Where a thread's elements lie in the tile.

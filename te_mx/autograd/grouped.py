@@ -9,86 +9,38 @@ Shapes: R rows (tokens of all groups), G groups, K in_features, N out_features. 
 
 Bit for bit what te_mx.Linear makes of each group. Everything is read once, for all groups: one
 quantize call for the tokens, one for the weights. Offsets travel as a tensor and are not looked at
-here, so nothing waits for a device.
+here, so nothing waits for a device. On Hopper, operands are packed on the way out of the quantizer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from te_mx.autograd.backward import place, run_backward, tag_of
 from te_mx.autograd.grouped_loop import Call, GroupedLoopFunction, bounds_of
-from te_mx.autograd.linear import DGRAD, WGRAD, flatten, mode_of, unflatten
-from te_mx.autograd.operands import plain_rows
-from te_mx.autograd.wgrad import GroupedWgrad
-from te_mx.backends import reference_grouped
-from te_mx.backends.grouped import (
-    StackedOperand,
-    device_bounds,
-    host_bounds,
-    k_of,
-    known_to_host,
+from te_mx.autograd.grouped_operands import (
+    Groups,
+    Packing,
+    StandingWeights,
+    col_sums,
+    other_backward,
+    split_parts,
 )
-from te_mx.ops import Made, Operand, gemm_2d
-from te_mx.ops.grouped_gemm import gemm_rows, standing_weights
-from te_mx.ops.grouped_quantize import quantize_grouped, quantize_weights
+from te_mx.autograd.linear import DGRAD, WGRAD, flatten, mode_of, unflatten
+from te_mx.autograd.wgrad import GroupedWgrad
+from te_mx.backends.grouped import StackedOperand, host_bounds, k_of
+from te_mx.ops import PLAIN, Operand, gemm_2d
+from te_mx.ops.grouped_gemm import gemm_rows
+from te_mx.ops.grouped_quantize import quantize_grouped
+from te_mx.ops.grouped_weights import quantize_weights
 from te_mx.ops.grouped_wgrad import gemm_k
 from te_mx.recipe import Settings
 
 _PARTS = 10  # arguments of the autograd function before the parameters
-
-
-class Groups(NamedTuple):
-    """Which rows belong to which group: end offsets int [G], and the capacity of a group or 0."""
-
-    offs: Tensor
-    capacity: int = 0
-
-
-class StandingWeights(NamedTuple):
-    """Weights quantized once for several calls: rowwise, and columnwise where backward needs it."""
-
-    settings: Settings
-    row: StackedOperand
-    col: StackedOperand | None
-    made: Made
-
-    def on_current_stream(self) -> StandingWeights:
-        """These weights, once the current stream has waited for them."""
-        stacks = (self.row, self.col) if self.col is not None else (self.row,)
-        tensors = [t for stack in stacks for t in (stack.codes, stack.scales)]
-        self.made.await_on_current_stream(self.row.codes.device, *tensors)
-        return self
-
-    def serves(self, settings: Settings, device: torch.device, need_col: bool) -> bool:
-        """Whether a call with these settings on this device would quantize to the same."""
-        need_col = need_col and settings.backward is None and not settings.one_copy
-        return (
-            (self.col is not None or not need_col)
-            and self.settings.one_copy == settings.one_copy
-            and self.row.codes.device == device
-            and self.settings.fwd_fmt == settings.fwd_fmt
-            and self.settings.scale_rule == settings.scale_rule
-        )
-
-
-def standing(weights: Sequence[Tensor], settings: Settings, need_col: bool) -> StandingWeights:
-    """Quantize and pack weights that stand still."""
-    # Made outside of inference_mode, because a training step may use it later.
-    need_col = need_col and settings.backward is None and not settings.one_copy
-    with torch.inference_mode(False), torch.no_grad():
-        row, col = quantize_weights(
-            weights, settings.fwd_fmt, columnwise=need_col, scale_rule=settings.scale_rule
-        )
-        if plain_rows(settings):
-            return StandingWeights(settings, row, None, Made.now(row.codes.device))
-        packed = None if col is None else standing_weights(col)
-        made = Made.now(row.codes.device)
-        return StandingWeights(settings, standing_weights(row), packed, made)
 
 
 class GroupedLinearFunction(torch.autograd.Function):
@@ -117,24 +69,27 @@ class GroupedLinearFunction(torch.autograd.Function):
         need_dx, need = ctx.needs_input_grad[0], ctx.needs_input_grad[_PARTS:]
         need_dw = any(need[:count])
         fmt, rule = settings.fwd_fmt, settings.scale_rule
+        packing = Packing.of(x, offs, weights[0], settings)
         q = quantize_grouped(
-            flatten(x), offs, fmt, rowwise=True, columnwise=need_dw and not save_x, scale_rule=rule,
-            capacity=capacity,
+            flatten(x), packing.offs, fmt, rowwise=True, columnwise=need_dw and not save_x,
+            scale_rule=rule, capacity=capacity, spread=packing.spread,
         )  # fmt: skip
-        if kept is None:
-            w_row, w_col = quantize_weights(weights, fmt, columnwise=need_dx, scale_rule=rule)
+        if kept is None or not packing.serves(kept):
+            w_row, w_col = quantize_weights(
+                weights, fmt, columnwise=need_dx, scale_rule=rule, spread=packing.spread
+            )
         else:
             w_row, w_col = kept.row, kept.col
-        tokens = Operand(q.row_codes, q.row_scales, fmt, "k_last")  # type: ignore[arg-type]
         y_RN = gemm_rows(
-            w_row, tokens, offs, bias=bias, out_dtype=out_dtype, capacity=capacity, tag=tag,
-            mode=mode_of(settings),
+            w_row, packing.rows(q, fmt), packing.offs, bias=bias, out_dtype=out_dtype,
+            capacity=capacity, tag=tag, mode=mode_of(settings),
         )  # fmt: skip
 
         w_col = w_col if need_dx else None
         w_saved = (None, None, None) if w_col is None else (w_col[0], w_col[1], w_col.packed)
         x_saved = (x if need_dw else None, None) if save_x else (q.col_codes, q.col_scales)
-        ctx.save_for_backward(offs, *x_saved, *w_saved)
+        ctx.save_for_backward(offs, packing.offs, *x_saved, *w_saved)
+        ctx.spread, ctx.w_order = packing.spread, None if w_col is None else w_col.order
         ctx.settings, ctx.tag, ctx.capacity, ctx.x_shape = settings, tag, capacity, x.shape
         ctx.count, ctx.stacked, ctx.sink = count, parts[0].dim() == 3, sink
         ctx.dtypes = x.dtype, parts[0].dtype, parts[-1].dtype
@@ -149,31 +104,33 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     need_dx, need = ctx.needs_input_grad[0], ctx.needs_input_grad[_PARTS:]
     count = ctx.count
     need_dw, need_db = need[:count], need[count:]
-    offs, *saved = ctx.saved_tensors
+    host_offs, offs, *saved = ctx.saved_tensors
+    packing = Packing(ctx.spread, offs)
     settings, tag, capacity = ctx.settings, ctx.tag, ctx.capacity
     fmt, rule, mode = settings.bwd_fmt, settings.scale_rule, mode_of(settings)
     x_dtype, w_dtype, b_dtype = ctx.dtypes
     g_RN = flatten(grad)
     dx = dw = db = None
     if not (need_dx or any(need_dw)):
-        db = col_sums(g_RN, Groups(offs, capacity)).to(b_dtype)
+        db = col_sums(g_RN, Groups(host_offs, capacity)).to(b_dtype)
         return (None,) * _PARTS + _spread(ctx, None, need_dw) + _spread(ctx, db, need_db)
 
     q = quantize_grouped(
         g_RN, offs, fmt, rowwise=need_dx, columnwise=any(need_dw), scale_rule=rule,
-        col_sum=any(need_db), capacity=capacity,
+        col_sum=any(need_db), capacity=capacity, spread=packing.spread,
     )  # fmt: skip
     if need_dx:
-        w_col = StackedOperand(saved[2], saved[3], settings.fwd_fmt, "k_first", saved[4])
-        g_row = Operand(q.row_codes, q.row_scales, fmt, "k_last")  # type: ignore[arg-type]
+        w_col = StackedOperand(saved[2], saved[3], settings.fwd_fmt, ctx.w_order, saved[4])
         dx = gemm_rows(
-            w_col, g_row, offs, out_dtype=x_dtype, capacity=capacity,
+            w_col, packing.rows(q, fmt), offs, out_dtype=x_dtype, capacity=capacity,
             tag=tag_of(tag, DGRAD), mode=mode,
         ).view(ctx.x_shape)  # fmt: skip
     if any(need_dw):
-        g_col = Operand(q.col_codes, q.col_scales, fmt, "k_first")  # type: ignore[arg-type]
         # A function of where the result goes, because a sink may run it later or into main_grad.
-        wgrad = _wgrad(saved[:2], g_col, offs, capacity, settings, tag, ctx.stacked)
+        wgrad = _wgrad(
+            saved[:2], packing.columns(q, fmt), packing, capacity, len(g_RN), settings, tag,
+            ctx.stacked,
+        )  # fmt: skip
         dw = place(ctx.sink, wgrad, w_dtype)
         if dw is not None and not ctx.stacked:
             dw = dw.unflatten(0, (count, dw.shape[0] // count))
@@ -183,40 +140,40 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _wgrad(
-    saved: Sequence[Tensor], g_col: Operand, offs: Tensor, capacity: int, settings: Settings,
-    tag: int, stacked: bool,
+    saved: Sequence[Tensor], g_col: Operand, packing: Packing, capacity: int, rows: int,
+    settings: Settings, tag: int, stacked: bool,
 ) -> GroupedWgrad:  # fmt: skip
     """dw [G, N, K], or [G * N, K] for separate weights: what they are when concatenated."""
-    mode = mode_of(settings)
+    fmt, offs, mode = settings.fwd_fmt, packing.offs, mode_of(settings)
 
     def columns() -> Operand:
         codes, scales = saved
-        if scales is None:  # x itself was saved
-            q = quantize_grouped(
-                flatten(codes), offs, settings.fwd_fmt, rowwise=False, columnwise=True,
-                scale_rule=settings.scale_rule, capacity=capacity,
-            )  # fmt: skip
-            codes, scales = q.col_codes, q.col_scales
-        return Operand(codes, scales, settings.fwd_fmt, "k_first")
+        if scales is not None:
+            return Operand(codes, scales, fmt, g_col.order)
+        q = quantize_grouped(  # x itself was saved
+            flatten(codes), offs, fmt, rowwise=False, columnwise=True,
+            scale_rule=settings.scale_rule, capacity=capacity, spread=packing.spread,
+        )  # fmt: skip
+        return packing.columns(q, fmt)
 
     def together(out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
         x_col = columns()
         shape = (len(offs), g_col.rows, x_col.rows)
         dw = gemm_k(
             x_col, g_col, offs, out=None if out is None else out.view(shape), out_dtype=dtype,
-            accumulate=accumulate, capacity=capacity, tag=tag_of(tag, WGRAD), mode=mode,
+            accumulate=accumulate, capacity=capacity, rows=rows, tag=tag_of(tag, WGRAD), mode=mode,
         )  # fmt: skip
         return dw if stacked else dw.flatten(0, 1)
 
     # On the CPU groups gain less from one call than a sum of all gradients beside main_grad costs.
-    if not offs.is_cpu or not g_col.codes.is_cpu:
+    if not (offs.is_cpu and g_col.codes.is_cpu and g_col.order == "k_first"):
         return GroupedWgrad(together, None)
     made: list[Operand] = []
 
     def one(i: int, out: Tensor, accumulate: bool) -> None:
         if not made:
             made.append(columns())
-        bounds = host_bounds(offs, capacity, g_col.k)
+        bounds = host_bounds(offs, capacity, rows)
         parts = [k_of(o, bounds.starts[i], bounds.ends[i], i) for o in (made[0], g_col)]
         gemm_2d(
             *parts, out=out, out_dtype=out.dtype, accumulate=accumulate,
@@ -231,29 +188,6 @@ def _spread(ctx: Any, grad: Tensor | None, needed: Sequence[bool]) -> tuple[Tens
     if grad is None or ctx.stacked:
         return tuple(grad if need else None for need in needed)
     return tuple(g if need else None for g, need in zip(grad.unbind(0), needed, strict=False))
-
-
-def split_parts(parts: Sequence[Tensor], has_bias: bool) -> tuple[list[Tensor], Tensor | None]:
-    """(the weight of every group, biases [G, N] or None)."""
-    if parts[0].dim() == 3:
-        return list(parts[0].unbind(0)), parts[1] if has_bias else None
-    count = len(parts) // 2 if has_bias else len(parts)
-    return list(parts[:count]), torch.stack(list(parts[count:])) if has_bias else None
-
-
-def other_backward(settings: Settings) -> bool:
-    """Whether the recipe asks for a backward pass that is not three MXFP8 GEMMs on operands that
-    were quantized from what they are made of."""
-    return any(getattr(settings, name, None) for name in ("backward", "wgrad_hp", "one_copy"))
-
-
-def col_sums(x: Tensor, groups: Groups) -> Tensor:
-    """Sums over the rows of each group, fp32 [G, cols]; each is x[start:end].sum(0)."""
-    offs, capacity = groups
-    if not known_to_host(offs) or torch.compiler.is_compiling():
-        return reference_grouped.col_sums(x, *device_bounds(offs, capacity, len(x)))
-    bounds = zip(*host_bounds(offs, capacity, len(x)), strict=True)
-    return torch.stack([x[start:end].sum(0, dtype=torch.float32) for start, end in bounds])
 
 
 def grouped_linear(
@@ -286,9 +220,14 @@ def grouped_linear(
             x, *groups, kept, settings, out_dtype, tag, save_x, sink, has_bias, *parts
         )
     weights, bias = split_parts(parts, has_bias)
-    row = kept.row if kept else quantize_weights(
-        weights, settings.fwd_fmt, columnwise=False, scale_rule=settings.scale_rule
-    )[0]  # fmt: skip
+    packing = Packing.of(x, groups.offs, weights[0], settings)
+    if kept is not None and (kept.row.order != "sm90" or packing.serves(kept)):
+        row = kept.row
+    else:
+        row, _ = quantize_weights(
+            weights, settings.fwd_fmt, columnwise=False, scale_rule=settings.scale_rule,
+            spread=packing.spread,
+        )  # fmt: skip
     return infer(x, groups, row, bias, settings, out_dtype, tag)
 
 
@@ -304,12 +243,15 @@ def infer(
     """x [..., K] -> [..., N] on quantized weights, without autograd."""
     fmt, rule = settings.fwd_fmt, settings.scale_rule
     offs, capacity = groups
+    packing = Packing.of(x, offs, w_row.codes, settings)
+    if w_row.order != "sm90":  # whatever this device would rather have
+        packing = Packing(PLAIN, offs)
     q = quantize_grouped(
-        flatten(x), offs, fmt, rowwise=True, columnwise=False, scale_rule=rule, capacity=capacity
-    )
-    tokens = Operand(q.row_codes, q.row_scales, fmt, "k_last")  # type: ignore[arg-type]
+        flatten(x), packing.offs, fmt, rowwise=True, columnwise=False, scale_rule=rule,
+        capacity=capacity, spread=packing.spread,
+    )  # fmt: skip
     y_RN = gemm_rows(
-        w_row, tokens, offs, bias=bias_GN, out_dtype=out_dtype, capacity=capacity, tag=tag,
-        mode=mode_of(settings),
+        w_row, packing.rows(q, fmt), packing.offs, bias=bias_GN, out_dtype=out_dtype,
+        capacity=capacity, tag=tag, mode=mode_of(settings),
     )  # fmt: skip
     return unflatten(y_RN, x)

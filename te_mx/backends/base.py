@@ -39,7 +39,7 @@ FORMATS = {
 }
 SCALE_RULES = {"rceil": 0, "floor": 1}
 COLUMNWISE_FORMS = ("plain", "transposed")
-ORDERS = ("k_last", "k_first", "sm90")
+ORDERS = ("k_last", "k_first", "sm90", "sm90_rows", "sm90_k")
 PLAIN = -1  # in place of a spread: plain MX, not packed for sm_90
 GELUS = {"tanh": 1, "erf": 2}
 BIAS_GRADS = {"operand": 1, "result": 2}
@@ -82,7 +82,8 @@ class Operand(NamedTuple):
     order "k_last": codes [rows, k], scales [rows, ceil(k/32)]. order "k_first": codes [k, rows],
     scales [ceil(k/32), rows]. `packed` is what `ops.pack_2d` made of the same codes, or None.
     order "sm90": packed for Hopper, see backends/sm90_layout.py: codes [rows, k] with rows a
-    multiple of 16 bytes apart, scales int32 [ceil(k/128), tiles, 132].
+    multiple of 16 bytes apart, scales int32 [ceil(k/128), tiles, 132]. "sm90_rows", "sm90_k":
+    groups of rows or of k packed for Hopper, see backends/sm90_grouped_layout.py.
     """
 
     codes: Tensor

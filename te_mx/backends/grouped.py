@@ -38,7 +38,9 @@ class StackedOperand(NamedTuple):
     """The operand of every group, one after another: logical [G, rows, k].
 
     order "k_last": codes [G, rows, k], scales [G, rows, ceil(k/32)]. order "k_first": codes
-    [G, k, rows], scales [G, ceil(k/32), rows]. `packed`: uint8 [G, bytes], or None.
+    [G, k, rows], scales [G, ceil(k/32), rows]. `packed`: uint8 [G, bytes], or None. order "sm90":
+    packed for Hopper, codes [G, rows, k] with padded rows, scales int32 [G, ceil(k/128), tiles,
+    132].
     """
 
     codes: Tensor

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from te_mx.backends import cpu
+from te_mx.backends import cpu, sm90
 from te_mx.engine import envelopes
 from te_mx.engine.explain import Explanation, explain
 
@@ -80,6 +80,8 @@ def explain_grouped(
     note = ""
     if where.type == "cpu" and cpu.missing_reason() is None:
         note = "one parallel region for all groups"
+    elif found.kernel == sm90.ADAPTIVE:
+        note = "one launch for all groups, wherever m_splits lies"
     elif where.type != "meta":
         note = (
             "one group after the other where m_splits is a list or lies on the CPU; on the "

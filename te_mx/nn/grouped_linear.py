@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_mx.autograd.grouped import Groups, grouped_linear, infer
+from te_mx.autograd.grouped import grouped_linear, infer
 from te_mx.autograd.grouped_loop import high_precision_loop
+from te_mx.autograd.grouped_operands import Groups
 from te_mx.autograd.linear import flatten, unflatten
 from te_mx.context import is_tracing
 from te_mx.nn import delayed_wgrad

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_mx.autograd.grouped import Groups
+from te_mx.autograd.grouped_operands import Groups
 from te_mx.backends.grouped import device_bounds, host_bounds, known_to_host
 from te_mx.context import is_tracing
 

@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from te_mx.autograd.grouped import Groups
+from te_mx.autograd.grouped_operands import Groups
 from te_mx.backends.grouped import INDEX_DTYPES
 from te_mx.context import is_tracing
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from te_mx.autograd.grouped import StandingWeights, standing
+from te_mx.autograd.grouped_operands import StandingWeights, standing
 from te_mx.backends.grouped import StackedOperand
 from te_mx.nn.frozen_weight import FMT, Freezable
 from te_mx.ops import dequantize_2d
-from te_mx.ops.grouped_quantize import quantize_weights
+from te_mx.ops.grouped_weights import quantize_weights
 from te_mx.recipe import Settings
 
 

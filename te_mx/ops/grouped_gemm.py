@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx.backends import cpu, cpu_grouped, cpu_memory, reference_grouped
+from te_mx.backends import cpu, cpu_grouped, cpu_memory, reference_grouped, sm90, sm90_grouped
+from te_mx.backends import sm90_grouped_layout as packed_layout
 from te_mx.backends.base import Operand, blocks
 from te_mx.backends.grouped import (
     Bounds,
@@ -50,7 +51,7 @@ def gemm_rows(
 
     Args:
         a: logical [G, m, k], the weights.
-        b: logical [R, k], "k_last".
+        b: logical [R, k], "k_last"; or "sm90_rows" when a is "sm90".
         offs: int [G].
         bias: [G, m].
         out_dtype: fp32, bf16 or fp16.
@@ -59,11 +60,11 @@ def gemm_rows(
         mode: precision and alignment spread, on GPUs.
     """
     if is_direct(b.codes):
-        run = _rows_on_cpu if b.codes.is_cpu else _rows_on_other
+        run = _rows_on_cpu if b.codes.is_cpu else _rows_on_cuda
         return run(a, b, offs, bias, out_dtype, capacity, tag, mode)
     return _OP_ROWS(
-        a.codes, a.scales, a.packed, a.fmt, a.order, b.codes, b.scales, b.fmt, offs, bias,
-        out_dtype, capacity, tag, *mode,
+        a.codes, a.scales, a.packed, a.fmt, a.order, b.codes, b.scales, b.fmt, b.order, offs,
+        bias, out_dtype, capacity, tag, *mode,
     )  # fmt: skip
 
 
@@ -76,7 +77,7 @@ def _rows_on_cpu(
     bounds = host_bounds(offs, capacity, b.rows)
     out = cpu_memory.empty((b.rows, a.rows), out_dtype)
     ran = None
-    chosen = kernels(a.rows, a.k)
+    chosen = kernels(a.rows, a.k) if b.order == "k_last" else None
     if chosen is not None and out.numel():
         call = cpu_grouped.GroupedGemmCall(chosen, a, b, bounds, out, bias)
         ran = run_call(call)
@@ -86,6 +87,22 @@ def _rows_on_cpu(
         ran = _rows_loop(a, b, bounds, bias, out, mode)
     if tag >= 0:
         LAST_RUN[tag] = ran or envelopes.ZERO_SIZE
+    return out
+
+
+def _rows_on_cuda(
+    a: StackedOperand, b: Operand, offs: Tensor, bias: Tensor | None, out_dtype: torch.dtype,
+    capacity: int, tag: int, mode: Mode,
+) -> Tensor:  # fmt: skip
+    if b.order != "sm90_rows" or sm90.problem(b.codes.device.index) is not None:
+        return _rows_on_other(a, b, offs, bias, out_dtype, capacity, tag, mode)
+    a, b = _checked_rows(a, b, offs, bias)
+    if known_to_host(offs):
+        host_bounds(offs, capacity, b.rows)  # says what is wrong with them
+    out = b.codes.new_empty((b.rows, a.rows), dtype=out_dtype)
+    sm90_grouped.gemm_rows(a, b, offs, capacity, bias, out)
+    if tag >= 0:
+        LAST_RUN[tag] = sm90.ADAPTIVE
     return out
 
 
@@ -119,8 +136,13 @@ def _rows_loop(
         out[at:start].zero_()
         at = end
         if end > start:
+            own = (
+                rows_of(b, start, end)
+                if b.order == "k_last"
+                else packed_layout.rows_of(b, start, end, i)
+            )
             gemm_2d(
-                a.group(i), rows_of(b, start, end), bias=None if bias is None else bias[i],
+                a.group(i), own, bias=None if bias is None else bias[i],
                 out=out[start:end], out_dtype=out.dtype, tag=ran.tag, mode=mode,
             )  # fmt: skip
             ran.note()
@@ -134,6 +156,10 @@ def _checked_rows(
     """Contiguous operands. Raises ValueError when parts do not belong together."""
     check_offs(offs, a.groups)
     groups, m, k = a.groups, a.rows, a.k
+    if bias is not None and bias.shape != (groups, m):
+        raise ValueError(f"bias must be [{groups}, {m}], got {tuple(bias.shape)}")
+    if "sm90" in (a.order, b.order[:4]):
+        return _checked_packed_rows(a, b)
     k_last = a.order == "k_last"
     expected = (groups, m, blocks(k)) if k_last else (groups, blocks(k), m)
     if a.scales.shape != expected:
@@ -146,36 +172,55 @@ def _checked_rows(
             f"b must be k_last [R, {k}] with scales [R, {blocks(k)}], got {b.order} "
             f"{tuple(b.codes.shape)} and {tuple(b.scales.shape)}"
         )
-    if bias is not None and bias.shape != (groups, m):
-        raise ValueError(f"bias must be [{groups}, {m}], got {tuple(bias.shape)}")
     a = a._replace(codes=a.codes.contiguous(), scales=a.scales.contiguous())
     return a, b._replace(codes=b.codes.contiguous(), scales=b.scales.contiguous())
+
+
+def _checked_packed_rows(a: StackedOperand, b: Operand) -> tuple[StackedOperand, Operand]:
+    """The same of packed operands, which lie as the quantizer left them."""
+    groups, m, k = a.groups, a.rows, a.k
+    codes, words = sm90_grouped.weights_shapes(groups, m, k)
+    strides = (codes[1] * codes[2], codes[2], 1)
+    if a.order != "sm90" or a.scales.shape != words or (m > 1 and a.codes.stride() != strides):
+        raise ValueError(
+            f"a must be packed: codes {(groups, m, k)} with strides {strides} and scales {words}, "
+            f"got order {a.order}, strides {a.codes.stride()} and scales {tuple(a.scales.shape)}"
+        )
+    row, row_words = packed_layout.shapes_rows(b.rows, k, groups)
+    lies = b.rows <= 1 or b.codes.stride() == (row[1], 1)
+    if b.order != "sm90_rows" or b.k != k or b.scales.shape != row_words or not lies:
+        raise ValueError(
+            f"b must be packed in groups: codes {(b.rows, k)} with strides {(row[1], 1)} and "
+            f"scales {row_words}, got order {b.order}, codes {tuple(b.codes.shape)} with strides "
+            f"{b.codes.stride()} and scales {tuple(b.scales.shape)}"
+        )
+    return a, b
 
 
 # ---------------------------------------------------------------------------------------------- ops
 def _make_rows(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def op(*args: Any) -> Tensor:
-        a_codes, a_scales, a_packed, a_fmt, a_order, b_codes, b_scales, b_fmt = args[:8]
-        offs, bias, out_dtype, capacity, tag, precision, spread = args[8:]
+        a_codes, a_scales, a_packed, a_fmt, a_order, b_codes, b_scales, b_fmt, b_order = args[:9]
+        offs, bias, out_dtype, capacity, tag, precision, spread = args[9:]
         a = StackedOperand(a_codes, a_scales, a_fmt, a_order, a_packed)
-        b = Operand(b_codes, b_scales, b_fmt, "k_last")
+        b = Operand(b_codes, b_scales, b_fmt, b_order)
         return run(a, b, offs, bias, out_dtype, capacity, tag, Mode(precision, spread))
 
     return op
 
 
 def _rows_fake(*args: Any) -> Tensor:
-    a_codes, a_order, b_codes, out_dtype = args[0], args[4], args[5], args[10]
-    m = a_codes.shape[1 if a_order == "k_last" else 2]
+    a_codes, a_order, b_codes, out_dtype = args[0], args[4], args[5], args[11]
+    m = a_codes.shape[2 if a_order == "k_first" else 1]
     return b_codes.new_empty((b_codes.shape[0], m), dtype=out_dtype)
 
 
 _OP_ROWS = define(
     "gemm_rows(Tensor a_codes, Tensor a_scales, Tensor? a_packed, str a_fmt, str a_order, "
-    "Tensor b_codes, Tensor b_scales, str b_fmt, Tensor offs, Tensor? bias, "
+    "Tensor b_codes, Tensor b_scales, str b_fmt, str b_order, Tensor offs, Tensor? bias, "
     "ScalarType out_dtype, SymInt capacity, int tag, str precision, int spread) -> Tensor",
     cpu=_make_rows(_rows_on_cpu),
-    cuda=_make_rows(_rows_on_other),
+    cuda=_make_rows(_rows_on_cuda),
     other=_make_rows(_rows_on_other),
     fake=_rows_fake,
 )

@@ -1,20 +1,18 @@
-"""te_mx::quantize_grouped and te_mx::quantize_weights: the tokens of all groups, and the weights of
-all groups, in one call each.
-"""
+"""te_mx::quantize_grouped: the tokens of all groups in one call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from te_mx.backends import cpu, cpu_grouped, reference_grouped
-from te_mx.backends.base import QuantizedParts, blocks
+from te_mx.backends import cpu, cpu_grouped, reference_grouped, sm90, sm90_grouped
+from te_mx.backends import sm90_grouped_layout as packed_layout
+from te_mx.backends.base import PLAIN, Operand, QuantizedParts, blocks
 from te_mx.backends.grouped import (
     INDEX_DTYPES,
     Bounds,
-    StackedOperand,
     device_bounds,
     first_scale_row,
     host_bounds,
@@ -47,6 +45,7 @@ def quantize_grouped(
     scale_rule: str,
     col_sum: bool = False,
     capacity: int = 0,
+    spread: int = PLAIN,
 ) -> QuantizedParts:
     """Quantize the rows of all groups of x [R, cols] (fp32, bf16 or fp16, any strides) to MXFP8.
 
@@ -60,21 +59,25 @@ def quantize_grouped(
             that are out of bounds raise ValueError; elsewhere they are clamped.
         fmt, rowwise, columnwise, scale_rule, col_sum: as for quantize_2d.
         capacity: 0 when groups follow each other; else group i starts at row i * capacity.
+        spread: 0 to 8 packs for Hopper with this alignment spread, as orders "sm90_rows" and
+            "sm90_k" of backends/sm90_grouped_layout.py; x is then not empty.
     """
     if is_direct(x):
-        run = _on_cpu if x.is_cpu else _on_other
-        return run(x, offs, fmt, rowwise, columnwise, scale_rule, col_sum, capacity)
-    parts = iter(_OP(x, offs, fmt, rowwise, columnwise, scale_rule, col_sum, capacity))
+        run = _on_cpu if x.is_cpu else _on_cuda
+        return run(x, offs, fmt, rowwise, columnwise, scale_rule, col_sum, capacity, spread)
+    parts = iter(_OP(x, offs, fmt, rowwise, columnwise, scale_rule, col_sum, capacity, spread))
     wanted = (rowwise, rowwise, columnwise, columnwise, col_sum)
     return QuantizedParts(*(next(parts) if want else None for want in wanted))
 
 
 def _on_cpu(
     x: Tensor, offs: Tensor, fmt: str, rowwise: bool, columnwise: bool, rule: str, col_sum: bool,
-    capacity: int,
+    capacity: int, spread: int,
 ) -> QuantizedParts:  # fmt: skip
     check_offs(offs)
     bounds = host_bounds(offs, capacity, len(x))
+    if spread >= 0:
+        return _packed(x, bounds, fmt, rowwise, columnwise, rule, col_sum, spread)
     if cpu.native() is not None and x.numel():
         parts = cpu_grouped.quantize(x, bounds, fmt, rowwise, columnwise, rule, col_sum)
         if parts is not None:
@@ -85,20 +88,35 @@ def _on_cpu(
     return _loop(x, bounds, fmt, rowwise, columnwise, rule, col_sum)
 
 
+def _on_cuda(
+    x: Tensor, offs: Tensor, fmt: str, rowwise: bool, columnwise: bool, rule: str, col_sum: bool,
+    capacity: int, spread: int,
+) -> QuantizedParts:  # fmt: skip
+    if spread < 0 or x.numel() == 0 or sm90.problem(x.device.index) is not None:
+        return _on_other(x, offs, fmt, rowwise, columnwise, rule, col_sum, capacity, spread)
+    check_offs(offs)
+    if known_to_host(offs):
+        host_bounds(offs, capacity, len(x))  # says what is wrong with them
+    return sm90_grouped.quantize(x, offs, capacity, fmt, rowwise, columnwise, rule, col_sum, spread)
+
+
 def _on_other(
     x: Tensor, offs: Tensor, fmt: str, rowwise: bool, columnwise: bool, rule: str, col_sum: bool,
-    capacity: int,
+    capacity: int, spread: int,
 ) -> QuantizedParts:  # fmt: skip
     check_offs(offs)
     if known_to_host(offs):
         bounds = host_bounds(offs, capacity, len(x))
+        if spread >= 0:
+            return _packed(x, bounds, fmt, rowwise, columnwise, rule, col_sum, spread)
         return _loop(x, bounds, fmt, rowwise, columnwise, rule, col_sum)
     starts, ends = device_bounds(offs, capacity, len(x))
     if len(ends) == 0:
         return _loop(x, Bounds([], []), fmt, rowwise, columnwise, rule, col_sum)
     warn_fallback(
         f"quantize_grouped on {x.device} with splits on the device",
-        "no native kernel takes them yet; splits given as a list loop over the groups",
+        "only Hopper GPUs at precision 'adaptive' have a kernel for them; splits given as a list "
+        "loop over the groups",
     )
     return reference_grouped.quantize(
         x, starts, ends, fmt, rowwise, columnwise, rule, col_sum
@@ -135,6 +153,44 @@ def _loop(
     return QuantizedParts(row_codes, row_scales, col_codes, col_scales, sums)
 
 
+def _packed(
+    x: Tensor, bounds: Bounds, fmt: str, rowwise: bool, columnwise: bool, rule: str, col_sum: bool,
+    spread: int,
+) -> QuantizedParts:  # fmt: skip
+    """One quantize_2d a group, put where the group lies: what the native quantizer must produce."""
+    (rows, cols), groups = x.shape, len(bounds.ends)
+    row, col = (
+        Operand(
+            x.new_zeros(codes, dtype=torch.uint8), x.new_zeros(words, dtype=torch.int32), fmt, order
+        )
+        for order, (codes, words) in (
+            ("sm90_rows", packed_layout.shapes_rows(rows, cols, groups)),
+            ("sm90_k", packed_layout.shapes_k(rows, cols, groups)),
+        )
+    )  # fmt: skip
+    row = row._replace(codes=row.codes[:, :cols])
+    sums = x.new_zeros((groups, cols), dtype=torch.float32) if col_sum else None
+    for i, (start, end) in enumerate(zip(*bounds, strict=True)):
+        if start == end:
+            continue
+        parts = quantize_2d(
+            x[start:end], fmt, rowwise=rowwise, columnwise="transposed" if columnwise else None,
+            scale_rule=rule, col_sum=col_sum, spread=spread,
+        )  # fmt: skip
+        if parts.row_codes is not None and parts.row_scales is not None:
+            own = Operand(parts.row_codes, parts.row_scales, fmt, "sm90")
+            packed_layout.put_rows(row, own, start, end, i)
+        if parts.col_codes is not None and parts.col_scales is not None:
+            own = Operand(parts.col_codes, parts.col_scales, fmt, "sm90")
+            packed_layout.put_k(col, own, start, end, i)
+        if sums is not None and parts.col_sum is not None:
+            sums[i] = parts.col_sum
+    return QuantizedParts(
+        row.codes if rowwise else None, row.scales if rowwise else None,
+        col.codes if columnwise else None, col.scales if columnwise else None, sums,
+    )  # fmt: skip
+
+
 def _shapes(
     rows: int, cols: int, groups: int, rowwise: bool, columnwise: bool
 ) -> list[tuple[int, int]]:
@@ -145,9 +201,9 @@ def _shapes(
 def _make_op(run: Callable[..., QuantizedParts]) -> Callable[..., list[Tensor]]:
     def op(
         x: Tensor, offs: Tensor, fmt: str, rowwise: bool, columnwise: bool, rule: str,
-        col_sum: bool, capacity: int,
+        col_sum: bool, capacity: int, spread: int,
     ) -> list[Tensor]:  # fmt: skip
-        parts = run(x, offs, fmt, rowwise, columnwise, rule, col_sum, capacity)
+        parts = run(x, offs, fmt, rowwise, columnwise, rule, col_sum, capacity, spread)
         return [part for part in parts if part is not None]
 
     return op
@@ -155,74 +211,35 @@ def _make_op(run: Callable[..., QuantizedParts]) -> Callable[..., list[Tensor]]:
 
 def _fake(
     x: Tensor, offs: Tensor, fmt: str, rowwise: bool, columnwise: bool, rule: str, col_sum: bool,
-    capacity: int,
+    capacity: int, spread: int,
 ) -> list[Tensor]:  # fmt: skip
     rows, cols = x.shape
-    shapes = _shapes(rows, cols, len(offs), rowwise, columnwise)
-    parts = [x.new_empty(shape, dtype=torch.uint8) for shape in shapes]
+    parts: list[Tensor] = []
+    if spread >= 0:
+        if rowwise:
+            codes, words = packed_layout.shapes_rows(rows, cols, len(offs))
+            parts += [
+                x.new_empty(codes, dtype=torch.uint8)[:, :cols],
+                x.new_empty(words, dtype=torch.int32),
+            ]
+        if columnwise:
+            codes, words = packed_layout.shapes_k(rows, cols, len(offs))
+            parts += [
+                x.new_empty(codes, dtype=torch.uint8),
+                x.new_empty(words, dtype=torch.int32),
+            ]
+    else:
+        shapes = _shapes(rows, cols, len(offs), rowwise, columnwise)
+        parts += [x.new_empty(shape, dtype=torch.uint8) for shape in shapes]
     sums = [x.new_empty((len(offs), cols), dtype=torch.float32)] if col_sum else []
     return [*parts, *sums]
 
 
 _OP = define(
     "quantize_grouped(Tensor x, Tensor offs, str fmt, bool rowwise, bool columnwise, "
-    "str scale_rule, bool col_sum, SymInt capacity) -> Tensor[]",
+    "str scale_rule, bool col_sum, SymInt capacity, int spread) -> Tensor[]",
     cpu=_make_op(_on_cpu),
-    cuda=_make_op(_on_other),
+    cuda=_make_op(_on_cuda),
     other=_make_op(_on_other),
     fake=_fake,
-)
-
-
-# ------------------------------------------------------------------------------------------ weights
-def quantize_weights(
-    weights: Sequence[Tensor], fmt: str, *, columnwise: bool, scale_rule: str
-) -> tuple[StackedOperand, StackedOperand | None]:
-    """Quantize the weights of all groups, each [rows, cols]: the operand for fprop, and the one for
-    dgrad if `columnwise`.
-
-    Every weight gives the bytes of quantize_2d.
-    """
-    weights = list(weights)
-    if is_direct(weights[0]):
-        run = _weights_on_cpu if weights[0].is_cpu else _weights_loop
-        parts = run(weights, fmt, columnwise, scale_rule)
-    else:
-        parts = _OP_WEIGHTS(weights, fmt, columnwise, scale_rule)
-    col = StackedOperand(parts[2], parts[3], fmt, "k_first") if columnwise else None
-    return StackedOperand(parts[0], parts[1], fmt, "k_last"), col
-
-
-def _weights_on_cpu(weights: list[Tensor], fmt: str, columnwise: bool, rule: str) -> list[Tensor]:
-    if cpu.native() is not None and weights[0].numel():
-        parts = cpu_grouped.quantize_weights(weights, fmt, columnwise, rule)
-        if parts is not None:
-            return parts
-    return _weights_loop(weights, fmt, columnwise, rule)
-
-
-def _weights_loop(weights: list[Tensor], fmt: str, columnwise: bool, rule: str) -> list[Tensor]:
-    form = "plain" if columnwise else None
-    made = [
-        quantize_2d(weight, fmt, rowwise=True, columnwise=form, scale_rule=rule)
-        for weight in weights
-    ]
-    wanted = 4 if columnwise else 2
-    return [torch.stack([parts[i] for parts in made]) for i in range(wanted)]  # type: ignore[misc]
-
-
-def _weights_fake(weights: list[Tensor], fmt: str, columnwise: bool, rule: str) -> list[Tensor]:
-    groups, (rows, cols) = len(weights), weights[0].shape
-    shapes = [(groups, rows, cols), (groups, rows, blocks(cols))]
-    if columnwise:
-        shapes += [(groups, rows, cols), (groups, blocks(rows), cols)]
-    return [weights[0].new_empty(shape, dtype=torch.uint8) for shape in shapes]
-
-
-_OP_WEIGHTS = define(
-    "quantize_weights(Tensor[] weights, str fmt, bool columnwise, str scale_rule) -> Tensor[]",
-    cpu=_weights_on_cpu,
-    cuda=_weights_loop,
-    other=_weights_loop,
-    fake=_weights_fake,
 )

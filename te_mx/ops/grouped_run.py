@@ -11,7 +11,10 @@ from te_mx.engine import envelopes, workspace
 from te_mx.engine.explain import LAST_RUN
 
 _CPU = torch.device("cpu")
-NO_KERNEL = "no native kernel takes them yet; splits given as a list loop over the groups"
+NO_KERNEL = (
+    "only Hopper GPUs at precision 'adaptive' have kernels for them; splits given as a list loop "
+    "over the groups"
+)
 
 
 def kernels(m: int, k: int) -> tuple[str, str] | None:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx.backends import cpu, cpu_grouped, cpu_memory, reference_grouped
+from te_mx.backends import cpu, cpu_grouped, cpu_memory, reference_grouped, sm90, sm90_grouped
+from te_mx.backends import sm90_grouped_layout as packed_layout
 from te_mx.backends.base import Operand
 from te_mx.backends.grouped import (
     Bounds,
@@ -42,13 +43,16 @@ def gemm_k(
     out_dtype: torch.dtype,
     accumulate: bool = False,
     capacity: int = 0,
+    rows: int | None = None,
     tag: int = -1,
     mode: Mode = _DEFAULT_MODE,
 ) -> Tensor:
     """D [G, n, m]: the product over the k of each group; zeros for a group without any.
 
     Args:
-        a, b: logical [m, R] and [n, R], "k_first" columnwise copies of quantize_grouped with offs.
+        a, b: logical [m, R] and [n, R], columnwise copies of quantize_grouped with offs: "k_first",
+            or both "sm90_k".
+        rows: R, which operands of order "sm90_k" do not tell.
         out: contiguous [G, n, m], written in place; its dtype then replaces out_dtype.
         accumulate: add to out.
         offs, out_dtype, capacity, tag, mode: as for gemm_rows.
@@ -61,25 +65,26 @@ def gemm_k(
         else:
             out = torch.empty(shape, dtype=out_dtype, device=b.codes.device)
         accumulate = False
+    rows = a.k if rows is None else rows
     if direct:
-        on_device = _k_on_cpu if b.codes.is_cpu else _k_on_other
-        on_device(a, b, offs, out, accumulate, capacity, tag, mode)
+        on_device = _k_on_cpu if b.codes.is_cpu else _k_on_cuda
+        on_device(a, b, offs, out, accumulate, capacity, rows, tag, mode)
     else:
         _OP_K(
-            a.codes, a.scales, a.fmt, b.codes, b.scales, b.fmt, offs, out, accumulate, capacity,
-            tag, *mode,
+            a.codes, a.scales, a.fmt, b.codes, b.scales, b.fmt, b.order, offs, out, accumulate,
+            capacity, rows, tag, *mode,
         )  # fmt: skip
     return out
 
 
 def _k_on_cpu(
-    a: Operand, b: Operand, offs: Tensor, out: Tensor, accumulate: bool, capacity: int, tag: int,
-    mode: Mode,
+    a: Operand, b: Operand, offs: Tensor, out: Tensor, accumulate: bool, capacity: int, rows: int,
+    tag: int, mode: Mode,
 ) -> None:  # fmt: skip
-    a, b = _checked_k(a, b, offs, out)
-    bounds = host_bounds(offs, capacity, a.k)
+    a, b = _checked_k(a, b, offs, out, rows)
+    bounds = host_bounds(offs, capacity, rows)
     ran = None
-    chosen = kernels(a.rows, 1)
+    chosen = kernels(a.rows, 1) if b.order == "k_first" else None
     if chosen is not None and out.numel():
         ran = run(cpu_grouped.GroupedGemmCall(chosen, a, b, bounds, out, None, accumulate))
         if ran is not None and not out.is_inference():
@@ -92,13 +97,30 @@ def _k_on_cpu(
         LAST_RUN[tag] = ran or envelopes.ZERO_SIZE
 
 
-def _k_on_other(
-    a: Operand, b: Operand, offs: Tensor, out: Tensor, accumulate: bool, capacity: int, tag: int,
-    mode: Mode,
+def _k_on_cuda(
+    a: Operand, b: Operand, offs: Tensor, out: Tensor, accumulate: bool, capacity: int, rows: int,
+    tag: int, mode: Mode,
 ) -> None:  # fmt: skip
-    a, b = _checked_k(a, b, offs, out)
+    if b.order != "sm90_k" or sm90.problem(b.codes.device.index) is not None:
+        return _k_on_other(a, b, offs, out, accumulate, capacity, rows, tag, mode)
+    a, b = _checked_k(a, b, offs, out, rows)
     if known_to_host(offs):
-        ran = _k_loop(a, b, host_bounds(offs, capacity, a.k), out, accumulate, mode)
+        host_bounds(offs, capacity, rows)  # says what is wrong with them
+    sm90_grouped.gemm_k(a, b, offs, capacity, rows, out, accumulate)
+    if not out.is_inference():
+        torch.autograd.graph.increment_version(out)
+    if tag >= 0:
+        LAST_RUN[tag] = sm90.ADAPTIVE
+    return None
+
+
+def _k_on_other(
+    a: Operand, b: Operand, offs: Tensor, out: Tensor, accumulate: bool, capacity: int, rows: int,
+    tag: int, mode: Mode,
+) -> None:  # fmt: skip
+    a, b = _checked_k(a, b, offs, out, rows)
+    if known_to_host(offs):
+        ran = _k_loop(a, b, host_bounds(offs, capacity, rows), out, accumulate, mode)
     elif len(offs) == 0:
         ran = ""
     else:
@@ -114,23 +136,32 @@ def _k_loop(
     a: Operand, b: Operand, bounds: Bounds, out: Tensor, accumulate: bool, mode: Mode
 ) -> str:
     ran = Names()
+    part = k_of if b.order == "k_first" else packed_layout.k_of_packed
     for i, (start, end) in enumerate(zip(*bounds, strict=True)):
         gemm_2d(
-            k_of(a, start, end, i), k_of(b, start, end, i), out=out[i], out_dtype=out.dtype,
+            part(a, start, end, i), part(b, start, end, i), out=out[i], out_dtype=out.dtype,
             accumulate=accumulate, tag=ran.tag, mode=mode,
         )  # fmt: skip
         ran.note()
     return str(ran)
 
 
-def _checked_k(a: Operand, b: Operand, offs: Tensor, out: Tensor) -> tuple[Operand, Operand]:
+def _checked_k(
+    a: Operand, b: Operand, offs: Tensor, out: Tensor, rows: int
+) -> tuple[Operand, Operand]:
     check_offs(offs)
+    packed = "sm90_k" in (a.order, b.order)
     for name, side in (("a", a), ("b", b)):
-        expected = (scale_rows(side.k, len(offs)), side.rows)
-        if side.order != "k_first" or side.scales.shape != expected:
+        codes: tuple[int, ...] = (rows, side.rows)
+        scales: tuple[int, ...] = (scale_rows(rows, len(offs)), side.rows)
+        if packed:
+            codes, scales = packed_layout.shapes_k(rows, side.rows, len(offs))
+        order = "sm90_k" if packed else "k_first"
+        if side.order != order or side.codes.shape != codes or side.scales.shape != scales:
             raise ValueError(
-                f"{name} must be k_first with scales {expected} for {len(offs)} groups, got "
-                f"{side.order} and {tuple(side.scales.shape)}"
+                f"{name} must be {order} with codes {codes} and scales {scales} for {len(offs)} "
+                f"groups of {rows} rows, got {side.order}, {tuple(side.codes.shape)} and "
+                f"{tuple(side.scales.shape)}"
             )
     if a.k != b.k:
         raise ValueError(f"a and b must have the same k, got {a.k} and {b.k}")
@@ -143,11 +174,11 @@ def _checked_k(a: Operand, b: Operand, offs: Tensor, out: Tensor) -> tuple[Opera
 
 def _make_k(run: Callable[..., None]) -> Callable[..., None]:
     def op(*args: Any) -> None:
-        a_codes, a_scales, a_fmt, b_codes, b_scales, b_fmt = args[:6]
-        offs, out, accumulate, capacity, tag, precision, spread = args[6:]
-        a = Operand(a_codes, a_scales, a_fmt, "k_first")
-        b = Operand(b_codes, b_scales, b_fmt, "k_first")
-        run(a, b, offs, out, accumulate, capacity, tag, Mode(precision, spread))
+        a_codes, a_scales, a_fmt, b_codes, b_scales, b_fmt, order = args[:7]
+        offs, out, accumulate, capacity, rows, tag, precision, spread = args[7:]
+        a = Operand(a_codes, a_scales, a_fmt, order)
+        b = Operand(b_codes, b_scales, b_fmt, order)
+        run(a, b, offs, out, accumulate, capacity, rows, tag, Mode(precision, spread))
 
     return op
 
@@ -158,10 +189,10 @@ def _k_fake(*args: Any) -> None:
 
 _OP_K = define(
     "gemm_k(Tensor a_codes, Tensor a_scales, str a_fmt, Tensor b_codes, Tensor b_scales, "
-    "str b_fmt, Tensor offs, Tensor(a!) out, bool accumulate, SymInt capacity, int tag, "
-    "str precision, int spread) -> ()",
+    "str b_fmt, str order, Tensor offs, Tensor(a!) out, bool accumulate, SymInt capacity, "
+    "SymInt rows, int tag, str precision, int spread) -> ()",
     cpu=_make_k(_k_on_cpu),
-    cuda=_make_k(_k_on_other),
+    cuda=_make_k(_k_on_cuda),
     other=_make_k(_k_on_other),
     fake=_k_fake,
 )

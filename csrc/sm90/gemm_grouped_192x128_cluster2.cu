@@ -1,0 +1,10 @@
+#include "gemm_grouped_launch.cuh"
+
+namespace te_mx::sm90 {
+
+Status launch_grouped_192x128_cluster2(const GemmArgs& a, const Groups& g, bool along_k,
+                                       const Device& device) {
+  return launch_grouped_any<GemmConfig<192, 4, 2, 2>>(a, g, along_k, device);
+}
+
+}  // namespace te_mx::sm90

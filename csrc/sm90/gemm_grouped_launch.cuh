@@ -1,0 +1,101 @@
+// Launches one instance of the grouped GEMM.
+#pragma once
+
+#include "gemm_grouped.cuh"
+#include "gemm_launch.h"
+#include "launch.h"
+#include "mxtile/sm90/tensor_map.h"
+
+namespace te_mx::sm90 {
+
+// Sizes of a grouped problem as the operands' arrays have them.
+struct GroupedShape {
+  int64_t lhs_rows, rhs_rows, k;  // of all groups
+  int64_t lhs_ld, rhs_ld;         // bytes from row to row of codes
+  int64_t out_rows;               // of all groups
+};
+
+inline GroupedShape grouped_shape(const GemmArgs& a, const Groups& g, bool along_k) {
+  const int64_t tiles = group_tiles(g.rows, g.count) * kTile;
+  if (along_k) return {a.m, a.n, tiles, tiles, tiles, g.count * a.m};
+  return {g.rows, g.count * a.n, a.k, packed_ld(a.k), packed_ld(a.k), g.rows};
+}
+
+template <class Config, tile::Fp8 kLhs, tile::Fp8 kRhs>
+Status launch_grouped(const GemmArgs& a, const Groups& g, bool along_k, const Device& device) {
+  const auto kernel = gemm_kernel<Config, kLhs, kRhs, Epilogue::plain, GroupedParams>;
+  static ClusterCount counts;
+  const int clusters = counts.of(device.index, reinterpret_cast<const void*>(kernel),
+                                 Config::kThreads, Config::kSmem, Config::kCluster);
+  if (clusters == 0) return Status::unsupported;
+  constexpr int kN = Config::kN * Config::kCluster;
+  GroupedParams p{};
+  p.groups = group_table(g), p.along_k = along_k;
+  p.rows = static_cast<int>(a.m), p.columns = static_cast<int>(a.n);
+  p.lhs_scales = a.lhs.scales, p.rhs_scales = a.rhs.scales;
+  p.lhs_tiles =
+      static_cast<int>(along_k ? packed_tiles(a.m) : (group_tiles(g.rows, g.count) + 1) / 2 * 2);
+  p.rhs_tiles = static_cast<int>(packed_tiles(a.n));
+  p.k_steps = static_cast<int>((a.k + 127) / 128);
+  p.m_blocks = static_cast<int>((a.m + Config::kM - 1) / Config::kM);
+  p.n_blocks = static_cast<int>((a.n + kN - 1) / kN);
+  p.group = group_size(clusters, Config::kM, kN);
+  const GroupedShape shape = grouped_shape(a, g, along_k);
+  const int width = a.out_dtype == DType::f32 ? 4 : 2;
+  EpilogueParams& e = p.epilogue;
+  e.out = a.out, e.ldo = a.ldo, e.out_dtype = a.out_dtype, e.accumulate = a.accumulate;
+  e.bias = a.bias, e.bias_dtype = a.bias_dtype;
+  e.bias_words =
+      a.bias_dtype == DType::f32 || (a.n % 2 == 0 && reinterpret_cast<uintptr_t>(a.bias) % 4 == 0);
+  e.direct = a.ldo * width % 16 != 0 || reinterpret_cast<uintptr_t>(a.out) % 16 != 0;
+  e.by_element = e.direct || (a.accumulate && a.out_dtype != DType::f32);
+  e.m = static_cast<int>(shape.out_rows), e.n = static_cast<int>(a.n);
+
+  using namespace mxtile::sm90;
+  CUtensorMap lhs_map, rhs_map, out_map{};
+  const auto out_type = a.out_dtype == DType::f32    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                        : a.out_dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                     : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  if (!tensor_map_2d(lhs_map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, a.lhs.codes, shape.lhs_rows,
+                     shape.k, shape.lhs_ld, Config::kM / Config::kCluster) ||
+      !tensor_map_2d(rhs_map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, a.rhs.codes, shape.rhs_rows,
+                     shape.k, shape.rhs_ld, Config::kN) ||
+      (!e.direct &&
+       !tensor_map_2d(out_map, out_type, width, a.out, shape.out_rows, a.n, a.ldo * width, 64))) {
+    return Status::unsupported;
+  }
+
+  // As many as there can be.
+  const int64_t blocks =
+      p.n_blocks * (along_k ? g.count * p.m_blocks : g.rows / Config::kM + g.count);
+  cudaLaunchAttribute attributes[2] = {early_start()};
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = Config::kCluster, attributes[1].val.clusterDim.y = 1,
+  attributes[1].val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim =
+      dim3(static_cast<unsigned>((blocks < clusters ? blocks : clusters) * Config::kCluster));
+  config.blockDim = dim3(Config::kThreads);
+  config.dynamicSmemBytes = Config::kSmem;
+  config.stream = static_cast<cudaStream_t>(a.stream);
+  config.attrs = attributes, config.numAttrs = 2;
+  const CUtensorMap no_map{};
+  return cudaLaunchKernelEx(&config, kernel, p, lhs_map, rhs_map, out_map, no_map) == cudaSuccess
+             ? Status::ok
+             : Status::unsupported;
+}
+
+// The four pairs of formats of one configuration.
+template <class Config>
+Status launch_grouped_any(const GemmArgs& a, const Groups& g, bool along_k, const Device& device) {
+  using tile::Fp8;
+  constexpr Fp8 k4 = Fp8::e4m3, k5 = Fp8::e5m2;
+  if (a.lhs_fmt == Format::e4m3) {
+    return a.rhs_fmt == Format::e4m3 ? launch_grouped<Config, k4, k4>(a, g, along_k, device)
+                                     : launch_grouped<Config, k4, k5>(a, g, along_k, device);
+  }
+  return a.rhs_fmt == Format::e4m3 ? launch_grouped<Config, k5, k4>(a, g, along_k, device)
+                                   : launch_grouped<Config, k5, k5>(a, g, along_k, device);
+}
+
+}  // namespace te_mx::sm90

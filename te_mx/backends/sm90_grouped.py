@@ -1,0 +1,167 @@
+"""Grouped problems on Hopper: one launch quantizes all groups, one multiplies them. Ends of groups
+are read by the device, and nothing here waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from te_mx.backends import sm90
+from te_mx.backends.base import FLOAT_DTYPES, FORMATS, SCALE_RULES, Operand, QuantizedParts
+from te_mx.backends.grouped import StackedOperand
+from te_mx.backends.sm90_grouped_layout import Shapes, group_tiles, shapes_k, shapes_rows
+from te_mx.backends.sm90_layout import packed_shapes
+
+_U8, _I32, _F32 = torch.uint8, torch.int32, torch.float32
+
+
+def offs_on_device(offs: Tensor, device: torch.device) -> Tensor:
+    """End offsets on the device. Those of the CPU travel as arguments of a kernel: no copy from
+    memory that a CUDA graph could not read again.
+    """
+    if not offs.is_cpu:
+        return offs
+    there = torch.empty(len(offs), dtype=_I32, device=device)
+    index = there.device.index
+    status = sm90.native().upload_ends(  # type: ignore[union-attr]
+        offs.tolist(), there.data_ptr(), sm90.stream(index), index
+    )
+    _expect(status, "end offsets")
+    return there
+
+
+def _expect(status: int, what: str) -> None:
+    if not sm90.supported(status):
+        raise RuntimeError(
+            f"te_mx internal error: the Hopper kernels do not take {what}; they count rows, "
+            "columns and rows of all weights in 31 bits"
+        )
+
+
+def _groups(offs: Tensor, capacity: int, rows: int) -> tuple[int, bool, int, int, int]:
+    return offs.data_ptr(), offs.dtype == torch.int64, len(offs), rows, capacity
+
+
+def _empty(shapes: Shapes, device: torch.device) -> tuple[Tensor, Tensor]:
+    codes, words = shapes
+    return (
+        torch.empty(codes, dtype=_U8, device=device),
+        torch.empty(words, dtype=_I32, device=device),
+    )
+
+
+def _addresses(parts: tuple[Tensor, Tensor] | None) -> tuple[int, int]:
+    return (0, 0) if parts is None else (parts[0].data_ptr(), parts[1].data_ptr())
+
+
+def _lying(x: Tensor) -> Tensor:
+    """x with columns that lie next to each other, as the quantizer reads them."""
+    return x.resolve_neg().contiguous() if x.stride(1) != 1 or x.is_neg() else x
+
+
+def quantize(
+    x: Tensor, offs: Tensor, capacity: int, fmt: str, rowwise: bool, columnwise: bool, rule: str,
+    col_sum: bool, spread: int,
+) -> QuantizedParts:  # fmt: skip
+    """As ops.quantize_grouped with a spread, for a non-empty x."""
+    (rows, cols), groups, device = x.shape, len(offs), x.device
+    x, offs = _lying(x), offs_on_device(offs, device)
+    row = _empty(shapes_rows(rows, cols, groups), device) if rowwise else None
+    col = _empty(shapes_k(rows, cols, groups), device) if columnwise else None
+    sums = partial = None
+    if col_sum:
+        sums = torch.empty((groups, cols), dtype=_F32, device=device)
+        partial = torch.empty((group_tiles(rows, groups), cols), dtype=_F32, device=device)
+    index = device.index
+    status = sm90.native().quantize_grouped(  # type: ignore[union-attr]
+        (x.data_ptr(), rows, cols, x.stride(0), FLOAT_DTYPES[x.dtype]),
+        _groups(offs, capacity, rows), FORMATS[fmt].native_id, SCALE_RULES[rule],
+        _addresses(row), _addresses(col), spread, sums.data_ptr() if sums is not None else 0,
+        partial.data_ptr() if partial is not None else 0, sm90.stream(index), index,
+    )  # fmt: skip
+    _expect(status, f"{groups} groups of rows of {tuple(x.shape)}")
+    return QuantizedParts(
+        row[0][:, :cols] if row else None, row[1] if row else None,
+        col[0] if col else None, col[1] if col else None, sums,
+    )  # fmt: skip
+
+
+def weights_shapes(groups: int, rows: int, cols: int) -> tuple[tuple[int, ...], ...]:
+    """Shapes of the codes, with the padding of their rows, and the scales of all weights."""
+    codes, words = packed_shapes(rows, cols)
+    return (groups, *codes), (groups, *words)
+
+
+def quantize_weights(
+    weights: Sequence[Tensor], fmt: str, columnwise: bool, rule: str, spread: int
+) -> list[Tensor]:
+    """As te_mx::quantize_weights with a spread, for weights that are not empty."""
+    groups, (rows, cols), device = len(weights), weights[0].shape, weights[0].device
+    sources = [_lying(weight) for weight in weights]
+    strides = {source.stride(0) for source in sources}
+    if len(strides) > 1:
+        sources = [source.contiguous() for source in sources]
+    if len({source.dtype for source in sources}) > 1:
+        sources = [source.float() for source in sources]
+    made: list[tuple[Tensor, Tensor]] = []
+    for shape in ((rows, cols), (cols, rows))[: 1 + columnwise]:
+        codes, words = weights_shapes(groups, *shape)
+        made.append(
+            (
+                torch.empty(codes, dtype=_U8, device=device),
+                torch.empty(words, dtype=_I32, device=device),
+            )
+        )
+    index = device.index
+    status = sm90.native().quantize_stacked(  # type: ignore[union-attr]
+        (0, rows, cols, sources[0].stride(0), FLOAT_DTYPES[sources[0].dtype]),
+        [source.data_ptr() for source in sources], FORMATS[fmt].native_id, SCALE_RULES[rule],
+        _addresses(made[0]), _addresses(made[1] if columnwise else None), spread,
+        sm90.stream(index), index,
+    )  # fmt: skip
+    _expect(status, f"{groups} weights of {(rows, cols)}")
+    widths = cols, rows
+    return [
+        part for (codes, words), width in zip(made, widths, strict=False)
+        for part in (codes[:, :, :width], words)
+    ]  # fmt: skip
+
+
+def gemm_rows(
+    a: StackedOperand, b: Operand, offs: Tensor, capacity: int, bias: Tensor | None, out: Tensor
+) -> None:
+    """As te_mx::gemm_rows on packed operands that are not empty."""
+    if bias is not None:
+        bias = bias.contiguous()
+    problem = (*_side(b.codes, b), *_side(a.codes, a), len(out), a.rows, a.k)
+    epilogue = _epilogue(out, out.shape[1], False, bias)
+    offs, index = offs_on_device(offs, out.device), out.device.index
+    status = sm90.native().gemm_rows(  # type: ignore[union-attr]
+        problem, epilogue, _groups(offs, capacity, len(out)), -1, sm90.stream(index), index
+    )
+    _expect(status, f"groups of rows of {tuple(out.shape)} and {a.groups} weights")
+
+
+def gemm_k(
+    a: Operand, b: Operand, offs: Tensor, capacity: int, rows: int, out: Tensor, accumulate: bool
+) -> None:
+    """As te_mx::gemm_k on packed operands that are not empty."""
+    problem = (*_side(b.codes, b), *_side(a.codes, a), len(b.codes), len(a.codes), 0)
+    epilogue = _epilogue(out, out.shape[2], accumulate, None)
+    offs, index = offs_on_device(offs, out.device), out.device.index
+    status = sm90.native().gemm_k(  # type: ignore[union-attr]
+        problem, epilogue, _groups(offs, capacity, rows), -1, sm90.stream(index), index
+    )
+    _expect(status, f"products of {tuple(out.shape)}")
+
+
+def _side(codes: Tensor, operand: Operand | StackedOperand) -> tuple[tuple[int, int], int]:
+    return (codes.data_ptr(), operand.scales.data_ptr()), FORMATS[operand.fmt].native_id
+
+
+def _epilogue(out: Tensor, ldo: int, accumulate: bool, bias: Tensor | None) -> tuple[int, ...]:
+    added = (0, 0) if bias is None else (bias.data_ptr(), FLOAT_DTYPES[bias.dtype])
+    return (out.data_ptr(), FLOAT_DTYPES[out.dtype], ldo, accumulate, *added, 0, 0, 0, 0, 0, 0)

@@ -1,0 +1,107 @@
+"""te_mx::quantize_weights: the weights of all groups in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from te_mx.backends import cpu, cpu_grouped, sm90, sm90_grouped
+from te_mx.backends.base import PLAIN, blocks
+from te_mx.backends.grouped import StackedOperand
+from te_mx.ops.library import define, is_direct
+from te_mx.ops.quantize import quantize_2d
+
+
+def quantize_weights(
+    weights: Sequence[Tensor],
+    fmt: str,
+    *,
+    columnwise: bool,
+    scale_rule: str,
+    spread: int = PLAIN,
+) -> tuple[StackedOperand, StackedOperand | None]:
+    """Quantize the weights of all groups, each [rows, cols]: the operand for fprop, and the one for
+    dgrad if `columnwise`.
+
+    Every weight gives the bytes of quantize_2d. A spread of 0 to 8 packs for Hopper, as operands of
+    order "sm90"; weights are then not empty.
+    """
+    weights = list(weights)
+    if is_direct(weights[0]):
+        run = _weights_on_cpu if weights[0].is_cpu else _weights_on_cuda
+        parts = run(weights, fmt, columnwise, scale_rule, spread)
+    else:
+        parts = _OP_WEIGHTS(weights, fmt, columnwise, scale_rule, spread)
+    orders = ("sm90", "sm90") if spread >= 0 else ("k_last", "k_first")
+    col = StackedOperand(parts[2], parts[3], fmt, orders[1]) if columnwise else None
+    return StackedOperand(parts[0], parts[1], fmt, orders[0]), col
+
+
+def _weights_on_cpu(
+    weights: list[Tensor], fmt: str, columnwise: bool, rule: str, spread: int
+) -> list[Tensor]:
+    if cpu.native() is not None and weights[0].numel() and spread < 0:
+        parts = cpu_grouped.quantize_weights(weights, fmt, columnwise, rule)
+        if parts is not None:
+            return parts
+    return _weights_loop(weights, fmt, columnwise, rule, spread)
+
+
+def _weights_on_cuda(
+    weights: list[Tensor], fmt: str, columnwise: bool, rule: str, spread: int
+) -> list[Tensor]:
+    first = weights[0]
+    if spread < 0 or first.numel() == 0 or sm90.problem(first.device.index) is not None:
+        return _weights_loop(weights, fmt, columnwise, rule, spread)
+    return sm90_grouped.quantize_weights(weights, fmt, columnwise, rule, spread)
+
+
+def _weights_loop(
+    weights: list[Tensor], fmt: str, columnwise: bool, rule: str, spread: int
+) -> list[Tensor]:
+    form = ("plain" if spread < 0 else "transposed") if columnwise else None
+    made = [
+        quantize_2d(weight, fmt, rowwise=True, columnwise=form, scale_rule=rule, spread=spread)
+        for weight in weights
+    ]
+    wanted = 4 if columnwise else 2
+    stacks = [torch.stack([parts[i] for parts in made]) for i in range(wanted)]  # type: ignore[misc]
+    return stacks if spread < 0 else [_padded(stack) for stack in stacks]
+
+
+def _padded(stack: Tensor) -> Tensor:
+    """The same with rows of codes as far apart as packed ones are."""
+    if stack.dtype != torch.uint8 or stack.shape[-1] % 16 == 0:
+        return stack
+    return torch.nn.functional.pad(stack, (0, -stack.shape[-1] % 16))[..., : stack.shape[-1]]
+
+
+def _weights_fake(
+    weights: list[Tensor], fmt: str, columnwise: bool, rule: str, spread: int
+) -> list[Tensor]:
+    first, groups, (rows, cols) = weights[0], len(weights), weights[0].shape
+    if spread >= 0:
+        parts: list[Tensor] = []
+        for shape in ((rows, cols), (cols, rows))[: 1 + columnwise]:
+            codes, words = sm90_grouped.weights_shapes(groups, *shape)
+            parts += [
+                first.new_empty(codes, dtype=torch.uint8)[..., : shape[1]],
+                first.new_empty(words, dtype=torch.int32),
+            ]
+        return parts
+    shapes = [(groups, rows, cols), (groups, rows, blocks(cols))]
+    if columnwise:
+        shapes += [(groups, rows, cols), (groups, blocks(rows), cols)]
+    return [first.new_empty(shape, dtype=torch.uint8) for shape in shapes]
+
+
+_OP_WEIGHTS = define(
+    "quantize_weights(Tensor[] weights, str fmt, bool columnwise, str scale_rule, int spread)"
+    " -> Tensor[]",
+    cpu=_weights_on_cpu,
+    cuda=_weights_on_cuda,
+    other=_weights_loop,
+    fake=_weights_fake,
+)
