@@ -106,14 +106,14 @@ def test_weight_norm_is_recomputed():
 def weights_quantized(monkeypatch):
     """How often a weight was quantized: one list of shapes."""
     shapes = []
-    quantize = autograd_linear.quantize_weight
+    call = autograd_operands.weight_call
 
-    def record(weight, settings, need_col):
+    def record(weight, settings, need_col, packed=True):
         shapes.append((tuple(weight.shape), need_col))
-        return quantize(weight, settings, need_col)
+        return call(weight, settings, need_col, packed)
 
     for module in (autograd_linear, autograd_operands):
-        monkeypatch.setattr(module, "quantize_weight", record)
+        monkeypatch.setattr(module, "weight_call", record)
     return shapes
 
 
