@@ -27,6 +27,7 @@ from te_mx.autograd.grouped_operands import (
     Packing,
     StandingWeights,
     col_sums,
+    gradients_of,
     other_backward,
     split_parts,
 )
@@ -113,7 +114,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     dx = dw = db = None
     if not (need_dx or any(need_dw)):
         db = col_sums(g_RN, Groups(host_offs, capacity)).to(b_dtype)
-        return (None,) * _PARTS + _spread(ctx, None, need_dw) + _spread(ctx, db, need_db)
+        grads = *gradients_of(None, need_dw, ctx.stacked), *gradients_of(db, need_db, ctx.stacked)
+        return (None,) * _PARTS + grads
 
     q = quantize_grouped(
         g_RN, offs, fmt, rowwise=need_dx, columnwise=any(need_dw), scale_rule=rule,
@@ -136,7 +138,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             dw = dw.unflatten(0, (count, dw.shape[0] // count))
     if q.col_sum is not None:
         db = q.col_sum.to(b_dtype)
-    return (dx,) + (None,) * (_PARTS - 1) + _spread(ctx, dw, need_dw) + _spread(ctx, db, need_db)
+    grads = *gradients_of(dw, need_dw, ctx.stacked), *gradients_of(db, need_db, ctx.stacked)
+    return (dx,) + (None,) * (_PARTS - 1) + grads
 
 
 def _wgrad(
@@ -181,13 +184,6 @@ def _wgrad(
         )  # fmt: skip
 
     return GroupedWgrad(together, one)
-
-
-def _spread(ctx: Any, grad: Tensor | None, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    """The gradient of all groups as those of the parameters that need one."""
-    if grad is None or ctx.stacked:
-        return tuple(grad if need else None for need in needed)
-    return tuple(g if need else None for g, need in zip(grad.unbind(0), needed, strict=False))
 
 
 def grouped_linear(

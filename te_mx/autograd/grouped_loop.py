@@ -15,13 +15,14 @@ from torch import Tensor
 
 from te_mx.autograd import high_precision, steps
 from te_mx.autograd.backward import place, run_backward, tag_of
+from te_mx.autograd.grouped_operands import gradients_of
+from te_mx.autograd.linear import DGRAD, WGRAD
 from te_mx.autograd.operands import StandingWeight, flatten, unflatten
 from te_mx.autograd.wgrad import GroupedWgrad, WeightGradient, Wgrad
 from te_mx.backends.grouped import StackedOperand, host_bounds, known_to_host
 from te_mx.ops.fused_run import quantized
 from te_mx.recipe import Settings
 
-DGRAD, WGRAD = 1, 2
 _ARGUMENTS = 2  # of the autograd function before the parameters
 
 
@@ -161,7 +162,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if dw is not None and not ctx.stacked:
         dw = dw.unflatten(0, (count, dw.shape[0] // count))
     db = torch.stack(sums).to(dtypes[-1]) if need_db else None
-    return dx, None, *_spread(dw, need[:count], ctx), *_spread(db, need[count:], ctx)
+    weights = gradients_of(dw, need[:count], ctx.stacked)
+    return dx, None, *weights, *gradients_of(db, need[count:], ctx.stacked)
 
 
 def _sixes(ctx: Any) -> Iterator[tuple[Tensor, ...]]:
@@ -188,13 +190,6 @@ def _together(wgrads: Sequence[Wgrad], stacked: bool) -> GroupedWgrad:
         return out
 
     return GroupedWgrad(run, lambda i, out, accumulate: wgrads[i](out, out.dtype, accumulate))
-
-
-def _spread(grad: Tensor | None, need: Sequence[bool], ctx: Any) -> tuple[Tensor | None, ...]:
-    """The gradient of all groups as those of the parameters that need one."""
-    if grad is None or ctx.stacked:
-        return tuple(grad if needed else None for needed in need)
-    return tuple(g if needed else None for g, needed in zip(grad.unbind(0), need, strict=True))
 
 
 def high_precision_loop(

@@ -120,6 +120,15 @@ def split_parts(parts: Sequence[Tensor], has_bias: bool) -> tuple[list[Tensor], 
     return list(parts[:count]), torch.stack(list(parts[count:])) if has_bias else None
 
 
+def gradients_of(
+    grad: Tensor | None, needed: Sequence[bool], stacked: bool
+) -> tuple[Tensor | None, ...]:
+    """The gradient of all groups as those of the parameters that need one."""
+    if grad is None or stacked:
+        return tuple(grad if need else None for need in needed)
+    return tuple(g if need else None for g, need in zip(grad.unbind(0), needed, strict=False))
+
+
 def other_backward(settings: Settings) -> bool:
     """Whether the recipe asks for a backward pass that is not three MXFP8 GEMMs on operands that
     were quantized from what they are made of."""
