@@ -14,6 +14,7 @@ from benchmarks.bench_layernorm import Plain
 from benchmarks.gpu import GpuContext
 from benchmarks.row import Row, Target
 from benchmarks.timing import interleaved
+from benchmarks.training import training_step
 from te_mx import ops
 from te_mx.backends.fused import Activation, Norm, Wanted
 from te_mx.nn import activations
@@ -167,15 +168,9 @@ def _layernorm_mlp(
         for i in range(sets)
     ]
 
-    def step(layer: nn.Module, i: int) -> None:
-        x, grad = data[i % sets]
-        x.grad = None
-        layer.zero_grad()
-        layer(x).backward(grad)
-
     with te_mx.autocast():
         times = interleaved(
-            {name: lambda i, of=layer: step(of, i) for name, layer in layers.items()},
+            {name: training_step(layer, data) for name, layer in layers.items()},
             context.effort,
             clock=context.clock,
         )

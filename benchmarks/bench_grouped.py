@@ -9,6 +9,7 @@ import te_mx
 from benchmarks.context import Context, randn
 from benchmarks.row import Row
 from benchmarks.timing import interleaved
+from benchmarks.training import training_step
 
 # experts, tokens, out features, in features
 SIZES = [(8, 4096, 4096, 1024)]
@@ -59,14 +60,8 @@ def grouped(context: Context) -> Iterator[Row]:
 def _rows(
     context: Context, layers: dict[str, nn.Module], data: list, splits: list[int], kind: str
 ) -> Iterator[Row]:
-    def step(name: str, i: int) -> None:
-        x, grad = data[i % 2]
-        x.grad = None
-        layers[name].zero_grad(set_to_none=True)
-        layers[name](x, splits).backward(grad)
-
     with te_mx.autocast():
-        calls = {name: lambda i, name=name: step(name, i) for name in layers}
+        calls = {name: training_step(layer, data, splits) for name, layer in layers.items()}
         times = interleaved(calls, context.effort)
     ours = layers["ours"]
     m, n, k = len(data[0][0]), ours.out_features, ours.in_features

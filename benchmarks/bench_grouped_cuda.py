@@ -12,6 +12,7 @@ from benchmarks.bench_grouped import splits_of
 from benchmarks.gpu import GpuContext
 from benchmarks.row import Row, Target
 from benchmarks.timing import Call, interleaved
+from benchmarks.training import training_step
 from te_mx.backends.base import Operand
 from te_mx.ops.grouped_gemm import gemm_rows
 from te_mx.ops.grouped_quantize import quantize_grouped
@@ -149,18 +150,12 @@ def _steps(
 ) -> dict[str, Call]:
     m_splits, offs = torch.tensor(splits, device=weight.device), _offs(splits, weight.device)
 
-    def ours(i: int) -> None:
-        x, grad = data[i % len(data)]
-        x.grad = None
-        layer.zero_grad(set_to_none=True)
-        layer(x, m_splits).backward(grad)
-
     def bf16(i: int) -> None:
         x, grad = data[i % len(data)]
         x.grad = weight.grad = None
         GroupedMM.apply(x, weight, offs).backward(grad)
 
-    return {"ours": ours, "bf16": bf16}
+    return {"ours": training_step(layer, data, m_splits), "bf16": bf16}
 
 
 def grouped(context: GpuContext) -> Iterator[Row]:

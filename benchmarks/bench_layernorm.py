@@ -11,6 +11,7 @@ import te_mx
 from benchmarks.context import Context, randn
 from benchmarks.row import Row
 from benchmarks.timing import interleaved
+from benchmarks.training import training_step
 from te_mx.backends.fused import Activation, Norm, Wanted
 from te_mx.nn import activations
 from te_mx.ops import quantize_2d
@@ -51,18 +52,9 @@ def layernorm_mlp(context: Context) -> Iterator[Row]:
                 for i in range(sets)
             ]
 
-            def step(layer: nn.Module, i: int, data: list = data, sets: int = sets) -> None:
-                x, grad = data[i % sets]
-                x.grad = None
-                layer.zero_grad()
-                layer(x).backward(grad)
-
             with te_mx.autocast():
                 times = interleaved(
-                    {
-                        name: lambda i, layer=layer, step=step: step(layer, i)
-                        for name, layer in layers.items()
-                    },
+                    {name: training_step(layer, data) for name, layer in layers.items()},
                     context.effort,
                 )
             seconds = times.seconds("ours")
