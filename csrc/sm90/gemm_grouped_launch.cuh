@@ -2,8 +2,7 @@
 #pragma once
 
 #include "gemm_grouped.cuh"
-#include "gemm_launch.h"
-#include "launch.h"
+#include "gemm_launch.cuh"
 #include "mxtile/sm90/tensor_map.h"
 
 namespace te_mx::sm90 {
@@ -53,36 +52,19 @@ Status launch_grouped(const GemmArgs& a, const Groups& g, bool along_k, const De
 
   using namespace mxtile::sm90;
   CUtensorMap lhs_map, rhs_map, out_map{};
-  const auto out_type = a.out_dtype == DType::f32    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
-                        : a.out_dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                                     : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   if (!tensor_map_2d(lhs_map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, a.lhs.codes, shape.lhs_rows,
                      shape.k, shape.lhs_ld, Config::kM / Config::kCluster) ||
       !tensor_map_2d(rhs_map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, a.rhs.codes, shape.rhs_rows,
                      shape.k, shape.rhs_ld, Config::kN) ||
-      (!e.direct &&
-       !tensor_map_2d(out_map, out_type, width, a.out, shape.out_rows, a.n, a.ldo * width, 64))) {
+      (!e.direct && !tensor_map_2d(out_map, map_type(a.out_dtype), width, a.out, shape.out_rows,
+                                   a.n, a.ldo * width, 64))) {
     return Status::unsupported;
   }
 
   // As many as there can be.
   const int64_t blocks =
       p.n_blocks * (along_k ? g.count * p.m_blocks : g.rows / Config::kM + g.count);
-  cudaLaunchAttribute attributes[2] = {early_start()};
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = Config::kCluster, attributes[1].val.clusterDim.y = 1,
-  attributes[1].val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim =
-      dim3(static_cast<unsigned>((blocks < clusters ? blocks : clusters) * Config::kCluster));
-  config.blockDim = dim3(Config::kThreads);
-  config.dynamicSmemBytes = Config::kSmem;
-  config.stream = static_cast<cudaStream_t>(a.stream);
-  config.attrs = attributes, config.numAttrs = 2;
-  const CUtensorMap no_map{};
-  return cudaLaunchKernelEx(&config, kernel, p, lhs_map, rhs_map, out_map, no_map) == cudaSuccess
-             ? Status::ok
-             : Status::unsupported;
+  return start<Config>(kernel, p, lhs_map, rhs_map, out_map, {}, blocks, clusters, a.stream);
 }
 
 // The four pairs of formats of one configuration.

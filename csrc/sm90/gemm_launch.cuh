@@ -8,6 +8,34 @@
 
 namespace te_mx::sm90 {
 
+inline CUtensorMapDataType map_type(DType dtype) {
+  return dtype == DType::f32    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+         : dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+}
+
+// Starts a GEMM kernel on `blocks` blocks, of which `clusters` run at the same time.
+template <class Config, class Params>
+Status start(void (*kernel)(Params, CUtensorMap, CUtensorMap, CUtensorMap, CUtensorMap),
+             const Params& p, const CUtensorMap& lhs, const CUtensorMap& rhs,
+             const CUtensorMap& out, const CUtensorMap& side, int64_t blocks, int clusters,
+             void* stream) {
+  cudaLaunchAttribute attributes[2] = {early_start()};
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = Config::kCluster, attributes[1].val.clusterDim.y = 1,
+  attributes[1].val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim =
+      dim3(static_cast<unsigned>((blocks < clusters ? blocks : clusters) * Config::kCluster));
+  config.blockDim = dim3(Config::kThreads);
+  config.dynamicSmemBytes = Config::kSmem;
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = attributes, config.numAttrs = 2;
+  return cudaLaunchKernelEx(&config, kernel, p, lhs, rhs, out, side) == cudaSuccess
+             ? Status::ok
+             : Status::unsupported;
+}
+
 template <class Config, tile::Fp8 kLhs, tile::Fp8 kRhs, Epilogue kEpilogue>
 Status launch(const GemmArgs& a, const Device& device) {
   const auto kernel = gemm_kernel<Config, kLhs, kRhs, kEpilogue, GemmParams>;
@@ -46,11 +74,6 @@ Status launch(const GemmArgs& a, const Device& device) {
 
   using namespace mxtile::sm90;
   const int64_t ld = packed_ld(a.k);
-  const auto map_type = [](DType dtype) {
-    return dtype == DType::f32    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
-           : dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                  : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  };
   if (!tensor_map_2d(lhs_map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, a.lhs.codes, a.m, a.k, ld,
                      Config::kM / Config::kCluster) ||
       !tensor_map_2d(rhs_map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, a.rhs.codes, a.n, a.k, ld,
@@ -63,21 +86,7 @@ Status launch(const GemmArgs& a, const Device& device) {
   }
 
   const int64_t blocks = static_cast<int64_t>(p.m_blocks) * p.n_blocks;
-  cudaLaunchConfig_t config{};
-  config.gridDim =
-      dim3(static_cast<unsigned>((blocks < clusters ? blocks : clusters) * Config::kCluster));
-  config.blockDim = dim3(Config::kThreads);
-  config.dynamicSmemBytes = Config::kSmem;
-  config.stream = static_cast<cudaStream_t>(a.stream);
-  cudaLaunchAttribute attributes[2] = {early_start()};
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = Config::kCluster, attributes[1].val.clusterDim.y = 1,
-  attributes[1].val.clusterDim.z = 1;
-  config.attrs = attributes;
-  config.numAttrs = 2;
-  return cudaLaunchKernelEx(&config, kernel, p, lhs_map, rhs_map, out_map, side_map) == cudaSuccess
-             ? Status::ok
-             : Status::unsupported;
+  return start<Config>(kernel, p, lhs_map, rhs_map, out_map, side_map, blocks, clusters, a.stream);
 }
 
 // The four pairs of formats and the epilogues of one configuration.
