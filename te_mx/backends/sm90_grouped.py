@@ -12,7 +12,7 @@ from torch import Tensor
 from te_mx.backends import sm90
 from te_mx.backends.base import FLOAT_DTYPES, FORMATS, SCALE_RULES, Operand, QuantizedParts
 from te_mx.backends.grouped import StackedOperand
-from te_mx.backends.sm90_grouped_layout import Shapes, group_tiles, shapes_k, shapes_rows
+from te_mx.backends.sm90_grouped_layout import group_tiles, shapes_k, shapes_rows
 from te_mx.backends.sm90_layout import packed_shapes
 
 _U8, _I32, _F32 = torch.uint8, torch.int32, torch.float32
@@ -45,7 +45,7 @@ def _groups(offs: Tensor, capacity: int, rows: int) -> tuple[int, bool, int, int
     return offs.data_ptr(), offs.dtype == torch.int64, len(offs), rows, capacity
 
 
-def _empty(shapes: Shapes, device: torch.device) -> tuple[Tensor, Tensor]:
+def _empty(shapes: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, Tensor]:
     codes, words = shapes
     return (
         torch.empty(codes, dtype=_U8, device=device),
@@ -57,18 +57,13 @@ def _addresses(parts: tuple[Tensor, Tensor] | None) -> tuple[int, int]:
     return (0, 0) if parts is None else (parts[0].data_ptr(), parts[1].data_ptr())
 
 
-def _lying(x: Tensor) -> Tensor:
-    """x with columns that lie next to each other, as the quantizer reads them."""
-    return x.resolve_neg().contiguous() if x.stride(1) != 1 or x.is_neg() else x
-
-
 def quantize(
     x: Tensor, offs: Tensor, capacity: int, fmt: str, rowwise: bool, columnwise: bool, rule: str,
     col_sum: bool, spread: int,
 ) -> QuantizedParts:  # fmt: skip
     """As ops.quantize_grouped with a spread, for a non-empty x."""
     (rows, cols), groups, device = x.shape, len(offs), x.device
-    x, offs = _lying(x), offs_on_device(offs, device)
+    x, offs = sm90.rows_of(x), offs_on_device(offs, device)
     row = _empty(shapes_rows(rows, cols, groups), device) if rowwise else None
     col = _empty(shapes_k(rows, cols, groups), device) if columnwise else None
     sums = partial = None
@@ -79,8 +74,8 @@ def quantize(
     status = sm90.native().quantize_grouped(  # type: ignore[union-attr]
         (x.data_ptr(), rows, cols, x.stride(0), FLOAT_DTYPES[x.dtype]),
         _groups(offs, capacity, rows), FORMATS[fmt].native_id, SCALE_RULES[rule],
-        _addresses(row), _addresses(col), spread, sums.data_ptr() if sums is not None else 0,
-        partial.data_ptr() if partial is not None else 0, sm90.stream(index), index,
+        _addresses(row), _addresses(col), spread, sm90.pointer(sums), sm90.pointer(partial),
+        sm90.stream(index), index,
     )  # fmt: skip
     _expect(status, f"{groups} groups of rows of {tuple(x.shape)}")
     return QuantizedParts(
@@ -100,7 +95,7 @@ def quantize_weights(
 ) -> list[Tensor]:
     """As te_mx::quantize_weights with a spread, for weights that are not empty."""
     groups, (rows, cols), device = len(weights), weights[0].shape, weights[0].device
-    sources = [_lying(weight) for weight in weights]
+    sources = [sm90.rows_of(weight) for weight in weights]
     strides = {source.stride(0) for source in sources}
     if len(strides) > 1:
         sources = [source.contiguous() for source in sources]
@@ -108,13 +103,7 @@ def quantize_weights(
         sources = [source.float() for source in sources]
     made: list[tuple[Tensor, Tensor]] = []
     for shape in ((rows, cols), (cols, rows))[: 1 + columnwise]:
-        codes, words = weights_shapes(groups, *shape)
-        made.append(
-            (
-                torch.empty(codes, dtype=_U8, device=device),
-                torch.empty(words, dtype=_I32, device=device),
-            )
-        )
+        made.append(_empty(weights_shapes(groups, *shape), device))
     index = device.index
     status = sm90.native().quantize_stacked(  # type: ignore[union-attr]
         (0, rows, cols, sources[0].stride(0), FLOAT_DTYPES[sources[0].dtype]),
