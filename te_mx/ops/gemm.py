@@ -65,14 +65,12 @@ def gemm_2d(
     """
     if is_direct(b.codes):
         epilogue = Epilogue(bias, gelu, gelu_in, bias_grad, accumulate)
-        shape = (b.rows, a.rows)
-        if out is not None:
-            pass
-        elif b.codes.is_cpu:
-            out = cpu_memory.empty(shape, out_dtype)
-        else:
-            out = torch.empty(shape, dtype=out_dtype, device=b.codes.device)
-        run = _on_cpu if b.codes.is_cpu else _on_cuda
+        on_cpu = b.codes.is_cpu
+        if out is None and on_cpu:
+            out = cpu_memory.empty((b.rows, a.rows), out_dtype)
+        elif out is None:
+            out = torch.empty((b.rows, a.rows), dtype=out_dtype, device=b.codes.device)
+        run = _on_cpu if on_cpu else _on_cuda
         kept = (aux_dtype or out.dtype) if want_aux else None
         return run(a, b, epilogue, out, kept, tag, mode)
     sides = (
