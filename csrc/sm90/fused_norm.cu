@@ -34,9 +34,8 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(In) == 2 ? 4 : (sizeo
   QuantizeSmem& s = *reinterpret_cast<QuantizeSmem*>(smem);
   uint4* const slot = own_slots(smem);
   Tile t;
-  t.rt = item.row_tile(p.bands), t.ct = item.col_tile(p.bands);
+  place_tile(t, p.q, item.row_tile(p.bands), item.col_tile(p.bands));
   if (t.rt >= p.q.row_tiles) return;
-  t.last_row = t.rt == p.q.row_tiles - 1, t.last_col = t.ct == p.q.col_tiles - 1;
   const Place at;
   const Extent e(p.q, t, at);
   const int64_t row = t.r0 + at.r, col = t.c0() + at.c;

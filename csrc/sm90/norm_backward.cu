@@ -87,11 +87,10 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(X) == 2 ? 3 : 2)
     publish(p.bands, item.band);
     return;
   }
-  Tile t;
-  t.rt = item.row_tile(p.bands), t.ct = item.col_tile(p.bands);
-  if (t.rt >= p.row_tiles) return;
+  const int rt = item.row_tile(p.bands), ct = item.col_tile(p.bands);
+  if (rt >= p.row_tiles) return;
   const Place at;
-  const int64_t row = t.r0 + at.r, col = t.c0() + at.c;
+  const int64_t col0 = ct * 128ll, row = rt * 128ll + at.r, col = col0 + at.c;
   const auto left = [](int64_t size) { return static_cast<int>(size < 8 ? size : 8); };
   const Extent e(left(a.rows - row), left(a.cols - col));
   float weight[8];
@@ -140,9 +139,9 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(X) == 2 ? 3 : 2)
   s.cols[at.band][at.folded_col() + 1] = {w.y, b.y};
   __syncthreads();
   const int c = threadIdx.x;
-  if (c >= 128 || t.c0() + c >= a.cols) return;
+  if (c >= 128 || col0 + c >= a.cols) return;
   const float2 p0 = s.cols[0][c], p1 = s.cols[1][c], p2 = s.cols[2][c], p3 = s.cols[3][c];
-  float* const to = a.partial + t.rt * 2 * a.cols + t.c0() + c;
+  float* const to = a.partial + rt * 2 * a.cols + col0 + c;
   to[0] = (p0.x + p1.x) + (p2.x + p3.x);
   to[a.cols] = (p0.y + p1.y) + (p2.y + p3.y);
 }

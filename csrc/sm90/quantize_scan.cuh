@@ -52,14 +52,19 @@ struct Tile {
   __device__ __forceinline__ int64_t c0() const { return static_cast<int64_t>(ct) * 128; }
 };
 
-// The tile of a CTA in the plain order of a grid, `rows_at_once` counting groups of row tiles;
-// false when there is none.
-__device__ __forceinline__ bool find_tile(Tile& t, const QuantizeParams& p, int rows_at_once) {
-  t.ct = blockIdx.x >> p.group_bits;
-  t.rt = (rows_at_once << p.group_bits) + (blockIdx.x & ((1 << p.group_bits) - 1));
+// A tile of one matrix, by its place.
+__device__ __forceinline__ void place_tile(Tile& t, const QuantizeParams& p, int rt, int ct) {
+  t.rt = rt, t.ct = ct;
   t.last_row = t.rt == p.row_tiles - 1, t.last_col = t.ct == p.col_tiles - 1;
   t.r0 = t.k0(), t.matrix = 0;
   t.rows = t.last_row ? p.last_rows : 128, t.cols = t.last_col ? p.last_cols : 128;
+}
+
+// The tile of a CTA in the plain order of a grid, `rows_at_once` counting groups of row tiles;
+// false when there is none.
+__device__ __forceinline__ bool find_tile(Tile& t, const QuantizeParams& p, int rows_at_once) {
+  place_tile(t, p, (rows_at_once << p.group_bits) + (blockIdx.x & ((1 << p.group_bits) - 1)),
+             static_cast<int>(blockIdx.x >> p.group_bits));
   return t.rt < p.row_tiles;
 }
 __device__ __forceinline__ bool find_tile(Tile& t, const QuantizeParams& p) {
