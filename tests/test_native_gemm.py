@@ -99,6 +99,26 @@ def test_rows_are_independent_of_their_company(kernel: str, data: st.DataObject,
     assert torch.equal(part, whole[j : j + 1, i:])
 
 
+@pytest.mark.parametrize(("dtype", "n"), [(torch.bfloat16, 2083), (torch.float32, 1056)])
+def test_results_past_the_caches_have_the_bits_of_small_ones(
+    panel_kernel: str, dtype: torch.dtype, n: int
+) -> None:
+    """Results of 8 MB are stored past the caches; parts of them are not."""
+    rng = np.random.default_rng(0)
+    a, b = random_side(rng, 2048, 33, "e4m3"), random_side(rng, n, 33, "e5m2")
+    epilogue = Epilogue(bias=torch.from_numpy(rng.standard_normal(2048).astype(np.float32)))
+    room = torch.full((n + 2, 2048), torch.nan, dtype=dtype)
+    whole = room[1:-1]
+    assert room.data_ptr() % 64 == 0 and whole.nbytes >= 8 << 20
+    run(panel_kernel, a.operand(), b.operand(), whole, epilogue=epilogue)
+    assert bool(room[0].isnan().all()) and bool(room[-1].isnan().all())
+    for begin in range(0, n, 500):
+        rows = Side(b.codes[begin : begin + 500], b.scales[begin : begin + 500], "e5m2")
+        part = torch.full((len(rows.codes), 2048), torch.nan, dtype=dtype)
+        run(panel_kernel, a.operand(), rows.operand(), part, epilogue=epilogue)
+        assert torch.equal(whole[begin : begin + 500], part)
+
+
 @given(data=st.data(), seed=strategies.SEEDS, gelu=strategies.GELUS)
 @settings(max_examples=10)
 def test_forward_epilogue(kernel: str, data: st.DataObject, seed: int, gelu: str) -> None:

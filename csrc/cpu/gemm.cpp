@@ -338,12 +338,22 @@ bool all_wide(const GemmArgs& args, const KernelImpl& impl, const Side& lhs, con
   return (lhs.wide && every_block_wide(lhs)) || (rhs.wide && every_block_wide(rhs));
 }
 
+// Whether rows of D had better not pass through the caches: reading the lines first that they
+// overwrite costs more than all else that is done to them.
+bool past_caches(const GemmArgs& args) {
+  const int64_t element = args.out_dtype == DType::f32 ? 4 : 2;
+  const int64_t bytes = args.lhs.rows * args.rhs.rows * element;
+  return (bytes >= kPastCaches || args.together >= kPastCaches) &&
+         reinterpret_cast<uintptr_t>(args.out) % 64 == 0 && args.ldo * element % 64 == 0;
+}
+
 Status run_gemm(GemmArgs& args, const KernelImpl* impl, const GemmPlan& plan) {
   Status status = Status::ok;
   const int64_t m = args.lhs.rows, n = args.rhs.rows, k = args.lhs.k;
   const bool partials = args.bias_grad_kind == BiasGrad::result;
   EpilogueContext context{};
   context.args = &args;
+  context.past_caches = past_caches(args);
   if (partials) {
     context.bias_grad_partial = static_cast<float*>(at(args.workspace, plan.bias_grad_partial));
   }

@@ -118,6 +118,7 @@ class PanelGemm {
       }
     }
     pending.finish();
+    pending.fence();
   }
 
   // Spreads the next rhs panel over the blocks of this one, and the next lhs chunk over the blocks

@@ -48,6 +48,7 @@ struct EpilogueContext {
   const float* lhs_exp;      // [M]: D = acc * 2^(lhs_exp[m] + rhs_exp[n]); integers as float
   const float* rhs_exp;      // [N]
   float* bias_grad_partial;  // [ceil(M/32)][N], or null unless bias_grad_kind is result
+  bool past_caches;          // out is large and its rows are whole cache lines
   bool exact_scale;          // acc is already scaled (wide_f64): both exponents are null
 };
 

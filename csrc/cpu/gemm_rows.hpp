@@ -64,20 +64,64 @@ class PendingRows {
     while (left_ > 0) row();
   }
 
+  // After the last block: what was stored past the caches is there for other threads.
+  TE_MX_MEMBER void fence() {
+    if constexpr (kLines) {
+      if (context_.past_caches) S::fence_stores();
+    }
+  }
+
  private:
+  // Two vectors a row: word sets as wide as a cache line can store past the caches.
+  static constexpr bool kLines = 2 * S::kLanes == kRowBlock;
+
   template <DType D>
   TE_MX_MEMBER void store_row() {
-    const auto exponent = S::iset((static_cast<int32_t>(*row_exp_) + 127) * (1 << 23));
-    for (int j = 0; j < kRowBlock; j += S::kLanes) {
-      const auto power = S::iadd(exponent, S::as_int(S::load(col_ + j)));
-      auto x = S::mul(S::load(c_ + j), S::as_float(power));
-      if (args_.bias != nullptr) x = S::add(x, S::load(bias_ + j));
-      block_epilogue::store<S, D>(args_.out, out_ + j, x, S::kLanes);
+    if constexpr (kLines && D != DType::f16) {
+      if (context_.past_caches) {
+        store_lines<D>();
+      } else {
+        store_vectors<D>();
+      }
+    } else {
+      store_vectors<D>();
     }
     c_ += kRowBlock;
     out_ += args_.ldo;
     ++row_exp_;
     --left_;
+  }
+
+  TE_MX_MEMBER typename S::F value(typename S::I exponent, int j) const {
+    const auto power = S::iadd(exponent, S::as_int(S::load(col_ + j)));
+    const auto x = S::mul(S::load(c_ + j), S::as_float(power));
+    return args_.bias == nullptr ? x : S::add(x, S::load(bias_ + j));
+  }
+
+  TE_MX_MEMBER typename S::I row_exponent() const {
+    return S::iset((static_cast<int32_t>(*row_exp_) + 127) * (1 << 23));
+  }
+
+  template <DType D>
+  TE_MX_MEMBER void store_vectors() const {
+    const auto exponent = row_exponent();
+    for (int j = 0; j < kRowBlock; j += S::kLanes) {
+      block_epilogue::store<S, D>(args_.out, out_ + j, value(exponent, j), S::kLanes);
+    }
+  }
+
+  template <DType D>
+  TE_MX_MEMBER void store_lines() const {
+    const auto exponent = row_exponent();
+    const auto low = value(exponent, 0), high = value(exponent, S::kLanes);
+    if constexpr (D == DType::f32) {
+      float* out = static_cast<float*>(args_.out) + out_;
+      S::store_past_caches(out, low);
+      S::store_past_caches(out + S::kLanes, high);
+    } else {
+      S::store_u16_past_caches(static_cast<uint16_t*>(args_.out) + out_,
+                               mxtile::simd::bf16_bits<S>(low), mxtile::simd::bf16_bits<S>(high));
+    }
   }
 
   const EpilogueContext& context_;

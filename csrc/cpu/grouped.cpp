@@ -111,6 +111,10 @@ static int64_t stacked_bytes(const QuantizeArgs* args, int64_t count,
   return count * each;
 }
 
+static int64_t code_directions(const QuantizeArgs& a) {
+  return (a.row_codes != nullptr) + (a.col_codes != nullptr);
+}
+
 Status quantize_many(const QuantizeArgs* args, int64_t count, int threads) {
   int64_t total = 0;
   for (int64_t i = 0; i < count; ++i) total += args[i].rows * args[i].cols;
@@ -121,10 +125,12 @@ Status quantize_many(const QuantizeArgs* args, int64_t count, int threads) {
     advise_huge_pages(args[0].col_codes, stacked_bytes(args, count, &QuantizeArgs::col_codes));
   }
   if (total < kSerialElements) threads = 1;
+  const int64_t directions = count > 0 ? code_directions(args[0]) : 0;
   FirstError error;
   parallel_tasks(threads, count, threads, [&](int64_t i, int) {
     QuantizeArgs a = args[i];
     a.threads = threads;
+    a.together = total * directions;
     error.add(quantize(a));
   });
   return error.get();
@@ -142,6 +148,7 @@ Status quantize_grouped(const GroupedQuantizeArgs& args) {
   parallel_tasks(threads, args.groups.count, threads, [&](int64_t i, int) {
     QuantizeArgs group = group_of(args, i);
     group.threads = threads;
+    group.together = a.rows * a.cols * code_directions(a);
     error.add(quantize(group));
   });
   return error.get();
@@ -274,6 +281,7 @@ Status gemm_grouped(GroupedGemmArgs& args) {
     a.threads = static_cast<int>(std::clamp<int64_t>(share, std::min(threads, 2), threads));
     a.workspace = static_cast<char*>(args.workspace) + member * s.group_bytes;
     a.workspace_bytes = s.group_bytes;
+    a.together = out_rows * row_bytes;
     error.add(gemm(a));
     if (products > 0) ran.fetch_or(1u << static_cast<int>(a.ran));
   });

@@ -41,7 +41,6 @@ constexpr int64_t kItemCols = 1024;
 constexpr int64_t kStreamItemCols = 4096;  // memory likes long runs, caches like short ones
 constexpr int64_t kTransposedItem = 512;   // transposed columns make runs both ways
 constexpr int64_t kFlatItem = 64 * 1024;
-constexpr int64_t kStreamBytes = 8 << 20;
 constexpr int64_t kSerialElements = 64 * 1024;  // below, waking threads costs more than they save
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -248,7 +247,7 @@ bool wants_stream(const QuantizeArgs& a) {
   const int64_t directions = (a.row_codes != nullptr) + (a.col_codes != nullptr);
   // Stores that bypass the caches save reading what they overwrite, but only pay when the result
   // would not stay in a cache anyway.
-  if (a.rows * a.cols * directions < kStreamBytes) return false;
+  if (std::max(a.rows * a.cols * directions, a.together) < kPastCaches) return false;
   return (!a.row_codes || aligned(a.row_codes, a.cols)) &&
          (!a.col_codes || aligned(a.col_codes, a.col_transposed ? a.rows : a.cols));
 }

@@ -12,8 +12,6 @@ using quantize_tile::Columns;
 using quantize_tile::kTile;
 using quantize_tile::Tile;
 
-constexpr int64_t kStreamBytes = 8 << 20;  // as quantize(): larger results leave the caches anyway
-
 bool aligned(const uint8_t* codes, int64_t cols) {
   return codes == nullptr || (reinterpret_cast<uintptr_t>(codes) % 64 == 0 && cols % 64 == 0);
 }
@@ -44,7 +42,7 @@ TileOut::TileOut(const QuantizeOut& out, int64_t rows, int64_t cols, DType dtype
   const Columns columns = out.col_codes ? Columns::plain : Columns::none;
   kernel_ = quantize_tile::find(dtype, out.fmt, out.row_codes != nullptr, columns);
   const int64_t directions = (out.row_codes != nullptr) + (out.col_codes != nullptr);
-  stream_ = rows * cols * directions >= kStreamBytes && aligned(out.row_codes, cols) &&
+  stream_ = rows * cols * directions >= kPastCaches && aligned(out.row_codes, cols) &&
             aligned(out.col_codes, cols);
 }
 

@@ -48,6 +48,7 @@ enum class Kernel : int32_t {
 };
 
 inline constexpr int64_t kBlock = 32;          // elements that share a scale
+inline constexpr int64_t kPastCaches = 8 << 20;  // bytes of a result that no cache would keep
 inline constexpr int64_t kStreamMaxRows = 16;  // stream kernels take M up to this
 inline constexpr int kWideSpread = 83;  // exponents a row may span before wide_f64 takes over
 
@@ -66,6 +67,7 @@ struct QuantizeArgs {
   float* col_sum;     // [cols] sum of x over rows, or null
   float* col_sum_ws;  // [ceil(rows/kColSumRows), cols] partial sums, needed with col_sum
   int threads;
+  int64_t together;  // bytes of codes of the whole call of which this is a part, or 0
 };
 inline constexpr int64_t kColSumRows = 256;
 
@@ -110,6 +112,7 @@ struct GemmArgs {
   void* workspace;   // 64-byte aligned
   int64_t workspace_bytes;
   int threads;
+  int64_t together;  // bytes of results of the whole call of which this is a part, or 0
   // out: the kernel that ran; wide_f64 when the data asked for it everywhere. Panel kernels hand
   // only the 32-row blocks that hold a wide row to wide_f64.
   Kernel ran;

@@ -84,6 +84,15 @@ struct Avx512 {
     high = _mm512_permutex2var_ps(first, _mm512_add_epi32(low_from, iset(8)), b);
   }
 
+  // A whole cache line each, p aligned to it, without reading it first; fence_stores() orders them.
+  MXTILE_WORD void store_past_caches(float* p, F x) { _mm512_stream_ps(p, x); }
+  MXTILE_WORD void store_u16_past_caches(uint16_t* p, I low, I high) {
+    const __m512i first = _mm512_castsi256_si512(_mm512_cvtepi32_epi16(low));
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(p),
+                        _mm512_inserti64x4(first, _mm512_cvtepi32_epi16(high), 1));
+  }
+  MXTILE_WORD void fence_stores() { _mm_sfence(); }
+
   MXTILE_WORD F scale2(F x, I k) { return _mm512_scalef_ps(x, _mm512_cvtepi32_ps(k)); }
 
  private:
