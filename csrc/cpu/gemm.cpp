@@ -117,11 +117,16 @@ struct Side {
   }
 
   Status pack(const KernelImpl& impl, int64_t begin, int64_t end, int threads) const {
-    if (operand.packed != nullptr || impl.panel_bytes(role, operand.rows, operand.k) == 0) {
+    if (operand.packed != nullptr || panels == nullptr || impl.panel_bytes(role, operand.rows, operand.k) == 0) {
       return Status::ok;
     }
     return impl.pack_panels(role, rows_of(operand, begin, end), exponents + begin,
                             const_cast<void*>(panels), threads);
+  }
+
+  // The panels of the rows from `rows` on; null where the kernel decodes them.
+  const void* panels_from(const KernelImpl& impl, int64_t rows) const {
+    return panels == nullptr ? nullptr : at(panels, impl.panel_bytes(role, rows, operand.k));
   }
 };
 
@@ -149,7 +154,6 @@ Status run_chunk(const Range& chunk, const KernelImpl& impl, const Side& lhs, co
                  const EpilogueContext& context, void* scratch) {
   if (!lhs.wide && !rhs.wide) return impl.run(chunk, lhs.panels, rhs.panels, context, scratch);
   const KernelImpl& wide = *wide_f64_impl();
-  const int64_t k = lhs.operand.k;
   return for_runs(lhs, chunk.m0, chunk.m1, [&](int64_t m0, int64_t m1, bool lhs_wide) {
     if (lhs_wide) {
       return wide.run({m0, m1, chunk.n0, chunk.n1}, nullptr, nullptr, context, nullptr);
@@ -157,9 +161,8 @@ Status run_chunk(const Range& chunk, const KernelImpl& impl, const Side& lhs, co
     return for_runs(rhs, chunk.n0, chunk.n1, [&](int64_t n0, int64_t n1, bool rhs_wide) {
       const Range range{m0, m1, n0, n1};
       if (rhs_wide) return wide.run(range, nullptr, nullptr, context, nullptr);
-      return impl.run(range, at(lhs.panels, impl.panel_bytes(Role::lhs, m0 - chunk.m0, k)),
-                      at(rhs.panels, impl.panel_bytes(Role::rhs, n0 - chunk.n0, k)), context,
-                      scratch);
+      return impl.run(range, lhs.panels_from(impl, m0 - chunk.m0),
+                      rhs.panels_from(impl, n0 - chunk.n0), context, scratch);
     });
   });
 }
@@ -359,10 +362,12 @@ Status run_gemm(GemmArgs& args, const KernelImpl* impl, const GemmPlan& plan) {
   }
   if (m > 0 && n > 0 && k > 0) {
     const Side lhs(args.lhs, Role::lhs, at(args.workspace, plan.lhs_exp),
-                   at(args.workspace, plan.lhs_wide), at(args.workspace, plan.lhs_panels),
+                   at(args.workspace, plan.lhs_wide),
+                   plan.decodes == Decodes::lhs ? nullptr : at(args.workspace, plan.lhs_panels),
                    args.threads);
     const Side rhs(args.rhs, Role::rhs, at(args.workspace, plan.rhs_exp),
-                   at(args.workspace, plan.rhs_wide), at(args.workspace, plan.rhs_panels),
+                   at(args.workspace, plan.rhs_wide),
+                   plan.decodes == Decodes::rhs ? nullptr : at(args.workspace, plan.rhs_panels),
                    args.threads);
     context.lhs_exp = lhs.exponents;
     context.rhs_exp = rhs.exponents;

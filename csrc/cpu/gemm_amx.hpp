@@ -19,6 +19,14 @@ struct AmxTuning {
   static constexpr int64_t kColPanels = 12;  // sums: 4 KB a panel pair, 576 KB in L2
   static constexpr int64_t kItems = 2;       // at least, a thread
   static constexpr bool kPrefetch = true;    // fetch the next panel and chunk to L2
+
+  // Where one side is decoded next to the products (gemm_decoded.hpp):
+  static constexpr int64_t kMostBlocks = 40;        // k blocks of the decoded side: 80 KB a panel
+  static constexpr int64_t kResident = 16;          // panels of the other side
+  static constexpr int64_t kMostParts = 2;          // times that the side is decoded
+  static constexpr int64_t kPartBytes = 576 * 1024;  // chunk of the other side, and the next one
+  static constexpr int64_t kSums = 128;             // 512 KB
+  static constexpr int64_t kNearBlocks = 16;        // a panel of so many blocks stays in L1
 };
 
 struct EmulatedTuning {
@@ -27,6 +35,8 @@ struct EmulatedTuning {
                            kColPanels = 2;  // small, so that tests meet every edge
   static constexpr int64_t kItems = 2;
   static constexpr bool kPrefetch = false;
+  static constexpr int64_t kMostBlocks = 4, kResident = 2, kMostParts = 2, kSums = 8;
+  static constexpr int64_t kPartBytes = 3 * 2 * 2048, kNearBlocks = 1;
 };
 
 template <class Tiles, class SimdWords, class Tuning>
@@ -34,16 +44,18 @@ class AmxEngine : public Tuning {
  public:
   using Simd = SimdWords;
 
+  template <class Work>
   void block(const char* lhs, const char* rhs, int64_t steps, int rows, float* c, bool first,
-             bool whole, const Ahead& ahead, PendingRows<Simd>& pending) {
-    if (rows > 16) {
-      if (whole) {
-        run<true, true>(lhs, rhs, steps, c, first, ahead, pending);
-      } else {
-        run<true, false>(lhs, rhs, steps, c, first, ahead, pending);
-      }
+             Reuse reuse, Work& work) {
+    work.begin(steps);
+    if (rows <= 16) {
+      run<false, Reuse::none>(lhs, rhs, steps, c, first, work);
+    } else if (reuse == Reuse::none) {
+      run<true, Reuse::none>(lhs, rhs, steps, c, first, work);
+    } else if (reuse == Reuse::rhs) {
+      run<true, Reuse::rhs>(lhs, rhs, steps, c, first, work);
     } else {
-      run<false, true>(lhs, rhs, steps, c, first, ahead, pending);
+      run<true, Reuse::lhs>(lhs, rhs, steps, c, first, work);
     }
   }
 
@@ -51,8 +63,8 @@ class AmxEngine : public Tuning {
   static constexpr int64_t kTileBytes = kTileWords * 2, kTileRowBytes = 64;
   static constexpr int64_t kSumsRowBytes = kRowBlock * 4;
 
-  // Loads that leave L1 to others: a whole panel is longer than L1, a lhs chunk is used once before
-  // the others come.
+  // Loads that leave L1 to others: a whole panel is longer than L1, and what is not used again
+  // before the others come had better not push out what is.
   template <int T, bool once>
   TE_MX_MEMBER void load(const char* p) {
     if constexpr (once) {
@@ -62,9 +74,9 @@ class AmxEngine : public Tuning {
     }
   }
 
-  template <bool both, bool whole>
-  void run(const char* lhs, const char* rhs, int64_t steps, float* c, bool first,
-           const Ahead& ahead, PendingRows<Simd>& pending) {
+  template <bool both, Reuse reuse, class Work>
+  void run(const char* lhs, const char* rhs, int64_t steps, float* c, bool first, Work& work) {
+    constexpr bool lhs_once = reuse != Reuse::lhs, rhs_once = reuse != Reuse::rhs;
     float* lower = c + 16 * kRowBlock;
     if (first) {
       tiles_.template zero<0>();
@@ -81,25 +93,18 @@ class AmxEngine : public Tuning {
         tiles_.template load<3>(lower + 16, kSumsRowBytes);
       }
     }
-    const int rows_a_step = static_cast<int>(ceil_div(pending.left(), steps));
-    const char* far_rhs = ahead.rhs;
-    const char* far_lhs = ahead.lhs;
     for (int64_t s = 0; s < steps; ++s, lhs += kStepBytes, rhs += kStepBytes) {
-      load<4, true>(lhs);
-      load<6, whole>(rhs);
+      load<4, lhs_once>(lhs);
+      load<6, rhs_once>(rhs);
       tiles_.template dot_bf16<0, 4, 6>();
-      load<7, whole>(rhs + kTileBytes);
+      load<7, rhs_once>(rhs + kTileBytes);
       tiles_.template dot_bf16<1, 4, 7>();
       if constexpr (both) {
-        load<5, true>(lhs + kTileBytes);
+        load<5, lhs_once>(lhs + kTileBytes);
         tiles_.template dot_bf16<2, 5, 6>();
         tiles_.template dot_bf16<3, 5, 7>();
       }
-      for (int r = 0; r < rows_a_step && pending.left() > 0; ++r) pending.row();
-      if constexpr (Tuning::kPrefetch) {
-        for (int i = 0; i < ahead.rhs_lines; ++i, far_rhs += 64) __builtin_prefetch(far_rhs, 0, 2);
-        for (int i = 0; i < ahead.lhs_lines; ++i, far_lhs += 64) __builtin_prefetch(far_lhs, 0, 2);
-      }
+      work.step();
     }
     tiles_.template store<0>(c, kSumsRowBytes);
     tiles_.template store<1>(c + 16, kSumsRowBytes);

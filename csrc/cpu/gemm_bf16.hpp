@@ -18,6 +18,9 @@
 
 namespace te_mx {
 
+// The operand whose panel other blocks read right after this one.
+enum class Reuse { none, lhs, rhs };
+
 // What the next block and the next chunk will read, fetched a few lines a k step.
 struct Ahead {
   const char* rhs;
@@ -25,11 +28,38 @@ struct Ahead {
   int rhs_lines, lhs_lines;  // lines a k step
 };
 
+// What an engine does next to its products, a little at every k step: rows of the block before, and
+// prefetches.
+template <class Simd>
+class PanelWork {
+ public:
+  PanelWork(PendingRows<Simd>& pending, const Ahead& ahead) : pending_(pending), ahead_(ahead) {}
+
+  TE_MX_MEMBER void begin(int64_t steps) {
+    rows_a_step_ = static_cast<int>(ceil_div(pending_.left(), steps));
+  }
+
+  TE_MX_MEMBER void step() {
+    for (int r = 0; r < rows_a_step_ && pending_.left() > 0; ++r) pending_.row();
+    fetch(ahead_.rhs, ahead_.rhs_lines);
+    fetch(ahead_.lhs, ahead_.lhs_lines);
+  }
+
+ private:
+  TE_MX_MEMBER static void fetch(const char*& p, int lines) {
+    for (int i = 0; i < lines; ++i, p += 64) __builtin_prefetch(p, 0, 2);
+  }
+
+  PendingRows<Simd>& pending_;
+  Ahead ahead_;
+  int rows_a_step_ = 0;
+};
+
 inline constexpr int64_t kStepBytes = 2 * kTileWords * 2;  // one k block of one 32-row panel
 inline constexpr int64_t kBlockFloats = kRowBlock * kRowBlock;
 
 // Engine: the word set Simd; constants kWholeBytes, kChunk, kRowPanels, kColPanels, kPrefetch;
-// block(lhs, rhs, steps, rows, c, first, whole, ahead, pending), which may do pending rows.
+// block(lhs, rhs, steps, rows, c, first, reuse, work), which calls work.step() steps times or never.
 template <class Engine>
 class PanelGemm {
  public:
@@ -102,9 +132,9 @@ class PanelGemm {
           float* c = sums + (whole_ ? (turn ^= 1) : j * rows + i) * kBlockFloats;
           const int64_t m = range_.m0 + (row_panel + i) * kRowBlock;
           const int block_rows = static_cast<int>(least(kRowBlock, range_.m1 - m));
+          PanelWork<Simd> work(pending, ahead(row_panel, col_panel, rows, cols, i, j, k, steps));
           engine.block(step(lhs_, row_panel + i, k), step(rhs_, col_panel + j, k), steps,
-                       block_rows, c, k == 0, whole_,
-                       ahead(row_panel, col_panel, rows, cols, i, j, k, steps), pending);
+                       block_rows, c, k == 0, whole_ ? Reuse::none : Reuse::rhs, work);
           pending.finish();
           if (k + steps < blocks_) continue;
           const int64_t n = range_.n0 + (col_panel + j) * kRowBlock;

@@ -1,5 +1,6 @@
 // Kernel::amx_bf16 on real tiles.
 #include "gemm_amx.hpp"
+#include "gemm_decoded.hpp"
 #include "mxtile/amx/tiles.hpp"
 #include "mxtile/bf16/avx512.hpp"
 #include "mxtile/simd/avx512.hpp"
@@ -8,8 +9,10 @@ namespace te_mx {
 
 const KernelImpl* amx_bf16_impl() {
   using Engine = AmxEngine<mxtile::amx::Tiles, mxtile::simd::Avx512, AmxTuning>;
-  static constexpr KernelImpl impl{bf16_panel_bytes, pack_bf16_panels<mxtile::bf16::Avx512Decoder>,
-                                   nullptr, PanelGemm<Engine>::run, bf16_panel_row_sums};
+  using Decoder = mxtile::bf16::Avx512Decoder;
+  static constexpr KernelImpl impl{bf16_panel_bytes,    pack_bf16_panels<Decoder>,
+                                   nullptr,             run_or_decode<Engine, Decoder>,
+                                   bf16_panel_row_sums, decodes_side<Engine, Decoder>};
   return &impl;
 }
 

@@ -21,8 +21,9 @@ struct Avx512Tuning {
 
 class Avx512Engine : public Avx512Tuning {
  public:
-  void block(const char* lhs, const char* rhs, int64_t steps, int rows, float* c, bool first, bool,
-             const Ahead&, PendingRows<Simd>&) const {
+  template <class Work>
+  void block(const char* lhs, const char* rhs, int64_t steps, int rows, float* c, bool first, Reuse,
+             Work&) const {
     for (int r = 0; r < rows; r += kRows) {
       rows_block(reinterpret_cast<const uint16_t*>(lhs) + r * kBlock,
                  reinterpret_cast<const uint16_t*>(rhs), steps, c + r * kRowBlock, first);

@@ -1,5 +1,6 @@
 // Kernel::amx_bf16 on software tiles, for tests on any CPU.
 #include "gemm_amx.hpp"
+#include "gemm_decoded.hpp"
 #include "mxtile/amx/emulated.hpp"
 #include "mxtile/simd/portable.hpp"
 
@@ -7,9 +8,10 @@ namespace te_mx {
 
 const KernelImpl* amx_emulated_impl() {
   using Engine = AmxEngine<mxtile::amx::EmulatedTiles, mxtile::simd::Portable, EmulatedTuning>;
-  static constexpr KernelImpl impl{bf16_panel_bytes,
-                                   pack_bf16_panels<mxtile::bf16::PortableDecoder>, nullptr,
-                                   PanelGemm<Engine>::run, bf16_panel_row_sums};
+  using Decoder = mxtile::bf16::PortableDecoder;
+  static constexpr KernelImpl impl{bf16_panel_bytes,    pack_bf16_panels<Decoder>,
+                                   nullptr,             run_or_decode<Engine, Decoder>,
+                                   bf16_panel_row_sums, decodes_side<Engine, Decoder>};
   return &impl;
 }
 

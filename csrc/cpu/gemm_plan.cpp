@@ -11,7 +11,7 @@ constexpr int64_t kLeastChunk = 512;
 constexpr int64_t kAlign = 64;
 
 int64_t chunk_rows(const KernelImpl& impl, Role role, const Operand& o, int64_t budget) {
-  if (o.packed != nullptr || impl.panel_bytes(role, o.rows, o.k) == 0) return o.rows;
+  if (budget == 0 || o.packed != nullptr || impl.panel_bytes(role, o.rows, o.k) == 0) return o.rows;
   const int64_t fit = budget / impl.panel_bytes(role, kLeastChunk, o.k) * kLeastChunk;
   const int64_t most = fit > kLeastChunk ? fit : kLeastChunk;
   return o.rows < most ? o.rows : most;
@@ -54,10 +54,16 @@ GemmPlan plan_gemm(const GemmArgs& args, const KernelImpl& impl) {
   p.rhs_exp = take(args.rhs.packed != nullptr ? 0 : round_up(n, kRowBlock) * 4);
   p.lhs_wide = take(args.lhs.packed != nullptr ? 0 : ceil_div(m, kRowBlock));
   p.rhs_wide = take(args.rhs.packed != nullptr ? 0 : ceil_div(n, kRowBlock));
-  p.m_chunk = chunk_rows(impl, Role::lhs, args.lhs, kLhsChunkBytes);
-  p.n_chunk = chunk_rows(impl, Role::rhs, args.rhs, kRhsChunkBytes);
-  p.lhs_panels = take(args.lhs.packed != nullptr ? 0 : impl.panel_bytes(Role::lhs, p.m_chunk, k));
-  p.rhs_panels = take(args.rhs.packed != nullptr ? 0 : impl.panel_bytes(Role::rhs, p.n_chunk, k));
+  p.decodes = impl.decodes == nullptr ? Decodes::none : impl.decodes(args);
+  const bool no_lhs = p.decodes == Decodes::lhs, no_rhs = p.decodes == Decodes::rhs;
+  // Every chunk of one side decodes the other anew.
+  const int64_t rhs_bytes = no_lhs ? kLhsChunkBytes : kRhsChunkBytes;
+  p.m_chunk = chunk_rows(impl, Role::lhs, args.lhs, no_lhs ? 0 : kLhsChunkBytes);
+  p.n_chunk = chunk_rows(impl, Role::rhs, args.rhs, no_rhs ? 0 : rhs_bytes);
+  const bool packs_lhs = args.lhs.packed == nullptr && !no_lhs;
+  const bool packs_rhs = args.rhs.packed == nullptr && !no_rhs;
+  p.lhs_panels = take(packs_lhs ? impl.panel_bytes(Role::lhs, p.m_chunk, k) : 0);
+  p.rhs_panels = take(packs_rhs ? impl.panel_bytes(Role::rhs, p.n_chunk, k) : 0);
   p.scratch = take(scratch_bytes(impl, args));
   p.bytes = at;
   return p;

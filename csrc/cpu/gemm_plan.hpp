@@ -9,6 +9,7 @@ namespace te_mx {
 // Byte offsets into the workspace and the chunk sizes. Depends on shapes, on which operands are
 // packed and on bias_grad_kind only.
 struct GemmPlan {
+  Decodes decodes;                      // the side that has no panels
   int64_t m_chunk, n_chunk;             // rows of lhs and rhs packed at a time
   int64_t bias_grad_partial;            // float[ceil(M/32)][N]
   int64_t turned_codes, turned_scales;  // rhs as [rows, k], when turns_rhs()

@@ -2,20 +2,10 @@
 // ISA level has its own copy; include only from the family files.
 #pragma once
 
-#include <cstring>
-
-#include "gemm_internal.hpp"
-#include "mxtile/bf16/codes.hpp"
 #include "parallel.h"
+#include "tiles_bf16.hpp"
 
 namespace te_mx {
-
-static_assert(mxtile::bf16::kRelative == kRelativeExponent);
-inline constexpr int64_t kTileWords = 512;  // bf16 values of one tile
-
-static inline mxtile::bf16::Fp8 fp8_of(Format format) {
-  return format == Format::e4m3 ? mxtile::bf16::Fp8::e4m3 : mxtile::bf16::Fp8::e5m2;
-}
 
 // Where the tile of (16-row group, k block) goes.
 enum class TileOrder {
@@ -32,7 +22,7 @@ class Packer {
 
   Packer(const Operand& operand, const float* exponents, TileOrder order, uint16_t* panels,
          int64_t kept = 16)
-      : operand_(operand), exponents_(exponents), order_(order), panels_(panels), kept_(kept) {
+      : source_{operand, exponents}, operand_(operand), order_(order), panels_(panels), kept_(kept) {
     blocks_ = ceil_div(operand.k, kBlock);
     groups_ = order == TileOrder::panels ? 2 * ceil_div(operand.rows, kRowBlock) : 1;
   }
@@ -84,26 +74,23 @@ class Packer {
     alignas(64) int32_t row_bytes[kGroupsPerItem][16];
     const Decoder decoder(fp8_of(operand_.fmt));
     for (int64_t g = group0; g < group1; ++g) {
-      gather_scales<k_last>(g, block0, block1, bytes[g - group0], row_bytes[g - group0]);
+      source_.row_bytes(g, row_bytes[g - group0]);
+      source_.scale_bytes<k_last>(g, block0, block1, bytes[g - group0]);
     }
     const auto make_tile = [&](int64_t g, int64_t b, const uint8_t* codes, int64_t stride) {
       const mxtile::bf16::TileScales scales{bytes[g - group0][b - block0], row_bytes[g - group0]};
       alignas(64) uint16_t whole[kTileWords];
       uint16_t* tile = order_ == TileOrder::panels ? panel_tile(g, b) : whole;
-      if constexpr (pair) {
-        decoder.template pair_tile<k_last>(codes, stride, scales, tile);
-      } else {
-        decoder.template row_tile<k_last>(codes, stride, scales, tile);
-      }
+      decode_tile<k_last, pair>(decoder, codes, stride, scales, tile);
       if (order_ == TileOrder::compact) store_compact<pair>(tile, b);
     };
     const auto pack_tile = [&](int64_t g, int64_t b) {
-      if ((g + 1) * 16 > operand_.rows || (b + 1) * kBlock > operand_.k) {
+      if (!source_.inside(g, 1, b, 1)) {
         alignas(64) uint8_t padded[16 * 32];
-        pad_tail<k_last>(g, b, padded);
+        source_.pad_tail<k_last>(g, b, padded);
         make_tile(g, b, padded, k_last ? 32 : 16);
       } else {
-        make_tile(g, b, code(g * 16, b * kBlock),
+        make_tile(g, b, source_.code(g * 16, b * kBlock),
                   k_last ? operand_.code_row_stride : operand_.code_k_stride);
       }
     };
@@ -115,7 +102,7 @@ class Packer {
           // may be gone when its second block comes.
           for (; b + 2 <= block1 && (b + 2) * kBlock <= operand_.k; b += 2) {
             alignas(64) uint8_t lines[16][64];
-            const uint8_t* from = code(g * 16, b * kBlock);
+            const uint8_t* from = source_.code(g * 16, b * kBlock);
             for (int64_t r = 0; r < 16; ++r, from += operand_.code_row_stride) {
               std::memcpy(lines[r], from, 64);
             }
@@ -131,7 +118,7 @@ class Packer {
         if ((b + 1) * kBlock <= operand_.k) {
           for (; g + 4 <= group1 && (g + 4) * 16 <= operand_.rows; g += 4) {
             alignas(64) uint8_t lines[kBlock][64];
-            const uint8_t* from = code(g * 16, b * kBlock);
+            const uint8_t* from = source_.code(g * 16, b * kBlock);
             for (int64_t k = 0; k < kBlock; ++k, from += operand_.code_k_stride) {
               std::memcpy(lines[k], from, 64);
             }
@@ -143,48 +130,8 @@ class Packer {
     }
   }
 
-  const uint8_t* code(int64_t row, int64_t k) const {
-    return operand_.codes + row * operand_.code_row_stride + k * operand_.code_k_stride;
-  }
-
-  template <bool k_last>
-  void gather_scales(int64_t group, int64_t block0, int64_t block1, uint8_t (*bytes)[16],
-                     int32_t* row_bytes) const {
-    for (int64_t r = 0; r < 16; ++r) {
-      const int64_t row = group * 16 + r;
-      const bool inside = row < operand_.rows;
-      row_bytes[r] = inside ? row_byte(exponents_[row]) : 127;
-      if (k_last || !inside || (group + 1) * 16 > operand_.rows) {
-        const uint8_t* s = operand_.scales + row * operand_.scale_row_stride;
-        for (int64_t b = block0; b < block1; ++b) {
-          bytes[b - block0][r] = inside ? s[b * operand_.scale_block_stride] : 127;
-        }
-      }
-    }
-    if (!k_last && (group + 1) * 16 <= operand_.rows) {
-      for (int64_t b = block0; b < block1; ++b) {
-        std::memcpy(bytes[b - block0],
-                    operand_.scales + b * operand_.scale_block_stride + group * 16, 16);
-      }
-    }
-  }
-
-  template <bool k_last>
-  void pad_tail(int64_t group, int64_t block, uint8_t* padded) const {
-    std::memset(padded, 0, 16 * 32);
-    const int64_t rows = least(operand_.rows - group * 16, 16);
-    const int64_t ks = least(operand_.k - block * kBlock, kBlock);
-    for (int64_t r = 0; r < rows; ++r) {
-      for (int64_t k = 0; k < ks; ++k) {
-        padded[k_last ? r * 32 + k : k * 16 + r] =
-            operand_.codes[(group * 16 + r) * operand_.code_row_stride +
-                           (block * kBlock + k) * operand_.code_k_stride];
-      }
-    }
-  }
-
+  const TileSource source_;
   const Operand& operand_;
-  const float* exponents_;
   TileOrder order_;
   uint16_t* panels_;
   int64_t kept_, blocks_, groups_;
