@@ -20,22 +20,18 @@ class TileStream {
         decoder_(fp8_of(operand.fmt)),
         k_last_(operand.code_k_stride == 1) {}
 
-  // Panels [panel, panel + panels), blocks [block, block + blocks) to [panel][block][2 tiles]. Their
-  // tiles are spread over `steps` calls of step(). `next`: bytes to the codes that will come after
-  // these.
-  void start(int64_t panel, int64_t panels, int64_t block, int64_t blocks, uint16_t* to,
-             int64_t steps, int64_t next) {
+  // Panels [panel, panel + panels) to `to` as [panel][block][2 tiles], spread over `steps` calls of
+  // step(). `next`: bytes to the codes that will come after these.
+  void start(int64_t panel, int64_t panels, int64_t blocks, uint16_t* to, int64_t steps,
+             int64_t next) {
     group0_ = 2 * panel;
     groups_ = 2 * panels;
-    block0_ = block;
     blocks_ = blocks;
     to_ = to;
     next_ = next;
-    group_ = at_ = 0;
-    left_ = groups_ * blocks_;
-    a_step_ = left_;
+    group_ = at_ = credit_ = 0;
+    left_ = a_step_ = groups_ * blocks_;
     steps_ = steps;
-    credit_ = 0;
     for (int64_t g = 0; g < groups_; ++g) source_.row_bytes(group0_ + g, row_bytes_[g]);
   }
 
@@ -67,13 +63,14 @@ class TileStream {
 
   // Group by group; every second tile copies a line of 16 rows (see Packer).
   void tile_k_last() {
-    const int64_t g = group0_ + group_, b = block0_ + at_;
-    if (at_ == 0) source_.template scale_bytes<true>(g, b, b + blocks_, bytes_);
-    if (at_ % 2 == 0) {
-      copied_ = at_ + 2 <= blocks_ && source_.inside(g, 1, b, 2);
-      if (copied_) copy_lines(16, source_.code(g * 16, b * kBlock), source_.operand.code_row_stride);
+    const int64_t g = group0_ + group_, b = at_;
+    if (b == 0) source_.template scale_bytes<true>(g, 0, blocks_, bytes_);
+    if (b % 2 == 0) {
+      copied_ = b + 2 <= blocks_ && source_.inside(g, 1, b, 2);
+      if (copied_)
+        copy_lines(16, source_.code(g * 16, b * kBlock), source_.operand.code_row_stride);
     }
-    make<true>(g, b, lines_[0] + at_ % 2 * kBlock, bytes_[at_]);
+    make<true>(g, b, lines_[0] + b % 2 * kBlock, bytes_[b]);
     if (++at_ == blocks_) {
       at_ = 0;
       ++group_;
@@ -82,7 +79,7 @@ class TileStream {
 
   // Block by block; every fourth tile copies a line of 32 k.
   void tile_k_first() {
-    const int64_t g = group0_ + group_, b = block0_ + at_;
+    const int64_t g = group0_ + group_, b = at_;
     if (group_ == 0) {
       copied_ = groups_ == kGroups && source_.inside(g, kGroups, b, 1);
       if (copied_) {
@@ -116,8 +113,8 @@ class TileStream {
   const TileSource source_;
   const Decoder decoder_;
   const bool k_last_;
-  int64_t group0_ = 0, groups_ = 0, block0_ = 0, blocks_ = 0;  // of this start()
-  int64_t group_ = 0, at_ = 0, left_ = 0;                      // the next tile
+  int64_t group0_ = 0, groups_ = 0, blocks_ = 0;  // of this start()
+  int64_t group_ = 0, at_ = 0, left_ = 0;         // the next tile
   int64_t a_step_ = 0, steps_ = 1, credit_ = 0, next_ = 0;
   uint16_t* to_ = nullptr;
   bool copied_ = false;  // whether lines_ holds the codes of the next tile

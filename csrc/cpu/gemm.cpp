@@ -117,7 +117,8 @@ struct Side {
   }
 
   Status pack(const KernelImpl& impl, int64_t begin, int64_t end, int threads) const {
-    if (operand.packed != nullptr || panels == nullptr || impl.panel_bytes(role, operand.rows, operand.k) == 0) {
+    if (operand.packed != nullptr || panels == nullptr ||
+        impl.panel_bytes(role, operand.rows, operand.k) == 0) {
       return Status::ok;
     }
     return impl.pack_panels(role, rows_of(operand, begin, end), exponents + begin,
@@ -361,14 +362,12 @@ Status run_gemm(GemmArgs& args, const KernelImpl* impl, const GemmPlan& plan) {
     context.bias_grad_partial = static_cast<float*>(at(args.workspace, plan.bias_grad_partial));
   }
   if (m > 0 && n > 0 && k > 0) {
-    const Side lhs(args.lhs, Role::lhs, at(args.workspace, plan.lhs_exp),
-                   at(args.workspace, plan.lhs_wide),
-                   plan.decodes == Decodes::lhs ? nullptr : at(args.workspace, plan.lhs_panels),
-                   args.threads);
-    const Side rhs(args.rhs, Role::rhs, at(args.workspace, plan.rhs_exp),
-                   at(args.workspace, plan.rhs_wide),
-                   plan.decodes == Decodes::rhs ? nullptr : at(args.workspace, plan.rhs_panels),
-                   args.threads);
+    const Side lhs(
+        args.lhs, Role::lhs, at(args.workspace, plan.lhs_exp), at(args.workspace, plan.lhs_wide),
+        plan.decodes == Decodes::lhs ? nullptr : at(args.workspace, plan.lhs_panels), args.threads);
+    const Side rhs(
+        args.rhs, Role::rhs, at(args.workspace, plan.rhs_exp), at(args.workspace, plan.rhs_wide),
+        plan.decodes == Decodes::rhs ? nullptr : at(args.workspace, plan.rhs_panels), args.threads);
     context.lhs_exp = lhs.exponents;
     context.rhs_exp = rhs.exponents;
     if (all_wide(args, *impl, lhs, rhs)) {

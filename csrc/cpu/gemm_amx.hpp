@@ -21,12 +21,10 @@ struct AmxTuning {
   static constexpr bool kPrefetch = true;    // fetch the next panel and chunk to L2
 
   // Where one side is decoded next to the products (gemm_decoded.hpp):
-  static constexpr int64_t kMostBlocks = 40;        // k blocks of the decoded side: 80 KB a panel
-  static constexpr int64_t kResident = 16;          // panels of the other side
-  static constexpr int64_t kMostParts = 2;          // times that the side is decoded
-  static constexpr int64_t kPartBytes = 576 * 1024;  // chunk of the other side, and the next one
-  static constexpr int64_t kSums = 128;             // 512 KB
-  static constexpr int64_t kNearBlocks = 16;        // a panel of so many blocks stays in L1
+  static constexpr int64_t kMostBlocks = 40;  // k blocks of the decoded side: 80 KB a panel
+  static constexpr int64_t kResident = 16;    // panels of the other side in L2, at least
+  static constexpr int64_t kMostParts = 2;    // times that the side is decoded
+  static constexpr int64_t kNearBlocks = 16;  // a panel of so many blocks stays in L1
 };
 
 struct EmulatedTuning {
@@ -35,8 +33,7 @@ struct EmulatedTuning {
                            kColPanels = 2;  // small, so that tests meet every edge
   static constexpr int64_t kItems = 2;
   static constexpr bool kPrefetch = false;
-  static constexpr int64_t kMostBlocks = 4, kResident = 2, kMostParts = 2, kSums = 8;
-  static constexpr int64_t kPartBytes = 3 * 2 * 2048, kNearBlocks = 1;
+  static constexpr int64_t kMostBlocks = 4, kResident = 2, kMostParts = 2, kNearBlocks = 1;
 };
 
 template <class Tiles, class SimdWords, class Tuning>

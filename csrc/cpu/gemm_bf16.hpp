@@ -59,7 +59,8 @@ inline constexpr int64_t kStepBytes = 2 * kTileWords * 2;  // one k block of one
 inline constexpr int64_t kBlockFloats = kRowBlock * kRowBlock;
 
 // Engine: the word set Simd; constants kWholeBytes, kChunk, kRowPanels, kColPanels, kPrefetch;
-// block(lhs, rhs, steps, rows, c, first, reuse, work), which calls work.step() steps times or never.
+// block(lhs, rhs, steps, rows, c, first, reuse, work), which calls work.step() steps times or
+// never.
 template <class Engine>
 class PanelGemm {
  public:

@@ -10,9 +10,9 @@ namespace te_mx {
 const KernelImpl* amx_bf16_impl() {
   using Engine = AmxEngine<mxtile::amx::Tiles, mxtile::simd::Avx512, AmxTuning>;
   using Decoder = mxtile::bf16::Avx512Decoder;
-  static constexpr KernelImpl impl{bf16_panel_bytes,    pack_bf16_panels<Decoder>,
-                                   nullptr,             run_or_decode<Engine, Decoder>,
-                                   bf16_panel_row_sums, decodes_side<Engine, Decoder>};
+  static constexpr KernelImpl impl{
+      bf16_panel_bytes,    pack_bf16_panels<Decoder>,    nullptr, run_or_decode<Engine, Decoder>,
+      bf16_panel_row_sums, decodes_side<Engine, Decoder>};
   return &impl;
 }
 

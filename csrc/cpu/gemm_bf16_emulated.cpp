@@ -9,9 +9,9 @@ namespace te_mx {
 const KernelImpl* amx_emulated_impl() {
   using Engine = AmxEngine<mxtile::amx::EmulatedTiles, mxtile::simd::Portable, EmulatedTuning>;
   using Decoder = mxtile::bf16::PortableDecoder;
-  static constexpr KernelImpl impl{bf16_panel_bytes,    pack_bf16_panels<Decoder>,
-                                   nullptr,             run_or_decode<Engine, Decoder>,
-                                   bf16_panel_row_sums, decodes_side<Engine, Decoder>};
+  static constexpr KernelImpl impl{
+      bf16_panel_bytes,    pack_bf16_panels<Decoder>,    nullptr, run_or_decode<Engine, Decoder>,
+      bf16_panel_row_sums, decodes_side<Engine, Decoder>};
   return &impl;
 }
 

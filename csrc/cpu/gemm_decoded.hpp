@@ -2,12 +2,12 @@
 // every panel of this one is wanted once or twice, and packing it ahead would send twice its bytes
 // through the third-level cache and back.
 //
-//   item               all or a part of the resident panels x some streamed ones
-//     k chunk          all of k, or what leaves room for the sums
-//       streamed pair  decoded while the pair before is multiplied
-//         resident panel
+//   item             all or half of the resident panels x some streamed ones
+//     streamed pair  decoded while the pair before is multiplied
+//       resident panel, all of k
 //
-// The sums have the order and the bits of PanelGemm.
+// The sums have the order and the bits of PanelGemm. Long k stays with PanelGemm, whose sums rest
+// in memory: decoding cost more there than it saved.
 #pragma once
 
 #include "decode_bf16.hpp"
@@ -15,7 +15,7 @@
 
 namespace te_mx {
 
-// Engine: that of PanelGemm, and kMostBlocks, kResident, kMostParts, kPartBytes, kSums, kNearBlocks.
+// Engine: that of PanelGemm, and kMostBlocks, kResident, kMostParts, kNearBlocks.
 template <class Engine, class Decoder, Role kStreamed>
 class DecodedGemm {
  public:
@@ -26,8 +26,10 @@ class DecodedGemm {
     if (own.packed != nullptr) return false;
     // The bias gradient of kind operand reads panels of lhs.
     if (kStreamed == Role::lhs && args.bias_grad_kind == BiasGrad::operand) return false;
-    const int64_t panels = ceil_div(other.rows, kRowBlock);
-    return ceil_div(panels, part_of(panels, ceil_div(own.k, kBlock))) <= Engine::kMostParts;
+    const int64_t panels = ceil_div(other.rows, kRowBlock), blocks = ceil_div(own.k, kBlock);
+    const int64_t fit = fit_of(blocks);
+    if (blocks > Engine::kMostBlocks || fit < least(Engine::kResident, panels)) return false;
+    return ceil_div(panels, fit) <= Engine::kMostParts;
   }
 
   static Status run(const Range& range, const void* resident, const EpilogueContext& context) {
@@ -48,28 +50,20 @@ class DecodedGemm {
   // Everything an engine does next to its products.
   class Work {
    public:
-    Work(PendingRows<Simd>& pending, Stream& stream, const char* far, int lines)
-        : pending_(pending), stream_(stream), far_(far), lines_(lines) {}
+    Work(PendingRows<Simd>& pending, Stream& stream) : pending_(pending), stream_(stream) {}
 
     TE_MX_MEMBER void begin(int64_t steps) {
       rows_a_step_ = static_cast<int>(ceil_div(pending_.left(), steps));
     }
     TE_MX_MEMBER void step() {
       for (int r = 0; r < rows_a_step_ && pending_.left() > 0; ++r) pending_.row();
-      for (int i = 0; i < lines_; ++i, far_ += 64) __builtin_prefetch(far_, 0, 2);
       stream_.step();
     }
 
    private:
     PendingRows<Simd>& pending_;
     Stream& stream_;
-    const char* far_;
-    int lines_, rows_a_step_ = 0;
-  };
-
-  // Two streamed panels of one k chunk.
-  struct Unit {
-    int64_t panel, panels, block, blocks;
+    int rows_a_step_ = 0;
   };
 
   DecodedGemm(const Range& range, const char* resident, const EpilogueContext& context)
@@ -78,8 +72,8 @@ class DecodedGemm {
         context_(context),
         resident_(resident),
         first_row_(kLhs ? range.m0 : range.n0),
-        streamed_(part_of_rows(kLhs ? args_.lhs : args_.rhs, first_row_,
-                               kLhs ? range.m1 : range.n1)),
+        streamed_(
+            part_of_rows(kLhs ? args_.lhs : args_.rhs, first_row_, kLhs ? range.m1 : range.n1)),
         epilogue_(epilogue_for(isa_current())) {
     const int64_t lhs_panels = ceil_div(range.m1 - range.m0, kRowBlock);
     const int64_t rhs_panels = ceil_div(range.n1 - range.n0, kRowBlock);
@@ -87,26 +81,15 @@ class DecodedGemm {
     streamed_panels_ = kLhs ? lhs_panels : rhs_panels;
     blocks_ = ceil_div(args_.lhs.k, kBlock);
     only_scaled_ = only_scaled_rows<Simd>(context, range);
-    part_ = part_of(resident_panels_, blocks_);
+    part_ = even_part(resident_panels_, fit_of(blocks_));
     share_ = round_up(streamed_panels_, kPair);
-    chunk_ = blocks_;
-    if (part_ * blocks_ * kStepBytes > Engine::kWholeBytes || blocks_ > Engine::kMostBlocks) {
-      const int64_t fit = Engine::kPartBytes / (part_ * kStepBytes);
-      chunk_ = even_part(blocks_, clamp(fit, 1, Engine::kMostBlocks));
-      share_ = least(share_, Engine::kSums / part_ / kPair * kPair);
-    }
     while (share_ > kPair && items() < Engine::kItems * args_.threads) {
       share_ = round_up((share_ + 1) / 2, kPair);
     }
   }
 
-  // Resident panels of one item: all that stay in L2 with all of k, else so few that there is room
-  // for a long chunk and for sums.
-  static int64_t part_of(int64_t panels, int64_t blocks) {
-    const int64_t fit = Engine::kWholeBytes / (blocks * kStepBytes);
-    const bool whole = blocks <= Engine::kMostBlocks && fit >= least(Engine::kResident, panels);
-    return even_part(panels, whole ? fit : Engine::kResident);
-  }
+  // Resident panels that L2 has room for.
+  static int64_t fit_of(int64_t blocks) { return Engine::kWholeBytes / (blocks * kStepBytes); }
 
   static Operand part_of_rows(const Operand& all, int64_t begin, int64_t end) {
     Operand part = all;
@@ -119,105 +102,61 @@ class DecodedGemm {
     return ceil_div(whole, ceil_div(whole, most));
   }
   static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-  static int64_t clamp(int64_t x, int64_t low, int64_t high) {
-    return x < low ? low : least(x, high);
-  }
 
   int64_t items() const {
     return ceil_div(resident_panels_, part_) * ceil_div(streamed_panels_, share_);
   }
 
-  const char* resident_at(int64_t panel, int64_t block) const {
-    return resident_ + (panel * blocks_ + block) * kStepBytes;
-  }
-
-  const uint8_t* codes_of(const Unit& unit) const {
-    return streamed_.codes + unit.panel * kRowBlock * streamed_.code_row_stride +
-           unit.block * kBlock * streamed_.code_k_stride;
-  }
-
-  // The unit after this one in the item [begin, end); that of block blocks_ when there is none.
-  Unit after(const Unit& unit, int64_t begin, int64_t end) const {
-    Unit next = unit;
-    next.panel += kPair;
-    if (next.panel >= end) {
-      next.panel = begin;
-      next.block += chunk_;
-    }
-    next.panels = least(kPair, end - next.panel);
-    next.blocks = least(chunk_, blocks_ - next.block);
-    return next;
-  }
-
   void run_item(int64_t first_resident, int64_t begin) const {
     alignas(64) uint16_t decoded[2][Stream::kWords];
-    alignas(64) float sums[Engine::kSums * kBlockFloats];
+    alignas(64) float sums[2][kBlockFloats];  // one is summed and one stored
     const int64_t part = least(part_, resident_panels_ - first_resident);
     const int64_t end = least(begin + share_, streamed_panels_);
     Engine engine;
     PendingRows<Simd> pending(context_);
-    const float* exponents = (kLhs ? context_.lhs_exp : context_.rhs_exp) + first_row_;
-    Stream stream(streamed_, exponents);
-    Unit unit{begin, least(kPair, end - begin), 0, least(chunk_, blocks_)};
-    start(stream, unit, decoded[0], 1, begin, end);
+    Stream stream(streamed_, (kLhs ? context_.lhs_exp : context_.rhs_exp) + first_row_);
+    start(stream, begin, end, decoded[0], 1);
     int64_t turn = 0, block_turn = 0;
-    while (unit.block < blocks_) {
+    for (int64_t panel = begin; panel < end; panel += kPair, turn ^= 1) {
       stream.finish();
-      const Unit next = after(unit, begin, end);
-      const bool more = next.block < blocks_;
-      if (more) start(stream, next, decoded[turn ^ 1], unit.panels * part * unit.blocks, begin, end);
-      const bool last = unit.block + unit.blocks == blocks_;
-      for (int64_t j = 0; j < unit.panels; ++j) {
-        const char* own =
-            reinterpret_cast<const char*>(decoded[turn]) + j * unit.blocks * kStepBytes;
-        for (int64_t i = 0; i < part; ++i) {
-          const int64_t kept = (unit.panel + j - begin) * part + i;
-          float* c = sums + (chunk_ == blocks_ ? (block_turn ^= 1) : kept) * kBlockFloats;
-          Work work = work_of(pending, stream, unit, first_resident + i, j, begin, end);
-          multiply(engine, own, first_resident + i, unit, j, c, work);
+      const int64_t panels = least(kPair, end - panel);
+      if (panel + kPair < end) {
+        start(stream, panel + kPair, end, decoded[turn ^ 1], panels * part * blocks_);
+      }
+      for (int64_t j = 0; j < panels; ++j) {
+        const char* own = reinterpret_cast<const char*>(decoded[turn]) + j * blocks_ * kStepBytes;
+        for (int64_t i = first_resident; i < first_resident + part; ++i) {
+          float* c = sums[block_turn ^= 1];
+          Work work(pending, stream);
+          multiply(engine, own, i, panel + j, c, work);
           pending.finish();
-          if (last) put(pending, c, first_resident + i, unit.panel + j);
+          put(pending, c, i, panel + j);
         }
       }
-      unit = next;
-      turn ^= 1;
     }
     pending.finish();
     pending.fence();
   }
 
-  void start(Stream& stream, const Unit& unit, uint16_t* to, int64_t steps, int64_t begin,
-             int64_t end) const {
-    const Unit next = after(unit, begin, end);
-    const int64_t ahead = next.block < blocks_ ? codes_of(next) - codes_of(unit) : 0;
-    stream.start(unit.panel, unit.panels, unit.block, unit.blocks, to, steps, ahead);
+  void start(Stream& stream, int64_t panel, int64_t end, uint16_t* to, int64_t steps) const {
+    const int64_t bytes = kPair * kRowBlock * streamed_.code_row_stride;
+    stream.start(panel, least(kPair, end - panel), blocks_, to, steps,
+                 panel + kPair < end ? bytes : 0);
   }
 
-  // The resident chunk that comes next, spread over the streamed panels of this one.
-  Work work_of(PendingRows<Simd>& pending, Stream& stream, const Unit& unit, int64_t resident,
-               int64_t j, int64_t begin, int64_t end) const {
-    const int64_t next = unit.block + unit.blocks;
-    if (!Engine::kPrefetch || next >= blocks_) return Work(pending, stream, nullptr, 0);
-    const int64_t lines = ceil_div(unit.blocks * kStepBytes, (end - begin) * unit.blocks * 64);
-    const char* far = resident_at(resident, next) +
-                      (unit.panel + j - begin) * lines * unit.blocks * 64;
-    return Work(pending, stream, far, static_cast<int>(lines));
-  }
-
-  void multiply(Engine& engine, const char* own, int64_t resident, const Unit& unit, int64_t j,
-                float* c, Work& work) const {
-    const char* other = resident_at(resident, unit.block);
-    const int64_t lhs_panel = kLhs ? unit.panel + j : resident;
-    const int rows =
-        static_cast<int>(least(kRowBlock, range_.m1 - range_.m0 - lhs_panel * kRowBlock));
-    const bool near = unit.blocks <= Engine::kNearBlocks;
+  void multiply(Engine& engine, const char* own, int64_t resident, int64_t streamed, float* c,
+                Work& work) const {
+    const char* other = resident_ + resident * blocks_ * kStepBytes;
+    const int64_t m = range_.m0 + (kLhs ? streamed : resident) * kRowBlock;
+    const bool near = blocks_ <= Engine::kNearBlocks;
     const Reuse reuse = !near ? Reuse::none : kLhs ? Reuse::lhs : Reuse::rhs;
-    engine.block(kLhs ? own : other, kLhs ? other : own, unit.blocks, rows, c, unit.block == 0,
-                 reuse, work);
+    engine.block(kLhs ? own : other, kLhs ? other : own, blocks_,
+                 static_cast<int>(least(kRowBlock, range_.m1 - m)), c, true, reuse, work);
   }
 
   // NOTE: inlined, gcc 12 warns of bounds that no loop here passes.
-  [[gnu::noinline]] void put(PendingRows<Simd>& pending, float* c, int64_t resident, int64_t streamed) const {
+  [[gnu::noinline]] void put(PendingRows<Simd>& pending, float* c, int64_t resident,
+                             int64_t streamed) const {
     const int64_t m = range_.m0 + (kLhs ? streamed : resident) * kRowBlock;
     const int64_t n = range_.n0 + (kLhs ? resident : streamed) * kRowBlock;
     const int rows = static_cast<int>(least(kRowBlock, range_.m1 - m));
@@ -237,7 +176,7 @@ class DecodedGemm {
   const Operand streamed_;
   EpilogueFn epilogue_;
   int64_t resident_panels_, streamed_panels_, blocks_;
-  int64_t part_, share_, chunk_;  // resident and streamed panels of an item, k blocks
+  int64_t part_, share_;  // resident and streamed panels of an item
   bool only_scaled_;
 };
 

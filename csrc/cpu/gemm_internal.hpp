@@ -81,7 +81,8 @@ struct KernelImpl {
                         int threads);
   // Scratch of run() beyond panels, exponents and bias-gradient partials. Null: none.
   int64_t (*workspace_bytes)(const GemmArgs& args);
-  // Computes D[m0..m1, n0..n1] (panels null on the side that is decoded) with context.args->threads threads.
+  // Computes D[m0..m1, n0..n1] (panels null on the side that is decoded) with context.args->threads
+  // threads.
   Status (*run)(const Range& range, const void* lhs_panels, const void* rhs_panels,
                 const EpilogueContext& context, void* workspace);
   // out[m] = sum over k of the dequantized lhs row m, fp32, in a fixed order. lhs, its panels,
@@ -89,7 +90,8 @@ struct KernelImpl {
   // null).
   void (*row_sums)(const Operand& lhs, const void* lhs_panels, const float* lhs_exp, float* out,
                    int threads);
-  // Which side run() had better decode. Depends on what workspace_bytes() may depend on. Null: none.
+  // Which side run() had better decode. Depends on what workspace_bytes() may depend on. Null:
+  // none.
   Decodes (*decodes)(const GemmArgs& args) = nullptr;
 };
 

@@ -22,7 +22,11 @@ class Packer {
 
   Packer(const Operand& operand, const float* exponents, TileOrder order, uint16_t* panels,
          int64_t kept = 16)
-      : source_{operand, exponents}, operand_(operand), order_(order), panels_(panels), kept_(kept) {
+      : source_{operand, exponents},
+        operand_(operand),
+        order_(order),
+        panels_(panels),
+        kept_(kept) {
     blocks_ = ceil_div(operand.k, kBlock);
     groups_ = order == TileOrder::panels ? 2 * ceil_div(operand.rows, kRowBlock) : 1;
   }
@@ -119,8 +123,10 @@ class Packer {
           for (; g + 4 <= group1 && (g + 4) * 16 <= operand_.rows; g += 4) {
             alignas(64) uint8_t lines[kBlock][64];
             const uint8_t* from = source_.code(g * 16, b * kBlock);
+            const int64_t ahead = kBlock * operand_.code_k_stride;
             for (int64_t k = 0; k < kBlock; ++k, from += operand_.code_k_stride) {
               std::memcpy(lines[k], from, 64);
+              __builtin_prefetch(from + ahead, 0, 2);  // no prefetcher sees strides this long
             }
             for (int64_t i = 0; i < 4; ++i) make_tile(g + i, b, lines[0] + 16 * i, 64);
           }

@@ -1,5 +1,5 @@
-// From an operand to bf16 tiles of 16 rows x 32 k, one at a time. Templates over the decoder; include
-// only from the family files.
+// From an operand to bf16 tiles of 16 rows x 32 k, one at a time. Templates over the decoder;
+// include only from the family files.
 #pragma once
 
 #include <cstring>

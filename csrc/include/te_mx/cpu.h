@@ -47,9 +47,9 @@ enum class Kernel : int32_t {
   count = 11,
 };
 
-inline constexpr int64_t kBlock = 32;          // elements that share a scale
+inline constexpr int64_t kBlock = 32;            // elements that share a scale
 inline constexpr int64_t kPastCaches = 8 << 20;  // bytes of a result that no cache would keep
-inline constexpr int64_t kStreamMaxRows = 16;  // stream kernels take M up to this
+inline constexpr int64_t kStreamMaxRows = 16;    // stream kernels take M up to this
 inline constexpr int kWideSpread = 83;  // exponents a row may span before wide_f64 takes over
 
 struct QuantizeArgs {
