@@ -31,6 +31,19 @@ void store(const Problem& p, const Stage& stage, int64_t r0, int64_t c, int rows
   }
 }
 
+// Fetches what the row of a tile will read: rows of a tile lie too far apart for any prefetcher.
+void fetch(const ActArgs& a, int64_t row, int64_t c, int64_t n) {
+  const auto lines = [&](const void* base, DType dtype, int64_t first) {
+    const int64_t bytes = dtype == DType::f32 ? 4 : 2;
+    const char* p = static_cast<const char*>(base) + first * bytes;
+    for (int64_t i = 0; i < n * bytes; i += 64) __builtin_prefetch(p + i);
+  };
+  const int64_t width = a.gated ? 2 * a.cols : a.cols;
+  lines(a.h, a.h_dtype, row * width + c);
+  if (a.gated) lines(a.h, a.h_dtype, row * width + a.cols + c);
+  if (a.grad != nullptr) lines(a.grad, a.grad_dtype, row * a.cols + c);
+}
+
 void run_item(const Problem& p, int64_t item) {
   const mxtile::mx::KeepDenormals keep_denormals;
   const ActArgs& a = p.args;
@@ -45,7 +58,12 @@ void run_item(const Problem& p, int64_t item) {
     const int rows = static_cast<int>(std::min<int64_t>(kStageRows, r_end - r));
     for (int64_t c = c_begin; c < c_end; c += kStageCols) {
       const int n = static_cast<int>(std::min<int64_t>(kStageCols, c_end - c));
+      const bool next_rows = c + kStageCols >= c_end;
+      const int64_t next_r = next_rows ? r + kStageRows : r;
+      const int64_t next_c = next_rows ? c_begin : c + kStageCols;
+      const int64_t next_n = std::min<int64_t>(kStageCols, c_end - next_c);
       for (int i = 0; i < rows; ++i) {
+        if (next_r + i < a.rows) fetch(a, next_r + i, next_c, next_n);
         p.kernels.activate(a, r + i, c, n, stages[0].bytes + i * stride,
                            halves ? stages[1].bytes + i * stride : nullptr);
       }

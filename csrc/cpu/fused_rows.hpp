@@ -4,6 +4,7 @@
 #include "epilogue.hpp"
 #include "fused_rows.h"
 #include "mxtile/simd/activation.hpp"
+#include "mxtile/simd/wide.hpp"
 
 namespace te_mx::fused_rows {
 
@@ -155,18 +156,23 @@ void normalize_backward(const NormGradArgs& args, int64_t row, float* dweight, f
 // ------------------------------------------------------------------------------------ activations
 // One row chunk: x = value(x), or with a gradient x = (gradient * gate) * derivative(x) and gate =
 // gradient * value(x).
+// Works on whole words, whatever n is: the buffers have kFusedCols, a multiple of them.
 template <class S, class Word>
 TE_MX_INLINE void apply(const Word& word, float* x, float* gate, const float* gradient, int n) {
-  for (int j = 0; j < n; j += S::kLanes) {
-    const auto in = S::load(x + j);
-    if (gradient == nullptr) {
-      auto y = word.value(in);
-      if (gate != nullptr) y = S::mul(y, S::load(gate + j));
-      S::store(x + j, y);
-    } else if (gate == nullptr) {
-      S::store(x + j, S::mul(S::load(gradient + j), word.derivative(in)));
-    } else {
-      const auto g = S::load(gradient + j);
+  static_assert(kFusedCols % S::kLanes == 0);
+  if (gradient == nullptr && gate == nullptr) {
+    for (int j = 0; j < n; j += S::kLanes) S::store(x + j, word.value(S::load(x + j)));
+  } else if (gradient == nullptr) {
+    for (int j = 0; j < n; j += S::kLanes) {
+      S::store(x + j, S::mul(word.value(S::load(x + j)), S::load(gate + j)));
+    }
+  } else if (gate == nullptr) {
+    for (int j = 0; j < n; j += S::kLanes) {
+      S::store(x + j, S::mul(S::load(gradient + j), word.derivative(S::load(x + j))));
+    }
+  } else {
+    for (int j = 0; j < n; j += S::kLanes) {
+      const auto in = S::load(x + j), g = S::load(gradient + j);
       const auto d = S::mul(S::mul(g, S::load(gate + j)), word.derivative(in));
       S::store(gate + j, S::mul(g, word.value(in)));
       S::store(x + j, d);
@@ -177,6 +183,8 @@ TE_MX_INLINE void apply(const Word& word, float* x, float* gate, const float* gr
 template <class S>
 void activate(const ActArgs& args, int64_t row, int64_t c, int n, void* out, void* out_gate) {
   using F = typename S::F;
+  // Four exponentials at a time where there are registers for them.
+  using W = simd::Wide<S, S::kLanes == 16 ? 4 : 1>;
   alignas(64) float x[kFusedCols], gate[kFusedCols], gradient[kFusedCols], passes[kFusedCols];
   const int64_t width = args.gated ? 2 * args.cols : args.cols;
   load_row<S>(args.h_dtype, args.h, row * width + c, x, n);
@@ -187,10 +195,10 @@ void activate(const ActArgs& args, int64_t row, int64_t c, int n, void* out, voi
   const float* d = args.grad != nullptr ? gradient : nullptr;
   switch (args.act) {
     case Act::gelu:
-      apply<S>(simd::GeluTanhWord<S>{}, x, g, d, n);
+      apply<W>(simd::GeluTanhWord<W>{}, x, g, d, n);
       break;
     case Act::gelu_erf:
-      apply<S>(simd::GeluErfWord<S>{}, x, g, d, n);
+      apply<W>(simd::GeluErfWord<W>{}, x, g, d, n);
       break;
     case Act::relu:
       apply<S>(simd::Relu<S>{}, x, g, d, n);
@@ -199,13 +207,13 @@ void activate(const ActArgs& args, int64_t row, int64_t c, int n, void* out, voi
       apply<S>(simd::SquaredRelu<S>{}, x, g, d, n);
       break;
     case Act::silu:
-      apply<S>(simd::Swish<S>{S::set(1.0f)}, x, g, d, n);
+      apply<W>(simd::Swish<W>{W::set(1.0f)}, x, g, d, n);
       break;
     case Act::quick_gelu:
-      apply<S>(simd::Swish<S>{S::set(1.702f)}, x, g, d, n);
+      apply<W>(simd::Swish<W>{W::set(1.702f)}, x, g, d, n);
       break;
     case Act::sigmoid:
-      apply<S>(simd::SigmoidWord<S>{}, x, g, d, n);
+      apply<W>(simd::SigmoidWord<W>{}, x, g, d, n);
       break;
     case Act::clamped_silu: {
       const F limit = S::set(args.limit), low = S::set(-args.limit), offset = S::set(args.offset);

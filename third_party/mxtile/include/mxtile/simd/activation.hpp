@@ -18,7 +18,7 @@ struct Sigmoid {
   MXTILE_WORD Sigmoid of(F x) {
     const F zero = S::set(0.0f), one = S::set(1.0f);
     const F e = exp<S>(S::sub(zero, abs<S>(x)));
-    const F inverse = S::div(one, S::add(one, e));
+    const F inverse = S::reciprocal(S::add(one, e));
     return {S::mul(S::select_lt(x, zero, e, one), inverse), S::mul(S::mul(e, inverse), inverse)};
   }
 };

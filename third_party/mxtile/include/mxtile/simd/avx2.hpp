@@ -28,6 +28,7 @@ struct Avx2 {
   MXTILE_WORD F sub(F a, F b) { return _mm256_sub_ps(a, b); }
   MXTILE_WORD F mul(F a, F b) { return _mm256_mul_ps(a, b); }
   MXTILE_WORD F div(F a, F b) { return _mm256_div_ps(a, b); }
+  MXTILE_WORD F reciprocal(F x) { return div(set(1.0f), x); }
   MXTILE_WORD F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
   MXTILE_WORD F max(F a, F b) { return _mm256_max_ps(a, b); }
   MXTILE_WORD F min(F a, F b) { return _mm256_min_ps(a, b); }

@@ -28,6 +28,11 @@ struct Avx512 {
   MXTILE_WORD F sub(F a, F b) { return _mm512_sub_ps(a, b); }
   MXTILE_WORD F mul(F a, F b) { return _mm512_mul_ps(a, b); }
   MXTILE_WORD F div(F a, F b) { return _mm512_div_ps(a, b); }
+  // A 14-bit guess and a Newton step: within an ulp, and a third of the time of a division.
+  MXTILE_WORD F reciprocal(F x) {
+    const F guess = _mm512_rcp14_ps(x);
+    return _mm512_fmadd_ps(guess, _mm512_fnmadd_ps(x, guess, set(1.0f)), guess);
+  }
   MXTILE_WORD F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
   MXTILE_WORD F max(F a, F b) { return _mm512_max_ps(a, b); }
   MXTILE_WORD F min(F a, F b) { return _mm512_min_ps(a, b); }
@@ -93,6 +98,8 @@ struct Avx512 {
   }
   MXTILE_WORD void fence_stores() { _mm_sfence(); }
 
+  // x * 2^n of an integer n, rounded once.
+  MXTILE_WORD F scale_by(F x, F n) { return _mm512_scalef_ps(x, n); }
   MXTILE_WORD F scale2(F x, I k) { return _mm512_scalef_ps(x, _mm512_cvtepi32_ps(k)); }
 
  private:

@@ -44,12 +44,16 @@ MXTILE_WORD typename S::F exp_sum(typename S::F x, typename S::F low) {
                                     0.00138146011f};
   const auto tail = S::mul(S::mul(r, r), polynomial<S>(r, kTail));
   const auto power = S::add(S::set(1.0f), S::add(r, tail));
-  // 2^n in two factors: n itself may lie past the exponents of a float.
-  const auto whole = S::isub(S::as_int(shifted), S::as_int(magic));
-  const auto half = S::template sar<1>(whole);
-  const auto first = S::template shl<23>(S::iadd(half, S::iset(127)));
-  const auto second = S::template shl<23>(S::iadd(S::isub(whole, half), S::iset(127)));
-  return S::mul(S::mul(power, S::as_float(first)), S::as_float(second));
+  if constexpr (requires { S::scale_by(power, n); }) {
+    return S::scale_by(power, n);
+  } else {
+    // 2^n in two factors: n itself may lie past the exponents of a float.
+    const auto whole = S::isub(S::as_int(shifted), S::as_int(magic));
+    const auto half = S::template sar<1>(whole);
+    const auto first = S::template shl<23>(S::iadd(half, S::iset(127)));
+    const auto second = S::template shl<23>(S::iadd(S::isub(whole, half), S::iset(127)));
+    return S::mul(S::mul(power, S::as_float(first)), S::as_float(second));
+  }
 }
 
 template <class S>
@@ -83,7 +87,7 @@ struct GeluTanh {
     const F zero = S::set(0.0f), one = S::set(1.0f);
     const F u2 = S::mul(x, S::fma(S::mul(x, x), S::set(2 * kRoot * kCubic), S::set(2 * kRoot)));
     const F e = exp<S>(S::sub(zero, abs<S>(u2)));
-    const F inverse = S::div(one, S::add(one, e));
+    const F inverse = S::reciprocal(S::add(one, e));
     const F sigmoid = S::mul(S::select_lt(u2, zero, e, one), inverse);
     return {x, sigmoid, S::mul(S::mul(e, inverse), inverse)};
   }
@@ -117,7 +121,7 @@ struct GeluErf {
     static constexpr float kMills[] = {0.119686693f,  0.119571812f,   0.110235468f, 0.0783894435f,
                                        0.0961574391f, -0.0794246346f, 0.191785932f, -0.228214651f,
                                        0.112436064f,  -0.0206235517f};
-    const F t = S::div(one, S::fma(a, S::set(0.3f), one));
+    const F t = S::reciprocal(S::fma(a, S::set(0.3f), one));
     const F upper = S::mul(bell, S::mul(t, polynomial<S>(t, kMills)));
     return {x, bell, S::select_lt(x, zero, upper, S::sub(one, upper))};
   }

@@ -39,6 +39,8 @@ struct Portable {
   MXTILE_WORD F sub(F a, F b) { return a - b; }
   MXTILE_WORD F mul(F a, F b) { return a * b; }
   MXTILE_WORD F div(F a, F b) { return a / b; }
+  // 1 / x of 2^-100 < |x| < 2^100 within an ulp.
+  MXTILE_WORD F reciprocal(F x) { return div(set(1.0f), x); }
   // a * b + c; rounded once where the CPU has such an instruction.
   MXTILE_WORD F fma(F a, F b, F c) {
 #if defined(__FP_FAST_FMAF)
