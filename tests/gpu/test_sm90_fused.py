@@ -131,6 +131,17 @@ def test_normalization_of_rows_apart():
         same(norm_backward_2d(*back)[0], reference_fused.normalize_backward(*back)[0])
 
 
+def test_weights_that_lie_anywhere():
+    x = randn(150, 648)
+    for offset in (0, 1, 2):
+        weight, bias = (randn(2, 652, dtype=F32, seed=offset)[i, offset:][:648] for i in (0, 1))
+        norm = Norm("LayerNorm", 1e-5)
+        mean, rstd, z = reference_fused.normalize(x, weight, bias, norm, BF16)
+        same(norm_quantize_2d(x, weight, bias, norm, BF16, want_z=True, wanted=FORMS[0]).z, z)
+        back = (x, x, weight, mean, rstd, BF16)
+        same(norm_backward_2d(*back)[0], reference_fused.normalize_backward(*back)[0])
+
+
 def test_normalization_in_a_graph_starts_afresh():
     call = norm_case("LayerNorm", (700, 1024), BF16)
     weight, norm, x = call[1], call[3], call[0]
