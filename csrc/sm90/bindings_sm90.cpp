@@ -151,8 +151,7 @@ PYBIND11_MODULE(_sm90, m) {
       [](const py::tuple& problem, const py::tuple& epilogue, uintptr_t workspace,
          int64_t workspace_bytes, int config, uintptr_t stream, int device, int parts) {
         const sm90::DeviceScope scope(device);
-        sm90::GemmArgs a =
-            gemm_args(problem, epilogue, workspace, workspace_bytes, config, stream);
+        sm90::GemmArgs a = gemm_args(problem, epilogue, workspace, workspace_bytes, config, stream);
         a.parts = parts;
         return static_cast<int>(sm90::gemm(a));
       },

@@ -124,7 +124,8 @@ Status gemm(const GemmArgs& a) {
   if (device.sms == 0) return Status::unsupported;
   if (a.parts > 1) {
     if (a.parts * split_room(a).rows > INT32_MAX) return Status::unsupported;
-    const Status status = launch_split_128x128(a, device);
+    // Up to 64 rows the smaller blocks, which do not ask for rows that are not there.
+    const Status status = (a.m <= 64 ? launch_split_64x128 : launch_split_128x128)(a, device);
     return status == Status::ok ? finish_split(a) : status;
   }
   const Choice& choice = kChoices[a.config >= 0 ? a.config : choose(a, device.sms)];

@@ -18,7 +18,7 @@ template <class Config>
 class SplitGrid {
  public:
   static constexpr bool kAnnounced = false;
-  static_assert(Config::kCluster == 1 && Config::kM % 128 == 0);
+  static_assert(Config::kCluster == 1 && Config::kLhsTiles == 1);
   __device__ __forceinline__ explicit SplitGrid(const SplitParams& p) : p_(p), index_(blockIdx.x) {}
   __device__ __forceinline__ SplitGrid(const SplitParams& p, const Smem<Config>&) : SplitGrid(p) {}
 
@@ -28,7 +28,7 @@ class SplitGrid {
     Place at;
     if (!take(at)) return false;
     from.m_row = at.block.m * Config::kM, from.n_row = at.block.n * 128, from.k0 = at.first * 128;
-    from.lhs_tile = at.block.m * Config::kLhsTiles + at.first * p_.lhs_tiles;
+    from.lhs_tile = from.m_row / 128 + at.first * p_.lhs_tiles;
     from.rhs_tile = at.block.n + at.first * p_.rhs_tiles;
     from.second = 1;
     from.k_steps = at.end - at.first;
@@ -45,7 +45,8 @@ class SplitGrid {
     work.m0 = before + at.block.m * Config::kM, work.m_end = before + p_.m;
     work.n0 = at.block.n * 128;
     work.k_steps = at.end - at.first;
-    work.inside = work.group = 0;
+    work.inside = Config::kM == 64 ? (at.block.m & 1) * 64 : 0;
+    work.group = 0;
     return true;
   }
 

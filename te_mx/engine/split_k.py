@@ -1,23 +1,38 @@
 """Into how many parts the adaptive GEMM of Hopper cuts K, where D has too few tiles for the GPU.
 
 A cost model, so that the answer (and with it the order of sums) depends on the sizes and the GPU
-alone. Its numbers were measured on an H200; docs/numerics.md says what cutting does to bits.
+alone. docs/numerics.md says what cutting does to bits.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
-TILE = 128  # rows and columns of a block of D, and K of one step
 MOST = 16  # parts
+STEP = 128  # of K
+# What cutting must win. The model is within a tenth of what was measured, mostly.
+GAIN = 1.05
 
-# Microseconds of one step of K of a block with so many rows.
-STEP = {128: 0.45, 64: 0.45}
-FINISH = 2.5  # microseconds of the kernel that adds the parts up, and
-SUMS = 3e6  # bytes a microsecond of sums written and read
-GAIN = 1.1  # what cutting must win, because the model is only that good
+
+class Blocks(NamedTuple):
+    """One configuration of csrc/sm90/gemm.cu, and how long it takes."""
+
+    rows: int  # of D that its CTAs compute at once
+    columns: int
+    ctas: int
+    us: float  # of one step of K
+
+
+# Measured on an NVIDIA H200, 2026-11-22.
+SMALL, LARGE = Blocks(64, 128, 1, 0.27), Blocks(128, 128, 1, 0.38)
+WHOLE = (SMALL, LARGE, Blocks(192, 256, 2, 0.59), Blocks(256, 256, 2, 0.8))
+LAUNCH = 3.0  # us of a kernel beside its steps
+FINISH = 3.2  # us that the kernel which adds parts up takes longer than
+SUMS = 4.1e6  # bytes a us of sums, written and read
+OPERANDS = 4.0e6  # bytes a us of operands, at most
 
 
 def parts(index: int, n: int, m: int, k: int) -> int:
@@ -34,18 +49,27 @@ def multiprocessors(index: int) -> int:
 @lru_cache(maxsize=4096)
 def best(n: int, m: int, k: int, sms: int) -> int:
     """The number of parts that takes the least time on a GPU with so many multiprocessors."""
-    steps, columns = -(-k // TILE), -(-m // TILE)
-    whole = min(_main(-(-n // rows) * columns, steps, sms, step) for rows, step in STEP.items())
-    least, made = whole / GAIN, 1
-    for count in range(2, min(MOST, steps) + 1):
-        blocks = -(-n // TILE) * columns * count
-        time = _main(blocks, -(-steps // count), sms, STEP[TILE]) + FINISH
-        time += 8 * count * n * m / SUMS
-        if time < least:
-            least, made = time, count
+    least, made = min(_us(blocks, n, m, k, sms) for blocks in WHOLE) / GAIN, 1
+    for count in range(2, min(MOST, _ceil(k, STEP)) + 1):
+        us = cut_us(n, m, k, sms, count)
+        if us < least:
+            least, made = us, count
     return made
 
 
-def _main(blocks: int, steps: int, sms: int, step: float) -> float:
-    """Microseconds of the main kernel on so many blocks of so many steps."""
-    return -(-blocks // sms) * steps * step
+def cut_us(n: int, m: int, k: int, sms: int, count: int) -> float:
+    """Microseconds with K in `count` parts, the sums of which are written and read."""
+    blocks = SMALL if n <= SMALL.rows else LARGE  # as csrc/sm90/gemm.cu takes them
+    return _us(blocks, n, m, k, sms, count) + FINISH + 8 * count * n * m / SUMS
+
+
+def _us(blocks: Blocks, n: int, m: int, k: int, sms: int, count: int = 1) -> float:
+    """Microseconds of the main kernel: of its steps, or of reading the operands."""
+    number = _ceil(n, blocks.rows) * _ceil(m, blocks.columns) * count
+    waves = _ceil(number * blocks.ctas, sms)
+    steps = _ceil(_ceil(k, STEP), count)
+    return LAUNCH + max(waves * steps * blocks.us, (n + m) * k / OPERANDS)
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
