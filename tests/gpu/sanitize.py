@@ -190,7 +190,8 @@ def split() -> int:
             {kind: calls.operand(calls.data(r, k, kind, torch.float32), "e4m3") for kind in kinds}
             for r in (m, n)
         ]
-        for one, two in itertools.product(kinds, kinds):
+        pairs = [(kind, other) for kind in kinds for other in ("gaussian", kind)]
+        for one, two in [*pairs, ("gaussian", "rows"), ("gaussian", "spread")]:
             calls.gemm(sides[0][one], sides[1][two], shape, parts=parts)
             count += 1
         pair = sides[0]["gaussian"], sides[1]["gaussian"]
