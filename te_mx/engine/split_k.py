@@ -13,8 +13,8 @@ import torch
 
 MOST = 16  # parts
 STEP = 128  # of K
-# What cutting must win. Of 28 problems timed with up to 16 parts the model found the best number, or
-# one within 1 %, for all but one, which it does not cut (10 % slower).
+# What cutting must win. Of 28 problems timed with up to 16 parts the model found the best number,
+# or one within 1 %, for all but one, which it does not cut (10 % slower).
 GAIN = 1.05
 
 
