@@ -164,7 +164,7 @@ class Cuda:
 
 
 def test_what_it_serves(monkeypatch):
-    monkeypatch.setattr(linear_one_call, "is_direct", lambda t: True)
+    monkeypatch.setattr(linear_one_call, "is_direct", lambda *tensors: True)
     monkeypatch.setattr(sm90, "_problems", {0: None, 1: "needs a Hopper GPU (sm_90)"})
     x, w, serves = Cuda(8, 40), Cuda(16, 40), linear_one_call.serves
     assert serves(x, w, settings())

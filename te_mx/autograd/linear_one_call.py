@@ -46,8 +46,7 @@ def serves(x: Tensor, weight_NK: Tensor, settings: Settings) -> bool:
         and weight_NK.numel() > 0
         and max(weight_NK.shape) <= _MAX_SIZE
         and weight_NK.device == x.device
-        and is_direct(x)
-        and is_direct(weight_NK)
+        and is_direct(x, weight_NK)
         and sm90.problem(x.device.index) is None
     )
 
@@ -87,7 +86,7 @@ class OneCallLinear(torch.autograd.Function):
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (saved,) = ctx.saved_tensors
     x_dtype, w_dtype, bias_dtype = ctx.dtypes
-    if is_direct(grad) and is_direct(saved) and grad.dtype in FLOAT_DTYPES:
+    if is_direct(grad, saved) and saved.device == grad.device and grad.dtype in FLOAT_DTYPES:
         dtypes = x_dtype, w_dtype, bias_dtype if ctx.needs_input_grad[2] else None
         made = sm90_linear.linear_backward(grad, saved, ctx.shape, ctx.words, ctx.x_shape, dtypes)
         if made is not None:
