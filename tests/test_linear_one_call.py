@@ -82,6 +82,11 @@ def test_dtypes_strides_and_leading_dimensions(kinds, fields):
     same(run(one_call, *call), run(step_by_step, *call))
 
 
+def test_one_token_without_leading_dimensions():
+    call = torch.randn(70), torch.randn(33, 70), torch.randn(33), settings(), F32, torch.randn(33)
+    same(run(one_call, *call), run(step_by_step, *call))
+
+
 def test_what_is_saved_is_what_backward_reads():
     x, w = torch.randn(40, 70, requires_grad=True), torch.randn(33, 70, requires_grad=True)
     y = one_call(x, w, None, settings(), F32)
