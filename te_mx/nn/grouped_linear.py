@@ -214,7 +214,7 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         sink = self._sink(held, first, self._wgrad_queue()) if self._routed() else None
         if sink is None:
             stacked = self.single_grouped_weight
-            weights = held[0].unbind(0) if stacked else held
+            weights = held[0] if stacked else held
             each = added[0].unbind(0) if stacked and added else added
             out = unflatten(grouped_plain(flatten(inp), groups, weights, each), inp)
         else:
