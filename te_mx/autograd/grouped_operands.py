@@ -116,10 +116,12 @@ class Packing(NamedTuple):
         return Operand(q.col_codes, q.col_scales, fmt, order)  # type: ignore[arg-type]
 
 
-def split_parts(parts: Sequence[Tensor], has_bias: bool) -> tuple[list[Tensor], Tensor | None]:
-    """(the weight of every group, biases [G, N] or None)."""
+def split_parts(
+    parts: Sequence[Tensor], has_bias: bool
+) -> tuple[list[Tensor] | Tensor, Tensor | None]:
+    """(the weight of every group, or all in one [G, N, K]; biases [G, N] or None)."""
     if parts[0].dim() == 3:
-        return list(parts[0].unbind(0)), parts[1] if has_bias else None
+        return parts[0], parts[1] if has_bias else None
     count = len(parts) // 2 if has_bias else len(parts)
     return list(parts[:count]), torch.stack(list(parts[count:])) if has_bias else None
 

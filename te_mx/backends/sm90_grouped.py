@@ -91,17 +91,33 @@ def weights_shapes(groups: int, rows: int, cols: int) -> tuple[tuple[int, ...], 
     return (groups, *codes), (groups, *words)
 
 
+def _sources(weights: Sequence[Tensor] | Tensor) -> tuple[list[int], int, torch.dtype, object]:
+    """Addresses of weights [rows, cols], elements between their rows, their dtype, and what must
+    live until they are read."""
+    if isinstance(weights, Tensor):
+        if weights.stride(2) != 1 or weights.is_neg():
+            weights = weights.resolve_neg().contiguous()
+        start, step = weights.data_ptr(), weights.stride(0) * weights.element_size()
+        addresses = [start + i * step for i in range(len(weights))]
+        return addresses, weights.stride(1), weights.dtype, weights
+    first = weights[0]
+    stride, dtype = first.stride(), first.dtype
+    if stride[1] != 1 or any(
+        w.stride() != stride or w.dtype != dtype or w.is_neg() for w in weights
+    ):
+        common = dtype if all(w.dtype == dtype for w in weights) else _F32
+        weights = [w.resolve_neg().to(common).contiguous() for w in weights]
+        stride, dtype = weights[0].stride(), common
+    return [w.data_ptr() for w in weights], stride[0], dtype, weights
+
+
 def quantize_weights(
-    weights: Sequence[Tensor], fmt: str, columnwise: bool, rule: str, spread: int
+    weights: Sequence[Tensor] | Tensor, fmt: str, columnwise: bool, rule: str, spread: int
 ) -> list[Tensor]:
-    """As te_mx::quantize_weights, for weights that are not empty."""
+    """As te_mx::quantize_weights, for weights that are not empty, or one tensor of all
+    [G, rows, cols]."""
     groups, (rows, cols), device = len(weights), weights[0].shape, weights[0].device
-    sources = [sm90.rows_of(weight) for weight in weights]
-    strides = {source.stride(0) for source in sources}
-    if len(strides) > 1:
-        sources = [source.contiguous() for source in sources]
-    if len({source.dtype for source in sources}) > 1:
-        sources = [source.float() for source in sources]
+    addresses, stride, dtype, _alive = _sources(weights)
     made: list[tuple[Tensor, Tensor]] = []
     for shape in ((rows, cols), (cols, rows))[: 1 + columnwise]:
         if spread >= 0:
@@ -110,9 +126,8 @@ def quantize_weights(
             made.append(_empty_plain(groups, rows, cols, bool(made), device))
     index = device.index
     status = sm90.native().quantize_stacked(  # type: ignore[union-attr]
-        (0, rows, cols, sources[0].stride(0), FLOAT_DTYPES[sources[0].dtype]),
-        [source.data_ptr() for source in sources], FORMATS[fmt].native_id, SCALE_RULES[rule],
-        _addresses(made[0]), _addresses(made[1] if columnwise else None), spread,
+        (0, rows, cols, stride, FLOAT_DTYPES[dtype]), addresses, FORMATS[fmt].native_id,
+        SCALE_RULES[rule], _addresses(made[0]), _addresses(made[1] if columnwise else None), spread,
         sm90.stream(index), index,
     )  # fmt: skip
     _expect(status, f"{groups} weights of {(rows, cols)}")

@@ -16,25 +16,26 @@ from te_mx.ops.quantize import quantize_2d
 
 
 def quantize_weights(
-    weights: Sequence[Tensor],
+    weights: Sequence[Tensor] | Tensor,
     fmt: str,
     *,
     columnwise: bool,
     scale_rule: str,
     spread: int = PLAIN,
 ) -> tuple[StackedOperand, StackedOperand | None]:
-    """Quantize the weights of all groups, each [rows, cols]: the operand for fprop, and the one for
-    dgrad if `columnwise`.
+    """Quantize the weights of all groups, each [rows, cols] or all in one tensor [G, rows, cols]:
+    the operand for fprop, and the one for dgrad if `columnwise`.
 
     Every weight gives the bytes of quantize_2d. A spread of 0 to 8 packs for Hopper, as operands of
     order "sm90"; weights are then not empty.
     """
-    weights = list(weights)
-    if is_direct(weights[0]):
-        run = _weights_on_cpu if weights[0].is_cpu else _weights_on_cuda
-        parts = run(weights, fmt, columnwise, scale_rule, spread)
+    first = weights[0]
+    if not is_direct(first):
+        parts = _OP_WEIGHTS(list(weights), fmt, columnwise, scale_rule, spread)
+    elif first.is_cpu:
+        parts = _weights_on_cpu(list(weights), fmt, columnwise, scale_rule, spread)
     else:
-        parts = _OP_WEIGHTS(weights, fmt, columnwise, scale_rule, spread)
+        parts = _weights_on_cuda(weights, fmt, columnwise, scale_rule, spread)
     orders = ("sm90", "sm90") if spread >= 0 else ("k_last", "k_first")
     col = StackedOperand(parts[2], parts[3], fmt, orders[1]) if columnwise else None
     return StackedOperand(parts[0], parts[1], fmt, orders[0]), col
@@ -51,11 +52,11 @@ def _weights_on_cpu(
 
 
 def _weights_on_cuda(
-    weights: list[Tensor], fmt: str, columnwise: bool, rule: str, spread: int
+    weights: Sequence[Tensor] | Tensor, fmt: str, columnwise: bool, rule: str, spread: int
 ) -> list[Tensor]:
     first = weights[0]
     if first.numel() == 0 or sm90.problem(first.device.index) is not None:
-        return _weights_loop(weights, fmt, columnwise, rule, spread)
+        return _weights_loop(list(weights), fmt, columnwise, rule, spread)
     return sm90_grouped.quantize_weights(weights, fmt, columnwise, rule, spread)
 
 
