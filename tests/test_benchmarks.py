@@ -78,6 +78,9 @@ CUDA_ROWS = {
         "grouped half fwd+bwd": (1.2, 1.5),
         "grouped apart fwd+bwd": None,
     },
+    "grouped_plain_cuda": dict.fromkeys(
+        ("grouped one copy fwd+bwd", "grouped dropped fwd", "grouped main_grads f+b")
+    ),
     "overhead_cuda": {"host fwd+bwd": (0.4, 0.25)},
     "workspace_cuda": {"workspace": None},
 }

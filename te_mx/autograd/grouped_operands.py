@@ -97,9 +97,13 @@ class Packing(NamedTuple):
             offs = offs_on_device(offs, x.device)  # once for all ops
         return cls(spread, offs)
 
+    def of_weights(self, settings: Settings) -> int:
+        """The spread to quantize weights with; plain ones are packed when they are multiplied."""
+        return PLAIN if plain_rows(settings) else self.spread
+
     def serves(self, kept: StandingWeights) -> bool:
         """Whether kept weights fit."""
-        return (kept.row.order == "sm90") == (self.spread >= 0)
+        return kept.row.order != "sm90" or self.spread >= 0
 
     def rows(self, q: QuantizedParts, fmt: str) -> Operand:
         """The rowwise part of quantized tokens."""
@@ -134,7 +138,7 @@ def gradients_of(
 def other_backward(settings: Settings) -> bool:
     """Whether the recipe asks for a backward pass that is not three MXFP8 GEMMs on operands that
     were quantized from what they are made of."""
-    return any(getattr(settings, name, None) for name in ("backward", "wgrad_hp", "one_copy"))
+    return settings.backward is not None or settings.wgrad_hp
 
 
 def col_sums(x: Tensor, groups: Groups) -> Tensor:
