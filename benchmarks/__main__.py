@@ -20,6 +20,7 @@ from benchmarks import (
     bench_linear_cuda,
     bench_overhead,
     bench_quantize,
+    bench_split_cuda,
     gpu,
     machine,
 )
@@ -45,6 +46,7 @@ CUDA_BENCHMARKS: dict[str, Callable[[GpuContext], Iterator[Row]]] = {
     "gemm_cuda": bench_gemm_cuda.gemm,
     "scales_cuda": bench_gemm_cuda.scales,
     "epilogue_cuda": bench_gemm_cuda.epilogue,
+    "split_cuda": bench_split_cuda.split,
     "quantize_cuda": bench_linear_cuda.quantize,
     "fused_cuda": bench_fused_cuda.steps,
     "layernorm_mlp_cuda": bench_fused_cuda.layernorm_mlp,

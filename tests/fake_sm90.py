@@ -136,11 +136,11 @@ def row_sums(codes, scales, rows, k, k_first, fmt, out, workspace, stream, devic
     return OK
 
 
-def workspace_bytes(problem, epilogue, config=-1, device=-1) -> int:
+def workspace_bytes(problem, epilogue, config=-1, device=-1, parts=1) -> int:
     return OWN_SCRATCH
 
 
-def gemm(problem, epilogue, workspace, nbytes, config, stream, device=-1) -> int:
+def gemm(problem, epilogue, workspace, nbytes, config, stream, device=-1, parts=1) -> int:
     if nbytes < OWN_SCRATCH:
         return SMALL_WORKSPACE
     at(workspace, (nbytes,)).fill_(0xFF)

@@ -55,6 +55,7 @@ CUDA_ROWS = {
         "gemm exact": (0.85, 0.95),
     },
     "epilogue_cuda": dict.fromkeys(("gemm + bias", "gemm + GELU-aux", "gemm + dGELU"), (8, 4)),
+    "split_cuda": {"gemm few tiles": None},
     "quantize_cuda": {"quantize both": (0.8, 0.92), "quantize + sums": None},
     "fused_cuda": dict.fromkeys(
         (

@@ -180,6 +180,7 @@ def test_what_it_serves(monkeypatch):
         {"backward_override": "dequantized"},
         {"wgrad_with_hp": True},
         {"one_copy_weights": True},
+        {"split_k": True},
     ):
         assert not serves(x, w, settings(**fields)), fields
     for other, weight in (

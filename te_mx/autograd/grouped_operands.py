@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from te_mx.autograd.operands import form_of, mode_of, plain_rows
+from te_mx.autograd.operands import form_of, packed_alike, plain_rows
 from te_mx.backends import reference_grouped
 from te_mx.backends.grouped import StackedOperand, device_bounds, host_bounds, known_to_host
 from te_mx.backends.sm90_grouped import offs_on_device
@@ -54,7 +54,7 @@ class StandingWeights(NamedTuple):
             and self.settings.scale_rule == settings.scale_rule
             and (self.row.order == "sm90") == (standing_spread(device, settings) >= 0)
             # Operands that are plain serve every precision.
-            and (self.row.order != "sm90" or mode_of(self.settings) == mode_of(settings))
+            and (self.row.order != "sm90" or packed_alike(self.settings, settings))
         )
 
 

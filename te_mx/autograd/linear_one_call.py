@@ -35,12 +35,12 @@ class Call(NamedTuple):
 
 def serves(x: Tensor, weight_NK: Tensor, settings: Settings) -> bool:
     """Whether a call that wants gradients can be one native call: plain CUDA tensors on Hopper, and
-    no recipe that changes what backward multiplies."""
+    no recipe that changes what is multiplied or how."""
     return (
         x.is_cuda
         and settings.precision == "adaptive"
         and settings.backward is None
-        and not (settings.wgrad_hp or settings.one_copy)
+        and not (settings.wgrad_hp or settings.one_copy or settings.split_k)
         and (x.requires_grad or weight_NK.requires_grad)
         and 0 < x.numel() <= _MAX_SIZE * weight_NK.shape[1]
         and weight_NK.numel() > 0

@@ -66,7 +66,7 @@ def gemm_rows(
         return run(a, b, offs, bias, out_dtype, capacity, tag, mode)
     return _OP_ROWS(
         a.codes, a.scales, a.packed, a.fmt, a.order, b.codes, b.scales, b.fmt, b.order, offs,
-        bias, out_dtype, capacity, tag, *mode,
+        bias, out_dtype, capacity, tag, mode.precision, mode.spread,
     )  # fmt: skip
 
 

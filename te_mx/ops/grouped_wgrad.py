@@ -72,7 +72,7 @@ def gemm_k(
     else:
         _OP_K(
             a.codes, a.scales, a.fmt, b.codes, b.scales, b.fmt, b.order, offs, out, accumulate,
-            capacity, rows, tag, *mode,
+            capacity, rows, tag, mode.precision, mode.spread,
         )  # fmt: skip
     return out
 

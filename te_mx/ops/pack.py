@@ -44,7 +44,7 @@ def standing_2d(operand: Operand, role: str, mode: Mode) -> Operand:
         return operand
     codes = operand.codes
     if codes.is_cuda and not torch.compiler.is_compiling():
-        form = layout.gemm_form(codes.device, *mode)
+        form = layout.gemm_form(codes.device, mode.precision, mode.spread)
         if form.spread < 0 or codes.numel() == 0:
             return operand
         return packed_for_sm90(operand, form.spread)
