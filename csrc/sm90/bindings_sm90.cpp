@@ -159,4 +159,5 @@ PYBIND11_MODULE(_sm90, m) {
       py::arg("config"), py::arg("stream"), py::arg("device") = -1, py::arg("parts") = 1);
   bind_sm90_fused(m);
   bind_sm90_grouped(m);
+  bind_sm90_linear(m);
 }

@@ -40,10 +40,16 @@ Status launch_256x128_cluster2(const GemmArgs& a, const Device& device);
 Status launch_128x128(const GemmArgs& a, const Device& device);
 Status launch_64x128(const GemmArgs& a, const Device& device);
 
-Status launch_grouped_192x128_cluster2(const GemmArgs& a, const Groups& g, bool along_k,
+// What a grouped GEMM is told beside its operands; first_rows as for gemm_k, or null.
+struct GroupedCall {
+  Groups groups;
+  bool along_k;
+  const int32_t* first_rows;
+};
+
+Status launch_grouped_192x128_cluster2(const GemmArgs& a, const GroupedCall& call,
                                        const Device& device);
-Status launch_grouped_256x128(const GemmArgs& a, const Groups& g, bool along_k,
-                              const Device& device);
+Status launch_grouped_256x128(const GemmArgs& a, const GroupedCall& call, const Device& device);
 
 // K in parts. The workspace holds their sums, fp32 [parts, rows, pitch], and behind them partial
 // sums of the bias gradient, [ceil(M / kFinishRows), N].
