@@ -95,11 +95,12 @@ struct Smem {
   }
 };
 
-// Threads of a math warpgroup that say that it needs a stage no more.
+// Threads of a math warpgroup that say that it needs a stage no more, and of a warp that prepares
+// stages that it has done so.
 #ifdef TE_MX_RACECHECK
-inline constexpr int kArrivals = 128;
+inline constexpr int kArrivals = 128, kPrepared = 32;
 #else
-inline constexpr int kArrivals = 4;
+inline constexpr int kArrivals = 4, kPrepared = 1;
 #endif
 
 // A position in the ring of stages.
@@ -237,7 +238,7 @@ __device__ __forceinline__ void prepare(const Params& p, const Smem<Config>& sme
                    words + Config::kLhsTiles * Config::kTileBytes, columns + lhs_tile * 1024,
                    columns + Config::kLhsTiles * 1024 + 4 * lhs_tile, lane);
       __syncwarp();
-      if (lane == 0) tile::mbar_arrive(smem.ready(s));
+      if (lane < kPrepared) tile::mbar_arrive(smem.ready(s));
     }
     schedule.await(smem.full(ring.stage), ring.phase);
   }
@@ -385,7 +386,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     for (int s = 0; s < Config::kStages; ++s) {
       tile::mbar_init(smem.full(s), 1);
       tile::mbar_init(smem.empty(s), kArrivals * Config::kMath * Config::kCluster);
-      tile::mbar_init(smem.ready(s), Config::kLhsTiles);
+      tile::mbar_init(smem.ready(s), kPrepared * Config::kLhsTiles);
     }
     for (int i = 0; i < Config::kMath; ++i) tile::mbar_init(smem.arrived(i), 1);
     tile::mbar_init_fence();
