@@ -327,6 +327,9 @@ __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_
         rows[i] = tile::ld_shared_u32(from + 4 * (8 * (i % 2) + 64 * (i / 2)));
     };
     fetch(ring);
+    // The step that asks for gelu_in, in the first half of them. NOTE: when all CTAs ask at the
+    // same time, memory keeps the operands of the next steps waiting.
+    const int ask = k_steps - static_cast<int>((5 * blockIdx.x + 11 * math) % ((k_steps + 1) / 2));
 #pragma unroll 1
     for (int left = k_steps; left > 0; --left) {
       const int s = ring.stage;
@@ -345,10 +348,10 @@ __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_
           sum, step, [&] { release<Config>(smem.empty(s), lane); },
           [&] {
             if (left > 1) fetch(ring);
+            if constexpr (kEpilogue == Epilogue::backward) {
+              if (left == ask) load_ahead(p.epilogue, &side_map, w);
+            }
           });
-      if constexpr (kEpilogue == Epilogue::backward) {
-        if (left == k_steps) load_ahead(p.epilogue, &side_map, w);
-      }
     }
     w.m0 = work.m0 + row0, w.n0 = work.n0 + rank * 128, w.m_end = work.m_end;
 #pragma unroll
