@@ -35,6 +35,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--preset", choices=train.PRESETS, default=argparse.SUPPRESS,
         help=f"size of the model (default: {d.preset}, large on a GPU)",
     )  # fmt: skip
+    p.add_argument("--mixture", action="store_true", help=argparse.SUPPRESS)  # train_moe.py
     p.add_argument("--batch", type=int, default=argparse.SUPPRESS, help="sequences a step")
     p.add_argument("--lr", type=float, default=argparse.SUPPRESS, help="highest learning rate")
     p.add_argument("--device", default=d.device, help="cpu, cuda, cuda:1, ...")
@@ -56,7 +57,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--child", action="store_true", help=argparse.SUPPRESS)  # the parent reports
     args = p.parse_args(argv)
     if "preset" not in args:
-        args.preset = d.preset if args.device == "cpu" else "large"
+        small, large = ("moe", "moe-large") if args.mixture else (d.preset, "large")
+        args.preset = small if args.device == "cpu" else large
     preset = train.PRESETS[args.preset]
     args.batch = getattr(args, "batch", preset.batch)
     args.lr = getattr(args, "lr", preset.lr)

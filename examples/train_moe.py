@@ -4,7 +4,8 @@
     python examples/train_moe.py                 # both runs, a few minutes on two CPU cores
     python examples/train_moe.py --resume        # go on after Ctrl-C
 
-The options, the report and the plot are those of train_gpt.py. The block to copy is gpt/moe.py.
+The options, the report and the plot are those of train_gpt.py; on a GPU the model is moe-large.
+The block to copy is gpt/moe.py.
 """
 
 import sys
@@ -12,4 +13,4 @@ import sys
 import train_gpt
 
 if __name__ == "__main__":
-    sys.exit(train_gpt.main(["--preset", "moe", "--out", "runs/moe", *sys.argv[1:]]))
+    sys.exit(train_gpt.main(["--mixture", "--out", "runs/moe", *sys.argv[1:]]))

@@ -113,6 +113,7 @@ def gemm(
     accumulate: bool = False,
     precision: str = "adaptive",
     alignment_spread: int = MAX_SPREAD,
+    split_k: bool = True,
 ) -> GemmOutput:
     """Multiply two MXTensors, with what belongs to a layer fused behind it.
 
@@ -130,7 +131,8 @@ def gemm(
     Forward (grad=False), in fp32: ``v = sum_k a * b``; ``+ bias[m]``; with gelu, v is stored as aux
     and ``v = gelu(v)``; ``+ out`` if accumulate; rounded once. Backward (grad=True): with gelu_in,
     ``v *= gelu'(gelu_in)``; bias asks for the bias gradient instead of being added. Products are
-    exact, sums are fp32. Bits depend neither on the layout nor on the number of threads.
+    exact, sums are fp32. Bits depend neither on the layout nor on the number of threads; on Hopper,
+    where K may be cut into parts (split_k), they depend on the sizes and the GPU.
 
     Args:
         A, B: MXTensors on one device, each with the copy that the layout reads; formats may differ.
@@ -152,6 +154,10 @@ def gemm(
         alignment_spread: for "adaptive", 0 to 8: scales that differ by at most 2^alignment_spread
             are aligned; an element moves by at most 2^(alignment_spread - 17.8) of the largest of
             its block (E4M3).
+        split_k: for "adaptive" on Hopper GPUs: cut K into parts that are computed at the same time,
+            where D has too few tiles to fill the chip, and add their fp32 sums up in order.
+            `te_mx.explain` says how many. False sums K in one piece, as te_mx's modules do. No
+            effect elsewhere.
 
     Returns:
         GemmOutput(out, aux, bias_grad). Sizes may be 0; with k = 0 the product is zeros.
@@ -173,14 +179,16 @@ def gemm(
     if aux_dtype is not None:
         _epilogue.check_dtype(aux_dtype, "aux_dtype")
     check_precision(precision, alignment_spread)
-    mode = ops.Mode(precision, alignment_spread)
+    if type(split_k) is not bool:
+        raise TypeError(f"split_k must be a bool, got {split_k!r}")
+    form = ops.Mode(precision, alignment_spread)
     if device.type in ("cpu", "cuda") and not torch.compiler.is_compiling():
         kernel = envelopes.select_for(envelopes.problem(device, n, m, a.k, precision))
         if kernel == envelopes.packing_kernel(device):
             usage_a, usage_b = _layout.USAGES[layout]
-            a = A.standing_operand(usage_a, "a", kernel, mode) or a
+            a = A.standing_operand(usage_a, "a", kernel, form) or a
             if epilogue.bias_grad != "operand":  # which sums the values that were quantized
-                b = B.standing_operand(usage_b, "b", kernel, mode) or b
+                b = B.standing_operand(usage_b, "b", kernel, form) or b
     made = ops.gemm_2d(
         a,
         b,
@@ -192,7 +200,7 @@ def gemm(
         out_dtype=out_dtype,
         aux_dtype=aux_dtype,
         accumulate=accumulate,
-        mode=mode,
+        mode=form._replace(split_k=split_k),
     )
     bias_grad = made.bias_grad
     if bias_grad is not None and isinstance(bias, Tensor):

@@ -47,7 +47,7 @@ class Format(Enum):
 class Settings(NamedTuple):
     """What the modules need to know of a recipe: element formats "e4m3" or "e5m2", scale rule
     "rceil" or "floor", precision "adaptive" or "exact" and the alignment spread that goes with the
-    first; backward_override, wgrad_with_hp and one_copy_weights."""
+    first; backward_override, wgrad_with_hp, one_copy_weights and split_k."""
 
     fwd_fmt: str
     bwd_fmt: str
@@ -57,6 +57,7 @@ class Settings(NamedTuple):
     backward: str | None = None
     wgrad_hp: bool = False
     one_copy: bool = False
+    split_k: bool = False
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -94,6 +95,11 @@ class MXFP8BlockScaling:
             te_mx.freeze_weights) then takes 1.03 bytes a parameter instead of 2.06. dgrad sees the
             values of fprop, but for elements far below the largest of their column block
             (docs/numerics.md).
+        split_k: let GEMMs at precision ``"adaptive"`` on Hopper GPUs cut K into parts where D is
+            too small to fill the chip (``te_mx.explain`` says into how many). Sums then have
+            another order, which depends on the sizes and the GPU, so that a layer's bits may differ
+            from those of the same layer in a `te_mx.GroupedLinear`, which never cuts. No effect
+            elsewhere.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -112,6 +118,7 @@ class MXFP8BlockScaling:
     alignment_spread: int = MAX_SPREAD
     wgrad_with_hp: bool = False
     one_copy_weights: bool = False
+    split_k: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.fp8_format, Format) and _is_transformer_engines(self.fp8_format):
@@ -138,7 +145,7 @@ class MXFP8BlockScaling:
                 "MXFP8BlockScaling.backward_override must be None, 'high_precision' or "
                 f"'dequantized', got {self.backward_override!r}"
             )
-        for name in ("wgrad_with_hp", "one_copy_weights"):
+        for name in ("wgrad_with_hp", "one_copy_weights", "split_k"):
             if type(getattr(self, name)) is not bool:
                 raise TypeError(
                     f"MXFP8BlockScaling.{name} must be a bool, got {getattr(self, name)!r}"
@@ -161,7 +168,7 @@ class MXFP8BlockScaling:
         formats = self.fp8_format.value
         return Settings(
             formats.fwd, formats.bwd, self.scale_rule, self.precision, self.alignment_spread,
-            self.backward_override, self.wgrad_with_hp, self.one_copy_weights,
+            self.backward_override, self.wgrad_with_hp, self.one_copy_weights, self.split_k,
         )  # fmt: skip
 
     def __repr__(self) -> str:

@@ -136,11 +136,11 @@ def row_sums(codes, scales, rows, k, k_first, fmt, out, workspace, stream, devic
     return OK
 
 
-def workspace_bytes(problem, epilogue, config=-1, device=-1) -> int:
+def workspace_bytes(problem, epilogue, config=-1, device=-1, parts=1) -> int:
     return OWN_SCRATCH
 
 
-def gemm(problem, epilogue, workspace, nbytes, config, stream, device=-1) -> int:
+def gemm(problem, epilogue, workspace, nbytes, config, stream, device=-1, parts=1) -> int:
     if nbytes < OWN_SCRATCH:
         return SMALL_WORKSPACE
     at(workspace, (nbytes,)).fill_(0xFF)
@@ -164,6 +164,72 @@ def gemm(problem, epilogue, workspace, nbytes, config, stream, device=-1) -> int
     )
     if bias_grad:
         at(bias_grad, (n,), torch.float32).copy_(sums)
+    return OK
+
+
+# ------------------------------------------------------------------------------------ linear layer
+def linear_rooms(shape):
+    m, n, k, x_columns, w_columns = shape
+
+    def room(at: int, rows: int, k: int, wanted: bool = True) -> tuple[int, int, int]:
+        if not wanted:
+            return at, at, at
+        nbytes, scales = packed_bytes(rows, k)
+        return at, at + scales, at + nbytes
+
+    x_row = room(0, m, k)
+    x_col = room(0, k, m, x_columns)
+    g_row = room(0, m, n, w_columns)
+    g_col = room(g_row[2], n, m, x_columns)
+    sums = 4 * -(-m // 128) * n
+    return x_row, room(x_row[2], n, k), x_col, room(x_col[2], k, n, w_columns), g_col[2] + sums
+
+
+def _at(buffer: int, room: tuple[int, int, int], form: int = 1) -> tuple[int, int, int]:
+    return buffer + room[0], buffer + room[1], form
+
+
+def _one_product(out, lhs, lhs_fmt, rhs, rhs_fmt, sizes, bias=(0, 0)) -> None:
+    words = (*out, sizes[1], False, *bias, 0, 0, 0, 0, 0, 0)
+    room = torch.empty(OWN_SCRATCH, dtype=torch.uint8)
+    problem = (lhs[:2], lhs_fmt, rhs[:2], rhs_fmt, *sizes)
+    assert gemm(problem, words, room.data_ptr(), OWN_SCRATCH, -1, 0) == OK
+
+
+def linear_forward(shape, words, x, w, bias, y, temp, saved, stream, device=-1) -> int:
+    (m, n, k, x_columns, w_columns), (rule, spread, fmt, _) = shape, words
+    rooms = linear_rooms(shape)
+    x_row, w_row = (_at(temp, room) for room in rooms[:2])
+    for matrix, rows, row, col, columns in (
+        (w, n, w_row, rooms[3], w_columns),
+        (x, m, x_row, rooms[2], x_columns),
+    ):
+        place = _at(saved, col) if columns else (0, 0, 0)
+        what = (matrix[0], rows, k, *matrix[1:])
+        quantize((what, fmt, rule, row, place, spread, 0, 0, 0), stream, device)
+    _one_product(y, x_row, fmt, w_row, fmt, (m, n, k), bias)
+    return OK
+
+
+def linear_backward(shape, words, g, saved, dx, dw, db, temp, stream, device=-1) -> int:
+    (m, n, k, x_columns, w_columns), (rule, spread, forward, backward) = shape, words
+    assert bool(dx[0]) == w_columns and bool(dw[0]) == x_columns
+    _, _, x_col, w_col, total = linear_rooms(shape)
+    nbytes, scales = packed_bytes(m, n)
+    g_row = temp, temp + scales, int(w_columns)
+    start = temp + (nbytes if w_columns else 0)
+    nbytes, scales = packed_bytes(n, m)
+    g_col = start, start + scales, 1
+    sums = temp + total - 4 * -(-m // 128) * n
+    none = (0, 0, 0)
+    quantize(
+        ((g[0], m, n, *g[1:]), backward, rule, g_row if w_columns else none,
+         g_col if x_columns else none, spread, db[0], db[1], sums), stream, device,
+    )  # fmt: skip
+    if w_columns:
+        _one_product(dx, g_row, backward, _at(saved, w_col), forward, (m, k, n))
+    if x_columns:
+        _one_product(dw, g_col, backward, _at(saved, x_col), forward, (n, k, m))
     return OK
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from te_mx.backends import reference, sm90_layout
 from te_mx.backends import sm90_grouped_layout as layout
-from te_mx.backends.base import Epilogue, Operand
+from te_mx.backends.base import Epilogue, Operand, blocks
 from te_mx.backends.grouped import Bounds, device_bounds
 
 
@@ -75,6 +75,8 @@ def quantize_grouped(
 def quantize_stacked(x, xs, fmt, rule, row, col, spread, stream, device=-1) -> int:
     _, rows, cols, _, _ = x
     name = _NAMES[fmt]
+    if spread < 0:
+        return _plain_stack(x, xs, name, rule, row, col)
     for i, address in enumerate(xs):
         parts = reference.quantize(
             _matrix(x, address), name, True, "transposed", _RULES[rule], False
@@ -88,6 +90,54 @@ def quantize_stacked(x, xs, fmt, rule, row, col, spread, stream, device=-1) -> i
                 stack = _parts(place, ((len(xs), *codes_shape), (len(xs), *words_shape)))
                 packed = sm90_layout.pack(codes, scales, name, spread)
                 stack[0][i], stack[1][i] = packed.codes, packed.scales
+    return OK
+
+
+def _plain_stack(x, xs, name, rule, row, col) -> int:
+    _, rows, cols, _, _ = x
+    count = len(xs)
+    for i, address in enumerate(xs):
+        parts = reference.quantize(_matrix(x, address), name, True, "plain", _RULES[rule], False)
+        scales = (count, rows, blocks(cols)), (count, blocks(rows), cols)
+        for place, shape, codes, made in (
+            (row, scales[0], *parts[:2]),
+            (col, scales[1], *parts[2:4]),
+        ):
+            if place[0]:
+                at(place[0], (count, rows, cols))[i] = codes
+                at(place[1], shape)[i] = made
+    return OK
+
+
+def _plain_weights(weights, rows, k, count) -> list[Operand]:
+    codes, scales, fmt, k_first = weights
+    order = "k_first" if k_first else "k_last"
+    shapes = ((k, rows), (blocks(k), rows)) if k_first else ((rows, k), (rows, blocks(k)))
+    parts = at(codes, (count, *shapes[0])), at(scales, (count, *shapes[1]))
+    return [Operand(*part, _NAMES[fmt], order) for part in zip(*parts, strict=True)]
+
+
+def pack_stacked(weights, rows, k, groups, spread, out, stream, device=-1) -> int:
+    count = groups[2]
+    codes, words = sm90_layout.packed_shapes(rows, k)
+    stack = _poisoned(out, ((count, *codes), (count, *words)))
+    for i, (start, end) in enumerate(zip(*bounds_of(groups), strict=True)):
+        if end > start:
+            operand = _plain_weights(weights, rows, k, count)[i]
+            plain = operand[:2] if operand.order == "k_last" else (t.t() for t in operand[:2])
+            packed = sm90_layout.pack(*plain, operand.fmt, spread)
+            stack[0][i], stack[1][i] = packed.codes, packed.scales
+    return OK
+
+
+def columns_of_stacked(weights, rows, k, count, rule, spread, out, stream, device=-1) -> int:
+    codes, words = sm90_layout.packed_shapes(k, rows)
+    stack = _poisoned(out, ((count, *codes), (count, *words)))
+    for i, operand in enumerate(_plain_weights(weights, rows, k, count)):
+        values = reference.dequantize(*operand[:4], torch.bfloat16)
+        made = reference.quantize(values, operand.fmt, False, "transposed", _RULES[rule], False)
+        packed = sm90_layout.pack(made.col_codes, made.col_scales, operand.fmt, spread)
+        stack[0][i], stack[1][i] = packed.codes, packed.scales
     return OK
 
 
@@ -119,12 +169,15 @@ def gemm_rows(problem, epilogue, groups, config, stream, device=-1) -> int:
     return OK
 
 
-def gemm_k(problem, epilogue, groups, config, stream, device=-1) -> int:
+def gemm_k(problem, epilogue, groups, config, stream, device=-1, first_rows=()) -> int:
     lhs, lhs_fmt, rhs, rhs_fmt, m, n, _ = problem
     out, out_dtype, ldo, accumulate = epilogue[:4]
     assert ldo == n and not any(epilogue[4:])
     _, _, count, rows, _ = groups
-    result = at(out, (count, m, n), _DTYPES[out_dtype])
+    assert len(first_rows) in (0, count)
+    size = _DTYPES[out_dtype].itemsize
+    firsts = first_rows or [i * m for i in range(count)]
+    result = [at(out + first * n * size, (m, n), _DTYPES[out_dtype]) for first in firsts]
     sides = [
         Operand(*_parts(place, layout.shapes_k(rows, size, count)), _NAMES[fmt], "sm90_k")
         for place, fmt, size in ((rhs, rhs_fmt, n), (lhs, lhs_fmt, m))

@@ -55,6 +55,7 @@ CUDA_ROWS = {
         "gemm exact": (0.85, 0.95),
     },
     "epilogue_cuda": dict.fromkeys(("gemm + bias", "gemm + GELU-aux", "gemm + dGELU"), (8, 4)),
+    "split_cuda": {"gemm few tiles": None},
     "quantize_cuda": {"quantize both": (0.8, 0.92), "quantize + sums": None},
     "fused_cuda": dict.fromkeys(
         (
@@ -70,13 +71,17 @@ CUDA_ROWS = {
     "layernorm_mlp_cuda": dict.fromkeys(("mlp gelu f+b", "mlp swiglu f+b")),
     "linear_cuda": {"linear fwd+bwd": (1.35, 1.6)},
     "grouped_cuda": {
-        "grouped fprop": (1.4, None),
-        "grouped dgrad": (1.4, None),
-        "grouped wgrad": (1.2, None),
-        "grouped even fwd+bwd": (1.2, None),
-        "grouped zipf fwd+bwd": (1.2, None),
-        "grouped half fwd+bwd": (1.2, None),
+        "grouped fprop": (1.4, 1.8),
+        "grouped dgrad": (1.4, 1.8),
+        "grouped wgrad": (1.2, 1.6),
+        "grouped even fwd+bwd": (1.2, 1.5),
+        "grouped zipf fwd+bwd": (1.2, 1.5),
+        "grouped half fwd+bwd": (1.2, 1.5),
+        "grouped apart fwd+bwd": None,
     },
+    "grouped_plain_cuda": dict.fromkeys(
+        ("grouped one copy fwd+bwd", "grouped dropped fwd", "grouped main_grads f+b")
+    ),
     "overhead_cuda": {"host fwd+bwd": (0.4, 0.25)},
     "workspace_cuda": {"workspace": None},
 }

@@ -11,6 +11,7 @@ from strategies import DTYPES, SEEDS
 from torch import Tensor
 
 import te_mx
+from te_mx.recipe import MXFP8BlockScaling
 
 K, N = 64, 48
 
@@ -152,10 +153,12 @@ def test_wgrad_errors(args: tuple, options: dict, message: str) -> None:
 
 
 @pytest.mark.parametrize("stacked", [False, True])
-@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("recipe", ["default", "one copy", None])
 def test_compiled_layer_takes_new_splits_without_compiling_anew(
-    stacked: bool, enabled: bool
+    stacked: bool, recipe: str | None
 ) -> None:
+    enabled = recipe is not None
+    given = MXFP8BlockScaling(one_copy_weights=recipe == "one copy")
     torch._dynamo.reset()
     layer = te_mx.GroupedLinear(3, K, N, single_grouped_weight=stacked)
     graphs = []
@@ -172,7 +175,7 @@ def test_compiled_layer_takes_new_splits_without_compiling_anew(
         for f in (layer, compiled):
             layer.zero_grad()
             x.grad = None
-            with te_mx.autocast(enabled=enabled):
+            with te_mx.autocast(enabled=enabled, recipe=given):
                 y = f(x, m_splits)
             y.square().sum().backward()
             results.append((y.detach(), x.grad, parameters(layer, "weight.grad")))

@@ -65,7 +65,7 @@ def test_opcheck_gemm(gelu, backward, bias_grad):
     a, b = operand(24, 70), operand(20, 70, "k_first")
     bias = None if backward else torch.randn(24, requires_grad=True)
     gelu_in = torch.randn(20, 24) if backward and gelu else None
-    rest = (bias, gelu, gelu_in, bias_grad, "adaptive", 8)
+    rest = (bias, gelu, gelu_in, bias_grad, "adaptive", 8, False)
     bf16 = torch.bfloat16
     torch.library.opcheck(OPS.gemm, (*sides(a, b), *rest, bf16, torch.float32, 0))
     out = torch.randn(20, 24)
@@ -301,8 +301,8 @@ def test_implementations_for_other_devices():
     a, b = operand(24, 70), operand(20, 70)
     for tag in (-1, 4):
         arguments = (
-            *sides(a, b), None, "tanh", None, "result", "adaptive", 8, torch.float32, torch.float32,
-            tag,
+            *sides(a, b), None, "tanh", None, "result", "adaptive", 8, False,
+            torch.float32, torch.float32, tag,
         )  # fmt: skip
         for mine, theirs in zip(
             ops.gemm._gemm_other(*arguments), ops.gemm._gemm_cpu(*arguments), strict=True

@@ -4,9 +4,9 @@ once on the calls of the native module, which tests/fake_sm90_grouped.py stands 
 
 from __future__ import annotations
 
-import fake_sm90_grouped
 import pytest
 import torch
+from as_on_hopper import ask_for_hoppers_forms, call_the_stand_in
 from grouped_cases import RECIPES, SPLITS, assert_same_as_loop, equal, loop_of, parameters
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,13 +15,12 @@ from torch import Tensor
 
 import te_mx
 from te_mx import ops
-from te_mx.autograd import operands as autograd_operands
 from te_mx.backends import sm90, sm90_grouped, sm90_layout
 from te_mx.backends import sm90_grouped_layout as layout
 from te_mx.backends.base import Operand
 from te_mx.backends.grouped import Bounds, StackedOperand
 from te_mx.engine import explain
-from te_mx.ops import grouped_gemm, grouped_quantize, grouped_weights, grouped_wgrad
+from te_mx.ops import grouped_gemm, grouped_quantize, grouped_wgrad
 from te_mx.ops.grouped_gemm import gemm_rows
 from te_mx.ops.grouped_quantize import quantize_grouped
 from te_mx.ops.grouped_weights import quantize_weights
@@ -32,25 +31,13 @@ LARGE = st.lists(st.sampled_from([0, 0, 1, 31, 127, 128, 129, 300]), min_size=1,
 
 @pytest.fixture
 def hopper_forms(monkeypatch, threads):
-    """Modules ask for operands as they do on Hopper."""
     threads(1)  # many small operators
-    monkeypatch.setattr(
-        autograd_operands, "gemm_form", lambda device, precision, spread: ops.GemmForm(
-            "transposed", spread if precision == "adaptive" else ops.PLAIN
-        ),
-    )  # fmt: skip
+    ask_for_hoppers_forms(monkeypatch)
 
 
 @pytest.fixture
 def hopper(hopper_forms, monkeypatch):
-    """And CPU tensors go to the stand-in for the native module."""
-    monkeypatch.setattr(sm90, "_native", fake_sm90_grouped)
-    monkeypatch.setattr(sm90, "_problems", {None: None})
-    monkeypatch.setattr(sm90, "stream", lambda index: 0)
-    monkeypatch.setattr(grouped_quantize, "_on_cpu", grouped_quantize._on_cuda)
-    monkeypatch.setattr(grouped_weights, "_weights_on_cpu", grouped_weights._weights_on_cuda)
-    monkeypatch.setattr(grouped_gemm, "_rows_on_cpu", grouped_gemm._rows_on_cuda)
-    monkeypatch.setattr(grouped_wgrad, "_k_on_cpu", grouped_wgrad._k_on_cuda)
+    return call_the_stand_in(monkeypatch)
 
 
 def test_tiles_of_groups_never_meet() -> None:
@@ -172,25 +159,13 @@ def test_native_layers_equal_a_loop(hopper, **case) -> None:
     check_layer(**case)
 
 
-def noted(name: str, calls: list[str]):
-    run = getattr(fake_sm90_grouped, name)
-
-    def note(*args) -> int:
-        calls.append(name)
-        return run(*args)
-
-    return note
-
-
-def test_one_call_each(hopper, monkeypatch) -> None:
-    calls: list[str] = []
-    for name in ("upload_ends", "quantize_grouped", "quantize_stacked", "gemm_rows", "gemm_k"):
-        monkeypatch.setattr(fake_sm90_grouped, name, noted(name, calls))
+def test_one_call_each(hopper) -> None:
+    calls = hopper
     layer = te_mx.GroupedLinear(3, 64, 48, dtype=torch.bfloat16)
     x = torch.randn(60, 64, dtype=torch.bfloat16, requires_grad=True)
     with te_mx.autocast():
         layer(x, [20, 0, 33]).sum().backward()
-    assert [name for name in calls if name != "upload_ends"] == [
+    assert calls == [
         "quantize_grouped", "quantize_stacked", "gemm_rows",
         "quantize_grouped", "gemm_rows", "gemm_k",
     ]  # fmt: skip
@@ -287,6 +262,8 @@ def test_what_does_not_fit_is_said(hopper) -> None:
     with pytest.raises(ValueError, match=r"b must be packed in groups.*got order sm90,"):
         gemm_rows(row, b._replace(order="sm90"), offs, out_dtype=torch.float32)
     with pytest.raises(ValueError, match=r"a must be packed: codes \(2, 48, 64\)"):
+        gemm_rows(row._replace(scales=row.scales[:, :, :1]), b, offs, out_dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"a: k_last codes \(2, 48, 64\) need scales \(2, 48, 2\)"):
         gemm_rows(
             StackedOperand(row.codes, row.scales, "e4m3", "k_last"), b, offs,
             out_dtype=torch.float32,

@@ -16,10 +16,10 @@
 
 namespace te_mx::sm90 {
 
-inline constexpr int kStatRows = 4;  // in one item
+inline constexpr int kStatRows = 8;  // in one item: a warp each
 
 struct Bands {
-  uint32_t* ws;  // tickets handed out, then items done of every band; all 0 at the start
+  uint32_t* ws;  // tickets handed out, then rows done of every band; all 0 at the start
   int bands, lag;
   int stats, tiles;  // items of each kind in a band
   int band_bits;     // 2^band_bits row tiles in a band
@@ -35,9 +35,9 @@ struct BandItem {
     return (band << b.band_bits) + (index & ((1 << b.band_bits) - 1));
   }
   __device__ __forceinline__ int col_tile(const Bands& b) const { return index >> b.band_bits; }
-  // The first row of statistics.
+  // The row whose statistics this warp makes.
   __device__ __forceinline__ int64_t row(const Bands& b) const {
-    return (static_cast<int64_t>(band) << b.band_bits) * 128 + index * kStatRows;
+    return (static_cast<int64_t>(band) << b.band_bits) * 128 + index * kStatRows + threadIdx.x / 32;
   }
 };
 
@@ -54,10 +54,8 @@ __device__ __forceinline__ BandItem take_item(const Bands& b, uint32_t& shared) 
   return {true, band + b.lag, index - b.tiles};
 }
 
-// Statistics of an item are written; the whole CTA calls it.
+// The statistics of a row of a band are written, by the thread that calls it.
 __device__ __forceinline__ void publish(const Bands& b, int band) {
-  __syncthreads();
-  if (threadIdx.x != 0) return;
   __threadfence();
   atomicAdd(b.ws + 1 + band, 1u);
 }
@@ -65,9 +63,9 @@ __device__ __forceinline__ void publish(const Bands& b, int band) {
 // Waits for the statistics of a band; the whole CTA calls it. They must be read past L1.
 __device__ __forceinline__ void await(const Bands& b, int band) {
   if (threadIdx.x == 0) {
-    const int64_t first = (static_cast<int64_t>(band) << b.band_bits) * 128;
-    const int64_t left = (b.rows - first + kStatRows - 1) / kStatRows;
-    const uint32_t needed = static_cast<uint32_t>(left < b.stats ? left : b.stats);
+    const int64_t left = b.rows - (static_cast<int64_t>(band) << b.band_bits) * 128;
+    const int most = 128 << b.band_bits;
+    const uint32_t needed = static_cast<uint32_t>(left < most ? left : most);
     while (*static_cast<volatile uint32_t*>(b.ws + 1 + band) < needed) __nanosleep(100);
     __threadfence();
   }

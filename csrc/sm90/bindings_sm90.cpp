@@ -131,11 +131,14 @@ PYBIND11_MODULE(_sm90, m) {
 
   m.def(
       "workspace_bytes",
-      [](const py::tuple& problem, const py::tuple& epilogue, int config, int device) {
+      [](const py::tuple& problem, const py::tuple& epilogue, int config, int device, int parts) {
         const sm90::DeviceScope scope(device);
-        return sm90::workspace_bytes(gemm_args(problem, epilogue, 0, 0, config, 0));
+        sm90::GemmArgs a = gemm_args(problem, epilogue, 0, 0, config, 0);
+        a.parts = parts;
+        return sm90::workspace_bytes(a);
       },
-      py::arg("problem"), py::arg("epilogue"), py::arg("config") = -1, py::arg("device") = -1);
+      py::arg("problem"), py::arg("epilogue"), py::arg("config") = -1, py::arg("device") = -1,
+      py::arg("parts") = 1);
   m.def(
       "chosen_config",
       [](const py::tuple& problem, const py::tuple& epilogue, int device) {
@@ -146,13 +149,15 @@ PYBIND11_MODULE(_sm90, m) {
   m.def(
       "gemm",
       [](const py::tuple& problem, const py::tuple& epilogue, uintptr_t workspace,
-         int64_t workspace_bytes, int config, uintptr_t stream, int device) {
+         int64_t workspace_bytes, int config, uintptr_t stream, int device, int parts) {
         const sm90::DeviceScope scope(device);
-        return static_cast<int>(
-            sm90::gemm(gemm_args(problem, epilogue, workspace, workspace_bytes, config, stream)));
+        sm90::GemmArgs a = gemm_args(problem, epilogue, workspace, workspace_bytes, config, stream);
+        a.parts = parts;
+        return static_cast<int>(sm90::gemm(a));
       },
       py::arg("problem"), py::arg("epilogue"), py::arg("workspace"), py::arg("workspace_bytes"),
-      py::arg("config"), py::arg("stream"), py::arg("device") = -1);
+      py::arg("config"), py::arg("stream"), py::arg("device") = -1, py::arg("parts") = 1);
   bind_sm90_fused(m);
   bind_sm90_grouped(m);
+  bind_sm90_linear(m);
 }

@@ -66,4 +66,7 @@ void bind_sm90_fused(py::module_& m);
 // Groups of rows.
 void bind_sm90_grouped(py::module_& m);
 
+// Linear layers.
+void bind_sm90_linear(py::module_& m);
+
 }  // namespace te_mx::bindings

@@ -14,24 +14,30 @@ struct NormParams {
   const float* weight;
   const float* bias;
   void* z;
-  bool vectors;  // x has 16-byte vectors of 8 elements only, aligned
+  bool vectors;        // x has 16-byte vectors of 8 elements only, aligned
+  bool scale_vectors;  // weight and bias likewise
 };
 
 template <class In, class T, tile::Fp8 kFmt, bool kPlain>
-__global__ void __launch_bounds__(kQuantizeThreads, sizeof(In) == 2 ? 4 : (sizeof(T) == 2 ? 3 : 2))
+__global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 4               ? 2
+                                                    : sizeof(In) == 2 && !kPlain ? 4
+                                                                                 : 3)
     norm_kernel(const __grid_constant__ NormParams p) {
   extern __shared__ __align__(16) char smem[];
-  RowSumSmem& sums = *reinterpret_cast<RowSumSmem*>(smem);
+  QuantizeSmem& s = *reinterpret_cast<QuantizeSmem*>(smem);
+  // Mean and reciprocal deviation of the tile's rows, where the quantizer would have column sums;
+  // before, the ticket.
+  float2* const stats = reinterpret_cast<float2*>(s.sums);
   tile::let_dependents_start();
   tile::await_predecessors();
-  const BandItem item = take_item(p.bands, sums.ticket);
+  const BandItem item = take_item(p.bands, *reinterpret_cast<uint32_t*>(s.sums));
   if (item.stats) {
-    if (item.band >= p.bands.bands || item.row(p.bands) >= p.n.rows) return;
-    norm_statistics<In>(sums, p.n, item.row(p.bands));
-    publish(p.bands, item.band);
+    const int64_t row = item.row(p.bands);
+    if (item.band >= p.bands.bands || row >= p.n.rows) return;
+    norm_statistics<In>(p.n, row);
+    if (threadIdx.x % 32 == 0) publish(p.bands, item.band);
     return;
   }
-  QuantizeSmem& s = *reinterpret_cast<QuantizeSmem*>(smem);
   uint4* const slot = own_slots(smem);
   Tile t;
   place_tile(t, p.q, item.row_tile(p.bands), item.col_tile(p.bands));
@@ -41,31 +47,39 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(In) == 2 ? 4 : (sizeo
   const int64_t row = t.r0 + at.r, col = t.c0() + at.c;
   fill_slot<In>(slot, static_cast<const In*>(p.n.x.data) + row * p.n.x.stride + col, p.n.x.stride,
                 e, p.vectors);
+  Eight<float> factors, added;
+  load_8(factors, p.weight + col, e.cols, p.scale_vectors);
+  if (p.bias != nullptr) load_8(added, p.bias + col, e.cols, p.scale_vectors);
   float weight[8], bias[8];
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    weight[j] = j < e.cols ? __ldg(p.weight + col + j) : 0.0f;
-    bias[j] = p.bias != nullptr && j < e.cols ? __ldg(p.bias + col + j) : 0.0f;
-  }
+  factors.unpack(weight), added.unpack(bias);
   const OutRows<T> out(p.z, p.q.a.cols, row, col);
   await(p.bands, item.band);
+  if (threadIdx.x < t.rows) {
+    const int64_t r = t.r0 + threadIdx.x;
+    stats[threadIdx.x] = {p.n.rms ? 0.0f : __ldcg(p.n.mean + r), __ldcg(p.n.rstd + r)};
+  }
+  __syncthreads();
   wait_for_slots();
-#pragma unroll 1
+#pragma unroll
   for (int k = 0; k < 8; ++k) {
-    const bool exists = k < e.rows;
-    const float rstd = exists ? __ldcg(p.n.rstd + row + k) : 0.0f;
-    const float mean = exists && !p.n.rms ? __ldcg(p.n.mean + row + k) : 0.0f;
+    const float2 row_stats = stats[at.r + k];
     float v[8];
     read_slot<In>(v, slot, k);
+    if (!p.n.rms) {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) v[j] = mul(mul(sub(v[j], mean), rstd), weight[j]);
+      for (int j = 0; j < 8; ++j) v[j] = sub(v[j], row_stats.x);
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) v[j] = mul(mul(v[j], row_stats.y), weight[j]);
     if (p.bias != nullptr) {
 #pragma unroll
       for (int j = 0; j < 8; ++j) v[j] = add(v[j], bias[j]);
     }
     finish_row<In>(slot, k, v, e, out);
   }
-  quantize_slot<In, T, kFmt, kPlain>(s, p.q, slot, t);
+  // NOTE: what is known of the tile would stay in registers all along, as in quantize_slot.
+  place_tile(t, p.q, tile::opaque(t.rt), tile::opaque(t.ct));
+  quantize_slot<In, T, kFmt, kPlain, false>(s, p.q, slot, t);
 }
 
 template <class In, class T, tile::Fp8 kFmt>
@@ -95,17 +109,10 @@ Status norm_quantize(const NormQuantizeArgs& a) {
   Status status = quantize_params(q, p.q);
   if (status != Status::ok) return status;
   const int bytes = a.x_dtype == DType::f32 ? 4 : 2;
-  const auto address = reinterpret_cast<uintptr_t>(a.x.data);
-  p.vectors = q.cols % 8 == 0 && a.x.stride * bytes % 16 == 0 && address % 16 == 0;
-  p.n = {a.x,
-         q.rows,
-         q.cols,
-         a.rms,
-         q.cols % 2 == 0 && a.x.stride % 2 == 0 && address % (2 * bytes) == 0,
-         a.eps,
-         a.inverse,
-         a.mean,
-         a.rstd};
+  const auto aligned = [](const void* from) { return reinterpret_cast<uintptr_t>(from) % 16 == 0; };
+  p.vectors = q.cols % 8 == 0 && a.x.stride * bytes % 16 == 0 && aligned(a.x.data);
+  p.scale_vectors = q.cols % 8 == 0 && aligned(a.weight) && aligned(a.bias);
+  p.n = {a.x, q.rows, q.cols, a.rms, p.vectors, a.eps, a.inverse, a.mean, a.rstd};
   p.weight = a.weight, p.bias = a.bias, p.z = a.z;
   unsigned ctas = 0;
   status = make_bands(p.bands, a.ws, q.rows, q.cols, bytes, ctas);

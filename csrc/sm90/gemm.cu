@@ -95,6 +95,7 @@ Status reduce_columns(const float* partial, float* out, int64_t blocks, int64_t 
 }
 
 int64_t workspace_bytes(const GemmArgs& a) {
+  if (a.parts > 1) return split_room(a).bytes;
   return a.bias_grad == nullptr ? 0 : (a.m + 63) / 64 * a.n * 4;
 }
 
@@ -114,12 +115,19 @@ Status gemm(const GemmArgs& a) {
   if (a.m <= 0 || a.n <= 0 || a.k <= 0 || a.m > INT32_MAX - 256 || a.n > INT32_MAX - 256 ||
       a.k > INT32_MAX - 256 || a.ldo < a.n || a.config >= kChoiceCount ||
       (a.config >= 0 && needs_full(a) && !kChoices[a.config].full) ||
-      (a.aux != nullptr && a.gelu_in != nullptr)) {
+      (a.aux != nullptr && a.gelu_in != nullptr) ||
+      (a.parts > 1 && (a.config >= 0 || a.parts > (a.k + 127) / 128))) {
     return Status::bad_argument;
   }
   if (a.workspace_bytes < workspace_bytes(a)) return Status::small_workspace;
   const Device device = current_device();
   if (device.sms == 0) return Status::unsupported;
+  if (a.parts > 1) {
+    if (a.parts * split_room(a).rows > INT32_MAX) return Status::unsupported;
+    // Up to 64 rows the smaller blocks, which do not ask for rows that are not there.
+    const Status status = (a.m <= 64 ? launch_split_64x128 : launch_split_128x128)(a, device);
+    return status == Status::ok ? finish_split(a) : status;
+  }
   const Choice& choice = kChoices[a.config >= 0 ? a.config : choose(a, device.sms)];
   const Status status = choice.launch(a, device);
   if (status != Status::ok || a.bias_grad == nullptr) return status;

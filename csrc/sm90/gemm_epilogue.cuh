@@ -1,6 +1,7 @@
 // The epilogue of one wave: bias, aux, GELU or its derivative, bias gradient, accumulation,
 // rounding, and stores. The tensor cores wait for most of what it takes, so what can wait itself,
-// for global memory, is started long before: the bias and gelu_in at the start of a block.
+// for global memory, is started long before: the bias at the start of a block, gelu_in in its first
+// half.
 #pragma once
 
 #include "gemm_gelu.cuh"
@@ -68,9 +69,9 @@ __device__ __forceinline__ void apply_gelu(float (&v)[64]) {
   }
 }
 
-template <Gelu kKind>
-__device__ __forceinline__ void apply_derivative(float& a, float& b, float2 x) {
-  const float2 d = gelu_derivative<kKind>(x);
+template <Gelu kKind, class Pair>
+__device__ __forceinline__ void apply_derivative(float& a, float& b, Pair x) {
+  const float2 d = gelu_derivative<kKind>(derivative_input<kKind>(x));
   a *= d.x, b *= d.y;
 }
 
@@ -84,7 +85,7 @@ __device__ __forceinline__ void apply_derivatives(float (&v)[64], const Wave& w)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       apply_derivative<kKind>(v[8 * part + 2 * i], v[8 * part + 2 * i + 1],
-                              to_float2(*reinterpret_cast<const typename PairOf<T>::type*>(&x[i])));
+                              *reinterpret_cast<const typename PairOf<T>::type*>(&x[i]));
     }
   }
 }
@@ -122,19 +123,20 @@ __device__ __forceinline__ void fold(float (&s)[32], const int mask, const int l
 }
 
 // Column sums of the wave: 16 rows inside each warp, then the four warps, always in the same order.
-// Needs this warp's rows of slot 0.
-__device__ __forceinline__ void sum_columns(const float (&v)[64], const EpilogueParams& p,
+// Needs this warp's rows of slot 0. Rows outside D become 0.
+__device__ __forceinline__ void sum_columns(float (&v)[64], const EpilogueParams& p,
                                             const Wave& w) {
   const int lane = w.thread % 32, warp = w.thread / 32;
-  // Of the thread's first and second row, whether they are rows of D.
-  const int row = w.m0 + warp * 16 + lane / 4;
-  const bool first = row < w.m_end, second = row + 8 < w.m_end;
+  if (w.m0 + 64 > w.m_end) {
+    const int row = w.m0 + warp * 16 + lane / 4;
+#pragma unroll
+    for (int i = 0; i < 64; ++i) {
+      if (row + i % 4 / 2 * 8 >= w.m_end) v[i] = 0.0f;
+    }
+  }
   float s[32];
 #pragma unroll
-  for (int i = 0; i < 32; ++i) {
-    const int at = 4 * (i / 2) + i % 2;
-    s[i] = (first ? v[at] : 0.0f) + (second ? v[at + 2] : 0.0f);
-  }
+  for (int i = 0; i < 32; ++i) s[i] = v[4 * (i / 2) + i % 2] + v[4 * (i / 2) + i % 2 + 2];
   fold<32>(s, 16, lane), fold<16>(s, 8, lane), fold<8>(s, 4, lane);
   // Left are columns 16 (lane / 4) + 2 (lane % 4), the next one, and those 8 further on.
   const auto partial = [&](int of) {
@@ -155,7 +157,7 @@ __device__ __forceinline__ void sum_columns(const float (&v)[64], const Epilogue
 
 // Bias gradient, and stores unless they take more than the copy engine.
 template <Epilogue kEpilogue, int kSlots>
-__device__ __forceinline__ void finish(const float (&v)[64], const EpilogueParams& p,
+__device__ __forceinline__ void finish(float (&v)[64], const EpilogueParams& p,
                                        const CUtensorMap* map, const Wave& w) {
   if constexpr (kEpilogue != Epilogue::plain) {
     if (p.bias_grad != nullptr) sum_columns(v, p, w);
@@ -241,9 +243,12 @@ __device__ __forceinline__ void epilogue_wave(float (&v)[64], const EpiloguePara
   // NOTE: or the compiler would keep addresses of the epilogue in registers during the main loop,
   // and place the sums so that promotion reads three numbers from one register bank.
   if constexpr (kEpilogue != Epilogue::plain) w.thread = tile::keep(threadIdx.x) % 128;
-  convert_bias(p, w);
-  free_staging(w);
-  add_bias(v, w);
+  // gelu_in lies in the staging, so that is free, and there is hardly ever a bias.
+  if (kEpilogue != Epilogue::backward || p.side != Side::gelu_in || p.bias != nullptr) {
+    convert_bias(p, w);
+    free_staging(w);
+    add_bias(v, w);
+  }
   if constexpr (kEpilogue == Epilogue::forward) {
     epilogue_forward<kSlots>(v, p, map, side_map, w);
   } else if constexpr (kEpilogue == Epilogue::backward) {

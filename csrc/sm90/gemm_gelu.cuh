@@ -5,6 +5,7 @@
 // NaN or overflow, or one element would spoil the other.
 #pragma once
 
+#include "gemm_rows.cuh"
 #include "mxtile/sm90/math.cuh"
 #include "te_mx/sm90.h"
 
@@ -41,6 +42,19 @@ __device__ __forceinline__ float normal_tail(float y, float& density) {
   return density * (t * p);
 }
 
+// A pair for gelu_derivative(): 16-bit numbers take one instruction for both.
+template <Gelu kKind, class Pair>
+__device__ __forceinline__ float2 derivative_input(Pair x) {
+  if constexpr (kKind != Gelu::tanh) {
+    return to_float2(x);
+  } else if constexpr (sizeof(Pair) == sizeof(float2)) {
+    return make_float2(tile::max_nan(x.x, kGeluLeast), tile::max_nan(x.y, kGeluLeast));
+  } else {
+    const auto least = static_cast<decltype(x.x)>(kGeluLeast);
+    return to_float2(__hmax2_nan(x, Pair(least, least)));
+  }
+}
+
 // GELU(x) = x * sigmoid(2u); or x * Phi(x) = max(x, 0) - |x| Phi(-|x|).
 template <Gelu kKind>
 __device__ __forceinline__ float2 gelu_forward(float2 x) {
@@ -60,11 +74,11 @@ __device__ __forceinline__ float2 gelu_forward(float2 x) {
   }
 }
 
-// With s the sigmoid: s + x s (1 - s) 2u'; or Phi(x) + x exp(-x^2/2) / sqrt(2 pi).
+// With s the sigmoid: s + x s (1 - s) 2u', of numbers of at least kGeluLeast; or Phi(x) + x
+// exp(-x^2/2) / sqrt(2 pi).
 template <Gelu kKind>
 __device__ __forceinline__ float2 gelu_derivative(float2 x) {
   if constexpr (kKind == Gelu::tanh) {
-    x.x = tile::max_nan(x.x, kGeluLeast), x.y = tile::max_nan(x.y, kGeluLeast);
     float2 powers;
     const float2 square = make_float2(x.x * x.x, x.y * x.y), s = gelu_sigmoids(x, square, powers);
     const auto one = [](float v, float v2, float sig, float power) {

@@ -9,7 +9,7 @@ namespace {
 struct Choice {
   const char* name;
   int m, n, cluster;  // m, n: of what a cluster computes at once
-  Status (*launch)(const GemmArgs&, const Groups&, bool, const Device&);
+  Status (*launch)(const GemmArgs&, const GroupedCall&, const Device&);
 };
 
 constexpr Choice kChoices[] = {
@@ -36,19 +36,23 @@ int choose(const GemmArgs& a, const Groups& g, bool along_k, int sms) {
   return best;
 }
 
-Status run(const GemmArgs& a, const Groups& g, bool along_k) {
+Status run(const GemmArgs& a, const GroupedCall& call) {
+  const Groups& g = call.groups;
+  const bool along_k = call.along_k;
   if (!valid(g) || a.m <= 0 || a.n <= 0 || a.ldo < a.n || a.config >= kChoiceCount ||
       a.aux != nullptr || a.gelu_in != nullptr || a.gelu != Gelu::none || a.bias_grad != nullptr ||
       (along_k ? a.bias != nullptr : a.k <= 0 || a.m != g.rows)) {
     return Status::bad_argument;
   }
   constexpr int64_t kMost = INT32_MAX - 256;
-  if (a.m > kMost || a.n > kMost || a.k > kMost || g.count * (along_k ? a.m : a.n) > kMost)
+  if (a.m > kMost || a.n > kMost || a.k > kMost || g.count * (along_k ? a.m : a.n) > kMost ||
+      (call.first_rows != nullptr && g.count > kMostPlaces)) {
     return Status::unsupported;
+  }
   const Device device = current_device();
   if (device.sms == 0) return Status::unsupported;
   const int config = a.config >= 0 ? a.config : choose(a, g, along_k, device.sms);
-  return kChoices[config].launch(a, g, along_k, device);
+  return kChoices[config].launch(a, call, device);
 }
 
 }  // namespace
@@ -58,7 +62,11 @@ const char* grouped_config_name(int config) {
   return config >= 0 && config < kChoiceCount ? kChoices[config].name : "";
 }
 
-Status gemm_rows(const GemmArgs& a, const Groups& groups) { return run(a, groups, false); }
-Status gemm_k(const GemmArgs& a, const Groups& groups) { return run(a, groups, true); }
+Status gemm_rows(const GemmArgs& a, const Groups& groups) {
+  return run(a, {groups, false, nullptr});
+}
+Status gemm_k(const GemmArgs& a, const Groups& groups, const int32_t* first_rows) {
+  return run(a, {groups, true, first_rows});
+}
 
 }  // namespace te_mx::sm90

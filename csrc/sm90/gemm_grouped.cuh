@@ -21,6 +21,12 @@ struct GroupedParams : GemmParams {
   GroupTable groups;
   bool along_k;
   int rows, columns;  // of one D along K, of one rhs
+  bool placed;        // along K: D of group i begins at first_rows[i], not behind the one before
+  int first_rows[kMostPlaces];
+
+  __device__ __forceinline__ int first_row(int group) const {
+    return placed ? first_rows[group] : group * rows;
+  }
 };
 
 // The producer's walk. NOTE: where it is stands in shared memory, for want of registers.
@@ -54,7 +60,8 @@ class GroupWalk {
       from.k_steps = at.tiles();
       from.lhs_tile += at.first_tile() * p_.lhs_tiles;
       from.rhs_tile += at.first_tile() * p_.rhs_tiles;
-      work.m0 = at.group * p_.rows + m0, work.m_end = (at.group + 1) * p_.rows;
+      const int first = p_.first_row(at.group);
+      work.m0 = first + m0, work.m_end = first + p_.rows;
     } else {
       from.m_row = at.start + m0, from.n_row = at.group * p_.columns + n_tile * 128, from.k0 = 0;
       from.second = from.lhs_tile + 1 < at.tiles() ? 1 : 0;
@@ -73,7 +80,8 @@ class GroupWalk {
     announce(smem, ring).k_steps = 0;
     tile::mbar_arrive(smem.full(ring.stage));
 #pragma unroll
-    for (int i = 0; i < Config::kLhsTiles; ++i) tile::mbar_arrive(smem.ready(ring.stage));
+    for (int i = 0; i < kPrepared * Config::kLhsTiles; ++i)
+      tile::mbar_arrive(smem.ready(ring.stage));
   }
 
  private:
@@ -138,7 +146,10 @@ __device__ __forceinline__ void zero_the_rest(const GroupedParams& p) {
     more = cursor.next(p.groups);
     const GroupRows& at = cursor.at;
     int from = done, to = more ? at.start : p.groups.rows;
-    if (p.along_k) from = at.group * p.rows, to = more && at.size() == 0 ? from + p.rows : 0;
+    if (p.along_k) {
+      from = to = 0;
+      if (more && at.size() == 0) from = p.first_row(at.group), to = from + p.rows;
+    }
     done = at.end;
 #pragma unroll 1
     for (int row = from + static_cast<int>(blockIdx.x); row < to; row += gridDim.x) {

@@ -1,6 +1,8 @@
 // Launches one instance of the grouped GEMM.
 #pragma once
 
+#include <algorithm>
+
 #include "gemm_grouped.cuh"
 #include "gemm_launch.cuh"
 #include "mxtile/sm90/tensor_map.h"
@@ -11,17 +13,25 @@ namespace te_mx::sm90 {
 struct GroupedShape {
   int64_t lhs_rows, rhs_rows, k;  // of all groups
   int64_t lhs_ld, rhs_ld;         // bytes from row to row of codes
-  int64_t out_rows;               // of all groups
+  int64_t out_rows;               // up to the end of the last one
 };
 
-inline GroupedShape grouped_shape(const GemmArgs& a, const Groups& g, bool along_k) {
+inline GroupedShape grouped_shape(const GemmArgs& a, const GroupedCall& call) {
+  const Groups& g = call.groups;
   const int64_t tiles = group_tiles(g.rows, g.count) * kTile;
-  if (along_k) return {a.m, a.n, tiles, tiles, tiles, g.count * a.m};
+  if (call.along_k) {
+    int64_t last = (g.count - 1) * a.m;
+    if (call.first_rows != nullptr)
+      last = *std::max_element(call.first_rows, call.first_rows + g.count);
+    return {a.m, a.n, tiles, tiles, tiles, last + a.m};
+  }
   return {g.rows, g.count * a.n, a.k, packed_ld(a.k), packed_ld(a.k), g.rows};
 }
 
 template <class Config, tile::Fp8 kLhs, tile::Fp8 kRhs>
-Status launch_grouped(const GemmArgs& a, const Groups& g, bool along_k, const Device& device) {
+Status launch_grouped(const GemmArgs& a, const GroupedCall& call, const Device& device) {
+  const Groups& g = call.groups;
+  const bool along_k = call.along_k;
   const auto kernel = gemm_kernel<Config, kLhs, kRhs, Epilogue::plain, GroupedParams>;
   static ClusterCount counts;
   const int clusters = counts.of(device.index, reinterpret_cast<const void*>(kernel),
@@ -31,6 +41,8 @@ Status launch_grouped(const GemmArgs& a, const Groups& g, bool along_k, const De
   GroupedParams p{};
   p.groups = group_table(g), p.along_k = along_k;
   p.rows = static_cast<int>(a.m), p.columns = static_cast<int>(a.n);
+  p.placed = call.first_rows != nullptr;
+  if (p.placed) std::copy_n(call.first_rows, g.count, p.first_rows);
   p.lhs_scales = a.lhs.scales, p.rhs_scales = a.rhs.scales;
   p.lhs_tiles =
       static_cast<int>(along_k ? packed_tiles(a.m) : (group_tiles(g.rows, g.count) + 1) / 2 * 2);
@@ -39,7 +51,7 @@ Status launch_grouped(const GemmArgs& a, const Groups& g, bool along_k, const De
   p.m_blocks = static_cast<int>((a.m + Config::kM - 1) / Config::kM);
   p.n_blocks = static_cast<int>((a.n + kN - 1) / kN);
   p.group = group_size(clusters, Config::kM, kN);
-  const GroupedShape shape = grouped_shape(a, g, along_k);
+  const GroupedShape shape = grouped_shape(a, call);
   const int width = a.out_dtype == DType::f32 ? 4 : 2;
   EpilogueParams& e = p.epilogue;
   e.out = a.out, e.ldo = a.ldo, e.out_dtype = a.out_dtype, e.accumulate = a.accumulate;
@@ -69,15 +81,15 @@ Status launch_grouped(const GemmArgs& a, const Groups& g, bool along_k, const De
 
 // The four pairs of formats of one configuration.
 template <class Config>
-Status launch_grouped_any(const GemmArgs& a, const Groups& g, bool along_k, const Device& device) {
+Status launch_grouped_any(const GemmArgs& a, const GroupedCall& call, const Device& device) {
   using tile::Fp8;
   constexpr Fp8 k4 = Fp8::e4m3, k5 = Fp8::e5m2;
   if (a.lhs_fmt == Format::e4m3) {
-    return a.rhs_fmt == Format::e4m3 ? launch_grouped<Config, k4, k4>(a, g, along_k, device)
-                                     : launch_grouped<Config, k4, k5>(a, g, along_k, device);
+    return a.rhs_fmt == Format::e4m3 ? launch_grouped<Config, k4, k4>(a, call, device)
+                                     : launch_grouped<Config, k4, k5>(a, call, device);
   }
-  return a.rhs_fmt == Format::e4m3 ? launch_grouped<Config, k5, k4>(a, g, along_k, device)
-                                   : launch_grouped<Config, k5, k5>(a, g, along_k, device);
+  return a.rhs_fmt == Format::e4m3 ? launch_grouped<Config, k5, k4>(a, call, device)
+                                   : launch_grouped<Config, k5, k5>(a, call, device);
 }
 
 }  // namespace te_mx::sm90

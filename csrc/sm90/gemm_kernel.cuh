@@ -95,11 +95,12 @@ struct Smem {
   }
 };
 
-// Threads of a math warpgroup that say that it needs a stage no more.
+// Threads of a math warpgroup that say that it needs a stage no more, and of a warp that prepares
+// stages that it has done so.
 #ifdef TE_MX_RACECHECK
-inline constexpr int kArrivals = 128;
+inline constexpr int kArrivals = 128, kPrepared = 32;
 #else
-inline constexpr int kArrivals = 4;
+inline constexpr int kArrivals = 4, kPrepared = 1;
 #endif
 
 // A position in the ring of stages.
@@ -237,7 +238,7 @@ __device__ __forceinline__ void prepare(const Params& p, const Smem<Config>& sme
                    words + Config::kLhsTiles * Config::kTileBytes, columns + lhs_tile * 1024,
                    columns + Config::kLhsTiles * 1024 + 4 * lhs_tile, lane);
       __syncwarp();
-      if (lane == 0) tile::mbar_arrive(smem.ready(s));
+      if (lane < kPrepared) tile::mbar_arrive(smem.ready(s));
     }
     schedule.await(smem.full(ring.stage), ring.phase);
   }
@@ -326,6 +327,9 @@ __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_
         rows[i] = tile::ld_shared_u32(from + 4 * (8 * (i % 2) + 64 * (i / 2)));
     };
     fetch(ring);
+    // The step that asks for gelu_in, in the first half of them. NOTE: when all CTAs ask at the
+    // same time, memory keeps the operands of the next steps waiting.
+    const int ask = k_steps - static_cast<int>((5 * blockIdx.x + 11 * math) % ((k_steps + 1) / 2));
 #pragma unroll 1
     for (int left = k_steps; left > 0; --left) {
       const int s = ring.stage;
@@ -344,10 +348,10 @@ __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_
           sum, step, [&] { release<Config>(smem.empty(s), lane); },
           [&] {
             if (left > 1) fetch(ring);
+            if constexpr (kEpilogue == Epilogue::backward) {
+              if (left == ask) load_ahead(p.epilogue, &side_map, w);
+            }
           });
-      if constexpr (kEpilogue == Epilogue::backward) {
-        if (left == k_steps) load_ahead(p.epilogue, &side_map, w);
-      }
     }
     w.m0 = work.m0 + row0, w.n0 = work.n0 + rank * 128, w.m_end = work.m_end;
 #pragma unroll
@@ -382,7 +386,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     for (int s = 0; s < Config::kStages; ++s) {
       tile::mbar_init(smem.full(s), 1);
       tile::mbar_init(smem.empty(s), kArrivals * Config::kMath * Config::kCluster);
-      tile::mbar_init(smem.ready(s), Config::kLhsTiles);
+      tile::mbar_init(smem.ready(s), kPrepared * Config::kLhsTiles);
     }
     for (int i = 0; i < Config::kMath; ++i) tile::mbar_init(smem.arrived(i), 1);
     tile::mbar_init_fence();

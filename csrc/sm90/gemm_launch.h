@@ -40,12 +40,35 @@ Status launch_256x128_cluster2(const GemmArgs& a, const Device& device);
 Status launch_128x128(const GemmArgs& a, const Device& device);
 Status launch_64x128(const GemmArgs& a, const Device& device);
 
-Status launch_grouped_192x128_cluster2(const GemmArgs& a, const Groups& g, bool along_k,
-                                       const Device& device);
-Status launch_grouped_256x128(const GemmArgs& a, const Groups& g, bool along_k,
-                              const Device& device);
+// What a grouped GEMM is told beside its operands; first_rows as for gemm_k, or null.
+struct GroupedCall {
+  Groups groups;
+  bool along_k;
+  const int32_t* first_rows;
+};
 
-// bias_grad[n] = sum over blocks of 64 rows of partial[block, n], in order.
+Status launch_grouped_192x128_cluster2(const GemmArgs& a, const GroupedCall& call,
+                                       const Device& device);
+Status launch_grouped_256x128(const GemmArgs& a, const GroupedCall& call, const Device& device);
+
+// K in parts. The workspace holds their sums, fp32 [parts, rows, pitch], and behind them partial
+// sums of the bias gradient, [ceil(M / kFinishRows), N].
+inline constexpr int kFinishRows = 8;
+struct SplitRoom {
+  int64_t rows, pitch;  // whole waves; whole 16 bytes
+  int64_t bytes;
+};
+inline SplitRoom split_room(const GemmArgs& a) {
+  const int64_t rows = (a.m + 63) / 64 * 64, pitch = (a.n + 3) / 4 * 4;
+  const int64_t sums = a.parts * rows * pitch;
+  const int64_t columns = a.bias_grad == nullptr ? 0 : (a.m + kFinishRows - 1) / kFinishRows * a.n;
+  return {rows, pitch, 4 * (sums + columns)};
+}
+Status launch_split_128x128(const GemmArgs& a, const Device& device);
+Status launch_split_64x128(const GemmArgs& a, const Device& device);
+Status finish_split(const GemmArgs& a);
+
+// bias_grad[n] = sum over blocks of rows of partial[block, n], in order.
 Status reduce_columns(const float* partial, float* out, int64_t blocks, int64_t n,
                       cudaStream_t stream);
 

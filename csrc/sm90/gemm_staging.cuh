@@ -83,11 +83,12 @@ __device__ __forceinline__ void store_wave(const float (&v)[64], const EpilogueP
   }
 }
 
-// Starts the way of this block's gelu_in, 16-bit, to the staging: as soon as the results of the
-// block before have left it.
+// Starts the way of this block's gelu_in, 16-bit, to the staging, which the results of the block
+// before have left or are about to leave.
 __device__ __forceinline__ void load_ahead(const EpilogueParams& p, const CUtensorMap* map,
                                            const Wave& w) {
-  if (p.side == Side::gelu_in && w.thread == 0) {
+  // NOTE: keep(), or the comparison would hold a register through the main loop.
+  if (p.side == Side::gelu_in && tile::keep(threadIdx.x) % 128 == 0) {
     tile::tma_store_wait_read<0>();
     tile::mbar_arrive_expect(w.arrived, 2 * kPanelBytes);
     tile::tma_load(w.staging, map, w.arrived, w.n0, w.m0);

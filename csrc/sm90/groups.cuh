@@ -18,6 +18,12 @@ struct GroupTable {
                                : __ldg(static_cast<const int*>(offs) + i);
     return static_cast<int>(max(int64_t{0}, min(end, static_cast<int64_t>(rows))));
   }
+
+  // False for a group without rows. NOTE: where ends fall, true for one of these, too.
+  __device__ __forceinline__ bool may_have_rows(int i) const {
+    const int start = capacity != 0 ? i * capacity : i == 0 ? 0 : read(i - 1);
+    return read(i) > start;
+  }
 };
 
 inline GroupTable group_table(const Groups& g) {

@@ -12,54 +12,63 @@ struct GradParams {
   NormBackwardArgs a;
   Bands bands;
   int row_tiles, col_tiles;
-  bool pairs;    // pairs of elements lie aligned in dz, x and weight
-  bool vectors;  // vectors of 8 elements
+  bool vectors;         // dz and x have 16-byte vectors of 8 elements only, aligned
+  bool weight_vectors;  // weight likewise
 };
 
+// What a kernel needs of shared memory before its slots.
 struct GradSmem {
-  RowSumSmem rows;
+  float4 rows[128];     // mean, rstd and both sums of the tile's rows; before, the ticket
   float2 cols[4][128];  // dweight and dbias over 32 rows
 };
+static_assert(sizeof(GradSmem) <= offsetof(QuantizeSmem, codes));
 
-// sum(v) / cols and sum(v h) / cols of kStatRows rows, with h = (x - mean) * rstd, v = dz * weight.
+// A row's dz and x.
 template <class Dz, class X>
-__device__ __forceinline__ void row_sums(RowSumSmem& s, const NormBackwardArgs& a, bool vectors,
-                                         int64_t row) {
-  const int chunks = static_cast<int>((a.cols + 255) / 256);
-  int turn = 0;
-#pragma unroll 1
-  for (int i = 0; i < kStatRows; i += 2) {
-    const int64_t r = row + i + threadIdx.x / 128;
-    const int64_t cols = r < a.rows ? a.cols : 0;
-    const RowPairs<Dz> dz(a.dz.data, a.dz.stride, r, cols, vectors);
-    const RowPairs<X> x(a.x.data, a.x.stride, r, cols, vectors);
-    const RowPairs<float> weight(a.weight, 0, 0, cols, vectors);
-    const float mean = a.rms || r >= a.rows ? 0.0f : a.mean[r];
-    const float rstd = r < a.rows ? a.rstd[r] : 0.0f;
-    float2 shift = {0.0f, 0.0f}, drift = {0.0f, 0.0f};
-    constexpr int kAtOnce = sizeof(X) == 2 ? 8 : 4;
-#pragma unroll 1
-    for (int c0 = 0; c0 < chunks; c0 += kAtOnce) {
-      typename Input<Dz>::Word g[kAtOnce];
-      typename Input<X>::Word y[kAtOnce];
-#pragma unroll
-      for (int c = 0; c < kAtOnce; ++c) g[c] = dz.word(c0 + c), y[c] = x.word(c0 + c);
-#pragma unroll
-      for (int c = 0; c < kAtOnce; ++c) {
-        // What does not exist adds 0: its weight is 0.
-        const float2 w = Input<float>::values(weight.word(c0 + c));
-        const float2 d = Input<Dz>::values(g[c]), h = Input<X>::values(y[c]);
-        const float2 v = {mul(d.x, w.x), mul(d.y, w.y)};
-        shift = {add(shift.x, v.x), add(shift.y, v.y)};
-        drift = {add(drift.x, mul(v.x, mul(sub(h.x, mean), rstd))),
-                 add(drift.y, mul(v.y, mul(sub(h.y, mean), rstd)))};
-      }
-    }
-    const float first = a.rms ? 0.0f : mul(fold_lanes(s, shift, turn++), a.inverse);
-    const float second = mul(fold_lanes(s, drift, turn++), a.inverse);
-    if (threadIdx.x % 128 == 0 && r < a.rows)
-      reinterpret_cast<float2*>(a.row_sums)[r] = {first, second};
+struct GradReader {
+  struct Chunk {
+    Eight<Dz> dz;
+    Eight<X> x;
+  };
+  RowReader<Dz> dz;
+  RowReader<X> x;
+
+  __device__ __forceinline__ void read(Chunk& to, int64_t chunk) const {
+    dz.read(to.dz, chunk), x.read(to.x, chunk);
   }
+  __device__ __forceinline__ void read_part(Chunk& to, int64_t chunk, int left,
+                                            bool vectors) const {
+    dz.read_part(to.dz, chunk, left, vectors), x.read_part(to.x, chunk, left, vectors);
+  }
+};
+
+// sum(v) / cols and sum(v h) / cols of a row, with h = (x - mean) * rstd, v = dz * weight; the
+// whole warp calls it, its first thread writes them.
+template <class Dz, class X>
+__device__ __forceinline__ void row_sums(const GradParams& p, int64_t row) {
+  const NormBackwardArgs& a = p.a;
+  const RowShape shape(a.cols, p.vectors && p.weight_vectors);
+  const GradReader<Dz, X> reader{{a.dz, row}, {a.x, row}};
+  const float* const weight = a.weight + threadIdx.x % 32 * 8;
+  const float mean = a.rms ? 0.0f : __ldg(a.mean + row), rstd = __ldg(a.rstd + row);
+  float shift[8]{}, drift[8]{};
+  constexpr int kAhead = sizeof(Dz) + sizeof(X) > 4 ? 2 : (std::is_same_v<X, __half> ? 3 : 4);
+  each_chunk<kAhead>(shape, reader, [&](const auto& at, int chunk, auto exist) {
+    Eight<float> factors;
+    load_8(factors, weight + 256ll * chunk, exist, shape.vectors);
+    float d[8], h[8], w[8];
+    at.dz.unpack(d), at.x.unpack(h), factors.unpack(w);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      if (j >= exist) break;
+      const float v = mul(d[j], w[j]);
+      if (!a.rms) h[j] = sub(h[j], mean), shift[j] = add(shift[j], v);
+      drift[j] = add(drift[j], mul(v, mul(h[j], rstd)));
+    }
+  });
+  const float first = a.rms ? 0.0f : mul(fold_lanes(shift), a.inverse);
+  const float second = mul(fold_lanes(drift), a.inverse);
+  if (threadIdx.x % 32 == 0) reinterpret_cast<float2*>(a.row_sums)[row] = {first, second};
 }
 
 __device__ __forceinline__ void write_row(const NormBackwardArgs& a, const float (&v)[8],
@@ -74,65 +83,68 @@ __device__ __forceinline__ void write_row(const NormBackwardArgs& a, const float
 }
 
 template <class Dz, class X>
-__global__ void __launch_bounds__(kQuantizeThreads, sizeof(X) == 2 ? 3 : 2)
+constexpr int kGradSmem = fused_smem_bytes<X>(1) + kSlotChunks<Dz> * kChunkStep * 16;
+
+template <class Dz, class X>
+__global__ void __launch_bounds__(kQuantizeThreads, kGradSmem<Dz, X> < 75 * 1024    ? 3
+                                                    : kGradSmem<Dz, X> < 112 * 1024 ? 2
+                                                                                    : 1)
     norm_backward_kernel(const __grid_constant__ GradParams p) {
-  __shared__ GradSmem s;
+  extern __shared__ __align__(16) char smem[];
+  GradSmem& s = *reinterpret_cast<GradSmem*>(smem);
   const NormBackwardArgs& a = p.a;
   tile::let_dependents_start();
   tile::await_predecessors();
-  const BandItem item = take_item(p.bands, s.rows.ticket);
+  const BandItem item = take_item(p.bands, *reinterpret_cast<uint32_t*>(s.rows));
   if (item.stats) {
-    if (item.band >= p.bands.bands || item.row(p.bands) >= a.rows) return;
-    row_sums<Dz, X>(s.rows, a, p.pairs, item.row(p.bands));
-    publish(p.bands, item.band);
+    const int64_t row = item.row(p.bands);
+    if (item.band >= p.bands.bands || row >= a.rows) return;
+    row_sums<Dz, X>(p, row);
+    if (threadIdx.x % 32 == 0) publish(p.bands, item.band);
     return;
   }
   const int rt = item.row_tile(p.bands), ct = item.col_tile(p.bands);
   if (rt >= p.row_tiles) return;
   const Place at;
-  const int64_t col0 = ct * 128ll, row = rt * 128ll + at.r, col = col0 + at.c;
+  const int64_t row0 = rt * 128ll, col0 = ct * 128ll, row = row0 + at.r, col = col0 + at.c;
   const auto left = [](int64_t size) { return static_cast<int>(size < 8 ? size : 8); };
   const Extent e(left(a.rows - row), left(a.cols - col));
+  uint4* const x_slot = own_slots(smem);
+  uint4* const dz_slot = x_slot + kSlotChunks<X> * kChunkStep;
+  fill_slot<X>(x_slot, static_cast<const X*>(a.x.data) + row * a.x.stride + col, a.x.stride, e,
+               p.vectors);
+  fill_slot<Dz>(dz_slot, static_cast<const Dz*>(a.dz.data) + row * a.dz.stride + col, a.dz.stride,
+                e, p.vectors);
+  Eight<float> factors;
+  load_8(factors, a.weight + col, e.cols, p.weight_vectors);
   float weight[8];
-#pragma unroll
-  for (int j = 0; j < 8; ++j) weight[j] = j < e.cols ? __ldg(a.weight + col + j) : 0.0f;
-  const Dz* const dz_from = static_cast<const Dz*>(a.dz.data) + row * a.dz.stride + col;
-  const X* const x_from = static_cast<const X*>(a.x.data) + row * a.x.stride + col;
+  factors.unpack(weight);
   await(p.bands, item.band);
+  if (threadIdx.x < 128 && row0 + threadIdx.x < a.rows) {
+    const int64_t r = row0 + threadIdx.x;
+    const float2 sums = __ldcg(reinterpret_cast<const float2*>(a.row_sums) + r);
+    s.rows[threadIdx.x] = {a.rms ? 0.0f : __ldg(a.mean + r), __ldg(a.rstd + r), sums.x, sums.y};
+  }
+  __syncthreads();
+  wait_for_slots();
   float2 dweight[4]{}, dbias[4]{};
-  constexpr int kAtOnce = 2;
-#pragma unroll 1
-  for (int k0 = 0; k0 < 8; k0 += kAtOnce) {
-    Eight<Dz> g[kAtOnce];
-    Eight<X> y[kAtOnce];
+#pragma unroll 2
+  for (int k = 0; k < 8; ++k) {
+    // NOTE: rows that do not exist add 0; nothing else comes of them.
+    const float4 of = k < e.rows ? s.rows[at.r + k] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    float d[8], h[8];
+    read_slot<Dz>(d, dz_slot, k);
+    read_slot<X>(h, x_slot, k);
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int k = k0 + i, cols = k < e.rows ? e.cols : 0;
-      load_8<Dz>(g[i], dz_from + k * a.dz.stride, cols, p.vectors);
-      load_8<X>(y[i], x_from + k * a.x.stride, cols, p.vectors);
+    for (int j = 0; j < 8; ++j) {
+      h[j] = mul(sub(h[j], of.x), of.y);
+      float& dw = j % 2 == 0 ? dweight[j / 2].x : dweight[j / 2].y;
+      float& db = j % 2 == 0 ? dbias[j / 2].x : dbias[j / 2].y;
+      dw = add(dw, mul(d[j], h[j])), db = add(db, d[j]);
+      const float drift = mul(h[j], of.w);
+      d[j] = mul(sub(mul(d[j], weight[j]), a.rms ? drift : add(of.z, drift)), of.y);
     }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int k = k0 + i;
-      const bool exists = k < e.rows;
-      const float mean = exists && !a.rms ? __ldg(a.mean + row + k) : 0.0f;
-      const float rstd = exists ? __ldg(a.rstd + row + k) : 0.0f;
-      const float2 sums = exists ? __ldcg(reinterpret_cast<const float2*>(a.row_sums) + row + k)
-                                 : make_float2(0.0f, 0.0f);
-      float d[8], h[8];
-      g[i].unpack(d);
-      y[i].unpack(h);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        h[j] = mul(sub(h[j], mean), rstd);
-        float& dw = j % 2 == 0 ? dweight[j / 2].x : dweight[j / 2].y;
-        float& db = j % 2 == 0 ? dbias[j / 2].x : dbias[j / 2].y;
-        dw = add(dw, mul(d[j], h[j])), db = add(db, d[j]);
-        const float drift = mul(h[j], sums.y);
-        d[j] = mul(sub(mul(d[j], weight[j]), a.rms ? drift : add(sums.x, drift)), rstd);
-      }
-      write_row(a, d, row, col, e, k);
-    }
+    write_row(a, d, row, col, e, k);
   }
   const float2 w = fold_sums(dweight, at), b = fold_sums(dbias, at);
   s.cols[at.band][at.folded_col()] = {w.x, b.x};
@@ -144,6 +156,11 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(X) == 2 ? 3 : 2)
   float* const to = a.partial + rt * 2 * a.cols + col0 + c;
   to[0] = (p0.x + p1.x) + (p2.x + p3.x);
   to[a.cols] = (p0.y + p1.y) + (p2.y + p3.y);
+}
+
+template <class Dz, class X>
+Status launch_backward(const GradParams& p, unsigned ctas, cudaStream_t stream) {
+  return launch_fused(norm_backward_kernel<Dz, X>, dim3(ctas), kGradSmem<Dz, X>, stream, p);
 }
 
 int bytes_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
@@ -163,31 +180,23 @@ Status norm_backward(const NormBackwardArgs& a) {
   if (status != Status::ok) return status;
   p.row_tiles = static_cast<int>((a.rows + 127) / 128);
   p.col_tiles = static_cast<int>((a.cols + 127) / 128);
-  const auto aligned = [&a](int count) {
-    const auto whole = [count](const Matrix& m, DType dtype) {
-      const int step = count * bytes_of(dtype), unit = step < 16 ? step : 16;
-      return m.stride * bytes_of(dtype) % unit == 0 &&
-             reinterpret_cast<uintptr_t>(m.data) % unit == 0;
-    };
-    return a.cols % count == 0 && whole(a.dz, a.dz_dtype) && whole(a.x, a.x_dtype);
+  const auto aligned = [](const void* from) { return reinterpret_cast<uintptr_t>(from) % 16 == 0; };
+  const auto whole = [&](const Matrix& m, DType dtype) {
+    return m.stride * bytes_of(dtype) % 16 == 0 && aligned(m.data);
   };
-  p.pairs = aligned(2) && reinterpret_cast<uintptr_t>(a.weight) % 8 == 0;
-  p.vectors = aligned(8);
+  p.vectors = a.cols % 8 == 0 && whole(a.dz, a.dz_dtype) && whole(a.x, a.x_dtype);
+  p.weight_vectors = a.cols % 8 == 0 && aligned(a.weight);
   const auto stream = static_cast<cudaStream_t>(a.stream);
   status = clear_bands(p.bands, stream);
   if (status != Status::ok) return status;
   if (a.dz_dtype == a.x_dtype) {
     status = a.x_dtype == DType::bf16
-                 ? launch_fused(norm_backward_kernel<__nv_bfloat16, __nv_bfloat16>, dim3(ctas), 0,
-                                stream, p)
-             : a.x_dtype == DType::f16
-                 ? launch_fused(norm_backward_kernel<__half, __half>, dim3(ctas), 0, stream, p)
-                 : launch_fused(norm_backward_kernel<float, float>, dim3(ctas), 0, stream, p);
+                 ? launch_backward<__nv_bfloat16, __nv_bfloat16>(p, ctas, stream)
+             : a.x_dtype == DType::f16 ? launch_backward<__half, __half>(p, ctas, stream)
+                                       : launch_backward<float, float>(p, ctas, stream);
   } else if (a.x_dtype == DType::f32) {
-    status =
-        a.dz_dtype == DType::bf16
-            ? launch_fused(norm_backward_kernel<__nv_bfloat16, float>, dim3(ctas), 0, stream, p)
-            : launch_fused(norm_backward_kernel<__half, float>, dim3(ctas), 0, stream, p);
+    status = a.dz_dtype == DType::bf16 ? launch_backward<__nv_bfloat16, float>(p, ctas, stream)
+                                       : launch_backward<__half, float>(p, ctas, stream);
   } else {
     return Status::unsupported;
   }

@@ -1,7 +1,8 @@
 // Sums over rows in the order that te_mx/cpu_fused.h fixes: 256 lanes, each adds its elements in
 // order, then a tree over the lanes. So normalization has the same bits on every device.
 //
-// 128 threads work on a row, two rows at a time in a CTA: thread t has lanes 2t and 2t + 1.
+// A warp sums a row, on its own: thread i has lanes 8i to 8i + 7, which are a vector of every
+// chunk of 256 columns.
 #pragma once
 
 #include "activation.cuh"
@@ -11,82 +12,86 @@
 
 namespace te_mx::sm90 {
 
-// Words of shared memory of a kernel that sums rows.
-struct RowSumSmem {
-  uint32_t ticket;
-  float2 parts[2][2][4][32];  // of alternating calls, of two rows
-};
-
-// The sum of 256 lanes, two in each of 128 threads; all of them get it. The whole CTA calls it;
-// calls alternate in `turn`.
-__device__ __forceinline__ float fold_lanes(RowSumSmem& s, float2 lanes, int turn) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, row = threadIdx.x / 128;
-  float2(&parts)[4][32] = s.parts[turn & 1][row];
-  parts[warp][lane] = lanes;
-  __syncthreads();
-  const float2 a = parts[0][lane], b = parts[1][lane], c = parts[2][lane], d = parts[3][lane];
-  float x = add(add(a.x, c.x), add(b.x, d.x)), y = add(add(a.y, c.y), add(b.y, d.y));
+// The sum of 256 lanes, eight in each thread of a warp; all of them get it. While threads have
+// several lanes, one of two that add theirs keeps the upper half, the other the lower.
+__device__ __forceinline__ float fold_lanes(const float (&s)[8]) {
+  const auto other = [](float v, int threads) { return __shfl_xor_sync(~0u, v, threads); };
+  const bool upper = threadIdx.x & 16, upper2 = threadIdx.x & 8, upper3 = threadIdx.x & 4;
+  float a[4], b[2];
 #pragma unroll
-  for (int i = 16; i > 0; i /= 2) {
-    x = add(x, __shfl_xor_sync(~0u, x, i)), y = add(y, __shfl_xor_sync(~0u, y, i));
-  }
-  return add(x, y);
+  for (int j = 0; j < 4; ++j)
+    a[j] = add(upper ? s[4 + j] : s[j], other(upper ? s[j] : s[4 + j], 16));
+#pragma unroll
+  for (int j = 0; j < 2; ++j)
+    b[j] = add(upper2 ? a[2 + j] : a[j], other(upper2 ? a[j] : a[2 + j], 8));
+  float sum = add(upper3 ? b[1] : b[0], other(upper3 ? b[0] : b[1], 4));
+  // Steps of 16 and 8 lanes, then of 4, 2 and 1, which the halves that threads kept tell apart.
+  sum = add(sum, other(sum, 2)), sum = add(sum, other(sum, 1));
+  sum = add(sum, other(sum, 16)), sum = add(sum, other(sum, 8));
+  return add(sum, other(sum, 4));
 }
 
-// Elements of a row as a thread sees them: pairs, 256 columns apart.
-template <class In>
-struct RowPairs {
-  const In* from;  // the thread's first pair
-  int64_t cols;    // of the row, from there on
-  bool vectors;    // pairs lie aligned, and there are no halves
+// How a row is cut into chunks.
+struct RowShape {
+  int64_t cols;  // from the thread's first one on
+  int whole;     // chunks in which every thread has a vector of 8 elements
+  int chunks;
+  bool vectors;  // there are no others, and they lie aligned
 
-  __device__ __forceinline__ RowPairs(const void* x, int64_t stride, int64_t row, int64_t cols,
-                                      bool vectors)
-      : from(static_cast<const In*>(x) + row * stride + 2 * (threadIdx.x % 128)),
-        cols(cols - 2 * (threadIdx.x % 128)),
+  __device__ __forceinline__ RowShape(int64_t cols, bool vectors)
+      : cols(cols - threadIdx.x % 32 * 8),
+        whole(vectors ? static_cast<int>(cols / 256) : 0),
+        chunks(static_cast<int>((cols + 255) / 256)),
         vectors(vectors) {}
-  __device__ __forceinline__ bool first(int64_t chunk) const { return 256 * chunk < cols; }
-  __device__ __forceinline__ bool second(int64_t chunk) const { return 256 * chunk + 1 < cols; }
-  // Half of a word where the second element does not exist.
-  __device__ __forceinline__ typename Input<In>::Word word(int64_t chunk) const {
-    typename Input<In>::Word w{};
-    const In* const at = from + 256 * chunk;
-    if (!first(chunk)) return w;
-    if (vectors) return __ldg(reinterpret_cast<const typename Input<In>::Word*>(at));
-    reinterpret_cast<In*>(&w)[0] = at[0];
-    if (second(chunk)) reinterpret_cast<In*>(&w)[1] = at[1];
-    return w;
+  // Elements that the thread has in a chunk; the last chunks may give it none.
+  __device__ __forceinline__ int left(int chunk) const {
+    return static_cast<int>(min(max(cols - 256ll * chunk, 0ll), 8ll));
   }
 };
 
+// Reads a thread's elements of a row.
 template <class In>
-inline constexpr int kKeptChunks = sizeof(In) == 2 ? 32 : 16;  // of a row, in registers
+struct RowReader {
+  using Chunk = Eight<In>;
+  const In* from;  // those of chunk 0
 
-// Calls f(chunk, word) for the chunks of a row in order, those below kKeptChunks from `kept`, which
-// is filled on the way when kRead.
-template <bool kRead, class In, class F>
-__device__ __forceinline__ void each_chunk(const RowPairs<In>& row, int chunks,
-                                           typename Input<In>::Word (&kept)[kKeptChunks<In>],
+  __device__ __forceinline__ RowReader(const Matrix& m, int64_t row)
+      : from(static_cast<const In*>(m.data) + row * m.stride + threadIdx.x % 32 * 8) {}
+  __device__ __forceinline__ void read(Chunk& to, int64_t chunk) const {
+#pragma unroll
+    for (int j = 0; j < Input<In>::kVectors; ++j)
+      to.chunks[j] = __ldg(reinterpret_cast<const uint4*>(from + 256 * chunk) + j);
+  }
+  __device__ __forceinline__ void read_part(Chunk& to, int64_t chunk, int left,
+                                            bool vectors) const {
+    load_8(to, from + 256 * chunk, left, vectors);
+  }
+};
+
+// Calls f(elements, chunk, how many exist) for the chunks of a row in order, and reads kAhead of
+// them ahead.
+template <int kAhead, class Reader, class F>
+__device__ __forceinline__ void each_chunk(const RowShape& shape, const Reader& reader,
                                            const F& f) {
-  constexpr int kAtOnce = 8;
+  typename Reader::Chunk w[kAhead];
 #pragma unroll
-  for (int c0 = 0; c0 < kKeptChunks<In>; c0 += kAtOnce) {
-    if (c0 < chunks) {
-      if constexpr (kRead) {
+  for (int j = 0; j < kAhead; ++j) {
+    if (j < shape.whole) reader.read(w[j], j);
+  }
+#pragma unroll 1
+  for (int c0 = 0; c0 < shape.whole; c0 += kAhead) {
 #pragma unroll
-        for (int c = c0; c < c0 + kAtOnce; ++c) kept[c] = row.word(c);
-      }
-#pragma unroll
-      for (int c = c0; c < c0 + kAtOnce; ++c) f(c, kept[c]);
+    for (int j = 0; j < kAhead; ++j) {
+      if (c0 + j >= shape.whole) break;
+      f(w[j], c0 + j, std::integral_constant<int, 8>{});
+      if (c0 + j + kAhead < shape.whole) reader.read(w[j], c0 + j + kAhead);
     }
   }
 #pragma unroll 1
-  for (int c0 = kKeptChunks<In>; c0 < chunks; c0 += kAtOnce) {
-    typename Input<In>::Word w[kAtOnce];
-#pragma unroll
-    for (int c = 0; c < kAtOnce; ++c) w[c] = row.word(c0 + c);
-#pragma unroll
-    for (int c = 0; c < kAtOnce; ++c) f(c0 + c, w[c]);
+  for (int c = shape.whole; c < shape.chunks; ++c) {
+    const int left = shape.left(c);
+    reader.read_part(w[0], c, left, shape.vectors);
+    f(w[0], c, left);
   }
 }
 
@@ -99,42 +104,47 @@ struct NormRows {
   float* rstd;
 };
 
-// Mean and reciprocal deviation of kStatRows rows, from `row` on.
+// Mean and reciprocal deviation of a row; the whole warp calls it, its first thread writes them.
 template <class In>
-__device__ __forceinline__ void norm_statistics(RowSumSmem& s, const NormRows& n, int64_t row) {
-  const int chunks = static_cast<int>((n.cols + 255) / 256);
-  int turn = 0;
-#pragma unroll 1
-  for (int i = 0; i < kStatRows; i += 2) {
-    const int64_t r = row + i + threadIdx.x / 128;
-    const RowPairs<In> pairs(n.x.data, n.x.stride, r, r < n.rows ? n.cols : 0, n.vectors);
-    typename Input<In>::Word kept[kKeptChunks<In>];
-    float mean = 0.0f;
-    float2 lanes = {0.0f, 0.0f};
-    const auto squares = [&](int chunk, typename Input<In>::Word w) {
-      const float2 v = Input<In>::values(w);
-      const float x = sub(v.x, mean), y = sub(v.y, mean);
-      if (pairs.first(chunk)) lanes.x = add(lanes.x, mul(x, x));
-      if (pairs.second(chunk)) lanes.y = add(lanes.y, mul(y, y));
-    };
-    if (n.rms) {
-      each_chunk<true>(pairs, chunks, kept, squares);
-    } else {
-      each_chunk<true>(pairs, chunks, kept, [&](int, typename Input<In>::Word w) {
-        const float2 v = Input<In>::values(w);
-        lanes.x = add(lanes.x, v.x), lanes.y = add(lanes.y, v.y);
-      });
-      mean = mul(fold_lanes(s, lanes, turn++), n.inverse);
-      lanes = {0.0f, 0.0f};
-      each_chunk<false>(pairs, chunks, kept, squares);
-    }
-    const float variance = mul(fold_lanes(s, lanes, turn++), n.inverse);
-    const float rstd = __frcp_rn(__fsqrt_rn(add(variance, n.eps)));
-    if (threadIdx.x % 128 == 0 && r < n.rows) {
-      n.rstd[r] = rstd;
-      if (!n.rms) n.mean[r] = mean;
-    }
+__device__ __forceinline__ void norm_statistics(const NormRows& n, int64_t row) {
+  constexpr int kAhead = sizeof(In) == 2 ? 8 : 4;
+  const RowShape shape(n.cols, n.vectors);
+  const RowReader<In> x(n.x, row);
+  float lanes[8]{}, mean = 0.0f;
+  if (n.rms) {
+    each_chunk<kAhead>(shape, x, [&](const Eight<In>& w, int, auto exist) {
+      float v[8];
+      w.unpack(v);
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        if (j < exist) lanes[j] = add(lanes[j], mul(v[j], v[j]));
+    });
+  } else {
+    each_chunk<kAhead>(shape, x, [&](const Eight<In>& w, int, auto exist) {
+      float v[8];
+      w.unpack(v);
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        if (j < exist) lanes[j] = add(lanes[j], v[j]);
+    });
+    mean = mul(fold_lanes(lanes), n.inverse);
+#pragma unroll
+    for (float& lane : lanes) lane = 0.0f;
+    // NOTE: the second time, rows come from the caches.
+    each_chunk<kAhead>(shape, x, [&](const Eight<In>& w, int, auto exist) {
+      float v[8];
+      w.unpack(v);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        v[j] = sub(v[j], mean);
+        if (j < exist) lanes[j] = add(lanes[j], mul(v[j], v[j]));
+      }
+    });
   }
+  const float variance = mul(fold_lanes(lanes), n.inverse);
+  if (threadIdx.x % 32 != 0) return;
+  n.rstd[row] = __frcp_rn(__fsqrt_rn(add(variance, n.eps)));
+  if (!n.rms) n.mean[row] = mean;
 }
 
 }  // namespace te_mx::sm90

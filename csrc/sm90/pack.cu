@@ -1,4 +1,4 @@
-// Entry point of pack.
+// Entry points of pack: one operand, and those of groups.
 #include <cuda_runtime_api.h>
 
 #include "pack_kernel.cuh"
@@ -7,38 +7,47 @@ namespace te_mx::sm90 {
 
 namespace {
 
-template <bool kTransposed>
-void launch(const PackParams& p, cudaStream_t stream) {
+template <bool kTransposed, bool kStacked>
+void launch(const PackParams& p, int64_t count, cudaStream_t stream) {
   const int64_t steps = (p.a.k + 127) / 128;
   constexpr int64_t kMaxY = 32768;
-  const dim3 grid(static_cast<unsigned>(p.row_tiles),
+  const dim3 grid(static_cast<unsigned>(count * p.row_tiles),
                   static_cast<unsigned>(steps < kMaxY ? steps : kMaxY),
                   static_cast<unsigned>((steps + kMaxY - 1) / kMaxY));
   if (p.a.fmt == Format::e4m3) {
-    pack_kernel<tile::Fp8::e4m3, kTransposed><<<grid, kPackThreads, 0, stream>>>(p);
+    pack_kernel<tile::Fp8::e4m3, kTransposed, kStacked><<<grid, kPackThreads, 0, stream>>>(p);
   } else {
-    pack_kernel<tile::Fp8::e5m2, kTransposed><<<grid, kPackThreads, 0, stream>>>(p);
+    pack_kernel<tile::Fp8::e5m2, kTransposed, kStacked><<<grid, kPackThreads, 0, stream>>>(p);
   }
 }
 
-}  // namespace
-
-Status pack(const PackArgs& a) {
+template <bool kStacked>
+Status run(const PackArgs& a, const GroupTable& groups, int64_t count) {
   if (a.rows < 0 || a.k < 0 || a.spread < 0 || a.spread > kMaxSpread) return Status::bad_argument;
   if (a.rows == 0 || a.k == 0) return Status::ok;
   if (reinterpret_cast<uintptr_t>(a.out.codes) % 16 != 0) return Status::bad_argument;
   const int64_t row_tiles = (a.rows + kTile - 1) / kTile, steps = (a.k + kTile - 1) / kTile;
-  if (row_tiles > INT32_MAX || steps > INT32_MAX) return Status::unsupported;
+  if (count * row_tiles > INT32_MAX || steps > INT32_MAX) return Status::unsupported;
   const int64_t width = a.k_first ? a.rows : a.k, vector = a.k_first ? 8 : 16;
   PackParams p{};
   p.a = a;
   p.row_tiles = static_cast<int>(row_tiles);
   p.last_rows = static_cast<int>((a.rows - 1) % kTile + 1);
   p.last_k = static_cast<int>((a.k - 1) % kTile + 1);
+  p.groups = groups;
   p.vectors = width % vector == 0 && reinterpret_cast<uintptr_t>(a.codes) % vector == 0;
   const auto stream = static_cast<cudaStream_t>(a.stream);
-  a.k_first ? launch<true>(p, stream) : launch<false>(p, stream);
+  a.k_first ? launch<true, kStacked>(p, count, stream) : launch<false, kStacked>(p, count, stream);
   return cudaGetLastError() == cudaSuccess ? Status::ok : Status::unsupported;
+}
+
+}  // namespace
+
+Status pack(const PackArgs& a) { return run<false>(a, {}, 1); }
+
+Status pack_stacked(const PackArgs& a, const Groups& groups) {
+  if (!valid(groups)) return Status::bad_argument;
+  return run<true>(a, group_table(groups), groups.count);
 }
 
 }  // namespace te_mx::sm90

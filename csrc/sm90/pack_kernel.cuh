@@ -1,11 +1,14 @@
 // Packs plain MX codes by tiles of 128 x 128: the same classes and words as the quantizer. Codes
-// that lie k first pass through shared memory, transposed, and go on as the others do.
+// that lie k first pass through shared memory, transposed, and go on as the others do. Several
+// operands of one size, the weights of groups, take one launch; those of groups without rows are
+// left out.
 #pragma once
 
 #include <cstdint>
 
+#include "groups.cuh"
 #include "mxtile/sm90/fp8.cuh"
-#include "te_mx/sm90.h"
+#include "plain_codes.cuh"
 #include "tile_classes.cuh"
 
 namespace te_mx::sm90 {
@@ -19,6 +22,7 @@ struct PackParams {
   int row_tiles;
   int last_rows, last_k;  // of the last tiles
   bool vectors;           // codes have aligned vectors only: 16 bytes, or 8 where k lies first
+  GroupTable groups;      // of a stack, which has an operand for each
 };
 
 struct PackSmem {
@@ -28,54 +32,16 @@ struct PackSmem {
   TileScales scales;
 };
 
-// kRows rows of kBytes codes, `step` rows apart, whose first is at `from`; of `rows` by `cols`
-// codes that exist, the others are zero.
-template <int kRows, int kBytes>
-__device__ __forceinline__ void load_codes(uint32_t (&w)[kRows][kBytes / 4], const uint8_t* from,
-                                           int64_t ld, int step, int rows, int cols, bool vectors,
-                                           uint8_t* slot) {
-  if (cols <= 0) rows = 0;
-  if (vectors) {
-#pragma unroll
-    for (int i = 0; i < kRows; ++i, from += step * ld) {
-      uint4 v = make_uint4(0, 0, 0, 0);
-      if (step * i < rows) {
-        if constexpr (kBytes == 16) {
-          v = __ldg(reinterpret_cast<const uint4*>(from));
-        } else {
-          const uint2 two = __ldg(reinterpret_cast<const uint2*>(from));
-          v.x = two.x, v.y = two.y;
-        }
-      }
-      w[i][0] = v.x, w[i][1] = v.y;
-      if constexpr (kBytes == 16) w[i][2] = v.z, w[i][3] = v.w;
-    }
-    return;
-  }
-#pragma unroll 1
-  for (int i = 0; i < kRows; ++i, from += step * ld) {
-#pragma unroll 1
-    for (int j = 0; j < kBytes; ++j)
-      slot[kBytes * i + j] = step * i < rows && j < cols ? from[j] : 0;
-  }
-#pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-#pragma unroll
-    for (int j = 0; j < kBytes / 4; ++j)
-      w[i][j] = reinterpret_cast<const uint32_t*>(slot)[kBytes / 4 * i + j];
-  }
-}
-
 // Codes [k, rows] of the tile at (r0, k0), of which `ks` by `rows` exist, to v[i]: 16 codes of row
 // tid / 8 + 32 i, at k 16 (tid % 8).
-__device__ __forceinline__ void load_transposed(PackSmem& s, uint32_t (&v)[4][4],
-                                                const PackParams& p, int64_t r0, int64_t k0,
-                                                int rows, int ks) {
+__device__ __forceinline__ void load_transposed(PackSmem& s, uint32_t (&v)[4][4], const PackArgs& a,
+                                                bool vectors, int64_t r0, int64_t k0, int rows,
+                                                int ks) {
   const int r = threadIdx.x % 16 * 8, k = threadIdx.x / 16 * 8;  // a thread brings 8 x 8 codes
   uint32_t w[8][2];
-  load_codes<8, 8>(w, p.a.codes + (k0 + k) * p.a.rows + r0 + r, p.a.rows, 1, ks - k, rows - r,
-                   p.vectors, &s.codes[0][0] + 64 * threadIdx.x);
-  if (!p.vectors) __syncthreads();
+  load_codes<8, 8>(w, a.codes + (k0 + k) * a.rows + r0 + r, a.rows, 1, ks - k, rows - r, vectors,
+                   &s.codes[0][0] + 64 * threadIdx.x);
+  if (!vectors) __syncthreads();
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     tile::transpose_bytes(w[0][half], w[1][half], w[2][half], w[3][half]);
@@ -95,12 +61,28 @@ __device__ __forceinline__ void load_transposed(PackSmem& s, uint32_t (&v)[4][4]
   }
 }
 
-template <tile::Fp8 kFmt, bool kTransposed>
+// The operand of group i in a stack.
+__device__ __forceinline__ PackArgs matrix_of(const PackArgs& all, int i) {
+  PackArgs a = all;
+  a.codes += i * (a.rows * a.k), a.scales += i * (a.rows * ((a.k + 31) / 32));
+  a.out.codes += i * (a.rows * packed_ld(a.k));
+  a.out.scales += i * packed_scale_words(a.rows, a.k);
+  return a;
+}
+
+template <tile::Fp8 kFmt, bool kTransposed, bool kStacked>
 __global__ void __launch_bounds__(kPackThreads, 5)
     pack_kernel(const __grid_constant__ PackParams p) {
   __shared__ PackSmem s;
-  const PackArgs& a = p.a;
-  const int rt = blockIdx.x, kt = blockIdx.y + gridDim.y * blockIdx.z;
+  PackArgs a = p.a;
+  int rt = blockIdx.x;
+  const int kt = blockIdx.y + gridDim.y * blockIdx.z;
+  if constexpr (kStacked) {
+    const int group = rt / p.row_tiles;
+    if (!p.groups.may_have_rows(group)) return;
+    rt -= group * p.row_tiles;
+    a = matrix_of(p.a, group);
+  }
   const int64_t r0 = rt * int64_t{128}, k0 = kt * int64_t{128}, blocks = (a.k + 31) / 32;
   if (k0 >= a.k) return;
   const int r = threadIdx.x / 8, k = threadIdx.x % 8 * 16;  // 8 lanes hold a row, 2 a block
@@ -119,7 +101,7 @@ __global__ void __launch_bounds__(kPackThreads, 5)
 #pragma unroll
     for (int i = 0; i < 4; ++i, from += step) e[i] = 32 * i < count ? __ldg(from) : 0;
   }
-  if constexpr (kTransposed) load_transposed(s, v, p, r0, k0, all_rows, all_k);
+  if constexpr (kTransposed) load_transposed(s, v, a, p.vectors, r0, k0, all_rows, all_k);
   if (threadIdx.x == 0) s.scales.clear();
   ScaleRange range;
 #pragma unroll

@@ -33,8 +33,9 @@ struct TokenTiles {
 // Matrices of one size, each with a pointer of its own.
 struct Stack {
   using Outputs = QuantizeParams;
-  static constexpr int kMost = 256;                    // of one launch
-  int64_t row_codes, row_words, col_codes, col_words;  // from matrix to matrix
+  static constexpr int kMost = 256;  // of one launch
+  // From matrix to matrix; words of packed, bytes of plain scales.
+  int64_t row_codes, row_scales, col_codes, col_scales;
   int first;
   const void* xs[kMost];
 
@@ -45,7 +46,8 @@ struct Stack {
     QuantizeParams p = all;
     const int64_t i = first + t.matrix;
     p.row.codes += i * row_codes, p.col.codes += i * col_codes;
-    p.a.row_packed.scales += i * row_words, p.a.col_packed.scales += i * col_words;
+    p.a.row_packed.scales += i * row_scales, p.a.col_packed.scales += i * col_scales;
+    p.a.row_scales += i * row_scales, p.a.col_scales += i * col_scales;
     return p;
   }
   __device__ __forceinline__ bool find(Tile& t, const QuantizeParams& p) const {
@@ -88,18 +90,19 @@ Status quantize_grouped(const QuantizeArgs& a, const Groups& groups) {
 }
 
 Status quantize_stacked(const QuantizeArgs& a, const void* const* xs, int64_t count) {
-  if (a.row_codes != nullptr || a.col_codes != nullptr || a.col_sum != nullptr ||
-      a.rows > 128 * 32768) {
-    return Status::bad_argument;
-  }
+  if (a.col_sum != nullptr || a.rows > 128 * 32768) return Status::bad_argument;
   if (a.rows == 0 || a.cols == 0) return Status::ok;
   QuantizeParams p;
   const Status status = quantize_params(a, p);
   if (status != Status::ok) return status;
+  const bool plain = wants_plain(p);
   Stack stack{};
-  stack.row_codes = a.rows * packed_ld(a.cols), stack.col_codes = a.cols * packed_ld(a.rows);
-  stack.row_words = packed_scale_words(a.rows, a.cols);
-  stack.col_words = packed_scale_words(a.cols, a.rows);
+  stack.row_codes = a.rows * p.row.ld,
+  stack.col_codes = (a.col_lies_as_x ? a.rows : a.cols) * p.col.ld;
+  stack.row_scales =
+      p.row.packed ? packed_scale_words(a.rows, a.cols) : a.rows * ((a.cols + 31) / 32);
+  stack.col_scales =
+      p.col.packed ? packed_scale_words(a.cols, a.rows) : a.cols * ((a.rows + 31) / 32);
   for (int64_t i = 0; i < count; ++i)
     p.x_vectors = p.x_vectors && reinterpret_cast<uintptr_t>(xs[i]) % 16 == 0;
   for (int64_t first = 0; first < count; first += Stack::kMost) {
@@ -107,9 +110,11 @@ Status quantize_stacked(const QuantizeArgs& a, const void* const* xs, int64_t co
     stack.first = static_cast<int>(first);
     std::copy(xs + first, xs + first + now, stack.xs);
     const int64_t tiles = now * p.row_tiles * p.col_tiles;
+    const dim3 grid = tile_grid(p, p.col_tiles, now);
+    const auto stream = static_cast<cudaStream_t>(a.stream);
     const Status launched =
-        launch_quantize<false>(p, stack, tile_grid(p, p.col_tiles, now), tiles,
-                               static_cast<cudaStream_t>(a.stream), Start::early);
+        plain ? launch_quantize<true>(p, stack, grid, tiles, stream, Start::early)
+              : launch_quantize<false>(p, stack, grid, tiles, stream, Start::early);
     if (launched != Status::ok) return launched;
   }
   return Status::ok;

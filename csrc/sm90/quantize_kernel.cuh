@@ -40,8 +40,9 @@ __device__ __forceinline__ void codes_once(uint2 (&cols)[8], const QuantizeSmem&
 }
 
 // What follows reading a tile: scales, classes, codes and sums of its elements x. kPlain: some
-// wanted direction is plain, or may be.
-template <class T, tile::Fp8 kFmt, bool kPlain>
+// wanted direction is plain, or may be. kSums: column sums may be wanted; else their shared memory
+// is the caller's.
+template <class T, tile::Fp8 kFmt, bool kPlain, bool kSums = true>
 __device__ __forceinline__ void quantize_patch(const QuantizeParams& p, QuantizeSmem& s,
                                                const typename Input<T>::Word (&x)[8][4],
                                                const Tile& t, const Place& at) {
@@ -49,7 +50,8 @@ __device__ __forceinline__ void quantize_patch(const QuantizeParams& p, Quantize
   if (threadIdx.x == 0) s.row.clear(), s.col.clear();
   if (p.row.wanted) scan_rows<T, kFmt>(s, x, at, a.rule);
   if (p.col.wanted) scan_cols<T, kFmt>(s, x, at, a.rule);
-  if (a.col_sum != nullptr) sum_cols<T>(s, x, at);
+  const bool sums = kSums && a.col_sum != nullptr;
+  if (sums) sum_cols<T>(s, x, at);
   __syncthreads();
 
   const int r = threadIdx.x % 128;
@@ -76,7 +78,7 @@ __device__ __forceinline__ void quantize_patch(const QuantizeParams& p, Quantize
       write_plain_scales(s.row, r, a.row_scales, t.r0 + r, a.rows, t.ct * 4ll, (a.cols + 31) / 32,
                          false);
     }
-    if (a.col_sum != nullptr && r < t.cols) {
+    if (sums && r < t.cols) {
       a.col_sum_ws[t.rt * a.cols + t.c0() + r] =
           (s.sums[0][r] + s.sums[1][r]) + (s.sums[2][r] + s.sums[3][r]);
     }

@@ -38,6 +38,12 @@ PRESETS = {
     ),
     "moe-tiny": Preset(MoEConfig(layers=1, heads=2, width=64, context=32, experts=4, hidden=96)),
     "moe": Preset(MoEConfig(layers=3, heads=4, width=512, context=256)),
+    # 1.6 G parameters, of which a token uses 0.5 G; 32,768 rows for 8 experts a layer and step.
+    "moe-large": Preset(
+        MoEConfig(layers=8, heads=16, width=2048, context=1024, embedding_std=1.0, hidden=5632),
+        16,
+        2.5e-4,
+    ),
 }
 WARMUP_SHARE, FINAL_LR_SHARE = 0.1, 0.1
 BAR = "{desc} {percentage:3.0f}%|{bar:24}| {n}/{total} [{elapsed}, {remaining} left{postfix}]"

@@ -34,11 +34,11 @@ from te_mx.autograd.grouped_operands import (
 from te_mx.autograd.linear import DGRAD, WGRAD, flatten, mode_of, unflatten
 from te_mx.autograd.wgrad import GroupedWgrad
 from te_mx.backends.grouped import StackedOperand, host_bounds, k_of
-from te_mx.ops import PLAIN, Operand, gemm_2d
+from te_mx.ops import Operand, gemm_2d
 from te_mx.ops.grouped_gemm import gemm_rows
 from te_mx.ops.grouped_quantize import quantize_grouped
-from te_mx.ops.grouped_weights import quantize_weights
-from te_mx.ops.grouped_wgrad import gemm_k
+from te_mx.ops.grouped_weights import columns_of_weights, quantize_weights
+from te_mx.ops.grouped_wgrad import gemm_k, gemm_k_into
 from te_mx.recipe import Settings
 
 _PARTS = 10  # arguments of the autograd function before the parameters
@@ -77,8 +77,9 @@ class GroupedLinearFunction(torch.autograd.Function):
         )  # fmt: skip
         if kept is None or not packing.serves(kept):
             w_row, w_col = quantize_weights(
-                weights, fmt, columnwise=need_dx, scale_rule=rule, spread=packing.spread
-            )
+                weights, fmt, columnwise=need_dx and not settings.one_copy, scale_rule=rule,
+                spread=packing.of_weights(settings),
+            )  # fmt: skip
         else:
             w_row, w_col = kept.row, kept.col
         y_RN = gemm_rows(
@@ -86,6 +87,8 @@ class GroupedLinearFunction(torch.autograd.Function):
             capacity=capacity, tag=tag, mode=mode_of(settings),
         )  # fmt: skip
 
+        if settings.one_copy:
+            w_col = w_row  # its columns are made in backward
         w_col = w_col if need_dx else None
         w_saved = (None, None, None) if w_col is None else (w_col[0], w_col[1], w_col.packed)
         x_saved = (x if need_dw else None, None) if save_x else (q.col_codes, q.col_scales)
@@ -123,6 +126,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     )  # fmt: skip
     if need_dx:
         w_col = StackedOperand(saved[2], saved[3], settings.fwd_fmt, ctx.w_order, saved[4])
+        if settings.one_copy:
+            w_col = columns_of_weights(w_col, rule, packing.spread)
         dx = gemm_rows(
             w_col, packing.rows(q, fmt), offs, out_dtype=x_dtype, capacity=capacity,
             tag=tag_of(tag, DGRAD), mode=mode,
@@ -148,8 +153,14 @@ def _wgrad(
 ) -> GroupedWgrad:  # fmt: skip
     """dw [G, N, K], or [G * N, K] for separate weights: what they are when concatenated."""
     fmt, offs, mode = settings.fwd_fmt, packing.offs, mode_of(settings)
+    made: list[Operand] = []
 
     def columns() -> Operand:
+        if not made:
+            made.append(make_columns())
+        return made[0]
+
+    def make_columns() -> Operand:
         codes, scales = saved
         if scales is not None:
             return Operand(codes, scales, fmt, g_col.order)
@@ -168,16 +179,19 @@ def _wgrad(
         )  # fmt: skip
         return dw if stacked else dw.flatten(0, 1)
 
+    def into(outs: Sequence[Tensor], accumulate: bool) -> bool:
+        return gemm_k_into(
+            columns(), g_col, offs, outs, accumulate, capacity=capacity, rows=rows,
+            tag=tag_of(tag, WGRAD),
+        )  # fmt: skip
+
     # On the CPU groups gain less from one call than a sum of all gradients beside main_grad costs.
     if not (offs.is_cpu and g_col.codes.is_cpu and g_col.order == "k_first"):
-        return GroupedWgrad(together, None)
-    made: list[Operand] = []
+        return GroupedWgrad(together, into=into)
 
     def one(i: int, out: Tensor, accumulate: bool) -> None:
-        if not made:
-            made.append(columns())
         bounds = host_bounds(offs, capacity, rows)
-        parts = [k_of(o, bounds.starts[i], bounds.ends[i], i) for o in (made[0], g_col)]
+        parts = [k_of(o, bounds.starts[i], bounds.ends[i], i) for o in (columns(), g_col)]
         gemm_2d(
             *parts, out=out, out_dtype=out.dtype, accumulate=accumulate,
             tag=tag_of(tag, WGRAD), mode=mode,
@@ -217,7 +231,7 @@ def grouped_linear(
         )
     weights, bias = split_parts(parts, has_bias)
     packing = Packing.of(x, groups.offs, weights[0], settings)
-    if kept is not None and (kept.row.order != "sm90" or packing.serves(kept)):
+    if kept is not None and packing.serves(kept):
         row = kept.row
     else:
         row, _ = quantize_weights(
@@ -240,8 +254,6 @@ def infer(
     fmt, rule = settings.fwd_fmt, settings.scale_rule
     offs, capacity = groups
     packing = Packing.of(x, offs, w_row.codes, settings)
-    if w_row.order != "sm90":  # whatever this device would rather have
-        packing = Packing(PLAIN, offs)
     q = quantize_grouped(
         flatten(x), packing.offs, fmt, rowwise=True, columnwise=False, scale_rule=rule,
         capacity=capacity, spread=packing.spread,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from te_mx.autograd.operands import form_of, mode_of, plain_rows
+from te_mx.autograd.operands import form_of, packed_alike, plain_rows
 from te_mx.backends import reference_grouped
 from te_mx.backends.grouped import StackedOperand, device_bounds, host_bounds, known_to_host
 from te_mx.backends.sm90_grouped import offs_on_device
@@ -54,7 +54,7 @@ class StandingWeights(NamedTuple):
             and self.settings.scale_rule == settings.scale_rule
             and (self.row.order == "sm90") == (standing_spread(device, settings) >= 0)
             # Operands that are plain serve every precision.
-            and (self.row.order != "sm90" or mode_of(self.settings) == mode_of(settings))
+            and (self.row.order != "sm90" or packed_alike(self.settings, settings))
         )
 
 
@@ -97,9 +97,13 @@ class Packing(NamedTuple):
             offs = offs_on_device(offs, x.device)  # once for all ops
         return cls(spread, offs)
 
+    def of_weights(self, settings: Settings) -> int:
+        """The spread to quantize weights with; plain ones are packed when they are multiplied."""
+        return PLAIN if plain_rows(settings) else self.spread
+
     def serves(self, kept: StandingWeights) -> bool:
         """Whether kept weights fit."""
-        return (kept.row.order == "sm90") == (self.spread >= 0)
+        return kept.row.order != "sm90" or self.spread >= 0
 
     def rows(self, q: QuantizedParts, fmt: str) -> Operand:
         """The rowwise part of quantized tokens."""
@@ -112,10 +116,12 @@ class Packing(NamedTuple):
         return Operand(q.col_codes, q.col_scales, fmt, order)  # type: ignore[arg-type]
 
 
-def split_parts(parts: Sequence[Tensor], has_bias: bool) -> tuple[list[Tensor], Tensor | None]:
-    """(the weight of every group, biases [G, N] or None)."""
+def split_parts(
+    parts: Sequence[Tensor], has_bias: bool
+) -> tuple[list[Tensor] | Tensor, Tensor | None]:
+    """(the weight of every group, or all in one [G, N, K]; biases [G, N] or None)."""
     if parts[0].dim() == 3:
-        return list(parts[0].unbind(0)), parts[1] if has_bias else None
+        return parts[0], parts[1] if has_bias else None
     count = len(parts) // 2 if has_bias else len(parts)
     return list(parts[:count]), torch.stack(list(parts[count:])) if has_bias else None
 
@@ -132,7 +138,7 @@ def gradients_of(
 def other_backward(settings: Settings) -> bool:
     """Whether the recipe asks for a backward pass that is not three MXFP8 GEMMs on operands that
     were quantized from what they are made of."""
-    return any(getattr(settings, name, None) for name in ("backward", "wgrad_hp", "one_copy"))
+    return settings.backward is not None or settings.wgrad_hp
 
 
 def col_sums(x: Tensor, groups: Groups) -> Tensor:

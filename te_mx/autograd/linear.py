@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx.autograd import high_precision
+from te_mx.autograd import high_precision, linear_one_call
 from te_mx.autograd.backward import (
     operand_of,
     place,
@@ -249,6 +249,14 @@ def linear(
     if torch.is_grad_enabled() and (
         x.requires_grad or weight_NK.requires_grad or (bias_N is not None and bias_N.requires_grad)
     ):
+        if (
+            standing is None
+            and sink is None
+            and not save_x
+            and linear_one_call.serves(x, weight_NK, settings)
+        ):
+            call = linear_one_call.Call(settings, out_dtype, tag, _backward)
+            return linear_one_call.OneCallLinear.apply(x, weight_NK, bias_N, call)
         return LinearFunction.apply(
             x, weight_NK, bias_N, standing, settings, out_dtype, tag, save_x, sink
         )

@@ -34,6 +34,7 @@ __all__ = [
     "flatten",
     "form_of",
     "mode_of",
+    "packed_alike",
     "plain_rows",
     "quantize_weight",
     "row_operand",
@@ -73,7 +74,7 @@ class StandingWeight(NamedTuple):
             # Operands that are plain serve every precision.
             and (
                 self.row.order != "sm90"
-                or (mode_of(mine) == mode_of(settings) and not plain_rows(settings))
+                or (packed_alike(mine, settings) and not plain_rows(settings))
             )
         )
 
@@ -90,7 +91,12 @@ def unflatten(y_MN: Tensor, x: Tensor) -> Tensor:
 
 def mode_of(settings: Settings) -> Mode:
     """How the GEMMs multiply on GPUs."""
-    return Mode(settings.precision, settings.spread)
+    return Mode(settings.precision, settings.spread, settings.split_k)
+
+
+def packed_alike(one: Settings, other: Settings) -> bool:
+    """Whether operands are packed the same way for both."""
+    return (one.precision, one.spread) == (other.precision, other.spread)
 
 
 def form_of(device: torch.device, settings: Settings) -> GemmForm:

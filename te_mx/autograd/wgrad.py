@@ -20,14 +20,21 @@ class GroupedWgrad:
     """The GEMMs of several weights, as a `Wgrad` of what they are when concatenated.
 
     one(i, out, accumulate): the GEMM of weight i alone, into `out`; None where they only run
-    together.
+    together. into(outs, accumulate): all of them, each into a tensor of its own; False where that
+    cannot be done, and was not.
     """
 
-    __slots__ = ("one", "together")
+    __slots__ = ("into", "one", "together")
 
-    def __init__(self, together: Wgrad, one: Callable[[int, Tensor, bool], object] | None) -> None:
+    def __init__(
+        self,
+        together: Wgrad,
+        one: Callable[[int, Tensor, bool], object] | None = None,
+        into: Callable[[Sequence[Tensor], bool], bool] | None = None,
+    ) -> None:
         self.together = together
         self.one = one
+        self.into = into
 
     def __call__(self, out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
         return self.together(out, dtype, accumulate)
@@ -104,14 +111,28 @@ class WeightGradient:
                 if grad is not None:
                     wgrad.one(i, grad, not self._overwrites(parameter))
             return
+        if isinstance(wgrad, GroupedWgrad) and self._all_into(wgrad, grads):
+            return
         dw_NK = wgrad(None, torch.float32, False)
+        old, added = [], []
         for parameter, grad, dw in zip(self.parameters, grads, self._parts(dw_NK), strict=True):
             if grad is None:
                 continue
             if self._overwrites(parameter):
                 grad.copy_(dw)
             else:
-                grad.add_(dw)
+                old.append(grad)
+                added.append(dw)
+        if old:
+            torch._foreach_add_(old, added)  # one launch for many
+
+    def _all_into(self, wgrad: GroupedWgrad, grads: Sequence[Tensor | None]) -> bool:
+        """Run the GEMMs of all weights straight into their main_grads, if they can be."""
+        outs = [grad for grad in grads if grad is not None]
+        overwrite = {self._overwrites(parameter) for parameter in self.parameters}
+        if wgrad.into is None or len(outs) < len(grads) or len(overwrite) > 1:
+            return False
+        return wgrad.into(outs, not overwrite.pop())
 
     def _overwrites(self, parameter: Tensor) -> bool:
         return self.overwrite or getattr(parameter, "overwrite_main_grad", False)

@@ -233,13 +233,14 @@ def pack(operand: Operand, spread: int) -> Operand:
 # --------------------------------------------------------------------------------------------- gemm
 def gemm(
     a: Operand, b: Operand, epilogue: Epilogue, out: Tensor, aux: Tensor | None, spread: int,
-    scratch: Callable[[int], Tensor | None],
+    scratch: Callable[[int], Tensor | None], parts: int = 1,
 ) -> tuple[bool, Tensor | None]:  # fmt: skip
     """Enqueue out = epilogue(b @ a^T) on the current stream: (whether native code took it, the
     bias gradient of the result or None).
 
     `scratch` gives a workspace of so many bytes. Operands that are not packed yet are packed there
-    first. Most problems need none, so the size is asked for only when the kernel refuses.
+    first. Most problems need none, so the size is asked for only when the kernel refuses. K is cut
+    into `parts`, whose sums need some.
     """
     bias, gelu_in = epilogue.bias, epilogue.gelu_in
     device = out.device
@@ -262,11 +263,13 @@ def gemm(
         lhs = b.codes.data_ptr(), b.scales.data_ptr()
         rhs = a.codes.data_ptr(), a.scales.data_ptr()
         problem = (lhs, formats[0], rhs, formats[1], *sizes)
-        status = _native.gemm(problem, words, 0, 0, -1, stream(index), index)
+        status = _SMALL_WORKSPACE
+        if parts == 1:
+            status = _native.gemm(problem, words, 0, 0, -1, stream(index), index)
         if status == _SMALL_WORKSPACE:
-            nbytes = _native.workspace_bytes(problem, words, -1, index)
+            nbytes = _native.workspace_bytes(problem, words, -1, index, parts)
             address = pointer(scratch(nbytes))
-            status = _native.gemm(problem, words, address, nbytes, -1, stream(index), index)
+            status = _native.gemm(problem, words, address, nbytes, -1, stream(index), index, parts)
         return supported(status), bias_grad
 
     sizes = b.rows, a.rows, a.k
@@ -275,7 +278,7 @@ def gemm(
         for operand in (b, a)
     ]
     problem = ((0, 0), formats[0], (0, 0), formats[1], *sizes)
-    own = _native.workspace_bytes(problem, words, -1, index)
+    own = _native.workspace_bytes(problem, words, -1, index, parts)
     base = pointer(scratch(own + rooms[0][0] + rooms[1][0]))
     places = []
     for operand, (nbytes, scales_at) in zip((b, a), rooms, strict=True):
@@ -286,7 +289,7 @@ def gemm(
         pack_into(operand, spread, *places[-1])
         base += nbytes
     problem = (places[0], formats[0], places[1], formats[1], *sizes)
-    status = _native.gemm(problem, words, base, own, -1, stream(index), index)
+    status = _native.gemm(problem, words, base, own, -1, stream(index), index, parts)
     return supported(status), bias_grad
 
 

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from te_mx.backends import sm90
-from te_mx.backends.base import FLOAT_DTYPES, FORMATS, SCALE_RULES, Operand, QuantizedParts
+from te_mx.backends.base import FLOAT_DTYPES, FORMATS, SCALE_RULES, Operand, QuantizedParts, blocks
 from te_mx.backends.grouped import StackedOperand
 from te_mx.backends.sm90_grouped_layout import group_tiles, shapes_k, shapes_rows
 from te_mx.backends.sm90_layout import packed_shapes
 
+_MOST_PLACES, _MOST_ROWS = 256, (1 << 31) - 257  # te_mx/sm90_grouped.h
 _U8, _I32, _F32 = torch.uint8, torch.int32, torch.float32
 
 
@@ -90,33 +91,60 @@ def weights_shapes(groups: int, rows: int, cols: int) -> tuple[tuple[int, ...], 
     return (groups, *codes), (groups, *words)
 
 
+def _sources(weights: Sequence[Tensor] | Tensor) -> tuple[list[int], int, torch.dtype, object]:
+    """Addresses of weights [rows, cols], elements between their rows, their dtype, and what must
+    live until they are read."""
+    if isinstance(weights, Tensor):
+        if weights.stride(2) != 1 or weights.is_neg():
+            weights = weights.resolve_neg().contiguous()
+        start, step = weights.data_ptr(), weights.stride(0) * weights.element_size()
+        addresses = [start + i * step for i in range(len(weights))]
+        return addresses, weights.stride(1), weights.dtype, weights
+    first = weights[0]
+    stride, dtype = first.stride(), first.dtype
+    if stride[1] != 1 or any(
+        w.stride() != stride or w.dtype != dtype or w.is_neg() for w in weights
+    ):
+        common = dtype if all(w.dtype == dtype for w in weights) else _F32
+        weights = [w.resolve_neg().to(common).contiguous() for w in weights]
+        stride, dtype = weights[0].stride(), common
+    return [w.data_ptr() for w in weights], stride[0], dtype, weights
+
+
 def quantize_weights(
-    weights: Sequence[Tensor], fmt: str, columnwise: bool, rule: str, spread: int
+    weights: Sequence[Tensor] | Tensor, fmt: str, columnwise: bool, rule: str, spread: int
 ) -> list[Tensor]:
-    """As te_mx::quantize_weights with a spread, for weights that are not empty."""
+    """As te_mx::quantize_weights, for weights that are not empty, or one tensor of all
+    [G, rows, cols]."""
     groups, (rows, cols), device = len(weights), weights[0].shape, weights[0].device
-    sources = [sm90.rows_of(weight) for weight in weights]
-    strides = {source.stride(0) for source in sources}
-    if len(strides) > 1:
-        sources = [source.contiguous() for source in sources]
-    if len({source.dtype for source in sources}) > 1:
-        sources = [source.float() for source in sources]
+    addresses, stride, dtype, _alive = _sources(weights)
     made: list[tuple[Tensor, Tensor]] = []
     for shape in ((rows, cols), (cols, rows))[: 1 + columnwise]:
-        made.append(_empty(weights_shapes(groups, *shape), device))
+        if spread >= 0:
+            made.append(_empty(weights_shapes(groups, *shape), device))
+        else:
+            made.append(_empty_plain(groups, rows, cols, bool(made), device))
     index = device.index
     status = sm90.native().quantize_stacked(  # type: ignore[union-attr]
-        (0, rows, cols, sources[0].stride(0), FLOAT_DTYPES[sources[0].dtype]),
-        [source.data_ptr() for source in sources], FORMATS[fmt].native_id, SCALE_RULES[rule],
-        _addresses(made[0]), _addresses(made[1] if columnwise else None), spread,
+        (0, rows, cols, stride, FLOAT_DTYPES[dtype]), addresses, FORMATS[fmt].native_id,
+        SCALE_RULES[rule], _addresses(made[0]), _addresses(made[1] if columnwise else None), spread,
         sm90.stream(index), index,
     )  # fmt: skip
     _expect(status, f"{groups} weights of {(rows, cols)}")
-    widths = cols, rows
+    widths = (cols, rows) if spread >= 0 else (cols, cols)
     return [
         part for (codes, words), width in zip(made, widths, strict=False)
         for part in (codes[:, :, :width], words)
     ]  # fmt: skip
+
+
+def _empty_plain(
+    groups: int, rows: int, cols: int, columns: bool, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Plain codes and scale bytes of all weights; columns lie as the weight does."""
+    scales = (groups, blocks(rows), cols) if columns else (groups, rows, blocks(cols))
+    codes = torch.empty((groups, rows, cols), dtype=_U8, device=device)
+    return codes, torch.empty(scales, dtype=_U8, device=device)
 
 
 def gemm_rows(
@@ -135,16 +163,33 @@ def gemm_rows(
 
 
 def gemm_k(
-    a: Operand, b: Operand, offs: Tensor, capacity: int, rows: int, out: Tensor, accumulate: bool
-) -> None:
-    """As te_mx::gemm_k on packed operands that are not empty."""
+    a: Operand, b: Operand, offs: Tensor, capacity: int, rows: int, out: Tensor, accumulate: bool,
+    first_rows: Sequence[int] = (),
+) -> None:  # fmt: skip
+    """As te_mx::gemm_k on packed operands that are not empty. With first_rows, `out` [n, m] is the
+    product that lies first in memory, and that of group i begins first_rows[i] rows behind it."""
     problem = (*_side(b.codes, b), *_side(a.codes, a), len(b.codes), len(a.codes), 0)
-    epilogue = _epilogue(out, out.shape[2], accumulate, None)
+    epilogue = _epilogue(out, out.shape[-1], accumulate, None)
     offs, index = offs_on_device(offs, out.device), out.device.index
     status = sm90.native().gemm_k(  # type: ignore[union-attr]
-        problem, epilogue, _groups(offs, capacity, rows), -1, sm90.stream(index), index
+        problem, epilogue, _groups(offs, capacity, rows), -1, sm90.stream(index), index, first_rows
     )
     _expect(status, f"products of {tuple(out.shape)}")
+
+
+def places_of(outs: Sequence[Tensor]) -> tuple[Tensor, list[int]] | None:
+    """The one of several matrices [n, m] that lies first, and how many rows behind it each begins;
+    None unless these are whole numbers that the kernel can count.
+
+    Slices of one buffer, in any order and with gaps of whole rows, are what this is for.
+    """
+    first = min(outs, key=Tensor.data_ptr)
+    base, row = first.data_ptr(), first.shape[1] * first.element_size()
+    behind = [out.data_ptr() - base for out in outs]
+    if len(outs) > _MOST_PLACES or any(b % row for b in behind):
+        return None
+    rows = [b // row for b in behind]
+    return None if max(rows) + len(first) > _MOST_ROWS else (first, rows)
 
 
 def _side(codes: Tensor, operand: Operand | StackedOperand) -> tuple[tuple[int, int], int]:

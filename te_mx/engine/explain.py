@@ -13,6 +13,7 @@ import torch
 from te_mx.backends import cpu, sm90, sm90_layout
 from te_mx.backends.base import Operand
 from te_mx.engine import envelopes, layout
+from te_mx.engine import split_k as _split_k
 
 # Kernel that the last GEMM with a tag ran on; `te_mx.audit` reads it. One entry a tag, written
 # without a lock.
@@ -40,12 +41,14 @@ def warn_fallback(kind: str, why: str) -> None:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The kernel of a problem and why each other one does not run it. Printable."""
+    """The kernel of a problem, the parts that it cuts k into, and why each other one does not run
+    it. Printable."""
 
     problem: str
     kernel: str
     declined: tuple[tuple[str, str], ...]
     note: str = ""
+    parts: int = 1
 
     def __str__(self) -> str:
         lines = [f"{self.problem}: {self.kernel}"]
@@ -65,6 +68,7 @@ def explain(
     device: Any = None,
     precision: str = "adaptive",
     alignment_spread: int = sm90_layout.DEFAULT_SPREAD,
+    split_k: bool = True,
     classes: bool = False,
 ) -> Explanation:
     """Say which kernel `te_mx.gemm(A, B, layout)` runs on, and why every other one declines.
@@ -77,7 +81,8 @@ def explain(
         layout: "TN", "NN" or "NT".
         m, n, k: sizes, when A and B are not given.
         device: device of the problem without tensors; the CPU by default.
-        precision, alignment_spread: as for `te_mx.gemm`; they matter on Hopper GPUs.
+        precision, alignment_spread, split_k: as for `te_mx.gemm`; they matter on Hopper GPUs.
+            Modules cut k only when their recipe says split_k=True.
         classes: also count the tiles of A and B by what aligning their scales makes of them
             (docs/numerics.md): it needs the tensors, works on every device and waits for it.
 
@@ -124,7 +129,12 @@ def explain(
                 f"scales of tiles of 128 x 128 are aligned where they differ by at most "
                 f"2^{alignment_spread}; docs/numerics.md has the error"
             )
-    return Explanation(text, kernel, tuple(declined), "; ".join(filter(None, notes)))
+    parts = 1
+    if kernel == sm90.ADAPTIVE and split_k:
+        parts = _split_k.parts(problem.gpu, problem.n, problem.m, problem.k)
+    if parts > 1:
+        notes.append(f"k is cut into {parts} parts, added up in order (split_k)")
+    return Explanation(text, kernel, tuple(declined), "; ".join(filter(None, notes)), parts)
 
 
 def _problem(

@@ -130,6 +130,13 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         """The bias [out] of every group, or an empty list."""
         return self._each(self._bias_names, self.single_grouped_bias)
 
+    def _held(self, names: tuple[str, ...]) -> tuple[Tensor, ...]:
+        """The parameters of these names, without nn.Module's slow look-up where they are plain."""
+        parameters: Any = self._parameters
+        if all(name in parameters for name in names):
+            return tuple([parameters[name] for name in names])
+        return tuple(getattr(self, name) for name in names)
+
     def _each(self, names: tuple[str, ...], stacked: bool) -> list[Tensor]:
         held = [getattr(self, name) for name in names]
         return list(held[0].detach().unbind(0)) if stacked and held else held
@@ -173,8 +180,7 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
             return self._high_precision(inp, groups, is_first_microbatch)
         if self._is_dropped():
             return self._run_dropped(inp, groups, settings)
-        weights = tuple(getattr(self, name) for name in self._weight_names)
-        biases = tuple(getattr(self, name) for name in self._bias_names)
+        weights, biases = self._held(self._weight_names), self._held(self._bias_names)
         self._check_kind(inp, weights[0].device, weights[0].dtype)
         kept = None
         if self._frozen is not None or is_first_microbatch is not None:
@@ -208,7 +214,7 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         sink = self._sink(held, first, self._wgrad_queue()) if self._routed() else None
         if sink is None:
             stacked = self.single_grouped_weight
-            weights = held[0].unbind(0) if stacked else held
+            weights = held[0] if stacked else held
             each = added[0].unbind(0) if stacked and added else added
             out = unflatten(grouped_plain(flatten(inp), groups, weights, each), inp)
         else:

@@ -14,9 +14,10 @@ from te_mx.context import is_tracing
 
 
 def grouped_plain(
-    x_RK: Tensor, groups: Groups, weights: Sequence[Tensor], biases: Sequence[Tensor]
+    x_RK: Tensor, groups: Groups, weights: Sequence[Tensor] | Tensor, biases: Sequence[Tensor]
 ) -> Tensor:
-    """F.linear on the rows of every group, zeros on rows of no group; [R, N]. No bias: [].
+    """F.linear on the rows of every group, zeros on rows of no group; [R, N]. weights [N, K] of
+    every group, or one tensor [G, N, K]. No bias: [].
 
     A loop over the groups where the host knows them. Elsewhere torch._grouped_mm in bf16, or every
     group on all rows: slower, but nothing waits for the device.
@@ -60,9 +61,16 @@ def _has_grouped_mm(x: Tensor, weight: Tensor, capacity: int) -> bool:
 
 
 def _grouped_mm(
-    x: Tensor, ends: Tensor, row: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
+    x: Tensor,
+    ends: Tensor,
+    row: Tensor,
+    weights: Sequence[Tensor] | Tensor,
+    biases: Sequence[Tensor],
 ) -> Tensor:
-    stacked = torch.stack([w.to(torch.bfloat16) for w in weights])
+    if isinstance(weights, Tensor):
+        stacked = weights.to(torch.bfloat16)
+    else:
+        stacked = torch.stack([w.to(torch.bfloat16) for w in weights])
     inside = row < ends[-1]
     x = torch.where(inside, x.to(torch.bfloat16), 0)
     out = torch._grouped_mm(x, stacked.transpose(-2, -1), offs=ends.int())

@@ -12,17 +12,19 @@ from torch import Tensor
 
 from te_mx.backends import cpu, cpu_memory, reference, sm90, sm90_exact, sm90_layout
 from te_mx.backends.base import Epilogue, GemmParts, Operand
-from te_mx.engine import envelopes, workspace
+from te_mx.engine import envelopes, split_k, workspace
 from te_mx.engine.explain import LAST_RUN, warn_fallback
 from te_mx.ops.library import define, is_direct
 
 
 class Mode(NamedTuple):
     """How a GPU without block-scaled tensor cores multiplies: "adaptive" or "exact", and the
-    alignment spread of the first. CPUs are always exact."""
+    alignment spread of the first; whether it may cut K into parts. CPUs are always exact and never
+    cut."""
 
     precision: str = "adaptive"
     spread: int = sm90_layout.DEFAULT_SPREAD
+    split_k: bool = False
 
 
 _DEFAULT_MODE = Mode()
@@ -61,7 +63,7 @@ def gemm_2d(
         want_aux: False when nobody needs aux, as without a backward pass: it is not written.
         accumulate: add to out.
         tag: when 0 or more, the name of the kernel that ran is kept in `explain.LAST_RUN[tag]`.
-        mode: precision and alignment spread, on GPUs.
+        mode: precision, alignment spread and whether K may be cut, on GPUs.
     """
     if is_direct(b.codes):
         epilogue = Epilogue(bias, gelu, gelu_in, bias_grad, accumulate)
@@ -76,7 +78,7 @@ def gemm_2d(
     sides = (
         a.codes, a.scales, a.packed, a.fmt, a.order, b.codes, b.scales, b.packed, b.fmt, b.order
     )  # fmt: skip
-    rest = (bias, gelu or "", gelu_in, bias_grad or "", mode.precision, mode.spread)
+    rest = (bias, gelu or "", gelu_in, bias_grad or "", *mode)
     kept = (aux_dtype or (out_dtype if out is None else out.dtype)) if want_aux else None
     if out is None:
         out, aux, sums = _OP(*sides, *rest, out_dtype, kept, tag)
@@ -145,7 +147,8 @@ def _on_cuda(
 
     bias_grad = None
     if ran == sm90.ADAPTIVE:
-        done, bias_grad = sm90.gemm(a, b, epilogue, out, aux, mode.spread, scratch)
+        parts = split_k.parts(device.index, n, m, k) if mode.split_k else 1
+        done, bias_grad = sm90.gemm(a, b, epilogue, out, aux, mode.spread, scratch, parts)
         if not done:
             ran = envelopes.REFERENCE
         elif epilogue.bias_grad == "operand":
@@ -227,7 +230,8 @@ _CPU = torch.device("cpu")
 _SIDES = (
     "Tensor a_codes, Tensor a_scales, Tensor? a_packed, str a_fmt, str a_order, "
     "Tensor b_codes, Tensor b_scales, Tensor? b_packed, str b_fmt, str b_order, "
-    "Tensor? bias, str gelu, Tensor? gelu_in, str bias_grad, str precision, int spread"
+    "Tensor? bias, str gelu, Tensor? gelu_in, str bias_grad, "
+    "str precision, int spread, bool split_k"
 )
 
 
@@ -236,13 +240,13 @@ def _make_ops(run: Callable[..., GemmParts]) -> tuple[Callable[..., Any], Callab
 
     def gemm(*args: Any) -> tuple[Tensor, ...]:
         a, b, epilogue, mode = _read(args)
-        out_dtype, aux_dtype, tag = args[16:]
+        out_dtype, aux_dtype, tag = args[17:]
         out = b.codes.new_empty((b.rows, a.rows), dtype=out_dtype)
         return (out, *_present(run(a, b, epilogue, out, aux_dtype, tag, mode)))
 
     def gemm_out(*args: Any) -> tuple[Tensor, ...]:
         a, b, epilogue, mode = _read(args)
-        out, accumulate, aux_dtype, tag = args[16:]
+        out, accumulate, aux_dtype, tag = args[17:]
         epilogue = epilogue._replace(accumulate=accumulate)
         return _present(run(a, b, epilogue, out, aux_dtype, tag, mode))
 
@@ -253,11 +257,11 @@ def _read(args: tuple[Any, ...]) -> tuple[Operand, Operand, Epilogue, Mode]:
     """Operands, epilogue and mode of the arguments that both schemas start with."""
     a_codes, a_scales, a_packed, a_fmt, a_order = args[:5]
     b_codes, b_scales, b_packed, b_fmt, b_order = args[5:10]
-    bias, gelu, gelu_in, bias_grad, precision, spread = args[10:16]
+    bias, gelu, gelu_in, bias_grad = args[10:14]
     a = Operand(a_codes, a_scales, a_fmt, a_order, a_packed)
     b = Operand(b_codes, b_scales, b_fmt, b_order, b_packed)
     epilogue = Epilogue(bias, gelu or None, gelu_in, bias_grad or None)
-    return a, b, epilogue, Mode(precision, spread)
+    return a, b, epilogue, Mode(*args[14:17])
 
 
 def _present(parts: GemmParts) -> tuple[Tensor, ...]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from te_mx.backends import cpu, cpu_grouped, cpu_memory, reference_grouped, sm90, sm90_grouped
 from te_mx.backends import sm90_grouped_layout as packed_layout
+from te_mx.backends import sm90_grouped_weights as plain_weights
 from te_mx.backends.base import Operand, blocks
 from te_mx.backends.grouped import (
     Bounds,
@@ -32,6 +33,7 @@ from te_mx.ops.grouped_quantize import check_offs
 from te_mx.ops.grouped_run import NO_KERNEL, Names, kernels
 from te_mx.ops.grouped_run import run as run_call
 from te_mx.ops.library import define, is_direct
+from te_mx.ops.pack import packed_for_sm90
 
 _DEFAULT_MODE = Mode()
 
@@ -51,7 +53,7 @@ def gemm_rows(
 
     Args:
         a: logical [G, m, k], the weights.
-        b: logical [R, k], "k_last"; or "sm90_rows" when a is "sm90".
+        b: logical [R, k], "k_last"; or "sm90_rows", for which an `a` that is plain is packed.
         offs: int [G].
         bias: [G, m].
         out_dtype: fp32, bf16 or fp16.
@@ -64,7 +66,7 @@ def gemm_rows(
         return run(a, b, offs, bias, out_dtype, capacity, tag, mode)
     return _OP_ROWS(
         a.codes, a.scales, a.packed, a.fmt, a.order, b.codes, b.scales, b.fmt, b.order, offs,
-        bias, out_dtype, capacity, tag, *mode,
+        bias, out_dtype, capacity, tag, mode.precision, mode.spread,
     )  # fmt: skip
 
 
@@ -100,6 +102,9 @@ def _rows_on_cuda(
     if known_to_host(offs):
         host_bounds(offs, capacity, b.rows)  # says what is wrong with them
     out = b.codes.new_empty((b.rows, a.rows), dtype=out_dtype)
+    if a.order != "sm90":
+        offs = sm90_grouped.offs_on_device(offs, out.device)  # once for both kernels
+        a = plain_weights.pack_weights(a, offs, capacity, b.rows, mode.spread)
     sm90_grouped.gemm_rows(a, b, offs, capacity, bias, out)
     if tag >= 0:
         LAST_RUN[tag] = sm90.ADAPTIVE
@@ -136,13 +141,14 @@ def _rows_loop(
         out[at:start].zero_()
         at = end
         if end > start:
-            own = (
-                rows_of(b, start, end)
-                if b.order == "k_last"
-                else packed_layout.rows_of(b, start, end, i)
-            )
+            weight, own = a.group(i), b
+            if b.order == "k_last":
+                own = rows_of(b, start, end)
+            else:
+                own = packed_layout.rows_of(b, start, end, i)
+                weight = packed_for_sm90(weight, mode.spread)
             gemm_2d(
-                a.group(i), own, bias=None if bias is None else bias[i],
+                weight, own, bias=None if bias is None else bias[i],
                 out=out[start:end], out_dtype=out.dtype, tag=ran.tag, mode=mode,
             )  # fmt: skip
             ran.note()
@@ -158,8 +164,21 @@ def _checked_rows(
     groups, m, k = a.groups, a.rows, a.k
     if bias is not None and bias.shape != (groups, m):
         raise ValueError(f"bias must be [{groups}, {m}], got {tuple(bias.shape)}")
+    if a.order != "sm90":
+        a = _checked_plain(a)
     if "sm90" in (a.order, b.order[:4]):
         return _checked_packed_rows(a, b)
+    if b.order != "k_last" or b.k != k or b.scales.shape != (b.rows, blocks(k)):
+        raise ValueError(
+            f"b must be k_last [R, {k}] with scales [R, {blocks(k)}], got {b.order} "
+            f"{tuple(b.codes.shape)} and {tuple(b.scales.shape)}"
+        )
+    return a, b._replace(codes=b.codes.contiguous(), scales=b.scales.contiguous())
+
+
+def _checked_plain(a: StackedOperand) -> StackedOperand:
+    """Plain weights with contiguous parts."""
+    groups, m, k = a.groups, a.rows, a.k
     k_last = a.order == "k_last"
     expected = (groups, m, blocks(k)) if k_last else (groups, blocks(k), m)
     if a.scales.shape != expected:
@@ -167,24 +186,20 @@ def _checked_rows(
             f"a: {a.order} codes {tuple(a.codes.shape)} need scales {expected}, got "
             f"{tuple(a.scales.shape)}"
         )
-    if b.order != "k_last" or b.k != k or b.scales.shape != (b.rows, blocks(k)):
-        raise ValueError(
-            f"b must be k_last [R, {k}] with scales [R, {blocks(k)}], got {b.order} "
-            f"{tuple(b.codes.shape)} and {tuple(b.scales.shape)}"
-        )
-    a = a._replace(codes=a.codes.contiguous(), scales=a.scales.contiguous())
-    return a, b._replace(codes=b.codes.contiguous(), scales=b.scales.contiguous())
+    return a._replace(codes=a.codes.contiguous(), scales=a.scales.contiguous())
 
 
 def _checked_packed_rows(a: StackedOperand, b: Operand) -> tuple[StackedOperand, Operand]:
-    """The same of packed operands, which lie as the quantizer left them."""
+    """The same of packed tokens, which lie as the quantizer left them, and weights that are packed
+    or will be."""
     groups, m, k = a.groups, a.rows, a.k
     codes, words = sm90_grouped.weights_shapes(groups, m, k)
     strides = (codes[1] * codes[2], codes[2], 1)
-    if a.order != "sm90" or a.scales.shape != words or (m > 1 and a.codes.stride() != strides):
+    lies = m <= 1 or a.codes.stride() == strides
+    if a.order == "sm90" and (a.scales.shape != words or not lies):
         raise ValueError(
             f"a must be packed: codes {(groups, m, k)} with strides {strides} and scales {words}, "
-            f"got order {a.order}, strides {a.codes.stride()} and scales {tuple(a.scales.shape)}"
+            f"got strides {a.codes.stride()} and scales {tuple(a.scales.shape)}"
         )
     row, row_words = packed_layout.shapes_rows(b.rows, k, groups)
     lies = b.rows <= 1 or b.codes.stride() == (row[1], 1)

@@ -1,4 +1,4 @@
-"""te_mx::quantize_weights: the weights of all groups in one call."""
+"""te_mx::quantize_weights, te_mx::columns_of_weights: the weights of all groups in one call."""
 
 from __future__ import annotations
 
@@ -7,33 +7,35 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from te_mx.backends import cpu, cpu_grouped, sm90, sm90_grouped
+from te_mx.backends import cpu, cpu_grouped, sm90, sm90_grouped, sm90_grouped_weights
 from te_mx.backends.base import PLAIN, blocks
 from te_mx.backends.grouped import StackedOperand
+from te_mx.ops.dequantize import dequantize_2d
 from te_mx.ops.library import define, is_direct
 from te_mx.ops.quantize import quantize_2d
 
 
 def quantize_weights(
-    weights: Sequence[Tensor],
+    weights: Sequence[Tensor] | Tensor,
     fmt: str,
     *,
     columnwise: bool,
     scale_rule: str,
     spread: int = PLAIN,
 ) -> tuple[StackedOperand, StackedOperand | None]:
-    """Quantize the weights of all groups, each [rows, cols]: the operand for fprop, and the one for
-    dgrad if `columnwise`.
+    """Quantize the weights of all groups, each [rows, cols] or all in one tensor [G, rows, cols]:
+    the operand for fprop, and the one for dgrad if `columnwise`.
 
     Every weight gives the bytes of quantize_2d. A spread of 0 to 8 packs for Hopper, as operands of
     order "sm90"; weights are then not empty.
     """
-    weights = list(weights)
-    if is_direct(weights[0]):
-        run = _weights_on_cpu if weights[0].is_cpu else _weights_on_cuda
-        parts = run(weights, fmt, columnwise, scale_rule, spread)
+    first = weights[0]
+    if not is_direct(first):
+        parts = _OP_WEIGHTS(list(weights), fmt, columnwise, scale_rule, spread)
+    elif first.is_cpu:
+        parts = _weights_on_cpu(list(weights), fmt, columnwise, scale_rule, spread)
     else:
-        parts = _OP_WEIGHTS(weights, fmt, columnwise, scale_rule, spread)
+        parts = _weights_on_cuda(weights, fmt, columnwise, scale_rule, spread)
     orders = ("sm90", "sm90") if spread >= 0 else ("k_last", "k_first")
     col = StackedOperand(parts[2], parts[3], fmt, orders[1]) if columnwise else None
     return StackedOperand(parts[0], parts[1], fmt, orders[0]), col
@@ -50,11 +52,11 @@ def _weights_on_cpu(
 
 
 def _weights_on_cuda(
-    weights: list[Tensor], fmt: str, columnwise: bool, rule: str, spread: int
+    weights: Sequence[Tensor] | Tensor, fmt: str, columnwise: bool, rule: str, spread: int
 ) -> list[Tensor]:
     first = weights[0]
-    if spread < 0 or first.numel() == 0 or sm90.problem(first.device.index) is not None:
-        return _weights_loop(weights, fmt, columnwise, rule, spread)
+    if first.numel() == 0 or sm90.problem(first.device.index) is not None:
+        return _weights_loop(list(weights), fmt, columnwise, rule, spread)
     return sm90_grouped.quantize_weights(weights, fmt, columnwise, rule, spread)
 
 
@@ -104,4 +106,65 @@ _OP_WEIGHTS = define(
     cuda=_weights_on_cuda,
     other=_weights_loop,
     fake=_weights_fake,
+)
+
+
+# ----------------------------------------------------------------------------------------- one copy
+def columns_of_weights(row: StackedOperand, scale_rule: str, spread: int = PLAIN) -> StackedOperand:
+    """The operand for dgrad of weights of which only plain rowwise codes are left: what they decode
+    to (in bf16, exact above 2^-133), quantized along the columns.
+
+    Args:
+        row: order "k_last", logical [G, rows, cols]; the result is logical [G, cols, rows].
+        scale_rule, spread: as for quantize_weights.
+    """
+    run = _OP_COLUMNS
+    if is_direct(row.codes):
+        run = _columns_on_cpu if row.codes.is_cpu else _columns_on_cuda
+    codes, scales = run(row.codes, row.scales, row.fmt, scale_rule, spread)
+    return StackedOperand(codes, scales, row.fmt, "k_first" if spread < 0 else "sm90")
+
+
+def _columns_on_cuda(
+    codes: Tensor, scales: Tensor, fmt: str, rule: str, spread: int
+) -> tuple[Tensor, Tensor]:
+    if spread < 0 or codes.numel() == 0 or sm90.problem(codes.device.index) is not None:
+        return _columns_loop(codes, scales, fmt, rule, spread)
+    plain = codes.contiguous(), scales.contiguous()
+    return sm90_grouped_weights.columns_of_weights(*plain, fmt, rule, spread)
+
+
+def _columns_loop(
+    codes: Tensor, scales: Tensor, fmt: str, rule: str, spread: int
+) -> tuple[Tensor, Tensor]:
+    form = "plain" if spread < 0 else "transposed"
+    made = []
+    for code, scale in zip(codes, scales, strict=True):
+        values = dequantize_2d(code, scale, fmt, "k_last", torch.bfloat16)
+        q = quantize_2d(values, fmt, rowwise=False, columnwise=form, scale_rule=rule, spread=spread)
+        made.append((q.col_codes, q.col_scales))
+    stacks = [torch.stack(parts) for parts in zip(*made, strict=True)]
+    return (stacks[0] if spread < 0 else _padded(stacks[0])), stacks[1]
+
+
+_columns_on_cpu = _columns_loop
+
+
+def _columns_fake(
+    codes: Tensor, scales: Tensor, fmt: str, rule: str, spread: int
+) -> tuple[Tensor, Tensor]:
+    groups, rows, cols = codes.shape
+    if spread < 0:
+        return codes.new_empty(codes.shape), scales.new_empty((groups, blocks(rows), cols))
+    shape, words = sm90_grouped.weights_shapes(groups, cols, rows)
+    return codes.new_empty(shape)[..., :rows], codes.new_empty(words, dtype=torch.int32)
+
+
+_OP_COLUMNS = define(
+    "columns_of_weights(Tensor codes, Tensor scales, str fmt, str scale_rule, int spread)"
+    " -> (Tensor, Tensor)",
+    cpu=_columns_on_cpu,
+    cuda=_columns_on_cuda,
+    other=_columns_loop,
+    fake=_columns_fake,
 )

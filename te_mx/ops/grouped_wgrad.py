@@ -7,7 +7,7 @@ Every group has the bits of its own gemm_2d; offsets are as for quantize_grouped
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -72,9 +72,50 @@ def gemm_k(
     else:
         _OP_K(
             a.codes, a.scales, a.fmt, b.codes, b.scales, b.fmt, b.order, offs, out, accumulate,
-            capacity, rows, tag, *mode,
+            capacity, rows, tag, mode.precision, mode.spread,
         )  # fmt: skip
     return out
+
+
+def gemm_k_into(
+    a: Operand, b: Operand, offs: Tensor, outs: Sequence[Tensor], accumulate: bool, *,
+    capacity: int = 0, rows: int | None = None, tag: int = -1,
+) -> bool:  # fmt: skip
+    """gemm_k with a contiguous tensor [n, m] for each group.
+
+    False where no kernel reaches them in one launch, and nothing was done: on anything but Hopper,
+    under torch.compile and other watchers, for tensors of several dtypes, and where their addresses
+    are not whole rows apart.
+    """
+    if not is_direct(b.codes) or len({out.dtype for out in outs}) > 1:
+        return False
+    run = _into_on_cpu if b.codes.is_cpu else _into_on_cuda
+    return run(a, b, offs, outs, accumulate, capacity, a.k if rows is None else rows, tag)
+
+
+def _into_on_cpu(*args: Any) -> bool:
+    return False
+
+
+def _into_on_cuda(
+    a: Operand, b: Operand, offs: Tensor, outs: Sequence[Tensor], accumulate: bool, capacity: int,
+    rows: int, tag: int,
+) -> bool:  # fmt: skip
+    if b.order != "sm90_k" or sm90.problem(b.codes.device.index) is not None:
+        return False
+    places = sm90_grouped.places_of(outs)
+    if places is None:
+        return False
+    a, b = _checked_k(a, b, offs, outs, rows)
+    if known_to_host(offs):
+        host_bounds(offs, capacity, rows)
+    sm90_grouped.gemm_k(a, b, offs, capacity, rows, places[0], accumulate, places[1])
+    for out in outs:
+        if not out.is_inference():
+            torch.autograd.graph.increment_version(out)
+    if tag >= 0:
+        LAST_RUN[tag] = sm90.ADAPTIVE
+    return True
 
 
 def _k_on_cpu(
@@ -147,9 +188,9 @@ def _k_loop(
 
 
 def _checked_k(
-    a: Operand, b: Operand, offs: Tensor, out: Tensor, rows: int
+    a: Operand, b: Operand, offs: Tensor, out: Tensor | Sequence[Tensor], rows: int
 ) -> tuple[Operand, Operand]:
-    check_offs(offs)
+    check_offs(offs, None if isinstance(out, Tensor) else len(out))
     packed = "sm90_k" in (a.order, b.order)
     for name, side in (("a", a), ("b", b)):
         codes: tuple[int, ...] = (rows, side.rows)
@@ -165,9 +206,10 @@ def _checked_k(
             )
     if a.k != b.k:
         raise ValueError(f"a and b must have the same k, got {a.k} and {b.k}")
-    shape = (len(offs), b.rows, a.rows)
-    if out.shape != shape or not out.is_contiguous():
-        raise ValueError(f"out must be contiguous {shape}, got {tuple(out.shape)}")
+    shape = (len(offs), b.rows, a.rows) if isinstance(out, Tensor) else (b.rows, a.rows)
+    for one in [out] if isinstance(out, Tensor) else out:
+        if one.shape != shape or not one.is_contiguous():
+            raise ValueError(f"out must be contiguous {shape}, got {tuple(one.shape)}")
     a = a._replace(codes=a.codes.contiguous(), scales=a.scales.contiguous())
     return a, b._replace(codes=b.codes.contiguous(), scales=b.scales.contiguous())
 

@@ -44,9 +44,9 @@ def define(
     return getattr(torch.ops.te_mx, name).default
 
 
-def is_direct(x: Tensor) -> bool:
-    """Whether x may go straight to an implementation: a plain CPU or CUDA tensor and nobody who
-    watches the dispatcher.
+def is_direct(x: Tensor, other: Tensor | None = None) -> bool:
+    """Whether x, and another one, may go straight to an implementation: plain CPU or CUDA tensors
+    and nobody who watches the dispatcher.
 
     Watchers are torch.compile, dispatch and function modes, functorch transforms, jit tracing and
     the profiler.
@@ -55,6 +55,7 @@ def is_direct(x: Tensor) -> bool:
         not torch.compiler.is_compiling()
         and (type(x) is Tensor or type(x) is Parameter)
         and (x.is_cpu or x.is_cuda)
+        and (other is None or type(other) is Tensor or type(other) is Parameter)
         and _dispatch_modes() == 0
         and _function_modes() == 0
         and _functorch_level() is None

@@ -44,13 +44,20 @@ def standing_2d(operand: Operand, role: str, mode: Mode) -> Operand:
         return operand
     codes = operand.codes
     if codes.is_cuda and not torch.compiler.is_compiling():
-        form = layout.gemm_form(codes.device, *mode)
+        form = layout.gemm_form(codes.device, mode.precision, mode.spread)
         if form.spread < 0 or codes.numel() == 0:
             return operand
-        plain = (codes, operand.scales, operand.fmt, operand.order)
-        packed_codes, words = _OP_SM90(*plain, form.spread)
-        return Operand(packed_codes, words, operand.fmt, "sm90")
+        return packed_for_sm90(operand, form.spread)
     return operand._replace(packed=pack_2d(operand, role))
+
+
+def packed_for_sm90(operand: Operand, spread: int) -> Operand:
+    """An operand as one of order "sm90"."""
+    if operand.order == "sm90":
+        return operand
+    plain = (operand.codes, operand.scales, operand.fmt, operand.order)
+    packed_codes, words = _OP_SM90(*plain, spread)
+    return Operand(packed_codes, words, operand.fmt, "sm90")
 
 
 def _on_cpu(

@@ -177,6 +177,47 @@ def gemm(config: int) -> int:
     return count
 
 
+def split() -> int:
+    """K in parts: both kinds of blocks, every class of tiles, every epilogue."""
+    import sm90_calls as calls
+    import torch
+
+    count = 0
+    kinds = ("gaussian", "rows", "spread", "mixed", "huge")
+    for shape, parts in (((130, 201, 1100), 3), ((60, 264, 1900), 2), ((300, 75, 896), 7)):
+        m, n, k = shape
+        sides = [
+            {kind: calls.operand(calls.data(r, k, kind, torch.float32), "e4m3") for kind in kinds}
+            for r in (m, n)
+        ]
+        pairs = [(kind, other) for kind in kinds for other in ("gaussian", kind)]
+        for one, two in [*pairs, ("gaussian", "rows"), ("gaussian", "spread")]:
+            calls.gemm(sides[0][one], sides[1][two], shape, parts=parts)
+            count += 1
+        pair = sides[0]["gaussian"], sides[1]["gaussian"]
+        bias = torch.randn(n, device="cuda")
+        for dtype in (torch.bfloat16, torch.float32, torch.float16):
+            square = torch.randn(m, n, device="cuda").to(dtype)
+            sums = torch.empty_like(bias)
+            for epilogue in (
+                {"out_dtype": dtype, "bias": bias.to(dtype)},
+                {"out": square.clone(), "accumulate": True},
+                {"out": torch.empty(m, n + 3, device="cuda", dtype=dtype)[:, 1 : n + 1]},
+                {"out_dtype": dtype, "bias_grad": sums, "gelu": "tanh", "gelu_in": square},
+                {"out_dtype": dtype, "gelu": "erf", "aux": torch.empty_like(square)},
+            ):
+                calls.gemm(*pair, shape, parts=parts, **epilogue)
+                count += 1
+    for formats in itertools.product(FORMATS, FORMATS):
+        packed = [
+            calls.operand(calls.data(r, 512, "gaussian", torch.float32), fmt)
+            for r, fmt in zip((130, 70), formats, strict=True)
+        ]
+        calls.gemm(*packed, (130, 70, 512), formats, parts=2)
+        count += 1
+    return count
+
+
 def whole_gemms(precision: str) -> int:
     """Through te_mx.gemm and te_mx.Linear: packing in the call, few tiles with a long k."""
     import torch
@@ -199,6 +240,7 @@ PARTS = {
     "pack": pack_and_dequantize,
     "fused": fused,
     **{f"gemm{config}": functools.partial(gemm, config) for config in range(6)},
+    "split": split,
     "adaptive": functools.partial(whole_gemms, "adaptive"),
     "exact": functools.partial(whole_gemms, "exact"),
 }

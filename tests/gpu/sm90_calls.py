@@ -161,8 +161,10 @@ def gemm(
     gelu_in=None,
     bias_grad=None,
     config=-1,
+    parts=1,
 ):
-    """D [M, N] = lhs [M, K] @ rhs [N, K].T with the epilogue; shape is (M, N, K)."""
+    """D [M, N] = lhs [M, K] @ rhs [N, K].T with the epilogue; shape is (M, N, K), and K is cut into
+    parts."""
     m, n, k = shape
     if out is None:
         out = torch.full((m, n), math.nan, dtype=out_dtype, device="cuda")
@@ -193,9 +195,11 @@ def gemm(
         dtype(gelu_in),
         address(bias_grad),
     )
-    size = native().workspace_bytes(problem, epilogue, config)
-    guard = torch.full((size // 4 + 64,), -123.0, device="cuda")
-    assert native().gemm(problem, epilogue, address(guard), size, config, stream()) == 0
+    size = native().workspace_bytes(problem, epilogue, config, parts=parts)
+    guard = torch.full((size // 4 + 64,), math.nan, device="cuda")
+    guard[size // 4 :] = -123.0
+    call = (problem, epilogue, address(guard), size, config, stream())
+    assert native().gemm(*call, parts=parts) == 0
     torch.cuda.synchronize()
     assert (guard[size // 4 :] == -123.0).all(), "the GEMM wrote behind its workspace"
     return out

@@ -14,6 +14,8 @@ from te_mx.nn import activations
 from te_mx.ops import fused_run
 from te_mx.ops.fused import act_quantize_2d, dact_quantize_2d, norm_backward_2d, norm_quantize_2d
 
+pytestmark = pytest.mark.usefixtures("poisoned")
+
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = (BF16, F32, F16)
 # Whole tiles; tails in both directions; 8 columns that straddle the halves; odd; long rows; one.
@@ -50,18 +52,6 @@ def same_parts(got, values, wanted):
     if wanted.col_sum:
         exact, size = values.double().sum(0), values.double().abs().sum(0)
         assert ((got.col_sum.double() - exact).abs() <= len(values) * 2.0**-24 * size).all()
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch):
-    """Memory that nobody wrote shows."""
-    empty = torch.empty
-
-    def fill(*args, **kwargs):
-        made = empty(*args, **kwargs)
-        return made.view(torch.uint8).fill_(0xA5).view(made.dtype) if made.numel() else made
-
-    monkeypatch.setattr(torch, "empty", fill)
 
 
 # ------------------------------------------------------------------------------------ normalization
@@ -128,6 +118,17 @@ def test_normalization_of_rows_apart():
         same(got.z, reference_fused.normalize(part, w, w, norm, BF16)[2])
         same_parts(got.quantized, got.z, FORMS[0])
         back = (part, part, w, got.mean, got.rstd, BF16)
+        same(norm_backward_2d(*back)[0], reference_fused.normalize_backward(*back)[0])
+
+
+def test_weights_that_lie_anywhere():
+    x = randn(150, 648)
+    for offset in (0, 1, 2):
+        weight, bias = (randn(2, 652, dtype=F32, seed=offset)[i, offset:][:648] for i in (0, 1))
+        norm = Norm("LayerNorm", 1e-5)
+        mean, rstd, z = reference_fused.normalize(x, weight, bias, norm, BF16)
+        same(norm_quantize_2d(x, weight, bias, norm, BF16, want_z=True, wanted=FORMS[0]).z, z)
+        back = (x, x, weight, mean, rstd, BF16)
         same(norm_backward_2d(*back)[0], reference_fused.normalize_backward(*back)[0])
 
 

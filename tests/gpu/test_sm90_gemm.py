@@ -97,12 +97,17 @@ def test_alignment_error_against_the_mx_values(pair):
 @pytest.mark.parametrize("shape", [(300, 264, 256), (129, 75, 96), (512, 512, 512)], ids=str)
 @pytest.mark.parametrize("config", configs())
 def test_epilogues_are_exact_functions_of_the_fp32_sums(config, shape, dtype):
+    assert_epilogues(shape, dtype, calls.native().config_full(config), config=config)
+
+
+def assert_epilogues(shape, dtype, full, **how):
+    """Every epilogue of one product, made in a way that `how` names; full: with GELU too."""
     m, n, k = shape
     pa = calls.operand(calls.data(m, k, "gaussian", torch.float32, 3), "e4m3")
     pb = calls.operand(calls.data(n, k, "gaussian", torch.float32, 4) * 0.1, "e4m3")
 
     def run(**kwargs):
-        return calls.gemm(pa, pb, shape, config=config, **kwargs)
+        return calls.gemm(pa, pb, shape, **how, **kwargs)
 
     base = run(out_dtype=torch.float32)
     assert torch.equal(base, run(out_dtype=torch.float32))
@@ -111,7 +116,7 @@ def test_epilogues_are_exact_functions_of_the_fp32_sums(config, shape, dtype):
         assert torch.equal(run(out_dtype=dtype, bias=bias), (base + bias.float()).to(dtype))
     old = torch.randn(m, n, device="cuda").to(dtype)
     assert torch.equal(run(out=old.clone(), accumulate=True), (base + old.float()).to(dtype))
-    if not calls.native().config_full(config):
+    if not full:
         return
     for gelu, approximate in (("tanh", "tanh"), ("erf", "none")):
         aux = torch.full((m, n), math.nan, dtype=dtype, device="cuda")

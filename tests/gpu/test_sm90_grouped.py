@@ -142,7 +142,7 @@ def test_quantizer_gives_the_bytes_of_each_group_alone(case, kind, capacity):
 
 
 @pytest.mark.parametrize("config", [-1, 0, 1])
-@pytest.mark.parametrize("case", enumerate(SPLITS), ids=str)
+@pytest.mark.parametrize("case", list(enumerate(SPLITS)), ids=str)
 @pytest.mark.parametrize("capacity", [False, True])
 def test_products_have_the_bits_of_single_ones(case, capacity, config):
     number, (splits, behind, k, n) = case

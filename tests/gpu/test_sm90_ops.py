@@ -184,7 +184,7 @@ def test_ops_keep_the_rules_of_torch(spread):
     order = "k_last" if spread == PLAIN else "sm90"
     side = (q.row_codes, q.row_scales, None, "e4m3", order)
     for precision in ("adaptive", "exact") if spread == PLAIN else ("adaptive",):
-        rest = (None, "", None, "", precision, 8, torch.bfloat16, torch.bfloat16, -1)
+        rest = (None, "", None, "", precision, 8, True, torch.bfloat16, torch.bfloat16, -1)
         torch.library.opcheck(
             torch.ops.te_mx.gemm.default, (*side, *side, *rest), test_utils=checks
         )

@@ -125,6 +125,7 @@ struct GemmArgs {
   void* workspace;   // 16-byte aligned
   int64_t workspace_bytes;
   int config;  // -1: chosen by the cost model; else an index below config_count()
+  int parts;   // of K, at most one for every 128, added up in order; 0 or 1: K in one piece
   void* stream;
 };
 

@@ -38,9 +38,17 @@ Status upload_ends(const int64_t* ends, int64_t count, int32_t* to, void* stream
 // is [count, cols] and a.col_sum_ws [group_tiles, cols].
 Status quantize_grouped(const QuantizeArgs& a, const Groups& groups);
 
-// Matrices xs[i], each [rows, cols], to packed operands behind each other from a.row_packed and
-// a.col_packed on. `xs` lies in host memory; a.x is not read.
+// Matrices xs[i], each [rows, cols], to what `a` asks for, packed or plain, that of all matrices
+// behind each other. `xs` lies in host memory; a.x is not read.
 Status quantize_stacked(const QuantizeArgs& a, const void* const* xs, int64_t count);
+
+// Plain weights, one operand [rows, k] a group, to packed ones. Those of groups without rows are
+// not written.
+Status pack_stacked(const PackArgs& a, const Groups& groups);
+
+// Plain matrices [rows, k], k last, to the packed operands [k, rows] of their columns: what the
+// codes decode to (in bf16) quantized again.
+Status columns_of_stacked(const PackArgs& a, ScaleRule rule, int64_t count);
 
 // out[rows of group i] = lhs[rows of group i] @ rhs_i[n, k]^T + bias[i]; rows of no group become 0.
 // lhs: tokens by rows, m = groups.rows; rhs: weights; bias [count, n]. Plain epilogues only.
@@ -48,7 +56,10 @@ Status gemm_rows(const GemmArgs& a, const Groups& groups);
 
 // out[i] (+)= lhs[m, K of group i] @ rhs[n, K of group i]^T, out [count, m, n] with rows ldo apart;
 // zeros for a group without rows. Both sides: tokens by K. a.k is not read; no bias.
-Status gemm_k(const GemmArgs& a, const Groups& groups);
+// first_rows, in host memory: out[i] begins that many rows of ldo behind a.out instead of i * m.
+Status gemm_k(const GemmArgs& a, const Groups& groups, const int32_t* first_rows = nullptr);
+
+inline constexpr int kMostPlaces = 256;  // groups of a call with first_rows
 
 int grouped_config_count();
 const char* grouped_config_name(int config);

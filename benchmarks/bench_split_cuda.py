@@ -1,0 +1,80 @@
+"""GEMMs with few tiles and a long K on a Hopper GPU: K in parts against K in one piece and cuBLAS.
+
+What Python costs would hide what is measured, so a call replays a CUDA graph of products, one for
+each set of operands, packed before.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+import te_mx
+from benchmarks.gpu import GpuContext
+from benchmarks.row import Row
+from benchmarks.timing import Call, interleaved
+from te_mx import ops
+
+# M, N, K: square, and few tokens on a layer of a model.
+SPLIT = [
+    (512, 512, 16384),
+    (1024, 1024, 16384),
+    (256, 4096, 16384),
+    (128, 4096, 14336),
+    (16, 4096, 14336),
+    (256, 256, 8192),
+]
+QUICK = (32, 48, 256)
+
+
+def split(context: GpuContext) -> Iterator[Row]:
+    for shape in context.pick(SPLIT, [QUICK]):
+        m, n, k = shape
+        sets = context.sets(m * k + n * k)
+        plain = [
+            (context.randn(m, k, seed=2 * i), context.randn(n, k, seed=2 * i + 1))
+            for i in range(sets)
+        ]
+        packed = [tuple(map(_packed, pair)) for pair in plain]
+
+        def ours(mode: ops.Mode, packed: list = packed) -> None:
+            for lhs, rhs in packed:
+                ops.gemm_2d(rhs, lhs, out_dtype=torch.bfloat16, mode=mode)
+
+        def bf16(plain: list = plain) -> None:
+            for lhs, rhs in plain:
+                torch.mm(lhs, rhs.t())
+
+        calls = {
+            "ours": _replayed(context, lambda: ours(ops.Mode(split_k=True))),
+            "K in one piece": _replayed(context, lambda: ours(ops.Mode())),
+            "cuBLAS bf16": _replayed(context, bf16),
+        }
+        times = interleaved(calls, context.effort, clock=context.clock)
+        seconds = times.seconds("ours") / sets
+        said = te_mx.explain(m=n, n=m, k=k, device=context.device)
+        for peer in list(calls)[1:]:
+            yield Row(
+                "gemm few tiles", f"{m} {n} {k}", f"{said.kernel} / {said.parts}", seconds * 1e6,
+                *context.compute(2 * m * n * k, seconds), peer, times.ratio(peer, "ours"),
+                peer_rate=f"{times.seconds(peer) / sets * 1e6:.1f} us",
+            )  # fmt: skip
+
+
+def _packed(x: torch.Tensor) -> ops.Operand:
+    parts = ops.quantize_2d(x, "e4m3", rowwise=True, columnwise=None, scale_rule="rceil", spread=8)
+    return ops.Operand(parts.row_codes, parts.row_scales, "e4m3", "sm90")  # type: ignore[arg-type]
+
+
+def _replayed(context: GpuContext, work: Callable[[], None]) -> Call:
+    """A call of work as a CUDA graph; as it is where there are none."""
+    if context.device.type != "cuda":
+        return lambda i: work()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return lambda i: graph.replay()

@@ -1,0 +1,58 @@
+// Launches one instance of the GEMM with K in parts: its sums go to the workspace.
+#pragma once
+
+#include "gemm_launch.cuh"
+#include "gemm_split.cuh"
+
+namespace te_mx::sm90 {
+
+template <class Config, tile::Fp8 kLhs, tile::Fp8 kRhs>
+Status launch_split(const GemmArgs& a, const Device& device) {
+  const auto kernel = gemm_kernel<Config, kLhs, kRhs, Epilogue::plain, SplitParams>;
+  static ClusterCount counts;
+  const int blocks_at_once = counts.of(device.index, reinterpret_cast<const void*>(kernel),
+                                       Config::kThreads, Config::kSmem, Config::kCluster);
+  if (blocks_at_once == 0) return Status::unsupported;
+  const SplitRoom room = split_room(a);
+  SplitParams p{};
+  p.lhs_scales = a.lhs.scales, p.rhs_scales = a.rhs.scales;
+  p.lhs_tiles = static_cast<int>(packed_tiles(a.m)),
+  p.rhs_tiles = static_cast<int>(packed_tiles(a.n));
+  p.k_steps = static_cast<int>((a.k + 127) / 128);
+  p.m_blocks = static_cast<int>((a.m + Config::kM - 1) / Config::kM);
+  p.n_blocks = static_cast<int>((a.n + Config::kN - 1) / Config::kN);
+  p.group = group_size(blocks_at_once, Config::kM, Config::kN);
+  p.parts = a.parts, p.m = static_cast<int>(a.m), p.rows = static_cast<int>(room.rows);
+  EpilogueParams& e = p.epilogue;
+  e.out = a.workspace, e.ldo = room.pitch, e.out_dtype = DType::f32;
+  e.m = static_cast<int>(a.parts * room.rows), e.n = static_cast<int>(a.n);
+
+  using namespace mxtile::sm90;
+  CUtensorMap lhs_map, rhs_map, sums_map;
+  const int64_t ld = packed_ld(a.k);
+  if (!tensor_map_2d(lhs_map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, a.lhs.codes, a.m, a.k, ld,
+                     Config::kM) ||
+      !tensor_map_2d(rhs_map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, a.rhs.codes, a.n, a.k, ld,
+                     Config::kN) ||
+      !tensor_map_2d(sums_map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, a.workspace, a.parts * room.rows,
+                     room.pitch, room.pitch * 4, 64)) {
+    return Status::unsupported;
+  }
+  const int64_t blocks = static_cast<int64_t>(p.m_blocks) * p.n_blocks * a.parts;
+  return start<Config>(kernel, p, lhs_map, rhs_map, sums_map, {}, blocks, blocks_at_once, a.stream);
+}
+
+// The four pairs of formats of one configuration.
+template <class Config>
+Status launch_split_any(const GemmArgs& a, const Device& device) {
+  using tile::Fp8;
+  constexpr Fp8 k4 = Fp8::e4m3, k5 = Fp8::e5m2;
+  if (a.lhs_fmt == Format::e4m3) {
+    return a.rhs_fmt == Format::e4m3 ? launch_split<Config, k4, k4>(a, device)
+                                     : launch_split<Config, k4, k5>(a, device);
+  }
+  return a.rhs_fmt == Format::e4m3 ? launch_split<Config, k5, k4>(a, device)
+                                   : launch_split<Config, k5, k5>(a, device);
+}
+
+}  // namespace te_mx::sm90

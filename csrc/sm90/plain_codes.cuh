@@ -1,0 +1,46 @@
+// Reading plain MX codes: the part of a tile that belongs to one thread.
+#pragma once
+
+#include <cstdint>
+
+namespace te_mx::sm90 {
+
+// kRows rows of kBytes codes, `step` rows apart, whose first is at `from`; of `rows` by `cols`
+// codes that exist, the others are zero.
+template <int kRows, int kBytes>
+__device__ __forceinline__ void load_codes(uint32_t (&w)[kRows][kBytes / 4], const uint8_t* from,
+                                           int64_t ld, int step, int rows, int cols, bool vectors,
+                                           uint8_t* slot) {
+  if (cols <= 0) rows = 0;
+  if (vectors) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i, from += step * ld) {
+      uint4 v = make_uint4(0, 0, 0, 0);
+      if (step * i < rows) {
+        if constexpr (kBytes == 16) {
+          v = __ldg(reinterpret_cast<const uint4*>(from));
+        } else {
+          const uint2 two = __ldg(reinterpret_cast<const uint2*>(from));
+          v.x = two.x, v.y = two.y;
+        }
+      }
+      w[i][0] = v.x, w[i][1] = v.y;
+      if constexpr (kBytes == 16) w[i][2] = v.z, w[i][3] = v.w;
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int i = 0; i < kRows; ++i, from += step * ld) {
+#pragma unroll 1
+    for (int j = 0; j < kBytes; ++j)
+      slot[kBytes * i + j] = step * i < rows && j < cols ? from[j] : 0;
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+    for (int j = 0; j < kBytes / 4; ++j)
+      w[i][j] = reinterpret_cast<const uint32_t*>(slot)[kBytes / 4 * i + j];
+  }
+}
+
+}  // namespace te_mx::sm90

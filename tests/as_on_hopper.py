@@ -1,0 +1,56 @@
+"""Grouped layers as on Hopper, on any machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import fake_sm90_grouped
+import pytest
+
+from te_mx import ops
+from te_mx.autograd import operands as autograd_operands
+from te_mx.backends import sm90
+from te_mx.ops import grouped_gemm, grouped_quantize, grouped_weights, grouped_wgrad
+
+
+def ask_for_hoppers_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules ask for operands as they do on Hopper."""
+    monkeypatch.setattr(
+        autograd_operands, "gemm_form", lambda device, precision, spread: ops.GemmForm(
+            "transposed", spread if precision == "adaptive" else ops.PLAIN
+        ),
+    )  # fmt: skip
+
+
+NATIVE = (
+    "quantize_grouped", "quantize_stacked", "pack_stacked", "columns_of_stacked", "gemm_rows",
+    "gemm_k",
+)  # fmt: skip
+
+
+def call_the_stand_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """CPU tensors go to the stand-in for the native module. Returns a list to which the names of
+    native calls are added as they come, but of upload_ends."""
+    monkeypatch.setattr(sm90, "_native", fake_sm90_grouped)
+    monkeypatch.setattr(sm90, "_problems", {None: None})
+    monkeypatch.setattr(sm90, "stream", lambda index: 0)
+    monkeypatch.setattr(grouped_quantize, "_on_cpu", grouped_quantize._on_cuda)
+    monkeypatch.setattr(grouped_weights, "_weights_on_cpu", grouped_weights._weights_on_cuda)
+    monkeypatch.setattr(grouped_weights, "_columns_on_cpu", grouped_weights._columns_on_cuda)
+    monkeypatch.setattr(grouped_gemm, "_rows_on_cpu", grouped_gemm._rows_on_cuda)
+    monkeypatch.setattr(grouped_wgrad, "_k_on_cpu", grouped_wgrad._k_on_cuda)
+    monkeypatch.setattr(grouped_wgrad, "_into_on_cpu", grouped_wgrad._into_on_cuda)
+    calls: list[str] = []
+    for name in NATIVE:
+        monkeypatch.setattr(fake_sm90_grouped, name, _noted(name, calls))
+    return calls
+
+
+def _noted(name: str, calls: list[str]) -> Callable[..., int]:
+    run = getattr(fake_sm90_grouped, name)
+
+    def note(*args: object) -> int:
+        calls.append(name)
+        return run(*args)
+
+    return note

@@ -1,0 +1,99 @@
+"""te_mx.Linear as one native call each way on Hopper: what one step after the other makes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import te_mx
+from te_mx.autograd import linear_one_call
+from te_mx.backends import sm90, sm90_linear
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+SHAPES = ((200, 136, 328), (1, 1, 1), (128, 256, 384), (77, 1001, 515), (64, 4096, 1024))
+
+
+def randn(*shape, dtype=BF16, seed=1):
+    g = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(shape, generator=g, device="cuda").to(dtype)
+
+
+def step(layer, x, grad, **fields):
+    layer.zero_grad()
+    x = x.detach().requires_grad_()
+    with te_mx.autocast(recipe=te_mx.recipe.MXFP8BlockScaling(**fields)):
+        y = layer(x)
+    name = type(y.grad_fn).__name__
+    y.backward(grad)
+    return name, [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
+
+
+def both(monkeypatch, layer, x, grad, **fields):
+    name, got = step(layer, x, grad, **fields)
+    assert name == "OneCallLinearBackward"
+    with monkeypatch.context() as patch:
+        patch.setattr(linear_one_call, "serves", lambda *args: False)
+        name, expected = step(layer, x, grad, **fields)
+    assert name == "LinearFunctionBackward"
+    for mine, theirs in zip(got, expected, strict=True):
+        assert mine.dtype == theirs.dtype
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [BF16, F32, F16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bits_of_one_step_after_the_other(monkeypatch, shape, dtype, bias):
+    m, n, k = shape
+    layer = te_mx.Linear(k, n, bias=bias, device="cuda", dtype=dtype)
+    both(monkeypatch, layer, randn(m, k, dtype=dtype), randn(m, n, dtype=dtype, seed=2))
+
+
+@pytest.mark.parametrize("needs", [(1, 0, 0), (0, 1, 0), (0, 1, 1), (1, 0, 1)], ids=str)
+def test_gradients_that_are_asked_for(monkeypatch, needs):
+    layer = te_mx.Linear(200, 136, device="cuda", dtype=BF16)
+    layer.weight.requires_grad_(bool(needs[1])), layer.bias.requires_grad_(bool(needs[2]))
+    x, grad = randn(72, 200), randn(72, 136, seed=2)
+    made = []
+    for serves in (linear_one_call.serves, lambda *args: False):
+        monkeypatch.setattr(linear_one_call, "serves", serves)
+        layer.zero_grad()
+        leaf = x.detach().requires_grad_(bool(needs[0]))
+        with te_mx.autocast():
+            layer(leaf).backward(grad)
+        made.append([leaf.grad, layer.weight.grad, layer.bias.grad])
+    for mine, theirs, needed in zip(*made, needs, strict=True):
+        assert (mine is not None) == (theirs is not None) == bool(needed)
+        assert theirs is None or torch.equal(mine, theirs)
+
+
+def test_strides_formats_and_leading_dimensions(monkeypatch):
+    layer = te_mx.Linear(200, 136, device="cuda", dtype=F32)
+    x = randn(3, 200, 40).transpose(1, 2)
+    for fields in ({}, {"scale_rule": "floor", "alignment_spread": 2}):
+        for fmt in (te_mx.recipe.Format.E4M3, te_mx.recipe.Format.HYBRID):
+            grad = randn(136, dtype=BF16, seed=2).expand(3, 40, 136)
+            both(monkeypatch, layer, x, grad, fp8_format=fmt, **fields)
+
+
+def test_a_large_x_and_a_gradient_of_sum(monkeypatch):
+    layer = te_mx.Linear(512, 256, device="cuda", dtype=BF16)
+    both(
+        monkeypatch,
+        layer,
+        randn(9000, 512),
+        torch.ones((), device="cuda", dtype=BF16).expand(9000, 256),
+    )
+
+
+def test_the_native_rooms_are_those_of_the_operands():
+    for m, n, k in SHAPES:
+        for needs in ((True, True), (True, False), (False, True)):
+            shape = sm90_linear.Shape(m, n, k, *needs)
+            room, size = sm90_linear.rooms(shape), sm90.native().packed_bytes
+            assert room.temp == size(m, k)[0] + size(n, k)[0]
+            assert room.saved == needs[0] * size(k, m)[0] + needs[1] * size(k, n)[0]
+            held = needs[1] * size(m, n)[0] + needs[0] * size(n, m)[0]
+            assert room.backward_temp >= held + 4 * ((m + 127) // 128) * n

@@ -1,0 +1,198 @@
+"""A linear layer as one native call each way: the bits of one step after the other. Without a GPU:
+tests/fake_sm90.py stands in for the native module, and CPU tensors for those on the device."""
+
+from __future__ import annotations
+
+import fake_sm90
+import pytest
+import torch
+from torch import Tensor
+
+import te_mx
+from te_mx import ops
+from te_mx.autograd import linear, linear_one_call
+from te_mx.autograd import operands as autograd_operands
+from te_mx.autograd.linear_one_call import Call, OneCallLinear
+from te_mx.backends import sm90, sm90_linear
+
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch, threads):
+    threads(1)  # many small operators
+    monkeypatch.setattr(sm90, "_native", fake_sm90)
+    monkeypatch.setattr(sm90, "stream", lambda index: 0)
+    monkeypatch.setattr(
+        autograd_operands, "gemm_form",
+        lambda device, precision, spread: ops.GemmForm("transposed", spread),
+    )  # fmt: skip
+    sm90_linear.rooms.cache_clear()
+    yield
+    sm90_linear.rooms.cache_clear()
+
+
+def settings(**fields):
+    return te_mx.recipe.MXFP8BlockScaling(**fields).settings
+
+
+def step_by_step(x, w, b, s, dtype):
+    return linear.LinearFunction.apply(x, w, b, None, s, dtype, -1, False, None)
+
+
+def one_call(x, w, b, s, dtype, tag=-1):
+    return OneCallLinear.apply(x, w, b, Call(s, dtype, tag, linear._backward))
+
+
+def run(function, x, w, b, s, dtype, grad, needs=(True, True, True)) -> list[Tensor | None]:
+    parts = [x, w] if b is None else [x, w, b]
+    leaves = [p.detach().requires_grad_(n) for p, n in zip(parts, needs, strict=False)]
+    y = function(*leaves, *([None] * (3 - len(leaves))), s, dtype)
+    y.backward(grad)
+    return [y.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def same(got, expected) -> None:
+    for mine, theirs in zip(got, expected, strict=True):
+        assert (mine is None) == (theirs is None)
+        if theirs is not None:
+            assert mine.dtype == theirs.dtype and mine.stride() == theirs.stride()
+            assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("needs", [(1, 1, 1), (1, 0, 1), (0, 1, 1), (0, 1, 0), (1, 0, 0), (1, 1)])
+@pytest.mark.parametrize("shape", [(75, 130, 200), (1, 1, 1), (128, 128, 128)], ids=str)
+def test_bits_of_one_step_after_the_other(shape, needs):
+    (m, n, k), g = shape, torch.Generator().manual_seed(1)
+    x, w = torch.randn(m, k, generator=g), torch.randn(n, k, generator=g)
+    b = torch.randn(n, generator=g) if len(needs) == 3 else None
+    call = x, w, b, settings(fp8_format=te_mx.recipe.Format.HYBRID), F32, torch.randn(m, n)
+    needs = tuple(bool(n) for n in needs)
+    same(run(one_call, *call, needs), run(step_by_step, *call, needs))
+
+
+@pytest.mark.parametrize("kinds", [(BF16, BF16, BF16), (F32, BF16, BF16), (BF16, F32, F32)])
+@pytest.mark.parametrize("fields", [{}, {"scale_rule": "floor", "alignment_spread": 3}])
+def test_dtypes_strides_and_leading_dimensions(kinds, fields):
+    x = torch.randn(3, 130, 35, dtype=kinds[0]).transpose(1, 2)  # [3, 35, 130], strided
+    w = torch.randn(130, 70, dtype=kinds[1]).t()
+    b = torch.randn(140, dtype=kinds[1])[::2]
+    grad = torch.randn(70, dtype=kinds[2]).expand(3, 35, 70)
+    call = x, w, b, settings(**fields), kinds[2], grad
+    same(run(one_call, *call), run(step_by_step, *call))
+
+
+def test_one_token_without_leading_dimensions():
+    call = torch.randn(70), torch.randn(33, 70), torch.randn(33), settings(), F32, torch.randn(33)
+    same(run(one_call, *call), run(step_by_step, *call))
+
+
+def test_what_is_saved_is_what_backward_reads():
+    x, w = torch.randn(40, 70, requires_grad=True), torch.randn(33, 70, requires_grad=True)
+    y = one_call(x, w, None, settings(), F32)
+    (saved,) = y.grad_fn.saved_tensors
+    x_row, w_row = (
+        ops.quantize_2d(
+            t.detach(), "e4m3", rowwise=False, columnwise="transposed", scale_rule="rceil", spread=8
+        )
+        for t in (x, w)
+    )
+    for got, made in zip(
+        sm90_linear.saved_operands(saved, y.grad_fn.shape), (x_row, w_row), strict=True
+    ):
+        assert torch.equal(got[0], made.col_codes) and torch.equal(got[1], made.col_scales)
+    held = sum(t.nbytes for q in (x_row, w_row) for t in q[2:4])
+    assert saved.nbytes <= held + 16 * (70 + 70) + 4 * 256  # padding
+
+
+class Watched(Tensor):
+    """A subclass that sees what happens to it."""
+
+
+def test_watched_gradients_go_step_by_step():
+    x, w, b = torch.randn(40, 70), torch.randn(33, 70), torch.randn(33)
+    call = x, w, b, settings(), F32
+    grad = torch.randn(40, 33)
+    expected = run(step_by_step, *call, grad)
+    for needs in ((True, True, True), (True, False, True), (False, True, False)):
+        got = run(one_call, *call, grad.as_subclass(Watched), needs)
+        keep = (True, *needs)
+        for mine, theirs, kept in zip(got, expected, keep, strict=True):
+            assert mine is None if not kept else torch.equal(mine, theirs)
+
+
+def test_hooks_of_saved_tensors_and_recomputation():
+    x, w = torch.randn(40, 70), torch.randn(33, 70)
+    call = x, w, None, settings(), F32, torch.randn(40, 33)
+    expected, moved = run(step_by_step, *call), []
+
+    def pack(t):
+        moved.append(t)
+        return t.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        same(run(one_call, *call), expected)
+    assert [t.dtype for t in moved] == [torch.uint8]
+
+    def recomputed(*args):
+        return torch.utils.checkpoint.checkpoint(one_call, *args, use_reentrant=False)
+
+    same(run(recomputed, *call), expected)
+
+
+def test_a_second_derivative_is_refused():
+    x, w = torch.randn(8, 40, requires_grad=True), torch.randn(8, 40, requires_grad=True)
+    y = one_call(x, w, None, settings(), F32)
+    (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        dx.sum().backward()
+
+
+def test_what_ran_is_recorded():
+    x, w = torch.randn(8, 40, requires_grad=True), torch.randn(8, 40)
+    seen = linear_one_call.LAST_RUN
+    for tag in (9000, 9001, 9002):
+        seen.pop(tag, None)
+    one_call(x, w, None, settings(), F32, tag=9000).sum().backward()
+    assert [seen.get(tag) for tag in (9000, 9001, 9002)] == [sm90.ADAPTIVE, sm90.ADAPTIVE, None]
+
+
+class Cuda:
+    """As much of a tensor on a GPU as the decision looks at."""
+
+    def __init__(self, *shape, grad=True, index=0, cuda=True):
+        self.shape, self.requires_grad, self.is_cuda = torch.Size(shape), grad, cuda
+        self.device = torch.device("cuda", index)
+
+    def numel(self):
+        return self.shape.numel()
+
+
+def test_what_it_serves(monkeypatch):
+    monkeypatch.setattr(linear_one_call, "is_direct", lambda *tensors: True)
+    monkeypatch.setattr(sm90, "_problems", {0: None, 1: "needs a Hopper GPU (sm_90)"})
+    x, w, serves = Cuda(8, 40), Cuda(16, 40), linear_one_call.serves
+    assert serves(x, w, settings())
+    assert serves(Cuda(8, 40, grad=False), w, settings())
+    for fields in (
+        {"precision": "exact"},
+        {"backward_override": "high_precision"},
+        {"backward_override": "dequantized"},
+        {"wgrad_with_hp": True},
+        {"one_copy_weights": True},
+        {"split_k": True},
+    ):
+        assert not serves(x, w, settings(**fields)), fields
+    for other, weight in (
+        (Cuda(8, 40, cuda=False), w),
+        (Cuda(0, 40), w),
+        (x, Cuda(0, 40)),
+        (Cuda(8, 40, index=1), Cuda(16, 40, index=1)),
+        (x, Cuda(16, 40, index=1)),
+        (Cuda(2**31 - 256, 40), w),
+        (Cuda(8, 40, grad=False), Cuda(16, 40, grad=False)),
+    ):
+        assert not serves(other, weight, settings())
+    assert serves(Cuda(2**31 - 257, 40), w, settings())
+    monkeypatch.undo()
+    assert not serves(torch.randn(8, 40, requires_grad=True), torch.randn(16, 40), settings())

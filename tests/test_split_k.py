@@ -1,0 +1,173 @@
+"""Where K is cut into parts: the cost model, who asks for it, and that native code is told."""
+
+from __future__ import annotations
+
+import fake_sm90
+import pytest
+import strategies
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import te_mx
+from te_mx import ops
+from te_mx.autograd import linear as autograd_linear
+from te_mx.autograd import operands
+from te_mx.backends import reference, sm90, sm90_layout
+from te_mx.engine import envelopes, split_k
+from te_mx.ops import gemm as gemm_op
+from te_mx.recipe import MXFP8BlockScaling
+
+SMS = 132
+# (n, m, k): measured on an NVIDIA H200 as worth cutting, and as not.
+WORTH = [(512, 512, 16384), (1024, 1024, 16384), (256, 4096, 16384), (128, 4096, 14336),
+         (128, 128, 4096), (256, 384, 8192), (256, 512, 4096), (16, 4096, 14336),
+         (64, 2048, 16384), (1, 4096, 4096)]  # fmt: skip
+NOT_WORTH = [(8192, 8192, 8192), (4096, 4096, 4096), (512, 512, 1024), (512, 512, 2048),
+             (1024, 2048, 2048), (1024, 1024, 4096), (1152, 1280, 16384), (1536, 1536, 8192),
+             (64, 8192, 8192), (1, 1, 1), (16, 16, 128)]  # fmt: skip
+SIZES = st.integers(1, 20000)
+
+
+@pytest.mark.parametrize("sizes", WORTH, ids=str)
+def test_few_tiles_and_a_long_k_are_cut(sizes):
+    count = split_k.best(*sizes, SMS)
+    assert 1 < count <= split_k.MOST
+    assert split_k.cut_us(*sizes, SMS, count) <= split_k.cut_us(*sizes, SMS, 2)
+
+
+@pytest.mark.parametrize("sizes", NOT_WORTH, ids=str)
+def test_what_fills_the_chip_or_is_short_is_not(sizes):
+    assert split_k.best(*sizes, SMS) == 1
+
+
+@given(SIZES, SIZES, st.integers(1, 200000), st.sampled_from([1, 78, 114, 132]))
+def test_every_part_has_some_of_k(n, m, k, sms):
+    count = split_k.best(n, m, k, sms)
+    assert 1 <= count <= min(split_k.MOST, -(-k // split_k.STEP))
+    split_k.best.cache_clear()
+    assert split_k.best(n, m, k, sms) == count
+
+
+@given(st.integers(1, 64), st.integers(100, 60000))
+def test_a_gpu_that_one_tile_fills_cuts_nothing(n, k):
+    assert split_k.best(n, 128, k, 1) == 1
+
+
+# --------------------------------------------------------------------------------- who asks for it
+@pytest.fixture
+def told(monkeypatch, threads):
+    """The Hopper backend on CPU tensors, and the parts that its native GEMM was told of."""
+    threads(1)
+    made = []
+
+    def gemm(*args):
+        if args[3] >= fake_sm90.OWN_SCRATCH:  # else the workspace is asked for next
+            made.append(args[7] if len(args) > 7 else 1)
+        return fake_gemm(*args)
+
+    def workspace_bytes(problem, epilogue, config=-1, device=-1, parts=1):
+        return fake_sm90.OWN_SCRATCH * parts
+
+    fake_gemm = fake_sm90.gemm
+    monkeypatch.setattr(fake_sm90, "gemm", gemm)
+    monkeypatch.setattr(fake_sm90, "workspace_bytes", workspace_bytes)
+    monkeypatch.setattr(sm90, "_native", fake_sm90)
+    monkeypatch.setattr(sm90, "_problems", {None: None})
+    monkeypatch.setattr(sm90, "stream", lambda index: 0)
+    monkeypatch.setattr(split_k, "multiprocessors", lambda index: SMS)
+    chosen = {(None, name): f"sm90_{name}" for name in ("adaptive", "exact")}
+    monkeypatch.setattr(envelopes, "_chosen_gpu", chosen)
+    return made
+
+
+def sides(m, n, k):
+    made = []
+    for rows in (m, n):
+        q = reference.quantize(torch.randn(rows, k), "e4m3", True, None, "rceil", False)
+        made.append(ops.Operand(*q[:2], "e4m3", "k_last"))
+    return made
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_native_code_is_told_the_parts(told, packed, guarded):
+    m, n, k = 24, 40, 4096
+    a, b = sides(m, n, k)
+    if packed:
+        a, b = (
+            ops.Operand(*sm90_layout.pack(o.codes, o.scales, o.fmt, 8).operand_parts(o.codes),
+                        o.fmt, "sm90")
+            for o in (a, b)
+        )  # fmt: skip
+    parts = split_k.best(n, m, k, SMS)
+    assert parts > 1
+    for mode, want in ((ops.Mode(), 1), (ops.Mode(split_k=True), parts)):
+        gemm_op._on_cuda(a, b, ops.gemm.Epilogue(), torch.empty(n, m), None, -1, mode)
+        assert told.pop() == want and not told
+
+
+def test_explain_says_how_many(monkeypatch):
+    monkeypatch.setattr(sm90, "_problems", {0: None})
+    monkeypatch.setattr(envelopes, "_chosen_gpu", {})
+    monkeypatch.setattr(split_k, "multiprocessors", lambda index: SMS)
+    sizes = {"m": 512, "n": 512, "k": 16384, "device": "cuda:0"}
+    said = te_mx.explain(**sizes)
+    assert said.parts == 8
+    assert "k is cut into 8 parts" in str(said)
+    for whole in (te_mx.explain(**sizes, split_k=False), te_mx.explain(**sizes, precision="exact"),
+                  te_mx.explain(**{**sizes, "n": 8192, "m": 8192})):  # fmt: skip
+        assert whole.parts == 1 and "parts" not in str(whole)
+    assert te_mx.explain(m=512, n=512, k=16384).parts == 1
+
+
+def test_gemm_takes_a_bool_and_changes_nothing_on_a_cpu():
+    a, b = (te_mx.quantize(strategies.tensor("outliers", r, 4096, r, torch.float32))
+            for r in (8, 24))  # fmt: skip
+    outs = [te_mx.gemm(a, b, split_k=split, out_dtype=torch.float32).out for split in (True, False)]
+    assert torch.equal(*outs)
+    assert torch.equal(te_mx.gemm(a, b, out_dtype=torch.float32).out, outs[0])
+    for wrong in (None, 4):
+        with pytest.raises(TypeError, match=f"split_k must be a bool, got {wrong}"):
+            te_mx.gemm(a, b, split_k=wrong)
+
+
+def test_modes_of_functions_and_recipes(monkeypatch):
+    modes = []
+    gemm_2d = ops.gemm_2d
+
+    def record(*args, mode, **kwargs):
+        modes.append(mode)
+        return gemm_2d(*args, mode=mode, **kwargs)
+
+    for module in (ops, autograd_linear):
+        monkeypatch.setattr(module, "gemm_2d", record)
+    a = te_mx.quantize(torch.randn(8, 64))
+    te_mx.gemm(a, a)
+    te_mx.gemm(a, a, split_k=False)
+    assert [mode.split_k for mode in modes] == [True, False]
+    layer, x = te_mx.Linear(64, 40), torch.randn(5, 64, requires_grad=True)
+    for recipe in (MXFP8BlockScaling(), MXFP8BlockScaling(split_k=True)):
+        modes.clear()
+        with te_mx.autocast(recipe=recipe):
+            layer(x).sum().backward()
+        assert [mode.split_k for mode in modes] == [recipe.split_k] * 3  # fprop, dgrad, wgrad
+
+
+def test_the_recipe_field():
+    assert not MXFP8BlockScaling().split_k and not MXFP8BlockScaling().settings.split_k
+    cut = MXFP8BlockScaling(split_k=True)
+    assert cut.settings.split_k and "split_k=True" in repr(cut)
+    with pytest.raises(TypeError, match="split_k must be a bool, got 1"):
+        MXFP8BlockScaling(split_k=1)
+
+
+def test_a_weight_packed_for_one_serves_the_other():
+    plain, cut = MXFP8BlockScaling().settings, MXFP8BlockScaling(split_k=True).settings
+    assert operands.packed_alike(plain, cut)
+    exact = MXFP8BlockScaling(precision="exact").settings
+    assert not operands.packed_alike(plain, exact)
+    codes, words = torch.zeros(4, 32, dtype=torch.uint8), torch.zeros(1, 2, 132, dtype=torch.int32)
+    operand = ops.Operand(codes, words, "e4m3", "sm90")
+    weight = operands.StandingWeight(plain, operand, None)
+    assert weight.serves(cut, codes.device, False)
+    assert not weight.serves(exact, codes.device, False)
