@@ -58,8 +58,9 @@ def test_import_does_not_load_the_native_module():
 
 
 def test_import_time():
+    # Of this process alone: on a loaded machine the clock on the wall tells more of the others.
     code = (
-        "import time, torch; t = time.perf_counter(); import te_mx; print(time.perf_counter() - t)"
+        "import time, torch; t = time.process_time(); import te_mx; print(time.process_time() - t)"
     )
     fastest = min(float(output(code)) for _ in range(3))
     assert fastest < IMPORT_BUDGET

@@ -56,7 +56,7 @@ class Settings:
 
     mode: str = "bf16"  # "mxfp8", or the dtype's name for plain nn.Linear
     preset: str = "small"
-    steps: int = 160
+    steps: int = 120
     batch: int = 8
     lr: float = 5e-4
     seed: int = 0
