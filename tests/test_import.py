@@ -62,7 +62,8 @@ def test_import_time():
     code = (
         "import time, torch; t = time.process_time(); import te_mx; print(time.process_time() - t)"
     )
-    fastest = min(float(output(code)) for _ in range(3))
+    # With bytecode kept, as users have it; the first of three may compile.
+    fastest = min(float(output(code, PYTHONDONTWRITEBYTECODE="")) for _ in range(3))
     assert fastest < IMPORT_BUDGET
 
 
