@@ -8,8 +8,9 @@ import fake_sm90_grouped
 import pytest
 
 from te_mx import ops
+from te_mx.autograd import grouped_operands
 from te_mx.autograd import operands as autograd_operands
-from te_mx.backends import sm90
+from te_mx.backends import sm90, sm90_grouped
 from te_mx.ops import grouped_gemm, grouped_quantize, grouped_weights, grouped_wgrad
 
 
@@ -44,6 +45,24 @@ def call_the_stand_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name in NATIVE:
         monkeypatch.setattr(fake_sm90_grouped, name, _noted(name, calls))
     return calls
+
+
+def hide_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends of groups are as on a device: whoever looks at them on the host fails."""
+
+    def refuse(*args: object) -> None:
+        raise AssertionError("the host looked at the splits")
+
+    for module in (grouped_quantize, grouped_gemm, grouped_wgrad):
+        monkeypatch.setattr(module, "known_to_host", lambda offs: False)
+        monkeypatch.setattr(module, "host_bounds", refuse)
+
+
+def hide_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same, and nothing takes them to the device, where they are."""
+    hide_ends(monkeypatch)
+    for module in (sm90_grouped, grouped_operands):
+        monkeypatch.setattr(module, "offs_on_device", lambda offs, device: offs)
 
 
 def _noted(name: str, calls: list[str]) -> Callable[..., int]:

@@ -10,6 +10,7 @@ import numpy as np
 import oracles
 import pytest
 import torch
+from as_on_hopper import hide_ends
 from grouped_cases import SPLITS, equal
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,13 +26,7 @@ from te_mx.ops.gemm import Mode
 @pytest.fixture
 def on_device(monkeypatch: pytest.MonkeyPatch, fresh_warnings):
     """As if offs lay on a device: the implementations for other devices, and no look at offs."""
-
-    def refuse(*args: object) -> None:
-        raise AssertionError("the host looked at the splits")
-
-    for module in (grouped_quantize, grouped_gemm, grouped_wgrad):
-        monkeypatch.setattr(module, "known_to_host", lambda offs: False)
-        monkeypatch.setattr(module, "host_bounds", refuse)
+    hide_ends(monkeypatch)
 
 
 @given(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from as_on_hopper import ask_for_hoppers_forms, call_the_stand_in
+from as_on_hopper import ask_for_hoppers_forms, call_the_stand_in, hide_splits
 from grouped_cases import RECIPES, SPLITS, assert_same_as_loop, equal, loop_of, parameters
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,12 +15,12 @@ from torch import Tensor
 
 import te_mx
 from te_mx import ops
-from te_mx.backends import sm90, sm90_grouped, sm90_layout
+from te_mx.backends import sm90, sm90_layout
 from te_mx.backends import sm90_grouped_layout as layout
 from te_mx.backends.base import Operand
 from te_mx.backends.grouped import Bounds, StackedOperand
 from te_mx.engine import explain
-from te_mx.ops import grouped_gemm, grouped_quantize, grouped_wgrad
+from te_mx.ops import grouped_quantize
 from te_mx.ops.grouped_gemm import gemm_rows
 from te_mx.ops.grouped_quantize import quantize_grouped
 from te_mx.ops.grouped_weights import quantize_weights
@@ -181,9 +181,6 @@ def test_one_call_each(hopper) -> None:
 
 
 def test_ends_on_the_device_are_used_as_they_are(hopper, monkeypatch) -> None:
-    def refuse(*args: object) -> None:
-        raise AssertionError("the host looked at the splits")
-
     layer = te_mx.GroupedLinear(3, 70, 48)
     x = torch.randn(60, 70)
     grads = torch.randn(60, 48)
@@ -198,11 +195,7 @@ def test_ends_on_the_device_are_used_as_they_are(hopper, monkeypatch) -> None:
         return [y, inp.grad, parameters(layer, "weight.grad"), parameters(layer, "bias.grad")]
 
     want = run(splits)
-    for module in (grouped_quantize, grouped_gemm, grouped_wgrad):
-        monkeypatch.setattr(module, "known_to_host", lambda offs: False)
-        monkeypatch.setattr(module, "host_bounds", refuse)
-    monkeypatch.setattr(sm90_grouped, "offs_on_device", lambda offs, device: offs)
-    monkeypatch.setattr("te_mx.autograd.grouped_operands.offs_on_device", lambda o, d: o)
+    hide_splits(monkeypatch)
     for dtype in (torch.int32, torch.int64):
         for mine, theirs in zip(run(torch.tensor(splits, dtype=dtype)), want, strict=True):
             equal(mine, theirs)

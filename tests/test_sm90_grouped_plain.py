@@ -6,16 +6,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from as_on_hopper import ask_for_hoppers_forms, call_the_stand_in
+from as_on_hopper import ask_for_hoppers_forms, call_the_stand_in, hide_splits
 from grouped_cases import assert_same_as_loop, equal, loop_of, parameters
 from torch import Tensor
 
 import te_mx
 from te_mx.autograd.operands import columnwise_of
-from te_mx.backends import sm90, sm90_grouped
+from te_mx.backends import sm90
 from te_mx.backends.base import PLAIN, Operand
 from te_mx.backends.grouped import StackedOperand
-from te_mx.ops import grouped_gemm, grouped_quantize, grouped_weights, grouped_wgrad
+from te_mx.ops import grouped_weights
 from te_mx.ops.grouped_gemm import gemm_rows
 from te_mx.ops.grouped_quantize import quantize_grouped
 from te_mx.ops.grouped_weights import columns_of_weights, quantize_weights
@@ -164,15 +164,8 @@ def test_one_copy_never_looks_at_splits_on_the_device(native, monkeypatch) -> No
         y.square().sum().backward()
         return [y, inp.grad, parameters(layer, "weight.grad")]
 
-    def refuse(*args: object) -> None:
-        raise AssertionError("the host looked at the splits")
-
     want = step(SPLITS)
-    for module in (grouped_quantize, grouped_gemm, grouped_wgrad):
-        monkeypatch.setattr(module, "known_to_host", lambda offs: False)
-        monkeypatch.setattr(module, "host_bounds", refuse)
-    monkeypatch.setattr(sm90_grouped, "offs_on_device", lambda offs, device: offs)
-    monkeypatch.setattr("te_mx.autograd.grouped_operands.offs_on_device", lambda o, d: o)
+    hide_splits(monkeypatch)
     for mine, theirs in zip(step(torch.tensor(SPLITS)), want, strict=True):
         equal(mine, theirs)
 

@@ -8,6 +8,7 @@
 #include "bindings_sm90.hpp"
 #include "device.h"
 #include "te_mx/sm90.h"
+#include "te_mx/sm90_linear.h"
 
 using namespace te_mx;
 using namespace te_mx::bindings;
@@ -49,9 +50,8 @@ PYBIND11_MODULE(_sm90, m) {
   m.def("packed_scale_words", &sm90::packed_scale_words);
   // Bytes of codes and scales in one buffer, and where the scales start.
   m.def("packed_bytes", [](int64_t rows, int64_t k) {
-    const int64_t codes = (rows * sm90::packed_ld(k) + 255) / 256 * 256;
-    const int64_t scales = (sm90::packed_scale_words(rows, k) * 4 + 255) / 256 * 256;
-    return py::make_tuple(codes + scales, codes);
+    const sm90::LinearRoom room = sm90::linear_room(0, rows, k);
+    return py::make_tuple(room.end, room.scales);
   });
 
   // Calls are those of quantize_args().

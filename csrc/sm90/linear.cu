@@ -6,12 +6,6 @@ namespace {
 
 constexpr int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
-// Room for an operand [rows, k] from `at` on.
-LinearRoom room(int64_t at, int64_t rows, int64_t k) {
-  const int64_t scales = at + aligned(rows * packed_ld(k));
-  return {at, scales, scales + aligned(packed_scale_words(rows, k) * 4)};
-}
-
 Packed place(const uint8_t* buffer, const LinearRoom& at) {
   uint8_t* const base = const_cast<uint8_t*>(buffer);
   return {base + at.codes, reinterpret_cast<uint32_t*>(base + at.scales)};
@@ -38,16 +32,21 @@ GemmArgs product(const Packed& lhs, Format lhs_fmt, const Packed& rhs, Format rh
 
 }  // namespace
 
+LinearRoom linear_room(int64_t at, int64_t rows, int64_t k) {
+  const int64_t scales = at + aligned(rows * packed_ld(k));
+  return {at, scales, scales + aligned(packed_scale_words(rows, k) * 4)};
+}
+
 LinearRooms linear_rooms(const LinearShape& s) {
   LinearRooms r{};
-  r.x_row = room(0, s.m, s.k);
-  r.w_row = room(r.x_row.end, s.n, s.k);
-  if (s.x_columns) r.x_col = room(0, s.k, s.m);
+  r.x_row = linear_room(0, s.m, s.k);
+  r.w_row = linear_room(r.x_row.end, s.n, s.k);
+  if (s.x_columns) r.x_col = linear_room(0, s.k, s.m);
   r.w_col = {r.x_col.end, r.x_col.end, r.x_col.end};
-  if (s.w_columns) r.w_col = room(r.x_col.end, s.k, s.n);
-  if (s.w_columns) r.g_row = room(0, s.m, s.n);
+  if (s.w_columns) r.w_col = linear_room(r.x_col.end, s.k, s.n);
+  if (s.w_columns) r.g_row = linear_room(0, s.m, s.n);
   r.g_col = {r.g_row.end, r.g_row.end, r.g_row.end};
-  if (s.x_columns) r.g_col = room(r.g_row.end, s.n, s.m);
+  if (s.x_columns) r.g_col = linear_room(r.g_row.end, s.n, s.m);
   r.sums = r.g_col.end;
   r.backward_bytes = r.sums + aligned((s.m + 127) / 128 * s.n * 4);
   return r;

@@ -21,7 +21,6 @@ from te_mx.ops.library import is_direct
 from te_mx.recipe import Settings
 
 _NOT_SAVED = (None, None, None)
-_MAX_SIZE = 2**31 - 257
 
 
 class Call(NamedTuple):
@@ -42,9 +41,9 @@ def serves(x: Tensor, weight_NK: Tensor, settings: Settings) -> bool:
         and settings.backward is None
         and not (settings.wgrad_hp or settings.one_copy or settings.split_k)
         and (x.requires_grad or weight_NK.requires_grad)
-        and 0 < x.numel() <= _MAX_SIZE * weight_NK.shape[1]
+        and 0 < x.numel() <= sm90.MOST * weight_NK.shape[1]
         and weight_NK.numel() > 0
-        and max(weight_NK.shape) <= _MAX_SIZE
+        and max(weight_NK.shape) <= sm90.MOST
         and weight_NK.device == x.device
         and is_direct(x, weight_NK)
         and sm90.problem(x.device.index) is None

@@ -142,6 +142,16 @@ class Backend(Protocol):
     ) -> Tensor | None: ...
 
 
+def pointer(tensor: Tensor | None) -> int:
+    """Address as native code takes it, 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def typed_address(tensor: Tensor | None) -> tuple[int, int]:
+    """Address and dtype as native code takes them, zeros for None."""
+    return (0, 0) if tensor is None else (tensor.data_ptr(), FLOAT_DTYPES[tensor.dtype])
+
+
 def blocks(size: int) -> int:
     """Number of scale blocks that cover `size` elements; the last one may be shorter."""
     return (size + BLOCK - 1) // BLOCK

@@ -26,6 +26,8 @@ from te_mx.backends.base import (
     Epilogue,
     Operand,
     QuantizedParts,
+    pointer,
+    typed_address,
 )
 
 ISA_LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "amx", "amx_emulated")
@@ -156,17 +158,13 @@ def quantize(
         partial = torch.empty(-(-rows // _native.COL_SUM_ROWS), cols, dtype=torch.float32)
     status = _native.quantize(
         x.data_ptr(), rows, cols, row_stride, col_stride, FLOAT_DTYPES[x.dtype],
-        FORMATS[fmt].native_id, SCALE_RULES[rule], _pointer(row_codes), _pointer(row_scales),
-        _pointer(col_codes), _pointer(col_scales), columnwise == "transposed", _pointer(sums),
-        _pointer(partial), torch.get_num_threads(),
+        FORMATS[fmt].native_id, SCALE_RULES[rule], pointer(row_codes), pointer(row_scales),
+        pointer(col_codes), pointer(col_scales), columnwise == "transposed", pointer(sums),
+        pointer(partial), torch.get_num_threads(),
     )  # fmt: skip
     if status and not supported(status):
         return None
     return QuantizedParts(row_codes, row_scales, col_codes, col_scales, sums)
-
-
-def _pointer(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def dequantize(
@@ -207,9 +205,9 @@ class GemmCall:
         self.keep = (a, b, bias, gelu_in, out, aux)
         self.epilogue = (
             out.data_ptr(), FLOAT_DTYPES[out.dtype], out.shape[1], epilogue.accumulate,
-            *_address(bias), GELUS.get(epilogue.gelu or "", 0), *_address(aux), *_address(gelu_in),
-            BIAS_GRADS.get(kind or "", 0),
-            _pointer(self.bias_grad),
+            *typed_address(bias), GELUS.get(epilogue.gelu or "", 0), *typed_address(aux),
+            *typed_address(gelu_in), BIAS_GRADS.get(kind or "", 0),
+            pointer(self.bias_grad),
         )  # fmt: skip
 
     def workspace_bytes(self) -> int:
@@ -219,14 +217,10 @@ class GemmCall:
     def run(self, workspace: Tensor | None, nbytes: int) -> str | None:
         """Run it; the name of the kernel that ran, wide_f64 if the data ask for it; or None."""
         status, ran = _native.gemm(
-            self.kernel, self.lhs, self.rhs, self.epilogue, _pointer(workspace), nbytes,
+            self.kernel, self.lhs, self.rhs, self.epilogue, pointer(workspace), nbytes,
             torch.get_num_threads(),
         )  # fmt: skip
         return KERNELS[ran] if supported(status) else None
-
-
-def _address(tensor: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if tensor is None else (tensor.data_ptr(), FLOAT_DTYPES[tensor.dtype])
 
 
 def _operand(operand: Operand, kernel: int, role: str) -> tuple[int, int, int, int, bool, int, int]:

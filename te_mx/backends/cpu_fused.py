@@ -9,25 +9,23 @@ import torch
 from torch import Tensor
 
 from te_mx.backends import cpu, cpu_memory
-from te_mx.backends.base import FLOAT_DTYPES, FORMATS, SCALE_RULES, QuantizedParts
+from te_mx.backends.base import (
+    FLOAT_DTYPES,
+    FORMATS,
+    SCALE_RULES,
+    QuantizedParts,
+    pointer,
+    typed_address,
+)
 from te_mx.backends.fused import ACT_IDS, Activation, ActParts, Norm, NormParts, Wanted
 from te_mx.backends.reference_fused import inverse
 
 _U8, _F32 = torch.uint8, torch.float32
-_NOTHING = (0, 0)
 
 
 def takes(wanted: Wanted) -> bool:
     """Whether the native code makes what is wanted."""
     return wanted.spread < 0 and wanted.columnwise != "transposed"
-
-
-def _address(tensor: Tensor | None) -> tuple[int, int]:
-    return _NOTHING if tensor is None else (tensor.data_ptr(), FLOAT_DTYPES[tensor.dtype])
-
-
-def _pointer(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -56,7 +54,7 @@ class _Out:
         self.parts = QuantizedParts(row_codes, row_scales, col_codes, col_scales, sums)
         self.native = (
             FORMATS[wanted.fmt].native_id, SCALE_RULES[wanted.scale_rule],
-            *(_pointer(part) for part in self.parts), _pointer(self.partial),
+            *(pointer(part) for part in self.parts), pointer(self.partial),
         )  # fmt: skip
 
 
@@ -81,8 +79,8 @@ def normalize(
     z = cpu_memory.empty((rows, cols), dtype) if want_z else None
     out = _Out(rows, cols, wanted)
     status = native.normalize(
-        _x(x), rms, norm.eps, inverse(cols), (_pointer(weight), _pointer(bias)),
-        (_pointer(mean), _pointer(rstd)), (_pointer(z), FLOAT_DTYPES[dtype]), out.native,
+        _x(x), rms, norm.eps, inverse(cols), (pointer(weight), pointer(bias)),
+        (pointer(mean), pointer(rstd)), (pointer(z), FLOAT_DTYPES[dtype]), out.native,
         torch.get_num_threads(),
     )  # fmt: skip
     cpu.supported(status)
@@ -102,9 +100,9 @@ def normalize_backward(
     dbias = torch.empty(cols, dtype=_F32)
     partial = torch.empty(2, -(-rows // native.COL_SUM_ROWS), cols, dtype=_F32)
     status = native.normalize_backward(
-        _address(dz), _x(x), mean is None, inverse(cols), _pointer(weight),
-        (_pointer(mean), _pointer(rstd)), _address(dx),
-        (_pointer(dweight), _pointer(dbias), _pointer(partial)), torch.get_num_threads(),
+        typed_address(dz), _x(x), mean is None, inverse(cols), pointer(weight),
+        (pointer(mean), pointer(rstd)), typed_address(dx),
+        (pointer(dweight), pointer(dbias), pointer(partial)), torch.get_num_threads(),
     )  # fmt: skip
     cpu.supported(status)
     return dx, dweight, dbias
@@ -126,8 +124,8 @@ def activate(
     out = cpu_memory.empty((rows, made), dtype) if want_out else None
     quantized = _Out(rows, made, wanted)
     status = native.activate(
-        (*_address(h), rows, cols), _address(grad),
+        (*typed_address(h), rows, cols), typed_address(grad),
         (ACT_IDS[act.base], act.gated, act.limit, act.alpha, act.offset),
-        (_pointer(out), FLOAT_DTYPES[dtype]), quantized.native, torch.get_num_threads(),
+        (pointer(out), FLOAT_DTYPES[dtype]), quantized.native, torch.get_num_threads(),
     )  # fmt: skip
     return ActParts(out, quantized.parts) if cpu.supported(status) else None

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from te_mx.backends import cpu, cpu_memory
-from te_mx.backends.base import FLOAT_DTYPES, FORMATS, SCALE_RULES, Operand, QuantizedParts, blocks
+from te_mx.backends.base import (
+    FLOAT_DTYPES,
+    FORMATS,
+    SCALE_RULES,
+    Operand,
+    QuantizedParts,
+    blocks,
+    pointer,
+    typed_address,
+)
 from te_mx.backends.cpu import KERNEL_IDS, KERNELS, ROLES, supported
 from te_mx.backends.grouped import Bounds, StackedOperand, scale_rows
 
@@ -27,10 +36,6 @@ def _native() -> Any:
     module = cpu.native()
     assert module is not None
     return module
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _strided(x: Tensor) -> Tensor:
@@ -60,8 +65,8 @@ def quantize(
     addresses, keep = bounds.addresses()
     problem = (
         x.data_ptr(), rows, cols, *x.stride(), FLOAT_DTYPES[x.dtype], FORMATS[fmt].native_id,
-        SCALE_RULES[rule], _address(row_codes), _address(row_scales), _address(col_codes),
-        _address(col_scales), _address(sums), _address(partial),
+        SCALE_RULES[rule], pointer(row_codes), pointer(row_scales), pointer(col_codes),
+        pointer(col_scales), pointer(sums), pointer(partial),
     )  # fmt: skip
     status = _native().quantize_grouped(addresses, problem, torch.get_num_threads())
     del keep
@@ -159,7 +164,7 @@ class GroupedGemmCall:
             bias = bias.contiguous()
         rest = (
             many, few, ragged_k, stride, out.data_ptr(), FLOAT_DTYPES[out.dtype], accumulate,
-            _address(bias), 0 if bias is None else FLOAT_DTYPES[bias.dtype],
+            *typed_address(bias),
         )  # fmt: skip
         self.keep = (a, b, arrays, out, bias)
         self.args = (addresses, _plain(b), rhs, rest)
@@ -171,7 +176,7 @@ class GroupedGemmCall:
     def run(self, workspace: Tensor | None, nbytes: int) -> str | None:
         """Run it; the names of the kernels that ran, joined by " + "; or None."""
         status, ran = _native().gemm_grouped(
-            *self.args, _address(workspace), nbytes, torch.get_num_threads()
+            *self.args, pointer(workspace), nbytes, torch.get_num_threads()
         )
         if not supported(status):
             return None

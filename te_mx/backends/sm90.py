@@ -25,11 +25,14 @@ from te_mx.backends.base import (
     Operand,
     Quantize,
     QuantizedParts,
+    pointer,
+    typed_address,
 )
 
 ADAPTIVE, EXACT = "sm90_adaptive", "sm90_exact"
 _U8, _I32, _F32 = torch.uint8, torch.int32, torch.float32
 _OK, _UNSUPPORTED, _SMALL_WORKSPACE = 0, 2, 3
+MOST = (1 << 31) - 257  # of any size that the GEMM kernels count
 _FORMS = {"transposed": 0, "plain": 2}  # of a columnwise copy; 1 is packed
 
 _native: Any = None
@@ -87,10 +90,6 @@ def supported(status: int) -> bool:
     if status == _UNSUPPORTED:
         return False
     raise RuntimeError(f"te_mx internal error: a Hopper kernel returned status {status}")
-
-
-def pointer(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 # ----------------------------------------------------------------------------------------- operands
@@ -254,8 +253,8 @@ def gemm(
         bias_grad = torch.empty(out.shape[1], dtype=_F32, device=device)
     words = (
         out.data_ptr(), FLOAT_DTYPES[out.dtype], out.shape[1], epilogue.accumulate,
-        *_address(bias), GELUS.get(epilogue.gelu or "", 0), *_address(aux),
-        *_address(gelu_in), pointer(bias_grad),
+        *typed_address(bias), GELUS.get(epilogue.gelu or "", 0), *typed_address(aux),
+        *typed_address(gelu_in), pointer(bias_grad),
     )  # fmt: skip
     formats = FORMATS[b.fmt].native_id, FORMATS[a.fmt].native_id
     sizes = b.codes.shape[0], a.codes.shape[0], b.codes.shape[1]
@@ -291,10 +290,6 @@ def gemm(
     problem = (places[0], formats[0], places[1], formats[1], *sizes)
     status = _native.gemm(problem, words, base, own, -1, stream(index), index, parts)
     return supported(status), bias_grad
-
-
-def _address(tensor: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if tensor is None else (tensor.data_ptr(), FLOAT_DTYPES[tensor.dtype])
 
 
 def operand_sums(operand: Operand, scratch: Callable[[int], Tensor | None]) -> Tensor:

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from te_mx.backends import sm90
-from te_mx.backends.base import FLOAT_DTYPES, QuantizedParts
+from te_mx.backends.base import FLOAT_DTYPES, QuantizedParts, pointer
 from te_mx.backends.fused import ACT_IDS, Activation, ActParts, Norm, NormParts, Wanted
 from te_mx.backends.reference_fused import inverse
-from te_mx.backends.sm90 import pointer
 
 _F32, _I32 = torch.float32, torch.int32
 

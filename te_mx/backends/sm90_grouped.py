@@ -10,12 +10,21 @@ import torch
 from torch import Tensor
 
 from te_mx.backends import sm90
-from te_mx.backends.base import FLOAT_DTYPES, FORMATS, SCALE_RULES, Operand, QuantizedParts, blocks
+from te_mx.backends.base import (
+    FLOAT_DTYPES,
+    FORMATS,
+    SCALE_RULES,
+    Operand,
+    QuantizedParts,
+    blocks,
+    pointer,
+    typed_address,
+)
 from te_mx.backends.grouped import StackedOperand
 from te_mx.backends.sm90_grouped_layout import group_tiles, shapes_k, shapes_rows
 from te_mx.backends.sm90_layout import packed_shapes
 
-_MOST_PLACES, _MOST_ROWS = 256, (1 << 31) - 257  # te_mx/sm90_grouped.h
+_MOST_PLACES = 256  # te_mx/sm90_grouped.h
 _U8, _I32, _F32 = torch.uint8, torch.int32, torch.float32
 
 
@@ -75,7 +84,7 @@ def quantize(
     status = sm90.native().quantize_grouped(  # type: ignore[union-attr]
         (x.data_ptr(), rows, cols, x.stride(0), FLOAT_DTYPES[x.dtype]),
         _groups(offs, capacity, rows), FORMATS[fmt].native_id, SCALE_RULES[rule],
-        _addresses(row), _addresses(col), spread, sm90.pointer(sums), sm90.pointer(partial),
+        _addresses(row), _addresses(col), spread, pointer(sums), pointer(partial),
         sm90.stream(index), index,
     )  # fmt: skip
     _expect(status, f"{groups} groups of rows of {tuple(x.shape)}")
@@ -189,7 +198,7 @@ def places_of(outs: Sequence[Tensor]) -> tuple[Tensor, list[int]] | None:
     if len(outs) > _MOST_PLACES or any(b % row for b in behind):
         return None
     rows = [b // row for b in behind]
-    return None if max(rows) + len(first) > _MOST_ROWS else (first, rows)
+    return None if max(rows) + len(first) > sm90.MOST else (first, rows)
 
 
 def _side(codes: Tensor, operand: Operand | StackedOperand) -> tuple[tuple[int, int], int]:
@@ -197,5 +206,4 @@ def _side(codes: Tensor, operand: Operand | StackedOperand) -> tuple[tuple[int, 
 
 
 def _epilogue(out: Tensor, ldo: int, accumulate: bool, bias: Tensor | None) -> tuple[int, ...]:
-    added = (0, 0) if bias is None else (bias.data_ptr(), FLOAT_DTYPES[bias.dtype])
-    return (out.data_ptr(), FLOAT_DTYPES[out.dtype], ldo, accumulate, *added, 0, 0, 0, 0, 0, 0)
+    return (*typed_address(out), ldo, accumulate, *typed_address(bias), 0, 0, 0, 0, 0, 0)

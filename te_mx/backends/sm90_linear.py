@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from te_mx.backends import sm90, sm90_layout
-from te_mx.backends.base import FLOAT_DTYPES, FORMATS, SCALE_RULES
+from te_mx.backends.base import FLOAT_DTYPES, FORMATS, SCALE_RULES, typed_address
 
 _U8, _I32 = torch.uint8, torch.int32
-_NOWHERE = (0, 0)
 
 Codes = tuple[Tensor, Tensor, Tensor | None]
 
@@ -66,15 +65,13 @@ def linear_forward(
     index, room = device.index, rooms(shape)
     x_MK = sm90.rows_of(x if x.dim() == 2 else x.reshape(-1, shape.k))
     w_NK = sm90.rows_of(w_NK)
-    bias = _NOWHERE
     if bias_N is not None:
         bias_N = bias_N.contiguous()
-        bias = bias_N.data_ptr(), FLOAT_DTYPES[bias_N.dtype]
     y = torch.empty((*x.shape[:-1], shape.n), dtype=out_dtype, device=device)
     temp = torch.empty(room.temp, dtype=_U8, device=device)
     saved = torch.empty(room.saved, dtype=_U8, device=device)
     status = sm90.native().linear_forward(  # type: ignore[union-attr]
-        shape, words, _matrix(x_MK), _matrix(w_NK), bias, (y.data_ptr(), FLOAT_DTYPES[out_dtype]),
+        shape, words, _matrix(x_MK), _matrix(w_NK), typed_address(bias_N), typed_address(y),
         temp.data_ptr(), saved.data_ptr(), sm90.stream(index), index,
     )  # fmt: skip
     return (y, saved) if sm90.supported(status) else None
@@ -98,8 +95,8 @@ def linear_backward(
         db = torch.empty(n, dtype=dtypes[2], device=device)
     temp = torch.empty(rooms(shape).backward_temp, dtype=_U8, device=device)
     status = sm90.native().linear_backward(  # type: ignore[union-attr]
-        shape, words, _matrix(g_MN), saved.data_ptr(), _result(dx), _result(dw), _result(db),
-        temp.data_ptr(), sm90.stream(index), index,
+        shape, words, _matrix(g_MN), saved.data_ptr(), typed_address(dx), typed_address(dw),
+        typed_address(db), temp.data_ptr(), sm90.stream(index), index,
     )  # fmt: skip
     return (dx, dw, db) if sm90.supported(status) else None
 
@@ -122,7 +119,3 @@ def _operand(saved: Tensor, room: tuple[int, int, int], rows: int, k: int) -> Co
 
 def _matrix(x: Tensor) -> tuple[int, int, int]:
     return x.data_ptr(), x.stride(0), FLOAT_DTYPES[x.dtype]
-
-
-def _result(tensor: Tensor | None) -> tuple[int, int]:
-    return _NOWHERE if tensor is None else (tensor.data_ptr(), FLOAT_DTYPES[tensor.dtype])

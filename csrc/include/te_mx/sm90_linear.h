@@ -16,6 +16,9 @@ struct LinearRoom {
   int64_t codes, scales, end;
 };
 
+// That of an operand [rows, k] from `at` on.
+LinearRoom linear_room(int64_t at, int64_t rows, int64_t k);
+
 // Buffers are aligned to 256 bytes. `temp` is free when the call is enqueued.
 struct LinearRooms {
   LinearRoom x_row, w_row;  // in the temp of forward
