@@ -50,7 +50,7 @@ Status launch_grouped(const GemmArgs& a, const GroupedCall& call, const Device& 
   p.k_steps = static_cast<int>((a.k + 127) / 128);
   p.m_blocks = static_cast<int>((a.m + Config::kM - 1) / Config::kM);
   p.n_blocks = static_cast<int>((a.n + kN - 1) / kN);
-  p.group = group_size(clusters, Config::kM, kN);
+  p.walk_in_groups_of(group_size(clusters, Config::kM, kN));
   const GroupedShape shape = grouped_shape(a, call);
   const int width = a.out_dtype == DType::f32 ? 4 : 2;
   EpilogueParams& e = p.epilogue;

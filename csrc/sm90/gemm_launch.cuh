@@ -52,7 +52,7 @@ Status launch(const GemmArgs& a, const Device& device) {
   constexpr int kN = Config::kN * Config::kCluster;
   p.m_blocks = static_cast<int>((a.m + Config::kM - 1) / Config::kM);
   p.n_blocks = static_cast<int>((a.n + kN - 1) / kN);
-  p.group = group_size(clusters, Config::kM, kN);
+  p.walk_in_groups_of(group_size(clusters, Config::kM, kN));
   const int width = a.out_dtype == DType::f32 ? 4 : 2;
   p.epilogue.out = a.out, p.epilogue.ldo = a.ldo, p.epilogue.out_dtype = a.out_dtype;
   p.epilogue.bias = a.bias, p.epilogue.bias_dtype = a.bias_dtype;

@@ -21,7 +21,7 @@ Status launch_split(const GemmArgs& a, const Device& device) {
   p.k_steps = static_cast<int>((a.k + 127) / 128);
   p.m_blocks = static_cast<int>((a.m + Config::kM - 1) / Config::kM);
   p.n_blocks = static_cast<int>((a.n + Config::kN - 1) / Config::kN);
-  p.group = group_size(blocks_at_once, Config::kM, Config::kN);
+  p.walk_in_groups_of(group_size(blocks_at_once, Config::kM, Config::kN));
   p.parts = a.parts, p.m = static_cast<int>(a.m), p.rows = static_cast<int>(room.rows);
   EpilogueParams& e = p.epilogue;
   e.out = a.workspace, e.ldo = room.pitch, e.out_dtype = DType::f32;
