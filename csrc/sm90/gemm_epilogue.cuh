@@ -1,11 +1,14 @@
 // The epilogue of one wave: bias, aux, GELU or its derivative, bias gradient, accumulation,
 // rounding, and stores. The tensor cores wait for most of what it takes, so what can wait itself,
-// for global memory, is started long before: the bias at the start of a block, gelu_in in its first
-// half.
+// for global memory, is started long before: the bias at the start of a block, gelu_in by the
+// courier (gemm_courier.cuh).
 #pragma once
+
+#include <type_traits>
 
 #include "gemm_gelu.cuh"
 #include "gemm_staging.cuh"
+#include "mxtile/sm90/wgmma.cuh"
 
 namespace te_mx::sm90 {
 
@@ -75,11 +78,11 @@ __device__ __forceinline__ void apply_derivative(float& a, float& b, Pair x) {
   a *= d.x, b *= d.y;
 }
 
-// v[] *= GELU'(gelu_in), with gelu_in in the staging,
-template <Gelu kKind, class T>
+// v[] *= GELU'(gelu_in), half of the columns, with gelu_in in the staging,
+template <Gelu kKind, class T, int kPanel>
 __device__ __forceinline__ void apply_derivatives(float (&v)[64], const Wave& w) {
 #pragma unroll
-  for (int part = 0; part < 8; ++part) {
+  for (int part = 4 * kPanel; part < 4 * kPanel + 4; ++part) {
     uint32_t x[4];
     read_ahead(x, part, w);
 #pragma unroll
@@ -122,18 +125,22 @@ __device__ __forceinline__ void fold(float (&s)[32], const int mask, const int l
   }
 }
 
+// Makes zeros of rows outside D.
+__device__ __forceinline__ void clear_rows(float (&v)[64], const Wave& w) {
+  if (w.m0 + 64 <= w.m_end) return;
+  const int row = w.m0 + w.thread / 32 * 16 + w.thread % 32 / 4;
+#pragma unroll
+  for (int i = 0; i < 64; ++i) {
+    if (row + i % 4 / 2 * 8 >= w.m_end) v[i] = 0.0f;
+  }
+}
+
 // Column sums of the wave: 16 rows inside each warp, then the four warps, always in the same order.
 // Needs this warp's rows of slot 0. Rows outside D become 0.
 __device__ __forceinline__ void sum_columns(float (&v)[64], const EpilogueParams& p,
                                             const Wave& w) {
   const int lane = w.thread % 32, warp = w.thread / 32;
-  if (w.m0 + 64 > w.m_end) {
-    const int row = w.m0 + warp * 16 + lane / 4;
-#pragma unroll
-    for (int i = 0; i < 64; ++i) {
-      if (row + i % 4 / 2 * 8 >= w.m_end) v[i] = 0.0f;
-    }
-  }
+  clear_rows(v, w);
   float s[32];
 #pragma unroll
   for (int i = 0; i < 32; ++i) s[i] = v[4 * (i / 2) + i % 2] + v[4 * (i / 2) + i % 2 + 2];
@@ -153,6 +160,33 @@ __device__ __forceinline__ void sum_columns(float (&v)[64], const EpilogueParams
   const int col = w.n0 + w.thread;
   if (col < p.n && w.m0 < w.m_end) p.bias_grad[static_cast<int64_t>(w.m0 / 64) * p.n + col] = sum;
   tile::named_barrier(w.barrier, 128);
+}
+
+// Column sums of the wave as it lies in the staging, 16-bit, by the tensor cores: its transpose
+// times ones. Eight results of theirs are the same.
+template <class T>
+__device__ __forceinline__ void sum_staged_columns(const EpilogueParams& p, const Wave& w) {
+  constexpr bool kHalf = sizeof(T) == 2 && !std::is_same_v<T, __nv_bfloat16>;
+  const int lane = w.thread % 32, warp = w.thread / 32;
+  float left[4], right[4];
+  tile::named_barrier(w.barrier, 128);
+  const uint32_t from = __shfl_sync(~0u, tile::wgmma_desc(w.staging), 0);
+  const uint64_t ones = tile::wgmma_plain_desc(w.ones);
+  tile::wgmma_pin(left), tile::wgmma_pin(right);
+  tile::wgmma_fence();
+#pragma unroll
+  for (int rows = 0; rows < 4; ++rows) {
+    tile::wgmma_64x8x16<kHalf>(left, from + 128 * rows, ones, rows != 0);
+    tile::wgmma_64x8x16<kHalf>(right, from + 128 * rows + kPanelBytes / 16, ones, rows != 0);
+  }
+  tile::wgmma_commit();
+  tile::wgmma_wait<0>();
+  tile::wgmma_pin(left), tile::wgmma_pin(right);
+  // The four lanes of a row write a column each.
+  const float two[2] = {lane % 2 ? left[2] : left[0], lane % 2 ? right[2] : right[0]};
+  const int col = w.n0 + lane % 4 / 2 * 64 + warp * 16 + lane % 2 * 8 + lane / 4;
+  if (col < p.n && w.m0 < w.m_end)
+    p.bias_grad[static_cast<int64_t>(w.m0 / 64) * p.n + col] = lane % 4 / 2 ? two[1] : two[0];
 }
 
 // Bias gradient, and stores unless they take more than the copy engine.
@@ -226,12 +260,21 @@ __device__ __forceinline__ void epilogue_backward(float (&v)[64], const Epilogue
     return;
   }
   tile::mbar_wait(w.arrived, w.phase);
-  with_16_bit_type(p.gelu_in_dtype, [&]<class T>(T) {
-    if (p.gelu == Gelu::tanh) {
-      apply_derivatives<Gelu::tanh, T>(v, w), finish<Epilogue::backward, kSlots>(v, p, map, w);
-    } else {
-      apply_derivatives<Gelu::erf, T>(v, w), finish<Epilogue::backward, kSlots>(v, p, map, w);
-    }
+  // NOTE: a warp reads and writes its own rows of the staging only, so D may follow gelu_in there.
+  const auto go = [&]<Gelu kKind, class T>() {
+    apply_derivatives<kKind, T, 0>(v, w);
+    if (p.bias_grad != nullptr) clear_rows(v, w);
+    stage_panel<T>(v, 0, 0, w);
+    apply_derivatives<kKind, T, 1>(v, w);
+    if (p.bias_grad != nullptr) clear_rows(v, w);
+    stage_panel<T>(v, 1, 1, w);
+    tile::fence_async_proxy();
+    if (p.bias_grad != nullptr) sum_staged_columns<T>(p, w);
+    leave_staging(w);
+  };
+  with_16_bit_type(p.out_dtype, [&]<class T>(T) {
+    p.gelu == Gelu::tanh ? go.template operator()<Gelu::tanh, T>()
+                         : go.template operator()<Gelu::erf, T>();
   });
 }
 
@@ -243,8 +286,8 @@ __device__ __forceinline__ void epilogue_wave(float (&v)[64], const EpiloguePara
   // NOTE: or the compiler would keep addresses of the epilogue in registers during the main loop,
   // and place the sums so that promotion reads three numbers from one register bank.
   if constexpr (kEpilogue != Epilogue::plain) w.thread = tile::keep(threadIdx.x) % 128;
-  // gelu_in lies in the staging, so that is free, and there is hardly ever a bias.
-  if (kEpilogue != Epilogue::backward || p.side != Side::gelu_in || p.bias != nullptr) {
+  // NOTE: the courier's staging is never free, and there is no bias then.
+  if (kEpilogue != Epilogue::backward || p.side != Side::gelu_in) {
     convert_bias(p, w);
     free_staging(w);
     add_bias(v, w);

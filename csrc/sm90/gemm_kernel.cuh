@@ -17,6 +17,7 @@
 // sends it to both.
 #pragma once
 
+#include "gemm_courier.cuh"
 #include "gemm_epilogue.cuh"
 #include "gemm_params.cuh"
 #include "gemm_step.cuh"
@@ -47,8 +48,10 @@ struct GemmConfig {
   // Blocks of which the producer says where they lie: it is never further ahead (gemm_grouped.cuh).
   static constexpr int kWorks = 8;
   static constexpr int kWorkBytes = kWorks * sizeof(Work) + 32;  // and where the producer is
+  static constexpr int kOnesBytes = kFull ? 256 : 0;             // of 16-bit floats, for sums
   static constexpr int kSmem = 1024 + kStages * (kStageBytes + kColumnBytes) +
-                               kMath * (kStaging + kBiasBytes + 8) + kWorkBytes + 3 * kStages * 8;
+                               kMath * (kStaging + kBiasBytes + 16) + kOnesBytes + kWorkBytes +
+                               3 * kStages * 8;
   static_assert(kStages < kWorks);
   static_assert(!kFull || (kWaves == 1 && kSlots == 2),
                 "a wave of 16-bit numbers fits the staging");
@@ -63,7 +66,8 @@ struct Smem {
   static constexpr int kScales = kStaging + Config::kMath * Config::kStaging;
   static constexpr int kBias = kScales + Config::kStages * Config::kScaleBytes;
   static constexpr int kColumns = kBias + Config::kMath * kBiasBytes;
-  static constexpr int kWork = kColumns + Config::kStages * Config::kColumnBytes;
+  static constexpr int kOnes = kColumns + Config::kStages * Config::kColumnBytes;
+  static constexpr int kWork = kOnes + Config::kOnesBytes;
   static constexpr int kBarriers = kWork + Config::kWorkBytes;
   char* base;
   __device__ __forceinline__ explicit Smem(char* raw) {
@@ -81,6 +85,9 @@ struct Smem {
   __device__ __forceinline__ char* columns(int s) const {
     return base + kColumns + s * Config::kColumnBytes;
   }
+  __device__ __forceinline__ uint32_t* ones() const {
+    return reinterpret_cast<uint32_t*>(base + kOnes);
+  }
   __device__ __forceinline__ Work* work(int i) const {
     return reinterpret_cast<Work*>(base + kWork) + i % Config::kWorks;
   }
@@ -93,15 +100,10 @@ struct Smem {
   __device__ __forceinline__ uint64_t* arrived(int math) const {
     return full(3 * Config::kStages + math);
   }
+  __device__ __forceinline__ uint64_t* staged(int math) const {
+    return arrived(Config::kMath + math);
+  }
 };
-
-// Threads of a math warpgroup that say that it needs a stage no more, and of a warp that prepares
-// stages that it has done so.
-#ifdef TE_MX_RACECHECK
-inline constexpr int kArrivals = 128, kPrepared = 32;
-#else
-inline constexpr int kArrivals = 4, kPrepared = 1;
-#endif
 
 // A position in the ring of stages.
 template <int kStages>
@@ -296,7 +298,7 @@ __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_
     w.barrier = 1 + math;
     w.staging = smem.staging(math);
     w.bias = smem.bias(math);
-    w.arrived = smem.arrived(math);
+    w.arrived = smem.arrived(math), w.staged = smem.staged(math), w.ones = smem.ones();
     if (p.epilogue.bias != nullptr) load_bias(p.epilogue, w, work.group);
     // The first row inside the block's scale tiles: 64 and 192 rows start in the middle of a tile
     // every other time.
@@ -327,9 +329,6 @@ __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_
         rows[i] = tile::ld_shared_u32(from + 4 * (8 * (i % 2) + 64 * (i / 2)));
     };
     fetch(ring);
-    // The step that asks for gelu_in, in the first half of them. NOTE: when all CTAs ask at the
-    // same time, memory keeps the operands of the next steps waiting.
-    const int ask = k_steps - static_cast<int>((5 * blockIdx.x + 11 * math) % ((k_steps + 1) / 2));
 #pragma unroll 1
     for (int left = k_steps; left > 0; --left) {
       const int s = ring.stage;
@@ -348,9 +347,6 @@ __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_
           sum, step, [&] { release<Config>(smem.empty(s), lane); },
           [&] {
             if (left > 1) fetch(ring);
-            if constexpr (kEpilogue == Epilogue::backward) {
-              if (left == ask) load_ahead(p.epilogue, &side_map, w);
-            }
           });
     }
     w.m0 = work.m0 + row0, w.n0 = work.n0 + rank * 128, w.m_end = work.m_end;
@@ -388,8 +384,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       tile::mbar_init(smem.empty(s), kArrivals * Config::kMath * Config::kCluster);
       tile::mbar_init(smem.ready(s), kPrepared * Config::kLhsTiles);
     }
-    for (int i = 0; i < Config::kMath; ++i) tile::mbar_init(smem.arrived(i), 1);
+    for (int i = 0; i < Config::kMath; ++i)
+      tile::mbar_init(smem.arrived(i), 1), tile::mbar_init(smem.staged(i), kArrivals);
     tile::mbar_init_fence();
+  }
+  if constexpr (kEpilogue == Epilogue::backward) {
+    if (threadIdx.x < Config::kOnesBytes / 4)
+      smem.ones()[threadIdx.x] = p.epilogue.out_dtype == DType::bf16 ? 0x3F803F80u : 0x3C003C00u;
+    tile::fence_async_proxy();
   }
   if constexpr (Config::kCluster == 1) {
     __syncthreads();
@@ -408,7 +410,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       prepare<Config>(p, smem, static_cast<int>(threadIdx.x) / 32 - 1,
                       static_cast<int>(threadIdx.x) % 32);
     } else if (threadIdx.x >= 96) {
-      Roles<Params>::aside(p);
+      if constexpr (kEpilogue == Epilogue::backward) {
+        using Schedule = typename Roles<Params>::template Follower<Config>;
+        if (p.epilogue.side == Side::gelu_in && tile::elect_one())
+          carry<Config, Schedule>(p, out_map, side_map, smem, rank);
+        __syncwarp();
+      } else {
+        Roles<Params>::aside(p);
+      }
     }
   } else {
     tile::registers_up<Config::kMath == 3 ? 160 : 232>();

@@ -65,11 +65,15 @@ Status launch(const GemmArgs& a, const Device& device) {
       a.bias_dtype == DType::f32 || reinterpret_cast<uintptr_t>(a.bias) % 4 == 0;
   const void* const beside = a.gelu_in != nullptr ? a.gelu_in : a.aux;
   const DType beside_dtype = a.gelu_in != nullptr ? a.gelu_in_dtype : a.aux_dtype;
-  if (beside != nullptr && beside_dtype != DType::f32 && a.n % 8 == 0 &&
-      reinterpret_cast<uintptr_t>(beside) % 16 == 0)
-    p.epilogue.side = a.gelu_in != nullptr ? Side::gelu_in : Side::aux;
   p.epilogue.direct = a.ldo * width % 16 != 0 || reinterpret_cast<uintptr_t>(a.out) % 16 != 0;
   p.epilogue.by_element = p.epilogue.direct || (a.accumulate && a.out_dtype != DType::f32);
+  if (beside != nullptr && beside_dtype != DType::f32 && a.n % 8 == 0 &&
+      reinterpret_cast<uintptr_t>(beside) % 16 == 0) {
+    // What the courier does not carry is rare.
+    const bool carried =
+        a.out_dtype == a.gelu_in_dtype && !p.epilogue.by_element && a.bias == nullptr;
+    p.epilogue.side = a.gelu_in == nullptr ? Side::aux : carried ? Side::gelu_in : Side::none;
+  }
   p.epilogue.m = static_cast<int>(a.m), p.epilogue.n = static_cast<int>(a.n);
 
   using namespace mxtile::sm90;

@@ -81,6 +81,15 @@ __device__ __forceinline__ Block block_at(const GemmParams& p, int m_blocks, int
   return {first + inside - column * rows, column};
 }
 
+// Threads of a math warpgroup that say that it is done with something, and of a warp that prepares
+// stages. NOTE: compute-sanitizer does not see that __syncwarp orders what a warp reads and writes
+// before the arrival of one lane.
+#ifdef TE_MX_RACECHECK
+inline constexpr int kArrivals = 128, kPrepared = 32;
+#else
+inline constexpr int kArrivals = 4, kPrepared = 1;
+#endif
+
 // What the producer must know of a block: where its operands lie in theirs.
 struct Sources {
   int m_row, n_row, k0;    // first elements of the codes

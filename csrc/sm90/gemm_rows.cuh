@@ -25,7 +25,9 @@ struct Wave {
   char* staging;
   char* bias;         // kBiasBytes of shared memory
   uint64_t* arrived;  // gelu_in of this block is in the staging
-  uint32_t phase;     // of that barrier
+  uint64_t* staged;   // D of this block is there
+  uint32_t* ones;     // 16-bit ones, 256 bytes of shared memory
+  uint32_t phase;     // of the first
 };
 
 // Calls f with the C++ type of `dtype`.

@@ -83,21 +83,16 @@ __device__ __forceinline__ void store_wave(const float (&v)[64], const EpilogueP
   }
 }
 
-// Starts the way of this block's gelu_in, 16-bit, to the staging, which the results of the block
-// before have left or are about to leave.
-__device__ __forceinline__ void load_ahead(const EpilogueParams& p, const CUtensorMap* map,
-                                           const Wave& w) {
-  // NOTE: keep(), or the comparison would hold a register through the main loop.
-  if (p.side == Side::gelu_in && tile::keep(threadIdx.x) % 128 == 0) {
-    tile::tma_store_wait_read<0>();
-    tile::mbar_arrive_expect(w.arrived, 2 * kPanelBytes);
-    tile::tma_load(w.staging, map, w.arrived, w.n0, w.m0);
-    tile::tma_load(w.staging + kPanelBytes, map, w.arrived, w.n0 + 64, w.m0);
-  }
+// Hands the staging to the courier.
+__device__ __forceinline__ void leave_staging(const Wave& w) {
+#ifndef TE_MX_RACECHECK
   __syncwarp();
+  if (w.thread % 32 != 0) return;
+#endif
+  tile::mbar_arrive(w.staged);
 }
 
-// What load_ahead brought of four neighbouring 8x8 blocks: those of v[8 * part] and after, in
+// What the courier brought of four neighbouring 8x8 blocks: those of v[8 * part] and after, in
 // pairs.
 __device__ __forceinline__ void read_ahead(uint32_t (&x)[4], const int part, const Wave& w) {
   const int lane = w.thread % 32, warp = w.thread / 32;

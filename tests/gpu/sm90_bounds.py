@@ -117,6 +117,16 @@ def assert_close(got: Tensor, want: Tensor, bound: Tensor) -> None:
         )
 
 
+def assert_bias_gradient(got: Tensor, out: Tensor | None, want: Tensor, slack: Tensor) -> None:
+    """fp32 column sums of D: as stored in `out`, or without one unrounded and near want."""
+    summed = want if out is None else out.double()
+    limit = (len(want) + 2) * 2.0**-24 * summed.abs().sum(0)
+    if out is None:
+        limit = limit + slack.sum(0)
+    assert got.dtype == torch.float32
+    assert ((got.double() - summed.sum(0)).abs() <= limit).all()
+
+
 def pair(kind: str, m: int, n: int, k: int, dtype: torch.dtype = torch.float32, seed: int = 0):
     """A [m, k] and B [n, k] of one kind of data.
 

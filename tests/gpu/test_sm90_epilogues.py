@@ -115,12 +115,14 @@ def test_backward_through_gelu_with_the_bias_gradient_of_the_result(form, shape,
         assert torch.equal(again.out, made.out)
         assert again.bias_grad.shape == (shape[0],)
         assert again.bias_grad.dtype == torch.float32
-        limit = slack.sum(0) + (shape[1] + 2) * 2.0**-24 * want.abs().sum(0)
-        assert ((again.bias_grad.double() - want.sum(0)).abs() <= limit).all()
+        courier = (
+            precision == "adaptive" and dtype == in_dtype != torch.float32 and not shape[0] % 8
+        )
+        bounds.assert_bias_gradient(again.bias_grad, again.out if courier else None, want, slack)
     old = torch.randn(sums.shape, device="cuda", dtype=dtype)
     made = run(grad=True, gelu=form, gelu_in=x, bias=True, out=old.clone(), accumulate=True)
     assert_rounded(made.out, want + old.double(), slack + 2.0**-22 * (want.abs() + old.abs()))
-    assert torch.equal(made.bias_grad, again.bias_grad)
+    bounds.assert_bias_gradient(made.bias_grad, None, want, slack)
 
 
 def test_bias_gradient_of_the_operand(shape, dtype, precision):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import sm90_bounds as bounds
 import sm90_calls as calls
 import torch
 import torch.nn.functional as F
@@ -135,8 +136,8 @@ def assert_epilogues(shape, dtype, full, **how):
         got = run(out_dtype=dtype, gelu=gelu, gelu_in=x, bias_grad=bias_grad)
         close = 0.51 * calls.ulp(want, dtype) + 2e-6 * base.double().abs()
         assert ((got.double() - want).abs() <= close).all()
-        close = 1e-5 * (1 + want.abs().sum(0))
-        assert ((bias_grad.double() - want.sum(0)).abs() <= close).all()
+        stored = got if dtype != torch.float32 and n % 8 == 0 else None
+        bounds.assert_bias_gradient(bias_grad, stored, want, 2e-6 * base.double().abs())
 
 
 def test_rows_of_the_output_may_lie_apart():

@@ -121,8 +121,10 @@ struct GemmArgs {
   DType aux_dtype;
   const void* gelu_in;  // [M, N] compact, or null; not with aux
   DType gelu_in_dtype;
-  float* bias_grad;  // [N] column sums of the result, or null
-  void* workspace;   // 16-byte aligned
+  // [N] column sums of the result, or null: rounded to 16 bits first where gelu_in has the dtype of
+  // out and both have whole 16 bytes a row
+  float* bias_grad;
+  void* workspace;  // 16-byte aligned
   int64_t workspace_bytes;
   int config;  // -1: chosen by the cost model; else an index below config_count()
   int parts;   // of K, at most one for every 128, added up in order; 0 or 1: K in one piece

@@ -1,5 +1,5 @@
 // Warpgroup matrix multiply-accumulate on FP8 codes: D[64, N] (+)= A[64, 32] @ B[N, 32]^T, N = 64
-// or 128.
+// or 128. And one on 16-bit numbers, for sums of columns.
 //
 // Both operands lie in shared memory as rows of 128 bytes under the 128-byte swizzle. Accumulators
 // of a warpgroup's thread t (warp w = t / 32, lane l = t % 32), for j < N / 8:
@@ -125,5 +125,36 @@ __device__ __forceinline__ void wgmma_64x64x32(float (&d)[32], uint32_t a, uint3
   }
 }
 #undef MXTILE_WGMMA_64
+
+// 16-bit floats: D[64, 8] (+)= A[16, 64]^T @ B[8, 16]^T. A is 16 rows of 128 bytes under the
+// 128-byte swizzle (wgmma_desc; 16 rows further on: 128). B is two blocks of 8 rows of 16 bytes,
+// without swizzle.
+__device__ __forceinline__ uint64_t wgmma_plain_desc(const void* tile) {
+  return ((smem_addr(tile) & 0x3FFFF) >> 4) | (128u / 16 << 16);
+}
+
+#define MXTILE_WGMMA_8(TYPES)                            \
+  asm volatile(                                          \
+      "{\n"                                              \
+      ".reg .pred p;\n"                                  \
+      ".reg .b64 a;\n"                                   \
+      "setp.ne.b32 p, %6, 0;\n"                          \
+      "mov.b64 a, {%4, %7};\n"                           \
+      "wgmma.mma_async.sync.aligned.m64n8k16.f32." TYPES \
+      " {%0, %1, %2, %3}, a, %5, p, 1, 1, 1, 0;\n"       \
+      "}\n"                                              \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])   \
+      : "r"(a), "l"(b), "r"(accumulate), "n"(kDescHigh))
+
+template <bool kHalf>
+__device__ __forceinline__ void wgmma_64x8x16(float (&d)[4], uint32_t a, uint64_t b,
+                                              int accumulate) {
+  if constexpr (kHalf) {
+    MXTILE_WGMMA_8("f16.f16");
+  } else {
+    MXTILE_WGMMA_8("bf16.bf16");
+  }
+}
+#undef MXTILE_WGMMA_8
 
 }  // namespace mxtile::sm90
