@@ -255,14 +255,18 @@ def norm_quantize(x, norm, weight, bias, out, quantized, stream, device=-1) -> i
     return _quantize(quantized, z)
 
 
+def norm_partial_sums(rows) -> int:
+    return -(-rows // 64)
+
+
 def norm_backward(
     dz, x, rows, cols, norm, weight, stats, dx, sums, scratch, stream, device=-1
 ) -> int:
     rms, scale = norm
     assert scale == reference_fused.inverse(cols) and rms == (stats[0] == 0)
     assert dz[2] == x[2] or x[2] == FLOAT_DTYPES[torch.float32]
-    tiles = -(-rows // 128)
-    for place, size in zip(scratch, (rows * 2, tiles * 2 * cols, tiles), strict=True):
+    sizes = rows * 2, norm_partial_sums(rows) * 2 * cols, -(-rows // 128)
+    for place, size in zip(scratch, sizes, strict=True):
         _vector(place, size).fill_(torch.nan)
     made = reference_fused.normalize_backward(
         _matrix(*dz, rows, cols), _matrix(*x, rows, cols), _vector(weight, cols),

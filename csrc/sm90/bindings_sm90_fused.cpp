@@ -67,6 +67,7 @@ int act_quantize(const py::tuple& h, const py::tuple& grad, int64_t cols, const 
 
 void bind_sm90_fused(py::module_& m) {
   m.def("norm_ws_words", &sm90::norm_ws_words);
+  m.def("norm_partial_sums", &sm90::norm_partial_sums);
   m.def("norm_quantize", &norm_quantize, py::arg("x"), py::arg("norm"), py::arg("weight"),
         py::arg("bias"), py::arg("out"), py::arg("quantized"), py::arg("stream"),
         py::arg("device") = -1);

@@ -12,8 +12,7 @@ Status launch_instance(const ActParams& p, dim3 grid, cudaStream_t stream) {
     return launch_fused(act_kernel<T, kFmt, kPlain>, grid, fused_smem_bytes<T>(1 + p.act.gated),
                         stream, p);
   }
-  return launch_fused(dact_kernel<T, kFmt, kPlain>, grid, fused_smem_bytes<T>(1 + p.act.gated),
-                      stream, p);
+  return launch_fused(dact_kernel<T, kFmt, kPlain>, grid, fused_smem_bytes<T>(2), stream, p);
 }
 
 // fp16 and fp32 have one instance for packed and plain codes.

@@ -58,9 +58,10 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 4 : 2)
 }
 
 // ---------------------------------------------------------------------------------------- backward
-// What a thread reads for its columns of the gradient of h: activated columns and gates through
-// slots, the gradient through registers, a row ahead. Bit j of `gates` is set where column j is one
-// of the gates' gradient, made of the same inputs as its twin, `cols` before.
+// What a thread reads for its columns of the gradient of h: activated columns through a slot; gates
+// through another, and then the gradient through registers, two rows ahead; or else the gradient
+// through the other slot. Bit j of `gates` is set where column j is one of the gates' gradient,
+// made of the same inputs as its twin, `cols` before.
 template <class T>
 struct BackwardInputs {
   const T* h;  // of the first column's twin in the first half, as grad
@@ -71,9 +72,9 @@ struct BackwardInputs {
 
   __device__ __forceinline__ BackwardInputs(const ActParams& p, int64_t row, int64_t col)
       : cols(p.cols), gates(0), vectors(p.vectors) {
+    if (p.act.gated && !p.halves) {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      if (p.act.gated && !p.halves) gates |= static_cast<uint32_t>(col + j >= cols) << j;
+      for (int j = 0; j < 8; ++j) gates |= static_cast<uint32_t>(col + j >= cols) << j;
     }
     if (gates & 1) col -= cols;
     h = static_cast<const T*>(p.h.data) + row * p.h.stride + col;
@@ -85,11 +86,13 @@ struct BackwardInputs {
     return (gates & 1) == 0 && (gates >> j & 1) != 0 ? j - cols : j;
   }
 
-  __device__ __forceinline__ void fill(uint4* slot, uint4* gate_slot, const ActParams& p,
+  __device__ __forceinline__ void fill(uint4* slot, uint4* other, const ActParams& p,
                                        const Extent& e) const {
+    const T* const second = p.act.gated ? h + cols : grad;
+    const int64_t stride = p.act.gated ? p.h.stride : p.grad.stride;
     if (vectors) {
       fill_slot<T>(slot, h, p.h.stride, e, true);
-      if (p.act.gated) fill_slot<T>(gate_slot, h + cols, p.h.stride, e, true);
+      fill_slot<T>(other, second, stride, e, true);
       return;
     }
 #pragma unroll 1
@@ -98,11 +101,10 @@ struct BackwardInputs {
       const bool exists = k < e.rows && j < e.cols;
       constexpr int kOfChunk = 16 / sizeof(T);
       const int chunk = (k * Input<T>::kVectors + j / kOfChunk) * kChunkStep;
-      const T* const from = h + k * p.h.stride + at(j);
       const T zero = static_cast<T>(0.0f);
-      reinterpret_cast<T*>(slot + chunk)[j % kOfChunk] = exists ? from[0] : zero;
-      if (p.act.gated)
-        reinterpret_cast<T*>(gate_slot + chunk)[j % kOfChunk] = exists ? from[cols] : zero;
+      reinterpret_cast<T*>(slot + chunk)[j % kOfChunk] = exists ? h[k * p.h.stride + at(j)] : zero;
+      reinterpret_cast<T*>(other + chunk)[j % kOfChunk] =
+          exists ? second[k * stride + at(j)] : zero;
     }
   }
 
@@ -128,7 +130,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 3 : 1)
   extern __shared__ __align__(16) char smem[];
   QuantizeSmem& s = *reinterpret_cast<QuantizeSmem*>(smem);
   uint4* slot = own_slots(smem);
-  uint4* const gate_slot = slot + kSlotChunks<T> * kChunkStep;
+  uint4* const other = slot + kSlotChunks<T> * kChunkStep;
   Tile t;
   tile::let_dependents_start();
   tile::await_predecessors();
@@ -137,25 +139,35 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 3 : 1)
   const Extent e(p.q, t, at);
   const int64_t row = t.r0 + at.r, col = t.c0() + at.c;
   BackwardInputs<T> in(p, row, col);
-  in.fill(slot, gate_slot, p, e);
-  Eight<T> grad;
-  in.read_grad(grad, 0, p.grad.stride, e);
+  in.fill(slot, other, p, e);
+  Eight<T> grad[2];
+  if (p.act.gated) {
+    in.read_grad(grad[0], 0, p.grad.stride, e);
+    in.read_grad(grad[1], 1, p.grad.stride, e);
+  }
   const OutRows<T> out(p.out, p.q.a.cols, row, col);
   wait_for_slots();
   with_activation<sizeof(T) == 4>(p.act, [&](const auto& act) {
+    if (!p.act.gated) {
 #pragma unroll 1
-    for (int k = 0; k < 8; ++k) {
-      Eight<T> next;
-      in.read_grad(next, k + 1, p.grad.stride, e);
-      float v[8], g[8];
-      grad.unpack(g);
-      read_slot<T>(v, slot, k);
-      if (!p.act.gated) {
+      for (int k = 0; k < 8; ++k) {
+        float v[8], g[8];
+        read_slot<T>(v, slot, k), read_slot<T>(g, other, k);
 #pragma unroll
         for (int j = 0; j < 8; ++j) v[j] = mul(g[j], act(v[j]).slope);
-      } else {
-        float b[8];
-        read_slot<T>(b, gate_slot, k);
+        finish_row<T>(slot, k, v, e, out);
+      }
+      return;
+    }
+#pragma unroll 1
+    for (int k0 = 0; k0 < 8; k0 += 2) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int k = k0 + i;
+        float v[8], g[8], b[8];
+        grad[i].unpack(g);
+        in.read_grad(grad[i], k + 2, p.grad.stride, e);
+        read_slot<T>(v, slot, k), read_slot<T>(b, other, k);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
           const ValueSlope f = act(v[j]);
@@ -163,22 +175,24 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 3 : 1)
           b[j] = act.passed(b[j], mul(g[j], f.value));
         }
         if (p.halves) {
-          finish_row<T>(gate_slot, k, b, e, out.right_by(p.cols));
+          finish_row<T>(other, k, b, e, out.right_by(p.cols));
         } else {
 #pragma unroll
           for (int j = 0; j < 8; ++j) v[j] = in.gates >> j & 1 ? b[j] : v[j];
         }
+        finish_row<T>(slot, k, v, e, out);
       }
-      finish_row<T>(slot, k, v, e, out);
-      grad = next;
     }
   });
+  // NOTE: what is known of the tile would stay in registers all along, as in quantize_slot.
+  place_tile(t, p.q, tile::opaque(t.rt), tile::opaque(t.ct));
 #pragma unroll 1
   for (int left = p.halves; left >= 0; --left) {
-    quantize_slot<T, T, kFmt, kPlain>(s, p.q, slot, t);
+    // Products have many small values beside large ones.
+    quantize_slot<T, T, kFmt, kPlain, true, true>(s, p.q, slot, t);
     if (left == 0) break;
     __syncthreads();
-    slot = gate_slot;
+    slot = other;
     t.ct += p.q.col_tiles / 2, t.last_col = t.ct == p.q.col_tiles - 1;
   }
 }

@@ -1,5 +1,6 @@
 // Backward pass of a normalization: dx, and dweight and dbias by sums over 128 rows. Sums over rows
 // and tiles that need them in one kernel (bands.cuh), so that dz and x are read from memory once.
+#include "norm_backward.h"
 #include "norm_stats.cuh"
 #include "quantize_launch.h"
 #include "te_mx/sm90_fused.h"
@@ -173,10 +174,12 @@ Status norm_backward(const NormBackwardArgs& a) {
       (a.mean == nullptr) != a.rms) {
     return Status::bad_argument;
   }
+  Status status = fits_strips(a) ? norm_backward_strips(a) : Status::unsupported;
+  if (status == Status::ok) return status;
   GradParams p{a, {}, 0, 0, false, false};
   unsigned ctas = 0;
   const int bytes = bytes_of(a.dz_dtype) + bytes_of(a.x_dtype);
-  Status status = make_bands(p.bands, a.ws, a.rows, a.cols, bytes, ctas);
+  status = make_bands(p.bands, a.ws, a.rows, a.cols, bytes, ctas);
   if (status != Status::ok) return status;
   p.row_tiles = static_cast<int>((a.rows + 127) / 128);
   p.col_tiles = static_cast<int>((a.cols + 127) / 128);

@@ -70,9 +70,11 @@ def normalize_backward(
     dx = torch.empty((rows, cols), dtype=dtype, device=device)
     sums = torch.empty((2, cols), dtype=_F32, device=device)
     row_sums = torch.empty((rows, 2), dtype=_F32, device=device)
-    partial = torch.empty(((rows + 127) // 128, 2, cols), dtype=_F32, device=device)
+    native = sm90.native()
+    parts = native.norm_partial_sums(rows)  # type: ignore[union-attr]
+    partial = torch.empty((parts, 2, cols), dtype=_F32, device=device)
     counters = _scratch(rows, device)
-    status = sm90.native().norm_backward(  # type: ignore[union-attr]
+    status = native.norm_backward(  # type: ignore[union-attr]
         (dz.data_ptr(), dz.stride(0), FLOAT_DTYPES[dz.dtype]),
         (x.data_ptr(), x.stride(0), FLOAT_DTYPES[x.dtype]), rows, cols,
         (mean is None, inverse(cols)), weight.data_ptr(), (pointer(mean), rstd.data_ptr()),

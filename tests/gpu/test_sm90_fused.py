@@ -95,6 +95,31 @@ def test_gradients_of_normalization(kind, shape, dtypes):
         same(one, two)
 
 
+# Clusters of every size: one group of rows, several and a part at the end, pieces for some threads.
+STRIPS = ((8, 2048), (1544, 2304), (2064, 4096), (200, 4352), (520, 8192), (72, 8448), (96, 14336))
+
+
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("shape", STRIPS)
+def test_gradients_of_rows_kept_in_shared_memory(kind, shape):
+    rows, cols = shape
+    x, dz = ((randn(rows, cols + 64, seed=i) + 0.5)[:, 8 : cols + 8] for i in (1, 2))
+    weight, norm = randn(cols, dtype=F32, seed=3), Norm(kind, 1e-5)
+    mean, rstd, _ = reference_fused.normalize(x, weight, None, norm, F32)
+    call = (dz, x, weight, mean, rstd, BF16)
+    expected = reference_fused.normalize_backward(*call)[0]
+    h = ((x.float() - (0 if mean is None else mean[:, None])) * rstd[:, None]).double()
+    made = [norm_backward_2d(*call) for _ in range(3)]
+    for dx, dweight, dbias in made:
+        same(dx, expected)
+        for got, terms in ((dweight, dz.double() * h), (dbias, dz.double())):
+            bound = (rows + 2) * 2.0**-24 * terms.abs().sum(0)
+            assert ((got.double() - terms.sum(0)).abs() <= bound).all()
+        same(dweight, made[0][1]), same(dbias, made[0][2])
+    x[3, 5] = torch.nan  # stays in its row
+    same(norm_backward_2d(*call)[0], reference_fused.normalize_backward(*call)[0])
+
+
 @pytest.mark.parametrize("shape", [(2100, 9000), (3000, 136)])
 def test_normalization_in_many_bands(shape):
     x, weight, bias, norm = norm_case("LayerNorm", shape, BF16)

@@ -58,13 +58,22 @@ struct NormBackwardArgs {
   void* dx;         // [rows, cols] compact
   float* sums;      // [2, cols]: dweight, dbias
   float* row_sums;  // [rows, 2], scratch
-  float* partial;   // [ceil(rows/128), 2, cols], scratch
+  float* partial;   // [norm_partial_sums(rows), 2, cols], scratch
   uint32_t* ws;     // norm_ws_words(rows)
   void* stream;
 };
 
 // Scratch words of a normalization; they need no value.
 constexpr int64_t norm_ws_words(int64_t rows) { return 1 + (rows + 127) / 128; }
+
+// Parts in which dweight and dbias are summed, at most: tiles, or what norm_backward_strips.cu
+// makes of the rows.
+inline constexpr int64_t kStripsAtOnce = 384;  // CTAs, two or more for a part
+constexpr int64_t norm_partial_sums(int64_t rows) {
+  const int64_t longest = (rows + 63) / 64, shortest = (rows + 7) / 8, most = kStripsAtOnce / 2;
+  const int64_t at_once = shortest < most ? shortest : most;
+  return longest < at_once ? at_once : longest;
+}
 
 // Status::unsupported for types that do not go together.
 Status norm_quantize(const NormQuantizeArgs& args);

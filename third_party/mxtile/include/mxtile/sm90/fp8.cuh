@@ -115,15 +115,18 @@ __device__ __forceinline__ uint32_t half2_shifts(uint32_t factors, uint32_t targ
   return 0x3C003C00u - (__vminu2(targets - e_plus_1, 0x00080008u) << 10);
 }
 
-// Four finite or NaN codes times fp16 powers of two between 2^-8 and 1, rounded to nearest even:
-// fp16 holds every product exactly. Each word has the factors of two codes.
+// Two finite or NaN codes times fp16 powers of two between 2^-8 and 1, rounded to nearest even:
+// fp16 holds every product exactly.
+template <Fp8 kFmt>
+__device__ __forceinline__ uint32_t fp8x2_times(uint32_t codes, uint32_t factors) {
+  return half2_to_fp8x2<kFmt>(
+      __hmul2(fp8x2_to_half2<kFmt>(codes & 0xFFFF), *reinterpret_cast<const __half2*>(&factors)));
+}
+
+// The same of four codes; each word has the factors of two.
 template <Fp8 kFmt>
 __device__ __forceinline__ uint32_t fp8x4_times(uint32_t codes, uint32_t low, uint32_t high) {
-  const uint32_t lo = half2_to_fp8x2<kFmt>(
-      __hmul2(fp8x2_to_half2<kFmt>(codes & 0xFFFF), *reinterpret_cast<const __half2*>(&low)));
-  const uint32_t hi = half2_to_fp8x2<kFmt>(
-      __hmul2(fp8x2_to_half2<kFmt>(codes >> 16), *reinterpret_cast<const __half2*>(&high)));
-  return lo | (hi << 16);
+  return fp8x2_times<kFmt>(codes, low) | (fp8x2_times<kFmt>(codes >> 16, high) << 16);
 }
 
 // 0xFF in every byte of four codes that is NaN or infinite.
