@@ -63,12 +63,15 @@ __device__ __forceinline__ void add_bias(float (&v)[64], const Wave& w) {
   }
 }
 
-template <Gelu kKind>
+// Of columns from kFirst / 2 on.
+template <Gelu kKind, int kFirst, int kCount>
 __device__ __forceinline__ void apply_gelu(float (&v)[64]) {
+  if constexpr (kKind != Gelu::none) {
 #pragma unroll
-  for (int i = 0; i < 64; i += 2) {
-    const float2 y = gelu_forward<kKind>(make_float2(v[i], v[i + 1]));
-    v[i] = y.x, v[i + 1] = y.y;
+    for (int i = kFirst; i < kFirst + kCount; i += 2) {
+      const float2 y = gelu_forward<kKind>(make_float2(v[i], v[i + 1]));
+      v[i] = y.x, v[i + 1] = y.y;
+    }
   }
 }
 
@@ -169,6 +172,7 @@ __device__ __forceinline__ void sum_staged_columns(const EpilogueParams& p, cons
   constexpr bool kHalf = sizeof(T) == 2 && !std::is_same_v<T, __nv_bfloat16>;
   const int lane = w.thread % 32, warp = w.thread / 32;
   float left[4], right[4];
+  tile::fence_async_proxy();
   tile::named_barrier(w.barrier, 128);
   const uint32_t from = __shfl_sync(~0u, tile::wgmma_desc(w.staging), 0);
   const uint64_t ones = tile::wgmma_plain_desc(w.ones);
@@ -228,27 +232,40 @@ __device__ __forceinline__ void finish_by_element(float (&v)[64], const Epilogue
 // numbers to other registers.
 template <int kSlots>
 __device__ __forceinline__ void epilogue_forward(float (&v)[64], const EpilogueParams& p,
-                                                 const CUtensorMap* map,
-                                                 const CUtensorMap* side_map, const Wave& w) {
-  if (p.side == Side::aux) {
-    with_16_bit_type(p.aux_dtype, [&]<class T>(T) {
+                                                 const CUtensorMap* map, const Wave& w) {
+  const bool carried = p.side == Side::aux;
+  if (carried) {
+    // NOTE: a wait for parity 1 is over before the first block.
+    tile::mbar_wait(w.arrived, 1);
+    with_16_bit_type(p.out_dtype, [&]<class T>(T) {
       stage_panel<T>(v, 0, 0, w);
       stage_panel<T>(v, 1, 1, w);
-      send_panels<T, 2>(0, p, side_map, false, w);
     });
+    leave_staging(w);
   } else if (p.aux != nullptr) {
     with_type(p.aux_dtype, [&]<class T>(T) { write_rows<T>(v, p.aux, p, w, p.n); });
   }
-  const auto rest = [&] {
-    if (p.side == Side::aux) free_staging(w);
-    finish<Epilogue::forward, kSlots>(v, p, map, w);
+  const auto rest = [&]<Gelu kKind>() {
+    apply_gelu<kKind, 0, 32>(v);
+    if (!carried) {
+      apply_gelu<kKind, 32, 32>(v);
+      finish<Epilogue::forward, kSlots>(v, p, map, w);
+      return;
+    }
+    tile::mbar_wait(w.arrived, 0);
+    with_16_bit_type(p.out_dtype, [&]<class T>(T) {
+      stage_panel<T>(v, 0, 0, w);
+      apply_gelu<kKind, 32, 32>(v);
+      stage_panel<T>(v, 1, 1, w);
+    });
+    leave_staging(w);
   };
   if (p.gelu == Gelu::tanh) {
-    apply_gelu<Gelu::tanh>(v), rest();
+    rest.template operator()<Gelu::tanh>();
   } else if (p.gelu == Gelu::erf) {
-    apply_gelu<Gelu::erf>(v), rest();
+    rest.template operator()<Gelu::erf>();
   } else {
-    rest();
+    rest.template operator()<Gelu::none>();
   }
 }
 
@@ -268,7 +285,6 @@ __device__ __forceinline__ void epilogue_backward(float (&v)[64], const Epilogue
     apply_derivatives<kKind, T, 1>(v, w);
     if (p.bias_grad != nullptr) clear_rows(v, w);
     stage_panel<T>(v, 1, 1, w);
-    tile::fence_async_proxy();
     if (p.bias_grad != nullptr) sum_staged_columns<T>(p, w);
     leave_staging(w);
   };
@@ -280,20 +296,18 @@ __device__ __forceinline__ void epilogue_backward(float (&v)[64], const Epilogue
 
 template <Epilogue kEpilogue, int kSlots>
 __device__ __forceinline__ void epilogue_wave(float (&v)[64], const EpilogueParams& p,
-                                              const CUtensorMap* map, const CUtensorMap* side_map,
-                                              const Wave& at) {
+                                              const CUtensorMap* map, const Wave& at) {
   Wave w = at;
   // NOTE: or the compiler would keep addresses of the epilogue in registers during the main loop,
   // and place the sums so that promotion reads three numbers from one register bank.
   if constexpr (kEpilogue != Epilogue::plain) w.thread = tile::keep(threadIdx.x) % 128;
-  // NOTE: the courier's staging is never free, and there is no bias then.
-  if (kEpilogue != Epilogue::backward || p.side != Side::gelu_in) {
+  if (kEpilogue != Epilogue::backward || p.side != Side::gelu_in) {  // no bias with the last
     convert_bias(p, w);
     free_staging(w);
     add_bias(v, w);
   }
   if constexpr (kEpilogue == Epilogue::forward) {
-    epilogue_forward<kSlots>(v, p, map, side_map, w);
+    epilogue_forward<kSlots>(v, p, map, w);
   } else if constexpr (kEpilogue == Epilogue::backward) {
     epilogue_backward<kSlots>(v, p, map, w);
   } else {

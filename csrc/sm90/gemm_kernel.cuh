@@ -263,8 +263,7 @@ __device__ __forceinline__ void release(uint64_t* empty, int lane) {
 
 template <class Config, tile::Fp8 kLhs, tile::Fp8 kRhs, Epilogue kEpilogue, class Params>
 __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_map,
-                                        const CUtensorMap& side_map, const Smem<Config>& smem,
-                                        int rank, int math) {
+                                        const Smem<Config>& smem, int rank, int math) {
   using Schedule = typename Roles<Params>::template Follower<Config>;
   const int thread = threadIdx.x % 128, lane = thread % 32;
   // This warpgroup's first row inside the block.
@@ -357,7 +356,7 @@ __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_
         // The end of a group: what lies behind it belongs to the next one.
         if (w.m0 + 64 > w.m_end) w.direct = w.by_element = true;
       }
-      epilogue_wave<kEpilogue, Config::kSlots>(sum[wave], p.epilogue, &out_map, &side_map, w);
+      epilogue_wave<kEpilogue, Config::kSlots>(sum[wave], p.epilogue, &out_map, w);
     }
     w.phase ^= 1;
     schedule.await(smem.ready(ring.stage), ring.phase);
@@ -410,10 +409,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       prepare<Config>(p, smem, static_cast<int>(threadIdx.x) / 32 - 1,
                       static_cast<int>(threadIdx.x) % 32);
     } else if (threadIdx.x >= 96) {
-      if constexpr (kEpilogue == Epilogue::backward) {
+      if constexpr (kEpilogue != Epilogue::plain) {
         using Schedule = typename Roles<Params>::template Follower<Config>;
-        if (p.epilogue.side == Side::gelu_in && tile::elect_one())
-          carry<Config, Schedule>(p, out_map, side_map, smem, rank);
+        if (p.epilogue.side != Side::none && tile::elect_one())
+          carry<Config, Schedule, kEpilogue == Epilogue::backward>(p, out_map, side_map, smem,
+                                                                   rank);
         __syncwarp();
       } else {
         Roles<Params>::aside(p);
@@ -422,8 +422,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   } else {
     tile::registers_up<Config::kMath == 3 ? 160 : 232>();
     consume<Config, kLhs, kRhs, kEpilogue>(
-        p, out_map, side_map, smem, rank,
-        __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0) - 1);
+        p, out_map, smem, rank, __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0) - 1);
   }
   // NOTE: a CTA must not leave while its neighbour still sends data or arrivals to it.
   if constexpr (Config::kCluster != 1) tile::cluster_sync();

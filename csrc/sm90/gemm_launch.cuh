@@ -67,13 +67,11 @@ Status launch(const GemmArgs& a, const Device& device) {
   const DType beside_dtype = a.gelu_in != nullptr ? a.gelu_in_dtype : a.aux_dtype;
   p.epilogue.direct = a.ldo * width % 16 != 0 || reinterpret_cast<uintptr_t>(a.out) % 16 != 0;
   p.epilogue.by_element = p.epilogue.direct || (a.accumulate && a.out_dtype != DType::f32);
-  if (beside != nullptr && beside_dtype != DType::f32 && a.n % 8 == 0 &&
-      reinterpret_cast<uintptr_t>(beside) % 16 == 0) {
-    // What the courier does not carry is rare.
-    const bool carried =
-        a.out_dtype == a.gelu_in_dtype && !p.epilogue.by_element && a.bias == nullptr;
-    p.epilogue.side = a.gelu_in == nullptr ? Side::aux : carried ? Side::gelu_in : Side::none;
-  }
+  // What the courier does not carry is rare.
+  if (beside != nullptr && beside_dtype != DType::f32 && beside_dtype == a.out_dtype &&
+      !p.epilogue.by_element && a.n % 8 == 0 && reinterpret_cast<uintptr_t>(beside) % 16 == 0 &&
+      (a.gelu_in != nullptr ? a.bias : a.bias_grad) == nullptr)
+    p.epilogue.side = a.gelu_in != nullptr ? Side::gelu_in : Side::aux;
   p.epilogue.m = static_cast<int>(a.m), p.epilogue.n = static_cast<int>(a.n);
 
   using namespace mxtile::sm90;

@@ -9,7 +9,8 @@
 
 namespace te_mx::sm90 {
 
-// The [M, N] array beside D that goes through the copy engine: 16-bit, of rows of whole 16 bytes.
+// The [M, N] array beside D that goes through the copy engine: 16-bit, of rows of whole 16 bytes,
+// as D is then.
 enum class Side : int { none = 0, aux = 1, gelu_in = 2 };
 
 struct EpilogueParams {

@@ -24,10 +24,10 @@ struct Wave {
   int barrier;      // named barrier of this warpgroup
   char* staging;
   char* bias;         // kBiasBytes of shared memory
-  uint64_t* arrived;  // gelu_in of this block is in the staging
-  uint64_t* staged;   // D of this block is there
+  uint64_t* arrived;  // the courier gives the staging back (gemm_courier.cuh),
+  uint64_t* staged;   // and gets it
+  uint32_t phase;     // of the first, in a backward GEMM
   uint32_t* ones;     // 16-bit ones, 256 bytes of shared memory
-  uint32_t phase;     // of the first
 };
 
 // Calls f with the C++ type of `dtype`.

@@ -46,7 +46,7 @@ __device__ __forceinline__ void stage_panel(const float (&v)[64], const int pane
   }
 }
 
-// Slots 0 .. kCount - 1, panels `first` and on, to global memory.
+// Slots 0 .. kCount - 1, panels `first` and on of D, to global memory.
 template <class T, int kCount>
 __device__ __forceinline__ void send_panels(const int first, const EpilogueParams& p,
                                             const CUtensorMap* map, const bool add, const Wave& w) {
@@ -83,8 +83,9 @@ __device__ __forceinline__ void store_wave(const float (&v)[64], const EpilogueP
   }
 }
 
-// Hands the staging to the courier.
+// Gives the staging to the courier.
 __device__ __forceinline__ void leave_staging(const Wave& w) {
+  tile::fence_async_proxy();
 #ifndef TE_MX_RACECHECK
   __syncwarp();
   if (w.thread % 32 != 0) return;
