@@ -83,7 +83,7 @@ class PanelGemm {
     blocks_ = ceil_div(context.args->lhs.k, kBlock);
     row_panels_ = ceil_div(range.m1 - range.m0, kRowBlock);
     col_panels_ = ceil_div(range.n1 - range.n0, kRowBlock);
-    pend_ = rows_may_pend<Simd>(context, range);
+    normal_ = normal_powers<Simd>(context, range);
     const int64_t fit = Engine::kWholeBytes / (blocks_ * kStepBytes);
     whole_ = fit >= least(Engine::kLeastWhole, row_panels_) || blocks_ <= Engine::kChunk;
     if (whole_) {
@@ -121,7 +121,7 @@ class PanelGemm {
     const int64_t rows = least(item_rows_, row_panels_ - row_panel);
     const int64_t cols = least(item_cols_, col_panels_ - col_panel);
     Engine engine;
-    PendingRows<Simd> pending(context_);
+    PendingRows<Simd> pending(context_, normal_);
     int64_t turn = 0;  // whole: two blocks take turns, one is summed and one stored
     for (int64_t k = 0; k < blocks_; k += chunk_) {
       const int64_t steps = least(chunk_, blocks_ - k);
@@ -132,7 +132,7 @@ class PanelGemm {
           const int block_rows = static_cast<int>(least(kRowBlock, range_.m1 - m));
           const int64_t n = range_.n0 + (col_panel + j) * kRowBlock;
           const int block_cols = static_cast<int>(least(kRowBlock, range_.n1 - n));
-          const bool last = k + steps >= blocks_, pend = pend_ && block_cols == kRowBlock;
+          const bool last = k + steps >= blocks_, pend = block_cols == kRowBlock;
           if (last && pend) pending.expect(m, n, block_rows);
           PanelWork<Simd> work(pending, ahead(row_panel, col_panel, rows, cols, i, j, k, steps));
           engine.block(step(lhs_, row_panel + i, k), step(rhs_, col_panel + j, k), steps,
@@ -179,7 +179,7 @@ class PanelGemm {
   const EpilogueContext& context_;
   EpilogueFn epilogue_;
   int64_t blocks_, chunk_, row_panels_, col_panels_, item_rows_, item_cols_;
-  bool whole_, pend_;
+  bool whole_, normal_;
 };
 
 }  // namespace te_mx

@@ -77,7 +77,7 @@ class DecodedGemm {
     resident_panels_ = kLhs ? rhs_panels : lhs_panels;
     streamed_panels_ = kLhs ? lhs_panels : rhs_panels;
     blocks_ = ceil_div(args_.lhs.k, kBlock);
-    pend_ = rows_may_pend<Simd>(context, range);
+    normal_ = normal_powers<Simd>(context, range);
     part_ = even_part(resident_panels_, fit_of(blocks_));
     share_ = round_up(streamed_panels_, kPair);
     while (share_ > kPair && items() < Engine::kItems * args_.threads) {
@@ -110,7 +110,7 @@ class DecodedGemm {
     const int64_t part = least(part_, resident_panels_ - first_resident);
     const int64_t end = least(begin + share_, streamed_panels_);
     Engine engine;
-    PendingRows<Simd> pending(context_);
+    PendingRows<Simd> pending(context_, normal_);
     Stream stream(streamed_, (kLhs ? context_.lhs_exp : context_.rhs_exp) + first_row_);
     start(stream, begin, end, decoded[0], 1);
     int64_t turn = 0, block_turn = 0;
@@ -154,7 +154,7 @@ class DecodedGemm {
     return {m, n, static_cast<int>(least(kRowBlock, range_.m1 - m)),
             static_cast<int>(least(kRowBlock, range_.n1 - n))};
   }
-  bool pends(const Block& block) const { return pend_ && block.cols == kRowBlock; }
+  static bool pends(const Block& block) { return block.cols == kRowBlock; }
 
   void multiply(Engine& engine, const char* own, int64_t resident, int rows, float* c,
                 Work& work) const {
@@ -182,7 +182,7 @@ class DecodedGemm {
   EpilogueFn epilogue_;
   int64_t resident_panels_, streamed_panels_, blocks_;
   int64_t part_, share_;  // resident and streamed panels of an item
-  bool pend_;
+  bool normal_;
 };
 
 // KernelImpl::decodes and run of an engine that may decode.

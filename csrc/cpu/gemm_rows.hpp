@@ -9,12 +9,10 @@
 
 namespace te_mx {
 
-// Whether rows of `range` can be pending: nothing is added to what lies there, and every power of
-// two among them is a normal float.
+// Whether every power of two that scales elements of `range` is a normal float.
 template <class S>
-TE_MX_INLINE bool rows_may_pend(const EpilogueContext& context, const Range& range) {
+TE_MX_INLINE bool normal_powers(const EpilogueContext& context, const Range& range) {
   using block_epilogue::extreme;
-  if (context.exact_scale || context.args->accumulate) return false;
   const float* rows = context.lhs_exp + range.m0;
   const float* cols = context.rhs_exp + range.n0;
   const int m = static_cast<int>(range.m1 - range.m0), n = static_cast<int>(range.n1 - range.n0);
@@ -25,20 +23,23 @@ TE_MX_INLINE bool rows_may_pend(const EpilogueContext& context, const Range& ran
 template <class S>
 class PendingRows {
  public:
-  explicit PendingRows(const EpilogueContext& context)
+  // normal: normal_powers() of all blocks. Not for an exact_scale.
+  PendingRows(const EpilogueContext& context, bool normal)
       : context_(context),
         args_(*context.args),
-        only_scaled_(args_.aux == nullptr && args_.gelu == Gelu::none &&
-                     context.bias_grad_partial == nullptr) {}
+        normal_(normal),
+        only_scaled_(normal && args_.aux == nullptr && args_.gelu == Gelu::none &&
+                     context.bias_grad_partial == nullptr && !args_.accumulate),
+        out_past_caches_(context.past_caches && !args_.accumulate) {}
 
-  // Says which block start() will take next, whose lines of gelu_in lie rows apart: step() fetches
-  // them.
+  // Says which block start() will take next: step() fetches what it reads, lines that lie rows
+  // apart.
   TE_MX_MEMBER void expect(int64_t m0, int64_t n0, int rows) {
-    if (args_.gelu_in == nullptr) return;
-    const int64_t bytes = args_.gelu_in_dtype == DType::f32 ? 4 : 2;
-    fetch_ = static_cast<const char*>(args_.gelu_in) + (m0 * args_.rhs.rows + n0) * bytes;
-    fetch_stride_ = args_.rhs.rows * bytes;
-    fetches_ = rows;
+    if (args_.gelu_in != nullptr) {
+      expect(args_.gelu_in, args_.gelu_in_dtype, m0, n0, args_.rhs.rows, rows);
+    } else if (args_.accumulate) {
+      expect(args_.out, args_.out_dtype, m0, n0, args_.ldo, rows);
+    }
   }
 
   // Takes the 32-column block c[rows][32] of D[m0.., n0..]; c must stand until the last row is
@@ -47,12 +48,13 @@ class PendingRows {
     c_ = c;
     m_ = m0;
     left_ = rows;
-    if (!only_scaled_) __builtin_memset(sums_, 0, sizeof sums_);
+    if (context_.bias_grad_partial != nullptr) __builtin_memset(sums_, 0, sizeof sums_);
     if (n0 == n_) return;
     n_ = n0;
     for (int j = 0; j < kRowBlock; j += S::kLanes) {
-      const auto exponent = mxtile::simd::nearest_int<S>(S::load(context_.rhs_exp + n0 + j));
-      S::store(col_ + j, S::as_float(S::template shl<23>(exponent)));
+      auto exponent = mxtile::simd::nearest_int<S>(S::load(context_.rhs_exp + n0 + j));
+      if (normal_) exponent = S::template shl<23>(exponent);
+      S::store(col_ + j, S::as_float(exponent));
     }
     if (args_.bias != nullptr) {
       block_epilogue::load_row<S>(args_.bias_dtype, args_.bias, n0, bias_, kRowBlock);
@@ -69,6 +71,7 @@ class PendingRows {
   TE_MX_MEMBER void step() {
     for (int i = 0; i < fetches_a_step_ && fetches_ > 0; ++i, --fetches_, fetch_ += fetch_stride_) {
       __builtin_prefetch(fetch_, 0, 2);
+      if (fetch_lines_ > 1) __builtin_prefetch(fetch_ + 64, 0, 2);
     }
     if (only_scaled_) {
       for (int r = 0; r < rows_a_step_ && left_ > 0; ++r) scaled_row();
@@ -101,28 +104,43 @@ class PendingRows {
   static constexpr bool kLines = kVectors == 2;
   static constexpr int kTogether = kLines ? 2 : 1;
 
+  TE_MX_MEMBER void expect(const void* base, DType dtype, int64_t m0, int64_t n0, int64_t ld,
+                           int rows) {
+    const int64_t bytes = dtype == DType::f32 ? 4 : 2;
+    fetch_ = static_cast<const char*>(base) + (m0 * ld + n0) * bytes;
+    fetch_stride_ = ld * bytes;
+    fetch_lines_ = static_cast<int>(kRowBlock * bytes / 64);
+    fetches_ = rows;
+  }
+
   TE_MX_MEMBER void next(int rows) {
     c_ += rows * kRowBlock;
     m_ += rows;
     left_ -= rows;
   }
 
+  // Scaled as block_epilogue::Scale does, and biased.
+  template <bool normal>
   TE_MX_MEMBER typename S::F value(int r, int j) const {
-    const int32_t exponent = static_cast<int32_t>(context_.lhs_exp[m_ + r]);
-    const auto row = S::iset((exponent + 127) * (1 << 23));
-    const auto power = S::iadd(row, S::as_int(S::load(col_ + j)));
-    const auto x = S::mul(S::load(c_ + r * kRowBlock + j), S::as_float(power));
+    const int32_t row = static_cast<int32_t>(context_.lhs_exp[m_ + r]);
+    const auto col = S::as_int(S::load(col_ + j));
+    auto x = S::load(c_ + r * kRowBlock + j);
+    if constexpr (normal) {
+      x = S::mul(x, S::as_float(S::iadd(S::iset((row + 127) * (1 << 23)), col)));
+    } else {
+      x = S::scale2(x, S::iadd(S::iset(row), col));
+    }
     return args_.bias == nullptr ? x : S::add(x, S::load(bias_ + j));
   }
 
   TE_MX_MEMBER void scaled_row() {
     typename S::F row[kVectors];
-    for (int i = 0; i < kVectors; ++i) row[i] = value(0, i * S::kLanes);
-    store(args_.out_dtype, args_.out, m_ * args_.ldo + n_, context_.past_caches, row);
+    for (int i = 0; i < kVectors; ++i) row[i] = value<true>(0, i * S::kLanes);
+    store(args_.out_dtype, args_.out, m_ * args_.ldo + n_, out_past_caches_, row);
     next(1);
   }
 
-  // Every step but accumulation on R rows. Out of line: once, and not in every loop of an engine.
+  // Every step on R rows. Out of line: once, and not in every loop of an engine.
   template <int R>
   [[gnu::noinline]] void rows() {
     using W = mxtile::simd::Wide<S, R * kVectors>;
@@ -130,7 +148,10 @@ class PendingRows {
     using Erf = mxtile::simd::GeluErf<W>;
     const int64_t N = args_.rhs.rows, at = m_ * N + n_;
     typename W::F v;
-    for (int i = 0; i < R * kVectors; ++i) v.v[i] = value(i / kVectors, i % kVectors * S::kLanes);
+    for (int i = 0; i < R * kVectors; ++i) {
+      const int r = i / kVectors, j = i % kVectors * S::kLanes;
+      v.v[i] = normal_ ? value<true>(r, j) : value<false>(r, j);
+    }
     if (args_.aux != nullptr) {
       for (int r = 0; r < R; ++r) {
         store(args_.aux_dtype, args_.aux, at + r * N, context_.aux_past_caches, v.v + r * kVectors);
@@ -151,8 +172,10 @@ class PendingRows {
       }
       if (left_ == R) put_sums();
     }
+    const int64_t out_at = m_ * args_.ldo + n_;
+    if (args_.accumulate) v = W::add(v, load<W>(args_.out_dtype, args_.out, out_at, args_.ldo));
     for (int r = 0; r < R; ++r) {
-      store(args_.out_dtype, args_.out, (m_ + r) * args_.ldo + n_, context_.past_caches,
+      store(args_.out_dtype, args_.out, out_at + r * args_.ldo, out_past_caches_,
             v.v + r * kVectors);
     }
     next(R);
@@ -216,11 +239,11 @@ class PendingRows {
 
   const EpilogueContext& context_;
   const GemmArgs& args_;
-  const bool only_scaled_;
+  const bool normal_, only_scaled_, out_past_caches_;
   const float* c_ = nullptr;
   const char* fetch_ = nullptr;
   int64_t fetch_stride_ = 0, m_ = 0, n_ = -1;
-  int left_ = 0, fetches_ = 0, rows_a_step_ = 0, fetches_a_step_ = 0, due_ = 0;
+  int left_ = 0, fetches_ = 0, fetch_lines_ = 0, rows_a_step_ = 0, fetches_a_step_ = 0, due_ = 0;
   alignas(64) float col_[kRowBlock], bias_[kRowBlock], sums_[kRowBlock];
 };
 
