@@ -342,8 +342,8 @@ bool all_wide(const GemmArgs& args, const KernelImpl& impl, const Side& lhs, con
   return (lhs.wide && every_block_wide(lhs)) || (rhs.wide && every_block_wide(rhs));
 }
 
-// Whether rows of D or aux had better not pass through the caches: reading the lines first that they
-// overwrite costs more than all else that is done to them.
+// Whether rows of D or aux had better not pass through the caches: reading the lines first that
+// they overwrite costs more than all else that is done to them.
 bool past_caches(const GemmArgs& args, const void* base, DType dtype, int64_t ld) {
   const int64_t element = dtype == DType::f32 ? 4 : 2;
   const int64_t bytes = args.lhs.rows * args.rhs.rows * element;

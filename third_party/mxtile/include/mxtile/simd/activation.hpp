@@ -34,7 +34,9 @@ template <class S>
 struct Relu {
   using F = typename S::F;
   MXTILE_MEMBER F value(F x) const { return S::max(S::set(0.0f), x); }
-  MXTILE_MEMBER F derivative(F x) const { return S::select_lt(S::set(0.0f), x, S::set(1.0f), S::set(0.0f)); }
+  MXTILE_MEMBER F derivative(F x) const {
+    return S::select_lt(S::set(0.0f), x, S::set(1.0f), S::set(0.0f));
+  }
 };
 
 template <class S>

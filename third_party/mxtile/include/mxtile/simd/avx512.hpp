@@ -92,7 +92,8 @@ struct Avx512 {
   // See convert.hpp: what is no number comes from x with its quiet bit, the rest is rounded.
   MXTILE_WORD I bf16_high(F x) {
     const I bits = as_int(x), up = iadd(bits, iset(0x7fff));
-    const I even = _mm512_mask_add_epi32(up, _mm512_test_epi32_mask(bits, iset(0x10000)), up, iset(1));
+    const I even =
+        _mm512_mask_add_epi32(up, _mm512_test_epi32_mask(bits, iset(0x10000)), up, iset(1));
     return as_int(_mm512_fixupimm_ps(as_float(even), x, iset(0x22), 0));
   }
 

@@ -30,8 +30,8 @@ MXTILE_WORD typename S::F polynomial(typename S::F x, const float (&c)[N]) {
   return sum;
 }
 
-// e^(x + low) of -105 <= x <= 89, |low| <= 0.1: `low`, if given, carries bits of the argument that x
-// cannot hold.
+// e^(x + low) of -105 <= x <= 89, |low| <= 0.1: `low`, if given, carries bits of the argument that
+// x cannot hold.
 template <class S, class... Low>
 MXTILE_WORD typename S::F exp_inside(typename S::F x, Low... low) {
   const auto magic = S::set(0x1.8p23f);
