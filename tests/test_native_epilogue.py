@@ -24,6 +24,7 @@ PANEL_KERNELS = ("portable_f32", "avx2_f32", "avx512_f32", "avx512_bf16", "amx_b
 EPS = 2.0**-24
 ONE = 0x38  # 1.0 in E4M3
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BLOCKS = ("avx512_bf16", "amx_bf16")  # the kernels of blocks of 32 x 32
 KERNELS = [name for name in PANEL_KERNELS if cpu.kernel_available(name)]
 
 
@@ -216,3 +217,83 @@ def test_bias_gradient_does_not_depend_on_threads(isa: str, threads) -> None:
         grads.append(run(a, b, Epilogue(bias_grad="result"), out))
         torch.testing.assert_close(grads[-1], out.sum(0), rtol=1e-5, atol=1e-4)
     assert all(torch.equal(grads[0], grad) for grad in grads[1:])
+
+
+def part_of(o: Operand, rows: int) -> Operand:
+    """The first rows of an operand."""
+    return o._replace(codes=o.codes[:rows].clone(), scales=o.scales[:rows].clone())
+
+
+@pytest.mark.parametrize("kernel", BLOCKS)
+@pytest.mark.parametrize("small", [False, True], ids=["normal", "small"])
+@pytest.mark.parametrize(
+    ("gelu", "backward", "bias_grad", "accumulate"),
+    [
+        ("tanh", False, False, False),
+        ("erf", False, False, False),
+        ("tanh", True, True, False),
+        ("erf", True, False, False),
+        (None, False, True, False),
+        (None, False, False, True),
+        ("tanh", True, True, True),
+    ],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_whole_blocks_have_the_bits_of_cut_ones(
+    isa: str, kernel: str, small: bool, gelu: str | None, backward: bool, bias_grad: bool,
+    accumulate: bool, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Blocks of 32 columns end next to the products of the next block, others right away.
+
+    Tiles in software go with portable words, whose GELU has other bits than that of the cut blocks.
+    """
+    if not cpu.kernel_available(kernel):
+        return
+    rows, cols, cut = 75, 96, 85
+    torch.manual_seed(3)
+    a, _ = operand(torch.randn(cols, 70))
+    b, _ = operand(torch.randn(rows, 70))
+    if small:  # powers of two that are no normal float, results that are
+        a.scales.sub_(40)
+        b.scales.sub_(55)
+    bias = torch.randn(cols) if not backward else None
+    h = torch.randn(rows, cols).to(dtype) if backward else None
+    before = torch.randn(rows, cols).to(dtype)
+
+    def made(width: int) -> list[Tensor | None]:
+        out = before[:, :width].clone()
+        aux = torch.empty_like(out) if gelu and not backward else None
+        epilogue = Epilogue(
+            None if bias is None else bias[:width], gelu, None if h is None else h[:, :width],
+            "result" if bias_grad else None, accumulate,
+        )  # fmt: skip
+        sums = run(part_of(a, width), b, epilogue, out, aux, kernel)
+        return [out, aux, None if sums is None else sums[None]]
+
+    for whole, part in zip(made(cols), made(cut), strict=True):
+        if whole is None or part is None:
+            continue
+        if gelu and isa == "amx_emulated":
+            torch.testing.assert_close(whole[:, :cut], part)
+        else:
+            assert torch.equal(whole[:, :cut], part)
+
+
+@pytest.mark.parametrize("kernel", BLOCKS)
+def test_large_results_are_stored_whole(isa: str, kernel: str) -> None:
+    """8 MB and more pass by the caches, where the rows allow it."""
+    if not cpu.kernel_available(kernel):
+        return
+    rows, cols = 1030, 4096
+    a, _ = operand(torch.randn(cols, 32))
+    b, _ = operand(torch.randn(rows, 32))
+    bias = torch.randn(cols)
+    results = []
+    for width in (cols, cols - 1):
+        out = torch.full((rows, width), torch.nan, dtype=torch.bfloat16)
+        aux = torch.full_like(out, torch.nan)
+        run(part_of(a, width), b, Epilogue(bias[:width], "tanh"), out, aux, kernel)
+        results.append((out, aux))
+    for whole, part in zip(*results, strict=True):
+        assert not whole.isnan().any()
+        torch.testing.assert_close(whole[:, :-1], part)

@@ -12,6 +12,9 @@ namespace te_mx {
 namespace {
 
 constexpr int64_t kItemCols = 1024;
+// A tile ahead lines come to L2: rows a power of two apart share sets of L1, which has no room for
+// two tiles. From there they come to L1 so many rows ahead.
+constexpr int kL1 = 3, kL2 = 2, kNear = 2;
 constexpr int64_t kSerialElements = 16 * 1024;  // below, waking threads costs more than they save
 
 struct Problem {
@@ -32,11 +35,12 @@ void store(const Problem& p, const Stage& stage, int64_t r0, int64_t c, int rows
 }
 
 // Fetches what the row of a tile will read: rows of a tile lie too far apart for any prefetcher.
+template <int kLevel>
 void fetch(const ActArgs& a, int64_t row, int64_t c, int64_t n) {
   const auto lines = [&](const void* base, DType dtype, int64_t first) {
     const int64_t bytes = dtype == DType::f32 ? 4 : 2;
     const char* p = static_cast<const char*>(base) + first * bytes;
-    for (int64_t i = 0; i < n * bytes; i += 64) __builtin_prefetch(p + i);
+    for (int64_t i = 0; i < n * bytes; i += 64) __builtin_prefetch(p + i, 0, kLevel);
   };
   const int64_t width = a.gated ? 2 * a.cols : a.cols;
   lines(a.h, a.h_dtype, row * width + c);
@@ -63,7 +67,8 @@ void run_item(const Problem& p, int64_t item) {
       const int64_t next_c = next_rows ? c_begin : c + kStageCols;
       const int64_t next_n = std::min<int64_t>(kStageCols, c_end - next_c);
       for (int i = 0; i < rows; ++i) {
-        if (next_r + i < a.rows) fetch(a, next_r + i, next_c, next_n);
+        if (next_r + i < a.rows) fetch<kL2>(a, next_r + i, next_c, next_n);
+        if (i + kNear < rows) fetch<kL1>(a, r + i + kNear, c, n);
         p.kernels.activate(a, r + i, c, n, stages[0].bytes + i * stride,
                            halves ? stages[1].bytes + i * stride : nullptr);
       }

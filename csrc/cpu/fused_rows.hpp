@@ -154,81 +154,163 @@ void normalize_backward(const NormGradArgs& args, int64_t row, float* dweight, f
 }
 
 // ------------------------------------------------------------------------------------ activations
-// One row chunk: x = value(x), or with a gradient x = (gradient * gate) * derivative(x) and gate =
+// Rows are worked on in whole wide words, whatever n is: buffers have kFusedCols, a multiple.
+template <class W>
+struct Floats {
+  using Words = W;
+  using Element = float;
+  TE_MX_INLINE typename W::F load(const float* p) { return W::load(p); }
+  TE_MX_INLINE void store(float* p, typename W::F x) { W::store(p, x); }
+};
+
+// bf16 two by two: even elements in one vector, odd ones in the next, which no shuffle made.
+template <class S, int N>
+struct Pairs {
+  using Words = simd::Wide<S, N>;
+  using Element = uint16_t;
+  static_assert(N % 2 == 0);
+  TE_MX_INLINE typename Words::F load(const uint16_t* p) {
+    typename Words::F x;
+#pragma GCC unroll 4
+    for (int i = 0; i < N; i += 2) {
+      const auto pair = simd::Bf16Pairs<S>::load(p + i * S::kLanes);
+      x.v[i] = pair.even;
+      x.v[i + 1] = pair.odd;
+    }
+    return x;
+  }
+  TE_MX_INLINE void store(uint16_t* p, typename Words::F x) {
+#pragma GCC unroll 4
+    for (int i = 0; i < N; i += 2) {
+      simd::Bf16Pairs<S>::store(p + i * S::kLanes, x.v[i], x.v[i + 1]);
+    }
+  }
+};
+
+// What a row chunk is made of and where it goes; gate, gradient and out_gate may be null.
+template <class T>
+struct ActRow {
+  const T *x, *gate, *gradient;
+  T *out, *out_gate;
+};
+
+// out = value(x) * gate, or with a gradient out = (gradient * gate) * derivative(x) and out_gate =
 // gradient * value(x).
-// Works on whole words, whatever n is: the buffers have kFusedCols, a multiple of them.
-template <class S, class Word>
-TE_MX_INLINE void apply(const Word& word, float* x, float* gate, const float* gradient, int n) {
-  static_assert(kFusedCols % S::kLanes == 0);
+template <class Io, class Word>
+TE_MX_INLINE void apply(const Word& word, const ActRow<typename Io::Element>& row, int n) {
+  using W = typename Io::Words;
+  static_assert(kFusedCols % W::kLanes == 0);
+  const auto [x, gate, gradient, out, out_gate] = row;
   if (gradient == nullptr && gate == nullptr) {
-    for (int j = 0; j < n; j += S::kLanes) S::store(x + j, word.value(S::load(x + j)));
+    for (int j = 0; j < n; j += W::kLanes) Io::store(out + j, word.value(Io::load(x + j)));
   } else if (gradient == nullptr) {
-    for (int j = 0; j < n; j += S::kLanes) {
-      S::store(x + j, S::mul(word.value(S::load(x + j)), S::load(gate + j)));
+    for (int j = 0; j < n; j += W::kLanes) {
+      Io::store(out + j, W::mul(word.value(Io::load(x + j)), Io::load(gate + j)));
     }
   } else if (gate == nullptr) {
-    for (int j = 0; j < n; j += S::kLanes) {
-      S::store(x + j, S::mul(S::load(gradient + j), word.derivative(S::load(x + j))));
+    for (int j = 0; j < n; j += W::kLanes) {
+      Io::store(out + j, W::mul(Io::load(gradient + j), word.derivative(Io::load(x + j))));
     }
   } else {
-    for (int j = 0; j < n; j += S::kLanes) {
-      const auto in = S::load(x + j), g = S::load(gradient + j);
-      const auto d = S::mul(S::mul(g, S::load(gate + j)), word.derivative(in));
-      S::store(gate + j, S::mul(g, word.value(in)));
-      S::store(x + j, d);
+    for (int j = 0; j < n; j += W::kLanes) {
+      const auto in = Io::load(x + j), g = Io::load(gradient + j);
+      const auto d = W::mul(W::mul(g, Io::load(gate + j)), word.derivative(in));
+      Io::store(out_gate + j, W::mul(g, word.value(in)));
+      Io::store(out + j, d);
     }
+  }
+}
+
+// Every activation but clamped_silu.
+template <class Io>
+TE_MX_INLINE void apply_act(Act act, const ActRow<typename Io::Element>& row, int n) {
+  using W = typename Io::Words;
+  switch (act) {
+    case Act::gelu:
+      return apply<Io>(simd::GeluTanhWord<W>{}, row, n);
+    case Act::gelu_erf:
+      return apply<Io>(simd::GeluErfWord<W>{}, row, n);
+    case Act::relu:
+      return apply<Io>(simd::Relu<W>{}, row, n);
+    case Act::squared_relu:
+      return apply<Io>(simd::SquaredRelu<W>{}, row, n);
+    case Act::silu:
+      return apply<Io>(simd::Swish<W>{W::set(1.0f)}, row, n);
+    case Act::quick_gelu:
+      return apply<Io>(simd::Swish<W>{W::set(1.702f)}, row, n);
+    case Act::sigmoid:
+      return apply<Io>(simd::SigmoidWord<W>{}, row, n);
+    case Act::clamped_silu:
+      break;
+  }
+}
+
+// What lies at (row, c) of a matrix of bf16: itself where whole words may be read, else a copy.
+template <int kWords>
+TE_MX_INLINE const uint16_t* whole_words(const void* base, int64_t at, int n, uint16_t* copy) {
+  const uint16_t* p = static_cast<const uint16_t*>(base) + at;
+  if (n % kWords == 0) return p;
+  __builtin_memcpy(copy, p, static_cast<size_t>(n) * 2);
+  return copy;
+}
+
+template <class S>
+TE_MX_INLINE void activate_bf16(const ActArgs& args, int64_t row, int64_t c, int n, void* out,
+                                void* out_gate) {
+  // Four exponentials at a time where there are registers for them.
+  using Io = Pairs<S, S::kLanes == 16 ? 4 : 2>;
+  constexpr int kWords = Io::Words::kLanes;
+  alignas(64) uint16_t x[kFusedCols], gate[kFusedCols], gradient[kFusedCols];
+  const int64_t at = row * (args.gated ? 2 * args.cols : args.cols) + c;
+  const int64_t grad_at = row * args.cols + c;
+  const ActRow<uint16_t> words{
+      whole_words<kWords>(args.h, at, n, x),
+      args.gated ? whole_words<kWords>(args.h, at + args.cols, n, gate) : nullptr,
+      args.grad ? whole_words<kWords>(args.grad, grad_at, n, gradient) : nullptr,
+      static_cast<uint16_t*>(out), static_cast<uint16_t*>(out_gate)};
+  apply_act<Io>(args.act, words, n);
+}
+
+// A gate clamped and shifted; passes[j] is the derivative of the clamp.
+template <class S>
+TE_MX_INLINE void clamp_gate(const ActArgs& args, float* gate, float* passes, int n) {
+  using F = typename S::F;
+  const F limit = S::set(args.limit), low = S::set(-args.limit), offset = S::set(args.offset);
+  for (int j = 0; j < n; j += S::kLanes) {
+    const F in = S::load(gate + j);
+    const F clamped = S::max(low, S::min(limit, in));
+    const F below = S::select_lt(limit, in, S::set(0.0f), S::set(1.0f));
+    S::store(passes + j, S::select_lt(in, low, S::set(0.0f), below));
+    S::store(gate + j, S::add(clamped, offset));
   }
 }
 
 template <class S>
 void activate(const ActArgs& args, int64_t row, int64_t c, int n, void* out, void* out_gate) {
-  using F = typename S::F;
-  // Four exponentials at a time where there are registers for them.
-  using W = simd::Wide<S, S::kLanes == 16 ? 4 : 1>;
+  const bool gradients = args.grad != nullptr, bf16 = DType::bf16 == args.h_dtype;
+  if (bf16 && args.out_dtype == DType::bf16 && args.act != Act::clamped_silu &&
+      (!gradients || args.grad_dtype == DType::bf16)) {
+    return activate_bf16<S>(args, row, c, n, out, out_gate);
+  }
+  using Io = Floats<simd::Wide<S, S::kLanes == 16 ? 4 : 1>>;
   alignas(64) float x[kFusedCols], gate[kFusedCols], gradient[kFusedCols], passes[kFusedCols];
   const int64_t width = args.gated ? 2 * args.cols : args.cols;
   load_row<S>(args.h_dtype, args.h, row * width + c, x, n);
   if (args.gated) load_row<S>(args.h_dtype, args.h, row * width + args.cols + c, gate, n);
-  if (args.grad != nullptr)
-    load_row<S>(args.grad_dtype, args.grad, row * args.cols + c, gradient, n);
-  float* g = args.gated ? gate : nullptr;
-  const float* d = args.grad != nullptr ? gradient : nullptr;
-  switch (args.act) {
-    case Act::gelu:
-      apply<W>(simd::GeluTanhWord<W>{}, x, g, d, n);
-      break;
-    case Act::gelu_erf:
-      apply<W>(simd::GeluErfWord<W>{}, x, g, d, n);
-      break;
-    case Act::relu:
-      apply<S>(simd::Relu<S>{}, x, g, d, n);
-      break;
-    case Act::squared_relu:
-      apply<S>(simd::SquaredRelu<S>{}, x, g, d, n);
-      break;
-    case Act::silu:
-      apply<W>(simd::Swish<W>{W::set(1.0f)}, x, g, d, n);
-      break;
-    case Act::quick_gelu:
-      apply<W>(simd::Swish<W>{W::set(1.702f)}, x, g, d, n);
-      break;
-    case Act::sigmoid:
-      apply<W>(simd::SigmoidWord<W>{}, x, g, d, n);
-      break;
-    case Act::clamped_silu: {
-      const F limit = S::set(args.limit), low = S::set(-args.limit), offset = S::set(args.offset);
-      for (int j = 0; g != nullptr && j < n; j += S::kLanes) {
-        const F in = S::load(gate + j);
-        const F clamped = S::max(low, S::min(limit, in));
-        const F below = S::select_lt(limit, in, S::set(0.0f), S::set(1.0f));
-        S::store(passes + j, S::select_lt(in, low, S::set(0.0f), below));
-        S::store(gate + j, S::add(clamped, offset));
-      }
-      apply<S>(simd::ClampedSwish<S>{limit, {S::set(args.alpha)}}, x, g, d, n);
-      for (int j = 0; g != nullptr && d != nullptr && j < n; j += S::kLanes) {
-        S::store(gate + j, S::mul(S::load(gate + j), S::load(passes + j)));
-      }
-      break;
+  if (gradients) load_row<S>(args.grad_dtype, args.grad, row * args.cols + c, gradient, n);
+  const bool clamps = args.act == Act::clamped_silu;
+  if (clamps && args.gated) clamp_gate<S>(args, gate, passes, n);
+  const ActRow<float> words{x, args.gated ? gate : nullptr, gradients ? gradient : nullptr, x,
+                            gate};
+  if (clamps) {
+    const simd::ClampedSwish<S> word{S::set(args.limit), {S::set(args.alpha)}};
+    apply<Floats<S>>(word, words, n);
+  } else {
+    apply_act<Io>(args.act, words, n);
+  }
+  if (clamps && args.gated && gradients) {
+    for (int j = 0; j < n; j += S::kLanes) {
+      S::store(gate + j, S::mul(S::load(gate + j), S::load(passes + j)));
     }
   }
   store_row<S>(args.out_dtype, out, 0, x, n);

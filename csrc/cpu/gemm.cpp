@@ -342,13 +342,13 @@ bool all_wide(const GemmArgs& args, const KernelImpl& impl, const Side& lhs, con
   return (lhs.wide && every_block_wide(lhs)) || (rhs.wide && every_block_wide(rhs));
 }
 
-// Whether rows of D had better not pass through the caches: reading the lines first that they
-// overwrite costs more than all else that is done to them.
-bool past_caches(const GemmArgs& args) {
-  const int64_t element = args.out_dtype == DType::f32 ? 4 : 2;
+// Whether rows of D or aux had better not pass through the caches: reading the lines first that
+// they overwrite costs more than all else that is done to them.
+bool past_caches(const GemmArgs& args, const void* base, DType dtype, int64_t ld) {
+  const int64_t element = dtype == DType::f32 ? 4 : 2;
   const int64_t bytes = args.lhs.rows * args.rhs.rows * element;
-  return (bytes >= kPastCaches || args.together >= kPastCaches) &&
-         reinterpret_cast<uintptr_t>(args.out) % 64 == 0 && args.ldo * element % 64 == 0;
+  return base != nullptr && (bytes >= kPastCaches || args.together >= kPastCaches) &&
+         reinterpret_cast<uintptr_t>(base) % 64 == 0 && ld * element % 64 == 0;
 }
 
 Status run_gemm(GemmArgs& args, const KernelImpl* impl, const GemmPlan& plan) {
@@ -357,7 +357,8 @@ Status run_gemm(GemmArgs& args, const KernelImpl* impl, const GemmPlan& plan) {
   const bool partials = args.bias_grad_kind == BiasGrad::result;
   EpilogueContext context{};
   context.args = &args;
-  context.past_caches = past_caches(args);
+  context.past_caches = past_caches(args, args.out, args.out_dtype, args.ldo);
+  context.aux_past_caches = past_caches(args, args.aux, args.aux_dtype, n);
   if (partials) {
     context.bias_grad_partial = static_cast<float*>(at(args.workspace, plan.bias_grad_partial));
   }

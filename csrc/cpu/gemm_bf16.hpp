@@ -35,12 +35,10 @@ class PanelWork {
  public:
   PanelWork(PendingRows<Simd>& pending, const Ahead& ahead) : pending_(pending), ahead_(ahead) {}
 
-  TE_MX_MEMBER void begin(int64_t steps) {
-    rows_a_step_ = static_cast<int>(ceil_div(pending_.left(), steps));
-  }
+  TE_MX_MEMBER void begin(int64_t steps) { pending_.begin(steps); }
 
   TE_MX_MEMBER void step() {
-    for (int r = 0; r < rows_a_step_ && pending_.left() > 0; ++r) pending_.row();
+    pending_.step();
     fetch(ahead_.rhs, ahead_.rhs_lines);
     fetch(ahead_.lhs, ahead_.lhs_lines);
   }
@@ -52,15 +50,14 @@ class PanelWork {
 
   PendingRows<Simd>& pending_;
   Ahead ahead_;
-  int rows_a_step_ = 0;
 };
 
 inline constexpr int64_t kStepBytes = 2 * kTileWords * 2;  // one k block of one 32-row panel
 inline constexpr int64_t kBlockFloats = kRowBlock * kRowBlock;
 
 // Engine: the word set Simd; constants kWholeBytes, kChunk, kRowPanels, kColPanels, kPrefetch;
-// block(lhs, rhs, steps, rows, c, first, reuse, work), which calls work.step() steps times or
-// never.
+// block(lhs, rhs, steps, rows, c, first, reuse, work), which calls work.begin(n) and n times
+// work.step(), with n = steps where it prefetches.
 template <class Engine>
 class PanelGemm {
  public:
@@ -86,7 +83,7 @@ class PanelGemm {
     blocks_ = ceil_div(context.args->lhs.k, kBlock);
     row_panels_ = ceil_div(range.m1 - range.m0, kRowBlock);
     col_panels_ = ceil_div(range.n1 - range.n0, kRowBlock);
-    only_scaled_ = only_scaled_rows<Simd>(context, range);
+    normal_ = normal_powers<Simd>(context, range);
     const int64_t fit = Engine::kWholeBytes / (blocks_ * kStepBytes);
     whole_ = fit >= least(Engine::kLeastWhole, row_panels_) || blocks_ <= Engine::kChunk;
     if (whole_) {
@@ -124,7 +121,7 @@ class PanelGemm {
     const int64_t rows = least(item_rows_, row_panels_ - row_panel);
     const int64_t cols = least(item_cols_, col_panels_ - col_panel);
     Engine engine;
-    PendingRows<Simd> pending(context_);
+    PendingRows<Simd> pending(context_, normal_);
     int64_t turn = 0;  // whole: two blocks take turns, one is summed and one stored
     for (int64_t k = 0; k < blocks_; k += chunk_) {
       const int64_t steps = least(chunk_, blocks_ - k);
@@ -133,14 +130,16 @@ class PanelGemm {
           float* c = sums + (whole_ ? (turn ^= 1) : j * rows + i) * kBlockFloats;
           const int64_t m = range_.m0 + (row_panel + i) * kRowBlock;
           const int block_rows = static_cast<int>(least(kRowBlock, range_.m1 - m));
+          const int64_t n = range_.n0 + (col_panel + j) * kRowBlock;
+          const int block_cols = static_cast<int>(least(kRowBlock, range_.n1 - n));
+          const bool last = k + steps >= blocks_, pend = block_cols == kRowBlock;
+          if (last && pend) pending.expect(m, n, block_rows);
           PanelWork<Simd> work(pending, ahead(row_panel, col_panel, rows, cols, i, j, k, steps));
           engine.block(step(lhs_, row_panel + i, k), step(rhs_, col_panel + j, k), steps,
                        block_rows, c, k == 0, whole_ ? Reuse::none : Reuse::rhs, work);
           pending.finish();
-          if (k + steps < blocks_) continue;
-          const int64_t n = range_.n0 + (col_panel + j) * kRowBlock;
-          const int block_cols = static_cast<int>(least(kRowBlock, range_.n1 - n));
-          if (only_scaled_ && block_cols == kRowBlock) {
+          if (!last) continue;
+          if (pend) {
             pending.start(c, m, n, block_rows);
           } else {
             epilogue_(context_, c, kRowBlock, m, n, block_rows, block_cols);
@@ -180,7 +179,7 @@ class PanelGemm {
   const EpilogueContext& context_;
   EpilogueFn epilogue_;
   int64_t blocks_, chunk_, row_panels_, col_panels_, item_rows_, item_cols_;
-  bool whole_, only_scaled_;
+  bool whole_, normal_;
 };
 
 }  // namespace te_mx

@@ -23,8 +23,10 @@ class Avx512Engine : public Avx512Tuning {
  public:
   template <class Work>
   void block(const char* lhs, const char* rhs, int64_t steps, int rows, float* c, bool first, Reuse,
-             Work&) const {
+             Work& work) const {
+    work.begin(ceil_div(rows, kRows));
     for (int r = 0; r < rows; r += kRows) {
+      work.step();
       rows_block(reinterpret_cast<const uint16_t*>(lhs) + r * kBlock,
                  reinterpret_cast<const uint16_t*>(rhs), steps, c + r * kRowBlock, first);
     }

@@ -52,18 +52,15 @@ class DecodedGemm {
    public:
     Work(PendingRows<Simd>& pending, Stream& stream) : pending_(pending), stream_(stream) {}
 
-    TE_MX_MEMBER void begin(int64_t steps) {
-      rows_a_step_ = static_cast<int>(ceil_div(pending_.left(), steps));
-    }
+    TE_MX_MEMBER void begin(int64_t steps) { pending_.begin(steps); }
     TE_MX_MEMBER void step() {
-      for (int r = 0; r < rows_a_step_ && pending_.left() > 0; ++r) pending_.row();
+      pending_.step();
       stream_.step();
     }
 
    private:
     PendingRows<Simd>& pending_;
     Stream& stream_;
-    int rows_a_step_ = 0;
   };
 
   DecodedGemm(const Range& range, const char* resident, const EpilogueContext& context)
@@ -80,7 +77,7 @@ class DecodedGemm {
     resident_panels_ = kLhs ? rhs_panels : lhs_panels;
     streamed_panels_ = kLhs ? lhs_panels : rhs_panels;
     blocks_ = ceil_div(args_.lhs.k, kBlock);
-    only_scaled_ = only_scaled_rows<Simd>(context, range);
+    normal_ = normal_powers<Simd>(context, range);
     part_ = even_part(resident_panels_, fit_of(blocks_));
     share_ = round_up(streamed_panels_, kPair);
     while (share_ > kPair && items() < Engine::kItems * args_.threads) {
@@ -113,7 +110,7 @@ class DecodedGemm {
     const int64_t part = least(part_, resident_panels_ - first_resident);
     const int64_t end = least(begin + share_, streamed_panels_);
     Engine engine;
-    PendingRows<Simd> pending(context_);
+    PendingRows<Simd> pending(context_, normal_);
     Stream stream(streamed_, (kLhs ? context_.lhs_exp : context_.rhs_exp) + first_row_);
     start(stream, begin, end, decoded[0], 1);
     int64_t turn = 0, block_turn = 0;
@@ -127,10 +124,12 @@ class DecodedGemm {
         const char* own = reinterpret_cast<const char*>(decoded[turn]) + j * blocks_ * kStepBytes;
         for (int64_t i = first_resident; i < first_resident + part; ++i) {
           float* c = sums[block_turn ^= 1];
+          const Block block = block_at(i, panel + j);
+          if (pends(block)) pending.expect(block.m, block.n, block.rows);
           Work work(pending, stream);
-          multiply(engine, own, i, panel + j, c, work);
+          multiply(engine, own, i, block.rows, c, work);
           pending.finish();
-          put(pending, c, i, panel + j);
+          put(pending, c, block);
         }
       }
     }
@@ -144,27 +143,33 @@ class DecodedGemm {
                  panel + kPair < end ? bytes : 0);
   }
 
-  void multiply(Engine& engine, const char* own, int64_t resident, int64_t streamed, float* c,
+  // Of D.
+  struct Block {
+    int64_t m, n;
+    int rows, cols;
+  };
+  Block block_at(int64_t resident, int64_t streamed) const {
+    const int64_t m = range_.m0 + (kLhs ? streamed : resident) * kRowBlock;
+    const int64_t n = range_.n0 + (kLhs ? resident : streamed) * kRowBlock;
+    return {m, n, static_cast<int>(least(kRowBlock, range_.m1 - m)),
+            static_cast<int>(least(kRowBlock, range_.n1 - n))};
+  }
+  static bool pends(const Block& block) { return block.cols == kRowBlock; }
+
+  void multiply(Engine& engine, const char* own, int64_t resident, int rows, float* c,
                 Work& work) const {
     const char* other = resident_ + resident * blocks_ * kStepBytes;
-    const int64_t m = range_.m0 + (kLhs ? streamed : resident) * kRowBlock;
     const bool near = blocks_ <= Engine::kNearBlocks;
     const Reuse reuse = !near ? Reuse::none : kLhs ? Reuse::lhs : Reuse::rhs;
-    engine.block(kLhs ? own : other, kLhs ? other : own, blocks_,
-                 static_cast<int>(least(kRowBlock, range_.m1 - m)), c, true, reuse, work);
+    engine.block(kLhs ? own : other, kLhs ? other : own, blocks_, rows, c, true, reuse, work);
   }
 
   // NOTE: inlined, gcc 12 warns of bounds that no loop here passes.
-  [[gnu::noinline]] void put(PendingRows<Simd>& pending, float* c, int64_t resident,
-                             int64_t streamed) const {
-    const int64_t m = range_.m0 + (kLhs ? streamed : resident) * kRowBlock;
-    const int64_t n = range_.n0 + (kLhs ? resident : streamed) * kRowBlock;
-    const int rows = static_cast<int>(least(kRowBlock, range_.m1 - m));
-    const int cols = static_cast<int>(least(kRowBlock, range_.n1 - n));
-    if (only_scaled_ && cols == kRowBlock) {
-      pending.start(c, m, n, rows);
+  [[gnu::noinline]] void put(PendingRows<Simd>& pending, float* c, const Block& block) const {
+    if (pends(block)) {
+      pending.start(c, block.m, block.n, block.rows);
     } else {
-      epilogue_(context_, c, kRowBlock, m, n, rows, cols);
+      epilogue_(context_, c, kRowBlock, block.m, block.n, block.rows, block.cols);
     }
   }
 
@@ -177,7 +182,7 @@ class DecodedGemm {
   EpilogueFn epilogue_;
   int64_t resident_panels_, streamed_panels_, blocks_;
   int64_t part_, share_;  // resident and streamed panels of an item
-  bool only_scaled_;
+  bool normal_;
 };
 
 // KernelImpl::decodes and run of an engine that may decode.

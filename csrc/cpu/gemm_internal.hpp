@@ -49,6 +49,7 @@ struct EpilogueContext {
   const float* rhs_exp;      // [N]
   float* bias_grad_partial;  // [ceil(M/32)][N], or null unless bias_grad_kind is result
   bool past_caches;          // out is large and its rows are whole cache lines
+  bool aux_past_caches;      // so is aux
   bool exact_scale;          // acc is already scaled (wide_f64): both exponents are null
 };
 

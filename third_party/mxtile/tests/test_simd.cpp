@@ -102,6 +102,23 @@ void test_conversions() {
     check(same(bf16[i], expected_bf16(in[i])), "bf16", in[i], bf16[i], expected_bf16(in[i]));
     check(same(f16[i], expected_f16(in[i])), "f16", in[i], f16[i], expected_f16(in[i]));
   }
+  // Two by two: what even and odd words become is what each becomes alone.
+  for (size_t i = 0; i + 2 * S::kLanes <= in.size(); i += 2 * S::kLanes) {
+    uint16_t pairs[2 * S::kLanes], again[2 * S::kLanes];
+    mxtile::simd::Bf16Pairs<S>::store(pairs, S::load(&in[i]), S::load(&in[i + S::kLanes]));
+    const auto back = mxtile::simd::Bf16Pairs<S>::load(pairs);
+    float even[S::kLanes], odd[S::kLanes];
+    S::store(even, back.even);
+    S::store(odd, back.odd);
+    for (int l = 0; l < S::kLanes; ++l) {
+      check(same(even[l], bf16[i + l]), "even", in[i + l], even[l], bf16[i + l]);
+      const size_t o = i + S::kLanes + l;
+      check(same(odd[l], bf16[o]), "odd", in[o], odd[l], bf16[o]);
+      check(to_bits(even[l]) >> 16 == pairs[2 * l], "even word", l, pairs[2 * l], even[l]);
+    }
+    mxtile::simd::Bf16Pairs<S>::store(again, back.even, back.odd);
+    check(std::memcmp(again, pairs, sizeof pairs) == 0, "pairs again", in[i], 0, 0);
+  }
   for (uint32_t h = 0; h < 0x10000u;
        ++h) {  // f16 -> f32 -> f16 keeps every code but signalling NaNs
     uint16_t half[S::kLanes] = {static_cast<uint16_t>(h)}, back[S::kLanes];

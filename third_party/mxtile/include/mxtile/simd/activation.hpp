@@ -1,4 +1,4 @@
-// Activations and their derivatives on f32 vectors; GELU is in math.hpp.
+// Activations and their derivatives on f32 vectors; GELU and the sigmoid are in math.hpp.
 //
 // Stated error, tested in tests/test_simd.cpp: sigmoid 4 ulp, its derivative 6; x * sigmoid(alpha
 // x) (6 + |alpha x|) ulp, because alpha x is rounded. relu and its square are exact. NaN stays NaN
@@ -9,26 +9,12 @@
 
 namespace mxtile::simd {
 
-// s = 1 / (1 + exp(-x)) and s (1 - s), without cancellation.
-template <class S>
-struct Sigmoid {
-  using F = typename S::F;
-  F value, slope;
-
-  MXTILE_WORD Sigmoid of(F x) {
-    const F zero = S::set(0.0f), one = S::set(1.0f);
-    const F e = exp<S>(S::sub(zero, abs<S>(x)));
-    const F inverse = S::reciprocal(S::add(one, e));
-    return {S::mul(S::select_lt(x, zero, e, one), inverse), S::mul(S::mul(e, inverse), inverse)};
-  }
-};
-
 // A functor has value(x) and derivative(x).
 template <class S>
 struct SigmoidWord {
   using F = typename S::F;
-  F value(F x) const { return Sigmoid<S>::of(x).value; }
-  F derivative(F x) const { return Sigmoid<S>::of(x).slope; }
+  MXTILE_MEMBER F value(F x) const { return Sigmoid<S>::of(x).value; }
+  MXTILE_MEMBER F derivative(F x) const { return Sigmoid<S>::of(x).slope; }
 };
 
 // x * sigmoid(alpha x).
@@ -36,8 +22,8 @@ template <class S>
 struct Swish {
   using F = typename S::F;
   F alpha;
-  F value(F x) const { return S::mul(x, Sigmoid<S>::of(S::mul(alpha, x)).value); }
-  F derivative(F x) const {
+  MXTILE_MEMBER F value(F x) const { return S::mul(x, Sigmoid<S>::of(S::mul(alpha, x)).value); }
+  MXTILE_MEMBER F derivative(F x) const {
     const auto u = S::mul(alpha, x);
     const auto s = Sigmoid<S>::of(u);
     return S::add(S::mul(u, s.slope), s.value);
@@ -47,32 +33,34 @@ struct Swish {
 template <class S>
 struct Relu {
   using F = typename S::F;
-  F value(F x) const { return S::max(S::set(0.0f), x); }
-  F derivative(F x) const { return S::select_lt(S::set(0.0f), x, S::set(1.0f), S::set(0.0f)); }
+  MXTILE_MEMBER F value(F x) const { return S::max(S::set(0.0f), x); }
+  MXTILE_MEMBER F derivative(F x) const {
+    return S::select_lt(S::set(0.0f), x, S::set(1.0f), S::set(0.0f));
+  }
 };
 
 template <class S>
 struct SquaredRelu {
   using F = typename S::F;
-  F value(F x) const {
+  MXTILE_MEMBER F value(F x) const {
     const F y = S::max(S::set(0.0f), x);
     return S::mul(y, y);
   }
-  F derivative(F x) const { return S::max(S::set(0.0f), S::mul(S::set(2.0f), x)); }
+  MXTILE_MEMBER F derivative(F x) const { return S::max(S::set(0.0f), S::mul(S::set(2.0f), x)); }
 };
 
 template <class S>
 struct GeluTanhWord {
   using F = typename S::F;
-  F value(F x) const { return GeluTanh<S>::value(x); }
-  F derivative(F x) const { return GeluTanh<S>::derivative(x); }
+  MXTILE_MEMBER F value(F x) const { return GeluTanh<S>::value(x); }
+  MXTILE_MEMBER F derivative(F x) const { return GeluTanh<S>::derivative(x); }
 };
 
 template <class S>
 struct GeluErfWord {
   using F = typename S::F;
-  F value(F x) const { return GeluErf<S>::value(x); }
-  F derivative(F x) const { return GeluErf<S>::derivative(x); }
+  MXTILE_MEMBER F value(F x) const { return GeluErf<S>::value(x); }
+  MXTILE_MEMBER F derivative(F x) const { return GeluErf<S>::derivative(x); }
 };
 
 // Swish of min(x, limit); its derivative is 0 beyond.
@@ -81,8 +69,8 @@ struct ClampedSwish {
   using F = typename S::F;
   F limit;
   Swish<S> swish;
-  F value(F x) const { return swish.value(S::min(limit, x)); }
-  F derivative(F x) const {
+  MXTILE_MEMBER F value(F x) const { return swish.value(S::min(limit, x)); }
+  MXTILE_MEMBER F derivative(F x) const {
     return S::select_lt(limit, x, S::set(0.0f), swish.derivative(S::min(limit, x)));
   }
 };

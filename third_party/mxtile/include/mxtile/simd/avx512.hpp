@@ -89,12 +89,22 @@ struct Avx512 {
     high = _mm512_permutex2var_ps(first, _mm512_add_epi32(low_from, iset(8)), b);
   }
 
+  // See convert.hpp: what is no number comes from x with its quiet bit, the rest is rounded.
+  MXTILE_WORD I bf16_high(F x) {
+    const I bits = as_int(x), up = iadd(bits, iset(0x7fff));
+    const I even =
+        _mm512_mask_add_epi32(up, _mm512_test_epi32_mask(bits, iset(0x10000)), up, iset(1));
+    return as_int(_mm512_fixupimm_ps(as_float(even), x, iset(0x22), 0));
+  }
+
+  // Two vectors of 16-bit values in 32-bit lanes as one cache line.
+  MXTILE_WORD void store_u16_line(uint16_t* p, I low, I high) {
+    _mm512_storeu_si512(p, line(low, high));
+  }
   // A whole cache line each, p aligned to it, without reading it first; fence_stores() orders them.
   MXTILE_WORD void store_past_caches(float* p, F x) { _mm512_stream_ps(p, x); }
   MXTILE_WORD void store_u16_past_caches(uint16_t* p, I low, I high) {
-    const __m512i first = _mm512_castsi256_si512(_mm512_cvtepi32_epi16(low));
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(p),
-                        _mm512_inserti64x4(first, _mm512_cvtepi32_epi16(high), 1));
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(p), line(low, high));
   }
   MXTILE_WORD void fence_stores() { _mm_sfence(); }
 
@@ -103,6 +113,10 @@ struct Avx512 {
   MXTILE_WORD F scale2(F x, I k) { return _mm512_scalef_ps(x, _mm512_cvtepi32_ps(k)); }
 
  private:
+  MXTILE_WORD __m512i line(I low, I high) {
+    const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+    return _mm512_permutexvar_epi64(order, _mm512_packus_epi32(low, high));
+  }
   MXTILE_WORD __mmask16 first(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
   MXTILE_WORD __m256i load_256(const uint16_t* p) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));

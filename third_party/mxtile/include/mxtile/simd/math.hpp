@@ -30,20 +30,20 @@ MXTILE_WORD typename S::F polynomial(typename S::F x, const float (&c)[N]) {
   return sum;
 }
 
-// e^(x + low), |low| <= 0.1: `low` carries bits of the argument that x cannot hold.
-template <class S>
-MXTILE_WORD typename S::F exp_sum(typename S::F x, typename S::F low) {
-  // x = n ln2 + r. n * 0x1.63p-1 is exact; bounds come first in max and min so that NaN stays.
-  x = S::min(S::set(89.0f), S::max(S::set(-105.0f), x));
+// e^(x + low) of -105 <= x <= 89, |low| <= 0.1: `low`, if given, carries bits of the argument that
+// x cannot hold.
+template <class S, class... Low>
+MXTILE_WORD typename S::F exp_inside(typename S::F x, Low... low) {
   const auto magic = S::set(0x1.8p23f);
   const auto shifted = S::fma(x, S::set(0x1.715476p0f), magic);
   const auto n = S::sub(shifted, magic);
-  auto r = S::sub(x, S::mul(n, S::set(0x1.63p-1f)));
-  r = S::add(S::sub(r, S::mul(n, S::set(-0x1.bd0106p-13f))), low);
+  // x = n ln2 + r; n * 0x1.63p-1 is exact.
+  auto r = S::fma(n, S::set(0x1.bd0106p-13f), S::fma(n, S::set(-0x1.63p-1f), x));
+  ((r = S::add(r, low)), ...);
   static constexpr float kTail[] = {0.49999994f, 0.16666521f, 0.041668389f, 0.0083687156f,
                                     0.00138146011f};
-  const auto tail = S::mul(S::mul(r, r), polynomial<S>(r, kTail));
-  const auto power = S::add(S::set(1.0f), S::add(r, tail));
+  const auto tail = S::fma(S::mul(r, r), polynomial<S>(r, kTail), r);
+  const auto power = S::add(S::set(1.0f), tail);
   if constexpr (requires { S::scale_by(power, n); }) {
     return S::scale_by(power, n);
   } else {
@@ -56,10 +56,31 @@ MXTILE_WORD typename S::F exp_sum(typename S::F x, typename S::F low) {
   }
 }
 
+// Bounds come first in max and min so that NaN stays.
 template <class S>
 MXTILE_WORD typename S::F exp(typename S::F x) {
-  return exp_sum<S>(x, S::set(0.0f));
+  return exp_inside<S>(S::min(S::set(89.0f), S::max(S::set(-105.0f), x)));
 }
+
+// e^(-|x|)
+template <class S>
+MXTILE_WORD typename S::F exp_falling(typename S::F x) {
+  const auto negative = S::as_float(S::ior(S::as_int(x), S::iset(INT32_MIN)));
+  return exp_inside<S>(S::max(S::set(-105.0f), negative));
+}
+
+// s = 1 / (1 + exp(-x)) and s (1 - s), without cancellation.
+template <class S>
+struct Sigmoid {
+  using F = typename S::F;
+  F value, slope;
+
+  MXTILE_WORD Sigmoid of(F x) {
+    const F e = exp_falling<S>(x);
+    const F upper = S::reciprocal(S::add(S::set(1.0f), e)), lower = S::mul(e, upper);
+    return {S::select_lt(x, S::set(0.0f), lower, upper), S::mul(lower, upper)};
+  }
+};
 
 // x / (1 + exp(-2u)) = x/2 (1 + tanh u) with u = sqrt(2/pi) (x + 0.044715 x^3), and its derivative.
 template <class S>
@@ -84,12 +105,9 @@ struct GeluTanh {
   };
   MXTILE_WORD Parts parts(F x) {
     x = S::min(S::set(20.0f), S::max(S::set(-20.0f), x));
-    const F zero = S::set(0.0f), one = S::set(1.0f);
     const F u2 = S::mul(x, S::fma(S::mul(x, x), S::set(2 * kRoot * kCubic), S::set(2 * kRoot)));
-    const F e = exp<S>(S::sub(zero, abs<S>(u2)));
-    const F inverse = S::reciprocal(S::add(one, e));
-    const F sigmoid = S::mul(S::select_lt(u2, zero, e, one), inverse);
-    return {x, sigmoid, S::mul(S::mul(e, inverse), inverse)};
+    const auto s = Sigmoid<S>::of(u2);
+    return {x, s.value, s.slope};
   }
 };
 
@@ -116,7 +134,7 @@ struct GeluErf {
     // by a^2 ulp.
     const F high = S::as_float(S::iand(S::as_int(a), S::iset(~0xfff)));
     const F low = S::mul(S::mul(S::sub(a, high), S::add(a, high)), minus_half);
-    const F bell = exp_sum<S>(S::mul(S::mul(high, high), minus_half), low);
+    const F bell = exp_inside<S>(S::mul(S::mul(high, high), minus_half), low);
     // 1 - Phi(a) = exp(-a^2/2) t P(t), t = 1 / (1 + 0.3 a): a fit of Mills' ratio on [0, 14.5].
     static constexpr float kMills[] = {0.119686693f,  0.119571812f,   0.110235468f, 0.0783894435f,
                                        0.0961574391f, -0.0794246346f, 0.191785932f, -0.228214651f,

@@ -10,6 +10,7 @@
 #include <cstring>
 
 #define MXTILE_WORD [[gnu::always_inline]] static inline
+#define MXTILE_MEMBER [[gnu::always_inline]] inline
 
 namespace mxtile::simd {
 

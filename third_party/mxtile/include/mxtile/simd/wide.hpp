@@ -2,6 +2,8 @@
 // in the program, so that a CPU whose window holds few of them has others to run.
 #pragma once
 
+#include <utility>
+
 #include "mxtile/simd/portable.hpp"
 
 namespace mxtile::simd {
@@ -33,10 +35,7 @@ struct Wide {
   MXTILE_WORD F load(const float* p) {
     return each<F>([&](int i) { return S::load(p + i * S::kLanes); });
   }
-  MXTILE_WORD void store(float* p, F x) {
-#pragma GCC unroll 8
-    for (int i = 0; i < N; ++i) S::store(p + i * S::kLanes, x.v[i]);
-  }
+  MXTILE_WORD void store(float* p, F x) { store_of(p, x, std::make_integer_sequence<int, N>{}); }
 
   MXTILE_WORD F add(F a, F b) {
     return each<F>([&](int i) { return S::add(a.v[i], b.v[i]); });
@@ -77,6 +76,9 @@ struct Wide {
   MXTILE_WORD I iand(I a, I b) {
     return each<I>([&](int i) { return S::iand(a.v[i], b.v[i]); });
   }
+  MXTILE_WORD I ior(I a, I b) {
+    return each<I>([&](int i) { return S::ior(a.v[i], b.v[i]); });
+  }
   template <int Bits>
   MXTILE_WORD I shl(I a) {
     return each<I>([&](int i) { return S::template shl<Bits>(a.v[i]); });
@@ -87,12 +89,18 @@ struct Wide {
   }
 
  private:
+  template <int... i>
+  MXTILE_WORD void store_of(float* p, F x, std::integer_sequence<int, i...>) {
+    (S::store(p + i * S::kLanes, x.v[i]), ...);
+  }
+  // Constant indices from the start: with a loop, gcc 12 keeps the vectors in memory.
+  template <class T, class Body, int... i>
+  MXTILE_WORD T each_of(Body body, std::integer_sequence<int, i...>) {
+    return T{{body(i)...}};
+  }
   template <class T, class Body>
   MXTILE_WORD T each(Body body) {
-    T out;
-#pragma GCC unroll 8
-    for (int i = 0; i < N; ++i) out.v[i] = body(i);
-    return out;
+    return each_of<T>(body, std::make_integer_sequence<int, N>{});
   }
 };
 
