@@ -311,8 +311,7 @@ __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_
 #pragma unroll
       for (int i = 0; i < 64; ++i) sum[wave][i] = 0.0f;
     }
-    Mode mode;
-    uint32_t rows[2 * Config::kWaves];
+    uint32_t decided, rows[2 * Config::kWaves];
     // Waits for the stage at `at` and reads what the step needs from shared memory at its start.
     const auto fetch = [&](const Ring<Config::kStages>& at) {
       const uint32_t prepared = columns + at.stage * Config::kColumnBytes;
@@ -321,8 +320,7 @@ __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_
       const uint32_t from = lhs_words + at.stage * Config::kScaleBytes +
                             4 * (inside % 128 + self / 32 * 16 + self % 32 / 4);
       tile::mbar_wait(smem.ready(at.stage), at.phase);
-      mode = static_cast<Mode>(
-          tile::ld_shared_u32(prepared + Config::kLhsTiles * 1024 + 4 * lhs_tile));
+      decided = tile::ld_shared_u32(prepared + Config::kLhsTiles * 1024 + 4 * lhs_tile);
 #pragma unroll
       for (int i = 0; i < 2 * Config::kWaves; ++i)
         rows[i] = tile::ld_shared_u32(from + 4 * (8 * (i % 2) + 64 * (i / 2)));
@@ -338,7 +336,8 @@ __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_
       step.lhs_words = lhs_words + offset, step.rhs_words = rhs_words + offset;
       step.columns = columns + s * Config::kColumnBytes + lhs_tile * 1024;
       step.lane = lane;
-      step.mode = mode;
+      step.mode = static_cast<Mode>(decided & kModeBits);
+      step.factor = __uint_as_float(decided & ~kModeBits);
 #pragma unroll
       for (int i = 0; i < 2 * Config::kWaves; ++i) step.rows[i] = rows[i];
       ring.next();

@@ -74,6 +74,30 @@ def test_products_of_packed_operands(shape, pair, config):
     assert torch.equal(got.isnan(), want.isnan()) or not fits.all()
 
 
+@pytest.mark.parametrize("config", configs())
+def test_factors_down_to_the_smallest_number(config):
+    """One step of K, one tile each: D is the sum times a power of two, rounded once."""
+    shape = m, n, k = 100, 120, 128
+    a, b = (
+        calls.data(m, k, "gaussian", torch.float32, 1),
+        calls.data(n, k, "gaussian", torch.float32, 2),
+    )
+
+    def product(x, y):
+        operands = calls.operand(x, "e4m3"), calls.operand(y, "e4m3")
+        classes, exponents = zip(*(p.scales[0, 0, 128:130].tolist() for p in operands), strict=True)
+        assert classes == (0, 0)
+        out = calls.gemm(*operands, shape, out_dtype=torch.float32, config=config)
+        return out.double(), sum(exponents) - 254
+
+    base, factor = product(a, b)
+    for to in (*range(-149, -138), -126, -125, 60):
+        half = (to - factor) // 2
+        got, at = product(a * 2.0**half, b * 2.0 ** (to - factor - half))
+        assert at == to
+        assert torch.equal(got, (base * 2.0 ** (to - factor)).float().double())
+
+
 @pytest.mark.parametrize("pair", PAIRS[:5], ids="-".join)
 def test_alignment_error_against_the_mx_values(pair):
     """Shifted codes move by at most half a smallest code of the tile: 2^-10 * 2^(e + 8 - 127)."""
