@@ -1,9 +1,13 @@
 // The GEMM's entry point: argument checks, configuration, launch, and the reduction of
 // bias-gradient partials.
 #include "gemm_launch.h"
+#include "launch.h"
+#include "mxtile/sm90/barrier.cuh"
 #include "mxtile/sm90/tensor_map.h"
 
 namespace te_mx::sm90 {
+
+namespace tile = mxtile::sm90;
 
 namespace {
 
@@ -47,19 +51,21 @@ int choose(const GemmArgs& a, int sms) {
   return best;
 }
 
-// 32 columns x 8 threads, each of which sums every eighth block.
+constexpr int kReducers = 16;  // threads of a column, each of which sums every sixteenth block
+
 __global__ void reduce_columns_kernel(const float* partial, float* out, int64_t blocks, int64_t n) {
-  __shared__ float sums[8][32];
+  __shared__ float sums[kReducers][32];
+  tile::await_predecessors();
   const int64_t col = static_cast<int64_t>(blockIdx.x) * 32 + threadIdx.x;
   float s = 0.0f;
   if (col < n) {
 #pragma unroll 8
-    for (int64_t b = threadIdx.y; b < blocks; b += 8) s += partial[b * n + col];
+    for (int64_t b = threadIdx.y; b < blocks; b += kReducers) s += partial[b * n + col];
   }
   sums[threadIdx.y][threadIdx.x] = s;
   __syncthreads();
   if (threadIdx.y != 0 || col >= n) return;
-  for (int i = 1; i < 8; ++i) s += sums[i][threadIdx.x];
+  for (int i = 1; i < kReducers; ++i) s += sums[i][threadIdx.x];
   out[col] = s;
 }
 
@@ -89,9 +95,15 @@ int ClusterCount::of(int device, const void* kernel, int threads, int smem, int 
 
 Status reduce_columns(const float* partial, float* out, int64_t blocks, int64_t n,
                       cudaStream_t stream) {
-  reduce_columns_kernel<<<static_cast<unsigned>((n + 31) / 32), dim3(32, 8), 0, stream>>>(
-      partial, out, blocks, n);
-  return cudaGetLastError() == cudaSuccess ? Status::ok : Status::unsupported;
+  cudaLaunchAttribute early = early_start();
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>((n + 31) / 32));
+  config.blockDim = dim3(32, kReducers);
+  config.stream = stream;
+  config.attrs = &early, config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, reduce_columns_kernel, partial, out, blocks, n) == cudaSuccess
+             ? Status::ok
+             : Status::unsupported;
 }
 
 int64_t workspace_bytes(const GemmArgs& a) {
