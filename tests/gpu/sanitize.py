@@ -165,11 +165,14 @@ def gemm(config: int) -> int:
                 {"bias": bias.to(dtype)},
                 {"out": square.clone(), "accumulate": True},
                 {"out": torch.empty(m, n + 24, device="cuda", dtype=dtype)[:, :n]},
+            ]
+            gelu = [
                 {"bias_grad": torch.empty_like(bias), "gelu": "tanh", "gelu_in": square},
+                {"gelu": "erf", "gelu_in": square},
                 {"bias": bias, "gelu": "tanh", "aux": torch.empty_like(square)},
                 {"bias": bias, "gelu": "erf", "aux": torch.empty_like(square)},
             ]
-            for epilogue in rest:
+            for epilogue in rest + (gelu if calls.native().config_full(config) else []):
                 if "out" not in epilogue:
                     epilogue["out_dtype"] = dtype
                 calls.gemm(*pair, shape, config=config, **epilogue)

@@ -160,7 +160,8 @@ def assert_epilogues(shape, dtype, full, **how):
         got = run(out_dtype=dtype, gelu=gelu, gelu_in=x, bias_grad=bias_grad)
         close = 0.51 * calls.ulp(want, dtype) + 2e-6 * base.double().abs()
         assert ((got.double() - want).abs() <= close).all()
-        stored = got if dtype != torch.float32 and n % 8 == 0 else None
+        courier = dtype != torch.float32 and n % 8 == 0 and "parts" not in how
+        stored = got if courier else None
         bounds.assert_bias_gradient(bias_grad, stored, want, 2e-6 * base.double().abs())
 
 
