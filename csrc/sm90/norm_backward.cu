@@ -1,6 +1,6 @@
 // Backward pass of a normalization: dx, and dweight and dbias by sums over 128 rows. Sums over rows
 // and tiles that need them in one kernel (bands.cuh), so that dz and x are read from memory once.
-#include "norm_backward.h"
+#include "norm_backward.cuh"
 #include "norm_stats.cuh"
 #include "quantize_launch.h"
 #include "te_mx/sm90_fused.h"
@@ -136,15 +136,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, kGradSmem<Dz, X> < 75 * 1024
     float d[8], h[8];
     read_slot<Dz>(d, dz_slot, k);
     read_slot<X>(h, x_slot, k);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      h[j] = mul(sub(h[j], of.x), of.y);
-      float& dw = j % 2 == 0 ? dweight[j / 2].x : dweight[j / 2].y;
-      float& db = j % 2 == 0 ? dbias[j / 2].x : dbias[j / 2].y;
-      dw = add(dw, mul(d[j], h[j])), db = add(db, d[j]);
-      const float drift = mul(h[j], of.w);
-      d[j] = mul(sub(mul(d[j], weight[j]), a.rms ? drift : add(of.z, drift)), of.y);
-    }
+    finish_gradients(d, h, weight, of, a.rms, dweight, dbias);
     write_row(a, d, row, col, e, k);
   }
   const float2 w = fold_sums(dweight, at), b = fold_sums(dbias, at);

@@ -6,7 +6,7 @@
 // the cluster, which sends the sums to all. A thread has a patch of 8 x 8, the same columns in
 // every group. As it is done with a row of it, it asks for what comes there next.
 #include "mxtile/sm90/cluster.cuh"
-#include "norm_backward.h"
+#include "norm_backward.cuh"
 #include "norm_stats.cuh"
 #include "quantize_launch.h"
 
@@ -207,15 +207,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, 3)
       Eight<T> one, two;
       one.chunks[0] = dz_slot[32 * k], two.chunks[0] = x_slot[32 * k];
       one.unpack(d), two.unpack(h);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        h[j] = mul(sub(h[j], of.x), of.y);
-        float& dw = j % 2 == 0 ? dweight[j / 2].x : dweight[j / 2].y;
-        float& db = j % 2 == 0 ? dbias[j / 2].x : dbias[j / 2].y;
-        dw = add(dw, mul(d[j], h[j])), db = add(db, d[j]);
-        const float drift = mul(h[j], of.w);
-        d[j] = mul(sub(mul(d[j], weight[j]), a.rms ? drift : add(of.z, drift)), of.y);
-      }
+      finish_gradients(d, h, weight, of, a.rms, dweight, dbias);
       if (more) load_row(k);
       *reinterpret_cast<uint4*>(to) = Eight<T>(d).chunks[0];
     }
