@@ -51,8 +51,12 @@ def main(words: list[str]) -> int:
 def inside(part: str) -> int:
     import torch
 
-    if not torch.cuda.is_available():
-        print("needs a Hopper GPU")
+    from te_mx.backends import sm90
+
+    # Without native kernels the ops would run in plain torch, and nothing be checked.
+    reason = sm90.problem(0) if torch.cuda.is_available() else "there is no GPU"
+    if reason is not None:
+        print(f"needs a Hopper GPU and the kernels for it: {reason}")
         return 1
     count = PARTS[part]()
     torch.cuda.synchronize()
