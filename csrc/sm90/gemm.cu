@@ -78,10 +78,7 @@ int ClusterCount::of(int device, const void* kernel, int threads, int smem, int 
   if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem) !=
       cudaSuccess)
     return 0;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = cluster, attribute.val.clusterDim.y = 1,
-  attribute.val.clusterDim.z = 1;
+  cudaLaunchAttribute attribute = clusters_of(cluster);
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(cluster);
   config.blockDim = dim3(threads);

@@ -17,7 +17,7 @@
 
 namespace te_mx::sm90 {
 
-inline constexpr int kPanels = 2;  // of 64 columns of 16 bits, in a wave
+inline constexpr int kWavePanels = 2;  // of 64 columns of 16 bits, in a wave
 
 // About what a step of K takes with tiles of class 0. Only the courier's pace depends on it.
 inline constexpr int kStepCycles = 900;
@@ -37,8 +37,8 @@ __device__ __forceinline__ void fetch_ahead(const CUtensorMap& map, const Smem& 
 #pragma unroll 1
   for (int math = 0; math < Config::kMath; ++math) {
     sleep_until(begin, first + math * (third / Config::kMath));
-    tile::mbar_arrive_expect(smem.arrived(math), kPanels * kPanelBytes);
-    for (int i = 0; i < kPanels; ++i)
+    tile::mbar_arrive_expect(smem.arrived(math), kWavePanels * kPanelBytes);
+    for (int i = 0; i < kWavePanels; ++i)
       tile::tma_load(smem.staging(math) + i * kPanelBytes, &map, smem.arrived(math), n0 + 64 * i,
                      work.m0 + 64 * math);
   }
@@ -51,7 +51,7 @@ __device__ __forceinline__ void take_away(const CUtensorMap& map, const Smem& sm
 #pragma unroll 1
   for (int math = 0; math < Config::kMath; ++math) {
     tile::mbar_wait(smem.staged(math), parity);
-    for (int i = 0; i < kPanels; ++i) {
+    for (int i = 0; i < kWavePanels; ++i) {
       if (work.m0 + 64 * math < work.m_end && n0 + 64 * i < n)
         tile::tma_store(&map, smem.staging(math) + i * kPanelBytes, n0 + 64 * i,
                         work.m0 + 64 * math);

@@ -169,7 +169,7 @@ __device__ __forceinline__ void sum_columns(float (&v)[64], const EpilogueParams
 // times ones. Eight results of theirs are the same.
 template <class T>
 __device__ __forceinline__ void sum_staged_columns(const EpilogueParams& p, const Wave& w) {
-  constexpr bool kHalf = sizeof(T) == 2 && !std::is_same_v<T, __nv_bfloat16>;
+  constexpr bool kHalf = std::is_same_v<T, __half>;
   const int lane = w.thread % 32, warp = w.thread / 32;
   float left[4], right[4];
   tile::fence_async_proxy();

@@ -20,10 +20,7 @@ Status start(void (*kernel)(Params, CUtensorMap, CUtensorMap, CUtensorMap, CUten
              const Params& p, const CUtensorMap& lhs, const CUtensorMap& rhs,
              const CUtensorMap& out, const CUtensorMap& side, int64_t blocks, int clusters,
              void* stream) {
-  cudaLaunchAttribute attributes[2] = {early_start()};
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = Config::kCluster, attributes[1].val.clusterDim.y = 1,
-  attributes[1].val.clusterDim.z = 1;
+  cudaLaunchAttribute attributes[2] = {early_start(), clusters_of(Config::kCluster)};
   cudaLaunchConfig_t config{};
   config.gridDim =
       dim3(static_cast<unsigned>((blocks < clusters ? blocks : clusters) * Config::kCluster));

@@ -14,4 +14,13 @@ inline cudaLaunchAttribute early_start() {
   return attribute;
 }
 
+// So many CTAs next to each other make a cluster.
+inline cudaLaunchAttribute clusters_of(int ctas) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = static_cast<unsigned>(ctas);
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  return attribute;
+}
+
 }  // namespace te_mx::sm90

@@ -5,6 +5,7 @@
 // whole lanes: kWidth columns of every 256, a piece. The lanes of a row come together in one CTA of
 // the cluster, which sends the sums to all. A thread has a patch of 8 x 8, the same columns in
 // every group. As it is done with a row of it, it asks for what comes there next.
+#include "launch.h"
 #include "mxtile/sm90/cluster.cuh"
 #include "norm_backward.cuh"
 #include "norm_stats.cuh"
@@ -238,10 +239,7 @@ Status launch(const NormBackwardArgs& a, int pieces, cudaStream_t stream) {
       cudaSuccess) {
     return Status::unsupported;
   }
-  cudaLaunchAttribute attributes[2] = {early_start(), {}};
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = kCtas;
-  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+  cudaLaunchAttribute attributes[2] = {early_start(), clusters_of(kCtas)};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(units * kCtas));
   config.blockDim = dim3(kQuantizeThreads);
