@@ -19,8 +19,9 @@ namespace te_mx::sm90 {
 
 inline constexpr int kWavePanels = 2;  // of 64 columns of 16 bits, in a wave
 
-// About what a step of K takes with tiles of class 0. Only the courier's pace depends on it.
-inline constexpr int kStepCycles = 900;
+// About what a step of K takes with tiles of class 0, for each math warpgroup. Only the courier's
+// pace depends on it.
+inline constexpr int kStepCycles = 280;
 
 __device__ __forceinline__ void sleep_until(uint32_t begin, uint32_t cycles) {
   while (static_cast<uint32_t>(clock()) - begin < cycles) __nanosleep(200);
@@ -32,7 +33,8 @@ __device__ __forceinline__ void sleep_until(uint32_t begin, uint32_t cycles) {
 template <class Config, class Smem>
 __device__ __forceinline__ void fetch_ahead(const CUtensorMap& map, const Smem& smem,
                                             const Work& work, int n0) {
-  const uint32_t begin = clock(), third = work.k_steps * static_cast<uint32_t>(kStepCycles) / 3;
+  const uint32_t begin = clock(),
+                 third = work.k_steps * static_cast<uint32_t>(kStepCycles * Config::kMath) / 3;
   const uint32_t first = (5 * blockIdx.x) % 32 * third / 32;
 #pragma unroll 1
   for (int math = 0; math < Config::kMath; ++math) {
@@ -50,7 +52,7 @@ __device__ __forceinline__ void take_away(const CUtensorMap& map, const Smem& sm
                                           const Work& work, int n0, int n, uint32_t parity) {
 #pragma unroll 1
   for (int math = 0; math < Config::kMath; ++math) {
-    tile::mbar_wait(smem.staged(math), parity);
+    tile::mbar_wait_asleep(tile::smem_addr(smem.staged(math)), parity);
     for (int i = 0; i < kWavePanels; ++i) {
       if (work.m0 + 64 * math < work.m_end && n0 + 64 * i < n)
         tile::tma_store(&map, smem.staging(math) + i * kPanelBytes, n0 + 64 * i,

@@ -77,8 +77,8 @@ __device__ __forceinline__ void apply_gelu(float (&v)[64]) {
 
 template <Gelu kKind, class Pair>
 __device__ __forceinline__ void apply_derivative(float& a, float& b, Pair x) {
-  const float2 d = gelu_derivative<kKind>(derivative_input<kKind>(x));
-  a *= d.x, b *= d.y;
+  const float2 d = gelu_backward<kKind>(make_float2(a, b), derivative_input<kKind>(x));
+  a = d.x, b = d.y;
 }
 
 // v[] *= GELU'(gelu_in), half of the columns, with gelu_in in the staging,
@@ -276,14 +276,13 @@ __device__ __forceinline__ void epilogue_backward(float (&v)[64], const Epilogue
     apply_derivatives(v, p, w), finish<Epilogue::backward, kSlots>(v, p, map, w);
     return;
   }
+  clear_rows(v, w);  // gelu_in is 0 there, so they stay so
   tile::mbar_wait(w.arrived, w.phase);
   // NOTE: a warp reads and writes its own rows of the staging only, so D may follow gelu_in there.
   const auto go = [&]<Gelu kKind, class T>() {
     apply_derivatives<kKind, T, 0>(v, w);
-    if (p.bias_grad != nullptr) clear_rows(v, w);
     stage_panel<T>(v, 0, 0, w);
     apply_derivatives<kKind, T, 1>(v, w);
-    if (p.bias_grad != nullptr) clear_rows(v, w);
     stage_panel<T>(v, 1, 1, w);
     if (p.bias_grad != nullptr) sum_staged_columns<T>(p, w);
     leave_staging(w);

@@ -80,8 +80,7 @@ class GroupWalk {
     announce(smem, ring).k_steps = 0;
     tile::mbar_arrive(smem.full(ring.stage));
 #pragma unroll
-    for (int i = 0; i < kPrepared * Config::kLhsTiles; ++i)
-      tile::mbar_arrive(smem.ready(ring.stage));
+    for (int i = 0; i < Config::kReady; ++i) tile::mbar_arrive(smem.ready(ring.stage));
   }
 
  private:

@@ -37,9 +37,12 @@ struct GemmConfig {
   static constexpr int kTileBytes = static_cast<int>(kScaleWords * 4);
   static constexpr int kLhsBytes = kM * 128, kRhsBytes = kN * 128;
   static constexpr int kScaleBytes = (kLhsTiles + 1) * kTileBytes;
-  static constexpr int kStageBytes = kLhsBytes + kRhsBytes + kScaleBytes;
+  static constexpr int kCodeBytes = kLhsBytes + kRhsBytes;
+  static constexpr int kStageBytes = kCodeBytes + kScaleBytes;
   // Of a stage: factors of the columns against each lhs tile, and the modes.
   static constexpr int kColumnBytes = kLhsTiles * 1024 + 16;
+  // Of a stage that is ready: by those who prepare it, and by the producer for the codes.
+  static constexpr int kReady = kPrepared * kLhsTiles + 1;
   static constexpr int kStaging = kSlots * kPanelBytes;  // per math warpgroup
   // With GELU, aux and the bias gradient. Registers do not suffice for them beside 256 rows, and
   // 128 rows without take half as long to compile.
@@ -177,43 +180,53 @@ __device__ __forceinline__ const uint32_t* tile_at(const uint32_t* scales, int t
   return scales + static_cast<int64_t>(tile) * kScaleWords;
 }
 
+// For a warp, or for one thread where the schedule is announced: the leader asks. NOTE: how soon it
+// does once a stage is free decides whether the tensor cores wait, so addresses are worked out
+// before; and where a whole warp walks along, they stay in uniform registers.
 template <class Config, class Params>
 __device__ __forceinline__ void produce(const Params& p, const CUtensorMap& lhs_map,
                                         const CUtensorMap& rhs_map, const Smem<Config>& smem,
-                                        int rank) {
+                                        int rank, bool leader) {
   using Schedule = typename Roles<Params>::template Producer<Config>;
   constexpr int kHalf = Config::kM / Config::kCluster;
+  constexpr int kTile = Config::kTileBytes;
+  const uint32_t lhs0 =
+      tile::smem_addr(smem.lhs(0)) + (Config::kCluster == 1 ? 0 : rank) * kHalf * 128;
+  const uint32_t rhs0 = tile::smem_addr(smem.rhs(0)), scales0 = tile::smem_addr(smem.scales(0)),
+                 barrier0 = tile::smem_addr(smem.full(0));
+  uint32_t lhs = lhs0, rhs = rhs0, scales = scales0, full = barrier0;
   Ring<Config::kStages> ring;
   Schedule schedule(p, smem);
   Sources from;
   while (schedule.next(from, smem, ring, rank)) {
+    const uint32_t* at = tile_at(p.lhs_scales, from.lhs_tile);
+    const uint32_t* rhs_at = tile_at(p.rhs_scales, from.rhs_tile);
 #pragma unroll 1
     for (; from.k_steps > 0; --from.k_steps, from.k0 += 128, ring.next()) {
-      const int s = ring.stage;
-      tile::mbar_wait(smem.empty(s), ring.phase ^ 1);
-      uint64_t* const full = smem.full(s);
-      tile::mbar_arrive_expect(full, Config::kStageBytes);
-      char* const lhs = smem.lhs(s);
-      if constexpr (Config::kCluster == 1) {
-        tile::tma_load(lhs, &lhs_map, full, from.k0, from.m_row);
-      } else {
-        tile::tma_load_multicast(lhs + rank * kHalf * 128, &lhs_map, full, from.k0,
-                                 from.m_row + rank * kHalf, 3);
+      const uint32_t ready = full + 16 * Config::kStages;
+      tile::mbar_wait_asleep(full + 8 * Config::kStages, ring.phase ^ 1);
+      if (leader) {
+        // The scales first: they are prepared while the codes are still on their way.
+        tile::mbar_arrive_expect(full, Config::kScaleBytes);
+        if constexpr (Config::kM == 192 || (Config::kM == 256 && Schedule::kAnnounced)) {
+          tile::bulk_load(scales, at, kTile, full);
+          tile::bulk_load(scales + kTile, at + from.second * kScaleWords, kTile, full);
+        } else {
+          tile::bulk_load(scales, at, Config::kLhsTiles * kTile, full);
+        }
+        tile::bulk_load(scales + Config::kLhsTiles * kTile, rhs_at, kTile, full);
+        tile::mbar_arrive_expect(ready, Config::kCodeBytes);
+        if constexpr (Config::kCluster == 1) {
+          tile::tma_load(lhs, &lhs_map, ready, from.k0, from.m_row);
+        } else {
+          tile::tma_load_multicast(lhs, &lhs_map, ready, from.k0, from.m_row + rank * kHalf, 3);
+        }
+        tile::tma_load(rhs, &rhs_map, ready, from.k0, from.n_row);
       }
-      tile::tma_load(smem.rhs(s), &rhs_map, full, from.k0, from.n_row);
-      char* const scales = smem.scales(s);
-      const uint32_t* const lhs_scales = tile_at(p.lhs_scales, from.lhs_tile);
-      if constexpr (Config::kM == 192 || (Config::kM == 256 && Schedule::kAnnounced)) {
-        tile::bulk_load(scales, lhs_scales, Config::kTileBytes, full);
-        tile::bulk_load(scales + Config::kTileBytes,
-                        tile_at(p.lhs_scales, from.lhs_tile + from.second), Config::kTileBytes,
-                        full);
-      } else {
-        tile::bulk_load(scales, lhs_scales, Config::kLhsTiles * Config::kTileBytes, full);
-      }
-      tile::bulk_load(scales + Config::kLhsTiles * Config::kTileBytes,
-                      tile_at(p.rhs_scales, from.rhs_tile), Config::kTileBytes, full);
-      from.lhs_tile += p.lhs_tiles, from.rhs_tile += p.rhs_tiles;
+      at += p.lhs_tiles * kScaleWords, rhs_at += p.rhs_tiles * kScaleWords;
+      const bool last = ring.stage == Config::kStages - 1;
+      lhs = last ? lhs0 : lhs + Config::kLhsBytes, rhs = last ? rhs0 : rhs + Config::kRhsBytes;
+      scales = last ? scales0 : scales + Config::kScaleBytes, full = last ? barrier0 : full + 8;
     }
   }
   schedule.finish(smem, ring);
@@ -380,7 +393,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     for (int s = 0; s < Config::kStages; ++s) {
       tile::mbar_init(smem.full(s), 1);
       tile::mbar_init(smem.empty(s), kArrivals * Config::kMath * Config::kCluster);
-      tile::mbar_init(smem.ready(s), kPrepared * Config::kLhsTiles);
+      tile::mbar_init(smem.ready(s), Config::kReady);
     }
     for (int i = 0; i < Config::kMath; ++i)
       tile::mbar_init(smem.arrived(i), 1), tile::mbar_init(smem.staged(i), kArrivals);
@@ -401,13 +414,18 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   tile::await_predecessors();
   if (threadIdx.x < 128) {
     tile::registers_down<Config::kMath == 3 ? 32 : 40>();
-    if (threadIdx.x < 32) {
-      if (tile::elect_one()) produce<Config>(p, lhs_map, rhs_map, smem, rank);
-      __syncwarp();
-    } else if (threadIdx.x < 32 + 32 * Config::kLhsTiles) {
-      prepare<Config>(p, smem, static_cast<int>(threadIdx.x) / 32 - 1,
-                      static_cast<int>(threadIdx.x) % 32);
-    } else if (threadIdx.x >= 96) {
+    const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+    if (warp == 0) {
+      using Schedule = typename Roles<Params>::template Producer<Config>;
+      if constexpr (Schedule::kAnnounced) {
+        if (tile::elect_one()) produce<Config>(p, lhs_map, rhs_map, smem, rank, true);
+        __syncwarp();
+      } else {
+        produce<Config>(p, lhs_map, rhs_map, smem, rank, tile::elect_one());
+      }
+    } else if (warp < 1 + Config::kLhsTiles) {
+      prepare<Config>(p, smem, warp - 1, static_cast<int>(threadIdx.x) % 32);
+    } else if (warp == 3) {
       if constexpr (kEpilogue != Epilogue::plain) {
         using Schedule = typename Roles<Params>::template Follower<Config>;
         if (p.epilogue.side != Side::none && tile::elect_one())

@@ -85,8 +85,9 @@ __device__ __forceinline__ void apply_gelu(float (&v)[4], const float (&before)[
 #pragma unroll
   for (int i = 0; i < 4; i += 2) {
     if (backward) {
-      const float2 d = gelu_derivative<kKind>(make_float2(before[i], before[i + 1]));
-      v[i] *= d.x, v[i + 1] *= d.y;
+      const float2 y =
+          gelu_backward<kKind>(make_float2(v[i], v[i + 1]), make_float2(before[i], before[i + 1]));
+      v[i] = y.x, v[i + 1] = y.y;
     } else {
       const float2 y = gelu_forward<kKind>(make_float2(v[i], v[i + 1]));
       v[i] = y.x, v[i + 1] = y.y;

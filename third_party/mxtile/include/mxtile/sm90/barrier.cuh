@@ -19,10 +19,12 @@ __device__ __forceinline__ void mbar_init_fence() {
 }
 
 // One arrival that also announces `bytes` of copies to come.
-__device__ __forceinline__ void mbar_arrive_expect(uint64_t* bar, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_addr(bar)),
-               "r"(bytes)
+__device__ __forceinline__ void mbar_arrive_expect(uint32_t bar, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes)
                : "memory");
+}
+__device__ __forceinline__ void mbar_arrive_expect(uint64_t* bar, uint32_t bytes) {
+  mbar_arrive_expect(smem_addr(bar), bytes);
 }
 
 __device__ __forceinline__ void mbar_arrive(uint64_t* bar) {
@@ -54,6 +56,22 @@ __device__ __forceinline__ void mbar_wait(uint64_t* bar, uint32_t parity) {
       "bra WAIT;\n"
       "DONE:\n"
       "}\n" ::"r"(smem_addr(bar)),
+      "r"(parity)
+      : "memory");
+}
+
+// The same where the wait may be long: the thread sleeps until the barrier wakes it, instead of
+// asking again every 70 cycles or so.
+__device__ __forceinline__ void mbar_wait_asleep(uint32_t bar, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "WAIT:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, 100000;\n"
+      "@done bra DONE;\n"
+      "bra WAIT;\n"
+      "DONE:\n"
+      "}\n" ::"r"(bar),
       "r"(parity)
       : "memory");
 }

@@ -14,34 +14,43 @@ __device__ __forceinline__ void tma_prefetch(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(map)) : "memory");
 }
 
-__device__ __forceinline__ void tma_load(void* smem, const CUtensorMap* map, uint64_t* bar,
+// Loads take shared addresses, of the destination and of the barrier that counts the bytes.
+__device__ __forceinline__ void tma_load(uint32_t smem, const CUtensorMap* map, uint32_t bar,
                                          int inner, int outer) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%3, %4}], [%2];" ::"r"(smem_addr(smem)),
-      "l"(reinterpret_cast<uint64_t>(map)), "r"(smem_addr(bar)), "r"(inner), "r"(outer)
+      " [%0], [%1, {%3, %4}], [%2];" ::"r"(smem),
+      "l"(reinterpret_cast<uint64_t>(map)), "r"(bar), "r"(inner), "r"(outer)
       : "memory");
+}
+__device__ __forceinline__ void tma_load(void* smem, const CUtensorMap* map, uint64_t* bar,
+                                         int inner, int outer) {
+  tma_load(smem_addr(smem), map, smem_addr(bar), inner, outer);
 }
 
 // The same bytes to the same offsets of every CTA in `mask`; each one's own barrier counts them.
-__device__ __forceinline__ void tma_load_multicast(void* smem, const CUtensorMap* map,
-                                                   uint64_t* bar, int inner, int outer,
+__device__ __forceinline__ void tma_load_multicast(uint32_t smem, const CUtensorMap* map,
+                                                   uint32_t bar, int inner, int outer,
                                                    uint16_t mask) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%4, %5}], [%2], %3;" ::"r"(smem_addr(smem)),
-      "l"(reinterpret_cast<uint64_t>(map)), "r"(smem_addr(bar)), "h"(mask), "r"(inner), "r"(outer)
+      ".multicast::cluster [%0], [%1, {%4, %5}], [%2], %3;" ::"r"(smem),
+      "l"(reinterpret_cast<uint64_t>(map)), "r"(bar), "h"(mask), "r"(inner), "r"(outer)
       : "memory");
 }
 
 // `bytes` and both addresses are multiples of 16.
-__device__ __forceinline__ void bulk_load(void* smem, const void* gmem, uint32_t bytes,
-                                          uint64_t* bar) {
+__device__ __forceinline__ void bulk_load(uint32_t smem, const void* gmem, uint32_t bytes,
+                                          uint32_t bar) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(smem_addr(smem)),
-      "l"(gmem), "r"(bytes), "r"(smem_addr(bar))
+          "r"(smem),
+      "l"(gmem), "r"(bytes), "r"(bar)
       : "memory");
+}
+__device__ __forceinline__ void bulk_load(void* smem, const void* gmem, uint32_t bytes,
+                                          uint64_t* bar) {
+  bulk_load(smem_addr(smem), gmem, bytes, smem_addr(bar));
 }
 
 __device__ __forceinline__ void tma_store(const CUtensorMap* map, const void* smem, int inner,
