@@ -27,10 +27,6 @@ constexpr Choice kChoices[] = {
 };
 constexpr int kChoiceCount = sizeof(kChoices) / sizeof(kChoices[0]);
 
-bool needs_full(const GemmArgs& a) {
-  return a.aux != nullptr || a.gelu_in != nullptr || a.gelu != Gelu::none || a.bias_grad != nullptr;
-}
-
 // Cycles of one step of K on one SM: those of the tensor cores (4096 products a cycle) or those of
 // the L2, whichever is more, times the waves that the clusters of the problem make. Clusters of two
 // share the lhs tile.

@@ -12,9 +12,9 @@
 
 namespace te_mx::sm90 {
 
-// plain: bias and accumulation only; forward: aux, GELU and bias gradient too; backward: GELU' of
-// gelu_in and bias gradient too.
-enum class Epilogue : int { plain = 0, forward = 1, backward = 2 };
+// plain: bias and accumulation only; full: aux, GELU or GELU' of gelu_in, and bias gradient too;
+// backward: GELU' of a gelu_in that the courier brings, and bias gradient, only.
+enum class Epilogue : int { plain = 0, full = 1, backward = 2 };
 
 inline constexpr int kBiasBytes = 1024;  // of one block: as it came, and as fp32
 
@@ -128,22 +128,18 @@ __device__ __forceinline__ void fold(float (&s)[32], const int mask, const int l
   }
 }
 
-// Makes zeros of rows outside D.
-__device__ __forceinline__ void clear_rows(float (&v)[64], const Wave& w) {
-  if (w.m0 + 64 <= w.m_end) return;
-  const int row = w.m0 + w.thread / 32 * 16 + w.thread % 32 / 4;
-#pragma unroll
-  for (int i = 0; i < 64; ++i) {
-    if (row + i % 4 / 2 * 8 >= w.m_end) v[i] = 0.0f;
-  }
-}
-
 // Column sums of the wave: 16 rows inside each warp, then the four warps, always in the same order.
 // Needs this warp's rows of slot 0. Rows outside D become 0.
 __device__ __forceinline__ void sum_columns(float (&v)[64], const EpilogueParams& p,
                                             const Wave& w) {
   const int lane = w.thread % 32, warp = w.thread / 32;
-  clear_rows(v, w);
+  if (w.m0 + 64 > w.m_end) {
+    const int row = w.m0 + w.thread / 32 * 16 + w.thread % 32 / 4;
+#pragma unroll
+    for (int i = 0; i < 64; ++i) {
+      if (row + i % 4 / 2 * 8 >= w.m_end) v[i] = 0.0f;
+    }
+  }
   float s[32];
 #pragma unroll
   for (int i = 0; i < 32; ++i) s[i] = v[4 * (i / 2) + i % 2] + v[4 * (i / 2) + i % 2 + 2];
@@ -231,8 +227,12 @@ __device__ __forceinline__ void finish_by_element(float (&v)[64], const Epilogue
 // NOTE: every case has a finish() of its own. Where cases meet the compiler would move all 64
 // numbers to other registers.
 template <int kSlots>
-__device__ __forceinline__ void epilogue_forward(float (&v)[64], const EpilogueParams& p,
-                                                 const CUtensorMap* map, const Wave& w) {
+__device__ __forceinline__ void epilogue_full(float (&v)[64], const EpilogueParams& p,
+                                              const CUtensorMap* map, const Wave& w) {
+  if (p.gelu_in != nullptr) {
+    apply_derivatives(v, p, w), finish<Epilogue::full, kSlots>(v, p, map, w);
+    return;
+  }
   const bool carried = p.side == Side::aux;
   if (carried) {
     // NOTE: a wait for parity 1 is over before the first block.
@@ -249,7 +249,7 @@ __device__ __forceinline__ void epilogue_forward(float (&v)[64], const EpilogueP
     apply_gelu<kKind, 0, 32>(v);
     if (!carried) {
       apply_gelu<kKind, 32, 32>(v);
-      finish<Epilogue::forward, kSlots>(v, p, map, w);
+      finish<Epilogue::full, kSlots>(v, p, map, w);
       return;
     }
     tile::mbar_wait(w.arrived, 0);
@@ -269,14 +269,10 @@ __device__ __forceinline__ void epilogue_forward(float (&v)[64], const EpilogueP
   }
 }
 
-template <int kSlots>
+// NOTE: rows past the end of D count in the bias gradient: their codes and their gelu_in arrive as
+// 0, and the factors of rows that are not there are numbers, so they are 0 here.
 __device__ __forceinline__ void epilogue_backward(float (&v)[64], const EpilogueParams& p,
-                                                  const CUtensorMap* map, const Wave& w) {
-  if (p.side != Side::gelu_in) {
-    apply_derivatives(v, p, w), finish<Epilogue::backward, kSlots>(v, p, map, w);
-    return;
-  }
-  clear_rows(v, w);  // gelu_in is 0 there, so they stay so
+                                                  const Wave& w) {
   tile::mbar_wait(w.arrived, w.phase);
   // NOTE: a warp reads and writes its own rows of the staging only, so D may follow gelu_in there.
   const auto go = [&]<Gelu kKind, class T>() {
@@ -300,19 +296,19 @@ __device__ __forceinline__ void epilogue_wave(float (&v)[64], const EpiloguePara
   // NOTE: or the compiler would keep addresses of the epilogue in registers during the main loop,
   // and place the sums so that promotion reads three numbers from one register bank.
   if constexpr (kEpilogue != Epilogue::plain) w.thread = tile::keep(threadIdx.x) % 128;
-  if (kEpilogue != Epilogue::backward || p.side != Side::gelu_in) {  // no bias with the last
+  if constexpr (kEpilogue == Epilogue::backward) {
+    epilogue_backward(v, p, w);
+  } else {
     convert_bias(p, w);
     free_staging(w);
     add_bias(v, w);
+    if constexpr (kEpilogue == Epilogue::full) {
+      epilogue_full<kSlots>(v, p, map, w);
+    } else {
+      finish<kEpilogue, kSlots>(v, p, map, w);
+    }
+    if (w.by_element) finish_by_element<kSlots>(v, p, map, w);
   }
-  if constexpr (kEpilogue == Epilogue::forward) {
-    epilogue_forward<kSlots>(v, p, map, w);
-  } else if constexpr (kEpilogue == Epilogue::backward) {
-    epilogue_backward<kSlots>(v, p, map, w);
-  } else {
-    finish<kEpilogue, kSlots>(v, p, map, w);
-  }
-  if (w.by_element) finish_by_element<kSlots>(v, p, map, w);
 }
 
 }  // namespace te_mx::sm90

@@ -40,8 +40,7 @@ Status run(const GemmArgs& a, const GroupedCall& call) {
   const Groups& g = call.groups;
   const bool along_k = call.along_k;
   if (!valid(g) || a.m <= 0 || a.n <= 0 || a.ldo < a.n || a.config >= kChoiceCount ||
-      a.aux != nullptr || a.gelu_in != nullptr || a.gelu != Gelu::none || a.bias_grad != nullptr ||
-      (along_k ? a.bias != nullptr : a.k <= 0 || a.m != g.rows)) {
+      needs_full(a) || (along_k ? a.bias != nullptr : a.k <= 0 || a.m != g.rows)) {
     return Status::bad_argument;
   }
   constexpr int64_t kMost = INT32_MAX - 256;

@@ -14,6 +14,29 @@ inline CUtensorMapDataType map_type(DType dtype) {
                                 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
 }
 
+inline int width_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
+
+// What the copy engine cannot store, and what it cannot add.
+inline bool stored_by_element(const GemmArgs& a) {
+  return a.ldo * width_of(a.out_dtype) % 16 != 0 || reinterpret_cast<uintptr_t>(a.out) % 16 != 0;
+}
+inline bool added_by_element(const GemmArgs& a) {
+  return a.accumulate && a.out_dtype != DType::f32;
+}
+
+// What the courier carries beside D. What it does not carry is rare.
+inline const void* beside(const GemmArgs& a) { return a.gelu_in != nullptr ? a.gelu_in : a.aux; }
+inline Side carried(const GemmArgs& a) {
+  const bool backward = a.gelu_in != nullptr;
+  if (beside(a) == nullptr || a.out_dtype == DType::f32 ||
+      a.out_dtype != (backward ? a.gelu_in_dtype : a.aux_dtype) || stored_by_element(a) ||
+      added_by_element(a) || a.n % 8 != 0 || reinterpret_cast<uintptr_t>(beside(a)) % 16 != 0 ||
+      (backward ? a.bias : a.bias_grad) != nullptr) {
+    return Side::none;
+  }
+  return backward ? Side::gelu_in : Side::aux;
+}
+
 // Starts a GEMM kernel on `blocks` blocks, of which `clusters` run at the same time.
 template <class Config, class Params>
 Status start(void (*kernel)(Params, CUtensorMap, CUtensorMap, CUtensorMap, CUtensorMap),
@@ -50,7 +73,7 @@ Status launch(const GemmArgs& a, const Device& device) {
   p.m_blocks = static_cast<int>((a.m + Config::kM - 1) / Config::kM);
   p.n_blocks = static_cast<int>((a.n + kN - 1) / kN);
   p.walk_in_groups_of(group_size(clusters, Config::kM, kN));
-  const int width = a.out_dtype == DType::f32 ? 4 : 2;
+  const int width = width_of(a.out_dtype);
   p.epilogue.out = a.out, p.epilogue.ldo = a.ldo, p.epilogue.out_dtype = a.out_dtype;
   p.epilogue.bias = a.bias, p.epilogue.bias_dtype = a.bias_dtype;
   p.epilogue.aux = a.aux, p.epilogue.aux_dtype = a.aux_dtype;
@@ -60,15 +83,9 @@ Status launch(const GemmArgs& a, const Device& device) {
   p.epilogue.accumulate = a.accumulate;
   p.epilogue.bias_words =
       a.bias_dtype == DType::f32 || reinterpret_cast<uintptr_t>(a.bias) % 4 == 0;
-  const void* const beside = a.gelu_in != nullptr ? a.gelu_in : a.aux;
-  const DType beside_dtype = a.gelu_in != nullptr ? a.gelu_in_dtype : a.aux_dtype;
-  p.epilogue.direct = a.ldo * width % 16 != 0 || reinterpret_cast<uintptr_t>(a.out) % 16 != 0;
-  p.epilogue.by_element = p.epilogue.direct || (a.accumulate && a.out_dtype != DType::f32);
-  // What the courier does not carry is rare.
-  if (beside != nullptr && beside_dtype != DType::f32 && beside_dtype == a.out_dtype &&
-      !p.epilogue.by_element && a.n % 8 == 0 && reinterpret_cast<uintptr_t>(beside) % 16 == 0 &&
-      (a.gelu_in != nullptr ? a.bias : a.bias_grad) == nullptr)
-    p.epilogue.side = a.gelu_in != nullptr ? Side::gelu_in : Side::aux;
+  p.epilogue.direct = stored_by_element(a);
+  p.epilogue.by_element = p.epilogue.direct || added_by_element(a);
+  p.epilogue.side = carried(a);
   p.epilogue.m = static_cast<int>(a.m), p.epilogue.n = static_cast<int>(a.n);
 
   using namespace mxtile::sm90;
@@ -80,7 +97,7 @@ Status launch(const GemmArgs& a, const Device& device) {
       (!p.epilogue.direct &&
        !tensor_map_2d(out_map, map_type(a.out_dtype), width, a.out, a.m, a.n, a.ldo * width, 64)) ||
       (p.epilogue.side != Side::none &&
-       !tensor_map_2d(side_map, map_type(beside_dtype), 2, beside, a.m, a.n, a.n * 2, 64))) {
+       !tensor_map_2d(side_map, map_type(a.out_dtype), 2, beside(a), a.m, a.n, a.n * 2, 64))) {
     return Status::unsupported;
   }
 
@@ -92,15 +109,14 @@ Status launch(const GemmArgs& a, const Device& device) {
 template <class Config>
 Status launch_any(const GemmArgs& a, const Device& device) {
   using tile::Fp8;
-  const bool backward = a.gelu_in != nullptr,
-             forward = a.aux != nullptr || a.gelu != Gelu::none || a.bias_grad != nullptr;
   const auto go = [&]<Fp8 kLhs, Fp8 kRhs>() {
     if constexpr (Config::kFull) {
-      if (backward) return launch<Config, kLhs, kRhs, Epilogue::backward>(a, device);
-      if (forward) return launch<Config, kLhs, kRhs, Epilogue::forward>(a, device);
+      if (carried(a) == Side::gelu_in)
+        return launch<Config, kLhs, kRhs, Epilogue::backward>(a, device);
+      if (needs_full(a)) return launch<Config, kLhs, kRhs, Epilogue::full>(a, device);
     }
-    return backward || forward ? Status::bad_argument
-                               : launch<Config, kLhs, kRhs, Epilogue::plain>(a, device);
+    return needs_full(a) ? Status::bad_argument
+                         : launch<Config, kLhs, kRhs, Epilogue::plain>(a, device);
   };
   if (a.lhs_fmt == Format::e4m3) {
     return a.rhs_fmt == Format::e4m3 ? go.template operator()<Fp8::e4m3, Fp8::e4m3>()

@@ -11,6 +11,11 @@
 
 namespace te_mx::sm90 {
 
+// Whether the epilogue is more than bias and accumulation.
+inline bool needs_full(const GemmArgs& a) {
+  return a.aux != nullptr || a.gelu_in != nullptr || a.gelu != Gelu::none || a.bias_grad != nullptr;
+}
+
 // How many clusters of one kernel run at the same time, per device. Asked once: a persistent grid
 // larger than that would leave whole clusters to run after the others.
 class ClusterCount {
