@@ -161,14 +161,13 @@ __device__ __forceinline__ void sum_columns(float (&v)[64], const EpilogueParams
   tile::named_barrier(w.barrier, 128);
 }
 
-// Column sums of the wave as it lies in the staging, 16-bit, by the tensor cores: its transpose
-// times ones. Eight results of theirs are the same.
+// Column sums of the wave as it lies in the staging, 16-bit and behind a fence_async_proxy(), by
+// the tensor cores: its transpose times ones. Eight results of theirs are the same.
 template <class T>
 __device__ __forceinline__ void sum_staged_columns(const EpilogueParams& p, const Wave& w) {
   constexpr bool kHalf = std::is_same_v<T, __half>;
   const int lane = w.thread % 32, warp = w.thread / 32;
   float left[4], right[4];
-  tile::fence_async_proxy();
   tile::named_barrier(w.barrier, 128);
   const uint32_t from = __shfl_sync(~0u, tile::wgmma_desc(w.staging), 0);
   const uint64_t ones = tile::wgmma_plain_desc(w.ones);
@@ -241,6 +240,7 @@ __device__ __forceinline__ void epilogue_full(float (&v)[64], const EpiloguePara
       stage_panel<T>(v, 0, 0, w);
       stage_panel<T>(v, 1, 1, w);
     });
+    tile::fence_async_proxy();
     leave_staging(w);
   } else if (p.aux != nullptr) {
     with_type(p.aux_dtype, [&]<class T>(T) { write_rows<T>(v, p.aux, p, w, p.n); });
@@ -258,6 +258,7 @@ __device__ __forceinline__ void epilogue_full(float (&v)[64], const EpiloguePara
       apply_gelu<kKind, 32, 32>(v);
       stage_panel<T>(v, 1, 1, w);
     });
+    tile::fence_async_proxy();
     leave_staging(w);
   };
   if (p.gelu == Gelu::tanh) {
@@ -280,6 +281,7 @@ __device__ __forceinline__ void epilogue_backward(float (&v)[64], const Epilogue
     stage_panel<T>(v, 0, 0, w);
     apply_derivatives<kKind, T, 1>(v, w);
     stage_panel<T>(v, 1, 1, w);
+    tile::fence_async_proxy();
     if (p.bias_grad != nullptr) sum_staged_columns<T>(p, w);
     leave_staging(w);
   };

@@ -10,8 +10,6 @@
 // Meanwhile an idle warp writes the zeros: rows of no group, products of groups without rows.
 #pragma once
 
-#include <new>
-
 #include "gemm_kernel.cuh"
 #include "groups.cuh"
 
@@ -29,30 +27,27 @@ struct GroupedParams : GemmParams {
   }
 };
 
-// The producer's walk. NOTE: where it is stands in shared memory, for want of registers.
+// The producer's walk, for a warp. NOTE: what is read from memory passes through a shuffle, so that
+// the compiler knows it to be the same in all lanes.
 template <class Config>
 class GroupWalk {
  public:
   static constexpr bool kAnnounced = true;
-  __device__ __forceinline__ GroupWalk(const GroupedParams& p, const Smem<Config>& smem)
-      : p_(p),
-        at_(*new (smem.place()) State{{}, static_cast<int>(blockIdx.x) / Config::kCluster, 0}) {
-    static_assert(sizeof(State) <= 32);
-  }
+  __device__ __forceinline__ GroupWalk(const GroupedParams& p, const Smem<Config>&)
+      : p_(p), index_(static_cast<int>(blockIdx.x) / Config::kCluster) {}
 
   __device__ __forceinline__ bool next(Sources& from, const Smem<Config>& smem,
                                        const Ring<Config::kStages>& ring, int rank) {
-    GroupCursor cursor = at_.cursor;
-    int index = at_.index;
-    for (int blocks; index >= (blocks = m_blocks(cursor.at) * p_.n_blocks); index -= blocks) {
-      if (!cursor.next(p_.groups)) return false;
+    GroupRows& at = cursor_.at;
+    for (int blocks; index_ >= (blocks = m_blocks(at) * p_.n_blocks); index_ -= blocks) {
+      if (!cursor_.next(p_.groups)) return false;
+      at.start = __shfl_sync(~0u, at.start, 0), at.end = __shfl_sync(~0u, at.end, 0);
     }
-    at_.cursor = cursor, at_.index = index + static_cast<int>(gridDim.x) / Config::kCluster;
-    const GroupRows& at = cursor.at;
-    const Block block = block_at(p_, m_blocks(at), index);
+    const Block block = block_at(p_, m_blocks(at), index_);
+    index_ += static_cast<int>(gridDim.x) / Config::kCluster;
     const int m0 = block.m * Config::kM, n_tile = block.n * Config::kCluster + rank;
     from.lhs_tile = m0 / 128, from.rhs_tile = n_tile;
-    Work& work = announce(smem, ring);
+    Work work;
     work.n0 = block.n * Config::kCluster * 128, work.inside = m0 % 128, work.group = at.group;
     if (p_.along_k) {
       from.m_row = m0, from.n_row = n_tile * 128, from.k0 = at.first_tile() * 128;
@@ -71,40 +66,42 @@ class GroupWalk {
       work.m0 = from.m_row, work.m_end = at.end;
     }
     work.k_steps = from.k_steps;
+    announce(smem, ring, work);
     return true;
   }
 
   // Says that no block follows, with a stage that brings nothing and needs no preparation.
   __device__ __forceinline__ void finish(const Smem<Config>& smem,
                                          const Ring<Config::kStages>& ring) {
-    announce(smem, ring).k_steps = 0;
-    tile::mbar_arrive(smem.full(ring.stage));
+    announce(smem, ring, Work{});
+    if (tile::elect_one()) {
+      tile::mbar_arrive(smem.full(ring.stage));
 #pragma unroll
-    for (int i = 0; i < Config::kReady; ++i) tile::mbar_arrive(smem.ready(ring.stage));
+      for (int i = 0; i < Config::kReady; ++i) tile::mbar_arrive(smem.ready(ring.stage));
+    }
+    __syncwarp();
   }
 
  private:
-  struct State {
-    GroupCursor cursor;
-    int index;  // of the next block, from the first of the cursor's group on
-    int count;  // of blocks so far
-  };
-
   __device__ __forceinline__ int m_blocks(const GroupRows& at) const {
     const int size = at.size();
     return p_.along_k ? (size > 0 ? p_.m_blocks : 0) : (size + Config::kM - 1) / Config::kM;
   }
 
-  // Where to say what the next block is. NOTE: once its first stage is free, everyone is at most
-  // kStages blocks behind, and reads none that is overwritten.
-  __device__ __forceinline__ Work& announce(const Smem<Config>& smem,
-                                            const Ring<Config::kStages>& ring) {
-    tile::mbar_wait(smem.empty(ring.stage), ring.phase ^ 1);
-    return *smem.work(at_.count++);
+  // Says what the next block is. NOTE: once its first stage is free, everyone is at most kStages
+  // blocks behind, and reads none that is overwritten.
+  __device__ __forceinline__ void announce(const Smem<Config>& smem,
+                                           const Ring<Config::kStages>& ring, const Work& work) {
+    tile::mbar_wait_asleep(tile::smem_addr(smem.empty(ring.stage)), ring.phase ^ 1);
+    if (tile::elect_one()) *smem.work(count_) = work;
+    __syncwarp();
+    ++count_;
   }
 
   const GroupedParams& p_;
-  State& at_;
+  GroupCursor cursor_;
+  int index_;      // of the next block, from the first of the cursor's group on
+  int count_ = 0;  // of blocks so far
 };
 
 // What the others do: read what the producer left. `await` comes before every `next`.

