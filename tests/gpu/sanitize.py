@@ -232,6 +232,31 @@ def split() -> int:
     return count
 
 
+def grouped() -> int:
+    """Both kinds of groups in both configurations, and what makes their operands: the tests."""
+    import test_sm90_grouped as tests
+    import test_sm90_grouped_plain as plain
+    import torch
+
+    count = 0
+    splits = tests.SPLITS[1], tests.SPLITS[3], tests.SPLITS[6]
+    for case, number in itertools.product(splits, range(len(tests.KINDS))):
+        for config in (0, 1):
+            case_of_kind, capacity = (number, case), number % 2 == 0
+            tests.test_products_have_the_bits_of_single_ones(case_of_kind, capacity, config)
+            count += 1
+        tests.test_quantizer_gives_the_bytes_of_each_group_alone(case, tests.KINDS[number], False)
+        count += 1
+    for size, kind in itertools.product(((100, 129), (130, 256)), plain.KINDS):
+        plain.test_pack_gives_the_bytes_of_each_weight(size, kind, "e4m3")
+        plain.test_columns_have_the_bytes_of_two_steps(size, kind, "e4m3")
+        count += 2
+    for config, accumulate in itertools.product((0, 1), (False, True)):
+        plain.test_products_go_where_they_belong(config, torch.bfloat16, (100, 129), accumulate)
+        count += 1
+    return count
+
+
 def whole_gemms(precision: str) -> int:
     """Through te_mx.gemm and te_mx.Linear: packing in the call, few tiles with a long k."""
     import torch
@@ -255,6 +280,7 @@ PARTS = {
     "fused": fused,
     **{f"gemm{config}": functools.partial(gemm, config) for config in range(6)},
     "split": split,
+    "grouped": grouped,
     "adaptive": functools.partial(whole_gemms, "adaptive"),
     "exact": functools.partial(whole_gemms, "exact"),
 }
