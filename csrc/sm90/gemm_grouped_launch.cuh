@@ -56,8 +56,7 @@ Status launch_grouped(const GemmArgs& a, const GroupedCall& call, const Device& 
   EpilogueParams& e = p.epilogue;
   e.out = a.out, e.ldo = a.ldo, e.out_dtype = a.out_dtype, e.accumulate = a.accumulate;
   e.bias = a.bias, e.bias_dtype = a.bias_dtype;
-  e.bias_words =
-      a.bias_dtype == DType::f32 || (a.n % 2 == 0 && reinterpret_cast<uintptr_t>(a.bias) % 4 == 0);
+  e.bias_words = bias_by_words(a);
   e.direct = a.ldo * width % 16 != 0 || reinterpret_cast<uintptr_t>(a.out) % 16 != 0;
   e.by_element = e.direct || (a.accumulate && a.out_dtype != DType::f32);
   e.m = static_cast<int>(shape.out_rows), e.n = static_cast<int>(a.n);

@@ -24,6 +24,12 @@ inline bool added_by_element(const GemmArgs& a) {
   return a.accumulate && a.out_dtype != DType::f32;
 }
 
+// Whether every bias, one of N numbers or several of them, may be copied by words of 4 bytes.
+inline bool bias_by_words(const GemmArgs& a) {
+  return a.bias_dtype == DType::f32 ||
+         (a.n % 2 == 0 && reinterpret_cast<uintptr_t>(a.bias) % 4 == 0);
+}
+
 // What the courier carries beside D. What it does not carry is rare.
 inline const void* beside(const GemmArgs& a) { return a.gelu_in != nullptr ? a.gelu_in : a.aux; }
 inline Side carried(const GemmArgs& a) {
@@ -81,8 +87,7 @@ Status launch(const GemmArgs& a, const Device& device) {
   p.epilogue.gelu = a.gelu;
   p.epilogue.bias_grad = a.bias_grad == nullptr ? nullptr : static_cast<float*>(a.workspace);
   p.epilogue.accumulate = a.accumulate;
-  p.epilogue.bias_words =
-      a.bias_dtype == DType::f32 || reinterpret_cast<uintptr_t>(a.bias) % 4 == 0;
+  p.epilogue.bias_words = bias_by_words(a);
   p.epilogue.direct = stored_by_element(a);
   p.epilogue.by_element = p.epilogue.direct || added_by_element(a);
   p.epilogue.side = carried(a);

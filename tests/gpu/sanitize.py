@@ -150,7 +150,7 @@ def gemm(config: int) -> int:
         return 0
     count = 0
     kinds = ("gaussian", "rows", "spread", "mixed", "huge")
-    for shape in ((130, 200, 1100), (320, 264, 896)):  # more steps of k than a ring has stages
+    for shape in ((130, 201, 1100), (320, 264, 896)):  # more steps of k than a ring has stages
         m, n, k = shape
         sides = [
             {kind: calls.operand(calls.data(r, k, kind, torch.float32), "e4m3") for kind in kinds}

@@ -21,7 +21,7 @@ from te_mx.backends.grouped import device_bounds
 from te_mx.backends.sm90_layout import PackedOperand, packed_shapes
 from te_mx.recipe import Format, MXFP8BlockScaling
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.append(str(Path(__file__).parent.parent))
 from grouped_cases import equal, loop_of, parameters, run_loop
 
 PAIRS = [("e4m3", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e4m3"), ("e5m2", "e5m2")]
