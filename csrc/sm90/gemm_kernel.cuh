@@ -1,10 +1,10 @@
 // The adaptive MXFP8 GEMM: D[M, N] = lhs[M, K] @ rhs[N, K]^T on packed operands (te_mx/sm90.h).
 //
-// A persistent CTA has a producer warpgroup and one to three math warpgroups. One thread of the
-// producer feeds a ring of stages through the copy engine; other warps of it decide how the stages
-// that arrived are promoted, and bring the columns' scales into shape. A stage is 128 of K: codes
-// of lhs [kM, 128] and rhs [128, 128], and their scale tiles. Each math warpgroup has its own rows,
-// in waves of 64:
+// A persistent CTA has a producer warpgroup and one to three math warpgroups. One warp of the
+// producer feeds a ring of stages through the copy engine; other warps of it decide how a stage is
+// promoted as soon as its scales arrived, and bring the columns' scales into shape. A stage is 128
+// of K: codes of lhs [kM, 128] and rhs [128, 128], and their scale tiles. Each math warpgroup has
+// its own rows, in waves of 64:
 //
 //   kM       0..63      64..127   128..191  192..255
 //   128      math 0     math 1
