@@ -21,7 +21,7 @@ CMAKE_FLAGS += -DCMAKE_CXX_COMPILER=$(CXX)
 endif
 
 PACKAGES = torch numpy cmake ninja pybind11 scikit_build_core matplotlib tqdm \
-  hypothesis ml_dtypes pytest pytest-cov torchao transformer_engine pydantic clang-format codespell mypy ruff
+  hypothesis ml_dtypes pytest pytest-cov pytest-xdist torchao transformer_engine pydantic clang-format codespell mypy ruff
 NATIVE_SOURCES := CMakeLists.txt $(shell find csrc third_party -type f \
   \( -name '*.cpp' -o -name '*.h' -o -name '*.hpp' -o -name '*.cu' -o -name '*.cuh' -o -name CMakeLists.txt \
   -o -name '*.cmake' -o -name '*.sh' \))
@@ -31,6 +31,9 @@ CPP_FILES = $(shell git ls-files -co --exclude-standard -- 'csrc/*' 'third_party
 VARIANT_FLAGS = -DMXTILE_TESTS=ON -DTE_MX_CUDA=OFF
 # Tests that drive the native module directly: what another compiler or a sanitizer can change.
 NATIVE_TESTS = $(wildcard tests/test_native*.py)
+# Processes that share the tests; 0 runs them in pytest itself, for a debugger. Threads that wait do
+# not spin then: they would take the cores from the other process.
+TEST_WORKERS ?= 2
 
 .PHONY: help setup build train test coverage bench lint lint-python lint-types lint-cpp lint-spelling lint-house \
   format clang clang-build sanitize sanitize-gpu wheel-test clean
@@ -92,7 +95,7 @@ test: build
 	@$(call cmake_build,build/dev,,all)
 	@$(BIN)/python .ci/ptxas.py build/dev
 	@$(BIN)/ctest --test-dir build/dev/third_party/mxtile --output-on-failure --no-tests=error | tail -n 3
-	@$(BIN)/python -m pytest -q $(ARGS)
+	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile $(ARGS)
 
 # A quarter slower than without the counting.
 coverage: build
