@@ -52,7 +52,7 @@ __device__ __forceinline__ void take_away(const CUtensorMap& map, const Smem& sm
                                           const Work& work, int n0, int n, uint32_t parity) {
 #pragma unroll 1
   for (int math = 0; math < Config::kMath; ++math) {
-    tile::mbar_wait_asleep(tile::smem_addr(smem.staged(math)), parity);
+    tile::mbar_wait_asleep(smem.staged(math), parity);
     for (int i = 0; i < kWavePanels; ++i) {
       if (work.m0 + 64 * math < work.m_end && n0 + 64 * i < n)
         tile::tma_store(&map, smem.staging(math) + i * kPanelBytes, n0 + 64 * i,

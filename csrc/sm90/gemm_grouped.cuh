@@ -92,7 +92,7 @@ class GroupWalk {
   // blocks behind, and reads none that is overwritten.
   __device__ __forceinline__ void announce(const Smem<Config>& smem,
                                            const Ring<Config::kStages>& ring, const Work& work) {
-    tile::mbar_wait_asleep(tile::smem_addr(smem.empty(ring.stage)), ring.phase ^ 1);
+    tile::mbar_wait_asleep(smem.empty(ring.stage), ring.phase ^ 1);
     if (tile::elect_one()) *smem.work(count_) = work;
     __syncwarp();
     ++count_;

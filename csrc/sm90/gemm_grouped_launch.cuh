@@ -52,13 +52,13 @@ Status launch_grouped(const GemmArgs& a, const GroupedCall& call, const Device& 
   p.n_blocks = static_cast<int>((a.n + kN - 1) / kN);
   p.walk_in_groups_of(group_size(clusters, Config::kM, kN));
   const GroupedShape shape = grouped_shape(a, call);
-  const int width = a.out_dtype == DType::f32 ? 4 : 2;
+  const int width = width_of(a.out_dtype);
   EpilogueParams& e = p.epilogue;
   e.out = a.out, e.ldo = a.ldo, e.out_dtype = a.out_dtype, e.accumulate = a.accumulate;
   e.bias = a.bias, e.bias_dtype = a.bias_dtype;
   e.bias_words = bias_by_words(a);
-  e.direct = a.ldo * width % 16 != 0 || reinterpret_cast<uintptr_t>(a.out) % 16 != 0;
-  e.by_element = e.direct || (a.accumulate && a.out_dtype != DType::f32);
+  e.direct = stored_by_element(a);
+  e.by_element = e.direct || added_by_element(a);
   e.m = static_cast<int>(shape.out_rows), e.n = static_cast<int>(a.n);
 
   using namespace mxtile::sm90;

@@ -72,6 +72,8 @@ struct Smem {
   static constexpr int kOnes = kColumns + Config::kStages * Config::kColumnBytes;
   static constexpr int kWork = kOnes + Config::kOnesBytes;
   static constexpr int kBarriers = kWork + Config::kWorkBytes;
+  // From `full` of a stage to its other barriers.
+  static constexpr int kToEmpty = 8 * Config::kStages, kToReady = 2 * kToEmpty;
   char* base;
   __device__ __forceinline__ explicit Smem(char* raw) {
     base = raw + (1024 - (tile::smem_addr(raw) & 1023)) % 1024;
@@ -97,8 +99,8 @@ struct Smem {
   __device__ __forceinline__ uint64_t* full(int s) const {
     return reinterpret_cast<uint64_t*>(base + kBarriers) + s;
   }
-  __device__ __forceinline__ uint64_t* empty(int s) const { return full(Config::kStages + s); }
-  __device__ __forceinline__ uint64_t* ready(int s) const { return full(2 * Config::kStages + s); }
+  __device__ __forceinline__ uint64_t* empty(int s) const { return full(s) + kToEmpty / 8; }
+  __device__ __forceinline__ uint64_t* ready(int s) const { return full(s) + kToReady / 8; }
   __device__ __forceinline__ uint64_t* arrived(int math) const {
     return full(3 * Config::kStages + math);
   }
@@ -203,8 +205,8 @@ __device__ __forceinline__ void produce(const Params& p, const CUtensorMap& lhs_
     const uint32_t* rhs_at = tile_at(p.rhs_scales, from.rhs_tile);
 #pragma unroll 1
     for (; from.k_steps > 0; --from.k_steps, from.k0 += 128, ring.next()) {
-      const uint32_t ready = full + 16 * Config::kStages;
-      tile::mbar_wait_asleep(full + 8 * Config::kStages, ring.phase ^ 1);
+      const uint32_t ready = full + Smem<Config>::kToReady;
+      tile::mbar_wait_asleep(full + Smem<Config>::kToEmpty, ring.phase ^ 1);
       if (leader) {
         // The scales first: they are prepared while the codes are still on their way.
         tile::mbar_arrive_expect(full, Config::kScaleBytes);

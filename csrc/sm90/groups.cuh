@@ -44,7 +44,7 @@ struct GroupRows {
   __device__ __forceinline__ int tiles() const { return (size() + 127) / 128; }
 };
 
-// The groups one after another, for one thread.
+// The groups one after another, for one thread or for all of a warp alike.
 class GroupCursor {
  public:
   GroupRows at{-1, 0, 0};

@@ -75,6 +75,9 @@ __device__ __forceinline__ void mbar_wait_asleep(uint32_t bar, uint32_t parity) 
       "r"(parity)
       : "memory");
 }
+__device__ __forceinline__ void mbar_wait_asleep(uint64_t* bar, uint32_t parity) {
+  mbar_wait_asleep(smem_addr(bar), parity);
+}
 
 // A barrier among `threads` threads; id 0 is __syncthreads.
 __device__ __forceinline__ void named_barrier(int id, int threads) {

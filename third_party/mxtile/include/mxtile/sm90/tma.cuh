@@ -48,10 +48,6 @@ __device__ __forceinline__ void bulk_load(uint32_t smem, const void* gmem, uint3
       "l"(gmem), "r"(bytes), "r"(bar)
       : "memory");
 }
-__device__ __forceinline__ void bulk_load(void* smem, const void* gmem, uint32_t bytes,
-                                          uint64_t* bar) {
-  bulk_load(smem_addr(smem), gmem, bytes, smem_addr(bar));
-}
 
 __device__ __forceinline__ void tma_store(const CUtensorMap* map, const void* smem, int inner,
                                           int outer) {
