@@ -6,7 +6,7 @@
 
 #include <type_traits>
 
-#include "gemm_gelu.cuh"
+#include "gemm_gelu_table.cuh"
 #include "gemm_staging.cuh"
 #include "mxtile/sm90/wgmma.cuh"
 
@@ -77,9 +77,16 @@ __device__ __forceinline__ void apply_gelu(float (&v)[64]) {
 
 template <Gelu kKind, class Pair>
 __device__ __forceinline__ void apply_derivative(float& a, float& b, Pair x) {
-  const float2 d = gelu_backward<kKind>(make_float2(a, b), derivative_input<kKind>(x));
+  const float2 d = gelu_backward<kKind>(make_float2(a, b), derivative_input(x));
   a = d.x, b = d.y;
 }
+
+// How many of four pairs take the table. It costs time of the SM's shared memory, where the formula
+// costs issue slots, so some of both is the fastest.
+template <Gelu kKind, class T>
+inline constexpr int kByTable = !std::is_same_v<T, __nv_bfloat16> ? 0
+                                : kKind == Gelu::tanh             ? 2
+                                                                  : 3;
 
 // v[] *= GELU'(gelu_in), half of the columns, with gelu_in in the staging,
 template <Gelu kKind, class T, int kPanel>
@@ -90,8 +97,13 @@ __device__ __forceinline__ void apply_derivatives(float (&v)[64], const Wave& w)
     read_ahead(x, part, w);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      apply_derivative<kKind>(v[8 * part + 2 * i], v[8 * part + 2 * i + 1],
-                              *reinterpret_cast<const typename PairOf<T>::type*>(&x[i]));
+      float &a = v[8 * part + 2 * i], &b = v[8 * part + 2 * i + 1];
+      if (i < kByTable<kKind, T>) {
+        const float2 d = gelu_backward_by_table(make_float2(a, b), x[i], w.constants);
+        a = d.x, b = d.y;
+      } else {
+        apply_derivative<kKind>(a, b, *reinterpret_cast<const typename PairOf<T>::type*>(&x[i]));
+      }
     }
   }
 }
@@ -170,7 +182,7 @@ __device__ __forceinline__ void sum_staged_columns(const EpilogueParams& p, cons
   float left[4], right[4];
   tile::named_barrier(w.barrier, 128);
   const uint32_t from = __shfl_sync(~0u, tile::wgmma_desc(w.staging), 0);
-  const uint64_t ones = tile::wgmma_plain_desc(w.ones);
+  const uint64_t ones = tile::wgmma_plain_desc(w.constants);
   tile::wgmma_pin(left), tile::wgmma_pin(right);
   tile::wgmma_fence();
 #pragma unroll

@@ -1,9 +1,12 @@
-// GELU and its derivative in fp32, two elements at a time.
+// GELU and its derivative in fp32, two elements at a time; gemm_gelu_table.cuh has the derivative
+// without its formula.
 //
 // The special function unit does 16 results a cycle and SM, so it limits these loops: where it can,
 // a pair shares one reciprocal, 1/a = b * (1 / ab). Nothing that feeds a shared reciprocal may be
 // NaN or overflow, or one element would spoil the other.
 #pragma once
+
+#include <type_traits>
 
 #include "gemm_rows.cuh"
 #include "mxtile/sm90/math.cuh"
@@ -13,11 +16,11 @@ namespace te_mx::sm90 {
 
 namespace tile = mxtile::sm90;
 
-// sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3), of two numbers of at least kGeluLeast. There the
-// sigmoid is 2^-59, and x times it is 0 beside 1.
-inline constexpr float kGeluLeast = -7.4f;
+// Beyond these GELU is x or 0 and GELU' 1 or 0, but for 2^-44.
+inline constexpr float kGeluLeast = -7.4f, kGeluMost = 8.0f;
 
-// `powers` become exp(-2u), so that s * power is 1 - s.
+// sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3), of two numbers of at least kGeluLeast, where it
+// is 2^-59, or of magnitudes up to kGeluMost. `powers` become exp(-2u), so that s * power is 1 - s.
 __device__ __forceinline__ float2 gelu_sigmoids(float2 x, float2 square, float2& powers) {
   constexpr float kLinear = -2.302208198f, kCubic = -0.1029432396f;  // -2u in powers of two
   // NOTE: fminf() of a NaN is the other number.
@@ -42,16 +45,17 @@ __device__ __forceinline__ float normal_tail(float y, float& density) {
   return density * (t * p);
 }
 
-// A pair for gelu_backward(): 16-bit numbers take one instruction for both.
-template <Gelu kKind, class Pair>
+// A pair for gelu_backward(), NaN or of magnitudes up to kGeluMost: 0 times infinity would be NaN.
+template <class Pair>
 __device__ __forceinline__ float2 derivative_input(Pair x) {
-  if constexpr (kKind != Gelu::tanh) {
-    return to_float2(x);
-  } else if constexpr (sizeof(Pair) == sizeof(float2)) {
-    return make_float2(tile::max_nan(x.x, kGeluLeast), tile::max_nan(x.y, kGeluLeast));
+  if constexpr (std::is_same_v<Pair, float2>) {
+    return make_float2(tile::limit_f32(x.x, kGeluMost), tile::limit_f32(x.y, kGeluMost));
   } else {
-    const auto least = static_cast<decltype(x.x)>(kGeluLeast);
-    return to_float2(__hmax2_nan(x, Pair(least, least)));
+    constexpr bool kBf16 = std::is_same_v<Pair, __nv_bfloat162>;
+    const uint32_t bits = *reinterpret_cast<const uint32_t*>(&x);
+    const uint32_t limited =
+        kBf16 ? tile::limit_bf16x2(bits, 0x41004100u) : tile::limit_f16x2(bits, 0x48004800u);
+    return to_float2(*reinterpret_cast<const Pair*>(&limited));
   }
 }
 
@@ -74,8 +78,8 @@ __device__ __forceinline__ float2 gelu_forward(float2 x) {
   }
 }
 
-// v GELU'(x). With s the sigmoid and p = exp(-2u), GELU' is s + x s (1 - s) 2u' = (1 + p (1 + x
-// 2u')) s^2, of numbers of at least kGeluLeast; or Phi(x) + x exp(-x^2/2) / sqrt(2 pi).
+// v GELU'(x), x by derivative_input(). With s the sigmoid and p = exp(-2u), GELU' is
+// s + x s (1 - s) 2u' = (1 + p (1 + x 2u')) s^2; or Phi(x) + x exp(-x^2/2) / sqrt(2 pi).
 template <Gelu kKind>
 __device__ __forceinline__ float2 gelu_backward(float2 v, float2 x) {
   if constexpr (kKind == Gelu::tanh) {

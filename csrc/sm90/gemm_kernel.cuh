@@ -17,6 +17,8 @@
 // sends it to both.
 #pragma once
 
+#include <algorithm>
+
 #include "gemm_courier.cuh"
 #include "gemm_epilogue.cuh"
 #include "gemm_params.cuh"
@@ -51,33 +53,32 @@ struct GemmConfig {
   // Blocks of which the producer says where they lie: it is never further ahead (gemm_grouped.cuh).
   static constexpr int kWorks = 8;
   static constexpr int kWorkBytes = kWorks * sizeof(Work);
-  static constexpr int kOnesBytes = kFull ? 256 : 0;  // of 16-bit floats, for sums
-  static constexpr int kSmem = 1024 + kStages * (kStageBytes + kColumnBytes) +
-                               kMath * (kStaging + kBiasBytes + 16) + kOnesBytes + kWorkBytes +
-                               3 * kStages * 8;
+  // One place for what no kernel needs together: bias and works, or constants.
+  static constexpr int kBiasesBytes = kMath * kBiasBytes;
+  static constexpr int kRoom =
+      (std::max(kBiasesBytes + kWorkBytes, kFull ? kConstantBytes : 0) + 15) / 16 * 16;
+  static constexpr int kSmem =
+      kStages * (kStageBytes + kColumnBytes) + kMath * (kStaging + 16) + kRoom + 3 * kStages * 8;
   static_assert(kStages < kWorks);
   static_assert(!kFull || (kWaves == 1 && kSlots == 2),
                 "a wave of 16-bit numbers fits the staging");
   static_assert(kSmem <= 232448, "a block has 227 KiB of shared memory");
 };
 
-// Shared memory as offsets from one 1024-byte boundary.
+// Shared memory as offsets from its start, a 1024-byte boundary.
 template <class Config>
 struct Smem {
   static constexpr int kRhs = Config::kStages * Config::kLhsBytes;
   static constexpr int kStaging = kRhs + Config::kStages * Config::kRhsBytes;
   static constexpr int kScales = kStaging + Config::kMath * Config::kStaging;
   static constexpr int kBias = kScales + Config::kStages * Config::kScaleBytes;
-  static constexpr int kColumns = kBias + Config::kMath * kBiasBytes;
-  static constexpr int kOnes = kColumns + Config::kStages * Config::kColumnBytes;
-  static constexpr int kWork = kOnes + Config::kOnesBytes;
-  static constexpr int kBarriers = kWork + Config::kWorkBytes;
+  static constexpr int kConstants = kBias, kWork = kBias + Config::kBiasesBytes;
+  static constexpr int kColumns = kBias + Config::kRoom;
+  static constexpr int kBarriers = kColumns + Config::kStages * Config::kColumnBytes;
   // From `full` of a stage to its other barriers.
   static constexpr int kToEmpty = 8 * Config::kStages, kToReady = 2 * kToEmpty;
   char* base;
-  __device__ __forceinline__ explicit Smem(char* raw) {
-    base = raw + (1024 - (tile::smem_addr(raw) & 1023)) % 1024;
-  }
+  __device__ __forceinline__ explicit Smem(char* start) : base(start) {}
   __device__ __forceinline__ char* lhs(int s) const { return base + s * Config::kLhsBytes; }
   __device__ __forceinline__ char* rhs(int s) const { return base + kRhs + s * Config::kRhsBytes; }
   __device__ __forceinline__ char* staging(int math) const {
@@ -90,9 +91,7 @@ struct Smem {
   __device__ __forceinline__ char* columns(int s) const {
     return base + kColumns + s * Config::kColumnBytes;
   }
-  __device__ __forceinline__ uint32_t* ones() const {
-    return reinterpret_cast<uint32_t*>(base + kOnes);
-  }
+  __device__ __forceinline__ char* constants() const { return base + kConstants; }
   __device__ __forceinline__ Work* work(int i) const {
     return reinterpret_cast<Work*>(base + kWork) + i % Config::kWorks;
   }
@@ -312,7 +311,8 @@ __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_
     w.barrier = 1 + math;
     w.staging = smem.staging(math);
     w.bias = smem.bias(math);
-    w.arrived = smem.arrived(math), w.staged = smem.staged(math), w.ones = smem.ones();
+    w.arrived = smem.arrived(math), w.staged = smem.staged(math);
+    w.constants = smem.constants();
     if (p.epilogue.bias != nullptr) load_bias(p.epilogue, w, work.group);
     // The first row inside the block's scale tiles: 64 and 192 rows start in the middle of a tile
     // every other time.
@@ -384,8 +384,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                 const __grid_constant__ CUtensorMap rhs_map,
                 const __grid_constant__ CUtensorMap out_map,
                 const __grid_constant__ CUtensorMap side_map) {
-  extern __shared__ char raw[];
+  extern __shared__ __align__(1024) char raw[];
   const Smem<Config> smem(raw);
+  // The 128-byte swizzle counts from there.
+  if (tile::smem_addr(raw) % 1024 != 0) __trap();
   const int rank = Config::kCluster == 1 ? 0 : static_cast<int>(tile::cluster_rank());
   if (threadIdx.x == 0) {
     tile::tma_prefetch(&lhs_map);
@@ -402,9 +404,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     tile::mbar_init_fence();
   }
   if constexpr (kEpilogue == Epilogue::backward) {
-    if (threadIdx.x < Config::kOnesBytes / 4)
-      smem.ones()[threadIdx.x] = p.epilogue.out_dtype == DType::bf16 ? 0x3F803F80u : 0x3C003C00u;
-    tile::fence_async_proxy();
+    make_constants(smem.constants(), p.epilogue);
   }
   if constexpr (Config::kCluster == 1) {
     __syncthreads();

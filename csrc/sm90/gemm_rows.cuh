@@ -27,7 +27,7 @@ struct Wave {
   uint64_t* arrived;  // the courier gives the staging back (gemm_courier.cuh),
   uint64_t* staged;   // and gets it
   uint32_t phase;     // of the first, in a backward GEMM
-  uint32_t* ones;     // 16-bit ones, 256 bytes of shared memory
+  char* constants;    // of a backward GEMM (gemm_gelu_table.cuh)
 };
 
 // Calls f with the C++ type of `dtype`.

@@ -85,8 +85,8 @@ __device__ __forceinline__ void apply_gelu(float (&v)[4], const float (&before)[
 #pragma unroll
   for (int i = 0; i < 4; i += 2) {
     if (backward) {
-      const float2 y =
-          gelu_backward<kKind>(make_float2(v[i], v[i + 1]), make_float2(before[i], before[i + 1]));
+      const float2 y = gelu_backward<kKind>(
+          make_float2(v[i], v[i + 1]), derivative_input(make_float2(before[i], before[i + 1])));
       v[i] = y.x, v[i + 1] = y.y;
     } else {
       const float2 y = gelu_forward<kKind>(make_float2(v[i], v[i + 1]));

@@ -28,6 +28,38 @@ __device__ __forceinline__ float max_nan(float a, float b) {
   return r;
 }
 
+// x, or `most` with the sign of x where the magnitude of x is more; `most` > 0. NaN stays.
+__device__ __forceinline__ float limit_f32(float x, float most) {
+  float r;
+  asm("min.NaN.xorsign.abs.f32 %0, %1, %2;" : "=f"(r) : "f"(x), "f"(most));
+  return r;
+}
+
+// The same of two 16-bit numbers in a word each.
+__device__ __forceinline__ uint32_t limit_bf16x2(uint32_t x, uint32_t most) {
+  uint32_t r;
+  asm("min.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(most));
+  return r;
+}
+__device__ __forceinline__ uint32_t limit_f16x2(uint32_t x, uint32_t most) {
+  uint32_t r;
+  asm("min.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(most));
+  return r;
+}
+
+// Magnitudes of two bf16 numbers, or `least` where it is more. NaN becomes `least`.
+__device__ __forceinline__ uint32_t magnitude_bf16x2(uint32_t x, uint32_t least) {
+  uint32_t r;
+  asm("{\n"
+      ".reg .b32 a;\n"
+      "abs.bf16x2 a, %1;\n"
+      "max.bf16x2 %0, a, %2;\n"
+      "}"
+      : "=r"(r)
+      : "r"(x), "r"(least));
+  return r;
+}
+
 // Starts a copy of the first `bytes` (0..4) of a word to shared memory, zeros behind them. Both
 // addresses are multiples of 4; nothing is read when bytes is 0.
 __device__ __forceinline__ void copy_word_async(void* smem, const void* gmem, int bytes) {
