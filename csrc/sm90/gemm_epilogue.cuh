@@ -77,7 +77,7 @@ __device__ __forceinline__ void apply_gelu(float (&v)[64]) {
 
 template <Gelu kKind, class Pair>
 __device__ __forceinline__ void apply_derivative(float& a, float& b, Pair x) {
-  const float2 d = gelu_backward<kKind>(make_float2(a, b), derivative_input(x));
+  const float2 d = gelu_backward<kKind>(make_float2(a, b), to_float2(derivative_input(x)));
   a = d.x, b = d.y;
 }
 

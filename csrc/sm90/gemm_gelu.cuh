@@ -6,6 +6,7 @@
 // NaN or overflow, or one element would spoil the other.
 #pragma once
 
+#include <bit>
 #include <type_traits>
 
 #include "gemm_rows.cuh"
@@ -18,6 +19,7 @@ namespace tile = mxtile::sm90;
 
 // Beyond these GELU is x or 0 and GELU' 1 or 0, but for 2^-44.
 inline constexpr float kGeluLeast = -7.4f, kGeluMost = 8.0f;
+inline constexpr uint32_t kGeluMostBf16 = std::bit_cast<uint32_t>(kGeluMost) >> 16;
 
 // sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3), of two numbers of at least kGeluLeast, where it
 // is 2^-59, or of magnitudes up to kGeluMost. `powers` become exp(-2u), so that s * power is 1 - s.
@@ -45,17 +47,17 @@ __device__ __forceinline__ float normal_tail(float y, float& density) {
   return density * (t * p);
 }
 
-// A pair for gelu_backward(), NaN or of magnitudes up to kGeluMost: 0 times infinity would be NaN.
+// A pair as GELU' takes it, NaN or of magnitudes up to kGeluMost: 0 times infinity would be NaN.
 template <class Pair>
-__device__ __forceinline__ float2 derivative_input(Pair x) {
+__device__ __forceinline__ Pair derivative_input(Pair x) {
   if constexpr (std::is_same_v<Pair, float2>) {
     return make_float2(tile::limit_f32(x.x, kGeluMost), tile::limit_f32(x.y, kGeluMost));
   } else {
     constexpr bool kBf16 = std::is_same_v<Pair, __nv_bfloat162>;
     const uint32_t bits = *reinterpret_cast<const uint32_t*>(&x);
-    const uint32_t limited =
-        kBf16 ? tile::limit_bf16x2(bits, 0x41004100u) : tile::limit_f16x2(bits, 0x48004800u);
-    return to_float2(*reinterpret_cast<const Pair*>(&limited));
+    const uint32_t limited = kBf16 ? tile::limit_bf16x2(bits, kGeluMostBf16 * 0x10001u)
+                                   : tile::limit_f16x2(bits, 0x48004800u);
+    return *reinterpret_cast<const Pair*>(&limited);
   }
 }
 
@@ -78,7 +80,7 @@ __device__ __forceinline__ float2 gelu_forward(float2 x) {
   }
 }
 
-// v GELU'(x), x by derivative_input(). With s the sigmoid and p = exp(-2u), GELU' is
+// v GELU'(x), x from derivative_input(). With s the sigmoid and p = exp(-2u), GELU' is
 // s + x s (1 - s) 2u' = (1 + p (1 + x 2u')) s^2; or Phi(x) + x exp(-x^2/2) / sqrt(2 pi).
 template <Gelu kKind>
 __device__ __forceinline__ float2 gelu_backward(float2 v, float2 x) {
