@@ -10,6 +10,7 @@ import math
 
 import sm90_calls as calls
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from te_mx.backends import reference, sm90_layout
@@ -19,6 +20,7 @@ from te_mx.backends.base import Operand
 # what lies 13 bits below it: 33 cuts for every 32 of K.
 CUT = 33 * 2.0**-13
 HALF_SMALLEST = {"e4m3": 2.0**-10, "e5m2": 2.0**-17}  # half of the smallest subnormal code
+APPROXIMATE = {"tanh": "tanh", "erf": "none"}
 KINDS = ("gaussian", "student", "channels", "lognormal", "inverse", "outliers")
 
 
@@ -115,6 +117,18 @@ def assert_close(got: Tensor, want: Tensor, bound: Tensor) -> None:
             f"{int((~right).sum())} of {right.numel()} are off; at {list(at)}: got "
             f"{got[at].item()!r}, want {want[at].item()!r}, limit {limit[at].item()!r}"
         )
+
+
+def gelu(v: Tensor, form: str) -> Tensor:
+    """fp64 GELU, of the form "tanh" or "erf"."""
+    return F.gelu(v.double(), approximate=APPROXIMATE[form])
+
+
+def dgelu(x: Tensor, form: str) -> Tensor:
+    """fp64 derivative of gelu(); 0 and 1 at the ends, where torch takes 0 times infinity."""
+    leaf = x.double().requires_grad_()
+    gelu(leaf, form).sum().backward()
+    return torch.where(x.isinf(), (x > 0).double(), leaf.grad)
 
 
 def summed_as_stored(out: Tensor, gelu_in: Tensor) -> bool:

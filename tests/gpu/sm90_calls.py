@@ -23,6 +23,11 @@ def native():
     return module
 
 
+def full_configs() -> list[int]:
+    """Configurations of the GEMM with every epilogue."""
+    return [i for i in range(native().config_count()) if native().config_full(i)]
+
+
 def stream() -> int:
     return torch.cuda.current_stream().cuda_stream
 

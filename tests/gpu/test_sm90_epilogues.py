@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import sm90_bounds as bounds
 import torch
-import torch.nn.functional as F
 from test_sm90_products import tensors
 
 import te_mx
@@ -15,7 +14,6 @@ DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 SHAPES = ((264, 300, 256), (75, 129, 96), (40, 1, 65), (1, 33, 32), (512, 512, 128))
 LAYOUTS = ("TN", "NN", "NT")
 PRECISIONS = ("adaptive", "exact")
-APPROXIMATE = {"tanh": "tanh", "erf": "none"}
 
 
 @pytest.fixture(autouse=True)
@@ -55,16 +53,6 @@ def assert_rounded(got, want, slack):
     bounds.assert_close(got, want, slack)
 
 
-def gelu(v, form):
-    return F.gelu(v.double(), approximate=APPROXIMATE[form])
-
-
-def dgelu(x, form):
-    x = x.double().requires_grad_()
-    F.gelu(x, approximate=APPROXIMATE[form]).sum().backward()
-    return x.grad
-
-
 def test_bias(shape, dtype, precision):
     run, sums = problem(shape, dtype, precision)
     for bias_dtype in DTYPES:
@@ -94,10 +82,10 @@ def test_gelu_keeps_the_value_before_it(form, shape, dtype, precision):
     for aux_dtype in DTYPES:
         made = run(bias=bias, gelu=form, out_dtype=dtype, aux_dtype=aux_dtype)
         assert torch.equal(made.aux, before.to(aux_dtype))
-        assert_rounded(made.out, gelu(before, form), 2e-6 * (1 + before.double().abs()))
+        assert_rounded(made.out, bounds.gelu(before, form), 2e-6 * (1 + before.double().abs()))
     made = run(gelu=form, out_dtype=dtype)
     assert torch.equal(made.aux, sums.to(dtype))
-    assert_rounded(made.out, gelu(sums, form), 2e-6 * (1 + sums.double().abs()))
+    assert_rounded(made.out, bounds.gelu(sums, form), 2e-6 * (1 + sums.double().abs()))
     assert made.bias_grad is None
 
 
@@ -106,7 +94,7 @@ def test_backward_through_gelu_with_the_bias_gradient_of_the_result(form, shape,
     run, sums = problem(shape, dtype, precision)
     for in_dtype in DTYPES:
         x = torch.randn(sums.shape, device="cuda", dtype=in_dtype)
-        want = sums.double() * dgelu(x, form)
+        want = sums.double() * bounds.dgelu(x, form)
         slack = 4e-6 * sums.double().abs()
         made = run(grad=True, gelu=form, gelu_in=x, out_dtype=dtype)
         assert made.aux is None and made.bias_grad is None
