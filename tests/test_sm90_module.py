@@ -60,3 +60,20 @@ def test_without_it_everything_else_imports(monkeypatch):
     monkeypatch.setattr(sm90, "_import_error", None)
     assert sm90.native() is None
     assert "te_mx._sm90" in str(sm90._import_error)
+
+
+def test_a_launch_that_fails_is_an_error_and_no_fallback(monkeypatch):
+    """The reference would run on in a capture that is lost, and say nothing of why."""
+
+    class Module:
+        @staticmethod
+        def error_text():
+            return "operation not permitted"
+
+    monkeypatch.setattr(sm90, "_native", Module)
+    assert sm90.supported(0)
+    assert not sm90.supported(2)
+    with pytest.raises(
+        RuntimeError, match=r"could not be launched: operation not permitted\. .*gc"
+    ):
+        sm90.supported(4)

@@ -12,6 +12,7 @@
 
 #include <cstdint>
 
+#include "device.h"
 #include "quantize_scan.cuh"
 
 namespace te_mx::sm90 {
@@ -101,9 +102,7 @@ inline Status make_bands(Bands& b, uint32_t* ws, int64_t rows, int64_t cols, int
 
 // The kernel's counters start at 0.
 inline Status clear_bands(const Bands& b, cudaStream_t stream) {
-  return cudaMemsetAsync(b.ws, 0, (1 + b.bands) * sizeof(uint32_t), stream) == cudaSuccess
-             ? Status::ok
-             : Status::unsupported;
+  return started(cudaMemsetAsync(b.ws, 0, (1 + b.bands) * sizeof(uint32_t), stream));
 }
 
 }  // namespace te_mx::sm90

@@ -43,6 +43,7 @@ PYBIND11_MODULE(_sm90, m) {
         return sm90::available();
       },
       py::arg("device") = -1);
+  m.def("error_text", &sm90::error_text);
   m.def("config_count", &sm90::config_count);
   m.def("config_full", &sm90::config_full);
   m.def("config_name", &sm90::config_name);

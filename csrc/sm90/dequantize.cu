@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "device.h"
 #include "mxtile/sm90/fp8.cuh"
 #include "te_mx/sm90.h"
 
@@ -150,7 +151,7 @@ Status dequantize(const DequantizeArgs& a) {
   if (a.rows < 0 || a.cols < 0) return Status::bad_argument;
   if (a.rows == 0 || a.cols == 0) return Status::ok;
   a.fmt == Format::e4m3 ? launch_any<tile::Fp8::e4m3>(a) : launch_any<tile::Fp8::e5m2>(a);
-  return cudaGetLastError() == cudaSuccess ? Status::ok : Status::unsupported;
+  return started(cudaGetLastError());
 }
 
 }  // namespace te_mx::sm90

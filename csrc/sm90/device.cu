@@ -1,10 +1,25 @@
 #include "device.h"
 
-#include <cuda_runtime_api.h>
-
 #include <atomic>
 
 namespace te_mx::sm90 {
+
+namespace {
+
+thread_local cudaError_t last_failure = cudaSuccess;
+
+}  // namespace
+
+Status started(cudaError_t error) {
+  if (error == cudaSuccess) return Status::ok;
+  last_failure = error;
+  cudaGetLastError();  // or a later check would take it for its own
+  return Status::launch_failed;
+}
+
+const char* error_text() {
+  return last_failure == cudaSuccess ? "" : cudaGetErrorString(last_failure);
+}
 
 Device current_device() {
   static std::atomic<int> sms[64];

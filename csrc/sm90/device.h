@@ -1,6 +1,10 @@
 // The device that a call runs on.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
+#include "te_mx/cpu.h"
+
 namespace te_mx::sm90 {
 
 struct Device {
@@ -10,6 +14,12 @@ struct Device {
 
 // Asks the driver once for each device.
 Device current_device();
+
+// The status of a launch, or of a call on its way there; error_text() says what the runtime said.
+Status started(cudaError_t error);
+
+// Of the last launch of this thread that failed; "" without one.
+const char* error_text();
 
 // Makes `device` current and the former one again at the end; -1 leaves things as they are.
 class DeviceScope {

@@ -213,16 +213,15 @@ __device__ __forceinline__ void quantize_slot(QuantizeSmem& s, const QuantizePar
 // ends.
 template <class P>
 Status launch_fused(void (*kernel)(P), dim3 grid, int smem, cudaStream_t stream, const P& p) {
-  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem) !=
-      cudaSuccess) {
-    return Status::unsupported;
-  }
+  const Status status =
+      started(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem));
+  if (status != Status::ok) return status;
   cudaLaunchAttribute early = early_start();
   cudaLaunchConfig_t config{};
   config.gridDim = grid, config.blockDim = dim3(kQuantizeThreads);
   config.dynamicSmemBytes = smem, config.stream = stream;
   config.attrs = &early, config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, p) == cudaSuccess ? Status::ok : Status::unsupported;
+  return started(cudaLaunchKernelEx(&config, kernel, p));
 }
 
 }  // namespace te_mx::sm90

@@ -62,13 +62,14 @@ __global__ void reduce_columns_kernel(const float* partial, float* out, int64_t 
 
 }  // namespace
 
-int ClusterCount::of(int device, const void* kernel, int threads, int smem, int cluster) {
+Status ClusterCount::of(int device, const void* kernel, int threads, int smem, int cluster,
+                        int& count) {
   std::atomic<int>& known = counts_[device & 63];
-  int count = known.load(std::memory_order_relaxed);
-  if (count != 0) return count;
-  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem) !=
-      cudaSuccess)
-    return 0;
+  count = known.load(std::memory_order_relaxed);
+  if (count != 0) return Status::ok;
+  Status status =
+      started(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem));
+  if (status != Status::ok) return status;
   cudaLaunchAttribute attribute = clusters_of(cluster);
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(cluster);
@@ -76,9 +77,10 @@ int ClusterCount::of(int device, const void* kernel, int threads, int smem, int 
   config.dynamicSmemBytes = smem;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  if (cudaOccupancyMaxActiveClusters(&count, kernel, &config) != cudaSuccess) return 0;
+  status = started(cudaOccupancyMaxActiveClusters(&count, kernel, &config));
+  if (status != Status::ok) return status;
   known.store(count, std::memory_order_relaxed);
-  return count;
+  return count == 0 ? Status::unsupported : Status::ok;
 }
 
 Status reduce_columns(const float* partial, float* out, int64_t blocks, int64_t n,
@@ -89,9 +91,7 @@ Status reduce_columns(const float* partial, float* out, int64_t blocks, int64_t 
   config.blockDim = dim3(32, kReducers);
   config.stream = stream;
   config.attrs = &early, config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, reduce_columns_kernel, partial, out, blocks, n) == cudaSuccess
-             ? Status::ok
-             : Status::unsupported;
+  return started(cudaLaunchKernelEx(&config, reduce_columns_kernel, partial, out, blocks, n));
 }
 
 int64_t workspace_bytes(const GemmArgs& a) {

@@ -34,9 +34,10 @@ Status launch_grouped(const GemmArgs& a, const GroupedCall& call, const Device& 
   const bool along_k = call.along_k;
   const auto kernel = gemm_kernel<Config, kLhs, kRhs, Epilogue::plain, GroupedParams>;
   static ClusterCount counts;
-  const int clusters = counts.of(device.index, reinterpret_cast<const void*>(kernel),
-                                 Config::kThreads, Config::kSmem, Config::kCluster);
-  if (clusters == 0) return Status::unsupported;
+  int clusters;
+  const Status fits = counts.of(device.index, reinterpret_cast<const void*>(kernel),
+                                Config::kThreads, Config::kSmem, Config::kCluster, clusters);
+  if (fits != Status::ok) return fits;
   constexpr int kN = Config::kN * Config::kCluster;
   GroupedParams p{};
   p.groups = group_table(g), p.along_k = along_k;

@@ -57,18 +57,17 @@ Status start(void (*kernel)(Params, CUtensorMap, CUtensorMap, CUtensorMap, CUten
   config.dynamicSmemBytes = Config::kSmem;
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = attributes, config.numAttrs = 2;
-  return cudaLaunchKernelEx(&config, kernel, p, lhs, rhs, out, side) == cudaSuccess
-             ? Status::ok
-             : Status::unsupported;
+  return started(cudaLaunchKernelEx(&config, kernel, p, lhs, rhs, out, side));
 }
 
 template <class Config, tile::Fp8 kLhs, tile::Fp8 kRhs, Epilogue kEpilogue>
 Status launch(const GemmArgs& a, const Device& device) {
   const auto kernel = gemm_kernel<Config, kLhs, kRhs, kEpilogue, GemmParams>;
   static ClusterCount counts;
-  const int clusters = counts.of(device.index, reinterpret_cast<const void*>(kernel),
-                                 Config::kThreads, Config::kSmem, Config::kCluster);
-  if (clusters == 0) return Status::unsupported;
+  int clusters;
+  const Status fits = counts.of(device.index, reinterpret_cast<const void*>(kernel),
+                                Config::kThreads, Config::kSmem, Config::kCluster, clusters);
+  if (fits != Status::ok) return fits;
   GemmParams p{};
   CUtensorMap lhs_map, rhs_map, out_map{}, side_map{};
   p.lhs_scales = a.lhs.scales, p.rhs_scales = a.rhs.scales;

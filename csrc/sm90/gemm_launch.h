@@ -20,8 +20,9 @@ inline bool needs_full(const GemmArgs& a) {
 // larger than that would leave whole clusters to run after the others.
 class ClusterCount {
  public:
-  // 0 when the device cannot run the kernel. Also lets the kernel have `smem` bytes.
-  int of(int device, const void* kernel, int threads, int smem, int cluster);
+  // Into `count`; unsupported when the device cannot run the kernel. Also lets the kernel have
+  // `smem` bytes.
+  Status of(int device, const void* kernel, int threads, int smem, int cluster, int& count);
 
  private:
   std::atomic<int> counts_[64] = {};

@@ -10,9 +10,10 @@ template <class Config, tile::Fp8 kLhs, tile::Fp8 kRhs>
 Status launch_split(const GemmArgs& a, const Device& device) {
   const auto kernel = gemm_kernel<Config, kLhs, kRhs, Epilogue::plain, SplitParams>;
   static ClusterCount counts;
-  const int blocks_at_once = counts.of(device.index, reinterpret_cast<const void*>(kernel),
-                                       Config::kThreads, Config::kSmem, Config::kCluster);
-  if (blocks_at_once == 0) return Status::unsupported;
+  int blocks_at_once;
+  const Status fits = counts.of(device.index, reinterpret_cast<const void*>(kernel),
+                                Config::kThreads, Config::kSmem, Config::kCluster, blocks_at_once);
+  if (fits != Status::ok) return fits;
   const SplitRoom room = split_room(a);
   SplitParams p{};
   p.lhs_scales = a.lhs.scales, p.rhs_scales = a.rhs.scales;

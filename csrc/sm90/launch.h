@@ -3,6 +3,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include "device.h"
+
 namespace te_mx::sm90 {
 
 // Lets a kernel start while the one before it ends: it sets itself up and then waits for it

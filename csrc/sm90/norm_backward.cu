@@ -167,7 +167,7 @@ Status norm_backward(const NormBackwardArgs& a) {
     return Status::bad_argument;
   }
   Status status = fits_strips(a) ? norm_backward_strips(a) : Status::unsupported;
-  if (status == Status::ok) return status;
+  if (status != Status::unsupported) return status;
   GradParams p{a, {}, 0, 0, false, false};
   unsigned ctas = 0;
   const int bytes = bytes_of(a.dz_dtype) + bytes_of(a.x_dtype);

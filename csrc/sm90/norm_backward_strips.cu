@@ -235,17 +235,17 @@ Status launch(const NormBackwardArgs& a, int pieces, cudaStream_t stream) {
   const StripParams p{a, pieces, each * S::kRows};
   const auto kernel = norm_backward_strips_kernel<kCtas>;
   const int smem = S::smem_bytes(pieces);
-  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem) !=
-      cudaSuccess) {
-    return Status::unsupported;
-  }
+  Status status =
+      started(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem));
+  if (status != Status::ok) return status;
   cudaLaunchAttribute attributes[2] = {early_start(), clusters_of(kCtas)};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(units * kCtas));
   config.blockDim = dim3(kQuantizeThreads);
   config.dynamicSmemBytes = smem, config.stream = stream;
   config.attrs = attributes, config.numAttrs = 2;
-  if (cudaLaunchKernelEx(&config, kernel, p) != cudaSuccess) return Status::unsupported;
+  status = started(cudaLaunchKernelEx(&config, kernel, p));
+  if (status != Status::ok) return status;
   return launch_sums(a.partial, a.sums, DType::f32, units, 2 * a.cols, stream);
 }
 

@@ -1,6 +1,7 @@
 // Entry points of pack: one operand, and those of groups.
 #include <cuda_runtime_api.h>
 
+#include "device.h"
 #include "pack_kernel.cuh"
 
 namespace te_mx::sm90 {
@@ -38,7 +39,7 @@ Status run(const PackArgs& a, const GroupTable& groups, int64_t count) {
   p.vectors = width % vector == 0 && reinterpret_cast<uintptr_t>(a.codes) % vector == 0;
   const auto stream = static_cast<cudaStream_t>(a.stream);
   a.k_first ? launch<true, kStacked>(p, count, stream) : launch<false, kStacked>(p, count, stream);
-  return cudaGetLastError() == cudaSuccess ? Status::ok : Status::unsupported;
+  return started(cudaGetLastError());
 }
 
 }  // namespace

@@ -36,9 +36,9 @@ Status launch_instance(const QuantizeParams& p, const Where& where, dim3 grid, i
   static std::atomic<bool> ready[64];
   std::atomic<bool>& allowed = ready[device.index & 63];
   if (!allowed.load(std::memory_order_relaxed)) {
-    if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSpreadingSmem) !=
-        cudaSuccess)
-      return Status::unsupported;
+    const Status status = started(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSpreadingSmem));
+    if (status != Status::ok) return status;
     allowed.store(true, std::memory_order_relaxed);
   }
   config.dynamicSmemBytes = spreading_smem(tiles, device.sms);
@@ -46,8 +46,7 @@ Status launch_instance(const QuantizeParams& p, const Where& where, dim3 grid, i
   config.attrs = &early, config.numAttrs = start == Start::after ? 0 : 1;
   QuantizeParams params = p;
   params.beside = start == Start::beside;
-  return cudaLaunchKernelEx(&config, kernel, params, where) == cudaSuccess ? Status::ok
-                                                                           : Status::unsupported;
+  return started(cudaLaunchKernelEx(&config, kernel, params, where));
 }
 
 // `tiles`: CTAs that have work, as far as the host knows.
@@ -103,8 +102,7 @@ Status launch_adding(void (*kernel)(Params...), int64_t cols, int64_t groups, cu
   config.blockDim = dim3(kSumWidth, kSumHeight);
   config.stream = stream;
   config.attrs = &early, config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, args...) == cudaSuccess ? Status::ok
-                                                                     : Status::unsupported;
+  return started(cudaLaunchKernelEx(&config, kernel, args...));
 }
 
 }  // namespace te_mx::sm90

@@ -81,7 +81,7 @@ Status columns_of_stacked(const PackArgs& a, ScaleRule rule, int64_t count) {
   config.attrs = &early, config.numAttrs = 1;
   const auto kernel = a.fmt == Format::e4m3 ? requantize_kernel<tile::Fp8::e4m3>
                                             : requantize_kernel<tile::Fp8::e5m2>;
-  return cudaLaunchKernelEx(&config, kernel, p) == cudaSuccess ? Status::ok : Status::unsupported;
+  return started(cudaLaunchKernelEx(&config, kernel, p));
 }
 
 }  // namespace te_mx::sm90

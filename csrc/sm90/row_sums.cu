@@ -138,7 +138,7 @@ Status launch(const RowSumsArgs& a, cudaStream_t stream) {
     const bool vectors = a.k % 16 == 0 && reinterpret_cast<uintptr_t>(a.codes) % 16 == 0;
     const auto kernel = vectors ? sum_rows<kFmt, true> : sum_rows<kFmt, false>;
     kernel<<<static_cast<unsigned>(grid), kThreads, 0, stream>>>(a);
-    return cudaGetLastError() == cudaSuccess ? Status::ok : Status::unsupported;
+    return started(cudaGetLastError());
   }
   const int64_t columns = (a.rows + 255) / 256, chunks = (a.k + kChunk - 1) / kChunk;
   if (columns > INT32_MAX) return Status::unsupported;
@@ -149,7 +149,8 @@ Status launch(const RowSumsArgs& a, cudaStream_t stream) {
   const bool vectors = a.rows % 8 == 0 && reinterpret_cast<uintptr_t>(a.codes) % 8 == 0;
   const auto kernel = vectors ? sum_chunks<kFmt, true> : sum_chunks<kFmt, false>;
   kernel<<<grid, kThreads, 0, stream>>>(a);
-  if (cudaGetLastError() != cudaSuccess) return Status::unsupported;
+  const Status status = started(cudaGetLastError());
+  if (status != Status::ok) return status;
   return reduce_columns(a.workspace, a.out, chunks, a.rows, stream);
 }
 
@@ -164,11 +165,7 @@ Status row_sums(const RowSumsArgs& a) {
     return Status::bad_argument;
   if (a.rows == 0) return Status::ok;
   const auto stream = static_cast<cudaStream_t>(a.stream);
-  if (a.k == 0) {
-    return cudaMemsetAsync(a.out, 0, a.rows * sizeof(float), stream) == cudaSuccess
-               ? Status::ok
-               : Status::unsupported;
-  }
+  if (a.k == 0) return started(cudaMemsetAsync(a.out, 0, a.rows * sizeof(float), stream));
   return a.fmt == Format::e4m3 ? launch<tile::Fp8::e4m3>(a, stream)
                                : launch<tile::Fp8::e5m2>(a, stream);
 }

@@ -184,7 +184,8 @@ Status finish_split(const GemmArgs& a) {
   config.blockDim = dim3(kThreads);
   config.stream = static_cast<cudaStream_t>(a.stream);
   config.attrs = attributes, config.numAttrs = 1;
-  if (cudaLaunchKernelEx(&config, finish_kernel, p) != cudaSuccess) return Status::unsupported;
+  const Status status = started(cudaLaunchKernelEx(&config, finish_kernel, p));
+  if (status != Status::ok) return status;
   return a.bias_grad == nullptr
              ? Status::ok
              : reduce_columns(p.bias_grad, a.bias_grad, blocks, a.n, config.stream);

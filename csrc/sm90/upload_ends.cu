@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "device.h"
 #include "te_mx/sm90_grouped.h"
 
 namespace te_mx::sm90 {
@@ -28,7 +29,7 @@ Status upload_ends(const int64_t* ends, int64_t count, int32_t* to, void* stream
     std::copy(ends + first, ends + first + now, part.of);
     write_ends<<<1, Ends::kMost, 0, static_cast<cudaStream_t>(stream)>>>(part, now, to + first);
   }
-  return cudaGetLastError() == cudaSuccess ? Status::ok : Status::unsupported;
+  return started(cudaGetLastError());
 }
 
 }  // namespace te_mx::sm90

@@ -31,7 +31,7 @@ from te_mx.backends.base import (
 
 ADAPTIVE, EXACT = "sm90_adaptive", "sm90_exact"
 _U8, _I32, _F32 = torch.uint8, torch.int32, torch.float32
-_OK, _UNSUPPORTED, _SMALL_WORKSPACE = 0, 2, 3
+_OK, _UNSUPPORTED, _SMALL_WORKSPACE, _LAUNCH_FAILED = 0, 2, 3, 4
 MOST = (1 << 31) - 257  # of any size that the GEMM kernels count
 _FORMS = {"transposed": 0, "plain": 2}  # of a columnwise copy; 1 is packed
 
@@ -84,11 +84,18 @@ def stream(index: int) -> int:
 
 
 def supported(status: int) -> bool:
-    """True for ok, False for unsupported; anything else is a bug in te_mx and raises."""
+    """True for ok, False for unsupported. Raises where a launch failed, and for what is a bug."""
     if status == _OK:
         return True
     if status == _UNSUPPORTED:
         return False
+    if status == _LAUNCH_FAILED:
+        raise RuntimeError(
+            f"a Hopper kernel of te_mx could not be launched: {_native.error_text()}. If a CUDA "
+            "graph is being captured, what failed may have come before: so does a graph that "
+            "Python's garbage collector destroys meanwhile (gc.collect() before the capture, "
+            "gc.disable() during it)"
+        )
     raise RuntimeError(f"te_mx internal error: a Hopper kernel returned status {status}")
 
 

@@ -8,7 +8,13 @@
 
 namespace te_mx {
 
-enum class Status : int32_t { ok = 0, bad_argument = 1, unsupported = 2, small_workspace = 3 };
+enum class Status : int32_t {
+  ok = 0,
+  bad_argument = 1,
+  unsupported = 2,
+  small_workspace = 3,
+  launch_failed = 4,  // of a GPU: the runtime refused, as it would refuse anybody now
+};
 enum class DType : int32_t { f32 = 0, bf16 = 1, f16 = 2 };
 enum class Format : int32_t { e4m3 = 0, e5m2 = 1 };
 enum class ScaleRule : int32_t { rceil = 0, floor = 1 };
