@@ -32,7 +32,7 @@ from te_mx.autograd.grouped_operands import (
     split_parts,
 )
 from te_mx.autograd.linear import DGRAD, WGRAD, flatten, mode_of, unflatten
-from te_mx.autograd.wgrad import GroupedWgrad
+from te_mx.autograd.wgrad import INPUT, GroupedWgrad, Reads
 from te_mx.backends.grouped import StackedOperand, host_bounds, k_of
 from te_mx.ops import Operand, gemm_2d
 from te_mx.ops.grouped_gemm import gemm_rows
@@ -154,6 +154,7 @@ def _wgrad(
     """dw [G, N, K], or [G * N, K] for separate weights: what they are when concatenated."""
     fmt, offs, mode = settings.fwd_fmt, packing.offs, mode_of(settings)
     made: list[Operand] = []
+    reads: Reads = ((INPUT, saved[0]),) if saved[1] is None else ()
 
     def columns() -> Operand:
         if not made:
@@ -187,7 +188,7 @@ def _wgrad(
 
     # On the CPU groups gain less from one call than a sum of all gradients beside main_grad costs.
     if not (offs.is_cpu and g_col.codes.is_cpu and g_col.order == "k_first"):
-        return GroupedWgrad(together, into=into)
+        return GroupedWgrad(together, reads, into=into)
 
     def one(i: int, out: Tensor, accumulate: bool) -> None:
         bounds = host_bounds(offs, capacity, rows)
@@ -197,7 +198,7 @@ def _wgrad(
             tag=tag_of(tag, WGRAD), mode=mode,
         )  # fmt: skip
 
-    return GroupedWgrad(together, one)
+    return GroupedWgrad(together, reads, one)
 
 
 def grouped_linear(

@@ -18,7 +18,7 @@ from te_mx.autograd.backward import place, run_backward, tag_of
 from te_mx.autograd.grouped_operands import gradients_of
 from te_mx.autograd.linear import DGRAD, WGRAD
 from te_mx.autograd.operands import StandingWeight, flatten, unflatten
-from te_mx.autograd.wgrad import GroupedWgrad, WeightGradient, Wgrad
+from te_mx.autograd.wgrad import INPUT, OUTPUT_GRADIENT, GroupedWgrad, WeightGradient, Wgrad
 from te_mx.backends.grouped import StackedOperand, host_bounds, known_to_host
 from te_mx.ops.fused_run import quantized
 from te_mx.recipe import Settings
@@ -175,7 +175,7 @@ def _plain_wgrad(g_MN: Tensor, x_MK: Tensor) -> Wgrad:
     def gemm(out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
         return high_precision.wgrad(g_MN, x_MK, out, dtype, accumulate)
 
-    return gemm
+    return Wgrad(gemm, ((INPUT, x_MK), (OUTPUT_GRADIENT, g_MN)))
 
 
 def _together(wgrads: Sequence[Wgrad], stacked: bool) -> GroupedWgrad:
@@ -189,7 +189,10 @@ def _together(wgrads: Sequence[Wgrad], stacked: bool) -> GroupedWgrad:
             each(place_of, dtype, accumulate)
         return out
 
-    return GroupedWgrad(run, lambda i, out, accumulate: wgrads[i](out, out.dtype, accumulate))
+    reads = tuple(read for each in wgrads for read in each.reads)
+    return GroupedWgrad(
+        run, reads, lambda i, out, accumulate: wgrads[i](out, out.dtype, accumulate)
+    )
 
 
 def high_precision_loop(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from te_mx.autograd.operands import flatten
-from te_mx.autograd.wgrad import WeightGradient
+from te_mx.autograd.wgrad import INPUT, OUTPUT_GRADIENT, WeightGradient, Wgrad
 
 HIGH_PRECISION = "high precision"  # what te_mx.audit says in place of a kernel
 
@@ -72,7 +72,8 @@ class HighPrecisionLinear(torch.autograd.Function):
             def gemm(out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
                 return wgrad(g_MN, x_MK, out, dtype, accumulate)
 
-            dw_NK = ctx.sink.take(gemm, weight_NK.dtype)
+            reads = (INPUT, x), (OUTPUT_GRADIENT, g_MN)
+            dw_NK = ctx.sink.take(Wgrad(gemm, reads), weight_NK.dtype)
         if need_db:
             db_N = g_MN.sum(0).to(ctx.bias_dtype)
         return dx, dw_NK, db_N, None

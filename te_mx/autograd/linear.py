@@ -42,7 +42,7 @@ from te_mx.autograd.operands import (
     weight_call,
     weight_operands,
 )
-from te_mx.autograd.wgrad import WeightGradient, Wgrad
+from te_mx.autograd.wgrad import INPUT, OUTPUT_GRADIENT, Reads, WeightGradient, Wgrad
 from te_mx.engine.explain import LAST_RUN
 from te_mx.ops import (
     PLAIN,
@@ -187,13 +187,14 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if need_dw:
         tag_dw = tag_of(tag, WGRAD)
         what = saved[:3], ctx.x_order, settings, tag_dw
+        reads: Reads = ((INPUT, saved[0]),) if ctx.x_order is None else ()
         # A function of where the result goes, because a sink may run it later or into main_grad.
-        wgrad: Wgrad
         if columns:
             assert q is not None
-            wgrad = partial(_wgrad, *what, col_operand(q, fmt, form), form)
+            wgrad = Wgrad(partial(_wgrad, *what, col_operand(q, fmt, form), form), reads)
         else:
-            wgrad = partial(_wgrad_high_precision, *what, g_MN)
+            reads = (*reads, (OUTPUT_GRADIENT, g_MN))
+            wgrad = Wgrad(partial(_wgrad_high_precision, *what, g_MN), reads)
         dw_NK = place(ctx.sink, wgrad, w_dtype)
     return dx, dw_NK, db_N, *_NO_GRADS
 

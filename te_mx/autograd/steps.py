@@ -26,7 +26,7 @@ from te_mx.autograd.operands import (
     quantize_weight,
     row_operand,
 )
-from te_mx.autograd.wgrad import Wgrad
+from te_mx.autograd.wgrad import INPUT, OUTPUT_GRADIENT, Reads, Wgrad
 from te_mx.backends.fused import Wanted
 from te_mx.ops import PLAIN, GemmForm, GemmParts, Operand, QuantizedParts, gemm_2d
 from te_mx.ops.fused_run import quantized
@@ -151,6 +151,7 @@ def wgrad(
     gradient: Gradient, tensors: tuple[Tensor, ...], order: str | None, settings: Settings, tag: int
 ) -> Wgrad:
     """The GEMM dw [N, K] = g^T @ x, to be run now or later."""
+    reads: Reads = ((INPUT, tensors[0]),) if order is None else ()
     if gradient.wanted.columnwise is None:
         g_MN = gradient.g_MN
         assert g_MN is not None
@@ -160,7 +161,7 @@ def wgrad(
             x_MK = values_of(tensors, settings.fwd_fmt, order, g_MN.dtype)
             return high_precision.wgrad(g_MN, x_MK, out, dtype, accumulate)
 
-        return in_high_precision
+        return Wgrad(in_high_precision, (*reads, (OUTPUT_GRADIENT, g_MN)))
 
     form = form_of(tensors[0].device, settings)
     g_col = col_operand(gradient.q, gradient.wanted.fmt, form)
@@ -172,7 +173,7 @@ def wgrad(
             mode=mode_of(settings),
         ).out  # fmt: skip
 
-    return gemm
+    return Wgrad(gemm, reads)
 
 
 def _columns(

@@ -12,11 +12,28 @@ from torch import Tensor
 
 from te_mx.ops import FLOAT_DTYPES
 
-# wgrad(out, dtype, accumulate): the GEMM, into `out` or as a new tensor of `dtype`.
-Wgrad = Callable[[Tensor | None, torch.dtype, bool], Tensor]
+# run(out, dtype, accumulate): a GEMM, into `out` or as a new tensor of `dtype`.
+Run = Callable[[Tensor | None, torch.dtype, bool], Tensor]
+# (what it is, the tensor): what a GEMM reads that is not te_mx's alone, so that a GEMM that waits
+# may find it overwritten. Codes are nobody else's.
+Reads = tuple[tuple[str, Tensor], ...]
+INPUT, OUTPUT_GRADIENT = "input", "output gradient"
 
 
-class GroupedWgrad:
+class Wgrad:
+    """The GEMM of one weight gradient, to be run now or later."""
+
+    __slots__ = ("reads", "run")
+
+    def __init__(self, run: Run, reads: Reads) -> None:
+        self.run = run
+        self.reads = reads
+
+    def __call__(self, out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
+        return self.run(out, dtype, accumulate)
+
+
+class GroupedWgrad(Wgrad):
     """The GEMMs of several weights, as a `Wgrad` of what they are when concatenated.
 
     one(i, out, accumulate): the GEMM of weight i alone, into `out`; None where they only run
@@ -24,20 +41,44 @@ class GroupedWgrad:
     cannot be done, and was not.
     """
 
-    __slots__ = ("into", "one", "together")
+    __slots__ = ("into", "one")
 
     def __init__(
         self,
-        together: Wgrad,
+        run: Run,
+        reads: Reads,
         one: Callable[[int, Tensor, bool], object] | None = None,
         into: Callable[[Sequence[Tensor], bool], bool] | None = None,
     ) -> None:
-        self.together = together
+        super().__init__(run, reads)
         self.one = one
         self.into = into
 
-    def __call__(self, out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
-        return self.together(out, dtype, accumulate)
+
+class Versions:
+    """What a GEMM that waits will read, and its versions now: autograd's own check ends with the
+    backward pass."""
+
+    __slots__ = ("_kept",)
+
+    def __init__(self, reads: Reads) -> None:
+        # An inference tensor has no version; nobody can tell whether it was written to.
+        self._kept = [(what, t, t._version) for what, t in reads if not t.is_inference()]
+
+    def check(self, label: str) -> None:
+        """
+        Raises:
+            RuntimeError: one of the tensors was modified in place since.
+        """
+        for what, tensor, version in self._kept:
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"{label}: backward_dw() needs the {what} {tuple(tensor.shape)} of the "
+                    "backward pass that left this weight gradient, but an in-place operation has "
+                    f"modified it since: it is at version {tensor._version}, expected version "
+                    f"{version}. Call backward_dw() before the {what} is reused, or give the layer "
+                    "a clone of it"
+                )
 
 
 Queue = deque[Callable[[], None]]
@@ -79,14 +120,16 @@ class WeightGradient:
         if self.fuse:
             self._main_grads()  # what is wrong with them is said before anything runs
         if self.queue is not None:
-            self.queue.append(lambda: self._finish(wgrad, dtype))
+            versions = Versions(wgrad.reads)
+            self.queue.append(lambda: self._finish(wgrad, dtype, versions))
         else:
             self._fuse(wgrad)
         return self._stand_in() if self.fuse else None
 
     @torch.no_grad()
-    def _finish(self, wgrad: Wgrad, dtype: torch.dtype) -> None:
+    def _finish(self, wgrad: Wgrad, dtype: torch.dtype, versions: Versions) -> None:
         """The delayed GEMM, and what autograd would have done with its result."""
+        versions.check(self.label)
         if self.fuse:
             self._fuse(wgrad)
             return

@@ -63,7 +63,10 @@ class DelayedWgrad:
         registered hooks. Without delay_wgrad_compute it does nothing.
 
         Raises:
-            RuntimeError: no backward pass is waiting.
+            RuntimeError: no backward pass is waiting; or the GEMM reads the input or the output
+                gradient itself (save_original_input, recipes with a backward in high precision,
+                outside te_mx.autocast), and it was modified in place after that pass. That pass
+                no longer waits then.
         """
         if not self.delay_wgrad_compute:
             return
