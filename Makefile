@@ -10,7 +10,8 @@ BIN := $(VENV)/bin
 CMAKE = $(BIN)/cmake
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-# The Hopper kernels: AUTO builds them when nvcc is found and works, ON insists, OFF leaves them out.
+# The Hopper kernels: AUTO builds them where a Hopper GPU is and nvcc works, ON wherever nvcc is (it insists), OFF
+# leaves them out.
 TE_MX_CUDA ?= AUTO
 export TE_MX_CUDA
 
@@ -36,7 +37,7 @@ NATIVE_TESTS = $(wildcard tests/test_native*.py)
 TEST_WORKERS ?= 2
 
 .PHONY: help setup build train test coverage bench lint lint-python lint-types lint-cpp lint-spelling lint-house \
-  format clang clang-build sanitize sanitize-gpu wheel-test clean
+  format clang clang-build sanitize sanitize-gpu wheel-test clean ALWAYS
 
 help:
 	@echo "make train         set up, build, train the example in bf16 and in MXFP8, compare (ARGS=... for options)"
@@ -48,6 +49,7 @@ help:
 	@echo "make sanitize      native tests under AddressSanitizer and UBSan"
 	@echo "make sanitize-gpu  every Hopper kernel under compute-sanitizer; needs a Hopper GPU"
 	@echo "make wheel-test    build a wheel and test it in a clean environment without the source tree"
+	@echo "TE_MX_CUDA=ON      before any of these: build the Hopper kernels on a machine without such a GPU, with nvcc"
 	@echo "make clean         remove what was built; .venv and runs/ stay"
 
 setup: $(VENV)/.ready
@@ -65,9 +67,13 @@ $(VENV)/.ready: constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $$index -c constraints.txt $(PACKAGES)
 	@touch $@
 
+# Newer than the modules where they were built with another TE_MX_CUDA.
+$(VENV)/.cuda: $(VENV)/.ready ALWAYS
+	@[ "$$(cat $@ 2>/dev/null)" = "$(TE_MX_CUDA)" ] || echo $(TE_MX_CUDA) > $@
+
 # In place: the module lies beside the Python files, and this tree is on the path of .venv.
-$(VENV)/.built: $(VENV)/.ready $(NATIVE_SOURCES)
-	@echo "building the native modules (with nvcc some minutes, the first time)"
+$(VENV)/.built: $(VENV)/.ready $(VENV)/.cuda $(NATIVE_SOURCES)
+	@echo "building the native modules (with Hopper kernels some minutes, the first time)"
 	@$(call cmake_build,build/dev,-DCMAKE_BUILD_TYPE=Release -DMXTILE_TESTS=ON -DTE_MX_CUDA=$(TE_MX_CUDA),modules)
 	@sed -n 's/^-- te_mx: /built /p' build/dev/log.txt
 	@rm -f te_mx/_native*.so te_mx/_sm90*.so

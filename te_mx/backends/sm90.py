@@ -68,8 +68,8 @@ def _find_problem(index: int) -> str | None:
     module = native()
     if module is None:
         return (
-            f"the native module te_mx._sm90 cannot be imported ({_import_error}); install te_mx "
-            "where nvcc is found to build it"
+            f"the native module te_mx._sm90 cannot be imported ({_import_error}); build te_mx "
+            "with TE_MX_CUDA=ON in the environment, where nvcc 12.4 or newer is"
         )
     if not module.available(index):
         return "the driver of this machine cannot describe tensors to the copy engine"
