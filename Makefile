@@ -21,6 +21,7 @@ ifneq ($(origin CXX),default)
 CMAKE_FLAGS += -DCMAKE_CXX_COMPILER=$(CXX)
 endif
 
+# What pyproject.toml names, its groups included: pip reads those from 25.1 on only.
 PACKAGES = torch numpy cmake ninja pybind11 scikit_build_core matplotlib tqdm \
   hypothesis ml_dtypes pytest pytest-cov pytest-xdist torchao transformer_engine pydantic clang-format codespell mypy ruff
 NATIVE_SOURCES := CMakeLists.txt $(shell find csrc third_party -type f \

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
+import tarfile
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -57,3 +61,62 @@ def test_automatic_builds_look_for_a_hopper_gpu(
         assert said == "reason:"
     else:
         assert "no Hopper GPU" in said and "TE_MX_CUDA=ON" in said
+
+
+FOLDERS = ("te_mx", "csrc", "third_party")
+FILES = (".gitignore", "CMakeLists.txt", "LICENSE", "README.md", "pyproject.toml")
+PRODUCTS = (
+    "build/dev/csrc/sm90/CMakeFiles/gemm.cu.o",
+    "build/dev/third_party/mxtile/CTestTestfile.cmake",
+    "build/wheel/te_mx.whl",
+    "csrc/build/CMakeCache.txt",
+    "third_party/mxtile/build/test.o",
+    "te_mx/_native.cpython-311-x86_64-linux-gnu.so",
+    "te_mx/_sm90.cpython-311-x86_64-linux-gnu.so",
+    "te_mx/nn/__pycache__/linear.cpython-311.pyc",
+    "runs/gpt/bf16.pt",
+    ".venv/bin/csrc",
+)
+
+
+@needs_tree
+def test_the_sdist_holds_the_sources_and_no_build_products(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = pytest.importorskip("scikit_build_core.build")
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    unbuilt = shutil.ignore_patterns("__pycache__", "*.so", "build")
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, tree / name, ignore=unbuilt)
+    for name in FILES:
+        shutil.copy(ROOT / name, tree)
+    sources = {p.relative_to(tree).as_posix() for p in tree.rglob("*") if p.is_file()}
+    for name in PRODUCTS:
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).touch()
+    monkeypatch.chdir(tree)
+    archive = backend.build_sdist(str(tmp_path))
+    with tarfile.open(tmp_path / archive) as packed:
+        names = {name.partition("/")[2] for name in packed.getnames()}
+    assert names == {*sources, "PKG-INFO"}
+
+
+def names_of(requirements: Iterable[str]) -> set[str]:
+    return {re.split(r"[^\w-]", r, maxsplit=1)[0].lower().replace("_", "-") for r in requirements}
+
+
+@needs_tree
+def test_no_extra_brings_what_only_tests_need_and_make_installs_it_all() -> None:
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = names_of(chain(*project["project"]["optional-dependencies"].values()))
+    groups = {kind: names_of(names) for kind, names in project["dependency-groups"].items()}
+    compared_with = {"transformer-engine", "torchao", "ml-dtypes", "pydantic"}
+    assert compared_with <= groups["test"] and not compared_with & extras
+    required = project["project"]["dependencies"] + project["build-system"]["requires"]
+    named = {*names_of(required), *extras, *groups["test"], *groups["lint"], "cmake", "ninja"}
+    makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    installed = re.search(r"^PACKAGES = (.*)$", makefile, re.MULTILINE)
+    assert installed is not None and names_of(installed[1].split()) == named
+    assert named <= names_of((ROOT / "constraints.txt").read_text().splitlines())
