@@ -11,6 +11,16 @@ Importing never builds anything and never fails for want of the native code:
 from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
 
+try:
+    import torch as _torch  # noqa: F401
+except ModuleNotFoundError as _error:
+    if _error.name != "torch":
+        raise  # torch is there, and says itself what it misses
+    raise ImportError(
+        "te_mx needs PyTorch 2.10 or newer, and this Python has no module torch: pip install "
+        '"torch>=2.10" (https://pytorch.org has the choices for GPUs and CPUs)'
+    ) from _error
+
 from te_mx import recipe
 from te_mx.audit import audit
 from te_mx.context import autocast, fp8_autocast
