@@ -160,7 +160,7 @@ sanitize-gpu:
 wheel-test: setup
 	@rm -rf build/wheel && $(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation -w build/wheel .
 	@folder=$$(mktemp -d) && trap "rm -rf $$folder" EXIT && cp -r tests build/wheel/*.whl constraints.txt $$folder && \
-	  cd $$folder && rm -f tests/test_example.py tests/test_benchmarks.py && $(CURDIR)/$(BIN)/python -m venv venv && \
+	  cd $$folder && rm -f tests/test_example*.py tests/test_benchmarks.py && $(CURDIR)/$(BIN)/python -m venv venv && \
 	  venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 	    numpy hypothesis ml_dtypes pytest torchao ./*.whl && \
 	  PATH=$$folder/venv/bin:$$PATH venv/bin/python -m pytest -q -p no:cacheprovider tests

@@ -10,7 +10,10 @@ The block to copy is gpt/moe.py.
 
 import sys
 
-import train_gpt
+from gpt import stopping
 
 if __name__ == "__main__":
+    stopping.at_start()
+    import train_gpt  # takes seconds
+
     sys.exit(train_gpt.main(["--mixture", "--out", "runs/moe", *sys.argv[1:]]))

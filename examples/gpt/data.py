@@ -1,6 +1,7 @@
 """Text that every machine has: the sources of the running Python's standard library, as bytes."""
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,12 +26,27 @@ def _is_validation(name: str) -> bool:
     return hashlib.sha256(name.encode()).digest()[0] < 256 * VALIDATION_SHARE
 
 
-def load_stdlib() -> Text:
-    """Every .py file in the order of names; a hash of the name sends a whole file to one side."""
+def stdlib_files() -> tuple[Path, list[str]]:
+    """The folder of the standard library, and its .py files in the order of names."""
     root = Path(sysconfig.get_paths()["stdlib"])
+    names = []
+    for folder, inner, files in os.walk(root):
+        inner[:] = [name for name in inner if name not in SKIP]
+        paths = (Path(folder, name) for name in files if name.endswith(".py"))
+        names += [path.relative_to(root).as_posix() for path in paths]
+    names.sort()
+    if not {True, False} <= {_is_validation(name) for name in names}:
+        raise FileNotFoundError(
+            f"the text to train on is the source of Python's standard library, and {root} has "
+            f"{len(names)} .py files of it: use a Python that comes with them"
+        )
+    return root, names
+
+
+def load_stdlib() -> Text:
+    """Every .py file; a hash of the name sends a whole file to one side."""
+    root, names = stdlib_files()
     parts: dict[bool, list[bytes]] = {True: [], False: []}
-    names = sorted(p.relative_to(root).as_posix() for p in root.rglob("*.py"))
-    names = [name for name in names if SKIP.isdisjoint(name.split("/"))]
     for name in names:
         parts[_is_validation(name)].append((root / name).read_bytes() + b"\0")
     train, val = (

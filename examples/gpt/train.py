@@ -50,6 +50,10 @@ BAR = "{desc} {percentage:3.0f}%|{bar:24}| {n}/{total} [{elapsed}, {remaining} l
 SLOW_FIRST_STEPS = 3  # left out of tokens/s: allocation and kernel set-up
 
 
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be resumed from."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """What decides the numbers of a run. A checkpoint of other settings does not resume."""
@@ -63,7 +67,7 @@ class Settings:
     device: str = "cpu"
     dtype: str = "bf16"
     recipe: str = "mxfp8"
-    eval_every: int = 40
+    eval_every: int = 40  # 0: at the end only
     eval_batches: int = 4
     final_eval_batches: int = 32
 
@@ -173,12 +177,26 @@ class Trainer:
         os.replace(partial, path)
 
     def load(self, path: Path) -> None:
-        state = torch.load(path, weights_only=True)
-        theirs, ours = state["settings"], asdict(self.settings)
-        differing = sorted(k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k))
+        try:
+            state = torch.load(path, weights_only=True)
+            theirs, ours = state["settings"], asdict(self.settings)
+            differing = [k for k in sorted(ours | theirs) if ours.get(k) != theirs.get(k)]
+            if not differing:
+                self._restore(state)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise CheckpointError(
+                f"{path} is damaged, or no checkpoint of this example ({reason}): delete it, or "
+                "start again without --resume"
+            ) from error
         if differing:
             rows = ", ".join(f"{k}: {theirs.get(k)} there, {ours.get(k)} here" for k in differing)
-            raise ValueError(f"{path} was written with other settings ({rows}): pass the same ones")
+            raise CheckpointError(
+                f"{path} was written with other settings ({rows}): pass the same ones, or start "
+                "again without --resume"
+            )
+
+    def _restore(self, state: dict) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["rng"])
@@ -223,7 +241,8 @@ def run(
             )
             bar.update()
             last = trainer.done == settings.steps
-            if trainer.done % settings.eval_every == 0 and not last:
+            every = settings.eval_every
+            if every and trainer.done % every == 0 and not last:
                 trainer.val.append((trainer.done, trainer.evaluate(settings.eval_batches)))
             stopped = should_stop(trainer.done)
             if save_every and trainer.done % save_every == 0 and not last:
