@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection
 from enum import Enum
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -37,6 +37,13 @@ def is_one_of(value: Any, words: Collection[Any]) -> bool:
     return (value is None or isinstance(value, str)) and value in words
 
 
+def check_dense(name: str, tensor: Tensor) -> None:
+    """Raise TypeError for sparse and nested tensors."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "a nested one" if tensor.is_nested else tensor.layout
+        raise TypeError(f"{name} must be a dense tensor, got {kind}; use {name}.to_dense()")
+
+
 def check_flag(name: str, value: Any) -> None:
     """Raise TypeError unless a value is a bool."""
     if type(value) is not bool:
@@ -46,11 +53,13 @@ def check_flag(name: str, value: Any) -> None:
 def check_size(name: str, value: Any, least: int = 0) -> int:
     """A size as an int. Raises TypeError for what is no integer, ValueError below `least`."""
     if type(value) is not int:
-        if isinstance(value, bool | Tensor) or not hasattr(value, "__index__"):
+        if isinstance(value, bool) or not isinstance(value, Integral):  # numpy's count
             raise TypeError(f"{name} must be an int, got {shown(value)}")
-        value = operator.index(value)
-    if not least <= value < 1 << 63:
-        raise ValueError(f"{name} must be {least} or more (and below 2^63), got {shown(value)}")
+        value = int(value)
+    if value < least:
+        raise ValueError(f"{name} must be {least} or more, got {shown(value)}")
+    if value >= 1 << 63:
+        raise ValueError(f"{name} must be less than 2^63, got {shown(value)}")
     return value
 
 
