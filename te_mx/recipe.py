@@ -156,7 +156,7 @@ class MXFP8BlockScaling:
             )
         for name, plain, remedy in _ONLY_DEFAULT:
             value = getattr(self, name)
-            if not isinstance(value, int) or value != plain:
+            if type(value) is not type(plain) or value != plain:
                 raise NotImplementedError(
                     f"MXFP8BlockScaling.{name}={shown(value)} is not supported, only "
                     f"{plain!r}: {remedy}"

@@ -69,7 +69,7 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
         "precision": "adaptive", "alignment_spread": 8, "split_k": True,
     }),
     "gemm backward": (te_mx.gemm, {
-        "A": A, "B": B, "grad": True, "bias": True, "gelu": None, "gelu_in": None, "out": None,
+        "A": A, "B": B, "grad": True, "bias": None, "gelu": None, "gelu_in": None, "out": None,
     }),
     "MXTensor": (te_mx.MXTensor, {
         "shape": (40, 64), "fmt": "e4m3", "rowwise_data": B.rowwise_data,
