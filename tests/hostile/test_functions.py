@@ -106,6 +106,12 @@ OTHER_WORDS = {
     "A": "A |two MXTensors", "B": "B |two MXTensors", "m": "sizes|m must",
     "columnwise_transposed": "columnwise", "fp8_recipe": "recipe",
 }  # fmt: skip
+# What may be taken: other values of the type that a good one has.
+TYPES: dict[Any, Any] = {
+    bool: bool, str: str, int: (int, np.integer), torch.dtype: torch.dtype,
+    "device": (str, int, torch.device, type(None)),
+    "calibrating": (bool, MXFP8BlockScaling, type(None)),
+}  # fmt: skip
 CASES = [(name, argument) for name, (_, given) in CALLS.items() for argument in given]
 
 
@@ -118,12 +124,7 @@ def junk():
 @pytest.mark.filterwarnings("ignore")
 def test_a_malformed_argument(name, argument, junk):
     function, given = CALLS[name]
-    # What may be taken: another value of the type that a good one has.
-    expected = {bool: bool, str: str, int: (int, np.integer), torch.dtype: torch.dtype}.get(
-        type(given[argument]), object
-    )
-    if argument == "device":
-        expected = (str, int, torch.device, type(None))
+    expected = TYPES.get(argument) or TYPES.get(type(given[argument]), object)
     words = OTHER_WORDS.get(argument, argument).split("|")
     for value in junk:
         with torch.no_grad():
