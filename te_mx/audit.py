@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from te_mx.arguments import shown
 from te_mx.autograd.linear import GEMMS
 from te_mx.engine.explain import LAST_RUN
 from te_mx.nn.mx_module import MXModule
@@ -43,7 +44,9 @@ class AuditReport:
         for layer in self.layers:
             if layer.name == name:
                 return layer
-        raise KeyError(f"no linear layer is named {name!r}")
+        names = ", ".join(layer.name for layer in self.layers[:3])
+        more = ", ..." if len(self.layers) > 3 else ""
+        raise KeyError(f"no linear layer is named {shown(name)}; there are {names or 'none'}{more}")
 
     def __str__(self) -> str:
         return table(["layer", "class", "fprop", "dgrad", "wgrad", "weight"], self.layers)
@@ -67,7 +70,12 @@ def audit(model: nn.Module) -> AuditReport:
     Code compiled by torch.compile does not record: a number per layer inside the graph would make
     every layer compile anew. Run once without torch.compile to see what runs; compiled code runs
     the same kernels.
+
+    Raises:
+        TypeError: `model` is no nn.Module.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"audit: model must be an nn.Module, got {shown(model)}")
     layers = []
     for name, m in model.named_modules():
         if isinstance(m, MXModule):

@@ -1,7 +1,7 @@
 """te_mx.autocast: which recipe is active, per thread and per asyncio task.
 
-The state is one ContextVar holding a linked list of entered regions, so nothing lives on the
-autocast object: it can be re-entered, nested, and shared between threads and tasks.
+The state is one ContextVar holding a linked list of entered regions: an autocast object, which only
+knows which regions are its own, can be re-entered, nested, and shared between threads and tasks.
 
 Two other readers shape this file:
 
@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from te_mx.arguments import shown
 from te_mx.recipe import MXFP8BlockScaling, Settings, resolve_recipe
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -36,9 +37,10 @@ backward_pass_id = torch._C._current_graph_task_id  # -1 outside a backward pass
 
 
 class Region:
-    """One entered autocast region. `settings` is None where MXFP8 is off."""
+    """One entered autocast region. `settings` is None where MXFP8 is off; `left` says that its code
+    ended where another region was the innermost one, so that it counts no more."""
 
-    __slots__ = ("backward_pass", "parent", "recipe", "settings")
+    __slots__ = ("backward_pass", "left", "parent", "recipe", "settings")
 
     def __init__(
         self, settings: Settings | None, recipe: MXFP8BlockScaling | None, parent: Region | None
@@ -47,6 +49,7 @@ class Region:
         self.recipe = recipe
         self.parent = parent
         self.backward_pass = backward_pass_id()
+        self.left = False
 
 
 innermost: ContextVar[Region | None] = ContextVar("te_mx_autocast", default=None)
@@ -60,6 +63,14 @@ class _Traced:
         self.top: tuple[Settings | None, Any] | None = None
 
 
+def active_region() -> Region | None:
+    """The innermost region that was not left, in this thread or task."""
+    region = innermost.get()
+    while region is not None and region.left:
+        region = region.parent
+    return region
+
+
 _traced = _Traced()
 _this = sys.modules[__name__]
 
@@ -67,7 +78,7 @@ _this = sys.modules[__name__]
 def __getattr__(name: str) -> Any:
     # Read through the module object only, so that a Dynamo guard on it re-reads the ContextVar.
     if name == "ambient":
-        region = innermost.get()
+        region = active_region()
         return None if region is None else region.settings
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -81,7 +92,7 @@ def current_settings() -> Settings | None:
 
 def current_recipe() -> MXFP8BlockScaling | None:
     """The recipe that is active in this thread or task, None where MXFP8 is off."""
-    region = innermost.get()
+    region = active_region()
     return None if region is None else region.recipe
 
 
@@ -99,47 +110,95 @@ class autocast:
     there, construct it inside as well (Dynamo cannot enter a context manager that was made
     outside).
 
+    A generator that is closed elsewhere, by another thread or inside another region, leaves its
+    own region and no other.
+
     Args:
-        enabled: False turns MXFP8 off inside, also in an enabled outer region.
-        recipe: a `te_mx.recipe.MXFP8BlockScaling`; None means `te_mx.get_default_recipe()`.
+        enabled: False turns MXFP8 off inside, also in an enabled outer region; the recipe is not
+            looked at then.
+        calibrating: Transformer Engine's. True changes nothing: block scales follow the data of
+            every call, and there is nothing to calibrate. A recipe in this place,
+            ``autocast(True, recipe)``, is taken as the recipe.
+        recipe: a `te_mx.recipe.MXFP8BlockScaling`, or Transformer Engine's; None means
+            `te_mx.get_default_recipe()`.
+        amax_reduction_group, _graph: Transformer Engine's, of no effect: no largest values are
+            reduced over processes, and CUDA graphs need no preparation.
 
     Raises:
-        TypeError: `enabled` is no bool, `recipe` is no recipe, or a generator function is
-            decorated.
+        TypeError: `enabled` or `calibrating` is no bool, `recipe` is no recipe, or what is
+            decorated is no function or a generator function.
+        NotImplementedError: a recipe that te_mx does not have.
     """
 
-    __slots__ = ("_recipe", "_settings")
+    __slots__ = ("_open", "_recipe", "_settings")
 
-    def __init__(self, enabled: bool = True, recipe: Any = None) -> None:
+    def __init__(
+        self,
+        enabled: bool = True,
+        calibrating: bool = False,
+        recipe: Any = None,
+        amax_reduction_group: Any = None,
+        _graph: bool = False,
+    ) -> None:
         if enabled is not True and enabled is not False:
             raise TypeError(
-                f"autocast: enabled must be a bool, got {enabled!r}; pass a recipe as "
+                f"autocast: enabled must be a bool, got {shown(enabled)}; pass a recipe as "
                 "autocast(recipe=...)"
             )
-        resolved = resolve_recipe(recipe)
-        self._recipe = resolved if enabled else None
-        self._settings = resolved.settings if enabled else None
+        if calibrating is not True and calibrating is not False:
+            if recipe is not None:
+                raise TypeError(
+                    f"autocast: calibrating must be a bool, got {shown(calibrating)} beside "
+                    f"recipe={shown(recipe)}; pass one recipe, as autocast(recipe=...)"
+                )
+            recipe = calibrating
+        resolved = resolve_recipe(recipe) if enabled else None
+        self._recipe = resolved
+        self._settings = None if resolved is None else resolved.settings
+        self._open: list[Region] = []  # entered through this object and not left
 
     def __enter__(self) -> autocast:
         if is_tracing():
             _traced.top = (self._settings, _traced.top)
         else:
-            innermost.set(Region(self._settings, self._recipe, innermost.get()))
+            region = Region(self._settings, self._recipe, innermost.get())
+            self._open.append(region)
+            innermost.set(region)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         if is_tracing():
             top = _traced.top
             _traced.top = None if top is None else top[1]
+            return
+        region = innermost.get()
+        if region is not None and region in self._open:
+            innermost.set(region.parent)
         else:
-            region = innermost.get()
-            innermost.set(None if region is None else region.parent)
+            region = self._entered_elsewhere(region)
+        if region in self._open:
+            self._open.remove(region)
+
+    def _entered_elsewhere(self, inside: Region | None) -> Region | None:
+        """Leave a region that is not the innermost one here, as when a generator is closed or
+        collected: it lies further out, or was entered in another thread or task."""
+        region = inside
+        while region is not None and region not in self._open:
+            region = region.parent
+        if region is None and len(self._open) == 1:
+            region = self._open[0]
+        if region is not None:
+            region.left = True
+        return region
 
     def __call__(self, fn: F) -> F:
+        if not callable(fn) or isinstance(fn, type):
+            raise TypeError(f"autocast decorates functions, got {shown(fn)}")
         if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
             raise TypeError(
-                f"autocast cannot decorate the generator function {fn.__qualname__}: its body "
-                "would run after the region is left; use `with te_mx.autocast(...):` inside it"
+                "autocast cannot decorate the generator function "
+                f"{getattr(fn, '__qualname__', type(fn).__name__)}: its body would run after the "
+                "region is left; use `with te_mx.autocast(...):` inside it"
             )
         # A fresh object per call: Dynamo enters context managers made in the code that it traces,
         # and no others.
@@ -148,14 +207,14 @@ class autocast:
 
             @functools.wraps(fn)
             async def run_async(*args: Any, **kwargs: Any) -> Any:
-                with autocast(enabled, recipe):
+                with autocast(enabled, recipe=recipe):
                     return await fn(*args, **kwargs)
 
             return run_async  # type: ignore[return-value]
 
         @functools.wraps(fn)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with autocast(enabled, recipe):
+            with autocast(enabled, recipe=recipe):
                 return fn(*args, **kwargs)
 
         return run  # type: ignore[return-value]
@@ -164,6 +223,12 @@ class autocast:
         return "autocast(enabled=False)" if self._recipe is None else f"autocast({self._recipe!r})"
 
 
-def fp8_autocast(enabled: bool = True, fp8_recipe: Any = None) -> autocast:
-    """`autocast` under Transformer Engine's older name and argument name."""
-    return autocast(enabled, fp8_recipe)
+def fp8_autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    fp8_recipe: Any = None,
+    fp8_group: Any = None,
+    _graph: bool = False,
+) -> autocast:
+    """`autocast` under Transformer Engine's older name and argument names."""
+    return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from te_mx import ops
+from te_mx.arguments import check_dense, check_flag, is_one_of, shown
 from te_mx.backends.base import FLOAT_DTYPES, FORMATS, SCALE_RULES
 from te_mx.engine import envelopes
 from te_mx.engine import epilogue as _epilogue
@@ -71,14 +72,17 @@ def quantize(
         raise TypeError(
             f"x must be float32, bfloat16 or float16, got {x.dtype}; convert it, e.g. x.float()"
         )
-    if x.layout is not torch.strided:
-        raise TypeError(f"x must be a dense tensor, got {x.layout}; use x.to_dense()")
+    check_dense("x", x)
     if x.dim() == 0:
         raise ValueError("x must have one dimension or more, got a scalar; use x.reshape(1)")
-    if fmt not in FORMATS:
-        raise ValueError(f'fmt must be "e4m3" or "e5m2", got {fmt!r}')
-    if scale_rule not in SCALE_RULES:
-        raise ValueError(f'scale_rule must be "rceil" or "floor", got {scale_rule!r}')
+    if not is_one_of(fmt, FORMATS):
+        raise ValueError(f'fmt must be "e4m3" or "e5m2", got {shown(fmt)}')
+    if not is_one_of(scale_rule, SCALE_RULES):
+        raise ValueError(f'scale_rule must be "rceil" or "floor", got {shown(scale_rule)}')
+    check_flag("rowwise", rowwise)
+    check_flag("columnwise", columnwise)
+    if columnwise_transposed is not None:
+        check_flag("columnwise_transposed", columnwise_transposed)
     if not rowwise and not columnwise:
         raise ValueError("nothing to do: pass rowwise=True, columnwise=True or both")
     if columnwise_transposed is not None and not columnwise:
@@ -144,7 +148,8 @@ def gemm(
             away.
         gelu_in: [n, m], the aux of the forward; needs grad=True.
         grad: this is a backward GEMM.
-        out: contiguous [n, m], written in place; its dtype replaces out_dtype.
+        out: contiguous [n, m], written in place; its dtype replaces out_dtype. It shares no memory
+            with what the call reads, and while autograd records it does not require grad.
         out_dtype: float32, bfloat16 or float16.
         aux_dtype: dtype of aux; that of the result by default.
         accumulate: add to out.
@@ -164,23 +169,22 @@ def gemm(
 
     Raises:
         TypeError, ValueError: whatever does not fit, before anything runs.
+        RuntimeError: out requires grad while autograd records.
 
     Gradients do not flow through this function.
     """
-    for name, tensor in (("A", A), ("B", B)):
-        if not isinstance(tensor, MXTensor):
-            raise TypeError(
-                f"{name} must be an MXTensor, got {type(tensor).__name__}; use te_mx.quantize"
-            )
     a, b = _layout.operands(A, B, layout)
     n, m, device = b.rows, a.rows, a.codes.device
     epilogue = _epilogue.resolve(n, m, device, bias, gelu, gelu_in, grad, accumulate)
-    _epilogue.check_out(out, n, m, device, out_dtype, accumulate, gelu_in)
+    read = {
+        "bias": epilogue.bias, "gelu_in": epilogue.gelu_in, "the codes of A": a.codes,
+        "the scales of A": a.scales, "the codes of B": b.codes, "the scales of B": b.scales,
+    }  # fmt: skip
+    _epilogue.check_out(out, n, m, device, out_dtype, accumulate, read.items())
     if aux_dtype is not None:
         _epilogue.check_dtype(aux_dtype, "aux_dtype")
     check_precision(precision, alignment_spread)
-    if type(split_k) is not bool:
-        raise TypeError(f"split_k must be a bool, got {split_k!r}")
+    check_flag("split_k", split_k)
     form = ops.Mode(precision, alignment_spread)
     if device.type in ("cpu", "cuda") and not torch.compiler.is_compiling():
         kernel = envelopes.select_for(envelopes.problem(device, n, m, a.k, precision))

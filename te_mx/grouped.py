@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from te_mx import context
+from te_mx.arguments import shown
 from te_mx.autograd import grouped as autograd
 from te_mx.autograd.grouped_operands import Groups, Packing
 from te_mx.autograd.linear import mode_of
 from te_mx.backends.base import FLOAT_DTYPES
 from te_mx.backends.grouped import INDEX_DTYPES, host_bounds, known_to_host
+from te_mx.engine.written import check_written
 from te_mx.nn.linear import output_dtype
 from te_mx.ops import Operand
 from te_mx.ops.grouped_quantize import quantize_grouped
@@ -128,7 +130,6 @@ def _indexed(inp: Tensor, index: Tensor, groups: int, run: Any) -> Tensor:
     return run(inp.index_select(0, order), Groups(offs)).index_select(0, back)
 
 
-@torch.no_grad()
 def grouped_wgrad(
     grad: Tensor,
     inp: Tensor,
@@ -146,8 +147,9 @@ def grouped_wgrad(
         grad: [R, N], quantized in the recipe's backward format.
         inp: [R, K], quantized in its forward format.
         offs: end offsets int [G]; rows behind the last belong to no group.
-        out: contiguous [G, N, K], written in place; its dtype replaces out_dtype.
-        out_dtype: that of inp by default.
+        out: contiguous [G, N, K], written in place. It shares no memory with grad and inp, and
+            while autograd records it does not require grad.
+        out_dtype: that of out, else that of inp by default.
         accumulate: add to out.
         recipe: None means the active recipe, or the default one outside of te_mx.autocast.
 
@@ -174,7 +176,21 @@ def grouped_wgrad(
             f"grouped_wgrad: out must be contiguous {shape}, got {tuple(out.shape)} with strides "
             f"{out.stride()}"
         )
+    if out is not None:
+        if out_dtype not in (None, out.dtype):
+            raise ValueError(
+                f"grouped_wgrad: out is {out.dtype} but out_dtype is {shown(out_dtype)}; leave "
+                "out_dtype away"
+            )
+        check_written(out, "out", (("grad", grad), ("inp", inp), ("offs", offs)))
+    with torch.no_grad():
+        return _wgrad(grad, inp, offs, out, out_dtype or inp.dtype, accumulate, settings)
 
+
+def _wgrad(
+    grad: Tensor, inp: Tensor, offs: Tensor, out: Tensor | None, out_dtype: torch.dtype,
+    accumulate: bool, settings: Settings,
+) -> Tensor:  # fmt: skip
     packing = Packing.of(inp, offs, grad, settings)
 
     def columns(x: Tensor, fmt: str) -> Operand:
@@ -186,8 +202,8 @@ def grouped_wgrad(
 
     a, b = columns(inp, settings.fwd_fmt), columns(grad, settings.bwd_fmt)
     return gemm_k(
-        a, b, packing.offs, out=out, out_dtype=out_dtype or inp.dtype, accumulate=accumulate,
-        rows=len(inp), mode=mode_of(settings),
+        a, b, packing.offs, out=out, out_dtype=out_dtype, accumulate=accumulate, rows=len(inp),
+        mode=mode_of(settings),
     )  # fmt: skip
 
 

@@ -10,6 +10,8 @@ import dataclasses
 from enum import Enum
 from typing import Any, NamedTuple
 
+from te_mx.arguments import check_flag, is_one_of, shown
+
 SCALE_RULES = ("rceil", "floor")
 PRECISIONS = ("adaptive", "exact")
 MAX_SPREAD = 8
@@ -126,7 +128,7 @@ class MXFP8BlockScaling:
         if not isinstance(self.fp8_format, Format):
             raise TypeError(
                 "MXFP8BlockScaling.fp8_format must be a te_mx.recipe.Format, got "
-                f"{self.fp8_format!r}; use Format.E4M3 or Format.HYBRID"
+                f"{shown(self.fp8_format)}; use Format.E4M3 or Format.HYBRID"
             )
         if self.fp8_format is Format.E5M2:
             raise ValueError(
@@ -134,31 +136,29 @@ class MXFP8BlockScaling:
                 "need the mantissa of E4M3; use Format.E4M3, or Format.HYBRID for gradients in "
                 "E5M2"
             )
-        if self.scale_rule not in SCALE_RULES:
+        if not is_one_of(self.scale_rule, SCALE_RULES):
             raise ValueError(
                 "MXFP8BlockScaling.scale_rule must be one of "
-                f"{', '.join(map(repr, SCALE_RULES))}, got {self.scale_rule!r}"
+                f"{', '.join(map(repr, SCALE_RULES))}, got {shown(self.scale_rule)}"
             )
         check_precision(self.precision, self.alignment_spread, "MXFP8BlockScaling.")
-        if self.backward_override not in BACKWARD_OVERRIDES:
+        if not is_one_of(self.backward_override, BACKWARD_OVERRIDES):
             raise ValueError(
                 "MXFP8BlockScaling.backward_override must be None, 'high_precision' or "
-                f"'dequantized', got {self.backward_override!r}"
+                f"'dequantized', got {shown(self.backward_override)}"
             )
         for name in ("wgrad_with_hp", "one_copy_weights", "split_k"):
-            if type(getattr(self, name)) is not bool:
-                raise TypeError(
-                    f"MXFP8BlockScaling.{name} must be a bool, got {getattr(self, name)!r}"
-                )
+            check_flag(f"MXFP8BlockScaling.{name}", getattr(self, name))
         if self.wgrad_with_hp and self.backward_override is not None:
             raise ValueError(
                 f"MXFP8BlockScaling.backward_override={self.backward_override!r} already says how "
                 "wgrad runs; leave wgrad_with_hp away"
             )
         for name, plain, remedy in _ONLY_DEFAULT:
-            if getattr(self, name) != plain:
+            value = getattr(self, name)
+            if type(value) is not type(plain) or value != plain:
                 raise NotImplementedError(
-                    f"MXFP8BlockScaling.{name}={getattr(self, name)!r} is not supported, only "
+                    f"MXFP8BlockScaling.{name}={shown(value)} is not supported, only "
                     f"{plain!r}: {remedy}"
                 )
 
@@ -184,12 +184,13 @@ class MXFP8BlockScaling:
 
 def check_precision(precision: str, alignment_spread: int, owner: str = "") -> None:
     """Raise ValueError or TypeError unless both are values that mean something."""
-    if precision not in PRECISIONS:
+    if not is_one_of(precision, PRECISIONS):
         raise ValueError(
-            f"{owner}precision must be one of {', '.join(map(repr, PRECISIONS))}, got {precision!r}"
+            f"{owner}precision must be one of {', '.join(map(repr, PRECISIONS))}, got "
+            f"{shown(precision)}"
         )
     if type(alignment_spread) is not int:
-        raise TypeError(f"{owner}alignment_spread must be an int, got {alignment_spread!r}")
+        raise TypeError(f"{owner}alignment_spread must be an int, got {shown(alignment_spread)}")
     if not 0 <= alignment_spread <= MAX_SPREAD:
         raise ValueError(
             f"{owner}alignment_spread must be 0 to {MAX_SPREAD} (powers of two that neighbouring "
@@ -205,6 +206,8 @@ _ONLY_DEFAULT: tuple[tuple[str, Any, str], ...] = (
 )
 
 _DEFAULT = MXFP8BlockScaling()
+# A constant, because Dynamo does not trace dataclasses.fields of a class.
+_FIELDS = tuple(field.name for field in dataclasses.fields(MXFP8BlockScaling))
 
 
 def get_default_recipe() -> MXFP8BlockScaling:
@@ -232,7 +235,7 @@ def resolve_recipe(recipe: Any) -> MXFP8BlockScaling:
     hint = " (pass an instance: MXFP8BlockScaling())" if isinstance(recipe, type) else ""
     raise TypeError(
         "recipe must be a te_mx.recipe.MXFP8BlockScaling, Transformer Engine's, or None, got "
-        f"{recipe!r} of type {type(recipe).__name__}{hint}"
+        f"{shown(recipe)} of type {type(recipe).__name__}{hint}"
     )
 
 
@@ -260,15 +263,14 @@ def _translated(recipe: Any) -> MXFP8BlockScaling:
             f"the recipe {kind} of Transformer Engine is not supported: te_mx runs MXFP8 only; "
             "use MXFP8BlockScaling() of Transformer Engine or of te_mx"
         )
-    ours = {field.name for field in dataclasses.fields(MXFP8BlockScaling)}
     given: dict[str, Any] = {}
     for field in dataclasses.fields(recipe):
         value = getattr(recipe, field.name)
-        if field.name in ours:
+        if field.name in _FIELDS:
             given[field.name] = value
         elif value != field.default:  # a newer Transformer Engine: its meaning is not known here
             raise NotImplementedError(
-                f"{kind}.{field.name}={value!r} of Transformer Engine is not supported, only "
+                f"{kind}.{field.name}={shown(value)} of Transformer Engine is not supported, only "
                 f"{field.default!r}"
             )
     return MXFP8BlockScaling(**given)
@@ -283,4 +285,5 @@ def is_mxfp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
     Returns:
         True, or ``(True, "")`` with ``return_reason=True`` (Transformer Engine's signature).
     """
+    check_flag("return_reason", return_reason)
     return (True, "") if return_reason else True

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from te_mx import ops
-from te_mx.backends.base import FORMATS
+from te_mx.arguments import as_device, check_flag, check_size, is_one_of, shown
+from te_mx.backends.base import FLOAT_DTYPES, FORMATS
 from te_mx.engine import streams
 from te_mx.engine.parts import check_copy
 
@@ -71,9 +72,12 @@ class MXTensor:
         columnwise_scale: Tensor | None = None,
         columnwise_transposed: bool = False,
     ) -> None:
-        if fmt not in FORMATS:
-            raise ValueError(f'fmt must be "e4m3" or "e5m2", got {fmt!r}')
-        shape = torch.Size(shape)
+        if not is_one_of(fmt, FORMATS):
+            raise ValueError(f'fmt must be "e4m3" or "e5m2", got {shown(fmt)}')
+        check_flag("columnwise_transposed", columnwise_transposed)
+        if isinstance(shape, str | Tensor) or not isinstance(shape, Sequence):
+            raise TypeError(f"shape must be a sequence of ints, got {shown(shape)}")
+        shape = torch.Size([check_size("a dimension of shape", size) for size in shape])
         if len(shape) == 0:
             raise ValueError("shape must have one dimension or more, got []")
         rows, cols = math.prod(shape[:-1]), shape[-1]
@@ -88,7 +92,7 @@ class MXTensor:
                 f"rowwise_data is on {row[0].device} and columnwise_data on {col[0].device}; "
                 "move them to one device"
             )
-        self._fill(shape, fmt, *row, *col, bool(columnwise_transposed) and col[0] is not None)
+        self._fill(shape, fmt, *row, *col, columnwise_transposed and col[0] is not None)
 
     def _fill(
         self, shape: torch.Size, fmt: str, row_codes: Tensor | None, row_scales: Tensor | None,
@@ -193,10 +197,13 @@ class MXTensor:
                 subnormal.
 
         Raises:
+            TypeError: another dtype.
             ValueError: the copy does not exist, or the usage is unknown.
         """
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-            raise TypeError(f"dtype must be float32, bfloat16, float16 or float64, got {dtype}")
+        if not isinstance(dtype, torch.dtype) or dtype not in (*FLOAT_DTYPES, torch.float64):
+            raise TypeError(
+                f"dtype must be float32, bfloat16, float16 or float64, got {shown(dtype)}"
+            )
         operand = self.operand(usage)
         if operand is None:
             other = "columnwise" if usage == "rowwise" else "rowwise"
@@ -214,13 +221,13 @@ class MXTensor:
 
         The rowwise copy is logical [rows, k = cols], the columnwise one [cols, k = rows].
         """
+        if not is_one_of(usage, ("rowwise", "columnwise")):
+            raise ValueError(f'usage must be "rowwise" or "columnwise", got {shown(usage)}')
         if usage == "rowwise":
             codes, scales, order = self._row_codes, self._row_scales, "k_last"
-        elif usage == "columnwise":
+        else:
             codes, scales = self._col_codes, self._col_scales
             order = "k_last" if self._col_transposed else "k_first"
-        else:
-            raise ValueError(f'usage must be "rowwise" or "columnwise", got {usage!r}')
         if codes is None or scales is None:
             return None
         return ops.Operand(codes, scales, self._fmt, order)
@@ -261,7 +268,8 @@ class MXTensor:
         """This tensor on another device; itself when it is there already."""
         if isinstance(device, torch.dtype):
             raise TypeError(f"MXTensor.to moves between devices; dequantize({device}) gives values")
-        device = torch.device(device)
+        device = as_device("device", device)
+        check_flag("non_blocking", non_blocking)
         mine = self.device
         if device.type == mine.type and device.index in (None, mine.index):
             return self

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 
 import pytest
+import torch
 
 import te_mx
 from te_mx.context import current_recipe, current_settings
@@ -112,11 +114,18 @@ def test_decorating_a_generator_is_refused():
             yield 1
 
 
-def test_transformer_engine_alias():
-    with te_mx.fp8_autocast(enabled=True, fp8_recipe=HYBRID):
-        assert current_recipe() is HYBRID
-        with te_mx.fp8_autocast(False):
-            assert current_recipe() is None
+@pytest.mark.parametrize("what", [None, 3, torch.ones(2), te_mx.Linear], ids=str)
+def test_decorating_what_is_no_function_is_refused(what):
+    with pytest.raises(TypeError, match="autocast decorates functions, got"):
+        te_mx.autocast()(what)
+
+
+def test_decorating_a_partial_generator_is_refused():
+    def generate(value):
+        yield value
+
+    with pytest.raises(TypeError, match="generator function partial"):
+        te_mx.autocast()(functools.partial(generate, 1))
 
 
 def test_errors_name_argument_and_remedy():
@@ -124,6 +133,8 @@ def test_errors_name_argument_and_remedy():
         te_mx.autocast(MXFP8BlockScaling())
     with pytest.raises(TypeError, match="recipe must be"):
         te_mx.autocast(recipe="mxfp8")
+    with pytest.raises(TypeError, match="recipe must be"):
+        te_mx.autocast(True, "mxfp8")
 
 
 def test_repr():

@@ -11,7 +11,7 @@ import torch
 
 import te_mx
 from te_mx.backends import cpu, cpu_memory
-from te_mx.backends.cpu_memory import LEAST, Pool
+from te_mx.backends.cpu_memory import LEAST, Block, Pool
 
 UNIT = LEAST // 4
 BYTE = torch.uint8
@@ -28,7 +28,7 @@ def test_a_block_serves_again_when_its_storage_is_gone(dtype):
     pool, shape = Pool(), (3, 5, UNIT)
     first = pool.empty(shape, dtype)
     assert first.shape == shape and first.dtype == dtype and first.is_contiguous()
-    assert first.data_ptr() % 4096 == 0 and not first._is_view()
+    assert first.data_ptr() % 64 == 0 and not first._is_view()
     address, view = first.data_ptr(), first[1].flatten()
     first.fill_(3)
     del first
@@ -45,7 +45,7 @@ def test_memory_is_bounded_by_what_was_used_at_one_time():
     pool = Pool()
     for units in (4, 64, 8, 32, 16, 6, 128, 48, 5):
         made = pool.empty((units * UNIT,), BYTE)
-        assert pool.used_bytes + pool.idle_bytes <= pool.peak_bytes * 5 // 4
+        assert pool.used_bytes + pool.idle_bytes <= pool.peak_bytes * 3 // 2
         del made
     held = [pool.empty((8 * UNIT,), BYTE) for _ in range(40)]
     assert len({t.data_ptr() for t in held}) == 40
@@ -53,17 +53,95 @@ def test_memory_is_bounded_by_what_was_used_at_one_time():
     held.clear()
     for units in (12, 20, 40):
         pool.empty((units * UNIT,), BYTE)
-        assert pool.used_bytes + pool.idle_bytes <= pool.peak_bytes * 5 // 4
+        assert pool.used_bytes + pool.idle_bytes <= pool.peak_bytes * 3 // 2
     pool.reset()
     assert pool.idle_bytes == pool.used_bytes == pool.peak_bytes == 0
 
 
-def test_a_block_is_not_wasted_on_much_less():
+def test_a_block_serves_tensors_of_its_size():
+    """A storage that is larger than its tensor would be saved and sent as a whole."""
     pool = Pool()
     large = pool.empty((64 * UNIT,), BYTE).data_ptr()
-    small = pool.empty((8 * UNIT,), BYTE)
-    assert small.data_ptr() != large
-    assert pool.empty((48 * UNIT,), BYTE).data_ptr() == large
+    small = pool.empty((48 * UNIT,), BYTE)
+    assert small.data_ptr() != large and small.untyped_storage().nbytes() == small.nbytes
+    assert pool.empty((8, 4 * UNIT), torch.bfloat16).data_ptr() == large
+
+
+def test_the_longest_idle_goes_first():
+    pool = Pool()
+    held = [pool.empty((units * UNIT,), BYTE) for units in (4, 8, 12)]
+    for _ in range(2):
+        del held[0]
+        pool.empty((16 * UNIT,), BYTE)  # finds what is idle by now
+    held.clear()
+    # At most 54 beside 36 that were used at one time: 4, 8 and 12 go, 16 stays.
+    large = pool.empty((32 * UNIT,), BYTE)
+    assert (pool.peak_bytes, pool.idle_bytes) == (36 * UNIT, 16 * UNIT)
+    assert large.numel() == pool.used_bytes
+
+
+def test_tensors_are_resized_as_those_of_torch():
+    pool = Pool()
+    made = pool.empty((3, UNIT), torch.float32).fill_(3)
+    held = made.untyped_storage()
+    resizable, nbytes = held.resizable(), held.nbytes()  # a failed assert would print the storage
+    assert resizable and nbytes == 12 * UNIT
+    made.resize_(5, UNIT)
+    assert held.nbytes() == 20 * UNIT and bool((made[:3] == 3).all())
+    held.resize_(0)
+    assert made.untyped_storage().nbytes() == 0
+    made.set_(torch.ones(2))
+    assert made.tolist() == [1, 1]
+    del made, held
+    pool.empty((3, UNIT), torch.float32)  # what was resized does not come back
+    assert pool.used_bytes == 12 * UNIT and pool.idle_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "refer",
+    [
+        lambda made: made[5:],
+        lambda made: made.numpy(),
+        lambda made: made.untyped_storage(),
+        lambda made: made.detach(),
+        lambda made: memoryview(made.numpy()),
+        lambda made: torch.utils.dlpack.to_dlpack(made),
+        lambda made: (made.view(torch.float32).requires_grad_().square()).grad_fn,
+    ],
+)
+def test_whatever_refers_to_memory_keeps_it(refer):
+    pool = Pool()
+    made = pool.empty((LEAST,), BYTE).fill_(7)
+    address = made.data_ptr()
+    held = refer(made)
+    del made
+    other = pool.empty((LEAST,), BYTE)
+    assert other.data_ptr() != address
+    del held, other
+    gc.collect()
+    assert address in [pool.empty((LEAST,), BYTE).data_ptr() for _ in range(2)]
+
+
+def test_results_may_be_out_of_later_calls():
+    """torch resizes an out= of another shape."""
+    layer = te_mx.Linear(64, 2048)
+    with torch.no_grad(), te_mx.autocast():
+        y = layer(torch.randn(2048, 64))
+    a, b = torch.randn(2100, 8), torch.randn(8, 2048)
+    y.resize_(0)
+    assert torch.equal(torch.mm(a, b, out=y), a @ b)
+    with torch.no_grad(), te_mx.autocast():
+        y = layer(torch.randn(2048, 64))
+    assert torch.equal(y.share_memory_(), y.clone()) and y.is_shared()
+
+
+def test_without_counts_of_references_torch_allocates(monkeypatch):
+    assert cpu_memory.idle_is_known()
+    monkeypatch.setattr(Block, "is_idle", lambda self: True)
+    assert not cpu_memory.idle_is_known.__wrapped__()
+    monkeypatch.setattr(cpu_memory, "idle_is_known", lambda: False)
+    pool = Pool()
+    assert pool.empty((LEAST,), BYTE).numel() == LEAST and not pool.peak_bytes
 
 
 def test_threads_get_blocks_of_their_own():

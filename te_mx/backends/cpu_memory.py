@@ -2,102 +2,172 @@
 
 A C library gives blocks of tens of megabytes back to the system as soon as they are free, and the
 next one comes with fresh pages again. Touching those costs several times what writing the codes of
-a weight costs. So large results lie in blocks of our own:
+a weight costs. So large results lie in blocks that are kept:
 
-- A block belongs to the storage of a tensor. It is idle when that storage is gone, whoever held it
-  last, and only then serves another.
-- Idle and used blocks together take at most a quarter more than was used at one time. What is kept
-  is what the process needed before; te_mx.workspace.reset() gives it back.
+- A block is a storage of torch with exactly the bytes of its tensor, so that a result behaves as
+  any tensor: it can be resized, shared and saved. (A storage around foreign memory cannot.) The
+  pool holds one reference; a block is idle while there is no other, and only then its memory serves
+  another tensor, in a storage of its own.
+- Idle and used blocks together take at most a half more than was used at one time. What is kept is
+  what the process needed before; te_mx.workspace.reset() gives it back.
 - Small results, and those of every other device, come from torch's allocator.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
+import sys
 import threading
-import weakref
-from collections import deque
+from collections.abc import Callable
+from functools import cache
 from math import prod
 
 import torch
 from torch import Tensor
 
 LEAST = 16 << 20  # smaller ones the C library reuses well
-_STEP = 2 << 20  # sizes are whole huge pages, so that a block fits several shapes
+_MOST_KEPT = 1.5  # times what was used at one time
+
+
+class Block:
+    """A storage with the bytes and the address that it was made with."""
+
+    __slots__ = ("address", "nbytes", "storage")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.storage = storage
+        self.nbytes = storage.nbytes()
+        self.address = storage.data_ptr()
+
+    def is_idle(self) -> bool:
+        """Whether nobody else refers to the storage, no tensor and no variable of Python."""
+        storage = self.storage
+        # Python's references: the slot, the variable, the argument.
+        return torch._C._storage_Use_Count(storage._cdata) == 1 and sys.getrefcount(storage) == 3
+
+    def is_whole(self) -> bool:
+        """Whether its memory is still there: a storage can be resized, and move elsewhere."""
+        return self.storage.nbytes() == self.nbytes and self.storage.data_ptr() == self.address
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """All of it as a tensor."""
+        # set_ and not a view, because views returned by autograd functions cannot change in place.
+        made = torch.empty(0, dtype=dtype, device="cpu")
+        return made.set_(self.storage, 0, shape)  # type: ignore[call-overload]
+
+    def moved(self) -> Block:
+        """The same memory in a storage that nobody has seen, where torch can do that (2.12)."""
+        if not hasattr(self.storage, "_swap_data_ptr_"):
+            return self
+        storage = torch.UntypedStorage(0, device="cpu")
+        storage._swap_data_ptr_(self.storage)
+        return Block(storage)
 
 
 class Pool:
-    """Blocks of memory for tensors: `idle_bytes`, `used_bytes`, and the most that was ever used."""
+    """Blocks of memory for tensors: `idle_bytes` and `used_bytes` as the last call found them, and
+    the most that was ever used."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._idle: list[mmap.mmap] = []  # the longest idle first
-        # Storages may die anywhere, inside of `_take` too: what they give back waits here.
-        self._returned: deque[mmap.mmap] = deque()
+        self._blocks: list[Block] = []  # the longest idle first
         self.idle_bytes = self.used_bytes = self.peak_bytes = 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A contiguous CPU tensor of undefined values."""
         nbytes = prod(shape) * dtype.itemsize
-        if nbytes < LEAST:
-            return torch.empty(shape, dtype=dtype)
-        block = self._take(nbytes)
-        # The storage keeps the memoryview alive, and nothing else does.
-        view = memoryview(block)
-        weakref.finalize(view, self._returned.append, block).atexit = False
-        storage = torch.frombuffer(view, dtype=torch.uint8, count=nbytes).untyped_storage()
-        # set_ and not a view, because views returned by autograd functions cannot change in place.
-        return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload]
+        if nbytes < LEAST or not idle_is_known():
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        return self._take(nbytes).tensor(shape, dtype)
 
     def empty_like(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """The same in the shape of a contiguous tensor."""
         return self.empty(tuple(tensor.shape), dtype)
 
-    def _take(self, nbytes: int) -> mmap.mmap:
-        size = -(-nbytes // _STEP) * _STEP
+    def _take(self, nbytes: int) -> Block:
         with self._lock:
-            self._collect()
-            fits = [block for block in self._idle if size <= len(block) <= 2 * size]
-            if fits:
-                block = min(fits, key=len)
-                self._idle.remove(block)
-                self.idle_bytes -= len(block)
+            idle = self._find_idle()
+            found = next((block for block in idle if block.nbytes == nbytes), None)
+            if found is None:
+                block = _fresh(nbytes)
             else:
-                block = _fresh(size)
-            self.used_bytes += len(block)
+                self._drop(found, idle)
+                block = found.moved()
+            self._blocks.append(block)
+            self.used_bytes += nbytes
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-            while self._idle and self.used_bytes + self.idle_bytes > self.peak_bytes * 5 // 4:
-                self.idle_bytes -= len(self._idle.pop(0))  # the system has it back here
+            while idle and self.used_bytes + self.idle_bytes > self.peak_bytes * _MOST_KEPT:
+                self._drop(idle[0], idle)  # the system has it back here
         return block
 
-    def _collect(self) -> None:
-        while self._returned:
-            block = self._returned.popleft()
-            self.used_bytes -= len(block)
-            self.idle_bytes += len(block)
-            self._idle.append(block)
+    def _find_idle(self) -> list[Block]:
+        """The idle blocks, the longest idle first; what has lost its memory is forgotten."""
+        used, idle = [], []
+        for block in self._blocks:
+            if not block.is_idle():
+                used.append(block)
+            elif block.is_whole():
+                idle.append(block)
+        self._blocks = idle + used
+        self.idle_bytes = sum(block.nbytes for block in idle)
+        self.used_bytes = sum(block.nbytes for block in used)
+        return idle
+
+    def _drop(self, block: Block, idle: list[Block]) -> None:
+        self._blocks.remove(block)
+        idle.remove(block)
+        self.idle_bytes -= block.nbytes
 
     def reset(self) -> None:
         """Give idle blocks back to the system, and forget the most that was used."""
         with self._lock:
-            self._collect()
-            self._idle.clear()
-            self.idle_bytes, self.peak_bytes = 0, self.used_bytes
+            idle = self._find_idle()
+            while idle:
+                self._drop(idle[0], idle)
+            self.peak_bytes = self.used_bytes
 
     def after_fork(self) -> None:
         """For the child: another thread may have held the lock."""
         self._lock = threading.Lock()
 
 
-def _fresh(size: int) -> mmap.mmap:
-    if not hasattr(mmap, "MAP_PRIVATE"):
-        return mmap.mmap(-1, size)
-    block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+@cache
+def idle_is_known() -> bool:
+    """Whether this torch and this Python count references as `Block.is_idle` reads them. Without
+    that nothing is used again."""
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        return False
+    block = Block(torch.UntypedStorage(64, device="cpu"))
+    referring: tuple[Callable[[], object], ...] = (
+        lambda: block.storage,
+        lambda: block.tensor((64,), torch.uint8),
+        lambda: block.tensor((64,), torch.uint8)[1:],
+        lambda: block.tensor((64,), torch.uint8).numpy(),
+        lambda: block.tensor((64,), torch.uint8).untyped_storage(),
+    )
+    known = block.is_idle()
+    for refer in referring:
+        held = refer()
+        known = known and not block.is_idle()
+        del held
+        known = known and block.is_idle()
+    return known
+
+
+def _fresh(nbytes: int) -> Block:
+    """New memory, in huge pages where the system has them."""
+    block = Block(torch.UntypedStorage(nbytes, device="cpu"))
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a system without
-            block.madvise(mmap.MADV_HUGEPAGE)
+        page = mmap.PAGESIZE
+        first = -(-block.address // page) * page
+        length = (block.address + nbytes - first) // page * page
+        with contextlib.suppress(OSError, AttributeError):  # a system without
+            ctypes.CDLL(None).madvise(
+                ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE
+            )
     return block
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
+from te_mx.arguments import check_dense, check_flag, is_one_of, shown
 from te_mx.backends.base import FLOAT_DTYPES, GELUS, Epilogue
+from te_mx.engine.written import check_written
 
 _DTYPES = "float32, bfloat16 or float16"
 
 
 def check_dtype(dtype: torch.dtype, name: str) -> None:
     """Raise TypeError unless dtype is one that kernels write."""
-    if dtype not in FLOAT_DTYPES:
-        raise TypeError(f"{name} must be {_DTYPES}, got {dtype}")
+    if not isinstance(dtype, torch.dtype) or dtype not in FLOAT_DTYPES:
+        raise TypeError(f"{name} must be {_DTYPES}, got {shown(dtype)}")
 
 
 def resolve(
@@ -27,8 +31,10 @@ def resolve(
     with the derivative (gelu names the form, "tanh" by default), bias asks for the bias gradient:
     with gelu_in the column sums of D [m] ("result"), else the sums of B over k [n] ("operand").
     """
-    if gelu is not None and gelu not in GELUS:
-        raise ValueError(f'gelu must be None, "tanh" or "erf", got {gelu!r}')
+    check_flag("grad", grad)
+    check_flag("accumulate", accumulate)
+    if gelu is not None and not is_one_of(gelu, GELUS):
+        raise ValueError(f'gelu must be None, "tanh" or "erf", got {shown(gelu)}')
     if not grad:
         if gelu_in is not None:
             raise ValueError("gelu_in is for the backward pass; pass grad=True with it")
@@ -39,6 +45,7 @@ def resolve(
             )
         if bias is not None:
             check_tensor(bias, "bias", (m,), device, "one value for every row of A")
+            bias = bias.resolve_neg()
         return Epilogue(bias, gelu, None, None, accumulate)
     if gelu is not None and gelu_in is None:
         raise ValueError(
@@ -46,6 +53,7 @@ def resolve(
         )
     if gelu_in is not None:
         check_tensor(gelu_in, "gelu_in", (n, m), device, "the shape of the result")
+        gelu_in = gelu_in.resolve_neg()
         gelu = gelu or "tanh"
     kind = None
     if bias is not None and bias is not False:
@@ -63,6 +71,7 @@ def check_tensor(
     """Raise unless tensor is a floating tensor of a shape on a device."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor of shape {shape}, got {type(tensor).__name__}")
+    check_dense(name, tensor)
     check_dtype(tensor.dtype, f"the dtype of {name}")
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} must have shape {shape} ({reason}), got {tuple(tensor.shape)}")
@@ -74,9 +83,9 @@ def check_tensor(
 
 def check_out(
     out: Tensor | None, n: int, m: int, device: torch.device, out_dtype: torch.dtype,
-    accumulate: bool, gelu_in: Tensor | None,
+    accumulate: bool, read: Iterable[tuple[str, Tensor | None]],
 ) -> None:  # fmt: skip
-    """Raise unless out can take D [n, m] in place."""
+    """Raise unless out can take D [n, m] in place, while the tensors of `read` are read."""
     if out is None:
         check_dtype(out_dtype, "out_dtype")
         if accumulate:
@@ -88,12 +97,7 @@ def check_out(
             f"out must be contiguous, got strides {out.stride()}; pass a contiguous tensor and copy"
         )
     if out_dtype not in (torch.bfloat16, out.dtype):  # bfloat16 is the default: nothing was asked
-        raise ValueError(f"out is {out.dtype} but out_dtype is {out_dtype}; leave out_dtype away")
-    if gelu_in is not None and out.numel() and _overlap(out, gelu_in):
-        raise ValueError("out and gelu_in share memory; pass another out")
-
-
-def _overlap(x: Tensor, y: Tensor) -> bool:
-    x_end = x.data_ptr() + x.numel() * x.element_size()
-    y_end = y.data_ptr() + y.untyped_storage().nbytes() - y.storage_offset() * y.element_size()
-    return x.data_ptr() < y_end and y.data_ptr() < x_end
+        raise ValueError(
+            f"out is {out.dtype} but out_dtype is {shown(out_dtype)}; leave out_dtype away"
+        )
+    check_written(out, "out", read)

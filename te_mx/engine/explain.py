@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
+from te_mx.arguments import as_device, check_flag, check_size, shown
 from te_mx.backends import cpu, sm90, sm90_layout
 from te_mx.backends.base import Operand
 from te_mx.engine import envelopes, layout
 from te_mx.engine import split_k as _split_k
+from te_mx.recipe import check_precision
 
 # Kernel that the last GEMM with a tag ran on; `te_mx.audit` reads it. One entry a tag, written
 # without a lock.
@@ -88,8 +90,12 @@ def explain(
 
     Raises:
         ValueError: neither two tensors nor three sizes, or an unknown layout, or operands that do
-            not fit.
+            not fit, or an argument that means nothing.
+        TypeError: an argument of the wrong type.
     """
+    check_precision(precision, alignment_spread)
+    check_flag("split_k", split_k)
+    check_flag("classes", classes)
     problem, sides = _problem(A, B, layout, m, n, k, device, precision)
     counted = ""
     if classes:
@@ -141,17 +147,26 @@ def _problem(
     A: Any, B: Any, name: str, m: int | None, n: int | None, k: int | None, device: Any,
     precision: str,
 ) -> tuple[envelopes.Problem, dict[str, Operand]]:  # fmt: skip
-    if A is not None and B is not None:
+    sizes = {"m": m, "n": n, "k": k}
+    given = [size for size in sizes.values() if size is not None]
+    if A is not None and B is not None and not given and device is None:
         a, b = layout.operands(A, B, name)
         made = envelopes.problem(a.codes.device, b.rows, a.rows, a.k, precision)
         return made, {"A": a, "B": b}
-    if A is not None or B is not None or m is None or n is None or k is None:
+    if A is not None or B is not None or len(given) < 3:
         raise ValueError(
-            "explain needs two MXTensors (A and B) or three sizes (m, n and k), got "
-            f"A={A is not None}, B={B is not None}, m={m}, n={n}, k={k}"
+            "explain needs two MXTensors (A and B) or three sizes (m, n and k, perhaps a device), "
+            f"got A={A is not None}, B={B is not None}, m={shown(m)}, n={shown(n)}, k={shown(k)}, "
+            f"device={shown(device)}"
         )
     layout.check_layout(name)
-    where = torch.device("cpu" if device is None else device)
+    where = as_device("device", "cpu" if device is None else device)
+    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device={where} is not here: torch finds {torch.cuda.device_count()} CUDA "
+            'devices; pass another one, or device="cpu"'
+        )
+    m, n, k = (check_size(*item) for item in sizes.items())
     return envelopes.problem(where, n, m, k, precision), {}
 
 

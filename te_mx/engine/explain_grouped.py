@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from torch import Tensor
 
+from te_mx.arguments import as_device, check_size, shown
 from te_mx.backends import cpu, sm90
+from te_mx.backends.grouped import INDEX_DTYPES
 from te_mx.engine import envelopes
 from te_mx.engine.explain import Explanation, explain
+from te_mx.recipe import MAX_SPREAD, check_precision
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class GroupedExplanation:
 
 
 def explain_grouped(
-    m_splits: Sequence[int],
+    m_splits: Sequence[int] | Tensor,
     *,
     in_features: int,
     out_features: int,
@@ -47,15 +50,19 @@ def explain_grouped(
     as many tokens; the names are joined by " + ".
 
     Args:
-        m_splits: rows of every group, as numbers.
+        m_splits: rows of every group, a sequence of ints or an int tensor [groups].
         in_features, out_features: of every group.
         device: the CPU by default.
         precision: as for `te_mx.gemm`; it matters on Hopper GPUs.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, or one that means nothing.
     """
-    where = torch.device("cpu" if device is None else device)
-    splits = [int(split) for split in m_splits]
-    if any(split < 0 for split in splits):
-        raise ValueError(f"m_splits must be 0 or more, got {splits}")
+    where = as_device("device", "cpu" if device is None else device)
+    in_features = check_size("in_features", in_features)
+    out_features = check_size("out_features", out_features)
+    check_precision(precision, MAX_SPREAD)
+    splits = _sizes(m_splits)
     sizes = {
         "few": max((s for s in splits if 0 < s <= envelopes.STREAM_MAX_ROWS), default=0),
         "many": max((s for s in splits if s > envelopes.STREAM_MAX_ROWS), default=0),
@@ -93,3 +100,17 @@ def explain_grouped(
     return GroupedExplanation(
         problem, names["fprop"], names["dgrad"], found.kernel, tuple(details), note
     )
+
+
+def _sizes(m_splits: Sequence[int] | Tensor) -> list[int]:
+    """m_splits as ints. Raises TypeError or ValueError for what they cannot be."""
+    if isinstance(m_splits, Tensor):
+        if m_splits.dtype not in INDEX_DTYPES or m_splits.dim() != 1 or m_splits.is_meta:
+            raise TypeError(
+                "m_splits must be a sequence of ints or an int32 or int64 tensor [groups], got "
+                f"{shown(m_splits)}"
+            )
+        m_splits = m_splits.tolist()
+    if isinstance(m_splits, str | bytes) or not isinstance(m_splits, Sequence):
+        raise TypeError(f"m_splits must be a sequence of ints, got {shown(m_splits)}")
+    return [check_size(f"m_splits[{i}]", split) for i, split in enumerate(m_splits)]

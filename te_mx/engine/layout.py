@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from te_mx.arguments import is_one_of, shown
 from te_mx.backends import sm90
 from te_mx.backends.base import PLAIN, Operand
 
@@ -28,17 +29,24 @@ USAGES = {
 
 def check_layout(layout: str) -> None:
     """Raise ValueError for anything but TN, NN and NT."""
-    if layout not in USAGES:
-        more = " (TT: swap the operands and transpose the result)" if layout == "TT" else ""
-        raise ValueError(f'layout must be "TN", "NN" or "NT", got {layout!r}{more}')
+    if not is_one_of(layout, USAGES):
+        tt = isinstance(layout, str) and layout == "TT"
+        more = " (TT: swap the operands and transpose the result)" if tt else ""
+        raise ValueError(f'layout must be "TN", "NN" or "NT", got {shown(layout)}{more}')
 
 
 def operands(A: Any, B: Any, layout: str) -> tuple[Operand, Operand]:
     """The two operands (logical A [m, k], B [n, k]) that a layout reads from two MXTensors.
 
-    Raises ValueError when a copy is missing, devices differ or the sizes of k differ.
+    Raises ValueError when a copy is missing, devices differ or the sizes of k differ, TypeError for
+    what is no MXTensor.
     """
     check_layout(layout)
+    for name, tensor in (("A", A), ("B", B)):
+        if not hasattr(tensor, "operand"):
+            raise TypeError(
+                f"{name} must be an MXTensor, got {type(tensor).__name__}; use te_mx.quantize"
+            )
     usage_a, usage_b = USAGES[layout]
     a = _operand(A, usage_a, "A", layout)
     b = _operand(B, usage_b, "B", layout)

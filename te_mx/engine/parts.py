@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from te_mx.arguments import check_dense
 from te_mx.backends.base import FORMATS, blocks
 
 
@@ -37,6 +38,7 @@ def check_copy(
 def _bytes(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, int]) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    check_dense(name, tensor)
     if tensor.dtype not in (torch.uint8, dtype):
         raise TypeError(
             f"{name} must be uint8 or {dtype}, got {tensor.dtype}; use .view(torch.uint8)"
@@ -44,4 +46,6 @@ def _bytes(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, int]
     if tuple(tensor.shape) != shape:
         why = "one scale for every 32 elements, unpadded" if "scale" in name else "flattened to 2-D"
         raise ValueError(f"{name} must have shape {shape} ({why}), got {tuple(tensor.shape)}")
+    if not torch.compiler.is_compiling() and tensor.is_neg():
+        raise ValueError(f"{name} is a negative view, whose bytes are not its codes; copy it")
     return tensor.detach().view(torch.uint8).contiguous()

@@ -28,6 +28,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from te_mx.arguments import as_device, check_size
 from te_mx.backends import cpu_memory
 from te_mx.engine import streams
 
@@ -146,18 +147,20 @@ def guarded() -> Iterator[None]:
 def reserve(device: torch.device | str, nbytes: int) -> None:
     """Make the calling thread's buffer (on CUDA: that of the current stream) at least nbytes bytes,
     so that later calls find it.
+
+    Raises:
+        TypeError, ValueError: what is no device, or no size.
     """
-    if nbytes < 0:
-        raise ValueError(f"nbytes must be 0 or more, got {nbytes}")
+    where, nbytes = as_device("device", device), check_size("nbytes", nbytes)
     if nbytes:
-        _slot(_with_index(device)).get(nbytes)
+        _slot(_with_index(where)).get(nbytes)
 
 
 def reset(device: torch.device | str | None = None) -> None:
     """Drop the buffers of every thread, on one device or on all, and on the CPU what is kept of
     large results that are gone. Running kernels keep theirs until they end.
     """
-    only = None if device is None else _with_index(device)
+    only = None if device is None else _with_index(as_device("device", device))
     for slot in _snapshot():
         if only is None or slot.device == only:
             slot.buffer = None
@@ -189,9 +192,8 @@ def _snapshot() -> list[Slot]:
         return list(_all_slots)
 
 
-def _with_index(device: torch.device | str) -> torch.device:
+def _with_index(device: torch.device) -> torch.device:
     """torch.device with its index, as tensors report it; the CPU has none."""
-    device = torch.device(device)
     if device.type == "cpu":
         return torch.device("cpu")
     return torch.empty(0, device=device).device if device.index is None else device

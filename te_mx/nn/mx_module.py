@@ -15,7 +15,7 @@ from te_mx import context
 from te_mx.autograd.linear import GEMMS
 from te_mx.autograd.operands import capturing
 from te_mx.autograd.wgrad import Queue, WeightGradient
-from te_mx.context import backward_pass_id, innermost, is_tracing
+from te_mx.context import active_region, backward_pass_id, is_tracing
 from te_mx.nn.delayed_wgrad import DelayedWgrad
 from te_mx.nn.frozen_state import load_codes, save_codes
 from te_mx.nn.frozen_weight import Freezable
@@ -75,7 +75,7 @@ class MXModule(Freezable, DelayedWgrad):
         the first forward is usually gone. So inside a backward pass only regions that were entered
         in this same pass count.
         """
-        region = innermost.get()
+        region = active_region()
         settings = None if region is None else region.settings
         running = backward_pass_id()
         if (

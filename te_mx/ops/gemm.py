@@ -14,6 +14,7 @@ from te_mx.backends import cpu, cpu_memory, reference, sm90, sm90_exact, sm90_la
 from te_mx.backends.base import Epilogue, GemmParts, Operand
 from te_mx.engine import envelopes, split_k, workspace
 from te_mx.engine.explain import LAST_RUN, warn_fallback
+from te_mx.engine.written import check_apart
 from te_mx.ops.library import define, is_direct
 
 
@@ -248,6 +249,8 @@ def _make_ops(run: Callable[..., GemmParts]) -> tuple[Callable[..., Any], Callab
         a, b, epilogue, mode = _read(args)
         out, accumulate, aux_dtype, tag = args[17:]
         epilogue = epilogue._replace(accumulate=accumulate)
+        if run is not _on_fake:  # te_mx.gemm cannot see addresses in code that is being compiled
+            check_apart(out, "out", (("bias", epilogue.bias), ("gelu_in", epilogue.gelu_in)))
         return _present(run(a, b, epilogue, out, aux_dtype, tag, mode))
 
     return gemm, gemm_out

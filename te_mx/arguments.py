@@ -1,0 +1,76 @@
+"""Checks of arguments that public functions share, and how their errors show a value."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from enum import Enum
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_SCALARS = (int, float, complex, str, bytes, type(None), type, Enum, torch.dtype, torch.device)
+_CONTAINERS = (list, tuple, set, frozenset, dict)
+_LONGEST = 60
+
+
+def shown(value: Any) -> str:
+    """A value as an error shows it: short, and of a tensor never the elements, for which the host
+    would wait for a GPU."""
+    if isinstance(value, Tensor):
+        # A nested tensor has no shape.
+        shape = "nested" if value.is_nested else str(tuple(value.shape))
+        return f"tensor {value.dtype} {shape} on {value.device}"
+    if type(value) in _CONTAINERS:
+        parts = [*value, *value.values()] if isinstance(value, dict) else value
+        if len(value) > _LONGEST or not all(isinstance(part, _SCALARS) for part in parts):
+            return f"{type(value).__name__} of {len(value)}"
+    elif not isinstance(value, _SCALARS):
+        return f"{type(value).__name__} object"
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def is_one_of(value: Any, words: Collection[Any]) -> bool:
+    """Whether a value of any type, also of one without a hash, is among strings or None."""
+    return (value is None or isinstance(value, str)) and value in words
+
+
+def check_dense(name: str, tensor: Tensor) -> None:
+    """Raise TypeError for sparse and nested tensors."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "a nested one" if tensor.is_nested else tensor.layout
+        raise TypeError(f"{name} must be a dense tensor, got {kind}; use {name}.to_dense()")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise TypeError unless a value is a bool."""
+    if type(value) is not bool:
+        raise TypeError(f"{name} must be a bool, got {shown(value)}")
+
+
+def check_size(name: str, value: Any, least: int = 0) -> int:
+    """A size as an int. Raises TypeError for what is no integer, ValueError below `least`."""
+    if type(value) is not int:
+        if isinstance(value, bool) or not isinstance(value, Integral):  # numpy's count
+            raise TypeError(f"{name} must be an int, got {shown(value)}")
+        value = int(value)
+    if value < least:
+        raise ValueError(f"{name} must be {least} or more, got {shown(value)}")
+    if value >= 1 << 63:
+        raise ValueError(f"{name} must be less than 2^63, got {shown(value)}")
+    return value
+
+
+def as_device(name: str, value: Any) -> torch.device:
+    """torch.device of what names one. Raises TypeError or ValueError for what does not."""
+    if isinstance(value, torch.device):
+        return value
+    expected = f'{name} must be a device such as "cpu" or "cuda:0", got {shown(value)}'
+    if not isinstance(value, str | int) or isinstance(value, bool):
+        raise TypeError(expected)
+    try:
+        return torch.device(value)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(expected) from error
