@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from te_mx import ops
+from te_mx.autograd import transforms
 from te_mx.backends.base import FLOAT_DTYPES, FORMATS, SCALE_RULES
 from te_mx.engine import envelopes
 from te_mx.engine import epilogue as _epilogue
@@ -91,6 +92,8 @@ def quantize(
             form = ops.gemm_form(x.device, "adaptive", 0).columnwise
         else:
             form = "transposed" if columnwise_transposed else "plain"
+    if transforms.active():
+        transforms.refuse("te_mx.quantize", (x,), transforms.FUNCTION, grad=True)
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     parts = ops.quantize_2d(
         flat, fmt, rowwise=rowwise, columnwise=form, scale_rule=scale_rule, col_sum=False
@@ -172,6 +175,9 @@ def gemm(
             raise TypeError(
                 f"{name} must be an MXTensor, got {type(tensor).__name__}; use te_mx.quantize"
             )
+    if transforms.active():
+        tensors = [t for t in (bias, gelu_in, out) if isinstance(t, Tensor)]
+        transforms.refuse("te_mx.gemm", tensors, transforms.FUNCTION, grad=True)
     a, b = _layout.operands(A, B, layout)
     n, m, device = b.rows, a.rows, a.codes.device
     epilogue = _epilogue.resolve(n, m, device, bias, gelu, gelu_in, grad, accumulate)

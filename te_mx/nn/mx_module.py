@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy
 
 from te_mx import context
+from te_mx.autograd import transforms
 from te_mx.autograd.linear import GEMMS
 from te_mx.autograd.operands import capturing
 from te_mx.autograd.wgrad import Queue, WeightGradient
@@ -144,6 +146,8 @@ class MXModule(Freezable, DelayedWgrad):
         """The place of the gradient of one weight in this call; None when there will be none."""
         if not (torch.is_grad_enabled() and any(p.requires_grad for p in parameters)):
             return None
+        if transforms.active():
+            transforms.refuse(self._label(), parameters)
         if self.delay_wgrad_compute and not all(p.is_leaf for p in parameters):
             raise RuntimeError(
                 f"{self._label()}: delay_wgrad_compute=True needs weights that are parameters, but "
@@ -152,6 +156,24 @@ class MXModule(Freezable, DelayedWgrad):
             )
         fuse = self.fuse_wgrad_accumulation
         return WeightGradient(parameters, self._label(), fuse, first is True, queue)
+
+    # ------------------------------------------------------------------- transforms and tracers
+    def _refuse_transforms(self, inp: Tensor) -> None:
+        """Called where transforms are active: refuses those that concern this call."""
+        held = itertools.chain(self.parameters(), self.buffers())  # type: ignore[attr-defined]
+        transforms.refuse(self._label(), (inp, *held))
+
+    def _as_leaf(self, inp: Proxy, *args: Any, **given: Any) -> Proxy:
+        """A call of this module in the graph that torch.fx is making. What a forward does depends
+        on the region that it runs in, so no graph holds its steps."""
+        path = inp.tracer.path_of_module(self)  # type: ignore[attr-defined]
+        if not path:
+            raise TypeError(
+                f"{self._label()}: torch.fx cannot trace the layer itself, which is a leaf of its "
+                "graphs; trace a module that holds it"
+            )
+        kwargs = {name: value for name, value in given.items() if value not in (None, False)}
+        return inp.tracer.create_proxy("call_module", path, (inp, *args), kwargs)
 
     # ----------------------------------------------------------------------------- checks and names
     def _label(self) -> str:
