@@ -33,6 +33,7 @@ from te_mx.autograd.grouped_operands import (
 )
 from te_mx.autograd.linear import DGRAD, WGRAD, flatten, mode_of, shaped, unflatten
 from te_mx.autograd.wgrad import INPUT, GroupedWgrad, Reads
+from te_mx.backends import sm90_grouped
 from te_mx.backends.grouped import StackedOperand, host_bounds, k_of
 from te_mx.ops import Operand, gemm_2d
 from te_mx.ops.grouped_gemm import gemm_rows
@@ -108,6 +109,7 @@ def _backward(ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor) -> tuple[Tens
     count = ctx.count
     need_dw, need_db = need[:count], need[count:]
     host_offs, offs, *saved = tensors
+    offs = offs.contiguous()
     packing = Packing(ctx.spread, offs)
     settings, tag, capacity = ctx.settings, ctx.tag, ctx.capacity
     fmt, rule, mode = settings.bwd_fmt, settings.scale_rule, mode_of(settings)
@@ -125,6 +127,8 @@ def _backward(ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor) -> tuple[Tens
     )  # fmt: skip
     if need_dx:
         w_col = StackedOperand(saved[2], saved[3], settings.fwd_fmt, ctx.w_order, saved[4])
+        if w_col.order == "sm90" and not torch.compiler.is_compiling():
+            w_col = sm90_grouped.aligned(w_col)
         if settings.one_copy:
             w_col = columns_of_weights(w_col, rule, packing.spread)
         dx_RK = gemm_rows(

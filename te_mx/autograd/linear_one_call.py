@@ -84,6 +84,8 @@ class OneCallLinear(torch.autograd.Function):
 
 def _backward(ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
     (saved,) = tensors
+    if not saved.is_contiguous() or saved.data_ptr() % sm90_linear.ALIGNMENT:
+        saved = saved.clone(memory_format=torch.contiguous_format)  # not as it was saved
     x_dtype, w_dtype, bias_dtype = ctx.dtypes
     if is_direct(grad, saved) and saved.device == grad.device and grad.dtype in FLOAT_DTYPES:
         dtypes = x_dtype, w_dtype, bias_dtype if ctx.needs_input_grad[2] else None

@@ -5,7 +5,7 @@ checkpoints.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from te_mx.autograd import transforms
 from te_mx.autograd.linear import GEMMS
 from te_mx.autograd.operands import capturing
 from te_mx.autograd.wgrad import Queue, WeightGradient
-from te_mx.context import backward_pass_id, innermost, is_tracing
+from te_mx.context import RECOMPUTED, backward_pass_id, innermost, is_tracing
 from te_mx.nn.delayed_wgrad import DelayedWgrad
 from te_mx.nn.frozen_state import load_codes, save_codes
 from te_mx.nn.frozen_weight import Freezable
@@ -26,7 +26,7 @@ from te_mx.recipe import Settings
 FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 STEPS = 2  # linear steps of a module, at most
 NEVER: Any = object()
-TRANSIENT = ("_seen", "_microbatch", "_tag", "_delayed")  # what a copy starts without
+TRANSIENT = ("_seen", "_ran", "_microbatch", "_tag", "_delayed")  # what a copy starts without
 
 _tags = itertools.count(step=STEPS * len(GEMMS))
 
@@ -57,7 +57,8 @@ class MXModule(Freezable, DelayedWgrad):
     # Class attributes, not set in __init__: convert_model gives modules this class in place.
     name: str | None = None
     fuse_wgrad_accumulation: bool = False
-    _seen: Settings | None = NEVER  # what the last forward ran with, for recomputation and audit
+    _seen: Settings | None = NEVER  # what the last forward ran with
+    _ran: Set[Settings | None] = frozenset()  # what forwards ran with, in any thread
     _tag: int = -1  # first slot in te_mx.engine.explain.LAST_RUN, three for each linear step
     _microbatch: dict[str, Any] | None = None  # weights kept for micro-batches, by key
 
@@ -70,23 +71,28 @@ class MXModule(Freezable, DelayedWgrad):
         return settings
 
     def _settings_now(self) -> Settings | None:
-        """Settings of the active region; in a recomputation those that the recomputed forward ran
-        with.
+        """Settings of the active region.
 
-        torch.utils.checkpoint runs the forward again inside the backward pass, where the region of
-        the first forward is usually gone. So inside a backward pass only regions that were entered
-        in this same pass count.
+        Inside a backward pass, which runs a forward to recompute it, only regions that were entered
+        in this same pass count: torch.utils.checkpoint enters that of the first forward. For other
+        code that recomputes, all forwards must have run with the same settings.
+
+        Raises:
+            RuntimeError: they have not.
         """
         region = innermost.get()
         settings = None if region is None else region.settings
         running = backward_pass_id()
-        if (
-            running != -1
-            and (region is None or region.backward_pass != running)
-            and self._seen is not NEVER
-        ):
-            return self._seen
-        self.__dict__["_seen"] = settings  # nn.Module.__setattr__ is slow
+        if running != -1 and (region is None or region.backward_pass != running):
+            if len(self._ran) == 1:
+                return next(iter(self._ran))
+            if self._ran:
+                raise RuntimeError(f"{self._label()}: {RECOMPUTED}")
+            settings = context.current_settings()
+        if settings is not self._seen:
+            # Threads may share a module: each adds first. nn.Module.__setattr__ is slow.
+            self.__dict__.setdefault("_ran", set()).add(settings)
+            self.__dict__["_seen"] = settings
         return settings
 
     def _tag_now(self) -> int:
