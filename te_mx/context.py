@@ -10,9 +10,10 @@ Two other readers shape this file:
   attribute computed by the module's ``__getattr__``: the guard itself asks the ContextVar. Regions
   entered *inside* compiled code are kept in ``_traced``, a plain object whose changes Dynamo
   follows while it traces.
-- Recomputation (``torch.utils.checkpoint``). It runs a forward inside the backward pass, after the
-  region was left and, on GPUs, in another thread. A region therefore remembers the backward pass
-  that it was entered in, see `te_mx.nn.Linear`.
+- Recomputation. It runs a forward inside the backward pass, after the region was left and, on
+  GPUs, in another thread. ``torch.utils.checkpoint`` enters the region of the first forward again,
+  see recompute.py; of other code that does such a thing nothing is known. A region therefore
+  remembers the backward pass that it was entered in, and those outside do not count there.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import asyncio
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -73,27 +75,64 @@ def active_region() -> Region | None:
 
 _traced = _Traced()
 _this = sys.modules[__name__]
+_UNKNOWN = "unknown"  # what is active in a forward that a backward pass runs outside of regions
+_started = False  # whether a region was ever entered
 
 
 def __getattr__(name: str) -> Any:
     # Read through the module object only, so that a Dynamo guard on it re-reads the ContextVar.
     if name == "ambient":
         region = active_region()
-        return None if region is None else region.settings
+        if region is None:
+            return _UNKNOWN if _started and backward_pass_id() != -1 else None
+        return region.settings
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def current_settings() -> Settings | None:
-    """Settings of the innermost region, None when MXFP8 is off. Traceable by Dynamo."""
+    """Settings of the innermost region, None when MXFP8 is off. Traceable by Dynamo.
+
+    Raises:
+        RuntimeError: a backward pass runs this forward, and there is no region.
+    """
     if is_tracing() and _traced.top is not None:
         return _traced.top[0]
-    return _this.ambient
+    settings = _this.ambient
+    if settings is _UNKNOWN:
+        raise RuntimeError(f"te_mx: {RECOMPUTED}")
+    return settings
+
+
+RECOMPUTED = (
+    "a backward pass runs this forward, as recomputation does, outside of every te_mx.autocast "
+    "region that it entered, so the recipe of the first forward is not known; enter te_mx.autocast "
+    "inside the function that is recomputed (with enabled=False for high precision)"
+)
 
 
 def current_recipe() -> MXFP8BlockScaling | None:
     """The recipe that is active in this thread or task, None where MXFP8 is off."""
     region = active_region()
     return None if region is None else region.recipe
+
+
+@contextmanager
+def entered(settings: Settings | None, recipe: MXFP8BlockScaling | None) -> Iterator[None]:
+    """A region of these, whatever is entered and left inside."""
+    token = innermost.set(Region(settings, recipe, innermost.get()))
+    try:
+        yield
+    finally:
+        innermost.reset(token)
+
+
+def _start() -> None:
+    """Before the first region."""
+    global _started
+    from te_mx import recompute
+
+    recompute.install()
+    _started = True
 
 
 class autocast:
@@ -161,6 +200,8 @@ class autocast:
         if is_tracing():
             _traced.top = (self._settings, _traced.top)
         else:
+            if not _started:
+                _start()
             region = Region(self._settings, self._recipe, innermost.get())
             self._open.append(region)
             innermost.set(region)

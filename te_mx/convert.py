@@ -31,7 +31,7 @@ FUSED, WOULD_FUSE = "fused", "would fuse"
 # What te_mx.Linear keeps on an instance beyond nn.Linear.
 _OWN_ATTRIBUTES = (
     "name", "return_bias", "init_method", "fuse_wgrad_accumulation", "save_original_input",
-    "delay_wgrad_compute", "_seen", "_microbatch", "_frozen", "_split", "_tag",
+    "delay_wgrad_compute", "_seen", "_ran", "_microbatch", "_frozen", "_split", "_tag",
     "_delayed", "_wgrad_hooks",
 )  # fmt: skip
 # Arguments that nn.Linear has nothing for.

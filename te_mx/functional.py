@@ -13,6 +13,7 @@ from torch import Tensor
 
 from te_mx import ops
 from te_mx.arguments import check_dense, check_flag, is_one_of, shown
+from te_mx.autograd import transforms
 from te_mx.backends.base import FLOAT_DTYPES, FORMATS, SCALE_RULES
 from te_mx.engine import envelopes
 from te_mx.engine import epilogue as _epilogue
@@ -95,6 +96,8 @@ def quantize(
             form = ops.gemm_form(x.device, "adaptive", 0).columnwise
         else:
             form = "transposed" if columnwise_transposed else "plain"
+    if transforms.active():
+        transforms.refuse("te_mx.quantize", (x,), transforms.FUNCTION, grad=True)
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     parts = ops.quantize_2d(
         flat, fmt, rowwise=rowwise, columnwise=form, scale_rule=scale_rule, col_sum=False
@@ -173,6 +176,9 @@ def gemm(
 
     Gradients do not flow through this function.
     """
+    if transforms.active():
+        tensors = [t for t in (bias, gelu_in, out) if isinstance(t, Tensor)]
+        transforms.refuse("te_mx.gemm", tensors, transforms.FUNCTION, grad=True)
     a, b = _layout.operands(A, B, layout)
     n, m, device = b.rows, a.rows, a.codes.device
     epilogue = _epilogue.resolve(n, m, device, bias, gelu, gelu_in, grad, accumulate)

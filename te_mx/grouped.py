@@ -13,6 +13,7 @@ from torch import Tensor
 from te_mx import context
 from te_mx.arguments import shown
 from te_mx.autograd import grouped as autograd
+from te_mx.autograd import transforms
 from te_mx.autograd.grouped_operands import Groups, Packing
 from te_mx.autograd.linear import mode_of
 from te_mx.backends.base import FLOAT_DTYPES
@@ -70,6 +71,8 @@ def grouped_linear(
     """
     settings = _settings(recipe)
     parts, groups_count = _parts(inp, weight, bias, 3 if masked_m is not None else 2)
+    if transforms.active():
+        transforms.refuse("grouped_linear", (inp, *parts))
     given = {"offs": offs, "index": index, "masked_m": masked_m}
     chosen = [name for name, value in given.items() if value is not None]
     if len(chosen) != 1:
@@ -163,6 +166,8 @@ def grouped_wgrad(
                 f"grouped_wgrad: {name} must be a matrix in float32, bfloat16 or float16, got "
                 f"{value.dtype} {tuple(value.shape)}"
             )
+    if transforms.active():
+        transforms.refuse("grouped_wgrad", (grad, inp, out), transforms.FUNCTION, grad=True)
     if len(grad) != len(inp):
         raise ValueError(
             f"grouped_wgrad: grad and inp must have the same rows, got {len(grad)} and {len(inp)}"

@@ -203,7 +203,7 @@ def test_grouped_inputs_that_are_saved_are_the_input(recipe):
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
     with te_mx.autocast(recipe=RECIPES[recipe]), hooks:
         layer(x, SPLITS)
-    floats = [t for t in saved if t.dtype == torch.float32]
+    floats = [t for t in saved if t.dtype == torch.float32 and t.numel()]
     assert {t.untyped_storage().data_ptr() for t in floats} == {x.untyped_storage().data_ptr()}
 
 

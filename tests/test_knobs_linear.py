@@ -325,7 +325,7 @@ def test_saving_the_input_saves_the_input():
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
     with te_mx.autocast(), hooks:
         layer(x)
-    assert [t.data_ptr() for t in saved] == [x.data_ptr()]
+    assert [t.data_ptr() for t in saved if t.numel()] == [x.data_ptr()]
 
 
 def test_saved_input_compiles():

@@ -195,7 +195,7 @@ def test_saved_for_backward_are_columnwise_codes_only():
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
     with te_mx.autocast(), hooks:
         layer(x)
-    assert all(t.dtype == torch.uint8 for t in saved)
+    assert all(t.dtype == torch.uint8 for t in saved if t.numel())  # the link is empty
     elements = x.numel() + layer.weight.numel()
     assert sum(t.numel() for t in saved) == elements + elements // 32  # 1.03 bytes an element
 

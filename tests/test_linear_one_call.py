@@ -37,11 +37,11 @@ def settings(**fields):
 
 
 def step_by_step(x, w, b, s, dtype):
-    return linear.LinearFunction.apply(x, w, b, None, s, dtype, -1, False, None)
+    return linear.LinearFunction.apply(x, w, b, None, s, dtype, -1, False, None)[0]
 
 
 def one_call(x, w, b, s, dtype, tag=-1):
-    return OneCallLinear.apply(x, w, b, Call(s, dtype, tag, linear._backward))
+    return OneCallLinear.apply(x, w, b, Call(s, dtype, tag, linear._backward))[0]
 
 
 def run(function, x, w, b, s, dtype, grad, needs=(True, True, True)) -> list[Tensor | None]:
@@ -90,7 +90,7 @@ def test_one_token_without_leading_dimensions():
 def test_what_is_saved_is_what_backward_reads():
     x, w = torch.randn(40, 70, requires_grad=True), torch.randn(33, 70, requires_grad=True)
     y = one_call(x, w, None, settings(), F32)
-    (saved,) = y.grad_fn.saved_tensors
+    saved, _link = y.grad_fn.saved_tensors
     x_row, w_row = (
         ops.quantize_2d(
             t.detach(), "e4m3", rowwise=False, columnwise="transposed", scale_rule="rceil", spread=8
@@ -132,7 +132,7 @@ def test_hooks_of_saved_tensors_and_recomputation():
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         same(run(one_call, *call), expected)
-    assert [t.dtype for t in moved] == [torch.uint8]
+    assert [t.dtype for t in moved if t.numel()] == [torch.uint8]
 
     def recomputed(*args):
         return torch.utils.checkpoint.checkpoint(one_call, *args, use_reentrant=False)

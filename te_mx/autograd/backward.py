@@ -4,37 +4,65 @@ weight gradient, and the refusal of a second derivative.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from te_mx.autograd.wgrad import WeightGradient, Wgrad
+from te_mx.autograd import transforms
+from te_mx.autograd.wgrad import WeightGradient, Wgrad, refuse_graph
 from te_mx.ops import Operand, dequantize_2d
 
 
-def run_backward(
-    backward: Callable[..., tuple[Tensor | None, ...]], owner: str, ctx: Any, *grads: Tensor
-) -> tuple[Tensor | None, ...]:
-    """backward(ctx, *grads). Under create_graph=True its gradients are right, but theirs must not
-    be silently zero: they get a grad_fn that raises, so that only a real double backward is an
-    error.
+def outputs(ctx: Any, saved: Sequence[Tensor | None], *made: Tensor) -> tuple[Tensor, ...]:
+    """What forward of an autograd function returns: `made`, and the link. Keeps `saved` for
+    backward.
+
+    The link is an empty tensor that nobody but backward sees: its grad_fn is the node itself. From
+    gradients that depend on it, a path leads to all that the node is a function of, see
+    `run_backward`. Compiled code refuses second derivatives itself.
     """
+    ctx.linked = not torch.compiler.is_compiling()
+    if not ctx.linked:
+        ctx.save_for_backward(*saved)
+        return made
+    link = made[0].new_empty(0)
+    ctx.save_for_backward(*saved, link)
+    if len(made) == 1:
+        ctx.set_materialize_grads(False)  # zeros for the link in each backward pass
+    return *made, link
+
+
+def run_backward(
+    backward: Callable[..., tuple[Tensor | None, ...]], owner: str, ctx: Any, *grads: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """backward(ctx, saved tensors, *grads), for a forward that returned `outputs`.
+
+    Under create_graph=True the gradients that it returns are right, but theirs must not be silently
+    zero: they come from a node that raises and has an edge to each output gradient and, through the
+    link, to each input. Whatever way a second derivative takes, it meets an error.
+    """
+    saved, link = ctx.saved_tensors, None
+    if ctx.linked:
+        saved, link, grads = saved[:-1], saved[-1], grads[:-1]
+    if grads[0] is None:
+        return (None,) * len(ctx.needs_input_grad)
+    transforms.refuse_gradients(owner, grads)
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return backward(ctx, *grads)
+        return backward(ctx, saved, *grads)
+    refuse_graph(ctx.sinks)
     with torch.no_grad():
-        made = backward(ctx, *grads)
+        made = backward(ctx, saved, *grads)
     message = (
         f"{owner}: trying to differentiate twice through an MXFP8 linear layer, which has no "
         "second derivative (its backward quantizes the gradient). Run the layers that need a "
         "double backward in high precision: `with te_mx.autocast(enabled=False):` around their "
         "forward"
     )
-    real = [g.detach().requires_grad_() for g in made if g is not None]
+    through = [g for g in (*made, *grads, link) if g is not None]
     functions: Any = torch._C._functions
-    refusing = functions.DelayedError(message, len(real))(*real)
-    wrapped = iter([refusing] if isinstance(refusing, Tensor) else refusing)
+    wrapped = iter(functions.DelayedError(message, len(through))(*through))
     return tuple(None if g is None else next(wrapped) for g in made)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx.autograd.backward import place, run_backward, tag_of
+from te_mx.autograd.backward import outputs, place, run_backward, tag_of
 from te_mx.autograd.grouped_loop import Call, GroupedLoopFunction, bounds_of
 from te_mx.autograd.grouped_operands import (
     Groups,
@@ -31,8 +31,9 @@ from te_mx.autograd.grouped_operands import (
     other_backward,
     split_parts,
 )
-from te_mx.autograd.linear import DGRAD, WGRAD, flatten, mode_of, unflatten
+from te_mx.autograd.linear import DGRAD, WGRAD, flatten, mode_of, shaped, unflatten
 from te_mx.autograd.wgrad import INPUT, GroupedWgrad, Reads
+from te_mx.backends import sm90_grouped
 from te_mx.backends.grouped import StackedOperand, host_bounds, k_of
 from te_mx.ops import Operand, gemm_2d
 from te_mx.ops.grouped_gemm import gemm_rows
@@ -64,7 +65,7 @@ class GroupedLinearFunction(torch.autograd.Function):
         sink: Any,
         has_bias: bool,
         *parts: Tensor,
-    ) -> Tensor:
+    ) -> tuple[Tensor, ...]:
         weights, bias = split_parts(parts, has_bias)
         count = len(parts) // 2 if has_bias else len(parts)
         need_dx, need = ctx.needs_input_grad[0], ctx.needs_input_grad[_PARTS:]
@@ -92,23 +93,23 @@ class GroupedLinearFunction(torch.autograd.Function):
         w_col = w_col if need_dx else None
         w_saved = (None, None, None) if w_col is None else (w_col[0], w_col[1], w_col.packed)
         x_saved = (x if need_dw else None, None) if save_x else (q.col_codes, q.col_scales)
-        ctx.save_for_backward(offs, packing.offs, *x_saved, *w_saved)
         ctx.spread, ctx.w_order = packing.spread, None if w_col is None else w_col.order
         ctx.settings, ctx.tag, ctx.capacity, ctx.x_shape = settings, tag, capacity, x.shape
-        ctx.count, ctx.stacked, ctx.sink = count, parts[0].dim() == 3, sink
+        ctx.count, ctx.stacked, ctx.sinks = count, parts[0].dim() == 3, (sink,)
         ctx.dtypes = x.dtype, parts[0].dtype, parts[-1].dtype
-        return unflatten(y_RN, x)
+        return outputs(ctx, (offs, packing.offs, *x_saved, *w_saved), unflatten(y_RN, x))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return run_backward(_backward, "te_mx.GroupedLinear", ctx, grad)
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return run_backward(_backward, "te_mx.GroupedLinear", ctx, *grads)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
     need_dx, need = ctx.needs_input_grad[0], ctx.needs_input_grad[_PARTS:]
     count = ctx.count
     need_dw, need_db = need[:count], need[count:]
-    host_offs, offs, *saved = ctx.saved_tensors
+    host_offs, offs, *saved = tensors
+    offs = offs.contiguous()
     packing = Packing(ctx.spread, offs)
     settings, tag, capacity = ctx.settings, ctx.tag, ctx.capacity
     fmt, rule, mode = settings.bwd_fmt, settings.scale_rule, mode_of(settings)
@@ -126,19 +127,22 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     )  # fmt: skip
     if need_dx:
         w_col = StackedOperand(saved[2], saved[3], settings.fwd_fmt, ctx.w_order, saved[4])
+        if w_col.order == "sm90" and not torch.compiler.is_compiling():
+            w_col = sm90_grouped.aligned(w_col)
         if settings.one_copy:
             w_col = columns_of_weights(w_col, rule, packing.spread)
-        dx = gemm_rows(
+        dx_RK = gemm_rows(
             w_col, packing.rows(q, fmt), offs, out_dtype=x_dtype, capacity=capacity,
             tag=tag_of(tag, DGRAD), mode=mode,
-        ).view(ctx.x_shape)  # fmt: skip
+        )  # fmt: skip
+        dx = shaped(dx_RK, ctx.x_shape)
     if any(need_dw):
         # A function of where the result goes, because a sink may run it later or into main_grad.
         wgrad = _wgrad(
             saved[:2], packing.columns(q, fmt), packing, capacity, len(g_RN), settings, tag,
             ctx.stacked,
         )  # fmt: skip
-        dw = place(ctx.sink, wgrad, w_dtype)
+        dw = place(ctx.sinks[0], wgrad, w_dtype)
         if dw is not None and not ctx.stacked:
             dw = dw.unflatten(0, (count, dw.shape[0] // count))
     if q.col_sum is not None:
@@ -226,10 +230,10 @@ def grouped_linear(
             bounds = bounds_of(*groups, len(flatten(x)))
             still = None if kept is None else (kept.row, kept.col)
             call = Call(bounds, still, settings, out_dtype, tag, save_x, sink, has_bias)
-            return GroupedLoopFunction.apply(x, call, *parts)
+            return GroupedLoopFunction.apply(x, call, *parts)[0]
         return GroupedLinearFunction.apply(
             x, *groups, kept, settings, out_dtype, tag, save_x, sink, has_bias, *parts
-        )
+        )[0]
     weights, bias = split_parts(parts, has_bias)
     packing = Packing.of(x, groups.offs, weights[0], settings)
     if kept is not None and packing.serves(kept):

@@ -7,17 +7,17 @@ gradients of all groups are one function of where they go, as of the grouped fun
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from te_mx.autograd import high_precision, steps
-from te_mx.autograd.backward import place, run_backward, tag_of
+from te_mx.autograd.backward import outputs, place, run_backward, tag_of
 from te_mx.autograd.grouped_operands import gradients_of
 from te_mx.autograd.linear import DGRAD, WGRAD
-from te_mx.autograd.operands import StandingWeight, flatten, unflatten
+from te_mx.autograd.operands import StandingWeight, flatten, shaped, unflatten
 from te_mx.autograd.wgrad import INPUT, OUTPUT_GRADIENT, GroupedWgrad, WeightGradient, Wgrad
 from te_mx.backends.grouped import StackedOperand, host_bounds, known_to_host
 from te_mx.ops.fused_run import quantized
@@ -58,7 +58,7 @@ class GroupedLoopFunction(torch.autograd.Function):
     """y of x [..., K]; gradients have the dtypes of what they belong to."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, call: Call, *parts: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, call: Call, *parts: Tensor) -> tuple[Tensor, ...]:
         need_dx, need_dw = ctx.needs_input_grad[0], _need_dw(ctx, call, parts)
         weights, biases = _split(parts, call.has_bias)
         x_RK = flatten(x)
@@ -69,14 +69,14 @@ class GroupedLoopFunction(torch.autograd.Function):
             made.append(group[0])
             saved += [*group[1][0], *group[2][0]]
             orders.append((group[1][1], group[2][1]))
-        ctx.save_for_backward(*saved)
         ctx.call, ctx.orders, ctx.x_like = call, orders, (x.shape, x.dtype)
+        ctx.sinks = (call.sink,)
         ctx.stacked, ctx.dtypes = parts[0].dim() == 3, [p.dtype for p in parts]
-        return unflatten(_gathered(made, call.bounds, len(x_RK)), x)
+        return outputs(ctx, saved, unflatten(_gathered(made, call.bounds, len(x_RK)), x))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return run_backward(_backward, "te_mx.GroupedLinear", ctx, grad)
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return run_backward(_backward, "te_mx.GroupedLinear", ctx, *grads)
 
 
 def _need_dw(ctx: Any, call: Call, parts: Sequence[Tensor]) -> bool:
@@ -127,7 +127,7 @@ def _gathered(made: list[Tensor], bounds: Sequence[tuple[int, int]], rows: int) 
     return torch.cat([*parts, made[-1].new_zeros((rows - at, made[-1].shape[1]))])
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
     call, dtypes = ctx.call, ctx.dtypes
     need_dx, need = ctx.needs_input_grad[0], ctx.needs_input_grad[_ARGUMENTS:]
     count = len(dtypes) // 2 if call.has_bias else len(dtypes)
@@ -136,7 +136,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     dx_groups: list[Tensor] = []
     wgrads: list[Wgrad] = []
     sums: list[Tensor] = []
-    for (start, end), orders, saved in zip(call.bounds, ctx.orders, _sixes(ctx), strict=True):
+    sixes = (tensors[i : i + 6] for i in range(0, len(tensors), 6))
+    for (start, end), orders, saved in zip(call.bounds, ctx.orders, sixes, strict=True):
         g_MN = g_RN[start:end]
         dx_dtype = ctx.x_like[1]
         if call.settings is None:
@@ -157,18 +158,15 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if need_db:
             sums.append(gradient.q.col_sum)  # type: ignore[arg-type]
 
-    dx = _gathered(dx_groups, call.bounds, len(g_RN)).view(ctx.x_like[0]) if need_dx else None
+    dx = None
+    if need_dx:
+        dx = shaped(_gathered(dx_groups, call.bounds, len(g_RN)), ctx.x_like[0])
     dw = place(call.sink, _together(wgrads, ctx.stacked), dtypes[0]) if need_dw else None
     if dw is not None and not ctx.stacked:
         dw = dw.unflatten(0, (count, dw.shape[0] // count))
     db = torch.stack(sums).to(dtypes[-1]) if need_db else None
     weights = gradients_of(dw, need[:count], ctx.stacked)
     return dx, None, *weights, *gradients_of(db, need[count:], ctx.stacked)
-
-
-def _sixes(ctx: Any) -> Iterator[tuple[Tensor, ...]]:
-    saved = ctx.saved_tensors
-    return (saved[i : i + 6] for i in range(0, len(saved), 6))
 
 
 def _plain_wgrad(g_MN: Tensor, x_MK: Tensor) -> Wgrad:
@@ -206,4 +204,4 @@ def high_precision_loop(
     """x [..., K] -> [..., N] by nn.functional.linear, with weight gradients that go to `sink`."""
     bounds = bounds_of(offs, capacity, len(flatten(x)))
     call = Call(bounds, None, None, x.dtype, -1, False, sink, has_bias)
-    return GroupedLoopFunction.apply(x, call, *parts)
+    return GroupedLoopFunction.apply(x, call, *parts)[0]

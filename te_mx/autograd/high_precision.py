@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_mx.autograd.operands import flatten
-from te_mx.autograd.wgrad import INPUT, OUTPUT_GRADIENT, WeightGradient, Wgrad
+from te_mx.autograd import transforms
+from te_mx.autograd.operands import flatten, shaped
+from te_mx.autograd.wgrad import INPUT, OUTPUT_GRADIENT, WeightGradient, Wgrad, refuse_graph
 
 HIGH_PRECISION = "high precision"  # what te_mx.audit says in place of a kernel
 
@@ -55,17 +56,19 @@ class HighPrecisionLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight_NK)
         ctx.sink = sink
         ctx.bias_dtype = None if bias_N is None else bias_N.dtype
-        return nn.functional.linear(x, weight_NK, bias_N)
+        return nn.functional.linear(x, weight_NK, bias_N).detach()  # no view, see operands.shaped
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        transforms.refuse_gradients(ctx.sink.label, (grad,))
+        if torch.is_grad_enabled():
+            refuse_graph((ctx.sink,))
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
         x, weight_NK = ctx.saved_tensors
         g_MN = flatten(grad)
         dx = dw_NK = db_N = None
         if need_dx:
-            dx = dgrad(g_MN, weight_NK, x.dtype).view(x.shape)
+            dx = shaped(dgrad(g_MN, weight_NK, x.dtype), x.shape)
         if need_dw:
             x_MK = flatten(x)
 

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from te_mx.autograd import normalization, steps
-from te_mx.autograd.backward import place, run_backward, tag_of
+from te_mx.autograd.backward import outputs, place, run_backward, tag_of
 from te_mx.autograd.linear import DGRAD, WGRAD
 from te_mx.autograd.normalization import NormStep
-from te_mx.autograd.operands import StandingWeight, flatten, unflatten
+from te_mx.autograd.operands import StandingWeight, flatten, shaped, unflatten
 from te_mx.autograd.wgrad import WeightGradient
 from te_mx.backends.fused import NormParts
 from te_mx.ops import Operand
@@ -59,7 +59,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
         standing: StandingWeight | None,
         sink: WeightGradient | None,
         call: Call,
-    ) -> Any:
+    ) -> tuple[Tensor, ...]:
         need = ctx.needs_input_grad
         need_dz, need_dw = any(need[:3]), need[3]
         settings = call.settings
@@ -70,13 +70,13 @@ class LayerNormLinearFunction(torch.autograd.Function):
         norms = call.step.saved(x, norm_weight, made) if need_dz else normalization.NOTHING
         saved_z, ctx.z_order = plan.saved(made.quantized, made.z, need_dw)
         saved_w, ctx.w_order = steps.saved_weight(w_row, w_col, weight_NK, settings, need_dz)
-        ctx.save_for_backward(*norms, *saved_z, *saved_w)
-        ctx.call, ctx.sink, ctx.x_like = call, sink, (x.shape, x.dtype)
+        ctx.call, ctx.sinks, ctx.x_like = call, (sink,), (x.shape, x.dtype)
         ctx.dtypes = [None if t is None else t.dtype for t in (norm_bias, weight_NK, bias_N)]
-        return (y, made.z.view(x.shape)) if call.return_z else y  # type: ignore[union-attr]
+        z = (shaped(made.z, x.shape),) if call.return_z else ()  # type: ignore[arg-type]
+        return outputs(ctx, (*norms, *saved_z, *saved_w), y, *z)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return run_backward(_backward, "te_mx.LayerNormLinear", ctx, *grads)
 
 
@@ -93,10 +93,11 @@ def _run(
     return unflatten(y_MN, x), made
 
 
-def _backward(ctx: Any, g: Tensor, g_z: Tensor | None = None) -> tuple[Tensor | None, ...]:
+def _backward(
+    ctx: Any, saved: tuple[Tensor, ...], g: Tensor, g_z: Tensor | None = None
+) -> tuple[Tensor | None, ...]:
     need = ctx.needs_input_grad
     need_dz, need_dw, need_db = any(need[:3]), need[3], need[4]
-    saved = ctx.saved_tensors
     norms, saved_z, saved_w = saved[:4], saved[4:7], saved[7:]
     step, settings, _, tag = ctx.call
     norm_bias_dtype, w_dtype, bias_dtype = ctx.dtypes
@@ -109,7 +110,7 @@ def _backward(ctx: Any, g: Tensor, g_z: Tensor | None = None) -> tuple[Tensor | 
         dx, d_weight, d_bias = step.backward(dz, g_z, norms, ctx.x_like, need, norm_bias_dtype)
     if need_dw:
         wgrad = steps.wgrad(gradient, saved_z, ctx.z_order, settings, tag_of(tag, WGRAD))
-        dw_NK = place(ctx.sink, wgrad, w_dtype)
+        dw_NK = place(ctx.sinks[0], wgrad, w_dtype)
     if need_db:
         db_N = gradient.q.col_sum.to(bias_dtype)  # type: ignore[union-attr]
     return dx, d_weight, d_bias, dw_NK, db_N, None, None, None
@@ -130,8 +131,8 @@ def layernorm_linear(
     tensors = (x, norm_weight, norm_bias, weight_NK, bias_N)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         made = LayerNormLinearFunction.apply(*tensors, standing, sink, call)
-        return made if call.return_z else (made, None)
+        return made[0], made[1] if call.return_z else None
     plan = steps.plan_input(x.device, call.settings, False)
     w_row, _ = steps.weight_operands(standing, weight_NK, call.settings, False)
     y, parts = _run(x, norm_weight, norm_bias, w_row, bias_N, plan, call)
-    return y, None if parts.z is None else parts.z.view(x.shape)
+    return y, None if parts.z is None else shaped(parts.z, x.shape)

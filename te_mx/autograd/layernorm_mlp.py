@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from te_mx.autograd import normalization, steps
-from te_mx.autograd.backward import place, run_backward, tag_of
+from te_mx.autograd.backward import outputs, place, run_backward, tag_of
 from te_mx.autograd.linear import DGRAD, WGRAD
 from te_mx.autograd.normalization import NormStep
-from te_mx.autograd.operands import StandingWeight, flatten, mode_of, unflatten
+from te_mx.autograd.operands import StandingWeight, flatten, mode_of, shaped, unflatten
 from te_mx.autograd.wgrad import WeightGradient
 from te_mx.backends.fused import Activation
 from te_mx.ops import Operand, QuantizedParts, gemm_2d
@@ -88,7 +88,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
         b2: Tensor | None,
         weights: Weights,
         call: Call,
-    ) -> Any:
+    ) -> tuple[Tensor, ...]:
         need = ctx.needs_input_grad
         need_dz, need_dw1, need_dw2 = any(need[:3]), need[3], need[5]
         need_dh = need_dz or need_dw1 or need[4]
@@ -108,26 +108,27 @@ class LayerNormMLPFunction(torch.autograd.Function):
         saved_a, a_order = plan_a.saved(qa, a, need_dw2)
         saved_w1, w1_order = steps.saved_weight(w1_row, w1_col, w1, settings, need_dz)
         saved_w2, w2_order = steps.saved_weight(w2_row, w2_col, w2, settings, need_dh)
-        ctx.save_for_backward(
-            *norms, h if need_dh else None, *saved_z, *saved_w1, *saved_a, *saved_w2
-        )
         ctx.orders = z_order, w1_order, a_order, w2_order
         ctx.call, ctx.sinks, ctx.x_like = call, weights.sinks, (x.shape, x.dtype)
         ctx.dtypes = [None if t is None else t.dtype for t in (norm_bias, w1, b1, w2, b2)]
         y = unflatten(y_MH, x)
-        return (y, made.z.view(x.shape)) if call.return_z else y  # type: ignore[union-attr]
+        z = (shaped(made.z, x.shape),) if call.return_z else ()  # type: ignore[arg-type]
+        saved_h = h if need_dh else None
+        saved = *norms, saved_h, *saved_z, *saved_w1, *saved_a, *saved_w2
+        return outputs(ctx, saved, y, *z)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return run_backward(_backward, "te_mx.LayerNormMLP", ctx, *grads)
 
 
-def _backward(ctx: Any, g: Tensor, g_z: Tensor | None = None) -> tuple[Tensor | None, ...]:
+def _backward(
+    ctx: Any, saved: tuple[Tensor, ...], g: Tensor, g_z: Tensor | None = None
+) -> tuple[Tensor | None, ...]:
     need = ctx.needs_input_grad
     need_dz, need_dw1, need_db1 = any(need[:3]), need[3], need[4]
     need_dw2, need_db2 = need[5], need[6]
     need_dh = need_dz or need_dw1 or need_db1
-    saved = ctx.saved_tensors
     norms, h = saved[:4], saved[4]
     saved_z, saved_w1, saved_a, saved_w2 = (saved[i : i + 3] for i in (5, 8, 11, 14))
     z_order, w1_order, a_order, w2_order = ctx.orders
@@ -203,7 +204,7 @@ def layernorm_mlp(
     tensors = (x, norm_weight, norm_bias, w1, b1, w2, b2)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         made = LayerNormMLPFunction.apply(*tensors, weights, call)
-        return made if call.return_z else (made, None)
+        return made[0], made[1] if call.return_z else None
     settings = call.settings
     plan = steps.plan_input(x.device, settings, False)
     w1_row, _ = steps.weight_operands(weights.standing[0], w1, settings, False)
@@ -211,4 +212,4 @@ def layernorm_mlp(
     parts = call.step.forward(flatten(x), norm_weight, norm_bias, call.return_z, plan.wanted)
     _, _, qa = _fc1(w1_row, plan.row(parts.quantized), b1, call, plan, False)
     y_MH = steps.fprop(w2_row, plan.row(qa), b2, settings, call.step.dtype, call.tags[1])
-    return unflatten(y_MH, x), None if parts.z is None else parts.z.view(x.shape)
+    return unflatten(y_MH, x), None if parts.z is None else shaped(parts.z, x.shape)

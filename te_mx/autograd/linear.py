@@ -22,6 +22,7 @@ from torch import Tensor
 from te_mx.autograd import high_precision, linear_one_call
 from te_mx.autograd.backward import (
     operand_of,
+    outputs,
     place,
     run_backward,
     tag_of,
@@ -38,6 +39,7 @@ from te_mx.autograd.operands import (
     plain_rows,
     quantize_weight,
     row_operand,
+    shaped,
     unflatten,
     weight_call,
     weight_operands,
@@ -94,7 +96,7 @@ class LinearFunction(torch.autograd.Function):
         tag: int,
         save_x: bool,
         sink: WeightGradient | None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, ...]:
         need_dx, need_dw = ctx.needs_input_grad[:2]
         fmt, rule = settings.fwd_fmt, settings.scale_rule
         override = settings.backward
@@ -136,23 +138,21 @@ class LinearFunction(torch.autograd.Function):
                 w_saved = w_row if plain_rows(settings) else w_col
                 assert w_saved is not None
                 saved_w, ctx.w_order = tensors_of(w_saved), w_saved.order
-        ctx.save_for_backward(*saved_x, *saved_w)
-        ctx.settings, ctx.tag, ctx.x_shape, ctx.sink = settings, tag, x.shape, sink
+        ctx.settings, ctx.tag, ctx.x_shape, ctx.sinks = settings, tag, x.shape, (sink,)
         ctx.dtypes = x.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype
-        return unflatten(y_MN, x)
+        return outputs(ctx, (*saved_x, *saved_w), unflatten(y_MN, x))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return run_backward(_backward, "te_mx.Linear", ctx, grad)
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return run_backward(_backward, "te_mx.Linear", ctx, *grads)
 
 
 _NOTHING = (None, None, None)
 _NO_GRADS = (None,) * 6  # of the arguments that are no tensors
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
     need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
-    saved = ctx.saved_tensors
     settings, tag = ctx.settings, ctx.tag
     fmt, rule, override = settings.bwd_fmt, settings.scale_rule, settings.backward
     x_dtype, w_dtype, bias_dtype = ctx.dtypes
@@ -183,7 +183,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             w_NK = values_of(saved[3:], settings.fwd_fmt, ctx.w_order, g_MN.dtype)
             dx_MK = high_precision.dgrad(g_MN, w_NK, x_dtype)
             record(tag_dx)
-        dx = dx_MK.view(ctx.x_shape)
+        dx = shaped(dx_MK, ctx.x_shape)
     if need_dw:
         tag_dw = tag_of(tag, WGRAD)
         what = saved[:3], ctx.x_order, settings, tag_dw
@@ -195,7 +195,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         else:
             reads = (*reads, (OUTPUT_GRADIENT, g_MN))
             wgrad = Wgrad(partial(_wgrad_high_precision, *what, g_MN), reads)
-        dw_NK = place(ctx.sink, wgrad, w_dtype)
+        dw_NK = place(ctx.sinks[0], wgrad, w_dtype)
     return dx, dw_NK, db_N, *_NO_GRADS
 
 
@@ -257,10 +257,10 @@ def linear(
             and linear_one_call.serves(x, weight_NK, settings)
         ):
             call = linear_one_call.Call(settings, out_dtype, tag, _backward)
-            return linear_one_call.OneCallLinear.apply(x, weight_NK, bias_N, call)
+            return linear_one_call.OneCallLinear.apply(x, weight_NK, bias_N, call)[0]
         return LinearFunction.apply(
             x, weight_NK, bias_N, standing, settings, out_dtype, tag, save_x, sink
-        )
+        )[0]
     row = standing.row if standing else quantize_weight(weight_NK, settings, False)[0]
     return infer(x, row, bias_N, settings, out_dtype, tag)
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from te_mx.autograd.backward import run_backward
+from te_mx.autograd.backward import outputs, run_backward
 from te_mx.backends import sm90, sm90_linear
 from te_mx.backends.base import FLOAT_DTYPES
 from te_mx.engine.explain import LAST_RUN
@@ -29,7 +29,7 @@ class Call(NamedTuple):
     settings: Settings
     out_dtype: torch.dtype
     tag: int
-    step_by_step: Callable[[Any, Tensor], tuple[Tensor | None, ...]]
+    step_by_step: Callable[[Any, Any, Tensor], tuple[Tensor | None, ...]]
 
 
 def serves(x: Tensor, weight_NK: Tensor, settings: Settings) -> bool:
@@ -56,7 +56,7 @@ class OneCallLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: Call
-    ) -> Tensor:
+    ) -> tuple[Tensor, ...]:
         need_dx, need_dw = ctx.needs_input_grad[:2]
         settings, out_dtype, tag, ctx.step_by_step = call
         (n, k), x_shape = weight_NK.shape, x.shape
@@ -70,20 +70,22 @@ class OneCallLinear(torch.autograd.Function):
         y, saved = made
         if tag >= 0:
             LAST_RUN[tag] = sm90.ADAPTIVE
-        ctx.save_for_backward(saved)
         ctx.settings, ctx.tag, ctx.x_shape, ctx.shape, ctx.words = (
             settings, tag, x_shape, shape, words
         )  # fmt: skip
         ctx.dtypes = x.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype
-        return y
+        ctx.sinks = ()
+        return outputs(ctx, (saved,), y)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *run_backward(_backward, "te_mx.Linear", ctx, grad), None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return run_backward(_backward, "te_mx.Linear", ctx, *grads)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    (saved,) = ctx.saved_tensors
+def _backward(ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
+    (saved,) = tensors
+    if not saved.is_contiguous() or saved.data_ptr() % sm90_linear.ALIGNMENT:
+        saved = saved.clone(memory_format=torch.contiguous_format)  # not as it was saved
     x_dtype, w_dtype, bias_dtype = ctx.dtypes
     if is_direct(grad, saved) and saved.device == grad.device and grad.dtype in FLOAT_DTYPES:
         dtypes = x_dtype, w_dtype, bias_dtype if ctx.needs_input_grad[2] else None
@@ -94,7 +96,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
                 for i, part in enumerate(made[:2], 1):
                     if part is not None:
                         LAST_RUN[tag + i] = sm90.ADAPTIVE
-            return made
+            return *made, None
     return _step_by_step(ctx, grad, saved)
 
 
@@ -102,9 +104,8 @@ def _step_by_step(ctx: Any, grad: Tensor, saved: Tensor) -> tuple[Tensor | None,
     """Through the ops, for somebody who watches them."""
     x_col, w_col = sm90_linear.saved_operands(saved, ctx.shape)
     as_saved = SimpleNamespace(
-        needs_input_grad=ctx.needs_input_grad, settings=ctx.settings, tag=ctx.tag, sink=None,
-        dtypes=ctx.dtypes, x_shape=ctx.x_shape, saved_tensors=(
-            *(x_col or _NOT_SAVED), *(w_col or _NOT_SAVED)
-        ), x_order="sm90", w_order="sm90",
+        needs_input_grad=ctx.needs_input_grad, settings=ctx.settings, tag=ctx.tag, sinks=(None,),
+        dtypes=ctx.dtypes, x_shape=ctx.x_shape, x_order="sm90", w_order="sm90",
     )  # fmt: skip
-    return ctx.step_by_step(as_saved, grad)[:3]
+    tensors = *(x_col or _NOT_SAVED), *(w_col or _NOT_SAVED)
+    return *ctx.step_by_step(as_saved, tensors, grad)[:3], None

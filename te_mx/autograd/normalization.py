@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from te_mx.autograd.operands import flatten
+from te_mx.autograd.operands import flatten, shaped
 from te_mx.backends.fused import Norm, NormParts, Wanted
 from te_mx.ops.fused import norm_backward_2d, norm_quantize_2d
 from te_mx.ops.fused_run import quantized
@@ -60,12 +60,12 @@ class NormStep(NamedTuple):
         dz_MK = dz_MK if g_z is None else dz_MK + flatten(g_z)
         x, weight_K, mean_M, rstd_M = saved
         if x is None or weight_K is None or rstd_M is None:
-            return dz_MK.to(like[1]).view(like[0]) if need[0] else None, None, None
+            return shaped(dz_MK.to(like[1]), like[0]) if need[0] else None, None, None
         dx, dweight, dbias = norm_backward_2d(
             dz_MK, flatten(x), self._weight(weight_K), mean_M, rstd_M, x.dtype
         )
         return (
-            dx.view(like[0]) if need[0] else None,
+            shaped(dx, like[0]) if need[0] else None,
             dweight.to(weight_K.dtype) if need[1] else None,
             dbias.to(bias_dtype) if need[2] else None,
         )

@@ -5,6 +5,7 @@ Shared by the autograd functions of every module family.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ __all__ = [
     "plain_rows",
     "quantize_weight",
     "row_operand",
+    "shaped",
     "standing_weight",
     "unflatten",
     "weight_call",
@@ -84,9 +86,15 @@ def flatten(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
 
 
+def shaped(t_MN: Tensor, shape: Sequence[int]) -> Tensor:
+    """[M, N] -> [..., N], no view: autograd lets nobody change the view that a Function returns in
+    place. It shares its version with t_MN, so that a change after t_MN was saved is noticed."""
+    return t_MN if len(shape) == 2 else t_MN.view(shape).detach()
+
+
 def unflatten(y_MN: Tensor, x: Tensor) -> Tensor:
     """[M, N] -> [..., N] with the leading dimensions of x [..., K]."""
-    return y_MN if x.dim() == 2 else y_MN.view(*x.shape[:-1], y_MN.shape[1])
+    return y_MN if x.dim() == 2 else shaped(y_MN, (*x.shape[:-1], y_MN.shape[1]))
 
 
 def mode_of(settings: Settings) -> Mode:

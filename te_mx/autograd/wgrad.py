@@ -5,7 +5,7 @@ parameter (Transformer Engine's fuse_wgrad_accumulation), or computed later (del
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -232,3 +232,14 @@ class WeightGradient:
         if any(getattr(p, "zero_out_wgrad", False) for p in marked):
             _stand_ins[key].zero_()
         return _stand_ins[key].detach()
+
+
+def refuse_graph(sinks: Iterable[WeightGradient | None]) -> None:
+    """Under create_graph=True: raise NotImplementedError where a weight gradient goes to a sink."""
+    for sink in sinks:
+        if sink is not None:
+            raise NotImplementedError(
+                f"{sink.label}: got create_graph=True, but with fuse_wgrad_accumulation or "
+                "delay_wgrad_compute weight gradients are no part of a graph; build the layer "
+                "without them"
+            )

@@ -259,7 +259,7 @@ def pack(operand: Operand, kernel: str, role: str, packed: Tensor) -> bool:
 def packed_for(packed: Tensor) -> tuple[int, int, int, int] | None:
     """(kernel, role, rows, k) of a packed operand; None when it cannot be used where it lies."""
     address = packed.data_ptr()
-    if address % HEADER_BYTES or packed.numel() <= HEADER_BYTES:
+    if address % HEADER_BYTES or packed.numel() <= HEADER_BYTES or not packed.is_contiguous():
         return None
     magic, *found = _HEADER.unpack(ctypes.string_at(address, HEADER_BYTES))
     return tuple(found) if magic == _MAGIC else None

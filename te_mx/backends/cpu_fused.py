@@ -94,6 +94,7 @@ def normalize_backward(
     native = cpu.native()
     assert native is not None
     dz, x, weight = dz.resolve_neg().contiguous(), _rows(x), weight.contiguous()
+    mean, rstd = None if mean is None else mean.contiguous(), rstd.contiguous()
     rows, cols = x.shape
     dx = cpu_memory.empty((rows, cols), dtype)
     dweight = torch.empty(cols, dtype=_F32)

@@ -131,6 +131,8 @@ def _packed_for(packed: Tensor | None, kernel: int, operand: StackedOperand) -> 
     """(address, stride) of packed forms that this kernel reads for this operand, or zeros."""
     if packed is None or packed.data_ptr() % HEADER_BYTES or packed.numel() <= HEADER_BYTES:
         return 0, 0
+    if not packed.is_contiguous():  # as a hook of saved tensors may return it
+        return 0, 0
     magic, *found, stride = _HEADER.unpack(packed[:HEADER_BYTES].numpy().tobytes())
     if magic != _MAGIC or found != [
         kernel, ROLES["a"], operand.groups, operand.rows, operand.k

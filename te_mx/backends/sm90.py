@@ -117,9 +117,10 @@ def aligned(operand: Operand) -> Operand:
     codes, words = operand.codes, operand.scales
     rows, k = codes.shape
     ld = (k + 15) & -16
-    if codes.stride(0) == ld and codes.stride(1) == 1 and words.is_contiguous():
+    lies = codes.stride(0) == ld and codes.stride(1) == 1 and codes.data_ptr() % 16 == 0
+    if lies and words.is_contiguous():
         return operand
-    if codes.stride() != (ld, 1) or codes.data_ptr() % 16:
+    if not lies:
         fresh, _ = empty_operand(rows, k, codes.device)
         codes = fresh.copy_(codes)
     return operand._replace(codes=codes, scales=words.contiguous())

@@ -66,6 +66,7 @@ def normalize_backward(
     if dz.dtype != x.dtype and dz.dtype not in (torch.bfloat16, torch.float16):
         dz = dz.to(_F32)
     dz, x, weight = sm90.rows_of(dz), sm90.rows_of(x), weight.contiguous()
+    mean, rstd = None if mean is None else mean.contiguous(), rstd.contiguous()
     (rows, cols), device, index = x.shape, x.device, x.device.index
     dx = torch.empty((rows, cols), dtype=dtype, device=device)
     sums = torch.empty((2, cols), dtype=_F32, device=device)

@@ -100,6 +100,17 @@ def weights_shapes(groups: int, rows: int, cols: int) -> tuple[tuple[int, ...], 
     return (groups, *codes), (groups, *words)
 
 
+def aligned(operand: StackedOperand) -> StackedOperand:
+    """An operand of order "sm90" whose rows lie as the kernels read them."""
+    codes, words = operand.codes, operand.scales
+    shape, _ = weights_shapes(*codes.shape)
+    lies = codes.stride() == (shape[1] * shape[2], shape[2], 1) and codes.data_ptr() % 16 == 0
+    if not lies:
+        fresh = torch.empty(shape, dtype=_U8, device=codes.device)[..., : codes.shape[2]]
+        codes = fresh.copy_(codes)
+    return operand._replace(codes=codes, scales=words.contiguous())
+
+
 def _sources(weights: Sequence[Tensor] | Tensor) -> tuple[list[int], int, torch.dtype, object]:
     """Addresses of weights [rows, cols], elements between their rows, their dtype, and what must
     live until they are read."""

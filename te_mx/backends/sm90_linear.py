@@ -17,6 +17,7 @@ from te_mx.backends import sm90, sm90_layout
 from te_mx.backends.base import FLOAT_DTYPES, FORMATS, SCALE_RULES, typed_address
 
 _U8, _I32 = torch.uint8, torch.int32
+ALIGNMENT = 16  # of the buffers, for TMA
 
 Codes = tuple[Tensor, Tensor, Tensor | None]
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
+from te_mx.autograd import transforms
 from te_mx.autograd.grouped import grouped_linear, infer
 from te_mx.autograd.grouped_loop import high_precision_loop
 from te_mx.autograd.grouped_operands import Groups
-from te_mx.autograd.linear import flatten, unflatten
+from te_mx.autograd.linear import flatten
 from te_mx.context import is_tracing
 from te_mx.nn import delayed_wgrad
 from te_mx.nn.grouped_plain import grouped_plain
@@ -166,6 +168,11 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
             ValueError: splits or inp do not fit.
             TypeError: the dtype of `inp`, of a weight or of m_splits is none that it takes.
         """
+        if isinstance(inp, Proxy):
+            return self._as_leaf(
+                inp, m_splits, is_first_microbatch=is_first_microbatch, out=out,
+                dgrad_out=dgrad_out,
+            )  # fmt: skip
         for given, value in (("out", out), ("dgrad_out", dgrad_out)):
             if value is not None:
                 refuse("GroupedLinear", given, value)
@@ -178,6 +185,8 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         groups = groups_of(m_splits, self.num_gemms, rows, inp.device, self._label)
         if settings is None:
             return self._high_precision(inp, groups, is_first_microbatch)
+        if transforms.active():
+            self._refuse_transforms(inp)
         if self._is_dropped():
             return self._run_dropped(inp, groups, settings)
         weights, biases = self._held(self._weight_names), self._held(self._bias_names)
@@ -216,7 +225,8 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
             stacked = self.single_grouped_weight
             weights = held[0] if stacked else held
             each = added[0].unbind(0) if stacked and added else added
-            out = unflatten(grouped_plain(flatten(inp), groups, weights, each), inp)
+            y = grouped_plain(flatten(inp), groups, weights, each)
+            out = y.view(*inp.shape[:-1], y.shape[1])
         else:
             out = high_precision_loop(inp, *groups, (*held, *added), bool(added), sink)
         return (out, self._returned(biases)) if self.return_bias else out

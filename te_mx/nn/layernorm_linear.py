@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from te_mx.autograd.layernorm_linear import Call, layernorm_linear
 from te_mx.context import is_tracing
@@ -146,6 +147,11 @@ class LayerNormLinear(NormModule):
             TypeError: the dtype of `inp` or of a parameter cannot be quantized.
             RuntimeError: a gradient is asked of a module whose high-precision weight was dropped.
         """
+        if isinstance(inp, Proxy):
+            return self._as_leaf(
+                inp, is_first_microbatch=is_first_microbatch, fp8_output=fp8_output,
+                fp8_grad=fp8_grad,
+            )  # fmt: skip
         if fp8_output or fp8_grad:
             refuse("LayerNormLinear", "fp8_output", fp8_output)
             refuse("LayerNormLinear", "fp8_grad", fp8_grad)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from te_mx.autograd.layernorm_mlp import Call, Weights, layernorm_mlp
 from te_mx.autograd.linear import GEMMS
@@ -146,6 +147,8 @@ class LayerNormMLP(NormModule):
             TypeError: the dtype of `inp` or of a parameter cannot be quantized.
             RuntimeError: a gradient is asked of a module whose high-precision weights were dropped.
         """
+        if isinstance(inp, Proxy):
+            return self._as_leaf(inp, is_first_microbatch=is_first_microbatch)
         routed = self._routed()
         if routed and is_tracing():
             return delayed_wgrad.untraced(self.forward, inp, is_first_microbatch)

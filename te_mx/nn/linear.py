@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
+from te_mx.autograd import transforms
 from te_mx.autograd.high_precision import HighPrecisionLinear
 from te_mx.autograd.linear import infer, linear
 from te_mx.context import is_tracing
@@ -143,6 +145,11 @@ class Linear(MXModule, nn.Linear):
             TypeError: the dtype of `inp` or of the weight cannot be quantized.
             RuntimeError: a gradient is asked of a layer whose high-precision weight was dropped.
         """
+        if isinstance(inp, Proxy):
+            return self._as_leaf(
+                inp, is_first_microbatch=is_first_microbatch, fp8_output=fp8_output,
+                fp8_grad=fp8_grad,
+            )  # fmt: skip
         if fp8_output or fp8_grad:
             refuse("Linear", "fp8_output", fp8_output)
             refuse("Linear", "fp8_grad", fp8_grad)
@@ -153,6 +160,8 @@ class Linear(MXModule, nn.Linear):
         settings = self._settings()
         if settings is None:
             return self._high_precision(inp, is_first_microbatch)
+        if transforms.active():
+            self._refuse_transforms(inp)
         if self._is_dropped():
             return self._run_dropped(inp, settings)
         weight: Tensor | None = self._parameters.get("weight")

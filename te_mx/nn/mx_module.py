@@ -5,17 +5,19 @@ checkpoints.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy
 
 from te_mx import context
+from te_mx.autograd import transforms
 from te_mx.autograd.linear import GEMMS
 from te_mx.autograd.operands import capturing
 from te_mx.autograd.wgrad import Queue, WeightGradient
-from te_mx.context import active_region, backward_pass_id, is_tracing
+from te_mx.context import RECOMPUTED, active_region, backward_pass_id, is_tracing
 from te_mx.nn.delayed_wgrad import DelayedWgrad
 from te_mx.nn.frozen_state import load_codes, save_codes
 from te_mx.nn.frozen_weight import Freezable
@@ -24,7 +26,7 @@ from te_mx.recipe import Settings
 FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 STEPS = 2  # linear steps of a module, at most
 NEVER: Any = object()
-TRANSIENT = ("_seen", "_microbatch", "_tag", "_delayed")  # what a copy starts without
+TRANSIENT = ("_seen", "_ran", "_microbatch", "_tag", "_delayed")  # what a copy starts without
 
 _tags = itertools.count(step=STEPS * len(GEMMS))
 
@@ -55,7 +57,8 @@ class MXModule(Freezable, DelayedWgrad):
     # Class attributes, not set in __init__: convert_model gives modules this class in place.
     name: str | None = None
     fuse_wgrad_accumulation: bool = False
-    _seen: Settings | None = NEVER  # what the last forward ran with, for recomputation and audit
+    _seen: Settings | None = NEVER  # what the last forward ran with
+    _ran: Set[Settings | None] = frozenset()  # what forwards ran with, in any thread
     _tag: int = -1  # first slot in te_mx.engine.explain.LAST_RUN, three for each linear step
     _microbatch: dict[str, Any] | None = None  # weights kept for micro-batches, by key
 
@@ -68,23 +71,28 @@ class MXModule(Freezable, DelayedWgrad):
         return settings
 
     def _settings_now(self) -> Settings | None:
-        """Settings of the active region; in a recomputation those that the recomputed forward ran
-        with.
+        """Settings of the active region.
 
-        torch.utils.checkpoint runs the forward again inside the backward pass, where the region of
-        the first forward is usually gone. So inside a backward pass only regions that were entered
-        in this same pass count.
+        Inside a backward pass, which runs a forward to recompute it, only regions that were entered
+        in this same pass count: torch.utils.checkpoint enters that of the first forward. For other
+        code that recomputes, all forwards must have run with the same settings.
+
+        Raises:
+            RuntimeError: they have not.
         """
         region = active_region()
         settings = None if region is None else region.settings
         running = backward_pass_id()
-        if (
-            running != -1
-            and (region is None or region.backward_pass != running)
-            and self._seen is not NEVER
-        ):
-            return self._seen
-        self.__dict__["_seen"] = settings  # nn.Module.__setattr__ is slow
+        if running != -1 and (region is None or region.backward_pass != running):
+            if len(self._ran) == 1:
+                return next(iter(self._ran))
+            if self._ran:
+                raise RuntimeError(f"{self._label()}: {RECOMPUTED}")
+            settings = context.current_settings()
+        if settings is not self._seen:
+            # Threads may share a module: each adds first. nn.Module.__setattr__ is slow.
+            self.__dict__.setdefault("_ran", set()).add(settings)
+            self.__dict__["_seen"] = settings
         return settings
 
     def _tag_now(self) -> int:
@@ -144,6 +152,8 @@ class MXModule(Freezable, DelayedWgrad):
         """The place of the gradient of one weight in this call; None when there will be none."""
         if not (torch.is_grad_enabled() and any(p.requires_grad for p in parameters)):
             return None
+        if transforms.active():
+            transforms.refuse(self._label(), parameters)
         if self.delay_wgrad_compute and not all(p.is_leaf for p in parameters):
             raise RuntimeError(
                 f"{self._label()}: delay_wgrad_compute=True needs weights that are parameters, but "
@@ -152,6 +162,24 @@ class MXModule(Freezable, DelayedWgrad):
             )
         fuse = self.fuse_wgrad_accumulation
         return WeightGradient(parameters, self._label(), fuse, first is True, queue)
+
+    # ------------------------------------------------------------------- transforms and tracers
+    def _refuse_transforms(self, inp: Tensor) -> None:
+        """Called where transforms are active: refuses those that concern this call."""
+        held = itertools.chain(self.parameters(), self.buffers())  # type: ignore[attr-defined]
+        transforms.refuse(self._label(), (inp, *held))
+
+    def _as_leaf(self, inp: Proxy, *args: Any, **given: Any) -> Proxy:
+        """A call of this module in the graph that torch.fx is making. What a forward does depends
+        on the region that it runs in, so no graph holds its steps."""
+        path = inp.tracer.path_of_module(self)  # type: ignore[attr-defined]
+        if not path:
+            raise TypeError(
+                f"{self._label()}: torch.fx cannot trace the layer itself, which is a leaf of its "
+                "graphs; trace a module that holds it"
+            )
+        kwargs = {name: value for name, value in given.items() if value not in (None, False)}
+        return inp.tracer.create_proxy("call_module", path, (inp, *args), kwargs)
 
     # ----------------------------------------------------------------------------- checks and names
     def _label(self) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_mx.autograd import transforms
 from te_mx.autograd.high_precision import HighPrecisionLinear
 from te_mx.autograd.normalization import NormStep
 from te_mx.autograd.operands import StandingWeight
@@ -107,6 +108,8 @@ class NormModule(MXModule, nn.Module):
 
     # ----------------------------------------------------------------------------- checks and names
     def _check(self, inp: Tensor, size_name: str, *weights: Tensor | None) -> None:
+        if transforms.active():
+            self._refuse_transforms(inp)
         self._check_shape(inp, size_name, self._size)
         for weight in (self.layer_norm_weight, *weights):
             if weight is not None:

@@ -1,0 +1,87 @@
+"""Forward-mode AD and the transforms of torch.func (vmap, grad, jvp, ..): MXFP8 code has no rules
+for them, and its ops, which autograd does not see, would drop what they carry. A call that would
+drop something is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+_functorch = torch._C._functorch
+_transform = _functorch.peek_interpreter_stack
+_is_old_batched = _functorch.is_legacy_batchedtensor  # what autograd's own vmap makes
+
+LAYER = "run it in high precision: `with te_mx.autocast(enabled=False):` around its forward"
+FUNCTION = "call it outside of the transform, on plain tensors"
+
+
+def active() -> bool:
+    """Whether a level of forward-mode AD or a transform is active, which few calls see."""
+    return forward_ad._current_level >= 0 or _transform() is not None
+
+
+# torch.compiler.assume_constant_result, which takes seconds to import. Compiled code guards on the
+# level and on the transforms itself.
+active._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def refuse(
+    owner: str, tensors: Iterable[Tensor | None], remedy: str = LAYER, grad: bool | None = None
+) -> None:
+    """Raise NotImplementedError where one of `tensors` carries what `owner` would drop. Called when
+    something is `active`.
+
+    grad: whether gradients that a transform wants count; None where autograd is enabled.
+    """
+    if torch.compiler.is_dynamo_compiling():  # the tensors cannot be looked at
+        carried: str | None = "tensors inside forward-mode AD or a transform of torch.func"
+    else:
+        carried = _carried(tensors, torch.is_grad_enabled() if grad is None else grad)
+    if carried is not None:
+        raise NotImplementedError(
+            f"{owner}: got {carried}, for which MXFP8 code has no rule: the result would "
+            f"miss it; {remedy}"
+        )
+
+
+def refuse_gradients(owner: str, grads: Iterable[Tensor | None]) -> None:
+    """The same in a backward pass, of gradients that come in; autograd's own vmap batches them
+    without being active."""
+    if torch.compiler.is_compiling():
+        return
+    if active() or any(g is not None and _is_old_batched(g) for g in grads):
+        refuse(owner, grads)
+
+
+def _carried(tensors: Iterable[Tensor | None], grad: bool) -> str | None:
+    for tensor in tensors:
+        if tensor is not None:
+            carried = _carried_by(tensor, grad and _transform() is not None)
+            if carried is not None:
+                return f"{carried} of shape {tuple(tensor.shape)}"
+    return None
+
+
+def _carried_by(tensor: Tensor, grad: bool) -> str | None:
+    while True:
+        if _functorch.is_batchedtensor(tensor) or _is_old_batched(tensor):
+            return "a batched tensor (vmap, is_grads_batched=True, vectorize=True)"
+        if grad and tensor.requires_grad:
+            return "a tensor that requires grad in a transform of torch.func (grad, vjp, jacrev)"
+        if _has_tangent(tensor):
+            return "a tensor with a tangent (forward-mode AD, torch.func.jvp, jacfwd, linearize)"
+        if not _functorch.is_functorch_wrapped_tensor(tensor):
+            return None
+        tensor = _functorch.get_unwrapped(tensor)
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    return (
+        forward_ad._current_level >= 0
+        and tensor.is_floating_point()
+        and forward_ad.unpack_dual(tensor).tangent is not None
+    )
