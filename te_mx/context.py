@@ -119,7 +119,7 @@ def current_recipe() -> MXFP8BlockScaling | None:
 @contextmanager
 def entered(settings: Settings | None, recipe: MXFP8BlockScaling | None) -> Iterator[None]:
     """A region of these, whatever is entered and left inside."""
-    token = innermost.set(Region(settings, recipe, innermost.get()))
+    token = innermost.set(Region(settings, recipe, active_region()))
     try:
         yield
     finally:

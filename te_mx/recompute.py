@@ -10,12 +10,12 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from te_mx.context import entered, innermost
+from te_mx.context import active_region, entered
 
 
 def bound(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn` in the region that is active now, whenever and in whatever thread it is called."""
-    region = innermost.get()
+    region = active_region()
     settings, recipe = (None, None) if region is None else (region.settings, region.recipe)
 
     def run(*args: Any, **kwargs: Any) -> Any:
