@@ -35,6 +35,12 @@ class MXTensor:
     MXTensor; the constructor takes parts that were made elsewhere. It is immutable, is no
     torch.Tensor, and gradients do not flow through it.
 
+    The fields share memory with what te_mx.gemm reads, which keeps a packed form of a tensor that
+    it gets again. A write to that memory is noticed unless torch does not count it: in place
+    through ``.data``, NumPy or DLPack, or through a view that inference_mode made of a field that
+    was read outside of it; make a new MXTensor then. Of parts that were given or read inside
+    inference_mode no packed form is kept.
+
     Args:
         shape: logical shape, one dimension or more.
         fmt: "e4m3" or "e5m2".
@@ -48,7 +54,7 @@ class MXTensor:
     """
 
     __slots__ = ("_col_codes", "_col_scales", "_col_transposed", "_fmt", "_packs", "_row_codes",
-                 "_row_scales", "_shape")  # fmt: skip
+                 "_row_scales", "_shape", "_uncounted")  # fmt: skip
 
     _shape: torch.Size
     _fmt: str
@@ -57,6 +63,9 @@ class MXTensor:
     _col_codes: Tensor | None
     _col_scales: Tensor | None
     _col_transposed: bool
+    # Whether somebody else has tensors of inference_mode that share memory with the parts: torch
+    # counts no writes to these, so nothing may be kept that was made of them.
+    _uncounted: bool
     # (usage, role, kernel, mode, stream) -> (versions of codes and scales, form, from the second
     # use on)
     _packs: dict[tuple[str, str, str, ops.Mode, int], tuple[tuple[int, int], ops.Operand | None]]
@@ -93,6 +102,8 @@ class MXTensor:
                 "move them to one device"
             )
         self._fill(shape, fmt, *row, *col, columnwise_transposed and col[0] is not None)
+        for part in self._parts():
+            self._hand_out(part, torch.uint8)  # the caller has them already
 
     def _fill(
         self, shape: torch.Size, fmt: str, row_codes: Tensor | None, row_scales: Tensor | None,
@@ -107,6 +118,7 @@ class MXTensor:
         put(self, "_col_scales", col_scales)
         put(self, "_col_transposed", col_transposed)
         put(self, "_packs", {})
+        put(self, "_uncounted", False)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(f"MXTensor is immutable: cannot set {name}; make a new one")
@@ -146,26 +158,26 @@ class MXTensor:
     @property
     def rowwise_data(self) -> Tensor | None:
         """Codes with blocks along the last dimension, float8 [rows, cols], or None."""
-        return None if self._row_codes is None else self._row_codes.view(self._element)
+        return self._hand_out(self._row_codes, self._element)
 
     @property
     def rowwise_scale(self) -> Tensor | None:
         """Scales of rowwise_data, float8_e8m0fnu [rows, ceil(cols/32)], or None."""
-        return None if self._row_scales is None else self._row_scales.view(torch.float8_e8m0fnu)
+        return self._hand_out(self._row_scales, torch.float8_e8m0fnu)
 
     @property
     def columnwise_data(self) -> Tensor | None:
         """Codes with blocks along the first dimension, float8 [rows, cols] or transposed, or
         None.
         """
-        return None if self._col_codes is None else self._col_codes.view(self._element)
+        return self._hand_out(self._col_codes, self._element)
 
     @property
     def columnwise_scale(self) -> Tensor | None:
         """Scales of columnwise_data, float8_e8m0fnu [ceil(rows/32), cols] or transposed, or
         None.
         """
-        return None if self._col_scales is None else self._col_scales.view(torch.float8_e8m0fnu)
+        return self._hand_out(self._col_scales, torch.float8_e8m0fnu)
 
     @property
     def columnwise_transposed(self) -> bool:
@@ -180,6 +192,18 @@ class MXTensor:
     @property
     def _element(self) -> torch.dtype:
         return FORMATS[self._fmt].torch_dtype
+
+    def _hand_out(self, part: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """A part as it is shown to others, who may write to it."""
+        if part is None:
+            return None
+        view = part.view(dtype)
+        if torch.compiler.is_compiling():
+            return view
+        if view.is_inference() or part.is_inference():  # a view of one need not be one
+            object.__setattr__(self, "_uncounted", True)
+            self._packs.clear()
+        return view
 
     def _parts(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         return self._row_codes, self._row_scales, self._col_codes, self._col_scales
@@ -242,8 +266,8 @@ class MXTensor:
         keeps the packed form (about 2 bytes an element on CPUs, 1 on Hopper) for all later ones.
         """
         operand = self.operand(usage)
-        if operand is None:
-            return None
+        if operand is None or self._uncounted:
+            return operand
         device = operand.codes.device
         # The version counters notice writes through views of the codes. A form made on one stream
         # is not used on another, which has not waited for it.
