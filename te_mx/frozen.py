@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from torch import nn
 
+from te_mx.arguments import check_flag
 from te_mx.context import current_recipe
 from te_mx.nn.mx_module import MXModule
 from te_mx.recipe import resolve_recipe
 
 
 def _modules(model: nn.Module) -> list[tuple[str, MXModule]]:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     found = [(name or "(root)", m) for name, m in model.named_modules() if isinstance(m, MXModule)]
     if not found:
         raise ValueError(
@@ -26,8 +30,18 @@ def freeze_weights(model: nn.Module, drop_master: bool = False, *, recipe: Any =
     LayerNormLinear, LayerNormMLP) once, for inference, and use them from now on.
 
     The modules stop training (requires_grad of their parameters is set to False, and restored by
-    `unfreeze_weights`); gradients still flow through them to their inputs. Changes of a weight are
-    no longer seen, except by load_state_dict; unfreeze first.
+    `unfreeze_weights`); gradients still flow through them to their inputs.
+
+    Where the parameters are kept, a change of one is noticed at the next forward, and the weight
+    quantized anew: load_state_dict and torch.distributed.checkpoint, in-place operations, another
+    tensor under ``weight.data``. Where a module runs with other tensors than those that were frozen
+    (a parameter that was replaced, FSDP2, torch.func.functional_call) they are quantized at every
+    forward; freezing again freezes what is there then. Not noticed are writes that torch does not
+    count: in place through ``weight.data`` (as peft merges an adapter without ``safe_merge=True``),
+    NumPy, DLPack or a view made in inference_mode, by optimizers with ``fused=True`` while the
+    parameter has a gradient but does not require one, and by FSDP1 or DeepSpeed. Code compiled by
+    torch.compile and captured CUDA graphs notice nothing. After such a change call
+    `unfreeze_weights`, then `freeze_weights`, and capture again.
 
     Args:
         model: the modules in it that are frozen already stay so.
@@ -46,18 +60,46 @@ def freeze_weights(model: nn.Module, drop_master: bool = False, *, recipe: Any =
         The number of modules that are frozen now.
 
     Raises:
-        ValueError: there is no te_mx module, a weight has no values yet (meta device), or
-            `drop_master` meets a weight that is computed (parametrized) or split into parameters,
-            and so has no place of its own. Nothing is changed then.
+        TypeError: an argument has the wrong type.
+        ValueError: there is no te_mx module; a weight has no values yet (meta device), a dtype that
+            cannot be quantized, or is sharded or quantized by others; or `drop_master` meets a
+            weight that is computed (parametrized) or split into parameters, and so has no place of
+            its own.
+
+    An error changes nothing. Only one that comes while masters are being dropped, such as a lack of
+    memory, leaves those modules frozen that were done: dropped weights do not come back. Call again
+    to go on.
     """
+    check_flag("drop_master", drop_master)
     settings = resolve_recipe(recipe if recipe is not None else current_recipe()).settings
     modules = _modules(model)
+    if any(_is_fsdp2(module) for module in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} is sharded by fully_shard, which exchanges parameters at "
+            "every forward: freeze before sharding"
+        )
     for name, module in modules:
         if problem := module.why_not_frozen(drop_master):
             raise ValueError(f"{name}: {problem}")
-    for _, module in modules:
-        module.freeze(settings, drop_master)
+    done = []
+    try:
+        for _, module in modules:
+            new = module._frozen is None
+            module.freeze(settings, drop_master)
+            if new:
+                done.append(module)
+    except BaseException:
+        for module in done:
+            if not module._is_dropped():
+                module.unfreeze()
+        raise
     return len(modules)
+
+
+def _is_fsdp2(module: nn.Module) -> bool:
+    """Whether fully_shard was called on a module; nothing of torch.distributed is imported."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def unfreeze_weights(model: nn.Module, *, dequantize: bool = False) -> int:
@@ -74,9 +116,11 @@ def unfreeze_weights(model: nn.Module, *, dequantize: bool = False) -> int:
         The number of modules that were frozen.
 
     Raises:
+        TypeError: an argument has the wrong type.
         RuntimeError: master weights were dropped and `dequantize` is False. Nothing is changed
             then.
     """
+    check_flag("dequantize", dequantize)
     modules = [(name, module) for name, module in _modules(model) if module._frozen is not None]
     dropped = [name for name, module in modules if module._is_dropped()]
     if dropped and not dequantize:

@@ -98,15 +98,13 @@ def test_frozen_in_inference_mode_then_differentiated():
     assert x.grad is not None
 
 
-def test_load_state_dict_is_seen_and_other_changes_are_not():
+def test_load_state_dict_is_seen():
     model, other, x = mlp(), mlp(), torch.randn(3, 70)
-    before = run(model, x)
     te_mx.freeze_weights(model)
-    with torch.no_grad():
-        model[0].weight.add_(1)
-    assert torch.equal(run(model, x), before)
+    run(model, x)
     model.load_state_dict(other.state_dict())
     assert torch.equal(run(model, x), run(other, x))
+    assert model[0]._frozen.kept  # of the new values
     te_mx.unfreeze_weights(model)
     with torch.no_grad():
         model[0].weight.add_(1)
@@ -270,7 +268,7 @@ def test_high_precision_does_not_load_into_dropped():
     te_mx.freeze_weights(layer, drop_master=True)
     with pytest.raises(RuntimeError, match=r"unfreeze_weights.model, dequantize=True"):
         layer.load_state_dict(plain.state_dict())
-    with pytest.raises(RuntimeError, match="weight and weight_scale of a frozen layer are missing"):
+    with pytest.raises(RuntimeError, match=r'Missing key.*"weight", "weight_scale"'):
         layer.load_state_dict({"bias": plain.bias})
     te_mx.unfreeze_weights(layer, dequantize=True)
     layer.load_state_dict(plain.state_dict())

@@ -2,104 +2,166 @@
 
 A module without masters saves, for each weight, ``<name>`` (float8_e4m3fn [out, in]) and
 ``<name>_scale`` (uint8 [out, ceil(in/32)], E8M0): the names and layouts of MXFP8 checkpoints of
-compressed-tensors and ModelOpt. What such a state_dict is loaded into becomes frozen without
-masters.
+compressed-tensors and ModelOpt; scales named ``<name>_scale_inv`` are read too. What such a
+state_dict is loaded into becomes frozen without masters.
+
+The recipe goes with them in the metadata of the state_dict, which ``torch.save(state_dict)`` keeps;
+formats that hold tensors only, such as safetensors, lose it. The default recipe stands in then.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from te_mx.nn.frozen_weight import Freezable
-from te_mx.recipe import get_default_recipe
+from te_mx.nn.frozen_weight import Freezable, Frozen
+from te_mx.recipe import Format, MXFP8BlockScaling, Settings, get_default_recipe
+
+SCALES = ("_scale", "_scale_inv")
+_RECIPE = "te_mx_recipe"  # in the metadata of a module
+
+
+class Codes(NamedTuple):
+    """What a state_dict has of a module's quantized weights: codes and scales by key, the recipe,
+    and the names that need no further look."""
+
+    made: dict[str, tuple[Tensor, Tensor]]
+    settings: Settings | None
+    names: tuple[str, ...]
 
 
 def save_codes(module: Freezable, destination: Any, prefix: str) -> None:
     """state_dict entries of a module without masters."""
+    _refuse_save_pretrained(module)
+    assert module._frozen is not None
+    metadata = getattr(destination, "_metadata", {}).get(prefix[:-1])
+    if metadata is not None:
+        metadata[_RECIPE] = module._frozen.settings._asdict()
     for key in module._weight_keys:
         codes, scales = module._codes(key)
         names = module._held_by(key)
         # Weights of several parameters are stacked: one part for each.
-        parts = ([codes], [scales]) if len(names) == 1 else (codes.unbind(0), scales.unbind(0))
+        parts = ([codes], [scales]) if names == (key,) else (codes.unbind(0), scales.unbind(0))
         for name, code, scale in zip(names, *parts, strict=True):
             destination[prefix + name] = code.view(torch.float8_e4m3fn)
             destination[f"{prefix}{name}_scale"] = scale
 
 
-def load_codes(
-    module: Freezable, state_dict: Any, prefix: str, local_metadata: Any, error_msgs: list[str]
-) -> tuple[str, ...]:
-    """Load quantized weights if the state_dict has them, which makes the module frozen without
-    masters.
-
-    Returns the keys that were dealt with here; what is wrong is appended to `error_msgs`.
-    """
-    names = {key: (prefix + key, f"{prefix}{key}_scale") for key in module._weight_keys}
-    found = [key for key, (_, scale) in names.items() if scale in state_dict]
-    if not found:
-        return _without_codes(module, state_dict, names, error_msgs)
-    ours = tuple(name for pair in names.values() for name in pair)
-    if len(found) < len(names):
-        missing = [scale for key, (_, scale) in names.items() if key not in found]
+def read_codes(
+    module: Freezable,
+    state_dict: Any,
+    prefix: str,
+    local_metadata: Any,
+    missing_keys: list[str],
+    error_msgs: list[str],
+) -> Codes:
+    """The quantized weights in a state_dict, which change nothing yet; what is missing of them and
+    what is wrong with them is appended to the lists."""
+    weights = {key: prefix + key for key in module._weight_keys}
+    scales: dict[str, str] = {}
+    for key, name in weights.items():
+        given = [name + end for end in SCALES if name + end in state_dict]
+        if len(given) > 1:
+            error_msgs.append(f"{' and '.join(given)} are both there; keep the one that is meant")
+        if given:
+            scales[key] = given[0]
+    ours = (*weights.values(), *scales.values())
+    nothing = Codes({}, None, ours)
+    if not scales:
+        if not module._is_dropped():
+            return Codes({}, None, ())
+        _refuse_plain(weights, state_dict, missing_keys, error_msgs)
+        return nothing
+    if len(scales) < len(weights):
+        missing = [f"{name}_scale" for key, name in weights.items() if key not in scales]
         error_msgs.append(
-            f"{', '.join(missing)}: missing beside {names[found[0]][1]}; the weights of a module "
-            "are frozen together"
+            f"{', '.join(missing)}: missing beside {next(iter(scales.values()))}; the weights of "
+            "a module are frozen together"
         )
-        return ours
-    dropped = module._is_dropped()
-    loaded = {}
-    for key, (weight_name, scale_name) in names.items():
-        codes, scales = state_dict.get(weight_name), state_dict[scale_name]
+        return nothing
+    dropped, made = module._is_dropped(), {}
+    for key, name in weights.items():
         if not dropped and not module._is_held(key):
             error_msgs.append(
-                f"{scale_name}: a quantized weight does not load into a layer with "
+                f"{scales[key]}: a quantized weight does not load into a layer with "
                 "parameters_split or a parametrized weight; build it without"
             )
-            return ours
+            return nothing
         held = module._codes(key)[0] if dropped else module._sample(key)
         shape = tuple(held.shape) if dropped else module._shape_of(key)
-        problem = _problem(codes, scales, shape)
-        if problem:
-            error_msgs.append(f"{weight_name}, {scale_name}: {problem}")
-            return ours
-        codes, scales = codes.view(torch.uint8), scales.view(torch.uint8)
+        code, scale = state_dict.get(name), state_dict[scales[key]]
+        if problem := _problem(code, scale, shape):
+            error_msgs.append(f"{name}, {scales[key]}: {problem}")
+            return nothing
+        code, scale = code.view(torch.uint8), scale.view(torch.uint8)
         if not (local_metadata.get("assign_to_params_buffers", False) or held.is_meta):
-            codes, scales = (t.to(held.device, copy=True) for t in (codes, scales))
-        loaded[key] = codes.detach().contiguous(), scales.detach().contiguous()
-    if module._frozen is None:
-        module._mark_frozen(get_default_recipe().settings)
-    module._drop_masters(loaded)
-    return ours
-
-
-def _without_codes(
-    module: Freezable, state_dict: Any, names: dict[str, tuple[str, str]], error_msgs: list[str]
-) -> tuple[str, ...]:
-    """A state_dict in high precision loads into anything but a module without masters."""
-    if not module._is_dropped():
-        return ()
-    for weight_name, scale_name in names.values():
-        if weight_name in state_dict:
+            code, scale = (t.to(held.device, copy=True) for t in (code, scale))
+        made[key] = code.detach().contiguous(), scale.detach().contiguous()
+    settings = None
+    if (saved := local_metadata.get(_RECIPE)) is not None:
+        try:
+            settings = _settings_of(saved)
+        except (KeyError, TypeError, ValueError, NotImplementedError) as error:
             error_msgs.append(
-                f"{weight_name} is in high precision, but the layer is frozen without its master "
+                f"{name}: was frozen under a recipe that this version of te_mx does not know, "
+                f"{saved!r} ({type(error).__name__}: {error})"
+            )
+    return Codes(made, settings, ours)
+
+
+def take_codes(module: Freezable, codes: Codes) -> None:
+    """Make codes that were read the weights of the module."""
+    if not codes.made:
+        return
+    if module._frozen is None:
+        module._mark_frozen(Frozen(codes.settings or get_default_recipe().settings))
+    elif codes.settings is not None:
+        module._frozen.settings = codes.settings
+    module._drop_masters(codes.made)
+
+
+def _refuse_plain(
+    weights: dict[str, str], state_dict: Any, missing_keys: list[str], error_msgs: list[str]
+) -> None:
+    """A state_dict without scales loads into anything but a module without masters."""
+    for name in weights.values():
+        value = state_dict.get(name)
+        if value is None:
+            missing_keys += [name, f"{name}_scale"]
+        elif isinstance(value, Tensor) and value.element_size() == 1:
+            error_msgs.append(codes_alone(name, value))
+        else:
+            error_msgs.append(
+                f"{name} is in high precision, but the layer is frozen without its master "
                 "weight; call te_mx.unfreeze_weights(model, dequantize=True) before loading"
             )
-        else:
-            error_msgs.append(f"{weight_name} and {scale_name} of a frozen layer are missing")
-    return tuple(weight for weight, _ in names.values())
 
 
-def _problem(codes: Tensor | None, scales: Tensor, shape: tuple[int, ...]) -> str:
+def codes_alone(name: str, value: Tensor) -> str:
+    """The message for codes that have no scales beside them."""
+    return (
+        f"{name} holds codes ({value.dtype}) and there are no scales for them: {name}_scale is "
+        "missing; load both, or dequantize the checkpoint first"
+    )
+
+
+def _problem(codes: Any, scales: Any, shape: tuple[int, ...]) -> str:
     """What is wrong with a quantized weight in a state_dict, or an empty string."""
     if codes is None:
         return "a weight_scale needs a weight of codes beside it"
+    if not isinstance(codes, Tensor) or not isinstance(scales, Tensor):
+        return f"must be tensors, got {type(codes).__name__} and {type(scales).__name__}"
+    if scales.dtype not in (torch.uint8, torch.float8_e8m0fnu):
+        return (
+            f"scales must be uint8 (E8M0 bytes), got {scales.dtype} {tuple(scales.shape)}; float "
+            "scales of tensors, channels or 128x128 blocks belong to other formats, which do not "
+            "load: dequantize the checkpoint first"
+        )
     if codes.dtype != torch.float8_e4m3fn:
         return f"codes must be float8_e4m3fn, got {codes.dtype}"
-    if scales.dtype not in (torch.uint8, torch.float8_e8m0fnu):
-        return f"scales must be uint8 (E8M0 bytes), got {scales.dtype}"
     expected = [shape, (*shape[:-1], -(-shape[-1] // 32))]
     got = [tuple(codes.shape), tuple(scales.shape)]
     if got != expected:
@@ -108,3 +170,53 @@ def _problem(codes: Tensor | None, scales: Tensor, shape: tuple[int, ...]) -> st
             f"{got[0]} and {got[1]}"
         )
     return ""
+
+
+def _settings_of(saved: dict[str, Any]) -> Settings:
+    """The settings that were saved, checked as those of a recipe are."""
+    settings = Settings(**saved)
+    formats = {(member.value.fwd, member.value.bwd): member for member in Format}
+    return MXFP8BlockScaling(
+        fp8_format=formats[settings.fwd_fmt, settings.bwd_fmt],
+        scale_rule=settings.scale_rule,
+        precision=settings.precision,
+        alignment_spread=settings.spread,
+        backward_override=settings.backward,
+        wgrad_with_hp=settings.wgrad_hp,
+        one_copy_weights=settings.one_copy,
+        split_k=settings.split_k,
+    ).settings
+
+
+def _refuse_save_pretrained(module: Any) -> None:
+    """Raise RuntimeError where transformers or diffusers ask for codes: their from_pretrained would
+    load them as plain weights, whatever the config says of a format that it does not know.
+
+    Only the stack tells: a layer does not know its model. Adapters alone may be saved, and so may a
+    model whose config names a quantization.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "save_pretrained":
+            model = frame.f_locals.get("self")
+            config = getattr(model, "config", None)
+            if (
+                isinstance(model, nn.Module)
+                and not getattr(model, "peft_config", None)
+                and not _names_quantization(config)
+            ):
+                raise RuntimeError(
+                    f"{module._label()} holds MXFP8 codes (drop_master=True), which "
+                    f"{type(model).__name__}.save_pretrained writes and from_pretrained loads as "
+                    "plain weights. Save them with torch.save(model.state_dict(), path), to load "
+                    "with load_state_dict into a model of te_mx layers; or get weights back first: "
+                    "te_mx.unfreeze_weights(model, dequantize=True)"
+                )
+            return
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def _names_quantization(config: Any) -> bool:
+    if isinstance(config, dict):
+        return config.get("quantization_config") is not None
+    return getattr(config, "quantization_config", None) is not None

@@ -1,8 +1,9 @@
 """Weights that stand still: what `te_mx.freeze_weights` does to one module.
 
-With the master weights kept, freezing adds quantized and packed copies that no checkpoint sees.
-With the masters dropped the codes are the weights: for each of them buffers of codes and scales,
-which a state_dict shows under the names of nn/frozen_state.py.
+With the master weights kept, freezing adds quantized and packed copies that no checkpoint sees, and
+that are made again when a master changed (nn/frozen_sources.py). With the masters dropped the codes
+are the weights: for each of them buffers of codes and scales, which a state_dict shows under the
+names of nn/frozen_state.py.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from te_mx.autograd.operands import quantize_weight, standing_weight
-from te_mx.ops import Operand, dequantize_2d
+from te_mx.nn.frozen_sources import Sources
+from te_mx.ops import FLOAT_DTYPES, Operand, dequantize_2d
 from te_mx.recipe import Settings
 
 FMT = "e4m3"  # of every weight: recipes have no other forward format
@@ -23,28 +25,43 @@ class Frozen:
     """How a module is frozen.
 
     `kept` holds the quantized copies beside kept masters, by key; what is missing is made again.
+    `sources` says what they were made of, `in_graphs` keeps those that a CUDA graph reads.
     `dtypes` (of the weights, by key) and `trained` (requires_grad of the parameters, by name) are
     what unfreezing restores.
     """
 
-    __slots__ = ("dropped", "dtypes", "kept", "settings", "trained")
+    __slots__ = ("dropped", "dtypes", "in_graphs", "kept", "settings", "sources", "trained")
 
-    def __init__(
-        self,
-        settings: Settings,
-        dtypes: dict[str, torch.dtype],
-        trained: dict[str, bool],
-        dropped: bool = False,
-    ) -> None:
+    def __init__(self, settings: Settings, dropped: bool = False) -> None:
         self.settings = settings
-        self.dtypes = dtypes
-        self.trained = trained
         self.dropped = dropped
+        self.dtypes: dict[str, torch.dtype] = {}
+        self.trained: dict[str, bool] = {}
         self.kept: dict[str, Any] = {}
+        self.sources: dict[str, Sources] = {}
+        self.in_graphs: list[Any] = []
 
     def without_copies(self) -> Frozen:
         """For a copy of the module, whose next forward quantizes again."""
-        return Frozen(self.settings, dict(self.dtypes), dict(self.trained), self.dropped)
+        other = Frozen(self.settings, self.dropped)
+        other.dtypes.update(self.dtypes)
+        other.trained.update(self.trained)
+        return other
+
+    def current(self, key: str, module: Freezable) -> tuple[Any, bool]:
+        """The copy of a weight of the module, None where there is none or what it was made of
+        changed; and whether a new one is to be kept."""
+        sources = self.sources[key]
+        tensors: Any = module._parameters  # type: ignore[attr-defined]
+        if sources.unchanged(tensors):
+            return self.kept.get(key), True
+        tensors = module._made_of(key)  # not all are parameters of the module
+        if sources.unchanged(tensors):
+            return self.kept.get(key), True
+        same = sources.are(tensors)
+        if same or sources.gone():
+            self.kept.pop(key, None)
+        return None, same and sources.follow(tensors)
 
 
 class Freezable:
@@ -68,9 +85,27 @@ class Freezable:
         """The shape that its codes have."""
         return tuple(self._whole(key).shape)
 
+    def _each_of(self, key: str) -> list[Tensor]:
+        """The matrices of the weight that are quantized each by itself."""
+        return [self._whole(key)]
+
     def _held_by(self, key: str) -> tuple[str, ...]:
         """Names of the parameters that hold the weight, as far as it is not computed."""
         return (key,)
+
+    def _made_of(self, key: str) -> dict[str, Tensor]:
+        """All that the weight is computed from, by name."""
+        assert isinstance(self, nn.Module)
+        split: dict[str, int] | None = getattr(self, "_split", None)
+        computed: Any = self._modules.get("parametrizations") or {}
+        tensors: dict[str, Tensor] = {}
+        for name in self._held_by(key) if split is None else [f"{name}_{key}" for name in split]:
+            if name in computed:
+                tensors |= computed[name].named_parameters(prefix=f"parametrizations.{name}")
+                tensors |= computed[name].named_buffers(prefix=f"parametrizations.{name}")
+            else:
+                tensors[name] = getattr(self, name)
+        return tensors
 
     def _standing_weight(self, key: str, settings: Settings, need_dx: bool) -> Any:
         """The weight quantized, and packed for the kernels, for several calls."""
@@ -85,10 +120,11 @@ class Freezable:
         """What the forward multiplies by, of a weight without a master."""
         return Operand(codes, scales, FMT, "k_last")
 
-    def _set_masters(self, key: str, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
-        """Parameters with the values of the codes."""
-        value = dequantize_2d(codes, scales, FMT, "k_last", dtype)
-        self.register_parameter(key, nn.Parameter(value))  # type: ignore[attr-defined]
+    def _masters(
+        self, key: str, codes: Tensor, scales: Tensor, dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        """Values of the codes, by the names of the parameters that take them."""
+        return {key: dequantize_2d(codes, scales, FMT, "k_last", dtype)}
 
     # -------------------------------------------------------------------------- freezing and back
     def why_not_frozen(self, drop_master: bool) -> str:
@@ -96,8 +132,9 @@ class Freezable:
         if self._is_dropped():
             return ""
         for key in self._weight_keys:
-            if self._sample(key).is_meta:
-                return f"{key} is on the meta device and has no values; load the weights first"
+            for weight in self._each_of(key):
+                if problem := _not_quantizable(weight):
+                    return f"{key} {problem}"
             if drop_master and not self._is_held(key):
                 return (
                     f"{key} is computed by a parametrization or split into parameters, so there "
@@ -107,45 +144,66 @@ class Freezable:
 
     @torch.no_grad()
     def freeze(self, settings: Settings, drop_master: bool = False) -> None:
-        """What te_mx.freeze_weights does to this module; frozen already, it stays as it is."""
-        frozen = self._frozen or self._mark_frozen(settings)
-        self.__dict__.pop("_microbatch", None)
-        if frozen.dropped:
-            return
-        if drop_master:
+        """What te_mx.freeze_weights does to this module, or nothing where that raises; frozen
+        already, it keeps its settings, and copies that are not old."""
+        frozen = self._frozen
+        if frozen is None:
+            frozen = Frozen(settings)
+        if not frozen.dropped and drop_master:
             made = {key: self._plain_codes(key, frozen.settings) for key in self._weight_keys}
+            self._mark_frozen(frozen)
             self._drop_masters(made)
-            return
-        for key in self._weight_keys:
-            if key not in frozen.kept:
-                frozen.kept[key] = self._standing_weight(key, frozen.settings, False)
+        elif not frozen.dropped:
+            made = {}
+            for key in self._weight_keys:
+                copy = frozen.current(key, self)[0] if key in frozen.sources else None
+                made[key] = copy or self._standing_weight(key, frozen.settings, False)
+            self._mark_frozen(frozen)
+            self._forget_copies()
+            for key, copy in made.items():
+                if frozen.sources[key].follow(self._made_of(key)):
+                    frozen.kept[key] = copy
+        self.__dict__.pop("_microbatch", None)
 
     @torch.no_grad()
     def unfreeze(self) -> None:
         """What te_mx.unfreeze_weights does, with parameters made of codes where there are only
         these."""
+        assert isinstance(self, nn.Module)
         frozen = self._frozen
         if frozen is None:
             return
         if frozen.dropped:
+            masters: dict[str, Tensor] = {}
             for key in self._weight_keys:
-                codes, scales = self._codes(key)
+                masters |= self._masters(key, *self._codes(key), frozen.dtypes[key])
+            for name, value in masters.items():
+                self.register_parameter(name, nn.Parameter(value))
+            for key in self._weight_keys:
                 delattr(self, f"{key}_codes")
                 delattr(self, f"{key}_scale")
-                self._set_masters(key, codes, scales, frozen.dtypes[key])
         self._frozen = None
-        for name, trained in frozen.trained.items():
-            getattr(self, name).requires_grad_(trained)
+        for name, parameter in self.named_parameters():
+            if name in frozen.trained:
+                parameter.requires_grad_(frozen.trained[name])
 
-    def _mark_frozen(self, settings: Settings) -> Frozen:
-        """Frozen with the masters kept: the parameters stop training."""
-        dtypes = {key: self._sample(key).dtype for key in self._weight_keys}
-        trained = {}
-        for name, value in self.named_parameters(recurse=False):  # type: ignore[attr-defined]
-            trained[name] = value.requires_grad
+    def _mark_frozen(self, frozen: Frozen) -> None:
+        """Frozen so, with the masters still there: the parameters stop training."""
+        for key in self._weight_keys:
+            frozen.dtypes[key] = self._sample(key).dtype
+        for name, value in self.named_parameters():  # type: ignore[attr-defined]
+            frozen.trained[name] = value.requires_grad or frozen.trained.get(name, False)
             value.requires_grad_(False)
-        self._frozen = Frozen(settings, dtypes, trained)
-        return self._frozen
+        self._frozen = frozen
+
+    def _forget_copies(self) -> None:
+        """For parameters that were loaded, or copied with their module: what was kept is old, and
+        what is there now is what is frozen."""
+        self.__dict__.pop("_microbatch", None)
+        frozen = self._frozen
+        if frozen is not None and not frozen.dropped:
+            frozen.kept.clear()
+            frozen.sources = {key: Sources(self._made_of(key)) for key in self._weight_keys}
 
     def _drop_masters(self, made: dict[str, tuple[Tensor, Tensor]]) -> None:
         """Replace the weights of a frozen module by codes [..., out, in] and scales [..., out,
@@ -153,6 +211,7 @@ class Freezable:
         assert isinstance(self, nn.Module) and self._frozen is not None
         self._frozen.dropped = True
         self._frozen.kept.clear()
+        self._frozen.sources.clear()
         for key, (codes, scales) in made.items():
             for name in self._held_by(key):
                 self.register_parameter(name, None)
@@ -191,3 +250,17 @@ class Freezable:
         if self._frozen is None:
             return ""
         return ", frozen, no master" if self._frozen.dropped else ", frozen"
+
+
+def _not_quantizable(weight: Tensor) -> str:
+    """Why a weight cannot be quantized, or an empty string."""
+    if type(weight) is not Tensor and type(weight) is not nn.Parameter:
+        return (
+            f"is a {type(weight).__name__}, whose values may lie elsewhere or in another form; "
+            "freeze before it is sharded or quantized by others"
+        )
+    if weight.is_meta:
+        return "is on the meta device and has no values; load the weights first"
+    if weight.dtype not in FLOAT_DTYPES:
+        return f"is {weight.dtype}; MXFP8 takes float32, bfloat16 and float16"
+    return ""

@@ -17,6 +17,7 @@ from te_mx.autograd.grouped_operands import Groups
 from te_mx.autograd.linear import flatten
 from te_mx.context import is_tracing
 from te_mx.nn import delayed_wgrad
+from te_mx.nn.frozen_state import SCALES
 from te_mx.nn.grouped_plain import grouped_plain
 from te_mx.nn.grouped_splits import groups_of
 from te_mx.nn.grouped_state import convert_state_dict
@@ -252,21 +253,17 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         )
 
     # ---------------------------------------------------------------------------------- checkpoints
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool,
-        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
-    ) -> None:  # fmt: skip
-        groups, scales = self.num_gemms, f"{prefix}weight_scale"
-        convert_state_dict(state_dict, scales, groups, True, error_msgs)
+    def _adapt_state_dict(self, state_dict: Any, prefix: str, error_msgs: list[str]) -> None:
+        groups, name = self.num_gemms, f"{prefix}weight"
+        for end in SCALES:
+            convert_state_dict(state_dict, name + end, groups, True, error_msgs)
         # Codes are held in one stack, whatever the parameters are.
-        stacked = self.single_grouped_weight or self._is_dropped() or scales in state_dict
-        convert_state_dict(state_dict, f"{prefix}weight", groups, stacked, error_msgs)
+        quantized = self._is_dropped() or any(name + end in state_dict for end in SCALES)
+        stacked = self.single_grouped_weight or quantized
+        convert_state_dict(state_dict, name, groups, stacked, error_msgs)
         if self._bias_names:
             stacked = self.single_grouped_bias
             convert_state_dict(state_dict, f"{prefix}bias", groups, stacked, error_msgs)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
 
 
 def parameter_names(kind: str, num_gemms: int, stacked: bool) -> tuple[str, ...]:

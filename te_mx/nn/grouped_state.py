@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_mx.nn.frozen_state import SCALES
+
 
 def part_names(whole: str, groups: int) -> list[str]:
     """The entries that a stacked one stands for: "weight0" ... of "weight", "weight0_scale" ... of
     "weight_scale"."""
-    stem, scale, _ = whole.partition("_scale") if whole.endswith("_scale") else (whole, "", "")
-    return [f"{stem}{i}{scale}" for i in range(groups)]
+    end = next((end for end in reversed(SCALES) if whole.endswith(end)), "")
+    return [f"{whole.removesuffix(end)}{i}{end}" for i in range(groups)]
 
 
 def convert_state_dict(
@@ -27,23 +29,28 @@ def convert_state_dict(
     parts = part_names(whole, groups)
     if not stacked:
         if whole in state_dict and not any(key in state_dict for key in parts):
-            value = state_dict.pop(whole)
-            if len(value) != groups:
+            value = state_dict[whole]
+            count = len(value) if isinstance(value, Tensor) and value.dim() else 0
+            if count != groups:
                 error_msgs.append(
-                    f"{whole} holds {len(value)} groups, got a layer of {groups}: shapes must agree"
+                    f"{whole} holds {count} groups, got a layer of {groups}: shapes must agree"
                 )
                 return
+            del state_dict[whole]
             state_dict.update(zip(parts, value.unbind(0), strict=True))
         return
     there = [key for key in parts if key in state_dict]
     if whole in state_dict or not there:
         return
     if len(there) < groups:
-        if whole.endswith("_scale"):
+        if whole.endswith(SCALES):
             missing = [key for key in parts if key not in state_dict]
             error_msgs.append(f"{', '.join(missing)}: missing beside {there[0]}")
         return
-    held = [state_dict.pop(key) for key in parts]
+    held = [state_dict[key] for key in parts]
+    if not all(isinstance(part, Tensor) for part in held):
+        error_msgs.append(f"{parts[0]} ... must be tensors, to be stacked")
+        return
     for name, kinds in (
         ("shape", [tuple(t.shape) for t in held]),
         ("dtype", [t.dtype if t.element_size() == 1 else "high precision" for t in held]),
@@ -51,6 +58,8 @@ def convert_state_dict(
         if len(set(kinds)) > 1:
             error_msgs.append(f"{parts[0]} ... must have one {name} to be stacked, got {kinds}")
             return
+    for key in parts:
+        del state_dict[key]
     state_dict[whole] = _stack(held)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from te_mx.autograd.grouped_operands import StandingWeights, standing
 from te_mx.backends.grouped import StackedOperand
@@ -31,6 +31,9 @@ class StackedWeight(Freezable):
     def _sample(self, key: str) -> Tensor:
         return self.weights()[0]
 
+    def _each_of(self, key: str) -> list[Tensor]:
+        return self.weights()
+
     def _held_by(self, key: str) -> tuple[str, ...]:
         return self._weight_names
 
@@ -47,12 +50,12 @@ class StackedWeight(Freezable):
     def _operand_of(self, codes: Tensor, scales: Tensor) -> StackedOperand:
         return StackedOperand(codes, scales, FMT, "k_last")
 
-    def _set_masters(self, key: str, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
+    def _masters(
+        self, key: str, codes: Tensor, scales: Tensor, dtype: torch.dtype
+    ) -> dict[str, Tensor]:
         made = [
             dequantize_2d(code, scale, FMT, "k_last", dtype)
             for code, scale in zip(codes, scales, strict=True)
         ]
         values = [torch.stack(made)] if self.single_grouped_weight else made
-        for name, value in zip(self._weight_names, values, strict=True):
-            assert isinstance(self, nn.Module)
-            self.register_parameter(name, nn.Parameter(value))
+        return dict(zip(self._weight_names, values, strict=True))

@@ -19,8 +19,9 @@ from te_mx.autograd.operands import capturing
 from te_mx.autograd.wgrad import Queue, WeightGradient
 from te_mx.context import RECOMPUTED, active_region, backward_pass_id, is_tracing
 from te_mx.nn.delayed_wgrad import DelayedWgrad
-from te_mx.nn.frozen_state import load_codes, save_codes
+from te_mx.nn.frozen_state import save_codes
 from te_mx.nn.frozen_weight import Freezable
+from te_mx.nn.loading import load_module
 from te_mx.recipe import Settings
 
 FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
@@ -103,40 +104,39 @@ class MXModule(Freezable, DelayedWgrad):
             self.__dict__["_tag"] = next(_tags)
         return self._tag
 
-    def _keep(
-        self, kept: Any, frozen: bool, first: bool | None, settings: Settings,
-        device: torch.device, need_dx: bool,
-    ) -> tuple[Any, bool]:  # fmt: skip
-        """The kept weight that serves this call or None, and whether a new one is to be kept.
-
-        A CUDA graph is replayed on later weights: only frozen ones may be older than it. Neither it
-        nor compiled code keeps anything between its calls.
-        """
-        tracing = is_tracing()
-        capture = not tracing and capturing(device)
-        fresh = not frozen and (first or capture)
-        if not fresh and kept is not None and kept.serves(settings, device, need_dx):
-            return kept if tracing else kept.on_current_stream(), False
-        return None, not (tracing or capture)
-
     def _kept_weight(
         self, key: str, first: bool | None, settings: Settings, device: torch.device, need_dx: bool
     ) -> Any:
         """What stands in for a weight: what is kept of a frozen one or for the micro-batches of a
         step, or made now and kept; None where this call quantizes.
+
+        A CUDA graph is replayed on later weights: only frozen ones may be older than it. Neither it
+        nor compiled code keeps anything between its calls, and compiled code cannot look whether a
+        frozen weight changed.
         """
-        frozen = self._frozen
+        frozen, tracing = self._frozen, is_tracing()
         if frozen is None and first is None:
             return None
-        kept = self._microbatch or {} if frozen is None else frozen.kept
-        use, keep = self._keep(
-            kept.get(key), frozen is not None, first, settings, device, need_dx
-        )  # fmt: skip
+        capture = not tracing and capturing(device)
+        keep = not (tracing or capture)
+        if frozen is None:
+            kept = None if first or capture else (self._microbatch or {}).get(key)
+        elif tracing:
+            kept = frozen.kept.get(key)
+        else:
+            kept, follows = frozen.current(key, self)
+            keep = keep and follows
+        if kept is not None and kept.serves(settings, device, need_dx):
+            if tracing:
+                return kept
+            if capture and frozen is not None and all(kept is not old for old in frozen.in_graphs):
+                frozen.in_graphs.append(kept)
+            return kept.on_current_stream()
         if not keep:
-            return use
+            return None
         made = self._standing_weight(key, settings, need_dx)
         if frozen is None:
-            self.__dict__["_microbatch"] = {**kept, key: made}
+            self.__dict__["_microbatch"] = {**(self._microbatch or {}), key: made}
         else:
             frozen.kept[key] = made
         return made
@@ -216,6 +216,15 @@ class MXModule(Freezable, DelayedWgrad):
             state["_frozen"] = self._frozen.without_copies()
         return state
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        moved = super()._apply(fn, recurse)  # type: ignore[misc]
+        self._forget_copies()
+        return moved
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        self._forget_copies()
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if self._is_dropped():
             save_codes(self, destination, prefix)
@@ -225,14 +234,10 @@ class MXModule(Freezable, DelayedWgrad):
         self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool,
         missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
-        ours = load_codes(self, state_dict, prefix, local_metadata, error_msgs)
-        super()._load_from_state_dict(  # type: ignore[misc]
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-        for key in (*ours, prefix + "_extra_state"):  # Transformer Engine saves _extra_state
-            if key in unexpected_keys:
-                unexpected_keys.remove(key)
-        # What was kept of the weights before is old now.
-        self.__dict__.pop("_microbatch", None)
-        if self._frozen is not None:
-            self._frozen.kept.clear()
+        load_module(
+            self, super()._load_from_state_dict, state_dict, prefix, local_metadata, strict,  # type: ignore[misc]
+            missing_keys, unexpected_keys, error_msgs,
+        )  # fmt: skip
+
+    def _adapt_state_dict(self, state_dict: Any, prefix: str, error_msgs: list[str]) -> None:
+        """Give entries of other forms the names and shapes that this module has."""

@@ -1,0 +1,98 @@
+"""What the quantized copy of a frozen weight was made of, so that a change of it is noticed.
+
+Seen is whatever raises a tensor's version counter (every in-place operation, also through views and
+``detach()``: load_state_dict, torch.distributed.checkpoint, most optimizers), another memory, shape
+or dtype under the same parameter (``weight.data = ...``), and that a parameter trains.
+
+Not seen are writes that torch does not count: in place through ``weight.data``, NumPy, DLPack or
+views made in inference_mode, by the kernels of optimizers with ``fused=True``, and by frameworks
+that fill the memory of parameters behind autograd.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+_ids = itertools.count(1)
+
+
+class Sources:
+    """The tensors that one weight is computed from: which ones they were when the weight was
+    frozen, and their state when its copy was made.
+
+    Other tensors are never taken for the same weight, whatever they hold: sharded training and
+    functional_call lend a module tensors for the time of a forward, and may fill the same memory
+    anew for the next one.
+    """
+
+    __slots__ = ("_names", "_states", "_storages")
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._names = {name: _id_of(tensor) for name, tensor in tensors.items()}
+        self._states: list[tuple[Any, ...]] = []
+        # Weak, so that they hold no memory; as long as they exist, no other storage takes the
+        # place of one that is gone.
+        self._storages: list[StorageWeakRef] = []
+
+    def are(self, tensors: Mapping[str, Tensor | None]) -> bool:
+        """Whether these are the same tensors."""
+        return all(
+            getattr(tensors.get(name), "_te_mx_id", 0) == number
+            for name, number in self._names.items()
+        )
+
+    def gone(self) -> bool:
+        """Whether the memory of one was given back."""
+        return any(storage.expired() for storage in self._storages)
+
+    def unchanged(self, tensors: Mapping[str, Tensor | None]) -> bool:
+        """Whether these are the same tensors in the state of the last `follow`. Half a microsecond
+        a tensor: every forward asks."""
+        if not self._states:
+            return False
+        for name, number, version, address, storage, shape, stride, dtype in self._states:
+            tensor: Any = tensors.get(name)
+            if (
+                tensor is None
+                or tensor._version != version
+                or tensor.data_ptr() != address
+                or tensor.untyped_storage()._cdata != storage
+                or tensor.requires_grad
+                or tensor.shape != shape
+                or tensor.stride() != stride
+                or tensor.dtype != dtype
+                or getattr(tensor, "_te_mx_id", 0) != number
+            ):
+                return False
+        return True
+
+    def follow(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Take their state as that of a copy that is made now; False where a change could not be
+        seen, so that no copy may be kept."""
+        self._states = []
+        if any(tensor.requires_grad for tensor in tensors.values()):
+            return False
+        try:
+            self._storages = [StorageWeakRef(t.untyped_storage()) for t in tensors.values()]
+            self._states = [
+                (
+                    name, self._names[name], t._version, t.data_ptr(), storage.cdata, t.shape,
+                    t.stride(), t.dtype
+                ) for (name, t), storage in zip(tensors.items(), self._storages, strict=True)
+            ]  # fmt: skip
+        except RuntimeError:  # tensors of inference_mode count no changes; some have no memory
+            return False
+        return True
+
+
+def _id_of(tensor: Any) -> int:
+    """The number of a tensor. A weak reference would say the same, but keeps
+    torch.utils.swap_tensors from working."""
+    if not hasattr(tensor, "_te_mx_id"):
+        tensor._te_mx_id = next(_ids)
+    return tensor._te_mx_id
