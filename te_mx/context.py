@@ -135,6 +135,15 @@ def _start() -> None:
     _started = True
 
 
+# Called once each, when a region is entered next: what others have to say about it.
+notices: list[Callable[[], None]] = []
+
+
+def was_entered() -> bool:
+    """Whether a region was ever entered, with MXFP8 on or off, or is in the code being traced."""
+    return _started or _traced.top is not None
+
+
 class autocast:
     """Run the te_mx modules inside in MXFP8.
 
@@ -202,6 +211,8 @@ class autocast:
         else:
             if not _started:
                 _start()
+            while notices:
+                notices.pop()()
             region = Region(self._settings, self._recipe, innermost.get())
             self._open.append(region)
             innermost.set(region)

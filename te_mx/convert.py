@@ -9,89 +9,42 @@ mode.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
-from te_mx.fuse import Fusion
-from te_mx.fuse import fuse as fuse_layers
+from te_mx.arguments import check_flag, shown
+from te_mx.conversion_report import (
+    CONVERTED,
+    FUSED,
+    REVERTED,
+    SKIPPED,
+    WOULD_CONVERT,
+    WOULD_FUSE,
+    ConversionReport,
+    LayerReport,
+)
+from te_mx.fuse import Fusion, Plan, fuse_all, plan_fusions
 from te_mx.fuse import unfuse as unfuse_layers
+from te_mx.matrices import describe
+from te_mx.nn.converted import ConversionWarning, unwatch, watch
 from te_mx.nn.linear import Linear
-from te_mx.nn.mx_module import FLOATS
-from te_mx.report import table
-
-CONVERTED, WOULD_CONVERT, REVERTED, SKIPPED = "converted", "would convert", "reverted", "skipped"
-FUSED, WOULD_FUSE = "fused", "would fuse"
+from te_mx.nn.mx_module import FLOATS, MXModule
 
 # What te_mx.Linear keeps on an instance beyond nn.Linear.
 _OWN_ATTRIBUTES = (
     "name", "return_bias", "init_method", "fuse_wgrad_accumulation", "save_original_input",
-    "delay_wgrad_compute", "_seen", "_ran", "_microbatch", "_frozen", "_split", "_tag",
-    "_delayed", "_wgrad_hooks",
+    "delay_wgrad_compute", "_converted", "_seen", "_ran", "_microbatch", "_frozen", "_split",
+    "_tag", "_delayed", "_wgrad_hooks",
 )  # fmt: skip
 # Arguments that nn.Linear has nothing for.
 _ONLY_OURS = ("return_bias", "fuse_wgrad_accumulation", "delay_wgrad_compute")
-
-
-class LayerReport(NamedTuple):
-    """One layer: `status` is "converted", "would convert" (dry run), "fused", "would
-    fuse", "reverted" or "skipped";
-    `note` says why."""
-
-    name: str
-    status: str
-    shape: str
-    note: str
-
-
-class ConversionReport:
-    """What `convert_model` or `revert_model` did: iterable over `LayerReport`, printable as a
-    table.
-
-    `model` is the model itself: layers change in place, also when the model is a single nn.Linear.
-    """
-
-    def __init__(self, model: nn.Module, layers: list[LayerReport]) -> None:
-        self.model = model
-        self.layers = layers
-
-    def __len__(self) -> int:
-        return len(self.layers)
-
-    def __iter__(self) -> Iterator[LayerReport]:
-        return iter(self.layers)
-
-    def count(self, status: str) -> int:
-        """How many layers have this status."""
-        return sum(layer.status == status for layer in self.layers)
-
-    @property
-    def converted(self) -> list[str]:
-        """Names of the layers that were converted (or would be, in a dry run)."""
-        return [layer.name for layer in self.layers if layer.status in (CONVERTED, WOULD_CONVERT)]
-
-    @property
-    def fused(self) -> list[str]:
-        """Names of the modules that layers were fused into (or would be, in a dry run)."""
-        return [layer.name for layer in self.layers if layer.status in (FUSED, WOULD_FUSE)]
-
-    @property
-    def skipped(self) -> dict[str, str]:
-        """Names of the layers that stay as they are, with the reason."""
-        return {layer.name: layer.note for layer in self.layers if layer.status == SKIPPED}
-
-    def __str__(self) -> str:
-        counts = Counter(layer.status for layer in self.layers)
-        summary = ", ".join(f"{n} {status}" for status, n in counts.items()) or "none"
-        head = f"{type(self.model).__name__}: linear layers: {summary}"
-        return head if not self.layers else f"{head}\n{table(LayerReport._fields, self.layers)}"
-
-    __repr__ = __str__
 
 
 def convert_model(
@@ -106,10 +59,17 @@ def convert_model(
     Exact nn.Linear instances are converted; subclasses have behaviour of their own and are skipped
     with the reason. Layers such as lm_head are converted too, unless `filter_fn` says otherwise.
 
+    Modules that multiply without an nn.Linear (the Conv1D of GPT-2, experts in stacked parameters)
+    stay as they are; the report says how much of the model that is. A `ConversionWarning` is given
+    where nothing was converted, once in a process where a converted layer trains although no
+    te_mx.autocast was entered yet, and when a region is entered after something else replaced
+    converted layers.
+
     Args:
         model: may itself be an nn.Linear.
         filter_fn: ``filter_fn(module, fqn) -> bool`` for each nn.Linear; False keeps the layer. A
-            module that has several names is kept if it says False to any of them.
+            module that has several names is kept if it says False to any of them. It is asked about
+            every layer before the first one changes.
         dry_run: report only.
         fuse: first turn layers that follow each other in an nn.Sequential into one module each:
             normalization + Linear into te_mx.LayerNormLinear; Linear + GELU, SiLU or ReLU + Linear
@@ -120,37 +80,75 @@ def convert_model(
 
     Returns:
         A `ConversionReport`; print it.
+
+    Raises:
+        TypeError: an argument has the wrong type. Whatever is raised, also by `filter_fn`: the
+            model is unchanged then.
     """
+    _check(model, filter_fn, dry_run=dry_run, fuse=fuse)
+
+    def keeps(module: nn.Module, name: str) -> bool:
+        return filter_fn is not None and not filter_fn(module, name)
+
+    # First decide about everything, which may raise; then change.
+    plans: list[Plan] = []
     layers: list[LayerReport] = []
-    fused: set[int] = set()
     if fuse:
-        fusions, fused = fuse_layers(
-            model,
-            why_not,
-            lambda module, name: filter_fn is not None and not filter_fn(module, name),
-            dry_run,
-        )
+        fusions, plans = plan_fusions(model, why_not, keeps)
         done = WOULD_FUSE if dry_run else FUSED
         layers = [_fusion_row(fusion, done) for fusion in fusions]
+    fused = {id(layer) for plan in plans for layer in plan.layers}
+    chosen: list[tuple[nn.Linear, str]] = []
     for module, names in _linears(model):
         if id(module) in fused:
             continue
         reason = why_not(module)
-        if (
-            not reason
-            and filter_fn is not None
-            and not all(filter_fn(module, name) for name in names)
-        ):
+        if not reason and any(keeps(module, name) for name in names):
             reason = "excluded by filter_fn"
         if reason:
             layers.append(_row(module, names, SKIPPED, reason))
             continue
-        if not dry_run:
-            module.__class__ = Linear
-            module.__dict__["name"] = names[0]
+        chosen.append((module, names[0]))
         note = _fast_path_note(model, names[0])
         layers.append(_row(module, names, WOULD_CONVERT if dry_run else CONVERTED, note))
-    return ConversionReport(model, layers)
+    if dry_run:
+        would = {module for module, _ in chosen} | {m for plan in plans for m in plan.layers}
+        return ConversionReport(model, layers, would)
+    made = fuse_all(plans)
+    for module, name in chosen:
+        module.__class__ = Linear
+        module.__dict__["name"] = name
+    for layer, name in [*((m, m.name or "") for m in made), *chosen]:
+        layer.__dict__["_converted"] = True
+        watch(model, name, layer)
+    report = ConversionReport(model, layers)
+    if not any(isinstance(module, MXModule) for module in model.modules()):
+        warnings.warn(
+            f"te_mx.convert_model converted nothing: {_why_nothing(report)}",
+            ConversionWarning,
+            stacklevel=2,
+        )
+    return report
+
+
+def _check(model: Any, filter_fn: Any, **flags: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+    if filter_fn is not None and not callable(filter_fn):
+        raise TypeError(f"filter_fn must be a function of (module, name), got {shown(filter_fn)}")
+    for name, value in flags.items():
+        check_flag(name, value)
+
+
+def _why_nothing(report: ConversionReport) -> str:
+    """Of a report without converted layers."""
+    kind = type(report.model).__name__
+    if reasons := Counter(report.skipped.values()).most_common(1):
+        ((reason, _),) = reasons
+        why = f"all {len(report)} nn.Linear of {kind} were skipped, most because: {reason}"
+    else:
+        why = f"{kind} has no nn.Linear"
+    return f"{why}; {describe(report.matrices)}" if report.matrices else why
 
 
 def revert_model(model: nn.Module) -> ConversionReport:
@@ -179,6 +177,7 @@ def revert_model(model: nn.Module) -> ConversionReport:
             for attribute in _OWN_ATTRIBUTES:
                 module.__dict__.pop(attribute, None)
             module.__class__ = nn.Linear  # type: ignore[assignment]
+            unwatch(module)
             reason = ""
         layers.append(_row(module, names, SKIPPED if reason else REVERTED, reason))
     return ConversionReport(model, layers)

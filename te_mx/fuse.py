@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn.utils import parametrize
 
+from te_mx.nn.converted import unwatch
 from te_mx.nn.layernorm_linear import LayerNormLinear
 from te_mx.nn.layernorm_mlp import LayerNormMLP
 from te_mx.nn.norm_module import NormModule
@@ -32,22 +33,30 @@ class Fusion(NamedTuple):
     reason: str
 
 
-def fuse(
+class Plan(NamedTuple):
+    """Layers of one nn.Sequential, under these names there, that become one module of this name."""
+
+    sequence: nn.Sequential
+    names: list[str]
+    layers: tuple[nn.Module, ...]
+    fqn: str
+
+
+def plan_fusions(
     model: nn.Module,
     why_not: Callable[[nn.Linear], str],
     keeps: Callable[[nn.Module, str], bool],
-    dry_run: bool,
-) -> tuple[list[Fusion], set[int]]:
-    """Fuse what can be fused; returns the report and the ids of the linear layers in it.
+) -> tuple[list[Fusion], list[Plan]]:
+    """What can be fused; returns the report and what `fuse_all` is to do.
 
     `why_not` says why a linear layer cannot be converted, `keeps` whether the user excluded it.
     """
     found: list[Fusion] = []
-    taken: set[int] = set()
+    plans: list[Plan] = []
     uses: dict[int, int] = {}
     for _, module in model.named_modules(remove_duplicate=False):
         uses[id(module)] = uses.get(id(module), 0) + 1
-    for prefix, sequence in list(model.named_modules()):
+    for prefix, sequence in model.named_modules():
         if type(sequence) is not nn.Sequential or "forward" in sequence.__dict__:
             continue
         names = list(sequence._modules)
@@ -68,11 +77,19 @@ def fuse(
             if reason:
                 at += 1
                 continue
-            taken.update(id(layer) for layer in layers if isinstance(layer, nn.Linear))
-            if not dry_run:
-                _replace(sequence, names[at : at + len(layers)], layers, fqn)
+            plans.append(Plan(sequence, names[at : at + len(layers)], layers, fqn))
             at += len(layers)
-    return found, taken
+    return found, plans
+
+
+def fuse_all(plans: list[Plan]) -> list[NormModule]:
+    """Fuse what was planned; returns the modules that were made."""
+    made = [_fused(plan) for plan in plans]  # all of them before the first one takes its place
+    for plan, module in zip(plans, made, strict=True):
+        plan.sequence._modules[plan.names[0]] = module
+        for name in plan.names[1:]:
+            plan.sequence._modules[name] = nn.Identity()
+    return made
 
 
 def unfuse(model: nn.Module) -> list[Fusion]:
@@ -100,6 +117,7 @@ def unfuse(model: nn.Module) -> list[Fusion]:
                 found.append(Fusion(fqn, _shape(layers), kind, "its place in the model changed"))
                 continue
             _give_back(module, layers)
+            unwatch(module)
             for name, layer in zip(names[first : first + len(layers)], layers, strict=True):
                 layer.train(module.training)
                 sequence._modules[name] = layer
@@ -164,10 +182,12 @@ def _shape(layers: Iterable[Any]) -> str:
 
 
 # --------------------------------------------------------------------------------------- replacing
-def _replace(sequence: nn.Sequential, names: list[str], layers: tuple[Any, ...], fqn: str) -> None:
+def _fused(plan: Plan) -> NormModule:
+    """The module that stands for the layers, with their very parameters."""
+    layers: tuple[Any, ...] = plan.layers
     norm = layers[0] if type(layers[0]) in _NORMS else None
     linears = [layer for layer in layers if isinstance(layer, nn.Linear)]
-    common: dict[str, Any] = {"device": "meta", "name": fqn}
+    common: dict[str, Any] = {"device": "meta", "name": plan.fqn}
     if norm is not None:
         common |= {"eps": norm.eps, "normalization": _NORMS[type(norm)]}
     made: NormModule
@@ -180,11 +200,9 @@ def _replace(sequence: nn.Sequential, names: list[str], layers: tuple[Any, ...],
     for own, layer, theirs in _pairs(made, layers):
         made._parameters[own] = getattr(layer, theirs, None)
     made.use_bias = any(linear.bias is not None for linear in linears)
-    made.train(sequence.training)
+    made.train(plan.sequence.training)
     made.__dict__["_fused_from"] = layers
-    sequence._modules[names[0]] = made
-    for name in names[1:]:
-        sequence._modules[name] = nn.Identity()
+    return made
 
 
 def _pairs(made: NormModule, layers: tuple[Any, ...]) -> list[tuple[str, Any, str]]:

@@ -170,6 +170,8 @@ class Linear(MXModule, nn.Linear):
         bias = self.bias if self._split is None else self.whole_bias()
         self._check_shape(inp, "in_features", self.in_features)
         self._check_kind(inp, weight.device, weight.dtype)
+        if type(weight) is not nn.Parameter:
+            self._check_plain(weight)
         standing = None
         if self._frozen is not None or is_first_microbatch is not None:
             need_dx = torch.is_grad_enabled() and inp.requires_grad

@@ -18,6 +18,7 @@ from te_mx.autograd.linear import GEMMS
 from te_mx.autograd.operands import capturing
 from te_mx.autograd.wgrad import Queue, WeightGradient
 from te_mx.context import RECOMPUTED, active_region, backward_pass_id, is_tracing
+from te_mx.nn import converted
 from te_mx.nn.delayed_wgrad import DelayedWgrad
 from te_mx.nn.frozen_state import save_codes
 from te_mx.nn.frozen_weight import Freezable
@@ -58,6 +59,7 @@ class MXModule(Freezable, DelayedWgrad):
     # Class attributes, not set in __init__: convert_model gives modules this class in place.
     name: str | None = None
     fuse_wgrad_accumulation: bool = False
+    _converted: bool = False  # made by convert_model
     _seen: Settings | None = NEVER  # what the last forward ran with
     _ran: Set[Settings | None] = frozenset()  # what forwards ran with, in any thread
     _tag: int = -1  # first slot in te_mx.engine.explain.LAST_RUN, three for each linear step
@@ -66,9 +68,14 @@ class MXModule(Freezable, DelayedWgrad):
     # --------------------------------------------------------------------------- running a forward
     def _settings(self) -> Settings | None:
         """Settings that a forward runs with, None outside te_mx.autocast."""
-        settings = context.current_settings() if is_tracing() else self._settings_now()
-        if settings is None and self._frozen is not None and self._frozen.dropped:
-            return self._frozen.settings  # there is no high-precision weight to run on
+        tracing = is_tracing()
+        settings = context.current_settings() if tracing else self._settings_now()
+        if settings is None:
+            if self._frozen is not None and self._frozen.dropped:
+                return self._frozen.settings  # there is no high-precision weight to run on
+            if self._converted and self.training and torch.is_grad_enabled():  # type: ignore[attr-defined]
+                warn = converted.warn_plain_traced if tracing else converted.warn_plain
+                warn(self.name)
         return settings
 
     def _settings_now(self) -> Settings | None:
@@ -206,6 +213,19 @@ class MXModule(Freezable, DelayedWgrad):
         if inp.device != device:
             raise ValueError(
                 f"{self._label()}: inp is on {inp.device} and the weight on {device}; move one"
+            )
+
+    def _check_plain(self, weight: Tensor) -> None:
+        """Refuse a weight that only its own library can read, such as torchao's."""
+        kind = type(weight)
+        if kind is Tensor or kind.__module__.partition(".")[0] == "torch":
+            return
+        if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            raise TypeError(
+                f"{self._label()}: the weight is a {kind.__module__}.{kind.__qualname__}, which "
+                "another library quantized; te_mx multiplies plain parameters in MXFP8. Leave this "
+                "layer out there (filter_fn), call te_mx.revert_model first, or run it under "
+                "te_mx.autocast(enabled=False)"
             )
 
     # ---------------------------------------------------------------------------------- checkpoints

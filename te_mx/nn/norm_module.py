@@ -114,6 +114,8 @@ class NormModule(MXModule, nn.Module):
         for weight in (self.layer_norm_weight, *weights):
             if weight is not None:
                 self._check_kind(inp, weight.device, weight.dtype)
+                if type(weight) is not nn.Parameter:
+                    self._check_plain(weight)
         if self._is_dropped():
             self._check_kind(inp, self._codes(self._weight_keys[0])[0].device)
             self._refuse_gradient(inp, *self.parameters(recurse=False))

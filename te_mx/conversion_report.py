@@ -1,0 +1,93 @@
+"""What convert_model and revert_model did to the layers of a model, and how much of it that is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+from torch import nn
+
+from te_mx.matrices import Matrix, describe, left_of, matrices_of
+from te_mx.report import table
+
+CONVERTED, WOULD_CONVERT, REVERTED, SKIPPED = "converted", "would convert", "reverted", "skipped"
+FUSED, WOULD_FUSE = "fused", "would fuse"
+
+
+class LayerReport(NamedTuple):
+    """One layer: `status` is "converted", "would convert" (dry run), "fused", "would
+    fuse", "reverted" or "skipped";
+    `note` says why."""
+
+    name: str
+    status: str
+    shape: str
+    note: str
+
+
+class ConversionReport:
+    """What `convert_model` or `revert_model` did: iterable over `LayerReport`, printable as a
+    table.
+
+    `model` is the model itself: layers change in place, also when the model is a single nn.Linear.
+    `matrices` are its matrix parameters, which say how much of it was converted: parameters of two
+    or three dimensions, each counted once, but those of embeddings, convolutions and
+    normalizations, and those with a dimension of size 1.
+    """
+
+    def __init__(
+        self, model: nn.Module, layers: list[LayerReport], also: Collection[nn.Module] = ()
+    ) -> None:
+        self.model = model
+        self.layers = layers
+        self.matrices = matrices_of(model, also)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __iter__(self) -> Iterator[LayerReport]:
+        return iter(self.layers)
+
+    def count(self, status: str) -> int:
+        """How many layers have this status."""
+        return sum(layer.status == status for layer in self.layers)
+
+    @property
+    def converted(self) -> list[str]:
+        """Names of the layers that were converted (or would be, in a dry run)."""
+        return [layer.name for layer in self.layers if layer.status in (CONVERTED, WOULD_CONVERT)]
+
+    @property
+    def fused(self) -> list[str]:
+        """Names of the modules that layers were fused into (or would be, in a dry run)."""
+        return [layer.name for layer in self.layers if layer.status in (FUSED, WOULD_FUSE)]
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        """Names of the layers that stay as they are, with the reason."""
+        return {layer.name: layer.note for layer in self.layers if layer.status == SKIPPED}
+
+    @property
+    def share(self) -> float:
+        """The share of the elements of all matrix parameters that te_mx layers hold (or would, in a
+        dry run), 0 to 1; 0 for a model without any."""
+        total = sum(matrix.elements for matrix in self.matrices)
+        return sum(m.elements for m in self.matrices if m.held) / total if total else 0.0
+
+    @property
+    def left(self) -> list[Matrix]:
+        """The matrix parameters of other modules, the largest first."""
+        return left_of(self.matrices)
+
+    def __str__(self) -> str:
+        counts = Counter(layer.status for layer in self.layers)
+        summary = ", ".join(f"{n} {status}" for status, n in counts.items()) or "none"
+        lines = [f"{type(self.model).__name__}: linear layers: {summary}"]
+        if self.layers:
+            lines.append(table(LayerReport._fields, self.layers))
+        if self.matrices:
+            lines.append(describe(self.matrices))
+        return "\n".join(lines)
+
+    __repr__ = __str__
