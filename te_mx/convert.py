@@ -21,8 +21,8 @@ from torch.nn.utils import parametrize
 from te_mx.fuse import Fusion
 from te_mx.fuse import fuse as fuse_layers
 from te_mx.fuse import unfuse as unfuse_layers
+from te_mx.nn.checks import FLOATS
 from te_mx.nn.linear import Linear
-from te_mx.nn.mx_module import FLOATS
 from te_mx.report import table
 
 CONVERTED, WOULD_CONVERT, REVERTED, SKIPPED = "converted", "would convert", "reverted", "skipped"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_mx.autograd import joining
 from te_mx.autograd.grouped import grouped_linear, infer
 from te_mx.autograd.grouped_loop import high_precision_loop
 from te_mx.autograd.grouped_operands import Groups
@@ -178,10 +179,13 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         groups = groups_of(m_splits, self.num_gemms, rows, inp.device, self._label)
         if settings is None:
             return self._high_precision(inp, groups, is_first_microbatch)
+        self._check_kind(inp)
         if self._is_dropped():
             return self._run_dropped(inp, groups, settings)
         weights, biases = self._held(self._weight_names), self._held(self._bias_names)
-        self._check_kind(inp, weights[0].device, weights[0].dtype)
+        self._check_groups("weight", weights, inp.device)
+        if not self.return_bias:
+            self._check_groups("bias", biases, inp.device)
         kept = None
         if self._frozen is not None or is_first_microbatch is not None:
             need_dx = torch.is_grad_enabled() and inp.requires_grad
@@ -196,11 +200,21 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         )  # fmt: skip
         return (y, self._returned(biases)) if self.return_bias else y
 
+    def _check_groups(self, kind: str, held: tuple[Tensor, ...], device: torch.device) -> None:
+        """Check the weights or the biases of all groups."""
+        if kind == "weight":
+            names, stacked = self._weight_names, self.single_grouped_weight
+            shape: tuple[int, ...] = (self.out_features, self.in_features)
+        else:
+            names, stacked = self._bias_names, self.single_grouped_bias
+            shape = (self.out_features,)
+        self._check_parameters(names, held, (self.num_gemms, *shape) if stacked else shape, device)
+
     def _like_weights(self, biases: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Biases stacked or not as the weights are."""
         if not biases or self.single_grouped_weight == self.single_grouped_bias:
             return biases
-        return (torch.stack(biases),) if self.single_grouped_weight else biases[0].unbind(0)
+        return (joining.stack(biases),) if self.single_grouped_weight else biases[0].unbind(0)
 
     def _returned(self, biases: tuple[Tensor, ...]) -> Any:
         if not biases:
@@ -225,20 +239,22 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         biases = tuple(getattr(self, name) for name in self._bias_names)
         added = () if self.return_bias else biases
         self._refuse_gradient(inp, *added)
-        row = self._dropped_operand("weight")
-        self._check_kind(inp, row.codes.device)
-        stacked = None
+        self._check_codes(self._weight_keys, inp.device)
         if added:
-            stacked = added[0] if self.single_grouped_bias else torch.stack(added)
-        y = infer(inp, groups, row, stacked, settings, output_dtype(inp), self._tag_now())
+            self._check_groups("bias", biases, inp.device)
+        row = self._dropped_operand("weight")
+        bias_GN = None
+        if added:
+            bias_GN = added[0] if self.single_grouped_bias else joining.stack(added)
+        y = infer(inp, groups, row, bias_GN, settings, output_dtype(inp), self._tag_now())
         return (y, self._returned(biases)) if self.return_bias else y
 
     # ----------------------------------------------------------------------------- checks and names
     def extra_repr(self) -> str:
-        stacked = ", single_grouped_weight=True" if self.single_grouped_weight else ""
+        one = ", single_grouped_weight=True" if self.single_grouped_weight else ""
         return (
             f"num_gemms={self.num_gemms}, in_features={self.in_features}, "
-            f"out_features={self.out_features}, bias={self.use_bias}{stacked}{self._frozen_repr()}"
+            f"out_features={self.out_features}, bias={self.use_bias}{one}{self._frozen_repr()}"
         )
 
     # ---------------------------------------------------------------------------------- checkpoints

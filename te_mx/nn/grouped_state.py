@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_mx.autograd import joining
+
 
 def part_names(whole: str, groups: int) -> list[str]:
     """The entries that a stacked one stands for: "weight0" ... of "weight", "weight0_scale" ... of
@@ -57,5 +59,5 @@ def convert_state_dict(
 def _stack(parts: list[Tensor]) -> Tensor:
     """torch.stack, which does not know 8-bit floats everywhere."""
     if parts[0].element_size() > 1:
-        return torch.stack(parts)
+        return joining.stack(parts)
     return torch.stack([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)

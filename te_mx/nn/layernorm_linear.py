@@ -166,9 +166,14 @@ class LayerNormLinear(NormModule):
             z = self._plain_norm(inp)
             out = self._plain_linear(z, weight, added, sink)
         else:
-            self._check(inp, "in_features", weight)
+            self._check(inp, "in_features")
+            device, out_features = inp.device, self.out_features
+            if not self._is_dropped():
+                self._check_parameter("weight", weight, (out_features, self.in_features), device)
+            if added is not None:
+                self._check_parameter("bias", added, (out_features,), device)
             need_dx = needs_gradient(inp, self.layer_norm_weight, self.layer_norm_bias)
-            standing = self._standing("weight", settings, is_first_microbatch, inp.device, need_dx)
+            standing = self._standing("weight", settings, is_first_microbatch, device, need_dx)
             call = Call(self._step(inp), settings, self.return_layernorm_output, self._tag_now())
             out, z = layernorm_linear(
                 inp, self.layer_norm_weight, self.layer_norm_bias, weight, added, standing, sink,

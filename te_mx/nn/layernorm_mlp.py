@@ -161,7 +161,8 @@ class LayerNormMLP(NormModule):
             h = self._plain_linear(z, w1, self.fc1_bias, sinks[0])
             out = self._plain_linear(activations.plain(h, self._act), w2, b2, sinks[1])
         else:
-            self._check(inp, "hidden_size", w1, w2)
+            self._check(inp, "hidden_size")
+            self._check_layers(inp.device, b2)
             need_dz = needs_gradient(inp, self.layer_norm_weight, self.layer_norm_bias)
             need_dh = need_dz or needs_gradient(w1, self.fc1_bias)
             first = is_first_microbatch
@@ -180,6 +181,17 @@ class LayerNormMLP(NormModule):
         extra: tuple[Tensor | None, ...] = (self.fc2_bias,) if self.return_bias else ()
         extra += (z,) if self.return_layernorm_output else ()
         return (out, *extra) if extra else out
+
+    def _check_layers(self, device: torch.device, b2: Tensor | None) -> None:
+        hidden, ffn = self.hidden_size, self.ffn_hidden_size
+        rows = 2 * ffn if self._act.gated else ffn
+        if not self._is_dropped():
+            self._check_parameter("fc1_weight", self.fc1_weight, (rows, hidden), device)
+            self._check_parameter("fc2_weight", self.fc2_weight, (hidden, ffn), device)
+        if self.fc1_bias is not None:
+            self._check_parameter("fc1_bias", self.fc1_bias, (rows,), device)
+        if b2 is not None:
+            self._check_parameter("fc2_bias", b2, (hidden,), device)
 
     def _sinks(self, first: bool | None) -> tuple[WeightGradient | None, WeightGradient | None]:
         weights = (self.fc1_weight, self.fc2_weight)

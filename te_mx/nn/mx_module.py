@@ -16,12 +16,12 @@ from te_mx.autograd.linear import GEMMS
 from te_mx.autograd.operands import capturing
 from te_mx.autograd.wgrad import Queue, WeightGradient
 from te_mx.context import backward_pass_id, innermost, is_tracing
+from te_mx.nn.checks import Checked
 from te_mx.nn.delayed_wgrad import DelayedWgrad
 from te_mx.nn.frozen_state import load_codes, save_codes
 from te_mx.nn.frozen_weight import Freezable
 from te_mx.recipe import Settings
 
-FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 STEPS = 2  # linear steps of a module, at most
 NEVER: Any = object()
 TRANSIENT = ("_seen", "_microbatch", "_tag", "_delayed")  # what a copy starts without
@@ -49,7 +49,7 @@ def one_dtype(
     return dtype if params_dtype is None else params_dtype
 
 
-class MXModule(Freezable, DelayedWgrad):
+class MXModule(Freezable, DelayedWgrad, Checked):
     """Mixin of the modules, beside an nn.Module."""
 
     # Class attributes, not set in __init__: convert_model gives modules this class in place.
@@ -153,32 +153,10 @@ class MXModule(Freezable, DelayedWgrad):
         fuse = self.fuse_wgrad_accumulation
         return WeightGradient(parameters, self._label(), fuse, first is True, queue)
 
-    # ----------------------------------------------------------------------------- checks and names
+    # ---------------------------------------------------------------------------------------- names
     def _label(self) -> str:
         kind = f"te_mx.{type(self).__name__}"
         return f"{kind} {self.name!r}" if self.name else f"{kind}({self.extra_repr()})"  # type: ignore[attr-defined]
-
-    def _check_shape(self, inp: Tensor, name: str, size: int) -> None:
-        shape = inp.shape
-        if not shape or shape[-1] != size:
-            raise ValueError(
-                f"{self._label()}: the last dimension of inp must be {name}={size}, got inp of "
-                f"shape {tuple(shape)}"
-            )
-
-    def _check_kind(
-        self, inp: Tensor, device: torch.device, weight_dtype: torch.dtype = torch.float32
-    ) -> None:
-        if inp.dtype not in FLOATS or weight_dtype not in FLOATS:
-            raise TypeError(
-                f"{self._label()}: MXFP8 takes float32, bfloat16 and float16, got inp "
-                f"{inp.dtype} and weight {weight_dtype}; convert them, or run this layer under "
-                "te_mx.autocast(enabled=False)"
-            )
-        if inp.device != device:
-            raise ValueError(
-                f"{self._label()}: inp is on {inp.device} and the weight on {device}; move one"
-            )
 
     # ---------------------------------------------------------------------------------- checkpoints
     def __getstate__(self) -> dict[str, Any]:

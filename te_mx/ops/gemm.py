@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from te_mx.backends import cpu, cpu_memory, reference, sm90, sm90_exact, sm90_layout
-from te_mx.backends.base import Epilogue, GemmParts, Operand
+from te_mx.backends.base import BIAS_GRADS, GELUS, Epilogue, GemmParts, Operand
 from te_mx.engine import envelopes, split_k, workspace
 from te_mx.engine.explain import LAST_RUN, warn_fallback
+from te_mx.ops.checks import checked, one_device
 from te_mx.ops.library import define, is_direct
 
 
@@ -65,7 +66,7 @@ def gemm_2d(
         tag: when 0 or more, the name of the kernel that ran is kept in `explain.LAST_RUN[tag]`.
         mode: precision, alignment spread and whether K may be cut, on GPUs.
     """
-    if is_direct(b.codes):
+    if is_direct(b.codes, a.codes, a.scales, b.scales, bias, gelu_in, out):
         epilogue = Epilogue(bias, gelu, gelu_in, bias_grad, accumulate)
         on_cpu = b.codes.is_cpu
         if out is None and on_cpu:
@@ -105,7 +106,7 @@ def _on_cpu(
 ) -> GemmParts:  # fmt: skip
     a, b = checked(a, "a"), checked(b, "b")
     n, m, k = b.rows, a.rows, a.k
-    _check_rest(n, m, k, b.k, epilogue, out)
+    _check_rest(a, b, epilogue, out)
     aux = _aux(epilogue, out, aux_dtype, cpu_memory.empty_like)
     packed = "sm90" in (a.order, b.order)  # only tests and tools multiply those on a CPU
     ran = envelopes.REFERENCE if packed else envelopes.select("cpu", n, m, k)
@@ -135,7 +136,7 @@ def _on_cuda(
 ) -> GemmParts:  # fmt: skip
     a, b = checked(a, "a"), checked(b, "b")
     n, m, k = b.rows, a.rows, a.k
-    _check_rest(n, m, k, b.k, epilogue, out)
+    _check_rest(a, b, epilogue, out)
     aux = _aux(epilogue, out, aux_dtype)
     device = out.device
     ran = envelopes.select_gpu(device.index, n, m, k, mode.precision)
@@ -179,7 +180,7 @@ def _on_other(
     tag: int, mode: Mode,
 ) -> GemmParts:  # fmt: skip
     a, b = checked(a, "a"), checked(b, "b")
-    _check_rest(b.rows, a.rows, a.k, b.k, epilogue, out)
+    _check_rest(a, b, epilogue, out)
     aux = _aux(epilogue, out, aux_dtype)
     bias_grad = reference.gemm(a, b, epilogue, out, aux)
     if tag >= 0:
@@ -188,41 +189,27 @@ def _on_other(
 
 
 # -------------------------------------------------------------------------- checks before addresses
-def checked(operand: Operand, name: str) -> Operand:
-    """The operand with contiguous parts. Raises ValueError when its parts do not belong
-    together.
-    """
-    codes, scales = operand.codes, operand.scales
-    first, second = codes.shape
-    if operand.order == "sm90":
-        words = sm90_layout.packed_shapes(first, second)[1]
-        if scales.shape != words or codes.dtype != torch.uint8 or scales.dtype != torch.int32:
-            raise ValueError(
-                f"{name}: packed codes {tuple(codes.shape)} need int32 scale words {words}, got "
-                f"codes {codes.dtype}, scales {tuple(scales.shape)} {scales.dtype}"
-            )
-        return sm90.aligned(operand)
-    k_last = operand.order == "k_last"
-    expected = (first, (second + 31) // 32) if k_last else ((first + 31) // 32, second)
-    if scales.shape != expected or codes.dtype != torch.uint8 or scales.dtype != torch.uint8:
-        raise ValueError(
-            f"{name}: {operand.order} codes {tuple(codes.shape)} need uint8 scales {expected}, got "
-            f"codes {codes.dtype}, scales {tuple(scales.shape)} {scales.dtype}"
-        )
-    if codes.is_contiguous() and scales.is_contiguous():
-        return operand
-    return operand._replace(codes=codes.contiguous(), scales=scales.contiguous())
+_BESIDE_B = ("a", "the packed form of a", "the packed form of b", "bias", "gelu_in", "out")
+_GELUS, _BIAS_GRADS = (None, *GELUS), (None, *BIAS_GRADS)
 
 
-def _check_rest(n: int, m: int, k: int, b_k: int, epilogue: Epilogue, out: Tensor) -> None:
+def _check_rest(a: Operand, b: Operand, epilogue: Epilogue, out: Tensor) -> None:
+    n, m, k, b_k = b.rows, a.rows, a.k, b.k
+    bias, gelu_in = epilogue.bias, epilogue.gelu_in
+    one_device(b.codes.device, _BESIDE_B, (a.codes, a.packed, b.packed, bias, gelu_in, out))
     if k != b_k:
         raise ValueError(f"a and b must have the same k, got {k} and {b_k}")
+    if epilogue.gelu not in _GELUS or epilogue.bias_grad not in _BIAS_GRADS:
+        raise ValueError(
+            f"gelu must be one of {_GELUS} and bias_grad one of {_BIAS_GRADS}, got "
+            f"{epilogue.gelu!r} and {epilogue.bias_grad!r}"
+        )
     if out.shape != (n, m) or not out.is_contiguous():
         raise ValueError(f"out must be contiguous [{n}, {m}], got {tuple(out.shape)}")
-    if epilogue.bias is not None and epilogue.bias.shape != (m,):
-        raise ValueError(f"bias must be [{m}], got {tuple(epilogue.bias.shape)}")
-    if epilogue.gelu_in is not None and epilogue.gelu_in.shape != (n, m):
-        raise ValueError(f"gelu_in must be [{n}, {m}], got {tuple(epilogue.gelu_in.shape)}")
+    if bias is not None and bias.shape != (m,):
+        raise ValueError(f"bias must be [{m}], got {tuple(bias.shape)}")
+    if gelu_in is not None and gelu_in.shape != (n, m):
+        raise ValueError(f"gelu_in must be [{n}, {m}], got {tuple(gelu_in.shape)}")
 
 
 # ---------------------------------------------------------------------------------------------- ops
