@@ -17,6 +17,7 @@ from te_mx.backends.base import (
     pointer,
     typed_address,
 )
+from te_mx.backends.cpu_memory import CPU
 from te_mx.backends.fused import ACT_IDS, Activation, ActParts, Norm, NormParts, Wanted
 from te_mx.backends.reference_fused import inverse
 
@@ -44,13 +45,14 @@ class _Out:
         row_codes = row_scales = col_codes = col_scales = sums = self.partial = None
         if wanted.rowwise:
             row_codes = cpu_memory.empty((rows, cols), _U8)
-            row_scales = torch.empty((rows, (cols + 31) // 32), dtype=_U8)
+            row_scales = torch.empty((rows, (cols + 31) // 32), dtype=_U8, device=CPU)
         if wanted.columnwise is not None:
             col_codes = cpu_memory.empty((rows, cols), _U8)
-            col_scales = torch.empty(((rows + 31) // 32, cols), dtype=_U8)
+            col_scales = torch.empty(((rows + 31) // 32, cols), dtype=_U8, device=CPU)
         if wanted.col_sum:
-            sums = torch.empty(cols, dtype=_F32)
-            self.partial = torch.empty(-(-rows // cpu.native().COL_SUM_ROWS), cols, dtype=_F32)  # type: ignore[union-attr]
+            sums = torch.empty(cols, dtype=_F32, device=CPU)
+            partial_rows = -(-rows // cpu.native().COL_SUM_ROWS)  # type: ignore[union-attr]
+            self.partial = torch.empty((partial_rows, cols), dtype=_F32, device=CPU)
         self.parts = QuantizedParts(row_codes, row_scales, col_codes, col_scales, sums)
         self.native = (
             FORMATS[wanted.fmt].native_id, SCALE_RULES[wanted.scale_rule],
@@ -74,8 +76,8 @@ def normalize(
     bias = None if bias is None else bias.contiguous()
     rows, cols = x.shape
     rms = norm.kind == "RMSNorm"
-    mean = None if rms else torch.empty(rows, dtype=_F32)
-    rstd = torch.empty(rows, dtype=_F32)
+    mean = None if rms else torch.empty(rows, dtype=_F32, device=CPU)
+    rstd = torch.empty(rows, dtype=_F32, device=CPU)
     z = cpu_memory.empty((rows, cols), dtype) if want_z else None
     out = _Out(rows, cols, wanted)
     status = native.normalize(
@@ -96,9 +98,9 @@ def normalize_backward(
     dz, x, weight = dz.resolve_neg().contiguous(), _rows(x), weight.contiguous()
     rows, cols = x.shape
     dx = cpu_memory.empty((rows, cols), dtype)
-    dweight = torch.empty(cols, dtype=_F32)
-    dbias = torch.empty(cols, dtype=_F32)
-    partial = torch.empty(2, -(-rows // native.COL_SUM_ROWS), cols, dtype=_F32)
+    dweight = torch.empty(cols, dtype=_F32, device=CPU)
+    dbias = torch.empty(cols, dtype=_F32, device=CPU)
+    partial = torch.empty(2, -(-rows // native.COL_SUM_ROWS), cols, dtype=_F32, device=CPU)
     status = native.normalize_backward(
         typed_address(dz), _x(x), mean is None, inverse(cols), pointer(weight),
         (pointer(mean), pointer(rstd)), typed_address(dx),

@@ -23,6 +23,7 @@ from te_mx.backends.base import (
     typed_address,
 )
 from te_mx.backends.cpu import KERNEL_IDS, KERNELS, ROLES, supported
+from te_mx.backends.cpu_memory import CPU
 from te_mx.backends.grouped import Bounds, StackedOperand, scale_rows
 
 _U8 = torch.uint8
@@ -55,13 +56,14 @@ def quantize(
     row_codes = row_scales = col_codes = col_scales = sums = partial = None
     if rowwise:
         row_codes = cpu_memory.empty((rows, cols), _U8)
-        row_scales = torch.empty((rows, blocks(cols)), dtype=_U8)
+        row_scales = torch.empty((rows, blocks(cols)), dtype=_U8, device=CPU)
     if columnwise:
         col_codes = cpu_memory.empty((rows, cols), _U8)
-        col_scales = torch.empty((scale_rows(rows, groups), cols), dtype=_U8)
+        col_scales = torch.empty((scale_rows(rows, groups), cols), dtype=_U8, device=CPU)
     if col_sum:
-        sums = torch.empty((groups, cols), dtype=torch.float32)
-        partial = torch.empty(rows // _native().COL_SUM_ROWS + groups, cols, dtype=torch.float32)
+        sums = torch.empty((groups, cols), dtype=torch.float32, device=CPU)
+        partial_rows = rows // _native().COL_SUM_ROWS + groups
+        partial = torch.empty((partial_rows, cols), dtype=torch.float32, device=CPU)
     addresses, keep = bounds.addresses()
     problem = (
         x.data_ptr(), rows, cols, *x.stride(), FLOAT_DTYPES[x.dtype], FORMATS[fmt].native_id,
@@ -82,12 +84,12 @@ def quantize_weights(
     groups, (rows, cols) = len(weights), weights[0].shape
     parts = [
         cpu_memory.empty((groups, rows, cols), _U8),
-        torch.empty((groups, rows, blocks(cols)), dtype=_U8),
+        torch.empty((groups, rows, blocks(cols)), dtype=_U8, device=CPU),
     ]
     if columnwise:
         parts += [
             cpu_memory.empty((groups, rows, cols), _U8),
-            torch.empty((groups, blocks(rows), cols), dtype=_U8),
+            torch.empty((groups, blocks(rows), cols), dtype=_U8, device=CPU),
         ]
     bases = [part.data_ptr() for part in parts] + [0] * (4 - len(parts))
     steps = [part.stride(0) for part in parts] + [0] * (4 - len(parts))
@@ -115,7 +117,7 @@ def pack(operand: StackedOperand, kernel: str) -> Tensor | None:
     if stride == 0:
         return None
     groups = operand.groups
-    packed = torch.empty(HEADER_BYTES + groups * stride, dtype=_U8)
+    packed = torch.empty(HEADER_BYTES + groups * stride, dtype=_U8, device=CPU)
     head = _HEADER.pack(
         _MAGIC, KERNEL_IDS[kernel], ROLES["a"], groups, operand.rows, operand.k, stride
     )

@@ -24,6 +24,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+CPU = torch.device("cpu")  # said at every allocation, as torch.set_default_device may be in force
 LEAST = 16 << 20  # smaller ones the C library reuses well
 _STEP = 2 << 20  # sizes are whole huge pages, so that a block fits several shapes
 
@@ -42,14 +43,14 @@ class Pool:
         """A contiguous CPU tensor of undefined values."""
         nbytes = prod(shape) * dtype.itemsize
         if nbytes < LEAST:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device=CPU)
         block = self._take(nbytes)
         # The storage keeps the memoryview alive, and nothing else does.
         view = memoryview(block)
         weakref.finalize(view, self._returned.append, block).atexit = False
         storage = torch.frombuffer(view, dtype=torch.uint8, count=nbytes).untyped_storage()
         # set_ and not a view, because views returned by autograd functions cannot change in place.
-        return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload]
+        return torch.empty(0, dtype=dtype, device=CPU).set_(storage, 0, shape)  # type: ignore[call-overload]
 
     def empty_like(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """The same in the shape of a contiguous tensor."""
