@@ -141,8 +141,8 @@ def quantize(
     """As reference.quantize for a non-empty x; None when the native code does not take it."""
     rows, cols = x.shape
     row_stride, col_stride = x.stride()
-    if (row_stride != 1 and col_stride != 1) or x.is_neg():
-        x = x.resolve_neg().contiguous()
+    if row_stride != 1 and col_stride != 1:
+        x = x.contiguous()
         row_stride, col_stride = x.stride()
     row_codes = row_scales = col_codes = col_scales = sums = partial = None
     if rowwise:

@@ -31,9 +31,7 @@ def takes(wanted: Wanted) -> bool:
 
 def _rows(x: Tensor) -> Tensor:
     """x with adjacent elements in each row."""
-    if x.stride(1) != 1 or x.is_neg():
-        return x.resolve_neg().contiguous()
-    return x
+    return x if x.stride(1) == 1 else x.contiguous()
 
 
 class _Out:
@@ -95,7 +93,7 @@ def normalize_backward(
     """As reference_fused.normalize_backward on a non-empty x; weight is fp32."""
     native = cpu.native()
     assert native is not None
-    dz, x, weight = dz.resolve_neg().contiguous(), _rows(x), weight.contiguous()
+    dz, x, weight = dz.contiguous(), _rows(x), weight.contiguous()
     rows, cols = x.shape
     dx = cpu_memory.empty((rows, cols), dtype)
     dweight = torch.empty(cols, dtype=_F32, device=CPU)
@@ -118,8 +116,8 @@ def activate(
     the native code does not take."""
     native = cpu.native()
     assert native is not None
-    h = h.resolve_neg().contiguous()
-    grad = None if grad is None else grad.resolve_neg().contiguous()
+    h = h.contiguous()
+    grad = None if grad is None else grad.contiguous()
     rows, width = h.shape
     cols = width // 2 if act.gated else width
     made = cols if grad is None else width

@@ -42,9 +42,7 @@ def _native() -> Any:
 def _strided(x: Tensor) -> Tensor:
     """x with rows or columns that lie next to each other, as the quantizer reads them."""
     row_stride, col_stride = x.stride()
-    if (row_stride != 1 and col_stride != 1) or x.is_neg():
-        return x.resolve_neg().contiguous()
-    return x
+    return x if row_stride == 1 or col_stride == 1 else x.contiguous()
 
 
 def quantize(

@@ -43,7 +43,7 @@ def quantizable(
     x: Tensor, fmt: str, rule: str, columnwise: str | None = None, spread: int = PLAIN
 ) -> None:
     """Raise unless x is a matrix that can be quantized, and the words are known."""
-    FORMATS[fmt], SCALE_RULES[rule], FLOAT_DTYPES[x.dtype]
+    FORMATS[fmt], SCALE_RULES[rule], FLOAT_DTYPES[x.dtype]  # what is in none of them is refused
     if x.dim() != 2 or columnwise not in _FORMS or not PLAIN <= spread <= sm90_layout.MAX_SPREAD:
         if x.dim() != 2:
             raise ValueError(f"te_mx: x must be a matrix, got shape {tuple(x.shape)}; flatten it")
