@@ -39,10 +39,14 @@ def _native() -> Any:
     return module
 
 
-def _strided(x: Tensor) -> Tensor:
-    """x with rows or columns that lie next to each other, as the quantizer reads them."""
-    row_stride, col_stride = x.stride()
-    return x if row_stride == 1 or col_stride == 1 else x.contiguous()
+def _strided(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """x with rows or columns that lie next to each other, as the quantizer reads them, and its
+    strides."""
+    stride = x.stride()
+    if 1 in stride:
+        return x, stride
+    x = x.contiguous()
+    return x, x.stride()
 
 
 def quantize(
@@ -50,7 +54,7 @@ def quantize(
 ) -> QuantizedParts | None:
     """As ops.quantize_grouped, for a non-empty x."""
     (rows, cols), groups = x.shape, len(bounds.ends)
-    x = _strided(x)
+    x, stride = _strided(x)
     row_codes = row_scales = col_codes = col_scales = sums = partial = None
     if rowwise:
         row_codes = cpu_memory.empty((rows, cols), _U8)
@@ -64,7 +68,7 @@ def quantize(
         partial = torch.empty((partial_rows, cols), dtype=torch.float32, device=CPU)
     addresses, keep = bounds.addresses()
     problem = (
-        x.data_ptr(), rows, cols, *x.stride(), FLOAT_DTYPES[x.dtype], FORMATS[fmt].native_id,
+        x.data_ptr(), rows, cols, *stride, FLOAT_DTYPES[x.dtype], FORMATS[fmt].native_id,
         SCALE_RULES[rule], pointer(row_codes), pointer(row_scales), pointer(col_codes),
         pointer(col_scales), pointer(sums), pointer(partial),
     )  # fmt: skip
@@ -92,11 +96,11 @@ def quantize_weights(
     bases = [part.data_ptr() for part in parts] + [0] * (4 - len(parts))
     steps = [part.stride(0) for part in parts] + [0] * (4 - len(parts))
     sources = [_strided(weight) for weight in weights]
+    words = FORMATS[fmt].native_id, SCALE_RULES[rule]
     problems = [
-        (w.data_ptr(), rows, cols, *w.stride(), FLOAT_DTYPES[w.dtype], FORMATS[fmt].native_id,
-         SCALE_RULES[rule], *(base + i * step for base, step in zip(bases, steps, strict=True)),
-         0, 0)
-        for i, w in enumerate(sources)
+        (w.data_ptr(), rows, cols, *stride, FLOAT_DTYPES[w.dtype], *words,
+         *(base + i * step for base, step in zip(bases, steps, strict=True)), 0, 0)
+        for i, (w, stride) in enumerate(sources)
     ]  # fmt: skip
     status = _native().quantize_many(problems, torch.get_num_threads())
     return parts if supported(status) else None

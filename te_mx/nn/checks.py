@@ -13,6 +13,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+_STRIDED = torch.strided
 FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
 
@@ -41,7 +42,7 @@ class Checked:
 
     def _check_kind(self, inp: Tensor) -> None:
         """Raise unless inp is dense and of a dtype that is quantized."""
-        if inp.dtype not in FLOATS or inp.layout is not torch.strided:
+        if inp.dtype not in FLOATS or inp.layout is not _STRIDED:
             raise TypeError(
                 f"{self._label()}: MXFP8 takes dense tensors in float32, bfloat16 and float16, got "
                 f"inp {inp.dtype}, {inp.layout}; {_REMEDY}"
@@ -68,24 +69,6 @@ class Checked:
             or value.dtype not in FLOATS
         ):
             self._refuse_parameter(name, value, shape, device)
-
-    def _check_parameters(
-        self,
-        names: Sequence[str],
-        values: Sequence[Tensor | None],
-        shape: tuple[int, ...],
-        device: torch.device,
-    ) -> None:
-        """The same of several parameters of one shape."""
-        for value in values:
-            if (
-                value is None
-                or value.device != device
-                or value.shape != shape
-                or value.dtype not in FLOATS
-            ):
-                name = next(n for n, v in zip(names, values, strict=True) if v is value)
-                self._refuse_parameter(name, value, shape, device)
 
     def _refuse_parameter(
         self, name: str, value: Tensor | None, shape: tuple[int, ...], device: torch.device

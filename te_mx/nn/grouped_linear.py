@@ -131,13 +131,6 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         """The bias [out] of every group, or an empty list."""
         return self._each(self._bias_names, self.single_grouped_bias)
 
-    def _held(self, names: tuple[str, ...]) -> tuple[Tensor, ...]:
-        """The parameters of these names, without nn.Module's slow look-up where they are plain."""
-        parameters: Any = self._parameters
-        if all(name in parameters for name in names):
-            return tuple([parameters[name] for name in names])
-        return tuple(getattr(self, name) for name in names)
-
     def _each(self, names: tuple[str, ...], stacked: bool) -> list[Tensor]:
         held = [getattr(self, name) for name in names]
         return list(held[0].detach().unbind(0)) if stacked and held else held
@@ -182,10 +175,7 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         self._check_kind(inp)
         if self._is_dropped():
             return self._run_dropped(inp, groups, settings)
-        weights, biases = self._held(self._weight_names), self._held(self._bias_names)
-        self._check_groups("weight", weights, inp.device)
-        if not self.return_bias:
-            self._check_groups("bias", biases, inp.device)
+        weights, biases = self._held(*self._weight_names), self._held(*self._bias_names)
         kept = None
         if self._frozen is not None or is_first_microbatch is not None:
             need_dx = torch.is_grad_enabled() and inp.requires_grad
@@ -194,21 +184,28 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         added = () if self.return_bias else self._like_weights(biases)
         queue = self._wgrad_queue()
         sink = self._sink(weights, is_first_microbatch, queue) if routed else None
-        y = grouped_linear(
-            inp, groups, weights + added, bool(added), kept, settings, output_dtype(inp), tag,
-            self.save_original_input, sink,
-        )  # fmt: skip
+        try:
+            y = grouped_linear(
+                inp, groups, weights + added, bool(added), kept, settings, output_dtype(inp), tag,
+                self.save_original_input, sink,
+            )  # fmt: skip
+        except (RuntimeError, TypeError, ValueError):
+            # Ops check every parameter before they read one. Looking at all of them here too would
+            # cost as much again, so this only says which one they refused.
+            self._check_groups(inp.device)
+            raise
         return (y, self._returned(biases)) if self.return_bias else y
 
-    def _check_groups(self, kind: str, held: tuple[Tensor, ...], device: torch.device) -> None:
-        """Check the weights or the biases of all groups."""
-        if kind == "weight":
-            names, stacked = self._weight_names, self.single_grouped_weight
-            shape: tuple[int, ...] = (self.out_features, self.in_features)
-        else:
-            names, stacked = self._bias_names, self.single_grouped_bias
-            shape = (self.out_features,)
-        self._check_parameters(names, held, (self.num_gemms, *shape) if stacked else shape, device)
+    def _check_groups(self, device: torch.device) -> None:
+        """Check the weights and the biases of all groups."""
+        size, rows, cols = self.num_gemms, self.out_features, self.in_features
+        for names, stacked, shape in (
+            (self._weight_names, self.single_grouped_weight, (rows, cols)),
+            (self._bias_names, self.single_grouped_bias, (rows,)),
+        ):
+            for name in () if self.return_bias and names is self._bias_names else names:
+                value = getattr(self, name)
+                self._check_parameter(name, value, (size, *shape) if stacked else shape, device)
 
     def _like_weights(self, biases: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Biases stacked or not as the weights are."""
@@ -240,8 +237,7 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         added = () if self.return_bias else biases
         self._refuse_gradient(inp, *added)
         self._check_codes(self._weight_keys, inp.device)
-        if added:
-            self._check_groups("bias", biases, inp.device)
+        self._check_groups(inp.device)
         row = self._dropped_operand("weight")
         bias_GN = None
         if added:

@@ -157,10 +157,10 @@ class Linear(MXModule, nn.Linear):
         self._check_kind(inp)
         if self._is_dropped():
             return self._run_dropped(inp, settings)
-        weight: Tensor | None = self._parameters.get("weight")
-        if weight is None:
-            weight = self.whole_weight()
-        bias = self.bias if self._split is None else self.whole_bias()
+        if self._split is None:
+            weight, bias = self._held("weight", "bias")
+        else:
+            weight, bias = self.whole_weight(), self.whole_bias()
         added = None if self.return_bias else bias
         device, out_features = inp.device, self.out_features
         self._check_parameter("weight", weight, (out_features, self.in_features), device)

@@ -60,6 +60,13 @@ class MXModule(Freezable, DelayedWgrad, Checked):
     _microbatch: dict[str, Any] | None = None  # weights kept for micro-batches, by key
 
     # --------------------------------------------------------------------------- running a forward
+    def _held(self, *names: str) -> tuple[Any, ...]:
+        """Parameters by name, without nn.Module's slow look-up where they are plain."""
+        parameters: dict[str, Any] = self._parameters  # type: ignore[attr-defined]
+        return tuple(
+            [parameters[name] if name in parameters else getattr(self, name) for name in names]
+        )
+
     def _settings(self) -> Settings | None:
         """Settings that a forward runs with, None outside te_mx.autocast."""
         settings = context.current_settings() if is_tracing() else self._settings_now()

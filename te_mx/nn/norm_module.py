@@ -108,15 +108,18 @@ class NormModule(MXModule, nn.Module):
         return self._kept_weight(key, first, settings, device, need_dx)
 
     # ----------------------------------------------------------------------------- checks and names
-    def _check(self, inp: Tensor, size_name: str) -> None:
-        """Check the input and the parameters of the normalization."""
-        size, device = self._size, inp.device
+    def _check(
+        self, inp: Tensor, size_name: str, weight: Tensor | None, bias: Tensor | None
+    ) -> None:
+        """Check the input, and the parameters of the normalization."""
+        size = self._size
         self._check_shape(inp, size_name, size)
         self._check_kind(inp)
+        device = inp.device
         if self.normalization is not None:
-            self._check_parameter("layer_norm_weight", self.layer_norm_weight, (size,), device)
-        if self.layer_norm_bias is not None:
-            self._check_parameter("layer_norm_bias", self.layer_norm_bias, (size,), device)
+            self._check_parameter("layer_norm_weight", weight, (size,), device)
+        if bias is not None:
+            self._check_parameter("layer_norm_bias", bias, (size,), device)
         if self._is_dropped():
             self._check_codes(self._weight_keys, device)
             self._refuse_gradient(inp, *self.parameters(recurse=False))

@@ -23,7 +23,7 @@ from te_mx.backends.base import (
 from te_mx.backends.fused import ACTIVATIONS, NORMS, Activation, Norm, Wanted
 from te_mx.backends.grouped import INDEX_DTYPES, StackedOperand
 
-_FORMS = (None, *COLUMNWISE_FORMS)
+FORMS = (None, *COLUMNWISE_FORMS)
 _ORDERS = ("k_last", "k_first", "sm90")
 
 
@@ -39,19 +39,24 @@ def one_device(
             )
 
 
-def quantizable(
-    x: Tensor, fmt: str, rule: str, columnwise: str | None = None, spread: int = PLAIN
-) -> None:
-    """Raise unless x is a matrix that can be quantized, and the words are known."""
-    FORMATS[fmt], SCALE_RULES[rule], FLOAT_DTYPES[x.dtype]  # what is in none of them is refused
-    if x.dim() != 2 or columnwise not in _FORMS or not PLAIN <= spread <= sm90_layout.MAX_SPREAD:
-        if x.dim() != 2:
-            raise ValueError(f"te_mx: x must be a matrix, got shape {tuple(x.shape)}; flatten it")
-        if columnwise not in _FORMS:
-            raise ValueError(f"te_mx: columnwise must be one of {_FORMS}, got {columnwise!r}")
+def matrix(x: Tensor, columnwise: str | None = None, spread: int = PLAIN) -> None:
+    """Raise ValueError unless x is a matrix, to be quantized to forms that there are."""
+    if x.dim() != 2:
+        raise ValueError(f"te_mx: x must be a matrix, got shape {tuple(x.shape)}; flatten it")
+    if columnwise not in FORMS:
+        raise ValueError(f"te_mx: columnwise must be one of {FORMS}, got {columnwise!r}")
+    if not PLAIN <= spread <= sm90_layout.MAX_SPREAD:
         raise ValueError(
             f"te_mx: spread must be 0 to {sm90_layout.MAX_SPREAD} or {PLAIN}, got {spread}"
         )
+
+
+def quantizable(
+    x: Tensor, fmt: str, rule: str, columnwise: str | None = None, spread: int = PLAIN
+) -> None:
+    """The same, and raise unless the dtype and the words are known, as native code does."""
+    matrix(x, columnwise, spread)
+    FORMATS[fmt], SCALE_RULES[rule], FLOAT_DTYPES[x.dtype]
 
 
 def offsets(offs: Tensor, device: torch.device, groups: int | None = None) -> None:
@@ -62,7 +67,7 @@ def offsets(offs: Tensor, device: torch.device, groups: int | None = None) -> No
             f"te_mx: offs must be a vector of end offsets in int32 or int64, got {offs.dtype} "
             f"{tuple(offs.shape)}"
         )
-    if groups is not None and len(offs) != groups:
+    if groups is not None and offs.shape[0] != groups:
         raise ValueError(
             f"te_mx: offs must have an entry for each of {groups} groups, got {len(offs)}"
         )
@@ -85,29 +90,29 @@ def checked(operand: Operand, name: str) -> Operand:
     """The operand with contiguous parts. Raises ValueError when its parts do not belong
     together.
     """
-    codes, scales = operand.codes, operand.scales
-    if codes.dim() != 2 or operand.order not in _ORDERS:
-        raise ValueError(
-            f"{name}: codes must be a matrix and order one of {_ORDERS}, got {tuple(codes.shape)} "
-            f"and {operand.order!r}"
-        )
+    codes, scales, _, order, _ = operand
+    if codes.dim() != 2:
+        raise ValueError(f"{name}: codes must be a matrix, got shape {tuple(codes.shape)}")
+    if scales.device != codes.device:
+        one_device(codes.device, (f"the scales of {name}",), (scales,))
     first, second = codes.shape
-    if operand.order == "sm90":
+    if order == "k_last":
+        expected = first, (second + 31) // 32
+    elif order == "k_first":
+        expected = (first + 31) // 32, second
+    elif order == "sm90":
         words = sm90_layout.packed_shapes(first, second)[1]
         if scales.shape != words or codes.dtype != torch.uint8 or scales.dtype != torch.int32:
             raise ValueError(
                 f"{name}: packed codes {tuple(codes.shape)} need int32 scale words {words}, got "
                 f"codes {codes.dtype}, scales {tuple(scales.shape)} {scales.dtype}"
             )
-        one_device(codes.device, (f"the scales of {name}",), (scales,))
         return sm90.aligned(operand)
-    if scales.device != codes.device:
-        one_device(codes.device, (f"the scales of {name}",), (scales,))
-    k_last = operand.order == "k_last"
-    expected = (first, (second + 31) // 32) if k_last else ((first + 31) // 32, second)
+    else:
+        raise ValueError(f"{name}: order must be one of {_ORDERS}, got {order!r}")
     if scales.shape != expected or codes.dtype != torch.uint8 or scales.dtype != torch.uint8:
         raise ValueError(
-            f"{name}: {operand.order} codes {tuple(codes.shape)} need uint8 scales {expected}, got "
+            f"{name}: {order} codes {tuple(codes.shape)} need uint8 scales {expected}, got "
             f"codes {codes.dtype}, scales {tuple(scales.shape)} {scales.dtype}"
         )
     if codes.is_contiguous() and scales.is_contiguous():
@@ -117,7 +122,7 @@ def checked(operand: Operand, name: str) -> Operand:
 
 def kinds(operand: Operand | StackedOperand, name: str, dims: int) -> None:
     """Raise ValueError unless codes and scales have the dtypes and the dimensions of its order."""
-    codes, scales, order = operand.codes, operand.scales, operand.order
+    codes, scales, _, order, _ = operand
     words = torch.int32 if order in ORDERS[2:] else torch.uint8
     if codes.dim() != dims or codes.dtype != torch.uint8 or scales.dtype != words:
         raise ValueError(
@@ -129,50 +134,49 @@ def kinds(operand: Operand | StackedOperand, name: str, dims: int) -> None:
 def checked_stack(operand: StackedOperand, name: str) -> StackedOperand:
     """Plain operands of groups with contiguous parts. Raises ValueError when they do not belong
     together."""
-    codes, scales = operand.codes, operand.scales
-    if codes.dim() != 3 or operand.order not in _ORDERS[:2]:
+    codes, scales, _, order, _ = operand
+    if codes.dim() != 3 or order not in _ORDERS[:2]:
         raise ValueError(
             f"{name}: codes must have three dimensions and order be one of {_ORDERS[:2]}, got "
-            f"{tuple(codes.shape)} and {operand.order!r}"
+            f"{tuple(codes.shape)} and {order!r}"
         )
-    groups, rows, k = operand.groups, operand.rows, operand.k
-    k_last = operand.order == "k_last"
-    expected = (groups, rows, blocks(k)) if k_last else (groups, blocks(k), rows)
+    groups, first, second = codes.shape
+    k_last = order == "k_last"
+    expected = (groups, first, blocks(second)) if k_last else (groups, blocks(first), second)
     if scales.shape != expected or not codes.dtype == scales.dtype == torch.uint8:
         raise ValueError(
-            f"{name}: {operand.order} codes {tuple(codes.shape)} need scales {expected}, both "
-            f"uint8, got scales {tuple(scales.shape)}, {codes.dtype} and {scales.dtype}"
+            f"{name}: {order} codes {tuple(codes.shape)} need scales {expected}, both uint8, got "
+            f"scales {tuple(scales.shape)}, {codes.dtype} and {scales.dtype}"
         )
-    one_device(codes.device, (f"the scales of {name}",), (scales,))
+    if scales.device != codes.device:
+        one_device(codes.device, (f"the scales of {name}",), (scales,))
+    if codes.is_contiguous() and scales.is_contiguous():
+        return operand
     return operand._replace(codes=codes.contiguous(), scales=scales.contiguous())
 
 
-def vector(name: str, given: Tensor | None, size: int, device: torch.device) -> None:
-    """Raise ValueError unless what is given, if anything, is fp32 [size] on a device."""
-    if given is not None and (
-        given.dtype != torch.float32 or given.shape != (size,) or given.device != device
-    ):
+def vector(name: str, given: Tensor, size: int, device: torch.device) -> None:
+    """Raise ValueError unless a tensor is fp32 [size] on a device."""
+    if given.dtype != torch.float32 or given.shape != (size,) or given.device != device:
         raise ValueError(
             f"te_mx: {name} must be float32 [{size}] on {device}, got {given.dtype} "
             f"{tuple(given.shape)} on {given.device}"
         )
 
 
-def step(x: Tensor, dtype: torch.dtype, wanted: Wanted) -> None:
-    """Raise unless x is a matrix that a fused step with results of dtype can start from."""
-    FLOAT_DTYPES[dtype]
-    quantizable(x, wanted.fmt, wanted.scale_rule, wanted.columnwise, wanted.spread)
-
-
 def norm_step(
     x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, dtype: torch.dtype, wanted: Wanted
 ) -> None:
     """Raise unless x [rows, cols] can be normalized with weight and bias [cols]."""
-    step(x, dtype, wanted)
+    fmt, _, columnwise, rule, spread, _ = wanted
+    FLOAT_DTYPES[dtype]
+    quantizable(x, fmt, rule, columnwise, spread)
     if norm.kind not in NORMS:
         raise ValueError(f"te_mx: the normalization must be one of {NORMS}, got {norm.kind!r}")
-    vector("the weight of the normalization", weight, x.shape[1], x.device)
-    vector("the bias of the normalization", bias, x.shape[1], x.device)
+    cols, device = x.shape[1], x.device
+    vector("the weight of the normalization", weight, cols, device)
+    if bias is not None:
+        vector("the bias of the normalization", bias, cols, device)
 
 
 def norm_gradient(
@@ -185,10 +189,11 @@ def norm_gradient(
             f"te_mx: dz must be a matrix as x, {tuple(x.shape)} on {x.device}, got "
             f"{tuple(dz.shape)} on {dz.device}"
         )
-    rows, cols = x.shape
-    vector("the weight of the normalization", weight, cols, x.device)
-    vector("mean", mean, rows, x.device)
-    vector("rstd", rstd, rows, x.device)
+    (rows, cols), device = x.shape, x.device
+    vector("the weight of the normalization", weight, cols, device)
+    vector("rstd", rstd, rows, device)
+    if mean is not None:
+        vector("mean", mean, rows, device)
 
 
 def act_step(
@@ -196,7 +201,8 @@ def act_step(
 ) -> None:
     """Raise unless h [rows, cols], or [rows, 2 cols] for a gated activation, can be activated, and
     grad is [rows, cols] if there is one."""
-    step(h, dtype, wanted)
+    FLOAT_DTYPES[dtype]
+    quantizable(h, wanted.fmt, wanted.scale_rule, wanted.columnwise, wanted.spread)
     if act.name not in ACTIVATIONS:
         raise ValueError(f"te_mx: the activation must be one of {ACTIVATIONS}, got {act.name!r}")
     rows, cols = h.shape

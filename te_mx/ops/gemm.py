@@ -66,7 +66,7 @@ def gemm_2d(
         tag: when 0 or more, the name of the kernel that ran is kept in `explain.LAST_RUN[tag]`.
         mode: precision, alignment spread and whether K may be cut, on GPUs.
     """
-    if is_direct(b.codes, a.codes, a.scales, b.scales, bias, gelu_in, out):
+    if is_direct(b.codes, bias, gelu_in, out):
         epilogue = Epilogue(bias, gelu, gelu_in, bias_grad, accumulate)
         on_cpu = b.codes.is_cpu
         if out is None and on_cpu:
@@ -106,7 +106,7 @@ def _on_cpu(
 ) -> GemmParts:  # fmt: skip
     a, b = checked(a, "a"), checked(b, "b")
     n, m, k = b.rows, a.rows, a.k
-    _check_rest(a, b, epilogue, out)
+    _check_rest(a, b, n, m, k, epilogue, out)
     aux = _aux(epilogue, out, aux_dtype, cpu_memory.empty_like)
     packed = "sm90" in (a.order, b.order)  # only tests and tools multiply those on a CPU
     ran = envelopes.REFERENCE if packed else envelopes.select("cpu", n, m, k)
@@ -136,7 +136,7 @@ def _on_cuda(
 ) -> GemmParts:  # fmt: skip
     a, b = checked(a, "a"), checked(b, "b")
     n, m, k = b.rows, a.rows, a.k
-    _check_rest(a, b, epilogue, out)
+    _check_rest(a, b, n, m, k, epilogue, out)
     aux = _aux(epilogue, out, aux_dtype)
     device = out.device
     ran = envelopes.select_gpu(device.index, n, m, k, mode.precision)
@@ -180,7 +180,7 @@ def _on_other(
     tag: int, mode: Mode,
 ) -> GemmParts:  # fmt: skip
     a, b = checked(a, "a"), checked(b, "b")
-    _check_rest(a, b, epilogue, out)
+    _check_rest(a, b, b.rows, a.rows, a.k, epilogue, out)
     aux = _aux(epilogue, out, aux_dtype)
     bias_grad = reference.gemm(a, b, epilogue, out, aux)
     if tag >= 0:
@@ -193,16 +193,26 @@ _BESIDE_B = ("a", "the packed form of a", "the packed form of b", "bias", "gelu_
 _GELUS, _BIAS_GRADS = (None, *GELUS), (None, *BIAS_GRADS)
 
 
-def _check_rest(a: Operand, b: Operand, epilogue: Epilogue, out: Tensor) -> None:
-    n, m, k, b_k = b.rows, a.rows, a.k, b.k
-    bias, gelu_in = epilogue.bias, epilogue.gelu_in
-    one_device(b.codes.device, _BESIDE_B, (a.codes, a.packed, b.packed, bias, gelu_in, out))
-    if k != b_k:
-        raise ValueError(f"a and b must have the same k, got {k} and {b_k}")
-    if epilogue.gelu not in _GELUS or epilogue.bias_grad not in _BIAS_GRADS:
+def _check_rest(
+    a: Operand, b: Operand, n: int, m: int, k: int, epilogue: Epilogue, out: Tensor
+) -> None:
+    bias, gelu, gelu_in, bias_grad, _ = epilogue
+    device = b.codes.device
+    if (
+        a.codes.device != device
+        or out.device != device
+        or (bias is not None and bias.device != device)
+        or (gelu_in is not None and gelu_in.device != device)
+        or (a.packed is not None and a.packed.device != device)
+        or (b.packed is not None and b.packed.device != device)
+    ):
+        one_device(device, _BESIDE_B, (a.codes, a.packed, b.packed, bias, gelu_in, out))
+    if k != b.k:
+        raise ValueError(f"a and b must have the same k, got {k} and {b.k}")
+    if gelu not in _GELUS or bias_grad not in _BIAS_GRADS:
         raise ValueError(
-            f"gelu must be one of {_GELUS} and bias_grad one of {_BIAS_GRADS}, got "
-            f"{epilogue.gelu!r} and {epilogue.bias_grad!r}"
+            f"gelu must be one of {_GELUS} and bias_grad one of {_BIAS_GRADS}, got {gelu!r} and "
+            f"{bias_grad!r}"
         )
     if out.shape != (n, m) or not out.is_contiguous():
         raise ValueError(f"out must be contiguous [{n}, {m}], got {tuple(out.shape)}")

@@ -169,18 +169,22 @@ def _checked_rows(
     else:
         a = checks.checked_stack(a, "a")
     checks.kinds(b, "b", 2)
-    checks.offsets(offs, device, a.groups)
     checks.one_device(device, _BESIDE_B, (b.scales, a.codes, a.scales, a.packed, bias))
-    groups, m, k = a.groups, a.rows, a.k
+    groups, first, second = a.codes.shape
+    m, k = (second, first) if a.order == "k_first" else (first, second)
+    checks.offsets(offs, device, groups)
     if bias is not None and bias.shape != (groups, m):
         raise ValueError(f"bias must be [{groups}, {m}], got {tuple(bias.shape)}")
     if "sm90" in (a.order, b.order[:4]):
         return _checked_packed_rows(a, b)
-    if b.order != "k_last" or b.k != k or b.scales.shape != (b.rows, blocks(k)):
+    rows, b_k = b.codes.shape
+    if b.order != "k_last" or b_k != k or b.scales.shape != (rows, blocks(k)):
         raise ValueError(
             f"b must be k_last [R, {k}] with scales [R, {blocks(k)}], got {b.order} "
             f"{tuple(b.codes.shape)} and {tuple(b.scales.shape)}"
         )
+    if b.codes.is_contiguous() and b.scales.is_contiguous():
+        return a, b
     return a, b._replace(codes=b.codes.contiguous(), scales=b.scales.contiguous())
 
 

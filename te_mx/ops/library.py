@@ -15,6 +15,8 @@ from torch.nn import Parameter
 
 LIBRARY = torch.library.Library("te_mx", "FRAGMENT")
 
+_compiling = torch.compiler.is_dynamo_compiling
+_profiler = torch.autograd.profiler
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _tracing_state = torch._C._get_tracing_state
@@ -53,7 +55,7 @@ def is_direct(x: Tensor, *others: Tensor | None) -> bool:
     their values: the dispatcher makes copies of them that do.
     """
     if (
-        torch.compiler.is_compiling()
+        _compiling()
         or not (type(x) is Tensor or type(x) is Parameter)
         or not (x.is_cpu or x.is_cuda)
         or x.is_neg()
@@ -61,7 +63,7 @@ def is_direct(x: Tensor, *others: Tensor | None) -> bool:
         or _function_modes()
         or _functorch_level() is not None
         or _tracing_state() is not None
-        or torch.autograd.profiler._is_profiler_enabled
+        or _profiler._is_profiler_enabled
     ):
         return False
     for other in others:

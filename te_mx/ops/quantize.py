@@ -12,7 +12,7 @@ from torch import Tensor
 from te_mx.backends import cpu, reference, sm90, sm90_layout
 from te_mx.backends.base import PLAIN, Quantize, QuantizedParts, quantized_shapes
 from te_mx.engine.explain import warn_fallback
-from te_mx.ops.checks import quantizable
+from te_mx.ops.checks import FORMS, matrix, quantizable
 from te_mx.ops.library import define, is_direct
 
 
@@ -72,7 +72,8 @@ def _on_cpu(
     x: Tensor, fmt: str, rowwise: bool, columnwise: str | None, rule: str, col_sum: bool,
     sum_dtype: torch.dtype, spread: int,
 ) -> QuantizedParts:  # fmt: skip
-    quantizable(x, fmt, rule, columnwise, spread)
+    if x.dim() != 2 or columnwise not in FORMS:
+        matrix(x, columnwise)  # says what is wrong
     if cpu.native() is not None and x.numel() and spread < 0:
         parts = cpu.quantize(x, fmt, rowwise, columnwise, rule, col_sum)
         if parts is not None:
@@ -87,9 +88,9 @@ def _on_cuda(
     x: Tensor, fmt: str, rowwise: bool, columnwise: str | None, rule: str, col_sum: bool,
     sum_dtype: torch.dtype, spread: int,
 ) -> QuantizedParts:  # fmt: skip
-    quantizable(x, fmt, rule, columnwise, spread)
     if x.numel() == 0:
         return _on_other(x, fmt, rowwise, columnwise, rule, col_sum, sum_dtype, spread)
+    matrix(x, columnwise, spread)
     why = sm90.problem(x.device.index)
     if why is None:
         parts = sm90.quantize(
