@@ -33,9 +33,10 @@ from te_mx.conversion_report import (
 from te_mx.fuse import Fusion, Plan, fuse_all, plan_fusions
 from te_mx.fuse import unfuse as unfuse_layers
 from te_mx.matrices import describe
+from te_mx.nn.checks import FLOATS
 from te_mx.nn.converted import ConversionWarning, unwatch, watch
 from te_mx.nn.linear import Linear
-from te_mx.nn.mx_module import FLOATS, MXModule
+from te_mx.nn.mx_module import MXModule
 
 # What te_mx.Linear keeps on an instance beyond nn.Linear.
 _OWN_ATTRIBUTES = (

@@ -13,7 +13,7 @@ from torch import Tensor
 from te_mx import context
 from te_mx.arguments import shown
 from te_mx.autograd import grouped as autograd
-from te_mx.autograd import transforms
+from te_mx.autograd import joining, transforms
 from te_mx.autograd.grouped_operands import Groups, Packing
 from te_mx.autograd.linear import mode_of
 from te_mx.backends.base import FLOAT_DTYPES
@@ -252,7 +252,7 @@ def _parts(
     if bias is None:
         return weights, groups
     if isinstance(bias, Tensor) != stacked:  # both as weight is
-        bias = bias.unbind(0) if isinstance(bias, Tensor) else torch.stack(list(bias))
+        bias = bias.unbind(0) if isinstance(bias, Tensor) else joining.stack(bias)
     biases = (bias,) if isinstance(bias, Tensor) else tuple(bias)
     shape = (groups, n) if stacked else (n,)
     if len(biases) != len(weights) or any(b.shape != shape for b in biases):

@@ -225,7 +225,7 @@ def test_errors_name_layer_got_expected_and_remedy():
             layer(torch.randn(3, 40, dtype=torch.float64))
         with pytest.raises(TypeError, match=r"torch.int64"):
             layer(torch.ones(3, 40, dtype=torch.int64))
-        with pytest.raises(ValueError, match="inp is on meta and the weight on cpu"):
+        with pytest.raises(ValueError, match="inp is on meta and weight on cpu"):
             layer(torch.randn(3, 40, device="meta"))
         with pytest.raises(ValueError, match=r"te_mx.Linear.in_features=4, out_features=2"):
             te_mx.Linear(4, 2)(torch.randn(3))

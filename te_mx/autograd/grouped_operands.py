@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from te_mx.autograd import joining
 from te_mx.autograd.operands import form_of, packed_alike, plain_rows
 from te_mx.backends import reference_grouped
 from te_mx.backends.grouped import StackedOperand, device_bounds, host_bounds, known_to_host
@@ -123,7 +124,7 @@ def split_parts(
     if parts[0].dim() == 3:
         return parts[0], parts[1] if has_bias else None
     count = len(parts) // 2 if has_bias else len(parts)
-    return list(parts[:count]), torch.stack(list(parts[count:])) if has_bias else None
+    return list(parts[:count]), joining.stack(parts[count:]) if has_bias else None
 
 
 def gradients_of(

@@ -254,7 +254,7 @@ def linear(
             standing is None
             and sink is None
             and not save_x
-            and linear_one_call.serves(x, weight_NK, settings)
+            and linear_one_call.serves(x, weight_NK, settings, bias_N)
         ):
             call = linear_one_call.Call(settings, out_dtype, tag, _backward)
             return linear_one_call.OneCallLinear.apply(x, weight_NK, bias_N, call)[0]

@@ -32,7 +32,7 @@ class Call(NamedTuple):
     step_by_step: Callable[[Any, Any, Tensor], tuple[Tensor | None, ...]]
 
 
-def serves(x: Tensor, weight_NK: Tensor, settings: Settings) -> bool:
+def serves(x: Tensor, weight_NK: Tensor, settings: Settings, bias_N: Tensor | None = None) -> bool:
     """Whether a call that wants gradients can be one native call: plain CUDA tensors on Hopper, and
     no recipe that changes what is multiplied or how."""
     return (
@@ -45,7 +45,8 @@ def serves(x: Tensor, weight_NK: Tensor, settings: Settings) -> bool:
         and weight_NK.numel() > 0
         and max(weight_NK.shape) <= sm90.MOST
         and weight_NK.device == x.device
-        and is_direct(x, weight_NK)
+        and (bias_N is None or bias_N.device == x.device)
+        and is_direct(x, weight_NK, bias_N)
         and sm90.problem(x.device.index) is None
     )
 

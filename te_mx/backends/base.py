@@ -8,12 +8,28 @@ older torch releases never meet a float8 kernel.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 BLOCK = 32  # elements that share one scale
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
+
+
+class Words(dict[_K, _V]):
+    """A table of what native code knows; looking up anything else is an error that says so."""
+
+    def __init__(self, what: str, error: type[Exception], words: dict[_K, _V]) -> None:
+        super().__init__(words)
+        self._what, self._error = what, error
+
+    def __missing__(self, word: Any) -> NoReturn:
+        got = repr(word) if isinstance(word, (str, torch.dtype)) else type(word).__name__
+        known = ", ".join(map(repr, self))
+        raise self._error(f"te_mx: {self._what} must be one of {known}, got {got}")
 
 
 @dataclass(frozen=True)
@@ -33,17 +49,19 @@ class ElementFormat:
     torch_dtype: torch.dtype
 
 
-FORMATS = {
+FORMATS = Words("the element format", ValueError, {
     "e4m3": ElementFormat("e4m3", 0, 448.0, 8, -6, 3, 7, 0x7E, torch.float8_e4m3fn),
     "e5m2": ElementFormat("e5m2", 1, 57344.0, 15, -14, 2, 15, 0x7B, torch.float8_e5m2),
-}
-SCALE_RULES = {"rceil": 0, "floor": 1}
+})  # fmt: skip
+SCALE_RULES = Words("the scale rule", ValueError, {"rceil": 0, "floor": 1})
 COLUMNWISE_FORMS = ("plain", "transposed")
 ORDERS = ("k_last", "k_first", "sm90", "sm90_rows", "sm90_k")
 PLAIN = -1  # in place of a spread: plain MX, not packed for sm_90
 GELUS = {"tanh": 1, "erf": 2}
 BIAS_GRADS = {"operand": 1, "result": 2}
-FLOAT_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+FLOAT_DTYPES = Words(
+    "the dtype", TypeError, {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+)
 
 
 class Quantize(NamedTuple):

@@ -29,6 +29,7 @@ from te_mx.backends.base import (
     pointer,
     typed_address,
 )
+from te_mx.backends.cpu_memory import CPU
 
 ISA_LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "amx", "amx_emulated")
 KERNELS = (
@@ -140,22 +141,23 @@ def quantize(
     """As reference.quantize for a non-empty x; None when the native code does not take it."""
     rows, cols = x.shape
     row_stride, col_stride = x.stride()
-    if (row_stride != 1 and col_stride != 1) or x.is_neg():
-        x = x.resolve_neg().contiguous()
+    if row_stride != 1 and col_stride != 1:
+        x = x.contiguous()
         row_stride, col_stride = x.stride()
     row_codes = row_scales = col_codes = col_scales = sums = partial = None
     if rowwise:
         row_codes = cpu_memory.empty((rows, cols), _U8)
-        row_scales = torch.empty((rows, (cols + 31) // 32), dtype=_U8)
+        row_scales = torch.empty((rows, (cols + 31) // 32), dtype=_U8, device=CPU)
     if columnwise == "plain":
         col_codes = cpu_memory.empty((rows, cols), _U8)
-        col_scales = torch.empty(((rows + 31) // 32, cols), dtype=_U8)
+        col_scales = torch.empty(((rows + 31) // 32, cols), dtype=_U8, device=CPU)
     elif columnwise is not None:
         col_codes = cpu_memory.empty((cols, rows), _U8)
-        col_scales = torch.empty((cols, (rows + 31) // 32), dtype=_U8)
+        col_scales = torch.empty((cols, (rows + 31) // 32), dtype=_U8, device=CPU)
     if col_sum:
-        sums = torch.empty(cols, dtype=torch.float32)
-        partial = torch.empty(-(-rows // _native.COL_SUM_ROWS), cols, dtype=torch.float32)
+        sums = torch.empty(cols, dtype=torch.float32, device=CPU)
+        partial_rows = -(-rows // _native.COL_SUM_ROWS)
+        partial = torch.empty((partial_rows, cols), dtype=torch.float32, device=CPU)
     status = _native.quantize(
         x.data_ptr(), rows, cols, row_stride, col_stride, FLOAT_DTYPES[x.dtype],
         FORMATS[fmt].native_id, SCALE_RULES[rule], pointer(row_codes), pointer(row_scales),
@@ -201,7 +203,7 @@ class GemmCall:
         self.bias_grad = None
         if kind is not None:
             size = out.shape[0] if kind == "operand" else out.shape[1]
-            self.bias_grad = torch.empty(size, dtype=torch.float32)
+            self.bias_grad = torch.empty(size, dtype=torch.float32, device=CPU)
         self.keep = (a, b, bias, gelu_in, out, aux)
         self.epilogue = (
             out.data_ptr(), FLOAT_DTYPES[out.dtype], out.shape[1], epilogue.accumulate,

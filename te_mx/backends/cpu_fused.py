@@ -17,6 +17,7 @@ from te_mx.backends.base import (
     pointer,
     typed_address,
 )
+from te_mx.backends.cpu_memory import CPU
 from te_mx.backends.fused import ACT_IDS, Activation, ActParts, Norm, NormParts, Wanted
 from te_mx.backends.reference_fused import inverse
 
@@ -30,9 +31,7 @@ def takes(wanted: Wanted) -> bool:
 
 def _rows(x: Tensor) -> Tensor:
     """x with adjacent elements in each row."""
-    if x.stride(1) != 1 or x.is_neg():
-        return x.resolve_neg().contiguous()
-    return x
+    return x if x.stride(1) == 1 else x.contiguous()
 
 
 class _Out:
@@ -44,13 +43,14 @@ class _Out:
         row_codes = row_scales = col_codes = col_scales = sums = self.partial = None
         if wanted.rowwise:
             row_codes = cpu_memory.empty((rows, cols), _U8)
-            row_scales = torch.empty((rows, (cols + 31) // 32), dtype=_U8)
+            row_scales = torch.empty((rows, (cols + 31) // 32), dtype=_U8, device=CPU)
         if wanted.columnwise is not None:
             col_codes = cpu_memory.empty((rows, cols), _U8)
-            col_scales = torch.empty(((rows + 31) // 32, cols), dtype=_U8)
+            col_scales = torch.empty(((rows + 31) // 32, cols), dtype=_U8, device=CPU)
         if wanted.col_sum:
-            sums = torch.empty(cols, dtype=_F32)
-            self.partial = torch.empty(-(-rows // cpu.native().COL_SUM_ROWS), cols, dtype=_F32)  # type: ignore[union-attr]
+            sums = torch.empty(cols, dtype=_F32, device=CPU)
+            partial_rows = -(-rows // cpu.native().COL_SUM_ROWS)  # type: ignore[union-attr]
+            self.partial = torch.empty((partial_rows, cols), dtype=_F32, device=CPU)
         self.parts = QuantizedParts(row_codes, row_scales, col_codes, col_scales, sums)
         self.native = (
             FORMATS[wanted.fmt].native_id, SCALE_RULES[wanted.scale_rule],
@@ -74,8 +74,8 @@ def normalize(
     bias = None if bias is None else bias.contiguous()
     rows, cols = x.shape
     rms = norm.kind == "RMSNorm"
-    mean = None if rms else torch.empty(rows, dtype=_F32)
-    rstd = torch.empty(rows, dtype=_F32)
+    mean = None if rms else torch.empty(rows, dtype=_F32, device=CPU)
+    rstd = torch.empty(rows, dtype=_F32, device=CPU)
     z = cpu_memory.empty((rows, cols), dtype) if want_z else None
     out = _Out(rows, cols, wanted)
     status = native.normalize(
@@ -93,13 +93,13 @@ def normalize_backward(
     """As reference_fused.normalize_backward on a non-empty x; weight is fp32."""
     native = cpu.native()
     assert native is not None
-    dz, x, weight = dz.resolve_neg().contiguous(), _rows(x), weight.contiguous()
+    dz, x, weight = dz.contiguous(), _rows(x), weight.contiguous()
     mean, rstd = None if mean is None else mean.contiguous(), rstd.contiguous()
     rows, cols = x.shape
     dx = cpu_memory.empty((rows, cols), dtype)
-    dweight = torch.empty(cols, dtype=_F32)
-    dbias = torch.empty(cols, dtype=_F32)
-    partial = torch.empty(2, -(-rows // native.COL_SUM_ROWS), cols, dtype=_F32)
+    dweight = torch.empty(cols, dtype=_F32, device=CPU)
+    dbias = torch.empty(cols, dtype=_F32, device=CPU)
+    partial = torch.empty(2, -(-rows // native.COL_SUM_ROWS), cols, dtype=_F32, device=CPU)
     status = native.normalize_backward(
         typed_address(dz), _x(x), mean is None, inverse(cols), pointer(weight),
         (pointer(mean), pointer(rstd)), typed_address(dx),
@@ -117,8 +117,8 @@ def activate(
     the native code does not take."""
     native = cpu.native()
     assert native is not None
-    h = h.resolve_neg().contiguous()
-    grad = None if grad is None else grad.resolve_neg().contiguous()
+    h = h.contiguous()
+    grad = None if grad is None else grad.contiguous()
     rows, width = h.shape
     cols = width // 2 if act.gated else width
     made = cols if grad is None else width

@@ -23,6 +23,7 @@ from te_mx.backends.base import (
     typed_address,
 )
 from te_mx.backends.cpu import KERNEL_IDS, KERNELS, ROLES, supported
+from te_mx.backends.cpu_memory import CPU
 from te_mx.backends.grouped import Bounds, StackedOperand, scale_rows
 
 _U8 = torch.uint8
@@ -38,12 +39,14 @@ def _native() -> Any:
     return module
 
 
-def _strided(x: Tensor) -> Tensor:
-    """x with rows or columns that lie next to each other, as the quantizer reads them."""
-    row_stride, col_stride = x.stride()
-    if (row_stride != 1 and col_stride != 1) or x.is_neg():
-        return x.resolve_neg().contiguous()
-    return x
+def _strided(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """x with rows or columns that lie next to each other, as the quantizer reads them, and its
+    strides."""
+    stride = x.stride()
+    if 1 in stride:
+        return x, stride
+    x = x.contiguous()
+    return x, x.stride()
 
 
 def quantize(
@@ -51,20 +54,21 @@ def quantize(
 ) -> QuantizedParts | None:
     """As ops.quantize_grouped, for a non-empty x."""
     (rows, cols), groups = x.shape, len(bounds.ends)
-    x = _strided(x)
+    x, stride = _strided(x)
     row_codes = row_scales = col_codes = col_scales = sums = partial = None
     if rowwise:
         row_codes = cpu_memory.empty((rows, cols), _U8)
-        row_scales = torch.empty((rows, blocks(cols)), dtype=_U8)
+        row_scales = torch.empty((rows, blocks(cols)), dtype=_U8, device=CPU)
     if columnwise:
         col_codes = cpu_memory.empty((rows, cols), _U8)
-        col_scales = torch.empty((scale_rows(rows, groups), cols), dtype=_U8)
+        col_scales = torch.empty((scale_rows(rows, groups), cols), dtype=_U8, device=CPU)
     if col_sum:
-        sums = torch.empty((groups, cols), dtype=torch.float32)
-        partial = torch.empty(rows // _native().COL_SUM_ROWS + groups, cols, dtype=torch.float32)
+        sums = torch.empty((groups, cols), dtype=torch.float32, device=CPU)
+        partial_rows = rows // _native().COL_SUM_ROWS + groups
+        partial = torch.empty((partial_rows, cols), dtype=torch.float32, device=CPU)
     addresses, keep = bounds.addresses()
     problem = (
-        x.data_ptr(), rows, cols, *x.stride(), FLOAT_DTYPES[x.dtype], FORMATS[fmt].native_id,
+        x.data_ptr(), rows, cols, *stride, FLOAT_DTYPES[x.dtype], FORMATS[fmt].native_id,
         SCALE_RULES[rule], pointer(row_codes), pointer(row_scales), pointer(col_codes),
         pointer(col_scales), pointer(sums), pointer(partial),
     )  # fmt: skip
@@ -82,21 +86,21 @@ def quantize_weights(
     groups, (rows, cols) = len(weights), weights[0].shape
     parts = [
         cpu_memory.empty((groups, rows, cols), _U8),
-        torch.empty((groups, rows, blocks(cols)), dtype=_U8),
+        torch.empty((groups, rows, blocks(cols)), dtype=_U8, device=CPU),
     ]
     if columnwise:
         parts += [
             cpu_memory.empty((groups, rows, cols), _U8),
-            torch.empty((groups, blocks(rows), cols), dtype=_U8),
+            torch.empty((groups, blocks(rows), cols), dtype=_U8, device=CPU),
         ]
     bases = [part.data_ptr() for part in parts] + [0] * (4 - len(parts))
     steps = [part.stride(0) for part in parts] + [0] * (4 - len(parts))
     sources = [_strided(weight) for weight in weights]
+    words = FORMATS[fmt].native_id, SCALE_RULES[rule]
     problems = [
-        (w.data_ptr(), rows, cols, *w.stride(), FLOAT_DTYPES[w.dtype], FORMATS[fmt].native_id,
-         SCALE_RULES[rule], *(base + i * step for base, step in zip(bases, steps, strict=True)),
-         0, 0)
-        for i, w in enumerate(sources)
+        (w.data_ptr(), rows, cols, *stride, FLOAT_DTYPES[w.dtype], *words,
+         *(base + i * step for base, step in zip(bases, steps, strict=True)), 0, 0)
+        for i, (w, stride) in enumerate(sources)
     ]  # fmt: skip
     status = _native().quantize_many(problems, torch.get_num_threads())
     return parts if supported(status) else None
@@ -115,7 +119,7 @@ def pack(operand: StackedOperand, kernel: str) -> Tensor | None:
     if stride == 0:
         return None
     groups = operand.groups
-    packed = torch.empty(HEADER_BYTES + groups * stride, dtype=_U8)
+    packed = torch.empty(HEADER_BYTES + groups * stride, dtype=_U8, device=CPU)
     head = _HEADER.pack(
         _MAGIC, KERNEL_IDS[kernel], ROLES["a"], groups, operand.rows, operand.k, stride
     )

@@ -28,6 +28,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+CPU = torch.device("cpu")  # said at every allocation, as torch.set_default_device may be in force
 LEAST = 16 << 20  # smaller ones the C library reuses well
 _MOST_KEPT = 1.5  # times what was used at one time
 
@@ -80,7 +81,7 @@ class Pool:
         """A contiguous CPU tensor of undefined values."""
         nbytes = prod(shape) * dtype.itemsize
         if nbytes < LEAST or not idle_is_known():
-            return torch.empty(shape, dtype=dtype, device="cpu")
+            return torch.empty(shape, dtype=dtype, device=CPU)
         return self._take(nbytes).tensor(shape, dtype)
 
     def empty_like(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -167,7 +167,7 @@ def decode(codes: Tensor, fmt: str) -> Tensor:
     if element.name == "e4m3":
         value = torch.where((bits & 0x7F) == 0x7F, torch.nan, value)
     else:
-        special = torch.where(mantissa == 0, torch.inf, torch.nan)
+        special = torch.where(mantissa == 0, torch.inf, torch.nan).float()
         value = torch.where(exponent == 31, special, value)
     return torch.where(bits >= 0x80, -value, value)
 

@@ -156,9 +156,7 @@ def _prepare(what: Quantize) -> tuple[tuple[Any, ...], QuantizedParts, tuple[Any
 
 def rows_of(x: Tensor) -> Tensor:
     """x with adjacent elements in each row."""
-    if x.stride(1) != 1 or x.is_neg():
-        return x.resolve_neg().contiguous()
-    return x
+    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def quantize_call(

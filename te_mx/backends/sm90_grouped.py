@@ -115,18 +115,16 @@ def _sources(weights: Sequence[Tensor] | Tensor) -> tuple[list[int], int, torch.
     """Addresses of weights [rows, cols], elements between their rows, their dtype, and what must
     live until they are read."""
     if isinstance(weights, Tensor):
-        if weights.stride(2) != 1 or weights.is_neg():
-            weights = weights.resolve_neg().contiguous()
+        if weights.stride(2) != 1:
+            weights = weights.contiguous()
         start, step = weights.data_ptr(), weights.stride(0) * weights.element_size()
         addresses = [start + i * step for i in range(len(weights))]
         return addresses, weights.stride(1), weights.dtype, weights
     first = weights[0]
     stride, dtype = first.stride(), first.dtype
-    if stride[1] != 1 or any(
-        w.stride() != stride or w.dtype != dtype or w.is_neg() for w in weights
-    ):
-        common = dtype if all(w.dtype == dtype for w in weights) else _F32
-        weights = [w.resolve_neg().to(common).contiguous() for w in weights]
+    if stride[1] != 1 or any(w.stride() != stride or w.dtype != dtype for w in weights):
+        common = dtype if len({FLOAT_DTYPES[w.dtype] for w in weights}) == 1 else _F32
+        weights = [w.to(common).contiguous() for w in weights]
         stride, dtype = weights[0].stride(), common
     return [w.data_ptr() for w in weights], stride[0], dtype, weights
 

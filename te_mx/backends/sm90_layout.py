@@ -76,7 +76,7 @@ def packed_shapes(rows: int, k: int) -> tuple[tuple[int, int], tuple[int, int, i
 @lru_cache(maxsize=2)
 def code_values(fmt: str) -> Tensor:
     """fp32 [256]: the value of every code."""
-    return torch.arange(256, dtype=torch.uint8).view(_FLOAT8[fmt]).float()
+    return torch.arange(256, dtype=torch.uint8, device="cpu").view(_FLOAT8[fmt]).float()
 
 
 @lru_cache(maxsize=2)
@@ -90,15 +90,15 @@ def shift_table(fmt: str) -> Tensor:
     magnitude = torch.where(finite, values.abs(), 0.0)
     # Positive finite codes are 0, 1, 2, ... in the order of their values.
     ladder = magnitude[:128][finite[:128]]
-    table = torch.empty(MAX_SPREAD + 1, 256, dtype=torch.uint8)
+    table = torch.empty(MAX_SPREAD + 1, 256, dtype=torch.uint8, device="cpu")
+    codes = torch.arange(256, dtype=torch.uint8, device="cpu")
     for d in range(MAX_SPREAD + 1):
         target = magnitude * 2.0**-d
         exponent = torch.floor(torch.log2(target.clamp(min=2.0**-60)))
         quantum = torch.exp2(exponent.clamp(min=_MIN_EXPONENT[fmt]) - _MANTISSA_BITS[fmt])
         rounded = torch.round(target / quantum) * quantum  # torch.round is half to even
         code = torch.searchsorted(ladder, rounded).to(torch.uint8)
-        sign = torch.arange(256, dtype=torch.int32).bitwise_and(0x80).to(torch.uint8)
-        table[d] = torch.where(finite, code | sign, torch.arange(256).to(torch.uint8))
+        table[d] = torch.where(finite, code | (codes & 0x80), codes)
     return table
 
 

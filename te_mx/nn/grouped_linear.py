@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from te_mx.autograd import transforms
+from te_mx.autograd import joining, transforms
 from te_mx.autograd.grouped import grouped_linear, infer
 from te_mx.autograd.grouped_loop import high_precision_loop
 from te_mx.autograd.grouped_operands import Groups
@@ -133,13 +133,6 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         """The bias [out] of every group, or an empty list."""
         return self._each(self._bias_names, self.single_grouped_bias)
 
-    def _held(self, names: tuple[str, ...]) -> tuple[Tensor, ...]:
-        """The parameters of these names, without nn.Module's slow look-up where they are plain."""
-        parameters: Any = self._parameters
-        if all(name in parameters for name in names):
-            return tuple([parameters[name] for name in names])
-        return tuple(getattr(self, name) for name in names)
-
     def _each(self, names: tuple[str, ...], stacked: bool) -> list[Tensor]:
         held = [getattr(self, name) for name in names]
         return list(held[0].detach().unbind(0)) if stacked and held else held
@@ -188,10 +181,10 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
             return self._high_precision(inp, groups, is_first_microbatch)
         if transforms.active():
             self._refuse_transforms(inp)
+        self._check_kind(inp)
         if self._is_dropped():
             return self._run_dropped(inp, groups, settings)
-        weights, biases = self._held(self._weight_names), self._held(self._bias_names)
-        self._check_kind(inp, weights[0].device, weights[0].dtype)
+        weights, biases = self._held(*self._weight_names), self._held(*self._bias_names)
         kept = None
         if self._frozen is not None or is_first_microbatch is not None:
             need_dx = torch.is_grad_enabled() and inp.requires_grad
@@ -200,17 +193,34 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         added = () if self.return_bias else self._like_weights(biases)
         queue = self._wgrad_queue()
         sink = self._sink(weights, is_first_microbatch, queue) if routed else None
-        y = grouped_linear(
-            inp, groups, weights + added, bool(added), kept, settings, output_dtype(inp), tag,
-            self.save_original_input, sink,
-        )  # fmt: skip
+        try:
+            y = grouped_linear(
+                inp, groups, weights + added, bool(added), kept, settings, output_dtype(inp), tag,
+                self.save_original_input, sink,
+            )  # fmt: skip
+        except (RuntimeError, TypeError, ValueError):
+            # Ops check every parameter before they read one. Looking at all of them here too would
+            # cost as much again, so this only says which one they refused.
+            self._check_groups(inp.device)
+            raise
         return (y, self._returned(biases)) if self.return_bias else y
+
+    def _check_groups(self, device: torch.device) -> None:
+        """Check the weights and the biases of all groups."""
+        size, rows, cols = self.num_gemms, self.out_features, self.in_features
+        for names, stacked, shape in (
+            (self._weight_names, self.single_grouped_weight, (rows, cols)),
+            (self._bias_names, self.single_grouped_bias, (rows,)),
+        ):
+            for name in () if self.return_bias and names is self._bias_names else names:
+                value = getattr(self, name)
+                self._check_parameter(name, value, (size, *shape) if stacked else shape, device)
 
     def _like_weights(self, biases: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Biases stacked or not as the weights are."""
         if not biases or self.single_grouped_weight == self.single_grouped_bias:
             return biases
-        return (torch.stack(biases),) if self.single_grouped_weight else biases[0].unbind(0)
+        return (joining.stack(biases),) if self.single_grouped_weight else biases[0].unbind(0)
 
     def _returned(self, biases: tuple[Tensor, ...]) -> Any:
         if not biases:
@@ -236,20 +246,21 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         biases = tuple(getattr(self, name) for name in self._bias_names)
         added = () if self.return_bias else biases
         self._refuse_gradient(inp, *added)
+        self._check_codes(self._weight_keys, inp.device)
+        self._check_groups(inp.device)
         row = self._dropped_operand("weight")
-        self._check_kind(inp, row.codes.device)
-        stacked = None
+        bias_GN = None
         if added:
-            stacked = added[0] if self.single_grouped_bias else torch.stack(added)
-        y = infer(inp, groups, row, stacked, settings, output_dtype(inp), self._tag_now())
+            bias_GN = added[0] if self.single_grouped_bias else joining.stack(added)
+        y = infer(inp, groups, row, bias_GN, settings, output_dtype(inp), self._tag_now())
         return (y, self._returned(biases)) if self.return_bias else y
 
     # ----------------------------------------------------------------------------- checks and names
     def extra_repr(self) -> str:
-        stacked = ", single_grouped_weight=True" if self.single_grouped_weight else ""
+        one = ", single_grouped_weight=True" if self.single_grouped_weight else ""
         return (
             f"num_gemms={self.num_gemms}, in_features={self.in_features}, "
-            f"out_features={self.out_features}, bias={self.use_bias}{stacked}{self._frozen_repr()}"
+            f"out_features={self.out_features}, bias={self.use_bias}{one}{self._frozen_repr()}"
         )
 
     # ---------------------------------------------------------------------------------- checkpoints

@@ -46,7 +46,7 @@ def groups_of(
         return Groups(m_splits.cumsum(0))
     splits = list(m_splits)
     check_splits(splits, num_gemms, rows, label)
-    return Groups(torch.tensor(list(accumulate(splits)), dtype=torch.int64))
+    return Groups(torch.tensor(list(accumulate(splits)), dtype=torch.int64, device="cpu"))
 
 
 def check_splits(splits: list[int], num_gemms: int, rows: int, label: Callable[[], str]) -> None:

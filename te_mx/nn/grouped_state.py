@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_mx.autograd import joining
 from te_mx.nn.frozen_state import SCALES
 
 
@@ -66,5 +67,5 @@ def convert_state_dict(
 def _stack(parts: list[Tensor]) -> Tensor:
     """torch.stack, which does not know 8-bit floats everywhere."""
     if parts[0].element_size() > 1:
-        return torch.stack(parts)
+        return joining.stack(parts)
     return torch.stack([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from te_mx.autograd import joining
 from te_mx.autograd.grouped_operands import StandingWeights, standing
 from te_mx.backends.grouped import StackedOperand
 from te_mx.nn.frozen_weight import FMT, Freezable
@@ -57,5 +58,5 @@ class StackedWeight(Freezable):
             dequantize_2d(code, scale, FMT, "k_last", dtype)
             for code, scale in zip(codes, scales, strict=True)
         ]
-        values = [torch.stack(made)] if self.single_grouped_weight else made
+        values = [joining.stack(made)] if self.single_grouped_weight else made
         return dict(zip(self._weight_names, values, strict=True))

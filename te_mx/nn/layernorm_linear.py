@@ -159,8 +159,11 @@ class LayerNormLinear(NormModule):
         if routed and is_tracing():
             return delayed_wgrad.untraced(self.forward, inp, is_first_microbatch)
         settings = self._settings()
-        weight = None if self._is_dropped() else self.whole_weight()
-        bias = self.whole_bias()
+        dropped = self._is_dropped()
+        if self._split is None:
+            weight, bias = self._held("weight", "bias")
+        else:
+            weight, bias = self.whole_weight(), self.whole_bias()
         added = None if self.return_bias else bias
         sink = None
         if routed and weight is not None:
@@ -168,18 +171,22 @@ class LayerNormLinear(NormModule):
             sink = self._sink(parts, is_first_microbatch, self._wgrad_queue())
         z: Tensor | None
         if settings is None:
-            assert weight is not None
             z = self._plain_norm(inp)
             out = self._plain_linear(z, weight, added, sink)
         else:
-            self._check(inp, "in_features", weight)
-            need_dx = needs_gradient(inp, self.layer_norm_weight, self.layer_norm_bias)
-            standing = self._standing("weight", settings, is_first_microbatch, inp.device, need_dx)
+            norm_weight, norm_bias = self._held("layer_norm_weight", "layer_norm_bias")
+            self._check(inp, "in_features", norm_weight, norm_bias)
+            device, out_features = inp.device, self.out_features
+            if not dropped:
+                self._check_parameter("weight", weight, (out_features, self.in_features), device)
+            if added is not None:
+                self._check_parameter("bias", added, (out_features,), device)
+            need_dx = needs_gradient(inp, norm_weight, norm_bias)
+            standing = self._standing("weight", settings, is_first_microbatch, device, need_dx)
             call = Call(self._step(inp), settings, self.return_layernorm_output, self._tag_now())
             out, z = layernorm_linear(
-                inp, self.layer_norm_weight, self.layer_norm_bias, weight, added, standing, sink,
-                call,
-            )  # fmt: skip
+                inp, norm_weight, norm_bias, weight, added, standing, sink, call
+            )
         extra: tuple[Tensor | None, ...] = (bias,) if self.return_bias else ()
         extra += (z,) if self.return_layernorm_output else ()
         return (out, *extra) if extra else out

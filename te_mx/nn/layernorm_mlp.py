@@ -19,6 +19,10 @@ from te_mx.nn.mx_module import one_dtype
 from te_mx.nn.norm_module import NormModule, Together, default_init, needs_gradient
 from te_mx.nn.te_arguments import refuse_constructor
 
+_NAMES = (
+    "layer_norm_weight", "layer_norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias"
+)  # fmt: skip
+
 
 class LayerNormMLP(NormModule):
     """``y = act(norm(x) @ fc1_weight.T + fc1_bias) @ fc2_weight.T + fc2_bias``: in MXFP8 inside
@@ -154,19 +158,19 @@ class LayerNormMLP(NormModule):
             return delayed_wgrad.untraced(self.forward, inp, is_first_microbatch)
         settings = self._settings()
         dropped = self._is_dropped()
-        w1, w2 = (None, None) if dropped else (self.fc1_weight, self.fc2_weight)
-        b2 = None if self.return_bias else self.fc2_bias
+        norm_weight, norm_bias, w1, b1, w2, fc2_bias = self._held(*_NAMES)
+        b2 = None if self.return_bias else fc2_bias
         sinks = self._sinks(is_first_microbatch) if routed and not dropped else (None, None)
         z: Tensor | None
         if settings is None:
-            assert w1 is not None and w2 is not None
             z = self._plain_norm(inp)
-            h = self._plain_linear(z, w1, self.fc1_bias, sinks[0])
+            h = self._plain_linear(z, w1, b1, sinks[0])
             out = self._plain_linear(activations.plain(h, self._act), w2, b2, sinks[1])
         else:
-            self._check(inp, "hidden_size", w1, w2)
-            need_dz = needs_gradient(inp, self.layer_norm_weight, self.layer_norm_bias)
-            need_dh = need_dz or needs_gradient(w1, self.fc1_bias)
+            self._check(inp, "hidden_size", norm_weight, norm_bias)
+            self._check_layers(inp.device, w1, b1, w2, b2)
+            need_dz = needs_gradient(inp, norm_weight, norm_bias)
+            need_dh = need_dz or needs_gradient(w1, b1)
             first = is_first_microbatch
             standing = (
                 self._standing("fc1_weight", settings, first, inp.device, need_dz),
@@ -176,13 +180,27 @@ class LayerNormMLP(NormModule):
             tags = (tag, tag + len(GEMMS)) if tag >= 0 else (-1, -1)
             return_z = self.return_layernorm_output
             out, z = layernorm_mlp(
-                inp, self.layer_norm_weight, self.layer_norm_bias, w1, self.fc1_bias, w2, b2,
+                inp, norm_weight, norm_bias, w1, b1, w2, b2,
                 Weights(standing, sinks),
                 Call(self._step(inp), self._act, settings, return_z, tags),
             )  # fmt: skip
-        extra: tuple[Tensor | None, ...] = (self.fc2_bias,) if self.return_bias else ()
+        extra: tuple[Tensor | None, ...] = (fc2_bias,) if self.return_bias else ()
         extra += (z,) if self.return_layernorm_output else ()
         return (out, *extra) if extra else out
+
+    def _check_layers(
+        self, device: torch.device, w1: Tensor | None, b1: Tensor | None, w2: Tensor | None,
+        b2: Tensor | None,
+    ) -> None:  # fmt: skip
+        hidden, ffn = self.hidden_size, self.ffn_hidden_size
+        rows = 2 * ffn if self._act.gated else ffn
+        if not self._is_dropped():
+            self._check_parameter("fc1_weight", w1, (rows, hidden), device)
+            self._check_parameter("fc2_weight", w2, (hidden, ffn), device)
+        if b1 is not None:
+            self._check_parameter("fc1_bias", b1, (rows,), device)
+        if b2 is not None:
+            self._check_parameter("fc2_bias", b2, (hidden,), device)
 
     def _sinks(self, first: bool | None) -> tuple[WeightGradient | None, WeightGradient | None]:
         weights = (self.fc1_weight, self.fc2_weight)

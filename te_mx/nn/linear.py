@@ -162,24 +162,24 @@ class Linear(MXModule, nn.Linear):
             return self._high_precision(inp, is_first_microbatch)
         if transforms.active():
             self._refuse_transforms(inp)
+        self._check_shape(inp, "in_features", self.in_features)
+        self._check_kind(inp)
         if self._is_dropped():
             return self._run_dropped(inp, settings)
-        weight: Tensor | None = self._parameters.get("weight")
-        if weight is None:
-            weight = self.whole_weight()
-        bias = self.bias if self._split is None else self.whole_bias()
-        self._check_shape(inp, "in_features", self.in_features)
-        self._check_kind(inp, weight.device, weight.dtype)
-        if type(weight) is not nn.Parameter:
-            self._check_plain(weight)
+        if self._split is None:
+            weight, bias = self._held("weight", "bias")
+        else:
+            weight, bias = self.whole_weight(), self.whole_bias()
+        added = None if self.return_bias else bias
+        device, out_features = inp.device, self.out_features
+        self._check_parameter("weight", weight, (out_features, self.in_features), device)
+        if added is not None:
+            self._check_parameter("bias", added, (out_features,), device)
         standing = None
         if self._frozen is not None or is_first_microbatch is not None:
             need_dx = torch.is_grad_enabled() and inp.requires_grad
-            standing = self._kept_weight(
-                "weight", is_first_microbatch, settings, inp.device, need_dx
-            )  # fmt: skip
+            standing = self._kept_weight("weight", is_first_microbatch, settings, device, need_dx)
         tag = self._tag_now()
-        added = None if self.return_bias else bias
         sink = None
         if routed:
             sink = self._sink(self._parts(weight), is_first_microbatch, self._wgrad_queue())
@@ -221,9 +221,10 @@ class Linear(MXModule, nn.Linear):
         bias = self.whole_bias()
         added = None if self.return_bias else bias
         self._refuse_gradient(inp, added)
-        self._check_shape(inp, "in_features", self.in_features)
+        self._check_codes(self._weight_keys, inp.device)
+        if added is not None:
+            self._check_parameter("bias", added, (self.out_features,), inp.device)
         row = self._dropped_operand("weight")
-        self._check_kind(inp, row.codes.device)
         out = infer(inp, row, added, settings, output_dtype(inp), self._tag_now())
         return (out, bias) if self.return_bias else out
 

@@ -19,13 +19,13 @@ from te_mx.autograd.operands import capturing
 from te_mx.autograd.wgrad import Queue, WeightGradient
 from te_mx.context import RECOMPUTED, active_region, backward_pass_id, is_tracing
 from te_mx.nn import converted
+from te_mx.nn.checks import Checked
 from te_mx.nn.delayed_wgrad import DelayedWgrad
 from te_mx.nn.frozen_state import save_codes
 from te_mx.nn.frozen_weight import Freezable
 from te_mx.nn.loading import load_module
 from te_mx.recipe import Settings
 
-FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 STEPS = 2  # linear steps of a module, at most
 NEVER: Any = object()
 TRANSIENT = ("_seen", "_ran", "_microbatch", "_tag", "_delayed")  # what a copy starts without
@@ -53,7 +53,7 @@ def one_dtype(
     return dtype if params_dtype is None else params_dtype
 
 
-class MXModule(Freezable, DelayedWgrad):
+class MXModule(Freezable, DelayedWgrad, Checked):
     """Mixin of the modules, beside an nn.Module."""
 
     # Class attributes, not set in __init__: convert_model gives modules this class in place.
@@ -66,6 +66,13 @@ class MXModule(Freezable, DelayedWgrad):
     _microbatch: dict[str, Any] | None = None  # weights kept for micro-batches, by key
 
     # --------------------------------------------------------------------------- running a forward
+    def _held(self, *names: str) -> tuple[Any, ...]:
+        """Parameters by name, without nn.Module's slow look-up where they are plain."""
+        parameters: dict[str, Any] = self._parameters  # type: ignore[attr-defined]
+        return tuple(
+            [parameters[name] if name in parameters else getattr(self, name) for name in names]
+        )
+
     def _settings(self) -> Settings | None:
         """Settings that a forward runs with, None outside te_mx.autocast."""
         tracing = is_tracing()
@@ -188,45 +195,10 @@ class MXModule(Freezable, DelayedWgrad):
         kwargs = {name: value for name, value in given.items() if value not in (None, False)}
         return inp.tracer.create_proxy("call_module", path, (inp, *args), kwargs)
 
-    # ----------------------------------------------------------------------------- checks and names
+    # ---------------------------------------------------------------------------------------- names
     def _label(self) -> str:
         kind = f"te_mx.{type(self).__name__}"
         return f"{kind} {self.name!r}" if self.name else f"{kind}({self.extra_repr()})"  # type: ignore[attr-defined]
-
-    def _check_shape(self, inp: Tensor, name: str, size: int) -> None:
-        shape = inp.shape
-        if not shape or shape[-1] != size:
-            raise ValueError(
-                f"{self._label()}: the last dimension of inp must be {name}={size}, got inp of "
-                f"shape {tuple(shape)}"
-            )
-
-    def _check_kind(
-        self, inp: Tensor, device: torch.device, weight_dtype: torch.dtype = torch.float32
-    ) -> None:
-        if inp.dtype not in FLOATS or weight_dtype not in FLOATS:
-            raise TypeError(
-                f"{self._label()}: MXFP8 takes float32, bfloat16 and float16, got inp "
-                f"{inp.dtype} and weight {weight_dtype}; convert them, or run this layer under "
-                "te_mx.autocast(enabled=False)"
-            )
-        if inp.device != device:
-            raise ValueError(
-                f"{self._label()}: inp is on {inp.device} and the weight on {device}; move one"
-            )
-
-    def _check_plain(self, weight: Tensor) -> None:
-        """Refuse a weight that only its own library can read, such as torchao's."""
-        kind = type(weight)
-        if kind is Tensor or kind.__module__.partition(".")[0] == "torch":
-            return
-        if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
-            raise TypeError(
-                f"{self._label()}: the weight is a {kind.__module__}.{kind.__qualname__}, which "
-                "another library quantized; te_mx multiplies plain parameters in MXFP8. Leave this "
-                "layer out there (filter_fn), call te_mx.revert_model first, or run it under "
-                "te_mx.autocast(enabled=False)"
-            )
 
     # ---------------------------------------------------------------------------------- checkpoints
     def __getstate__(self) -> dict[str, Any]:

@@ -80,9 +80,11 @@ class NormModule(MXModule, nn.Module):
 
     def _plain_norm(self, inp: Tensor) -> Tensor:
         """The normalization outside te_mx.autocast: torch's own."""
+        if self.normalization is None:
+            return inp
         weight: Tensor | None = self.layer_norm_weight
         if weight is None:
-            return inp
+            self._refuse_parameter("layer_norm_weight", None, (self._size,), inp.device)
         if self.zero_centered_gamma:
             weight = weight + 1
         shape = (self._size,)
@@ -107,17 +109,22 @@ class NormModule(MXModule, nn.Module):
         return self._kept_weight(key, first, settings, device, need_dx)
 
     # ----------------------------------------------------------------------------- checks and names
-    def _check(self, inp: Tensor, size_name: str, *weights: Tensor | None) -> None:
+    def _check(
+        self, inp: Tensor, size_name: str, weight: Tensor | None, bias: Tensor | None
+    ) -> None:
+        """Check the input, and the parameters of the normalization."""
         if transforms.active():
             self._refuse_transforms(inp)
-        self._check_shape(inp, size_name, self._size)
-        for weight in (self.layer_norm_weight, *weights):
-            if weight is not None:
-                self._check_kind(inp, weight.device, weight.dtype)
-                if type(weight) is not nn.Parameter:
-                    self._check_plain(weight)
+        size = self._size
+        self._check_shape(inp, size_name, size)
+        self._check_kind(inp)
+        device = inp.device
+        if self.normalization is not None:
+            self._check_parameter("layer_norm_weight", weight, (size,), device)
+        if bias is not None:
+            self._check_parameter("layer_norm_bias", bias, (size,), device)
         if self._is_dropped():
-            self._check_kind(inp, self._codes(self._weight_keys[0])[0].device)
+            self._check_codes(self._weight_keys, device)
             self._refuse_gradient(inp, *self.parameters(recurse=False))
 
     def _norm_repr(self) -> str:

@@ -8,8 +8,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+
+from te_mx.autograd import joining
 
 
 def split_sizes(
@@ -69,9 +70,24 @@ def parts(module: nn.Module, sizes: dict[str, int], kind: str) -> list[Tensor]:
 
 
 def joined(module: nn.Module, sizes: dict[str, int], kind: str) -> Tensor | None:
-    """The whole ``weight`` or ``bias``, differentiable; None for a layer without a bias."""
+    """The whole ``weight`` or ``bias``, differentiable; None for a layer without a bias.
+
+    Raises:
+        ValueError: a part is missing beside others, or on another device.
+    """
     found = parts(module, sizes, kind)
-    return torch.cat(found) if found else None
+    if not found:
+        return None
+    device = found[0].device
+    if len(found) < len(sizes) or any(part.device != device for part in found):
+        names = [f"{name}_{kind}" for name in sizes]
+        held = {name: getattr(module, name, None) for name in names}
+        got = [f"{name} {'None' if p is None else f'on {p.device}'}" for name, p in held.items()]
+        raise ValueError(
+            f"{module._label()}: the parts of {kind} must be parameters on one device, got "  # type: ignore[operator]
+            f"{', '.join(got)}"
+        )
+    return joining.cat(found)
 
 
 def reset_parts(

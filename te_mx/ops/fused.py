@@ -17,6 +17,7 @@ from torch import Tensor
 from te_mx.backends import sm90
 from te_mx.backends.base import QuantizedParts, quantized_shapes
 from te_mx.backends.fused import Activation, ActParts, Norm, NormParts, Wanted
+from te_mx.ops import checks
 from te_mx.ops.fused_run import (
     act_composed,
     act_on_cpu,
@@ -56,7 +57,8 @@ def norm_quantize_2d(
         want_z: also return z.
         wanted: what z is quantized to.
     """
-    if is_direct(x):
+    if is_direct(x, weight, bias):
+        checks.norm_step(x, weight, bias, norm, dtype, wanted)
         run = norm_on_cpu if x.is_cpu else norm_on_cuda
         return run(x, weight, bias, norm, dtype, want_z, wanted)
     mean, rstd, z, *parts = _NORM(x, weight, bias, *norm, dtype, want_z, *_flat(wanted))
@@ -76,7 +78,8 @@ def norm_backward_2d(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx [rows, cols] in dtype, and dweight and dbias [cols] in fp32; see
     reference_fused.normalize_backward for the formulas."""
-    if is_direct(dz):
+    if is_direct(dz, x, weight, mean, rstd):
+        checks.norm_gradient(dz, x, weight, mean, rstd, dtype)
         run = norm_backward_on_cpu if dz.is_cpu else norm_backward_on_cuda
         return run(dz, x, weight, mean, rstd, dtype)
     return _NORM_BACKWARD(dz, x, weight, mean, rstd, dtype)
@@ -102,7 +105,8 @@ def _activation(
     h: Tensor, grad: Tensor | None, act: Activation, dtype: torch.dtype, want_out: bool,
     wanted: Wanted,
 ) -> ActParts:  # fmt: skip
-    if is_direct(h):
+    if is_direct(h, grad):
+        checks.act_step(h, grad, act, dtype, wanted)
         run = act_on_cpu if h.is_cpu else act_on_cuda
         return run(h, grad, act, dtype, want_out, wanted)
     out, *parts = _ACT(h, grad, *act, dtype, want_out, *_flat(wanted))
@@ -154,7 +158,9 @@ def _norm_op(run: Callable[..., NormParts]) -> Callable[..., list[Tensor]]:
         x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: float, dtype: torch.dtype,
         want_z: bool, *flat: Any,
     ) -> list[Tensor]:  # fmt: skip
-        made = run(x, weight, bias, Norm(kind, eps), dtype, want_z, _wanted(flat))
+        norm, wanted = Norm(kind, eps), _wanted(flat)
+        checks.norm_step(x, weight, bias, norm, dtype, wanted)
+        made = run(x, weight, bias, norm, dtype, want_z, wanted)
         return _listed(x, made[:3], made.quantized)
 
     return op
@@ -170,6 +176,16 @@ def _norm_fake(
     return NormParts(mean, x.new_empty(rows, dtype=_F32), z, _fake_parts(x, rows, cols, wanted))
 
 
+def _norm_backward_op(
+    run: Callable[..., tuple[Tensor, Tensor, Tensor]],
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    def op(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        checks.norm_gradient(*args)
+        return run(*args)
+
+    return op
+
+
 def _norm_backward_fake(
     dz: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -182,8 +198,9 @@ def _act_op(run: Callable[..., ActParts]) -> Callable[..., list[Tensor]]:
         h: Tensor, grad: Tensor | None, name: str, limit: float, alpha: float, offset: float,
         dtype: torch.dtype, want_out: bool, *flat: Any,
     ) -> list[Tensor]:  # fmt: skip
-        act = Activation(name, limit, alpha, offset)
-        made = run(h, grad, act, dtype, want_out, _wanted(flat))
+        act, wanted = Activation(name, limit, alpha, offset), _wanted(flat)
+        checks.act_step(h, grad, act, dtype, wanted)
+        made = run(h, grad, act, dtype, want_out, wanted)
         return _listed(h, (made.out,), made.quantized)
 
     return op
@@ -211,10 +228,10 @@ _NORM = define(
 _NORM_BACKWARD = define(
     "norm_backward(Tensor dz, Tensor x, Tensor weight, Tensor? mean, Tensor rstd, "
     "ScalarType dtype) -> (Tensor, Tensor, Tensor)",
-    cpu=norm_backward_on_cpu,
-    cuda=norm_backward_on_cuda,
-    other=norm_backward_composed,
-    fake=_norm_backward_fake,
+    cpu=_norm_backward_op(norm_backward_on_cpu),
+    cuda=_norm_backward_op(norm_backward_on_cuda),
+    other=_norm_backward_op(norm_backward_composed),
+    fake=_norm_backward_op(_norm_backward_fake),
 )
 _ACT = define(
     "act_quantize(Tensor h, Tensor? grad, str name, float limit, float alpha, float offset, "

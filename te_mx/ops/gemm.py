@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from te_mx.backends import cpu, cpu_memory, reference, sm90, sm90_exact, sm90_layout
-from te_mx.backends.base import Epilogue, GemmParts, Operand
+from te_mx.backends.base import BIAS_GRADS, GELUS, Epilogue, GemmParts, Operand
 from te_mx.engine import envelopes, split_k, workspace
 from te_mx.engine.explain import LAST_RUN, warn_fallback
 from te_mx.engine.written import check_apart
+from te_mx.ops.checks import checked, one_device
 from te_mx.ops.library import define, is_direct
 
 
@@ -66,7 +67,7 @@ def gemm_2d(
         tag: when 0 or more, the name of the kernel that ran is kept in `explain.LAST_RUN[tag]`.
         mode: precision, alignment spread and whether K may be cut, on GPUs.
     """
-    if is_direct(b.codes):
+    if is_direct(b.codes, bias, gelu_in, out):
         epilogue = Epilogue(bias, gelu, gelu_in, bias_grad, accumulate)
         on_cpu = b.codes.is_cpu
         if out is None and on_cpu:
@@ -106,7 +107,7 @@ def _on_cpu(
 ) -> GemmParts:  # fmt: skip
     a, b = checked(a, "a"), checked(b, "b")
     n, m, k = b.rows, a.rows, a.k
-    _check_rest(n, m, k, b.k, epilogue, out)
+    _check_rest(a, b, n, m, k, epilogue, out)
     aux = _aux(epilogue, out, aux_dtype, cpu_memory.empty_like)
     packed = "sm90" in (a.order, b.order)  # only tests and tools multiply those on a CPU
     ran = envelopes.REFERENCE if packed else envelopes.select("cpu", n, m, k)
@@ -136,7 +137,7 @@ def _on_cuda(
 ) -> GemmParts:  # fmt: skip
     a, b = checked(a, "a"), checked(b, "b")
     n, m, k = b.rows, a.rows, a.k
-    _check_rest(n, m, k, b.k, epilogue, out)
+    _check_rest(a, b, n, m, k, epilogue, out)
     aux = _aux(epilogue, out, aux_dtype)
     device = out.device
     ran = envelopes.select_gpu(device.index, n, m, k, mode.precision)
@@ -180,7 +181,7 @@ def _on_other(
     tag: int, mode: Mode,
 ) -> GemmParts:  # fmt: skip
     a, b = checked(a, "a"), checked(b, "b")
-    _check_rest(b.rows, a.rows, a.k, b.k, epilogue, out)
+    _check_rest(a, b, b.rows, a.rows, a.k, epilogue, out)
     aux = _aux(epilogue, out, aux_dtype)
     bias_grad = reference.gemm(a, b, epilogue, out, aux)
     if tag >= 0:
@@ -189,41 +190,37 @@ def _on_other(
 
 
 # -------------------------------------------------------------------------- checks before addresses
-def checked(operand: Operand, name: str) -> Operand:
-    """The operand with contiguous parts. Raises ValueError when its parts do not belong
-    together.
-    """
-    codes, scales = operand.codes, operand.scales
-    first, second = codes.shape
-    if operand.order == "sm90":
-        words = sm90_layout.packed_shapes(first, second)[1]
-        if scales.shape != words or codes.dtype != torch.uint8 or scales.dtype != torch.int32:
-            raise ValueError(
-                f"{name}: packed codes {tuple(codes.shape)} need int32 scale words {words}, got "
-                f"codes {codes.dtype}, scales {tuple(scales.shape)} {scales.dtype}"
-            )
-        return sm90.aligned(operand)
-    k_last = operand.order == "k_last"
-    expected = (first, (second + 31) // 32) if k_last else ((first + 31) // 32, second)
-    if scales.shape != expected or codes.dtype != torch.uint8 or scales.dtype != torch.uint8:
+_BESIDE_B = ("a", "the packed form of a", "the packed form of b", "bias", "gelu_in", "out")
+_GELUS, _BIAS_GRADS = (None, *GELUS), (None, *BIAS_GRADS)
+
+
+def _check_rest(
+    a: Operand, b: Operand, n: int, m: int, k: int, epilogue: Epilogue, out: Tensor
+) -> None:
+    bias, gelu, gelu_in, bias_grad, _ = epilogue
+    device = b.codes.device
+    if (
+        a.codes.device != device
+        or out.device != device
+        or (bias is not None and bias.device != device)
+        or (gelu_in is not None and gelu_in.device != device)
+        or (a.packed is not None and a.packed.device != device)
+        or (b.packed is not None and b.packed.device != device)
+    ):
+        one_device(device, _BESIDE_B, (a.codes, a.packed, b.packed, bias, gelu_in, out))
+    if k != b.k:
+        raise ValueError(f"a and b must have the same k, got {k} and {b.k}")
+    if gelu not in _GELUS or bias_grad not in _BIAS_GRADS:
         raise ValueError(
-            f"{name}: {operand.order} codes {tuple(codes.shape)} need uint8 scales {expected}, got "
-            f"codes {codes.dtype}, scales {tuple(scales.shape)} {scales.dtype}"
+            f"gelu must be one of {_GELUS} and bias_grad one of {_BIAS_GRADS}, got {gelu!r} and "
+            f"{bias_grad!r}"
         )
-    if codes.is_contiguous() and scales.is_contiguous():
-        return operand
-    return operand._replace(codes=codes.contiguous(), scales=scales.contiguous())
-
-
-def _check_rest(n: int, m: int, k: int, b_k: int, epilogue: Epilogue, out: Tensor) -> None:
-    if k != b_k:
-        raise ValueError(f"a and b must have the same k, got {k} and {b_k}")
     if out.shape != (n, m) or not out.is_contiguous():
         raise ValueError(f"out must be contiguous [{n}, {m}], got {tuple(out.shape)}")
-    if epilogue.bias is not None and epilogue.bias.shape != (m,):
-        raise ValueError(f"bias must be [{m}], got {tuple(epilogue.bias.shape)}")
-    if epilogue.gelu_in is not None and epilogue.gelu_in.shape != (n, m):
-        raise ValueError(f"gelu_in must be [{n}, {m}], got {tuple(epilogue.gelu_in.shape)}")
+    if bias is not None and bias.shape != (m,):
+        raise ValueError(f"bias must be [{m}], got {tuple(bias.shape)}")
+    if gelu_in is not None and gelu_in.shape != (n, m):
+        raise ValueError(f"gelu_in must be [{n}, {m}], got {tuple(gelu_in.shape)}")
 
 
 # ---------------------------------------------------------------------------------------------- ops

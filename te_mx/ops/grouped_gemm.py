@@ -28,8 +28,8 @@ from te_mx.backends.grouped import (
 )
 from te_mx.engine import envelopes
 from te_mx.engine.explain import LAST_RUN, warn_fallback
+from te_mx.ops import checks
 from te_mx.ops.gemm import Mode, gemm_2d
-from te_mx.ops.grouped_quantize import check_offs
 from te_mx.ops.grouped_run import NO_KERNEL, Names, kernels
 from te_mx.ops.grouped_run import run as run_call
 from te_mx.ops.library import define, is_direct
@@ -61,7 +61,7 @@ def gemm_rows(
         tag: when 0 or more, the names of the kernels that ran are kept in `explain.LAST_RUN[tag]`.
         mode: precision and alignment spread, on GPUs.
     """
-    if is_direct(b.codes):
+    if is_direct(b.codes, a.codes, a.scales, b.scales, offs, bias):
         run = _rows_on_cpu if b.codes.is_cpu else _rows_on_cuda
         return run(a, b, offs, bias, out_dtype, capacity, tag, mode)
     return _OP_ROWS(
@@ -156,37 +156,36 @@ def _rows_loop(
     return str(ran)
 
 
+_BESIDE_B = ("the scales of b", "a", "the scales of a", "the packed form of a", "bias")
+
+
 def _checked_rows(
     a: StackedOperand, b: Operand, offs: Tensor, bias: Tensor | None
 ) -> tuple[StackedOperand, Operand]:
     """Contiguous operands. Raises ValueError when parts do not belong together."""
-    check_offs(offs, a.groups)
-    groups, m, k = a.groups, a.rows, a.k
+    device = b.codes.device
+    if a.order == "sm90":
+        checks.kinds(a, "a", 3)
+    else:
+        a = checks.checked_stack(a, "a")
+    checks.kinds(b, "b", 2)
+    checks.one_device(device, _BESIDE_B, (b.scales, a.codes, a.scales, a.packed, bias))
+    groups, first, second = a.codes.shape
+    m, k = (second, first) if a.order == "k_first" else (first, second)
+    checks.offsets(offs, device, groups)
     if bias is not None and bias.shape != (groups, m):
         raise ValueError(f"bias must be [{groups}, {m}], got {tuple(bias.shape)}")
-    if a.order != "sm90":
-        a = _checked_plain(a)
     if "sm90" in (a.order, b.order[:4]):
         return _checked_packed_rows(a, b)
-    if b.order != "k_last" or b.k != k or b.scales.shape != (b.rows, blocks(k)):
+    rows, b_k = b.codes.shape
+    if b.order != "k_last" or b_k != k or b.scales.shape != (rows, blocks(k)):
         raise ValueError(
             f"b must be k_last [R, {k}] with scales [R, {blocks(k)}], got {b.order} "
             f"{tuple(b.codes.shape)} and {tuple(b.scales.shape)}"
         )
+    if b.codes.is_contiguous() and b.scales.is_contiguous():
+        return a, b
     return a, b._replace(codes=b.codes.contiguous(), scales=b.scales.contiguous())
-
-
-def _checked_plain(a: StackedOperand) -> StackedOperand:
-    """Plain weights with contiguous parts."""
-    groups, m, k = a.groups, a.rows, a.k
-    k_last = a.order == "k_last"
-    expected = (groups, m, blocks(k)) if k_last else (groups, blocks(k), m)
-    if a.scales.shape != expected:
-        raise ValueError(
-            f"a: {a.order} codes {tuple(a.codes.shape)} need scales {expected}, got "
-            f"{tuple(a.scales.shape)}"
-        )
-    return a._replace(codes=a.codes.contiguous(), scales=a.scales.contiguous())
 
 
 def _checked_packed_rows(a: StackedOperand, b: Operand) -> tuple[StackedOperand, Operand]:
@@ -195,14 +194,14 @@ def _checked_packed_rows(a: StackedOperand, b: Operand) -> tuple[StackedOperand,
     groups, m, k = a.groups, a.rows, a.k
     codes, words = sm90_grouped.weights_shapes(groups, m, k)
     strides = (codes[1] * codes[2], codes[2], 1)
-    lies = m <= 1 or a.codes.stride() == strides
+    lies = (m <= 1 or a.codes.stride() == strides) and a.scales.is_contiguous()
     if a.order == "sm90" and (a.scales.shape != words or not lies):
         raise ValueError(
             f"a must be packed: codes {(groups, m, k)} with strides {strides} and scales {words}, "
             f"got strides {a.codes.stride()} and scales {tuple(a.scales.shape)}"
         )
     row, row_words = packed_layout.shapes_rows(b.rows, k, groups)
-    lies = b.rows <= 1 or b.codes.stride() == (row[1], 1)
+    lies = (b.rows <= 1 or b.codes.stride() == (row[1], 1)) and b.scales.is_contiguous()
     if b.order != "sm90_rows" or b.k != k or b.scales.shape != row_words or not lies:
         raise ValueError(
             f"b must be packed in groups: codes {(b.rows, k)} with strides {(row[1], 1)} and "

@@ -11,7 +11,6 @@ from te_mx.backends import cpu, cpu_grouped, reference_grouped, sm90, sm90_group
 from te_mx.backends import sm90_grouped_layout as packed_layout
 from te_mx.backends.base import PLAIN, Operand, QuantizedParts, blocks
 from te_mx.backends.grouped import (
-    INDEX_DTYPES,
     Bounds,
     device_bounds,
     first_scale_row,
@@ -20,19 +19,9 @@ from te_mx.backends.grouped import (
     scale_rows,
 )
 from te_mx.engine.explain import warn_fallback
+from te_mx.ops import checks
 from te_mx.ops.library import define, is_direct
 from te_mx.ops.quantize import quantize_2d
-
-
-def check_offs(offs: Tensor, groups: int | None = None) -> None:
-    """Raise ValueError unless offs is what an op takes as end offsets."""
-    if offs.dim() != 1 or offs.dtype not in INDEX_DTYPES:
-        raise ValueError(
-            f"offs must be a vector of end offsets in int32 or int64, got {offs.dtype} "
-            f"{tuple(offs.shape)}"
-        )
-    if groups is not None and len(offs) != groups:
-        raise ValueError(f"offs must have an entry for each of {groups} groups, got {len(offs)}")
 
 
 def quantize_grouped(
@@ -62,7 +51,7 @@ def quantize_grouped(
         spread: 0 to 8 packs for Hopper with this alignment spread, as orders "sm90_rows" and
             "sm90_k" of backends/sm90_grouped_layout.py; x is then not empty.
     """
-    if is_direct(x):
+    if is_direct(x, offs):
         run = _on_cpu if x.is_cpu else _on_cuda
         return run(x, offs, fmt, rowwise, columnwise, scale_rule, col_sum, capacity, spread)
     parts = iter(_OP(x, offs, fmt, rowwise, columnwise, scale_rule, col_sum, capacity, spread))
@@ -70,11 +59,16 @@ def quantize_grouped(
     return QuantizedParts(*(next(parts) if want else None for want in wanted))
 
 
+def _check(x: Tensor, offs: Tensor, fmt: str, rule: str, spread: int) -> None:
+    checks.quantizable(x, fmt, rule, spread=spread)
+    checks.offsets(offs, x.device)
+
+
 def _on_cpu(
     x: Tensor, offs: Tensor, fmt: str, rowwise: bool, columnwise: bool, rule: str, col_sum: bool,
     capacity: int, spread: int,
 ) -> QuantizedParts:  # fmt: skip
-    check_offs(offs)
+    _check(x, offs, fmt, rule, spread)
     bounds = host_bounds(offs, capacity, len(x))
     if spread >= 0:
         return _packed(x, bounds, fmt, rowwise, columnwise, rule, col_sum, spread)
@@ -92,9 +86,9 @@ def _on_cuda(
     x: Tensor, offs: Tensor, fmt: str, rowwise: bool, columnwise: bool, rule: str, col_sum: bool,
     capacity: int, spread: int,
 ) -> QuantizedParts:  # fmt: skip
+    _check(x, offs, fmt, rule, spread)
     if spread < 0 or x.numel() == 0 or sm90.problem(x.device.index) is not None:
         return _on_other(x, offs, fmt, rowwise, columnwise, rule, col_sum, capacity, spread)
-    check_offs(offs)
     if known_to_host(offs):
         host_bounds(offs, capacity, len(x))  # says what is wrong with them
     return sm90_grouped.quantize(x, offs, capacity, fmt, rowwise, columnwise, rule, col_sum, spread)
@@ -104,7 +98,7 @@ def _on_other(
     x: Tensor, offs: Tensor, fmt: str, rowwise: bool, columnwise: bool, rule: str, col_sum: bool,
     capacity: int, spread: int,
 ) -> QuantizedParts:  # fmt: skip
-    check_offs(offs)
+    _check(x, offs, fmt, rule, spread)
     if known_to_host(offs):
         bounds = host_bounds(offs, capacity, len(x))
         if spread >= 0:

@@ -10,6 +10,7 @@ from torch import Tensor
 from te_mx.backends import cpu, cpu_grouped, sm90, sm90_grouped, sm90_grouped_weights
 from te_mx.backends.base import PLAIN, blocks
 from te_mx.backends.grouped import StackedOperand
+from te_mx.ops import checks
 from te_mx.ops.dequantize import dequantize_2d
 from te_mx.ops.library import define, is_direct
 from te_mx.ops.quantize import quantize_2d
@@ -29,10 +30,9 @@ def quantize_weights(
     Every weight gives the bytes of quantize_2d. A spread of 0 to 8 packs for Hopper, as operands of
     order "sm90"; weights are then not empty.
     """
-    first = weights[0]
-    if not is_direct(first):
+    if not (is_direct(weights) if isinstance(weights, Tensor) else is_direct(*weights)):
         parts = _OP_WEIGHTS(list(weights), fmt, columnwise, scale_rule, spread)
-    elif first.is_cpu:
+    elif weights[0].is_cpu:
         parts = _weights_on_cpu(list(weights), fmt, columnwise, scale_rule, spread)
     else:
         parts = _weights_on_cuda(weights, fmt, columnwise, scale_rule, spread)
@@ -44,6 +44,8 @@ def quantize_weights(
 def _weights_on_cpu(
     weights: list[Tensor], fmt: str, columnwise: bool, rule: str, spread: int
 ) -> list[Tensor]:
+    checks.alike(weights)
+    checks.quantizable(weights[0], fmt, rule, spread=spread)
     if cpu.native() is not None and weights[0].numel() and spread < 0:
         parts = cpu_grouped.quantize_weights(weights, fmt, columnwise, rule)
         if parts is not None:
@@ -55,6 +57,9 @@ def _weights_on_cuda(
     weights: Sequence[Tensor] | Tensor, fmt: str, columnwise: bool, rule: str, spread: int
 ) -> list[Tensor]:
     first = weights[0]
+    if not isinstance(weights, Tensor):
+        checks.alike(weights)
+    checks.quantizable(first, fmt, rule, spread=spread)
     if first.numel() == 0 or sm90.problem(first.device.index) is not None:
         return _weights_loop(list(weights), fmt, columnwise, rule, spread)
     return sm90_grouped.quantize_weights(weights, fmt, columnwise, rule, spread)
@@ -63,6 +68,7 @@ def _weights_on_cuda(
 def _weights_loop(
     weights: list[Tensor], fmt: str, columnwise: bool, rule: str, spread: int
 ) -> list[Tensor]:
+    checks.alike(weights)
     form = ("plain" if spread < 0 else "transposed") if columnwise else None
     made = [
         quantize_2d(weight, fmt, rowwise=True, columnwise=form, scale_rule=rule, spread=spread)
@@ -119,7 +125,10 @@ def columns_of_weights(row: StackedOperand, scale_rule: str, spread: int = PLAIN
         scale_rule, spread: as for quantize_weights.
     """
     run = _OP_COLUMNS
-    if is_direct(row.codes):
+    if row.order != "k_last":
+        raise ValueError(f"row must have order k_last, got {row.order!r}")
+    row = checks.checked_stack(row, "row")
+    if is_direct(row.codes, row.scales):
         run = _columns_on_cpu if row.codes.is_cpu else _columns_on_cuda
     codes, scales = run(row.codes, row.scales, row.fmt, scale_rule, spread)
     return StackedOperand(codes, scales, row.fmt, "k_first" if spread < 0 else "sm90")

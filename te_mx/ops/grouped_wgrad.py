@@ -26,8 +26,8 @@ from te_mx.backends.grouped import (
 )
 from te_mx.engine import envelopes
 from te_mx.engine.explain import LAST_RUN, warn_fallback
+from te_mx.ops import checks
 from te_mx.ops.gemm import Mode, gemm_2d
-from te_mx.ops.grouped_quantize import check_offs
 from te_mx.ops.grouped_run import NO_KERNEL, Names, kernels, run
 from te_mx.ops.library import define, is_direct
 
@@ -57,7 +57,7 @@ def gemm_k(
         accumulate: add to out.
         offs, out_dtype, capacity, tag, mode: as for gemm_rows.
     """
-    direct = is_direct(b.codes)
+    direct = is_direct(b.codes, b.scales, a.codes, a.scales, offs, out)
     if out is None:
         shape = (len(offs), b.rows, a.rows)
         if direct and b.codes.is_cpu:
@@ -87,7 +87,8 @@ def gemm_k_into(
     under torch.compile and other watchers, for tensors of several dtypes, and where their addresses
     are not whole rows apart.
     """
-    if not is_direct(b.codes) or len({out.dtype for out in outs}) > 1:
+    sides = b.scales, a.codes, a.scales, offs
+    if not is_direct(b.codes, *sides, *outs) or len({out.dtype for out in outs}) > 1:
         return False
     run = _into_on_cpu if b.codes.is_cpu else _into_on_cuda
     return run(a, b, offs, outs, accumulate, capacity, a.k if rows is None else rows, tag)
@@ -187,10 +188,16 @@ def _k_loop(
     return str(ran)
 
 
+_BESIDE_B = ("the scales of b", "a", "the scales of a")
+
+
 def _checked_k(
     a: Operand, b: Operand, offs: Tensor, out: Tensor | Sequence[Tensor], rows: int
 ) -> tuple[Operand, Operand]:
-    check_offs(offs, None if isinstance(out, Tensor) else len(out))
+    outs = [out] if isinstance(out, Tensor) else out
+    device = b.codes.device
+    checks.offsets(offs, device, None if isinstance(out, Tensor) else len(out))
+    checks.one_device(device, _BESIDE_B, (b.scales, a.codes, a.scales))
     packed = "sm90_k" in (a.order, b.order)
     for name, side in (("a", a), ("b", b)):
         codes: tuple[int, ...] = (rows, side.rows)
@@ -198,6 +205,7 @@ def _checked_k(
         if packed:
             codes, scales = packed_layout.shapes_k(rows, side.rows, len(offs))
         order = "sm90_k" if packed else "k_first"
+        checks.kinds(side, name, 2)
         if side.order != order or side.codes.shape != codes or side.scales.shape != scales:
             raise ValueError(
                 f"{name} must be {order} with codes {codes} and scales {scales} for {len(offs)} "
@@ -207,9 +215,12 @@ def _checked_k(
     if a.k != b.k:
         raise ValueError(f"a and b must have the same k, got {a.k} and {b.k}")
     shape = (len(offs), b.rows, a.rows) if isinstance(out, Tensor) else (b.rows, a.rows)
-    for one in [out] if isinstance(out, Tensor) else out:
-        if one.shape != shape or not one.is_contiguous():
-            raise ValueError(f"out must be contiguous {shape}, got {tuple(one.shape)}")
+    for one in outs:
+        if one.shape != shape or not one.is_contiguous() or one.device != device:
+            raise ValueError(
+                f"out must be contiguous {shape} on {device}, got {tuple(one.shape)} with strides "
+                f"{one.stride()} on {one.device}"
+            )
     a = a._replace(codes=a.codes.contiguous(), scales=a.scales.contiguous())
     return a, b._replace(codes=b.codes.contiguous(), scales=b.scales.contiguous())
 

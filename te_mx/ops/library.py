@@ -15,6 +15,8 @@ from torch.nn import Parameter
 
 LIBRARY = torch.library.Library("te_mx", "FRAGMENT")
 
+_compiling = torch.compiler.is_dynamo_compiling
+_profiler = torch.autograd.profiler
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _tracing_state = torch._C._get_tracing_state
@@ -44,21 +46,29 @@ def define(
     return getattr(torch.ops.te_mx, name).default
 
 
-def is_direct(x: Tensor, other: Tensor | None = None) -> bool:
-    """Whether x, and another one, may go straight to an implementation: plain CPU or CUDA tensors
-    and nobody who watches the dispatcher.
+def is_direct(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether x, and others, may go straight to an implementation: plain CPU or CUDA tensors whose
+    memory holds their values, and nobody who watches the dispatcher.
 
     Watchers are torch.compile, dispatch and function modes, functorch transforms, jit tracing and
-    the profiler.
+    the profiler. Negative views (torch._neg_view, the imaginary part of a conjugate) do not hold
+    their values: the dispatcher makes copies of them that do.
     """
-    return (
-        not torch.compiler.is_compiling()
-        and (type(x) is Tensor or type(x) is Parameter)
-        and (x.is_cpu or x.is_cuda)
-        and (other is None or type(other) is Tensor or type(other) is Parameter)
-        and _dispatch_modes() == 0
-        and _function_modes() == 0
-        and _functorch_level() is None
-        and _tracing_state() is None
-        and not torch.autograd.profiler._is_profiler_enabled
-    )
+    if (
+        _compiling()
+        or not (type(x) is Tensor or type(x) is Parameter)
+        or not (x.is_cpu or x.is_cuda)
+        or x.is_neg()
+        or _dispatch_modes()
+        or _function_modes()
+        or _functorch_level() is not None
+        or _tracing_state() is not None
+        or _profiler._is_profiler_enabled
+    ):
+        return False
+    for other in others:
+        if other is not None and (
+            not (type(other) is Tensor or type(other) is Parameter) or other.is_neg()
+        ):
+            return False
+    return True

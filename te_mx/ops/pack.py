@@ -10,7 +10,8 @@ from torch import Tensor
 from te_mx.backends import cpu, sm90, sm90_layout
 from te_mx.backends.base import Operand
 from te_mx.engine import envelopes, layout
-from te_mx.ops.gemm import Mode, checked
+from te_mx.ops.checks import checked
+from te_mx.ops.gemm import Mode
 from te_mx.ops.library import define
 
 
@@ -67,7 +68,7 @@ def _on_cpu(
     if nbytes != cpu.packed_bytes(kernel, role, operand.rows, operand.k):
         raise ValueError(f"nbytes must be what packed_bytes says for {kernel}, got {nbytes}")
     with torch.inference_mode(False):  # a packed form outlives the mode
-        packed = torch.empty(nbytes, dtype=torch.uint8)
+        packed = torch.empty(nbytes, dtype=torch.uint8, device=codes.device)
     if not cpu.pack(operand, kernel, role, packed):
         raise RuntimeError(f"te_mx internal error: {kernel} does not pack {order} operands")
     return packed

@@ -12,6 +12,7 @@ from torch import Tensor
 from te_mx.backends import cpu, reference, sm90, sm90_layout
 from te_mx.backends.base import PLAIN, Quantize, QuantizedParts, quantized_shapes
 from te_mx.engine.explain import warn_fallback
+from te_mx.ops.checks import FORMS, matrix, quantizable
 from te_mx.ops.library import define, is_direct
 
 
@@ -55,8 +56,7 @@ def quantize_two_2d(first: Quantize, second: Quantize) -> tuple[QuantizedParts, 
     if (
         x.is_cuda
         and first.x.device == x.device
-        and is_direct(x)
-        and is_direct(first.x)
+        and is_direct(x, first.x)
         and x.numel()
         and first.x.numel()
         and sm90.problem(x.device.index) is None
@@ -72,6 +72,8 @@ def _on_cpu(
     x: Tensor, fmt: str, rowwise: bool, columnwise: str | None, rule: str, col_sum: bool,
     sum_dtype: torch.dtype, spread: int,
 ) -> QuantizedParts:  # fmt: skip
+    if x.dim() != 2 or columnwise not in FORMS:
+        matrix(x, columnwise)  # says what is wrong
     if cpu.native() is not None and x.numel() and spread < 0:
         parts = cpu.quantize(x, fmt, rowwise, columnwise, rule, col_sum)
         if parts is not None:
@@ -88,6 +90,7 @@ def _on_cuda(
 ) -> QuantizedParts:  # fmt: skip
     if x.numel() == 0:
         return _on_other(x, fmt, rowwise, columnwise, rule, col_sum, sum_dtype, spread)
+    matrix(x, columnwise, spread)
     why = sm90.problem(x.device.index)
     if why is None:
         parts = sm90.quantize(
@@ -105,6 +108,7 @@ def _on_other(
     sum_dtype: torch.dtype, spread: int,
 ) -> QuantizedParts:  # fmt: skip
     """The reference, on any device; with a spread, packed as plain torch describes it."""
+    quantizable(x, fmt, rule, columnwise, spread)
     if spread < 0:
         parts = reference.quantize(x, fmt, rowwise, columnwise, rule, col_sum)
         return _rounded(parts, sum_dtype)

@@ -1,0 +1,111 @@
+"""What a forward in MXFP8 asks of its input and of every parameter that it reads.
+
+Parameters may be replaced at any time (by name, by load_state_dict(assign=True), on the meta
+device), so this is asked in every call, before any address is taken. Outside te_mx.autocast torch's
+own functions ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+
+_STRIDED = torch.strided
+FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
+
+
+class Checked:
+    """Mixin of the modules: looks at dtypes, devices and shapes, which costs little and waits for
+    no device."""
+
+    def _label(self) -> str:
+        """The layer's name in errors."""
+        raise NotImplementedError
+
+    def _codes(self, key: str) -> tuple[Tensor, Tensor]:
+        """Codes and scales of a weight without a master."""
+        raise NotImplementedError
+
+    def _check_shape(self, inp: Tensor, name: str, size: int) -> None:
+        """Raise unless inp is a tensor [..., size]."""
+        if not isinstance(inp, Tensor):
+            raise TypeError(f"{self._label()}: inp must be a tensor, got {type(inp).__name__}")
+        shape = inp.shape
+        if not shape or shape[-1] != size:
+            raise ValueError(
+                f"{self._label()}: the last dimension of inp must be {name}={size}, got inp of "
+                f"shape {tuple(shape)}"
+            )
+
+    def _check_kind(self, inp: Tensor) -> None:
+        """Raise unless inp is dense and of a dtype that is quantized."""
+        if inp.dtype not in FLOATS or inp.layout is not _STRIDED:
+            raise TypeError(
+                f"{self._label()}: MXFP8 takes dense tensors in float32, bfloat16 and float16, got "
+                f"inp {inp.dtype}, {inp.layout}; {_REMEDY}"
+            )
+
+    def _check_codes(self, keys: Sequence[str], device: torch.device) -> None:
+        """Raise unless the codes of weights without a master are on this device."""
+        for key in keys:
+            codes, _ = self._codes(key)
+            if codes.device != device:
+                raise ValueError(
+                    f"{self._label()}: inp is on {device} and {key}_codes on {codes.device}; move "
+                    "one"
+                )
+
+    def _check_parameter(
+        self, name: str, value: Tensor | None, shape: tuple[int, ...], device: torch.device
+    ) -> None:
+        """Raise unless a parameter can be read beside an inp on this device."""
+        if (
+            value is None
+            or value.device != device
+            or value.shape != shape
+            or value.dtype not in FLOATS
+        ):
+            self._refuse_parameter(name, value, shape, device)
+        if type(value) is not nn.Parameter:
+            self._check_plain(name, value)
+
+    def _check_plain(self, name: str, value: Tensor) -> None:
+        """Refuse a parameter that only its own library can read, such as torchao's."""
+        kind = type(value)
+        if kind is Tensor or kind.__module__.partition(".")[0] == "torch":
+            return
+        if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            raise TypeError(
+                f"{self._label()}: the {name} is a {kind.__module__}.{kind.__qualname__}, which "
+                "another library quantized; te_mx multiplies plain parameters in MXFP8. Leave this "
+                "layer out there (filter_fn), call te_mx.revert_model first, or run it under "
+                "te_mx.autocast(enabled=False)"
+            )
+
+    def _refuse_parameter(
+        self, name: str, value: Tensor | None, shape: tuple[int, ...], device: torch.device
+    ) -> NoReturn:
+        if value is None:
+            raise ValueError(f"{self._label()}: {name} is None, it must be a parameter of {shape}")
+        if value.dtype not in FLOATS:
+            raise TypeError(
+                f"{self._label()}: MXFP8 takes float32, bfloat16 and float16, got {name} "
+                f"{value.dtype}; {_REMEDY}"
+            )
+        if value.device != device:
+            remedy = "move one"
+            if value.is_meta:
+                remedy = f"{name} has no values yet: load it, or to_empty() and reset_parameters()"
+            raise ValueError(
+                f"{self._label()}: inp is on {device} and {name} on {value.device}; {remedy}"
+            )
+        raise ValueError(
+            f"{self._label()}: {name} must have shape {shape}, got {tuple(value.shape)}; give it "
+            "that shape, or build the layer with other sizes"
+        )
+
+
+_REMEDY = "convert it, or run this layer under te_mx.autocast(enabled=False)"
