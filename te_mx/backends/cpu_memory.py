@@ -24,6 +24,7 @@ import threading
 from collections.abc import Callable
 from functools import cache
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,7 +64,7 @@ class Block:
         """The same memory in a storage that nobody has seen, where torch can do that (2.12)."""
         if not hasattr(self.storage, "_swap_data_ptr_"):
             return self
-        storage = torch.UntypedStorage(0, device="cpu")
+        storage: Any = torch.UntypedStorage(0, device="cpu")
         storage._swap_data_ptr_(self.storage)
         return Block(storage)
 

@@ -206,13 +206,16 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         return (y, self._returned(biases)) if self.return_bias else y
 
     def _check_groups(self, device: torch.device) -> None:
-        """Check the weights and the biases of all groups."""
+        """Check the weights, where there are masters, and the biases that are added, of all
+        groups."""
         size, rows, cols = self.num_gemms, self.out_features, self.in_features
+        weights = () if self._is_dropped() else self._weight_names
+        biases = () if self.return_bias else self._bias_names
         for names, stacked, shape in (
-            (self._weight_names, self.single_grouped_weight, (rows, cols)),
-            (self._bias_names, self.single_grouped_bias, (rows,)),
+            (weights, self.single_grouped_weight, (rows, cols)),
+            (biases, self.single_grouped_bias, (rows,)),
         ):
-            for name in () if self.return_bias and names is self._bias_names else names:
+            for name in names:
                 value = getattr(self, name)
                 self._check_parameter(name, value, (size, *shape) if stacked else shape, device)
 
