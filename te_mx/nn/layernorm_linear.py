@@ -94,11 +94,11 @@ class LayerNormLinear(NormModule):
         if parameters_split is not None:
             self._split = split.split_sizes(self._label(), parameters_split, out_features)
             split.register_parts(self, self._split)
-        self.reset_parameters()
+        self._finish_building()
         if delay_wgrad_compute:
             self._start_delaying()
 
-    def reset_parameters(self) -> None:
+    def _initialize(self) -> None:
         """Transformer Engine's initialization: see the class."""
         self.reset_layer_norm_parameters()
         init = self.init_method or default_init

@@ -122,11 +122,11 @@ class LayerNormMLP(NormModule):
             self.register_parameter(f"{layer}_weight", nn.Parameter(weight))
             value = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
             self.register_parameter(f"{layer}_bias", value)
-        self.reset_parameters()
+        self._finish_building()
         if delay_wgrad_compute:
             self._start_delaying()
 
-    def reset_parameters(self) -> None:
+    def _initialize(self) -> None:
         """Transformer Engine's initialization: see the class."""
         self.reset_layer_norm_parameters()
         (self.init_method or default_init)(self.fc1_weight)

@@ -91,7 +91,8 @@ class Linear(MXModule, nn.Linear):
     ) -> None:
         refuse_constructor("Linear", transformer_engine)
         dtype = one_dtype("te_mx.Linear", dtype, params_dtype)
-        # nn.Linear.__init__ calls reset_parameters, which reads it.
+        # nn.Linear.__init__ calls reset_parameters, which reads them.
+        self.__dict__["_building"] = True
         self.__dict__["init_method"] = None if parameters_split is not None else init_method
         super().__init__(in_features, out_features, bias, device, dtype)
         self.return_bias = return_bias
@@ -106,14 +107,15 @@ class Linear(MXModule, nn.Linear):
                 self.reset_parameters()
         if delay_wgrad_compute:
             self._start_delaying()
+        del self._building
 
-    def reset_parameters(self) -> None:
+    def _initialize(self) -> None:
         """nn.Linear's default initialization, then `init_method` on the weight, or on each weight
         under `parameters_split`."""
         if self._split is not None:
             split.reset_parts(self, self._split, self.in_features, self.init_method)
             return
-        super().reset_parameters()
+        nn.Linear.reset_parameters(self)
         if self.init_method is not None:
             self.init_method(self.weight)
 
