@@ -41,18 +41,6 @@ def output_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def one_dtype(
-    owner: str, dtype: torch.dtype | None, params_dtype: torch.dtype | None
-) -> torch.dtype | None:
-    """The dtype that two names of one argument ask for."""
-    if None not in (dtype, params_dtype) and dtype != params_dtype:
-        raise ValueError(
-            f"{owner}: dtype={dtype} and params_dtype={params_dtype} disagree; they mean the same, "
-            "give one"
-        )
-    return dtype if params_dtype is None else params_dtype
-
-
 class MXModule(Freezable, DelayedWgrad, Checked):
     """Mixin of the modules, beside an nn.Module."""
 

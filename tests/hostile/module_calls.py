@@ -52,7 +52,7 @@ SPLIT = other_than("None", "a string", "a list", "a dict") | values(
     no_names=lambda: [], of_ints=lambda: [1, 2], the_same_twice=lambda: ["a", "a"],
     another_sum=lambda: {"a": 8, "b": 8}, fractions=lambda: {"a": 19.5, "b": 20.5},
     bools=lambda: {"a": True, "b": 39}, negative=lambda: {"a": -1, "b": 41},
-    no_identifier=lambda: ["a b", "c"], in_the_way=lambda: {"forward": 20, "b": 20},
+    no_identifier=lambda: ["a b", "c"], in_the_way=lambda: ["whole", "b"],
     of_weight=lambda: ["", "b"], Nones=lambda: {"a": None, "b": None}, unequal=lambda: ["a"] * 3,
     of_bytes=lambda: [b"a", b"b"],
 )  # fmt: skip
