@@ -104,7 +104,7 @@ def _plain(call: Call, argument: str, bad: Bad, device: str) -> Outcome:
     return _run(call.plain(device), arguments)
 
 
-# -------------------------------------------------------------------------------------------- results
+# ------------------------------------------------------------------------------------------ results
 def _of_result(call: Call, argument: str, bad: Bad, device: str, result: Any) -> str:
     if bad.means is not None:
         torch.manual_seed(0)
@@ -162,7 +162,7 @@ def _small(x: Tensor) -> bool:
     return x.layout is torch.strided and not x.is_nested and not x.is_meta and x.numel() < 2**20
 
 
-# --------------------------------------------------------------------------------------------- errors
+# ------------------------------------------------------------------------------------------- errors
 def _of_error(error: Exception, word: str) -> str:
     """What is wrong with an error, or an empty string."""
     if NO_MEMORY.search(str(error)) and isinstance(error, RuntimeError):

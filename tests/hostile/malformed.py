@@ -193,7 +193,6 @@ SHARED_ROWS = Kind(
 LAYOUTS = changed(
     sparse=lambda x: plain(x).float().to_sparse(),
     nested=lambda x: torch.nested.nested_tensor([plain(x).float()]),
-    without_a_shape=lambda x: nn.parameter.UninitializedParameter(),
 )
 META = changed(meta=lambda x: x.detach().to("meta"))
 NOT_FLOATS = changed(
@@ -243,6 +242,8 @@ VECTOR_PARAMETER = (
 
 
 def _onto(name: str) -> Bad:
+    """In an MXTensor it is the rowwise copy."""
+
     def make(out: Tensor, arguments: Mapping[str, Any]) -> Tensor:
         memory = arguments[name]
         memory = getattr(memory, "rowwise_data", memory)
@@ -265,7 +266,7 @@ def output(*others: str) -> Kind:
     return (wrong | strides | Kind(tuple(_onto(name) for name in others))).but("None")
 
 
-# ------------------------------------------------------------------------- indices and state_dicts
+# -------------------------------------------------------------------------- indices and state_dicts
 SPLITS = (
     other_than("a tensor", "an array")
     | values(

@@ -47,7 +47,7 @@ SIZES = {
 }
 FAMILIES = tuple(SIZES)
 
-# ---------------------------------------------------------------------------------------- constructors
+# ------------------------------------------------------------------------------------- constructors
 SPLIT = other_than("None", "a string", "a list", "a dict") | values(
     no_names=lambda: [], of_ints=lambda: [1, 2], the_same_twice=lambda: ["a", "a"],
     another_sum=lambda: {"a": 8, "b": 8}, fractions=lambda: {"a": 19.5, "b": 20.5},
@@ -111,7 +111,7 @@ def constructor(family: str) -> Call:
     return Call(f"te_mx.{family}", lambda device: made, arguments, kinds)
 
 
-# -------------------------------------------------------------------------------- forward and backward
+# ----------------------------------------------------------------------------- forward and backward
 def module(family: str, device: str, **how: Any) -> nn.Module:
     torch.manual_seed(1)
     made = getattr(te_mx, family)(**SIZES[family], device=device, **how)
@@ -207,7 +207,9 @@ def _layernorm_mlp(layer: Any, inp: Any, **_: Any) -> Tensor:
 def _grouped(layer: Any, inp: Any, **_: Any) -> Tensor:
     lines = inp.reshape(-1, inp.shape[-1])
     parts = lines[:10], lines[10:24]
-    done = [F.linear(x, w, b) for x, w, b in zip(parts, layer.weights(), layer.biases())]
+    done = [
+        F.linear(x, w, b) for x, w, b in zip(parts, layer.weights(), layer.biases(), strict=True)
+    ]
     return torch.cat(done).view(*inp.shape[:-1], N)
 
 
@@ -217,7 +219,7 @@ _PLAIN: dict[str, Callable[..., Tensor]] = {
 }  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------ parameters
+# --------------------------------------------------------------------------------------- parameters
 def parameters(family: str, inside: bool, **how: Any) -> Call:
     """A forward after parameters were replaced by wrong ones."""
 
@@ -248,7 +250,7 @@ def _with_parameters(
     return run(layer, **inputs(family, device))
 
 
-# ------------------------------------------------------------------------------------------- checkpoints
+# -------------------------------------------------------------------------------------- checkpoints
 def checkpoint(family: str, dropped: bool) -> Call:
     def make(device: str) -> Callable[..., Any]:
         layer = module(family, device)
@@ -287,7 +289,7 @@ class _Bare(nn.Module):
             self.register_parameter(name, parameter)
 
 
-# ------------------------------------------------------------------------------------------------ rest
+# --------------------------------------------------------------------------------------------- rest
 def backward(family: str) -> Call:
     """A gradient of another form than autograd's own."""
 
@@ -300,7 +302,8 @@ def backward(family: str) -> Call:
 
     width = N if family != "LayerNormMLP" else K
     return Call(
-        f"te_mx.{family}.forward with another gradient", lambda d: functools.partial(run, module(family, d)),
+        f"te_mx.{family}.forward with another gradient",
+        lambda d: functools.partial(run, module(family, d)),
         lambda d: {"grad": torch.randn(ROWS, width).to(d)}, {"grad": STRIDES | SHARED_ROWS},
         covers=f"te_mx.{family}.forward",
     )  # fmt: skip
@@ -331,12 +334,15 @@ def backward_dw(family: str) -> Call:
     )  # fmt: skip
 
 
-MODULES = tuple(
-    call
-    for family in FAMILIES
-    for call in (
+def of_family(family: str) -> tuple[Call, ...]:
+    return (
         constructor(family), forward(family, True), forward(family, False), backward(family),
         parameters(family, True), parameters(family, False), checkpoint(family, False),
         checkpoint(family, True), hook(family), backward_dw(family),
-    )
-) + (parameters("GroupedLinear", True, single_grouped_weight=True),)  # fmt: skip
+    )  # fmt: skip
+
+
+MODULES = (
+    *(call for family in FAMILIES for call in of_family(family)),
+    parameters("GroupedLinear", True, single_grouped_weight=True),
+)

@@ -31,17 +31,12 @@ from te_mx import recipe
 
 HYBRID = recipe.MXFP8BlockScaling(fp8_format=recipe.Format.HYBRID)
 OPTIONAL_DEVICE = DEVICE
-ONLY_FALSE = FLAG | values(True_=True)
+ONLY_FALSE = FLAG.but("zero") | values(True_=True)
 OVERRIDE = OPTIONAL_WORD | UPPER_CASE
 
 
-def _entered(enabled: Any = True, recipe: Any = None) -> str:
-    with te_mx.autocast(enabled, recipe) as region:
-        return repr(region)
-
-
-def _entered_fp8(**arguments: Any) -> str:
-    with te_mx.fp8_autocast(**arguments) as region:
+def _entered(autocast: Callable[..., Any], **arguments: Any) -> str:
+    with autocast(**arguments) as region:
         return repr(region)
 
 
@@ -85,8 +80,9 @@ RECIPES = (
         lambda d: {"return_reason": True}, {"return_reason": FLAG},
     ),
     Call(
-        "te_mx.autocast", lambda d: _entered,
-        lambda d: {"enabled": True, "recipe": HYBRID}, {"enabled": FLAG, "recipe": RECIPE},
+        "te_mx.autocast", lambda d: functools.partial(_entered, te_mx.autocast),
+        lambda d: {"enabled": True, "calibrating": False, "recipe": HYBRID},
+        {"enabled": FLAG, "calibrating": FLAG, "recipe": RECIPE},
     ),
     Call(
         "te_mx.autocast.__call__", lambda d: _decorated, lambda d: {"fn": _double},
@@ -96,8 +92,9 @@ RECIPES = (
         says={"fn": "fn|autocast"},
     ),
     Call(
-        "te_mx.fp8_autocast", lambda d: _entered_fp8,
-        lambda d: {"enabled": True, "fp8_recipe": HYBRID}, {"enabled": FLAG, "fp8_recipe": RECIPE},
+        "te_mx.fp8_autocast", lambda d: functools.partial(_entered, te_mx.fp8_autocast),
+        lambda d: {"enabled": True, "calibrating": False, "fp8_recipe": HYBRID},
+        {"enabled": FLAG, "calibrating": FLAG, "fp8_recipe": RECIPE},
         says={"fp8_recipe": "fp8_recipe|recipe"},
     ),
 )  # fmt: skip
@@ -111,7 +108,7 @@ EXPLAINED = (
         "te_mx.explain", lambda d: te_mx.explain,
         lambda d: {"layout": "TN", "m": 8, "n": 4, "k": 70, "device": d, "precision": "adaptive",
                    "alignment_spread": 8, "split_k": True, "classes": False},
-        {"layout": WORD | UPPER_CASE, **dict.fromkeys("mnk", COUNT), "device": DEVICE,
+        {"layout": WORD | UPPER_CASE, **dict.fromkeys("mnk", COUNT.but("huge")), "device": DEVICE,
          "precision": WORD | UPPER_CASE, "alignment_spread": COUNT | values(nine=9),
          "split_k": FLAG, "classes": ONLY_FALSE},
     ),
@@ -127,8 +124,9 @@ EXPLAINED = (
         lambda d: {"m_splits": [10, 14], "in_features": 70, "out_features": 40, "device": d,
                    "precision": "adaptive"},
         {"m_splits": SPLITS.but("one split less", "one split more", "no splits",
-                                "more than the rows", "a tensor over the rows"),
-         "in_features": COUNT, "out_features": COUNT, "device": DEVICE,
+                                "more than the rows", "a tensor over the rows",
+                                "an overflowing tensor"),
+         **dict.fromkeys(("in_features", "out_features"), COUNT.but("huge")), "device": DEVICE,
          "precision": WORD | UPPER_CASE},
     ),
 )  # fmt: skip
@@ -146,7 +144,7 @@ WORKSPACE = (
 )  # fmt: skip
 
 
-# --------------------------------------------------------------------------------------------- models
+# ------------------------------------------------------------------------------------------- models
 def model(device: str) -> nn.Module:
     """Plain, with something to fuse."""
     layers = nn.LayerNorm(64), nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)
@@ -169,12 +167,6 @@ def _raises_late(module: nn.Module, name: str) -> bool:
     if name == "1":
         raise ValueError("filter_fn of a test says no")
     return True
-
-
-class Watched(functools.partial):  # type: ignore[type-arg]
-    """A function on a model; a refused call leaves the classes in it as they were."""
-
-    watched: tuple[Any, ...] = ()
 
 
 def on_model(function: Callable[..., Any], make: Callable[..., nn.Module]) -> Any:
