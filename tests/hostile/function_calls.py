@@ -246,7 +246,8 @@ MX_TENSOR = (
         {"shape": other_than("a tensor") | values(
             of_floats=lambda: (33.0, 70.0), negative=lambda: (-33, -K), no_dimension=lambda: (),
             of_strings=lambda: ("33", "70"), of_bools=lambda: (True, True),
-            another=lambda: (33, 71), turned=lambda: (K, 33), huge=lambda: (2**62, 2**62), beyond_64_bits=lambda: (2**70, 1),
+            another=lambda: (33, 71), turned=lambda: (K, 33),
+            huge=lambda: (2**62, 2**62), beyond_64_bits=lambda: (2**70, 1),
             of_Nones=lambda: (None, None), nested=lambda: ((33,), (K,)),
             a_float_tensor=lambda: torch.tensor([33.0, 70.0])),
          "fmt": WORD | UPPER_CASE | values(another="e5m2"),
