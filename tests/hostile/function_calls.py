@@ -165,21 +165,21 @@ GROUPED = (
                    "bias": floats(d, G, 40), "recipe": None},
         {"inp": INPUT | DIMENSIONS, "weight": SHAPED, "offs": OFFSETS, "recipe": RECIPE,
          "bias": SHAPED.but("None")},
-        says={"inp": "inp|weights?"},
+        says={"inp": "inp|weight", "weight": "weight|bias"},
     ),
     Call(
         "te_mx.grouped_linear of lists", lambda d: te_mx.grouped_linear,
         lambda d: {"inp": floats(d, R, K), "weight": [floats(d, 40, K), floats(d, 40, K)],
                    "offs": offsets(d), "bias": [floats(d, 40), floats(d, 40)]},
         {"weight": LISTS, "bias": LISTS},
-        covers="te_mx.grouped_linear",
+        covers="te_mx.grouped_linear", says={"weight": "weight|bias"},
     ),
     Call(
         "te_mx.grouped_linear by index", lambda d: te_mx.grouped_linear,
         lambda d: {"inp": floats(d, R, K), "weight": floats(d, G, 40, K),
                    "index": (torch.arange(R) % 3 - 1).to(d)},
         {"inp": INPUT | ROWS | DIMENSIONS, "index": INDEX},
-        covers="te_mx.grouped_linear", says={"inp": "inp|weights?|index", "index": "index|offs"},
+        covers="te_mx.grouped_linear", says={"inp": "inp|index", "index": "index|offs"},
     ),
     Call(
         "te_mx.grouped_linear masked", lambda d: te_mx.grouped_linear,
@@ -187,7 +187,7 @@ GROUPED = (
                    "masked_m": torch.tensor([5, 12]).to(d)},
         {"inp": INPUT.but("endless") | ROWS | DIMENSIONS,
          "masked_m": INDEX | changed(None, negative=lambda x: x - 10**6)},
-        covers="te_mx.grouped_linear", says={"inp": "inp|weights?", "masked_m": "masked_m|offs"},
+        covers="te_mx.grouped_linear", says={"inp": "inp", "masked_m": "masked_m|offs"},
     ),
     Call(
         "te_mx.grouped_wgrad", lambda d: te_mx.grouped_wgrad,
