@@ -162,7 +162,7 @@ class LayerNormLinear(NormModule):
                 inp, is_first_microbatch=is_first_microbatch, fp8_output=fp8_output,
                 fp8_grad=fp8_grad,
             )  # fmt: skip
-        if fp8_output or fp8_grad:
+        if fp8_output is not False or fp8_grad is not False:
             refuse("LayerNormLinear", "fp8_output", fp8_output)
             refuse("LayerNormLinear", "fp8_grad", fp8_grad)
         routed = self._routed()

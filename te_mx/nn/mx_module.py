@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import Proxy
 
 from te_mx import context
+from te_mx.arguments import check_flag
 from te_mx.autograd import transforms
 from te_mx.autograd.linear import GEMMS
 from te_mx.autograd.operands import capturing
@@ -117,6 +118,8 @@ class MXModule(Freezable, DelayedWgrad, Checked):
         frozen weight changed.
         """
         frozen, tracing = self._frozen, is_tracing()
+        if first is not None and type(first) is not bool:
+            check_flag(f"{self._label()}: is_first_microbatch", first)
         if frozen is None and first is None:
             return None
         capture = not tracing and capturing(device)
