@@ -180,11 +180,11 @@ def _outside(layer: nn.Module, **arguments: Any) -> dict[str, Any]:
 def plain_forward(family: str) -> Callable[[str], Callable[..., Any]]:
     """The layer in torch's own functions."""
 
-    def make(device: str) -> Callable[..., Any]:
-        layer: Any = module(family, device)
-        return functools.partial(trained, layer, functools.partial(_PLAIN[family], layer))
+    return lambda device: functools.partial(_in_plain_torch, family, module(family, device))
 
-    return make
+
+def _in_plain_torch(family: str, layer: nn.Module, **arguments: Any) -> dict[str, Any]:
+    return trained(layer, functools.partial(_PLAIN[family], layer), **arguments)
 
 
 def _linear(layer: Any, inp: Any, **_: Any) -> Tensor:
@@ -224,7 +224,12 @@ def parameters(family: str, inside: bool, **how: Any) -> Call:
     """A forward after parameters were replaced by wrong ones."""
 
     def make(device: str) -> Callable[..., Any]:
-        return functools.partial(_with_parameters, family, device, inside, how)
+        run = _in_autocast if inside else _outside
+        return functools.partial(_with_parameters, family, device, run, how)
+
+    def plain(device: str) -> Callable[..., Any]:
+        run = functools.partial(_in_plain_torch, family)
+        return functools.partial(_with_parameters, family, device, run, how)
 
     def arguments(device: str) -> dict[str, Any]:
         return dict(module(family, device, **how).named_parameters())
@@ -235,18 +240,17 @@ def parameters(family: str, inside: bool, **how: Any) -> Call:
     where = "in autocast" if inside else "outside"
     return Call(
         f"te_mx.{family}{shown} with other parameters {where}", make, arguments, kinds,
-        covers=f"te_mx.{family}.forward",
+        covers=f"te_mx.{family}.forward", plain=None if inside else plain,
     )  # fmt: skip
 
 
 def _with_parameters(
-    family: str, device: str, inside: bool, how: dict[str, Any], **given: Tensor
+    family: str, device: str, run: Callable[..., Any], how: dict[str, Any], **given: Tensor
 ) -> dict[str, Any]:
     layer = module(family, device, **how)
     for name, value in given.items():
         trains = value.is_floating_point() or value.is_complex()
         layer._parameters[name] = nn.Parameter(value.detach(), requires_grad=trains)
-    run = _in_autocast if inside else _outside
     return run(layer, **inputs(family, device))
 
 
