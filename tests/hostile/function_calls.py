@@ -1,5 +1,4 @@
-"""The table of te_mx's functions, of MXTensor and of recipes: a valid call and the kind of each
-argument."""
+"""The table of te_mx.quantize, te_mx.gemm and te_mx.MXTensor."""
 
 from __future__ import annotations
 
@@ -10,41 +9,35 @@ from judge import Call
 from malformed import (
     COUNT,
     DEVICE,
-    DIMENSIONS,
     DTYPE,
-    ENDLESS,
     FLAG,
-    INDEX,
-    INPUT,
-    LAYOUTS,
-    NO_TENSOR,
-    NOT_FLOATS,
-    OFFSETS,
     OPTIONAL_DTYPE,
     OPTIONAL_FLAG,
     OPTIONAL_WORD,
-    RECIPE,
-    ROWS,
-    SCALAR,
-    SHAPED,
-    SHARED_ROWS,
-    STRIDES,
     UPPER_CASE,
-    VECTOR,
     WORD,
     Kind,
     changed,
     other_than,
-    output,
-    plain,
     values,
+)
+from malformed_tensors import (
+    ENDLESS,
+    LAYOUTS,
+    NO_TENSOR,
+    NOT_FLOATS,
+    SCALAR,
+    SHAPED,
+    SHARED_ROWS,
+    STRIDES,
+    VECTOR,
+    output,
 )
 from torch import Tensor
 
 import te_mx
 
 N, M, K = 4, 8, 70
-R, G = 24, 2
 
 
 def floats(device: str, *shape: int) -> Tensor:
@@ -53,33 +46,6 @@ def floats(device: str, *shape: int) -> Tensor:
 
 def quantized(device: str, *shape: int) -> te_mx.MXTensor:
     return te_mx.quantize(floats(device, *shape), columnwise=True)
-
-
-def offsets(device: str) -> Tensor:
-    return torch.tensor([10, 23]).to(device)
-
-
-# A GPU is not waited for: what is out of range there is cut off, which no oracle here says.
-OUT_OF_RANGE = ("beyond the end", "beyond 64 bits")
-LISTS = changed(
-    None,
-    None_inside=lambda x: [x[0], None],
-    a_float_inside=lambda x: [x[0], 1.0],
-    one_less=lambda x: x[:-1],
-    empty=lambda x: [],
-    a_generator_of_nothing=lambda x: (each for each in ()),
-    another_shape_inside=lambda x: [x[0], x[1][..., :-1]],
-    another_dtype_inside=lambda x: [x[0], x[1].double()],
-    an_int_dtype_inside=lambda x: [x[0], x[1].int()],
-    meta_inside=lambda x: [x[0], x[1].to("meta")],
-    a_scalar_inside=lambda x: [x[0], x[1].flatten()[0]],
-) | changed(
-    lambda x: [plain(each) for each in x],
-    a_tuple=tuple,
-    a_generator=lambda x: (each for each in x),
-    negative_views=lambda x: [torch._neg_view(-each) for each in x],
-    transposed_in_memory=lambda x: [each.movedim(-1, 0).contiguous().movedim(0, -1) for each in x],
-)
 
 
 def mx(usage: str) -> Kind:
@@ -158,58 +124,6 @@ GEMMS = (
     ),
 )  # fmt: skip
 
-GROUPED = (
-    Call(
-        "te_mx.grouped_linear", lambda d: te_mx.grouped_linear,
-        lambda d: {"inp": floats(d, R, K), "weight": floats(d, G, 40, K), "offs": offsets(d),
-                   "bias": floats(d, G, 40), "recipe": None},
-        {"inp": INPUT | DIMENSIONS, "weight": SHAPED, "offs": OFFSETS, "recipe": RECIPE,
-         "bias": SHAPED.but("None")},
-        says={"inp": "inp|weight", "weight": "weight|bias"},
-    ),
-    Call(
-        "te_mx.grouped_linear of lists", lambda d: te_mx.grouped_linear,
-        lambda d: {"inp": floats(d, R, K), "weight": [floats(d, 40, K), floats(d, 40, K)],
-                   "offs": offsets(d), "bias": [floats(d, 40), floats(d, 40)]},
-        {"weight": LISTS, "bias": LISTS},
-        covers="te_mx.grouped_linear", says={"weight": "weight|bias"},
-    ),
-    Call(
-        "te_mx.grouped_linear by index", lambda d: te_mx.grouped_linear,
-        lambda d: {"inp": floats(d, R, K), "weight": floats(d, G, 40, K),
-                   "index": (torch.arange(R) % 3 - 1).to(d)},
-        {"inp": INPUT | ROWS | DIMENSIONS, "index": INDEX},
-        covers="te_mx.grouped_linear", says={"inp": "inp|index", "index": "index|offs"},
-    ),
-    Call(
-        "te_mx.grouped_linear masked", lambda d: te_mx.grouped_linear,
-        lambda d: {"inp": floats(d, G, 12, K), "weight": floats(d, G, 40, K),
-                   "masked_m": torch.tensor([5, 12]).to(d)},
-        {"inp": INPUT.but("endless") | ROWS | DIMENSIONS,
-         "masked_m": INDEX | changed(None, negative=lambda x: x - 10**6)},
-        covers="te_mx.grouped_linear", says={"inp": "inp", "masked_m": "masked_m|offs"},
-    ),
-    Call(
-        "te_mx.grouped_wgrad", lambda d: te_mx.grouped_wgrad,
-        lambda d: {"grad": floats(d, R, 40), "inp": floats(d, R, K), "offs": offsets(d),
-                   "out": None, "out_dtype": torch.float32, "accumulate": False, "recipe": None},
-        {"grad": SHAPED.but("column less", "column more", "no columns"),
-         "inp": SHAPED.but("column less", "column more", "no columns"), "offs": OFFSETS.but(
-             "one less", "one more", "none at all"),
-         "out_dtype": OPTIONAL_DTYPE | values(float64=torch.float64), "accumulate": FLAG,
-         "recipe": RECIPE},
-        says={"accumulate": "accumulate|out"},
-    ),
-    Call(
-        "te_mx.grouped_wgrad into out", lambda d: te_mx.grouped_wgrad,
-        lambda d: {"grad": floats(d, R, 40), "inp": floats(d, R, 40), "offs": offsets(d),
-                   "out": torch.zeros(G, 3, 40, device=d)[:, :0].new_zeros(G, 40, 40),
-                   "accumulate": True},
-        {"out": output(), "accumulate": FLAG},
-        covers="te_mx.grouped_wgrad",
-    ),
-)  # fmt: skip
-
 
 # ----------------------------------------------------------------------------------------- MXTensor
 def _parts(d: str) -> dict[str, Any]:
@@ -220,9 +134,7 @@ def _parts(d: str) -> dict[str, Any]:
             "columnwise_transposed": q.columnwise_transposed}  # fmt: skip
 
 
-def _codes_or_scales() -> Kind:
-    """Codes or scales."""
-    return (
+PARTS = (
         other_than()
         | changed(
             None, meta=lambda x: x.to("meta"), floats=lambda x: x.to(torch.float32),
@@ -252,7 +164,7 @@ MX_TENSOR = (
             a_float_tensor=lambda: torch.tensor([33.0, 70.0])),
          "fmt": WORD | UPPER_CASE | values(another="e5m2"),
          **dict.fromkeys(("rowwise_data", "rowwise_scale", "columnwise_data", "columnwise_scale"),
-                         _codes_or_scales()),
+                         PARTS),
          "columnwise_transposed": FLAG},
         says={"shape": "shape|rowwise_data", "fmt": "fmt|rowwise_data",
               "rowwise_data": "rowwise_data|columnwise_data",

@@ -17,13 +17,13 @@ from malformed import (
     OPTIONAL_FUNCTION,
     OPTIONAL_WORD,
     RECIPE,
-    SPLITS,
     UPPER_CASE,
     WORD,
     changed,
     other_than,
     values,
 )
+from malformed_tensors import SPLITS
 from torch import nn
 
 import te_mx
