@@ -1,15 +1,16 @@
 """Runs the malformed calls, in processes of their own.
 
-    python tests/hostile/run_calls.py cpu 17
+    python tests/hostile/run_calls.py cpu public_calls 17
 
-runs those from the 17th on and prints a JSON line for each: before it [number, null], after it
-[number, complaint]. So whoever reads the lines knows which call ended the process, and starts
-another one behind it.
+runs those of a table from the 17th on and prints two JSON lines for each: before it [number, null],
+after it [number, complaint]. So whoever reads the lines knows which call ended the process, and
+starts another one behind it.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import itertools
 import json
 import resource
@@ -21,25 +22,26 @@ SECONDS = 30  # for one call
 GIBIBYTES = 16  # for the process, on the CPU: a call that asks for more is not to take the machine
 
 
-def all_cases() -> list[tuple[str, str]]:
-    """(callable, "argument: malformation") of every call."""
-    from public_calls import CALLS
+TABLE = "public_calls"
 
+
+def all_cases(table: str = TABLE) -> list[tuple[str, str]]:
+    """(callable, "argument: malformation") of every call."""
     return [
         (call.name, f"{argument}: {bad.label}" if bad else "the valid call")
-        for call in CALLS
+        for call in importlib.import_module(table).CALLS
         for argument, bad in call.cases()
     ]
 
 
-def run_all(device: str) -> dict[str, list[str]]:
+def run_all(device: str, table: str = TABLE) -> dict[str, list[str]]:
     """What is wrong with the outcomes, by callable."""
-    cases = all_cases()
+    cases = all_cases(table)
     found: dict[str, list[str]] = {name: [] for name, _ in cases}
     at = 0
     while at < len(cases):
         done = subprocess.run(
-            [sys.executable, __file__, device, str(at)], capture_output=True, text=True
+            [sys.executable, __file__, device, table, str(at)], capture_output=True, text=True
         )
         said: str | None = ""
         for line in done.stdout.splitlines():
@@ -54,10 +56,9 @@ def run_all(device: str) -> dict[str, list[str]]:
     return found
 
 
-def main(device: str, first: int) -> None:
+def main(device: str, table: str, first: int) -> None:
     import torch
     from judge import complaint
-    from public_calls import CALLS
 
     import te_mx
 
@@ -69,7 +70,8 @@ def main(device: str, first: int) -> None:
         torch.ones(1, device=device)
     if te_mx.explain(m=64, n=64, k=64, device=device).kernel != "reference":
         warnings.simplefilter("error", te_mx.FallbackWarning)
-    cases = ((call, *case) for call in CALLS for case in call.cases())
+    calls = importlib.import_module(table).CALLS
+    cases = ((call, *case) for call in calls for case in call.cases())
     for at, (call, argument, bad) in itertools.islice(enumerate(cases), first, None):
         print(json.dumps([at, None]), flush=True)
         faulthandler.dump_traceback_later(SECONDS, exit=True)
@@ -79,4 +81,4 @@ def main(device: str, first: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
