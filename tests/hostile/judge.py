@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from malformed import Bad, Kind
+from malformed import Bad, Kind, UsersError
 from torch import Tensor, nn
 
 import te_mx
@@ -144,6 +144,7 @@ def _parameters(module: nn.Module) -> list[Any]:
 def _bytes(value: Any) -> Iterator[Any]:
     """What tells whether something that a caller holds has changed."""
     if isinstance(value, nn.Module):
+        yield [(name, type(module)) for name, module in value.named_modules()]
         for name, tensor in (*value.named_parameters(), *value.named_buffers()):
             yield name, *_bytes(tensor.detach())
     elif isinstance(value, te_mx.MXTensor):
@@ -165,6 +166,8 @@ def _small(x: Tensor) -> bool:
 # ------------------------------------------------------------------------------------------- errors
 def _of_error(error: Exception, word: str) -> str:
     """What is wrong with an error, or an empty string."""
+    if isinstance(error, UsersError):
+        return ""
     if NO_MEMORY.search(str(error)) and isinstance(error, RuntimeError):
         return ""
     if not isinstance(error, ERRORS) or isinstance(error, UnicodeError):

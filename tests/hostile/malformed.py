@@ -67,6 +67,14 @@ def changed(means: Callable[[Any], Any] | None = None, /, **made: Callable[[Any]
     )
 
 
+class UsersError(Exception):
+    """Raised by a function that te_mx was given: it passes through."""
+
+
+def refuser(*_args: Any, **_kwargs: Any) -> Any:
+    raise UsersError
+
+
 def raiser(*_args: Any, **_kwargs: Any) -> Any:
     raise AssertionError("a value of a wrong type was called")
 
@@ -95,7 +103,7 @@ OPTIONAL_WORD = WORD.but("None")
 UPPER_CASE = changed(upper_case=lambda word: str(word).swapcase())
 TEXT = other_than("a string", "None")
 FUNCTION = other_than("a function")
-OPTIONAL_FUNCTION = FUNCTION.but("None")
+OPTIONAL_FUNCTION = FUNCTION.but("None") | values(that_raises=lambda: refuser)
 DTYPE = other_than() | values(
     its_name="float32", int32=torch.int32, bool_=torch.bool, float8=torch.float8_e4m3fn,
     a_device=lambda: torch.device("cpu"), numpys=np.float32,

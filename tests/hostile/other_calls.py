@@ -19,6 +19,7 @@ from malformed import (
     RECIPE,
     UPPER_CASE,
     WORD,
+    UsersError,
     changed,
     other_than,
     values,
@@ -163,9 +164,9 @@ def frozen(device: str, **how: Any) -> nn.Module:
     return made
 
 
-def _raises_late(module: nn.Module, name: str) -> bool:
+def _late(module: nn.Module, name: str) -> bool:
     if name == "1":
-        raise ValueError("filter_fn of a test says no")
+        raise UsersError
     return True
 
 
@@ -178,8 +179,7 @@ MODELS = (
         "te_mx.convert_model", on_model(te_mx.convert_model, model),
         lambda d: {"model": model(d), "filter_fn": lambda module, name: True, "dry_run": False,
                    "fuse": True},
-        {"model": MODULE, "filter_fn": OPTIONAL_FUNCTION | values(
-            of_one_argument=lambda: lambda module: True, that_raises=lambda: _raises_late),
+        {"model": MODULE, "filter_fn": OPTIONAL_FUNCTION | values(that_raises_late=lambda: _late),
          "dry_run": FLAG, "fuse": FLAG},
     ),
     Call(
