@@ -22,9 +22,9 @@ from te_mx.grouped_arguments import (
     check_floats,
     check_index,
     check_place,
-    check_wgrad,
     parts,
     readable,
+    wgrad_shape,
 )
 from te_mx.nn.linear import output_dtype
 from te_mx.ops import Operand
@@ -172,15 +172,17 @@ def grouped_wgrad(
     """
     settings = _settings(recipe)
     check_flag("grouped_wgrad: accumulate", accumulate)
+    for name, value in (("grad", grad), ("inp", inp), ("out", out)):
+        if name != "out" or value is not None:
+            check_floats(f"grouped_wgrad: {name}", value)
     if transforms.active():
         transforms.refuse("grouped_wgrad", (grad, inp, out), transforms.FUNCTION, grad=True)
-    shape = check_wgrad(grad, inp, offs)
+    shape = wgrad_shape(grad, inp, offs)
     if out is None and accumulate:
         raise ValueError("grouped_wgrad: accumulate=True adds to out; pass the tensor as out=")
     if out_dtype is not None:
         check_dtype(out_dtype, "grouped_wgrad: out_dtype")
     if out is not None:
-        check_floats("grouped_wgrad: out", out)
         check_place("grouped_wgrad: out", out, inp)
         if out.shape != shape or not out.is_contiguous():
             raise ValueError(
