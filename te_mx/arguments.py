@@ -74,3 +74,14 @@ def as_device(name: str, value: Any) -> torch.device:
         return torch.device(value)
     except (RuntimeError, ValueError) as error:
         raise ValueError(expected) from error
+
+
+def usable_device(name: str, value: Any) -> torch.device:
+    """As `as_device`, of one that tensors can be made on."""
+    device = as_device(name, value)
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        said = str(error).partition("\n")[0]
+        raise ValueError(f"{name} must be a device that is there, got {device}: {said}") from error
+    return device

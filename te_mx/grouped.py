@@ -11,14 +11,21 @@ import torch
 from torch import Tensor
 
 from te_mx import context
-from te_mx.arguments import shown
+from te_mx.arguments import check_flag
 from te_mx.autograd import grouped as autograd
-from te_mx.autograd import joining, transforms
+from te_mx.autograd import transforms
 from te_mx.autograd.grouped_operands import Groups, Packing
 from te_mx.autograd.linear import mode_of
-from te_mx.backends.base import FLOAT_DTYPES
-from te_mx.backends.grouped import INDEX_DTYPES, host_bounds, known_to_host
+from te_mx.engine.epilogue import check_dtype
 from te_mx.engine.written import check_written
+from te_mx.grouped_arguments import (
+    check_floats,
+    check_index,
+    check_place,
+    parts,
+    readable,
+    wgrad_shape,
+)
 from te_mx.nn.linear import output_dtype
 from te_mx.ops import Operand
 from te_mx.ops.grouped_quantize import quantize_grouped
@@ -70,27 +77,27 @@ def grouped_linear(
         TypeError, ValueError: what does not fit, with what was expected.
     """
     settings = _settings(recipe)
-    parts, groups_count = _parts(inp, weight, bias, 3 if masked_m is not None else 2)
-    if transforms.active():
-        transforms.refuse("grouped_linear", (inp, *parts))
     given = {"offs": offs, "index": index, "masked_m": masked_m}
     chosen = [name for name, value in given.items() if value is not None]
     if len(chosen) != 1:
         raise ValueError(
             f"grouped_linear: pass one of offs, index and masked_m, got {chosen or 'none'}"
         )
+    held, groups_count = parts(inp, weight, bias, 3 if masked_m is not None else 2)
+    if transforms.active():
+        transforms.refuse("grouped_linear", (inp, *held))
     dtype = output_dtype(inp)
 
     def run(x: Tensor, groups: Groups) -> Tensor:
         return autograd.grouped_linear(
-            x, groups, parts, bias is not None, None, settings, dtype
+            x, groups, held, bias is not None, None, settings, dtype
         )  # fmt: skip
 
     if offs is not None:
-        _check_index(offs, "offs", (groups_count,), inp)
+        check_index(offs, "offs", (groups_count,), inp)
         return run(inp, Groups(offs))
     if masked_m is not None:
-        _check_index(masked_m, "masked_m", (groups_count,), inp)
+        check_index(masked_m, "masked_m", (groups_count,), inp)
         if inp.shape[0] != groups_count:
             raise ValueError(
                 f"grouped_linear: inp must be [G, M_max, K] with G = {groups_count} as in weight, "
@@ -98,13 +105,13 @@ def grouped_linear(
             )
         return _masked(inp, masked_m, run)
     assert index is not None
-    _check_index(index, "index", (inp.shape[0],), inp)
+    check_index(index, "index", (inp.shape[0],), inp)
     return _indexed(inp, index, groups_count, run)
 
 
 def _masked(inp: Tensor, masked_m: Tensor, run: Any) -> Tensor:
     groups, most, k = inp.shape
-    if _readable(masked_m) and any(not 0 <= m <= most for m in masked_m.tolist()):
+    if readable(masked_m) and any(not 0 <= m <= most for m in masked_m.tolist()):
         raise ValueError(
             f"grouped_linear: masked_m must be 0 to M_max = {most}, got {masked_m.tolist()}"
         )
@@ -115,7 +122,7 @@ def _masked(inp: Tensor, masked_m: Tensor, run: Any) -> Tensor:
 
 
 def _indexed(inp: Tensor, index: Tensor, groups: int, run: Any) -> Tensor:
-    if _readable(index) and len(index) and int(index.max()) >= groups:
+    if readable(index) and len(index) and int(index.max()) >= groups:
         raise ValueError(
             f"grouped_linear: index must be below the {groups} groups of weight (or -1), got "
             f"{int(index.max())}"
@@ -127,7 +134,7 @@ def _indexed(inp: Tensor, index: Tensor, groups: int, run: Any) -> Tensor:
     offs = counts[:groups].cumsum(0)
     order = torch.argsort(group, stable=True)
     position = torch.arange(len(order), device=inp.device)
-    if _readable(order) and torch.equal(order, position):
+    if readable(order) and torch.equal(order, position):
         return run(inp, Groups(offs))
     back = torch.empty_like(order).scatter(0, order, position)
     return run(inp.index_select(0, order), Groups(offs)).index_select(0, back)
@@ -158,34 +165,34 @@ def grouped_wgrad(
 
     Returns:
         [G, N, K], zeros for a group without rows. Gradients do not flow through this function.
+
+    Raises:
+        TypeError, ValueError: what does not fit, with what was expected.
+        RuntimeError: out requires grad while autograd records.
     """
     settings = _settings(recipe)
-    for name, value in (("grad", grad), ("inp", inp)):
-        if value.dim() != 2 or value.dtype not in FLOAT_DTYPES:
-            raise ValueError(
-                f"grouped_wgrad: {name} must be a matrix in float32, bfloat16 or float16, got "
-                f"{value.dtype} {tuple(value.shape)}"
-            )
+    check_flag("grouped_wgrad: accumulate", accumulate)
+    for name, value in (("grad", grad), ("inp", inp), ("out", out)):
+        if name != "out" or value is not None:
+            check_floats(f"grouped_wgrad: {name}", value)
     if transforms.active():
         transforms.refuse("grouped_wgrad", (grad, inp, out), transforms.FUNCTION, grad=True)
-    if len(grad) != len(inp):
-        raise ValueError(
-            f"grouped_wgrad: grad and inp must have the same rows, got {len(grad)} and {len(inp)}"
-        )
-    _check_index(offs, "offs", None, inp, "grouped_wgrad")
-    shape = (len(offs), grad.shape[1], inp.shape[1])
+    shape = wgrad_shape(grad, inp, offs)
     if out is None and accumulate:
         raise ValueError("grouped_wgrad: accumulate=True adds to out; pass the tensor as out=")
-    if out is not None and (out.shape != shape or not out.is_contiguous()):
-        raise ValueError(
-            f"grouped_wgrad: out must be contiguous {shape}, got {tuple(out.shape)} with strides "
-            f"{out.stride()}"
-        )
+    if out_dtype is not None:
+        check_dtype(out_dtype, "grouped_wgrad: out_dtype")
     if out is not None:
+        check_place("grouped_wgrad: out", out, inp)
+        if out.shape != shape or not out.is_contiguous():
+            raise ValueError(
+                f"grouped_wgrad: out must be contiguous {shape}, got {tuple(out.shape)} with "
+                f"strides {out.stride()}"
+            )
         if out_dtype not in (None, out.dtype):
             raise ValueError(
-                f"grouped_wgrad: out is {out.dtype} but out_dtype is {shown(out_dtype)}; leave "
-                "out_dtype away"
+                f"grouped_wgrad: out is {out.dtype} but out_dtype is {out_dtype}; leave out_dtype "
+                "away"
             )
         check_written(out, "out", (("grad", grad), ("inp", inp), ("offs", offs)))
     with torch.no_grad():
@@ -216,72 +223,3 @@ def _settings(recipe: Any) -> Settings:
     if recipe is not None:
         return resolve_recipe(recipe).settings
     return context.current_settings() or get_default_recipe().settings
-
-
-def _parts(
-    inp: Tensor,
-    weight: Tensor | Sequence[Tensor],
-    bias: Tensor | Sequence[Tensor] | None,
-    dims: int,
-) -> tuple[tuple[Tensor, ...], int]:
-    """(weights and biases as the autograd function takes them, number of groups)."""
-    stacked = isinstance(weight, Tensor)
-    weights = (weight,) if isinstance(weight, Tensor) else tuple(weight)
-    if stacked != (weights[0].dim() == 3) if weights else True:
-        raise ValueError(
-            "grouped_linear: weight must be [G, N, K] or a sequence of [N, K], got "
-            f"{[tuple(w.shape) for w in weights]}"
-        )
-    groups = len(weights[0]) if stacked else len(weights)
-    n, k = weights[0].shape[-2:]
-    if groups == 0 or any(w.shape != weights[0].shape for w in weights):
-        raise ValueError(
-            "grouped_linear: weight must hold one group or more, all of one shape, got "
-            f"{[tuple(w.shape) for w in weights]}"
-        )
-    if inp.dim() != dims or inp.shape[-1] != k:
-        raise ValueError(
-            f"grouped_linear: inp must be {'[R, ' if dims == 2 else '[G, M_max, '}{k}] for weights "
-            f"[{n}, {k}], got {tuple(inp.shape)}"
-        )
-    dtypes = {inp.dtype, *(w.dtype for w in weights)}
-    if not dtypes <= FLOAT_DTYPES.keys():
-        raise TypeError(
-            f"grouped_linear: MXFP8 takes float32, bfloat16 and float16, got {dtypes}; convert them"
-        )
-    if bias is None:
-        return weights, groups
-    if isinstance(bias, Tensor) != stacked:  # both as weight is
-        bias = bias.unbind(0) if isinstance(bias, Tensor) else joining.stack(bias)
-    biases = (bias,) if isinstance(bias, Tensor) else tuple(bias)
-    shape = (groups, n) if stacked else (n,)
-    if len(biases) != len(weights) or any(b.shape != shape for b in biases):
-        raise ValueError(
-            f"grouped_linear: bias must be [{groups}, {n}] or {groups} tensors [{n}], got "
-            f"{[tuple(b.shape) for b in biases]}"
-        )
-    return weights + biases, groups
-
-
-def _readable(tensor: Tensor) -> bool:
-    """Whether looking at values waits for nothing and breaks no graph."""
-    return known_to_host(tensor) and not torch.compiler.is_compiling()
-
-
-def _check_index(
-    tensor: Tensor, name: str, shape: tuple[int, ...] | None, inp: Tensor,
-    owner: str = "grouped_linear",
-) -> None:  # fmt: skip
-    if not isinstance(tensor, Tensor) or tensor.dtype not in INDEX_DTYPES:
-        got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise TypeError(f"{owner}: {name} must be an int32 or int64 tensor, got {got}")
-    if tensor.dim() != 1 or (shape is not None and tuple(tensor.shape) != shape):
-        expected = f"have shape {shape}" if shape is not None else "be a vector"
-        raise ValueError(f"{owner}: {name} must {expected}, got {tuple(tensor.shape)}")
-    if tensor.device != inp.device and tensor.device.type != "cpu":
-        raise ValueError(
-            f"{owner}: inp is on {inp.device} and {name} on {tensor.device}; move {name} there or "
-            "to the CPU"
-        )
-    if name == "offs" and _readable(tensor):
-        host_bounds(tensor, 0, len(inp))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from te_mx import ops
-from te_mx.arguments import as_device, check_flag, check_size, is_one_of, shown
+from te_mx.arguments import check_flag, check_size, is_one_of, shown, usable_device
 from te_mx.backends.base import FLOAT_DTYPES, FORMATS
 from te_mx.engine import streams
 from te_mx.engine.parts import check_copy
@@ -292,7 +292,7 @@ class MXTensor:
         """This tensor on another device; itself when it is there already."""
         if isinstance(device, torch.dtype):
             raise TypeError(f"MXTensor.to moves between devices; dequantize({device}) gives values")
-        device = as_device("device", device)
+        device = usable_device("device", device)
         check_flag("non_blocking", non_blocking)
         mine = self.device
         if device.type == mine.type and device.index in (None, mine.index):
@@ -310,6 +310,11 @@ class MXTensor:
         """Whether shape, format, forms and every byte are the same."""
         if not isinstance(other, MXTensor):
             raise TypeError(f"equal compares MXTensors, got {type(other).__name__}")
+        if self.device != other.device or self.device.type == "meta":
+            raise ValueError(
+                f"equal compares bytes on one device, got {self.device} and {other.device}; move "
+                "one with .to(device)"
+            )
         mine = (self._shape, self._fmt, self._col_transposed)
         if mine != (other._shape, other._fmt, other._col_transposed):
             return False

@@ -115,10 +115,10 @@ CASES = [
     ({"inp": X, "weight": [], "offs": OFFS}, ValueError, "sequence of"),
     ({"inp": X, "weight": [W[0], W[0, :4]], "offs": OFFS}, ValueError, "all of one shape"),
     ({"inp": X[:, :8], "weight": W, "offs": OFFS}, ValueError, r"\[R, 16\].*got \(6, 8\)"),
-    ({"inp": X.long(), "weight": W, "offs": OFFS}, TypeError, "float32, bfloat16 and float16"),
+    ({"inp": X.long(), "weight": W, "offs": OFFS}, TypeError, "float32, bfloat16 or float16"),
     ({"inp": X, "weight": W, "offs": OFFS, "bias": X}, ValueError, r"bias must be \[2, 8\]"),
     ({"inp": X, "weight": W, "offs": OFFS.float()}, TypeError, "int32 or int64 tensor"),
-    ({"inp": X, "weight": W, "offs": [2, 4]}, TypeError, "got list"),
+    ({"inp": X, "weight": W, "offs": [2, 4]}, TypeError, r"got \[2, 4\]"),
     ({"inp": X, "weight": W, "offs": OFFS[:1]}, ValueError, r"have shape \(2,\), got \(1,\)"),
     ({"inp": X, "weight": W, "offs": OFFS + 5}, ValueError, "the 6 rows there are, got"),
     ({"inp": X, "weight": W, "offs": OFFS.flip(0)}, ValueError, "group 1 would be rows 4 to 2"),
@@ -138,7 +138,7 @@ def test_errors_say_what_is_wrong(call: dict, error: type, message: str) -> None
 
 
 WGRAD_CASES = [
-    ((X.long(), X, OFFS), {}, "grad must be a matrix in float32"),
+    ((X[0], X, OFFS), {}, "grad must be a matrix"),
     ((X[:3], X, OFFS), {}, "same rows, got 3 and 6"),
     ((X, X, OFFS), {"accumulate": True}, "pass the tensor as out="),
     ((X, X, OFFS), {"out": torch.ones(2, 16, 8)}, r"contiguous \(2, 16, 16\)"),

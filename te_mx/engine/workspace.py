@@ -28,7 +28,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from te_mx.arguments import as_device, check_size
+from te_mx.arguments import check_size, usable_device
 from te_mx.backends import cpu_memory
 from te_mx.engine import streams
 
@@ -151,7 +151,7 @@ def reserve(device: torch.device | str, nbytes: int) -> None:
     Raises:
         TypeError, ValueError: what is no device, or no size.
     """
-    where, nbytes = as_device("device", device), check_size("nbytes", nbytes)
+    where, nbytes = usable_device("device", device), check_size("nbytes", nbytes)
     if nbytes:
         _slot(_with_index(where)).get(nbytes)
 
@@ -160,7 +160,7 @@ def reset(device: torch.device | str | None = None) -> None:
     """Drop the buffers of every thread, on one device or on all, and on the CPU what is kept of
     large results that are gone. Running kernels keep theirs until they end.
     """
-    only = None if device is None else _with_index(as_device("device", device))
+    only = None if device is None else _with_index(usable_device("device", device))
     for slot in _snapshot():
         if only is None or slot.device == only:
             slot.buffer = None

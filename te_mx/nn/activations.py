@@ -15,12 +15,14 @@ clamped_swiglu        y sigmoid(alpha y) (clamp(b, -limit, limit) + offset), y =
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from te_mx.arguments import is_one_of, shown
 from te_mx.backends.fused import ACTIVATIONS, Activation
 
 _PARAMS = {"limit": "limit", "alpha": "alpha", "glu_linear_offset": "offset"}
@@ -30,23 +32,31 @@ def resolve(owner: str, name: str, params: Mapping[str, Any] | None) -> Activati
     """The activation of a module from Transformer Engine's arguments.
 
     Raises:
-        ValueError: a name that is not known, or parameters for another than clamped_swiglu.
-        TypeError: a parameter that is not known or is no number.
+        ValueError: a name that is not known, parameters for another than clamped_swiglu, or a
+            number that means nothing.
+        TypeError: a parameter that is not known or is no number, or parameters that are no dict.
     """
-    if name not in ACTIVATIONS:
+    if not is_one_of(name, ACTIVATIONS):
         raise ValueError(
-            f"{owner}: activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}"
+            f"{owner}: activation must be one of {', '.join(ACTIVATIONS)}, got {shown(name)}"
         )
-    given = dict(params or {})
+    given = {} if params is None else params
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{owner}: activation_params must be a dict, got {shown(params)}")
     if given and name != "clamped_swiglu":
         raise ValueError(
-            f"{owner}: activation_params are for clamped_swiglu, got {given} for {name!r}"
+            f"{owner}: activation_params are for clamped_swiglu, got {shown(params)} for {name!r}"
         )
     for key, value in given.items():
         if key not in _PARAMS or isinstance(value, bool) or not isinstance(value, int | float):
             raise TypeError(
                 f"{owner}: activation_params takes the numbers {', '.join(_PARAMS)}, got "
-                f"{key}={value!r}"
+                f"{key}={shown(value)}"
+            )
+        if not (value >= 0 if key == "limit" else abs(value) < math.inf):
+            raise ValueError(
+                f"{owner}: activation_params takes a limit of 0 or more and finite numbers beside "
+                f"it, got {key}={value}"
             )
     return Activation(name, **{_PARAMS[key]: float(value) for key, value in given.items()})
 

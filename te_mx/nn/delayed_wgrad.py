@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from te_mx.arguments import shown
 from te_mx.autograd.wgrad import Queue
 
 
@@ -80,5 +81,10 @@ class DelayedWgrad:
             hook()
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
-        """Have ``hook()`` called at the end of every `backward_dw`; Transformer Engine's name."""
+        """Have ``hook()`` called at the end of every `backward_dw`; Transformer Engine's name.
+
+        Raises TypeError for what cannot be called.
+        """
+        if not callable(hook):
+            raise TypeError(f"{type(self).__name__}: hook must be a function, got {shown(hook)}")
         self._wgrad_hooks = (*self._wgrad_hooks, hook)

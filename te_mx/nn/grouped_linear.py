@@ -16,13 +16,13 @@ from te_mx.autograd.grouped_loop import high_precision_loop
 from te_mx.autograd.grouped_operands import Groups
 from te_mx.autograd.linear import flatten
 from te_mx.context import is_tracing
-from te_mx.nn import delayed_wgrad
+from te_mx.nn import constructors, delayed_wgrad
 from te_mx.nn.frozen_state import SCALES
 from te_mx.nn.grouped_plain import grouped_plain
 from te_mx.nn.grouped_splits import groups_of
 from te_mx.nn.grouped_state import convert_state_dict
 from te_mx.nn.grouped_weight import StackedWeight
-from te_mx.nn.mx_module import MXModule, one_dtype, output_dtype
+from te_mx.nn.mx_module import MXModule, output_dtype
 from te_mx.nn.te_arguments import refuse, refuse_constructor
 from te_mx.recipe import Settings
 
@@ -57,6 +57,10 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
             need m_splits that the host knows.
         transformer_engine: further arguments of Transformer Engine's GroupedLinear, at their
             defaults; see docs/compatibility.md.
+
+    Raises:
+        TypeError, ValueError: an argument of a wrong type or value, by name.
+        NotImplementedError: an argument of Transformer Engine that te_mx does not have is set.
     """
 
     def __init__(
@@ -81,22 +85,34 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
     ) -> None:
         super().__init__()
         refuse_constructor("GroupedLinear", transformer_engine)
+        owner = "te_mx.GroupedLinear"
+        if single_grouped_bias is None:
+            single_grouped_bias = single_grouped_weight
+        num_gemms, in_features, out_features = constructors.sizes(
+            owner, num_gemms=num_gemms, in_features=in_features, out_features=out_features
+        )
         if num_gemms < 1:
-            raise ValueError(f"te_mx.GroupedLinear: num_gemms must be 1 or more, got {num_gemms}")
-        dtype = one_dtype("te_mx.GroupedLinear", dtype, params_dtype)
+            raise ValueError(f"{owner}: num_gemms must be 1 or more, got {num_gemms}")
+        constructors.flags(
+            owner, bias=bias, return_bias=return_bias, delay_wgrad_compute=delay_wgrad_compute,
+            single_grouped_weight=single_grouped_weight, single_grouped_bias=single_grouped_bias,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            save_original_input=save_original_input,
+        )  # fmt: skip
+        constructors.functions(owner, init_method=init_method)
+        constructors.check_name(owner, name)
+        device, dtype = constructors.parameter_place(owner, device, dtype, params_dtype)
         self.num_gemms = num_gemms
         self.in_features = in_features
         self.out_features = out_features
         self.use_bias = bias
         self.single_grouped_weight = single_grouped_weight
-        if single_grouped_bias is None:
-            single_grouped_bias = single_grouped_weight
         self.single_grouped_bias = single_grouped_bias
         self.init_method = init_method
         self.return_bias = return_bias
         self.name = name
-        self.fuse_wgrad_accumulation = bool(fuse_wgrad_accumulation)
-        self.save_original_input = bool(save_original_input)
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.save_original_input = save_original_input
         wanted: list[tuple[str, bool, tuple[int, ...]]]
         wanted = [("weight", single_grouped_weight, (out_features, in_features))]
         if bias:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from te_mx.arguments import check_size, shown
 from te_mx.autograd.grouped_operands import Groups
 from te_mx.backends.grouped import INDEX_DTYPES
 from te_mx.context import is_tracing
@@ -35,7 +36,7 @@ def groups_of(
                 f"shape {tuple(m_splits.shape)}"
             )
         if m_splits.device != device and m_splits.device.type != "cpu":
-            if device.type != "cpu":
+            if device.type != "cpu" or m_splits.is_meta:
                 raise ValueError(
                     f"{label()}: inp is on {device} and m_splits on {m_splits.device}; move "
                     "m_splits to that device, or to the CPU"
@@ -44,9 +45,22 @@ def groups_of(
         if m_splits.device.type == "cpu" and not is_tracing():
             check_splits(m_splits.tolist(), num_gemms, rows, label)
         return Groups(m_splits.cumsum(0))
-    splits = list(m_splits)
+    splits = _listed(m_splits, label)
     check_splits(splits, num_gemms, rows, label)
     return Groups(torch.tensor(list(accumulate(splits)), dtype=torch.int64, device="cpu"))
+
+
+def _listed(m_splits: Iterable[int], label: Callable[[], str]) -> list[int]:
+    """Splits that are no tensor as ints. Raises TypeError for what is no row of integers."""
+    other = isinstance(m_splits, str | bytes | Mapping | Set) or getattr(m_splits, "ndim", 1) != 1
+    if other or not isinstance(m_splits, Iterable):
+        raise TypeError(
+            f"{label()}: m_splits must be a list of ints or an int tensor, got {shown(m_splits)}"
+        )
+    splits = list(m_splits)
+    if all(type(split) is int for split in splits):
+        return splits
+    return [check_size(f"{label()}: m_splits[{i}]", split) for i, split in enumerate(splits)]
 
 
 def check_splits(splits: list[int], num_gemms: int, rows: int, label: Callable[[], str]) -> None:
@@ -56,7 +70,7 @@ def check_splits(splits: list[int], num_gemms: int, rows: int, label: Callable[[
             f"{label()}: m_splits must have one entry for each of {num_gemms} groups, got "
             f"{len(splits)}"
         )
-    if any(split < 0 for split in splits):
+    if min(splits) < 0:
         raise ValueError(f"{label()}: m_splits must be 0 or more, got {splits}")
     if sum(splits) > rows:
         raise ValueError(

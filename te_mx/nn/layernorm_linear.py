@@ -11,9 +11,8 @@ from torch.fx import Proxy
 
 from te_mx.autograd.layernorm_linear import Call, layernorm_linear
 from te_mx.context import is_tracing
-from te_mx.nn import delayed_wgrad
+from te_mx.nn import constructors, delayed_wgrad
 from te_mx.nn import parameters_split as split
-from te_mx.nn.mx_module import one_dtype
 from te_mx.nn.norm_module import NormModule, default_init, needs_gradient
 from te_mx.nn.te_arguments import refuse, refuse_constructor
 
@@ -48,7 +47,8 @@ class LayerNormLinear(NormModule):
             defaults.
 
     Raises:
-        ValueError: another normalization, or arguments that disagree.
+        TypeError, ValueError: an argument of a wrong type or value, by name, or arguments that
+            disagree.
         NotImplementedError: an argument of Transformer Engine that te_mx does not have is set.
     """
 
@@ -75,14 +75,24 @@ class LayerNormLinear(NormModule):
     ) -> None:
         super().__init__()
         refuse_constructor("LayerNormLinear", transformer_engine)
-        dtype = one_dtype("te_mx.LayerNormLinear", dtype, params_dtype)
+        owner = "te_mx.LayerNormLinear"
+        in_features, out_features = constructors.sizes(
+            owner, in_features=in_features, out_features=out_features
+        )
+        constructors.flags(
+            owner, bias=bias, return_bias=return_bias, delay_wgrad_compute=delay_wgrad_compute,
+            return_layernorm_output=return_layernorm_output,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+        )  # fmt: skip
+        constructors.functions(owner, init_method=init_method)
+        device, dtype = constructors.parameter_place(owner, device, dtype, params_dtype)
         self._start(in_features, eps, normalization, zero_centered_gamma, name)
         self.in_features, self.out_features = in_features, out_features
-        self.use_bias = bool(bias)
-        self.return_bias = bool(return_bias)
-        self.return_layernorm_output = bool(return_layernorm_output)
+        self.use_bias = bias
+        self.return_bias = return_bias
+        self.return_layernorm_output = return_layernorm_output
         self.init_method = init_method
-        self.fuse_wgrad_accumulation = bool(fuse_wgrad_accumulation)
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self._norm_parameters(device, dtype)
         shape = (out_features, in_features)
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -92,7 +102,7 @@ class LayerNormLinear(NormModule):
             self.register_parameter("bias", None)
         self._split: dict[str, int] | None = None
         if parameters_split is not None:
-            self._split = split.split_sizes(self._label(), parameters_split, out_features)
+            self._split = split.split_sizes(self._label(), self, parameters_split, out_features)
             split.register_parts(self, self._split)
         self._finish_building()
         if delay_wgrad_compute:
@@ -152,7 +162,7 @@ class LayerNormLinear(NormModule):
                 inp, is_first_microbatch=is_first_microbatch, fp8_output=fp8_output,
                 fp8_grad=fp8_grad,
             )  # fmt: skip
-        if fp8_output or fp8_grad:
+        if fp8_output is not False or fp8_grad is not False:
             refuse("LayerNormLinear", "fp8_output", fp8_output)
             refuse("LayerNormLinear", "fp8_grad", fp8_grad)
         routed = self._routed()

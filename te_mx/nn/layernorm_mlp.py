@@ -14,8 +14,7 @@ from te_mx.autograd.linear import GEMMS
 from te_mx.autograd.wgrad import WeightGradient
 from te_mx.backends.fused import NORMS
 from te_mx.context import is_tracing
-from te_mx.nn import activations, delayed_wgrad
-from te_mx.nn.mx_module import one_dtype
+from te_mx.nn import activations, constructors, delayed_wgrad
 from te_mx.nn.norm_module import NormModule, Together, default_init, needs_gradient
 from te_mx.nn.te_arguments import refuse_constructor
 
@@ -60,7 +59,8 @@ class LayerNormMLP(NormModule):
             defaults.
 
     Raises:
-        ValueError: another normalization or activation, or arguments that disagree.
+        TypeError, ValueError: an argument of a wrong type or value, by name, or arguments that
+            disagree.
         NotImplementedError: an argument of Transformer Engine that te_mx does not have is set.
     """
 
@@ -96,14 +96,26 @@ class LayerNormMLP(NormModule):
     ) -> None:
         super().__init__()
         refuse_constructor("LayerNormMLP", transformer_engine)
-        dtype = one_dtype("te_mx.LayerNormMLP", dtype, params_dtype)
+        owner = "te_mx.LayerNormMLP"
+        hidden_size, ffn_hidden_size = constructors.sizes(
+            owner, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size
+        )
+        constructors.flags(
+            owner, bias=bias, return_bias=return_bias, delay_wgrad_compute=delay_wgrad_compute,
+            return_layernorm_output=return_layernorm_output,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+        )  # fmt: skip
+        constructors.functions(
+            owner, init_method=init_method, output_layer_init_method=output_layer_init_method
+        )
+        device, dtype = constructors.parameter_place(owner, device, dtype, params_dtype)
         self._start(hidden_size, eps, normalization, zero_centered_gamma, name)
         self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
         self.activation = activation
-        self._act = activations.resolve("te_mx.LayerNormMLP", activation, activation_params)
-        self.use_bias = bool(bias)
-        self.return_bias = bool(return_bias)
-        self.return_layernorm_output = bool(return_layernorm_output)
+        self._act = activations.resolve(owner, activation, activation_params)
+        self.use_bias = bias
+        self.return_bias = return_bias
+        self.return_layernorm_output = return_layernorm_output
         if normalization is None and return_layernorm_output:
             raise ValueError(
                 "te_mx.LayerNormMLP: return_layernorm_output=True needs a normalization, got "
@@ -111,7 +123,7 @@ class LayerNormMLP(NormModule):
             )
         self.init_method = init_method
         self.output_layer_init_method = output_layer_init_method
-        self.fuse_wgrad_accumulation = bool(fuse_wgrad_accumulation)
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self._norm_parameters(device, dtype)
         fc1_rows = 2 * ffn_hidden_size if self._act.gated else ffn_hidden_size
         for layer, rows, cols in (

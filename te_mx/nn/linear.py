@@ -13,9 +13,9 @@ from te_mx.autograd import transforms
 from te_mx.autograd.high_precision import HighPrecisionLinear
 from te_mx.autograd.linear import infer, linear
 from te_mx.context import is_tracing
-from te_mx.nn import delayed_wgrad
+from te_mx.nn import constructors, delayed_wgrad
 from te_mx.nn import parameters_split as split
-from te_mx.nn.mx_module import MXModule, one_dtype, output_dtype
+from te_mx.nn.mx_module import MXModule, output_dtype
 from te_mx.nn.te_arguments import refuse, refuse_constructor
 from te_mx.recipe import Settings
 
@@ -61,6 +61,7 @@ class Linear(MXModule, nn.Linear):
     layer; under ``fullgraph=True`` they are an error.
 
     Raises:
+        TypeError, ValueError: an argument of a wrong type or value, by name.
         NotImplementedError: an argument of Transformer Engine that te_mx does not have is set.
     """
 
@@ -89,18 +90,29 @@ class Linear(MXModule, nn.Linear):
         parameters_split: Iterable[str] | Mapping[str, int] | None = None,
         **transformer_engine: Any,
     ) -> None:
+        owner = "te_mx.Linear"
         refuse_constructor("Linear", transformer_engine)
-        dtype = one_dtype("te_mx.Linear", dtype, params_dtype)
+        in_features, out_features = constructors.sizes(
+            owner, in_features=in_features, out_features=out_features
+        )
+        constructors.flags(
+            owner, bias=bias, return_bias=return_bias, delay_wgrad_compute=delay_wgrad_compute,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            save_original_input=save_original_input,
+        )  # fmt: skip
+        constructors.functions(owner, init_method=init_method)
+        constructors.check_name(owner, name)
+        device, dtype = constructors.parameter_place(owner, device, dtype, params_dtype)
         # nn.Linear.__init__ calls reset_parameters, which reads them.
         self.__dict__["_building"] = True
         self.__dict__["init_method"] = None if parameters_split is not None else init_method
         super().__init__(in_features, out_features, bias, device, dtype)
         self.return_bias = return_bias
         self.name = name
-        self.fuse_wgrad_accumulation = bool(fuse_wgrad_accumulation)
-        self.save_original_input = bool(save_original_input)
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.save_original_input = save_original_input
         if parameters_split is not None:
-            sizes = split.split_sizes(self._label(), parameters_split, out_features)
+            sizes = split.split_sizes(self._label(), self, parameters_split, out_features)
             split.register_parts(self, sizes)
             self._split, self.init_method = sizes, init_method
             if init_method is not None:
@@ -152,7 +164,7 @@ class Linear(MXModule, nn.Linear):
                 inp, is_first_microbatch=is_first_microbatch, fp8_output=fp8_output,
                 fp8_grad=fp8_grad,
             )  # fmt: skip
-        if fp8_output or fp8_grad:
+        if fp8_output is not False or fp8_grad is not False:
             refuse("Linear", "fp8_output", fp8_output)
             refuse("Linear", "fp8_grad", fp8_grad)
         tracing = is_tracing()

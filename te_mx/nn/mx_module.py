@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import Proxy
 
 from te_mx import context
+from te_mx.arguments import check_flag
 from te_mx.autograd import transforms
 from te_mx.autograd.linear import GEMMS
 from te_mx.autograd.operands import capturing
@@ -39,18 +40,6 @@ def output_dtype(x: Tensor) -> torch.dtype:
     if kind == "meta":  # torch.autocast does not know it
         return x.dtype
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-
-
-def one_dtype(
-    owner: str, dtype: torch.dtype | None, params_dtype: torch.dtype | None
-) -> torch.dtype | None:
-    """The dtype that two names of one argument ask for."""
-    if None not in (dtype, params_dtype) and dtype != params_dtype:
-        raise ValueError(
-            f"{owner}: dtype={dtype} and params_dtype={params_dtype} disagree; they mean the same, "
-            "give one"
-        )
-    return dtype if params_dtype is None else params_dtype
 
 
 class MXModule(Freezable, DelayedWgrad, Checked):
@@ -129,6 +118,8 @@ class MXModule(Freezable, DelayedWgrad, Checked):
         frozen weight changed.
         """
         frozen, tracing = self._frozen, is_tracing()
+        if first is not None and type(first) is not bool:
+            check_flag(f"{self._label()}: is_first_microbatch", first)
         if frozen is None and first is None:
             return None
         capture = not tracing and capturing(device)

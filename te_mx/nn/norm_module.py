@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_mx.arguments import is_one_of, shown
 from te_mx.autograd import transforms
 from te_mx.autograd.high_precision import HighPrecisionLinear
 from te_mx.autograd.normalization import NormStep
 from te_mx.autograd.operands import StandingWeight
 from te_mx.autograd.wgrad import Queue, WeightGradient
 from te_mx.backends.fused import NORMS, Norm
+from te_mx.nn import constructors
 from te_mx.nn.mx_module import MXModule, output_dtype
 from te_mx.recipe import Settings
 
@@ -48,14 +50,17 @@ class NormModule(MXModule, nn.Module):
         name: str | None,
     ) -> None:
         """Attributes of the normalization; called before the parameters are made."""
-        if normalization not in self._norms:
+        owner = f"te_mx.{type(self).__name__}"
+        if not is_one_of(normalization, self._norms):
             raise ValueError(
-                f"te_mx.{type(self).__name__}: normalization must be one of "
-                f"{', '.join(map(repr, self._norms))}, got {normalization!r}"
+                f"{owner}: normalization must be one of {', '.join(map(repr, self._norms))}, got "
+                f"{shown(normalization)}"
             )
-        self.eps = float(eps)
+        constructors.flags(owner, zero_centered_gamma=zero_centered_gamma)
+        constructors.check_name(owner, name)
+        self.eps = constructors.number(owner, "eps", eps)
         self.normalization = normalization
-        self.zero_centered_gamma = bool(zero_centered_gamma)
+        self.zero_centered_gamma = zero_centered_gamma
         self.name = name
         self._size = size
 

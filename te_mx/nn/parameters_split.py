@@ -10,12 +10,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from te_mx.arguments import shown
 from te_mx.autograd import joining
 
 
 def split_sizes(
-    owner: str, parameters_split: Iterable[str] | Mapping[str, int], out_features: int
-) -> dict[str, int]:
+    owner: str, module: nn.Module, parameters_split: Iterable[str] | Mapping[str, int],
+    out_features: int,
+) -> dict[str, int]:  # fmt: skip
     """The rows of each part, by name: what the mapping says, or equal shares of out_features.
 
     Raises:
@@ -25,23 +27,35 @@ def split_sizes(
     """
     if isinstance(parameters_split, str):
         parameters_split = (parameters_split,)
-    names = list(parameters_split)
+    iterable = isinstance(parameters_split, Iterable) and not isinstance(parameters_split, Tensor)
+    names = list(parameters_split) if iterable else []
     if not names or not all(isinstance(name, str) for name in names):
-        kind = ValueError if not names else TypeError
+        kind = ValueError if iterable and not names else TypeError
         raise kind(
             f"{owner}: parameters_split must be names or a dict of names and sizes, got "
-            f"{parameters_split!r}"
+            f"{shown(parameters_split)}"
         )
     if isinstance(parameters_split, Mapping):
         sizes = [parameters_split[name] for name in names]
         if not all(type(size) is int and size >= 0 for size in sizes):
-            raise TypeError(f"{owner}: the sizes of parameters_split must be ints, got {sizes}")
+            raise TypeError(
+                f"{owner}: the sizes of parameters_split must be ints, got {shown(sizes)}"
+            )
     else:
         sizes = [out_features // len(names)] * len(names)
     stripped = [name.rstrip("_") for name in names]
     if len(set(stripped)) != len(names) or not all(part.isidentifier() for part in stripped):
         raise ValueError(
             f"{owner}: the names of parameters_split must be different identifiers, got {names}"
+        )
+    taken = [
+        f"{name}_{kind}"
+        for name in stripped for kind in ("weight", "bias") if hasattr(module, f"{name}_{kind}")
+    ]  # fmt: skip
+    if taken:
+        raise ValueError(
+            f"{owner}: parameters_split would make {', '.join(taken)}, which the module has for "
+            "something else; give other names"
         )
     if sum(sizes) != out_features:
         raise ValueError(

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from te_mx.arguments import shown
+
 
 class Absent(NamedTuple):
     """The default in Transformer Engine, and why te_mx has only that."""
@@ -98,5 +100,5 @@ def refuse(module: str, name: str, value: Any) -> None:
     if value is default or (type(value) is type(default) and value == default):
         return
     raise NotImplementedError(
-        f"te_mx.{module}: {name}={value!r} is not supported: {reason}; leave it at {default!r}"
+        f"te_mx.{module}: {name}={shown(value)} is not supported: {reason}; leave it at {default!r}"
     )

@@ -156,7 +156,7 @@ def test_negative_views_of_what_is_read(sides, part):
         )  # fmt: skip
 
 
-# --------------------------------------------------------------------------------- grouped_wgrad
+# ------------------------------------------------------------------------------------ grouped_wgrad
 def wgrad(**changed):
     arguments = {"grad": torch.randn(40, 24), "inp": torch.randn(40, 32)}
     return te_mx.grouped_wgrad(**{**arguments, **changed}, offs=torch.tensor([10, 40]))

@@ -1,0 +1,128 @@
+"""Checks of what te_mx.grouped_linear and te_mx.grouped_wgrad are given, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_mx.arguments import check_dense, shown
+from te_mx.autograd import joining
+from te_mx.backends.base import FLOAT_DTYPES
+from te_mx.backends.grouped import INDEX_DTYPES, host_bounds, known_to_host
+
+
+def check_floats(name: str, value: Any) -> None:
+    """Raise TypeError unless a value is a dense tensor in fp32, bf16 or fp16."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {shown(value)}")
+    check_dense(name, value)
+    if value.dtype not in FLOAT_DTYPES:
+        raise TypeError(
+            f"{name} must be float32, bfloat16 or float16, got {value.dtype}; convert it"
+        )
+
+
+def check_place(name: str, value: Tensor, inp: Tensor) -> None:
+    """Raise ValueError unless a tensor is on the device of inp."""
+    if value.device != inp.device:
+        raise ValueError(f"{name} is on {value.device} and inp on {inp.device}; move one")
+
+
+def parts(
+    inp: Tensor,
+    weight: Tensor | Iterable[Tensor],
+    bias: Tensor | Iterable[Tensor] | None,
+    dims: int,
+) -> tuple[tuple[Tensor, ...], int]:
+    """(weights and biases as the autograd function takes them, number of groups)."""
+    check_floats("grouped_linear: inp", inp)
+    stacked = isinstance(weight, Tensor)
+    weights = _tensors("weight", weight, inp)
+    if stacked != (weights[0].dim() == 3) if weights else True:
+        raise ValueError(
+            "grouped_linear: weight must be [G, N, K] or a sequence of [N, K], got "
+            f"{[tuple(w.shape) for w in weights]}"
+        )
+    groups = len(weights[0]) if stacked else len(weights)
+    n, k = weights[0].shape[-2:]
+    if groups == 0 or any(w.shape != weights[0].shape for w in weights):
+        raise ValueError(
+            "grouped_linear: weight must hold one group or more, all of one shape, got "
+            f"{[tuple(w.shape) for w in weights]}"
+        )
+    if inp.dim() != dims or inp.shape[-1] != k:
+        raise ValueError(
+            f"grouped_linear: inp must be {'[R, ' if dims == 2 else '[G, M_max, '}{k}] for weight "
+            f"[{n}, {k}] of every group, got {tuple(inp.shape)}"
+        )
+    if bias is None:
+        return weights, groups
+    biases = _tensors("bias", bias, inp)
+    if isinstance(bias, Tensor) != stacked:  # both as weight is
+        biases = bias.unbind(0) if isinstance(bias, Tensor) else (joining.stack(biases),)
+    shape = (groups, n) if stacked else (n,)
+    if len(biases) != len(weights) or any(b.shape != shape for b in biases):
+        raise ValueError(
+            f"grouped_linear: bias must be [{groups}, {n}] or {groups} tensors [{n}], got "
+            f"{[tuple(b.shape) for b in biases]}"
+        )
+    return weights + biases, groups
+
+
+def _tensors(name: str, value: Any, inp: Tensor) -> tuple[Tensor, ...]:
+    """The tensor, or those of a sequence: dense, floating, on the device of inp."""
+    whole = isinstance(value, Tensor)
+    if not whole and (isinstance(value, str | Mapping) or not isinstance(value, Iterable)):
+        raise TypeError(
+            f"grouped_linear: {name} must be a tensor or a sequence of tensors, got {shown(value)}"
+        )
+    found = (value,) if whole else tuple(value)
+    for i, tensor in enumerate(found):
+        label = f"grouped_linear: {name}" if whole else f"grouped_linear: {name}[{i}]"
+        check_floats(label, tensor)
+        check_place(label, tensor, inp)
+    return found
+
+
+def readable(tensor: Tensor) -> bool:
+    """Whether looking at values waits for nothing and breaks no graph."""
+    return known_to_host(tensor) and not torch.compiler.is_compiling()
+
+
+def check_index(
+    tensor: Tensor, name: str, shape: tuple[int, ...] | None, inp: Tensor,
+    owner: str = "grouped_linear",
+) -> None:  # fmt: skip
+    """Raise unless a tensor holds offsets, counts or group numbers for the rows of inp."""
+    if not isinstance(tensor, Tensor) or tensor.dtype not in INDEX_DTYPES:
+        raise TypeError(f"{owner}: {name} must be an int32 or int64 tensor, got {shown(tensor)}")
+    check_dense(f"{owner}: {name}", tensor)
+    if tensor.dim() != 1 or (shape is not None and tuple(tensor.shape) != shape):
+        expected = f"have shape {shape}" if shape is not None else "be a vector"
+        raise ValueError(f"{owner}: {name} must {expected}, got {tuple(tensor.shape)}")
+    if tensor.device != inp.device and tensor.device.type != "cpu":
+        raise ValueError(
+            f"{owner}: inp is on {inp.device} and {name} on {tensor.device}; move {name} there or "
+            "to the CPU"
+        )
+    if name == "offs" and readable(tensor):
+        host_bounds(tensor, 0, len(inp))
+
+
+def wgrad_shape(grad: Tensor, inp: Tensor, offs: Tensor) -> tuple[int, int, int]:
+    """The shape of the result of te_mx.grouped_wgrad; raises for tensors that do not fit."""
+    for name, value in (("grad", grad), ("inp", inp)):
+        if value.dim() != 2:
+            raise ValueError(
+                f"grouped_wgrad: {name} must be a matrix, got shape {tuple(value.shape)}"
+            )
+    check_place("grouped_wgrad: grad", grad, inp)
+    if len(grad) != len(inp):
+        raise ValueError(
+            f"grouped_wgrad: grad and inp must have the same rows, got {len(grad)} and {len(inp)}"
+        )
+    check_index(offs, "offs", None, inp, "grouped_wgrad")
+    return len(offs), grad.shape[1], inp.shape[1]

@@ -1,0 +1,211 @@
+"""The table of recipes, autocast, explanations, the workspace and what works on whole models."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from judge import Call
+from malformed import (
+    COUNT,
+    DEVICE,
+    FLAG,
+    FUNCTION,
+    MODULE,
+    OPTIONAL_FUNCTION,
+    OPTIONAL_WORD,
+    RECIPE,
+    UPPER_CASE,
+    WORD,
+    UsersError,
+    changed,
+    other_than,
+    values,
+)
+from malformed_tensors import SPLITS
+from torch import nn
+
+import te_mx
+from te_mx import recipe
+
+HYBRID = recipe.MXFP8BlockScaling(fp8_format=recipe.Format.HYBRID)
+OPTIONAL_DEVICE = DEVICE
+ONLY_FALSE = FLAG.but("zero") | values(True_=True)
+OVERRIDE = OPTIONAL_WORD | UPPER_CASE
+
+
+def _entered(autocast: Callable[..., Any], **arguments: Any) -> str:
+    with autocast(**arguments) as region:
+        return repr(region)
+
+
+def _decorated(fn: Any) -> Any:
+    return te_mx.autocast()(fn)()
+
+
+def _generator() -> Any:
+    yield 1
+
+
+async def _async_generator() -> Any:
+    yield 1
+
+
+def _double(x: int = 2) -> int:
+    return 2 * x
+
+
+RECIPES = (
+    Call(
+        "te_mx.recipe.MXFP8BlockScaling", lambda d: recipe.MXFP8BlockScaling,
+        lambda d: {"margin": 0, "fp8_format": recipe.Format.E4M3, "fp8_dpa": False,
+                   "fp8_mha": False, "backward_override": None, "enable_2d_quantization": False,
+                   "scale_rule": "rceil", "precision": "adaptive", "alignment_spread": 8,
+                   "wgrad_with_hp": False, "one_copy_weights": False, "split_k": False},
+        {"margin": COUNT | values(one=1),
+         "fp8_format": other_than() | values(its_name="E4M3", E5M2=recipe.Format.E5M2,
+                                             its_value=recipe.Format.E4M3.value),
+         **dict.fromkeys(("fp8_dpa", "fp8_mha", "enable_2d_quantization"), ONLY_FALSE),
+         "backward_override": OVERRIDE, "scale_rule": WORD | UPPER_CASE,
+         "precision": WORD | UPPER_CASE, "alignment_spread": COUNT | values(nine=9),
+         **dict.fromkeys(("wgrad_with_hp", "one_copy_weights", "split_k"), FLAG)},
+    ),
+    Call(
+        "te_mx.recipe.resolve_recipe", lambda d: recipe.resolve_recipe,
+        lambda d: {"recipe": HYBRID}, {"recipe": RECIPE},
+    ),
+    Call(
+        "te_mx.is_mxfp8_available", lambda d: te_mx.is_mxfp8_available,
+        lambda d: {"return_reason": True}, {"return_reason": FLAG},
+    ),
+    Call(
+        "te_mx.autocast", lambda d: functools.partial(_entered, te_mx.autocast),
+        lambda d: {"enabled": True, "calibrating": False, "recipe": HYBRID},
+        {"enabled": FLAG, "calibrating": FLAG, "recipe": RECIPE},
+    ),
+    Call(
+        "te_mx.autocast.__call__", lambda d: _decorated, lambda d: {"fn": _double},
+        {"fn": FUNCTION | values(a_generator_function=lambda: _generator,
+                                 an_async_generator=lambda: _async_generator,
+                                 a_generator=lambda: _generator())},
+        says={"fn": "fn|autocast"},
+    ),
+    Call(
+        "te_mx.fp8_autocast", lambda d: functools.partial(_entered, te_mx.fp8_autocast),
+        lambda d: {"enabled": True, "calibrating": False, "fp8_recipe": HYBRID},
+        {"enabled": FLAG, "calibrating": FLAG, "fp8_recipe": RECIPE},
+        says={"fp8_recipe": "fp8_recipe|recipe"},
+    ),
+)  # fmt: skip
+
+OPERAND = other_than() | changed(
+    None, meta=lambda x: x.to("meta"), its_codes=lambda x: x.rowwise_data,
+    another_k=lambda x: te_mx.quantize(torch.ones(8, 71)).to(x.device),
+)  # fmt: skip
+EXPLAINED = (
+    Call(
+        "te_mx.explain", lambda d: te_mx.explain,
+        lambda d: {"layout": "TN", "m": 8, "n": 4, "k": 70, "device": d, "precision": "adaptive",
+                   "alignment_spread": 8, "split_k": True, "classes": False},
+        {"layout": WORD | UPPER_CASE, **dict.fromkeys("mnk", COUNT.but("huge")), "device": DEVICE,
+         "precision": WORD | UPPER_CASE, "alignment_spread": COUNT | values(nine=9),
+         "split_k": FLAG, "classes": ONLY_FALSE},
+    ),
+    Call(
+        "te_mx.explain of tensors", lambda d: te_mx.explain,
+        lambda d: {"A": te_mx.quantize(torch.ones(8, 70, device=d)),
+                   "B": te_mx.quantize(torch.ones(4, 70, device=d)), "classes": True},
+        {"A": OPERAND, "B": OPERAND, "classes": FLAG},
+        covers="te_mx.explain",
+    ),
+    Call(
+        "te_mx.explain_grouped", lambda d: te_mx.explain_grouped,
+        lambda d: {"m_splits": [10, 14], "in_features": 70, "out_features": 40, "device": d,
+                   "precision": "adaptive"},
+        {"m_splits": SPLITS.but("one split less", "one split more", "no splits",
+                                "more than the rows", "a tensor over the rows",
+                                "an overflowing tensor"),
+         **dict.fromkeys(("in_features", "out_features"), COUNT.but("huge")), "device": DEVICE,
+         "precision": WORD | UPPER_CASE},
+    ),
+)  # fmt: skip
+
+WORKSPACE = (
+    Call(
+        "te_mx.workspace.reserve", lambda d: te_mx.workspace.reserve,
+        lambda d: {"device": d, "nbytes": 4096},
+        {"device": DEVICE | values(None_=None), "nbytes": COUNT},
+    ),
+    Call(
+        "te_mx.workspace.reset", lambda d: te_mx.workspace.reset,
+        lambda d: {"device": d}, {"device": DEVICE},
+    ),
+)  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------- models
+def model(device: str) -> nn.Module:
+    """Plain, with something to fuse."""
+    layers = nn.LayerNorm(64), nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)
+    return nn.Sequential(nn.Sequential(*layers), nn.Linear(64, 8)).to(device)
+
+
+def converted(device: str, **how: Any) -> nn.Module:
+    made = model(device)
+    te_mx.convert_model(made, **how)
+    return made
+
+
+def frozen(device: str, **how: Any) -> nn.Module:
+    made = converted(device)
+    te_mx.freeze_weights(made, **how)
+    return made
+
+
+def _late(module: nn.Module, name: str) -> bool:
+    if name == "1":
+        raise UsersError
+    return True
+
+
+def on_model(function: Callable[..., Any], make: Callable[..., nn.Module]) -> Any:
+    return lambda device: lambda **arguments: str(function(**arguments))
+
+
+MODELS = (
+    Call(
+        "te_mx.convert_model", on_model(te_mx.convert_model, model),
+        lambda d: {"model": model(d), "filter_fn": lambda module, name: True, "dry_run": False,
+                   "fuse": True},
+        {"model": MODULE, "filter_fn": OPTIONAL_FUNCTION | values(that_raises_late=lambda: _late),
+         "dry_run": FLAG, "fuse": FLAG},
+    ),
+    Call(
+        "te_mx.revert_model", on_model(te_mx.revert_model, converted),
+        lambda d: {"model": converted(d, fuse=True)}, {"model": MODULE},
+    ),
+    Call(
+        "te_mx.freeze_weights", on_model(te_mx.freeze_weights, converted),
+        lambda d: {"model": converted(d), "drop_master": False, "recipe": HYBRID},
+        {"model": MODULE | changed(None, plain=lambda m: model("cpu"),
+                                   meta=lambda m: m.to("meta")),
+         "drop_master": FLAG, "recipe": RECIPE},
+        says={"model": "model|te_mx module|meta"},
+    ),
+    Call(
+        "te_mx.unfreeze_weights", on_model(te_mx.unfreeze_weights, frozen),
+        lambda d: {"model": frozen(d, drop_master=True), "dequantize": True},
+        {"model": MODULE | changed(None, plain=lambda m: model("cpu")),
+         "dequantize": FLAG | values(False_=False)},
+        says={"model": "model|te_mx module"},
+    ),
+    Call("te_mx.audit", on_model(te_mx.audit, frozen), lambda d: {"model": frozen(d)},
+         {"model": MODULE}),
+    Call(
+        "te_mx.ConversionReport.count",
+        lambda d: te_mx.convert_model(model(d)).count, lambda d: {"status": "converted"},
+        {"status": WORD | UPPER_CASE},
+    ),
+)  # fmt: skip

@@ -1,0 +1,16 @@
+"""Every public callable of te_mx, as `Call`s: the table of the malformed calls.
+
+A new callable is one entry here; test_table_is_complete.py fails without it.
+"""
+
+from __future__ import annotations
+
+from function_calls import GEMMS, MX_TENSOR, QUANTIZE
+from grouped_calls import GROUPED
+from judge import Call
+from module_calls import MODULES
+from other_calls import EXPLAINED, MODELS, RECIPES, WORKSPACE
+
+CALLS: tuple[Call, ...] = (
+    QUANTIZE, *GEMMS, *GROUPED, *MX_TENSOR, *RECIPES, *EXPLAINED, *WORKSPACE, *MODELS, *MODULES
+)  # fmt: skip
