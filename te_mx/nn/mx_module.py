@@ -14,10 +14,10 @@ from torch.fx import Proxy
 
 from te_mx import context
 from te_mx.autograd import transforms
-from te_mx.autograd.linear import GEMMS
 from te_mx.autograd.operands import capturing
 from te_mx.autograd.wgrad import Queue, WeightGradient
 from te_mx.context import RECOMPUTED, active_region, backward_pass_id, is_tracing
+from te_mx.engine.explain import new_tags
 from te_mx.nn import converted
 from te_mx.nn.checks import Checked
 from te_mx.nn.delayed_wgrad import DelayedWgrad
@@ -26,11 +26,8 @@ from te_mx.nn.frozen_weight import Freezable
 from te_mx.nn.loading import load_module
 from te_mx.recipe import Settings
 
-STEPS = 2  # linear steps of a module, at most
 NEVER: Any = object()
 TRANSIENT = ("_seen", "_ran", "_microbatch", "_tag", "_delayed")  # what a copy starts without
-
-_tags = itertools.count(step=STEPS * len(GEMMS))
 
 
 def output_dtype(x: Tensor) -> torch.dtype:
@@ -115,7 +112,7 @@ class MXModule(Freezable, DelayedWgrad, Checked):
         if is_tracing():
             return -1
         if self._tag < 0:
-            self.__dict__["_tag"] = next(_tags)
+            self.__dict__["_tag"] = new_tags(self)
         return self._tag
 
     def _kept_weight(
