@@ -21,6 +21,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from te_mx.arguments import check_number, is_one_of, shown
 from te_mx.backends.fused import ACTIVATIONS, Activation
 
 _PARAMS = {"limit": "limit", "alpha": "alpha", "glu_linear_offset": "offset"}
@@ -30,25 +31,29 @@ def resolve(owner: str, name: str, params: Mapping[str, Any] | None) -> Activati
     """The activation of a module from Transformer Engine's arguments.
 
     Raises:
-        ValueError: a name that is not known, or parameters for another than clamped_swiglu.
+        ValueError: a name that is not known, parameters for another than clamped_swiglu, or one
+            that is not finite.
         TypeError: a parameter that is not known or is no number.
     """
-    if name not in ACTIVATIONS:
+    if not is_one_of(name, ACTIVATIONS):
         raise ValueError(
-            f"{owner}: activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}"
+            f"{owner}: activation must be one of {', '.join(ACTIVATIONS)}, got {shown(name)}"
         )
-    given = dict(params or {})
-    if given and name != "clamped_swiglu":
+    if params is not None and not isinstance(params, Mapping):
+        raise TypeError(f"{owner}: activation_params must be a dict, got {shown(params)}")
+    if params and name != "clamped_swiglu":
         raise ValueError(
-            f"{owner}: activation_params are for clamped_swiglu, got {given} for {name!r}"
+            f"{owner}: activation_params are for clamped_swiglu, got {shown(params)} for {name!r}"
         )
-    for key, value in given.items():
-        if key not in _PARAMS or isinstance(value, bool) or not isinstance(value, int | float):
+    numbers = {}
+    for key, value in (params or {}).items():
+        if not is_one_of(key, _PARAMS):
             raise TypeError(
                 f"{owner}: activation_params takes the numbers {', '.join(_PARAMS)}, got "
-                f"{key}={value!r}"
+                f"{shown(key)}={shown(value)}"
             )
-    return Activation(name, **{_PARAMS[key]: float(value) for key, value in given.items()})
+        numbers[_PARAMS[key]] = check_number(f"{owner}: activation_params[{key!r}]", value)
+    return Activation(name, **numbers)
 
 
 def plain(h: Tensor, act: Activation) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_mx.arguments import check_number, is_one_of, shown
 from te_mx.autograd import transforms
 from te_mx.autograd.high_precision import HighPrecisionLinear
 from te_mx.autograd.normalization import NormStep
@@ -48,12 +49,15 @@ class NormModule(MXModule, nn.Module):
         name: str | None,
     ) -> None:
         """Attributes of the normalization; called before the parameters are made."""
-        if normalization not in self._norms:
+        owner = f"te_mx.{type(self).__name__}"
+        if not is_one_of(normalization, self._norms):
             raise ValueError(
-                f"te_mx.{type(self).__name__}: normalization must be one of "
-                f"{', '.join(map(repr, self._norms))}, got {normalization!r}"
+                f"{owner}: normalization must be one of {', '.join(map(repr, self._norms))}, got "
+                f"{shown(normalization)}"
             )
-        self.eps = float(eps)
+        self.eps = check_number(f"{owner}: eps", eps)
+        if self.eps < 0:
+            raise ValueError(f"{owner}: eps must be 0 or more, got {self.eps}")
         self.normalization = normalization
         self.zero_centered_gamma = bool(zero_centered_gamma)
         self.name = name
