@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from te_mx.arguments import shown
+
 
 class Absent(NamedTuple):
     """The default in Transformer Engine, and why te_mx has only that."""
@@ -37,8 +39,6 @@ ABSENT: dict[str, Absent] = {
     "ub_bulk_dgrad": Absent(False, _USERBUFFERS),
     "ub_bulk_wgrad": Absent(False, _USERBUFFERS),
     "ub_name": Absent(None, _USERBUFFERS),
-    "seq_length": Absent(None, "nothing is compiled ahead for a sequence length"),
-    "micro_batch_size": Absent(None, "nothing is compiled ahead for a batch size"),
     "checkpoint": Absent(False, "wrap the module in torch.utils.checkpoint instead"),
     "use_grouped_tensor": Absent(None, "there is one grouped path on every device"),
     "fp8_output": Absent(False, "modules return high-precision tensors"),
@@ -64,8 +64,6 @@ CONSTRUCTORS: dict[str, frozenset[str]] = {
             *(set(_LINEAR) - {"rng_tracker_name", "parallel_mode", "ub_name"}),
             "return_layernorm_output_gathered",
             "set_parallel_mode",
-            "seq_length",
-            "micro_batch_size",
             "checkpoint",
         ]
     ),
@@ -98,5 +96,5 @@ def refuse(module: str, name: str, value: Any) -> None:
     if value is default or (type(value) is type(default) and value == default):
         return
     raise NotImplementedError(
-        f"te_mx.{module}: {name}={value!r} is not supported: {reason}; leave it at {default!r}"
+        f"te_mx.{module}: {name}={shown(value)} is not supported: {reason}; leave it at {default!r}"
     )
