@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from te_mx.autograd import joining, transforms
+from te_mx.arguments import check_flag, check_size
 from te_mx.autograd.grouped import grouped_linear, infer
 from te_mx.autograd.grouped_loop import high_precision_loop
 from te_mx.autograd.grouped_operands import Groups
@@ -81,39 +82,48 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
     ) -> None:
         super().__init__()
         refuse_constructor("GroupedLinear", transformer_engine)
-        if num_gemms < 1:
-            raise ValueError(f"te_mx.GroupedLinear: num_gemms must be 1 or more, got {num_gemms}")
-        dtype = one_dtype("te_mx.GroupedLinear", dtype, params_dtype)
-        self.num_gemms = num_gemms
-        self.in_features = in_features
-        self.out_features = out_features
+        owner = "te_mx.GroupedLinear"
+        dtype = one_dtype(owner, dtype, params_dtype)
+        self.num_gemms = check_size(f"{owner}: num_gemms", num_gemms, 1)
+        self.in_features = check_size(f"{owner}: in_features", in_features)
+        self.out_features = check_size(f"{owner}: out_features", out_features)
+        for argument, flag in (
+            ("bias", bias), ("single_grouped_weight", single_grouped_weight),
+            ("return_bias", return_bias), ("fuse_wgrad_accumulation", fuse_wgrad_accumulation),
+            ("delay_wgrad_compute", delay_wgrad_compute),
+            ("save_original_input", save_original_input),
+        ):  # fmt: skip
+            check_flag(f"{owner}: {argument}", flag)
         self.use_bias = bias
         self.single_grouped_weight = single_grouped_weight
         if single_grouped_bias is None:
             single_grouped_bias = single_grouped_weight
+        check_flag(f"{owner}: single_grouped_bias", single_grouped_bias)
         self.single_grouped_bias = single_grouped_bias
         self.init_method = init_method
         self.return_bias = return_bias
         self.name = name
-        self.fuse_wgrad_accumulation = bool(fuse_wgrad_accumulation)
-        self.save_original_input = bool(save_original_input)
-        wanted: list[tuple[str, bool, tuple[int, ...]]]
-        wanted = [("weight", single_grouped_weight, (out_features, in_features))]
-        if bias:
-            wanted.append(("bias", single_grouped_bias, (out_features,)))
-        for kind, stacked, shape in wanted:
-            for key in parameter_names(kind, num_gemms, stacked):
-                full = (num_gemms, *shape) if stacked else shape
-                self.register_parameter(
-                    key, nn.Parameter(torch.empty(full, device=device, dtype=dtype))
-                )
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.save_original_input = save_original_input
         self._weight_names = parameter_names("weight", num_gemms, single_grouped_weight)
         self._bias_names = parameter_names("bias", num_gemms, single_grouped_bias) if bias else ()
-        self.reset_parameters()
+        # Group by group, then what is stacked: Transformer Engine's order, which the states of an
+        # optimizer follow.
+        weight, added = (out_features, in_features), (out_features,)
+        groups = range(num_gemms)
+        for key, shape in (
+            *(pair for i in groups for pair in ((f"weight{i}", weight), (f"bias{i}", added))),
+            ("weight", (num_gemms, *weight)),
+            ("bias", (num_gemms, *added)),
+        ):
+            if key in self._weight_names or key in self._bias_names:
+                value = torch.empty(shape, device=device, dtype=dtype)
+                self.register_parameter(key, nn.Parameter(value))
+        self._finish_building()
         if delay_wgrad_compute:
             self._start_delaying()
 
-    def reset_parameters(self) -> None:
+    def _initialize(self) -> None:
         """Group by group nn.Linear's default initialization, then `init_method` on the weight."""
         weights, biases = self.weights(), self.biases()
         bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0.0

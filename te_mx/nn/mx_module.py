@@ -23,6 +23,7 @@ from te_mx.nn.checks import Checked
 from te_mx.nn.delayed_wgrad import DelayedWgrad
 from te_mx.nn.frozen_state import save_codes
 from te_mx.nn.frozen_weight import Freezable
+from te_mx.nn.initialization import Resettable
 from te_mx.nn.loading import load_module
 from te_mx.recipe import Settings
 
@@ -50,7 +51,7 @@ def one_dtype(
     return dtype if params_dtype is None else params_dtype
 
 
-class MXModule(Freezable, DelayedWgrad, Checked):
+class MXModule(Resettable, Freezable, DelayedWgrad, Checked):
     """Mixin of the modules, beside an nn.Module."""
 
     # Class attributes, not set in __init__: convert_model gives modules this class in place.
