@@ -6,9 +6,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from te_mx.ops import FLOAT_DTYPES
 
@@ -83,7 +85,10 @@ class Versions:
 
 Queue = deque[Callable[[], None]]
 
-_stand_ins: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
+# One for each kind of weight, kept by the weights that have used it: it goes with the last of them.
+_stand_ins: WeakValueDictionary[tuple[torch.Size, torch.dtype, torch.device], Tensor]
+_stand_ins = WeakValueDictionary()
+_kept_by = WeakIdKeyDictionary()
 
 
 class WeightGradient:
@@ -227,11 +232,14 @@ class WeightGradient:
         first = self.parameters[0]
         shape = torch.Size((sum(p.shape[0] for p in self.parameters), *first.shape[1:]))
         key = shape, first.dtype, first.device
-        if key not in _stand_ins:
-            _stand_ins[key] = torch.zeros(shape, dtype=first.dtype, device=first.device)
+        made = _stand_ins.get(key)
+        if made is None:
+            made = torch.zeros(shape, dtype=first.dtype, device=first.device)
+            _stand_ins[key] = made
+        _kept_by[first] = made
         if any(getattr(p, "zero_out_wgrad", False) for p in marked):
-            _stand_ins[key].zero_()
-        return _stand_ins[key].detach()
+            made.zero_()
+        return made.detach()
 
 
 def refuse_graph(sinks: Iterable[WeightGradient | None]) -> None:

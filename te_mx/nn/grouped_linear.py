@@ -113,23 +113,25 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         self.name = name
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.save_original_input = save_original_input
-        wanted: list[tuple[str, bool, tuple[int, ...]]]
-        wanted = [("weight", single_grouped_weight, (out_features, in_features))]
-        if bias:
-            wanted.append(("bias", single_grouped_bias, (out_features,)))
-        for kind, stacked, shape in wanted:
-            for key in parameter_names(kind, num_gemms, stacked):
-                full = (num_gemms, *shape) if stacked else shape
-                self.register_parameter(
-                    key, nn.Parameter(torch.empty(full, device=device, dtype=dtype))
-                )
         self._weight_names = parameter_names("weight", num_gemms, single_grouped_weight)
         self._bias_names = parameter_names("bias", num_gemms, single_grouped_bias) if bias else ()
-        self.reset_parameters()
+        # Group by group, then what is stacked: Transformer Engine's order, which the states of an
+        # optimizer follow.
+        weight, added = (out_features, in_features), (out_features,)
+        groups = range(num_gemms)
+        for key, shape in (
+            *(pair for i in groups for pair in ((f"weight{i}", weight), (f"bias{i}", added))),
+            ("weight", (num_gemms, *weight)),
+            ("bias", (num_gemms, *added)),
+        ):
+            if key in self._weight_names or key in self._bias_names:
+                value = torch.empty(shape, device=device, dtype=dtype)
+                self.register_parameter(key, nn.Parameter(value))
+        self._finish_building()
         if delay_wgrad_compute:
             self._start_delaying()
 
-    def reset_parameters(self) -> None:
+    def _initialize(self) -> None:
         """Group by group nn.Linear's default initialization, then `init_method` on the weight."""
         weights, biases = self.weights(), self.biases()
         bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0.0

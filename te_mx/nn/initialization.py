@@ -19,7 +19,7 @@ class Resettable:
         raise NotImplementedError
 
     def reset_parameters(self, defer_init: bool = False) -> None:
-        """Give the parameters their initial values again: see the class for which.
+        """Give the parameters their initial values again.
 
         Parameters on the meta device are made real first, as in Transformer Engine: on torch's
         default device, as new nn.Parameters. ``to_empty(device=...)`` before it, as for layers of

@@ -55,6 +55,8 @@ class LayerNormMLP(NormModule):
         name: shown in errors and by `te_mx.audit`.
         fuse_wgrad_accumulation, delay_wgrad_compute: as for te_mx.Linear, for both weights; one
             `backward_dw` computes the gradients of both.
+        seq_length, micro_batch_size: Transformer Engine's hints of what to compile ahead; of no
+            effect.
         transformer_engine: further arguments of Transformer Engine's LayerNormMLP, at their
             defaults.
 
@@ -92,6 +94,8 @@ class LayerNormMLP(NormModule):
         name: str | None = None,
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
         **transformer_engine: Any,
     ) -> None:
         super().__init__()

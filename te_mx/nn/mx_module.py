@@ -15,23 +15,21 @@ from torch.fx import Proxy
 from te_mx import context
 from te_mx.arguments import check_flag
 from te_mx.autograd import transforms
-from te_mx.autograd.linear import GEMMS
 from te_mx.autograd.operands import capturing
 from te_mx.autograd.wgrad import Queue, WeightGradient
 from te_mx.context import RECOMPUTED, active_region, backward_pass_id, is_tracing
+from te_mx.engine.explain import new_tags
 from te_mx.nn import converted
 from te_mx.nn.checks import Checked
 from te_mx.nn.delayed_wgrad import DelayedWgrad
 from te_mx.nn.frozen_state import save_codes
 from te_mx.nn.frozen_weight import Freezable
+from te_mx.nn.initialization import Resettable
 from te_mx.nn.loading import load_module
 from te_mx.recipe import Settings
 
-STEPS = 2  # linear steps of a module, at most
 NEVER: Any = object()
 TRANSIENT = ("_seen", "_ran", "_microbatch", "_tag", "_delayed")  # what a copy starts without
-
-_tags = itertools.count(step=STEPS * len(GEMMS))
 
 
 def output_dtype(x: Tensor) -> torch.dtype:
@@ -42,7 +40,7 @@ def output_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-class MXModule(Freezable, DelayedWgrad, Checked):
+class MXModule(Resettable, Freezable, DelayedWgrad, Checked):
     """Mixin of the modules, beside an nn.Module."""
 
     # Class attributes, not set in __init__: convert_model gives modules this class in place.
@@ -104,7 +102,7 @@ class MXModule(Freezable, DelayedWgrad, Checked):
         if is_tracing():
             return -1
         if self._tag < 0:
-            self.__dict__["_tag"] = next(_tags)
+            self.__dict__["_tag"] = new_tags(self)
         return self._tag
 
     def _kept_weight(

@@ -39,8 +39,6 @@ ABSENT: dict[str, Absent] = {
     "ub_bulk_dgrad": Absent(False, _USERBUFFERS),
     "ub_bulk_wgrad": Absent(False, _USERBUFFERS),
     "ub_name": Absent(None, _USERBUFFERS),
-    "seq_length": Absent(None, "nothing is compiled ahead for a sequence length"),
-    "micro_batch_size": Absent(None, "nothing is compiled ahead for a batch size"),
     "checkpoint": Absent(False, "wrap the module in torch.utils.checkpoint instead"),
     "use_grouped_tensor": Absent(None, "there is one grouped path on every device"),
     "fp8_output": Absent(False, "modules return high-precision tensors"),
@@ -66,8 +64,6 @@ CONSTRUCTORS: dict[str, frozenset[str]] = {
             *(set(_LINEAR) - {"rng_tracker_name", "parallel_mode", "ub_name"}),
             "return_layernorm_output_gathered",
             "set_parallel_mode",
-            "seq_length",
-            "micro_batch_size",
             "checkpoint",
         ]
     ),

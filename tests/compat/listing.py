@@ -118,6 +118,8 @@ def page(data: dict[str, Any]) -> str:
             lines += [f"te_mx has no {module} yet.", ""]
         for part, entries in parts.items():
             lines += [f"## {module}: {part}", "", *_table(entries)]
+    for name, entries in data["contexts"].items():
+        lines += [f"## {name}", "", *_table(entries)]
     lines += [
         "## Recipes",
         "",

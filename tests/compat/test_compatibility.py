@@ -67,6 +67,14 @@ def test_forward_takes_its_arguments_in_the_same_order(module):
     assert taken[: len(listed)] == listed
 
 
+@pytest.mark.parametrize("name", DATA["contexts"])
+def test_contexts_take_the_arguments_in_the_same_order(name):
+    entries = DATA["contexts"][name]
+    assert listing.malformed(entries) == []
+    assert listing.disagreements(getattr(te_mx, name), entries) == []
+    assert list(inspect.signature(getattr(te_mx, name)).parameters) == [e["name"] for e in entries]
+
+
 @pytest.mark.parametrize("module", DATA["modules"])
 def test_the_table_of_refused_arguments_agrees_with_the_list(module):
     """Also for modules that te_mx does not have yet."""
@@ -163,24 +171,41 @@ FILES = {
 }
 
 
+def theirs_of(arguments: ast.arguments) -> list[tuple[Any, ...]]:
+    """Names and defaults of a function's arguments but for self."""
+    named = [a.arg for a in arguments.args if a.arg != "self"]
+    required = len(named) - len(arguments.defaults)
+    return [(name,) for name in named[:required]] + [
+        (name, ast.literal_eval(default))
+        for name, default in zip(named[required:], arguments.defaults, strict=True)
+    ]
+
+
+def listed(entries: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    return [(e["name"], e["default"]) if "default" in e else (e["name"],) for e in entries]
+
+
+def parsed(*path: str) -> list[Any]:
+    """What a file of Transformer Engine defines: read from its source, because its modules cannot
+    be imported without its CUDA library."""
+    root = Path(INSTALLED.submodule_search_locations[0]) / "pytorch"
+    return ast.parse(root.joinpath(*path).read_text()).body
+
+
 @pytest.mark.skipif(INSTALLED is None, reason="transformer_engine is not installed")
 @pytest.mark.parametrize("module", DATA["modules"])
 def test_the_list_is_that_of_transformer_engine(module):
-    """Read from its source, because its modules cannot be imported without its CUDA library."""
-    root = Path(INSTALLED.submodule_search_locations[0])
-    tree = ast.parse((root / "pytorch" / "module" / FILES[module]).read_text())
-    body = next(n.body for n in tree.body if isinstance(n, ast.ClassDef) and n.name == module)
+    defined = parsed("module", FILES[module])
+    body = next(n.body for n in defined if isinstance(n, ast.ClassDef) and n.name == module)
+    functions = {n.name: n for n in body if isinstance(n, ast.FunctionDef)}
     for part, method in listing.METHODS.items():
-        arguments = next(
-            n.args for n in body if isinstance(n, ast.FunctionDef) and n.name == method
-        )
-        required = len(arguments.args) - len(arguments.defaults)
-        theirs = [(a.arg,) for a in arguments.args[1:required]] + [
-            (a.arg, ast.literal_eval(default))
-            for a, default in zip(arguments.args[required:], arguments.defaults, strict=True)
-        ]
-        ours = [
-            (e["name"], e["default"]) if "default" in e else (e["name"],)
-            for e in DATA["modules"][module][part]
-        ]
-        assert ours == theirs
+        theirs = theirs_of(functions[method].args)
+        assert listed(DATA["modules"][module][part]) == theirs
+
+
+@pytest.mark.skipif(INSTALLED is None, reason="transformer_engine is not installed")
+def test_the_list_of_contexts_is_that_of_transformer_engine():
+    defined = {getattr(n, "name", None): n for n in parsed("quantization.py")}
+    methods = {n.name: n for n in defined["autocast"].body if isinstance(n, ast.FunctionDef)}
+    assert listed(DATA["contexts"]["autocast"]) == theirs_of(methods["__init__"].args)
+    assert listed(DATA["contexts"]["fp8_autocast"]) == theirs_of(defined["fp8_autocast"].args)
