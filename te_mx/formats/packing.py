@@ -1,0 +1,43 @@
+"""Codes of fewer than 8 bits in bytes: element 0 in the low bits of byte 0, and on without gaps."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def packed_size(k: int, bits: int) -> int:
+    """Bytes of k codes."""
+    return (k * bits + 7) // 8
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """uint8 codes [.., k] below 2^bits -> bytes [.., packed_size(k)]; bits left over are zero."""
+    if bits == 8:
+        return codes
+    return _regroup(codes, bits, 8, packed_size(codes.shape[-1], bits))
+
+
+def unpack(packed: Tensor, k: int, bits: int) -> Tensor:
+    """The inverse of pack: bytes [.., packed_size(k)] -> codes [.., k]."""
+    if bits == 8:
+        return packed
+    return _regroup(packed, 8, bits, k)
+
+
+def _regroup(fields: Tensor, have: int, want: int, count: int) -> Tensor:
+    """The stream of bits in fields [.., n] of `have` bits, as [.., count] fields of `want` bits."""
+    period = math.lcm(have, want)  # bits after which both kinds of field begin together
+    padded = torch.nn.functional.pad(fields, (0, -fields.shape[-1] % (period // have)))
+    parts = [padded[..., i :: period // have] for i in range(period // have)]
+    found = []
+    for begin in range(0, period, want):
+        overlapping = [(i * have - begin, part) for i, part in enumerate(parts)]
+        shifted = [p << s if s >= 0 else p >> -s for s, p in overlapping if -have < s < want]
+        field = shifted[0]
+        for more in shifted[1:]:
+            field = field | more
+        found.append(field & ((1 << want) - 1))
+    return torch.stack(found, -1).flatten(-2)[..., :count].contiguous()
