@@ -89,13 +89,16 @@ class Format:
         if rule not in self.scaling.rules:
             rules = ", ".join(map(repr, self.scaling.rules))
             raise ValueError(f"scale rule of {self.name} must be one of {rules}, got {rule!r}")
-        blocked = self._blocked(x.detach().to(torch.float32).view(torch.int32))
-        amax = (blocked & MAGNITUDE).amax(-1)  # NaN and Inf come out on top
-        scales = scale_bytes(amax, self.element, rule).unsqueeze_(-1)
-        codes = self.element.encode(blocked, 127 - scales)
-        codes.masked_fill_(scales == NAN_SCALE, self.element.nan_code or 0)
-        codes = codes.flatten(1)[:, : x.shape[1]]
-        return self.pack(codes).contiguous(), scales.squeeze_(-1).to(torch.uint8)
+        rows, k = x.shape
+        bits = x.detach().to(torch.float32).view(torch.int32)
+        bits = _pad_last(bits, self.blocks(k) * self.block)
+        bits = bits.reshape(rows, self.blocks(k), self.block)
+        amax = (bits & MAGNITUDE).amax(-1)  # NaN and Inf come out on top
+        scales = scale_bytes(amax, self.element, rule)
+        codes = self.element.encode(bits, 127 - scales.unsqueeze(-1))
+        codes.masked_fill_((scales == NAN_SCALE).unsqueeze(-1), self.element.nan_code or 0)
+        codes = codes.flatten(1)[:, :k]
+        return self.pack(codes).contiguous(), scales.to(torch.uint8)
 
     def dequantize(self, codes: Tensor, scales: Tensor, k: int, dtype: torch.dtype) -> Tensor:
         """Values [rows, k] of codes and scales, rounded once to dtype.
@@ -103,27 +106,28 @@ class Format:
         A value of 2^128 or more (rounding up the largest fp32 numbers gives one) becomes Inf in
         dtypes that cannot hold it.
         """
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
         exponents = scales.int() - 127
         # Two factors, so that neither they nor the first product leave the normal range of fp32.
         half = exponents >> 1
         other = power_of_two(exponents - half)
         other = torch.where(scales == NAN_SCALE, torch.nan, other)
-        values = self.element.decode(self.unpack(codes, k)).to(wide)
-        return self.scale_blocks(values, power_of_two(half), other).to(dtype)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        return self.decode(codes, k, power_of_two(half).to(wide), other).to(dtype)
 
-    def scale_blocks(self, values: Tensor, *factors: Tensor) -> Tensor:
-        """values [rows, k] times factors [rows, ceil(k / block)] of their blocks, one after the
-        other.
+    def decode(self, codes: Tensor, k: int, *factors: Tensor) -> Tensor:
+        """Values [rows, k] of codes [rows, code_bytes(k)], times the factors [rows, blocks(k)] of
+        their blocks, one after the other. fp32, or fp64 if a factor is.
         """
-        blocked = self._blocked(values)
+        whole = self.blocks(k) * self.block
+        codes = _pad_last(codes, self.code_bytes(whole))
+        values = self.element.decode(self.unpack(codes, whole))
+        values = values.reshape(len(codes), self.blocks(k), self.block)
         for factor in factors:
-            blocked = blocked * factor.to(values.dtype).unsqueeze(-1)
-        return blocked.flatten(1)[:, : values.shape[1]].contiguous()
+            values = values * factor.unsqueeze(-1)
+        return values.flatten(1)[:, :k].contiguous()
 
-    def _blocked(self, values: Tensor) -> Tensor:
-        """[rows, k] -> [rows, blocks(k), block]; a short tail is filled with zeros."""
-        rows, k = values.shape
-        if k % self.block:
-            values = torch.nn.functional.pad(values, (0, self.blocks(k) * self.block - k))
-        return values.reshape(rows, self.blocks(k), self.block)
+
+def _pad_last(values: Tensor, size: int) -> Tensor:
+    """Zeros behind the last dimension, up to size."""
+    missing = size - values.shape[-1]
+    return torch.nn.functional.pad(values, (0, missing)) if missing else values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -30,14 +31,15 @@ def unpack(packed: Tensor, k: int, bits: int) -> Tensor:
 def _regroup(fields: Tensor, have: int, want: int, count: int) -> Tensor:
     """The stream of bits in fields [.., n] of `have` bits, as [.., count] fields of `want` bits."""
     period = math.lcm(have, want)  # bits after which both kinds of field begin together
-    padded = torch.nn.functional.pad(fields, (0, -fields.shape[-1] % (period // have)))
-    parts = [padded[..., i :: period // have] for i in range(period // have)]
-    found = []
+    every = period // have
+    fields = torch.nn.functional.pad(fields, (0, -fields.shape[-1] % every))
+    made = []
     for begin in range(0, period, want):
-        overlapping = [(i * have - begin, part) for i, part in enumerate(parts)]
-        shifted = [p << s if s >= 0 else p >> -s for s, p in overlapping if -have < s < want]
-        field = shifted[0]
-        for more in shifted[1:]:
-            field = field | more
-        found.append(field & ((1 << want) - 1))
-    return torch.stack(found, -1).flatten(-2)[..., :count].contiguous()
+        parts = []
+        for i in range(every):
+            shift = i * have - begin
+            if -have < shift < want:
+                part = fields[..., i::every]
+                parts.append(part << shift if shift >= 0 else part >> -shift)
+        made.append(functools.reduce(torch.bitwise_or, parts) & ((1 << want) - 1))
+    return torch.stack(made, -1).flatten(-2)[..., :count].contiguous()
