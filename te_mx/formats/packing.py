@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 
 import torch
 from torch import Tensor
@@ -30,7 +29,9 @@ def unpack(packed: Tensor, k: int, bits: int) -> Tensor:
 
 def _regroup(fields: Tensor, have: int, want: int, count: int) -> Tensor:
     """The stream of bits in fields [.., n] of `have` bits, as [.., count] fields of `want` bits."""
-    period = math.lcm(have, want)  # bits after which both kinds of field begin together
+    period = have  # bits after which both kinds of field begin together
+    while period % want:
+        period += have
     every = period // have
     fields = torch.nn.functional.pad(fields, (0, -fields.shape[-1] % every))
     made = []
