@@ -85,3 +85,9 @@ def test_one_file_a_format():
         users = [path.name for path in sources if name in path.read_text()]
         assert users == [f"{name}.py"]
         assert len((package / f"{name}.py").read_text().splitlines()) <= 80
+
+
+def test_the_docs_show_the_whole_file_of_mxfp4():
+    source = (Path(formats.__file__).parent / "mxfp4.py").read_text()
+    docs = Path(__file__).parents[2] / "docs" / "adding.md"
+    assert f"```python\n{source}```" in docs.read_text()
