@@ -22,11 +22,18 @@ class Scaling:
             reduction dimension.
         scale: "e8m0", a byte that stands for 2^(byte - 127), or "fp32".
         rules: the ways to choose a scale that `Format.quantize` knows.
+
+    Raises:
+        ValueError: another scale dtype.
     """
 
     block: tuple[int, int] = (1, 32)
     scale: str = "e8m0"
     rules: tuple[str, ...] = MX_RULES
+
+    def __post_init__(self) -> None:
+        if self.scale not in ("e8m0", "fp32"):
+            raise ValueError(f'scale must be "e8m0" or "fp32", got {self.scale!r}')
 
     @property
     def storage(self) -> torch.dtype:
