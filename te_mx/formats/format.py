@@ -1,0 +1,133 @@
+"""Format: an element and its scaling under one name. It is the specification: what the bytes of a
+quantized matrix are and what they mean, in plain torch, on every device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_mx.formats import packing, registry
+from te_mx.formats.element import MAGNITUDE, Element
+from te_mx.formats.scaling import NAN_SCALE, Scaling, power_of_two, scale_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Format:
+    """Codes of `element` with scales of `scaling`, for a matrix [rows, k] whose blocks run along k.
+
+    ======  ===================================  =====================================
+    part    dtype                                shape
+    ======  ===================================  =====================================
+    codes   uint8, packed without gaps in a row  codes_shape: [rows, code_bytes(k)]
+    scales  scaling.storage                      scales_shape: [rows, ceil(k / block)]
+    ======  ===================================  =====================================
+
+    value = code * 2^(byte - 127); byte 255 makes the whole block NaN, byte 0 is 2^-127. `quantize`
+    and `dequantize` are those of E8M0 scales and blocks of one row; a family of formats with other
+    scales overrides them. A format is equal to itself only, and pickles and copies as its name.
+    """
+
+    name: str
+    element: Element
+    scaling: Scaling
+    short_names: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return registry.get, (self.name,)
+
+    # ------------------------------------------------------------------------------------- shapes
+    @property
+    def block(self) -> int:
+        """Elements along k that share a scale."""
+        return self.scaling.block[1]
+
+    def blocks(self, k: int) -> int:
+        """Blocks that cover k elements; the last one may be shorter."""
+        return -(-k // self.block)
+
+    def code_bytes(self, k: int) -> int:
+        """Bytes of k codes."""
+        return packing.packed_size(k, self.element.bits)
+
+    def codes_shape(self, rows: int, k: int) -> tuple[int, int]:
+        """Shape of the codes of [rows, k]."""
+        return rows, self.code_bytes(k)
+
+    def scales_shape(self, rows: int, k: int) -> tuple[int, int]:
+        """Shape of the scales of [rows, k]."""
+        return -(-rows // self.scaling.block[0]), self.blocks(k)
+
+    # ------------------------------------------------------------------------------------ packing
+    def pack(self, codes: Tensor) -> Tensor:
+        """Codes one a byte [.., k] -> bytes [.., code_bytes(k)], low bits first; zeros at the end
+        of a row.
+        """
+        return packing.pack(codes, self.element.bits)
+
+    def unpack(self, packed: Tensor, k: int) -> Tensor:
+        """The inverse of pack: bytes [.., code_bytes(k)] -> codes one a byte [.., k]."""
+        return packing.unpack(packed, k, self.element.bits)
+
+    # ------------------------------------------------------------------------------ specification
+    def quantize(self, x: Tensor, rule: str) -> tuple[Tensor, Tensor]:
+        """Codes and scales of x [rows, k], fp32, bf16 or fp16 with any strides.
+
+        code = round(x * 2^(127 - byte)) to nearest even, at most +-max; the byte is
+        `scaling.scale_bytes` of the block's largest magnitude. A NaN or an Inf makes byte 255 of
+        its block, and of its codes NaN, or 0 where the element has none.
+
+        Raises:
+            ValueError: a rule that the format does not know.
+        """
+        if rule not in self.scaling.rules:
+            rules = ", ".join(map(repr, self.scaling.rules))
+            raise ValueError(f"scale rule of {self.name} must be one of {rules}, got {rule!r}")
+        rows, k = x.shape
+        bits = x.detach().to(torch.float32).view(torch.int32)
+        bits = _pad_last(bits, self.blocks(k) * self.block)
+        bits = bits.reshape(rows, self.blocks(k), self.block)
+        amax = (bits & MAGNITUDE).amax(-1)  # NaN and Inf come out on top
+        scales = scale_bytes(amax, self.element, rule)
+        codes = self.element.encode(bits, 127 - scales.unsqueeze(-1))
+        codes.masked_fill_((scales == NAN_SCALE).unsqueeze(-1), self.element.nan_code or 0)
+        codes = codes.flatten(1)[:, :k]
+        return self.pack(codes).contiguous(), scales.to(torch.uint8)
+
+    def dequantize(self, codes: Tensor, scales: Tensor, k: int, dtype: torch.dtype) -> Tensor:
+        """Values [rows, k] of codes and scales, rounded once to dtype.
+
+        A value of 2^128 or more (rounding up the largest fp32 numbers gives one) becomes Inf in
+        dtypes that cannot hold it.
+        """
+        exponents = scales.int() - 127
+        # Two factors, so that neither they nor the first product leave the normal range of fp32.
+        half = exponents >> 1
+        other = power_of_two(exponents - half)
+        other = torch.where(scales == NAN_SCALE, torch.nan, other)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        return self.decode(codes, k, power_of_two(half).to(wide), other).to(dtype)
+
+    def decode(self, codes: Tensor, k: int, *factors: Tensor) -> Tensor:
+        """Values [rows, k] of codes [rows, code_bytes(k)], times the factors [rows, blocks(k)] of
+        their blocks, one after the other. fp32, or fp64 if a factor is.
+        """
+        whole = self.blocks(k) * self.block
+        codes = _pad_last(codes, self.code_bytes(whole))
+        values = self.element.decode(self.unpack(codes, whole))
+        values = values.reshape(len(codes), self.blocks(k), self.block)
+        for factor in factors:
+            values = values * factor.unsqueeze(-1)
+        return values.flatten(1)[:, :k].contiguous()
+
+
+def _pad_last(values: Tensor, size: int) -> Tensor:
+    """Zeros behind the last dimension, up to size."""
+    missing = size - values.shape[-1]
+    return torch.nn.functional.pad(values, (0, missing)) if missing else values

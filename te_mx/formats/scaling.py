@@ -1,0 +1,74 @@
+"""Scaling: which elements share a scale, what the scale is stored as, and how it is chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from te_mx.formats.element import BIAS, IMPLICIT_BIT, INF, MANTISSA, MANTISSA_BITS, Element
+
+NAN_SCALE = 255  # the E8M0 byte of a block with a NaN or an Inf
+MX_RULES = ("rceil", "floor", "even")
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """One scale for every block of `block` elements.
+
+    Args:
+        block: (rows, cols) of a block; MX formats have (1, 32), with the columns along the
+            reduction dimension.
+        scale: "e8m0", a byte that stands for 2^(byte - 127), or "fp32".
+        rules: the ways to choose a scale that `Format.quantize` knows.
+
+    Raises:
+        ValueError: another scale dtype.
+    """
+
+    block: tuple[int, int] = (1, 32)
+    scale: str = "e8m0"
+    rules: tuple[str, ...] = MX_RULES
+
+    def __post_init__(self) -> None:
+        if self.scale not in ("e8m0", "fp32"):
+            raise ValueError(f'scale must be "e8m0" or "fp32", got {self.scale!r}')
+
+    @property
+    def storage(self) -> torch.dtype:
+        """dtype of stored scales: uint8 or float32."""
+        return torch.uint8 if self.scale == "e8m0" else torch.float32
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """dtype that shows stored scales to users."""
+        return torch.float8_e8m0fnu if self.scale == "e8m0" else torch.float32
+
+
+def scale_bytes(amax: Tensor, element: Element, rule: str) -> Tensor:
+    """E8M0 bytes (int32) of blocks whose largest magnitude has the fp32 bits `amax` (int32).
+
+    ======  ========================================================================================
+    floor   biased exponent of amax, minus emax; 0 at least
+    even    the same of amax rounded to one bit of mantissa
+    rceil   biased exponent of q = fp32(amax / max) rounded up to a power of two; for a subnormal q
+            1 above 2^-127, else 0
+    ======  ========================================================================================
+
+    All are the exponent of amax minus emax, plus one from some mantissa on.
+    """
+    max_mantissa = element.max_code & ((1 << element.mantissa_bits) - 1)
+    max_bits = max_mantissa << (MANTISSA_BITS - element.mantissa_bits)
+    up_from = {"floor": IMPLICIT_BIT, "even": 0x600000, "rceil": max_bits + 1}[rule]
+    byte = (amax >> MANTISSA_BITS) - element.emax + ((amax & MANTISSA) >= up_from)
+    byte = byte.clamp_(min=0)
+    if rule == "rceil":
+        # One fp32 number above max * 2^-127 the subnormal q still rounds to 2^-127, for every max.
+        byte = torch.where(amax <= (element.emax << MANTISSA_BITS) + max_bits + 1, 0, byte)
+    return torch.where(amax >= INF, NAN_SCALE, byte)
+
+
+def power_of_two(exponent: Tensor) -> Tensor:
+    """fp32 2^exponent for int32 exponents in [-126, 127]."""
+    return ((exponent + BIAS) << MANTISSA_BITS).view(torch.float32)
