@@ -18,6 +18,7 @@ EXEMPT = {
     "te_mx.Explanation": "made by te_mx.explain",
     "te_mx.GroupedExplanation": "made by te_mx.explain_grouped",
     "te_mx.GemmOutput": "made by te_mx.gemm",
+    "te_mx.ConversionWarning": "a warning",
     "te_mx.FallbackWarning": "a warning",
     "te_mx.MXTensor.standing_operand": "called by te_mx.gemm",
     "te_mx.recipe.Format": "an enumeration: Python refuses what is no member",
