@@ -9,7 +9,7 @@ from numbers import Integral, Real
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _SCALARS = (int, float, complex, str, bytes, type(None), type, Enum, torch.dtype, torch.device)
 _CONTAINERS = (list, tuple, set, frozenset, dict)
@@ -38,11 +38,22 @@ def is_one_of(value: Any, words: Collection[Any]) -> bool:
     return (value is None or isinstance(value, str)) and value in words
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor is neither sparse nor nested, which has no shape."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
 def check_dense(name: str, tensor: Tensor) -> None:
     """Raise TypeError for sparse and nested tensors."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
+    if not is_dense(tensor):
         kind = "a nested one" if tensor.is_nested else tensor.layout
         raise TypeError(f"{name} must be a dense tensor, got {kind}; use {name}.to_dense()")
+
+
+def check_module(model: Any) -> None:
+    """Raise TypeError unless what a function is to work on is a module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {shown(model)}")
 
 
 def check_flag(name: str, value: Any) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from te_mx.arguments import shown
+from te_mx.arguments import check_module, shown
 from te_mx.autograd.linear import GEMMS
 from te_mx.engine.explain import LAST_RUN
 from te_mx.nn.mx_module import MXModule
@@ -74,8 +74,7 @@ def audit(model: nn.Module) -> AuditReport:
     Raises:
         TypeError: `model` is no nn.Module.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"audit: model must be an nn.Module, got {shown(model)}")
+    check_module(model)
     layers = []
     for name, m in model.named_modules():
         if isinstance(m, MXModule):

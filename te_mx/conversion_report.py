@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 from torch import nn
 
+from te_mx.arguments import is_one_of, shown
 from te_mx.matrices import Matrix, describe, left_of, matrices_of
 from te_mx.report import table
 
 CONVERTED, WOULD_CONVERT, REVERTED, SKIPPED = "converted", "would convert", "reverted", "skipped"
 FUSED, WOULD_FUSE = "fused", "would fuse"
+_STATUSES = (CONVERTED, WOULD_CONVERT, REVERTED, SKIPPED, FUSED, WOULD_FUSE)
 
 
 class LayerReport(NamedTuple):
@@ -50,7 +52,9 @@ class ConversionReport:
         return iter(self.layers)
 
     def count(self, status: str) -> int:
-        """How many layers have this status."""
+        """How many layers have this status. Raises ValueError for what is no status."""
+        if not is_one_of(status, _STATUSES):
+            raise ValueError(f"status must be one of {', '.join(_STATUSES)}, got {shown(status)}")
         return sum(layer.status == status for layer in self.layers)
 
     @property

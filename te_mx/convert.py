@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
-from te_mx.arguments import check_flag, shown
+from te_mx.arguments import check_flag, check_module, shown
 from te_mx.conversion_report import (
     CONVERTED,
     FUSED,
@@ -133,8 +133,7 @@ def convert_model(
 
 
 def _check(model: Any, filter_fn: Any, **flags: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+    check_module(model)
     if filter_fn is not None and not callable(filter_fn):
         raise TypeError(f"filter_fn must be a function of (module, name), got {shown(filter_fn)}")
     for name, value in flags.items():
@@ -162,6 +161,7 @@ def revert_model(model: nn.Module) -> ConversionReport:
     that they were made of; te_mx.LayerNormLinear and te_mx.LayerNormMLP that were built as such
     stay, with the reason.
     """
+    check_module(model)
     layers = [_fusion_row(fusion, REVERTED) for fusion in unfuse_layers(model)]
     for module, names in _linears(model):
         if not isinstance(module, Linear):

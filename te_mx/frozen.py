@@ -7,15 +7,14 @@ from typing import Any
 
 from torch import nn
 
-from te_mx.arguments import check_flag
+from te_mx.arguments import check_flag, check_module
 from te_mx.context import current_recipe
 from te_mx.nn.mx_module import MXModule
 from te_mx.recipe import resolve_recipe
 
 
 def _modules(model: nn.Module) -> list[tuple[str, MXModule]]:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+    check_module(model)
     found = [(name or "(root)", m) for name, m in model.named_modules() if isinstance(m, MXModule)]
     if not found:
         raise ValueError(

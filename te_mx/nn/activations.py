@@ -15,14 +15,13 @@ clamped_swiglu        y sigmoid(alpha y) (clamp(b, -limit, limit) + offset), y =
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_mx.arguments import is_one_of, shown
+from te_mx.arguments import check_number, is_one_of, shown
 from te_mx.backends.fused import ACTIVATIONS, Activation
 
 _PARAMS = {"limit": "limit", "alpha": "alpha", "glu_linear_offset": "offset"}
@@ -32,33 +31,33 @@ def resolve(owner: str, name: str, params: Mapping[str, Any] | None) -> Activati
     """The activation of a module from Transformer Engine's arguments.
 
     Raises:
-        ValueError: a name that is not known, parameters for another than clamped_swiglu, or a
-            number that means nothing.
+        ValueError: a name that is not known, parameters for another than clamped_swiglu, or one
+            that is not finite, or a limit below 0.
         TypeError: a parameter that is not known or is no number, or parameters that are no dict.
     """
     if not is_one_of(name, ACTIVATIONS):
         raise ValueError(
             f"{owner}: activation must be one of {', '.join(ACTIVATIONS)}, got {shown(name)}"
         )
-    given = {} if params is None else params
-    if not isinstance(given, Mapping):
+    if params is not None and not isinstance(params, Mapping):
         raise TypeError(f"{owner}: activation_params must be a dict, got {shown(params)}")
-    if given and name != "clamped_swiglu":
+    if params and name != "clamped_swiglu":
         raise ValueError(
             f"{owner}: activation_params are for clamped_swiglu, got {shown(params)} for {name!r}"
         )
-    for key, value in given.items():
-        if key not in _PARAMS or isinstance(value, bool) or not isinstance(value, int | float):
+    numbers = {}
+    for key, value in (params or {}).items():
+        if not is_one_of(key, _PARAMS):
             raise TypeError(
                 f"{owner}: activation_params takes the numbers {', '.join(_PARAMS)}, got "
-                f"{key}={shown(value)}"
+                f"{shown(key)}={shown(value)}"
             )
-        if not (value >= 0 if key == "limit" else abs(value) < math.inf):
-            raise ValueError(
-                f"{owner}: activation_params takes a limit of 0 or more and finite numbers beside "
-                f"it, got {key}={value}"
-            )
-    return Activation(name, **{_PARAMS[key]: float(value) for key, value in given.items()})
+        numbers[_PARAMS[key]] = check_number(f"{owner}: activation_params[{key!r}]", value)
+    if numbers.get("limit", 0) < 0:
+        raise ValueError(
+            f"{owner}: activation_params['limit'] must be 0 or more, got {numbers['limit']}"
+        )
+    return Activation(name, **numbers)
 
 
 def plain(h: Tensor, act: Activation) -> Tensor:

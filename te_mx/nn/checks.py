@@ -13,6 +13,8 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
+from te_mx.arguments import shown
+
 _STRIDED = torch.strided
 FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
@@ -31,8 +33,8 @@ class Checked:
 
     def _check_shape(self, inp: Tensor, name: str, size: int) -> None:
         """Raise unless inp is a tensor [..., size]."""
-        if not isinstance(inp, Tensor):
-            raise TypeError(f"{self._label()}: inp must be a tensor, got {type(inp).__name__}")
+        if not isinstance(inp, Tensor) or inp.is_nested:
+            raise TypeError(f"{self._label()}: inp must be a dense tensor, got {shown(inp)}")
         shape = inp.shape
         if not shape or shape[-1] != size:
             raise ValueError(

@@ -48,16 +48,6 @@ def check_name(owner: str, name: Any) -> None:
         raise TypeError(f"{owner}: name must be a string or None, got {shown(name)}")
 
 
-def number(owner: str, name: str, value: Any) -> float:
-    """A number as a float. Raises TypeError for what is none, ValueError for NaN, infinities and
-    what is below 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{owner}: {name} must be a number, got {shown(value)}")
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{owner}: {name} must be finite and 0 or more, got {value}")
-    return float(value)
-
-
 def parameter_place(
     owner: str, device: Any, dtype: Any, params_dtype: Any
 ) -> tuple[torch.device | None, torch.dtype | None]:

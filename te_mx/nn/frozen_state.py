@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from te_mx.arguments import is_dense, shown
 from te_mx.nn.frozen_weight import Freezable, Frozen
 from te_mx.recipe import Format, MXFP8BlockScaling, Settings, get_default_recipe
 
@@ -154,6 +155,8 @@ def _problem(codes: Any, scales: Any, shape: tuple[int, ...]) -> str:
         return "a weight_scale needs a weight of codes beside it"
     if not isinstance(codes, Tensor) or not isinstance(scales, Tensor):
         return f"must be tensors, got {type(codes).__name__} and {type(scales).__name__}"
+    if not (is_dense(codes) and is_dense(scales)):
+        return f"must be dense tensors, got {shown(codes)} and {shown(scales)}"
     if scales.dtype not in (torch.uint8, torch.float8_e8m0fnu):
         return (
             f"scales must be uint8 (E8M0 bytes), got {scales.dtype} {tuple(scales.shape)}; float "

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_mx.arguments import is_dense
 from te_mx.autograd import joining
 from te_mx.nn.frozen_state import SCALES
 
@@ -49,8 +50,8 @@ def convert_state_dict(
             error_msgs.append(f"{', '.join(missing)}: missing beside {there[0]}")
         return
     held = [state_dict[key] for key in parts]
-    if not all(isinstance(part, Tensor) for part in held):
-        error_msgs.append(f"{parts[0]} ... must be tensors, to be stacked")
+    if not all(isinstance(part, Tensor) and is_dense(part) for part in held):
+        error_msgs.append(f"{parts[0]} ... must be dense tensors, to be stacked")
         return
     for name, kinds in (
         ("shape", [tuple(t.shape) for t in held]),

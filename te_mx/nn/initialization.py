@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from te_mx.arguments import check_flag
+
 
 class Resettable:
     """Mixin of the modules, beside an nn.Module: initial values, also for parameters on the meta
@@ -29,10 +31,12 @@ class Resettable:
             defer_init: Transformer Engine's: True changes nothing.
 
         Raises:
+            TypeError: `defer_init` is no bool.
             RuntimeError: the module is frozen without its high-precision weights.
         """
         assert isinstance(self, nn.Module)
         module: Any = self
+        check_flag("reset_parameters: defer_init", defer_init)
         if defer_init or (self._building and _on_meta(self)):
             return
         if module._is_dropped():

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from te_mx.arguments import is_dense, shown
 from te_mx.nn.frozen_state import codes_alone, read_codes, take_codes
 
 
@@ -57,6 +58,8 @@ def _check(
         value = state_dict[key]
         if not torch.overrides.is_tensor_like(value):
             error_msgs.append(f"{key} must be a tensor, got {type(value).__name__}")
+        elif isinstance(value, torch.Tensor) and not is_dense(value):
+            error_msgs.append(f"{key} must be a dense tensor, got {shown(value)}")
         elif value.element_size() == 1:
             error_msgs.append(codes_alone(key, value))
         elif value.shape != parameter.shape:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_mx.arguments import is_one_of, shown
+from te_mx.arguments import check_number, is_one_of, shown
 from te_mx.autograd import transforms
 from te_mx.autograd.high_precision import HighPrecisionLinear
 from te_mx.autograd.normalization import NormStep
@@ -58,7 +58,9 @@ class NormModule(MXModule, nn.Module):
             )
         constructors.flags(owner, zero_centered_gamma=zero_centered_gamma)
         constructors.check_name(owner, name)
-        self.eps = constructors.number(owner, "eps", eps)
+        self.eps = check_number(f"{owner}: eps", eps)
+        if self.eps < 0:
+            raise ValueError(f"{owner}: eps must be 0 or more, got {self.eps}")
         self.normalization = normalization
         self.zero_centered_gamma = zero_centered_gamma
         self.name = name

@@ -106,14 +106,13 @@ def _plain(call: Call, argument: str, bad: Bad, device: str) -> Outcome:
 
 # ------------------------------------------------------------------------------------------ results
 def _of_result(call: Call, argument: str, bad: Bad, device: str, result: Any) -> str:
-    if bad.means is not None:
+    expected = None if call.plain is None else _plain(call, argument, bad, device)
+    if bad.means is not None and (expected is None or expected.error is not None):
         torch.manual_seed(0)
         function, arguments = call.make(device), call.arguments(device)
         arguments[argument] = bad.means(arguments[argument])
         expected = _run(function, arguments)
-    elif call.plain is not None:
-        expected = _plain(call, argument, bad, device)
-    else:
+    if expected is None:
         return "taken in silence"
     if expected.error is not None:
         return f"taken in silence; expected {_shown(expected.error)}"

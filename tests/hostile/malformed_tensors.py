@@ -221,7 +221,7 @@ def state_dict_of(*keys: str) -> Kind:
 _ENTRIES = (
     NO_TENSOR | SCALAR | COLUMNS | ROWS | LAYOUTS
     | changed(
-        float8=lambda x: plain(x).to(torch.float8_e4m3fn),
+        float8=lambda x: plain(x).float().to(torch.float8_e5m2),
         dimension_more=lambda x: plain(x).unsqueeze(0),
     )
 )  # fmt: skip

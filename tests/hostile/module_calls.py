@@ -236,6 +236,13 @@ def backward(family: str) -> Call:
     )  # fmt: skip
 
 
+def reset(family: str) -> Call:
+    return Call(
+        f"te_mx.{family}.reset_parameters", lambda d: module(family, d).reset_parameters,
+        lambda d: {"defer_init": False}, {"defer_init": FLAG},
+    )  # fmt: skip
+
+
 def hook(family: str) -> Call:
     method = "register_wgrad_accumulation_and_reduce_hooks"
     return Call(
@@ -266,6 +273,7 @@ def of_family(family: str) -> tuple[Call, ...]:
         constructor(family), forward(family, True), forward(family, False), backward(family),
         parameters(family, True), parameters(family, False), checkpoint(family, False),
         checkpoint(family, True), hook(family), backward_dw(family),
+        reset(family),
     )  # fmt: skip
 
 
