@@ -117,6 +117,7 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         self._bias_names = parameter_names("bias", num_gemms, single_grouped_bias) if bias else ()
         # Group by group, then what is stacked: Transformer Engine's order, which the states of an
         # optimizer follow.
+        wanted = {*self._weight_names, *self._bias_names}
         weight, added = (out_features, in_features), (out_features,)
         groups = range(num_gemms)
         for key, shape in (
@@ -124,7 +125,7 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
             ("weight", (num_gemms, *weight)),
             ("bias", (num_gemms, *added)),
         ):
-            if key in self._weight_names or key in self._bias_names:
+            if key in wanted:
                 value = torch.empty(shape, device=device, dtype=dtype)
                 self.register_parameter(key, nn.Parameter(value))
         self._finish_building()
