@@ -222,4 +222,6 @@ def _wgrad(
 def _settings(recipe: Any) -> Settings:
     if recipe is not None:
         return resolve_recipe(recipe).settings
-    return context.current_settings() or get_default_recipe().settings
+    # Part of a backward pass, which is no forward that is recomputed, runs without autograd.
+    active = context.current_settings(certain=torch.is_grad_enabled())
+    return active or get_default_recipe().settings
