@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from families import FAMILIES, IN, OUT, RECIPES, ROWS, in_region, layer, region
+from families import FAMILIES, IN, MODULES, OUT, RECIPES, ROWS, in_region, layer, region
 from torch import Tensor, nn
 from torch.autograd import functional
 from torch.utils.checkpoint import checkpoint
@@ -38,7 +38,7 @@ def loss_of(run: Run) -> Run:
     return lambda x: run(x).square().sum()
 
 
-# --------------------------------------------------------------------- gradients, of the first order
+# ---------------------------------------------------------------------- first derivatives
 def with_backward(run: Run, weights: list[Tensor], x: Tensor) -> Any:
     for weight in weights:
         weight.grad = None
@@ -244,3 +244,18 @@ def test_a_layer_between_others_breaks_no_path(recipe):
         else:
             with pytest.raises(RuntimeError, match="differentiate twice"):
                 torch.autograd.grad(value, wanted)
+
+
+@pytest.mark.parametrize("arguments", ["fuse_wgrad_accumulation", "delay_wgrad_compute"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("family", MODULES)
+def test_weight_gradients_that_leave_the_graph(family, recipe, arguments):
+    """main_grad, and what backward_dw() makes, have no graph: a pass that asks for one stops."""
+    module = layer(family, **{arguments: True})
+    for parameter in module.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+    z = torch.randn(ROWS, IN, requires_grad=True)
+    loss = loss_of(in_region(recipe, module))(z)
+    with pytest.raises(NotImplementedError, match=rf"te_mx.{family}\(.*create_graph=True.*without"):
+        torch.autograd.grad(loss, z, create_graph=True)
+    assert all(not p.main_grad.any() and p.grad is None for p in module.parameters())
