@@ -26,9 +26,9 @@ RECIPES: dict[str, Any] = {
 class Grouped(nn.Module):
     """A GroupedLinear that is called like the others."""
 
-    def __init__(self, **arguments: Any) -> None:
+    def __init__(self, size: int = OUT, **arguments: Any) -> None:
         super().__init__()
-        self.inner = te_mx.GroupedLinear(3, IN, OUT, **arguments)
+        self.inner = te_mx.GroupedLinear(3, IN, size, **arguments)
 
     def forward(self, x: Tensor) -> Any:
         rows = x.numel() // IN
@@ -49,9 +49,9 @@ class GroupedFunction(nn.Module):
 
 
 FAMILIES: dict[str, Callable[..., nn.Module]] = {
-    "Linear": lambda **k: te_mx.Linear(IN, OUT, **k),
-    "LayerNormLinear": lambda **k: te_mx.LayerNormLinear(IN, OUT, **k),
-    "LayerNormMLP": lambda **k: te_mx.LayerNormMLP(IN, OUT, **k),
+    "Linear": lambda size=OUT, **k: te_mx.Linear(IN, size, **k),
+    "LayerNormLinear": lambda size=OUT, **k: te_mx.LayerNormLinear(IN, size, **k),
+    "LayerNormMLP": lambda size=OUT, **k: te_mx.LayerNormMLP(IN, size, **k),
     "GroupedLinear": Grouped,
     "grouped_linear": GroupedFunction,
 }

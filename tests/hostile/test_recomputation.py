@@ -116,17 +116,21 @@ def test_regions_inside_and_checkpoints_inside(reentrant):
     assert same(backward(y, x, both), wanted)
 
 
-@BOTH
-def test_compiled_layers(reentrant):
+@pytest.mark.parametrize(
+    ("recipe", "families"),
+    [("default", MODULES[:3]), ("one_copy", MODULES[3:]), ("high_precision", MODULES[:1]),
+     ("off", MODULES[:1])],
+)  # fmt: skip
+def test_compiled_layers(recipe, families):
     torch._dynamo.reset()
-    module, x = layer("Linear"), leaf()
+    module, x = nn.Sequential(*(layer(family, size=IN) for family in families)), leaf()
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
-    for recipe in ("default", "off"):
+    for reentrant in (True, False):
         with region(recipe):
             wanted = backward(module(x), x, module)
             y = checkpoint(compiled, x, use_reentrant=reentrant)
         with torch.no_grad(), te_mx.autocast(recipe=FLOOR):
-            compiled(x)
+            module(x)
         assert same(backward(y, x, module), wanted)
     torch._dynamo.reset()
 
