@@ -89,18 +89,21 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def current_settings() -> Settings | None:
+def current_settings(certain: bool = True) -> Settings | None:
     """Settings of the innermost region, None when MXFP8 is off. Traceable by Dynamo.
 
     Raises:
-        RuntimeError: a backward pass runs this forward, and there is no region.
+        RuntimeError: a backward pass runs this forward, and there is no region. `certain` False
+            takes that for MXFP8 being off.
     """
     if is_tracing() and _traced.top is not None:
         return _traced.top[0]
     settings = _this.ambient
-    if settings is _UNKNOWN:
+    if settings is not _UNKNOWN:
+        return settings
+    if certain:
         raise RuntimeError(f"te_mx: {RECOMPUTED}")
-    return settings
+    return None
 
 
 RECOMPUTED = (

@@ -76,7 +76,7 @@ def grouped_linear(
     Raises:
         TypeError, ValueError: what does not fit, with what was expected.
     """
-    settings = _settings(recipe)
+    settings = _settings(recipe, forward=True)
     given = {"offs": offs, "index": index, "masked_m": masked_m}
     chosen = [name for name, value in given.items() if value is not None]
     if len(chosen) != 1:
@@ -170,7 +170,7 @@ def grouped_wgrad(
         TypeError, ValueError: what does not fit, with what was expected.
         RuntimeError: out requires grad while autograd records.
     """
-    settings = _settings(recipe)
+    settings = _settings(recipe, forward=False)
     check_flag("grouped_wgrad: accumulate", accumulate)
     for name, value in (("grad", grad), ("inp", inp), ("out", out)):
         if name != "out" or value is not None:
@@ -219,7 +219,9 @@ def _wgrad(
     )  # fmt: skip
 
 
-def _settings(recipe: Any) -> Settings:
+def _settings(recipe: Any, forward: bool) -> Settings:
     if recipe is not None:
         return resolve_recipe(recipe).settings
-    return context.current_settings() or get_default_recipe().settings
+    # A forward that is recomputed has a graph, what is part of a backward pass itself has none.
+    active = context.current_settings(certain=forward and torch.is_grad_enabled())
+    return active or get_default_recipe().settings

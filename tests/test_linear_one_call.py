@@ -134,6 +134,13 @@ def test_hooks_of_saved_tensors_and_recomputation():
         same(run(one_call, *call), expected)
     assert [t.dtype for t in moved if t.numel()] == [torch.uint8]
 
+    def elsewhere(t):  # neither contiguous nor aligned
+        room = torch.zeros(2 * t.numel() + 1, dtype=t.dtype)[1:]
+        return room[::2].copy_(t.view(-1)).view(t.shape)
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, elsewhere):
+        same(run(one_call, *call), expected)
+
     def recomputed(*args):
         return torch.utils.checkpoint.checkpoint(one_call, *args, use_reentrant=False)
 
@@ -142,10 +149,24 @@ def test_hooks_of_saved_tensors_and_recomputation():
 
 def test_a_second_derivative_is_refused():
     x, w = torch.randn(8, 40, requires_grad=True), torch.randn(8, 40, requires_grad=True)
-    y = one_call(x, w, None, settings(), F32)
-    (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    b = torch.randn(8, requires_grad=True)
+    y = one_call(x * 2, w, b, settings(), F32)
+    made = torch.autograd.grad(y.sum(), [x, w, b], create_graph=True)
+    for first in made:
+        for second in (x, w, b):
+            with pytest.raises(RuntimeError, match="differentiate twice"):
+                torch.autograd.grad(first.sum(), second, allow_unused=True, retain_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
-        dx.sum().backward()
+        made[0].sum().backward()
+
+
+def test_outputs_and_gradients_are_no_views():
+    x, w = torch.randn(2, 4, 40, requires_grad=True), torch.randn(8, 40, requires_grad=True)
+    y = one_call(x, w, None, settings(), F32)
+    y += 1
+    dx, dw = torch.autograd.grad(y.sum(), [x, w])
+    dx += x
+    dw += w
 
 
 def test_what_ran_is_recorded():

@@ -201,6 +201,23 @@ def test_ends_on_the_device_are_used_as_they_are(hopper, monkeypatch) -> None:
             equal(mine, theirs)
 
 
+def test_saved_tensors_that_come_back_otherwise(hopper) -> None:
+    """From the CPU they come contiguous, where packed rows are padded; hooks may do anything."""
+    layer, x = te_mx.GroupedLinear(3, 70, 44), torch.randn(60, 70)
+
+    def run(unpack) -> list[Tensor]:
+        inp = x.clone().requires_grad_()
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack)
+        with te_mx.autocast(), hooks:
+            y = layer(inp, torch.tensor([20, 0, 33]))
+        return list(torch.autograd.grad(y.square().sum(), [inp, *layer.parameters()]))
+
+    want = run(lambda t: t)
+    for unpack in (lambda t: t.clone().contiguous(), lambda t: torch.stack([t, t], -1)[..., 0]):
+        for mine, theirs in zip(run(unpack), want, strict=True):
+            equal(mine, theirs)
+
+
 def test_accumulation_and_main_grad(hopper) -> None:
     layer = te_mx.GroupedLinear(
         3, 64, 48, single_grouped_weight=True, fuse_wgrad_accumulation=True, dtype=torch.bfloat16

@@ -23,14 +23,14 @@ def outputs(ctx: Any, saved: Sequence[Tensor | None], *made: Tensor) -> tuple[Te
     gradients that depend on it, a path leads to all that the node is a function of, see
     `run_backward`. Compiled code refuses second derivatives itself.
     """
-    ctx.linked = not torch.compiler.is_compiling()
-    if not ctx.linked:
+    if torch.compiler.is_compiling():
+        ctx.linked = False
         ctx.save_for_backward(*saved)
         return made
-    link = made[0].new_empty(0)
+    link = torch.empty(0)
     ctx.save_for_backward(*saved, link)
     if len(made) == 1:
-        ctx.set_materialize_grads(False)  # zeros for the link in each backward pass
+        ctx.set_materialize_grads(False)  # or each backward pass makes zeros for the link
     return *made, link
 
 
@@ -44,7 +44,7 @@ def run_backward(
     link, to each input. Whatever way a second derivative takes, it meets an error.
     """
     saved, link = ctx.saved_tensors, None
-    if ctx.linked:
+    if getattr(ctx, "linked", True):
         saved, link, grads = saved[:-1], saved[-1], grads[:-1]
     if grads[0] is None:
         return (None,) * len(ctx.needs_input_grad)

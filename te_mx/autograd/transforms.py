@@ -5,6 +5,7 @@ drop something is refused.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 import torch
@@ -21,12 +22,16 @@ FUNCTION = "call it outside of the transform, on plain tensors"
 
 def active() -> bool:
     """Whether a level of forward-mode AD or a transform is active, which few calls see."""
-    return forward_ad._current_level >= 0 or _transform() is not None
+    return forward_ad._current_level >= 0 or _transforming()
 
 
-# torch.compiler.assume_constant_result, which takes seconds to import. Compiled code guards on the
-# level and on the transforms itself.
-active._dynamo_marked_constant = True  # type: ignore[attr-defined]
+def _transforming() -> bool:
+    return _transform() is not None
+
+
+# What torch.compiler.assume_constant_result does, which takes seconds to import. Compiled code
+# never runs under other transforms than it was traced under.
+_transforming._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def refuse(
@@ -40,7 +45,10 @@ def refuse(
     if torch.compiler.is_dynamo_compiling():  # the tensors cannot be looked at
         carried: str | None = "tensors inside forward-mode AD or a transform of torch.func"
     else:
-        carried = _carried(tensors, torch.is_grad_enabled() if grad is None else grad)
+        look = _carried
+        if "torch._dynamo" in sys.modules:  # which would compile it for tensors that carry nothing
+            look = torch.compiler.disable(_carried)
+        carried = look(tensors, torch.is_grad_enabled() if grad is None else grad)
     if carried is not None:
         raise NotImplementedError(
             f"{owner}: got {carried}, for which MXFP8 code has no rule: the result would "
