@@ -86,9 +86,11 @@ class MXFP8BlockScaling:
         fp8_dpa, fp8_mha: must be False; te_mx has no attention module.
         backward_override: None runs the backward GEMMs in MXFP8. ``"high_precision"`` keeps the
             input and the weight as they are and runs dgrad and wgrad on them, in the dtype of the
-            output: the gradients of a plain layer. ``"dequantized"`` keeps their rowwise codes,
-            1.03 bytes an element, and multiplies what these decode to. The output gradient is not
-            quantized in either.
+            output: the gradients of a plain nn.Linear with that input. What fused modules compute
+            around their linear steps (normalization, activation) has the gradients of torch up to
+            rounding: te_mx sums them in fp32. ``"dequantized"`` keeps the rowwise codes of input
+            and weight, 1.03 bytes an element, and multiplies what these decode to. The output
+            gradient is not quantized in either.
         enable_2d_quantization: must be False; weights have 1x32 blocks.
         wgrad_with_hp: run wgrad alone in high precision: the input is kept as it is, and only dgrad
             is MXFP8. Goes with ``backward_override=None``.

@@ -259,3 +259,27 @@ def test_audit():
     assert "never ran" not in row and "high precision" not in row
     model(x)
     assert te_mx.audit(model)["0"].dgrad == "high precision"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_gradients_in_high_precision_are_those_of_torch_up_to_rounding(dtype, normalization):
+    """No further from fp64 than those of the module outside autocast, whose rounding differs."""
+    layer = te_mx.LayerNormLinear(96, 80, dtype=dtype, normalization=normalization)
+    for p in layer.parameters():
+        torch.nn.init.normal_(p, 0, 0.5)
+    x, grad = torch.randn(50, 96, dtype=dtype), torch.randn(50, 80, dtype=dtype)
+    high = te_mx.recipe.MXFP8BlockScaling(backward_override="high_precision")
+
+    def gradients(module, region):
+        inp = x.to(module.weight.dtype).requires_grad_()
+        with region:
+            y = module(inp)
+        return torch.autograd.grad(y, [inp, *module.parameters()], grad.to(y.dtype))
+
+    fused = gradients(layer, te_mx.autocast(recipe=high))
+    plain = gradients(layer, te_mx.autocast(enabled=False))
+    exact = gradients(copy.deepcopy(layer).double(), te_mx.autocast(enabled=False))
+    for got, torchs, wanted in zip(fused, plain, exact, strict=True):
+        error, theirs = ((g.double() - wanted).norm() / wanted.norm() for g in (got, torchs))
+        assert error <= 1.5 * theirs + 2.0**-24
