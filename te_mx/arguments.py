@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from enum import Enum
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -72,6 +73,16 @@ def check_size(name: str, value: Any, least: int = 0) -> int:
     if value >= 1 << 63:
         raise ValueError(f"{name} must be less than 2^63, got {shown(value)}")
     return value
+
+
+def check_number(name: str, value: Any) -> float:
+    """A finite number as a float. Raises TypeError for what is none, ValueError for NaN and
+    infinities."""
+    if isinstance(value, bool) or not isinstance(value, Real):  # numpy's count
+        raise TypeError(f"{name} must be a number, got {shown(value)}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {shown(value)}")
+    return float(value)
 
 
 def as_device(name: str, value: Any) -> torch.device:

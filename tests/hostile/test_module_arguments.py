@@ -1,4 +1,4 @@
-"""Arguments of Transformer Engine that te_mx refuses: by name, and without looking at values."""
+"""Malformed arguments of the constructors: refused by name, before a parameter is made."""
 
 from __future__ import annotations
 
@@ -6,6 +6,61 @@ import pytest
 import torch
 
 import te_mx
+
+NORMALIZED = [
+    lambda **given: te_mx.LayerNormLinear(8, 8, **given),
+    lambda **given: te_mx.LayerNormMLP(8, 8, **given),
+]
+
+
+@pytest.mark.parametrize("make", NORMALIZED)
+@pytest.mark.parametrize(
+    ("eps", "error", "says"),
+    [
+        (float("nan"), ValueError, "eps must be finite, got nan"),
+        (float("inf"), ValueError, "eps must be finite, got inf"),
+        (-1e-5, ValueError, "eps must be 0 or more, got -1e-05"),
+        ("1e-5", TypeError, "eps must be a number, got '1e-5'"),
+        (None, TypeError, "eps must be a number, got None"),
+        (True, TypeError, "eps must be a number, got True"),
+        (torch.tensor(1e-5), TypeError, "eps must be a number, got tensor torch.float32"),
+    ],
+)
+def test_eps(make, eps, error, says):
+    with pytest.raises(error, match=f"te_mx.LayerNorm.*: {says}"):
+        make(eps=eps)
+
+
+@pytest.mark.parametrize("make", NORMALIZED)
+def test_eps_that_is_a_number(make):
+    assert make(eps=0).eps == 0
+    assert make(eps=torch.finfo(torch.bfloat16).eps).eps == 2.0**-7
+
+
+@pytest.mark.parametrize("name", [["LayerNorm"], torch.ones(2), 3, "BatchNorm"])
+@pytest.mark.parametrize("make", NORMALIZED)
+def test_normalization(make, name):
+    with pytest.raises(ValueError, match=r"normalization must be one of 'LayerNorm', 'RMSNorm'"):
+        make(normalization=name)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        ({"activation": ["gelu"]}, ValueError, "activation must be one of"),
+        ({"activation": torch.ones(2)}, ValueError, "activation must be one of .* got tensor"),
+        ({"activation_params": 3}, TypeError, "activation_params must be a dict, got 3"),
+        ({"activation_params": torch.ones(2)}, TypeError, "activation_params must be a dict"),
+        ({"limit": float("nan")}, ValueError, r"activation_params\['limit'\] must be finite"),
+        ({"limit": torch.tensor(3.0)}, TypeError, r"\['limit'\] must be a number, got tensor"),
+        ({3: 3.0}, TypeError, "activation_params takes the numbers limit, alpha.* got 3=3.0"),
+    ],
+)
+def test_activations(given, error, says):
+    if not given.keys() & {"activation", "activation_params"}:
+        given = {"activation_params": given}
+    with pytest.raises(error, match=says):
+        te_mx.LayerNormMLP(8, 8, **{"activation": "clamped_swiglu", **given})
 
 
 class Silent(torch.Tensor):
