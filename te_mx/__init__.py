@@ -21,7 +21,7 @@ except ModuleNotFoundError as _error:
         '"torch>=2.10" (https://pytorch.org has the choices for GPUs and CPUs)'
     ) from _error
 
-from te_mx import recipe
+from te_mx import formats, recipe
 from te_mx.audit import audit
 from te_mx.context import autocast, fp8_autocast
 from te_mx.conversion_report import ConversionReport
@@ -60,6 +60,7 @@ __all__ = [
     "convert_model",
     "explain",
     "explain_grouped",
+    "formats",
     "fp8_autocast",
     "freeze_weights",
     "gemm",
