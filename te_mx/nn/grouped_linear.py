@@ -211,10 +211,10 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
             need_dx = torch.is_grad_enabled() and inp.requires_grad
             kept = self._kept_weight("weight", is_first_microbatch, settings, inp.device, need_dx)
         tag = self._tag_now()
-        added = () if self.return_bias else self._like_weights(biases)
         queue = self._wgrad_queue()
         sink = self._sink(weights, is_first_microbatch, queue) if routed else None
         try:
+            added = () if self.return_bias else self._like_weights(biases)
             y = grouped_linear(
                 inp, groups, weights + added, bool(added), kept, settings, output_dtype(inp), tag,
                 self.save_original_input, sink,
