@@ -178,8 +178,8 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
             out, dgrad_out: Transformer Engine's; must be None.
 
         Raises:
-            ValueError: splits or inp do not fit.
-            TypeError: the dtype of `inp`, of a weight or of m_splits is none that it takes.
+            ValueError: splits, inp or a parameter do not fit: shapes, devices.
+            TypeError: the dtype of `inp`, of a parameter or of m_splits is none that it takes.
         """
         if isinstance(inp, Proxy):
             return self._as_leaf(
