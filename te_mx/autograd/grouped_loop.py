@@ -145,7 +145,7 @@ def _backward(ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor) -> tuple[Tens
                 dx_groups.append(high_precision.dgrad(g_MN, saved[3], dx_dtype))
             wgrads.append(_plain_wgrad(g_MN, saved[0]))
             if need_db:
-                sums.append(g_MN.sum(0))
+                sums.append(high_precision.bias_gradient(g_MN, dtypes[-1]))
             continue
         gradient = steps.quantized_gradient(g_MN, call.settings, need_dx, need_dw, need_db)
         if need_dx:

@@ -46,6 +46,11 @@ def wgrad(
     return out.add_(dw) if accumulate else out.copy_(dw)
 
 
+def bias_gradient(g_MN: Tensor, dtype: torch.dtype) -> Tensor:
+    """db [N]: the sums of g over the tokens, in fp32 or wider, rounded once to dtype."""
+    return g_MN.sum(0, dtype=torch.promote_types(g_MN.dtype, _F32)).to(dtype)
+
+
 class HighPrecisionLinear(torch.autograd.Function):
     """nn.functional.linear whose weight gradient goes where `sink` says."""
 
@@ -78,5 +83,5 @@ class HighPrecisionLinear(torch.autograd.Function):
             reads = (INPUT, x), (OUTPUT_GRADIENT, g_MN)
             dw_NK = ctx.sink.take(Wgrad(gemm, reads), weight_NK.dtype)
         if need_db:
-            db_N = g_MN.sum(0).to(ctx.bias_dtype)
+            db_N = bias_gradient(g_MN, ctx.bias_dtype)
         return dx, dw_NK, db_N, None

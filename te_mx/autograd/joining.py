@@ -20,7 +20,14 @@ def stack(tensors: Sequence[Tensor]) -> Tensor:
 
 def _joined(join: Callable[[list[Tensor]], Tensor], tensors: Sequence[Tensor]) -> Tensor:
     tensors = list(tensors)
-    kind = tensors[0].device.type
+    device = tensors[0].device
+    kind = device.type
+    for tensor in tensors:
+        if tensor.device != device:
+            raise ValueError(
+                f"te_mx: parameters of one layer are on {device} and {tensor.device}; move them to "
+                "one device"
+            )
     if kind != "meta" and torch.is_autocast_enabled(kind):
         # torch.autocast promotes what these two are given, and refuses fp16 where it makes bf16.
         known = torch.float32, torch.get_autocast_dtype(kind)

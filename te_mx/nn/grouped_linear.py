@@ -178,8 +178,8 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
             out, dgrad_out: Transformer Engine's; must be None.
 
         Raises:
-            ValueError: splits or inp do not fit.
-            TypeError: the dtype of `inp`, of a weight or of m_splits is none that it takes.
+            ValueError: splits, inp or a parameter do not fit: shapes, devices.
+            TypeError: the dtype of `inp`, of a parameter or of m_splits is none that it takes.
         """
         if isinstance(inp, Proxy):
             return self._as_leaf(
@@ -204,39 +204,44 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         if self._is_dropped():
             return self._run_dropped(inp, groups, settings)
         weights, biases = self._held(*self._weight_names), self._held(*self._bias_names)
+        names, shape = self._weight_names, self._shape_of_each("weight")
+        self._check_parameter(names[0], weights[0], shape, inp.device)
         kept = None
         if self._frozen is not None or is_first_microbatch is not None:
             need_dx = torch.is_grad_enabled() and inp.requires_grad
             kept = self._kept_weight("weight", is_first_microbatch, settings, inp.device, need_dx)
         tag = self._tag_now()
-        added = () if self.return_bias else self._like_weights(biases)
         queue = self._wgrad_queue()
         sink = self._sink(weights, is_first_microbatch, queue) if routed else None
         try:
+            added = () if self.return_bias else self._like_weights(biases)
             y = grouped_linear(
                 inp, groups, weights + added, bool(added), kept, settings, output_dtype(inp), tag,
                 self.save_original_input, sink,
             )  # fmt: skip
         except (RuntimeError, TypeError, ValueError):
-            # Ops check every parameter before they read one. Looking at all of them here too would
-            # cost as much again, so this only says which one they refused.
+            # Ops look at every parameter before they read one. Doing so here too would cost as much
+            # again for many groups, so this only says which one they refused.
             self._check_groups(inp.device)
             raise
         return (y, self._returned(biases)) if self.return_bias else y
 
     def _check_groups(self, device: torch.device) -> None:
-        """Check the weights, where there are masters, and the biases that are added, of all
-        groups."""
-        size, rows, cols = self.num_gemms, self.out_features, self.in_features
+        """Check the weights and the biases of all groups, as far as a forward reads them."""
         weights = () if self._is_dropped() else self._weight_names
         biases = () if self.return_bias else self._bias_names
-        for names, stacked, shape in (
-            (weights, self.single_grouped_weight, (rows, cols)),
-            (biases, self.single_grouped_bias, (rows,)),
-        ):
+        for kind, names in (("weight", weights), ("bias", biases)):
+            shape = self._shape_of_each(kind)
             for name in names:
-                value = getattr(self, name)
-                self._check_parameter(name, value, (size, *shape) if stacked else shape, device)
+                self._check_parameter(name, getattr(self, name), shape, device)
+
+    def _shape_of_each(self, kind: str) -> tuple[int, ...]:
+        """The shape of every parameter that holds weights or biases."""
+        if kind == "weight":
+            shape: tuple[int, ...] = (self.out_features, self.in_features)
+            return (self.num_gemms, *shape) if self.single_grouped_weight else shape
+        shape = (self.out_features,)
+        return (self.num_gemms, *shape) if self.single_grouped_bias else shape
 
     def _like_weights(self, biases: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Biases stacked or not as the weights are."""

@@ -8,9 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from te_mx.autograd import joining
 from te_mx.autograd.grouped_operands import Groups
 from te_mx.backends.grouped import device_bounds, host_bounds, known_to_host
 from te_mx.context import is_tracing
+
+_ALIGNED = 8  # torch._grouped_mm takes rows of whole 16 bytes
 
 
 def grouped_plain(
@@ -57,7 +60,7 @@ def _has_grouped_mm(x: Tensor, weight: Tensor, capacity: int) -> bool:
         return False
     autocast = torch.is_autocast_enabled("cuda")
     dtypes = {torch.get_autocast_dtype("cuda")} if autocast else {x.dtype, weight.dtype}
-    return dtypes == {torch.bfloat16} and all(size % 8 == 0 for size in weight.shape)
+    return dtypes == {torch.bfloat16} and all(size % _ALIGNED == 0 for size in weight.shape)
 
 
 def _grouped_mm(
@@ -71,10 +74,13 @@ def _grouped_mm(
         stacked = weights.to(torch.bfloat16)
     else:
         stacked = torch.stack([w.to(torch.bfloat16) for w in weights])
-    inside = row < ends[-1]
+    inside, offs = row < ends[-1], ends.int()
     x = torch.where(inside, x.to(torch.bfloat16), 0)
-    out = torch._grouped_mm(x, stacked.transpose(-2, -1), offs=ends.int())
+    out = torch._grouped_mm(x, stacked.transpose(-2, -1), offs=offs)
     if biases:
-        group = torch.searchsorted(ends, row.squeeze(1), right=True).clamp(max=len(weights) - 1)
-        out = out + torch.stack(list(biases)).to(out.dtype)[group]
+        # The product of a column of ones and a row of biases (and as many zeros as 16 bytes take),
+        # because its gradient sums over the tokens in fp32; that of an index would sum in bf16.
+        rows_G1N = joining.stack(biases).to(torch.bfloat16).unsqueeze(1)
+        rows_G8N = F.pad(rows_G1N, (0, 0, 0, _ALIGNED - 1))
+        out = out + torch._grouped_mm(x.new_ones(len(x), _ALIGNED), rows_G8N, offs=offs)
     return torch.where(inside, out, 0)

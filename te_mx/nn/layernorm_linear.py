@@ -152,8 +152,8 @@ class LayerNormLinear(NormModule):
         The dtype of the result and of z is torch.autocast's where that is on, else that of `inp`.
 
         Raises:
-            ValueError: the last dimension of `inp` is not in_features, or its device is not that of
-                the weight.
+            ValueError: the last dimension of `inp` is not in_features, or a parameter has another
+                shape than the module's or lies on another device than `inp`.
             TypeError: the dtype of `inp` or of a parameter cannot be quantized.
             RuntimeError: a gradient is asked of a module whose high-precision weight was dropped.
         """

@@ -162,8 +162,8 @@ class LayerNormMLP(NormModule):
         The dtype of the result is torch.autocast's where that is on, else that of `inp`.
 
         Raises:
-            ValueError: the last dimension of `inp` is not hidden_size, or its device is not that of
-                the weights.
+            ValueError: the last dimension of `inp` is not hidden_size, or a parameter has another
+                shape than the module's or lies on another device than `inp`.
             TypeError: the dtype of `inp` or of a parameter cannot be quantized.
             RuntimeError: a gradient is asked of a module whose high-precision weights were dropped.
         """

@@ -58,7 +58,8 @@ class Linear(MXModule, nn.Linear):
 
     Main gradients, delaying, saving the input and splitting work outside autocast too.
     `fuse_wgrad_accumulation` and `delay_wgrad_compute` break the graph of torch.compile at the
-    layer; under ``fullgraph=True`` they are an error.
+    layer; under ``fullgraph=True`` they are an error. Under fully_shard and FullyShardedDataParallel
+    both, under DistributedDataParallel the second are refused at the first forward that trains.
 
     Raises:
         TypeError, ValueError: an argument of a wrong type or value, by name.
@@ -154,10 +155,11 @@ class Linear(MXModule, nn.Linear):
         The dtype of the result is torch.autocast's where that is on, else that of `inp`.
 
         Raises:
-            ValueError: the last dimension of `inp` is not in_features, or its device is not that of
-                the weight.
-            TypeError: the dtype of `inp` or of the weight cannot be quantized.
+            ValueError: the last dimension of `inp` is not in_features, or a parameter has another
+                shape than the layer's or lies on another device than `inp`.
+            TypeError: the dtype of `inp` or of a parameter cannot be quantized.
             RuntimeError: a gradient is asked of a layer whose high-precision weight was dropped.
+            NotImplementedError: a data-parallel wrapper would lose the weight gradient.
         """
         if isinstance(inp, Proxy):
             return self._as_leaf(

@@ -19,7 +19,7 @@ from te_mx.autograd.operands import capturing
 from te_mx.autograd.wgrad import Queue, WeightGradient
 from te_mx.context import RECOMPUTED, active_region, backward_pass_id, is_tracing
 from te_mx.engine.explain import new_tags
-from te_mx.nn import converted
+from te_mx.nn import converted, data_parallel
 from te_mx.nn.checks import Checked
 from te_mx.nn.delayed_wgrad import DelayedWgrad
 from te_mx.nn.frozen_state import save_codes
@@ -155,16 +155,18 @@ class MXModule(Resettable, Freezable, DelayedWgrad, Checked):
         """The place of the gradient of one weight in this call; None when there will be none."""
         if not (torch.is_grad_enabled() and any(p.requires_grad for p in parameters)):
             return None
+        label = self._label()
         if transforms.active():
-            transforms.refuse(self._label(), parameters)
+            transforms.refuse(label, parameters)
+        data_parallel.refuse_wrapped(self, label, parameters)
         if self.delay_wgrad_compute and not all(p.is_leaf for p in parameters):
             raise RuntimeError(
-                f"{self._label()}: delay_wgrad_compute=True needs weights that are parameters, but "
+                f"{label}: delay_wgrad_compute=True needs weights that are parameters, but "
                 "something computes one (a parametrization, functional_call); build the module "
                 "without delay_wgrad_compute"
             )
         fuse = self.fuse_wgrad_accumulation
-        return WeightGradient(parameters, self._label(), fuse, first is True, queue)
+        return WeightGradient(parameters, label, fuse, first is True, queue)
 
     # ------------------------------------------------------------------- transforms and tracers
     def _refuse_transforms(self, inp: Tensor) -> None:

@@ -273,6 +273,8 @@ def _on_fake(
     a: Operand, b: Operand, epilogue: Epilogue, out: Tensor, aux_dtype: torch.dtype | None,
     tag: int, mode: Mode,
 ) -> GemmParts:  # fmt: skip
+    beside = a.codes, a.packed, b.packed, epilogue.bias, epilogue.gelu_in, out
+    one_device(b.codes.device, _BESIDE_B, beside)
     bias_grad = None
     if epilogue.bias_grad is not None:
         size = b.rows if epilogue.bias_grad == "operand" else a.rows

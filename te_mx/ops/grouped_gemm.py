@@ -224,7 +224,10 @@ def _make_rows(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _rows_fake(*args: Any) -> Tensor:
-    a_codes, a_order, b_codes, out_dtype = args[0], args[4], args[5], args[11]
+    a_codes, a_scales, a_packed, _, a_order, b_codes, b_scales = args[:7]
+    bias, out_dtype = args[10:12]
+    beside = b_scales, a_codes, a_scales, a_packed, bias
+    checks.one_device(b_codes.device, _BESIDE_B, beside)
     m = a_codes.shape[2 if a_order == "k_first" else 1]
     return b_codes.new_empty((b_codes.shape[0], m), dtype=out_dtype)
 

@@ -89,6 +89,7 @@ def _padded(stack: Tensor) -> Tensor:
 def _weights_fake(
     weights: list[Tensor], fmt: str, columnwise: bool, rule: str, spread: int
 ) -> list[Tensor]:
+    checks.alike(weights)
     first, groups, (rows, cols) = weights[0], len(weights), weights[0].shape
     if spread >= 0:
         parts: list[Tensor] = []
