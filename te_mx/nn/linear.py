@@ -157,7 +157,10 @@ class Linear(MXModule, nn.Linear):
             ValueError: the last dimension of `inp` is not in_features, or its device is not that of
                 the weight.
             TypeError: the dtype of `inp` or of the weight cannot be quantized.
-            RuntimeError: a gradient is asked of a layer whose high-precision weight was dropped.
+            RuntimeError: a gradient is asked of a layer whose high-precision weight was dropped;
+                or a backward pass recomputes it and cannot know the recipe, see te_mx.autocast.
+            NotImplementedError: forward-mode AD or a transform of torch.func follows `inp` or a
+                parameter, in MXFP8.
         """
         if isinstance(inp, Proxy):
             return self._as_leaf(
