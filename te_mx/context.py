@@ -154,8 +154,10 @@ class autocast:
     also through one and the same object; seen only by the thread or asyncio task that entered it.
     Without it the modules are plain high-precision layers.
 
-    The backward pass needs no autocast: the forward decided. Together with ``torch.autocast`` the
-    output dtype follows ``torch.autocast``.
+    The backward pass needs no autocast: the forward decided, also for what
+    ``torch.utils.checkpoint`` runs again. Other code that recomputes enters it again itself, unless
+    its layers have run with one recipe only. Together with ``torch.autocast`` the output dtype
+    follows ``torch.autocast``.
 
     Under ``torch.compile`` enter it around the compiled call or inside the compiled function;
     there, construct it inside as well (Dynamo cannot enter a context manager that was made

@@ -66,6 +66,7 @@ def quantize(
     Raises:
         TypeError: x is not a tensor of such a dtype.
         ValueError: x has no dimension, no copy is asked for, or a word is unknown.
+        NotImplementedError: forward-mode AD or a transform of torch.func follows x.
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a tensor, got {type(x).__name__}")
@@ -173,6 +174,7 @@ def gemm(
     Raises:
         TypeError, ValueError: whatever does not fit, before anything runs.
         RuntimeError: out requires grad while autograd records.
+        NotImplementedError: forward-mode AD or a transform of torch.func follows a tensor.
 
     Gradients do not flow through this function.
     """

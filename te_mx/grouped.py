@@ -75,6 +75,8 @@ def grouped_linear(
 
     Raises:
         TypeError, ValueError: what does not fit, with what was expected.
+        RuntimeError: a backward pass recomputes it and cannot know the recipe, see te_mx.autocast.
+        NotImplementedError: forward-mode AD or a transform of torch.func follows a tensor.
     """
     settings = _settings(recipe, forward=True)
     given = {"offs": offs, "index": index, "masked_m": masked_m}
@@ -169,6 +171,7 @@ def grouped_wgrad(
     Raises:
         TypeError, ValueError: what does not fit, with what was expected.
         RuntimeError: out requires grad while autograd records.
+        NotImplementedError: forward-mode AD or a transform of torch.func follows a tensor.
     """
     settings = _settings(recipe, forward=False)
     check_flag("grouped_wgrad: accumulate", accumulate)

@@ -48,8 +48,10 @@ def run_backward(
         saved, link, grads = saved[:-1], saved[-1], grads[:-1]
     if grads[0] is None:
         return (None,) * len(ctx.needs_input_grad)
+    if torch.compiler.is_compiling():
+        return backward(ctx, saved, *grads)
     transforms.refuse_gradients(owner, grads)
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():
         return backward(ctx, saved, *grads)
     refuse_graph(ctx.sinks)
     with torch.no_grad():

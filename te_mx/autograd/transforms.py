@@ -57,11 +57,12 @@ def refuse(
 
 
 def refuse_gradients(owner: str, grads: Iterable[Tensor | None]) -> None:
-    """The same in a backward pass, of gradients that come in; autograd's own vmap batches them
-    without being active."""
-    if torch.compiler.is_compiling():
-        return
-    if active() or any(g is not None and _is_old_batched(g) for g in grads):
+    """The same in a backward pass, of gradients that come in: autograd's own vmap batches them
+    without being active. Not for compiled code."""
+    concerned = active()
+    for grad in grads:
+        concerned = concerned or (grad is not None and _is_old_batched(grad))
+    if concerned:
         refuse(owner, grads)
 
 

@@ -180,6 +180,7 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         Raises:
             ValueError: splits, inp or a parameter do not fit: shapes, devices.
             TypeError: the dtype of `inp`, of a parameter or of m_splits is none that it takes.
+            RuntimeError, NotImplementedError: as for te_mx.Linear.
         """
         if isinstance(inp, Proxy):
             return self._as_leaf(

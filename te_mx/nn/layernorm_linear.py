@@ -155,7 +155,10 @@ class LayerNormLinear(NormModule):
             ValueError: the last dimension of `inp` is not in_features, or a parameter has another
                 shape than the module's or lies on another device than `inp`.
             TypeError: the dtype of `inp` or of a parameter cannot be quantized.
-            RuntimeError: a gradient is asked of a module whose high-precision weight was dropped.
+            RuntimeError: a gradient is asked of a module whose high-precision weight was dropped;
+                or a backward pass recomputes it and cannot know the recipe, see te_mx.autocast.
+            NotImplementedError: forward-mode AD or a transform of torch.func follows `inp` or a
+                parameter, in MXFP8.
         """
         if isinstance(inp, Proxy):
             return self._as_leaf(

@@ -183,7 +183,7 @@ class MXModule(Resettable, Freezable, DelayedWgrad, Checked):
                 f"{self._label()}: torch.fx cannot trace the layer itself, which is a leaf of its "
                 "graphs; trace a module that holds it"
             )
-        kwargs = {name: value for name, value in given.items() if value not in (None, False)}
+        kwargs = {k: v for k, v in given.items() if v is not None and v is not False}
         return inp.tracer.create_proxy("call_module", path, (inp, *args), kwargs)
 
     # ---------------------------------------------------------------------------------------- names

@@ -160,8 +160,8 @@ class Block(nn.Module):
         self.experts = te_mx.GroupedLinear(2, IN, OUT)
         self.down = nn.Sequential(te_mx.LayerNormLinear(OUT, IN), nn.ReLU(), te_mx.Linear(IN, OUT))
 
-    def forward(self, x: Tensor, m_splits: list[int]) -> Tensor:
-        x = x + self.up(x, is_first_microbatch=None)
+    def forward(self, x: Tensor, m_splits: list[int], first: bool | None) -> Tensor:
+        x = x + self.up(x, is_first_microbatch=first)
         return self.down(self.experts(x, m_splits))
 
 
@@ -172,8 +172,8 @@ def test_fx_keeps_layers_as_leaves(traced_in):
     calls = [node.target for node in graph.graph.nodes if node.op == "call_module"]
     assert calls == ["up", "experts", "down.0", "down.1", "down.2"]
     for recipe in ("default", "one_copy", "off"):  # each call runs as its region says
-        got = in_region(recipe, lambda x: graph(x, [1, 2]))(x)
-        assert torch.equal(got, in_region(recipe, lambda x: block(x, [1, 2]))(x))
+        got = in_region(recipe, lambda x: graph(x, [1, 2], True))(x)
+        assert torch.equal(got, in_region(recipe, lambda x: block(x, [1, 2], None))(x))
 
 
 def test_fx_cannot_trace_a_layer_itself():
