@@ -110,6 +110,7 @@ def test_explain_says_how_many(monkeypatch):
     monkeypatch.setattr(sm90, "_problems", {0: None})
     monkeypatch.setattr(envelopes, "_chosen_gpu", {})
     monkeypatch.setattr(split_k, "multiprocessors", lambda index: SMS)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     sizes = {"m": 512, "n": 512, "k": 16384, "device": "cuda:0"}
     said = te_mx.explain(**sizes)
     assert said.parts == 8

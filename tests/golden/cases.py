@@ -131,7 +131,11 @@ def step(module, x, recipe: str, **kwargs) -> list[Tensor | None]:
         y = module(x, **kwargs)
     grad = matrix("g", y.numel(), 1).view(y.shape).to(y.device, y.dtype)
     y.backward(grad)
-    made = {"x": x.grad, **{name: p.grad for name, p in module.named_parameters()}}
+    # Of grouped layers all weights, then all biases.
+    held = dict(module.named_parameters())
+    kinds = list(dict.fromkeys(name.rstrip("0123456789") for name in held))
+    names = sorted(held, key=lambda name: kinds.index(name.rstrip("0123456789")))
+    made = {"x": x.grad, **{name: held[name].grad for name in names}}
     keep = NOT_OURS.get(recipe)
     return [y.detach()] + [
         value for name, value in made.items() if keep is None or name.startswith(tuple(keep))
