@@ -237,7 +237,18 @@ class Freezable:
         return self._operand_of(*self._codes(key))
 
     def _refuse_gradient(self, *tensors: Tensor | None) -> None:
-        """Raise RuntimeError where a gradient is asked of a module without masters."""
+        """Raise RuntimeError where a gradient is asked of a module without masters, or somebody
+        gives it some for a forward."""
+        given = self._parameters  # type: ignore[attr-defined]
+        for key in self._weight_keys:
+            for name in self._held_by(key):
+                if given.get(name) is not None:
+                    raise RuntimeError(
+                        f"{self._label()} was frozen with drop_master=True and runs on its codes, "  # type: ignore[attr-defined]
+                        f"but got a {name} {tuple(given[name].shape)} (functional_call, or set by "
+                        "hand); get its weights back first, with te_mx.unfreeze_weights(model, "
+                        "dequantize=True)"
+                    )
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
             raise RuntimeError(
                 f"{self._label()} was frozen with drop_master=True and cannot be differentiated: "  # type: ignore[attr-defined]

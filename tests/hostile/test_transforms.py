@@ -152,6 +152,21 @@ def test_functional_call(family, recipe, arguments):
     assert all(p.grad is None for p in module.parameters())
 
 
+@pytest.mark.parametrize("drop_master", [False, True])
+@pytest.mark.parametrize("family", MODULES)
+def test_functional_call_of_frozen_layers(family, drop_master):
+    """With weights of its own where it has some; without, no others are taken in silence."""
+    module, other, x = layer(family), layer(family), torch.randn(ROWS, IN)
+    values = {name: v.detach() for name, v in other.named_parameters()}
+    te_mx.freeze_weights(module, drop_master=drop_master)
+    call = in_region("default", lambda x: functional_call(module, values, (x,)))
+    if drop_master:
+        with pytest.raises(RuntimeError, match=rf"te_mx.{family}.*runs on its codes, but got a"):
+            call(x)
+    else:
+        assert torch.equal(call(x), in_region("default", other)(x))
+
+
 # ---------------------------------------------------------------------------------------- torch.fx
 class Block(nn.Module):
     def __init__(self) -> None:
