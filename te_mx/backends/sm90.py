@@ -126,6 +126,11 @@ def aligned(operand: Operand) -> Operand:
     return operand._replace(codes=codes, scales=words.contiguous())
 
 
+def _on_boundary(tensor: Tensor) -> Tensor:
+    """A tensor that starts where the kernels read 16 bytes at once: a view may start between."""
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
 # ----------------------------------------------------------------------------------------- quantize
 def quantize(what: Quantize) -> QuantizedParts | None:
     """As reference.quantize for a non-empty x, or packed operands when spread is 0 or more, with
@@ -253,7 +258,7 @@ def gemm(
     if bias is not None:
         bias = bias.contiguous()
     if gelu_in is not None:
-        gelu_in = gelu_in.contiguous()
+        gelu_in = _on_boundary(gelu_in.contiguous())
     bias_grad = None
     if epilogue.bias_grad == "result":
         bias_grad = torch.empty(out.shape[1], dtype=_F32, device=device)

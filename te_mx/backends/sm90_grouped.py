@@ -33,7 +33,7 @@ def offs_on_device(offs: Tensor, device: torch.device) -> Tensor:
     memory that a CUDA graph could not read again.
     """
     if not offs.is_cpu:
-        return offs
+        return offs.contiguous()
     there = torch.empty(len(offs), dtype=_I32, device=device)
     index = there.device.index
     status = sm90.native().upload_ends(  # type: ignore[union-attr]

@@ -76,7 +76,8 @@ QUANTIZE = Call(
     "te_mx.quantize", lambda d: te_mx.quantize,
     lambda d: {"x": floats(d, 33, K), "fmt": "e4m3", "rowwise": True, "columnwise": True,
                "columnwise_transposed": None, "scale_rule": "rceil"},
-    {"x": NO_TENSOR | NOT_FLOATS | LAYOUTS | SCALAR | ENDLESS | STRIDES | SHARED_ROWS,
+    {"x": NO_TENSOR | NOT_FLOATS | LAYOUTS | SCALAR | ENDLESS | STRIDES.but("on the cpu")
+          | SHARED_ROWS,
      "fmt": WORD | UPPER_CASE, "rowwise": FLAG, "columnwise": FLAG,
      "columnwise_transposed": OPTIONAL_FLAG, "scale_rule": WORD | UPPER_CASE},
 )  # fmt: skip
