@@ -20,18 +20,24 @@ def stack(tensors: Sequence[Tensor]) -> Tensor:
 
 def _joined(join: Callable[[list[Tensor]], Tensor], tensors: Sequence[Tensor]) -> Tensor:
     tensors = list(tensors)
-    device = tensors[0].device
-    kind = device.type
+    device = getattr(tensors[0], "device", None)
     for tensor in tensors:
-        if tensor.device != device:
+        if tensor is None or tensor.device != device:
+            places = ["None" if t is None else str(t.device) for t in tensors]
             raise ValueError(
-                f"te_mx: parameters of one layer are on {device} and {tensor.device}; move them to "
-                "one device"
+                f"te_mx: parameters that make one must be on one device, got {', '.join(places)}"
             )
-    if kind != "meta" and torch.is_autocast_enabled(kind):
+    dtypes = {tensor.dtype for tensor in tensors}
+    if not all(dtype.is_floating_point for dtype in dtypes):  # torch would promote integers
+        raise TypeError(f"te_mx: parameters that make one must be floats, got {dtypes}")
+    assert device is not None
+    kind = device.type
+    if (
+        kind != "meta"
+        and torch.is_autocast_enabled(kind)
         # torch.autocast promotes what these two are given, and refuses fp16 where it makes bf16.
-        known = torch.float32, torch.get_autocast_dtype(kind)
-        if any(tensor.dtype not in known for tensor in tensors):
-            with torch.autocast(kind, enabled=False):
-                return join(tensors)
+        and not dtypes <= {torch.float32, torch.get_autocast_dtype(kind)}
+    ):
+        with torch.autocast(kind, enabled=False):
+            return join(tensors)
     return join(tensors)

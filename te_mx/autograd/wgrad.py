@@ -207,10 +207,12 @@ class WeightGradient:
                     f"{self.label}: weight.main_grad must be {tuple(parameter.shape)} on "
                     f"{parameter.device} as the weight, got {tuple(grad.shape)} on {grad.device}"
                 )
-            if not grad.is_contiguous() or grad.dtype not in (*FLOAT_DTYPES, parameter.dtype):
+            known = grad.dtype in (*FLOAT_DTYPES, parameter.dtype)
+            if not known or not grad.is_contiguous() or grad.is_neg():
+                kind = "a negative view of " if grad.is_neg() else ""
                 raise RuntimeError(
                     f"{self.label}: weight.main_grad must be contiguous float32, bfloat16 or "
-                    f"float16, got {grad.dtype} with strides {grad.stride()}"
+                    f"float16, got {kind}{grad.dtype} with strides {grad.stride()}"
                 )
             grads.append(grad)
         return grads

@@ -220,7 +220,7 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
                 inp, groups, weights + added, bool(added), kept, settings, output_dtype(inp), tag,
                 self.save_original_input, sink,
             )  # fmt: skip
-        except (RuntimeError, TypeError, ValueError):
+        except (AttributeError, RuntimeError, TypeError, ValueError):
             # Ops look at every parameter before they read one. Doing so here too would cost as much
             # again for many groups, so this only says which one they refused.
             self._check_groups(inp.device)

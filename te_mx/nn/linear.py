@@ -59,7 +59,8 @@ class Linear(MXModule, nn.Linear):
     Main gradients, delaying, saving the input and splitting work outside autocast too.
     `fuse_wgrad_accumulation` and `delay_wgrad_compute` break the graph of torch.compile at the
     layer; under ``fullgraph=True`` they are an error. At the first forward that trains, both are
-    refused under fully_shard and FullyShardedDataParallel, the second under DistributedDataParallel.
+    refused under fully_shard and FullyShardedDataParallel, the second also under
+    DistributedDataParallel.
 
     Raises:
         TypeError, ValueError: an argument of a wrong type or value, by name.

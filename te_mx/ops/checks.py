@@ -39,6 +39,13 @@ def one_device(
             )
 
 
+def writable(out: Tensor) -> None:
+    """Raise ValueError if values cannot be written where out lies. For calls that go through the
+    dispatcher, which reads negative views and cannot write them."""
+    if not torch.compiler.is_compiling() and out.is_neg():
+        raise ValueError("te_mx: out is a negative view; pass out.resolve_neg()")
+
+
 def matrix(x: Tensor, columnwise: str | None = None, spread: int = PLAIN) -> None:
     """Raise ValueError unless x is a matrix, to be quantized to forms that there are."""
     if x.dim() != 2:

@@ -8,7 +8,7 @@ from torch import Tensor
 from te_mx.backends import cpu, reference, sm90
 from te_mx.backends.base import FLOAT_DTYPES, Operand
 from te_mx.engine.explain import warn_fallback
-from te_mx.ops.checks import checked
+from te_mx.ops.checks import checked, one_device
 from te_mx.ops.library import define, is_direct
 
 
@@ -70,6 +70,7 @@ def _checked(
 
 
 def _fake(codes: Tensor, scales: Tensor, fmt: str, order: str, dtype: torch.dtype) -> Tensor:
+    one_device(codes.device, ("the scales of the matrix",), (scales,))
     return codes.new_empty(codes.shape, dtype=dtype)
 
 

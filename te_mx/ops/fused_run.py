@@ -55,7 +55,7 @@ def norm_on_cpu(
 ) -> NormParts:  # fmt: skip
     if not _native(x, "normalization", _cpu_problem(), dtype):
         return norm_composed(x, weight, bias, norm, dtype, want_z, wanted)
-    if cpu_fused.takes(wanted):
+    if cpu_fused.takes(wanted) and not wanted.col_sum:
         return cpu_fused.normalize(x, weight, bias, norm, dtype, want_z, wanted)
     made = cpu_fused.normalize(x, weight, bias, norm, dtype, True, _NO_CODES)
     assert made.z is not None

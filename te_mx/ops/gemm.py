@@ -15,7 +15,7 @@ from te_mx.backends.base import BIAS_GRADS, GELUS, Epilogue, GemmParts, Operand
 from te_mx.engine import envelopes, split_k, workspace
 from te_mx.engine.explain import LAST_RUN, warn_fallback
 from te_mx.engine.written import check_apart
-from te_mx.ops.checks import checked, one_device
+from te_mx.ops.checks import checked, one_device, writable
 from te_mx.ops.library import define, is_direct
 
 
@@ -85,6 +85,7 @@ def gemm_2d(
     if out is None:
         out, aux, sums = _OP(*sides, *rest, out_dtype, kept, tag)
     else:
+        writable(out)
         aux, sums = _OP_OUT(*sides, *rest, out, accumulate, kept, tag)
     has_aux = want_aux and gelu is not None and gelu_in is None
     return GemmParts(out, aux if has_aux else None, sums if bias_grad else None)
@@ -273,8 +274,10 @@ def _on_fake(
     a: Operand, b: Operand, epilogue: Epilogue, out: Tensor, aux_dtype: torch.dtype | None,
     tag: int, mode: Mode,
 ) -> GemmParts:  # fmt: skip
+    device = b.codes.device
+    one_device(device, ("the scales of a", "the scales of b"), (a.scales, b.scales))
     beside = a.codes, a.packed, b.packed, epilogue.bias, epilogue.gelu_in, out
-    one_device(b.codes.device, _BESIDE_B, beside)
+    one_device(device, _BESIDE_B, beside)
     bias_grad = None
     if epilogue.bias_grad is not None:
         size = b.rows if epilogue.bias_grad == "operand" else a.rows

@@ -225,7 +225,8 @@ def _make_rows(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _rows_fake(*args: Any) -> Tensor:
     a_codes, a_scales, a_packed, _, a_order, b_codes, b_scales = args[:7]
-    bias, out_dtype = args[10:12]
+    offs, bias, out_dtype = args[9:12]
+    checks.offsets(offs, b_codes.device)
     beside = b_scales, a_codes, a_scales, a_packed, bias
     checks.one_device(b_codes.device, _BESIDE_B, beside)
     m = a_codes.shape[2 if a_order == "k_first" else 1]

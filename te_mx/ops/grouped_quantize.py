@@ -207,6 +207,7 @@ def _fake(
     x: Tensor, offs: Tensor, fmt: str, rowwise: bool, columnwise: bool, rule: str, col_sum: bool,
     capacity: int, spread: int,
 ) -> list[Tensor]:  # fmt: skip
+    checks.offsets(offs, x.device)
     rows, cols = x.shape
     parts: list[Tensor] = []
     if spread >= 0:

@@ -70,6 +70,7 @@ def gemm_k(
         on_device = _k_on_cpu if b.codes.is_cpu else _k_on_cuda
         on_device(a, b, offs, out, accumulate, capacity, rows, tag, mode)
     else:
+        checks.writable(out)
         _OP_K(
             a.codes, a.scales, a.fmt, b.codes, b.scales, b.fmt, b.order, offs, out, accumulate,
             capacity, rows, tag, mode.precision, mode.spread,
@@ -238,6 +239,7 @@ def _make_k(run: Callable[..., None]) -> Callable[..., None]:
 
 def _k_fake(*args: Any) -> None:
     a_codes, a_scales, _, b_codes, b_scales = args[:5]
+    checks.offsets(args[7], b_codes.device)
     checks.one_device(b_codes.device, (*_BESIDE_B, "out"), (b_scales, a_codes, a_scales, args[8]))
 
 

@@ -1,0 +1,150 @@
+"""Tensors whose memory holds the negatives of their values (torch._neg_view, the imaginary part of
+a conjugate): read as what they stand for, wherever a tensor is taken.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import te_mx
+from te_mx import ops
+from te_mx.backends.fused import Activation, Norm, Wanted
+from te_mx.ops.fused import act_quantize_2d, dact_quantize_2d, norm_backward_2d, norm_quantize_2d
+from te_mx.ops.grouped_gemm import gemm_rows
+from te_mx.ops.grouped_quantize import quantize_grouped
+from te_mx.ops.grouped_weights import quantize_weights
+from te_mx.ops.grouped_wgrad import gemm_k
+from te_mx.recipe import MXFP8BlockScaling
+
+FAMILIES = {
+    "Linear": lambda: te_mx.Linear(64, 40),
+    "LayerNormLinear": lambda: te_mx.LayerNormLinear(64, 40),
+    "LayerNormMLP": lambda: te_mx.LayerNormMLP(64, 40),
+    "LayerNormMLP relu": lambda: te_mx.LayerNormMLP(64, 40, activation="relu"),
+    "GroupedLinear": lambda: te_mx.GroupedLinear(2, 64, 40),
+    "GroupedLinear stacked": lambda: te_mx.GroupedLinear(2, 64, 40, single_grouped_weight=True),
+}
+
+
+def negative(x: Tensor) -> Tensor:
+    """x as a view of -x."""
+    return torch._neg_view(-x.detach())
+
+
+def imaginary(x: Tensor) -> Tensor:
+    """x as the imaginary part of a conjugate."""
+    return torch.complex(torch.zeros_like(x), -x.detach()).conj().imag
+
+
+def run(layer: nn.Module, x: Tensor, grad: Tensor | None, recipe=None) -> list[Tensor]:
+    splits = ([9, 15],) if isinstance(layer, te_mx.GroupedLinear) else ()
+    x = x.detach().requires_grad_()
+    with te_mx.autocast(recipe=recipe):
+        y = layer(x, *splits)
+    found = [x, *layer.parameters()]
+    return [y.detach(), *torch.autograd.grad(y, found, y.detach().sin() if grad is None else grad)]
+
+
+def assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
+    for mine, theirs in zip(got, expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("view", [negative, imaginary])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_input_gradient_and_every_parameter(family: str, view):
+    layer, x = FAMILIES[family](), torch.randn(24, 64)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_()
+    expected = run(layer, x, None)
+    grad = expected[0].sin()
+    assert view(x).is_neg() and torch.equal(view(x), x)
+    assert_same(run(layer, view(x), grad), expected)
+    assert_same(run(layer, x, view(grad)), expected)
+    for name, parameter in layer.named_parameters():
+        other = copy.deepcopy(layer)
+        other._parameters[name] = nn.Parameter(view(parameter))
+        assert getattr(other, name).is_neg()
+        assert_same(run(other, x, grad), expected)
+
+
+@pytest.mark.parametrize("recipe", [None, MXFP8BlockScaling(backward_override="high_precision")])
+@pytest.mark.parametrize("family", ["Linear", "GroupedLinear", "GroupedLinear stacked"])
+def test_main_grad(family: str, recipe):
+    """Nothing is written where every reader would have to negate it again."""
+    layer = FAMILIES[family]()
+    layer.fuse_wgrad_accumulation = True
+    for parameter in layer.parameters():
+        parameter.main_grad = negative(torch.ones_like(parameter))
+    with pytest.raises(RuntimeError, match=r"main_grad must be contiguous .*, got a negative view"):
+        run(layer, torch.randn(24, 64), None, recipe)
+
+
+def test_functions():
+    x, w, bias, out = (torch.randn(s) for s in ((24, 64), (40, 64), (40,), (24, 40)))
+    A, B = te_mx.quantize(w), te_mx.quantize(x)
+    assert torch.equal(te_mx.gemm(A, B, bias=negative(bias)).out, te_mx.gemm(A, B, bias=bias).out)
+    with pytest.raises(ValueError, match="out is a negative view"):
+        te_mx.gemm(A, B, out=negative(out))
+    expected = te_mx.gemm(A, B, gelu_in=out, grad=True, bias=True)
+    got = te_mx.gemm(A, B, gelu_in=negative(out), grad=True, bias=True)
+    assert_same(got[::2], expected[::2])
+    weights, offs = torch.randn(2, 40, 64), torch.tensor([9, 24])
+    expected = te_mx.grouped_linear(x, weights, offs=offs, bias=out[:2])
+    parts = [weights[0], negative(weights[1])]
+    got = te_mx.grouped_linear(
+        negative(x), parts, offs=negative(offs), bias=[out[0], negative(out[1])]
+    )
+    assert torch.equal(got, expected)
+    expected = te_mx.grouped_wgrad(out, x, offs)
+    assert torch.equal(te_mx.grouped_wgrad(negative(out), negative(x), negative(offs)), expected)
+    with pytest.raises(ValueError, match="out is a negative view"):
+        te_mx.grouped_wgrad(out, x, offs, out=negative(expected))
+
+
+def test_ops():
+    """The layer below, which modules and autograd functions are made of."""
+    x, dz, weight = torch.randn(24, 64), torch.randn(24, 64), torch.randn(64)
+    norm, wanted = Norm("LayerNorm", 1e-5), Wanted("e4m3", True, "plain", "rceil", col_sum=True)
+    act = Activation("swiglu")
+    offs = torch.tensor([9, 24])
+
+    def compute(view) -> list[Tensor | None]:
+        made = norm_quantize_2d(
+            view(x), view(weight), view(weight), norm, x.dtype, want_z=True, wanted=wanted
+        )
+        back = norm_backward_2d(
+            view(dz), view(x), view(weight), view(made.mean), view(made.rstd), x.dtype
+        )
+        h = act_quantize_2d(view(x), act, x.dtype, want_out=True, wanted=wanted)
+        dh = dact_quantize_2d(view(dz[:, :32]), view(x), act, x.dtype, want_out=True, wanted=wanted)
+        q = ops.quantize_2d(
+            view(x), "e4m3", rowwise=True, columnwise="plain", scale_rule="rceil", col_sum=True
+        )
+        values = ops.dequantize_2d(
+            view(q.row_codes), view(q.row_scales), "e4m3", "k_last", torch.float32
+        )
+        g = quantize_grouped(
+            view(x), view(offs), "e4m3", rowwise=True, columnwise=True, scale_rule="rceil"
+        )
+        rows, _ = quantize_weights([view(x), x], "e4m3", columnwise=False, scale_rule="rceil")
+        tokens = ops.Operand(view(g.row_codes), view(g.row_scales), "e4m3", "k_last")
+        weights = rows._replace(codes=view(rows.codes), scales=view(rows.scales))
+        y = gemm_rows(weights, tokens, view(offs), bias=view(dz[:2, :24]), out_dtype=x.dtype)
+        k = ops.Operand(view(g.col_codes), view(g.col_scales), "e4m3", "k_first")
+        dw = gemm_k(k, k, view(offs), out_dtype=x.dtype)
+        return [
+            *made[:3], *made.quantized, *back, h.out, *h.quantized, dh.out, *dh.quantized, *q,
+            values, *g[:4], y, dw,
+        ]  # fmt: skip
+
+    assert_same(compute(negative), compute(lambda tensor: tensor))
+    q = ops.quantize_2d(x, "e4m3", rowwise=True, columnwise=None, scale_rule="rceil")
+    operand = ops.Operand(q.row_codes, q.row_scales, "e4m3", "k_last")
+    with pytest.raises(ValueError, match="out is a negative view"):
+        ops.gemm_2d(operand, operand, out=negative(torch.ones(24, 24)), out_dtype=torch.float32)
