@@ -116,7 +116,17 @@ def _of_result(call: Call, argument: str, bad: Bad, device: str, result: Any) ->
         return "taken in silence"
     if expected.error is not None:
         return f"taken in silence; expected {_shown(expected.error)}"
-    return "" if same(result, expected.result) else "taken, with another result than it stands for"
+    # torch adds products of sparse tensors in any order on a GPU: its own bits differ by the call.
+    alike = close if device == "cuda" and bad.label == "sparse" else same
+    return "" if alike(result, expected.result) else "taken, with another result than it stands for"
+
+
+def close(x: dict[str, Tensor], y: dict[str, Tensor]) -> bool:
+    """Whether two results in fp32 are the same up to the order of sums."""
+    return x.keys() == y.keys() and all(
+        x[key].shape == y[key].shape and torch.allclose(x[key], y[key], rtol=1e-5, atol=1e-5)
+        for key in x
+    )
 
 
 def same(x: Any, y: Any) -> bool:
