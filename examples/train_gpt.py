@@ -48,7 +48,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--batch", type=int, default=argparse.SUPPRESS, help="sequences a step")
     p.add_argument("--lr", type=float, default=argparse.SUPPRESS, help="highest learning rate")
     p.add_argument("--device", default=d.device, help="cpu, cuda, cuda:1, ...")
-    p.add_argument("--dtype", choices=precision.DTYPES, default=d.dtype, help="activations")
+    p.add_argument(
+        "--dtype", choices=precision.DTYPES, default=argparse.SUPPRESS,
+        help="activations (default: bf16; fp32 on a CPU without bf16 instructions, where torch's "
+        "bf16 takes a minute a step)",
+    )  # fmt: skip
     p.add_argument("--recipe", choices=precision.RECIPES, default=d.recipe)
     p.add_argument("--seed", type=int, default=d.seed)
     p.add_argument("--only", choices=[*precision.DTYPES, "mxfp8"], help="one of the two runs")
@@ -70,6 +74,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if "preset" not in args:
         small, large = ("moe", "moe-large") if args.mixture else (d.preset, "large")
         args.preset = small if args.device == "cpu" else large
+    if "dtype" not in args:
+        args.dtype = precision.usual_dtype(args.device)
     preset = train.PRESETS[args.preset]
     args.batch = getattr(args, "batch", preset.batch)
     args.lr = getattr(args, "lr", preset.lr)

@@ -192,6 +192,8 @@ def script(out: Path, *options: str) -> list[str]:
         "tiny",
         "--batch",
         "2",
+        "--dtype",
+        "bf16",
         "--out",
         str(out),
         *options,

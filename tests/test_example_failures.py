@@ -16,7 +16,7 @@ sys.path.insert(0, str(EXAMPLES))
 import train_gpt  # noqa: E402  (the examples are no package)
 from gpt import data, report, stopping, train  # noqa: E402
 
-TINY = ["--preset", "tiny", "--batch", "2", "--steps", "2"]
+TINY = ["--preset", "tiny", "--batch", "2", "--steps", "2", "--dtype", "bf16"]
 OLD = ["bf16.json", "bf16.pt", "mxfp8.json", "mxfp8.pt"]
 
 
@@ -162,6 +162,14 @@ def test_a_damaged_checkpoint_is_named(
     said = capsys.readouterr()
     assert f"error: {path} is damaged" in said.err and "without --resume" in said.err
     assert said.out == "" and "Traceback" not in said.err
+
+
+@pytest.mark.parametrize("has_bf16", [False, True])
+def test_the_baseline_is_fp32_where_torch_has_no_bf16_products(has_bf16, monkeypatch) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bf16)
+    assert train_gpt.parse([]).dtype == ("bf16" if has_bf16 else "fp32")
+    assert train_gpt.parse(["--device", "cuda"]).dtype == "bf16"
+    assert train_gpt.parse(["--dtype", "bf16"]).dtype == "bf16"
 
 
 @pytest.mark.parametrize("script", ["train_gpt.py", "train_moe.py"])

@@ -13,6 +13,12 @@ RECIPES = ("mxfp8", "mxfp8-hybrid", "mxfp8-floor", "mxfp8-exact")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
+def usual_dtype(device: str) -> str:
+    """bf16; fp32 on a CPU where torch has no bf16 products but a loop over single numbers."""
+    slow = device == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return "fp32" if slow else "bf16"
+
+
 def recipe(name: str) -> "te_mx.recipe.MXFP8BlockScaling":
     """mxfp8: E4M3 throughout. -hybrid: E5M2 gradients. -floor: the OCP scale rule. -exact: products
     of the exact values on Hopper GPUs, in bf16.
