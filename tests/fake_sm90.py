@@ -1,18 +1,20 @@
 """The interface of te_mx._sm90 in plain torch, on addresses of CPU memory.
 
 With it in place of the module, the Python side of the Hopper backend runs on any machine: sizes,
-orders, forms and the places inside a workspace. tests/gpu holds the real module to the same.
+orders, layouts and the places inside a workspace. tests/gpu holds the real module to the same.
+Records are those of te_mx._native, which both modules have.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 
 import torch
 from torch import Tensor
 
-from te_mx.backends import reference, reference_fused, sm90_layout
-from te_mx.backends.base import FLOAT_DTYPES, FORMATS, GELUS, Epilogue, Operand
+from te_mx.backends import base, reference, reference_fused, sm90_layout
+from te_mx.backends.base import FLOAT_DTYPES, FORMATS, GELUS, LAYOUTS, Epilogue
 from te_mx.backends.fused import ACT_IDS, ACTIVATIONS, Activation, Norm
 
 OK, SMALL_WORKSPACE = 0, 3
@@ -21,6 +23,18 @@ _NAMES = {fmt.native_id: name for name, fmt in FORMATS.items()}
 _DTYPES = {number: dtype for dtype, number in FLOAT_DTYPES.items()}
 _RULES = ("rceil", "floor")
 _GELUS = {number: name for name, number in GELUS.items()}
+_ORDERS = {number: name for name, number in LAYOUTS.items()}
+_RECORDS = {
+    "ActArgs", "DequantizeArgs", "GemmArgs", "GroupedGemmArgs", "GroupedQuantizeArgs", "Groups",
+    "LinearArgs", "Matrix", "NormArgs", "NormGradArgs", "Operand", "PackArgs", "QuantizeArgs",
+    "RowSumsArgs",
+}  # fmt: skip
+
+
+def __getattr__(name: str):
+    if name not in _RECORDS:
+        raise AttributeError(name)
+    return getattr(importlib.import_module("te_mx._native"), name)
 
 
 def at(address: int, shape: tuple[int, ...], dtype: torch.dtype = torch.uint8) -> Tensor:
@@ -46,78 +60,83 @@ def packed_bytes(rows: int, k: int) -> tuple[int, int]:
 
 def _write_packed(place, codes: Tensor, scales: Tensor, fmt: str, spread: int) -> None:
     packed = sm90_layout.pack(codes, scales, fmt, spread)
-    at(place[0], packed.codes.shape).copy_(packed.codes)
-    at(place[1], packed.scales.shape, torch.int32).copy_(packed.scales)
+    at(place.codes, packed.codes.shape).copy_(packed.codes)
+    at(place.scales, packed.scales.shape, torch.int32).copy_(packed.scales)
 
 
-def _operand(place, fmt: int, rows: int, k: int) -> Operand:
-    codes, words = sm90_layout.packed_shapes(rows, k)
-    read = at(place[0], codes)[:, :k], at(place[1], words, torch.int32)
-    return Operand(*read, _NAMES[fmt], "sm90")
+def read_operand(o) -> base.Operand:
+    """The operand that a native record says the address of."""
+    order = _ORDERS[o.layout]
+    if order == "sm90":
+        codes, words = sm90_layout.packed_shapes(o.rows, o.k)
+        parts = at(o.codes, codes)[:, : o.k], at(o.scales, words, torch.int32)
+    elif order == "k_first":
+        parts = at(o.codes, (o.k, o.rows)), at(o.scales, (_blocks(o.k), o.rows))
+    else:
+        parts = at(o.codes, (o.rows, o.k)), at(o.scales, (o.rows, _blocks(o.k)))
+    return base.Operand(*parts, _NAMES[o.element], order)
+
+
+def rows_first(operand: base.Operand) -> tuple[Tensor, Tensor]:
+    """Codes [rows, k] and scales [rows, blocks] of a plain operand."""
+    parts = operand.codes, operand.scales
+    return parts if operand.order == "k_last" else tuple(part.t().contiguous() for part in parts)
+
+
+def read_matrix(m, address: int | None = None) -> Tensor:
+    """The matrix that a native record says the address of."""
+    memory = at(address or m.data, ((m.rows - 1) * m.row_stride + m.cols,), _DTYPES[m.dtype])
+    assert m.col_stride == 1
+    return memory.as_strided((m.rows, m.cols), (m.row_stride, 1)).contiguous()
 
 
 def available(device: int = -1) -> bool:
     return True
 
 
-def quantize_two(first, second, stream, device=-1) -> int:
-    return quantize(first, stream, device) or quantize(second, stream, device)
+# ---------------------------------------------------------------------------------------- quantize
+def quantize_two(first, second) -> int:
+    return quantize(first) or quantize(second)
 
 
-def quantize(call, stream, device=-1) -> int:
-    address, rows, cols, stride, dtype = call[0]
-    return _quantize(call, _matrix(address, stride, dtype, rows, cols))
+def quantize(args) -> int:
+    return _quantize(args.to, read_matrix(args.x))
 
 
-def _matrix(address: int, stride: int, dtype: int, rows: int, cols: int) -> Tensor:
-    memory = at(address, ((rows - 1) * stride + cols,), _DTYPES[dtype])
-    return memory.as_strided((rows, cols), (stride, 1)).contiguous()
-
-
-def _quantize(call, values: Tensor) -> int:
-    """What a call makes of values, wherever they are."""
-    (_, rows, cols, _, _), fmt, rule, row, col, spread, col_sum, sum_dtype, col_sum_ws = call
-    assert values.shape == (rows, cols)
-    name = _NAMES[fmt]
-    parts = reference.quantize(values, name, True, "transposed", _RULES[rule], bool(col_sum))
-    for place, codes, scales in ((row, *parts[:2]), (col, *parts[2:4])):
-        form = int(place[2])
-        if not place[0]:
+def _quantize(to, values: Tensor) -> int:
+    """What is made of values, wherever they are."""
+    rows, cols = values.shape
+    name = _NAMES[to.element]
+    parts = reference.quantize(values, name, True, "transposed", _RULES[to.rule], bool(to.col_sum))
+    for place, codes, scales in ((to.row, *parts[:2]), (to.col, *parts[2:4])):
+        if not place.codes:
             continue
-        if form == 1:
-            _write_packed(place, codes, scales, name, spread)
+        order = _ORDERS[place.layout]
+        if order == "sm90":
+            _write_packed(place, codes, scales, name, to.spread)
             continue
-        if form == 2:
+        if order == "k_first":
             codes, scales = codes.t(), scales.t()
-        at(place[0], codes.shape).copy_(codes)
-        at(place[1], scales.shape).copy_(scales)
-    if col_sum:
-        at(col_sum_ws, (-(-rows // 128), cols), torch.float32).fill_(torch.nan)
-        at(col_sum, (cols,), _DTYPES[sum_dtype]).copy_(parts.col_sum)
+        at(place.codes, codes.shape).copy_(codes)
+        at(place.scales, scales.shape).copy_(scales)
+    if to.col_sum:
+        at(to.col_sum_ws, (-(-rows // 128), cols), torch.float32).fill_(torch.nan)
+        at(to.col_sum, (cols,), _DTYPES[to.col_sum_dtype]).copy_(parts.col_sum)
     return OK
 
 
-def pack(
-    codes, scales, rows, k, k_first, fmt, spread, out_codes, out_scales, stream, device=-1
-) -> int:
-    if k_first:
-        c, s = at(codes, (k, rows)).t(), at(scales, (_blocks(k), rows)).t()
-    else:
-        c, s = at(codes, (rows, k)), at(scales, (rows, _blocks(k)))
-    _write_packed((out_codes, out_scales), c.contiguous(), s.contiguous(), _NAMES[fmt], spread)
+def pack(args) -> int:
+    operand = read_operand(args.operand)
+    assert _ORDERS[args.out.layout] == "sm90"
+    _write_packed(args.out, *rows_first(operand), operand.fmt, args.spread)
     return OK
 
 
-def dequantize(
-    codes, scales, rows, cols, blocks_along_rows, fmt, out_dtype, out, stream, device=-1
-) -> int:
-    order = "k_first" if blocks_along_rows else "k_last"
-    shape = (_blocks(rows), cols) if blocks_along_rows else (rows, _blocks(cols))
-    dtype = _DTYPES[out_dtype]
-    values = reference.dequantize(
-        at(codes, (rows, cols)), at(scales, shape), _NAMES[fmt], order, dtype
-    )
-    at(out, (rows, cols), dtype).copy_(values)
+def dequantize(args) -> int:
+    codes, scales, fmt, order, _ = read_operand(args.operand)
+    dtype = _DTYPES[args.out_dtype]
+    values = reference.dequantize(codes, scales, fmt, order, dtype)
+    at(args.out, codes.shape, dtype).copy_(values)
     return OK
 
 
@@ -125,51 +144,48 @@ def row_sums_workspace_bytes(rows, k, k_first) -> int:
     return OWN_SCRATCH
 
 
-def row_sums(codes, scales, rows, k, k_first, fmt, out, workspace, stream, device=-1) -> int:
-    at(workspace, (OWN_SCRATCH,)).fill_(0xFF)
-    shape, order = ((k, rows), "k_first") if k_first else ((rows, k), "k_last")
-    blocks = (_blocks(k), rows) if k_first else (rows, _blocks(k))
-    values = reference.dequantize(
-        at(codes, shape), at(scales, blocks), _NAMES[fmt], order, torch.float64
-    )
-    at(out, (rows,), torch.float32).copy_(values.sum(0 if k_first else 1))
+def row_sums(args) -> int:
+    at(args.workspace, (OWN_SCRATCH,)).fill_(0xFF)
+    codes, scales, fmt, order, _ = read_operand(args.operand)
+    values = reference.dequantize(codes, scales, fmt, order, torch.float64)
+    sums = values.sum(0 if order == "k_first" else 1)
+    at(args.out, (args.rows,), torch.float32).copy_(sums)
     return OK
 
 
-def workspace_bytes(problem, epilogue, config=-1, device=-1, parts=1) -> int:
+# -------------------------------------------------------------------------------------------- gemm
+def workspace_bytes(args) -> int:
     return OWN_SCRATCH
 
 
-def gemm(problem, epilogue, workspace, nbytes, config, stream, device=-1, parts=1) -> int:
-    if nbytes < OWN_SCRATCH:
+def gemm(args) -> int:
+    if args.workspace_bytes < OWN_SCRATCH:
         return SMALL_WORKSPACE
-    at(workspace, (nbytes,)).fill_(0xFF)
-    lhs, lhs_fmt, rhs, rhs_fmt, m, n, k = problem
-    out, out_dtype, ldo, accumulate, bias, bias_dtype, gelu, aux, aux_dtype = epilogue[:9]
-    gelu_in, gelu_in_dtype, bias_grad = epilogue[9:]
-    assert ldo == n
+    at(args.workspace, (args.workspace_bytes,)).fill_(0xFF)
+    e, (m, n) = args.epilogue, (args.lhs_rows, args.rhs_rows)
+    assert e.ldo == n and args.lhs_k == args.rhs_k and args.kernel == -1
     asked = Epilogue(
-        at(bias, (n,), _DTYPES[bias_dtype]) if bias else None,
-        _GELUS.get(gelu),
-        at(gelu_in, (m, n), _DTYPES[gelu_in_dtype]) if gelu_in else None,
-        "result" if bias_grad else None,
-        accumulate,
+        at(e.bias, (n,), _DTYPES[e.bias_dtype]) if e.bias else None,
+        _GELUS.get(e.gelu),
+        at(e.gelu_in, (m, n), _DTYPES[e.gelu_in_dtype]) if e.gelu_in else None,
+        "result" if e.bias_grad else None,
+        e.accumulate,
     )
     sums = reference.gemm(
-        _operand(rhs, rhs_fmt, n, k),
-        _operand(lhs, lhs_fmt, m, k),
+        read_operand(args.rhs),
+        read_operand(args.lhs),
         asked,
-        at(out, (m, n), _DTYPES[out_dtype]),
-        at(aux, (m, n), _DTYPES[aux_dtype]) if aux else None,
+        at(e.out, (m, n), _DTYPES[e.out_dtype]),
+        at(e.aux, (m, n), _DTYPES[e.aux_dtype]) if e.aux else None,
     )
-    if bias_grad:
-        at(bias_grad, (n,), torch.float32).copy_(sums)
+    if e.bias_grad:
+        at(e.bias_grad, (n,), torch.float32).copy_(sums)
     return OK
 
 
 # ------------------------------------------------------------------------------------ linear layer
-def linear_rooms(shape):
-    m, n, k, x_columns, w_columns = shape
+def linear_offsets(args) -> dict:
+    m, n, k = args.m, args.n, args.k
 
     def room(at: int, rows: int, k: int, wanted: bool = True) -> tuple[int, int, int]:
         if not wanted:
@@ -177,59 +193,76 @@ def linear_rooms(shape):
         nbytes, scales = packed_bytes(rows, k)
         return at, at + scales, at + nbytes
 
-    x_row = room(0, m, k)
-    x_col = room(0, k, m, x_columns)
-    g_row = room(0, m, n, w_columns)
-    g_col = room(g_row[2], n, m, x_columns)
+    made = {"x_row": room(0, m, k), "x_col": room(0, k, m, args.x_columns)}
+    made["w_row"] = room(made["x_row"][2], n, k)
+    made["w_col"] = room(made["x_col"][2], k, n, args.w_columns)
+    made["g_row"] = room(0, m, n, args.w_columns)
+    made["g_col"] = room(made["g_row"][2], n, m, args.x_columns)
     sums = 4 * -(-m // 128) * n
-    return x_row, room(x_row[2], n, k), x_col, room(x_col[2], k, n, w_columns), g_col[2] + sums
+    return made | {
+        "forward_bytes": made["w_row"][2],
+        "saved_bytes": made["w_col"][2],
+        "backward_bytes": made["g_col"][2] + sums,
+    }
 
 
-def _at(buffer: int, room: tuple[int, int, int], form: int = 1) -> tuple[int, int, int]:
-    return buffer + room[0], buffer + room[1], form
+def _to(args, matrix, element: int, row: int, col: int, where: dict, name: str):
+    """The call that quantizes one matrix of a layer to where its operands belong."""
+    made = __getattr__("QuantizeArgs")(
+        x=matrix, element=element, rule=args.rule, spread=args.spread
+    )
+    for side, buffer in (("row", row), ("col", col)):
+        if buffer:
+            codes, scales, _ = where[f"{name}_{side}"]
+            setattr(made, f"{side}_codes", buffer + codes)
+            setattr(made, f"{side}_scales", buffer + scales)
+            setattr(made, f"{side}_layout", LAYOUTS["sm90"])
+    return made
 
 
-def _one_product(out, lhs, lhs_fmt, rhs, rhs_fmt, sizes, bias=(0, 0)) -> None:
-    words = (*out, sizes[1], False, *bias, 0, 0, 0, 0, 0, 0)
+def _one_product(args, lhs, rhs, out, out_dtype, bias=(0, 0)) -> None:
+    """lhs, rhs: (buffer, place, rows, k, element)."""
+    sides = [
+        __getattr__("Operand")(
+            codes=buffer + place[0], scales=buffer + place[1], rows=rows, k=k, element=element,
+            layout=LAYOUTS["sm90"],
+        )
+        for buffer, place, rows, k, element in (lhs, rhs)
+    ]  # fmt: skip
     room = torch.empty(OWN_SCRATCH, dtype=torch.uint8)
-    problem = (lhs[:2], lhs_fmt, rhs[:2], rhs_fmt, *sizes)
-    assert gemm(problem, words, room.data_ptr(), OWN_SCRATCH, -1, 0) == OK
+    call = __getattr__("GemmArgs")(
+        lhs=sides[0], rhs=sides[1], out=out, out_dtype=out_dtype, ldo=rhs[2], bias=bias[0],
+        bias_dtype=bias[1], workspace=room.data_ptr(), workspace_bytes=OWN_SCRATCH,
+    )  # fmt: skip
+    assert gemm(call) == OK
 
 
-def linear_forward(shape, words, x, w, bias, y, temp, saved, stream, device=-1) -> int:
-    (m, n, k, x_columns, w_columns), (rule, spread, fmt, _) = shape, words
-    rooms = linear_rooms(shape)
-    x_row, w_row = (_at(temp, room) for room in rooms[:2])
-    for matrix, rows, row, col, columns in (
-        (w, n, w_row, rooms[3], w_columns),
-        (x, m, x_row, rooms[2], x_columns),
-    ):
-        place = _at(saved, col) if columns else (0, 0, 0)
-        what = (matrix[0], rows, k, *matrix[1:])
-        quantize((what, fmt, rule, row, place, spread, 0, 0, 0), stream, device)
-    _one_product(y, x_row, fmt, w_row, fmt, (m, n, k), bias)
+def linear_forward(args) -> int:
+    m, n, k, fmt = args.m, args.n, args.k, args.forward
+    where, temp, saved = linear_offsets(args), args.workspace, args.saved
+    assert args.workspace_bytes == where["forward_bytes"]
+    quantize(_to(args, args.w, fmt, temp, saved * args.w_columns, where, "w"))
+    quantize(_to(args, args.x, fmt, temp, saved * args.x_columns, where, "x"))
+    x, w = (temp, where["x_row"], m, k, fmt), (temp, where["w_row"], n, k, fmt)
+    _one_product(args, x, w, args.y, args.y_dtype, (args.bias, args.bias_dtype))
     return OK
 
 
-def linear_backward(shape, words, g, saved, dx, dw, db, temp, stream, device=-1) -> int:
-    (m, n, k, x_columns, w_columns), (rule, spread, forward, backward) = shape, words
-    assert bool(dx[0]) == w_columns and bool(dw[0]) == x_columns
-    _, _, x_col, w_col, total = linear_rooms(shape)
-    nbytes, scales = packed_bytes(m, n)
-    g_row = temp, temp + scales, int(w_columns)
-    start = temp + (nbytes if w_columns else 0)
-    nbytes, scales = packed_bytes(n, m)
-    g_col = start, start + scales, 1
-    sums = temp + total - 4 * -(-m // 128) * n
-    none = (0, 0, 0)
-    quantize(
-        ((g[0], m, n, *g[1:]), backward, rule, g_row if w_columns else none,
-         g_col if x_columns else none, spread, db[0], db[1], sums), stream, device,
-    )  # fmt: skip
-    if w_columns:
-        _one_product(dx, g_row, backward, _at(saved, w_col), forward, (m, k, n))
-    if x_columns:
-        _one_product(dw, g_col, backward, _at(saved, x_col), forward, (n, k, m))
+def linear_backward(args) -> int:
+    m, n, k, forward, backward = args.m, args.n, args.k, args.forward, args.backward
+    assert bool(args.dx) == args.w_columns and bool(args.dw) == args.x_columns
+    where, temp = linear_offsets(args), args.workspace
+    assert args.workspace_bytes == where["backward_bytes"]
+    call = _to(args, args.g, backward, temp * args.w_columns, temp * args.x_columns, where, "g")
+    call.col_sum, call.col_sum_dtype = args.db, args.db_dtype
+    call.col_sum_ws = temp + where["backward_bytes"] - 4 * -(-m // 128) * n
+    quantize(call)
+    if args.w_columns:
+        g, w = (temp, where["g_row"], m, n, backward), (args.saved, where["w_col"], k, n, forward)
+        _one_product(args, g, w, args.dx, args.dx_dtype)
+    if args.x_columns:
+        g, x = (temp, where["g_col"], n, m, backward), (args.saved, where["x_col"], k, m, forward)
+        _one_product(args, g, x, args.dw, args.dw_dtype)
     return OK
 
 
@@ -238,58 +271,62 @@ def _vector(address: int, size: int) -> Tensor | None:
     return at(address, (size,), torch.float32) if address else None
 
 
-def norm_quantize(x, norm, weight, bias, out, quantized, stream, device=-1) -> int:
-    (_, rows, cols, _, dtype), (rms, eps, scale) = quantized[0], norm
-    assert scale == reference_fused.inverse(cols)
-    mean_at, rstd_at, z_at, scratch = out
-    at(scratch, (4 * -(-rows // 128),)).fill_(0xFF)
-    kind = Norm("RMSNorm" if rms else "LayerNorm", eps)
+def normalize(args) -> int:
+    rows, cols = args.x_rows, args.x_cols
+    assert args.inverse == reference_fused.inverse(cols)
+    at(args.counters, (4 * -(-rows // 128),)).fill_(0xFF)
+    kind = Norm("RMSNorm" if args.rms else "LayerNorm", args.eps)
     mean, rstd, z = reference_fused.normalize(
-        _matrix(*x, rows, cols), _vector(weight, cols), _vector(bias, cols), kind, _DTYPES[dtype]
-    )
-    _vector(rstd_at, rows).copy_(rstd)
+        read_matrix(args.x), _vector(args.weight, cols), _vector(args.bias, cols), kind,
+        _DTYPES[args.z_dtype],
+    )  # fmt: skip
+    _vector(args.rstd, rows).copy_(rstd)
     if mean is not None:
-        _vector(mean_at, rows).copy_(mean)
-    if z_at:
-        at(z_at, (rows, cols), z.dtype).copy_(z)
-    return _quantize(quantized, z)
+        _vector(args.mean, rows).copy_(mean)
+    if args.z:
+        at(args.z, (rows, cols), z.dtype).copy_(z)
+    return _quantize(args.to, z)
 
 
 def norm_partial_sums(rows) -> int:
     return -(-rows // 64)
 
 
-def norm_backward(
-    dz, x, rows, cols, norm, weight, stats, dx, sums, scratch, stream, device=-1
-) -> int:
-    rms, scale = norm
-    assert scale == reference_fused.inverse(cols) and rms == (stats[0] == 0)
-    assert dz[2] == x[2] or x[2] == FLOAT_DTYPES[torch.float32]
-    sizes = rows * 2, norm_partial_sums(rows) * 2 * cols, -(-rows // 128)
-    for place, size in zip(scratch, sizes, strict=True):
+def normalize_backward(args) -> int:
+    rows, cols = args.x_rows, args.x_cols
+    assert args.inverse == reference_fused.inverse(cols) and args.rms == (args.mean == 0)
+    assert (args.dz_rows, args.dz_cols) == (rows, cols)
+    assert args.dz_dtype == args.x_dtype or args.x_dtype == FLOAT_DTYPES[torch.float32]
+    assert args.dbias == args.dweight + 4 * cols
+    for place, size in (
+        (args.row_sums, rows * 2),
+        (args.partial, norm_partial_sums(rows) * 2 * cols),
+        (args.counters, -(-rows // 128)),
+    ):
         _vector(place, size).fill_(torch.nan)
     made = reference_fused.normalize_backward(
-        _matrix(*dz, rows, cols), _matrix(*x, rows, cols), _vector(weight, cols),
-        _vector(stats[0], rows), _vector(stats[1], rows), _DTYPES[dx[1]],
+        read_matrix(args.dz), read_matrix(args.x), _vector(args.weight, cols),
+        _vector(args.mean, rows), _vector(args.rstd, rows), _DTYPES[args.dx_dtype],
     )  # fmt: skip
-    at(dx[0], (rows, cols), _DTYPES[dx[1]]).copy_(made[0])
-    at(sums, (2, cols), torch.float32).copy_(torch.stack(made[1:]))
+    at(args.dx, (rows, cols), _DTYPES[args.dx_dtype]).copy_(made[0])
+    at(args.dweight, (2, cols), torch.float32).copy_(torch.stack(made[1:]))
     return OK
 
 
-def act_quantize(h, grad, cols, act, out, quantized, stream, device=-1) -> int:
-    number, gated, *numbers = act
-    base = {number: name for name, number in ACT_IDS.items()}[number]
+def activate(args) -> int:
+    base = {number: name for name, number in ACT_IDS.items()}[args.act]
     names = [name for name in ACTIVATIONS if Activation(name).base == base]
-    (name,) = (name for name in names if Activation(name).gated == gated)
-    made_by = Activation(name, *numbers)
-    (_, rows, made, _, dtype) = quantized[0]
-    values = _matrix(*h, dtype, rows, 2 * cols if gated else cols)
-    if grad[0]:
-        g = _matrix(*grad, dtype, rows, cols)
-        result = reference_fused.activate_backward(g, values, made_by, _DTYPES[dtype])
+    (name,) = (name for name in names if Activation(name).gated == args.gated)
+    made_by = Activation(name, args.limit, args.alpha, args.offset)
+    dtype = _DTYPES[args.out_dtype]
+    assert args.h_dtype == args.out_dtype
+    values = read_matrix(args.h)
+    if args.grad_data:
+        assert args.grad_dtype == args.out_dtype
+        grad = read_matrix(args.grad)
+        result = reference_fused.activate_backward(grad, values, made_by, dtype)
     else:
-        result = reference_fused.activate(values, made_by, _DTYPES[dtype])
-    if out:
-        at(out, (rows, made), _DTYPES[dtype]).copy_(result)
-    return _quantize(quantized, result)
+        result = reference_fused.activate(values, made_by, dtype)
+    if args.out:
+        at(args.out, result.shape, dtype).copy_(result)
+    return _quantize(args.to, result)

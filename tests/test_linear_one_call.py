@@ -23,13 +23,14 @@ def hopper(monkeypatch, threads):
     threads(1)  # many small operators
     monkeypatch.setattr(sm90, "_native", fake_sm90)
     monkeypatch.setattr(sm90, "stream", lambda index: 0)
+    monkeypatch.setattr(sm90, "place", lambda args, index: None)
     monkeypatch.setattr(
         autograd_operands, "gemm_form",
         lambda device, precision, spread: ops.GemmForm("transposed", spread),
     )  # fmt: skip
-    sm90_linear.rooms.cache_clear()
+    sm90_linear.forget_plans()
     yield
-    sm90_linear.rooms.cache_clear()
+    sm90_linear.forget_plans()
 
 
 def settings(**fields):

@@ -14,6 +14,7 @@ DTYPE = {"float32": 0, "bfloat16": 1, "float16": 2}
 FMT = {"e4m3": 0, "e5m2": 1}
 LEVELS = [level for level in range(5) if native.isa_available(level)]
 BITS = {"float32": np.uint32, "bfloat16": np.uint16, "float16": np.uint16}
+BAD_ARGUMENT, UNSUPPORTED = 1, 2
 GUARD = 64
 
 
@@ -30,18 +31,13 @@ def dequantize(codes, scales, fmt, dtype, along_rows, threads=1):
     codes, scales = np.ascontiguousarray(codes), np.ascontiguousarray(scales)
     size = np.dtype(BITS[dtype]).itemsize
     out = np.full(rows * cols * size + 2 * GUARD, 0xA5, np.uint8)
-    status = native.dequantize(
-        codes.ctypes.data,
-        scales.ctypes.data,
-        rows,
-        cols,
-        along_rows,
-        FMT[fmt],
-        DTYPE[dtype],
-        out.ctypes.data + GUARD,
-        threads,
-    )
-    assert status == 0
+    layout, rows_k = ("k_first", (cols, rows)) if along_rows else ("k_last", (rows, cols))
+    args = native.DequantizeArgs(
+        codes=codes.ctypes.data, scales=scales.ctypes.data, rows=rows_k[0], k=rows_k[1],
+        layout=native.LAYOUTS[layout], element=FMT[fmt], out=out.ctypes.data + GUARD,
+        out_dtype=DTYPE[dtype], threads=threads,
+    )  # fmt: skip
+    assert native.dequantize(args) == 0
     assert (out[:GUARD] == 0xA5).all() and (out[len(out) - GUARD :] == 0xA5).all()
     return out[GUARD : len(out) - GUARD].view(BITS[dtype]).reshape(rows, cols)
 
@@ -128,8 +124,15 @@ def test_flush_to_zero_mode_changes_nothing():
 
 def test_empty_and_bad_arguments():
     out = np.zeros(64, np.uint8)
-    good = [out.ctypes.data, out.ctypes.data, 4, 4, False, 0, 1, out.ctypes.data, 1]
-    assert native.dequantize(*good) == 0
-    assert native.dequantize(0, 0, 0, 4, False, 0, 1, 0, 1) == 0
-    for index, value in ((0, 0), (1, 0), (2, -1), (5, 2), (6, 3), (7, 0)):
-        assert native.dequantize(*good[:index], value, *good[index + 1 :]) == 1
+    address = out.ctypes.data
+    good = native.DequantizeArgs(
+        codes=address, scales=address, rows=4, k=4, out=address, out_dtype=1
+    )
+    assert native.dequantize(good) == 0
+    assert native.dequantize(native.DequantizeArgs(rows=0, k=4, out_dtype=1)) == 0
+    for field, value in (
+        ("codes", 0), ("scales", 0), ("rows", -1), ("element", 7), ("out_dtype", 3), ("out", 0)
+    ):  # fmt: skip
+        assert native.dequantize(good.copy(**{field: value})) == BAD_ARGUMENT
+    for field, value in (("element", 2), ("scale_type", 1), ("layout", native.LAYOUTS["tiles"])):
+        assert native.dequantize(good.copy(**{field: value})) == UNSUPPORTED

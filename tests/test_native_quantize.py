@@ -13,6 +13,8 @@ DTYPE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FMT = {"e4m3": 0, "e5m2": 1}
 RULE = {"rceil": 0, "floor": 1}
 LEVELS = [level for level in range(5) if native.isa_available(level)]
+LAYOUT = native.LAYOUTS
+BAD_ARGUMENT, UNSUPPORTED = 1, 2
 GUARD = 64
 ALL = [(fmt, rule) for fmt in FMT for rule in RULE]
 
@@ -55,23 +57,18 @@ def quantize(
     ]
     sums = torch.full((cols,), 7.0)
     workspace = torch.full((-(-rows // native.COL_SUM_ROWS), cols), 7.0)
-    status = native.quantize(
-        x.data_ptr(),
-        rows,
-        cols,
-        x.stride(0),
-        x.stride(1),
-        DTYPE[x.dtype],
-        FMT[fmt],
-        RULE[rule],
-        *[o.address if rowwise else 0 for o in row],
-        *[o.address if columnwise else 0 for o in col],
-        transposed,
-        sums.data_ptr() if col_sum else 0,
-        workspace.data_ptr() if col_sum else 0,
-        threads,
-    )
-    assert status == 0
+    args = native.QuantizeArgs(
+        x_data=x.data_ptr(), x_rows=rows, x_cols=cols, x_row_stride=x.stride(0),
+        x_col_stride=x.stride(1), x_dtype=DTYPE[x.dtype], element=FMT[fmt], rule=RULE[rule],
+        col_layout=LAYOUT["k_last" if transposed else "k_first"], threads=threads,
+    )  # fmt: skip
+    if rowwise:
+        args.row_codes, args.row_scales = (o.address for o in row)
+    if columnwise:
+        args.col_codes, args.col_scales = (o.address for o in col)
+    if col_sum:
+        args.col_sum, args.col_sum_ws = sums.data_ptr(), workspace.data_ptr()
+    assert native.quantize(args) == 0
     row, col = [o.array() for o in row], [o.array() for o in col]
     if not transposed:
         col = [a.T for a in col]
@@ -286,7 +283,17 @@ def test_empty(shape):
 def test_bad_arguments():
     x, memory = torch.zeros(4, 4), torch.zeros(64, dtype=torch.uint8)
     out = memory.data_ptr()
-    good = [x.data_ptr(), 4, 4, 4, 1, 0, 0, 0, out, out, 0, 0, False, 0, 0, 1]
-    assert native.quantize(*good) == 0
-    for index, value in ((0, 0), (1, -1), (5, 3), (6, 2), (7, 2), (9, 0), (10, out), (13, out)):
-        assert native.quantize(*good[:index], value, *good[index + 1 :]) == 1
+    good = native.QuantizeArgs(
+        x_data=x.data_ptr(), x_rows=4, x_cols=4, x_row_stride=4, row_codes=out, row_scales=out
+    )
+    assert native.quantize(good) == 0
+    for field, value in (
+        ("x_data", 0), ("x_rows", -1), ("x_dtype", 3), ("element", 7), ("rule", 3),
+        ("block_k", 0), ("row_scales", 0), ("col_codes", out), ("col_sum", out),
+    ):  # fmt: skip
+        assert native.quantize(good.copy(**{field: value})) == BAD_ARGUMENT
+    for field, value in (
+        ("element", 2), ("element", 6), ("rule", 2), ("block_k", 128), ("block_rows", 128),
+        ("scale_type", 1), ("row_layout", LAYOUT["k_first"]), ("col_layout", LAYOUT["tiles"]),
+    ):  # fmt: skip
+        assert native.quantize(good.copy(**{field: value})) == UNSUPPORTED

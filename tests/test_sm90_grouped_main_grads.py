@@ -71,9 +71,9 @@ def test_main_grads_in_a_buffer(native, monkeypatch, place, dtype, save_x) -> No
     firsts: list[tuple[int, ...]] = []
     run = fake_sm90_grouped.gemm_k
 
-    def gemm_k(*args) -> int:
-        firsts.append(tuple(args[6]))
-        return run(*args)
+    def gemm_k(args, first_rows) -> int:
+        firsts.append(tuple(first_rows))
+        return run(args, first_rows)
 
     monkeypatch.setattr(fake_sm90_grouped, "gemm_k", gemm_k)
     versions = [grad._version for grad in grads]

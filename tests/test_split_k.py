@@ -61,13 +61,13 @@ def told(monkeypatch, threads):
     threads(1)
     made = []
 
-    def gemm(*args):
-        if args[3] >= fake_sm90.OWN_SCRATCH:  # else the workspace is asked for next
-            made.append(args[7] if len(args) > 7 else 1)
-        return fake_gemm(*args)
+    def gemm(args):
+        if args.workspace_bytes >= fake_sm90.OWN_SCRATCH:  # else the workspace is asked for next
+            made.append(args.parts)
+        return fake_gemm(args)
 
-    def workspace_bytes(problem, epilogue, config=-1, device=-1, parts=1):
-        return fake_sm90.OWN_SCRATCH * parts
+    def workspace_bytes(args):
+        return fake_sm90.OWN_SCRATCH * args.parts
 
     fake_gemm = fake_sm90.gemm
     monkeypatch.setattr(fake_sm90, "gemm", gemm)
@@ -75,6 +75,7 @@ def told(monkeypatch, threads):
     monkeypatch.setattr(sm90, "_native", fake_sm90)
     monkeypatch.setattr(sm90, "_problems", {None: None})
     monkeypatch.setattr(sm90, "stream", lambda index: 0)
+    monkeypatch.setattr(sm90, "place", lambda args, index: None)
     monkeypatch.setattr(split_k, "multiprocessors", lambda index: SMS)
     chosen = {(None, name): f"sm90_{name}" for name in ("adaptive", "exact")}
     monkeypatch.setattr(envelopes, "_chosen_gpu", chosen)

@@ -8,7 +8,7 @@
 #include "parallel.h"
 #include "tile_out.hpp"
 
-namespace te_mx {
+namespace te_mx::cpu {
 namespace {
 
 constexpr int64_t kItemCols = 1024;
@@ -21,7 +21,9 @@ struct Problem {
   const ActArgs& args;
   const RowKernels& kernels;
   TileOut out;
-  int64_t width, element_bytes, item_rows, chunks;
+  int64_t rows, cols;  // of the activated values
+  int64_t width;       // of the result
+  int64_t element_bytes, item_rows, chunks;
 };
 
 // Columns [c, c + n) of the result from a stage to memory.
@@ -37,24 +39,23 @@ void store(const Problem& p, const Stage& stage, int64_t r0, int64_t c, int rows
 // Fetches what the row of a tile will read: rows of a tile lie too far apart for any prefetcher.
 template <int kLevel>
 void fetch(const ActArgs& a, int64_t row, int64_t c, int64_t n) {
-  const auto lines = [&](const void* base, DType dtype, int64_t first) {
-    const int64_t bytes = dtype == DType::f32 ? 4 : 2;
-    const char* p = static_cast<const char*>(base) + first * bytes;
+  const auto lines = [&](const Matrix& m, int64_t col) {
+    const int64_t bytes = m.dtype == DType::f32 ? 4 : 2;
+    const char* p = static_cast<const char*>(m.data) + (row * m.row_stride + col) * bytes;
     for (int64_t i = 0; i < n * bytes; i += 64) __builtin_prefetch(p + i, 0, kLevel);
   };
-  const int64_t width = a.gated ? 2 * a.cols : a.cols;
-  lines(a.h, a.h_dtype, row * width + c);
-  if (a.gated) lines(a.h, a.h_dtype, row * width + a.cols + c);
-  if (a.grad != nullptr) lines(a.grad, a.grad_dtype, row * a.cols + c);
+  lines(a.h, c);
+  if (a.gated) lines(a.h, c + act_cols(a));
+  if (a.grad.data != nullptr) lines(a.grad, c);
 }
 
 void run_item(const Problem& p, int64_t item) {
   const mxtile::mx::KeepDenormals keep_denormals;
   const ActArgs& a = p.args;
-  const bool halves = a.grad && a.gated;
+  const bool halves = a.grad.data && a.gated;
   const int64_t group = item / p.chunks, c_begin = item % p.chunks * kItemCols;
-  const int64_t c_end = std::min(a.cols, c_begin + kItemCols);
-  const int64_t r_end = std::min(a.rows, (group + 1) * p.item_rows);
+  const int64_t c_end = std::min(p.cols, c_begin + kItemCols);
+  const int64_t r_end = std::min(p.rows, (group + 1) * p.item_rows);
   const int64_t stride = kStageCols * p.element_bytes;
   float sums[2][kItemCols] = {};
   Stage stages[2];
@@ -67,56 +68,63 @@ void run_item(const Problem& p, int64_t item) {
       const int64_t next_c = next_rows ? c_begin : c + kStageCols;
       const int64_t next_n = std::min<int64_t>(kStageCols, c_end - next_c);
       for (int i = 0; i < rows; ++i) {
-        if (next_r + i < a.rows) fetch<kL2>(a, next_r + i, next_c, next_n);
+        if (next_r + i < p.rows) fetch<kL2>(a, next_r + i, next_c, next_n);
         if (i + kNear < rows) fetch<kL1>(a, r + i + kNear, c, n);
         p.kernels.activate(a, r + i, c, n, stages[0].bytes + i * stride,
                            halves ? stages[1].bytes + i * stride : nullptr);
       }
       const bool last = r + rows >= r_end && c + n >= c_end;
       for (int h = 0; h <= (halves ? 1 : 0); ++h) {
-        const int64_t to = h * a.cols + c;
+        const int64_t to = h * p.cols + c;
         if (a.out) store(p, stages[h], r, to, rows, n);
         if (p.out.wanted()) {
-          float* part = a.quantized.col_sum ? sums[h] + (c - c_begin) : nullptr;
+          float* part = a.to.col_sum ? sums[h] + (c - c_begin) : nullptr;
           p.out.put(stages[h], r, to, rows, n, part, last);
         }
       }
     }
   }
-  for (int h = 0; a.quantized.col_sum && h <= (halves ? 1 : 0); ++h) {
-    float* to = a.quantized.col_sum_ws + group * p.width + h * a.cols + c_begin;
+  for (int h = 0; a.to.col_sum && h <= (halves ? 1 : 0); ++h) {
+    float* to = a.to.col_sum_ws + group * p.width + h * p.cols + c_begin;
     std::copy(sums[h], sums[h] + (c_end - c_begin), to);
   }
 }
 
 bool valid_args(const ActArgs& a) {
-  const int act = static_cast<int>(a.act), h = static_cast<int>(a.h_dtype);
-  const int grad = static_cast<int>(a.grad_dtype), out = static_cast<int>(a.out_dtype);
-  return a.rows > 0 && a.cols > 0 && a.h && act >= 0 && act <= 7 && h >= 0 && h <= 2 && grad >= 0 &&
-         grad <= 2 && out >= 0 && out <= 2 && valid(a.quantized);
+  const int act = static_cast<int>(a.act);
+  const auto matrix = [](const Matrix& m) { return m.col_stride == 1 && known(m.dtype); };
+  const bool sizes = a.h.rows > 0 && act_cols(a) > 0 && (!a.gated || a.h.cols % 2 == 0);
+  const bool grads = !a.grad.data || (a.grad.rows == a.h.rows && a.grad.cols == act_cols(a));
+  return sizes && grads && a.h.data && act >= 0 && act <= 7 && matrix(a.h) && matrix(a.grad) &&
+         known(a.out_dtype);
 }
 
 }  // namespace
 
 Status activate(const ActArgs& args) {
+  const Status status = check_tiles(args.to);
+  if (status != Status::ok) return status;
   if (!valid_args(args)) return Status::bad_argument;
-  const int64_t width = args.grad && args.gated ? 2 * args.cols : args.cols;
+  const int64_t rows = args.h.rows, cols = act_cols(args);
+  const int64_t width = args.grad.data && args.gated ? 2 * cols : cols;
   const Problem p{args,
                   row_kernels(),
-                  TileOut(args.quantized, args.rows, width, args.out_dtype),
+                  TileOut(args.to, rows, width, args.out_dtype),
+                  rows,
+                  cols,
                   width,
                   args.out_dtype == DType::f32 ? 4 : 2,
-                  args.quantized.col_sum ? kColSumRows : kStageRows,
-                  (args.cols + kItemCols - 1) / kItemCols};
-  if (p.out.wanted() && width != args.cols && args.cols % kBlock != 0) return Status::unsupported;
-  const int threads = args.rows * args.cols < kSerialElements ? 1 : args.threads;
-  const int64_t groups = (args.rows + p.item_rows - 1) / p.item_rows;
+                  args.to.col_sum ? kColSumRows : kStageRows,
+                  (cols + kItemCols - 1) / kItemCols};
+  if (p.out.wanted() && width != cols && cols % kBlock != 0) return Status::unsupported;
+  const int threads = rows * cols < kSerialElements ? 1 : args.execution.threads;
+  const int64_t groups = (rows + p.item_rows - 1) / p.item_rows;
   parallel_for(threads, groups * p.chunks, [&](int64_t item) { run_item(p, item); });
-  if (args.quantized.col_sum) {
-    const int64_t partials = (args.rows + kColSumRows - 1) / kColSumRows;
-    add_partial_sums(args.quantized.col_sum_ws, partials, width, args.quantized.col_sum);
+  if (args.to.col_sum) {
+    const int64_t partials = (rows + kColSumRows - 1) / kColSumRows;
+    add_partial_sums(args.to.col_sum_ws, partials, width, static_cast<float*>(args.to.col_sum));
   }
   return Status::ok;
 }
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

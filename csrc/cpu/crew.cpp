@@ -4,7 +4,7 @@
 
 #include "job.h"
 
-namespace te_mx {
+namespace te_mx::cpu {
 namespace {
 
 constexpr int kMostMembers = 64;
@@ -88,4 +88,4 @@ bool offer_to_crew(Job& job) {
   return true;
 }
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <type_traits>
 
-namespace te_mx {
+namespace te_mx::cpu {
 
 // Calls fn(ctx, task, member) for every task in [0, n_tasks), each exactly once, on at most
 // `threads` threads; members of [0, members) run whole tasks, one at a time each, so scratch memory
@@ -36,4 +36,4 @@ void parallel_tasks(int threads, int64_t n_tasks, int members, F&& body) {
 struct Job;
 bool offer_to_crew(Job& job);
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

@@ -5,7 +5,7 @@
 #include "gemm_rows.hpp"
 #include "tiles_bf16.hpp"
 
-namespace te_mx {
+namespace te_mx::cpu {
 
 // Two neighbouring panels at a time: 64 rows, the cache lines of codes that lie by k. `pair`: pair
 // tiles, for rhs.
@@ -15,9 +15,9 @@ class TileStream {
   static constexpr int64_t kPanels = 2, kGroups = 2 * kPanels;
   static constexpr int64_t kWords = kPanels * kMostBlocks * 2 * kTileWords;
 
-  TileStream(const Operand& operand, const float* exponents)
+  TileStream(const StridedOperand& operand, const float* exponents)
       : source_{operand, exponents},
-        decoder_(fp8_of(operand.fmt)),
+        decoder_(fp8_of(operand.element)),
         k_last_(operand.code_k_stride == 1) {}
 
   // Panels [panel, panel + panels) to `to` as [panel][block][2 tiles], spread over `steps` calls of
@@ -123,4 +123,4 @@ class TileStream {
   alignas(64) uint8_t bytes_[kMostBlocks][16];
 };
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

@@ -2,12 +2,14 @@
 #include "dequantize.hpp"
 
 #include <algorithm>
+#include <utility>
 
+#include "check.h"
 #include "isa.h"
 #include "parallel.h"
 #include "te_mx/cpu.h"
 
-namespace te_mx {
+namespace te_mx::cpu {
 namespace {
 
 using dequantize_run::Kernel;
@@ -19,15 +21,40 @@ constexpr int64_t kSerialElements = 64 * 1024;  // below, waking threads costs m
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// The codes as a matrix, from whichever order they have.
+struct Codes {
+  const uint8_t* codes;   // [rows, cols] compact
+  const uint8_t* scales;  // [rows, ceil(cols/32)], or [ceil(rows/32), cols] when blocks_along_rows
+  int64_t rows, cols;
+  bool blocks_along_rows;
+  Element element;
+  DType out_dtype;
+  void* out;  // [rows, cols] compact
+  int threads;
+
+  explicit Codes(const DequantizeArgs& args)
+      : codes(args.operand.codes),
+        scales(static_cast<const uint8_t*>(args.operand.scales)),
+        rows(args.operand.rows),
+        cols(args.operand.k),
+        blocks_along_rows(args.operand.layout == Layout::k_first),
+        element(args.operand.element),
+        out_dtype(args.out_dtype),
+        out(args.out),
+        threads(args.execution.threads) {
+    if (blocks_along_rows) std::swap(rows, cols);
+  }
+};
+
 struct Problem {
-  DequantizeArgs a;
+  Codes a;
   Kernel kernel;
   int64_t element_bytes;
   int64_t item_rows, item_cols;
 };
 
 void run_item(const Problem& p, int64_t item) {
-  const DequantizeArgs& a = p.a;
+  const Codes& a = p.a;
   const int64_t chunks = ceil_div(a.cols, p.item_cols);
   const int64_t c = item % chunks * p.item_cols;
   const int64_t n = std::min(p.item_cols, a.cols - c);
@@ -42,26 +69,28 @@ void run_item(const Problem& p, int64_t item) {
   }
 }
 
-Kernel find_kernel(const DequantizeArgs& a) {
+Kernel find_kernel(const Codes& a) {
 #if defined(TE_MX_HAVE_AVX512)
-  if (isa_native() >= Isa::avx512) return dequantize_run::find_avx512(a.out_dtype, a.fmt);
+  if (isa_native() >= Isa::avx512) return dequantize_run::find_avx512(a.out_dtype, a.element);
 #endif
-  return dequantize_run::find_portable(a.out_dtype, a.fmt);
+  return dequantize_run::find_portable(a.out_dtype, a.element);
 }
 
-bool valid(const DequantizeArgs& a) {
-  const int dtype = static_cast<int>(a.out_dtype), fmt = static_cast<int>(a.fmt);
-  if (a.rows < 0 || a.cols < 0 || dtype < 0 || dtype > 2 || fmt < 0 || fmt > 1) return false;
+bool valid(const Codes& a) {
+  if (a.rows < 0 || a.cols < 0 || !known(a.out_dtype)) return false;
   return a.rows == 0 || a.cols == 0 || (a.codes && a.scales && a.out);
 }
 
 }  // namespace
 
 Status dequantize(const DequantizeArgs& args) {
-  if (!valid(args)) return Status::bad_argument;
-  if (args.rows == 0 || args.cols == 0) return Status::ok;
-  Problem p{args, find_kernel(args), args.out_dtype == DType::f32 ? 4 : 2, 1, kItemCols};
-  DequantizeArgs& a = p.a;
+  const Status status = check_operand(args.operand);
+  if (status != Status::ok) return status;
+  const Codes all(args);
+  if (!valid(all)) return Status::bad_argument;
+  if (all.rows == 0 || all.cols == 0) return Status::ok;
+  Problem p{all, find_kernel(all), all.out_dtype == DType::f32 ? 4 : 2, 1, kItemCols};
+  Codes& a = p.a;
   const int threads = a.rows * a.cols < kSerialElements ? 1 : a.threads;
   if (!a.blocks_along_rows && a.cols % kBlock == 0) {
     // Blocks follow each other, so rows need not end anywhere.
@@ -75,4 +104,4 @@ Status dequantize(const DequantizeArgs& args) {
   return Status::ok;
 }
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

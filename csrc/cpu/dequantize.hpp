@@ -5,7 +5,7 @@
 
 #include "te_mx/cpu.h"
 
-namespace te_mx::dequantize_run {
+namespace te_mx::cpu::dequantize_run {
 
 struct Run {
   const uint8_t* codes;
@@ -17,7 +17,7 @@ struct Run {
 
 using Kernel = void (*)(const Run& run);
 
-Kernel find_portable(DType dtype, Format fmt);
-Kernel find_avx512(DType dtype, Format fmt);
+Kernel find_portable(DType dtype, Element element);
+Kernel find_avx512(DType dtype, Element element);
 
-}  // namespace te_mx::dequantize_run
+}  // namespace te_mx::cpu::dequantize_run

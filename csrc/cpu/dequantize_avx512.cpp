@@ -7,7 +7,7 @@
 #include "mxtile/quant/decode_avx512.hpp"
 #include "mxtile/quant/decode_portable.hpp"
 
-namespace te_mx::dequantize_run {
+namespace te_mx::cpu::dequantize_run {
 namespace {
 
 namespace mx = mxtile::mx;
@@ -27,7 +27,7 @@ inline void put_32(void* out, int64_t i, q::Vector value) {
 
 template <DType D, class F>
 void decode(const Run& run) {
-  constexpr Format kFmt = F::kMantissaBits == 3 ? Format::e4m3 : Format::e5m2;
+  constexpr Element kElement = F::kMantissaBits == 3 ? Element::e4m3 : Element::e5m2;
   constexpr int64_t kBytes = D == DType::f32 ? 4 : 2;
   for (int64_t i = 0; i < run.n; i += mx::kBlockSize) {
     const uint8_t* scales = run.scales + (run.each ? i : i / mx::kBlockSize);
@@ -39,7 +39,7 @@ void decode(const Run& run) {
       put_32<D>(run.out, i, q::decode_32<F>(run.codes + i, q::scale_steps(uint32_t{*scales})));
     } else {
       const int64_t n = whole ? mx::kBlockSize : run.n - i;
-      find_portable(D, kFmt)(
+      find_portable(D, kElement)(
           Run{run.codes + i, scales, run.each, n, static_cast<uint8_t*>(run.out) + i * kBytes});
     }
   }
@@ -53,8 +53,8 @@ Kernel choose(DType dtype) {
 
 }  // namespace
 
-Kernel find_avx512(DType dtype, Format fmt) {
-  return fmt == Format::e4m3 ? choose<mx::E4M3>(dtype) : choose<mx::E5M2>(dtype);
+Kernel find_avx512(DType dtype, Element element) {
+  return element == Element::e4m3 ? choose<mx::E4M3>(dtype) : choose<mx::E5M2>(dtype);
 }
 
-}  // namespace te_mx::dequantize_run
+}  // namespace te_mx::cpu::dequantize_run

@@ -5,7 +5,7 @@
 #include "mxtile/mx/round.hpp"
 #include "mxtile/quant/decode_portable.hpp"
 
-namespace te_mx::dequantize_run {
+namespace te_mx::cpu::dequantize_run {
 namespace {
 
 namespace mx = mxtile::mx;
@@ -50,8 +50,8 @@ Kernel choose(DType dtype) {
 
 }  // namespace
 
-Kernel find_portable(DType dtype, Format fmt) {
-  return fmt == Format::e4m3 ? choose<mx::E4M3>(dtype) : choose<mx::E5M2>(dtype);
+Kernel find_portable(DType dtype, Element element) {
+  return element == Element::e4m3 ? choose<mx::E4M3>(dtype) : choose<mx::E5M2>(dtype);
 }
 
-}  // namespace te_mx::dequantize_run
+}  // namespace te_mx::cpu::dequantize_run

@@ -1,7 +1,7 @@
 #include "epilogue_isa.h"
 #include "isa.h"
 
-namespace te_mx {
+namespace te_mx::cpu {
 
 EpilogueFn epilogue_for(Isa isa) {
   if (isa == Isa::amx_emulated) isa = isa_native();
@@ -14,4 +14,4 @@ EpilogueFn epilogue_for(Isa isa) {
   return portable_epilogue();
 }
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

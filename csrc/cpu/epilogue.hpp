@@ -12,7 +12,7 @@
 // The parts must become one function a kernel: an out-of-line copy would be paid at every vector.
 #define TE_MX_INLINE [[gnu::always_inline]] static inline
 
-namespace te_mx::block_epilogue {
+namespace te_mx::cpu::block_epilogue {
 
 inline constexpr int kMaxCols = 64;
 
@@ -140,7 +140,7 @@ struct Scale {
 
 // Nothing but scale, perhaps bias, and one store: a straight convert and store.
 template <class S, DType Out, bool Bias>
-TE_MX_INLINE void plain_block(const GemmArgs& args, const Scale<S>& scale, const float* bias,
+TE_MX_INLINE void plain_block(const GemmTask& args, const Scale<S>& scale, const float* bias,
                               const float* acc, int64_t ld, int64_t m0, int64_t n0, int rows,
                               int cols) {
   for (int i = 0; i < rows; ++i) {
@@ -155,7 +155,7 @@ TE_MX_INLINE void plain_block(const GemmArgs& args, const Scale<S>& scale, const
 }
 
 template <class S, bool Bias>
-TE_MX_INLINE void plain(const GemmArgs& args, const Scale<S>& scale, const float* bias,
+TE_MX_INLINE void plain(const GemmTask& args, const Scale<S>& scale, const float* bias,
                         const float* acc, int64_t ld, int64_t m0, int64_t n0, int rows, int cols) {
   if (args.out_dtype == DType::bf16) {
     plain_block<S, DType::bf16, Bias>(args, scale, bias, acc, ld, m0, n0, rows, cols);
@@ -198,7 +198,7 @@ void run(const EpilogueContext& context, const float* acc, int64_t ld, int64_t m
   using Tanh = mxtile::simd::GeluTanh<S>;
   using Erf = mxtile::simd::GeluErf<S>;
   using F = typename S::F;
-  const GemmArgs& args = *context.args;
+  const GemmTask& args = *context.args;
   alignas(64) float bias[kMaxCols];
   Scale<S> scale;
   if (args.bias != nullptr) load_row<S>(args.bias_dtype, args.bias, n0, bias, cols);
@@ -251,4 +251,4 @@ void run(const EpilogueContext& context, const float* acc, int64_t ld, int64_t m
   }
 }
 
-}  // namespace te_mx::block_epilogue
+}  // namespace te_mx::cpu::block_epilogue

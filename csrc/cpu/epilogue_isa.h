@@ -3,10 +3,10 @@
 
 #include "gemm_internal.hpp"
 
-namespace te_mx {
+namespace te_mx::cpu {
 
 EpilogueFn portable_epilogue();
 EpilogueFn avx2_epilogue();
 EpilogueFn avx512_epilogue();
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

@@ -2,8 +2,8 @@
 #include "epilogue_isa.h"
 #include "mxtile/simd/portable.hpp"
 
-namespace te_mx {
+namespace te_mx::cpu {
 
 EpilogueFn portable_epilogue() { return block_epilogue::run<mxtile::simd::Portable>; }
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

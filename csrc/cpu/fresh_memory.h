@@ -9,7 +9,7 @@
 #include <unistd.h>
 #endif
 
-namespace te_mx {
+namespace te_mx::cpu {
 
 // Asks the system to back [base, base + bytes) by huge pages where it has not been touched. Advice
 // only: contents stay, and a system without huge pages ignores it.
@@ -24,4 +24,4 @@ inline void advise_huge_pages([[maybe_unused]] void* base, [[maybe_unused]] int6
 #endif
 }
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

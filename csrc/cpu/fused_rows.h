@@ -3,9 +3,9 @@
 
 #include <cstdint>
 
-#include "te_mx/cpu_fused.h"
+#include "te_mx/fused.h"
 
-namespace te_mx {
+namespace te_mx::cpu {
 
 struct RowKernels {
   // Sums of a row: mean (0 with rms) and rstd.
@@ -24,10 +24,15 @@ struct RowKernels {
 
 inline constexpr int kFusedCols = 256;
 
+// Columns of the activated values. static: the files of every instruction set call it.
+static inline int64_t act_cols(const ActArgs& args) {
+  return args.gated ? args.h.cols / 2 : args.h.cols;
+}
+
 const RowKernels& row_kernels();  // for isa_native()
 
 const RowKernels& row_kernels_portable();
 const RowKernels& row_kernels_avx2();
 const RowKernels& row_kernels_avx512();
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

@@ -6,14 +6,14 @@
 #include "mxtile/simd/activation.hpp"
 #include "mxtile/simd/wide.hpp"
 
-namespace te_mx::fused_rows {
+namespace te_mx::cpu::fused_rows {
 
 namespace simd = mxtile::simd;
 using block_epilogue::each_vector;
 using block_epilogue::load_row;
 using block_epilogue::store_row;
 
-// Running sums of a row in kNormLanes lanes (see cpu_fused.h).
+// Running sums of a row in kNormLanes lanes (see fused.h).
 template <class S>
 struct LaneSums {
   static constexpr int kVectors = kNormLanes / S::kLanes;
@@ -73,16 +73,16 @@ template <class S>
 void stats(const NormArgs& args, int64_t row, float* mean, float* rstd) {
   using F = typename S::F;
   alignas(64) float x[kRowBuffer];
-  const int64_t first = row * args.row_stride;
-  const bool fits = args.cols <= kRowBuffer;
-  if (fits) load_row<S>(args.x_dtype, args.x, first, x, static_cast<int>(args.cols));
+  const int64_t first = row * args.x.row_stride;
+  const bool fits = args.x.cols <= kRowBuffer;
+  if (fits) load_row<S>(args.x.dtype, args.x.data, first, x, static_cast<int>(args.x.cols));
   const auto sum = [&](auto word) {
-    if (fits) return lane_sum<S>(args.cols, [&](int64_t c) { return word(S::load(x + c)); });
+    if (fits) return lane_sum<S>(args.x.cols, [&](int64_t c) { return word(S::load(x + c)); });
     LaneSums<S> sums;
     LaneSums<S>::clear(sums);
-    for (int64_t c0 = 0; c0 < args.cols; c0 += kRowBuffer) {
-      const int64_t n = args.cols - c0 < kRowBuffer ? args.cols - c0 : kRowBuffer;
-      load_row<S>(args.x_dtype, args.x, first + c0, x, static_cast<int>(n));
+    for (int64_t c0 = 0; c0 < args.x.cols; c0 += kRowBuffer) {
+      const int64_t n = args.x.cols - c0 < kRowBuffer ? args.x.cols - c0 : kRowBuffer;
+      load_row<S>(args.x.dtype, args.x.data, first + c0, x, static_cast<int>(n));
       add_lanes<S>(sums, n, [&](int64_t c) { return word(S::load(x + c)); });
     }
     return LaneSums<S>::fold(sums);
@@ -107,7 +107,7 @@ void normalize(const NormArgs& args, int64_t row, float mean, float rstd, int64_
                void* out) {
   using F = typename S::F;
   alignas(64) float x[kFusedCols];
-  load_row<S>(args.x_dtype, args.x, row * args.row_stride + c, x, n);
+  load_row<S>(args.x.dtype, args.x.data, row * args.x.row_stride + c, x, n);
   const F center = S::set(mean), factor = S::set(rstd);
   const float* weight = args.weight + c;
   const float* bias = args.bias == nullptr ? nullptr : args.bias + c;
@@ -126,9 +126,9 @@ template <class S>
 void normalize_backward(const NormGradArgs& args, int64_t row, float* dweight, float* dbias,
                         float* v, float* h) {
   using F = typename S::F;
-  const int cols = static_cast<int>(args.cols);
-  load_row<S>(args.dz_dtype, args.dz, row * args.cols, v, cols);
-  load_row<S>(args.x_dtype, args.x, row * args.row_stride, h, cols);
+  const int cols = static_cast<int>(args.x.cols);
+  load_row<S>(args.dz.dtype, args.dz.data, row * args.dz.row_stride, v, cols);
+  load_row<S>(args.x.dtype, args.x.data, row * args.x.row_stride, h, cols);
   const bool rms = args.rms;
   const F center = S::set(rms ? 0.0f : args.mean[row]), factor = S::set(args.rstd[row]);
   each_vector<S>(cols, [&](int j, int n) {
@@ -150,7 +150,7 @@ void normalize_backward(const NormGradArgs& args, int64_t row, float* dweight, f
     if (!rms) drift = S::add(shift, drift);
     S::store(v + j, S::mul(S::sub(S::load(v + j), drift), factor));
   });
-  store_row<S>(args.dx_dtype, args.dx, row * args.cols, v, cols);
+  store_row<S>(args.dx_dtype, args.dx, row * args.x.cols, v, cols);
 }
 
 // ------------------------------------------------------------------------------------ activations
@@ -261,12 +261,12 @@ TE_MX_INLINE void activate_bf16(const ActArgs& args, int64_t row, int64_t c, int
   using Io = Pairs<S, S::kLanes == 16 ? 4 : 2>;
   constexpr int kWords = Io::Words::kLanes;
   alignas(64) uint16_t x[kFusedCols], gate[kFusedCols], gradient[kFusedCols];
-  const int64_t at = row * (args.gated ? 2 * args.cols : args.cols) + c;
-  const int64_t grad_at = row * args.cols + c;
+  const int64_t at = row * args.h.row_stride + c, gate_at = at + act_cols(args);
+  const int64_t grad_at = row * args.grad.row_stride + c;
   const ActRow<uint16_t> words{
-      whole_words<kWords>(args.h, at, n, x),
-      args.gated ? whole_words<kWords>(args.h, at + args.cols, n, gate) : nullptr,
-      args.grad ? whole_words<kWords>(args.grad, grad_at, n, gradient) : nullptr,
+      whole_words<kWords>(args.h.data, at, n, x),
+      args.gated ? whole_words<kWords>(args.h.data, gate_at, n, gate) : nullptr,
+      args.grad.data ? whole_words<kWords>(args.grad.data, grad_at, n, gradient) : nullptr,
       static_cast<uint16_t*>(out), static_cast<uint16_t*>(out_gate)};
   apply_act<Io>(args.act, words, n);
 }
@@ -287,17 +287,18 @@ TE_MX_INLINE void clamp_gate(const ActArgs& args, float* gate, float* passes, in
 
 template <class S>
 void activate(const ActArgs& args, int64_t row, int64_t c, int n, void* out, void* out_gate) {
-  const bool gradients = args.grad != nullptr, bf16 = DType::bf16 == args.h_dtype;
+  const bool gradients = args.grad.data != nullptr, bf16 = DType::bf16 == args.h.dtype;
   if (bf16 && args.out_dtype == DType::bf16 && args.act != Act::clamped_silu &&
-      (!gradients || args.grad_dtype == DType::bf16)) {
+      (!gradients || args.grad.dtype == DType::bf16)) {
     return activate_bf16<S>(args, row, c, n, out, out_gate);
   }
   using Io = Floats<simd::Wide<S, S::kLanes == 16 ? 4 : 1>>;
   alignas(64) float x[kFusedCols], gate[kFusedCols], gradient[kFusedCols], passes[kFusedCols];
-  const int64_t width = args.gated ? 2 * args.cols : args.cols;
-  load_row<S>(args.h_dtype, args.h, row * width + c, x, n);
-  if (args.gated) load_row<S>(args.h_dtype, args.h, row * width + args.cols + c, gate, n);
-  if (gradients) load_row<S>(args.grad_dtype, args.grad, row * args.cols + c, gradient, n);
+  const int64_t at = row * args.h.row_stride + c;
+  load_row<S>(args.h.dtype, args.h.data, at, x, n);
+  if (args.gated) load_row<S>(args.h.dtype, args.h.data, at + act_cols(args), gate, n);
+  if (gradients)
+    load_row<S>(args.grad.dtype, args.grad.data, row * args.grad.row_stride + c, gradient, n);
   const bool clamps = args.act == Act::clamped_silu;
   if (clamps && args.gated) clamp_gate<S>(args, gate, passes, n);
   const ActRow<float> words{x, args.gated ? gate : nullptr, gradients ? gradient : nullptr, x,
@@ -320,4 +321,4 @@ void activate(const ActArgs& args, int64_t row, int64_t c, int n, void* out, voi
 template <class S>
 inline constexpr RowKernels kKernels{stats<S>, normalize<S>, normalize_backward<S>, activate<S>};
 
-}  // namespace te_mx::fused_rows
+}  // namespace te_mx::cpu::fused_rows

@@ -1,4 +1,4 @@
-// The GEMM entry points: argument checks, packing, the choice of kernel, and bias gradients.
+// A GEMM: argument checks, packing, the choice of kernel, and bias gradients.
 #include <cmath>
 #include <cstring>
 
@@ -8,7 +8,7 @@
 #include "parallel.h"
 #include "transpose.h"
 
-namespace te_mx {
+namespace te_mx::cpu {
 
 const KernelImpl* kernel_impl(Kernel kernel) {
   [[maybe_unused]] const bool emulated = isa_current() == Isa::amx_emulated;
@@ -60,29 +60,29 @@ const KernelImpl* usable_impl(Kernel kernel) {
   return kernel_available(kernel) ? kernel_impl(kernel) : nullptr;
 }
 
-bool operand_ok(const Operand& o) {
+bool operand_ok(const StridedOperand& o) {
   if (o.rows < 0 || o.k < 0) return false;
   if (o.rows == 0 || o.k == 0) return true;
   if (o.codes == nullptr || o.scales == nullptr) return false;
   return o.code_row_stride == 1 || o.code_k_stride == 1;
 }
 
-const PackedHeader* header_of(const Operand& o) {
+const PackedHeader* header_of(const StridedOperand& o) {
   return static_cast<const PackedHeader*>(o.packed);
 }
 
-bool packed_ok(const Operand& o, Kernel kernel, Role role) {
+bool packed_ok(const StridedOperand& o, Kernel kernel, Role role) {
   if (o.packed == nullptr) return true;
   const PackedHeader& h = *header_of(o);
   return h.rows == o.rows && h.k == o.k && h.kernel == static_cast<int32_t>(kernel) &&
-         h.role == static_cast<int32_t>(role) && h.fmt == static_cast<int32_t>(o.fmt);
+         h.role == static_cast<int32_t>(role) && h.element == static_cast<int32_t>(o.element);
 }
 
 const void* at(const void* base, int64_t offset) { return static_cast<const char*>(base) + offset; }
 void* at(void* base, int64_t offset) { return static_cast<char*>(base) + offset; }
 
-Operand rows_of(const Operand& o, int64_t begin, int64_t end) {
-  Operand part = o;
+StridedOperand rows_of(const StridedOperand& o, int64_t begin, int64_t end) {
+  StridedOperand part = o;
   part.codes += begin * o.code_row_stride;
   part.scales += begin * o.scale_row_stride;
   part.rows = end - begin;
@@ -91,14 +91,14 @@ Operand rows_of(const Operand& o, int64_t begin, int64_t end) {
 
 // One operand's exponents and panels, packed ahead or here.
 struct Side {
-  const Operand& operand;
+  const StridedOperand& operand;
   Role role;
   const float* exponents;
   const uint8_t* wide_blocks;
   const void* panels;
   bool wide;
 
-  Side(const Operand& o, Role r, void* exponent_room, void* wide_room, void* panel_room,
+  Side(const StridedOperand& o, Role r, void* exponent_room, void* wide_room, void* panel_room,
        int threads)
       : operand(o), role(r), panels(panel_room) {
     if (o.packed != nullptr) {
@@ -169,7 +169,7 @@ Status run_chunk(const Range& chunk, const KernelImpl& impl, const Side& lhs, co
 }
 
 // The bias gradient of kind operand for one packed chunk.
-Status sum_rows(int64_t begin, int64_t end, const GemmArgs& args, const KernelImpl& impl,
+Status sum_rows(int64_t begin, int64_t end, const GemmTask& args, const KernelImpl& impl,
                 const Side& lhs) {
   return for_runs(lhs, begin, end, [&](int64_t m0, int64_t m1, bool wide) {
     const KernelImpl& sums = wide ? *wide_f64_impl() : impl;
@@ -180,7 +180,7 @@ Status sum_rows(int64_t begin, int64_t end, const GemmArgs& args, const KernelIm
   });
 }
 
-Status run_chunks(const GemmArgs& args, const KernelImpl& impl, const GemmPlan& plan,
+Status run_chunks(const GemmTask& args, const KernelImpl& impl, const GemmPlan& plan,
                   const Side& lhs, const Side& rhs, const EpilogueContext& context) {
   const int64_t m = args.lhs.rows, n = args.rhs.rows;
   for (int64_t m0 = 0; m0 < m; m0 += plan.m_chunk) {
@@ -204,7 +204,7 @@ Status run_chunks(const GemmArgs& args, const KernelImpl& impl, const GemmPlan& 
 }
 
 // The plain double kernel takes the operands as they are.
-Status run_wide(GemmArgs& args, EpilogueContext context) {
+Status run_wide(GemmTask& args, EpilogueContext context) {
   const KernelImpl* wide = wide_f64_impl();
   if (wide == nullptr || args.lhs.codes == nullptr || args.rhs.codes == nullptr) {
     return Status::unsupported;
@@ -219,7 +219,7 @@ Status run_wide(GemmArgs& args, EpilogueContext context) {
 }
 
 // K = 0: the epilogue of zeros.
-void run_empty_sum(const GemmArgs& args, const EpilogueContext& context) {
+void run_empty_sum(const GemmTask& args, const EpilogueContext& context) {
   const EpilogueFn epilogue = epilogue_for(isa_current());
   const int64_t m = args.lhs.rows, n = args.rhs.rows;
   alignas(64) static constexpr float kZeros[kRowBlock * 64] = {};
@@ -244,7 +244,7 @@ void reduce_partials(const float* partials, int64_t blocks, int64_t n, float* ou
   });
 }
 
-Status check(const GemmArgs& a) {
+Status check(const GemmTask& a) {
   if (!operand_ok(a.lhs) || !operand_ok(a.rhs) || a.lhs.k != a.rhs.k) return Status::bad_argument;
   if (!packed_ok(a.lhs, a.kernel, Role::lhs) || !packed_ok(a.rhs, a.kernel, Role::rhs)) {
     return Status::bad_argument;
@@ -273,7 +273,8 @@ int64_t packed_bytes(Kernel kernel, Role role, int64_t rows, int64_t k) {
          wide_bytes(rows) + panels;
 }
 
-Status pack(Kernel kernel, Role role, const Operand& operand, void* packed, int threads) {
+Status pack_operand(Kernel kernel, Role role, const StridedOperand& operand, void* packed,
+                    int threads) {
   const KernelImpl* impl = usable_impl(kernel);
   if (impl == nullptr) return Status::unsupported;
   if (!operand_ok(operand) || packed_bytes(kernel, role, operand.rows, operand.k) == 0) {
@@ -284,7 +285,7 @@ Status pack(Kernel kernel, Role role, const Operand& operand, void* packed, int 
   h.k = operand.k;
   h.kernel = static_cast<int32_t>(kernel);
   h.role = static_cast<int32_t>(role);
-  h.fmt = static_cast<int32_t>(operand.fmt);
+  h.element = static_cast<int32_t>(operand.element);
   h.exponents_offset = sizeof(PackedHeader);
   h.wide_offset = h.exponents_offset + round_up(operand.rows, kRowBlock) * 4;
   h.panels_offset = h.wide_offset + wide_bytes(operand.rows);
@@ -296,15 +297,15 @@ Status pack(Kernel kernel, Role role, const Operand& operand, void* packed, int 
   return impl->pack_panels(role, operand, exponents, at(packed, h.panels_offset), threads);
 }
 
-int64_t workspace_bytes(const GemmArgs& args) {
+int64_t workspace_bytes(const GemmTask& args) {
   const KernelImpl* impl = usable_impl(args.kernel);
   return impl == nullptr ? 0 : plan_gemm(args, *impl).bytes;
 }
 
 namespace {
 
-Operand turn_rhs(const GemmArgs& args, const GemmPlan& plan) {
-  Operand o = args.rhs;
+StridedOperand turn_rhs(const GemmTask& args, const GemmPlan& plan) {
+  StridedOperand o = args.rhs;
   const int64_t blocks = ceil_div(o.k, kBlock);
   uint8_t* codes = static_cast<uint8_t*>(at(args.workspace, plan.turned_codes));
   uint8_t* scales = static_cast<uint8_t*>(at(args.workspace, plan.turned_scales));
@@ -332,9 +333,9 @@ bool cuts_at_blocks(const KernelImpl& impl, Role role, int64_t k) {
 }
 
 // Whether nothing is left for a fast kernel. Stream kernels do not cut their problem.
-bool all_wide(const GemmArgs& args, const KernelImpl& impl, const Side& lhs, const Side& rhs) {
+bool all_wide(const GemmTask& args, const KernelImpl& impl, const Side& lhs, const Side& rhs) {
   if (args.kernel == Kernel::wide_f64) return true;
-  const bool e5m2 = args.lhs.fmt == Format::e5m2 && args.rhs.fmt == Format::e5m2;
+  const bool e5m2 = args.lhs.element == Element::e5m2 && args.rhs.element == Element::e5m2;
   if (e5m2 && args.lhs.k >= kOverflowK) return true;
   if (is_stream(args.kernel)) return lhs.wide || rhs.wide;
   if (rhs.wide && !cuts_at_blocks(impl, Role::rhs, args.rhs.k)) return true;
@@ -344,14 +345,14 @@ bool all_wide(const GemmArgs& args, const KernelImpl& impl, const Side& lhs, con
 
 // Whether rows of D or aux had better not pass through the caches: reading the lines first that
 // they overwrite costs more than all else that is done to them.
-bool past_caches(const GemmArgs& args, const void* base, DType dtype, int64_t ld) {
+bool past_caches(const GemmTask& args, const void* base, DType dtype, int64_t ld) {
   const int64_t element = dtype == DType::f32 ? 4 : 2;
   const int64_t bytes = args.lhs.rows * args.rhs.rows * element;
   return base != nullptr && (bytes >= kPastCaches || args.together >= kPastCaches) &&
          reinterpret_cast<uintptr_t>(base) % 64 == 0 && ld * element % 64 == 0;
 }
 
-Status run_gemm(GemmArgs& args, const KernelImpl* impl, const GemmPlan& plan) {
+Status run_gemm(GemmTask& args, const KernelImpl* impl, const GemmPlan& plan) {
   Status status = Status::ok;
   const int64_t m = args.lhs.rows, n = args.rhs.rows, k = args.lhs.k;
   const bool partials = args.bias_grad_kind == BiasGrad::result;
@@ -396,7 +397,7 @@ Status run_gemm(GemmArgs& args, const KernelImpl* impl, const GemmPlan& plan) {
 
 }  // namespace
 
-Status gemm(GemmArgs& args) {
+Status run_task(GemmTask& args) {
   args.ran = args.kernel;
   if (args.lhs.rows * args.rhs.rows * args.lhs.k < kSerialProducts) args.threads = 1;
   const KernelImpl* impl = usable_impl(args.kernel);
@@ -405,7 +406,7 @@ Status gemm(GemmArgs& args) {
   if (status != Status::ok) return status;
   const GemmPlan plan = plan_gemm(args, *impl);
   if (plan.bytes > args.workspace_bytes) return Status::small_workspace;
-  const Operand stored = args.rhs;
+  const StridedOperand stored = args.rhs;
   const bool empty = stored.rows == 0 || stored.k == 0 || args.lhs.rows == 0;
   if (!empty && turns_rhs(args)) args.rhs = turn_rhs(args, plan);
   status = run_gemm(args, impl, plan);
@@ -413,4 +414,4 @@ Status gemm(GemmArgs& args) {
   return status;
 }
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

@@ -7,7 +7,7 @@
 
 #include "gemm_bf16.hpp"
 
-namespace te_mx {
+namespace te_mx::cpu {
 
 // Measured on Emerald Rapids: 2 MB of L2 and 48 KB of L1 a core.
 struct AmxTuning {
@@ -114,4 +114,4 @@ class AmxEngine : public Tuning {
   Tiles tiles_;
 };
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

@@ -16,7 +16,7 @@
 #include "pack_bf16.hpp"
 #include "parallel.h"
 
-namespace te_mx {
+namespace te_mx::cpu {
 
 // The operand whose panel other blocks read right after this one.
 enum class Reuse { none, lhs, rhs };
@@ -182,4 +182,4 @@ class PanelGemm {
   bool whole_, normal_;
 };
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

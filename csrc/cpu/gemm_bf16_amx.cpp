@@ -5,7 +5,7 @@
 #include "mxtile/bf16/avx512.hpp"
 #include "mxtile/simd/avx512.hpp"
 
-namespace te_mx {
+namespace te_mx::cpu {
 
 const KernelImpl* amx_bf16_impl() {
   using Engine = AmxEngine<mxtile::amx::Tiles, mxtile::simd::Avx512, AmxTuning>;
@@ -16,4 +16,4 @@ const KernelImpl* amx_bf16_impl() {
   return &impl;
 }
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

@@ -6,7 +6,7 @@
 #include "mxtile/bf16/avx512.hpp"
 #include "mxtile/simd/avx512.hpp"
 
-namespace te_mx {
+namespace te_mx::cpu {
 namespace {
 
 namespace bf16 = mxtile::bf16;
@@ -68,4 +68,4 @@ const KernelImpl* avx512_bf16_impl() {
   return &impl;
 }
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

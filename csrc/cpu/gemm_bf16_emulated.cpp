@@ -4,7 +4,7 @@
 #include "mxtile/amx/emulated.hpp"
 #include "mxtile/simd/portable.hpp"
 
-namespace te_mx {
+namespace te_mx::cpu {
 
 const KernelImpl* amx_emulated_impl() {
   using Engine = AmxEngine<mxtile::amx::EmulatedTiles, mxtile::simd::Portable, EmulatedTuning>;
@@ -15,4 +15,4 @@ const KernelImpl* amx_emulated_impl() {
   return &impl;
 }
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

@@ -13,16 +13,16 @@
 #include "decode_bf16.hpp"
 #include "gemm_bf16.hpp"
 
-namespace te_mx {
+namespace te_mx::cpu {
 
 // Engine: that of PanelGemm, and kMostBlocks, kResident, kMostParts, kNearBlocks.
 template <class Engine, class Decoder, Role kStreamed>
 class DecodedGemm {
  public:
   // Whether to decode this side.
-  static bool takes(const GemmArgs& args) {
-    const Operand& own = kStreamed == Role::lhs ? args.lhs : args.rhs;
-    const Operand& other = kStreamed == Role::lhs ? args.rhs : args.lhs;
+  static bool takes(const GemmTask& args) {
+    const StridedOperand& own = kStreamed == Role::lhs ? args.lhs : args.rhs;
+    const StridedOperand& other = kStreamed == Role::lhs ? args.rhs : args.lhs;
     if (own.packed != nullptr) return false;
     // The bias gradient of kind operand reads panels of lhs.
     if (kStreamed == Role::lhs && args.bias_grad_kind == BiasGrad::operand) return false;
@@ -88,8 +88,8 @@ class DecodedGemm {
   // Resident panels that L2 has room for.
   static int64_t fit_of(int64_t blocks) { return Engine::kWholeBytes / (blocks * kStepBytes); }
 
-  static Operand part_of_rows(const Operand& all, int64_t begin, int64_t end) {
-    Operand part = all;
+  static StridedOperand part_of_rows(const StridedOperand& all, int64_t begin, int64_t end) {
+    StridedOperand part = all;
     part.codes += begin * all.code_row_stride;
     part.scales += begin * all.scale_row_stride;
     part.rows = end - begin;
@@ -174,11 +174,11 @@ class DecodedGemm {
   }
 
   const Range range_;
-  const GemmArgs& args_;
+  const GemmTask& args_;
   const EpilogueContext& context_;
   const char* resident_;
   const int64_t first_row_;
-  const Operand streamed_;
+  const StridedOperand streamed_;
   EpilogueFn epilogue_;
   int64_t resident_panels_, streamed_panels_, blocks_;
   int64_t part_, share_;  // resident and streamed panels of an item
@@ -187,7 +187,7 @@ class DecodedGemm {
 
 // KernelImpl::decodes and run of an engine that may decode.
 template <class Engine, class Decoder>
-Decodes decodes_side(const GemmArgs& args) {
+Decodes decodes_side(const GemmTask& args) {
   const bool lhs = DecodedGemm<Engine, Decoder, Role::lhs>::takes(args);
   const bool rhs = DecodedGemm<Engine, Decoder, Role::rhs>::takes(args);
   // The longer side had better stream, so that the shorter one is what stays.
@@ -203,4 +203,4 @@ Status run_or_decode(const Range& range, const void* lhs, const void* rhs,
   return PanelGemm<Engine>::run(range, lhs, rhs, context, workspace);
 }
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

@@ -1,6 +1,6 @@
 #include "gemm_f32_isa.h"
 
-namespace te_mx {
+namespace te_mx::cpu {
 
 const KernelImpl* portable_f32_impl() { return f32_on_portable(); }
 const KernelImpl* portable_stream_impl() { return stream_f32_on_portable(); }
@@ -21,4 +21,4 @@ const KernelImpl* avx512_f32_impl() { return nullptr; }
 const KernelImpl* avx512_stream_impl() { return nullptr; }
 #endif
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

@@ -17,7 +17,7 @@
 #include "pack_f32.hpp"
 #include "parallel.h"
 
-namespace te_mx::f32 {
+namespace te_mx::cpu::f32 {
 
 // Register and cache blocking. Shape is one instruction set's choice:
 //   kMr rows (a divisor of 32) x kVectors vectors in registers; kTileCols columns of a task and
@@ -36,7 +36,7 @@ struct PanelGemm {
     return round_up(round_up(rows, role == Role::lhs ? kMr : kNr) * k * 4, 64);
   }
 
-  static Status pack(Role role, const Operand& operand, const float* exponents, void* panels,
+  static Status pack(Role role, const StridedOperand& operand, const float* exponents, void* panels,
                      int threads) {
     float* out = static_cast<float*>(panels);
     if (role == Role::lhs) {
@@ -86,7 +86,7 @@ struct PanelGemm {
 
   static Status run(const Range& range, const void* lhs_panels, const void* rhs_panels,
                     const EpilogueContext& context, void*) {
-    const GemmArgs& args = *context.args;
+    const GemmTask& args = *context.args;
     const int64_t K = args.lhs.k;
     const EpilogueFn epilogue = epilogue_for(isa_native());
     const int64_t row_tiles = ceil_div(range.m1 - range.m0, kTileRows);
@@ -110,8 +110,8 @@ struct PanelGemm {
     return Status::ok;
   }
 
-  static void row_sums(const Operand& lhs, const void* lhs_panels, const float* lhs_exp, float* out,
-                       int threads) {
+  static void row_sums(const StridedOperand& lhs, const void* lhs_panels, const float* lhs_exp,
+                       float* out, int threads) {
     parallel_for(threads, ceil_div(lhs.rows, kMr), [&](int64_t p) {
       const float* panel = static_cast<const float*>(lhs_panels) + p * kMr * lhs.k;
       const int rows = static_cast<int>(smaller(lhs.rows - p * kMr, kMr));
@@ -135,4 +135,4 @@ struct PanelGemm {
   [[gnu::always_inline]] static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 };
 
-}  // namespace te_mx::f32
+}  // namespace te_mx::cpu::f32

@@ -2,7 +2,7 @@
 #include "gemm_f32_isa.h"
 #include "mxtile/simd/avx512.hpp"
 
-namespace te_mx {
+namespace te_mx::cpu {
 namespace {
 
 struct Shape {
@@ -13,4 +13,4 @@ struct Shape {
 
 const KernelImpl* f32_on_avx512() { return f32::PanelGemm<mxtile::simd::Avx512, Shape>::impl(); }
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

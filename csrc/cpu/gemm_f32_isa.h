@@ -3,7 +3,7 @@
 
 #include "gemm_internal.hpp"
 
-namespace te_mx {
+namespace te_mx::cpu {
 
 const KernelImpl* f32_on_portable();
 const KernelImpl* f32_on_avx2();
@@ -12,4 +12,4 @@ const KernelImpl* stream_f32_on_portable();
 const KernelImpl* stream_f32_on_avx2();
 const KernelImpl* stream_f32_on_avx512();
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

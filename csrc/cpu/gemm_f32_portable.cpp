@@ -2,7 +2,7 @@
 #include "gemm_f32_isa.h"
 #include "mxtile/simd/portable.hpp"
 
-namespace te_mx {
+namespace te_mx::cpu {
 namespace {
 
 struct Shape {
@@ -15,4 +15,4 @@ const KernelImpl* f32_on_portable() {
   return f32::PanelGemm<mxtile::simd::Portable, Shape>::impl();
 }
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

@@ -9,7 +9,7 @@
 
 #include "te_mx/cpu.h"
 
-namespace te_mx {
+namespace te_mx::cpu {
 
 inline constexpr int64_t kRowBlock =
     32;  // rows of one epilogue call and of one bias-gradient partial
@@ -23,11 +23,58 @@ inline constexpr int64_t kOverflowK = 1 << 21;
 static constexpr int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 static constexpr int64_t ceil_div(int64_t x, int64_t by) { return (x + by - 1) / by; }
 
+// One side of a problem as kernels read it: an Operand, or the part of one that a group owns.
+struct StridedOperand {
+  const uint8_t* codes;
+  const uint8_t* scales;
+  int64_t rows, k;
+  int64_t code_row_stride, code_k_stride;  // one of the two is 1
+  int64_t scale_row_stride, scale_block_stride;
+  Element element;
+  const void* packed;  // from pack() for the same kernel and role, or null
+};
+
+// A plain operand whose codes and scales are compact.
+static inline StridedOperand strided(const Operand& o) {
+  const bool k_first = o.layout == Layout::k_first;
+  const int64_t blocks = ceil_div(o.k, kBlock);
+  return {o.codes,
+          static_cast<const uint8_t*>(o.scales),
+          o.rows,
+          o.k,
+          k_first ? 1 : o.k,
+          k_first ? o.rows : 1,
+          k_first ? 1 : blocks,
+          k_first ? o.rows : 1,
+          o.element,
+          o.packed};
+}
+
+// One problem as kernels see it.
+struct GemmTask : Epilogue {
+  Kernel kernel;
+  StridedOperand lhs, rhs;
+  void* workspace;  // 64-byte aligned
+  int64_t workspace_bytes;
+  int threads;
+  int64_t together;  // bytes of results of the whole call of which this is a part, or 0
+  Kernel ran;        // out, as for gemm()
+};
+
+// gemm_entry.cpp: the task of a call.
+GemmTask task_of(const GemmArgs& args);
+
+// gemm.cpp: what the entry points do, for parts of a call too.
+int64_t workspace_bytes(const GemmTask& task);
+Status run_task(GemmTask& task);
+Status pack_operand(Kernel kernel, Role role, const StridedOperand& operand, void* packed,
+                    int threads);
+
 struct PackedHeader {
   int64_t rows, k;
   int32_t kernel, role;
   int32_t wide;  // some row spans more than kWideSpread exponents: its block runs on wide_f64
-  int32_t fmt;
+  int32_t element;
   int64_t exponents_offset;  // bytes from the header; E_row - 127 - 37 as float, 0 for rows past
                              // the end
   int64_t panels_offset;     // bytes from the header
@@ -44,7 +91,7 @@ static inline int row_byte(float exponent) {
 // acc[rows][ld] holds the fp32 sums of D[m0.., n0..] before the row exponents.
 // out, aux, gelu_in, bias and bias_grad_partial are indexed by m0 and n0 through args.
 struct EpilogueContext {
-  const GemmArgs* args;
+  const GemmTask* args;
   const float* lhs_exp;      // [M]: D = acc * 2^(lhs_exp[m] + rhs_exp[n]); integers as float
   const float* rhs_exp;      // [N]
   float* bias_grad_partial;  // [ceil(M/32)][N], or null unless bias_grad_kind is result
@@ -78,10 +125,10 @@ struct KernelImpl {
   int64_t (*panel_bytes)(Role role, int64_t rows, int64_t k);
   // Fills panels with values relative to the row exponents (see kRelativeExponent). operand and
   // exponents are those of the chunk. Null when both sides are plain.
-  Status (*pack_panels)(Role role, const Operand& operand, const float* exponents, void* panels,
-                        int threads);
+  Status (*pack_panels)(Role role, const StridedOperand& operand, const float* exponents,
+                        void* panels, int threads);
   // Scratch of run() beyond panels, exponents and bias-gradient partials. Null: none.
-  int64_t (*workspace_bytes)(const GemmArgs& args);
+  int64_t (*workspace_bytes)(const GemmTask& args);
   // Computes D[m0..m1, n0..n1] (panels null on the side that is decoded) with context.args->threads
   // threads.
   Status (*run)(const Range& range, const void* lhs_panels, const void* rhs_panels,
@@ -89,11 +136,11 @@ struct KernelImpl {
   // out[m] = sum over k of the dequantized lhs row m, fp32, in a fixed order. lhs, its panels,
   // exponents and out are those of the chunk. wide_f64 reads the codes (panels and exponents are
   // null).
-  void (*row_sums)(const Operand& lhs, const void* lhs_panels, const float* lhs_exp, float* out,
-                   int threads);
+  void (*row_sums)(const StridedOperand& lhs, const void* lhs_panels, const float* lhs_exp,
+                   float* out, int threads);
   // Which side run() had better decode. Depends on what workspace_bytes() may depend on. Null:
   // none.
-  Decodes (*decodes)(const GemmArgs& args) = nullptr;
+  Decodes (*decodes)(const GemmTask& args) = nullptr;
 };
 
 const KernelImpl* kernel_impl(Kernel kernel);  // gemm.cpp's table; null when not built
@@ -115,7 +162,7 @@ const KernelImpl* amx_emulated_stream_impl();
 
 // row_exponents.cpp (shared). Writes exponents[rows up to 32] and wide_blocks[ceil(rows/32)]; true
 // when any block holds a wide row.
-bool scan_row_exponents(const Operand& operand, float* exponents, uint8_t* wide_blocks,
+bool scan_row_exponents(const StridedOperand& operand, float* exponents, uint8_t* wide_blocks,
                         int threads);
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

@@ -1,6 +1,6 @@
 #include "gemm_plan.hpp"
 
-namespace te_mx {
+namespace te_mx::cpu {
 namespace {
 
 // A chunk of rhs is packed, used by all rows of the lhs chunk while it is in cache, and
@@ -10,14 +10,14 @@ constexpr int64_t kLhsChunkBytes = 32 << 20;
 constexpr int64_t kLeastChunk = 512;
 constexpr int64_t kAlign = 64;
 
-int64_t chunk_rows(const KernelImpl& impl, Role role, const Operand& o, int64_t budget) {
+int64_t chunk_rows(const KernelImpl& impl, Role role, const StridedOperand& o, int64_t budget) {
   if (budget == 0 || o.packed != nullptr || impl.panel_bytes(role, o.rows, o.k) == 0) return o.rows;
   const int64_t fit = budget / impl.panel_bytes(role, kLeastChunk, o.k) * kLeastChunk;
   const int64_t most = fit > kLeastChunk ? fit : kLeastChunk;
   return o.rows < most ? o.rows : most;
 }
 
-int64_t scratch_bytes(const KernelImpl& impl, const GemmArgs& args) {
+int64_t scratch_bytes(const KernelImpl& impl, const GemmTask& args) {
   return impl.workspace_bytes == nullptr ? 0 : round_up(impl.workspace_bytes(args), kAlign);
 }
 
@@ -27,12 +27,12 @@ bool is_stream(Kernel kernel) {
   return kernel >= Kernel::portable_stream && kernel <= Kernel::amx_stream;
 }
 
-bool turns_rhs(const GemmArgs& args) {
-  const Operand& rhs = args.rhs;
+bool turns_rhs(const GemmTask& args) {
+  const StridedOperand& rhs = args.rhs;
   return is_stream(args.kernel) && (rhs.code_k_stride != 1 || rhs.scale_block_stride != 1);
 }
 
-GemmPlan plan_gemm(const GemmArgs& args, const KernelImpl& impl) {
+GemmPlan plan_gemm(const GemmTask& args, const KernelImpl& impl) {
   GemmPlan p{};
   const int64_t m = args.lhs.rows, n = args.rhs.rows, k = args.lhs.k;
   int64_t at = 0;
@@ -69,4 +69,4 @@ GemmPlan plan_gemm(const GemmArgs& args, const KernelImpl& impl) {
   return p;
 }
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

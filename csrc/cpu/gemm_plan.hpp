@@ -4,7 +4,7 @@
 
 #include "gemm_internal.hpp"
 
-namespace te_mx {
+namespace te_mx::cpu {
 
 // Byte offsets into the workspace and the chunk sizes. Depends on shapes, on which operands are
 // packed and on bias_grad_kind only.
@@ -23,8 +23,8 @@ struct GemmPlan {
 bool is_stream(Kernel kernel);
 
 // Stream kernels read rows of rhs: one that is stored [k, rows] is turned into the workspace.
-bool turns_rhs(const GemmArgs& args);
+bool turns_rhs(const GemmTask& args);
 
-GemmPlan plan_gemm(const GemmArgs& args, const KernelImpl& impl);
+GemmPlan plan_gemm(const GemmTask& args, const KernelImpl& impl);
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

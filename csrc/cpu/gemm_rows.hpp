@@ -7,7 +7,7 @@
 
 #define TE_MX_MEMBER [[gnu::always_inline]] inline
 
-namespace te_mx {
+namespace te_mx::cpu {
 
 // Whether every power of two that scales elements of `range` is a normal float.
 template <class S>
@@ -238,7 +238,7 @@ class PendingRows {
   }
 
   const EpilogueContext& context_;
-  const GemmArgs& args_;
+  const GemmTask& args_;
   const bool normal_, only_scaled_, out_past_caches_;
   const float* c_ = nullptr;
   const char* fetch_ = nullptr;
@@ -247,4 +247,4 @@ class PendingRows {
   alignas(64) float col_[kRowBlock], bias_[kRowBlock], sums_[kRowBlock];
 };
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

@@ -6,7 +6,7 @@
 #include "mxtile/mx/code.hpp"
 #include "parallel.h"
 
-namespace te_mx {
+namespace te_mx::cpu {
 namespace {
 
 constexpr int64_t kCols = 64;    // of one item; its rows are kRowBlock
@@ -36,9 +36,9 @@ double scale_value(uint8_t byte) {
 }
 
 // out[r * row_step + k * k_step] = the dequantized element (row0 + r, k0 + k), k0 a multiple of 32.
-void decode(const Operand& o, int64_t row0, int64_t rows, int64_t k0, int64_t n, double* out,
+void decode(const StridedOperand& o, int64_t row0, int64_t rows, int64_t k0, int64_t n, double* out,
             int64_t row_step, int64_t k_step) {
-  const double* table = (o.fmt == Format::e4m3 ? kE4M3 : kE5M2).value;
+  const double* table = (o.element == Element::e4m3 ? kE4M3 : kE5M2).value;
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t row = row0 + r;
     double scale = 0;
@@ -60,7 +60,7 @@ int64_t panel_bytes(Role, int64_t, int64_t) { return 0; }
 Status run(const Range& range, const void*, const void*, const EpilogueContext& given, void*) {
   EpilogueContext context = given;
   context.exact_scale = true;
-  const GemmArgs& args = *context.args;
+  const GemmTask& args = *context.args;
   const EpilogueFn epilogue = epilogue_for(isa_native());
   const int64_t row_blocks = ceil_div(range.m1 - range.m0, kRowBlock);
   const int64_t col_blocks = ceil_div(range.n1 - range.n0, kCols);
@@ -88,7 +88,7 @@ Status run(const Range& range, const void*, const void*, const EpilogueContext& 
   return Status::ok;
 }
 
-void row_sums(const Operand& lhs, const void*, const float*, float* out, int threads) {
+void row_sums(const StridedOperand& lhs, const void*, const float*, float* out, int threads) {
   parallel_for(threads, lhs.rows, [&](int64_t row) {
     double chunk[kChunk], sum = 0;
     for (int64_t k0 = 0; k0 < lhs.k; k0 += kChunk) {
@@ -107,4 +107,4 @@ const KernelImpl* wide_f64_impl() {
   return &kImpl;
 }
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

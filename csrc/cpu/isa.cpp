@@ -8,7 +8,7 @@
 
 #include "mxtile/simd/cpu.hpp"
 
-namespace te_mx {
+namespace te_mx::cpu {
 namespace {
 
 constexpr const char* kNames[] = {"portable",    "avx2", "avx512",
@@ -142,4 +142,4 @@ bool kernel_available(Kernel kernel) {
   return needed <= isa_native() || (needed == Isa::amx && isa_current() == Isa::amx_emulated);
 }
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

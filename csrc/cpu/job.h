@@ -4,7 +4,7 @@
 #include <atomic>
 #include <cstdint>
 
-namespace te_mx {
+namespace te_mx::cpu {
 
 struct Job {
   void (*fn)(void*, int64_t);
@@ -27,4 +27,4 @@ inline bool run_items(Job& job) noexcept {
 // Runs fn(data) on the team of the process: that of torch, else our own threads.
 void run_on_team(int threads, int64_t n_items, void (*fn)(void*) noexcept, void* data);
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

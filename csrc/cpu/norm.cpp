@@ -12,7 +12,7 @@
 #include "parallel.h"
 #include "tile_out.hpp"
 
-namespace te_mx {
+namespace te_mx::cpu {
 
 const RowKernels& row_kernels() {
   const Isa isa = isa_native();
@@ -36,76 +36,77 @@ void normalize_group(const NormArgs& args, const RowKernels& kernels, const Tile
                      int64_t group) {
   const mxtile::mx::KeepDenormals keep_denormals;
   const int64_t r0 = group * kStageRows, z_bytes = bytes_of(args.z_dtype);
-  const int rows = static_cast<int>(std::min<int64_t>(kStageRows, args.rows - r0));
+  const int rows = static_cast<int>(std::min<int64_t>(kStageRows, args.x.rows - r0));
   float mean[kStageRows], rstd[kStageRows];
   for (int r = 0; r < rows; ++r) kernels.stats(args, r0 + r, mean + r, rstd + r);
   if (args.mean) std::copy(mean, mean + rows, args.mean + r0);
   std::copy(rstd, rstd + rows, args.rstd + r0);
   if (!args.z && !out.wanted()) return;
   Stage stage;
-  for (int64_t c = 0; c < args.cols; c += kStageCols) {
-    const int cols = static_cast<int>(std::min<int64_t>(kStageCols, args.cols - c));
+  for (int64_t c = 0; c < args.x.cols; c += kStageCols) {
+    const int cols = static_cast<int>(std::min<int64_t>(kStageCols, args.x.cols - c));
     for (int r = 0; r < rows; ++r) {
       uint8_t* to = stage.bytes + r * kStageCols * z_bytes;
       kernels.normalize(args, r0 + r, mean[r], rstd[r], c, cols, to);
       if (args.z) {
-        std::memcpy(static_cast<uint8_t*>(args.z) + ((r0 + r) * args.cols + c) * z_bytes, to,
+        std::memcpy(static_cast<uint8_t*>(args.z) + ((r0 + r) * args.x.cols + c) * z_bytes, to,
                     static_cast<size_t>(cols * z_bytes));
       }
     }
-    if (out.wanted()) out.put(stage, r0, c, rows, cols, nullptr, c + cols >= args.cols);
+    if (out.wanted()) out.put(stage, r0, c, rows, cols, nullptr, c + cols >= args.x.cols);
   }
 }
 
-bool valid_dtype(DType dtype) {
-  return static_cast<int>(dtype) >= 0 && static_cast<int>(dtype) <= 2;
+bool rows_ok(const Matrix& x) {
+  return x.rows > 0 && x.cols > 0 && x.data && x.col_stride == 1 && known(x.dtype);
 }
 
 }  // namespace
 
 Status normalize(const NormArgs& args) {
-  if (args.rows <= 0 || args.cols <= 0 || !args.x || !args.weight || !args.rstd ||
-      (!args.rms && !args.mean) || !valid_dtype(args.x_dtype) || !valid_dtype(args.z_dtype) ||
-      !valid(args.quantized) || args.quantized.col_sum) {
+  const Status status = check_tiles(args.to);
+  if (status != Status::ok) return status;
+  if (!rows_ok(args.x) || !args.weight || !args.rstd || (!args.rms && !args.mean) ||
+      !known(args.z_dtype) || args.to.col_sum) {
     return Status::bad_argument;
   }
   const RowKernels& kernels = row_kernels();
-  const TileOut out(args.quantized, args.rows, args.cols, args.z_dtype);
-  const int64_t groups = (args.rows + kStageRows - 1) / kStageRows;
-  const int threads = args.rows * args.cols < kSerialElements ? 1 : args.threads;
+  const TileOut out(args.to, args.x.rows, args.x.cols, args.z_dtype);
+  const int64_t groups = (args.x.rows + kStageRows - 1) / kStageRows;
+  const int threads = args.x.rows * args.x.cols < kSerialElements ? 1 : args.execution.threads;
   parallel_for(threads, groups, [&](int64_t group) { normalize_group(args, kernels, out, group); });
   return Status::ok;
 }
 
 Status normalize_backward(const NormGradArgs& args) {
-  if (args.rows <= 0 || args.cols <= 0 || !args.x || !args.dz || !args.weight || !args.rstd ||
-      (!args.rms && !args.mean) || !args.dx || !args.dweight || !args.ws ||
-      !valid_dtype(args.x_dtype) || !valid_dtype(args.dz_dtype) || !valid_dtype(args.dx_dtype)) {
+  if (!rows_ok(args.x) || !rows_ok(args.dz) || args.dz.rows != args.x.rows ||
+      args.dz.cols != args.x.cols || !args.weight || !args.rstd || (!args.rms && !args.mean) ||
+      !args.dx || !args.dweight || !args.partial || !known(args.dx_dtype)) {
     return Status::bad_argument;
   }
   const RowKernels& kernels = row_kernels();
-  const int64_t groups = (args.rows + kColSumRows - 1) / kColSumRows, cols = args.cols;
+  const int64_t groups = (args.x.rows + kColSumRows - 1) / kColSumRows, cols = args.x.cols;
   const int64_t padded = (cols + kNormLanes - 1) / kNormLanes * kNormLanes;
   // Scratch of one row for each group: threads that run at the same time run different groups.
   const std::unique_ptr<float[]> scratch(
       new (std::nothrow) float[static_cast<size_t>(2 * padded * groups)]);
   if (!scratch) return Status::small_workspace;
-  const int threads = args.rows * cols < kSerialElements ? 1 : args.threads;
+  const int threads = args.x.rows * cols < kSerialElements ? 1 : args.execution.threads;
   parallel_for(threads, groups, [&](int64_t group) {
     const mxtile::mx::KeepDenormals keep_denormals;
-    float* dweight = args.ws + group * cols;
-    float* dbias = args.dbias ? args.ws + (groups + group) * cols : nullptr;
+    float* dweight = args.partial + group * cols;
+    float* dbias = args.dbias ? args.partial + (groups + group) * cols : nullptr;
     std::fill(dweight, dweight + cols, 0.0f);
     if (dbias) std::fill(dbias, dbias + cols, 0.0f);
     float* row = scratch.get() + 2 * padded * group;
-    const int64_t end = std::min(args.rows, (group + 1) * kColSumRows);
+    const int64_t end = std::min(args.x.rows, (group + 1) * kColSumRows);
     for (int64_t r = group * kColSumRows; r < end; ++r) {
       kernels.normalize_backward(args, r, dweight, dbias, row, row + padded);
     }
   });
-  add_partial_sums(args.ws, groups, cols, args.dweight);
-  if (args.dbias) add_partial_sums(args.ws + groups * cols, groups, cols, args.dbias);
+  add_partial_sums(args.partial, groups, cols, args.dweight);
+  if (args.dbias) add_partial_sums(args.partial + groups * cols, groups, cols, args.dbias);
   return Status::ok;
 }
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

@@ -9,7 +9,7 @@
 #include <cstring>
 #include <initializer_list>
 
-namespace te_mx {
+namespace te_mx::cpu {
 namespace {
 
 // libgomp's entry for `#pragma omp parallel`; libomp and libiomp5 export it too.
@@ -62,4 +62,4 @@ bool openmp_team_run(int threads, void (*fn)(void*) noexcept, void* data) {
   return true;
 }
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

@@ -5,7 +5,7 @@
 #include "parallel.h"
 #include "tiles_bf16.hpp"
 
-namespace te_mx {
+namespace te_mx::cpu {
 
 // Where the tile of (16-row group, k block) goes.
 enum class TileOrder {
@@ -20,7 +20,7 @@ class Packer {
   static constexpr int64_t kGroupsPerItem = 8, kBlocksPerItem = 32;
   static constexpr int64_t kInlineTiles = 160;  // about 8 us: not worth waking a team
 
-  Packer(const Operand& operand, const float* exponents, TileOrder order, uint16_t* panels,
+  Packer(const StridedOperand& operand, const float* exponents, TileOrder order, uint16_t* panels,
          int64_t kept = 16)
       : source_{operand, exponents},
         operand_(operand),
@@ -76,7 +76,7 @@ class Packer {
   void pack_item(int64_t group0, int64_t group1, int64_t block0, int64_t block1) const {
     alignas(64) uint8_t bytes[kGroupsPerItem][kBlocksPerItem][16];
     alignas(64) int32_t row_bytes[kGroupsPerItem][16];
-    const Decoder decoder(fp8_of(operand_.fmt));
+    const Decoder decoder(fp8_of(operand_.element));
     for (int64_t g = group0; g < group1; ++g) {
       source_.row_bytes(g, row_bytes[g - group0]);
       source_.scale_bytes<k_last>(g, block0, block1, bytes[g - group0]);
@@ -137,7 +137,7 @@ class Packer {
   }
 
   const TileSource source_;
-  const Operand& operand_;
+  const StridedOperand& operand_;
   TileOrder order_;
   uint16_t* panels_;
   int64_t kept_, blocks_, groups_;
@@ -149,8 +149,8 @@ static inline int64_t bf16_panel_bytes(Role, int64_t rows, int64_t k) {
 
 // lhs as row tiles, rhs as pair tiles.
 template <class Decoder>
-Status pack_bf16_panels(Role role, const Operand& operand, const float* exponents, void* panels,
-                        int threads) {
+Status pack_bf16_panels(Role role, const StridedOperand& operand, const float* exponents,
+                        void* panels, int threads) {
   const Packer<Decoder> packer(operand, exponents, TileOrder::panels,
                                static_cast<uint16_t*>(panels));
   if (role == Role::lhs) {
@@ -173,11 +173,11 @@ struct Bf16Layout {
 void bf16_row_sums(const uint16_t* words, const Bf16Layout& layout, int64_t rows, int64_t blocks,
                    const float* exponents, float* out, int threads);
 
-static inline void bf16_panel_row_sums(const Operand& lhs, const void* panels, const float* exps,
-                                       float* out, int threads) {
+static inline void bf16_panel_row_sums(const StridedOperand& lhs, const void* panels,
+                                       const float* exps, float* out, int threads) {
   const int64_t blocks = ceil_div(lhs.k, kBlock);
   const Bf16Layout layout{kRowBlock, blocks * 2 * kTileWords, 2 * kTileWords, kBlock, 2};
   bf16_row_sums(static_cast<const uint16_t*>(panels), layout, lhs.rows, blocks, exps, out, threads);
 }
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

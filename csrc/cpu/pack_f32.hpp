@@ -7,7 +7,7 @@
 #include "mxtile/simd/transpose.hpp"
 #include "parallel.h"
 
-namespace te_mx::f32 {
+namespace te_mx::cpu::f32 {
 
 // What E_row - 127 - 37 as a float makes of a scale byte: the factor of that block's codes.
 [[gnu::always_inline]] static inline float row_factor(uint8_t byte, float row_exponent) {
@@ -15,7 +15,7 @@ namespace te_mx::f32 {
 }
 
 // out = codes[0..n) * factor and zeros up to 32, in the order of BlockDecoder::element.
-template <class S, class Format>
+template <class S, class E>
 [[gnu::always_inline]] static inline void decode_block(const uint8_t* codes, int n, float factor,
                                                        float* out) {
   uint8_t whole[kBlock] = {};
@@ -23,12 +23,12 @@ template <class S, class Format>
     for (int i = 0; i < n; ++i) whole[i] = codes[i];
     codes = whole;
   }
-  mxtile::simd::BlockDecoder<S, Format>::run(codes, factor, out);
+  mxtile::simd::BlockDecoder<S, E>::run(codes, factor, out);
 }
 
 // panel[element(p)][r0 .. r0 + lanes) = block[r][p] for the elements below n: squares of lanes,
 // transposed.
-template <class S, class Format, int Width>
+template <class S, class E, int Width>
 [[gnu::always_inline]] static inline void transpose_block(const float (*block)[kBlock], int n,
                                                           int r0, float* panel) {
   constexpr int kLanes = S::kLanes;
@@ -37,7 +37,7 @@ template <class S, class Format, int Width>
     for (int r = 0; r < kLanes; ++r) x[r] = S::load(block[r] + p0);
     mxtile::simd::transpose<S>(x);
     for (int l = 0; l < kLanes; ++l) {
-      const int k = mxtile::simd::BlockDecoder<S, Format>::element(p0 + l);
+      const int k = mxtile::simd::BlockDecoder<S, E>::element(p0 + l);
       if (k >= n) continue;
       float* out = panel + k * Width + r0;
       Width < kLanes ? S::store_part(out, x[l], Width) : S::store(out, x[l]);
@@ -46,8 +46,9 @@ template <class S, class Format, int Width>
 }
 
 // One panel of an operand whose k is contiguous.
-template <class S, class Format, int Width>
-void pack_panel_k_last(const Operand& o, const float* exponents, int64_t row0, float* panel) {
+template <class S, class E, int Width>
+void pack_panel_k_last(const StridedOperand& o, const float* exponents, int64_t row0,
+                       float* panel) {
   static_assert(Width < S::kLanes || Width % S::kLanes == 0);
   constexpr int kRows = (Width + S::kLanes - 1) / S::kLanes * S::kLanes;
   const int rows = static_cast<int>(o.rows - row0 < Width ? o.rows - row0 : Width);
@@ -57,22 +58,23 @@ void pack_panel_k_last(const Operand& o, const float* exponents, int64_t row0, f
     for (int r = 0; r < rows; ++r) {
       const int64_t row = row0 + r;
       const uint8_t byte = o.scales[row * o.scale_row_stride + k0 / kBlock * o.scale_block_stride];
-      decode_block<S, Format>(o.codes + row * o.code_row_stride + k0, n,
-                              row_factor(byte, exponents[row]), block[r]);
+      decode_block<S, E>(o.codes + row * o.code_row_stride + k0, n,
+                         row_factor(byte, exponents[row]), block[r]);
     }
     for (int r = 0; r < Width; r += S::kLanes) {
       if (n == kBlock) {
-        transpose_block<S, Format, Width>(block + r, kBlock, r, panel + k0 * Width);
+        transpose_block<S, E, Width>(block + r, kBlock, r, panel + k0 * Width);
       } else {
-        transpose_block<S, Format, Width>(block + r, n, r, panel + k0 * Width);
+        transpose_block<S, E, Width>(block + r, n, r, panel + k0 * Width);
       }
     }
   }
 }
 
 // One panel of an operand whose rows are contiguous (blocks run along the strided k).
-template <class S, class Format, int Width>
-void pack_panel_k_first(const Operand& o, const float* exponents, int64_t row0, float* panel) {
+template <class S, class E, int Width>
+void pack_panel_k_first(const StridedOperand& o, const float* exponents, int64_t row0,
+                        float* panel) {
   constexpr int kStep = Width < S::kLanes ? Width : S::kLanes;
   const int rows = static_cast<int>(o.rows - row0 < Width ? o.rows - row0 : Width);
   alignas(64) float factors[Width + S::kLanes] = {};
@@ -89,7 +91,7 @@ void pack_panel_k_first(const Operand& o, const float* exponents, int64_t row0, 
     }
     for (int r = 0; r < Width; r += kStep) {
       const auto x =
-          S::mul(mxtile::simd::decode<S, Format>(S::load_u8(codes + r)), S::load(factors + r));
+          S::mul(mxtile::simd::decode<S, E>(S::load_u8(codes + r)), S::load(factors + r));
       if constexpr (kStep == S::kLanes) {
         S::store(panel + k * Width + r, x);
       } else {
@@ -99,25 +101,25 @@ void pack_panel_k_first(const Operand& o, const float* exponents, int64_t row0, 
   }
 }
 
-template <class S, class Format, int Width>
-void pack_panels_as(const Operand& o, const float* exponents, float* panels, int threads) {
+template <class S, class E, int Width>
+void pack_panels_as(const StridedOperand& o, const float* exponents, float* panels, int threads) {
   parallel_for(threads, ceil_div(o.rows, Width), [&](int64_t p) {
     float* panel = panels + p * Width * o.k;
     if (o.code_k_stride == 1) {
-      pack_panel_k_last<S, Format, Width>(o, exponents, p * Width, panel);
+      pack_panel_k_last<S, E, Width>(o, exponents, p * Width, panel);
     } else {
-      pack_panel_k_first<S, Format, Width>(o, exponents, p * Width, panel);
+      pack_panel_k_first<S, E, Width>(o, exponents, p * Width, panel);
     }
   });
 }
 
 template <class S, int Width>
-void pack_panels(const Operand& o, const float* exponents, float* panels, int threads) {
-  if (o.fmt == Format::e4m3) {
+void pack_panels(const StridedOperand& o, const float* exponents, float* panels, int threads) {
+  if (o.element == Element::e4m3) {
     pack_panels_as<S, mxtile::mx::E4M3, Width>(o, exponents, panels, threads);
   } else {
     pack_panels_as<S, mxtile::mx::E5M2, Width>(o, exponents, panels, threads);
   }
 }
 
-}  // namespace te_mx::f32
+}  // namespace te_mx::cpu::f32

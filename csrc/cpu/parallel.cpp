@@ -8,7 +8,7 @@
 #include "te_mx/cpu.h"
 #include "thread_team.h"
 
-namespace te_mx {
+namespace te_mx::cpu {
 namespace {
 
 void work(void* data) noexcept { run_items(*static_cast<Job*>(data)); }
@@ -39,4 +39,4 @@ void parallel_for(int threads, int64_t n_items, void (*fn)(void*, int64_t), void
 
 const char* parallel_team() { return last_team.load(std::memory_order_relaxed); }
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <type_traits>
 
-namespace te_mx {
+namespace te_mx::cpu {
 
 // Calls fn(ctx, item) for every item in [0, n_items), each exactly once, on at most `threads`
 // threads of which the caller is one. Items are handed out by a counter, so what an item computes
@@ -21,4 +21,4 @@ void parallel_for(int threads, int64_t n_items, F&& body) {
       const_cast<void*>(static_cast<const void*>(&body)));
 }
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

@@ -8,7 +8,7 @@
 #include "isa.h"
 #include "parallel.h"
 
-namespace te_mx {
+namespace te_mx::cpu {
 namespace {
 
 PeakFn peak_for(Isa level) {
@@ -58,4 +58,4 @@ double peak_gflops(int threads) {
   return best;
 }
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

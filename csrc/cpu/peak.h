@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-namespace te_mx {
+namespace te_mx::cpu {
 
 // Runs `rounds` rounds of products on registers; returns the floating-point operations of a round.
 // The sum goes to *sink, so that no product can be left out.
@@ -16,4 +16,4 @@ int64_t peak_avx512(int64_t rounds, float* sink);
 int64_t peak_avx2(int64_t rounds, float* sink);
 int64_t peak_portable(int64_t rounds, float* sink);
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

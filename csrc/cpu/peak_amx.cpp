@@ -2,7 +2,7 @@
 #include "mxtile/amx/tiles.hpp"
 #include "peak.h"
 
-namespace te_mx {
+namespace te_mx::cpu {
 
 int64_t peak_amx(int64_t rounds, float* sink) {
   alignas(64) float sums[16][16] = {};
@@ -21,4 +21,4 @@ int64_t peak_amx(int64_t rounds, float* sink) {
   return 4 * 2 * 16 * 16 * 32;
 }
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

@@ -2,7 +2,7 @@
 #include "mxtile/bf16/avx512.hpp"
 #include "peak.h"
 
-namespace te_mx {
+namespace te_mx::cpu {
 
 int64_t peak_avx512_bf16(int64_t rounds, float* sink) {
   namespace bf16 = mxtile::bf16;
@@ -20,4 +20,4 @@ int64_t peak_avx512_bf16(int64_t rounds, float* sink) {
   return kSums * 2 * 32;
 }
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

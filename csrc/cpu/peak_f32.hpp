@@ -3,7 +3,7 @@
 
 #include "peak.h"
 
-namespace te_mx {
+namespace te_mx::cpu {
 namespace {
 
 template <class S, int kSums>
@@ -25,4 +25,4 @@ int64_t peak_f32(int64_t rounds, float* sink) {
 }
 
 }  // namespace
-}  // namespace te_mx
+}  // namespace te_mx::cpu

@@ -6,26 +6,29 @@
 #include <algorithm>
 #include <cstring>
 
+#include "check.h"
 #include "isa.h"
 #include "mxtile/mx/float_mode.hpp"
 #include "parallel.h"
+#include "quantize_task.h"
 #include "te_mx/cpu.h"
 
-namespace te_mx {
+namespace te_mx::cpu {
 
-quantize_tile::Kernel quantize_tile::find(DType dtype, Format fmt, bool rows, Columns columns) {
+quantize_tile::Kernel quantize_tile::find(DType dtype, Element element, bool rows,
+                                          Columns columns) {
   const Isa isa = isa_native();
 #if defined(TE_MX_HAVE_AVX512_BF16)
-  if (isa >= Isa::avx512_bf16) return find_avx512_vbmi(dtype, fmt, rows, columns);
+  if (isa >= Isa::avx512_bf16) return find_avx512_vbmi(dtype, element, rows, columns);
 #endif
 #if defined(TE_MX_HAVE_AVX512)
-  if (isa >= Isa::avx512) return find_avx512(dtype, fmt, rows, columns);
+  if (isa >= Isa::avx512) return find_avx512(dtype, element, rows, columns);
 #endif
 #if defined(TE_MX_HAVE_AVX2)
-  if (isa >= Isa::avx2) return find_avx2(dtype, fmt, rows, columns);
+  if (isa >= Isa::avx2) return find_avx2(dtype, element, rows, columns);
 #endif
   (void)isa;
-  return find_portable(dtype, fmt, rows, columns);
+  return find_portable(dtype, element, rows, columns);
 }
 
 namespace {
@@ -46,7 +49,7 @@ constexpr int64_t kSerialElements = 64 * 1024;  // below, waking threads costs m
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 struct Problem {
-  QuantizeArgs a;
+  QuantizeTask a;
   Kernel kernel;
   int64_t element_bytes;
   bool stream;
@@ -95,7 +98,7 @@ void copy_2d(uint8_t* to, int64_t to_stride, const uint8_t* from, int64_t from_s
 
 // Where the tile at (r0, c0) goes.
 Tile tile_in_place(const Problem& p, int64_t r0, int64_t c0) {
-  const QuantizeArgs& a = p.a;
+  const QuantizeTask& a = p.a;
   const int64_t row_blocks = ceil_div(a.cols, kBlock);
   const int64_t col_blocks = ceil_div(a.rows, kBlock);
   Tile t{};
@@ -134,7 +137,7 @@ struct Area {
 };
 
 void run_tile(const Problem& p, Area area, bool last, const uint8_t* next, float* sums) {
-  const QuantizeArgs& a = p.a;
+  const QuantizeTask& a = p.a;
   const auto [r0, c0, rows, cols] = area;
   const bool whole = rows == p.tile_rows && cols % kTile == 0;
   const Tile place = tile_in_place(p, r0, c0);
@@ -187,7 +190,7 @@ void run_tile(const Problem& p, Area area, bool last, const uint8_t* next, float
 
 void run_item(const Problem& p, int64_t item) {
   const mxtile::mx::KeepDenormals keep_denormals;
-  const QuantizeArgs& a = p.a;
+  const QuantizeTask& a = p.a;
   const int64_t chunks = ceil_div(a.cols, p.item_cols);
   const int64_t group = item / chunks;
   const int64_t c_begin = item % chunks * p.item_cols;
@@ -218,7 +221,7 @@ void run_item(const Problem& p, int64_t item) {
   }
 }
 
-void add_partial_sums(const QuantizeArgs& a) {
+void add_partial_sums(const QuantizeTask& a) {
   const mxtile::mx::KeepDenormals keep_denormals;
   const int64_t groups = ceil_div(a.rows, kColSumRows);
   std::fill(a.col_sum, a.col_sum + a.cols, 0.0f);
@@ -234,7 +237,7 @@ void run_problem(const Problem& p) {
   parallel_for(threads, items, [&p](int64_t item) { run_item(p, item); });
 }
 
-Columns columns_of(const QuantizeArgs& a) {
+Columns columns_of(const QuantizeTask& a) {
   if (!a.col_codes) return Columns::none;
   return a.col_transposed ? Columns::transposed : Columns::plain;
 }
@@ -243,7 +246,7 @@ bool aligned(const void* pointer, int64_t stride) {
   return reinterpret_cast<uintptr_t>(pointer) % 64 == 0 && stride % 64 == 0;
 }
 
-bool wants_stream(const QuantizeArgs& a) {
+bool wants_stream(const QuantizeTask& a) {
   const int64_t directions = (a.row_codes != nullptr) + (a.col_codes != nullptr);
   // Stores that bypass the caches save reading what they overwrite, but only pay when the result
   // would not stay in a cache anyway.
@@ -252,11 +255,8 @@ bool wants_stream(const QuantizeArgs& a) {
          (!a.col_codes || aligned(a.col_codes, a.col_transposed ? a.rows : a.cols));
 }
 
-bool valid(const QuantizeArgs& a) {
-  const int dtype = static_cast<int>(a.x_dtype), fmt = static_cast<int>(a.fmt);
-  const int rule = static_cast<int>(a.rule);
-  if (a.rows < 0 || a.cols < 0 || dtype < 0 || dtype > 2 || fmt < 0 || fmt > 1) return false;
-  if (rule < 0 || rule > 1) return false;
+bool valid(const QuantizeTask& a) {
+  if (a.rows < 0 || a.cols < 0 || !known(a.x_dtype)) return false;
   if (a.rows == 0 || a.cols == 0) return true;
   return a.x && !a.row_codes == !a.row_scales && !a.col_codes == !a.col_scales &&
          (!a.col_sum || a.col_sum_ws);
@@ -264,7 +264,33 @@ bool valid(const QuantizeArgs& a) {
 
 }  // namespace
 
+QuantizeTask task_of(const QuantizeArgs& args) {
+  const auto& [x, to, execution] = args;
+  return {x.data,
+          x.rows,
+          x.cols,
+          x.row_stride,
+          x.col_stride,
+          x.dtype,
+          to.element,
+          to.rule,
+          to.row.codes,
+          static_cast<uint8_t*>(to.row.scales),
+          to.col.codes,
+          static_cast<uint8_t*>(to.col.scales),
+          to.col.layout == Layout::k_last,
+          static_cast<float*>(to.col_sum),
+          to.col_sum_ws,
+          execution.threads,
+          0};
+}
+
 Status quantize(const QuantizeArgs& args) {
+  const Status status = check_out(args.to);
+  return status == Status::ok ? quantize_task(task_of(args)) : status;
+}
+
+Status quantize_task(const QuantizeTask& args) {
   if (!valid(args)) return Status::bad_argument;
   if (args.rows == 0 && args.col_sum) std::fill(args.col_sum, args.col_sum + args.cols, 0.0f);
   if (args.rows == 0 || args.cols == 0) return Status::ok;
@@ -273,7 +299,7 @@ Status quantize(const QuantizeArgs& args) {
   Problem p{};
   p.a = args;
   p.kernel =
-      quantize_tile::find(args.x_dtype, args.fmt, args.row_codes != nullptr, columns_of(args));
+      quantize_tile::find(args.x_dtype, args.element, args.row_codes != nullptr, columns_of(args));
   p.element_bytes = args.x_dtype == DType::f32 ? 4 : 2;
   p.stream = wants_stream(args);
   p.item_rows = args.col_sum ? kColSumRows : kItemRows;
@@ -283,7 +309,7 @@ Status quantize(const QuantizeArgs& args) {
     p.item_cols = kTransposedItem;
   }
   p.tile_rows = quantize_tile::tile_rows(columns_of(args));
-  QuantizeArgs& a = p.a;
+  QuantizeTask& a = p.a;
   if (a.cols == 1) a.col_stride = 1;
   if (a.rows == 1) a.row_stride = a.cols;
   p.tile_cols = a.col_stride == 1 && p.tile_rows < kTile ? kTileCols : kTile;
@@ -313,4 +339,4 @@ Status quantize(const QuantizeArgs& args) {
   return Status::ok;
 }
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

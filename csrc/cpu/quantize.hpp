@@ -5,7 +5,7 @@
 
 #include "te_mx/cpu.h"
 
-namespace te_mx::quantize_tile {
+namespace te_mx::cpu::quantize_tile {
 
 inline constexpr int kTile = 64;       // a transposed tile writes whole cache lines
 inline constexpr int kTileCols = 256;  // of the widest tile: long runs suit memory
@@ -59,11 +59,11 @@ static inline Tile part_of(const Tile& tile, int c) {
 using Kernel = void (*)(const Tile& tile);
 
 // The kernel of the level in use. rows false and columns none leaves the column sums.
-Kernel find(DType dtype, Format fmt, bool rows, Columns columns);  // quantize.cpp
+Kernel find(DType dtype, Element element, bool rows, Columns columns);  // quantize.cpp
 
-Kernel find_portable(DType dtype, Format fmt, bool rows, Columns columns);
-Kernel find_avx2(DType dtype, Format fmt, bool rows, Columns columns);
-Kernel find_avx512(DType dtype, Format fmt, bool rows, Columns columns);
-Kernel find_avx512_vbmi(DType dtype, Format fmt, bool rows, Columns columns);
+Kernel find_portable(DType dtype, Element element, bool rows, Columns columns);
+Kernel find_avx2(DType dtype, Element element, bool rows, Columns columns);
+Kernel find_avx512(DType dtype, Element element, bool rows, Columns columns);
+Kernel find_avx512_vbmi(DType dtype, Element element, bool rows, Columns columns);
 
-}  // namespace te_mx::quantize_tile
+}  // namespace te_mx::cpu::quantize_tile

@@ -4,9 +4,9 @@
 #include "mxtile/mx/format.hpp"
 #include "quantize.hpp"
 
-namespace te_mx::quantize_tile {
+namespace te_mx::cpu::quantize_tile {
 
-// Tiles has `template <DType, class Format, bool rows, Columns> static void run(const Tile&)`. It
+// Tiles has `template <DType, class E, bool rows, Columns> static void run(const Tile&)`. It
 // lies in an unnamed namespace of each per-ISA file, so what this makes of it is that file's own.
 template <class Tiles, DType D, class F>
 inline Kernel choose(bool rows, Columns columns) {
@@ -36,9 +36,9 @@ inline Kernel choose(DType dtype, bool rows, Columns columns) {
 }
 
 template <class Tiles>
-inline Kernel choose(DType dtype, Format fmt, bool rows, Columns columns) {
-  return fmt == Format::e4m3 ? choose<Tiles, mxtile::mx::E4M3>(dtype, rows, columns)
-                             : choose<Tiles, mxtile::mx::E5M2>(dtype, rows, columns);
+inline Kernel choose(DType dtype, Element element, bool rows, Columns columns) {
+  return element == Element::e4m3 ? choose<Tiles, mxtile::mx::E4M3>(dtype, rows, columns)
+                                  : choose<Tiles, mxtile::mx::E5M2>(dtype, rows, columns);
 }
 
-}  // namespace te_mx::quantize_tile
+}  // namespace te_mx::cpu::quantize_tile

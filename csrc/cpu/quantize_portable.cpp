@@ -1,10 +1,10 @@
 // The plain-loop tile kernel for any CPU.
 #include "quantize_tile_loops.hpp"
 
-namespace te_mx::quantize_tile {
+namespace te_mx::cpu::quantize_tile {
 
-Kernel find_portable(DType dtype, Format fmt, bool rows, Columns columns) {
-  return choose<Tiles>(dtype, fmt, rows, columns);
+Kernel find_portable(DType dtype, Element element, bool rows, Columns columns) {
+  return choose<Tiles>(dtype, element, rows, columns);
 }
 
-}  // namespace te_mx::quantize_tile
+}  // namespace te_mx::cpu::quantize_tile

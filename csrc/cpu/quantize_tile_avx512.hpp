@@ -8,7 +8,7 @@
 #include "mxtile/quant/avx512.hpp"
 #include "quantize_choose.hpp"
 
-namespace te_mx::quantize_tile {
+namespace te_mx::cpu::quantize_tile {
 namespace {
 
 namespace mx = mxtile::mx;
@@ -234,8 +234,8 @@ MXTILE_INLINE void measure_part(const Tile& part, Work<C>& work) {
   work.done = exact;
   if (exact) {
     // Adds the column sums itself.
-    constexpr Format kFmt = F::kMantissaBits == 3 ? Format::e4m3 : Format::e5m2;
-    return find_portable(D, kFmt, Rows, C)(part);
+    constexpr Element kElement = F::kMantissaBits == 3 ? Element::e4m3 : Element::e5m2;
+    return find_portable(D, kElement, Rows, C)(part);
   }
   if (part.col_sum) sums.store(part.col_sum);
   if (C == Columns::transposed && part.rows < kTile) {
@@ -278,4 +278,4 @@ struct Tiles {
 };
 
 }  // namespace
-}  // namespace te_mx::quantize_tile
+}  // namespace te_mx::cpu::quantize_tile

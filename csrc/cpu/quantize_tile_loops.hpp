@@ -9,7 +9,7 @@
 #include "mxtile/quant/portable.hpp"
 #include "quantize_choose.hpp"
 
-namespace te_mx::quantize_tile {
+namespace te_mx::cpu::quantize_tile {
 namespace {
 
 namespace mx = mxtile::mx;
@@ -112,4 +112,4 @@ struct Tiles {
 };
 
 }  // namespace
-}  // namespace te_mx::quantize_tile
+}  // namespace te_mx::cpu::quantize_tile

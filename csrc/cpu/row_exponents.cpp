@@ -5,7 +5,7 @@
 #include "gemm_internal.hpp"
 #include "parallel.h"
 
-namespace te_mx {
+namespace te_mx::cpu {
 namespace {
 
 constexpr int64_t kRowsPerItem = 256;
@@ -13,8 +13,8 @@ static_assert(kRowsPerItem % kRowBlock == 0, "one item owns the flag of a block"
 constexpr int64_t kInlineBytes = 32 * 1024;  // scales below this are not worth waking a team
 
 // largest[r] and smallest[r] over the scale bytes of the row; 255 (NaN) counts as nothing for both.
-void scan_k_last(const Operand& o, int64_t row, int64_t rows, int64_t blocks, uint8_t* largest,
-                 uint8_t* smallest) {
+void scan_k_last(const StridedOperand& o, int64_t row, int64_t rows, int64_t blocks,
+                 uint8_t* largest, uint8_t* smallest) {
   for (int64_t r = 0; r < rows; ++r) {
     const uint8_t* s = o.scales + (row + r) * o.scale_row_stride;
     uint8_t high = 0, low = 255;
@@ -28,8 +28,8 @@ void scan_k_last(const Operand& o, int64_t row, int64_t rows, int64_t blocks, ui
   }
 }
 
-void scan_k_first(const Operand& o, int64_t row, int64_t rows, int64_t blocks, uint8_t* largest,
-                  uint8_t* smallest) {
+void scan_k_first(const StridedOperand& o, int64_t row, int64_t rows, int64_t blocks,
+                  uint8_t* largest, uint8_t* smallest) {
   std::memset(largest, 0, static_cast<size_t>(rows));
   std::memset(smallest, 255, static_cast<size_t>(rows));
   for (int64_t b = 0; b < blocks; ++b) {
@@ -43,7 +43,7 @@ void scan_k_first(const Operand& o, int64_t row, int64_t rows, int64_t blocks, u
 }
 
 // A block far below the row's largest exponent matters only when a code in it is not zero.
-bool row_is_wide(const Operand& o, int64_t row, int64_t blocks, int row_byte) {
+bool row_is_wide(const StridedOperand& o, int64_t row, int64_t blocks, int row_byte) {
   for (int64_t b = 0; b < blocks; ++b) {
     if (o.scales[row * o.scale_row_stride + b * o.scale_block_stride] >= row_byte - kWideSpread) {
       continue;
@@ -56,7 +56,7 @@ bool row_is_wide(const Operand& o, int64_t row, int64_t blocks, int row_byte) {
   return false;
 }
 
-bool scan_rows(const Operand& o, int64_t row, int64_t rows, float* exponents,
+bool scan_rows(const StridedOperand& o, int64_t row, int64_t rows, float* exponents,
                uint8_t* wide_blocks) {
   uint8_t largest[kRowsPerItem], smallest[kRowsPerItem];
   const int64_t blocks = ceil_div(o.k, kBlock);
@@ -81,7 +81,7 @@ bool scan_rows(const Operand& o, int64_t row, int64_t rows, float* exponents,
 
 }  // namespace
 
-bool scan_row_exponents(const Operand& operand, float* exponents, uint8_t* wide_blocks,
+bool scan_row_exponents(const StridedOperand& operand, float* exponents, uint8_t* wide_blocks,
                         int threads) {
   for (int64_t r = operand.rows; r < round_up(operand.rows, kRowBlock); ++r) exponents[r] = 0.0f;
   const int64_t bytes = operand.rows * ceil_div(operand.k, kBlock);
@@ -99,4 +99,4 @@ bool scan_row_exponents(const Operand& operand, float* exponents, uint8_t* wide_
   return wide != 0;
 }
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

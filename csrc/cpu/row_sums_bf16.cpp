@@ -4,7 +4,7 @@
 
 #include "pack_bf16.hpp"
 
-namespace te_mx {
+namespace te_mx::cpu {
 namespace {
 
 float to_float(uint16_t word) {
@@ -44,4 +44,4 @@ void bf16_row_sums(const uint16_t* words, const Bf16Layout& layout, int64_t rows
   });
 }
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

@@ -15,7 +15,7 @@
 #include "mxtile/simd/transpose.hpp"
 #include "stream_bf16.hpp"
 
-namespace te_mx {
+namespace te_mx::cpu {
 
 struct AmxStreamTuning {
   static constexpr int64_t kAhead = 256;  // bytes of a row between prefetch and use: one batch
@@ -30,7 +30,8 @@ class AmxStream {
     return role == Role::rhs ? 0 : round_up(ceil_div(k, kLine) * kLine * rows * 2, 64);
   }
 
-  static Status pack(Role, const Operand& x, const float* exponents, void* panels, int threads) {
+  static Status pack(Role, const StridedOperand& x, const float* exponents, void* panels,
+                     int threads) {
     uint16_t* words = static_cast<uint16_t*>(panels);
     Packer<Decoder>(x, exponents, TileOrder::compact, words, x.rows).template run<true>(threads);
     const int64_t blocks = ceil_div(x.k, kBlock), lines = ceil_div(x.k, kLine);
@@ -43,8 +44,8 @@ class AmxStream {
     return Status::ok;
   }
 
-  static void row_sums(const Operand& x, const void* panels, const float* exponents, float* out,
-                       int threads) {
+  static void row_sums(const StridedOperand& x, const void* panels, const float* exponents,
+                       float* out, int threads) {
     const int64_t m = x.rows;
     bf16_row_sums(static_cast<const uint16_t*>(panels), {16, 0, m * kBlock, 2, 2 * m}, m,
                   2 * ceil_div(x.k, kLine), exponents, out, threads);
@@ -59,7 +60,7 @@ class AmxStream {
     parallel_for(threads, ceil_div(n, rows), [&](int64_t item) {
       const int64_t end = (item + 1) * rows < n ? (item + 1) * rows : n;
       Tiles tiles(static_cast<int>(context.args->lhs.rows));
-      const Decoder decoder(fp8_of(context.args->rhs.fmt));
+      const Decoder decoder(fp8_of(context.args->rhs.element));
       for (int64_t n0 = item * rows; n0 < end; n0 += kCols) stream.run_cols(tiles, decoder, n0);
     });
     return Status::ok;
@@ -241,7 +242,7 @@ class AmxStream {
   const char* x_;
   const EpilogueContext& context_;
   EpilogueFn epilogue_;
-  const Operand& w_;
+  const StridedOperand& w_;
   int64_t m_, lines_;
 };
 
@@ -252,4 +253,4 @@ const KernelImpl* stream_impl() {
   return &impl;
 }
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

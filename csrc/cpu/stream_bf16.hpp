@@ -7,7 +7,7 @@
 #include "pack_bf16.hpp"
 #include "parallel.h"
 
-namespace te_mx {
+namespace te_mx::cpu {
 
 // Rows of rhs that one thread takes at a time: consecutive, so that prefetches land in the core
 // that uses them.
@@ -17,7 +17,7 @@ static inline int64_t stream_item_rows(int64_t n, int threads, int64_t step, int
 }
 
 // Codes at kb of `rows` rows, zero-filled to 16 x width.
-static inline void copy_stream_tail(const Operand& o, int64_t row, int64_t k, int64_t width,
+static inline void copy_stream_tail(const StridedOperand& o, int64_t row, int64_t k, int64_t width,
                                     uint8_t* padded) {
   std::memset(padded, 0, static_cast<size_t>(16 * width));
   const int64_t left = o.k - k < width ? o.k - k : width;
@@ -27,4 +27,4 @@ static inline void copy_stream_tail(const Operand& o, int64_t row, int64_t k, in
   }
 }
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

@@ -4,11 +4,11 @@
 #include "mxtile/simd/avx512.hpp"
 #include "stream_amx.hpp"
 
-namespace te_mx {
+namespace te_mx::cpu {
 
 const KernelImpl* amx_stream_impl() {
   return stream_impl<
       AmxStream<mxtile::amx::Tiles, mxtile::bf16::Avx512Decoder, mxtile::simd::Avx512>>();
 }
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

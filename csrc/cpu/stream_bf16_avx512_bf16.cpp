@@ -7,7 +7,7 @@
 #include "mxtile/bf16/avx512.hpp"
 #include "stream_bf16.hpp"
 
-namespace te_mx {
+namespace te_mx::cpu {
 namespace {
 
 namespace bf16 = mxtile::bf16;
@@ -234,7 +234,7 @@ class Stream {
   const uint16_t* x_;
   const EpilogueContext& context_;
   EpilogueFn epilogue_;
-  const Operand& w_;
+  const StridedOperand& w_;
   int64_t m_, x_rows_, kept_, blocks_;  // kept_: m_ with the zero rows
 };
 
@@ -243,7 +243,7 @@ int64_t panel_bytes(Role role, int64_t rows, int64_t k) {
   return role == Role::rhs ? 0 : ceil_div(rows, panel_rows(rows)) * panel_words(k, rows) * 2;
 }
 
-Status pack(Role, const Operand& x, const float* exponents, void* panels, int threads) {
+Status pack(Role, const StridedOperand& x, const float* exponents, void* panels, int threads) {
   const int64_t blocks = ceil_div(x.k, kBlock), rows = panel_rows(x.rows);
   uint16_t* words = static_cast<uint16_t*>(panels);
   Packer<bf16::Avx512Decoder>(x, exponents, TileOrder::compact, words, rows).run<false>(threads);
@@ -255,7 +255,7 @@ Status pack(Role, const Operand& x, const float* exponents, void* panels, int th
   return Status::ok;
 }
 
-void row_sums(const Operand& x, const void* panels, const float* exponents, float* out,
+void row_sums(const StridedOperand& x, const void* panels, const float* exponents, float* out,
               int threads) {
   const int64_t rows = panel_rows(x.rows);
   bf16_row_sums(static_cast<const uint16_t*>(panels),
@@ -269,7 +269,7 @@ Status run(const Range&, const void* lhs, const void*, const EpilogueContext& co
   const int threads = context.args->threads;
   const int64_t rows = stream_item_rows(n, threads, Tuning::kGroup, Tuning::kItemRows);
   parallel_for(threads, ceil_div(n, rows), [&](int64_t item) {
-    const bf16::Avx512Decoder decoder(fp8_of(context.args->rhs.fmt));
+    const bf16::Avx512Decoder decoder(fp8_of(context.args->rhs.element));
     const int64_t end = (item + 1) * rows < n ? (item + 1) * rows : n;
     for (int64_t n0 = item * rows; n0 < end; n0 += Tuning::kGroup) stream.run_group(decoder, n0);
   });
@@ -283,4 +283,4 @@ const KernelImpl* avx512_bf16_stream_impl() {
   return &impl;
 }
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

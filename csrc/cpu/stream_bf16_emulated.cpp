@@ -4,11 +4,11 @@
 #include "mxtile/simd/portable.hpp"
 #include "stream_amx.hpp"
 
-namespace te_mx {
+namespace te_mx::cpu {
 
 const KernelImpl* amx_emulated_stream_impl() {
   return stream_impl<AmxStream<mxtile::amx::EmulatedTiles, mxtile::bf16::PortableDecoder,
                                mxtile::simd::Portable>>();
 }
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

@@ -12,7 +12,7 @@
 #include "pack_f32.hpp"
 #include "parallel.h"
 
-namespace te_mx::f32 {
+namespace te_mx::cpu::f32 {
 
 template <class S>
 struct StreamGemm {
@@ -27,8 +27,9 @@ struct StreamGemm {
     return role == Role::lhs ? rows * round_up(k, kBlock) * 4 : 0;
   }
 
-  template <class Format>
-  static void pack_rows(const Operand& o, const float* exponents, float* panel, int threads) {
+  template <class E>
+  static void pack_rows(const StridedOperand& o, const float* exponents, float* panel,
+                        int threads) {
     const int64_t K = round_up(o.k, kBlock);
     parallel_for(threads, o.rows, [&](int64_t row) {
       for (int64_t k = 0; k < o.k; k += kBlock) {
@@ -38,16 +39,16 @@ struct StreamGemm {
           codes[i] = o.codes[row * o.code_row_stride + (k + i) * o.code_k_stride];
         }
         const uint8_t byte = o.scales[row * o.scale_row_stride + k / kBlock * o.scale_block_stride];
-        decode_block<S, Format>(codes, n, row_factor(byte, exponents[row]), panel + row * K + k);
+        decode_block<S, E>(codes, n, row_factor(byte, exponents[row]), panel + row * K + k);
       }
     });
   }
 
-  static Status pack(Role role, const Operand& operand, const float* exponents, void* panels,
+  static Status pack(Role role, const StridedOperand& operand, const float* exponents, void* panels,
                      int threads) {
     if (role != Role::lhs) return Status::ok;
     float* panel = static_cast<float*>(panels);
-    if (operand.fmt == Format::e4m3) {
+    if (operand.element == Element::e4m3) {
       pack_rows<mxtile::mx::E4M3>(operand, exponents, panel, threads);
     } else {
       pack_rows<mxtile::mx::E5M2>(operand, exponents, panel, threads);
@@ -56,9 +57,9 @@ struct StreamGemm {
   }
 
   // strip[kStripRows][kStripK] = rhs[row0.., k0..], zero past the end of either.
-  template <class Format>
-  static void decode_strip(const Operand& o, const float* exponents, int64_t row0, int64_t k0,
-                           float* strip) {
+  template <class E>
+  static void decode_strip(const StridedOperand& o, const float* exponents, int64_t row0,
+                           int64_t k0, float* strip) {
     const int64_t k1 = o.k < k0 + kStripK ? o.k : k0 + kStripK;
     for (int r = 0; r < kStripRows; ++r) {
       float* out = strip + r * kStripK;
@@ -74,7 +75,7 @@ struct StreamGemm {
       for (int64_t k = k0; k < k1; k += kBlock) {
         const int n = static_cast<int>(k1 - k < kBlock ? k1 - k : kBlock);
         const uint8_t byte = scales[k / kBlock * o.scale_block_stride];
-        decode_block<S, Format>(codes + k, n, row_factor(byte, exponents[row]), out + k - k0);
+        decode_block<S, E>(codes + k, n, row_factor(byte, exponents[row]), out + k - k0);
       }
     }
   }
@@ -108,8 +109,8 @@ struct StreamGemm {
   }
 
   // acc[M][kTaskCols] = sums of D[:, n0 .. n0 + cols)
-  template <class Format>
-  static void task(const GemmArgs& args, const float* lhs, const float* rhs_exp, int64_t n0,
+  template <class E>
+  static void task(const GemmTask& args, const float* lhs, const float* rhs_exp, int64_t n0,
                    int cols, float* acc) {
     const int M = static_cast<int>(args.lhs.rows);
     const int64_t K = round_up(args.lhs.k, kBlock);
@@ -120,7 +121,7 @@ struct StreamGemm {
       for (int i = 0; i < M * kSpan; ++i) sums[i] = 0.0f;
       for (int64_t k = 0; k < K; k += kStripK) {
         const int64_t n = K - k < kStripK ? K - k : kStripK;
-        decode_strip<Format>(args.rhs, rhs_exp, n0 + c, k, strip);
+        decode_strip<E>(args.rhs, rhs_exp, n0 + c, k, strip);
         int m = 0;
         for (; m + kLhsRows <= M; m += kLhsRows) {
           dot_strip<kLhsRows>(lhs + m * K + k, K, strip, n, sums + m * kSpan);
@@ -137,7 +138,7 @@ struct StreamGemm {
 
   static Status run(const Range& range, const void* lhs_panels, const void*,
                     const EpilogueContext& context, void*) {
-    const GemmArgs& args = *context.args;
+    const GemmTask& args = *context.args;
     if (args.lhs.rows > kStreamMaxRows || args.rhs.code_k_stride != 1) return Status::unsupported;
     const float* lhs = static_cast<const float*>(lhs_panels);
     const EpilogueFn epilogue = epilogue_for(isa_native());
@@ -145,7 +146,7 @@ struct StreamGemm {
       const int64_t n0 = range.n0 + item * kTaskCols;
       const int cols = static_cast<int>(range.n1 - n0 < kTaskCols ? range.n1 - n0 : kTaskCols);
       alignas(64) float acc[kStreamMaxRows * kTaskCols];
-      if (args.rhs.fmt == Format::e4m3) {
+      if (args.rhs.element == Element::e4m3) {
         task<mxtile::mx::E4M3>(args, lhs, context.rhs_exp, n0, cols, acc);
       } else {
         task<mxtile::mx::E5M2>(args, lhs, context.rhs_exp, n0, cols, acc);
@@ -155,8 +156,8 @@ struct StreamGemm {
     return Status::ok;
   }
 
-  static void row_sums(const Operand& lhs, const void* lhs_panels, const float* lhs_exp, float* out,
-                       int) {
+  static void row_sums(const StridedOperand& lhs, const void* lhs_panels, const float* lhs_exp,
+                       float* out, int) {
     const int64_t K = round_up(lhs.k, kBlock);
     for (int64_t row = 0; row < lhs.rows; ++row) {
       const float* x = static_cast<const float*>(lhs_panels) + row * K;
@@ -175,4 +176,4 @@ struct StreamGemm {
   }
 };
 
-}  // namespace te_mx::f32
+}  // namespace te_mx::cpu::f32

@@ -2,10 +2,10 @@
 #include "mxtile/simd/portable.hpp"
 #include "stream_f32.hpp"
 
-namespace te_mx {
+namespace te_mx::cpu {
 
 const KernelImpl* stream_f32_on_portable() {
   return f32::StreamGemm<mxtile::simd::Portable>::impl();
 }
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

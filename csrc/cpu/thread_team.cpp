@@ -11,7 +11,7 @@
 #include <new>
 #include <thread>
 
-namespace te_mx {
+namespace te_mx::cpu {
 namespace {
 
 struct Team {
@@ -101,4 +101,4 @@ void thread_team_run(int threads, void (*fn)(void*) noexcept, void* data) {
   team->taken.store(false, std::memory_order_release);
 }
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

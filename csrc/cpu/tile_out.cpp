@@ -3,9 +3,10 @@
 #include <algorithm>
 #include <cstring>
 
+#include "check.h"
 #include "mxtile/mx/float_mode.hpp"
 
-namespace te_mx {
+namespace te_mx::cpu {
 namespace {
 
 using quantize_tile::Columns;
@@ -25,10 +26,13 @@ void copy_rows(uint8_t* to, int64_t to_stride, const uint8_t* from, int64_t from
 
 }  // namespace
 
-bool valid(const QuantizeOut& out) {
-  const int fmt = static_cast<int>(out.fmt), rule = static_cast<int>(out.rule);
-  return fmt >= 0 && fmt <= 1 && rule >= 0 && rule <= 1 && !out.row_codes == !out.row_scales &&
-         !out.col_codes == !out.col_scales && (!out.col_sum || out.col_sum_ws);
+Status check_tiles(const QuantizeOut& out) {
+  const Status status = check_out(out);
+  if (status != Status::ok) return status;
+  if (out.col.codes && out.col.layout != Layout::k_first) return Status::unsupported;
+  const bool whole = !out.row.codes == !out.row.scales && !out.col.codes == !out.col.scales &&
+                     (!out.col_sum || out.col_sum_ws);
+  return whole ? Status::ok : Status::bad_argument;
 }
 
 TileOut::TileOut(const QuantizeOut& out, int64_t rows, int64_t cols, DType dtype)
@@ -38,12 +42,12 @@ TileOut::TileOut(const QuantizeOut& out, int64_t rows, int64_t cols, DType dtype
       element_bytes_(dtype == DType::f32 ? 4 : 2),
       stream_(false),
       kernel_(nullptr) {
-  if (!out.row_codes && !out.col_codes && !out.col_sum) return;
-  const Columns columns = out.col_codes ? Columns::plain : Columns::none;
-  kernel_ = quantize_tile::find(dtype, out.fmt, out.row_codes != nullptr, columns);
-  const int64_t directions = (out.row_codes != nullptr) + (out.col_codes != nullptr);
-  stream_ = rows * cols * directions >= kPastCaches && aligned(out.row_codes, cols) &&
-            aligned(out.col_codes, cols);
+  if (!out.row.codes && !out.col.codes && !out.col_sum) return;
+  const Columns columns = out.col.codes ? Columns::plain : Columns::none;
+  kernel_ = quantize_tile::find(dtype, out.element, out.row.codes != nullptr, columns);
+  const int64_t directions = (out.row.codes != nullptr) + (out.col.codes != nullptr);
+  stream_ = rows * cols * directions >= kPastCaches && aligned(out.row.codes, cols) &&
+            aligned(out.col.codes, cols);
 }
 
 Tile TileOut::place(int64_t r0, int64_t c0) const {
@@ -51,16 +55,16 @@ Tile TileOut::place(int64_t r0, int64_t c0) const {
   Tile t{};
   t.rows = kStageRows;
   t.rceil = out_.rule == ScaleRule::rceil;
-  if (out_.row_codes) {
-    t.row_codes = out_.row_codes + r0 * cols_ + c0;
+  if (out_.row.codes) {
+    t.row_codes = out_.row.codes + r0 * cols_ + c0;
     t.row_code_stride = cols_;
-    t.row_scales = out_.row_scales + r0 * row_blocks + c0 / kBlock;
+    t.row_scales = static_cast<uint8_t*>(out_.row.scales) + r0 * row_blocks + c0 / kBlock;
     t.row_scale_stride = row_blocks;
   }
-  if (out_.col_codes) {
-    t.col_codes = out_.col_codes + r0 * cols_ + c0;
+  if (out_.col.codes) {
+    t.col_codes = out_.col.codes + r0 * cols_ + c0;
     t.col_code_stride = cols_;
-    t.col_scales = out_.col_scales + r0 / kBlock * cols_ + c0;
+    t.col_scales = static_cast<uint8_t*>(out_.col.scales) + r0 / kBlock * cols_ + c0;
     t.col_scale_stride = cols_;
   }
   return t;
@@ -143,4 +147,4 @@ void add_partial_sums(const float* partial, int64_t groups, int64_t cols, float*
   }
 }
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

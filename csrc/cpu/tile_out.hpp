@@ -3,9 +3,9 @@
 #pragma once
 
 #include "quantize.hpp"
-#include "te_mx/cpu_fused.h"
+#include "te_mx/fused.h"
 
-namespace te_mx {
+namespace te_mx::cpu {
 
 inline constexpr int kStageRows = 32;
 inline constexpr int kStageCols = quantize_tile::kTileCols;
@@ -38,9 +38,10 @@ class TileOut {
   quantize_tile::Kernel kernel_;
 };
 
-bool valid(const QuantizeOut& out);
+// ok, or what is wrong with what a fused step is asked to quantize to.
+Status check_tiles(const QuantizeOut& out);
 
 // col_sum = the sum of its partial sums, in order.
 void add_partial_sums(const float* partial, int64_t groups, int64_t cols, float* sums);
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

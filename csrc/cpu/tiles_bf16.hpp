@@ -7,13 +7,13 @@
 #include "gemm_internal.hpp"
 #include "mxtile/bf16/codes.hpp"
 
-namespace te_mx {
+namespace te_mx::cpu {
 
 static_assert(mxtile::bf16::kRelative == kRelativeExponent);
 inline constexpr int64_t kTileWords = 512;  // bf16 values of one tile
 
-static inline mxtile::bf16::Fp8 fp8_of(Format format) {
-  return format == Format::e4m3 ? mxtile::bf16::Fp8::e4m3 : mxtile::bf16::Fp8::e5m2;
+static inline mxtile::bf16::Fp8 fp8_of(Element element) {
+  return element == Element::e4m3 ? mxtile::bf16::Fp8::e4m3 : mxtile::bf16::Fp8::e5m2;
 }
 
 // Pair tiles hold [16 k pairs][16 rows][2], row tiles [16 rows][32 k].
@@ -31,7 +31,7 @@ template <bool k_last, bool pair, class Decoder>
 
 // What tiles are made of. A group is 16 rows, a block 32 k.
 struct TileSource {
-  const Operand& operand;
+  const StridedOperand& operand;
   const float* exponents;
 
   const uint8_t* code(int64_t row, int64_t k) const {
@@ -84,4 +84,4 @@ struct TileSource {
   }
 };
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

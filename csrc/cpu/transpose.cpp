@@ -5,7 +5,7 @@
 
 #include "parallel.h"
 
-namespace te_mx {
+namespace te_mx::cpu {
 namespace {
 
 constexpr int64_t kTile = 64;  // rows and columns of a tile: both sides touch whole cache lines
@@ -59,4 +59,4 @@ void transpose_bytes(const uint8_t* in, int64_t rows, int64_t cols, uint8_t* out
   });
 }
 
-}  // namespace te_mx
+}  // namespace te_mx::cpu

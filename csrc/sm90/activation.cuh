@@ -8,7 +8,7 @@
 #include <cstdint>
 
 #include "mxtile/sm90/math.cuh"
-#include "te_mx/cpu_fused.h"
+#include "te_mx/fused.h"
 
 namespace te_mx::sm90 {
 

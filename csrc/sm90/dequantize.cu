@@ -7,6 +7,7 @@
 
 #include "device.h"
 #include "mxtile/sm90/fp8.cuh"
+#include "plain_tasks.h"
 #include "te_mx/sm90.h"
 
 namespace te_mx::sm90 {
@@ -39,14 +40,14 @@ struct Pair<__half> {
 };
 
 struct Params {
-  DequantizeArgs a;
+  DequantizeTask a;
   int lane_bits;  // 2^lane_bits threads side by side, 8 columns each
 };
 
 // cols is a multiple of 8 and the addresses are aligned.
 template <tile::Fp8 kFmt, class T, bool kDown>
 __global__ void __launch_bounds__(kThreads) dequantize_vectors(const __grid_constant__ Params p) {
-  const DequantizeArgs& a = p.a;
+  const DequantizeTask& a = p.a;
   const int lane = threadIdx.x & ((1 << p.lane_bits) - 1);
   const int64_t group = blockIdx.y + static_cast<int64_t>(gridDim.y) * blockIdx.z;
   const int64_t col = 8 * ((static_cast<int64_t>(blockIdx.x) << p.lane_bits) + lane);
@@ -95,7 +96,7 @@ __global__ void __launch_bounds__(kThreads) dequantize_vectors(const __grid_cons
 
 template <tile::Fp8 kFmt, class T>
 __global__ void __launch_bounds__(kThreads)
-    dequantize_elements(const __grid_constant__ DequantizeArgs a) {
+    dequantize_elements(const __grid_constant__ DequantizeTask a) {
   const int64_t total = a.rows * a.cols, step = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < total;
        i += step) {
@@ -111,7 +112,7 @@ __global__ void __launch_bounds__(kThreads)
 bool aligned(const void* p, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
 
 template <tile::Fp8 kFmt, class T>
-void launch(const DequantizeArgs& a) {
+void launch(const DequantizeTask& a) {
   const auto stream = static_cast<cudaStream_t>(a.stream);
   if (a.cols % 8 != 0 || !aligned(a.codes, 8) || !aligned(a.out, 16) ||
       (a.blocks_along_rows && !aligned(a.scales, 8))) {
@@ -135,7 +136,7 @@ void launch(const DequantizeArgs& a) {
 }
 
 template <tile::Fp8 kFmt>
-void launch_any(const DequantizeArgs& a) {
+void launch_any(const DequantizeTask& a) {
   if (a.out_dtype == DType::bf16) {
     launch<kFmt, __nv_bfloat16>(a);
   } else if (a.out_dtype == DType::f16) {
@@ -147,10 +148,13 @@ void launch_any(const DequantizeArgs& a) {
 
 }  // namespace
 
-Status dequantize(const DequantizeArgs& a) {
-  if (a.rows < 0 || a.cols < 0) return Status::bad_argument;
+Status dequantize(const DequantizeArgs& args) {
+  const Status status = check_plain(args.operand);
+  if (status != Status::ok) return status;
+  if (!known(args.out_dtype)) return Status::bad_argument;
+  const DequantizeTask a = task_of(args);
   if (a.rows == 0 || a.cols == 0) return Status::ok;
-  a.fmt == Format::e4m3 ? launch_any<tile::Fp8::e4m3>(a) : launch_any<tile::Fp8::e5m2>(a);
+  a.element == Element::e4m3 ? launch_any<tile::Fp8::e4m3>(a) : launch_any<tile::Fp8::e5m2>(a);
   return started(cudaGetLastError());
 }
 

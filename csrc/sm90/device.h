@@ -3,7 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "te_mx/cpu.h"
+#include "te_mx/types.h"
 
 namespace te_mx::sm90 {
 

@@ -26,28 +26,42 @@ Status launch_plain(const ActParams& p, dim3 grid, cudaStream_t stream) {
 
 template <class T>
 Status launch_act(const ActParams& p, dim3 grid, cudaStream_t stream) {
-  return p.q.a.fmt == Format::e4m3 ? launch_plain<T, tile::Fp8::e4m3>(p, grid, stream)
-                                   : launch_plain<T, tile::Fp8::e5m2>(p, grid, stream);
+  return p.q.a.element == Element::e4m3 ? launch_plain<T, tile::Fp8::e4m3>(p, grid, stream)
+                                        : launch_plain<T, tile::Fp8::e5m2>(p, grid, stream);
 }
 
 }  // namespace
 
-Status act_quantize(const ActQuantizeArgs& a) {
-  const QuantizeArgs& q = a.quantized;
-  if (q.rows == 0 || q.cols == 0) return Status::ok;
+Status activate(const ActArgs& a) {
   const bool backward = a.grad.data != nullptr;
-  if (q.cols != (backward && a.gated ? 2 * a.cols : a.cols)) return Status::bad_argument;
-  ActParams p{};
-  Status status = quantize_params(q, p.q);
+  const int64_t cols = a.gated ? a.h.cols / 2 : a.h.cols;
+  if ((a.gated && a.h.cols % 2 != 0) ||
+      (backward && (a.grad.rows != a.h.rows || a.grad.cols != cols)) || a.act < Act::gelu ||
+      a.act > Act::gelu_erf) {
+    return Status::bad_argument;
+  }
+  if (a.h.dtype != a.out_dtype ||
+      (backward && (a.grad.dtype != a.out_dtype || a.grad.col_stride != 1))) {
+    return Status::unsupported;
+  }
+  QuantizeTask q;
+  // What is quantized lies nowhere.
+  Status status =
+      make_task(q, {nullptr, a.h.rows, backward ? a.h.cols : cols, 0, a.h.col_stride, a.out_dtype},
+                a.to, a.execution.stream);
   if (status != Status::ok) return status;
-  p.h = a.h, p.grad = a.grad, p.cols = a.cols, p.out = a.out;
+  if (q.rows == 0 || q.cols == 0) return Status::ok;
+  ActParams p{};
+  status = quantize_params(q, p.q);
+  if (status != Status::ok) return status;
+  p.h = rows_of(a.h), p.grad = rows_of(a.grad), p.cols = cols, p.out = a.out;
   p.act = {a.act, a.gated, a.limit, a.alpha, a.offset};
   const int bytes = q.x_dtype == DType::f32 ? 4 : 2;
   const auto whole = [bytes](const Matrix& m) {
-    return m.stride * bytes % 16 == 0 && reinterpret_cast<uintptr_t>(m.data) % 16 == 0;
+    return m.row_stride * bytes % 16 == 0 && reinterpret_cast<uintptr_t>(m.data) % 16 == 0;
   };
-  p.vectors = a.cols % 8 == 0 && whole(a.h) && (!backward || whole(a.grad));
-  p.halves = backward && a.gated && p.vectors && a.cols % kTile == 0;
+  p.vectors = cols % 8 == 0 && whole(a.h) && (!backward || whole(a.grad));
+  p.halves = backward && a.gated && p.vectors && cols % kTile == 0;
   const auto stream = static_cast<cudaStream_t>(q.stream);
   const dim3 grid = tile_grid(p.q, p.halves ? p.q.col_tiles / 2 : p.q.col_tiles);
   status = q.x_dtype == DType::bf16  ? launch_act<__nv_bfloat16>(p, grid, stream)

@@ -4,13 +4,14 @@
 
 #include "activation.cuh"
 #include "fused_patch.cuh"
-#include "te_mx/sm90_fused.h"
+#include "fused_task.h"
+#include "te_mx/sm90.h"
 
 namespace te_mx::sm90 {
 
 struct ActParams {
   QuantizeParams q;
-  Matrix h, grad;
+  Rows h, grad;
   int64_t cols;  // of the activated values; gates start there in h
   ActWords act;
   void* out;

@@ -1,7 +1,7 @@
 // Normalization, quantized as it is computed: row statistics and tiles in one kernel (bands.cuh).
 #include "norm_stats.cuh"
 #include "quantize_launch.h"
-#include "te_mx/sm90_fused.h"
+#include "te_mx/sm90.h"
 
 namespace te_mx::sm90 {
 
@@ -94,39 +94,46 @@ Status launch_format(const NormParams& p, unsigned ctas, cudaStream_t stream) {
 
 template <class In, class T>
 Status launch_norm(const NormParams& p, unsigned ctas, cudaStream_t stream) {
-  return p.q.a.fmt == Format::e4m3 ? launch_format<In, T, tile::Fp8::e4m3>(p, ctas, stream)
-                                   : launch_format<In, T, tile::Fp8::e5m2>(p, ctas, stream);
+  return p.q.a.element == Element::e4m3 ? launch_format<In, T, tile::Fp8::e4m3>(p, ctas, stream)
+                                        : launch_format<In, T, tile::Fp8::e5m2>(p, ctas, stream);
 }
 
 }  // namespace
 
-Status norm_quantize(const NormQuantizeArgs& a) {
-  const QuantizeArgs& q = a.quantized;
-  if (q.rows == 0 || q.cols == 0) return Status::ok;
-  if (a.ws == nullptr || a.rstd == nullptr || (a.mean == nullptr) != a.rms || q.col_sum != nullptr)
-    return Status::bad_argument;
-  NormParams p{};
-  Status status = quantize_params(q, p.q);
+Status normalize(const NormArgs& a) {
+  if (!known(a.x.dtype) || !known(a.z_dtype)) return Status::bad_argument;
+  QuantizeTask q;
+  // What is quantized lies nowhere.
+  Status status = make_task(q, {nullptr, a.x.rows, a.x.cols, 0, a.x.col_stride, a.z_dtype}, a.to,
+                            a.execution.stream);
   if (status != Status::ok) return status;
-  const int bytes = a.x_dtype == DType::f32 ? 4 : 2;
+  if (q.rows == 0 || q.cols == 0) return Status::ok;
+  if (a.counters == nullptr || a.rstd == nullptr || (a.mean == nullptr) != a.rms ||
+      q.col_sum != nullptr) {
+    return Status::bad_argument;
+  }
+  NormParams p{};
+  status = quantize_params(q, p.q);
+  if (status != Status::ok) return status;
+  const int bytes = a.x.dtype == DType::f32 ? 4 : 2;
   const auto aligned = [](const void* from) { return reinterpret_cast<uintptr_t>(from) % 16 == 0; };
-  p.vectors = q.cols % 8 == 0 && a.x.stride * bytes % 16 == 0 && aligned(a.x.data);
+  p.vectors = q.cols % 8 == 0 && a.x.row_stride * bytes % 16 == 0 && aligned(a.x.data);
   p.scale_vectors = q.cols % 8 == 0 && aligned(a.weight) && aligned(a.bias);
-  p.n = {a.x, q.rows, q.cols, a.rms, p.vectors, a.eps, a.inverse, a.mean, a.rstd};
+  p.n = {rows_of(a.x), q.rows, q.cols, a.rms, p.vectors, a.eps, a.inverse, a.mean, a.rstd};
   p.weight = a.weight, p.bias = a.bias, p.z = a.z;
   unsigned ctas = 0;
-  status = make_bands(p.bands, a.ws, q.rows, q.cols, bytes, ctas);
+  status = make_bands(p.bands, a.counters, q.rows, q.cols, bytes, ctas);
   if (status != Status::ok) return status;
   const auto stream = static_cast<cudaStream_t>(q.stream);
   status = clear_bands(p.bands, stream);
   if (status != Status::ok) return status;
-  if (a.x_dtype == DType::f32) {
+  if (a.x.dtype == DType::f32) {
     return q.x_dtype == DType::bf16  ? launch_norm<float, __nv_bfloat16>(p, ctas, stream)
            : q.x_dtype == DType::f16 ? launch_norm<float, __half>(p, ctas, stream)
                                      : launch_norm<float, float>(p, ctas, stream);
   }
-  if (a.x_dtype != q.x_dtype) return Status::unsupported;
-  return a.x_dtype == DType::bf16 ? launch_norm<__nv_bfloat16, __nv_bfloat16>(p, ctas, stream)
+  if (a.x.dtype != q.x_dtype) return Status::unsupported;
+  return a.x.dtype == DType::bf16 ? launch_norm<__nv_bfloat16, __nv_bfloat16>(p, ctas, stream)
                                   : launch_norm<__half, __half>(p, ctas, stream);
 }
 

@@ -34,8 +34,8 @@ int choose(const GemmArgs& a, int sms) {
   int64_t least = INT64_MAX;
   for (int i = 0; i < kChoiceCount; ++i) {
     const Choice& c = kChoices[i];
-    if (!c.full && needs_full(a)) continue;
-    const int64_t blocks = ((a.m + c.m - 1) / c.m) * ((a.n + c.n - 1) / c.n);
+    if (!c.full && needs_full(a.epilogue)) continue;
+    const int64_t blocks = ((a.lhs.rows + c.m - 1) / c.m) * ((a.rhs.rows + c.n - 1) / c.n);
     const int64_t clusters = sms / c.cluster, waves = (blocks + clusters - 1) / clusters;
     if (waves * c.step < least) least = waves * c.step, best = i;
   }
@@ -95,8 +95,8 @@ Status reduce_columns(const float* partial, float* out, int64_t blocks, int64_t 
 }
 
 int64_t workspace_bytes(const GemmArgs& a) {
-  if (a.parts > 1) return split_room(a).bytes;
-  return a.bias_grad == nullptr ? 0 : (a.m + 63) / 64 * a.n * 4;
+  if (a.execution.parts > 1) return split_room(a).bytes;
+  return a.epilogue.bias_grad == nullptr ? 0 : (a.lhs.rows + 63) / 64 * a.rhs.rows * 4;
 }
 
 int config_count() { return kChoiceCount; }
@@ -108,31 +108,49 @@ const char* config_name(int config) {
 }
 
 int chosen_config(const GemmArgs& a) {
-  return a.config >= 0 ? a.config : choose(a, current_device().sms);
+  return a.execution.kernel >= 0 ? a.execution.kernel : choose(a, current_device().sms);
+}
+
+Status check_sides(const GemmArgs& a, Layout lhs, Layout rhs) {
+  if (a.lhs.layout != lhs || a.rhs.layout != rhs) return Status::unsupported;
+  const Status status = check_format(a.lhs.element, a.lhs.scaling);
+  return status == Status::ok ? check_format(a.rhs.element, a.rhs.scaling) : status;
+}
+
+Status check_epilogue(const Epilogue& e, int64_t n) {
+  if (!known(e.out_dtype) || !known(e.bias_dtype) || !known(e.aux_dtype) ||
+      !known(e.gelu_in_dtype) || e.ldo < n || (e.aux != nullptr && e.gelu_in != nullptr) ||
+      (e.bias_grad_kind == BiasGrad::none) != (e.bias_grad == nullptr)) {
+    return Status::bad_argument;
+  }
+  return e.bias_grad_kind == BiasGrad::operand ? Status::unsupported : Status::ok;
 }
 
 Status gemm(const GemmArgs& a) {
-  if (a.m <= 0 || a.n <= 0 || a.k <= 0 || a.m > INT32_MAX - 256 || a.n > INT32_MAX - 256 ||
-      a.k > INT32_MAX - 256 || a.ldo < a.n || a.config >= kChoiceCount ||
-      (a.config >= 0 && needs_full(a) && !kChoices[a.config].full) ||
-      (a.aux != nullptr && a.gelu_in != nullptr) ||
-      (a.parts > 1 && (a.config >= 0 || a.parts > (a.k + 127) / 128))) {
+  const int64_t m = a.lhs.rows, n = a.rhs.rows, k = a.lhs.k;
+  const int config = a.execution.kernel, parts = a.execution.parts;
+  Status status = check_sides(a, Layout::tiles, Layout::tiles);
+  if (status == Status::ok) status = check_epilogue(a.epilogue, n);
+  if (status != Status::ok) return status;
+  if (m <= 0 || n <= 0 || k <= 0 || k != a.rhs.k || m > INT32_MAX - 256 || n > INT32_MAX - 256 ||
+      k > INT32_MAX - 256 || config >= kChoiceCount ||
+      (config >= 0 && needs_full(a.epilogue) && !kChoices[config].full) ||
+      (parts > 1 && (config >= 0 || parts > (k + 127) / 128))) {
     return Status::bad_argument;
   }
-  if (a.workspace_bytes < workspace_bytes(a)) return Status::small_workspace;
+  if (a.execution.workspace_bytes < workspace_bytes(a)) return Status::small_workspace;
   const Device device = current_device();
   if (device.sms == 0) return Status::unsupported;
-  if (a.parts > 1) {
-    if (a.parts * split_room(a).rows > INT32_MAX) return Status::unsupported;
+  if (parts > 1) {
+    if (parts * split_room(a).rows > INT32_MAX) return Status::unsupported;
     // Up to 64 rows the smaller blocks, which do not ask for rows that are not there.
-    const Status status = (a.m <= 64 ? launch_split_64x128 : launch_split_128x128)(a, device);
+    status = (m <= 64 ? launch_split_64x128 : launch_split_128x128)(a, device);
     return status == Status::ok ? finish_split(a) : status;
   }
-  const Choice& choice = kChoices[a.config >= 0 ? a.config : choose(a, device.sms)];
-  const Status status = choice.launch(a, device);
-  if (status != Status::ok || a.bias_grad == nullptr) return status;
-  return reduce_columns(static_cast<const float*>(a.workspace), a.bias_grad, (a.m + 63) / 64, a.n,
-                        static_cast<cudaStream_t>(a.stream));
+  status = kChoices[config >= 0 ? config : choose(a, device.sms)].launch(a, device);
+  if (status != Status::ok || a.epilogue.bias_grad == nullptr) return status;
+  return reduce_columns(static_cast<const float*>(a.execution.workspace), a.epilogue.bias_grad,
+                        (m + 63) / 64, n, static_cast<cudaStream_t>(a.execution.stream));
 }
 
 bool available() {

@@ -14,7 +14,7 @@ namespace te_mx::sm90 {
 
 // plain: bias and accumulation only; full: aux, GELU or GELU' of gelu_in, and bias gradient too;
 // backward: GELU' of a gelu_in that the courier brings, and bias gradient, only.
-enum class Epilogue : int { plain = 0, full = 1, backward = 2 };
+enum class EpilogueKind : int { plain = 0, full = 1, backward = 2 };
 
 inline constexpr int kBiasBytes = 1024;  // of one block: as it came, and as fp32
 
@@ -201,10 +201,10 @@ __device__ __forceinline__ void sum_staged_columns(const EpilogueParams& p, cons
 }
 
 // Bias gradient, and stores unless they take more than the copy engine.
-template <Epilogue kEpilogue, int kSlots>
+template <EpilogueKind kEpilogue, int kSlots>
 __device__ __forceinline__ void finish(float (&v)[64], const EpilogueParams& p,
                                        const CUtensorMap* map, const Wave& w) {
-  if constexpr (kEpilogue != Epilogue::plain) {
+  if constexpr (kEpilogue != EpilogueKind::plain) {
     if (p.bias_grad != nullptr) sum_columns(v, p, w);
   }
   if (w.by_element) return;
@@ -241,7 +241,7 @@ template <int kSlots>
 __device__ __forceinline__ void epilogue_full(float (&v)[64], const EpilogueParams& p,
                                               const CUtensorMap* map, const Wave& w) {
   if (p.gelu_in != nullptr) {
-    apply_derivatives(v, p, w), finish<Epilogue::full, kSlots>(v, p, map, w);
+    apply_derivatives(v, p, w), finish<EpilogueKind::full, kSlots>(v, p, map, w);
     return;
   }
   const bool carried = p.side == Side::aux;
@@ -261,7 +261,7 @@ __device__ __forceinline__ void epilogue_full(float (&v)[64], const EpiloguePara
     apply_gelu<kKind, 0, 32>(v);
     if (!carried) {
       apply_gelu<kKind, 32, 32>(v);
-      finish<Epilogue::full, kSlots>(v, p, map, w);
+      finish<EpilogueKind::full, kSlots>(v, p, map, w);
       return;
     }
     tile::mbar_wait(w.arrived, 0);
@@ -303,20 +303,20 @@ __device__ __forceinline__ void epilogue_backward(float (&v)[64], const Epilogue
   });
 }
 
-template <Epilogue kEpilogue, int kSlots>
+template <EpilogueKind kEpilogue, int kSlots>
 __device__ __forceinline__ void epilogue_wave(float (&v)[64], const EpilogueParams& p,
                                               const CUtensorMap* map, const Wave& at) {
   Wave w = at;
   // NOTE: or the compiler would keep addresses of the epilogue in registers during the main loop,
   // and place the sums so that promotion reads three numbers from one register bank.
-  if constexpr (kEpilogue != Epilogue::plain) w.thread = tile::keep(threadIdx.x) % 128;
-  if constexpr (kEpilogue == Epilogue::backward) {
+  if constexpr (kEpilogue != EpilogueKind::plain) w.thread = tile::keep(threadIdx.x) % 128;
+  if constexpr (kEpilogue == EpilogueKind::backward) {
     epilogue_backward(v, p, w);
   } else {
     convert_bias(p, w);
     free_staging(w);
     add_bias(v, w);
-    if constexpr (kEpilogue == Epilogue::full) {
+    if constexpr (kEpilogue == EpilogueKind::full) {
       epilogue_full<kSlots>(v, p, map, w);
     } else {
       finish<kEpilogue, kSlots>(v, p, map, w);

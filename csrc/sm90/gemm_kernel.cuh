@@ -275,7 +275,7 @@ __device__ __forceinline__ void release(uint64_t* empty, int lane) {
   }
 }
 
-template <class Config, tile::Fp8 kLhs, tile::Fp8 kRhs, Epilogue kEpilogue, class Params>
+template <class Config, tile::Fp8 kLhs, tile::Fp8 kRhs, EpilogueKind kEpilogue, class Params>
 __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_map,
                                         const Smem<Config>& smem, int rank, int math) {
   using Schedule = typename Roles<Params>::template Follower<Config>;
@@ -378,7 +378,7 @@ __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_
   if (thread == 0) tile::tma_store_wait_all();
 }
 
-template <class Config, tile::Fp8 kLhs, tile::Fp8 kRhs, Epilogue kEpilogue, class Params>
+template <class Config, tile::Fp8 kLhs, tile::Fp8 kRhs, EpilogueKind kEpilogue, class Params>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     gemm_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap lhs_map,
                 const __grid_constant__ CUtensorMap rhs_map,
@@ -403,7 +403,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       tile::mbar_init(smem.arrived(i), 1), tile::mbar_init(smem.staged(i), kArrivals);
     tile::mbar_init_fence();
   }
-  if constexpr (kEpilogue == Epilogue::backward) {
+  if constexpr (kEpilogue == EpilogueKind::backward) {
     make_constants(smem.constants(), p.epilogue);
   }
   if constexpr (Config::kCluster == 1) {
@@ -422,11 +422,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     } else if (warp < 1 + Config::kLhsTiles) {
       prepare<Config>(p, smem, warp - 1, static_cast<int>(threadIdx.x) % 32);
     } else if (warp == 3) {
-      if constexpr (kEpilogue != Epilogue::plain) {
+      if constexpr (kEpilogue != EpilogueKind::plain) {
         using Schedule = typename Roles<Params>::template Follower<Config>;
         if (p.epilogue.side != Side::none && tile::elect_one())
-          carry<Config, Schedule, kEpilogue == Epilogue::backward>(p, out_map, side_map, smem,
-                                                                   rank);
+          carry<Config, Schedule, kEpilogue == EpilogueKind::backward>(p, out_map, side_map, smem,
+                                                                       rank);
         __syncwarp();
       } else {
         Roles<Params>::aside(p);

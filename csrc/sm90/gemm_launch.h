@@ -7,13 +7,13 @@
 #include <cstdint>
 
 #include "device.h"
-#include "te_mx/sm90_grouped.h"
+#include "te_mx/sm90.h"
 
 namespace te_mx::sm90 {
 
 // Whether the epilogue is more than bias and accumulation.
-inline bool needs_full(const GemmArgs& a) {
-  return a.aux != nullptr || a.gelu_in != nullptr || a.gelu != Gelu::none || a.bias_grad != nullptr;
+inline bool needs_full(const Epilogue& e) {
+  return e.aux != nullptr || e.gelu_in != nullptr || e.gelu != Gelu::none || e.bias_grad != nullptr;
 }
 
 // How many clusters of one kernel run at the same time, per device. Asked once: a persistent grid
@@ -41,21 +41,17 @@ inline int group_size(int clusters, int bm, int bn) {
   return best;
 }
 
+// ok, or what is wrong with operands that should have these layouts, and with an epilogue.
+Status check_sides(const GemmArgs& a, Layout lhs, Layout rhs);
+Status check_epilogue(const Epilogue& e, int64_t n);
+
 Status launch_192x128_cluster2(const GemmArgs& a, const Device& device);
 Status launch_256x128_cluster2(const GemmArgs& a, const Device& device);
 Status launch_128x128(const GemmArgs& a, const Device& device);
 Status launch_64x128(const GemmArgs& a, const Device& device);
 
-// What a grouped GEMM is told beside its operands; first_rows as for gemm_k, or null.
-struct GroupedCall {
-  Groups groups;
-  bool along_k;
-  const int32_t* first_rows;
-};
-
-Status launch_grouped_192x128_cluster2(const GemmArgs& a, const GroupedCall& call,
-                                       const Device& device);
-Status launch_grouped_256x128(const GemmArgs& a, const GroupedCall& call, const Device& device);
+Status launch_grouped_192x128_cluster2(const GroupedGemmArgs& args, const Device& device);
+Status launch_grouped_256x128(const GroupedGemmArgs& args, const Device& device);
 
 // K in parts. The workspace holds their sums, fp32 [parts, rows, pitch], and behind them partial
 // sums of the bias gradient, [ceil(M / kFinishRows), N].
@@ -65,9 +61,11 @@ struct SplitRoom {
   int64_t bytes;
 };
 inline SplitRoom split_room(const GemmArgs& a) {
-  const int64_t rows = (a.m + 63) / 64 * 64, pitch = (a.n + 3) / 4 * 4;
-  const int64_t sums = a.parts * rows * pitch;
-  const int64_t columns = a.bias_grad == nullptr ? 0 : (a.m + kFinishRows - 1) / kFinishRows * a.n;
+  const int64_t m = a.lhs.rows, n = a.rhs.rows;
+  const int64_t rows = (m + 63) / 64 * 64, pitch = (n + 3) / 4 * 4;
+  const int64_t sums = a.execution.parts * rows * pitch;
+  const int64_t columns =
+      a.epilogue.bias_grad == nullptr ? 0 : (m + kFinishRows - 1) / kFinishRows * n;
   return {rows, pitch, 4 * (sums + columns)};
 }
 Status launch_split_128x128(const GemmArgs& a, const Device& device);

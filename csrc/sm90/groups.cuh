@@ -1,9 +1,9 @@
-// Where groups of rows lie (te_mx/sm90_grouped.h), read from device memory.
+// Where groups of rows lie (te_mx/sm90_layout.h), read from device memory.
 #pragma once
 
 #include <cstdint>
 
-#include "te_mx/sm90_grouped.h"
+#include "te_mx/sm90.h"
 
 namespace te_mx::sm90 {
 
@@ -27,14 +27,15 @@ struct GroupTable {
 };
 
 inline GroupTable group_table(const Groups& g) {
-  return {g.offs, g.offs64, static_cast<int>(g.count), static_cast<int>(g.rows),
+  return {g.ends, !g.ends_int32, static_cast<int>(g.count), static_cast<int>(g.rows),
           static_cast<int>(g.capacity)};
 }
 
 inline bool valid(const Groups& g) {
   constexpr int64_t kMost = INT32_MAX - 256;
-  return g.offs != nullptr && g.count > 0 && g.rows > 0 && g.capacity >= 0 && g.rows <= kMost &&
-         group_tiles(g.rows, g.count) * kTile <= kMost && g.capacity * g.count <= g.rows;
+  return g.ends != nullptr && g.starts == nullptr && g.count > 0 && g.rows > 0 && g.capacity >= 0 &&
+         g.rows <= kMost && group_tiles(g.rows, g.count) * kTile <= kMost &&
+         g.capacity * g.count <= g.rows;
 }
 
 struct GroupRows {

@@ -1,4 +1,4 @@
-#include "te_mx/sm90_linear.h"
+#include "te_mx/sm90.h"
 
 namespace te_mx::sm90 {
 
@@ -6,89 +6,103 @@ namespace {
 
 constexpr int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
-Packed place(const uint8_t* buffer, const LinearRoom& at) {
-  uint8_t* const base = const_cast<uint8_t*>(buffer);
-  return {base + at.codes, reinterpret_cast<uint32_t*>(base + at.scales)};
+OperandOut to(void* buffer, const OperandOffsets& at) {
+  uint8_t* const base = static_cast<uint8_t*>(buffer);
+  return {base + at.codes, base + at.scales, Layout::tiles};
 }
 
-QuantizeArgs quantizer(const LinearMatrix& x, int64_t rows, int64_t cols, Format fmt,
-                       const LinearFormat& format, void* stream) {
+// What to(buffer, at) wrote of a matrix [rows, k].
+Operand from(const void* buffer, const OperandOffsets& at, int64_t rows, int64_t k,
+             Element element) {
+  const uint8_t* const base = static_cast<const uint8_t*>(buffer);
+  Operand o{};
+  o.codes = base + at.codes, o.scales = base + at.scales;
+  o.rows = rows, o.k = k;
+  o.element = element, o.layout = Layout::tiles;
+  return o;
+}
+
+QuantizeArgs quantizer(const LinearArgs& a, const Matrix& x, Element element) {
   QuantizeArgs q{};
-  q.x = x.data, q.rows = rows, q.cols = cols, q.x_stride = x.stride, q.x_dtype = x.dtype;
-  q.fmt = fmt, q.rule = format.rule, q.spread = format.spread, q.stream = stream;
+  q.x = x;
+  q.to.element = element, q.to.scaling = a.scaling, q.to.rule = a.rule, q.to.spread = a.spread;
+  q.execution.stream = a.execution.stream;
   return q;
 }
 
 // out[m, n] = lhs[m, k] @ rhs[n, k]^T.
-GemmArgs product(const Packed& lhs, Format lhs_fmt, const Packed& rhs, Format rhs_fmt, int64_t m,
-                 int64_t n, int64_t k, const LinearResult& out, void* stream) {
+GemmArgs product(const LinearArgs& a, const Operand& lhs, const Operand& rhs, void* out,
+                 DType out_dtype) {
   GemmArgs g{};
-  g.lhs = lhs, g.rhs = rhs, g.lhs_fmt = lhs_fmt, g.rhs_fmt = rhs_fmt;
-  g.m = m, g.n = n, g.k = k;
-  g.out = out.data, g.out_dtype = out.dtype, g.ldo = n;
-  g.config = -1, g.stream = stream;
+  g.lhs = lhs, g.rhs = rhs;
+  g.epilogue.out = out, g.epilogue.out_dtype = out_dtype, g.epilogue.ldo = rhs.rows;
+  g.execution.stream = a.execution.stream;
   return g;
 }
 
 }  // namespace
 
-LinearRoom linear_room(int64_t at, int64_t rows, int64_t k) {
+OperandOffsets operand_offsets(int64_t at, int64_t rows, int64_t k) {
   const int64_t scales = at + aligned(rows * packed_ld(k));
   return {at, scales, scales + aligned(packed_scale_words(rows, k) * 4)};
 }
 
-LinearRooms linear_rooms(const LinearShape& s) {
-  LinearRooms r{};
-  r.x_row = linear_room(0, s.m, s.k);
-  r.w_row = linear_room(r.x_row.end, s.n, s.k);
-  if (s.x_columns) r.x_col = linear_room(0, s.k, s.m);
-  r.w_col = {r.x_col.end, r.x_col.end, r.x_col.end};
-  if (s.w_columns) r.w_col = linear_room(r.x_col.end, s.k, s.n);
-  if (s.w_columns) r.g_row = linear_room(0, s.m, s.n);
-  r.g_col = {r.g_row.end, r.g_row.end, r.g_row.end};
-  if (s.x_columns) r.g_col = linear_room(r.g_row.end, s.n, s.m);
-  r.sums = r.g_col.end;
-  r.backward_bytes = r.sums + aligned((s.m + 127) / 128 * s.n * 4);
-  return r;
+LinearOffsets linear_offsets(const LinearArgs& a) {
+  LinearOffsets o{};
+  o.x_row = operand_offsets(0, a.m, a.k);
+  o.w_row = operand_offsets(o.x_row.end, a.n, a.k);
+  o.forward_bytes = o.w_row.end;
+  if (a.x_columns) o.x_col = operand_offsets(0, a.k, a.m);
+  o.w_col = {o.x_col.end, o.x_col.end, o.x_col.end};
+  if (a.w_columns) o.w_col = operand_offsets(o.x_col.end, a.k, a.n);
+  o.saved_bytes = o.w_col.end;
+  if (a.w_columns) o.g_row = operand_offsets(0, a.m, a.n);
+  o.g_col = {o.g_row.end, o.g_row.end, o.g_row.end};
+  if (a.x_columns) o.g_col = operand_offsets(o.g_row.end, a.n, a.m);
+  o.sums = o.g_col.end;
+  o.backward_bytes = o.sums + aligned((a.m + 127) / 128 * a.n * 4);
+  return o;
 }
 
-Status linear_forward(const LinearForward& a) {
-  const LinearShape& s = a.shape;
-  const LinearRooms rooms = linear_rooms(s);
-  const Format fmt = a.format.forward;
-  QuantizeArgs x = quantizer(a.x, s.m, s.k, fmt, a.format, a.stream);
-  QuantizeArgs w = quantizer(a.w, s.n, s.k, fmt, a.format, a.stream);
-  x.row_packed = place(a.temp, rooms.x_row), w.row_packed = place(a.temp, rooms.w_row);
-  if (s.x_columns) x.col_packed = place(a.saved, rooms.x_col);
-  if (s.w_columns) w.col_packed = place(a.saved, rooms.w_col);
+Status linear_forward(const LinearArgs& a) {
+  const LinearOffsets at = linear_offsets(a);
+  void* const temp = a.execution.workspace;
+  if (a.execution.workspace_bytes < at.forward_bytes) return Status::small_workspace;
+  if (a.x.rows != a.m || a.x.cols != a.k || a.w.rows != a.n || a.w.cols != a.k)
+    return Status::bad_argument;
+  QuantizeArgs x = quantizer(a, a.x, a.forward), w = quantizer(a, a.w, a.forward);
+  x.to.row = to(temp, at.x_row), w.to.row = to(temp, at.w_row);
+  if (a.x_columns) x.to.col = to(a.saved, at.x_col);
+  if (a.w_columns) w.to.col = to(a.saved, at.w_col);
   const Status status = quantize_two(w, x);
   if (status != Status::ok) return status;
-  GemmArgs y = product(x.row_packed, fmt, w.row_packed, fmt, s.m, s.n, s.k, a.y, a.stream);
-  y.bias = a.bias, y.bias_dtype = a.bias_dtype;
+  GemmArgs y = product(a, from(temp, at.x_row, a.m, a.k, a.forward),
+                       from(temp, at.w_row, a.n, a.k, a.forward), a.y, a.y_dtype);
+  y.epilogue.bias = a.bias, y.epilogue.bias_dtype = a.bias_dtype;
   return gemm(y);
 }
 
-Status linear_backward(const LinearBackward& a) {
-  const LinearShape& s = a.shape;
-  if ((a.dx.data != nullptr) != s.w_columns || (a.dw.data != nullptr) != s.x_columns ||
-      !(s.w_columns || s.x_columns)) {
+Status linear_backward(const LinearArgs& a) {
+  if ((a.dx != nullptr) != a.w_columns || (a.dw != nullptr) != a.x_columns ||
+      !(a.w_columns || a.x_columns) || a.g.rows != a.m || a.g.cols != a.n) {
     return Status::bad_argument;
   }
-  const LinearRooms rooms = linear_rooms(s);
-  const Format forward = a.format.forward, backward = a.format.backward;
-  QuantizeArgs g = quantizer(a.g, s.m, s.n, backward, a.format, a.stream);
-  if (s.w_columns) g.row_packed = place(a.temp, rooms.g_row);
-  if (s.x_columns) g.col_packed = place(a.temp, rooms.g_col);
-  g.col_sum = a.db.data, g.col_sum_dtype = a.db.dtype;
-  if (a.db.data != nullptr) g.col_sum_ws = reinterpret_cast<float*>(a.temp + rooms.sums);
+  const LinearOffsets at = linear_offsets(a);
+  if (a.execution.workspace_bytes < at.backward_bytes) return Status::small_workspace;
+  uint8_t* const temp = static_cast<uint8_t*>(a.execution.workspace);
+  QuantizeArgs g = quantizer(a, a.g, a.backward);
+  if (a.w_columns) g.to.row = to(temp, at.g_row);
+  if (a.x_columns) g.to.col = to(temp, at.g_col);
+  g.to.col_sum = a.db, g.to.col_sum_dtype = a.db_dtype;
+  if (a.db != nullptr) g.to.col_sum_ws = reinterpret_cast<float*>(temp + at.sums);
   Status status = quantize(g);
-  if (status == Status::ok && s.w_columns) {
-    status = gemm(product(g.row_packed, backward, place(a.saved, rooms.w_col), forward, s.m, s.k,
-                          s.n, a.dx, a.stream));
+  if (status == Status::ok && a.w_columns) {
+    status = gemm(product(a, from(temp, at.g_row, a.m, a.n, a.backward),
+                          from(a.saved, at.w_col, a.k, a.n, a.forward), a.dx, a.dx_dtype));
   }
-  if (status == Status::ok && s.x_columns) {
-    status = gemm(product(g.col_packed, backward, place(a.saved, rooms.x_col), forward, s.n, s.k,
-                          s.m, a.dw, a.stream));
+  if (status == Status::ok && a.x_columns) {
+    status = gemm(product(a, from(temp, at.g_col, a.n, a.m, a.backward),
+                          from(a.saved, at.x_col, a.k, a.m, a.forward), a.dw, a.dw_dtype));
   }
   return status;
 }

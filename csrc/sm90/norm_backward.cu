@@ -3,14 +3,14 @@
 #include "norm_backward.cuh"
 #include "norm_stats.cuh"
 #include "quantize_launch.h"
-#include "te_mx/sm90_fused.h"
+#include "te_mx/sm90.h"
 
 namespace te_mx::sm90 {
 
 namespace {
 
 struct GradParams {
-  NormBackwardArgs a;
+  NormGradTask a;
   Bands bands;
   int row_tiles, col_tiles;
   bool vectors;         // dz and x have 16-byte vectors of 8 elements only, aligned
@@ -47,7 +47,7 @@ struct GradReader {
 // whole warp calls it, its first thread writes them.
 template <class Dz, class X>
 __device__ __forceinline__ void row_sums(const GradParams& p, int64_t row) {
-  const NormBackwardArgs& a = p.a;
+  const NormGradTask& a = p.a;
   const RowShape shape(a.cols, p.vectors && p.weight_vectors);
   const GradReader<Dz, X> reader{{a.dz, row}, {a.x, row}};
   const float* const weight = a.weight + threadIdx.x % 32 * 8;
@@ -72,8 +72,8 @@ __device__ __forceinline__ void row_sums(const GradParams& p, int64_t row) {
   if (threadIdx.x % 32 == 0) reinterpret_cast<float2*>(a.row_sums)[row] = {first, second};
 }
 
-__device__ __forceinline__ void write_row(const NormBackwardArgs& a, const float (&v)[8],
-                                          int64_t row, int64_t col, const Extent& e, int k) {
+__device__ __forceinline__ void write_row(const NormGradTask& a, const float (&v)[8], int64_t row,
+                                          int64_t col, const Extent& e, int k) {
   if (a.dx_dtype == DType::bf16) {
     OutRows<__nv_bfloat16>(a.dx, a.cols, row, col).write(k, Eight<__nv_bfloat16>(v), e);
   } else if (a.dx_dtype == DType::f16) {
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, kGradSmem<Dz, X> < 75 * 1024
     norm_backward_kernel(const __grid_constant__ GradParams p) {
   extern __shared__ __align__(16) char smem[];
   GradSmem& s = *reinterpret_cast<GradSmem*>(smem);
-  const NormBackwardArgs& a = p.a;
+  const NormGradTask& a = p.a;
   tile::let_dependents_start();
   tile::await_predecessors();
   const BandItem item = take_item(p.bands, *reinterpret_cast<uint32_t*>(s.rows));
@@ -160,23 +160,36 @@ int bytes_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
 }  // namespace
 
-Status norm_backward(const NormBackwardArgs& a) {
-  if (a.rows == 0 || a.cols == 0) return Status::ok;
-  if (a.ws == nullptr || a.row_sums == nullptr || a.partial == nullptr ||
-      (a.mean == nullptr) != a.rms) {
+Status normalize_backward(const NormGradArgs& args) {
+  const Matrix &dz = args.dz, &x = args.x;
+  if (!known(dz.dtype) || !known(x.dtype) || !known(args.dx_dtype) || dz.rows != x.rows ||
+      dz.cols != x.cols) {
     return Status::bad_argument;
   }
+  if (dz.col_stride != 1 || x.col_stride != 1) return Status::unsupported;
+  if (x.rows == 0 || x.cols == 0) return Status::ok;
+  if (args.counters == nullptr || args.row_sums == nullptr || args.partial == nullptr ||
+      (args.mean == nullptr) != args.rms || args.dbias != args.dweight + x.cols) {
+    return Status::bad_argument;
+  }
+  NormGradTask a{};
+  a.dz = rows_of(dz), a.x = rows_of(x), a.rows = x.rows, a.cols = x.cols;
+  a.dz_dtype = dz.dtype, a.x_dtype = x.dtype, a.dx_dtype = args.dx_dtype;
+  a.rms = args.rms, a.inverse = args.inverse, a.weight = args.weight;
+  a.mean = args.mean, a.rstd = args.rstd, a.dx = args.dx, a.sums = args.dweight;
+  a.row_sums = args.row_sums, a.partial = args.partial, a.counters = args.counters;
+  a.stream = args.execution.stream;
   Status status = fits_strips(a) ? norm_backward_strips(a) : Status::unsupported;
   if (status != Status::unsupported) return status;
   GradParams p{a, {}, 0, 0, false, false};
   unsigned ctas = 0;
   const int bytes = bytes_of(a.dz_dtype) + bytes_of(a.x_dtype);
-  status = make_bands(p.bands, a.ws, a.rows, a.cols, bytes, ctas);
+  status = make_bands(p.bands, a.counters, a.rows, a.cols, bytes, ctas);
   if (status != Status::ok) return status;
   p.row_tiles = static_cast<int>((a.rows + 127) / 128);
   p.col_tiles = static_cast<int>((a.cols + 127) / 128);
   const auto aligned = [](const void* from) { return reinterpret_cast<uintptr_t>(from) % 16 == 0; };
-  const auto whole = [&](const Matrix& m, DType dtype) {
+  const auto whole = [&](const Rows& m, DType dtype) {
     return m.stride * bytes_of(dtype) % 16 == 0 && aligned(m.data);
   };
   p.vectors = a.cols % 8 == 0 && whole(a.dz, a.dz_dtype) && whole(a.x, a.x_dtype);

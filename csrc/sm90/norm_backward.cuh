@@ -3,13 +3,14 @@
 #pragma once
 
 #include "activation.cuh"
-#include "te_mx/sm90_fused.h"
+#include "fused_task.h"
+#include "te_mx/sm90.h"
 
 namespace te_mx::sm90 {
 
 // Whether norm_backward_strips() takes it.
-bool fits_strips(const NormBackwardArgs& args);
-Status norm_backward_strips(const NormBackwardArgs& args);
+bool fits_strips(const NormGradTask& args);
+Status norm_backward_strips(const NormGradTask& args);
 
 // Of a row {mean, rstd, both sums}: d, eight of dz, become those of dx, and h, of x, the
 // normalized; what they add to dweight and dbias.

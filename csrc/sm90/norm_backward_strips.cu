@@ -18,7 +18,7 @@ namespace {
 using T = __nv_bfloat16;
 
 struct StripParams {
-  NormBackwardArgs a;
+  NormGradTask a;
   int pieces;    // in a row
   int64_t unit;  // rows of a cluster; the last has what is left
 };
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, 3)
   typename S::Smem& s = *reinterpret_cast<typename S::Smem*>(smem);
   uint4* const dz = reinterpret_cast<uint4*>(smem + sizeof(typename S::Smem));
   uint4* const x = dz + S::blocks(p.pieces) * S::kBlock;
-  const NormBackwardArgs& a = p.a;
+  const NormGradTask& a = p.a;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, cta = tile::cluster_rank();
   const int piece = warp * S::kOfWarp + lane / S::kChunks;
   const bool exists = piece < p.pieces;
@@ -227,7 +227,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, 3)
 // A cluster has as many groups as let all clusters run at once, or kMost. NOTE: it does
 // not depend on the device, so that dweight and dbias do not.
 template <int kCtas, int64_t kMost>
-Status launch(const NormBackwardArgs& a, int pieces, cudaStream_t stream) {
+Status launch(const NormGradTask& a, int pieces, cudaStream_t stream) {
   using S = Strips<kCtas>;
   constexpr int64_t kClusters = kStripsAtOnce / kCtas;
   const int64_t groups = a.rows / S::kRows, share = (groups + kClusters - 1) / kClusters;
@@ -251,7 +251,7 @@ Status launch(const NormBackwardArgs& a, int pieces, cudaStream_t stream) {
 
 }  // namespace
 
-bool fits_strips(const NormBackwardArgs& a) {
+bool fits_strips(const NormGradTask& a) {
   const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
   // NOTE: fewer columns would leave most threads without a patch.
   return a.dz_dtype == DType::bf16 && a.x_dtype == DType::bf16 && a.dx_dtype == DType::bf16 &&
@@ -260,7 +260,7 @@ bool fits_strips(const NormBackwardArgs& a) {
          aligned(a.weight) && aligned(a.dx) && aligned(a.partial);
 }
 
-Status norm_backward_strips(const NormBackwardArgs& a) {
+Status norm_backward_strips(const NormGradTask& a) {
   const auto stream = static_cast<cudaStream_t>(a.stream);
   const int pieces = static_cast<int>(a.cols / 256);
   // Three CTAs fit on an SM for the longest rows of each. Pairs of CTAs fill the GPU; larger

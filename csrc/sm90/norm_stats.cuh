@@ -1,4 +1,4 @@
-// Sums over rows in the order that te_mx/cpu_fused.h fixes: 256 lanes, each adds its elements in
+// Sums over rows in the order that te_mx/fused.h fixes: 256 lanes, each adds its elements in
 // order, then a tree over the lanes. So normalization has the same bits on every device.
 //
 // A warp sums a row, on its own: thread i has lanes 8i to 8i + 7, which are a vector of every
@@ -8,7 +8,8 @@
 #include "activation.cuh"
 #include "bands.cuh"
 #include "fused_patch.cuh"
-#include "te_mx/sm90_fused.h"
+#include "fused_task.h"
+#include "te_mx/sm90.h"
 
 namespace te_mx::sm90 {
 
@@ -55,7 +56,7 @@ struct RowReader {
   using Chunk = Eight<In>;
   const In* from;  // those of chunk 0
 
-  __device__ __forceinline__ RowReader(const Matrix& m, int64_t row)
+  __device__ __forceinline__ RowReader(const Rows& m, int64_t row)
       : from(static_cast<const In*>(m.data) + row * m.stride + threadIdx.x % 32 * 8) {}
   __device__ __forceinline__ void read(Chunk& to, int64_t chunk) const {
 #pragma unroll
@@ -96,7 +97,7 @@ __device__ __forceinline__ void each_chunk(const RowShape& shape, const Reader& 
 }
 
 struct NormRows {
-  Matrix x;
+  Rows x;
   int64_t rows, cols;
   bool rms, vectors;
   float eps, inverse;

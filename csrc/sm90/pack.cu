@@ -15,7 +15,7 @@ void launch(const PackParams& p, int64_t count, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(count * p.row_tiles),
                   static_cast<unsigned>(steps < kMaxY ? steps : kMaxY),
                   static_cast<unsigned>((steps + kMaxY - 1) / kMaxY));
-  if (p.a.fmt == Format::e4m3) {
+  if (p.a.element == Element::e4m3) {
     pack_kernel<tile::Fp8::e4m3, kTransposed, kStacked><<<grid, kPackThreads, 0, stream>>>(p);
   } else {
     pack_kernel<tile::Fp8::e5m2, kTransposed, kStacked><<<grid, kPackThreads, 0, stream>>>(p);
@@ -23,8 +23,12 @@ void launch(const PackParams& p, int64_t count, cudaStream_t stream) {
 }
 
 template <bool kStacked>
-Status run(const PackArgs& a, const GroupTable& groups, int64_t count) {
-  if (a.rows < 0 || a.k < 0 || a.spread < 0 || a.spread > kMaxSpread) return Status::bad_argument;
+Status run(const PackArgs& args, const GroupTable& groups, int64_t count) {
+  const Status status = check_plain(args.operand);
+  if (status != Status::ok) return status;
+  const PackTask a = task_of(args);
+  if (args.out.layout != Layout::tiles) return Status::unsupported;
+  if (a.spread < 0 || a.spread > kMaxSpread) return Status::bad_argument;
   if (a.rows == 0 || a.k == 0) return Status::ok;
   if (reinterpret_cast<uintptr_t>(a.out.codes) % 16 != 0) return Status::bad_argument;
   const int64_t row_tiles = (a.rows + kTile - 1) / kTile, steps = (a.k + kTile - 1) / kTile;
@@ -46,9 +50,9 @@ Status run(const PackArgs& a, const GroupTable& groups, int64_t count) {
 
 Status pack(const PackArgs& a) { return run<false>(a, {}, 1); }
 
-Status pack_stacked(const PackArgs& a, const Groups& groups) {
-  if (!valid(groups)) return Status::bad_argument;
-  return run<true>(a, group_table(groups), groups.count);
+Status pack_stacked(const PackArgs& a) {
+  if (!valid(a.groups)) return Status::bad_argument;
+  return run<true>(a, group_table(a.groups), a.groups.count);
 }
 
 }  // namespace te_mx::sm90

@@ -9,6 +9,7 @@
 #include "groups.cuh"
 #include "mxtile/sm90/fp8.cuh"
 #include "plain_codes.cuh"
+#include "plain_tasks.h"
 #include "tile_classes.cuh"
 
 namespace te_mx::sm90 {
@@ -18,7 +19,7 @@ namespace tile = mxtile::sm90;
 inline constexpr int kPackThreads = 256;
 
 struct PackParams {
-  PackArgs a;
+  PackTask a;
   int row_tiles;
   int last_rows, last_k;  // of the last tiles
   bool vectors;           // codes have aligned vectors only: 16 bytes, or 8 where k lies first
@@ -34,7 +35,7 @@ struct PackSmem {
 
 // Codes [k, rows] of the tile at (r0, k0), of which `ks` by `rows` exist, to v[i]: 16 codes of row
 // tid / 8 + 32 i, at k 16 (tid % 8).
-__device__ __forceinline__ void load_transposed(PackSmem& s, uint32_t (&v)[4][4], const PackArgs& a,
+__device__ __forceinline__ void load_transposed(PackSmem& s, uint32_t (&v)[4][4], const PackTask& a,
                                                 bool vectors, int64_t r0, int64_t k0, int rows,
                                                 int ks) {
   const int r = threadIdx.x % 16 * 8, k = threadIdx.x / 16 * 8;  // a thread brings 8 x 8 codes
@@ -62,8 +63,8 @@ __device__ __forceinline__ void load_transposed(PackSmem& s, uint32_t (&v)[4][4]
 }
 
 // The operand of group i in a stack.
-__device__ __forceinline__ PackArgs matrix_of(const PackArgs& all, int i) {
-  PackArgs a = all;
+__device__ __forceinline__ PackTask matrix_of(const PackTask& all, int i) {
+  PackTask a = all;
   a.codes += i * (a.rows * a.k), a.scales += i * (a.rows * ((a.k + 31) / 32));
   a.out.codes += i * (a.rows * packed_ld(a.k));
   a.out.scales += i * packed_scale_words(a.rows, a.k);
@@ -74,7 +75,7 @@ template <tile::Fp8 kFmt, bool kTransposed, bool kStacked>
 __global__ void __launch_bounds__(kPackThreads, 5)
     pack_kernel(const __grid_constant__ PackParams p) {
   __shared__ PackSmem s;
-  PackArgs a = p.a;
+  PackTask a = p.a;
   int rt = blockIdx.x;
   const int kt = blockIdx.y + gridDim.y * blockIdx.z;
   if constexpr (kStacked) {

@@ -45,11 +45,11 @@ Status launch_sums(const float* partial, void* out, DType out_dtype, int64_t til
   return launch_adding(sum_tiles, cols, 1, stream, partial, out, out_dtype, tiles, cols);
 }
 
-Status quantize_params(const QuantizeArgs& a, QuantizeParams& p) {
+Status quantize_params(const QuantizeTask& a, QuantizeParams& p) {
   return quantize_params(a, (a.rows + 127) / 128, a.rows, p);
 }
 
-Status quantize_params(const QuantizeArgs& a, int64_t row_tiles, int64_t k, QuantizeParams& p) {
+Status quantize_params(const QuantizeTask& a, int64_t row_tiles, int64_t k, QuantizeParams& p) {
   if (a.rows < 0 || a.cols < 0 || a.spread < 0 || a.spread > kMaxSpread ||
       (a.row_codes != nullptr && a.row_packed.codes != nullptr) ||
       (a.col_codes != nullptr && a.col_packed.codes != nullptr) ||
@@ -79,7 +79,7 @@ Status quantize_params(const QuantizeArgs& a, int64_t row_tiles, int64_t k, Quan
 
 namespace {
 
-Status launch(const QuantizeArgs& a, Start start) {
+Status launch(const QuantizeTask& a, Start start) {
   if (a.rows == 0 || a.cols == 0) return Status::ok;
   QuantizeParams p;
   Status status = quantize_params(a, p);
@@ -95,14 +95,53 @@ Status launch(const QuantizeArgs& a, Start start) {
 
 }  // namespace
 
-Status quantize(const QuantizeArgs& a) { return launch(a, Start::early); }
+Status make_task(QuantizeTask& task, const Matrix& x, const QuantizeOut& to, void* stream,
+                 Layout row_tiles, Layout col_tiles) {
+  const Status status = check_format(to.element, to.scaling, to.rule);
+  if (status != Status::ok) return status;
+  if (!known(x.dtype) || !known(to.col_sum_dtype) || x.rows < 0 || x.cols < 0)
+    return Status::bad_argument;
+  if (x.col_stride != 1) return Status::unsupported;
+  task = {};
+  task.x = x.data, task.rows = x.rows, task.cols = x.cols, task.x_stride = x.row_stride;
+  task.x_dtype = x.dtype, task.element = to.element, task.rule = to.rule;
+  task.spread = to.spread, task.stream = stream;
+  if (to.row.layout == row_tiles) {
+    task.row_packed = packed(to.row);
+  } else if (to.row.layout == Layout::k_last) {
+    task.row_codes = to.row.codes, task.row_scales = static_cast<uint8_t*>(to.row.scales);
+  } else if (to.row.codes != nullptr) {
+    return Status::unsupported;
+  }
+  if (to.col.layout == col_tiles) {
+    task.col_packed = packed(to.col);
+  } else if (to.col.layout == Layout::k_last || to.col.layout == Layout::k_first) {
+    task.col_codes = to.col.codes, task.col_scales = static_cast<uint8_t*>(to.col.scales);
+    task.col_lies_as_x = to.col.layout == Layout::k_first;
+  } else if (to.col.codes != nullptr) {
+    return Status::unsupported;
+  }
+  task.col_sum = to.col_sum, task.col_sum_dtype = to.col_sum_dtype;
+  task.col_sum_ws = to.col_sum_ws;
+  return Status::ok;
+}
+
+Status quantize(const QuantizeArgs& args) {
+  QuantizeTask task;
+  const Status status = make_task(task, args.x, args.to, args.execution.stream);
+  return status == Status::ok ? launch(task, Start::early) : status;
+}
 
 Status quantize_two(const QuantizeArgs& first, const QuantizeArgs& second) {
-  if (first.col_sum != nullptr || first.stream != second.stream) return Status::bad_argument;
-  if (first.rows == 0 || first.cols == 0) return quantize(second);
+  if (first.to.col_sum != nullptr || first.execution.stream != second.execution.stream)
+    return Status::bad_argument;
+  if (first.x.rows == 0 || first.x.cols == 0) return quantize(second);
+  QuantizeTask one, two;
+  Status status = make_task(one, first.x, first.to, first.execution.stream);
+  if (status == Status::ok) status = make_task(two, second.x, second.to, second.execution.stream);
   // NOTE: what ran before is over when the first starts, so the second need not wait for it.
-  const Status status = launch(first, Start::after);
-  return status == Status::ok ? launch(second, Start::beside) : status;
+  if (status == Status::ok) status = launch(one, Start::after);
+  return status == Status::ok ? launch(two, Start::beside) : status;
 }
 
 }  // namespace te_mx::sm90

@@ -70,14 +70,19 @@ __global__ void __launch_bounds__(kSumWidth* kSumHeight)
 
 }  // namespace
 
-Status quantize_grouped(const QuantizeArgs& a, const Groups& groups) {
+Status quantize_grouped(const GroupedQuantizeArgs& args) {
+  const Groups& groups = args.groups;
+  QuantizeTask a;
+  Status status = make_task(a, args.all.x, args.all.to, args.all.execution.stream,
+                            Layout::group_rows, Layout::group_k);
+  if (status != Status::ok) return status;
   if (!valid(groups) || a.rows != groups.rows || a.row_codes != nullptr || a.col_codes != nullptr ||
       a.cols == 0 || groups.count > 65535) {
     return Status::bad_argument;
   }
   const int64_t tiles = group_tiles(groups.rows, groups.count);
   QuantizeParams p;
-  Status status = quantize_params(a, tiles, tiles * kTile, p);
+  status = quantize_params(a, tiles, tiles * kTile, p);
   if (status != Status::ok) return status;
   const auto stream = static_cast<cudaStream_t>(a.stream);
   const GroupTable table = group_table(groups);
@@ -89,11 +94,14 @@ Status quantize_grouped(const QuantizeArgs& a, const Groups& groups) {
                        a.col_sum_dtype, table, a.cols);
 }
 
-Status quantize_stacked(const QuantizeArgs& a, const void* const* xs, int64_t count) {
+Status quantize_stacked(const QuantizeArgs& args, const void* const* xs, int64_t count) {
+  QuantizeTask a;
+  Status status = make_task(a, args.x, args.to, args.execution.stream);
+  if (status != Status::ok) return status;
   if (a.col_sum != nullptr || a.rows > 128 * 32768) return Status::bad_argument;
   if (a.rows == 0 || a.cols == 0) return Status::ok;
   QuantizeParams p;
-  const Status status = quantize_params(a, p);
+  status = quantize_params(a, p);
   if (status != Status::ok) return status;
   const bool plain = wants_plain(p);
   Stack stack{};

@@ -9,7 +9,7 @@
 
 #include "mxtile/sm90/barrier.cuh"
 #include "mxtile/sm90/fp8.cuh"
-#include "te_mx/sm90.h"
+#include "quantize_task.h"
 #include "tile_classes.cuh"
 
 namespace te_mx::sm90 {

@@ -104,7 +104,7 @@ template <class T, tile::Fp8 kFmt, bool kPlain, bool kSums = true, bool kOneByOn
 __device__ __forceinline__ void quantize_patch(const QuantizeParams& p, QuantizeSmem& s,
                                                const typename Input<T>::Word (&x)[8][4],
                                                const Tile& t, const Place& at) {
-  const QuantizeArgs& a = p.a;
+  const QuantizeTask& a = p.a;
   if (threadIdx.x == 0) s.row.clear(), s.col.clear();
   if (p.row.wanted) scan_rows<T, kFmt>(s, x, at, a.rule);
   if (p.col.wanted) scan_cols<T, kFmt>(s, x, at, a.rule);

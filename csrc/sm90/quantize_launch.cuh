@@ -54,7 +54,7 @@ template <bool kPlain, class Where>
 Status launch_quantize(const QuantizeParams& p, const Where& where, dim3 grid, int64_t tiles,
                        cudaStream_t stream, Start start) {
   const auto go = [&]<class T>(T) {
-    return p.a.fmt == Format::e4m3
+    return p.a.element == Element::e4m3
                ? launch_instance<kPlain, T, tile::Fp8::e4m3>(p, where, grid, tiles, stream, start)
                : launch_instance<kPlain, T, tile::Fp8::e5m2>(p, where, grid, tiles, stream, start);
   };

@@ -3,17 +3,17 @@
 
 #include <cuda_runtime_api.h>
 
-#include "te_mx/sm90.h"
+#include "quantize_task.h"
 
 namespace te_mx::sm90 {
 
 struct QuantizeParams;
 
 // The kernel's parameters for `a`, whose x need not be set. Sizes must not be 0.
-Status quantize_params(const QuantizeArgs& a, QuantizeParams& p);
+Status quantize_params(const QuantizeTask& a, QuantizeParams& p);
 
 // The same for rows that are cut into `row_tiles` tiles, with `k` codes in a row of the columns.
-Status quantize_params(const QuantizeArgs& a, int64_t row_tiles, int64_t k, QuantizeParams& p);
+Status quantize_params(const QuantizeTask& a, int64_t row_tiles, int64_t k, QuantizeParams& p);
 
 // The grid of the tiles in the first `col_tiles` columns of tiles, as find_tile() walks it. The
 // last dimension counts matrices, or what a dimension cannot hold.

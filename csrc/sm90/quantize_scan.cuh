@@ -32,7 +32,7 @@ struct CodesOut {
 };
 
 struct QuantizeParams {
-  QuantizeArgs a;
+  QuantizeTask a;
   CodesOut row, col;
   bool x_vectors;  // x has 16-byte vectors of 8 elements only, aligned (pairs of vectors for fp32)
   int row_tiles, col_tiles;

@@ -1,8 +1,9 @@
 // The packed operands of the columns of plain weights that are held by rows alone: codes to values
 // in registers, and there the quantizer goes on. Values are those of dequantize.cu in bf16.
 #include "plain_codes.cuh"
+#include "plain_tasks.h"
 #include "quantize_launch.cuh"
-#include "te_mx/sm90_grouped.h"
+#include "te_mx/sm90.h"
 
 namespace te_mx::sm90 {
 
@@ -61,14 +62,20 @@ __global__ void __launch_bounds__(kQuantizeThreads, 4)
 
 }  // namespace
 
-Status columns_of_stacked(const PackArgs& a, ScaleRule rule, int64_t count) {
+Status columns_of_stacked(const PackArgs& args) {
+  Status status = check_format(args.operand.element, args.operand.scaling, args.rule);
+  if (status == Status::ok) status = check_plain(args.operand);
+  if (status != Status::ok) return status;
+  if (args.out.layout != Layout::tiles) return Status::unsupported;
+  const PackTask a = task_of(args);
+  const int64_t count = args.groups.count;
   if (a.k_first || count < 0 || count > 65535 || a.rows > 128 * 32768) return Status::bad_argument;
   if (count == 0 || a.rows == 0 || a.k == 0) return Status::ok;
-  QuantizeArgs q{};
+  QuantizeTask q{};
   q.rows = a.rows, q.cols = a.k, q.x_stride = a.k, q.x_dtype = DType::bf16;
-  q.fmt = a.fmt, q.rule = rule, q.spread = a.spread, q.col_packed = a.out;
+  q.element = a.element, q.rule = args.rule, q.spread = a.spread, q.col_packed = a.out;
   RequantizeParams p{};
-  const Status status = quantize_params(q, p.q);
+  status = quantize_params(q, p.q);
   if (status != Status::ok) return status;
   p.codes = a.codes, p.scales = a.scales;
   p.out_codes = a.k * packed_ld(a.rows), p.out_words = packed_scale_words(a.k, a.rows);
@@ -79,8 +86,8 @@ Status columns_of_stacked(const PackArgs& a, ScaleRule rule, int64_t count) {
   config.blockDim = dim3(kQuantizeThreads);
   config.stream = static_cast<cudaStream_t>(a.stream);
   config.attrs = &early, config.numAttrs = 1;
-  const auto kernel = a.fmt == Format::e4m3 ? requantize_kernel<tile::Fp8::e4m3>
-                                            : requantize_kernel<tile::Fp8::e5m2>;
+  const auto kernel = a.element == Element::e4m3 ? requantize_kernel<tile::Fp8::e4m3>
+                                                 : requantize_kernel<tile::Fp8::e5m2>;
   return started(cudaLaunchKernelEx(&config, kernel, p));
 }
 

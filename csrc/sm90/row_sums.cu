@@ -6,6 +6,7 @@
 
 #include "gemm_launch.h"
 #include "mxtile/sm90/fp8.cuh"
+#include "plain_tasks.h"
 #include "te_mx/sm90.h"
 
 namespace te_mx::sm90 {
@@ -38,7 +39,7 @@ __device__ __forceinline__ float sum_16(const uint32_t (&w)[4]) {
 // Codes [rows, k]: a warp a row, a lane 16 codes at a time, all of one block. kVectors: rows are
 // multiples of 16 bytes, aligned.
 template <tile::Fp8 kFmt, bool kVectors>
-__global__ void __launch_bounds__(kThreads) sum_rows(const __grid_constant__ RowSumsArgs a) {
+__global__ void __launch_bounds__(kThreads) sum_rows(const __grid_constant__ RowSumsTask a) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   if (row >= a.rows) return;
@@ -75,7 +76,7 @@ __global__ void __launch_bounds__(kThreads) sum_rows(const __grid_constant__ Row
 // Codes [k, rows]: a warp sums one block of k of 256 rows, eight a lane; a CTA the blocks of a
 // chunk. kVectors: rows is a multiple of 8 and the codes are aligned.
 template <tile::Fp8 kFmt, bool kVectors>
-__global__ void __launch_bounds__(kThreads) sum_chunks(const __grid_constant__ RowSumsArgs a) {
+__global__ void __launch_bounds__(kThreads) sum_chunks(const __grid_constant__ RowSumsTask a) {
   __shared__ float sums[kWarps][256 + 8];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t r0 = static_cast<int64_t>(blockIdx.x) * 256, row = r0 + 8 * lane;
@@ -131,7 +132,7 @@ __global__ void __launch_bounds__(kThreads) sum_chunks(const __grid_constant__ R
 }
 
 template <tile::Fp8 kFmt>
-Status launch(const RowSumsArgs& a, cudaStream_t stream) {
+Status launch(const RowSumsTask& a, cudaStream_t stream) {
   if (!a.k_first) {
     const int64_t grid = (a.rows + kWarps - 1) / kWarps;
     if (grid > INT32_MAX) return Status::unsupported;
@@ -160,14 +161,17 @@ int64_t row_sums_workspace_bytes(int64_t rows, int64_t k, bool k_first) {
   return k_first ? (k + kChunk - 1) / kChunk * rows * static_cast<int64_t>(sizeof(float)) : 0;
 }
 
-Status row_sums(const RowSumsArgs& a) {
-  if (a.rows < 0 || a.k < 0 || (a.k_first && a.k > 0 && a.workspace == nullptr))
-    return Status::bad_argument;
+Status row_sums(const RowSumsArgs& args) {
+  const Status status = check_plain(args.operand);
+  if (status != Status::ok) return status;
+  const RowSumsTask a = task_of(args);
+  if (args.execution.workspace_bytes < row_sums_workspace_bytes(a.rows, a.k, a.k_first))
+    return Status::small_workspace;
   if (a.rows == 0) return Status::ok;
   const auto stream = static_cast<cudaStream_t>(a.stream);
   if (a.k == 0) return started(cudaMemsetAsync(a.out, 0, a.rows * sizeof(float), stream));
-  return a.fmt == Format::e4m3 ? launch<tile::Fp8::e4m3>(a, stream)
-                               : launch<tile::Fp8::e5m2>(a, stream);
+  return a.element == Element::e4m3 ? launch<tile::Fp8::e4m3>(a, stream)
+                                    : launch<tile::Fp8::e5m2>(a, stream);
 }
 
 }  // namespace te_mx::sm90

@@ -165,30 +165,32 @@ __global__ void __launch_bounds__(kThreads, 4)
 }  // namespace
 
 Status finish_split(const GemmArgs& a) {
+  const int64_t m = a.lhs.rows, n = a.rhs.rows;
+  const Epilogue& e = a.epilogue;
   const SplitRoom room = split_room(a);
-  const int64_t blocks = (a.m + kFinishRows - 1) / kFinishRows;
-  float* const sums = static_cast<float*>(a.workspace);
+  const int64_t blocks = (m + kFinishRows - 1) / kFinishRows;
+  float* const sums = static_cast<float*>(a.execution.workspace);
   FinishParams p{};
   p.sums = sums, p.size = room.rows * room.pitch, p.pitch = room.pitch;
-  p.parts = a.parts, p.m = static_cast<int>(a.m), p.n = static_cast<int>(a.n);
-  p.column_blocks = static_cast<int>((a.n + kColumns - 1) / kColumns);
-  p.bias = array(a.bias, 0, a.bias_dtype), p.aux = array(a.aux, a.n, a.aux_dtype);
-  p.gelu_in = array(a.gelu_in, a.n, a.gelu_in_dtype), p.out = array(a.out, a.ldo, a.out_dtype);
-  p.bias_grad = a.bias_grad == nullptr ? nullptr : sums + a.parts * p.size;
-  p.gelu = a.gelu, p.accumulate = a.accumulate;
+  p.parts = a.execution.parts, p.m = static_cast<int>(m), p.n = static_cast<int>(n);
+  p.column_blocks = static_cast<int>((n + kColumns - 1) / kColumns);
+  p.bias = array(e.bias, 0, e.bias_dtype), p.aux = array(e.aux, n, e.aux_dtype);
+  p.gelu_in = array(e.gelu_in, n, e.gelu_in_dtype), p.out = array(e.out, e.ldo, e.out_dtype);
+  p.bias_grad = e.bias_grad == nullptr ? nullptr : sums + a.execution.parts * p.size;
+  p.gelu = e.gelu, p.accumulate = e.accumulate;
   if (blocks * p.column_blocks > INT32_MAX) return Status::unsupported;
 
   cudaLaunchAttribute attributes[1] = {early_start()};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(blocks * p.column_blocks));
   config.blockDim = dim3(kThreads);
-  config.stream = static_cast<cudaStream_t>(a.stream);
+  config.stream = static_cast<cudaStream_t>(a.execution.stream);
   config.attrs = attributes, config.numAttrs = 1;
   const Status status = started(cudaLaunchKernelEx(&config, finish_kernel, p));
   if (status != Status::ok) return status;
-  return a.bias_grad == nullptr
+  return e.bias_grad == nullptr
              ? Status::ok
-             : reduce_columns(p.bias_grad, a.bias_grad, blocks, a.n, config.stream);
+             : reduce_columns(p.bias_grad, e.bias_grad, blocks, n, config.stream);
 }
 
 }  // namespace te_mx::sm90

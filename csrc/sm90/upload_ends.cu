@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "device.h"
-#include "te_mx/sm90_grouped.h"
+#include "te_mx/sm90.h"
 
 namespace te_mx::sm90 {
 

@@ -56,6 +56,8 @@ FORMATS = Words("the element format", ValueError, {
 SCALE_RULES = Words("the scale rule", ValueError, {"rceil": 0, "floor": 1})
 COLUMNWISE_FORMS = ("plain", "transposed")
 ORDERS = ("k_last", "k_first", "sm90", "sm90_rows", "sm90_k")
+# What native code calls an order (Layout in csrc/include/te_mx/types.h).
+LAYOUTS = {"k_last": 0, "k_first": 1, "sm90": 2, "sm90_rows": 3, "sm90_k": 4}
 PLAIN = -1  # in place of a spread: plain MX, not packed for sm_90
 GELUS = {"tanh": 1, "erf": 2}
 BIAS_GRADS = {"operand": 1, "result": 2}

@@ -1,5 +1,5 @@
-"""The native CPU backend: a thin layer over te_mx._native, which takes addresses and sizes and
-returns a status.
+"""The native CPU backend: a thin layer over te_mx._native, which takes records of addresses and
+sizes and returns a status.
 
 Checks of what a user passes live above. Here every tensor is made contiguous, because addresses
 forget strides.
@@ -22,12 +22,12 @@ from te_mx.backends.base import (
     FLOAT_DTYPES,
     FORMATS,
     GELUS,
+    LAYOUTS,
     SCALE_RULES,
     Epilogue,
     Operand,
     QuantizedParts,
     pointer,
-    typed_address,
 )
 from te_mx.backends.cpu_memory import CPU
 
@@ -47,6 +47,8 @@ KERNELS = (
 )
 KERNEL_IDS = {name: i for i, name in enumerate(KERNELS)}
 ROLES = {"b": 0, "a": 1}  # the native lhs is B, its rhs is A
+# Where columns lie: those of a matrix [rows, cols] are an operand [cols, rows].
+COLUMN_LAYOUTS = {"transposed": LAYOUTS["k_last"], "plain": LAYOUTS["k_first"]}
 _U8 = torch.uint8
 _OK, _UNSUPPORTED = 0, 2
 _STATUS = {
@@ -145,25 +147,31 @@ def quantize(
         x = x.contiguous()
         row_stride, col_stride = x.stride()
     row_codes = row_scales = col_codes = col_scales = sums = partial = None
+    args = _native.QuantizeArgs()
+    args.x_data, args.x_rows, args.x_cols = x.data_ptr(), rows, cols
+    args.x_row_stride, args.x_col_stride = row_stride, col_stride
+    args.x_dtype = FLOAT_DTYPES[x.dtype]
+    args.element, args.rule = FORMATS[fmt].native_id, SCALE_RULES[rule]
     if rowwise:
         row_codes = cpu_memory.empty((rows, cols), _U8)
         row_scales = torch.empty((rows, (cols + 31) // 32), dtype=_U8, device=CPU)
-    if columnwise == "plain":
-        col_codes = cpu_memory.empty((rows, cols), _U8)
-        col_scales = torch.empty(((rows + 31) // 32, cols), dtype=_U8, device=CPU)
-    elif columnwise is not None:
-        col_codes = cpu_memory.empty((cols, rows), _U8)
-        col_scales = torch.empty((cols, (rows + 31) // 32), dtype=_U8, device=CPU)
+        args.row_codes, args.row_scales = row_codes.data_ptr(), row_scales.data_ptr()
+    if columnwise is not None:
+        if columnwise == "plain":
+            col_codes = cpu_memory.empty((rows, cols), _U8)
+            col_scales = torch.empty(((rows + 31) // 32, cols), dtype=_U8, device=CPU)
+        else:
+            col_codes = cpu_memory.empty((cols, rows), _U8)
+            col_scales = torch.empty((cols, (rows + 31) // 32), dtype=_U8, device=CPU)
+        args.col_codes, args.col_scales = col_codes.data_ptr(), col_scales.data_ptr()
+        args.col_layout = COLUMN_LAYOUTS[columnwise]
     if col_sum:
         sums = torch.empty(cols, dtype=torch.float32, device=CPU)
         partial_rows = -(-rows // _native.COL_SUM_ROWS)
         partial = torch.empty((partial_rows, cols), dtype=torch.float32, device=CPU)
-    status = _native.quantize(
-        x.data_ptr(), rows, cols, row_stride, col_stride, FLOAT_DTYPES[x.dtype],
-        FORMATS[fmt].native_id, SCALE_RULES[rule], pointer(row_codes), pointer(row_scales),
-        pointer(col_codes), pointer(col_scales), columnwise == "transposed", pointer(sums),
-        pointer(partial), torch.get_num_threads(),
-    )  # fmt: skip
+        args.col_sum, args.col_sum_ws = sums.data_ptr(), partial.data_ptr()
+    args.threads = torch.get_num_threads()
+    status = _native.quantize(args)
     if status and not supported(status):
         return None
     return QuantizedParts(row_codes, row_scales, col_codes, col_scales, sums)
@@ -175,67 +183,83 @@ def dequantize(
     """As reference.dequantize for contiguous codes and a native dtype; or None."""
     rows, cols = codes.shape
     out = cpu_memory.empty((rows, cols), dtype)
-    status = _native.dequantize(
-        codes.data_ptr(), scales.data_ptr(), rows, cols, order == "k_first",
-        FORMATS[fmt].native_id, FLOAT_DTYPES[dtype], out.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+    args = _native.DequantizeArgs()
+    args.codes, args.scales = codes.data_ptr(), scales.data_ptr()
+    args.rows, args.k = (cols, rows) if order == "k_first" else (rows, cols)
+    args.layout, args.element = LAYOUTS[order], FORMATS[fmt].native_id
+    args.out, args.out_dtype = out.data_ptr(), FLOAT_DTYPES[dtype]
+    args.threads = torch.get_num_threads()
+    status = _native.dequantize(args)
     return out if supported(status) else None
 
 
 # --------------------------------------------------------------------------------------------- gemm
 class GemmCall:
-    """One native GEMM call as integers. It keeps the tensors alive whose addresses it holds."""
+    """One native GEMM call. It keeps the tensors alive whose addresses it holds."""
 
-    __slots__ = ("bias_grad", "epilogue", "keep", "kernel", "lhs", "rhs")
+    __slots__ = ("args", "bias_grad", "keep")
 
     def __init__(
         self, kernel: str, a: Operand, b: Operand, epilogue: Epilogue, out: Tensor,
         aux: Tensor | None,
     ) -> None:  # fmt: skip
-        self.kernel = KERNEL_IDS[kernel]
-        self.lhs = _operand(b, self.kernel, "b")
-        self.rhs = _operand(a, self.kernel, "a")
+        number = KERNEL_IDS[kernel]
         bias, gelu_in, kind = epilogue.bias, epilogue.gelu_in, epilogue.bias_grad
+        args = _native.GemmArgs()
+        args.lhs = _operand(b, number, "b")
+        args.rhs = _operand(a, number, "a")
+        args.out, args.out_dtype, args.ldo = out.data_ptr(), FLOAT_DTYPES[out.dtype], out.shape[1]
+        if epilogue.accumulate:
+            args.accumulate = True
         if bias is not None:
             bias = bias.contiguous()
+            args.bias, args.bias_dtype = bias.data_ptr(), FLOAT_DTYPES[bias.dtype]
+        if epilogue.gelu is not None:
+            args.gelu = GELUS[epilogue.gelu]
+        if aux is not None:
+            args.aux, args.aux_dtype = aux.data_ptr(), FLOAT_DTYPES[aux.dtype]
         if gelu_in is not None:
             gelu_in = gelu_in.contiguous()
+            args.gelu_in, args.gelu_in_dtype = gelu_in.data_ptr(), FLOAT_DTYPES[gelu_in.dtype]
         self.bias_grad = None
         if kind is not None:
             size = out.shape[0] if kind == "operand" else out.shape[1]
             self.bias_grad = torch.empty(size, dtype=torch.float32, device=CPU)
+            args.bias_grad_kind, args.bias_grad = BIAS_GRADS[kind], self.bias_grad.data_ptr()
+        args.kernel, args.threads = number, torch.get_num_threads()
         self.keep = (a, b, bias, gelu_in, out, aux)
-        self.epilogue = (
-            out.data_ptr(), FLOAT_DTYPES[out.dtype], out.shape[1], epilogue.accumulate,
-            *typed_address(bias), GELUS.get(epilogue.gelu or "", 0), *typed_address(aux),
-            *typed_address(gelu_in), BIAS_GRADS.get(kind or "", 0),
-            pointer(self.bias_grad),
-        )  # fmt: skip
+        self.args = args
 
     def workspace_bytes(self) -> int:
         """Scratch bytes that `run` needs: the native formula, the only one."""
-        return _native.workspace_bytes(self.kernel, self.lhs, self.rhs, self.epilogue)
+        return _native.workspace_bytes(self.args)
 
     def run(self, workspace: Tensor | None, nbytes: int) -> str | None:
         """Run it; the name of the kernel that ran, wide_f64 if the data ask for it; or None."""
-        status, ran = _native.gemm(
-            self.kernel, self.lhs, self.rhs, self.epilogue, pointer(workspace), nbytes,
-            torch.get_num_threads(),
-        )  # fmt: skip
+        args = self.args
+        args.workspace, args.workspace_bytes = pointer(workspace), nbytes
+        status, ran = _native.gemm(args)
         return KERNELS[ran] if supported(status) else None
 
 
-def _operand(operand: Operand, kernel: int, role: str) -> tuple[int, int, int, int, bool, int, int]:
-    """The native tuple of an operand whose codes and scales are contiguous."""
+def _operand(operand: Operand, kernel: int, role: str) -> Any:
+    """The native record of an operand whose codes and scales are contiguous."""
     codes, scales, fmt, order, packed = operand
     first, second = codes.shape
-    k_first = order == "k_first"
-    rows, k = (second, first) if k_first else (first, second)
-    address = 0
+    rows, k = (second, first) if order == "k_first" else (first, second)
+    made = plain_operand(codes, scales, rows, k, fmt, order)
     if packed is not None and packed_for(packed) == (kernel, ROLES[role], rows, k):
-        address = packed.data_ptr() + HEADER_BYTES
-    native_id = FORMATS[fmt].native_id
-    return codes.data_ptr(), scales.data_ptr(), rows, k, k_first, native_id, address
+        made.packed = packed.data_ptr() + HEADER_BYTES
+    return made
+
+
+def plain_operand(codes: Tensor, scales: Tensor, rows: int, k: int, fmt: str, order: str) -> Any:
+    """The native record of codes and scales that are contiguous."""
+    made = _native.Operand()
+    made.codes, made.scales = codes.data_ptr(), scales.data_ptr()
+    made.rows, made.k = rows, k
+    made.element, made.layout = FORMATS[fmt].native_id, LAYOUTS[order]
+    return made
 
 
 # --------------------------------------------------------------------------------------------- pack
@@ -252,9 +276,11 @@ def pack(operand: Operand, kernel: str, role: str, packed: Tensor) -> bool:
     address = packed.data_ptr()
     header = _HEADER.pack(_MAGIC, kernel_id, native_role, operand.rows, operand.k)
     ctypes.memmove(address, header, HEADER_BYTES)
-    status = _native.pack(
-        kernel_id, native_role, source, address + HEADER_BYTES, torch.get_num_threads()
-    )
+    args = _native.PackArgs(
+        operand=source, role=native_role, out_codes=address + HEADER_BYTES, kernel=kernel_id,
+        threads=torch.get_num_threads(),
+    )  # fmt: skip
+    status = _native.pack(args)
     return supported(status)
 
 

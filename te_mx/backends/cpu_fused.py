@@ -5,6 +5,8 @@ Columnwise codes come in the plain form only, and nothing is packed here: that i
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,6 @@ from te_mx.backends.base import (
     SCALE_RULES,
     QuantizedParts,
     pointer,
-    typed_address,
 )
 from te_mx.backends.cpu_memory import CPU
 from te_mx.backends.fused import ACT_IDS, Activation, ActParts, Norm, NormParts, Wanted
@@ -35,9 +36,9 @@ def _rows(x: Tensor) -> Tensor:
 
 
 class _Out:
-    """Room for a quantized matrix [rows, cols], and the native tuple of its addresses."""
+    """Room for a quantized matrix [rows, cols]."""
 
-    __slots__ = ("native", "partial", "parts")
+    __slots__ = ("partial", "parts")
 
     def __init__(self, rows: int, cols: int, wanted: Wanted) -> None:
         row_codes = row_scales = col_codes = col_scales = sums = self.partial = None
@@ -52,15 +53,23 @@ class _Out:
             partial_rows = -(-rows // cpu.native().COL_SUM_ROWS)  # type: ignore[union-attr]
             self.partial = torch.empty((partial_rows, cols), dtype=_F32, device=CPU)
         self.parts = QuantizedParts(row_codes, row_scales, col_codes, col_scales, sums)
-        self.native = (
-            FORMATS[wanted.fmt].native_id, SCALE_RULES[wanted.scale_rule],
-            *(pointer(part) for part in self.parts), pointer(self.partial),
-        )  # fmt: skip
+
+    def tell(self, args: Any, wanted: Wanted) -> None:
+        """Write addresses and format into a native record."""
+        args.element = FORMATS[wanted.fmt].native_id
+        args.rule = SCALE_RULES[wanted.scale_rule]
+        args.row_codes, args.row_scales = pointer(self.parts[0]), pointer(self.parts[1])
+        args.col_codes, args.col_scales = pointer(self.parts[2]), pointer(self.parts[3])
+        args.col_layout = cpu.COLUMN_LAYOUTS["plain"]
+        args.col_sum, args.col_sum_ws = pointer(self.parts[4]), pointer(self.partial)
 
 
-def _x(x: Tensor) -> tuple[int, int, int, int, int]:
+def _matrix(native: Any, x: Tensor) -> Any:
     rows, cols = x.shape
-    return x.data_ptr(), rows, cols, x.stride(0), FLOAT_DTYPES[x.dtype]
+    return native.Matrix(
+        data=x.data_ptr(), rows=rows, cols=cols, row_stride=x.stride(0),
+        dtype=FLOAT_DTYPES[x.dtype],
+    )  # fmt: skip
 
 
 def normalize(
@@ -78,11 +87,15 @@ def normalize(
     rstd = torch.empty(rows, dtype=_F32, device=CPU)
     z = cpu_memory.empty((rows, cols), dtype) if want_z else None
     out = _Out(rows, cols, wanted)
-    status = native.normalize(
-        _x(x), rms, norm.eps, inverse(cols), (pointer(weight), pointer(bias)),
-        (pointer(mean), pointer(rstd)), (pointer(z), FLOAT_DTYPES[dtype]), out.native,
-        torch.get_num_threads(),
-    )  # fmt: skip
+    args = native.NormArgs()
+    args.x = _matrix(native, x)
+    args.rms, args.eps, args.inverse = rms, norm.eps, inverse(cols)
+    args.weight, args.bias = weight.data_ptr(), pointer(bias)
+    args.mean, args.rstd = pointer(mean), rstd.data_ptr()
+    args.z, args.z_dtype = pointer(z), FLOAT_DTYPES[dtype]
+    out.tell(args, wanted)
+    args.threads = torch.get_num_threads()
+    status = native.normalize(args)
     cpu.supported(status)
     return NormParts(mean, rstd, z, out.parts)
 
@@ -100,11 +113,14 @@ def normalize_backward(
     dweight = torch.empty(cols, dtype=_F32, device=CPU)
     dbias = torch.empty(cols, dtype=_F32, device=CPU)
     partial = torch.empty(2, -(-rows // native.COL_SUM_ROWS), cols, dtype=_F32, device=CPU)
-    status = native.normalize_backward(
-        typed_address(dz), _x(x), mean is None, inverse(cols), pointer(weight),
-        (pointer(mean), pointer(rstd)), typed_address(dx),
-        (pointer(dweight), pointer(dbias), pointer(partial)), torch.get_num_threads(),
-    )  # fmt: skip
+    args = native.NormGradArgs()
+    args.dz, args.x = _matrix(native, dz), _matrix(native, x)
+    args.rms, args.inverse = mean is None, inverse(cols)
+    args.weight, args.mean, args.rstd = weight.data_ptr(), pointer(mean), rstd.data_ptr()
+    args.dx, args.dx_dtype = dx.data_ptr(), FLOAT_DTYPES[dtype]
+    args.dweight, args.dbias = dweight.data_ptr(), dbias.data_ptr()
+    args.partial, args.threads = partial.data_ptr(), torch.get_num_threads()
+    status = native.normalize_backward(args)
     cpu.supported(status)
     return dx, dweight, dbias
 
@@ -124,9 +140,14 @@ def activate(
     made = cols if grad is None else width
     out = cpu_memory.empty((rows, made), dtype) if want_out else None
     quantized = _Out(rows, made, wanted)
-    status = native.activate(
-        (*typed_address(h), rows, cols), typed_address(grad),
-        (ACT_IDS[act.base], act.gated, act.limit, act.alpha, act.offset),
-        (pointer(out), FLOAT_DTYPES[dtype]), quantized.native, torch.get_num_threads(),
-    )  # fmt: skip
+    args = native.ActArgs()
+    args.h = _matrix(native, h)
+    if grad is not None:
+        args.grad = _matrix(native, grad)
+    args.act, args.gated = ACT_IDS[act.base], act.gated
+    args.limit, args.alpha, args.offset = act.limit, act.alpha, act.offset
+    args.out, args.out_dtype = pointer(out), FLOAT_DTYPES[dtype]
+    quantized.tell(args, wanted)
+    args.threads = torch.get_num_threads()
+    status = native.activate(args)
     return ActParts(out, quantized.parts) if cpu.supported(status) else None

@@ -22,7 +22,14 @@ from te_mx.backends.base import (
     pointer,
     typed_address,
 )
-from te_mx.backends.cpu import KERNEL_IDS, KERNELS, ROLES, supported
+from te_mx.backends.cpu import (
+    COLUMN_LAYOUTS,
+    KERNEL_IDS,
+    KERNELS,
+    ROLES,
+    plain_operand,
+    supported,
+)
 from te_mx.backends.cpu_memory import CPU
 from te_mx.backends.grouped import Bounds, StackedOperand, scale_rows
 
@@ -49,6 +56,20 @@ def _strided(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return x, x.stride()
 
 
+def _tell_source(args: Any, x: Tensor, stride: tuple[int, ...], fmt: str, rule: str) -> None:
+    """Write what is quantized, and to what format, into a native record."""
+    args.x_data, (args.x_rows, args.x_cols) = x.data_ptr(), x.shape
+    args.x_row_stride, args.x_col_stride = stride
+    args.x_dtype = FLOAT_DTYPES[x.dtype]
+    args.element, args.rule = FORMATS[fmt].native_id, SCALE_RULES[rule]
+
+
+def _groups(bounds: Bounds) -> tuple[Any, Any]:
+    """The native record of groups, and what it holds the addresses of."""
+    (count, starts, ends), keep = bounds.addresses()
+    return _native().Groups(count=count, starts=starts, ends=ends), keep
+
+
 def quantize(
     x: Tensor, bounds: Bounds, fmt: str, rowwise: bool, columnwise: bool, rule: str, col_sum: bool
 ) -> QuantizedParts | None:
@@ -66,13 +87,16 @@ def quantize(
         sums = torch.empty((groups, cols), dtype=torch.float32, device=CPU)
         partial_rows = rows // _native().COL_SUM_ROWS + groups
         partial = torch.empty((partial_rows, cols), dtype=torch.float32, device=CPU)
-    addresses, keep = bounds.addresses()
-    problem = (
-        x.data_ptr(), rows, cols, *stride, FLOAT_DTYPES[x.dtype], FORMATS[fmt].native_id,
-        SCALE_RULES[rule], pointer(row_codes), pointer(row_scales), pointer(col_codes),
-        pointer(col_scales), pointer(sums), pointer(partial),
-    )  # fmt: skip
-    status = _native().quantize_grouped(addresses, problem, torch.get_num_threads())
+    native = _native()
+    args = native.GroupedQuantizeArgs()
+    _tell_source(args, x, stride, fmt, rule)
+    args.row_codes, args.row_scales = pointer(row_codes), pointer(row_scales)
+    args.col_codes, args.col_scales = pointer(col_codes), pointer(col_scales)
+    args.col_layout = COLUMN_LAYOUTS["plain"]
+    args.col_sum, args.col_sum_ws = pointer(sums), pointer(partial)
+    args.groups, keep = _groups(bounds)
+    args.threads = torch.get_num_threads()
+    status = native.quantize_grouped(args)
     del keep
     if not supported(status):
         return None
@@ -93,16 +117,19 @@ def quantize_weights(
             cpu_memory.empty((groups, rows, cols), _U8),
             torch.empty((groups, blocks(rows), cols), dtype=_U8, device=CPU),
         ]
+    native = _native()
     bases = [part.data_ptr() for part in parts] + [0] * (4 - len(parts))
     steps = [part.stride(0) for part in parts] + [0] * (4 - len(parts))
+    problems = []
     sources = [_strided(weight) for weight in weights]
-    words = FORMATS[fmt].native_id, SCALE_RULES[rule]
-    problems = [
-        (w.data_ptr(), rows, cols, *stride, FLOAT_DTYPES[w.dtype], *words,
-         *(base + i * step for base, step in zip(bases, steps, strict=True)), 0, 0)
-        for i, (w, stride) in enumerate(sources)
-    ]  # fmt: skip
-    status = _native().quantize_many(problems, torch.get_num_threads())
+    for i, source in enumerate(sources):
+        args = native.QuantizeArgs()
+        _tell_source(args, *source, fmt, rule)
+        args.row_codes, args.row_scales = bases[0] + i * steps[0], bases[1] + i * steps[1]
+        args.col_codes, args.col_scales = bases[2] + i * steps[2], bases[3] + i * steps[3]
+        args.col_layout = COLUMN_LAYOUTS["plain"]
+        problems.append(args)
+    status = native.quantize_many(problems, torch.get_num_threads())
     return parts if supported(status) else None
 
 
@@ -124,10 +151,13 @@ def pack(operand: StackedOperand, kernel: str) -> Tensor | None:
         _MAGIC, KERNEL_IDS[kernel], ROLES["a"], groups, operand.rows, operand.k, stride
     )
     packed[:HEADER_BYTES] = torch.frombuffer(bytearray(head), dtype=_U8)
-    status = _native().pack_many(
-        KERNEL_IDS[kernel], ROLES["a"], _stacked(operand, 0), groups,
-        packed.data_ptr() + HEADER_BYTES, stride, torch.get_num_threads(),
+    native = _native()
+    args = native.PackArgs(
+        operand=_stacked(operand), role=ROLES["a"], groups_count=groups,
+        out_codes=packed.data_ptr() + HEADER_BYTES, out_stride=stride, kernel=KERNEL_IDS[kernel],
+        threads=torch.get_num_threads(),
     )  # fmt: skip
+    status = native.pack_many(args)
     return packed if supported(status) else None
 
 
@@ -147,7 +177,7 @@ def _packed_for(packed: Tensor | None, kernel: int, operand: StackedOperand) -> 
 
 # --------------------------------------------------------------------------------------------- gemm
 class GroupedGemmCall:
-    """One native grouped GEMM as integers. It keeps the tensors alive whose addresses it holds.
+    """One native grouped GEMM. It keeps the tensors alive whose addresses it holds.
 
     kernels: the names for groups of many and of few rows of b.
     """
@@ -159,45 +189,44 @@ class GroupedGemmCall:
         out: Tensor, bias: Tensor | None = None, accumulate: bool = False,
     ) -> None:  # fmt: skip
         many, few = (KERNEL_IDS[name] for name in kernels)
-        addresses, arrays = bounds.addresses()
-        stride, ragged_k = 0, isinstance(a, Operand)
+        args = _native().GroupedGemmArgs()
+        args.lhs = _plain(b)
         if isinstance(a, Operand):
-            rhs = _plain(a)
+            args.along_k, args.rhs = True, _plain(a)
         else:
-            address, stride = _packed_for(a.packed, many, a)
-            rhs = _stacked(a, address)
+            args.rhs = _stacked(a)
+            args.rhs_packed, args.packed_stride = _packed_for(a.packed, many, a)
         if bias is not None:
             bias = bias.contiguous()
-        rest = (
-            many, few, ragged_k, stride, out.data_ptr(), FLOAT_DTYPES[out.dtype], accumulate,
-            *typed_address(bias),
-        )  # fmt: skip
+        args.out, args.out_dtype = typed_address(out)
+        args.ldo, args.accumulate = out.shape[-1], accumulate
+        args.bias, args.bias_dtype = typed_address(bias)
+        args.groups, arrays = _groups(bounds)
+        args.kernel, args.few_rows_kernel = many, few
+        args.threads = torch.get_num_threads()
         self.keep = (a, b, arrays, out, bias)
-        self.args = (addresses, _plain(b), rhs, rest)
+        self.args = args
 
     def workspace_bytes(self) -> int:
         """Scratch bytes that `run` needs: the native formula, the only one."""
-        return _native().workspace_bytes_grouped(*self.args, torch.get_num_threads())
+        return _native().workspace_bytes_grouped(self.args)
 
     def run(self, workspace: Tensor | None, nbytes: int) -> str | None:
         """Run it; the names of the kernels that ran, joined by " + "; or None."""
-        status, ran = _native().gemm_grouped(
-            *self.args, pointer(workspace), nbytes, torch.get_num_threads()
-        )
+        args = self.args
+        args.workspace, args.workspace_bytes = pointer(workspace), nbytes
+        status, ran = _native().gemm_grouped(args)
         if not supported(status):
             return None
         return " + ".join(name for i, name in enumerate(KERNELS) if ran >> i & 1)
 
 
-def _plain(operand: Operand) -> tuple[int, int, int, int, bool, int, int]:
-    return (
-        operand.codes.data_ptr(), operand.scales.data_ptr(), operand.rows, operand.k,
-        operand.order == "k_first", FORMATS[operand.fmt].native_id, 0,
-    )  # fmt: skip
+def _plain(operand: Operand) -> Any:
+    codes, scales, fmt, order, _ = operand
+    return plain_operand(codes, scales, operand.rows, operand.k, fmt, order)
 
 
-def _stacked(operand: StackedOperand, packed: int) -> tuple[int, int, int, int, bool, int, int]:
-    return (
-        operand.codes.data_ptr(), operand.scales.data_ptr(), operand.rows, operand.k,
-        operand.order == "k_first", FORMATS[operand.fmt].native_id, packed,
-    )  # fmt: skip
+def _stacked(operand: StackedOperand) -> Any:
+    """The first of all groups' operands, which lie one after another."""
+    codes, scales, fmt, order, _ = operand
+    return plain_operand(codes, scales, operand.rows, operand.k, fmt, order)

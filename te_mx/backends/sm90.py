@@ -1,5 +1,5 @@
-"""The Hopper backend: a thin layer over te_mx._sm90, which takes addresses and sizes and returns a
-status.
+"""The Hopper backend: a thin layer over te_mx._sm90, which takes records of addresses and sizes and
+returns a status.
 
 Calls are asynchronous on the current stream, allocate results only, and never wait for the device.
 Checks of what a user passes live above.
@@ -17,23 +17,26 @@ from torch import Tensor
 
 from te_mx.backends import sm90_layout
 from te_mx.backends.base import (
+    BIAS_GRADS,
     FLOAT_DTYPES,
     FORMATS,
     GELUS,
+    LAYOUTS,
     SCALE_RULES,
     Epilogue,
     Operand,
     Quantize,
     QuantizedParts,
     pointer,
-    typed_address,
 )
 
 ADAPTIVE, EXACT = "sm90_adaptive", "sm90_exact"
 _U8, _I32, _F32 = torch.uint8, torch.int32, torch.float32
 _OK, _UNSUPPORTED, _SMALL_WORKSPACE, _LAUNCH_FAILED = 0, 2, 3, 4
 MOST = (1 << 31) - 257  # of any size that the GEMM kernels count
-_FORMS = {"transposed": 0, "plain": 2}  # of a columnwise copy; 1 is packed
+# Where plain columns lie: those of a matrix [rows, cols] are an operand [cols, rows].
+COLUMN_LAYOUTS = {"transposed": LAYOUTS["k_last"], "plain": LAYOUTS["k_first"]}
+_TILES = LAYOUTS["sm90"]
 
 _native: Any = None
 _import_error: str | None = None
@@ -81,6 +84,11 @@ def stream(index: int) -> int:
     if _raw_stream is not None:
         return _raw_stream(index)
     return torch.cuda.current_stream(index).cuda_stream
+
+
+def place(args: Any, index: int) -> None:
+    """Write into a native record where its call runs: on the current stream of a device."""
+    args.device, args.stream = index, stream(index)
 
 
 def supported(status: int) -> bool:
@@ -136,27 +144,27 @@ def quantize(what: Quantize) -> QuantizedParts | None:
     """As reference.quantize for a non-empty x, or packed operands when spread is 0 or more, with
     col_sum in sum_dtype; None when the native code does not take it.
     """
-    call, parts, _alive = _prepare(what)
-    index = what.x.device.index
-    return parts if supported(_native.quantize(call, stream(index), index)) else None
+    args, parts, _alive = _prepare(what)
+    return parts if supported(_native.quantize(args)) else None
 
 
 def quantize_two(first: Quantize, second: Quantize) -> tuple[QuantizedParts, QuantizedParts] | None:
     """Both at the same time where the GPU has room; the first without col_sum."""
-    (call, parts, _alive), (call2, parts2, _alive2) = _prepare(first), _prepare(second)
-    index = first.x.device.index
-    status = _native.quantize_two(call, call2, stream(index), index)
-    return (parts, parts2) if supported(status) else None
+    (args, parts, _alive), (args2, parts2, _alive2) = _prepare(first), _prepare(second)
+    return (parts, parts2) if supported(_native.quantize_two(args, args2)) else None
 
 
-def _prepare(what: Quantize) -> tuple[tuple[Any, ...], QuantizedParts, tuple[Any, ...]]:
-    """The native arguments of a call, the tensors that it fills, and what must live until it is
+def _prepare(what: Quantize) -> tuple[Any, QuantizedParts, tuple[Any, ...]]:
+    """The native record of a call, the tensors that it fills, and what must live until it is
     enqueued."""
     x = rows_of(what.x)
-    rows, cols = x.shape
-    words = x.data_ptr(), rows, cols, x.stride(0), FLOAT_DTYPES[x.dtype]
-    call, parts, partial = quantize_call(words, x.device, *what[1:])
-    return call, parts, (x, partial)
+    device = x.device
+    args = _native.QuantizeArgs()
+    args.x_data, (args.x_rows, args.x_cols) = x.data_ptr(), x.shape
+    args.x_row_stride, args.x_dtype = x.stride(0), FLOAT_DTYPES[x.dtype]
+    place(args, device.index)
+    parts, partial = tell_out(args, args.x_rows, args.x_cols, device, *what[1:])
+    return args, parts, (x, partial)
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -164,44 +172,42 @@ def rows_of(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def quantize_call(
-    x: tuple[int, int, int, int, int], device: torch.device, fmt: str, rowwise: bool,
+def tell_out(
+    args: Any, rows: int, cols: int, device: torch.device, fmt: str, rowwise: bool,
     columnwise: str | None, rule: str, col_sum: bool, sum_dtype: torch.dtype, spread: int,
-) -> tuple[tuple[Any, ...], QuantizedParts, Tensor | None]:  # fmt: skip
-    """What the native code is told of a matrix x (address, rows, cols, stride, dtype), the tensors
-    that it fills, and scratch memory."""
-    _, rows, cols, _, _ = x
+) -> tuple[QuantizedParts, Tensor | None]:  # fmt: skip
+    """Write what to make of a matrix into a native record: the tensors that it fills, and scratch
+    memory."""
     row_codes = row_scales = col_codes = col_scales = sums = partial = None
-    row: tuple[int, int, int] = (0, 0, 0)
-    col: tuple[int, int, int] = (0, 0, 0)
+    packed = spread >= 0
+    args.element, args.rule = FORMATS[fmt].native_id, SCALE_RULES[rule]
+    if packed:
+        args.spread = spread
     if rowwise:
-        if spread >= 0:
+        if packed:
             row_codes, row_scales = empty_operand(rows, cols, device)
+            args.row_layout = _TILES
         else:
             row_codes = torch.empty((rows, cols), dtype=_U8, device=device)
             row_scales = torch.empty((rows, (cols + 31) // 32), dtype=_U8, device=device)
-        row = (row_codes.data_ptr(), row_scales.data_ptr(), int(spread >= 0))
+        args.row_codes, args.row_scales = row_codes.data_ptr(), row_scales.data_ptr()
     if columnwise is not None:
-        if spread >= 0:
+        if packed:
             col_codes, col_scales = empty_operand(cols, rows, device)
-            form = 1
         elif columnwise == "plain":
             col_codes = torch.empty((rows, cols), dtype=_U8, device=device)
             col_scales = torch.empty(((rows + 31) // 32, cols), dtype=_U8, device=device)
-            form = _FORMS[columnwise]
         else:
             col_codes = torch.empty((cols, rows), dtype=_U8, device=device)
             col_scales = torch.empty((cols, (rows + 31) // 32), dtype=_U8, device=device)
-            form = _FORMS[columnwise]
-        col = (col_codes.data_ptr(), col_scales.data_ptr(), form)
+        args.col_layout = _TILES if packed else COLUMN_LAYOUTS[columnwise]
+        args.col_codes, args.col_scales = col_codes.data_ptr(), col_scales.data_ptr()
     if col_sum:
         sums = torch.empty(cols, dtype=sum_dtype, device=device)
         partial = torch.empty(((rows + 127) // 128, cols), dtype=_F32, device=device)
-    call = (
-        x, FORMATS[fmt].native_id, SCALE_RULES[rule], row, col, max(spread, 0),
-        pointer(sums), FLOAT_DTYPES[sum_dtype], pointer(partial),
-    )  # fmt: skip
-    return call, QuantizedParts(row_codes, row_scales, col_codes, col_scales, sums), partial
+        args.col_sum, args.col_sum_dtype = sums.data_ptr(), FLOAT_DTYPES[sum_dtype]
+        args.col_sum_ws = partial.data_ptr()
+    return QuantizedParts(row_codes, row_scales, col_codes, col_scales, sums), partial
 
 
 def dequantize(
@@ -212,24 +218,35 @@ def dequantize(
     rows, cols = codes.shape
     if out is None:
         out = torch.empty((rows, cols), dtype=dtype, device=codes.device)
-    index = codes.device.index
-    status = _native.dequantize(
-        codes.data_ptr(), scales.data_ptr(), rows, cols, order == "k_first",
-        FORMATS[fmt].native_id, FLOAT_DTYPES[dtype], out.data_ptr(), stream(index), index,
-    )  # fmt: skip
+    k_first = order == "k_first"
+    args = _native.DequantizeArgs()
+    args.codes, args.scales = codes.data_ptr(), scales.data_ptr()
+    args.rows, args.k = (cols, rows) if k_first else (rows, cols)
+    args.layout, args.element = LAYOUTS[order], FORMATS[fmt].native_id
+    args.out, args.out_dtype = out.data_ptr(), FLOAT_DTYPES[dtype]
+    place(args, codes.device.index)
+    status = _native.dequantize(args)
     return out if supported(status) else None
 
 
 # --------------------------------------------------------------------------------------------- pack
+def plain_operand(operand: Operand) -> Any:
+    """The native record of an operand whose codes and scales are contiguous."""
+    made = _native.Operand()
+    made.codes, made.scales = operand.codes.data_ptr(), operand.scales.data_ptr()
+    made.rows, made.k = operand.rows, operand.k
+    made.element, made.layout = FORMATS[operand.fmt].native_id, LAYOUTS[operand.order]
+    return made
+
+
 def pack_into(operand: Operand, spread: int, codes: int, words: int) -> None:
     """Pack a plain operand (k_last or k_first, contiguous) to two device addresses."""
-    index = operand.codes.device.index
-    status = _native.pack(
-        operand.codes.data_ptr(), operand.scales.data_ptr(), operand.rows, operand.k,
-        operand.order == "k_first", FORMATS[operand.fmt].native_id, spread, codes, words,
-        stream(index), index,
-    )  # fmt: skip
-    if not supported(status):
+    args = _native.PackArgs()
+    args.operand = plain_operand(operand)
+    args.out_codes, args.out_scales, args.out_layout = codes, words, _TILES
+    args.spread = spread
+    place(args, operand.codes.device.index)
+    if not supported(_native.pack(args)):
         raise RuntimeError("te_mx internal error: the Hopper kernels do not pack this operand")
 
 
@@ -254,7 +271,6 @@ def gemm(
     """
     bias, gelu_in = epilogue.bias, epilogue.gelu_in
     device = out.device
-    index = device.index
     if bias is not None:
         bias = bias.contiguous()
     if gelu_in is not None:
@@ -262,60 +278,59 @@ def gemm(
     bias_grad = None
     if epilogue.bias_grad == "result":
         bias_grad = torch.empty(out.shape[1], dtype=_F32, device=device)
-    words = (
-        out.data_ptr(), FLOAT_DTYPES[out.dtype], out.shape[1], epilogue.accumulate,
-        *typed_address(bias), GELUS.get(epilogue.gelu or "", 0), *typed_address(aux),
-        *typed_address(gelu_in), pointer(bias_grad),
-    )  # fmt: skip
-    formats = FORMATS[b.fmt].native_id, FORMATS[a.fmt].native_id
-    sizes = b.codes.shape[0], a.codes.shape[0], b.codes.shape[1]
+    args = _native.GemmArgs()
+    args.lhs, args.rhs = plain_operand(b), plain_operand(a)
+    args.out, args.out_dtype, args.ldo = out.data_ptr(), FLOAT_DTYPES[out.dtype], out.shape[1]
+    if epilogue.accumulate:
+        args.accumulate = True
+    if bias is not None:
+        args.bias, args.bias_dtype = bias.data_ptr(), FLOAT_DTYPES[bias.dtype]
+    if epilogue.gelu is not None:
+        args.gelu = GELUS[epilogue.gelu]
+    if aux is not None:
+        args.aux, args.aux_dtype = aux.data_ptr(), FLOAT_DTYPES[aux.dtype]
+    if gelu_in is not None:
+        args.gelu_in, args.gelu_in_dtype = gelu_in.data_ptr(), FLOAT_DTYPES[gelu_in.dtype]
+    if bias_grad is not None:
+        args.bias_grad_kind, args.bias_grad = BIAS_GRADS["result"], bias_grad.data_ptr()
+    args.parts = parts
+    place(args, device.index)
     if a.order == b.order == "sm90":
-        lhs = b.codes.data_ptr(), b.scales.data_ptr()
-        rhs = a.codes.data_ptr(), a.scales.data_ptr()
-        problem = (lhs, formats[0], rhs, formats[1], *sizes)
-        status = _SMALL_WORKSPACE
-        if parts == 1:
-            status = _native.gemm(problem, words, 0, 0, -1, stream(index), index)
+        status = _native.gemm(args) if parts == 1 else _SMALL_WORKSPACE
         if status == _SMALL_WORKSPACE:
-            nbytes = _native.workspace_bytes(problem, words, -1, index, parts)
-            address = pointer(scratch(nbytes))
-            status = _native.gemm(problem, words, address, nbytes, -1, stream(index), index, parts)
+            args.workspace_bytes = nbytes = _native.workspace_bytes(args)
+            args.workspace = pointer(scratch(nbytes))
+            status = _native.gemm(args)
         return supported(status), bias_grad
 
-    sizes = b.rows, a.rows, a.k
     rooms = [
         (0, 0) if operand.order == "sm90" else _native.packed_bytes(operand.rows, operand.k)
         for operand in (b, a)
     ]
-    problem = ((0, 0), formats[0], (0, 0), formats[1], *sizes)
-    own = _native.workspace_bytes(problem, words, -1, index, parts)
+    args.workspace_bytes = own = _native.workspace_bytes(args)
     base = pointer(scratch(own + rooms[0][0] + rooms[1][0]))
-    places = []
-    for operand, (nbytes, scales_at) in zip((b, a), rooms, strict=True):
-        if nbytes == 0:
-            places.append((operand.codes.data_ptr(), operand.scales.data_ptr()))
-            continue
-        places.append((base, base + scales_at))
-        pack_into(operand, spread, *places[-1])
-        base += nbytes
-    problem = (places[0], formats[0], places[1], formats[1], *sizes)
-    status = _native.gemm(problem, words, base, own, -1, stream(index), index, parts)
-    return supported(status), bias_grad
+    for side, operand, (nbytes, scales_at) in zip(("lhs", "rhs"), (b, a), rooms, strict=True):
+        if nbytes:
+            pack_into(operand, spread, base, base + scales_at)
+            packed = {"codes": base, "scales": base + scales_at, "layout": _TILES}
+            setattr(args, side, getattr(args, side).copy(**packed))
+            base += nbytes
+    args.workspace = base
+    return supported(_native.gemm(args)), bias_grad
 
 
 def operand_sums(operand: Operand, scratch: Callable[[int], Tensor | None]) -> Tensor:
     """fp32 [rows]: the sum over k of an operand's values, in an order that only sizes decide."""
-    codes, scales, fmt, order, _ = operand
-    if order == "sm90":
-        return sm90_layout.packed_values(operand, operand.k, fmt).sum(1).to(_F32)
-    rows, k, k_first = operand.rows, operand.k, order == "k_first"
-    sums = torch.empty(rows, dtype=_F32, device=codes.device)
-    index = codes.device.index
+    if operand.order == "sm90":
+        return sm90_layout.packed_values(operand, operand.k, operand.fmt).sum(1).to(_F32)
+    rows, k, k_first = operand.rows, operand.k, operand.order == "k_first"
+    sums = torch.empty(rows, dtype=_F32, device=operand.codes.device)
     nbytes = _native.row_sums_workspace_bytes(rows, k, k_first)
-    status = _native.row_sums(
-        codes.data_ptr(), scales.data_ptr(), rows, k, k_first, FORMATS[fmt].native_id,
-        sums.data_ptr(), pointer(scratch(nbytes) if nbytes else None), stream(index), index,
-    )  # fmt: skip
+    args = _native.RowSumsArgs()
+    args.operand, args.out = plain_operand(operand), sums.data_ptr()
+    args.workspace, args.workspace_bytes = pointer(scratch(nbytes) if nbytes else None), nbytes
+    place(args, operand.codes.device.index)
+    status = _native.row_sums(args)
     if not supported(status):
         raise RuntimeError("te_mx internal error: the Hopper kernels do not sum this operand")
     return sums

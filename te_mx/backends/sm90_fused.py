@@ -15,15 +15,22 @@ from te_mx.backends.reference_fused import inverse
 _F32, _I32 = torch.float32, torch.int32
 
 
-def _call(
-    rows: int, cols: int, dtype: torch.dtype, device: torch.device, wanted: Wanted
-) -> tuple[tuple[Any, ...], QuantizedParts, Tensor | None]:
-    """sm90.quantize_call of a matrix that is nowhere."""
+def _tell_out(
+    args: Any, rows: int, cols: int, device: torch.device, wanted: Wanted
+) -> tuple[QuantizedParts, Tensor | None]:
+    """sm90.tell_out of a matrix that is nowhere."""
     fmt, rowwise, columnwise, rule, spread, col_sum = wanted
-    nowhere = 0, rows, cols, 0, FLOAT_DTYPES[dtype]
-    return sm90.quantize_call(
-        nowhere, device, fmt, rowwise, columnwise, rule, col_sum, _F32, spread
+    return sm90.tell_out(
+        args, rows, cols, device, fmt, rowwise, columnwise, rule, col_sum, _F32, spread
     )
+
+
+def _matrix(x: Tensor) -> Any:
+    rows, cols = x.shape
+    return sm90.native().Matrix(  # type: ignore[union-attr]
+        data=x.data_ptr(), rows=rows, cols=cols, row_stride=x.stride(0),
+        dtype=FLOAT_DTYPES[x.dtype],
+    )  # fmt: skip
 
 
 def _scratch(rows: int, device: torch.device) -> Tensor:
@@ -40,19 +47,23 @@ def normalize(
         x = x.to(_F32)  # exact
     x, weight = sm90.rows_of(x), weight.contiguous()
     bias = None if bias is None else bias.contiguous()
-    (rows, cols), device, index = x.shape, x.device, x.device.index
+    (rows, cols), device = x.shape, x.device
     rms = norm.kind == "RMSNorm"
     mean = None if rms else torch.empty(rows, dtype=_F32, device=device)
     rstd = torch.empty(rows, dtype=_F32, device=device)
     z = torch.empty((rows, cols), dtype=dtype, device=device) if want_z else None
     counters = _scratch(rows, device)
-    call, parts, _alive = _call(rows, cols, dtype, device, wanted)
-    status = sm90.native().norm_quantize(  # type: ignore[union-attr]
-        (x.data_ptr(), x.stride(0), FLOAT_DTYPES[x.dtype]), (rms, norm.eps, inverse(cols)),
-        weight.data_ptr(), pointer(bias),
-        (pointer(mean), rstd.data_ptr(), pointer(z), counters.data_ptr()), call,
-        sm90.stream(index), index,
-    )  # fmt: skip
+    native = sm90.native()
+    args = native.NormArgs()  # type: ignore[union-attr]
+    args.x = _matrix(x)
+    args.rms, args.eps, args.inverse = rms, norm.eps, inverse(cols)
+    args.weight, args.bias = weight.data_ptr(), pointer(bias)
+    args.mean, args.rstd = pointer(mean), rstd.data_ptr()
+    args.z, args.z_dtype = pointer(z), FLOAT_DTYPES[dtype]
+    args.counters = counters.data_ptr()
+    parts, _alive = _tell_out(args, rows, cols, device, wanted)
+    sm90.place(args, device.index)
+    status = native.normalize(args)  # type: ignore[union-attr]
     return NormParts(mean, rstd, z, parts) if sm90.supported(status) else None
 
 
@@ -67,7 +78,7 @@ def normalize_backward(
         dz = dz.to(_F32)
     dz, x, weight = sm90.rows_of(dz), sm90.rows_of(x), weight.contiguous()
     mean, rstd = None if mean is None else mean.contiguous(), rstd.contiguous()
-    (rows, cols), device, index = x.shape, x.device, x.device.index
+    (rows, cols), device = x.shape, x.device
     dx = torch.empty((rows, cols), dtype=dtype, device=device)
     sums = torch.empty((2, cols), dtype=_F32, device=device)
     row_sums = torch.empty((rows, 2), dtype=_F32, device=device)
@@ -75,13 +86,16 @@ def normalize_backward(
     parts = native.norm_partial_sums(rows)  # type: ignore[union-attr]
     partial = torch.empty((parts, 2, cols), dtype=_F32, device=device)
     counters = _scratch(rows, device)
-    status = native.norm_backward(  # type: ignore[union-attr]
-        (dz.data_ptr(), dz.stride(0), FLOAT_DTYPES[dz.dtype]),
-        (x.data_ptr(), x.stride(0), FLOAT_DTYPES[x.dtype]), rows, cols,
-        (mean is None, inverse(cols)), weight.data_ptr(), (pointer(mean), rstd.data_ptr()),
-        (dx.data_ptr(), FLOAT_DTYPES[dtype]), sums.data_ptr(),
-        (row_sums.data_ptr(), partial.data_ptr(), counters.data_ptr()), sm90.stream(index), index,
-    )  # fmt: skip
+    args = native.NormGradArgs()  # type: ignore[union-attr]
+    args.dz, args.x = _matrix(dz), _matrix(x)
+    args.rms, args.inverse = mean is None, inverse(cols)
+    args.weight, args.mean, args.rstd = weight.data_ptr(), pointer(mean), rstd.data_ptr()
+    args.dx, args.dx_dtype = dx.data_ptr(), FLOAT_DTYPES[dtype]
+    args.dweight, args.dbias = sums[0].data_ptr(), sums[1].data_ptr()
+    args.partial, args.row_sums = partial.data_ptr(), row_sums.data_ptr()
+    args.counters = counters.data_ptr()
+    sm90.place(args, device.index)
+    status = native.normalize_backward(args)  # type: ignore[union-attr]
     return (dx, sums[0], sums[1]) if sm90.supported(status) else None
 
 
@@ -98,14 +112,19 @@ def activate(
     for what the native code does not take."""
     h = sm90.rows_of(h)
     grad = None if grad is None else sm90.rows_of(grad)
-    (rows, width), device, index = h.shape, h.device, h.device.index
+    (rows, width), device = h.shape, h.device
     cols = width // 2 if act.gated else width
     made = cols if grad is None else width
     out = torch.empty((rows, made), dtype=dtype, device=device) if want_out else None
-    call, parts, _alive = _call(rows, made, dtype, device, wanted)
-    status = sm90.native().act_quantize(  # type: ignore[union-attr]
-        (h.data_ptr(), h.stride(0)), (0, 0) if grad is None else (grad.data_ptr(), grad.stride(0)),
-        cols, (ACT_IDS[act.base], act.gated, act.limit, act.alpha, act.offset), pointer(out), call,
-        sm90.stream(index), index,
-    )  # fmt: skip
+    native = sm90.native()
+    args = native.ActArgs()  # type: ignore[union-attr]
+    args.h = _matrix(h)
+    if grad is not None:
+        args.grad = _matrix(grad)
+    args.act, args.gated = ACT_IDS[act.base], act.gated
+    args.limit, args.alpha, args.offset = act.limit, act.alpha, act.offset
+    args.out, args.out_dtype = pointer(out), FLOAT_DTYPES[dtype]
+    parts, _alive = _tell_out(args, rows, made, device, wanted)
+    sm90.place(args, device.index)
+    status = native.activate(args)  # type: ignore[union-attr]
     return ActParts(out, parts) if sm90.supported(status) else None

@@ -5,6 +5,7 @@ are read by the device, and nothing here waits for it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from te_mx.backends import sm90
 from te_mx.backends.base import (
     FLOAT_DTYPES,
     FORMATS,
+    LAYOUTS,
     SCALE_RULES,
     Operand,
     QuantizedParts,
@@ -51,8 +53,12 @@ def _expect(status: int, what: str) -> None:
         )
 
 
-def _groups(offs: Tensor, capacity: int, rows: int) -> tuple[int, bool, int, int, int]:
-    return offs.data_ptr(), offs.dtype == torch.int64, len(offs), rows, capacity
+def groups_of(offs: Tensor, capacity: int, rows: int) -> Any:
+    """The native record of groups whose ends are on the device."""
+    return sm90.native().Groups(  # type: ignore[union-attr]
+        count=len(offs), rows=rows, ends=offs.data_ptr(), ends_int32=offs.dtype == torch.int32,
+        capacity=capacity,
+    )  # fmt: skip
 
 
 def _empty(shapes: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -63,8 +69,10 @@ def _empty(shapes: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[T
     )
 
 
-def _addresses(parts: tuple[Tensor, Tensor] | None) -> tuple[int, int]:
-    return (0, 0) if parts is None else (parts[0].data_ptr(), parts[1].data_ptr())
+def _tell_source(args: Any, x: Tensor, fmt: str, rule: str, spread: int) -> None:
+    args.x_data, (args.x_rows, args.x_cols) = x.data_ptr(), x.shape
+    args.x_row_stride, args.x_dtype = x.stride(0), FLOAT_DTYPES[x.dtype]
+    args.element, args.rule, args.spread = FORMATS[fmt].native_id, SCALE_RULES[rule], spread
 
 
 def quantize(
@@ -80,13 +88,19 @@ def quantize(
     if col_sum:
         sums = torch.empty((groups, cols), dtype=_F32, device=device)
         partial = torch.empty((group_tiles(rows, groups), cols), dtype=_F32, device=device)
-    index = device.index
-    status = sm90.native().quantize_grouped(  # type: ignore[union-attr]
-        (x.data_ptr(), rows, cols, x.stride(0), FLOAT_DTYPES[x.dtype]),
-        _groups(offs, capacity, rows), FORMATS[fmt].native_id, SCALE_RULES[rule],
-        _addresses(row), _addresses(col), spread, pointer(sums), pointer(partial),
-        sm90.stream(index), index,
-    )  # fmt: skip
+    native = sm90.native()
+    args = native.GroupedQuantizeArgs()  # type: ignore[union-attr]
+    _tell_source(args, x, fmt, rule, spread)
+    args.groups = groups_of(offs, capacity, rows)
+    if row is not None:
+        args.row_codes, args.row_scales = row[0].data_ptr(), row[1].data_ptr()
+        args.row_layout = LAYOUTS["sm90_rows"]
+    if col is not None:
+        args.col_codes, args.col_scales = col[0].data_ptr(), col[1].data_ptr()
+        args.col_layout = LAYOUTS["sm90_k"]
+    args.col_sum, args.col_sum_ws = pointer(sums), pointer(partial)
+    sm90.place(args, device.index)
+    status = native.quantize_grouped(args)  # type: ignore[union-attr]
     _expect(status, f"{groups} groups of rows of {tuple(x.shape)}")
     return QuantizedParts(
         row[0][:, :cols] if row else None, row[1] if row else None,
@@ -142,12 +156,20 @@ def quantize_weights(
             made.append(_empty(weights_shapes(groups, *shape), device))
         else:
             made.append(_empty_plain(groups, rows, cols, bool(made), device))
-    index = device.index
-    status = sm90.native().quantize_stacked(  # type: ignore[union-attr]
-        (0, rows, cols, stride, FLOAT_DTYPES[dtype]), addresses, FORMATS[fmt].native_id,
-        SCALE_RULES[rule], _addresses(made[0]), _addresses(made[1] if columnwise else None), spread,
-        sm90.stream(index), index,
+    native = sm90.native()
+    args = native.QuantizeArgs(  # type: ignore[union-attr]
+        x_rows=rows, x_cols=cols, x_row_stride=stride, x_dtype=FLOAT_DTYPES[dtype],
+        element=FORMATS[fmt].native_id, rule=SCALE_RULES[rule], spread=max(spread, 0),
     )  # fmt: skip
+    row, *col = made
+    packed = spread >= 0
+    args.row_codes, args.row_scales = row[0].data_ptr(), row[1].data_ptr()
+    args.row_layout = LAYOUTS["sm90" if packed else "k_last"]
+    if col:
+        args.col_codes, args.col_scales = col[0][0].data_ptr(), col[0][1].data_ptr()
+        args.col_layout = LAYOUTS["sm90" if packed else "k_first"]
+    sm90.place(args, device.index)
+    status = native.quantize_stacked(args, addresses)  # type: ignore[union-attr]
     _expect(status, f"{groups} weights of {(rows, cols)}")
     widths = (cols, rows) if spread >= 0 else (cols, cols)
     return [
@@ -171,12 +193,13 @@ def gemm_rows(
     """As te_mx::gemm_rows on packed operands that are not empty."""
     if bias is not None:
         bias = bias.contiguous()
-    problem = (*_side(b.codes, b), *_side(a.codes, a), len(out), a.rows, a.k)
-    epilogue = _epilogue(out, out.shape[1], False, bias)
-    offs, index = offs_on_device(offs, out.device), out.device.index
-    status = sm90.native().gemm_rows(  # type: ignore[union-attr]
-        problem, epilogue, _groups(offs, capacity, len(out)), -1, sm90.stream(index), index
-    )
+    offs = offs_on_device(offs, out.device)
+    args = _gemm_args(b, a, len(out), a.rows, a.k, out)
+    args.rhs_layout = LAYOUTS["sm90"]
+    args.lhs_layout = LAYOUTS["sm90_rows"]
+    args.bias, args.bias_dtype = typed_address(bias)
+    args.groups = groups_of(offs, capacity, len(out))
+    status = sm90.native().gemm_grouped(args)  # type: ignore[union-attr]
     _expect(status, f"groups of rows of {tuple(out.shape)} and {a.groups} weights")
 
 
@@ -186,12 +209,12 @@ def gemm_k(
 ) -> None:  # fmt: skip
     """As te_mx::gemm_k on packed operands that are not empty. With first_rows, `out` [n, m] is the
     product that lies first in memory, and that of group i begins first_rows[i] rows behind it."""
-    problem = (*_side(b.codes, b), *_side(a.codes, a), len(b.codes), len(a.codes), 0)
-    epilogue = _epilogue(out, out.shape[-1], accumulate, None)
-    offs, index = offs_on_device(offs, out.device), out.device.index
-    status = sm90.native().gemm_k(  # type: ignore[union-attr]
-        problem, epilogue, _groups(offs, capacity, rows), -1, sm90.stream(index), index, first_rows
-    )
+    offs = offs_on_device(offs, out.device)
+    args = _gemm_args(b, a, len(b.codes), len(a.codes), 0, out)
+    args.lhs_layout = args.rhs_layout = LAYOUTS["sm90_k"]
+    args.along_k, args.accumulate = True, accumulate
+    args.groups = groups_of(offs, capacity, rows)
+    status = sm90.native().gemm_grouped(args, first_rows)  # type: ignore[union-attr]
     _expect(status, f"products of {tuple(out.shape)}")
 
 
@@ -210,9 +233,16 @@ def places_of(outs: Sequence[Tensor]) -> tuple[Tensor, list[int]] | None:
     return None if max(rows) + len(first) > sm90.MOST else (first, rows)
 
 
-def _side(codes: Tensor, operand: Operand | StackedOperand) -> tuple[tuple[int, int], int]:
-    return (codes.data_ptr(), operand.scales.data_ptr()), FORMATS[operand.fmt].native_id
-
-
-def _epilogue(out: Tensor, ldo: int, accumulate: bool, bias: Tensor | None) -> tuple[int, ...]:
-    return (*typed_address(out), ldo, accumulate, *typed_address(bias), 0, 0, 0, 0, 0, 0)
+def _gemm_args(
+    lhs: Operand, rhs: Operand | StackedOperand, m: int, n: int, k: int, out: Tensor
+) -> Any:
+    """The native record of a grouped GEMM, but for layouts and groups."""
+    args = sm90.native().GroupedGemmArgs()  # type: ignore[union-attr]
+    args.lhs_codes, args.lhs_scales = lhs.codes.data_ptr(), lhs.scales.data_ptr()
+    args.rhs_codes, args.rhs_scales = rhs.codes.data_ptr(), rhs.scales.data_ptr()
+    args.lhs_element, args.rhs_element = FORMATS[lhs.fmt].native_id, FORMATS[rhs.fmt].native_id
+    args.lhs_rows, args.rhs_rows, args.lhs_k, args.rhs_k = m, n, k, k
+    args.out, args.out_dtype = typed_address(out)
+    args.ldo = out.shape[-1]
+    sm90.place(args, out.device.index)
+    return args

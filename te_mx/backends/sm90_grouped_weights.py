@@ -4,12 +4,14 @@ without masters, and those of which a recipe keeps one copy.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from te_mx.backends import sm90
-from te_mx.backends.base import FORMATS, SCALE_RULES
+from te_mx.backends.base import FORMATS, LAYOUTS, SCALE_RULES
 from te_mx.backends.grouped import StackedOperand
-from te_mx.backends.sm90_grouped import _addresses, _empty, _expect, _groups, weights_shapes
+from te_mx.backends.sm90_grouped import _empty, _expect, groups_of, weights_shapes
 
 
 def pack_weights(
@@ -20,11 +22,9 @@ def pack_weights(
     them, and a few tokens then need a few experts only. offs is on the device.
     """
     made = _empty(weights_shapes(weights.groups, weights.rows, weights.k), weights.codes.device)
-    index = offs.device.index
-    status = sm90.native().pack_stacked(  # type: ignore[union-attr]
-        _plain(weights), weights.rows, weights.k, _groups(offs, capacity, rows), spread,
-        _addresses(made), sm90.stream(index), index,
-    )  # fmt: skip
+    args = _pack_args(weights, made, spread)
+    args.groups = groups_of(offs, capacity, rows)
+    status = sm90.native().pack_stacked(args)  # type: ignore[union-attr]
     _expect(status, f"{weights.groups} plain weights of {(weights.rows, weights.k)}")
     return StackedOperand(made[0][:, :, : weights.k], made[1], weights.fmt, "sm90")
 
@@ -35,15 +35,21 @@ def columns_of_weights(
     """As te_mx::columns_of_weights with a spread, for contiguous weights that are not empty."""
     groups, rows, cols = codes.shape
     made = _empty(weights_shapes(groups, cols, rows), codes.device)
-    index = codes.device.index
-    status = sm90.native().columns_of_stacked(  # type: ignore[union-attr]
-        _plain(StackedOperand(codes, scales, fmt, "k_last")), rows, cols, groups,
-        SCALE_RULES[rule], spread, _addresses(made), sm90.stream(index), index,
-    )  # fmt: skip
+    args = _pack_args(StackedOperand(codes, scales, fmt, "k_last"), made, spread)
+    args.groups_count, args.rule = groups, SCALE_RULES[rule]
+    status = sm90.native().columns_of_stacked(args)  # type: ignore[union-attr]
     _expect(status, f"the columns of {groups} plain weights of {(rows, cols)}")
     return made[0][:, :, :rows], made[1]
 
 
-def _plain(weights: StackedOperand) -> tuple[int, int, int, bool]:
+def _pack_args(weights: StackedOperand, made: tuple[Tensor, Tensor], spread: int) -> Any:
+    """The native record of plain weights that are packed."""
     codes, scales, fmt, order, _ = weights
-    return codes.data_ptr(), scales.data_ptr(), FORMATS[fmt].native_id, order == "k_first"
+    args = sm90.native().PackArgs()  # type: ignore[union-attr]
+    args.codes, args.scales = codes.data_ptr(), scales.data_ptr()
+    args.rows, args.k = weights.rows, weights.k
+    args.element, args.layout = FORMATS[fmt].native_id, LAYOUTS[order]
+    args.out_codes, args.out_scales = made[0].data_ptr(), made[1].data_ptr()
+    args.out_layout, args.spread = LAYOUTS["sm90"], spread
+    sm90.place(args, codes.device.index)
+    return args

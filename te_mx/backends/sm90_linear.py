@@ -8,7 +8,7 @@ for a forward and backward where one step after the other takes seventeen.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,8 +46,27 @@ class Rooms(NamedTuple):
 @lru_cache(maxsize=4096)
 def rooms(shape: Shape) -> Rooms:
     """Where things lie, from the native code alone."""
-    _, w_row, x_col, w_col, backward_temp = sm90.native().linear_rooms(shape)  # type: ignore[union-attr]
-    return Rooms(w_row[2], w_col[2], backward_temp, x_col, w_col)
+    native = sm90.native()
+    assert native is not None
+    at = native.linear_offsets(native.LinearArgs(**shape._asdict()))
+    return Rooms(
+        at["forward_bytes"], at["saved_bytes"], at["backward_bytes"], at["x_col"], at["w_col"]
+    )
+
+
+@lru_cache(maxsize=4096)
+def _plan(shape: Shape, words: tuple[int, int, int, int]) -> Any:
+    """The native record of a layer: what does not change between calls."""
+    rule, spread, forward, backward = words
+    return sm90.native().LinearArgs(  # type: ignore[union-attr]
+        **shape._asdict(), rule=rule, spread=spread, forward=forward, backward=backward
+    )
+
+
+def forget_plans() -> None:
+    """For tests, which put another native module in place."""
+    rooms.cache_clear()
+    _plan.cache_clear()
 
 
 @lru_cache(maxsize=64)
@@ -63,7 +82,7 @@ def linear_forward(
     """(y [..., n] of x [..., k], what backward needs as uint8 [bytes]); None for what the native
     code does not take. Nothing is empty."""
     device = x.device
-    index, room = device.index, rooms(shape)
+    room = rooms(shape)
     x_MK = sm90.rows_of(x if x.dim() == 2 else x.reshape(-1, shape.k))
     w_NK = sm90.rows_of(w_NK)
     if bias_N is not None:
@@ -71,10 +90,14 @@ def linear_forward(
     y = torch.empty((*x.shape[:-1], shape.n), dtype=out_dtype, device=device)
     temp = torch.empty(room.temp, dtype=_U8, device=device)
     saved = torch.empty(room.saved, dtype=_U8, device=device)
-    status = sm90.native().linear_forward(  # type: ignore[union-attr]
-        shape, words, _matrix(x_MK), _matrix(w_NK), typed_address(bias_N), typed_address(y),
-        temp.data_ptr(), saved.data_ptr(), sm90.stream(index), index,
+    args = _plan(shape, words).copy(
+        x=_matrix(x_MK), w=_matrix(w_NK), y=y.data_ptr(), y_dtype=FLOAT_DTYPES[out_dtype],
+        workspace=temp.data_ptr(), workspace_bytes=room.temp, saved=saved.data_ptr(),
     )  # fmt: skip
+    if bias_N is not None:
+        args.bias, args.bias_dtype = typed_address(bias_N)
+    sm90.place(args, device.index)
+    status = sm90.native().linear_forward(args)  # type: ignore[union-attr]
     return (y, saved) if sm90.supported(status) else None
 
 
@@ -85,7 +108,7 @@ def linear_backward(
     """(dx, dw, db) for grad [..., n], those that the shape has; dtypes are theirs, None for no db.
     None for what the native code does not take."""
     device = grad.device
-    index, (m, n, k, x_columns, w_columns) = device.index, shape
+    m, n, k, x_columns, w_columns = shape
     g_MN = sm90.rows_of(grad if grad.dim() == 2 else grad.reshape(m, n))
     dx = dw = db = None
     if w_columns:
@@ -94,11 +117,16 @@ def linear_backward(
         dw = torch.empty((n, k), dtype=dtypes[1], device=device)
     if dtypes[2] is not None:
         db = torch.empty(n, dtype=dtypes[2], device=device)
-    temp = torch.empty(rooms(shape).backward_temp, dtype=_U8, device=device)
-    status = sm90.native().linear_backward(  # type: ignore[union-attr]
-        shape, words, _matrix(g_MN), saved.data_ptr(), typed_address(dx), typed_address(dw),
-        typed_address(db), temp.data_ptr(), sm90.stream(index), index,
-    )  # fmt: skip
+    room = rooms(shape).backward_temp
+    temp = torch.empty(room, dtype=_U8, device=device)
+    args = _plan(shape, words).copy(
+        g=_matrix(g_MN), saved=saved.data_ptr(), workspace=temp.data_ptr(), workspace_bytes=room
+    )
+    args.dx, args.dx_dtype = typed_address(dx)
+    args.dw, args.dw_dtype = typed_address(dw)
+    args.db, args.db_dtype = typed_address(db)
+    sm90.place(args, device.index)
+    status = sm90.native().linear_backward(args)  # type: ignore[union-attr]
     return (dx, dw, db) if sm90.supported(status) else None
 
 
@@ -118,5 +146,9 @@ def _operand(saved: Tensor, room: tuple[int, int, int], rows: int, k: int) -> Co
     return codes, saved[room[1] : room[1] + size].view(_I32).view(words), None
 
 
-def _matrix(x: Tensor) -> tuple[int, int, int]:
-    return x.data_ptr(), x.stride(0), FLOAT_DTYPES[x.dtype]
+def _matrix(x: Tensor) -> Any:
+    rows, cols = x.shape
+    made = sm90.native().Matrix()  # type: ignore[union-attr]
+    made.data, made.rows, made.cols, made.row_stride = x.data_ptr(), rows, cols, x.stride(0)
+    made.dtype = FLOAT_DTYPES[x.dtype]
+    return made

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from te_mx.backends import reference
 from te_mx.backends import sm90_layout as layout
+from te_mx.backends.base import BIAS_GRADS, LAYOUTS
 from te_mx.backends.sm90_layout import PackedOperand
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -51,6 +52,43 @@ def poisoned_plain(rows: int, k: int) -> PackedOperand:
     )
 
 
+def matrix(x: Tensor):
+    """The native record of a matrix."""
+    rows, cols = x.shape
+    return native().Matrix(
+        data=address(x), rows=rows, cols=cols, row_stride=x.stride(0), dtype=DTYPES[x.dtype]
+    )
+
+
+def out_record(out, kind):
+    """The native record of an operand to write; kinds are those of quantize(), or an order."""
+    if out is None:
+        return native().OperandOut()
+    order = {"plain": "k_last", "packed": "sm90", "as_x": "k_first"}.get(kind, kind)
+    codes, scales = map(address, out)
+    return native().OperandOut(codes=codes, scales=scales, layout=LAYOUTS[order])
+
+
+def side(operand, rows: int, k: int, fmt: str, order: str):
+    """The native record of an operand to read."""
+    codes, scales = map(address, operand)
+    return native().Operand(
+        codes=codes, scales=scales, rows=rows, k=k, element=FORMATS[fmt], layout=LAYOUTS[order]
+    )
+
+
+def groups_record(offs: Tensor, rows: int, capacity: int):
+    """The native record of groups."""
+    return native().Groups(
+        count=len(offs), rows=rows, ends=address(offs), ends_int32=offs.dtype == torch.int32,
+        capacity=capacity,
+    )  # fmt: skip
+
+
+def plain_order(k_first: bool) -> str:
+    return "k_first" if k_first else "k_last"
+
+
 def quantize(x, fmt="e4m3", rule="rceil", row="packed", col="packed", spread=8, col_sum=None):
     """Forms are "packed", "plain" or None, and "as_x" for plain columns that are not transposed;
     col_sum is a dtype or None.
@@ -68,23 +106,19 @@ def quantize(x, fmt="e4m3", rule="rceil", row="packed", col="packed", spread=8, 
     sums = None if col_sum is None else torch.full((cols,), math.nan, dtype=col_sum, device="cuda")
     partial = torch.full((-(-rows // 128), cols), math.nan, device="cuda") if col_sum else None
 
-    def form(out, kind):
-        number = {"plain": 0, "packed": 1, "as_x": 2, None: 0}[kind]
-        return (0, 0, 0) if out is None else (*map(address, out), number)
-
-    call = (
-        (address(x), rows, cols, x.stride(0), DTYPES[x.dtype]),
-        FORMATS[fmt],
-        RULES[rule],
-        form(row_out, row),
-        form(col_out, col),
-        spread,
-        address(sums),
-        0 if col_sum is None else DTYPES[col_sum],
-        address(partial),
+    args = native().QuantizeArgs(
+        x=matrix(x),
+        element=FORMATS[fmt],
+        rule=RULES[rule],
+        row=out_record(row_out, row),
+        col=out_record(col_out, col),
+        spread=spread,
+        col_sum=address(sums),
+        col_sum_dtype=0 if col_sum is None else DTYPES[col_sum],
+        col_sum_ws=address(partial),
+        stream=stream(),
     )
-    status = native().quantize(call, stream())
-    assert status == 0
+    assert native().quantize(args) == 0
     return row_out, col_out, sums
 
 
@@ -92,18 +126,13 @@ def pack(codes, scales, fmt, spread=8, k_first=False):
     """codes [rows, k], scales [rows, ceil(k/32)], or both transposed when k_first."""
     rows, k = codes.shape[::-1] if k_first else codes.shape
     out = poisoned_packed(rows, k)
-    status = native().pack(
-        address(codes),
-        address(scales),
-        rows,
-        k,
-        k_first,
-        FORMATS[fmt],
-        spread,
-        *map(address, out),
-        stream(),
+    args = native().PackArgs(
+        operand=side((codes, scales), rows, k, fmt, plain_order(k_first)),
+        out=out_record(out, "packed"),
+        spread=spread,
+        stream=stream(),
     )
-    assert status == 0
+    assert native().pack(args) == 0
     return out
 
 
@@ -113,18 +142,14 @@ def row_sums(codes, scales, fmt, k_first=False):
     out = torch.full((rows,), math.nan, device="cuda")
     size = native().row_sums_workspace_bytes(rows, k, k_first)
     guard = torch.full((size // 4 + 64,), -123.0, device="cuda")
-    status = native().row_sums(
-        address(codes),
-        address(scales),
-        rows,
-        k,
-        k_first,
-        FORMATS[fmt],
-        address(out),
-        address(guard),
-        stream(),
+    args = native().RowSumsArgs(
+        operand=side((codes, scales), rows, k, fmt, plain_order(k_first)),
+        out=address(out),
+        workspace=address(guard),
+        workspace_bytes=size,
+        stream=stream(),
     )
-    assert status == 0
+    assert native().row_sums(args) == 0
     torch.cuda.synchronize()
     assert (guard[size // 4 :] == -123.0).all(), "row_sums wrote behind its workspace"
     return out
@@ -132,17 +157,14 @@ def row_sums(codes, scales, fmt, k_first=False):
 
 def dequantize(codes, scales, fmt, dtype, order="k_last"):
     out = torch.full(codes.shape, math.nan, dtype=dtype, device="cuda")
-    status = native().dequantize(
-        address(codes),
-        address(scales),
-        *codes.shape,
-        order == "k_first",
-        FORMATS[fmt],
-        DTYPES[dtype],
-        address(out),
-        stream(),
+    rows, k = codes.shape[::-1] if order == "k_first" else codes.shape
+    args = native().DequantizeArgs(
+        operand=side((codes, scales), rows, k, fmt, order),
+        out=address(out),
+        out_dtype=DTYPES[dtype],
+        stream=stream(),
     )
-    assert status == 0
+    assert native().dequantize(args) == 0
     return out
 
 
@@ -177,34 +199,30 @@ def gemm(
     def dtype(t):
         return 0 if t is None else DTYPES[t.dtype]
 
-    problem = (
-        tuple(map(address, lhs)),
-        FORMATS[formats[0]],
-        tuple(map(address, rhs)),
-        FORMATS[formats[1]],
-        m,
-        n,
-        k,
+    args = native().GemmArgs(
+        lhs=side(lhs, m, k, formats[0], "sm90"),
+        rhs=side(rhs, n, k, formats[1], "sm90"),
+        out=address(out),
+        out_dtype=DTYPES[out.dtype],
+        ldo=out.stride(0),
+        accumulate=accumulate,
+        bias=address(bias),
+        bias_dtype=dtype(bias),
+        gelu=GELUS[gelu],
+        aux=address(aux),
+        aux_dtype=dtype(aux),
+        gelu_in=address(gelu_in),
+        gelu_in_dtype=dtype(gelu_in),
+        bias_grad_kind=0 if bias_grad is None else BIAS_GRADS["result"],
+        bias_grad=address(bias_grad),
+        kernel=config,
+        parts=parts,
+        stream=stream(),
     )
-    epilogue = (
-        address(out),
-        DTYPES[out.dtype],
-        out.stride(0),
-        accumulate,
-        address(bias),
-        dtype(bias),
-        GELUS[gelu],
-        address(aux),
-        dtype(aux),
-        address(gelu_in),
-        dtype(gelu_in),
-        address(bias_grad),
-    )
-    size = native().workspace_bytes(problem, epilogue, config, parts=parts)
+    size = native().workspace_bytes(args)
     guard = torch.full((size // 4 + 64,), math.nan, device="cuda")
     guard[size // 4 :] = -123.0
-    call = (problem, epilogue, address(guard), size, config, stream())
-    assert native().gemm(*call, parts=parts) == 0
+    assert native().gemm(args.copy(workspace=address(guard), workspace_bytes=size)) == 0
     torch.cuda.synchronize()
     assert (guard[size // 4 :] == -123.0).all(), "the GEMM wrote behind its workspace"
     return out

@@ -175,11 +175,12 @@ def test_two_streams_and_a_graph_give_the_same_bits():
     pa, pb = (calls.operand(calls.data(m, k, "gaussian", torch.float32, s), "e4m3") for s in (1, 2))
     want = calls.gemm(pa, pb, (m, n, k))
     outs = [torch.full_like(want, math.nan) for _ in range(3)]
-    problem = (tuple(map(calls.address, pa)), 0, tuple(map(calls.address, pb)), 0, m, n, k)
+    native = calls.native()
+    lhs, rhs = (calls.side(packed, m, k, "e4m3", "sm90") for packed in (pa, pb))
+    plan = native.GemmArgs(lhs=lhs, rhs=rhs, out_dtype=calls.DTYPES[want.dtype], ldo=n)
 
     def launch(out):
-        epilogue = (out.data_ptr(), 1, n, False, 0, 0, 0, 0, 0, 0, 0, 0)
-        assert calls.native().gemm(problem, epilogue, 0, 0, -1, calls.stream()) == 0
+        assert native.gemm(plan.copy(out=out.data_ptr(), stream=calls.stream())) == 0
 
     torch.cuda.synchronize()
     for out in outs[:2]:

@@ -53,9 +53,9 @@ class Problem:
         self.bounds = list(zip(starts.tolist(), ends.tolist(), strict=True))
 
     @property
-    def words(self) -> tuple[int, bool, int, int, int]:
-        is_long = self.offs.dtype == torch.int64
-        return self.offs.data_ptr(), is_long, len(self.offs), self.rows, self.capacity
+    def groups(self):
+        """The native record."""
+        return calls.groups_record(self.offs, self.rows, self.capacity)
 
 
 def poisoned(shapes) -> PackedOperand:
@@ -72,12 +72,12 @@ def quantize(x: Tensor, problem: Problem, fmt: str, rule: str = "rceil", spread:
     col = poisoned(grouped_layout.shapes_k(rows, cols, groups))
     sums = torch.full((groups, cols), math.nan, device="cuda")
     partial = torch.full((grouped_layout.group_tiles(rows, groups), cols), math.nan, device="cuda")
-    status = native().quantize_grouped(
-        (address(x), rows, cols, x.stride(0), DTYPES[x.dtype]), problem.words, FORMATS[fmt],
-        RULES[rule], tuple(map(address, row)), tuple(map(address, col)), spread, address(sums),
-        address(partial), stream(),
+    args = native().GroupedQuantizeArgs(
+        x=calls.matrix(x), groups=problem.groups, element=FORMATS[fmt], rule=RULES[rule],
+        row=calls.out_record(row, "sm90_rows"), col=calls.out_record(col, "sm90_k"), spread=spread,
+        col_sum=address(sums), col_sum_ws=address(partial), stream=stream(),
     )  # fmt: skip
-    assert status == 0
+    assert native().quantize_grouped(args) == 0
     return row, col, sums
 
 
@@ -87,25 +87,35 @@ def quantize_weights(weights: list[Tensor], fmt: str):
         poisoned(tuple((len(weights), *shape) for shape in packed_shapes(*sizes)))
         for sizes in ((n, k), (k, n))
     )
-    status = native().quantize_stacked(
-        (0, n, k, weights[0].stride(0), DTYPES[weights[0].dtype]), list(map(address, weights)),
-        FORMATS[fmt], 0, tuple(map(address, row)), tuple(map(address, col)), 8, stream(),
+    args = native().QuantizeArgs(
+        x=calls.matrix(weights[0]).copy(data=0), element=FORMATS[fmt], spread=8, stream=stream(),
+        row=calls.out_record(row, "packed"), col=calls.out_record(col, "packed"),
     )  # fmt: skip
-    assert status == 0
+    assert native().quantize_stacked(args, list(map(address, weights))) == 0
     return row, col
 
 
 def gemm(name: str, lhs, rhs, sizes, formats, problem: Problem, out, bias=None, accumulate=False,
          config=-1):  # fmt: skip
-    status = getattr(native(), name)(
-        (tuple(map(address, lhs)), FORMATS[formats[0]], tuple(map(address, rhs)),
-         FORMATS[formats[1]], *sizes),
-        (address(out), DTYPES[out.dtype], out.shape[-1], accumulate, address(bias),
-         0 if bias is None else DTYPES[bias.dtype], 0, 0, 0, 0, 0, 0),
-        problem.words, config, stream(),
-    )  # fmt: skip
-    assert status == 0
+    args = gemm_args(name, lhs, rhs, sizes, formats, problem, out, config)
+    args.accumulate = accumulate
+    if bias is not None:
+        args.bias, args.bias_dtype = address(bias), DTYPES[bias.dtype]
+    assert native().gemm_grouped(args) == 0
     return out
+
+
+def gemm_args(name: str, lhs, rhs, sizes, formats, problem: Problem, out, config=-1):
+    """The native record of "gemm_rows" or "gemm_k"."""
+    m, n, k = sizes
+    along_k = {"gemm_rows": False, "gemm_k": True}[name]
+    orders = ("sm90_k", "sm90_k") if along_k else ("sm90_rows", "sm90")
+    return native().GroupedGemmArgs(
+        lhs=calls.side(lhs, m, k, formats[0], orders[0]),
+        rhs=calls.side(rhs, n, k, formats[1], orders[1]),
+        out=address(out), out_dtype=DTYPES[out.dtype], ldo=out.shape[-1], along_k=along_k,
+        groups=problem.groups, kernel=config, stream=stream(),
+    )  # fmt: skip
 
 
 def nans(*shape: int, dtype: torch.dtype) -> Tensor:

@@ -10,8 +10,8 @@ import pytest
 import sm90_calls as calls
 import torch
 from grouped_cases import equal, loop_of, parameters, run_loop
-from sm90_calls import DTYPES, FORMATS, RULES, address, native, stream
-from test_sm90_grouped import PAIRS, Problem, gemm, inputs, layer, poisoned, quantize
+from sm90_calls import DTYPES, FORMATS, RULES, native, stream
+from test_sm90_grouped import PAIRS, Problem, gemm, gemm_args, inputs, layer, poisoned, quantize
 from torch import Tensor
 
 import te_mx
@@ -49,11 +49,12 @@ def test_pack_gives_the_bytes_of_each_weight(size, kind, fmt):
         if k_first:
             codes, scales = (t.transpose(1, 2).contiguous() for t in (codes, scales))
         made = stack(rows, k)
-        status = native().pack_stacked(
-            (address(codes), address(scales), FORMATS[fmt], k_first), rows, k, problem.words,
-            spread, tuple(map(address, made)), stream(),
+        args = native().PackArgs(
+            operand=calls.side((codes, scales), rows, k, fmt, calls.plain_order(k_first)),
+            out=calls.out_record(made, "packed"), groups=problem.groups, spread=spread,
+            stream=stream(),
         )  # fmt: skip
-        assert status == 0
+        assert native().pack_stacked(args) == 0
         for i, split in enumerate(SPLITS):
             if split == 0:
                 assert bool((made[0][i] == 0xA5).all() and (made[1][i] == 0x5A5A5A5A).all())
@@ -71,11 +72,12 @@ def test_columns_have_the_bytes_of_two_steps(size, kind, fmt):
     rule, spread = ("floor", 3) if number % 3 == 0 else ("rceil", 8)
     _, codes, scales = plain(rows, cols, fmt, kind)
     made = stack(cols, rows)
-    status = native().columns_of_stacked(
-        (address(codes), address(scales), FORMATS[fmt], False), rows, cols, 4, RULES[rule], spread,
-        tuple(map(address, made)), stream(),
+    args = native().PackArgs(
+        operand=calls.side((codes, scales), rows, cols, fmt, "k_last"),
+        out=calls.out_record(made, "packed"), groups_count=4, rule=RULES[rule], spread=spread,
+        stream=stream(),
     )  # fmt: skip
-    assert status == 0
+    assert native().columns_of_stacked(args) == 0
     for i in range(4):
         values = calls.dequantize(codes[i], scales[i], fmt, torch.bfloat16)
         _, want, _ = calls.quantize(values, fmt, rule, row=None, spread=spread)
@@ -119,13 +121,9 @@ def test_products_go_where_they_belong(config, dtype, sizes, accumulate):
     firsts = [4 * (n + 3), 0, 2 * (n + 3) + 1, (n + 3) + 2]
     stacked = torch.stack([old[first : first + n] for first in firsts])
     gemm("gemm_k", *sides, stacked, accumulate=accumulate, config=config)
-    status = native().gemm_k(
-        (tuple(map(address, g_col)), FORMATS[formats[0]], tuple(map(address, x_col)),
-         FORMATS[formats[1]], n, k, 0),
-        (address(buffer), DTYPES[dtype], k, accumulate, *(0,) * 8),
-        problem.words, config, stream(), -1, firsts,
-    )  # fmt: skip
-    assert status == 0
+    args = gemm_args("gemm_k", *sides, buffer, config)
+    args.accumulate = accumulate
+    assert native().gemm_grouped(args, firsts) == 0
     for i, first in enumerate(firsts):
         equal(buffer[first : first + n], stacked[i])
         buffer[first : first + n] = old[first : first + n]

@@ -1,0 +1,35 @@
+#include "record.hpp"
+
+namespace te_mx::bindings {
+
+void bind_linear_records(py::module_& m) {
+  Record<LinearArgs>()
+      .field("m", &LinearArgs::m)
+      .field("n", &LinearArgs::n)
+      .field("k", &LinearArgs::k)
+      .field("x_columns", &LinearArgs::x_columns)
+      .field("w_columns", &LinearArgs::w_columns)
+      .field("forward", &LinearArgs::forward)
+      .field("backward", &LinearArgs::backward)
+      .part("scaling", &LinearArgs::scaling, "")
+      .field("rule", &LinearArgs::rule)
+      .field("spread", &LinearArgs::spread)
+      .part("x", &LinearArgs::x, "x_")
+      .part("w", &LinearArgs::w, "w_")
+      .field("bias", &LinearArgs::bias)
+      .field("bias_dtype", &LinearArgs::bias_dtype)
+      .field("y", &LinearArgs::y)
+      .field("y_dtype", &LinearArgs::y_dtype)
+      .part("g", &LinearArgs::g, "g_")
+      .field("dx", &LinearArgs::dx)
+      .field("dx_dtype", &LinearArgs::dx_dtype)
+      .field("dw", &LinearArgs::dw)
+      .field("dw_dtype", &LinearArgs::dw_dtype)
+      .field("db", &LinearArgs::db)
+      .field("db_dtype", &LinearArgs::db_dtype)
+      .field("saved", &LinearArgs::saved)
+      .part("execution", &LinearArgs::execution, "")
+      .add_to(m, "LinearArgs");
+}
+
+}  // namespace te_mx::bindings

@@ -1,0 +1,93 @@
+// The module te_mx._native: the CPU backend (te_mx/cpu.h) on records. Addresses travel as integers,
+// so it needs no torch header and one build serves every torch.
+#include <vector>
+
+#include "record.hpp"
+#include "te_mx/cpu.h"
+
+namespace te_mx::bindings {
+namespace {
+
+using namespace te_mx::cpu;
+
+int32_t number(Status status) { return static_cast<int32_t>(status); }
+
+// A call without the GIL, on a copy that no other thread can change meanwhile.
+template <class Args>
+void bind_call(py::module_& m, const char* name, Status (*run)(const Args&)) {
+  m.def(name, [run](const Args& given) {
+    const Args args = given;
+    py::gil_scoped_release release;
+    return number(run(args));
+  });
+}
+
+// The same, for (status, what ran).
+template <class Args, class Ran>
+void bind_call(py::module_& m, const char* name, Status (*run)(const Args&, Ran&)) {
+  m.def(name, [run](const Args& given) {
+    const Args args = given;
+    Status status;
+    Ran ran{};
+    {
+      py::gil_scoped_release release;
+      status = run(args, ran);
+    }
+    return py::make_tuple(number(status), static_cast<int64_t>(ran));
+  });
+}
+
+void bind_machine(py::module_& m) {
+  m.attr("STREAM_MAX_ROWS") = kStreamMaxRows;
+  m.attr("COL_SUM_ROWS") = kColSumRows;
+  m.attr("WIDE_SPREAD") = kWideSpread;
+  m.def("isa_best", [] { return static_cast<int32_t>(isa_best()); });
+  m.def("isa_current", [] { return static_cast<int32_t>(isa_current()); });
+  m.def("parallel_team", [] { return parallel_team(); });  // "inline", "openmp" or "threads"
+  m.def("isa_env_error", [] { return isa_env_error(); });  // str or None
+  m.def("peak_gflops", [](int threads) {
+    py::gil_scoped_release release;
+    return peak_gflops(threads);
+  });
+  m.def("isa_available", [](int32_t level) { return isa_available(static_cast<Isa>(level)); });
+  m.def("set_isa", [](int32_t level) { return number(set_isa(static_cast<Isa>(level))); });
+  m.def("kernel_available",
+        [](int32_t kernel) { return kernel_available(static_cast<Kernel>(kernel)); });
+}
+
+void bind_calls(py::module_& m) {
+  bind_call(m, "quantize", quantize);
+  bind_call(m, "dequantize", dequantize);
+  m.def("packed_bytes", [](int32_t kernel, int32_t role, int64_t rows, int64_t k) {
+    return packed_bytes(static_cast<Kernel>(kernel), static_cast<Role>(role), rows, k);
+  });
+  bind_call(m, "pack", pack);
+  m.def("workspace_bytes", [](const GemmArgs& args) { return workspace_bytes(args); });
+  bind_call(m, "gemm", gemm);
+
+  bind_call(m, "normalize", normalize);
+  bind_call(m, "normalize_backward", normalize_backward);
+  bind_call(m, "activate", activate);
+
+  bind_call(m, "quantize_grouped", quantize_grouped);
+  m.def("quantize_many", [](const py::list& problems, int threads) {
+    std::vector<QuantizeArgs> args;
+    for (const auto& problem : problems) args.push_back(record<QuantizeArgs>(problem));
+    py::gil_scoped_release release;
+    return number(quantize_many(args.data(), static_cast<int64_t>(args.size()), threads));
+  });
+  bind_call(m, "pack_many", pack_many);
+  m.def("workspace_bytes_grouped",
+        [](const GroupedGemmArgs& args) { return workspace_bytes_grouped(args); });
+  bind_call(m, "gemm_grouped", gemm_grouped);
+}
+
+}  // namespace
+}  // namespace te_mx::bindings
+
+PYBIND11_MODULE(_native, m) {
+  m.doc() = "Native CPU kernels of te_mx. Use te_mx.backends.cpu, which checks arguments.";
+  te_mx::bindings::bind_records(m);
+  te_mx::bindings::bind_machine(m);
+  te_mx::bindings::bind_calls(m);
+}

@@ -1,0 +1,326 @@
+// A plain struct as a Python class with named fields: numbers and enumerators as int, addresses as
+// int, flags as bool. Made once and copied, a record is a prepared call:
+//
+//   plan = GemmArgs(lhs=Operand(rows=8, k=64), rhs=...)          once
+//   status = gemm(plan.copy(lhs_codes=address, out=address))     every time
+//
+// The fields of a part can be reached from the whole: GemmArgs().lhs_codes is GemmArgs().lhs.codes.
+//
+// NOTE: these are types of CPython, with its descriptors, and not classes of pybind11, whose
+// properties take four times as long: a call of a small problem is mostly this.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "te_mx/fused.h"
+#include "te_mx/gemm.h"
+#include "te_mx/linear.h"
+#include "te_mx/quantize.h"
+
+namespace te_mx::bindings {
+
+namespace py = pybind11;
+
+template <class T, class... Ts>
+inline constexpr bool one_of = (std::is_same_v<T, Ts> || ...);
+template <class T>
+concept AnyRecord =
+    one_of<T, Matrix, Scaling, Operand, Groups, Execution, OperandOut, QuantizeOut, QuantizeArgs,
+           GroupedQuantizeArgs, DequantizeArgs, PackArgs, RowSumsArgs, Epilogue, GemmArgs,
+           GroupedGemmArgs, NormArgs, NormGradArgs, ActArgs, LinearArgs>;
+
+// A Python object that holds a struct, or shows a part of the one that `owner` holds.
+template <class T>
+struct Box {
+  PyObject ob_base;
+  T* at;
+  PyObject* owner;
+  T own;
+};
+
+// The Python type of a struct; null before it is made.
+template <class T>
+inline PyTypeObject* record_type = nullptr;
+
+template <class T>
+T& unbox(PyObject* box) {
+  return *reinterpret_cast<Box<T>*>(box)->at;
+}
+
+// The record that a Python object is; raises TypeError for another.
+template <class T>
+T& record(const py::handle& object) {
+  if (!PyObject_TypeCheck(object.ptr(), record_type<T>))
+    throw py::type_error(std::string("expected ") + record_type<T>->tp_name);
+  return unbox<T>(object.ptr());
+}
+
+template <class T>
+PyObject* new_box(PyTypeObject* type, const T& value) {
+  auto* const box = reinterpret_cast<Box<T>*>(type->tp_alloc(type, 0));
+  if (box == nullptr) return nullptr;
+  box->at = new (&box->own) T(value);
+  return reinterpret_cast<PyObject*>(box);
+}
+
+// How a field is read into Python and written from there; false with a Python error set.
+template <class V>
+struct Value {
+  static PyObject* read(void* at, PyObject*) {
+    const V v = *static_cast<const V*>(at);
+    if constexpr (std::is_pointer_v<V>) {
+      return PyLong_FromUnsignedLongLong(reinterpret_cast<uintptr_t>(v));
+    } else if constexpr (std::is_same_v<V, bool>) {
+      return PyBool_FromLong(v);
+    } else if constexpr (std::is_floating_point_v<V>) {
+      return PyFloat_FromDouble(v);
+    } else {
+      return PyLong_FromLongLong(static_cast<int64_t>(v));
+    }
+  }
+
+  static bool write(void* at, PyObject* value) {
+    V& to = *static_cast<V*>(at);
+    if constexpr (std::is_pointer_v<V>) {
+      const unsigned long long v = PyLong_AsUnsignedLongLong(value);
+      if (v == ~0ull && PyErr_Occurred()) return false;
+      to = reinterpret_cast<V>(static_cast<uintptr_t>(v));
+    } else if constexpr (std::is_same_v<V, bool>) {
+      const int v = PyObject_IsTrue(value);
+      if (v < 0) return false;
+      to = v != 0;
+    } else if constexpr (std::is_floating_point_v<V>) {
+      const double v = PyFloat_AsDouble(value);
+      if (v == -1.0 && PyErr_Occurred()) return false;
+      to = static_cast<V>(v);
+    } else {
+      static_assert(sizeof(V) == 4 || sizeof(V) == 8);
+      const long long v = PyLong_AsLongLong(value);
+      if (v == -1 && PyErr_Occurred()) return false;
+      if (sizeof(V) == 4 && v != static_cast<int32_t>(v)) {
+        PyErr_Format(PyExc_OverflowError, "%lld does not fit in 32 bits", v);
+        return false;
+      }
+      to = static_cast<V>(v);
+    }
+    return true;
+  }
+};
+
+// A part that is a record itself: shown where it lies, written by value.
+template <class V>
+struct Part {
+  static PyObject* read(void* at, PyObject* whole) {
+    auto* const box = reinterpret_cast<Box<V>*>(record_type<V>->tp_alloc(record_type<V>, 0));
+    if (box == nullptr) return nullptr;
+    box->at = static_cast<V*>(at);
+    Py_INCREF(whole);
+    box->owner = whole;
+    return reinterpret_cast<PyObject*>(box);
+  }
+  static bool write(void* at, PyObject* value) {
+    if (!PyObject_TypeCheck(value, record_type<V>)) {
+      PyErr_Format(PyExc_TypeError, "expected %s, got %s", record_type<V>->tp_name,
+                   Py_TYPE(value)->tp_name);
+      return false;
+    }
+    *static_cast<V*>(at) = unbox<V>(value);
+    return true;
+  }
+};
+
+struct Field {
+  std::string name;
+  int64_t at;  // bytes from the start of the record
+  bool part;
+  PyObject* (*read)(void* at, PyObject* whole);
+  bool (*write)(void* at, PyObject* value);
+};
+
+// Describes a struct: Record<T>().field(..).part(..).add_to(module, name).
+template <AnyRecord T>
+class Record {
+  static_assert(std::is_trivially_copyable_v<T>);
+
+ public:
+  template <class V>
+  Record& field(const char* name, V T::* member) {
+    fields_.push_back({name, offset(member), false, &Value<V>::read, &Value<V>::write});
+    return *this;
+  }
+
+  // A part, and its fields under their names behind `prefix`.
+  template <class V>
+  Record& part(const char* name, V T::* member, const std::string& prefix) {
+    fields_.push_back({name, offset(member), true, &Part<V>::read, &Part<V>::write});
+    for (Field inner : Record<V>::kept()) {
+      inner.name = prefix + inner.name;
+      inner.at += offset(member);
+      fields_.push_back(inner);
+    }
+    return *this;
+  }
+
+  void add_to(py::module_& m, const char* name) {
+    // What the type points to lives as long as the process.
+    kept() = fields_;
+    static std::string full_name;
+    static std::vector<PyGetSetDef> descriptors;
+    full_name = m.attr("__name__").cast<std::string>() + "." + name;
+    for (Field& field : kept())
+      descriptors.push_back({field.name.c_str(), &get, &set, nullptr, &field});
+    descriptors.push_back({});
+    static PyMethodDef methods[] = {
+        {"copy", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&copy)),
+         METH_FASTCALL | METH_KEYWORDS, "A copy, with the named fields replaced."},
+        {}};
+    PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(&create)},
+                           {Py_tp_init, reinterpret_cast<void*>(&init)},
+                           {Py_tp_dealloc, reinterpret_cast<void*>(&destroy)},
+                           {Py_tp_repr, reinterpret_cast<void*>(&print)},
+                           {Py_tp_getset, descriptors.data()},
+                           {Py_tp_methods, methods},
+                           {0, nullptr}};
+    PyType_Spec spec{full_name.c_str(), static_cast<int>(sizeof(Box<T>)), 0, Py_TPFLAGS_DEFAULT,
+                     slots};
+    py::object type = py::reinterpret_steal<py::object>(PyType_FromSpec(&spec));
+    if (!type) throw py::error_already_set();
+    m.attr(name) = type;
+    record_type<T> = reinterpret_cast<PyTypeObject*>(type.release().ptr());
+  }
+
+  static std::vector<Field>& kept() {
+    static std::vector<Field> fields;
+    return fields;
+  }
+
+ private:
+  template <class V>
+  static int64_t offset(V T::* member) {
+    static T probe{};
+    return reinterpret_cast<char*>(&(probe.*member)) - reinterpret_cast<char*>(&probe);
+  }
+
+  static char* bytes(PyObject* self) { return reinterpret_cast<char*>(&unbox<T>(self)); }
+
+  static PyObject* get(PyObject* self, void* closure) {
+    const Field& field = *static_cast<const Field*>(closure);
+    return field.read(bytes(self) + field.at, self);
+  }
+
+  static int set(PyObject* self, PyObject* value, void* closure) {
+    const Field& field = *static_cast<const Field*>(closure);
+    if (value == nullptr) {
+      PyErr_Format(PyExc_AttributeError, "field %s cannot be deleted", field.name.c_str());
+      return -1;
+    }
+    return field.write(bytes(self) + field.at, value) ? 0 : -1;
+  }
+
+  static PyObject* create(PyTypeObject* type, PyObject*, PyObject*) {
+    return new_box<T>(type, T{});
+  }
+
+  static int init(PyObject* self, PyObject* args, PyObject* fields) {
+    if (PyTuple_GET_SIZE(args) != 0) {
+      PyErr_Format(PyExc_TypeError, "%s takes fields by name", Py_TYPE(self)->tp_name);
+      return -1;
+    }
+    Py_ssize_t at = 0;
+    PyObject *name, *value;
+    while (fields != nullptr && PyDict_Next(fields, &at, &name, &value)) {
+      if (PyObject_SetAttr(self, name, value) != 0) return -1;
+    }
+    return 0;
+  }
+
+  static void destroy(PyObject* self) {
+    PyTypeObject* const type = Py_TYPE(self);
+    Py_XDECREF(reinterpret_cast<Box<T>*>(self)->owner);
+    type->tp_free(self);
+    Py_DECREF(type);
+  }
+
+  static PyObject* copy(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* names) {
+    if (count != 0) {
+      PyErr_SetString(PyExc_TypeError, "copy() takes fields by name");
+      return nullptr;
+    }
+    PyObject* const made = new_box<T>(Py_TYPE(self), unbox<T>(self));
+    const Py_ssize_t named = names == nullptr || made == nullptr ? 0 : PyTuple_GET_SIZE(names);
+    for (Py_ssize_t i = 0; i < named; ++i) {
+      if (PyObject_SetAttr(made, PyTuple_GET_ITEM(names, i), args[i]) != 0) {
+        Py_DECREF(made);
+        return nullptr;
+      }
+    }
+    return made;
+  }
+
+  // The fields that differ from a fresh record.
+  static PyObject* print(PyObject* self) {
+    try {
+      T fresh{};
+      std::string text;
+      for (const Field& field : kept()) {
+        if (field.part) continue;
+        const auto value_in = [&](void* record) {
+          return py::reinterpret_steal<py::object>(
+              field.read(static_cast<char*>(record) + field.at, nullptr));
+        };
+        const py::object value = value_in(bytes(self));
+        if (value.equal(value_in(&fresh))) continue;
+        text += (text.empty() ? "" : ", ") + field.name + "=" + std::string(py::repr(value));
+      }
+      const std::string name = py::type::of(self).attr("__name__").cast<std::string>();
+      return py::str(name + "(" + text + ")").release().ptr();
+    } catch (py::error_already_set& error) {
+      error.restore();
+      return nullptr;
+    }
+  }
+
+  std::vector<Field> fields_;
+};
+
+// The records of both modules, and what numbers of theirs mean.
+void bind_types(py::module_& m);
+void bind_quantize_records(py::module_& m);
+void bind_gemm_records(py::module_& m);
+void bind_fused_records(py::module_& m);
+void bind_linear_records(py::module_& m);
+inline void bind_records(py::module_& m) {
+  bind_types(m);
+  bind_quantize_records(m);
+  bind_gemm_records(m);
+  bind_fused_records(m);
+  bind_linear_records(m);
+}
+
+}  // namespace te_mx::bindings
+
+// Records as arguments of functions that pybind11 binds.
+template <te_mx::bindings::AnyRecord T>
+class pybind11::detail::type_caster<T> {
+ public:
+  static constexpr auto name = const_name("record");
+  template <class>
+  using cast_op_type = T&;
+
+  bool load(handle source, bool) {
+    if (!PyObject_TypeCheck(source.ptr(), te_mx::bindings::record_type<T>)) return false;
+    value_ = &te_mx::bindings::unbox<T>(source.ptr());
+    return true;
+  }
+  operator T&() { return *value_; }
+
+ private:
+  T* value_ = nullptr;
+};

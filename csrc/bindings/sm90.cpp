@@ -1,0 +1,154 @@
+// The module te_mx._sm90: the Hopper backend (te_mx/sm90.h) on records. It links the CUDA runtime
+// statically and the driver not at all, so it imports on a machine without one; available() says
+// what is there.
+#include "te_mx/sm90.h"
+
+#include <pybind11/stl.h>
+
+#include <vector>
+
+#include "device.h"
+#include "record.hpp"
+
+namespace te_mx::bindings {
+namespace {
+
+using namespace te_mx::sm90;
+
+int32_t number(Status status) { return static_cast<int32_t>(status); }
+
+const Execution& execution_of(const GroupedQuantizeArgs& args) { return args.all.execution; }
+const Execution& execution_of(const GroupedGemmArgs& args) { return args.gemm.execution; }
+template <class Args>
+const Execution& execution_of(const Args& args) {
+  return args.execution;
+}
+
+// A call on the device that its record names.
+template <class Args>
+void bind_call(py::module_& m, const char* name, Status (*run)(const Args&)) {
+  m.def(name, [run](const Args& args) {
+    const DeviceScope scope(execution_of(args).device);
+    return number(run(args));
+  });
+}
+
+void bind_device(py::module_& m) {
+  m.attr("SCALE_WORDS") = kScaleWords;
+  m.attr("MAX_SPREAD") = kMaxSpread;
+  m.def(
+      "available",
+      [](int device) {
+        const DeviceScope scope(device);
+        return available();
+      },
+      py::arg("device") = -1);
+  m.def("error_text", &error_text);
+  m.def("packed_ld", &packed_ld);
+  m.def("packed_scale_words", &packed_scale_words);
+  // Bytes of codes and scales in one buffer, and where the scales start.
+  m.def("packed_bytes", [](int64_t rows, int64_t k) {
+    const OperandOffsets at = operand_offsets(0, rows, k);
+    return py::make_tuple(at.end, at.scales);
+  });
+}
+
+void bind_quantizers(py::module_& m) {
+  bind_call(m, "quantize", quantize);
+  m.def("quantize_two", [](const QuantizeArgs& first, const QuantizeArgs& second) {
+    const DeviceScope scope(first.execution.device);
+    return number(quantize_two(first, second));
+  });
+  bind_call(m, "pack", pack);
+  bind_call(m, "dequantize", dequantize);
+  m.def("row_sums_workspace_bytes", &row_sums_workspace_bytes);
+  bind_call(m, "row_sums", row_sums);
+  m.def("norm_counters", &norm_counters);
+  m.def("norm_partial_sums", &norm_partial_sums);
+  bind_call(m, "normalize", normalize);
+  bind_call(m, "normalize_backward", normalize_backward);
+  bind_call(m, "activate", activate);
+}
+
+void bind_gemms(py::module_& m) {
+  m.def("config_count", &config_count);
+  m.def("config_full", &config_full);
+  m.def("config_name", &config_name);
+  m.def("chosen_config", [](const GemmArgs& args) {
+    const DeviceScope scope(args.execution.device);
+    return chosen_config(args);
+  });
+  m.def("workspace_bytes", [](const GemmArgs& args) { return workspace_bytes(args); });
+  bind_call(m, "gemm", gemm);
+}
+
+void bind_groups(py::module_& m) {
+  m.def("group_tiles", &group_tiles);
+  m.def("grouped_config_count", &grouped_config_count);
+  m.def("grouped_config_name", &grouped_config_name);
+  m.def(
+      "upload_ends",
+      [](const std::vector<int64_t>& ends, uintptr_t to, uintptr_t stream, int device) {
+        const DeviceScope scope(device);
+        return number(upload_ends(ends.data(), static_cast<int64_t>(ends.size()),
+                                  reinterpret_cast<int32_t*>(to), reinterpret_cast<void*>(stream)));
+      },
+      py::arg("ends"), py::arg("to"), py::arg("stream"), py::arg("device") = -1);
+  bind_call(m, "quantize_grouped", quantize_grouped);
+  // xs: an address for each matrix.
+  m.def("quantize_stacked", [](const QuantizeArgs& args, const std::vector<uintptr_t>& xs) {
+    std::vector<const void*> from;
+    for (const uintptr_t address : xs) from.push_back(reinterpret_cast<const void*>(address));
+    const DeviceScope scope(args.execution.device);
+    return number(quantize_stacked(args, from.data(), static_cast<int64_t>(from.size())));
+  });
+  bind_call(m, "pack_stacked", pack_stacked);
+  bind_call(m, "columns_of_stacked", columns_of_stacked);
+  // first_rows: where D of every group begins, or nothing.
+  m.def(
+      "gemm_grouped",
+      [](const GroupedGemmArgs& given, const std::vector<int32_t>& first_rows) {
+        GroupedGemmArgs args = given;
+        if (!first_rows.empty()) {
+          if (static_cast<int64_t>(first_rows.size()) != args.groups.count)
+            return number(Status::bad_argument);
+          args.first_rows = first_rows.data();
+        }
+        const DeviceScope scope(args.gemm.execution.device);
+        return number(gemm_grouped(args));
+      },
+      py::arg("args"), py::arg("first_rows") = std::vector<int32_t>{});
+}
+
+void bind_linear(py::module_& m) {
+  // {name: (codes, scales, end)} of the operands, and bytes of the three buffers.
+  m.def("linear_offsets", [](const LinearArgs& args) {
+    const LinearOffsets o = linear_offsets(args);
+    py::dict all;
+    const auto operand = [&](const char* name, const OperandOffsets& at) {
+      all[name] = py::make_tuple(at.codes, at.scales, at.end);
+    };
+    operand("x_row", o.x_row), operand("w_row", o.w_row), operand("x_col", o.x_col);
+    operand("w_col", o.w_col), operand("g_row", o.g_row), operand("g_col", o.g_col);
+    all["forward_bytes"] = o.forward_bytes;
+    all["saved_bytes"] = o.saved_bytes;
+    all["backward_bytes"] = o.backward_bytes;
+    return all;
+  });
+  bind_call(m, "linear_forward", linear_forward);
+  bind_call(m, "linear_backward", linear_backward);
+}
+
+}  // namespace
+}  // namespace te_mx::bindings
+
+PYBIND11_MODULE(_sm90, m) {
+  using namespace te_mx::bindings;
+  m.doc() = "Native Hopper kernels of te_mx: addresses and sizes in, unchecked; a status out.";
+  bind_records(m);
+  bind_device(m);
+  bind_quantizers(m);
+  bind_gemms(m);
+  bind_groups(m);
+  bind_linear(m);
+}

@@ -1,0 +1,55 @@
+#include "record.hpp"
+
+namespace te_mx::bindings {
+
+void bind_types(py::module_& m) {
+  using py::arg;
+  // Names of enumerators, as the records take their numbers.
+  m.attr("LAYOUTS") = py::dict(arg("k_last") = 0, arg("k_first") = 1, arg("tiles") = 2,
+                               arg("group_rows") = 3, arg("group_k") = 4);
+  m.attr("SCALE_TYPES") = py::dict(arg("e8m0") = 0, arg("f32") = 1);
+  m.attr("SCALE_RULES") = py::dict(arg("rceil") = 0, arg("floor") = 1, arg("even") = 2);
+
+  Record<Matrix>()
+      .field("data", &Matrix::data)
+      .field("rows", &Matrix::rows)
+      .field("cols", &Matrix::cols)
+      .field("row_stride", &Matrix::row_stride)
+      .field("col_stride", &Matrix::col_stride)
+      .field("dtype", &Matrix::dtype)
+      .add_to(m, "Matrix");
+  Record<Scaling>()
+      .field("scale_type", &Scaling::type)
+      .field("block_rows", &Scaling::block_rows)
+      .field("block_k", &Scaling::block_k)
+      .add_to(m, "Scaling");
+  Record<Operand>()
+      .field("codes", &Operand::codes)
+      .field("scales", &Operand::scales)
+      .field("rows", &Operand::rows)
+      .field("k", &Operand::k)
+      .field("element", &Operand::element)
+      .field("layout", &Operand::layout)
+      .part("scaling", &Operand::scaling, "")
+      .field("packed", &Operand::packed)
+      .add_to(m, "Operand");
+  Record<Groups>()
+      .field("count", &Groups::count)
+      .field("rows", &Groups::rows)
+      .field("starts", &Groups::starts)
+      .field("ends", &Groups::ends)
+      .field("ends_int32", &Groups::ends_int32)
+      .field("capacity", &Groups::capacity)
+      .add_to(m, "Groups");
+  Record<Execution>()
+      .field("threads", &Execution::threads)
+      .field("device", &Execution::device)
+      .field("stream", &Execution::stream)
+      .field("workspace", &Execution::workspace)
+      .field("workspace_bytes", &Execution::workspace_bytes)
+      .field("kernel", &Execution::kernel)
+      .field("parts", &Execution::parts)
+      .add_to(m, "Execution");
+}
+
+}  // namespace te_mx::bindings
