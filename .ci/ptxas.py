@@ -34,17 +34,18 @@ def main(build: Path) -> int:
         return 0
     objects = build / "csrc" / "sm90" / "CMakeFiles" / "te_mx_sm90.dir"
     wrong, count = [], 0
-    for source in sorted(SOURCES.glob("*.cu")):
-        log = objects / f"{source.name}.o.log"
+    for source in sorted(SOURCES.glob("*/*.cu")):
+        name = source.relative_to(SOURCES)
+        log = objects / f"{name}.o.log"
         if not log.exists():
-            wrong.append(f"{source.name}: no log {log}; build first")
+            wrong.append(f"{name}: no log {log}; build first")
             continue
         text = log.read_text()
         found = kernels(text)
         count += len(found)
-        wrong += [f"{source.name}: {name} spills {n} bytes" for name, n, _ in found if n]
+        wrong += [f"{name}: {kernel} spills {n} bytes" for kernel, n, _ in found if n]
         wrong += [
-            f"{source.name}: {line.strip()}"
+            f"{name}: {line.strip()}"
             for line in text.splitlines()
             if SERIALIZED.search(line)
         ]

@@ -7,7 +7,7 @@
 
 #include <vector>
 
-#include "device.h"
+#include "common/device.h"
 #include "record.hpp"
 
 namespace te_mx::bindings {

@@ -9,7 +9,7 @@ from torch import Tensor
 from te_mx.backends.base import PLAIN, QuantizedParts
 
 NORMS = ("LayerNorm", "RMSNorm")
-LANES = 256  # of the sums over a row, as kNormLanes in cpu_fused.h
+LANES = 256  # of the sums over a row, as kNormLanes in fused.h
 
 # The activation that each name applies; native ids of these.
 ACT_IDS = {

@@ -26,7 +26,7 @@ from te_mx.backends.grouped import StackedOperand
 from te_mx.backends.sm90_grouped_layout import group_tiles, shapes_k, shapes_rows
 from te_mx.backends.sm90_layout import packed_shapes
 
-_MOST_PLACES = 256  # te_mx/sm90_grouped.h
+_MOST_PLACES = 256  # te_mx/sm90.h
 _U8, _I32, _F32 = torch.uint8, torch.int32, torch.float32
 
 

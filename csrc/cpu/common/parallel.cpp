@@ -1,0 +1,42 @@
+#include "common/parallel.h"
+
+#include <atomic>
+
+#include "common/crew.h"
+#include "common/job.h"
+#include "common/openmp_team.h"
+#include "common/thread_team.h"
+#include "te_mx/cpu.h"
+
+namespace te_mx::cpu {
+namespace {
+
+void work(void* data) noexcept { run_items(*static_cast<Job*>(data)); }
+
+std::atomic<const char*> last_team{"inline"};
+
+}  // namespace
+
+void run_on_team(int threads, int64_t n_items, void (*fn)(void*) noexcept, void* data) {
+  // NOTE: the team keeps `threads` members even for fewer items: libgomp ends the threads that a
+  // smaller team leaves out and must start them again for the next torch operator.
+  if (openmp_team_run(threads, fn, data)) {
+    last_team.store("openmp", std::memory_order_relaxed);
+    return;
+  }
+  last_team.store("threads", std::memory_order_relaxed);
+  thread_team_run(n_items < threads ? static_cast<int>(n_items) : threads, fn, data);
+}
+
+void parallel_for(int threads, int64_t n_items, void (*fn)(void*, int64_t), void* ctx) {
+  if (threads <= 1 || n_items <= 1) {
+    for (int64_t item = 0; item < n_items; ++item) fn(ctx, item);
+    return;
+  }
+  Job job{fn, ctx, n_items};
+  if (!offer_to_crew(job)) run_on_team(threads, n_items, work, &job);
+}
+
+const char* parallel_team() { return last_team.load(std::memory_order_relaxed); }
+
+}  // namespace te_mx::cpu

@@ -1,0 +1,286 @@
+// Kernel::avx512_bf16_stream: dot products along k.
+//
+// Four weight rows at a time: a 64-byte line of each becomes two registers of bf16, which meet up
+// to four rows of x at once. With more rows of x the decoded lines of a k chunk rest in L1 for the
+// following rows. Lane i of an accumulator sums k pair i of every block, in block order, whatever M
+// is; the lanes are added at the end.
+#include "decode/stream_bf16.hpp"
+#include "mxtile/bf16/avx512.hpp"
+
+namespace te_mx::cpu {
+namespace {
+
+namespace bf16 = mxtile::bf16;
+
+struct Tuning {
+  static constexpr int64_t kQuad = 4;         // weight rows at a time
+  static constexpr int64_t kGroup = 16;       // weight rows an epilogue call
+  static constexpr int64_t kLongChunk = 128;  // k blocks, M <= 4: bounds the exponent words
+  static constexpr int64_t kShortChunk = 32;  // k blocks, M > 4: x chunk and decoded lines in L1
+  static constexpr int64_t kAhead = 1024;     // bytes of a row between prefetch and use
+  static constexpr int64_t kItemRows = 128;
+};
+
+// Rows of x are stored in panels of 1, 2 or 4 rows, with zero rows to fill the last.
+int64_t panel_rows(int64_t m) { return m <= 2 ? m : 4; }
+int64_t panel_words(int64_t k, int64_t m) {
+  return round_up(ceil_div(k, kBlock), 2) * panel_rows(m) * kBlock;
+}
+
+struct Quad {
+  const uint8_t* codes[Tuning::kQuad];   // lines of the chunk
+  const uint32_t* words[Tuning::kQuad];  // exponent word of each block, twice
+  const uint32_t* nan_words;             // [quad][kLongChunk], or null when no block is NaN
+  int64_t lines;
+  int64_t ahead;  // bytes from a line to the one to fetch
+};
+
+// sums[row][m] += lines of the quad . rows of x. Decoded lines go to `decoded` when not null.
+template <int rows_x>
+void decode_and_dot(const bf16::Avx512Decoder& decoder, const Quad& q, const uint16_t* x,
+                    int64_t x_block, float* sums, int64_t sums_row, uint16_t* decoded) {
+  bf16::Vec acc[4][rows_x];
+  for (int r = 0; r < 4; ++r) {
+    for (int m = 0; m < rows_x; ++m) acc[r][m] = bf16::load(sums + r * sums_row + m * 16);
+  }
+  for (int64_t line = 0; line < q.lines; ++line, x += 2 * x_block) {
+    bf16::Words first[4], second[4];
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r) {
+      decoder.decode_line(q.codes[r] + line * 64, q.words[r][2 * line], q.words[r][2 * line + 1],
+                          first[r], second[r]);
+      __builtin_prefetch(q.codes[r] + line * 64 + q.ahead, 0, 3);
+    }
+    if (__builtin_expect(q.nan_words != nullptr, 0)) {
+      for (int r = 0; r < 4; ++r) {
+        const uint32_t* nan = q.nan_words + r * Tuning::kLongChunk + 2 * line;
+        first[r] = bf16::or_words(first[r], bf16::broadcast_word(nan[0]));
+        second[r] = bf16::or_words(second[r], bf16::broadcast_word(nan[1]));
+      }
+    }
+    if (decoded != nullptr) {
+#pragma GCC unroll 4
+      for (int r = 0; r < 4; ++r) {
+        bf16::store_words(decoded + (line * 8 + r) * kBlock, first[r]);
+        bf16::store_words(decoded + (line * 8 + 4 + r) * kBlock, second[r]);
+      }
+    }
+#pragma GCC unroll 4
+    for (int m = 0; m < rows_x; ++m) {
+      const bf16::Words x0 = bf16::load_words(x + m * kBlock);
+      const bf16::Words x1 = bf16::load_words(x + x_block + m * kBlock);
+#pragma GCC unroll 4
+      for (int r = 0; r < 4; ++r) {
+        acc[r][m] = bf16::dot(bf16::dot(acc[r][m], first[r], x0), second[r], x1);
+      }
+    }
+  }
+  for (int r = 0; r < 4; ++r) {
+    for (int m = 0; m < rows_x; ++m) bf16::store(sums + r * sums_row + m * 16, acc[r][m]);
+  }
+}
+
+// The same for four more rows of x and lines that are decoded already.
+void dot_decoded(const uint16_t* decoded, int64_t lines, const uint16_t* x, int64_t x_block,
+                 float* sums, int64_t sums_row) {
+  bf16::Vec acc[4][4];
+  for (int r = 0; r < 4; ++r) {
+    for (int m = 0; m < 4; ++m) acc[r][m] = bf16::load(sums + r * sums_row + m * 16);
+  }
+  for (int64_t half = 0; half < 2 * lines; ++half, x += x_block, decoded += 4 * kBlock) {
+    bf16::Words w[4];
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r) w[r] = bf16::load_words(decoded + r * kBlock);
+#pragma GCC unroll 4
+    for (int m = 0; m < 4; ++m) {
+      const bf16::Words xm = bf16::load_words(x + m * kBlock);
+#pragma GCC unroll 4
+      for (int r = 0; r < 4; ++r) acc[r][m] = bf16::dot(acc[r][m], w[r], xm);
+    }
+  }
+  for (int r = 0; r < 4; ++r) {
+    for (int m = 0; m < 4; ++m) bf16::store(sums + r * sums_row + m * 16, acc[r][m]);
+  }
+}
+
+class Stream {
+ public:
+  Stream(const uint16_t* x, const EpilogueContext& context)
+      : x_(x),
+        context_(context),
+        epilogue_(epilogue_for(isa_current())),
+        w_(context.args->rhs),
+        m_(context.args->lhs.rows),
+        x_rows_(panel_rows(m_)),
+        kept_(round_up(m_, x_rows_)),
+        blocks_(ceil_div(w_.k, kBlock)) {}
+
+  // D[:, n0 .. n0+15]
+  void run_group(const bf16::Avx512Decoder& decoder, int64_t n0) const {
+    alignas(64) float sums[Tuning::kGroup * kStreamMaxRows * 16];
+    std::memset(sums, 0, static_cast<size_t>(Tuning::kGroup * kept_ * 16) * 4);
+    const int64_t chunk = kept_ <= 4 ? Tuning::kLongChunk : Tuning::kShortChunk;
+    for (int64_t q = 0; q < Tuning::kGroup && n0 + q < w_.rows; q += Tuning::kQuad) {
+      for (int64_t b = 0; b < blocks_; b += chunk) {
+        const int64_t count = blocks_ - b < chunk ? blocks_ - b : chunk;
+        run_quad(decoder, n0 + q, b, count, sums + q * kept_ * 16);
+      }
+    }
+    alignas(64) float turned[kStreamMaxRows * Tuning::kGroup];
+    for (int64_t m = 0; m < m_; ++m) {
+      for (int64_t n = 0; n < Tuning::kGroup; ++n) {
+        turned[m * Tuning::kGroup + n] = bf16::sum(bf16::load(sums + (n * kept_ + m) * 16));
+      }
+    }
+    const int64_t cols = w_.rows - n0 < Tuning::kGroup ? w_.rows - n0 : Tuning::kGroup;
+    epilogue_(context_, turned, Tuning::kGroup, 0, n0, static_cast<int>(m_),
+              static_cast<int>(cols));
+  }
+
+ private:
+  void run_quad(const bf16::Avx512Decoder& decoder, int64_t row, int64_t block, int64_t count,
+                float* sums) const {
+    alignas(64) uint32_t words[Tuning::kQuad][Tuning::kLongChunk + 2];
+    alignas(64) uint32_t nan_words[Tuning::kQuad][Tuning::kLongChunk];
+    alignas(64) uint8_t padded[16 * 64];
+    Quad q;
+    bool any_nan = false;
+    const int64_t k = block * kBlock;
+    for (int64_t r = 0; r < Tuning::kQuad; ++r) {
+      const int64_t n = clamp_row(row + r);
+      q.codes[r] = w_.codes + n * w_.code_row_stride + k;
+      q.words[r] = words[r];
+      any_nan |= fill_words(n, block, count, words[r]);
+    }
+    q.nan_words = nullptr;
+    if (any_nan) {
+      for (int64_t r = 0; r < Tuning::kQuad; ++r) {
+        fill_nan_words(clamp_row(row + r), block, count, nan_words[r]);
+      }
+      q.nan_words = nan_words[0];
+    }
+    // Past the end of the rows comes the next quad, or for short chunks the next chunk anyway.
+    q.ahead = Tuning::kAhead;
+    if (kept_ <= 4 && w_.k <= Tuning::kAhead) q.ahead = Tuning::kQuad * w_.code_row_stride;
+
+    const int64_t left = w_.k - k < count * kBlock ? w_.k - k : count * kBlock;
+    q.lines = left / 64;
+    const uint16_t* x = x_ + block * x_rows_ * kBlock;
+    dot_lines(decoder, q, x, sums);
+    if (left % 64 != 0) {  // the last line of the rows, zero-filled
+      const int64_t done = q.lines;
+      for (int64_t r = 0; r < Tuning::kQuad; ++r) {
+        std::memset(padded + r * 64, 0, 64);
+        std::memcpy(padded + r * 64, q.codes[r] + done * 64, static_cast<size_t>(left % 64));
+        q.codes[r] = padded + r * 64;
+        q.words[r] += 2 * done;
+      }
+      if (q.nan_words != nullptr) q.nan_words += 2 * done;
+      q.lines = 1;
+      q.ahead = 0;
+      dot_lines(decoder, q, x + 2 * done * x_rows_ * kBlock, sums);
+    }
+  }
+
+  void dot_lines(const bf16::Avx512Decoder& decoder, const Quad& q, const uint16_t* x,
+                 float* sums) const {
+    alignas(64) uint16_t decoded[Tuning::kQuad * Tuning::kShortChunk * kBlock];
+    const int64_t x_block = x_rows_ * kBlock, sums_row = kept_ * 16;
+    switch (kept_) {
+      case 1:
+        return decode_and_dot<1>(decoder, q, x, x_block, sums, sums_row, nullptr);
+      case 2:
+        return decode_and_dot<2>(decoder, q, x, x_block, sums, sums_row, nullptr);
+      case 4:
+        return decode_and_dot<4>(decoder, q, x, x_block, sums, sums_row, nullptr);
+      default:
+        decode_and_dot<4>(decoder, q, x, x_block, sums, sums_row, decoded);
+        for (int64_t m = 4; m < kept_; m += 4) {
+          x += panel_words(w_.k, m_);
+          dot_decoded(decoded, q.lines, x, x_block, sums + m * 16, sums_row);
+        }
+    }
+  }
+
+  int64_t clamp_row(int64_t row) const { return row < w_.rows ? row : w_.rows - 1; }
+
+  const uint8_t* scales(int64_t row, int64_t block) const {
+    return w_.scales + row * w_.scale_row_stride + block;
+  }
+
+  // Returns whether a block is NaN. An odd count is followed by a word for the missing half of the
+  // last line.
+  bool fill_words(int64_t row, int64_t block, int64_t count, uint32_t* words) const {
+    const uint8_t* s = scales(row, block);
+    const int base = row_byte(context_.rhs_exp[row]);
+    uint8_t largest = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      const uint8_t byte = s[i];
+      words[i] = bf16::exponent_word(byte, base) * 0x10001u;
+      largest = byte > largest ? byte : largest;
+    }
+    words[count] = 0;
+    return largest == 255;
+  }
+
+  void fill_nan_words(int64_t row, int64_t block, int64_t count, uint32_t* words) const {
+    const uint8_t* s = scales(row, block);
+    for (int64_t i = 0; i < Tuning::kLongChunk; ++i) {
+      const bool nan = i < count && s[i] == 255;
+      words[i] = nan ? bf16::kQuietNan * 0x10001u : 0;
+    }
+  }
+
+  const uint16_t* x_;
+  const EpilogueContext& context_;
+  EpilogueFn epilogue_;
+  const StridedOperand& w_;
+  int64_t m_, x_rows_, kept_, blocks_;  // kept_: m_ with the zero rows
+};
+
+// x as panels [k/32 up to even][panel rows][32]: the second half of an odd last line meets zeros.
+int64_t panel_bytes(Role role, int64_t rows, int64_t k) {
+  return role == Role::rhs ? 0 : ceil_div(rows, panel_rows(rows)) * panel_words(k, rows) * 2;
+}
+
+Status pack(Role, const StridedOperand& x, const float* exponents, void* panels, int threads) {
+  const int64_t blocks = ceil_div(x.k, kBlock), rows = panel_rows(x.rows);
+  uint16_t* words = static_cast<uint16_t*>(panels);
+  Packer<bf16::Avx512Decoder>(x, exponents, TileOrder::compact, words, rows).run<false>(threads);
+  if (blocks % 2 == 1) {
+    for (int64_t r = 0; r < x.rows; r += rows, words += panel_words(x.k, x.rows)) {
+      std::memset(words + blocks * rows * kBlock, 0, static_cast<size_t>(rows * kBlock) * 2);
+    }
+  }
+  return Status::ok;
+}
+
+void row_sums(const StridedOperand& x, const void* panels, const float* exponents, float* out,
+              int threads) {
+  const int64_t rows = panel_rows(x.rows);
+  bf16_row_sums(static_cast<const uint16_t*>(panels),
+                {rows, panel_words(x.k, x.rows), rows * kBlock, kBlock, 2}, x.rows,
+                ceil_div(x.k, kBlock), exponents, out, threads);
+}
+
+Status run(const Range&, const void* lhs, const void*, const EpilogueContext& context, void*) {
+  const Stream stream(static_cast<const uint16_t*>(lhs), context);
+  const int64_t n = context.args->rhs.rows;
+  const int threads = context.args->threads;
+  const int64_t rows = stream_item_rows(n, threads, Tuning::kGroup, Tuning::kItemRows);
+  parallel_for(threads, ceil_div(n, rows), [&](int64_t item) {
+    const bf16::Avx512Decoder decoder(fp8_of(context.args->rhs.element));
+    const int64_t end = (item + 1) * rows < n ? (item + 1) * rows : n;
+    for (int64_t n0 = item * rows; n0 < end; n0 += Tuning::kGroup) stream.run_group(decoder, n0);
+  });
+  return Status::ok;
+}
+
+}  // namespace
+
+const KernelImpl* avx512_bf16_stream_impl() {
+  static constexpr KernelImpl impl{panel_bytes, pack, nullptr, run, row_sums};
+  return &impl;
+}
+
+}  // namespace te_mx::cpu

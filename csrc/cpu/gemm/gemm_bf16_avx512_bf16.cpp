@@ -1,0 +1,71 @@
+// Kernel::avx512_bf16: the panel GEMM on 512-bit bf16 dot products.
+//
+// Sixteen accumulators hold 8 rows x 32 columns. A k pair costs two loads of rhs and, for every
+// row, one broadcast of the row's pair that feeds two products.
+#include "gemm/gemm_bf16.hpp"
+#include "mxtile/bf16/avx512.hpp"
+#include "mxtile/simd/avx512.hpp"
+
+namespace te_mx::cpu {
+namespace {
+
+namespace bf16 = mxtile::bf16;
+
+struct Avx512Tuning {
+  using Simd = mxtile::simd::Avx512;
+  static constexpr int64_t kChunk = 8, kRowPanels = 8, kColPanels = 4, kItems = 4;
+  static constexpr int64_t kWholeBytes = 128 * 1024, kLeastWhole = 8, kMostWhole = 8;
+  static constexpr bool kPrefetch = false;
+  static constexpr int kRows = 8;
+};
+
+class Avx512Engine : public Avx512Tuning {
+ public:
+  template <class Work>
+  void block(const char* lhs, const char* rhs, int64_t steps, int rows, float* c, bool first, Reuse,
+             Work& work) const {
+    work.begin(ceil_div(rows, kRows));
+    for (int r = 0; r < rows; r += kRows) {
+      work.step();
+      rows_block(reinterpret_cast<const uint16_t*>(lhs) + r * kBlock,
+                 reinterpret_cast<const uint16_t*>(rhs), steps, c + r * kRowBlock, first);
+    }
+  }
+
+ private:
+  static void rows_block(const uint16_t* lhs, const uint16_t* rhs, int64_t steps, float* c,
+                         bool first) {
+    bf16::Vec acc[kRows][2];
+    for (int r = 0; r < kRows; ++r) {
+      acc[r][0] = first ? bf16::zero() : bf16::load(c + r * kRowBlock);
+      acc[r][1] = first ? bf16::zero() : bf16::load(c + r * kRowBlock + 16);
+    }
+    for (int64_t s = 0; s < steps; ++s, lhs += 2 * kTileWords, rhs += 2 * kTileWords) {
+#pragma GCC unroll 2
+      for (int pair = 0; pair < 16; ++pair) {
+        const bf16::Words left = bf16::load_words(rhs + pair * kBlock);
+        const bf16::Words right = bf16::load_words(rhs + kTileWords + pair * kBlock);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+          const bf16::Words x = bf16::broadcast_pair(lhs + r * kBlock + 2 * pair);
+          acc[r][0] = bf16::dot(acc[r][0], left, x);
+          acc[r][1] = bf16::dot(acc[r][1], right, x);
+        }
+      }
+    }
+    for (int r = 0; r < kRows; ++r) {
+      bf16::store(c + r * kRowBlock, acc[r][0]);
+      bf16::store(c + r * kRowBlock + 16, acc[r][1]);
+    }
+  }
+};
+
+}  // namespace
+
+const KernelImpl* avx512_bf16_impl() {
+  static constexpr KernelImpl impl{bf16_panel_bytes, pack_bf16_panels<bf16::Avx512Decoder>, nullptr,
+                                   PanelGemm<Avx512Engine>::run, bf16_panel_row_sums};
+  return &impl;
+}
+
+}  // namespace te_mx::cpu

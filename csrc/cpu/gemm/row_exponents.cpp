@@ -1,0 +1,102 @@
+// Row exponents: the largest scale byte of every operand row, and whether a row is too wide for one
+// exponent.
+#include <cstring>
+
+#include "common/parallel.h"
+#include "gemm/gemm_internal.hpp"
+
+namespace te_mx::cpu {
+namespace {
+
+constexpr int64_t kRowsPerItem = 256;
+static_assert(kRowsPerItem % kRowBlock == 0, "one item owns the flag of a block");
+constexpr int64_t kInlineBytes = 32 * 1024;  // scales below this are not worth waking a team
+
+// largest[r] and smallest[r] over the scale bytes of the row; 255 (NaN) counts as nothing for both.
+void scan_k_last(const StridedOperand& o, int64_t row, int64_t rows, int64_t blocks,
+                 uint8_t* largest, uint8_t* smallest) {
+  for (int64_t r = 0; r < rows; ++r) {
+    const uint8_t* s = o.scales + (row + r) * o.scale_row_stride;
+    uint8_t high = 0, low = 255;
+    for (int64_t b = 0; b < blocks; ++b) {
+      const uint8_t next = static_cast<uint8_t>(s[b] + 1);  // 255 becomes 0
+      high = next > high ? next : high;
+      low = s[b] < low ? s[b] : low;
+    }
+    largest[r] = high;
+    smallest[r] = low;
+  }
+}
+
+void scan_k_first(const StridedOperand& o, int64_t row, int64_t rows, int64_t blocks,
+                  uint8_t* largest, uint8_t* smallest) {
+  std::memset(largest, 0, static_cast<size_t>(rows));
+  std::memset(smallest, 255, static_cast<size_t>(rows));
+  for (int64_t b = 0; b < blocks; ++b) {
+    const uint8_t* s = o.scales + b * o.scale_block_stride + row;
+    for (int64_t r = 0; r < rows; ++r) {
+      const uint8_t next = static_cast<uint8_t>(s[r] + 1);
+      largest[r] = next > largest[r] ? next : largest[r];
+      smallest[r] = s[r] < smallest[r] ? s[r] : smallest[r];
+    }
+  }
+}
+
+// A block far below the row's largest exponent matters only when a code in it is not zero.
+bool row_is_wide(const StridedOperand& o, int64_t row, int64_t blocks, int row_byte) {
+  for (int64_t b = 0; b < blocks; ++b) {
+    if (o.scales[row * o.scale_row_stride + b * o.scale_block_stride] >= row_byte - kWideSpread) {
+      continue;
+    }
+    const int64_t end = (b + 1) * kBlock < o.k ? (b + 1) * kBlock : o.k;
+    for (int64_t k = b * kBlock; k < end; ++k) {
+      if ((o.codes[row * o.code_row_stride + k * o.code_k_stride] & 0x7F) != 0) return true;
+    }
+  }
+  return false;
+}
+
+bool scan_rows(const StridedOperand& o, int64_t row, int64_t rows, float* exponents,
+               uint8_t* wide_blocks) {
+  uint8_t largest[kRowsPerItem], smallest[kRowsPerItem];
+  const int64_t blocks = ceil_div(o.k, kBlock);
+  if (o.scale_row_stride == 1 && o.scale_block_stride != 1) {
+    scan_k_first(o, row, rows, blocks, largest, smallest);
+  } else {
+    scan_k_last(o, row, rows, blocks, largest, smallest);
+  }
+  bool any = false;
+  for (int64_t r = 0; r < rows; ++r) {
+    uint8_t& wide = wide_blocks[(row + r) / kRowBlock];
+    if (r % kRowBlock == 0) wide = 0;
+    const int row_byte = largest[r] == 0 ? 127 : largest[r] - 1;
+    exponents[row + r] = static_cast<float>(row_byte - 127 - kRelativeExponent);
+    if (smallest[r] < row_byte - kWideSpread && wide == 0) {
+      wide = row_is_wide(o, row + r, blocks, row_byte) ? 1 : 0;
+      any = any || wide != 0;
+    }
+  }
+  return any;
+}
+
+}  // namespace
+
+bool scan_row_exponents(const StridedOperand& operand, float* exponents, uint8_t* wide_blocks,
+                        int threads) {
+  for (int64_t r = operand.rows; r < round_up(operand.rows, kRowBlock); ++r) exponents[r] = 0.0f;
+  const int64_t bytes = operand.rows * ceil_div(operand.k, kBlock);
+  // Every item writes its own flag's worth of truth: any of them may set it, none clears it.
+  int32_t wide = 0;
+  parallel_for(bytes < kInlineBytes ? 1 : threads, ceil_div(operand.rows, kRowsPerItem),
+               [&](int64_t item) {
+                 const int64_t row = item * kRowsPerItem;
+                 const int64_t left = operand.rows - row;
+                 if (scan_rows(operand, row, left < kRowsPerItem ? left : kRowsPerItem, exponents,
+                               wide_blocks)) {
+                   __atomic_store_n(&wide, 1, __ATOMIC_RELAXED);
+                 }
+               });
+  return wide != 0;
+}
+
+}  // namespace te_mx::cpu

@@ -1,0 +1,87 @@
+// From an operand to bf16 tiles of 16 rows x 32 k, one at a time. Templates over the decoder;
+// include only from the family files.
+#pragma once
+
+#include <cstring>
+
+#include "gemm/gemm_internal.hpp"
+#include "mxtile/bf16/codes.hpp"
+
+namespace te_mx::cpu {
+
+static_assert(mxtile::bf16::kRelative == kRelativeExponent);
+inline constexpr int64_t kTileWords = 512;  // bf16 values of one tile
+
+static inline mxtile::bf16::Fp8 fp8_of(Element element) {
+  return element == Element::e4m3 ? mxtile::bf16::Fp8::e4m3 : mxtile::bf16::Fp8::e5m2;
+}
+
+// Pair tiles hold [16 k pairs][16 rows][2], row tiles [16 rows][32 k].
+template <bool k_last, bool pair, class Decoder>
+[[gnu::always_inline]] static inline void decode_tile(const Decoder& decoder, const uint8_t* codes,
+                                                      int64_t stride,
+                                                      mxtile::bf16::TileScales scales,
+                                                      uint16_t* tile) {
+  if constexpr (pair) {
+    decoder.template pair_tile<k_last>(codes, stride, scales, tile);
+  } else {
+    decoder.template row_tile<k_last>(codes, stride, scales, tile);
+  }
+}
+
+// What tiles are made of. A group is 16 rows, a block 32 k.
+struct TileSource {
+  const StridedOperand& operand;
+  const float* exponents;
+
+  const uint8_t* code(int64_t row, int64_t k) const {
+    return operand.codes + row * operand.code_row_stride + k * operand.code_k_stride;
+  }
+
+  // Whether none of these groups and blocks sticks out of the operand.
+  bool inside(int64_t group, int64_t groups, int64_t block, int64_t blocks) const {
+    return (group + groups) * 16 <= operand.rows && (block + blocks) * kBlock <= operand.k;
+  }
+
+  void row_bytes(int64_t group, int32_t* bytes) const {
+    for (int64_t r = 0; r < 16; ++r) {
+      const int64_t row = group * 16 + r;
+      bytes[r] = row < operand.rows ? row_byte(exponents[row]) : 127;
+    }
+  }
+
+  // Those of blocks [block0, block1).
+  template <bool k_last>
+  void scale_bytes(int64_t group, int64_t block0, int64_t block1, uint8_t (*bytes)[16]) const {
+    if (!k_last && (group + 1) * 16 <= operand.rows) {
+      const uint8_t* s = operand.scales + group * 16;
+      for (int64_t b = block0; b < block1; ++b) {
+        std::memcpy(bytes[b - block0], s + b * operand.scale_block_stride, 16);
+      }
+      return;
+    }
+    for (int64_t r = 0; r < 16; ++r) {
+      const int64_t row = group * 16 + r;
+      const bool inside = row < operand.rows;
+      const uint8_t* s = operand.scales + row * operand.scale_row_stride;
+      for (int64_t b = block0; b < block1; ++b) {
+        bytes[b - block0][r] = inside ? s[b * operand.scale_block_stride] : 127;
+      }
+    }
+  }
+
+  // The codes of a tile that sticks out, zeros behind the end: rows 32 apart, or k 16 apart.
+  template <bool k_last>
+  void pad_tail(int64_t group, int64_t block, uint8_t* padded) const {
+    std::memset(padded, 0, 16 * 32);
+    const int64_t rows = operand.rows - group * 16 < 16 ? operand.rows - group * 16 : 16;
+    const int64_t left = operand.k - block * kBlock, ks = left < kBlock ? left : kBlock;
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t k = 0; k < ks; ++k) {
+        padded[k_last ? r * 32 + k : k * 16 + r] = *code(group * 16 + r, block * kBlock + k);
+      }
+    }
+  }
+};
+
+}  // namespace te_mx::cpu

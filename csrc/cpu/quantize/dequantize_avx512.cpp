@@ -1,0 +1,60 @@
+// Decoding runs with AVX-512. Scales at the ends of the range and the end of a run go to the
+// portable kernel.
+#include <cstdint>
+
+#include "mxtile/quant/avx512.hpp"
+#include "mxtile/quant/decode_avx512.hpp"
+#include "mxtile/quant/decode_portable.hpp"
+#include "quantize/dequantize.hpp"
+
+namespace te_mx::cpu::dequantize_run {
+namespace {
+
+namespace mx = mxtile::mx;
+namespace quant = mxtile::quant;
+namespace q = mxtile::quant::avx512;
+
+template <DType D>
+inline void put_32(void* out, int64_t i, q::Vector value) {
+  if constexpr (D == DType::f32) {
+    q::store_f32(static_cast<uint32_t*>(out) + i, value);
+  } else if constexpr (D == DType::bf16) {
+    q::store_bf16(static_cast<uint16_t*>(out) + i, value);
+  } else {
+    q::store_f16(static_cast<uint16_t*>(out) + i, value);
+  }
+}
+
+template <DType D, class F>
+void decode(const Run& run) {
+  constexpr Element kElement = F::kMantissaBits == 3 ? Element::e4m3 : Element::e5m2;
+  constexpr int64_t kBytes = D == DType::f32 ? 4 : 2;
+  for (int64_t i = 0; i < run.n; i += mx::kBlockSize) {
+    const uint8_t* scales = run.scales + (run.each ? i : i / mx::kBlockSize);
+    const bool whole = i + mx::kBlockSize <= run.n;
+    if (run.each && whole &&
+        q::all_between(scales, quant::kPlainByteMin<F>, quant::kPlainByteMax<F>)) {
+      put_32<D>(run.out, i, q::decode_32<F>(run.codes + i, q::scale_steps(scales)));
+    } else if (!run.each && whole && quant::plain_byte<F>(*scales)) {
+      put_32<D>(run.out, i, q::decode_32<F>(run.codes + i, q::scale_steps(uint32_t{*scales})));
+    } else {
+      const int64_t n = whole ? mx::kBlockSize : run.n - i;
+      find_portable(D, kElement)(
+          Run{run.codes + i, scales, run.each, n, static_cast<uint8_t*>(run.out) + i * kBytes});
+    }
+  }
+}
+
+template <class F>
+Kernel choose(DType dtype) {
+  if (dtype == DType::f32) return decode<DType::f32, F>;
+  return dtype == DType::bf16 ? decode<DType::bf16, F> : decode<DType::f16, F>;
+}
+
+}  // namespace
+
+Kernel find_avx512(DType dtype, Element element) {
+  return element == Element::e4m3 ? choose<mx::E4M3>(dtype) : choose<mx::E5M2>(dtype);
+}
+
+}  // namespace te_mx::cpu::dequantize_run

@@ -1,0 +1,47 @@
+#include "common/device.h"
+
+#include <atomic>
+
+namespace te_mx::sm90 {
+
+namespace {
+
+thread_local cudaError_t last_failure = cudaSuccess;
+
+}  // namespace
+
+Status started(cudaError_t error) {
+  if (error == cudaSuccess) return Status::ok;
+  last_failure = error;
+  cudaGetLastError();  // or a later check would take it for its own
+  return Status::launch_failed;
+}
+
+const char* error_text() {
+  return last_failure == cudaSuccess ? "" : cudaGetErrorString(last_failure);
+}
+
+Device current_device() {
+  static std::atomic<int> sms[64];
+  Device device{-1, 0};
+  if (cudaGetDevice(&device.index) != cudaSuccess) return device;
+  const int slot = device.index & 63;
+  device.sms = sms[slot].load(std::memory_order_relaxed);
+  if (device.sms == 0) {
+    cudaDeviceGetAttribute(&device.sms, cudaDevAttrMultiProcessorCount, device.index);
+    sms[slot].store(device.sms, std::memory_order_relaxed);
+  }
+  return device;
+}
+
+DeviceScope::DeviceScope(int device) {
+  int current = 0;
+  if (device < 0 || cudaGetDevice(&current) != cudaSuccess || current == device) return;
+  if (cudaSetDevice(device) == cudaSuccess) before_ = current;
+}
+
+DeviceScope::~DeviceScope() {
+  if (before_ >= 0) cudaSetDevice(before_);
+}
+
+}  // namespace te_mx::sm90

@@ -1,0 +1,74 @@
+// Entry point of the activations: picks the instance for the type and the format.
+#include "fused/fused_act.cuh"
+#include "quantize/quantize_launch.h"
+
+namespace te_mx::sm90 {
+
+namespace {
+
+template <class T, tile::Fp8 kFmt, bool kPlain>
+Status launch_instance(const ActParams& p, dim3 grid, cudaStream_t stream) {
+  if (p.grad.data == nullptr) {
+    return launch_fused(act_kernel<T, kFmt, kPlain>, grid, fused_smem_bytes<T>(1 + p.act.gated),
+                        stream, p);
+  }
+  return launch_fused(dact_kernel<T, kFmt, kPlain>, grid, fused_smem_bytes<T>(2), stream, p);
+}
+
+// fp16 and fp32 have one instance for packed and plain codes.
+template <class T, tile::Fp8 kFmt>
+Status launch_plain(const ActParams& p, dim3 grid, cudaStream_t stream) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    if (!wants_plain(p.q)) return launch_instance<T, kFmt, false>(p, grid, stream);
+  }
+  return launch_instance<T, kFmt, true>(p, grid, stream);
+}
+
+template <class T>
+Status launch_act(const ActParams& p, dim3 grid, cudaStream_t stream) {
+  return p.q.a.element == Element::e4m3 ? launch_plain<T, tile::Fp8::e4m3>(p, grid, stream)
+                                        : launch_plain<T, tile::Fp8::e5m2>(p, grid, stream);
+}
+
+}  // namespace
+
+Status activate(const ActArgs& a) {
+  const bool backward = a.grad.data != nullptr;
+  const int64_t cols = a.gated ? a.h.cols / 2 : a.h.cols;
+  if ((a.gated && a.h.cols % 2 != 0) ||
+      (backward && (a.grad.rows != a.h.rows || a.grad.cols != cols)) || a.act < Act::gelu ||
+      a.act > Act::gelu_erf) {
+    return Status::bad_argument;
+  }
+  if (a.h.dtype != a.out_dtype ||
+      (backward && (a.grad.dtype != a.out_dtype || a.grad.col_stride != 1))) {
+    return Status::unsupported;
+  }
+  QuantizeTask q;
+  // What is quantized lies nowhere.
+  Status status =
+      make_task(q, {nullptr, a.h.rows, backward ? a.h.cols : cols, 0, a.h.col_stride, a.out_dtype},
+                a.to, a.execution.stream);
+  if (status != Status::ok) return status;
+  if (q.rows == 0 || q.cols == 0) return Status::ok;
+  ActParams p{};
+  status = quantize_params(q, p.q);
+  if (status != Status::ok) return status;
+  p.h = rows_of(a.h), p.grad = rows_of(a.grad), p.cols = cols, p.out = a.out;
+  p.act = {a.act, a.gated, a.limit, a.alpha, a.offset};
+  const int bytes = q.x_dtype == DType::f32 ? 4 : 2;
+  const auto whole = [bytes](const Matrix& m) {
+    return m.row_stride * bytes % 16 == 0 && reinterpret_cast<uintptr_t>(m.data) % 16 == 0;
+  };
+  p.vectors = cols % 8 == 0 && whole(a.h) && (!backward || whole(a.grad));
+  p.halves = backward && a.gated && p.vectors && cols % kTile == 0;
+  const auto stream = static_cast<cudaStream_t>(q.stream);
+  const dim3 grid = tile_grid(p.q, p.halves ? p.q.col_tiles / 2 : p.q.col_tiles);
+  status = q.x_dtype == DType::bf16  ? launch_act<__nv_bfloat16>(p, grid, stream)
+           : q.x_dtype == DType::f16 ? launch_act<__half>(p, grid, stream)
+                                     : launch_act<float>(p, grid, stream);
+  if (status != Status::ok || q.col_sum == nullptr) return status;
+  return launch_sums(q.col_sum_ws, q.col_sum, q.col_sum_dtype, p.q.row_tiles, q.cols, stream);
+}
+
+}  // namespace te_mx::sm90

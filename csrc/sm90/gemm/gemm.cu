@@ -1,0 +1,163 @@
+// The GEMM's entry point: argument checks, configuration, launch, and the reduction of
+// bias-gradient partials.
+#include "common/launch.h"
+#include "gemm/gemm_launch.h"
+#include "mxtile/sm90/barrier.cuh"
+#include "mxtile/sm90/tensor_map.h"
+
+namespace te_mx::sm90 {
+
+namespace tile = mxtile::sm90;
+
+namespace {
+
+struct Choice {
+  const char* name;
+  int m, n;  // of what a cluster computes at once
+  int cluster;
+  int step;   // cycles of one step of K where nothing is short: 8192^3 on an H200, 2026-11-22
+  bool full;  // GemmConfig::kFull
+  Status (*launch)(const GemmArgs&, const Device&);
+};
+
+constexpr Choice kChoices[] = {
+    {"192x128, clusters of 2", 192, 256, 2, 770, true, launch_192x128_cluster2},
+    {"256x128, clusters of 2", 256, 256, 2, 1070, false, launch_256x128_cluster2},
+    {"128x128", 128, 128, 1, 610, false, launch_128x128},
+    {"64x128", 64, 128, 1, 425, true, launch_64x128},
+};
+constexpr int kChoiceCount = sizeof(kChoices) / sizeof(kChoices[0]);
+
+// The steps of K of all waves that the clusters of the problem make, in cycles.
+int choose(const GemmArgs& a, int sms) {
+  int best = 0;
+  int64_t least = INT64_MAX;
+  for (int i = 0; i < kChoiceCount; ++i) {
+    const Choice& c = kChoices[i];
+    if (!c.full && needs_full(a.epilogue)) continue;
+    const int64_t blocks = ((a.lhs.rows + c.m - 1) / c.m) * ((a.rhs.rows + c.n - 1) / c.n);
+    const int64_t clusters = sms / c.cluster, waves = (blocks + clusters - 1) / clusters;
+    if (waves * c.step < least) least = waves * c.step, best = i;
+  }
+  return best;
+}
+
+constexpr int kReducers = 16;  // threads of a column, each of which sums every sixteenth block
+
+__global__ void reduce_columns_kernel(const float* partial, float* out, int64_t blocks, int64_t n) {
+  __shared__ float sums[kReducers][32];
+  tile::await_predecessors();
+  const int64_t col = static_cast<int64_t>(blockIdx.x) * 32 + threadIdx.x;
+  float s = 0.0f;
+  if (col < n) {
+#pragma unroll 8
+    for (int64_t b = threadIdx.y; b < blocks; b += kReducers) s += partial[b * n + col];
+  }
+  sums[threadIdx.y][threadIdx.x] = s;
+  __syncthreads();
+  if (threadIdx.y != 0 || col >= n) return;
+  for (int i = 1; i < kReducers; ++i) s += sums[i][threadIdx.x];
+  out[col] = s;
+}
+
+}  // namespace
+
+Status ClusterCount::of(int device, const void* kernel, int threads, int smem, int cluster,
+                        int& count) {
+  std::atomic<int>& known = counts_[device & 63];
+  count = known.load(std::memory_order_relaxed);
+  if (count != 0) return Status::ok;
+  Status status =
+      started(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem));
+  if (status != Status::ok) return status;
+  cudaLaunchAttribute attribute = clusters_of(cluster);
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(cluster);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = smem;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  status = started(cudaOccupancyMaxActiveClusters(&count, kernel, &config));
+  if (status != Status::ok) return status;
+  known.store(count, std::memory_order_relaxed);
+  return count == 0 ? Status::unsupported : Status::ok;
+}
+
+Status reduce_columns(const float* partial, float* out, int64_t blocks, int64_t n,
+                      cudaStream_t stream) {
+  cudaLaunchAttribute early = early_start();
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>((n + 31) / 32));
+  config.blockDim = dim3(32, kReducers);
+  config.stream = stream;
+  config.attrs = &early, config.numAttrs = 1;
+  return started(cudaLaunchKernelEx(&config, reduce_columns_kernel, partial, out, blocks, n));
+}
+
+int64_t workspace_bytes(const GemmArgs& a) {
+  if (a.execution.parts > 1) return split_room(a).bytes;
+  return a.epilogue.bias_grad == nullptr ? 0 : (a.lhs.rows + 63) / 64 * a.rhs.rows * 4;
+}
+
+int config_count() { return kChoiceCount; }
+bool config_full(int config) {
+  return config >= 0 && config < kChoiceCount && kChoices[config].full;
+}
+const char* config_name(int config) {
+  return config >= 0 && config < kChoiceCount ? kChoices[config].name : "";
+}
+
+int chosen_config(const GemmArgs& a) {
+  return a.execution.kernel >= 0 ? a.execution.kernel : choose(a, current_device().sms);
+}
+
+Status check_sides(const GemmArgs& a, Layout lhs, Layout rhs) {
+  if (a.lhs.layout != lhs || a.rhs.layout != rhs) return Status::unsupported;
+  const Status status = check_format(a.lhs.element, a.lhs.scaling);
+  return status == Status::ok ? check_format(a.rhs.element, a.rhs.scaling) : status;
+}
+
+Status check_epilogue(const Epilogue& e, int64_t n) {
+  if (!known(e.out_dtype) || !known(e.bias_dtype) || !known(e.aux_dtype) ||
+      !known(e.gelu_in_dtype) || e.ldo < n || (e.aux != nullptr && e.gelu_in != nullptr) ||
+      (e.bias_grad_kind == BiasGrad::none) != (e.bias_grad == nullptr)) {
+    return Status::bad_argument;
+  }
+  return e.bias_grad_kind == BiasGrad::operand ? Status::unsupported : Status::ok;
+}
+
+Status gemm(const GemmArgs& a) {
+  const int64_t m = a.lhs.rows, n = a.rhs.rows, k = a.lhs.k;
+  const int config = a.execution.kernel, parts = a.execution.parts;
+  Status status = check_sides(a, Layout::tiles, Layout::tiles);
+  if (status == Status::ok) status = check_epilogue(a.epilogue, n);
+  if (status != Status::ok) return status;
+  if (m <= 0 || n <= 0 || k <= 0 || k != a.rhs.k || m > INT32_MAX - 256 || n > INT32_MAX - 256 ||
+      k > INT32_MAX - 256 || config >= kChoiceCount ||
+      (config >= 0 && needs_full(a.epilogue) && !kChoices[config].full) ||
+      (parts > 1 && (config >= 0 || parts > (k + 127) / 128))) {
+    return Status::bad_argument;
+  }
+  if (a.execution.workspace_bytes < workspace_bytes(a)) return Status::small_workspace;
+  const Device device = current_device();
+  if (device.sms == 0) return Status::unsupported;
+  if (parts > 1) {
+    if (parts * split_room(a).rows > INT32_MAX) return Status::unsupported;
+    // Up to 64 rows the smaller blocks, which do not ask for rows that are not there.
+    status = (m <= 64 ? launch_split_64x128 : launch_split_128x128)(a, device);
+    return status == Status::ok ? finish_split(a) : status;
+  }
+  status = kChoices[config >= 0 ? config : choose(a, device.sms)].launch(a, device);
+  if (status != Status::ok || a.epilogue.bias_grad == nullptr) return status;
+  return reduce_columns(static_cast<const float*>(a.execution.workspace), a.epilogue.bias_grad,
+                        (m + 63) / 64, n, static_cast<cudaStream_t>(a.execution.stream));
+}
+
+bool available() {
+  int device = 0, major = 0;
+  return cudaGetDevice(&device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+         major == 9 && mxtile::sm90::tensor_map_encoder() != nullptr;
+}
+
+}  // namespace te_mx::sm90

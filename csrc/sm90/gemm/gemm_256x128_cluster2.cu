@@ -1,0 +1,9 @@
+#include "gemm/gemm_launch.cuh"
+
+namespace te_mx::sm90 {
+
+Status launch_256x128_cluster2(const GemmArgs& a, const Device& device) {
+  return launch_any<GemmConfig<256, 4, 2, 1>>(a, device);
+}
+
+}  // namespace te_mx::sm90

@@ -1,0 +1,9 @@
+#include "gemm/gemm_launch.cuh"
+
+namespace te_mx::sm90 {
+
+Status launch_64x128(const GemmArgs& a, const Device& device) {
+  return launch_any<GemmConfig<64, 7, 1, 2>>(a, device);
+}
+
+}  // namespace te_mx::sm90

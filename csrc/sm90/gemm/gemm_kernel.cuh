@@ -1,0 +1,444 @@
+// The adaptive MXFP8 GEMM: D[M, N] = lhs[M, K] @ rhs[N, K]^T on packed operands (te_mx/sm90.h).
+//
+// A persistent CTA has a producer warpgroup and one to three math warpgroups. One warp of the
+// producer feeds a ring of stages through the copy engine; other warps of it decide how a stage is
+// promoted as soon as its scales arrived, and bring the columns' scales into shape. A stage is 128
+// of K: codes of lhs [kM, 128] and rhs [128, 128], and their scale tiles. Each math warpgroup has
+// its own rows, in waves of 64:
+//
+//   kM       0..63      64..127   128..191  192..255
+//   128      math 0     math 1
+//   192      math 0     math 1    math 2
+//   256      math 0: waves 0, 1   math 1: waves 0, 1
+//   64       math 0
+//
+// While one math warpgroup promotes its accumulators on the CUDA cores, the others keep the tensor
+// cores busy. In a cluster of two, neighbours along N share the lhs tile: each loads one half and
+// sends it to both.
+#pragma once
+
+#include <algorithm>
+
+#include "gemm/gemm_courier.cuh"
+#include "gemm/gemm_epilogue.cuh"
+#include "gemm/gemm_params.cuh"
+#include "gemm/gemm_step.cuh"
+#include "mxtile/sm90/barrier.cuh"
+#include "mxtile/sm90/tma.cuh"
+#include "mxtile/sm90/wgmma.cuh"
+
+namespace te_mx::sm90 {
+
+template <int kM_, int kStages_, int kCluster_, int kSlots_>
+struct GemmConfig {
+  static constexpr int kM = kM_, kN = 128, kStages = kStages_, kCluster = kCluster_,
+                       kSlots = kSlots_;
+  static constexpr int kMath = kM == 192 ? 3 : kM == 64 ? 1 : 2;
+  static constexpr int kWaves = kM / 64 / kMath;
+  static constexpr int kLhsTiles = (kM + 127) / 128;
+  static constexpr int kTileBytes = static_cast<int>(kScaleWords * 4);
+  static constexpr int kLhsBytes = kM * 128, kRhsBytes = kN * 128;
+  static constexpr int kScaleBytes = (kLhsTiles + 1) * kTileBytes;
+  static constexpr int kCodeBytes = kLhsBytes + kRhsBytes;
+  static constexpr int kStageBytes = kCodeBytes + kScaleBytes;
+  // Of a stage: factors of the columns against each lhs tile, and the modes.
+  static constexpr int kColumnBytes = kLhsTiles * 1024 + 16;
+  // Of a stage that is ready: by those who prepare it, and by the producer for the codes.
+  static constexpr int kReady = kPrepared * kLhsTiles + 1;
+  static constexpr int kStaging = kSlots * kPanelBytes;  // per math warpgroup
+  // With GELU, aux and the bias gradient. Registers do not suffice for them beside 256 rows, and
+  // 128 rows without take half as long to compile.
+  static constexpr bool kFull = kM == 64 || kM == 192;
+  static constexpr int kThreads = 128 + 128 * kMath;
+  // Blocks of which the producer says where they lie: it is never further ahead (gemm_grouped.cuh).
+  static constexpr int kWorks = 8;
+  static constexpr int kWorkBytes = kWorks * sizeof(Work);
+  // One place for what no kernel needs together: bias and works, or constants.
+  static constexpr int kBiasesBytes = kMath * kBiasBytes;
+  static constexpr int kRoom =
+      (std::max(kBiasesBytes + kWorkBytes, kFull ? kConstantBytes : 0) + 15) / 16 * 16;
+  static constexpr int kSmem =
+      kStages * (kStageBytes + kColumnBytes) + kMath * (kStaging + 16) + kRoom + 3 * kStages * 8;
+  static_assert(kStages < kWorks);
+  static_assert(!kFull || (kWaves == 1 && kSlots == 2),
+                "a wave of 16-bit numbers fits the staging");
+  static_assert(kSmem <= 232448, "a block has 227 KiB of shared memory");
+};
+
+// Shared memory as offsets from its start, a 1024-byte boundary.
+template <class Config>
+struct Smem {
+  static constexpr int kRhs = Config::kStages * Config::kLhsBytes;
+  static constexpr int kStaging = kRhs + Config::kStages * Config::kRhsBytes;
+  static constexpr int kScales = kStaging + Config::kMath * Config::kStaging;
+  static constexpr int kBias = kScales + Config::kStages * Config::kScaleBytes;
+  static constexpr int kConstants = kBias, kWork = kBias + Config::kBiasesBytes;
+  static constexpr int kColumns = kBias + Config::kRoom;
+  static constexpr int kBarriers = kColumns + Config::kStages * Config::kColumnBytes;
+  // From `full` of a stage to its other barriers.
+  static constexpr int kToEmpty = 8 * Config::kStages, kToReady = 2 * kToEmpty;
+  char* base;
+  __device__ __forceinline__ explicit Smem(char* start) : base(start) {}
+  __device__ __forceinline__ char* lhs(int s) const { return base + s * Config::kLhsBytes; }
+  __device__ __forceinline__ char* rhs(int s) const { return base + kRhs + s * Config::kRhsBytes; }
+  __device__ __forceinline__ char* staging(int math) const {
+    return base + kStaging + math * Config::kStaging;
+  }
+  __device__ __forceinline__ char* scales(int s) const {
+    return base + kScales + s * Config::kScaleBytes;
+  }
+  __device__ __forceinline__ char* bias(int math) const { return base + kBias + math * kBiasBytes; }
+  __device__ __forceinline__ char* columns(int s) const {
+    return base + kColumns + s * Config::kColumnBytes;
+  }
+  __device__ __forceinline__ char* constants() const { return base + kConstants; }
+  __device__ __forceinline__ Work* work(int i) const {
+    return reinterpret_cast<Work*>(base + kWork) + i % Config::kWorks;
+  }
+  __device__ __forceinline__ uint64_t* full(int s) const {
+    return reinterpret_cast<uint64_t*>(base + kBarriers) + s;
+  }
+  __device__ __forceinline__ uint64_t* empty(int s) const { return full(s) + kToEmpty / 8; }
+  __device__ __forceinline__ uint64_t* ready(int s) const { return full(s) + kToReady / 8; }
+  __device__ __forceinline__ uint64_t* arrived(int math) const {
+    return full(3 * Config::kStages + math);
+  }
+  __device__ __forceinline__ uint64_t* staged(int math) const {
+    return arrived(Config::kMath + math);
+  }
+};
+
+// A position in the ring of stages.
+template <int kStages>
+struct Ring {
+  int stage = 0;
+  uint32_t phase = 0;
+  __device__ __forceinline__ void next() {
+    if (++stage == kStages) stage = 0, phase ^= 1;
+  }
+};
+
+// The order of blocks, as each role of a CTA walks it: a fixed grid of them. The other kind is in
+// gemm_grouped.cuh.
+template <class Config>
+class FixedGrid {
+ public:
+  static constexpr bool kAnnounced = false;  // whether the producer tells the others
+  __device__ __forceinline__ explicit FixedGrid(const GemmParams& p)
+      : p_(p), index_(blockIdx.x / Config::kCluster) {}
+  __device__ __forceinline__ FixedGrid(const GemmParams& p, const Smem<Config>&) : FixedGrid(p) {}
+
+  // For the producer: false behind the last block.
+  __device__ __forceinline__ bool next(Sources& from, const Smem<Config>&,
+                                       const Ring<Config::kStages>&, int rank) {
+    if (index_ >= p_.m_blocks * p_.n_blocks) return false;
+    const Block block = block_at(p_, p_.m_blocks, index_);
+    const int m0 = block.m * Config::kM, n_tile = block.n * Config::kCluster + rank;
+    const int lhs_tile = m0 / 128;
+    from.m_row = m0, from.n_row = n_tile * 128, from.k0 = 0;
+    from.lhs_tile = lhs_tile;
+    // NOTE: 192 rows may end in a tile that does not exist; nothing of it is stored.
+    from.second = lhs_tile + 1 < p_.lhs_tiles ? 1 : 0;
+    // NOTE: the last block of an odd number of tiles has no tile for rank 1; the packing pads to an
+    // even number.
+    from.rhs_tile = n_tile;
+    from.k_steps = p_.k_steps;
+    index_ += gridDim.x / Config::kCluster;
+    return true;
+  }
+  __device__ __forceinline__ void finish(const Smem<Config>&, const Ring<Config::kStages>&) {}
+
+  // For the others, who await the first stage of a block where they need it to know the block.
+  __device__ __forceinline__ void await(uint64_t*, uint32_t) {}
+  __device__ __forceinline__ bool next(Work& work, const Smem<Config>&) {
+    if (index_ >= p_.m_blocks * p_.n_blocks) return false;
+    const Block block = block_at(p_, p_.m_blocks, index_);
+    work.m0 = block.m * Config::kM, work.m_end = p_.epilogue.m;
+    work.n0 = block.n * Config::kCluster * 128;
+    work.k_steps = p_.k_steps, work.group = 0;
+    work.inside = Config::kM % 128 == 64 ? (block.m & 1) * 64 : 0;
+    index_ += gridDim.x / Config::kCluster;
+    return true;
+  }
+
+ private:
+  const GemmParams& p_;
+  int index_;
+};
+
+// The schedules of a kernel with these parameters; and what its idle warp does meanwhile.
+template <class Params>
+struct Roles {
+  template <class Config>
+  using Producer = FixedGrid<Config>;
+  template <class Config>
+  using Follower = FixedGrid<Config>;
+  static __device__ __forceinline__ void aside(const Params&) {}
+};
+
+__device__ __forceinline__ const uint32_t* tile_at(const uint32_t* scales, int tile) {
+  return scales + static_cast<int64_t>(tile) * kScaleWords;
+}
+
+// For a warp, of which one lane asks. NOTE: how soon it does once a stage is free decides whether
+// the tensor cores wait. So addresses are worked out before, and the whole warp walks along: then
+// they stay in uniform registers.
+template <class Config, class Params>
+__device__ __forceinline__ void produce(const Params& p, const CUtensorMap& lhs_map,
+                                        const CUtensorMap& rhs_map, const Smem<Config>& smem,
+                                        int rank) {
+  using Schedule = typename Roles<Params>::template Producer<Config>;
+  constexpr int kHalf = Config::kM / Config::kCluster;
+  constexpr int kTile = Config::kTileBytes;
+  const uint32_t lhs0 =
+      tile::smem_addr(smem.lhs(0)) + (Config::kCluster == 1 ? 0 : rank) * kHalf * 128;
+  const uint32_t rhs0 = tile::smem_addr(smem.rhs(0)), scales0 = tile::smem_addr(smem.scales(0)),
+                 barrier0 = tile::smem_addr(smem.full(0));
+  uint32_t lhs = lhs0, rhs = rhs0, scales = scales0, full = barrier0;
+  const bool leader = tile::elect_one();
+  Ring<Config::kStages> ring;
+  Schedule schedule(p, smem);
+  Sources from;
+  while (schedule.next(from, smem, ring, rank)) {
+    const uint32_t* at = tile_at(p.lhs_scales, from.lhs_tile);
+    const uint32_t* rhs_at = tile_at(p.rhs_scales, from.rhs_tile);
+#pragma unroll 1
+    for (; from.k_steps > 0; --from.k_steps, from.k0 += 128, ring.next()) {
+      const uint32_t ready = full + Smem<Config>::kToReady;
+      tile::mbar_wait_asleep(full + Smem<Config>::kToEmpty, ring.phase ^ 1);
+      if (leader) {
+        // The scales first: they are prepared while the codes are still on their way.
+        tile::mbar_arrive_expect(full, Config::kScaleBytes);
+        if constexpr (Config::kM == 192 || (Config::kM == 256 && Schedule::kAnnounced)) {
+          tile::bulk_load(scales, at, kTile, full);
+          tile::bulk_load(scales + kTile, at + from.second * kScaleWords, kTile, full);
+        } else {
+          tile::bulk_load(scales, at, Config::kLhsTiles * kTile, full);
+        }
+        tile::bulk_load(scales + Config::kLhsTiles * kTile, rhs_at, kTile, full);
+        tile::mbar_arrive_expect(ready, Config::kCodeBytes);
+        if constexpr (Config::kCluster == 1) {
+          tile::tma_load(lhs, &lhs_map, ready, from.k0, from.m_row);
+        } else {
+          tile::tma_load_multicast(lhs, &lhs_map, ready, from.k0, from.m_row + rank * kHalf, 3);
+        }
+        tile::tma_load(rhs, &rhs_map, ready, from.k0, from.n_row);
+      }
+      at += p.lhs_tiles * kScaleWords, rhs_at += p.rhs_tiles * kScaleWords;
+      const bool last = ring.stage == Config::kStages - 1;
+      lhs = last ? lhs0 : lhs + Config::kLhsBytes, rhs = last ? rhs0 : rhs + Config::kRhsBytes;
+      scales = last ? scales0 : scales + Config::kScaleBytes, full = last ? barrier0 : full + 8;
+    }
+  }
+  schedule.finish(smem, ring);
+}
+
+// One warp for each lhs tile of a stage, ahead of the math warpgroups.
+template <class Config, class Params>
+__device__ __forceinline__ void prepare(const Params& p, const Smem<Config>& smem, int lhs_tile,
+                                        int lane) {
+  using Schedule = typename Roles<Params>::template Follower<Config>;
+  Ring<Config::kStages> ring;
+  Schedule schedule(p);
+  Work work;
+  schedule.await(smem.full(ring.stage), ring.phase);
+#pragma unroll 1
+  while (schedule.next(work, smem)) {
+#pragma unroll 1
+    for (int left = work.k_steps; left > 0; --left, ring.next()) {
+      const int s = ring.stage;
+      const uint32_t words = tile::smem_addr(smem.scales(s));
+      const uint32_t columns = tile::smem_addr(smem.columns(s));
+      tile::mbar_wait(smem.full(s), ring.phase);
+      prepare_step(words + lhs_tile * Config::kTileBytes,
+                   words + Config::kLhsTiles * Config::kTileBytes, columns + lhs_tile * 1024,
+                   columns + Config::kLhsTiles * 1024 + 4 * lhs_tile, lane);
+      __syncwarp();
+      if (lane < kPrepared) tile::mbar_arrive(smem.ready(s));
+    }
+    schedule.await(smem.full(ring.stage), ring.phase);
+  }
+}
+
+template <class Config>
+__device__ __forceinline__ void release(uint64_t* empty, int lane) {
+#ifdef TE_MX_RACECHECK
+  // compute-sanitizer does not see that __syncwarp orders a warp's reads before lane 0's arrival.
+  for (int i = 0; i < Config::kCluster; ++i) tile::mbar_arrive_at(empty, i);
+  return;
+#endif
+  __syncwarp();
+  if constexpr (Config::kCluster == 1) {
+    if (lane == 0) tile::mbar_arrive(empty);
+  } else {
+    if (lane < Config::kCluster) tile::mbar_arrive_at(empty, lane);
+  }
+}
+
+template <class Config, tile::Fp8 kLhs, tile::Fp8 kRhs, EpilogueKind kEpilogue, class Params>
+__device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_map,
+                                        const Smem<Config>& smem, int rank, int math) {
+  using Schedule = typename Roles<Params>::template Follower<Config>;
+  const int thread = threadIdx.x % 128, lane = thread % 32;
+  // This warpgroup's first row inside the block.
+  const int row0 = math * Config::kWaves * 64;
+  const uint32_t lhs_desc = __shfl_sync(~0u, tile::wgmma_desc(smem.lhs(0) + row0 * 128), 0);
+  const uint32_t rhs_desc = __shfl_sync(~0u, tile::wgmma_desc(smem.rhs(0)), 0);
+  // Shared address in stage 0 of the scale words of the rhs tile.
+  const uint32_t rhs_words =
+      tile::smem_addr(smem.scales(0) + Config::kLhsTiles * Config::kTileBytes);
+  const uint32_t columns = tile::smem_addr(smem.columns(0));
+  Ring<Config::kStages> ring;
+  Schedule schedule(p);
+  Work work;
+  Wave w;
+  w.phase = 0;
+  schedule.await(smem.ready(ring.stage), ring.phase);
+  while (schedule.next(work, smem)) {
+    const int k_steps = work.k_steps;
+    if constexpr (Schedule::kAnnounced) {
+      if (work.m0 + row0 >= work.m_end) {  // no rows for this warpgroup
+        for (int k = 0; k < k_steps; ++k, ring.next()) {
+          tile::mbar_wait(smem.ready(ring.stage), ring.phase);
+          release<Config>(smem.empty(ring.stage), lane);
+        }
+        schedule.await(smem.ready(ring.stage), ring.phase);
+        continue;
+      }
+    }
+    w.m0 = work.m0 + row0, w.n0 = work.n0 + rank * 128;
+    w.thread = thread;
+    w.barrier = 1 + math;
+    w.staging = smem.staging(math);
+    w.bias = smem.bias(math);
+    w.arrived = smem.arrived(math), w.staged = smem.staged(math);
+    w.constants = smem.constants();
+    if (p.epilogue.bias != nullptr) load_bias(p.epilogue, w, work.group);
+    // The first row inside the block's scale tiles: 64 and 192 rows start in the middle of a tile
+    // every other time.
+    const int inside = Config::kM % 128 == 64 ? row0 + work.inside : row0;
+    const int lhs_tile = inside / 128;
+    const uint32_t lhs_words =
+        __shfl_sync(~0u, tile::smem_addr(smem.scales(0) + lhs_tile * Config::kTileBytes), 0);
+    float sum[Config::kWaves][64];
+#pragma unroll
+    for (int wave = 0; wave < Config::kWaves; ++wave) {
+#pragma unroll
+      for (int i = 0; i < 64; ++i) sum[wave][i] = 0.0f;
+    }
+    uint32_t decided, rows[2 * Config::kWaves];
+    // Waits for the stage at `at` and reads what the step needs from shared memory at its start.
+    const auto fetch = [&](const Ring<Config::kStages>& at) {
+      const uint32_t prepared = columns + at.stage * Config::kColumnBytes;
+      // NOTE: keep() has this worked out again, which costs less than a register.
+      const uint32_t self = tile::keep(threadIdx.x) % 128;
+      const uint32_t from = lhs_words + at.stage * Config::kScaleBytes +
+                            4 * (inside % 128 + self / 32 * 16 + self % 32 / 4);
+      tile::mbar_wait(smem.ready(at.stage), at.phase);
+      decided = tile::ld_shared_u32(prepared + Config::kLhsTiles * 1024 + 4 * lhs_tile);
+#pragma unroll
+      for (int i = 0; i < 2 * Config::kWaves; ++i)
+        rows[i] = tile::ld_shared_u32(from + 4 * (8 * (i % 2) + 64 * (i / 2)));
+    };
+    fetch(ring);
+#pragma unroll 1
+    for (int left = k_steps; left > 0; --left) {
+      const int s = ring.stage;
+      const uint32_t offset = s * Config::kScaleBytes;
+      Step<Config::kWaves> step;
+      step.lhs = lhs_desc + s * (Config::kLhsBytes / 16);
+      step.rhs = rhs_desc + s * (Config::kRhsBytes / 16);
+      step.lhs_words = lhs_words + offset, step.rhs_words = rhs_words + offset;
+      step.columns = columns + s * Config::kColumnBytes + lhs_tile * 1024;
+      step.lane = lane;
+      step.mode = static_cast<Mode>(decided & kModeBits);
+      step.factor = __uint_as_float(decided & ~kModeBits);
+#pragma unroll
+      for (int i = 0; i < 2 * Config::kWaves; ++i) step.rows[i] = rows[i];
+      ring.next();
+      run_step<kLhs, kRhs>(
+          sum, step, [&] { release<Config>(smem.empty(s), lane); },
+          [&] {
+            if (left > 1) fetch(ring);
+          });
+    }
+    w.m0 = work.m0 + row0, w.n0 = work.n0 + rank * 128, w.m_end = work.m_end;
+#pragma unroll
+    for (int wave = 0; wave < Config::kWaves; ++wave, w.m0 += 64) {
+      w.direct = p.epilogue.direct, w.by_element = p.epilogue.by_element;
+      if constexpr (Schedule::kAnnounced) {
+        // The end of a group: what lies behind it belongs to the next one.
+        if (w.m0 + 64 > w.m_end) w.direct = w.by_element = true;
+      }
+      epilogue_wave<kEpilogue, Config::kSlots>(sum[wave], p.epilogue, &out_map, w);
+    }
+    w.phase ^= 1;
+    schedule.await(smem.ready(ring.stage), ring.phase);
+  }
+  if (thread == 0) tile::tma_store_wait_all();
+}
+
+template <class Config, tile::Fp8 kLhs, tile::Fp8 kRhs, EpilogueKind kEpilogue, class Params>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    gemm_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap lhs_map,
+                const __grid_constant__ CUtensorMap rhs_map,
+                const __grid_constant__ CUtensorMap out_map,
+                const __grid_constant__ CUtensorMap side_map) {
+  extern __shared__ __align__(1024) char raw[];
+  const Smem<Config> smem(raw);
+  // The 128-byte swizzle counts from there.
+  if (tile::smem_addr(raw) % 1024 != 0) __trap();
+  const int rank = Config::kCluster == 1 ? 0 : static_cast<int>(tile::cluster_rank());
+  if (threadIdx.x == 0) {
+    tile::tma_prefetch(&lhs_map);
+    tile::tma_prefetch(&rhs_map);
+    if (!p.epilogue.direct) tile::tma_prefetch(&out_map);
+    if (p.epilogue.side != Side::none) tile::tma_prefetch(&side_map);
+    for (int s = 0; s < Config::kStages; ++s) {
+      tile::mbar_init(smem.full(s), 1);
+      tile::mbar_init(smem.empty(s), kArrivals * Config::kMath * Config::kCluster);
+      tile::mbar_init(smem.ready(s), Config::kReady);
+    }
+    for (int i = 0; i < Config::kMath; ++i)
+      tile::mbar_init(smem.arrived(i), 1), tile::mbar_init(smem.staged(i), kArrivals);
+    tile::mbar_init_fence();
+  }
+  if constexpr (kEpilogue == EpilogueKind::backward) {
+    make_constants(smem.constants(), p.epilogue);
+  }
+  if constexpr (Config::kCluster == 1) {
+    __syncthreads();
+  } else {
+    tile::cluster_sync();
+  }
+  // NOTE: nothing that another kernel writes is read, and nothing written, before this.
+  tile::let_dependents_start();
+  tile::await_predecessors();
+  if (threadIdx.x < 128) {
+    tile::registers_down<Config::kMath == 3 ? 32 : 40>();
+    const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+    if (warp == 0) {
+      produce<Config>(p, lhs_map, rhs_map, smem, rank);
+    } else if (warp < 1 + Config::kLhsTiles) {
+      prepare<Config>(p, smem, warp - 1, static_cast<int>(threadIdx.x) % 32);
+    } else if (warp == 3) {
+      if constexpr (kEpilogue != EpilogueKind::plain) {
+        using Schedule = typename Roles<Params>::template Follower<Config>;
+        if (p.epilogue.side != Side::none && tile::elect_one())
+          carry<Config, Schedule, kEpilogue == EpilogueKind::backward>(p, out_map, side_map, smem,
+                                                                       rank);
+        __syncwarp();
+      } else {
+        Roles<Params>::aside(p);
+      }
+    }
+  } else {
+    tile::registers_up<Config::kMath == 3 ? 160 : 232>();
+    consume<Config, kLhs, kRhs, kEpilogue>(
+        p, out_map, smem, rank, __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0) - 1);
+  }
+  // NOTE: a CTA must not leave while its neighbour still sends data or arrivals to it.
+  if constexpr (Config::kCluster != 1) tile::cluster_sync();
+}
+
+}  // namespace te_mx::sm90

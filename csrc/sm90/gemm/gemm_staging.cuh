@@ -1,0 +1,104 @@
+// The staging of a math warpgroup: slots of 64 rows x 128 bytes between registers and the copy
+// engine, both ways.
+//
+// A warp writes and reads its own 16 rows only, so the warps of a warpgroup meet just where thread
+// 0 hands slots to the copy engine or gets them back.
+#pragma once
+
+#include "gemm/gemm_rows.cuh"
+#include "mxtile/sm90/swizzle.cuh"
+#include "mxtile/sm90/tma.cuh"
+
+namespace te_mx::sm90 {
+
+inline constexpr int kPanelBytes = 64 * 128;  // 64 rows of 128 bytes: what one TMA store writes
+
+// Until the copy engine has read what this warpgroup gave to it.
+__device__ __forceinline__ void free_staging(const Wave& w) {
+  if (w.thread == 0) tile::tma_store_wait_read<0>();
+  tile::named_barrier(w.barrier, 128);
+}
+
+// One panel of columns, 128 bytes wide, from registers to a slot.
+template <class T>
+__device__ __forceinline__ void stage_panel(const float (&v)[64], const int panel, const int slot,
+                                            const Wave& w) {
+  const int lane = w.thread % 32, warp = w.thread / 32;
+  const uint32_t base = tile::smem_addr(w.staging + slot * kPanelBytes);
+  if constexpr (sizeof(T) == 4) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int i = panel * 16 + 4 * j;
+      const uint32_t row = warp * 16 + lane / 4;
+      const uint32_t chunk = 2 * j + (lane % 4) / 2, offset = 8 * (lane % 2);
+      tile::st_shared_f32x2(base + tile::swizzle128(row, chunk) + offset, v[i], v[i + 1]);
+      tile::st_shared_f32x2(base + tile::swizzle128(row + 8, chunk) + offset, v[i + 2], v[i + 3]);
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) {
+      const int i = panel * 32 + 4 * j;
+      const uint32_t row = warp * 16 + lane % 16, chunk = j + lane / 16;
+      tile::stmatrix_x4(base + tile::swizzle128(row, chunk), pair_bits<T>(v[i], v[i + 1]),
+                        pair_bits<T>(v[i + 2], v[i + 3]), pair_bits<T>(v[i + 4], v[i + 5]),
+                        pair_bits<T>(v[i + 6], v[i + 7]));
+    }
+  }
+}
+
+// Slots 0 .. kCount - 1, panels `first` and on of D, to global memory.
+template <class T, int kCount>
+__device__ __forceinline__ void send_panels(const int first, const EpilogueParams& p,
+                                            const CUtensorMap* map, const bool add, const Wave& w) {
+  tile::fence_async_proxy();
+  tile::named_barrier(w.barrier, 128);
+  if (w.thread == 0) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int n0 = w.n0 + (first + i) * static_cast<int>(128 / sizeof(T));
+      if (w.m0 >= w.m_end || n0 >= p.n) continue;
+      char* const slot = w.staging + i * kPanelBytes;
+      if (add) {
+        tile::tma_reduce_add(map, slot, n0, w.m0);
+      } else {
+        tile::tma_store(map, slot, n0, w.m0);
+      }
+    }
+    tile::tma_store_commit();
+  }
+}
+
+// The whole wave through staging that is free. fp32 may be added to what is there.
+template <class T, int kSlots>
+__device__ __forceinline__ void store_wave(const float (&v)[64], const EpilogueParams& p,
+                                           const CUtensorMap* map, const bool add, const Wave& w) {
+  constexpr int kPanels = sizeof(T);  // 128 columns in panels of 128 bytes
+  constexpr int kAtOnce = kPanels < kSlots ? kPanels : kSlots;
+#pragma unroll
+  for (int first = 0; first < kPanels; first += kAtOnce) {
+    if (first != 0) free_staging(w);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) stage_panel<T>(v, first + i, i, w);
+    send_panels<T, kAtOnce>(first, p, map, sizeof(T) == 4 && add, w);
+  }
+}
+
+// Gives the staging to the courier, behind a fence_async_proxy().
+__device__ __forceinline__ void leave_staging(const Wave& w) {
+#ifndef TE_MX_RACECHECK
+  __syncwarp();
+  if (w.thread % 32 != 0) return;
+#endif
+  tile::mbar_arrive(w.staged);
+}
+
+// What the courier brought of four neighbouring 8x8 blocks: those of v[8 * part] and after, in
+// pairs.
+__device__ __forceinline__ void read_ahead(uint32_t (&x)[4], const int part, const Wave& w) {
+  const int lane = w.thread % 32, warp = w.thread / 32;
+  const uint32_t row = warp * 16 + lane % 16, chunk = part % 4 * 2 + lane / 16;
+  tile::ldmatrix_x4(
+      x, tile::smem_addr(w.staging + part / 4 * kPanelBytes) + tile::swizzle128(row, chunk));
+}
+
+}  // namespace te_mx::sm90

@@ -1,9 +1,0 @@
-#include "gemm_launch.cuh"
-
-namespace te_mx::sm90 {
-
-Status launch_192x128_cluster2(const GemmArgs& a, const Device& device) {
-  return launch_any<GemmConfig<192, 4, 2, 2>>(a, device);
-}
-
-}  // namespace te_mx::sm90

@@ -1,9 +1,0 @@
-#include "gemm_grouped_launch.cuh"
-
-namespace te_mx::sm90 {
-
-Status launch_grouped_192x128_cluster2(const GroupedGemmArgs& args, const Device& device) {
-  return launch_grouped_any<GemmConfig<192, 4, 2, 2>>(args, device);
-}
-
-}  // namespace te_mx::sm90

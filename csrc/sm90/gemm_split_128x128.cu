@@ -1,9 +1,0 @@
-#include "gemm_split_launch.cuh"
-
-namespace te_mx::sm90 {
-
-Status launch_split_128x128(const GemmArgs& a, const Device& device) {
-  return launch_split_any<GemmConfig<128, 5, 1, 2>>(a, device);
-}
-
-}  // namespace te_mx::sm90

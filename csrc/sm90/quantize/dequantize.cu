@@ -1,0 +1,161 @@
+// Dequantizes plain MX codes [rows, cols]: code * 2^(byte - 127). In bf16 this is the exact path's
+// operand: every value of a block with a scale byte in [4, 246] is a bf16 number.
+#include <cuda_bf16.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "common/device.h"
+#include "mxtile/sm90/fp8.cuh"
+#include "quantize/plain_tasks.h"
+#include "te_mx/sm90.h"
+
+namespace te_mx::sm90 {
+
+namespace {
+
+namespace tile = mxtile::sm90;
+
+inline constexpr int kThreads = 256;
+inline constexpr int kRows = 4;  // of a thread, under each other: one block where blocks go down
+inline constexpr int64_t kMaxY = 32768;
+
+// What two results are in memory.
+template <class T>
+struct Pair;
+template <>
+struct Pair<float> {
+  using Type = float2;
+  static __device__ __forceinline__ float2 of(float2 v) { return v; }
+};
+template <>
+struct Pair<__nv_bfloat16> {
+  using Type = __nv_bfloat162;
+  static __device__ __forceinline__ Type of(float2 v) { return __float22bfloat162_rn(v); }
+};
+template <>
+struct Pair<__half> {
+  using Type = __half2;
+  static __device__ __forceinline__ Type of(float2 v) { return __float22half2_rn(v); }
+};
+
+struct Params {
+  DequantizeTask a;
+  int lane_bits;  // 2^lane_bits threads side by side, 8 columns each
+};
+
+// cols is a multiple of 8 and the addresses are aligned.
+template <tile::Fp8 kFmt, class T, bool kDown>
+__global__ void __launch_bounds__(kThreads) dequantize_vectors(const __grid_constant__ Params p) {
+  const DequantizeTask& a = p.a;
+  const int lane = threadIdx.x & ((1 << p.lane_bits) - 1);
+  const int64_t group = blockIdx.y + static_cast<int64_t>(gridDim.y) * blockIdx.z;
+  const int64_t col = 8 * ((static_cast<int64_t>(blockIdx.x) << p.lane_bits) + lane);
+  const int64_t row = kRows * (group * (kThreads >> p.lane_bits) + (threadIdx.x >> p.lane_bits));
+  if (col >= a.cols || row >= a.rows) return;
+  const int count = static_cast<int>(a.rows - row < kRows ? a.rows - row : kRows);
+  const uint8_t* const from = a.codes + row * a.cols + col;
+  uint2 codes[kRows];
+  uint32_t scale[kRows];
+  uint2 scales{};
+  if constexpr (kDown) {
+    scales = __ldg(reinterpret_cast<const uint2*>(a.scales + row / 32 * a.cols + col));
+  }
+  const int64_t blocks = (a.cols + 31) / 32;
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    if (i >= count) break;
+    codes[i] = __ldg(reinterpret_cast<const uint2*>(from + i * a.cols));
+    if constexpr (!kDown) scale[i] = __ldg(a.scales + (row + i) * blocks + col / 32);
+  }
+  float factors[8];
+  if constexpr (kDown) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+      factors[j] = tile::e8m0_to_float((j < 4 ? scales.x : scales.y) >> (j % 4 * 8) & 0xFF);
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    if (i >= count) break;
+    const float one = kDown ? 0.0f : tile::e8m0_to_float(scale[i]);
+    alignas(16) typename Pair<T>::Type out[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t word = j < 2 ? codes[i].x : codes[i].y;
+      const float2 v =
+          __half22float2(tile::fp8x2_to_half2<kFmt>(static_cast<uint16_t>(word >> (j % 2 * 16))));
+      out[j] = Pair<T>::of(
+          {v.x * (kDown ? factors[2 * j] : one), v.y * (kDown ? factors[2 * j + 1] : one)});
+    }
+    uint4* const to = reinterpret_cast<uint4*>(static_cast<T*>(a.out) + (row + i) * a.cols + col);
+#pragma unroll
+    for (int j = 0; j < static_cast<int>(sizeof(T)) / 2; ++j)
+      to[j] = reinterpret_cast<const uint4*>(out)[j];
+  }
+}
+
+template <tile::Fp8 kFmt, class T>
+__global__ void __launch_bounds__(kThreads)
+    dequantize_elements(const __grid_constant__ DequantizeTask a) {
+  const int64_t total = a.rows * a.cols, step = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < total;
+       i += step) {
+    const int64_t row = i / a.cols, col = i - row * a.cols;
+    const uint32_t scale = a.blocks_along_rows ? a.scales[row / 32 * a.cols + col]
+                                               : a.scales[row * ((a.cols + 31) / 32) + col / 32];
+    const float v =
+        __low2float(tile::fp8x2_to_half2<kFmt>(a.codes[i])) * tile::e8m0_to_float(scale);
+    static_cast<T*>(a.out)[i] = static_cast<T>(v);
+  }
+}
+
+bool aligned(const void* p, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
+
+template <tile::Fp8 kFmt, class T>
+void launch(const DequantizeTask& a) {
+  const auto stream = static_cast<cudaStream_t>(a.stream);
+  if (a.cols % 8 != 0 || !aligned(a.codes, 8) || !aligned(a.out, 16) ||
+      (a.blocks_along_rows && !aligned(a.scales, 8))) {
+    const int64_t blocks = (a.rows * a.cols + kThreads - 1) / kThreads;
+    const auto grid = static_cast<unsigned>(blocks < 132 * 64 ? blocks : 132 * 64);
+    dequantize_elements<kFmt, T><<<grid, kThreads, 0, stream>>>(a);
+    return;
+  }
+  Params p{a, 0};
+  while (p.lane_bits < 5 && (int64_t{8} << p.lane_bits) < a.cols) ++p.lane_bits;
+  const int64_t width = int64_t{8} << p.lane_bits, height = kRows * (kThreads >> p.lane_bits);
+  const int64_t groups = (a.rows + height - 1) / height;
+  const dim3 grid(static_cast<unsigned>((a.cols + width - 1) / width),
+                  static_cast<unsigned>(groups < kMaxY ? groups : kMaxY),
+                  static_cast<unsigned>((groups + kMaxY - 1) / kMaxY));
+  if (a.blocks_along_rows) {
+    dequantize_vectors<kFmt, T, true><<<grid, kThreads, 0, stream>>>(p);
+  } else {
+    dequantize_vectors<kFmt, T, false><<<grid, kThreads, 0, stream>>>(p);
+  }
+}
+
+template <tile::Fp8 kFmt>
+void launch_any(const DequantizeTask& a) {
+  if (a.out_dtype == DType::bf16) {
+    launch<kFmt, __nv_bfloat16>(a);
+  } else if (a.out_dtype == DType::f16) {
+    launch<kFmt, __half>(a);
+  } else {
+    launch<kFmt, float>(a);
+  }
+}
+
+}  // namespace
+
+Status dequantize(const DequantizeArgs& args) {
+  const Status status = check_plain(args.operand);
+  if (status != Status::ok) return status;
+  if (!known(args.out_dtype)) return Status::bad_argument;
+  const DequantizeTask a = task_of(args);
+  if (a.rows == 0 || a.cols == 0) return Status::ok;
+  a.element == Element::e4m3 ? launch_any<tile::Fp8::e4m3>(a) : launch_any<tile::Fp8::e5m2>(a);
+  return started(cudaGetLastError());
+}
+
+}  // namespace te_mx::sm90

@@ -1,0 +1,146 @@
+// Packs plain MX codes by tiles of 128 x 128: the same classes and words as the quantizer. Codes
+// that lie k first pass through shared memory, transposed, and go on as the others do. Several
+// operands of one size, the weights of groups, take one launch; those of groups without rows are
+// left out.
+#pragma once
+
+#include <cstdint>
+
+#include "common/groups.cuh"
+#include "mxtile/sm90/fp8.cuh"
+#include "quantize/plain_codes.cuh"
+#include "quantize/plain_tasks.h"
+#include "quantize/tile_classes.cuh"
+
+namespace te_mx::sm90 {
+
+namespace tile = mxtile::sm90;
+
+inline constexpr int kPackThreads = 256;
+
+struct PackParams {
+  PackTask a;
+  int row_tiles;
+  int last_rows, last_k;  // of the last tiles
+  bool vectors;           // codes have aligned vectors only: 16 bytes, or 8 where k lies first
+  GroupTable groups;      // of a stack, which has an operand for each
+};
+
+struct PackSmem {
+  // Codes that lie k first: [row][k], 16-byte chunks xored with (row / 8) % 8. Without vectors, 64
+  // bytes of each thread's own.
+  alignas(16) uint8_t codes[128][128];
+  TileScales scales;
+};
+
+// Codes [k, rows] of the tile at (r0, k0), of which `ks` by `rows` exist, to v[i]: 16 codes of row
+// tid / 8 + 32 i, at k 16 (tid % 8).
+__device__ __forceinline__ void load_transposed(PackSmem& s, uint32_t (&v)[4][4], const PackTask& a,
+                                                bool vectors, int64_t r0, int64_t k0, int rows,
+                                                int ks) {
+  const int r = threadIdx.x % 16 * 8, k = threadIdx.x / 16 * 8;  // a thread brings 8 x 8 codes
+  uint32_t w[8][2];
+  load_codes<8, 8>(w, a.codes + (k0 + k) * a.rows + r0 + r, a.rows, 1, ks - k, rows - r, vectors,
+                   &s.codes[0][0] + 64 * threadIdx.x);
+  if (!vectors) __syncthreads();
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    tile::transpose_bytes(w[0][half], w[1][half], w[2][half], w[3][half]);
+    tile::transpose_bytes(w[4][half], w[5][half], w[6][half], w[7][half]);
+  }
+  uint8_t* const to = &s.codes[r][16 * (k / 16 ^ r / 8 % 8) + k % 16];
+#pragma unroll
+  for (int j = 0; j < 8; ++j)
+    *reinterpret_cast<uint2*>(to + 128 * j) = make_uint2(w[j % 4][j / 4], w[4 + j % 4][j / 4]);
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int row = threadIdx.x / 8 + 32 * i;
+    const uint4 q =
+        *reinterpret_cast<const uint4*>(&s.codes[row][16 * (threadIdx.x % 8 ^ row / 8 % 8)]);
+    v[i][0] = q.x, v[i][1] = q.y, v[i][2] = q.z, v[i][3] = q.w;
+  }
+}
+
+// The operand of group i in a stack.
+__device__ __forceinline__ PackTask matrix_of(const PackTask& all, int i) {
+  PackTask a = all;
+  a.codes += i * (a.rows * a.k), a.scales += i * (a.rows * ((a.k + 31) / 32));
+  a.out.codes += i * (a.rows * packed_ld(a.k));
+  a.out.scales += i * packed_scale_words(a.rows, a.k);
+  return a;
+}
+
+template <tile::Fp8 kFmt, bool kTransposed, bool kStacked>
+__global__ void __launch_bounds__(kPackThreads, 5)
+    pack_kernel(const __grid_constant__ PackParams p) {
+  __shared__ PackSmem s;
+  PackTask a = p.a;
+  int rt = blockIdx.x;
+  const int kt = blockIdx.y + gridDim.y * blockIdx.z;
+  if constexpr (kStacked) {
+    const int group = rt / p.row_tiles;
+    if (!p.groups.may_have_rows(group)) return;
+    rt -= group * p.row_tiles;
+    a = matrix_of(p.a, group);
+  }
+  const int64_t r0 = rt * int64_t{128}, k0 = kt * int64_t{128}, blocks = (a.k + 31) / 32;
+  if (k0 >= a.k) return;
+  const int r = threadIdx.x / 8, k = threadIdx.x % 8 * 16;  // 8 lanes hold a row, 2 a block
+  const int all_rows = rt == p.row_tiles - 1 ? p.last_rows : 128;
+  const int all_k = k0 + 128 >= a.k ? p.last_k : 128;
+  const int rows = all_rows - r, block = k / 32;
+  uint32_t v[4][4], e[4];
+  if constexpr (!kTransposed) {
+    load_codes<4, 16>(v, a.codes + (r0 + r) * a.k + k0 + k, a.k, 32, rows, all_k - k, p.vectors,
+                      &s.codes[0][0] + 64 * threadIdx.x);
+  }
+  {
+    const int64_t b = kt * int64_t{4} + block, step = kTransposed ? 32 : 32 * blocks;
+    const uint8_t* from = a.scales + (kTransposed ? b * a.rows + r0 + r : (r0 + r) * blocks + b);
+    const int count = 32 * block < all_k ? rows : 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i, from += step) e[i] = 32 * i < count ? __ldg(from) : 0;
+  }
+  if constexpr (kTransposed) load_transposed(s, v, a, p.vectors, r0, k0, all_rows, all_k);
+  if (threadIdx.x == 0) s.scales.clear();
+  ScaleRange range;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    uint32_t any = (v[i][0] | v[i][1] | v[i][2] | v[i][3]) & 0x7F7F7F7Fu;
+    any |= __shfl_xor_sync(~0u, any, 1);
+    if (any != 0 && e[i] != 255) e[i] |= kCounts;
+    range.add(e[i]);
+    if (k % 32 == 0) s.scales.blocks[block][r + 32 * i] = static_cast<uint16_t>(e[i]);
+  }
+  s.scales.add_range(range);
+  __syncthreads();
+  const ScaleRange all = s.scales.range();
+  const uint32_t exponent = all.exponent();
+  int cls = TileScales::early_class(all, a.spread);
+  if (cls == kUndecided) {
+    if (threadIdx.x < 128) s.scales.examine(all, threadIdx.x, a.spread);
+    __syncthreads();
+    cls = s.scales.late_class(all);
+  }
+  if (threadIdx.x < 128) {
+    write_words(s.scales, exponent, cls, threadIdx.x, tile_words(a.out.scales, kt, rt, p.row_tiles),
+                rt == p.row_tiles - 1 && (p.row_tiles & 1) != 0);
+  }
+  const int64_t ld = packed_ld(a.k);
+  // ld is a multiple of 16: the last vector may reach into the padding of its row.
+  const int count = k < all_k ? rows : 0;
+  uint8_t* to = a.out.codes + (r0 + r) * ld + k0 + k;
+#pragma unroll
+  for (int i = 0; i < 4; ++i, to += 32 * ld) {
+    if (cls < 2 && (e[i] & kCounts)) {
+      const uint32_t shared = cls == 0 ? exponent : s.scales.target[r + 32 * i];
+      tile::CodeShift<kFmt>{static_cast<int>(shared - (e[i] & 0xFF))}.apply(v[i]);
+    }
+    if (e[i] == 255) v[i][0] = v[i][1] = v[i][2] = v[i][3] = 0x7F7F7F7Fu;
+    if (32 * i < count)
+      *reinterpret_cast<uint4*>(to) = make_uint4(v[i][0], v[i][1], v[i][2], v[i][3]);
+  }
+}
+
+}  // namespace te_mx::sm90

@@ -1,0 +1,147 @@
+// Entry points of quantize: one matrix, and two at a time; host code shared with other quantizers.
+#include "quantize/quantize_launch.cuh"
+
+namespace te_mx::sm90 {
+
+namespace {
+
+__global__ void __launch_bounds__(kSumWidth* kSumHeight)
+    sum_tiles(const float* partial, void* out, DType out_dtype, int64_t tiles, int64_t cols) {
+  tile::let_dependents_start();
+  tile::await_predecessors();
+  add_tiles(partial, out, out_dtype, 0, tiles, cols);
+}
+
+int last_of(int64_t size) { return static_cast<int>((size - 1) % kTile + 1); }
+
+// Rows of `width` codes, in vectors of `bytes` where every row allows it.
+CodesOut codes_out(uint8_t* plain, const Packed& packed, int64_t width, int bytes) {
+  CodesOut out{};
+  out.packed = packed.codes != nullptr;
+  out.codes = out.packed ? packed.codes : plain;
+  out.wanted = out.codes != nullptr;
+  out.ld = out.packed ? packed_ld(width) : width;
+  out.last_width = last_of(out.ld);
+  out.vectors = out.ld % bytes == 0 && reinterpret_cast<uintptr_t>(out.codes) % bytes == 0;
+  return out;
+}
+
+}  // namespace
+
+bool wants_plain(const QuantizeParams& p) {
+  return (p.row.wanted && !p.row.packed) || (p.col.wanted && !p.col.packed);
+}
+
+dim3 tile_grid(const QuantizeParams& p, int col_tiles, int64_t matrices) {
+  const int64_t groups = (p.row_tiles + (1ll << p.group_bits) - 1) >> p.group_bits;
+  constexpr int64_t kMaxY = 32768;
+  return dim3(static_cast<unsigned>(col_tiles) << p.group_bits,
+              static_cast<unsigned>(groups < kMaxY ? groups : kMaxY),
+              static_cast<unsigned>(matrices * ((groups + kMaxY - 1) / kMaxY)));
+}
+
+Status launch_sums(const float* partial, void* out, DType out_dtype, int64_t tiles, int64_t cols,
+                   cudaStream_t stream) {
+  return launch_adding(sum_tiles, cols, 1, stream, partial, out, out_dtype, tiles, cols);
+}
+
+Status quantize_params(const QuantizeTask& a, QuantizeParams& p) {
+  return quantize_params(a, (a.rows + 127) / 128, a.rows, p);
+}
+
+Status quantize_params(const QuantizeTask& a, int64_t row_tiles, int64_t k, QuantizeParams& p) {
+  if (a.rows < 0 || a.cols < 0 || a.spread < 0 || a.spread > kMaxSpread ||
+      (a.row_codes != nullptr && a.row_packed.codes != nullptr) ||
+      (a.col_codes != nullptr && a.col_packed.codes != nullptr) ||
+      (a.col_lies_as_x && a.col_packed.codes != nullptr) ||
+      (a.col_sum != nullptr && a.col_sum_ws == nullptr)) {
+    return Status::bad_argument;
+  }
+  const int64_t col_tiles = (a.cols + 127) / 128;
+  // Eight row tiles at a time keep both the rows and the columns that are written together long.
+  int group_bits = 0;
+  while (group_bits < 3 && (1 << group_bits) < row_tiles) ++group_bits;
+  if (row_tiles > INT32_MAX || col_tiles > INT32_MAX >> group_bits) return Status::unsupported;
+  p = {};
+  p.a = a;
+  p.row = codes_out(a.row_codes, a.row_packed, a.cols, 8);
+  p.col = a.col_lies_as_x ? codes_out(a.col_codes, {}, a.cols, 8)
+                          : codes_out(a.col_codes, a.col_packed, k, 16);
+  p.x_vectors = a.cols % 8 == 0 && a.x_stride * (a.x_dtype == DType::f32 ? 4 : 2) % 16 == 0 &&
+                reinterpret_cast<uintptr_t>(a.x) % 16 == 0;
+  p.row_tiles = static_cast<int>(row_tiles), p.col_tiles = static_cast<int>(col_tiles);
+  p.last_rows = last_of(a.rows), p.last_cols = last_of(a.cols);
+  p.group_bits = group_bits;
+  if ((p.row.packed && !p.row.vectors) || (p.col.packed && !p.col.vectors))
+    return Status::bad_argument;
+  return Status::ok;
+}
+
+namespace {
+
+Status launch(const QuantizeTask& a, Start start) {
+  if (a.rows == 0 || a.cols == 0) return Status::ok;
+  QuantizeParams p;
+  Status status = quantize_params(a, p);
+  if (status != Status::ok) return status;
+  const auto stream = static_cast<cudaStream_t>(a.stream);
+  const dim3 grid = tile_grid(p, p.col_tiles);
+  const int64_t tiles = static_cast<int64_t>(p.row_tiles) * p.col_tiles;
+  status = wants_plain(p) ? launch_quantize<true>(p, OneMatrix{}, grid, tiles, stream, start)
+                          : launch_quantize<false>(p, OneMatrix{}, grid, tiles, stream, start);
+  if (status != Status::ok || a.col_sum == nullptr) return status;
+  return launch_sums(a.col_sum_ws, a.col_sum, a.col_sum_dtype, p.row_tiles, a.cols, stream);
+}
+
+}  // namespace
+
+Status make_task(QuantizeTask& task, const Matrix& x, const QuantizeOut& to, void* stream,
+                 Layout row_tiles, Layout col_tiles) {
+  const Status status = check_format(to.element, to.scaling, to.rule);
+  if (status != Status::ok) return status;
+  if (!known(x.dtype) || !known(to.col_sum_dtype) || x.rows < 0 || x.cols < 0)
+    return Status::bad_argument;
+  if (x.col_stride != 1) return Status::unsupported;
+  task = {};
+  task.x = x.data, task.rows = x.rows, task.cols = x.cols, task.x_stride = x.row_stride;
+  task.x_dtype = x.dtype, task.element = to.element, task.rule = to.rule;
+  task.spread = to.spread, task.stream = stream;
+  if (to.row.layout == row_tiles) {
+    task.row_packed = packed(to.row);
+  } else if (to.row.layout == Layout::k_last) {
+    task.row_codes = to.row.codes, task.row_scales = static_cast<uint8_t*>(to.row.scales);
+  } else if (to.row.codes != nullptr) {
+    return Status::unsupported;
+  }
+  if (to.col.layout == col_tiles) {
+    task.col_packed = packed(to.col);
+  } else if (to.col.layout == Layout::k_last || to.col.layout == Layout::k_first) {
+    task.col_codes = to.col.codes, task.col_scales = static_cast<uint8_t*>(to.col.scales);
+    task.col_lies_as_x = to.col.layout == Layout::k_first;
+  } else if (to.col.codes != nullptr) {
+    return Status::unsupported;
+  }
+  task.col_sum = to.col_sum, task.col_sum_dtype = to.col_sum_dtype;
+  task.col_sum_ws = to.col_sum_ws;
+  return Status::ok;
+}
+
+Status quantize(const QuantizeArgs& args) {
+  QuantizeTask task;
+  const Status status = make_task(task, args.x, args.to, args.execution.stream);
+  return status == Status::ok ? launch(task, Start::early) : status;
+}
+
+Status quantize_two(const QuantizeArgs& first, const QuantizeArgs& second) {
+  if (first.to.col_sum != nullptr || first.execution.stream != second.execution.stream)
+    return Status::bad_argument;
+  if (first.x.rows == 0 || first.x.cols == 0) return quantize(second);
+  QuantizeTask one, two;
+  Status status = make_task(one, first.x, first.to, first.execution.stream);
+  if (status == Status::ok) status = make_task(two, second.x, second.to, second.execution.stream);
+  // NOTE: what ran before is over when the first starts, so the second need not wait for it.
+  if (status == Status::ok) status = launch(one, Start::after);
+  return status == Status::ok ? launch(two, Start::beside) : status;
+}
+
+}  // namespace te_mx::sm90

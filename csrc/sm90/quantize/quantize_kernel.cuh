@@ -1,0 +1,228 @@
+// Quantizes x [rows, cols] along both directions from one read, by tiles of 128 x 128, packing on
+// the way out. A thread keeps 8 x 8 elements in registers, a warp 32 x 64: whole blocks of both
+// directions.
+//
+//   read, block maxima and scale bytes of both directions, ranges of the tile
+//   classes, scale words
+//   codes: one rounding serves both directions where both are tile-shared, else each has its own
+//   codes of the columns through shared memory, transposed
+#pragma once
+
+#include "quantize/quantize_codes.cuh"
+
+namespace te_mx::sm90 {
+
+// The element in column j (of 8) of four rows, by itself twice.
+template <class T>
+__device__ __forceinline__ typename Input<T>::Word element_twice(
+    const typename Input<T>::Word (*x)[4], int k, int j) {
+  typename Input<T>::Word of[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const auto a = j & 2 ? x[i][1] : x[i][0], b = j & 2 ? x[i][3] : x[i][2];
+    of[i] = j & 4 ? b : a;
+  }
+  const auto a = k & 1 ? of[1] : of[0], b = k & 1 ? of[3] : of[2];
+  return Input<T>::twice(k & 2 ? b : a, j & 1);
+}
+
+// Codes of a tile that is tile-shared in every wanted direction, without NaN: E is one, and
+// rounding at once to codes shifted by it gives the bytes of rounding twice, for both directions,
+// unless a code comes out subnormal. Such a code is made again: with its row, or, where kOneByOne,
+// by itself unless a thread has many. That needs more registers, and pays where they are common.
+// Writes the rows.
+template <class T, tile::Fp8 kFmt, bool kOneByOne>
+__device__ __forceinline__ void codes_once(uint2 (&cols)[8], const QuantizeSmem& s,
+                                           const QuantizeParams& p,
+                                           const typename Input<T>::Word (&x)[8][4], const Tile& t,
+                                           const Place& at, uint32_t exponent) {
+  constexpr int kMany = 6;
+  const Shifts shifts{true, (exponent + 1) * 0x10001u, nullptr};
+  const uint32_t shared = block_factor(exponent) * 0x10001u;
+  RowWriter out(p.row, t, at);
+  if (!p.row.wanted) out.rows = 0;
+  const auto make_again = [&](int k) {
+    cols[k] = col_codes<T, kFmt>(x[k], s.col_factors, at.band, at.c, shifts);
+    return row_codes<T, kFmt>(x[k], s.row_factors, at.row_block, at.r + k, shifts);
+  };
+#pragma unroll
+  for (int k0 = 0; k0 < 8; k0 += 4) {
+    uint8_t* const to = out.to;
+    uint32_t again[2] = {0, 0};  // bit 8 j + 4 + k of a half: row k, column j is subnormal
+#pragma unroll
+    for (int k = k0; k < k0 + 4; ++k) {
+      uint2 row = {codes_of<T, kFmt>(x[k][0], x[k][1], shared, shared),
+                   codes_of<T, kFmt>(x[k][2], x[k][3], shared, shared)};
+      cols[k] = row;
+      const uint32_t left = tile::fp8x4_subnormal<kFmt>(row.x) & 0x80808080u;
+      const uint32_t right = tile::fp8x4_subnormal<kFmt>(row.y) & 0x80808080u;
+      if constexpr (kOneByOne) {
+        again[0] |= left >> (k0 + 3 - k), again[1] |= right >> (k0 + 3 - k);
+      } else if (__builtin_expect((left | right) != 0, false)) {
+        row = make_again(k);
+      }
+      out.write(k, row);
+    }
+    if (!kOneByOne || !__any_sync(~0u, (again[0] | again[1]) != 0)) continue;
+    const int rows = out.rows - k0;
+    if (__any_sync(~0u, __popc(again[0]) + __popc(again[1]) >= kMany)) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const uint2 row = make_again(k0 + k);
+        if (k < rows) *reinterpret_cast<uint2*>(to + k * out.ld) = row;
+      }
+      continue;
+    }
+#pragma unroll 1
+    while ((again[0] | again[1]) != 0) {
+      const int half = again[0] == 0, bit = __ffs(half ? again[1] : again[0]) - 1;
+      half ? again[1] &= again[1] - 1 : again[0] &= again[0] - 1;
+      const int k = bit % 4, j = 4 * half + bit / 8;
+      // Both directions at once: the row's code in the lower byte, the column's in the upper one.
+      const uint32_t col = s.col_factors.of[at.band][at.c + j];
+      const uint32_t row = p.row.wanted ? s.row_factors.of[at.row_block][at.r + k0 + k] : col;
+      const uint32_t factors = row | col << 16;
+      const float2 v = Input<T>::scaled(element_twice<T>(x + k0, k, j), factors);
+      const uint32_t codes = tile::fp8x2_times<kFmt>(tile::fp8x2<kFmt>(v.x, v.y),
+                                                     tile::half2_shifts(factors, shifts.tile));
+      if (k < rows) to[k * out.ld + j] = static_cast<uint8_t>(codes);
+      const uint32_t keep = ~(0xFFu << (bit & 24)), put = (codes >> 8 & 0xFF) << (bit & 24);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        uint2& w = cols[k0 + i];
+        if (i == k && half == 0) w.x = (w.x & keep) | put;
+        if (i == k && half == 1) w.y = (w.y & keep) | put;
+      }
+    }
+  }
+}
+
+// What follows reading a tile: scales, classes, codes and sums of its elements x. kPlain: some
+// wanted direction is plain, or may be. kSums: column sums may be wanted; else their shared memory
+// is the caller's. kOneByOne: of codes_once().
+template <class T, tile::Fp8 kFmt, bool kPlain, bool kSums = true, bool kOneByOne = false>
+__device__ __forceinline__ void quantize_patch(const QuantizeParams& p, QuantizeSmem& s,
+                                               const typename Input<T>::Word (&x)[8][4],
+                                               const Tile& t, const Place& at) {
+  const QuantizeTask& a = p.a;
+  if (threadIdx.x == 0) s.row.clear(), s.col.clear();
+  if (p.row.wanted) scan_rows<T, kFmt>(s, x, at, a.rule);
+  if (p.col.wanted) scan_cols<T, kFmt>(s, x, at, a.rule);
+  const bool sums = kSums && a.col_sum != nullptr;
+  if (sums) sum_cols<T>(s, x, at);
+  __syncthreads();
+
+  const int r = threadIdx.x % 128;
+  const bool row_side = threadIdx.x < 128;
+  const bool row_packed = kPlain ? p.row.packed : p.row.wanted;
+  const bool col_packed = kPlain ? p.col.packed : p.col.wanted;
+  const ScaleRange row_range = p.row.wanted ? s.row.range() : ScaleRange{};
+  const ScaleRange col_range = p.col.wanted ? s.col.range() : ScaleRange{};
+  int row_class = row_packed ? TileScales::early_class(row_range, a.spread) : 2;
+  int col_class = col_packed ? TileScales::early_class(col_range, a.spread) : 2;
+  if (row_class == kUndecided || col_class == kUndecided) {
+    row_side ? s.row.examine(row_range, r, a.spread) : s.col.examine(col_range, r, a.spread);
+    __syncthreads();
+    if (row_class == kUndecided) row_class = s.row.late_class(row_range);
+    if (col_class == kUndecided) col_class = s.col.late_class(col_range);
+  }
+  const uint32_t row_exponent = row_range.exponent(), col_exponent = col_range.exponent();
+  if (row_side) {
+    if (row_packed) {
+      write_words(s.row, row_exponent, row_class, r,
+                  tile_words(a.row_packed.scales, t.ct, t.rt, p.row_tiles),
+                  t.last_row && (p.row_tiles & 1) != 0);
+    } else if (kPlain && p.row.wanted) {
+      write_plain_scales(s.row, r, a.row_scales, t.r0 + r, a.rows, t.ct * 4ll, (a.cols + 31) / 32,
+                         false);
+    }
+    if (sums && r < t.cols) {
+      a.col_sum_ws[t.rt * a.cols + t.c0() + r] =
+          (s.sums[0][r] + s.sums[1][r]) + (s.sums[2][r] + s.sums[3][r]);
+    }
+  } else {
+    if (col_packed) {
+      write_words(s.col, col_exponent, col_class, r,
+                  tile_words(a.col_packed.scales, t.rt, t.ct, p.col_tiles),
+                  t.last_col && (p.col_tiles & 1) != 0);
+    } else if (kPlain && p.col.wanted) {
+      write_plain_scales(s.col, r, a.col_scales, t.c0() + r, a.cols, t.rt * 4ll, (a.rows + 31) / 32,
+                         a.col_lies_as_x);
+    }
+  }
+
+  // NOTE: the floor rule saturates before the shift, so that rounding once would not do.
+  const bool once = !kPlain && (!p.row.wanted || row_class == 0) &&
+                    (!p.col.wanted || col_class == 0) && a.rule == ScaleRule::rceil &&
+                    *reinterpret_cast<const uint64_t*>(s.nan) == 0;
+  uint2 cols[8];
+  if (once) {
+    codes_once<T, kFmt, kOneByOne>(cols, s, p, x, t, at,
+                                   p.row.wanted ? row_exponent : col_exponent);
+  } else {
+    if (p.row.wanted) {
+      const Shifts shifts(s.row, row_exponent, row_packed, row_class);
+      write_rows<kPlain>(p.row, t, at, [&](int k) {
+        return row_codes<T, kFmt>(x[k], s.row_factors, at.row_block, at.r + k, shifts);
+      });
+    }
+    if (p.col.wanted) {
+      const Shifts shifts(s.col, col_exponent, col_packed, col_class);
+#pragma unroll
+      for (int k = 0; k < 8; ++k)
+        cols[k] = col_codes<T, kFmt>(x[k], s.col_factors, at.band, at.c, shifts);
+    }
+  }
+  if (!p.col.wanted) return;
+  if (kPlain && a.col_lies_as_x) {
+    write_rows<true>(p.col, t, at, [&](int k) { return cols[k]; });
+    return;
+  }
+  stage_cols(s, cols, at);
+  __syncthreads();
+  write_cols<kPlain>(s, p.col, t);
+}
+
+// The tiles of one matrix.
+struct OneMatrix {
+  using Outputs = const QuantizeParams&;
+
+  __device__ __forceinline__ const void* x(const QuantizeParams& p, const Tile&) const {
+    return p.a.x;
+  }
+  __device__ __forceinline__ Outputs outputs(const QuantizeParams& p, const Tile&) const {
+    return p;
+  }
+  // False for a CTA without a tile.
+  __device__ __forceinline__ bool find(Tile& t, const QuantizeParams& p) const {
+    return find_tile(t, p);
+  }
+};
+
+template <class T, tile::Fp8 kFmt, bool kPlain, class Where>
+__device__ __forceinline__ void quantize_tile(const QuantizeParams& all, const Where& where,
+                                              QuantizeSmem& s) {
+  Tile t;
+  if (!where.find(t, all)) return;
+  typename Where::Outputs p = where.outputs(all, t);
+  const Place at;
+  typename Input<T>::Word x[8][4];
+  load_patch<T>(
+      x, static_cast<const T*>(where.x(all, t)) + (t.r0 + at.r) * p.a.x_stride + t.c0() + at.c,
+      p.a.x_stride, t.rows - at.r, t.cols - at.c, p.x_vectors, &s.codes[0][0] + 64 * threadIdx.x);
+  quantize_patch<T, kFmt, kPlain>(p, s, x, t, at);
+}
+
+// Where: OneMatrix, or what quantize_grouped.cu says of several.
+template <class T, tile::Fp8 kFmt, bool kPlain, class Where>
+__global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 4 : 2)
+    quantize_kernel(const __grid_constant__ QuantizeParams p, const __grid_constant__ Where where) {
+  __shared__ QuantizeSmem s;
+  tile::let_dependents_start();
+  if (!p.beside) tile::await_predecessors();
+  quantize_tile<T, kFmt, kPlain>(p, where, s);
+  // Whoever waits for this kernel waits for the one that it ran beside, too.
+  if (p.beside) tile::await_predecessors();
+}
+
+}  // namespace te_mx::sm90

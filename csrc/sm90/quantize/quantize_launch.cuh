@@ -1,0 +1,108 @@
+// Launches an instance of the quantizer for the input type, the format and the place of its tiles.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <atomic>
+
+#include "common/device.h"
+#include "common/launch.h"
+#include "quantize/quantize_kernel.cuh"
+#include "quantize/quantize_launch.h"
+
+namespace te_mx::sm90 {
+
+// When a kernel starts: after its predecessor, while that ends, or at once, beside it.
+enum class Start { after, early, beside };
+
+inline constexpr int kSpreadingSmem = 112 * 1024;
+
+// Shared memory beyond what the kernel uses, so that no more CTAs fit on an SM than a grid of
+// `tiles` needs there: one that starts while another ends would pile up where there is room first.
+inline int spreading_smem(int64_t tiles, int sms) {
+  return tiles <= sms ? kSpreadingSmem : tiles <= 2 * sms ? kSpreadingSmem / 2 : 0;
+}
+
+// kPlain: whether a wanted direction may be plain.
+template <bool kPlain, class T, tile::Fp8 kFmt, class Where>
+Status launch_instance(const QuantizeParams& p, const Where& where, dim3 grid, int64_t tiles,
+                       cudaStream_t stream, Start start) {
+  const auto kernel = quantize_kernel<T, kFmt, kPlain, Where>;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(kQuantizeThreads);
+  config.stream = stream;
+  const Device device = current_device();
+  static std::atomic<bool> ready[64];
+  std::atomic<bool>& allowed = ready[device.index & 63];
+  if (!allowed.load(std::memory_order_relaxed)) {
+    const Status status = started(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSpreadingSmem));
+    if (status != Status::ok) return status;
+    allowed.store(true, std::memory_order_relaxed);
+  }
+  config.dynamicSmemBytes = spreading_smem(tiles, device.sms);
+  cudaLaunchAttribute early = early_start();
+  config.attrs = &early, config.numAttrs = start == Start::after ? 0 : 1;
+  QuantizeParams params = p;
+  params.beside = start == Start::beside;
+  return started(cudaLaunchKernelEx(&config, kernel, params, where));
+}
+
+// `tiles`: CTAs that have work, as far as the host knows.
+template <bool kPlain, class Where>
+Status launch_quantize(const QuantizeParams& p, const Where& where, dim3 grid, int64_t tiles,
+                       cudaStream_t stream, Start start) {
+  const auto go = [&]<class T>(T) {
+    return p.a.element == Element::e4m3
+               ? launch_instance<kPlain, T, tile::Fp8::e4m3>(p, where, grid, tiles, stream, start)
+               : launch_instance<kPlain, T, tile::Fp8::e5m2>(p, where, grid, tiles, stream, start);
+  };
+  return p.a.x_dtype == DType::bf16  ? go(__nv_bfloat16{})
+         : p.a.x_dtype == DType::f16 ? go(__half{})
+                                     : go(float{});
+}
+
+// ------------------------------------------------------------------------------------- column sums
+inline constexpr int kSumWidth = 32, kSumHeight = 8;
+
+// out[at + col] = the sum of partial[tile, col] over `tiles`, each thread of kSumHeight every
+// eighth tile.
+__device__ __forceinline__ void add_tiles(const float* partial, void* out, DType out_dtype,
+                                          int64_t at, int64_t tiles, int64_t cols) {
+  __shared__ float sums[kSumHeight][kSumWidth];
+  const int64_t col = static_cast<int64_t>(blockIdx.x) * kSumWidth + threadIdx.x;
+  float s = 0.0f;
+  if (col < cols) {
+#pragma unroll 8
+    for (int64_t t = threadIdx.y; t < tiles; t += kSumHeight) s += partial[t * cols + col];
+  }
+  sums[threadIdx.y][threadIdx.x] = s;
+  __syncthreads();
+  if (threadIdx.y != 0 || col >= cols) return;
+#pragma unroll
+  for (int i = 1; i < kSumHeight; ++i) s += sums[i][threadIdx.x];
+  if (out_dtype == DType::bf16) {
+    static_cast<__nv_bfloat16*>(out)[at + col] = __float2bfloat16_rn(s);
+  } else if (out_dtype == DType::f16) {
+    static_cast<__half*>(out)[at + col] = __float2half_rn(s);
+  } else {
+    static_cast<float*>(out)[at + col] = s;
+  }
+}
+
+// Launches a kernel around add_tiles() for `groups` sums of tiles, early.
+template <class... Params, class... Args>
+Status launch_adding(void (*kernel)(Params...), int64_t cols, int64_t groups, cudaStream_t stream,
+                     Args... args) {
+  cudaLaunchAttribute early = early_start();
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>((cols + kSumWidth - 1) / kSumWidth),
+                        static_cast<unsigned>(groups));
+  config.blockDim = dim3(kSumWidth, kSumHeight);
+  config.stream = stream;
+  config.attrs = &early, config.numAttrs = 1;
+  return started(cudaLaunchKernelEx(&config, kernel, args...));
+}
+
+}  // namespace te_mx::sm90

@@ -1,0 +1,29 @@
+// Host side that the quantizer shares with the fused steps that end in it.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "quantize/quantize_task.h"
+
+namespace te_mx::sm90 {
+
+struct QuantizeParams;
+
+// The kernel's parameters for `a`, whose x need not be set. Sizes must not be 0.
+Status quantize_params(const QuantizeTask& a, QuantizeParams& p);
+
+// The same for rows that are cut into `row_tiles` tiles, with `k` codes in a row of the columns.
+Status quantize_params(const QuantizeTask& a, int64_t row_tiles, int64_t k, QuantizeParams& p);
+
+// The grid of the tiles in the first `col_tiles` columns of tiles, as find_tile() walks it. The
+// last dimension counts matrices, or what a dimension cannot hold.
+dim3 tile_grid(const QuantizeParams& p, int col_tiles, int64_t matrices = 1);
+
+// Whether the kernel instance for plain codes is needed.
+bool wants_plain(const QuantizeParams& p);
+
+// out[col] = sum over `tiles` of partial[tile, col], in an order that only sizes decide.
+Status launch_sums(const float* partial, void* out, DType out_dtype, int64_t tiles, int64_t cols,
+                   cudaStream_t stream);
+
+}  // namespace te_mx::sm90
