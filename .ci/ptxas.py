@@ -45,9 +45,7 @@ def main(build: Path) -> int:
         count += len(found)
         wrong += [f"{name}: {kernel} spills {n} bytes" for kernel, n, _ in found if n]
         wrong += [
-            f"{name}: {line.strip()}"
-            for line in text.splitlines()
-            if SERIALIZED.search(line)
+            f"{name}: {line.strip()}" for line in text.splitlines() if SERIALIZED.search(line)
         ]
     print("\n".join(wrong) if wrong else f"ptxas: {count} kernels without spills")
     return bool(wrong)

@@ -18,6 +18,8 @@ from te_mx.engine import envelopes, split_k
 from te_mx.ops import gemm as gemm_op
 from te_mx.recipe import MXFP8BlockScaling
 
+native = pytest.importorskip("te_mx._native")
+
 SMS = 132
 # (n, m, k): measured on an NVIDIA H200 as worth cutting, and as not.
 WORTH = [(512, 512, 16384), (1024, 1024, 16384), (256, 4096, 16384), (128, 4096, 14336),
@@ -32,8 +34,8 @@ SIZES = st.integers(1, 20000)
 @pytest.mark.parametrize("sizes", WORTH, ids=str)
 def test_few_tiles_and_a_long_k_are_cut(sizes):
     count = split_k.best(*sizes, SMS)
-    assert 1 < count <= split_k.MOST
-    assert split_k.cut_us(*sizes, SMS, count) <= split_k.cut_us(*sizes, SMS, 2)
+    assert 1 < count <= native.SM90_MOST_PARTS
+    assert native.sm90_split_us(*sizes, SMS, count) <= native.sm90_split_us(*sizes, SMS, 2)
 
 
 @pytest.mark.parametrize("sizes", NOT_WORTH, ids=str)
@@ -44,7 +46,7 @@ def test_what_fills_the_chip_or_is_short_is_not(sizes):
 @given(SIZES, SIZES, st.integers(1, 200000), st.sampled_from([1, 78, 114, 132]))
 def test_every_part_has_some_of_k(n, m, k, sms):
     count = split_k.best(n, m, k, sms)
-    assert 1 <= count <= min(split_k.MOST, -(-k // split_k.STEP))
+    assert 1 <= count <= min(native.SM90_MOST_PARTS, -(-k // native.SM90_STEP_K))
     split_k.best.cache_clear()
     assert split_k.best(n, m, k, sms) == count
 
@@ -52,6 +54,28 @@ def test_every_part_has_some_of_k(n, m, k, sms):
 @given(st.integers(1, 64), st.integers(100, 60000))
 def test_a_gpu_that_one_tile_fills_cuts_nothing(n, k):
     assert split_k.best(n, 128, k, 1) == 1
+
+
+def test_native_code_describes_its_tiles():
+    tiles = native.sm90_gemm_tiles()
+    assert [tile["name"] for tile in tiles] == [
+        "192x128, clusters of 2", "256x128, clusters of 2", "128x128", "64x128"
+    ]  # fmt: skip
+    assert all(tile["cycles"] > 0 and tile["us"] > 0 for tile in tiles)
+
+
+@given(SIZES, SIZES, st.booleans(), st.sampled_from([78, 114, 132]))
+def test_the_tile_with_the_fewest_cycles_is_chosen(m, n, full, sms):
+    def cycles(tile):
+        clusters = -(-m // tile["m"]) * -(-n // tile["n"])
+        return -(-clusters // (sms // tile["cluster"])) * tile["cycles"]
+
+    fit = {
+        i: cycles(tile)
+        for i, tile in enumerate(native.sm90_gemm_tiles())
+        if tile["full"] or not full
+    }
+    assert native.sm90_gemm_config(m, n, full, sms) == min(fit, key=fit.get)
 
 
 # --------------------------------------------------------------------------------- who asks for it

@@ -87,7 +87,7 @@ void bind_calls(py::module_& m) {
 
 PYBIND11_MODULE(_native, m) {
   m.doc() = "Native CPU kernels of te_mx. Use te_mx.backends.cpu, which checks arguments.";
-  te_mx::bindings::bind_records(m);
+  te_mx::bindings::bind_common(m);
   te_mx::bindings::bind_machine(m);
   te_mx::bindings::bind_calls(m);
 }

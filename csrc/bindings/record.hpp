@@ -290,18 +290,20 @@ class Record {
   std::vector<Field> fields_;
 };
 
-// The records of both modules, and what numbers of theirs mean.
+// What both modules have: records, what numbers of theirs mean, and choices that need no device.
 void bind_types(py::module_& m);
 void bind_quantize_records(py::module_& m);
 void bind_gemm_records(py::module_& m);
 void bind_fused_records(py::module_& m);
 void bind_linear_records(py::module_& m);
-inline void bind_records(py::module_& m) {
+void bind_sm90_choice(py::module_& m);
+inline void bind_common(py::module_& m) {
   bind_types(m);
   bind_quantize_records(m);
   bind_gemm_records(m);
   bind_fused_records(m);
   bind_linear_records(m);
+  bind_sm90_choice(m);
 }
 
 }  // namespace te_mx::bindings

@@ -145,7 +145,7 @@ void bind_linear(py::module_& m) {
 PYBIND11_MODULE(_sm90, m) {
   using namespace te_mx::bindings;
   m.doc() = "Native Hopper kernels of te_mx: addresses and sizes in, unchecked; a status out.";
-  bind_records(m);
+  bind_common(m);
   bind_device(m);
   bind_quantizers(m);
   bind_gemms(m);

@@ -1,9 +1,12 @@
 // The GEMM's entry point: argument checks, configuration, launch, and the reduction of
 // bias-gradient partials.
+#include <iterator>
+
 #include "common/launch.h"
 #include "gemm/gemm_launch.h"
 #include "mxtile/sm90/barrier.cuh"
 #include "mxtile/sm90/tensor_map.h"
+#include "te_mx/sm90_choice.h"
 
 namespace te_mx::sm90 {
 
@@ -11,35 +14,15 @@ namespace tile = mxtile::sm90;
 
 namespace {
 
-struct Choice {
-  const char* name;
-  int m, n;  // of what a cluster computes at once
-  int cluster;
-  int step;   // cycles of one step of K where nothing is short: 8192^3 on an H200, 2026-11-22
-  bool full;  // GemmConfig::kFull
-  Status (*launch)(const GemmArgs&, const Device&);
-};
+using Launch = Status (*)(const GemmArgs&, const Device&);
+constexpr Launch kDense[] = {launch_192x128_cluster2, launch_256x128_cluster2, launch_128x128,
+                             launch_64x128};
+constexpr Launch kSplit[] = {launch_split_128x128, launch_split_64x128};
+constexpr int kConfigs = std::size(kDense);
+static_assert(kConfigs == std::size(kDenseTiles) && std::size(kSplit) == std::size(kSplitTiles));
 
-constexpr Choice kChoices[] = {
-    {"192x128, clusters of 2", 192, 256, 2, 770, true, launch_192x128_cluster2},
-    {"256x128, clusters of 2", 256, 256, 2, 1070, false, launch_256x128_cluster2},
-    {"128x128", 128, 128, 1, 610, false, launch_128x128},
-    {"64x128", 64, 128, 1, 425, true, launch_64x128},
-};
-constexpr int kChoiceCount = sizeof(kChoices) / sizeof(kChoices[0]);
-
-// The steps of K of all waves that the clusters of the problem make, in cycles.
 int choose(const GemmArgs& a, int sms) {
-  int best = 0;
-  int64_t least = INT64_MAX;
-  for (int i = 0; i < kChoiceCount; ++i) {
-    const Choice& c = kChoices[i];
-    if (!c.full && needs_full(a.epilogue)) continue;
-    const int64_t blocks = ((a.lhs.rows + c.m - 1) / c.m) * ((a.rhs.rows + c.n - 1) / c.n);
-    const int64_t clusters = sms / c.cluster, waves = (blocks + clusters - 1) / clusters;
-    if (waves * c.step < least) least = waves * c.step, best = i;
-  }
-  return best;
+  return choose_config(a.lhs.rows, a.rhs.rows, needs_full(a.epilogue), sms);
 }
 
 constexpr int kReducers = 16;  // threads of a column, each of which sums every sixteenth block
@@ -95,16 +78,16 @@ Status reduce_columns(const float* partial, float* out, int64_t blocks, int64_t 
 }
 
 int64_t workspace_bytes(const GemmArgs& a) {
-  if (a.execution.parts > 1) return split_room(a).bytes;
+  if (a.execution.parts > 1) return split_sums(a).bytes;
   return a.epilogue.bias_grad == nullptr ? 0 : (a.lhs.rows + 63) / 64 * a.rhs.rows * 4;
 }
 
-int config_count() { return kChoiceCount; }
+int config_count() { return kConfigs; }
 bool config_full(int config) {
-  return config >= 0 && config < kChoiceCount && kChoices[config].full;
+  return config >= 0 && config < kConfigs && kGemmTiles[kDenseTiles[config]].full;
 }
 const char* config_name(int config) {
-  return config >= 0 && config < kChoiceCount ? kChoices[config].name : "";
+  return config >= 0 && config < kConfigs ? kGemmTiles[kDenseTiles[config]].name : "";
 }
 
 int chosen_config(const GemmArgs& a) {
@@ -133,8 +116,8 @@ Status gemm(const GemmArgs& a) {
   if (status == Status::ok) status = check_epilogue(a.epilogue, n);
   if (status != Status::ok) return status;
   if (m <= 0 || n <= 0 || k <= 0 || k != a.rhs.k || m > INT32_MAX - 256 || n > INT32_MAX - 256 ||
-      k > INT32_MAX - 256 || config >= kChoiceCount ||
-      (config >= 0 && needs_full(a.epilogue) && !kChoices[config].full) ||
+      k > INT32_MAX - 256 || config >= kConfigs ||
+      (config >= 0 && needs_full(a.epilogue) && !config_full(config)) ||
       (parts > 1 && (config >= 0 || parts > (k + 127) / 128))) {
     return Status::bad_argument;
   }
@@ -142,12 +125,11 @@ Status gemm(const GemmArgs& a) {
   const Device device = current_device();
   if (device.sms == 0) return Status::unsupported;
   if (parts > 1) {
-    if (parts * split_room(a).rows > INT32_MAX) return Status::unsupported;
-    // Up to 64 rows the smaller blocks, which do not ask for rows that are not there.
-    status = (m <= 64 ? launch_split_64x128 : launch_split_128x128)(a, device);
+    if (parts * split_sums(a).rows > INT32_MAX) return Status::unsupported;
+    status = kSplit[split_config(m)](a, device);
     return status == Status::ok ? finish_split(a) : status;
   }
-  status = kChoices[config >= 0 ? config : choose(a, device.sms)].launch(a, device);
+  status = kDense[config >= 0 ? config : choose(a, device.sms)](a, device);
   if (status != Status::ok || a.epilogue.bias_grad == nullptr) return status;
   return reduce_columns(static_cast<const float*>(a.execution.workspace), a.epilogue.bias_grad,
                         (m + 63) / 64, n, static_cast<cudaStream_t>(a.execution.stream));

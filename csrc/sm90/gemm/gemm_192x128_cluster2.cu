@@ -2,8 +2,8 @@
 
 namespace te_mx::sm90 {
 
-Status launch_192x128_cluster2(const GemmArgs& a, const Device& device) {
-  return launch_any<GemmConfig<192, 4, 2, 2>>(a, device);
+Status launch_192x128_cluster2(const GemmArgs& args, const Device& device) {
+  return launch_any<GemmConfig<192, 4, 2, 2>>(Dense{args}, device);
 }
 
 }  // namespace te_mx::sm90

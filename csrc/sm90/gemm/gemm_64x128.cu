@@ -2,8 +2,8 @@
 
 namespace te_mx::sm90 {
 
-Status launch_64x128(const GemmArgs& a, const Device& device) {
-  return launch_any<GemmConfig<64, 7, 1, 2>>(a, device);
+Status launch_64x128(const GemmArgs& args, const Device& device) {
+  return launch_any<GemmConfig<64, 7, 1, 2>>(Dense{args}, device);
 }
 
 }  // namespace te_mx::sm90

@@ -1,4 +1,11 @@
-// Launches one GEMM instance: tensor maps, grid, cluster.
+// Launches one GEMM instance: parameters, tensor maps, grid, cluster. What kinds of GEMMs do
+// differently is a small struct each:
+//
+//   Params               of the kernel
+//   kEveryEpilogue       whether there are instances with more than bias and accumulation
+//   gemm()               operands, epilogue, execution
+//   fill(p)              what Params has beside the common part; returns the arrays
+//   blocks<Config>(p)    of what a cluster computes at once, at most
 #pragma once
 
 #include "common/launch.h"
@@ -8,6 +15,13 @@
 
 namespace te_mx::sm90 {
 
+// Sizes of operands and D as the copy engine sees them.
+struct Arrays {
+  int64_t lhs_rows, rhs_rows, k;
+  int64_t lhs_ld, rhs_ld;  // bytes from row to row of codes
+  int64_t out_columns;     // rows and everything else of D stand in its EpilogueParams
+};
+
 inline CUtensorMapDataType map_type(DType dtype) {
   return dtype == DType::f32    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
          : dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
@@ -16,7 +30,8 @@ inline CUtensorMapDataType map_type(DType dtype) {
 
 inline int width_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
-// What the copy engine cannot store, and what it cannot add.
+// -----------------------------------------------------------------------------------------
+// epilogue What the copy engine cannot store, and what it cannot add.
 inline bool stored_by_element(const Epilogue& e) {
   return e.ldo * width_of(e.out_dtype) % 16 != 0 || reinterpret_cast<uintptr_t>(e.out) % 16 != 0;
 }
@@ -42,12 +57,51 @@ inline Side carried(const Epilogue& e, int64_t n) {
   return backward ? Side::gelu_in : Side::aux;
 }
 
+// For a D[m, n]; `partial` is where partial sums of the bias gradient go.
+inline EpilogueParams epilogue_params(const Epilogue& e, int64_t m, int64_t n, void* partial) {
+  EpilogueParams p{};
+  p.out = e.out, p.ldo = e.ldo, p.out_dtype = e.out_dtype;
+  p.bias = e.bias, p.bias_dtype = e.bias_dtype;
+  p.aux = e.aux, p.aux_dtype = e.aux_dtype;
+  p.gelu_in = e.gelu_in, p.gelu_in_dtype = e.gelu_in_dtype;
+  p.gelu = e.gelu;
+  p.bias_grad = e.bias_grad == nullptr ? nullptr : static_cast<float*>(partial);
+  p.accumulate = e.accumulate;
+  p.bias_words = bias_by_words(e, n);
+  p.direct = stored_by_element(e);
+  p.by_element = p.direct || added_by_element(e);
+  p.side = carried(e, n);
+  p.m = static_cast<int>(m), p.n = static_cast<int>(n);
+  return p;
+}
+
+// -------------------------------------------------------------------------------------------
+// launch
+struct Maps {
+  CUtensorMap lhs, rhs, out{}, side{};
+
+  // False for what the copy engine cannot describe.
+  template <class Config>
+  bool make(const GemmArgs& a, const EpilogueParams& e, const Arrays& arrays) {
+    using mxtile::sm90::tensor_map_2d;
+    constexpr CUtensorMapDataType kCodes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
+    const int width = width_of(e.out_dtype);
+    return tensor_map_2d(lhs, kCodes, 1, a.lhs.codes, arrays.lhs_rows, arrays.k, arrays.lhs_ld,
+                         Config::kM / Config::kCluster) &&
+           tensor_map_2d(rhs, kCodes, 1, a.rhs.codes, arrays.rhs_rows, arrays.k, arrays.rhs_ld,
+                         Config::kN) &&
+           (e.direct || tensor_map_2d(out, map_type(e.out_dtype), width, e.out, e.m,
+                                      arrays.out_columns, e.ldo * width, 64)) &&
+           (e.side == Side::none ||
+            tensor_map_2d(side, map_type(e.out_dtype), 2, beside(a.epilogue), e.m, e.n,
+                          int64_t{e.n} * 2, 64));
+  }
+};
+
 // Starts a GEMM kernel on `blocks` blocks, of which `clusters` run at the same time.
 template <class Config, class Params>
 Status start(void (*kernel)(Params, CUtensorMap, CUtensorMap, CUtensorMap, CUtensorMap),
-             const Params& p, const CUtensorMap& lhs, const CUtensorMap& rhs,
-             const CUtensorMap& out, const CUtensorMap& side, int64_t blocks, int clusters,
-             void* stream) {
+             const Params& p, const Maps& maps, int64_t blocks, int clusters, void* stream) {
   cudaLaunchAttribute attributes[2] = {early_start(), clusters_of(Config::kCluster)};
   cudaLaunchConfig_t config{};
   config.gridDim =
@@ -56,74 +110,50 @@ Status start(void (*kernel)(Params, CUtensorMap, CUtensorMap, CUtensorMap, CUten
   config.dynamicSmemBytes = Config::kSmem;
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = attributes, config.numAttrs = 2;
-  return started(cudaLaunchKernelEx(&config, kernel, p, lhs, rhs, out, side));
+  return started(cudaLaunchKernelEx(&config, kernel, p, maps.lhs, maps.rhs, maps.out, maps.side));
 }
 
-template <class Config, tile::Fp8 kLhs, tile::Fp8 kRhs, EpilogueKind kEpilogue>
-Status launch(const GemmArgs& a, const Device& device) {
-  const auto kernel = gemm_kernel<Config, kLhs, kRhs, kEpilogue, GemmParams>;
+template <class Config, tile::Fp8 kLhs, tile::Fp8 kRhs, EpilogueKind kEpilogue, class Kind>
+Status launch(const Kind& kind, const Device& device) {
+  using Params = typename Kind::Params;
+  const auto kernel = gemm_kernel<Config, kLhs, kRhs, kEpilogue, Params>;
   static ClusterCount counts;
   int clusters;
   const Status fits = counts.of(device.index, reinterpret_cast<const void*>(kernel),
                                 Config::kThreads, Config::kSmem, Config::kCluster, clusters);
   if (fits != Status::ok) return fits;
-  const Epilogue& e = a.epilogue;
-  const int64_t m = a.lhs.rows, n = a.rhs.rows, k = a.lhs.k;
-  GemmParams p{};
-  CUtensorMap lhs_map, rhs_map, out_map{}, side_map{};
+  constexpr int kN = Config::kN * Config::kCluster;
+  const GemmArgs& a = kind.gemm();
+  const int64_t m = a.lhs.rows, n = a.rhs.rows;
+  Params p{};
   p.lhs_scales = static_cast<const uint32_t*>(a.lhs.scales);
   p.rhs_scales = static_cast<const uint32_t*>(a.rhs.scales);
   p.lhs_tiles = static_cast<int>(packed_tiles(m)), p.rhs_tiles = static_cast<int>(packed_tiles(n));
-  p.k_steps = static_cast<int>((k + 127) / 128);
-  constexpr int kN = Config::kN * Config::kCluster;
+  p.k_steps = static_cast<int>((a.lhs.k + 127) / 128);
   p.m_blocks = static_cast<int>((m + Config::kM - 1) / Config::kM);
   p.n_blocks = static_cast<int>((n + kN - 1) / kN);
   p.walk_in_groups_of(group_size(clusters, Config::kM, kN));
-  const int width = width_of(e.out_dtype);
-  p.epilogue.out = e.out, p.epilogue.ldo = e.ldo, p.epilogue.out_dtype = e.out_dtype;
-  p.epilogue.bias = e.bias, p.epilogue.bias_dtype = e.bias_dtype;
-  p.epilogue.aux = e.aux, p.epilogue.aux_dtype = e.aux_dtype;
-  p.epilogue.gelu_in = e.gelu_in, p.epilogue.gelu_in_dtype = e.gelu_in_dtype,
-  p.epilogue.gelu = e.gelu;
-  p.epilogue.bias_grad =
-      e.bias_grad == nullptr ? nullptr : static_cast<float*>(a.execution.workspace);
-  p.epilogue.accumulate = e.accumulate;
-  p.epilogue.bias_words = bias_by_words(e, n);
-  p.epilogue.direct = stored_by_element(e);
-  p.epilogue.by_element = p.epilogue.direct || added_by_element(e);
-  p.epilogue.side = carried(e, n);
-  p.epilogue.m = static_cast<int>(m), p.epilogue.n = static_cast<int>(n);
-
-  using namespace mxtile::sm90;
-  const int64_t ld = packed_ld(k);
-  if (!tensor_map_2d(lhs_map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, a.lhs.codes, m, k, ld,
-                     Config::kM / Config::kCluster) ||
-      !tensor_map_2d(rhs_map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, a.rhs.codes, n, k, ld,
-                     Config::kN) ||
-      (!p.epilogue.direct &&
-       !tensor_map_2d(out_map, map_type(e.out_dtype), width, e.out, m, n, e.ldo * width, 64)) ||
-      (p.epilogue.side != Side::none &&
-       !tensor_map_2d(side_map, map_type(e.out_dtype), 2, beside(e), m, n, n * 2, 64))) {
-    return Status::unsupported;
-  }
-
-  const int64_t blocks = static_cast<int64_t>(p.m_blocks) * p.n_blocks;
-  return start<Config>(kernel, p, lhs_map, rhs_map, out_map, side_map, blocks, clusters,
+  const Arrays arrays = kind.fill(p);
+  Maps maps;
+  if (!maps.template make<Config>(a, p.epilogue, arrays)) return Status::unsupported;
+  return start<Config>(kernel, p, maps, kind.template blocks<Config>(p), clusters,
                        a.execution.stream);
 }
 
-// The four pairs of formats and the epilogues of one configuration.
-template <class Config>
-Status launch_any(const GemmArgs& a, const Device& device) {
+// The four pairs of elements and the epilogues of one configuration.
+template <class Config, class Kind>
+Status launch_any(const Kind& kind, const Device& device) {
   using tile::Fp8;
+  const GemmArgs& a = kind.gemm();
   const auto go = [&]<Fp8 kLhs, Fp8 kRhs>() {
-    if constexpr (Config::kFull) {
+    if constexpr (Kind::kEveryEpilogue && Config::kFull) {
       if (carried(a.epilogue, a.rhs.rows) == Side::gelu_in)
-        return launch<Config, kLhs, kRhs, EpilogueKind::backward>(a, device);
-      if (needs_full(a.epilogue)) return launch<Config, kLhs, kRhs, EpilogueKind::full>(a, device);
+        return launch<Config, kLhs, kRhs, EpilogueKind::backward>(kind, device);
+      if (needs_full(a.epilogue))
+        return launch<Config, kLhs, kRhs, EpilogueKind::full>(kind, device);
     }
-    return needs_full(a.epilogue) ? Status::bad_argument
-                                  : launch<Config, kLhs, kRhs, EpilogueKind::plain>(a, device);
+    if (Kind::kEveryEpilogue && needs_full(a.epilogue)) return Status::bad_argument;
+    return launch<Config, kLhs, kRhs, EpilogueKind::plain>(kind, device);
   };
   if (a.lhs.element == Element::e4m3) {
     return a.rhs.element == Element::e4m3 ? go.template operator()<Fp8::e4m3, Fp8::e4m3>()
@@ -132,5 +162,24 @@ Status launch_any(const GemmArgs& a, const Device& device) {
   return a.rhs.element == Element::e4m3 ? go.template operator()<Fp8::e5m2, Fp8::e4m3>()
                                         : go.template operator()<Fp8::e5m2, Fp8::e5m2>();
 }
+
+// --------------------------------------------------------------------------------------------
+// dense One product, K in one piece.
+struct Dense {
+  using Params = GemmParams;
+  static constexpr bool kEveryEpilogue = true;
+  const GemmArgs& args;
+
+  const GemmArgs& gemm() const { return args; }
+  Arrays fill(Params& p) const {
+    const int64_t m = args.lhs.rows, n = args.rhs.rows, k = args.lhs.k;
+    p.epilogue = epilogue_params(args.epilogue, m, n, args.execution.workspace);
+    return {m, n, k, packed_ld(k), packed_ld(k), n};
+  }
+  template <class Config>
+  int64_t blocks(const Params& p) const {
+    return static_cast<int64_t>(p.m_blocks) * p.n_blocks;
+  }
+};
 
 }  // namespace te_mx::sm90

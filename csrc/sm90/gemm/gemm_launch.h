@@ -1,4 +1,5 @@
-// Host side of the GEMM: the device, the configurations that were compiled, the launcher of each.
+// Host side of the GEMM: the kinds of problems, how a kernel is counted, the launcher of each
+// compiled configuration.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -45,22 +46,27 @@ inline int group_size(int clusters, int bm, int bn) {
 Status check_sides(const GemmArgs& a, Layout lhs, Layout rhs);
 Status check_epilogue(const Epilogue& e, int64_t n);
 
-Status launch_192x128_cluster2(const GemmArgs& a, const Device& device);
-Status launch_256x128_cluster2(const GemmArgs& a, const Device& device);
-Status launch_128x128(const GemmArgs& a, const Device& device);
-Status launch_64x128(const GemmArgs& a, const Device& device);
+// One launcher for each configuration of each kind of GEMM, in the order of kDenseTiles,
+// kGroupedTiles and kSplitTiles.
+Status launch_192x128_cluster2(const GemmArgs& args, const Device& device);
+Status launch_256x128_cluster2(const GemmArgs& args, const Device& device);
+Status launch_128x128(const GemmArgs& args, const Device& device);
+Status launch_64x128(const GemmArgs& args, const Device& device);
 
 Status launch_grouped_192x128_cluster2(const GroupedGemmArgs& args, const Device& device);
 Status launch_grouped_256x128(const GroupedGemmArgs& args, const Device& device);
 
+Status launch_split_128x128(const GemmArgs& args, const Device& device);
+Status launch_split_64x128(const GemmArgs& args, const Device& device);
+
 // K in parts. The workspace holds their sums, fp32 [parts, rows, pitch], and behind them partial
 // sums of the bias gradient, [ceil(M / kFinishRows), N].
 inline constexpr int kFinishRows = 8;
-struct SplitRoom {
+struct SplitSums {
   int64_t rows, pitch;  // whole waves; whole 16 bytes
   int64_t bytes;
 };
-inline SplitRoom split_room(const GemmArgs& a) {
+inline SplitSums split_sums(const GemmArgs& a) {
   const int64_t m = a.lhs.rows, n = a.rhs.rows;
   const int64_t rows = (m + 63) / 64 * 64, pitch = (n + 3) / 4 * 4;
   const int64_t sums = a.execution.parts * rows * pitch;
@@ -68,8 +74,6 @@ inline SplitRoom split_room(const GemmArgs& a) {
       a.epilogue.bias_grad == nullptr ? 0 : (m + kFinishRows - 1) / kFinishRows * n;
   return {rows, pitch, 4 * (sums + columns)};
 }
-Status launch_split_128x128(const GemmArgs& a, const Device& device);
-Status launch_split_64x128(const GemmArgs& a, const Device& device);
 Status finish_split(const GemmArgs& a);
 
 // bias_grad[n] = sum over blocks of rows of partial[block, n], in order.

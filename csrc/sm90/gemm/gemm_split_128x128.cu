@@ -2,8 +2,8 @@
 
 namespace te_mx::sm90 {
 
-Status launch_split_128x128(const GemmArgs& a, const Device& device) {
-  return launch_split_any<GemmConfig<128, 5, 1, 2>>(a, device);
+Status launch_split_128x128(const GemmArgs& args, const Device& device) {
+  return launch_any<GemmConfig<128, 5, 1, 2>>(Split{args}, device);
 }
 
 }  // namespace te_mx::sm90

@@ -167,11 +167,11 @@ __global__ void __launch_bounds__(kThreads, 4)
 Status finish_split(const GemmArgs& a) {
   const int64_t m = a.lhs.rows, n = a.rhs.rows;
   const Epilogue& e = a.epilogue;
-  const SplitRoom room = split_room(a);
+  const SplitSums sizes = split_sums(a);
   const int64_t blocks = (m + kFinishRows - 1) / kFinishRows;
   float* const sums = static_cast<float*>(a.execution.workspace);
   FinishParams p{};
-  p.sums = sums, p.size = room.rows * room.pitch, p.pitch = room.pitch;
+  p.sums = sums, p.size = sizes.rows * sizes.pitch, p.pitch = sizes.pitch;
   p.parts = a.execution.parts, p.m = static_cast<int>(m), p.n = static_cast<int>(n);
   p.column_blocks = static_cast<int>((n + kColumns - 1) / kColumns);
   p.bias = array(e.bias, 0, e.bias_dtype), p.aux = array(e.aux, n, e.aux_dtype);
