@@ -17,106 +17,13 @@
 // sends it to both.
 #pragma once
 
-#include <algorithm>
-
-#include "gemm/gemm_courier.cuh"
-#include "gemm/gemm_epilogue.cuh"
-#include "gemm/gemm_params.cuh"
+#include "gemm/gemm_config.cuh"
 #include "gemm/gemm_step.cuh"
 #include "mxtile/sm90/barrier.cuh"
 #include "mxtile/sm90/tma.cuh"
 #include "mxtile/sm90/wgmma.cuh"
 
 namespace te_mx::sm90 {
-
-template <int kM_, int kStages_, int kCluster_, int kSlots_>
-struct GemmConfig {
-  static constexpr int kM = kM_, kN = 128, kStages = kStages_, kCluster = kCluster_,
-                       kSlots = kSlots_;
-  static constexpr int kMath = kM == 192 ? 3 : kM == 64 ? 1 : 2;
-  static constexpr int kWaves = kM / 64 / kMath;
-  static constexpr int kLhsTiles = (kM + 127) / 128;
-  static constexpr int kTileBytes = static_cast<int>(kScaleWords * 4);
-  static constexpr int kLhsBytes = kM * 128, kRhsBytes = kN * 128;
-  static constexpr int kScaleBytes = (kLhsTiles + 1) * kTileBytes;
-  static constexpr int kCodeBytes = kLhsBytes + kRhsBytes;
-  static constexpr int kStageBytes = kCodeBytes + kScaleBytes;
-  // Of a stage: factors of the columns against each lhs tile, and the modes.
-  static constexpr int kColumnBytes = kLhsTiles * 1024 + 16;
-  // Of a stage that is ready: by those who prepare it, and by the producer for the codes.
-  static constexpr int kReady = kPrepared * kLhsTiles + 1;
-  static constexpr int kStaging = kSlots * kPanelBytes;  // per math warpgroup
-  // With GELU, aux and the bias gradient. Registers do not suffice for them beside 256 rows, and
-  // 128 rows without take half as long to compile.
-  static constexpr bool kFull = kM == 64 || kM == 192;
-  static constexpr int kThreads = 128 + 128 * kMath;
-  // Blocks of which the producer says where they lie: it is never further ahead (gemm_grouped.cuh).
-  static constexpr int kWorks = 8;
-  static constexpr int kWorkBytes = kWorks * sizeof(Work);
-  // One place for what no kernel needs together: bias and works, or constants.
-  static constexpr int kBiasesBytes = kMath * kBiasBytes;
-  static constexpr int kRoom =
-      (std::max(kBiasesBytes + kWorkBytes, kFull ? kConstantBytes : 0) + 15) / 16 * 16;
-  static constexpr int kSmem =
-      kStages * (kStageBytes + kColumnBytes) + kMath * (kStaging + 16) + kRoom + 3 * kStages * 8;
-  static_assert(kStages < kWorks);
-  static_assert(!kFull || (kWaves == 1 && kSlots == 2),
-                "a wave of 16-bit numbers fits the staging");
-  static_assert(kSmem <= 232448, "a block has 227 KiB of shared memory");
-};
-
-// Shared memory as offsets from its start, a 1024-byte boundary.
-template <class Config>
-struct Smem {
-  static constexpr int kRhs = Config::kStages * Config::kLhsBytes;
-  static constexpr int kStaging = kRhs + Config::kStages * Config::kRhsBytes;
-  static constexpr int kScales = kStaging + Config::kMath * Config::kStaging;
-  static constexpr int kBias = kScales + Config::kStages * Config::kScaleBytes;
-  static constexpr int kConstants = kBias, kWork = kBias + Config::kBiasesBytes;
-  static constexpr int kColumns = kBias + Config::kRoom;
-  static constexpr int kBarriers = kColumns + Config::kStages * Config::kColumnBytes;
-  // From `full` of a stage to its other barriers.
-  static constexpr int kToEmpty = 8 * Config::kStages, kToReady = 2 * kToEmpty;
-  char* base;
-  __device__ __forceinline__ explicit Smem(char* start) : base(start) {}
-  __device__ __forceinline__ char* lhs(int s) const { return base + s * Config::kLhsBytes; }
-  __device__ __forceinline__ char* rhs(int s) const { return base + kRhs + s * Config::kRhsBytes; }
-  __device__ __forceinline__ char* staging(int math) const {
-    return base + kStaging + math * Config::kStaging;
-  }
-  __device__ __forceinline__ char* scales(int s) const {
-    return base + kScales + s * Config::kScaleBytes;
-  }
-  __device__ __forceinline__ char* bias(int math) const { return base + kBias + math * kBiasBytes; }
-  __device__ __forceinline__ char* columns(int s) const {
-    return base + kColumns + s * Config::kColumnBytes;
-  }
-  __device__ __forceinline__ char* constants() const { return base + kConstants; }
-  __device__ __forceinline__ Work* work(int i) const {
-    return reinterpret_cast<Work*>(base + kWork) + i % Config::kWorks;
-  }
-  __device__ __forceinline__ uint64_t* full(int s) const {
-    return reinterpret_cast<uint64_t*>(base + kBarriers) + s;
-  }
-  __device__ __forceinline__ uint64_t* empty(int s) const { return full(s) + kToEmpty / 8; }
-  __device__ __forceinline__ uint64_t* ready(int s) const { return full(s) + kToReady / 8; }
-  __device__ __forceinline__ uint64_t* arrived(int math) const {
-    return full(3 * Config::kStages + math);
-  }
-  __device__ __forceinline__ uint64_t* staged(int math) const {
-    return arrived(Config::kMath + math);
-  }
-};
-
-// A position in the ring of stages.
-template <int kStages>
-struct Ring {
-  int stage = 0;
-  uint32_t phase = 0;
-  __device__ __forceinline__ void next() {
-    if (++stage == kStages) stage = 0, phase ^= 1;
-  }
-};
 
 // The order of blocks, as each role of a CTA walks it: a fixed grid of them. The other kind is in
 // gemm_grouped.cuh.
@@ -188,10 +95,9 @@ __device__ __forceinline__ void produce(const Params& p, const CUtensorMap& lhs_
                                         const CUtensorMap& rhs_map, const Smem<Config>& smem,
                                         int rank) {
   using Schedule = typename Roles<Params>::template Producer<Config>;
-  constexpr int kHalf = Config::kM / Config::kCluster;
   constexpr int kTile = Config::kTileBytes;
-  const uint32_t lhs0 =
-      tile::smem_addr(smem.lhs(0)) + (Config::kCluster == 1 ? 0 : rank) * kHalf * 128;
+  const uint32_t lhs0 = tile::smem_addr(smem.lhs(0)) +
+                        (Config::kCluster == 1 ? 0 : rank) * (Config::kLhsBytes / Config::kCluster);
   const uint32_t rhs0 = tile::smem_addr(smem.rhs(0)), scales0 = tile::smem_addr(smem.scales(0)),
                  barrier0 = tile::smem_addr(smem.full(0));
   uint32_t lhs = lhs0, rhs = rhs0, scales = scales0, full = barrier0;
@@ -217,12 +123,7 @@ __device__ __forceinline__ void produce(const Params& p, const CUtensorMap& lhs_
         }
         tile::bulk_load(scales + Config::kLhsTiles * kTile, rhs_at, kTile, full);
         tile::mbar_arrive_expect(ready, Config::kCodeBytes);
-        if constexpr (Config::kCluster == 1) {
-          tile::tma_load(lhs, &lhs_map, ready, from.k0, from.m_row);
-        } else {
-          tile::tma_load_multicast(lhs, &lhs_map, ready, from.k0, from.m_row + rank * kHalf, 3);
-        }
-        tile::tma_load(rhs, &rhs_map, ready, from.k0, from.n_row);
+        Config::Operands::template load<Config>(lhs, rhs, lhs_map, rhs_map, ready, from, rank);
       }
       at += p.lhs_tiles * kScaleWords, rhs_at += p.rhs_tiles * kScaleWords;
       const bool last = ring.stage == Config::kStages - 1;
@@ -238,6 +139,7 @@ template <class Config, class Params>
 __device__ __forceinline__ void prepare(const Params& p, const Smem<Config>& smem, int lhs_tile,
                                         int lane) {
   using Schedule = typename Roles<Params>::template Follower<Config>;
+  using Promotion = typename Config::Promotion;
   Ring<Config::kStages> ring;
   Schedule schedule(p);
   Work work;
@@ -250,9 +152,10 @@ __device__ __forceinline__ void prepare(const Params& p, const Smem<Config>& sme
       const uint32_t words = tile::smem_addr(smem.scales(s));
       const uint32_t columns = tile::smem_addr(smem.columns(s));
       tile::mbar_wait(smem.full(s), ring.phase);
-      prepare_step(words + lhs_tile * Config::kTileBytes,
-                   words + Config::kLhsTiles * Config::kTileBytes, columns + lhs_tile * 1024,
-                   columns + Config::kLhsTiles * 1024 + 4 * lhs_tile, lane);
+      Promotion::prepare(
+          words + lhs_tile * Config::kTileBytes, words + Config::kLhsTiles * Config::kTileBytes,
+          columns + lhs_tile * Promotion::kPreparedBytes,
+          columns + Config::kLhsTiles * Promotion::kPreparedBytes + 4 * lhs_tile, lane);
       __syncwarp();
       if (lane < kPrepared) tile::mbar_arrive(smem.ready(s));
     }
@@ -275,10 +178,11 @@ __device__ __forceinline__ void release(uint64_t* empty, int lane) {
   }
 }
 
-template <class Config, tile::Fp8 kLhs, tile::Fp8 kRhs, EpilogueKind kEpilogue, class Params>
+template <class Config, EpilogueKind kEpilogue, class Params>
 __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_map,
                                         const Smem<Config>& smem, int rank, int math) {
   using Schedule = typename Roles<Params>::template Follower<Config>;
+  using Promotion = typename Config::Promotion;
   const int thread = threadIdx.x % 128, lane = thread % 32;
   // This warpgroup's first row inside the block.
   const int row0 = math * Config::kWaves * 64;
@@ -326,7 +230,7 @@ __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_
 #pragma unroll
       for (int i = 0; i < 64; ++i) sum[wave][i] = 0.0f;
     }
-    uint32_t decided, rows[2 * Config::kWaves];
+    typename Promotion::template Ahead<Config::kWaves> scales;
     // Waits for the stage at `at` and reads what the step needs from shared memory at its start.
     const auto fetch = [&](const Ring<Config::kStages>& at) {
       const uint32_t prepared = columns + at.stage * Config::kColumnBytes;
@@ -335,28 +239,22 @@ __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_
       const uint32_t from = lhs_words + at.stage * Config::kScaleBytes +
                             4 * (inside % 128 + self / 32 * 16 + self % 32 / 4);
       tile::mbar_wait(smem.ready(at.stage), at.phase);
-      decided = tile::ld_shared_u32(prepared + Config::kLhsTiles * 1024 + 4 * lhs_tile);
-#pragma unroll
-      for (int i = 0; i < 2 * Config::kWaves; ++i)
-        rows[i] = tile::ld_shared_u32(from + 4 * (8 * (i % 2) + 64 * (i / 2)));
+      scales.read(prepared + Config::kLhsTiles * Promotion::kPreparedBytes + 4 * lhs_tile, from);
     };
     fetch(ring);
 #pragma unroll 1
     for (int left = k_steps; left > 0; --left) {
       const int s = ring.stage;
       const uint32_t offset = s * Config::kScaleBytes;
-      Step<Config::kWaves> step;
+      typename Promotion::template Step<Config::kWaves> step;
       step.lhs = lhs_desc + s * (Config::kLhsBytes / 16);
       step.rhs = rhs_desc + s * (Config::kRhsBytes / 16);
       step.lhs_words = lhs_words + offset, step.rhs_words = rhs_words + offset;
-      step.columns = columns + s * Config::kColumnBytes + lhs_tile * 1024;
+      step.columns = columns + s * Config::kColumnBytes + lhs_tile * Promotion::kPreparedBytes;
       step.lane = lane;
-      step.mode = static_cast<Mode>(decided & kModeBits);
-      step.factor = __uint_as_float(decided & ~kModeBits);
-#pragma unroll
-      for (int i = 0; i < 2 * Config::kWaves; ++i) step.rows[i] = rows[i];
+      step.take(scales);
       ring.next();
-      run_step<kLhs, kRhs>(
+      Promotion::template run<typename Config::Operands>(
           sum, step, [&] { release<Config>(smem.empty(s), lane); },
           [&] {
             if (left > 1) fetch(ring);
@@ -378,7 +276,7 @@ __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_
   if (thread == 0) tile::tma_store_wait_all();
 }
 
-template <class Config, tile::Fp8 kLhs, tile::Fp8 kRhs, EpilogueKind kEpilogue, class Params>
+template <class Config, EpilogueKind kEpilogue, class Params>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     gemm_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap lhs_map,
                 const __grid_constant__ CUtensorMap rhs_map,
@@ -434,8 +332,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     }
   } else {
     tile::registers_up<Config::kMath == 3 ? 160 : 232>();
-    consume<Config, kLhs, kRhs, kEpilogue>(
-        p, out_map, smem, rank, __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0) - 1);
+    consume<Config, kEpilogue>(p, out_map, smem, rank,
+                               __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0) - 1);
   }
   // NOTE: a CTA must not leave while its neighbour still sends data or arrivals to it.
   if constexpr (Config::kCluster != 1) tile::cluster_sync();

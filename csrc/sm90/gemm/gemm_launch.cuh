@@ -11,6 +11,7 @@
 #include "common/launch.h"
 #include "gemm/gemm_kernel.cuh"
 #include "gemm/gemm_launch.h"
+#include "gemm/gemm_operands.cuh"
 #include "mxtile/sm90/tensor_map.h"
 
 namespace te_mx::sm90 {
@@ -113,10 +114,10 @@ Status start(void (*kernel)(Params, CUtensorMap, CUtensorMap, CUtensorMap, CUten
   return started(cudaLaunchKernelEx(&config, kernel, p, maps.lhs, maps.rhs, maps.out, maps.side));
 }
 
-template <class Config, tile::Fp8 kLhs, tile::Fp8 kRhs, EpilogueKind kEpilogue, class Kind>
+template <class Config, EpilogueKind kEpilogue, class Kind>
 Status launch(const Kind& kind, const Device& device) {
   using Params = typename Kind::Params;
-  const auto kernel = gemm_kernel<Config, kLhs, kRhs, kEpilogue, Params>;
+  const auto kernel = gemm_kernel<Config, kEpilogue, Params>;
   static ClusterCount counts;
   int clusters;
   const Status fits = counts.of(device.index, reinterpret_cast<const void*>(kernel),
@@ -140,20 +141,20 @@ Status launch(const Kind& kind, const Device& device) {
                        a.execution.stream);
 }
 
-// The four pairs of elements and the epilogues of one configuration.
-template <class Config, class Kind>
+// The four pairs of elements and the epilogues of one shape of blocks.
+template <class Shape, class Kind>
 Status launch_any(const Kind& kind, const Device& device) {
   using tile::Fp8;
   const GemmArgs& a = kind.gemm();
   const auto go = [&]<Fp8 kLhs, Fp8 kRhs>() {
+    using Config = GemmConfig<Shape, ByteOperands<kLhs, kRhs>, PowerOfTwoScales>;
     if constexpr (Kind::kEveryEpilogue && Config::kFull) {
       if (carried(a.epilogue, a.rhs.rows) == Side::gelu_in)
-        return launch<Config, kLhs, kRhs, EpilogueKind::backward>(kind, device);
-      if (needs_full(a.epilogue))
-        return launch<Config, kLhs, kRhs, EpilogueKind::full>(kind, device);
+        return launch<Config, EpilogueKind::backward>(kind, device);
+      if (needs_full(a.epilogue)) return launch<Config, EpilogueKind::full>(kind, device);
     }
     if (Kind::kEveryEpilogue && needs_full(a.epilogue)) return Status::bad_argument;
-    return launch<Config, kLhs, kRhs, EpilogueKind::plain>(kind, device);
+    return launch<Config, EpilogueKind::plain>(kind, device);
   };
   if (a.lhs.element == Element::e4m3) {
     return a.rhs.element == Element::e4m3 ? go.template operator()<Fp8::e4m3, Fp8::e4m3>()

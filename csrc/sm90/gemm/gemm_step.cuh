@@ -30,6 +30,20 @@ enum class Mode : uint32_t {
 // of two that does not need them.
 inline constexpr uint32_t kModeBits = 7;
 
+// What a warpgroup reads of a stage before its step.
+template <int kWaves>
+struct ScalesAhead {
+  uint32_t decided, rows[2 * kWaves];
+
+  // From the shared addresses of what was decided, and of the word of this thread's first row.
+  __device__ __forceinline__ void read(uint32_t decided_at, uint32_t words) {
+    decided = tile::ld_shared_u32(decided_at);
+#pragma unroll
+    for (int i = 0; i < 2 * kWaves; ++i)
+      rows[i] = tile::ld_shared_u32(words + 4 * (8 * (i % 2) + 64 * (i / 2)));
+  }
+};
+
 // What a warpgroup knows of one step.
 template <int kWaves>
 struct Step {
@@ -40,29 +54,36 @@ struct Step {
   Mode mode;
   float factor;  // of Mode::one
   int lane;
+
+  __device__ __forceinline__ void take(const ScalesAhead<kWaves>& ahead) {
+    mode = static_cast<Mode>(ahead.decided & kModeBits);
+    factor = __uint_as_float(ahead.decided & ~kModeBits);
+#pragma unroll
+    for (int i = 0; i < 2 * kWaves; ++i) rows[i] = ahead.rows[i];
+  }
 };
 
 inline constexpr uint32_t kWaveStep = 64 * 128 / 16;  // from wave to wave, or half to half
 
 // Starts products of all 128 of K into the accumulators of one wave. NOTE: nothing that waits for
 // shared memory may get between the four, which __syncwarp() sees to.
-template <tile::Fp8 kLhs, tile::Fp8 kRhs>
+template <class Operands>
 __device__ __forceinline__ void start_products(float (&acc)[64], uint32_t lhs, uint32_t rhs) {
   tile::wgmma_pin(acc);
   tile::wgmma_fence();
 #pragma unroll
   for (int kk = 0; kk < 4; ++kk)
-    tile::wgmma_64x128x32<kLhs, kRhs>(acc, lhs + 2 * kk, rhs + 2 * kk, kk != 0);
+    tile::wgmma_64x128x32<Operands::kLhs, Operands::kRhs>(acc, lhs + 2 * kk, rhs + 2 * kk, kk != 0);
   tile::wgmma_commit();
   __syncwarp();
 }
 
 // 32 of K, 64 columns.
-template <tile::Fp8 kLhs, tile::Fp8 kRhs>
+template <class Operands>
 __device__ __forceinline__ void start_product(float (&acc)[32], uint32_t lhs, uint32_t rhs) {
   tile::wgmma_pin(acc);
   tile::wgmma_fence();
-  tile::wgmma_64x64x32<kLhs, kRhs>(acc, lhs, rhs, 0);
+  tile::wgmma_64x64x32<Operands::kLhs, Operands::kRhs>(acc, lhs, rhs, 0);
   tile::wgmma_commit();
   __syncwarp();
 }
@@ -85,7 +106,7 @@ __device__ __forceinline__ void load_columns(uint32_t (&cols)[kWords], uint32_t 
   }
 }
 
-template <tile::Fp8 kLhs, tile::Fp8 kRhs, int kWaves, class Release, class Ahead>
+template <class Operands, int kWaves, class Release, class Ahead>
 __device__ __forceinline__ void step_tile(float (&sum)[kWaves][64], const Step<kWaves>& step,
                                           const Release& release, const Ahead& ahead) {
   float acc[64];
@@ -94,7 +115,7 @@ __device__ __forceinline__ void step_tile(float (&sum)[kWaves][64], const Step<k
   for (int wave = 0; wave < kWaves; ++wave) {
     const float f0 = __uint_as_float(step.rows[2 * wave]) * col;
     const float f8 = __uint_as_float(step.rows[2 * wave + 1]) * col;
-    start_products<kLhs, kRhs>(acc, step.lhs + wave * kWaveStep, step.rhs);
+    start_products<Operands>(acc, step.lhs + wave * kWaveStep, step.rhs);
     if (wave == kWaves - 1) ahead();
     finish_products<0>(acc);
     if (wave == kWaves - 1) release();
@@ -102,13 +123,13 @@ __device__ __forceinline__ void step_tile(float (&sum)[kWaves][64], const Step<k
   }
 }
 
-template <tile::Fp8 kLhs, tile::Fp8 kRhs, int kWaves, class Release, class Ahead>
+template <class Operands, int kWaves, class Release, class Ahead>
 __device__ __forceinline__ void step_one(float (&sum)[kWaves][64], const Step<kWaves>& step,
                                          const Release& release, const Ahead& ahead) {
   float acc[64];
 #pragma unroll
   for (int wave = 0; wave < kWaves; ++wave) {
-    start_products<kLhs, kRhs>(acc, step.lhs + wave * kWaveStep, step.rhs);
+    start_products<Operands>(acc, step.lhs + wave * kWaveStep, step.rhs);
     if (wave == kWaves - 1) ahead();
     finish_products<0>(acc);
     if (wave == kWaves - 1) release();
@@ -116,16 +137,16 @@ __device__ __forceinline__ void step_one(float (&sum)[kWaves][64], const Step<kW
   }
 }
 
-template <Mode kMode, tile::Fp8 kLhs, tile::Fp8 kRhs, int kWaves, class Release, class Ahead>
+template <Mode kMode, class Operands, int kWaves, class Release, class Ahead>
 __device__ __forceinline__ void step_columns(float (&sum)[kWaves][64], const Step<kWaves>& step,
                                              const Release& release, const Ahead& ahead) {
   float acc[64];
-  start_products<kLhs, kRhs>(acc, step.lhs, step.rhs);
+  start_products<Operands>(acc, step.lhs, step.rhs);
   uint32_t cols[16];
   load_columns(cols, step.columns, step.lane);
 #pragma unroll
   for (int wave = 0; wave < kWaves; ++wave) {
-    if (wave != 0) start_products<kLhs, kRhs>(acc, step.lhs + wave * kWaveStep, step.rhs);
+    if (wave != 0) start_products<Operands>(acc, step.lhs + wave * kWaveStep, step.rhs);
     finish_products<0>(acc);
     if (wave == kWaves - 1) release();
     if constexpr (kMode == Mode::columns) {
@@ -167,7 +188,7 @@ __device__ __forceinline__ void promote_block(float (&sum)[64], const float (&ac
 
 // The blocks of a step when each has scales of its own. Half of the columns is promoted while the
 // tensor cores work on the other half.
-template <Mode kMode, tile::Fp8 kLhs, tile::Fp8 kRhs, int kWaves, class Release, class Ahead>
+template <Mode kMode, class Operands, int kWaves, class Release, class Ahead>
 __device__ __forceinline__ void step_blocks(float (&sum)[kWaves][64], const Step<kWaves>& step,
                                             const Release& release, const Ahead& ahead) {
   float left[32], right[32];
@@ -178,20 +199,20 @@ __device__ __forceinline__ void step_blocks(float (&sum)[kWaves][64], const Step
 #pragma unroll
   for (int wave = 0; wave < kWaves; ++wave) {
     const uint32_t lhs = step.lhs + wave * kWaveStep, rhs = step.rhs;
-    start_product<kLhs, kRhs>(left, lhs, rhs);
+    start_product<Operands>(left, lhs, rhs);
     if (wave == 0) load_columns(ahead4, step.columns, step.lane);
 #pragma unroll
     for (int kk = 0; kk < 4; ++kk) {
       const WordReader reader(lhs_class, kk);
       const uint32_t from = step.columns + 256 * kk;
-      start_product<kLhs, kRhs>(right, lhs + 2 * kk, rhs + 2 * kk + kWaveStep);
+      start_product<Operands>(right, lhs + 2 * kk, rhs + 2 * kk + kWaveStep);
       // NOTE: keep() lets the compiler read scales here and not, all at once, earlier.
       const float f0 = reader.scale(tile::keep(step.rows[2 * wave])) * col;
       const float f8 = reader.scale(tile::keep(step.rows[2 * wave + 1])) * col;
       finish_products<1>(left);
       promote_block<kMode, 0>(sum[wave], left, ahead4, step, from, from + 128, f0, f8);
       if (kk < 3) {
-        start_product<kLhs, kRhs>(left, lhs + 2 * kk + 2, rhs + 2 * kk + 2);
+        start_product<Operands>(left, lhs + 2 * kk + 2, rhs + 2 * kk + 2);
         finish_products<1>(right);
       } else {
         finish_products<0>(right);
@@ -206,7 +227,7 @@ __device__ __forceinline__ void step_blocks(float (&sum)[kWaves][64], const Step
 }
 
 // Right for every exponent, and slow.
-template <tile::Fp8 kLhs, tile::Fp8 kRhs, int kWaves, class Release, class Ahead>
+template <class Operands, int kWaves, class Release, class Ahead>
 __device__ __forceinline__ void step_far(float (&sum)[kWaves][64], const Step<kWaves>& step,
                                          const Release& release, const Ahead& ahead) {
   float acc[32];
@@ -220,8 +241,8 @@ __device__ __forceinline__ void step_far(float (&sum)[kWaves][64], const Step<kW
     for (int i = 0; i < 2 * kWaves; ++i) {
       const int wave = i / 2, half = i % 2;
       const uint32_t w0 = step.rows[2 * wave], w8 = step.rows[2 * wave + 1];
-      start_product<kLhs, kRhs>(acc, step.lhs + wave * kWaveStep + 2 * kk,
-                                step.rhs + half * kWaveStep + 2 * kk);
+      start_product<Operands>(acc, step.lhs + wave * kWaveStep + 2 * kk,
+                              step.rhs + half * kWaveStep + 2 * kk);
       finish_products<0>(acc);
       if (half == 0) {
         promote_far<0>(sum[wave], acc, w0, w8, cols, lhs, rhs);
@@ -235,25 +256,25 @@ __device__ __forceinline__ void step_far(float (&sum)[kWaves][64], const Step<kW
 }
 
 // Calls `release` in every thread when the warpgroup needs the stage no more.
-template <tile::Fp8 kLhs, tile::Fp8 kRhs, int kWaves, class Release, class Ahead>
+template <class Operands, int kWaves, class Release, class Ahead>
 __device__ __forceinline__ void run_step(float (&sum)[kWaves][64], const Step<kWaves>& step,
                                          const Release& release, const Ahead& ahead) {
   if (step.mode == Mode::one) {
-    step_one<kLhs, kRhs>(sum, step, release, ahead);
+    step_one<Operands>(sum, step, release, ahead);
   } else if (step.mode == Mode::tile) {
-    step_tile<kLhs, kRhs>(sum, step, release, ahead);
+    step_tile<Operands>(sum, step, release, ahead);
   } else if (step.mode == Mode::columns) {
-    step_columns<Mode::columns, kLhs, kRhs>(sum, step, release, ahead);
+    step_columns<Mode::columns, Operands>(sum, step, release, ahead);
   } else if (step.mode == Mode::both) {
-    step_columns<Mode::both, kLhs, kRhs>(sum, step, release, ahead);
+    step_columns<Mode::both, Operands>(sum, step, release, ahead);
   } else if (step.mode == Mode::block_tile) {
-    step_blocks<Mode::block_tile, kLhs, kRhs>(sum, step, release, ahead);
+    step_blocks<Mode::block_tile, Operands>(sum, step, release, ahead);
   } else if (step.mode == Mode::block_columns) {
-    step_blocks<Mode::block_columns, kLhs, kRhs>(sum, step, release, ahead);
+    step_blocks<Mode::block_columns, Operands>(sum, step, release, ahead);
   } else if (step.mode == Mode::block_both) {
-    step_blocks<Mode::block_both, kLhs, kRhs>(sum, step, release, ahead);
+    step_blocks<Mode::block_both, Operands>(sum, step, release, ahead);
   } else {
-    step_far<kLhs, kRhs>(sum, step, release, ahead);
+    step_far<Operands>(sum, step, release, ahead);
   }
 }
 
@@ -305,5 +326,39 @@ __device__ __forceinline__ void prepare_step(uint32_t lhs_words, uint32_t rhs_wo
   if (lane == 0)
     tile::st_shared_u32(decided_at, factor | static_cast<uint32_t>(far ? Mode::far : mode));
 }
+
+// How products of a step become part of the sums: a policy of the main loop. This one knows the
+// scales of packed operands (te_mx/sm90_layout.h), powers of two: one a tile, one a row, four a
+// row.
+//
+// A policy says
+//   kTileBytes            scales of a tile of 128 x 128 of an operand, as they arrive with its
+//   codes prepare(..)           what a warp makes of the scales of a stage, kPreparedBytes for each
+//   lhs tile,
+//                         and what it decides, a word behind them
+//   Ahead, Step, run<..>  what a math warpgroup reads before a step, knows of it, and does
+//
+// Factors of fp32 (blocks of 1 x 128 or 128 x 128) would be another one: tiles of 128 factors or of
+// one, the modes `tile` and `both` with columns in fp32, and nothing to decide.
+struct PowerOfTwoScales {
+  static constexpr int kTileBytes = static_cast<int>(kScaleWords * 4);
+  static constexpr int kPreparedBytes = 4 * 128 * 2;
+
+  template <int kWaves>
+  using Ahead = ScalesAhead<kWaves>;
+  template <int kWaves>
+  using Step = sm90::Step<kWaves>;
+
+  static __device__ __forceinline__ void prepare(uint32_t lhs_words, uint32_t rhs_words,
+                                                 uint32_t columns, uint32_t decided_at, int lane) {
+    prepare_step(lhs_words, rhs_words, columns, decided_at, lane);
+  }
+
+  template <class Operands, int kWaves, class Release, class Fetch>
+  static __device__ __forceinline__ void run(float (&sum)[kWaves][64], const Step<kWaves>& step,
+                                             const Release& release, const Fetch& fetch) {
+    run_step<Operands>(sum, step, release, fetch);
+  }
+};
 
 }  // namespace te_mx::sm90

@@ -1,0 +1,50 @@
+// How the codes of a step come from memory to the tensor cores: a policy of the main loop.
+//
+// A policy says
+//   kLhs, kRhs          what the tensor cores multiply
+//   kLhsBytes<kRows>    shared memory of a stage's codes of so many rows, 128 of K; kRhsBytes alike
+//   kArrive<..>         bytes of them that the copy engine brings
+//   load<Config>(...)   starts the copies of a stage; one thread calls it
+//
+// Operands whose codes are narrower than what the tensor cores read (4 bits) would be another one:
+// it brings them to a place behind the stage and has a warp decode them into it before `ready`.
+#pragma once
+
+#include <cstdint>
+
+#include "gemm/gemm_params.cuh"
+#include "mxtile/sm90/tma.cuh"
+#include "mxtile/sm90/wgmma.cuh"
+
+namespace te_mx::sm90 {
+
+namespace tile = mxtile::sm90;
+
+// Codes of 8 bits, which lie in memory as the tensor cores read them: they arrive in the stage.
+template <tile::Fp8 kLhs_, tile::Fp8 kRhs_>
+struct ByteOperands {
+  static constexpr tile::Fp8 kLhs = kLhs_, kRhs = kRhs_;
+  template <int kRows>
+  static constexpr int kLhsBytes = kRows * 128;
+  template <int kRows>
+  static constexpr int kRhsBytes = kRows * 128;
+  template <int kLhsRows, int kRhsRows>
+  static constexpr int kArrive = kLhsBytes<kLhsRows> + kRhsBytes<kRhsRows>;
+
+  // To shared addresses; neighbours in a cluster send each other halves of lhs.
+  template <class Config>
+  static __device__ __forceinline__ void load(uint32_t lhs, uint32_t rhs,
+                                              const CUtensorMap& lhs_map,
+                                              const CUtensorMap& rhs_map, uint32_t ready,
+                                              const Sources& from, int rank) {
+    if constexpr (Config::kCluster == 1) {
+      tile::tma_load(lhs, &lhs_map, ready, from.k0, from.m_row);
+    } else {
+      constexpr int kHalf = Config::kM / Config::kCluster;
+      tile::tma_load_multicast(lhs, &lhs_map, ready, from.k0, from.m_row + rank * kHalf, 3);
+    }
+    tile::tma_load(rhs, &rhs_map, ready, from.k0, from.n_row);
+  }
+};
+
+}  // namespace te_mx::sm90
