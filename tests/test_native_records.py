@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from te_mx import formats
 from te_mx.backends import base
 
 native = pytest.importorskip("te_mx._native")
@@ -98,3 +99,16 @@ def test_python_says_the_numbers_of_native_code():
     names = {"sm90": "tiles", "sm90_rows": "group_rows", "sm90_k": "group_k"}
     assert {names.get(k, k): v for k, v in base.LAYOUTS.items()} == native.LAYOUTS
     assert base.SCALE_RULES.items() <= native.SCALE_RULES.items()
+
+
+def test_elements_are_described_alike_in_python_and_in_native_code():
+    """The two definitions there are: te_mx/formats and mxtile."""
+    table = {element["name"]: element for element in native.elements()}
+    assert [element["id"] for element in native.elements()] == list(range(len(table)))
+    elements = {formats.get(name).element for name in formats.names()}
+    assert {"e4m3", "e5m2", "e3m2", "e2m3", "e2m1"} <= {element.name for element in elements}
+    for element in elements:
+        said = table[element.name]
+        assert said == {"id": said["id"]} | {
+            field: getattr(element, field) for field in said if field != "id"
+        }

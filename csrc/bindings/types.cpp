@@ -10,6 +10,22 @@ void bind_types(py::module_& m) {
   m.attr("SCALE_TYPES") = py::dict(arg("e8m0") = 0, arg("f32") = 1);
   m.attr("SCALE_RULES") = py::dict(arg("rceil") = 0, arg("floor") = 1, arg("even") = 2);
 
+  // Of mxtile's table, by number.
+  m.def("elements", [] {
+    py::list all;
+    for (int id = 0; id < kElements; ++id) {
+      const mxtile::mx::ElementTraits& t = mxtile::mx::kElementTraits[id];
+      const bool has_nan = t.nan_code != mxtile::mx::kNoCode;
+      all.append(py::dict(
+          arg("id") = id, arg("name") = t.name, arg("bits") = 1 + t.exponent_bits + t.mantissa_bits,
+          arg("exponent_bits") = t.exponent_bits, arg("mantissa_bits") = t.mantissa_bits,
+          arg("bias") = t.bias, arg("max") = t.max, arg("max_code") = t.max_code,
+          arg("nan_code") = has_nan ? py::object(py::int_(t.nan_code)) : py::object(py::none()),
+          arg("has_inf") = t.has_infinity, arg("has_negative_zero") = t.has_negative_zero));
+    }
+    return all;
+  });
+
   Record<Matrix>()
       .field("data", &Matrix::data)
       .field("rows", &Matrix::rows)

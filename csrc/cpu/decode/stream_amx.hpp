@@ -60,7 +60,7 @@ class AmxStream {
     parallel_for(threads, ceil_div(n, rows), [&](int64_t item) {
       const int64_t end = (item + 1) * rows < n ? (item + 1) * rows : n;
       Tiles tiles(static_cast<int>(context.args->lhs.rows));
-      const Decoder decoder(fp8_of(context.args->rhs.element));
+      const Decoder decoder(context.args->rhs.element);
       for (int64_t n0 = item * rows; n0 < end; n0 += kCols) stream.run_cols(tiles, decoder, n0);
     });
     return Status::ok;

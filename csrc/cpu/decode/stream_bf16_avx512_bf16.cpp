@@ -269,7 +269,7 @@ Status run(const Range&, const void* lhs, const void*, const EpilogueContext& co
   const int threads = context.args->threads;
   const int64_t rows = stream_item_rows(n, threads, Tuning::kGroup, Tuning::kItemRows);
   parallel_for(threads, ceil_div(n, rows), [&](int64_t item) {
-    const bf16::Avx512Decoder decoder(fp8_of(context.args->rhs.element));
+    const bf16::Avx512Decoder decoder(context.args->rhs.element);
     const int64_t end = (item + 1) * rows < n ? (item + 1) * rows : n;
     for (int64_t n0 = item * rows; n0 < end; n0 += Tuning::kGroup) stream.run_group(decoder, n0);
   });

@@ -17,7 +17,7 @@ class TileStream {
 
   TileStream(const StridedOperand& operand, const float* exponents)
       : source_{operand, exponents},
-        decoder_(fp8_of(operand.element)),
+        decoder_(operand.element),
         k_last_(operand.code_k_stride == 1) {}
 
   // Panels [panel, panel + panels) to `to` as [panel][block][2 tiles], spread over `steps` calls of

@@ -76,7 +76,7 @@ class Packer {
   void pack_item(int64_t group0, int64_t group1, int64_t block0, int64_t block1) const {
     alignas(64) uint8_t bytes[kGroupsPerItem][kBlocksPerItem][16];
     alignas(64) int32_t row_bytes[kGroupsPerItem][16];
-    const Decoder decoder(fp8_of(operand_.element));
+    const Decoder decoder(operand_.element);
     for (int64_t g = group0; g < group1; ++g) {
       source_.row_bytes(g, row_bytes[g - group0]);
       source_.scale_bytes<k_last>(g, block0, block1, bytes[g - group0]);

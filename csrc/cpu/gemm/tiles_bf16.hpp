@@ -12,10 +12,6 @@ namespace te_mx::cpu {
 static_assert(mxtile::bf16::kRelative == kRelativeExponent);
 inline constexpr int64_t kTileWords = 512;  // bf16 values of one tile
 
-static inline mxtile::bf16::Fp8 fp8_of(Element element) {
-  return element == Element::e4m3 ? mxtile::bf16::Fp8::e4m3 : mxtile::bf16::Fp8::e5m2;
-}
-
 // Pair tiles hold [16 k pairs][16 rows][2], row tiles [16 rows][32 k].
 template <bool k_last, bool pair, class Decoder>
 [[gnu::always_inline]] static inline void decode_tile(const Decoder& decoder, const uint8_t* codes,

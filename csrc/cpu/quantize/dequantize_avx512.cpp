@@ -27,7 +27,7 @@ inline void put_32(void* out, int64_t i, q::Vector value) {
 
 template <DType D, class F>
 void decode(const Run& run) {
-  constexpr Element kElement = F::kMantissaBits == 3 ? Element::e4m3 : Element::e5m2;
+  constexpr Element kElement = F::kElement;
   constexpr int64_t kBytes = D == DType::f32 ? 4 : 2;
   for (int64_t i = 0; i < run.n; i += mx::kBlockSize) {
     const uint8_t* scales = run.scales + (run.each ? i : i / mx::kBlockSize);

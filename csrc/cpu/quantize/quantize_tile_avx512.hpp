@@ -234,7 +234,7 @@ MXTILE_INLINE void measure_part(const Tile& part, Work<C>& work) {
   work.done = exact;
   if (exact) {
     // Adds the column sums itself.
-    constexpr Element kElement = F::kMantissaBits == 3 ? Element::e4m3 : Element::e5m2;
+    constexpr Element kElement = F::kElement;
     return find_portable(D, kElement, Rows, C)(part);
   }
   if (part.col_sum) sums.store(part.col_sum);

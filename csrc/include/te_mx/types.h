@@ -9,6 +9,8 @@
 
 #include <cstdint>
 
+#include "mxtile/mx/element.hpp"
+
 namespace te_mx {
 
 enum class Status : int32_t {
@@ -21,17 +23,9 @@ enum class Status : int32_t {
 
 enum class DType : int32_t { f32 = 0, bf16 = 1, f16 = 2 };
 
-// What a code is. Kernels exist for the first two.
-enum class Element : int32_t {
-  e4m3 = 0,
-  e5m2 = 1,
-  e4m3fnuz = 2,
-  e5m2fnuz = 3,
-  e3m2 = 4,
-  e2m3 = 5,
-  e2m1 = 6,
-};
-inline constexpr int32_t kElements = 7;
+// What a code is: mxtile has the table. Kernels exist for e4m3 and e5m2.
+using mxtile::mx::Element;
+using mxtile::mx::kElements;
 
 // What a scale is, and the block of elements that share one.
 enum class ScaleType : int32_t { e8m0 = 0, f32 = 1 };

@@ -2,6 +2,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
+#include <cstring>
 
 #include "mxtile/mx/code.hpp"
 #include "mxtile/mx/round.hpp"
@@ -27,6 +28,27 @@ double value(uint32_t bits) {
   const double significand = (bits & 0x7FFFFF) + (exponent ? 8388608.0 : 0.0);
   const double magnitude = std::ldexp(significand, (exponent ? exponent : 1) - 150);
   return bits >> 31 ? -magnitude : magnitude;
+}
+
+// The table of elements against the values of its codes.
+void elements() {
+  const char* const names[] = {"e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz", "e3m2", "e2m3", "e2m1"};
+  for (uint32_t i = 0; i < mx::kElements; ++i) {
+    const mx::ElementTraits& t = mx::kElementTraits[i];
+    const int sign = 1 << (t.exponent_bits + t.mantissa_bits);
+    const int field = t.max_code >> t.mantissa_bits,
+              mantissa = t.max_code - (field << t.mantissa_bits);
+    const double max = std::ldexp(1 + std::ldexp(mantissa, -t.mantissa_bits), field - t.bias);
+    check(std::strcmp(t.name, names[i]) == 0 && sign <= 128, "name, bits", i, sign);
+    check(field > 0 && max == t.max, "max", i, t.max_code);
+    // What is left above the largest value: Inf, then NaNs.
+    const int above = sign - 1 - t.max_code;
+    check(above >= (t.has_infinity ? 2 : 0), "room for Inf and a NaN", i, above);
+    const int nan = above > 0 ? sign - 1 : t.has_negative_zero ? mx::kNoCode : sign;
+    check(t.nan_code == nan, "nan", i, t.nan_code);
+  }
+  static_assert(mx::E4M3::kMaxExponent == 8 && mx::E5M2::kMaxExponent == 15);
+  static_assert(mx::E4M3::kBits == 8 && mx::E4M3::kMaxCode == 0x7E && mx::E5M2::kMaxCode == 0x7B);
 }
 
 // The definition: exponent of fp32(amax * fp32(1/max)), up.
@@ -114,7 +136,7 @@ void codes() {
     }
   }
   check(mx::encode<F>(mx::as_bits(3e38f), 100) == F::kMaxCode, "saturation", 0, 0);
-  check(mx::encode<F>(0, 255) == mx::kCodeNan, "nan block", 0, 0);
+  check(mx::encode<F>(0, 255) == F::kNanCode, "nan block", 0, 0);
 }
 
 void halves() {
@@ -158,6 +180,7 @@ void halves() {
 }  // namespace
 
 int main() {
+  elements();
   scales<mx::E4M3>();
   scales<mx::E5M2>();
   codes<mx::E4M3>();

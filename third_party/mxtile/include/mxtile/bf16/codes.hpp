@@ -10,11 +10,13 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "mxtile/mx/element.hpp"
+
 #define MXTILE_INLINE __attribute__((always_inline)) static inline
 
 namespace mxtile::bf16 {
 
-enum class Fp8 { e4m3, e5m2 };
+using Fp8 = mx::Element;  // e4m3 or e5m2
 
 inline constexpr int kRelative = 37;  // exponent of the largest block of a row
 inline constexpr uint16_t kQuietNan = 0x7FC0;
@@ -24,13 +26,14 @@ inline constexpr int kTileRows = 16, kTileK = 32;  // a tile is 16 rows of 32 k:
 // has at most three mantissa bits, so bit 0 is free, and whoever adds the exponent also subtracts
 // the mark. Zeros, NaN and Inf carry no mark and must not be given an exponent.
 constexpr uint16_t marked_bf16(Fp8 format, unsigned magnitude) {
-  const int mantissa_bits = format == Fp8::e4m3 ? 3 : 2;
-  const int bias = format == Fp8::e4m3 ? 7 : 15;
+  const mx::ElementTraits& traits = mx::kElementTraits[static_cast<int>(format)];
+  const int mantissa_bits = traits.mantissa_bits, bias = traits.bias;
+  const unsigned max_code = static_cast<unsigned>(traits.max_code);
   const unsigned exponent = magnitude >> mantissa_bits;
   unsigned mantissa = magnitude & ((1u << mantissa_bits) - 1);
   if (magnitude == 0) return 0;
-  if (format == Fp8::e4m3 && magnitude == 0x7F) return kQuietNan;
-  if (format == Fp8::e5m2 && exponent == 31) return mantissa == 0 ? 0x7F80 : kQuietNan;
+  if (magnitude > max_code)
+    return traits.has_infinity && magnitude == max_code + 1 ? 0x7F80 : kQuietNan;
   int e = static_cast<int>(exponent) - bias + 127;
   if (exponent == 0) {  // subnormal: shift the leading one into place
     e += 1;

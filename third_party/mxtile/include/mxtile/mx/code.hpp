@@ -13,7 +13,7 @@ namespace mxtile::mx {
 // value. byte 255 gives NaN whatever x is.
 template <class F>
 MXTILE_INLINE constexpr uint8_t encode(uint32_t x, uint32_t byte) {
-  if (byte == kScaleNan) return kCodeNan;
+  if (byte == kScaleNan) return F::kNanCode;
   const uint8_t sign = static_cast<uint8_t>((x >> 24) & 0x80);
   const uint32_t a = x & 0x7FFFFFFF;
   if (a == 0) return sign;

@@ -10,31 +10,31 @@ namespace mxtile::simd {
 
 // The value of each code (0..255 in every lane), unscaled. NaN codes give NaN, E5M2's infinities
 // infinity.
-template <class S, class Format>
+template <class S, class F>
 MXTILE_WORD typename S::F decode(typename S::I code) {
-  constexpr int kShift = 23 - Format::kMantissaBits;
-  constexpr int kRebias = 127 - Format::kBias;
+  constexpr int kShift = 23 - F::kMantissaBits;
+  constexpr int kRebias = 127 - F::kBias;
   const auto magnitude = S::iand(code, S::iset(0x7f));
   const auto moved = S::iadd(S::template shl<kShift>(magnitude), S::iset(kRebias << 23));
   // Exponent field 0: moved reads as 2^-b (1 + m / 2^M) where 2^(1-b) (m / 2^M) is meant.
   const auto implied = S::as_float(S::iset((kRebias + 1) << 23));
   const auto x = S::as_float(moved);
   const auto subnormal = S::as_int(S::sub(S::add(x, x), implied));
-  auto bits = S::select_gt(S::iset(1 << Format::kMantissaBits), magnitude, subnormal, moved);
+  auto bits = S::select_gt(S::iset(1 << F::kMantissaBits), magnitude, subnormal, moved);
   const auto special = S::ior(moved, S::iset(0x7f800000));
-  bits = S::select_gt(magnitude, S::iset(static_cast<int>(Format::kMaxCode)), special, bits);
+  bits = S::select_gt(magnitude, S::iset(static_cast<int>(F::kMaxCode)), special, bits);
   return S::as_float(S::ior(bits, S::template shl<24>(S::iand(code, S::iset(0x80)))));
 }
 
 // The 32 codes of one block to scaled floats. Backends with byte or word look-ups do better than
 // decode() (decode_avx2.hpp, decode_avx512.hpp), but leave the elements in an order of their own:
 // element k of the block is out[position(k)].
-template <class S, class Format>
+template <class S, class F>
 struct BlockDecoder {
   MXTILE_WORD constexpr int element(int position) { return position; }
   MXTILE_WORD void run(const uint8_t* codes, float factor, float* out) {
     for (int i = 0; i < mx::kBlockSize; i += S::kLanes) {
-      S::store(out + i, S::mul(decode<S, Format>(S::load_u8(codes + i)), S::set(factor)));
+      S::store(out + i, S::mul(decode<S, F>(S::load_u8(codes + i)), S::set(factor)));
     }
   }
 };

@@ -9,8 +9,8 @@
 
 namespace mxtile::simd {
 
-template <class Format>
-struct BlockDecoder<Avx2, Format> {
+template <class F>
+struct BlockDecoder<Avx2, F> {
   // Unpacking works within halves of a register and on pairs: see run().
   MXTILE_WORD constexpr int element(int position) {
     return position / 4 % 2 * 16 + position / 16 * 8 + position % 4 * 2 + position / 8 % 2;
@@ -24,14 +24,14 @@ struct BlockDecoder<Avx2, Format> {
     __m256i high = _mm256_shuffle_epi8(table(kTables.high), eighth);
     __m256i low = _mm256_and_si256(_mm256_slli_epi16(code, kLowShift), byte(0xff << kLowShift));
     // Subnormal codes, all below 8: by table.
-    const __m256i subnormal = _mm256_cmpgt_epi8(byte(1 << Format::kMantissaBits), magnitude);
+    const __m256i subnormal = _mm256_cmpgt_epi8(byte(1 << F::kMantissaBits), magnitude);
     const __m256i index = _mm256_and_si256(code, byte(0x0f));
     high = _mm256_blendv_epi8(high, _mm256_shuffle_epi8(table(kTables.subnormal_high), index),
                               subnormal);
     low = _mm256_blendv_epi8(low, _mm256_shuffle_epi8(table(kTables.subnormal_low), index),
                              subnormal);
     // Infinity and NaN: an exponent of all ones.
-    const __m256i special = _mm256_cmpgt_epi8(magnitude, byte(static_cast<int>(Format::kMaxCode)));
+    const __m256i special = _mm256_cmpgt_epi8(magnitude, byte(static_cast<int>(F::kMaxCode)));
     high = _mm256_or_si256(high, _mm256_and_si256(special, byte(0x7f)));
     low = _mm256_or_si256(low, _mm256_and_si256(special, byte(0x80)));
     high = _mm256_or_si256(high, _mm256_and_si256(code, byte(0x80)));
@@ -40,13 +40,13 @@ struct BlockDecoder<Avx2, Format> {
   }
 
  private:
-  static constexpr int kLowShift = 7 - Format::kMantissaBits;
+  static constexpr int kLowShift = 7 - F::kMantissaBits;
   struct Tables {
     alignas(16) uint8_t high[16], subnormal_high[16], subnormal_low[16];
     constexpr Tables() : high{}, subnormal_high{}, subnormal_low{} {
       for (int i = 0; i < 16; ++i) {
-        const int exponent = (i << 3 >> Format::kMantissaBits) + 127 - Format::kBias;
-        const uint32_t bits = mx::decode<Format>(static_cast<uint8_t>(i), 127);
+        const int exponent = (i << 3 >> F::kMantissaBits) + 127 - F::kBias;
+        const uint32_t bits = mx::decode<F>(static_cast<uint8_t>(i), 127);
         high[i] = static_cast<uint8_t>(exponent >> 1);
         subnormal_high[i] = static_cast<uint8_t>(bits >> 24);
         subnormal_low[i] = static_cast<uint8_t>(bits >> 16);

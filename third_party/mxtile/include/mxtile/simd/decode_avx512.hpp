@@ -9,8 +9,8 @@
 
 namespace mxtile::simd {
 
-template <class Format>
-struct BlockDecoder<Avx512, Format> {
+template <class F>
+struct BlockDecoder<Avx512, F> {
   // Even elements first, then the odd ones.
   MXTILE_WORD constexpr int element(int position) { return position % 16 * 2 + position / 16; }
 
@@ -37,8 +37,7 @@ struct BlockDecoder<Avx512, Format> {
     alignas(64) uint16_t half[128];
     constexpr Table() : half{} {
       for (int code = 0; code < 128; ++code) {
-        half[code] =
-            static_cast<uint16_t>(mx::decode<Format>(static_cast<uint8_t>(code), 127) >> 16);
+        half[code] = static_cast<uint16_t>(mx::decode<F>(static_cast<uint8_t>(code), 127) >> 16);
       }
     }
   };

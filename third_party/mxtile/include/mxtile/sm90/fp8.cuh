@@ -11,9 +11,15 @@
 namespace mxtile::sm90 {
 
 template <Fp8 kFmt>
-inline constexpr float kFp8Max = kFmt == Fp8::e4m3 ? 448.0f : 57344.0f;
+inline constexpr float kFp8Max = static_cast<float>(mx::ElementOf<kFmt>::kTraits.max);
 template <Fp8 kFmt>
-inline constexpr int kFp8Emax = kFmt == Fp8::e4m3 ? 8 : 15;
+inline constexpr int kFp8Emax = mx::ElementOf<kFmt>::kMaxExponent;
+// One in the exponent field of a code, and the first code above the largest value.
+template <Fp8 kFmt>
+inline constexpr uint32_t kFp8Step = 1u << mx::ElementOf<kFmt>::kMantissaBits;
+template <Fp8 kFmt>
+inline constexpr uint32_t kFp8Special = mx::ElementOf<kFmt>::kMaxCode + 1;
+inline constexpr uint32_t kEveryByte = 0x01010101u;  // a number in every byte of a word
 
 // Two codes, lo in bits 0-7: round to nearest even, saturating, NaN to 0x7F.
 template <Fp8 kFmt>
@@ -54,7 +60,7 @@ __device__ __forceinline__ uint32_t fp8x4(float a, float b, float c, float d) {
 template <Fp8 kFmt>
 __device__ __forceinline__ uint32_t fp8x4_subnormal(uint32_t codes) {
   const uint32_t magnitude = codes & 0x7F7F7F7Fu;
-  return (magnitude + 0x7F7F7F7Fu) & ~(magnitude + (kFmt == Fp8::e4m3 ? 0x78787878u : 0x7C7C7C7Cu));
+  return (magnitude + 0x7F7F7F7Fu) & ~(magnitude + (0x80 - kFp8Step<kFmt>)*kEveryByte);
 }
 
 // Transposes 4 x 4 bytes: word i is row i before and column i after, lowest byte first.
@@ -132,7 +138,7 @@ __device__ __forceinline__ uint32_t fp8x4_times(uint32_t codes, uint32_t low, ui
 // 0xFF in every byte of four codes that is NaN or infinite.
 template <Fp8 kFmt>
 __device__ __forceinline__ uint32_t fp8x4_specials(uint32_t codes) {
-  return __vcmpgeu4(codes & 0x7F7F7F7Fu, kFmt == Fp8::e4m3 ? 0x7F7F7F7Fu : 0x7C7C7C7Cu);
+  return __vcmpgeu4(codes & 0x7F7F7F7Fu, kFp8Special<kFmt> * kEveryByte);
 }
 
 // Divides words of four codes by 2^d, d <= 8, rounding to nearest even once; zeros, NaN and
@@ -140,9 +146,7 @@ __device__ __forceinline__ uint32_t fp8x4_specials(uint32_t codes) {
 // another code goes through fp16.
 template <Fp8 kFmt>
 struct CodeShift {
-  static constexpr uint32_t kBytes = 0x01010101u;
-  static constexpr uint32_t kStep = kFmt == Fp8::e4m3 ? 8 : 4;  // one in the exponent field
-  static constexpr uint32_t kSpecial = kFmt == Fp8::e4m3 ? 0x7F : 0x7C;
+  static constexpr uint32_t kStep = kFp8Step<kFmt>, kSpecial = kFp8Special<kFmt>;
   int d;
 
   __device__ __forceinline__ uint32_t rounded(uint32_t codes) const {
@@ -154,14 +158,15 @@ struct CodeShift {
   __device__ __forceinline__ void apply(uint32_t (&codes)[kWords]) const {
     if (d == 0) return;
     // Bit 7 of a byte of `good` stays set while every code there is normal now and after.
-    const uint32_t step = d * (kStep * kBytes), least = 0x80 * kBytes - kStep * kBytes - step;
-    uint32_t good = 0x80 * kBytes;
+    const uint32_t step = d * (kStep * kEveryByte),
+                   least = 0x80 * kEveryByte - kStep * kEveryByte - step;
+    uint32_t good = 0x80 * kEveryByte;
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
-      const uint32_t magnitude = codes[i] & (0x7F * kBytes);
-      good &= (magnitude + least) & ~(magnitude + (128 - kSpecial) * kBytes);
+      const uint32_t magnitude = codes[i] & (0x7F * kEveryByte);
+      good &= (magnitude + least) & ~(magnitude + (128 - kSpecial) * kEveryByte);
     }
-    if (good == 0x80 * kBytes) {
+    if (good == 0x80 * kEveryByte) {
 #pragma unroll
       for (int i = 0; i < kWords; ++i) codes[i] -= step;
     } else {

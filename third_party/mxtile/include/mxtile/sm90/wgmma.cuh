@@ -9,11 +9,13 @@
 
 #include <cstdint>
 
+#include "mxtile/mx/element.hpp"
 #include "mxtile/sm90/barrier.cuh"
 
 namespace mxtile::sm90 {
 
-enum class Fp8 : int { e4m3 = 0, e5m2 = 1 };
+using Fp8 = mx::Element;
+constexpr bool is_fp8(Fp8 v) { return v == Fp8::e4m3 || v == Fp8::e5m2; }
 
 // Low word of the descriptor of a K-major tile; adding 2 steps 32 bytes along K, adding bytes / 16
 // goes elsewhere. The high word is the same for all: 8-row groups 1024 bytes apart, 128-byte
@@ -76,6 +78,7 @@ __device__ __forceinline__ void wgmma_pin(float (&d)[kCount]) {
 template <Fp8 kA, Fp8 kB>
 __device__ __forceinline__ void wgmma_64x128x32(float (&d)[64], uint32_t a, uint32_t b,
                                                 int accumulate) {
+  static_assert(is_fp8(kA) && is_fp8(kB));
   if constexpr (kA == Fp8::e4m3 && kB == Fp8::e4m3) {
     MXTILE_WGMMA_128("e4m3.e4m3");
   } else if constexpr (kA == Fp8::e5m2 && kB == Fp8::e4m3) {
@@ -114,6 +117,7 @@ __device__ __forceinline__ void wgmma_64x128x32(float (&d)[64], uint32_t a, uint
 template <Fp8 kA, Fp8 kB>
 __device__ __forceinline__ void wgmma_64x64x32(float (&d)[32], uint32_t a, uint32_t b,
                                                int accumulate) {
+  static_assert(is_fp8(kA) && is_fp8(kB));
   if constexpr (kA == Fp8::e4m3 && kB == Fp8::e4m3) {
     MXTILE_WGMMA_64("e4m3.e4m3");
   } else if constexpr (kA == Fp8::e5m2 && kB == Fp8::e4m3) {
