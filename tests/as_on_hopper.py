@@ -35,7 +35,7 @@ def call_the_stand_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(sm90, "_native", fake_sm90_grouped)
     monkeypatch.setattr(sm90, "_problems", {None: None})
     monkeypatch.setattr(sm90, "stream", lambda index: 0)
-    monkeypatch.setattr(sm90, "place", lambda args, index: None)
+    monkeypatch.setattr(sm90, "set_execution", lambda args, index: None)
     monkeypatch.setattr(grouped_quantize, "_on_cpu", grouped_quantize._on_cuda)
     monkeypatch.setattr(grouped_weights, "_weights_on_cpu", grouped_weights._weights_on_cuda)
     monkeypatch.setattr(grouped_weights, "_columns_on_cpu", grouped_weights._columns_on_cuda)

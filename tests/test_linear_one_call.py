@@ -23,7 +23,7 @@ def hopper(monkeypatch, threads):
     threads(1)  # many small operators
     monkeypatch.setattr(sm90, "_native", fake_sm90)
     monkeypatch.setattr(sm90, "stream", lambda index: 0)
-    monkeypatch.setattr(sm90, "place", lambda args, index: None)
+    monkeypatch.setattr(sm90, "set_execution", lambda args, index: None)
     monkeypatch.setattr(
         autograd_operands, "gemm_form",
         lambda device, precision, spread: ops.GemmForm("transposed", spread),

@@ -28,7 +28,7 @@ def hopper(monkeypatch, threads):
     monkeypatch.setattr(sm90, "_native", fake_sm90)
     monkeypatch.setattr(sm90, "_problems", {None: None})
     monkeypatch.setattr(sm90, "stream", lambda index: 0)
-    monkeypatch.setattr(sm90, "place", lambda args, index: None)
+    monkeypatch.setattr(sm90, "set_execution", lambda args, index: None)
 
 
 def same(got, expected):

@@ -99,7 +99,7 @@ def told(monkeypatch, threads):
     monkeypatch.setattr(sm90, "_native", fake_sm90)
     monkeypatch.setattr(sm90, "_problems", {None: None})
     monkeypatch.setattr(sm90, "stream", lambda index: 0)
-    monkeypatch.setattr(sm90, "place", lambda args, index: None)
+    monkeypatch.setattr(sm90, "set_execution", lambda args, index: None)
     monkeypatch.setattr(split_k, "multiprocessors", lambda index: SMS)
     chosen = {(None, name): f"sm90_{name}" for name in ("adaptive", "exact")}
     monkeypatch.setattr(envelopes, "_chosen_gpu", chosen)

@@ -1,5 +1,5 @@
 // A plain struct as a Python class with named fields: numbers and enumerators as int, addresses as
-// int, flags as bool. Made once and copied, a record is a prepared call:
+// int, flags as bool. Prepared once and copied, a record is a prepared call:
 //
 //   plan = GemmArgs(lhs=Operand(rows=8, k=64), rhs=...)          once
 //   status = gemm(plan.copy(lhs_codes=address, out=address))     every time
@@ -45,7 +45,7 @@ struct Box {
   T own;
 };
 
-// The Python type of a struct; null before it is made.
+// The Python type of a struct; null before it exists.
 template <class T>
 inline PyTypeObject* record_type = nullptr;
 
@@ -253,15 +253,15 @@ class Record {
       PyErr_SetString(PyExc_TypeError, "copy() takes fields by name");
       return nullptr;
     }
-    PyObject* const made = new_box<T>(Py_TYPE(self), unbox<T>(self));
-    const Py_ssize_t named = names == nullptr || made == nullptr ? 0 : PyTuple_GET_SIZE(names);
+    PyObject* const result = new_box<T>(Py_TYPE(self), unbox<T>(self));
+    const Py_ssize_t named = names == nullptr || result == nullptr ? 0 : PyTuple_GET_SIZE(names);
     for (Py_ssize_t i = 0; i < named; ++i) {
-      if (PyObject_SetAttr(made, PyTuple_GET_ITEM(names, i), args[i]) != 0) {
-        Py_DECREF(made);
+      if (PyObject_SetAttr(result, PyTuple_GET_ITEM(names, i), args[i]) != 0) {
+        Py_DECREF(result);
         return nullptr;
       }
     }
-    return made;
+    return result;
   }
 
   // The fields that differ from a fresh record.

@@ -54,7 +54,7 @@ class _Out:
             self.partial = torch.empty((partial_rows, cols), dtype=_F32, device=CPU)
         self.parts = QuantizedParts(row_codes, row_scales, col_codes, col_scales, sums)
 
-    def tell(self, args: Any, wanted: Wanted) -> None:
+    def set_in(self, args: Any, wanted: Wanted) -> None:
         """Write addresses and format into a native record."""
         args.element = FORMATS[wanted.fmt].native_id
         args.rule = SCALE_RULES[wanted.scale_rule]
@@ -93,7 +93,7 @@ def normalize(
     args.weight, args.bias = weight.data_ptr(), pointer(bias)
     args.mean, args.rstd = pointer(mean), rstd.data_ptr()
     args.z, args.z_dtype = pointer(z), FLOAT_DTYPES[dtype]
-    out.tell(args, wanted)
+    out.set_in(args, wanted)
     args.threads = torch.get_num_threads()
     status = native.normalize(args)
     cpu.supported(status)
@@ -147,7 +147,7 @@ def activate(
     args.act, args.gated = ACT_IDS[act.base], act.gated
     args.limit, args.alpha, args.offset = act.limit, act.alpha, act.offset
     args.out, args.out_dtype = pointer(out), FLOAT_DTYPES[dtype]
-    quantized.tell(args, wanted)
+    quantized.set_in(args, wanted)
     args.threads = torch.get_num_threads()
     status = native.activate(args)
     return ActParts(out, quantized.parts) if cpu.supported(status) else None

@@ -56,7 +56,7 @@ def _strided(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return x, x.stride()
 
 
-def _tell_source(args: Any, x: Tensor, stride: tuple[int, ...], fmt: str, rule: str) -> None:
+def _set_source(args: Any, x: Tensor, stride: tuple[int, ...], fmt: str, rule: str) -> None:
     """Write what is quantized, and to what format, into a native record."""
     args.x_data, (args.x_rows, args.x_cols) = x.data_ptr(), x.shape
     args.x_row_stride, args.x_col_stride = stride
@@ -89,7 +89,7 @@ def quantize(
         partial = torch.empty((partial_rows, cols), dtype=torch.float32, device=CPU)
     native = _native()
     args = native.GroupedQuantizeArgs()
-    _tell_source(args, x, stride, fmt, rule)
+    _set_source(args, x, stride, fmt, rule)
     args.row_codes, args.row_scales = pointer(row_codes), pointer(row_scales)
     args.col_codes, args.col_scales = pointer(col_codes), pointer(col_scales)
     args.col_layout = COLUMN_LAYOUTS["plain"]
@@ -124,7 +124,7 @@ def quantize_weights(
     sources = [_strided(weight) for weight in weights]
     for i, source in enumerate(sources):
         args = native.QuantizeArgs()
-        _tell_source(args, *source, fmt, rule)
+        _set_source(args, *source, fmt, rule)
         args.row_codes, args.row_scales = bases[0] + i * steps[0], bases[1] + i * steps[1]
         args.col_codes, args.col_scales = bases[2] + i * steps[2], bases[3] + i * steps[3]
         args.col_layout = COLUMN_LAYOUTS["plain"]

@@ -86,7 +86,7 @@ def stream(index: int) -> int:
     return torch.cuda.current_stream(index).cuda_stream
 
 
-def place(args: Any, index: int) -> None:
+def set_execution(args: Any, index: int) -> None:
     """Write into a native record where its call runs: on the current stream of a device."""
     args.device, args.stream = index, stream(index)
 
@@ -160,10 +160,11 @@ def _prepare(what: Quantize) -> tuple[Any, QuantizedParts, tuple[Any, ...]]:
     x = rows_of(what.x)
     device = x.device
     args = _native.QuantizeArgs()
-    args.x_data, (args.x_rows, args.x_cols) = x.data_ptr(), x.shape
+    rows, cols = x.shape
+    args.x_data, args.x_rows, args.x_cols = x.data_ptr(), rows, cols
     args.x_row_stride, args.x_dtype = x.stride(0), FLOAT_DTYPES[x.dtype]
-    place(args, device.index)
-    parts, partial = tell_out(args, args.x_rows, args.x_cols, device, *what[1:])
+    set_execution(args, device.index)
+    parts, partial = set_outputs(args, rows, cols, device, what[1:])
     return args, parts, (x, partial)
 
 
@@ -172,12 +173,12 @@ def rows_of(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def tell_out(
-    args: Any, rows: int, cols: int, device: torch.device, fmt: str, rowwise: bool,
-    columnwise: str | None, rule: str, col_sum: bool, sum_dtype: torch.dtype, spread: int,
-) -> tuple[QuantizedParts, Tensor | None]:  # fmt: skip
-    """Write what to make of a matrix into a native record: the tensors that it fills, and scratch
-    memory."""
+def set_outputs(
+    args: Any, rows: int, cols: int, device: torch.device, what: tuple[Any, ...]
+) -> tuple[QuantizedParts, Tensor | None]:
+    """Write what to make of a matrix (Quantize without its x) into a native record: the tensors
+    that it fills, and scratch memory."""
+    fmt, rowwise, columnwise, rule, col_sum, sum_dtype, spread = what
     row_codes = row_scales = col_codes = col_scales = sums = partial = None
     packed = spread >= 0
     args.element, args.rule = FORMATS[fmt].native_id, SCALE_RULES[rule]
@@ -224,7 +225,7 @@ def dequantize(
     args.rows, args.k = (cols, rows) if k_first else (rows, cols)
     args.layout, args.element = LAYOUTS[order], FORMATS[fmt].native_id
     args.out, args.out_dtype = out.data_ptr(), FLOAT_DTYPES[dtype]
-    place(args, codes.device.index)
+    set_execution(args, codes.device.index)
     status = _native.dequantize(args)
     return out if supported(status) else None
 
@@ -245,7 +246,7 @@ def pack_into(operand: Operand, spread: int, codes: int, words: int) -> None:
     args.operand = plain_operand(operand)
     args.out_codes, args.out_scales, args.out_layout = codes, words, _TILES
     args.spread = spread
-    place(args, operand.codes.device.index)
+    set_execution(args, operand.codes.device.index)
     if not supported(_native.pack(args)):
         raise RuntimeError("te_mx internal error: the Hopper kernels do not pack this operand")
 
@@ -294,7 +295,7 @@ def gemm(
     if bias_grad is not None:
         args.bias_grad_kind, args.bias_grad = BIAS_GRADS["result"], bias_grad.data_ptr()
     args.parts = parts
-    place(args, device.index)
+    set_execution(args, device.index)
     if a.order == b.order == "sm90":
         status = _native.gemm(args) if parts == 1 else _SMALL_WORKSPACE
         if status == _SMALL_WORKSPACE:
@@ -329,7 +330,7 @@ def operand_sums(operand: Operand, scratch: Callable[[int], Tensor | None]) -> T
     args = _native.RowSumsArgs()
     args.operand, args.out = plain_operand(operand), sums.data_ptr()
     args.workspace, args.workspace_bytes = pointer(scratch(nbytes) if nbytes else None), nbytes
-    place(args, operand.codes.device.index)
+    set_execution(args, operand.codes.device.index)
     status = _native.row_sums(args)
     if not supported(status):
         raise RuntimeError("te_mx internal error: the Hopper kernels do not sum this operand")

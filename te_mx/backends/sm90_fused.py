@@ -15,14 +15,13 @@ from te_mx.backends.reference_fused import inverse
 _F32, _I32 = torch.float32, torch.int32
 
 
-def _tell_out(
+def _set_outputs(
     args: Any, rows: int, cols: int, device: torch.device, wanted: Wanted
 ) -> tuple[QuantizedParts, Tensor | None]:
-    """sm90.tell_out of a matrix that is nowhere."""
+    """sm90.set_outputs of a matrix that is nowhere."""
     fmt, rowwise, columnwise, rule, spread, col_sum = wanted
-    return sm90.tell_out(
-        args, rows, cols, device, fmt, rowwise, columnwise, rule, col_sum, _F32, spread
-    )
+    what = fmt, rowwise, columnwise, rule, col_sum, _F32, spread
+    return sm90.set_outputs(args, rows, cols, device, what)
 
 
 def _matrix(x: Tensor) -> Any:
@@ -61,8 +60,8 @@ def normalize(
     args.mean, args.rstd = pointer(mean), rstd.data_ptr()
     args.z, args.z_dtype = pointer(z), FLOAT_DTYPES[dtype]
     args.counters = counters.data_ptr()
-    parts, _alive = _tell_out(args, rows, cols, device, wanted)
-    sm90.place(args, device.index)
+    parts, _alive = _set_outputs(args, rows, cols, device, wanted)
+    sm90.set_execution(args, device.index)
     status = native.normalize(args)  # type: ignore[union-attr]
     return NormParts(mean, rstd, z, parts) if sm90.supported(status) else None
 
@@ -94,7 +93,7 @@ def normalize_backward(
     args.dweight, args.dbias = sums[0].data_ptr(), sums[1].data_ptr()
     args.partial, args.row_sums = partial.data_ptr(), row_sums.data_ptr()
     args.counters = counters.data_ptr()
-    sm90.place(args, device.index)
+    sm90.set_execution(args, device.index)
     status = native.normalize_backward(args)  # type: ignore[union-attr]
     return (dx, sums[0], sums[1]) if sm90.supported(status) else None
 
@@ -124,7 +123,7 @@ def activate(
     args.act, args.gated = ACT_IDS[act.base], act.gated
     args.limit, args.alpha, args.offset = act.limit, act.alpha, act.offset
     args.out, args.out_dtype = pointer(out), FLOAT_DTYPES[dtype]
-    parts, _alive = _tell_out(args, rows, made, device, wanted)
-    sm90.place(args, device.index)
+    parts, _alive = _set_outputs(args, rows, made, device, wanted)
+    sm90.set_execution(args, device.index)
     status = native.activate(args)  # type: ignore[union-attr]
     return ActParts(out, parts) if sm90.supported(status) else None

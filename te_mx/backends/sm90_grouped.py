@@ -69,7 +69,7 @@ def _empty(shapes: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[T
     )
 
 
-def _tell_source(args: Any, x: Tensor, fmt: str, rule: str, spread: int) -> None:
+def _set_source(args: Any, x: Tensor, fmt: str, rule: str, spread: int) -> None:
     args.x_data, (args.x_rows, args.x_cols) = x.data_ptr(), x.shape
     args.x_row_stride, args.x_dtype = x.stride(0), FLOAT_DTYPES[x.dtype]
     args.element, args.rule, args.spread = FORMATS[fmt].native_id, SCALE_RULES[rule], spread
@@ -90,7 +90,7 @@ def quantize(
         partial = torch.empty((group_tiles(rows, groups), cols), dtype=_F32, device=device)
     native = sm90.native()
     args = native.GroupedQuantizeArgs()  # type: ignore[union-attr]
-    _tell_source(args, x, fmt, rule, spread)
+    _set_source(args, x, fmt, rule, spread)
     args.groups = groups_of(offs, capacity, rows)
     if row is not None:
         args.row_codes, args.row_scales = row[0].data_ptr(), row[1].data_ptr()
@@ -99,7 +99,7 @@ def quantize(
         args.col_codes, args.col_scales = col[0].data_ptr(), col[1].data_ptr()
         args.col_layout = LAYOUTS["sm90_k"]
     args.col_sum, args.col_sum_ws = pointer(sums), pointer(partial)
-    sm90.place(args, device.index)
+    sm90.set_execution(args, device.index)
     status = native.quantize_grouped(args)  # type: ignore[union-attr]
     _expect(status, f"{groups} groups of rows of {tuple(x.shape)}")
     return QuantizedParts(
@@ -168,7 +168,7 @@ def quantize_weights(
     if col:
         args.col_codes, args.col_scales = col[0][0].data_ptr(), col[0][1].data_ptr()
         args.col_layout = LAYOUTS["sm90" if packed else "k_first"]
-    sm90.place(args, device.index)
+    sm90.set_execution(args, device.index)
     status = native.quantize_stacked(args, addresses)  # type: ignore[union-attr]
     _expect(status, f"{groups} weights of {(rows, cols)}")
     widths = (cols, rows) if spread >= 0 else (cols, cols)
@@ -244,5 +244,5 @@ def _gemm_args(
     args.lhs_rows, args.rhs_rows, args.lhs_k, args.rhs_k = m, n, k, k
     args.out, args.out_dtype = typed_address(out)
     args.ldo = out.shape[-1]
-    sm90.place(args, out.device.index)
+    sm90.set_execution(args, out.device.index)
     return args

@@ -51,5 +51,5 @@ def _pack_args(weights: StackedOperand, made: tuple[Tensor, Tensor], spread: int
     args.element, args.layout = FORMATS[fmt].native_id, LAYOUTS[order]
     args.out_codes, args.out_scales = made[0].data_ptr(), made[1].data_ptr()
     args.out_layout, args.spread = LAYOUTS["sm90"], spread
-    sm90.place(args, codes.device.index)
+    sm90.set_execution(args, codes.device.index)
     return args

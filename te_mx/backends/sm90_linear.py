@@ -96,7 +96,7 @@ def linear_forward(
     )  # fmt: skip
     if bias_N is not None:
         args.bias, args.bias_dtype = typed_address(bias_N)
-    sm90.place(args, device.index)
+    sm90.set_execution(args, device.index)
     status = sm90.native().linear_forward(args)  # type: ignore[union-attr]
     return (y, saved) if sm90.supported(status) else None
 
@@ -125,7 +125,7 @@ def linear_backward(
     args.dx, args.dx_dtype = typed_address(dx)
     args.dw, args.dw_dtype = typed_address(dw)
     args.db, args.db_dtype = typed_address(db)
-    sm90.place(args, device.index)
+    sm90.set_execution(args, device.index)
     status = sm90.native().linear_backward(args)  # type: ignore[union-attr]
     return (dx, dw, db) if sm90.supported(status) else None
 

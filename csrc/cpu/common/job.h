@@ -1,4 +1,4 @@
-// Items that a counter hands out: what parallel_for and the crew share.
+// Items that a counter hands out: what parallel_for and parallel_tasks share.
 #pragma once
 
 #include <atomic>

@@ -2,9 +2,9 @@
 
 #include <atomic>
 
-#include "common/crew.h"
 #include "common/job.h"
 #include "common/openmp_team.h"
+#include "common/task_team.h"
 #include "common/thread_team.h"
 #include "te_mx/cpu.h"
 
@@ -34,7 +34,7 @@ void parallel_for(int threads, int64_t n_items, void (*fn)(void*, int64_t), void
     return;
   }
   Job job{fn, ctx, n_items};
-  if (!offer_to_crew(job)) run_on_team(threads, n_items, work, &job);
+  if (!share_with_team(job)) run_on_team(threads, n_items, work, &job);
 }
 
 const char* parallel_team() { return last_team.load(std::memory_order_relaxed); }

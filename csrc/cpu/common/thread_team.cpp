@@ -20,7 +20,7 @@ struct Team {
   std::mutex mutex;
   std::condition_variable start, finish;
   int workers = 0;          // threads that exist
-  int wanted = 0;           // of these, how many the current round uses
+  int active = 0;           // of these, how many the current round uses
   int running = 0;          // of these, how many have not finished it
   unsigned long round = 0;  // counts calls
   void (*fn)(void*) noexcept = nullptr;
@@ -33,7 +33,7 @@ void serve(Team* team, int index, unsigned long seen) {
   for (;;) {
     team->start.wait(lock, [&] { return team->round != seen; });
     seen = team->round;
-    if (index >= team->wanted) continue;
+    if (index >= team->active) continue;
     const auto fn = team->fn;
     void* const data = team->data;
     lock.unlock();
@@ -86,8 +86,8 @@ void thread_team_run(int threads, void (*fn)(void*) noexcept, void* data) {
   {
     std::lock_guard lock(team->mutex);
     grow(team, threads - 1);
-    team->wanted = threads - 1 < team->workers ? threads - 1 : team->workers;
-    team->running = team->wanted;
+    team->active = threads - 1 < team->workers ? threads - 1 : team->workers;
+    team->running = team->active;
     team->fn = fn;
     team->data = data;
     ++team->round;

@@ -77,7 +77,7 @@ void run_item(const Problem& p, int64_t item) {
       for (int h = 0; h <= (halves ? 1 : 0); ++h) {
         const int64_t to = h * p.cols + c;
         if (a.out) store(p, stages[h], r, to, rows, n);
-        if (p.out.wanted()) {
+        if (p.out.enabled()) {
           float* part = a.to.col_sum ? sums[h] + (c - c_begin) : nullptr;
           p.out.put(stages[h], r, to, rows, n, part, last);
         }
@@ -116,7 +116,7 @@ Status activate(const ActArgs& args) {
                   args.out_dtype == DType::f32 ? 4 : 2,
                   args.to.col_sum ? kColSumRows : kStageRows,
                   (cols + kItemCols - 1) / kItemCols};
-  if (p.out.wanted() && width != cols && cols % kBlock != 0) return Status::unsupported;
+  if (p.out.enabled() && width != cols && cols % kBlock != 0) return Status::unsupported;
   const int threads = rows * cols < kSerialElements ? 1 : args.execution.threads;
   const int64_t groups = (rows + p.item_rows - 1) / p.item_rows;
   parallel_for(threads, groups * p.chunks, [&](int64_t item) { run_item(p, item); });

@@ -41,7 +41,7 @@ void normalize_group(const NormArgs& args, const RowKernels& kernels, const Tile
   for (int r = 0; r < rows; ++r) kernels.stats(args, r0 + r, mean + r, rstd + r);
   if (args.mean) std::copy(mean, mean + rows, args.mean + r0);
   std::copy(rstd, rstd + rows, args.rstd + r0);
-  if (!args.z && !out.wanted()) return;
+  if (!args.z && !out.enabled()) return;
   Stage stage;
   for (int64_t c = 0; c < args.x.cols; c += kStageCols) {
     const int cols = static_cast<int>(std::min<int64_t>(kStageCols, args.x.cols - c));
@@ -53,7 +53,7 @@ void normalize_group(const NormArgs& args, const RowKernels& kernels, const Tile
                     static_cast<size_t>(cols * z_bytes));
       }
     }
-    if (out.wanted()) out.put(stage, r0, c, rows, cols, nullptr, c + cols >= args.x.cols);
+    if (out.enabled()) out.put(stage, r0, c, rows, cols, nullptr, c + cols >= args.x.cols);
   }
 }
 

@@ -20,7 +20,7 @@ class TileOut {
  public:
   TileOut(const QuantizeOut& out, int64_t rows, int64_t cols, DType dtype);
 
-  bool wanted() const { return kernel_ != nullptr; }
+  bool enabled() const { return kernel_ != nullptr; }
 
   // Quantizes rows x cols elements of a stage to (r0, c0), a multiple of 32 both. What lies past
   // them in the stage is overwritten with zeros. sums (or null): of these columns, running. `last`:

@@ -98,9 +98,9 @@ struct Side {
   const void* panels;
   bool wide;
 
-  Side(const StridedOperand& o, Role r, void* exponent_room, void* wide_room, void* panel_room,
-       int threads)
-      : operand(o), role(r), panels(panel_room) {
+  Side(const StridedOperand& o, Role r, void* exponent_buffer, void* wide_buffer,
+       void* panel_buffer, int threads)
+      : operand(o), role(r), panels(panel_buffer) {
     if (o.packed != nullptr) {
       const PackedHeader& h = *header_of(o);
       exponents = static_cast<const float*>(at(o.packed, h.exponents_offset));
@@ -108,10 +108,10 @@ struct Side {
       panels = at(o.packed, h.panels_offset);
       wide = h.wide != 0;
     } else {
-      float* room = static_cast<float*>(exponent_room);
-      uint8_t* flags = static_cast<uint8_t*>(wide_room);
-      wide = scan_row_exponents(o, room, flags, threads);
-      exponents = room;
+      float* buffer = static_cast<float*>(exponent_buffer);
+      uint8_t* flags = static_cast<uint8_t*>(wide_buffer);
+      wide = scan_row_exponents(o, buffer, flags, threads);
+      exponents = buffer;
       wide_blocks = flags;
     }
   }

@@ -1,13 +1,13 @@
 // GEMMs of groups: one task a group, each the ordinary pack() or gemm() on a part of the operands.
-// The crew lets small groups run side by side and shares the items of large ones.
+// The team of tasks lets small groups run side by side and shares the items of large ones.
 #include <algorithm>
 #include <atomic>
 
 #include "common/check.h"
-#include "common/crew.h"
 #include "common/fresh_memory.h"
 #include "common/groups.h"
 #include "common/parallel.h"
+#include "common/task_team.h"
 #include "gemm/gemm_internal.hpp"
 
 namespace te_mx::cpu {

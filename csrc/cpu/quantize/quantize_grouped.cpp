@@ -1,10 +1,10 @@
 // Quantizing groups: one task a group, each the ordinary quantize() on a part of the matrix. The
-// crew lets small groups run side by side and shares the items of large ones.
+// team of tasks lets small groups run side by side and shares the items of large ones.
 #include "common/check.h"
-#include "common/crew.h"
 #include "common/fresh_memory.h"
 #include "common/groups.h"
 #include "common/parallel.h"
+#include "common/task_team.h"
 #include "quantize/quantize_task.h"
 #include "te_mx/cpu.h"
 

@@ -4,8 +4,8 @@
 
 #include <algorithm>
 
-#include "gemm/gemm_courier.cuh"
 #include "gemm/gemm_epilogue.cuh"
+#include "gemm/gemm_epilogue_warp.cuh"
 #include "gemm/gemm_params.cuh"
 
 namespace te_mx::sm90 {
@@ -44,15 +44,15 @@ struct GemmConfig : Shape {
   static constexpr int kReady = kPrepared * kLhsTiles + 1;
   static constexpr int kStaging = kSlots * kPanelBytes;  // per math warpgroup
   // Blocks of which the producer says where they lie: it is never further ahead (gemm_grouped.cuh).
-  static constexpr int kWorks = 8;
-  static constexpr int kWorkBytes = kWorks * sizeof(Work);
+  static constexpr int kWorkTiles = 8;
+  static constexpr int kWorkTileBytes = kWorkTiles * sizeof(WorkTile);
   // One place for what no kernel needs together: bias and works, or constants.
   static constexpr int kBiasesBytes = kMath * kBiasBytes;
-  static constexpr int kRoom =
-      (std::max(kBiasesBytes + kWorkBytes, kFull ? kConstantBytes : 0) + 15) / 16 * 16;
-  static constexpr int kSmem =
-      kStages * (kStageBytes + kColumnBytes) + kMath * (kStaging + 16) + kRoom + 3 * kStages * 8;
-  static_assert(kStages < kWorks);
+  static constexpr int kSharedBytes =
+      (std::max(kBiasesBytes + kWorkTileBytes, kFull ? kConstantBytes : 0) + 15) / 16 * 16;
+  static constexpr int kSmem = kStages * (kStageBytes + kColumnBytes) + kMath * (kStaging + 16) +
+                               kSharedBytes + 3 * kStages * 8;
+  static_assert(kStages < kWorkTiles);
   static_assert(kSmem <= 232448, "a block has 227 KiB of shared memory");
 };
 
@@ -64,7 +64,7 @@ struct Smem {
   static constexpr int kScales = kStaging + Config::kMath * Config::kStaging;
   static constexpr int kBias = kScales + Config::kStages * Config::kScaleBytes;
   static constexpr int kConstants = kBias, kWork = kBias + Config::kBiasesBytes;
-  static constexpr int kColumns = kBias + Config::kRoom;
+  static constexpr int kColumns = kBias + Config::kSharedBytes;
   static constexpr int kBarriers = kColumns + Config::kStages * Config::kColumnBytes;
   // From `full` of a stage to its other barriers.
   static constexpr int kToEmpty = 8 * Config::kStages, kToReady = 2 * kToEmpty;
@@ -83,8 +83,8 @@ struct Smem {
     return base + kColumns + s * Config::kColumnBytes;
   }
   __device__ __forceinline__ char* constants() const { return base + kConstants; }
-  __device__ __forceinline__ Work* work(int i) const {
-    return reinterpret_cast<Work*>(base + kWork) + i % Config::kWorks;
+  __device__ __forceinline__ WorkTile* work(int i) const {
+    return reinterpret_cast<WorkTile*>(base + kWork) + i % Config::kWorkTiles;
   }
   __device__ __forceinline__ uint64_t* full(int s) const {
     return reinterpret_cast<uint64_t*>(base + kBarriers) + s;

@@ -1,7 +1,7 @@
 // The epilogue of one wave: bias, aux, GELU or its derivative, bias gradient, accumulation,
 // rounding, and stores. The tensor cores wait for most of what it takes, so what can wait itself,
 // for global memory, is started long before: the bias at the start of a block, gelu_in by the
-// courier (gemm_courier.cuh).
+// epilogue warp (gemm_epilogue_warp.cuh).
 #pragma once
 
 #include <type_traits>
@@ -13,7 +13,7 @@
 namespace te_mx::sm90 {
 
 // plain: bias and accumulation only; full: aux, GELU or GELU' of gelu_in, and bias gradient too;
-// backward: GELU' of a gelu_in that the courier brings, and bias gradient, only.
+// backward: GELU' of a gelu_in that the epilogue warp brings, and bias gradient, only.
 enum class EpilogueKind : int { plain = 0, full = 1, backward = 2 };
 
 inline constexpr int kBiasBytes = 1024;  // of one block: as it came, and as fp32
@@ -244,8 +244,8 @@ __device__ __forceinline__ void epilogue_full(float (&v)[64], const EpiloguePara
     apply_derivatives(v, p, w), finish<EpilogueKind::full, kSlots>(v, p, map, w);
     return;
   }
-  const bool carried = p.side == Side::aux;
-  if (carried) {
+  const bool by_warp = p.side == SideTensor::aux;
+  if (by_warp) {
     // NOTE: a wait for parity 1 is over before the first block.
     tile::mbar_wait(w.arrived, 1);
     with_16_bit_type(p.out_dtype, [&]<class T>(T) {
@@ -259,7 +259,7 @@ __device__ __forceinline__ void epilogue_full(float (&v)[64], const EpiloguePara
   }
   const auto rest = [&]<Gelu kKind>() {
     apply_gelu<kKind, 0, 32>(v);
-    if (!carried) {
+    if (!by_warp) {
       apply_gelu<kKind, 32, 32>(v);
       finish<EpilogueKind::full, kSlots>(v, p, map, w);
       return;

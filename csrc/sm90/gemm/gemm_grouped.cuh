@@ -30,13 +30,13 @@ struct GroupedParams : GemmParams {
 // The producer's walk, for a warp. NOTE: what is read from memory passes through a shuffle, so that
 // the compiler knows it to be the same in all lanes.
 template <class Config>
-class GroupWalk {
+class GroupScheduler {
  public:
-  static constexpr bool kAnnounced = true;
-  __device__ __forceinline__ GroupWalk(const GroupedParams& p, const Smem<Config>&)
+  static constexpr bool kDynamic = true;
+  __device__ __forceinline__ GroupScheduler(const GroupedParams& p, const Smem<Config>&)
       : p_(p), index_(static_cast<int>(blockIdx.x) / Config::kCluster) {}
 
-  __device__ __forceinline__ bool next(Sources& from, const Smem<Config>& smem,
+  __device__ __forceinline__ bool next(TileSources& from, const Smem<Config>& smem,
                                        const Ring<Config::kStages>& ring, int rank) {
     GroupRows& at = cursor_.at;
     for (int blocks; index_ >= (blocks = m_blocks(at) * p_.n_blocks); index_ -= blocks) {
@@ -47,7 +47,7 @@ class GroupWalk {
     index_ += static_cast<int>(gridDim.x) / Config::kCluster;
     const int m0 = block.m * Config::kM, n_tile = block.n * Config::kCluster + rank;
     from.lhs_tile = m0 / 128, from.rhs_tile = n_tile;
-    Work work;
+    WorkTile work;
     work.n0 = block.n * Config::kCluster * 128, work.inside = m0 % 128, work.group = at.group;
     if (p_.along_k) {
       from.m_row = m0, from.n_row = n_tile * 128, from.k0 = at.first_tile() * 128;
@@ -66,14 +66,14 @@ class GroupWalk {
       work.m0 = from.m_row, work.m_end = at.end;
     }
     work.k_steps = from.k_steps;
-    announce(smem, ring, work);
+    publish(smem, ring, work);
     return true;
   }
 
   // Says that no block follows, with a stage that brings nothing and needs no preparation.
   __device__ __forceinline__ void finish(const Smem<Config>& smem,
                                          const Ring<Config::kStages>& ring) {
-    announce(smem, ring, Work{});
+    publish(smem, ring, WorkTile{});
     if (tile::elect_one()) {
       tile::mbar_arrive(smem.full(ring.stage));
 #pragma unroll
@@ -90,8 +90,8 @@ class GroupWalk {
 
   // Says what the next block is. NOTE: once its first stage is free, everyone is at most kStages
   // blocks behind, and reads none that is overwritten.
-  __device__ __forceinline__ void announce(const Smem<Config>& smem,
-                                           const Ring<Config::kStages>& ring, const Work& work) {
+  __device__ __forceinline__ void publish(const Smem<Config>& smem,
+                                          const Ring<Config::kStages>& ring, const WorkTile& work) {
     tile::mbar_wait_asleep(smem.empty(ring.stage), ring.phase ^ 1);
     if (tile::elect_one()) *smem.work(count_) = work;
     __syncwarp();
@@ -109,16 +109,16 @@ class GroupWalk {
 // NOTE: one function for both, that waits at the head of the loop, would keep the compiler from
 // seeing that all lanes of a warp do the same; the ring then takes registers that are not there.
 template <class Config>
-class GroupFollow {
+class GroupFollower {
  public:
-  static constexpr bool kAnnounced = true;
-  __device__ __forceinline__ explicit GroupFollow(const GroupedParams&) {}
+  static constexpr bool kDynamic = true;
+  __device__ __forceinline__ explicit GroupFollower(const GroupedParams&) {}
 
   // The first stage of the next block.
   __device__ __forceinline__ void await(uint64_t* stage, uint32_t phase) {
     tile::mbar_wait(stage, phase);
   }
-  __device__ __forceinline__ bool next(Work& work, const Smem<Config>& smem) {
+  __device__ __forceinline__ bool next(WorkTile& work, const Smem<Config>& smem) {
     const uint32_t at = tile::smem_addr(smem.work(count_++));
     const auto word = [&](int i) { return static_cast<int>(tile::ld_shared_u32(at + 4 * i)); };
     work = {word(0), word(1), word(2), word(3), word(4), word(5)};
@@ -161,12 +161,12 @@ __device__ __forceinline__ void zero_the_rest(const GroupedParams& p) {
 }
 
 template <>
-struct Roles<GroupedParams> {
+struct Schedulers<GroupedParams> {
   template <class Config>
-  using Producer = GroupWalk<Config>;
+  using Producer = GroupScheduler<Config>;
   template <class Config>
-  using Follower = GroupFollow<Config>;
-  static __device__ __forceinline__ void aside(const GroupedParams& p) { zero_the_rest(p); }
+  using Follower = GroupFollower<Config>;
+  static __device__ __forceinline__ void run_idle_warp(const GroupedParams& p) { zero_the_rest(p); }
 };
 
 }  // namespace te_mx::sm90

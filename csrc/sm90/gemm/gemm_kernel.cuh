@@ -28,15 +28,16 @@ namespace te_mx::sm90 {
 // The order of blocks, as each role of a CTA walks it: a fixed grid of them. The other kind is in
 // gemm_grouped.cuh.
 template <class Config>
-class FixedGrid {
+class StaticScheduler {
  public:
-  static constexpr bool kAnnounced = false;  // whether the producer tells the others
-  __device__ __forceinline__ explicit FixedGrid(const GemmParams& p)
+  static constexpr bool kDynamic = false;  // whether the producer tells the others
+  __device__ __forceinline__ explicit StaticScheduler(const GemmParams& p)
       : p_(p), index_(blockIdx.x / Config::kCluster) {}
-  __device__ __forceinline__ FixedGrid(const GemmParams& p, const Smem<Config>&) : FixedGrid(p) {}
+  __device__ __forceinline__ StaticScheduler(const GemmParams& p, const Smem<Config>&)
+      : StaticScheduler(p) {}
 
   // For the producer: false behind the last block.
-  __device__ __forceinline__ bool next(Sources& from, const Smem<Config>&,
+  __device__ __forceinline__ bool next(TileSources& from, const Smem<Config>&,
                                        const Ring<Config::kStages>&, int rank) {
     if (index_ >= p_.m_blocks * p_.n_blocks) return false;
     const Block block = block_at(p_, p_.m_blocks, index_);
@@ -57,7 +58,7 @@ class FixedGrid {
 
   // For the others, who await the first stage of a block where they need it to know the block.
   __device__ __forceinline__ void await(uint64_t*, uint32_t) {}
-  __device__ __forceinline__ bool next(Work& work, const Smem<Config>&) {
+  __device__ __forceinline__ bool next(WorkTile& work, const Smem<Config>&) {
     if (index_ >= p_.m_blocks * p_.n_blocks) return false;
     const Block block = block_at(p_, p_.m_blocks, index_);
     work.m0 = block.m * Config::kM, work.m_end = p_.epilogue.m;
@@ -75,12 +76,12 @@ class FixedGrid {
 
 // The schedules of a kernel with these parameters; and what its idle warp does meanwhile.
 template <class Params>
-struct Roles {
+struct Schedulers {
   template <class Config>
-  using Producer = FixedGrid<Config>;
+  using Producer = StaticScheduler<Config>;
   template <class Config>
-  using Follower = FixedGrid<Config>;
-  static __device__ __forceinline__ void aside(const Params&) {}
+  using Follower = StaticScheduler<Config>;
+  static __device__ __forceinline__ void run_idle_warp(const Params&) {}
 };
 
 __device__ __forceinline__ const uint32_t* tile_at(const uint32_t* scales, int tile) {
@@ -94,7 +95,7 @@ template <class Config, class Params>
 __device__ __forceinline__ void produce(const Params& p, const CUtensorMap& lhs_map,
                                         const CUtensorMap& rhs_map, const Smem<Config>& smem,
                                         int rank) {
-  using Schedule = typename Roles<Params>::template Producer<Config>;
+  using Schedule = typename Schedulers<Params>::template Producer<Config>;
   constexpr int kTile = Config::kTileBytes;
   const uint32_t lhs0 = tile::smem_addr(smem.lhs(0)) +
                         (Config::kCluster == 1 ? 0 : rank) * (Config::kLhsBytes / Config::kCluster);
@@ -104,7 +105,7 @@ __device__ __forceinline__ void produce(const Params& p, const CUtensorMap& lhs_
   const bool leader = tile::elect_one();
   Ring<Config::kStages> ring;
   Schedule schedule(p, smem);
-  Sources from;
+  TileSources from;
   while (schedule.next(from, smem, ring, rank)) {
     const uint32_t* at = tile_at(p.lhs_scales, from.lhs_tile);
     const uint32_t* rhs_at = tile_at(p.rhs_scales, from.rhs_tile);
@@ -115,7 +116,7 @@ __device__ __forceinline__ void produce(const Params& p, const CUtensorMap& lhs_
       if (leader) {
         // The scales first: they are prepared while the codes are still on their way.
         tile::mbar_arrive_expect(full, Config::kScaleBytes);
-        if constexpr (Config::kM == 192 || (Config::kM == 256 && Schedule::kAnnounced)) {
+        if constexpr (Config::kM == 192 || (Config::kM == 256 && Schedule::kDynamic)) {
           tile::bulk_load(scales, at, kTile, full);
           tile::bulk_load(scales + kTile, at + from.second * kScaleWords, kTile, full);
         } else {
@@ -138,11 +139,11 @@ __device__ __forceinline__ void produce(const Params& p, const CUtensorMap& lhs_
 template <class Config, class Params>
 __device__ __forceinline__ void prepare(const Params& p, const Smem<Config>& smem, int lhs_tile,
                                         int lane) {
-  using Schedule = typename Roles<Params>::template Follower<Config>;
+  using Schedule = typename Schedulers<Params>::template Follower<Config>;
   using Promotion = typename Config::Promotion;
   Ring<Config::kStages> ring;
   Schedule schedule(p);
-  Work work;
+  WorkTile work;
   schedule.await(smem.full(ring.stage), ring.phase);
 #pragma unroll 1
   while (schedule.next(work, smem)) {
@@ -181,7 +182,7 @@ __device__ __forceinline__ void release(uint64_t* empty, int lane) {
 template <class Config, EpilogueKind kEpilogue, class Params>
 __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_map,
                                         const Smem<Config>& smem, int rank, int math) {
-  using Schedule = typename Roles<Params>::template Follower<Config>;
+  using Schedule = typename Schedulers<Params>::template Follower<Config>;
   using Promotion = typename Config::Promotion;
   const int thread = threadIdx.x % 128, lane = thread % 32;
   // This warpgroup's first row inside the block.
@@ -194,13 +195,13 @@ __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_
   const uint32_t columns = tile::smem_addr(smem.columns(0));
   Ring<Config::kStages> ring;
   Schedule schedule(p);
-  Work work;
+  WorkTile work;
   Wave w;
   w.phase = 0;
   schedule.await(smem.ready(ring.stage), ring.phase);
   while (schedule.next(work, smem)) {
     const int k_steps = work.k_steps;
-    if constexpr (Schedule::kAnnounced) {
+    if constexpr (Schedule::kDynamic) {
       if (work.m0 + row0 >= work.m_end) {  // no rows for this warpgroup
         for (int k = 0; k < k_steps; ++k, ring.next()) {
           tile::mbar_wait(smem.ready(ring.stage), ring.phase);
@@ -264,7 +265,7 @@ __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_
 #pragma unroll
     for (int wave = 0; wave < Config::kWaves; ++wave, w.m0 += 64) {
       w.direct = p.epilogue.direct, w.by_element = p.epilogue.by_element;
-      if constexpr (Schedule::kAnnounced) {
+      if constexpr (Schedule::kDynamic) {
         // The end of a group: what lies behind it belongs to the next one.
         if (w.m0 + 64 > w.m_end) w.direct = w.by_element = true;
       }
@@ -291,7 +292,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     tile::tma_prefetch(&lhs_map);
     tile::tma_prefetch(&rhs_map);
     if (!p.epilogue.direct) tile::tma_prefetch(&out_map);
-    if (p.epilogue.side != Side::none) tile::tma_prefetch(&side_map);
+    if (p.epilogue.side != SideTensor::none) tile::tma_prefetch(&side_map);
     for (int s = 0; s < Config::kStages; ++s) {
       tile::mbar_init(smem.full(s), 1);
       tile::mbar_init(smem.empty(s), kArrivals * Config::kMath * Config::kCluster);
@@ -321,13 +322,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       prepare<Config>(p, smem, warp - 1, static_cast<int>(threadIdx.x) % 32);
     } else if (warp == 3) {
       if constexpr (kEpilogue != EpilogueKind::plain) {
-        using Schedule = typename Roles<Params>::template Follower<Config>;
-        if (p.epilogue.side != Side::none && tile::elect_one())
-          carry<Config, Schedule, kEpilogue == EpilogueKind::backward>(p, out_map, side_map, smem,
-                                                                       rank);
+        using Schedule = typename Schedulers<Params>::template Follower<Config>;
+        if (p.epilogue.side != SideTensor::none && tile::elect_one())
+          run_epilogue_warp<Config, Schedule, kEpilogue == EpilogueKind::backward>(
+              p, out_map, side_map, smem, rank);
         __syncwarp();
       } else {
-        Roles<Params>::aside(p);
+        Schedulers<Params>::run_idle_warp(p);
       }
     }
   } else {

@@ -45,17 +45,17 @@ inline bool bias_by_words(const Epilogue& e, int64_t n) {
   return e.bias_dtype == DType::f32 || (n % 2 == 0 && reinterpret_cast<uintptr_t>(e.bias) % 4 == 0);
 }
 
-// What the courier carries beside D. What it does not carry is rare.
-inline const void* beside(const Epilogue& e) { return e.gelu_in != nullptr ? e.gelu_in : e.aux; }
-inline Side carried(const Epilogue& e, int64_t n) {
+// The side tensor of D, if the copy engine can carry it: others are rare.
+inline const void* side_data(const Epilogue& e) { return e.gelu_in != nullptr ? e.gelu_in : e.aux; }
+inline SideTensor side_tensor(const Epilogue& e, int64_t n) {
   const bool backward = e.gelu_in != nullptr;
-  if (beside(e) == nullptr || e.out_dtype == DType::f32 ||
+  if (side_data(e) == nullptr || e.out_dtype == DType::f32 ||
       e.out_dtype != (backward ? e.gelu_in_dtype : e.aux_dtype) || stored_by_element(e) ||
-      added_by_element(e) || n % 8 != 0 || reinterpret_cast<uintptr_t>(beside(e)) % 16 != 0 ||
+      added_by_element(e) || n % 8 != 0 || reinterpret_cast<uintptr_t>(side_data(e)) % 16 != 0 ||
       (backward ? e.bias : e.bias_grad) != nullptr) {
-    return Side::none;
+    return SideTensor::none;
   }
-  return backward ? Side::gelu_in : Side::aux;
+  return backward ? SideTensor::gelu_in : SideTensor::aux;
 }
 
 // For a D[m, n]; `partial` is where partial sums of the bias gradient go.
@@ -71,7 +71,7 @@ inline EpilogueParams epilogue_params(const Epilogue& e, int64_t m, int64_t n, v
   p.bias_words = bias_by_words(e, n);
   p.direct = stored_by_element(e);
   p.by_element = p.direct || added_by_element(e);
-  p.side = carried(e, n);
+  p.side = side_tensor(e, n);
   p.m = static_cast<int>(m), p.n = static_cast<int>(n);
   return p;
 }
@@ -93,8 +93,8 @@ struct Maps {
                          Config::kN) &&
            (e.direct || tensor_map_2d(out, map_type(e.out_dtype), width, e.out, e.m,
                                       arrays.out_columns, e.ldo * width, 64)) &&
-           (e.side == Side::none ||
-            tensor_map_2d(side, map_type(e.out_dtype), 2, beside(a.epilogue), e.m, e.n,
+           (e.side == SideTensor::none ||
+            tensor_map_2d(side, map_type(e.out_dtype), 2, side_data(a.epilogue), e.m, e.n,
                           int64_t{e.n} * 2, 64));
   }
 };
@@ -149,7 +149,7 @@ Status launch_any(const Kind& kind, const Device& device) {
   const auto go = [&]<Fp8 kLhs, Fp8 kRhs>() {
     using Config = GemmConfig<Shape, ByteOperands<kLhs, kRhs>, PowerOfTwoScales>;
     if constexpr (Kind::kEveryEpilogue && Config::kFull) {
-      if (carried(a.epilogue, a.rhs.rows) == Side::gelu_in)
+      if (side_tensor(a.epilogue, a.rhs.rows) == SideTensor::gelu_in)
         return launch<Config, EpilogueKind::backward>(kind, device);
       if (needs_full(a.epilogue)) return launch<Config, EpilogueKind::full>(kind, device);
     }

@@ -36,7 +36,7 @@ struct ByteOperands {
   static __device__ __forceinline__ void load(uint32_t lhs, uint32_t rhs,
                                               const CUtensorMap& lhs_map,
                                               const CUtensorMap& rhs_map, uint32_t ready,
-                                              const Sources& from, int rank) {
+                                              const TileSources& from, int rank) {
     if constexpr (Config::kCluster == 1) {
       tile::tma_load(lhs, &lhs_map, ready, from.k0, from.m_row);
     } else {

@@ -11,7 +11,7 @@ namespace te_mx::sm90 {
 
 // The [M, N] array beside D that goes through the copy engine: 16-bit, of rows of whole 16 bytes,
 // as D is then.
-enum class Side : int { none = 0, aux = 1, gelu_in = 2 };
+enum class SideTensor : int { none = 0, aux = 1, gelu_in = 2 };
 
 struct EpilogueParams {
   void* out;
@@ -22,7 +22,7 @@ struct EpilogueParams {
   float* bias_grad;  // partial sums [ceil(M/64), N]
   DType out_dtype, bias_dtype, aux_dtype, gelu_in_dtype;
   Gelu gelu;
-  Side side;
+  SideTensor side;
   bool accumulate;
   bool bias_words;  // the bias may be copied by words of 4 bytes
   bool direct;      // out cannot be described by a tensor map: stores go element by element
@@ -92,7 +92,7 @@ inline constexpr int kArrivals = 4, kPrepared = 1;
 #endif
 
 // What the producer must know of a block: where its operands lie in theirs.
-struct Sources {
+struct TileSources {
   int m_row, n_row, k0;    // first elements of the codes
   int lhs_tile, rhs_tile;  // scale tiles of the first step
   int second;              // tiles from the first lhs tile to the second one
@@ -100,7 +100,7 @@ struct Sources {
 };
 
 // What the math warpgroups must know of it.
-struct Work {
+struct WorkTile {
   int m0, m_end;  // its first row in D, and the row that it must end before
   int n0;         // first column of the cluster
   int k_steps;

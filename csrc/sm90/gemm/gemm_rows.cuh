@@ -24,7 +24,7 @@ struct Wave {
   int barrier;      // named barrier of this warpgroup
   char* staging;
   char* bias;         // kBiasBytes of shared memory
-  uint64_t* arrived;  // the courier gives the staging back (gemm_courier.cuh),
+  uint64_t* arrived;  // the epilogue warp gives the staging back (gemm_epilogue_warp.cuh),
   uint64_t* staged;   // and gets it
   uint32_t phase;     // of the first, in a backward GEMM
   char* constants;    // of a backward GEMM (gemm_gelu_table.cuh)

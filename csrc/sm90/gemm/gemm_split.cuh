@@ -15,15 +15,17 @@ struct SplitParams : GemmParams {
 
 // Part by part, so that what runs at one time reads the same K.
 template <class Config>
-class SplitGrid {
+class SplitScheduler {
  public:
-  static constexpr bool kAnnounced = false;
+  static constexpr bool kDynamic = false;
   static_assert(Config::kCluster == 1 && Config::kLhsTiles == 1);
-  __device__ __forceinline__ explicit SplitGrid(const SplitParams& p) : p_(p), index_(blockIdx.x) {}
-  __device__ __forceinline__ SplitGrid(const SplitParams& p, const Smem<Config>&) : SplitGrid(p) {}
+  __device__ __forceinline__ explicit SplitScheduler(const SplitParams& p)
+      : p_(p), index_(blockIdx.x) {}
+  __device__ __forceinline__ SplitScheduler(const SplitParams& p, const Smem<Config>&)
+      : SplitScheduler(p) {}
 
   // For the producer: false behind the last block.
-  __device__ __forceinline__ bool next(Sources& from, const Smem<Config>&,
+  __device__ __forceinline__ bool next(TileSources& from, const Smem<Config>&,
                                        const Ring<Config::kStages>&, int) {
     Place at;
     if (!take(at)) return false;
@@ -38,7 +40,7 @@ class SplitGrid {
 
   // For the others.
   __device__ __forceinline__ void await(uint64_t*, uint32_t) {}
-  __device__ __forceinline__ bool next(Work& work, const Smem<Config>&) {
+  __device__ __forceinline__ bool next(WorkTile& work, const Smem<Config>&) {
     Place at;
     if (!take(at)) return false;
     const int before = at.part * p_.rows;
@@ -74,12 +76,12 @@ class SplitGrid {
 };
 
 template <>
-struct Roles<SplitParams> {
+struct Schedulers<SplitParams> {
   template <class Config>
-  using Producer = SplitGrid<Config>;
+  using Producer = SplitScheduler<Config>;
   template <class Config>
-  using Follower = SplitGrid<Config>;
-  static __device__ __forceinline__ void aside(const SplitParams&) {}
+  using Follower = SplitScheduler<Config>;
+  static __device__ __forceinline__ void run_idle_warp(const SplitParams&) {}
 };
 
 }  // namespace te_mx::sm90

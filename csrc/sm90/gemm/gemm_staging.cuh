@@ -83,7 +83,7 @@ __device__ __forceinline__ void store_wave(const float (&v)[64], const EpilogueP
   }
 }
 
-// Gives the staging to the courier, behind a fence_async_proxy().
+// Gives the staging to the epilogue warp, behind a fence_async_proxy().
 __device__ __forceinline__ void leave_staging(const Wave& w) {
 #ifndef TE_MX_RACECHECK
   __syncwarp();
@@ -92,8 +92,8 @@ __device__ __forceinline__ void leave_staging(const Wave& w) {
   tile::mbar_arrive(w.staged);
 }
 
-// What the courier brought of four neighbouring 8x8 blocks: those of v[8 * part] and after, in
-// pairs.
+// What the epilogue warp brought of four neighbouring 8x8 blocks: those of v[8 * part] and after,
+// in pairs.
 __device__ __forceinline__ void read_ahead(uint32_t (&x)[4], const int part, const Wave& w) {
   const int lane = w.thread % 32, warp = w.thread / 32;
   const uint32_t row = warp * 16 + lane % 16, chunk = part % 4 * 2 + lane / 16;

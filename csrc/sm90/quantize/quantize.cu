@@ -19,7 +19,7 @@ CodesOut codes_out(uint8_t* plain, const Packed& packed, int64_t width, int byte
   CodesOut out{};
   out.packed = packed.codes != nullptr;
   out.codes = out.packed ? packed.codes : plain;
-  out.wanted = out.codes != nullptr;
+  out.enabled = out.codes != nullptr;
   out.ld = out.packed ? packed_ld(width) : width;
   out.last_width = last_of(out.ld);
   out.vectors = out.ld % bytes == 0 && reinterpret_cast<uintptr_t>(out.codes) % bytes == 0;
@@ -29,7 +29,7 @@ CodesOut codes_out(uint8_t* plain, const Packed& packed, int64_t width, int byte
 }  // namespace
 
 bool wants_plain(const QuantizeParams& p) {
-  return (p.row.wanted && !p.row.packed) || (p.col.wanted && !p.col.packed);
+  return (p.row.enabled && !p.row.packed) || (p.col.enabled && !p.col.packed);
 }
 
 dim3 tile_grid(const QuantizeParams& p, int col_tiles, int64_t matrices) {

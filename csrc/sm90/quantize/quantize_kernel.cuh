@@ -26,7 +26,7 @@ __device__ __forceinline__ typename Input<T>::Word element_twice(
   return Input<T>::twice(k & 2 ? b : a, j & 1);
 }
 
-// Codes of a tile that is tile-shared in every wanted direction, without NaN: E is one, and
+// Codes of a tile that is tile-shared in every direction, without NaN: E is one, and
 // rounding at once to codes shifted by it gives the bytes of rounding twice, for both directions,
 // unless a code comes out subnormal. Such a code is made again: with its row, or, where kOneByOne,
 // by itself unless a thread has many. That needs more registers, and pays where they are common.
@@ -40,7 +40,7 @@ __device__ __forceinline__ void codes_once(uint2 (&cols)[8], const QuantizeSmem&
   const Shifts shifts{true, (exponent + 1) * 0x10001u, nullptr};
   const uint32_t shared = block_factor(exponent) * 0x10001u;
   RowWriter out(p.row, t, at);
-  if (!p.row.wanted) out.rows = 0;
+  if (!p.row.enabled) out.rows = 0;
   const auto make_again = [&](int k) {
     cols[k] = col_codes<T, kFmt>(x[k], s.col_factors, at.band, at.c, shifts);
     return row_codes<T, kFmt>(x[k], s.row_factors, at.row_block, at.r + k, shifts);
@@ -80,7 +80,7 @@ __device__ __forceinline__ void codes_once(uint2 (&cols)[8], const QuantizeSmem&
       const int k = bit % 4, j = 4 * half + bit / 8;
       // Both directions at once: the row's code in the lower byte, the column's in the upper one.
       const uint32_t col = s.col_factors.of[at.band][at.c + j];
-      const uint32_t row = p.row.wanted ? s.row_factors.of[at.row_block][at.r + k0 + k] : col;
+      const uint32_t row = p.row.enabled ? s.row_factors.of[at.row_block][at.r + k0 + k] : col;
       const uint32_t factors = row | col << 16;
       const float2 v = Input<T>::scaled(element_twice<T>(x + k0, k, j), factors);
       const uint32_t codes = tile::fp8x2_times<kFmt>(tile::fp8x2<kFmt>(v.x, v.y),
@@ -98,7 +98,7 @@ __device__ __forceinline__ void codes_once(uint2 (&cols)[8], const QuantizeSmem&
 }
 
 // What follows reading a tile: scales, classes, codes and sums of its elements x. kPlain: some
-// wanted direction is plain, or may be. kSums: column sums may be wanted; else their shared memory
+// direction is plain, or may be. kSums: column sums may be wanted; else their shared memory
 // is the caller's. kOneByOne: of codes_once().
 template <class T, tile::Fp8 kFmt, bool kPlain, bool kSums = true, bool kOneByOne = false>
 __device__ __forceinline__ void quantize_patch(const QuantizeParams& p, QuantizeSmem& s,
@@ -106,18 +106,18 @@ __device__ __forceinline__ void quantize_patch(const QuantizeParams& p, Quantize
                                                const Tile& t, const Place& at) {
   const QuantizeTask& a = p.a;
   if (threadIdx.x == 0) s.row.clear(), s.col.clear();
-  if (p.row.wanted) scan_rows<T, kFmt>(s, x, at, a.rule);
-  if (p.col.wanted) scan_cols<T, kFmt>(s, x, at, a.rule);
+  if (p.row.enabled) scan_rows<T, kFmt>(s, x, at, a.rule);
+  if (p.col.enabled) scan_cols<T, kFmt>(s, x, at, a.rule);
   const bool sums = kSums && a.col_sum != nullptr;
   if (sums) sum_cols<T>(s, x, at);
   __syncthreads();
 
   const int r = threadIdx.x % 128;
   const bool row_side = threadIdx.x < 128;
-  const bool row_packed = kPlain ? p.row.packed : p.row.wanted;
-  const bool col_packed = kPlain ? p.col.packed : p.col.wanted;
-  const ScaleRange row_range = p.row.wanted ? s.row.range() : ScaleRange{};
-  const ScaleRange col_range = p.col.wanted ? s.col.range() : ScaleRange{};
+  const bool row_packed = kPlain ? p.row.packed : p.row.enabled;
+  const bool col_packed = kPlain ? p.col.packed : p.col.enabled;
+  const ScaleRange row_range = p.row.enabled ? s.row.range() : ScaleRange{};
+  const ScaleRange col_range = p.col.enabled ? s.col.range() : ScaleRange{};
   int row_class = row_packed ? TileScales::early_class(row_range, a.spread) : 2;
   int col_class = col_packed ? TileScales::early_class(col_range, a.spread) : 2;
   if (row_class == kUndecided || col_class == kUndecided) {
@@ -132,7 +132,7 @@ __device__ __forceinline__ void quantize_patch(const QuantizeParams& p, Quantize
       write_words(s.row, row_exponent, row_class, r,
                   tile_words(a.row_packed.scales, t.ct, t.rt, p.row_tiles),
                   t.last_row && (p.row_tiles & 1) != 0);
-    } else if (kPlain && p.row.wanted) {
+    } else if (kPlain && p.row.enabled) {
       write_plain_scales(s.row, r, a.row_scales, t.r0 + r, a.rows, t.ct * 4ll, (a.cols + 31) / 32,
                          false);
     }
@@ -145,35 +145,35 @@ __device__ __forceinline__ void quantize_patch(const QuantizeParams& p, Quantize
       write_words(s.col, col_exponent, col_class, r,
                   tile_words(a.col_packed.scales, t.rt, t.ct, p.col_tiles),
                   t.last_col && (p.col_tiles & 1) != 0);
-    } else if (kPlain && p.col.wanted) {
+    } else if (kPlain && p.col.enabled) {
       write_plain_scales(s.col, r, a.col_scales, t.c0() + r, a.cols, t.rt * 4ll, (a.rows + 31) / 32,
                          a.col_lies_as_x);
     }
   }
 
   // NOTE: the floor rule saturates before the shift, so that rounding once would not do.
-  const bool once = !kPlain && (!p.row.wanted || row_class == 0) &&
-                    (!p.col.wanted || col_class == 0) && a.rule == ScaleRule::rceil &&
+  const bool once = !kPlain && (!p.row.enabled || row_class == 0) &&
+                    (!p.col.enabled || col_class == 0) && a.rule == ScaleRule::rceil &&
                     *reinterpret_cast<const uint64_t*>(s.nan) == 0;
   uint2 cols[8];
   if (once) {
     codes_once<T, kFmt, kOneByOne>(cols, s, p, x, t, at,
-                                   p.row.wanted ? row_exponent : col_exponent);
+                                   p.row.enabled ? row_exponent : col_exponent);
   } else {
-    if (p.row.wanted) {
+    if (p.row.enabled) {
       const Shifts shifts(s.row, row_exponent, row_packed, row_class);
       write_rows<kPlain>(p.row, t, at, [&](int k) {
         return row_codes<T, kFmt>(x[k], s.row_factors, at.row_block, at.r + k, shifts);
       });
     }
-    if (p.col.wanted) {
+    if (p.col.enabled) {
       const Shifts shifts(s.col, col_exponent, col_packed, col_class);
 #pragma unroll
       for (int k = 0; k < 8; ++k)
         cols[k] = col_codes<T, kFmt>(x[k], s.col_factors, at.band, at.c, shifts);
     }
   }
-  if (!p.col.wanted) return;
+  if (!p.col.enabled) return;
   if (kPlain && a.col_lies_as_x) {
     write_rows<true>(p.col, t, at, [&](int k) { return cols[k]; });
     return;

@@ -23,7 +23,7 @@ inline int spreading_smem(int64_t tiles, int sms) {
   return tiles <= sms ? kSpreadingSmem : tiles <= 2 * sms ? kSpreadingSmem / 2 : 0;
 }
 
-// kPlain: whether a wanted direction may be plain.
+// kPlain: whether a direction may be plain.
 template <bool kPlain, class T, tile::Fp8 kFmt, class Where>
 Status launch_instance(const QuantizeParams& p, const Where& where, dim3 grid, int64_t tiles,
                        cudaStream_t stream, Start start) {

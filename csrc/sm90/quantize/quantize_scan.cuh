@@ -23,12 +23,12 @@ struct QuantizeSmem {
       codes[128][128];  // of the columns, [col][row], 16-byte chunks xored with (col / 8) % 8
 };
 
-// Where codes go, and whether in vectors. A direction that nobody wants has no codes.
+// Where codes go, and whether in vectors. A direction that is not asked for has no codes.
 struct CodesOut {
   uint8_t* codes;
   int64_t ld;
   int last_width;  // of the last tile: bytes before it may be written
-  bool wanted, packed, vectors;
+  bool enabled, packed, vectors;
 };
 
 struct QuantizeParams {

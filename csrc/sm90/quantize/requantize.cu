@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, 4)
   if (!find_tile(t, all.q, blockIdx.y)) return;
   QuantizeParams p = all.q;
   // NOTE: constants here make the code for rows and sums go away, and its registers.
-  p.row.wanted = p.row.packed = false, p.a.col_sum = nullptr, p.col.wanted = p.col.packed = true;
+  p.row.enabled = p.row.packed = false, p.a.col_sum = nullptr, p.col.enabled = p.col.packed = true;
   p.col.codes += blockIdx.z * all.out_codes;
   p.a.col_packed.scales += blockIdx.z * all.out_words;
   const Place at;

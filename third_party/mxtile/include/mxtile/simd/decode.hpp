@@ -42,8 +42,8 @@ struct BlockDecoder {
 // 2^(exponent) for a scale byte: NaN for 255. The exponent is byte - shift, kept within [-100,
 // 100].
 MXTILE_WORD float block_factor(int byte, int shift) {
-  const int wanted = byte - shift;
-  const int exponent = wanted < -100 ? -100 : wanted > 100 ? 100 : wanted;
+  const int target = byte - shift;
+  const int exponent = target < -100 ? -100 : target > 100 ? 100 : target;
   const uint32_t bits = byte == 255 ? 0x7fc00000u : static_cast<uint32_t>(exponent + 127) << 23;
   float factor;
   std::memcpy(&factor, &bits, sizeof factor);

@@ -1,4 +1,4 @@
-#include "common/crew.h"
+#include "common/task_team.h"
 
 #include <thread>
 
@@ -15,7 +15,7 @@ struct alignas(64) Board {
   std::atomic<int> helpers{0};  // that may be reading the job
 };
 
-struct Crew {
+struct TaskTeam {
   void (*fn)(void*, int64_t, int);
   void* ctx;
   int64_t n_tasks;
@@ -38,22 +38,22 @@ bool help(Board& board) {
 }
 
 void serve(void* data) noexcept {
-  Crew& crew = *static_cast<Crew*>(data);
-  const int me = crew.joined.fetch_add(1);
-  if (me < crew.members) {
-    my_board = &crew.boards[me];
+  TaskTeam& team = *static_cast<TaskTeam*>(data);
+  const int me = team.joined.fetch_add(1);
+  if (me < team.members) {
+    my_board = &team.boards[me];
     for (;;) {
-      const int64_t task = crew.next_task.fetch_add(1);
-      if (task >= crew.n_tasks) break;
-      crew.fn(crew.ctx, task, me);
-      crew.done.fetch_add(1);
+      const int64_t task = team.next_task.fetch_add(1);
+      if (task >= team.n_tasks) break;
+      team.fn(team.ctx, task, me);
+      team.done.fetch_add(1);
     }
     my_board = nullptr;
   }
-  while (crew.done.load() < crew.n_tasks) {
+  while (team.done.load() < team.n_tasks) {
     bool any = false;
-    for (int i = 1; i <= crew.members; ++i) {
-      any = help(crew.boards[(me + i) % crew.members]) || any;
+    for (int i = 1; i <= team.members; ++i) {
+      any = help(team.boards[(me + i) % team.members]) || any;
     }
     if (!any) std::this_thread::yield();
   }
@@ -68,15 +68,15 @@ void parallel_tasks(int threads, int64_t n_tasks, int members,
     for (int64_t task = 0; task < n_tasks; ++task) fn(ctx, task, 0);
     return;
   }
-  Crew crew;
-  crew.fn = fn;
-  crew.ctx = ctx;
-  crew.n_tasks = n_tasks;
-  crew.members = members < 1 ? 1 : members < kMostMembers ? members : kMostMembers;
-  run_on_team(threads, threads, serve, &crew);
+  TaskTeam team;
+  team.fn = fn;
+  team.ctx = ctx;
+  team.n_tasks = n_tasks;
+  team.members = members < 1 ? 1 : members < kMostMembers ? members : kMostMembers;
+  run_on_team(threads, threads, serve, &team);
 }
 
-bool offer_to_crew(Job& job) {
+bool share_with_team(Job& job) {
   Board* const board = my_board;
   if (board == nullptr) return false;
   my_board = nullptr;  // a parallel_for inside an item runs by itself

@@ -31,9 +31,9 @@ void parallel_tasks(int threads, int64_t n_tasks, int members, F&& body) {
       const_cast<void*>(static_cast<const void*>(&body)));
 }
 
-// For parallel_for: offers a job to the crew that runs the calling task and returns true when its
+// For parallel_for: offers a job to the team that runs the calling task and returns true when its
 // items are done; false outside of tasks.
 struct Job;
-bool offer_to_crew(Job& job);
+bool share_with_team(Job& job);
 
 }  // namespace te_mx::cpu
