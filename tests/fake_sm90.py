@@ -24,17 +24,13 @@ _DTYPES = {number: dtype for dtype, number in FLOAT_DTYPES.items()}
 _RULES = ("rceil", "floor")
 _GELUS = {number: name for name, number in GELUS.items()}
 _ORDERS = {number: name for name, number in LAYOUTS.items()}
-_RECORDS = {
-    "ActArgs", "DequantizeArgs", "GemmArgs", "GroupedGemmArgs", "GroupedQuantizeArgs", "Groups",
-    "LinearArgs", "Matrix", "NormArgs", "NormGradArgs", "Operand", "PackArgs", "QuantizeArgs",
-    "RowSumsArgs",
-}  # fmt: skip
 
 
 def __getattr__(name: str):
-    if name not in _RECORDS:
+    found = getattr(importlib.import_module("te_mx._native"), name, None)
+    if not isinstance(found, type):
         raise AttributeError(name)
-    return getattr(importlib.import_module("te_mx._native"), name)
+    return found
 
 
 def at(address: int, shape: tuple[int, ...], dtype: torch.dtype = torch.uint8) -> Tensor:
