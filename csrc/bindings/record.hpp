@@ -13,10 +13,12 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <iterator>
 #include <new>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "te_mx/fused.h"
@@ -181,19 +183,19 @@ class Record {
         {"copy", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&copy)),
          METH_FASTCALL | METH_KEYWORDS, "A copy, with the named fields replaced."},
         {}};
-    PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(&create)},
-                           {Py_tp_init, reinterpret_cast<void*>(&init)},
-                           {Py_tp_dealloc, reinterpret_cast<void*>(&destroy)},
+    PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(&destroy)},
                            {Py_tp_repr, reinterpret_cast<void*>(&print)},
                            {Py_tp_getset, descriptors.data()},
                            {Py_tp_methods, methods},
                            {0, nullptr}};
-    PyType_Spec spec{full_name.c_str(), static_cast<int>(sizeof(Box<T>)), 0, Py_TPFLAGS_DEFAULT,
-                     slots};
+    // NOTE: without tp_new there is one way to a record, and no object without one inside.
+    PyType_Spec spec{full_name.c_str(), static_cast<int>(sizeof(Box<T>)), 0,
+                     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
     py::object type = py::reinterpret_steal<py::object>(PyType_FromSpec(&spec));
     if (!type) throw py::error_already_set();
     m.attr(name) = type;
     record_type<T> = reinterpret_cast<PyTypeObject*>(type.release().ptr());
+    record_type<T>->tp_vectorcall = &construct;
   }
 
   static std::vector<Field>& kept() {
@@ -224,21 +226,60 @@ class Record {
     return field.write(bytes(self) + field.at, value) ? 0 : -1;
   }
 
-  static PyObject* create(PyTypeObject* type, PyObject*, PyObject*) {
-    return new_box<T>(type, T{});
+  // The fields of names, a tuple that the compiler of Python made for one place in the code: what
+  // was found for it stays known. Null, with an error set, for a name that no field has.
+  static const std::vector<const Field*>* find(PyObject* names) {
+    struct Place {
+      PyObject* names = nullptr;
+      std::vector<const Field*> fields;
+    };
+    static Place places[16];
+    static unsigned next = 0;
+    for (const Place& place : places) {
+      if (place.names == names) return &place.fields;
+    }
+    std::vector<const Field*> found;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names); ++i) {
+      PyObject* const name = PyTuple_GET_ITEM(names, i);
+      for (const Field& field : kept()) {
+        if (PyUnicode_CompareWithASCIIString(name, field.name.c_str()) == 0)
+          found.push_back(&field);
+      }
+      if (static_cast<Py_ssize_t>(found.size()) <= i) {
+        PyErr_Format(PyExc_AttributeError, "%s has no field %U", record_type<T>->tp_name, name);
+        return nullptr;
+      }
+    }
+    Place& place = places[next++ % std::size(places)];
+    Py_INCREF(names);
+    Py_XDECREF(place.names);
+    place.names = names, place.fields = std::move(found);
+    return &place.fields;
   }
 
-  static int init(PyObject* self, PyObject* args, PyObject* fields) {
-    if (PyTuple_GET_SIZE(args) != 0) {
-      PyErr_Format(PyExc_TypeError, "%s takes fields by name", Py_TYPE(self)->tp_name);
-      return -1;
+  // A new record that differs from `from` in the fields of a vectorcall.
+  static PyObject* create(const T& from, PyObject* const* args, Py_ssize_t count, PyObject* names) {
+    if (count != 0) {
+      PyErr_Format(PyExc_TypeError, "%s takes fields by name", record_type<T>->tp_name);
+      return nullptr;
     }
-    Py_ssize_t at = 0;
-    PyObject *name, *value;
-    while (fields != nullptr && PyDict_Next(fields, &at, &name, &value)) {
-      if (PyObject_SetAttr(self, name, value) != 0) return -1;
-    }
-    return 0;
+    PyObject* const result = new_box<T>(record_type<T>, from);
+    if (result == nullptr || names == nullptr) return result;
+    const std::vector<const Field*>* const named = find(names);
+    bool ok = named != nullptr;
+    for (size_t i = 0; ok && i < named->size(); ++i)
+      ok = (*named)[i]->write(bytes(result) + (*named)[i]->at, args[i]);
+    if (ok) return result;
+    Py_DECREF(result);
+    return nullptr;
+  }
+
+  static PyObject* construct(PyObject*, PyObject* const* args, size_t count, PyObject* names) {
+    return create(T{}, args, PyVectorcall_NARGS(count), names);
+  }
+
+  static PyObject* copy(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* names) {
+    return create(unbox<T>(self), args, count, names);
   }
 
   static void destroy(PyObject* self) {
@@ -246,22 +287,6 @@ class Record {
     Py_XDECREF(reinterpret_cast<Box<T>*>(self)->owner);
     type->tp_free(self);
     Py_DECREF(type);
-  }
-
-  static PyObject* copy(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* names) {
-    if (count != 0) {
-      PyErr_SetString(PyExc_TypeError, "copy() takes fields by name");
-      return nullptr;
-    }
-    PyObject* const result = new_box<T>(Py_TYPE(self), unbox<T>(self));
-    const Py_ssize_t named = names == nullptr || result == nullptr ? 0 : PyTuple_GET_SIZE(names);
-    for (Py_ssize_t i = 0; i < named; ++i) {
-      if (PyObject_SetAttr(result, PyTuple_GET_ITEM(names, i), args[i]) != 0) {
-        Py_DECREF(result);
-        return nullptr;
-      }
-    }
-    return result;
   }
 
   // The fields that differ from a fresh record.

@@ -147,11 +147,11 @@ def quantize(
         x = x.contiguous()
         row_stride, col_stride = x.stride()
     row_codes = row_scales = col_codes = col_scales = sums = partial = None
-    args = _native.QuantizeArgs()
-    args.x_data, args.x_rows, args.x_cols = x.data_ptr(), rows, cols
-    args.x_row_stride, args.x_col_stride = row_stride, col_stride
-    args.x_dtype = FLOAT_DTYPES[x.dtype]
-    args.element, args.rule = FORMATS[fmt].native_id, SCALE_RULES[rule]
+    args = _native.QuantizeArgs(
+        x_data=x.data_ptr(), x_rows=rows, x_cols=cols, x_row_stride=row_stride,
+        x_col_stride=col_stride, x_dtype=FLOAT_DTYPES[x.dtype], element=FORMATS[fmt].native_id,
+        rule=SCALE_RULES[rule], threads=torch.get_num_threads(),
+    )  # fmt: skip
     if rowwise:
         row_codes = cpu_memory.empty((rows, cols), _U8)
         row_scales = torch.empty((rows, (cols + 31) // 32), dtype=_U8, device=CPU)
@@ -170,7 +170,6 @@ def quantize(
         partial_rows = -(-rows // _native.COL_SUM_ROWS)
         partial = torch.empty((partial_rows, cols), dtype=torch.float32, device=CPU)
         args.col_sum, args.col_sum_ws = sums.data_ptr(), partial.data_ptr()
-    args.threads = torch.get_num_threads()
     status = _native.quantize(args)
     if status and not supported(status):
         return None
@@ -183,12 +182,13 @@ def dequantize(
     """As reference.dequantize for contiguous codes and a native dtype; or None."""
     rows, cols = codes.shape
     out = cpu_memory.empty((rows, cols), dtype)
-    args = _native.DequantizeArgs()
-    args.codes, args.scales = codes.data_ptr(), scales.data_ptr()
-    args.rows, args.k = (cols, rows) if order == "k_first" else (rows, cols)
-    args.layout, args.element = LAYOUTS[order], FORMATS[fmt].native_id
-    args.out, args.out_dtype = out.data_ptr(), FLOAT_DTYPES[dtype]
-    args.threads = torch.get_num_threads()
+    if order == "k_first":
+        rows, cols = cols, rows
+    args = _native.DequantizeArgs(
+        codes=codes.data_ptr(), scales=scales.data_ptr(), rows=rows, k=cols,
+        element=FORMATS[fmt].native_id, layout=LAYOUTS[order], out=out.data_ptr(),
+        out_dtype=FLOAT_DTYPES[dtype], threads=torch.get_num_threads(),
+    )  # fmt: skip
     status = _native.dequantize(args)
     return out if supported(status) else None
 
@@ -205,12 +205,11 @@ class GemmCall:
     ) -> None:  # fmt: skip
         number = KERNEL_IDS[kernel]
         bias, gelu_in, kind = epilogue.bias, epilogue.gelu_in, epilogue.bias_grad
-        args = _native.GemmArgs()
-        args.lhs = _operand(b, number, "b")
-        args.rhs = _operand(a, number, "a")
-        args.out, args.out_dtype, args.ldo = out.data_ptr(), FLOAT_DTYPES[out.dtype], out.shape[1]
-        if epilogue.accumulate:
-            args.accumulate = True
+        args = _native.GemmArgs(
+            lhs=_operand(b, number, "b"), rhs=_operand(a, number, "a"), out=out.data_ptr(),
+            out_dtype=FLOAT_DTYPES[out.dtype], ldo=out.shape[1], accumulate=epilogue.accumulate,
+            kernel=number, threads=torch.get_num_threads(),
+        )  # fmt: skip
         if bias is not None:
             bias = bias.contiguous()
             args.bias, args.bias_dtype = bias.data_ptr(), FLOAT_DTYPES[bias.dtype]
@@ -226,7 +225,6 @@ class GemmCall:
             size = out.shape[0] if kind == "operand" else out.shape[1]
             self.bias_grad = torch.empty(size, dtype=torch.float32, device=CPU)
             args.bias_grad_kind, args.bias_grad = BIAS_GRADS[kind], self.bias_grad.data_ptr()
-        args.kernel, args.threads = number, torch.get_num_threads()
         self.keep = (a, b, bias, gelu_in, out, aux)
         self.args = args
 
@@ -247,19 +245,13 @@ def _operand(operand: Operand, kernel: int, role: str) -> Any:
     codes, scales, fmt, order, packed = operand
     first, second = codes.shape
     rows, k = (second, first) if order == "k_first" else (first, second)
-    made = plain_operand(codes, scales, rows, k, fmt, order)
+    address = 0
     if packed is not None and packed_for(packed) == (kernel, ROLES[role], rows, k):
-        made.packed = packed.data_ptr() + HEADER_BYTES
-    return made
-
-
-def plain_operand(codes: Tensor, scales: Tensor, rows: int, k: int, fmt: str, order: str) -> Any:
-    """The native record of codes and scales that are contiguous."""
-    made = _native.Operand()
-    made.codes, made.scales = codes.data_ptr(), scales.data_ptr()
-    made.rows, made.k = rows, k
-    made.element, made.layout = FORMATS[fmt].native_id, LAYOUTS[order]
-    return made
+        address = packed.data_ptr() + HEADER_BYTES
+    return _native.Operand(
+        codes=codes.data_ptr(), scales=scales.data_ptr(), rows=rows, k=k,
+        element=FORMATS[fmt].native_id, layout=LAYOUTS[order], packed=address,
+    )  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------- pack

@@ -87,12 +87,11 @@ def normalize(
     rstd = torch.empty(rows, dtype=_F32, device=CPU)
     z = cpu_memory.empty((rows, cols), dtype) if want_z else None
     out = _Out(rows, cols, wanted)
-    args = native.NormArgs()
-    args.x = _matrix(native, x)
-    args.rms, args.eps, args.inverse = rms, norm.eps, inverse(cols)
-    args.weight, args.bias = weight.data_ptr(), pointer(bias)
-    args.mean, args.rstd = pointer(mean), rstd.data_ptr()
-    args.z, args.z_dtype = pointer(z), FLOAT_DTYPES[dtype]
+    args = native.NormArgs(
+        x=_matrix(native, x), rms=rms, eps=norm.eps, inverse=inverse(cols),
+        weight=weight.data_ptr(), bias=pointer(bias), mean=pointer(mean), rstd=rstd.data_ptr(),
+        z=pointer(z), z_dtype=FLOAT_DTYPES[dtype],
+    )  # fmt: skip
     out.set_in(args, wanted)
     args.threads = torch.get_num_threads()
     status = native.normalize(args)
@@ -113,13 +112,12 @@ def normalize_backward(
     dweight = torch.empty(cols, dtype=_F32, device=CPU)
     dbias = torch.empty(cols, dtype=_F32, device=CPU)
     partial = torch.empty(2, -(-rows // native.COL_SUM_ROWS), cols, dtype=_F32, device=CPU)
-    args = native.NormGradArgs()
-    args.dz, args.x = _matrix(native, dz), _matrix(native, x)
-    args.rms, args.inverse = mean is None, inverse(cols)
-    args.weight, args.mean, args.rstd = weight.data_ptr(), pointer(mean), rstd.data_ptr()
-    args.dx, args.dx_dtype = dx.data_ptr(), FLOAT_DTYPES[dtype]
-    args.dweight, args.dbias = dweight.data_ptr(), dbias.data_ptr()
-    args.partial, args.threads = partial.data_ptr(), torch.get_num_threads()
+    args = native.NormGradArgs(
+        dz=_matrix(native, dz), x=_matrix(native, x), rms=mean is None, inverse=inverse(cols),
+        weight=weight.data_ptr(), mean=pointer(mean), rstd=rstd.data_ptr(), dx=dx.data_ptr(),
+        dx_dtype=FLOAT_DTYPES[dtype], dweight=dweight.data_ptr(), dbias=dbias.data_ptr(),
+        partial=partial.data_ptr(), threads=torch.get_num_threads(),
+    )  # fmt: skip
     status = native.normalize_backward(args)
     cpu.supported(status)
     return dx, dweight, dbias
@@ -140,13 +138,12 @@ def activate(
     made = cols if grad is None else width
     out = cpu_memory.empty((rows, made), dtype) if want_out else None
     quantized = _Out(rows, made, wanted)
-    args = native.ActArgs()
-    args.h = _matrix(native, h)
+    args = native.ActArgs(
+        h=_matrix(native, h), act=ACT_IDS[act.base], gated=act.gated, limit=act.limit,
+        alpha=act.alpha, offset=act.offset, out=pointer(out), out_dtype=FLOAT_DTYPES[dtype],
+    )  # fmt: skip
     if grad is not None:
         args.grad = _matrix(native, grad)
-    args.act, args.gated = ACT_IDS[act.base], act.gated
-    args.limit, args.alpha, args.offset = act.limit, act.alpha, act.offset
-    args.out, args.out_dtype = pointer(out), FLOAT_DTYPES[dtype]
     quantized.set_in(args, wanted)
     args.threads = torch.get_num_threads()
     status = native.activate(args)

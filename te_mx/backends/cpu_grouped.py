@@ -15,6 +15,7 @@ from te_mx.backends import cpu, cpu_memory
 from te_mx.backends.base import (
     FLOAT_DTYPES,
     FORMATS,
+    LAYOUTS,
     SCALE_RULES,
     Operand,
     QuantizedParts,
@@ -27,7 +28,6 @@ from te_mx.backends.cpu import (
     KERNEL_IDS,
     KERNELS,
     ROLES,
-    plain_operand,
     supported,
 )
 from te_mx.backends.cpu_memory import CPU
@@ -153,7 +153,7 @@ def pack(operand: StackedOperand, kernel: str) -> Tensor | None:
     packed[:HEADER_BYTES] = torch.frombuffer(bytearray(head), dtype=_U8)
     native = _native()
     args = native.PackArgs(
-        operand=_stacked(operand), role=ROLES["a"], groups_count=groups,
+        operand=_plain(operand), role=ROLES["a"], groups_count=groups,
         out_codes=packed.data_ptr() + HEADER_BYTES, out_stride=stride, kernel=KERNEL_IDS[kernel],
         threads=torch.get_num_threads(),
     )  # fmt: skip
@@ -194,7 +194,7 @@ class GroupedGemmCall:
         if isinstance(a, Operand):
             args.along_k, args.rhs = True, _plain(a)
         else:
-            args.rhs = _stacked(a)
+            args.rhs = _plain(a)
             args.rhs_packed, args.packed_stride = _packed_for(a.packed, many, a)
         if bias is not None:
             bias = bias.contiguous()
@@ -221,12 +221,10 @@ class GroupedGemmCall:
         return " + ".join(name for i, name in enumerate(KERNELS) if ran >> i & 1)
 
 
-def _plain(operand: Operand) -> Any:
+def _plain(operand: Operand | StackedOperand) -> Any:
+    """The native record of an operand, or of the first of all groups'."""
     codes, scales, fmt, order, _ = operand
-    return plain_operand(codes, scales, operand.rows, operand.k, fmt, order)
-
-
-def _stacked(operand: StackedOperand) -> Any:
-    """The first of all groups' operands, which lie one after another."""
-    codes, scales, fmt, order, _ = operand
-    return plain_operand(codes, scales, operand.rows, operand.k, fmt, order)
+    return _native().Operand(
+        codes=codes.data_ptr(), scales=scales.data_ptr(), rows=operand.rows, k=operand.k,
+        element=FORMATS[fmt].native_id, layout=LAYOUTS[order],
+    )  # fmt: skip

@@ -159,10 +159,11 @@ def _prepare(what: Quantize) -> tuple[Any, QuantizedParts, tuple[Any, ...]]:
     enqueued."""
     x = rows_of(what.x)
     device = x.device
-    args = _native.QuantizeArgs()
     rows, cols = x.shape
-    args.x_data, args.x_rows, args.x_cols = x.data_ptr(), rows, cols
-    args.x_row_stride, args.x_dtype = x.stride(0), FLOAT_DTYPES[x.dtype]
+    args = _native.QuantizeArgs(
+        x_data=x.data_ptr(), x_rows=rows, x_cols=cols, x_row_stride=x.stride(0),
+        x_dtype=FLOAT_DTYPES[x.dtype],
+    )  # fmt: skip
     set_execution(args, device.index)
     parts, partial = set_outputs(args, rows, cols, device, what[1:])
     return args, parts, (x, partial)
@@ -233,11 +234,14 @@ def dequantize(
 # --------------------------------------------------------------------------------------------- pack
 def plain_operand(operand: Operand) -> Any:
     """The native record of an operand whose codes and scales are contiguous."""
-    made = _native.Operand()
-    made.codes, made.scales = operand.codes.data_ptr(), operand.scales.data_ptr()
-    made.rows, made.k = operand.rows, operand.k
-    made.element, made.layout = FORMATS[operand.fmt].native_id, LAYOUTS[operand.order]
-    return made
+    codes, scales, fmt, order, _ = operand
+    rows, k = codes.shape
+    if order == "k_first":
+        rows, k = k, rows
+    return _native.Operand(
+        codes=codes.data_ptr(), scales=scales.data_ptr(), rows=rows, k=k,
+        element=FORMATS[fmt].native_id, layout=LAYOUTS[order],
+    )  # fmt: skip
 
 
 def pack_into(operand: Operand, spread: int, codes: int, words: int) -> None:
@@ -279,11 +283,11 @@ def gemm(
     bias_grad = None
     if epilogue.bias_grad == "result":
         bias_grad = torch.empty(out.shape[1], dtype=_F32, device=device)
-    args = _native.GemmArgs()
-    args.lhs, args.rhs = plain_operand(b), plain_operand(a)
-    args.out, args.out_dtype, args.ldo = out.data_ptr(), FLOAT_DTYPES[out.dtype], out.shape[1]
-    if epilogue.accumulate:
-        args.accumulate = True
+    args = _native.GemmArgs(
+        lhs=plain_operand(b), rhs=plain_operand(a), out=out.data_ptr(),
+        out_dtype=FLOAT_DTYPES[out.dtype], ldo=out.shape[1], accumulate=epilogue.accumulate,
+        parts=parts,
+    )  # fmt: skip
     if bias is not None:
         args.bias, args.bias_dtype = bias.data_ptr(), FLOAT_DTYPES[bias.dtype]
     if epilogue.gelu is not None:
@@ -294,7 +298,6 @@ def gemm(
         args.gelu_in, args.gelu_in_dtype = gelu_in.data_ptr(), FLOAT_DTYPES[gelu_in.dtype]
     if bias_grad is not None:
         args.bias_grad_kind, args.bias_grad = BIAS_GRADS["result"], bias_grad.data_ptr()
-    args.parts = parts
     set_execution(args, device.index)
     if a.order == b.order == "sm90":
         status = _native.gemm(args) if parts == 1 else _SMALL_WORKSPACE

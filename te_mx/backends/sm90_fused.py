@@ -53,13 +53,11 @@ def normalize(
     z = torch.empty((rows, cols), dtype=dtype, device=device) if want_z else None
     counters = _scratch(rows, device)
     native = sm90.native()
-    args = native.NormArgs()  # type: ignore[union-attr]
-    args.x = _matrix(x)
-    args.rms, args.eps, args.inverse = rms, norm.eps, inverse(cols)
-    args.weight, args.bias = weight.data_ptr(), pointer(bias)
-    args.mean, args.rstd = pointer(mean), rstd.data_ptr()
-    args.z, args.z_dtype = pointer(z), FLOAT_DTYPES[dtype]
-    args.counters = counters.data_ptr()
+    args = native.NormArgs(  # type: ignore[union-attr]
+        x=_matrix(x), rms=rms, eps=norm.eps, inverse=inverse(cols), weight=weight.data_ptr(),
+        bias=pointer(bias), mean=pointer(mean), rstd=rstd.data_ptr(), z=pointer(z),
+        z_dtype=FLOAT_DTYPES[dtype], counters=counters.data_ptr(),
+    )  # fmt: skip
     parts, _alive = _set_outputs(args, rows, cols, device, wanted)
     sm90.set_execution(args, device.index)
     status = native.normalize(args)  # type: ignore[union-attr]
@@ -85,14 +83,12 @@ def normalize_backward(
     parts = native.norm_partial_sums(rows)  # type: ignore[union-attr]
     partial = torch.empty((parts, 2, cols), dtype=_F32, device=device)
     counters = _scratch(rows, device)
-    args = native.NormGradArgs()  # type: ignore[union-attr]
-    args.dz, args.x = _matrix(dz), _matrix(x)
-    args.rms, args.inverse = mean is None, inverse(cols)
-    args.weight, args.mean, args.rstd = weight.data_ptr(), pointer(mean), rstd.data_ptr()
-    args.dx, args.dx_dtype = dx.data_ptr(), FLOAT_DTYPES[dtype]
-    args.dweight, args.dbias = sums[0].data_ptr(), sums[1].data_ptr()
-    args.partial, args.row_sums = partial.data_ptr(), row_sums.data_ptr()
-    args.counters = counters.data_ptr()
+    args = native.NormGradArgs(  # type: ignore[union-attr]
+        dz=_matrix(dz), x=_matrix(x), rms=mean is None, inverse=inverse(cols),
+        weight=weight.data_ptr(), mean=pointer(mean), rstd=rstd.data_ptr(), dx=dx.data_ptr(),
+        dx_dtype=FLOAT_DTYPES[dtype], dweight=sums[0].data_ptr(), dbias=sums[1].data_ptr(),
+        partial=partial.data_ptr(), row_sums=row_sums.data_ptr(), counters=counters.data_ptr(),
+    )  # fmt: skip
     sm90.set_execution(args, device.index)
     status = native.normalize_backward(args)  # type: ignore[union-attr]
     return (dx, sums[0], sums[1]) if sm90.supported(status) else None
@@ -116,13 +112,12 @@ def activate(
     made = cols if grad is None else width
     out = torch.empty((rows, made), dtype=dtype, device=device) if want_out else None
     native = sm90.native()
-    args = native.ActArgs()  # type: ignore[union-attr]
-    args.h = _matrix(h)
+    args = native.ActArgs(  # type: ignore[union-attr]
+        h=_matrix(h), act=ACT_IDS[act.base], gated=act.gated, limit=act.limit,
+        alpha=act.alpha, offset=act.offset, out=pointer(out), out_dtype=FLOAT_DTYPES[dtype],
+    )  # fmt: skip
     if grad is not None:
         args.grad = _matrix(grad)
-    args.act, args.gated = ACT_IDS[act.base], act.gated
-    args.limit, args.alpha, args.offset = act.limit, act.alpha, act.offset
-    args.out, args.out_dtype = pointer(out), FLOAT_DTYPES[dtype]
     parts, _alive = _set_outputs(args, rows, made, device, wanted)
     sm90.set_execution(args, device.index)
     status = native.activate(args)  # type: ignore[union-attr]

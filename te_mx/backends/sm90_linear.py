@@ -55,18 +55,21 @@ def rooms(shape: Shape) -> Rooms:
 
 
 @lru_cache(maxsize=4096)
-def _plan(shape: Shape, words: tuple[int, int, int, int]) -> Any:
-    """The native record of a layer: what does not change between calls."""
+def _plans(shape: Shape, words: tuple[int, int, int, int]) -> tuple[Any, Any, Rooms]:
+    """The native records of forward and backward, with what does not change between calls."""
     rule, spread, forward, backward = words
-    return sm90.native().LinearArgs(  # type: ignore[union-attr]
-        **shape._asdict(), rule=rule, spread=spread, forward=forward, backward=backward
-    )
+    (m, n, k, _, _), room = shape, rooms(shape)
+    plan = sm90.native().LinearArgs(  # type: ignore[union-attr]
+        **shape._asdict(), rule=rule, spread=spread, forward=forward, backward=backward,
+        workspace_bytes=room.temp, x_rows=m, x_cols=k, w_rows=n, w_cols=k, g_rows=m, g_cols=n,
+    )  # fmt: skip
+    return plan, plan.copy(workspace_bytes=room.backward_temp), room
 
 
 def forget_plans() -> None:
     """For tests, which put another native module in place."""
     rooms.cache_clear()
-    _plan.cache_clear()
+    _plans.cache_clear()
 
 
 @lru_cache(maxsize=64)
@@ -82,7 +85,7 @@ def linear_forward(
     """(y [..., n] of x [..., k], what backward needs as uint8 [bytes]); None for what the native
     code does not take. Nothing is empty."""
     device = x.device
-    room = rooms(shape)
+    plan, _, room = _plans(shape, words)
     x_MK = sm90.rows_of(x if x.dim() == 2 else x.reshape(-1, shape.k))
     w_NK = sm90.rows_of(w_NK)
     if bias_N is not None:
@@ -90,12 +93,13 @@ def linear_forward(
     y = torch.empty((*x.shape[:-1], shape.n), dtype=out_dtype, device=device)
     temp = torch.empty(room.temp, dtype=_U8, device=device)
     saved = torch.empty(room.saved, dtype=_U8, device=device)
-    args = _plan(shape, words).copy(
-        x=_matrix(x_MK), w=_matrix(w_NK), y=y.data_ptr(), y_dtype=FLOAT_DTYPES[out_dtype],
-        workspace=temp.data_ptr(), workspace_bytes=room.temp, saved=saved.data_ptr(),
+    bias, bias_dtype = typed_address(bias_N)
+    args = plan.copy(
+        x_data=x_MK.data_ptr(), x_row_stride=x_MK.stride(0), x_dtype=FLOAT_DTYPES[x_MK.dtype],
+        w_data=w_NK.data_ptr(), w_row_stride=w_NK.stride(0), w_dtype=FLOAT_DTYPES[w_NK.dtype],
+        bias=bias, bias_dtype=bias_dtype, y=y.data_ptr(), y_dtype=FLOAT_DTYPES[out_dtype],
+        workspace=temp.data_ptr(), saved=saved.data_ptr(),
     )  # fmt: skip
-    if bias_N is not None:
-        args.bias, args.bias_dtype = typed_address(bias_N)
     sm90.set_execution(args, device.index)
     status = sm90.native().linear_forward(args)  # type: ignore[union-attr]
     return (y, saved) if sm90.supported(status) else None
@@ -117,14 +121,15 @@ def linear_backward(
         dw = torch.empty((n, k), dtype=dtypes[1], device=device)
     if dtypes[2] is not None:
         db = torch.empty(n, dtype=dtypes[2], device=device)
-    room = rooms(shape).backward_temp
-    temp = torch.empty(room, dtype=_U8, device=device)
-    args = _plan(shape, words).copy(
-        g=_matrix(g_MN), saved=saved.data_ptr(), workspace=temp.data_ptr(), workspace_bytes=room
-    )
-    args.dx, args.dx_dtype = typed_address(dx)
-    args.dw, args.dw_dtype = typed_address(dw)
-    args.db, args.db_dtype = typed_address(db)
+    _, plan, room = _plans(shape, words)
+    temp = torch.empty(room.backward_temp, dtype=_U8, device=device)
+    (dx_at, dx_dtype), (dw_at, dw_dtype) = typed_address(dx), typed_address(dw)
+    db_at, db_dtype = typed_address(db)
+    args = plan.copy(
+        g_data=g_MN.data_ptr(), g_row_stride=g_MN.stride(0), g_dtype=FLOAT_DTYPES[g_MN.dtype],
+        dx=dx_at, dx_dtype=dx_dtype, dw=dw_at, dw_dtype=dw_dtype, db=db_at, db_dtype=db_dtype,
+        workspace=temp.data_ptr(), saved=saved.data_ptr(),
+    )  # fmt: skip
     sm90.set_execution(args, device.index)
     status = sm90.native().linear_backward(args)  # type: ignore[union-attr]
     return (dx, dw, db) if sm90.supported(status) else None
@@ -144,11 +149,3 @@ def _operand(saved: Tensor, room: tuple[int, int, int], rows: int, k: int) -> Co
     codes = saved[room[0] : room[0] + rows * ld].view(rows, ld)[:, :k]
     size = words[0] * words[1] * words[2] * 4
     return codes, saved[room[1] : room[1] + size].view(_I32).view(words), None
-
-
-def _matrix(x: Tensor) -> Any:
-    rows, cols = x.shape
-    made = sm90.native().Matrix()  # type: ignore[union-attr]
-    made.data, made.rows, made.cols, made.row_stride = x.data_ptr(), rows, cols, x.stride(0)
-    made.dtype = FLOAT_DTYPES[x.dtype]
-    return made
