@@ -1,5 +1,7 @@
 // Quantizing groups: one task a group, each the ordinary quantize() on a part of the matrix. The
 // team of tasks lets small groups run side by side and shares the items of large ones.
+#include <initializer_list>
+
 #include "common/check.h"
 #include "common/fresh_memory.h"
 #include "common/groups.h"
