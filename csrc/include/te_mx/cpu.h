@@ -3,6 +3,7 @@
 
 #include "te_mx/fused.h"
 #include "te_mx/gemm.h"
+#include "te_mx/linear.h"
 #include "te_mx/quantize.h"
 
 namespace te_mx::cpu {
@@ -71,6 +72,10 @@ int64_t workspace_bytes(const GemmArgs& args);
 // `ran`: the kernel that ran; wide_f64 when the data asked for it everywhere. Panel kernels hand
 // only the 32-row blocks that hold a wide row to wide_f64.
 Status gemm(const GemmArgs& args, Kernel& ran);
+
+// linear.cpp: y without gradients. execution.kernel is the GEMM's, `ran` as of gemm().
+int64_t workspace_bytes(const LinearArgs& args);
+Status linear_forward(const LinearArgs& args, Kernel& ran);
 
 // norm.cpp, activation.cpp. Columnwise codes lie as the matrix does (k_first).
 Status normalize(const NormArgs& args);
