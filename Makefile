@@ -128,6 +128,7 @@ lint-spelling: setup
 
 lint-house: setup
 	@$(BIN)/python .ci/house.py
+	@$(BIN)/python .ci/layers.py
 
 format: setup
 	@$(BIN)/ruff check --quiet --fix . ; $(BIN)/ruff format --quiet .

@@ -16,19 +16,16 @@ from benchmarks.row import Row, Target
 from benchmarks.timing import interleaved
 from benchmarks.training import training_step
 from te_mx import ops
-from te_mx.backends.fused import Activation, Norm, Wanted
+from te_mx.dispatch.fused import Activation, ActStep, Norm, NormStep
+from te_mx.dispatch.fused import Target as Wanted
 from te_mx.nn import activations
-from te_mx.ops.fused import (
-    act_quantize_2d,
-    dact_quantize_2d,
-    norm_backward_2d,
-    norm_quantize_2d,
-)
+from te_mx.ops.fused import act_quantize_2d, norm_backward_2d, norm_quantize_2d
 
 STEPS = [(16384, 4096), (16384, 14336)]  # tokens, columns
 MODULES = [(16384, 4096, 14336)]  # tokens, hidden size, ffn hidden size
 BF16 = torch.bfloat16
-WANTED = Wanted("e4m3", True, "transposed", "rceil", 8)  # as the modules ask on Hopper
+SPEC = "mxfp8_e4m3@sm90:8"  # as the modules ask on Hopper
+WANTED = Wanted(SPEC, SPEC, "rceil")
 NOT_SLOWER = Target(1.0, None)
 
 
@@ -43,11 +40,8 @@ class Case(NamedTuple):
     apart: Callable[[int], object]
 
 
-def _quantized(z: Tensor, col_sum: bool = False) -> ops.QuantizedParts:
-    return ops.quantize_2d(
-        z, "e4m3", rowwise=True, columnwise="transposed", scale_rule="rceil", spread=8,
-        col_sum=col_sum,
-    )  # fmt: skip
+def _quantized(z: Tensor, col_sum: bool = False) -> ops.Quantized:
+    return ops.quantize_2d(z, SPEC, SPEC, col_sum=col_sum)
 
 
 def steps(context: GpuContext) -> Iterator[Row]:
@@ -81,7 +75,7 @@ def _cases(context: GpuContext, m: int, k: int) -> Iterator[Case]:
     weight = torch.ones(k, device=context.device)
     low = weight.to(BF16)
     layer, rms = Norm("LayerNorm", 1e-5), Norm("RMSNorm", 1e-5)
-    silu, swiglu, sums = Activation("silu"), Activation("swiglu"), WANTED._replace(col_sum=True)
+    silu, swiglu = Activation("silu"), Activation("swiglu")
 
     def x(i: int) -> Tensor:
         return xs[i % sets]
@@ -90,10 +84,11 @@ def _cases(context: GpuContext, m: int, k: int) -> Iterator[Case]:
         return hs[i % sets]
 
     def norm(i: int, bias: Tensor | None, which: Norm) -> object:
-        return norm_quantize_2d(x(i), weight, bias, which, BF16, want_z=False, wanted=WANTED)
+        return norm_quantize_2d(NormStep(x(i), weight, bias, which, BF16, False, WANTED))
 
-    def act(i: int, of: Tensor, which: Activation) -> object:
-        return act_quantize_2d(of, which, BF16, want_out=False, wanted=WANTED)
+    def act(of: Tensor, which: Activation, grad: Tensor | None = None) -> object:
+        wanted = WANTED if grad is None else WANTED._replace(col_sum=True)
+        return act_quantize_2d(ActStep(of, grad, which, BF16, False, wanted))
 
     yield Case(
         "layernorm+quant", 4, 4, lambda i: norm(i, weight, layer),
@@ -103,18 +98,18 @@ def _cases(context: GpuContext, m: int, k: int) -> Iterator[Case]:
         "rmsnorm+quant", 4, 4, lambda i: norm(i, None, rms),
         lambda i: _quantized(F.rms_norm(x(i), (k,), low, 1e-5)),
     )  # fmt: skip
-    yield Case("silu+quant", 4, 4, lambda i: act(i, x(i), silu), lambda i: _quantized(F.silu(x(i))))
+    yield Case("silu+quant", 4, 4, lambda i: act(x(i), silu), lambda i: _quantized(F.silu(x(i))))
     yield Case(
-        "swiglu+quant", 6, 8, lambda i: act(i, h(i), swiglu),
+        "swiglu+quant", 6, 8, lambda i: act(h(i), swiglu),
         lambda i: _quantized(activations.plain(h(i), swiglu)),
     )  # fmt: skip
     gate = _Backward(hs, xs, lambda t: activations.plain(t, swiglu))
     yield Case(
         "dswiglu+db+quant", 10, 8,
-        lambda i: dact_quantize_2d(x(i), h(i), swiglu, BF16, want_out=False, wanted=sums),
+        lambda i: act(h(i), swiglu, x(i)),
         lambda i: _quantized(gate.gradients(i)[0], True),
     )  # fmt: skip
-    stats = norm_quantize_2d(x(0), weight, weight, layer, BF16, want_z=False, wanted=WANTED)
+    stats = norm_quantize_2d(NormStep(x(0), weight, weight, layer, BF16, False, WANTED))
     rstd = stats.rstd
     assert rstd is not None
     scale = low.clone().requires_grad_(), low.clone().requires_grad_()

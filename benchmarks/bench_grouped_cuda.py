@@ -13,11 +13,8 @@ from benchmarks.gpu import GpuContext
 from benchmarks.row import Row, Target
 from benchmarks.timing import Call, interleaved
 from benchmarks.training import training_step
-from te_mx.backends.base import Operand
-from te_mx.ops.grouped_gemm import gemm_rows
-from te_mx.ops.grouped_quantize import quantize_grouped
-from te_mx.ops.grouped_weights import quantize_weights
-from te_mx.ops.grouped_wgrad import gemm_k
+from te_mx.ops.grouped_gemm import gemm_k, gemm_rows
+from te_mx.ops.grouped_quantize import Groups, quantize_grouped, quantize_weights
 
 Size = tuple[int, int, int, int]  # experts, tokens, out features, in features
 LARGE, MANY = (8, 32768, 2048, 7168), (64, 65536, 1408, 2048)
@@ -90,33 +87,24 @@ def _peers(xs: list[Tensor], gs: list[Tensor], weight: Tensor, offs: Tensor) -> 
 def _ours(
     xs: list[Tensor], gs: list[Tensor], weight: Tensor, offs: Tensor
 ) -> dict[str, Callable[[int], Tensor]]:
-    spread = 8 if weight.is_cuda else -1
-    orders = ("sm90_rows", "sm90_k") if weight.is_cuda else ("k_last", "k_first")
+    rows, cols, weights = ("sm90_rows:8", "sm90_k:8", ("sm90:8", "sm90:8"))
+    if not weight.is_cuda:
+        rows, cols, weights = ("rows", "grouped_cols", ("rows", "cols"))
+    fmt, groups = "mxfp8_e4m3", Groups(offs)
     row, col = quantize_weights(
-        list(weight.unbind(0)), "e4m3", columnwise=True, scale_rule="rceil", spread=spread
+        list(weight.unbind(0)), *(f"{fmt}@{layout}" for layout in weights), rule="rceil"
     )
     assert col is not None
-    sides = []
-    for tensors in (xs, gs):
-        made = [
-            quantize_grouped(
-                x, offs, "e4m3", rowwise=True, columnwise=True, scale_rule="rceil", spread=spread
-            )
-            for x in tensors
-        ]
-        sides.append([Operand(q[0], q[1], "e4m3", orders[0]) for q in made])  # type: ignore[arg-type]
-        sides.append([Operand(q[2], q[3], "e4m3", orders[1]) for q in made])  # type: ignore[arg-type]
-    x_rows, x_cols, g_rows, g_cols = sides
-    bf16, rows = torch.bfloat16, len(xs[0])
-
-    def wgrad(i: int) -> Tensor:
-        i %= len(xs)
-        return gemm_k(x_cols[i], g_cols[i], offs, rows=rows, out_dtype=bf16)
-
+    made = [
+        [quantize_grouped(x, groups, f"{fmt}@{rows}", f"{fmt}@{cols}", rule="rceil") for x in each]
+        for each in (xs, gs)
+    ]
+    (x_rows, x_cols), (g_rows, g_cols) = (zip(*(q[:2] for q in each), strict=True) for each in made)
+    bf16, sets = {"out_dtype": torch.bfloat16}, len(xs)
     return {
-        "fprop": lambda i: gemm_rows(row, x_rows[i % len(xs)], offs, out_dtype=bf16),
-        "dgrad": lambda i: gemm_rows(col, g_rows[i % len(xs)], offs, out_dtype=bf16),
-        "wgrad": wgrad,
+        "fprop": lambda i: gemm_rows(x_rows[i % sets], row, groups, **bf16),
+        "dgrad": lambda i: gemm_rows(g_rows[i % sets], col, groups, **bf16),
+        "wgrad": lambda i: gemm_k(g_cols[i % sets], x_cols[i % sets], groups, **bf16),
     }
 
 

@@ -12,15 +12,15 @@ from benchmarks.context import Context, randn
 from benchmarks.row import Row
 from benchmarks.timing import interleaved
 from benchmarks.training import training_step
-from te_mx.backends.fused import Activation, Norm, Wanted
+from te_mx.dispatch.fused import Activation, ActStep, Norm, NormStep, Target
 from te_mx.nn import activations
 from te_mx.ops import quantize_2d
-from te_mx.ops.fused import act_quantize_2d, dact_quantize_2d, norm_quantize_2d
+from te_mx.ops.fused import act_quantize_2d, norm_quantize_2d
 
 MODULES = [(2048, 1024, 4096)]  # tokens, hidden size, ffn hidden size
 STEPS = [(2048, 1024), (4096, 4096)]  # tokens, columns
 BF16 = torch.bfloat16
-WANTED = Wanted("e4m3", True, "plain", "rceil")
+TARGET = Target("mxfp8_e4m3@rows", "mxfp8_e4m3@cols", "rceil")
 
 
 class Plain(nn.Module):
@@ -73,7 +73,7 @@ def layernorm_mlp(context: Context) -> Iterator[Row]:
 
 
 def _quantized(z: Tensor, col_sum: bool = False) -> None:
-    quantize_2d(z, "e4m3", rowwise=True, columnwise="plain", scale_rule="rceil", col_sum=col_sum)
+    quantize_2d(z, *TARGET[:2], rule="rceil", col_sum=col_sum)
 
 
 def fused_steps(context: Context) -> Iterator[Row]:
@@ -88,7 +88,7 @@ def _fused_steps(context: Context, m: int, k: int) -> Iterator[Row]:
     grads = [randn((m, k), -1 - i) for i in range(sets)]
     weight = torch.ones(k)
     low = weight.to(BF16)
-    swiglu, silu, sums = Activation("swiglu"), Activation("silu"), WANTED._replace(col_sum=True)
+    swiglu, silu, sums = Activation("swiglu"), Activation("silu"), TARGET._replace(col_sum=True)
 
     def gradient(i: int) -> Tensor:
         h = xs[i % sets].detach().requires_grad_()
@@ -102,35 +102,33 @@ def _fused_steps(context: Context, m: int, k: int) -> Iterator[Row]:
         (
             "layernorm+quant", 4 * m * k,
             lambda i: norm_quantize_2d(
-                grads[i % sets], weight, weight, layer, BF16, want_z=False, wanted=WANTED
+                NormStep(grads[i % sets], weight, weight, layer, BF16, False, TARGET)
             ),
             lambda i: _quantized(F.layer_norm(grads[i % sets], (k,), low, low)),
         ),
         (
             "rmsnorm+quant", 4 * m * k,
             lambda i: norm_quantize_2d(
-                grads[i % sets], weight, None, rms, BF16, want_z=False, wanted=WANTED
+                NormStep(grads[i % sets], weight, None, rms, BF16, False, TARGET)
             ),
             lambda i: _quantized(F.rms_norm(grads[i % sets], (k,), low, 1e-5)),
         ),
         (
             "silu+quant", 4 * m * k,
             lambda i: act_quantize_2d(
-                grads[i % sets], silu, BF16, want_out=False, wanted=WANTED
+                ActStep(grads[i % sets], None, silu, BF16, False, TARGET)
             ),
             lambda i: _quantized(F.silu(grads[i % sets])),
         ),
         (
             "swiglu+quant", 6 * m * k,
-            lambda i: act_quantize_2d(
-                xs[i % sets], swiglu, BF16, want_out=False, wanted=WANTED
-            ),
+            lambda i: act_quantize_2d(ActStep(xs[i % sets], None, swiglu, BF16, False, TARGET)),
             lambda i: _quantized(activations.plain(xs[i % sets], swiglu)),
         ),
         (
             "dswiglu+db+quant", 10 * m * k,
-            lambda i: dact_quantize_2d(
-                grads[i % sets], xs[i % sets], swiglu, BF16, want_out=False, wanted=sums
+            lambda i: act_quantize_2d(
+                ActStep(xs[i % sets], grads[i % sets], swiglu, BF16, False, sums)
             ),
             lambda i: _quantized(gradient(i), True),
         ),

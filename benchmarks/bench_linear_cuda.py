@@ -10,6 +10,7 @@ from benchmarks.gpu import GpuContext
 from benchmarks.row import Row, Target
 from benchmarks.timing import Call, interleaved
 from te_mx import ops
+from te_mx.ops.quantize import parts_of
 
 LINEAR = [  # tokens, out features, in features
     ((16384, 4096, 4096), Target(1.35, 1.6)),
@@ -139,12 +140,10 @@ class Captured:
 
 
 # ----------------------------------------------------------------------------- quantizer, workspace
-def _quantizer(xs: list[Tensor], col_sum: bool) -> Callable[[int], ops.QuantizedParts]:
-    def call(i: int) -> ops.QuantizedParts:
-        return ops.quantize_2d(
-            xs[i % len(xs)], "e4m3", rowwise=True, columnwise="transposed", scale_rule="rceil",
-            spread=8, col_sum=col_sum,
-        )  # fmt: skip
+def _quantizer(xs: list[Tensor], col_sum: bool) -> Callable[[int], ops.Quantized]:
+    def call(i: int) -> ops.Quantized:
+        spec = "mxfp8_e4m3@sm90:8"
+        return ops.quantize_2d(xs[i % len(xs)], spec, spec, col_sum=col_sum)
 
     return call
 
@@ -154,7 +153,7 @@ def quantize(context: GpuContext) -> Iterator[Row]:
     for rows, cols in context.pick(QUANTIZE, [(256, 384)]):
         xs = [context.randn(rows, cols, seed=i) for i in range(context.sets(2 * rows * cols))]
         calls = {"quantize both": _quantizer(xs, False), "quantize + sums": _quantizer(xs, True)}
-        written = [part for part in calls["quantize both"](0) if part is not None]
+        written = parts_of(calls["quantize both"](0))
         moved = xs[0].nbytes + sum(part.numel() * part.element_size() for part in written)
         source = torch.ones(moved // 2, dtype=torch.uint8, device=context.device)
         target = torch.zeros_like(source)  # a copy reads and writes its size

@@ -38,7 +38,7 @@ def split(context: GpuContext) -> Iterator[Row]:
 
         def ours(mode: ops.Mode, packed: list = packed) -> None:
             for lhs, rhs in packed:
-                ops.gemm_2d(rhs, lhs, out_dtype=torch.bfloat16, mode=mode)
+                ops.gemm_2d(lhs, rhs, out_dtype=torch.bfloat16, mode=mode)
 
         def bf16(plain: list = plain) -> None:
             for lhs, rhs in plain:
@@ -61,8 +61,9 @@ def split(context: GpuContext) -> Iterator[Row]:
 
 
 def _packed(x: torch.Tensor) -> ops.Operand:
-    parts = ops.quantize_2d(x, "e4m3", rowwise=True, columnwise=None, scale_rule="rceil", spread=8)
-    return ops.Operand(parts.row_codes, parts.row_scales, "e4m3", "sm90")  # type: ignore[arg-type]
+    made = ops.quantize_2d(x, "mxfp8_e4m3@sm90:8").row
+    assert made is not None
+    return made
 
 
 def _replayed(context: GpuContext, work: Callable[[], None]) -> Call:

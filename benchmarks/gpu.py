@@ -11,7 +11,7 @@ from torch import Tensor
 import te_mx
 from benchmarks.context import Sizes
 from benchmarks.timing import WALL, Clock, Effort, interleaved
-from te_mx.backends import sm90
+from te_mx.backends.sm90 import binding
 
 FP8_TFLOPS = 1979  # H100 and H200 SXM by their data sheet: dense FP8 on tensor cores
 DEVICE = torch.device("cuda", 0)
@@ -21,7 +21,7 @@ def missing() -> str | None:
     """Why the CUDA benchmarks do not run here; None when they do."""
     if not torch.cuda.is_available():
         return "needs a Hopper GPU, torch sees no CUDA device"
-    return sm90.problem(DEVICE.index)
+    return binding.problem(DEVICE.index)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 
 import te_mx
 from benchmarks.timing import Effort, interleaved
-from te_mx.backends import cpu
+from te_mx.backends.cpu import binding as cpu
 
 
 @dataclass(frozen=True)

@@ -26,15 +26,15 @@ from te_mx.audit import audit
 from te_mx.context import autocast, fp8_autocast
 from te_mx.conversion_report import ConversionReport
 from te_mx.convert import convert_model, revert_model
-from te_mx.engine import workspace
-from te_mx.engine.explain import Explanation, FallbackWarning, explain
-from te_mx.engine.explain_grouped import GroupedExplanation, explain_grouped
+from te_mx.explain import Explanation, FallbackWarning, explain
+from te_mx.explain_grouped import GroupedExplanation, explain_grouped
 from te_mx.frozen import freeze_weights, unfreeze_weights
 from te_mx.functional import GemmOutput, gemm, quantize
 from te_mx.grouped import grouped_linear, grouped_wgrad
 from te_mx.nn import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
 from te_mx.nn.converted import ConversionWarning
 from te_mx.recipe import get_default_recipe, is_mxfp8_available
+from te_mx.runtime import workspace
 from te_mx.tensor import MXTensor
 
 try:

@@ -8,10 +8,10 @@ from typing import NamedTuple
 from torch import nn
 
 from te_mx.arguments import check_module, shown
-from te_mx.autograd.linear import GEMMS
-from te_mx.engine.explain import LAST_RUN
+from te_mx.autograd.steps import GEMMS
 from te_mx.nn.mx_module import MXModule
 from te_mx.report import table
+from te_mx.runtime.ran import LAST_RUN
 
 HIGH_PRECISION, NEVER = "high precision", "never ran"
 _ALL_HIGH = (HIGH_PRECISION, HIGH_PRECISION, HIGH_PRECISION)

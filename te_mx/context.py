@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import torch
 
 from te_mx.arguments import shown
-from te_mx.recipe import MXFP8BlockScaling, Settings, resolve_recipe
+from te_mx.recipe import Recipe, Settings, resolve_recipe
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -45,7 +45,7 @@ class Region:
     __slots__ = ("backward_pass", "left", "parent", "recipe", "settings")
 
     def __init__(
-        self, settings: Settings | None, recipe: MXFP8BlockScaling | None, parent: Region | None
+        self, settings: Settings | None, recipe: Recipe | None, parent: Region | None
     ) -> None:
         self.settings = settings
         self.recipe = recipe
@@ -113,14 +113,14 @@ RECOMPUTED = (
 )
 
 
-def current_recipe() -> MXFP8BlockScaling | None:
+def current_recipe() -> Recipe | None:
     """The recipe that is active in this thread or task, None where MXFP8 is off."""
     region = active_region()
     return None if region is None else region.recipe
 
 
 @contextmanager
-def entered(settings: Settings | None, recipe: MXFP8BlockScaling | None) -> Iterator[None]:
+def entered(settings: Settings | None, recipe: Recipe | None) -> Iterator[None]:
     """A region of these, whatever is entered and left inside."""
     token = innermost.set(Region(settings, recipe, active_region()))
     try:
@@ -172,7 +172,7 @@ class autocast:
         calibrating: Transformer Engine's. True changes nothing: block scales follow the data of
             every call, and there is nothing to calibrate. A recipe in this place,
             ``autocast(True, recipe)``, is taken as the recipe.
-        recipe: a `te_mx.recipe.MXFP8BlockScaling`, or Transformer Engine's; None means
+        recipe: one of `te_mx.recipe`, or Transformer Engine's; None means
             `te_mx.get_default_recipe()`.
         amax_reduction_group, _graph: Transformer Engine's, of no effect: no largest values are
             reduced over processes, and CUDA graphs need no preparation.

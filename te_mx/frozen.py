@@ -49,11 +49,11 @@ def freeze_weights(model: nn.Module, drop_master: bool = False, *, recipe: Any =
             ever. True keeps the codes and scales only, 1.03 bytes a parameter, in memory and in the
             state_dict: of a weight [out, in] ``<name>`` float8_e4m3fn [out, in] and
             ``<name>_scale`` uint8 [out, ceil(in/32)], e.g. ``weight`` and ``weight_scale``; those
-            of a te_mx.GroupedLinear are stacked or apart as its parameters are. Such a state_dict
-            loads into a new module. Such a module runs in MXFP8 outside autocast too, and cannot be
-            differentiated.
-        recipe: its scale rule quantizes the weights; None means the active recipe, or the default
-            one.
+            of a te_mx.GroupedLinear are stacked or apart as its parameters are. Codes of fewer than
+            8 bits are packed uint8. Such a state_dict loads into a new module. Such a module runs
+            in MXFP8 outside autocast too, and cannot be differentiated.
+        recipe: its format and its scale rule quantize the weights; None means the active recipe, or
+            the default one.
 
     Returns:
         The number of modules that are frozen now.

@@ -11,13 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from te_mx import ops
+from te_mx import blas as _blas
+from te_mx import epilogue as _epilogue
+from te_mx import ops, prepared
 from te_mx.arguments import check_dense, check_flag, is_one_of, shown
 from te_mx.autograd import transforms
-from te_mx.backends.base import FLOAT_DTYPES, FORMATS, SCALE_RULES
-from te_mx.engine import envelopes
-from te_mx.engine import epilogue as _epilogue
-from te_mx.engine import layout as _layout
+from te_mx.ops import FLOAT_DTYPES
+from te_mx.parts import format_of, name_of
 from te_mx.recipe import MAX_SPREAD, check_precision
 from te_mx.tensor import MXTensor, _make
 
@@ -42,23 +42,25 @@ def quantize(
     columnwise_transposed: bool | None = None,
     scale_rule: str = "rceil",
 ) -> MXTensor:
-    """Quantize x to MXFP8: blocks of 32 elements that share a power-of-two scale.
+    """Quantize x: blocks of 32 elements that share a power-of-two scale.
 
     In fp32, for every block: ``amax = max |x|``; ``byte`` is the biased exponent of ``amax /
-    max(fmt)`` rounded up to a power of two (rceil; nothing saturates) or of ``2^floor(log2 amax) /
-    2^emax`` (floor, the rule of the OCP paper; the largest elements may saturate); ``code =
+    max(fmt)`` rounded up to a power of two (rceil; nothing saturates), of ``2^floor(log2 amax) /
+    2^emax`` (floor, the rule of the OCP paper; the largest elements may saturate), or that of amax
+    rounded to one mantissa bit first (even, compressed-tensors' rule for MXFP4); ``code =
     round_to_nearest_even(x * 2^(127 - byte))``, clamped to the largest code. A block of zeros has
     byte 0. A block with NaN or Inf has byte 255 and is NaN throughout.
 
     Args:
         x: [..., cols] float32, bfloat16 or float16; any strides. A single dimension is one row.
-        fmt: "e4m3" (max 448) or "e5m2" (max 57344).
+        fmt: "e4m3" (max 448) or "e5m2" (max 57344), which are MXFP8, or a name of
+            te_mx.formats.names().
         rowwise: blocks along the last dimension.
         columnwise: blocks along the flattened leading dimensions. With rowwise, x is read once for
             both.
         columnwise_transposed: store the columnwise copy as [cols, rows]. None takes the form that
             the device's GEMM reads best. Values do not depend on it.
-        scale_rule: "rceil" or "floor".
+        scale_rule: "rceil", "floor" or "even".
 
     Returns:
         An MXTensor with the asked copies. Sizes need not divide by 32: the last block is shorter.
@@ -77,10 +79,10 @@ def quantize(
     check_dense("x", x)
     if x.dim() == 0:
         raise ValueError("x must have one dimension or more, got a scalar; use x.reshape(1)")
-    if not is_one_of(fmt, FORMATS):
-        raise ValueError(f'fmt must be "e4m3" or "e5m2", got {shown(fmt)}')
-    if not is_one_of(scale_rule, SCALE_RULES):
-        raise ValueError(f'scale_rule must be "rceil" or "floor", got {shown(scale_rule)}')
+    known = format_of(fmt)
+    if not is_one_of(scale_rule, known.scaling.rules):
+        rules = ", ".join(f'"{rule}"' for rule in known.scaling.rules)
+        raise ValueError(f"scale_rule must be one of {rules}, got {shown(scale_rule)}")
     check_flag("rowwise", rowwise)
     check_flag("columnwise", columnwise)
     if columnwise_transposed is not None:
@@ -91,19 +93,23 @@ def quantize(
         raise ValueError(
             f"columnwise_transposed={columnwise_transposed} needs columnwise=True; pass both"
         )
-    form = None
-    if columnwise:
-        if columnwise_transposed is None:
-            form = ops.gemm_form(x.device, "adaptive", 0).columnwise
-        else:
-            form = "transposed" if columnwise_transposed else "plain"
+    transposed = columnwise_transposed
+    if columnwise and transposed is None:
+        plain = ops.forms(x.device, known.name, known.name, "exact", MAX_SPREAD).col
+        transposed = plain.endswith("@rows") or known.element.bits < 8
     if transforms.active():
         transforms.refuse("te_mx.quantize", (x,), transforms.FUNCTION, grad=True)
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    parts = ops.quantize_2d(
-        flat, fmt, rowwise=rowwise, columnwise=form, scale_rule=scale_rule, col_sum=False
-    )
-    return _make(x.shape, fmt, *parts[:4], form == "transposed")
+    row, col = ops.quantize_2d(
+        flat, f"{known.name}@rows" if rowwise else "",
+        f"{known.name}@{'rows' if transposed else 'cols'}" if columnwise else "", rule=scale_rule,
+    )[:2]  # fmt: skip
+    row_codes, row_scales = (None, None) if row is None else row[:2]
+    col_codes, col_scales = (None, None) if col is None else col[:2]
+    return _make(
+        x.shape, name_of(known), row_codes, row_scales, col_codes, col_scales,
+        bool(columnwise and transposed),
+    )  # fmt: skip
 
 
 def gemm(
@@ -178,10 +184,17 @@ def gemm(
 
     Gradients do not flow through this function.
     """
+    call = None
+    if bias is None and gelu_in is None:
+        dtype = out.dtype if type(out) is Tensor and out_dtype is torch.bfloat16 else out_dtype
+        call = prepared.Call(layout, dtype, precision, alignment_spread, split_k)
+        result = prepared.run(A, B, call, out, gelu, grad, bias, gelu_in, accumulate, aux_dtype)
+        if result is not None:
+            return GemmOutput(result, None, None)
     if transforms.active():
         tensors = [t for t in (bias, gelu_in, out) if isinstance(t, Tensor)]
         transforms.refuse("te_mx.gemm", tensors, transforms.FUNCTION, grad=True)
-    a, b = _layout.operands(A, B, layout)
+    a, b = _blas.operands(A, B, layout)
     n, m, device = b.rows, a.rows, a.codes.device
     epilogue = _epilogue.resolve(n, m, device, bias, gelu, gelu_in, grad, accumulate)
     read = {
@@ -193,27 +206,16 @@ def gemm(
         _epilogue.check_dtype(aux_dtype, "aux_dtype")
     check_precision(precision, alignment_spread)
     check_flag("split_k", split_k)
-    form = ops.Mode(precision, alignment_spread)
-    if device.type in ("cpu", "cuda") and not torch.compiler.is_compiling():
-        kernel = envelopes.select_for(envelopes.problem(device, n, m, a.k, precision))
-        if kernel == envelopes.packing_kernel(device):
-            usage_a, usage_b = _layout.USAGES[layout]
-            a = A.standing_operand(usage_a, "a", kernel, form) or a
-            if epilogue.bias_grad != "operand":  # which sums the values that were quantized
-                b = B.standing_operand(usage_b, "b", kernel, form) or b
-    made = ops.gemm_2d(
-        a,
-        b,
-        bias=epilogue.bias,
-        gelu=epilogue.gelu,
-        gelu_in=epilogue.gelu_in,
-        bias_grad=epilogue.bias_grad,
-        out=out,
-        out_dtype=out_dtype,
-        aux_dtype=aux_dtype,
-        accumulate=accumulate,
-        mode=form._replace(split_k=split_k),
-    )
+    mode = ops.Mode(precision, alignment_spread, split_k)
+    if not torch.compiler.is_compiling() and ops.many_rows(b, a, mode):
+        usage_a, usage_b = _blas.USAGES[layout]
+        kept_as = ops.Mode(precision, alignment_spread)
+        a = A.kept_operand(usage_a, "rhs", kept_as) or a
+        if epilogue.bias_grad != "operand":  # which sums the values that were quantized
+            b = B.kept_operand(usage_b, "lhs", kept_as) or b
+        if call is not None:
+            prepared.remember(A, B, call, (usage_a, usage_b))
+    made = ops.gemm_2d(b, a, epilogue, out=out, out_dtype=out_dtype, aux_dtype=aux_dtype, mode=mode)
     bias_grad = made.bias_grad
     if bias_grad is not None and isinstance(bias, Tensor):
         bias_grad = bias_grad.to(bias.dtype)

@@ -14,10 +14,10 @@ from te_mx import context
 from te_mx.arguments import check_flag
 from te_mx.autograd import grouped as autograd
 from te_mx.autograd import transforms
-from te_mx.autograd.grouped_operands import Groups, Packing
-from te_mx.autograd.linear import mode_of
-from te_mx.engine.epilogue import check_dtype
-from te_mx.engine.written import check_written
+from te_mx.autograd.grouped_operands import GroupForms
+from te_mx.autograd.steps import mode_of
+from te_mx.dispatch.grouped_calls import Groups
+from te_mx.epilogue import check_dtype
 from te_mx.grouped_arguments import (
     check_floats,
     check_index,
@@ -28,9 +28,10 @@ from te_mx.grouped_arguments import (
 )
 from te_mx.nn.linear import output_dtype
 from te_mx.ops import Operand
+from te_mx.ops.grouped_gemm import gemm_k, on_device
 from te_mx.ops.grouped_quantize import quantize_grouped
-from te_mx.ops.grouped_wgrad import gemm_k
 from te_mx.recipe import Settings, get_default_recipe, resolve_recipe
+from te_mx.written import check_written
 
 
 def grouped_linear(
@@ -91,9 +92,8 @@ def grouped_linear(
     dtype = output_dtype(inp)
 
     def run(x: Tensor, groups: Groups) -> Tensor:
-        return autograd.grouped_linear(
-            x, groups, held, bias is not None, None, settings, dtype
-        )  # fmt: skip
+        call = autograd.GroupedCall(groups.capacity, settings, dtype, bias is not None)
+        return autograd.grouped_linear(x, groups.offs, held, call)
 
     if offs is not None:
         check_index(offs, "offs", (groups_count,), inp)
@@ -206,18 +206,17 @@ def _wgrad(
     grad: Tensor, inp: Tensor, offs: Tensor, out: Tensor | None, out_dtype: torch.dtype,
     accumulate: bool, settings: Settings,
 ) -> Tensor:  # fmt: skip
-    packing = Packing.of(inp, offs, grad, settings)
+    form = GroupForms.of(inp, grad, settings)
+    groups = Groups(on_device(offs, form.x.col, inp))
 
-    def columns(x: Tensor, fmt: str) -> Operand:
-        q = quantize_grouped(
-            x, packing.offs, fmt, rowwise=False, columnwise=True, scale_rule=settings.scale_rule,
-            spread=packing.spread,
-        )  # fmt: skip
-        return packing.columns(q, fmt)
+    def columns(x: Tensor, spec: str) -> Operand:
+        made = quantize_grouped(x, groups, col=spec, rule=settings.scale_rule).col
+        assert made is not None
+        return made
 
-    a, b = columns(inp, settings.fwd_fmt), columns(grad, settings.bwd_fmt)
+    lhs, rhs = columns(grad, form.g.col), columns(inp, form.x.col)
     return gemm_k(
-        a, b, packing.offs, out=out, out_dtype=out_dtype, accumulate=accumulate, rows=len(inp),
+        lhs, rhs, groups, out=out, out_dtype=out_dtype, accumulate=accumulate,
         mode=mode_of(settings),
     )  # fmt: skip
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from te_mx.arguments import check_dense, shown
 from te_mx.autograd import joining
-from te_mx.backends.base import FLOAT_DTYPES
-from te_mx.backends.grouped import INDEX_DTYPES, host_bounds, known_to_host
+from te_mx.dispatch.calls import FLOAT_DTYPES
+from te_mx.dispatch.groups import INDEX_DTYPES, host_bounds, known_to_host
 
 
 def check_floats(name: str, value: Any) -> None:

@@ -9,18 +9,20 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from te_mx import ops
+from te_mx import formats, ops
 from te_mx.arguments import check_flag, check_size, is_one_of, shown, usable_device
-from te_mx.backends.base import FLOAT_DTYPES, FORMATS
-from te_mx.engine import streams
-from te_mx.engine.parts import check_copy
+from te_mx.formats import Format
+from te_mx.ops import FLOAT_DTYPES
+from te_mx.parts import check_copy, format_of, name_of
+from te_mx.runtime import streams
 
 
 class MXTensor:
-    """A tensor in MXFP8: 8-bit codes, and one power-of-two scale for every block of 32 elements.
+    """A tensor in a block-scaled format: codes of 8, 6 or 4 bits, and one power-of-two scale for
+    every block of 32 elements.
 
     ``value = code * 2^(scale byte - 127)``; scale byte 255 makes the block NaN. With [rows, cols]
-    for the shape whose leading dimensions are flattened into rows:
+    for the shape whose leading dimensions are flattened into rows, in MXFP8:
 
     ====================  =============  ==========================================================
     field                 dtype          shape
@@ -30,6 +32,9 @@ class MXTensor:
     columnwise_data       float8         [rows, cols], or [cols, rows] when columnwise_transposed
     columnwise_scale      float8_e8m0    [ceil(rows/32), cols], or [cols, ceil(rows/32)]
     ====================  =============  ==========================================================
+
+    Codes of fewer bits are packed along the blocks, two or four thirds a byte, except where
+    columnwise_data lies as [rows, cols]: there they are one a byte.
 
     The two copies are quantized on their own from the same input. `te_mx.quantize` makes an
     MXTensor; the constructor takes parts that were made elsewhere. It is immutable, is no
@@ -43,7 +48,7 @@ class MXTensor:
 
     Args:
         shape: logical shape, one dimension or more.
-        fmt: "e4m3" or "e5m2".
+        fmt: a name of te_mx.formats; "e4m3" and "e5m2" are MXFP8.
         rowwise_data, rowwise_scale, columnwise_data, columnwise_scale: as above, data as uint8 or
             the float8 dtype of fmt, scales as uint8 or float8_e8m0fnu. They are used as they are if
             contiguous. Data come with their scales.
@@ -66,9 +71,8 @@ class MXTensor:
     # Whether somebody else has tensors of inference_mode that share memory with the parts: torch
     # counts no writes to these, so nothing may be kept that was made of them.
     _uncounted: bool
-    # (usage, role, kernel, mode, stream) -> (versions of codes and scales, form, from the second
-    # use on)
-    _packs: dict[tuple[str, str, str, ops.Mode, int], tuple[tuple[int, int], ops.Operand | None]]
+    # (usage, side, mode, stream) -> (versions of codes and scales, form, from the second use on)
+    _packs: dict[tuple[str, str, ops.Mode, int], tuple[tuple[int, int], ops.Operand | None]]
 
     def __init__(
         self,
@@ -81,8 +85,7 @@ class MXTensor:
         columnwise_scale: Tensor | None = None,
         columnwise_transposed: bool = False,
     ) -> None:
-        if not is_one_of(fmt, FORMATS):
-            raise ValueError(f'fmt must be "e4m3" or "e5m2", got {shown(fmt)}')
+        known = format_of(fmt)
         check_flag("columnwise_transposed", columnwise_transposed)
         if isinstance(shape, str | Tensor) or not isinstance(shape, Sequence):
             raise TypeError(f"shape must be a sequence of ints, got {shown(shape)}")
@@ -90,9 +93,15 @@ class MXTensor:
         if len(shape) == 0:
             raise ValueError("shape must have one dimension or more, got []")
         rows, cols = math.prod(shape[:-1]), shape[-1]
-        row = check_copy("rowwise", rowwise_data, rowwise_scale, fmt, rows, cols, False)
+        row = check_copy("rowwise", rowwise_data, rowwise_scale, known, rows, cols, False)
         col = check_copy(
-            "columnwise", columnwise_data, columnwise_scale, fmt, rows, cols, columnwise_transposed
+            "columnwise",
+            columnwise_data,
+            columnwise_scale,
+            known,
+            rows,
+            cols,
+            columnwise_transposed,
         )
         if row[0] is None and col[0] is None:
             raise ValueError("MXTensor needs a rowwise copy, a columnwise copy or both, got none")
@@ -101,7 +110,7 @@ class MXTensor:
                 f"rowwise_data is on {row[0].device} and columnwise_data on {col[0].device}; "
                 "move them to one device"
             )
-        self._fill(shape, fmt, *row, *col, columnwise_transposed and col[0] is not None)
+        self._fill(shape, name_of(known), *row, *col, columnwise_transposed and col[0] is not None)
         for part in self._parts():
             self._hand_out(part, torch.uint8)  # the caller has them already
 
@@ -145,8 +154,13 @@ class MXTensor:
 
     @property
     def fmt(self) -> str:
-        """Element format: "e4m3" or "e5m2"."""
+        """Its format: "e4m3" and "e5m2" for MXFP8, else the name in te_mx.formats."""
         return self._fmt
+
+    @property
+    def format(self) -> Format:
+        """Its format as an object of te_mx.formats."""
+        return formats.get(self._fmt)
 
     @property
     def device(self) -> torch.device:
@@ -163,21 +177,22 @@ class MXTensor:
     @property
     def rowwise_scale(self) -> Tensor | None:
         """Scales of rowwise_data, float8_e8m0fnu [rows, ceil(cols/32)], or None."""
-        return self._hand_out(self._row_scales, torch.float8_e8m0fnu)
+        return self._hand_out(self._row_scales, self.format.scaling.torch_dtype)
 
     @property
     def columnwise_data(self) -> Tensor | None:
         """Codes with blocks along the first dimension, float8 [rows, cols] or transposed, or
         None.
         """
-        return self._hand_out(self._col_codes, self._element)
+        whole = self._col_transposed or self.format.element.bits == 8
+        return self._hand_out(self._col_codes, self._element if whole else torch.uint8)
 
     @property
     def columnwise_scale(self) -> Tensor | None:
         """Scales of columnwise_data, float8_e8m0fnu [ceil(rows/32), cols] or transposed, or
         None.
         """
-        return self._hand_out(self._col_scales, torch.float8_e8m0fnu)
+        return self._hand_out(self._col_scales, self.format.scaling.torch_dtype)
 
     @property
     def columnwise_transposed(self) -> bool:
@@ -191,7 +206,7 @@ class MXTensor:
 
     @property
     def _element(self) -> torch.dtype:
-        return FORMATS[self._fmt].torch_dtype
+        return self.format.element.torch_dtype or torch.uint8
 
     def _hand_out(self, part: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         """A part as it is shown to others, who may write to it."""
@@ -234,8 +249,8 @@ class MXTensor:
             raise ValueError(
                 f"{self!r} has no {usage} copy; pass usage={other!r}, or quantize with {usage}=True"
             )
-        values = ops.dequantize_2d(operand.codes, operand.scales, operand.fmt, operand.order, dtype)
-        if usage == "columnwise" and self._col_transposed:
+        values = ops.dequantize_2d(operand, dtype)
+        if usage == "columnwise":
             values = values.t()
         return values.reshape(self._shape)
 
@@ -248,22 +263,31 @@ class MXTensor:
         if not is_one_of(usage, ("rowwise", "columnwise")):
             raise ValueError(f'usage must be "rowwise" or "columnwise", got {shown(usage)}')
         if usage == "rowwise":
-            codes, scales, order = self._row_codes, self._row_scales, "k_last"
+            codes, scales, layout = self._row_codes, self._row_scales, "rows"
+            rows, k = self.rows, self.cols
         else:
             codes, scales = self._col_codes, self._col_scales
-            order = "k_last" if self._col_transposed else "k_first"
+            layout = "rows" if self._col_transposed else "cols"
+            rows, k = self.cols, self.rows
         if codes is None or scales is None:
             return None
-        return ops.Operand(codes, scales, self._fmt, order)
+        return ops.Operand(codes, scales, f"{self.format.name}@{layout}", rows, k)
 
-    def standing_operand(
-        self, usage: str, role: str, kernel: str, mode: ops.Mode
-    ) -> ops.Operand | None:
-        """As `operand`, in the form that a kernel reads as side role ("a" or "b") once that is
-        used again.
+    def _versions(self, usage: str) -> tuple[int, int]:
+        """Counts of the writes to the codes and scales of a copy."""
+        if usage == "rowwise":
+            codes, scales = self._row_codes, self._row_scales
+        else:
+            codes, scales = self._col_codes, self._col_scales
+        assert codes is not None and scales is not None
+        return _version(codes), _version(scales)
+
+    def kept_operand(self, usage: str, side: str, mode: ops.Mode) -> ops.Operand | None:
+        """As `operand`, in the form that the device's kernel reads as side "lhs" or "rhs" once that
+        is used again.
 
         The first use packs inside the GEMM; the second one says that the tensor stands still, so it
-        keeps the packed form (about 2 bytes an element on CPUs, 1 on Hopper) for all later ones.
+        keeps the packed form (about 2 bytes an element on CPUs, 1 on GPUs) for all later ones.
         """
         operand = self.operand(usage)
         if operand is None or self._uncounted:
@@ -271,8 +295,8 @@ class MXTensor:
         device = operand.codes.device
         # The version counters notice writes through views of the codes. A form made on one stream
         # is not used on another, which has not waited for it.
-        version = (_version(operand.codes), _version(operand.scales))
-        key = (usage, role, kernel, mode, streams.current(device))
+        version = self._versions(usage)
+        key = (usage, side, mode, streams.current(device))
         kept = self._packs.get(key)
         if streams.capturing(device):
             # A graph's forms exist when it is replayed, and its codes may be written in between.
@@ -280,11 +304,11 @@ class MXTensor:
         if kept is None or kept[0] != version:
             self._packs[key] = (version, None)
             return operand
-        standing = kept[1]
-        if standing is None:
-            standing = ops.standing_2d(operand, role, mode)
-            self._packs[key] = (version, standing)
-        return standing
+        form = kept[1]
+        if form is None:
+            form = ops.kept_form(operand, side, mode)
+            self._packs[key] = (version, form)
+        return form
 
     # ------------------------------------------------------------------------------------- moves,
     # copies

@@ -1,69 +1,113 @@
-"""Grouped layers as on Hopper, on any machine."""
+"""Any machine as a Hopper GPU: CPU tensors are taken for those of cuda:0, and a stand-in for its
+native module runs what the kernels of te_mx/backends/sm90 ask of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
 
+import fake_sm90
 import fake_sm90_grouped
 import pytest
+import torch
+from torch import Tensor
 
-from te_mx import ops
-from te_mx.autograd import grouped_operands
-from te_mx.autograd import operands as autograd_operands
-from te_mx.backends import sm90, sm90_grouped
-from te_mx.ops import grouped_gemm, grouped_quantize, grouped_weights, grouped_wgrad
+from te_mx.autograd import grouped, grouped_operands
+from te_mx.backends.cpu import binding as cpu
+from te_mx.backends.sm90 import binding, binding_grouped, split_k
+from te_mx.backends.sm90 import grouped as sm90_grouped
+from te_mx.backends.sm90 import linear as sm90_linear
+from te_mx.dispatch import forms, problem, registry
+from te_mx.dispatch.problem import Place
+from te_mx.ops import grouped_quantize
+from te_mx.runtime import ran
+
+HOPPER = torch.device("cuda", 0)
+MULTIPROCESSORS = 132
 
 
-def ask_for_hoppers_forms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules ask for operands as they do on Hopper."""
-    monkeypatch.setattr(
-        autograd_operands, "gemm_form", lambda device, precision, spread: ops.GemmForm(
-            "transposed", spread if precision == "adaptive" else ops.PLAIN
-        ),
-    )  # fmt: skip
+@contextmanager
+def hopper(native: ModuleType = fake_sm90) -> Iterator[pytest.MonkeyPatch]:
+    """Problems on CPU tensors are problems of a Hopper GPU, which `native` runs."""
+    with _anew() as patch:
+        here = "cpu", None, cpu.isa()
+        patch.setitem(problem._places, here, Place(HOPPER.type, HOPPER.index))
+        patch.setattr(binding, "_native", native)
+        patch.setattr(binding, "_problems", {HOPPER.index: None})
+        patch.setattr(binding, "stream", lambda index: 0)
+        patch.setattr(binding, "set_execution", lambda args, index: None)
+        patch.setattr(split_k, "multiprocessors", lambda index: MULTIPROCESSORS)
+        patch.setattr(torch, "mm", _mm)
+        yield patch
 
 
+def _mm(
+    left: Tensor, right: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None
+) -> Tensor:
+    """torch.mm with the out_dtype that only GPUs take: sums of exact products."""
+    made = torch.matmul(left.double(), right.double()).to(out_dtype or left.dtype)
+    return made if out is None else out.copy_(made)
+
+
+@contextmanager
+def hoppers_forms() -> Iterator[None]:
+    """Modules ask for operands as they do on Hopper. The reference runs them, and says so: tests
+    ignore its te_mx.FallbackWarning."""
+    with _anew() as patch:
+        layouts = forms.wanted_layouts
+        patch.setattr(binding, "_problems", {HOPPER.index: None})
+        patch.setattr(forms, "wanted_layouts", lambda device, *rest: layouts(HOPPER, *rest))
+        yield
+
+
+@contextmanager
+def _anew() -> Iterator[pytest.MonkeyPatch]:
+    """Kernels are chosen anew, inside and afterwards, and every fallback warns, which fails a test
+    unless it asks for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ran, "_warned", set())
+        _forget()
+        yield patch
+    _forget()
+
+
+def _forget() -> None:
+    registry.forget()
+    sm90_linear.forget_plans()
+
+
+# ------------------------------------------------------------------------------------------ groups
 NATIVE = (
     "quantize_grouped", "quantize_stacked", "pack_stacked", "columns_of_stacked", "gemm_rows",
     "gemm_k",
 )  # fmt: skip
 
 
-def call_the_stand_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """CPU tensors go to the stand-in for the native module. Returns a list to which the names of
-    native calls are added as they come, but of upload_ends."""
-    monkeypatch.setattr(sm90, "_native", fake_sm90_grouped)
-    monkeypatch.setattr(sm90, "_problems", {None: None})
-    monkeypatch.setattr(sm90, "stream", lambda index: 0)
-    monkeypatch.setattr(sm90, "set_execution", lambda args, index: None)
-    monkeypatch.setattr(grouped_quantize, "_on_cpu", grouped_quantize._on_cuda)
-    monkeypatch.setattr(grouped_weights, "_weights_on_cpu", grouped_weights._weights_on_cuda)
-    monkeypatch.setattr(grouped_weights, "_columns_on_cpu", grouped_weights._columns_on_cuda)
-    monkeypatch.setattr(grouped_gemm, "_rows_on_cpu", grouped_gemm._rows_on_cuda)
-    monkeypatch.setattr(grouped_wgrad, "_k_on_cpu", grouped_wgrad._k_on_cuda)
-    monkeypatch.setattr(grouped_wgrad, "_into_on_cpu", grouped_wgrad._into_on_cuda)
+@contextmanager
+def hopper_with_groups() -> Iterator[list[str]]:
+    """`hopper` with the grouped calls. Gives a list to which the names of native calls are added as
+    they come, but of upload_ends."""
     calls: list[str] = []
-    for name in NATIVE:
-        monkeypatch.setattr(fake_sm90_grouped, name, _noted(name, calls))
-    return calls
+    with hopper(fake_sm90_grouped) as patch:
+        for name in NATIVE:
+            patch.setattr(fake_sm90_grouped, name, _noted(name, calls))
+        yield calls
 
 
-def hide_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ends of groups are as on a device: whoever looks at them on the host fails."""
+def hide_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends of groups are as on a device: whoever looks at them on the host fails, and nothing takes
+    them to the device, where they are."""
 
     def refuse(*args: object) -> None:
         raise AssertionError("the host looked at the splits")
 
-    for module in (grouped_quantize, grouped_gemm, grouped_wgrad):
+    for module in (grouped_quantize, sm90_grouped, grouped_operands):
         monkeypatch.setattr(module, "known_to_host", lambda offs: False)
+    for module in (sm90_grouped, grouped_operands, grouped):
         monkeypatch.setattr(module, "host_bounds", refuse)
-
-
-def hide_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same, and nothing takes them to the device, where they are."""
-    hide_ends(monkeypatch)
-    for module in (sm90_grouped, grouped_operands):
-        monkeypatch.setattr(module, "offs_on_device", lambda offs, device: offs)
+    monkeypatch.setattr(binding_grouped, "offs_on_device", lambda offs, device: offs)
 
 
 def _noted(name: str, calls: list[str]) -> Callable[..., int]:

@@ -10,8 +10,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from te_mx.backends import cpu
-from te_mx.engine import explain, workspace
+from te_mx.backends.cpu import binding as cpu
+from te_mx.dispatch import registry
+from te_mx.runtime import ran, workspace
 
 _COMMON = {
     "deadline": None,  # the first example of a test may compile or load the native module
@@ -70,7 +71,7 @@ def guarded():
 @pytest.fixture
 def fresh_warnings(monkeypatch: pytest.MonkeyPatch):
     """Warnings of fallbacks that were given already are given again."""
-    monkeypatch.setattr(explain, "_warned", set())
+    monkeypatch.setattr(ran, "_warned", set())
 
 
 @pytest.fixture
@@ -78,5 +79,8 @@ def no_native(monkeypatch: pytest.MonkeyPatch):
     """As if the native module had not been built."""
     monkeypatch.setattr(cpu, "_native", None)
     monkeypatch.setattr(cpu, "_reason", "the native module is hidden by a test")
-    monkeypatch.setattr(explain, "_warned", set())
-    monkeypatch.setattr("te_mx.engine.envelopes._chosen", {})
+    monkeypatch.setattr(ran, "_warned", set())
+    registry.forget()
+    yield
+    monkeypatch.undo()
+    registry.forget()

@@ -10,18 +10,21 @@ from __future__ import annotations
 import ctypes
 import importlib
 
+import native_words as reference
 import torch
 from torch import Tensor
 
-from te_mx.backends import base, reference, reference_fused, sm90_layout
-from te_mx.backends.base import FLOAT_DTYPES, FORMATS, GELUS, LAYOUTS, Epilogue
-from te_mx.backends.fused import ACT_IDS, ACTIVATIONS, Activation, Norm
+from te_mx.backends import base
+from te_mx.backends.base import FLOAT_DTYPES, FORMATS, GELUS, LAYOUTS, SCALE_RULES, Epilogue
+from te_mx.backends.reference import fused_math
+from te_mx.dispatch.fused import ACT_IDS, ACTIVATIONS, Activation, Norm
+from te_mx.layouts import sm90_tiles
 
 OK, SMALL_WORKSPACE = 0, 3
 OWN_SCRATCH = 192  # bytes that every GEMM asks for, so that the way to ask is used
-_NAMES = {fmt.native_id: name for name, fmt in FORMATS.items()}
+_NAMES = {number: name for name, number in FORMATS.items()}
 _DTYPES = {number: dtype for dtype, number in FLOAT_DTYPES.items()}
-_RULES = ("rceil", "floor")
+_RULES = {number: name for name, number in SCALE_RULES.items()}
 _GELUS = {number: name for name, number in GELUS.items()}
 _ORDERS = {number: name for name, number in LAYOUTS.items()}
 
@@ -48,14 +51,14 @@ def _blocks(size: int) -> int:
 
 
 def packed_bytes(rows: int, k: int) -> tuple[int, int]:
-    (_, ld), words = sm90_layout.packed_shapes(rows, k)
+    (_, ld), words = sm90_tiles.packed_shapes(rows, k)
     codes = -(-rows * ld // 256) * 256
     scales = -(-words[0] * words[1] * words[2] * 4 // 256) * 256
     return codes + scales, codes
 
 
 def _write_packed(place, codes: Tensor, scales: Tensor, fmt: str, spread: int) -> None:
-    packed = sm90_layout.pack(codes, scales, fmt, spread)
+    packed = sm90_tiles.pack(codes, scales, fmt, spread)
     at(place.codes, packed.codes.shape).copy_(packed.codes)
     at(place.scales, packed.scales.shape, torch.int32).copy_(packed.scales)
 
@@ -64,7 +67,7 @@ def read_operand(o) -> base.Operand:
     """The operand that a native record says the address of."""
     order = _ORDERS[o.layout]
     if order == "sm90":
-        codes, words = sm90_layout.packed_shapes(o.rows, o.k)
+        codes, words = sm90_tiles.packed_shapes(o.rows, o.k)
         parts = at(o.codes, codes)[:, : o.k], at(o.scales, words, torch.int32)
     elif order == "k_first":
         parts = at(o.codes, (o.k, o.rows)), at(o.scales, (_blocks(o.k), o.rows))
@@ -269,10 +272,10 @@ def _vector(address: int, size: int) -> Tensor | None:
 
 def normalize(args) -> int:
     rows, cols = args.x_rows, args.x_cols
-    assert args.inverse == reference_fused.inverse(cols)
+    assert args.inverse == fused_math.inverse(cols)
     at(args.counters, (4 * -(-rows // 128),)).fill_(0xFF)
     kind = Norm("RMSNorm" if args.rms else "LayerNorm", args.eps)
-    mean, rstd, z = reference_fused.normalize(
+    mean, rstd, z = fused_math.normalize(
         read_matrix(args.x), _vector(args.weight, cols), _vector(args.bias, cols), kind,
         _DTYPES[args.z_dtype],
     )  # fmt: skip
@@ -290,7 +293,7 @@ def norm_partial_sums(rows) -> int:
 
 def normalize_backward(args) -> int:
     rows, cols = args.x_rows, args.x_cols
-    assert args.inverse == reference_fused.inverse(cols) and args.rms == (args.mean == 0)
+    assert args.inverse == fused_math.inverse(cols) and args.rms == (args.mean == 0)
     assert (args.dz_rows, args.dz_cols) == (rows, cols)
     assert args.dz_dtype == args.x_dtype or args.x_dtype == FLOAT_DTYPES[torch.float32]
     assert args.dbias == args.dweight + 4 * cols
@@ -300,7 +303,7 @@ def normalize_backward(args) -> int:
         (args.counters, -(-rows // 128)),
     ):
         _vector(place, size).fill_(torch.nan)
-    made = reference_fused.normalize_backward(
+    made = fused_math.normalize_backward(
         read_matrix(args.dz), read_matrix(args.x), _vector(args.weight, cols),
         _vector(args.mean, rows), _vector(args.rstd, rows), _DTYPES[args.dx_dtype],
     )  # fmt: skip
@@ -320,9 +323,9 @@ def activate(args) -> int:
     if args.grad_data:
         assert args.grad_dtype == args.out_dtype
         grad = read_matrix(args.grad)
-        result = reference_fused.activate_backward(grad, values, made_by, dtype)
+        result = fused_math.activate_backward(grad, values, made_by, dtype)
     else:
-        result = reference_fused.activate(values, made_by, dtype)
+        result = fused_math.activate(values, made_by, dtype)
     if args.out:
         at(args.out, result.shape, dtype).copy_(result)
     return _quantize(args.to, result)

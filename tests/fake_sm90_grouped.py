@@ -5,6 +5,7 @@ What the real module leaves undefined is poisoned here.
 
 from __future__ import annotations
 
+import native_words as reference
 import torch
 from fake_sm90 import (  # noqa: F401
     _DTYPES,
@@ -15,16 +16,29 @@ from fake_sm90 import (  # noqa: F401
     __getattr__,
     at,
     available,
+    dequantize,
+    gemm,
+    linear_backward,
+    linear_forward,
+    linear_offsets,
+    pack,
+    packed_bytes,
+    quantize,
+    quantize_two,
     read_matrix,
     read_operand,
+    row_sums,
+    row_sums_workspace_bytes,
     rows_first,
+    workspace_bytes,
 )
 from torch import Tensor
 
-from te_mx.backends import base, reference, sm90_layout
-from te_mx.backends import sm90_grouped_layout as layout
+from te_mx.backends import base
 from te_mx.backends.base import Epilogue, blocks
-from te_mx.backends.grouped import Bounds, device_bounds
+from te_mx.dispatch.groups import Bounds, device_bounds
+from te_mx.layouts import sm90_groups as layout
+from te_mx.layouts import sm90_tiles
 
 
 def upload_ends(ends, to, stream, device=-1) -> int:
@@ -67,12 +81,12 @@ def quantize_grouped(args) -> int:
             values[start:end], name, True, "transposed", _RULES[to.rule], bool(to.col_sum)
         )
         if row_made:
-            packed = sm90_layout.pack(parts.row_codes, parts.row_scales, name, to.spread)
-            layout.put_rows(sm90_layout.PackedOperand(*row_made), packed, start, end, i)
+            packed = sm90_tiles.pack(parts.row_codes, parts.row_scales, name, to.spread)
+            layout.put_rows(sm90_tiles.PackedOperand(*row_made), packed, start, end, i)
         if col_made:
-            packed = sm90_layout.pack(parts.col_codes, parts.col_scales, name, to.spread)
+            packed = sm90_tiles.pack(parts.col_codes, parts.col_scales, name, to.spread)
             packed = packed._replace(codes=packed.codes[:, : end - start])
-            layout.put_k(sm90_layout.PackedOperand(*col_made), packed, start, end, i)
+            layout.put_k(sm90_tiles.PackedOperand(*col_made), packed, start, end, i)
         if to.col_sum:
             sums[i] = parts.col_sum
     return OK
@@ -93,9 +107,9 @@ def quantize_stacked(args, xs) -> int:
         ):
             if place.codes:
                 assert _ORDERS[place.layout] == "sm90"
-                codes_shape, words_shape = sm90_layout.packed_shapes(*shape)
+                codes_shape, words_shape = sm90_tiles.packed_shapes(*shape)
                 stack = _parts(place, ((len(xs), *codes_shape), (len(xs), *words_shape)))
-                packed = sm90_layout.pack(codes, scales, name, to.spread)
+                packed = sm90_tiles.pack(codes, scales, name, to.spread)
                 stack[0][i], stack[1][i] = packed.codes, packed.scales
     return OK
 
@@ -128,19 +142,19 @@ def _plain_weight(first, i: int) -> base.Operand:
 
 def pack_stacked(args) -> int:
     count = args.groups_count
-    codes, words = sm90_layout.packed_shapes(args.rows, args.k)
+    codes, words = sm90_tiles.packed_shapes(args.rows, args.k)
     stack = _poisoned(args.out, ((count, *codes), (count, *words)), "sm90")
     for i, (start, end) in enumerate(zip(*bounds_of(args.groups), strict=True)):
         if end > start:
             operand = _plain_weight(args.operand, i)
-            packed = sm90_layout.pack(*rows_first(operand), operand.fmt, args.spread)
+            packed = sm90_tiles.pack(*rows_first(operand), operand.fmt, args.spread)
             stack[0][i], stack[1][i] = packed.codes, packed.scales
     return OK
 
 
 def columns_of_stacked(args) -> int:
     count = args.groups_count
-    codes, words = sm90_layout.packed_shapes(args.k, args.rows)
+    codes, words = sm90_tiles.packed_shapes(args.k, args.rows)
     stack = _poisoned(args.out, ((count, *codes), (count, *words)), "sm90")
     for i in range(count):
         operand = _plain_weight(args.operand, i)
@@ -148,15 +162,20 @@ def columns_of_stacked(args) -> int:
         values = reference.dequantize(*operand[:4], torch.bfloat16)
         rule = _RULES[args.rule]
         made = reference.quantize(values, operand.fmt, False, "transposed", rule, False)
-        packed = sm90_layout.pack(made.col_codes, made.col_scales, operand.fmt, args.spread)
+        packed = sm90_tiles.pack(made.col_codes, made.col_scales, operand.fmt, args.spread)
         stack[0][i], stack[1][i] = packed.codes, packed.scales
     return OK
 
 
 def _group_of_weights(o, count: int, i: int) -> base.Operand:
-    codes, words = sm90_layout.packed_shapes(o.rows, o.k)
+    codes, words = sm90_tiles.packed_shapes(o.rows, o.k)
     stack = _parts(o, ((count, *codes), (count, *words)))
     return base.Operand(stack[0][i][:, : o.k], stack[1][i], _NAMES[o.element], _ORDERS[o.layout])
+
+
+def _tiles(part: sm90_tiles.PackedOperand, element: int) -> base.Operand:
+    """A group's own operand."""
+    return base.Operand(*part, _NAMES[element], "sm90")
 
 
 def gemm_grouped(args, first_rows=()) -> int:
@@ -174,12 +193,12 @@ def gemm_rows(args) -> int:
     result = at(args.out, (m, n), _DTYPES[args.out_dtype]).zero_()
     added = at(args.bias, (count, n), _DTYPES[args.bias_dtype]) if args.bias else None
     codes, words = _parts(args.gemm.lhs, layout.shapes_rows(m, k, count))
-    tokens = base.Operand(codes[:, :k], words, _NAMES[args.lhs_element], "sm90_rows")
+    tokens = sm90_tiles.PackedOperand(codes[:, :k], words)
     for i, (start, end) in enumerate(zip(*bounds_of(args.groups), strict=True)):
         if end > start:
             reference.gemm(
                 _group_of_weights(args.gemm.rhs, count, i),
-                layout.rows_of(tokens, start, end, i),
+                _tiles(layout.rows_of(tokens, start, end, i), args.lhs_element),
                 Epilogue(bias=None if added is None else added[i]),
                 result[start:end],
                 None,
@@ -197,12 +216,12 @@ def gemm_k(args, first_rows=()) -> int:
     for side in (args.gemm.rhs, args.gemm.lhs):
         assert _ORDERS[side.layout] == "sm90_k"
         parts = _parts(side, layout.shapes_k(args.groups_rows, side.rows, count))
-        sides.append(base.Operand(*parts, _NAMES[side.element], "sm90_k"))
+        sides.append((sm90_tiles.PackedOperand(*parts), side.element))
     for i, (start, end) in enumerate(zip(*bounds_of(args.groups), strict=True)):
         if end == start:
             if not accumulate:
                 result[i].zero_()
             continue
-        a, b = (layout.k_of_packed(side, start, end, i) for side in sides)
+        a, b = (_tiles(layout.k_of(side, start, end, i), element) for side, element in sides)
         reference.gemm(a, b, Epilogue(accumulate=accumulate), result[i], None)
     return OK

@@ -14,9 +14,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from te_mx.backends import cpu
 from te_mx.backends.base import Epilogue, Operand
-from te_mx.engine import workspace
+from te_mx.backends.cpu import binding as cpu
+from te_mx.runtime import workspace
 
 LARGEST = {"e4m3": 0x7E, "e5m2": 0x7B}  # finite codes
 LEVEL_KERNELS = {

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 import te_mx
-from te_mx.backends.fused import Activation, Norm, Wanted
-from te_mx.ops.fused import act_quantize_2d, dact_quantize_2d, norm_backward_2d, norm_quantize_2d
+from te_mx.dispatch import fused
+from te_mx.dispatch.fused import Activation, Norm, Target
+from te_mx.ops.fused import act_quantize_2d, norm_backward_2d, norm_quantize_2d
 
-_NOTHING = Wanted("e4m3", False, None, "rceil")
+_NOTHING = Target("", "", "rceil")
 
 
 def filled(module):
@@ -40,10 +41,9 @@ class NormStep(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, norm, zero_centered):
         full = weight.float() + zero_centered
-        made = norm_quantize_2d(
-            x, full, None if bias is None else bias.float(), norm, x.dtype, want_z=True,
-            wanted=_NOTHING,
-        )  # fmt: skip
+        bias32 = None if bias is None else bias.float()
+        step = fused.NormStep(x, full, bias32, norm, x.dtype, True, _NOTHING)
+        made = norm_quantize_2d(step)
         ctx.save_for_backward(x, full, made.mean, made.rstd)
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         return made.z
@@ -63,13 +63,13 @@ class ActStep(torch.autograd.Function):
     def forward(ctx, h, act):
         ctx.save_for_backward(h)
         ctx.act = act
-        return act_quantize_2d(h, act, h.dtype, want_out=True, wanted=_NOTHING).out
+        return act_quantize_2d(fused.ActStep(h, None, act, h.dtype, True, _NOTHING)).out
 
     @staticmethod
     def backward(ctx, grad):
         (h,) = ctx.saved_tensors
-        made = dact_quantize_2d(grad, h, ctx.act, h.dtype, want_out=True, wanted=_NOTHING)
-        return made.out, None
+        step = fused.ActStep(h, grad, ctx.act, h.dtype, True, _NOTHING)
+        return act_quantize_2d(step).out, None
 
 
 def one_after_the_other(module, act: Activation | None = None):

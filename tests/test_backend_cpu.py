@@ -4,6 +4,7 @@ within the bound.
 
 from __future__ import annotations
 
+import native_words as reference
 import numpy as np
 import oracles
 import pytest
@@ -11,26 +12,39 @@ import strategies as our
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_words import house
 
 from te_mx import ops
-from te_mx.backends import cpu, reference
 from te_mx.backends.base import Epilogue, Operand
-from te_mx.engine import envelopes, workspace
+from te_mx.backends.cpu import binding as cpu
+from te_mx.dispatch import run
+from te_mx.dispatch.calls import Product, Quantize
+from te_mx.dispatch.registry import Kernel, kernels, pick
 
 pytestmark = pytest.mark.skipif(cpu.missing_reason() is not None, reason="no native module")
 
 
-def same(x: torch.Tensor | None, y: torch.Tensor | None) -> bool:
-    return (x is None and y is None) or torch.equal(x, y)
+CPU = torch.device("cpu")
+LAYOUTS = {"plain": "cols", "transposed": "rows"}
+
+
+def kernel(op: str) -> Kernel:
+    """The kernel "cpu" of an op."""
+    return next(one for one in kernels(op) if one.name == "cpu")
 
 
 # ----------------------------------------------------------------------------------------- quantize
 def assert_quantizes_like_reference(x, fmt, rowwise, columnwise, rule):
-    got = cpu.quantize(x, fmt, rowwise, columnwise, rule, False)
-    expected = reference.quantize(x, fmt, rowwise, columnwise, rule, False)
-    names = ("row_codes", "row_scales", "col_codes", "col_scales")
-    for name, mine, theirs in zip(names, got, expected, strict=False):
-        assert same(mine, theirs), f"{name} of {tuple(x.shape)} {x.dtype} {fmt} {columnwise} {rule}"
+    row = f"mxfp8_{fmt}@rows" if rowwise else ""
+    col = f"mxfp8_{fmt}@{LAYOUTS[columnwise]}" if columnwise else ""
+    what = Quantize(x, row, col, rule)
+    got, expected = kernel("quantize").run(what), run.reference("quantize").run(what)
+    for mine, theirs in zip(got[:2], expected[:2], strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None:
+            assert mine[2:] == theirs[2:]
+            assert torch.equal(mine.codes, theirs.codes), (tuple(x.shape), x.dtype, mine.spec, rule)
+            assert torch.equal(mine.scales, theirs.scales), (tuple(x.shape), x.dtype, mine.spec)
 
 
 @given(
@@ -52,17 +66,18 @@ def test_quantize_every_kind_of_data(isa, dtype):
 
 
 @given(
-    rows=our.POSITIVE, cols=our.POSITIVE, seed=our.SEEDS, fmt=our.FORMATS,
-    order=st.sampled_from(["k_last", "k_first"]), dtype=our.DTYPES,
+    rows=our.POSITIVE, k=our.POSITIVE, seed=our.SEEDS, fmt=our.FORMATS,
+    layout=st.sampled_from(["rows", "cols"]), dtype=our.DTYPES,
 )  # fmt: skip
-def test_dequantize(isa, rows, cols, seed, fmt, order, dtype):
+def test_dequantize(isa, rows, k, seed, fmt, layout, dtype):
     """Random codes and scales, NaN codes and scale 255 among them."""
     generator = torch.Generator().manual_seed(seed)
-    codes = torch.randint(256, (rows, cols), dtype=torch.uint8, generator=generator)
-    shape = (rows, -(-cols // 32)) if order == "k_last" else (-(-rows // 32), cols)
-    scales = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
-    got = cpu.dequantize(codes, scales, fmt, order, dtype)
-    expected = reference.dequantize(codes, scales, fmt, order, dtype)
+    blocks = -(-k // 32)
+    shapes = ((rows, k), (rows, blocks)) if layout == "rows" else ((k, rows), (blocks, rows))
+    codes, scales = (torch.randint(256, s, dtype=torch.uint8, generator=generator) for s in shapes)
+    made = ops.Operand(codes, scales, f"mxfp8_{fmt}@{layout}", rows, k)
+    got = kernel("dequantize").run(made, dtype)
+    expected = run.reference("dequantize").run(made, dtype)
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
     zeros = expected == 0
     assert torch.equal(got[zeros].signbit(), expected[zeros].signbit())
@@ -70,10 +85,11 @@ def test_dequantize(isa, rows, cols, seed, fmt, order, dtype):
 
 def test_col_sum_has_the_same_bits_at_every_thread_count(isa, threads):
     x = our.tensor("outliers", 1100, 130, 3, torch.bfloat16)
+    what = Quantize(x, "mxfp8_e4m3@rows", "mxfp8_e4m3@cols", "rceil", True)
     sums = []
     for count in (1, 2, 3):
         threads(count)
-        sums.append(cpu.quantize(x, "e4m3", True, "plain", "rceil", True).col_sum)
+        sums.append(kernel("quantize").run(what).col_sum)
     exact = x.double().sum(0)
     assert ((sums[0] - exact).abs() <= 1100 * 2.0**-24 * x.double().abs().sum(0)).all()
     assert torch.equal(sums[0], sums[1]) and torch.equal(sums[0], sums[2])
@@ -98,6 +114,22 @@ def exact_values(o: Operand) -> np.ndarray:
 ORDERS = st.sampled_from(["k_last", "k_first"])
 
 
+def kept(o: Operand, side: str) -> Operand:
+    """The operand with the packed form that te_mx.ops makes of what stands still."""
+    return o._replace(packed=ops.kept_form(house(o), side, ops.Mode()).packed)
+
+
+def product(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
+    """D[n, m] through the op."""
+    return ops.gemm_2d(house(b), house(a), out_dtype=out_dtype).out
+
+
+def kernel_of(m: int, n: int, k: int) -> Kernel:
+    """The kernel that runs D[n, m] at the level in use."""
+    spec = "mxfp8_e4m3@rows"
+    return pick("gemm", CPU, spec, spec, (n, m, k))
+
+
 @given(
     m=our.POSITIVE, n=our.POSITIVE, k=our.POSITIVE, seed=our.SEEDS,
     kinds=st.tuples(st.sampled_from(our.FINITE_KINDS), st.sampled_from(our.FINITE_KINDS)),
@@ -110,10 +142,10 @@ def test_gemm(isa, guarded, m, n, k, seed, kinds, formats, orders, dtype, packed
     b = operand(kinds[1], n, k, seed + 1, formats[1], orders[1])
     exact = exact_values(a), exact_values(b)
     if packed[0]:
-        a = a._replace(packed=ops.pack_2d(a, "a"))
+        a = kept(a, "rhs")
     if packed[1]:
-        b = b._replace(packed=ops.pack_2d(b, "b"))
-    oracles.assert_gemm(ops.gemm_2d(a, b, out_dtype=dtype).out, *exact)
+        b = kept(b, "lhs")
+    oracles.assert_gemm(product(a, b, dtype), *exact)
 
 
 @given(
@@ -139,18 +171,11 @@ def test_gemm_epilogue_against_reference(
     before = our.tensor("normal", n, m, seed + 4, dtype)
     want_aux = gelu is not None and epilogue.gelu_in is None
     made = []
-    for native in (False, True):
+    for multiplies in (run.reference("gemm"), kernel_of(m, n, k)):
         out, aux = before.clone(), torch.empty(n, m, dtype=other) if want_aux else None
-        if native:
-            call = cpu.GemmCall(envelopes.select("cpu", n, m, k), a, b, epilogue, out, aux)
-            nbytes = call.workspace_bytes()
-            scratch = workspace.acquire(torch.device("cpu"), nbytes)
-            assert call.run(scratch, nbytes) is not None
-            workspace.release(scratch, nbytes)
-            sums = call.bias_grad
-        else:
-            sums = reference.gemm(a, b, epilogue, out, aux)
-        made.append((out, aux, sums))
+        ran = multiplies.run(Product(house(b), house(a), epilogue, out, aux, ops.Mode()))
+        assert (ran.name == "reference") == (multiplies.name == "reference")
+        made.append((out, aux, ran.bias_grad))
     size = float((k**0.5) * 8 + 16)
     for mine, theirs in zip(made[1], made[0], strict=True):
         assert (mine is None) == (theirs is None)
@@ -172,7 +197,7 @@ def test_panel_and_wide_kernels_agree_on_nan_and_inf(isa):
     exact = exact_values(a), exact_values(b)
     for rows in (18, 9):  # a panel kernel and a stream kernel
         few = b._replace(codes=b.codes[:rows].clone(), scales=b.scales[:rows].clone())
-        got = ops.gemm_2d(a, few, out_dtype=torch.float32).out.double().numpy()
+        got = product(a, few, torch.float32).double().numpy()
         with np.errstate(invalid="ignore"):
             expected = exact[1][:rows] @ exact[0].T
         np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
@@ -193,7 +218,7 @@ def test_scales_far_apart_in_one_row(isa, spread):
         a_scales[:, 1::2] = 27 + min(spread, 200)
         a_codes = torch.randint(0, 0x7E, (24, 128), dtype=torch.uint8)
         a = Operand(a_codes, a_scales, "e4m3", "k_last")
-        out = ops.gemm_2d(a, b, out_dtype=torch.float32, tag=9).out
+        out = product(a, b, torch.float32)
         oracles.assert_gemm(out, exact_values(a), exact_values(b))
 
 
@@ -205,7 +230,7 @@ def test_extreme_scales(isa):
         for n in (2, 20):
             scales = torch.full((n, 1), byte_b, dtype=torch.uint8)
             b = Operand(one[:n].clone(), scales, "e4m3", "k_last")
-            out = ops.gemm_2d(a, b, out_dtype=torch.float32).out
+            out = product(a, b, torch.float32)
             assert (out == 32 * 2.0 ** (byte_a + byte_b - 254)).all(), (byte_a, byte_b, n)
 
 
@@ -215,31 +240,27 @@ def test_bits_depend_neither_on_threads_nor_position_nor_packing(isa, threads, m
     a = operand("outliers", m, k, seed, "e4m3", "k_last")
     b = operand("row_scales", n, k, seed + 1, "e4m3", "k_last")
     threads(1)
-    expected = ops.gemm_2d(a, b, out_dtype=torch.float32).out
+    expected = product(a, b, torch.float32)
     threads(3)
-    assert torch.equal(ops.gemm_2d(a, b, out_dtype=torch.float32).out, expected)
-    packed = a._replace(packed=ops.pack_2d(a, "a"))
-    assert torch.equal(ops.gemm_2d(packed, b, out_dtype=torch.float32).out, expected)
+    assert torch.equal(product(a, b, torch.float32), expected)
+    packed = kept(a, "rhs")
+    assert torch.equal(product(packed, b, torch.float32), expected)
     shuffle = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
     moved = b._replace(codes=b.codes[shuffle], scales=b.scales[shuffle])
-    assert torch.equal(ops.gemm_2d(a, moved, out_dtype=torch.float32).out, expected[shuffle])
+    assert torch.equal(product(a, moved, torch.float32), expected[shuffle])
     shuffle = torch.randperm(m, generator=torch.Generator().manual_seed(seed))
     moved = a._replace(codes=a.codes[shuffle], scales=a.scales[shuffle])
-    assert torch.equal(ops.gemm_2d(moved, b, out_dtype=torch.float32).out, expected[:, shuffle])
+    assert torch.equal(product(moved, b, torch.float32), expected[:, shuffle])
 
 
 def test_packed_size_comes_from_the_native_query(isa):
-    kernel = envelopes.panel_kernel("cpu")
+    kernel = kernel_of(1 << 10, 1 << 10, 1 << 10).name
     for rows, k in ((1, 1), (17, 33), (64, 128)):
-        for role in ("a", "b"):
-            o = operand("normal", rows, k, 1, "e4m3", "k_last")
-            packed = ops.pack_2d(o, role)
+        for side, role in (("rhs", "a"), ("lhs", "b")):
+            packed = kept(operand("normal", rows, k, 1, "e4m3", "k_last"), side).packed
+            nbytes = cpu.packed_bytes(kernel, role, rows, k)
+            assert (packed is None) == (nbytes == 0)
             if packed is not None:
-                assert packed.numel() == cpu.packed_bytes(kernel, role, rows, k)
-                assert cpu.packed_for(packed) == (
-                    cpu.KERNELS.index(kernel),
-                    cpu.ROLES[role],
-                    rows,
-                    k,
-                )
-                assert packed.data_ptr() % 64 == 0
+                assert packed.numel() == nbytes and packed.data_ptr() % 64 == 0
+                number = cpu.KERNELS.index(kernel)
+                assert cpu.packed_for(packed) == (number, cpu.ROLES[role], rows, k)

@@ -94,6 +94,8 @@ def on_cpu() -> GpuContext:
     return GpuContext(gpu.effort(None, quick=True), True, made, torch.device("cpu"))
 
 
+# Operands packed for Hopper, which no CPU kernel takes.
+@pytest.mark.filterwarnings("ignore:te_mx runs .* not sm90:te_mx.FallbackWarning")
 @pytest.mark.parametrize("name", sorted(runner.CUDA_BENCHMARKS.keys() - {"graph_cuda"}))
 def test_cuda_benchmark_runs_in_place_of_a_gpu(name: str, on_cpu: GpuContext) -> None:
     rows = list(runner.CUDA_BENCHMARKS[name](on_cpu))
@@ -131,12 +133,12 @@ def test_cuda_benchmarks_say_in_one_line_why_they_do_not_run(
 
 
 def test_data_of_the_cuda_benchmarks_has_the_classes_it_stands_for(on_cpu: GpuContext) -> None:
-    from te_mx.backends import sm90_layout
+    from te_mx.layouts import sm90_tiles
 
     found = {}
     for kind in gpu.KINDS:
         x = te_mx.quantize(on_cpu.randn(256, 1024, seed=1, kind=kind)).operand("rowwise")
-        classes = sm90_layout.classes(sm90_layout.pack(x.codes, x.scales, "e4m3", 8))
+        classes = sm90_tiles.classes(sm90_tiles.pack(x.codes, x.scales, "e4m3", 8))
         found[kind] = set(classes.flatten().tolist())
     assert found["gaussian"] == {0}
     assert found["row scales 2^10"] == {1}

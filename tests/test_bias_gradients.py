@@ -21,7 +21,9 @@ from bias_sums import (
 
 import te_mx
 from te_mx.autograd.grouped_operands import Groups, col_sums
-from te_mx.backends import reference_grouped
+from te_mx.backends.reference import grouped_math
+from te_mx.dispatch.grouped_calls import QuantizeGroups
+from te_mx.dispatch.groups import col_sums_on_device
 from te_mx.nn import grouped_plain
 
 
@@ -86,7 +88,8 @@ def test_quantized_with_splits_on_a_device():
     g = gradient(torch.bfloat16)
     ends = torch.tensor(SPLITS).cumsum(0)
     starts = ends - torch.tensor(SPLITS)
-    parts = reference_grouped.quantize(g, starts, ends, "e4m3", True, False, "rceil", True)
-    assert_summed_in_fp32(parts.col_sum, in_groups(g))
-    assert_summed_in_fp32(reference_grouped.col_sums(g, starts, ends), in_groups(g))
+    tokens = QuantizeGroups(g, Groups(ends), "mxfp8_e4m3@rows", "", "rceil", True)
+    made = grouped_math.quantize(tokens, starts, ends)
+    assert_summed_in_fp32(made.col_sum, in_groups(g))
+    assert_summed_in_fp32(col_sums_on_device(g, starts, ends), in_groups(g))
     assert_summed_in_fp32(col_sums(g, Groups(ends)), in_groups(g))

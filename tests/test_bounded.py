@@ -9,7 +9,7 @@ import torch
 
 import te_mx
 from te_mx.autograd import wgrad
-from te_mx.engine import explain
+from te_mx.runtime import ran
 
 
 def run(layer: torch.nn.Module, **arguments) -> None:
@@ -21,27 +21,27 @@ def run(layer: torch.nn.Module, **arguments) -> None:
 
 def test_records_of_kernels():
     gc.collect()
-    before = len(explain.LAST_RUN)
+    before = len(ran.LAST_RUN)
     for _ in range(20):
         run(te_mx.Linear(16, 16))
         run(te_mx.LayerNormMLP(16, 32))
         run(te_mx.GroupedLinear(2, 16, 16), m_splits=[1, 3])
         run(copy.deepcopy(te_mx.Linear(16, 16)))
     gc.collect()
-    assert len(explain.LAST_RUN) <= before
+    assert len(ran.LAST_RUN) <= before
 
 
 def test_records_of_backward_passes_that_outlive_their_module():
     held = te_mx.Linear(16, 16)
     run(held)
-    living = len(explain._living)
+    living = len(ran._living)
     x = torch.randn(4, 16, requires_grad=True)
     for _ in range(100):
         with te_mx.autocast():
             y = te_mx.Linear(16, 16)(x)
         gc.collect(0)
         y.sum().backward()
-    assert len(explain.LAST_RUN) <= 2 * explain.TAGS * (living + explain.TAGS) + 3 * explain.TAGS
+    assert len(ran.LAST_RUN) <= 2 * ran.TAGS * (living + ran.TAGS) + 3 * ran.TAGS
     assert te_mx.audit(held)["(root)"].wgrad not in ("never ran", "high precision")
 
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import te_mx
-from te_mx.backends import cpu, cpu_memory
-from te_mx.backends.cpu_memory import LEAST, Block, Pool
+from te_mx.backends.cpu import binding as cpu
+from te_mx.runtime import cpu_memory
+from te_mx.runtime.cpu_memory import LEAST, Block, Pool
 
 UNIT = LEAST // 4
 BYTE = torch.uint8

@@ -8,10 +8,16 @@ import pytest
 import torch
 
 import te_mx
-from te_mx import ops
-from te_mx.backends import cpu
-from te_mx.engine import envelopes
-from te_mx.engine.explain import LAST_RUN
+from te_mx import blas, ops
+from te_mx.backends.cpu import binding as cpu
+from te_mx.backends.cpu.gemm import Panel
+from te_mx.backends.native import native_operand
+from te_mx.dispatch.problem import STREAM_ROWS, Problem, place_of
+from te_mx.dispatch.registry import kernels
+from te_mx.runtime.ran import LAST_RUN
+
+CPU = torch.device("cpu")
+OF_CPUS = [kernel for kernel in kernels("gemm") if isinstance(kernel, Panel)]
 
 
 def pair(n, m, k, layout="TN", transposed=False):
@@ -28,8 +34,8 @@ def test_explain_names_what_runs(isa, layout, transposed):
     for n in (1, 16, 17, 40):
         A, B = pair(n, 24, 70, layout, transposed)
         said = te_mx.explain(A, B, layout)
-        a, b = te_mx.engine.layout.operands(A, B, layout)
-        ops.gemm_2d(a, b, out_dtype=torch.float32, tag=3)
+        a, b = blas.operands(A, B, layout)
+        ops.gemm_2d(b, a, out_dtype=torch.float32, tag=3)
         assert LAST_RUN[3] == said.kernel
         sizes = te_mx.explain(layout=layout, m=24, n=n, k=70)
         assert sizes == said
@@ -38,7 +44,8 @@ def test_explain_names_what_runs(isa, layout, transposed):
 def test_every_other_kernel_has_a_reason(isa):
     said = te_mx.explain(m=24, n=4, k=70, layout="NN")
     names = [name for name, _ in said.declined]
-    others = {kernel.name for kernel in envelopes.KERNELS} | {envelopes.REFERENCE}
+    others = {kernel.name for kernel in kernels("gemm")} - {"zero_size"}
+    assert {"reference", "sm90_adaptive", "sm90_exact", "amx_bf16", "portable_stream"} <= others
     assert set(names) == others - {said.kernel} and all(why for _, why in said.declined)
     text = str(said)
     assert text.startswith(f"D[4, 24], k 70, NN, cpu at level {isa}: {said.kernel}")
@@ -56,21 +63,22 @@ def test_selection_follows_the_level(isa):
 
 
 def test_envelope_says_yes_exactly_when_the_kernel_accepts(isa):
+    assert len(OF_CPUS) == 10
     for n in (1, 16, 17):
-        for order in ("k_last", "k_first"):
-            shape = (24, 70) if order == "k_last" else (70, 24)
+        for layout in ("rows", "cols"):
+            shape = (24, 70) if layout == "rows" else (70, 24)
             q = te_mx.quantize(torch.randn(shape), columnwise=True, columnwise_transposed=False)
-            a = q.operand("rowwise" if order == "k_last" else "columnwise")
+            a = q.operand("rowwise" if layout == "rows" else "columnwise")
             b = te_mx.quantize(torch.randn(n, 70)).operand("rowwise")
-            problem = envelopes.problem("cpu", n, 24, 70)
-            for kernel in (kernel for kernel in envelopes.KERNELS if kernel.device == "cpu"):
-                call = cpu.GemmCall(
-                    kernel.name, a, b, ops.gemm.Epilogue(), torch.empty(n, 24), None
-                )
+            assert a.spec == f"mxfp8_e4m3@{layout}"
+            problem = Problem("gemm", place_of(CPU), b.spec, a.spec, n, 24, 70)
+            sides = native_operand(a), native_operand(b)
+            for kernel in OF_CPUS:
+                call = cpu.GemmCall(kernel.name, *sides, ops.Epilogue(), torch.empty(n, 24), None)
                 nbytes = call.workspace_bytes()
                 scratch = torch.empty(nbytes, dtype=torch.uint8)
                 accepted = call.run(scratch, nbytes) is not None
-                assert accepted == (kernel.declines(problem) is None), (kernel.name, n, order)
+                assert accepted == (kernel.accepts(problem) is None), (kernel.name, n, layout)
 
 
 def test_zero_sizes_and_other_devices():
@@ -95,14 +103,14 @@ def test_wide_rows_run_on_wide_f64():
     x = torch.ones(40, 64)
     x[:, 32:] *= 2.0**-90
     A, B = te_mx.quantize(x[:24]), te_mx.quantize(x)
-    ops.gemm_2d(A.operand("rowwise"), B.operand("rowwise"), out_dtype=torch.float32, tag=5)
+    ops.gemm_2d(B.operand("rowwise"), A.operand("rowwise"), out_dtype=torch.float32, tag=5)
     assert LAST_RUN[5] == "wide_f64"
     assert "wide_f64" in te_mx.explain(A, B).note
 
 
 def test_wide_spread_is_the_native_constant():
     assert cpu.native().WIDE_SPREAD == cpu.WIDE_SPREAD
-    assert cpu.native().STREAM_MAX_ROWS == envelopes.STREAM_MAX_ROWS
+    assert cpu.native().STREAM_MAX_ROWS == STREAM_ROWS
 
 
 def test_native_runs_without_warnings(isa, fresh_warnings):
@@ -128,9 +136,8 @@ def test_fallback_warns_once_per_kind(no_native):
         assert f"te_mx runs {kind} on the CPU" in text and "hidden by a test" in text
     said = te_mx.explain(A, A)
     assert said.kernel == "reference" and "hidden by a test" in said.note
-    on_cpu = {kernel.name for kernel in envelopes.KERNELS if kernel.device == "cpu"}
     whys = dict(said.declined)
-    assert all(whys[name] == "needs the native module" for name in on_cpu)
+    assert all(whys[kernel.name] == "needs the native module" for kernel in OF_CPUS)
     assert whys["sm90_adaptive"] == "runs on CUDA, the operands are on cpu"
 
 
@@ -143,10 +150,11 @@ def test_reference_gives_the_same_without_native(no_native):
 
 
 def test_an_unsupported_native_status_falls_back_visibly(monkeypatch, fresh_warnings):
-    monkeypatch.setattr(cpu.GemmCall, "run", lambda self, scratch, nbytes: None)
+    unsupported = 2
+    monkeypatch.setattr(cpu.native(), "gemm", lambda args: (unsupported, 0))
     A, B = pair(20, 24, 64)
-    with pytest.warns(te_mx.FallbackWarning, match="gemm on the CPU"):
-        ops.gemm_2d(A.operand("rowwise"), B.operand("rowwise"), out_dtype=torch.float32, tag=8)
+    with pytest.warns(te_mx.FallbackWarning, match="gemm on the CPU .*native code does not take"):
+        ops.gemm_2d(B.operand("rowwise"), A.operand("rowwise"), out_dtype=torch.float32, tag=8)
     assert LAST_RUN[8] == "reference"
 
 
@@ -173,3 +181,26 @@ def test_isa_without_native(no_native):
     assert cpu.isa() == -1 and cpu.available_isa() == [] and not cpu.kernel_available("amx_bf16")
     with pytest.raises(RuntimeError, match="hidden by a test"):
         cpu.set_isa("portable")
+
+
+def test_formats_without_a_native_kernel(fresh_warnings):
+    """The reference takes any pair, says so once, and explain says why."""
+    x, w = torch.randn(20, 70), torch.randn(24, 70)
+    few, usual = te_mx.quantize(torch.randn(4, 70)), te_mx.quantize(x)
+    with pytest.warns(te_mx.FallbackWarning, match="quantize on the CPU .*not mxfp4"):
+        A = te_mx.quantize(w, fmt="mxfp4")
+    for B in (few, usual):
+        said = te_mx.explain(A, B)
+        assert said.kernel == "reference"
+        whys = dict(said.declined)
+        for kernel in OF_CPUS:
+            assert whys[kernel.name] == "takes mxfp8_e4m3, mxfp8_e5m2, not mxfp4"
+    with pytest.warns(te_mx.FallbackWarning, match="gemm on the CPU .*not mxfp4"):
+        out = te_mx.gemm(A, usual, out_dtype=torch.float32).out
+    with pytest.warns(te_mx.FallbackWarning, match="dequantize on the CPU .*not mxfp4"):
+        values = A.dequantize(torch.bfloat16)
+    expected = usual.dequantize(torch.float64) @ values.double().t()  # exact: codes of 4 bits
+    assert torch.equal(out, expected.float())
+    te_mx.gemm(A, few)  # nothing is said twice
+    with pytest.raises(ValueError, match="counts tiles of MXFP8 tensors, A is mxfp4"):
+        te_mx.explain(A, usual, classes=True)

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import te_mx
-from te_mx import ops
 from te_mx.recipe import MXFP8BlockScaling
 
 FLOOR = MXFP8BlockScaling(scale_rule="floor")
@@ -38,20 +37,18 @@ def test_frozen_equals_unfrozen(drop_master, rows):
 
 
 def test_the_weight_is_quantized_once(monkeypatch):
-    from te_mx.autograd import linear as autograd_linear
-    from te_mx.autograd import operands as autograd_operands
+    from te_mx.dispatch import run as dispatch
 
     model, x = mlp(), torch.randn(3, 70)
     te_mx.freeze_weights(model)
     shapes = []
-    quantize = autograd_linear.quantize_2d
+    quantize = dispatch.quantize
 
-    def record(x, fmt, **kwargs):
-        shapes.append(tuple(x.shape))
-        return quantize(x, fmt, **kwargs)
+    def record(what):
+        shapes.append(tuple(what.x.shape))
+        return quantize(what)
 
-    for module in (autograd_linear, autograd_operands, ops.quantize):
-        monkeypatch.setattr(module, "quantize_2d", record)
+    monkeypatch.setattr(dispatch, "quantize", record)
     run(model, x)
     assert shapes == [(3, 70), (3, 64)]
 

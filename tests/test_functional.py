@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import te_mx
+from te_mx import blas
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -23,7 +24,7 @@ def exact(q: te_mx.MXTensor, usage: str) -> np.ndarray:
 
 def problem(m, n, k, layout, seed, kind="normal", formats=("e4m3", "e4m3"), transposed=None):
     """(A, B, exact a [m, k], exact b [n, k]) with only the copies that the layout reads."""
-    usage_a, usage_b = te_mx.engine.layout.USAGES[layout]
+    usage_a, usage_b = blas.USAGES[layout]
     made = []
     for rows, usage, fmt, offset in ((m, usage_a, formats[0], 0), (n, usage_b, formats[1], 1)):
         shape = (rows, k) if usage == "rowwise" else (k, rows)

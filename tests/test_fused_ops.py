@@ -11,21 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import DTYPES, FINITE_KINDS, KINDS, SEEDS, SIZES, matrices, tensor
 
-from te_mx.backends import cpu, reference_fused
-from te_mx.backends.fused import ACTIVATIONS, NORMS, Activation, Norm, Wanted
+from te_mx.backends.cpu import binding as cpu
+from te_mx.backends.reference import fused_math
+from te_mx.dispatch import run
+from te_mx.dispatch.calls import Quantize
+from te_mx.dispatch.fused import ACTIVATIONS, NORMS, Activation, ActStep, Norm, NormStep, Target
 from te_mx.nn import activations
-from te_mx.ops import fused_run, quantize_2d
-from te_mx.ops.fused import act_quantize_2d, dact_quantize_2d, norm_backward_2d, norm_quantize_2d
+from te_mx.ops import quantize_2d, quantized
+from te_mx.ops.fused import act_quantize_2d, norm_backward_2d, norm_quantize_2d
 
-BOTH = Wanted("e4m3", True, "plain", "rceil")
-WANTED = st.builds(
-    Wanted,
-    fmt=st.sampled_from(["e4m3", "e5m2"]),
-    rowwise=st.booleans(),
-    columnwise=st.sampled_from([None, "plain", "transposed"]),
-    scale_rule=st.sampled_from(["rceil", "floor"]),
-    spread=st.just(-1),
-    col_sum=st.just(False),
+BOTH = Target("mxfp8_e4m3@rows", "mxfp8_e4m3@cols", "rceil")
+TARGETS = st.builds(
+    lambda fmt, row, col, rule: Target(row and fmt + row, col and fmt + col, rule),
+    st.sampled_from(["mxfp8_e4m3", "mxfp8_e5m2"]),
+    st.sampled_from(["", "@rows"]),
+    st.sampled_from(["", "@cols", "@rows"]),
+    st.sampled_from(["rceil", "floor"]),
 )
 EXACT = ("relu", "reglu", "srelu", "sreglu")
 native = pytest.mark.skipif(cpu.native() is None, reason="needs the native module")
@@ -40,6 +41,16 @@ def same(got, expected):
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
 
 
+def listed(made):
+    """The tensors of a quantized matrix, None where there is none."""
+    sides = [(None, None) if side is None else side[:2] for side in made[:2]]
+    return [*sides[0], *sides[1], made.col_sum]
+
+
+def norm_parts(made):
+    return [*made[:3], *listed(made.quantized)]
+
+
 def assert_same_sums(got, expected, x):
     """fp32 sums of the columns of x in two orders: near the exact one where that is finite."""
     size = x.abs().sum(0)
@@ -50,16 +61,21 @@ def assert_same_sums(got, expected, x):
     torch.testing.assert_close(got[~finite], expected[~finite], equal_nan=True)
 
 
+def composed(op, step):
+    """One step after the other, which is the specification."""
+    return run.reference(op).run(step)
+
+
 def test_the_lane_sum_is_a_sum():
     x = torch.randn(7, 1000)
-    torch.testing.assert_close(reference_fused.lane_sum(x)[:, 0], x.double().sum(1).float())
+    torch.testing.assert_close(fused_math.lane_sum(x)[:, 0], x.double().sum(1).float())
 
 
 @pytest.mark.parametrize("kind", NORMS)
 def test_normalization_is_torchs(kind):
     x, weight = torch.randn(5, 300) * 3 + 2, torch.randn(300)
     bias = torch.randn(300) if kind == "LayerNorm" else None
-    _, _, z = reference_fused.normalize(x, weight, bias, Norm(kind, 1e-5), torch.float32)
+    _, _, z = fused_math.normalize(x, weight, bias, Norm(kind, 1e-5), torch.float32)
     if kind == "LayerNorm":
         expected = torch.nn.functional.layer_norm(x, (300,), weight, bias, 1e-5)
     else:
@@ -68,21 +84,19 @@ def test_normalization_is_torchs(kind):
 
 
 @native
-@given(matrices(), st.sampled_from(NORMS), DTYPES, WANTED, st.booleans(), st.booleans())
-def test_native_normalization_is_the_reference(x, kind, dtype, wanted, want_z, with_bias):
+@given(matrices(), st.sampled_from(NORMS), DTYPES, TARGETS, st.booleans(), st.booleans())
+def test_native_normalization_is_the_reference(x, kind, dtype, target, keep, with_bias):
     weight = torch.randn(x.shape[1])
     bias = torch.randn(x.shape[1]) if with_bias and kind == "LayerNorm" else None
-    call = (x, weight, bias, Norm(kind, 1e-6), dtype)
-    got = norm_quantize_2d(*call, want_z=want_z, wanted=wanted)
-    expected = fused_run.norm_composed(*call, want_z, wanted)
-    for mine, theirs in zip(
-        (*got[:3], *got.quantized), (*expected[:3], *expected.quantized), strict=True
-    ):
+    step = NormStep(x, weight, bias, Norm(kind, 1e-6), dtype, keep, target)
+    got = norm_quantize_2d(step)
+    expected = composed("norm_quantize", step)
+    for mine, theirs in zip(norm_parts(got), norm_parts(expected), strict=True):
         same(mine, theirs)
     dz = tensor("normal", *x.shape, 5, dtype)
     back = (dz, x, weight, expected.mean, expected.rstd, x.dtype)
     dx, dweight, dbias = norm_backward_2d(*back)
-    r_dx, r_dweight, r_dbias = reference_fused.normalize_backward(*back)
+    r_dx, r_dweight, r_dbias = fused_math.normalize_backward(*back)
     same(dx, r_dx)
     magnitude = (dz.float().abs() * 40).sum(0) + 1
     assert dbias.shape == r_dbias.shape and ((dbias - r_dbias).abs() <= 1e-6 * magnitude).all()
@@ -97,16 +111,14 @@ def test_normalization_at_every_level(isa, kind, shape):
     x = tensor("outliers", *shape, 1, torch.bfloat16)
     weight = torch.randn(shape[1])
     bias = torch.randn(shape[1]) if kind == "LayerNorm" else None
-    call = (x, weight, bias, Norm(kind, 1e-5), torch.bfloat16)
-    got = norm_quantize_2d(*call, want_z=True, wanted=BOTH)
-    expected = fused_run.norm_composed(*call, True, BOTH)
-    for mine, theirs in zip(
-        (*got[:3], *got.quantized), (*expected[:3], *expected.quantized), strict=True
-    ):
+    step = NormStep(x, weight, bias, Norm(kind, 1e-5), torch.bfloat16, True, BOTH)
+    got = norm_quantize_2d(step)
+    expected = composed("norm_quantize", step)
+    for mine, theirs in zip(norm_parts(got), norm_parts(expected), strict=True):
         same(mine, theirs)
     dz = tensor("normal", *shape, 5, torch.bfloat16)
     back = (dz, x, weight, got.mean, got.rstd, torch.float32)
-    same(norm_backward_2d(*back)[0], reference_fused.normalize_backward(*back)[0])
+    same(norm_backward_2d(*back)[0], fused_math.normalize_backward(*back)[0])
 
 
 @pytest.mark.parametrize("kind", NORMS)
@@ -121,7 +133,8 @@ def test_normalization_gradients_are_autograds(kind):
         z = torch.nn.functional.rms_norm(x, (70,), weight, norm.eps)
     dx, dweight = torch.autograd.grad(z, (x, weight), dz)
     args = x.detach().float(), weight.detach().float()
-    made = norm_quantize_2d(*args, None, norm, torch.float32, want_z=False, wanted=BOTH)
+    made = norm_quantize_2d(NormStep(*args, None, norm, torch.float32, False, BOTH))
+    assert made.z is None
     got = norm_backward_2d(dz.float(), *args, made.mean, made.rstd, torch.float32)
     torch.testing.assert_close(got[0].double(), dx, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(got[1].double(), dweight, rtol=1e-5, atol=1e-5)
@@ -143,12 +156,10 @@ def test_activation_formulas_are_differentiated_right(name):
     (expected,) = torch.autograd.grad(out, h, grad)
     args = (h.detach().float(), act, torch.float32)
     for forward, backward in (
-        (reference_fused.activate, reference_fused.activate_backward),
+        (fused_math.activate, fused_math.activate_backward),
         (
-            lambda h, act, dtype: act_quantize_2d(h, act, dtype, want_out=True, wanted=BOTH).out,
-            lambda g, h, act, dtype: (
-                dact_quantize_2d(g, h, act, dtype, want_out=True, wanted=BOTH).out
-            ),
+            lambda h, *rest: act_quantize_2d(ActStep(h, None, *rest, True, BOTH)).out,
+            lambda g, h, *rest: act_quantize_2d(ActStep(h, g, *rest, True, BOTH)).out,
         ),
     ):
         torch.testing.assert_close(forward(*args).double(), out.detach(), rtol=3e-6, atol=3e-6)
@@ -161,34 +172,28 @@ def test_activation_formulas_are_differentiated_right(name):
 
 @native
 @given(
-    st.sampled_from(ACTIVATIONS), SIZES, SIZES, st.sampled_from(KINDS), DTYPES, DTYPES, WANTED,
+    st.sampled_from(ACTIVATIONS), SIZES, SIZES, st.sampled_from(KINDS), DTYPES, DTYPES, TARGETS,
     st.booleans(), st.booleans(), SEEDS,
 )  # fmt: skip
 def test_what_is_quantized_is_the_rounded_activation(
-    name, rows, cols, kind, in_dtype, dtype, wanted, backward, col_sum, seed
+    name, rows, cols, kind, in_dtype, dtype, target, backward, col_sum, seed
 ):
     act, h = halves(name, rows, cols, kind, in_dtype, seed)
-    wanted = wanted._replace(col_sum=backward and col_sum)
-
-    def run(want_out):
-        if backward:
-            g = tensor("normal", rows, cols, seed + 1, dtype)
-            return dact_quantize_2d(g, h, act, dtype, want_out=want_out, wanted=wanted)
-        return act_quantize_2d(h, act, dtype, want_out=want_out, wanted=wanted)
-
-    made = run(True)
-    parts = fused_run.quantized(made.out, wanted)
-    for got, expected in zip(made.quantized, parts, strict=True):
+    g = tensor("normal", rows, cols, seed + 1, dtype) if backward else None
+    target = target._replace(col_sum=backward and col_sum)
+    made = act_quantize_2d(ActStep(h, g, act, dtype, True, target))
+    parts = listed(quantized(made.out, target))
+    for got, expected in zip(listed(made.quantized), parts, strict=True):
         if got is None or got is not made.quantized.col_sum:
             same(got, expected)
         else:
             assert_same_sums(got, expected, made.out.double())
-    silent = run(False)
+    silent = act_quantize_2d(ActStep(h, g, act, dtype, False, target))
     assert silent.out is None
-    for got, expected in zip(silent.quantized, made.quantized, strict=True):
+    for got, expected in zip(listed(silent.quantized), listed(made.quantized), strict=True):
         same(got, expected)
     if name in EXACT and not backward:
-        same(made.out, reference_fused.activate(h, act, dtype))
+        same(made.out, fused_math.activate(h, act, dtype))
 
 
 @native
@@ -196,13 +201,13 @@ def test_what_is_quantized_is_the_rounded_activation(
 def test_activations_at_every_level(isa, name):
     act, h = halves(name, 65, 96, "normal", torch.float32)
     g = torch.randn(65, 96)
-    out = act_quantize_2d(h, act, torch.float32, want_out=True, wanted=BOTH).out
-    expected = reference_fused.activate(h, act, torch.float32)
+    out = act_quantize_2d(ActStep(h, None, act, torch.float32, True, BOTH)).out
+    expected = fused_math.activate(h, act, torch.float32)
     torch.testing.assert_close(out, expected, rtol=3e-6, atol=3e-6)
     sums = BOTH._replace(col_sum=True)
-    dh = dact_quantize_2d(g, h, act, torch.float32, want_out=True, wanted=sums)
+    dh = act_quantize_2d(ActStep(h, g, act, torch.float32, True, sums))
     torch.testing.assert_close(
-        dh.out, reference_fused.activate_backward(g, h, act, torch.float32), rtol=1e-5, atol=1e-5
+        dh.out, fused_math.activate_backward(g, h, act, torch.float32), rtol=1e-5, atol=1e-5
     )
     torch.testing.assert_close(dh.quantized.col_sum, dh.out.sum(0), rtol=1e-4, atol=1e-4)
 
@@ -217,12 +222,11 @@ def test_threads_do_not_change_a_bit(threads, kind):
     results = []
     for count in (1, 2, 3):
         threads(count)
-        norm = norm_quantize_2d(
-            x, weight, None, Norm("RMSNorm", 1e-5), torch.bfloat16, want_z=True, wanted=BOTH
-        )
+        step = NormStep(x, weight, None, Norm("RMSNorm", 1e-5), torch.bfloat16, True, BOTH)
+        norm = norm_quantize_2d(step)
         back = norm_backward_2d(x, x, weight, None, norm.rstd, torch.bfloat16)
-        made = dact_quantize_2d(g, h, act, torch.bfloat16, want_out=True, wanted=sums)
-        results.append((norm.rstd, norm.z, *norm.quantized, *back, made.out, *made.quantized))
+        made = act_quantize_2d(ActStep(h, g, act, torch.bfloat16, True, sums))
+        results.append((*norm_parts(norm), *back, made.out, *listed(made.quantized)))
     for other in results[1:]:
         for got, expected in zip(other, results[0], strict=True):
             same(got, expected)
@@ -232,48 +236,59 @@ def test_nan_is_never_hidden():
     for name in ACTIVATIONS:
         act, h = halves(name, 4, 64)
         h[1, 3] = torch.nan
-        codes = act_quantize_2d(h, act, torch.bfloat16, want_out=True, wanted=BOTH)
-        assert codes.out[1, 3].isnan(), name
-        assert codes.quantized.row_scales[1, 0] == 255, name
+        made = act_quantize_2d(ActStep(h, None, act, torch.bfloat16, True, BOTH))
+        assert made.out[1, 3].isnan(), name
+        assert made.quantized.row.scales[1, 0] == 255, name
 
 
 def test_without_the_native_module(no_native, fresh_warnings):
     x, sums = torch.randn(3, 40), BOTH._replace(col_sum=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        got = norm_quantize_2d(
-            x, torch.ones(40), None, Norm("RMSNorm", 1e-5), torch.float32, want_z=True, wanted=BOTH
-        )
+        norm = NormStep(x, torch.ones(40), None, Norm("RMSNorm", 1e-5), torch.float32, True, BOTH)
+        got = norm_quantize_2d(norm)
         norm_backward_2d(x, x, torch.ones(40), None, got.rstd, torch.float32)
-        dact_quantize_2d(x, x, Activation("silu"), torch.float32, want_out=True, wanted=sums)
-        expected = quantize_2d(got.z, "e4m3", rowwise=True, columnwise="plain", scale_rule="rceil")
-    same(got.quantized.row_codes, expected.row_codes)
+        act_quantize_2d(ActStep(x, x, Activation("silu"), torch.float32, True, sums))
+        expected = quantize_2d(got.z, *BOTH[:2], rule="rceil")
+    same(got.quantized.row.codes, expected.row.codes)
     told = " ".join(str(w.message) for w in caught)
-    assert "normalization on the CPU" in told and "activation on the CPU" in told
+    for op in ("norm_quantize", "norm_backward", "act_quantize"):
+        assert f"{op} on the CPU" in told
 
 
-def test_operands_packed_for_hopper():
-    x, packed = torch.randn(40, 70), BOTH._replace(columnwise="transposed", spread=8)
-    norm = Norm("LayerNorm", 1e-5)
-    made = norm_quantize_2d(
-        x, torch.ones(70), torch.zeros(70), norm, torch.bfloat16, want_z=True, wanted=packed
-    )
-    for got, expected in zip(made.quantized, fused_run.quantized(made.z, packed), strict=True):
-        same(got, expected)
-    act = act_quantize_2d(x, Activation("swiglu"), torch.bfloat16, want_out=True, wanted=packed)
-    for got, expected in zip(act.quantized, fused_run.quantized(act.out, packed), strict=True):
-        same(got, expected)
+PACKED = Target("mxfp8_e4m3@sm90:8", "mxfp8_e4m3@sm90:8", "rceil")
+ELSEWHERE = {  # what no native step of a CPU writes
+    "packed": PACKED,
+    "two formats": Target("mxfp8_e5m2@rows", "mxfp8_e4m3@cols", "rceil"),
+    "half packed": Target("mxfp8_e4m3@rows", "mxfp8_e4m3@sm90:8", "rceil"),
+    "rows by columns": Target("mxfp8_e4m3@cols", "mxfp8_e4m3@cols", "rceil"),
+    "mxfp4": Target("mxfp4@rows", "mxfp4@rows", "even"),
+    "mxfp6": Target("mxfp6_e2m3@rows", "mxfp6_e3m2@cols", "floor"),
+}
 
 
-@pytest.mark.parametrize("spread", [-1, 8])
-def test_ops_are_well_formed(spread):
+@pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")  # the reference quantizes them
+@pytest.mark.parametrize("target", ELSEWHERE.values(), ids=ELSEWHERE)
+def test_what_native_code_does_not_write(target):
+    x, norm = torch.randn(40, 70), Norm("LayerNorm", 1e-5)
+    step = NormStep(x, torch.ones(70), torch.zeros(70), norm, torch.bfloat16, True, target)
+    made = norm_quantize_2d(step)
+    act = act_quantize_2d(ActStep(x, None, Activation("swiglu"), torch.bfloat16, True, target))
+    for values, parts in ((made.z, made.quantized), (act.out, act.quantized)):
+        expected = run.reference("quantize").run(Quantize(values, *target))
+        for got, one in zip(listed(parts), listed(expected), strict=True):
+            same(got, one)
+
+
+@pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")
+@pytest.mark.parametrize("target", [BOTH, PACKED], ids=["plain", "packed"])
+def test_ops_are_well_formed(target):
     x, h = torch.randn(33, 70), torch.randn(33, 64)
-    flat = ("e4m3", True, "plain" if spread < 0 else "transposed", "rceil", spread, False)
     checks = ("test_schema", "test_faketensor")
     ops = torch.ops.te_mx
     torch.library.opcheck(
         ops.norm_quantize.default,
-        (x, torch.ones(70), None, "LayerNorm", 1e-5, torch.bfloat16, True, *flat),
+        (x, torch.ones(70), None, "LayerNorm", 1e-5, torch.bfloat16, True, *target),
         test_utils=checks,
     )
     torch.library.opcheck(
@@ -282,6 +297,6 @@ def test_ops_are_well_formed(spread):
         test_utils=checks,
     )
     act = ("swiglu", 7.0, 1.702, 1.0, torch.bfloat16, False)
-    torch.library.opcheck(ops.act_quantize.default, (h, None, *act, *flat), test_utils=checks)
-    back = (h, torch.randn(33, 32), *act, *flat[:5], True)
+    torch.library.opcheck(ops.act_quantize.default, (h, None, *act, *target), test_utils=checks)
+    back = (h, torch.randn(33, 32), *act, *target[:3], True)
     torch.library.opcheck(ops.act_quantize.default, back, test_utils=checks)

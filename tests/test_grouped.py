@@ -260,11 +260,10 @@ def test_gradients_can_go_elsewhere_and_x_be_saved(stacked: bool, save_x: bool) 
     named = sorted(layer.named_parameters(), key=lambda item: item[0].startswith("bias"))
     parts = tuple(p for _, p in named)
     settings = RECIPES["e4m3"].settings
-    groups = autograd.Groups(torch.tensor([20, 20, 53]))
+    offs = torch.tensor([20, 20, 53])
     for sink in (Sink(), None):
-        y = autograd.grouped_linear(
-            x, groups, parts, True, None, settings, torch.bfloat16, save_x=save_x, sink=sink
-        )
+        call = autograd.GroupedCall(0, settings, torch.bfloat16, True, save_x=save_x, sink=sink)
+        y = autograd.grouped_linear(x, offs, parts, call)
         y.sum().backward()
         equal(parameters(layer, "weight.grad"), expected)
         layer.zero_grad()

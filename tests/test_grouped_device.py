@@ -10,23 +10,35 @@ import numpy as np
 import oracles
 import pytest
 import torch
-from as_on_hopper import hide_ends
 from grouped_cases import SPLITS, equal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import DTYPES, FORMATS, KINDS, RULES, SEEDS, tensor
 
 import te_mx
-from te_mx.backends import grouped, reference_grouped
-from te_mx.backends.base import PLAIN, Operand
-from te_mx.ops import grouped_gemm, grouped_quantize, grouped_weights, grouped_wgrad
-from te_mx.ops.gemm import Mode
+from te_mx.backends.cpu import grouped as cpu_grouped
+from te_mx.backends.reference import grouped as reference_grouped
+from te_mx.backends.reference import grouped_math
+from te_mx.dispatch.grouped_calls import Groups, QuantizeGroups
+from te_mx.dispatch.groups import col_sums_on_device, device_bounds, k_of
+from te_mx.ops import grouped_quantize
+from te_mx.ops.grouped_gemm import gemm_k, gemm_rows
+from te_mx.ops.grouped_quantize import quantize_grouped, quantize_weights
+
+ROWS, IN_GROUPS = "mxfp8_e4m3@rows", "mxfp8_e4m3@grouped_cols"
 
 
 @pytest.fixture
 def on_device(monkeypatch: pytest.MonkeyPatch, fresh_warnings):
-    """As if offs lay on a device: the implementations for other devices, and no look at offs."""
-    hide_ends(monkeypatch)
+    """As if offs lay on a device: whoever looks at them on the host fails."""
+
+    def refuse(*args: object) -> None:
+        raise AssertionError("the host looked at the splits")
+
+    for module in (grouped_quantize, reference_grouped):
+        monkeypatch.setattr(module, "known_to_host", lambda offs: False)
+    for module in (cpu_grouped, reference_grouped):
+        monkeypatch.setattr(module, "host_bounds", refuse)
 
 
 @given(
@@ -37,25 +49,27 @@ def test_quantize_without_looking(
     splits: list[int], behind: int, capacity: bool, cols: int, dtype: torch.dtype, fmt: str,
     rule: str, kind: str, seed: int,
 ) -> None:  # fmt: skip
-    offs, room, rows = layout(splits, behind, capacity)
+    groups, rows = layout(splits, behind, capacity)
     x = tensor(kind, rows, cols, seed, dtype)
-    starts, ends = grouped.device_bounds(offs, room, rows)
-    made = reference_grouped.quantize(x, starts, ends, fmt, True, True, rule, True)
-    expected = grouped_quantize.quantize_grouped(
-        x, offs, fmt, rowwise=True, columnwise=True, scale_rule=rule, col_sum=True, capacity=room
-    )
-    for got, wanted in zip(made[:4], expected[:4], strict=True):
-        equal(got, wanted)
+    specs = f"mxfp8_{fmt}@rows", f"mxfp8_{fmt}@grouped_cols"
+    tokens = QuantizeGroups(x, groups, *specs, rule, True)
+    made = grouped_math.quantize(tokens, *device_bounds(*groups, rows))
+    expected = quantize_grouped(x, groups, *specs, rule=rule, col_sum=True)
+    for got, wanted in zip(made[:2], expected[:2], strict=True):
+        assert got[2:] == wanted[2:]
+        equal(got.codes, wanted.codes)
+        equal(got.scales, wanted.scales)
     if kind == "normal":
         torch.testing.assert_close(made.col_sum, expected.col_sum, rtol=1e-4, atol=1e-3)
 
 
-def layout(splits: list[int], behind: int, capacity: bool) -> tuple[torch.Tensor, int, int]:
+def layout(splits: list[int], behind: int, capacity: bool) -> tuple[Groups, int]:
+    """(groups, rows there are)."""
     counts = torch.tensor(splits)
     if not capacity:
-        return counts.cumsum(0), 0, sum(splits) + behind
+        return Groups(counts.cumsum(0)), sum(splits) + behind
     room = max(*splits, 1) + behind
-    return torch.arange(len(splits)) * room + counts, room, room * len(splits)
+    return Groups(torch.arange(len(splits)) * room + counts, room), room * len(splits)
 
 
 @given(splits=SPLITS, behind=st.integers(0, 9), capacity=st.booleans(), seed=SEEDS)
@@ -63,55 +77,50 @@ def layout(splits: list[int], behind: int, capacity: bool) -> tuple[torch.Tensor
 def test_products_without_looking(
     on_device, splits: list[int], behind: int, capacity: bool, seed: int
 ) -> None:
-    offs, room, rows = layout(splits, behind, capacity)
-    k, m = 70, 33
-    x, grad = (tensor("outliers", rows, cols, seed, torch.float32) for cols in (k, m))
-    weights = [tensor("normal", m, k, seed + i, torch.float32) for i in range(len(splits))]
-    row, _ = grouped_weights.quantize_weights(weights, "e4m3", columnwise=False, scale_rule="rceil")
-    bias, mode = torch.randn(len(splits), m), Mode()
-    starts, ends = grouped.device_bounds(offs, room, rows)
-    q, g = (
-        reference_grouped.quantize(v, starts, ends, "e4m3", True, True, "rceil", False)
-        for v in (x, grad)
-    )
-    tokens = Operand(q.row_codes, q.row_scales, "e4m3", "k_last")
+    groups, rows = layout(splits, behind, capacity)
+    k, n = 70, 33
+    x, grad = (tensor("outliers", rows, cols, seed, torch.float32) for cols in (k, n))
+    weights = [tensor("normal", n, k, seed + i, torch.float32) for i in range(len(splits))]
+    stack, _ = quantize_weights(weights, ROWS, rule="rceil")
+    bias = torch.randn(len(splits), n)
+    starts, ends = device_bounds(*groups, rows)
+    out = torch.full((len(splits), n, k), torch.nan)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", te_mx.FallbackWarning)
-        y = grouped_gemm._rows_on_other(row, tokens, offs, bias, torch.float32, room, -1, mode)
-    a = Operand(q.col_codes, q.col_scales, "e4m3", "k_first")
-    b = Operand(g.col_codes, g.col_scales, "e4m3", "k_first")
-    out = torch.full((len(splits), m, k), torch.nan)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", te_mx.FallbackWarning)
-        grouped_wgrad._k_on_other(a, b, offs, out, False, room, rows, -1, mode)
+        q, g = (quantize_grouped(v, groups, ROWS, IN_GROUPS, rule="rceil") for v in (x, grad))
+        y = gemm_rows(q.row, stack, groups, bias=bias, out_dtype=torch.float32)
+        made = gemm_k(g.col, q.col, groups, out=out, out_dtype=out.dtype)
+        added = gemm_k(g.col, q.col, groups, out=out.clone(), out_dtype=out.dtype, accumulate=True)
+    assert made is out
+    torch.testing.assert_close(added, 2 * out, rtol=1e-6, atol=0)
     covered = torch.zeros(rows, dtype=torch.bool)
     for i, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
         covered[start:end] = True
         values = oracles.values(
-            tokens.codes[start:end].numpy(), tokens.scales[start:end].numpy(), "e4m3"
+            q.row.codes[start:end].numpy(), q.row.scales[start:end].numpy(), "e4m3"
         )
-        w = oracles.values(row.codes[i].numpy(), row.scales[i].numpy(), "e4m3")
+        w = oracles.values(stack.codes[i].numpy(), stack.scales[i].numpy(), "e4m3")
         if end > start:
             exact = values @ w.T + bias[i].numpy()
             slack = 2.0**-22 * (np.abs(exact) + bias[i].abs().numpy())
             oracles.assert_gemm(y[start:end], w, values, exact, slack)
-        parts = (grouped.k_of(a, start, end, i), grouped.k_of(b, start, end, i))
+        parts = (k_of(q.col, start, end, i), k_of(g.col, start, end, i))
         turned = [[t.t().contiguous().numpy() for t in part[:2]] for part in parts]
         oracles.assert_gemm(out[i], *(oracles.values(*part, "e4m3") for part in turned))
     assert bool((y[~covered] == 0).all())
 
 
 def test_bounds_out_of_range_are_cut_off() -> None:
-    starts, ends = grouped.device_bounds(torch.tensor([4, 2, 99]), 0, 10)
+    starts, ends = device_bounds(torch.tensor([4, 2, 99]), 0, 10)
     assert starts.tolist() == [0, 4, 4] and ends.tolist() == [4, 4, 10]
-    starts, ends = grouped.device_bounds(torch.tensor([4, 99, 17]), 8, 24)
+    starts, ends = device_bounds(torch.tensor([4, 99, 17]), 8, 24)
     assert starts.tolist() == [0, 8, 16] and ends.tolist() == [4, 16, 17]
 
 
 def test_column_sums_without_looking() -> None:
     x = torch.randn(50, 7)
     offs = torch.tensor([10, 10, 40])
-    sums = reference_grouped.col_sums(x, *grouped.device_bounds(offs, 0, 50))
+    sums = col_sums_on_device(x, *device_bounds(offs, 0, 50))
     expected = torch.stack([x[:10].sum(0), torch.zeros(7), x[10:40].sum(0)])
     torch.testing.assert_close(sums, expected)
 
@@ -119,7 +128,7 @@ def test_column_sums_without_looking() -> None:
 def test_splits_on_a_device_say_that_they_are_slow(on_device) -> None:
     x, offs = torch.randn(40, 32), torch.tensor([10, 30])
     with pytest.warns(te_mx.FallbackWarning, match="splits given as a list loop over the groups"):
-        grouped_quantize._on_other(x, offs, "e4m3", True, False, "rceil", False, 0, PLAIN)
+        quantize_grouped(x, Groups(offs), ROWS, rule="rceil")
 
 
 @pytest.mark.gpu

@@ -75,7 +75,7 @@ def wide_wgrad(layer, x, grad, recipe):
         if recipe is not None and recipe.backward_override == "dequantized":
             x = te_mx.quantize(x).dequantize(x.dtype)
         return grad.float().t() @ x.float()
-    gq = te_mx.quantize(grad, fmt=recipe.settings.bwd_fmt, columnwise=True)
+    gq = te_mx.quantize(grad, fmt=recipe.settings.g, columnwise=True)
     return te_mx.gemm(te_mx.quantize(x, columnwise=True), gq, "NT", out_dtype=torch.float32).out
 
 

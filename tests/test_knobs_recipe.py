@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import te_mx
 from te_mx import ops
-from te_mx.autograd import linear as autograd_linear
-from te_mx.autograd import operands as autograd_operands
+from te_mx.autograd import steps
+from te_mx.dispatch import run as dispatch
 from te_mx.recipe import Format, MXFP8BlockScaling
 
 PLAIN = MXFP8BlockScaling()
@@ -44,7 +44,7 @@ def assert_same(got, expected):
 
 def by_hand(layer, x, grad, recipe):
     """dx and dw out of the public functions and plain torch."""
-    rule, fmt = recipe.scale_rule, recipe.settings.bwd_fmt
+    rule, fmt = recipe.scale_rule, recipe.settings.g
     g2, x2 = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
     w = layer.weight.detach()
     row = {"scale_rule": rule}
@@ -122,14 +122,13 @@ def test_zero_sizes(recipe, bias):
 def quantized(monkeypatch):
     """(shape, rowwise, columnwise) of every quantize call."""
     made = []
-    quantize = autograd_linear.quantize_2d
+    quantize = dispatch.quantize
 
-    def record(x, fmt, *, rowwise, columnwise, **kwargs):
-        made.append((tuple(x.shape), rowwise, columnwise is not None))
-        return quantize(x, fmt, rowwise=rowwise, columnwise=columnwise, **kwargs)
+    def record(what):
+        made.append((tuple(what.x.shape), bool(what.row), bool(what.col)))
+        return quantize(what)
 
-    for module in (autograd_linear, autograd_operands, ops.quantize):
-        monkeypatch.setattr(module, "quantize_2d", record)
+    monkeypatch.setattr(dispatch, "quantize", record)
     return made
 
 
@@ -213,11 +212,11 @@ def test_one_copy_keeps_one_copy():
 def test_one_copy_moves_only_what_its_column_block_cannot_hold(n, k, kind, rule, seed):
     w = tensor(kind, n, k, seed, torch.float32).clamp(-(2.0**127), 2.0**127)  # decodes to finite
     settings = MXFP8BlockScaling(scale_rule=rule, one_copy_weights=True).settings
-    row, nothing = autograd_operands.quantize_weight(w, settings, True)
+    row, nothing = steps.weight_operands(None, w, settings, True)
     assert nothing is None
-    col = autograd_operands.columnwise_of(row, settings)
+    col = steps.columns_of(row, settings)
     values = te_mx.quantize(w, scale_rule=rule).dequantize(torch.float64)
-    derived = ops.dequantize_2d(col.codes, col.scales, col.fmt, col.order, torch.float64)
+    derived = ops.dequantize_2d(col, torch.float64).t()
     scale = torch.exp2(col.scales.double() - 127).repeat_interleave(32, 0)[:n]
     values = values.clamp(-448 * scale, 448 * scale)  # the floor rule saturates
     # Half a step of E4M3's subnormals at the scale of the column block, and of bf16's.
@@ -295,13 +294,14 @@ def test_double_backward_is_refused(recipe):
         dx.square().sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")
 def test_packed_operands_do_not_replace_the_rowwise_codes(monkeypatch):
     """As on Hopper, where the quantizer packs; what backward decodes must be plain codes."""
     layer, x, grad = te_mx.Linear(70, 33), torch.randn(20, 70), torch.randn(20, 33)
     expected = run(layer, x, grad, DEQUANTIZED)
     derived = by_hand(layer, x, grad, ONE_COPY)[0]
-    form = autograd_operands.GemmForm("transposed", 8)
-    monkeypatch.setattr(autograd_operands, "gemm_form", lambda *_: form)
+    form = ops.Forms("mxfp8_e4m3@sm90:8", "mxfp8_e4m3@sm90:8")
+    monkeypatch.setattr(steps, "roles", lambda *_: steps.Roles(form, form, form))
     for first in (None, True, False):
         got = run(layer, x, grad, DEQUANTIZED, is_first_microbatch=first)
         assert_same(got[1:3], expected[1:3])

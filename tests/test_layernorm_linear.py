@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import te_mx
-from te_mx.backends.fused import NORMS
+from te_mx.dispatch.fused import NORMS
 from te_mx.recipe import Format, MXFP8BlockScaling
 
 BF16 = torch.bfloat16

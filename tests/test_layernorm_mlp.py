@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import te_mx
 from te_mx import ops
-from te_mx.autograd import layernorm_mlp, operands, steps
-from te_mx.backends.fused import ACTIVATIONS, NORMS, Activation
+from te_mx.autograd import layernorm_mlp, steps
+from te_mx.dispatch.fused import ACTIVATIONS, NORMS, Activation
 from te_mx.nn import activations
 
 GELUS = {"gelu": "tanh", "gelu_erf": "none"}
@@ -51,9 +51,9 @@ def test_it_is_its_steps_one_after_the_other(activation):
 def test_what_precedes_gelu_is_kept_only_for_a_backward_pass(activation, monkeypatch):
     kept = []
 
-    def gemm(*args, **kwargs):
-        made = ops.gemm_2d(*args, **kwargs)
-        if kwargs.get("gelu"):
+    def gemm(lhs, rhs, epilogue, **kwargs):
+        made = ops.gemm_2d(lhs, rhs, epilogue, **kwargs)
+        if epilogue.gelu:
             kept.append(made.aux is not None)
         return made
 
@@ -101,9 +101,9 @@ def test_gelu_runs_in_the_epilogues(activation, monkeypatch):
     called = []
     gemm = ops.gemm_2d
 
-    def record(a, b, **kwargs):
-        called.append({k: v for k, v in kwargs.items() if v is not None})
-        return gemm(a, b, **kwargs)
+    def record(lhs, rhs, epilogue, **kwargs):
+        called.append({k: v for k, v in epilogue._asdict().items() if v is not None})
+        return gemm(lhs, rhs, epilogue, **kwargs)
 
     for module in (layernorm_mlp, steps):
         monkeypatch.setattr(module, "gemm_2d", record)
@@ -224,8 +224,7 @@ def test_micro_batches(monkeypatch):
     run = mxfp8(m)
     plain = gradients(m, x, run, g)
     assert_same(gradients(m, x, lambda v: run(v, True), g), plain)
-    for module in (operands, steps):  # nothing is quantized again
-        monkeypatch.setattr(module, "quantize_weight", None)
+    monkeypatch.setattr(steps, "plan_weight", None)  # nothing is quantized again
     assert_same(gradients(m, x, lambda v: run(v, False), g), plain)
 
 
@@ -279,14 +278,14 @@ def test_recomputed_and_under_autocast():
     assert_same(gradients(m, x, recomputed, g), gradients(m, x, mxfp8(m), g))
 
 
+@pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")
 def test_as_on_hopper(monkeypatch):
-    """Packed operands of order "sm90" through the same functions; the reference multiplies them."""
+    """Packed operands through the same functions; the reference multiplies them."""
     m = mlp(64, 96, activation="swiglu")
     x, g = torch.randn(40, 64, dtype=BF16), torch.randn(40, 64, dtype=BF16)
     plain = gradients(m, x, mxfp8(m), g)
-    monkeypatch.setattr(
-        operands, "gemm_form", lambda device, precision, spread: ops.GemmForm("transposed", spread)
-    )
+    form = ops.Forms("mxfp8_e4m3@sm90:8", "mxfp8_e4m3@sm90:8")
+    monkeypatch.setattr(steps, "roles", lambda *_: steps.Roles(form, form, form))
     packed = gradients(m, x, mxfp8(m), g)
     for name, value in plain[1].items():
         assert relative(packed[1][name], value) < 0.02, name

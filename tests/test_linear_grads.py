@@ -12,9 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import te_mx
-from te_mx import ops
-from te_mx.autograd import linear as autograd_linear
-from te_mx.autograd import operands as autograd_operands
+from te_mx.autograd import one_call
+from te_mx.dispatch import run as dispatch
 from te_mx.recipe import Format, MXFP8BlockScaling
 
 E4M3 = MXFP8BlockScaling()
@@ -38,19 +37,20 @@ def calls(monkeypatch):
     """Records what the layer quantizes and multiplies: (rows, cols, rowwise, columnwise, col_sum),
     (n, m, k)."""
     made = {"quantize": [], "gemm": []}
-    quantize, gemm = autograd_linear.quantize_2d, autograd_linear.gemm_2d
+    quantize, gemm = dispatch.quantize, dispatch.gemm
 
-    def record_quantize(x, fmt, *, rowwise, columnwise, col_sum=False, **kwargs):
-        made["quantize"].append((fmt, *x.shape, rowwise, columnwise is not None, col_sum))
-        return quantize(x, fmt, rowwise=rowwise, columnwise=columnwise, col_sum=col_sum, **kwargs)
+    def record_quantize(what):
+        fmt = (what.row or what.col).partition("@")[0]
+        made["quantize"].append((fmt, *what.x.shape, bool(what.row), bool(what.col), what.col_sum))
+        return quantize(what)
 
-    def record_gemm(a, b, **kwargs):
-        made["gemm"].append((b.rows, a.rows, a.k))
-        return gemm(a, b, **kwargs)
+    def record_gemm(lhs, rhs, *args):
+        made["gemm"].append((lhs.rows, rhs.rows, lhs.k))
+        return gemm(lhs, rhs, *args)
 
-    for module in (autograd_linear, autograd_operands, ops.quantize):
-        monkeypatch.setattr(module, "quantize_2d", record_quantize)
-    monkeypatch.setattr(autograd_linear, "gemm_2d", record_gemm)
+    monkeypatch.setattr(dispatch, "quantize", record_quantize)
+    monkeypatch.setattr(dispatch, "gemm", record_gemm)
+    monkeypatch.setattr(one_call, "infer", lambda *_: None)  # step by step
     return made
 
 
@@ -68,7 +68,7 @@ def test_gradients_equal_the_public_functions(leading, k, n, recipe, bias, seed)
     assert (dx.dtype, dw.dtype) == (x_dtype, w_dtype)
     assert dx.shape == x.shape and dw.shape == layer.weight.shape
 
-    rule, fmt = recipe.scale_rule, recipe.settings.bwd_fmt
+    rule, fmt = recipe.scale_rule, recipe.settings.g
     xq = te_mx.quantize(x, rowwise=False, columnwise=True, scale_rule=rule)
     wq = te_mx.quantize(layer.weight, rowwise=False, columnwise=True, scale_rule=rule)
     gq = te_mx.quantize(grad, fmt=fmt, columnwise=True, scale_rule=rule)
@@ -97,7 +97,7 @@ def test_gradients_within_the_bound_of_fp64(recipe):
     dx, dw, _ = run(layer, x, grad, recipe)
     wq = te_mx.quantize(layer.weight, columnwise=True).dequantize(torch.float64, "columnwise")
     xq = te_mx.quantize(x, columnwise=True).dequantize(torch.float64, "columnwise")
-    gq = te_mx.quantize(grad, fmt=recipe.settings.bwd_fmt, columnwise=True)
+    gq = te_mx.quantize(grad, fmt=recipe.settings.g, columnwise=True)
     g_row = gq.dequantize(torch.float64, "rowwise").numpy()
     g_col = gq.dequantize(torch.float64, "columnwise").numpy()
     oracles.assert_gemm(dx, wq.numpy().T, g_row)
@@ -135,7 +135,7 @@ def test_torch_autocast_gradients():
 
 
 # ---------------------------------------------------------------- exactly the work that is needed
-E, M, K, N = "e4m3", 6, 40, 24
+E, M, K, N = "mxfp8_e4m3", 6, 40, 24
 X, W, G = (M, K), (N, K), (M, N)
 FPROP, DGRAD, WGRAD = (M, N, K), (M, K, N), (N, K, M)
 
@@ -185,7 +185,7 @@ def test_no_grad_makes_rowwise_operands_only(calls):
 
 def test_hybrid_quantizes_gradients_to_e5m2(calls):
     run(te_mx.Linear(K, N), torch.randn(M, K), torch.randn(M, N), HYBRID)
-    assert [call[0] for call in calls["quantize"]] == ["e4m3", "e4m3", "e5m2"]
+    assert [call[0] for call in calls["quantize"]] == [E, E, "mxfp8_e5m2"]
 
 
 def test_saved_for_backward_are_columnwise_codes_only():

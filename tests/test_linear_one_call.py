@@ -3,34 +3,29 @@ tests/fake_sm90.py stands in for the native module, and CPU tensors for those on
 
 from __future__ import annotations
 
-import fake_sm90
+import as_on_hopper
 import pytest
 import torch
 from torch import Tensor
 
 import te_mx
 from te_mx import ops
-from te_mx.autograd import linear, linear_one_call
-from te_mx.autograd import operands as autograd_operands
-from te_mx.autograd.linear_one_call import Call, OneCallLinear
-from te_mx.backends import sm90, sm90_linear
+from te_mx.autograd import linear, one_call
+from te_mx.autograd.linear import Call
+from te_mx.autograd.one_call import OneCallLinear
+from te_mx.backends.sm90 import binding
+from te_mx.dispatch import registry
+from te_mx.ops.linear import linear_kernel
+from te_mx.runtime.ran import LAST_RUN
 
 F32, BF16 = torch.float32, torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
-def hopper(monkeypatch, threads):
+def hopper(threads):
     threads(1)  # many small operators
-    monkeypatch.setattr(sm90, "_native", fake_sm90)
-    monkeypatch.setattr(sm90, "stream", lambda index: 0)
-    monkeypatch.setattr(sm90, "set_execution", lambda args, index: None)
-    monkeypatch.setattr(
-        autograd_operands, "gemm_form",
-        lambda device, precision, spread: ops.GemmForm("transposed", spread),
-    )  # fmt: skip
-    sm90_linear.forget_plans()
-    yield
-    sm90_linear.forget_plans()
+    with as_on_hopper.hopper():
+        yield
 
 
 def settings(**fields):
@@ -38,11 +33,13 @@ def settings(**fields):
 
 
 def step_by_step(x, w, b, s, dtype):
-    return linear.LinearFunction.apply(x, w, b, None, s, dtype, -1, False, None)[0]
+    return linear.LinearFunction.apply(x, w, b, Call(s, dtype))[0]
 
 
-def one_call(x, w, b, s, dtype, tag=-1):
-    return OneCallLinear.apply(x, w, b, Call(s, dtype, tag, linear._backward))[0]
+def in_one_call(x, w, b, s, dtype, tag=-1):
+    kernel = linear_kernel(x, w, s)
+    assert kernel.name == "sm90_adaptive"
+    return OneCallLinear.apply(x, w, b, Call(s, dtype, tag), kernel)[0]
 
 
 def run(function, x, w, b, s, dtype, grad, needs=(True, True, True)) -> list[Tensor | None]:
@@ -69,7 +66,7 @@ def test_bits_of_one_step_after_the_other(shape, needs):
     b = torch.randn(n, generator=g) if len(needs) == 3 else None
     call = x, w, b, settings(fp8_format=te_mx.recipe.Format.HYBRID), F32, torch.randn(m, n)
     needs = tuple(bool(n) for n in needs)
-    same(run(one_call, *call, needs), run(step_by_step, *call, needs))
+    same(run(in_one_call, *call, needs), run(step_by_step, *call, needs))
 
 
 @pytest.mark.parametrize("kinds", [(BF16, BF16, BF16), (F32, BF16, BF16), (BF16, F32, F32)])
@@ -80,29 +77,23 @@ def test_dtypes_strides_and_leading_dimensions(kinds, fields):
     b = torch.randn(140, dtype=kinds[1])[::2]
     grad = torch.randn(70, dtype=kinds[2]).expand(3, 35, 70)
     call = x, w, b, settings(**fields), kinds[2], grad
-    same(run(one_call, *call), run(step_by_step, *call))
+    same(run(in_one_call, *call), run(step_by_step, *call))
 
 
 def test_one_token_without_leading_dimensions():
     call = torch.randn(70), torch.randn(33, 70), torch.randn(33), settings(), F32, torch.randn(33)
-    same(run(one_call, *call), run(step_by_step, *call))
+    same(run(in_one_call, *call), run(step_by_step, *call))
 
 
 def test_what_is_saved_is_what_backward_reads():
     x, w = torch.randn(40, 70, requires_grad=True), torch.randn(33, 70, requires_grad=True)
-    y = one_call(x, w, None, settings(), F32)
+    y = in_one_call(x, w, None, settings(), F32)
     saved, _link = y.grad_fn.saved_tensors
-    x_row, w_row = (
-        ops.quantize_2d(
-            t.detach(), "e4m3", rowwise=False, columnwise="transposed", scale_rule="rceil", spread=8
-        )
-        for t in (x, w)
-    )
-    for got, made in zip(
-        sm90_linear.saved_operands(saved, y.grad_fn.shape), (x_row, w_row), strict=True
-    ):
-        assert torch.equal(got[0], made.col_codes) and torch.equal(got[1], made.col_scales)
-    held = sum(t.nbytes for q in (x_row, w_row) for t in q[2:4])
+    made = [ops.quantize_2d(t.detach(), "", "mxfp8_e4m3@sm90:8").col for t in (x, w)]
+    for got, want in zip(y.grad_fn.plan.operands(saved), made, strict=True):
+        assert got[2:] == want[2:] and got.codes.stride() == want.codes.stride()
+        assert torch.equal(got.codes, want.codes) and torch.equal(got.scales, want.scales)
+    held = sum(t.nbytes for operand in made for t in operand[:2])
     assert saved.nbytes <= held + 16 * (70 + 70) + 4 * 256  # padding
 
 
@@ -116,7 +107,7 @@ def test_watched_gradients_go_step_by_step():
     grad = torch.randn(40, 33)
     expected = run(step_by_step, *call, grad)
     for needs in ((True, True, True), (True, False, True), (False, True, False)):
-        got = run(one_call, *call, grad.as_subclass(Watched), needs)
+        got = run(in_one_call, *call, grad.as_subclass(Watched), needs)
         keep = (True, *needs)
         for mine, theirs, kept in zip(got, expected, keep, strict=True):
             assert mine is None if not kept else torch.equal(mine, theirs)
@@ -132,7 +123,7 @@ def test_hooks_of_saved_tensors_and_recomputation():
         return t.clone()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        same(run(one_call, *call), expected)
+        same(run(in_one_call, *call), expected)
     assert [t.dtype for t in moved if t.numel()] == [torch.uint8]
 
     def elsewhere(t):  # neither contiguous nor aligned
@@ -140,10 +131,10 @@ def test_hooks_of_saved_tensors_and_recomputation():
         return room[::2].copy_(t.view(-1)).view(t.shape)
 
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, elsewhere):
-        same(run(one_call, *call), expected)
+        same(run(in_one_call, *call), expected)
 
     def recomputed(*args):
-        return torch.utils.checkpoint.checkpoint(one_call, *args, use_reentrant=False)
+        return torch.utils.checkpoint.checkpoint(in_one_call, *args, use_reentrant=False)
 
     same(run(recomputed, *call), expected)
 
@@ -151,7 +142,7 @@ def test_hooks_of_saved_tensors_and_recomputation():
 def test_a_second_derivative_is_refused():
     x, w = torch.randn(8, 40, requires_grad=True), torch.randn(8, 40, requires_grad=True)
     b = torch.randn(8, requires_grad=True)
-    y = one_call(x * 2, w, b, settings(), F32)
+    y = in_one_call(x * 2, w, b, settings(), F32)
     made = torch.autograd.grad(y.sum(), [x, w, b], create_graph=True)
     for first in made:
         for second in (x, w, b):
@@ -163,7 +154,7 @@ def test_a_second_derivative_is_refused():
 
 def test_outputs_and_gradients_are_no_views():
     x, w = torch.randn(2, 4, 40, requires_grad=True), torch.randn(8, 40, requires_grad=True)
-    y = one_call(x, w, None, settings(), F32)
+    y = in_one_call(x, w, None, settings(), F32)
     y += 1
     dx, dw = torch.autograd.grad(y.sum(), [x, w])
     dx += x
@@ -172,30 +163,46 @@ def test_outputs_and_gradients_are_no_views():
 
 def test_what_ran_is_recorded():
     x, w = torch.randn(8, 40, requires_grad=True), torch.randn(8, 40)
-    seen = linear_one_call.LAST_RUN
     for tag in (9000, 9001, 9002):
-        seen.pop(tag, None)
-    one_call(x, w, None, settings(), F32, tag=9000).sum().backward()
-    assert [seen.get(tag) for tag in (9000, 9001, 9002)] == [sm90.ADAPTIVE, sm90.ADAPTIVE, None]
+        LAST_RUN.pop(tag, None)
+    in_one_call(x, w, None, settings(), F32, tag=9000).sum().backward()
+    ran = [LAST_RUN.get(tag) for tag in (9000, 9001, 9002)]
+    assert ran == ["sm90_adaptive", "sm90_adaptive", None]
+
+
+def test_modules_run_on_it():
+    layer, x = te_mx.Linear(70, 33), torch.randn(40, 70, requires_grad=True)
+    for fields, name in (
+        ({}, "OneCallLinearBackward"),
+        ({"split_k": True}, "LinearFunctionBackward"),
+        ({"precision": "exact"}, "LinearFunctionBackward"),
+    ):
+        with te_mx.autocast(recipe=te_mx.recipe.MXFP8BlockScaling(**fields)):
+            assert type(layer(x).grad_fn).__name__ == name
 
 
 class Cuda:
     """As much of a tensor on a GPU as the decision looks at."""
 
-    def __init__(self, *shape, grad=True, index=0, cuda=True):
-        self.shape, self.requires_grad, self.is_cuda = torch.Size(shape), grad, cuda
-        self.device = torch.device("cuda", index)
+    def __init__(self, *shape, grad=True, device="cuda:0"):
+        self.shape, self.requires_grad, self.dtype = torch.Size(shape), grad, BF16
+        self.device = torch.device(device)
 
     def numel(self):
         return self.shape.numel()
 
 
 def test_what_it_serves(monkeypatch):
-    monkeypatch.setattr(linear_one_call, "is_direct", lambda *tensors: True)
-    monkeypatch.setattr(sm90, "_problems", {0: None, 1: "needs a Hopper GPU (sm_90)"})
-    x, w, serves = Cuda(8, 40), Cuda(16, 40), linear_one_call.serves
-    assert serves(x, w, settings())
-    assert serves(Cuda(8, 40, grad=False), w, settings())
+    monkeypatch.setattr(one_call, "is_direct", lambda *tensors: True)
+    monkeypatch.setattr(binding, "_problems", {0: None, 1: "needs a Hopper GPU (sm_90)"})
+    x, w, plain = Cuda(8, 40), Cuda(16, 40), Call(settings(), BF16)
+
+    def serves(x, w, call=plain, bias=None):
+        return one_call.kernel_of(x, w, bias, call) is not None
+
+    assert serves(x, w)
+    assert serves(Cuda(8, 40, grad=False), w)
+    assert serves(x, w, Call(settings(fp8_format=te_mx.recipe.Format.HYBRID), F32))
     for fields in (
         {"precision": "exact"},
         {"backward_override": "high_precision"},
@@ -204,17 +211,28 @@ def test_what_it_serves(monkeypatch):
         {"one_copy_weights": True},
         {"split_k": True},
     ):
-        assert not serves(x, w, settings(**fields)), fields
-    for other, weight in (
-        (Cuda(8, 40, cuda=False), w),
-        (Cuda(0, 40), w),
-        (x, Cuda(0, 40)),
-        (Cuda(8, 40, index=1), Cuda(16, 40, index=1)),
-        (x, Cuda(16, 40, index=1)),
-        (Cuda(2**31 - 256, 40), w),
-        (Cuda(8, 40, grad=False), Cuda(16, 40, grad=False)),
+        assert not serves(x, w, Call(settings(**fields), BF16)), fields
+    for fields in ({"x": "mxfp8_e5m2"}, {"g": "mxfp4"}, {"x": "mxfp4", "w": "mxfp4"},
+                   {"scale_rule": "even"}):  # fmt: skip
+        recipe = te_mx.recipe.BlockScaling(**fields)
+        assert not serves(x, w, Call(recipe.settings, BF16)), fields
+    for fields in ({"kept": object()}, {"save_x": True}, {"sink": object()}):
+        assert not serves(x, w, plain._replace(**fields)), fields
+    for other, weight, bias in (
+        (Cuda(8, 40, device="meta"), Cuda(16, 40, device="meta"), None),
+        (Cuda(0, 40), w, None),
+        (x, Cuda(0, 40), None),
+        (Cuda(8, 40, device="cuda:1"), Cuda(16, 40, device="cuda:1"), None),
+        (x, Cuda(16, 40, device="cuda:1"), None),
+        (x, w, Cuda(16, device="cuda:1")),
+        (Cuda(2**31 - 256, 40), w, None),
+        (x, Cuda(2**31 - 256, 40), None),
+        (Cuda(8, 40, grad=False), Cuda(16, 40, grad=False), None),
     ):
-        assert not serves(other, weight, settings())
-    assert serves(Cuda(2**31 - 257, 40), w, settings())
+        assert not serves(other, weight, bias=bias)
+    assert serves(Cuda(2**31 - 257, 40), w)
+    monkeypatch.setattr(one_call, "is_direct", lambda *tensors: False)
+    assert not serves(x, w)
     monkeypatch.undo()
-    assert not serves(torch.randn(8, 40, requires_grad=True), torch.randn(16, 40), settings())
+    registry.forget()
+    assert serves(torch.randn(8, 40, requires_grad=True), torch.randn(16, 40))

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from te_mx.backends import cpu
 from te_mx.backends.base import Epilogue, Operand
-from te_mx.engine import workspace
+from te_mx.backends.cpu import binding as cpu
+from te_mx.runtime import workspace
 
 pytestmark = pytest.mark.skipif(cpu.native() is None, reason="the native module is not built")
 

@@ -29,9 +29,9 @@ from gemm_calls import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from te_mx.backends import cpu
 from te_mx.backends.base import Epilogue
-from te_mx.engine import workspace
+from te_mx.backends.cpu import binding as cpu
+from te_mx.runtime import workspace
 
 pytestmark = pytest.mark.skipif(cpu.native() is None, reason="the native module is not built")
 

@@ -9,22 +9,24 @@ from gemm_calls import AVAILABLE, LEVEL_KERNELS, at_level, random_side
 from grouped_cases import COUNTS, equal
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_words import house
 from strategies import DTYPES, FORMATS, KINDS, RULES, SEEDS, tensor
 
-from te_mx.backends import cpu, cpu_grouped
-from te_mx.backends.base import Operand
-from te_mx.backends.grouped import Bounds, StackedOperand, host_bounds, k_of, rows_of
-from te_mx.engine import envelopes, workspace
-from te_mx.ops.gemm import gemm_2d
-from te_mx.ops.grouped_gemm import gemm_rows, standing_weights
-from te_mx.ops.grouped_quantize import quantize_grouped
-from te_mx.ops.grouped_run import kernels
-from te_mx.ops.grouped_weights import quantize_weights
-from te_mx.ops.grouped_wgrad import gemm_k
-from te_mx.ops.quantize import quantize_2d
+from te_mx.backends.cpu import binding as cpu
+from te_mx.backends.cpu import binding_grouped as cpu_grouped
+from te_mx.backends.cpu.grouped import few_and_many
+from te_mx.backends.native import native_operand, native_stack
+from te_mx.dispatch.grouped_calls import Groups
+from te_mx.dispatch.groups import Bounds, host_bounds, k_of, rows_of
+from te_mx.ops import Epilogue, Mode, Operand, Stack, gemm_2d, quantize_2d
+from te_mx.ops.grouped_gemm import gemm_k, gemm_rows, kept_stack
+from te_mx.ops.grouped_quantize import quantize_grouped, quantize_weights
+from te_mx.ops.quantize import parts_of
+from te_mx.runtime import workspace
 
 pytestmark = pytest.mark.skipif(cpu.native() is None, reason="the native module is not built")
 SIZES = st.sampled_from([1, 2, 15, 17, 32, 33, 64, 65, 97])
+ROWS, COLS = "mxfp8_e4m3@rows", "mxfp8_e4m3@cols"
 
 
 @pytest.fixture(params=AVAILABLE)
@@ -54,21 +56,23 @@ def test_quantize(
     x = tensor(data.draw(st.sampled_from(KINDS)), rows, cols, data.draw(SEEDS), dtype)
     if data.draw(st.booleans()):
         x = x.t().contiguous().t()
-    made = quantize_grouped(
-        x, offs, fmt, rowwise=True, columnwise=True, scale_rule=rule, col_sum=True,
-        capacity=capacity,
-    )  # fmt: skip
+    row, col, each = (f"mxfp8_{fmt}@{layout}" for layout in ("rows", "grouped_cols", "cols"))
+    made = parts_of(quantize_grouped(x, Groups(offs, capacity), row, col, rule=rule, col_sum=True))
     expected = [torch.zeros_like(part) for part in made]
     for i, (start, end) in enumerate(zip(*host_bounds(offs, capacity, rows), strict=True)):
-        one = quantize_2d(
-            x[start:end], fmt, rowwise=True, columnwise="plain", scale_rule=rule, col_sum=True
-        )
+        one = parts_of(quantize_2d(x[start:end], row, each, rule=rule, col_sum=True))
         first = start // 32 + i
         for out, part, at in zip(expected[:4], one[:4], (start, start, start, first), strict=True):
             out[at : at + len(part)] = part
-        expected[4][i] = one.col_sum
+        expected[4][i] = one[4]
     for got, wanted in zip(made, expected, strict=True):
         equal(got, wanted)
+
+
+def stacked(sides: list[Operand]) -> Stack:
+    """The operands of all groups, one behind the other."""
+    codes, scales = torch.stack([s.codes for s in sides]), torch.stack([s.scales for s in sides])
+    return Stack(codes, scales, sides[0].spec, len(sides), sides[0].rows, sides[0].k)
 
 
 @given(groups=groups(), m=SIZES, k=SIZES, fmts=st.tuples(FORMATS, FORMATS), data=st.data())
@@ -80,27 +84,23 @@ def test_groups_of_rows(
     rng = np.random.default_rng(data.draw(SEEDS))
     wide = data.draw(st.booleans())  # scales of a row too far apart for one exponent
     low, high = (1, 240) if wide else (112, 142)
-    tokens = random_side(rng, rows, k, fmts[0], low, high).operand()
+    tokens = house(random_side(rng, rows, k, fmts[0], low, high).operand())
     order = data.draw(st.sampled_from(["k_last", "k_first"]))
-    sides = [random_side(rng, m, k, fmts[1], low, high).operand(order) for _ in offs]
-    weights = StackedOperand(
-        torch.stack([s.codes for s in sides]), torch.stack([s.scales for s in sides]), fmts[1],
-        order,
-    )  # fmt: skip
+    sides = [house(random_side(rng, m, k, fmts[1], low, high).operand(order)) for _ in offs]
+    weights = stacked(sides)
     bias = torch.randn(len(offs), m).to(data.draw(DTYPES)) if data.draw(st.booleans()) else None
     dtype = data.draw(DTYPES)
     expected = torch.zeros(rows, m, dtype=dtype)
     for i, (start, end) in enumerate(zip(*host_bounds(offs, capacity, rows), strict=True)):
         if end > start:
             expected[start:end] = gemm_2d(
-                weights.group(i), rows_of(tokens, start, end),
-                bias=None if bias is None else bias[i], out_dtype=dtype,
+                rows_of(tokens, start, end), weights.group(i),
+                Epilogue(bias=None if bias is None else bias[i]), out_dtype=dtype,
             ).out  # fmt: skip
-    for a in (weights, standing_weights(weights)):
+    for held in (weights, kept_stack(weights, Mode())):
         with workspace.guarded():
-            equal(
-                gemm_rows(a, tokens, offs, bias=bias, out_dtype=dtype, capacity=capacity), expected
-            )
+            made = gemm_rows(tokens, held, Groups(offs, capacity), bias=bias, out_dtype=dtype)
+            equal(made, expected)
 
 
 @given(groups=groups(), m=SIZES, n=SIZES, dtype=DTYPES, seed=SEEDS, add=st.booleans())
@@ -113,22 +113,20 @@ def test_groups_of_k(
     for i, cols in enumerate((m, n)):
         x = tensor("outliers", rows, cols, seed + i, torch.float32)
         fmt = ("e4m3", "e5m2")[i]
-        q = quantize_grouped(
-            x, offs, fmt, rowwise=False, columnwise=True, scale_rule="rceil", capacity=capacity
-        )
-        sides.append(Operand(q.col_codes, q.col_scales, fmt, "k_first"))
+        spec = f"mxfp8_{fmt}@grouped_cols"
+        sides.append(quantize_grouped(x, Groups(offs, capacity), "", spec, rule="rceil").col)
     a, b = sides
     start_value = torch.randn(len(offs), n, m).to(dtype)
     expected = start_value.clone()
     for i, (start, end) in enumerate(zip(*host_bounds(offs, capacity, rows), strict=True)):
         gemm_2d(
-            k_of(a, start, end, i), k_of(b, start, end, i), out=expected[i], out_dtype=dtype,
-            accumulate=add,
+            k_of(b, start, end, i), k_of(a, start, end, i), Epilogue(accumulate=add),
+            out=expected[i], out_dtype=dtype,
         )  # fmt: skip
     out = start_value.clone()
     version = out._version
     with workspace.guarded():
-        made = gemm_k(a, b, offs, out=out, out_dtype=dtype, accumulate=add, capacity=capacity)
+        made = gemm_k(b, a, Groups(offs, capacity), out=out, out_dtype=dtype, accumulate=add)
     assert made is out and out._version > version
     equal(out, expected)
 
@@ -141,32 +139,30 @@ def test_weights(
     level: str, rows: int, cols: int, count: int, dtype: torch.dtype, seed: int, both: bool
 ) -> None:
     weights = [tensor("row_scales", rows, cols, seed + i, dtype) for i in range(count)]
-    row, col = quantize_weights(weights, "e4m3", columnwise=both, scale_rule="rceil")
+    row, col = quantize_weights(weights, ROWS, COLS if both else "", rule="rceil")
     assert (col is not None) == both
     for i, weight in enumerate(weights):
-        one = quantize_2d(weight, "e4m3", rowwise=True, columnwise="plain", scale_rule="rceil")
-        equal(row.codes[i], one.row_codes)
-        equal(row.scales[i], one.row_scales)
-        if col is not None:
-            equal(col.codes[i], one.col_codes)
-            equal(col.scales[i], one.col_scales)
+        one = quantize_2d(weight, ROWS, COLS)
+        for held, alone in ((row, one.row), (col, one.col)):
+            if held is not None:
+                assert held.group(i)[2:] == alone[2:]
+                equal(held.codes[i], alone.codes)
+                equal(held.scales[i], alone.scales)
 
 
 def test_packed_weights_of_another_kernel_are_not_read(level: str) -> None:
     weights = [torch.randn(64, 96) for _ in range(3)]
-    row, _ = quantize_weights(weights, "e4m3", columnwise=False, scale_rule="rceil")
-    packed = standing_weights(row)
+    row, _ = quantize_weights(weights, ROWS, rule="rceil")
+    packed = kept_stack(row, Mode())
     assert packed.packed is not None
-    offs = torch.tensor([40, 40, 100])
-    x = torch.randn(100, 96)
-    q = quantize_grouped(x, offs, "e4m3", rowwise=True, columnwise=False, scale_rule="rceil")
-    tokens = Operand(q.row_codes, q.row_scales, "e4m3", "k_last")
-    expected = gemm_rows(row, tokens, offs, out_dtype=torch.float32)
-    equal(gemm_rows(packed, tokens, offs, out_dtype=torch.float32), expected)
+    of = Groups(torch.tensor([40, 40, 100]))
+    tokens = quantize_grouped(torch.randn(100, 96), of, ROWS, rule="rceil").row
+    expected = gemm_rows(tokens, row, of, out_dtype=torch.float32)
+    equal(gemm_rows(tokens, packed, of, out_dtype=torch.float32), expected)
     scrambled = packed.packed.clone()
     scrambled[8] ^= 1  # the kernel in the header
     other = packed._replace(packed=scrambled, codes=packed.codes.clone())
-    equal(gemm_rows(other, tokens, offs, out_dtype=torch.float32), expected)
+    equal(gemm_rows(tokens, other, of, out_dtype=torch.float32), expected)
 
 
 @pytest.mark.parametrize("bounds", [([0, 5], [5, 4]), ([0, 3], [5, 9]), ([0, 5], [5, 11])])
@@ -178,13 +174,12 @@ def test_native_code_refuses_bounds_that_overlap_or_leave(bounds: tuple) -> None
 
 
 def test_too_small_a_workspace_is_refused() -> None:
-    weights = [torch.randn(64, 96) for _ in range(2)]
-    row, _ = quantize_weights(weights, "e4m3", columnwise=False, scale_rule="rceil")
-    q = quantize_2d(torch.randn(80, 96), "e4m3", rowwise=True, columnwise=None, scale_rule="rceil")
-    tokens = Operand(q.row_codes, q.row_scales, "e4m3", "k_last")
+    row, _ = quantize_weights([torch.randn(64, 96) for _ in range(2)], ROWS, rule="rceil")
+    tokens = quantize_2d(torch.randn(80, 96), ROWS).row
     call = cpu_grouped.GroupedGemmCall(
-        kernels(64, 96), row, tokens, Bounds([0, 40], [40, 80]), torch.empty(80, 64)
-    )
+        few_and_many(), native_stack(row), native_operand(tokens), Bounds([0, 40], [40, 80]),
+        torch.empty(80, 64),
+    )  # fmt: skip
     with pytest.raises(RuntimeError, match="workspace too small"):
         call.run(torch.empty(64, dtype=torch.uint8), 64)
 
@@ -192,30 +187,22 @@ def test_too_small_a_workspace_is_refused() -> None:
 def test_many_groups_on_many_threads(threads, level: str) -> None:
     """More groups than members and more members than groups; the bits stay."""
     rng = np.random.default_rng(0)
-    sides = [random_side(rng, 130, 257, "e4m3").operand() for _ in range(40)]
+    weights = stacked([house(random_side(rng, 130, 257, "e4m3").operand()) for _ in range(40)])
     counts = torch.from_numpy(rng.integers(0, 90, 40))
-    offs = counts.cumsum(0)
-    tokens = random_side(rng, int(offs[-1]), 257, "e4m3").operand()
-    weights = StackedOperand(
-        torch.stack([s.codes for s in sides]), torch.stack([s.scales for s in sides]), "e4m3",
-        "k_last",
-    )  # fmt: skip
+    of = Groups(counts.cumsum(0))
+    tokens = house(random_side(rng, int(of.offs[-1]), 257, "e4m3").operand())
     threads(1)
-    expected = gemm_rows(weights, tokens, offs, out_dtype=torch.float32)
+    expected = gemm_rows(tokens, weights, of, out_dtype=torch.float32)
     for count in (2, 3, 7):
         threads(count)
         for _ in range(3):
-            equal(gemm_rows(weights, tokens, offs, out_dtype=torch.float32), expected)
-    few = StackedOperand(weights.codes[:1], weights.scales[:1], "e4m3", "k_last")
-    alone = gemm_rows(few, rows_of(tokens, 0, 64), torch.tensor([64]), out_dtype=torch.float32)
-    equal(alone, gemm_2d(few.group(0), rows_of(tokens, 0, 64), out_dtype=torch.float32).out)
+            equal(gemm_rows(tokens, weights, of, out_dtype=torch.float32), expected)
+    one, some = stacked([weights.group(0)]), rows_of(tokens, 0, 64)
+    alone = gemm_rows(some, one, Groups(torch.tensor([64])), out_dtype=torch.float32)
+    equal(alone, gemm_2d(some, weights.group(0), out_dtype=torch.float32).out)
 
 
 def test_every_level_has_kernels_for_many_and_few_rows(level: str) -> None:
-    many, few = kernels(64, 64)
-    assert {many, few} <= {*LEVEL_KERNELS[level], *envelopes_names()}
+    many, few = few_and_many()
+    assert {many, few} <= {*LEVEL_KERNELS[level]}
     assert "stream" in few and "stream" not in many
-
-
-def envelopes_names() -> set[str]:
-    return {kernel.name for kernel in envelopes.KERNELS}

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 from te_mx import ops
-from te_mx.backends import cpu
-from te_mx.backends.base import Epilogue, Operand
+from te_mx.backends.base import Epilogue
+from te_mx.backends.cpu import binding as cpu
+from te_mx.backends.native import native_operand
 
 pytestmark = pytest.mark.skipif(cpu.native() is None, reason="the native module is not built")
 
 FORK_TIMEOUT = 60.0  # seconds; a child that waits for the parent's threads would never end
 
 
-def quantized(x: Tensor) -> Operand:
-    parts = ops.quantize_2d(x, "e4m3", rowwise=True, columnwise=None, scale_rule="rceil")
-    return Operand(parts.row_codes, parts.row_scales, "e4m3", "k_last")
+def quantized(x: Tensor) -> ops.Operand:
+    return ops.quantize_2d(x, "mxfp8_e4m3@rows").row
 
 
 # Fixed inputs and few outputs: in a child of fork() torch's own operators hang when they are large
@@ -35,12 +35,13 @@ INPUTS = [(torch.randn(300, 256), torch.randn(100, 256)) for _ in range(4)]
 def work(i: int = 0) -> Tensor:
     """Two quantizations and a GEMM of several items each."""
     a, b = (quantized(x) for x in INPUTS[i])
-    return ops.gemm_2d(a, b, out_dtype=torch.float32).out
+    return ops.gemm_2d(b, a, out_dtype=torch.float32).out
 
 
-def with_kernel(kernel: str, a: Operand, b: Operand) -> tuple[Tensor, Tensor]:
+def with_kernel(kernel: str, a: ops.Operand, b: ops.Operand) -> tuple[Tensor, Tensor]:
     out = torch.empty(b.rows, a.rows)
-    call = cpu.GemmCall(kernel, a, b, Epilogue(bias_grad="operand"), out, None)
+    sides = native_operand(a), native_operand(b)
+    call = cpu.GemmCall(kernel, *sides, Epilogue(bias_grad="operand"), out, None)
     nbytes = call.workspace_bytes()
     scratch = torch.empty(nbytes + 64, dtype=torch.uint8)
     assert call.run(scratch[-scratch.data_ptr() % 64 :], nbytes) == kernel

@@ -9,7 +9,9 @@ import pickle
 import pytest
 
 import te_mx
-from te_mx.recipe import Format, MXFP8BlockScaling, Settings, resolve_recipe
+from te_mx import formats
+from te_mx.backends.reference.gemm import ReferenceGemm
+from te_mx.recipe import BlockScaling, Format, MXFP8BlockScaling, Settings, resolve_recipe
 
 
 def test_defaults_are_those_of_transformer_engine():
@@ -34,9 +36,21 @@ def test_format_ranges():
 
 
 def test_settings():
-    assert MXFP8BlockScaling().settings == Settings("e4m3", "e4m3", "rceil")
+    e4m3, e5m2 = "mxfp8_e4m3", "mxfp8_e5m2"
+    plain = Settings(e4m3, e4m3, e4m3, "rceil", "adaptive", 8, None)
+    assert MXFP8BlockScaling().settings == plain
+    assert plain[7:] == (False, False, False)  # wgrad_hp, one_copy, split_k
     hybrid = MXFP8BlockScaling(fp8_format=Format.HYBRID, scale_rule="floor")
-    assert hybrid.settings == Settings("e4m3", "e5m2", "floor")
+    assert hybrid.settings == plain._replace(g=e5m2, scale_rule="floor")
+    changed = MXFP8BlockScaling(
+        precision="exact", alignment_spread=3, wgrad_with_hp=True, one_copy_weights=True,
+        split_k=True,
+    )  # fmt: skip
+    assert changed.settings == Settings(
+        e4m3, e4m3, e4m3, "rceil", "exact", 3, None, True, True, True
+    )
+    kept = MXFP8BlockScaling(backward_override="dequantized")
+    assert kept.settings == plain._replace(backward="dequantized")
 
 
 @pytest.mark.parametrize(
@@ -76,7 +90,9 @@ def test_resolve_recipe():
     recipe = MXFP8BlockScaling(scale_rule="floor")
     assert resolve_recipe(recipe) is recipe
     assert resolve_recipe(None) == te_mx.get_default_recipe()
-    with pytest.raises(TypeError, match=r"recipe must be a te_mx.recipe.MXFP8BlockScaling"):
+    with pytest.raises(
+        TypeError, match=r"recipe must be one of te_mx.recipe, .* got 'mxfp8' of type str"
+    ):
         resolve_recipe("mxfp8")
     with pytest.raises(TypeError, match=r"pass an instance: MXFP8BlockScaling\(\)"):
         resolve_recipe(MXFP8BlockScaling)
@@ -85,3 +101,57 @@ def test_resolve_recipe():
 def test_availability():
     assert te_mx.is_mxfp8_available() is True
     assert te_mx.is_mxfp8_available(return_reason=True) == (True, "")
+
+
+# -------------------------------------------------------------------------------- any format
+def test_block_scaling_takes_names_and_formats():
+    recipe = BlockScaling(x="e4m3", w=formats.get("mxfp4"), g="e5m2")
+    assert (recipe.x, recipe.w, recipe.g) == ("mxfp8_e4m3", "mxfp4", "mxfp8_e5m2")
+    assert repr(recipe) == "BlockScaling(x='mxfp8_e4m3', w='mxfp4', g='mxfp8_e5m2')"
+    assert repr(BlockScaling(scale_rule="even")).endswith("g='mxfp8_e4m3', scale_rule='even')")
+    assert BlockScaling().settings == MXFP8BlockScaling().settings
+    assert recipe == BlockScaling(w="mxfp4", g="mxfp8_e5m2") != BlockScaling()
+    assert hash(recipe) == hash(copy.deepcopy(recipe))
+    assert pickle.loads(pickle.dumps(recipe)) == recipe == resolve_recipe(recipe)
+    assert dataclasses.replace(recipe, w="e4m3", g="e4m3") == BlockScaling()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe.x = "mxfp4"
+    assert recipe.settings[:3] == (recipe.x, recipe.w, recipe.g)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "says"),
+    [
+        ({"x": "fp4"}, ValueError, r"BlockScaling\.x must be one of mxfp4, .*, got 'fp4'"),
+        ({"w": None}, ValueError, r"BlockScaling\.w must be one of .* got None"),
+        ({"g": ["mxfp4"]}, ValueError, r"BlockScaling\.g must be one of .* got .*mxfp4"),
+        ({"scale_rule": "ceil"}, ValueError, r"scale_rule must be one of .*'even'.* got 'ceil'"),
+        ({"scale_rule": None}, ValueError, r"scale_rule must be one of .* got None"),
+        (
+            {"backward_override": "bf16"},
+            ValueError,
+            r"BlockScaling\.backward_override must be None",
+        ),
+        ({"precision": "fast"}, ValueError, r"BlockScaling\.precision must be one of 'adaptive'"),
+        ({"alignment_spread": 9}, ValueError, r"BlockScaling\.alignment_spread must be 0 to 8"),
+        ({"alignment_spread": True}, TypeError, r"alignment_spread must be an int"),
+        ({"split_k": 1}, TypeError, r"BlockScaling\.split_k must be"),
+        ({"wgrad_with_hp": True, "backward_override": "dequantized"}, ValueError, "already says"),
+        ({"fp8_format": "E4M3"}, TypeError, "unexpected keyword argument 'fp8_format'"),
+    ],
+    ids=str,
+)
+def test_what_block_scaling_refuses(kwargs, error, says):
+    with pytest.raises(error, match=says):
+        BlockScaling(**kwargs)
+
+
+def test_formats_that_no_kernel_multiplies(monkeypatch):
+    def accepts(self, problem):
+        return "takes no mxfp4 on the right" if problem.rhs.startswith("mxfp4@") else None
+
+    monkeypatch.setattr(ReferenceGemm, "accepts", accepts)
+    BlockScaling(g="mxfp4")
+    says = "no kernel multiplies x='mxfp8_e4m3' with w='mxfp4': .*reference takes no mxfp4 on the"
+    with pytest.raises(ValueError, match=says):
+        BlockScaling(w="mxfp4")

@@ -4,6 +4,7 @@ others.
 
 from __future__ import annotations
 
+import native_words as reference
 import numpy as np
 import oracles
 import pytest
@@ -12,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from te_mx.backends import reference
+from te_mx import formats
 from te_mx.backends.base import FORMATS, Epilogue, Operand
 
 # (fmt, amax, scale byte): byte-exact cases of the rceil rule that Transformer Engine and torchao
@@ -88,17 +89,12 @@ def test_rceil_does_not_saturate(x, fmt):
     parts = quantize(x, fmt)
     exact = oracles.numpy_of(x).astype(np.float64)
     got = oracles.values(parts.row_codes.numpy(), parts.row_scales.numpy(), fmt)
-    step = np.exp2(
-        parts.row_scales.numpy().astype(np.float64)
-        - 127
-        + FORMATS[fmt].emin
-        - FORMATS[fmt].mantissa_bits
-    )
+    element = formats.get(fmt).element
+    exponents = parts.row_scales.numpy().astype(np.float64) - 127
+    step = np.exp2(exponents + element.emin - element.mantissa_bits)
     step = np.repeat(step, 32, 1)[:, : x.shape[1]]
-    assert (
-        np.abs(got - exact)
-        <= np.maximum(np.abs(exact) * 2.0 ** -(FORMATS[fmt].mantissa_bits + 1), step / 2)
-    ).all()
+    relative = np.abs(exact) * 2.0 ** -(element.mantissa_bits + 1)
+    assert (np.abs(got - exact) <= np.maximum(relative, step / 2)).all()
 
 
 @given(seed=our.SEEDS, shift=st.integers(-40, 40), fmt=our.FORMATS, rule=our.RULES)
@@ -134,9 +130,9 @@ def test_torchao_agrees():
     modes = {"rceil": config.ScaleCalculationMode.RCEIL, "floor": config.ScaleCalculationMode.FLOOR}
     for kind in ("normal", "outliers", "row_scales", "block_scales"):
         x = torch.from_numpy(our.array(kind, 64, 128, 3))
-        for fmt, element in FORMATS.items():
+        for fmt in FORMATS:
             for rule, mode in modes.items():
-                scales, codes = mx.to_mx(x, element.torch_dtype, 32, mode)
+                scales, codes = mx.to_mx(x, formats.get(fmt).element.torch_dtype, 32, mode)
                 parts = quantize(x, fmt, rule)
                 assert torch.equal(parts.row_scales, scales.view(torch.uint8).view(64, 4))
                 assert torch.equal(parts.row_codes, codes.view(torch.uint8).view(64, 128))

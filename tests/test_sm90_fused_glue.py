@@ -1,41 +1,89 @@
-"""The Python side of the fused steps on Hopper, on a machine without one: as test_sm90_glue.py."""
+"""The fused steps of the Hopper backend, on a machine without one: as test_sm90_glue.py."""
 
 from __future__ import annotations
 
-import fake_sm90
+import as_on_hopper
 import pytest
 import strategies
 import torch
 
-from te_mx.backends import sm90
-from te_mx.backends.base import PLAIN
-from te_mx.backends.fused import ACTIVATIONS, NORMS, Activation, Norm, Wanted
-from te_mx.engine.explain import FallbackWarning
-from te_mx.ops import fused_run
+from te_mx.backends.reference import fused_math
+from te_mx.backends.reference.quantize import quantize
+from te_mx.backends.sm90 import binding
+from te_mx.dispatch import registry
+from te_mx.dispatch.fused import (
+    ACTIVATIONS,
+    NORMS,
+    Activation,
+    ActParts,
+    ActStep,
+    Norm,
+    NormParts,
+    NormStep,
+    Target,
+)
+from te_mx.layouts.operand import Quantized
+from te_mx.ops import Quantize
+from te_mx.ops.fused import act_quantize_2d, norm_backward_2d, norm_quantize_2d
+from te_mx.runtime.ran import FallbackWarning
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-FORMS = (
-    Wanted("e4m3", True, "transposed", "rceil", 8),
-    Wanted("e5m2", True, "plain", "floor", PLAIN),
-    Wanted("e4m3", False, "transposed", "rceil", PLAIN),
-    Wanted("e4m3", False, None, "rceil", 8),
+E4M3, E5M2 = "mxfp8_e4m3", "mxfp8_e5m2"
+TARGETS = (
+    Target(f"{E4M3}@sm90:8", f"{E4M3}@sm90:8", "rceil"),
+    Target(f"{E5M2}@rows", f"{E5M2}@cols", "floor"),
+    Target("", f"{E4M3}@rows", "rceil"),
+    Target("", "", "rceil"),
+)
+# What native code does not make in one step: the value is made there, and quantized apart.
+APART = (
+    Target(f"{E4M3}@rows", f"{E5M2}@rows", "rceil"),
+    Target(f"{E4M3}@sm90:8", f"{E4M3}@rows", "rceil"),
+    Target("", f"{E4M3}@cols", "even"),
+    Target("mxfp6_e2m3@rows", "mxfp4@rows", "floor"),
 )
 
 
 @pytest.fixture(autouse=True)
-def hopper(monkeypatch, threads):
+def hopper(threads):
     threads(1)
-    monkeypatch.setattr(sm90, "_native", fake_sm90)
-    monkeypatch.setattr(sm90, "_problems", {None: None})
-    monkeypatch.setattr(sm90, "stream", lambda index: 0)
-    monkeypatch.setattr(sm90, "set_execution", lambda args, index: None)
+    with as_on_hopper.hopper():
+        yield
+
+
+def quantized(values, target):
+    """As a target says, by the reference."""
+    if target.codes:
+        return quantize(Quantize(values, *target))
+    return Quantized(col_sum=values.sum(0, dtype=torch.float32) if target.col_sum else None)
+
+
+def norm_one_by_one(s):
+    mean, rstd, z = fused_math.normalize(s.x, s.weight, s.bias, s.norm, s.dtype)
+    return NormParts(mean, rstd, z if s.keep else None, quantized(z, s.target))
+
+
+def act_one_by_one(s):
+    if s.grad is None:
+        out = fused_math.activate(s.h, s.act, s.dtype)
+    else:
+        out = fused_math.activate_backward(s.grad, s.h, s.act, s.dtype)
+    return ActParts(out if s.keep else None, quantized(out, s.target))
+
+
+def parts_of(made):
+    """Tensors, specs and sizes, without sums."""
+    *tensors, q = made
+    sides = [(None,) * 5 if side is None else side[:5] for side in (q.row, q.col)]
+    return [*tensors, *(part for side in sides for part in side)]
 
 
 def same(got, expected):
     for mine, theirs in zip(got, expected, strict=True):
-        assert (mine is None) == (theirs is None)
-        if theirs is not None:
+        if isinstance(theirs, torch.Tensor):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+        else:
+            assert mine == theirs
 
 
 def layouts(x):
@@ -51,18 +99,15 @@ def test_normalization(kind, dtype, z_dtype):
     weight, bias = torch.randn(260)[::2], torch.randn(130)
     for i, given in enumerate(layouts(x)):
         call = given, weight, bias if i else None, Norm(kind, 1e-5), z_dtype
-        for wanted in FORMS:
-            for want_z in (False, True):
-                got = fused_run.norm_on_cuda(*call, want_z, wanted)
-                expected = fused_run.norm_composed(*call, want_z, wanted)
-                same((*got[:3], *got[3]), (*expected[:3], *expected[3]))
+        for target in TARGETS:
+            for keep in (False, True):
+                step = NormStep(*call, keep, target)
+                expected = norm_one_by_one(step)
+                same(parts_of(norm_quantize_2d(step)), parts_of(expected))
         dz = strategies.tensor("normal", 75, 130, 4, z_dtype)
         for grad in layouts(dz):
             back = grad, given, weight, expected.mean, expected.rstd, dtype
-            got, want = (
-                fused_run.norm_backward_on_cuda(*back),
-                fused_run.norm_backward_composed(*back),
-            )
+            got, want = norm_backward_2d(*back), fused_math.normalize_backward(*back)
             same(got[:1], want[:1])
             torch.testing.assert_close(got[1:], want[1:], rtol=1e-4, atol=1e-4)
 
@@ -73,45 +118,65 @@ def test_activations(name, dtype):
     act = Activation(name, limit=1.5, alpha=1.25, offset=0.5)
     h = strategies.tensor("normal", 75, 260 if act.gated else 130, 3, dtype)
     grad = strategies.tensor("normal", 75, 130, 4, dtype)
-    for wanted in FORMS:
+    for target in TARGETS:
         for rows, g in zip(layouts(h), layouts(grad), strict=True):
             for pair, col_sum in ((None, False), (g, True)):
-                asked = wanted._replace(col_sum=col_sum)
-                for want_out in (False, True):
-                    rest = act, dtype, want_out, asked
-                    got = fused_run.act_on_cuda(rows, pair, *rest)
+                asked = target._replace(col_sum=col_sum)
+                for keep in (False, True):
+                    rest = act, dtype, keep, asked
+                    got = act_quantize_2d(ActStep(rows, pair, *rest))
                     # torch's own functions differ in the last bit on rows apart.
-                    expected = fused_run.act_composed(h, None if pair is None else grad, *rest)
-                    same((got.out, *got[1][:4]), (expected.out, *expected[1][:4]))
+                    expected = act_one_by_one(ActStep(h, None if pair is None else grad, *rest))
+                    same(parts_of(got), parts_of(expected))
+                    sums = got.quantized.col_sum, expected.quantized.col_sum
+                    assert (sums[0] is not None) == (sums[1] is not None) == col_sum
                     if col_sum:
-                        torch.testing.assert_close(got[1].col_sum, expected[1].col_sum)
+                        torch.testing.assert_close(*sums)
 
 
 def test_mixed_dtypes_pass_through_fp32():
     act = Activation("swiglu")
     h, grad = torch.randn(33, 140).half(), torch.randn(33, 70).bfloat16()
     for pair in (None, grad):
-        call = h, pair, act, torch.bfloat16, True, FORMS[0]
-        got, expected = fused_run.act_on_cuda(*call), fused_run.act_composed(*call)
-        same((got.out, *got[1]), (expected.out, *expected[1]))
+        step = ActStep(h, pair, act, torch.bfloat16, True, TARGETS[0])
+        same(parts_of(act_quantize_2d(step)), parts_of(act_one_by_one(step)))
+
+
+@pytest.mark.filterwarnings("ignore:te_mx runs quantize:te_mx.FallbackWarning")
+@pytest.mark.parametrize("col_sum", [False, True])
+@pytest.mark.parametrize("target", APART, ids=str)
+def test_what_native_code_does_not_quantize(target, col_sum):
+    x, grad, weight = torch.randn(75, 130), torch.randn(75, 65), torch.randn(130)
+    asked = target._replace(col_sum=col_sum)
+    for keep in (False, True):
+        norm = NormStep(x, weight, None, Norm("RMSNorm", 1e-5), torch.bfloat16, keep, asked)
+        act = ActStep(x, grad, Activation("swiglu"), torch.float32, keep, asked)
+        for got, expected in (
+            (norm_quantize_2d(norm), norm_one_by_one(norm)),
+            (act_quantize_2d(act), act_one_by_one(act)),
+        ):
+            same(parts_of(got), parts_of(expected))
+            if col_sum:
+                torch.testing.assert_close(got.quantized.col_sum, expected.quantized.col_sum)
 
 
 def test_what_is_missing_is_told(monkeypatch, fresh_warnings):
-    monkeypatch.setattr(sm90, "_problems", {None: "hidden by a test"})
+    monkeypatch.setattr(binding, "_problems", {0: "hidden by a test"})
+    registry.forget()
     x, weight = torch.randn(3, 40), torch.ones(40)
-    with pytest.warns(FallbackWarning, match="normalization on the CPU.*hidden by a test"):
-        fused_run.norm_on_cuda(
-            x, weight, None, Norm("RMSNorm", 1e-5), torch.float32, True, FORMS[1]
-        )
-    with pytest.warns(FallbackWarning, match="activation on the CPU.*hidden by a test"):
-        fused_run.act_on_cuda(x, None, Activation("silu"), torch.float32, True, FORMS[1])
+    norm = NormStep(x, weight, None, Norm("RMSNorm", 1e-5), torch.float32, True, TARGETS[-1])
+    with pytest.warns(FallbackWarning, match="norm_quantize on cuda:0 .*hidden by a test"):
+        made = norm_quantize_2d(norm)
+    with pytest.warns(FallbackWarning, match="norm_backward on cuda:0 .*hidden by a test"):
+        norm_backward_2d(x, x, weight, None, made.rstd, torch.float32)
+    with pytest.warns(FallbackWarning, match="act_quantize on cuda:0 .*hidden by a test"):
+        act_quantize_2d(ActStep(x, None, Activation("silu"), torch.float32, True, TARGETS[-1]))
 
 
 def test_nothing_to_do():
     x, weight = torch.randn(0, 40), torch.ones(40)
-    made = fused_run.norm_on_cuda(
-        x, weight, None, Norm("LayerNorm", 1e-5), torch.float32, True, FORMS[1]
-    )
-    assert made.z.shape == (0, 40) and made.quantized.row_codes.shape == (0, 40)
-    made = fused_run.act_on_cuda(x, None, Activation("silu"), torch.float32, True, FORMS[1])
-    assert made.out.shape == (0, 40)
+    norm = NormStep(x, weight, None, Norm("LayerNorm", 1e-5), torch.float32, True, TARGETS[1])
+    made = norm_quantize_2d(norm)
+    assert made.z.shape == (0, 40) and made.quantized.row.codes.shape == (0, 40)
+    made = act_quantize_2d(ActStep(x, None, Activation("silu"), torch.float32, True, TARGETS[1]))
+    assert made.out.shape == (0, 40) and made.quantized.row.codes.shape == (0, 40)

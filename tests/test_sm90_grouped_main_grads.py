@@ -7,22 +7,22 @@ from __future__ import annotations
 import fake_sm90_grouped
 import pytest
 import torch
-from as_on_hopper import ask_for_hoppers_forms, call_the_stand_in
+from as_on_hopper import hopper_with_groups
 from grouped_cases import parameters
 from torch import Tensor
 
 import te_mx
-from te_mx.backends import sm90_grouped
+from te_mx.backends.sm90 import binding_grouped
 
 SPLITS = [20, 0, 33]
 
 
 @pytest.fixture
-def native(monkeypatch, threads) -> list[str]:
+def native(threads):
     """Names of the native calls, as they come."""
     threads(1)
-    ask_for_hoppers_forms(monkeypatch)
-    return call_the_stand_in(monkeypatch)
+    with hopper_with_groups() as calls:
+        yield calls
 
 
 def ascending(n: int, k: int, dtype: torch.dtype) -> list[Tensor]:
@@ -123,8 +123,8 @@ def test_main_grads_that_differ_are_added_one_by_one(native) -> None:
 
 def test_places() -> None:
     a, b, c = ascending(4, 8, torch.float32)
-    assert sm90_grouped.places_of([b, c, a])[1] == [4, 8, 0]
-    assert sm90_grouped.places_of([b, c, a])[0] is a
-    assert sm90_grouped.places_of([c, b])[1] == [4, 0]
-    assert sm90_grouped.places_of(between_rows(4, 32, torch.float32)) is None
-    assert sm90_grouped.places_of([a] * 257) is None
+    assert binding_grouped.places_of([b, c, a])[1] == [4, 8, 0]
+    assert binding_grouped.places_of([b, c, a])[0] is a
+    assert binding_grouped.places_of([c, b])[1] == [4, 0]
+    assert binding_grouped.places_of(between_rows(4, 32, torch.float32)) is None
+    assert binding_grouped.places_of([a] * 257) is None

@@ -6,31 +6,36 @@ from __future__ import annotations
 
 import pytest
 import torch
-from as_on_hopper import ask_for_hoppers_forms, call_the_stand_in, hide_splits
+from as_on_hopper import hide_splits, hopper_with_groups
 from grouped_cases import assert_same_as_loop, equal, loop_of, parameters
 from torch import Tensor
 
 import te_mx
-from te_mx.autograd.operands import columnwise_of
-from te_mx.backends import sm90
-from te_mx.backends.base import PLAIN, Operand
-from te_mx.backends.grouped import StackedOperand
-from te_mx.ops import grouped_weights
+from te_mx import ops
+from te_mx.autograd.steps import columns_of
+from te_mx.dispatch import registry
+from te_mx.ops import Stack
 from te_mx.ops.grouped_gemm import gemm_rows
-from te_mx.ops.grouped_quantize import quantize_grouped
-from te_mx.ops.grouped_weights import columns_of_weights, quantize_weights
+from te_mx.ops.grouped_quantize import (
+    Groups,
+    QuantizeWeights,
+    columns_of_weights,
+    quantize_grouped,
+    quantize_weights,
+)
 from te_mx.recipe import MXFP8BlockScaling
 
+E4M3 = "mxfp8_e4m3"
 SPLITS = [20, 0, 33]
 ONE_COPY = MXFP8BlockScaling(one_copy_weights=True)
 
 
 @pytest.fixture
-def native(monkeypatch, threads) -> list[str]:
+def native(threads):
     """Names of the native calls, as they come."""
     threads(1)
-    ask_for_hoppers_forms(monkeypatch)
-    return call_the_stand_in(monkeypatch)
+    with hopper_with_groups() as calls:
+        yield calls
 
 
 def whole(layer: te_mx.GroupedLinear) -> te_mx.GroupedLinear:
@@ -49,63 +54,84 @@ def wild(groups: int, rows: int, cols: int) -> list[Tensor]:
 
 
 # ---------------------------------------------------------------------------------------- products
-@pytest.mark.parametrize("order", ["k_last", "k_first"])
+@pytest.mark.parametrize("layout", ["rows", "cols"])
 @pytest.mark.parametrize("capacity", [0, 40])
 @pytest.mark.parametrize("k", [64, 70])
-def test_plain_weights_give_the_bits_of_packed_ones(native, order, capacity, k) -> None:
+def test_plain_weights_give_the_bits_of_packed_ones(native, layout, capacity, k) -> None:
     offs = torch.tensor([20, 40, 113]) if capacity else torch.tensor([20, 20, 53])
+    groups = Groups(offs, capacity)
     x, weights = torch.randn(120, k), wild(3, 140, k)
-    q = quantize_grouped(
-        x, offs, "e4m3", rowwise=True, columnwise=False, scale_rule="rceil", spread=8,
-        capacity=capacity,
-    )  # fmt: skip
-    tokens = Operand(q.row_codes, q.row_scales, "e4m3", "sm90_rows")
-    packed, _ = quantize_weights(weights, "e4m3", columnwise=False, scale_rule="rceil", spread=8)
-    plain, _ = quantize_weights(weights, "e4m3", columnwise=False, scale_rule="rceil")
-    assert native.count("quantize_stacked") == 2 and plain.order == "k_last"
-    if order == "k_first":
+    tokens = quantize_grouped(x, groups, f"{E4M3}@sm90_rows:8", rule="rceil").row
+    packed, _ = quantize_weights(weights, f"{E4M3}@sm90:8", rule="rceil")
+    plain, _ = quantize_weights(weights, f"{E4M3}@rows", rule="rceil")
+    assert native.count("quantize_stacked") == 2 and plain.spec == f"{E4M3}@rows"
+    if layout == "cols":
         turned = (t.transpose(1, 2).contiguous() for t in plain[:2])
-        plain = StackedOperand(*turned, "e4m3", order)
-    make = {"out_dtype": torch.float32, "capacity": capacity, "bias": torch.randn(3, 140)}
-    equal(gemm_rows(plain, tokens, offs, **make), gemm_rows(packed, tokens, offs, **make))
-    assert native.count("pack_stacked") == 1
+        plain = Stack(*turned, f"{E4M3}@cols", *plain[3:6])
+    make = {"out_dtype": torch.float32, "bias": torch.randn(3, 140)}
+    equal(gemm_rows(tokens, plain, groups, **make), gemm_rows(tokens, packed, groups, **make))
+    assert native.count("pack_stacked") == 1 and native.count("gemm_rows") == 2
 
 
 @pytest.mark.parametrize("columnwise", [False, True])
 def test_plain_weights_are_quantized_as_each_alone(native, columnwise) -> None:
     weights = [w.t().contiguous().t() for w in wild(3, 45, 70)]
-    made = quantize_weights(weights, "e4m3", columnwise=columnwise, scale_rule="floor")
-    alone = grouped_weights._weights_loop(weights, "e4m3", columnwise, "floor", PLAIN)
-    parts = [t for stack in made if stack is not None for t in stack[:2]]
-    for mine, theirs in zip(parts, alone, strict=True):
-        equal(mine, theirs)
+    specs = f"{E4M3}@rows", f"{E4M3}@cols" if columnwise else ""
+    made = quantize_weights(weights, *specs, rule="floor")
     assert native == ["quantize_stacked"]
+    reference = registry.kernels("quantize_weights")[-1]
+    alone = reference.run(QuantizeWeights(weights, *specs, "floor"))
+    for mine, theirs in zip(made, alone, strict=True):
+        assert (mine is not None) == (theirs is not None)
+        if theirs is not None:
+            assert mine[2:] == theirs[2:]
+            equal(mine.codes, theirs.codes)
+            equal(mine.scales, theirs.scales)
+
+
+@pytest.mark.parametrize("specs", [("rows", "rows"), ("", "cols"), ("sm90:8", "sm90:3")])
+@pytest.mark.filterwarnings("ignore:te_mx runs quantize on:te_mx.FallbackWarning")
+def test_other_forms_of_weights_are_made_one_by_one(native, specs) -> None:
+    """The native call makes rows and columns as they lie, or both packed alike."""
+    weights = wild(3, 64, 64)  # square, so that a transposed one would fit
+    specs = [layout and f"{E4M3}@{layout}" for layout in specs]
+    made = quantize_weights(weights, *specs, rule="rceil")
+    for stack, spec, side in zip(made, specs, ("row", "col"), strict=True):
+        assert (stack is not None) == bool(spec)
+        for i in range(3 if spec else 0):
+            one = getattr(ops.quantize_2d(weights[i], **{side: spec}), side)
+            equal(stack.group(i).codes, one.codes)
+            assert torch.equal(stack.group(i).scales, one.scales)
+    assert "quantize_stacked" not in native
 
 
 @pytest.mark.parametrize("rule", ["rceil", "floor"])
-@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("fmt", [E4M3, "mxfp8_e5m2"])
 def test_columns_are_those_of_each_weight(native, rule, fmt) -> None:
-    weights = wild(3, 45, 70)
+    weights, spec = wild(3, 45, 70), f"{fmt}@sm90:8"
     weights[1][3, 9] = torch.nan
-    row, _ = quantize_weights(weights, fmt, columnwise=False, scale_rule=rule)
-    settings = MXFP8BlockScaling(scale_rule=rule).settings._replace(fwd_fmt=fmt)
-    col = columns_of_weights(row, rule, 8)
-    assert (col.groups, col.rows, col.k, col.order) == (3, 70, 45, "sm90")
+    row, _ = quantize_weights(weights, f"{fmt}@rows", rule=rule)
+    settings = MXFP8BlockScaling(scale_rule=rule).settings._replace(x=fmt, w=fmt)
+    col = columns_of_weights(row, spec, rule)
+    assert (col.groups, col.rows, col.k, col.spec) == (3, 70, 45, spec)
+    assert native[1:] == ["columns_of_stacked"]
     for i in range(3):
-        want, got = columnwise_of(row.group(i), settings), sm90.aligned(col.group(i))
+        want, got = columns_of(row.group(i), settings), col.group(i).checked("rhs")
+        assert got[2:] == want[2:]
         equal(got.codes, want.codes)
         assert torch.equal(got.scales, want.scales)
-    assert native[1:] == ["columns_of_stacked"]
-    described = grouped_weights._columns_loop(*row[:3], rule, 8)
-    for mine, theirs in zip(col[:2], described, strict=True):
+    described = registry.kernels("columns_of_weights")[-1].run(row, spec, rule)
+    for mine, theirs in zip(col[:2], described[:2], strict=True):
         assert torch.equal(mine, theirs) and mine.stride() == theirs.stride()
 
 
-@pytest.mark.parametrize("spread", [PLAIN, 8])
-def test_opcheck_columns(spread) -> None:
-    row, _ = quantize_weights(wild(2, 45, 70), "e4m3", columnwise=False, scale_rule="rceil")
+@pytest.mark.parametrize("layout", ["cols", "sm90:8"])
+def test_opcheck_columns(native, layout) -> None:
+    row, _ = quantize_weights(wild(2, 45, 70), f"{E4M3}@rows", rule="rceil")
     op = torch.ops.te_mx.columns_of_weights.default
-    torch.library.opcheck(op, (row.codes, row.scales, "e4m3", "rceil", spread))
+    codes, scales, spec, _, rows, k, _ = row
+    given = codes, scales, spec, rows, k, f"{E4M3}@{layout}", "rceil"
+    torch.library.opcheck(op, given)
 
 
 # ------------------------------------------------------------------------------------------ layers
@@ -118,7 +144,7 @@ def test_one_copy_is_a_loop(native, stacked, first) -> None:
         if first:
             layer(x, SPLITS, is_first_microbatch=True)
             (kept,) = layer._microbatch.values()
-            assert kept.row.order == "k_last" and kept.col is None
+            assert kept.row.spec == f"{E4M3}@rows" and kept.col is None
         native.clear()
         call = (lambda *a: layer(*a, is_first_microbatch=False)) if first else layer
         assert_same_as_loop(_Called(layer, call), loop_of(layer), x, SPLITS)

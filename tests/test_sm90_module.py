@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from te_mx.backends import sm90
+from te_mx.backends.sm90 import binding as sm90
 
 SPEC = importlib.util.find_spec("te_mx._sm90")
 LOAD = """

@@ -2,16 +2,26 @@
 the GEMM and the modules do with operands of order "sm90".
 """
 
+from __future__ import annotations
+
+import as_on_hopper
 import pytest
 import torch
 
 import te_mx
 from te_mx import ops
-from te_mx.autograd import operands as autograd_operands
-from te_mx.backends import sm90, sm90_layout
-from te_mx.engine import envelopes
+from te_mx.backends.sm90 import binding
+from te_mx.dispatch import forms, registry
+from te_mx.dispatch.problem import Place, Problem
+from te_mx.layouts import sm90_tiles
+from te_mx.ops import Epilogue
+from te_mx.ops.linear import linear_kernel
+from te_mx.runtime.ran import LAST_RUN
 
 KINDS = ("gauss", "rows", "spread", "zeros")
+E4M3 = "mxfp8_e4m3"
+# No CPU kernel takes these operands, and te_mx says so.
+pytestmark = pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")
 
 
 def data(rows: int, cols: int, kind: str) -> torch.Tensor:
@@ -25,9 +35,9 @@ def data(rows: int, cols: int, kind: str) -> torch.Tensor:
     return x
 
 
-def packed(x: torch.Tensor, spread: int, **kwargs: object) -> ops.QuantizedParts:
-    words = {"rowwise": True, "columnwise": "transposed", **kwargs}
-    return ops.quantize_2d(x, "e4m3", scale_rule="rceil", spread=spread, **words)
+def packed(x: torch.Tensor, spread: int, **kwargs: object) -> ops.Quantized:
+    spec = f"{E4M3}@sm90:{spread}"
+    return ops.quantize_2d(x, spec, spec, **kwargs)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -38,24 +48,22 @@ def test_packed_quantization_is_quantization_then_packing(shape, kind, spread):
     got = packed(x, spread, col_sum=True)
     rounded = packed(x, spread, col_sum=True, sum_dtype=torch.bfloat16)
     assert torch.equal(rounded.col_sum, x.sum(0).bfloat16())
-    plain = ops.quantize_2d(
-        x, "e4m3", rowwise=True, columnwise="transposed", scale_rule="rceil", col_sum=True
-    )
+    plain = ops.quantize_2d(x, f"{E4M3}@rows", f"{E4M3}@rows", col_sum=True)
     assert torch.equal(got.col_sum, x.sum(0))
-    for codes, words, o in (
-        (*got[:2], ops.Operand(*plain[:2], "e4m3", "k_last")),
-        (*got[2:4], ops.Operand(*plain[2:4], "e4m3", "k_last")),
-    ):
-        expected = sm90_layout.pack(o.codes, o.scales, "e4m3", spread)
-        assert torch.equal(codes, expected.codes[:, : o.k]) and torch.equal(words, expected.scales)
-        assert codes.stride(0) % 16 == 0 or codes.shape[0] == 1
+    for made, o in zip(got[:2], plain[:2], strict=True):
+        expected = sm90_tiles.pack(o.codes, o.scales, "e4m3", spread)
+        assert torch.equal(made.codes, expected.codes[:, : o.k])
+        assert torch.equal(made.scales, expected.scales)
+        assert made.codes.stride(0) % 16 == 0 or made.codes.shape[0] == 1
+        assert (made.spec, made.rows, made.k) == (f"{E4M3}@sm90:{spread}", o.rows, o.k)
 
 
-def test_k_first_operands_pack_like_their_transpose():
+def test_operands_that_lie_by_k_pack_like_their_transpose():
     x = data(70, 40, "spread")
-    q = ops.quantize_2d(x, "e4m3", rowwise=False, columnwise="plain", scale_rule="rceil")
-    got = torch.ops.te_mx.pack_sm90(q.col_codes, q.col_scales, "e4m3", "k_first", 8)
-    for mine, theirs in zip(got, packed(x, 8)[2:4], strict=True):
+    q = ops.quantize_2d(x, "", f"{E4M3}@cols").col
+    want = packed(x, 8).col
+    got = torch.ops.te_mx.convert(*q[:5], want.spec)
+    for mine, theirs in zip(got, want[:2], strict=True):
         assert torch.equal(mine, theirs)
 
 
@@ -63,41 +71,48 @@ def test_k_first_operands_pack_like_their_transpose():
 @pytest.mark.parametrize("mixed", [False, True])
 def test_gemm_of_packed_operands_on_the_reference_backend(kind, mixed):
     w, x = data(24, 300, kind), data(20, 300, "gauss")
-    qw, qx = packed(w, 8), packed(x, 8)
-    a = ops.Operand(qw.row_codes, qw.row_scales, "e4m3", "sm90")
-    b = ops.Operand(qx.row_codes, qx.row_scales, "e4m3", "sm90")
-    values = sm90_layout.packed_values(b, 300, "e4m3")
+    rhs, lhs = packed(w, 8).row, packed(x, 8).row
+    values = sm90_tiles.packed_values(lhs, 300, "e4m3")
     if mixed:
-        b = te_mx.quantize(x).operand("rowwise")
+        lhs = te_mx.quantize(x).operand("rowwise")
         values = te_mx.quantize(x).dequantize(torch.float64)
-    expected = values @ sm90_layout.packed_values(a, 300, "e4m3").t()
-    made = ops.gemm_2d(a, b, out_dtype=torch.float32, bias_grad="operand", tag=3)
+    expected = values @ sm90_tiles.packed_values(rhs, 300, "e4m3").t()
+    epilogue = Epilogue(bias_grad="operand")
+    made = ops.gemm_2d(lhs, rhs, epilogue, out_dtype=torch.float32, tag=3)
     torch.testing.assert_close(made.out, expected.float())
     torch.testing.assert_close(made.bias_grad, values.sum(1).float())
-    assert ops.gemm.LAST_RUN[3] == envelopes.REFERENCE
+    assert LAST_RUN[3] == "reference"
+
+
+@pytest.mark.filterwarnings("default::te_mx.FallbackWarning")
+def test_a_cpu_says_that_it_has_no_kernel_for_them(fresh_warnings):
+    with pytest.warns(te_mx.FallbackWarning, match="quantize on the CPU .*not sm90:8"):
+        o = packed(torch.randn(40, 70), 8).row
+    with pytest.warns(te_mx.FallbackWarning, match="gemm on the CPU .*not sm90:8"):
+        ops.gemm_2d(o, o, out_dtype=torch.float32)
 
 
 def test_a_packed_operand_is_checked():
-    q = packed(torch.randn(40, 70), 8)
-    o = ops.Operand(q.row_codes, q.row_scales, "e4m3", "sm90")
-    for bad in (o._replace(scales=o.scales[:, :1]), o._replace(scales=o.scales.byte())):
-        with pytest.raises(ValueError, match=r"a: packed codes \(40, 70\) need int32 scale words"):
-            ops.gemm_2d(bad, o, out_dtype=torch.float32)
+    o = packed(torch.randn(40, 70), 8).row
+    said = (
+        r"lhs: mxfp8_e4m3 \[40, 70\] in layout 'sm90:8' needs uint8 codes \(40, 70\) and "
+        r"torch.int32 scales \(1, 2, 132\), got .*and torch.%s"
+    )
+    for bad, got in ((o.scales[:, :1], r"int32 \(1, 1, 132\)"), (o.scales.byte(), "uint8")):
+        with pytest.raises(ValueError, match=said % got):
+            ops.gemm_2d(o._replace(scales=bad), o, out_dtype=torch.float32)
     # Rows that do not lie as the kernels read them are copied.
     moved = o._replace(codes=o.codes.contiguous())
-    assert sm90.aligned(moved).codes.stride(0) == 80
+    assert moved.checked("lhs").codes.stride(0) == 80
     one = ops.gemm_2d(o, o, out_dtype=torch.float32).out
     assert torch.equal(ops.gemm_2d(moved, o, out_dtype=torch.float32).out, one)
 
 
 @pytest.fixture
-def hopper_forms(monkeypatch):
+def hopper_forms():
     """Modules ask for operands as they do on Hopper; the reference multiplies them."""
-    monkeypatch.setattr(
-        autograd_operands, "gemm_form", lambda device, precision, spread: ops.GemmForm(
-            "transposed", spread if precision == "adaptive" else ops.PLAIN
-        ),
-    )  # fmt: skip
+    with as_on_hopper.hoppers_forms():
+        yield
 
 
 def gradients(layer, x, grad, **fields):
@@ -107,6 +122,16 @@ def gradients(layer, x, grad, **fields):
         y = layer(x)
     y.backward(grad)
     return y.detach(), x.grad, layer.weight.grad, layer.bias.grad
+
+
+def test_modules_ask_for_packed_operands(hopper_forms):
+    layer, x = te_mx.Linear(70, 33), torch.randn(40, 70, requires_grad=True)
+    with te_mx.autocast(recipe=te_mx.recipe.MXFP8BlockScaling(alignment_spread=3)):
+        y = layer(x)
+    assert [kept.spec for kept in y.grad_fn.kept] == [f"{E4M3}@sm90:3"] * 2
+    with te_mx.autocast(recipe=te_mx.recipe.MXFP8BlockScaling(precision="exact")):
+        y = layer(x)
+    assert [kept.spec for kept in y.grad_fn.kept] == [f"{E4M3}@rows"] * 2
 
 
 @pytest.mark.parametrize("shape", [(40, 70, 33), (1, 1, 1), (130, 260, 140)])
@@ -159,18 +184,25 @@ def test_precision_errors():
 
 def test_other_gpus_are_named(monkeypatch):
     """What explain says on GPUs that are not Hopper."""
-    cuda = torch.device("cuda", 3)
-    monkeypatch.setitem(sm90._problems, 3, "needs a Hopper GPU (sm_90), cuda:3 is sm_80")
-    problem = envelopes.problem(cuda, 8, 8, 8)
-    assert envelopes.choose(problem)[0] == envelopes.REFERENCE
-    assert dict(envelopes.choose(problem)[1])["sm90_adaptive"].endswith("cuda:3 is sm_80")
-    monkeypatch.setitem(sm90._problems, 3, None)
-    assert envelopes.choose(problem)[0] == "sm90_adaptive"
-    assert envelopes.choose(problem._replace(precision="exact"))[0] == "sm90_exact"
-    assert ops.gemm_form(cuda, "adaptive", 5) == ("transposed", 5)
-    assert ops.gemm_form(cuda, "exact", 5) == ("transposed", ops.PLAIN)
-    monkeypatch.setitem(sm90._problems, 3, "no")
-    assert ops.gemm_form(cuda, "adaptive", 5) == ("plain", ops.PLAIN)
+    cuda, sides = torch.device("cuda", 3), (f"{E4M3}@rows", f"{E4M3}@cols")
+    monkeypatch.setitem(binding._problems, 3, "needs a Hopper GPU (sm_90), cuda:3 is sm_80")
+    problem = Problem("gemm", Place("cuda", 3), *sides, 8, 8, 8)
+    kernel, declined = registry.choose(problem)
+    assert kernel.name == "reference"
+    assert dict(declined)["sm90_adaptive"].endswith("cuda:3 is sm_80")
+    monkeypatch.setitem(binding._problems, 3, None)
+    assert registry.choose(problem)[0].name == "sm90_adaptive"
+    assert registry.choose(problem._replace(precision="exact"))[0].name == "sm90_exact"
+
+    def wanted(precision):
+        registry.forget()
+        return forms.forms(cuda, E4M3, E4M3, precision, 5)
+
+    assert wanted("adaptive") == (f"{E4M3}@sm90:5", f"{E4M3}@sm90:5")
+    assert wanted("exact") == (f"{E4M3}@rows", f"{E4M3}@rows")
+    monkeypatch.setitem(binding._problems, 3, "no")
+    assert wanted("adaptive") == (f"{E4M3}@rows", f"{E4M3}@cols")
+    registry.forget()
 
 
 @pytest.mark.parametrize(
@@ -180,11 +212,19 @@ def test_other_gpus_are_named(monkeypatch):
 def test_reasons_of_a_device(monkeypatch, capability, hip, text):
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-    assert text in sm90._find_problem(0)
+    assert text in binding._find_problem(0)
 
 
 def test_a_build_without_the_module_says_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    monkeypatch.setattr(sm90, "_native", None)
-    monkeypatch.setattr(sm90, "_import_error", "hidden by a test")
-    assert "te_mx._sm90 cannot be imported (hidden by a test)" in sm90._find_problem(0)
+    monkeypatch.setattr(binding, "_native", None)
+    monkeypatch.setattr(binding, "_import_error", "hidden by a test")
+    assert "te_mx._sm90 cannot be imported (hidden by a test)" in binding._find_problem(0)
+
+
+def test_a_cpu_runs_no_layer_in_one_call():
+    settings = te_mx.recipe.MXFP8BlockScaling().settings
+    assert linear_kernel(torch.randn(8, 40), torch.randn(16, 40), settings) is None
+    layer, x = te_mx.Linear(40, 16), torch.randn(8, 40)
+    with te_mx.autocast():
+        assert type(layer(x).grad_fn).__name__ == "LinearFunctionBackward"

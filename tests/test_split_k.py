@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import as_on_hopper
 import fake_sm90
 import pytest
 import strategies
@@ -11,16 +12,17 @@ from hypothesis import strategies as st
 
 import te_mx
 from te_mx import ops
-from te_mx.autograd import linear as autograd_linear
-from te_mx.autograd import operands
-from te_mx.backends import reference, sm90, sm90_layout
-from te_mx.engine import envelopes, split_k
-from te_mx.ops import gemm as gemm_op
+from te_mx.autograd import steps
+from te_mx.autograd.operands import KeptWeight
+from te_mx.backends.reference.quantize import quantize
+from te_mx.backends.sm90 import binding, split_k
+from te_mx.dispatch import registry
+from te_mx.ops import Mode, Quantize
 from te_mx.recipe import MXFP8BlockScaling
 
 native = pytest.importorskip("te_mx._native")
 
-SMS = 132
+SMS = as_on_hopper.MULTIPROCESSORS
 # (n, m, k): measured on an NVIDIA H200 as worth cutting, and as not.
 WORTH = [(512, 512, 16384), (1024, 1024, 16384), (256, 4096, 16384), (128, 4096, 14336),
          (128, 128, 4096), (256, 384, 8192), (256, 512, 4096), (16, 4096, 14336),
@@ -80,7 +82,7 @@ def test_the_tile_with_the_fewest_cycles_is_chosen(m, n, full, sms):
 
 # --------------------------------------------------------------------------------- who asks for it
 @pytest.fixture
-def told(monkeypatch, threads):
+def told(threads):
     """The Hopper backend on CPU tensors, and the parts that its native GEMM was told of."""
     threads(1)
     made = []
@@ -94,56 +96,46 @@ def told(monkeypatch, threads):
         return fake_sm90.OWN_SCRATCH * args.parts
 
     fake_gemm = fake_sm90.gemm
-    monkeypatch.setattr(fake_sm90, "gemm", gemm)
-    monkeypatch.setattr(fake_sm90, "workspace_bytes", workspace_bytes)
-    monkeypatch.setattr(sm90, "_native", fake_sm90)
-    monkeypatch.setattr(sm90, "_problems", {None: None})
-    monkeypatch.setattr(sm90, "stream", lambda index: 0)
-    monkeypatch.setattr(sm90, "set_execution", lambda args, index: None)
-    monkeypatch.setattr(split_k, "multiprocessors", lambda index: SMS)
-    chosen = {(None, name): f"sm90_{name}" for name in ("adaptive", "exact")}
-    monkeypatch.setattr(envelopes, "_chosen_gpu", chosen)
-    return made
+    with as_on_hopper.hopper() as patch:
+        patch.setattr(fake_sm90, "gemm", gemm)
+        patch.setattr(fake_sm90, "workspace_bytes", workspace_bytes)
+        yield made
 
 
 def sides(m, n, k):
-    made = []
-    for rows in (m, n):
-        q = reference.quantize(torch.randn(rows, k), "e4m3", True, None, "rceil", False)
-        made.append(ops.Operand(*q[:2], "e4m3", "k_last"))
-    return made
+    return [
+        quantize(Quantize(torch.randn(rows, k), "mxfp8_e4m3@rows", "", "rceil")).row
+        for rows in (m, n)
+    ]
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_native_code_is_told_the_parts(told, packed, guarded):
-    m, n, k = 24, 40, 4096
-    a, b = sides(m, n, k)
+    m, n, k = 40, 24, 4096
+    lhs, rhs = sides(m, n, k)
     if packed:
-        a, b = (
-            ops.Operand(*sm90_layout.pack(o.codes, o.scales, o.fmt, 8).operand_parts(o.codes),
-                        o.fmt, "sm90")
-            for o in (a, b)
-        )  # fmt: skip
-    parts = split_k.best(n, m, k, SMS)
+        lhs, rhs = (ops.convert_2d(operand, "mxfp8_e4m3@sm90:8") for operand in (lhs, rhs))
+    parts = split_k.best(m, n, k, SMS)
     assert parts > 1
-    for mode, want in ((ops.Mode(), 1), (ops.Mode(split_k=True), parts)):
-        gemm_op._on_cuda(a, b, ops.gemm.Epilogue(), torch.empty(n, m), None, -1, mode)
+    for mode, want in ((Mode(), 1), (Mode(split_k=True), parts)):
+        ops.gemm_2d(lhs, rhs, out_dtype=torch.float32, mode=mode)
         assert told.pop() == want and not told
 
 
 def test_explain_says_how_many(monkeypatch):
-    monkeypatch.setattr(sm90, "_problems", {0: None})
-    monkeypatch.setattr(envelopes, "_chosen_gpu", {})
+    monkeypatch.setattr(binding, "_problems", {0: None})
+    registry.forget()
     monkeypatch.setattr(split_k, "multiprocessors", lambda index: SMS)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     sizes = {"m": 512, "n": 512, "k": 16384, "device": "cuda:0"}
     said = te_mx.explain(**sizes)
-    assert said.parts == 8
+    assert said.kernel == "sm90_adaptive" and said.parts == 8
     assert "k is cut into 8 parts" in str(said)
     for whole in (te_mx.explain(**sizes, split_k=False), te_mx.explain(**sizes, precision="exact"),
                   te_mx.explain(**{**sizes, "n": 8192, "m": 8192})):  # fmt: skip
         assert whole.parts == 1 and "parts" not in str(whole)
     assert te_mx.explain(m=512, n=512, k=16384).parts == 1
+    registry.forget()
 
 
 def test_gemm_takes_a_bool_and_changes_nothing_on_a_cpu():
@@ -165,7 +157,7 @@ def test_modes_of_functions_and_recipes(monkeypatch):
         modes.append(mode)
         return gemm_2d(*args, mode=mode, **kwargs)
 
-    for module in (ops, autograd_linear):
+    for module in (ops, steps):
         monkeypatch.setattr(module, "gemm_2d", record)
     a = te_mx.quantize(torch.randn(8, 64))
     te_mx.gemm(a, a)
@@ -187,13 +179,12 @@ def test_the_recipe_field():
         MXFP8BlockScaling(split_k=1)
 
 
-def test_a_weight_packed_for_one_serves_the_other():
+def test_a_weight_packed_for_one_serves_the_other(told):
     plain, cut = MXFP8BlockScaling().settings, MXFP8BlockScaling(split_k=True).settings
-    assert operands.packed_alike(plain, cut)
     exact = MXFP8BlockScaling(precision="exact").settings
-    assert not operands.packed_alike(plain, exact)
     codes, words = torch.zeros(4, 32, dtype=torch.uint8), torch.zeros(1, 2, 132, dtype=torch.int32)
-    operand = ops.Operand(codes, words, "e4m3", "sm90")
-    weight = operands.StandingWeight(plain, operand, None)
+    operand = ops.Operand(codes, words, "mxfp8_e4m3@sm90:8", 4, 32)
+    weight = KeptWeight(plain, operand, None)
+    assert weight.serves(plain, codes.device, False)
     assert weight.serves(cut, codes.device, False)
     assert not weight.serves(exact, codes.device, False)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import te_mx
-from te_mx.autograd import linear as autograd_linear
-from te_mx.autograd import operands as autograd_operands
+from te_mx.autograd import one_call
+from te_mx.dispatch import run
 from te_mx.recipe import Format, MXFP8BlockScaling
 
 HYBRID = MXFP8BlockScaling(fp8_format=Format.HYBRID)
@@ -104,17 +104,19 @@ def test_weight_norm_is_recomputed():
 # --------------------------------------------------------------------------- is_first_microbatch
 @pytest.fixture
 def weights_quantized(monkeypatch):
-    """How often a weight was quantized: one list of shapes."""
-    shapes = []
-    call = autograd_operands.weight_call
+    """How often a weight [33, 70] or [8, 40] was quantized: whether along its columns too."""
+    columns = []
+    quantize = run.quantize
 
-    def record(weight, settings, need_col, packed=True):
-        shapes.append((tuple(weight.shape), need_col))
-        return call(weight, settings, need_col, packed)
+    def record(what):
+        if tuple(what.x.shape) in ((33, 70), (8, 40)):
+            assert what.row
+            columns.append(bool(what.col))
+        return quantize(what)
 
-    for module in (autograd_linear, autograd_operands):
-        monkeypatch.setattr(module, "weight_call", record)
-    return shapes
+    monkeypatch.setattr(run, "quantize", record)
+    monkeypatch.setattr(one_call, "infer", lambda *_: None)  # which quantizes in native code
+    return columns
 
 
 def grads(layer, xs, first):
@@ -156,7 +158,7 @@ def test_false_without_anything_kept_quantizes(weights_quantized):
     with torch.no_grad(), te_mx.autocast():
         assert torch.equal(layer(x, is_first_microbatch=False), fresh(layer)(x))
         layer(x, is_first_microbatch=False)
-    assert len([w for w in weights_quantized if w[0] == (8, 40)]) == 2  # the layer, and fresh
+    assert len(weights_quantized) == 2  # the layer, and fresh
 
 
 def test_kept_rowwise_only_then_needed_for_backward(weights_quantized):
@@ -167,7 +169,7 @@ def test_kept_rowwise_only_then_needed_for_backward(weights_quantized):
         x.requires_grad_()
         for _ in range(2):
             layer(x, is_first_microbatch=False).sum().backward()
-    assert [need_col for _, need_col in weights_quantized] == [False, True]
+    assert weights_quantized == [False, True]
 
 
 @pytest.mark.parametrize("change", ["recipe", "device", "load_state_dict"])

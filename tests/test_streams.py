@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import te_mx
-from te_mx import tensor
-from te_mx.engine import envelopes, streams
+from te_mx import ops
 from te_mx.nn import mx_module
+from te_mx.runtime import streams
 
 
 def test_on_the_cpu_there_is_nothing_to_wait_for():
@@ -42,8 +42,8 @@ def test_a_packed_form_belongs_to_its_stream(stream):
 
 
 def test_nothing_is_kept_or_used_while_a_graph_is_captured(stream):
-    assert envelopes.packing_kernel(torch.device("cpu"))
     w, x = te_mx.quantize(torch.randn(40, 70)), te_mx.quantize(torch.randn(33, 70))
+    assert ops.kept_form(w.operand("rowwise"), "rhs", ops.Mode()).packed is not None
     stream["capturing"] = True
     for _ in range(3):
         te_mx.gemm(w, x)
@@ -52,7 +52,8 @@ def test_nothing_is_kept_or_used_while_a_graph_is_captured(stream):
     te_mx.gemm(w, x)
     te_mx.gemm(w, x)
     stream["capturing"] = True
-    operand = w.standing_operand("rowwise", "a", next(iter(w._packs))[2], tensor.ops.Mode())
+    assert kept(w) == 1
+    operand = w.kept_operand("rowwise", "rhs", ops.Mode())
     assert operand is not None and operand.packed is None
 
 

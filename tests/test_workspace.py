@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import te_mx
-from te_mx.engine import workspace
+from te_mx.runtime import workspace
 
 CPU = torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""What the backward passes of all module families share: saved operands, tags, the place of a
+"""What the backward passes of all module families share: what is saved, tags, the place of a
 weight gradient, and the refusal of a second derivative.
 """
 
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from te_mx.autograd import transforms
 from te_mx.autograd.wgrad import WeightGradient, Wgrad, refuse_graph
-from te_mx.ops import Operand, dequantize_2d
 
 
 def outputs(ctx: Any, saved: Sequence[Tensor | None], *made: Tensor) -> tuple[Tensor, ...]:
@@ -76,22 +75,3 @@ def tag_of(first: int, gemm: int) -> int:
 def place(sink: WeightGradient | None, wgrad: Wgrad, dtype: torch.dtype) -> Tensor | None:
     """Run the wgrad GEMM, or let its sink decide when and where to."""
     return wgrad(None, dtype, False) if sink is None else sink.take(wgrad, dtype)
-
-
-def tensors_of(operand: Operand) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What save_for_backward keeps of an operand; its order is kept beside."""
-    return operand.codes, operand.scales, operand.packed
-
-
-def operand_of(tensors: tuple[Tensor, ...], fmt: str, order: str) -> Operand:
-    """The operand that was saved."""
-    return Operand(tensors[0], tensors[1], fmt, order, tensors[2])
-
-
-def values_of(
-    tensors: tuple[Tensor, ...], fmt: str, order: str | None, dtype: torch.dtype
-) -> Tensor:
-    """The tensor that was saved (order None), or what the saved codes decode to."""
-    if order is None:
-        return tensors[0]
-    return dequantize_2d(tensors[0], tensors[1], fmt, order, dtype)

@@ -9,13 +9,13 @@ Shapes: R rows (tokens of all groups), G groups, K in_features, N out_features. 
 
 Bit for bit what te_mx.Linear makes of each group. Everything is read once, for all groups: one
 quantize call for the tokens, one for the weights. Offsets travel as a tensor and are not looked at
-here, so nothing waits for a device. On Hopper, operands are packed on the way out of the quantizer.
+here, so nothing waits for a device. Operands are packed on the way out of the quantizer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,125 +23,135 @@ from torch import Tensor
 from te_mx.autograd.backward import outputs, place, run_backward, tag_of
 from te_mx.autograd.grouped_loop import Call, GroupedLoopFunction, bounds_of
 from te_mx.autograd.grouped_operands import (
+    GroupForms,
     Groups,
-    Packing,
-    StandingWeights,
+    KeptWeights,
     col_sums,
     gradients_of,
     other_backward,
     split_parts,
 )
-from te_mx.autograd.linear import DGRAD, WGRAD, flatten, mode_of, shaped, unflatten
-from te_mx.autograd.wgrad import INPUT, GroupedWgrad, Reads
-from te_mx.backends import sm90_grouped
-from te_mx.backends.grouped import StackedOperand, host_bounds, k_of
-from te_mx.ops import Operand, gemm_2d
-from te_mx.ops.grouped_gemm import gemm_rows
-from te_mx.ops.grouped_quantize import quantize_grouped
-from te_mx.ops.grouped_weights import columns_of_weights, quantize_weights
-from te_mx.ops.grouped_wgrad import gemm_k, gemm_k_into
-from te_mx.recipe import Settings
+from te_mx.autograd.operands import flatten, needs_columns, shaped, unflatten
+from te_mx.autograd.saved import NOTHING, Kept
+from te_mx.autograd.steps import DGRAD, WGRAD, mode_of
+from te_mx.autograd.wgrad import INPUT, GroupedWgrad, Reads, WeightGradient
+from te_mx.dispatch.groups import host_bounds
+from te_mx.ops import Epilogue, Operand, Stack, gemm_2d
+from te_mx.ops.grouped_gemm import gemm_k, gemm_k_into, gemm_rows, group_of_k, on_device
+from te_mx.ops.grouped_quantize import columns_of_weights, quantize_grouped, quantize_weights
+from te_mx.recipes.settings import Settings
 
-_PARTS = 10  # arguments of the autograd function before the parameters
+_PARTS = 3  # arguments of the autograd function before the parameters
+
+
+class GroupedCall(NamedTuple):
+    """What one call fixes. `kept` stands in for quantizing the weights; `tag` and `save_x` are as
+    for autograd.linear.Call; `sink` takes the weight gradients."""
+
+    capacity: int
+    settings: Settings
+    out_dtype: torch.dtype
+    has_bias: bool
+    kept: KeptWeights | None = None
+    tag: int = -1
+    save_x: bool = False
+    sink: WeightGradient | None = None
 
 
 class GroupedLinearFunction(torch.autograd.Function):
-    """y = grouped x @ w_g^T + bias_g in MXFP8; gradients have the dtypes of what they belong to.
+    """y = grouped x @ w_g^T + bias_g; gradients have the dtypes of what they belong to.
 
     `parts` are the weights and then the biases: G of each, or one stacked tensor of each.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        offs: Tensor,
-        capacity: int,
-        kept: StandingWeights | None,
-        settings: Settings,
-        out_dtype: torch.dtype,
-        tag: int,
-        save_x: bool,
-        sink: Any,
-        has_bias: bool,
-        *parts: Tensor,
+        ctx: Any, x: Tensor, offs: Tensor, call: GroupedCall, *parts: Tensor
     ) -> tuple[Tensor, ...]:
-        weights, bias = split_parts(parts, has_bias)
-        count = len(parts) // 2 if has_bias else len(parts)
+        weights, bias = split_parts(parts, call.has_bias)
+        count = len(parts) // 2 if call.has_bias else len(parts)
         need_dx, need = ctx.needs_input_grad[0], ctx.needs_input_grad[_PARTS:]
-        need_dw = any(need[:count])
-        fmt, rule = settings.fwd_fmt, settings.scale_rule
-        packing = Packing.of(x, offs, weights[0], settings)
+        need_dw, settings = any(need[:count]), call.settings
+        form = GroupForms.of(x, weights[0], settings)
+        there = on_device(offs, form.x.row, x)  # once for all ops
+        groups = Groups(there, call.capacity)
+        columns = need_dw and not call.save_x
         q = quantize_grouped(
-            flatten(x), packing.offs, fmt, rowwise=True, columnwise=need_dw and not save_x,
-            scale_rule=rule, capacity=capacity, spread=packing.spread,
-        )  # fmt: skip
-        if kept is None or not packing.serves(kept):
-            w_row, w_col = quantize_weights(
-                weights, fmt, columnwise=need_dx and not settings.one_copy, scale_rule=rule,
-                spread=packing.of_weights(settings),
-            )  # fmt: skip
-        else:
-            w_row, w_col = kept.row, kept.col
+            flatten(x), groups, form.x.row, form.x.col if columns else "", rule=settings.scale_rule
+        )
+        w_row, w_col = _weights(weights, form, call, need_dx)
+        assert q.row is not None
         y_RN = gemm_rows(
-            w_row, packing.rows(q, fmt), packing.offs, bias=bias, out_dtype=out_dtype,
-            capacity=capacity, tag=tag, mode=mode_of(settings),
+            q.row, w_row, groups, bias=bias, out_dtype=call.out_dtype, tag=call.tag,
+            mode=mode_of(settings),
         )  # fmt: skip
-
         if settings.one_copy:
             w_col = w_row  # its columns are made in backward
-        w_col = w_col if need_dx else None
-        w_saved = (None, None, None) if w_col is None else (w_col[0], w_col[1], w_col.packed)
-        x_saved = (x if need_dw else None, None) if save_x else (q.col_codes, q.col_scales)
-        ctx.spread, ctx.w_order = packing.spread, None if w_col is None else w_col.order
-        ctx.settings, ctx.tag, ctx.capacity, ctx.x_shape = settings, tag, capacity, x.shape
-        ctx.count, ctx.stacked, ctx.sinks = count, parts[0].dim() == 3, (sink,)
+        ctx.weights = (
+            None
+            if w_col is None or not need_dx
+            else w_col._replace(codes=None, scales=None, packed=None)  # type: ignore[arg-type]
+        )
+        w_saved = (None,) * 3 if ctx.weights is None else (w_col.codes, w_col.scales, w_col.packed)  # type: ignore[union-attr]
+        x_kept = NOTHING
+        if need_dw:
+            x_kept = Kept.itself(x) if q.col is None else Kept.operand(q.col)
+        ctx.x_kept, ctx.form, ctx.call, ctx.x_shape = x_kept.beside, form, call, x.shape
+        ctx.count, ctx.stacked, ctx.sinks = count, parts[0].dim() == 3, (call.sink,)
         ctx.dtypes = x.dtype, parts[0].dtype, parts[-1].dtype
-        return outputs(ctx, (offs, packing.offs, *x_saved, *w_saved), unflatten(y_RN, x))
+        saved = offs, there, *x_kept.tensors, *w_saved
+        return outputs(ctx, saved, unflatten(y_RN, x))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return run_backward(_backward, "te_mx.GroupedLinear", ctx, *grads)
 
 
+def _weights(
+    weights: Sequence[Tensor] | Tensor, form: GroupForms, call: GroupedCall, need_dx: bool
+) -> tuple[Stack, Stack | None]:
+    """The operands of the weights: kept ones, or made now in one read."""
+    kept, settings = call.kept, call.settings
+    if kept is not None and (kept.row.layout.exact or not form.x.row.endswith("@rows")):
+        return kept.row, kept.col
+    col = form.w.col if needs_columns(settings, need_dx) else ""
+    return quantize_weights(weights, form.w.row, col, rule=settings.scale_rule)
+
+
 def _backward(ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
     need_dx, need = ctx.needs_input_grad[0], ctx.needs_input_grad[_PARTS:]
-    count = ctx.count
+    count, call, form = ctx.count, ctx.call, ctx.form
     need_dw, need_db = need[:count], need[count:]
-    host_offs, offs, *saved = tensors
-    offs = offs.contiguous()
-    packing = Packing(ctx.spread, offs)
-    settings, tag, capacity = ctx.settings, ctx.tag, ctx.capacity
-    fmt, rule, mode = settings.bwd_fmt, settings.scale_rule, mode_of(settings)
+    host_offs, offs = tensors[:2]
+    settings, tag, mode = call.settings, call.tag, mode_of(call.settings)
+    groups = Groups(offs.contiguous(), call.capacity)
     x_dtype, w_dtype, b_dtype = ctx.dtypes
     g_RN = flatten(grad)
     dx = dw = db = None
     if not (need_dx or any(need_dw)):
-        db = col_sums(g_RN, Groups(host_offs, capacity)).to(b_dtype)
+        db = col_sums(g_RN, Groups(host_offs, call.capacity)).to(b_dtype)
         grads = *gradients_of(None, need_dw, ctx.stacked), *gradients_of(db, need_db, ctx.stacked)
         return (None,) * _PARTS + grads
 
     q = quantize_grouped(
-        g_RN, offs, fmt, rowwise=need_dx, columnwise=any(need_dw), scale_rule=rule,
-        col_sum=any(need_db), capacity=capacity, spread=packing.spread,
+        g_RN, groups, form.g.row if need_dx else "", form.g.col if any(need_dw) else "",
+        rule=settings.scale_rule, col_sum=any(need_db),
     )  # fmt: skip
     if need_dx:
-        w_col = StackedOperand(saved[2], saved[3], settings.fwd_fmt, ctx.w_order, saved[4])
-        if w_col.order == "sm90" and not torch.compiler.is_compiling():
-            w_col = sm90_grouped.aligned(w_col)
+        codes, scales, packed = tensors[5:8]
+        w_col = ctx.weights._replace(codes=codes, scales=scales, packed=packed)
         if settings.one_copy:
-            w_col = columns_of_weights(w_col, rule, packing.spread)
+            w_col = columns_of_weights(w_col, form.w.col, settings.scale_rule)
+        assert q.row is not None
         dx_RK = gemm_rows(
-            w_col, packing.rows(q, fmt), offs, out_dtype=x_dtype, capacity=capacity,
-            tag=tag_of(tag, DGRAD), mode=mode,
-        )  # fmt: skip
+            q.row, w_col, groups, out_dtype=x_dtype, tag=tag_of(tag, DGRAD), mode=mode
+        )
         dx = shaped(dx_RK, ctx.x_shape)
     if any(need_dw):
         # A function of where the result goes, because a sink may run it later or into main_grad.
-        wgrad = _wgrad(
-            saved[:2], packing.columns(q, fmt), packing, capacity, len(g_RN), settings, tag,
-            ctx.stacked,
-        )  # fmt: skip
+        assert q.col is not None
+        x_kept = ctx.x_kept.with_tensors(tensors[2:5])
+        wgrad = _wgrad(x_kept, q.col, groups, call, form, ctx.stacked)
         dw = place(ctx.sinks[0], wgrad, w_dtype)
         if dw is not None and not ctx.stacked:
             dw = dw.unflatten(0, (count, dw.shape[0] // count))
@@ -152,13 +162,12 @@ def _backward(ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor) -> tuple[Tens
 
 
 def _wgrad(
-    saved: Sequence[Tensor], g_col: Operand, packing: Packing, capacity: int, rows: int,
-    settings: Settings, tag: int, stacked: bool,
-) -> GroupedWgrad:  # fmt: skip
+    x_kept: Kept, g_col: Operand, groups: Groups, call: GroupedCall, form: GroupForms, stacked: bool
+) -> GroupedWgrad:
     """dw [G, N, K], or [G * N, K] for separate weights: what they are when concatenated."""
-    fmt, offs, mode = settings.fwd_fmt, packing.offs, mode_of(settings)
+    settings, mode, tag = call.settings, mode_of(call.settings), tag_of(call.tag, WGRAD)
     made: list[Operand] = []
-    reads: Reads = ((INPUT, saved[0]),) if saved[1] is None else ()
+    reads: Reads = () if x_kept.spec else ((INPUT, x_kept.tensors[0]),)  # type: ignore[assignment]
 
     def columns() -> Operand:
         if not made:
@@ -166,105 +175,76 @@ def _wgrad(
         return made[0]
 
     def make_columns() -> Operand:
-        codes, scales = saved
-        if scales is not None:
-            return Operand(codes, scales, fmt, g_col.order)
-        q = quantize_grouped(  # x itself was saved
-            flatten(codes), offs, fmt, rowwise=False, columnwise=True,
-            scale_rule=settings.scale_rule, capacity=capacity, spread=packing.spread,
-        )  # fmt: skip
-        return packing.columns(q, fmt)
+        if x_kept.spec:
+            return x_kept.as_operand()
+        x = x_kept.tensors[0]  # x itself was saved
+        assert x is not None
+        q = quantize_grouped(flatten(x), groups, col=form.x.col, rule=settings.scale_rule)
+        assert q.col is not None
+        return q.col
 
     def together(out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
         x_col = columns()
-        shape = (len(offs), g_col.rows, x_col.rows)
+        shape = (len(groups.offs), g_col.rows, x_col.rows)
         dw = gemm_k(
-            x_col, g_col, offs, out=None if out is None else out.view(shape), out_dtype=dtype,
-            accumulate=accumulate, capacity=capacity, rows=rows, tag=tag_of(tag, WGRAD), mode=mode,
+            g_col, x_col, groups, out=None if out is None else out.view(shape), out_dtype=dtype,
+            accumulate=accumulate, tag=tag, mode=mode,
         )  # fmt: skip
         return dw if stacked else dw.flatten(0, 1)
 
     def into(outs: Sequence[Tensor], accumulate: bool) -> bool:
-        return gemm_k_into(
-            columns(), g_col, offs, outs, accumulate, capacity=capacity, rows=rows,
-            tag=tag_of(tag, WGRAD),
-        )  # fmt: skip
+        return gemm_k_into(g_col, columns(), groups, outs, accumulate, tag=tag, mode=mode)
 
     # On the CPU groups gain less from one call than a sum of all gradients beside main_grad costs.
-    if not (offs.is_cpu and g_col.codes.is_cpu and g_col.order == "k_first"):
+    if not (groups.offs.is_cpu and g_col.codes.is_cpu and g_col.layout.exact):
         return GroupedWgrad(together, reads, into=into)
 
     def one(i: int, out: Tensor, accumulate: bool) -> None:
-        bounds = host_bounds(offs, capacity, rows)
-        parts = [k_of(o, bounds.starts[i], bounds.ends[i], i) for o in (columns(), g_col)]
+        bounds = host_bounds(*groups, g_col.k)
+        start, end = bounds.starts[i], bounds.ends[i]
+        g_own, x_own = (group_of_k(o, start, end, i) for o in (g_col, columns()))
         gemm_2d(
-            *parts, out=out, out_dtype=out.dtype, accumulate=accumulate,
-            tag=tag_of(tag, WGRAD), mode=mode,
+            g_own, x_own, Epilogue(accumulate=accumulate), out=out, out_dtype=out.dtype, tag=tag,
+            mode=mode,
         )  # fmt: skip
 
     return GroupedWgrad(together, reads, one)
 
 
-def grouped_linear(
-    x: Tensor,
-    groups: Groups,
-    parts: Sequence[Tensor],
-    has_bias: bool,
-    kept: StandingWeights | None,
-    settings: Settings,
-    out_dtype: torch.dtype,
-    tag: int = -1,
-    save_x: bool = False,
-    sink: Any = None,
-) -> Tensor:
-    """x [..., K] -> [..., N] in MXFP8, differentiable; rows are those of x flattened.
+def grouped_linear(x: Tensor, offs: Tensor, parts: Sequence[Tensor], call: GroupedCall) -> Tensor:
+    """x [..., K] -> [..., N], differentiable; rows are those of x flattened.
 
     parts: the weights [N, K] of all groups and then the biases [N], or one stacked weight [G, N, K]
-    and one bias [G, N]. `kept` stands in for quantizing the weights; `tag` is as for `linear`.
-    `save_x` saves x for backward instead of its columnwise codes, with the same result. `sink`
-    takes the weight gradients: ``sink.take(wgrad, dtype)`` runs ``wgrad(out, dtype, accumulate)``,
-    now or later, and returns what backward returns.
+    and one bias [G, N]; offs: end offsets of the groups.
     """
+    settings = call.settings
     if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in parts)):
         if other_backward(settings):
-            bounds = bounds_of(*groups, len(flatten(x)))
-            still = None if kept is None else (kept.row, kept.col)
-            call = Call(bounds, still, settings, out_dtype, tag, save_x, sink, has_bias)
-            return GroupedLoopFunction.apply(x, call, *parts)[0]
-        return GroupedLinearFunction.apply(
-            x, *groups, kept, settings, out_dtype, tag, save_x, sink, has_bias, *parts
-        )[0]
-    weights, bias = split_parts(parts, has_bias)
-    packing = Packing.of(x, groups.offs, weights[0], settings)
-    if kept is not None and packing.serves(kept):
-        row = kept.row
-    else:
-        row, _ = quantize_weights(
-            weights, settings.fwd_fmt, columnwise=False, scale_rule=settings.scale_rule,
-            spread=packing.spread,
-        )  # fmt: skip
-    return infer(x, groups, row, bias, settings, out_dtype, tag)
+            bounds = bounds_of(offs, call.capacity, len(flatten(x)))
+            still = None if call.kept is None else (call.kept.row, call.kept.col)
+            loop = Call(
+                bounds, still, settings, call.out_dtype, call.tag, call.save_x, call.sink,
+                call.has_bias,
+            )  # fmt: skip
+            return GroupedLoopFunction.apply(x, loop, *parts)[0]
+        return GroupedLinearFunction.apply(x, offs, call, *parts)[0]
+    weights, bias = split_parts(parts, call.has_bias)
+    form = GroupForms.of(x, weights[0], settings)
+    row, _ = _weights(weights, form, call, False)
+    return infer(x, offs, row, bias, call)
 
 
 def infer(
-    x: Tensor,
-    groups: Groups,
-    w_row: StackedOperand,
-    bias_GN: Tensor | None,
-    settings: Settings,
-    out_dtype: torch.dtype,
-    tag: int = -1,
+    x: Tensor, offs: Tensor, w_row: Stack, bias_GN: Tensor | None, call: GroupedCall
 ) -> Tensor:
     """x [..., K] -> [..., N] on quantized weights, without autograd."""
-    fmt, rule = settings.fwd_fmt, settings.scale_rule
-    offs, capacity = groups
-    packing = Packing.of(x, offs, w_row.codes, settings)
-    q = quantize_grouped(
-        flatten(x), packing.offs, fmt, rowwise=True, columnwise=False, scale_rule=rule,
-        capacity=capacity, spread=packing.spread,
-    )  # fmt: skip
+    settings = call.settings
+    form = GroupForms.of(x, w_row.codes, settings)
+    groups = Groups(on_device(offs, form.x.row, x), call.capacity)
+    q = quantize_grouped(flatten(x), groups, form.x.row, rule=settings.scale_rule)
+    assert q.row is not None
     y_RN = gemm_rows(
-        w_row, packing.rows(q, fmt), packing.offs, bias=bias_GN, out_dtype=out_dtype,
-        capacity=capacity, tag=tag, mode=mode_of(settings),
+        q.row, w_row, groups, bias=bias_GN, out_dtype=call.out_dtype, tag=call.tag,
+        mode=mode_of(settings),
     )  # fmt: skip
     return unflatten(y_RN, x)

@@ -16,12 +16,13 @@ from torch import Tensor
 from te_mx.autograd import high_precision, steps
 from te_mx.autograd.backward import outputs, place, run_backward, tag_of
 from te_mx.autograd.grouped_operands import gradients_of
-from te_mx.autograd.linear import DGRAD, WGRAD
-from te_mx.autograd.operands import StandingWeight, flatten, shaped, unflatten
+from te_mx.autograd.operands import KeptWeight, flatten, shaped, unflatten
+from te_mx.autograd.saved import NOTHING, Kept
+from te_mx.autograd.steps import DGRAD, WGRAD
 from te_mx.autograd.wgrad import INPUT, OUTPUT_GRADIENT, GroupedWgrad, WeightGradient, Wgrad
-from te_mx.backends.grouped import StackedOperand, host_bounds, known_to_host
-from te_mx.ops.fused_run import quantized
-from te_mx.recipe import Settings
+from te_mx.dispatch.groups import host_bounds, known_to_host
+from te_mx.ops import Stack, quantized
+from te_mx.recipes.settings import Settings
 
 _ARGUMENTS = 2  # of the autograd function before the parameters
 
@@ -31,7 +32,7 @@ class Call(NamedTuple):
     weights that stand still, for fprop and perhaps for dgrad."""
 
     bounds: Sequence[tuple[int, int]]
-    kept: tuple[StackedOperand, StackedOperand | None] | None
+    kept: tuple[Stack, Stack | None] | None
     settings: Settings | None
     out_dtype: torch.dtype
     tag: int
@@ -62,14 +63,14 @@ class GroupedLoopFunction(torch.autograd.Function):
         need_dx, need_dw = ctx.needs_input_grad[0], _need_dw(ctx, call, parts)
         weights, biases = _split(parts, call.has_bias)
         x_RK = flatten(x)
-        made, saved, orders = [], [], []
+        made, saved, beside = [], [], []
         for i, (start, end) in enumerate(call.bounds):
             bias = None if biases is None else biases[i]
             group = _fprop(x_RK[start:end], weights[i], bias, i, call, need_dx, need_dw)
             made.append(group[0])
-            saved += [*group[1][0], *group[2][0]]
-            orders.append((group[1][1], group[2][1]))
-        ctx.call, ctx.orders, ctx.x_like = call, orders, (x.shape, x.dtype)
+            saved += [*group[1].tensors, *group[2].tensors]
+            beside.append((group[1].beside, group[2].beside))
+        ctx.call, ctx.kept, ctx.x_like = call, beside, (x.shape, x.dtype)
         ctx.sinks = (call.sink,)
         ctx.stacked, ctx.dtypes = parts[0].dim() == 3, [p.dtype for p in parts]
         return outputs(ctx, saved, unflatten(_gathered(made, call.bounds, len(x_RK)), x))
@@ -97,25 +98,24 @@ def _split(
 def _fprop(
     x_MK: Tensor, w_NK: Tensor, bias: Tensor | None, i: int, call: Call, need_dx: bool,
     need_dw: bool,
-) -> tuple[Tensor, steps.Saved, steps.Saved]:  # fmt: skip
-    """y of one group, and what is saved of x and of w."""
+) -> tuple[Tensor, Kept, Kept]:  # fmt: skip
+    """y of one group, and what is kept of x and of w."""
     settings = call.settings
     if settings is None:
         y = torch.nn.functional.linear(x_MK, w_NK, bias)
-        saved_x = ((x_MK, None, None), None) if need_dw else steps.NOTHING
-        return y, saved_x, ((w_NK, None, None), None) if need_dx else steps.NOTHING
-    plan = steps.plan_input(x_MK.device, settings, need_dw)
-    if need_dw and call.save_x and settings.backward is None:
-        plan = plan._replace(keep=True, wanted=plan.wanted._replace(columnwise=None))
-    standing = None
+        x_kept = Kept.itself(x_MK) if need_dw else NOTHING
+        return y, x_kept, Kept.itself(w_NK) if need_dx else NOTHING
+    plan = steps.plan_input(x_MK.device, settings, need_dw, call.save_x)
+    kept = None
     if call.kept is not None:
         row, col = call.kept
-        standing = StandingWeight(settings, row.group(i), None if col is None else col.group(i))
-    w_row, w_col = steps.weight_operands(standing, w_NK, settings, need_dx)
-    q = quantized(x_MK, plan.wanted)
-    y = steps.fprop(w_row, plan.row(q), bias, settings, call.out_dtype, call.tag)
-    saved_w = steps.saved_weight(w_row, w_col, w_NK, settings, need_dx)
-    return y, plan.saved(q, x_MK, need_dw), saved_w
+        kept = KeptWeight(settings, row.group(i), None if col is None else col.group(i))
+    w_row, w_col = steps.weight_operands(kept, w_NK, settings, need_dx)
+    q = quantized(x_MK, plan.target)
+    assert q.row is not None
+    y = steps.fprop(q.row, w_row, bias, settings, call.out_dtype, call.tag)
+    w_kept = steps.kept_for_dgrad(w_row, w_col, w_NK, settings, need_dx)
+    return y, plan.kept(q, x_MK, need_dw), w_kept
 
 
 def _gathered(made: list[Tensor], bounds: Sequence[tuple[int, int]], rows: int) -> Tensor:
@@ -137,7 +137,8 @@ def _backward(ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor) -> tuple[Tens
     wgrads: list[Wgrad] = []
     sums: list[Tensor] = []
     sixes = (tensors[i : i + 6] for i in range(0, len(tensors), 6))
-    for (start, end), orders, saved in zip(call.bounds, ctx.orders, sixes, strict=True):
+    for (start, end), (x_kept, w_kept), saved in zip(call.bounds, ctx.kept, sixes, strict=True):
+        x_kept, w_kept = x_kept.with_tensors(saved[:3]), w_kept.with_tensors(saved[3:])
         g_MN = g_RN[start:end]
         dx_dtype = ctx.x_like[1]
         if call.settings is None:
@@ -150,11 +151,11 @@ def _backward(ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor) -> tuple[Tens
         gradient = steps.quantized_gradient(g_MN, call.settings, need_dx, need_dw, need_db)
         if need_dx:
             tag = tag_of(call.tag, DGRAD)
-            made = steps.dgrad(gradient, saved[3:], orders[1], call.settings, dx_dtype, tag)
+            made = steps.dgrad(gradient, w_kept, call.settings, dx_dtype, tag)
             dx_groups.append(made.out)
         if need_dw:
             tag = tag_of(call.tag, WGRAD)
-            wgrads.append(steps.wgrad(gradient, saved[:3], orders[0], call.settings, tag))
+            wgrads.append(steps.wgrad(gradient, x_kept, call.settings, tag))
         if need_db:
             sums.append(gradient.q.col_sum)  # type: ignore[arg-type]
 

@@ -1,5 +1,5 @@
-"""Operands of grouped linear layers: which rows belong to which group, how operands lie on the
-device of a call, weights that stand still.
+"""Operands of grouped linear layers: in which forms they are quantized, weights that stand still,
+and what the parameters of all groups are.
 """
 
 from __future__ import annotations
@@ -11,33 +11,27 @@ import torch
 from torch import Tensor
 
 from te_mx.autograd import joining
-from te_mx.autograd.operands import form_of, packed_alike, plain_rows
-from te_mx.backends import reference_grouped
-from te_mx.backends.grouped import StackedOperand, device_bounds, host_bounds, known_to_host
-from te_mx.backends.sm90_grouped import offs_on_device
-from te_mx.ops import PLAIN, Made, Operand, QuantizedParts
-from te_mx.ops.grouped_gemm import standing_weights
-from te_mx.ops.grouped_weights import quantize_weights
-from te_mx.ops.library import is_direct
-from te_mx.recipe import Settings
+from te_mx.autograd.operands import needs_columns, packs, same_weight
+from te_mx.autograd.steps import at_rest, mode_of, roles
+from te_mx.dispatch.grouped_calls import Groups
+from te_mx.dispatch.groups import col_sums_on_device, device_bounds, host_bounds, known_to_host
+from te_mx.ops import Forms, Made, Stack
+from te_mx.ops.grouped_gemm import kept_stack
+from te_mx.ops.grouped_quantize import quantize_weights
+from te_mx.recipes.settings import Settings
+
+__all__ = ["GroupForms", "Groups", "KeptWeights"]
 
 
-class Groups(NamedTuple):
-    """Which rows belong to which group: end offsets int [G], and the capacity of a group or 0."""
-
-    offs: Tensor
-    capacity: int = 0
-
-
-class StandingWeights(NamedTuple):
+class KeptWeights(NamedTuple):
     """Weights quantized once for several calls: rowwise, and columnwise where backward needs it."""
 
     settings: Settings
-    row: StackedOperand
-    col: StackedOperand | None
+    row: Stack
+    col: Stack | None
     made: Made
 
-    def on_current_stream(self) -> StandingWeights:
+    def on_current_stream(self) -> KeptWeights:
         """These weights, once the current stream has waited for them."""
         stacks = (self.row, self.col) if self.col is not None else (self.row,)
         tensors = [t for stack in stacks for t in (stack.codes, stack.scales)]
@@ -46,75 +40,62 @@ class StandingWeights(NamedTuple):
 
     def serves(self, settings: Settings, device: torch.device, need_col: bool) -> bool:
         """Whether a call with these settings on this device would quantize to the same."""
-        need_col = need_col and settings.backward is None and not settings.one_copy
+        asked = weight_forms(device, settings)
         return (
-            (self.col is not None or not need_col)
-            and self.settings.one_copy == settings.one_copy
+            (self.col is not None or not needs_columns(settings, need_col))
             and self.row.codes.device == device
-            and self.settings.fwd_fmt == settings.fwd_fmt
-            and self.settings.scale_rule == settings.scale_rule
-            and (self.row.order == "sm90") == (standing_spread(device, settings) >= 0)
-            # Operands that are plain serve every precision.
-            and (self.row.order != "sm90" or packed_alike(self.settings, settings))
+            and same_weight(self.settings, settings)
+            and self.row.spec == asked.row
+            and (self.col is None or self.col.spec == asked.col)
         )
 
 
-def standing_spread(device: torch.device, settings: Settings) -> int:
-    """How weights are packed that stand still: PLAIN, or the spread."""
-    return PLAIN if plain_rows(settings) else form_of(device, settings).spread
+class GroupForms(NamedTuple):
+    """Specs of the operands of one call: tokens x and g by groups, weights."""
+
+    x: Forms
+    g: Forms
+    w: Forms
+
+    @classmethod
+    def of(cls, x: Tensor, weight: Tensor, settings: Settings) -> GroupForms:
+        device = x.device
+        if x.numel() and weight.numel():
+            tokens = roles(device, settings, "gemm_rows")
+            return cls(tokens.x, tokens.g, weight_forms(device, settings))
+        # The quantizers of groups pack nothing that is empty.
+        x_fmt, g_fmt, w_fmt = settings.x, settings.g, settings.w
+        return cls(
+            Forms(at_rest(x_fmt), f"{x_fmt}@grouped_cols"),
+            Forms(at_rest(g_fmt), f"{g_fmt}@grouped_cols"),
+            Forms(at_rest(w_fmt), f"{w_fmt}@cols"),
+        )
 
 
-def standing(weights: Sequence[Tensor], settings: Settings, need_col: bool) -> StandingWeights:
+def weight_forms(device: torch.device, settings: Settings) -> Forms:
+    """Specs of weights; those whose bytes are kept are packed when they are multiplied."""
+    form = roles(device, settings).w
+    if form.col == at_rest(settings.w):  # plain columns of all weights lie as the weights do
+        form = form._replace(col=f"{settings.w}@cols")
+    return form if packs(settings) else form._replace(row=at_rest(settings.w))
+
+
+def kept_weights(weights: Sequence[Tensor], settings: Settings, need_col: bool) -> KeptWeights:
     """Quantize and pack weights that stand still."""
-    need_col = need_col and settings.backward is None and not settings.one_copy
     # Made outside of inference_mode, because a training step may use it later.
     with torch.inference_mode(False), torch.no_grad():
         first = weights[0]
-        spread = standing_spread(first.device, settings) if first.numel() else PLAIN
+        form = GroupForms.of(first, first, settings).w
         row, col = quantize_weights(
-            weights, settings.fwd_fmt, columnwise=need_col, scale_rule=settings.scale_rule,
-            spread=spread,
+            weights, form.row, form.col if needs_columns(settings, need_col) else "",
+            rule=settings.scale_rule,
         )  # fmt: skip
-        if plain_rows(settings):
-            return StandingWeights(settings, row, None, Made.now(row.codes.device))
-        packed = None if col is None else standing_weights(col)
+        if not packs(settings):
+            return KeptWeights(settings, row, None, Made.now(row.codes.device))
+        mode, given = mode_of(settings), roles(first.device, settings, "gemm_rows")
+        packed = None if col is None else kept_stack(col, mode, given.g.row)
         made = Made.now(row.codes.device)
-        return StandingWeights(settings, standing_weights(row), packed, made)
-
-
-class Packing(NamedTuple):
-    """How the operands of one call lie: packed with a spread, or plain. `offs` is where they are
-    read."""
-
-    spread: int
-    offs: Tensor
-
-    @classmethod
-    def of(cls, x: Tensor, offs: Tensor, weight: Tensor, settings: Settings) -> Packing:
-        spread = PLAIN
-        if x.numel() and weight.numel():  # the quantizer of groups packs nothing that is empty
-            spread = form_of(x.device, settings).spread
-        if spread >= 0 and x.is_cuda and is_direct(x):
-            offs = offs_on_device(offs, x.device)  # once for all ops
-        return cls(spread, offs)
-
-    def of_weights(self, settings: Settings) -> int:
-        """The spread to quantize weights with; plain ones are packed when they are multiplied."""
-        return PLAIN if plain_rows(settings) else self.spread
-
-    def serves(self, kept: StandingWeights) -> bool:
-        """Whether kept weights fit."""
-        return kept.row.order != "sm90" or self.spread >= 0
-
-    def rows(self, q: QuantizedParts, fmt: str) -> Operand:
-        """The rowwise part of quantized tokens."""
-        order = "sm90_rows" if self.spread >= 0 else "k_last"
-        return Operand(q.row_codes, q.row_scales, fmt, order)  # type: ignore[arg-type]
-
-    def columns(self, q: QuantizedParts, fmt: str) -> Operand:
-        """The columnwise part."""
-        order = "sm90_k" if self.spread >= 0 else "k_first"
-        return Operand(q.col_codes, q.col_scales, fmt, order)  # type: ignore[arg-type]
+        return KeptWeights(settings, kept_stack(row, mode, given.x.row), packed, made)
 
 
 def split_parts(
@@ -137,8 +118,8 @@ def gradients_of(
 
 
 def other_backward(settings: Settings) -> bool:
-    """Whether the recipe asks for a backward pass that is not three MXFP8 GEMMs on operands that
-    were quantized from what they are made of."""
+    """Whether the recipe asks for a backward pass that is not three GEMMs on operands that were
+    quantized from what they are made of."""
     return settings.backward is not None or settings.wgrad_hp
 
 
@@ -146,6 +127,6 @@ def col_sums(x: Tensor, groups: Groups) -> Tensor:
     """Sums over the rows of each group, fp32 [G, cols]; each is x[start:end].sum(0)."""
     offs, capacity = groups
     if not known_to_host(offs) or torch.compiler.is_compiling():
-        return reference_grouped.col_sums(x, *device_bounds(offs, capacity, len(x)))
+        return col_sums_on_device(x, *device_bounds(offs, capacity, len(x)))
     bounds = zip(*host_bounds(offs, capacity, len(x)), strict=True)
     return torch.stack([x[start:end].sum(0, dtype=torch.float32) for start, end in bounds])

@@ -26,13 +26,13 @@ from torch import Tensor
 
 from te_mx.autograd import normalization, steps
 from te_mx.autograd.backward import outputs, place, run_backward, tag_of
-from te_mx.autograd.linear import DGRAD, WGRAD
 from te_mx.autograd.normalization import NormStep
-from te_mx.autograd.operands import StandingWeight, flatten, shaped, unflatten
+from te_mx.autograd.operands import KeptWeight, flatten, shaped, unflatten
+from te_mx.autograd.steps import DGRAD, WGRAD
 from te_mx.autograd.wgrad import WeightGradient
-from te_mx.backends.fused import NormParts
+from te_mx.dispatch.fused import NormParts
 from te_mx.ops import Operand
-from te_mx.recipe import Settings
+from te_mx.recipes.settings import Settings
 
 
 class Call(NamedTuple):
@@ -56,7 +56,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
         norm_bias: Tensor | None,
         weight_NK: Tensor,
         bias_N: Tensor | None,
-        standing: StandingWeight | None,
+        kept: KeptWeight | None,
         sink: WeightGradient | None,
         call: Call,
     ) -> tuple[Tensor, ...]:
@@ -64,16 +64,17 @@ class LayerNormLinearFunction(torch.autograd.Function):
         need_dz, need_dw = any(need[:3]), need[3]
         settings = call.settings
         plan = steps.plan_input(x.device, settings, need_dw)
-        w_row, w_col = steps.weight_operands(standing, weight_NK, settings, need_dz)
+        w_row, w_col = steps.weight_operands(kept, weight_NK, settings, need_dz)
         y, made = _run(x, norm_weight, norm_bias, w_row, bias_N, plan, call)
 
         norms = call.step.saved(x, norm_weight, made) if need_dz else normalization.NOTHING
-        saved_z, ctx.z_order = plan.saved(made.quantized, made.z, need_dw)
-        saved_w, ctx.w_order = steps.saved_weight(w_row, w_col, weight_NK, settings, need_dz)
+        z_kept = plan.kept(made.quantized, made.z, need_dw)
+        w_kept = steps.kept_for_dgrad(w_row, w_col, weight_NK, settings, need_dz)
+        ctx.kept = z_kept.beside, w_kept.beside
         ctx.call, ctx.sinks, ctx.x_like = call, (sink,), (x.shape, x.dtype)
         ctx.dtypes = [None if t is None else t.dtype for t in (norm_bias, weight_NK, bias_N)]
         z = (shaped(made.z, x.shape),) if call.return_z else ()  # type: ignore[arg-type]
-        return outputs(ctx, (*norms, *saved_z, *saved_w), y, *z)
+        return outputs(ctx, (*norms, *z_kept.tensors, *w_kept.tensors), y, *z)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -87,9 +88,10 @@ def _run(
     """y [..., N], and z as the plan and the call ask for it."""
     step = call.step
     want_z = call.return_z or plan.keep
-    made = step.forward(flatten(x), norm_weight, norm_bias, want_z, plan.wanted)
-    z_row = plan.row(made.quantized)
-    y_MN = steps.fprop(w_row, z_row, bias_N, call.settings, step.dtype, call.tag)
+    made = step.forward(flatten(x), norm_weight, norm_bias, want_z, plan.target)
+    z_row = made.quantized.row
+    assert z_row is not None
+    y_MN = steps.fprop(z_row, w_row, bias_N, call.settings, step.dtype, call.tag)
     return unflatten(y_MN, x), made
 
 
@@ -98,7 +100,8 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     need = ctx.needs_input_grad
     need_dz, need_dw, need_db = any(need[:3]), need[3], need[4]
-    norms, saved_z, saved_w = saved[:4], saved[4:7], saved[7:]
+    norms, (z_beside, w_beside) = saved[:4], ctx.kept
+    z_kept, w_kept = z_beside.with_tensors(saved[4:7]), w_beside.with_tensors(saved[7:])
     step, settings, _, tag = ctx.call
     norm_bias_dtype, w_dtype, bias_dtype = ctx.dtypes
     gradient = steps.quantized_gradient(flatten(g), settings, need_dz, need_dw, need_db)
@@ -106,10 +109,10 @@ def _backward(
     dx = d_weight = d_bias = dw_NK = db_N = None
     if need_dz:
         tag_dz = tag_of(tag, DGRAD)
-        dz = steps.dgrad(gradient, saved_w, ctx.w_order, settings, step.dtype, tag_dz).out
+        dz = steps.dgrad(gradient, w_kept, settings, step.dtype, tag_dz).out
         dx, d_weight, d_bias = step.backward(dz, g_z, norms, ctx.x_like, need, norm_bias_dtype)
     if need_dw:
-        wgrad = steps.wgrad(gradient, saved_z, ctx.z_order, settings, tag_of(tag, WGRAD))
+        wgrad = steps.wgrad(gradient, z_kept, settings, tag_of(tag, WGRAD))
         dw_NK = place(ctx.sinks[0], wgrad, w_dtype)
     if need_db:
         db_N = gradient.q.col_sum.to(bias_dtype)  # type: ignore[union-attr]
@@ -122,17 +125,17 @@ def layernorm_linear(
     norm_bias: Tensor | None,
     weight_NK: Tensor | None,
     bias_N: Tensor | None,
-    standing: StandingWeight | None,
+    kept: KeptWeight | None,
     sink: WeightGradient | None,
     call: Call,
 ) -> tuple[Tensor, Tensor | None]:
-    """(y [..., N], z [..., K] or None) of x [..., K] in MXFP8, differentiable. `standing` stands in
+    """(y [..., N], z [..., K] or None) of x [..., K] in MXFP8, differentiable. `kept` stands in
     for quantizing the weight, which may then be None; `sink` says where its gradient goes."""
     tensors = (x, norm_weight, norm_bias, weight_NK, bias_N)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        made = LayerNormLinearFunction.apply(*tensors, standing, sink, call)
+        made = LayerNormLinearFunction.apply(*tensors, kept, sink, call)
         return made[0], made[1] if call.return_z else None
     plan = steps.plan_input(x.device, call.settings, False)
-    w_row, _ = steps.weight_operands(standing, weight_NK, call.settings, False)
+    w_row, _ = steps.weight_operands(kept, weight_NK, call.settings, False)
     y, parts = _run(x, norm_weight, norm_bias, w_row, bias_N, plan, call)
     return y, None if parts.z is None else shaped(parts.z, x.shape)

@@ -28,15 +28,15 @@ from torch import Tensor
 
 from te_mx.autograd import normalization, steps
 from te_mx.autograd.backward import outputs, place, run_backward, tag_of
-from te_mx.autograd.linear import DGRAD, WGRAD
 from te_mx.autograd.normalization import NormStep
-from te_mx.autograd.operands import StandingWeight, flatten, mode_of, shaped, unflatten
+from te_mx.autograd.operands import KeptWeight, flatten, shaped, unflatten
+from te_mx.autograd.saved import Kept
+from te_mx.autograd.steps import DGRAD, WGRAD
 from te_mx.autograd.wgrad import WeightGradient
-from te_mx.backends.fused import Activation
-from te_mx.ops import Operand, QuantizedParts, gemm_2d
-from te_mx.ops.fused import act_quantize_2d, dact_quantize_2d
-from te_mx.ops.fused_run import quantized
-from te_mx.recipe import Settings
+from te_mx.dispatch.fused import Activation, ActStep
+from te_mx.ops import Epilogue, Operand, Quantized, gemm_2d, quantized
+from te_mx.ops.fused import act_quantize_2d
+from te_mx.recipes.settings import Settings
 
 
 class Call(NamedTuple):
@@ -51,26 +51,31 @@ class Call(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """For fc1 and fc2: weights that stand still and where the gradients go."""
+    """For fc1 and fc2: weights that are kept, and where the gradients go."""
 
-    standing: tuple[StandingWeight | None, StandingWeight | None] = (None, None)
+    kept: tuple[KeptWeight | None, KeptWeight | None] = (None, None)
     sinks: tuple[WeightGradient | None, WeightGradient | None] = (None, None)
 
 
 def _fc1(
-    w: Operand, z: Operand, bias: Tensor | None, call: Call, plan: steps.Input, need_h: bool
-) -> tuple[Tensor | None, Tensor | None, QuantizedParts]:
+    z: Operand, w: Operand, bias: Tensor | None, call: Call, plan: steps.Input, need_h: bool
+) -> tuple[Tensor | None, Tensor | None, Quantized]:
     """h (with GELU only if it is needed), a if the plan keeps it, and a quantized."""
     step, act, settings, _, tags = call
     if act.gelu_form:
         made = gemm_2d(
-            w, z, bias=bias, gelu=act.gelu_form, out_dtype=step.dtype, want_aux=need_h,
-            tag=tags[0], mode=mode_of(settings),
+            z, w, Epilogue(bias, act.gelu_form), out_dtype=step.dtype, want_aux=need_h,
+            tag=tags[0], mode=steps.mode_of(settings),
         )  # fmt: skip
-        return made.aux, made.out, quantized(made.out, plan.wanted)
-    h = steps.fprop(w, z, bias, settings, step.dtype, tags[0])
-    made_a = act_quantize_2d(h, act, step.dtype, want_out=plan.keep, wanted=plan.wanted)
+        return made.aux, made.out, quantized(made.out, plan.target)
+    h = steps.fprop(z, w, bias, settings, step.dtype, tags[0])
+    made_a = act_quantize_2d(ActStep(h, None, act, step.dtype, plan.keep, plan.target))
     return h, made_a.out, made_a.quantized
+
+
+def _row(q: Quantized) -> Operand:
+    assert q.row is not None
+    return q.row
 
 
 class LayerNormMLPFunction(torch.autograd.Function):
@@ -95,27 +100,29 @@ class LayerNormMLPFunction(torch.autograd.Function):
         settings, device = call.settings, x.device
         plan_z = steps.plan_input(device, settings, need_dw1)
         plan_a = steps.plan_input(device, settings, need_dw2)
-        w1_row, w1_col = steps.weight_operands(weights.standing[0], w1, settings, need_dz)
-        w2_row, w2_col = steps.weight_operands(weights.standing[1], w2, settings, need_dh)
+        w1_row, w1_col = steps.weight_operands(weights.kept[0], w1, settings, need_dz)
+        w2_row, w2_col = steps.weight_operands(weights.kept[1], w2, settings, need_dh)
         made = call.step.forward(
-            flatten(x), norm_weight, norm_bias, call.return_z or plan_z.keep, plan_z.wanted
+            flatten(x), norm_weight, norm_bias, call.return_z or plan_z.keep, plan_z.target
         )
-        h, a, qa = _fc1(w1_row, plan_z.row(made.quantized), b1, call, plan_a, need_dh)
-        y_MH = steps.fprop(w2_row, plan_a.row(qa), b2, settings, call.step.dtype, call.tags[1])
+        h, a, qa = _fc1(_row(made.quantized), w1_row, b1, call, plan_a, need_dh)
+        y_MH = steps.fprop(_row(qa), w2_row, b2, settings, call.step.dtype, call.tags[1])
 
         norms = call.step.saved(x, norm_weight, made) if need_dz else normalization.NOTHING
-        saved_z, z_order = plan_z.saved(made.quantized, made.z, need_dw1)
-        saved_a, a_order = plan_a.saved(qa, a, need_dw2)
-        saved_w1, w1_order = steps.saved_weight(w1_row, w1_col, w1, settings, need_dz)
-        saved_w2, w2_order = steps.saved_weight(w2_row, w2_col, w2, settings, need_dh)
-        ctx.orders = z_order, w1_order, a_order, w2_order
+        kept = (
+            plan_z.kept(made.quantized, made.z, need_dw1),
+            steps.kept_for_dgrad(w1_row, w1_col, w1, settings, need_dz),
+            plan_a.kept(qa, a, need_dw2),
+            steps.kept_for_dgrad(w2_row, w2_col, w2, settings, need_dh),
+        )
+        ctx.kept = [one.beside for one in kept]
         ctx.call, ctx.sinks, ctx.x_like = call, weights.sinks, (x.shape, x.dtype)
         ctx.dtypes = [None if t is None else t.dtype for t in (norm_bias, w1, b1, w2, b2)]
         y = unflatten(y_MH, x)
         z = (shaped(made.z, x.shape),) if call.return_z else ()  # type: ignore[arg-type]
         saved_h = h if need_dh else None
-        saved = *norms, saved_h, *saved_z, *saved_w1, *saved_a, *saved_w2
-        return outputs(ctx, saved, y, *z)
+        tensors = [t for one in kept for t in one.tensors]
+        return outputs(ctx, (*norms, saved_h, *tensors), y, *z)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -130,8 +137,9 @@ def _backward(
     need_dw2, need_db2 = need[5], need[6]
     need_dh = need_dz or need_dw1 or need_db1
     norms, h = saved[:4], saved[4]
-    saved_z, saved_w1, saved_a, saved_w2 = (saved[i : i + 3] for i in (5, 8, 11, 14))
-    z_order, w1_order, a_order, w2_order = ctx.orders
+    kept_z, kept_w1, kept_a, kept_w2 = (
+        one.with_tensors(saved[i : i + 3]) for one, i in zip(ctx.kept, (5, 8, 11, 14), strict=True)
+    )
     settings, (tag1, tag2) = ctx.call.settings, ctx.call.tags
     bias_dtype, w1_dtype, b1_dtype, w2_dtype, b2_dtype = ctx.dtypes
     dx = d_weight = d_bias = dw1 = db1 = dw2 = db2 = None
@@ -139,20 +147,20 @@ def _backward(
     gradient = steps.quantized_gradient(flatten(g), settings, need_dh, need_dw2, need_db2)
     if need_dh:
         inner, sums = _through_activation(
-            ctx.call, gradient, saved_w2, w2_order, h, (need_dz, need_dw1, need_db1)
+            ctx.call, gradient, kept_w2, h, (need_dz, need_dw1, need_db1)
         )
     if need_dw2:
-        wgrad = steps.wgrad(gradient, saved_a, a_order, settings, tag_of(tag2, WGRAD))
+        wgrad = steps.wgrad(gradient, kept_a, settings, tag_of(tag2, WGRAD))
         dw2 = place(ctx.sinks[1], wgrad, w2_dtype)
     if need_db2:
         db2 = gradient.q.col_sum.to(b2_dtype)  # type: ignore[union-attr]
     if need_dz:
         step = ctx.call.step
         tag = tag_of(tag1, DGRAD)
-        dz = steps.dgrad(inner, saved_w1, w1_order, settings, step.dtype, tag).out
+        dz = steps.dgrad(inner, kept_w1, settings, step.dtype, tag).out
         dx, d_weight, d_bias = step.backward(dz, g_z, norms, ctx.x_like, need, bias_dtype)
     if need_dw1:
-        wgrad = steps.wgrad(inner, saved_z, z_order, settings, tag_of(tag1, WGRAD))
+        wgrad = steps.wgrad(inner, kept_z, settings, tag_of(tag1, WGRAD))
         dw1 = place(ctx.sinks[0], wgrad, w1_dtype)
     if need_db1:
         db1 = sums.to(b1_dtype)
@@ -160,31 +168,23 @@ def _backward(
 
 
 def _through_activation(
-    call: Call, gradient: steps.Gradient, saved_w2: Any, w2_order: str | None, h: Tensor,
-    need: tuple[bool, bool, bool],
-) -> tuple[steps.Gradient, Tensor]:  # fmt: skip
+    call: Call, gradient: steps.Gradient, kept_w2: Kept, h: Tensor, need: tuple[bool, bool, bool]
+) -> tuple[steps.Gradient, Tensor]:
     """dh, quantized for the GEMMs of fc1 as `need` (dz, dw1, db1) says, and its sums over the
     tokens."""
     step, act, settings, _, tags = call
-    wanted, itself = steps.plan_gradient(h.device, settings, *need)
+    target, itself = steps.plan_gradient(h.device, settings, *need)
     tag = tag_of(tags[1], DGRAD)
-    if act.gelu_form and gradient.wanted.rowwise:
+    if act.gelu_form and gradient.q.row is not None:
         made = steps.dgrad(
-            gradient,
-            saved_w2,
-            w2_order,
-            settings,
-            h.dtype,
-            tag,
-            gelu=act.gelu_form,
-            gelu_in=h,
+            gradient, kept_w2, settings, h.dtype, tag, gelu=act.gelu_form, gelu_in=h,
             bias_grad=need[2],
-        )
-        wanted = wanted._replace(col_sum=False)
-        return steps.Gradient(made.out, quantized(made.out, wanted), wanted), made.bias_grad  # type: ignore[return-value]
-    da = steps.dgrad(gradient, saved_w2, w2_order, settings, step.dtype, tag).out
-    parts = dact_quantize_2d(da, h, act, h.dtype, want_out=itself, wanted=wanted)
-    inner = steps.Gradient(parts.out, parts.quantized, wanted)
+        )  # fmt: skip
+        target = target._replace(col_sum=False)
+        return steps.Gradient(made.out, quantized(made.out, target), target), made.bias_grad  # type: ignore[return-value]
+    da = steps.dgrad(gradient, kept_w2, settings, step.dtype, tag).out
+    parts = act_quantize_2d(ActStep(h, da, act, h.dtype, itself, target))
+    inner = steps.Gradient(parts.out, parts.quantized, target)
     return inner, parts.quantized.col_sum  # type: ignore[return-value]
 
 
@@ -207,9 +207,9 @@ def layernorm_mlp(
         return made[0], made[1] if call.return_z else None
     settings = call.settings
     plan = steps.plan_input(x.device, settings, False)
-    w1_row, _ = steps.weight_operands(weights.standing[0], w1, settings, False)
-    w2_row, _ = steps.weight_operands(weights.standing[1], w2, settings, False)
-    parts = call.step.forward(flatten(x), norm_weight, norm_bias, call.return_z, plan.wanted)
-    _, _, qa = _fc1(w1_row, plan.row(parts.quantized), b1, call, plan, False)
-    y_MH = steps.fprop(w2_row, plan.row(qa), b2, settings, call.step.dtype, call.tags[1])
+    w1_row, _ = steps.weight_operands(weights.kept[0], w1, settings, False)
+    w2_row, _ = steps.weight_operands(weights.kept[1], w2, settings, False)
+    parts = call.step.forward(flatten(x), norm_weight, norm_bias, call.return_z, plan.target)
+    _, _, qa = _fc1(_row(parts.quantized), w1_row, b1, call, plan, False)
+    y_MH = steps.fprop(_row(qa), w2_row, b2, settings, call.step.dtype, call.tags[1])
     return unflatten(y_MH, x), None if parts.z is None else shaped(parts.z, x.shape)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from te_mx.autograd.operands import flatten, shaped
-from te_mx.backends.fused import Norm, NormParts, Wanted
+from te_mx.dispatch import fused
+from te_mx.dispatch.fused import Norm, NormParts
+from te_mx.ops import Target, quantized
 from te_mx.ops.fused import norm_backward_2d, norm_quantize_2d
-from te_mx.ops.fused_run import quantized
 
 _F32 = torch.float32
 Saved = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -34,14 +35,16 @@ class NormStep(NamedTuple):
         weight_K: Tensor | None,
         bias_K: Tensor | None,
         want_z: bool,
-        wanted: Wanted,
+        target: Target,
     ) -> NormParts:
         if self.norm is None or weight_K is None:
             z = x_MK.to(self.dtype) if want_z else None
-            return NormParts(None, None, z, quantized(x_MK, wanted))
+            return NormParts(None, None, z, quantized(x_MK, target))
         bias = None if bias_K is None else bias_K.detach().to(_F32)
         return norm_quantize_2d(
-            x_MK, self._weight(weight_K), bias, self.norm, self.dtype, want_z=want_z, wanted=wanted
+            fused.NormStep(
+                x_MK, self._weight(weight_K), bias, self.norm, self.dtype, want_z, target
+            )
         )
 
     def saved(self, x: Tensor, weight_K: Tensor | None, made: NormParts) -> Saved:

@@ -1,9 +1,24 @@
-"""The linear steps inside longer autograd functions: what is quantized and saved for them, and
-their GEMMs.
+"""The steps of a linear layer: what is quantized to what, what backward keeps, and the three GEMMs.
+The only place that reads a recipe; the autograd functions of all families are made of it.
 
-Shapes and meaning as in autograd/linear.py: x [M, K], w [N, K], g [M, N]. What is saved of x and w
-is three tensors and an order: codes, scales and packed form of an operand, or the tensor itself,
-None, None with order None.
+Shapes: M tokens, N out_features, K in_features; x [M, K], w [N, K], g [M, N].
+
+    fprop  y[M, N]  = x @ w^T + bias     on x and w rowwise
+    dgrad  dx[M, K] = g @ w              on g rowwise, w columnwise
+    wgrad  dw[N, K] = g^T @ x            on g and x columnwise
+
+What is kept of x and of w, and so how wgrad and dgrad run:
+
+==================  =====================  ===========================================
+kept                its GEMM runs on       when
+==================  =====================  ===========================================
+columnwise codes    these codes            by default
+rowwise codes       columnwise codes made  w: one_copy_weights
+                    of what they decode to
+rowwise codes       what they decode to    backward_override "dequantized"
+the tensor itself   columnwise codes of it x: save_original_input
+the tensor itself   the tensor itself      "high_precision"; x: wgrad_with_hp
+==================  =====================  ===========================================
 """
 
 from __future__ import annotations
@@ -14,186 +29,290 @@ import torch
 from torch import Tensor
 
 from te_mx.autograd import high_precision
-from te_mx.autograd.backward import operand_of, tensors_of, values_of
-from te_mx.autograd.linear import record
-from te_mx.autograd.operands import (
-    StandingWeight,
-    col_operand,
-    columnwise_of,
-    form_of,
-    mode_of,
-    plain_rows,
-    quantize_weight,
-    row_operand,
-)
+from te_mx.autograd.operands import KeptWeight, flatten, needs_columns, packs
+from te_mx.autograd.saved import NOTHING, Kept
 from te_mx.autograd.wgrad import INPUT, OUTPUT_GRADIENT, Reads, Wgrad
-from te_mx.backends.fused import Wanted
-from te_mx.ops import PLAIN, GemmForm, GemmParts, Operand, QuantizedParts, gemm_2d
-from te_mx.ops.fused_run import quantized
-from te_mx.recipe import Settings
+from te_mx.dispatch.registry import derived
+from te_mx.ops import (
+    Epilogue,
+    Forms,
+    GemmParts,
+    Made,
+    Mode,
+    Operand,
+    Quantize,
+    Quantized,
+    Target,
+    dequantize_2d,
+    forms,
+    gemm_2d,
+    kept_form,
+    quantize_2d,
+    quantize_two_2d,
+    quantized,
+)
+from te_mx.recipes.settings import Settings
+from te_mx.runtime.ran import LAST_RUN
 
-Saved = tuple[tuple[Tensor | None, Tensor | None, Tensor | None], str | None]
-NOTHING: Saved = ((None, None, None), None)
+FPROP, DGRAD, WGRAD = 0, 1, 2
+GEMMS = ("fprop", "dgrad", "wgrad")
 
 
+def record(tag: int) -> None:
+    """Note for te_mx.audit that a GEMM ran in high precision."""
+    if tag >= 0:
+        LAST_RUN[tag] = high_precision.HIGH_PRECISION
+
+
+def mode_of(settings: Settings) -> Mode:
+    """How the GEMMs multiply on GPUs."""
+    return Mode(settings.precision, settings.spread, settings.split_k)
+
+
+class Roles(NamedTuple):
+    """In which formats and layouts inputs, weights and output gradients are quantized, so that the
+    kernels of a device take them as they are."""
+
+    x: Forms
+    w: Forms
+    g: Forms
+
+
+def roles(device: torch.device, settings: Settings, op: str = "gemm") -> Roles:
+    """The forms of a layer's operands; `op` "gemm_rows" for the tokens of groups."""
+    if torch.compiler.is_compiling():
+        return _make_roles(device, settings, op)
+    known = derived()
+    key = (device, settings, op)
+    found = known.get(key)
+    if found is None:
+        found = _make_roles(device, settings, op)
+        if device.type != "cuda" or device.index is not None:
+            known[key] = found
+    return found
+
+
+def _make_roles(device: torch.device, settings: Settings, op: str) -> Roles:
+    x, w, g = settings.x, settings.w, settings.g
+
+    def of(fmt: str, row_with: str, col_with: str) -> Forms:
+        rest = settings.precision, settings.spread, op, settings.scale_rule
+        row = forms(device, fmt, row_with, *rest).row
+        return Forms(row, forms(device, fmt, col_with, *rest).col)
+
+    return Roles(of(x, w, g), of(w, x, g), of(g, w, x))
+
+
+def at_rest(fmt: str) -> str:
+    """The spec of a copy whose bytes are kept as they are."""
+    return f"{fmt}@rows"
+
+
+# ------------------------------------------------------------------------------------------- input
 class Input(NamedTuple):
-    """How the input of one linear step is quantized. `keep`: wgrad needs the input itself."""
+    """How the input of a linear step is quantized. `keep`: wgrad needs the input itself."""
 
-    wanted: Wanted
-    form: GemmForm
+    target: Target
     keep: bool
 
-    def row(self, q: QuantizedParts) -> Operand:
-        return row_operand(q, self.wanted.fmt, self.form)
-
-    def saved(self, q: QuantizedParts, x_MK: Tensor | None, need_dw: bool) -> Saved:
-        """What wgrad needs; x_MK is the input itself, if kept."""
+    def kept(self, q: Quantized, x_MK: Tensor | None, need_dw: bool) -> Kept:
+        """What wgrad needs; x_MK is the input itself, if that is kept."""
         if not need_dw:
             return NOTHING
         if self.keep:
-            return (x_MK, None, None), None
-        columns = self.wanted.columnwise is not None
-        operand = col_operand(q, self.wanted.fmt, self.form) if columns else self.row(q)
-        return tensors_of(operand), operand.order
+            return Kept.itself(x_MK)
+        operand = q.col if q.col is not None else q.row
+        assert operand is not None
+        return Kept.operand(operand)
 
 
-def plan_input(device: torch.device, settings: Settings, need_dw: bool) -> Input:
-    """The input of a linear step: rowwise for fprop, and what wgrad will need."""
+def plan_input(
+    device: torch.device, settings: Settings, need_dw: bool, save_x: bool = False
+) -> Input:
+    """The input of a linear step: rowwise for fprop, and what wgrad will need. save_x keeps the
+    input instead of its columnwise codes, with the same result."""
     override = settings.backward
-    form = form_of(device, settings)
-    if override == "dequantized":
-        form = form._replace(spread=PLAIN)  # packed codes do not decode to the same values
-    keep = need_dw and (override == "high_precision" or (override is None and settings.wgrad_hp))
+    form = roles(device, settings).x
+    keep = need_dw and (
+        override == "high_precision" or (override is None and (settings.wgrad_hp or save_x))
+    )
     columns = need_dw and not keep and override is None
-    wanted = Wanted(
-        settings.fwd_fmt, True, form.columnwise if columns else None, settings.scale_rule,
-        form.spread,
-    )  # fmt: skip
-    return Input(wanted, form, keep)
+    row = at_rest(settings.x) if override == "dequantized" else form.row
+    return Input(Target(row, form.col if columns else "", settings.scale_rule), keep)
 
 
-def saved_weight(
-    row: Operand, col: Operand | None, weight_NK: Tensor, settings: Settings, need_dx: bool
-) -> Saved:
+# ------------------------------------------------------------------------------------------ weight
+def plan_weight(device: torch.device, settings: Settings, need_dx: bool) -> Target:
+    """The weight of a linear step: rowwise for fprop, and what dgrad will need."""
+    form = roles(device, settings).w
+    row = form.row if packs(settings) else at_rest(settings.w)
+    return Target(row, form.col if needs_columns(settings, need_dx) else "", settings.scale_rule)
+
+
+def weight_operands(
+    kept: KeptWeight | None, weight_NK: Tensor | None, settings: Settings, need_dx: bool
+) -> tuple[Operand, Operand | None]:
+    """The operands of a weight for fprop and dgrad: kept ones, or made now in one read. A weight
+    that is kept without its master is None."""
+    if kept is not None:
+        return kept.row, kept.col
+    assert weight_NK is not None
+    q = quantized(weight_NK, plan_weight(weight_NK.device, settings, need_dx))
+    assert q.row is not None
+    return q.row, q.col
+
+
+def input_and_weight(
+    x_MK: Tensor, plan: Input, kept: KeptWeight | None, weight_NK: Tensor, settings: Settings,
+    need_dx: bool,
+) -> tuple[Quantized, Operand, Operand | None]:  # fmt: skip
+    """Both quantized, at the same time where a kernel can."""
+    if kept is not None:
+        return quantized(x_MK, plan.target), kept.row, kept.col
+    row, col, rule, _ = plan.target
+    target = plan_weight(weight_NK.device, settings, need_dx)
+    w, x = quantize_two_2d(
+        Quantize(weight_NK, target.row, target.col, target.rule), Quantize(x_MK, row, col, rule)
+    )
+    assert w.row is not None
+    return x, w.row, w.col
+
+
+def kept_for_dgrad(
+    row: Operand, col: Operand | None, weight_NK: Tensor | None, settings: Settings, need_dx: bool
+) -> Kept:
     """What dgrad needs of a weight."""
     if not need_dx:
         return NOTHING
     if settings.backward == "high_precision":
-        return (weight_NK, None, None), None
-    operand = row if plain_rows(settings) else col
+        return Kept.itself(weight_NK)
+    operand = col if packs(settings) else row
     assert operand is not None
-    return tensors_of(operand), operand.order
+    return Kept.operand(operand)
 
 
+def kept_weight(weight_NK: Tensor, settings: Settings, need_dx: bool) -> KeptWeight:
+    """Quantize a weight that stands still, and pack it unless its plain codes are what is kept."""
+    # Made outside of inference_mode, because a training step may use it later.
+    with torch.inference_mode(False), torch.no_grad():
+        row, col = weight_operands(None, weight_NK, settings, need_dx)
+        device = row.codes.device
+        if not packs(settings):
+            return KeptWeight(settings, row, None, Made.now(device))
+        mode, given = mode_of(settings), roles(device, settings)
+        row = kept_form(row, "rhs", mode, given.x.row)
+        if col is not None:
+            col = kept_form(col, "rhs", mode, given.g.row)
+    return KeptWeight(settings, row, col, Made.now(device))
+
+
+def columns_of(row: Operand, settings: Settings) -> Operand:
+    """The columnwise operand of a weight of which only plain rowwise codes are left: what they
+    decode to (in bf16, exact above 2^-133 in MXFP8), quantized again."""
+    values_NK = dequantize_2d(row, torch.bfloat16)
+    form = roles(row.codes.device, settings).w
+    made = quantize_2d(values_NK, col=form.col, rule=settings.scale_rule).col
+    assert made is not None
+    return made
+
+
+# ------------------------------------------------------------------------------------------- fprop
 def fprop(
-    w: Operand, x: Operand, bias_N: Tensor | None, settings: Settings, dtype: torch.dtype, tag: int
+    x: Operand, w: Operand, bias_N: Tensor | None, settings: Settings, dtype: torch.dtype, tag: int
 ) -> Tensor:
     """y [M, N] = x @ w^T + bias."""
-    return gemm_2d(w, x, bias=bias_N, out_dtype=dtype, tag=tag, mode=mode_of(settings)).out
+    epilogue = Epilogue(bias=bias_N)
+    return gemm_2d(x, w, epilogue, out_dtype=dtype, tag=tag, mode=mode_of(settings)).out
 
 
+# ------------------------------------------------------------------------------- gradients' operand
 class Gradient(NamedTuple):
-    """The output gradient of a linear step: itself and quantized as `wanted`, for some of its
-    GEMMs."""
+    """The output gradient of a linear step: itself and quantized, for some of its GEMMs."""
 
     g_MN: Tensor | None
-    q: QuantizedParts
-    wanted: Wanted
+    q: Quantized
+    target: Target
 
 
 def plan_gradient(
     device: torch.device, settings: Settings, need_dx: bool, need_dw: bool, need_db: bool
-) -> tuple[Wanted, bool]:
+) -> tuple[Target, bool]:
     """What to quantize an output gradient to, and whether it is needed itself too."""
-    form = form_of(device, settings)
+    form = roles(device, settings).g
     rows = need_dx and settings.backward is None
     columns = need_dw and settings.backward is None and not settings.wgrad_hp
-    wanted = Wanted(
-        settings.bwd_fmt, rows, form.columnwise if columns else None, settings.scale_rule,
-        form.spread, need_db,
-    )  # fmt: skip
-    return wanted, rows != need_dx or columns != need_dw
+    target = Target(
+        form.row if rows else "", form.col if columns else "", settings.scale_rule, need_db
+    )
+    return target, rows != need_dx or columns != need_dw
 
 
 def quantized_gradient(
-    g_MN: Tensor, settings: Settings, need_dx: bool, need_dw: bool, need_db: bool
-) -> Gradient:
-    """The output gradient that backward starts with."""
-    wanted, _ = plan_gradient(g_MN.device, settings, need_dx, need_dw, need_db)
-    return Gradient(g_MN, quantized(g_MN, wanted), wanted)
+    g_MN: Tensor, settings: Settings, need_dx: bool, need_dw: bool, need_db: bool,
+    sum_dtype: torch.dtype = torch.float32,
+) -> Gradient:  # fmt: skip
+    """The output gradient that backward starts with; its sums over the tokens in sum_dtype."""
+    target, _ = plan_gradient(g_MN.device, settings, need_dx, need_dw, need_db)
+    if target.codes:
+        row, col, rule, col_sum = target
+        q = quantize_2d(g_MN, row, col, rule=rule, col_sum=col_sum, sum_dtype=sum_dtype)
+    else:
+        q = quantized(g_MN, target)
+    return Gradient(g_MN, q, target)
 
 
+# ------------------------------------------------------------------------------------------- dgrad
 def dgrad(
-    gradient: Gradient, tensors: tuple[Tensor, ...], order: str | None, settings: Settings,
-    dtype: torch.dtype, tag: int, *, gelu: str | None = None, gelu_in: Tensor | None = None,
-    bias_grad: bool = False,
+    gradient: Gradient, kept: Kept, settings: Settings, dtype: torch.dtype, tag: int, *,
+    gelu: str | None = None, gelu_in: Tensor | None = None, bias_grad: bool = False,
 ) -> GemmParts:  # fmt: skip
     """dx [M, K] = g @ w; with gelu_in, times the derivative of GELU there, and perhaps its sums
     over M as the bias gradient. In high precision gelu_in is not taken."""
-    if not gradient.wanted.rowwise:
+    g_row = gradient.q.row
+    if g_row is None:
         assert gradient.g_MN is not None and gelu_in is None
-        w_NK = values_of(tensors, settings.fwd_fmt, order, gradient.g_MN.dtype)
+        w_NK = kept.values(gradient.g_MN.dtype)
         record(tag)
         return GemmParts(high_precision.dgrad(gradient.g_MN, w_NK, dtype), None, None)
-    assert order is not None
-    w = operand_of(tensors, settings.fwd_fmt, order)
+    w = kept.as_operand()
     if settings.one_copy:
-        w = columnwise_of(w, settings)
-    form = form_of(gradient.q.row_codes.device, settings)  # type: ignore[union-attr]
-    g_row = row_operand(gradient.q, gradient.wanted.fmt, form)
-    return gemm_2d(
-        w, g_row, gelu=gelu, gelu_in=gelu_in,
-        bias_grad="result" if bias_grad else None, out_dtype=dtype, tag=tag, mode=mode_of(settings),
-    )  # fmt: skip
+        w = columns_of(w, settings)
+    epilogue = Epilogue(None, gelu, gelu_in, "result" if bias_grad else None)
+    return gemm_2d(g_row, w, epilogue, out_dtype=dtype, tag=tag, mode=mode_of(settings))
 
 
-def wgrad(
-    gradient: Gradient, tensors: tuple[Tensor, ...], order: str | None, settings: Settings, tag: int
-) -> Wgrad:
-    """The GEMM dw [N, K] = g^T @ x, to be run now or later."""
-    reads: Reads = ((INPUT, tensors[0]),) if order is None else ()
-    if gradient.wanted.columnwise is None:
-        g_MN = gradient.g_MN
+# ------------------------------------------------------------------------------------------- wgrad
+def wgrad(gradient: Gradient, kept: Kept, settings: Settings, tag: int) -> Wgrad:
+    """The GEMM dw [N, K] = g^T @ x, to be run now or later, into a place that is known then."""
+    reads: Reads = () if kept.spec else ((INPUT, kept.tensors[0]),)  # type: ignore[assignment]
+    g_col, g_MN = gradient.q.col, gradient.g_MN
+    if g_col is None:
         assert g_MN is not None
 
         def in_high_precision(out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
             record(tag)
-            x_MK = values_of(tensors, settings.fwd_fmt, order, g_MN.dtype)
+            x_MK = flatten(kept.values(g_MN.dtype))
             return high_precision.wgrad(g_MN, x_MK, out, dtype, accumulate)
 
         return Wgrad(in_high_precision, (*reads, (OUTPUT_GRADIENT, g_MN)))
 
-    form = form_of(tensors[0].device, settings)
-    g_col = col_operand(gradient.q, gradient.wanted.fmt, form)
-
     def gemm(out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
-        x = _columns(tensors, order, settings, form)
+        x_col = _columns(kept, settings)
         return gemm_2d(
-            x, g_col, out=out, out_dtype=dtype, accumulate=accumulate, tag=tag,
+            g_col, x_col, Epilogue(accumulate=accumulate), out=out, out_dtype=dtype, tag=tag,
             mode=mode_of(settings),
         ).out  # fmt: skip
 
     return Wgrad(gemm, reads)
 
 
-def _columns(
-    tensors: tuple[Tensor, ...], order: str | None, settings: Settings, form: GemmForm
-) -> Operand:
-    """The columnwise operand that was saved, or that of the input that was."""
-    if order is not None:
-        return operand_of(tensors, settings.fwd_fmt, order)
-    wanted = Wanted(
-        settings.fwd_fmt, False, form.columnwise, settings.scale_rule, form.spread
-    )  # fmt: skip
-    return col_operand(quantized(tensors[0], wanted), settings.fwd_fmt, form)
-
-
-def weight_operands(
-    standing: StandingWeight | None, weight_NK: Tensor | None, settings: Settings, need_dx: bool
-) -> tuple[Operand, Operand | None]:
-    """The operands of a weight for fprop and dgrad: kept ones, or made now. A weight that is kept
-    without its master is None."""
-    if standing is not None:
-        return standing.row, standing.col
-    assert weight_NK is not None
-    return quantize_weight(weight_NK, settings, need_dx)
+def _columns(kept: Kept, settings: Settings) -> Operand:
+    """The columnwise operand that was kept, or that of the input that was."""
+    if kept.spec:
+        return kept.as_operand()
+    x = kept.tensors[0]
+    assert x is not None
+    form = roles(x.device, settings).x
+    made = quantize_2d(flatten(x), col=form.col, rule=settings.scale_rule).col
+    assert made is not None
+    return made

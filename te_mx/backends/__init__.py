@@ -1,5 +1,30 @@
-"""Backends: where quantize, dequantize and gemm really run.
-
-`reference` is plain torch and the specification; `cpu` is the native CPU code. Imports go down
-only: nothing here imports `te_mx.engine`, `te_mx.ops` or anything above them.
+"""Backends: a folder a device, a file a kernel or two. Importing this package registers them all,
+in every process, whatever the machine: whether a kernel runs is what its envelope says.
 """
+
+from te_mx.backends.cpu import ISA_LEVELS
+from te_mx.backends.cpu import fused as _cpu_fused
+from te_mx.backends.cpu import gemm as _cpu_gemm
+from te_mx.backends.cpu import grouped as _cpu_grouped
+from te_mx.backends.cpu import isa as _isa
+from te_mx.backends.cpu import linear as _cpu_linear
+from te_mx.backends.cpu import missing_reason as _missing_reason
+from te_mx.backends.cpu import quantize as _cpu_quantize
+from te_mx.backends.reference import fused as _fused
+from te_mx.backends.reference import gemm as _gemm
+from te_mx.backends.reference import grouped as _grouped
+from te_mx.backends.reference import quantize as _quantize
+from te_mx.backends.sm90 import fused as _sm90_fused
+from te_mx.backends.sm90 import gemm as _sm90_gemm
+from te_mx.backends.sm90 import grouped as _sm90_grouped
+from te_mx.backends.sm90 import linear as _sm90_linear
+from te_mx.backends.sm90 import quantize as _sm90_quantize
+from te_mx.dispatch.problem import register_level
+
+register_level("cpu", _isa, ISA_LEVELS, _missing_reason)
+
+KERNEL_FILES = (
+    _cpu_fused, _cpu_gemm, _cpu_grouped, _cpu_linear, _cpu_quantize,
+    _fused, _gemm, _grouped, _quantize,
+    _sm90_fused, _sm90_gemm, _sm90_grouped, _sm90_linear, _sm90_quantize,
+)  # fmt: skip

@@ -7,11 +7,12 @@ older torch releases never meet a float8 kernel.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
+
+from te_mx.dispatch.calls import Epilogue as Epilogue
 
 BLOCK = 32  # elements that share one scale
 
@@ -32,30 +33,8 @@ class Words(dict[_K, _V]):
         raise self._error(f"te_mx: {self._what} must be one of {known}, got {got}")
 
 
-@dataclass(frozen=True)
-class ElementFormat:
-    """An 8-bit float: sign, exponent, mantissa. Magnitudes are code-ordered, so clamping works on
-    codes.
-    """
-
-    name: str
-    native_id: int
-    max: float
-    emax: int  # exponent of max: 448 = 1.75 * 2^8
-    emin: int  # exponent of the smallest normal number
-    mantissa_bits: int
-    bias: int
-    max_code: int
-    torch_dtype: torch.dtype
-
-
-FORMATS = Words("the element format", ValueError, {
-    "e4m3": ElementFormat("e4m3", 0, 448.0, 8, -6, 3, 7, 0x7E, torch.float8_e4m3fn),
-    "e5m2": ElementFormat("e5m2", 1, 57344.0, 15, -14, 2, 15, 0x7B, torch.float8_e5m2),
-})  # fmt: skip
+FORMATS = Words("the element format", ValueError, {"e4m3": 0, "e5m2": 1})
 SCALE_RULES = Words("the scale rule", ValueError, {"rceil": 0, "floor": 1})
-COLUMNWISE_FORMS = ("plain", "transposed")
-ORDERS = ("k_last", "k_first", "sm90", "sm90_rows", "sm90_k")
 # What native code calls an order (Layout in csrc/include/te_mx/types.h).
 LAYOUTS = {"k_last": 0, "k_first": 1, "sm90": 2, "sm90_rows": 3, "sm90_k": 4}
 PLAIN = -1  # in place of a spread: plain MX, not packed for sm_90
@@ -100,10 +79,10 @@ class Operand(NamedTuple):
     """One side of a GEMM: a logical [rows, k] matrix with one scale for every 32 of k.
 
     order "k_last": codes [rows, k], scales [rows, ceil(k/32)]. order "k_first": codes [k, rows],
-    scales [ceil(k/32), rows]. `packed` is what `ops.pack_2d` made of the same codes, or None.
-    order "sm90": packed for Hopper, see backends/sm90_layout.py: codes [rows, k] with rows a
+    scales [ceil(k/32), rows]. `packed` is what a kernel packed of the same codes, or None.
+    order "sm90": packed for Hopper, see layouts/sm90_tiles.py: codes [rows, k] with rows a
     multiple of 16 bytes apart, scales int32 [ceil(k/128), tiles, 132]. "sm90_rows", "sm90_k":
-    groups of rows or of k packed for Hopper, see backends/sm90_grouped_layout.py.
+    groups of rows or of k packed for Hopper, see layouts/sm90_groups.py.
     """
 
     codes: Tensor
@@ -121,45 +100,20 @@ class Operand(NamedTuple):
         return self.codes.shape[0 if self.order == "k_first" else 1]
 
 
-class Epilogue(NamedTuple):
-    """What happens to the fp32 accumulators of D [n, m], in this order: + bias [m]; aux is stored;
-    GELU; or times the derivative of GELU at gelu_in [n, m]; bias gradient; + out if accumulate;
-    rounding to the dtype of out.
-    """
+class NativeNorm(NamedTuple):
+    """What a native normalization made: as dispatch.fused.NormParts, in parts."""
 
-    bias: Tensor | None = None
-    gelu: str | None = None
-    gelu_in: Tensor | None = None
-    bias_grad: str | None = None
-    accumulate: bool = False
+    mean: Tensor | None
+    rstd: Tensor
+    z: Tensor | None
+    quantized: QuantizedParts
 
 
-class GemmParts(NamedTuple):
-    """out [n, m]; aux [n, m], the value before GELU, or None; bias_grad fp32 [n] or [m], or
-    None.
-    """
+class NativeAct(NamedTuple):
+    """What a native activation made: as dispatch.fused.ActParts, in parts."""
 
-    out: Tensor
-    aux: Tensor | None
-    bias_grad: Tensor | None
-
-
-class Backend(Protocol):
-    """What a backend module provides. A backend writes into `out` and `aux`, which the caller
-    allocates.
-    """
-
-    def quantize(
-        self, x: Tensor, fmt: str, rowwise: bool, columnwise: str | None, rule: str, col_sum: bool
-    ) -> QuantizedParts: ...
-
-    def dequantize(
-        self, codes: Tensor, scales: Tensor, fmt: str, order: str, dtype: torch.dtype
-    ) -> Tensor: ...
-
-    def gemm(
-        self, a: Operand, b: Operand, epilogue: Epilogue, out: Tensor, aux: Tensor | None
-    ) -> Tensor | None: ...
+    out: Tensor | None
+    quantized: QuantizedParts
 
 
 def pointer(tensor: Tensor | None) -> int:
@@ -177,15 +131,33 @@ def blocks(size: int) -> int:
     return (size + BLOCK - 1) // BLOCK
 
 
-def quantized_shapes(
-    rows: int, cols: int, rowwise: bool, columnwise: str | None
-) -> list[tuple[int, int]]:
-    """Shapes of the codes and scales that a quantize call returns, in the order of
-    QuantizedParts.
+class StackedOperand(NamedTuple):
+    """The operand of every group, one after another: logical [G, rows, k].
+
+    order "k_last": codes [G, rows, k], scales [G, rows, ceil(k/32)]. order "k_first": codes
+    [G, k, rows], scales [G, ceil(k/32), rows]. `packed`: uint8 [G, bytes], or None. order "sm90":
+    packed for Hopper, codes [G, rows, k] with padded rows, scales int32 [G, ceil(k/128), tiles,
+    132].
     """
-    shapes = [(rows, cols), (rows, blocks(cols))] if rowwise else []
-    if columnwise == "plain":
-        shapes += [(rows, cols), (blocks(rows), cols)]
-    elif columnwise == "transposed":
-        shapes += [(cols, rows), (cols, blocks(rows))]
-    return shapes
+
+    codes: Tensor
+    scales: Tensor
+    fmt: str
+    order: str
+    packed: Tensor | None = None
+
+    @property
+    def groups(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def rows(self) -> int:
+        return self.codes.shape[2 if self.order == "k_first" else 1]
+
+    @property
+    def k(self) -> int:
+        return self.codes.shape[1 if self.order == "k_first" else 2]
+
+    def group(self, i: int) -> Operand:
+        """The operand of one group, without its packed form."""
+        return Operand(self.codes[i], self.scales[i], self.fmt, self.order)

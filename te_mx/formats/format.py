@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_mx.arguments import check_dense, check_size, is_one_of, shown
 from te_mx.formats import packing, registry
 from te_mx.formats.element import MAGNITUDE, Element
 from te_mx.formats.scaling import NAN_SCALE, Scaling, power_of_two, scale_bytes
+
+_READ = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,13 +87,15 @@ class Format:
         its block, and of its codes NaN, or 0 where the element has none.
 
         Raises:
-            ValueError: a rule that the format does not know.
+            TypeError: x is no tensor of such a dtype.
+            ValueError: x is no matrix, or the format does not know the rule.
         """
-        if rule not in self.scaling.rules:
+        _check_matrix("x", x, *_READ)
+        if not is_one_of(rule, self.scaling.rules):
             rules = ", ".join(map(repr, self.scaling.rules))
-            raise ValueError(f"scale rule of {self.name} must be one of {rules}, got {rule!r}")
+            raise ValueError(f"scale rule of {self.name} must be one of {rules}, got {shown(rule)}")
         rows, k = x.shape
-        bits = x.detach().to(torch.float32).view(torch.int32)
+        bits = x.detach().resolve_neg().to(torch.float32).view(torch.int32)
         bits = _pad_last(bits, self.blocks(k) * self.block)
         bits = bits.reshape(rows, self.blocks(k), self.block)
         amax = (bits & MAGNITUDE).amax(-1)  # NaN and Inf come out on top
@@ -105,7 +110,26 @@ class Format:
 
         A value of 2^128 or more (rounding up the largest fp32 numbers gives one) becomes Inf in
         dtypes that cannot hold it.
+
+        Raises:
+            TypeError: an argument of the wrong type or dtype.
+            ValueError: codes and scales are not those of a matrix with k columns.
         """
+        _check_matrix("codes", codes, torch.uint8)
+        _check_matrix("scales", scales, self.scaling.storage)
+        if not isinstance(dtype, torch.dtype) or dtype not in (*_READ, torch.float64):
+            raise TypeError(
+                f"dtype must be float32, bfloat16, float16 or float64, got {shown(dtype)}"
+            )
+        k = check_size("k", k)
+        rows = len(codes)
+        shapes = self.codes_shape(rows, k), self.scales_shape(rows, k)
+        if (codes.shape, scales.shape) != shapes or codes.device != scales.device:
+            raise ValueError(
+                f"{self.name} codes and scales of {rows} rows and k={k} must have shapes "
+                f"{shapes[0]} and {shapes[1]} and be on one device, got {tuple(codes.shape)} on "
+                f"{codes.device} and {tuple(scales.shape)} on {scales.device}"
+            )
         exponents = scales.int() - 127
         # Two factors, so that neither they nor the first product leave the normal range of fp32.
         half = exponents >> 1
@@ -125,6 +149,16 @@ class Format:
         for factor in factors:
             values = values * factor.unsqueeze(-1)
         return values.flatten(1)[:, :k].contiguous()
+
+
+def _check_matrix(name: str, x: Any, *dtypes: torch.dtype) -> None:
+    """Raise TypeError or ValueError unless x is a dense matrix of one of these dtypes."""
+    if not isinstance(x, Tensor) or x.dtype not in dtypes:
+        known = " or ".join(map(str, dtypes))
+        raise TypeError(f"{name} must be a tensor of {known}, got {shown(x)}")
+    check_dense(name, x)
+    if x.dim() != 2:
+        raise ValueError(f"{name} must be a matrix, got {shown(x)}")
 
 
 def _pad_last(values: Tensor, size: int) -> Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from te_mx.arguments import shown
+
 if TYPE_CHECKING:
     from te_mx.formats.format import Format
 
@@ -34,9 +36,10 @@ def get(name: str) -> Format:
     Raises:
         ValueError: no such format.
     """
-    found = _by_any_name.get(name)
+    found = _by_any_name.get(name) if isinstance(name, str) else None
     if found is None:
-        raise ValueError(f"fmt must be one of {', '.join(map(repr, _by_any_name))}, got {name!r}")
+        known = ", ".join(map(repr, _by_any_name))
+        raise ValueError(f"fmt must be one of {known}, got {shown(name)}")
     return found
 
 

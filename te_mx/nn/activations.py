@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_mx.arguments import check_number, is_one_of, shown
-from te_mx.backends.fused import ACTIVATIONS, Activation
+from te_mx.dispatch.fused import ACTIVATIONS, Activation
 
 _PARAMS = {"limit": "limit", "alpha": "alpha", "glu_linear_offset": "offset"}
 

@@ -31,6 +31,34 @@ class Checked:
         """Codes and scales of a weight without a master."""
         raise NotImplementedError
 
+    def _check_plain_call(
+        self, inp: Tensor, weight: Tensor | None, bias: Tensor | None, rows: int, cols: int
+    ) -> None:
+        """Raise unless y = inp @ weight.T + bias can run in MXFP8 with a weight [rows, cols] and a
+        bias [rows] or None: one look where everything is as usual, all checks where it is not."""
+        if (
+            type(inp) is Tensor
+            and not inp.is_nested
+            and type(weight) is nn.Parameter
+            and (bias is None or type(bias) is nn.Parameter)
+            and inp.dim()
+            and inp.shape[-1] == cols
+            and weight.shape == (rows, cols)
+            and (bias is None or bias.shape == (rows,))
+            and inp.device == weight.device
+            and (bias is None or inp.device == bias.device)
+            and inp.dtype in FLOATS
+            and weight.dtype in FLOATS
+            and (bias is None or bias.dtype in FLOATS)
+            and inp.layout is _STRIDED
+        ):
+            return
+        self._check_shape(inp, "in_features", cols)
+        self._check_kind(inp)
+        self._check_parameter("weight", weight, (rows, cols), inp.device)
+        if bias is not None:
+            self._check_parameter("bias", bias, (rows,), inp.device)
+
     def _check_shape(self, inp: Tensor, name: str, size: int) -> None:
         """Raise unless inp is a tensor [..., size]."""
         if not isinstance(inp, Tensor) or inp.is_nested:

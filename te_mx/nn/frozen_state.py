@@ -2,11 +2,13 @@
 
 A module without masters saves, for each weight, ``<name>`` (float8_e4m3fn [out, in]) and
 ``<name>_scale`` (uint8 [out, ceil(in/32)], E8M0): the names and layouts of MXFP8 checkpoints of
-compressed-tensors and ModelOpt; scales named ``<name>_scale_inv`` are read too. What such a
-state_dict is loaded into becomes frozen without masters.
+compressed-tensors and ModelOpt; scales named ``<name>_scale_inv`` are read too. Codes of fewer than
+8 bits are saved as they are packed, uint8. What such a state_dict is loaded into becomes frozen
+without masters.
 
-The recipe goes with them in the metadata of the state_dict, which ``torch.save(state_dict)`` keeps;
-formats that hold tensors only, such as safetensors, lose it. The default recipe stands in then.
+The recipe, which names the format, goes with them in the metadata of the state_dict, which
+``torch.save(state_dict)`` keeps; formats that hold tensors only, such as safetensors, lose it. The
+module's own stands in then if its codes are such, or else the default recipe.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from te_mx import formats
 from te_mx.arguments import is_dense, shown
 from te_mx.nn.frozen_weight import Freezable, Frozen
-from te_mx.recipe import Format, MXFP8BlockScaling, Settings, get_default_recipe
+from te_mx.recipe import BlockScaling, get_default_recipe
+from te_mx.recipes.settings import Settings
 
 SCALES = ("_scale", "_scale_inv")
 _RECIPE = "te_mx_recipe"  # in the metadata of a module
@@ -41,13 +45,14 @@ def save_codes(module: Freezable, destination: Any, prefix: str) -> None:
     metadata = getattr(destination, "_metadata", {}).get(prefix[:-1])
     if metadata is not None:
         metadata[_RECIPE] = module._frozen.settings._asdict()
+    dtype = _dtype_of(module._frozen.settings.w)
     for key in module._weight_keys:
         codes, scales = module._codes(key)
         names = module._held_by(key)
         # Weights of several parameters are stacked: one part for each.
         parts = ([codes], [scales]) if names == (key,) else (codes.unbind(0), scales.unbind(0))
         for name, code, scale in zip(names, *parts, strict=True):
-            destination[prefix + name] = code.view(torch.float8_e4m3fn)
+            destination[prefix + name] = code.view(dtype)
             destination[f"{prefix}{name}_scale"] = scale
 
 
@@ -83,6 +88,8 @@ def read_codes(
             "a module are frozen together"
         )
         return nothing
+    first = state_dict.get(next(iter(weights.values())))
+    settings = _settings_for(module, local_metadata.get(_RECIPE), first, prefix, error_msgs)
     dropped, made = module._is_dropped(), {}
     for key, name in weights.items():
         if not dropped and not module._is_held(key):
@@ -92,24 +99,14 @@ def read_codes(
             )
             return nothing
         held = module._codes(key)[0] if dropped else module._sample(key)
-        shape = tuple(held.shape) if dropped else module._shape_of(key)
         code, scale = state_dict.get(name), state_dict[scales[key]]
-        if problem := _problem(code, scale, shape):
+        if problem := _problem(code, scale, module._shape_of(key), settings.w):
             error_msgs.append(f"{name}, {scales[key]}: {problem}")
             return nothing
         code, scale = code.view(torch.uint8), scale.view(torch.uint8)
         if not (local_metadata.get("assign_to_params_buffers", False) or held.is_meta):
             code, scale = (t.to(held.device, copy=True) for t in (code, scale))
         made[key] = code.detach().contiguous(), scale.detach().contiguous()
-    settings = None
-    if (saved := local_metadata.get(_RECIPE)) is not None:
-        try:
-            settings = _settings_of(saved)
-        except (KeyError, TypeError, ValueError, NotImplementedError) as error:
-            error_msgs.append(
-                f"{name}: was frozen under a recipe that this version of te_mx does not know, "
-                f"{saved!r} ({type(error).__name__}: {error})"
-            )
     return Codes(made, settings, ours)
 
 
@@ -117,9 +114,10 @@ def take_codes(module: Freezable, codes: Codes) -> None:
     """Make codes that were read the weights of the module."""
     if not codes.made:
         return
+    assert codes.settings is not None
     if module._frozen is None:
-        module._mark_frozen(Frozen(codes.settings or get_default_recipe().settings))
-    elif codes.settings is not None:
+        module._mark_frozen(Frozen(codes.settings))
+    else:
         module._frozen.settings = codes.settings
     module._drop_masters(codes.made)
 
@@ -149,8 +147,15 @@ def codes_alone(name: str, value: Tensor) -> str:
     )
 
 
-def _problem(codes: Any, scales: Any, shape: tuple[int, ...]) -> str:
-    """What is wrong with a quantized weight in a state_dict, or an empty string."""
+def _dtype_of(name: str) -> torch.dtype:
+    """The dtype that codes of a format have in a state_dict."""
+    element = formats.get(name).element
+    return element.torch_dtype if element.bits == 8 and element.torch_dtype else torch.uint8
+
+
+def _problem(codes: Any, scales: Any, shape: tuple[int, ...], name: str) -> str:
+    """What is wrong with a quantized weight of this shape and format in a state_dict, or an empty
+    string."""
     if codes is None:
         return "a weight_scale needs a weight of codes beside it"
     if not isinstance(codes, Tensor) or not isinstance(scales, Tensor):
@@ -163,24 +168,48 @@ def _problem(codes: Any, scales: Any, shape: tuple[int, ...]) -> str:
             "scales of tensors, channels or 128x128 blocks belong to other formats, which do not "
             "load: dequantize the checkpoint first"
         )
-    if codes.dtype != torch.float8_e4m3fn:
-        return f"codes must be float8_e4m3fn, got {codes.dtype}"
-    expected = [shape, (*shape[:-1], -(-shape[-1] // 32))]
+    fmt, dtype = formats.get(name), _dtype_of(name)
+    if codes.dtype != dtype:
+        return f"codes must be {str(dtype).removeprefix('torch.')}, got {codes.dtype}"
+    groups, sizes = shape[:-2], shape[-2:]
+    expected = [(*groups, *fmt.codes_shape(*sizes)), (*groups, *fmt.scales_shape(*sizes))]
     got = [tuple(codes.shape), tuple(scales.shape)]
     if got != expected:
         return (
-            f"shapes must be {expected[0]} and {expected[1]} (one scale per 32 columns), got "
-            f"{got[0]} and {got[1]}"
+            f"shapes must be {expected[0]} and {expected[1]} (one scale per {fmt.block} columns), "
+            f"got {got[0]} and {got[1]}"
         )
     return ""
 
 
+def _settings_for(
+    module: Freezable, saved: Any, codes: Any, prefix: str, error_msgs: list[str]
+) -> Settings:
+    """The settings that were saved with codes, or, without any, those that stand in for them."""
+    default = get_default_recipe().settings
+    if saved is None:
+        own = None if module._frozen is None else module._frozen.settings
+        fits = own is not None and _dtype_of(own.w) == getattr(codes, "dtype", None)
+        return own if own is not None and fits else default
+    try:
+        return _settings_of(saved)
+    except (KeyError, TypeError, ValueError, NotImplementedError) as error:
+        error_msgs.append(
+            f"{prefix}{module._weight_keys[0]}: was frozen under a recipe that this version of "
+            f"te_mx does not know, {saved!r} ({type(error).__name__}: {error})"
+        )
+        return default
+
+
 def _settings_of(saved: dict[str, Any]) -> Settings:
     """The settings that were saved, checked as those of a recipe are."""
+    saved = dict(saved)
+    if "fwd_fmt" in saved:  # of an earlier version: one format for inputs and weights
+        saved["x"] = saved["w"] = saved.pop("fwd_fmt")
+        saved["g"] = saved.pop("bwd_fmt")
     settings = Settings(**saved)
-    formats = {(member.value.fwd, member.value.bwd): member for member in Format}
-    return MXFP8BlockScaling(
-        fp8_format=formats[settings.fwd_fmt, settings.bwd_fmt],
+    return BlockScaling(
+        *settings[:3],
         scale_rule=settings.scale_rule,
         precision=settings.precision,
         alignment_spread=settings.spread,

@@ -13,12 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_mx.autograd.operands import quantize_weight, standing_weight
+from te_mx.autograd.steps import at_rest, kept_weight
 from te_mx.nn.frozen_sources import Sources
-from te_mx.ops import FLOAT_DTYPES, Operand, dequantize_2d
-from te_mx.recipe import Settings
-
-FMT = "e4m3"  # of every weight: recipes have no other forward format
+from te_mx.ops import FLOAT_DTYPES, Operand, dequantize_2d, quantize_2d
+from te_mx.recipes.settings import Settings
 
 
 class Frozen:
@@ -26,16 +24,19 @@ class Frozen:
 
     `kept` holds the quantized copies beside kept masters, by key; what is missing is made again.
     `sources` says what they were made of, `in_graphs` keeps those that a CUDA graph reads.
-    `dtypes` (of the weights, by key) and `trained` (requires_grad of the parameters, by name) are
-    what unfreezing restores.
+    `dtypes` and `shapes` (of the weights, by key) and `trained` (requires_grad of the parameters,
+    by name) are what unfreezing restores.
     """
 
-    __slots__ = ("dropped", "dtypes", "in_graphs", "kept", "settings", "sources", "trained")
+    __slots__ = (
+        "dropped", "dtypes", "in_graphs", "kept", "settings", "shapes", "sources", "trained"
+    )  # fmt: skip
 
     def __init__(self, settings: Settings, dropped: bool = False) -> None:
         self.settings = settings
         self.dropped = dropped
         self.dtypes: dict[str, torch.dtype] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
         self.trained: dict[str, bool] = {}
         self.kept: dict[str, Any] = {}
         self.sources: dict[str, Sources] = {}
@@ -45,6 +46,7 @@ class Frozen:
         """For a copy of the module, whose next forward quantizes again."""
         other = Frozen(self.settings, self.dropped)
         other.dtypes.update(self.dtypes)
+        other.shapes.update(self.shapes)
         other.trained.update(self.trained)
         return other
 
@@ -81,8 +83,8 @@ class Freezable:
         """A tensor with the dtype and the device of the weight."""
         return self._whole(key)
 
-    def _shape_of(self, key: str) -> tuple[int, ...]:
-        """The shape that its codes have."""
+    def _master_shape(self, key: str) -> tuple[int, ...]:
+        """The shape of the weight, of all groups together."""
         return tuple(self._whole(key).shape)
 
     def _each_of(self, key: str) -> list[Tensor]:
@@ -107,24 +109,27 @@ class Freezable:
                 tensors[name] = getattr(self, name)
         return tensors
 
-    def _standing_weight(self, key: str, settings: Settings, need_dx: bool) -> Any:
+    def _make_kept(self, key: str, settings: Settings, need_dx: bool) -> Any:
         """The weight quantized, and packed for the kernels, for several calls."""
-        return standing_weight(self._whole(key), settings, need_dx)
+        return kept_weight(self._whole(key), settings, need_dx)
 
     def _plain_codes(self, key: str, settings: Settings) -> tuple[Tensor, Tensor]:
         """Rowwise codes and scales of the weight."""
-        row, _ = quantize_weight(self._whole(key).detach(), settings, False, packed=False)
+        weight = self._whole(key).detach()
+        row = quantize_2d(weight, at_rest(settings.w), rule=settings.scale_rule).row
+        assert row is not None
         return row.codes, row.scales
 
-    def _operand_of(self, codes: Tensor, scales: Tensor) -> Any:
-        """What the forward multiplies by, of a weight without a master."""
-        return Operand(codes, scales, FMT, "k_last")
+    def _dropped_operand(self, key: str) -> Any:
+        """The weight of a module without masters, for fprop."""
+        codes, scales = self._codes(key)
+        assert self._frozen is not None
+        rows, k = self._frozen.shapes[key]
+        return Operand(codes, scales, at_rest(self._frozen.settings.w), rows, k)
 
-    def _masters(
-        self, key: str, codes: Tensor, scales: Tensor, dtype: torch.dtype
-    ) -> dict[str, Tensor]:
+    def _masters(self, key: str, dtype: torch.dtype) -> dict[str, Tensor]:
         """Values of the codes, by the names of the parameters that take them."""
-        return {key: dequantize_2d(codes, scales, FMT, "k_last", dtype)}
+        return {key: dequantize_2d(self._dropped_operand(key), dtype)}
 
     # -------------------------------------------------------------------------- freezing and back
     def why_not_frozen(self, drop_master: bool) -> str:
@@ -157,7 +162,7 @@ class Freezable:
             made = {}
             for key in self._weight_keys:
                 copy = frozen.current(key, self)[0] if key in frozen.sources else None
-                made[key] = copy or self._standing_weight(key, frozen.settings, False)
+                made[key] = copy or self._make_kept(key, frozen.settings, False)
             self._mark_frozen(frozen)
             self._forget_copies()
             for key, copy in made.items():
@@ -176,7 +181,7 @@ class Freezable:
         if frozen.dropped:
             masters: dict[str, Tensor] = {}
             for key in self._weight_keys:
-                masters |= self._masters(key, *self._codes(key), frozen.dtypes[key])
+                masters |= self._masters(key, frozen.dtypes[key])
             for name, value in masters.items():
                 self.register_parameter(name, nn.Parameter(value))
             for key in self._weight_keys:
@@ -191,6 +196,7 @@ class Freezable:
         """Frozen so, with the masters still there: the parameters stop training."""
         for key in self._weight_keys:
             frozen.dtypes[key] = self._sample(key).dtype
+            frozen.shapes[key] = self._master_shape(key)
         for name, value in self.named_parameters():  # type: ignore[attr-defined]
             frozen.trained[name] = value.requires_grad or frozen.trained.get(name, False)
             value.requires_grad_(False)
@@ -206,8 +212,8 @@ class Freezable:
             frozen.sources = {key: Sources(self._made_of(key)) for key in self._weight_keys}
 
     def _drop_masters(self, made: dict[str, tuple[Tensor, Tensor]]) -> None:
-        """Replace the weights of a frozen module by codes [..., out, in] and scales [..., out,
-        ceil(in/32)]."""
+        """Replace the weights of a frozen module by rowwise codes and scales, in the weight format
+        of its settings; those of groups have one dimension more."""
         assert isinstance(self, nn.Module) and self._frozen is not None
         self._frozen.dropped = True
         self._frozen.kept.clear()
@@ -232,9 +238,11 @@ class Freezable:
     def _codes(self, key: str) -> tuple[Tensor, Tensor]:
         return getattr(self, f"{key}_codes"), getattr(self, f"{key}_scale")
 
-    def _dropped_operand(self, key: str) -> Any:
-        """The weight of a module without masters, for fprop."""
-        return self._operand_of(*self._codes(key))
+    def _shape_of(self, key: str) -> tuple[int, ...]:
+        """The shape of the weight, also where only its codes are left."""
+        if self._frozen is not None and self._frozen.dropped:
+            return self._frozen.shapes[key]
+        return self._master_shape(key)
 
     def _refuse_gradient(self, *tensors: Tensor | None) -> None:
         """Raise RuntimeError where a gradient is asked of a module without masters, or somebody

@@ -11,20 +11,20 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from te_mx.autograd import joining, transforms
-from te_mx.autograd.grouped import grouped_linear, infer
+from te_mx.autograd.grouped import GroupedCall, grouped_linear, infer
 from te_mx.autograd.grouped_loop import high_precision_loop
 from te_mx.autograd.grouped_operands import Groups
-from te_mx.autograd.linear import flatten
+from te_mx.autograd.operands import flatten
 from te_mx.context import is_tracing
 from te_mx.nn import constructors, delayed_wgrad
 from te_mx.nn.frozen_state import SCALES
 from te_mx.nn.grouped_plain import grouped_plain
 from te_mx.nn.grouped_splits import groups_of
 from te_mx.nn.grouped_state import convert_state_dict
-from te_mx.nn.grouped_weight import StackedWeight
+from te_mx.nn.grouped_weight import StackedWeight, parameter_names
 from te_mx.nn.mx_module import MXModule, output_dtype
 from te_mx.nn.te_arguments import refuse, refuse_constructor
-from te_mx.recipe import Settings
+from te_mx.recipes.settings import Settings
 
 
 class GroupedLinear(StackedWeight, MXModule, nn.Module):
@@ -144,18 +144,6 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
             if self.init_method is not None:
                 self.init_method(weight)
 
-    def weights(self) -> list[Tensor]:
-        """The weight [out, in] of every group; views of a stacked parameter do not train."""
-        return self._each(self._weight_names, self.single_grouped_weight)
-
-    def biases(self) -> list[Tensor]:
-        """The bias [out] of every group, or an empty list."""
-        return self._each(self._bias_names, self.single_grouped_bias)
-
-    def _each(self, names: tuple[str, ...], stacked: bool) -> list[Tensor]:
-        held = [getattr(self, name) for name in names]
-        return list(held[0].detach().unbind(0)) if stacked and held else held
-
     def forward(
         self,
         inp: Tensor,
@@ -216,10 +204,11 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         sink = self._sink(weights, is_first_microbatch, queue) if routed else None
         try:
             added = () if self.return_bias else self._like_weights(biases)
-            y = grouped_linear(
-                inp, groups, weights + added, bool(added), kept, settings, output_dtype(inp), tag,
+            call = GroupedCall(
+                groups.capacity, settings, output_dtype(inp), bool(added), kept, tag,
                 self.save_original_input, sink,
             )  # fmt: skip
+            y = grouped_linear(inp, groups.offs, weights + added, call)
         except (AttributeError, RuntimeError, TypeError, ValueError):
             # Ops look at every parameter before they read one. Doing so here too would cost as much
             # again for many groups, so this only says which one they refused.
@@ -280,7 +269,10 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         bias_GN = None
         if added:
             bias_GN = added[0] if self.single_grouped_bias else joining.stack(added)
-        y = infer(inp, groups, row, bias_GN, settings, output_dtype(inp), self._tag_now())
+        call = GroupedCall(
+            groups.capacity, settings, output_dtype(inp), bool(added), tag=self._tag_now()
+        )
+        y = infer(inp, groups.offs, row, bias_GN, call)
         return (y, self._returned(biases)) if self.return_bias else y
 
     # ----------------------------------------------------------------------------- checks and names
@@ -303,8 +295,3 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         if self._bias_names:
             stacked = self.single_grouped_bias
             convert_state_dict(state_dict, f"{prefix}bias", groups, stacked, error_msgs)
-
-
-def parameter_names(kind: str, num_gemms: int, stacked: bool) -> tuple[str, ...]:
-    """("weight0", ...) or ("weight",)."""
-    return (kind,) if stacked else tuple(f"{kind}{i}" for i in range(num_gemms))

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from te_mx.autograd import joining
 from te_mx.autograd.grouped_operands import Groups
-from te_mx.backends.grouped import device_bounds, host_bounds, known_to_host
 from te_mx.context import is_tracing
+from te_mx.dispatch.groups import device_bounds, host_bounds, known_to_host
 
 _ALIGNED = 8  # torch._grouped_mm takes rows of whole 16 bytes
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from te_mx.arguments import check_size, shown
 from te_mx.autograd.grouped_operands import Groups
-from te_mx.backends.grouped import INDEX_DTYPES
 from te_mx.context import is_tracing
+from te_mx.dispatch.groups import INDEX_DTYPES
 
 
 def groups_of(

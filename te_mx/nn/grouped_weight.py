@@ -1,4 +1,6 @@
-"""The weights of a grouped layer as one: how they stand still, for micro-batches or frozen."""
+"""The parameters of all groups of a grouped layer, and its weights as one: how they stand still,
+for micro-batches or frozen.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +8,37 @@ import torch
 from torch import Tensor
 
 from te_mx.autograd import joining
-from te_mx.autograd.grouped_operands import StandingWeights, standing
-from te_mx.backends.grouped import StackedOperand
-from te_mx.nn.frozen_weight import FMT, Freezable
-from te_mx.ops import dequantize_2d
-from te_mx.ops.grouped_weights import quantize_weights
-from te_mx.recipe import Settings
+from te_mx.autograd.grouped_operands import KeptWeights, kept_weights
+from te_mx.autograd.steps import at_rest
+from te_mx.nn.frozen_weight import Freezable
+from te_mx.ops import Stack, dequantize_2d
+from te_mx.ops.grouped_quantize import quantize_weights
+from te_mx.recipes.settings import Settings
 
 
 class StackedWeight(Freezable):
     """Mixin of te_mx.GroupedLinear. Its one key stands for the weights of all groups; without
-    masters their codes lie in one buffer [groups, out, in]."""
+    masters their codes lie in one buffer, group after group."""
 
     num_gemms: int
     single_grouped_weight: bool
+    single_grouped_bias: bool
     _weight_names: tuple[str, ...]
+    _bias_names: tuple[str, ...]
 
     def weights(self) -> list[Tensor]:
-        """The weight [out, in] of every group."""
-        raise NotImplementedError
+        """The weight [out, in] of every group; views of a stacked parameter do not train."""
+        return self._each(self._weight_names, self.single_grouped_weight)
 
-    def _shape_of(self, key: str) -> tuple[int, ...]:
+    def biases(self) -> list[Tensor]:
+        """The bias [out] of every group, or an empty list."""
+        return self._each(self._bias_names, self.single_grouped_bias)
+
+    def _each(self, names: tuple[str, ...], stacked: bool) -> list[Tensor]:
+        held = [getattr(self, name) for name in names]
+        return list(held[0].detach().unbind(0)) if stacked and held else held
+
+    def _master_shape(self, key: str) -> tuple[int, ...]:
         return (self.num_gemms, *self._sample(key).shape)
 
     def _sample(self, key: str) -> Tensor:
@@ -38,25 +50,27 @@ class StackedWeight(Freezable):
     def _held_by(self, key: str) -> tuple[str, ...]:
         return self._weight_names
 
-    def _standing_weight(self, key: str, settings: Settings, need_dx: bool) -> StandingWeights:
-        return standing([w.detach() for w in self.weights()], settings, need_dx)
+    def _make_kept(self, key: str, settings: Settings, need_dx: bool) -> KeptWeights:
+        return kept_weights([w.detach() for w in self.weights()], settings, need_dx)
 
     def _plain_codes(self, key: str, settings: Settings) -> tuple[Tensor, Tensor]:
-        row, _ = quantize_weights(
-            [w.detach() for w in self.weights()], settings.fwd_fmt, columnwise=False,
-            scale_rule=settings.scale_rule,
-        )  # fmt: skip
+        weights = [w.detach() for w in self.weights()]
+        row, _ = quantize_weights(weights, at_rest(settings.w), rule=settings.scale_rule)
         return row.codes, row.scales
 
-    def _operand_of(self, codes: Tensor, scales: Tensor) -> StackedOperand:
-        return StackedOperand(codes, scales, FMT, "k_last")
+    def _dropped_operand(self, key: str) -> Stack:
+        codes, scales = self._codes(key)
+        assert self._frozen is not None
+        groups, rows, k = self._frozen.shapes[key]
+        return Stack(codes, scales, at_rest(self._frozen.settings.w), groups, rows, k)
 
-    def _masters(
-        self, key: str, codes: Tensor, scales: Tensor, dtype: torch.dtype
-    ) -> dict[str, Tensor]:
-        made = [
-            dequantize_2d(code, scale, FMT, "k_last", dtype)
-            for code, scale in zip(codes, scales, strict=True)
-        ]
+    def _masters(self, key: str, dtype: torch.dtype) -> dict[str, Tensor]:
+        stack = self._dropped_operand(key)
+        made = [dequantize_2d(stack.group(i), dtype) for i in range(stack.groups)]
         values = [joining.stack(made)] if self.single_grouped_weight else made
         return dict(zip(self._weight_names, values, strict=True))
+
+
+def parameter_names(kind: str, num_gemms: int, stacked: bool) -> tuple[str, ...]:
+    """("weight0", ...) or ("weight",)."""
+    return (kind,) if stacked else tuple(f"{kind}{i}" for i in range(num_gemms))

@@ -195,11 +195,10 @@ class LayerNormLinear(NormModule):
             if added is not None:
                 self._check_parameter("bias", added, (out_features,), device)
             need_dx = needs_gradient(inp, norm_weight, norm_bias)
-            standing = self._standing("weight", settings, is_first_microbatch, device, need_dx)
+            first = is_first_microbatch
+            kept = self._kept_or_dropped("weight", settings, first, device, need_dx)
             call = Call(self._step(inp), settings, self.return_layernorm_output, self._tag_now())
-            out, z = layernorm_linear(
-                inp, norm_weight, norm_bias, weight, added, standing, sink, call
-            )
+            out, z = layernorm_linear(inp, norm_weight, norm_bias, weight, added, kept, sink, call)
         extra: tuple[Tensor | None, ...] = (bias,) if self.return_bias else ()
         extra += (z,) if self.return_layernorm_output else ()
         return (out, *extra) if extra else out

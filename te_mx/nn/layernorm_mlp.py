@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from te_mx.autograd.layernorm_mlp import Call, Weights, layernorm_mlp
-from te_mx.autograd.linear import GEMMS
+from te_mx.autograd.steps import GEMMS
 from te_mx.autograd.wgrad import WeightGradient
-from te_mx.backends.fused import NORMS
 from te_mx.context import is_tracing
+from te_mx.dispatch.fused import NORMS
 from te_mx.nn import activations, constructors, delayed_wgrad
 from te_mx.nn.norm_module import NormModule, Together, default_init, needs_gradient
 from te_mx.nn.te_arguments import refuse_constructor
@@ -191,16 +191,16 @@ class LayerNormMLP(NormModule):
             need_dz = needs_gradient(inp, norm_weight, norm_bias)
             need_dh = need_dz or needs_gradient(w1, b1)
             first = is_first_microbatch
-            standing = (
-                self._standing("fc1_weight", settings, first, inp.device, need_dz),
-                self._standing("fc2_weight", settings, first, inp.device, need_dh),
+            kept = (
+                self._kept_or_dropped("fc1_weight", settings, first, inp.device, need_dz),
+                self._kept_or_dropped("fc2_weight", settings, first, inp.device, need_dh),
             )
             tag = self._tag_now()
             tags = (tag, tag + len(GEMMS)) if tag >= 0 else (-1, -1)
             return_z = self.return_layernorm_output
             out, z = layernorm_mlp(
                 inp, norm_weight, norm_bias, w1, b1, w2, b2,
-                Weights(standing, sinks),
+                Weights(kept, sinks),
                 Call(self._step(inp), self._act, settings, return_z, tags),
             )  # fmt: skip
         extra: tuple[Tensor | None, ...] = (fc2_bias,) if self.return_bias else ()

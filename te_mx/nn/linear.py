@@ -11,13 +11,13 @@ from torch.fx import Proxy
 
 from te_mx.autograd import transforms
 from te_mx.autograd.high_precision import HighPrecisionLinear
-from te_mx.autograd.linear import infer, linear
+from te_mx.autograd.linear import Call, infer, linear
 from te_mx.context import is_tracing
 from te_mx.nn import constructors, delayed_wgrad
 from te_mx.nn import parameters_split as split
 from te_mx.nn.mx_module import MXModule, output_dtype
 from te_mx.nn.te_arguments import refuse, refuse_constructor
-from te_mx.recipe import Settings
+from te_mx.recipes.settings import Settings
 
 
 class Linear(MXModule, nn.Linear):
@@ -181,32 +181,31 @@ class Linear(MXModule, nn.Linear):
             return self._high_precision(inp, is_first_microbatch)
         if transforms.active():
             self._refuse_transforms(inp)
-        self._check_shape(inp, "in_features", self.in_features)
-        self._check_kind(inp)
         if self._is_dropped():
             return self._run_dropped(inp, settings)
-        if self._split is None:
-            weight, bias = self._held("weight", "bias")
-        else:
-            weight, bias = self.whole_weight(), self.whole_bias()
+        weight, bias = self._weight_and_bias()
         added = None if self.return_bias else bias
-        device, out_features = inp.device, self.out_features
-        self._check_parameter("weight", weight, (out_features, self.in_features), device)
-        if added is not None:
-            self._check_parameter("bias", added, (out_features,), device)
-        standing = None
+        self._check_plain_call(inp, weight, added, self.out_features, self.in_features)
+        kept = None
         if self._frozen is not None or is_first_microbatch is not None:
             need_dx = torch.is_grad_enabled() and inp.requires_grad
-            standing = self._kept_weight("weight", is_first_microbatch, settings, device, need_dx)
+            kept = self._kept_weight("weight", is_first_microbatch, settings, inp.device, need_dx)
         tag = self._tag_now()
         sink = None
         if routed:
             sink = self._sink(self._parts(weight), is_first_microbatch, self._wgrad_queue())
-        out = linear(
-            inp, weight, added, standing, settings, output_dtype(inp), tag,
-            self.save_original_input, sink,
-        )  # fmt: skip
+        call = Call(settings, output_dtype(inp), tag, kept, self.save_original_input, sink)
+        out = linear(inp, weight, added, call)
         return (out, bias) if self.return_bias else out
+
+    def _weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
+        """The whole of both, without nn.Module's slow look-up where they are plain."""
+        if self._split is not None:
+            return self.whole_weight(), self.whole_bias()
+        held = self._parameters
+        if "weight" in held and "bias" in held:
+            return held["weight"], held["bias"]  # type: ignore[return-value]
+        return self.weight, self.bias
 
     def _high_precision(self, inp: Tensor, is_first_microbatch: bool | None) -> Any:
         weight: Tensor = self.weight if self._split is None else self.whole_weight()
@@ -237,6 +236,8 @@ class Linear(MXModule, nn.Linear):
         return [weight] if self._split is None else split.parts(self, self._split, "weight")
 
     def _run_dropped(self, inp: Tensor, settings: Settings) -> Any:
+        self._check_shape(inp, "in_features", self.in_features)
+        self._check_kind(inp)
         bias = self.whole_bias()
         added = None if self.return_bias else bias
         self._refuse_gradient(inp, added)

@@ -15,10 +15,8 @@ from torch.fx import Proxy
 from te_mx import context
 from te_mx.arguments import check_flag
 from te_mx.autograd import transforms
-from te_mx.autograd.operands import capturing
 from te_mx.autograd.wgrad import Queue, WeightGradient
 from te_mx.context import RECOMPUTED, active_region, backward_pass_id, is_tracing
-from te_mx.engine.explain import new_tags
 from te_mx.nn import converted, data_parallel
 from te_mx.nn.checks import Checked
 from te_mx.nn.delayed_wgrad import DelayedWgrad
@@ -26,7 +24,9 @@ from te_mx.nn.frozen_state import save_codes
 from te_mx.nn.frozen_weight import Freezable
 from te_mx.nn.initialization import Resettable
 from te_mx.nn.loading import load_module
-from te_mx.recipe import Settings
+from te_mx.ops import capturing
+from te_mx.recipes.settings import Settings
+from te_mx.runtime.ran import new_tags
 
 NEVER: Any = object()
 TRANSIENT = ("_seen", "_ran", "_microbatch", "_tag", "_delayed")  # what a copy starts without
@@ -49,7 +49,7 @@ class MXModule(Resettable, Freezable, DelayedWgrad, Checked):
     _converted: bool = False  # made by convert_model
     _seen: Settings | None = NEVER  # what the last forward ran with
     _ran: Set[Settings | None] = frozenset()  # what forwards ran with, in any thread
-    _tag: int = -1  # first slot in te_mx.engine.explain.LAST_RUN, three for each linear step
+    _tag: int = -1  # first slot in te_mx.runtime.ran.LAST_RUN, three for each linear step
     _microbatch: dict[str, Any] | None = None  # weights kept for micro-batches, by key
 
     # --------------------------------------------------------------------------- running a forward
@@ -70,6 +70,9 @@ class MXModule(Resettable, Freezable, DelayedWgrad, Checked):
             if self._converted and self.training and torch.is_grad_enabled():  # type: ignore[attr-defined]
                 warn = converted.warn_plain_traced if tracing else converted.warn_plain
                 warn(self.name)
+        elif self._frozen is not None and self._frozen.dropped:
+            # The codes that there are, whatever recipe runs.
+            settings = settings._replace(w=self._frozen.settings.w)
         return settings
 
     def _settings_now(self) -> Settings | None:
@@ -137,7 +140,7 @@ class MXModule(Resettable, Freezable, DelayedWgrad, Checked):
             return kept.on_current_stream()
         if not keep:
             return None
-        made = self._standing_weight(key, settings, need_dx)
+        made = self._make_kept(key, settings, need_dx)
         if frozen is None:
             self.__dict__["_microbatch"] = {**(self._microbatch or {}), key: made}
         else:

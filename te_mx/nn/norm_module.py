@@ -14,12 +14,12 @@ from te_mx.arguments import check_number, is_one_of, shown
 from te_mx.autograd import transforms
 from te_mx.autograd.high_precision import HighPrecisionLinear
 from te_mx.autograd.normalization import NormStep
-from te_mx.autograd.operands import StandingWeight
+from te_mx.autograd.operands import KeptWeight
 from te_mx.autograd.wgrad import Queue, WeightGradient
-from te_mx.backends.fused import NORMS, Norm
+from te_mx.dispatch.fused import NORMS, Norm
 from te_mx.nn import constructors
 from te_mx.nn.mx_module import MXModule, output_dtype
-from te_mx.recipe import Settings
+from te_mx.recipes.settings import Settings
 
 _STD = 0.023  # of Transformer Engine's default weights
 
@@ -107,12 +107,12 @@ class NormModule(MXModule, nn.Module):
             return nn.functional.linear(x, weight, bias)
         return HighPrecisionLinear.apply(x, weight, bias, sink)
 
-    def _standing(
+    def _kept_or_dropped(
         self, key: str, settings: Settings, first: bool | None, device: torch.device, need_dx: bool
-    ) -> StandingWeight | None:
+    ) -> KeptWeight | None:
         """What stands in for a weight, and for one without a master what there is of it."""
         if self._is_dropped():
-            return StandingWeight(settings, self._dropped_operand(key), None)
+            return KeptWeight(settings, self._dropped_operand(key), None)
         return self._kept_weight(key, first, settings, device, need_dx)
 
     # ----------------------------------------------------------------------------- checks and names

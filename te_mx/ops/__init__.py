@@ -1,41 +1,45 @@
 """Ops on uint8 codes and scales: what modules, autograd functions and MXTensor are built from.
 
-Each is a thin function over a torch.library op of the same name without "_2d", so it compiles,
-traces and works under modes; on plain CPU and CUDA tensors the function calls the implementation
-directly. Gradients do not flow through them.
+Each is a thin function over a torch.library op, so it compiles, traces and works under modes; on
+plain CPU and CUDA tensors it picks a kernel and runs it directly. Gradients do not flow through
+them.
 """
 
-from te_mx.backends.base import (
-    FLOAT_DTYPES,
-    PLAIN,
-    GemmParts,
-    Operand,
-    Quantize,
-    QuantizedParts,
+import te_mx.backends  # noqa: F401 (registers the kernels)
+from te_mx.dispatch.calls import FLOAT_DTYPES, Epilogue, GemmParts, Mode, Quantize
+from te_mx.dispatch.forms import Forms, forms
+from te_mx.dispatch.fused import Target
+from te_mx.layouts.operand import Operand, Quantized, Stack
+from te_mx.ops.gemm import gemm_2d, kept_form, many_rows
+from te_mx.ops.quantize import (
+    convert_2d,
+    dequantize_2d,
+    quantize_2d,
+    quantize_two_2d,
+    quantized,
 )
-from te_mx.engine.layout import GemmForm, gemm_form
-from te_mx.engine.streams import Made, capturing
-from te_mx.ops.dequantize import dequantize_2d
-from te_mx.ops.gemm import Mode, gemm_2d
-from te_mx.ops.pack import pack_2d, standing_2d
-from te_mx.ops.quantize import quantize_2d, quantize_two_2d
+from te_mx.runtime.streams import Made, capturing
 
 __all__ = [
     "FLOAT_DTYPES",
-    "PLAIN",
-    "GemmForm",
+    "Epilogue",
+    "Forms",
     "GemmParts",
     "Made",
     "Mode",
     "Operand",
     "Quantize",
-    "QuantizedParts",
+    "Quantized",
+    "Stack",
+    "Target",
     "capturing",
+    "convert_2d",
     "dequantize_2d",
+    "forms",
     "gemm_2d",
-    "gemm_form",
-    "pack_2d",
+    "kept_form",
+    "many_rows",
     "quantize_2d",
     "quantize_two_2d",
-    "standing_2d",
+    "quantized",
 ]

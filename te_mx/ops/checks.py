@@ -9,22 +9,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from te_mx.backends import sm90, sm90_layout
-from te_mx.backends.base import (
-    COLUMNWISE_FORMS,
-    FLOAT_DTYPES,
-    FORMATS,
-    ORDERS,
-    PLAIN,
-    SCALE_RULES,
-    Operand,
-    blocks,
-)
-from te_mx.backends.fused import ACTIVATIONS, NORMS, Activation, Norm, Wanted
-from te_mx.backends.grouped import INDEX_DTYPES, StackedOperand
-
-FORMS = (None, *COLUMNWISE_FORMS)
-_ORDERS = ("k_last", "k_first", "sm90")
+from te_mx.dispatch.calls import BIAS_GRADS, FLOAT_DTYPES, GELUS, Epilogue
+from te_mx.dispatch.fused import ACTIVATIONS, NORMS, ActStep, NormStep
+from te_mx.dispatch.groups import INDEX_DTYPES
+from te_mx.layouts import names, spec_of
+from te_mx.layouts.operand import Operand, Stack
 
 
 def one_device(
@@ -46,24 +35,48 @@ def writable(out: Tensor) -> None:
         raise ValueError("te_mx: out is a negative view; pass out.resolve_neg()")
 
 
-def matrix(x: Tensor, columnwise: str | None = None, spread: int = PLAIN) -> None:
-    """Raise ValueError unless x is a matrix, to be quantized to forms that there are."""
+def float_dtype(dtype: torch.dtype) -> None:
+    """Raise TypeError unless a dtype is one that kernels read and write."""
+    if dtype not in FLOAT_DTYPES:
+        raise TypeError(f"te_mx: the dtype must be float32, bfloat16 or float16, got {dtype}")
+
+
+_quantizable: set[tuple[str, str, str, torch.dtype]] = set()  # what was found right before
+
+
+def quantizable(x: Tensor, row: str, col: str, rule: str) -> None:
+    """Raise unless x is a matrix that can be quantized to these specs by this rule.
+
+    Raises:
+        ValueError: x is no matrix; a format or layout is unknown, or the format has not the rule.
+        TypeError: x is not fp32, bf16 or fp16.
+    """
     if x.dim() != 2:
         raise ValueError(f"te_mx: x must be a matrix, got shape {tuple(x.shape)}; flatten it")
-    if columnwise not in FORMS:
-        raise ValueError(f"te_mx: columnwise must be one of {FORMS}, got {columnwise!r}")
-    if not PLAIN <= spread <= sm90_layout.MAX_SPREAD:
+    key = row, col, rule, x.dtype
+    if key in _quantizable:
+        return
+    float_dtype(x.dtype)
+    for spec in (row, col):
+        if spec:
+            fmt = spec_of(spec).format
+            if rule not in fmt.scaling.rules:
+                known = ", ".join(map(repr, fmt.scaling.rules))
+                raise ValueError(
+                    f"te_mx: the scale rule of {fmt.name} must be one of {known}, got {rule!r}"
+                )
+    _quantizable.add(key)
+
+
+def tokens(name: str, spec: str, kind: str) -> None:
+    """Raise ValueError unless tokens lie, as their spec says, so that their rows (kind "rows") or
+    their k ("k") belong to groups."""
+    layout = spec_of(spec).layout
+    if layout.tokens != kind:
+        known = ", ".join(names(kind))
         raise ValueError(
-            f"te_mx: spread must be 0 to {sm90_layout.MAX_SPREAD} or {PLAIN}, got {spread}"
+            f"te_mx: {name} must lie in groups of {kind}: layout {known}, got {layout.name}"
         )
-
-
-def quantizable(
-    x: Tensor, fmt: str, rule: str, columnwise: str | None = None, spread: int = PLAIN
-) -> None:
-    """The same, and raise unless the dtype and the words are known, as native code does."""
-    matrix(x, columnwise, spread)
-    FORMATS[fmt], SCALE_RULES[rule], FLOAT_DTYPES[x.dtype]
 
 
 def offsets(offs: Tensor, device: torch.device, groups: int | None = None) -> None:
@@ -83,7 +96,7 @@ def offsets(offs: Tensor, device: torch.device, groups: int | None = None) -> No
 
 
 def alike(weights: Sequence[Tensor]) -> None:
-    """Raise ValueError unless all weights have one shape and lie on one device."""
+    """Raise unless all weights are fp32, bf16 or fp16, have one shape and lie on one device."""
     shape, device = weights[0].shape, weights[0].device
     for i, weight in enumerate(weights):
         if weight.shape != shape or weight.device != device:
@@ -91,77 +104,68 @@ def alike(weights: Sequence[Tensor]) -> None:
                 f"te_mx: weights of groups must be alike, got {tuple(shape)} on {device} for group "
                 f"0 and {tuple(weight.shape)} on {weight.device} for group {i}"
             )
+        float_dtype(weight.dtype)
 
 
-def checked(operand: Operand, name: str) -> Operand:
-    """The operand with contiguous parts. Raises ValueError when its parts do not belong
-    together.
-    """
-    codes, scales, _, order, _ = operand
-    if codes.dim() != 2:
-        raise ValueError(f"{name}: codes must be a matrix, got shape {tuple(codes.shape)}")
-    if scales.device != codes.device:
-        one_device(codes.device, (f"the scales of {name}",), (scales,))
-    first, second = codes.shape
-    if order == "k_last":
-        expected = first, (second + 31) // 32
-    elif order == "k_first":
-        expected = (first + 31) // 32, second
-    elif order == "sm90":
-        words = sm90_layout.packed_shapes(first, second)[1]
-        if scales.shape != words or codes.dtype != torch.uint8 or scales.dtype != torch.int32:
-            raise ValueError(
-                f"{name}: packed codes {tuple(codes.shape)} need int32 scale words {words}, got "
-                f"codes {codes.dtype}, scales {tuple(scales.shape)} {scales.dtype}"
-            )
-        return sm90.aligned(operand)
-    else:
-        raise ValueError(f"{name}: order must be one of {_ORDERS}, got {order!r}")
-    if scales.shape != expected or codes.dtype != torch.uint8 or scales.dtype != torch.uint8:
+# -------------------------------------------------------------------------------------------- GEMMs
+_BESIDE = ("rhs", "the packed form of lhs", "the packed form of rhs", "bias", "gelu_in", "out")
+_GELUS, _BIAS_GRADS = (None, *GELUS), (None, *BIAS_GRADS)
+
+
+def product(lhs: Operand, rhs: Operand, epilogue: Epilogue, out: Tensor | None) -> None:
+    """Raise ValueError unless operands, epilogue and out belong together."""
+    bias, gelu, gelu_in, bias_grad, _ = epilogue
+    m, n, device = lhs.rows, rhs.rows, lhs.codes.device
+    if (
+        rhs.codes.device != device
+        or (out is not None and out.device != device)
+        or (bias is not None and bias.device != device)
+        or (gelu_in is not None and gelu_in.device != device)
+        or (lhs.packed is not None and lhs.packed.device != device)
+        or (rhs.packed is not None and rhs.packed.device != device)
+    ):
+        one_device(device, _BESIDE, (rhs.codes, lhs.packed, rhs.packed, bias, gelu_in, out))
+    if lhs.k != rhs.k:
+        raise ValueError(f"te_mx: lhs and rhs must have the same k, got {lhs.k} and {rhs.k}")
+    if gelu not in _GELUS or bias_grad not in _BIAS_GRADS:
         raise ValueError(
-            f"{name}: {order} codes {tuple(codes.shape)} need uint8 scales {expected}, got "
-            f"codes {codes.dtype}, scales {tuple(scales.shape)} {scales.dtype}"
+            f"te_mx: gelu must be one of {_GELUS} and bias_grad one of {_BIAS_GRADS}, got {gelu!r} "
+            f"and {bias_grad!r}"
         )
-    if codes.is_contiguous() and scales.is_contiguous():
-        return operand
-    return operand._replace(codes=codes.contiguous(), scales=scales.contiguous())
+    if out is not None and (out.shape != (m, n) or not out.is_contiguous()):
+        raise ValueError(f"te_mx: out must be contiguous [{m}, {n}], got {tuple(out.shape)}")
+    if bias is not None and bias.shape != (n,):
+        raise ValueError(f"te_mx: bias must be [{n}], got {tuple(bias.shape)}")
+    if gelu_in is not None and gelu_in.shape != (m, n):
+        raise ValueError(f"te_mx: gelu_in must be [{m}, {n}], got {tuple(gelu_in.shape)}")
 
 
-def kinds(operand: Operand | StackedOperand, name: str, dims: int) -> None:
-    """Raise ValueError unless codes and scales have the dtypes and the dimensions of its order."""
-    codes, scales, _, order, _ = operand
-    words = torch.int32 if order in ORDERS[2:] else torch.uint8
-    if codes.dim() != dims or codes.dtype != torch.uint8 or scales.dtype != words:
+_BESIDE_LHS = ("the scales of lhs", "rhs", "the scales of rhs", "the packed form of rhs", "bias")
+
+
+def grouped_sides(
+    lhs: Operand, rhs: Operand | Stack, offs: Tensor, groups: int | None, bias: Tensor | None = None
+) -> None:
+    """Raise ValueError unless the operands of a grouped product are on one device, with the same k
+    and as many end offsets as groups."""
+    device = lhs.codes.device
+    beside = lhs.scales, rhs.codes, rhs.scales, rhs.packed, bias
+    one_device(device, _BESIDE_LHS, beside)
+    offsets(offs, device, groups)
+    if lhs.k != rhs.k:
+        raise ValueError(f"te_mx: lhs and rhs must have the same k, got {lhs.k} and {rhs.k}")
+
+
+def grouped_out(out: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    """Raise ValueError unless out is a contiguous tensor of a shape on a device."""
+    if tuple(out.shape) != shape or not out.is_contiguous() or out.device != device:
         raise ValueError(
-            f"{name}: order {order} needs uint8 codes of {dims} dimensions and {words} scales, got "
-            f"{codes.dtype} {tuple(codes.shape)} and {scales.dtype}"
+            f"te_mx: out must be contiguous {shape} on {device}, got {tuple(out.shape)} with "
+            f"strides {out.stride()} on {out.device}"
         )
 
 
-def checked_stack(operand: StackedOperand, name: str) -> StackedOperand:
-    """Plain operands of groups with contiguous parts. Raises ValueError when they do not belong
-    together."""
-    codes, scales, _, order, _ = operand
-    if codes.dim() != 3 or order not in _ORDERS[:2]:
-        raise ValueError(
-            f"{name}: codes must have three dimensions and order be one of {_ORDERS[:2]}, got "
-            f"{tuple(codes.shape)} and {order!r}"
-        )
-    groups, first, second = codes.shape
-    k_last = order == "k_last"
-    expected = (groups, first, blocks(second)) if k_last else (groups, blocks(first), second)
-    if scales.shape != expected or not codes.dtype == scales.dtype == torch.uint8:
-        raise ValueError(
-            f"{name}: {order} codes {tuple(codes.shape)} need scales {expected}, both uint8, got "
-            f"scales {tuple(scales.shape)}, {codes.dtype} and {scales.dtype}"
-        )
-    if scales.device != codes.device:
-        one_device(codes.device, (f"the scales of {name}",), (scales,))
-    if codes.is_contiguous() and scales.is_contiguous():
-        return operand
-    return operand._replace(codes=codes.contiguous(), scales=scales.contiguous())
-
-
+# ------------------------------------------------------------------------------------- fused steps
 def vector(name: str, given: Tensor, size: int, device: torch.device) -> None:
     """Raise ValueError unless a tensor is fp32 [size] on a device."""
     if given.dtype != torch.float32 or given.shape != (size,) or given.device != device:
@@ -171,13 +175,11 @@ def vector(name: str, given: Tensor, size: int, device: torch.device) -> None:
         )
 
 
-def norm_step(
-    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, dtype: torch.dtype, wanted: Wanted
-) -> None:
+def norm_step(step: NormStep) -> None:
     """Raise unless x [rows, cols] can be normalized with weight and bias [cols]."""
-    fmt, _, columnwise, rule, spread, _ = wanted
-    FLOAT_DTYPES[dtype]
-    quantizable(x, fmt, rule, columnwise, spread)
+    x, weight, bias, norm, dtype, _, target = step
+    float_dtype(dtype)
+    quantizable(x, target.row, target.col, target.rule)
     if norm.kind not in NORMS:
         raise ValueError(f"te_mx: the normalization must be one of {NORMS}, got {norm.kind!r}")
     cols, device = x.shape[1], x.device
@@ -190,7 +192,8 @@ def norm_gradient(
     dz: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, dtype: torch.dtype
 ) -> None:
     """Raise unless dz and x [rows, cols], weight [cols], mean and rstd [rows] belong together."""
-    FLOAT_DTYPES[dtype], FLOAT_DTYPES[x.dtype], FLOAT_DTYPES[dz.dtype]
+    for one in (dtype, x.dtype, dz.dtype):
+        float_dtype(one)
     if x.dim() != 2 or dz.shape != x.shape or dz.device != x.device:
         raise ValueError(
             f"te_mx: dz must be a matrix as x, {tuple(x.shape)} on {x.device}, got "
@@ -203,13 +206,12 @@ def norm_gradient(
         vector("mean", mean, rows, device)
 
 
-def act_step(
-    h: Tensor, grad: Tensor | None, act: Activation, dtype: torch.dtype, wanted: Wanted
-) -> None:
+def act_step(step: ActStep) -> None:
     """Raise unless h [rows, cols], or [rows, 2 cols] for a gated activation, can be activated, and
     grad is [rows, cols] if there is one."""
-    FLOAT_DTYPES[dtype]
-    quantizable(h, wanted.fmt, wanted.scale_rule, wanted.columnwise, wanted.spread)
+    h, grad, act, dtype, _, target = step
+    float_dtype(dtype)
+    quantizable(h, target.row, target.col, target.rule)
     if act.name not in ACTIVATIONS:
         raise ValueError(f"te_mx: the activation must be one of {ACTIVATIONS}, got {act.name!r}")
     rows, cols = h.shape
@@ -219,7 +221,7 @@ def act_step(
         cols //= 2
     if grad is None:
         return
-    FLOAT_DTYPES[grad.dtype]
+    float_dtype(grad.dtype)
     if grad.shape != (rows, cols) or grad.device != h.device:
         raise ValueError(
             f"te_mx: grad must be [{rows}, {cols}] on {h.device} for h {tuple(h.shape)}, got "

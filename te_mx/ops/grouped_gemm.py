@@ -1,256 +1,266 @@
-"""te_mx::gemm_rows: fprop and dgrad of all groups in one call, groups of rows.
+"""te_mx::gemm_rows and te_mx::gemm_k: the GEMMs of all groups in one call. Groups of rows are fprop
+and dgrad, groups of k are wgrad.
 
-    D[start:end] = b[start:end] @ a_g^T + bias_g
+    gemm_rows  D[start:end] = lhs[start:end] @ rhs_g^T + bias_g
+    gemm_k     D_g          = lhs[:, start:end] @ rhs[:, start:end]^T
 
-Every group has the bits of its own gemm_2d. Offsets are as for quantize_grouped: `offs` on the CPU
-is checked, on a device it is clamped and never waited for.
+Every group has the bits of its own gemm_2d. Ends of groups are as for quantize_grouped: those on
+the CPU are checked, those on a device clamped and never waited for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from te_mx.backends import cpu, cpu_grouped, cpu_memory, reference_grouped, sm90, sm90_grouped
-from te_mx.backends import sm90_grouped_layout as packed_layout
-from te_mx.backends import sm90_grouped_weights as plain_weights
-from te_mx.backends.base import Operand, blocks
-from te_mx.backends.grouped import (
-    Bounds,
-    StackedOperand,
-    device_bounds,
-    host_bounds,
-    known_to_host,
-    rows_of,
-)
-from te_mx.engine import envelopes
-from te_mx.engine.explain import LAST_RUN, warn_fallback
+from te_mx.dispatch import run
+from te_mx.dispatch.calls import Mode
+from te_mx.dispatch.grouped_calls import GroupedK, GroupedRows, Groups
+from te_mx.dispatch.groups import k_of
+from te_mx.dispatch.problem import Problem, place_of
+from te_mx.dispatch.registry import derived, find, pick_problem
+from te_mx.layouts import spec_of
+from te_mx.layouts.operand import Operand, Stack
 from te_mx.ops import checks
-from te_mx.ops.gemm import Mode, gemm_2d
-from te_mx.ops.grouped_run import NO_KERNEL, Names, kernels
-from te_mx.ops.grouped_run import run as run_call
+from te_mx.ops.grouped_quantize import ends_of
 from te_mx.ops.library import define, is_direct
-from te_mx.ops.pack import packed_for_sm90
+from te_mx.runtime import cpu_memory
+from te_mx.runtime.ran import LAST_RUN
 
 _DEFAULT_MODE = Mode()
 
 
-def gemm_rows(
-    a: StackedOperand,
-    b: Operand,
-    offs: Tensor,
-    *,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype,
-    capacity: int = 0,
-    tag: int = -1,
-    mode: Mode = _DEFAULT_MODE,
-) -> Tensor:
-    """D [R, m]: rows of group g are b @ a_g^T + bias_g; rows of no group are 0.
-
-    Args:
-        a: logical [G, m, k], the weights.
-        b: logical [R, k], "k_last"; or "sm90_rows", for which an `a` that is plain is packed.
-        offs: int [G].
-        bias: [G, m].
-        out_dtype: fp32, bf16 or fp16.
-        capacity: as for quantize_grouped.
-        tag: when 0 or more, the names of the kernels that ran are kept in `explain.LAST_RUN[tag]`.
-        mode: precision and alignment spread, on GPUs.
-    """
-    if is_direct(b.codes, a.codes, a.scales, b.scales, offs, bias):
-        run = _rows_on_cpu if b.codes.is_cpu else _rows_on_cuda
-        return run(a, b, offs, bias, out_dtype, capacity, tag, mode)
-    return _OP_ROWS(
-        a.codes, a.scales, a.packed, a.fmt, a.order, b.codes, b.scales, b.fmt, b.order, offs,
-        bias, out_dtype, capacity, tag, mode.precision, mode.spread,
-    )  # fmt: skip
+def _empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    if like.is_cpu and type(like) is Tensor:
+        return cpu_memory.empty(shape, dtype)
+    return torch.empty(shape, dtype=dtype, device=like.device)
 
 
 # ----------------------------------------------------------------------------------- groups of rows
-def _rows_on_cpu(
-    a: StackedOperand, b: Operand, offs: Tensor, bias: Tensor | None, out_dtype: torch.dtype,
-    capacity: int, tag: int, mode: Mode,
+def gemm_rows(
+    lhs: Operand,
+    rhs: Stack,
+    groups: Groups,
+    *,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype,
+    tag: int = -1,
+    mode: Mode = _DEFAULT_MODE,
+) -> Tensor:
+    """D [R, n]: rows of group g are lhs @ rhs_g^T + bias_g; rows of no group are 0.
+
+    Args:
+        lhs: logical [R, k], tokens as quantize_grouped makes them with the same groups.
+        rhs: logical [G, n, k], the weights.
+        groups: as for quantize_grouped.
+        bias: [G, n].
+        out_dtype: fp32, bf16 or fp16.
+        tag: when 0 or more, the names of the kernels that ran are kept in `LAST_RUN[tag]`.
+        mode: precision and alignment spread, on GPUs.
+    """
+    if is_direct(lhs.codes, lhs.scales, rhs.codes, rhs.scales, groups.offs, bias):
+        return _run_rows(lhs, rhs, groups, bias, out_dtype, tag, mode)
+    return _ROWS(
+        lhs.codes, lhs.scales, lhs.spec, lhs.rows, lhs.k, rhs.codes, rhs.scales, rhs.packed,
+        rhs.spec, rhs.groups, rhs.rows, *groups, bias, out_dtype, tag, mode.precision, mode.spread,
+    )  # fmt: skip
+
+
+def _run_rows(
+    lhs: Operand, rhs: Stack, groups: Groups, bias: Tensor | None, out_dtype: torch.dtype, tag: int,
+    mode: Mode,
 ) -> Tensor:  # fmt: skip
-    a, b = _checked_rows(a, b, offs, bias)
-    bounds = host_bounds(offs, capacity, b.rows)
-    out = cpu_memory.empty((b.rows, a.rows), out_dtype)
-    ran = None
-    chosen = kernels(a.rows, a.k) if b.order == "k_last" else None
-    if chosen is not None and out.numel():
-        call = cpu_grouped.GroupedGemmCall(chosen, a, b, bounds, out, bias)
-        ran = run_call(call)
-    if ran is None:
-        if out.numel() and a.k and cpu.native() is None:
-            warn_fallback("gemm_rows on the CPU", cpu.missing_reason() or "")
-        ran = _rows_loop(a, b, bounds, bias, out, mode)
+    offs = groups.offs
+    checks.grouped_sides(lhs, rhs, offs, rhs.groups, bias)
+    checks.tokens("lhs", lhs.spec, "rows")
+    rows, n, k = lhs.rows, rhs.rows, rhs.k
+    if bias is not None and bias.shape != (rhs.groups, n):
+        raise ValueError(f"bias must be [{rhs.groups}, {n}], got {tuple(bias.shape)}")
+    lhs = lhs.checked_tokens(rhs.groups, "lhs")
+    rhs = rhs.checked("rhs")
+    out = _empty(lhs.codes, (rows, n), out_dtype)
+    problem = Problem(
+        "gemm_rows", place_of(out.device), lhs.spec, rhs.spec, rows, n, k, rhs.groups,
+        mode.precision, ends_of(offs), out_dtype, mode.spread,
+    )  # fmt: skip
+    ran = run.run(problem, GroupedRows(lhs, rhs, groups, bias, out, mode))
     if tag >= 0:
-        LAST_RUN[tag] = ran or envelopes.ZERO_SIZE
+        LAST_RUN[tag] = ran
     return out
 
 
-def _rows_on_cuda(
-    a: StackedOperand, b: Operand, offs: Tensor, bias: Tensor | None, out_dtype: torch.dtype,
-    capacity: int, tag: int, mode: Mode,
-) -> Tensor:  # fmt: skip
-    if b.order != "sm90_rows" or sm90.problem(b.codes.device.index) is not None:
-        return _rows_on_other(a, b, offs, bias, out_dtype, capacity, tag, mode)
-    a, b = _checked_rows(a, b, offs, bias)
-    if known_to_host(offs):
-        host_bounds(offs, capacity, b.rows)  # says what is wrong with them
-    out = b.codes.new_empty((b.rows, a.rows), dtype=out_dtype)
-    if a.order != "sm90":
-        offs = sm90_grouped.offs_on_device(offs, out.device)  # once for both kernels
-        a = plain_weights.pack_weights(a, offs, capacity, b.rows, mode.spread)
-    sm90_grouped.gemm_rows(a, b, offs, capacity, bias, out)
-    if tag >= 0:
-        LAST_RUN[tag] = sm90.ADAPTIVE
-    return out
-
-
-def _rows_on_other(
-    a: StackedOperand, b: Operand, offs: Tensor, bias: Tensor | None, out_dtype: torch.dtype,
-    capacity: int, tag: int, mode: Mode,
-) -> Tensor:  # fmt: skip
-    a, b = _checked_rows(a, b, offs, bias)
-    out = b.codes.new_empty((b.rows, a.rows), dtype=out_dtype)
-    if known_to_host(offs):
-        ran = _rows_loop(a, b, host_bounds(offs, capacity, b.rows), bias, out, mode)
-    elif a.groups == 0:
-        ran = ""
-        out.zero_()
-    else:
-        warn_fallback(f"gemm_rows on {out.device} with splits on the device", NO_KERNEL)
-        reference_grouped.gemm_rows(a, b, *device_bounds(offs, capacity, b.rows), bias, out)
-        ran = envelopes.REFERENCE
-    if tag >= 0:
-        LAST_RUN[tag] = ran or envelopes.ZERO_SIZE
-    return out
-
-
-def _rows_loop(
-    a: StackedOperand, b: Operand, bounds: Bounds, bias: Tensor | None, out: Tensor, mode: Mode
-) -> str:
-    """One gemm_2d a group: the specification. Returns the names of the kernels that ran."""
-    ran = Names()
-    at = 0
-    for i, (start, end) in enumerate(zip(*bounds, strict=True)):
-        out[at:start].zero_()
-        at = end
-        if end > start:
-            weight, own = a.group(i), b
-            if b.order == "k_last":
-                own = rows_of(b, start, end)
-            else:
-                own = packed_layout.rows_of(b, start, end, i)
-                weight = packed_for_sm90(weight, mode.spread)
-            gemm_2d(
-                weight, own, bias=None if bias is None else bias[i],
-                out=out[start:end], out_dtype=out.dtype, tag=ran.tag, mode=mode,
-            )  # fmt: skip
-            ran.note()
-    out[at:].zero_()
-    return str(ran)
-
-
-_BESIDE_B = ("the scales of b", "a", "the scales of a", "the packed form of a", "bias")
-
-
-def _checked_rows(
-    a: StackedOperand, b: Operand, offs: Tensor, bias: Tensor | None
-) -> tuple[StackedOperand, Operand]:
-    """Contiguous operands. Raises ValueError when parts do not belong together."""
-    device = b.codes.device
-    if a.order == "sm90":
-        checks.kinds(a, "a", 3)
-    else:
-        a = checks.checked_stack(a, "a")
-    checks.kinds(b, "b", 2)
-    checks.one_device(device, _BESIDE_B, (b.scales, a.codes, a.scales, a.packed, bias))
-    groups, first, second = a.codes.shape
-    m, k = (second, first) if a.order == "k_first" else (first, second)
-    checks.offsets(offs, device, groups)
-    if bias is not None and bias.shape != (groups, m):
-        raise ValueError(f"bias must be [{groups}, {m}], got {tuple(bias.shape)}")
-    if "sm90" in (a.order, b.order[:4]):
-        return _checked_packed_rows(a, b)
-    rows, b_k = b.codes.shape
-    if b.order != "k_last" or b_k != k or b.scales.shape != (rows, blocks(k)):
-        raise ValueError(
-            f"b must be k_last [R, {k}] with scales [R, {blocks(k)}], got {b.order} "
-            f"{tuple(b.codes.shape)} and {tuple(b.scales.shape)}"
-        )
-    if b.codes.is_contiguous() and b.scales.is_contiguous():
-        return a, b
-    return a, b._replace(codes=b.codes.contiguous(), scales=b.scales.contiguous())
-
-
-def _checked_packed_rows(a: StackedOperand, b: Operand) -> tuple[StackedOperand, Operand]:
-    """The same of packed tokens, which lie as the quantizer left them, and weights that are packed
-    or will be."""
-    groups, m, k = a.groups, a.rows, a.k
-    codes, words = sm90_grouped.weights_shapes(groups, m, k)
-    strides = (codes[1] * codes[2], codes[2], 1)
-    lies = (m <= 1 or a.codes.stride() == strides) and a.scales.is_contiguous()
-    if a.order == "sm90" and (a.scales.shape != words or not lies):
-        raise ValueError(
-            f"a must be packed: codes {(groups, m, k)} with strides {strides} and scales {words}, "
-            f"got strides {a.codes.stride()} and scales {tuple(a.scales.shape)}"
-        )
-    row, row_words = packed_layout.shapes_rows(b.rows, k, groups)
-    lies = (b.rows <= 1 or b.codes.stride() == (row[1], 1)) and b.scales.is_contiguous()
-    if b.order != "sm90_rows" or b.k != k or b.scales.shape != row_words or not lies:
-        raise ValueError(
-            f"b must be packed in groups: codes {(b.rows, k)} with strides {(row[1], 1)} and "
-            f"scales {row_words}, got order {b.order}, codes {tuple(b.codes.shape)} with strides "
-            f"{b.codes.stride()} and scales {tuple(b.scales.shape)}"
-        )
-    return a, b
-
-
-# ---------------------------------------------------------------------------------------------- ops
-def _make_rows(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def op(*args: Any) -> Tensor:
-        a_codes, a_scales, a_packed, a_fmt, a_order, b_codes, b_scales, b_fmt, b_order = args[:9]
-        offs, bias, out_dtype, capacity, tag, precision, spread = args[9:]
-        a = StackedOperand(a_codes, a_scales, a_fmt, a_order, a_packed)
-        b = Operand(b_codes, b_scales, b_fmt, b_order)
-        return run(a, b, offs, bias, out_dtype, capacity, tag, Mode(precision, spread))
-
-    return op
+def _rows(*args: Any) -> Tensor:
+    codes, scales, spec, rows, k = args[:5]
+    w_codes, w_scales, packed, w_spec, count, n, offs, capacity, bias, out_dtype, tag = args[5:16]
+    lhs = Operand(codes, scales, spec, rows, k)
+    rhs = Stack(w_codes, w_scales, w_spec, count, n, k, packed)
+    return _run_rows(lhs, rhs, Groups(offs, capacity), bias, out_dtype, tag, Mode(*args[16:]))
 
 
 def _rows_fake(*args: Any) -> Tensor:
-    a_codes, a_scales, a_packed, _, a_order, b_codes, b_scales = args[:7]
-    offs, bias, out_dtype = args[9:12]
-    checks.offsets(offs, b_codes.device)
-    beside = b_scales, a_codes, a_scales, a_packed, bias
-    checks.one_device(b_codes.device, _BESIDE_B, beside)
-    m = a_codes.shape[2 if a_order == "k_first" else 1]
-    return b_codes.new_empty((b_codes.shape[0], m), dtype=out_dtype)
+    codes, scales, spec, rows, k = args[:5]
+    w_codes, w_scales, packed, w_spec, count, n, offs, _, bias, out_dtype = args[5:15]
+    rhs = Stack(w_codes, w_scales, w_spec, count, n, k, packed)
+    checks.grouped_sides(Operand(codes, scales, spec, rows, k), rhs, offs, None, bias)
+    return codes.new_empty((rows, n), dtype=out_dtype)
 
 
-_OP_ROWS = define(
-    "gemm_rows(Tensor a_codes, Tensor a_scales, Tensor? a_packed, str a_fmt, str a_order, "
-    "Tensor b_codes, Tensor b_scales, str b_fmt, str b_order, Tensor offs, Tensor? bias, "
-    "ScalarType out_dtype, SymInt capacity, int tag, str precision, int spread) -> Tensor",
-    cpu=_make_rows(_rows_on_cpu),
-    cuda=_make_rows(_rows_on_cuda),
-    other=_make_rows(_rows_on_other),
-    fake=_rows_fake,
+_ROWS = define(
+    "gemm_rows(Tensor lhs_codes, Tensor lhs_scales, str lhs_spec, SymInt lhs_rows, SymInt k, "
+    "Tensor rhs_codes, Tensor rhs_scales, Tensor? rhs_packed, str rhs_spec, SymInt groups, "
+    "SymInt rhs_rows, Tensor offs, SymInt capacity, Tensor? bias, ScalarType out_dtype, int tag, "
+    "str precision, int spread) -> Tensor",
+    _rows,
+    _rows_fake,
 )
 
 
-# ----------------------------------------------------------------------------------- standing form
-def standing_weights(operand: StackedOperand) -> StackedOperand:
-    """Weights that stand still, with the packed form that the CPU's kernel for many rows reads."""
-    if torch.compiler.is_compiling() or not operand.codes.is_cpu or operand.codes.numel() == 0:
-        return operand
-    kernel = envelopes.panel_kernel("cpu")
-    if kernel == envelopes.REFERENCE:
-        return operand
+# -------------------------------------------------------------------------------------- groups of k
+def gemm_k(
+    lhs: Operand,
+    rhs: Operand,
+    groups: Groups,
+    *,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype,
+    accumulate: bool = False,
+    tag: int = -1,
+    mode: Mode = _DEFAULT_MODE,
+) -> Tensor:
+    """D [G, m, n]: the product over the k of each group; zeros for a group without any.
+
+    Args:
+        lhs, rhs: logical [m, R] and [n, R], columnwise copies of quantize_grouped with the groups.
+        out: contiguous [G, m, n], written in place; its dtype then replaces out_dtype.
+        accumulate: add to out.
+        groups, out_dtype, tag, mode: as for gemm_rows.
+    """
+    offs = groups.offs
+    direct = is_direct(lhs.codes, lhs.scales, rhs.codes, rhs.scales, offs, out)
+    if out is None:
+        out = _empty(lhs.codes, (len(groups.offs), lhs.rows, rhs.rows), out_dtype)
+        accumulate = False
+    if direct:
+        _run_k(lhs, rhs, groups, out, accumulate, tag, mode)
+    else:
+        checks.writable(out)
+        _K(
+            lhs.codes, lhs.scales, lhs.spec, lhs.rows, rhs.codes, rhs.scales, rhs.spec, rhs.rows,
+            lhs.k, *groups, out, accumulate, tag, mode.precision, mode.spread,
+        )  # fmt: skip
+    return out
+
+
+def _k_problem(p: GroupedK) -> Problem:
+    offs = p.groups.offs
+    return Problem(
+        "gemm_k", place_of(p.lhs.codes.device), p.lhs.spec, p.rhs.spec, p.lhs.rows, p.rhs.rows,
+        p.lhs.k, len(offs), p.mode.precision, ends_of(offs), p.out.dtype, p.mode.spread,
+    )  # fmt: skip
+
+
+def _checked_k(
+    lhs: Operand, rhs: Operand, groups: Groups, given: int | None
+) -> tuple[Operand, Operand]:
+    checks.grouped_sides(lhs, rhs, groups.offs, given)
+    checks.tokens("lhs", lhs.spec, "k")
+    checks.tokens("rhs", rhs.spec, "k")
+    count = len(groups.offs)
+    return lhs.checked_tokens(count, "lhs"), rhs.checked_tokens(count, "rhs")
+
+
+def _run_k(
+    lhs: Operand, rhs: Operand, groups: Groups, out: Tensor, accumulate: bool, tag: int, mode: Mode
+) -> None:
+    lhs, rhs = _checked_k(lhs, rhs, groups, None)
+    checks.grouped_out(out, (len(groups.offs), lhs.rows, rhs.rows), lhs.codes.device)
+    p = GroupedK(lhs, rhs, groups, out, accumulate, mode)
+    ran = run.run(_k_problem(p), p)
+    if tag >= 0:
+        LAST_RUN[tag] = ran
+
+
+def gemm_k_into(
+    lhs: Operand, rhs: Operand, groups: Groups, outs: Sequence[Tensor], accumulate: bool, *,
+    tag: int = -1, mode: Mode = _DEFAULT_MODE,
+) -> bool:  # fmt: skip
+    """gemm_k with a contiguous tensor [m, n] for each group.
+
+    False where no kernel reaches them in one launch, and nothing was done: where the kernel of the
+    problem cannot, under torch.compile and other watchers, for tensors of several dtypes, and where
+    their addresses are not whole rows apart.
+    """
+    sides = lhs.scales, rhs.codes, rhs.scales, groups.offs
+    if not is_direct(lhs.codes, *sides, *outs) or len({out.dtype for out in outs}) > 1:
+        return False
+    p = GroupedK(lhs, rhs, groups, outs[0], accumulate, mode)
+    run_into = getattr(pick_problem(_k_problem(p)), "run_into", None)
+    if run_into is None:
+        return False
+    lhs, rhs = _checked_k(lhs, rhs, groups, len(outs))
+    for out in outs:
+        checks.grouped_out(out, (lhs.rows, rhs.rows), lhs.codes.device)
+    ran = run_into(p._replace(lhs=lhs, rhs=rhs), outs)
+    if ran is not None and tag >= 0:
+        LAST_RUN[tag] = ran
+    return ran is not None
+
+
+def _k(*args: Any) -> None:
+    codes, scales, spec, m, r_codes, r_scales, r_spec, n, k, offs, capacity = args[:11]
+    out, accumulate, tag = args[11:14]
+    _run_k(
+        Operand(codes, scales, spec, m, k), Operand(r_codes, r_scales, r_spec, n, k),
+        Groups(offs, capacity), out, accumulate, tag, Mode(*args[14:]),
+    )  # fmt: skip
+
+
+def _k_fake(*args: Any) -> None:
+    codes, scales, spec, m, r_codes, r_scales, r_spec, n, k, offs = args[:10]
+    lhs, rhs = Operand(codes, scales, spec, m, k), Operand(r_codes, r_scales, r_spec, n, k)
+    checks.grouped_sides(lhs, rhs, offs, None)
+    checks.one_device(codes.device, ("out",), (args[11],))
+
+
+_K = define(
+    "gemm_k(Tensor lhs_codes, Tensor lhs_scales, str lhs_spec, SymInt lhs_rows, Tensor rhs_codes, "
+    "Tensor rhs_scales, str rhs_spec, SymInt rhs_rows, SymInt k, Tensor offs, SymInt capacity, "
+    "Tensor(a!) out, bool accumulate, int tag, str precision, int spread) -> ()",
+    _k,
+    _k_fake,
+)
+
+
+def group_of_k(operand: Operand, start: int, end: int, group: int) -> Operand:
+    """A group's part of an operand whose k is grouped, in a plain layout."""
+    return k_of(operand, start, end, group)
+
+
+def on_device(offs: Tensor, spec: str, x: Tensor) -> Tensor:
+    """Ends of groups where the kernels of tokens with this spec read them: taken there once for
+    all ops of a call."""
+    if offs.device == x.device or spec_of(spec).layout.exact or not is_direct(x):
+        return offs
+    known, key = derived(), ("move_ends", x.device, spec)
+    if key not in known:
+        known[key] = find(Problem("move_ends", place_of(x.device), spec))
+    kernel = known[key]
+    return offs if kernel is None else kernel.run(offs, x.device)
+
+
+# ------------------------------------------------------------------------------ what stands still
+def kept_stack(stack: Stack, mode: Mode, other: str = "") -> Stack:
+    """Weights of all groups that stand still, in the form that the device's kernel for many rows
+    reads without work. other: the spec of the tokens; that of the weights by default."""
+    if torch.compiler.is_compiling() or stack.codes.numel() == 0:
+        return stack
+    problem = Problem(
+        "gemm_rows", place_of(stack.codes.device), other or stack.spec, stack.spec, 1 << 10,
+        stack.rows, stack.k, stack.groups, mode.precision, "host", spread=mode.spread,
+    )  # fmt: skip
+    kernel = pick_problem(problem)
     with torch.inference_mode(False):  # outlives the mode
-        return operand._replace(packed=cpu_grouped.pack(operand, kernel))
+        return kernel.prepare_stack(stack, problem)

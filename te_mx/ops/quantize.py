@@ -1,180 +1,199 @@
-"""te_mx::quantize: codes and scales of a matrix along its rows, its columns or both, in one
-read.
-"""
+"""te_mx::quantize, te_mx::dequantize, te_mx::convert: matrices to codes and scales, back, and from
+one layout to another."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from te_mx.backends import cpu, reference, sm90, sm90_layout
-from te_mx.backends.base import PLAIN, Quantize, QuantizedParts, quantized_shapes
-from te_mx.engine.explain import warn_fallback
-from te_mx.ops.checks import FORMS, matrix, quantizable
+from te_mx.dispatch import run
+from te_mx.dispatch.calls import Quantize
+from te_mx.dispatch.fused import Target
+from te_mx.dispatch.registry import pick
+from te_mx.layouts import spec_of
+from te_mx.layouts.operand import Operand, Quantized
+from te_mx.ops import checks
 from te_mx.ops.library import define, is_direct
 
 
 def quantize_2d(
     x: Tensor,
-    fmt: str,
+    row: str = "",
+    col: str = "",
     *,
-    rowwise: bool,
-    columnwise: str | None,
-    scale_rule: str,
+    rule: str = "rceil",
     col_sum: bool = False,
     sum_dtype: torch.dtype = torch.float32,
-    spread: int = PLAIN,
-) -> QuantizedParts:
-    """Quantize x [rows, cols] (fp32, bf16 or fp16, any strides) to MXFP8.
+) -> Quantized:
+    """Quantize x [rows, cols] (fp32, bf16 or fp16, any strides) along its rows, its columns or
+    both, in one read.
 
     Args:
         x: the matrix.
-        fmt: "e4m3" or "e5m2".
-        rowwise: make codes and scales with blocks along the last dimension.
-        columnwise: None, "plain" or "transposed": blocks along the first dimension and how they
-            lie.
-        scale_rule: "rceil" or "floor".
+        row, col: specs ("<format>@<layout>") of the operands [rows, k = cols] and [cols, k = rows];
+            "" for none.
+        rule: a scale rule that the format knows: "rceil", "floor" or "even".
         col_sum: also sum x over its rows in fp32, for a bias gradient.
         sum_dtype: what these sums are rounded to: fp32, bf16 or fp16.
-        spread: 0 to 8 packs both directions as GEMM operands for Hopper, of order "sm90", aligning
-            scales that differ by at most 2^spread. `engine.layout.gemm_form` says when to.
     """
     if is_direct(x):
-        run = _on_cpu if x.is_cpu else _on_cuda
-        return run(x, fmt, rowwise, columnwise, scale_rule, col_sum, sum_dtype, spread)
-    parts = _OP(x, fmt, rowwise, columnwise or "", scale_rule, col_sum, sum_dtype, spread)
-    return _unpack(parts, rowwise, columnwise, col_sum)
-
-
-def quantize_two_2d(first: Quantize, second: Quantize) -> tuple[QuantizedParts, QuantizedParts]:
-    """quantize_2d of two matrices that do not depend on each other: on a Hopper GPU that has room,
-    at the same time. The first without col_sum.
-    """
-    x = second.x
-    if (
-        x.is_cuda
-        and first.x.device == x.device
-        and is_direct(x, first.x)
-        and x.numel()
-        and first.x.numel()
-        and sm90.problem(x.device.index) is None
-    ):
-        both = sm90.quantize_two(first, second)
-        if both is not None:
-            return both
-    one = quantize_2d(**first._asdict())
-    return one, quantize_2d(**second._asdict())
-
-
-def _on_cpu(
-    x: Tensor, fmt: str, rowwise: bool, columnwise: str | None, rule: str, col_sum: bool,
-    sum_dtype: torch.dtype, spread: int,
-) -> QuantizedParts:  # fmt: skip
-    if x.dim() != 2 or columnwise not in FORMS:
-        matrix(x, columnwise)  # says what is wrong
-    if cpu.native() is not None and x.numel() and spread < 0:
-        parts = cpu.quantize(x, fmt, rowwise, columnwise, rule, col_sum)
-        if parts is not None:
-            return _rounded(parts, sum_dtype)
-    if x.numel() and spread < 0:
-        why = cpu.missing_reason() or "the native code does not take this problem"
-        warn_fallback("quantize on the CPU", why)
-    return _on_other(x, fmt, rowwise, columnwise, rule, col_sum, sum_dtype, spread)
-
-
-def _on_cuda(
-    x: Tensor, fmt: str, rowwise: bool, columnwise: str | None, rule: str, col_sum: bool,
-    sum_dtype: torch.dtype, spread: int,
-) -> QuantizedParts:  # fmt: skip
-    if x.numel() == 0:
-        return _on_other(x, fmt, rowwise, columnwise, rule, col_sum, sum_dtype, spread)
-    matrix(x, columnwise, spread)
-    why = sm90.problem(x.device.index)
-    if why is None:
-        parts = sm90.quantize(
-            Quantize(x, fmt, rowwise, columnwise, rule, col_sum, sum_dtype, spread)
-        )
-        if parts is not None:
-            return parts
-        why = "the native code does not take this problem"
-    warn_fallback(f"quantize on {x.device}", why)
-    return _on_other(x, fmt, rowwise, columnwise, rule, col_sum, sum_dtype, spread)
-
-
-def _on_other(
-    x: Tensor, fmt: str, rowwise: bool, columnwise: str | None, rule: str, col_sum: bool,
-    sum_dtype: torch.dtype, spread: int,
-) -> QuantizedParts:  # fmt: skip
-    """The reference, on any device; with a spread, packed as plain torch describes it."""
-    quantizable(x, fmt, rule, columnwise, spread)
-    if spread < 0:
-        parts = reference.quantize(x, fmt, rowwise, columnwise, rule, col_sum)
-        return _rounded(parts, sum_dtype)
-    form = None if columnwise is None else "transposed"
-    parts = _rounded(reference.quantize(x, fmt, rowwise, form, rule, col_sum), sum_dtype)
-    packed: list[Tensor | None] = [None] * 4
-    for i, codes, scales in ((0, *parts[:2]), (2, *parts[2:4])):
-        if codes is not None and scales is not None:
-            packed[i : i + 2] = sm90_layout.pack(codes, scales, fmt, spread).operand_parts(codes)
-    return QuantizedParts(packed[0], packed[1], packed[2], packed[3], parts.col_sum)
-
-
-def _rounded(parts: QuantizedParts, dtype: torch.dtype) -> QuantizedParts:
-    """With col_sum in the dtype that was asked for."""
-    if parts.col_sum is None or parts.col_sum.dtype == dtype:
-        return parts
-    return parts._replace(col_sum=parts.col_sum.to(dtype))
-
-
-def _unpack(
-    parts: list[Tensor], rowwise: bool, columnwise: str | None, col_sum: bool
-) -> QuantizedParts:
-    rest = iter(parts)
-    return QuantizedParts(
-        next(rest) if rowwise else None,
-        next(rest) if rowwise else None,
-        next(rest) if columnwise else None,
-        next(rest) if columnwise else None,
-        next(rest) if col_sum else None,
+        checks.quantizable(x, row, col, rule)
+        return run.quantize(Quantize(x, row, col, rule, col_sum, sum_dtype))
+    parts = iter(_QUANTIZE(x, row, col, rule, col_sum, sum_dtype))
+    rows, cols = x.shape
+    return Quantized(
+        Operand(next(parts), next(parts), row, rows, cols) if row else None,
+        Operand(next(parts), next(parts), col, cols, rows) if col else None,
+        next(parts) if col_sum else None,
     )
 
 
-def _make_op(run: Callable[..., QuantizedParts]) -> Callable[..., list[Tensor]]:
-    """The implementation of te_mx::quantize around _on_cpu, _on_cuda or _on_other."""
+def quantize_two_2d(first: Quantize, second: Quantize) -> tuple[Quantized, Quantized]:
+    """Two matrices that do not depend on each other, at the same time where a kernel can: the first
+    without col_sum."""
+    x, other = second.x, first.x
+    if is_direct(x, other):
+        for w in (first, second):
+            checks.quantizable(w.x, w.row, w.col, w.rule)
+        if x.is_cuda and other.device == x.device:
+            both = _both(first, second)
+            if both is not None:
+                return both
+        return run.quantize(first), run.quantize(second)
+    one = quantize_2d(first.x, first.row, first.col, rule=first.rule)
+    return one, quantize_2d(
+        second.x, second.row, second.col, rule=second.rule, col_sum=second.col_sum,
+        sum_dtype=second.sum_dtype,
+    )  # fmt: skip
 
-    def op(
-        x: Tensor, fmt: str, rowwise: bool, columnwise: str, rule: str, col_sum: bool,
-        sum_dtype: torch.dtype, spread: int,
-    ) -> list[Tensor]:  # fmt: skip
-        parts = run(x, fmt, rowwise, columnwise or None, rule, col_sum, sum_dtype, spread)
-        return [part for part in parts if part is not None]
 
-    return op
+def _both(first: Quantize, second: Quantize) -> tuple[Quantized, Quantized] | None:
+    """Both in one call, where one kernel takes them so."""
+    kernels = [
+        pick("quantize", w.x.device, w.row, w.col, (*w.x.shape, 1), w.x.dtype, rule=w.rule)
+        for w in (first, second)
+    ]
+    run_two = getattr(kernels[0], "run_two", None)
+    if run_two is None or kernels[0] is not kernels[1]:
+        return None
+    return run_two(first, second)
 
 
-def _op_fake(
-    x: Tensor, fmt: str, rowwise: bool, columnwise: str, rule: str, col_sum: bool,
-    sum_dtype: torch.dtype, spread: int,
-) -> list[Tensor]:  # fmt: skip
+def quantized(values: Tensor, target: Target) -> Quantized:
+    """Values [rows, cols] as a target says, in one read; perhaps their sums alone."""
+    if target.codes:
+        row, col, rule, col_sum = target
+        return quantize_2d(values, row, col, rule=rule, col_sum=col_sum)
+    sums = values.sum(0, dtype=torch.float32) if target.col_sum else None
+    return Quantized(None, None, sums)
+
+
+def dequantize_2d(operand: Operand, dtype: torch.dtype) -> Tensor:
+    """The values [rows, k] of an operand, rounded once to dtype; NaN where a scale says so."""
+    if is_direct(operand.codes, operand.scales):
+        return run.dequantize(_dequantizable(operand, dtype), dtype)
+    codes, scales, spec, rows, k, _ = operand
+    return _DEQUANTIZE(codes, scales, spec, rows, k, dtype)
+
+
+def convert_2d(operand: Operand, spec: str) -> Operand:
+    """An operand in the layout of another spec of its format."""
+    if operand.spec == spec:
+        return operand
+    if is_direct(operand.codes, operand.scales):
+        return run.convert(operand.checked("the matrix"), spec)
+    codes, scales, old, rows, k, _ = operand
+    codes, scales = _CONVERT(codes, scales, old, rows, k, spec)
+    return Operand(codes, scales, spec, rows, k)
+
+
+# ---------------------------------------------------------------------------------------------- ops
+def parts_of(made: Quantized) -> list[Tensor]:
+    """The tensors of a quantized matrix, in order."""
+    parts = [t for side in made[:2] if side is not None for t in (side.codes, side.scales)]
+    return parts if made.col_sum is None else [*parts, made.col_sum]
+
+
+def empty_like_spec(x: Tensor, spec: str, rows: int, k: int) -> list[Tensor]:
+    """Room for an operand, on the device of x."""
+    fmt, layout = spec_of(spec)
+    return list(layout.empty(fmt, rows, k, x.device))
+
+
+def _quantize(
+    x: Tensor, row: str, col: str, rule: str, col_sum: bool, sum_dtype: torch.dtype
+) -> list[Tensor]:
+    checks.quantizable(x, row, col, rule)
+    return parts_of(run.quantize(Quantize(x, row, col, rule, col_sum, sum_dtype)))
+
+
+def _quantize_fake(
+    x: Tensor, row: str, col: str, rule: str, col_sum: bool, sum_dtype: torch.dtype
+) -> list[Tensor]:
+    checks.quantizable(x, row, col, rule)
     rows, cols = x.shape
-    if spread < 0:
-        shapes = quantized_shapes(rows, cols, rowwise, columnwise or None)
-        parts = [x.new_empty(shape, dtype=torch.uint8) for shape in shapes]
-    else:
-        parts = []
-        for wanted, shape in ((rowwise, (rows, cols)), (bool(columnwise), (cols, rows))):
-            if wanted:
-                parts += sm90.empty_operand(*shape, x.device)
+    parts = empty_like_spec(x, row, rows, cols) if row else []
+    parts += empty_like_spec(x, col, cols, rows) if col else []
     return [*parts, x.new_empty(cols, dtype=sum_dtype)] if col_sum else parts
 
 
-_OP = define(
-    "quantize(Tensor x, str fmt, bool rowwise, str columnwise, str scale_rule, bool col_sum, "
-    "ScalarType sum_dtype, int spread) -> Tensor[]",
-    cpu=_make_op(_on_cpu),
-    cuda=_make_op(_on_cuda),
-    other=_make_op(_on_other),
-    fake=_op_fake,
+def _dequantizable(operand: Operand, dtype: torch.dtype) -> Operand:
+    if dtype != torch.float64:  # for tests
+        checks.float_dtype(dtype)
+    return operand.checked("the matrix")
+
+
+def _dequantize(
+    codes: Tensor, scales: Tensor, spec: str, rows: int, k: int, dtype: torch.dtype
+) -> Tensor:
+    # An op's result is contiguous, so that its fake kernel can say how it lies.
+    operand = _dequantizable(Operand(codes, scales, spec, rows, k), dtype)
+    return run.dequantize(operand, dtype).contiguous()
+
+
+def _dequantize_fake(
+    codes: Tensor, scales: Tensor, spec: str, rows: int, k: int, dtype: torch.dtype
+) -> Tensor:
+    checks.one_device(codes.device, ("the scales of the matrix",), (scales,))
+    return codes.new_empty((rows, k), dtype=dtype)
+
+
+def _convert(
+    codes: Tensor, scales: Tensor, spec: str, rows: int, k: int, to: str
+) -> tuple[Tensor, Tensor]:
+    made = run.convert(Operand(codes, scales, spec, rows, k).checked("the matrix"), to)
+    return _apart(made.codes, codes), _apart(made.scales, scales)
+
+
+def _apart(made: Tensor, given: Tensor) -> Tensor:
+    """A result as an op may return it: no view of what it was given."""
+    if made.untyped_storage().data_ptr() == given.untyped_storage().data_ptr():
+        return made.clone(memory_format=torch.contiguous_format)
+    return made
+
+
+def _convert_fake(
+    codes: Tensor, scales: Tensor, spec: str, rows: int, k: int, to: str
+) -> tuple[Tensor, Tensor]:
+    made = empty_like_spec(codes, to, rows, k)
+    return made[0], made[1]
+
+
+_QUANTIZE = define(
+    "quantize(Tensor x, str row, str col, str rule, bool col_sum, ScalarType sum_dtype)"
+    " -> Tensor[]",
+    _quantize,
+    _quantize_fake,
+)
+_DEQUANTIZE = define(
+    "dequantize(Tensor codes, Tensor scales, str spec, SymInt rows, SymInt k, ScalarType dtype)"
+    " -> Tensor",
+    _dequantize,
+    _dequantize_fake,
+)
+_CONVERT = define(
+    "convert(Tensor codes, Tensor scales, str spec, SymInt rows, SymInt k, str to)"
+    " -> (Tensor, Tensor)",
+    _convert,
+    _convert_fake,
 )

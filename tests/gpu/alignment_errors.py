@@ -12,7 +12,7 @@ import sm90_bounds as bounds
 import torch
 
 import te_mx
-from te_mx.backends import sm90_layout
+from te_mx.layouts import sm90_tiles
 
 M, N, K = 2048, 2048, 4096
 KINDS = (*bounds.KINDS, "rows", "spread")
@@ -35,8 +35,8 @@ def error(got: torch.Tensor, want: torch.Tensor) -> str:
 
 def shares(sides, spread: int) -> str:
     """Percent of the tiles: shared, row-shared, spread."""
-    packs = [sm90_layout.pack(side.codes, side.scales, side.fmt, spread) for side in sides]
-    found = torch.cat([sm90_layout.classes(packed).flatten() for packed in packs]).int()
+    packs = [bounds.packed(side, spread) for side in sides]
+    found = torch.cat([sm90_tiles.classes(packed).flatten() for packed in packs]).int()
     counts = torch.bincount(found, minlength=4).double() / found.numel() * 100
     return " / ".join(f"{share:.0f}" for share in (counts[0], counts[1], counts[2] + counts[3]))
 

@@ -51,10 +51,10 @@ def main(words: list[str]) -> int:
 def inside(part: str) -> int:
     import torch
 
-    from te_mx.backends import sm90
+    from te_mx.backends.sm90 import binding
 
     # Without native kernels the ops would run in plain torch, and nothing be checked.
-    reason = sm90.problem(0) if torch.cuda.is_available() else "there is no GPU"
+    reason = binding.problem(0) if torch.cuda.is_available() else "there is no GPU"
     if reason is not None:
         print(f"needs a Hopper GPU and the kernels for it: {reason}")
         return 1
@@ -73,15 +73,17 @@ def quantize() -> int:
     count = 0
     dtypes = (torch.bfloat16, torch.float32, torch.float16)
     shapes = ((130, 200), (33, 71), (256, 128), (1, 1))
+    forms = (  # rows, columns
+        ("rows", ""), ("", "cols"), ("rows", "cols"), ("", "rows"), ("rows", "rows"),
+        ("sm90:8", ""), ("", "sm90:8"), ("sm90:8", "sm90:8"),
+    )  # fmt: skip
     for shape, dtype, fmt in itertools.product(shapes, dtypes, FORMATS):
         x = calls.data(*shape, "mixed", dtype)
-        for spread, col, row in itertools.product((-1, 8), (None, "plain", "transposed"), (0, 1)):
-            if not row and col is None:
-                continue
-            args = {"rowwise": bool(row), "columnwise": col, "spread": spread}
-            ops.quantize_2d(x, fmt, scale_rule="rceil", col_sum=col is not None, **args)
+        for form in forms:
+            row, col = (layout and f"mxfp8_{fmt}@{layout}" for layout in form)
+            ops.quantize_2d(x, row, col, col_sum=bool(col))
             count += 1
-    ops.quantize_2d(x[:, ::2], "e4m3", rowwise=True, columnwise="plain", scale_rule="floor")
+    ops.quantize_2d(x[:, ::2], "mxfp8_e4m3@rows", "mxfp8_e4m3@cols", rule="floor")
     return count
 
 
@@ -95,12 +97,10 @@ def pack_and_dequantize() -> int:
     for shape, fmt in itertools.product(((130, 200), (33, 71), (256, 128)), FORMATS):
         for kind in ("gaussian", "rows", "spread", "huge", "nan"):
             x = calls.data(*shape, kind, torch.float32)
-            q = ops.quantize_2d(x, fmt, rowwise=True, columnwise="plain", scale_rule="rceil")
-            sides = (*q[:2], fmt, "k_last"), (*q[2:4], fmt, "k_first")
-            for side in sides:
-                ops.standing_2d(ops.Operand(*side), "a", ops.Mode())
+            for side in ops.quantize_2d(x, f"mxfp8_{fmt}@rows", f"mxfp8_{fmt}@cols")[:2]:
+                ops.kept_form(side, "rhs", ops.Mode())
                 for dtype in (torch.bfloat16, torch.float32, torch.float16):
-                    ops.dequantize_2d(*side, dtype)
+                    ops.dequantize_2d(side, dtype)
                 count += 4
     return count
 
@@ -110,26 +110,28 @@ def fused() -> int:
     import sm90_calls as calls
     import torch
 
-    from te_mx.backends.fused import Activation, Norm, Wanted
+    from te_mx.dispatch.fused import Activation, ActStep, Norm, NormStep, Target
     from te_mx.ops import fused
 
     count = 0
-    forms = (("e4m3", "transposed", 8), ("e5m2", "plain", -1))
+    targets = (
+        Target("mxfp8_e4m3@sm90:8", "mxfp8_e4m3@sm90:8", "rceil"),
+        Target("mxfp8_e5m2@rows", "mxfp8_e5m2@cols", "rceil"),
+    )
     shapes = ((130, 200), (33, 71), (256, 384), (300, 2600))  # the last in several bands
     dtypes = (torch.bfloat16, torch.float32, torch.float16)
-    for shape, dtype, (fmt, columns, spread) in itertools.product(shapes, dtypes, forms):
-        wanted = Wanted(fmt, True, columns, "rceil", spread)
+    for shape, dtype, target in itertools.product(shapes, dtypes, targets):
         x = calls.data(*shape, "gaussian", dtype)
         weight = torch.ones(shape[1], device="cuda")
         for kind, z in (("LayerNorm", torch.bfloat16), ("RMSNorm", dtype)):
-            norm = Norm(kind, 1e-5)
-            made = fused.norm_quantize_2d(x, weight, None, norm, z, want_z=True, wanted=wanted)
+            step = NormStep(x, weight, None, Norm(kind, 1e-5), z, True, target)
+            made = fused.norm_quantize_2d(step)
             fused.norm_backward_2d(made.z, x, weight, made.mean, made.rstd, dtype)
             count += 2
         for name, h in (("silu", x), ("swiglu", torch.cat([x, x], 1))):
-            act, sums = Activation(name), wanted._replace(col_sum=True)
-            fused.act_quantize_2d(h, act, dtype, want_out=True, wanted=wanted)
-            fused.dact_quantize_2d(x, h, act, dtype, want_out=True, wanted=sums)
+            act = ActStep(h, None, Activation(name), dtype, True, target)
+            fused.act_quantize_2d(act)
+            fused.act_quantize_2d(act._replace(grad=x, target=target._replace(col_sum=True)))
             count += 2
     weight = torch.ones(8448, device="cuda")
     for rows, cols in ((16, 2048), (1544, 2304), (72, 4352), (72, 8448)):  # by clusters

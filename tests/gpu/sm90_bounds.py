@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_mx.backends import reference, sm90_layout
-from te_mx.backends.base import Operand
+from te_mx.layouts import sm90_tiles
+from te_mx.ops import Operand
 
 # The FP8 tensor cores line up 32 products and the sum so far at the largest of them and cut off
 # what lies 13 bits below it: 33 cuts for every 32 of K.
@@ -24,27 +24,32 @@ APPROXIMATE = {"tanh": "tanh", "erf": "none"}
 KINDS = ("gaussian", "student", "channels", "lognormal", "inverse", "outliers")
 
 
-def k_last(operand: Operand) -> Operand:
+def by_rows(operand: Operand) -> Operand:
     """A plain operand with its codes [rows, k]."""
-    if operand.order == "k_last":
+    if not operand.layout.k_first:
         return operand
     codes, scales = operand.codes.t().contiguous(), operand.scales.t().contiguous()
-    return operand._replace(codes=codes, scales=scales, order="k_last")
+    return operand._replace(codes=codes, scales=scales, spec=f"{operand.format.name}@rows")
 
 
 def mx_values(operand: Operand) -> Tensor:
     """fp64 [rows, k]: the exact MX values of a plain operand."""
-    codes, scales, fmt, order, _ = k_last(operand)
-    return reference.dequantize(codes, scales, fmt, order, torch.float64)
+    return by_rows(operand).values(torch.float64)
+
+
+def packed(operand: Operand, spread: int) -> Operand:
+    """A plain operand packed as plain torch describes it."""
+    codes, scales, spec, rows, k, _ = by_rows(operand)
+    made = sm90_tiles.pack(codes, scales, operand.format.name, spread)
+    spec = spec.replace("@rows", f"@sm90:{spread}")
+    return Operand(*made.operand_parts(codes), spec, rows, k)
 
 
 def aligned_values(operand: Operand, spread: int) -> Tensor:
     """fp64 [rows, k]: the values that the adaptive GEMM multiplies."""
-    if operand.order != "sm90":
-        codes, scales, fmt, _, _ = k_last(operand)
-        packed = sm90_layout.pack(codes, scales, fmt, spread)
-        operand = Operand(*packed.operand_parts(codes), fmt, "sm90")
-    return sm90_layout.packed_values(operand, operand.k, operand.fmt)
+    if operand.layout.exact:
+        operand = packed(operand, spread)
+    return sm90_tiles.packed_values(operand, operand.k, operand.format.name)
 
 
 def may_move(operand: Operand, spread: int) -> Tensor:
@@ -53,9 +58,9 @@ def may_move(operand: Operand, spread: int) -> Tensor:
     Only a code that becomes subnormal moves, by half the smallest code at most: with E <= e + S
     that is 2^-10 * 2^(e + S - 127) in E4M3. Without a spread nothing is shifted.
     """
-    operand = k_last(operand)
+    operand = by_rows(operand)
     scale = torch.exp2(operand.scales.double() - 127).repeat_interleave(32, 1)[:, : operand.k]
-    return scale * (HALF_SMALLEST[operand.fmt] * 2.0**spread if spread else 0.0)
+    return scale * (HALF_SMALLEST[operand.format.element.name] * 2.0**spread if spread else 0.0)
 
 
 def accumulation(a: Tensor, b: Tensor) -> Tensor:

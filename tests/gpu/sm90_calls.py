@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from te_mx.backends import reference
-from te_mx.backends import sm90_layout as layout
 from te_mx.backends.base import BIAS_GRADS, LAYOUTS
-from te_mx.backends.sm90_layout import PackedOperand
+from te_mx.layouts import sm90_tiles as layout
+from te_mx.layouts.sm90_tiles import PackedOperand
+
+sys.path.append(str(Path(__file__).parent.parent))  # for the scripts of this folder
+import native_words as reference
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FORMATS = {"e4m3": 0, "e5m2": 1}

@@ -9,9 +9,11 @@ from torch import nn
 
 import te_mx
 from te_mx import ops
-from te_mx.backends import sm90, sm90_layout
-from te_mx.engine import envelopes, explain
+from te_mx.backends.sm90 import binding
+from te_mx.dispatch import registry
+from te_mx.layouts import sm90_tiles
 from te_mx.recipe import MXFP8BlockScaling
+from te_mx.runtime import ran
 
 SIZES = {"m": 300, "n": 200, "k": 256}
 
@@ -41,8 +43,8 @@ def test_explain_counts_the_classes_that_the_kernel_meets(layout, spread):
     note = te_mx.explain(A, B, layout, classes=True, alignment_spread=spread).note
     for name, tensor, usage in zip("AB", (A, B), _usages(layout), strict=True):
         operand = tensor.operand(usage)
-        packed = ops.standing_2d(operand, "a", ops.Mode("adaptive", spread))
-        counts = torch.bincount(sm90_layout.classes(packed).flatten().int(), minlength=4).tolist()
+        packed = ops.kept_form(operand, "rhs", ops.Mode("adaptive", spread))
+        counts = torch.bincount(sm90_tiles.classes(packed).flatten().int(), minlength=4).tolist()
         assert sum(counts) == 16
         words = ("tile-shared", "row-shared", "spread", "far")
         want = ", ".join(f"{c} {w}" for c, w in zip(counts, words, strict=True) if c)
@@ -73,8 +75,7 @@ def test_audit_names_what_ran():
 
 def test_operands_for_one_precision_are_refused_by_the_other():
     x = torch.randn(40, 64, device="cuda")
-    q = ops.quantize_2d(x, "e4m3", rowwise=True, columnwise=None, scale_rule="rceil", spread=8)
-    operand = ops.Operand(q.row_codes, q.row_scales, "e4m3", "sm90")
+    operand = ops.quantize_2d(x, "mxfp8_e4m3@sm90:8").row
     with pytest.raises(ValueError, match="exact"):
         ops.gemm_2d(operand, operand, out_dtype=torch.float32, mode=ops.Mode("exact"))
 
@@ -91,12 +92,20 @@ def test_wrong_words_are_refused():
 
 
 @pytest.fixture
-def other_gpu(monkeypatch):
+def anew(monkeypatch):
+    """Kernels are chosen anew, in the test and after it."""
+    monkeypatch.setattr(binding, "_problems", {})
+    monkeypatch.setattr(ran, "_warned", set())
+    registry.forget()
+    yield monkeypatch
+    monkeypatch.undo()
+    registry.forget()
+
+
+@pytest.fixture
+def other_gpu(anew):
     """As if the device were an Ada GPU."""
-    monkeypatch.setattr(sm90, "_problems", {})
-    monkeypatch.setattr(envelopes, "_chosen_gpu", {})
-    monkeypatch.setattr(explain, "_warned", set())
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
+    anew.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
 
 
 def test_other_gpus_run_the_reference_and_say_so(other_gpu):
@@ -142,11 +151,9 @@ def test_a_linear_trains_on_other_gpus(other_gpu):
 
 
 @pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")
-def test_a_build_without_the_kernels_says_what_to_do(monkeypatch):
-    monkeypatch.setattr(sm90, "_problems", {})
-    monkeypatch.setattr(envelopes, "_chosen_gpu", {})
-    monkeypatch.setattr(sm90, "_native", None)
-    monkeypatch.setattr(sm90, "_import_error", "No module named 'te_mx._sm90'")
+def test_a_build_without_the_kernels_says_what_to_do(anew):
+    anew.setattr(binding, "_native", None)
+    anew.setattr(binding, "_import_error", "No module named 'te_mx._sm90'")
     said = te_mx.explain(**SIZES, device="cuda")
     assert said.kernel == "reference"
     assert "nvcc" in dict(said.declined)["sm90_adaptive"]

@@ -7,12 +7,21 @@ import pytest
 import sm90_calls as calls
 import torch
 
-from te_mx.backends import reference_fused, sm90_fused
-from te_mx.backends.base import PLAIN
-from te_mx.backends.fused import ACTIVATIONS, NORMS, Activation, Norm, Wanted
+from te_mx.backends.native import native_target
+from te_mx.backends.reference import fused_math
+from te_mx.backends.sm90 import binding_fused
+from te_mx.dispatch.fused import (
+    ACTIVATIONS,
+    NORMS,
+    Activation,
+    ActStep,
+    Norm,
+    NormStep,
+    Target,
+)
 from te_mx.nn import activations
-from te_mx.ops import fused_run
-from te_mx.ops.fused import act_quantize_2d, dact_quantize_2d, norm_backward_2d, norm_quantize_2d
+from te_mx.ops import quantized
+from te_mx.ops.fused import act_quantize_2d, norm_backward_2d, norm_quantize_2d
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -20,14 +29,15 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = (BF16, F32, F16)
 # Whole tiles; tails in both directions; 8 columns that straddle the halves; odd; long rows; one.
 SHAPES = ((256, 384), (300, 200), (129, 264), (77, 1001), (33, 9000), (1, 1))
-FORMS = (  # what te_mx.Linear asks for, then other forms, single directions, nothing
-    Wanted("e4m3", True, "transposed", "rceil", 8),
-    Wanted("e5m2", True, "transposed", "floor", 0),
-    Wanted("e5m2", True, "transposed", "rceil", PLAIN),
-    Wanted("e4m3", True, "plain", "floor", PLAIN),
-    Wanted("e4m3", True, None, "rceil", 8),
-    Wanted("e4m3", False, "transposed", "rceil", 8),
-    Wanted("e4m3", False, None, "rceil", PLAIN),
+E4M3, E5M2 = "mxfp8_e4m3", "mxfp8_e5m2"
+TARGETS = (  # what te_mx.Linear asks for, then other forms, single directions, nothing
+    Target(f"{E4M3}@sm90:8", f"{E4M3}@sm90:8", "rceil"),
+    Target(f"{E5M2}@sm90:0", f"{E5M2}@sm90:0", "floor"),
+    Target(f"{E5M2}@rows", f"{E5M2}@rows", "rceil"),
+    Target(f"{E4M3}@rows", f"{E4M3}@cols", "floor"),
+    Target(f"{E4M3}@sm90:8", "", "rceil"),
+    Target("", f"{E4M3}@sm90:8", "rceil"),
+    Target("", "", "rceil"),
 )
 
 
@@ -44,14 +54,30 @@ def same(got, expected):
         torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def same_parts(got, values, wanted):
+def same_sides(got, expected):
+    """The operands of two quantized matrices, sums aside."""
+    for mine, theirs in zip(got[:2], expected[:2], strict=True):
+        assert (mine is None) == (theirs is None)
+        if theirs is not None:
+            assert mine[2:] == theirs[2:]
+            same(mine.codes, theirs.codes), same(mine.scales, theirs.scales)
+
+
+def same_parts(got, values, target):
     """The bytes of quantizing `values`, and sums that are nearly theirs."""
-    for mine, theirs in zip(got[:4], fused_run.quantized(values, wanted)[:4], strict=True):
-        same(mine, theirs)
-    assert (got.col_sum is not None) == wanted.col_sum
-    if wanted.col_sum:
+    same_sides(got, quantized(values, target))
+    assert (got.col_sum is not None) == target.col_sum
+    if target.col_sum:
         exact, size = values.double().sum(0), values.double().abs().sum(0)
         assert ((got.col_sum.double() - exact).abs() <= len(values) * 2.0**-24 * size).all()
+
+
+def normalize(x, weight, bias, norm, dtype, target, keep=True):
+    return norm_quantize_2d(NormStep(x, weight, bias, norm, dtype, keep, target))
+
+
+def activate(h, act, dtype, target, grad=None, keep=True):
+    return act_quantize_2d(ActStep(h, grad, act, dtype, keep, target))
 
 
 # ------------------------------------------------------------------------------------ normalization
@@ -67,13 +93,13 @@ def norm_case(kind, shape, dtype, seed=1):
 @pytest.mark.parametrize("dtypes", [(a, b) for a in DTYPES for b in DTYPES], ids=str)
 def test_normalization_is_the_reference(kind, shape, dtypes):
     call = norm_case(kind, shape, dtypes[0])
-    mean, rstd, z = reference_fused.normalize(*call, dtypes[1])
-    for i, wanted in enumerate(FORMS):
-        for want_z in (False, True) if i == 0 else (i % 2 == 1,):
-            got = norm_quantize_2d(*call, dtypes[1], want_z=want_z, wanted=wanted)
+    mean, rstd, z = fused_math.normalize(*call, dtypes[1])
+    for i, target in enumerate(TARGETS):
+        for keep in (False, True) if i == 0 else (i % 2 == 1,):
+            got = normalize(*call, dtypes[1], target, keep)
             same(got.mean, mean), same(got.rstd, rstd)
-            same(got.z, z if want_z else None)
-            same_parts(got.quantized, z, wanted)
+            same(got.z, z if keep else None)
+            same_parts(got.quantized, z, target)
 
 
 @pytest.mark.parametrize("kind", NORMS)
@@ -81,11 +107,11 @@ def test_normalization_is_the_reference(kind, shape, dtypes):
 @pytest.mark.parametrize("dtypes", [(a, b) for a in DTYPES for b in DTYPES], ids=str)
 def test_gradients_of_normalization(kind, shape, dtypes):
     x, weight, _, norm = norm_case(kind, shape, dtypes[0])
-    mean, rstd, _ = reference_fused.normalize(x, weight, None, norm, F32)
+    mean, rstd, _ = fused_math.normalize(x, weight, None, norm, F32)
     dz = randn(*shape, dtype=dtypes[1], seed=4)
     call = (dz, x, weight, mean, rstd, dtypes[0])
     dx, dweight, dbias = norm_backward_2d(*call)
-    same(dx, reference_fused.normalize_backward(*call)[0])
+    same(dx, fused_math.normalize_backward(*call)[0])
     center = 0 if mean is None else mean[:, None]
     h = ((x.float() - center) * rstd[:, None]).double()
     for got, terms in ((dweight, dz.double() * h), (dbias, dz.double())):
@@ -105,9 +131,9 @@ def test_gradients_of_rows_kept_in_shared_memory(kind, shape):
     rows, cols = shape
     x, dz = ((randn(rows, cols + 64, seed=i) + 0.5)[:, 8 : cols + 8] for i in (1, 2))
     weight, norm = randn(cols, dtype=F32, seed=3), Norm(kind, 1e-5)
-    mean, rstd, _ = reference_fused.normalize(x, weight, None, norm, F32)
+    mean, rstd, _ = fused_math.normalize(x, weight, None, norm, F32)
     call = (dz, x, weight, mean, rstd, BF16)
-    expected = reference_fused.normalize_backward(*call)[0]
+    expected = fused_math.normalize_backward(*call)[0]
     h = ((x.float() - (0 if mean is None else mean[:, None])) * rstd[:, None]).double()
     made = [norm_backward_2d(*call) for _ in range(3)]
     for dx, dweight, dbias in made:
@@ -117,19 +143,19 @@ def test_gradients_of_rows_kept_in_shared_memory(kind, shape):
             assert ((got.double() - terms.sum(0)).abs() <= bound).all()
         same(dweight, made[0][1]), same(dbias, made[0][2])
     x[3, 5] = torch.nan  # stays in its row
-    same(norm_backward_2d(*call)[0], reference_fused.normalize_backward(*call)[0])
+    same(norm_backward_2d(*call)[0], fused_math.normalize_backward(*call)[0])
 
 
 @pytest.mark.parametrize("shape", [(2100, 9000), (3000, 136)])
 def test_normalization_in_many_bands(shape):
     x, weight, bias, norm = norm_case("LayerNorm", shape, BF16)
-    expected = reference_fused.normalize(x, weight, bias, norm, BF16)
+    expected = fused_math.normalize(x, weight, bias, norm, BF16)
     back = x, x, weight, *expected[:2], BF16
-    dx = reference_fused.normalize_backward(*back)[0]
+    dx = fused_math.normalize_backward(*back)[0]
     for _ in range(3):
-        got = norm_quantize_2d(x, weight, bias, norm, BF16, want_z=True, wanted=FORMS[0])
+        got = normalize(x, weight, bias, norm, BF16, TARGETS[0])
         same(got.z, expected[2])
-        same_parts(got.quantized, expected[2], FORMS[0])
+        same_parts(got.quantized, expected[2], TARGETS[0])
         same(norm_backward_2d(*back)[0], dx)
 
 
@@ -139,11 +165,11 @@ def test_normalization_of_rows_apart():
     for part in (x[:, :304], x[:, 3:300], x[:, ::2], x.t()[:, :200]):
         w = weight.repeat(3)[: part.shape[1]]
         norm = Norm("LayerNorm", 1e-5)
-        got = norm_quantize_2d(part, w, w, norm, BF16, want_z=True, wanted=FORMS[0])
-        same(got.z, reference_fused.normalize(part, w, w, norm, BF16)[2])
-        same_parts(got.quantized, got.z, FORMS[0])
+        got = normalize(part, w, w, norm, BF16, TARGETS[0])
+        same(got.z, fused_math.normalize(part, w, w, norm, BF16)[2])
+        same_parts(got.quantized, got.z, TARGETS[0])
         back = (part, part, w, got.mean, got.rstd, BF16)
-        same(norm_backward_2d(*back)[0], reference_fused.normalize_backward(*back)[0])
+        same(norm_backward_2d(*back)[0], fused_math.normalize_backward(*back)[0])
 
 
 def test_weights_that_lie_anywhere():
@@ -151,16 +177,16 @@ def test_weights_that_lie_anywhere():
     for offset in (0, 1, 2):
         weight, bias = (randn(2, 652, dtype=F32, seed=offset)[i, offset:][:648] for i in (0, 1))
         norm = Norm("LayerNorm", 1e-5)
-        mean, rstd, z = reference_fused.normalize(x, weight, bias, norm, BF16)
-        same(norm_quantize_2d(x, weight, bias, norm, BF16, want_z=True, wanted=FORMS[0]).z, z)
+        mean, rstd, z = fused_math.normalize(x, weight, bias, norm, BF16)
+        same(normalize(x, weight, bias, norm, BF16, TARGETS[0]).z, z)
         back = (x, x, weight, mean, rstd, BF16)
-        same(norm_backward_2d(*back)[0], reference_fused.normalize_backward(*back)[0])
+        same(norm_backward_2d(*back)[0], fused_math.normalize_backward(*back)[0])
 
 
 def test_normalization_in_a_graph_starts_afresh():
     call = norm_case("LayerNorm", (700, 1024), BF16)
     weight, norm, x = call[1], call[3], call[0]
-    run = lambda: norm_quantize_2d(*call, BF16, want_z=True, wanted=FORMS[0])  # noqa: E731
+    run = lambda: normalize(*call, BF16, TARGETS[0])  # noqa: E731
     back = lambda m: norm_backward_2d(x, x, weight, m.mean, m.rstd, BF16)  # noqa: E731
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -173,9 +199,9 @@ def test_normalization_in_a_graph_starts_afresh():
     for seed in (5, 6):
         x.copy_(randn(*x.shape, seed=seed))
         graph.replay()
-        expected = reference_fused.normalize(*call, BF16)
+        expected = fused_math.normalize(*call, BF16)
         same(made.z, expected[2])
-        same(grads[0], reference_fused.normalize_backward(x, x, weight, *expected[:2], BF16)[0])
+        same(grads[0], fused_math.normalize_backward(x, x, weight, *expected[:2], BF16)[0])
     assert norm.eps == 1e-5
 
 
@@ -206,77 +232,76 @@ def assert_close(got, expected, size):
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations(name, shape, dtype):
     act, h, grad, value, dh, size, back = exact(name, *shape, dtype)
-    for i, wanted in enumerate(FORMS):
-        made = act_quantize_2d(h, act, dtype, want_out=True, wanted=wanted)
-        same_parts(made.quantized, made.out, wanted)
-        wanted_too = wanted._replace(col_sum=i % 2 == 0)
-        there = dact_quantize_2d(grad, h, act, dtype, want_out=True, wanted=wanted_too)
-        same_parts(there.quantized, there.out, wanted_too)
+    for i, target in enumerate(TARGETS):
+        made = activate(h, act, dtype, target)
+        same_parts(made.quantized, made.out, target)
+        with_sums = target._replace(col_sum=i % 2 == 0)
+        there = activate(h, act, dtype, with_sums, grad)
+        same_parts(there.quantized, there.out, with_sums)
         if i == 0:
             first, first_back = made.out, there.out
             assert_close(first, value, size)
             assert_close(first_back, dh, back)
-            silent = act_quantize_2d(h, act, dtype, want_out=False, wanted=wanted)
-            quiet = dact_quantize_2d(grad, h, act, dtype, want_out=False, wanted=wanted_too)
+            silent = activate(h, act, dtype, target, keep=False)
+            quiet = activate(h, act, dtype, with_sums, grad, keep=False)
             assert silent.out is None and quiet.out is None
-            pairs = [*zip(silent.quantized, made.quantized, strict=True)]
-            for one, two in [*pairs, *zip(quiet.quantized, there.quantized, strict=True)]:
-                same(one, two)
+            for one, two in ((silent, made), (quiet, there)):
+                same_sides(one.quantized, two.quantized)
+                same(one.quantized.col_sum, two.quantized.col_sum)
         same(made.out, first), same(there.out, first_back)  # whatever is wanted beside
 
 
 @pytest.mark.parametrize("name", ["swiglu", "gelu"])
 def test_activations_of_mixed_dtypes_and_rows_apart(name):
-    act = Activation(name)
+    act, target = Activation(name), TARGETS[0]
     h = randn(130, 700)
     for part in (h[:, :640], h[:, 4:500], h[:, ::2]):
-        made = act_quantize_2d(part, act, BF16, want_out=True, wanted=FORMS[0])
-        whole = act_quantize_2d(part.contiguous(), act, BF16, want_out=True, wanted=FORMS[0])
+        made = activate(part, act, BF16, target)
+        whole = activate(part.contiguous(), act, BF16, target)
         same(made.out, whole.out)
-        same_parts(made.quantized, whole.out, FORMS[0])
+        same_parts(made.quantized, whole.out, target)
     h, grad = randn(40, 96, dtype=F16), randn(40, 96 // (2 if act.gated else 1), dtype=BF16)
     for got, dtype in (
-        (act_quantize_2d(h, act, BF16, want_out=True, wanted=FORMS[0]), BF16),
-        (dact_quantize_2d(grad, h, act, F32, want_out=True, wanted=FORMS[0]), F32),
+        (activate(h, act, BF16, target), BF16),
+        (activate(h, act, F32, target, grad), F32),
     ):
         assert got.out.dtype == dtype
-        same_parts(got.quantized, got.out, FORMS[0])
+        same_parts(got.quantized, got.out, target)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_nan_is_never_hidden_and_infinity_is_not_made(name):
-    act = Activation(name)
+    act, target = Activation(name), TARGETS[2]
     h = randn(64, 128)
     h[1, 3], h[5, 7], h[9, 9] = torch.nan, 1e19, -1e19
     grad = torch.ones(64, 64 if act.gated else 128, dtype=BF16, device="cuda")
-    made = act_quantize_2d(h, act, BF16, want_out=True, wanted=FORMS[2])
-    assert made.out[1, 3].isnan() and made.quantized.row_scales[1, 0] == 255
+    made = activate(h, act, BF16, target)
+    assert made.out[1, 3].isnan() and made.quantized.row.scales[1, 0] == 255
     assert made.out.isnan().sum() == 1
-    assert dact_quantize_2d(grad, h, act, BF16, want_out=True, wanted=FORMS[2]).out[9, 9] == 0 or (
-        act.gated
-    )
+    assert activate(h, act, BF16, target, grad).out[9, 9] == 0 or act.gated
 
 
 def test_more_than_two_to_the_31_elements():
     act, rows, cols = Activation("swiglu"), 70000, 16384
     h = torch.empty(rows, 2 * cols, dtype=BF16, device="cuda").normal_()
-    wanted = Wanted("e4m3", True, "plain", "rceil")
-    made = dact_quantize_2d(h[:, :cols], h, act, BF16, want_out=False, wanted=wanted)
+    target = Target(f"{E4M3}@rows", f"{E4M3}@cols", "rceil")
+    made = activate(h, act, BF16, target, h[:, :cols], keep=False).quantized
     part = slice(69984, rows)
-    last = dact_quantize_2d(h[part, :cols], h[part], act, BF16, want_out=False, wanted=wanted)
-    same(made.quantized.row_codes[part], last.quantized.row_codes)
-    same(made.quantized.col_codes[part], last.quantized.col_codes)
-    same(made.quantized.col_scales[-1:], last.quantized.col_scales[-1:])
+    last = activate(h[part], act, BF16, target, h[part, :cols], keep=False).quantized
+    same(made.row.codes[part], last.row.codes)
+    same(made.col.codes[part], last.col.codes)
+    same(made.col.scales[-1:], last.col.scales[-1:])
     norm, weight = Norm("RMSNorm", 1e-5), torch.ones(2 * cols, device="cuda")
-    got = norm_quantize_2d(h, weight, None, norm, BF16, want_z=True, wanted=wanted)
-    expected = reference_fused.normalize(h[part], weight, None, norm, BF16)
+    got = normalize(h, weight, None, norm, BF16, target)
+    expected = fused_math.normalize(h[part], weight, None, norm, BF16)
     same(got.rstd[part], expected[1]), same(got.z[part], expected[2])
     dx = norm_backward_2d(h, h, weight, None, got.rstd, BF16)[0][part]
     args = h[part], h[part], weight, None, got.rstd[part], BF16
-    same(dx, reference_fused.normalize_backward(*args)[0])
+    same(dx, fused_math.normalize_backward(*args)[0])
 
 
 def test_the_native_code_runs():
     x, weight = randn(256, 256), torch.ones(256, device="cuda")
-    assert sm90_fused.normalize(x, weight, None, Norm("RMSNorm", 1e-5), BF16, False, FORMS[0])
-    assert sm90_fused.activate(x, None, Activation("silu"), BF16, False, FORMS[0])
+    wanted = native_target(TARGETS[0])
+    assert binding_fused.normalize(x, weight, None, Norm("RMSNorm", 1e-5), BF16, False, wanted)
+    assert binding_fused.activate(x, None, Activation("silu"), BF16, False, wanted)

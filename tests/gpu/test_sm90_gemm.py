@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
+import native_words as reference
 import pytest
 import sm90_bounds as bounds
 import sm90_calls as calls
 import torch
 
-from te_mx.backends import reference
-from te_mx.backends import sm90_layout as layout
+from te_mx.layouts import sm90_tiles as layout
 
 # Whole blocks, tails everywhere, M and N below a block, odd N, many steps of K.
 SHAPES = ((256, 256, 256), (300, 200, 333), (64, 520, 1000), (5, 7, 40), (700, 900, 1536))

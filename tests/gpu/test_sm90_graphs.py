@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import te_mx
-from te_mx.engine import workspace
 from te_mx.recipe import MXFP8BlockScaling
+from te_mx.runtime import workspace
 
 RECIPES = [MXFP8BlockScaling(precision=precision) for precision in ("adaptive", "exact")]
 M, K, N = 200, 320, 264

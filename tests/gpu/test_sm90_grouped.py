@@ -15,10 +15,9 @@ from sm90_calls import DTYPES, FORMATS, RULES, address, native, stream
 from torch import Tensor
 
 import te_mx
-from te_mx.backends import sm90
-from te_mx.backends import sm90_grouped_layout as grouped_layout
-from te_mx.backends.grouped import device_bounds
-from te_mx.backends.sm90_layout import PackedOperand, packed_shapes
+from te_mx.dispatch.groups import device_bounds
+from te_mx.layouts import sm90_groups as grouped_layout
+from te_mx.layouts.sm90_tiles import PackedOperand, packed_shapes
 from te_mx.recipe import Format, MXFP8BlockScaling
 
 sys.path.append(str(Path(__file__).parent.parent))
@@ -263,7 +262,7 @@ def test_a_layer_is_a_loop_of_linear(splits, stacked, recipe):
     for kind in ("weight", "bias"):
         wanted = torch.stack([getattr(one, kind).grad for one in loop])
         near(parameters(ours, f"{kind}.grad"), wanted)
-    assert (te_mx.audit(ours)["(root)"].wgrad == sm90.ADAPTIVE) == (recipe != "exact")
+    assert (te_mx.audit(ours)["(root)"].wgrad == "sm90_adaptive") == (recipe != "exact")
 
 
 def test_splits_on_the_device_are_never_waited_for():

@@ -15,9 +15,10 @@ from test_sm90_grouped import PAIRS, Problem, gemm, gemm_args, inputs, layer, po
 from torch import Tensor
 
 import te_mx
-from te_mx.backends import sm90, sm90_grouped
-from te_mx.backends.sm90_layout import packed_shapes
-from te_mx.ops.grouped_weights import _weights_loop, quantize_weights
+from te_mx.backends.sm90 import binding_grouped
+from te_mx.dispatch import registry
+from te_mx.layouts.sm90_tiles import packed_shapes
+from te_mx.ops.grouped_quantize import QuantizeWeights, quantize_weights
 from te_mx.recipe import Format, MXFP8BlockScaling
 
 SIZES = [(1, 33), (8, 1), (100, 129), (264, 320), (513, 1024), (128, 70), (130, 256)]
@@ -29,7 +30,7 @@ ONE_COPY = MXFP8BlockScaling(one_copy_weights=True)
 def plain(rows: int, cols: int, fmt: str, kind: str) -> tuple[list[Tensor], Tensor, Tensor]:
     """Four weights with their rowwise codes and scales, stacked."""
     weights = [calls.data(rows, cols, kind, seed=i) for i in range(4)]
-    row, _ = quantize_weights(weights, fmt, columnwise=False, scale_rule="rceil")
+    row, _ = quantize_weights(weights, f"mxfp8_{fmt}@rows", rule="rceil")
     return weights, row.codes, row.scales
 
 
@@ -93,11 +94,15 @@ def test_plain_stacks_have_the_bytes_of_each_weight(size, dtype, columnwise):
     kind = KINDS[SIZES.index(size)]
     rule = "floor" if columnwise else "rceil"
     weights = [calls.data(rows, cols, kind, dtype, seed=i) for i in range(300)]
-    row, col = quantize_weights(weights, "e4m3", columnwise=columnwise, scale_rule=rule)
-    want = _weights_loop(weights, "e4m3", columnwise, rule, -1)
-    got = [*row[:2], *(col[:2] if col is not None else ())]
-    for mine, theirs in zip(got, want, strict=True):
-        equal(mine, theirs)
+    specs = "mxfp8_e4m3@rows", "mxfp8_e4m3@cols" if columnwise else ""
+    loop = registry.kernels("quantize_weights")[-1]
+    want = loop.run(QuantizeWeights(weights, *specs, rule))
+    for mine, theirs in zip(quantize_weights(weights, *specs, rule=rule), want, strict=True):
+        assert (mine is None) == (theirs is None)
+        if theirs is not None:
+            assert mine[2:] == theirs[2:]
+            equal(mine.codes, theirs.codes)
+            equal(mine.scales, theirs.scales)
 
 
 # ------------------------------------------------------------------------------ products in places
@@ -151,7 +156,7 @@ def test_main_grads_have_the_same_bits_wherever_they_lie(dtype, delay):
         grads = main_grads(place, dtype)
         for weight, one in zip(ours.weights(), grads, strict=True):
             weight.main_grad = one
-        assert (sm90_grouped.places_of(grads) is None) == (place == "between rows")
+        assert (binding_grouped.places_of(grads) is None) == (place == "between rows")
         for splits in (SPLITS, [3, 90, 0, 40]):
             inp = x.clone().requires_grad_()
             with te_mx.autocast():
@@ -160,7 +165,7 @@ def test_main_grads_have_the_same_bits_wherever_they_lie(dtype, delay):
             if delay:
                 ours.backward_dw()
         made = torch.stack(grads)
-        assert te_mx.audit(ours)["(root)"].wgrad == sm90.ADAPTIVE
+        assert te_mx.audit(ours)["(root)"].wgrad == "sm90_adaptive"
         assert want is None or torch.equal(made, want), place
         want = made
     assert want is not None and bool((want != 0.5).any(1).any(1).all())
@@ -198,7 +203,7 @@ def test_one_copy_is_a_loop(recipe, stacked, first):
     wanted = torch.stack([one.weight.grad for one in loop])
     equal(parameters(ours, "weight.grad"), wanted)
     found = te_mx.audit(ours)["(root)"]
-    assert {found.fprop, found.dgrad, found.wgrad} == {sm90.ADAPTIVE}
+    assert {found.fprop, found.dgrad, found.wgrad} == {"sm90_adaptive"}
 
 
 @pytest.mark.parametrize("recipe", [MXFP8BlockScaling(), ONE_COPY], ids=str)

@@ -8,8 +8,7 @@ import torch
 
 import te_mx
 from te_mx import ops
-from te_mx.backends import sm90_layout
-from te_mx.backends.base import PLAIN
+from te_mx.layouts import sm90_tiles
 
 ROWS, COLS = 2_097_152 + 200, 1032  # 2.16e9 elements
 STARTS = (0, 128 * 8000, 128 * 16256, 128 * 16384, 128 * 16385)  # the last: 72 rows
@@ -33,45 +32,42 @@ def rows(start):
     return slice(start, min(start + 128, ROWS))
 
 
-@pytest.mark.parametrize("spread", [PLAIN, 8])
-def test_quantize(x, spread):
-    args = {"rowwise": True, "columnwise": "transposed", "scale_rule": "rceil", "spread": spread}
-    q = ops.quantize_2d(x, "e4m3", col_sum=True, **args)
-    tile = 128 if spread >= 0 else None
+@pytest.mark.parametrize("layout", ["rows", "sm90:8"])
+def test_quantize(x, layout):
+    spec = f"mxfp8_e4m3@{layout}"
+    q = ops.quantize_2d(x, spec, spec, col_sum=True)
     for start in STARTS:
-        part = ops.quantize_2d(x[rows(start)].contiguous(), "e4m3", **args)
-        assert torch.equal(q.row_codes[rows(start)], part.row_codes)
-        assert torch.equal(q.col_codes[:, rows(start)], part.col_codes)
-        if tile is None:
-            assert torch.equal(q.row_scales[rows(start)], part.row_scales)
-            blocks = slice(start // 32, start // 32 + part.col_scales.shape[1])
-            assert torch.equal(q.col_scales[:, blocks], part.col_scales)
+        part = ops.quantize_2d(x[rows(start)].contiguous(), spec, spec)
+        assert torch.equal(q.row.codes[rows(start)], part.row.codes)
+        assert torch.equal(q.col.codes[:, rows(start)], part.col.codes)
+        if layout == "rows":
+            assert torch.equal(q.row.scales[rows(start)], part.row.scales)
+            blocks = slice(start // 32, start // 32 + part.col.scales.shape[1])
+            assert torch.equal(q.col.scales[:, blocks], part.col.scales)
         else:
-            assert torch.equal(q.row_scales[:, start // tile], part.row_scales[:, 0])
-            assert torch.equal(q.col_scales[start // tile], part.col_scales[0])
+            assert torch.equal(q.row.scales[:, start // 128], part.row.scales[:, 0])
+            assert torch.equal(q.col.scales[start // 128], part.col.scales[0])
     exact = sum(chunk.double().sum(0) for chunk in x.split(1 << 18))
     size = sum(chunk.double().abs().sum(0) for chunk in x.split(1 << 18))
     assert ((q.col_sum.double() - exact).abs() <= ROWS * 2.0**-24 * size).all()
 
 
-@pytest.mark.parametrize("form", ["transposed", "plain"], ids=["transposed", "as_it_lies"])
-def test_pack(x, form):
-    args = {"scale_rule": "rceil", "rowwise": form == "transposed"}
-    q = ops.quantize_2d(x, "e4m3", columnwise="plain" if form == "plain" else None, **args)
-    if form == "plain":
-        operand = ops.Operand(q.col_codes, q.col_scales, "e4m3", "k_first")
-    else:
-        operand = ops.Operand(q.row_codes, q.row_scales, "e4m3", "k_last")
-    packed = ops.standing_2d(operand, "a", ops.Mode())
+@pytest.mark.parametrize("layout", ["rows", "cols"])
+def test_pack(x, layout):
+    spec = f"mxfp8_e4m3@{layout}"
+    as_it_lies = layout == "cols"
+    q = ops.quantize_2d(x, "", spec) if as_it_lies else ops.quantize_2d(x, spec)
+    operand = q.col if as_it_lies else q.row
+    packed = ops.kept_form(operand, "rhs", ops.Mode())
     for start in STARTS[:-1]:
         codes, scales = operand.codes[rows(start)], operand.scales
-        if form == "plain":
+        if as_it_lies:
             scales = scales[start // 32 : start // 32 + 4]
-            want = sm90_layout.pack(codes.t().contiguous(), scales.t().contiguous(), "e4m3")
+            want = sm90_tiles.pack(codes.t().contiguous(), scales.t().contiguous(), "e4m3")
             assert torch.equal(packed.codes[:, rows(start)], want.codes)
             assert torch.equal(packed.scales[start // 128], want.scales[0])
         else:
-            want = sm90_layout.pack(codes, scales[rows(start)], "e4m3")
+            want = sm90_tiles.pack(codes, scales[rows(start)], "e4m3")
             assert torch.equal(packed.codes[rows(start)], want.codes[:, :COLS])
             assert torch.equal(packed.scales[:, start // 128], want.scales[:, 0])
 

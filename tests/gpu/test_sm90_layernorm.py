@@ -8,8 +8,8 @@ from norm_modules import assert_same, filled, gradients, one_after_the_other, re
 from test_layernorm_linear import RECIPES
 
 import te_mx
-from te_mx.backends import reference_fused
-from te_mx.backends.fused import ACTIVATIONS, NORMS, Norm, Wanted
+from te_mx.backends.reference import fused_math
+from te_mx.dispatch.fused import ACTIVATIONS, NORMS, Norm, NormStep, Target
 from te_mx.ops.fused import norm_quantize_2d
 
 BF16 = torch.bfloat16
@@ -59,12 +59,10 @@ def test_gelu_inside_the_gemms(shape, activation):
 
 @pytest.mark.parametrize("kind", NORMS)
 def test_normalization_has_the_bits_of_the_cpu(kind):
-    x = torch.randn(77, 300, dtype=BF16)
-    call = torch.randn(300), None, Norm(kind, 1e-5)
-    wanted = Wanted("e4m3", True, "transposed", "rceil")
-    mean, rstd, z = reference_fused.normalize(x, *call, BF16)
-    weight, bias, norm = call
-    made = norm_quantize_2d(x.cuda(), weight.cuda(), bias, norm, BF16, want_z=True, wanted=wanted)
+    x, weight, norm = torch.randn(77, 300, dtype=BF16), torch.randn(300), Norm(kind, 1e-5)
+    target = Target("mxfp8_e4m3@rows", "mxfp8_e4m3@rows", "rceil")
+    mean, rstd, z = fused_math.normalize(x, weight, None, norm, BF16)
+    made = norm_quantize_2d(NormStep(x.cuda(), weight.cuda(), None, norm, BF16, True, target))
     assert torch.equal(made.rstd.cpu(), rstd) and torch.equal(made.z.cpu(), z)
     assert (mean is None) or torch.equal(made.mean.cpu(), mean)
 

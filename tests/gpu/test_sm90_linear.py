@@ -14,7 +14,6 @@ from torch import nn
 
 import te_mx
 from te_mx import ops
-from te_mx.backends.base import PLAIN
 from te_mx.recipe import Format, MXFP8BlockScaling
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
@@ -53,17 +52,14 @@ def assert_same(got, want):
 
 def operands(x, fmt, recipe):
     """x as a GEMM operand along its rows and along its columns."""
-    spread = PLAIN if recipe.precision == "exact" else recipe.alignment_spread
-    made = ops.quantize_2d(
-        x, fmt, rowwise=True, columnwise="transposed", scale_rule=recipe.scale_rule, spread=spread
-    )
-    order = "k_last" if spread == PLAIN else "sm90"
-    return [ops.Operand(made[i], made[i + 1], fmt, order) for i in (0, 2)]
+    exact = recipe.precision == "exact"
+    spec = f"{fmt}@{'rows' if exact else f'sm90:{recipe.alignment_spread}'}"
+    return ops.quantize_2d(x, spec, spec, rule=recipe.scale_rule)[:2]
 
 
 def product(a, b):
     """(D, bound) of b @ a^T on two operands."""
-    if a.order == "sm90":
+    if not a.layout.exact:
         va, vb = bounds.aligned_values(a, 0), bounds.aligned_values(b, 0)
         return vb @ va.t(), bounds.accumulation(va, vb)
     va, vb = bounds.mx_values(a), bounds.mx_values(b)
@@ -83,10 +79,10 @@ def test_every_gemm_of_a_step(name, shape, dtype, bias):
     y, dx, dw, *db = step(linear, x, grad, linear, context=lambda: te_mx.autocast(recipe=recipe))
     assert (y.dtype, dx.dtype, dw.dtype) == (dtype, dtype, dtype)
 
-    formats = recipe.fp8_format.value
-    w_row, w_col = operands(linear.weight.detach(), formats.fwd, recipe)
-    x_row, x_col = operands(x, formats.fwd, recipe)
-    g_row, g_col = operands(grad, formats.bwd, recipe)
+    settings = recipe.settings
+    w_row, w_col = operands(linear.weight.detach(), settings.w, recipe)
+    x_row, x_col = operands(x, settings.x, recipe)
+    g_row, g_col = operands(grad, settings.g, recipe)
     want, limit = product(w_row, x_row)
     if bias:
         want = want + linear.bias.double()

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import te_mx
-from te_mx.autograd import linear_one_call
-from te_mx.backends import sm90, sm90_linear
+from te_mx.autograd import one_call
+from te_mx.backends.sm90 import binding, binding_linear
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -34,7 +34,7 @@ def both(monkeypatch, layer, x, grad, **fields):
     name, got = step(layer, x, grad, **fields)
     assert name == "OneCallLinearBackward"
     with monkeypatch.context() as patch:
-        patch.setattr(linear_one_call, "serves", lambda *args: False)
+        patch.setattr(one_call, "kernel_of", lambda *args: None)
         name, expected = step(layer, x, grad, **fields)
     assert name == "LinearFunctionBackward"
     for mine, theirs in zip(got, expected, strict=True):
@@ -57,8 +57,8 @@ def test_gradients_that_are_asked_for(monkeypatch, needs):
     layer.weight.requires_grad_(bool(needs[1])), layer.bias.requires_grad_(bool(needs[2]))
     x, grad = randn(72, 200), randn(72, 136, seed=2)
     made = []
-    for serves in (linear_one_call.serves, lambda *args: False):
-        monkeypatch.setattr(linear_one_call, "serves", serves)
+    for kernel_of in (one_call.kernel_of, lambda *args: None):
+        monkeypatch.setattr(one_call, "kernel_of", kernel_of)
         layer.zero_grad()
         leaf = x.detach().requires_grad_(bool(needs[0]))
         with te_mx.autocast():
@@ -91,8 +91,8 @@ def test_a_large_x_and_a_gradient_of_sum(monkeypatch):
 def test_the_native_rooms_are_those_of_the_operands():
     for m, n, k in SHAPES:
         for needs in ((True, True), (True, False), (False, True)):
-            shape = sm90_linear.Shape(m, n, k, *needs)
-            room, size = sm90_linear.rooms(shape), sm90.native().packed_bytes
+            shape = binding_linear.Shape(m, n, k, *needs)
+            room, size = binding_linear.rooms(shape), binding.native().packed_bytes
             assert room.temp == size(m, k)[0] + size(n, k)[0]
             assert room.saved == needs[0] * size(k, m)[0] + needs[1] * size(k, n)[0]
             held = needs[1] * size(m, n)[0] + needs[0] * size(n, m)[0]

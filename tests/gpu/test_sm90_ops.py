@@ -12,11 +12,13 @@ import torch
 
 import te_mx
 from te_mx import ops
-from te_mx.backends import sm90_layout
-from te_mx.backends.base import PLAIN
+from te_mx.layouts import sm90_tiles
+from te_mx.ops.quantize import parts_of
 
+E4M3, E5M2 = "mxfp8_e4m3", "mxfp8_e5m2"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-FORMS = pytest.mark.parametrize("form", ["transposed", "plain"], ids=["transposed", "as_it_lies"])
+COLUMNS = pytest.mark.parametrize("columns", ["rows", "cols"], ids=["transposed", "as_it_lies"])
+LAYOUTS = pytest.mark.parametrize("layout", ["rows", "sm90:8"])
 # One element, one row, one column, tails in both directions, odd tiles, whole tiles, long rows.
 SHAPES = ((1, 1), (1, 200), (200, 1), (33, 70), (129, 257), (256, 128), (40, 1031))
 SOURCES = [("strategies", kind) for kind in strategies.KINDS]
@@ -33,67 +35,65 @@ def matrix(source, rows, cols, dtype):
     return x.to(dtype)
 
 
-def assert_parts(got, want):
-    for name, mine, theirs in zip(want._fields, got, want, strict=True):
-        if name == "col_sum":
-            continue
-        assert (mine is None) == (theirs is None), name
+def assert_sides(got, want):
+    """The operands of two calls, sums aside."""
+    for mine, theirs in zip(got[:2], want[:2], strict=True):
+        assert (mine is None) == (theirs is None)
         if theirs is not None:
-            assert mine.dtype == theirs.dtype
-            assert torch.equal(mine.cpu(), theirs), name
+            assert mine[2:] == theirs[2:]
+            for one, other in zip(mine[:2], theirs[:2], strict=True):
+                assert one.dtype == other.dtype
+                assert torch.equal(one.cpu(), other)
 
 
-def assert_packed(codes, words, plain, fmt, spread):
-    want = sm90_layout.pack(*plain, fmt, spread)
-    assert torch.equal(codes.cpu(), want.codes[:, : codes.shape[1]])
-    assert torch.equal(words.cpu(), want.scales)
+def assert_packed(got, plain, spread):
+    want = sm90_tiles.pack(plain.codes, plain.scales, plain.format.name, spread)
+    assert got.spec == f"{plain.format.name}@sm90:{spread}"
+    assert (got.rows, got.k) == (plain.rows, plain.k)
+    assert torch.equal(got.codes.cpu(), want.codes[:, : got.k])
+    assert torch.equal(got.scales.cpu(), want.scales)
 
 
-@FORMS
+@COLUMNS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("source", SOURCES, ids="-".join)
-def test_codes_and_scales_are_those_of_the_cpu(source, dtype, form):
-    for i, fmt in itertools.product(range(len(SHAPES)), ("e4m3", "e5m2")):
-        rule = ("rceil", "floor")[(i + (fmt == "e5m2")) % 2]
+def test_codes_and_scales_are_those_of_the_cpu(source, dtype, columns):
+    for i, fmt in itertools.product(range(len(SHAPES)), (E4M3, E5M2)):
+        rule = ("rceil", "floor")[(i + (fmt == E5M2)) % 2]
         x = matrix(source, *SHAPES[i], dtype)
-        for directions in ((True, form), (False, form), (True, None)):
-            if directions[1] is None and form == "plain":
-                continue  # seen with the other form
-            args = dict(zip(("rowwise", "columnwise"), directions, strict=True), scale_rule=rule)
-            assert_parts(ops.quantize_2d(x.cuda(), fmt, **args), ops.quantize_2d(x, fmt, **args))
+        row, col = f"{fmt}@rows", f"{fmt}@{columns}"
+        for sides in ((row, col), ("", col), (row, "")):
+            if sides[1] == "" and columns == "cols":
+                continue  # seen with the other one
+            got = ops.quantize_2d(x.cuda(), *sides, rule=rule)
+            assert_sides(got, ops.quantize_2d(x, *sides, rule=rule))
 
 
 @pytest.mark.parametrize("spread", [0, 3, 8])
 @pytest.mark.parametrize("source", SOURCES, ids="-".join)
 def test_packed_operands_are_the_plain_bytes_packed(source, spread):
     shapes = ((1, 200), (200, 1), (129, 257), (40, 1031))
-    for i, fmt in itertools.product(range(len(shapes)), ("e4m3", "e5m2")):
+    for i, fmt in itertools.product(range(len(shapes)), (E4M3, E5M2)):
         x = matrix(source, *shapes[i], DTYPES[(i + spread) % 3])
-        args = {"rowwise": True, "columnwise": "transposed", "scale_rule": "rceil"}
-        plain = ops.quantize_2d(x, fmt, **args)
-        got = ops.quantize_2d(x.cuda(), fmt, **args, spread=spread)
-        assert_packed(got.row_codes, got.row_scales, plain[:2], fmt, spread)
-        assert_packed(got.col_codes, got.col_scales, plain[2:4], fmt, spread)
+        plain = ops.quantize_2d(x, f"{fmt}@rows", f"{fmt}@rows")
+        got = ops.quantize_2d(x.cuda(), *[f"{fmt}@sm90:{spread}"] * 2)
+        assert_packed(got.row, plain.row, spread)
+        assert_packed(got.col, plain.col, spread)
 
 
-@FORMS
+@COLUMNS
 @pytest.mark.parametrize("source", SOURCES, ids="-".join)
-def test_a_standing_operand_is_the_same_operand_packed(source, form):
-    order = "k_last" if form == "transposed" else "k_first"
-    for shape, fmt, spread in itertools.product(
-        ((200, 1), (129, 257)), ("e4m3", "e5m2"), (0, 3, 8)
-    ):
+def test_an_operand_that_stands_still_is_the_same_operand_packed(source, columns):
+    for shape, fmt, spread in itertools.product(((200, 1), (129, 257)), (E4M3, E5M2), (0, 3, 8)):
         x = matrix(source, *shape, torch.float32)
-        args = {"rowwise": False, "columnwise": form, "scale_rule": "rceil"}
-        _, _, codes, scales, _ = ops.quantize_2d(x.cuda(), fmt, **args)
-        operand = ops.Operand(codes, scales, fmt, order)
-        got = ops.standing_2d(operand, "a", ops.Mode("adaptive", spread))
-        assert got.order == "sm90"
-        args["columnwise"] = "transposed"
-        plain = ops.quantize_2d(x, fmt, **args)[2:4]
-        assert_packed(got.codes, got.scales, plain, fmt, spread)
-        assert ops.standing_2d(operand, "a", ops.Mode("exact")) is operand
-        assert ops.standing_2d(got, "a", ops.Mode("adaptive", spread)) is got
+        operand = ops.quantize_2d(x.cuda(), "", f"{fmt}@{columns}").col
+        mode = ops.Mode("adaptive", spread)
+        got = ops.kept_form(operand, "rhs", mode)
+        plain = ops.quantize_2d(x, "", f"{fmt}@rows").col
+        assert_packed(got, plain, spread)
+        assert_packed(ops.convert_2d(operand, got.spec), plain, spread)
+        assert ops.kept_form(operand, "lhs", ops.Mode("exact")) is operand
+        assert ops.kept_form(got, "lhs", mode) is got
 
 
 def strided(rows, cols, dtype):
@@ -117,22 +117,21 @@ def on_the_device(x):
     return torch._neg_view(view) if x.is_neg() else view
 
 
-@FORMS
+@COLUMNS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", list(strided(1, 1, torch.float32)))
 @pytest.mark.parametrize("shape", [(130, 200), (64, 33), (5, 256)], ids=str)
-def test_any_strides(shape, name, dtype, form):
+def test_any_strides(shape, name, dtype, columns):
     x = strided(*shape, dtype)[name]
     view = on_the_device(x)
-    args = {"rowwise": True, "columnwise": form, "scale_rule": "rceil"}
-    want = ops.quantize_2d(x.resolve_neg(), "e4m3", **args)
-    assert_parts(ops.quantize_2d(view, "e4m3", **args), want)
+    sides = f"{E4M3}@rows", f"{E4M3}@{columns}"
+    assert_sides(ops.quantize_2d(view, *sides), ops.quantize_2d(x.resolve_neg(), *sides))
 
 
-@FORMS
+@COLUMNS
 @pytest.mark.parametrize("shape", [(3, 70, 96), (2, 1, 5, 33), (64,)], ids=str)
-def test_mxtensors_are_equal_and_decode_alike(shape, form):
-    transposed = form == "transposed"
+def test_mxtensors_are_equal_and_decode_alike(shape, columns):
+    transposed = columns == "rows"
     x = torch.randn(shape) * torch.exp2(torch.randint(-12, 12, shape).float())
     want = te_mx.quantize(x, columnwise=True, columnwise_transposed=transposed)
     got = te_mx.quantize(x.cuda(), columnwise=True, columnwise_transposed=transposed)
@@ -150,11 +149,11 @@ def test_the_default_form_is_what_the_gemm_reads_best():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 5), (300, 200), (4097, 65)], ids=str)
-@pytest.mark.parametrize("spread", [PLAIN, 8])
-def test_column_sums(shape, spread, dtype):
+@LAYOUTS
+def test_column_sums(shape, layout, dtype):
     x = strategies.tensor("outliers", *shape, 5, dtype).cuda()
-    args = {"rowwise": True, "columnwise": "transposed", "scale_rule": "rceil", "spread": spread}
-    sums = [ops.quantize_2d(x, "e4m3", col_sum=True, **args).col_sum for _ in range(3)]
+    sides = [f"{E4M3}@{layout}"] * 2
+    sums = [ops.quantize_2d(x, *sides, col_sum=True).col_sum for _ in range(3)]
     exact, magnitude = x.double().sum(0), x.double().abs().sum(0)
     assert sums[0].dtype == torch.float32
     assert ((sums[0].double() - exact).abs() <= shape[0] * 2.0**-24 * magnitude).all()
@@ -163,34 +162,33 @@ def test_column_sums(shape, spread, dtype):
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (64, 0), (0, 0)], ids=str)
-@pytest.mark.parametrize("spread", [PLAIN, 8])
-def test_nothing_to_quantize(shape, spread):
+@LAYOUTS
+def test_nothing_to_quantize(shape, layout):
     x = torch.empty(shape, device="cuda")
-    args = {"rowwise": True, "columnwise": "transposed", "scale_rule": "rceil", "spread": spread}
-    got = ops.quantize_2d(x, "e4m3", col_sum=True, **args)
-    assert got.row_codes.shape == shape
-    assert got.col_codes.shape == shape[::-1]
+    got = ops.quantize_2d(x, *[f"{E4M3}@{layout}"] * 2, col_sum=True)
+    assert got.row.codes.shape == shape
+    assert got.col.codes.shape == shape[::-1]
     assert torch.equal(got.col_sum, torch.zeros(shape[1], device="cuda"))
 
 
-@pytest.mark.parametrize("spread", [PLAIN, 8])
-def test_ops_keep_the_rules_of_torch(spread):
+@LAYOUTS
+def test_ops_keep_the_rules_of_torch(layout):
     """Schema, fake kernels and strides, as torch.compile relies on them."""
-    x = torch.randn(130, 70, device="cuda")
+    x, spec = torch.randn(130, 70, device="cuda"), f"{E4M3}@{layout}"
     checks = ("test_schema", "test_faketensor")
-    args = ("e4m3", True, "transposed", "rceil", True, torch.float16, spread)
-    torch.library.opcheck(torch.ops.te_mx.quantize.default, (x, *args), test_utils=checks)
-    q = ops.quantize_2d(x, "e4m3", rowwise=True, columnwise=None, scale_rule="rceil", spread=spread)
-    order = "k_last" if spread == PLAIN else "sm90"
-    side = (q.row_codes, q.row_scales, None, "e4m3", order)
-    for precision in ("adaptive", "exact") if spread == PLAIN else ("adaptive",):
+
+    def check(op, *args):
+        torch.library.opcheck(op.default, args, test_utils=checks)
+
+    check(torch.ops.te_mx.quantize, x, spec, spec, "rceil", True, torch.float16)
+    codes, scales, _, rows, k, _ = ops.quantize_2d(x, spec).row
+    side = (codes, scales, None, spec, rows, k)
+    for precision in ("adaptive", "exact") if layout == "rows" else ("adaptive",):
         rest = (None, "", None, "", precision, 8, True, torch.bfloat16, torch.bfloat16, -1)
-        torch.library.opcheck(
-            torch.ops.te_mx.gemm.default, (*side, *side, *rest), test_utils=checks
-        )
-    if spread == PLAIN:
-        given = (*side[:2], "e4m3", "k_last", 8)
-        torch.library.opcheck(torch.ops.te_mx.pack_sm90.default, given, test_utils=checks)
+        check(torch.ops.te_mx.gemm, *side, *side, *rest)
+    if layout == "rows":
+        check(torch.ops.te_mx.convert, codes, scales, spec, rows, k, f"{E4M3}@sm90:8")
+        check(torch.ops.te_mx.dequantize, codes, scales, spec, rows, k, torch.bfloat16)
 
 
 @pytest.mark.parametrize("shapes", [((1024, 1024), (1024, 512)), ((300, 200), (4096, 4096))])
@@ -198,16 +196,14 @@ def test_ops_keep_the_rules_of_torch(spread):
 def test_two_matrices_at_a_time(shapes, dtypes):
     """They overlap each other, and neither what made them nor what reads them."""
     source = [torch.randn(s, device="cuda", dtype=d) for s, d in zip(shapes, dtypes, strict=True)]
-    wide = {"rowwise": True, "columnwise": "transposed", "spread": 8}
-    args = {"fmt": "e4m3", "scale_rule": "rceil", **wide}
-    want = [ops.quantize_2d(x.neg(), **args, col_sum=i == 1) for i, x in enumerate(source)]
+    sides = [f"{E4M3}@sm90:8"] * 2
+    want = [ops.quantize_2d(x.neg(), *sides, col_sum=i == 1) for i, x in enumerate(source)]
+    wanted = [part for made in want for part in parts_of(made)]
     for _ in range(20):
         first, second = (x.neg() for x in source)  # kernels that end just before
-        calls = ops.Quantize(first, **args), ops.Quantize(second, **args, col_sum=True)
+        calls = ops.Quantize(first, *sides, "rceil"), ops.Quantize(second, *sides, "rceil", True)
         got = ops.quantize_two_2d(*calls)
-        copies = [None if part is None else part.clone() for parts in got for part in parts]
-        wanted = [part for parts in want for part in parts]
+        copies = [part.clone() for made in got for part in parts_of(made)]
         del got, first, second
         for mine, theirs in zip(copies, wanted, strict=True):
-            assert (mine is None) == (theirs is None)
-            assert theirs is None or torch.equal(mine, theirs)
+            assert torch.equal(mine, theirs)

@@ -8,7 +8,7 @@ import sm90_calls as calls
 import torch
 
 import te_mx
-from te_mx.engine import layout as layouts
+from te_mx import blas
 
 LAYOUTS = ("TN", "NN", "NT")
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
@@ -22,7 +22,7 @@ WILD = ("rows", "spread", "mixed", "sparse", "nan")
 def tensors(a, b, layout, formats=("e4m3", "e4m3"), transposed=True):
     """MXTensors of a [m, k] and b [n, k] as a layout stores them, with the copies that it reads."""
     made = []
-    for x, fmt, usage in zip((a, b), formats, layouts.USAGES[layout], strict=True):
+    for x, fmt, usage in zip((a, b), formats, blas.USAGES[layout], strict=True):
         if usage == "rowwise":
             made.append(te_mx.quantize(x, fmt=fmt))
         else:
@@ -33,7 +33,7 @@ def tensors(a, b, layout, formats=("e4m3", "e4m3"), transposed=True):
 
 def multiply(A, B, layout, dtype=torch.float32, **options):
     """te_mx.gemm into poisoned memory."""
-    a, b = layouts.operands(A, B, layout)
+    a, b = blas.operands(A, B, layout)
     out = bounds.nan_like((b.rows, a.rows), dtype)
     made = te_mx.gemm(A, B, layout, out=out, **options)
     assert made.out is out
@@ -48,7 +48,7 @@ def test_adaptive_is_the_product_of_the_aligned_operands(kind, shape, layout):
     index = SHAPES.index(shape) + len(kind)
     a, b = bounds.pair(kind, m, n, k)
     A, B = tensors(a, b, layout, FORMATS[index % 4], transposed=True)
-    sides = layouts.operands(A, B, layout)
+    sides = blas.operands(A, B, layout)
     for spread in (8, 0):
         va, vb = (bounds.aligned_values(side, spread) for side in sides)
         got = multiply(A, B, layout, DTYPES[index % 3], alignment_spread=spread)
@@ -61,7 +61,7 @@ def test_adaptive_is_the_product_of_the_aligned_operands(kind, shape, layout):
 def test_adaptive_against_the_mx_values(kind, formats, spread):
     a, b = bounds.pair(kind, 384, 520, 1056)
     A, B = tensors(a, b, "TN", formats)
-    sides = layouts.operands(A, B, "TN")
+    sides = blas.operands(A, B, "TN")
     for side in sides:
         moved = (bounds.aligned_values(side, spread) - bounds.mx_values(side)).abs()
         assert (moved <= bounds.may_move(side, spread)).all()
@@ -90,7 +90,7 @@ def test_an_element_moves_by_at_most_a_share_of_its_blocks_largest(kind):
 def test_what_the_accumulators_lose_is_far_below_bf16(kind):
     """The bounds above are for the worst case; this is what data of training loses."""
     A, B = tensors(*bounds.pair(kind, 512, 640, 4096), "TN")
-    va, vb = (bounds.aligned_values(side, 8) for side in layouts.operands(A, B, "TN"))
+    va, vb = (bounds.aligned_values(side, 8) for side in blas.operands(A, B, "TN"))
     want = vb @ va.t()
     lost = (multiply(A, B, "TN").double() - want).norm()
     assert lost <= (want.to(torch.bfloat16).double() - want).norm() / 4
@@ -105,7 +105,7 @@ def test_exact_is_exact(kind, shape, transposed, layout):
     index = SHAPES.index(shape) + len(kind)
     a, b = bounds.pair(kind, m, n, k)
     A, B = tensors(a, b, layout, FORMATS[index % 4], transposed)
-    va, vb = map(bounds.mx_values, layouts.operands(A, B, layout))
+    va, vb = map(bounds.mx_values, blas.operands(A, B, layout))
     got = multiply(A, B, layout, DTYPES[index % 3], precision="exact")
     bounds.assert_close(got, vb @ va.t(), bounds.fp32_sums(va, vb))
 
@@ -116,7 +116,7 @@ def test_exact_on_a_result_that_fills_the_gpu(bias, dtype):
     m, n, k = 2048, 4104, 200
     a, b = bounds.pair("channels", m, n, k)
     A, B = tensors(a, b, "TN")
-    va, vb = map(bounds.mx_values, layouts.operands(A, B, "TN"))
+    va, vb = map(bounds.mx_values, blas.operands(A, B, "TN"))
     added = torch.randn(m, device="cuda", dtype=dtype) if bias else None
     want = vb @ va.t() + (added.double() if bias else 0)
     limit = bounds.fp32_sums(va, vb) + 2.0**-23 * want.abs()
@@ -179,7 +179,7 @@ def test_scales_at_both_ends(precision):
         a[3], b[5, 32:64] = 0, 0
         a[7, 40] = torch.nan
         A, B = tensors(a, b, "TN")
-        sides = layouts.operands(A, B, "TN")
+        sides = blas.operands(A, B, "TN")
         if precision == "adaptive":
             va, vb = (bounds.aligned_values(side, 8) for side in sides)
             limit = bounds.accumulation(va, vb)

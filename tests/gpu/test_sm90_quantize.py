@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import native_words as reference
 import pytest
 import sm90_calls as calls
 import torch
 
-from te_mx.backends import reference
-from te_mx.backends import sm90_layout as layout
+from te_mx.layouts import sm90_tiles as layout
 
 KINDS = ("gaussian", "rows", "spread", "mixed", "huge", "tiny", "sparse", "nan", "lognormal")
 # Whole tiles, tails in both directions, an odd number of tiles, one element.

@@ -12,9 +12,9 @@ import torch
 from test_sm90_gemm import CUT, FORMATS, OUTPUTS, PAIRS, assert_epilogues, largest_products
 
 import te_mx
-from te_mx.backends import sm90_layout as layout
-from te_mx.engine import workspace
+from te_mx.layouts import sm90_tiles as layout
 from te_mx.recipe import MXFP8BlockScaling
+from te_mx.runtime import workspace
 
 # Whole blocks, tails everywhere, M and N below a block, odd N, more blocks than multiprocessors.
 SHAPES = ((256, 256, 1024), (300, 200, 1333), (64, 520, 1000), (5, 7, 680), (1300, 1500, 1536))

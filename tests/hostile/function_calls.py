@@ -87,6 +87,17 @@ def _gemm(d: str, **more: Any) -> dict[str, Any]:
     return {"A": quantized(d, M, K), "B": quantized(d, N, K), **more}
 
 
+USED = 40  # rows of B: many, which run on operands that are packed
+
+
+def _used(d: str) -> dict[str, Any]:
+    """Tensors that were multiplied before, so that all is prepared for the next call."""
+    given = {"A": quantized(d, M, 2 * K), "B": quantized(d, USED, 2 * K)}
+    for out in (None, None, None, torch.ones(USED, M, dtype=torch.bfloat16, device=d)):
+        te_mx.gemm(**given, out=out)
+    return given
+
+
 GEMMS = (
     Call(
         "te_mx.gemm", lambda d: te_mx.gemm,
@@ -105,6 +116,23 @@ GEMMS = (
             d, bias=floats(d, M), out=torch.ones(N, M, device=d), accumulate=True,
         ),
         {"out": output("A", "B"), "accumulate": FLAG},
+        covers="te_mx.gemm",
+    ),
+    Call(
+        "te_mx.gemm once more", lambda d: te_mx.gemm,
+        lambda d: {**_used(d), "layout": "TN", "bias": None, "gelu": None, "gelu_in": None,
+                   "grad": False, "out": None, "out_dtype": torch.bfloat16, "aux_dtype": None,
+                   "accumulate": False, "precision": "adaptive", "alignment_spread": 8,
+                   "split_k": True},
+        {**GEMM_KINDS, **dict.fromkeys(("bias", "gelu_in"), other_than("None", "a bool")),
+         "out": other_than("None"), "gelu": OPTIONAL_WORD | UPPER_CASE,
+         "aux_dtype": OPTIONAL_DTYPE | values(float64=torch.float64)},
+        covers="te_mx.gemm", says={"accumulate": "accumulate|out"},
+    ),
+    Call(
+        "te_mx.gemm once more into out", lambda d: te_mx.gemm,
+        lambda d: {**_used(d), "out": torch.ones(USED, M, dtype=torch.bfloat16, device=d)},
+        {"A": mx("row"), "B": mx("row"), "out": output("A", "B")},
         covers="te_mx.gemm",
     ),
     Call(

@@ -4,6 +4,7 @@ users make: nothing inside te_mx follows them, with native code or without.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -12,14 +13,17 @@ import torch
 from torch import Tensor
 
 import te_mx
-from te_mx.backends import reference, reference_grouped, sm90_layout
-from te_mx.ops import Operand, quantize
-from te_mx.recipe import Format, MXFP8BlockScaling
+from te_mx import ops
+from te_mx.backends.reference import grouped_math, torch_gemm
+from te_mx.dispatch.grouped_calls import Groups, QuantizeGroups
+from te_mx.layouts import sm90_tiles
+from te_mx.recipe import BlockScaling, Format, MXFP8BlockScaling
 
 RECIPES = [
     MXFP8BlockScaling(fp8_format=Format.HYBRID),
     MXFP8BlockScaling(backward_override="dequantized"),
     MXFP8BlockScaling(one_copy_weights=True),
+    BlockScaling("mxfp4", "mxfp6_e2m3", "mxfp8_e5m2"),
     None,
 ]
 MODULES = {
@@ -87,6 +91,7 @@ def trained(layer: torch.nn.Module, x: Tensor, splits: tuple) -> list[Tensor]:
     return made
 
 
+@pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")
 @pytest.mark.parametrize("default", DEFAULTS)
 @pytest.mark.parametrize("family", MODULES)
 def test_modules(family: str, default: str):
@@ -107,7 +112,8 @@ def test_functions(request, native: bool, default: str):
     @torch.no_grad()
     def compute() -> list[Tensor]:
         q = te_mx.quantize(x, columnwise=True)
-        made = [q.dequantize(), te_mx.gemm(q, q).out, te_mx.grouped_wgrad(x, x, offs)]
+        made = [q.dequantize(), te_mx.grouped_wgrad(x, x, offs)]
+        made += [te_mx.gemm(q, q).out for _ in range(3)]  # which are packed from the second on
         made.append(te_mx.grouped_linear(x, weight, offs=offs))
         made.append(te_mx.grouped_linear(x, weight, index=index))
         if native:
@@ -119,19 +125,27 @@ def test_functions(request, native: bool, default: str):
 
 
 @pytest.mark.parametrize("default", DEFAULTS)
-def test_what_runs_on_other_devices(default: str):
-    """Plain torch for splits on a device, for GPUs without native code and for packing."""
+def test_what_runs_in_plain_torch(default: str):
+    """Splits on a device, GPUs without native code, packing, and formats without native code."""
     x = torch.randn(40, 40)
     starts, ends = torch.tensor([0, 3]), torch.tensor([3, 30])
 
     def compute() -> list[Tensor]:
-        sm90_layout.shift_table.cache_clear()
-        sm90_layout.code_values.cache_clear()
-        parts = reference_grouped.quantize(x, starts, ends, "e5m2", True, True, "rceil", True)
-        packed = quantize._on_other(x, "e5m2", True, "plain", "rceil", False, torch.float32, 8)
-        codes, scales = parts.row_codes, parts.row_scales
-        operand = Operand(codes, scales, "e5m2", "k_last")
-        product = reference.relative_matmul(operand, operand)
-        return [*parts, product, *(part for part in packed if part is not None)]
+        sm90_tiles.shift_table.cache_clear()
+        sm90_tiles.code_values.cache_clear()
+        rows, grouped, packed = (f"mxfp8_e5m2@{lie}" for lie in ("rows", "grouped_cols", "sm90:8"))
+        tokens = QuantizeGroups(x, Groups(ends), rows, grouped, "rceil", True)
+        made = grouped_math.quantize(tokens, starts, ends)
+        product = torch_gemm.relative_matmul(made.row, made.row)
+        row, col, _ = ops.quantize_2d(x, packed, packed)
+        found = [*made.row[:2], *made.col[:2], made.col_sum, product, *row[:2], *col[:2]]
+        small, odd = (
+            te_mx.quantize(x, fmt=fmt, columnwise=True, scale_rule="even")
+            for fmt in ("mxfp4", "mxfp6_e3m2")
+        )
+        found += [q.dequantize(usage=u) for q in (small, odd) for u in ("rowwise", "columnwise")]
+        return [*found, te_mx.gemm(small, odd, gelu="erf").out]
 
-    same_under(default, compute)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", te_mx.FallbackWarning)
+        same_under(default, compute)

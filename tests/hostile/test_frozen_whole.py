@@ -66,7 +66,7 @@ def test_an_error_half_way(drop_master, at, monkeypatch):
 
         monkeypatch.setattr(te_mx.LayerNormMLP, name, call)
 
-    fails("_standing_weight", te_mx.LayerNormMLP._standing_weight)
+    fails("_make_kept", te_mx.LayerNormMLP._make_kept)
     fails("_plain_codes", te_mx.LayerNormMLP._plain_codes)
     before = state_of(model)
     with pytest.raises(torch.OutOfMemoryError):

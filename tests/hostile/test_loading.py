@@ -211,7 +211,8 @@ def test_codes_come_with_their_recipe(kind, tmp_path):
     assert without._frozen.settings == te_mx.get_default_recipe().settings
 
 
-@pytest.mark.parametrize("change", [{"unknown": 1}, {"scale_rule": "up"}, {"fwd_fmt": "e2m1"}])
+@pytest.mark.parametrize("change", [{"unknown": 1}, {"scale_rule": "up"}, {"fwd_fmt": "e2m1"},
+                                    {"w": "e2m1"}])  # fmt: skip
 def test_a_recipe_that_is_not_known(change):
     state = dropped(te_mx.Linear(70, 33)).state_dict()
     state._metadata[""]["te_mx_recipe"] |= change

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 
 import te_mx
 from te_mx import ops
-from te_mx.backends.fused import Activation, Norm, Wanted
-from te_mx.ops.fused import act_quantize_2d, dact_quantize_2d, norm_backward_2d, norm_quantize_2d
-from te_mx.ops.grouped_gemm import gemm_rows
-from te_mx.ops.grouped_quantize import quantize_grouped
-from te_mx.ops.grouped_weights import quantize_weights
-from te_mx.ops.grouped_wgrad import gemm_k
+from te_mx.dispatch.fused import Activation, ActStep, Norm, NormStep, Target
+from te_mx.dispatch.grouped_calls import Groups
+from te_mx.ops.fused import act_quantize_2d, norm_backward_2d, norm_quantize_2d
+from te_mx.ops.grouped_gemm import gemm_k, gemm_rows
+from te_mx.ops.grouped_quantize import columns_of_weights, quantize_grouped, quantize_weights
 from te_mx.recipe import MXFP8BlockScaling
 
 FAMILIES = {
@@ -110,41 +109,46 @@ def test_functions():
 def test_ops():
     """The layer below, which modules and autograd functions are made of."""
     x, dz, weight = torch.randn(24, 64), torch.randn(24, 64), torch.randn(64)
-    norm, wanted = Norm("LayerNorm", 1e-5), Wanted("e4m3", True, "plain", "rceil", col_sum=True)
+    rows, cols, grouped = (f"mxfp8_e4m3@{name}" for name in ("rows", "cols", "grouped_cols"))
+    norm, target = Norm("LayerNorm", 1e-5), Target(rows, cols, "rceil", col_sum=True)
     act = Activation("swiglu")
     offs = torch.tensor([9, 24])
 
     def compute(view) -> list[Tensor | None]:
+        def seen(operand):
+            return operand._replace(codes=view(operand.codes), scales=view(operand.scales))
+
         made = norm_quantize_2d(
-            view(x), view(weight), view(weight), norm, x.dtype, want_z=True, wanted=wanted
+            NormStep(view(x), view(weight), view(weight), norm, x.dtype, True, target)
         )
         back = norm_backward_2d(
             view(dz), view(x), view(weight), view(made.mean), view(made.rstd), x.dtype
         )
-        h = act_quantize_2d(view(x), act, x.dtype, want_out=True, wanted=wanted)
-        dh = dact_quantize_2d(view(dz[:, :32]), view(x), act, x.dtype, want_out=True, wanted=wanted)
-        q = ops.quantize_2d(
-            view(x), "e4m3", rowwise=True, columnwise="plain", scale_rule="rceil", col_sum=True
-        )
-        values = ops.dequantize_2d(
-            view(q.row_codes), view(q.row_scales), "e4m3", "k_last", torch.float32
-        )
-        g = quantize_grouped(
-            view(x), view(offs), "e4m3", rowwise=True, columnwise=True, scale_rule="rceil"
-        )
-        rows, _ = quantize_weights([view(x), x], "e4m3", columnwise=False, scale_rule="rceil")
-        tokens = ops.Operand(view(g.row_codes), view(g.row_scales), "e4m3", "k_last")
-        weights = rows._replace(codes=view(rows.codes), scales=view(rows.scales))
-        y = gemm_rows(weights, tokens, view(offs), bias=view(dz[:2, :24]), out_dtype=x.dtype)
-        k = ops.Operand(view(g.col_codes), view(g.col_scales), "e4m3", "k_first")
-        dw = gemm_k(k, k, view(offs), out_dtype=x.dtype)
+        h = act_quantize_2d(ActStep(view(x), None, act, x.dtype, True, target))
+        dh = act_quantize_2d(ActStep(view(x), view(dz[:, :32]), act, x.dtype, True, target))
+        q = ops.quantize_2d(view(x), rows, cols, rule="rceil", col_sum=True)
+        values = [ops.dequantize_2d(seen(one), torch.float32) for one in q[:2]]
+        packed = ops.convert_2d(seen(q.row), "mxfp8_e4m3@sm90:8")
+        groups = Groups(view(offs))
+        g = quantize_grouped(view(x), groups, rows, grouped, rule="rceil")
+        stack, _ = quantize_weights([view(x), x], rows, rule="rceil")
+        turned = columns_of_weights(seen(stack), cols, "rceil")
+        y = gemm_rows(seen(g.row), seen(stack), groups, bias=view(dz[:2, :24]), out_dtype=x.dtype)
+        dw = gemm_k(seen(g.col), seen(g.col), groups, out_dtype=x.dtype)
+        product = ops.gemm_2d(seen(q.row), seen(g.row), out_dtype=x.dtype).out
         return [
-            *made[:3], *made.quantized, *back, h.out, *h.quantized, dh.out, *dh.quantized, *q,
-            values, *g[:4], y, dw,
+            *made[:3], *parts(made.quantized), *back, h.out, *parts(h.quantized), dh.out,
+            *parts(dh.quantized), *parts(q), *values, *packed[:2], *parts(g)[:4], *turned[:2], y,
+            dw, product,
         ]  # fmt: skip
 
     assert_same(compute(negative), compute(lambda tensor: tensor))
-    q = ops.quantize_2d(x, "e4m3", rowwise=True, columnwise=None, scale_rule="rceil")
-    operand = ops.Operand(q.row_codes, q.row_scales, "e4m3", "k_last")
+    operand = ops.quantize_2d(x, rows).row
     with pytest.raises(ValueError, match="out is a negative view"):
         ops.gemm_2d(operand, operand, out=negative(torch.ones(24, 24)), out_dtype=torch.float32)
+
+
+def parts(made: ops.Quantized) -> list[Tensor]:
+    """Codes and scales of both directions, and perhaps sums."""
+    sums = [] if made.col_sum is None else [made.col_sum]
+    return [*made.row[:2], *made.col[:2], *sums]

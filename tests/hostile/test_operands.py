@@ -13,75 +13,83 @@ import torch
 from torch import Tensor
 
 from te_mx import ops
-from te_mx.backends.fused import Activation, Norm, Wanted
-from te_mx.backends.grouped import StackedOperand
-from te_mx.ops.fused import act_quantize_2d, dact_quantize_2d, norm_backward_2d, norm_quantize_2d
-from te_mx.ops.grouped_gemm import gemm_rows
-from te_mx.ops.grouped_quantize import quantize_grouped
-from te_mx.ops.grouped_weights import columns_of_weights, quantize_weights
-from te_mx.ops.grouped_wgrad import gemm_k
+from te_mx.dispatch.fused import Activation, ActStep, Norm, NormStep, Target
+from te_mx.dispatch.grouped_calls import Groups
+from te_mx.ops.fused import act_quantize_2d, norm_backward_2d, norm_quantize_2d
+from te_mx.ops.grouped_gemm import gemm_k, gemm_rows
+from te_mx.ops.grouped_quantize import columns_of_weights, quantize_grouped, quantize_weights
 
 R, K, N, G = 24, 70, 40, 3
 F32 = torch.float32
+BY_ROWS, BY_COLS, IN_GROUPS = (f"mxfp8_e4m3@{name}" for name in ("rows", "cols", "grouped_cols"))
 X, WEIGHT, VECTOR = torch.ones(R, K), torch.ones(N, K), torch.ones(K)
 OFFS = torch.tensor([5, 5, 20])
-NORM, WANTED = Norm("LayerNorm", 1e-5), Wanted("e4m3", True, "plain", "rceil")
+NORM, TARGET = Norm("LayerNorm", 1e-5), Target(BY_ROWS, BY_COLS, "rceil")
 SWIGLU = Activation("swiglu")
 
 
-def quantized(x: Tensor) -> ops.Operand:
-    q = ops.quantize_2d(x, "e4m3", rowwise=True, columnwise=None, scale_rule="rceil")
-    return ops.Operand(q.row_codes, q.row_scales, "e4m3", "k_last")
+def in_groups(x: Tensor) -> ops.Quantized:
+    return quantize_grouped(x, Groups(OFFS), BY_ROWS, IN_GROUPS, rule="rceil")
 
 
-def in_groups(x: Tensor) -> tuple[ops.Operand, ops.Operand]:
-    q = quantize_grouped(x, OFFS, "e4m3", rowwise=True, columnwise=True, scale_rule="rceil")
-    row = ops.Operand(q.row_codes, q.row_scales, "e4m3", "k_last")
-    return row, ops.Operand(q.col_codes, q.col_scales, "e4m3", "k_first")
+RHS, LHS = (ops.quantize_2d(x, BY_ROWS).row for x in (WEIGHT, X))
+ROWS, COLUMNS, _ = in_groups(X)
+WEIGHTS: ops.Stack = quantize_weights([WEIGHT] * G, BY_ROWS, rule="rceil")[0]
 
 
-A, B = quantized(WEIGHT), quantized(X)
-ROWS, COLUMNS = in_groups(X)
-WEIGHTS: StackedOperand = quantize_weights(
-    [WEIGHT] * G, "e4m3", columnwise=False, scale_rule="rceil"
-)[0]
-WORDS = {"rowwise": True, "columnwise": None, "scale_rule": "rceil"}
+def norm(**step: Any) -> Any:
+    return norm_quantize_2d(
+        NormStep(**{"x": X, "weight": VECTOR, "bias": VECTOR, "norm": NORM, "dtype": F32,
+                    "keep": True, "target": TARGET} | step)
+    )  # fmt: skip
+
+
+def act(**step: Any) -> Any:
+    return act_quantize_2d(
+        ActStep(**{"h": X, "grad": None, "act": SWIGLU, "dtype": F32, "keep": True,
+                   "target": TARGET} | step)
+    )  # fmt: skip
+
+
+def groups(offs: Tensor = OFFS, **call: Any) -> ops.Quantized:
+    return quantize_grouped(
+        **{"x": X, "groups": Groups(offs), "row": BY_ROWS, "col": IN_GROUPS, "rule": "rceil"} | call
+    )
+
+
+def rows(offs: Tensor = OFFS, **call: Any) -> Tensor:
+    return gemm_rows(
+        **{"lhs": ROWS, "rhs": WEIGHTS, "groups": Groups(offs), "bias": torch.ones(G, N),
+           "out_dtype": F32} | call
+    )  # fmt: skip
+
+
+def gemm(lhs: ops.Operand, rhs: ops.Operand, out: Tensor | None = None, **more: Any) -> Any:
+    dtype = more.pop("out_dtype", F32)
+    return ops.gemm_2d(lhs, rhs, ops.Epilogue(**more), out=out, out_dtype=dtype)
+
 
 # Calls that are right, and then one argument of each that is not.
 CALLS: dict[str, Callable[..., Any]] = {
-    "quantize": functools.partial(ops.quantize_2d, x=X, fmt="e4m3", **WORDS),
-    "dequantize": functools.partial(
-        ops.dequantize_2d, codes=A.codes, scales=A.scales, fmt="e4m3", order="k_last", dtype=F32
-    ),
-    "gemm": functools.partial(ops.gemm_2d, a=A, b=B, out_dtype=F32),
-    "pack": functools.partial(ops.pack_2d, operand=A, role="a"),
-    "norm": functools.partial(
-        norm_quantize_2d, x=X, weight=VECTOR, bias=VECTOR, norm=NORM, dtype=F32, want_z=True,
-        wanted=WANTED,
-    ),
+    "quantize": functools.partial(ops.quantize_2d, x=X, row=BY_ROWS, rule="rceil"),
+    "dequantize": functools.partial(ops.dequantize_2d, operand=RHS, dtype=F32),
+    "gemm": functools.partial(gemm, lhs=LHS, rhs=RHS),
+    "convert": functools.partial(ops.convert_2d, operand=RHS, spec="mxfp8_e4m3@sm90:8"),
+    "kept": functools.partial(ops.kept_form, operand=RHS, side="rhs", mode=ops.Mode()),
+    "norm": norm,
     "norm backward": functools.partial(
         norm_backward_2d, dz=X, x=X, weight=VECTOR, mean=torch.ones(R), rstd=torch.ones(R),
         dtype=F32,
     ),
-    "act": functools.partial(
-        act_quantize_2d, h=X, act=SWIGLU, dtype=F32, want_out=True, wanted=WANTED
-    ),
-    "act backward": functools.partial(
-        dact_quantize_2d, grad=X[:, : K // 2], h=X, act=SWIGLU, dtype=F32, want_out=True,
-        wanted=WANTED,
-    ),
-    "groups": functools.partial(
-        quantize_grouped, x=X, offs=OFFS, fmt="e4m3", rowwise=True, columnwise=True,
-        scale_rule="rceil",
-    ),
+    "act": act,
+    "act backward": functools.partial(act, grad=X[:, : K // 2]),
+    "groups": groups,
     "weights": functools.partial(
-        quantize_weights, weights=[WEIGHT] * G, fmt="e4m3", columnwise=True, scale_rule="rceil"
+        quantize_weights, weights=[WEIGHT] * G, row=BY_ROWS, col=BY_COLS, rule="rceil"
     ),
-    "columns": functools.partial(columns_of_weights, row=WEIGHTS, scale_rule="rceil"),
-    "rows": functools.partial(
-        gemm_rows, a=WEIGHTS, b=ROWS, offs=OFFS, bias=torch.ones(G, N), out_dtype=F32
-    ),
-    "k": functools.partial(gemm_k, a=COLUMNS, b=COLUMNS, offs=OFFS, out_dtype=F32),
+    "columns": functools.partial(columns_of_weights, row=WEIGHTS, col=BY_COLS, rule="rceil"),
+    "rows": rows,
+    "k": functools.partial(gemm_k, lhs=COLUMNS, rhs=COLUMNS, groups=Groups(OFFS), out_dtype=F32),
 }  # fmt: skip
 
 
@@ -101,30 +109,72 @@ def short(tensor: Tensor) -> Tensor:
     return tensor[..., :1].clone()
 
 
+def at(spec: str) -> Any:
+    """The weights as if they lay otherwise, or were something else."""
+    return RHS._replace(spec=spec)
+
+
 WRONG = [
     # Words and dtypes.
-    ("quantize", {"x": X.double()}, TypeError, "torch.float32, .*got torch.float64"),
+    ("quantize", {"x": X.double()}, TypeError, "float32, .*got torch.float64"),
     ("quantize", {"x": X[0]}, ValueError, r"must be a matrix, got shape \(70,\)"),
-    ("quantize", {"fmt": "e3m4"}, ValueError, "element format must be one of 'e4m3', 'e5m2'"),
-    ("quantize", {"scale_rule": "ceil"}, ValueError, "scale rule must be one of .*got 'ceil'"),
-    ("quantize", {"columnwise": "turned"}, ValueError, "columnwise must be one of"),
-    ("quantize", {"spread": 9}, ValueError, "spread must be 0 to 8"),
-    ("dequantize", {"order": "sm90"}, ValueError, "order k_last and k_first"),
-    ("dequantize", {"dtype": torch.int32}, TypeError, "dtype must be one of"),
+    (
+        "quantize",
+        {"row": "e3m4@rows"},
+        ValueError,
+        "fmt must be one of .*'mxfp8_e4m3', .*got 'e3m4'",
+    ),
+    ("quantize", {"rule": "ceil"}, ValueError, "scale rule .*must be one of .*got 'ceil'"),
+    ("quantize", {"col": "mxfp8_e4m3@turned"}, ValueError, "layout must be one of .*got 'turned'"),
+    ("quantize", {"row": "mxfp8_e4m3@sm90:9"}, ValueError, "spread must be in 0..8, got 9"),
+    ("dequantize", {"operand": at("mxfp8_e4m3@sm90:8")}, ValueError, "needs .* torch.int32 scales"),
+    ("dequantize", {"operand": at("mxfp8_e4m3@turned")}, ValueError, "layout must be one of"),
+    ("dequantize", {"dtype": torch.int32}, TypeError, "dtype must be .*got torch.int32"),
     ("gemm", {"gelu": "relu"}, ValueError, "gelu must be one of"),
     ("gemm", {"bias_grad": "sum"}, ValueError, "bias_grad one of"),
-    ("gemm", {"a": A._replace(order="rows")}, ValueError, "a: order must be one of"),
+    ("gemm", {"rhs": at("mxfp8_e4m3@k_last")}, ValueError, "layout must be one of .*got 'k_last'"),
+    (
+        "gemm",
+        {"rhs": at("e3m4@rows")},
+        ValueError,
+        "fmt must be one of .*'mxfp8_e4m3', .*got 'e3m4'",
+    ),
     ("gemm", {"bias": torch.ones(N).double()}, TypeError, "got torch.float64"),
+    ("gemm", {"out_dtype": torch.float64}, TypeError, "got torch.float64"),
     ("norm", {"norm": Norm("GroupNorm", 1e-5)}, ValueError, "normalization must be one of"),
     ("norm", {"dtype": torch.float64}, TypeError, "got torch.float64"),
     ("act", {"act": Activation("tanh")}, ValueError, "activation must be one of"),
     ("groups", {"x": X.double()}, TypeError, "got torch.float64"),
+    ("groups", {"rule": "ceil"}, ValueError, "scale rule .*must be one of .*got 'ceil'"),
+    (
+        "groups",
+        {"row": IN_GROUPS},
+        ValueError,
+        "row must lie in groups of rows: .*got grouped_cols",
+    ),
+    ("groups", {"col": BY_COLS}, ValueError, "col must lie in groups of k: .*, got cols"),
+    (
+        "rows",
+        {"lhs": ROWS._replace(spec=BY_COLS)},
+        ValueError,
+        "lhs must lie in groups of rows: .*, got cols",
+    ),
     ("weights", {"weights": [WEIGHT, WEIGHT.double()]}, TypeError, "got torch.float64"),
     # Shapes.
-    ("dequantize", {"scales": short(A.scales)}, ValueError, "need uint8 scales"),
-    ("gemm", {"a": codes(A, torch.flatten)}, ValueError, "a: codes must be a matrix"),
-    ("gemm", {"b": scales(B, short)}, ValueError, "b: k_last codes .* need uint8 scales"),
-    ("pack", {"operand": scales(A, short)}, ValueError, "need uint8 scales"),
+    ("dequantize", {"operand": scales(RHS, short)}, ValueError, "needs .*torch.uint8 scales"),
+    ("gemm", {"rhs": codes(RHS, torch.flatten)}, ValueError, r"rhs: .* needs uint8 codes \(40, 70"),
+    ("gemm", {"lhs": scales(LHS, short)}, ValueError, r"lhs: .*'rows' needs .*uint8 scales \(24"),
+    (
+        "gemm",
+        {"lhs": LHS._replace(rows=R + 1)},
+        ValueError,
+        r"lhs: .*\[25, 70\] .*got .*\(24, 70\)",
+    ),
+    ("gemm", {"rhs": RHS._replace(k=K - 1)}, ValueError, r"rhs: .*\[40, 69\] .*got .*\(40, 70\)"),
+    ("gemm", {"rhs": COLUMNS}, ValueError, "single matrix .*'grouped_cols'"),
+    ("gemm", {"rhs": ops.quantize_2d(X[:, :64], BY_ROWS).row}, ValueError, "k, got 70 and 64"),
+    ("convert", {"operand": scales(RHS, short)}, ValueError, "needs .*torch.uint8 scales"),
+    ("kept", {"operand": scales(RHS, short)}, ValueError, "needs .*torch.uint8 scales"),
     ("norm", {"weight": torch.ones(3)}, ValueError, r"weight .* must be float32 \[70\]"),
     ("norm", {"bias": VECTOR.double()}, ValueError, r"bias .* float32 \[70\] .*got torch.float64"),
     ("norm backward", {"dz": X[:3]}, ValueError, r"dz must be a matrix as x, \(24, 70\)"),
@@ -135,23 +185,39 @@ WRONG = [
     ("act backward", {"grad": X}, ValueError, r"grad must be \[24, 35\]"),
     ("groups", {"offs": OFFS.float()}, ValueError, "offs must be a vector of end offsets"),
     ("weights", {"weights": [WEIGHT, WEIGHT[:3]]}, ValueError, "alike, got .* for group 1"),
-    ("columns", {"row": scales(WEIGHTS, short)}, ValueError, "row: k_last codes .* need scales"),
-    ("columns", {"row": WEIGHTS._replace(order="k_first")}, ValueError, "must have order k_last"),
+    ("columns", {"row": scales(WEIGHTS, short)}, ValueError, "row: .*'rows' needs .*uint8 scales"),
+    (
+        "columns",
+        {"row": WEIGHTS._replace(spec=BY_COLS)},
+        ValueError,
+        "must lie by rows, got .*cols",
+    ),
     ("rows", {"bias": torch.ones(G, 3)}, ValueError, r"bias must be \[3, 40\]"),
     ("rows", {"offs": OFFS[:2]}, ValueError, "an entry for each of 3 groups"),
-    ("rows", {"a": scales(WEIGHTS, short)}, ValueError, "a: k_last codes .* need scales"),
-    ("rows", {"a": codes(WEIGHTS, Tensor.int)}, ValueError, "both uint8, got"),
-    ("rows", {"b": scales(ROWS, Tensor.int)}, ValueError, "b: order k_last needs uint8 codes"),
+    ("rows", {"rhs": scales(WEIGHTS, short)}, ValueError, "rhs: .*'rows' needs .*uint8 scales"),
+    (
+        "rows",
+        {"rhs": codes(WEIGHTS, Tensor.int)},
+        ValueError,
+        "rhs: .*uint8 codes .*got torch.int32",
+    ),
+    ("rows", {"lhs": scales(ROWS, Tensor.int)}, ValueError, "lhs: .*'rows' needs uint8 codes"),
     ("k", {"out": torch.ones(G, K, K - 1)}, ValueError, r"out must be contiguous \(3, 70, 70\)"),
-    ("k", {"a": scales(COLUMNS, short)}, ValueError, "a must be k_first with codes"),
+    ("k", {"rhs": scales(COLUMNS, short)}, ValueError, "rhs: .*'grouped_cols' needs uint8 codes"),
+    (
+        "k",
+        {"rhs": COLUMNS._replace(spec=BY_ROWS)},
+        ValueError,
+        "rhs must lie in groups of k: .*, got rows",
+    ),
     # Devices.
-    ("dequantize", {"scales": meta(A.scales)}, ValueError, "scales of the matrix is on meta"),
-    ("gemm", {"a": scales(A, meta)}, ValueError, "scales of a is on meta"),
-    ("gemm", {"a": A._replace(codes=meta(A.codes), scales=meta(A.scales))}, ValueError, "a is on"),
+    ("dequantize", {"operand": scales(RHS, meta)}, ValueError, "matrix.* on meta"),
+    ("gemm", {"rhs": scales(RHS, meta)}, ValueError, "rhs.* on meta"),
+    ("gemm", {"rhs": codes(scales(RHS, meta), meta)}, ValueError, "rhs is on meta"),
     ("gemm", {"bias": meta(torch.ones(N))}, ValueError, "bias is on meta"),
     ("gemm", {"gelu": "tanh", "gelu_in": meta(torch.ones(R, N))}, ValueError, "gelu_in is on meta"),
     ("gemm", {"out": meta(torch.ones(R, N))}, ValueError, "out is on meta"),
-    ("gemm", {"a": A._replace(packed=meta(A.codes))}, ValueError, "packed form of a is on meta"),
+    ("gemm", {"rhs": RHS._replace(packed=meta(RHS.codes))}, ValueError, "form of rhs is on meta"),
     ("norm", {"weight": meta(VECTOR)}, ValueError, "float32 .70. on cpu, got .* on meta"),
     ("norm", {"bias": meta(VECTOR)}, ValueError, "float32 .70. on cpu, got .* on meta"),
     ("norm backward", {"dz": meta(X)}, ValueError, "on cpu, got .* on meta"),
@@ -159,9 +225,9 @@ WRONG = [
     ("groups", {"offs": meta(OFFS)}, ValueError, "offs is on meta"),
     ("weights", {"weights": [WEIGHT, meta(WEIGHT)]}, ValueError, "on cpu .* on meta for group 1"),
     ("rows", {"bias": meta(torch.ones(G, N))}, ValueError, "bias is on meta"),
-    ("rows", {"a": codes(scales(WEIGHTS, meta), meta)}, ValueError, "a is on meta"),
+    ("rows", {"rhs": codes(scales(WEIGHTS, meta), meta)}, ValueError, "rhs is on meta"),
     ("rows", {"offs": meta(OFFS)}, ValueError, "offs is on meta"),
-    ("k", {"a": codes(scales(COLUMNS, meta), meta)}, ValueError, "a is on meta"),
+    ("k", {"rhs": codes(scales(COLUMNS, meta), meta)}, ValueError, "rhs is on meta"),
     ("k", {"out": meta(torch.ones(G, K, K))}, ValueError, "out .*on meta"),
 ]
 

@@ -1,0 +1,100 @@
+"""The order of the house: imports go down only, no device's name above its backend, no function
+with a list of arguments that nobody can read."""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path("te_mx")
+# Top to bottom; a folder imports itself and those below it.
+ORDER = (
+    "integrations",
+    "distributed",
+    "nn",
+    "autograd",
+    "recipes",
+    "ops",
+    "backends",
+    "dispatch",
+    "runtime",
+    "layouts",
+    "formats",
+)
+# Modules of te_mx itself: words without a place in the order, which every folder may use and which
+# use none, and what stands between folders. All others are public functions, above every folder.
+WORDS = {"arguments", "report", "written"}
+BETWEEN = {"context": "nn", "recompute": "nn", "recipe": "recipes"}
+DEVICES = re.compile(r"sm_?\d\d|hopper|blackwell|gfx\d|device_capability|compute capability", re.I)
+ABOVE_DEVICES = {"nn", "autograd", "ops", "recipes", "formats", "integrations"}
+MOST_PARAMETERS = 10
+# Public functions that have the arguments of what they stand for.
+PUBLIC = {"te_mx/functional.py:gemm", "te_mx/explain.py:explain", "te_mx/convert.py:convert_model"}
+
+
+def rank(module: str) -> int | None:
+    """The place of te_mx.<module> in the order; None for words."""
+    first = module.split(".")[0]
+    if first in WORDS:
+        return None
+    first = BETWEEN.get(first, first)
+    return ORDER.index(first) if first in ORDER else -1
+
+
+def imported(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, module below te_mx) of every import, those inside functions too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names = [node.module]
+            if node.module == "te_mx":
+                names = [f"te_mx.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            if name.startswith("te_mx."):
+                yield node.lineno, name.removeprefix("te_mx.")
+
+
+def parameters(node: ast.FunctionDef) -> int:
+    """How many arguments a function has, without self and cls."""
+    given = node.args
+    names = [one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    return len([name for name in names if name not in ("self", "cls", "ctx")])
+
+
+def complaints(path: Path) -> Iterator[str]:
+    text = path.read_text()
+    tree = ast.parse(text)
+    parts = path.relative_to(PACKAGE).parts
+    module = ".".join(parts).removesuffix(".py")
+    own = rank(module)
+    if parts != ("__init__.py",):
+        for line, target in imported(tree):
+            other = rank(target)
+            if own is None:
+                if other is not None:
+                    yield f"{path}:{line}: imports te_mx.{target}, but every folder may use it"
+            elif other is not None and other < own:
+                yield f"{path}:{line}: imports te_mx.{target}, which stands above it"
+    if parts[0] in ABOVE_DEVICES:
+        for number, text_line in enumerate(text.splitlines(), 1):
+            if DEVICES.search(text_line):
+                yield f"{path}:{number}: a device's name above backends: {text_line.strip()}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and parameters(node) > MOST_PARAMETERS:
+            constructor = node.name == "__init__" and parts[0] == "nn"
+            if not constructor and f"{path}:{node.name}" not in PUBLIC:
+                yield f"{path}:{node.lineno}: {node.name} has {parameters(node)} parameters"
+
+
+def main() -> int:
+    found = [line for path in sorted(PACKAGE.rglob("*.py")) for line in complaints(path)]
+    print("\n".join(found), end="\n" if found else "")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,244 @@
+"""The native CPU backend: a thin layer over te_mx._native, which takes records of addresses and
+sizes and returns a status.
+
+Checks of what a user passes live above. Here every tensor is made contiguous, because addresses
+forget strides.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import struct
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_mx.backends.base import (
+    BIAS_GRADS,
+    FLOAT_DTYPES,
+    FORMATS,
+    GELUS,
+    LAYOUTS,
+    Epilogue,
+    Operand,
+    pointer,
+)
+from te_mx.dispatch.registry import forget
+from te_mx.runtime import cpu_memory
+from te_mx.runtime.cpu_memory import CPU
+
+ISA_LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "amx", "amx_emulated")
+KERNELS = (
+    "wide_f64",
+    "portable_f32",
+    "avx2_f32",
+    "avx512_f32",
+    "avx512_bf16",
+    "amx_bf16",
+    "portable_stream",
+    "avx2_stream",
+    "avx512_stream",
+    "avx512_bf16_stream",
+    "amx_stream",
+)
+KERNEL_IDS = {name: i for i, name in enumerate(KERNELS)}
+ROLES = {"b": 0, "a": 1}  # the native lhs is B, its rhs is A
+_U8 = torch.uint8
+_OK, _UNSUPPORTED = 0, 2
+_STATUS = {
+    1: "a native kernel refused its arguments",
+    3: "a native kernel found its workspace too small",
+}
+
+# A packed operand starts with this header: magic, kernel, role, rows, k. So it is never read by
+# another kernel.
+_HEADER = struct.Struct("<8siiqq32x")
+_MAGIC = b"te_mx.pk"
+HEADER_BYTES = _HEADER.size  # 64: keeps the payload on a cache line
+WIDE_SPREAD = 83  # as kWideSpread in cpu.h; a test compares them
+
+_native: Any = None
+_reason: str | None = None
+
+
+def native() -> ModuleType | None:
+    """The native module, imported at the first call; None when it was not built (`missing_reason`
+    says more).
+
+    Raises ValueError for a TE_MX_CPU_ISA that cannot be followed: here, and not at `import te_mx`.
+    """
+    global _native, _reason
+    if _native is None and _reason is None:
+        try:
+            module = importlib.import_module("te_mx._native")
+        except ImportError as error:
+            _reason = (
+                f"the native module te_mx._native cannot be imported ({error}); "
+                "install te_mx with a C++20 compiler at hand to build it"
+            )
+            return None
+        problem = module.isa_env_error()
+        if problem is not None:
+            raise ValueError(problem)
+        _native = module
+    return _native
+
+
+def missing_reason() -> str | None:
+    """Why there is no native backend; None when there is one."""
+    native()
+    return _reason
+
+
+def isa() -> int:
+    """The instruction-set level in use, an index into ISA_LEVELS; -1 without the native module."""
+    module = _native or native()
+    return -1 if module is None else module.isa_current()
+
+
+def set_isa(level: str) -> None:
+    """Use another level in this process (for tests). Raises if the machine lacks it."""
+    module = native()
+    if level not in ISA_LEVELS:
+        raise ValueError(f"level must be one of {', '.join(ISA_LEVELS)}, got {level!r}")
+    if module is None:
+        raise RuntimeError(_reason)
+    if module.set_isa(ISA_LEVELS.index(level)) != _OK:
+        raise RuntimeError(f"this CPU cannot run the level {level!r}; available: {available_isa()}")
+    forget()  # what was chosen at the old level
+
+
+def available_isa() -> list[str]:
+    """Levels that this machine and build can run."""
+    module = native()
+    if module is None:
+        return []
+    return [name for i, name in enumerate(ISA_LEVELS) if module.isa_available(i)]
+
+
+def kernel_available(kernel: str) -> bool:
+    """Whether the kernel runs at the level in use."""
+    module = native()
+    return module is not None and module.kernel_available(KERNEL_IDS[kernel])
+
+
+def supported(status: int) -> bool:
+    """True for ok, False for unsupported; anything else is a bug in te_mx and raises."""
+    if status == _OK:
+        return True
+    if status == _UNSUPPORTED:
+        return False
+    raise RuntimeError(f"te_mx internal error: {_STATUS.get(status, f'native status {status}')}")
+
+
+# --------------------------------------------------------------------------------------- dequantize
+def dequantize(
+    codes: Tensor, scales: Tensor, fmt: str, order: str, dtype: torch.dtype
+) -> Tensor | None:
+    """As reference.dequantize for contiguous codes and a native dtype; or None."""
+    rows, cols = codes.shape
+    out = cpu_memory.empty((rows, cols), dtype)
+    if order == "k_first":
+        rows, cols = cols, rows
+    args = _native.DequantizeArgs(
+        codes=codes.data_ptr(), scales=scales.data_ptr(), rows=rows, k=cols,
+        element=FORMATS[fmt], layout=LAYOUTS[order], out=out.data_ptr(),
+        out_dtype=FLOAT_DTYPES[dtype], threads=torch.get_num_threads(),
+    )  # fmt: skip
+    status = _native.dequantize(args)
+    return out if supported(status) else None
+
+
+# --------------------------------------------------------------------------------------------- gemm
+class GemmCall:
+    """One native GEMM call. It keeps the tensors alive whose addresses it holds."""
+
+    __slots__ = ("args", "bias_grad", "keep")
+
+    def __init__(
+        self, kernel: str, a: Operand, b: Operand, epilogue: Epilogue, out: Tensor,
+        aux: Tensor | None,
+    ) -> None:  # fmt: skip
+        number = KERNEL_IDS[kernel]
+        bias, gelu_in, kind = epilogue.bias, epilogue.gelu_in, epilogue.bias_grad
+        args = _native.GemmArgs(
+            lhs=_operand(b, number, "b"), rhs=_operand(a, number, "a"), out=out.data_ptr(),
+            out_dtype=FLOAT_DTYPES[out.dtype], ldo=out.shape[1], accumulate=epilogue.accumulate,
+            kernel=number, threads=torch.get_num_threads(),
+        )  # fmt: skip
+        if bias is not None:
+            bias = bias.contiguous()
+            args.bias, args.bias_dtype = bias.data_ptr(), FLOAT_DTYPES[bias.dtype]
+        if epilogue.gelu is not None:
+            args.gelu = GELUS[epilogue.gelu]
+        if aux is not None:
+            args.aux, args.aux_dtype = aux.data_ptr(), FLOAT_DTYPES[aux.dtype]
+        if gelu_in is not None:
+            gelu_in = gelu_in.contiguous()
+            args.gelu_in, args.gelu_in_dtype = gelu_in.data_ptr(), FLOAT_DTYPES[gelu_in.dtype]
+        self.bias_grad = None
+        if kind is not None:
+            size = out.shape[0] if kind == "operand" else out.shape[1]
+            self.bias_grad = torch.empty(size, dtype=torch.float32, device=CPU)
+            args.bias_grad_kind, args.bias_grad = BIAS_GRADS[kind], self.bias_grad.data_ptr()
+        self.keep = (a, b, bias, gelu_in, out, aux)
+        self.args = args
+
+    def workspace_bytes(self) -> int:
+        """Scratch bytes that `run` needs: the native formula, the only one."""
+        return _native.workspace_bytes(self.args)
+
+    def run(self, workspace: Tensor | None, nbytes: int) -> str | None:
+        """Run it; the name of the kernel that ran, wide_f64 if the data ask for it; or None."""
+        args = self.args
+        args.workspace, args.workspace_bytes = pointer(workspace), nbytes
+        status, ran = _native.gemm(args)
+        return KERNELS[ran] if supported(status) else None
+
+
+def _operand(operand: Operand, kernel: int, role: str) -> Any:
+    """The native record of an operand whose codes and scales are contiguous."""
+    codes, scales, fmt, order, packed = operand
+    first, second = codes.shape
+    rows, k = (second, first) if order == "k_first" else (first, second)
+    address = 0
+    if packed is not None and packed_for(packed) == (kernel, ROLES[role], rows, k):
+        address = packed.data_ptr() + HEADER_BYTES
+    return _native.Operand(
+        codes=codes.data_ptr(), scales=scales.data_ptr(), rows=rows, k=k,
+        element=FORMATS[fmt], layout=LAYOUTS[order], packed=address,
+    )  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------- pack
+def packed_bytes(kernel: str, role: str, rows: int, k: int) -> int:
+    """Bytes of the packed form including its header; 0 when the kernel reads plain codes."""
+    nbytes = _native.packed_bytes(KERNEL_IDS[kernel], ROLES[role], rows, k)
+    return HEADER_BYTES + nbytes if nbytes else 0
+
+
+def pack(operand: Operand, kernel: str, role: str, packed: Tensor) -> bool:
+    """Write the packed form into uint8 [packed_bytes]; False when the native code does not."""
+    kernel_id, native_role = KERNEL_IDS[kernel], ROLES[role]
+    source = _operand(operand._replace(packed=None), kernel_id, role)
+    address = packed.data_ptr()
+    header = _HEADER.pack(_MAGIC, kernel_id, native_role, operand.rows, operand.k)
+    ctypes.memmove(address, header, HEADER_BYTES)
+    args = _native.PackArgs(
+        operand=source, role=native_role, out_codes=address + HEADER_BYTES, kernel=kernel_id,
+        threads=torch.get_num_threads(),
+    )  # fmt: skip
+    status = _native.pack(args)
+    return supported(status)
+
+
+def packed_for(packed: Tensor) -> tuple[int, int, int, int] | None:
+    """(kernel, role, rows, k) of a packed operand; None when it cannot be used where it lies."""
+    address = packed.data_ptr()
+    if address % HEADER_BYTES or packed.numel() <= HEADER_BYTES or not packed.is_contiguous():
+        return None
+    magic, *found = _HEADER.unpack(ctypes.string_at(address, HEADER_BYTES))
+    return tuple(found) if magic == _MAGIC else None

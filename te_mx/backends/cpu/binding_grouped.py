@@ -1,0 +1,226 @@
+"""Grouped problems on the native CPU backend: one call, one parallel region for all groups.
+
+Every function returns None (or False) when the native code does not take the problem.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_mx.backends.base import (
+    FLOAT_DTYPES,
+    FORMATS,
+    LAYOUTS,
+    SCALE_RULES,
+    Operand,
+    QuantizedParts,
+    StackedOperand,
+    blocks,
+    pointer,
+    typed_address,
+)
+from te_mx.backends.cpu import binding as cpu
+from te_mx.backends.cpu.binding import KERNEL_IDS, KERNELS, ROLES, supported
+from te_mx.dispatch.groups import Bounds, scale_rows
+from te_mx.runtime import cpu_memory
+from te_mx.runtime.cpu_memory import CPU
+
+_U8 = torch.uint8
+# What the packed forms of several groups start with: magic, kernel, role, groups, rows, k, stride.
+_HEADER = struct.Struct("<8siiqqqq16x")
+_MAGIC = b"te_mx.pg"
+HEADER_BYTES = _HEADER.size  # 64
+
+
+def _native() -> Any:
+    module = cpu.native()
+    assert module is not None
+    return module
+
+
+def _strided(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """x with rows or columns that lie next to each other, as the quantizer reads them, and its
+    strides."""
+    stride = x.stride()
+    if 1 in stride:
+        return x, stride
+    x = x.contiguous()
+    return x, x.stride()
+
+
+def _set_source(args: Any, x: Tensor, stride: tuple[int, ...], fmt: str, rule: str) -> None:
+    """Write what is quantized, and to what format, into a native record."""
+    args.x_data, (args.x_rows, args.x_cols) = x.data_ptr(), x.shape
+    args.x_row_stride, args.x_col_stride = stride
+    args.x_dtype = FLOAT_DTYPES[x.dtype]
+    args.element, args.rule = FORMATS[fmt], SCALE_RULES[rule]
+
+
+def _groups(bounds: Bounds) -> tuple[Any, Any]:
+    """The native record of groups, and what it holds the addresses of."""
+    (count, starts, ends), keep = bounds.addresses()
+    return _native().Groups(count=count, starts=starts, ends=ends), keep
+
+
+def quantize(
+    x: Tensor, bounds: Bounds, fmt: str, rowwise: bool, columnwise: bool, rule: str, col_sum: bool
+) -> QuantizedParts | None:
+    """As ops.quantize_grouped, for a non-empty x."""
+    (rows, cols), groups = x.shape, len(bounds.ends)
+    x, stride = _strided(x)
+    row_codes = row_scales = col_codes = col_scales = sums = partial = None
+    if rowwise:
+        row_codes = cpu_memory.empty((rows, cols), _U8)
+        row_scales = torch.empty((rows, blocks(cols)), dtype=_U8, device=CPU)
+    if columnwise:
+        col_codes = cpu_memory.empty((rows, cols), _U8)
+        col_scales = torch.empty((scale_rows(rows, groups), cols), dtype=_U8, device=CPU)
+    if col_sum:
+        sums = torch.empty((groups, cols), dtype=torch.float32, device=CPU)
+        partial_rows = rows // _native().COL_SUM_ROWS + groups
+        partial = torch.empty((partial_rows, cols), dtype=torch.float32, device=CPU)
+    native = _native()
+    args = native.GroupedQuantizeArgs()
+    _set_source(args, x, stride, fmt, rule)
+    args.row_codes, args.row_scales = pointer(row_codes), pointer(row_scales)
+    args.col_codes, args.col_scales = pointer(col_codes), pointer(col_scales)
+    args.col_layout = LAYOUTS["k_first"]
+    args.col_sum, args.col_sum_ws = pointer(sums), pointer(partial)
+    args.groups, keep = _groups(bounds)
+    args.threads = torch.get_num_threads()
+    status = native.quantize_grouped(args)
+    del keep
+    if not supported(status):
+        return None
+    return QuantizedParts(row_codes, row_scales, col_codes, col_scales, sums)
+
+
+def quantize_weights(
+    weights: list[Tensor], fmt: str, columnwise: bool, rule: str
+) -> list[Tensor] | None:
+    """As te_mx::quantize_weights, for weights that are not empty."""
+    groups, (rows, cols) = len(weights), weights[0].shape
+    parts = [
+        cpu_memory.empty((groups, rows, cols), _U8),
+        torch.empty((groups, rows, blocks(cols)), dtype=_U8, device=CPU),
+    ]
+    if columnwise:
+        parts += [
+            cpu_memory.empty((groups, rows, cols), _U8),
+            torch.empty((groups, blocks(rows), cols), dtype=_U8, device=CPU),
+        ]
+    native = _native()
+    bases = [part.data_ptr() for part in parts] + [0] * (4 - len(parts))
+    steps = [part.stride(0) for part in parts] + [0] * (4 - len(parts))
+    problems = []
+    sources = [_strided(weight) for weight in weights]
+    for i, source in enumerate(sources):
+        args = native.QuantizeArgs()
+        _set_source(args, *source, fmt, rule)
+        args.row_codes, args.row_scales = bases[0] + i * steps[0], bases[1] + i * steps[1]
+        args.col_codes, args.col_scales = bases[2] + i * steps[2], bases[3] + i * steps[3]
+        args.col_layout = LAYOUTS["k_first"]
+        problems.append(args)
+    status = native.quantize_many(problems, torch.get_num_threads())
+    return parts if supported(status) else None
+
+
+# --------------------------------------------------------------------------------------------- pack
+def packed_stride(kernel: str, operand: StackedOperand) -> int:
+    """Bytes of the packed form of one group; 0 when the kernel reads plain codes."""
+    nbytes = _native().packed_bytes(KERNEL_IDS[kernel], ROLES["a"], operand.rows, operand.k)
+    return (nbytes + 63) // 64 * 64
+
+
+def pack(operand: StackedOperand, kernel: str) -> Tensor | None:
+    """The packed forms of all groups behind one header, uint8; None when there are none."""
+    stride = packed_stride(kernel, operand)
+    if stride == 0:
+        return None
+    groups = operand.groups
+    packed = torch.empty(HEADER_BYTES + groups * stride, dtype=_U8, device=CPU)
+    head = _HEADER.pack(
+        _MAGIC, KERNEL_IDS[kernel], ROLES["a"], groups, operand.rows, operand.k, stride
+    )
+    packed[:HEADER_BYTES] = torch.frombuffer(bytearray(head), dtype=_U8)
+    native = _native()
+    args = native.PackArgs(
+        operand=_plain(operand), role=ROLES["a"], groups_count=groups,
+        out_codes=packed.data_ptr() + HEADER_BYTES, out_stride=stride, kernel=KERNEL_IDS[kernel],
+        threads=torch.get_num_threads(),
+    )  # fmt: skip
+    status = native.pack_many(args)
+    return packed if supported(status) else None
+
+
+def _packed_for(packed: Tensor | None, kernel: int, operand: StackedOperand) -> tuple[int, int]:
+    """(address, stride) of packed forms that this kernel reads for this operand, or zeros."""
+    if packed is None or packed.data_ptr() % HEADER_BYTES or packed.numel() <= HEADER_BYTES:
+        return 0, 0
+    if not packed.is_contiguous():  # as a hook of saved tensors may return it
+        return 0, 0
+    magic, *found, stride = _HEADER.unpack(packed[:HEADER_BYTES].numpy().tobytes())
+    if magic != _MAGIC or found != [
+        kernel, ROLES["a"], operand.groups, operand.rows, operand.k
+    ]:  # fmt: skip
+        return 0, 0
+    return packed.data_ptr() + HEADER_BYTES, stride
+
+
+# --------------------------------------------------------------------------------------------- gemm
+class GroupedGemmCall:
+    """One native grouped GEMM. It keeps the tensors alive whose addresses it holds.
+
+    kernels: the names for groups of many and of few rows of b.
+    """
+
+    __slots__ = ("args", "keep")
+
+    def __init__(
+        self, kernels: tuple[str, str], a: StackedOperand | Operand, b: Operand, bounds: Bounds,
+        out: Tensor, bias: Tensor | None = None, accumulate: bool = False,
+    ) -> None:  # fmt: skip
+        many, few = (KERNEL_IDS[name] for name in kernels)
+        args = _native().GroupedGemmArgs()
+        args.lhs = _plain(b)
+        if isinstance(a, Operand):
+            args.along_k, args.rhs = True, _plain(a)
+        else:
+            args.rhs = _plain(a)
+            args.rhs_packed, args.packed_stride = _packed_for(a.packed, many, a)
+        if bias is not None:
+            bias = bias.contiguous()
+        args.out, args.out_dtype = typed_address(out)
+        args.ldo, args.accumulate = out.shape[-1], accumulate
+        args.bias, args.bias_dtype = typed_address(bias)
+        args.groups, arrays = _groups(bounds)
+        args.kernel, args.few_rows_kernel = many, few
+        args.threads = torch.get_num_threads()
+        self.keep = (a, b, arrays, out, bias)
+        self.args = args
+
+    def workspace_bytes(self) -> int:
+        """Scratch bytes that `run` needs: the native formula, the only one."""
+        return _native().workspace_bytes_grouped(self.args)
+
+    def run(self, workspace: Tensor | None, nbytes: int) -> str | None:
+        """Run it; the names of the kernels that ran, joined by " + "; or None."""
+        args = self.args
+        args.workspace, args.workspace_bytes = pointer(workspace), nbytes
+        status, ran = _native().gemm_grouped(args)
+        if not supported(status):
+            return None
+        return " + ".join(name for i, name in enumerate(KERNELS) if ran >> i & 1)
+
+
+def _plain(operand: Operand | StackedOperand) -> Any:
+    """The native record of an operand, or of the first of all groups'."""
+    codes, scales, fmt, order, _ = operand
+    return _native().Operand(
+        codes=codes.data_ptr(), scales=scales.data_ptr(), rows=operand.rows, k=operand.k,
+        element=FORMATS[fmt], layout=LAYOUTS[order],
+    )  # fmt: skip

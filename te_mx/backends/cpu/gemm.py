@@ -1,0 +1,86 @@
+"""The GEMM kernels of the CPU: panel kernels pack both operands, stream kernels read the codes of
+rhs as they lie."""
+
+from __future__ import annotations
+
+import torch
+
+from te_mx.backends.base import pointer
+from te_mx.backends.cpu import binding
+from te_mx.backends.cpu.envelope import why_not, why_not_level
+from te_mx.backends.native import native_operand
+from te_mx.dispatch.calls import Product, Ran
+from te_mx.dispatch.problem import STREAM_ROWS, Problem
+from te_mx.dispatch.registry import Kernel, register
+from te_mx.layouts.operand import Operand
+from te_mx.runtime import workspace
+from te_mx.runtime.cpu_memory import CPU
+
+
+class Panel(Kernel):
+    """Packs both operands: any shape, both layouts."""
+
+    op = "gemm"
+
+    def __init__(self, name: str, level: str, rank: int) -> None:
+        self.name, self.level, self.rank = name, level, rank
+
+    def accepts(self, problem: Problem) -> str | None:
+        return why_not(problem) or why_not_level(self.name, self.level, problem)
+
+    def note(self, problem: Problem) -> str:
+        return (
+            f"32-row blocks with a row whose scales span more than 2^{binding.WIDE_SPREAD} run on "
+            "wide_f64"
+        )
+
+    def prepare(self, operand: Operand, side: str, problem: Problem) -> Operand:
+        role = "a" if side == "rhs" else "b"
+        nbytes = binding.packed_bytes(self.name, role, operand.rows, operand.k)
+        if nbytes == 0:
+            return operand
+        packed = torch.empty(nbytes, dtype=torch.uint8, device=CPU)
+        plain = native_operand(operand.checked(side))
+        if not binding.pack(plain, self.name, role, packed):
+            raise RuntimeError(f"te_mx internal error: {self.name} does not pack {operand.spec}")
+        return operand._replace(packed=packed)
+
+    def run(self, p: Product) -> Ran | None:
+        call = binding.GemmCall(
+            self.name, native_operand(p.rhs), native_operand(p.lhs), p.epilogue, p.out, p.aux
+        )
+        args, native = call.args, binding.native()
+        nbytes = native.workspace_bytes(args)  # type: ignore[union-attr]
+        scratch = workspace.acquire(CPU, nbytes)
+        args.workspace, args.workspace_bytes = pointer(scratch), nbytes
+        status, ran = native.gemm(args)  # type: ignore[union-attr]
+        workspace.release(scratch, nbytes)
+        if status and not binding.supported(status):
+            return None
+        if not p.out.is_inference():  # native code wrote behind autograd's back
+            torch.autograd.graph.increment_version(p.out)
+        return Ran(binding.KERNELS[ran], call.bias_grad)
+
+
+class Stream(Panel):
+    """For few rows of lhs; it reads rows of rhs, turned first where the codes lie by k."""
+
+    def accepts(self, problem: Problem) -> str | None:
+        reason = super().accepts(problem)
+        if reason is None and problem.m > STREAM_ROWS:
+            reason = f"takes at most {STREAM_ROWS} rows of B, this has {problem.m}"
+        return reason
+
+
+# NOTE: a stream kernel stands before the panel kernel of its level: for few rows the codes (1.03
+# bytes an element) are the cheapest thing to read, cheaper than a packed weight.
+PANELS = {
+    "amx": "amx_bf16",
+    "avx512_bf16": "avx512_bf16",
+    "avx512": "avx512_f32",
+    "avx2": "avx2_f32",
+    "portable": "portable_f32",
+}
+for _rank, (_level, _name) in enumerate(PANELS.items()):
+    register(Stream(f"{_level}_stream", _level, 2 * _rank))
+    register(Panel(_name, _level, 2 * _rank + 1))

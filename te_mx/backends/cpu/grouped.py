@@ -1,0 +1,130 @@
+"""Grouped problems on the CPU: one native call, one parallel region for all groups."""
+
+from __future__ import annotations
+
+import torch
+
+from te_mx.backends.cpu import binding, binding_grouped
+from te_mx.backends.cpu.envelope import why_not
+from te_mx.backends.cpu.gemm import PANELS
+from te_mx.backends.native import (
+    native_operand,
+    native_stack,
+    one_read,
+    one_read_of_weights,
+    words_of,
+)
+from te_mx.dispatch.grouped_calls import GroupedK, GroupedRows, QuantizeGroups, QuantizeWeights
+from te_mx.dispatch.groups import host_bounds
+from te_mx.dispatch.problem import Problem
+from te_mx.dispatch.registry import Kernel, Wants, register
+from te_mx.layouts.operand import Operand, Quantized, Stack
+from te_mx.runtime import workspace
+
+_CPU = torch.device("cpu")
+
+
+def _why_not(problem: Problem) -> str | None:
+    reason = why_not(problem, "grouped_cols")
+    if reason is None and problem.empty:
+        reason = "takes matrices that are not empty"
+    if reason is None and problem.ends == "device":
+        reason = "needs ends of groups on the CPU"
+    return reason
+
+
+class CpuQuantizeGroups(Kernel):
+    op, name = "quantize_grouped", "cpu"
+
+    def accepts(self, problem: Problem) -> str | None:
+        return _why_not(problem) or one_read(problem.lhs, problem.rhs)
+
+    def run(self, what: QuantizeGroups) -> Quantized | None:
+        x, groups, row, col, rule, col_sum = what
+        (rows, cols), bounds = x.shape, host_bounds(*groups, len(x))
+        fmt = words_of(row or col)[0]
+        parts = binding_grouped.quantize(x, bounds, fmt, bool(row), bool(col), rule, col_sum)
+        if parts is None:
+            return None
+        return Quantized(
+            Operand(parts.row_codes, parts.row_scales, row, rows, cols) if row else None,  # type: ignore[arg-type]
+            Operand(parts.col_codes, parts.col_scales, col, cols, rows) if col else None,  # type: ignore[arg-type]
+            parts.col_sum,
+        )
+
+
+class CpuQuantizeWeights(Kernel):
+    op, name = "quantize_weights", "cpu"
+
+    def accepts(self, problem: Problem) -> str | None:
+        return _why_not(problem) or one_read_of_weights(problem.lhs, problem.rhs)
+
+    def run(self, what: QuantizeWeights) -> tuple[Stack, Stack | None] | None:
+        weights = list(what.weights)
+        groups, (rows, cols) = len(weights), weights[0].shape
+        fmt = words_of(what.row)[0]
+        parts = binding_grouped.quantize_weights(weights, fmt, bool(what.col), what.rule)
+        if parts is None:
+            return None
+        col = Stack(parts[2], parts[3], what.col, groups, cols, rows) if what.col else None
+        return Stack(parts[0], parts[1], what.row, groups, rows, cols), col
+
+
+def few_and_many() -> tuple[str, str]:
+    """Names of the kernels that the level in use runs groups of many and of few rows on."""
+    level = binding.ISA_LEVELS[binding.isa()]
+    level = "amx" if level == "amx_emulated" else level
+    return PANELS[level], f"{level}_stream"
+
+
+class CpuGemmRows(Kernel):
+    op, name = "gemm_rows", "cpu"
+
+    def accepts(self, problem: Problem) -> str | None:
+        return _why_not(problem)
+
+    def note(self, problem: Problem) -> str:
+        return "one parallel region for all groups"
+
+    def wants(self, problem: Problem) -> Wants:
+        return Wants("rows", "grouped_cols")
+
+    def prepare_stack(self, stack: Stack, problem: Problem) -> Stack:
+        packed = binding_grouped.pack(native_stack(stack.checked("rhs")), few_and_many()[0])
+        return stack._replace(packed=packed)
+
+    def run(self, p: GroupedRows) -> str | None:
+        call = binding_grouped.GroupedGemmCall(
+            few_and_many(), native_stack(p.rhs), native_operand(p.lhs),
+            host_bounds(*p.groups, p.lhs.rows), p.out, p.bias,
+        )  # fmt: skip
+        return _run(call)
+
+
+class CpuGemmK(Kernel):
+    op, name = "gemm_k", "cpu"
+
+    def accepts(self, problem: Problem) -> str | None:
+        return _why_not(problem)
+
+    def run(self, p: GroupedK) -> str | None:
+        call = binding_grouped.GroupedGemmCall(
+            few_and_many(), native_operand(p.rhs), native_operand(p.lhs),
+            host_bounds(*p.groups, p.lhs.k), p.out, None, p.accumulate,
+        )  # fmt: skip
+        ran = _run(call)
+        if ran is not None and not p.out.is_inference():
+            torch.autograd.graph.increment_version(p.out)
+        return ran
+
+
+def _run(call: binding_grouped.GroupedGemmCall) -> str | None:
+    nbytes = call.workspace_bytes()
+    scratch = workspace.acquire(_CPU, nbytes)
+    ran = call.run(scratch, nbytes)
+    workspace.release(scratch, nbytes)
+    return ran
+
+
+for _kernel in (CpuQuantizeGroups, CpuQuantizeWeights, CpuGemmRows, CpuGemmK):
+    register(_kernel())

@@ -1,0 +1,104 @@
+"""The native quantizer of the CPU, and the way back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from te_mx.backends.base import FLOAT_DTYPES as DTYPES
+from te_mx.backends.base import FORMATS, LAYOUTS, SCALE_RULES
+from te_mx.backends.cpu import binding
+from te_mx.backends.cpu.envelope import why_not
+from te_mx.backends.native import native_operand, words_of
+from te_mx.dispatch.calls import FLOAT_DTYPES, Quantize
+from te_mx.dispatch.problem import Problem
+from te_mx.dispatch.registry import Kernel, register
+from te_mx.layouts.operand import Operand, Quantized
+from te_mx.runtime import cpu_memory
+from te_mx.runtime.cpu_memory import CPU
+
+_U8 = torch.uint8
+
+
+def takes(row: str, col: str) -> str | None:
+    """Why the two directions are not made in one read; None when they are."""
+    if row and words_of(row)[1] != "k_last":
+        return "makes rowwise copies that lie by rows"
+    if row and col and words_of(row)[0] != words_of(col)[0]:
+        return "makes both directions in one format"
+    return None
+
+
+class CpuQuantize(Kernel):
+    op, name = "quantize", "cpu"
+
+    def accepts(self, problem: Problem) -> str | None:
+        reason = why_not(problem) or takes(problem.lhs, problem.rhs)
+        if reason is None and problem.empty:
+            reason = "takes matrices that are not empty"
+        if reason is None and problem.dtype not in FLOAT_DTYPES:
+            reason = f"takes float32, bfloat16 and float16, not {problem.dtype}"
+        return reason
+
+    def run(self, what: Quantize) -> Quantized | None:
+        x, row, col, rule, col_sum, sum_dtype = what
+        native = binding.native()
+        assert native is not None
+        rows, cols = x.shape
+        row_stride, col_stride = x.stride()
+        if row_stride != 1 and col_stride != 1:
+            x = x.contiguous()
+            row_stride, col_stride = x.stride()
+        fmt, order = words_of(col or row)
+        args = native.QuantizeArgs(
+            x_data=x.data_ptr(), x_rows=rows, x_cols=cols, x_row_stride=row_stride,
+            x_col_stride=col_stride, x_dtype=DTYPES[x.dtype], element=FORMATS[fmt],
+            rule=SCALE_RULES[rule], threads=torch.get_num_threads(),
+        )  # fmt: skip
+        row_operand = col_operand = sums = partial = None
+        if row:
+            codes = cpu_memory.empty((rows, cols), _U8)
+            scales = torch.empty((rows, (cols + 31) // 32), dtype=_U8, device=CPU)
+            args.row_codes, args.row_scales = codes.data_ptr(), scales.data_ptr()
+            row_operand = Operand(codes, scales, row, rows, cols)
+        if col:
+            blocks = (rows + 31) // 32
+            first = order == "k_first"
+            codes = cpu_memory.empty((rows, cols) if first else (cols, rows), _U8)
+            shape = (blocks, cols) if first else (cols, blocks)
+            scales = torch.empty(shape, dtype=_U8, device=CPU)
+            args.col_codes, args.col_scales = codes.data_ptr(), scales.data_ptr()
+            args.col_layout = LAYOUTS[order]
+            col_operand = Operand(codes, scales, col, cols, rows)
+        if col_sum:
+            sums = torch.empty(cols, dtype=torch.float32, device=CPU)
+            parts = -(-rows // native.COL_SUM_ROWS), cols
+            partial = torch.empty(parts, dtype=torch.float32, device=CPU)
+            args.col_sum, args.col_sum_ws = sums.data_ptr(), partial.data_ptr()
+        status = native.quantize(args)
+        if status and not binding.supported(status):
+            return None
+        if sums is not None and sums.dtype != sum_dtype:
+            sums = sums.to(sum_dtype)
+        return Quantized(row_operand, col_operand, sums)
+
+
+class CpuDequantize(Kernel):
+    op, name = "dequantize", "cpu"
+
+    def accepts(self, problem: Problem) -> str | None:
+        reason = why_not(problem)
+        if reason is None and problem.empty:
+            reason = "takes matrices that are not empty"
+        if reason is None and problem.dtype not in FLOAT_DTYPES:  # fp64 is for tests: torch does it
+            reason = f"gives float32, bfloat16 and float16, not {problem.dtype}"
+        return reason
+
+    def run(self, operand: Operand, dtype: torch.dtype) -> Tensor | None:
+        codes, scales, fmt, order, _ = native_operand(operand)
+        values = binding.dequantize(codes.contiguous(), scales.contiguous(), fmt, order, dtype)
+        return values if values is None or order == "k_last" else values.t()
+
+
+register(CpuQuantize())
+register(CpuDequantize())

@@ -1,0 +1,96 @@
+"""How the native modules are told of an operand: a short format name and an order of codes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from te_mx.backends.base import PLAIN, SCALE_RULES, QuantizedParts
+from te_mx.backends.base import Operand as NativeOperand
+from te_mx.backends.base import StackedOperand as NativeStack
+from te_mx.dispatch.fused import Target
+from te_mx.layouts import spec_of
+from te_mx.layouts.operand import Operand, Quantized, Stack
+
+_ORDERS = {"rows": "k_last", "cols": "k_first", "grouped_cols": "k_first"}
+_SHORT = {"mxfp8_e4m3": "e4m3", "mxfp8_e5m2": "e5m2"}
+_known = {"": ("e4m3", "k_last")}
+
+
+def words_of(spec: str) -> tuple[str, str]:
+    """(format, order) of a spec that native code takes; some of "", where sums alone are made."""
+    found = _known.get(spec)
+    if found is None:
+        fmt, layout = spec_of(spec)
+        order = _ORDERS.get(layout.name) or layout.name.partition(":")[0]
+        found = _known[spec] = _SHORT[fmt.name], order
+    return found
+
+
+def native_operand(operand: Operand) -> NativeOperand:
+    fmt, order = words_of(operand.spec)
+    return NativeOperand(operand.codes, operand.scales, fmt, order, operand.packed)
+
+
+def native_stack(stack: Stack) -> NativeStack:
+    fmt, order = words_of(stack.spec)
+    return NativeStack(stack.codes, stack.scales, fmt, order, stack.packed)
+
+
+class NativeTarget(NamedTuple):
+    """A target in the words of native code."""
+
+    fmt: str
+    rowwise: bool
+    columnwise: str | None
+    scale_rule: str
+    spread: int = PLAIN
+    col_sum: bool = False
+
+
+def one_read(row: str, col: str) -> str | None:
+    """Why one read of a matrix, or of tokens in groups, does not make both; None when it does."""
+    if row and words_of(row)[1] == "k_first":
+        return "makes rowwise copies that lie by rows"
+    if not (row and col):
+        return None
+    (row_fmt, row_layout), (col_fmt, col_layout) = spec_of(row), spec_of(col)
+    spreads = [getattr(layout, "spread", PLAIN) for layout in (row_layout, col_layout)]
+    if row_fmt != col_fmt or spreads[0] != spreads[1]:
+        return "makes both directions in one format, both packed alike or both plain"
+    return None
+
+
+def one_read_of_weights(row: str, col: str) -> str | None:
+    """The same of the weights of groups, of which native code makes rows, or both directions."""
+    reason = one_read(row, col) if row else "makes rowwise copies, or both"
+    if reason is None and col and words_of(col)[1] == "k_last":
+        reason = "makes plain columns that lie as the weights do"
+    return reason
+
+
+def is_native(target: Target) -> bool:
+    """Whether native code makes what a target asks for as it quantizes, if it asks for codes."""
+    row, col, rule, _ = target
+    known = all(spec_of(spec).format.name in _SHORT for spec in (row, col) if spec)
+    return not target.codes or (known and rule in SCALE_RULES and one_read(row, col) is None)
+
+
+def native_target(target: Target) -> NativeTarget:
+    """What native code is told of a target that it knows."""
+    row, col, rule, col_sum = target
+    if not (row or col):
+        return NativeTarget("e4m3", False, None, "rceil", PLAIN, col_sum)
+    fmt, order = words_of(col or row)
+    spread = getattr(spec_of(col or row).layout, "spread", PLAIN)
+    form = None if not col else "plain" if order == "k_first" else "transposed"
+    return NativeTarget(fmt, bool(row), form, rule, spread, col_sum)
+
+
+def with_operands(parts: QuantizedParts, target: Target, rows: int, cols: int) -> Quantized:
+    """Tensors that native code made, as operands."""
+    row, col = target.row, target.col
+    return Quantized(
+        Operand(parts.row_codes, parts.row_scales, row, rows, cols) if row else None,  # type: ignore[arg-type]
+        Operand(parts.col_codes, parts.col_scales, col, cols, rows) if col else None,  # type: ignore[arg-type]
+        parts.col_sum,
+    )

@@ -1,0 +1,1 @@
+"""The reference: plain torch, readable, on every device. It specifies te_mx's numbers."""

@@ -1,0 +1,73 @@
+"""The quantizer in plain torch, on every device: the specification of every format and layout."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from te_mx.dispatch.calls import Quantize
+from te_mx.dispatch.problem import Problem
+from te_mx.dispatch.registry import Kernel, register
+from te_mx.layouts import spec_of
+from te_mx.layouts.operand import Operand, Quantized
+
+
+@torch.no_grad()
+def quantize(what: Quantize) -> Quantized:
+    """Both directions of x, each as its spec says."""
+    x = what.x.detach()
+    row = _operand(x, what.row, what.rule) if what.row else None
+    col = _operand(x.t(), what.col, what.rule) if what.col else None
+    sums = x.sum(0, dtype=torch.float32).to(what.sum_dtype) if what.col_sum else None
+    return Quantized(row, col, sums)
+
+
+def _operand(x: Tensor, spec: str, rule: str) -> Operand:
+    fmt, layout = spec_of(spec)
+    rows, k = x.shape
+    codes, scales = layout.pack(fmt, *fmt.quantize(x, rule), k)
+    return Operand(codes, scales, spec, rows, k)
+
+
+@torch.no_grad()
+def dequantize(operand: Operand, dtype: torch.dtype) -> Tensor:
+    """The values [rows, k] of an operand, rounded once to dtype."""
+    return operand.values(dtype)
+
+
+class ReferenceQuantize(Kernel):
+    op, name, rank = "quantize", "reference", 1000
+
+    def accepts(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, what: Quantize) -> Quantized:
+        return quantize(what)
+
+
+class ReferenceDequantize(Kernel):
+    op, name, rank = "dequantize", "reference", 1000
+
+    def accepts(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, operand: Operand, dtype: torch.dtype) -> Tensor:
+        return dequantize(operand, dtype)
+
+
+class ReferenceConvert(Kernel):
+    op, name, rank = "convert", "reference", 1000
+
+    def accepts(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, operand: Operand, spec: str) -> Operand:
+        fmt, layout = spec_of(operand.spec)
+        rows = layout.unpack(fmt, operand.codes, operand.scales, operand.k)
+        codes, scales = spec_of(spec).layout.pack(fmt, *rows, operand.k)
+        return Operand(codes, scales, spec, operand.rows, operand.k)
+
+
+register(ReferenceConvert())
+register(ReferenceQuantize())
+register(ReferenceDequantize())

@@ -1,0 +1,109 @@
+"""GEMMs in plain torch, on every device, for every format and layout: the specification."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from te_mx.dispatch.calls import Epilogue
+from te_mx.formats.scaling import power_of_two
+from te_mx.layouts import spec_of
+from te_mx.layouts.operand import Operand
+
+_F32 = torch.float32
+_NAN_SCALE = 255
+
+
+@torch.no_grad()
+def gemm(
+    lhs: Operand, rhs: Operand, epilogue: Epilogue, out: Tensor, aux: Tensor | None
+) -> Tensor | None:
+    """out [m, n] = epilogue(lhs [m, k] @ rhs [n, k]^T); writes out and aux, returns bias_grad.
+
+    On the CPU products are exact and sums are double, rounded once to fp32. Elsewhere (fp64 is slow
+    or missing there) the operands are fp32 values relative to the largest scale of their row,
+    multiplied by torch.mm without TF32; numbers more than 2^100 below the largest of their row may
+    then be lost.
+    """
+    bias_grad = None
+    if epilogue.bias_grad == "operand":
+        bias_grad = _values(lhs).sum(1).to(_F32)
+    return finish(matmul(lhs, rhs), bias_grad, epilogue, out, aux)
+
+
+@torch.no_grad()
+def finish(
+    value: Tensor, bias_grad: Tensor | None, epilogue: Epilogue, out: Tensor, aux: Tensor | None
+) -> Tensor | None:
+    """The epilogue of fp32 sums `value` [m, n]; bias_grad is the one of the operand, if asked."""
+    if epilogue.bias is not None:
+        value = value + epilogue.bias.to(_F32)
+    if aux is not None:
+        aux.copy_(value)
+    approximate = "tanh" if epilogue.gelu == "tanh" else "none"
+    if epilogue.gelu_in is not None:
+        gelu_in = epilogue.gelu_in.to(_F32).contiguous()  # or strides change the last bits
+        value = torch.ops.aten.gelu_backward(value, gelu_in, approximate=approximate)
+    elif epilogue.gelu is not None:
+        value = torch.nn.functional.gelu(value, approximate=approximate)
+    if epilogue.bias_grad == "result":
+        bias_grad = value.sum(0)
+    if epilogue.accumulate:
+        value = value + out.to(_F32)
+    out.copy_(value)
+    return bias_grad
+
+
+def matmul(lhs: Operand, rhs: Operand) -> Tensor:
+    """fp32 lhs @ rhs^T, without an epilogue."""
+    if lhs.codes.device.type == "cpu" or not (_relates(lhs) and _relates(rhs)):
+        return torch.mm(_values(lhs).double(), _values(rhs).double().t()).to(_F32)
+    return relative_matmul(lhs, rhs)
+
+
+def relative_matmul(lhs: Operand, rhs: Operand) -> Tensor:
+    """lhs @ rhs^T in fp32 on values relative to the largest scale of their row, for devices without
+    fast fp64."""
+    lhs_values, lhs_exponent = _relative(lhs)
+    rhs_values, rhs_exponent = _relative(rhs)
+    value = _mm_without_tf32(lhs_values, rhs_values.t())
+    exponent = (lhs_exponent + rhs_exponent.t()).clamp(-300, 300)
+    # Three factors: 2^exponent itself may be out of fp32's range while the result is not.
+    third = exponent // 3
+    return value * power_of_two(third) * power_of_two(third) * power_of_two(exponent - 2 * third)
+
+
+def _values(operand: Operand) -> Tensor:
+    """Exact values [rows, k], contiguous whatever the layout, so that every layout runs the same
+    torch.mm: fp64, but fp32 on devices without fast fp64."""
+    wide = operand.codes.device.type == "cpu" or not operand.layout.exact
+    return operand.values(torch.float64 if wide else _F32).contiguous()
+
+
+def _relates(operand: Operand) -> bool:
+    """Whether the operand has power-of-two scales that can be told from its codes."""
+    fmt, layout = spec_of(operand.spec)
+    return layout.exact and fmt.scaling.scale == "e8m0"
+
+
+def _relative(operand: Operand) -> tuple[Tensor, Tensor]:
+    """fp32 values [rows, k] divided by 2^exponent [rows, 1], the largest scale of each row."""
+    fmt, layout = spec_of(operand.spec)
+    codes, scales = layout.unpack(fmt, operand.codes, operand.scales, operand.k)
+    scales = scales.contiguous().int()
+    finite = torch.where(scales == _NAN_SCALE, 0, scales)
+    top = finite.amax(1, keepdim=True) if finite.numel() else finite.new_zeros(len(finite), 1)
+    factors = power_of_two((finite - top).clamp(min=-100))
+    factors = torch.where(scales == _NAN_SCALE, torch.nan, factors)
+    return fmt.decode(codes, operand.k, factors), top - 127
+
+
+def _mm_without_tf32(left: Tensor, right: Tensor) -> Tensor:
+    if left.device.type != "cuda":
+        return torch.mm(left, right)
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        return torch.mm(left, right)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before

@@ -1,0 +1,125 @@
+"""Native Hopper code of the fused steps: a thin layer over te_mx._sm90, as binding.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_mx.backends.base import FLOAT_DTYPES, NativeAct, NativeNorm, QuantizedParts, pointer
+from te_mx.backends.native import NativeTarget as Wanted
+from te_mx.backends.reference.fused_math import inverse
+from te_mx.backends.sm90 import binding as sm90
+from te_mx.dispatch.fused import ACT_IDS, Activation, Norm
+
+_F32, _I32 = torch.float32, torch.int32
+
+
+def _set_outputs(
+    args: Any, rows: int, cols: int, device: torch.device, wanted: Wanted
+) -> tuple[QuantizedParts, Tensor | None]:
+    """sm90.set_outputs of a matrix that is nowhere."""
+    fmt, rowwise, columnwise, rule, spread, col_sum = wanted
+    what = fmt, rowwise, columnwise, rule, col_sum, _F32, spread
+    return sm90.set_outputs(args, rows, cols, device, what)
+
+
+def _matrix(x: Tensor) -> Any:
+    rows, cols = x.shape
+    return sm90.native().Matrix(  # type: ignore[union-attr]
+        data=x.data_ptr(), rows=rows, cols=cols, row_stride=x.stride(0),
+        dtype=FLOAT_DTYPES[x.dtype],
+    )  # fmt: skip
+
+
+def _scratch(rows: int, device: torch.device) -> Tensor:
+    return torch.empty(1 + (rows + 127) // 128, dtype=_I32, device=device)
+
+
+def normalize(
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, dtype: torch.dtype, want_z: bool,
+    wanted: Wanted,
+) -> NativeNorm | None:  # fmt: skip
+    """As ops.norm_quantize_2d on a non-empty x; weight and bias are fp32. None for what the native
+    code does not take."""
+    if x.dtype not in (dtype, _F32):
+        x = x.to(_F32)  # exact
+    x, weight = sm90.rows_of(x), weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    (rows, cols), device = x.shape, x.device
+    rms = norm.kind == "RMSNorm"
+    mean = None if rms else torch.empty(rows, dtype=_F32, device=device)
+    rstd = torch.empty(rows, dtype=_F32, device=device)
+    z = torch.empty((rows, cols), dtype=dtype, device=device) if want_z else None
+    counters = _scratch(rows, device)
+    native = sm90.native()
+    args = native.NormArgs(  # type: ignore[union-attr]
+        x=_matrix(x), rms=rms, eps=norm.eps, inverse=inverse(cols), weight=weight.data_ptr(),
+        bias=pointer(bias), mean=pointer(mean), rstd=rstd.data_ptr(), z=pointer(z),
+        z_dtype=FLOAT_DTYPES[dtype], counters=counters.data_ptr(),
+    )  # fmt: skip
+    parts, _alive = _set_outputs(args, rows, cols, device, wanted)
+    sm90.set_execution(args, device.index)
+    status = native.normalize(args)  # type: ignore[union-attr]
+    return NativeNorm(mean, rstd, z, parts) if sm90.supported(status) else None
+
+
+def normalize_backward(
+    dz: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """As fused_math.normalize_backward of the reference on a non-empty x; weight is fp32. None for
+    what the native code does not take."""
+    if dz.dtype != x.dtype:
+        x = x.to(_F32)  # exact, as the next line
+    if dz.dtype != x.dtype and dz.dtype not in (torch.bfloat16, torch.float16):
+        dz = dz.to(_F32)
+    dz, x, weight = sm90.rows_of(dz), sm90.rows_of(x), weight.contiguous()
+    mean, rstd = None if mean is None else mean.contiguous(), rstd.contiguous()
+    (rows, cols), device = x.shape, x.device
+    dx = torch.empty((rows, cols), dtype=dtype, device=device)
+    sums = torch.empty((2, cols), dtype=_F32, device=device)
+    row_sums = torch.empty((rows, 2), dtype=_F32, device=device)
+    native = sm90.native()
+    parts = native.norm_partial_sums(rows)  # type: ignore[union-attr]
+    partial = torch.empty((parts, 2, cols), dtype=_F32, device=device)
+    counters = _scratch(rows, device)
+    args = native.NormGradArgs(  # type: ignore[union-attr]
+        dz=_matrix(dz), x=_matrix(x), rms=mean is None, inverse=inverse(cols),
+        weight=weight.data_ptr(), mean=pointer(mean), rstd=rstd.data_ptr(), dx=dx.data_ptr(),
+        dx_dtype=FLOAT_DTYPES[dtype], dweight=sums[0].data_ptr(), dbias=sums[1].data_ptr(),
+        partial=partial.data_ptr(), row_sums=row_sums.data_ptr(), counters=counters.data_ptr(),
+    )  # fmt: skip
+    sm90.set_execution(args, device.index)
+    status = native.normalize_backward(args)  # type: ignore[union-attr]
+    return (dx, sums[0], sums[1]) if sm90.supported(status) else None
+
+
+def takes(h: Tensor, grad: Tensor | None, dtype: torch.dtype) -> bool:
+    """Whether the native code computes and quantizes in one step: one dtype for everything."""
+    return h.dtype == dtype and (grad is None or grad.dtype == dtype)
+
+
+def activate(
+    h: Tensor, grad: Tensor | None, act: Activation, dtype: torch.dtype, want_out: bool,
+    wanted: Wanted,
+) -> NativeAct | None:  # fmt: skip
+    """As ops.act_quantize_2d (grad None) and ops.dact_quantize_2d on a non-empty h of dtype; None
+    for what the native code does not take."""
+    h = sm90.rows_of(h)
+    grad = None if grad is None else sm90.rows_of(grad)
+    (rows, width), device = h.shape, h.device
+    cols = width // 2 if act.gated else width
+    made = cols if grad is None else width
+    out = torch.empty((rows, made), dtype=dtype, device=device) if want_out else None
+    native = sm90.native()
+    args = native.ActArgs(  # type: ignore[union-attr]
+        h=_matrix(h), act=ACT_IDS[act.base], gated=act.gated, limit=act.limit,
+        alpha=act.alpha, offset=act.offset, out=pointer(out), out_dtype=FLOAT_DTYPES[dtype],
+    )  # fmt: skip
+    if grad is not None:
+        args.grad = _matrix(grad)
+    parts, _alive = _set_outputs(args, rows, made, device, wanted)
+    sm90.set_execution(args, device.index)
+    status = native.activate(args)  # type: ignore[union-attr]
+    return NativeAct(out, parts) if sm90.supported(status) else None

@@ -1,0 +1,36 @@
+"""What every kernel of the Hopper backend asks of a problem."""
+
+from __future__ import annotations
+
+from te_mx.backends.sm90 import binding
+from te_mx.dispatch.problem import MOST, Problem
+from te_mx.layouts import spec_of
+
+FORMATS = ("mxfp8_e4m3", "mxfp8_e5m2")  # that the native code knows
+RULES = ("rceil", "floor")
+COUNTED = ("gemm", "gemm_rows", "gemm_k", "linear")  # ops whose kernels count sizes in 32 bits
+
+
+def why_not(problem: Problem, *layouts: str) -> str | None:
+    """Why no kernel of this backend runs the problem on operands in these layouts (names up to a
+    colon); None when one may."""
+    place = problem.place
+    if place.device != "cuda":
+        return f"runs on CUDA, the operands are on {place.device}"
+    reason = binding.problem(place.index)
+    if reason is not None:
+        return reason
+    if problem.rule not in RULES:
+        return f"knows the scale rules {', '.join(RULES)}, not {problem.rule}"
+    for spec in (problem.lhs, problem.rhs):
+        if spec:
+            fmt, layout = spec_of(spec)
+            if fmt.name not in FORMATS:
+                return f"takes {', '.join(FORMATS)}, not {fmt.name}"
+            if layout.name.partition(":")[0] not in (*layouts, "any"):
+                return f"takes the layouts {', '.join(layouts)}, not {layout.name}"
+    if problem.empty:
+        return "takes matrices that are not empty"
+    if problem.op in COUNTED and max(problem.m, problem.n, problem.k) > MOST:
+        return f"counts sizes up to {MOST}"
+    return None

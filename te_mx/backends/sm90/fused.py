@@ -1,0 +1,82 @@
+"""The fused steps of Hopper: tiles of 128 x 128 go to the quantizer without being written."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from te_mx.backends.native import is_native, native_target, with_operands
+from te_mx.backends.sm90 import binding_fused
+from te_mx.backends.sm90.envelope import why_not
+from te_mx.dispatch import run
+from te_mx.dispatch.calls import FLOAT_DTYPES
+from te_mx.dispatch.fused import ActParts, ActStep, NormParts, NormStep, Target
+from te_mx.dispatch.problem import Problem
+from te_mx.dispatch.registry import Kernel, register
+
+_F32 = torch.float32
+NOTHING = native_target(Target("", "", "rceil"))
+
+
+class _Fused(Kernel):
+    name = "sm90"
+
+    def accepts(self, problem: Problem) -> str | None:
+        reason = why_not(problem._replace(lhs="", rhs="", rule="rceil"))
+        if reason is None and problem.dtype not in FLOAT_DTYPES:
+            reason = f"takes float32, bfloat16 and float16, not {problem.dtype}"
+        return reason
+
+
+class HopperNorm(_Fused):
+    op = "norm_quantize"
+
+    def run(self, s: NormStep) -> NormParts | None:
+        step = s.x, s.weight, s.bias, s.norm, s.dtype
+        if is_native(s.target) and not s.target.col_sum:
+            made = binding_fused.normalize(*step, s.keep, native_target(s.target))
+            if made is None:
+                return None
+            return NormParts(
+                made.mean, made.rstd, made.z, with_operands(made.quantized, s.target, *s.x.shape)
+            )
+        made = binding_fused.normalize(*step, True, NOTHING)
+        if made is None or made.z is None:
+            return None
+        z = made.z
+        return NormParts(made.mean, made.rstd, z if s.keep else None, run.quantized(z, s.target))
+
+
+class HopperNormBackward(_Fused):
+    op = "norm_backward"
+
+    def run(
+        self, dz: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor, Tensor] | None:  # fmt: skip
+        return binding_fused.normalize_backward(dz, x, weight, mean, rstd, dtype)
+
+
+class HopperAct(_Fused):
+    op = "act_quantize"
+
+    def run(self, s: ActStep) -> ActParts | None:
+        h, grad, act, dtype = s.h, s.grad, s.act, s.dtype
+        if binding_fused.takes(h, grad, dtype) and is_native(s.target):
+            made = binding_fused.activate(h, grad, act, dtype, s.keep, native_target(s.target))
+            if made is None:
+                return None
+            rows, width = h.shape
+            cols = width // 2 if act.gated and grad is None else width
+            return ActParts(made.out, with_operands(made.quantized, s.target, rows, cols))
+        # The value in fp32, rounded, quantized.
+        whole = None if grad is None else grad.to(_F32)
+        made = binding_fused.activate(h.to(_F32), whole, act, _F32, True, NOTHING)
+        if made is None or made.out is None:
+            return None
+        out = made.out.to(dtype)
+        return ActParts(out if s.keep else None, run.quantized(out, s.target))
+
+
+for _kernel in (HopperNorm, HopperNormBackward, HopperAct):
+    register(_kernel())

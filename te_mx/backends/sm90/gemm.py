@@ -1,0 +1,123 @@
+"""The GEMM kernels of Hopper: on FP8 tensor cores with aligned scales, and on the exact values in
+bf16."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from te_mx.backends.native import native_operand, words_of
+from te_mx.backends.sm90 import binding, binding_exact, binding_prepared, split_k
+from te_mx.backends.sm90.envelope import why_not
+from te_mx.dispatch import run
+from te_mx.dispatch.calls import Product, Ran
+from te_mx.dispatch.problem import Problem
+from te_mx.dispatch.registry import Kernel, PreparedGemm, Wants, register
+from te_mx.layouts.operand import Operand
+from te_mx.runtime import workspace
+
+ADAPTIVE, EXACT = "sm90_adaptive", "sm90_exact"
+
+
+class _Scratch:
+    """Workspaces of one call, given back when it is enqueued."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.held: list[tuple[Tensor | None, int]] = []
+
+    def __call__(self, nbytes: int) -> Tensor | None:
+        self.held.append((workspace.acquire(self.device, nbytes), nbytes))
+        return self.held[-1][0]
+
+    def release(self) -> None:
+        for buffer, nbytes in self.held:
+            workspace.release(buffer, nbytes)
+
+
+class _Hopper(Kernel):
+    op = "gemm"
+
+    def run(self, p: Product) -> Ran | None:
+        scratch = _Scratch(p.out.device)
+        made = self.multiply(p, scratch)
+        scratch.release()
+        if made is not None and not p.out.is_inference():
+            torch.autograd.graph.increment_version(p.out)
+        return made
+
+    def multiply(self, p: Product, scratch: _Scratch) -> Ran | None:
+        raise NotImplementedError
+
+
+class Adaptive(_Hopper):
+    """FP8 tensor cores; scales of tiles of 128 x 128 are aligned."""
+
+    name, rank = ADAPTIVE, 0
+
+    def accepts(self, problem: Problem) -> str | None:
+        reason = why_not(problem, "rows", "cols", "sm90")
+        if reason is None and problem.precision != "adaptive":
+            reason = f"is for precision 'adaptive', this asks for {problem.precision!r}"
+        return reason
+
+    def wants(self, problem: Problem) -> Wants:
+        layout = f"sm90:{problem.spread}"
+        return Wants(layout, layout)
+
+    def note(self, problem: Problem) -> str:
+        return (
+            "scales of tiles of 128 x 128 are aligned where they differ by at most "
+            f"2^{problem.spread}; docs/numerics.md has the error"
+        )
+
+    def parts(self, problem: Problem) -> int:
+        return split_k.parts(problem.place.index, problem.m, problem.n, problem.k)
+
+    def prepare(self, operand: Operand, side: str, problem: Problem) -> Operand:
+        if not operand.layout.exact:
+            return operand
+        return run.convert(operand, f"{operand.format.name}@{self.wants(problem).row}")
+
+    def prepared(self, problem: Problem) -> PreparedGemm | None:
+        return binding_prepared.PreparedGemm(
+            problem, words_of(problem.lhs)[0], words_of(problem.rhs)[0],
+            self.parts(problem) if problem.split_k else 1,
+        ).run  # fmt: skip
+
+    def multiply(self, p: Product, scratch: _Scratch) -> Ran | None:
+        lhs, rhs = native_operand(p.lhs), native_operand(p.rhs)
+        parts = 1
+        if p.mode.split_k:
+            parts = split_k.parts(p.out.device.index, p.lhs.rows, p.rhs.rows, p.lhs.k)
+        done, bias_grad = binding.gemm(
+            rhs, lhs, p.epilogue, p.out, p.aux, p.mode.spread, scratch, parts
+        )
+        if not done:
+            return None
+        if p.epilogue.bias_grad == "operand":
+            bias_grad = binding.operand_sums(lhs, scratch)
+        return Ran(self.name, bias_grad)
+
+
+class Exact(_Hopper):
+    """Codes times scales as bf16, cuBLAS."""
+
+    name, rank = EXACT, 1
+
+    def accepts(self, problem: Problem) -> str | None:
+        reason = why_not(problem, "rows", "cols")
+        if reason is None and problem.precision != "exact":
+            reason = f"is for precision 'exact', this asks for {problem.precision!r}"
+        return reason
+
+    def wants(self, problem: Problem) -> Wants:
+        return Wants("rows", "rows")
+
+    def multiply(self, p: Product, scratch: _Scratch) -> Ran | None:
+        lhs, rhs = native_operand(p.lhs), native_operand(p.rhs)
+        return Ran(self.name, binding_exact.gemm(rhs, lhs, p.epilogue, p.out, p.aux, scratch))
+
+
+register(Adaptive())
+register(Exact())

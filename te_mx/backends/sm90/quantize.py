@@ -1,0 +1,97 @@
+"""The quantizers of Hopper: both directions of a matrix from one read, plain or packed for the
+GEMM; two matrices at once; and the way back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from te_mx.backends.base import PLAIN, QuantizedParts
+from te_mx.backends.base import Quantize as NativeQuantize
+from te_mx.backends.native import native_operand, one_read, words_of
+from te_mx.backends.sm90 import binding
+from te_mx.backends.sm90.envelope import why_not
+from te_mx.dispatch.calls import FLOAT_DTYPES, Quantize
+from te_mx.dispatch.problem import Problem
+from te_mx.dispatch.registry import Kernel, register
+from te_mx.layouts import spec_of
+from te_mx.layouts.operand import Operand, Quantized
+from te_mx.layouts.sm90_tiles import SM90Tiles
+
+
+def _native_call(what: Quantize) -> NativeQuantize:
+    x, row, col, rule, col_sum, sum_dtype = what
+    fmt, order = words_of(col or row)
+    layout = spec_of(col or row).layout if col or row else None
+    spread = layout.spread if isinstance(layout, SM90Tiles) else PLAIN
+    form = None if not col else "plain" if order == "k_first" else "transposed"
+    return NativeQuantize(x, fmt, bool(row), form, rule, col_sum, sum_dtype, spread)
+
+
+def _quantized(what: Quantize, parts: QuantizedParts) -> Quantized:
+    rows, cols = what.x.shape
+    return Quantized(
+        Operand(parts.row_codes, parts.row_scales, what.row, rows, cols) if what.row else None,  # type: ignore[arg-type]
+        Operand(parts.col_codes, parts.col_scales, what.col, cols, rows) if what.col else None,  # type: ignore[arg-type]
+        parts.col_sum,
+    )
+
+
+class HopperQuantize(Kernel):
+    op, name = "quantize", "sm90"
+
+    def accepts(self, problem: Problem) -> str | None:
+        reason = why_not(problem, "rows", "cols", "sm90")
+        if reason is None:
+            reason = one_read(problem.lhs, problem.rhs)
+        if reason is None and problem.dtype not in FLOAT_DTYPES:
+            reason = f"takes float32, bfloat16 and float16, not {problem.dtype}"
+        return reason
+
+    def run(self, what: Quantize) -> Quantized | None:
+        parts = binding.quantize(_native_call(what))
+        return None if parts is None else _quantized(what, parts)
+
+    def run_two(self, first: Quantize, second: Quantize) -> tuple[Quantized, Quantized] | None:
+        """Both at the same time where the GPU has room; the first without col_sum."""
+        both = binding.quantize_two(_native_call(first), _native_call(second))
+        if both is None:
+            return None
+        return _quantized(first, both[0]), _quantized(second, both[1])
+
+
+class HopperDequantize(Kernel):
+    op, name = "dequantize", "sm90"
+
+    def accepts(self, problem: Problem) -> str | None:
+        reason = why_not(problem, "rows", "cols")
+        if reason is None and problem.dtype not in FLOAT_DTYPES:
+            reason = f"gives float32, bfloat16 and float16, not {problem.dtype}"
+        return reason
+
+    def run(self, operand: Operand, dtype: torch.dtype) -> Tensor | None:
+        codes, scales, fmt, order, _ = native_operand(operand)
+        values = binding.dequantize(codes.contiguous(), scales.contiguous(), fmt, order, dtype)
+        return values if values is None or order == "k_last" else values.t()
+
+
+class HopperConvert(Kernel):
+    """Plain operands to packed ones."""
+
+    op, name = "convert", "sm90"
+
+    def accepts(self, problem: Problem) -> str | None:
+        return why_not(problem._replace(rhs=""), "rows", "cols") or why_not(
+            problem._replace(lhs=problem.rhs, rhs=""), "sm90"
+        )
+
+    def run(self, operand: Operand, spec: str) -> Operand:
+        spread = spec_of(spec).layout.spread  # type: ignore[attr-defined]
+        with torch.inference_mode(False):  # what is packed may outlive the mode
+            made = binding.pack(native_operand(operand.checked("operand")), spread)
+        return Operand(made.codes, made.scales, spec, operand.rows, operand.k)
+
+
+register(HopperConvert())
+register(HopperQuantize())
+register(HopperDequantize())

@@ -1,0 +1,1 @@
+"""Problems, kernels, and the only place that chooses among them."""

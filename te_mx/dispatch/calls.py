@@ -1,0 +1,82 @@
+"""Words of the calls that kernels run: what to quantize, epilogues, groups, how GPUs multiply."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_mx.layouts.operand import Operand
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DEFAULT_SPREAD = 8
+GELUS = ("tanh", "erf")
+BIAS_GRADS = ("operand", "result")
+
+
+class Quantize(NamedTuple):
+    """One matrix x [rows, cols] to quantize.
+
+    row, col: specs of the operands [rows, k = cols] and [cols, k = rows]; "" for none. col_sum:
+    also sum x over its rows in fp32, rounded to sum_dtype, for a bias gradient.
+    """
+
+    x: Tensor
+    row: str
+    col: str
+    rule: str
+    col_sum: bool = False
+    sum_dtype: torch.dtype = torch.float32
+
+
+class Mode(NamedTuple):
+    """How a GPU without block-scaled tensor cores multiplies: "adaptive" or "exact", and the
+    alignment spread of the first; whether it may cut K into parts. CPUs are always exact and never
+    cut."""
+
+    precision: str = "adaptive"
+    spread: int = DEFAULT_SPREAD
+    split_k: bool = False
+
+
+class Epilogue(NamedTuple):
+    """What happens to the fp32 sums of D [m, n], in this order: + bias [n]; aux is stored; GELU
+    ("tanh" or "erf"); or times the derivative of GELU at gelu_in [m, n]; bias gradient; + out if
+    accumulate; rounding to the dtype of out.
+
+    bias_grad: "operand" sums lhs over k, fp32 [m]; "result" sums D over m, fp32 [n].
+    """
+
+    bias: Tensor | None = None
+    gelu: str | None = None
+    gelu_in: Tensor | None = None
+    bias_grad: str | None = None
+    accumulate: bool = False
+
+
+class Product(NamedTuple):
+    """A GEMM: out [m, n] = epilogue(lhs [m, k] @ rhs [n, k]^T); kernels write out and aux."""
+
+    lhs: Operand
+    rhs: Operand
+    epilogue: Epilogue
+    out: Tensor
+    aux: Tensor | None
+    mode: Mode
+
+
+class Ran(NamedTuple):
+    """What a GEMM kernel says: its name, or that of the kernel which the data asked for, and the
+    bias gradient or None."""
+
+    name: str
+    bias_grad: Tensor | None
+
+
+class GemmParts(NamedTuple):
+    """out [m, n]; aux [m, n], the value before GELU, or None; bias_grad fp32 or None."""
+
+    out: Tensor
+    aux: Tensor | None
+    bias_grad: Tensor | None

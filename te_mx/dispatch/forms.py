@@ -1,0 +1,57 @@
+"""In which layouts a layer asks the quantizer for its operands, so that the kernels of its device
+take them as they are."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from te_mx.dispatch.problem import Problem, place_of
+from te_mx.dispatch.registry import forms_known as known
+from te_mx.dispatch.registry import pick_problem
+
+
+class Forms(NamedTuple):
+    """Specs of rowwise and columnwise copies in one format: of a matrix, and of the tokens of
+    several groups."""
+
+    row: str
+    col: str
+
+
+def wanted_layouts(
+    device: torch.device, op: str, lhs: str, rhs: str, precision: str, spread: int, rule: str
+) -> str:
+    """ "<row> <col>": layouts that the kernel of an op wants for two formats of a large problem.
+
+    A plain function of constants that returns one: Dynamo keeps the answer.
+    """
+    many = 1 << 10
+    problem = Problem(
+        op, place_of(device), f"{lhs}@any", f"{rhs}@any", many, many, many, 0, precision,
+        spread=spread, rule=rule,
+    )  # fmt: skip
+    return " ".join(pick_problem(problem).wants(problem))
+
+
+wanted_layouts._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def forms(
+    device: torch.device, fmt: str, other: str, precision: str, spread: int, op: str = "gemm",
+    rule: str = "rceil",
+) -> Forms:  # fmt: skip
+    """Specs for the operands of format `fmt`, with scales by a rule, in products with those of
+    format `other`. Rules that a device's quantizer does not know get layouts that all write."""
+    asked = device, op, fmt, other, precision, spread, rule
+    if torch.compiler.is_compiling():
+        row, _, col = wanted_layouts(*asked).partition(" ")
+        return Forms(f"{fmt}@{row}", f"{fmt}@{col}")
+    found = known.get(asked)
+    if found is None:
+        row, _, col = wanted_layouts(*asked).partition(" ")
+        found = Forms(f"{fmt}@{row}", f"{fmt}@{col}")
+        if device.type != "cuda" or device.index is not None:
+            known[asked] = found
+    return found

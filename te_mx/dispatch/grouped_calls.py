@@ -1,0 +1,62 @@
+"""Words of grouped calls: which rows belong to which group, and what is asked of a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from te_mx.dispatch.calls import Mode
+from te_mx.layouts.operand import Operand, Stack
+
+
+class Groups(NamedTuple):
+    """Which rows belong to which group: end offsets int [G], and the capacity of a group or 0."""
+
+    offs: Tensor
+    capacity: int = 0
+
+
+class QuantizeGroups(NamedTuple):
+    """The tokens x [R, cols] of all groups. row, col: specs of [R, k = cols] and [cols, k = R], ""
+    for none. col_sum: sums over the rows of every group, fp32 [G, cols]."""
+
+    x: Tensor
+    groups: Groups
+    row: str
+    col: str
+    rule: str
+    col_sum: bool = False
+
+
+class QuantizeWeights(NamedTuple):
+    """The weights of all groups, each [rows, cols] or all in one [G, rows, cols]. row, col: specs
+    of [G, rows, k = cols] and [G, cols, k = rows]."""
+
+    weights: Sequence[Tensor] | Tensor
+    row: str
+    col: str
+    rule: str
+
+
+class GroupedRows(NamedTuple):
+    """out [R, n]: rows of group g are lhs @ rhs_g^T + bias_g; rows of no group are 0."""
+
+    lhs: Operand
+    rhs: Stack
+    groups: Groups
+    bias: Tensor | None
+    out: Tensor
+    mode: Mode
+
+
+class GroupedK(NamedTuple):
+    """out [G, m, n] (+)= lhs_g @ rhs_g^T over the k of group g; zeros for a group without any."""
+
+    lhs: Operand
+    rhs: Operand
+    groups: Groups
+    out: Tensor
+    accumulate: bool
+    mode: Mode

@@ -1,0 +1,113 @@
+"""Words of grouped problems: which rows belong to which group, and one operand for every group.
+
+Groups are the experts of a mixture. Group i owns rows [start_i, end_i) of a matrix of R rows; rows
+outside of every group belong to nobody. `offs` holds the end offsets, int32 or int64 [G]; a group
+starts where the one before ends, or, with a `capacity`, at i * capacity.
+
+Blocks of 32 rows start anew with every group. Their scale rows lie at start_i // 32 + i, a closed
+form that needs no scan over the groups, so a columnwise copy of [R, cols] has scales
+[R // 32 + G, cols] on every device, whatever the splits are.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_mx.layouts.operand import Operand
+
+INDEX_DTYPES = (torch.int32, torch.int64)
+BLOCK = 32  # rows of a group that share a scale in a columnwise copy
+
+
+class Bounds(NamedTuple):
+    """Where groups start and end, known to the host."""
+
+    starts: list[int]
+    ends: list[int]
+
+    def addresses(self) -> tuple[tuple[int, int, int], tuple[array[int], array[int]]]:
+        """(count, starts, ends) as native code takes them, and what must be kept meanwhile."""
+        starts, ends = array("q", self.starts), array("q", self.ends)
+        return (len(starts), starts.buffer_info()[0], ends.buffer_info()[0]), (starts, ends)
+
+
+def scale_rows(rows: int, groups: int) -> int:
+    """Scale rows of a columnwise copy of `rows` rows in groups."""
+    return rows // BLOCK + groups
+
+
+def first_scale_row(start: int, group: int) -> int:
+    """The scale row of a group's first block."""
+    return start // BLOCK + group
+
+
+def rows_of(tokens: Operand, start: int, end: int) -> Operand:
+    """A group's rows of an operand whose rows are grouped (layout "rows")."""
+    return tokens._replace(
+        codes=tokens.codes[start:end], scales=tokens.scales[start:end], rows=end - start
+    )
+
+
+def k_of(operand: Operand, start: int, end: int, group: int) -> Operand:
+    """A group's part of an operand in layout "grouped_cols", in layout "cols"."""
+    first = first_scale_row(start, group)
+    blocks = -(-(end - start) // BLOCK)
+    return Operand(
+        operand.codes[start:end], operand.scales[first : first + blocks],
+        operand.spec.replace("@grouped_cols", "@cols"), operand.rows, end - start,
+    )  # fmt: skip
+
+
+def known_to_host(offs: Tensor) -> bool:
+    """Whether reading offs waits for nothing."""
+    return offs.device.type == "cpu"
+
+
+def host_bounds(offs: Tensor, capacity: int, rows: int) -> Bounds:
+    """The bounds of offs on the CPU. Raises ValueError when they are not those of groups of `rows`
+    rows.
+    """
+    ends = offs.tolist()
+    starts = [i * capacity for i in range(len(ends))] if capacity else [0, *ends[:-1]][: len(ends)]
+    at = 0
+    for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        if start < at or end < start or end > rows:
+            raise ValueError(
+                f"offs must be end offsets that rise from 0 to at most the {rows} rows there are"
+                f"{f', within {capacity} rows a group' if capacity else ''}, got {ends}: group {i} "
+                f"would be rows {start} to {end}"
+            )
+        at = end
+    return Bounds(starts, ends)
+
+
+def device_bounds(offs: Tensor, capacity: int, rows: int) -> tuple[Tensor, Tensor]:
+    """(starts, ends), int64 [G] on the device of offs, forced into bounds unseen."""
+    ends = offs.to(torch.int64).clamp(0, rows)
+    if capacity:
+        starts = torch.arange(len(offs), device=offs.device) * capacity
+        return starts, torch.minimum(torch.maximum(ends, starts), starts + capacity)
+    ends = ends.cummax(0).values if len(offs) else ends
+    return torch.nn.functional.pad(ends[:-1], (1, 0)) if len(offs) else ends, ends
+
+
+def inside_groups(starts: Tensor, ends: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """(group of every row, whether it is inside one), [rows]; the group is 0 where it is not."""
+    row = torch.arange(rows, device=ends.device)
+    group = torch.searchsorted(ends, row, right=True)
+    known = group < len(ends)
+    group = torch.where(known, group, 0)
+    return group, known & (row >= starts[group])
+
+
+@torch.no_grad()
+def col_sums_on_device(x: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
+    """Sums of x [R, cols] over the rows of every group, fp32 [G, cols]."""
+    group, inside = inside_groups(starts, ends, len(x))
+    values = x.detach().to(torch.float32)
+    own = [(inside & (group == g)).unsqueeze(1) for g in range(len(ends))]
+    return torch.stack([torch.where(mask, values, 0.0).sum(0) for mask in own])

@@ -1,0 +1,160 @@
+"""The kernels that there are, by op, and the choice among them: the only place that chooses.
+
+A kernel is registered once, in the order of preference of its op. `pick` costs a look-up by what
+envelopes look at; `explain` walks the same list and keeps the reasons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_mx.dispatch.problem import MOST, STREAM_ROWS, Problem, place_of
+from te_mx.layouts.operand import Operand, Stack
+
+# (lhs, rhs, out) -> whether native code took it
+PreparedGemm = Callable[[Operand, Operand, Tensor], bool]
+
+
+class Wants(NamedTuple):
+    """Layouts that a kernel reads best: of both sides as rowwise copies, and as columnwise ones."""
+
+    row: str = "rows"
+    col: str = "cols"
+
+
+class Kernel:
+    """One way to run an op. Subclasses give `accepts` and `run`.
+
+    op, name: what it runs, and what te_mx.explain and te_mx.audit call it.
+    rank: kernels of an op are asked in the order of their ranks.
+    """
+
+    op: str
+    name: str
+    rank: int = 0
+
+    def accepts(self, problem: Problem) -> str | None:
+        """None, or the reason why this kernel does not run the problem: its envelope."""
+        raise NotImplementedError
+
+    def wants(self, problem: Problem) -> Wants:
+        """The layouts that the operands of the problem should lie in, so that nothing is copied."""
+        return Wants()
+
+    def note(self, problem: Problem) -> str:
+        """What te_mx.explain adds, of a problem that this kernel runs."""
+        return ""
+
+    def parts(self, problem: Problem) -> int:
+        """Into how many parts k is cut, where that is allowed."""
+        return 1
+
+    def prepare(self, operand: Operand, side: str, problem: Problem) -> Operand:
+        """An operand that stands still ("lhs" or "rhs" of a GEMM) in the form that this kernel
+        reads without work; as it is where there is nothing to gain."""
+        return operand
+
+    def prepare_stack(self, stack: Stack, problem: Problem) -> Stack:
+        """The same of the weights of all groups."""
+        return stack
+
+    def prepared(self, problem: Problem) -> PreparedGemm | None:
+        """The call of a GEMM without an epilogue on operands that `prepare` made, of these sizes;
+        None where there is nothing to prepare."""
+        return None
+
+    run: Callable[..., Any]
+
+
+_kernels: dict[str, list[Kernel]] = {}
+_chosen: dict[tuple[Any, ...], Kernel] = {}
+forms_known: dict[tuple[Any, ...], Any] = {}  # what kernels want, of dispatch/forms.py
+_derived: dict[tuple[Any, ...], Any] = {}
+
+
+def register(kernel: Kernel) -> Kernel:
+    """Add a kernel to its op."""
+    listed = _kernels.setdefault(kernel.op, [])
+    if any(other.name == kernel.name for other in listed):
+        raise ValueError(f"op {kernel.op!r} has a kernel {kernel.name!r} already")
+    listed.append(kernel)
+    listed.sort(key=lambda one: one.rank)
+    forget()
+    return kernel
+
+
+def kernels(op: str) -> tuple[Kernel, ...]:
+    """The kernels of an op in order of preference."""
+    return tuple(_kernels.get(op, ()))
+
+
+def ops() -> tuple[str, ...]:
+    """Names of the ops that have kernels."""
+    return tuple(_kernels)
+
+
+def forget() -> None:
+    """Choose anew: a kernel came, or a level changed its meaning."""
+    _chosen.clear()
+    forms_known.clear()
+    _derived.clear()
+
+
+def pick(
+    op: str, device: torch.device, lhs: str, rhs: str, sizes: tuple[int, int, int],
+    dtype: torch.dtype = torch.float32, precision: str = "adaptive", ends: str = "",
+    spread: int = 8, rule: str = "rceil",
+) -> Kernel:  # fmt: skip
+    """The first kernel that accepts the problem (see Problem for the words; sizes are m, n, k). The
+    reference accepts everything, so there is one. The hot path: one look-up.
+    """
+    m, n, k = sizes
+    # Sizes as far as envelopes look at them: nothing, few rows, many, too many to count.
+    size = 1 if m <= STREAM_ROWS else 2
+    if m == 0 or n == 0 or k == 0:
+        size = 0
+    elif m > MOST or n > MOST or k > MOST:
+        size = 3
+    key = (op, device, lhs, rhs, size, precision, ends, dtype, rule)
+    kernel = _chosen.get(key)
+    if kernel is None:
+        place = place_of(device)
+        problem = Problem(op, place, lhs, rhs, m, n, k, 0, precision, ends, dtype, spread, rule)
+        kernel = choose(problem)[0]
+        if place.device != "cuda" or device.index is not None:
+            _chosen[key] = kernel
+    return kernel
+
+
+def find(problem: Problem) -> Kernel | None:
+    """The first kernel that accepts the problem of an op that need not have one, or None. Callers
+    keep the answer in `derived`."""
+    for kernel in _kernels.get(problem.op, ()):
+        if kernel.accepts(problem) is None:
+            return kernel
+    return None
+
+
+def pick_problem(p: Problem) -> Kernel:
+    """As `pick`, of a problem."""
+    return choose(p)[0]
+
+
+def derived() -> dict[tuple[Any, ...], Any]:
+    """What callers made of answers of the registry, under their own keys; forgotten with them."""
+    return _derived
+
+
+def choose(problem: Problem) -> tuple[Kernel, list[tuple[str, str]]]:
+    """(kernel, [(name, reason), ...] of those before it)."""
+    declined: list[tuple[str, str]] = []
+    for kernel in _kernels[problem.op]:
+        reason = kernel.accepts(problem)
+        if reason is None:
+            return kernel, declined
+        declined.append((kernel.name, reason))
+    raise LookupError(f"no kernel of {problem.op!r} accepts {problem}")

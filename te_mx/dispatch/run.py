@@ -1,0 +1,141 @@
+"""Pick and run: what ops do behind their schemas, and kernels that are made of other ops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_mx.dispatch.calls import Epilogue, Mode, Product, Quantize, Ran
+from te_mx.dispatch.fused import Target
+from te_mx.dispatch.problem import Problem, place_of, why_missing
+from te_mx.dispatch.registry import Kernel, choose, kernels, pick
+from te_mx.layouts import spec_of
+from te_mx.layouts.operand import Operand, Quantized
+from te_mx.runtime.ran import warn_fallback
+
+REFERENCE, ZERO_SIZE = "reference", "zero_size"
+_DEFAULT_MODE = Mode()
+
+
+def run(problem: Problem, *call: Any) -> Any:
+    """The result of the kernel that takes a problem."""
+    op, place, lhs, rhs, m, n, k, _, precision, ends, dtype, spread, rule, *_ = problem
+    device = torch.device(place.device, place.index) if place.index >= 0 else place.device
+    kernel = pick(
+        op, torch.device(device), lhs, rhs, (m, n, k), dtype, precision, ends, spread, rule
+    )
+    if kernel.name != REFERENCE:
+        made = kernel.run(*call)
+        if made is not None:
+            return made
+    return fall_back(kernel, problem, *call)
+
+
+def fall_back(kernel: Kernel, problem: Problem, *call: Any) -> Any:
+    """The reference, said aloud: it was picked, or native code refuses all the same."""
+    why = "" if kernel.name == REFERENCE else "the native code does not take this problem"
+    _warn(problem, why)
+    return reference(problem.op).run(*call)
+
+
+def reference(op: str) -> Kernel:
+    """The reference kernel of an op."""
+    return kernels(op)[-1]
+
+
+def _warn(problem: Problem, why: str = "") -> None:
+    """Say that the reference runs where a native kernel might. Not of groups that the host knows:
+    it loops over ops that say so themselves."""
+    device = problem.place.device
+    if problem.empty or problem.ends == "host" or device not in ("cpu", "cuda"):
+        return
+    if not why:
+        others = [
+            reason for name, reason in choose(problem)[1]
+            if not reason.startswith("runs ")  # kernels of other devices, and of empty problems
+        ]  # fmt: skip
+        if not others:
+            return
+        why = why_missing(problem.place) or others[0]
+    where = "the CPU" if device == "cpu" else f"cuda:{problem.place.index}"
+    if problem.ends == "device":
+        where += " with splits on the device"
+        why += "; splits given as a list loop over the groups"
+    warn_fallback(f"{problem.op} on {where}", why)
+
+
+def quantize(what: Quantize) -> Quantized:
+    """Both directions of a matrix."""
+    x, row, col, rule = what.x, what.row, what.col, what.rule
+    rows, cols = x.shape
+    dtype = x.dtype
+    kernel = pick("quantize", x.device, row, col, (rows, cols, 1), dtype, rule=rule)
+    if kernel.name != REFERENCE:
+        made = kernel.run(what)
+        if made is not None:
+            return made
+    problem = Problem("quantize", place_of(x.device), row, col, rows, cols, dtype=dtype, rule=rule)
+    return fall_back(kernel, problem, what)
+
+
+def quantized(values: Tensor, target: Target) -> Quantized:
+    """Values [rows, cols] as a target says, in one read; perhaps their sums alone."""
+    if not target.codes:
+        sums = values.sum(0, dtype=torch.float32) if target.col_sum else None
+        return Quantized(None, None, sums)
+    return quantize(Quantize(values, *target))
+
+
+def dequantize(operand: Operand, dtype: torch.dtype) -> Tensor:
+    """The values [rows, k] of an operand."""
+    if dtype == torch.float64:  # for tests: nothing native gives it
+        return reference("dequantize").run(operand, dtype)
+    problem = Problem(
+        "dequantize", place_of(operand.codes.device), operand.spec, "", operand.rows, operand.k,
+        dtype=dtype,
+    )  # fmt: skip
+    return run(problem, operand, dtype)
+
+
+def gemm(
+    lhs: Operand, rhs: Operand, epilogue: Epilogue, out: Tensor, aux: Tensor | None = None,
+    mode: Mode = _DEFAULT_MODE,
+) -> Ran:  # fmt: skip
+    """out [m, n] = epilogue(lhs @ rhs^T), in place."""
+    device, dtype, precision, spread = out.device, out.dtype, mode.precision, mode.spread
+    left, right, sizes = lhs.spec, rhs.spec, (lhs.rows, rhs.rows, lhs.k)
+    kernel = pick("gemm", device, left, right, sizes, dtype, precision, "", spread)
+    product = Product(lhs, rhs, epilogue, out, aux, mode)
+    if kernel.name != REFERENCE:
+        made = kernel.run(product)
+        if made is not None:
+            return made
+    if precision == "exact":
+        _refuse_rounded(lhs, rhs)
+    problem = Problem(
+        "gemm", place_of(device), left, right, *sizes, 0, precision, "", dtype, spread
+    )
+    return fall_back(kernel, problem, product)
+
+
+def _refuse_rounded(*sides: Operand) -> None:
+    for side in sides:
+        if not side.layout.exact:
+            raise ValueError(
+                "te_mx: precision 'exact' needs plain operands, got one packed for 'adaptive' "
+                f"({side.spec}); quantize again with the recipe that runs now"
+            )
+
+
+def convert(operand: Operand, spec: str) -> Operand:
+    """An operand in a plain layout, in the layout of another spec of its format."""
+    if operand.spec == spec:
+        return operand
+    if spec_of(spec).format is not operand.format:
+        raise ValueError(f"te_mx: a conversion keeps the format, got {operand.spec} to {spec}")
+    problem = Problem(
+        "convert", place_of(operand.codes.device), operand.spec, spec, operand.rows, operand.k
+    )
+    return run(problem, operand, spec)

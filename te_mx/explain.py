@@ -1,0 +1,122 @@
+"""te_mx.explain: what runs a GEMM and why, before the call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from te_mx import blas
+from te_mx.arguments import as_device, check_flag, check_size, shown
+from te_mx.dispatch.calls import DEFAULT_SPREAD
+from te_mx.dispatch.explain import Explanation, explain_problem
+from te_mx.dispatch.problem import Problem, level_name, place_of
+from te_mx.layouts import sm90_tiles
+from te_mx.layouts.operand import Operand
+from te_mx.recipe import check_precision
+from te_mx.runtime.ran import FallbackWarning
+
+__all__ = ["Explanation", "FallbackWarning", "explain"]
+
+_ANY = "mxfp8_e4m3@any"
+
+
+def explain(
+    A: Any = None,
+    B: Any = None,
+    layout: str = "TN",
+    *,
+    m: int | None = None,
+    n: int | None = None,
+    k: int | None = None,
+    device: Any = None,
+    precision: str = "adaptive",
+    alignment_spread: int = DEFAULT_SPREAD,
+    split_k: bool = True,
+    classes: bool = False,
+) -> Explanation:
+    """Say which kernel `te_mx.gemm(A, B, layout)` runs on, and why every other one declines.
+
+    Pass two MXTensors, or the sizes m, n, k of D[n, m] (te_mx.Linear: m out features, n tokens, k
+    in features), which stand for MXFP8. Dtypes and epilogues do not change the choice: every kernel
+    takes all.
+
+    Args:
+        A, B: MXTensors as for `te_mx.gemm`.
+        layout: "TN", "NN" or "NT".
+        m, n, k: sizes, when A and B are not given.
+        device: device of the problem without tensors; the CPU by default.
+        precision, alignment_spread, split_k: as for `te_mx.gemm`; they matter on Hopper GPUs.
+            Modules cut k only when their recipe says split_k=True.
+        classes: also count the tiles of A and B by what aligning their scales makes of them
+            (docs/numerics.md): it needs the tensors, works on every device and waits for it.
+
+    Raises:
+        ValueError: neither two tensors nor three sizes, or an unknown layout, or operands that do
+            not fit, or an argument that means nothing.
+        TypeError: an argument of the wrong type.
+    """
+    check_precision(precision, alignment_spread)
+    check_flag("split_k", split_k)
+    check_flag("classes", classes)
+    problem, sides = _problem(A, B, layout, m, n, k, device, precision, alignment_spread)
+    notes: tuple[str, ...] = ()
+    if classes:
+        if not sides:
+            raise ValueError("classes=True counts tiles of tensors; pass A and B")
+        for side, operand in sides.items():
+            if not operand.format.name.startswith("mxfp8"):
+                raise ValueError(
+                    f"classes=True counts tiles of MXFP8 tensors, {side} is {operand.format.name}"
+                )
+        notes = tuple(
+            f"{side} has {_count(operand, alignment_spread)}" for side, operand in sides.items()
+        )
+    place = problem.place
+    where = place.device
+    if place.level >= 0:
+        where = f"{where} at level {level_name(place)}"
+    text = f"D[{problem.m}, {problem.n}], k {problem.k}, {layout}, {where}"
+    return explain_problem(problem, text, notes, split_k)
+
+
+def _gemm(
+    device: torch.device, lhs: str, rhs: str, m: int, n: int, k: int, precision: str, spread: int
+) -> Problem:
+    return Problem("gemm", place_of(device), lhs, rhs, m, n, k, precision=precision, spread=spread)
+
+
+def _problem(
+    A: Any, B: Any, name: str, m: int | None, n: int | None, k: int | None, device: Any,
+    precision: str, spread: int,
+) -> tuple[Problem, dict[str, Operand]]:  # fmt: skip
+    sizes = {"m": m, "n": n, "k": k}
+    given = [size for size in sizes.values() if size is not None]
+    if A is not None and B is not None and not given and device is None:
+        a, b = blas.operands(A, B, name)
+        made = _gemm(a.codes.device, b.spec, a.spec, b.rows, a.rows, a.k, precision, spread)
+        return made, {"A": a, "B": b}
+    if A is not None or B is not None or len(given) < 3:
+        raise ValueError(
+            "explain needs two MXTensors (A and B) or three sizes (m, n and k, perhaps a device), "
+            f"got A={A is not None}, B={B is not None}, m={shown(m)}, n={shown(n)}, k={shown(k)}, "
+            f"device={shown(device)}"
+        )
+    blas.check_layout(name)
+    where = as_device("device", "cpu" if device is None else device)
+    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device={where} is not here: torch finds {torch.cuda.device_count()} CUDA "
+            'devices; pass another one, or device="cpu"'
+        )
+    m, n, k = (check_size(*item) for item in sizes.items())
+    return _gemm(where, _ANY, _ANY, n, m, k, precision, spread), {}
+
+
+def _count(operand: Operand, spread: int) -> str:
+    fmt, layout = operand.format, operand.layout
+    rows = layout.unpack(fmt, operand.codes, operand.scales, operand.k)
+    found = sm90_tiles.classes(sm90_tiles.pack(*rows, fmt.name, spread))
+    counts = torch.bincount(found.flatten().int(), minlength=4).tolist()
+    words = zip(("tile-shared", "row-shared", "spread", "far"), counts, strict=True)
+    return ", ".join(f"{count} {word}" for word, count in words if count) + " tiles"

@@ -1,0 +1,141 @@
+"""What a layout is: how the bytes of a quantized matrix lie in memory.
+
+A quantized matrix is logical [rows, k], with blocks along k. Its format (te_mx.formats) says what
+its codes and scales are, its layout where they are: shapes, how to pack and unpack, what a kernel
+may expect of addresses. Plain torch is the specification; kernels must write the same bytes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from te_mx.formats import Format
+    from te_mx.layouts.operand import Operand, Stack
+
+Shape = tuple[int, ...]
+Parts = tuple[Tensor, Tensor]  # codes, scales
+
+
+class Layout:
+    """One layout, by name. Layouts are compared and looked up by their names."""
+
+    name: str
+    scale_dtype: torch.dtype = torch.uint8
+    k_first = False  # codes lie [k, rows]
+    exact = True  # unpacking gives back the codes and scales that were packed
+    of_matrices = True  # False: only the tokens of groups lie so
+    tokens = ""  # "rows" or "k": what belongs to groups of tokens that lie so; "" for none
+
+    def takes(self, fmt: Format) -> bool:
+        """Whether matrices of a format can lie so."""
+        return True
+
+    def shapes(self, fmt: Format, rows: int, k: int) -> tuple[Shape, Shape]:
+        """Shapes of codes (uint8) and scales, codes without the padding of their rows.
+
+        Raises ValueError for layouts in which no single matrix lies.
+        """
+        raise ValueError(f"te_mx: a single matrix does not lie in layout {self.name!r}")
+
+    def empty(self, fmt: Format, rows: int, k: int, device: torch.device) -> Parts:
+        """Room for codes and scales, uninitialized."""
+        codes, scales = self.shapes(fmt, rows, k)
+        return (
+            torch.empty(codes, dtype=torch.uint8, device=device),
+            torch.empty(scales, dtype=self.scale_dtype, device=device),
+        )
+
+    def pack(self, fmt: Format, codes: Tensor, scales: Tensor, k: int) -> Parts:
+        """Codes and scales that lie by rows (layout "rows"), in this layout."""
+        raise NotImplementedError
+
+    def unpack(self, fmt: Format, codes: Tensor, scales: Tensor, k: int) -> Parts:
+        """The other way. Raises NotImplementedError where bytes cannot be given back."""
+        raise NotImplementedError(f"layout {self.name!r} does not give its bytes back")
+
+    def values(
+        self, fmt: Format, codes: Tensor, scales: Tensor, k: int, dtype: torch.dtype
+    ) -> Tensor:
+        """What the codes stand for, [rows, k]."""
+        return fmt.dequantize(*self.unpack(fmt, codes, scales, k), k, dtype)
+
+    # --------------------------------------------------------------------------------- groups
+    def grouped_shapes(self, fmt: Format, rows: int, k: int, groups: int) -> tuple[Shape, Shape]:
+        """Shapes of tokens whose rows (or k, as the layout says) belong to groups."""
+        return self.shapes(fmt, rows, k)
+
+    def grouped_empty(
+        self, fmt: Format, rows: int, k: int, groups: int, device: torch.device
+    ) -> Parts:
+        """Room for them, uninitialized."""
+        codes, scales = self.grouped_shapes(fmt, rows, k, groups)
+        return (
+            torch.empty(codes, dtype=torch.uint8, device=device),
+            torch.empty(scales, dtype=self.scale_dtype, device=device),
+        )
+
+    # --------------------------------------------------------------------------------- checks
+    def checked(self, operand: Operand, fmt: Format, name: str) -> Operand:
+        """The operand with parts as kernels read them: contiguous, or as far apart as the layout
+        says.
+
+        Raises ValueError when they are not those of a matrix [rows, k] in this layout.
+        """
+        rows, k = operand.rows, operand.k
+        return self._checked(operand, fmt, name, self.shapes(fmt, rows, k), (rows, k))
+
+    def checked_tokens(self, operand: Operand, fmt: Format, groups: int, name: str) -> Operand:
+        """The same of tokens of so many groups."""
+        rows, k = operand.rows, operand.k
+        shapes = self.grouped_shapes(fmt, rows, k, groups)
+        return self._checked(operand, fmt, name, shapes, (rows, k))
+
+    def checked_stack(self, stack: Stack, fmt: Format, name: str) -> Stack:
+        """The same of the operands of all groups."""
+        one = self.shapes(fmt, stack.rows, stack.k)
+        shapes = (stack.groups, *one[0]), (stack.groups, *one[1])
+        return self._checked(stack, fmt, name, shapes, (stack.groups, stack.rows, stack.k))
+
+    def _checked(
+        self, held: Any, fmt: Format, name: str, shapes: tuple[Shape, Shape], sizes: Shape
+    ) -> Any:
+        codes, scales = held.codes, held.scales
+        if (
+            codes.shape != shapes[0]
+            or scales.shape != shapes[1]
+            or codes.dtype != torch.uint8
+            or scales.dtype != self.scale_dtype
+        ):
+            raise ValueError(
+                f"{name}: {fmt.name} {list(sizes)} in layout {self.name!r} needs uint8 codes "
+                f"{shapes[0]} and {self.scale_dtype} scales {shapes[1]}, got {codes.dtype} "
+                f"{tuple(codes.shape)} and {scales.dtype} {tuple(scales.shape)}"
+            )
+        if codes.device != scales.device:
+            raise ValueError(
+                f"{name}: codes are on {codes.device} and scales on {scales.device}; move one"
+            )
+        aligned = self.aligned(codes, scales, sizes[-1])
+        if aligned[0] is codes and aligned[1] is scales:
+            return held
+        return held._replace(codes=aligned[0], scales=aligned[1])
+
+    def aligned(self, codes: Tensor, scales: Tensor, k: int) -> Parts:
+        """The parts, copied where their strides are not what kernels read."""
+        if codes.is_contiguous() and scales.is_contiguous():
+            return codes, scales
+        return codes.contiguous(), scales.contiguous()
+
+    def __repr__(self) -> str:
+        return f"Layout({self.name!r})"
+
+
+class AnyLayout(Layout):
+    """Stands in a problem whose operands are not made yet: every kernel takes it, and says which
+    layout it wants."""
+
+    name = "any"

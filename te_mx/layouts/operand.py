@@ -1,0 +1,114 @@
+"""Quantized matrices, as ops take and return them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_mx.formats import Format
+from te_mx.layouts import Layout, spec_of
+from te_mx.layouts.base import Shape
+
+# Shapes of the codes and scales of plain operands, by spec and sizes: what checks ask most.
+_expected: dict[tuple[str, int, int], tuple[Shape, Shape]] = {}
+_MOST_EXPECTED = 4096
+
+
+class Operand(NamedTuple):
+    """A quantized matrix: logical [rows, k] with blocks along k, one side of a GEMM.
+
+    `spec` says what codes and scales are and how they lie, "<format>@<layout>". The sizes are
+    stored, never guessed from the shape of the codes. `packed` is a form that a CPU kernel made of
+    the same codes for itself, or None.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    spec: str
+    rows: int
+    k: int
+    packed: Tensor | None = None
+
+    @property
+    def format(self) -> Format:
+        return spec_of(self.spec).format
+
+    @property
+    def layout(self) -> Layout:
+        return spec_of(self.spec).layout
+
+    def values(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """What it stands for, [rows, k]."""
+        fmt, layout = spec_of(self.spec)
+        return layout.values(fmt, self.codes, self.scales, self.k, dtype)
+
+    def checked(self, name: str) -> Operand:
+        """This operand with parts that lie as kernels read them.
+
+        Raises ValueError when its parts do not belong together.
+        """
+        codes, scales, spec, rows, k, _ = self
+        expected = _expected.get((spec, rows, k))
+        if (
+            expected is not None
+            and codes.shape == expected[0]
+            and scales.shape == expected[1]
+            and codes.is_contiguous()
+            and scales.is_contiguous()
+            and codes.device == scales.device
+            and codes.dtype is torch.uint8
+            and scales.dtype is torch.uint8
+        ):
+            return self
+        fmt, layout = spec_of(spec)
+        made = layout.checked(self, fmt, name)
+        if layout.scale_dtype is torch.uint8:
+            if len(_expected) >= _MOST_EXPECTED:
+                _expected.clear()
+            _expected[spec, rows, k] = layout.shapes(fmt, rows, k)
+        return made
+
+    def checked_tokens(self, groups: int, name: str) -> Operand:
+        """The same of tokens of so many groups."""
+        fmt, layout = spec_of(self.spec)
+        return layout.checked_tokens(self, fmt, groups, name)
+
+
+class Stack(NamedTuple):
+    """The operands of several groups, one behind the other: logical [groups, rows, k]. Codes and
+    scales have a first dimension more than those of an Operand."""
+
+    codes: Tensor
+    scales: Tensor
+    spec: str
+    groups: int
+    rows: int
+    k: int
+    packed: Tensor | None = None
+
+    @property
+    def layout(self) -> Layout:
+        return spec_of(self.spec).layout
+
+    def group(self, i: int) -> Operand:
+        """The operand of one group, without its packed form."""
+        return Operand(self.codes[i], self.scales[i], self.spec, self.rows, self.k)
+
+    def checked(self, name: str) -> Stack:
+        """As Operand.checked."""
+        fmt, layout = spec_of(self.spec)
+        return layout.checked_stack(self, fmt, name)
+
+
+class Quantized(NamedTuple):
+    """What one quantize call made of x [rows, cols]; parts that nobody asked for are None.
+
+    row: logical [rows, k = cols]. col: logical [cols, k = rows]. col_sum [cols]: the sum of x over
+    its rows.
+    """
+
+    row: Operand | None = None
+    col: Operand | None = None
+    col_sum: Tensor | None = None

@@ -1,0 +1,134 @@
+"""Packed operands of groups of rows (experts of a mixture) for the Hopper backend, in plain torch.
+
+Legend: R rows of the tokens, C columns, G groups, T = R // 128 + G.
+
+Every group has tiles of its own, packed as `sm90_tiles` packs the group alone. Those of group i
+start at tile start_i // 128 + i: a closed form, in which no two groups meet and T tiles are enough
+for all splits. Nobody reads tiles of no group.
+
+====================  ==============================  =============================================
+layout                codes uint8                     scales int32
+====================  ==============================  =============================================
+"sm90_rows"           [R, C], rows as they are        [ceil(C/128), T rounded up to even, 132]
+"sm90_k", whose k     [C, T * 128], group i from      [T, ceil(C/128) rounded up to even, 132]
+are the rows          128 * its first tile on
+====================  ==============================  =============================================
+
+In "sm90_k" codes are 0 from the end of a group to the end of its last tile (0x7F in a block of
+NaN). Weights are one operand of layout "sm90" a group, behind each other.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from te_mx.formats import Format
+from te_mx.layouts import sm90_tiles
+from te_mx.layouts.base import Layout, Parts, Shape
+from te_mx.layouts.sm90_tiles import SCALE_WORDS, TILE, HasPacked, PackedOperand, check_spread
+
+Shapes = tuple[tuple[int, int], tuple[int, int, int]]
+
+
+def group_tiles(rows: int, groups: int) -> int:
+    """Tiles of 128 rows that groups of `rows` rows in all can take, unused ones included."""
+    return rows // TILE + groups
+
+
+def first_tile(start: int, group: int) -> int:
+    """The first tile of a group."""
+    return start // TILE + group
+
+
+def shapes_rows(rows: int, cols: int, groups: int) -> Shapes:
+    """Shapes of codes, with the padding of their rows, and scales of layout "sm90_rows"."""
+    tiles = (group_tiles(rows, groups) + 1) // 2 * 2
+    return (rows, -(-cols // 16) * 16), (-(-cols // TILE), tiles, SCALE_WORDS)
+
+
+def shapes_k(rows: int, cols: int, groups: int) -> Shapes:
+    """The same of layout "sm90_k"."""
+    tiles = group_tiles(rows, groups)
+    return (cols, tiles * TILE), (tiles, -(-cols // (2 * TILE)) * 2, SCALE_WORDS)
+
+
+def put_rows(into: HasPacked, part: HasPacked, start: int, end: int, group: int) -> None:
+    """Put a group's rows [end - start, C], packed alone, where they lie in layout "sm90_rows"."""
+    first, tiles = first_tile(start, group), -(-(end - start) // TILE)
+    into.codes[start:end] = part.codes
+    into.scales[:, first : first + tiles] = part.scales[:, :tiles]
+
+
+def put_k(into: HasPacked, part: HasPacked, start: int, end: int, group: int) -> None:
+    """Put a group's columns [C, end - start], packed alone, where they lie in layout "sm90_k"."""
+    first, tiles = first_tile(start, group), -(-(end - start) // TILE)
+    codes = into.codes[:, first * TILE : (first + tiles) * TILE]
+    codes.zero_()
+    codes[:, : end - start] = part.codes
+    into.scales[first : first + tiles] = part.scales
+
+
+def rows_of(operand: HasPacked, start: int, end: int, group: int) -> PackedOperand:
+    """A group's operand in layout "sm90", from one in "sm90_rows"."""
+    first, tiles = first_tile(start, group), -(-(end - start) // TILE)
+    words = operand.scales[:, first : first + tiles]
+    words = torch.nn.functional.pad(words, (0, 0, 0, tiles % 2))
+    return PackedOperand(operand.codes[start:end], words)
+
+
+def k_of(operand: HasPacked, start: int, end: int, group: int) -> PackedOperand:
+    """A group's operand in layout "sm90", from one in "sm90_k"."""
+    first, tiles = first_tile(start, group), -(-(end - start) // TILE)
+    codes = operand.codes[:, first * TILE : first * TILE + end - start]
+    return PackedOperand(codes, operand.scales[first : first + tiles])
+
+
+class _Grouped(Layout):
+    scale_dtype = torch.int32
+    exact = False
+    of_matrices = False
+
+    def __init__(self, spread: int) -> None:
+        check_spread(spread)
+        self.spread = spread
+
+    def takes(self, fmt: Format) -> bool:
+        return sm90_tiles.takes(fmt)
+
+    def aligned(self, codes: Tensor, scales: Tensor, k: int) -> Parts:
+        """As the quantizer left them, whatever hooks of saved tensors made of them."""
+        return sm90_tiles.apart(codes, (codes.shape[1] + 15) & -16), scales.contiguous()
+
+
+class SM90Rows(_Grouped):
+    """Tokens whose rows are grouped."""
+
+    tokens = "rows"
+
+    def __init__(self, spread: int) -> None:
+        super().__init__(spread)
+        self.name = f"sm90_rows:{spread}"
+
+    def grouped_shapes(self, fmt: Format, rows: int, k: int, groups: int) -> tuple[Shape, Shape]:
+        return (rows, k), shapes_rows(rows, k, groups)[1]
+
+    def grouped_empty(
+        self, fmt: Format, rows: int, k: int, groups: int, device: torch.device
+    ) -> Parts:
+        codes, words = shapes_rows(rows, k, groups)
+        room = torch.empty(codes, dtype=torch.uint8, device=device)
+        return room[:, :k], torch.empty(words, dtype=torch.int32, device=device)
+
+
+class SM90Columns(_Grouped):
+    """Tokens whose k are grouped."""
+
+    tokens = "k"
+
+    def __init__(self, spread: int) -> None:
+        super().__init__(spread)
+        self.name = f"sm90_k:{spread}"
+
+    def grouped_shapes(self, fmt: Format, rows: int, k: int, groups: int) -> tuple[Shape, Shape]:
+        return shapes_k(k, rows, groups)

@@ -1,0 +1,256 @@
+"""The packed operands of the Hopper backend, in plain torch: what its kernels must produce.
+
+Legend: R rows of the operand, K its reduction dimension, T = ceil(R/128) tiles along R,
+S = ceil(K/128) steps of 128 along K.
+
+An MX operand (codes [R, K], scale bytes [R, ceil(K/32)]) is cut into tiles of 128 rows x 128 K,
+four blocks of 32 a row. A block counts when its scale byte e is not 255 and some code of it is not
+zero. Over the counting blocks of a tile, E is the largest e (127 without any). `spread` is 0 to 8.
+
+- Class 0, tile-shared: every e >= E - spread. Codes times 2^(e - E), rounded to nearest even once;
+  one exponent E.
+- Class 1, row-shared: the same in each row's group of four blocks, with the row's own E (the
+  tile's for a row without counting blocks).
+- Class 2, spread: codes untouched, four exponents a row, every e >= 1.
+- Class 3, far: like class 2, for tiles with an e of 0 and for every tile with E > 190. Products of
+  two such scales can leave the range of fp32, so the kernel applies them with care.
+
+A product is exact up to the rounding of shifted codes: an element moves only if it becomes
+subnormal, by at most half the smallest code, 2^-10 * 2^(E - 127) in E4M3, where E <= e + spread.
+
+- codes: uint8 [R, ld], ld = K rounded up to 16. Blocks of scale 255 hold 0x7F; what lies right of
+  K is padding.
+- scales: int32 [S, T', 132], T' = T rounded up to even. One tile's words lie together and reach
+  shared memory with its codes. Word r < 128 belongs to row r: classes 0 and 1 hold the bits of the
+  fp32 number 2^(E - 127); classes 2 and 3 hold four scale bytes, the first block lowest, 0 for
+  blocks of zeros, 255 for NaN. Word 128 is the class, word 129 is E, the others are 0.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from te_mx import formats
+from te_mx.formats import Format
+from te_mx.layouts.base import Layout, Parts, Shape
+
+TILE = 128
+BLOCK = 32
+SCALE_WORDS = 132
+FAR_EXPONENT = 190
+MAX_SPREAD = 8
+DEFAULT_SPREAD = 8
+EMPTY_EXPONENT = 127
+
+
+class PackedOperand(NamedTuple):
+    """codes uint8 [R, ld], scales int32 [S, T', 132]: see the module's docstring."""
+
+    codes: Tensor
+    scales: Tensor
+
+    def operand_parts(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes without the padding of their rows, in the shape of `like` [R, K], and scales."""
+        return self.codes[:, : like.shape[1]], self.scales
+
+
+class HasPacked(Protocol):
+    """A PackedOperand, or an operand in this layout."""
+
+    @property
+    def codes(self) -> Tensor: ...
+    @property
+    def scales(self) -> Tensor: ...
+
+
+def packed_shapes(rows: int, k: int) -> tuple[tuple[int, int], tuple[int, int, int]]:
+    """Shapes of codes and scales of a packed operand [rows, k]."""
+    steps, tiles = -(-k // TILE), -(-rows // TILE)
+    return (rows, -(-k // 16) * 16), (steps, tiles + tiles % 2, SCALE_WORDS)
+
+
+def check_spread(spread: int) -> None:
+    """Raise ValueError unless scales can be aligned over such a spread."""
+    if not 0 <= spread <= MAX_SPREAD:
+        raise ValueError(f"te_mx: spread must be in 0..{MAX_SPREAD}, got {spread}")
+
+
+@lru_cache(maxsize=8)
+def code_values(fmt: str) -> Tensor:
+    """fp32 [256]: the value of every code."""
+    return formats.get(fmt).element.decode(torch.arange(256, dtype=torch.uint8, device="cpu"))
+
+
+@lru_cache(maxsize=8)
+def shift_table(fmt: str) -> Tensor:
+    """uint8 [9, 256]: entry [d, c] is code c times 2^-d, rounded to nearest even.
+
+    NaN and infinities stay what they are, zeros keep their sign.
+    """
+    element, values = formats.get(fmt).element, code_values(fmt).double()
+    finite = values.isfinite()
+    magnitude = torch.where(finite, values.abs(), 0.0)
+    # Positive finite codes are 0, 1, 2, ... in the order of their values.
+    ladder = magnitude[:128][finite[:128]]
+    table = torch.empty(MAX_SPREAD + 1, 256, dtype=torch.uint8, device="cpu")
+    codes = torch.arange(256, dtype=torch.uint8, device="cpu")
+    for d in range(MAX_SPREAD + 1):
+        target = magnitude * 2.0**-d
+        exponent = torch.floor(torch.log2(target.clamp(min=2.0**-60)))
+        quantum = torch.exp2(exponent.clamp(min=element.emin) - element.mantissa_bits)
+        rounded = torch.round(target / quantum) * quantum  # torch.round is half to even
+        code = torch.searchsorted(ladder, rounded).to(torch.uint8)
+        table[d] = torch.where(finite, code | (codes & 0x80), codes)
+    return table
+
+
+def _blocks(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Tiles codes int64 [T, 128, S, 4, 32], bytes int64 [T, 128, S, 4] and counting blocks bool [T,
+    128, S, 4].
+    """
+    rows, k = codes.shape
+    tiles, steps = -(-rows // TILE), -(-k // TILE)
+    full_codes = codes.new_zeros(tiles * TILE, steps * TILE)
+    full_codes[:rows, :k] = codes
+    full_scales = scales.new_zeros(tiles * TILE, steps * 4)
+    full_scales[:rows, : scales.shape[1]] = scales
+    c = full_codes.view(tiles, TILE, steps, 4, BLOCK).long()
+    e = full_scales.view(tiles, TILE, steps, 4).long()
+    counts = ((c & 0x7F) != 0).any(-1) & (e != 255)
+    return c, e, counts
+
+
+def pack(codes: Tensor, scales: Tensor, fmt: str, spread: int = DEFAULT_SPREAD) -> PackedOperand:
+    """Pack an MX operand: codes uint8 [R, K], scales uint8 [R, ceil(K/32)] -> PackedOperand.
+
+    Raises ValueError when the scales do not fit the codes, or spread is not in 0..8.
+    """
+    rows, k = codes.shape
+    if tuple(scales.shape) != (rows, -(-k // BLOCK)):
+        raise ValueError(
+            f"scales must have shape {(rows, -(-k // BLOCK))}, one byte for every {BLOCK} columns "
+            f"of codes {tuple(codes.shape)}, got {tuple(scales.shape)}"
+        )
+    check_spread(spread)
+    c, e, counts = _blocks(codes, scales)
+    tiles, _, steps, _ = e.shape
+    high, low = torch.where(counts, e, -1), torch.where(counts, e, 256)
+    tile_high, tile_low = high.amax((1, 3)), low.amin((1, 3))  # [T, S]
+    row_high, row_low = high.amax(3), low.amin(3)  # [T, 128, S]
+    empty = tile_high < 0
+    tile_e = torch.where(empty, EMPTY_EXPONENT, tile_high)
+    row_e = torch.where(row_high < 0, tile_e[:, None], row_high)
+
+    cls = torch.full_like(tile_e, 2)
+    cls[tile_low == 0] = 3
+    cls[((row_high < 0) | (row_high - row_low <= spread)).all(1)] = 1
+    cls[tile_high - tile_low <= spread] = 0
+    cls[tile_high > FAR_EXPONENT] = 3
+    cls[empty] = 0
+
+    target = torch.where((cls == 0)[:, None], tile_e[:, None], row_e)  # [T, 128, S]
+    shifted = counts & (cls < 2)[:, None, :, None]
+    d = torch.where(shifted, target[..., None] - e, 0)  # [T, 128, S, 4]
+    table = shift_table(fmt).to(codes.device).view(-1)
+    packed = table[d[..., None] * 256 + c]
+    packed[(e == 255)[..., None].expand_as(packed)] = 0x7F
+
+    (_, ld), words_shape = packed_shapes(rows, k)
+    out_codes = codes.new_zeros(rows, ld)
+    out_codes[:, :k] = packed.reshape(tiles * TILE, steps * TILE)[:rows, :k]
+
+    shared = torch.where(target == 0, 0x00400000, target << 23)
+    own = torch.where(counts | (e == 255), e, 0)
+    four = own[..., 0] | own[..., 1] << 8 | own[..., 2] << 16 | own[..., 3] << 24
+    words = torch.zeros(words_shape, dtype=torch.int64, device=codes.device)
+    words[:, :, :TILE] = EMPTY_EXPONENT << 23
+    words[:, :, TILE + 1] = EMPTY_EXPONENT
+    words[:, :tiles, :TILE] = torch.where((cls < 2)[:, None], shared, four).permute(2, 0, 1)
+    words[:, :tiles, TILE] = cls.t()
+    words[:, :tiles, TILE + 1] = tile_e.t()
+    words = torch.where(words >= 1 << 31, words - (1 << 32), words)
+    return PackedOperand(out_codes, words.to(torch.int32))
+
+
+def classes(packed: HasPacked) -> Tensor:
+    """uint8 [T, S]: the class of every tile."""
+    tiles = -(-packed.codes.shape[0] // TILE)
+    return packed.scales[:, :tiles, TILE].t().to(torch.uint8).contiguous()
+
+
+def packed_values(packed: HasPacked, k: int, fmt: str) -> Tensor:
+    """fp64 [R, K]: what the GEMM multiplies, including the rounding of shifted codes."""
+    rows = packed.codes.shape[0]
+    steps = packed.scales.shape[0]
+    tiles = -(-rows // TILE)
+    values = formats.get(fmt).element.decode(packed.codes[:, :k]).double()
+    words = (
+        packed.scales[:, :tiles, :TILE].permute(1, 2, 0).reshape(tiles * TILE, steps)[:rows]
+    )  # [R, S]
+    cls = packed.scales[:, :tiles, TILE].t().repeat_interleave(TILE, 0)[:rows]
+    word = words.long() & 0xFFFFFFFF
+    parts = []
+    for b in range(4):
+        byte = word >> (8 * b) & 0xFF
+        own = torch.where(byte == 255, torch.nan, torch.exp2(byte.double() - 127))
+        parts.append(torch.where(cls < 2, words.view(torch.float32).double(), own))
+    scale = torch.stack(parts, -1).reshape(rows, steps * 4).repeat_interleave(BLOCK, 1)[:, :k]
+    return values * scale
+
+
+def takes(fmt: Format) -> bool:
+    """Whether the tensor cores read the codes of a format, with scales that can be aligned."""
+    scaling = fmt.scaling
+    known = fmt.element.torch_dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+    return known and scaling.scale == "e8m0" and scaling.block == (1, BLOCK)
+
+
+def apart(codes: Tensor, ld: int) -> Tensor:
+    """Codes whose rows start ld bytes apart, the first where 16 bytes are read at once; copied if
+    they lie otherwise. Those of several groups lie behind each other."""
+    strides = (ld, 1) if codes.dim() == 2 else (codes.shape[1] * ld, ld, 1)
+    if codes.stride() == strides and codes.data_ptr() % 16 == 0:
+        return codes
+    room = torch.empty((*codes.shape[:-1], ld), dtype=torch.uint8, device=codes.device)
+    return room[..., : codes.shape[-1]].copy_(codes)
+
+
+class SM90Tiles(Layout):
+    """Packed operands, with scales of a tile aligned where they differ by at most 2^spread."""
+
+    scale_dtype = torch.int32
+    exact = False  # shifted codes are rounded
+
+    def __init__(self, spread: int) -> None:
+        check_spread(spread)
+        self.spread = spread
+        self.name = f"sm90:{spread}"
+
+    def takes(self, fmt: Format) -> bool:
+        return takes(fmt)
+
+    def shapes(self, fmt: Format, rows: int, k: int) -> tuple[Shape, Shape]:
+        return (rows, k), packed_shapes(rows, k)[1]
+
+    def empty(self, fmt: Format, rows: int, k: int, device: torch.device) -> Parts:
+        ld = (k + 15) & -16
+        codes = torch.empty((rows, ld), dtype=torch.uint8, device=device)
+        words = ((k + 127) >> 7, ((rows + 255) >> 8) << 1, SCALE_WORDS)
+        scales = torch.empty(words, dtype=torch.int32, device=device)
+        return codes if ld == k else codes[:, :k], scales
+
+    def pack(self, fmt: Format, codes: Tensor, scales: Tensor, k: int) -> Parts:
+        return pack(codes, scales, fmt.name, self.spread).operand_parts(codes)
+
+    def values(
+        self, fmt: Format, codes: Tensor, scales: Tensor, k: int, dtype: torch.dtype
+    ) -> Tensor:
+        return packed_values(PackedOperand(codes, scales), k, fmt.name).to(dtype)
+
+    def aligned(self, codes: Tensor, scales: Tensor, k: int) -> Parts:
+        """Rows of codes start a multiple of 16 bytes apart."""
+        return apart(codes, (k + 15) & -16), scales.contiguous()

@@ -1,0 +1,68 @@
+"""Linear layers as one native call each way: for plain tensors, below autograd; no torch op."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_mx.dispatch.linear import InferKernel, LinearKernel, LinearPlan, LinearProblem
+from te_mx.dispatch.problem import MOST, Problem, place_of
+from te_mx.dispatch.registry import derived, find
+from te_mx.ops.library import is_direct
+
+__all__ = ["LinearKernel", "LinearPlan", "LinearProblem", "infer", "linear_kernel"]
+
+_MOST_KNOWN = 4096
+
+
+def linear_kernel(x: Tensor, weight_NK: Tensor, settings: Any) -> LinearKernel | None:
+    """The kernel that runs forward and backward of a layer in one call each, or None."""
+    n, k = weight_NK.shape
+    size, device = x.numel(), x.device
+    if size == 0 or n * k == 0 or weight_NK.device != device:
+        return None
+    m = size // k
+    known, key = derived(), ("linear", device, settings, x.dtype, max(m, n, k) > MOST)
+    if key not in known:
+        problem = Problem(
+            "linear", place_of(device), f"{settings.x}@any", f"{settings.w}@any", m, n, k,
+            precision=settings.precision, dtype=x.dtype, spread=settings.spread,
+            rule=settings.scale_rule, grad=f"{settings.g}@any", split_k=settings.split_k,
+        )  # fmt: skip
+        if device.type == "cuda" and device.index is None:
+            return find(problem)
+        known[key] = find(problem)
+    return known[key]
+
+
+def infer(
+    x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, settings: Any, out_dtype: torch.dtype
+) -> tuple[Tensor, str] | None:
+    """(x [..., k] @ w^T + bias, the kernel that ran) without gradients, where one kernel does it
+    all; else None."""
+    if not is_direct(x, weight_NK, bias_N) or x.device != weight_NK.device:
+        return None
+    # By the identity of the settings, which lives as long as the entry: a hash costs more.
+    known, key = derived(), (x.shape, weight_NK.shape, x.dtype, x.device, id(settings))
+    found = known.get(key)
+    if found is None:
+        if len(known) > _MOST_KNOWN:
+            known.clear()
+        found = known[key] = (*_infer_kernel(x, weight_NK, settings), settings)
+    problem, kernel, _ = found
+    return None if kernel is None else kernel.infer(problem, x, weight_NK, bias_N, out_dtype)
+
+
+def _infer_kernel(
+    x: Tensor, weight_NK: Tensor, settings: Any
+) -> tuple[Problem, InferKernel | None]:
+    n, k = weight_NK.shape
+    m = x.numel() // k if k else 0
+    problem = Problem(
+        "linear_infer", place_of(x.device), f"{settings.x}@any", f"{settings.w}@any", m, n, k,
+        precision=settings.precision, dtype=x.dtype, spread=settings.spread,
+        rule=settings.scale_rule, split_k=settings.split_k,
+    )  # fmt: skip
+    return problem, find(problem)  # type: ignore[return-value]

@@ -1,0 +1,67 @@
+"""Checks of what users say of codes and scales: the name of a format, parts that were not made by
+te_mx.quantize."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_mx import formats
+from te_mx.arguments import check_dense, shown
+from te_mx.formats import Format
+
+
+def format_of(fmt: Any) -> Format:
+    """The format of a name. Raises ValueError for anything else."""
+    if isinstance(fmt, str):
+        return formats.get(fmt)
+    raise ValueError(f"fmt must be one of {', '.join(formats.names())}, got {shown(fmt)}")
+
+
+def name_of(fmt: Format) -> str:
+    """How a format is shown: by its short name where it has one."""
+    return fmt.short_names[0] if fmt.short_names else fmt.name
+
+
+def check_copy(
+    usage: str, data: Tensor | None, scale: Tensor | None, fmt: Format, rows: int, cols: int,
+    transposed: bool,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Codes and scales of one copy as contiguous uint8, checked."""
+    if data is None and scale is None:
+        return None, None
+    if data is None or scale is None:
+        have, lack = ("data", "scale") if scale is None else ("scale", "data")
+        raise ValueError(f"{usage}_{have} was given without {usage}_{lack}; give both or none")
+    # A columnwise copy that lies as the matrix does has its codes one a byte.
+    if usage == "rowwise":
+        shapes = fmt.codes_shape(rows, cols), fmt.scales_shape(rows, cols)
+    elif transposed:
+        shapes = fmt.codes_shape(cols, rows), fmt.scales_shape(cols, rows)
+    else:
+        shapes = (rows, cols), (fmt.blocks(rows), cols)
+    codes = _bytes(f"{usage}_data", data, fmt.element.torch_dtype, shapes[0])
+    scales = _bytes(f"{usage}_scale", scale, fmt.scaling.torch_dtype, shapes[1])
+    if codes.device != scales.device:
+        raise ValueError(
+            f"{usage}_data is on {codes.device} and {usage}_scale on {scales.device}; "
+            "move them to one device"
+        )
+    return codes, scales
+
+
+def _bytes(name: str, tensor: Tensor, dtype: torch.dtype | None, shape: tuple[int, int]) -> Tensor:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    check_dense(name, tensor)
+    if tensor.dtype not in (torch.uint8, dtype):
+        both = "uint8" if dtype is None else f"uint8 or {dtype}"
+        raise TypeError(f"{name} must be {both}, got {tensor.dtype}; use .view(torch.uint8)")
+    if tuple(tensor.shape) != shape:
+        why = "one scale for every 32 elements, unpadded" if "scale" in name else "flattened to 2-D"
+        raise ValueError(f"{name} must have shape {shape} ({why}), got {tuple(tensor.shape)}")
+    if not torch.compiler.is_compiling() and tensor.is_neg():
+        raise ValueError(f"{name} is a negative view, whose bytes are not its codes; copy it")
+    return tensor.detach().view(torch.uint8).contiguous()

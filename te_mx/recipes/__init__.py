@@ -1,0 +1,1 @@
+"""Recipes: the user's choice of formats and rules."""

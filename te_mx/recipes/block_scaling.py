@@ -1,0 +1,85 @@
+"""BlockScaling: any registered format in any role."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from te_mx import formats
+from te_mx.arguments import is_one_of, shown
+from te_mx.dispatch.explain import why_no_product
+from te_mx.recipes.values import MAX_SPREAD, Recipe, check_common, settings_of
+
+ROLES = ("x", "w", "g")
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class BlockScaling(Recipe):
+    """A format for each role: inputs x, weights w and output gradients g.
+
+    The three GEMMs of a layer multiply x with w (fprop), g with w (dgrad) and g with x (wgrad).
+    Where a device has no native kernel for a pair, the plain torch reference runs, with a warning;
+    `te_mx.explain` says why.
+
+    Args:
+        x, w, g: names of te_mx.formats.names(), their short names, or te_mx.formats.Format objects.
+        scale_rule: a rule that all three formats have: "rceil", "floor" or "even".
+        backward_override, precision, alignment_spread, wgrad_with_hp, one_copy_weights, split_k: as
+            of `MXFP8BlockScaling`.
+
+    Raises:
+        TypeError: a field has the wrong type.
+        ValueError: no such format or rule, or no kernel multiplies two of the formats.
+    """
+
+    x: str = "mxfp8_e4m3"
+    w: str = "mxfp8_e4m3"
+    g: str = "mxfp8_e4m3"
+    scale_rule: str = "rceil"
+    backward_override: str | None = None
+    precision: str = "adaptive"
+    alignment_spread: int = MAX_SPREAD
+    wgrad_with_hp: bool = False
+    one_copy_weights: bool = False
+    split_k: bool = False
+
+    def __post_init__(self) -> None:
+        for role in ROLES:
+            fmt = _format(role, getattr(self, role))
+            if not is_one_of(self.scale_rule, fmt.scaling.rules):
+                raise ValueError(
+                    f"BlockScaling.scale_rule must be one of {fmt.scaling.rules} for "
+                    f"{role}={fmt.name!r}, got {shown(self.scale_rule)}"
+                )
+            object.__setattr__(self, role, fmt.name)
+        check_common(self)
+        for one, other in (("x", "w"), ("g", "w"), ("g", "x")):
+            why = why_no_product(getattr(self, one), getattr(self, other))
+            if why is not None:
+                raise ValueError(
+                    f"BlockScaling: no kernel multiplies {one}={getattr(self, one)!r} with "
+                    f"{other}={getattr(self, other)!r}: {why}"
+                )
+
+        object.__setattr__(self, "_settings", settings_of(self, self.x, self.w, self.g))
+
+    def __repr__(self) -> str:
+        shown_fields = [
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in dataclasses.fields(self)
+            if field.name in ROLES or getattr(self, field.name) != field.default
+        ]
+        return f"BlockScaling({', '.join(shown_fields)})"
+
+
+def _format(role: str, given: Any) -> formats.Format:
+    name = given.name if isinstance(given, formats.Format) else given
+    try:
+        found = formats.get(name)
+    except ValueError:
+        found = None
+    if found is not None and (found is given or isinstance(given, str)):
+        return found
+    raise ValueError(
+        f"BlockScaling.{role} must be one of {', '.join(formats.names())}, got {shown(given)}"
+    )

@@ -1,0 +1,169 @@
+"""MXFP8 recipes, with the fields of Transformer Engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from enum import Enum
+from typing import Any, NamedTuple
+
+from te_mx.arguments import is_one_of, shown
+from te_mx.recipes.values import MAX_SPREAD, Recipe, check_common, settings_of
+
+SCALE_RULES = ("rceil", "floor")
+
+
+class FormatRange(NamedTuple):
+    """Value of a `Format` member: element formats and their largest values, forward and
+    backward."""
+
+    max_fwd: float
+    max_bwd: float
+    fwd: str
+    bwd: str
+
+
+class Format(Enum):
+    """Element formats of the operands; ``.value.max_fwd`` and ``.value.max_bwd`` are the largest
+    values.
+
+    ============  ====================  ==============
+    member        inputs and weights    gradients
+    ============  ====================  ==============
+    ``E4M3``      E4M3 (448)            E4M3 (448)
+    ``E5M2``      E5M2 (57344)          E5M2 (57344)
+    ``HYBRID``    E4M3 (448)            E5M2 (57344)
+    ============  ====================  ==============
+    """
+
+    E4M3 = FormatRange(448.0, 448.0, "e4m3", "e4m3")
+    E5M2 = FormatRange(57344.0, 57344.0, "e5m2", "e5m2")
+    HYBRID = FormatRange(448.0, 57344.0, "e4m3", "e5m2")
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class MXFP8BlockScaling(Recipe):
+    """MXFP8: blocks of 32 elements along the reduction dimension share one E8M0 scale.
+
+    Field names are those of Transformer Engine where it has them.
+
+    Args:
+        fp8_format: `Format.E4M3` (default) or `Format.HYBRID` (gradients in E5M2), te_mx's or
+            Transformer Engine's. `Format.E5M2` is rejected: two mantissa bits are too few for
+            inputs and weights.
+        scale_rule: how a block's scale follows from its largest magnitude ``amax``, with ``max``
+            the format's largest value and ``emax`` its exponent. ``"rceil"``: ``2^ceil(log2(amax /
+            max))``, nothing finite saturates. ``"floor"`` (the OCP text): ``2^(floor(log2(amax)) -
+            emax)``, the largest elements may saturate.
+        precision: how GPUs without block-scaled tensor cores multiply (CPUs are always
+            exact). ``"adaptive"``: on FP8 tensor cores, after scales of neighbouring blocks were
+            aligned where they differ by at most ``2^alignment_spread``; an element moves by at most
+            ``2^(alignment_spread - 17.8)`` of the largest of its block (E4M3). ``"exact"``:
+            products of the exact values in bf16, at about bf16's speed.
+        alignment_spread: 0 to 8; smaller aligns less, which is more exact and slower.
+        margin: must be 0 (block scales follow the data; there is no history to keep a margin for).
+        fp8_dpa, fp8_mha: must be False; te_mx has no attention module.
+        backward_override: None runs the backward GEMMs in MXFP8. ``"high_precision"`` keeps the
+            input and the weight as they are and runs dgrad and wgrad on them, in the dtype of the
+            output: the gradients of a plain nn.Linear with that input. What fused modules compute
+            around their linear steps (normalization, activation) has the gradients of torch up to
+            rounding: te_mx sums them in fp32. ``"dequantized"`` keeps the rowwise codes of input
+            and weight, 1.03 bytes an element, and multiplies what these decode to. The output
+            gradient is not quantized in either.
+        enable_2d_quantization: must be False; weights have 1x32 blocks.
+        wgrad_with_hp: run wgrad alone in high precision: the input is kept as it is, and only dgrad
+            is MXFP8. Goes with ``backward_override=None``.
+        one_copy_weights: quantize weights rowwise only and derive the columnwise operand of dgrad
+            from those codes when backward needs it. A weight that is kept (is_first_microbatch,
+            te_mx.freeze_weights) then takes 1.03 bytes a parameter instead of 2.06. dgrad sees the
+            values of fprop, but for elements far below the largest of their column block
+            (docs/numerics.md).
+        split_k: let GEMMs at precision ``"adaptive"`` on GPUs cut K into parts where D is
+            too small to fill the chip (``te_mx.explain`` says into how many). Sums then have
+            another order, which depends on the sizes and the GPU, so that a layer's bits may differ
+            from those of the same layer in a `te_mx.GroupedLinear`, which never cuts. No effect
+            elsewhere.
+
+    Raises:
+        TypeError: a field has the wrong type.
+        ValueError: a field has a value that means nothing.
+        NotImplementedError: a field asks for something that te_mx does not do.
+    """
+
+    margin: int = 0
+    fp8_format: Format = Format.E4M3
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+    enable_2d_quantization: bool = False
+    scale_rule: str = "rceil"
+    precision: str = "adaptive"
+    alignment_spread: int = MAX_SPREAD
+    wgrad_with_hp: bool = False
+    one_copy_weights: bool = False
+    split_k: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.fp8_format, Format) and is_transformer_engines(self.fp8_format):
+            object.__setattr__(self, "fp8_format", _our_format(self.fp8_format))
+        if not isinstance(self.fp8_format, Format):
+            raise TypeError(
+                "MXFP8BlockScaling.fp8_format must be a te_mx.recipe.Format, got "
+                f"{shown(self.fp8_format)}; use Format.E4M3 or Format.HYBRID"
+            )
+        if self.fp8_format is Format.E5M2:
+            raise ValueError(
+                "MXFP8BlockScaling.fp8_format=Format.E5M2 is not supported: inputs and weights "
+                "need the mantissa of E4M3; use Format.E4M3, or Format.HYBRID for gradients in "
+                "E5M2"
+            )
+        if not is_one_of(self.scale_rule, SCALE_RULES):
+            raise ValueError(
+                "MXFP8BlockScaling.scale_rule must be one of "
+                f"{', '.join(map(repr, SCALE_RULES))}, got {shown(self.scale_rule)}"
+            )
+        check_common(self)
+        for name, plain, remedy in _ONLY_DEFAULT:
+            value = getattr(self, name)
+            if type(value) is not type(plain) or value != plain:
+                raise NotImplementedError(
+                    f"MXFP8BlockScaling.{name}={shown(value)} is not supported, only "
+                    f"{plain!r}: {remedy}"
+                )
+
+        formats = self.fp8_format.value
+        fwd, bwd = f"mxfp8_{formats.fwd}", f"mxfp8_{formats.bwd}"
+        object.__setattr__(self, "_settings", settings_of(self, fwd, fwd, bwd))
+
+    def __repr__(self) -> str:
+        changed = [
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in dataclasses.fields(self)
+            if field.name not in ("fp8_format", "scale_rule")
+            and getattr(self, field.name) != field.default
+        ]
+        shown = [f"fp8_format={self.fp8_format.name}", f"scale_rule={self.scale_rule!r}", *changed]
+        return f"MXFP8BlockScaling({', '.join(shown)})"
+
+
+_ONLY_DEFAULT: tuple[tuple[str, Any, str], ...] = (
+    ("margin", 0, "block scales follow the data of every call"),
+    ("fp8_dpa", False, "te_mx has no attention module"),
+    ("fp8_mha", False, "te_mx has no attention module"),
+    ("enable_2d_quantization", False, "weights have blocks of 1x32"),
+)
+
+
+def is_transformer_engines(value: Any) -> bool:
+    """Whether the class of a value, or one that it derives from, is Transformer Engine's."""
+    return any(
+        kind.__module__.partition(".")[0] == "transformer_engine" for kind in type(value).__mro__
+    )
+
+
+def _our_format(theirs: Any) -> Format:
+    """The member of the same name."""
+    if theirs.name not in Format.__members__:
+        raise NotImplementedError(
+            f"fp8_format={theirs} of Transformer Engine is not supported; use E4M3 or HYBRID"
+        )
+    return Format[theirs.name]

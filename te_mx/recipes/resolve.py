@@ -1,0 +1,78 @@
+"""What recipe arguments mean: te_mx's, Transformer Engine's, None."""
+
+from __future__ import annotations
+
+import dataclasses
+from enum import Enum
+from typing import Any
+
+from te_mx.arguments import check_flag, shown
+from te_mx.recipes.mxfp8 import MXFP8BlockScaling, is_transformer_engines
+from te_mx.recipes.values import Recipe
+
+_DEFAULT = MXFP8BlockScaling()
+# A constant, because Dynamo does not trace dataclasses.fields of a class.
+_FIELDS = tuple(field.name for field in dataclasses.fields(MXFP8BlockScaling))
+
+
+def get_default_recipe() -> MXFP8BlockScaling:
+    """The recipe of `te_mx.autocast` when none is given: E4M3 everywhere, scale rule "rceil"."""
+    return _DEFAULT
+
+
+def resolve_recipe(recipe: Any) -> Recipe:
+    """The one place where a recipe argument becomes a te_mx recipe; None is the default recipe.
+
+    Transformer Engine's ``MXFP8BlockScaling`` is accepted and means the same. It is known by its
+    name, so that nothing of Transformer Engine is imported.
+
+    Raises:
+        TypeError: `recipe` is not a recipe object.
+        NotImplementedError: a recipe of Transformer Engine for another format, or with a field that
+            te_mx does not do.
+    """
+    if recipe is None:
+        return _DEFAULT
+    if isinstance(recipe, Recipe):
+        return recipe
+    if is_transformer_engines(recipe) and not isinstance(recipe, Enum):
+        return _translated(recipe)
+    hint = " (pass an instance: MXFP8BlockScaling())" if isinstance(recipe, type) else ""
+    raise TypeError(
+        "recipe must be one of te_mx.recipe, Transformer Engine's MXFP8BlockScaling, or None, got "
+        f"{shown(recipe)} of type {type(recipe).__name__}{hint}"
+    )
+
+
+def _translated(recipe: Any) -> MXFP8BlockScaling:
+    """The te_mx recipe that means what a recipe of Transformer Engine means there."""
+    kind = type(recipe).__name__
+    if all(base.__name__ != "MXFP8BlockScaling" for base in type(recipe).__mro__):
+        raise NotImplementedError(
+            f"the recipe {kind} of Transformer Engine is not supported: te_mx runs MXFP8 only; "
+            "use MXFP8BlockScaling() of Transformer Engine or of te_mx"
+        )
+    given: dict[str, Any] = {}
+    for field in dataclasses.fields(recipe):
+        value = getattr(recipe, field.name)
+        if field.name in _FIELDS:
+            given[field.name] = value
+        elif value != field.default:  # a newer Transformer Engine: its meaning is not known here
+            raise NotImplementedError(
+                f"{kind}.{field.name}={shown(value)} of Transformer Engine is not supported, only "
+                f"{field.default!r}"
+            )
+    return MXFP8BlockScaling(**given)
+
+
+def is_mxfp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Whether MXFP8 modules can run here: always True, because every device has at least the
+    reference backend.
+
+    Whether they run *fast* is another question: see `te_mx.explain`.
+
+    Returns:
+        True, or ``(True, "")`` with ``return_reason=True`` (Transformer Engine's signature).
+    """
+    check_flag("return_reason", return_reason)
+    return (True, "") if return_reason else True

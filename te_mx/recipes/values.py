@@ -1,0 +1,67 @@
+"""Values that fields of all recipes take, and their checks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from te_mx.arguments import check_flag, is_one_of, shown
+from te_mx.recipes.settings import Settings
+
+PRECISIONS = ("adaptive", "exact")
+MAX_SPREAD = 8
+BACKWARD_OVERRIDES = (None, "high_precision", "dequantized")
+FLAGS = ("wgrad_with_hp", "one_copy_weights", "split_k")
+
+
+class Recipe:
+    """What te_mx.autocast takes: an immutable value with `settings`."""
+
+    _settings: Settings  # made once: look-ups by them are part of every call
+
+    @property
+    def settings(self) -> Settings:
+        """The recipe as the plain tuple that modules and ``torch.compile`` guards read."""
+        return self._settings
+
+
+def check_precision(precision: str, alignment_spread: int, owner: str = "") -> None:
+    """Raise ValueError or TypeError unless both are values that mean something."""
+    if not is_one_of(precision, PRECISIONS):
+        raise ValueError(
+            f"{owner}precision must be one of {', '.join(map(repr, PRECISIONS))}, got "
+            f"{shown(precision)}"
+        )
+    if type(alignment_spread) is not int:
+        raise TypeError(f"{owner}alignment_spread must be an int, got {shown(alignment_spread)}")
+    if not 0 <= alignment_spread <= MAX_SPREAD:
+        raise ValueError(
+            f"{owner}alignment_spread must be 0 to {MAX_SPREAD} (powers of two that neighbouring "
+            f"scales may differ by), got {alignment_spread}"
+        )
+
+
+def check_common(recipe: Any) -> None:
+    """Check the fields that every recipe has: precision, alignment_spread, backward_override and
+    the flags. Raises ValueError or TypeError."""
+    owner = type(recipe).__name__
+    check_precision(recipe.precision, recipe.alignment_spread, f"{owner}.")
+    if not is_one_of(recipe.backward_override, BACKWARD_OVERRIDES):
+        raise ValueError(
+            f"{owner}.backward_override must be None, 'high_precision' or 'dequantized', got "
+            f"{shown(recipe.backward_override)}"
+        )
+    for name in FLAGS:
+        check_flag(f"{owner}.{name}", getattr(recipe, name))
+    if recipe.wgrad_with_hp and recipe.backward_override is not None:
+        raise ValueError(
+            f"{owner}.backward_override={recipe.backward_override!r} already says how wgrad runs; "
+            "leave wgrad_with_hp away"
+        )
+
+
+def settings_of(recipe: Any, x: str, w: str, g: str) -> Settings:
+    """The settings of a recipe with these formats."""
+    return Settings(
+        x, w, g, recipe.scale_rule, recipe.precision, recipe.alignment_spread,
+        recipe.backward_override, recipe.wgrad_with_hp, recipe.one_copy_weights, recipe.split_k,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Scratch memory, streams, and what ran."""

@@ -1,0 +1,54 @@
+"""What ran: the kernel of the last GEMM with a tag, and one warning a kind of fallback."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+import weakref
+from typing import Any
+
+# Kernel that the last GEMM with a tag ran on; `te_mx.audit` reads it. One entry a tag, written
+# without a lock. Tags of modules come from `new_tags` and end with the module.
+LAST_RUN: dict[int, str] = {}
+TAGS = 6  # of a module: three GEMMs for each linear step, of which there are two at most
+
+_first_tags = itertools.count(step=TAGS)
+_living: set[int] = set()
+
+_warned: set[str] = set()
+
+
+def new_tags(module: Any) -> int:
+    """The first of TAGS tags that are a module's own, while it lives."""
+    first = next(_first_tags)
+    # A backward pass may outlive its module and record once more.
+    if len(LAST_RUN) > 2 * TAGS * (len(_living) + TAGS):
+        for tag in list(LAST_RUN):
+            if tag < first and tag - tag % TAGS not in _living:
+                LAST_RUN.pop(tag, None)
+    _living.add(first)
+    weakref.finalize(module, _end_tags, first).atexit = False
+    return first
+
+
+def _end_tags(first: int) -> None:
+    _living.discard(first)
+    for tag in range(first, first + TAGS):
+        LAST_RUN.pop(tag, None)
+
+
+class FallbackWarning(RuntimeWarning):
+    """Something ran on the slow reference backend on a device that has a native one."""
+
+
+def warn_fallback(kind: str, why: str) -> None:
+    """Warn once in this process about one kind of fallback."""
+    if kind in _warned:
+        return
+    _warned.add(kind)
+    warnings.warn(
+        f"te_mx runs {kind} on the plain torch reference backend, which is slow: {why}. "
+        "te_mx.explain() tells more.",
+        FallbackWarning,
+        stacklevel=3,
+    )

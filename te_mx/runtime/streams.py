@@ -1,0 +1,69 @@
+"""CUDA streams and graph capture, as far as things that are kept between calls must know them.
+
+A tensor that te_mx makes behind the user's back (a packed form, a kept weight) is written on the
+stream of the call that made it. Another stream has not waited for it, and a graph that is being
+captured only records the writing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Without torch's look whether CUDA was initialized: there are tensors on it.
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_raw_device = getattr(torch._C, "_cuda_getDevice", None)
+_raw_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+
+
+def stream(index: int) -> int:
+    """The current stream of a CUDA device as the address that native code takes."""
+    if _raw_stream is not None:
+        return _raw_stream(index)
+    return torch.cuda.current_stream(index).cuda_stream
+
+
+def current(device: torch.device) -> int:
+    """The current stream of a device as a number; 0 where there are none."""
+    return stream(device.index) if device.type == "cuda" else 0
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether the current stream of the device records into a CUDA graph."""
+    if device.type != "cuda":
+        return False
+    if _raw_capturing and _raw_device and device.index == _raw_device():
+        return _raw_capturing()
+    if device.index == torch.cuda.current_device():
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
+class Made(NamedTuple):
+    """Where and when tensors were made that a later call may use on another stream."""
+
+    stream: int
+    event: torch.cuda.Event | None
+
+    @classmethod
+    def now(cls, device: torch.device) -> Made:
+        """After everything enqueued so far on the current stream."""
+        if device.type != "cuda" or capturing(device):
+            return cls(0, None)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        return cls(current(device), event)
+
+    def await_on_current_stream(self, device: torch.device, *tensors: Tensor) -> None:
+        """Let the current stream wait for them, and their memory for the stream. Capture begins
+        after the device was synchronized, so there is nothing to wait for in it.
+        """
+        if self.event is None or self.stream == current(device) or capturing(device):
+            return
+        here = torch.cuda.current_stream(device)
+        here.wait_event(self.event)
+        for tensor in tensors:
+            tensor.record_stream(here)

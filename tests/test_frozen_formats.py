@@ -1,0 +1,112 @@
+"""Frozen weights in every format: freezing, checkpoints, and checkpoints of earlier versions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import te_mx
+from te_mx import formats
+from te_mx.recipe import BlockScaling, Format, MXFP8BlockScaling
+
+pytestmark = pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")
+KINDS = {
+    "Linear": lambda: te_mx.Linear(70, 33),
+    "LayerNormLinear": lambda: te_mx.LayerNormLinear(70, 33),
+    "LayerNormMLP": lambda: te_mx.LayerNormMLP(70, 33),
+    "GroupedLinear": lambda: te_mx.GroupedLinear(3, 70, 33),
+    "stacked": lambda: te_mx.GroupedLinear(3, 70, 33, single_grouped_weight=True),
+}
+every = pytest.mark.parametrize("kind", KINDS)
+named = pytest.mark.parametrize("name", formats.names())
+
+
+def recipe_of(name: str) -> BlockScaling:
+    return BlockScaling(x=name, w=name, g=name)
+
+
+def run(layer, x, recipe=None):
+    args = [[2, 0, 3]] if isinstance(layer, te_mx.GroupedLinear) else []
+    with torch.no_grad(), te_mx.autocast(recipe=recipe):
+        return layer(x, *args)
+
+
+def dropped(kind, recipe):
+    layer = KINDS[kind]()
+    te_mx.freeze_weights(layer, drop_master=True, recipe=recipe)
+    return layer
+
+
+@every
+@named
+def test_frozen_equals_unfrozen(kind, name):
+    layer, x, recipe = KINDS[kind](), torch.randn(5, 70), recipe_of(name)
+    expected = run(layer, x, recipe)
+    te_mx.freeze_weights(layer, recipe=recipe)
+    assert torch.equal(run(layer, x, recipe), expected)
+    te_mx.freeze_weights(layer, drop_master=True)
+    assert torch.equal(run(layer, x, recipe), expected)
+    fmt = formats.get(name)
+    for key in layer._weight_keys:
+        rows, k = layer._shape_of(key)[-2:]
+        codes, scales = layer._codes(key)
+        assert codes.shape[-2:] == fmt.codes_shape(rows, k)
+        assert scales.shape[-2:] == fmt.scales_shape(rows, k)
+    te_mx.unfreeze_weights(layer, dequantize=True)
+    assert torch.equal(run(layer, x, recipe), expected)
+
+
+@every
+@named
+def test_a_checkpoint_names_its_format(kind, name, tmp_path):
+    source, x = dropped(kind, recipe_of(name)), torch.randn(5, 70)
+    torch.save(source.state_dict(), tmp_path / "layer.pt")
+    state = torch.load(tmp_path / "layer.pt", weights_only=True)
+    for layer in (KINDS[kind](), dropped(kind, None), dropped(kind, recipe_of("mxfp4"))):
+        layer.load_state_dict(state)
+        assert layer._frozen.settings == recipe_of(name).settings
+        assert torch.equal(run(layer, x, recipe_of(name)), run(source, x, recipe_of(name)))
+
+
+@every
+@named
+def test_tensors_alone(kind, name):
+    """As safetensors holds them: the module's own format, or MXFP8."""
+    source, x = dropped(kind, recipe_of(name)), torch.randn(5, 70)
+    state = dict(source.state_dict())
+    layer = dropped(kind, recipe_of(name))
+    layer.load_state_dict(state)
+    assert layer._frozen.settings == recipe_of(name).settings
+    assert torch.equal(run(layer, x, recipe_of(name)), run(source, x, recipe_of(name)))
+    plain = KINDS[kind]()
+    if name == "mxfp8_e4m3":
+        for layer in (plain, dropped(kind, recipe_of("mxfp4"))):
+            layer.load_state_dict(state)
+            assert layer._frozen.settings == te_mx.get_default_recipe().settings
+    else:
+        with pytest.raises(RuntimeError, match="codes must be float8_e4m3fn, got torch"):
+            plain.load_state_dict(state)
+        assert plain._frozen is None
+
+
+@every
+def test_a_checkpoint_of_an_earlier_version(kind):
+    recipe = MXFP8BlockScaling(fp8_format=Format.HYBRID, scale_rule="floor")
+    source, x = dropped(kind, recipe), torch.randn(5, 70)
+    state = source.state_dict()
+    saved = state._metadata[""]["te_mx_recipe"]
+    for role in ("x", "w", "g"):
+        del saved[role]
+    saved |= {"fwd_fmt": "e4m3", "bwd_fmt": "e5m2"}
+    layer = KINDS[kind]()
+    layer.load_state_dict(state)
+    assert layer._frozen.settings == recipe.settings
+    assert torch.equal(run(layer, x), run(source, x))
+
+
+@pytest.mark.parametrize("change", [{"w": "mxfp4"}, {"w": "mxfp8_e5m2"}])
+def test_codes_of_another_format(change):
+    state = dropped("Linear", None).state_dict()
+    state._metadata[""]["te_mx_recipe"] |= change
+    with pytest.raises(RuntimeError, match=r"codes must be \w+, got torch.float8_e4m3fn"):
+        te_mx.Linear(70, 33).load_state_dict(state)

@@ -1,0 +1,89 @@
+"""Which problems the kernels of the Hopper backend take, and what they say of others."""
+
+from __future__ import annotations
+
+import as_on_hopper
+import fake_sm90
+import pytest
+import torch
+
+from te_mx.backends.sm90 import binding
+from te_mx.dispatch import forms, registry
+from te_mx.dispatch.problem import Place, Problem
+
+E4M3, E5M2 = "mxfp8_e4m3", "mxfp8_e5m2"
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+    with as_on_hopper.hopper():
+        yield
+
+
+def gemm_problem(index=0, m=8, precision="adaptive"):
+    return Problem(
+        "gemm", Place("cuda", index), f"{E4M3}@rows", f"{E4M3}@cols", m, 8, 8, precision=precision
+    )
+
+
+@pytest.mark.parametrize(
+    ("capability", "module", "said"),
+    [
+        ((8, 9), fake_sm90, "needs a Hopper GPU (sm_90), cuda:0 is sm_89"),
+        ((12, 0), fake_sm90, "sm_120"),
+        ((9, 0), None, "nvcc"),
+    ],
+)
+def test_reasons_not_to_run(monkeypatch, capability, module, said):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(binding, "_problems", {})
+    monkeypatch.setattr(binding, "_native", module)
+    monkeypatch.setattr(binding, "_import_error", None if module else "not built")
+    registry.forget()
+    kernel, declined = registry.choose(gemm_problem())
+    assert kernel.name == "reference"
+    assert said in dict(declined)["sm90_adaptive"]
+    assert said in dict(declined)["sm90_exact"]
+    sides = f"{E4M3}@rows", f"{E4M3}@cols"
+    assert registry.pick("gemm", as_on_hopper.HOPPER, *sides, (8, 8, 8)).name == "reference"
+
+
+def test_the_table_of_kernels_on_hopper():
+    device, sides = as_on_hopper.HOPPER, (f"{E4M3}@rows", f"{E4M3}@cols")
+    for precision in ("adaptive", "exact"):
+        name = f"sm90_{precision}"
+        assert registry.choose(gemm_problem(precision=precision))[0].name == name
+        for sizes, want in (((8, 8, 8), name), ((0, 8, 8), "zero_size")):
+            picked = registry.pick("gemm", device, *sides, sizes, precision=precision)
+            assert picked.name == want
+    found = forms.forms(device, E4M3, E5M2, "adaptive", 5)
+    assert found == (f"{E4M3}@sm90:5", f"{E4M3}@sm90:5")
+    assert forms.forms(device, E4M3, E5M2, "exact", 5) == (f"{E4M3}@rows", f"{E4M3}@rows")
+    tokens = forms.forms(device, E4M3, E5M2, "adaptive", 5, "gemm_rows")
+    assert tokens == (f"{E4M3}@sm90_rows:5", f"{E4M3}@sm90_k:5")
+
+
+def test_formats_and_rules_that_native_code_does_not_know():
+    """Their kernels are asked, and say why not."""
+    for spec, rule, said in (
+        ("mxfp4@rows", "rceil", "takes mxfp8_e4m3, mxfp8_e5m2, not mxfp4"),
+        (f"{E4M3}@rows", "even", "knows the scale rules rceil, floor, not even"),
+        (f"{E4M3}@grouped_cols", "rceil", "takes the layouts rows, cols, sm90, not grouped_cols"),
+    ):
+        for op, (lhs, rhs) in (("quantize", (spec, "")), ("gemm", (f"{E5M2}@rows", spec))):
+            problem = gemm_problem()._replace(op=op, lhs=lhs, rhs=rhs, rule=rule)
+            kernel, declined = registry.choose(problem)
+            name = "sm90" if op == "quantize" else "sm90_adaptive"
+            assert kernel.name == "reference" and dict(declined)[name] == said
+
+
+def test_directions_that_one_read_does_not_make():
+    for row, col in (
+        (f"{E4M3}@rows", f"{E5M2}@rows"),
+        (f"{E4M3}@sm90:8", f"{E4M3}@rows"),
+        (f"{E4M3}@sm90:8", f"{E4M3}@sm90:3"),
+        (f"{E4M3}@cols", f"{E4M3}@rows"),
+    ):
+        problem = gemm_problem()._replace(op="quantize", lhs=row, rhs=col)
+        kernel, declined = registry.choose(problem)
+        assert kernel.name == "reference" and "makes" in dict(declined)["sm90"]
