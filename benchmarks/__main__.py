@@ -54,6 +54,7 @@ CUDA_BENCHMARKS: dict[str, Callable[[GpuContext], Iterator[Row]]] = {
     "grouped_cuda": bench_grouped_cuda.grouped,
     "grouped_plain_cuda": bench_grouped_plain_cuda.plain,
     "overhead_cuda": bench_linear_cuda.host,
+    "overhead_gemm_cuda": bench_linear_cuda.host_gemm,
     "graph_cuda": bench_linear_cuda.graph,
     "workspace_cuda": bench_linear_cuda.workspace,
 }

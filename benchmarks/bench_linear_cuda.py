@@ -21,6 +21,7 @@ LINEAR = [  # tokens, out features, in features
 SMALL = (1024, 1024, 1024)
 QUICK = (64, 96, 128)
 HOST = Target(0.40, 0.25, "ms", lower_is_better=True)
+HOST_GEMM = Target(0.015, 0.012, "ms", lower_is_better=True)
 GRAPH = Target(1.0, 1.2)
 QUANTIZE = [(8192, 8192), (16384, 4096)]
 QUANTIZE_TARGET = Target(0.80, 0.92)
@@ -95,6 +96,23 @@ def host(context: GpuContext) -> Iterator[Row]:
     yield Row(
         "host fwd+bwd", f"{m} {n} {k}", ours.kernel, seconds * 1e6, "", None,
         "beside nn.Linear bf16", seconds * 1e3, HOST, f"{times.seconds('bf16') * 1e3:.3f} ms",
+    )  # fmt: skip
+
+
+def host_gemm(context: GpuContext) -> Iterator[Row]:
+    """Host time of te_mx.gemm on tensors that stand still, until the call returns."""
+    m, n, k = context.pick([(128, 128, 128)], [QUICK])[0]
+    a, b = context.randn(n, k, seed=1), context.randn(m, k, seed=2)
+    A, B, a_t = te_mx.quantize(a), te_mx.quantize(b), a.t()
+    calls: dict[str, Call] = {
+        "ours": lambda i: te_mx.gemm(A, B),
+        "bf16": lambda i: torch.mm(b, a_t),
+    }
+    times = interleaved(calls, context.effort, warm_up=20, clock=context.host_clock)
+    seconds = times.seconds("ours")
+    yield Row(
+        "host gemm", f"{m} {n} {k}", te_mx.explain(A, B).kernel, seconds * 1e6, "", None,
+        "beside torch.mm bf16", seconds * 1e3, HOST_GEMM, f"{times.seconds('bf16') * 1e3:.4f} ms",
     )  # fmt: skip
 
 

@@ -83,6 +83,7 @@ CUDA_ROWS = {
         ("grouped one copy fwd+bwd", "grouped dropped fwd", "grouped main_grads f+b")
     ),
     "overhead_cuda": {"host fwd+bwd": (0.4, 0.25)},
+    "overhead_gemm_cuda": {"host gemm": (0.015, 0.012)},
     "workspace_cuda": {"workspace": None},
 }
 
