@@ -14,8 +14,8 @@ from te_mx import context
 from te_mx.arguments import check_flag
 from te_mx.autograd import grouped as autograd
 from te_mx.autograd import transforms
-from te_mx.autograd.grouped_operands import GroupForms
 from te_mx.autograd.steps import mode_of
+from te_mx.autograd.steps_grouped import GroupForms
 from te_mx.dispatch.grouped_calls import Groups
 from te_mx.epilogue import check_dtype
 from te_mx.grouped_arguments import (
@@ -210,7 +210,7 @@ def _wgrad(
     groups = Groups(on_device(offs, form.x.col, inp))
 
     def columns(x: Tensor, spec: str) -> Operand:
-        made = quantize_grouped(x, groups, col=spec, rule=settings.scale_rule).col
+        made = quantize_grouped(x, groups, col=spec, rule=form.rule).col
         assert made is not None
         return made
 

@@ -16,7 +16,7 @@ from norm_modules import filled
 from torch import Tensor, nn
 
 import te_mx
-from te_mx.autograd import grouped, grouped_operands, steps
+from te_mx.autograd import grouped, steps, steps_grouped
 from te_mx.recipe import MXFP8BlockScaling
 
 FLOOR = MXFP8BlockScaling(scale_rule="floor")
@@ -76,7 +76,7 @@ def test_frozen_equals_unfrozen(kind, drop_master, monkeypatch):
     assert te_mx.freeze_weights(model, drop_master=drop_master) == 1
     # No weight is quantized again.
     monkeypatch.setattr(steps, "plan_weight", None)
-    for module in (grouped, grouped_operands):
+    for module in (grouped, steps_grouped):
         monkeypatch.setattr(module, "quantize_weights", None)
     for _ in range(2):
         assert torch.equal(run(model, x), expected)

@@ -222,7 +222,7 @@ def test_frozen_weights() -> None:
 def test_recipes_with_another_backward_loop_over_the_groups(
     stacked: bool, frozen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(autograd, "other_backward", lambda settings: True)
+    monkeypatch.setattr(autograd, "by_steps", lambda settings: False)
     layer = te_mx.GroupedLinear(4, 64, 48, single_grouped_weight=stacked)
     x = torch.randn(70, 64)
     with te_mx.autocast():

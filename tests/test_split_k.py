@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import te_mx
 from te_mx import ops
 from te_mx.autograd import steps
-from te_mx.autograd.operands import KeptWeight
+from te_mx.autograd.steps_kept import KeptWeight
 from te_mx.backends.reference.quantize import quantize
 from te_mx.backends.sm90 import binding, split_k
 from te_mx.dispatch import registry

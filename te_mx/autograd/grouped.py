@@ -23,17 +23,15 @@ from torch import Tensor
 from te_mx.autograd.backward import outputs, place, run_backward, tag_of
 from te_mx.autograd.grouped_loop import Call, GroupedLoopFunction, bounds_of
 from te_mx.autograd.grouped_operands import (
-    GroupForms,
     Groups,
-    KeptWeights,
     col_sums,
     gradients_of,
-    other_backward,
     split_parts,
 )
-from te_mx.autograd.operands import flatten, needs_columns, shaped, unflatten
 from te_mx.autograd.saved import NOTHING, Kept
-from te_mx.autograd.steps import DGRAD, WGRAD, mode_of
+from te_mx.autograd.shapes import flatten, shaped, unflatten
+from te_mx.autograd.steps import DGRAD, WGRAD, by_steps, mode_of, needs_columns
+from te_mx.autograd.steps_grouped import GroupForms, KeptWeights
 from te_mx.autograd.wgrad import INPUT, GroupedWgrad, Reads, WeightGradient
 from te_mx.dispatch.groups import host_bounds
 from te_mx.ops import Epilogue, Operand, Stack, gemm_2d
@@ -77,7 +75,7 @@ class GroupedLinearFunction(torch.autograd.Function):
         groups = Groups(there, call.capacity)
         columns = need_dw and not call.save_x
         q = quantize_grouped(
-            flatten(x), groups, form.x.row, form.x.col if columns else "", rule=settings.scale_rule
+            flatten(x), groups, form.x.row, form.x.col if columns else "", rule=form.rule
         )
         w_row, w_col = _weights(weights, form, call, need_dx)
         assert q.row is not None
@@ -85,7 +83,7 @@ class GroupedLinearFunction(torch.autograd.Function):
             q.row, w_row, groups, bias=bias, out_dtype=call.out_dtype, tag=call.tag,
             mode=mode_of(settings),
         )  # fmt: skip
-        if settings.one_copy:
+        if form.one_copy:
             w_col = w_row  # its columns are made in backward
         ctx.weights = (
             None
@@ -115,7 +113,7 @@ def _weights(
     if kept is not None and (kept.row.layout.exact or not form.x.row.endswith("@rows")):
         return kept.row, kept.col
     col = form.w.col if needs_columns(settings, need_dx) else ""
-    return quantize_weights(weights, form.w.row, col, rule=settings.scale_rule)
+    return quantize_weights(weights, form.w.row, col, rule=form.rule)
 
 
 def _backward(ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -123,7 +121,7 @@ def _backward(ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor) -> tuple[Tens
     count, call, form = ctx.count, ctx.call, ctx.form
     need_dw, need_db = need[:count], need[count:]
     host_offs, offs = tensors[:2]
-    settings, tag, mode = call.settings, call.tag, mode_of(call.settings)
+    tag, mode = call.tag, mode_of(call.settings)
     groups = Groups(offs.contiguous(), call.capacity)
     x_dtype, w_dtype, b_dtype = ctx.dtypes
     g_RN = flatten(grad)
@@ -135,13 +133,13 @@ def _backward(ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor) -> tuple[Tens
 
     q = quantize_grouped(
         g_RN, groups, form.g.row if need_dx else "", form.g.col if any(need_dw) else "",
-        rule=settings.scale_rule, col_sum=any(need_db),
+        rule=form.rule, col_sum=any(need_db),
     )  # fmt: skip
     if need_dx:
         codes, scales, packed = tensors[5:8]
         w_col = ctx.weights._replace(codes=codes, scales=scales, packed=packed)
-        if settings.one_copy:
-            w_col = columns_of_weights(w_col, form.w.col, settings.scale_rule)
+        if form.one_copy:
+            w_col = columns_of_weights(w_col, form.w.col, form.rule)
         assert q.row is not None
         dx_RK = gemm_rows(
             q.row, w_col, groups, out_dtype=x_dtype, tag=tag_of(tag, DGRAD), mode=mode
@@ -165,7 +163,7 @@ def _wgrad(
     x_kept: Kept, g_col: Operand, groups: Groups, call: GroupedCall, form: GroupForms, stacked: bool
 ) -> GroupedWgrad:
     """dw [G, N, K], or [G * N, K] for separate weights: what they are when concatenated."""
-    settings, mode, tag = call.settings, mode_of(call.settings), tag_of(call.tag, WGRAD)
+    mode, tag = mode_of(call.settings), tag_of(call.tag, WGRAD)
     made: list[Operand] = []
     reads: Reads = () if x_kept.spec else ((INPUT, x_kept.tensors[0]),)  # type: ignore[assignment]
 
@@ -179,7 +177,7 @@ def _wgrad(
             return x_kept.as_operand()
         x = x_kept.tensors[0]  # x itself was saved
         assert x is not None
-        q = quantize_grouped(flatten(x), groups, col=form.x.col, rule=settings.scale_rule)
+        q = quantize_grouped(flatten(x), groups, col=form.x.col, rule=form.rule)
         assert q.col is not None
         return q.col
 
@@ -219,7 +217,7 @@ def grouped_linear(x: Tensor, offs: Tensor, parts: Sequence[Tensor], call: Group
     """
     settings = call.settings
     if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in parts)):
-        if other_backward(settings):
+        if not by_steps(settings):
             bounds = bounds_of(offs, call.capacity, len(flatten(x)))
             still = None if call.kept is None else (call.kept.row, call.kept.col)
             loop = Call(
@@ -241,7 +239,7 @@ def infer(
     settings = call.settings
     form = GroupForms.of(x, w_row.codes, settings)
     groups = Groups(on_device(offs, form.x.row, x), call.capacity)
-    q = quantize_grouped(flatten(x), groups, form.x.row, rule=settings.scale_rule)
+    q = quantize_grouped(flatten(x), groups, form.x.row, rule=form.rule)
     assert q.row is not None
     y_RN = gemm_rows(
         q.row, w_row, groups, bias=bias_GN, out_dtype=call.out_dtype, tag=call.tag,

@@ -16,9 +16,10 @@ from torch import Tensor
 from te_mx.autograd import high_precision, steps
 from te_mx.autograd.backward import outputs, place, run_backward, tag_of
 from te_mx.autograd.grouped_operands import gradients_of
-from te_mx.autograd.operands import KeptWeight, flatten, shaped, unflatten
 from te_mx.autograd.saved import NOTHING, Kept
+from te_mx.autograd.shapes import flatten, shaped, unflatten
 from te_mx.autograd.steps import DGRAD, WGRAD
+from te_mx.autograd.steps_kept import KeptWeight
 from te_mx.autograd.wgrad import INPUT, OUTPUT_GRADIENT, GroupedWgrad, WeightGradient, Wgrad
 from te_mx.dispatch.groups import host_bounds, known_to_host
 from te_mx.ops import Stack, quantized

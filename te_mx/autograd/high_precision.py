@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from te_mx.autograd import transforms
-from te_mx.autograd.operands import flatten, shaped
+from te_mx.autograd.shapes import flatten, shaped
 from te_mx.autograd.wgrad import INPUT, OUTPUT_GRADIENT, WeightGradient, Wgrad, refuse_graph
 
 HIGH_PRECISION = "high precision"  # what te_mx.audit says in place of a kernel

@@ -27,8 +27,9 @@ from torch import Tensor
 from te_mx.autograd import normalization, steps
 from te_mx.autograd.backward import outputs, place, run_backward, tag_of
 from te_mx.autograd.normalization import NormStep
-from te_mx.autograd.operands import KeptWeight, flatten, shaped, unflatten
+from te_mx.autograd.shapes import flatten, shaped, unflatten
 from te_mx.autograd.steps import DGRAD, WGRAD
+from te_mx.autograd.steps_kept import KeptWeight
 from te_mx.autograd.wgrad import WeightGradient
 from te_mx.dispatch.fused import NormParts
 from te_mx.ops import Operand

@@ -29,9 +29,10 @@ from torch import Tensor
 from te_mx.autograd import normalization, steps
 from te_mx.autograd.backward import outputs, place, run_backward, tag_of
 from te_mx.autograd.normalization import NormStep
-from te_mx.autograd.operands import KeptWeight, flatten, shaped, unflatten
 from te_mx.autograd.saved import Kept
+from te_mx.autograd.shapes import flatten, shaped, unflatten
 from te_mx.autograd.steps import DGRAD, WGRAD
+from te_mx.autograd.steps_kept import KeptWeight
 from te_mx.autograd.wgrad import WeightGradient
 from te_mx.dispatch.fused import Activation, ActStep
 from te_mx.ops import Epilogue, Operand, Quantized, gemm_2d, quantized

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from te_mx.autograd import one_call, steps
 from te_mx.autograd.backward import outputs, place, run_backward, tag_of
-from te_mx.autograd.operands import KeptWeight, flatten, shaped, unflatten
 from te_mx.autograd.saved import Kept
+from te_mx.autograd.shapes import flatten, shaped, unflatten
 from te_mx.autograd.steps import DGRAD, WGRAD
+from te_mx.autograd.steps_kept import KeptWeight
 from te_mx.autograd.wgrad import WeightGradient
 from te_mx.ops import Operand
 from te_mx.recipes.settings import Settings

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from te_mx.autograd.operands import flatten, shaped
+from te_mx.autograd.shapes import flatten, shaped
 from te_mx.dispatch import fused
 from te_mx.dispatch.fused import Norm, NormParts
 from te_mx.ops import Target, quantized

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from te_mx.autograd.backward import outputs, run_backward
 from te_mx.autograd.saved import NOTHING, Kept
-from te_mx.autograd.steps import DGRAD, WGRAD
+from te_mx.autograd.steps import DGRAD, WGRAD, in_one_call
 from te_mx.ops.library import is_direct
 from te_mx.ops.linear import LinearKernel, LinearPlan, LinearProblem, infer, linear_kernel
 from te_mx.runtime.ran import LAST_RUN
@@ -29,9 +29,7 @@ def kernel_of(
         call.kept is not None
         or call.sink is not None
         or call.save_x
-        or settings.backward is not None
-        or settings.wgrad_hp
-        or settings.one_copy
+        or not in_one_call(settings)
         or not (x.requires_grad or weight_NK.requires_grad)
         or (bias_N is not None and bias_N.device != x.device)
         or not is_direct(x, weight_NK, bias_N)

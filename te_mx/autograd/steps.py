@@ -1,5 +1,7 @@
 """The steps of a linear layer: what is quantized to what, what backward keeps, and the three GEMMs.
-The only place that reads a recipe; the autograd functions of all families are made of it.
+The only place that reads a recipe, with steps_kept.py (weights that stand still) and
+steps_grouped.py (tokens and weights of groups); the autograd functions of all families are made of
+it.
 
 Shapes: M tokens, N out_features, K in_features; x [M, K], w [N, K], g [M, N].
 
@@ -23,21 +25,20 @@ the tensor itself   the tensor itself      "high_precision"; x: wgrad_with_hp
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from te_mx.autograd import high_precision
-from te_mx.autograd.operands import KeptWeight, flatten, needs_columns, packs
 from te_mx.autograd.saved import NOTHING, Kept
+from te_mx.autograd.shapes import flatten
 from te_mx.autograd.wgrad import INPUT, OUTPUT_GRADIENT, Reads, Wgrad
 from te_mx.dispatch.registry import derived
 from te_mx.ops import (
     Epilogue,
     Forms,
     GemmParts,
-    Made,
     Mode,
     Operand,
     Quantize,
@@ -46,13 +47,15 @@ from te_mx.ops import (
     dequantize_2d,
     forms,
     gemm_2d,
-    kept_form,
     quantize_2d,
     quantize_two_2d,
     quantized,
 )
 from te_mx.recipes.settings import Settings
 from te_mx.runtime.ran import LAST_RUN
+
+if TYPE_CHECKING:
+    from te_mx.autograd.steps_kept import KeptWeight
 
 FPROP, DGRAD, WGRAD = 0, 1, 2
 GEMMS = ("fprop", "dgrad", "wgrad")
@@ -101,6 +104,32 @@ def _make_roles(device: torch.device, settings: Settings, op: str) -> Roles:
         return Forms(row, forms(device, fmt, col_with, *rest).col)
 
     return Roles(of(x, w, g), of(w, x, g), of(g, w, x))
+
+
+def needs_columns(settings: Settings, need_dx: bool) -> bool:
+    """Whether dgrad starts from a columnwise copy made in forward."""
+    return need_dx and settings.backward is None and not settings.one_copy
+
+
+def same_weight(one: Settings, other: Settings) -> bool:
+    """Whether a weight gets the same codes."""
+    return (one.w, one.scale_rule, one.one_copy) == (other.w, other.scale_rule, other.one_copy)
+
+
+def by_steps(settings: Settings) -> bool:
+    """Whether backward is GEMMs on operands quantized from what they are made of, and no other."""
+    return settings.backward is None and not settings.wgrad_hp
+
+
+def in_one_call(settings: Settings) -> bool:
+    """Whether backward reads columnwise copies that forward made of both, and nothing else."""
+    return by_steps(settings) and not settings.one_copy
+
+
+def packs(settings: Settings) -> bool:
+    """Whether a weight's rowwise copy may be packed: backward starts from plain codes otherwise,
+    because packed ones do not decode to the same values."""
+    return not settings.one_copy and settings.backward != "dequantized"
 
 
 def at_rest(fmt: str) -> str:
@@ -189,21 +218,6 @@ def kept_for_dgrad(
     operand = col if packs(settings) else row
     assert operand is not None
     return Kept.operand(operand)
-
-
-def kept_weight(weight_NK: Tensor, settings: Settings, need_dx: bool) -> KeptWeight:
-    """Quantize a weight that stands still, and pack it unless its plain codes are what is kept."""
-    # Made outside of inference_mode, because a training step may use it later.
-    with torch.inference_mode(False), torch.no_grad():
-        row, col = weight_operands(None, weight_NK, settings, need_dx)
-        device = row.codes.device
-        if not packs(settings):
-            return KeptWeight(settings, row, None, Made.now(device))
-        mode, given = mode_of(settings), roles(device, settings)
-        row = kept_form(row, "rhs", mode, given.x.row)
-        if col is not None:
-            col = kept_form(col, "rhs", mode, given.g.row)
-    return KeptWeight(settings, row, col, Made.now(device))
 
 
 def columns_of(row: Operand, settings: Settings) -> Operand:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_mx.autograd.steps import at_rest, kept_weight
+from te_mx.autograd.steps import at_rest
+from te_mx.autograd.steps_kept import kept_weight
 from te_mx.nn.frozen_sources import Sources
 from te_mx.ops import FLOAT_DTYPES, Operand, dequantize_2d, quantize_2d
 from te_mx.recipes.settings import Settings

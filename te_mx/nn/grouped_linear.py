@@ -14,7 +14,7 @@ from te_mx.autograd import joining, transforms
 from te_mx.autograd.grouped import GroupedCall, grouped_linear, infer
 from te_mx.autograd.grouped_loop import high_precision_loop
 from te_mx.autograd.grouped_operands import Groups
-from te_mx.autograd.operands import flatten
+from te_mx.autograd.shapes import flatten
 from te_mx.context import is_tracing
 from te_mx.nn import constructors, delayed_wgrad
 from te_mx.nn.frozen_state import SCALES

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from te_mx.autograd import joining
-from te_mx.autograd.grouped_operands import KeptWeights, kept_weights
 from te_mx.autograd.steps import at_rest
+from te_mx.autograd.steps_grouped import KeptWeights, kept_weights
 from te_mx.nn.frozen_weight import Freezable
 from te_mx.ops import Stack, dequantize_2d
 from te_mx.ops.grouped_quantize import quantize_weights

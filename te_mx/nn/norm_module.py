@@ -14,7 +14,7 @@ from te_mx.arguments import check_number, is_one_of, shown
 from te_mx.autograd import transforms
 from te_mx.autograd.high_precision import HighPrecisionLinear
 from te_mx.autograd.normalization import NormStep
-from te_mx.autograd.operands import KeptWeight
+from te_mx.autograd.steps_kept import KeptWeight
 from te_mx.autograd.wgrad import Queue, WeightGradient
 from te_mx.dispatch.fused import NORMS, Norm
 from te_mx.nn import constructors

@@ -1,16 +1,21 @@
-"""Shapes and weights that stand still: what the autograd functions of all families share beside
-the steps.
-"""
+"""The steps of a weight that stands still: quantized once for several calls."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from te_mx.ops import Made, Operand, forms
+from te_mx.autograd.steps import (
+    mode_of,
+    needs_columns,
+    packs,
+    roles,
+    same_weight,
+    weight_operands,
+)
+from te_mx.ops import Made, Operand, forms, kept_form
 from te_mx.recipes.settings import Settings
 
 
@@ -53,33 +58,16 @@ class KeptWeight(NamedTuple):
         )
 
 
-def needs_columns(settings: Settings, need_dx: bool) -> bool:
-    """Whether dgrad starts from a columnwise copy made in forward."""
-    return need_dx and settings.backward is None and not settings.one_copy
-
-
-def same_weight(one: Settings, other: Settings) -> bool:
-    """Whether a weight gets the same codes."""
-    return (one.w, one.scale_rule, one.one_copy) == (other.w, other.scale_rule, other.one_copy)
-
-
-def packs(settings: Settings) -> bool:
-    """Whether a weight's rowwise copy may be packed: backward starts from plain codes otherwise,
-    because packed ones do not decode to the same values."""
-    return not settings.one_copy and settings.backward != "dequantized"
-
-
-def flatten(x: Tensor) -> Tensor:
-    """[..., K] -> [M, K]; sizes of 0 included."""
-    return x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
-
-
-def shaped(t_MN: Tensor, shape: Sequence[int]) -> Tensor:
-    """[M, N] -> [..., N], no view: autograd lets nobody change the view that a Function returns in
-    place. It shares its version with t_MN, so that a change after t_MN was saved is noticed."""
-    return t_MN if len(shape) == 2 else t_MN.view(shape).detach()
-
-
-def unflatten(y_MN: Tensor, x: Tensor) -> Tensor:
-    """[M, N] -> [..., N] with the leading dimensions of x [..., K]."""
-    return y_MN if x.dim() == 2 else shaped(y_MN, (*x.shape[:-1], y_MN.shape[1]))
+def kept_weight(weight_NK: Tensor, settings: Settings, need_dx: bool) -> KeptWeight:
+    """Quantize a weight that stands still, and pack it unless its plain codes are what is kept."""
+    # Made outside of inference_mode, because a training step may use it later.
+    with torch.inference_mode(False), torch.no_grad():
+        row, col = weight_operands(None, weight_NK, settings, need_dx)
+        device = row.codes.device
+        if not packs(settings):
+            return KeptWeight(settings, row, None, Made.now(device))
+        mode, given = mode_of(settings), roles(device, settings)
+        row = kept_form(row, "rhs", mode, given.x.row)
+        if col is not None:
+            col = kept_form(col, "rhs", mode, given.g.row)
+    return KeptWeight(settings, row, col, Made.now(device))

@@ -1,0 +1,96 @@
+"""The steps of grouped linear layers that read the recipe: in which forms tokens and weights are
+quantized, and weights that stand still."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_mx.autograd.steps import at_rest, mode_of, needs_columns, packs, roles, same_weight
+from te_mx.ops import Forms, Made, Stack
+from te_mx.ops.grouped_gemm import kept_stack
+from te_mx.ops.grouped_quantize import quantize_weights
+from te_mx.recipes.settings import Settings
+
+
+class KeptWeights(NamedTuple):
+    """Weights quantized once for several calls: rowwise, and columnwise where backward needs it."""
+
+    settings: Settings
+    row: Stack
+    col: Stack | None
+    made: Made
+
+    def on_current_stream(self) -> KeptWeights:
+        """These weights, once the current stream has waited for them."""
+        stacks = (self.row, self.col) if self.col is not None else (self.row,)
+        tensors = [t for stack in stacks for t in (stack.codes, stack.scales)]
+        self.made.await_on_current_stream(self.row.codes.device, *tensors)
+        return self
+
+    def serves(self, settings: Settings, device: torch.device, need_col: bool) -> bool:
+        """Whether a call with these settings on this device would quantize to the same."""
+        asked = weight_forms(device, settings)
+        return (
+            (self.col is not None or not needs_columns(settings, need_col))
+            and self.row.codes.device == device
+            and same_weight(self.settings, settings)
+            and self.row.spec == asked.row
+            and (self.col is None or self.col.spec == asked.col)
+        )
+
+
+class GroupForms(NamedTuple):
+    """Specs of the operands of one call: tokens x and g by groups, weights."""
+
+    x: Forms
+    g: Forms
+    w: Forms
+    rule: str
+    one_copy: bool  # dgrad starts from the rowwise codes of the weights
+
+    @classmethod
+    def of(cls, x: Tensor, weight: Tensor, settings: Settings) -> GroupForms:
+        device = x.device
+        if x.numel() and weight.numel():
+            tokens = roles(device, settings, "gemm_rows")
+            rest = settings.scale_rule, settings.one_copy
+            return cls(tokens.x, tokens.g, weight_forms(device, settings), *rest)
+        # The quantizers of groups pack nothing that is empty.
+        x_fmt, g_fmt, w_fmt = settings.x, settings.g, settings.w
+        return cls(
+            Forms(at_rest(x_fmt), f"{x_fmt}@grouped_cols"),
+            Forms(at_rest(g_fmt), f"{g_fmt}@grouped_cols"),
+            Forms(at_rest(w_fmt), f"{w_fmt}@cols"),
+            settings.scale_rule,
+            settings.one_copy,
+        )
+
+
+def weight_forms(device: torch.device, settings: Settings) -> Forms:
+    """Specs of weights; those whose bytes are kept are packed when they are multiplied."""
+    form = roles(device, settings).w
+    if form.col == at_rest(settings.w):  # plain columns of all weights lie as the weights do
+        form = form._replace(col=f"{settings.w}@cols")
+    return form if packs(settings) else form._replace(row=at_rest(settings.w))
+
+
+def kept_weights(weights: Sequence[Tensor], settings: Settings, need_col: bool) -> KeptWeights:
+    """Quantize and pack weights that stand still."""
+    # Made outside of inference_mode, because a training step may use it later.
+    with torch.inference_mode(False), torch.no_grad():
+        first = weights[0]
+        form = GroupForms.of(first, first, settings).w
+        row, col = quantize_weights(
+            weights, form.row, form.col if needs_columns(settings, need_col) else "",
+            rule=settings.scale_rule,
+        )  # fmt: skip
+        if not packs(settings):
+            return KeptWeights(settings, row, None, Made.now(row.codes.device))
+        mode, given = mode_of(settings), roles(first.device, settings, "gemm_rows")
+        packed = None if col is None else kept_stack(col, mode, given.g.row)
+        made = Made.now(row.codes.device)
+        return KeptWeights(settings, kept_stack(row, mode, given.x.row), packed, made)
