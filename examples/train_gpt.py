@@ -39,7 +39,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    p.add_argument("--steps", type=int, default=d.steps)
+    p.add_argument(
+        "--steps", type=int, default=argparse.SUPPRESS,
+        help=f"(default: {d.steps}; half of it on a CPU without bf16 instructions)",
+    )  # fmt: skip
     p.add_argument(
         "--preset", choices=train.PRESETS, default=argparse.SUPPRESS,
         help=f"size of the model (default: {d.preset}, large on a GPU)",
@@ -74,8 +77,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if "preset" not in args:
         small, large = ("moe", "moe-large") if args.mixture else (d.preset, "large")
         args.preset = small if args.device == "cpu" else large
-    if "dtype" not in args:
-        args.dtype = precision.usual_dtype(args.device)
+    usual = precision.usual_dtype(args.device)
+    args.dtype = getattr(args, "dtype", usual)
+    # Without bf16 instructions a step takes a second or two.
+    args.steps = getattr(args, "steps", d.steps if usual == "bf16" else d.steps // 2)
     preset = train.PRESETS[args.preset]
     args.batch = getattr(args, "batch", preset.batch)
     args.lr = getattr(args, "lr", preset.lr)
