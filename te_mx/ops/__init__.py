@@ -10,6 +10,7 @@ from te_mx.dispatch.calls import FLOAT_DTYPES, Epilogue, GemmParts, Mode, Quanti
 from te_mx.dispatch.forms import Forms, forms
 from te_mx.dispatch.fused import Target
 from te_mx.layouts.operand import Operand, Quantized, Stack
+from te_mx.ops import flops as _flops  # noqa: F401 (tells torch's counter)
 from te_mx.ops.gemm import gemm_2d, kept_form, many_rows
 from te_mx.ops.quantize import (
     convert_2d,

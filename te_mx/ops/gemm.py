@@ -59,10 +59,10 @@ def gemm_2d(
     rest = (bias, gelu or "", gelu_in, bias_grad or "", *mode)
     kept = (aux_dtype or (out_dtype if out is None else out.dtype)) if want_aux else None
     if out is None:
-        out, aux, sums = _GEMM(*sides, *rest, out_dtype, kept, tag)
+        out, aux, sums = GEMM(*sides, *rest, out_dtype, kept, tag)
     else:
         checks.writable(out)
-        aux, sums = _GEMM_OUT(*sides, *rest, out, accumulate, kept, tag)
+        aux, sums = GEMM_OUT(*sides, *rest, out, accumulate, kept, tag)
     has_aux = want_aux and gelu is not None and gelu_in is None
     return GemmParts(out, aux if has_aux else None, sums if bias_grad else None)
 
@@ -206,13 +206,13 @@ def _gemm_out_fake(*args: Any) -> tuple[Tensor, ...]:
     return _fake(args, args[19], args[21])
 
 
-_GEMM = define(
+GEMM = define(
     f"gemm({_SIDES}, ScalarType out_dtype, ScalarType? aux_dtype, int tag)"
     " -> (Tensor, Tensor, Tensor)",
     _gemm,
     _gemm_fake,
 )
-_GEMM_OUT = define(
+GEMM_OUT = define(
     f"gemm_out({_SIDES}, Tensor(a!) out, bool accumulate, ScalarType? aux_dtype, int tag)"
     " -> (Tensor, Tensor)",
     _gemm_out,

@@ -63,7 +63,7 @@ def gemm_rows(
     """
     if is_direct(lhs.codes, lhs.scales, rhs.codes, rhs.scales, groups.offs, bias):
         return _run_rows(lhs, rhs, groups, bias, out_dtype, tag, mode)
-    return _ROWS(
+    return GEMM_ROWS(
         lhs.codes, lhs.scales, lhs.spec, lhs.rows, lhs.k, rhs.codes, rhs.scales, rhs.packed,
         rhs.spec, rhs.groups, rhs.rows, *groups, bias, out_dtype, tag, mode.precision, mode.spread,
     )  # fmt: skip
@@ -108,7 +108,7 @@ def _rows_fake(*args: Any) -> Tensor:
     return codes.new_empty((rows, n), dtype=out_dtype)
 
 
-_ROWS = define(
+GEMM_ROWS = define(
     "gemm_rows(Tensor lhs_codes, Tensor lhs_scales, str lhs_spec, SymInt lhs_rows, SymInt k, "
     "Tensor rhs_codes, Tensor rhs_scales, Tensor? rhs_packed, str rhs_spec, SymInt groups, "
     "SymInt rhs_rows, Tensor offs, SymInt capacity, Tensor? bias, ScalarType out_dtype, int tag, "
@@ -147,7 +147,7 @@ def gemm_k(
         _run_k(lhs, rhs, groups, out, accumulate, tag, mode)
     else:
         checks.writable(out)
-        _K(
+        GEMM_K(
             lhs.codes, lhs.scales, lhs.spec, lhs.rows, rhs.codes, rhs.scales, rhs.spec, rhs.rows,
             lhs.k, *groups, out, accumulate, tag, mode.precision, mode.spread,
         )  # fmt: skip
@@ -225,7 +225,7 @@ def _k_fake(*args: Any) -> None:
     checks.one_device(codes.device, ("out",), (args[11],))
 
 
-_K = define(
+GEMM_K = define(
     "gemm_k(Tensor lhs_codes, Tensor lhs_scales, str lhs_spec, SymInt lhs_rows, Tensor rhs_codes, "
     "Tensor rhs_scales, str rhs_spec, SymInt rhs_rows, SymInt k, Tensor offs, SymInt capacity, "
     "Tensor(a!) out, bool accumulate, int tag, str precision, int spread) -> ()",
