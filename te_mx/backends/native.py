@@ -8,12 +8,29 @@ from te_mx.backends.base import PLAIN, SCALE_RULES, QuantizedParts
 from te_mx.backends.base import Operand as NativeOperand
 from te_mx.backends.base import StackedOperand as NativeStack
 from te_mx.dispatch.fused import Target
+from te_mx.dispatch.problem import Problem
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized, Stack
 
 _ORDERS = {"rows": "k_last", "cols": "k_first", "grouped_cols": "k_first"}
 _SHORT = {"mxfp8_e4m3": "e4m3", "mxfp8_e5m2": "e5m2"}
+FORMATS = tuple(_SHORT)  # that native code knows
 _known = {"": ("e4m3", "k_last")}
+
+
+def unknown(problem: Problem, layouts: tuple[str, ...]) -> str | None:
+    """Why native code that reads these layouts (names up to a colon) does not run a problem: the
+    scale rule, a format or a layout; None when it knows them all."""
+    if problem.rule not in SCALE_RULES:
+        return f"knows the scale rules {', '.join(SCALE_RULES)}, not {problem.rule}"
+    for spec in (problem.lhs, problem.rhs):
+        if spec:
+            fmt, layout = spec_of(spec)
+            if fmt.name not in FORMATS:
+                return f"takes {', '.join(FORMATS)}, not {fmt.name}"
+            if layout.name.partition(":")[0] not in (*layouts, "any"):
+                return f"takes the layouts {', '.join(layouts)}, not {layout.name}"
+    return None
 
 
 def words_of(spec: str) -> tuple[str, str]:

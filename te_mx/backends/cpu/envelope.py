@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from te_mx.backends.cpu import binding
+from te_mx.backends.native import unknown
 from te_mx.dispatch.problem import Problem
-from te_mx.layouts import spec_of
 
-FORMATS = ("mxfp8_e4m3", "mxfp8_e5m2")  # that the native code knows
-RULES = ("rceil", "floor")
 LAYOUTS = ("rows", "cols")
 
 
@@ -18,16 +16,7 @@ def why_not(problem: Problem, *more: str) -> str | None:
         return f"runs on the CPU, the operands are on {problem.place.device}"
     if problem.place.level < 0:
         return "needs the native module"
-    if problem.rule not in RULES:
-        return f"knows the scale rules {', '.join(RULES)}, not {problem.rule}"
-    for spec in (problem.lhs, problem.rhs):
-        if spec:
-            fmt, layout = spec_of(spec)
-            if fmt.name not in FORMATS:
-                return f"takes {', '.join(FORMATS)}, not {fmt.name}"
-            if layout.name not in (*LAYOUTS, *more, "any"):
-                return f"takes the layouts {', '.join((*LAYOUTS, *more))}, not {layout.name}"
-    return None
+    return unknown(problem, (*LAYOUTS, *more))
 
 
 def why_not_level(kernel: str, level: str, problem: Problem) -> str | None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+from te_mx.backends.native import unknown
 from te_mx.backends.sm90 import binding
 from te_mx.dispatch.problem import MOST, Problem
-from te_mx.layouts import spec_of
 
-FORMATS = ("mxfp8_e4m3", "mxfp8_e5m2")  # that the native code knows
-RULES = ("rceil", "floor")
 COUNTED = ("gemm", "gemm_rows", "gemm_k", "linear")  # ops whose kernels count sizes in 32 bits
 
 
@@ -20,15 +18,9 @@ def why_not(problem: Problem, *layouts: str) -> str | None:
     reason = binding.problem(place.index)
     if reason is not None:
         return reason
-    if problem.rule not in RULES:
-        return f"knows the scale rules {', '.join(RULES)}, not {problem.rule}"
-    for spec in (problem.lhs, problem.rhs):
-        if spec:
-            fmt, layout = spec_of(spec)
-            if fmt.name not in FORMATS:
-                return f"takes {', '.join(FORMATS)}, not {fmt.name}"
-            if layout.name.partition(":")[0] not in (*layouts, "any"):
-                return f"takes the layouts {', '.join(layouts)}, not {layout.name}"
+    reason = unknown(problem, layouts)
+    if reason is not None:
+        return reason
     if problem.empty:
         return "takes matrices that are not empty"
     if problem.op in COUNTED and max(problem.m, problem.n, problem.k) > MOST:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from te_mx.backends.base import FLOAT_DTYPES, SCALE_RULES
 from te_mx.backends.base import FORMATS as FORMAT_IDS
-from te_mx.backends.native import words_of
+from te_mx.backends.native import FORMATS, words_of
 from te_mx.backends.sm90 import binding_linear
-from te_mx.backends.sm90.envelope import FORMATS, why_not
+from te_mx.backends.sm90.envelope import why_not
 from te_mx.backends.sm90.gemm import ADAPTIVE
 from te_mx.dispatch.linear import LinearKernel, LinearPlan, LinearProblem
 from te_mx.dispatch.problem import Problem
