@@ -173,10 +173,7 @@ class LayerNormLinear(NormModule):
             return delayed_wgrad.untraced(self.forward, inp, is_first_microbatch)
         settings = self._settings()
         dropped = self._is_dropped()
-        if self._split is None:
-            weight, bias = self._held("weight", "bias")
-        else:
-            weight, bias = self.whole_weight(), self.whole_bias()
+        weight, bias = self._weight_and_bias()
         added = None if self.return_bias else bias
         sink = None
         if routed and weight is not None:

@@ -198,15 +198,6 @@ class Linear(MXModule, nn.Linear):
         out = linear(inp, weight, added, call)
         return (out, bias) if self.return_bias else out
 
-    def _weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
-        """The whole of both, without nn.Module's slow look-up where they are plain."""
-        if self._split is not None:
-            return self.whole_weight(), self.whole_bias()
-        held = self._parameters
-        if "weight" in held and "bias" in held:
-            return held["weight"], held["bias"]  # type: ignore[return-value]
-        return self.weight, self.bias
-
     def _high_precision(self, inp: Tensor, is_first_microbatch: bool | None) -> Any:
         weight: Tensor = self.weight if self._split is None else self.whole_weight()
         bias = self.bias if self._split is None else self.whole_bias()

@@ -60,6 +60,16 @@ class MXModule(Resettable, Freezable, DelayedWgrad, Checked):
             [parameters[name] if name in parameters else getattr(self, name) for name in names]
         )
 
+    def _weight_and_bias(self) -> tuple[Any, Any]:
+        """The whole of both, of a layer with one weight; as `_held` where it is not split."""
+        layer: Any = self
+        if layer._split is not None:
+            return layer.whole_weight(), layer.whole_bias()
+        parameters = layer._parameters
+        if "weight" in parameters and "bias" in parameters:
+            return parameters["weight"], parameters["bias"]
+        return layer.weight, layer.bias
+
     def _settings(self) -> Settings | None:
         """Settings that a forward runs with, None outside te_mx.autocast."""
         tracing = is_tracing()

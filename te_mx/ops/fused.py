@@ -8,7 +8,7 @@ a kernel of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,10 @@ from torch import Tensor
 from te_mx.dispatch import run
 from te_mx.dispatch.fused import Activation, ActParts, ActStep, Norm, NormParts, NormStep, Target
 from te_mx.dispatch.problem import Problem, place_of
-from te_mx.layouts.operand import Operand, Quantized
+from te_mx.layouts.operand import Quantized
 from te_mx.ops import checks
 from te_mx.ops.library import define, is_direct
-from te_mx.ops.quantize import empty_like_spec, parts_of
+from te_mx.ops.quantize import empty_like_spec, parts_of, quantized_of
 
 _F32 = torch.float32
 
@@ -38,7 +38,7 @@ def norm_quantize_2d(step: NormStep) -> NormParts:
     mean, rstd, z, *parts = _NORM(x, weight, bias, *norm, dtype, keep, *target)
     return NormParts(
         None if norm.kind == "RMSNorm" else mean, rstd, z if keep else None,
-        _read(iter(parts), target, *x.shape),
+        _read(parts, target, x.shape),
     )  # fmt: skip
 
 
@@ -75,7 +75,7 @@ def act_quantize_2d(step: ActStep) -> ActParts:
     if is_direct(h, grad):
         return _run_act(step)
     out, *parts = _ACT(h, grad, *act, dtype, keep, *target)
-    return ActParts(out if keep else None, _read(iter(parts), target, *_made(step)))
+    return ActParts(out if keep else None, _read(parts, target, _made(step)))
 
 
 def _run_act(step: ActStep) -> ActParts:
@@ -91,13 +91,8 @@ def _made(step: ActStep) -> tuple[int, int]:
 
 
 # ---------------------------------------------------------------------------------------------- ops
-def _read(parts: Iterator[Tensor], target: Target, rows: int, cols: int) -> Quantized:
-    row, col, _, col_sum = target
-    return Quantized(
-        Operand(next(parts), next(parts), row, rows, cols) if row else None,
-        Operand(next(parts), next(parts), col, cols, rows) if col else None,
-        next(parts) if col_sum else None,
-    )
+def _read(parts: list[Tensor], target: Target, shape: Sequence[int]) -> Quantized:
+    return quantized_of(parts, target.row, target.col, target.col_sum, shape)
 
 
 def _listed(x: Tensor, first: tuple[Tensor | None, ...], parts: list[Tensor]) -> list[Tensor]:

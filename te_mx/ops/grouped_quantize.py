@@ -14,10 +14,10 @@ from te_mx.dispatch.grouped_calls import Groups, QuantizeGroups, QuantizeWeights
 from te_mx.dispatch.groups import known_to_host
 from te_mx.dispatch.problem import Problem, place_of
 from te_mx.layouts import spec_of
-from te_mx.layouts.operand import Operand, Quantized, Stack
+from te_mx.layouts.operand import Quantized, Stack
 from te_mx.ops import checks
 from te_mx.ops.library import define, is_direct
-from te_mx.ops.quantize import parts_of
+from te_mx.ops.quantize import parts_of, quantized_of
 
 
 def ends_of(offs: Tensor) -> str:
@@ -51,13 +51,8 @@ def quantize_grouped(
     what = QuantizeGroups(x, groups, row, col, rule, col_sum)
     if is_direct(x, groups.offs):
         return _run_tokens(what)
-    parts = iter(_TOKENS(x, *groups, row, col, rule, col_sum))
-    rows, cols = x.shape
-    return Quantized(
-        Operand(next(parts), next(parts), row, rows, cols) if row else None,
-        Operand(next(parts), next(parts), col, cols, rows) if col else None,
-        next(parts) if col_sum else None,
-    )
+    parts = _TOKENS(x, *groups, row, col, rule, col_sum)
+    return quantized_of(parts, row, col, col_sum, x.shape)
 
 
 def _run_tokens(what: QuantizeGroups) -> Quantized:

@@ -3,6 +3,8 @@ one layout to another."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -39,13 +41,8 @@ def quantize_2d(
     if is_direct(x):
         checks.quantizable(x, row, col, rule)
         return run.quantize(Quantize(x, row, col, rule, col_sum, sum_dtype))
-    parts = iter(_QUANTIZE(x, row, col, rule, col_sum, sum_dtype))
-    rows, cols = x.shape
-    return Quantized(
-        Operand(next(parts), next(parts), row, rows, cols) if row else None,
-        Operand(next(parts), next(parts), col, cols, rows) if col else None,
-        next(parts) if col_sum else None,
-    )
+    parts = _QUANTIZE(x, row, col, rule, col_sum, sum_dtype)
+    return quantized_of(parts, row, col, col_sum, x.shape)
 
 
 def quantize_two_2d(first: Quantize, second: Quantize) -> tuple[Quantized, Quantized]:
@@ -112,6 +109,18 @@ def parts_of(made: Quantized) -> list[Tensor]:
     """The tensors of a quantized matrix, in order."""
     parts = [t for side in made[:2] if side is not None for t in (side.codes, side.scales)]
     return parts if made.col_sum is None else [*parts, made.col_sum]
+
+
+def quantized_of(
+    parts: Iterable[Tensor], row: str, col: str, col_sum: bool, shape: Sequence[int]
+) -> Quantized:
+    """What an op returned as `parts_of` a quantized matrix of this shape [rows, cols]."""
+    (rows, cols), rest = shape, iter(parts)
+    return Quantized(
+        Operand(next(rest), next(rest), row, rows, cols) if row else None,
+        Operand(next(rest), next(rest), col, cols, rows) if col else None,
+        next(rest) if col_sum else None,
+    )
 
 
 def empty_like_spec(x: Tensor, spec: str, rows: int, k: int) -> list[Tensor]:

@@ -7,8 +7,7 @@ from te_mx.backends.reference import torch_gemm
 from te_mx.dispatch.calls import Product, Ran
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import Kernel, register
-
-REFERENCE, ZERO_SIZE = "reference", "zero_size"
+from te_mx.dispatch.run import REFERENCE, ZERO_SIZE
 
 
 class ReferenceGemm(Kernel):

@@ -32,8 +32,6 @@ from te_mx.dispatch.registry import Kernel, Wants, register
 from te_mx.layouts import sm90_groups, spec_of
 from te_mx.layouts.operand import Operand, Quantized, Stack
 
-LOOP = "reference"
-
 
 class _Reference(Kernel):
     name, rank = "reference", 1000

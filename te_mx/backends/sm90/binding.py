@@ -34,7 +34,6 @@ from te_mx.runtime.streams import stream
 ADAPTIVE, EXACT = "sm90_adaptive", "sm90_exact"
 _U8, _I32, _F32 = torch.uint8, torch.int32, torch.float32
 _OK, _UNSUPPORTED, _SMALL_WORKSPACE, _LAUNCH_FAILED = 0, 2, 3, 4
-MOST = (1 << 31) - 257  # of any size that the GEMM kernels count
 # Where plain columns lie: those of a matrix [rows, cols] are an operand [cols, rows].
 COLUMN_LAYOUTS = {"transposed": LAYOUTS["k_last"], "plain": LAYOUTS["k_first"]}
 _TILES = LAYOUTS["sm90"]

@@ -23,6 +23,7 @@ from te_mx.backends.base import (
     typed_address,
 )
 from te_mx.backends.sm90 import binding as sm90
+from te_mx.dispatch.problem import MOST
 from te_mx.layouts.sm90_groups import group_tiles, shapes_k, shapes_rows
 from te_mx.layouts.sm90_tiles import packed_shapes
 
@@ -219,7 +220,7 @@ def places_of(outs: Sequence[Tensor]) -> tuple[Tensor, list[int]] | None:
     if len(outs) > _MOST_PLACES or any(b % row for b in behind):
         return None
     rows = [b // row for b in behind]
-    return None if max(rows) + len(first) > sm90.MOST else (first, rows)
+    return None if max(rows) + len(first) > MOST else (first, rows)
 
 
 def _gemm_args(
