@@ -192,58 +192,67 @@ def linear_offsets(args) -> dict:
         nbytes, scales = packed_bytes(rows, k)
         return at, at + scales, at + nbytes
 
-    made = {"x_row": room(0, m, k), "x_col": room(0, k, m, args.x_columns)}
-    made["w_row"] = room(made["x_row"][2], n, k)
-    made["w_col"] = room(made["x_col"][2], k, n, args.w_columns)
-    made["g_row"] = room(0, m, n, args.w_columns)
+    made = {
+        "x_row": room(0, m, k), "x_col": room(0, k, m), "w_col": room(0, k, n),
+        "w_row": room(0, n, k), "g_row": room(0, m, n, args.w_columns),
+    }  # fmt: skip
     made["g_col"] = room(made["g_row"][2], n, m, args.x_columns)
+    made["w_again"] = room(made["g_col"][2], k, n, args.w_columns and not args.w_kept)
     sums = 4 * -(-m // 128) * n
     return made | {
-        "forward_bytes": made["w_row"][2],
-        "saved_bytes": made["w_col"][2],
-        "backward_bytes": made["g_col"][2] + sums,
-    }
+        "forward_bytes": made["w_row"][2], "backward_bytes": made["w_again"][2] + sums
+    }  # fmt: skip
 
 
-def _to(args, matrix, element: int, row: int, col: int, where: dict, name: str):
+Place = tuple[int, int]  # addresses of codes and scales
+
+
+def _in(buffer: int, place: tuple[int, int, int]) -> Place:
+    return buffer + place[0], buffer + place[1]
+
+
+def _to(args, matrix, element: int, row: Place | None, col: Place | None):
     """The call that quantizes one matrix of a layer to where its operands belong."""
     made = __getattr__("QuantizeArgs")(
         x=matrix, element=element, rule=args.rule, spread=args.spread
     )
-    for side, buffer in (("row", row), ("col", col)):
-        if buffer:
-            codes, scales, _ = where[f"{name}_{side}"]
-            setattr(made, f"{side}_codes", buffer + codes)
-            setattr(made, f"{side}_scales", buffer + scales)
+    for side, place in (("row", row), ("col", col)):
+        if place:
+            setattr(made, f"{side}_codes", place[0])
+            setattr(made, f"{side}_scales", place[1])
             setattr(made, f"{side}_layout", LAYOUTS["sm90"])
     return made
 
 
-def _one_product(args, lhs, rhs, out, out_dtype, bias=(0, 0)) -> None:
-    """lhs, rhs: (buffer, place, rows, k, element)."""
+def _one_product(args, lhs, rhs, out, out_dtype, **more) -> None:
+    """lhs, rhs: (place, rows, k, element)."""
     sides = [
         __getattr__("Operand")(
-            codes=buffer + place[0], scales=buffer + place[1], rows=rows, k=k, element=element,
+            codes=place[0], scales=place[1], rows=rows, k=k, element=element,
             layout=LAYOUTS["sm90"],
         )
-        for buffer, place, rows, k, element in (lhs, rhs)
+        for place, rows, k, element in (lhs, rhs)
     ]  # fmt: skip
     room = torch.empty(OWN_SCRATCH, dtype=torch.uint8)
     call = __getattr__("GemmArgs")(
-        lhs=sides[0], rhs=sides[1], out=out, out_dtype=out_dtype, ldo=rhs[2], bias=bias[0],
-        bias_dtype=bias[1], workspace=room.data_ptr(), workspace_bytes=OWN_SCRATCH,
+        lhs=sides[0], rhs=sides[1], out=out, out_dtype=out_dtype, ldo=rhs[1],
+        workspace=room.data_ptr(), workspace_bytes=OWN_SCRATCH, **more,
     )  # fmt: skip
     assert gemm(call) == OK
 
 
 def linear_forward(args) -> int:
     m, n, k, fmt = args.m, args.n, args.k, args.forward
-    where, temp, saved = linear_offsets(args), args.workspace, args.saved
+    where, temp = linear_offsets(args), args.workspace
     assert args.workspace_bytes == where["forward_bytes"]
-    quantize(_to(args, args.w, fmt, temp, saved * args.w_columns, where, "w"))
-    quantize(_to(args, args.x, fmt, temp, saved * args.x_columns, where, "x"))
-    x, w = (temp, where["x_row"], m, k, fmt), (temp, where["w_row"], n, k, fmt)
-    _one_product(args, x, w, args.y, args.y_dtype, (args.bias, args.bias_dtype))
+    x_row, w_row = (args.x_row_codes, args.x_row_scales), _in(temp, where["w_row"])
+    x_col, w_col = (args.x_col_codes, args.x_col_scales), (args.w_col_codes, args.w_col_scales)
+    assert all(x_row) and all(x_col) == args.x_columns and all(w_col) == args.w_kept
+    quantize(_to(args, args.w, fmt, w_row, w_col if args.w_kept else None))
+    if not args.x_given:
+        quantize(_to(args, args.x, fmt, x_row, x_col if args.x_columns else None))
+    x, w = (x_row, m, k, fmt), (w_row, n, k, fmt)
+    _one_product(args, x, w, args.y, args.y_dtype, bias=args.bias, bias_dtype=args.bias_dtype)
     return OK
 
 
@@ -252,15 +261,23 @@ def linear_backward(args) -> int:
     assert bool(args.dx) == args.w_columns and bool(args.dw) == args.x_columns
     where, temp = linear_offsets(args), args.workspace
     assert args.workspace_bytes == where["backward_bytes"]
-    call = _to(args, args.g, backward, temp * args.w_columns, temp * args.x_columns, where, "g")
+    g_row, g_col = _in(temp, where["g_row"]), _in(temp, where["g_col"])
+    call = _to(
+        args, args.g, backward, g_row if args.w_columns else None, g_col if args.x_columns else None
+    )
     call.col_sum, call.col_sum_dtype = args.db, args.db_dtype
     call.col_sum_ws = temp + where["backward_bytes"] - 4 * -(-m // 128) * n
     quantize(call)
     if args.w_columns:
-        g, w = (temp, where["g_row"], m, n, backward), (args.saved, where["w_col"], k, n, forward)
-        _one_product(args, g, w, args.dx, args.dx_dtype)
+        w_col = args.w_col_codes, args.w_col_scales
+        if not args.w_kept:
+            w_col = _in(temp, where["w_again"])
+            quantize(_to(args, args.w, forward, None, w_col))
+        g, w = (g_row, m, n, backward), (w_col, k, n, forward)
+        _one_product(args, g, w, args.dx, args.dx_dtype, accumulate=args.dx_accumulate)
     if args.x_columns:
-        g, x = (temp, where["g_col"], n, m, backward), (args.saved, where["x_col"], k, m, forward)
+        x_col = args.x_col_codes, args.x_col_scales
+        g, x = (g_col, n, m, backward), (x_col, k, m, forward)
         _one_product(args, g, x, args.dw, args.dw_dtype)
     return OK
 

@@ -44,6 +44,9 @@ void bind_device(py::module_& m) {
       },
       py::arg("device") = -1);
   m.def("error_text", &error_text);
+  m.def("capture_number", [](uintptr_t stream) {
+    return capture_number(reinterpret_cast<void*>(stream));
+  });
   m.def("packed_ld", &packed_ld);
   m.def("packed_scale_words", &packed_scale_words);
   // Bytes of codes and scales in one buffer, and where the scales start.
@@ -130,8 +133,8 @@ void bind_linear(py::module_& m) {
     };
     operand("x_row", o.x_row), operand("w_row", o.w_row), operand("x_col", o.x_col);
     operand("w_col", o.w_col), operand("g_row", o.g_row), operand("g_col", o.g_col);
+    operand("w_again", o.w_again);
     all["forward_bytes"] = o.forward_bytes;
-    all["saved_bytes"] = o.saved_bytes;
     all["backward_bytes"] = o.backward_bytes;
     return all;
   });

@@ -30,13 +30,18 @@ from te_mx.autograd.grouped_operands import (
 )
 from te_mx.autograd.saved import NOTHING, Kept
 from te_mx.autograd.shapes import flatten, shaped, unflatten
-from te_mx.autograd.steps import DGRAD, WGRAD, by_steps, mode_of, needs_columns
+from te_mx.autograd.steps import DGRAD, WGRAD, by_steps, columns_now, mode_of
 from te_mx.autograd.steps_grouped import GroupForms, KeptWeights
 from te_mx.autograd.wgrad import INPUT, GroupedWgrad, Reads, WeightGradient
 from te_mx.dispatch.groups import host_bounds
 from te_mx.ops import Epilogue, Operand, Stack, gemm_2d
 from te_mx.ops.grouped_gemm import gemm_k, gemm_k_into, gemm_rows, group_of_k, on_device
-from te_mx.ops.grouped_quantize import columns_of_weights, quantize_grouped, quantize_weights
+from te_mx.ops.grouped_quantize import (
+    columns_of_weights,
+    quantize_grouped,
+    quantize_weights,
+    weight_columns,
+)
 from te_mx.recipes.settings import Settings
 
 _PARTS = 3  # arguments of the autograd function before the parameters
@@ -85,12 +90,7 @@ class GroupedLinearFunction(torch.autograd.Function):
         )  # fmt: skip
         if form.one_copy:
             w_col = w_row  # its columns are made in backward
-        ctx.weights = (
-            None
-            if w_col is None or not need_dx
-            else w_col._replace(codes=None, scales=None, packed=None)  # type: ignore[arg-type]
-        )
-        w_saved = (None,) * 3 if ctx.weights is None else (w_col.codes, w_col.scales, w_col.packed)  # type: ignore[union-attr]
+        ctx.weights, w_saved = _kept_for_dgrad(w_col, parts[:count], need_dx)
         x_kept = NOTHING
         if need_dw:
             x_kept = Kept.itself(x) if q.col is None else Kept.operand(q.col)
@@ -112,8 +112,32 @@ def _weights(
     kept, settings = call.kept, call.settings
     if kept is not None and (kept.row.layout.exact or not form.x.row.endswith("@rows")):
         return kept.row, kept.col
-    col = form.w.col if needs_columns(settings, need_dx) else ""
+    col = form.w.col if columns_now(weights[0], settings, need_dx) else ""
     return quantize_weights(weights, form.w.row, col, rule=form.rule)
+
+
+def _kept_for_dgrad(
+    operand: Stack | None, weights: Sequence[Tensor], need_dx: bool
+) -> tuple[Stack | None, Sequence[Tensor | None]]:
+    """What dgrad needs of the weights, without tensors, and the tensors: an operand's, or the
+    weights themselves."""
+    if not need_dx:
+        return None, ()
+    if operand is None:
+        return None, weights
+    codes, scales, packed = operand.codes, operand.scales, operand.packed
+    return operand._replace(codes=None, scales=None, packed=None), (codes, scales, packed)  # type: ignore[arg-type]
+
+
+def _for_dgrad(ctx: Any, saved: tuple[Tensor, ...]) -> Stack:
+    """The columnwise operand of what was kept."""
+    form = ctx.form
+    if ctx.weights is None:
+        weights = saved[0] if ctx.stacked else saved
+        return weight_columns(weights, form.w.col, rule=form.rule)
+    codes, scales, packed = saved
+    kept = ctx.weights._replace(codes=codes, scales=scales, packed=packed)
+    return columns_of_weights(kept, form.w.col, form.rule) if form.one_copy else kept
 
 
 def _backward(ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -136,13 +160,14 @@ def _backward(ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor) -> tuple[Tens
         rule=form.rule, col_sum=any(need_db),
     )  # fmt: skip
     if need_dx:
-        codes, scales, packed = tensors[5:8]
-        w_col = ctx.weights._replace(codes=codes, scales=scales, packed=packed)
-        if form.one_copy:
-            w_col = columns_of_weights(w_col, form.w.col, form.rule)
         assert q.row is not None
         dx_RK = gemm_rows(
-            q.row, w_col, groups, out_dtype=x_dtype, tag=tag_of(tag, DGRAD), mode=mode
+            q.row,
+            _for_dgrad(ctx, tensors[5:]),
+            groups,
+            out_dtype=x_dtype,
+            tag=tag_of(tag, DGRAD),
+            mode=mode,
         )
         dx = shaped(dx_RK, ctx.x_shape)
     if any(need_dw):

@@ -52,9 +52,7 @@ class LinearFunction(torch.autograd.Function):
         need_dx, need_dw = ctx.needs_input_grad[:2]
         settings = call.settings
         plan = steps.plan_input(x.device, settings, need_dw, call.save_x)
-        q, w_row, w_col = steps.input_and_weight(
-            flatten(x), plan, call.kept, weight_NK, settings, need_dx
-        )
+        q, w_row, w_col = steps.input_and_weight(x, plan, call.kept, weight_NK, settings, need_dx)
         assert q.row is not None
         y_MN = steps.fprop(q.row, w_row, bias_N, settings, call.out_dtype, call.tag)
         x_kept = plan.kept(q, x, need_dw)
@@ -136,7 +134,7 @@ def infer(
 ) -> Tensor:  # fmt: skip
     """x [..., K] -> [..., N] on a quantized weight, without autograd."""
     plan = steps.plan_input(x.device, settings, False)
-    x_row = steps.quantized(flatten(x), plan.target).row
+    x_row = steps.quantized_input(x, plan).row
     assert x_row is not None
     y_MN = steps.fprop(x_row, w_row, bias_N, settings, out_dtype, tag)
     return unflatten(y_MN, x)

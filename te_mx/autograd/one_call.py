@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_mx.autograd import shared_inputs
 from te_mx.autograd.backward import outputs, run_backward
 from te_mx.autograd.saved import NOTHING, Kept
-from te_mx.autograd.steps import DGRAD, WGRAD, in_one_call
+from te_mx.autograd.steps import DGRAD, WGRAD, columns_now, in_one_call
+from te_mx.dispatch.linear import Held
 from te_mx.ops.library import is_direct
 from te_mx.ops.linear import LinearKernel, LinearPlan, LinearProblem, infer, linear_kernel
 from te_mx.runtime.ran import LAST_RUN
@@ -47,29 +49,47 @@ class OneCallLinear(torch.autograd.Function):
         kernel: LinearKernel,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         need_dx, need_dw = ctx.needs_input_grad[:2]
-        n, k = weight_NK.shape
-        problem = LinearProblem(x.numel() // k, n, k, need_dw, need_dx, call.settings)
+        (n, k), settings = weight_NK.shape, call.settings
+        w_kept = columns_now(weight_NK, settings, need_dx)
+        problem = LinearProblem(x.numel() // k, n, k, need_dw, need_dx, w_kept, settings)
         ctx.problem, ctx.plan, ctx.tag = problem, (plan := kernel.plan(problem)), call.tag
-        y, saved = plan.forward(x, weight_NK, bias_N, call.out_dtype)
+        given = _given(x, plan, settings.scale_rule, need_dw)
+        y, held = plan.forward(x, weight_NK, bias_N, call.out_dtype, given)
+        if given is None:
+            shared_inputs.put_held(x, plan, settings.scale_rule, held)
         if call.tag >= 0:
             LAST_RUN[call.tag] = plan.kernel
         ctx.x_shape, ctx.sinks = x.shape, ()
         ctx.dtypes = x.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype
-        return outputs(ctx, (saved,), y)
+        x_col = (None, None) if not need_dw or held.x_col is None else held.x_col
+        w = held.w_col if w_kept else weight_NK if need_dx else None
+        return outputs(ctx, (*x_col, w), y)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return run_backward(_backward, "te_mx.Linear", ctx, *grads)
 
 
+def _given(x: Tensor, plan: LinearPlan, rule: str, need_dw: bool) -> Held | None:
+    """The operands of x, where a layer before made them."""
+    entry = shared_inputs.entry_of(x)
+    if entry is None or not entry.gives(plan.spec, plan.spec if need_dw else "", rule):
+        return None
+    return entry.for_one_call()
+
+
 def _backward(ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
     plan: LinearPlan = ctx.plan
     tag: int = ctx.tag
-    saved = plan.aligned(tensors[0])
+    saved = None if tensors[0] is None else (tensors[0], tensors[1])
+    w_kept = ctx.problem.w_kept
+    x_col, w_col = plan.as_saved(saved, tensors[2] if w_kept else None)
+    w = w_col if w_kept else tensors[2]
+    held = [t for t in (x_col[0] if x_col else None, w) if t is not None]
     x_dtype, w_dtype, bias_dtype = ctx.dtypes
-    if is_direct(grad, saved) and saved.device == grad.device:
+    if is_direct(grad, *held) and all(t.device == grad.device for t in held):
         dtypes = x_dtype, w_dtype, bias_dtype if ctx.needs_input_grad[2] else None
-        made = plan.backward(grad, saved, ctx.x_shape, dtypes)
+        made = plan.backward(grad, x_col, w, ctx.x_shape, dtypes, None)
         if made is not None:
             if tag >= 0:
                 if made[0] is not None:
@@ -80,7 +100,14 @@ def _backward(ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor) -> tuple[Tens
     # Step by step, through the ops, for somebody who watches them.
     from te_mx.autograd.linear import Backward, gradients  # which calls this module
 
-    held = plan.operands(saved)
-    kept = tuple(NOTHING if operand is None else Kept.operand(operand) for operand in held)
+    x_kept = w_of = NOTHING
+    if x_col is not None:
+        operand = plan.quantized(Held(x_col, x_col)).col
+        assert operand is not None
+        x_kept = Kept.operand(operand)
+    if w_col is not None:
+        w_of = Kept.operand(plan.w_columns(w_col))
+    elif w is not None:
+        w_of = Kept.itself(w)
     how = Backward(ctx.problem.settings, tag, ctx.x_shape, ctx.dtypes)
-    return *gradients(how, kept, grad, ctx.needs_input_grad), None, None  # type: ignore[arg-type]
+    return *gradients(how, (x_kept, w_of), grad, ctx.needs_input_grad), None, None

@@ -14,11 +14,11 @@ What is kept of x and of w, and so how wgrad and dgrad run:
 ==================  =====================  ===========================================
 kept                its GEMM runs on       when
 ==================  =====================  ===========================================
-columnwise codes    these codes            by default
+columnwise codes    these codes            x: by default; w: keep_weight_columns
 rowwise codes       columnwise codes made  w: one_copy_weights
                     of what they decode to
 rowwise codes       what they decode to    backward_override "dequantized"
-the tensor itself   columnwise codes of it x: save_original_input
+the tensor itself   columnwise codes of it w: by default; x: save_original_input
 the tensor itself   the tensor itself      "high_precision"; x: wgrad_with_hp
 ==================  =====================  ===========================================
 """
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from te_mx.autograd import high_precision
+from te_mx.autograd import high_precision, shared_inputs
 from te_mx.autograd.saved import NOTHING, Kept
 from te_mx.autograd.shapes import flatten
 from te_mx.autograd.wgrad import INPUT, OUTPUT_GRADIENT, Reads, Wgrad
@@ -107,8 +107,19 @@ def _make_roles(device: torch.device, settings: Settings, op: str) -> Roles:
 
 
 def needs_columns(settings: Settings, need_dx: bool) -> bool:
-    """Whether dgrad starts from a columnwise copy made in forward."""
+    """Whether dgrad reads a columnwise copy made of the weight itself: kept weights have one."""
     return need_dx and settings.backward is None and not settings.one_copy
+
+
+def columns_now(weight: Tensor, settings: Settings, need_dx: bool) -> bool:
+    """Whether forward makes that copy. By default backward does, of the weight: a parameter, or a
+    view of one, is there anyway. What is computed of parameters would be kept for nothing else, and
+    its codes are smaller."""
+    if not needs_columns(settings, need_dx):
+        return False
+    if settings.keep_columns:
+        return True
+    return not (torch.compiler.is_compiling() or weight.is_leaf or weight._is_view())
 
 
 def same_weight(one: Settings, other: Settings) -> bool:
@@ -170,41 +181,56 @@ def plan_input(
     return Input(Target(row, form.col if columns else "", settings.scale_rule), keep)
 
 
+def quantized_input(x: Tensor, plan: Input) -> Quantized:
+    """An input x [..., K] as planned, once for all layers that read this tensor."""
+    made = shared_inputs.find(x, plan.target)
+    if made is None:
+        made = quantized(flatten(x), plan.target)
+        shared_inputs.put(x, plan.target, made)
+    return made
+
+
 # ------------------------------------------------------------------------------------------ weight
-def plan_weight(device: torch.device, settings: Settings, need_dx: bool) -> Target:
-    """The weight of a linear step: rowwise for fprop, and what dgrad will need."""
+def plan_weight(device: torch.device, settings: Settings, columns: bool) -> Target:
+    """The weight of a linear step: rowwise for fprop, and columnwise for dgrad."""
     form = roles(device, settings).w
     row = form.row if packs(settings) else at_rest(settings.w)
-    return Target(row, form.col if needs_columns(settings, need_dx) else "", settings.scale_rule)
+    return Target(row, form.col if columns else "", settings.scale_rule)
 
 
 def weight_operands(
     kept: KeptWeight | None, weight_NK: Tensor | None, settings: Settings, need_dx: bool
 ) -> tuple[Operand, Operand | None]:
-    """The operands of a weight for fprop and dgrad: kept ones, or made now in one read. A weight
-    that is kept without its master is None."""
+    """The operands of a weight for fprop and, where forward makes it, dgrad: kept ones, or made now
+    in one read. A weight that is kept without its master is None."""
     if kept is not None:
         return kept.row, kept.col
     assert weight_NK is not None
-    q = quantized(weight_NK, plan_weight(weight_NK.device, settings, need_dx))
+    columns = columns_now(weight_NK, settings, need_dx)
+    q = quantized(weight_NK, plan_weight(weight_NK.device, settings, columns))
     assert q.row is not None
     return q.row, q.col
 
 
 def input_and_weight(
-    x_MK: Tensor, plan: Input, kept: KeptWeight | None, weight_NK: Tensor, settings: Settings,
+    x: Tensor, plan: Input, kept: KeptWeight | None, weight_NK: Tensor, settings: Settings,
     need_dx: bool,
 ) -> tuple[Quantized, Operand, Operand | None]:  # fmt: skip
-    """Both quantized, at the same time where a kernel can."""
-    if kept is not None:
-        return quantized(x_MK, plan.target), kept.row, kept.col
+    """x [..., K] and the weight quantized, at the same time where a kernel can."""
+    made = None if kept is not None else shared_inputs.find(x, plan.target)
+    if kept is not None or made is not None:
+        made = made or quantized_input(x, plan)
+        return made, *weight_operands(kept, weight_NK, settings, need_dx)
     row, col, rule, _ = plan.target
-    target = plan_weight(weight_NK.device, settings, need_dx)
-    w, x = quantize_two_2d(
-        Quantize(weight_NK, target.row, target.col, target.rule), Quantize(x_MK, row, col, rule)
+    columns = columns_now(weight_NK, settings, need_dx)
+    target = plan_weight(weight_NK.device, settings, columns)
+    w, x_q = quantize_two_2d(
+        Quantize(weight_NK, target.row, target.col, target.rule),
+        Quantize(flatten(x), row, col, rule),
     )
+    shared_inputs.put(x, plan.target, x_q)
     assert w.row is not None
-    return x, w.row, w.col
+    return x_q, w.row, w.col
 
 
 def kept_for_dgrad(
@@ -215,19 +241,23 @@ def kept_for_dgrad(
         return NOTHING
     if settings.backward == "high_precision":
         return Kept.itself(weight_NK)
-    operand = col if packs(settings) else row
-    assert operand is not None
-    return Kept.operand(operand)
+    if not packs(settings):
+        return Kept.operand(row)
+    return Kept.itself(weight_NK) if col is None else Kept.operand(col)
 
 
 def columns_of(row: Operand, settings: Settings) -> Operand:
     """The columnwise operand of a weight of which only plain rowwise codes are left: what they
     decode to (in bf16, exact above 2^-133 in MXFP8), quantized again."""
-    values_NK = dequantize_2d(row, torch.bfloat16)
-    form = roles(row.codes.device, settings).w
-    made = quantize_2d(values_NK, col=form.col, rule=settings.scale_rule).col
-    assert made is not None
-    return made
+    return _columns_of(dequantize_2d(row, torch.bfloat16), "w", settings)
+
+
+def _weight_columns(kept: Kept, settings: Settings) -> Operand:
+    """The columnwise operand of a weight that was kept, or that of what was."""
+    if not kept.spec:
+        return _columns_of(kept.tensors[0], "w", settings)
+    w = kept.as_operand()
+    return columns_of(w, settings) if settings.one_copy else w
 
 
 # ------------------------------------------------------------------------------------------- fprop
@@ -288,9 +318,7 @@ def dgrad(
         w_NK = kept.values(gradient.g_MN.dtype)
         record(tag)
         return GemmParts(high_precision.dgrad(gradient.g_MN, w_NK, dtype), None, None)
-    w = kept.as_operand()
-    if settings.one_copy:
-        w = columns_of(w, settings)
+    w = _weight_columns(kept, settings)
     epilogue = Epilogue(None, gelu, gelu_in, "result" if bias_grad else None)
     return gemm_2d(g_row, w, epilogue, out_dtype=dtype, tag=tag, mode=mode_of(settings))
 
@@ -311,7 +339,7 @@ def wgrad(gradient: Gradient, kept: Kept, settings: Settings, tag: int) -> Wgrad
         return Wgrad(in_high_precision, (*reads, (OUTPUT_GRADIENT, g_MN)))
 
     def gemm(out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
-        x_col = _columns(kept, settings)
+        x_col = kept.as_operand() if kept.spec else _columns_of(kept.tensors[0], "x", settings)
         return gemm_2d(
             g_col, x_col, Epilogue(accumulate=accumulate), out=out, out_dtype=dtype, tag=tag,
             mode=mode_of(settings),
@@ -320,13 +348,10 @@ def wgrad(gradient: Gradient, kept: Kept, settings: Settings, tag: int) -> Wgrad
     return Wgrad(gemm, reads)
 
 
-def _columns(kept: Kept, settings: Settings) -> Operand:
-    """The columnwise operand that was kept, or that of the input that was."""
-    if kept.spec:
-        return kept.as_operand()
-    x = kept.tensors[0]
-    assert x is not None
-    form = roles(x.device, settings).x
-    made = quantize_2d(flatten(x), col=form.col, rule=settings.scale_rule).col
+def _columns_of(t: Tensor | None, role: str, settings: Settings) -> Operand:
+    """The columnwise operand of an input or a weight that was kept itself."""
+    assert t is not None
+    form: Forms = getattr(roles(t.device, settings), role)
+    made = quantize_2d(flatten(t), col=form.col, rule=settings.scale_rule).col
     assert made is not None
     return made

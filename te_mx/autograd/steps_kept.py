@@ -11,11 +11,11 @@ from te_mx.autograd.steps import (
     mode_of,
     needs_columns,
     packs,
+    plan_weight,
     roles,
     same_weight,
-    weight_operands,
 )
-from te_mx.ops import Made, Operand, forms, kept_form
+from te_mx.ops import Made, Operand, forms, kept_form, quantized
 from te_mx.recipes.settings import Settings
 
 
@@ -62,8 +62,11 @@ def kept_weight(weight_NK: Tensor, settings: Settings, need_dx: bool) -> KeptWei
     """Quantize a weight that stands still, and pack it unless its plain codes are what is kept."""
     # Made outside of inference_mode, because a training step may use it later.
     with torch.inference_mode(False), torch.no_grad():
-        row, col = weight_operands(None, weight_NK, settings, need_dx)
-        device = row.codes.device
+        device = weight_NK.device
+        row, col, _ = quantized(
+            weight_NK, plan_weight(device, settings, needs_columns(settings, need_dx))
+        )
+        assert row is not None
         if not packs(settings):
             return KeptWeight(settings, row, None, Made.now(device))
         mode, given = mode_of(settings), roles(device, settings)

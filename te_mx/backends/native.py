@@ -78,8 +78,8 @@ def one_read(row: str, col: str) -> str | None:
 
 
 def one_read_of_weights(row: str, col: str) -> str | None:
-    """The same of the weights of groups, of which native code makes rows, or both directions."""
-    reason = one_read(row, col) if row else "makes rowwise copies, or both"
+    """The same of the weights of groups."""
+    reason = one_read(row, col)
     if reason is None and col and words_of(col)[1] == "k_last":
         reason = "makes plain columns that lie as the weights do"
     return reason

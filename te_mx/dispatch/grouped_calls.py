@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -38,6 +38,18 @@ class QuantizeWeights(NamedTuple):
     row: str
     col: str
     rule: str
+
+
+StackedParts = tuple[Stack | None, Stack | None]
+
+
+def stacks_of(parts: Iterable[Tensor], what: QuantizeWeights) -> StackedParts:
+    """Codes and scales of each side that was asked for, in order, as operands."""
+    groups, (rows, cols), rest = len(what.weights), what.weights[0].shape, iter(parts)
+    return (
+        Stack(next(rest), next(rest), what.row, groups, rows, cols) if what.row else None,
+        Stack(next(rest), next(rest), what.col, groups, cols, rows) if what.col else None,
+    )
 
 
 class GroupedRows(NamedTuple):

@@ -9,46 +9,66 @@ from torch import Tensor
 
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import Kernel
-from te_mx.layouts.operand import Operand
+from te_mx.layouts.operand import Operand, Quantized
 
 
 class LinearProblem(NamedTuple):
     """y[m, n] = x[m, k] @ w[n, k]^T, and the operands that backward needs: columns of x for dw, of
-    w for dx."""
+    w for dx. w_kept: forward makes those of w, and they are kept."""
 
     m: int
     n: int
     k: int
     x_columns: bool
     w_columns: bool
+    w_kept: bool
     settings: Any  # of the recipe
 
 
+# An operand: a buffer of the plan's own, or codes and scales.
+Part = tuple[Tensor, Tensor | None]
+
+
+class Held(NamedTuple):
+    """The operands that a forward made or was given; None for what nobody needs. w_col: a buffer of
+    the plan's own."""
+
+    x_row: Part
+    x_col: Part | None = None
+    w_col: Tensor | None = None
+
+
 class LinearPlan:
-    """Forward and backward of layers of one size, each one call. Quantizes x and w and multiplies;
-    what backward needs lies in one buffer."""
+    """Forward and backward of layers of one size, each one call: quantizes and multiplies."""
 
     kernel: str  # what te_mx.audit calls it
+    spec: str  # of the operands of x
 
     def forward(
-        self, x: Tensor, w_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """(y [..., n], what backward needs as uint8 [bytes])."""
+        self, x: Tensor, w_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype,
+        given: Held | None,
+    ) -> tuple[Tensor, Held]:  # fmt: skip
+        """(y [..., n], the operands). given: those of x, made before."""
         raise NotImplementedError
 
     def backward(
-        self, grad: Tensor, saved: Tensor, x_shape: torch.Size,
-        dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
+        self, grad: Tensor, x_col: Part | None, w: Tensor | None, x_shape: torch.Size,
+        dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None], add_to: Tensor | None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:  # fmt: skip
-        """(dx, dw, db), as far as backward needs them; None for what native code does not take."""
+        """(dx, dw, db), as far as backward needs them; None for what native code does not take.
+        w: what was kept of it, or the weight itself. add_to: a dx that this one is added to."""
         raise NotImplementedError
 
-    def operands(self, saved: Tensor) -> tuple[Operand | None, Operand | None]:
-        """The columnwise operands of x and w in the buffer, as views."""
+    def quantized(self, held: Held) -> Quantized:
+        """The operands of x, as views."""
         raise NotImplementedError
 
-    def aligned(self, saved: Tensor) -> Tensor:
-        """The buffer as it was saved, whatever hooks made of it."""
+    def w_columns(self, w_col: Tensor) -> Operand:
+        """The columnwise operand of w in its buffer, as views."""
+        raise NotImplementedError
+
+    def as_saved(self, x_col: Part | None, w_col: Tensor | None) -> tuple[Part | None, Any]:
+        """Both as they were saved, whatever hooks made of them."""
         raise NotImplementedError
 
 

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from te_mx.dispatch import run
-from te_mx.dispatch.grouped_calls import Groups, QuantizeGroups, QuantizeWeights
+from te_mx.dispatch.grouped_calls import (
+    Groups,
+    QuantizeGroups,
+    QuantizeWeights,
+    StackedParts,
+    stacks_of,
+)
 from te_mx.dispatch.groups import known_to_host
 from te_mx.dispatch.problem import Problem, place_of
 from te_mx.layouts import spec_of
@@ -106,16 +112,26 @@ def quantize_weights(
 
     Every weight gives the bytes of quantize_2d.
     """
-    first = weights[0]
+    made, made_col = _quantized_weights(QuantizeWeights(weights, row, col, rule))
+    assert made is not None
+    return made, made_col
+
+
+def weight_columns(weights: Sequence[Tensor] | Tensor, col: str, *, rule: str) -> Stack:
+    """The operand for dgrad alone."""
+    _, made = _quantized_weights(QuantizeWeights(weights, "", col, rule))
+    assert made is not None
+    return made
+
+
+def _quantized_weights(what: QuantizeWeights) -> StackedParts:
+    weights = what.weights
     if is_direct(weights) if isinstance(weights, Tensor) else is_direct(*weights):
-        return _run_weights(QuantizeWeights(weights, row, col, rule))
-    parts = _WEIGHTS(list(weights), row, col, rule)
-    rows, cols = first.shape
-    made_col = Stack(parts[2], parts[3], col, len(weights), cols, rows) if col else None
-    return Stack(parts[0], parts[1], row, len(weights), rows, cols), made_col
+        return _run_weights(what)
+    return stacks_of(_WEIGHTS(list(weights), what.row, what.col, what.rule), what)
 
 
-def _run_weights(what: QuantizeWeights) -> tuple[Stack, Stack | None]:
+def _run_weights(what: QuantizeWeights) -> StackedParts:
     first = what.weights[0]
     if not isinstance(what.weights, Tensor):
         checks.alike(what.weights)

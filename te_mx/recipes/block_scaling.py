@@ -24,8 +24,8 @@ class BlockScaling(Recipe):
     Args:
         x, w, g: names of te_mx.formats.names(), their short names, or te_mx.formats.Format objects.
         scale_rule: a rule that all three formats have: "rceil", "floor" or "even".
-        backward_override, precision, alignment_spread, wgrad_with_hp, one_copy_weights, split_k: as
-            of `MXFP8BlockScaling`.
+        backward_override, precision, alignment_spread, wgrad_with_hp, one_copy_weights, split_k,
+            keep_weight_columns: as of `MXFP8BlockScaling`.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -42,6 +42,7 @@ class BlockScaling(Recipe):
     wgrad_with_hp: bool = False
     one_copy_weights: bool = False
     split_k: bool = False
+    keep_weight_columns: bool = False
 
     def __post_init__(self) -> None:
         for role in ROLES:

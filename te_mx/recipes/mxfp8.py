@@ -82,6 +82,11 @@ class MXFP8BlockScaling(Recipe):
             another order, which depends on the sizes and the GPU, so that a layer's bits may differ
             from those of the same layer in a `te_mx.GroupedLinear`, which never cuts. No effect
             elsewhere.
+        keep_weight_columns: make dgrad's operand of a weight in forward, in the read that makes
+            fprop's, and keep it for backward: 1.03 bytes a parameter of every layer that waits for
+            its backward pass. By default backward quantizes the weight again, to the same bytes,
+            and nothing beside the parameter itself is kept. No effect on weights that are kept
+            anyway (is_first_microbatch, te_mx.freeze_weights) and under ``one_copy_weights``.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -101,6 +106,7 @@ class MXFP8BlockScaling(Recipe):
     wgrad_with_hp: bool = False
     one_copy_weights: bool = False
     split_k: bool = False
+    keep_weight_columns: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.fp8_format, Format) and is_transformer_engines(self.fp8_format):

@@ -12,7 +12,8 @@ class Settings(NamedTuple):
     x, w, g: names of the formats of inputs, weights and output gradients. backward: None runs the
     backward GEMMs on quantized operands, "high_precision" and "dequantized" do not; wgrad_hp runs
     wgrad alone in high precision. one_copy: dgrad starts from the rowwise codes of the weight.
-    precision, spread, split_k: how GPUs multiply.
+    keep_columns: dgrad's operand of the weight is made in forward. precision, spread, split_k: how
+    GPUs multiply.
     """
 
     x: str
@@ -25,3 +26,4 @@ class Settings(NamedTuple):
     wgrad_hp: bool = False
     one_copy: bool = False
     split_k: bool = False
+    keep_columns: bool = False

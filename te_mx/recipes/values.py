@@ -10,7 +10,7 @@ from te_mx.recipes.settings import Settings
 PRECISIONS = ("adaptive", "exact")
 MAX_SPREAD = 8
 BACKWARD_OVERRIDES = (None, "high_precision", "dequantized")
-FLAGS = ("wgrad_with_hp", "one_copy_weights", "split_k")
+FLAGS = ("wgrad_with_hp", "one_copy_weights", "split_k", "keep_weight_columns")
 
 
 class Recipe:
@@ -64,4 +64,5 @@ def settings_of(recipe: Any, x: str, w: str, g: str) -> Settings:
     return Settings(
         x, w, g, recipe.scale_rule, recipe.precision, recipe.alignment_spread,
         recipe.backward_override, recipe.wgrad_with_hp, recipe.one_copy_weights, recipe.split_k,
+        recipe.keep_weight_columns,
     )  # fmt: skip

@@ -7,6 +7,7 @@ captured only records the writing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -40,6 +41,18 @@ def capturing(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
+
+
+# The number of the capture that a stream (as an address) records; set by a backend that can tell.
+capture_number: Callable[[int], int] | None = None
+
+
+def capture(device: torch.device) -> int | None:
+    """A number of the CUDA graph capture that the current stream of a device belongs to, 0 for
+    none; None where it belongs to one and nobody can tell which."""
+    if not capturing(device):
+        return 0
+    return None if capture_number is None else capture_number(current(device))
 
 
 class Made(NamedTuple):

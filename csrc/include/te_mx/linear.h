@@ -1,8 +1,8 @@
 // A linear layer, y[M, N] = x[M, K] @ w[N, K]^T + bias: forward and backward as one call each,
-// quantizer and GEMMs one after the other, with everything between them in two buffers.
+// quantizer and GEMMs one after the other.
 #pragma once
 
-#include "te_mx/types.h"
+#include "te_mx/quantize.h"
 
 namespace te_mx {
 
@@ -14,7 +14,13 @@ struct LinearArgs {
   Scaling scaling;
   ScaleRule rule = ScaleRule::rceil;
   int32_t spread = 0;
-  Matrix x, w;                 // forward
+  Matrix x;  // forward
+  Matrix w;  // forward, and backward where that makes its columns
+  // Operands that outlive the call. x_row: of fprop. x_col: left by forward for dw, with x_columns.
+  // w_col: left by forward for dx if w_kept; otherwise backward makes it, in the workspace.
+  OperandOut x_row, x_col, w_col;
+  bool x_given = false;  // those of x were made before
+  bool w_kept = false;
   const void* bias = nullptr;  // [N] or null
   DType bias_dtype = DType::f32;
   void* y = nullptr;  // results are compact
@@ -22,12 +28,12 @@ struct LinearArgs {
   Matrix g;            // backward, [M, N]
   void* dx = nullptr;  // only with w_columns
   DType dx_dtype = DType::f32;
-  void* dw = nullptr;  // only with x_columns
+  bool dx_accumulate = false;  // add to dx
+  void* dw = nullptr;          // only with x_columns
   DType dw_dtype = DType::f32;
   void* db = nullptr;
   DType db_dtype = DType::f32;
-  uint8_t* saved = nullptr;  // what forward leaves for backward
-  Execution execution;       // the workspace is free when the call is enqueued
+  Execution execution;  // the workspace is free when the call is enqueued
 };
 
 }  // namespace te_mx

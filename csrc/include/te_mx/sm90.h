@@ -99,11 +99,12 @@ OperandOffsets operand_offsets(int64_t at, int64_t rows, int64_t k);
 
 // Where things lie in buffers that are aligned to 256 bytes.
 struct LinearOffsets {
-  OperandOffsets x_row, w_row;  // in the workspace of forward
-  OperandOffsets x_col, w_col;  // in what forward saves for backward; no bytes if nobody needs them
-  OperandOffsets g_row, g_col;  // in the workspace of backward
-  int64_t sums;                 // there too, behind them: partial sums of the bias gradient
-  int64_t forward_bytes, saved_bytes, backward_bytes;
+  OperandOffsets x_row, x_col, w_col;  // each in a buffer of its own
+  OperandOffsets w_row;                // in the workspace of forward
+  // In that of backward; no bytes if nobody needs them.
+  OperandOffsets g_row, g_col, w_again;
+  int64_t sums;  // there too, behind them: partial sums of the bias gradient
+  int64_t forward_bytes, backward_bytes;
 };
 
 LinearOffsets linear_offsets(const LinearArgs& args);  // of sizes and wanted columns only

@@ -21,6 +21,14 @@ const char* error_text() {
   return last_failure == cudaSuccess ? "" : cudaGetErrorString(last_failure);
 }
 
+uint64_t capture_number(void* stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long id = 0;
+  const cudaError_t error =
+      cudaStreamGetCaptureInfo(static_cast<cudaStream_t>(stream), &status, &id);
+  return error == cudaSuccess && status == cudaStreamCaptureStatusActive ? id : 0;
+}
+
 Device current_device() {
   static std::atomic<int> sms[64];
   Device device{-1, 0};

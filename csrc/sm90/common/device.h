@@ -1,6 +1,8 @@
 // The device that a call runs on.
 #pragma once
 
+#include <cstdint>
+
 #include <cuda_runtime_api.h>
 
 #include "te_mx/types.h"
@@ -20,6 +22,9 @@ Status started(cudaError_t error);
 
 // Of the last launch of this thread that failed; "" without one.
 const char* error_text();
+
+// The number of the graph capture that a stream records; 0 for none.
+uint64_t capture_number(void* stream);
 
 // Makes `device` current and the former one again at the end; -1 leaves things as they are.
 class DeviceScope {

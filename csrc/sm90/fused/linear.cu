@@ -11,12 +11,12 @@ OperandOut to(void* buffer, const OperandOffsets& at) {
   return {base + at.codes, base + at.scales, Layout::tiles};
 }
 
-// What to(buffer, at) wrote of a matrix [rows, k].
-Operand from(const void* buffer, const OperandOffsets& at, int64_t rows, int64_t k,
-             Element element) {
-  const uint8_t* const base = static_cast<const uint8_t*>(buffer);
+OperandOut tiles(const OperandOut& given) { return {given.codes, given.scales, Layout::tiles}; }
+
+// What was written of a matrix [rows, k].
+Operand from(const OperandOut& made, int64_t rows, int64_t k, Element element) {
   Operand o{};
-  o.codes = base + at.codes, o.scales = base + at.scales;
+  o.codes = made.codes, o.scales = made.scales;
   o.rows = rows, o.k = k;
   o.element = element, o.layout = Layout::tiles;
   return o;
@@ -50,34 +50,36 @@ OperandOffsets operand_offsets(int64_t at, int64_t rows, int64_t k) {
 LinearOffsets linear_offsets(const LinearArgs& a) {
   LinearOffsets o{};
   o.x_row = operand_offsets(0, a.m, a.k);
-  o.w_row = operand_offsets(o.x_row.end, a.n, a.k);
+  o.x_col = operand_offsets(0, a.k, a.m);
+  o.w_col = operand_offsets(0, a.k, a.n);
+  o.w_row = operand_offsets(0, a.n, a.k);
   o.forward_bytes = o.w_row.end;
-  if (a.x_columns) o.x_col = operand_offsets(0, a.k, a.m);
-  o.w_col = {o.x_col.end, o.x_col.end, o.x_col.end};
-  if (a.w_columns) o.w_col = operand_offsets(o.x_col.end, a.k, a.n);
-  o.saved_bytes = o.w_col.end;
   if (a.w_columns) o.g_row = operand_offsets(0, a.m, a.n);
   o.g_col = {o.g_row.end, o.g_row.end, o.g_row.end};
   if (a.x_columns) o.g_col = operand_offsets(o.g_row.end, a.n, a.m);
-  o.sums = o.g_col.end;
+  o.w_again = {o.g_col.end, o.g_col.end, o.g_col.end};
+  if (a.w_columns && !a.w_kept) o.w_again = operand_offsets(o.g_col.end, a.k, a.n);
+  o.sums = o.w_again.end;
   o.backward_bytes = o.sums + aligned((a.m + 127) / 128 * a.n * 4);
   return o;
 }
 
 Status linear_forward(const LinearArgs& a) {
   const LinearOffsets at = linear_offsets(a);
-  void* const temp = a.execution.workspace;
   if (a.execution.workspace_bytes < at.forward_bytes) return Status::small_workspace;
-  if (a.x.rows != a.m || a.x.cols != a.k || a.w.rows != a.n || a.w.cols != a.k)
+  if (a.x.rows != a.m || a.x.cols != a.k || a.w.rows != a.n || a.w.cols != a.k ||
+      a.x_row.codes == nullptr || (a.x_columns && a.x_col.codes == nullptr)) {
     return Status::bad_argument;
+  }
   QuantizeArgs x = quantizer(a, a.x, a.forward), w = quantizer(a, a.w, a.forward);
-  x.to.row = to(temp, at.x_row), w.to.row = to(temp, at.w_row);
-  if (a.x_columns) x.to.col = to(a.saved, at.x_col);
-  if (a.w_columns) w.to.col = to(a.saved, at.w_col);
-  const Status status = quantize_two(w, x);
+  const OperandOut w_row = to(a.execution.workspace, at.w_row);
+  x.to.row = tiles(a.x_row), w.to.row = w_row;
+  if (a.x_columns) x.to.col = tiles(a.x_col);
+  if (a.w_columns && a.w_kept) w.to.col = tiles(a.w_col);
+  const Status status = a.x_given ? quantize(w) : quantize_two(w, x);
   if (status != Status::ok) return status;
-  GemmArgs y = product(a, from(temp, at.x_row, a.m, a.k, a.forward),
-                       from(temp, at.w_row, a.n, a.k, a.forward), a.y, a.y_dtype);
+  GemmArgs y = product(a, from(a.x_row, a.m, a.k, a.forward), from(w_row, a.n, a.k, a.forward),
+                       a.y, a.y_dtype);
   y.epilogue.bias = a.bias, y.epilogue.bias_dtype = a.bias_dtype;
   return gemm(y);
 }
@@ -91,18 +93,29 @@ Status linear_backward(const LinearArgs& a) {
   if (a.execution.workspace_bytes < at.backward_bytes) return Status::small_workspace;
   uint8_t* const temp = static_cast<uint8_t*>(a.execution.workspace);
   QuantizeArgs g = quantizer(a, a.g, a.backward);
-  if (a.w_columns) g.to.row = to(temp, at.g_row);
-  if (a.x_columns) g.to.col = to(temp, at.g_col);
+  const OperandOut g_row = to(temp, at.g_row), g_col = to(temp, at.g_col);
+  if (a.w_columns) g.to.row = g_row;
+  if (a.x_columns) g.to.col = g_col;
   g.to.col_sum = a.db, g.to.col_sum_dtype = a.db_dtype;
   if (a.db != nullptr) g.to.col_sum_ws = reinterpret_cast<float*>(temp + at.sums);
-  Status status = quantize(g);
+  OperandOut w_col = a.w_col;
+  Status status;
+  if (a.w_columns && !a.w_kept) {
+    QuantizeArgs w = quantizer(a, a.w, a.forward);
+    w_col = to(temp, at.w_again), w.to.col = w_col;
+    status = quantize_two(w, g);
+  } else {
+    status = quantize(g);
+  }
   if (status == Status::ok && a.w_columns) {
-    status = gemm(product(a, from(temp, at.g_row, a.m, a.n, a.backward),
-                          from(a.saved, at.w_col, a.k, a.n, a.forward), a.dx, a.dx_dtype));
+    GemmArgs dx = product(a, from(g_row, a.m, a.n, a.backward), from(w_col, a.k, a.n, a.forward),
+                          a.dx, a.dx_dtype);
+    dx.epilogue.accumulate = a.dx_accumulate;
+    status = gemm(dx);
   }
   if (status == Status::ok && a.x_columns) {
-    status = gemm(product(a, from(temp, at.g_col, a.n, a.m, a.backward),
-                          from(a.saved, at.x_col, a.k, a.m, a.forward), a.dw, a.dw_dtype));
+    status = gemm(product(a, from(g_col, a.n, a.m, a.backward), from(a.x_col, a.k, a.m, a.forward),
+                          a.dw, a.dw_dtype));
   }
   return status;
 }

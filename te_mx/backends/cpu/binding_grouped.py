@@ -100,22 +100,23 @@ def quantize(
 
 
 def quantize_weights(
-    weights: list[Tensor], fmt: str, columnwise: bool, rule: str
+    weights: list[Tensor], fmt: str, wanted: tuple[bool, bool], rule: str
 ) -> list[Tensor] | None:
-    """As te_mx::quantize_weights, for weights that are not empty."""
+    """As te_mx::quantize_weights, for weights that are not empty; wanted: rowwise, columnwise."""
     groups, (rows, cols) = len(weights), weights[0].shape
-    parts = [
-        cpu_memory.empty((groups, rows, cols), _U8),
-        torch.empty((groups, rows, blocks(cols)), dtype=_U8, device=CPU),
-    ]
-    if columnwise:
-        parts += [
-            cpu_memory.empty((groups, rows, cols), _U8),
-            torch.empty((groups, blocks(rows), cols), dtype=_U8, device=CPU),
-        ]
+    parts: list[Tensor] = []
+    bases, steps = [0] * 4, [0] * 4
+    shapes = (rows, blocks(cols)), (blocks(rows), cols)
+    for i, (asked, shape) in enumerate(zip(wanted, shapes, strict=True)):
+        if asked:
+            made = [
+                cpu_memory.empty((groups, rows, cols), _U8),
+                torch.empty((groups, *shape), dtype=_U8, device=CPU),
+            ]
+            bases[2 * i : 2 * i + 2] = [part.data_ptr() for part in made]
+            steps[2 * i : 2 * i + 2] = [part.stride(0) for part in made]
+            parts += made
     native = _native()
-    bases = [part.data_ptr() for part in parts] + [0] * (4 - len(parts))
-    steps = [part.stride(0) for part in parts] + [0] * (4 - len(parts))
     problems = []
     sources = [_strided(weight) for weight in weights]
     for i, source in enumerate(sources):

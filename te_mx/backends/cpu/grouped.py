@@ -14,7 +14,14 @@ from te_mx.backends.native import (
     one_read_of_weights,
     words_of,
 )
-from te_mx.dispatch.grouped_calls import GroupedK, GroupedRows, QuantizeGroups, QuantizeWeights
+from te_mx.dispatch.grouped_calls import (
+    GroupedK,
+    GroupedRows,
+    QuantizeGroups,
+    QuantizeWeights,
+    StackedParts,
+    stacks_of,
+)
 from te_mx.dispatch.groups import host_bounds
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import Kernel, Wants, register
@@ -59,15 +66,10 @@ class CpuQuantizeWeights(Kernel):
     def accepts(self, problem: Problem) -> str | None:
         return _why_not(problem) or one_read_of_weights(problem.lhs, problem.rhs)
 
-    def run(self, what: QuantizeWeights) -> tuple[Stack, Stack | None] | None:
-        weights = list(what.weights)
-        groups, (rows, cols) = len(weights), weights[0].shape
-        fmt = words_of(what.row)[0]
-        parts = binding_grouped.quantize_weights(weights, fmt, bool(what.col), what.rule)
-        if parts is None:
-            return None
-        col = Stack(parts[2], parts[3], what.col, groups, cols, rows) if what.col else None
-        return Stack(parts[0], parts[1], what.row, groups, rows, cols), col
+    def run(self, what: QuantizeWeights) -> StackedParts | None:
+        fmt, wanted = words_of(what.row or what.col)[0], (bool(what.row), bool(what.col))
+        parts = binding_grouped.quantize_weights(list(what.weights), fmt, wanted, what.rule)
+        return None if parts is None else stacks_of(parts, what)
 
 
 def few_and_many() -> tuple[str, str]:

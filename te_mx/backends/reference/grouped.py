@@ -16,6 +16,7 @@ from te_mx.dispatch.grouped_calls import (
     Groups,
     QuantizeGroups,
     QuantizeWeights,
+    StackedParts,
 )
 from te_mx.dispatch.groups import (
     Bounds,
@@ -153,7 +154,7 @@ class QuantizeWeightsReference(_Reference):
 
     op = "quantize_weights"
 
-    def run(self, what: QuantizeWeights) -> tuple[Stack | None, Stack | None]:
+    def run(self, what: QuantizeWeights) -> StackedParts:
         made = [
             run.quantize(Quantize(weight, what.row, what.col, what.rule)) for weight in what.weights
         ]

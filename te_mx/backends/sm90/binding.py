@@ -29,6 +29,7 @@ from te_mx.backends.base import (
     pointer,
 )
 from te_mx.layouts import sm90_tiles as sm90_layout
+from te_mx.runtime import streams
 from te_mx.runtime.streams import stream
 
 ADAPTIVE, EXACT = "sm90_adaptive", "sm90_exact"
@@ -49,6 +50,7 @@ def native() -> ModuleType | None:
     if _native is None and _import_error is None:
         try:
             _native = importlib.import_module("te_mx._sm90")
+            streams.capture_number = _native.capture_number
         except ImportError as error:
             _import_error = str(error)
     return _native

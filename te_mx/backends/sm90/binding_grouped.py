@@ -134,38 +134,37 @@ def _sources(weights: Sequence[Tensor] | Tensor) -> tuple[list[int], int, torch.
 
 
 def quantize_weights(
-    weights: Sequence[Tensor] | Tensor, fmt: str, columnwise: bool, rule: str, spread: int
+    weights: Sequence[Tensor] | Tensor, fmt: str, wanted: tuple[bool, bool], rule: str, spread: int
 ) -> list[Tensor]:
     """As te_mx::quantize_weights, for weights that are not empty, or one tensor of all
-    [G, rows, cols]."""
+    [G, rows, cols]; wanted: rowwise, columnwise."""
     groups, (rows, cols), device = len(weights), weights[0].shape, weights[0].device
     addresses, stride, dtype, _alive = _sources(weights)
-    made: list[tuple[Tensor, Tensor]] = []
-    for shape in ((rows, cols), (cols, rows))[: 1 + columnwise]:
-        if spread >= 0:
-            made.append(_empty(weights_shapes(groups, *shape), device))
-        else:
-            made.append(_empty_plain(groups, rows, cols, bool(made), device))
+    packed = spread >= 0
     native = sm90.native()
     args = native.QuantizeArgs(  # type: ignore[union-attr]
         x_rows=rows, x_cols=cols, x_row_stride=stride, x_dtype=FLOAT_DTYPES[dtype],
         element=FORMATS[fmt], rule=SCALE_RULES[rule], spread=max(spread, 0),
     )  # fmt: skip
-    row, *col = made
-    packed = spread >= 0
-    args.row_codes, args.row_scales = row[0].data_ptr(), row[1].data_ptr()
     args.row_layout = LAYOUTS["sm90" if packed else "k_last"]
-    if col:
-        args.col_codes, args.col_scales = col[0][0].data_ptr(), col[0][1].data_ptr()
-        args.col_layout = LAYOUTS["sm90" if packed else "k_first"]
+    args.col_layout = LAYOUTS["sm90" if packed else "k_first"]
+    parts: list[Tensor] = []
+    for side, asked, shape in zip(
+        ("row", "col"), wanted, ((rows, cols), (cols, rows)), strict=True
+    ):
+        if not asked:
+            continue
+        if packed:
+            codes, scales = _empty(weights_shapes(groups, *shape), device)
+        else:
+            codes, scales = _empty_plain(groups, rows, cols, side == "col", device)
+        setattr(args, f"{side}_codes", codes.data_ptr())
+        setattr(args, f"{side}_scales", scales.data_ptr())
+        parts += [codes[:, :, : shape[1] if packed else cols], scales]
     sm90.set_execution(args, device.index)
     status = native.quantize_stacked(args, addresses)  # type: ignore[union-attr]
     _expect(status, f"{groups} weights of {(rows, cols)}")
-    widths = (cols, rows) if spread >= 0 else (cols, cols)
-    return [
-        part for (codes, words), width in zip(made, widths, strict=False)
-        for part in (codes[:, :, :width], words)
-    ]  # fmt: skip
+    return parts
 
 
 def _empty_plain(

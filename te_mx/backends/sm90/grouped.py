@@ -24,6 +24,8 @@ from te_mx.dispatch.grouped_calls import (
     Groups,
     QuantizeGroups,
     QuantizeWeights,
+    StackedParts,
+    stacks_of,
 )
 from te_mx.dispatch.groups import host_bounds, known_to_host
 from te_mx.dispatch.problem import Problem
@@ -69,14 +71,12 @@ class HopperQuantizeWeights(Kernel):
         reason = why_not(problem, "sm90", "rows", "cols")
         return reason or one_read_of_weights(problem.lhs, problem.rhs)
 
-    def run(self, what: QuantizeWeights) -> tuple[Stack, Stack | None]:
+    def run(self, what: QuantizeWeights) -> StackedParts:
         weights, row, col, rule = what
-        groups, (rows, cols) = len(weights), weights[0].shape
         parts = binding_grouped.quantize_weights(
-            weights, words_of(row)[0], bool(col), rule, _spread(row)
+            weights, words_of(row or col)[0], (bool(row), bool(col)), rule, _spread(row or col)
         )
-        made_col = Stack(parts[2], parts[3], col, groups, cols, rows) if col else None
-        return Stack(parts[0], parts[1], row, groups, rows, cols), made_col
+        return stacks_of(parts, what)
 
 
 class HopperColumnsOfWeights(Kernel):

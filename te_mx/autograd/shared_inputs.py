@@ -1,0 +1,150 @@
+"""One quantized input for layers that read the same tensor: q, k and v, or gate and up, quantize it
+once and keep one copy for backward.
+
+An input is known by the very tensor object, its version and its memory; a few of the last ones in
+each thread are remembered, as long as somebody else holds them and a region lasts. In-place
+operations on it, through views too, change its version. What is written through `.data`, which has
+versions of its own, may be written at any later time: memory that was ever reached so is left out
+(runtime/exposed.py). A write that torch does not see at all (NumPy, DLPack, another library's
+kernel) is not seen here either.
+
+Operands are used on the stream that they were made on, and inside the CUDA graph capture that they
+were made in. Compiled code needs nothing of this: there layers ask for the same op on the same
+tensor, which is one op after common subexpressions are eliminated.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_mx.dispatch.fused import Target
+from te_mx.dispatch.linear import Held, LinearPlan
+from te_mx.layouts.operand import Quantized
+from te_mx.ops.library import is_direct
+from te_mx.runtime import exposed, streams
+
+_MOST = 2  # inputs that are remembered in a thread: a parallel block returns to its first one
+
+
+class Entry:
+    """An input and its operands: specs of the rowwise and the columnwise one ("" for none), their
+    scale rule, and themselves in one of two forms."""
+
+    __slots__ = ("_quantized", "address", "col", "held", "place", "plan", "row", "rule", "source",
+                 "version")  # fmt: skip
+
+    def __init__(self, x: Tensor, place: tuple[int, int], row: str, col: str, rule: str) -> None:
+        self.version, self.address, self.place = x._version, x.data_ptr(), place
+        self.row, self.col, self.rule = row, col, rule
+        self.source: Callable[[], Tensor | None] = lambda: None  # a weak reference
+        self.held: Held | None = None
+        self.plan: LinearPlan | None = None
+        self._quantized: Quantized | None = None
+
+    def gives(self, row: str, col: str, rule: str) -> bool:
+        """Whether this has what a layer asks for."""
+        return row == self.row and rule == self.rule and (not col or col == self.col)
+
+    def quantized(self) -> Quantized:
+        """The operands."""
+        if self._quantized is None:
+            assert self.plan is not None and self.held is not None
+            self._quantized = self.plan.quantized(self.held)
+        return self._quantized
+
+    def for_one_call(self) -> Held:
+        """The operands as a LinearPlan takes them."""
+        if self.held is None:
+            assert self._quantized is not None
+            row, col, _ = self._quantized
+            assert row is not None
+            self.held = Held(
+                (row.codes, row.scales), None if col is None else (col.codes, col.scales)
+            )
+        return self.held
+
+
+class _Remembered(threading.local):
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+
+
+_here = _Remembered()
+exposed.install()
+
+
+def _place(x: Tensor) -> tuple[int, int] | None:
+    """The stream and the capture that a call belongs to; None where the second is not known."""
+    if not x.is_cuda:
+        return 0, 0
+    device = x.device
+    capture = streams.capture(device)
+    return None if capture is None else (streams.current(device), capture)
+
+
+def entry_of(x: Tensor) -> Entry | None:
+    """What is remembered of x, if it is still the same."""
+    for entry in _here.entries:
+        if entry.source() is x:
+            same = entry.version == x._version and entry.address == x.data_ptr()
+            if same and not exposed.is_exposed(x) and entry.place == _place(x):
+                return entry
+            _here.entries.remove(entry)
+            return None
+    return None
+
+
+def _remember(x: Tensor, row: str, col: str, rule: str) -> Entry | None:
+    """A new entry in the place of the oldest one; None for a tensor that may change unseen."""
+    if x.is_inference() or not is_direct(x) or exposed.is_exposed(x):
+        return None
+    place = _place(x)
+    if place is None:
+        return None
+    entry, entries = Entry(x, place, row, col, rule), _here.entries
+
+    def gone(_: Any) -> None:
+        if entry in entries:
+            entries.remove(entry)
+
+    entry.source = weakref.ref(x, gone)
+    entries[:] = [entry, *(e for e in entries[: _MOST - 1] if e.source() is not x)]
+    return entry
+
+
+def put(x: Tensor, target: Target, made: Quantized) -> None:
+    """Remember x [..., K] quantized as [M, K] to a target."""
+    if torch.compiler.is_compiling():
+        return
+    entry = _remember(x, target.row, target.col, target.rule)
+    if entry is not None:
+        entry._quantized = made
+
+
+def put_held(x: Tensor, plan: LinearPlan, rule: str, held: Held) -> None:
+    """The same of operands that a plan made."""
+    entry = _remember(x, plan.spec, "" if held.x_col is None else plan.spec, rule)
+    if entry is not None:
+        entry.plan, entry.held = plan, held._replace(w_col=None)
+
+
+def find(x: Tensor, target: Target) -> Quantized | None:
+    """x quantized to a target, if a layer before did that."""
+    if torch.compiler.is_compiling() or not _here.entries:
+        return None
+    entry = entry_of(x)
+    if entry is None or not entry.gives(target.row, target.col, target.rule):
+        return None
+    return entry.quantized()
+
+
+def forget() -> None:
+    """Forget all inputs of this thread: a region is left."""
+    if _here.entries:
+        _here.entries.clear()

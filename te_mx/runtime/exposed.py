@@ -1,0 +1,67 @@
+"""Memory that was reached through `Tensor.data`: writes there change no version that other tensors
+of the same memory would show, so what is remembered about them could become stale unseen.
+
+torch has no hook for it. `torch.Tensor.data` is replaced by a property that does the same and notes
+the memory, by its storage.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+_MANY = 1 << 12  # noted storages before the dead ones are looked for
+_noted: dict[int, StorageWeakRef] = {}  # alive or not: an address is not used again meanwhile
+_data: Any = torch._C.TensorBase.data
+_limit = _MANY
+
+
+def is_exposed(x: Tensor) -> bool:
+    """Whether the memory of x was reached through `.data` of any tensor."""
+    return bool(_noted) and x.untyped_storage()._cdata in _noted
+
+
+def _note(x: Tensor) -> None:
+    global _limit
+    try:
+        storage = x.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # no memory: sparse, fake, functorch's
+        return
+    key = storage._cdata
+    if key in _noted:
+        return
+    if len(_noted) >= _limit:
+        for old in [k for k, ref in list(_noted.items()) if ref.expired()]:
+            _noted.pop(old, None)
+        _limit = max(_MANY, 2 * len(_noted))
+    _noted[key] = StorageWeakRef(storage)
+
+
+class _Data:
+    """The descriptor of `Tensor.data`, in torch's meaning."""
+
+    __doc__ = _data.__doc__
+    __name__ = "data"
+
+    def __get__(self, x: Tensor | None, owner: Any = None) -> Any:
+        if x is None:
+            return self
+        made = _data.__get__(x, owner)
+        if type(x) is Tensor or type(x) is torch.nn.Parameter:
+            _note(x)
+        return made
+
+    def __set__(self, x: Tensor, value: Tensor) -> None:
+        _data.__set__(x, value)
+
+    def __delete__(self, x: Tensor) -> None:
+        _data.__delete__(x)
+
+
+def install() -> None:
+    """Put the property in the place of torch's, once."""
+    if not isinstance(torch.Tensor.__dict__.get("data"), _Data):
+        torch.Tensor.data = _Data()  # type: ignore[assignment]
