@@ -13,6 +13,7 @@ from benchmarks.gpu import GpuContext
 from benchmarks.models import GIB, Candidate, Workload
 from benchmarks.row import Row, Target
 from benchmarks.timing import Effort, Times, interleaved
+from examples.llama.models import transformers
 
 PEAK = Target(0.95, 0.85, lower_is_better=True)
 KEPT = {
@@ -51,6 +52,11 @@ QUICK |= dict.fromkeys(("mixtral", "qwen3-moe"), "mixtral-tiny")
 
 def whole(context: GpuContext) -> Iterator[Row]:
     """The rows that context.rows names, all of them where it names none."""
+    try:
+        transformers()
+    except RuntimeError as error:
+        print(f"not run: {', '.join(context.rows or NAMES)} ({error})", flush=True)
+        return
     for name in context.rows or NAMES:
         if name == LAYER:
             yield from layer_memory(context)

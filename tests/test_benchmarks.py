@@ -1,6 +1,8 @@
 """The benchmark runner on tiny sizes: every benchmark gives rows, and their arithmetic is right."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from benchmarks.gpu import Gpu, GpuContext
 from benchmarks.row import Row, Target, line
 from benchmarks.timing import Clock, Effort, Times, interleaved
 
+ROOT = Path(__file__).parents[1]
 PEERS = {
     "gemm": {"F.linear bf16", "dequantize + bf16"},
     "backward_gemm": {"torch.mm bf16", "dequantize + bf16"},
@@ -142,6 +145,18 @@ def test_whole_models_run_in_place_of_a_gpu(
     assert bench_models_cuda.PEAK.verdict(0.9) == "ok" and bench_models_cuda.PEAK.lower_is_better
     printed = capsys.readouterr().out
     assert "mixtral te_mx: " in printed and "aten::mm" in printed
+
+
+def test_layers_on_two_ranks() -> None:
+    pytest.importorskip("transformers")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    command += ["-m", "benchmarks.models_two_gpus", "--quick", "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    _, fsdp2, ddp = done.stdout.splitlines()
+    assert fsdp2.startswith("fsdp2 ") and ddp.startswith("ddp ")
+    assert all("1 layers 2x2x64" in row and "1.33x / 1.5x" in row for row in (fsdp2, ddp))
 
 
 def test_models_that_differ_are_not_compared() -> None:

@@ -4,7 +4,6 @@ Nothing is downloaded: a shape is a config with random weights, and a folder is 
 """
 
 import json
-import math
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -142,10 +141,3 @@ def build(
 def stays(module: nn.Module, name: str) -> bool:
     """The filter_fn of te_mx.convert_model for these models: all but what makes logits."""
     return name.split(".")[-1] not in KEPT
-
-
-def describe(model: nn.Module) -> str:
-    """Such as ``"LlamaForCausalLM, 861 M parameters"``."""
-    count = sum(p.numel() for p in model.parameters())
-    digits = max(0, 2 - int(math.log10(max(count, 1) / 1e6))) if count < 1e8 else 0
-    return f"{type(model).__name__}, {count / 1e6:,.{digits}f} M parameters"
