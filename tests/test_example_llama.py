@@ -1,7 +1,9 @@
 """examples/train_llama.py on tiny models: both runs, seeds, resume bit for bit, what it refuses."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,8 +18,8 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import train_llama  # noqa: E402  (the examples are no package)
-from gpt import data, report, seeds  # noqa: E402
-from gpt.train import run  # noqa: E402
+from gpt import data, report, seeds, stopping  # noqa: E402
+from gpt.train import Trainer, run  # noqa: E402
 from llama import models, train  # noqa: E402
 
 MODES = ("bf16", "mxfp8")
@@ -184,6 +186,35 @@ def test_seeds_are_averaged() -> None:
     # Runs of other seeds are not compared.
     assert report.both({"bf16": plain, "mxfp8": ours}) is not None
     assert report.both({"bf16": plain, "mxfp8": record(1, 2.0)}) is None
+
+
+@pytest.fixture
+def signals():
+    """main() has its own handlers of signals: this process gets back those it had."""
+    before = {signum: signal.getsignal(signum) for signum in stopping.SIGNALS}
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
+@pytest.mark.usefixtures("signals")
+def test_interrupted_in_its_second_seed_it_keeps_the_first_and_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: train.LlamaTrainer) -> float:
+        if self.settings.seed == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return Trainer.step(self)
+
+    options = [*TINY, "--steps", "3", "--seeds", "2", "--only", "mxfp8", "--out", str(tmp_path)]
+    with monkeypatch.context() as patch:
+        patch.setattr(train.LlamaTrainer, "step", interrupted)
+        assert train_llama.main(options) == 130
+    first = json.loads((tmp_path / "mxfp8.json").read_text())
+    assert first["finished"] and list(first["seeds"]) == ["0"]
+    assert train_llama.main([*options, "--resume"]) == 0
+    both = json.loads((tmp_path / "mxfp8.json").read_text())
+    assert list(both["seeds"]) == ["0", "1"] and both["seeds"]["0"] == first["seeds"]["0"]
 
 
 def test_script_trains_every_seed_and_writes_what_it_found(tmp_path: Path) -> None:
