@@ -18,6 +18,7 @@ from benchmarks import (
     bench_layernorm,
     bench_linear,
     bench_linear_cuda,
+    bench_models_cuda,
     bench_overhead,
     bench_quantize,
     bench_split_cuda,
@@ -58,6 +59,8 @@ CUDA_BENCHMARKS: dict[str, Callable[[GpuContext], Iterator[Row]]] = {
     "graph_cuda": bench_linear_cuda.graph,
     "workspace_cuda": bench_linear_cuda.workspace,
 }
+# By name only: they need Transformers, and minutes.
+MODEL_BENCHMARKS = {"models_cuda": bench_models_cuda.whole}
 GROUPS = {
     "cpu": list(BENCHMARKS),
     "cuda": list(CUDA_BENCHMARKS),
@@ -70,7 +73,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         prog="python -m benchmarks",
         description="Measure te_mx against its peers, in turns. See benchmarks/README.md.",
     )
-    names = ", ".join([*GROUPS["all"], *GROUPS])
+    names = ", ".join([*GROUPS["all"], *MODEL_BENCHMARKS, *GROUPS])
     p.add_argument("which", nargs="*", default=["all"], metavar="which", help=names)
     p.add_argument("--quick", action="store_true", help="tiny sizes, for a test that it runs")
     p.add_argument("--threads", type=int, default=2)
@@ -82,8 +85,21 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument(
         "--check", action="store_true", help="exit with 1 when a row misses what it must reach"
     )
+    p.add_argument(
+        "--rows", default="", metavar="NAME,..",
+        help=f"of models_cuda, only these: {', '.join(bench_models_cuda.NAMES)}",
+    )  # fmt: skip
+    p.add_argument(
+        "--profile", action="store_true", help="of models_cuda, also the kernels of a step"
+    )
     args = p.parse_args(argv)
-    unknown = sorted(set(args.which) - {*GROUPS["all"], *GROUPS})
+    args.rows = tuple(filter(None, args.rows.split(",")))
+    strangers = [name for name in args.rows if name not in bench_models_cuda.NAMES]
+    if strangers:
+        p.error(f"no rows {', '.join(strangers)}; there are {', '.join(bench_models_cuda.NAMES)}")
+    if (args.rows or args.profile) and "models_cuda" not in args.which:
+        p.error("--rows and --profile are of models_cuda: name it")
+    unknown = sorted(set(args.which) - {*GROUPS["all"], *MODEL_BENCHMARKS, *GROUPS})
     if unknown:
         p.error(f"no benchmark named {', '.join(unknown)}; there are {names}")
     args.which = {name for asked in args.which for name in GROUPS.get(asked, [asked])}
@@ -93,8 +109,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     torch.set_num_threads(args.threads)
+    for_gpu = {**CUDA_BENCHMARKS, **MODEL_BENCHMARKS}
     on_cpu, on_gpu = (
-        [name for name in group if name in args.which] for group in (BENCHMARKS, CUDA_BENCHMARKS)
+        [name for name in group if name in args.which] for group in (BENCHMARKS, for_gpu)
     )
     described: dict[str, dict] = {}
     rows: list[Row] = []
@@ -110,11 +127,13 @@ def main(argv: list[str] | None = None) -> int:
         print(f"not run: {', '.join(on_gpu)} ({missing})")
     elif on_gpu:
         effort = gpu.effort(args.seconds, args.quick)
-        gpu_context = GpuContext(effort, args.quick, gpu.describe(args.quick))
+        gpu_context = GpuContext(
+            effort, args.quick, gpu.describe(args.quick), rows=args.rows, profile=args.profile
+        )
         described["gpu"] = gpu_context.gpu.to_dict()
         start_table(gpu_context.gpu.lines(), args.markdown)
         for name in on_gpu:
-            rows += shown(CUDA_BENCHMARKS[name](gpu_context), args.markdown)
+            rows += shown(for_gpu[name](gpu_context), args.markdown)
     if args.json:
         record = {**described, "rows": [row.to_dict() for row in rows]}
         args.json.write_text(json.dumps(record, indent=1) + "\n")

@@ -50,6 +50,8 @@ class GpuContext(Sizes):
 
     gpu: Gpu
     device: torch.device = DEVICE
+    rows: tuple[str, ...] = ()  # of the whole models; all if none are named
+    profile: bool = False  # also print which kernels a step of theirs spends its time in
 
     @property
     def clock(self) -> Clock:

@@ -35,7 +35,7 @@ class Row:
     benchmark: str
     shape: str
     kernel: str
-    us: float
+    us: float | None  # None where a row is about memory
     rate: str  # "812 GFLOP/s", "17.3 GB/s" or ""
     of_peak: float | None  # percent of the measured limit, None where there is none
     peer: str
@@ -54,7 +54,7 @@ class Row:
             self.benchmark,
             self.shape,
             self.kernel,
-            f"{self.us:,.1f}",
+            "" if self.us is None else f"{self.us:,.1f}",
             self.rate,
             "" if self.of_peak is None else f"{self.of_peak:.0f} %",
             value,

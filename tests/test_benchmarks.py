@@ -1,6 +1,9 @@
 """The benchmark runner on tiny sizes: every benchmark gives rows, and their arithmetic is right."""
 
 import json
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,11 +11,12 @@ import torch
 
 import te_mx
 from benchmarks import __main__ as runner
-from benchmarks import bench_gemm_cuda, bench_linear_cuda, gpu, peers_cuda
+from benchmarks import bench_gemm_cuda, bench_linear_cuda, gpu, kernel_times, peers_cuda
 from benchmarks.gpu import Gpu, GpuContext
 from benchmarks.row import Row, Target, line
 from benchmarks.timing import Clock, Effort, Times, interleaved
 
+ROOT = Path(__file__).parents[1]
 PEERS = {
     "gemm": {"F.linear bf16", "dequantize + bf16"},
     "backward_gemm": {"torch.mm bf16", "dequantize + bf16"},
@@ -110,6 +114,84 @@ def test_cuda_benchmark_runs_in_place_of_a_gpu(name: str, on_cpu: GpuContext) ->
         assert row.peer in line(row.cells()) and row.peer_rate in line(row.cells())
 
 
+# Speed and memory against bf16, as the project asks for them.
+MODEL_ROWS = {
+    "861m-eager": (1.32, 1.45),
+    "861m-compiled": (1.32, 1.45),
+    "8b-eager": (1.4, 1.55),
+    "8b-compiled": (1.35, 1.55),
+    "mixtral": (1.25, 1.4),
+    "qwen3-moe": (1.25, 1.4),
+}
+LAYER_ROWS = {"layer converted": (0.85, 0.8), "layer fused": (0.65, 0.5)}
+
+
+def test_whole_models_run_in_place_of_a_gpu(
+    on_cpu: GpuContext, capsys: pytest.CaptureFixture
+) -> None:
+    pytest.importorskip("transformers")
+    from benchmarks import bench_models_cuda
+
+    asked = ("layer", "861m-eager", "mixtral")
+    rows = list(runner.MODEL_BENCHMARKS["models_cuda"](replace(on_cpu, rows=asked, profile=True)))
+    marks = {row.benchmark: (row.target.must, row.target.aim) for row in rows if row.target}
+    assert marks == LAYER_ROWS | {name: MODEL_ROWS[name] for name in asked[1:]}
+    for row in rows:
+        assert row.peer == "bf16" and row.peer_rate in line(row.cells())
+        assert row.value > 0 and (row.us is None) == row.benchmark.startswith("layer")
+    targets = {name: case.target for name, case in bench_models_cuda.CASES.items()}
+    assert {name: (t.must, t.aim) for name, t in targets.items()} == MODEL_ROWS
+    assert (bench_models_cuda.PEAK.must, bench_models_cuda.PEAK.aim) == (0.95, 0.85)
+    assert bench_models_cuda.PEAK.verdict(0.9) == "ok" and bench_models_cuda.PEAK.lower_is_better
+    printed = capsys.readouterr().out
+    assert "mixtral te_mx: " in printed and "aten::mm" in printed
+
+
+def test_layers_on_two_ranks() -> None:
+    pytest.importorskip("transformers")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    command += ["-m", "benchmarks.models_two_gpus", "--quick", "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    _, fsdp2, ddp = done.stdout.splitlines()
+    assert fsdp2.startswith("fsdp2 ") and ddp.startswith("ddp ")
+    assert all("1 layers 2x2x64" in row and "1.33x / 1.5x" in row for row in (fsdp2, ddp))
+
+
+def test_models_that_differ_are_not_compared() -> None:
+    pytest.importorskip("transformers")
+    from benchmarks.bench_models_cuda import _check_losses
+    from benchmarks.models import Candidate
+
+    fine, nan = (Candidate(lambda i: None, loss, None) for loss in (10.4, float("nan")))
+    _check_losses("861m", {"bf16": fine, "te_mx": fine})
+    with pytest.raises(RuntimeError, match="861m: the first loss of te_mx is nan"):
+        _check_losses("861m", {"bf16": fine, "te_mx": nan})
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("void te_mx::sm90::(anonymous namespace)::gemm_kernel<te_mx::Config>", "te_mx gemm"),
+        ("void te_mx::sm90::quantize_kernel<__nv_bfloat16>", "te_mx quantize"),
+        ("void pytorch_flash::flash_fwd_kernel<cutlass::bfloat16_t>", "attention"),
+        ("nvjet_tst_256x128_64x4_2x1_v_bz_coopA_NTT", "bf16 gemm"),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<Adam>", "optimizer"),
+        ("triton_red_fused__to_copy_mean_mul_pow_rsqrt_mm_0", "norm and elementwise"),
+        ("void at::native::vectorized_elementwise_kernel<4>", "norm and elementwise"),
+        ("Memcpy DtoD (Device -> Device)", "copy"),
+        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096>)", "communication"),
+        ("void roll_cuda_kernel<float>", "other"),
+    ],
+)
+def test_kernels_are_sorted_by_what_they_are_for(name: str, kind: str) -> None:
+    kernel = kernel_times.Kernel(name, 2, 3000.0)
+    assert kernel.kind == kind
+    shown = kernel_times.table("861m", [kernel], 0.004)
+    assert "861m: 3.0 ms in 2 kernels, a step takes 4.0 ms" in shown and name in shown
+
+
 def test_targets_of_the_full_cuda_sizes() -> None:
     gemm = {shape: (target.must, target.aim) for shape, target in bench_gemm_cuda.GEMM}
     assert gemm.pop((8192, 8192, 8192)) == (1.5, 1.8)
@@ -173,10 +255,20 @@ def test_markdown_prints_rows_of_a_table(capsys: pytest.CaptureFixture) -> None:
     assert len(table) == 4 and len({row.count("|") for row in table}) == 1
 
 
-def test_unknown_benchmark_is_refused(capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit):
-        runner.main(["gem"])
-    assert "no benchmark named gem" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["gem"], "no benchmark named gem"),
+        (["models_cuda", "--rows", "861m"], "no rows 861m; there are layer, 861m-eager"),
+        (["gemm", "--profile"], "--rows and --profile are of models_cuda: name it"),
+    ],
+)
+def test_what_there_is_not_is_refused(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        runner.main(argv)
+    assert refused.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_ratios_are_taken_within_a_round() -> None:

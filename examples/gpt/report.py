@@ -39,11 +39,19 @@ def compare(plain: dict, mxfp8: dict) -> dict:
 
 
 def both(runs: dict[str, dict]) -> tuple[dict, dict] | None:
-    """(plain, mxfp8) when there are two runs that trained equally long."""
+    """(plain, mxfp8) when there are two runs that trained equally long, of the same seeds."""
     plain = next((run for mode, run in runs.items() if mode != "mxfp8"), None)
-    if plain is None or "mxfp8" not in runs or plain["steps"] != runs["mxfp8"]["steps"]:
+    if plain is None or "mxfp8" not in runs:
         return None
-    return plain, runs["mxfp8"]
+    mxfp8 = runs["mxfp8"]
+    alike = plain["steps"] == mxfp8["steps"] and plain["seeds"].keys() == mxfp8["seeds"].keys()
+    return (plain, mxfp8) if alike else None
+
+
+def gaps_by_seed(plain: dict, mxfp8: dict) -> list[float]:
+    """The gap of every seed in percent."""
+    pairs = ((loss, mxfp8["seeds"][seed]) for seed, loss in plain["seeds"].items())
+    return [100 * (ours - theirs) / theirs for theirs, ours in pairs]
 
 
 def table(runs: dict[str, dict]) -> str:
@@ -61,6 +69,9 @@ def table(runs: dict[str, dict]) -> str:
         lambda r: f"{r['val_loss']:.4f}",
         f"gap {difference['gap_percent']:+.2f} %" if difference else "",
     )
+    if any(len(run["seeds"]) > 1 for run in runs.values()):
+        apart = " ".join(f"{gap:+.2f}" for gap in gaps_by_seed(*pair)) if pair else ""
+        row("mean of", lambda r: f"{len(r['seeds'])} seeds", f"{apart} %" if pair else "")
     row(
         "tokens/s",
         lambda r: f"{r['tokens_per_second']:,.0f}",
@@ -166,7 +177,7 @@ def _plot_difference(axes, runs: dict[str, dict]) -> None:
 
 def _title(runs: dict[str, dict]) -> str:
     run = next(iter(runs.values()))
-    title = f"byte-level GPT, {run['parameters'] / 1e6:.1f} M parameters"
+    title = f"{run['model']}, {run['parameters'] / 1e6:.1f} M parameters"
     pair = both(runs)
     if pair:
         c = compare(*pair)

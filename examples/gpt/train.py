@@ -76,8 +76,12 @@ class Settings:
         return PRESETS[self.preset].model
 
     @property
+    def context(self) -> int:
+        return self.model.context
+
+    @property
     def tokens_per_step(self) -> int:
-        return self.batch * self.model.context
+        return self.batch * self.context
 
 
 class Trainer:
@@ -86,10 +90,7 @@ class Trainer:
     def __init__(self, settings: Settings, text: data.Text):
         self.settings, self.text = settings, text
         torch.manual_seed(settings.seed)
-        with torch.device(settings.device):
-            self.model = GPT(settings.model)
-        if settings.mode == "mxfp8":
-            precision.convert(self.model)
+        self.model = self.make_model()
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
@@ -97,21 +98,42 @@ class Trainer:
         self.seconds: list[float] = []
         self.val: list[tuple[int, float]] = []  # (steps done, loss)
 
+    def make_model(self) -> nn.Module:
+        """On the device, converted where the run is one in MXFP8."""
+        with torch.device(self.settings.device):
+            model = GPT(self.settings.model)
+        if self.settings.mode == "mxfp8":
+            precision.convert(model)
+        return model
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """[batch, context] to [batch, context, 256]."""
+        s = self.settings
+        with precision.forward_precision(
+            s.device, s.dtype, s.recipe if s.mode == "mxfp8" else None
+        ):
+            return self.model(tokens)
+
+    def kernels(self) -> dict[str, int]:
+        """What ran; nothing for a run in high precision."""
+        return precision.kernels(self.model) if self.settings.mode == "mxfp8" else {}
+
+    @property
+    def title(self) -> str:
+        return "byte-level GPT"
+
     @property
     def done(self) -> int:
         return len(self.losses)
 
     def batch(self) -> tuple[Tensor, Tensor]:
         s = self.settings
-        return data.train_batch(self.text, s.seed, self.done, s.batch, s.model.context)
+        return data.train_batch(self.text, s.seed, self.done, s.batch, s.context)
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         s = self.settings
         tokens, targets = (t.to(s.device) for t in batch)
-        with precision.forward_precision(
-            s.device, s.dtype, s.recipe if s.mode == "mxfp8" else None
-        ):
-            logits = self.model(tokens)
+        logits = self.logits(tokens)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     def learning_rate(self) -> float:
@@ -146,7 +168,7 @@ class Trainer:
         s = self.settings
         losses = [
             self.loss(batch).item()
-            for batch in data.val_batches(self.text, batches, s.batch, s.model.context)
+            for batch in data.val_batches(self.text, batches, s.batch, s.context)
         ]
         return statistics.fmean(losses)
 
@@ -214,13 +236,14 @@ def run(
     save_every: int = 50,
     should_stop: Callable[[int], bool] = lambda done: False,
     text: data.Text | None = None,
+    make: type[Trainer] = Trainer,
 ) -> dict:
     """Train to `settings.steps`, or until `should_stop(steps done)`; returns the record of the run.
 
     A checkpoint is written every `save_every` steps and at the end, also at an early one; never
     when `save_every` is 0.
     """
-    trainer = Trainer(settings, text or data.load_stdlib())
+    trainer = make(settings, text or data.load_stdlib())
     if resume and checkpoint.exists():
         trainer.load(checkpoint)
     saved_mb = memory.saved_for_backward_mb(lambda: trainer.loss(trainer.batch()), trainer.model)
@@ -253,12 +276,14 @@ def run(
         trainer.save(checkpoint)
     return {
         "settings": asdict(settings),
+        "model": trainer.title,
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "finished": finished,
         "steps": trainer.done,
         "losses": trainer.losses,
         "val": trainer.val,
         "val_loss": final,
+        "seeds": {str(settings.seed): final},
         "tokens_per_second": trainer.tokens_per_second(),
         "step_seconds": trainer.step_seconds(),
         "train_seconds": sum(trainer.seconds),
@@ -266,5 +291,5 @@ def run(
             "peak": memory.peak_mb(settings.device),
             "saved_for_backward": saved_mb,
         },
-        "kernels": precision.kernels(trainer.model) if settings.mode == "mxfp8" else {},
+        "kernels": trainer.kernels(),
     }

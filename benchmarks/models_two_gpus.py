@@ -1,0 +1,162 @@
+"""Layers of Llama-3-8B on several GPUs against bf16: sharded (FSDP2, fp32 parameters) or replicated
+(DDP, bf16 parameters).
+
+    torchrun --nproc-per-node 2 -m benchmarks.models_two_gpus [--rows fsdp2,ddp] [--compile]
+
+Both models are on the GPUs and take turns; a time is that of the slower rank, a memory the larger.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks import models
+from benchmarks.bench_models_cuda import PEAK
+from benchmarks.models import GIB, Workload
+from benchmarks.row import HEADERS, Row, Target, line
+from benchmarks.timing import Call
+
+TARGET = Target(1.33, 1.5)
+FULL = Workload("8b-layers", {"num_hidden_layers": 8}, batch=4)
+QUICK = Workload("tiny", batch=2, context=64)
+ROUNDS, STEPS = 3, 4
+KINDS = ("bf16", "te_mx")
+
+
+def shard(model: nn.Module) -> nn.Module:
+    """Every layer is gathered for itself, in bf16."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for layer in model.model.layers:
+        fully_shard(layer, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
+
+
+WRAPS: dict[str, tuple[torch.dtype, Callable[[nn.Module], nn.Module]]] = {
+    "fsdp2": (torch.float32, shard),
+    "ddp": (torch.bfloat16, DistributedDataParallel),
+}
+
+
+def prepared(
+    work: Workload, kind: str, row: str, device: torch.device
+) -> tuple[Call, float | None]:
+    """A step that has run, and the most memory it takes in GiB on any rank."""
+    on_gpu = device.type == "cuda"
+    before = torch.cuda.memory_allocated(device) if on_gpu else 0
+    dtype, wrap = WRAPS[row]
+    model = work.build(device, dtype)
+    region = models.CONVERSIONS[kind](model)
+    model = wrap(model)
+    batches = [models.tokens_of(work, device, seed=2 * dist.get_rank() + i) for i in range(2)]
+    step = models.training_step(torch.compile(model) if work.compiled else model, region, batches)
+    for i in range(models.WARM_UP):
+        loss = float(step(i))
+    if not loss < 20:
+        raise RuntimeError(f"{row}: the loss of {kind} is {loss} after {models.WARM_UP} steps")
+    if not on_gpu:
+        return step, None
+    torch.cuda.reset_peak_memory_stats(device)
+    step(0)
+    peak = (torch.cuda.max_memory_allocated(device) - before) / GIB
+    return step, largest(peak, device)
+
+
+def largest(value: float, device: torch.device) -> float:
+    """The largest of all ranks."""
+    held = torch.tensor(value, device=device)
+    dist.all_reduce(held, dist.ReduceOp.MAX)
+    return held.item()
+
+
+def seconds_of(step: Call, device: torch.device) -> float:
+    """Of one of STEPS steps. Every rank runs as many: steps wait for each other."""
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    synchronize()
+    dist.barrier()
+    start = time.perf_counter()
+    for i in range(STEPS):
+        step(i)
+    synchronize()
+    return largest((time.perf_counter() - start) / STEPS, device)
+
+
+def rows(name: str, work: Workload, device: torch.device) -> list[Row]:
+    made = {kind: prepared(work, kind, name, device) for kind in KINDS}
+    times: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for _ in range(ROUNDS):
+        for kind in KINDS:
+            times[kind].append(seconds_of(made[kind][0], device))
+    tokens = work.tokens * dist.get_world_size()
+    seconds = {kind: statistics.median(rounds) for kind, rounds in times.items()}
+    speed = {kind: f"{tokens / s / 1e3:,.1f}k tok/s" for kind, s in seconds.items()}
+    turns = [b / o for b, o in zip(times["bf16"], times["te_mx"], strict=True)]
+    layers = work.config().num_hidden_layers
+    shape = f"{layers} layers {dist.get_world_size()}x{work.batch}x{work.context}"
+    found = [
+        Row(
+            name, shape, "fuse=True", seconds["te_mx"] * 1e6, speed["te_mx"], None, "bf16",
+            statistics.median(turns), TARGET, speed["bf16"],
+        )
+    ]  # fmt: skip
+    ours, theirs = made["te_mx"][1], made["bf16"][1]
+    if ours is not None and theirs is not None:
+        found.append(
+            Row(
+                f"{name} GiB", shape, "fuse=True", None, f"{ours:.1f} GiB", None, "bf16",
+                ours / theirs, PEAK, f"{theirs:.1f} GiB",
+            )
+        )  # fmt: skip
+    return found
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(prog="benchmarks.models_two_gpus", description=__doc__)
+    p.add_argument("--rows", default=",".join(WRAPS), metavar="NAME,..")
+    p.add_argument("--compile", action="store_true")
+    p.add_argument("--quick", action="store_true", help="a tiny model, for a test that it runs")
+    p.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    args = p.parse_args(argv)
+    args.rows = args.rows.split(",")
+    if not set(args.rows) <= WRAPS.keys():
+        p.error(f"--rows are {', '.join(WRAPS)}, got {','.join(args.rows)}")
+    if "RANK" not in os.environ:
+        p.error("needs the processes that torchrun starts: torchrun --nproc-per-node 2 -m ...")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cuda", local) if args.device == "cuda" else torch.device("cpu")
+    if args.device == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    try:
+        first = dist.get_rank() == 0
+        if first:
+            print(line(HEADERS), flush=True)
+        work = replace(QUICK if args.quick else FULL, compiled=args.compile)
+        for name in args.rows:
+            for row in rows(name, work, device):
+                if first:
+                    print(line(row.cells()), flush=True)
+            models.clean_up()
+    finally:
+        with suppress(RuntimeError):  # where a rank failed, the others may be gone
+            dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

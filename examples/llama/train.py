@@ -1,0 +1,98 @@
+"""Training of a Transformers model in the loop of gpt/train.py."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from gpt import precision, train
+from torch import Tensor, nn
+
+import te_mx
+from llama import models
+
+
+@dataclass(frozen=True)
+class Preset:
+    """The steps, the batch and the learning rate that suit a model."""
+
+    steps: int = 300
+    batch: int = 8
+    context: int = 2048
+    lr: float = 2.5e-4
+    final_eval_batches: int = 32
+
+
+LARGE = Preset()
+PRESETS = {
+    "tiny": Preset(40, 8, 32, 2e-3, 4),
+    "mixtral-tiny": Preset(40, 8, 32, 2e-3, 4),
+    "small": Preset(60, 8, 64, 2e-3, 8),
+}
+
+
+@dataclass(frozen=True)
+class LlamaSettings(train.Settings):
+    """`preset` is the model: a shape of models.SHAPES, a config.json or a folder."""
+
+    layers: int | None = None  # None: as the model's config says
+    sequence: int = 128
+    attention: str = "sdpa"
+    compile: bool = False
+    fuse: bool = True
+    fp32_params: bool = False
+
+    @property
+    def context(self) -> int:
+        return self.sequence
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        return torch.float32 if self.fp32_params else precision.DTYPES[self.dtype]
+
+    def config(self) -> Any:
+        """Raises ValueError where the model cannot be trained on bytes like this."""
+        changes = {} if self.layers is None else {"num_hidden_layers": self.layers}
+        config = models.config_of(self.preset, **changes)
+        if config.vocab_size < 256:
+            raise ValueError(
+                f"bytes need a vocabulary of 256, {self.preset} has {config.vocab_size}"
+            )
+        longest = getattr(config, "max_position_embeddings", self.sequence)
+        if self.sequence > longest:
+            raise ValueError(f"--seq is at most {longest} for {self.preset}, got {self.sequence}")
+        return config
+
+
+class LlamaTrainer(train.Trainer):
+    """The parameters are bf16 like the activations, or fp32 under torch.autocast."""
+
+    settings: LlamaSettings
+
+    def make_model(self) -> nn.Module:
+        s = self.settings
+        with torch.device(s.device):
+            model = models.build(
+                s.config(),
+                dtype=s.parameter_dtype,
+                attention=s.attention,
+                weights=s.preset if models.has_weights(s.preset) else None,
+            )
+        if s.mode == "mxfp8":
+            te_mx.convert_model(model, fuse=s.fuse, filter_fn=models.stays)
+        torch.compiler.reset()  # of another seed's model
+        self.forward = torch.compile(model) if s.compile else model
+        return model
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """[batch, context] to [batch, context, vocabulary]."""
+        s = self.settings
+        dtype = s.dtype if s.fp32_params else "fp32"  # bf16 parameters need no torch.autocast
+        with precision.forward_precision(s.device, dtype, s.recipe if s.mode == "mxfp8" else None):
+            return self.forward(input_ids=tokens, use_cache=False).logits
+
+    def kernels(self) -> dict[str, int]:
+        return {} if self.settings.compile else super().kernels()  # compiled code does not record
+
+    @property
+    def title(self) -> str:
+        return f"{type(self.model).__name__} on bytes"

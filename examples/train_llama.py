@@ -1,0 +1,107 @@
+#!/usr/bin/env python
+"""Train the same Transformers model twice, in bf16 and converted by te_mx, and compare the two.
+
+    python examples/train_llama.py                          # a tiny Llama, seconds on two CPU cores
+    python examples/train_llama.py --device cuda            # a 400 M Llama
+    python examples/train_llama.py --device cuda --config 8b-layers --layers 8 --compile
+    python examples/train_llama.py --config path/to/config.json
+    python examples/train_llama.py --resume                 # go on after Ctrl-C
+
+The model has random weights in the shape that --config names, or those of a folder; nothing is
+downloaded. Its tokens are bytes. Both runs start from the same weights and see the same data in the
+same order, each in a process of its own. Parameters are bf16, or fp32 under torch.autocast with
+--fp32-params. --out gets loss.png, run.json and the checkpoints.
+"""
+
+import argparse
+import sys
+
+from gpt import stopping
+
+if __name__ == "__main__":
+    stopping.at_start()  # the next lines take seconds
+
+from gpt import precision, script
+from llama import models, train
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    d = train.LlamaSettings()
+    p = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    p.add_argument(
+        "--config", default=argparse.SUPPRESS,
+        help=f"{', '.join(models.SHAPES)}, a config.json, or a folder with one; its weights are "
+        "used where it has some (default: small, 400m on a GPU)",
+    )  # fmt: skip
+    p.add_argument("--layers", type=int, help="in place of the config's number")
+    p.add_argument(
+        "--steps", type=int, default=argparse.SUPPRESS, help="(default: 60, 300 of a large model)"
+    )
+    p.add_argument("--seq", type=int, default=argparse.SUPPRESS, help="bytes a sequence")
+    p.add_argument(
+        "--attn", choices=["sdpa", "eager"], default=d.attention, help="Transformers' attention"
+    )
+    p.add_argument("--compile", action="store_true", help="torch.compile both models")
+    p.add_argument(
+        "--fuse", action=argparse.BooleanOptionalAction, default=d.fuse,
+        help="te_mx.convert_model(fuse=...)",
+    )  # fmt: skip
+    p.add_argument(
+        "--fp32-params", action="store_true", help="fp32 parameters, activations by torch.autocast"
+    )
+    script.add_options(p, d, "runs/llama")
+    args = p.parse_args(argv)
+    args.config = getattr(args, "config", "small" if args.device == "cpu" else "400m")
+    args.dtype = getattr(args, "dtype", precision.usual_dtype(args.device))
+    preset = preset_of(args)
+    args.steps = getattr(args, "steps", preset.steps)
+    args.batch = getattr(args, "batch", preset.batch)
+    args.seq = getattr(args, "seq", preset.context)
+    args.lr = getattr(args, "lr", preset.lr)
+    for name in ("seq", "layers"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            p.error(f"--{name} must be at least 1, got {value}")
+    script.check_options(p, args)
+    return args
+
+
+def preset_of(args: argparse.Namespace) -> train.Preset:
+    return train.PRESETS.get(args.config, train.LARGE)
+
+
+def settings(args: argparse.Namespace, mode: str) -> train.LlamaSettings:
+    return train.LlamaSettings(
+        mode=mode, preset=args.config, steps=args.steps, batch=args.batch, lr=args.lr,
+        seed=args.seed, device=args.device, dtype=args.dtype, recipe=args.recipe,
+        eval_every=args.eval_every, layers=args.layers, sequence=args.seq, attention=args.attn,
+        compile=args.compile, fuse=args.fuse, fp32_params=args.fp32_params,
+        final_eval_batches=preset_of(args).final_eval_batches,
+    )  # fmt: skip
+
+
+def lacks(args: argparse.Namespace) -> str | None:
+    """Why this model cannot be trained here; asked before anything of an earlier run goes."""
+    try:
+        settings(args, "mxfp8").config()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def command(argv: list[str], mode: str) -> list[str]:
+    return [sys.executable, __file__, *argv, "--only", mode, "--child"]
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    parts = script.Script(
+        settings, lambda mode: command(argv, mode), trainer=train.LlamaTrainer, lacks=lacks
+    )
+    return script.main(parts, parse(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
