@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from te_mx.autograd import one_call, steps
+from te_mx.autograd import one_call, shared_inputs, steps
 from te_mx.autograd.backward import outputs, place, run_backward, tag_of
 from te_mx.autograd.saved import Kept
 from te_mx.autograd.shapes import flatten, shaped, unflatten
+from te_mx.autograd.sibling_gradients import Pass, entered, passed_on, total
 from te_mx.autograd.steps import DGRAD, WGRAD
 from te_mx.autograd.steps_kept import KeptWeight
 from te_mx.autograd.wgrad import WeightGradient
@@ -60,6 +61,7 @@ class LinearFunction(torch.autograd.Function):
         ctx.settings, ctx.tag, ctx.x_shape, ctx.sinks = settings, call.tag, x.shape, (call.sink,)
         ctx.kept = x_kept.beside, w_kept.beside
         ctx.dtypes = x.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype
+        ctx.siblings = shared_inputs.joined(x, ctx) if need_dx else None
         return outputs(ctx, (*x_kept.tensors, *w_kept.tensors), unflatten(y_MN, x))
 
     @staticmethod
@@ -70,18 +72,22 @@ class LinearFunction(torch.autograd.Function):
 def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
     x_kept, w_kept = ctx.kept
     kept = x_kept.with_tensors(saved[:3]), w_kept.with_tensors(saved[3:])
-    how = Backward(ctx.settings, ctx.tag, ctx.x_shape, ctx.dtypes, ctx.sinks[0])
+    how = Backward(
+        ctx.settings, ctx.tag, ctx.x_shape, ctx.dtypes, ctx.sinks[0], entered(ctx.siblings)
+    )
     return *gradients(how, kept, grad, ctx.needs_input_grad), None
 
 
 class Backward(NamedTuple):
-    """What a backward pass knows beside tensors: dtypes are those of x, weight and bias."""
+    """What a backward pass knows beside tensors: dtypes are those of x, weight and bias; `among`:
+    the layers that its dx adds up with."""
 
     settings: Settings
     tag: int
     x_shape: torch.Size
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None]
     sink: WeightGradient | None = None
+    among: Pass | None = None
 
 
 def gradients(
@@ -99,8 +105,12 @@ def gradients(
         assert gradient.q.col_sum is not None and bias_dtype is not None
         db_N = gradient.q.col_sum.to(bias_dtype)
     if need_dx:
-        dx_MK = steps.dgrad(gradient, kept[1], settings, x_dtype, tag_of(tag, DGRAD)).out
-        dx = shaped(dx_MK, how.x_shape)
+        before = total(how.among)
+        dx_MK = steps.dgrad(
+            gradient, kept[1], settings, x_dtype, tag_of(tag, DGRAD),
+            add_to=None if before is None else flatten(before),
+        ).out  # fmt: skip
+        dx = passed_on(how.among, shaped(dx_MK, how.x_shape))
     if need_dw:
         wgrad = steps.wgrad(gradient, kept[0], settings, tag_of(tag, WGRAD))
         dw_NK = place(how.sink, wgrad, w_dtype)

@@ -13,6 +13,7 @@ from torch import Tensor
 from te_mx.autograd import shared_inputs
 from te_mx.autograd.backward import outputs, run_backward
 from te_mx.autograd.saved import NOTHING, Kept
+from te_mx.autograd.sibling_gradients import entered, passed_on, total
 from te_mx.autograd.steps import DGRAD, WGRAD, columns_now, in_one_call
 from te_mx.dispatch.linear import Held
 from te_mx.ops.library import is_direct
@@ -61,6 +62,7 @@ class OneCallLinear(torch.autograd.Function):
             LAST_RUN[call.tag] = plan.kernel
         ctx.x_shape, ctx.sinks = x.shape, ()
         ctx.dtypes = x.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype
+        ctx.siblings = shared_inputs.joined(x, ctx) if need_dx else None
         x_col = (None, None) if not need_dw or held.x_col is None else held.x_col
         w = held.w_col if w_kept else weight_NK if need_dx else None
         return outputs(ctx, (*x_col, w), y)
@@ -87,16 +89,17 @@ def _backward(ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor) -> tuple[Tens
     w = w_col if w_kept else tensors[2]
     held = [t for t in (x_col[0] if x_col else None, w) if t is not None]
     x_dtype, w_dtype, bias_dtype = ctx.dtypes
+    among = entered(ctx.siblings)
     if is_direct(grad, *held) and all(t.device == grad.device for t in held):
         dtypes = x_dtype, w_dtype, bias_dtype if ctx.needs_input_grad[2] else None
-        made = plan.backward(grad, x_col, w, ctx.x_shape, dtypes, None)
+        made = plan.backward(grad, x_col, w, ctx.x_shape, dtypes, total(among))
         if made is not None:
             if tag >= 0:
                 if made[0] is not None:
                     LAST_RUN[tag + DGRAD] = plan.kernel
                 if made[1] is not None:
                     LAST_RUN[tag + WGRAD] = plan.kernel
-            return *made, None, None
+            return passed_on(among, made[0]), *made[1:], None, None
     # Step by step, through the ops, for somebody who watches them.
     from te_mx.autograd.linear import Backward, gradients  # which calls this module
 
@@ -109,5 +112,5 @@ def _backward(ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor) -> tuple[Tens
         w_of = Kept.operand(plan.w_columns(w_col))
     elif w is not None:
         w_of = Kept.itself(w)
-    how = Backward(ctx.problem.settings, tag, ctx.x_shape, ctx.dtypes)
+    how = Backward(ctx.problem.settings, tag, ctx.x_shape, ctx.dtypes, None, among)
     return *gradients(how, (x_kept, w_of), grad, ctx.needs_input_grad), None, None

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_mx.autograd.sibling_gradients import Siblings
 from te_mx.dispatch.fused import Target
 from te_mx.dispatch.linear import Held, LinearPlan
 from te_mx.layouts.operand import Quantized
@@ -36,8 +37,8 @@ class Entry:
     """An input and its operands: specs of the rowwise and the columnwise one ("" for none), their
     scale rule, and themselves in one of two forms."""
 
-    __slots__ = ("_quantized", "address", "col", "held", "place", "plan", "row", "rule", "source",
-                 "version")  # fmt: skip
+    __slots__ = ("_quantized", "address", "col", "held", "place", "plan", "row", "rule", "siblings",
+                 "source", "version")  # fmt: skip
 
     def __init__(self, x: Tensor, place: tuple[int, int], row: str, col: str, rule: str) -> None:
         self.version, self.address, self.place = x._version, x.data_ptr(), place
@@ -46,6 +47,7 @@ class Entry:
         self.held: Held | None = None
         self.plan: LinearPlan | None = None
         self._quantized: Quantized | None = None
+        self.siblings = Siblings()
 
     def gives(self, row: str, col: str, rule: str) -> bool:
         """Whether this has what a layer asks for."""
@@ -116,6 +118,17 @@ def _remember(x: Tensor, row: str, col: str, rule: str) -> Entry | None:
     entry.source = weakref.ref(x, gone)
     entries[:] = [entry, *(e for e in entries[: _MOST - 1] if e.source() is not x)]
     return entry
+
+
+def joined(x: Tensor, node: Any) -> Siblings | None:
+    """The layers whose gradients of x add up, with this one among them."""
+    if torch.compiler.is_compiling():
+        return None
+    entry = entry_of(x)
+    if entry is None:
+        return None
+    entry.siblings.join(node)
+    return entry.siblings
 
 
 def put(x: Tensor, target: Target, made: Quantized) -> None:

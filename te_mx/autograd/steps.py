@@ -309,18 +309,23 @@ def quantized_gradient(
 def dgrad(
     gradient: Gradient, kept: Kept, settings: Settings, dtype: torch.dtype, tag: int, *,
     gelu: str | None = None, gelu_in: Tensor | None = None, bias_grad: bool = False,
+    add_to: Tensor | None = None,
 ) -> GemmParts:  # fmt: skip
     """dx [M, K] = g @ w; with gelu_in, times the derivative of GELU there, and perhaps its sums
-    over M as the bias gradient. In high precision gelu_in is not taken."""
+    over M as the bias gradient. In high precision gelu_in is not taken. Written over add_to, and
+    added to it, if that is given."""
     g_row = gradient.q.row
     if g_row is None:
         assert gradient.g_MN is not None and gelu_in is None
         w_NK = kept.values(gradient.g_MN.dtype)
         record(tag)
-        return GemmParts(high_precision.dgrad(gradient.g_MN, w_NK, dtype), None, None)
+        dx_MK = high_precision.dgrad(gradient.g_MN, w_NK, dtype)
+        return GemmParts(dx_MK if add_to is None else add_to.add_(dx_MK), None, None)
     w = _weight_columns(kept, settings)
-    epilogue = Epilogue(None, gelu, gelu_in, "result" if bias_grad else None)
-    return gemm_2d(g_row, w, epilogue, out_dtype=dtype, tag=tag, mode=mode_of(settings))
+    epilogue = Epilogue(
+        None, gelu, gelu_in, "result" if bias_grad else None, accumulate=add_to is not None
+    )
+    return gemm_2d(g_row, w, epilogue, out=add_to, out_dtype=dtype, tag=tag, mode=mode_of(settings))
 
 
 # ------------------------------------------------------------------------------------------- wgrad
