@@ -59,8 +59,8 @@ def convert_model(
     dry_run: bool = False,
     fuse: bool = False,
 ) -> ConversionReport:
-    """Turn every nn.Linear of `model` into a te_mx.Linear, in place, and run the Conv1D of GPT-2 and
-    experts in stacked parameters (those of Transformers, torchtitan's GroupedExperts) in MXFP8.
+    """Turn every nn.Linear of `model` into a te_mx.Linear, in place, and have the Conv1D of GPT-2
+    and stacked experts (those of Transformers, torchtitan's GroupedExperts) run in MXFP8.
 
     Exact nn.Linear instances are converted; subclasses have behaviour of their own and are skipped
     with the reason. Layers such as lm_head are converted too, unless `filter_fn` says otherwise.
@@ -173,13 +173,13 @@ def revert_model(model: nn.Module) -> ConversionReport:
     check_module(model)
     layers = [_fusion_row(fusion, REVERTED) for fusion in unfuse_layers(model)]
     for module, names in _layers(model):
-        if not isinstance(module, (Linear, InPlace)):
+        in_place = isinstance(module, InPlace)
+        if not (in_place or isinstance(module, Linear)):
             continue
         reason = _why_not_reverted(module)
         if not reason:
             for attribute in _OWN_ATTRIBUTES:
                 module.__dict__.pop(attribute, None)
-            in_place = isinstance(module, InPlace)
             module.__class__ = module._plain_class if in_place else nn.Linear
             unwatch(module)
         layers.append(_row(module, names, SKIPPED if reason else REVERTED, reason))

@@ -34,16 +34,11 @@ def _shape(module: Any) -> str:
 class Conv1D(TransposedLinear):
     """Mixin before transformers' Conv1D."""
 
-    @property
-    def in_features(self) -> int:
-        return self.nx
-
-    @property
-    def out_features(self) -> int:
-        return self.nf
-
     nx: int
     nf: int
+
+    def _sizes(self) -> tuple[int, int]:
+        return self.nx, self.nf
 
 
 SEAM = Seam(_takes, _why_not, _shape, Conv1D)

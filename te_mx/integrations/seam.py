@@ -8,7 +8,6 @@ forward is the one that the class had.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -40,15 +39,19 @@ class InPlace:
         return made_again, (self._mixin, self._plain_class), state
 
 
-@lru_cache(maxsize=None)
+_made: dict[tuple[type, type], type[nn.Module]] = {}
+
+
 def class_of(mixin: type[MXModule], plain: type[nn.Module]) -> type[nn.Module]:
     """The subclass of a module's class that runs in MXFP8. It keeps the name of the class, which
     wrapping policies go by."""
-    body = {
-        "_plain_class": plain, "_mixin": mixin, "__module__": plain.__module__,
-        "__qualname__": plain.__qualname__, "__doc__": plain.__doc__,
-    }  # fmt: skip
-    return type(plain.__name__, (InPlace, mixin, plain), body)
+    if (mixin, plain) not in _made:
+        body = {
+            "_plain_class": plain, "_mixin": mixin, "__module__": plain.__module__,
+            "__qualname__": plain.__qualname__, "__doc__": plain.__doc__,
+        }  # fmt: skip
+        _made[mixin, plain] = type(plain.__name__, (InPlace, mixin, plain), body)
+    return _made[mixin, plain]
 
 
 def made_again(mixin: type[MXModule], plain: type[nn.Module]) -> nn.Module:

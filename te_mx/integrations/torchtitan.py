@@ -69,7 +69,7 @@ def _checked(label: str, experts: int, *given: Any) -> tuple[Tensor, Tensor]:
     return x, counts
 
 
-def _names(module: nn.Module) -> tuple[str, ...]:
+def _names(module: Any) -> tuple[str, ...]:
     """The names of the weights: gate, up, down."""
     # Weights without masters are no parameters any more, but their names are.
     return next((names for names in _NAMES if names[0] in module._parameters), ())

@@ -77,9 +77,7 @@ class ExpertsModule(MXModule):
         return kept_weights(self._each_of(key), settings, need_dx)
 
     def _plain_codes(self, key: str, settings: Settings) -> tuple[Tensor, Tensor]:
-        row, _ = quantize_weights(
-            self._each_of(key), at_rest(settings.w), rule=settings.scale_rule
-        )
+        row, _ = quantize_weights(self._each_of(key), at_rest(settings.w), rule=settings.scale_rule)
         return row.codes, row.scales
 
     def _dropped_operand(self, key: str) -> Stack:
@@ -93,14 +91,14 @@ class ExpertsModule(MXModule):
         made = torch.stack([dequantize_2d(stack.group(i), dtype) for i in range(stack.groups)])
         return {key: made.transpose(-2, -1).contiguous() if self._transposed else made}
 
-    # ----------------------------------------------------------------------------------------- names
+    # ---------------------------------------------------------------------------------------- names
     def _label(self) -> str:
         assert isinstance(self, nn.Module)
         kind = f"te_mx.{type(self).__name__}"
         return f"{kind} {self.name!r}" if self.name else kind
 
     @property
-    def reset_parameters(self) -> Any:  # type: ignore[override]
+    def reset_parameters(self) -> Any:
         """Hidden: the model initializes its experts, and whoever looks for this method must not
         find one."""
         raise AttributeError("reset_parameters: the model initializes its experts")

@@ -14,34 +14,36 @@ from te_mx.nn.mx_module import MXModule, output_dtype
 
 
 class TransposedLinear(MXModule):
-    """Mixin before the class of a layer ``y = x @ weight + bias``; it says what in_features and
-    out_features are. The products read a view of the weight, so no second copy is kept."""
+    """Mixin before the class of a layer ``y = x @ weight + bias``. The products read a view of the
+    weight, so no second copy is kept."""
 
-    in_features: int
-    out_features: int
+    def _sizes(self) -> tuple[int, int]:
+        """(in, out)."""
+        raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features], as te_mx.Linear on the transposed weight
         inside `te_mx.autocast`; outside of it what the class does."""
         if isinstance(x, Proxy):
-            return self._as_leaf(x)  # type: ignore[return-value]
+            return self._as_leaf(x)
         settings = self._settings()
         if settings is None:
             return super().forward(x)  # type: ignore[misc]
         if active():
             self._refuse_transforms(x)
-        self._check_shape(x, "in_features", self.in_features)
+        in_features, out_features = self._sizes()
+        self._check_shape(x, "in_features", in_features)
         self._check_kind(x)
-        bias: Tensor | None = self.bias  # type: ignore[assignment]
+        (bias,) = self._held("bias")
         if bias is not None:
-            self._check_parameter("bias", bias, (self.out_features,), x.device)
+            self._check_parameter("bias", bias, (out_features,), x.device)
         if self._is_dropped():
             self._refuse_gradient(x, bias)
             self._check_codes(self._weight_keys, x.device)
             row = self._dropped_operand("weight")
             return infer(x, row, bias, settings, output_dtype(x), self._tag_now())
-        weight: Tensor = self.weight  # type: ignore[assignment]
-        self._check_parameter("weight", weight, (self.in_features, self.out_features), x.device)
+        (weight,) = self._held("weight")
+        self._check_parameter("weight", weight, (in_features, out_features), x.device)
         kept = None
         if self._frozen is not None:
             need_dx = torch.is_grad_enabled() and x.requires_grad
@@ -64,7 +66,7 @@ class TransposedLinear(MXModule):
         return f"{kind} {self.name!r}" if self.name else kind
 
     @property
-    def reset_parameters(self) -> Any:  # type: ignore[override]
+    def reset_parameters(self) -> Any:
         """Hidden: the model initializes such layers, and whoever looks for this method must not
         find one."""
         raise AttributeError("reset_parameters: the model initializes this layer")

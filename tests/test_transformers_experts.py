@@ -1,0 +1,221 @@
+"""Experts modules of Transformers by themselves: bits, experts of other ranks, freezing, errors."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import te_mx
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+
+def relative(value: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((value.detach() - exact.detach()).norm() / exact.detach().norm())
+
+
+def stand_alone(kind: str) -> nn.Module:
+    """Experts as the models make them, with values of every sign and size."""
+    torch.manual_seed(2)
+    sizes = {"hidden_size": 64, "intermediate_size": 40, "_experts_implementation": "grouped_mm"}
+    if kind == "gpt_oss":
+        from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts as Experts
+
+        own = {"num_local_experts": 5, "swiglu_alpha": 1.7, "swiglu_limit": 7.0}
+    elif kind == "aria":
+        from transformers.models.aria.modeling_aria import AriaExperts as Experts
+
+        own = {"moe_num_experts": 5}
+    elif kind == "nemotron_h":
+        from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts as Experts
+
+        own = {
+            "n_routed_experts": 5, "moe_intermediate_size": 40, "moe_latent_size": None,
+            "mlp_hidden_act": "relu2",
+        }  # fmt: skip
+    else:
+        from transformers.models.mixtral.modeling_mixtral import MixtralExperts as Experts
+
+        own = {"num_local_experts": 5, "hidden_act": "silu"}
+    made = Experts(SimpleNamespace(**sizes, **own))
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.normal_(std=0.2)
+    return made
+
+
+def routed(dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, two experts of each (none has expert 3) and their weights."""
+    draw = torch.Generator().manual_seed(3)
+    x = torch.randn(150, 64, generator=draw).to(dtype).requires_grad_()
+    index = torch.rand(150, 5, generator=draw)
+    index[:, 3] = 0
+    index = index.topk(2).indices
+    scores = torch.rand(150, 2, generator=draw).requires_grad_()
+    return x, index, scores
+
+
+def loop_of_linears(experts: nn.Module, x, index, scores) -> torch.Tensor:
+    """The experts one after the other, each product a te_mx.Linear."""
+    gated = experts.has_gate
+    out = torch.zeros(*index.shape, 64, dtype=x.dtype)
+    for e in range(5):
+        token, slot = torch.where(index == e)
+        h = x[token]
+        for key in ("gate_up_proj" if gated else "up_proj", "down_proj"):
+            weight = getattr(experts, key)[e]
+            weight = weight.t() if experts.is_transposed else weight
+            layer = te_mx.Linear(weight.shape[1], weight.shape[0], bias=experts.has_bias)
+            held = {"weight": weight}
+            if experts.has_bias:
+                held["bias"] = getattr(experts, f"{key}_bias")[e]
+            h = torch.func.functional_call(layer, held, (h,))
+            if key != "down_proj":
+                h = experts._apply_gate(h) if gated else experts.act_fn(h)
+        out = out.index_put((token, slot), h)
+    return (out * scores.unsqueeze(-1)).sum(1).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "aria", "nemotron_h"])
+def test_bits_of_a_loop_of_linears(kind, dtype):
+    experts = stand_alone(kind).to(dtype)
+    x, index, scores = routed(dtype)
+    held = [x, scores, *experts.parameters()]
+    with te_mx.autocast():
+        expected = loop_of_linears(experts, x, index, scores)
+        wanted = torch.autograd.grad(expected.float().square().sum(), held)
+        te_mx.convert_model(experts)
+        out = experts(x, index, scores)
+        got = torch.autograd.grad(out.float().square().sum(), held)
+    assert torch.equal(out, expected)
+    for a, b in zip(got, wanted, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+    assert all(g[3].count_nonzero() == 0 for g in got[2:])  # of the expert without tokens
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("sentinel", [5, 9, -1])
+def test_experts_of_other_ranks(kind, sentinel):
+    """Pairs with a number that is no expert's add nothing and get nothing, whatever the token."""
+    experts = stand_alone(kind)
+    te_mx.convert_model(experts)
+    x, index, scores = routed()
+    index[:50, 1] = sentinel
+    index[50:60] = sentinel
+    with torch.no_grad():
+        x[50:60] = float("nan")
+    with te_mx.autocast():
+        expected = loop_of_linears(experts, x, index, scores)
+        out = experts(x, index, scores)
+    assert torch.equal(out, expected)
+    (out * 3).sum().backward()
+    assert out[50:60].count_nonzero() == 0 and x.grad[50:60].count_nonzero() == 0
+    assert scores.grad[:50, 1].count_nonzero() == 0 and scores.grad[50:60].count_nonzero() == 0
+    assert torch.isfinite(out).all() and torch.isfinite(scores.grad).all()
+    assert torch.isfinite(x.grad).all() and x.grad[:50].count_nonzero() > 0
+    assert all(torch.isfinite(p.grad).all() for p in experts.parameters())
+
+
+def test_a_normalization_behind_the_experts():
+    """Its bias would make something of the zeros of a sentinel."""
+    experts = stand_alone("mixtral")
+    experts.post_expert_norm, experts.has_post_expert_norm = nn.LayerNorm(64), True
+    nn.init.ones_(experts.post_expert_norm.bias)
+    te_mx.convert_model(experts)
+    x, index, scores = routed()
+    index[:10] = 5
+    with te_mx.autocast():
+        out = experts(x, index, scores)
+    plain = experts(x[10:], index[10:], scores[10:])
+    assert out[:10].count_nonzero() == 0 and relative(out[10:], plain) < 0.08
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_frozen(kind):
+    experts = stand_alone(kind)
+    te_mx.convert_model(experts)
+    x, index, scores = (t.detach() for t in routed())
+    masters = copy.deepcopy(experts.state_dict())
+    with torch.no_grad(), te_mx.autocast():
+        out = experts(x, index, scores)
+        te_mx.freeze_weights(experts)
+        assert torch.equal(experts(x, index, scores), out)
+        experts.down_proj.mul_(2)
+        assert not torch.equal(experts(x, index, scores), out)
+        experts.down_proj.div_(2)
+        te_mx.freeze_weights(experts, drop_master=True)
+        assert torch.equal(experts(x, index, scores), out)
+        assert "unfreeze_weights" in te_mx.revert_model(experts).skipped["(root)"]
+        other = stand_alone(kind)
+        te_mx.convert_model(other)
+        other.load_state_dict(experts.state_dict())
+        assert torch.equal(other(x, index, scores), out)
+        te_mx.unfreeze_weights(experts, dequantize=True)
+        assert torch.equal(experts(x, index, scores), out)
+    for name, value in experts.state_dict().items():
+        assert value.shape == masters[name].shape
+        assert value.dim() == 2 or 0 < relative(value, masters[name]) < 0.04
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_the_registry_without_a_conversion(kind):
+    import te_mx.integrations.transformers
+
+    experts, converted = stand_alone(kind), stand_alone(kind)
+    te_mx.convert_model(converted)
+    given = routed()
+    plain = experts(*given)
+    experts.config._experts_implementation = "te_mx"
+    assert torch.equal(experts(*given), plain)
+    with te_mx.autocast():
+        assert torch.equal(experts(*given), converted(*given))
+    experts.double()
+    with te_mx.autocast(), pytest.raises(ValueError, match=r"gate_up_proj is torch\.float64"):
+        experts(*given)
+
+
+def test_what_cannot_be_converted_is_said():
+    replaced = stand_alone("mixtral")
+    replaced.forward = replaced.forward
+    parallel = stand_alone("mixtral")
+    parallel.forward, parallel._is_expert_parallel = parallel.forward, True
+    model = nn.ModuleDict(
+        {
+            "wide": stand_alone("mixtral").double(),
+            "replaced": replaced,
+            "parallel": parallel,
+            "odd": stand_alone("gpt_oss"),
+            "fine": stand_alone("aria"),
+        }
+    )
+    model["odd"].num_experts = 4
+    reasons = te_mx.convert_model(model).skipped
+    assert "gate_up_proj is torch.float64" in reasons["wide"]
+    assert "forward was replaced" in reasons["replaced"]
+    assert 'experts_implementation="te_mx"' in reasons["parallel"]
+    assert "num_experts is not the 5 of gate_up_proj" in reasons["odd"]
+    assert "fine" not in reasons
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        (lambda x, i, s: (x[:, :32], i, s), ValueError, "last dimension of inp must be"),
+        (lambda x, i, s: (x[None], i, s), ValueError, r"hidden_states must be a tensor \[tokens"),
+        (lambda x, i, s: (x[:9], i, s), ValueError, r"for the tokens of hidden_states \(9, 64\)"),
+        (lambda x, i, s: (x, i.float(), s), TypeError, "top_k_index must be int32 or int64"),
+        (lambda x, i, s: (x, i, s[:, :1]), ValueError, r"got \(150, 2\) and \(150, 1\)"),
+        (lambda x, i, s: (x.long(), i, s), TypeError, "MXFP8 takes dense tensors in float32"),
+    ],
+)
+def test_malformed_calls(change, error, says):
+    experts = stand_alone("mixtral")
+    te_mx.convert_model(experts)
+    given = change(*(t.detach() for t in routed()))
+    with te_mx.autocast(), pytest.raises(error, match=says):
+        experts(*given)
