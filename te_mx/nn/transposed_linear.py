@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
+from te_mx.autograd import transforms
 from te_mx.autograd.linear import Call, infer, linear
-from te_mx.autograd.transforms import active
 from te_mx.nn.mx_module import MXModule, output_dtype
 
 
@@ -29,7 +29,7 @@ class TransposedLinear(MXModule):
         settings = self._settings()
         if settings is None:
             return super().forward(x)  # type: ignore[misc]
-        if active():
+        if transforms.active():
             self._refuse_transforms(x)
         in_features, out_features = self._sizes()
         self._check_shape(x, "in_features", in_features)
