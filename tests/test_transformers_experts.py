@@ -101,6 +101,24 @@ def test_bits_of_a_loop_of_linears(kind, dtype):
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_bits_on_operands_packed_for_hopper(kind):
+    """Weights [E, in, out] are packed as they lie there."""
+    from as_on_hopper import hopper_with_groups
+
+    experts, (x, index, scores) = stand_alone(kind).bfloat16(), routed(torch.bfloat16)
+    held = [x, scores, *experts.parameters()]
+    with hopper_with_groups() as calls, te_mx.autocast():
+        expected = loop_of_linears(experts, x, index, scores)
+        wanted = torch.autograd.grad(expected.float().square().sum(), held)
+        te_mx.convert_model(experts)
+        out = experts(x, index, scores)
+        got = torch.autograd.grad(out.float().square().sum(), held)
+    assert {"quantize_grouped", "quantize_stacked", "gemm_rows"} <= set(calls)
+    assert torch.equal(out, expected)
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
 @pytest.mark.parametrize("sentinel", [5, 9, -1])
 def test_experts_of_other_ranks(kind, sentinel):
     """Pairs with a number that is no expert's add nothing and get nothing, whatever the token."""

@@ -71,12 +71,26 @@ class HopperQuantizeWeights(Kernel):
 
     def run(self, what: QuantizeWeights) -> tuple[Stack, Stack | None]:
         weights, row, col, rule = what
+        turned = isinstance(weights, Tensor) and weights.stride(1) == 1 != weights.stride(2)
+        if turned and _spread(row) != PLAIN:
+            return self._run_turned(weights, row, col, rule)  # type: ignore[arg-type]
         groups, (rows, cols) = len(weights), weights[0].shape
         parts = binding_grouped.quantize_weights(
             weights, words_of(row)[0], bool(col), rule, _spread(row)
         )
         made_col = Stack(parts[2], parts[3], col, groups, cols, rows) if col else None
         return Stack(parts[0], parts[1], row, groups, rows, cols), made_col
+
+    def _run_turned(
+        self, weights: Tensor, row: str, col: str, rule: str
+    ) -> tuple[Stack, Stack | None]:
+        """Weights that lie [G, cols, rows]. Packed rows of a matrix are the packed columns of the
+        turned one, so both are made as it lies: less traffic than a copy, also for rows alone."""
+        groups, rows, cols = weights.shape
+        turned = weights.transpose(1, 2)
+        parts = binding_grouped.quantize_weights(turned, words_of(row)[0], True, rule, _spread(row))
+        made_col = Stack(parts[0], parts[1], col, groups, cols, rows) if col else None
+        return Stack(parts[2], parts[3], row, groups, rows, cols), made_col
 
 
 class HopperColumnsOfWeights(Kernel):
