@@ -31,6 +31,7 @@ from te_mx.conversion_report import (
     ConversionReport,
     LayerReport,
 )
+from te_mx.dispatch.fused import Activation
 from te_mx.fuse import Fusion, Plan, fuse_all, plan_fusions
 from te_mx.fuse import unfuse as unfuse_layers
 from te_mx.integrations import conv1d, torchtitan, transformers_experts
@@ -45,7 +46,7 @@ from te_mx.nn.mx_module import MXModule
 _OWN_ATTRIBUTES = (
     "name", "return_bias", "init_method", "fuse_wgrad_accumulation", "save_original_input",
     "delay_wgrad_compute", "_converted", "_seen", "_ran", "_microbatch", "_frozen", "_split",
-    "_tag", "_delayed", "_wgrad_hooks",
+    "_tag", "_delayed", "_wgrad_hooks", "_gate",
 )  # fmt: skip
 # Arguments that nn.Linear has nothing for.
 _ONLY_OURS = ("return_bias", "fuse_wgrad_accumulation", "delay_wgrad_compute")
@@ -85,6 +86,8 @@ def convert_model(
             te_mx.LayerNormMLP. nn.LayerNorm and nn.RMSNorm count as normalizations. The parameters
             stay the same objects, but their names in the state_dict change; `revert_model` goes
             back. Every fusion, and every one that was not done with the reason, is in the report.
+            Experts of Transformers compute their gate in one step that rounds once, and keep less
+            for backward.
 
     Returns:
         A `ConversionReport`; print it.
@@ -107,6 +110,7 @@ def convert_model(
         layers = [_fusion_row(fusion, done) for fusion in fusions]
     fused = {id(layer) for plan in plans for layer in plan.layers}
     chosen: list[tuple[nn.Module, str]] = []
+    gates: dict[int, Activation | str] = {}  # of experts, by id
     for module, names in _layers(model):
         if id(module) in fused:
             continue
@@ -119,6 +123,9 @@ def convert_model(
             continue
         chosen.append((module, names[0]))
         note = _fast_path_note(model, names[0])
+        if fuse and seam is not None and seam.gate is not None:
+            gates[id(module)] = seam.gate(module)
+            note = _gate_note(gates[id(module)])
         layers.append(_row(module, names, WOULD_CONVERT if dry_run else CONVERTED, note))
     if dry_run:
         would = {module for module, _ in chosen} | {m for plan in plans for m in plan.layers}
@@ -128,6 +135,8 @@ def convert_model(
         seam = _seam_of(module)
         module.__class__ = class_of(seam.mixin, type(module)) if seam is not None else Linear
         module.__dict__["name"] = name
+        if isinstance(gate := gates.get(id(module)), Activation):
+            module.__dict__["_gate"] = gate
     for layer, name in [*((m, m.name or "") for m in made), *chosen]:
         layer.__dict__["_converted"] = True
         watch(model, name, layer)
@@ -255,6 +264,10 @@ def _fusion_row(fusion: Fusion, done: str) -> LayerReport:
     name, shape, kinds, reason = fusion
     note = f"{kinds} not fused: {reason}" if reason else kinds
     return LayerReport(name, SKIPPED if reason else done, shape, note)
+
+
+def _gate_note(gate: Activation | str) -> str:
+    return f"gate not fused: {gate}" if isinstance(gate, str) else f"gate fused: {gate.name}"
 
 
 def _fast_path_note(model: nn.Module, name: str) -> str:

@@ -18,7 +18,7 @@ def relative(value: torch.Tensor, exact: torch.Tensor) -> float:
     return float((value.detach() - exact.detach()).norm() / exact.detach().norm())
 
 
-def stand_alone(kind: str) -> nn.Module:
+def stand_alone(kind: str, hidden_act: str = "silu") -> nn.Module:
     """Experts as the models make them, with values of every sign and size."""
     torch.manual_seed(2)
     sizes = {"hidden_size": 64, "intermediate_size": 40, "_experts_implementation": "grouped_mm"}
@@ -40,7 +40,7 @@ def stand_alone(kind: str) -> nn.Module:
     else:
         from transformers.models.mixtral.modeling_mixtral import MixtralExperts as Experts
 
-        own = {"num_local_experts": 5, "hidden_act": "silu"}
+        own = {"num_local_experts": 5, "hidden_act": hidden_act}
     made = Experts(SimpleNamespace(**sizes, **own))
     if not hasattr(made, "has_gate"):
         pytest.skip(f"{Experts.__name__} of this transformers does not ask the registry")
@@ -141,6 +141,18 @@ def test_experts_of_other_ranks(kind, sentinel):
     assert all(torch.isfinite(p.grad).all() for p in experts.parameters())
 
 
+@pytest.mark.parametrize("fuse", [False, True])
+def test_no_tokens_at_all(fuse):
+    experts = stand_alone("mixtral")
+    te_mx.convert_model(experts, fuse=fuse)
+    x, index, scores = (t[:0].detach().requires_grad_(t.is_floating_point()) for t in routed())
+    with te_mx.autocast():
+        out = experts(x, index, scores)
+    out.sum().backward()
+    assert out.shape == x.grad.shape == (0, 64)
+    assert all(p.grad.count_nonzero() == 0 for p in experts.parameters())
+
+
 def test_a_normalization_behind_the_experts():
     """Its bias would make something of the zeros of a sentinel."""
     experts = stand_alone("mixtral")
@@ -155,6 +167,55 @@ def test_a_normalization_behind_the_experts():
         out = experts(x, index, scores)
     plain = experts(x[10:], index[10:], scores[10:])
     assert out[:10].count_nonzero() == 0 and relative(out[10:], plain) < 0.08
+
+
+def kept_bytes(run) -> int:
+    """What backward keeps, parameters aside."""
+    kept: dict[int, int] = {}
+
+    def note(tensor):
+        if not isinstance(tensor, nn.Parameter):
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        run()
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_pytorch_tanh", "relu", "quick_gelu"])
+def test_a_gate_in_one_step(name):
+    """Rounded once, in bf16 nearer to fp32 than the class's own, and less is kept."""
+    experts = stand_alone("mixtral", hidden_act=name)
+    exact, (x, index, scores) = copy.deepcopy(experts), routed(torch.bfloat16)
+    own, fused = copy.deepcopy(experts).bfloat16(), experts.bfloat16()
+    te_mx.convert_model(own)
+    note = te_mx.convert_model(fused, fuse=True).layers[0].note
+    fuses = name in ("silu", "gelu_pytorch_tanh", "relu")
+    assert ("gate fused: " in note) == fuses
+    held = [x, scores]
+    with te_mx.autocast():
+        outs = [module(x, index, scores) for module in (own, fused)]
+        assert torch.equal(*outs) == (name not in ("silu", "gelu_pytorch_tanh"))  # relu is exact
+        kept = [kept_bytes(lambda m=module: m(x, index, scores)) for module in (own, fused)]
+    assert kept[1] < kept[0] if fuses else kept[1] == kept[0]
+    g = torch.randn_like(outs[0])
+    want = torch.autograd.grad(
+        exact(x.float(), index, scores), (*held, *exact.parameters()), g.float()
+    )
+    for module, out in zip((own, fused), outs, strict=True):
+        got = torch.autograd.grad(out, (*held, *module.parameters()), g)
+        assert all(relative(a.float(), b) < 0.12 for a, b in zip(got, want, strict=True))
+    te_mx.revert_model(fused)
+    assert "_gate" not in fused.__dict__
+
+
+def test_gates_that_are_not_fused():
+    note = te_mx.convert_model(stand_alone("gpt_oss"), fuse=True).layers[0].note
+    assert note.endswith("gate not fused: the gate is the class's own")
+    note = te_mx.convert_model(stand_alone("nemotron_h"), fuse=True).layers[0].note
+    assert note.endswith("gate not fused: it has no gate")
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])

@@ -155,6 +155,7 @@ def test_copies_and_checkpoints(tmp_path):
         assert torch.equal(loss_and_gradients(loaded.eval())[0], logits)
 
 
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable.:FutureWarning")
 def test_recomputation_and_training():
     model = model_of("Mixtral")
     te_mx.convert_model(model)
@@ -170,7 +171,7 @@ def test_recomputation_and_training():
 @pytest.mark.parametrize("family", ["Mixtral", "GptOss"])
 def test_compiled(family):
     model = model_of(family, "grouped_mm")
-    te_mx.convert_model(model)
+    te_mx.convert_model(model, fuse=True)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with te_mx.autocast():

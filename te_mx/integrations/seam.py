@@ -13,18 +13,21 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn.utils import parametrize
 
+from te_mx.dispatch.fused import Activation
 from te_mx.nn.checks import FLOATS
 from te_mx.nn.mx_module import MXModule
 
 
 class Seam(NamedTuple):
     """One kind of modules: `takes` says whether a module is of it, `why_not` why such a one cannot
-    run in MXFP8 (or ""), `shape` what a report shows of its sizes, `mixin` what its class gets."""
+    run in MXFP8 (or ""), `shape` what a report shows of its sizes, `mixin` what its class gets.
+    `gate` says which activation ``fuse=True`` may compute in one step, or why none."""
 
     takes: Callable[[nn.Module], bool]
     why_not: Callable[[nn.Module], str]
     shape: Callable[[nn.Module], str]
     mixin: type[MXModule]
+    gate: Callable[[nn.Module], Activation | str] | None = None
 
 
 class InPlace:

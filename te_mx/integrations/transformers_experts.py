@@ -10,6 +10,7 @@ own.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +20,11 @@ from torch.fx import Proxy
 
 from te_mx.arguments import shown
 from te_mx.autograd import transforms
+from te_mx.autograd.activation import activation
 from te_mx.autograd.routing import put_back, route, take_rows
+from te_mx.dispatch.fused import Activation
 from te_mx.dispatch.groups import INDEX_DTYPES
+from te_mx.integrations.activations import gated_name
 from te_mx.integrations.seam import Seam, why_not_in_place, why_not_parameter
 from te_mx.nn.experts import ExpertsModule
 
@@ -76,12 +80,19 @@ def run_experts(
     to = route(top_k_index, module.num_experts)
     x_RH = take_rows(hidden_states, to)
     h = product(x_RH, to.offs, first, _bias(module, first))
-    a = module._apply_gate(h) if _flag(module, "has_gate", True) else module.act_fn(h)
+    a = _activated(module, h)
     y_RH = product(a, to.offs, last, _bias(module, last))
     if _flag(module, "has_post_expert_norm", False):
         # A normalization with a bias makes something of the zeros of no expert.
         y_RH = torch.where(to.inside(), module.post_expert_norm(y_RH), 0)
     return put_back(y_RH, to, top_k_weights).to(hidden_states.dtype)
+
+
+def _activated(module: Any, h: Tensor) -> Tensor:
+    if not _flag(module, "has_gate", True):
+        return module.act_fn(h)
+    gate = getattr(module, "_gate", None)
+    return module._apply_gate(h) if gate is None else activation(h, gate)
 
 
 def keys_of(module: Any) -> tuple[str, str]:
@@ -160,4 +171,16 @@ def _shape(module: Any) -> str:
     return f"{len(first)} x {first.shape[a]} -> {first.shape[b]} -> {last.shape[b]}"
 
 
-SEAM = Seam(_takes, _why_not, _shape, TransformersExperts)
+def _gate(module: Any) -> Activation | str:
+    """What ``fuse=True`` computes in one step: the default gate, act_fn(first half) * second half,
+    of an activation that te_mx has."""
+    default = getattr(sys.modules.get(_REGISTRY), "_default_apply_gate", None)
+    if not _flag(module, "has_gate", True):
+        return "it has no gate"
+    if default is None or type(module)._apply_gate is not default:
+        return "the gate is the class's own"
+    name = gated_name(module.act_fn)
+    return Activation(name) if name else f"te_mx has no {type(module.act_fn).__name__}"
+
+
+SEAM = Seam(_takes, _why_not, _shape, TransformersExperts, _gate)

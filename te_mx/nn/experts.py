@@ -16,6 +16,7 @@ from te_mx.autograd.backward import tag_of
 from te_mx.autograd.grouped import GroupedCall, grouped_linear, infer
 from te_mx.autograd.steps import GEMMS, at_rest
 from te_mx.autograd.steps_grouped import KeptWeights, kept_weights
+from te_mx.dispatch.fused import Activation
 from te_mx.nn.mx_module import MXModule, output_dtype
 from te_mx.ops import Stack, dequantize_2d
 from te_mx.ops.grouped_quantize import quantize_weights
@@ -25,6 +26,8 @@ from te_mx.recipes.settings import Settings
 class ExpertsModule(MXModule):
     """Mixin before the class of an experts module. A key names a parameter [E, out, in], or
     [E, in, out] under `_transposed`."""
+
+    _gate: Activation | None = None  # in the place of the class's own, by convert_model(fuse=True)
 
     # ------------------------------------------------- what the experts of a library say of theirs
     @property
