@@ -1,4 +1,5 @@
-"""convert_model and revert_model: nn.Linear layers of a model become te_mx.Linear, and back.
+"""convert_model and revert_model: nn.Linear layers of a model become te_mx.Linear, and back, and so
+do the layers of other libraries that te_mx/integrations knows.
 
 A layer is converted by changing its class, not by building a new module. So everything that belongs
 to it stays by
@@ -30,8 +31,11 @@ from te_mx.conversion_report import (
     ConversionReport,
     LayerReport,
 )
+from te_mx.dispatch.fused import Activation
 from te_mx.fuse import Fusion, Plan, fuse_all, plan_fusions
 from te_mx.fuse import unfuse as unfuse_layers
+from te_mx.integrations import conv1d, torchtitan, transformers_experts
+from te_mx.integrations.seam import InPlace, Seam, class_of
 from te_mx.matrices import describe
 from te_mx.nn.checks import FLOATS
 from te_mx.nn.converted import ConversionWarning, unwatch, watch
@@ -42,10 +46,11 @@ from te_mx.nn.mx_module import MXModule
 _OWN_ATTRIBUTES = (
     "name", "return_bias", "init_method", "fuse_wgrad_accumulation", "save_original_input",
     "delay_wgrad_compute", "_converted", "_seen", "_ran", "_microbatch", "_frozen", "_split",
-    "_tag", "_delayed", "_wgrad_hooks",
+    "_tag", "_delayed", "_wgrad_hooks", "_gate",
 )  # fmt: skip
 # Arguments that nn.Linear has nothing for.
 _ONLY_OURS = ("return_bias", "fuse_wgrad_accumulation", "delay_wgrad_compute")
+_SEAMS = (conv1d.SEAM, transformers_experts.SEAM, torchtitan.SEAM)
 
 
 def convert_model(
@@ -55,22 +60,25 @@ def convert_model(
     dry_run: bool = False,
     fuse: bool = False,
 ) -> ConversionReport:
-    """Turn every nn.Linear of `model` into a te_mx.Linear, in place.
+    """Turn every nn.Linear of `model` into a te_mx.Linear, in place, and have the Conv1D of GPT-2
+    and stacked experts (those of Transformers, torchtitan's GroupedExperts) run in MXFP8.
 
     Exact nn.Linear instances are converted; subclasses have behaviour of their own and are skipped
     with the reason. Layers such as lm_head are converted too, unless `filter_fn` says otherwise.
+    A layer of another library keeps its class, as a subclass of it, and outside of te_mx.autocast
+    the forward that it had. docs/integrations.md has more.
 
-    Modules that multiply without an nn.Linear (the Conv1D of GPT-2, experts in stacked parameters)
-    stay as they are; the report says how much of the model that is. A `ConversionWarning` is given
+    Modules that multiply in other ways stay as they are; the report says how much of the model that
+    is. A `ConversionWarning` is given
     where nothing was converted, once in a process where a converted layer trains although no
     te_mx.autocast was entered yet, and when a region is entered after something else replaced
     converted layers.
 
     Args:
         model: may itself be an nn.Linear.
-        filter_fn: ``filter_fn(module, fqn) -> bool`` for each nn.Linear; False keeps the layer. A
-            module that has several names is kept if it says False to any of them. It is asked about
-            every layer before the first one changes.
+        filter_fn: ``filter_fn(module, fqn) -> bool`` for each nn.Linear, Conv1D and experts module;
+            False keeps the layer. A module that has several names is kept if it says False to any
+            of them. It is asked about every layer before the first one changes.
         dry_run: report only.
         fuse: first turn layers that follow each other in an nn.Sequential into one module each:
             normalization + Linear into te_mx.LayerNormLinear; Linear + GELU, SiLU or ReLU + Linear
@@ -78,6 +86,8 @@ def convert_model(
             te_mx.LayerNormMLP. nn.LayerNorm and nn.RMSNorm count as normalizations. The parameters
             stay the same objects, but their names in the state_dict change; `revert_model` goes
             back. Every fusion, and every one that was not done with the reason, is in the report.
+            Experts of Transformers compute their gate in one step that rounds once, and keep less
+            for backward.
 
     Returns:
         A `ConversionReport`; print it.
@@ -99,11 +109,13 @@ def convert_model(
         done = WOULD_FUSE if dry_run else FUSED
         layers = [_fusion_row(fusion, done) for fusion in fusions]
     fused = {id(layer) for plan in plans for layer in plan.layers}
-    chosen: list[tuple[nn.Linear, str]] = []
-    for module, names in _linears(model):
+    chosen: list[tuple[nn.Module, str]] = []
+    gates: dict[int, Activation | str] = {}  # of experts, by id
+    for module, names in _layers(model):
         if id(module) in fused:
             continue
-        reason = why_not(module)
+        seam = _seam_of(module)
+        reason = seam.why_not(module) if seam is not None else why_not(module)
         if not reason and any(keeps(module, name) for name in names):
             reason = "excluded by filter_fn"
         if reason:
@@ -111,14 +123,20 @@ def convert_model(
             continue
         chosen.append((module, names[0]))
         note = _fast_path_note(model, names[0])
+        if fuse and seam is not None and seam.gate is not None:
+            gates[id(module)] = seam.gate(module)
+            note = _gate_note(gates[id(module)])
         layers.append(_row(module, names, WOULD_CONVERT if dry_run else CONVERTED, note))
     if dry_run:
         would = {module for module, _ in chosen} | {m for plan in plans for m in plan.layers}
         return ConversionReport(model, layers, would)
     made = fuse_all(plans)
     for module, name in chosen:
-        module.__class__ = Linear
+        seam = _seam_of(module)
+        module.__class__ = class_of(seam.mixin, type(module)) if seam is not None else Linear
         module.__dict__["name"] = name
+        if isinstance(gate := gates.get(id(module)), Activation):
+            module.__dict__["_gate"] = gate
     for layer, name in [*((m, m.name or "") for m in made), *chosen]:
         layer.__dict__["_converted"] = True
         watch(model, name, layer)
@@ -152,8 +170,8 @@ def _why_nothing(report: ConversionReport) -> str:
 
 
 def revert_model(model: nn.Module) -> ConversionReport:
-    """Turn every te_mx.Linear of `model` into an nn.Linear, in place; the counterpart of
-    `convert_model`.
+    """Turn every te_mx.Linear of `model` into an nn.Linear, in place, and give layers of other
+    libraries their own class back; the counterpart of `convert_model`.
 
     Layers that were built as te_mx.Linear are turned too. Skipped with the reason: layers that
     nn.Linear cannot stand in for (frozen weights, return_bias, parameters_split,
@@ -163,29 +181,38 @@ def revert_model(model: nn.Module) -> ConversionReport:
     """
     check_module(model)
     layers = [_fusion_row(fusion, REVERTED) for fusion in unfuse_layers(model)]
-    for module, names in _linears(model):
-        if not isinstance(module, Linear):
+    for module, names in _layers(model):
+        in_place = isinstance(module, InPlace)
+        if not (in_place or isinstance(module, Linear)):
             continue
-        if type(module) is not Linear:
-            reason = f"its class is {type(module).__name__}, a subclass of te_mx.Linear"
-        elif module._frozen is not None:
-            reason = "frozen: call te_mx.unfreeze_weights first"
-        elif module._split is not None:
-            reason = "nn.Linear has no parameters_split"
-        elif own := [name for name in _ONLY_OURS if getattr(module, name)]:
-            reason = f"nn.Linear has no {' and no '.join(own)}"
-        else:
+        reason = _why_not_reverted(module)
+        if not reason:
             for attribute in _OWN_ATTRIBUTES:
                 module.__dict__.pop(attribute, None)
-            module.__class__ = nn.Linear  # type: ignore[assignment]
+            module.__class__ = module._plain_class if in_place else nn.Linear
             unwatch(module)
-            reason = ""
         layers.append(_row(module, names, SKIPPED if reason else REVERTED, reason))
     return ConversionReport(model, layers)
 
 
-def why_not(module: nn.Linear) -> str:
-    """Why this layer is not converted, or an empty string."""
+def _why_not_reverted(module: Any) -> str:
+    """Why a converted layer stays as it is, or an empty string."""
+    in_place = isinstance(module, InPlace)
+    made = class_of(module._mixin, module._plain_class) if in_place else Linear
+    if type(module) is not made:
+        return f"its class is {type(module).__name__}, a subclass of te_mx.{made.__name__}"
+    if module._frozen is not None:
+        return "frozen: call te_mx.unfreeze_weights first"
+    if in_place:
+        return ""
+    if module._split is not None:
+        return "nn.Linear has no parameters_split"
+    own = [name for name in _ONLY_OURS if getattr(module, name)]
+    return f"nn.Linear has no {' and no '.join(own)}" if own else ""
+
+
+def why_not(module: Any) -> str:
+    """Why this nn.Linear is not converted, or an empty string."""
     kind = type(module)
     if isinstance(module, Linear):
         return "already a te_mx.Linear"
@@ -207,27 +234,40 @@ def why_not(module: nn.Linear) -> str:
     return ""
 
 
-def _linears(model: nn.Module) -> list[tuple[nn.Linear, list[str]]]:
-    """Every nn.Linear once, with all of its names; the root is named ""."""
-    found: dict[int, tuple[nn.Linear, list[str]]] = {}
+def _seam_of(module: nn.Module) -> Seam | None:
+    """What knows a layer of another library; None for an nn.Linear and for all others."""
+    if isinstance(module, nn.Linear):
+        return None
+    return next((seam for seam in _SEAMS if seam.takes(module)), None)
+
+
+def _layers(model: nn.Module) -> list[tuple[Any, list[str]]]:
+    """Every nn.Linear and every layer that a seam knows once, with all of its names; the root is
+    named ""."""
+    found: dict[int, tuple[nn.Module, list[str]]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) or _seam_of(module) is not None:
             found.setdefault(id(module), (module, []))[1].append(name)
     return list(found.values())
 
 
-def _row(module: nn.Linear, names: list[str], status: str, note: str) -> LayerReport:
+def _row(module: Any, names: list[str], status: str, note: str) -> LayerReport:
+    seam = _seam_of(module)
+    kind = "" if seam is None else type(module).__name__
+    shape = f"{module.in_features} -> {module.out_features}" if seam is None else seam.shape(module)
     shared = f"shared: also {', '.join(names[1:])}" if len(names) > 1 else ""
-    notes = "; ".join(part for part in (note, shared) if part)
-    return LayerReport(
-        names[0] or "(root)", status, f"{module.in_features} -> {module.out_features}", notes
-    )
+    notes = "; ".join(part for part in (kind, note, shared) if part)
+    return LayerReport(names[0] or "(root)", status, shape, notes)
 
 
 def _fusion_row(fusion: Fusion, done: str) -> LayerReport:
     name, shape, kinds, reason = fusion
     note = f"{kinds} not fused: {reason}" if reason else kinds
     return LayerReport(name, SKIPPED if reason else done, shape, note)
+
+
+def _gate_note(gate: Activation | str) -> str:
+    return f"gate not fused: {gate}" if isinstance(gate, str) else f"gate fused: {gate.name}"
 
 
 def _fast_path_note(model: nn.Module, name: str) -> str:

@@ -22,6 +22,8 @@ def test_examples_run(page, tmp_path, monkeypatch, capsys):
         r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL
     )
     assert blocks, f"{page} has no example any more: take it from the list"
+    if page == "docs/integrations.md":
+        pytest.importorskip("transformers", minversion="5.0")
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     for block in blocks:

@@ -14,6 +14,7 @@ from strategies import DTYPES, SEEDS, tensor
 from torch import Tensor
 
 from te_mx import ops
+from te_mx.backends.sm90 import binding_grouped
 from te_mx.dispatch import registry
 from te_mx.dispatch.groups import Bounds
 from te_mx.layouts import sm90_groups as layout
@@ -129,6 +130,30 @@ def test_weights_are_packed_as_each_alone(hopper, columnwise: bool) -> None:
                     assert one[2:] == want[2:]
                     equal(one.codes, want.codes)
                     assert torch.equal(one.scales, want.scales)
+
+
+@pytest.mark.parametrize("columnwise", [False, True])
+def test_weights_that_lie_turned_are_not_copied(hopper, monkeypatch, columnwise: bool) -> None:
+    weights, spec = torch.randn(3, 70, 140).transpose(1, 2), f"{E4M3}@sm90:8"
+    want = quantize_weights(weights.contiguous(), spec, spec if columnwise else "", rule="rceil")
+    sources, read = binding_grouped._sources, []
+
+    def noted(weights: Tensor) -> object:
+        found = sources(weights)
+        read.append(found[0][0])
+        return found
+
+    monkeypatch.setattr(binding_grouped, "_sources", noted)
+    got = quantize_weights(weights, spec, spec if columnwise else "", rule="rceil")
+    assert read == [weights.data_ptr()]
+    for mine, theirs in zip(got, want, strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None:
+            assert mine[2:] == theirs[2:] and mine.codes.stride() == theirs.codes.stride()
+            equal(mine.codes, theirs.codes)
+            for i in range(3):  # the words behind the last tile are nobody's
+                one, other = mine.group(i).checked("rhs"), theirs.group(i).checked("rhs")
+                assert torch.equal(one.scales, other.scales)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 # Kernel that the last GEMM with a tag ran on; `te_mx.audit` reads it. One entry a tag, written
 # without a lock. Tags of modules come from `new_tags` and end with the module.
 LAST_RUN: dict[int, str] = {}
-TAGS = 6  # of a module: three GEMMs for each linear step, of which there are two at most
+TAGS = 9  # of a module: three GEMMs for each linear step, of which there are three at most
 
 _first_tags = itertools.count(step=TAGS)
 _living: set[int] = set()

@@ -73,10 +73,27 @@ class HopperQuantizeWeights(Kernel):
 
     def run(self, what: QuantizeWeights) -> StackedParts:
         weights, row, col, rule = what
+        turned = isinstance(weights, Tensor) and weights.stride(1) == 1 != weights.stride(2)
+        if turned and _spread(row or col) != PLAIN:
+            return self._run_turned(weights, row, col, rule)  # type: ignore[arg-type]
         parts = binding_grouped.quantize_weights(
             weights, words_of(row or col)[0], (bool(row), bool(col)), rule, _spread(row or col)
         )
         return stacks_of(parts, what)
+
+    def _run_turned(self, weights: Tensor, row: str, col: str, rule: str) -> StackedParts:
+        """Weights that lie [G, cols, rows]. Packed rows of a matrix are the packed columns of the
+        turned one, so what is asked for is made as it lies, without a copy."""
+        turned = QuantizeWeights(weights.transpose(1, 2), col, row, rule)
+        parts = binding_grouped.quantize_weights(
+            turned.weights,
+            words_of(row or col)[0],
+            (bool(col), bool(row)),
+            rule,
+            _spread(row or col),
+        )
+        made_col, made_row = stacks_of(parts, turned)
+        return made_row, made_col
 
 
 class HopperColumnsOfWeights(Kernel):

@@ -1,0 +1,89 @@
+"""How a module of another library runs in MXFP8 in place: its class becomes a subclass of its own
+class, made when it is first needed.
+
+So isinstance, names, parameters, hooks and the state_dict stay, and outside of te_mx.autocast the
+forward is the one that the class had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from te_mx.dispatch.fused import Activation
+from te_mx.nn.checks import FLOATS
+from te_mx.nn.mx_module import MXModule
+
+
+class Seam(NamedTuple):
+    """One kind of modules: `takes` says whether a module is of it, `why_not` why such a one cannot
+    run in MXFP8 (or ""), `shape` what a report shows of its sizes, `mixin` what its class gets.
+    `gate` says which activation ``fuse=True`` may compute in one step, or why none."""
+
+    takes: Callable[[nn.Module], bool]
+    why_not: Callable[[nn.Module], str]
+    shape: Callable[[nn.Module], str]
+    mixin: type[MXModule]
+    gate: Callable[[nn.Module], Activation | str] | None = None
+
+
+class InPlace:
+    """Mixin of the classes that `class_of` makes, before all others."""
+
+    _plain_class: type[nn.Module]
+    _mixin: type[MXModule]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # pickle finds classes by name, and these have none.
+        state = self.__getstate__()  # type: ignore[attr-defined]
+        return made_again, (self._mixin, self._plain_class), state
+
+
+_made: dict[tuple[type, type], type[nn.Module]] = {}
+
+
+def class_of(mixin: type[MXModule], plain: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of a module's class that runs in MXFP8. It keeps the name of the class, which
+    wrapping policies go by."""
+    if (mixin, plain) not in _made:
+        body = {
+            "_plain_class": plain, "_mixin": mixin, "__module__": plain.__module__,
+            "__qualname__": plain.__qualname__, "__doc__": plain.__doc__,
+        }  # fmt: skip
+        _made[mixin, plain] = type(plain.__name__, (InPlace, mixin, plain), body)
+    return _made[mixin, plain]
+
+
+def made_again(mixin: type[MXModule], plain: type[nn.Module]) -> nn.Module:
+    """An empty module for pickle and copy to fill."""
+    made = class_of(mixin, plain)
+    return made.__new__(made)
+
+
+def why_not_in_place(module: nn.Module) -> str:
+    """What keeps any module from another class, or an empty string."""
+    if isinstance(module, InPlace):
+        return "already runs in MXFP8"
+    if isinstance(module, MXModule):
+        return f"already a te_mx.{type(module).__name__}"
+    if parametrize.is_parametrized(module):
+        return "parametrized, which made its class a subclass: convert first, then parametrize"
+    if "forward" in module.__dict__:
+        return "its forward was replaced on the instance: convert first, then wrap"
+    return ""
+
+
+def why_not_parameter(module: nn.Module, name: str, dims: int) -> str:
+    """Why a parameter of a module cannot be multiplied in MXFP8, or an empty string."""
+    value: Any = getattr(module, name, None)
+    if type(value) is not nn.Parameter:
+        kind = "missing" if value is None else f"a {type(value).__name__}, not a plain parameter"
+        return f"its {name} is {kind}"
+    if value.dtype not in FLOATS:
+        return f"its {name} is {value.dtype}; MXFP8 takes float32, bfloat16 and float16"
+    if value.dim() != dims:
+        return f"its {name} must have {dims} dimensions, got shape {tuple(value.shape)}"
+    return ""

@@ -1,0 +1,107 @@
+"""Experts of other libraries' mixtures, whose weights are stacked in parameters [E, ., .]: what
+such a module needs to run its products in MXFP8.
+
+The module keeps its class, as a subclass of it, its parameters and its forward outside of
+te_mx.autocast.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_mx.autograd.backward import tag_of
+from te_mx.autograd.grouped import GroupedCall, grouped_linear, infer
+from te_mx.autograd.steps import GEMMS, at_rest
+from te_mx.autograd.steps_grouped import KeptWeights, kept_weights
+from te_mx.dispatch.fused import Activation
+from te_mx.nn.mx_module import MXModule, output_dtype
+from te_mx.ops import Stack, dequantize_2d
+from te_mx.ops.grouped_quantize import quantize_weights
+from te_mx.recipes.settings import Settings
+
+
+class ExpertsModule(MXModule):
+    """Mixin before the class of an experts module. A key names a parameter [E, out, in], or
+    [E, in, out] under `_transposed`."""
+
+    _gate: Activation | None = None  # in the place of the class's own, by convert_model(fuse=True)
+
+    # ------------------------------------------------- what the experts of a library say of theirs
+    @property
+    def _transposed(self) -> bool:
+        return False
+
+    def _stack(self, key: str) -> Tensor:
+        """The weights of this key as the products read them, [E, out, in]."""
+        weight: Tensor = getattr(self, key)
+        return weight.transpose(-2, -1) if self._transposed else weight
+
+    # --------------------------------------------------------------------------- running a forward
+    def _product(
+        self, x_RK: Tensor, offs: Tensor, key: str, bias_EN: Tensor | None, settings: Settings
+    ) -> Tensor:
+        """The rows of every expert times its weight, [R, out]; rows of no expert are 0.
+
+        Raises:
+            TypeError, ValueError: x, the weight or the bias cannot be multiplied in MXFP8.
+            RuntimeError: a gradient is asked of weights whose masters were dropped.
+        """
+        experts, rows, k = self._shape_of(key)
+        self._check_shape(x_RK, f"the input width of {key}", k)
+        self._check_kind(x_RK)
+        if bias_EN is not None:
+            self._check_parameter(f"{key}_bias", bias_EN, (experts, rows), x_RK.device)
+        tag = tag_of(self._tag_now(), len(GEMMS) * self._weight_keys.index(key))
+        call = GroupedCall(0, settings, output_dtype(x_RK), bias_EN is not None, tag=tag)
+        if self._is_dropped():
+            self._refuse_gradient(x_RK, bias_EN)
+            self._check_codes((key,), x_RK.device)
+            return infer(x_RK, offs, self._dropped_operand(key), bias_EN, call)
+        weight = self._stack(key)
+        self._check_parameter(key, weight, (experts, rows, k), x_RK.device)
+        if self._frozen is not None:
+            need_dx = torch.is_grad_enabled() and x_RK.requires_grad
+            kept = self._kept_weight(key, None, settings, x_RK.device, need_dx)
+            call = call._replace(kept=kept)
+        held = (weight,) if bias_EN is None else (weight, bias_EN)
+        return grouped_linear(x_RK, offs, held, call)
+
+    # ---------------------------------------------------------- weights that stand still, all keys
+    def _whole(self, key: str) -> Tensor:
+        return self._stack(key)
+
+    def _each_of(self, key: str) -> list[Tensor]:
+        return list(self._stack(key).detach().unbind(0))
+
+    def _make_kept(self, key: str, settings: Settings, need_dx: bool) -> KeptWeights:
+        return kept_weights(self._each_of(key), settings, need_dx)
+
+    def _plain_codes(self, key: str, settings: Settings) -> tuple[Tensor, Tensor]:
+        row, _ = quantize_weights(self._each_of(key), at_rest(settings.w), rule=settings.scale_rule)
+        return row.codes, row.scales
+
+    def _dropped_operand(self, key: str) -> Stack:
+        codes, scales = self._codes(key)
+        assert self._frozen is not None
+        experts, rows, k = self._frozen.shapes[key]
+        return Stack(codes, scales, at_rest(self._frozen.settings.w), experts, rows, k)
+
+    def _masters(self, key: str, dtype: torch.dtype) -> dict[str, Tensor]:
+        stack = self._dropped_operand(key)
+        made = torch.stack([dequantize_2d(stack.group(i), dtype) for i in range(stack.groups)])
+        return {key: made.transpose(-2, -1).contiguous() if self._transposed else made}
+
+    # ---------------------------------------------------------------------------------------- names
+    def _label(self) -> str:
+        assert isinstance(self, nn.Module)
+        kind = f"te_mx.{type(self).__name__}"
+        return f"{kind} {self.name!r}" if self.name else kind
+
+    @property
+    def reset_parameters(self) -> Any:
+        """Hidden: the model initializes its experts, and whoever looks for this method must not
+        find one."""
+        raise AttributeError("reset_parameters: the model initializes its experts")

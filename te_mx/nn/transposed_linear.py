@@ -1,0 +1,72 @@
+"""A linear layer of another library whose weight is [in, out]: what it needs to run in MXFP8."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Proxy
+
+from te_mx.autograd import transforms
+from te_mx.autograd.linear import Call, infer, linear
+from te_mx.nn.mx_module import MXModule, output_dtype
+
+
+class TransposedLinear(MXModule):
+    """Mixin before the class of a layer ``y = x @ weight + bias``. The products read a view of the
+    weight, so no second copy is kept."""
+
+    def _sizes(self) -> tuple[int, int]:
+        """(in, out)."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in_features] -> [..., out_features], as te_mx.Linear on the transposed weight
+        inside `te_mx.autocast`; outside of it what the class does."""
+        if isinstance(x, Proxy):
+            return self._as_leaf(x)
+        settings = self._settings()
+        if settings is None:
+            return super().forward(x)  # type: ignore[misc]
+        if transforms.active():
+            self._refuse_transforms(x)
+        in_features, out_features = self._sizes()
+        self._check_shape(x, "in_features", in_features)
+        self._check_kind(x)
+        (bias,) = self._held("bias")
+        if bias is not None:
+            self._check_parameter("bias", bias, (out_features,), x.device)
+        if self._is_dropped():
+            self._refuse_gradient(x, bias)
+            self._check_codes(self._weight_keys, x.device)
+            row = self._dropped_operand("weight")
+            return infer(x, row, bias, settings, output_dtype(x), self._tag_now())
+        (weight,) = self._held("weight")
+        self._check_parameter("weight", weight, (in_features, out_features), x.device)
+        kept = None
+        if self._frozen is not None:
+            need_dx = torch.is_grad_enabled() and x.requires_grad
+            kept = self._kept_weight("weight", None, settings, x.device, need_dx)
+        call = Call(settings, output_dtype(x), self._tag_now(), kept)
+        return linear(x, weight.t(), bias, call)
+
+    # --------------------------------------------------------------------- weights that stand still
+    def _whole(self, key: str) -> Tensor:
+        return getattr(self, key).t()
+
+    def _masters(self, key: str, dtype: torch.dtype) -> dict[str, Tensor]:
+        made = super()._masters(key, dtype)
+        return {name: value.t().contiguous() for name, value in made.items()}
+
+    # ------------------------------------------------------------------------------------- names
+    def _label(self) -> str:
+        assert isinstance(self, nn.Module)
+        kind = f"te_mx.{type(self).__name__}"
+        return f"{kind} {self.name!r}" if self.name else kind
+
+    @property
+    def reset_parameters(self) -> Any:
+        """Hidden: the model initializes such layers, and whoever looks for this method must not
+        find one."""
+        raise AttributeError("reset_parameters: the model initializes this layer")

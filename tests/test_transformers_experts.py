@@ -1,0 +1,340 @@
+"""Experts modules of Transformers by themselves: bits, experts of other ranks, freezing, errors."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import te_mx
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+
+def relative(value: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((value.detach() - exact.detach()).norm() / exact.detach().norm())
+
+
+def stand_alone(kind: str, hidden_act: str = "silu") -> nn.Module:
+    """Experts as the models make them, with values of every sign and size."""
+    torch.manual_seed(2)
+    sizes = {"hidden_size": 64, "intermediate_size": 40, "_experts_implementation": "grouped_mm"}
+    if kind == "gpt_oss":
+        from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts as Experts
+
+        own = {"num_local_experts": 5, "swiglu_alpha": 1.7, "swiglu_limit": 7.0}
+    elif kind == "aria":
+        from transformers.models.aria.modeling_aria import AriaExperts as Experts
+
+        own = {"moe_num_experts": 5}
+    elif kind == "nemotron_h":
+        from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts as Experts
+
+        own = {
+            "n_routed_experts": 5, "moe_intermediate_size": 40, "moe_latent_size": None,
+            "mlp_hidden_act": "relu2",
+        }  # fmt: skip
+    else:
+        from transformers.models.mixtral.modeling_mixtral import MixtralExperts as Experts
+
+        own = {"num_local_experts": 5, "hidden_act": hidden_act}
+    made = Experts(SimpleNamespace(**sizes, **own))
+    if not hasattr(made, "has_gate"):
+        pytest.skip(f"{Experts.__name__} of this transformers does not ask the registry")
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.normal_(std=0.2)
+    return made
+
+
+def routed(dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, two experts of each (none has expert 3) and their weights."""
+    draw = torch.Generator().manual_seed(3)
+    x = torch.randn(150, 64, generator=draw).to(dtype).requires_grad_()
+    index = torch.rand(150, 5, generator=draw)
+    index[:, 3] = 0
+    index = index.topk(2).indices
+    scores = torch.rand(150, 2, generator=draw).requires_grad_()
+    return x, index, scores
+
+
+def loop_of_linears(experts: nn.Module, x, index, scores) -> torch.Tensor:
+    """The experts one after the other, each product a te_mx.Linear."""
+    gated = experts.has_gate
+    out = torch.zeros(*index.shape, 64, dtype=x.dtype)
+    for e in range(5):
+        token, slot = torch.where(index == e)
+        h = x[token]
+        for key in ("gate_up_proj" if gated else "up_proj", "down_proj"):
+            weight = getattr(experts, key)[e]
+            weight = weight.t() if experts.is_transposed else weight
+            layer = te_mx.Linear(weight.shape[1], weight.shape[0], bias=experts.has_bias)
+            held = {"weight": weight}
+            if experts.has_bias:
+                held["bias"] = getattr(experts, f"{key}_bias")[e]
+            h = torch.func.functional_call(layer, held, (h,))
+            if key != "down_proj":
+                h = experts._apply_gate(h) if gated else experts.act_fn(h)
+        out = out.index_put((token, slot), h)
+    return (out * scores.unsqueeze(-1)).sum(1).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "aria", "nemotron_h"])
+def test_bits_of_a_loop_of_linears(kind, dtype):
+    experts = stand_alone(kind).to(dtype)
+    x, index, scores = routed(dtype)
+    held = [x, scores, *experts.parameters()]
+    with te_mx.autocast():
+        expected = loop_of_linears(experts, x, index, scores)
+        wanted = torch.autograd.grad(expected.float().square().sum(), held)
+        te_mx.convert_model(experts)
+        out = experts(x, index, scores)
+        got = torch.autograd.grad(out.float().square().sum(), held)
+    assert torch.equal(out, expected)
+    for a, b in zip(got, wanted, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+    assert all(g[3].count_nonzero() == 0 for g in got[2:])  # of the expert without tokens
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_bits_on_operands_packed_for_hopper(kind):
+    """Weights [E, in, out] are packed as they lie there."""
+    from as_on_hopper import hopper_with_groups
+
+    experts, (x, index, scores) = stand_alone(kind).bfloat16(), routed(torch.bfloat16)
+    held = [x, scores, *experts.parameters()]
+    with hopper_with_groups() as calls, te_mx.autocast():
+        expected = loop_of_linears(experts, x, index, scores)
+        wanted = torch.autograd.grad(expected.float().square().sum(), held)
+        te_mx.convert_model(experts)
+        out = experts(x, index, scores)
+        got = torch.autograd.grad(out.float().square().sum(), held)
+    assert {"quantize_grouped", "quantize_stacked", "gemm_rows"} <= set(calls)
+    assert torch.equal(out, expected)
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("sentinel", [5, 9, -1])
+def test_experts_of_other_ranks(kind, sentinel):
+    """Pairs with a number that is no expert's add nothing and get nothing, whatever the token."""
+    experts = stand_alone(kind)
+    te_mx.convert_model(experts)
+    x, index, scores = routed()
+    index[:50, 1] = sentinel
+    index[50:60] = sentinel
+    with torch.no_grad():
+        x[50:60] = float("nan")
+    with te_mx.autocast():
+        expected = loop_of_linears(experts, x, index, scores)
+        out = experts(x, index, scores)
+    assert torch.equal(out, expected)
+    (out * 3).sum().backward()
+    assert out[50:60].count_nonzero() == 0 and x.grad[50:60].count_nonzero() == 0
+    assert scores.grad[:50, 1].count_nonzero() == 0 and scores.grad[50:60].count_nonzero() == 0
+    assert torch.isfinite(out).all() and torch.isfinite(scores.grad).all()
+    assert torch.isfinite(x.grad).all() and x.grad[:50].count_nonzero() > 0
+    assert all(torch.isfinite(p.grad).all() for p in experts.parameters())
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_no_tokens_at_all(fuse):
+    experts = stand_alone("mixtral")
+    te_mx.convert_model(experts, fuse=fuse)
+    x, index, scores = (t[:0].detach().requires_grad_(t.is_floating_point()) for t in routed())
+    with te_mx.autocast():
+        out = experts(x, index, scores)
+    out.sum().backward()
+    assert out.shape == x.grad.shape == (0, 64)
+    assert all(p.grad.count_nonzero() == 0 for p in experts.parameters())
+
+
+def test_a_normalization_behind_the_experts():
+    """Its bias would make something of the zeros of a sentinel."""
+    experts = stand_alone("mixtral")
+    if not hasattr(experts, "has_post_expert_norm"):
+        pytest.skip("this transformers knows no normalization there")
+    experts.post_expert_norm, experts.has_post_expert_norm = nn.LayerNorm(64), True
+    nn.init.ones_(experts.post_expert_norm.bias)
+    te_mx.convert_model(experts)
+    x, index, scores = routed()
+    index[:10] = 5
+    with te_mx.autocast():
+        out = experts(x, index, scores)
+    plain = experts(x[10:], index[10:], scores[10:])
+    assert out[:10].count_nonzero() == 0 and relative(out[10:], plain) < 0.08
+
+
+def kept_bytes(run) -> int:
+    """What backward keeps, parameters aside."""
+    kept: dict[int, int] = {}
+
+    def note(tensor):
+        if not isinstance(tensor, nn.Parameter):
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        run()
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_pytorch_tanh", "relu", "quick_gelu"])
+def test_a_gate_in_one_step(name):
+    """Rounded once, in bf16 nearer to fp32 than the class's own, and less is kept."""
+    experts = stand_alone("mixtral", hidden_act=name)
+    exact, (x, index, scores) = copy.deepcopy(experts), routed(torch.bfloat16)
+    own, fused = copy.deepcopy(experts).bfloat16(), experts.bfloat16()
+    te_mx.convert_model(own)
+    note = te_mx.convert_model(fused, fuse=True).layers[0].note
+    fuses = name in ("silu", "gelu_pytorch_tanh", "relu")
+    assert ("gate fused: " in note) == fuses
+    held = [x, scores]
+    with te_mx.autocast():
+        outs = [module(x, index, scores) for module in (own, fused)]
+        assert torch.equal(*outs) == (name not in ("silu", "gelu_pytorch_tanh"))  # relu is exact
+        kept = [kept_bytes(lambda m=module: m(x, index, scores)) for module in (own, fused)]
+    assert kept[1] < kept[0] if fuses else kept[1] == kept[0]
+    g = torch.randn_like(outs[0])
+    want = torch.autograd.grad(
+        exact(x.float(), index, scores), (*held, *exact.parameters()), g.float()
+    )
+    for module, out in zip((own, fused), outs, strict=True):
+        got = torch.autograd.grad(out, (*held, *module.parameters()), g)
+        assert all(relative(a.float(), b) < 0.12 for a, b in zip(got, want, strict=True))
+    te_mx.revert_model(fused)
+    assert "_gate" not in fused.__dict__
+
+
+def test_gates_that_are_not_fused():
+    note = te_mx.convert_model(stand_alone("gpt_oss"), fuse=True).layers[0].note
+    assert note.endswith("gate not fused: the gate is the class's own")
+    note = te_mx.convert_model(stand_alone("nemotron_h"), fuse=True).layers[0].note
+    assert note.endswith("gate not fused: it has no gate")
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_frozen(kind):
+    experts = stand_alone(kind)
+    te_mx.convert_model(experts)
+    x, index, scores = (t.detach() for t in routed())
+    masters = copy.deepcopy(experts.state_dict())
+    with torch.no_grad(), te_mx.autocast():
+        out = experts(x, index, scores)
+        te_mx.freeze_weights(experts)
+        assert torch.equal(experts(x, index, scores), out)
+        experts.down_proj.mul_(2)
+        assert not torch.equal(experts(x, index, scores), out)
+        experts.down_proj.div_(2)
+        te_mx.freeze_weights(experts, drop_master=True)
+        assert torch.equal(experts(x, index, scores), out)
+        assert "unfreeze_weights" in te_mx.revert_model(experts).skipped["(root)"]
+        other = stand_alone(kind)
+        te_mx.convert_model(other)
+        other.load_state_dict(experts.state_dict())
+        assert torch.equal(other(x, index, scores), out)
+        te_mx.unfreeze_weights(experts, dequantize=True)
+        assert torch.equal(experts(x, index, scores), out)
+    for name, value in experts.state_dict().items():
+        assert value.shape == masters[name].shape
+        assert value.dim() == 2 or 0 < relative(value, masters[name]) < 0.04
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_the_registry_without_a_conversion(kind):
+    import te_mx.integrations.transformers
+
+    experts, converted = stand_alone(kind), stand_alone(kind)
+    te_mx.convert_model(converted)
+    given = routed()
+    plain = experts(*given)
+    experts.config._experts_implementation = "te_mx"
+    assert torch.equal(experts(*given), plain)
+    converted.config._experts_implementation = "te_mx"
+    assert torch.equal(converted(*given), plain)
+    with te_mx.autocast():
+        assert torch.equal(experts(*given), converted(*given))
+    experts.double()
+    with te_mx.autocast(), pytest.raises(ValueError, match=r"gate_up_proj is torch\.float64"):
+        experts(*given)
+
+
+def test_what_cannot_be_converted_is_said():
+    replaced = stand_alone("mixtral")
+    replaced.forward = replaced.forward
+    parallel = stand_alone("mixtral")
+    parallel.forward, parallel._is_expert_parallel = parallel.forward, True
+    model = nn.ModuleDict(
+        {
+            "wide": stand_alone("mixtral").double(),
+            "replaced": replaced,
+            "parallel": parallel,
+            "odd": stand_alone("gpt_oss"),
+            "fine": stand_alone("aria"),
+        }
+    )
+    model["odd"].num_experts = 4
+    reasons = te_mx.convert_model(model).skipped
+    assert "gate_up_proj is torch.float64" in reasons["wide"]
+    assert "forward was replaced" in reasons["replaced"]
+    assert 'experts_implementation="te_mx"' in reasons["parallel"]
+    assert "num_experts is not the 5 of gate_up_proj" in reasons["odd"]
+    assert "fine" not in reasons
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        (lambda x, i, s: (x[:, :32], i, s), ValueError, "last dimension of inp must be"),
+        (lambda x, i, s: (x[None], i, s), ValueError, r"hidden_states must be a tensor \[tokens"),
+        (lambda x, i, s: (x[:9], i, s), ValueError, r"for the tokens of hidden_states \(9, 64\)"),
+        (lambda x, i, s: (x, i.float(), s), TypeError, "top_k_index must be int32 or int64"),
+        (lambda x, i, s: (x, i, s[:, :1]), ValueError, r"got \(150, 2\) and \(150, 1\)"),
+        (lambda x, i, s: (x.long(), i, s), TypeError, "MXFP8 takes dense tensors in float32"),
+    ],
+)
+def test_malformed_calls(change, error, says):
+    experts = stand_alone("mixtral")
+    te_mx.convert_model(experts)
+    given = change(*(t.detach() for t in routed()))
+    with te_mx.autocast(), pytest.raises(error, match=says):
+        experts(*given)
+
+
+def test_derivatives_that_there_are_not():
+    experts = stand_alone("mixtral")
+    te_mx.convert_model(experts)
+    x, index, scores = routed()
+    with te_mx.autocast():
+        out = experts(x, index, scores)
+        with pytest.raises(NotImplementedError, match="MixtralExperts"):
+            torch.func.grad(lambda x: experts(x, index, scores).sum())(x.detach())
+    (dx,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice through an MXFP8 linear layer"):
+        dx.sum().backward()
+
+
+def test_a_leaf_of_torch_fx():
+    experts = stand_alone("mixtral")
+    te_mx.convert_model(experts)
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = experts
+
+        def forward(self, x, index, scores):
+            return self.experts(x, index, scores) + x
+
+    given, block = routed(), Block()
+    graph = torch.fx.symbolic_trace(block)
+    with te_mx.autocast():
+        assert torch.equal(graph(*given), block(*given))
+    assert not hasattr(
+        experts, "reset_parameters"
+    )  # what materializes meta parameters looks for it
