@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from te_mx.inspection.report import BAD, db, mean_share, mean_tiles, short
+from te_mx.inspection.summary import BAD, db, mean_share, mean_tiles, percent, short
 from te_mx.layouts.sm90_tiles import CLASS_NAMES
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def draw(report: InspectionReport, path: Path) -> None:
     if tiled:
         heights.append(0.3 * len(tiled))
     margins = 1.35 + 0.75 * len(heights)  # inches above, between and below
-    width = 2.6 + max(2.6, 0.75 * len(report.formats)) * len(roles)
+    width = 2.6 + max(3.4, 0.75 * len(report.formats)) * len(roles)
     figure = Figure(figsize=(width, sum(heights) + margins), dpi=130, facecolor="white")
     grid = figure.add_gridspec(
         len(heights), len(roles), height_ratios=heights, left=2.35 / width, right=1 - 0.2 / width,
@@ -73,14 +73,18 @@ def _titles(figure: Any, report: InspectionReport, height: float) -> None:
         0.01, 1 - 0.12 / height, f"{about.model}: what formats would do", fontsize=13, va="top",
         weight="bold", color=INK,
     )  # fmt: skip
-    figure.text(
-        0.01, 1 - 0.38 / height, f"SQNR in dB, the lower one of both directions; framed: the "
-        f"lowest of its format, if {OUTLIER:g} dB or more below the median. {loss}", fontsize=7.5, va="top", color=FAINT,
-    )  # fmt: skip
+    lines = (
+        "SQNR in dB, the lower one of both directions; framed: the lowest of its format, if "
+        f"{OUTLIER:g} dB or more below the median",
+        loss,
+    )
+    for i, line in enumerate(lines):
+        at = 1 - (0.38 + 0.16 * i) / height
+        figure.text(0.01, at, line, fontsize=7.5, va="top", color=FAINT)
 
 
 def _colour_bar(figure: Any, image: Any, width: float, height: float) -> None:
-    place = figure.add_axes((1 - 2.2 / width, 1 - 0.28 / height, 2.0 / width, 0.1 / height))
+    place = figure.add_axes((1 - 1.7 / width, 1 - 0.22 / height, 1.5 / width, 0.09 / height))
     bar = figure.colorbar(image, cax=place, orientation="horizontal", extend="both")
     bar.set_ticks([10, 20, 30, 40], labels=["10 dB", "20", "30", "40"])
     bar.ax.tick_params(labelsize=6.5, length=2, colors=FAINT)
@@ -109,7 +113,7 @@ def _map(axes: Any, report: InspectionReport, role: str, first: bool, named: boo
         for i, row in enumerate(cells):
             for j, cell in enumerate(row):
                 if cell is not None:
-                    dark = LOW + 0.55 * (HIGH - LOW) > values[i][j]
+                    dark = values[i][j] < LOW + 0.55 * (HIGH - LOW)
                     axes.text(
                         j, i, db(cell), ha="center", va="center", fontsize=6,
                         color="white" if dark else INK,
@@ -163,11 +167,11 @@ def _shares(axes: Any, report: InspectionReport, role: str, first: bool) -> None
             share = 100 * mean_share(own, name)
             axes.barh(y, share, left=left, color=colour, height=0.7, label=name if not y else None)
             left += share
-        axes.text(left + 0.8, y, f"{left:.3g}", va="center", fontsize=6, color=FAINT)
-    _bars(axes, fmts, first, "% of elements: rounded to zero, to a subnormal code; clamped")
+        axes.text(left + 0.8, y, percent(left / 100), va="center", fontsize=6, color=FAINT)
+    _bars(axes, fmts, first, "% of elements")
     axes.set_xlim(0, 100)
     if first:
-        axes.legend(fontsize=6, frameon=False, loc="lower right", handlelength=1)
+        _legend(axes, len(fmts))
 
 
 def _tiles(axes: Any, report: InspectionReport, role: str, fmts: list[str], first: bool) -> None:
@@ -182,10 +186,15 @@ def _tiles(axes: Any, report: InspectionReport, role: str, fmts: list[str], firs
     _bars(axes, fmts, first, "% of Hopper's tiles")
     axes.set_xlim(0, 100)
     if first:
-        axes.legend(
-            fontsize=6, frameon=False, ncols=4, handlelength=1, loc="upper left",
-            bbox_to_anchor=(0, -0.45),
-        )  # fmt: skip
+        _legend(axes, len(fmts))
+
+
+def _legend(axes: Any, bars: int) -> None:
+    """Below the numbers of the axis, whatever the height of the bars."""
+    axes.legend(
+        fontsize=6, frameon=False, ncols=4, handlelength=1, loc="upper left",
+        bbox_to_anchor=(0, -0.75 / (bars + 0.5)), borderaxespad=0,
+    )  # fmt: skip
 
 
 def _bars(axes: Any, fmts: list[str], first: bool, title: str) -> None:

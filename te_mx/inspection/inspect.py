@@ -1,10 +1,11 @@
-"""te_mx.inspect: one forward and backward of a model, and what formats would make of its tensors."""
+"""te_mx.inspect: a forward and a backward of a model, and what formats make of its tensors."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -163,21 +164,23 @@ def _run(
     model: nn.Module, batch: Any, loss_fn: Any, watch: Watch, gradients: bool
 ) -> tuple[float | None, str]:
     """Run the model and, for gradients, backward. Returns the loss and what it is."""
-    with untouched(model), torch.inference_mode(False), _uncompiled():
-        with torch.set_grad_enabled(gradients), watch:
-            if isinstance(batch, Mapping):
-                output = model(**batch)
-            else:
-                output = model(*batch) if isinstance(batch, tuple | list) else model(batch)
-            if not gradients:
-                return None, "no backward"
-            loss, origin = _loss(output, loss_fn)
-            if not loss.requires_grad:
-                raise RuntimeError(
-                    "inspect: no gradient can reach a linear layer: the loss does not depend on "
-                    "one, or the model computes under torch.no_grad; pass gradients=False"
-                )
-            watch.gradients_of(loss)
+    with (
+        untouched(model), torch.inference_mode(False), _uncompiled(),
+        torch.set_grad_enabled(gradients), watch,
+    ):  # fmt: skip
+        if isinstance(batch, Mapping):
+            output = model(**batch)
+        else:
+            output = model(*batch) if isinstance(batch, tuple | list) else model(batch)
+        if not gradients:
+            return None, "no backward"
+        loss, origin = _loss(output, loss_fn)
+        if not loss.requires_grad:
+            raise RuntimeError(
+                "inspect: no gradient can reach a linear layer: the loss does not depend on "
+                "one, or the model computes under torch.no_grad; pass gradients=False"
+            )
+        watch.gradients_of(loss)
     return float(loss.detach()), origin
 
 
@@ -236,7 +239,7 @@ def _missing(
 def _bar(layers: list[Layer], gradients: bool, wanted: bool) -> Iterator[Callable[[], Any]]:
     """What is called after each product of a forward, and after each gradient."""
     try:
-        from tqdm import tqdm
+        tqdm = import_module("tqdm").tqdm
     except ImportError:
         wanted = False
     if not wanted:

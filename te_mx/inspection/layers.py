@@ -46,9 +46,10 @@ def layers_of(
         RuntimeError: a te_mx module holds codes only.
         ValueError: a parameter is on the meta device, or not initialized.
     """
-    found, skipped = [], {}
+    found: list[Layer] = []
+    skipped: dict[str, str] = {}
     for name, module in model.named_modules():
-        if not isinstance(module, MXModule | nn.Linear) or not keep(module, name):
+        if not _is_linear(module) or not keep(module, name):
             continue
         name = name.replace("_orig_mod.", "") or "(root)"  # torch.compile's
         reason = _why_not(module, name)
@@ -56,11 +57,16 @@ def layers_of(
             skipped[name] = reason
             continue
         steps: tuple[str, ...] = (name,)
-        if isinstance(module, MXModule) and len(module._weight_keys) > 1:
-            steps = tuple(f"{name}.{key.removesuffix('_weight')}" for key in module._weight_keys)
+        keys = module._weight_keys if isinstance(module, MXModule) else ()
+        if len(keys) > 1:
+            steps = tuple(f"{name}.{key.removesuffix('_weight')}" for key in keys)
         kind = f"{type(module).__module__.split('.')[0]}.{type(module).__name__}"
         found.append(Layer(module, kind, steps))
     return found, skipped
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, MXModule | nn.Linear)
 
 
 def _why_not(module: nn.Module, name: str) -> str:

@@ -30,9 +30,9 @@ class Sums:
 
     signal, noise: of x^2 and of (x - q)^2, over the elements that can be compared. Counts of
     elements: `nonfinite` are NaN or Inf in x; `lost` are finite in x and not in q, because their
-    block holds such a one (or they are rounded to what fp32 does not hold). exponents: how many blocks that are not all zero have a scale in
-    [2^e, 2^(e+1)). tiles: how many have each class of `sm90_tiles.CLASS_NAMES`; None for formats
-    that this layout does not hold.
+    block holds such a one (or they are rounded to what fp32 does not hold). exponents: how many
+    blocks that are not all zero have a scale in [2^e, 2^(e+1)). tiles: how many have each class of
+    `sm90_tiles.CLASS_NAMES`; None for formats that this layout does not hold.
     """
 
     elements: int = 0
@@ -105,7 +105,7 @@ def measure(x: Tensor, formats: dict[Format, str], spread: int, most: int | None
     totals = [Sums() for _ in formats]
     if not x.numel():
         return totals
-    for start, end in stripes(*x.shape, most):
+    for start, end in stripes(x.shape[0], x.shape[1], most):
         part = x[start:end].to(torch.float32).contiguous()
         finite = part.isfinite()
         largest = float(torch.where(finite, part.abs(), 0).amax())
@@ -117,8 +117,7 @@ def measure(x: Tensor, formats: dict[Format, str], spread: int, most: int | None
 def _measure(
     x: Tensor, finite: Tensor, largest: float, fmt: Format, rule: str, spread: int
 ) -> Sums:
-    rows, k = x.shape
-    element = fmt.element
+    k, element = x.shape[1], fmt.element
     codes, scales = fmt.quantize(x, rule)
     q = fmt.dequantize(codes, scales, k, torch.float32)
     magnitude = fmt.unpack(codes, k) & (element.sign - 1)

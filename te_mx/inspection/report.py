@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator, Sequence
 from os import PathLike
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 from te_mx import formats
@@ -16,13 +15,9 @@ from te_mx.autograd.steps import GEMMS
 from te_mx.formats import Format
 from te_mx.inspection.layers import Layer
 from te_mx.inspection.metrics import Sums
+from te_mx.inspection.summary import BAD, EXACT, ROLES, ZERO, full_table, sqnr_of, summary
 from te_mx.layouts.sm90_tiles import CLASS_NAMES
 from te_mx.matrices import Matrix, left_of
-from te_mx.report import table
-
-ROLES = ("x", "w", "g")
-EXACT, ZERO, BAD = "exact", "all zero", "not finite"
-_NAME = 40  # characters of a layer's name in tables
 
 
 class Reading(NamedTuple):
@@ -65,7 +60,7 @@ class Reading(NamedTuple):
     scale_median: int | None
     scale_p95: int | None
     scale_max: int | None
-    tiles: tuple[float, float, float, float] | None
+    tiles: tuple[float, ...] | None
     elements: int
 
 
@@ -104,12 +99,16 @@ def _reading(layer: str, kind: str, role: str, gemm: str, fmt: str, s: Sums) -> 
     note = BAD if s.nonfinite or s.lost else ""
     if not note and s.noise == 0:
         note = EXACT if s.signal else ZERO
-    counted = [s.saturated, s.subnormal, s.zeroed, s.nonfinite, s.lost]
-    tiles = None if s.tiles is None else tuple(count / sum(s.tiles) for count in s.tiles)
+    tiles = None
+    if s.tiles is not None:
+        total = sum(s.tiles)
+        tiles = tuple(count / total for count in s.tiles)
     return Reading(
-        layer, kind, role, gemm, fmt, s.sqnr, note, *map(s.share, counted),
-        *map(s.exponent, (0, 0.05, 0.5, 0.95, 1)), tiles, s.elements,
-    )  # type: ignore[call-arg, arg-type] # fmt: skip
+        layer, kind, role, gemm, fmt, s.sqnr, note,
+        s.share(s.saturated), s.share(s.subnormal), s.share(s.zeroed), s.share(s.nonfinite),
+        s.share(s.lost), s.exponent(0), s.exponent(0.05), s.exponent(0.5), s.exponent(0.95),
+        s.exponent(1), tiles, s.elements,
+    )  # fmt: skip
 
 
 class InspectionReport:
@@ -167,12 +166,12 @@ class InspectionReport:
             for r in self.readings
             if fmt in (None, r.format) and role in (None, r.role) and r.note not in (ZERO, EXACT)
         ]
-        return sorted(asked, key=lambda r: (r.note != BAD, _low(r)))[:n]
+        return sorted(asked, key=lambda r: (r.note != BAD, sqnr_of(r)))[:n]
 
     def lower(self, layer: str, role: str, fmt: str) -> Reading | None:
         """Of the two directions of an operand, the reading with the lower SQNR."""
         found = self._index.get((layer, role, fmt), ())
-        return min(found, key=_low, default=None)
+        return min(found, key=sqnr_of, default=None)
 
     @property
     def _index(self) -> dict[tuple[str, str, str], list[Reading]]:
@@ -185,77 +184,19 @@ class InspectionReport:
 
     # -------------------------------------------------------------------------------------- tables
     def table(self) -> str:
-        """SQNR in dB of every layer, role and format, of its two directions the lower one."""
-        rows = []
-        for layer in self.layers:
-            for role in self.roles:
-                cells = [self.lower(layer, role, fmt) for fmt in self.formats]
-                if any(cells):
-                    rows.append([short(layer), role, *("" if c is None else db(c) for c in cells)])
-        return table(["layer", "role", *self.formats], rows)
+        """SQNR in dB of every layer, role and format, of its two directions the lower one. A "!"
+        stands behind that of a tensor which holds NaN or Inf."""
+        return full_table(self)
 
     def __str__(self) -> str:
-        about = self.about
-        rules = ", ".join(dict.fromkeys(about.rules.values()))
-        loss = about.loss_is if about.loss is None else f"{about.loss:.4g} ({about.loss_is})"
-        lines = [f"{about.model}: {len(self.layers)} linear layers; loss {loss}; scales {rules}"]
-        if about.max_elements is not None:
-            lines.append(f"read at most about {about.max_elements:,} elements of a tensor")
-        lines += [self._summary(), *self._best(), *self._warnings()]
-        return "\n".join(lines)
+        return summary(self)
 
     __repr__ = __str__
-
-    def _summary(self) -> str:
-        """One row for each operand of each GEMM and format, over all layers."""
-        rows = []
-        for role in self.roles:
-            for gemm in GEMMS:
-                for fmt in self.formats:
-                    all_ = [
-                        r for r in self.readings if (r.role, r.gemm, r.format) == (role, gemm, fmt)
-                    ]
-                    if all_:
-                        rows.append([role, gemm, fmt, *_over_layers(all_)])
-        header = ["role", "gemm", "format", "SQNR dB", "lowest", "in", "saturated %",
-                  "subnormal %", "zeroed %", "scales 2^", "tiles 0/1/2/3 %"]  # fmt: skip
-        return table(header, rows)
-
-    def _best(self) -> Iterator[str]:
-        """For each role, what represents it best at each width."""
-        for role in self.roles:
-            best: dict[int, tuple[float, str]] = {}
-            for fmt in self.formats:
-                cells = [self.lower(layer, role, fmt) for layer in self.layers]
-                known = [c.sqnr for c in cells if c is not None and c.sqnr is not None]
-                if known:
-                    bits = formats.get(fmt).element.bits
-                    best[bits] = max(best.get(bits, (-math.inf, "")), (median(known), fmt))
-            parts = [f"{bits} bits {best[bits][1]} {best[bits][0]:.1f} dB" for bits in sorted(best)]
-            yield f"closest to {role}: {', '.join(parts)}" if parts else f"{role} is all zero"
-
-    def _warnings(self) -> Iterator[str]:
-        about = self.about
-        bad = dict.fromkeys(f"{r.role} of {r.layer}" for r in self.readings if r.note == BAD)
-        if bad:
-            yield f"NaN or Inf in {_some(list(bad))}"
-        if about.never_ran:
-            yield f"never ran: {_some(about.never_ran)}"
-        if about.no_gradient:
-            yield f"no gradient reached (torch.no_grad, a checkpoint): {_some(about.no_gradient)}"
-        for name, reason in list(about.skipped.items())[:3]:
-            yield f"not read: {name}: {reason}"
-        left = left_of(about.matrices)
-        if left:
-            total = sum(m.elements for m in about.matrices)
-            share = sum(m.elements for m in left) / total
-            names = [f"{m.name} ({m.kind})" for m in left]
-            yield f"{100 * share:.3g} % of the matrix parameters are in no layer read: {_some(names)}"
 
     # --------------------------------------------------------------------------------------- files
     def to_json(self, path: str | PathLike[str] | None = None) -> str:
         """Everything as JSON, also written to `path`. Numbers that are none are null; an SQNR of
-        null has its reason in `note`, or is minus infinity. "te_mx" is the number of this format, 1.
+        null has its reason in `note`, or is minus infinity. "te_mx" is the number of this form, 1.
         """
         about = self.about._replace(matrices=[])._asdict()
         del about["matrices"]
@@ -280,61 +221,5 @@ class InspectionReport:
         draw(self, Path(path))
 
 
-# ------------------------------------------------------------------------------------------- words
-def _low(r: Reading) -> float:
-    return math.inf if r.sqnr is None else r.sqnr
-
-
 def _number(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def db(r: Reading) -> str:
-    """An SQNR as tables and pictures show it."""
-    if r.note == BAD:
-        return "NaN/Inf" if r.sqnr is None else f"{r.sqnr:.1f}!"
-    return r.note if r.note or r.sqnr is None else f"{r.sqnr:.1f}"
-
-
-def short(name: str) -> str:
-    """The end of a long name."""
-    return name if len(name) <= _NAME else f"..{name[2 - _NAME :]}"
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def _percent(share: float) -> str:
-    percent = 100 * share
-    return f"{percent:.1f}" if percent >= 10 else f"{percent:.2g}"
-
-
-def mean_share(readings: Sequence[Reading], name: str) -> float:
-    """A share over several readings, each with the weight of its elements."""
-    total = sum(r.elements for r in readings)
-    return sum(getattr(r, name) * r.elements for r in readings) / total if total else 0.0
-
-
-def mean_tiles(readings: Sequence[Reading]) -> list[float] | None:
-    """The shares of tile classes over several readings, by elements; None without any."""
-    known = [r for r in readings if r.tiles is not None]
-    total = sum(r.elements for r in known)
-    if not total:
-        return None
-    return [sum(r.tiles[i] * r.elements for r in known) / total for i in range(4)]  # type: ignore[index]
-
-
-def _over_layers(readings: list[Reading]) -> list[str]:
-    known = [r.sqnr for r in readings if r.sqnr is not None]
-    lowest = min(readings, key=_low)
-    exponents = [e for r in readings for e in (r.scale_min, r.scale_max) if e is not None]
-    tiles = mean_tiles(readings)
-    return [
-        f"{median(known):.1f}" if known else ZERO,
-        db(lowest),
-        short(lowest.layer),
-        *(_percent(mean_share(readings, name)) for name in ("saturated", "subnormal", "zeroed")),
-        f"{min(exponents)} .. {max(exponents)}" if exponents else "",
-        "" if tiles is None else " ".join(_percent(t) for t in tiles),
-    ]
