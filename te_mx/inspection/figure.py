@@ -151,9 +151,7 @@ def _worth_a_name(values: list[list[float]]) -> list[int]:
 def _colours() -> Any:
     from matplotlib import colormaps
 
-    made = colormaps["viridis"].copy()
-    made.set_bad(MISSING)
-    return made
+    return colormaps["viridis"].with_extremes(bad=MISSING)
 
 
 # --------------------------------------------------------------------------------------------- bars
