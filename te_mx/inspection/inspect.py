@@ -95,7 +95,10 @@ def inspect(
     check_flag("inspect: gradients", gradients)
     check_flag("inspect: progress", progress)
     spread = check_size("inspect: alignment_spread", alignment_spread)
-    sm90_tiles.check_spread(spread)
+    if spread > sm90_tiles.MAX_SPREAD:
+        raise ValueError(
+            f"inspect: alignment_spread must be in 0..{sm90_tiles.MAX_SPREAD}, got {spread}"
+        )
     most = None if max_elements is None else check_size("inspect: max_elements", max_elements, 1)
     layers, skipped = layers_of(model, filter_fn or (lambda module, name: True))
     if not layers:

@@ -155,7 +155,7 @@ class InspectionReport:
         """
         n = check_size("n", n)
         if fmt is not None:
-            name = formats.get(fmt).name if isinstance(fmt, str) else shown(fmt)
+            name = formats.get(fmt).name
             if name not in self.about.rules:
                 raise ValueError(f"fmt must be one of {', '.join(self.formats)}, got {shown(fmt)}")
             fmt = name
@@ -207,7 +207,7 @@ class InspectionReport:
                            for m in left_of(self.about.matrices)]  # fmt: skip
         text = json.dumps({**content, "readings": rows}, indent=1, allow_nan=False)
         if path is not None:
-            Path(path).write_text(text + "\n")
+            _as_path(path).write_text(text + "\n")
         return text
 
     def to_png(self, path: str | PathLike[str]) -> None:
@@ -218,7 +218,13 @@ class InspectionReport:
         """
         from te_mx.inspection.figure import draw
 
-        draw(self, Path(path))
+        draw(self, _as_path(path))
+
+
+def _as_path(path: Any) -> Path:
+    if not isinstance(path, str | PathLike):
+        raise TypeError(f"path must be a str or a path, got {shown(path)}")
+    return Path(path)
 
 
 def _number(value: Any) -> Any:
