@@ -13,8 +13,6 @@ from torch import nn
 import te_mx
 from te_mx.inspection import Reading
 
-image = pytest.importorskip("matplotlib.image")
-
 
 def made(layers=4, **how):
     """A report with a layer that has outliers, one of zeros, one of exact weights and one with a
@@ -98,11 +96,18 @@ def test_text_says_what_matters(report):
     [(4, {}), (70, {"formats": "mxfp4"}), (4, {"formats": "mxfp6_e3m2", "gradients": False})],
 )
 def test_the_picture(layers, how, tmp_path):
+    image = pytest.importorskip("matplotlib.image")
     made(layers, **how).to_png(tmp_path / "report.png")
     pixels = image.imread(tmp_path / "report.png")
     assert min(pixels.shape[:2]) > 500
     colours = {tuple((255 * p[:3]).astype(int)) for p in pixels[::4, ::4].reshape(-1, 4)}
     assert len(colours) > 50  # maps, bars and text, and not an empty page
+
+
+def test_a_picture_needs_a_path(report):
+    for path in (None, 3, ["x"]):
+        with pytest.raises(TypeError, match="path must be"):
+            report.to_png(path)
 
 
 def test_without_matplotlib_the_error_names_the_remedy(report, tmp_path, monkeypatch):

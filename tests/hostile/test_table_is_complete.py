@@ -43,7 +43,7 @@ UNUSED = {
     "te_mx.LayerNormMLP": {"seq_length", "micro_batch_size"},
 }
 # Methods of what te_mx returns that take an argument.
-PUBLIC_METHODS = ("count", "quantize", "dequantize", "worst", "to_json", "to_png")
+PUBLIC_METHODS = ("count", "quantize", "dequantize", "worst", "to_json")
 # Methods of modules that others of te_mx call, with what they checked.
 INTERNAL = {
     "freeze": "te_mx.freeze_weights", "unfreeze": "te_mx.unfreeze_weights",
