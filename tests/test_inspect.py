@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 from dataclasses import dataclass
 
@@ -259,10 +260,14 @@ class Busy(nn.Module):
         self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
         self.register_buffer("steps", torch.zeros(()))
         self.register_buffer("cache", torch.ones(2))
+        self.register_buffer("codes", torch.tensor([1, 2]).to(torch.float8_e5m2))
+        self.register_buffer("flags", torch.tensor([True, False]))
+        self.register_buffer("nan", torch.tensor(math.nan))
         self.fails = ""
 
     def forward(self, x):
         self.steps += 1
+        self.flags.logical_not_()
         self.cache = torch.rand(5) * random.random()
         x = self.first(self.dropout(self.norm(x)))
         if self.fails == "forward":
@@ -296,7 +301,8 @@ def test_the_model_is_as_it_was(fails):
             inspect(model, torch.randn(8, 32, generator=torch.Generator().manual_seed(0)))
     else:
         inspect(model, torch.randn(8, 32, generator=torch.Generator().manual_seed(0)))
-    torch.testing.assert_close(state(model), before, rtol=0, atol=0)
+    torch.testing.assert_close(state(model), before, rtol=0, atol=0, equal_nan=True)
+    assert model.codes._version == model.nan._version == 0
     assert not seen
     assert torch.is_grad_enabled() and not torch.overrides._get_current_function_mode_stack()
 

@@ -46,8 +46,8 @@ class _Frame:
 class Watch(TorchFunctionMode):
     """While it is entered, sums of what the layers multiply go into `sums`.
 
-    formats: each with its scale rule. `most`: elements that are read of one tensor. `seen` is told
-    the name of each step after its products of a forward, and after its gradients.
+    formats: each with its scale rule. `most`: elements that are read of one tensor. `seen` is
+    called after each product of a forward, and after each gradient.
     """
 
     def __init__(

@@ -108,8 +108,9 @@ def inspect(
         watch = Watch(layers, rules, spread, most, gradients, seen)
         loss, origin = _run(model, batch, loss_fn, watch, gradients)
     about = About(
-        type(model).__name__, {str(fmt): rule for fmt, rule in rules.items()}, loss, origin,
-        spread, most, *_missing(layers, watch, gradients), skipped,
+        type(getattr(model, "_orig_mod", model)).__name__,  # torch.compile's wrapper has one
+        {str(fmt): rule for fmt, rule in rules.items()}, loss, origin, spread, most,
+        *_missing(layers, watch, gradients), skipped,
         matrices_of(model, [layer.module for layer in layers]),
     )  # fmt: skip
     return InspectionReport(readings_of(watch.sums, layers, tuple(rules)), about)

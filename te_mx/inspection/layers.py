@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -95,14 +96,12 @@ def untouched(model: nn.Module) -> Iterator[None]:
     inside.
     """
     places = {t.device for t in (*model.parameters(), *model.buffers())}
-    kinds = {place.type for place in places} - {"cpu", "meta"}
-    state = random.getstate()
     with ExitStack() as stack:
-        stack.callback(random.setstate, state)
-        stack.enter_context(torch.random.fork_rng(devices=()))
-        for kind in kinds:
-            own = [place.index for place in places if place.type == kind]
-            stack.enter_context(torch.random.fork_rng(devices=own, device_type=kind))
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(torch.set_rng_state, torch.get_rng_state())
+        for place in places:
+            if place.type not in ("cpu", "meta"):
+                stack.callback(*_generator(place))
         for module in model.modules():
             stack.callback(_restore_buffers, module, dict(module._buffers), _copies(module))
             if isinstance(module, MXModule):
@@ -133,8 +132,20 @@ def _restore_buffers(module: nn.Module, held: dict[str, Any], copies: dict[str, 
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
-    """Bit for bit as far as it matters: a NaN that stayed is no change."""
-    return torch.equal(x.isnan(), y.isnan()) and torch.equal(x.nan_to_num(), y.nan_to_num())
+    """Whether two tensors of one shape have the same bytes. What did not change is not written,
+    because someone else's backward may be waiting for it."""
+    if not is_dense(x):
+        return False
+    one, other = (t.resolve_conj().resolve_neg().contiguous().reshape(-1) for t in (x, y))
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def _generator(place: torch.device) -> tuple[Any, ...]:
+    """What to call to have the random numbers of a device go on from here."""
+    module = torch.get_device_module(place)
+    if not signature(module.get_rng_state).parameters:  # kinds of which there is only one
+        return module.set_rng_state, module.get_rng_state()
+    return module.set_rng_state, module.get_rng_state(place), place
 
 
 def _restore_words(words: dict[str, Any], held: dict[str, Any]) -> None:

@@ -28,7 +28,9 @@ def summary(report: InspectionReport) -> str:
     about = report.about
     rules = ", ".join(dict.fromkeys(about.rules.values()))
     loss = about.loss_is if about.loss is None else f"loss {about.loss:.4g}, {about.loss_is}"
-    lines = [f"{about.model}: {len(report.layers)} linear layers; {loss}; scales {rules}"]
+    count = len(report.layers)
+    layers = f"{count} linear layer{'s' if count > 1 else ''}"
+    lines = [f"{about.model}: {layers}; {loss}; scales {rules}"]
     if about.max_elements is not None:
         lines.append(f"read at most about {about.max_elements:,} elements of a tensor")
     rows = []
