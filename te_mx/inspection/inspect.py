@@ -51,8 +51,8 @@ def inspect(
 
     Only numbers are kept. Memory: that of a training step without the gradients of parameters, and
     a copy of the buffers. Time: some 50 ns for each element, format and direction on two cores of a
-    CPU, a model of 1e9 parameters about five minutes for five formats and a small batch; GPUs take
-    seconds. `max_elements` bounds it.
+    CPU, so that the weights of a model of 1e9 parameters take about eight minutes for five formats.
+    `max_elements` bounds it.
 
     Args:
         batch: what the model takes: a dict is passed as keywords, a tuple or list as positions, a
