@@ -31,6 +31,7 @@ from te_mx.explain_grouped import GroupedExplanation, explain_grouped
 from te_mx.frozen import freeze_weights, unfreeze_weights
 from te_mx.functional import GemmOutput, gemm, quantize
 from te_mx.grouped import grouped_linear, grouped_wgrad
+from te_mx.inspection import InspectionReport, inspect
 from te_mx.nn import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
 from te_mx.nn.converted import ConversionWarning
 from te_mx.recipe import get_default_recipe, is_mxfp8_available
@@ -50,6 +51,7 @@ __all__ = [
     "GemmOutput",
     "GroupedExplanation",
     "GroupedLinear",
+    "InspectionReport",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
@@ -67,6 +69,7 @@ __all__ = [
     "get_default_recipe",
     "grouped_linear",
     "grouped_wgrad",
+    "inspect",
     "is_mxfp8_available",
     "quantize",
     "recipe",

@@ -116,7 +116,7 @@ def _problem(
 def _count(operand: Operand, spread: int) -> str:
     fmt, layout = operand.format, operand.layout
     rows = layout.unpack(fmt, operand.codes, operand.scales, operand.k)
-    found = sm90_tiles.classes(sm90_tiles.pack(*rows, fmt.name, spread))
+    found = sm90_tiles.classes_of(*rows, spread)
     counts = torch.bincount(found.flatten().int(), minlength=4).tolist()
-    words = zip(("tile-shared", "row-shared", "spread", "far"), counts, strict=True)
+    words = zip(sm90_tiles.CLASS_NAMES, counts, strict=True)
     return ", ".join(f"{count} {word}" for word, count in words if count) + " tiles"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "docs/grouped.md", "docs/integrations.md"]
+PAGES = ["README.md", "docs/grouped.md", "docs/integrations.md", "docs/inspect.md"]
 NEEDS = {"docs/integrations.md": "transformers"}
 
 

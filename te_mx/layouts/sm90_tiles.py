@@ -45,6 +45,7 @@ FAR_EXPONENT = 190
 MAX_SPREAD = 8
 DEFAULT_SPREAD = 8
 EMPTY_EXPONENT = 127
+CLASS_NAMES = ("tile-shared", "row-shared", "spread", "far")
 
 
 class PackedOperand(NamedTuple):
@@ -108,8 +109,16 @@ def shift_table(fmt: str) -> Tensor:
     return table
 
 
+class _Aligned(NamedTuple):
+    """What aligning makes of tiles: class and exponent [T, S], exponents of rows [T, 128, S]."""
+
+    cls: Tensor
+    tile_e: Tensor
+    row_e: Tensor
+
+
 def _blocks(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Tiles codes int64 [T, 128, S, 4, 32], bytes int64 [T, 128, S, 4] and counting blocks bool [T,
+    """Tiles codes uint8 [T, 128, S, 4, 32], bytes int64 [T, 128, S, 4] and counting blocks bool [T,
     128, S, 4].
     """
     rows, k = codes.shape
@@ -118,26 +127,14 @@ def _blocks(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     full_codes[:rows, :k] = codes
     full_scales = scales.new_zeros(tiles * TILE, steps * 4)
     full_scales[:rows, : scales.shape[1]] = scales
-    c = full_codes.view(tiles, TILE, steps, 4, BLOCK).long()
+    c = full_codes.view(tiles, TILE, steps, 4, BLOCK)
     e = full_scales.view(tiles, TILE, steps, 4).long()
     counts = ((c & 0x7F) != 0).any(-1) & (e != 255)
     return c, e, counts
 
 
-def pack(codes: Tensor, scales: Tensor, fmt: str, spread: int = DEFAULT_SPREAD) -> PackedOperand:
-    """Pack an MX operand: codes uint8 [R, K], scales uint8 [R, ceil(K/32)] -> PackedOperand.
-
-    Raises ValueError when the scales do not fit the codes, or spread is not in 0..8.
-    """
-    rows, k = codes.shape
-    if tuple(scales.shape) != (rows, -(-k // BLOCK)):
-        raise ValueError(
-            f"scales must have shape {(rows, -(-k // BLOCK))}, one byte for every {BLOCK} columns "
-            f"of codes {tuple(codes.shape)}, got {tuple(scales.shape)}"
-        )
-    check_spread(spread)
-    c, e, counts = _blocks(codes, scales)
-    tiles, _, steps, _ = e.shape
+def _align(e: Tensor, counts: Tensor, spread: int) -> _Aligned:
+    """The classes of tiles from the bytes of their blocks, and the exponents that are shared."""
     high, low = torch.where(counts, e, -1), torch.where(counts, e, 256)
     tile_high, tile_low = high.amax((1, 3)), low.amin((1, 3))  # [T, S]
     row_high, row_low = high.amax(3), low.amin(3)  # [T, 128, S]
@@ -151,12 +148,45 @@ def pack(codes: Tensor, scales: Tensor, fmt: str, spread: int = DEFAULT_SPREAD) 
     cls[tile_high - tile_low <= spread] = 0
     cls[tile_high > FAR_EXPONENT] = 3
     cls[empty] = 0
+    return _Aligned(cls, tile_e, row_e)
+
+
+def _check_operand(codes: Tensor, scales: Tensor, spread: int) -> None:
+    rows, k = codes.shape
+    if tuple(scales.shape) != (rows, -(-k // BLOCK)):
+        raise ValueError(
+            f"scales must have shape {(rows, -(-k // BLOCK))}, one byte for every {BLOCK} columns "
+            f"of codes {tuple(codes.shape)}, got {tuple(scales.shape)}"
+        )
+    check_spread(spread)
+
+
+def classes_of(codes: Tensor, scales: Tensor, spread: int = DEFAULT_SPREAD) -> Tensor:
+    """uint8 [T, S]: the class that every tile of an MX operand gets when it is packed.
+
+    Raises as `pack`.
+    """
+    _check_operand(codes, scales, spread)
+    _, e, counts = _blocks(codes, scales)
+    return _align(e, counts, spread).cls.to(torch.uint8)
+
+
+def pack(codes: Tensor, scales: Tensor, fmt: str, spread: int = DEFAULT_SPREAD) -> PackedOperand:
+    """Pack an MX operand: codes uint8 [R, K], scales uint8 [R, ceil(K/32)] -> PackedOperand.
+
+    Raises ValueError when the scales do not fit the codes, or spread is not in 0..8.
+    """
+    _check_operand(codes, scales, spread)
+    rows, k = codes.shape
+    c, e, counts = _blocks(codes, scales)
+    tiles, _, steps, _ = e.shape
+    cls, tile_e, row_e = _align(e, counts, spread)
 
     target = torch.where((cls == 0)[:, None], tile_e[:, None], row_e)  # [T, 128, S]
     shifted = counts & (cls < 2)[:, None, :, None]
     d = torch.where(shifted, target[..., None] - e, 0)  # [T, 128, S, 4]
     table = shift_table(fmt).to(codes.device).view(-1)
-    packed = table[d[..., None] * 256 + c]
+    packed = table[d[..., None] * 256 + c.long()]
     packed[(e == 255)[..., None].expand_as(packed)] = 0x7F
 
     (_, ld), words_shape = packed_shapes(rows, k)

@@ -8,11 +8,12 @@ from __future__ import annotations
 from format_calls import FORMATS
 from function_calls import GEMMS, MX_TENSOR, QUANTIZE
 from grouped_calls import GROUPED
+from inspect_calls import INSPECTED
 from judge import Call
 from module_calls import MODULES
 from other_calls import EXPLAINED, MODELS, RECIPES, WORKSPACE
 
 CALLS: tuple[Call, ...] = (
-    QUANTIZE, *GEMMS, *GROUPED, *MX_TENSOR, *RECIPES, *EXPLAINED, *WORKSPACE, *MODELS, *MODULES,
-    *FORMATS,
+    QUANTIZE, *GEMMS, *GROUPED, *MX_TENSOR, *RECIPES, *EXPLAINED, *WORKSPACE, *MODELS, *INSPECTED,
+    *MODULES, *FORMATS,
 )  # fmt: skip

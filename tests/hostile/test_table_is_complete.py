@@ -17,6 +17,7 @@ EXEMPT = {
     "te_mx.ConversionReport": "made by te_mx.convert_model",
     "te_mx.Explanation": "made by te_mx.explain",
     "te_mx.GroupedExplanation": "made by te_mx.explain_grouped",
+    "te_mx.InspectionReport": "made by te_mx.inspect",
     "te_mx.GemmOutput": "made by te_mx.gemm",
     "te_mx.ConversionWarning": "a warning",
     "te_mx.FallbackWarning": "a warning",
@@ -42,7 +43,7 @@ UNUSED = {
     "te_mx.LayerNormMLP": {"seq_length", "micro_batch_size"},
 }
 # Methods of what te_mx returns that take an argument.
-PUBLIC_METHODS = ("count", "quantize", "dequantize")
+PUBLIC_METHODS = ("count", "quantize", "dequantize", "worst", "to_json")
 # Methods of modules that others of te_mx call, with what they checked.
 INTERNAL = {
     "freeze": "te_mx.freeze_weights", "unfreeze": "te_mx.unfreeze_weights",

@@ -1,0 +1,156 @@
+"""Watching a model run: every product of its linear layers is measured when it is computed.
+
+nn.Linear and te_mx's modules, in high precision, all multiply by torch.nn.functional.linear: what
+it is given inside of a layer is that layer's x and w, also where a module normalizes or activates
+first, and the gradient of what it returns is g. Only numbers are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from te_mx.arguments import check_dense
+from te_mx.autograd.steps import DGRAD, FPROP, GEMMS, WGRAD
+from te_mx.formats import Format
+from te_mx.inspection.layers import Layer
+from te_mx.inspection.metrics import Sums, measure
+
+Key = tuple[str, str, str]  # step, role, gemm
+
+
+class _Tap(torch.autograd.Function):
+    """x, and a path from it to `leaf`, which has no elements: the engine runs backward down to
+    every x then, whatever requires a gradient, and computes no gradient of a parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, leaf: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return (grads[0] if ctx.needs_input_grad[0] else None), None
+
+
+class _Frame:
+    """A layer that is running, and how many products it has computed."""
+
+    def __init__(self, layer: Layer) -> None:
+        self.layer, self.products = layer, 0
+
+
+class Watch(TorchFunctionMode):
+    """While it is entered, sums of what the layers multiply go into `sums`.
+
+    formats: each with its scale rule. `most`: elements that are read of one tensor. `seen` is
+    called after each product of a forward, and after each gradient.
+    """
+
+    def __init__(
+        self, layers: list[Layer], formats: dict[Format, str], spread: int, most: int | None,
+        gradients: bool, seen: Callable[[], Any],
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.sums: dict[Key, list[Sums]] = {}
+        self.leaf = torch.zeros(0, requires_grad=True, device="cpu")
+        self._how = formats, spread, most
+        self._gradients, self._seen = gradients, seen
+        self._running: list[_Frame] = []
+        self._weights: set[tuple[str, int]] = set()  # products whose weight was measured
+        self._backward = False
+        self._handles: list[Any] = []
+        self._layers = layers
+
+    # ------------------------------------------------------------------------------------ entering
+    def __enter__(self) -> Watch:
+        for layer in self._layers:
+            start, end = self._start(layer), self._end
+            on = layer.module.register_forward_pre_hook(start, prepend=True, with_kwargs=True)
+            self._handles.append(on)
+            self._handles.append(layer.module.register_forward_hook(end, always_call=True))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        super().__exit__(*exc_info)
+        for handle in self._handles:
+            handle.remove()
+
+    def _start(self, layer: Layer) -> Callable[..., Any]:
+        def start(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            self._running.append(_Frame(layer))
+            if not layer.grouped:
+                return None
+            # Splits on a GPU would make one product of all groups, with blocks across them.
+            args = tuple(_on_host(arg) if i == 1 else arg for i, arg in enumerate(args))
+            return args, {k: _on_host(v) if k == "m_splits" else v for k, v in kwargs.items()}
+
+        return start
+
+    def _end(self, *_: Any) -> None:
+        self._running.pop()
+
+    def gradients_of(self, loss: Tensor) -> None:
+        """Run backward: measures every g, and accumulates into no parameter's .grad."""
+        self._backward = True
+        torch.autograd.grad(loss, [self.leaf], allow_unused=True)
+
+    # ----------------------------------------------------------------------------------- measuring
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.linear and self._running:
+            return self._product(self._running[-1], *args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _product(
+        self, frame: _Frame, input: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        steps, index = frame.layer.steps, frame.products
+        frame.products += 1
+        step = steps[0 if frame.layer.grouped else min(index, len(steps) - 1)]
+        again = self._backward  # recomputed by a checkpoint: measured before
+        if not again:
+            self._read(step, "x", input, FPROP, WGRAD)
+            if (step, index) not in self._weights:
+                self._weights.add((step, index))
+                self._read(step, "w", weight, FPROP, DGRAD)
+            self._seen()
+        # A matrix is no view: what is written into the result later leaves its hook where it is.
+        rows = input.reshape(-1, input.shape[-1])
+        if self._gradients and torch.is_grad_enabled():
+            rows = _Tap.apply(rows, self.leaf)
+        out = nn.functional.linear(rows, weight, bias)
+        if self._gradients and out.requires_grad and not again:
+            out.register_hook(lambda grad: self._read_gradient(step, grad))
+        return out.view(*input.shape[:-1], out.shape[-1])
+
+    def _read_gradient(self, step: str, grad: Tensor) -> None:
+        self._read(step, "g", grad, DGRAD, WGRAD)
+        self._seen()
+
+    def _read(self, step: str, role: str, value: Tensor, rowwise: int, columnwise: int) -> None:
+        """Measure a tensor of two or more dimensions for the GEMMs that read it in each direction,
+        those that a backward pass runs only where there is one."""
+        check_dense(f"inspect: {role} of {step!r}", value)
+        matrix = value.detach().reshape(-1, value.shape[-1]) if value.dim() != 2 else value.detach()
+        with torch.no_grad():
+            for gemm, rows in ((rowwise, matrix), (columnwise, matrix.t())):
+                if gemm == FPROP or self._gradients:
+                    self._add((step, role, GEMMS[gemm]), rows)
+
+    def _add(self, key: Key, matrix: Tensor) -> None:
+        made = measure(matrix, *self._how)
+        known = self.sums.setdefault(key, made)
+        if known is not made:
+            for total, more in zip(known, made, strict=True):
+                total.add(more)
+
+
+def _on_host(splits: Any) -> Any:
+    return splits.tolist() if isinstance(splits, Tensor) else splits

@@ -1,0 +1,213 @@
+"""The picture of an InspectionReport: maps of SQNR, shares of elements, classes of tiles.
+
+matplotlib is imported here only, and without pyplot: no window, no state of the process.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from te_mx.inspection.summary import BAD, db, mean_share, mean_tiles, percent, short
+from te_mx.layouts.sm90_tiles import CLASS_NAMES
+
+if TYPE_CHECKING:
+    from te_mx.inspection.report import InspectionReport
+
+ROLE_NAMES = {"x": "x: inputs", "w": "w: weights", "g": "g: output gradients"}
+SHARES = {"zeroed": "#b2182b", "subnormal": "#f4a582", "saturated": "#542788"}
+TILES = ("#2166ac", "#92c5de", "#fddbc7", "#b2182b")
+LOW, HIGH = 10.0, 45.0  # dB: the ends of the colours, the same in every picture
+INK, FAINT, FRAME, MISSING = "#222222", "#8a8a8a", "#d6006c", "#e6e6e6"
+OUTLIER = 1.0  # dB below the median of a format, from which on its lowest layer is framed
+MOST_NUMBERS = 64  # layers; of more only some are named, and cells hold no numbers
+MOST_NAMES = 40
+
+
+def draw(report: InspectionReport, path: Path) -> None:
+    """Write the picture as a PNG.
+
+    Raises ImportError without matplotlib.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "InspectionReport.to_png needs matplotlib: pip install matplotlib"
+        ) from error
+
+    layers, roles = report.layers, report.roles
+    named = len(layers) <= MOST_NUMBERS
+    tall = 0.25 * len(layers) if named else min(0.09 * len(layers), 60.0)
+    heights = [max(tall, 1.4), 0.3 * len(report.formats)]
+    tiled = [fmt for fmt in report.formats if any(r.tiles and r.format == fmt for r in report)]
+    if tiled:
+        heights.append(0.3 * len(tiled))
+    margins = 1.35 + 0.75 * len(heights)  # inches above, between and below
+    width = 2.6 + max(3.4, 0.75 * len(report.formats)) * len(roles)
+    figure = Figure(figsize=(width, sum(heights) + margins), dpi=130, facecolor="white")
+    grid = figure.add_gridspec(
+        len(heights), len(roles), height_ratios=heights, left=2.35 / width, right=1 - 0.2 / width,
+        top=1 - 1.0 / (sum(heights) + margins), bottom=0.75 / (sum(heights) + margins),
+        hspace=0.75 / (sum(heights) / len(heights)), wspace=0.08,
+    )  # fmt: skip
+    maps = []
+    for column, role in enumerate(roles):
+        first = column == 0
+        axes = [figure.add_subplot(grid[row, column]) for row in range(len(heights))]
+        maps.append(_map(axes[0], report, role, first, named))
+        _shares(axes[1], report, role, first)
+        if tiled:
+            _tiles(axes[2], report, role, tiled, first)
+    _titles(figure, report, sum(heights) + margins)
+    _colour_bar(figure, maps[0], width, sum(heights) + margins)
+    figure.savefig(path, format="png")
+
+
+def _titles(figure: Any, report: InspectionReport, height: float) -> None:
+    about = report.about
+    loss = about.loss_is if about.loss is None else f"loss {about.loss:.4g}, {about.loss_is}"
+    figure.text(
+        0.01, 1 - 0.12 / height, f"{about.model}: what formats would do", fontsize=13, va="top",
+        weight="bold", color=INK,
+    )  # fmt: skip
+    lines = (
+        "SQNR in dB, the lower one of both directions; framed: the lowest of its format, if "
+        f"{OUTLIER:g} dB or more below the median",
+        loss,
+    )
+    for i, line in enumerate(lines):
+        at = 1 - (0.38 + 0.16 * i) / height
+        figure.text(0.01, at, line, fontsize=7.5, va="top", color=FAINT)
+
+
+def _colour_bar(figure: Any, image: Any, width: float, height: float) -> None:
+    place = figure.add_axes((1 - 1.7 / width, 1 - 0.22 / height, 1.5 / width, 0.09 / height))
+    bar = figure.colorbar(image, cax=place, orientation="horizontal", extend="both")
+    bar.set_ticks([10, 20, 30, 40], labels=["10 dB", "20", "30", "40"])
+    bar.ax.tick_params(labelsize=6.5, length=2, colors=FAINT)
+    bar.outline.set_visible(False)
+
+
+# --------------------------------------------------------------------------------------------- maps
+def _map(axes: Any, report: InspectionReport, role: str, first: bool, named: bool) -> Any:
+    """Layers down, formats across."""
+    from matplotlib.patches import Rectangle
+
+    layers, fmts = report.layers, report.formats
+    cells = [[report.lower(layer, role, fmt) for fmt in fmts] for layer in layers]
+    values = [[_value(cell) for cell in row] for row in cells]
+    image = axes.imshow(
+        values, aspect="auto", interpolation="nearest", vmin=LOW, vmax=HIGH, cmap=_colours()
+    )
+    for j in range(len(fmts)):
+        column = [(v, i) for i, row in enumerate(values) if not math.isnan(v := row[j])]
+        if column and min(column)[0] <= median(v for v, _ in column) - OUTLIER:
+            i = min(column)[1]
+            axes.add_patch(
+                Rectangle((j - 0.48, i - 0.46), 0.96, 0.92, fill=False, ec=FRAME, lw=1.4)
+            )
+    if named:
+        for i, row in enumerate(cells):
+            for j, cell in enumerate(row):
+                if cell is not None:
+                    dark = values[i][j] < LOW + 0.55 * (HIGH - LOW)
+                    axes.text(
+                        j, i, db(cell), ha="center", va="center", fontsize=6,
+                        color="white" if dark else INK,
+                    )  # fmt: skip
+    axes.set_title(ROLE_NAMES[role], fontsize=9, color=INK, pad=4)
+    axes.set_xticks(range(len(fmts)), [_two_lines(fmt) for fmt in fmts], fontsize=6.5)
+    shown = range(len(layers)) if named else _worth_a_name(values)
+    labels = [short(layers[i]) for i in shown] if first else []
+    axes.set_yticks(list(shown) if first else [], labels, fontsize=6)
+    _plain(axes)
+    return image
+
+
+def _value(cell: Any) -> float:
+    """What a cell is coloured by: the lowest for NaN and Inf, NaN (no colour) without a signal."""
+    if cell is None or (cell.sqnr is None and cell.note != BAD):
+        return math.nan
+    return LOW if cell.sqnr is None else max(min(cell.sqnr, 1e3), -1e3)
+
+
+def _worth_a_name(values: list[list[float]]) -> list[int]:
+    """The layers to name where not all have room: the lowest of each format, and of the others
+    every so manyth that does not lie beside one of them."""
+    count = len(values)
+    lowest = {
+        min(column)[1]
+        for j in range(len(values[0]))
+        if (column := [(row[j], i) for i, row in enumerate(values) if not math.isnan(row[j])])
+    }
+    every = -(-count // MOST_NAMES)
+    regular = {i for i in range(0, count, every) if all(abs(i - low) >= every for low in lowest)}
+    return sorted(lowest | regular)
+
+
+def _colours() -> Any:
+    from matplotlib import colormaps
+
+    return colormaps["viridis"].with_extremes(bad=MISSING)
+
+
+# --------------------------------------------------------------------------------------------- bars
+def _shares(axes: Any, report: InspectionReport, role: str, first: bool) -> None:
+    """What becomes of elements, one bar a format, over all layers."""
+    fmts = report.formats
+    for y, fmt in enumerate(fmts):
+        own = [r for r in report if r.role == role and r.format == fmt]
+        left = 0.0
+        for name, colour in SHARES.items():
+            share = 100 * mean_share(own, name)
+            axes.barh(y, share, left=left, color=colour, height=0.7, label=name if not y else None)
+            left += share
+        axes.text(left + 0.8, y, percent(left / 100), va="center", fontsize=6, color=FAINT)
+    _bars(axes, fmts, first, "% of elements")
+    axes.set_xlim(0, 100)
+    if first:
+        _legend(axes, len(fmts))
+
+
+def _tiles(axes: Any, report: InspectionReport, role: str, fmts: list[str], first: bool) -> None:
+    """The classes of Hopper's tiles, one bar a format."""
+    for y, fmt in enumerate(fmts):
+        made = mean_tiles([r for r in report if r.role == role and r.format == fmt]) or [0.0] * 4
+        left = 0.0
+        for share, colour, name in zip(made, TILES, CLASS_NAMES, strict=True):
+            axes.barh(y, 100 * share, left=left, color=colour, height=0.7,
+                      label=name if not y else None)  # fmt: skip
+            left += 100 * share
+    _bars(axes, fmts, first, "% of Hopper's tiles")
+    axes.set_xlim(0, 100)
+    if first:
+        _legend(axes, len(fmts))
+
+
+def _legend(axes: Any, bars: int) -> None:
+    """Below the numbers of the axis, whatever the height of the bars."""
+    axes.legend(
+        fontsize=6, frameon=False, ncols=4, handlelength=1, loc="upper left",
+        bbox_to_anchor=(0, -0.75 / (bars + 0.5)), borderaxespad=0,
+    )  # fmt: skip
+
+
+def _bars(axes: Any, fmts: list[str], first: bool, title: str) -> None:
+    axes.set_yticks(range(len(fmts)), fmts if first else [""] * len(fmts), fontsize=6.5)
+    axes.invert_yaxis()
+    axes.set_title(title, fontsize=7, color=FAINT, loc="left", pad=3)
+    axes.tick_params(axis="x", labelsize=6)
+    _plain(axes)
+
+
+def _plain(axes: Any) -> None:
+    axes.tick_params(length=0, colors=INK)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+
+
+def _two_lines(fmt: str) -> str:
+    return fmt.replace("_", "\n", 1)
