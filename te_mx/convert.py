@@ -32,6 +32,7 @@ from te_mx.conversion_report import (
 )
 from te_mx.fuse import Fusion, Plan, fuse_all, plan_fusions
 from te_mx.fuse import unfuse as unfuse_layers
+from te_mx.fuse_in_place import NOTHING, fuse_in_place, plan_in_place, unfuse_in_place
 from te_mx.matrices import describe
 from te_mx.nn.checks import FLOATS
 from te_mx.nn.converted import ConversionWarning, unwatch, watch
@@ -93,9 +94,12 @@ def convert_model(
 
     # First decide about everything, which may raise; then change.
     plans: list[Plan] = []
+    in_place = NOTHING
     layers: list[LayerReport] = []
     if fuse:
         fusions, plans = plan_fusions(model, why_not, keeps)
+        others, in_place = plan_in_place(model, why_not, keeps)
+        fusions += others
         done = WOULD_FUSE if dry_run else FUSED
         layers = [_fusion_row(fusion, done) for fusion in fusions]
     fused = {id(layer) for plan in plans for layer in plan.layers}
@@ -122,6 +126,7 @@ def convert_model(
     for layer, name in [*((m, m.name or "") for m in made), *chosen]:
         layer.__dict__["_converted"] = True
         watch(model, name, layer)
+    fuse_in_place(in_place)
     report = ConversionReport(model, layers)
     if not any(isinstance(module, MXModule) for module in model.modules()):
         warnings.warn(
@@ -162,7 +167,8 @@ def revert_model(model: nn.Module) -> ConversionReport:
     stay, with the reason.
     """
     check_module(model)
-    layers = [_fusion_row(fusion, REVERTED) for fusion in unfuse_layers(model)]
+    given_back = [*unfuse_in_place(model), *unfuse_layers(model)]
+    layers = [_fusion_row(fusion, REVERTED) for fusion in given_back]
     for module, names in _linears(model):
         if not isinstance(module, Linear):
             continue
