@@ -9,8 +9,8 @@ from torch import nn
 
 from te_mx.arguments import check_module, shown
 from te_mx.autograd.steps import GEMMS
-from te_mx.nn.fused_block import RAN, FusedBlock
 from te_mx.nn.mx_module import MXModule
+from te_mx.nn.reclassed import RAN, Reclassed
 from te_mx.report import table
 from te_mx.runtime.ran import LAST_RUN
 
@@ -66,8 +66,8 @@ def audit(model: nn.Module) -> AuditReport:
     A te_mx.GroupedLinear runs groups of few rows on other kernels than groups of many; it shows
     all, joined by " + ".
 
-    A block that convert_model(fuse=True) fused has a row of its own beside those of its layers: its
-    ``kind`` says whether it ran as one step the last time, or why not.
+    MLP blocks and normalizations that convert_model(fuse=True) fused have rows of their own beside
+    those of their layers: ``kind`` says whether they ran fused the last time, or why not.
 
     A te_mx.LayerNormLinear is one row, a te_mx.LayerNormMLP two: ``<name>.fc1``, ``<name>.fc2``.
 
@@ -83,7 +83,7 @@ def audit(model: nn.Module) -> AuditReport:
     for name, m in model.named_modules():
         if isinstance(m, MXModule):
             layers += _audit_module(name or "(root)", m)
-        elif isinstance(m, FusedBlock):
+        elif isinstance(m, Reclassed):
             kind = f"{type(m).__name__}: {m.__dict__.get(RAN, NEVER) or HIGH_PRECISION}"
             layers.append(LayerAudit(name or "(root)", kind, "", "", "", ""))
         elif isinstance(m, nn.Linear):

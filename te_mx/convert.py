@@ -98,7 +98,8 @@ def convert_model(
     layers: list[LayerReport] = []
     if fuse:
         fusions, plans = plan_fusions(model, why_not, keeps)
-        others, in_place = plan_in_place(model, why_not, keeps)
+        taken = {layer for plan in plans for layer in plan.layers}
+        others, in_place = plan_in_place(model, why_not, keeps, taken)
         fusions += others
         done = WOULD_FUSE if dry_run else FUSED
         layers = [_fusion_row(fusion, done) for fusion in fusions]

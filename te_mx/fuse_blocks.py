@@ -8,7 +8,7 @@ into the last layer must be an activation that te_mx has, of what the first ones
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +18,9 @@ from te_mx.dispatch.fused import ACTIVATIONS, Activation
 from te_mx.fuse import Fusion
 from te_mx.fuse_probe import ROWS, LinearStandIn, Seen, apart, forward_of, numbers, twin
 from te_mx.nn import activations
-from te_mx.nn.fused_block import ATTRIBUTE, RAN, BlockPlan, FusedBlock
+from te_mx.nn.fused_block import ATTRIBUTE, BlockPlan, FusedBlock
 from te_mx.nn.linear import Linear
-from te_mx.nn.reclassed import Reclassed, give, hooked, surroundings, take_back
+from te_mx.nn.reclassed import RAN, Reclassed, give, hooked, surroundings, take_back
 
 # Names of layers that make a module a candidate whose refusal is worth a row.
 _USUAL = (
@@ -40,11 +40,10 @@ class Block(NamedTuple):
 
 
 def plan_blocks(
-    model: nn.Module,
-    why_not: Callable[[nn.Linear], str],
-    keeps: Callable[[nn.Module, str], bool],
+    model: nn.Module, converts: Collection[nn.Module], why_not: Callable[[nn.Linear], str]
 ) -> tuple[list[Fusion], list[Block]]:
-    """The report and what `fuse_blocks` is to do; arguments as of fuse.plan_fusions."""
+    """The report and what `fuse_blocks` is to do. converts: the layers that are te_mx.Linear
+    afterwards. `why_not` says why another one is not, if not because the user excluded it."""
     found: list[Fusion] = []
     blocks: list[Block] = []
     for prefix, module in model.named_modules():
@@ -59,13 +58,11 @@ def plan_blocks(
         for name, linear in zip(names, linears, strict=True):
             if reason:
                 break
-            full = f"{prefix}.{name}" if prefix else name
-            reason = "" if type(linear) is Linear else why_not(linear)
-            reason = f"{name}: {reason}" if reason else ""
-            if not reason and hooked(linear):
+            if linear not in converts:
+                left = "" if type(linear) is Linear else why_not(linear)
+                reason = f"{name}: {left}" if left else f"{name} is excluded by filter_fn"
+            elif hooked(linear):
                 reason = f"{name} has hooks or a forward of its own"
-            if not reason and keeps(linear, full):
-                reason = f"{name} is excluded by filter_fn"
         if plan is None or reason:
             kinds = f"{type(module).__name__}: {' + '.join(names)}"
             found.append(Fusion(prefix or "(root)", "", kinds, reason))

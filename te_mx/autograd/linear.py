@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from te_mx.autograd import one_call, steps
+from te_mx.autograd import one_call, shared_inputs, steps
 from te_mx.autograd.backward import outputs, place, run_backward, tag_of
 from te_mx.autograd.saved import Kept
 from te_mx.autograd.shapes import flatten, shaped, unflatten
@@ -52,9 +52,15 @@ class LinearFunction(torch.autograd.Function):
         need_dx, need_dw = ctx.needs_input_grad[:2]
         settings = call.settings
         plan = steps.plan_input(x.device, settings, need_dw, call.save_x)
-        q, w_row, w_col = steps.input_and_weight(
-            flatten(x), plan, call.kept, weight_NK, settings, need_dx
-        )
+        found = shared_inputs.find(x, plan.target)
+        if found is not None:
+            q = found
+            w_row, w_col = steps.weight_operands(call.kept, weight_NK, settings, need_dx)
+        else:
+            q, w_row, w_col = steps.input_and_weight(
+                flatten(x), plan, call.kept, weight_NK, settings, need_dx
+            )
+            shared_inputs.put(x, plan.target, q)
         assert q.row is not None
         y_MN = steps.fprop(q.row, w_row, bias_N, settings, call.out_dtype, call.tag)
         x_kept = plan.kept(q, x, need_dw)

@@ -13,7 +13,8 @@ activations, else F, N out_features.
 What is rounded where is as in autograd/layernorm_mlp.py, whose steps these are. Saved for backward:
 columnwise codes of x, as te_mx.Linear does; h in the output's dtype; of the weights what
 steps.kept_for_dgrad says. Joined weights are never saved: backward joins the parameters again.
-a is not saved either where backward makes the very codes again of h (`_makes_again`).
+Codes that backward can make again to the byte are not saved either: those of a, of h
+(`_makes_again`), and those of an x that a normalization just made, of what it was made of.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from te_mx.autograd import joining, shared_inputs, steps
 from te_mx.autograd.backward import outputs, place, run_backward, tag_of
 from te_mx.autograd.layernorm_mlp import Call as Inner
 from te_mx.autograd.layernorm_mlp import activated, through_activation
+from te_mx.autograd.norm import Source, source_of
 from te_mx.autograd.normalization import NormStep
 from te_mx.autograd.saved import Kept
 from te_mx.autograd.shapes import flatten, shaped, unflatten
@@ -80,8 +82,11 @@ def _makes_again(call: Call, plan_a: steps.Input) -> bool:
 def _quantized(
     x: Tensor, w1: Tensor, plan: steps.Input, settings: Settings, need_dx: bool
 ) -> tuple[Quantized, Operand, Operand | None]:
-    """x and w1; x perhaps by whoever made it, or by a sibling."""
+    """x and w1; x perhaps by whoever made it, or by a sibling. Without columnwise codes where
+    `source_of` has what to make them of."""
     q = shared_inputs.find(x, plan.target)
+    if q is None and source_of(x) is not None:
+        q = shared_inputs.find(x, plan.target._replace(col=""))
     if q is not None:
         return q, *steps.weight_operands(None, w1, settings, need_dx)
     made = steps.input_and_weight(flatten(x), plan, None, w1, settings, need_dx)
@@ -129,7 +134,14 @@ class MLPBlockFunction(torch.autograd.Function):
         kept_w1, own = _kept_of((w1_row, w1_col, w1), parts, settings, need.dx)
         kept_w2, (own_w2,) = _kept_of((w2_row, w2_col, w2), [w2], settings, need.dh)
         kept_a = plan_a.kept(qa, a, need.dw2 and not again)
-        kept = plan_x.kept(q, x, need.dw1), kept_w1, kept_a, kept_w2
+        source = None
+        if need.dw1 and plan_x.target.col and q.col is None:
+            source = source_of(x)
+            assert source is not None
+        kept_x = plan_x.kept(q, x, need.dw1 and source is None)
+        kept = kept_x, kept_w1, kept_a, kept_w2
+        made_of = (None, None, None) if source is None else source.tensors
+        ctx.norm = None if source is None else source.step
         ctx.kept, ctx.again = [one.beside for one in kept], again
         ctx.call, ctx.sinks = call, call.sinks
         ctx.like, ctx.rows = (x.shape, x.dtype), [part.shape[0] for part in parts]
@@ -137,7 +149,7 @@ class MLPBlockFunction(torch.autograd.Function):
         ctx.b2_dtype = None if b2 is None else b2.dtype
         saved_h = h if need.dh or again else None
         tensors = [t for one in kept for t in one.tensors]
-        return outputs(ctx, (saved_h, *tensors, own_w2, *own), unflatten(y_MN, x))
+        return outputs(ctx, (saved_h, *tensors, *made_of, own_w2, *own), unflatten(y_MN, x))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -166,7 +178,7 @@ def _needs(ctx: Any) -> _Needs:
 def _backward(ctx: Any, saved: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor | None, ...]:
     need, call = _needs(ctx), ctx.call
     settings, inner = call.settings, call.inner()
-    h, (own_w2, *own) = saved[0], saved[13:]
+    h, made_of, (own_w2, *own) = saved[0], saved[13:16], saved[16:]
     kept_x, kept_w1, kept_a, kept_w2 = (
         one.with_tensors(saved[i : i + 3]) for one, i in zip(ctx.kept, (1, 4, 7, 10), strict=True)
     )
@@ -197,6 +209,9 @@ def _backward(ctx: Any, saved: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor | 
         call.record(DGRAD)
         del kept_w1
     if need.dw1:
+        if ctx.norm is not None:
+            plan_x = steps.plan_input(h.device, settings, True)
+            kept_x = Kept.operand(Source(made_of, ctx.norm).columns(plan_x.target))  # type: ignore[arg-type]
         wgrad = steps.wgrad(dh, kept_x, settings, tag_of(call.tags[0], WGRAD))
         dw1 = place(call.sinks[0], wgrad, w1_dtype)
         call.record(WGRAD)

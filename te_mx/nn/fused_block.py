@@ -19,11 +19,17 @@ from te_mx.dispatch.fused import Activation
 from te_mx.nn.checks import FLOATS
 from te_mx.nn.linear import Linear
 from te_mx.nn.mx_module import output_dtype
-from te_mx.nn.reclassed import Reclassed, changed, hooked_everywhere, why_not_plain
+from te_mx.nn.reclassed import (
+    FUSED,
+    RAN,
+    Reclassed,
+    changed,
+    hooked_everywhere,
+    why_not_plain,
+)
 from te_mx.recipes.settings import Settings
 
-ATTRIBUTE, RAN = "_te_mx_block", "_te_mx_block_ran"
-FUSED = "fused"
+ATTRIBUTE = "_te_mx_block"
 _VALUES = (nn.Parameter, Tensor)
 
 

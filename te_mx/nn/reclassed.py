@@ -17,9 +17,11 @@ from torch import nn
 from te_mx.nn.linear import Linear
 
 _made: dict[tuple[type, type], type] = {}
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLAIN = (bool, int, float, str, type(None))
-_OF_MODULES = set(nn.Module().__dict__) | {"name"}
+_OF_MODULES = {*nn.Module().__dict__, "name"}
+# What the last forward did, kept on the instance: FUSED, why its own forward ran, or "" in high
+# precision.
+RAN, FUSED = "_te_mx_ran", "fused"
 _everywhere = torch.nn.modules.module
 
 
