@@ -73,12 +73,22 @@ def convert_model(
             module that has several names is kept if it says False to any of them. It is asked about
             every layer before the first one changes.
         dry_run: report only.
-        fuse: first turn layers that follow each other in an nn.Sequential into one module each:
-            normalization + Linear into te_mx.LayerNormLinear; Linear + GELU, SiLU or ReLU + Linear
-            back to the first width, with a normalization in front or without, into
-            te_mx.LayerNormMLP. nn.LayerNorm and nn.RMSNorm count as normalizations. The parameters
-            stay the same objects, but their names in the state_dict change; `revert_model` goes
-            back. Every fusion, and every one that was not done with the reason, is in the report.
+        fuse: also fuse what surrounds the layers; `revert_model` goes back. Every fusion, and every
+            one that was not done with the reason, is in the report.
+
+            In models of any making nothing moves, and no name in the state_dict changes: MLP blocks
+            (``down(act(gate(x)) * up(x))``, ``fc2(act(fc1(x)))``, whatever the layers are called)
+            run as one step; RMSNorm and LayerNorm of any class quantize their result for the
+            converted layers that read it; the output projection of sdpa and flash attention keeps
+            the tensor that attention keeps for backward anyway. What a module computes is found out
+            by running its forward on stand-ins for its layers. A block whose layers something
+            replaces, hooks or freezes later runs its own forward again, and `te_mx.audit` says so.
+
+            Layers that follow each other in an nn.Sequential become one module: normalization +
+            Linear a te_mx.LayerNormLinear; Linear + GELU, SiLU or ReLU + Linear back to the first
+            width, with a normalization in front or without, a te_mx.LayerNormMLP. nn.LayerNorm and
+            nn.RMSNorm count as normalizations. The parameters stay the same objects, but their
+            names in the state_dict change.
 
     Returns:
         A `ConversionReport`; print it.
@@ -163,8 +173,9 @@ def revert_model(model: nn.Module) -> ConversionReport:
 
     Layers that were built as te_mx.Linear are turned too. Skipped with the reason: layers that
     nn.Linear cannot stand in for (frozen weights, return_bias, parameters_split,
-    fuse_wgrad_accumulation, delay_wgrad_compute). Modules that ``fuse=True`` made become the layers
-    that they were made of; te_mx.LayerNormLinear and te_mx.LayerNormMLP that were built as such
+    fuse_wgrad_accumulation, delay_wgrad_compute). Blocks and normalizations that ``fuse=True``
+    fused where they stand get their own class back, modules that it made become the layers that
+    they were made of; te_mx.LayerNormLinear and te_mx.LayerNormMLP that were built as such
     stay, with the reason.
     """
     check_module(model)

@@ -36,7 +36,7 @@ from te_mx.autograd.shapes import flatten, shaped, unflatten
 from te_mx.autograd.steps import DGRAD, FPROP, WGRAD
 from te_mx.autograd.wgrad import WeightGradient
 from te_mx.dispatch.fused import Activation, ActStep
-from te_mx.ops import Operand, Quantized, Target
+from te_mx.ops import Operand, Quantized, Target, quantized
 from te_mx.ops.fused import act_quantize_2d
 from te_mx.recipes.settings import Settings
 from te_mx.runtime.ran import LAST_RUN
@@ -249,10 +249,35 @@ def mlp_block(
         return MLPBlockFunction.apply(x, w2, b2, call, *first)[0]
     settings = call.settings
     plan = steps.plan_input(x.device, settings, False)
-    q, w1_row, _ = _quantized(x, _joined(first[::2]), plan, settings, False)
+    weights: Any = first[::2]
+    if len(weights) > 1 and x.numel() < weights[0].numel():
+        qa = _activated_apart(x, weights, first[1::2], plan, call)
+    else:
+        q, w1_row, _ = _quantized(x, _joined(weights), plan, settings, False)
+        assert q.row is not None
+        _, _, qa = activated(q.row, w1_row, _joined(first[1::2]), call.inner(), plan, False)
+        call.record(FPROP)
     w2_row, _ = steps.weight_operands(None, w2, settings, False)
-    assert q.row is not None
-    _, _, qa = activated(q.row, w1_row, _joined(first[1::2]), call.inner(), plan, False)
-    call.record(FPROP)
     assert qa.row is not None
     return unflatten(steps.fprop(qa.row, w2_row, b2, settings, call.dtype, call.tags[-1]), x)
+
+
+def _activated_apart(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], plan: steps.Input,
+    call: Call,
+) -> Quantized:  # fmt: skip
+    """a, quantized, of few tokens: weights that are larger than x are not joined, but what they
+    make."""
+    settings = call.settings
+    q = shared_inputs.find(x, plan.target)
+    if q is None:
+        q = quantized(flatten(x), plan.target)
+        shared_inputs.put(x, plan.target, q)
+    assert q.row is not None
+    parts = []
+    for weight, bias, tag in zip(weights, biases, call.tags, strict=False):
+        row, _ = steps.weight_operands(None, weight, settings, False)
+        parts.append(steps.fprop(q.row, row, bias, settings, call.dtype, tag))
+    h = torch.cat(parts, 1)
+    step = ActStep(h, None, call.act, call.dtype, False, plan.target)
+    return act_quantize_2d(step).quantized
