@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from te_mx.dispatch.fused import Norm
 from te_mx.fuse import Fusion
 from te_mx.fuse_probe import ROWS, apart, forward_of, numbers, twin
-from te_mx.nn.fused_norm import ATTRIBUTE, FusedNorm, NormPlan
+from te_mx.nn.fused_norm import ATTRIBUTE, READ, FusedNorm, NormPlan
 from te_mx.nn.reclassed import RAN, Reclassed, give, surroundings, take_back
 
 _TOLERANCE = 2e-5  # of fp32 sums over a row
@@ -98,7 +98,7 @@ def unfuse_norms(model: nn.Module) -> list[Fusion]:
         if isinstance(module, FusedNorm):
             reason = take_back(module)
             if not reason:
-                for attribute in (ATTRIBUTE, RAN):
+                for attribute in (ATTRIBUTE, RAN, READ):
                     module.__dict__.pop(attribute, None)
             found.append(Fusion(name or "(root)", "", type(module).__name__, reason))
     return found

@@ -403,6 +403,19 @@ def test_compiled_in_one_graph():
         assert torch.equal(got[1][name if name == "x" else f"_orig_mod.{name}"], grad), name
 
 
+def test_compiled_code_keeps_no_joined_weight():
+    """Where backward reads the weights themselves, it joins them again."""
+    block, saved = seeded(Gated, hidden=128, inner=256), []
+    te_mx.convert_model(block, fuse=True)
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager_decomp_partition")
+    x = torch.randn(64, 128, dtype=BF16, requires_grad=True)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
+    with hooks, te_mx.autocast(recipe=MXFP8BlockScaling(backward_override="high_precision")):
+        compiled(x)
+    shapes = [tuple(t.shape) for t in saved]
+    assert shapes.count((256, 128)) == 2 and (512, 128) not in shapes
+
+
 def test_checkpointed_second_derivatives_and_functional_calls():
     block, x = seeded(Gated), given()
     te_mx.convert_model(block, fuse=True)

@@ -15,6 +15,7 @@ import te_mx
 from te_mx.autograd import shared_inputs
 from te_mx.dispatch.fused import Norm
 from te_mx.fuse_norms import formula_of
+from te_mx.nn.fused_norm import READ, UNREAD
 from te_mx.nn.reclassed import RAN
 
 pytest.importorskip("transformers")
@@ -157,6 +158,26 @@ def test_readers_quantize_nothing_again(monkeypatch):
     monkeypatch.setattr(shared_inputs, "find", lambda *a: found.append(find(*a)) or found[-1])
     run(layer, x)
     assert len(found) == 2 and None not in found and found[0] is found[1]
+
+
+def test_codes_that_nobody_reads_are_made_once():
+    """A reader that gets another tensor than z: found out when z is gone, and z stays the same."""
+    layer, x = layer_of(RMS), torch.randn(20, 64).to(BF16)
+    te_mx.convert_model(layer, fuse=True)
+    first = run(layer, x)
+    assert layer.norm.__dict__[READ] is True
+    del layer.norm.__dict__[READ]
+    for linear in (layer.a, layer.b):
+        linear.register_forward_pre_hook(lambda _, args: (args[0].clone(),))
+    for ran in ("fused", UNREAD, UNREAD):
+        again = run(layer, x)
+        assert layer.norm.__dict__[RAN] == ran
+        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+    assert UNREAD in str(te_mx.audit(layer))
+    for linear in (layer.a, layer.b):
+        linear._forward_pre_hooks.clear()
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert all(torch.equal(a, b) for a, b in zip(run(other, x), first, strict=True))
 
 
 def test_changes_after_the_fusion_are_noticed():

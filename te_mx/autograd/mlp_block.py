@@ -203,7 +203,9 @@ def _backward(ctx: Any, saved: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor | 
             db1 = sums.to(b1_dtype)
     if need.dx:
         if own[0] is not None:
-            kept_w1 = Kept.itself(_joined(own))
+            # torch.compile would take this join for forward's, if it were one of the same
+            # dimension, and keep that.
+            kept_w1 = Kept.itself(own[0] if len(own) == 1 else joining.cat(own, -2))
         tag = tag_of(call.tags[0], DGRAD)
         dx = shaped(steps.dgrad(dh, kept_w1, settings, ctx.like[1], tag).out, ctx.like[0])
         call.record(DGRAD)

@@ -8,10 +8,12 @@ stream of a transformer keeps anyway, the weight, and mean and rstd in fp32, 8 b
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from te_mx.autograd import shared_inputs
 from te_mx.autograd.backward import outputs, run_backward
@@ -79,21 +81,45 @@ def _backward(ctx: Any, saved: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     return *made, None, None, None
 
 
+Tell = Callable[[bool], None]
+_watched: dict[int, weakref.ref[Tensor]] = {}
+
+
+def _watch(z: Tensor, q: Quantized, tell: Tell) -> None:
+    """When z is gone, tell whether a layer keeps its columnwise codes for backward. Called before
+    z is put: of the callbacks of one tensor, the oldest is the last. Hooks that move saved tensors
+    elsewhere look as if there were none: then the layers quantize for themselves, to the same."""
+    assert q.col is not None
+    key, codes = id(z), StorageWeakRef(q.col.codes.untyped_storage())
+
+    def gone(_: object) -> None:
+        _watched.pop(key, None)
+        tell(not codes.expired())
+
+    _watched[key] = weakref.ref(z, gone)
+
+
 def normalized(
-    x: Tensor, weight: Tensor, bias: Tensor | None, step: NormStep, target: Target
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, step: NormStep, target: Target,
+    tell: Tell | None = None,
+) -> Tensor:  # fmt: skip
     """z of x [..., K], differentiable. Layers that ask for `target` find z quantized; those that
-    would need its columnwise codes too find what to make them of."""
+    would need its columnwise codes too find what to make them of. `tell` is told once whether a
+    layer kept columnwise codes, where there are any."""
     tensors = (x, weight, bias)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         made: list[Quantized] = []
         z: Tensor = NormFunction.apply(*tensors, step, target, made)[0]
-        shared_inputs.put(z, target, made[0])
+        if tell is not None and target.col:
+            _watch(z, made[0], tell)
+        if target.codes:
+            shared_inputs.put(z, target, made[0])
         still = x.detach(), weight.detach(), None if bias is None else bias.detach()
         _remember(z, Source(still, step))
         return z
     parts = step.forward(flatten(x), weight, bias, True, target)
     assert parts.z is not None
     z = shaped(parts.z, x.shape)
-    shared_inputs.put(z, target, parts.quantized)
+    if target.codes:
+        shared_inputs.put(z, target, parts.quantized)
     return z

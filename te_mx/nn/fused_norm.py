@@ -24,6 +24,8 @@ from te_mx.nn.reclassed import FUSED, RAN, Reclassed, changed
 from te_mx.ops import Target
 
 ATTRIBUTE = "_te_mx_norm"
+READ = "_te_mx_norm_read"  # whether codes that it made were read, once that is known
+UNREAD = "fused, without codes: nothing read them"
 _VALUES = (nn.Parameter, Tensor)
 
 
@@ -45,7 +47,7 @@ class FusedNorm(Reclassed):
         """As the normalization's own forward, up to rounding once."""
         if len(args) == 1 and not kwargs and not is_tracing():
             target, reason = self._target_or_why_not(args[0])
-            self.__dict__[RAN] = FUSED if target is not None else reason
+            self.__dict__[RAN] = reason if target is None else FUSED if target.codes else UNREAD
             if target is not None:
                 return self._run(args[0], target)
         return super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -73,6 +75,8 @@ class FusedNorm(Reclassed):
         # step the next time; then its layers quantize for themselves.
         if plan.block is not None and plan.block.__dict__.get(RAN) in (None, "", FUSED):
             target = target._replace(col="")
+        if self.__dict__.get(READ) is False:
+            target = target._replace(row="", col="")
         return target, ""
 
     def _values(self) -> tuple[Any, Any]:
@@ -82,7 +86,9 @@ class FusedNorm(Reclassed):
     def _run(self, x: Tensor, target: Target) -> Tensor:
         plan: NormPlan = self.__dict__[ATTRIBUTE]
         weight, bias = self._values()
-        return normalized(x, weight, bias, NormStep(plan.norm, plan.zero_centered, x.dtype), target)
+        step, own = NormStep(plan.norm, plan.zero_centered, x.dtype), self.__dict__
+        tell = None if READ in own else lambda read: own.__setitem__(READ, read)
+        return normalized(x, weight, bias, step, target, tell)
 
 
 def _why_not_these(x: Any, weight: Any, bias: Any) -> str:
