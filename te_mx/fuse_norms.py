@@ -26,6 +26,7 @@ _TOLERANCE = 2e-5  # of fp32 sums over a row
 _ATTENTION = ("attn", "attention")
 # Layers of an attention that read its heads, not its input.
 _OUTPUT = ("o_proj", "out_proj", "c_proj", "dense", "wo", "to_out")
+_NOT_QUANTIZED = "not quantized, no converted layer was seen to read it"
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 # What submodules return beside their result, until the forward of their parent takes it: those
 # named after attention, and all others. 0 is the bare tensor.
@@ -33,7 +34,7 @@ _EXTRAS = tuple(itertools.product((1, 0, 2, 3), (0, 1)))
 
 
 class FoundNorm(NamedTuple):
-    """A normalization with the layer that reads it."""
+    """A normalization that can be fused."""
 
     module: nn.Module
     plan: NormPlan
@@ -72,15 +73,19 @@ def plan_norms(
             full = f"{prefix}.{name}" if prefix else name
             kind = f"{type(child).__name__}: {formula.norm.kind}"
             shape = str(child.weight.shape[0])
-            if not reads or isinstance(child, Reclassed):
-                why = reason or "no converted linear layer was seen to read its result"
-                why = "already fused" if isinstance(child, Reclassed) else why
+            beside = next((m for m in parent.modules() if m in converts), None)
+            if beside is None or isinstance(child, Reclassed):
+                why = "already fused" if isinstance(child, Reclassed) else "no layer is converted"
                 found.append(Fusion(full, shape, kind, why))
                 continue
-            found.append(Fusion(full, shape, f"{kind}, quantized for {_name(model, reads[0])}", ""))
             block = by[0] if len(by) == 1 and by[0] in blocks else None
-            plan = NormPlan(*formula[:2], reads[0], block, surroundings(child))
+            plan = NormPlan(
+                *formula[:2], reads[0] if reads else beside, bool(reads), block, surroundings(child)
+            )
             norms.append(FoundNorm(child, plan))
+            note = f"quantized for {_name(model, reads[0])}" if reads else _NOT_QUANTIZED
+            note += f": {reason}" if reason else ""
+            found.append(Fusion(full, shape, f"{kind}, {note}", ""))
     return found, norms
 
 

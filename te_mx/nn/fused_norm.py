@@ -1,9 +1,9 @@
-"""What a normalization of another library's model does once convert_model(fuse=True) has fused it
-with the linear layers that read its result.
+"""What a normalization of another library's model does once convert_model(fuse=True) has fused it.
 
-It keeps its class as a base. In MXFP8 and in eager mode the quantized input of those layers is made
-in the read that normalizes (autograd/norm.py). Everywhere else its own forward runs; torch.compile
-fuses that itself.
+It keeps its class as a base. In MXFP8 and in eager mode it is one step (autograd/norm.py), which
+keeps no copies of its input for backward and, where linear layers read its result, makes their
+quantized input in the same read. Everywhere else its own forward runs; torch.compile fuses that
+itself.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ _VALUES = (nn.Parameter, Tensor)
 
 
 class NormPlan(NamedTuple):
-    """A normalization: what it computes, one of the layers that read its result, the fused block
-    where nothing else reads it, and what else its forward may read."""
+    """A normalization: what it computes; one of the layers that read its result, or, where none is
+    known and nothing is quantized, one beside it whose recipe counts; the fused block where nothing
+    else reads it; and what else its forward may read."""
 
     norm: Norm
     zero_centered: bool
     reader: nn.Linear
+    quantizes: bool
     block: nn.Module | None
     around: tuple[tuple[str, Any], ...]
 
@@ -47,7 +49,9 @@ class FusedNorm(Reclassed):
         """As the normalization's own forward, up to rounding once."""
         if len(args) == 1 and not kwargs and not is_tracing():
             target, reason = self._target_or_why_not(args[0])
-            self.__dict__[RAN] = reason if target is None else FUSED if target.codes else UNREAD
+            if target is not None:
+                reason = UNREAD if self.__dict__.get(READ) is False else FUSED
+            self.__dict__[RAN] = reason
             if target is not None:
                 return self._run(args[0], target)
         return super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -58,7 +62,7 @@ class FusedNorm(Reclassed):
         plan: NormPlan = self.__dict__[ATTRIBUTE]
         reader = plan.reader
         if type(reader) is not Linear:
-            return None, "the layer that reads it was reverted"
+            return None, "the layer whose recipe counts was reverted"
         if name := changed(self, plan.around):  # type: ignore[arg-type]
             return None, f"{name} was changed"
         if self._own.forward is not self._followed[0]:
@@ -75,7 +79,7 @@ class FusedNorm(Reclassed):
         # step the next time; then its layers quantize for themselves.
         if plan.block is not None and plan.block.__dict__.get(RAN) in (None, "", FUSED):
             target = target._replace(col="")
-        if self.__dict__.get(READ) is False:
+        if not plan.quantizes or self.__dict__.get(READ) is False:
             target = target._replace(row="", col="")
         return target, ""
 
