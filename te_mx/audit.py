@@ -10,6 +10,7 @@ from torch import nn
 from te_mx.arguments import check_module, shown
 from te_mx.autograd.steps import GEMMS
 from te_mx.nn.mx_module import MXModule
+from te_mx.nn.reclassed import RAN, Reclassed
 from te_mx.report import table
 from te_mx.runtime.ran import LAST_RUN
 
@@ -65,6 +66,9 @@ def audit(model: nn.Module) -> AuditReport:
     A te_mx.GroupedLinear runs groups of few rows on other kernels than groups of many; it shows
     all, joined by " + ".
 
+    MLP blocks and normalizations that convert_model(fuse=True) fused have rows of their own beside
+    those of their layers: ``kind`` says whether they ran fused the last time, or why not.
+
     A te_mx.LayerNormLinear is one row, a te_mx.LayerNormMLP two: ``<name>.fc1``, ``<name>.fc2``.
 
     Code compiled by torch.compile does not record: a number per layer inside the graph would make
@@ -79,6 +83,9 @@ def audit(model: nn.Module) -> AuditReport:
     for name, m in model.named_modules():
         if isinstance(m, MXModule):
             layers += _audit_module(name or "(root)", m)
+        elif isinstance(m, Reclassed):
+            kind = f"{type(m).__name__}: {m.__dict__.get(RAN, NEVER) or HIGH_PRECISION}"
+            layers.append(LayerAudit(name or "(root)", kind, "", "", "", ""))
         elif isinstance(m, nn.Linear):
             kind = f"{type(m).__module__.split('.')[0]}.{type(m).__name__}"
             layers.append(LayerAudit(name or "(root)", kind, *_ALL_HIGH, "master"))

@@ -34,6 +34,7 @@ from te_mx.conversion_report import (
 from te_mx.dispatch.fused import Activation
 from te_mx.fuse import Fusion, Plan, fuse_all, plan_fusions
 from te_mx.fuse import unfuse as unfuse_layers
+from te_mx.fuse_in_place import NOTHING, fuse_in_place, plan_in_place, unfuse_in_place
 from te_mx.integrations import conv1d, torchtitan, transformers_experts
 from te_mx.integrations.seam import InPlace, Seam, class_of
 from te_mx.matrices import describe
@@ -80,12 +81,24 @@ def convert_model(
             False keeps the layer. A module that has several names is kept if it says False to any
             of them. It is asked about every layer before the first one changes.
         dry_run: report only.
-        fuse: first turn layers that follow each other in an nn.Sequential into one module each:
-            normalization + Linear into te_mx.LayerNormLinear; Linear + GELU, SiLU or ReLU + Linear
-            back to the first width, with a normalization in front or without, into
-            te_mx.LayerNormMLP. nn.LayerNorm and nn.RMSNorm count as normalizations. The parameters
-            stay the same objects, but their names in the state_dict change; `revert_model` goes
-            back. Every fusion, and every one that was not done with the reason, is in the report.
+        fuse: also fuse what surrounds the layers; `revert_model` goes back. Every fusion, and every
+            one that was not done with the reason, is in the report.
+
+            In models of any making nothing moves, and no name in the state_dict changes: MLP blocks
+            (``down(act(gate(x)) * up(x))``, ``fc2(act(fc1(x)))``, whatever the layers are called)
+            run as one step; so do, in eager mode, RMSNorm and LayerNorm of any class, which also
+            quantize their result for the converted layers that read it; the output projection of
+            sdpa and flash attention keeps the tensor that attention keeps for backward anyway. What
+            a module computes is found out by running its forward on stand-ins for its layers. A
+            block whose layers something replaces, hooks or freezes later runs its own forward
+            again, and `te_mx.audit` says so.
+
+            Layers that follow each other in an nn.Sequential become one module: normalization +
+            Linear a te_mx.LayerNormLinear; Linear + GELU, SiLU or ReLU + Linear back to the first
+            width, with a normalization in front or without, a te_mx.LayerNormMLP. nn.LayerNorm and
+            nn.RMSNorm count as normalizations. The parameters stay the same objects, but their
+            names in the state_dict change.
+
             Experts of Transformers compute their gate in one step that rounds once, and keep less
             for backward.
 
@@ -103,9 +116,13 @@ def convert_model(
 
     # First decide about everything, which may raise; then change.
     plans: list[Plan] = []
+    in_place = NOTHING
     layers: list[LayerReport] = []
     if fuse:
         fusions, plans = plan_fusions(model, why_not, keeps)
+        taken = {layer for plan in plans for layer in plan.layers}
+        others, in_place = plan_in_place(model, why_not, keeps, taken)
+        fusions += others
         done = WOULD_FUSE if dry_run else FUSED
         layers = [_fusion_row(fusion, done) for fusion in fusions]
     fused = {id(layer) for plan in plans for layer in plan.layers}
@@ -140,6 +157,7 @@ def convert_model(
     for layer, name in [*((m, m.name or "") for m in made), *chosen]:
         layer.__dict__["_converted"] = True
         watch(model, name, layer)
+    fuse_in_place(in_place)
     report = ConversionReport(model, layers)
     if not any(isinstance(module, MXModule) for module in model.modules()):
         warnings.warn(
@@ -175,12 +193,14 @@ def revert_model(model: nn.Module) -> ConversionReport:
 
     Layers that were built as te_mx.Linear are turned too. Skipped with the reason: layers that
     nn.Linear cannot stand in for (frozen weights, return_bias, parameters_split,
-    fuse_wgrad_accumulation, delay_wgrad_compute). Modules that ``fuse=True`` made become the layers
-    that they were made of; te_mx.LayerNormLinear and te_mx.LayerNormMLP that were built as such
+    fuse_wgrad_accumulation, delay_wgrad_compute). Blocks and normalizations that ``fuse=True``
+    fused where they stand get their own class back, modules that it made become the layers that
+    they were made of; te_mx.LayerNormLinear and te_mx.LayerNormMLP that were built as such
     stay, with the reason.
     """
     check_module(model)
-    layers = [_fusion_row(fusion, REVERTED) for fusion in unfuse_layers(model)]
+    given_back = [*unfuse_in_place(model), *unfuse_layers(model)]
+    layers = [_fusion_row(fusion, REVERTED) for fusion in given_back]
     for module, names in _layers(model):
         in_place = isinstance(module, InPlace)
         if not (in_place or isinstance(module, Linear)):

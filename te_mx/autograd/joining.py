@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 
-def cat(tensors: Sequence[Tensor]) -> Tensor:
+def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """torch.cat, differentiable."""
-    return _joined(torch.cat, tensors)
+    return _joined(torch.cat if dim == 0 else partial(torch.cat, dim=dim), tensors)
 
 
 def stack(tensors: Sequence[Tensor]) -> Tensor:

@@ -58,7 +58,7 @@ class Weights(NamedTuple):
     sinks: tuple[WeightGradient | None, WeightGradient | None] = (None, None)
 
 
-def _fc1(
+def activated(
     z: Operand, w: Operand, bias: Tensor | None, call: Call, plan: steps.Input, need_h: bool
 ) -> tuple[Tensor | None, Tensor | None, Quantized]:
     """h (with GELU only if it is needed), a if the plan keeps it, and a quantized."""
@@ -106,7 +106,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
         made = call.step.forward(
             flatten(x), norm_weight, norm_bias, call.return_z or plan_z.keep, plan_z.target
         )
-        h, a, qa = _fc1(_row(made.quantized), w1_row, b1, call, plan_a, need_dh)
+        h, a, qa = activated(_row(made.quantized), w1_row, b1, call, plan_a, need_dh)
         y_MH = steps.fprop(_row(qa), w2_row, b2, settings, call.step.dtype, call.tags[1])
 
         norms = call.step.saved(x, norm_weight, made) if need_dz else normalization.NOTHING
@@ -147,7 +147,7 @@ def _backward(
 
     gradient = steps.quantized_gradient(flatten(g), settings, need_dh, need_dw2, need_db2)
     if need_dh:
-        inner, sums = _through_activation(
+        inner, sums = through_activation(
             ctx.call, gradient, kept_w2, h, (need_dz, need_dw1, need_db1)
         )
     if need_dw2:
@@ -168,7 +168,7 @@ def _backward(
     return dx, d_weight, d_bias, dw1, db1, dw2, db2, None, None
 
 
-def _through_activation(
+def through_activation(
     call: Call, gradient: steps.Gradient, kept_w2: Kept, h: Tensor, need: tuple[bool, bool, bool]
 ) -> tuple[steps.Gradient, Tensor]:
     """dh, quantized for the GEMMs of fc1 as `need` (dz, dw1, db1) says, and its sums over the
@@ -211,6 +211,6 @@ def layernorm_mlp(
     w1_row, _ = steps.weight_operands(weights.kept[0], w1, settings, False)
     w2_row, _ = steps.weight_operands(weights.kept[1], w2, settings, False)
     parts = call.step.forward(flatten(x), norm_weight, norm_bias, call.return_z, plan.target)
-    _, _, qa = _fc1(_row(parts.quantized), w1_row, b1, call, plan, False)
+    _, _, qa = activated(_row(parts.quantized), w1_row, b1, call, plan, False)
     y_MH = steps.fprop(_row(qa), w2_row, b2, settings, call.step.dtype, call.tags[1])
     return unflatten(y_MH, x), None if parts.z is None else shaped(parts.z, x.shape)

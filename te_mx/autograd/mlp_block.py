@@ -1,0 +1,285 @@
+"""The autograd function behind the MLP blocks of other libraries' models that are fused where they
+stand (te_mx/nn/fused_block.py): act(x @ w1^T) @ w2^T, where w1 is one parameter, or those of the
+gate and of the up projection, one behind the other.
+
+Shapes: M tokens, H in_features, F columns of the activation's result, F1 = 2F for gated
+activations, else F, N out_features.
+
+    fc1    h[M, F1] = x @ w1[F1, H]^T + b1          one GEMM, also where w1 is two parameters
+    act    a[M, F]  = act(h)                        fp32, rounded to the output's dtype
+    fc2    y[M, N]  = a @ w2[N, F]^T + b2
+    back   da = g @ w2, dh = da * act'(h), dx = dh @ w1, dw2 = g^T @ a, dw1 = dh^T @ x
+
+What is rounded where is as in autograd/layernorm_mlp.py, whose steps these are. Saved for backward:
+columnwise codes of x, as te_mx.Linear does; h in the output's dtype; of the weights what
+steps.kept_for_dgrad says. Joined weights are never saved: backward joins the parameters again.
+Codes that backward can make again to the byte are not saved either: those of a, of h
+(`_makes_again`), and those of an x that a normalization just made, of what it was made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_mx.autograd import joining, shared_inputs, steps
+from te_mx.autograd.backward import outputs, place, run_backward, tag_of
+from te_mx.autograd.layernorm_mlp import Call as Inner
+from te_mx.autograd.layernorm_mlp import activated, through_activation
+from te_mx.autograd.norm import Source, source_of
+from te_mx.autograd.normalization import NormStep
+from te_mx.autograd.saved import Kept
+from te_mx.autograd.shapes import flatten, shaped, unflatten
+from te_mx.autograd.steps import DGRAD, FPROP, WGRAD
+from te_mx.autograd.wgrad import WeightGradient
+from te_mx.dispatch.fused import Activation, ActStep
+from te_mx.ops import Operand, Quantized, Target, quantized
+from te_mx.ops.fused import act_quantize_2d
+from te_mx.recipes.settings import Settings
+from te_mx.runtime.ran import LAST_RUN
+
+
+class Call(NamedTuple):
+    """What one call of a block fixes. tags: the first slots in LAST_RUN of the layers, fc2's last.
+    sinks: where the gradients of w1 and w2 go. save_x: as of autograd.linear.Call."""
+
+    act: Activation
+    settings: Settings
+    dtype: torch.dtype
+    tags: tuple[int, ...]
+    sinks: tuple[WeightGradient | None, WeightGradient | None] = (None, None)
+    save_x: bool = False
+
+    def inner(self) -> Inner:
+        """The same, as the steps of layernorm_mlp take it."""
+        step = NormStep(None, False, self.dtype)
+        return Inner(step, self.act, self.settings, False, (self.tags[0], self.tags[-1]))
+
+    def record(self, gemm: int) -> None:
+        """Note that the GEMM of the first layer was that of its siblings too."""
+        first, *others = self.tags[:-1]
+        ran = LAST_RUN.get(first + gemm) if first >= 0 else None
+        for tag in others:
+            if ran is not None and tag >= 0:
+                LAST_RUN[tag + gemm] = ran
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """One tensor of parts along their first dimension; None of None."""
+    return parts[0] if len(parts) == 1 or parts[0] is None else joining.cat(parts)
+
+
+def _makes_again(call: Call, plan_a: steps.Input) -> bool:
+    """Whether backward makes the columnwise codes of a again, of h: one more read of h against
+    1.03 bytes an element kept. GELU inside a GEMM reads the sums before they are rounded to h, so
+    its codes cannot be made again."""
+    return call.act.gelu_form is None and not plan_a.keep and bool(plan_a.target.col)
+
+
+def _quantized(
+    x: Tensor, w1: Tensor, plan: steps.Input, settings: Settings, need_dx: bool
+) -> tuple[Quantized, Operand, Operand | None]:
+    """x and w1; x perhaps by whoever made it, or by a sibling. Without columnwise codes where
+    `source_of` has what to make them of."""
+    q = shared_inputs.find(x, plan.target)
+    if q is None and source_of(x) is not None:
+        q = shared_inputs.find(x, plan.target._replace(col=""))
+    if q is not None:
+        return q, *steps.weight_operands(None, w1, settings, need_dx)
+    made = steps.input_and_weight(flatten(x), plan, None, w1, settings, need_dx)
+    shared_inputs.put(x, plan.target, made[0])
+    return made
+
+
+def _kept_of(
+    weight: tuple[Operand, Operand | None, Tensor], parts: Sequence[Tensor], settings: Settings,
+    need: bool,
+) -> tuple[Kept, Sequence[Tensor | None]]:  # fmt: skip
+    """What dgrad needs of a weight: something quantized, or the parameters that it is joined of."""
+    kept = steps.kept_for_dgrad(*weight, settings, need)
+    if kept.spec or not need:
+        return kept, [None] * len(parts)
+    return Kept(), parts
+
+
+class MLPBlockFunction(torch.autograd.Function):
+    """y of x, w2, b2, the call, and weight and bias of every part of w1; gradients have the dtypes
+    of what they belong to."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w2: Tensor, b2: Tensor | None, call: Call, *first: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        need = _needs(ctx)
+        settings = call.settings
+        parts: Sequence[Any] = first[::2]
+        w1, b1 = _joined(parts), _joined(first[1::2])
+        plan_x = steps.plan_input(x.device, settings, need.dw1, call.save_x)
+        plan_a = steps.plan_input(x.device, settings, need.dw2)
+        again = _makes_again(call, plan_a)
+        if again:
+            plan_a = plan_a._replace(target=plan_a.target._replace(col=""))
+        q, w1_row, w1_col = _quantized(x, w1, plan_x, settings, need.dx)
+        w2_row, w2_col = steps.weight_operands(None, w2, settings, need.dh)
+        assert q.row is not None
+        inner = call.inner()
+        h, a, qa = activated(q.row, w1_row, b1, inner, plan_a, need.dh or again)
+        call.record(FPROP)
+        assert qa.row is not None
+        y_MN = steps.fprop(qa.row, w2_row, b2, settings, call.dtype, call.tags[-1])
+
+        kept_w1, own = _kept_of((w1_row, w1_col, w1), parts, settings, need.dx)
+        kept_w2, (own_w2,) = _kept_of((w2_row, w2_col, w2), [w2], settings, need.dh)
+        kept_a = plan_a.kept(qa, a, need.dw2 and not again)
+        source = None
+        if need.dw1 and plan_x.target.col and q.col is None:
+            source = source_of(x)
+            assert source is not None
+        kept_x = plan_x.kept(q, x, need.dw1 and source is None)
+        kept = kept_x, kept_w1, kept_a, kept_w2
+        made_of = (None, None, None) if source is None else source.tensors
+        ctx.norm = None if source is None else source.step
+        ctx.kept, ctx.again = [one.beside for one in kept], again
+        ctx.call, ctx.sinks = call, call.sinks
+        ctx.like, ctx.rows = (x.shape, x.dtype), [part.shape[0] for part in parts]
+        ctx.dtypes = w1.dtype, None if b1 is None else b1.dtype, w2.dtype
+        ctx.b2_dtype = None if b2 is None else b2.dtype
+        saved_h = h if need.dh or again else None
+        tensors = [t for one in kept for t in one.tensors]
+        return outputs(ctx, (saved_h, *tensors, *made_of, own_w2, *own), unflatten(y_MN, x))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return run_backward(_backward, "te_mx: a fused MLP block", ctx, *grads)
+
+
+class _Needs(NamedTuple):
+    """Which gradients are asked for."""
+
+    dx: bool
+    dw1: bool
+    db1: bool
+    dw2: bool
+    db2: bool
+
+    @property
+    def dh(self) -> bool:
+        return self.dx or self.dw1 or self.db1
+
+
+def _needs(ctx: Any) -> _Needs:
+    x, w2, b2, _, *first = ctx.needs_input_grad
+    return _Needs(x, any(first[::2]), any(first[1::2]), w2, b2)
+
+
+def _backward(ctx: Any, saved: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor | None, ...]:
+    need, call = _needs(ctx), ctx.call
+    settings, inner = call.settings, call.inner()
+    h, made_of, (own_w2, *own) = saved[0], saved[13:16], saved[16:]
+    kept_x, kept_w1, kept_a, kept_w2 = (
+        one.with_tensors(saved[i : i + 3]) for one, i in zip(ctx.kept, (1, 4, 7, 10), strict=True)
+    )
+    w1_dtype, b1_dtype, w2_dtype = ctx.dtypes
+    dx = dw1 = db1 = dw2 = db2 = None
+
+    gradient = steps.quantized_gradient(flatten(g), settings, need.dh, need.dw2, need.db2)
+    if need.dw2:
+        if ctx.again:
+            kept_a = _made_again(call, h)
+        wgrad = steps.wgrad(gradient, kept_a, settings, tag_of(call.tags[-1], WGRAD))
+        dw2 = place(call.sinks[1], wgrad, w2_dtype)
+    if need.db2:
+        db2 = gradient.q.col_sum.to(ctx.b2_dtype)  # type: ignore[union-attr]
+    if need.dh:
+        if own_w2 is not None:
+            kept_w2 = Kept.itself(own_w2)
+        wanted = need.dx, need.dw1, need.db1
+        dh, sums = through_activation(inner, gradient, kept_w2, h, wanted)
+        del gradient, kept_a, kept_w2
+        if need.db1:
+            db1 = sums.to(b1_dtype)
+    if need.dx:
+        if own[0] is not None:
+            # torch.compile would take this join for forward's, if it were one of the same
+            # dimension, and keep that.
+            kept_w1 = Kept.itself(own[0] if len(own) == 1 else joining.cat(own, -2))
+        tag = tag_of(call.tags[0], DGRAD)
+        dx = shaped(steps.dgrad(dh, kept_w1, settings, ctx.like[1], tag).out, ctx.like[0])
+        call.record(DGRAD)
+        del kept_w1
+    if need.dw1:
+        if ctx.norm is not None:
+            plan_x = steps.plan_input(h.device, settings, True)
+            kept_x = Kept.operand(Source(made_of, ctx.norm).columns(plan_x.target))  # type: ignore[arg-type]
+        wgrad = steps.wgrad(dh, kept_x, settings, tag_of(call.tags[0], WGRAD))
+        dw1 = place(call.sinks[0], wgrad, w1_dtype)
+        call.record(WGRAD)
+    first = _split(ctx.rows, dw1, db1, ctx.needs_input_grad[4:])
+    return dx, dw2, db2, None, *first
+
+
+def _made_again(call: Call, h: Tensor) -> Kept:
+    """The columnwise codes of a, as forward would have made them."""
+    plan = steps.plan_input(h.device, call.settings, True)
+    target = Target("", plan.target.col, plan.target.rule)
+    made = act_quantize_2d(ActStep(h, None, call.act, call.dtype, False, target)).quantized.col
+    assert made is not None
+    return Kept.operand(made)
+
+
+def _split(
+    rows: Sequence[int], dw1: Tensor | None, db1: Tensor | None, need: Sequence[bool]
+) -> list[Tensor | None]:
+    """The gradients of weight and bias of every part, as far as they are needed."""
+    nothing: list[Tensor | None] = [None] * len(rows)
+    weights = nothing if dw1 is None else list(dw1.split(list(rows)))
+    biases = nothing if db1 is None else list(db1.split(list(rows)))
+    both = [t for pair in zip(weights, biases, strict=True) for t in pair]
+    return [t if wanted else None for t, wanted in zip(both, need, strict=True)]
+
+
+def mlp_block(
+    x: Tensor, first: Sequence[Tensor | None], w2: Tensor, b2: Tensor | None, call: Call
+) -> Tensor:
+    """y [..., N] of x [..., H] in MXFP8, differentiable; `first` has weight and bias of each part
+    of w1."""
+    tensors = (x, w2, b2, *first)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        return MLPBlockFunction.apply(x, w2, b2, call, *first)[0]
+    settings = call.settings
+    plan = steps.plan_input(x.device, settings, False)
+    weights: Any = first[::2]
+    if len(weights) > 1 and x.numel() < weights[0].numel():
+        qa = _activated_apart(x, weights, first[1::2], plan, call)
+    else:
+        q, w1_row, _ = _quantized(x, _joined(weights), plan, settings, False)
+        assert q.row is not None
+        _, _, qa = activated(q.row, w1_row, _joined(first[1::2]), call.inner(), plan, False)
+        call.record(FPROP)
+    w2_row, _ = steps.weight_operands(None, w2, settings, False)
+    assert qa.row is not None
+    return unflatten(steps.fprop(qa.row, w2_row, b2, settings, call.dtype, call.tags[-1]), x)
+
+
+def _activated_apart(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], plan: steps.Input,
+    call: Call,
+) -> Quantized:  # fmt: skip
+    """a, quantized, of few tokens: weights that are larger than x are not joined, but what they
+    make."""
+    settings = call.settings
+    q = shared_inputs.find(x, plan.target)
+    if q is None:
+        q = quantized(flatten(x), plan.target)
+        shared_inputs.put(x, plan.target, q)
+    assert q.row is not None
+    parts = []
+    for weight, bias, tag in zip(weights, biases, call.tags, strict=False):
+        row, _ = steps.weight_operands(None, weight, settings, False)
+        parts.append(steps.fprop(q.row, row, bias, settings, call.dtype, tag))
+    h = torch.cat(parts, 1)
+    step = ActStep(h, None, call.act, call.dtype, False, plan.target)
+    return act_quantize_2d(step).quantized

@@ -1,0 +1,125 @@
+"""The autograd function of a normalization that stands alone: z = norm(x), quantized in the read
+that makes it, for the layers that read z next.
+
+z is computed in fp32 and rounded once to the dtype of x. Saved for backward: x, which the residual
+stream of a transformer keeps anyway, the weight, and mean and rstd in fp32, 8 bytes a row.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from te_mx.autograd import shared_inputs
+from te_mx.autograd.backward import outputs, run_backward
+from te_mx.autograd.normalization import NormStep
+from te_mx.autograd.shapes import flatten, shaped
+from te_mx.ops import Operand, Quantized, Target
+
+
+class Source(NamedTuple):
+    """What a z is made of: x, weight and bias of a normalization, and the normalization."""
+
+    tensors: tuple[Tensor, Tensor, Tensor | None]
+    step: NormStep
+
+    def columns(self, target: Target) -> Operand:
+        """The columnwise codes of z, as the forward pass would have made them: sums over a row
+        have one order (docs/numerics.md), so they are the very bytes."""
+        x, weight, bias = self.tensors
+        wanted = Target("", target.col, target.rule)
+        made = self.step.forward(flatten(x), weight, bias, False, wanted).quantized.col
+        assert made is not None
+        return made
+
+
+# By id of z, as long as it lives.
+_sources: dict[int, tuple[weakref.ref[Tensor], int, Source]] = {}
+
+
+def source_of(z: Tensor) -> Source | None:
+    """What z was made of, if a normalization just made it."""
+    entry = None if torch.compiler.is_compiling() else _sources.get(id(z))
+    if entry is None or entry[0]() is not z or entry[1] != z._version:
+        return None
+    return entry[2]
+
+
+def _remember(z: Tensor, source: Source) -> None:
+    key = id(z)
+    _sources[key] = weakref.ref(z, lambda _: _sources.pop(key, None)), z._version, source
+
+
+class NormFunction(torch.autograd.Function):
+    """z, in the shape of x; what it was quantized to is appended to `made`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, step: NormStep, target: Target,
+        made: list[Quantized],
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        parts = step.forward(flatten(x), weight, bias, True, target)
+        assert parts.z is not None
+        made.append(parts.quantized)
+        ctx.step, ctx.like, ctx.sinks = step, (x.shape, x.dtype), ()
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return outputs(ctx, step.saved(x, weight, parts), shaped(parts.z, x.shape))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return run_backward(_backward, "te_mx: a fused normalization", ctx, *grads)
+
+
+def _backward(ctx: Any, saved: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    need = ctx.needs_input_grad[:3]
+    made = ctx.step.backward(flatten(g), None, saved, ctx.like, need, ctx.bias_dtype)
+    return *made, None, None, None
+
+
+Tell = Callable[[bool], None]
+_watched: dict[int, weakref.ref[Tensor]] = {}
+
+
+def _watch(z: Tensor, q: Quantized, tell: Tell) -> None:
+    """When z is gone, tell whether a layer keeps its columnwise codes for backward. Called before
+    z is put: of the callbacks of one tensor, the oldest is the last. Hooks that move saved tensors
+    elsewhere look as if there were none: then the layers quantize for themselves, to the same."""
+    assert q.col is not None
+    key, codes = id(z), StorageWeakRef(q.col.codes.untyped_storage())
+
+    def gone(_: object) -> None:
+        _watched.pop(key, None)
+        tell(not codes.expired())
+
+    _watched[key] = weakref.ref(z, gone)
+
+
+def normalized(
+    x: Tensor, weight: Tensor, bias: Tensor | None, step: NormStep, target: Target,
+    tell: Tell | None = None,
+) -> Tensor:  # fmt: skip
+    """z of x [..., K], differentiable. Layers that ask for `target` find z quantized; those that
+    would need its columnwise codes too find what to make them of. `tell` is told once whether a
+    layer kept columnwise codes, where there are any."""
+    tensors = (x, weight, bias)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        made: list[Quantized] = []
+        z: Tensor = NormFunction.apply(*tensors, step, target, made)[0]
+        if tell is not None and target.col:
+            _watch(z, made[0], tell)
+        if target.codes:
+            shared_inputs.put(z, target, made[0])
+        still = x.detach(), weight.detach(), None if bias is None else bias.detach()
+        _remember(z, Source(still, step))
+        return z
+    parts = step.forward(flatten(x), weight, bias, True, target)
+    assert parts.z is not None
+    z = shaped(parts.z, x.shape)
+    if target.codes:
+        shared_inputs.put(z, target, parts.quantized)
+    return z

@@ -1,0 +1,178 @@
+"""MLP blocks of models as they are: which modules compute down(act(gate(x)) * up(x)), or
+fc2(act(fc1(x))), and with which activation.
+
+Names say nothing for certain, so every candidate is run on stand-ins (fuse_probe.py), in training
+and in evaluation. What it gives its layers and returns must be those very values, and what goes
+into the last layer must be an activation that te_mx has, of what the first ones gave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from te_mx.dispatch.fused import ACTIVATIONS, Activation
+from te_mx.fuse import Fusion
+from te_mx.fuse_probe import ROWS, LinearStandIn, Seen, apart, forward_of, numbers, twin
+from te_mx.nn import activations
+from te_mx.nn.fused_block import ATTRIBUTE, BlockPlan, FusedBlock
+from te_mx.nn.linear import Linear
+from te_mx.nn.reclassed import RAN, Reclassed, give, hooked, surroundings, take_back
+
+# Names of layers that make a module a candidate whose refusal is worth a row.
+_USUAL = (
+    {"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"}, {"fc1", "fc2"},
+    {"w1", "w2"}, {"c_fc", "c_proj"}, {"wi_0", "wi_1", "wo"}, {"wi", "wo"}, {"lin1", "lin2"},
+    {"dense_h_to_4h", "dense_4h_to_h"},
+)  # fmt: skip
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_TOLERANCE = 1e-5  # of an activation in fp64, for those that compute in fp32 on the way
+
+
+class Block(NamedTuple):
+    """A module that can run as one step."""
+
+    module: nn.Module
+    plan: BlockPlan
+
+
+def plan_blocks(
+    model: nn.Module, converts: Collection[nn.Module], why_not: Callable[[nn.Linear], str]
+) -> tuple[list[Fusion], list[Block]]:
+    """The report and what `fuse_blocks` is to do. converts: the layers that are te_mx.Linear
+    afterwards. `why_not` says why another one is not, if not because the user excluded it."""
+    found: list[Fusion] = []
+    blocks: list[Block] = []
+    for prefix, module in model.named_modules():
+        names = [name for name, child in module._modules.items() if isinstance(child, nn.Linear)]
+        usual = any(wanted <= set(names) for wanted in _USUAL)
+        if isinstance(module, (*_CONTAINERS, Reclassed)) or not (usual or len(names) in (2, 3)):
+            continue
+        plan, reason = _follow(module, names)
+        if plan is None and not usual:
+            continue
+        linears: list[Any] = [module._modules[name] for name in names]
+        for name, linear in zip(names, linears, strict=True):
+            if reason:
+                break
+            if linear not in converts:
+                left = "" if type(linear) is Linear else why_not(linear)
+                reason = f"{name}: {left}" if left else f"{name} is excluded by filter_fn"
+            elif hooked(linear):
+                reason = f"{name} has hooks or a forward of its own"
+        if plan is None or reason:
+            kinds = f"{type(module).__name__}: {' + '.join(names)}"
+            found.append(Fusion(prefix or "(root)", "", kinds, reason))
+            continue
+        kinds = " + ".join((*plan.first, plan.act.name, plan.last))
+        sizes: Any = module._modules[plan.first[0]], module._modules[plan.last]
+        shape = f"{sizes[0].in_features} -> {sizes[1].in_features} -> {sizes[1].out_features}"
+        found.append(Fusion(prefix or "(root)", shape, f"{type(module).__name__}: {kinds}", ""))
+        blocks.append(Block(module, plan))
+    return found, blocks
+
+
+def fuse_blocks(blocks: list[Block]) -> None:
+    """Fuse what was planned, once the layers are converted."""
+    for module, plan in blocks:
+        module.__dict__[ATTRIBUTE] = plan
+        give(module, FusedBlock)
+
+
+def unfuse_blocks(model: nn.Module) -> list[Fusion]:
+    """Give every block its own class back."""
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, FusedBlock):
+            reason = take_back(module)
+            if not reason:
+                for attribute in (ATTRIBUTE, RAN):
+                    module.__dict__.pop(attribute, None)
+            found.append(Fusion(name or "(root)", "", type(module).__name__, reason))
+    return found
+
+
+# --------------------------------------------------------------------------------------- following
+def _follow(module: nn.Module, names: list[str]) -> tuple[BlockPlan | None, str]:
+    """What the module is, or why it is no block."""
+    others = [child for name, child in module._modules.items() if name not in names]
+    if len(names) not in (2, 3) or any(True for child in others if _holds(child)):
+        return None, "it holds more than the layers of an MLP"
+    if module._parameters or module._buffers:
+        return None, "it has parameters or buffers of its own"
+    if "forward" in module.__dict__:
+        return None, "its forward was replaced on the instance"
+    plans = []
+    for training in (True, False):
+        try:
+            seen, x, out = _run(module, names, training)
+        except Exception as error:
+            return None, f"its forward could not be followed: {type(error).__name__}: {error}"
+        plan, reason = _read(module, seen, x, out)
+        if plan is None:
+            return None, reason + (" in training" if training else "")
+        plans.append(plan)
+    if plans[0][:3] != plans[1][:3]:
+        return None, "training and evaluation differ"
+    return plans[0], ""
+
+
+def _holds(child: nn.Module | None) -> bool:
+    """Whether a submodule has parameters or buffers."""
+    return child is not None and any(bool(m._parameters or m._buffers) for m in child.modules())
+
+
+def _run(module: nn.Module, names: list[str], training: bool) -> tuple[list[Seen], Tensor, Any]:
+    seen: list[Seen] = []
+    linears: dict[str, Any] = {name: module._modules[name] for name in names}
+    stand_ins = {
+        name: LinearStandIn(name, linear, seen, seed)
+        for seed, (name, linear) in enumerate(linears.items(), 1)
+    }
+    x = numbers((ROWS, 2, linears[names[0]].in_features), 0, torch.float64)
+    with apart():
+        out = forward_of(module)(twin(module, training, stand_ins), x.clone())
+    return seen, x, out
+
+
+def _read(module: nn.Module, seen: list[Seen], x: Tensor, out: Any) -> tuple[BlockPlan | None, str]:
+    """The plan of a module from what its layers saw."""
+    *first, last = seen
+    called = [one.name for one in seen]
+    if len(set(called)) != len(called) or len(first) != len(_linears(module)) - 1:
+        return None, "it does not call each of its layers once"
+    if any(not _same(one.inp, x) for one in first):
+        return None, "it changes its input before its first layers"
+    if not isinstance(out, Tensor) or not _same(out, last.out):
+        return None, "it changes or adds to the result of its last layer"
+    orders = [first] if len(first) == 1 else [first, first[::-1]]
+    for order in orders:
+        h = torch.cat([one.out for one in order], -1)
+        for act in map(Activation, ACTIVATIONS):
+            if act.gated and h.shape[-1] % 2:
+                continue
+            if (len(order) == 2 and not act.gated) or not _is(act, h, last.inp):
+                continue
+            names = tuple(one.name for one in order)
+            around = surroundings(module, (*names, last.name))
+            return BlockPlan(names, last.name, act, around), ""
+    return None, "what is between its layers is no activation that te_mx has"
+
+
+def _linears(module: nn.Module) -> list[nn.Linear]:
+    return [child for child in module._modules.values() if isinstance(child, nn.Linear)]
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)
+
+
+def _is(act: Activation, h: Tensor, a: Tensor) -> bool:
+    """Whether a is this activation of h."""
+    expected = activations.plain(h, act)
+    return expected.shape == a.shape and torch.allclose(
+        a.double(), expected, rtol=_TOLERANCE, atol=_TOLERANCE
+    )

@@ -1,0 +1,138 @@
+"""What an MLP block of another library's model does once convert_model(fuse=True) has fused it.
+
+The block keeps its class as a base, and its three (or two) linear layers. In MXFP8 it runs as one
+step, see autograd/mlp_block.py; whenever that would not be what its own forward does, its own
+forward runs, on the very layers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from te_mx.autograd import transforms
+from te_mx.autograd.mlp_block import Call, mlp_block
+from te_mx.context import is_tracing
+from te_mx.dispatch.fused import Activation
+from te_mx.nn.checks import FLOATS
+from te_mx.nn.linear import Linear
+from te_mx.nn.mx_module import output_dtype
+from te_mx.nn.reclassed import (
+    FUSED,
+    RAN,
+    Reclassed,
+    changed,
+    hooked_everywhere,
+    why_not_plain,
+)
+from te_mx.recipes.settings import Settings
+
+ATTRIBUTE = "_te_mx_block"
+_VALUES = (nn.Parameter, Tensor)
+
+
+class BlockPlan(NamedTuple):
+    """A block: the names of the layers that read its input (the activated one first), of the one
+    that makes its result, what is between them, and what else its forward may read."""
+
+    first: tuple[str, ...]
+    last: str
+    act: Activation
+    around: tuple[tuple[str, Any], ...]
+
+
+class FusedBlock(Reclassed):
+    """Mixin in front of the class of a block."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the block's own forward."""
+        if len(args) == 1 and not kwargs:
+            settings, reason = self._settings_or_why_not(args[0])
+            if settings is not None and not reason:
+                reason = FUSED
+            if not is_tracing():
+                self.__dict__[RAN] = reason
+            if settings is not None and reason == FUSED:
+                return self._run(args[0], settings)
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+    def _settings_or_why_not(self, x: Any) -> tuple[Settings | None, str]:
+        """Settings to run with as one step; None in high precision. And why not as one step."""
+        plan: BlockPlan = self.__dict__[ATTRIBUTE]
+        children: Any = self._modules  # type: ignore[attr-defined]
+        names = (*plan.first, plan.last)
+        for name in names:
+            if reason := why_not_plain(name, children.get(name)):
+                return None, reason
+        if name := changed(self, plan.around):  # type: ignore[arg-type]
+            return None, f"{name} was changed"
+        if hooked_everywhere():
+            return None, "hooks were registered for all modules"
+        if self._own.forward is not self._followed[0]:
+            return None, f"{self._own.__name__}.forward was replaced"
+        layers: list[Linear] = [children[name] for name in names]
+        found = [layer._settings() for layer in layers]
+        settings = found[0]
+        if any(one != settings for one in found[1:]):
+            return None, "its layers run with different recipes"
+        if settings is None:
+            return None, ""
+        return settings, _why_not_these(x, layers)
+
+    def _run(self, x: Tensor, settings: Settings) -> Tensor:
+        plan: BlockPlan = self.__dict__[ATTRIBUTE]
+        children: Any = self._modules  # type: ignore[attr-defined]
+        layers: list[Linear] = [children[name] for name in plan.first]
+        last: Linear = children[plan.last]
+        held = [layer._weight_and_bias() for layer in layers]
+        w2, b2 = last._weight_and_bias()
+        sinks: Any = None, None
+        if layers[0]._routed() or last._routed():
+            weights = [weight for weight, _ in held]
+            sinks = (
+                layers[0]._sink(weights, None, None) if layers[0]._routed() else None,
+                last._sink([w2], None, None) if last._routed() else None,
+            )
+        tags = tuple([layer._tag_now() for layer in (*layers, last)])
+        save_x = any(layer.save_original_input for layer in layers)
+        call = Call(plan.act, settings, output_dtype(x), tags, sinks, save_x)
+        return mlp_block(x, [t for pair in held for t in pair], w2, b2, call)
+
+
+def _why_not_these(x: Any, layers: list[Linear]) -> str:
+    """Why the tensors of this call do not run as one step: then the layers say what is wrong with
+    them, if anything is."""
+    *first, last = layers
+    if transforms.active():
+        return "a transform of torch.func, or forward-mode AD, is active"
+    if any(layer._routed() != first[0]._routed() for layer in first):
+        return "its first layers differ in fuse_wgrad_accumulation"
+    if is_tracing() and (first[0]._routed() or last._routed()):
+        return "fuse_wgrad_accumulation under torch.compile"
+    if type(x) not in _VALUES or x.dtype not in FLOATS or x.layout is not torch.strided:
+        return "its input is no dense tensor in float32, bfloat16 or float16"
+    if x.is_nested or not x.dim() or x.shape[-1] != first[0].in_features:
+        return "its input has another shape"
+    weight, bias = first[0]._weight_and_bias()
+    for layer in layers:
+        w, b = layer._weight_and_bias()
+        shape = (layer.out_features, layer.in_features)
+        for value, size in ((w, shape), (b, shape[:1])):
+            if value is not None and (
+                type(value) not in _VALUES
+                or value.shape != size
+                or value.device != x.device
+                or value.dtype not in FLOATS
+            ):
+                return "a parameter of it is not as it was"
+        if w is None or (layer is not last and (w.dtype != weight.dtype or _unlike(b, bias))):
+            return "its first layers are not alike"
+    return ""
+
+
+def _unlike(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is not other
+    return one.dtype != other.dtype
