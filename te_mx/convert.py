@@ -20,11 +20,14 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
 from te_mx.arguments import check_flag, check_module, shown
+from te_mx.bound import Binding, bind, bindings, shape_of, unbind
 from te_mx.conversion_report import (
+    BOUND,
     CONVERTED,
     FUSED,
     REVERTED,
     SKIPPED,
+    WOULD_BIND,
     WOULD_CONVERT,
     WOULD_FUSE,
     ConversionReport,
@@ -37,12 +40,13 @@ from te_mx.nn.checks import FLOATS
 from te_mx.nn.converted import ConversionWarning, unwatch, watch
 from te_mx.nn.linear import Linear
 from te_mx.nn.mx_module import MXModule
+from te_mx.recipe import resolve_recipe
 
 # What te_mx.Linear keeps on an instance beyond nn.Linear.
 _OWN_ATTRIBUTES = (
     "name", "return_bias", "init_method", "fuse_wgrad_accumulation", "save_original_input",
-    "delay_wgrad_compute", "_converted", "_seen", "_ran", "_microbatch", "_frozen", "_split",
-    "_tag", "_delayed", "_wgrad_hooks",
+    "delay_wgrad_compute", "_converted", "_bound", "_seen", "_ran", "_microbatch", "_frozen",
+    "_split", "_tag", "_delayed", "_wgrad_hooks",
 )  # fmt: skip
 # Arguments that nn.Linear has nothing for.
 _ONLY_OURS = ("return_bias", "fuse_wgrad_accumulation", "delay_wgrad_compute")
@@ -54,6 +58,7 @@ def convert_model(
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     dry_run: bool = False,
     fuse: bool = False,
+    recipe: Any = None,
 ) -> ConversionReport:
     """Turn every nn.Linear of `model` into a te_mx.Linear, in place.
 
@@ -78,6 +83,13 @@ def convert_model(
             te_mx.LayerNormMLP. nn.LayerNorm and nn.RMSNorm count as normalizations. The parameters
             stay the same objects, but their names in the state_dict change; `revert_model` goes
             back. Every fusion, and every one that was not done with the reason, is in the report.
+        recipe: bound to every te_mx module of the model, those that were there before included, but
+            for those that `filter_fn`, which is asked about them too, says False to. They run with
+            it without te_mx.autocast; inside a region, enabled or not, the region counts. It goes
+            with the modules when they are copied, pickled or moved, and is in no state_dict. A
+            later call with another recipe binds that one instead, one with None, the default,
+            leaves what is bound; `revert_model` removes it. Not for between a forward and its
+            backward: what is recomputed there would run with the new one.
 
     Returns:
         A `ConversionReport`; print it.
@@ -85,8 +97,10 @@ def convert_model(
     Raises:
         TypeError: an argument has the wrong type. Whatever is raised, also by `filter_fn`: the
             model is unchanged then.
+        NotImplementedError: `recipe` is one that te_mx does not have.
     """
     _check(model, filter_fn, dry_run=dry_run, fuse=fuse)
+    resolved = None if recipe is None else resolve_recipe(recipe)
 
     def keeps(module: nn.Module, name: str) -> bool:
         return filter_fn is not None and not filter_fn(module, name)
@@ -98,10 +112,15 @@ def convert_model(
         fusions, plans = plan_fusions(model, why_not, keeps)
         done = WOULD_FUSE if dry_run else FUSED
         layers = [_fusion_row(fusion, done) for fusion in fusions]
-    fused = {id(layer) for plan in plans for layer in plan.layers}
+    present: list[Binding] = []
+    if resolved is not None:
+        present = bindings(model, keeps)
+        layers += [_bound_row(binding, WOULD_BIND if dry_run else BOUND) for binding in present]
+    done_with = {id(layer) for plan in plans for layer in plan.layers}
+    done_with |= {id(binding.module) for binding in present}
     chosen: list[tuple[nn.Linear, str]] = []
     for module, names in _linears(model):
-        if id(module) in fused:
+        if id(module) in done_with:
             continue
         reason = why_not(module)
         if not reason and any(keeps(module, name) for name in names):
@@ -114,7 +133,7 @@ def convert_model(
         layers.append(_row(module, names, WOULD_CONVERT if dry_run else CONVERTED, note))
     if dry_run:
         would = {module for module, _ in chosen} | {m for plan in plans for m in plan.layers}
-        return ConversionReport(model, layers, would)
+        return ConversionReport(model, layers, would, resolved)
     made = fuse_all(plans)
     for module, name in chosen:
         module.__class__ = Linear
@@ -122,7 +141,10 @@ def convert_model(
     for layer, name in [*((m, m.name or "") for m in made), *chosen]:
         layer.__dict__["_converted"] = True
         watch(model, name, layer)
-    report = ConversionReport(model, layers)
+    if resolved is not None:
+        new: list[Any] = [*made, *(module for module, _ in chosen)]
+        bind([*new, *(binding.module for binding in present)], resolved)
+    report = ConversionReport(model, layers, recipe=resolved)
     if not any(isinstance(module, MXModule) for module in model.modules()):
         warnings.warn(
             f"te_mx.convert_model converted nothing: {_why_nothing(report)}",
@@ -159,9 +181,10 @@ def revert_model(model: nn.Module) -> ConversionReport:
     nn.Linear cannot stand in for (frozen weights, return_bias, parameters_split,
     fuse_wgrad_accumulation, delay_wgrad_compute). Modules that ``fuse=True`` made become the layers
     that they were made of; te_mx.LayerNormLinear and te_mx.LayerNormMLP that were built as such
-    stay, with the reason.
+    stay, with the reason. Bound recipes are removed, also from modules that stay.
     """
     check_module(model)
+    unbind(model)
     layers = [_fusion_row(fusion, REVERTED) for fusion in unfuse_layers(model)]
     for module, names in _linears(model):
         if not isinstance(module, Linear):
@@ -221,6 +244,13 @@ def _row(module: nn.Linear, names: list[str], status: str, note: str) -> LayerRe
     notes = "; ".join(part for part in (note, shared) if part)
     return LayerReport(
         names[0] or "(root)", status, f"{module.in_features} -> {module.out_features}", notes
+    )
+
+
+def _bound_row(binding: Binding, status: str) -> LayerReport:
+    kind = type(binding.module).__name__
+    return LayerReport(
+        binding.name or "(root)", status, shape_of(binding.module), f"already a te_mx.{kind}"
     )
 
 

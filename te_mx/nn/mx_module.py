@@ -71,9 +71,10 @@ class MXModule(Resettable, Freezable, DelayedWgrad, Checked):
         return layer.weight, layer.bias
 
     def _settings(self) -> Settings | None:
-        """Settings that a forward runs with, None outside te_mx.autocast."""
+        """Settings that a forward runs with: those of te_mx.autocast, outside of it those that were
+        bound; None in high precision."""
         tracing = is_tracing()
-        settings = context.current_settings() if tracing else self._settings_now()
+        settings = context.current_settings(bound=self._bound) if tracing else self._settings_now()
         if settings is None:
             if self._frozen is not None and self._frozen.dropped:
                 return self._frozen.settings  # there is no high-precision weight to run on
@@ -86,7 +87,7 @@ class MXModule(Resettable, Freezable, DelayedWgrad, Checked):
         return settings
 
     def _settings_now(self) -> Settings | None:
-        """Settings of the active region.
+        """Settings of the active region, or those that were bound.
 
         Inside a backward pass, which runs a forward to recompute it, only regions that were entered
         in this same pass count: torch.utils.checkpoint enters that of the first forward. For other
@@ -96,18 +97,20 @@ class MXModule(Resettable, Freezable, DelayedWgrad, Checked):
             RuntimeError: they have not.
         """
         region = active_region()
-        settings = None if region is None else region.settings
+        settings = self._bound if region is None or region.outside else region.settings
         running = backward_pass_id()
         if running != -1 and (region is None or region.backward_pass != running):
             if len(self._ran) == 1:
                 return next(iter(self._ran))
             if self._ran:
                 raise RuntimeError(f"{self._label()}: {RECOMPUTED}")
-            settings = context.current_settings()
+            settings = context.current_settings(bound=self._bound)
         if settings is not self._seen:
             # Threads may share a module: each adds first. nn.Module.__setattr__ is slow.
             self.__dict__.setdefault("_ran", set()).add(settings)
             self.__dict__["_seen"] = settings
+        if settings is not None and context.notices:
+            context.give_notices()
         return settings
 
     def _tag_now(self) -> int:

@@ -178,9 +178,9 @@ MODELS = (
     Call(
         "te_mx.convert_model", on_model(te_mx.convert_model, model),
         lambda d: {"model": model(d), "filter_fn": lambda module, name: True, "dry_run": False,
-                   "fuse": True},
+                   "fuse": True, "recipe": HYBRID},
         {"model": MODULE, "filter_fn": OPTIONAL_FUNCTION | values(that_raises_late=lambda: _late),
-         "dry_run": FLAG, "fuse": FLAG},
+         "dry_run": FLAG, "fuse": FLAG, "recipe": RECIPE},
     ),
     Call(
         "te_mx.revert_model", on_model(te_mx.revert_model, converted),
