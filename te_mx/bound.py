@@ -21,7 +21,7 @@ class Binding(NamedTuple):
     """A te_mx module that was there before, with the first of its names."""
 
     name: str
-    module: nn.Module
+    module: Any
 
 
 def bindings(model: nn.Module, keeps: Callable[[nn.Module, str], bool]) -> list[Binding]:
@@ -32,12 +32,12 @@ def bindings(model: nn.Module, keeps: Callable[[nn.Module, str], bool]) -> list[
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, MXModule):
             found.setdefault(id(module), Binding(name, module))
-            if keeps(module, name):
+            if keeps(module, name):  # type: ignore[arg-type]
                 excluded.add(id(module))
     return [binding for key, binding in found.items() if key not in excluded]
 
 
-def bind(modules: list[nn.Module], recipe: Recipe) -> None:
+def bind(modules: list[Any], recipe: Recipe) -> None:
     """Have the modules run with a recipe, whatever was bound to them before."""
     recompute.install()  # what runs again did not run in a region, but must know that it did not
     for module in modules:

@@ -19,7 +19,8 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
-from te_mx.arguments import check_flag, check_module, shown
+from te_mx import auto_filter
+from te_mx.arguments import check_flag, check_module, check_size, shown
 from te_mx.bound import Binding, bind, bindings, shape_of, unbind
 from te_mx.conversion_report import (
     BOUND,
@@ -55,7 +56,8 @@ _ONLY_OURS = ("return_bias", "fuse_wgrad_accumulation", "delay_wgrad_compute")
 def convert_model(
     model: nn.Module,
     *,
-    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    filter_fn: Callable[[nn.Module, str], bool] | str | None = None,
+    tokens: int = 8192,
     dry_run: bool = False,
     fuse: bool = False,
     recipe: Any = None,
@@ -75,7 +77,11 @@ def convert_model(
         model: may itself be an nn.Linear.
         filter_fn: ``filter_fn(module, fqn) -> bool`` for each nn.Linear; False keeps the layer. A
             module that has several names is kept if it says False to any of them. It is asked about
-            every layer before the first one changes.
+            every layer before the first one changes. "auto" keeps the layers that are too small to
+            gain 1.05x over bf16 in a forward and backward pass of `tokens` tokens, as predicted
+            from measured rates (te_mx/dispatch/cost.py) for the recipe and for the device where the
+            weights lie now; and those for which nothing was measured. The report has the ratios.
+        tokens: rows of the input of a layer in one step, for "auto".
         dry_run: report only.
         fuse: first turn layers that follow each other in an nn.Sequential into one module each:
             normalization + Linear into te_mx.LayerNormLinear; Linear + GELU, SiLU or ReLU + Linear
@@ -84,8 +90,8 @@ def convert_model(
             stay the same objects, but their names in the state_dict change; `revert_model` goes
             back. Every fusion, and every one that was not done with the reason, is in the report.
         recipe: bound to every te_mx module of the model, those that were there before included, but
-            for those that `filter_fn`, which is asked about them too, says False to. They run with
-            it without te_mx.autocast; inside a region, enabled or not, the region counts. It goes
+            for those that a `filter_fn`, which is asked about them too, says False to. They run
+            with it without te_mx.autocast; inside a region, enabled or not, that counts. It goes
             with the modules when they are copied, pickled or moved, and is in no state_dict. A
             later call with another recipe binds that one instead, one with None, the default,
             leaves what is bound; `revert_model` removes it. Not for between a forward and its
@@ -95,15 +101,22 @@ def convert_model(
         A `ConversionReport`; print it.
 
     Raises:
-        TypeError: an argument has the wrong type. Whatever is raised, also by `filter_fn`: the
-            model is unchanged then.
+        TypeError, ValueError: an argument has the wrong type or value. Whatever is raised, also by
+            `filter_fn`: the model is unchanged then.
         NotImplementedError: `recipe` is one that te_mx does not have.
     """
     _check(model, filter_fn, dry_run=dry_run, fuse=fuse)
+    tokens = check_size("tokens", tokens, 1)
     resolved = None if recipe is None else resolve_recipe(recipe)
+    settings = resolve_recipe(recipe).settings
 
     def keeps(module: nn.Module, name: str) -> bool:
-        return filter_fn is not None and not filter_fn(module, name)
+        if callable(filter_fn):
+            return not filter_fn(module, name)
+        return filter_fn == "auto" and type(module) is nn.Linear and auto(module)[0]
+
+    def auto(module: nn.Linear) -> tuple[bool, str]:
+        return auto_filter.too_small(module, tokens, settings)
 
     # First decide about everything, which may raise; then change.
     plans: list[Plan] = []
@@ -123,13 +136,14 @@ def convert_model(
         if id(module) in done_with:
             continue
         reason = why_not(module)
+        said = auto(module)[1] if filter_fn == "auto" and not reason else ""
         if not reason and any(keeps(module, name) for name in names):
-            reason = "excluded by filter_fn"
+            reason = said or "excluded by filter_fn"
         if reason:
             layers.append(_row(module, names, SKIPPED, reason))
             continue
         chosen.append((module, names[0]))
-        note = _fast_path_note(model, names[0])
+        note = "; ".join(part for part in (said, _fast_path_note(model, names[0])) if part)
         layers.append(_row(module, names, WOULD_CONVERT if dry_run else CONVERTED, note))
     if dry_run:
         would = {module for module, _ in chosen} | {m for plan in plans for m in plan.layers}
@@ -156,8 +170,14 @@ def convert_model(
 
 def _check(model: Any, filter_fn: Any, **flags: Any) -> None:
     check_module(model)
-    if filter_fn is not None and not callable(filter_fn):
-        raise TypeError(f"filter_fn must be a function of (module, name), got {shown(filter_fn)}")
+    if isinstance(filter_fn, str) and filter_fn != "auto":
+        raise ValueError(
+            f'filter_fn must be "auto" or a function of (module, name), got {shown(filter_fn)}'
+        )
+    if filter_fn is not None and not isinstance(filter_fn, str) and not callable(filter_fn):
+        raise TypeError(
+            f'filter_fn must be "auto" or a function of (module, name), got {shown(filter_fn)}'
+        )
     for name, value in flags.items():
         check_flag(name, value)
 

@@ -178,9 +178,10 @@ MODELS = (
     Call(
         "te_mx.convert_model", on_model(te_mx.convert_model, model),
         lambda d: {"model": model(d), "filter_fn": lambda module, name: True, "dry_run": False,
-                   "fuse": True, "recipe": HYBRID},
+                   "fuse": True, "recipe": HYBRID, "tokens": 8192},
         {"model": MODULE, "filter_fn": OPTIONAL_FUNCTION | values(that_raises_late=lambda: _late),
-         "dry_run": FLAG, "fuse": FLAG, "recipe": RECIPE},
+         "dry_run": FLAG, "fuse": FLAG, "recipe": RECIPE,
+         "tokens": COUNT.but("huge")},
     ),
     Call(
         "te_mx.revert_model", on_model(te_mx.revert_model, converted),
