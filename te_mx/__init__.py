@@ -30,6 +30,7 @@ from te_mx.explain import Explanation, FallbackWarning, explain
 from te_mx.explain_grouped import GroupedExplanation, explain_grouped
 from te_mx.frozen import freeze_weights, unfreeze_weights
 from te_mx.functional import GemmOutput, gemm, quantize
+from te_mx.graphed import make_graphed_callables
 from te_mx.grouped import grouped_linear, grouped_wgrad
 from te_mx.nn import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
 from te_mx.nn.converted import ConversionWarning
@@ -68,6 +69,7 @@ __all__ = [
     "grouped_linear",
     "grouped_wgrad",
     "is_mxfp8_available",
+    "make_graphed_callables",
     "quantize",
     "recipe",
     "revert_model",

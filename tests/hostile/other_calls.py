@@ -174,6 +174,21 @@ def on_model(function: Callable[..., Any], make: Callable[..., nn.Module]) -> An
     return lambda device: lambda **arguments: str(function(**arguments))
 
 
+def _graphed(device: str) -> Any:
+    """te_mx.make_graphed_callables over a torch that captures nothing."""
+
+    def call(**arguments: Any) -> str:
+        graphs, there = torch.cuda.make_graphed_callables, torch.cuda.is_available
+        torch.cuda.make_graphed_callables = lambda functions, *others: functions
+        torch.cuda.is_available = lambda: True
+        try:
+            return type(te_mx.make_graphed_callables(**arguments)).__name__
+        finally:
+            torch.cuda.make_graphed_callables, torch.cuda.is_available = graphs, there
+
+    return call
+
+
 MODELS = (
     Call(
         "te_mx.convert_model", on_model(te_mx.convert_model, model),
@@ -204,6 +219,15 @@ MODELS = (
     ),
     Call("te_mx.audit", on_model(te_mx.audit, frozen), lambda d: {"model": frozen(d)},
          {"model": MODULE}),
+    Call(
+        "te_mx.make_graphed_callables", _graphed,
+        lambda d: {"callables": converted(d), "sample_args": (torch.ones(4, 64, device=d),),
+                   "num_warmup_iters": 3, "allow_unused_input": False,
+                   "pool": None, "recipe": HYBRID},
+        {"callables": FUNCTION, "pool": other_than("None"),
+         "sample_args": other_than() | values(of_numbers=lambda: (1, 2), nested=lambda: (("x",),)),
+         "num_warmup_iters": COUNT.but("huge"), "allow_unused_input": FLAG, "recipe": RECIPE},
+    ),
     Call(
         "te_mx.ConversionReport.count",
         lambda d: te_mx.convert_model(model(d)).count, lambda d: {"status": "converted"},
