@@ -15,6 +15,7 @@ from torch.fx import Proxy
 from te_mx import context
 from te_mx.arguments import check_flag
 from te_mx.autograd import transforms
+from te_mx.autograd.functional_grad import differentiable
 from te_mx.autograd.wgrad import Queue, WeightGradient
 from te_mx.context import RECOMPUTED, active_region, backward_pass_id, is_tracing
 from te_mx.nn import converted, data_parallel
@@ -189,6 +190,31 @@ class MXModule(Resettable, Freezable, DelayedWgrad, Checked):
         """Called where transforms are active: refuses those that concern this call."""
         held = itertools.chain(self.parameters(), self.buffers())  # type: ignore[attr-defined]
         transforms.refuse(self._label(), (inp, *held))
+
+    def _transformed(self, inp: Tensor, **given: Any) -> Any:
+        """Called where transforms are active: the result of a forward with these arguments under
+        one level of torch.func's gradients, None where no transform concerns this call. Others are
+        refused, and so are weight gradients with a place of their own, and computed weights."""
+        module: Any = self
+        names = [name for name, held in module._parameters.items() if held is not None]
+        tensors = (inp, *(module._parameters[name] for name in names))
+        plain = not self._routed() and not module._modules and not self._is_dropped()
+        if not (plain and transforms.one_gradient() and torch.is_grad_enabled()):
+            self._refuse_transforms(inp)
+            return None
+        if not any(transforms.requires_grad(tensor) for tensor in tensors):
+            return None
+
+        self._tag_now()
+
+        def run(inp: Tensor, *leaves: Tensor) -> Any:
+            # A copy without a forward of its own: others may call the module meanwhile.
+            copy = module.__class__.__new__(module.__class__)
+            held = {**module._parameters, **dict(zip(names, leaves, strict=True))}
+            copy.__dict__.update(module.__dict__, _parameters=held)
+            return type(module).forward(copy, inp, **given)
+
+        return differentiable(self._label(), run, tensors)
 
     def _as_leaf(self, inp: Proxy, *args: Any, **given: Any) -> Proxy:
         """A call of this module in the graph that torch.fx is making. What a forward does depends
