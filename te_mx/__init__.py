@@ -36,6 +36,7 @@ from te_mx.nn import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
 from te_mx.nn.converted import ConversionWarning
 from te_mx.recipe import get_default_recipe, is_mxfp8_available
 from te_mx.runtime import workspace
+from te_mx.selective import checkpoint_ops
 from te_mx.tensor import MXTensor
 
 try:
@@ -58,6 +59,7 @@ __all__ = [
     "__version__",
     "audit",
     "autocast",
+    "checkpoint_ops",
     "convert_model",
     "explain",
     "explain_grouped",
