@@ -36,6 +36,7 @@ from te_mx.nn import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
 from te_mx.nn.converted import ConversionWarning
 from te_mx.recipe import get_default_recipe, is_mxfp8_available
 from te_mx.runtime import workspace
+from te_mx.saved_bytes import record_saved
 from te_mx.selective import checkpoint_ops
 from te_mx.tensor import MXTensor
 
@@ -74,6 +75,7 @@ __all__ = [
     "make_graphed_callables",
     "quantize",
     "recipe",
+    "record_saved",
     "revert_model",
     "unfreeze_weights",
     "workspace",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 
 import pytest
 import torch
@@ -197,3 +199,115 @@ def test_splits_that_a_graph_computes():
     traced = torch.fx.symbolic_trace(model)
     with te_mx.autocast():
         assert torch.equal(traced(x, [5, 7]), model(x, [5, 7]))
+
+
+# ------------------------------------------------------------------------------------------- audit
+@pytest.fixture
+def clean_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def counted() -> tuple[list, object]:
+    graphs: list = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    return graphs, backend
+
+
+def test_layers_that_ran_in_compiled_code_only(clean_dynamo):
+    """One graph for all blocks: nothing in it may belong to a single layer."""
+    blocks = nn.ModuleList(te_mx.LayerNormMLP(SIZE, 96) for _ in range(3))
+    idle = te_mx.LayerNormMLP(SIZE, 96)
+    graphs, backend = counted()
+    x = torch.randn(ROWS, SIZE)
+    with te_mx.autocast():
+        for block in blocks:
+            block.compile(backend=backend, fullgraph=True)
+            x = block(x.detach().requires_grad_())
+    assert len(graphs) == 1
+    for block in blocks:
+        assert {row[2:5] for row in te_mx.audit(block)} == {("compiled: not recorded",) * 3}
+    assert {row[2:5] for row in te_mx.audit(idle)} == {("never ran",) * 3}
+    with te_mx.autocast():
+        idle(x)
+    assert te_mx.audit(idle).layers[0].fprop not in ("compiled: not recorded", "never ran")
+
+
+@pytest.mark.parametrize("frozen", ["", "kept", "dropped"])
+@pytest.mark.parametrize("family", ["Linear", "GroupedLinear"])
+def test_compiled_weights_of_all_kinds(family, frozen, clean_dynamo):
+    model = nn.Sequential(make(family))
+    if frozen:
+        te_mx.freeze_weights(model, drop_master=frozen == "dropped")
+    assert te_mx.audit(model).layers[0].fprop == "never ran"
+    with te_mx.autocast(), torch.no_grad():
+        torch.compile(model, backend="aot_eager", fullgraph=True)(torch.randn(ROWS, SIZE))
+    assert te_mx.audit(model).layers[0].fprop == "compiled: not recorded"
+
+
+def test_the_memory_of_layers():
+    """q and k save one input, which is counted for both and once in the total."""
+    model = nn.ModuleDict(
+        {"q": nn.Linear(SIZE, 32), "k": nn.Linear(SIZE, 32), "mx": te_mx.Linear(32, 32)}
+    )
+    x = torch.randn(ROWS, SIZE, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"nothing was recorded of this ModuleDict; run a"):
+        te_mx.audit(model, memory=True)
+    with te_mx.record_saved(model), te_mx.autocast():
+        h = model["q"](x) + model["k"](x)
+        y = model["mx"](h.sigmoid())
+    report = te_mx.audit(model, memory=True)
+    whole = 4 * ROWS * SIZE
+    assert report["q"].saved == report["k"].saved == (whole, whole)
+    # Codes and scales of the input by columns, for wgrad, and at most those of the weight for dgrad.
+    codes, weight = ROWS * 32 + 32, 32 * 32 + 32
+    assert codes <= report["mx"].saved.bytes <= codes + weight and report["mx"].saved.shared == 0
+    assert report.memory.layers == whole + report["mx"].saved.bytes
+    assert report.memory.elsewhere == 4 * ROWS * 32  # what sigmoid returned
+    assert report.memory.total == sum(report.memory)
+    assert f"{whole} bytes" not in str(te_mx.audit(model))
+    assert "of them shared" in str(report) and f"{report.memory.elsewhere} elsewhere" in str(report)
+    y.sum().backward()  # what was recorded still goes backward
+    assert x.grad is not None and model["mx"].weight.grad is not None
+
+
+def test_memory_is_that_of_the_last_record_and_leaves_nothing_behind():
+    model = nn.Sequential(te_mx.LayerNormMLP(SIZE, 96), nn.ReLU())
+    x = torch.randn(256, SIZE)
+    with te_mx.record_saved(model):
+        model(x).sum().backward()
+    plain = te_mx.audit(model, memory=True)["0.fc1"].saved
+    with te_mx.record_saved(model), te_mx.autocast():
+        y = model(x)
+    report = te_mx.audit(model, memory=True)
+    assert report["0.fc1"].saved.bytes < plain.bytes and report["0.fc2"].saved is None
+    assert not model[0]._forward_hooks and not model[0]._forward_pre_hooks
+    recorded = te_mx.record_saved(model)
+    with pytest.raises(ValueError, match="inside"), recorded:
+        model[0](x)
+        raise ValueError("inside")
+    assert te_mx.audit(model, memory=True)["0.fc1"].saved == report["0.fc1"].saved  # as before
+    with pytest.raises(RuntimeError, match="entered before"), recorded:
+        pass
+    with te_mx.record_saved(model), torch.no_grad():
+        model(x)
+    assert te_mx.audit(model, memory=True)["0.fc1"].saved == (0, 0)
+    gone = weakref.ref(y)
+    del y
+    gc.collect()
+    assert gone() is None
+
+
+def test_checkpointed_layers_keep_nothing():
+    model = nn.Sequential(te_mx.Linear(SIZE, SIZE), te_mx.Linear(SIZE, SIZE))
+    x = torch.randn(ROWS, SIZE, requires_grad=True)
+    with te_mx.record_saved(model), te_mx.autocast():
+        y = model[1](checkpoint(model[0], x, use_reentrant=False))
+    report = te_mx.audit(model, memory=True)
+    assert report["0"].saved.bytes == 0 < report["1"].saved.bytes
+    y.sum().backward()

@@ -164,6 +164,12 @@ def frozen(device: str, **how: Any) -> nn.Module:
     return made
 
 
+def _recorded(made: nn.Module) -> nn.Module:
+    with te_mx.record_saved(made):
+        made(torch.ones(4, 64, device=next(made.parameters()).device))
+    return made
+
+
 def _late(module: nn.Module, name: str) -> bool:
     if name == "1":
         raise UsersError
@@ -217,8 +223,11 @@ MODELS = (
          "dequantize": FLAG | values(False_=False)},
         says={"model": "model|te_mx module"},
     ),
-    Call("te_mx.audit", on_model(te_mx.audit, frozen), lambda d: {"model": frozen(d)},
-         {"model": MODULE}),
+    Call("te_mx.audit", on_model(te_mx.audit, frozen),
+         lambda d: {"model": _recorded(frozen(d)), "memory": True},
+         {"model": MODULE, "memory": FLAG}),
+    Call("te_mx.record_saved", on_model(te_mx.record_saved, model),
+         lambda d: {"model": model(d)}, {"model": MODULE}),
     Call(
         "te_mx.make_graphed_callables", _graphed,
         lambda d: {"callables": converted(d), "sample_args": (torch.ones(4, 64, device=d),),
