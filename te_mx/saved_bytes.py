@@ -68,8 +68,8 @@ class record_saved:
     Counted are the storages that autograd saves while forwards run inside, whole, each once a
     layer, and not those of the model's parameters and buffers. What a layer that runs again in
     backward (checkpointing) keeps is what it does not throw away, often nothing. Compiled code
-    shows nothing: record without torch.compile. Autograd does not notice here when something that it
-    saved is changed in place.
+    shows nothing: record without torch.compile. Meanwhile autograd does not notice when something
+    that it saved is changed in place.
 
     Args:
         model: what it recorded before is replaced when the region is left.

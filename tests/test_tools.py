@@ -264,7 +264,7 @@ def test_the_memory_of_layers():
     report = te_mx.audit(model, memory=True)
     whole = 4 * ROWS * SIZE
     assert report["q"].saved == report["k"].saved == (whole, whole)
-    # Codes and scales of the input by columns, for wgrad, and at most those of the weight for dgrad.
+    # Codes and scales of the input by columns, for wgrad; at most those of the weight, for dgrad.
     codes, weight = ROWS * 32 + 32, 32 * 32 + 32
     assert codes <= report["mx"].saved.bytes <= codes + weight and report["mx"].saved.shared == 0
     assert report.memory.layers == whole + report["mx"].saved.bytes
