@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import as_on_hopper
 import pytest
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from torch import nn
 import te_mx
 from te_mx import auto_filter
 from te_mx.dispatch.cost import Costs, costs_of, predict, register_costs
-from te_mx.recipe import BlockScaling, get_default_recipe
+from te_mx.recipe import BlockScaling, MXFP8BlockScaling, get_default_recipe
 
 README = Path(__file__).parent.parent / "benchmarks" / "README.md"
 SECTIONS = {
@@ -114,6 +115,19 @@ def test_small_layers_stay_and_the_report_says_so(fast_device):
     large = next(layer for layer in report if layer.name == "large")
     assert re.match(r"1\.\d\dx of bf16 predicted at 8192 tokens", large.note)
     assert te_mx.convert_model(model(), filter_fn="auto", tokens=32, dry_run=True).converted == []
+
+
+def test_the_kernel_of_the_recipe_counts():
+    """On a Hopper GPU: 2048 features gain, 1024 wait for the host, "exact" was not measured."""
+    net = nn.ModuleList([nn.Linear(size, size, bias=False) for size in (1024, 2048, 4096)])
+    with as_on_hopper.hopper():
+        report = te_mx.convert_model(net, filter_fn="auto", dry_run=True)
+        assert report.converted == ["1", "2"] and "sm90_adaptive" in report.skipped["0"]
+        more = te_mx.convert_model(net, filter_fn="auto", tokens=65536, dry_run=True)
+        assert more.converted == ["0", "1", "2"]
+        exact = MXFP8BlockScaling(precision="exact")
+        report = te_mx.convert_model(net, filter_fn="auto", recipe=exact, dry_run=True)
+        assert report.converted == [] and "of sm90_exact" in report.skipped["2"]
 
 
 def test_in_fusions_and_beside_bound_recipes(fast_device):

@@ -68,6 +68,13 @@ def same(got, want) -> bool:
     return all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
+@pytest.fixture
+def clean_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 # ------------------------------------------------------------------------- selective checkpointing
 @pytest.fixture
 def products(monkeypatch) -> list[str]:
@@ -103,6 +110,19 @@ def test_saved_products_do_not_run_again(family, products):
         assert same(got, want) and whole > plain
         got, saved = step(lambda: checkpoint(module, x, use_reentrant=False, context_fn=selective))
         assert same(got, want) and saved == plain
+
+
+def test_selective_checkpointing_in_compiled_code(clean_dynamo):
+    module, x = make("LayerNormMLP"), torch.randn(ROWS, SIZE, requires_grad=True)
+    context = functools.partial(create_selective_checkpoint_contexts, te_mx.checkpoint_ops())
+
+    def run(x):
+        return checkpoint(module, x, use_reentrant=False, context_fn=context)
+
+    with te_mx.autocast(recipe=HYBRID):
+        want = gradients(module, x, total(module(x)))
+        y = torch.compile(run, backend="aot_eager", fullgraph=True)(x)
+    assert same(gradients(module, x, total(y)), want)
 
 
 # --------------------------------------------------------------------------- torch.func's gradients
@@ -202,13 +222,6 @@ def test_splits_that_a_graph_computes():
 
 
 # ------------------------------------------------------------------------------------------- audit
-@pytest.fixture
-def clean_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def counted() -> tuple[list, object]:
     graphs: list = []
 
