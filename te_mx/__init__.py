@@ -30,12 +30,15 @@ from te_mx.explain import Explanation, FallbackWarning, explain
 from te_mx.explain_grouped import GroupedExplanation, explain_grouped
 from te_mx.frozen import freeze_weights, unfreeze_weights
 from te_mx.functional import GemmOutput, gemm, quantize
+from te_mx.graphed import make_graphed_callables
 from te_mx.grouped import grouped_linear, grouped_wgrad
 from te_mx.inspection import InspectionReport, inspect
 from te_mx.nn import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
 from te_mx.nn.converted import ConversionWarning
 from te_mx.recipe import get_default_recipe, is_mxfp8_available
 from te_mx.runtime import workspace
+from te_mx.saved_bytes import record_saved
+from te_mx.selective import checkpoint_ops
 from te_mx.tensor import MXTensor
 
 try:
@@ -59,6 +62,7 @@ __all__ = [
     "__version__",
     "audit",
     "autocast",
+    "checkpoint_ops",
     "convert_model",
     "explain",
     "explain_grouped",
@@ -71,8 +75,10 @@ __all__ = [
     "grouped_wgrad",
     "inspect",
     "is_mxfp8_available",
+    "make_graphed_callables",
     "quantize",
     "recipe",
+    "record_saved",
     "revert_model",
     "unfreeze_weights",
     "workspace",

@@ -5,21 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
-from te_mx.arguments import check_module, shown
+from te_mx.arguments import check_flag, check_module, shown
 from te_mx.autograd.steps import GEMMS
 from te_mx.nn.mx_module import MXModule
 from te_mx.nn.reclassed import RAN, Reclassed
 from te_mx.report import table
-from te_mx.runtime.ran import LAST_RUN
+from te_mx.runtime.ran import LAST_RUN, was_read
+from te_mx.saved_bytes import Recorded, Saved, recorded, saved_by
 
 HIGH_PRECISION, NEVER = "high precision", "never ran"
+COMPILED = "compiled: not recorded"
 _ALL_HIGH = (HIGH_PRECISION, HIGH_PRECISION, HIGH_PRECISION)
 
 
 class LayerAudit(NamedTuple):
-    """One layer: the kernel that each GEMM ran on last, "high precision", or "never ran"."""
+    """One layer: the kernel that each GEMM ran on last, "high precision", "compiled: not recorded",
+    or "never ran". saved: bytes kept for backward, and how many of them something else keeps too;
+    None where they were not asked for."""
 
     name: str
     kind: str
@@ -27,13 +31,16 @@ class LayerAudit(NamedTuple):
     dgrad: str
     wgrad: str
     weight: str
+    saved: Saved | None = None
 
 
 class AuditReport:
-    """What `audit` found: iterable, printable as a table."""
+    """What `audit` found: iterable, printable as a table. `memory` is what was recorded of the
+    whole model, with what lies outside of its layers; None where it was not asked for."""
 
-    def __init__(self, layers: list[LayerAudit]) -> None:
+    def __init__(self, layers: list[LayerAudit], memory: Recorded | None = None) -> None:
         self.layers = layers
+        self.memory = memory
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -50,12 +57,18 @@ class AuditReport:
         raise KeyError(f"no linear layer is named {shown(name)}; there are {names or 'none'}{more}")
 
     def __str__(self) -> str:
-        return table(["layer", "class", "fprop", "dgrad", "wgrad", "weight"], self.layers)
+        header = ["layer", "class", "fprop", "dgrad", "wgrad", "weight"]
+        if self.memory is None:
+            return table(header, [layer[:6] for layer in self.layers])
+        rows = [(*layer[:6], *(layer.saved or ("", ""))) for layer in self.layers]
+        shown = table([*header, "saved bytes", "of them shared"], rows)
+        layers, elsewhere = self.memory
+        return f"{shown}\nkept for backward: {layers} bytes by layers, {elsewhere} elsewhere"
 
     __repr__ = __str__
 
 
-def audit(model: nn.Module) -> AuditReport:
+def audit(model: nn.Module, memory: bool = False) -> AuditReport:
     """Say for every linear layer of `model` on which kernel its GEMMs ran last.
 
     ``fprop``, ``dgrad`` and ``wgrad`` hold the name of the kernel, "high precision" after a forward
@@ -72,24 +85,42 @@ def audit(model: nn.Module) -> AuditReport:
     A te_mx.LayerNormLinear is one row, a te_mx.LayerNormMLP two: ``<name>.fc1``, ``<name>.fc2``.
 
     Code compiled by torch.compile does not record: a number per layer inside the graph would make
-    every layer compile anew. Run once without torch.compile to see what runs; compiled code runs
-    the same kernels.
+    every layer compile anew. A layer that ran in compiled code only, in MXFP8, is told by the
+    weight that was read, and says "compiled: not recorded"; where its weight is computed
+    (parameters_split, parametrizations, FSDP) or it ran in high precision, "never ran" stays. Run
+    once without torch.compile to see what runs; compiled code runs the same kernels.
+
+    Args:
+        model: the model, or a part of it.
+        memory: add the bytes that each layer kept for backward, as `te_mx.record_saved` recorded
+            them: a storage that several keep is counted for each, and also as shared; in the last
+            line once. The bytes of a te_mx.LayerNormMLP stand in its first row.
 
     Raises:
-        TypeError: `model` is no nn.Module.
+        TypeError: `model` is no nn.Module, or `memory` no bool.
+        RuntimeError: `memory` is True, and nothing was recorded of this model.
     """
     check_module(model)
+    check_flag("memory", memory)
+    totals = recorded(model) if memory else None
+    if memory and totals is None:
+        raise RuntimeError(
+            f"memory=True: nothing was recorded of this {type(model).__name__}; run a forward "
+            "inside `with te_mx.record_saved(model):` first"
+        )
     layers = []
     for name, m in model.named_modules():
+        saved = saved_by(m) if memory else None
         if isinstance(m, MXModule):
-            layers += _audit_module(name or "(root)", m)
+            rows = _audit_module(name or "(root)", m)
+            layers += [rows[0]._replace(saved=saved), *rows[1:]]
         elif isinstance(m, Reclassed):
             kind = f"{type(m).__name__}: {m.__dict__.get(RAN, NEVER) or HIGH_PRECISION}"
-            layers.append(LayerAudit(name or "(root)", kind, "", "", "", ""))
+            layers.append(LayerAudit(name or "(root)", kind, "", "", "", "", saved))
         elif isinstance(m, nn.Linear):
             kind = f"{type(m).__module__.split('.')[0]}.{type(m).__name__}"
-            layers.append(LayerAudit(name or "(root)", kind, *_ALL_HIGH, "master"))
-    return AuditReport(layers)
+            layers.append(LayerAudit(name or "(root)", kind, *_ALL_HIGH, "master", saved))
+    return AuditReport(layers, totals)
 
 
 def _audit_module(name: str, module: MXModule) -> list[LayerAudit]:
@@ -107,5 +138,18 @@ def _audit_module(name: str, module: MXModule) -> list[LayerAudit]:
                 for gemm in range(len(GEMMS))
             )
             ran = fprop, dgrad, wgrad
+            if set(ran) == {NEVER} and any(was_read(t) for t in _weights(module, keys[i])):
+                ran = COMPILED, COMPILED, COMPILED
         rows.append(LayerAudit(step, kind, *ran, weight))
     return rows
+
+
+def _weights(module: MXModule, key: str) -> list[Tensor]:
+    """The memory that code which runs a module reads of one of its weights."""
+    if module._is_dropped():
+        return [module._codes(key)[0]]
+    found = list(module._each_of(key))
+    kept = None if module._frozen is None else module._frozen.kept.get(key)
+    if kept is not None and kept.row is not None:
+        found.append(kept.row.codes)
+    return [tensor for tensor in found if type(tensor) in (Tensor, nn.Parameter)]

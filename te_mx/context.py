@@ -7,7 +7,8 @@ Two other readers shape this file:
 
 - ``torch.compile``. Dynamo can neither trace a ContextVar nor guard on one. It does guard on
   attributes of modules by reading them again before every call, so ``ambient`` below is a module
-  attribute computed by the module's ``__getattr__``: the guard itself asks the ContextVar. Regions
+  attribute computed by the module's ``__getattr__``: the guard itself asks the ContextVar, and
+  tells no region from a disabled one, because a bound recipe counts in the first only. Regions
   entered *inside* compiled code are kept in ``_traced``, a plain object whose changes Dynamo
   follows while it traces.
 - Recomputation. It runs a forward inside the backward pass, after the region was left and, on
@@ -41,16 +42,22 @@ backward_pass_id = torch._C._current_graph_task_id  # -1 outside a backward pass
 
 class Region:
     """One entered autocast region. `settings` is None where MXFP8 is off; `left` says that its code
-    ended where another region was the innermost one, so that it counts no more."""
+    ended where another region was the innermost one, so that it counts no more. `outside` marks
+    what stands for being in no region at all, for code that runs again what ran there."""
 
-    __slots__ = ("backward_pass", "left", "parent", "recipe", "settings")
+    __slots__ = ("backward_pass", "left", "outside", "parent", "recipe", "settings")
 
     def __init__(
-        self, settings: Settings | None, recipe: Recipe | None, parent: Region | None
+        self,
+        settings: Settings | None,
+        recipe: Recipe | None,
+        parent: Region | None,
+        outside: bool = False,
     ) -> None:
         self.settings = settings
         self.recipe = recipe
         self.parent = parent
+        self.outside = outside
         self.backward_pass = backward_pass_id()
         self.left = False
 
@@ -77,6 +84,7 @@ def active_region() -> Region | None:
 _traced = _Traced()
 _this = sys.modules[__name__]
 _UNKNOWN = "unknown"  # what is active in a forward that a backward pass runs outside of regions
+_OFF = "off"  # a region where MXFP8 is off
 _started = False  # whether a region was ever entered
 
 
@@ -86,12 +94,13 @@ def __getattr__(name: str) -> Any:
         region = active_region()
         if region is None:
             return _UNKNOWN if _started and backward_pass_id() != -1 else None
-        return region.settings
+        return region.settings or (None if region.outside else _OFF)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def current_settings(certain: bool = True) -> Settings | None:
-    """Settings of the innermost region, None when MXFP8 is off. Traceable by Dynamo.
+def current_settings(certain: bool = True, bound: Settings | None = None) -> Settings | None:
+    """Settings of the innermost region, `bound` outside of every one; None when MXFP8 is off.
+    Traceable by Dynamo.
 
     Raises:
         RuntimeError: a backward pass runs this forward, and there is no region. `certain` False
@@ -100,9 +109,11 @@ def current_settings(certain: bool = True) -> Settings | None:
     if is_tracing() and _traced.top is not None:
         return _traced.top[0]
     settings = _this.ambient
-    if settings is not _UNKNOWN:
+    if settings is None:
+        return bound
+    if not isinstance(settings, str):
         return settings
-    if certain:
+    if certain and settings == _UNKNOWN:
         raise RuntimeError(f"te_mx: {RECOMPUTED}")
     return None
 
@@ -121,9 +132,14 @@ def current_recipe() -> Recipe | None:
 
 
 @contextmanager
-def entered(settings: Settings | None, recipe: Recipe | None) -> Iterator[None]:
-    """A region of these, whatever is entered and left inside."""
-    token = innermost.set(Region(settings, recipe, active_region()))
+def entered_again(region: Region | None) -> Iterator[None]:
+    """A region like this one, or like none, whatever is entered and left inside."""
+    outer = active_region()
+    if region is None:
+        again = Region(None, None, outer, outside=True)
+    else:
+        again = Region(region.settings, region.recipe, outer, region.outside)
+    token = innermost.set(again)
     try:
         yield
     finally:
@@ -139,8 +155,13 @@ def _start() -> None:
     _started = True
 
 
-# Called once each, when a region is entered next: what others have to say about it.
+# Called once each, when a region is entered or a bound recipe used next: what others have to say.
 notices: list[Callable[[], None]] = []
+
+
+def give_notices() -> None:
+    while notices:
+        notices.pop()()
 
 
 def was_entered() -> bool:
@@ -153,7 +174,8 @@ class autocast:
 
     Context manager and decorator (of functions and of async functions); nestable and re-entrant,
     also through one and the same object; seen only by the thread or asyncio task that entered it.
-    Without it the modules are plain high-precision layers.
+    Without it the modules are plain high-precision layers, but those that a recipe was bound to by
+    `te_mx.convert_model`: a region, enabled or not, wins over that recipe.
 
     The backward pass needs no autocast: the forward decided, also for what
     ``torch.utils.checkpoint`` runs again. Other code that recomputes enters it again itself, unless
@@ -217,8 +239,7 @@ class autocast:
         else:
             if not _started:
                 _start()
-            while notices:
-                notices.pop()()
+            give_notices()
             region = Region(self._settings, self._recipe, innermost.get())
             self._open.append(region)
             innermost.set(region)

@@ -10,17 +10,21 @@ from torch import nn
 
 from te_mx.arguments import is_one_of, shown
 from te_mx.matrices import Matrix, describe, left_of, matrices_of
+from te_mx.recipe import Recipe
 from te_mx.report import table
 
 CONVERTED, WOULD_CONVERT, REVERTED, SKIPPED = "converted", "would convert", "reverted", "skipped"
 FUSED, WOULD_FUSE = "fused", "would fuse"
-_STATUSES = (CONVERTED, WOULD_CONVERT, REVERTED, SKIPPED, FUSED, WOULD_FUSE)
+BOUND, WOULD_BIND = "bound", "would bind"
+_STATUSES = (
+    CONVERTED, WOULD_CONVERT, REVERTED, SKIPPED, FUSED, WOULD_FUSE, BOUND, WOULD_BIND,
+)  # fmt: skip
 
 
 class LayerReport(NamedTuple):
-    """One layer: `status` is "converted", "would convert" (dry run), "fused", "would
-    fuse", "reverted" or "skipped";
-    `note` says why."""
+    """One layer: `status` is "converted", "would convert" (dry run), "fused", "would fuse",
+    "reverted", "skipped", or of a te_mx module that was there before "bound", "would bind"; `note`
+    says why."""
 
     name: str
     status: str
@@ -35,14 +39,19 @@ class ConversionReport:
     `model` is the model itself: layers change in place, also when the model is a single nn.Linear.
     `matrices` are its matrix parameters, which say how much of it was converted: parameters of two
     or three dimensions, each counted once, but those of embeddings, convolutions and
-    normalizations, and those with a dimension of size 1.
+    normalizations, and those with a dimension of size 1. `recipe` is what was bound, or None.
     """
 
     def __init__(
-        self, model: nn.Module, layers: list[LayerReport], also: Collection[nn.Module] = ()
+        self,
+        model: nn.Module,
+        layers: list[LayerReport],
+        also: Collection[nn.Module] = (),
+        recipe: Recipe | None = None,
     ) -> None:
         self.model = model
         self.layers = layers
+        self.recipe = recipe
         self.matrices = matrices_of(model, also)
 
     def __len__(self) -> int:
@@ -88,6 +97,8 @@ class ConversionReport:
         counts = Counter(layer.status for layer in self.layers)
         summary = ", ".join(f"{n} {status}" for status, n in counts.items()) or "none"
         lines = [f"{type(self.model).__name__}: linear layers: {summary}"]
+        if self.recipe is not None:
+            lines.append(f"recipe bound to te_mx modules: {self.recipe!r}")
         if self.layers:
             lines.append(table(LayerReport._fields, self.layers))
         if self.matrices:

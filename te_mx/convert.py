@@ -20,12 +20,16 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
-from te_mx.arguments import check_flag, check_module, shown
+from te_mx import auto_filter
+from te_mx.arguments import check_flag, check_module, check_size, shown
+from te_mx.bound import Binding, bind, bindings, shape_of, unbind
 from te_mx.conversion_report import (
+    BOUND,
     CONVERTED,
     FUSED,
     REVERTED,
     SKIPPED,
+    WOULD_BIND,
     WOULD_CONVERT,
     WOULD_FUSE,
     ConversionReport,
@@ -42,12 +46,13 @@ from te_mx.nn.checks import FLOATS
 from te_mx.nn.converted import ConversionWarning, unwatch, watch
 from te_mx.nn.linear import Linear
 from te_mx.nn.mx_module import MXModule
+from te_mx.recipe import resolve_recipe
 
 # What te_mx.Linear keeps on an instance beyond nn.Linear.
 _OWN_ATTRIBUTES = (
     "name", "return_bias", "init_method", "fuse_wgrad_accumulation", "save_original_input",
-    "delay_wgrad_compute", "_converted", "_seen", "_ran", "_microbatch", "_frozen", "_split",
-    "_tag", "_delayed", "_wgrad_hooks", "_gate",
+    "delay_wgrad_compute", "_converted", "_bound", "_seen", "_ran", "_microbatch", "_frozen",
+    "_split", "_tag", "_delayed", "_wgrad_hooks", "_gate",
 )  # fmt: skip
 # Arguments that nn.Linear has nothing for.
 _ONLY_OURS = ("return_bias", "fuse_wgrad_accumulation", "delay_wgrad_compute")
@@ -57,9 +62,11 @@ _SEAMS = (conv1d.SEAM, transformers_experts.SEAM, torchtitan.SEAM)
 def convert_model(
     model: nn.Module,
     *,
-    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    filter_fn: Callable[[nn.Module, str], bool] | str | None = None,
+    tokens: int = 8192,
     dry_run: bool = False,
     fuse: bool = False,
+    recipe: Any = None,
 ) -> ConversionReport:
     """Turn every nn.Linear of `model` into a te_mx.Linear, in place, and have the Conv1D of GPT-2
     and stacked experts (those of Transformers, torchtitan's GroupedExperts) run in MXFP8.
@@ -79,7 +86,12 @@ def convert_model(
         model: may itself be an nn.Linear.
         filter_fn: ``filter_fn(module, fqn) -> bool`` for each nn.Linear, Conv1D and experts module;
             False keeps the layer. A module that has several names is kept if it says False to any
-            of them. It is asked about every layer before the first one changes.
+            of them. It is asked about every layer before the first one changes. "auto" keeps the
+            nn.Linear layers that are too small to gain 1.05x over bf16 in a forward and backward
+            pass of `tokens` tokens, as predicted from measured rates (te_mx/dispatch/cost.py) for
+            the recipe and for the device where the weights lie now; and those for which nothing was
+            measured. The report has the ratios.
+        tokens: rows of the input of a layer in one step, for "auto".
         dry_run: report only.
         fuse: also fuse what surrounds the layers; `revert_model` goes back. Every fusion, and every
             one that was not done with the reason, is in the report.
@@ -101,18 +113,34 @@ def convert_model(
 
             Experts of Transformers compute their gate in one step that rounds once, and keep less
             for backward.
+        recipe: bound to every te_mx module of the model, those that were there before included, but
+            for those that a `filter_fn`, which is asked about them too, says False to. They run
+            with it without te_mx.autocast; inside a region, enabled or not, that counts. It goes
+            with the modules when they are copied, pickled or moved, and is in no state_dict. A
+            later call with another recipe binds that one instead, one with None, the default,
+            leaves what is bound; `revert_model` removes it. Not for between a forward and its
+            backward: what is recomputed there would run with the new one.
 
     Returns:
         A `ConversionReport`; print it.
 
     Raises:
-        TypeError: an argument has the wrong type. Whatever is raised, also by `filter_fn`: the
-            model is unchanged then.
+        TypeError, ValueError: an argument has the wrong type or value. Whatever is raised, also by
+            `filter_fn`: the model is unchanged then.
+        NotImplementedError: `recipe` is one that te_mx does not have.
     """
     _check(model, filter_fn, dry_run=dry_run, fuse=fuse)
+    tokens = check_size("tokens", tokens, 1)
+    resolved = None if recipe is None else resolve_recipe(recipe)
+    settings = resolve_recipe(recipe).settings
 
     def keeps(module: nn.Module, name: str) -> bool:
-        return filter_fn is not None and not filter_fn(module, name)
+        if callable(filter_fn):
+            return not filter_fn(module, name)
+        return filter_fn == "auto" and type(module) is nn.Linear and auto(module)[0]
+
+    def auto(module: nn.Linear) -> tuple[bool, str]:
+        return auto_filter.too_small(module, tokens, settings)
 
     # First decide about everything, which may raise; then change.
     plans: list[Plan] = []
@@ -125,28 +153,35 @@ def convert_model(
         fusions += others
         done = WOULD_FUSE if dry_run else FUSED
         layers = [_fusion_row(fusion, done) for fusion in fusions]
-    fused = {id(layer) for plan in plans for layer in plan.layers}
+    present: list[Binding] = []
+    if resolved is not None:
+        present = bindings(model, keeps)
+        layers += [_bound_row(binding, WOULD_BIND if dry_run else BOUND) for binding in present]
+    done_with = {id(layer) for plan in plans for layer in plan.layers}
+    done_with |= {id(binding.module) for binding in present}
     chosen: list[tuple[nn.Module, str]] = []
     gates: dict[int, Activation | str] = {}  # of experts, by id
     for module, names in _layers(model):
-        if id(module) in fused:
+        if id(module) in done_with:
             continue
         seam = _seam_of(module)
         reason = seam.why_not(module) if seam is not None else why_not(module)
+        asked = filter_fn == "auto" and seam is None and not reason
+        said = auto(module)[1] if asked else ""
         if not reason and any(keeps(module, name) for name in names):
-            reason = "excluded by filter_fn"
+            reason = said or "excluded by filter_fn"
         if reason:
             layers.append(_row(module, names, SKIPPED, reason))
             continue
         chosen.append((module, names[0]))
-        note = _fast_path_note(model, names[0])
+        note = "; ".join(part for part in (said, _fast_path_note(model, names[0])) if part)
         if fuse and seam is not None and seam.gate is not None:
             gates[id(module)] = seam.gate(module)
             note = _gate_note(gates[id(module)])
         layers.append(_row(module, names, WOULD_CONVERT if dry_run else CONVERTED, note))
     if dry_run:
         would = {module for module, _ in chosen} | {m for plan in plans for m in plan.layers}
-        return ConversionReport(model, layers, would)
+        return ConversionReport(model, layers, would, resolved)
     made = fuse_all(plans)
     for module, name in chosen:
         seam = _seam_of(module)
@@ -158,7 +193,10 @@ def convert_model(
         layer.__dict__["_converted"] = True
         watch(model, name, layer)
     fuse_in_place(in_place)
-    report = ConversionReport(model, layers)
+    if resolved is not None:
+        new: list[Any] = [*made, *(module for module, _ in chosen)]
+        bind([*new, *(binding.module for binding in present)], resolved)
+    report = ConversionReport(model, layers, recipe=resolved)
     if not any(isinstance(module, MXModule) for module in model.modules()):
         warnings.warn(
             f"te_mx.convert_model converted nothing: {_why_nothing(report)}",
@@ -170,8 +208,14 @@ def convert_model(
 
 def _check(model: Any, filter_fn: Any, **flags: Any) -> None:
     check_module(model)
-    if filter_fn is not None and not callable(filter_fn):
-        raise TypeError(f"filter_fn must be a function of (module, name), got {shown(filter_fn)}")
+    if isinstance(filter_fn, str) and filter_fn != "auto":
+        raise ValueError(
+            f'filter_fn must be "auto" or a function of (module, name), got {shown(filter_fn)}'
+        )
+    if filter_fn is not None and not isinstance(filter_fn, str) and not callable(filter_fn):
+        raise TypeError(
+            f'filter_fn must be "auto" or a function of (module, name), got {shown(filter_fn)}'
+        )
     for name, value in flags.items():
         check_flag(name, value)
 
@@ -196,9 +240,10 @@ def revert_model(model: nn.Module) -> ConversionReport:
     fuse_wgrad_accumulation, delay_wgrad_compute). Blocks and normalizations that ``fuse=True``
     fused where they stand get their own class back, modules that it made become the layers that
     they were made of; te_mx.LayerNormLinear and te_mx.LayerNormMLP that were built as such
-    stay, with the reason.
+    stay, with the reason. Bound recipes are removed, also from modules that stay.
     """
     check_module(model)
+    unbind(model)
     given_back = [*unfuse_in_place(model), *unfuse_layers(model)]
     layers = [_fusion_row(fusion, REVERTED) for fusion in given_back]
     for module, names in _layers(model):
@@ -278,6 +323,13 @@ def _row(module: Any, names: list[str], status: str, note: str) -> LayerReport:
     shared = f"shared: also {', '.join(names[1:])}" if len(names) > 1 else ""
     notes = "; ".join(part for part in (kind, note, shared) if part)
     return LayerReport(names[0] or "(root)", status, shape, notes)
+
+
+def _bound_row(binding: Binding, status: str) -> LayerReport:
+    kind = type(binding.module).__name__
+    return LayerReport(
+        binding.name or "(root)", status, shape_of(binding.module), f"already a te_mx.{kind}"
+    )
 
 
 def _fusion_row(fusion: Fusion, done: str) -> LayerReport:

@@ -52,8 +52,8 @@ def freeze_weights(model: nn.Module, drop_master: bool = False, *, recipe: Any =
             of a te_mx.GroupedLinear are stacked or apart as its parameters are. Codes of fewer than
             8 bits are packed uint8. Such a state_dict loads into a new module. Such a module runs
             in MXFP8 outside autocast too, and cannot be differentiated.
-        recipe: its format and its scale rule quantize the weights; None means the active recipe, or
-            the default one.
+        recipe: its format and its scale rule quantize the weights; None means the active recipe,
+            where none is that which `te_mx.convert_model` bound to the module, or the default one.
 
     Returns:
         The number of modules that are frozen now.
@@ -70,7 +70,8 @@ def freeze_weights(model: nn.Module, drop_master: bool = False, *, recipe: Any =
     to go on.
     """
     check_flag("drop_master", drop_master)
-    settings = resolve_recipe(recipe if recipe is not None else current_recipe()).settings
+    chosen = recipe if recipe is not None else current_recipe()
+    resolved = resolve_recipe(chosen).settings
     modules = _modules(model)
     if any(_is_fsdp2(module) for module in model.modules()):
         raise ValueError(
@@ -84,7 +85,8 @@ def freeze_weights(model: nn.Module, drop_master: bool = False, *, recipe: Any =
     try:
         for _, module in modules:
             new = module._frozen is None
-            module.freeze(settings, drop_master)
+            settings = module._bound if chosen is None else resolved
+            module.freeze(settings or resolved, drop_master)
             if new:
                 done.append(module)
     except BaseException:

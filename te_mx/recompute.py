@@ -10,16 +10,18 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from te_mx.context import active_region, entered
+from te_mx.context import active_region, entered_again
+
+_INSTALLED = "_te_mx_binds"
 
 
 def bound(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` in the region that is active now, whenever and in whatever thread it is called."""
+    """`fn` in the region that is active now, or in none, whenever and in whatever thread it is
+    called."""
     region = active_region()
-    settings, recipe = (None, None) if region is None else (region.settings, region.recipe)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with entered(settings, recipe):
+        with entered_again(region):
             return fn(*args, **kwargs)
 
     return run
@@ -27,7 +29,8 @@ def bound(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def install() -> None:
     """Bind what torch.utils.checkpoint will run again from now on. A torch that does it in another
-    way is left alone; modules then go by what they ran with, see nn/mx_module.py."""
+    way, or that was changed already, is left alone; modules then go by what they ran with, see
+    nn/mx_module.py."""
     from torch.utils import checkpoint
 
     reentrant = getattr(checkpoint, "CheckpointFunction", None)
@@ -38,6 +41,7 @@ def install() -> None:
         def bound_forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
             return forward(ctx, bound(run_function), *args)
 
+        bound_forward.__dict__[_INSTALLED] = True
         reentrant.forward = staticmethod(bound_forward)  # type: ignore[union-attr]
 
     frame: Any = getattr(checkpoint, "_CheckpointFrame", None)
@@ -48,12 +52,15 @@ def install() -> None:
         def bound_init(self: Any, recompute_fn: Callable[..., Any], *args: Any, **kw: Any) -> None:
             init(self, bound(recompute_fn), *args, **kw)
 
+        bound_init.__dict__[_INSTALLED] = True
         frame.__init__ = bound_init
 
 
 def _takes(owner: Any, method: str, *first: str) -> bool:
-    """Whether owner has the method and its first arguments have these names."""
+    """Whether owner has the method, its first arguments have these names, and it was not bound."""
     function = getattr(owner, method, None)
     return (
-        inspect.isfunction(function) and tuple(inspect.signature(function).parameters)[:2] == first
+        inspect.isfunction(function)
+        and not hasattr(function, _INSTALLED)
+        and tuple(inspect.signature(function).parameters)[:2] == first
     )

@@ -1,6 +1,6 @@
 """Forward-mode AD and the transforms of torch.func (vmap, grad, jvp, ..): MXFP8 code has no rules
 for them, and its ops, which autograd does not see, would drop what they carry. A call that would
-drop something is refused.
+drop something is refused, but for one level of gradients, see functional_grad.py.
 """
 
 from __future__ import annotations
@@ -32,6 +32,22 @@ def _transforming() -> bool:
 # What torch.compiler.assume_constant_result does, which takes seconds to import. Compiled code
 # never runs under other transforms than it was traced under.
 _transforming._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def one_gradient() -> bool:
+    """Whether one level of grad, grad_and_value or vjp is active, and nothing else. Not in code
+    that Dynamo traces."""
+    if torch.compiler.is_dynamo_compiling() or forward_ad._current_level >= 0:
+        return False
+    stack = _functorch.get_interpreter_stack()
+    return stack is not None and len(stack) == 1 and stack[0].key() == _functorch.TransformType.Grad
+
+
+def requires_grad(tensor: Tensor) -> bool:
+    """Whether a tensor requires grad at the level that is active or below it."""
+    while not tensor.requires_grad and _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor.requires_grad
 
 
 def refuse(

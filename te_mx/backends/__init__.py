@@ -3,6 +3,7 @@ in every process, whatever the machine: whether a kernel runs is what its envelo
 """
 
 from te_mx.backends.cpu import ISA_LEVELS
+from te_mx.backends.cpu import cost as _cpu_cost
 from te_mx.backends.cpu import fused as _cpu_fused
 from te_mx.backends.cpu import gemm as _cpu_gemm
 from te_mx.backends.cpu import grouped as _cpu_grouped
@@ -14,6 +15,7 @@ from te_mx.backends.reference import fused as _fused
 from te_mx.backends.reference import gemm as _gemm
 from te_mx.backends.reference import grouped as _grouped
 from te_mx.backends.reference import quantize as _quantize
+from te_mx.backends.sm90 import cost as _sm90_cost
 from te_mx.backends.sm90 import fused as _sm90_fused
 from te_mx.backends.sm90 import gemm as _sm90_gemm
 from te_mx.backends.sm90 import grouped as _sm90_grouped
@@ -28,3 +30,4 @@ KERNEL_FILES = (
     _fused, _gemm, _grouped, _quantize,
     _sm90_fused, _sm90_gemm, _sm90_grouped, _sm90_linear, _sm90_quantize,
 )  # fmt: skip
+COST_FILES = _cpu_cost, _sm90_cost

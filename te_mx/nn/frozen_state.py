@@ -8,7 +8,8 @@ without masters.
 
 The recipe, which names the format, goes with them in the metadata of the state_dict, which
 ``torch.save(state_dict)`` keeps; formats that hold tensors only, such as safetensors, lose it. The
-module's own stands in then if its codes are such, or else the default recipe.
+module's own, or the one bound to it, stands in then if its codes are such, or else the default
+recipe.
 """
 
 from __future__ import annotations
@@ -188,7 +189,7 @@ def _settings_for(
     """The settings that were saved with codes, or, without any, those that stand in for them."""
     default = get_default_recipe().settings
     if saved is None:
-        own = None if module._frozen is None else module._frozen.settings
+        own = module._bound if module._frozen is None else module._frozen.settings
         fits = own is not None and _dtype_of(own.w) == getattr(codes, "dtype", None)
         return own if own is not None and fits else default
     try:

@@ -73,6 +73,7 @@ class Freezable:
 
     # Class attributes, not set in __init__: convert_model gives modules this class in place.
     _frozen: Frozen | None = None
+    _bound: Settings | None = None  # what runs outside of regions, given by convert_model
     _weight_keys: tuple[str, ...] = ("weight",)
 
     # -------------------------------------------------- what a module family says of its weights

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
+from te_mx.autograd import transforms
 from te_mx.autograd.layernorm_linear import Call, layernorm_linear
 from te_mx.context import is_tracing
 from te_mx.nn import constructors, delayed_wgrad
@@ -158,7 +159,7 @@ class LayerNormLinear(NormModule):
             RuntimeError: a gradient is asked of a module whose high-precision weight was dropped;
                 or a backward pass recomputes it and cannot know the recipe, see te_mx.autocast.
             NotImplementedError: forward-mode AD or a transform of torch.func follows `inp` or a
-                parameter, in MXFP8.
+                parameter, in MXFP8; one level of grad, grad_and_value or vjp may.
         """
         if isinstance(inp, Proxy):
             return self._as_leaf(
@@ -172,6 +173,10 @@ class LayerNormLinear(NormModule):
         if routed and is_tracing():
             return delayed_wgrad.untraced(self.forward, inp, is_first_microbatch)
         settings = self._settings()
+        if settings is not None and transforms.active():
+            made = self._transformed(inp, is_first_microbatch=is_first_microbatch)
+            if made is not None:
+                return made
         dropped = self._is_dropped()
         weight, bias = self._weight_and_bias()
         added = None if self.return_bias else bias

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
+from te_mx.autograd import transforms
 from te_mx.autograd.layernorm_mlp import Call, Weights, layernorm_mlp
 from te_mx.autograd.steps import GEMMS
 from te_mx.autograd.wgrad import WeightGradient
@@ -168,7 +169,7 @@ class LayerNormMLP(NormModule):
             RuntimeError: a gradient is asked of a module whose high-precision weights were dropped;
                 or a backward pass recomputes it and cannot know the recipe, see te_mx.autocast.
             NotImplementedError: forward-mode AD or a transform of torch.func follows `inp` or a
-                parameter, in MXFP8.
+                parameter, in MXFP8; one level of grad, grad_and_value or vjp may.
         """
         if isinstance(inp, Proxy):
             return self._as_leaf(inp, is_first_microbatch=is_first_microbatch)
@@ -176,6 +177,10 @@ class LayerNormMLP(NormModule):
         if routed and is_tracing():
             return delayed_wgrad.untraced(self.forward, inp, is_first_microbatch)
         settings = self._settings()
+        if settings is not None and transforms.active():
+            made = self._transformed(inp, is_first_microbatch=is_first_microbatch)
+            if made is not None:
+                return made
         dropped = self._is_dropped()
         norm_weight, norm_bias, w1, b1, w2, fc2_bias = self._held(*_NAMES)
         b2 = None if self.return_bias else fc2_bias

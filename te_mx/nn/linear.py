@@ -162,7 +162,8 @@ class Linear(MXModule, nn.Linear):
             RuntimeError: a gradient is asked of a layer whose high-precision weight was dropped;
                 or a backward pass recomputes it and cannot know the recipe, see te_mx.autocast.
             NotImplementedError: a data-parallel wrapper would lose the weight gradient; or
-                forward-mode AD or a transform of torch.func follows `inp` or a parameter, in MXFP8.
+                forward-mode AD or a transform of torch.func follows `inp` or a parameter, in MXFP8
+                (one level of grad, grad_and_value or vjp may).
         """
         if isinstance(inp, Proxy):
             return self._as_leaf(
@@ -180,7 +181,9 @@ class Linear(MXModule, nn.Linear):
         if settings is None:
             return self._high_precision(inp, is_first_microbatch)
         if transforms.active():
-            self._refuse_transforms(inp)
+            made = self._transformed(inp, is_first_microbatch=is_first_microbatch)
+            if made is not None:
+                return made
         if self._is_dropped():
             return self._run_dropped(inp, settings)
         weight, bias = self._weight_and_bias()

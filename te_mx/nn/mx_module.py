@@ -15,6 +15,7 @@ from torch.fx import Proxy
 from te_mx import context
 from te_mx.arguments import check_flag
 from te_mx.autograd import transforms
+from te_mx.autograd.functional_grad import differentiable
 from te_mx.autograd.wgrad import Queue, WeightGradient
 from te_mx.context import RECOMPUTED, active_region, backward_pass_id, is_tracing
 from te_mx.nn import converted, data_parallel
@@ -71,9 +72,10 @@ class MXModule(Resettable, Freezable, DelayedWgrad, Checked):
         return layer.weight, layer.bias
 
     def _settings(self) -> Settings | None:
-        """Settings that a forward runs with, None outside te_mx.autocast."""
+        """Settings that a forward runs with: those of te_mx.autocast, outside of it those that were
+        bound; None in high precision."""
         tracing = is_tracing()
-        settings = context.current_settings() if tracing else self._settings_now()
+        settings = context.current_settings(bound=self._bound) if tracing else self._settings_now()
         if settings is None:
             if self._frozen is not None and self._frozen.dropped:
                 return self._frozen.settings  # there is no high-precision weight to run on
@@ -86,7 +88,7 @@ class MXModule(Resettable, Freezable, DelayedWgrad, Checked):
         return settings
 
     def _settings_now(self) -> Settings | None:
-        """Settings of the active region.
+        """Settings of the active region, or those that were bound.
 
         Inside a backward pass, which runs a forward to recompute it, only regions that were entered
         in this same pass count: torch.utils.checkpoint enters that of the first forward. For other
@@ -96,18 +98,20 @@ class MXModule(Resettable, Freezable, DelayedWgrad, Checked):
             RuntimeError: they have not.
         """
         region = active_region()
-        settings = None if region is None else region.settings
+        settings = self._bound if region is None or region.outside else region.settings
         running = backward_pass_id()
         if running != -1 and (region is None or region.backward_pass != running):
             if len(self._ran) == 1:
                 return next(iter(self._ran))
             if self._ran:
                 raise RuntimeError(f"{self._label()}: {RECOMPUTED}")
-            settings = context.current_settings()
+            settings = context.current_settings(bound=self._bound)
         if settings is not self._seen:
             # Threads may share a module: each adds first. nn.Module.__setattr__ is slow.
             self.__dict__.setdefault("_ran", set()).add(settings)
             self.__dict__["_seen"] = settings
+        if settings is not None and context.notices:
+            context.give_notices()
         return settings
 
     def _tag_now(self) -> int:
@@ -186,6 +190,31 @@ class MXModule(Resettable, Freezable, DelayedWgrad, Checked):
         """Called where transforms are active: refuses those that concern this call."""
         held = itertools.chain(self.parameters(), self.buffers())  # type: ignore[attr-defined]
         transforms.refuse(self._label(), (inp, *held))
+
+    def _transformed(self, inp: Tensor, **given: Any) -> Any:
+        """Called where transforms are active: the result of a forward with these arguments under
+        one level of torch.func's gradients, None where no transform concerns this call. Others are
+        refused, and so are weight gradients with a place of their own, and computed weights."""
+        module: Any = self
+        names = [name for name, held in module._parameters.items() if held is not None]
+        tensors = (inp, *(module._parameters[name] for name in names))
+        plain = not self._routed() and not module._modules and not self._is_dropped()
+        if not (plain and transforms.one_gradient() and torch.is_grad_enabled()):
+            self._refuse_transforms(inp)
+            return None
+        if not any(transforms.requires_grad(tensor) for tensor in tensors):
+            return None
+
+        self._tag_now()
+
+        def run(inp: Tensor, *leaves: Tensor) -> Any:
+            # A copy without a forward of its own: others may call the module meanwhile.
+            copy = module.__class__.__new__(module.__class__)
+            held = {**module._parameters, **dict(zip(names, leaves, strict=True))}
+            copy.__dict__.update(module.__dict__, _parameters=held)
+            return type(module).forward(copy, inp, **given)
+
+        return differentiable(self._label(), run, tensors)
 
     def _as_leaf(self, inp: Proxy, *args: Any, **given: Any) -> Proxy:
         """A call of this module in the graph that torch.fx is making. What a forward does depends

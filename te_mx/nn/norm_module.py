@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from te_mx.arguments import check_number, is_one_of, shown
-from te_mx.autograd import transforms
 from te_mx.autograd.high_precision import HighPrecisionLinear
 from te_mx.autograd.normalization import NormStep
 from te_mx.autograd.steps_kept import KeptWeight
@@ -120,8 +119,6 @@ class NormModule(MXModule, nn.Module):
         self, inp: Tensor, size_name: str, weight: Tensor | None, bias: Tensor | None
     ) -> None:
         """Check the input, and the parameters of the normalization."""
-        if transforms.active():
-            self._refuse_transforms(inp)
         size = self._size
         self._check_shape(inp, size_name, size)
         self._check_kind(inp)

@@ -17,7 +17,7 @@ from te_mx.layouts.operand import Operand
 from te_mx.ops import checks
 from te_mx.ops.library import define, is_direct
 from te_mx.runtime import cpu_memory
-from te_mx.runtime.ran import LAST_RUN
+from te_mx.runtime.ran import LAST_RUN, note_read
 from te_mx.written import check_apart
 
 _DEFAULT_MODE = Mode()
@@ -164,6 +164,8 @@ def _run(
     ran = run.gemm(lhs, rhs, epilogue, out, aux, mode)
     if tag >= 0:
         LAST_RUN[tag] = ran.name
+    else:
+        note_read(rhs.codes)
     return GemmParts(out, aux, ran.bias_grad)
 
 

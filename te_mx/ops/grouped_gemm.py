@@ -28,7 +28,7 @@ from te_mx.ops import checks
 from te_mx.ops.grouped_quantize import ends_of
 from te_mx.ops.library import define, is_direct
 from te_mx.runtime import cpu_memory
-from te_mx.runtime.ran import LAST_RUN
+from te_mx.runtime.ran import LAST_RUN, note_read
 
 _DEFAULT_MODE = Mode()
 
@@ -97,6 +97,7 @@ def _rows(*args: Any) -> Tensor:
     w_codes, w_scales, packed, w_spec, count, n, offs, capacity, bias, out_dtype, tag = args[5:16]
     lhs = Operand(codes, scales, spec, rows, k)
     rhs = Stack(w_codes, w_scales, w_spec, count, n, k, packed)
+    note_read(w_codes)
     return _run_rows(lhs, rhs, Groups(offs, capacity), bias, out_dtype, tag, Mode(*args[16:]))
 
 

@@ -24,6 +24,7 @@ from te_mx.layouts.operand import Quantized, Stack
 from te_mx.ops import checks
 from te_mx.ops.library import define, is_direct
 from te_mx.ops.quantize import parts_of, quantized_of
+from te_mx.runtime.ran import note_read
 
 
 def ends_of(offs: Tensor) -> str:
@@ -145,6 +146,8 @@ def _run_weights(what: QuantizeWeights) -> StackedParts:
 
 
 def _weights(weights: list[Tensor], row: str, col: str, rule: str) -> list[Tensor]:
+    for weight in weights:
+        note_read(weight)
     made = _run_weights(QuantizeWeights(weights, row, col, rule))
     return [t for side in made if side is not None for t in (side.codes, side.scales)]
 

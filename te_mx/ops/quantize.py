@@ -16,6 +16,7 @@ from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized
 from te_mx.ops import checks
 from te_mx.ops.library import define, is_direct
+from te_mx.runtime.ran import note_read
 
 
 def quantize_2d(
@@ -133,6 +134,7 @@ def _quantize(
     x: Tensor, row: str, col: str, rule: str, col_sum: bool, sum_dtype: torch.dtype
 ) -> list[Tensor]:
     checks.quantizable(x, row, col, rule)
+    note_read(x)
     return parts_of(run.quantize(Quantize(x, row, col, rule, col_sum, sum_dtype)))
 
 

@@ -7,6 +7,9 @@ import warnings
 import weakref
 from typing import Any
 
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
 # Kernel that the last GEMM with a tag ran on; `te_mx.audit` reads it. One entry a tag, written
 # without a lock. Tags of modules come from `new_tags` and end with the module.
 LAST_RUN: dict[int, str] = {}
@@ -35,6 +38,34 @@ def _end_tags(first: int) -> None:
     _living.discard(first)
     for tag in range(first, first + TAGS):
         LAST_RUN.pop(tag, None)
+
+
+# Storages that ops read for somebody who does not record, as compiled code does not, by address: a
+# number for each layer in its graphs would make every layer compile anew. Some of them are weights.
+_read: dict[int, StorageWeakRef] = {}
+_MOST_READ = 4096
+
+
+def note_read(tensor: Tensor) -> None:
+    """Called by ops behind the dispatcher, of weights and of whatever else is read as they are."""
+    storage = tensor.untyped_storage()
+    known = _read.get(storage.data_ptr())
+    if known is not None and not known.expired():
+        return
+    if len(_read) >= _MOST_READ:
+        living = [(at, ref) for at, ref in list(_read.items()) if not ref.expired()]
+        _read.clear()
+        _read.update(living[-_MOST_READ // 2 :])
+    _read[storage.data_ptr()] = StorageWeakRef(storage)
+
+
+def was_read(tensor: Tensor) -> bool:
+    """Whether an op behind the dispatcher read the memory of a tensor while it was this one's."""
+    if tensor.is_meta:
+        return False
+    storage = tensor.untyped_storage()
+    known = _read.get(storage.data_ptr())
+    return known is not None and known == StorageWeakRef(storage)
 
 
 class FallbackWarning(RuntimeWarning):

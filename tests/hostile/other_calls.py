@@ -164,6 +164,12 @@ def frozen(device: str, **how: Any) -> nn.Module:
     return made
 
 
+def _recorded(made: nn.Module) -> nn.Module:
+    with te_mx.record_saved(made):
+        made(torch.ones(4, 64, device=next(made.parameters()).device))
+    return made
+
+
 def _late(module: nn.Module, name: str) -> bool:
     if name == "1":
         raise UsersError
@@ -174,13 +180,29 @@ def on_model(function: Callable[..., Any], make: Callable[..., nn.Module]) -> An
     return lambda device: lambda **arguments: str(function(**arguments))
 
 
+def _graphed(device: str) -> Any:
+    """te_mx.make_graphed_callables over a torch that captures nothing."""
+
+    def call(**arguments: Any) -> str:
+        graphs, there = torch.cuda.make_graphed_callables, torch.cuda.is_available
+        torch.cuda.make_graphed_callables = lambda functions, *others: functions
+        torch.cuda.is_available = lambda: True
+        try:
+            return type(te_mx.make_graphed_callables(**arguments)).__name__
+        finally:
+            torch.cuda.make_graphed_callables, torch.cuda.is_available = graphs, there
+
+    return call
+
+
 MODELS = (
     Call(
         "te_mx.convert_model", on_model(te_mx.convert_model, model),
         lambda d: {"model": model(d), "filter_fn": lambda module, name: True, "dry_run": False,
-                   "fuse": True},
+                   "fuse": True, "recipe": HYBRID, "tokens": 8192},
         {"model": MODULE, "filter_fn": OPTIONAL_FUNCTION | values(that_raises_late=lambda: _late),
-         "dry_run": FLAG, "fuse": FLAG},
+         "dry_run": FLAG, "fuse": FLAG, "recipe": RECIPE,
+         "tokens": COUNT.but("huge")},
     ),
     Call(
         "te_mx.revert_model", on_model(te_mx.revert_model, converted),
@@ -201,8 +223,20 @@ MODELS = (
          "dequantize": FLAG | values(False_=False)},
         says={"model": "model|te_mx module"},
     ),
-    Call("te_mx.audit", on_model(te_mx.audit, frozen), lambda d: {"model": frozen(d)},
-         {"model": MODULE}),
+    Call("te_mx.audit", on_model(te_mx.audit, frozen),
+         lambda d: {"model": _recorded(frozen(d)), "memory": True},
+         {"model": MODULE, "memory": FLAG}),
+    Call("te_mx.record_saved", on_model(te_mx.record_saved, model),
+         lambda d: {"model": model(d)}, {"model": MODULE}),
+    Call(
+        "te_mx.make_graphed_callables", _graphed,
+        lambda d: {"callables": converted(d), "sample_args": (torch.ones(4, 64, device=d),),
+                   "num_warmup_iters": 3, "allow_unused_input": False,
+                   "pool": None, "recipe": HYBRID},
+        {"callables": FUNCTION, "pool": other_than("None"),
+         "sample_args": other_than() | values(of_numbers=lambda: (1, 2), nested=lambda: (("x",),)),
+         "num_warmup_iters": COUNT.but("huge"), "allow_unused_input": FLAG, "recipe": RECIPE},
+    ),
     Call(
         "te_mx.ConversionReport.count",
         lambda d: te_mx.convert_model(model(d)).count, lambda d: {"status": "converted"},

@@ -77,7 +77,10 @@ def test_a_fusion_that_raises(monkeypatch):
     [
         ({"fuse": "no"}, "fuse must be a bool, got 'no'"),
         ({"dry_run": None}, "dry_run must be a bool, got None"),
-        ({"filter_fn": "lm_head"}, "filter_fn must be a function of .module, name., got 'lm_head'"),
+        (
+            {"filter_fn": ["lm_head"]},
+            "filter_fn must be .auto. or a function of .module, name., got",
+        ),
     ],
 )
 def test_malformed_calls(arguments, says):
