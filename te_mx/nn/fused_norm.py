@@ -45,7 +45,7 @@ class NormPlan(NamedTuple):
 class FusedNorm(Reclassed):
     """Mixin in front of the class of a normalization."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the normalization's own forward, up to rounding once."""
         if len(args) == 1 and not kwargs and not is_tracing():
             target, reason = self._target_or_why_not(args[0])

@@ -9,6 +9,7 @@ own class and the mixin, which make the same subclass again.
 from __future__ import annotations
 
 import copyreg
+import functools
 from typing import Any
 
 import torch
@@ -26,8 +27,9 @@ _everywhere = torch.nn.modules.module
 
 
 class Reclassed:
-    """Base of the mixins. `_own` is the class that the module had, `_mixin` what is in front,
-    `_followed` the forward that `_own` had when the subclass was made."""
+    """Base of the mixins, which have `_forward` and in it call ``super().forward``. `_own` is the
+    class that the module had, `_mixin` what is in front, `_followed` the forward that `_own` had
+    when the subclass was made."""
 
     _own: type[nn.Module]
     _mixin: type
@@ -44,10 +46,16 @@ class Reclassed:
 def _class(mixin: type, own: type) -> type:
     made = _made.get((mixin, own))
     if made is None:
+
+        @functools.wraps(own.forward)  # type: ignore[attr-defined]
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:  # with the signature of its own
+            return self._forward(*args, **kwargs)
+
         names = {
             "__module__": own.__module__,
             "__qualname__": own.__qualname__,
             "__doc__": own.__doc__,
+            "forward": forward,
             "_own": own,
             "_mixin": mixin,
             "_followed": (own.forward,),  # type: ignore[attr-defined]
