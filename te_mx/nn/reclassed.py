@@ -20,6 +20,8 @@ from te_mx.nn.linear import Linear
 _made: dict[tuple[type, type], type] = {}
 _PLAIN = (bool, int, float, str, type(None))
 _OF_MODULES = {*nn.Module().__dict__, "name"}
+# Marks that libraries put on modules, come and go and change no forward.
+_MARKS = ("_is_hf_", "_hf_", "_fsdp", "_ddp", "_te_mx")
 # What the last forward did, kept on the instance: FUSED, why its own forward ran, or "" in high
 # precision.
 RAN, FUSED = "_te_mx_ran", "fused"
@@ -89,7 +91,9 @@ def surroundings(module: nn.Module, but: tuple[str, ...] = ()) -> tuple[tuple[st
     attributes, functions and other submodules, by name."""
     found: list[tuple[str, Any]] = []
     for name, value in module.__dict__.items():
-        if name not in _OF_MODULES and (isinstance(value, _PLAIN) or callable(value)):
+        if name in _OF_MODULES or name.startswith(_MARKS):
+            continue
+        if isinstance(value, _PLAIN) or callable(value):
             found.append((name, value))
     found += [(name, child) for name, child in module._modules.items() if name not in but]
     return tuple(found)
