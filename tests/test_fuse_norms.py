@@ -267,6 +267,18 @@ def test_saved_loaded_copied_and_given_back(tmp_path):
     assert not any("te_mx" in key for m in fused.modules() for key in m.__dict__)
 
 
+@pytest.mark.parametrize("drop", [False, True])
+def test_frozen_for_inference(drop):
+    fused, plain, _ = pair("Qwen3")
+    for model in (fused, plain):
+        te_mx.freeze_weights(model.eval(), drop_master=drop)
+    with te_mx.autocast(), torch.no_grad():
+        ours, theirs = fused(tokens()).logits, plain(tokens()).logits
+    layer = fused.model.layers[0]
+    assert layer.mlp.__dict__[RAN] == "gate_proj is frozen"
+    assert layer.input_layernorm.__dict__[RAN] == "fused" and relative(ours, theirs) < 0.02
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(reentrant):
     fused, _, _ = pair("Qwen3")

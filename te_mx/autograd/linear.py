@@ -142,7 +142,8 @@ def infer(
 ) -> Tensor:  # fmt: skip
     """x [..., K] -> [..., N] on a quantized weight, without autograd."""
     plan = steps.plan_input(x.device, settings, False)
-    x_row = steps.quantized(flatten(x), plan.target).row
+    found = shared_inputs.find(x, plan.target)
+    x_row = (found or steps.quantized(flatten(x), plan.target)).row
     assert x_row is not None
     y_MN = steps.fprop(x_row, w_row, bias_N, settings, out_dtype, tag)
     return unflatten(y_MN, x)

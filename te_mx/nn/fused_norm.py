@@ -73,7 +73,8 @@ class FusedNorm(Reclassed):
         weight, bias = self._values()
         if reason := _why_not_these(x, weight, bias):
             return None, reason
-        need_dw = torch.is_grad_enabled() and reader.weight.requires_grad
+        w: Tensor | None = reader._parameters.get("weight")  # None where its master was dropped
+        need_dw = torch.is_grad_enabled() and w is not None and w.requires_grad
         target = steps.plan_input(x.device, settings, need_dw, reader.save_original_input).target
         # A block makes columnwise codes again of what is normalized here. It may not run as one
         # step the next time; then its layers quantize for themselves.
