@@ -10,7 +10,8 @@ from torch import nn
 from te_mx.fuse import Fusion
 
 # Attentions of Transformers whose backward reads their result, in the memory that the output
-# projection is given: (batch, tokens, heads, width), as their kernels write it.
+# projection is given: (batch, tokens, heads, width), as their kernels write it. Others (eager) keep
+# something else, and codes are smaller than a tensor of its own.
 _KEEPS = ("sdpa", "flash_attention_2", "flash_attention_3")
 _OUTPUT = ("o_proj", "out_proj", "dense")
 _INPUT = ("q_proj", "qkv_proj", "query_key_value")
@@ -29,18 +30,12 @@ def plan_outputs(
         if not names or kind is None or not any(name in children for name in _INPUT):
             continue
         layer, name = children[names[0]], f"{prefix}.{names[0]}" if prefix else names[0]
-        if not isinstance(layer, nn.Linear):
+        if not isinstance(layer, nn.Linear) or layer not in converts or kind not in _KEEPS:
             continue
-        reason = ""
-        if kind not in _KEEPS:
-            reason = f"its attention is {kind!r}, which is not known to keep its result"
-        elif layer not in converts:
-            reason = "it is not converted"
         shape = f"{layer.in_features} -> {layer.out_features}"
-        what = f"{type(module).__name__}: the result that {kind} keeps, instead of codes of it"
-        found.append(Fusion(name, shape, what, reason))
-        if not reason:
-            layers.append(layer)
+        what = f"{type(module).__name__}: keeps the result that {kind} keeps, not codes of it"
+        found.append(Fusion(name, shape, what, ""))
+        layers.append(layer)
     return found, layers
 
 

@@ -59,11 +59,21 @@ def twin(module: nn.Module, training: bool, children: Mapping[str, nn.Module]) -
     own = {name: value for name, value in module.__dict__.items() if not name.endswith("_hooks")}
     made.__dict__.update(own)
     made.__dict__["training"] = training
+    for kind in ("_parameters", "_buffers"):
+        made.__dict__[kind] = {name: _here(value) for name, value in own[kind].items()}
     made.__dict__["_modules"] = {
         name: children[name] if name in children else child and twin(child, training, {})
         for name, child in module._modules.items()
     }
     return made
+
+
+def _here(value: Tensor | None) -> Tensor | None:
+    """A parameter or buffer, or ones in its place where it is on another device: what is probed
+    runs on the CPU."""
+    if value is None or value.is_cpu:
+        return value
+    return torch.ones(value.shape, dtype=value.dtype, device="cpu")
 
 
 @contextmanager

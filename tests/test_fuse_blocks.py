@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 
 import pytest
@@ -436,3 +437,13 @@ def test_checkpointed_second_derivatives_and_functional_calls():
     with te_mx.autocast(), torch.no_grad():
         got = torch.func.functional_call(block, values, (x,))
         assert not torch.equal(got, y)
+
+
+def test_traced_by_fx_its_layers_are_in_the_graph():
+    block, x = seeded(Gated), given()
+    te_mx.convert_model(block, fuse=True)
+    assert str(inspect.signature(block.forward)) == "(x)"
+    graph = torch.fx.symbolic_trace(block)
+    assert next(n.target for n in graph.graph.nodes if n.op == "call_module") == "gate_proj"
+    with te_mx.autocast(), torch.no_grad():
+        assert torch.equal(graph(x), Gated.forward(block, x))

@@ -46,7 +46,7 @@ class BlockPlan(NamedTuple):
 class FusedBlock(Reclassed):
     """Mixin in front of the class of a block."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the block's own forward."""
         if len(args) == 1 and not kwargs:
             settings, reason = self._settings_or_why_not(args[0])

@@ -45,7 +45,7 @@ class NormPlan(NamedTuple):
 class FusedNorm(Reclassed):
     """Mixin in front of the class of a normalization."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the normalization's own forward, up to rounding once."""
         if len(args) == 1 and not kwargs and not is_tracing():
             target, reason = self._target_or_why_not(args[0])
@@ -73,7 +73,8 @@ class FusedNorm(Reclassed):
         weight, bias = self._values()
         if reason := _why_not_these(x, weight, bias):
             return None, reason
-        need_dw = torch.is_grad_enabled() and reader.weight.requires_grad
+        w: Tensor | None = reader._parameters.get("weight")  # None where its master was dropped
+        need_dw = torch.is_grad_enabled() and w is not None and w.requires_grad
         target = steps.plan_input(x.device, settings, need_dw, reader.save_original_input).target
         # A block makes columnwise codes again of what is normalized here. It may not run as one
         # step the next time; then its layers quantize for themselves.

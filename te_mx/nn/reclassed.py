@@ -9,6 +9,7 @@ own class and the mixin, which make the same subclass again.
 from __future__ import annotations
 
 import copyreg
+import functools
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from te_mx.nn.linear import Linear
 _made: dict[tuple[type, type], type] = {}
 _PLAIN = (bool, int, float, str, type(None))
 _OF_MODULES = {*nn.Module().__dict__, "name"}
+# Marks that libraries put on modules, come and go and change no forward.
+_MARKS = ("_is_hf_", "_hf_", "_fsdp", "_ddp", "_te_mx")
 # What the last forward did, kept on the instance: FUSED, why its own forward ran, or "" in high
 # precision.
 RAN, FUSED = "_te_mx_ran", "fused"
@@ -26,8 +29,9 @@ _everywhere = torch.nn.modules.module
 
 
 class Reclassed:
-    """Base of the mixins. `_own` is the class that the module had, `_mixin` what is in front,
-    `_followed` the forward that `_own` had when the subclass was made."""
+    """Base of the mixins, which have `_forward` and in it call ``super().forward``. `_own` is the
+    class that the module had, `_mixin` what is in front, `_followed` the forward that `_own` had
+    when the subclass was made."""
 
     _own: type[nn.Module]
     _mixin: type
@@ -44,10 +48,16 @@ class Reclassed:
 def _class(mixin: type, own: type) -> type:
     made = _made.get((mixin, own))
     if made is None:
+
+        @functools.wraps(own.forward)  # type: ignore[attr-defined]
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:  # with the signature of its own
+            return self._forward(*args, **kwargs)
+
         names = {
             "__module__": own.__module__,
             "__qualname__": own.__qualname__,
             "__doc__": own.__doc__,
+            "forward": forward,
             "_own": own,
             "_mixin": mixin,
             "_followed": (own.forward,),  # type: ignore[attr-defined]
@@ -81,7 +91,9 @@ def surroundings(module: nn.Module, but: tuple[str, ...] = ()) -> tuple[tuple[st
     attributes, functions and other submodules, by name."""
     found: list[tuple[str, Any]] = []
     for name, value in module.__dict__.items():
-        if name not in _OF_MODULES and (isinstance(value, _PLAIN) or callable(value)):
+        if name in _OF_MODULES or name.startswith(_MARKS):
+            continue
+        if isinstance(value, _PLAIN) or callable(value):
             found.append((name, value))
     found += [(name, child) for name, child in module._modules.items() if name not in but]
     return tuple(found)
