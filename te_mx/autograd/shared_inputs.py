@@ -109,9 +109,9 @@ def _remember(x: Tensor, row: str, col: str, rule: str) -> Entry | None:
         return None
     entry, entries = Entry(x, place, row, col, rule), _here.entries
 
-    def gone(_: Any) -> None:
-        if entry in entries:
-            entries.remove(entry)
+    # Not of the entry itself: one that holds its own callback would live as long as x.
+    def gone(source: Any) -> None:
+        entries[:] = [e for e in entries if e.source is not source]
 
     entry.source = weakref.ref(x, gone)
     entries[:] = [entry, *(e for e in entries[: _MOST - 1] if e.source() is not x)]
