@@ -154,6 +154,17 @@ def test_hooks_of_saved_tensors_and_recomputation(keep):
     same(run(recomputed, *call), expected)
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_an_input_gradient_is_added_to_another(keep):
+    x, w, grad = torch.randn(40, 70, requires_grad=True), torch.randn(33, 70), torch.randn(40, 33)
+    node = in_one_call(x, w.requires_grad_(), None, settings(keep_weight_columns=keep), F32).grad_fn
+    (codes, scales, held, _), before = node.saved_tensors, torch.randn(40, 70)
+    parts = (codes, scales), held, x.shape, (F32, F32, None)
+    dx, added = node.plan.backward(grad, *parts, None)[0], before.clone()
+    assert node.plan.backward(grad, *parts, added)[0] is added
+    assert torch.equal(added, before + dx)
+
+
 def test_a_second_derivative_is_refused():
     x, w = torch.randn(8, 40, requires_grad=True), torch.randn(8, 40, requires_grad=True)
     b = torch.randn(8, requires_grad=True)
