@@ -148,7 +148,8 @@ def put_held(x: Tensor, plan: LinearPlan, rule: str, held: Held) -> None:
 
 def find(x: Tensor, target: Target) -> Quantized | None:
     """x quantized to a target, if a layer before did that."""
-    if torch.compiler.is_compiling() or not _here.entries:
+    # Who watches or traces the operators shall see that x is quantized.
+    if torch.compiler.is_compiling() or not _here.entries or not is_direct(x):
         return None
     entry = entry_of(x)
     if entry is None or not entry.gives(target.row, target.col, target.rule):
