@@ -23,6 +23,7 @@ RECIPES = {
     "dequantized": MXFP8BlockScaling(backward_override="dequantized"),
     "wgrad_with_hp": MXFP8BlockScaling(wgrad_with_hp=True),
     "one_copy": MXFP8BlockScaling(one_copy_weights=True),
+    "kept_columns": MXFP8BlockScaling(keep_weight_columns=True),
     "outside": None,
 }
 FAMILY: dict[str, Callable[..., nn.Module]] = {
@@ -196,15 +197,16 @@ def test_saving_the_input_changes_nothing(kind, recipe):
     assert_same_gradients(other, plain)
 
 
-@pytest.mark.parametrize("recipe", ["default", "one_copy"])
+@pytest.mark.parametrize("recipe", ["default", "kept_columns", "one_copy"])
 def test_grouped_inputs_that_are_saved_are_the_input(recipe):
     layer = te_mx.GroupedLinear(3, IN, 33, save_original_input=True)
     x, saved = torch.randn(ROWS, IN, requires_grad=True), []
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
     with te_mx.autocast(recipe=RECIPES[recipe]), hooks:
         layer(x, SPLITS)
-    floats = [t for t in saved if t.dtype == torch.float32 and t.numel()]
-    assert {t.untyped_storage().data_ptr() for t in floats} == {x.untyped_storage().data_ptr()}
+    floats = {t.data_ptr() for t in saved if t.dtype == torch.float32 and t.numel()}
+    weights = {weight.data_ptr() for weight in weights_of(layer).values()}
+    assert floats == {x.data_ptr()} | (weights if recipe == "default" else set())
 
 
 @every

@@ -19,9 +19,11 @@ PLAIN = MXFP8BlockScaling()
 HIGH = MXFP8BlockScaling(backward_override="high_precision")
 DEQUANTIZED = MXFP8BlockScaling(backward_override="dequantized")
 HP_WGRAD = MXFP8BlockScaling(wgrad_with_hp=True)
+KEPT_HP_WGRAD = MXFP8BlockScaling(wgrad_with_hp=True, keep_weight_columns=True)
 HYBRID_HP_WGRAD = MXFP8BlockScaling(fp8_format=Format.HYBRID, wgrad_with_hp=True)
 ONE_COPY = MXFP8BlockScaling(one_copy_weights=True)
 FLOOR_ONE_COPY = MXFP8BlockScaling(scale_rule="floor", one_copy_weights=True)
+KEPT_ONE_COPY = MXFP8BlockScaling(one_copy_weights=True, keep_weight_columns=True)
 ALL = [HIGH, DEQUANTIZED, HP_WGRAD, HYBRID_HP_WGRAD, ONE_COPY, FLOOR_ONE_COPY]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -141,8 +143,10 @@ X, W, G = (M, K), (N, K), (M, N)
     [
         (HIGH, [(X, True, False), (W, True, False)]),
         (DEQUANTIZED, [(X, True, False), (W, True, False)]),
-        (HP_WGRAD, [(X, True, False), (W, True, True), (G, True, False)]),
+        (HP_WGRAD, [(X, True, False), (W, True, False), (G, True, False), (W, False, True)]),
+        (KEPT_HP_WGRAD, [(X, True, False), (W, True, True), (G, True, False)]),
         (ONE_COPY, [(X, True, True), (W, True, False), (G, True, True), (W, False, True)]),
+        (KEPT_ONE_COPY, [(X, True, True), (W, True, False), (G, True, True), (W, False, True)]),
     ],
 )
 def test_only_what_is_needed_is_quantized(quantized, recipe, expected):
@@ -152,8 +156,11 @@ def test_only_what_is_needed_is_quantized(quantized, recipe, expected):
 
 @pytest.mark.parametrize(
     ("recipe", "codes", "tensors"),
-    [(HIGH, 0, 2), (DEQUANTIZED, 2, 0), (HP_WGRAD, 1, 1), (ONE_COPY, 2, 0)],
-)
+    [
+        (PLAIN, 1, 1), (HIGH, 0, 2), (DEQUANTIZED, 2, 0), (HP_WGRAD, 0, 2), (KEPT_HP_WGRAD, 1, 1),
+        (ONE_COPY, 2, 0),
+    ],
+)  # fmt: skip
 def test_what_is_saved(recipe, codes, tensors):
     layer = te_mx.Linear(1024, 1024, dtype=torch.bfloat16)
     x = torch.randn(1024, 1024, dtype=torch.bfloat16, requires_grad=True)
@@ -313,7 +320,7 @@ def test_packed_operands_do_not_replace_the_rowwise_codes(monkeypatch):
 def test_recipe_fields_are_checked():
     with pytest.raises(ValueError, match="backward_override='dequantized' already says"):
         MXFP8BlockScaling(backward_override="dequantized", wgrad_with_hp=True)
-    for name in ("wgrad_with_hp", "one_copy_weights"):
+    for name in ("wgrad_with_hp", "one_copy_weights", "keep_weight_columns"):
         with pytest.raises(TypeError, match=f"{name} must be a bool, got 1"):
             MXFP8BlockScaling(**{name: 1})
     assert "one_copy_weights=True" in repr(ONE_COPY)

@@ -138,35 +138,39 @@ def test_torch_autocast_gradients():
 E, M, K, N = "mxfp8_e4m3", 6, 40, 24
 X, W, G = (M, K), (N, K), (M, N)
 FPROP, DGRAD, WGRAD = (M, N, K), (M, K, N), (N, K, M)
+KEPT = MXFP8BlockScaling(keep_weight_columns=True)
 
 
+@pytest.mark.parametrize("recipe", [E4M3, KEPT], ids=["default", "keep_weight_columns"])
 @pytest.mark.parametrize(
-    ("grad_x", "grad_w", "grad_b", "quantized", "gemms"),
+    ("grad_x", "grad_w", "grad_b", "x_and_g", "gemms"),
     [
-        (True, True, True, [(*X, True, True, False), (*W, True, True, False), (*G, True, True,
-         True)], [FPROP, DGRAD, WGRAD]),
-        (False, True, True, [(*X, True, True, False), (*W, True, False, False), (*G, False, True,
-         True)], [FPROP, WGRAD]),
-        (True, False, True, [(*X, True, False, False), (*W, True, True, False), (*G, True, False,
-         True)], [FPROP, DGRAD]),
-        (True, True, False, [(*X, True, True, False), (*W, True, True, False), (*G, True, True,
-         False)], [FPROP, DGRAD, WGRAD]),
-        (True, False, False, [(*X, True, False, False), (*W, True, True, False), (*G, True, False,
-         False)], [FPROP, DGRAD]),
-        (False, False, True, [(*X, True, False, False), (*W, True, False, False)], [FPROP]),
-        (False, False, False, [(*X, True, False, False), (*W, True, False, False)], [FPROP]),
+        (True, True, True, [(*X, True, True, False), (*G, True, True, True)],
+         [FPROP, DGRAD, WGRAD]),
+        (False, True, True, [(*X, True, True, False), (*G, False, True, True)], [FPROP, WGRAD]),
+        (True, False, True, [(*X, True, False, False), (*G, True, False, True)], [FPROP, DGRAD]),
+        (True, True, False, [(*X, True, True, False), (*G, True, True, False)],
+         [FPROP, DGRAD, WGRAD]),
+        (True, False, False, [(*X, True, False, False), (*G, True, False, False)], [FPROP, DGRAD]),
+        (False, False, True, [(*X, True, False, False)], [FPROP]),
+        (False, False, False, [(*X, True, False, False)], [FPROP]),
     ],
 )  # fmt: skip
-def test_only_what_is_needed_is_computed(calls, grad_x, grad_w, grad_b, quantized, gemms):
+def test_only_what_is_needed_is_computed(calls, recipe, grad_x, grad_w, grad_b, x_and_g, gemms):
     layer = te_mx.Linear(K, N)
     layer.weight.requires_grad_(grad_w)
     layer.bias.requires_grad_(grad_b)
     x = torch.randn(M, K, requires_grad=grad_x)
-    with te_mx.autocast():
+    with te_mx.autocast(recipe=recipe):
         y = layer(x)
+    forward = len(calls["quantize"])
     if y.requires_grad:
         y.backward(torch.randn(M, N))
-    assert sorted(calls["quantize"]) == sorted((E, *call) for call in quantized)
+    # The columns of w, where dgrad reads them: with its rows, or in backward.
+    kept = recipe is KEPT
+    w = [(*W, True, grad_x and kept, False), *[(*W, False, True, False)] * (grad_x and not kept)]
+    assert sorted(calls["quantize"]) == sorted((E, *call) for call in (*x_and_g, *w))
+    assert sorted(call[1:3] for call in calls["quantize"][:forward]) == sorted([X, W])
     assert calls["gemm"] == gemms
     assert (x.grad is not None) == grad_x
     assert (layer.weight.grad is not None) == grad_w
@@ -185,19 +189,8 @@ def test_no_grad_makes_rowwise_operands_only(calls):
 
 def test_hybrid_quantizes_gradients_to_e5m2(calls):
     run(te_mx.Linear(K, N), torch.randn(M, K), torch.randn(M, N), HYBRID)
-    assert [call[0] for call in calls["quantize"]] == [E, E, "mxfp8_e5m2"]
-
-
-def test_saved_for_backward_are_columnwise_codes_only():
-    layer = te_mx.Linear(1024, 512, dtype=torch.bfloat16)
-    x = torch.randn(256, 1024, dtype=torch.bfloat16, requires_grad=True)
-    saved = []
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
-    with te_mx.autocast(), hooks:
-        layer(x)
-    assert all(t.dtype == torch.uint8 for t in saved if t.numel())  # the link is empty
-    elements = x.numel() + layer.weight.numel()
-    assert sum(t.numel() for t in saved) == elements + elements // 32  # 1.03 bytes an element
+    formats = [(call[0], call[1:3]) for call in calls["quantize"]]
+    assert sorted(formats) == sorted([(E, X), (E, W), (E, W), ("mxfp8_e5m2", G)])
 
 
 def test_saved_tensors_hooks_may_move_what_is_saved():
@@ -252,15 +245,31 @@ def test_gradients_accumulate():
     assert torch.equal(layer.weight.grad, 2 * once)
 
 
-def test_changing_the_weight_between_forward_and_backward_is_allowed():
-    # The weight of the forward was quantized then; backward uses that copy.
+@pytest.mark.parametrize("recipe", [None, E4M3, KEPT], ids=["off", "default", "kept"])
+def test_changing_the_weight_between_forward_and_backward(recipe):
+    """Backward reads the weight, and autograd refuses one that changed, as it does for a layer in
+    high precision. Columns that forward made are those of the weight then."""
     layer, x, grad = te_mx.Linear(40, 8), torch.randn(5, 40, requires_grad=True), torch.randn(5, 8)
-    with te_mx.autocast():
+    with te_mx.autocast(enabled=recipe is not None, recipe=recipe):
         y = layer(x)
     expected = run(layer, x, grad)[0]
     with torch.no_grad():
         layer.weight.add_(1)
-    assert torch.equal(torch.autograd.grad(y, x, grad)[0], expected)
+    if recipe is KEPT:
+        assert torch.equal(torch.autograd.grad(y, x, grad)[0], expected)
+    else:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(y, x, grad)
+
+
+def test_changing_a_weight_that_dgrad_does_not_read_is_allowed():
+    layer, x, grad = te_mx.Linear(40, 8), torch.randn(5, 40), torch.randn(5, 8)
+    expected = run(layer, x, grad)[1]
+    with te_mx.autocast():
+        y = layer(x)
+    with torch.no_grad():
+        layer.weight.add_(1)
+    assert torch.equal(torch.autograd.grad(y, layer.weight, grad)[0], expected)
 
 
 # -------------------------------------------------------------------- activation checkpointing

@@ -15,6 +15,7 @@ from te_mx.autograd.linear import Call
 from te_mx.autograd.one_call import OneCallLinear
 from te_mx.backends.sm90 import binding
 from te_mx.dispatch import registry
+from te_mx.dispatch.linear import Held
 from te_mx.ops.linear import linear_kernel
 from te_mx.runtime.ran import LAST_RUN
 
@@ -58,19 +59,23 @@ def same(got, expected) -> None:
             assert torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("needs", [(1, 1, 1), (1, 0, 1), (0, 1, 1), (0, 1, 0), (1, 0, 0), (1, 1)])
 @pytest.mark.parametrize("shape", [(75, 130, 200), (1, 1, 1), (128, 128, 128)], ids=str)
-def test_bits_of_one_step_after_the_other(shape, needs):
+def test_bits_of_one_step_after_the_other(shape, needs, keep):
     (m, n, k), g = shape, torch.Generator().manual_seed(1)
     x, w = torch.randn(m, k, generator=g), torch.randn(n, k, generator=g)
     b = torch.randn(n, generator=g) if len(needs) == 3 else None
-    call = x, w, b, settings(fp8_format=te_mx.recipe.Format.HYBRID), F32, torch.randn(m, n)
+    recipe = settings(fp8_format=te_mx.recipe.Format.HYBRID, keep_weight_columns=keep)
+    call = x, w, b, recipe, F32, torch.randn(m, n)
     needs = tuple(bool(n) for n in needs)
     same(run(in_one_call, *call, needs), run(step_by_step, *call, needs))
 
 
 @pytest.mark.parametrize("kinds", [(BF16, BF16, BF16), (F32, BF16, BF16), (BF16, F32, F32)])
-@pytest.mark.parametrize("fields", [{}, {"scale_rule": "floor", "alignment_spread": 3}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"scale_rule": "floor", "alignment_spread": 3, "keep_weight_columns": True}]
+)
 def test_dtypes_strides_and_leading_dimensions(kinds, fields):
     x = torch.randn(3, 130, 35, dtype=kinds[0]).transpose(1, 2)  # [3, 35, 130], strided
     w = torch.randn(130, 70, dtype=kinds[1]).t()
@@ -85,25 +90,34 @@ def test_one_token_without_leading_dimensions():
     same(run(in_one_call, *call), run(step_by_step, *call))
 
 
-def test_what_is_saved_is_what_backward_reads():
+@pytest.mark.parametrize("keep", [False, True])
+def test_what_is_saved_is_what_backward_reads(keep):
     x, w = torch.randn(40, 70, requires_grad=True), torch.randn(33, 70, requires_grad=True)
-    y = in_one_call(x, w, None, settings(), F32)
-    saved, _link = y.grad_fn.saved_tensors
-    made = [ops.quantize_2d(t.detach(), "", "mxfp8_e4m3@sm90:8").col for t in (x, w)]
-    for got, want in zip(y.grad_fn.plan.operands(saved), made, strict=True):
+    y = in_one_call(x, w, None, settings(keep_weight_columns=keep), F32)
+    x_col, nothing, w_saved, _link = y.grad_fn.saved_tensors
+    assert nothing is None
+    plan = y.grad_fn.plan
+    pairs = [(plan.quantized(Held((x_col, None), (x_col, None))).col, x, x_col)]
+    if keep:
+        pairs.append((plan.w_columns(w_saved), w, w_saved))
+    else:
+        assert w_saved.data_ptr() == w.data_ptr() and w_saved.dtype == F32
+    for got, t, saved in pairs:
+        want = ops.quantize_2d(t.detach(), "", "mxfp8_e4m3@sm90:8").col
         assert got[2:] == want[2:] and got.codes.stride() == want.codes.stride()
         assert torch.equal(got.codes, want.codes) and torch.equal(got.scales, want.scales)
-    held = sum(t.nbytes for operand in made for t in operand[:2])
-    assert saved.nbytes <= held + 16 * (70 + 70) + 4 * 256  # padding
+        held = want.codes.nbytes + want.scales.nbytes
+        assert saved.dtype == torch.uint8 and saved.nbytes <= held + 16 * 70 + 2 * 256  # padding
 
 
 class Watched(Tensor):
     """A subclass that sees what happens to it."""
 
 
-def test_watched_gradients_go_step_by_step():
+@pytest.mark.parametrize("keep", [False, True])
+def test_watched_gradients_go_step_by_step(keep):
     x, w, b = torch.randn(40, 70), torch.randn(33, 70), torch.randn(33)
-    call = x, w, b, settings(), F32
+    call = x, w, b, settings(keep_weight_columns=keep), F32
     grad = torch.randn(40, 33)
     expected = run(step_by_step, *call, grad)
     for needs in ((True, True, True), (True, False, True), (False, True, False)):
@@ -113,9 +127,10 @@ def test_watched_gradients_go_step_by_step():
             assert mine is None if not kept else torch.equal(mine, theirs)
 
 
-def test_hooks_of_saved_tensors_and_recomputation():
+@pytest.mark.parametrize("keep", [False, True])
+def test_hooks_of_saved_tensors_and_recomputation(keep):
     x, w = torch.randn(40, 70), torch.randn(33, 70)
-    call = x, w, None, settings(), F32, torch.randn(40, 33)
+    call = x, w, None, settings(keep_weight_columns=keep), F32, torch.randn(40, 33)
     expected, moved = run(step_by_step, *call), []
 
     def pack(t):
@@ -124,7 +139,7 @@ def test_hooks_of_saved_tensors_and_recomputation():
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         same(run(in_one_call, *call), expected)
-    assert [t.dtype for t in moved if t.numel()] == [torch.uint8]
+    assert [t.dtype for t in moved if t.numel()] == [torch.uint8, torch.uint8 if keep else F32]
 
     def elsewhere(t):  # neither contiguous nor aligned
         room = torch.zeros(2 * t.numel() + 1, dtype=t.dtype)[1:]
@@ -137,6 +152,17 @@ def test_hooks_of_saved_tensors_and_recomputation():
         return torch.utils.checkpoint.checkpoint(in_one_call, *args, use_reentrant=False)
 
     same(run(recomputed, *call), expected)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_an_input_gradient_is_added_to_another(keep):
+    x, w, grad = torch.randn(40, 70, requires_grad=True), torch.randn(33, 70), torch.randn(40, 33)
+    node = in_one_call(x, w.requires_grad_(), None, settings(keep_weight_columns=keep), F32).grad_fn
+    (codes, scales, held, _), before = node.saved_tensors, torch.randn(40, 70)
+    parts = (codes, scales), held, x.shape, (F32, F32, None)
+    dx, added = node.plan.backward(grad, *parts, None)[0], before.clone()
+    assert node.plan.backward(grad, *parts, added)[0] is added
+    assert torch.equal(added, before + dx)
 
 
 def test_a_second_derivative_is_refused():

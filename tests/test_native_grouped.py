@@ -20,7 +20,7 @@ from te_mx.dispatch.grouped_calls import Groups
 from te_mx.dispatch.groups import Bounds, host_bounds, k_of, rows_of
 from te_mx.ops import Epilogue, Mode, Operand, Stack, gemm_2d, quantize_2d
 from te_mx.ops.grouped_gemm import gemm_k, gemm_rows, kept_stack
-from te_mx.ops.grouped_quantize import quantize_grouped, quantize_weights
+from te_mx.ops.grouped_quantize import quantize_grouped, quantize_weights, weight_columns
 from te_mx.ops.quantize import parts_of
 from te_mx.runtime import workspace
 
@@ -132,15 +132,20 @@ def test_groups_of_k(
 
 
 @given(
-    rows=SIZES, cols=SIZES, count=st.integers(1, 5), dtype=DTYPES, seed=SEEDS, both=st.booleans()
-)
+    rows=SIZES, cols=SIZES, count=st.integers(1, 5), dtype=DTYPES, seed=SEEDS,
+    sides=st.sampled_from([(ROWS, ""), (ROWS, COLS), ("", COLS)]),
+)  # fmt: skip
 @settings(max_examples=10)
 def test_weights(
-    level: str, rows: int, cols: int, count: int, dtype: torch.dtype, seed: int, both: bool
-) -> None:
+    level: str, rows: int, cols: int, count: int, dtype: torch.dtype, seed: int,
+    sides: tuple[str, str],
+) -> None:  # fmt: skip
     weights = [tensor("row_scales", rows, cols, seed + i, dtype) for i in range(count)]
-    row, col = quantize_weights(weights, ROWS, COLS if both else "", rule="rceil")
-    assert (col is not None) == both
+    if sides[0]:
+        row, col = quantize_weights(weights, *sides, rule="rceil")
+    else:
+        row, col = None, weight_columns(weights, COLS, rule="rceil")
+    assert (row is not None, col is not None) == tuple(map(bool, sides))
     for i, weight in enumerate(weights):
         one = quantize_2d(weight, ROWS, COLS)
         for held, alone in ((row, one.row), (col, one.col)):

@@ -39,7 +39,7 @@ def test_settings():
     e4m3, e5m2 = "mxfp8_e4m3", "mxfp8_e5m2"
     plain = Settings(e4m3, e4m3, e4m3, "rceil", "adaptive", 8, None)
     assert MXFP8BlockScaling().settings == plain
-    assert plain[7:] == (False, False, False)  # wgrad_hp, one_copy, split_k
+    assert plain[7:] == (False,) * 4  # wgrad_hp, one_copy, split_k, keep_columns
     hybrid = MXFP8BlockScaling(fp8_format=Format.HYBRID, scale_rule="floor")
     assert hybrid.settings == plain._replace(g=e5m2, scale_rule="floor")
     changed = MXFP8BlockScaling(
@@ -49,6 +49,7 @@ def test_settings():
     assert changed.settings == Settings(
         e4m3, e4m3, e4m3, "rceil", "exact", 3, None, True, True, True
     )
+    assert MXFP8BlockScaling(keep_weight_columns=True).settings == plain._replace(keep_columns=True)
     kept = MXFP8BlockScaling(backward_override="dequantized")
     assert kept.settings == plain._replace(backward="dequantized")
 

@@ -64,15 +64,16 @@ def test_native_layers_equal_a_loop(hopper, **case) -> None:
     check_layer(**case)
 
 
-def test_one_call_each(hopper) -> None:
+@pytest.mark.parametrize("keep", [False, True])
+def test_one_call_each(hopper, keep) -> None:
     calls = hopper
     layer = te_mx.GroupedLinear(3, 64, 48, dtype=torch.bfloat16)
     x = torch.randn(60, 64, dtype=torch.bfloat16, requires_grad=True)
-    with te_mx.autocast():
+    with te_mx.autocast(recipe=te_mx.recipe.MXFP8BlockScaling(keep_weight_columns=keep)):
         layer(x, [20, 0, 33]).sum().backward()
     assert calls == [
         "quantize_grouped", "quantize_stacked", "gemm_rows",
-        "quantize_grouped", "gemm_rows", "gemm_k",
+        "quantize_grouped", *([] if keep else ["quantize_stacked"]), "gemm_rows", "gemm_k",
     ]  # fmt: skip
     found = te_mx.audit(layer)["(root)"]
     assert {found.fprop, found.dgrad, found.wgrad} == {"sm90_adaptive"}
@@ -85,15 +86,18 @@ def test_one_call_each(hopper) -> None:
     assert kept.row.spec == f"{E4M3}@sm90:8"
 
 
+@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("sizes", [(64, 48), (64, 64), (70, 44)], ids=str)
 @pytest.mark.parametrize("stacked", [False, True])
-def test_exact_layers_run_one_group_after_the_other(hopper, stacked: bool, sizes) -> None:
-    """On plain operands, each in cuBLAS; only the weights of all groups are quantized at once."""
+def test_exact_layers_run_one_group_after_the_other(hopper, stacked: bool, sizes, keep) -> None:
+    """On plain operands, each in cuBLAS; only the weights of all groups are quantized at once: both
+    directions in forward, or one each way."""
     layer = te_mx.GroupedLinear(3, *sizes, single_grouped_weight=stacked)
     x = torch.randn(60, sizes[0], requires_grad=True)
-    with te_mx.autocast(recipe=te_mx.recipe.MXFP8BlockScaling(precision="exact")):
+    recipe = te_mx.recipe.MXFP8BlockScaling(precision="exact", keep_weight_columns=keep)
+    with te_mx.autocast(recipe=recipe):
         assert_same_as_loop(layer, loop_of(layer), x.detach(), [20, 0, 33])
-        assert hopper == ["quantize_stacked"]
+        assert hopper == ["quantize_stacked"] * (1 if keep else 2)
         found = te_mx.audit(layer)["(root)"]
         assert {found.fprop, found.dgrad, found.wgrad} == {"sm90_exact"}
         for first in (True, False):

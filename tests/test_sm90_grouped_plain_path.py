@@ -22,6 +22,7 @@ from te_mx.ops.grouped_quantize import (
     columns_of_weights,
     quantize_grouped,
     quantize_weights,
+    weight_columns,
 )
 from te_mx.recipe import MXFP8BlockScaling
 
@@ -73,11 +74,14 @@ def test_plain_weights_give_the_bits_of_packed_ones(native, layout, capacity, k)
     assert native.count("pack_stacked") == 1 and native.count("gemm_rows") == 2
 
 
-@pytest.mark.parametrize("columnwise", [False, True])
-def test_plain_weights_are_quantized_as_each_alone(native, columnwise) -> None:
+@pytest.mark.parametrize("layouts", [("rows", ""), ("rows", "cols"), ("", "cols")])
+def test_plain_weights_are_quantized_as_each_alone(native, layouts) -> None:
     weights = [w.t().contiguous().t() for w in wild(3, 45, 70)]
-    specs = f"{E4M3}@rows", f"{E4M3}@cols" if columnwise else ""
-    made = quantize_weights(weights, *specs, rule="floor")
+    specs = [layout and f"{E4M3}@{layout}" for layout in layouts]
+    if specs[0]:
+        made = quantize_weights(weights, *specs, rule="floor")
+    else:
+        made = None, weight_columns(weights, specs[1], rule="floor")
     assert native == ["quantize_stacked"]
     reference = registry.kernels("quantize_weights")[-1]
     alone = reference.run(QuantizeWeights(weights, *specs, "floor"))
@@ -89,10 +93,10 @@ def test_plain_weights_are_quantized_as_each_alone(native, columnwise) -> None:
             equal(mine.scales, theirs.scales)
 
 
-@pytest.mark.parametrize("specs", [("rows", "rows"), ("", "cols"), ("sm90:8", "sm90:3")])
+@pytest.mark.parametrize("specs", [("rows", "rows"), ("sm90:8", "sm90:3")])
 @pytest.mark.filterwarnings("ignore:te_mx runs quantize on:te_mx.FallbackWarning")
 def test_other_forms_of_weights_are_made_one_by_one(native, specs) -> None:
-    """The native call makes rows and columns as they lie, or both packed alike."""
+    """The native call makes rows, columns or both: as they lie, or packed alike."""
     weights = wild(3, 64, 64)  # square, so that a transposed one would fit
     specs = [layout and f"{E4M3}@{layout}" for layout in specs]
     made = quantize_weights(weights, *specs, rule="rceil")

@@ -126,12 +126,15 @@ def gradients(layer, x, grad, **fields):
 
 def test_modules_ask_for_packed_operands(hopper_forms):
     layer, x = te_mx.Linear(70, 33), torch.randn(40, 70, requires_grad=True)
-    with te_mx.autocast(recipe=te_mx.recipe.MXFP8BlockScaling(alignment_spread=3)):
-        y = layer(x)
-    assert [kept.spec for kept in y.grad_fn.kept] == [f"{E4M3}@sm90:3"] * 2
-    with te_mx.autocast(recipe=te_mx.recipe.MXFP8BlockScaling(precision="exact")):
-        y = layer(x)
-    assert [kept.spec for kept in y.grad_fn.kept] == [f"{E4M3}@rows"] * 2
+    for fields, spec in (
+        ({"alignment_spread": 3}, f"{E4M3}@sm90:3"),
+        ({"precision": "exact"}, f"{E4M3}@rows"),
+    ):
+        for keep in (True, False):
+            recipe = te_mx.recipe.MXFP8BlockScaling(**fields, keep_weight_columns=keep)
+            with te_mx.autocast(recipe=recipe):
+                y = layer(x)
+            assert [kept.spec for kept in y.grad_fn.kept] == [spec, spec if keep else ""]
 
 
 @pytest.mark.parametrize("shape", [(40, 70, 33), (1, 1, 1), (130, 260, 140)])

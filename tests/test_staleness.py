@@ -104,19 +104,18 @@ def test_weight_norm_is_recomputed():
 # --------------------------------------------------------------------------- is_first_microbatch
 @pytest.fixture
 def weights_quantized(monkeypatch):
-    """How often a weight [33, 70] or [8, 40] was quantized: whether along its columns too."""
-    columns = []
+    """The times that a weight [33, 70] or [8, 40] was quantized: to "row", "col" or "both"."""
+    sides = []
     quantize = run.quantize
 
     def record(what):
         if tuple(what.x.shape) in ((33, 70), (8, 40)):
-            assert what.row
-            columns.append(bool(what.col))
+            sides.append("col" if not what.row else "both" if what.col else "row")
         return quantize(what)
 
     monkeypatch.setattr(run, "quantize", record)
     monkeypatch.setattr(one_call, "infer", lambda *_: None)  # which quantizes in native code
-    return columns
+    return sides
 
 
 def grads(layer, xs, first):
@@ -134,9 +133,10 @@ def grads(layer, xs, first):
 def test_caching_gives_the_bits_of_not_caching(weights_quantized):
     layer, xs = te_mx.Linear(70, 33), [torch.randn(20, 70) for _ in range(3)]
     expected = grads(layer, xs, None)
-    assert len(weights_quantized) == 3
+    assert weights_quantized == ["row", "col"] * 3  # forward, backward
+    weights_quantized.clear()
     got = grads(layer, xs, 0)
-    assert len(weights_quantized) == 4
+    assert weights_quantized == ["both"]
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
@@ -158,7 +158,7 @@ def test_false_without_anything_kept_quantizes(weights_quantized):
     with torch.no_grad(), te_mx.autocast():
         assert torch.equal(layer(x, is_first_microbatch=False), fresh(layer)(x))
         layer(x, is_first_microbatch=False)
-    assert len(weights_quantized) == 2  # the layer, and fresh
+    assert weights_quantized == ["row"] * 2  # the layer, and fresh
 
 
 def test_kept_rowwise_only_then_needed_for_backward(weights_quantized):
@@ -169,7 +169,7 @@ def test_kept_rowwise_only_then_needed_for_backward(weights_quantized):
         x.requires_grad_()
         for _ in range(2):
             layer(x, is_first_microbatch=False).sum().backward()
-    assert weights_quantized == [False, True]
+    assert weights_quantized == ["row", "both"]
 
 
 @pytest.mark.parametrize("change", ["recipe", "device", "load_state_dict"])

@@ -112,7 +112,8 @@ def _weights(
     kept, settings = call.kept, call.settings
     if kept is not None and (kept.row.layout.exact or not form.x.row.endswith("@rows")):
         return kept.row, kept.col
-    col = form.w.col if columns_now(weights[0], settings, need_dx) else ""
+    first = weights if isinstance(weights, Tensor) else weights[0]
+    col = form.w.col if columns_now(first, settings, need_dx) else ""
     return quantize_weights(weights, form.w.row, col, rule=form.rule)
 
 

@@ -1,9 +1,9 @@
 """The autograd function behind te_mx.Linear: the steps of autograd/steps.py, once forward and once
 back.
 
-Every tensor is read once: one quantize call makes all the directions that the call needs, and that
-of g also sums the bias gradient. Saved for backward are columnwise codes and scales only: 1.03
-bytes an element of x and of w in MXFP8, or what the recipe says instead.
+x and g are read once: one quantize call makes all the directions that the call needs, and that of g
+also sums the bias gradient. Saved for backward are the columnwise codes and scales of x, 1.03 bytes
+an element in MXFP8, and w itself, which backward quantizes again; or what the recipe says instead.
 """
 
 from __future__ import annotations

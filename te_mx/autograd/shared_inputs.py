@@ -5,8 +5,9 @@ An input is known by the very tensor object, its version and its memory; a few o
 each thread are remembered, as long as somebody else holds them and a region lasts. In-place
 operations on it, through views too, change its version. What is written through `.data`, which has
 versions of its own, may be written at any later time: memory that was ever reached so is left out
-(runtime/exposed.py). A write that torch does not see at all (NumPy, DLPack, another library's
-kernel) is not seen here either.
+(runtime/exposed.py). After a replay of a CUDA graph, which writes to tensors of its capture,
+nothing of before counts (runtime/replays.py). A write that torch gives no version is not seen here
+either: through NumPy, DLPack or a storage, by another library's kernel, by collectives in place.
 
 Operands are used on the stream that they were made on, and inside the CUDA graph capture that they
 were made in. Compiled code needs nothing of this: there layers ask for the same op on the same
@@ -28,7 +29,7 @@ from te_mx.dispatch.fused import Target
 from te_mx.dispatch.linear import Held, LinearPlan
 from te_mx.layouts.operand import Quantized
 from te_mx.ops.library import is_direct
-from te_mx.runtime import exposed, streams
+from te_mx.runtime import exposed, replays, streams
 
 _MOST = 2  # inputs that are remembered in a thread: a parallel block returns to its first one
 
@@ -37,17 +38,28 @@ class Entry:
     """An input and its operands: specs of the rowwise and the columnwise one ("" for none), their
     scale rule, and themselves in one of two forms."""
 
-    __slots__ = ("_quantized", "address", "col", "held", "place", "plan", "row", "rule", "siblings",
-                 "source", "version")  # fmt: skip
+    __slots__ = ("_quantized", "address", "col", "held", "place", "plan", "replays", "row", "rule",
+                 "siblings", "source", "version")  # fmt: skip
 
     def __init__(self, x: Tensor, place: tuple[int, int], row: str, col: str, rule: str) -> None:
         self.version, self.address, self.place = x._version, x.data_ptr(), place
+        self.replays = replays.count()
         self.row, self.col, self.rule = row, col, rule
         self.source: Callable[[], Tensor | None] = lambda: None  # a weak reference
         self.held: Held | None = None
         self.plan: LinearPlan | None = None
         self._quantized: Quantized | None = None
         self.siblings = Siblings()
+
+    def is_of(self, x: Tensor) -> bool:
+        """Whether x is as it was."""
+        return (
+            self.version == x._version
+            and self.address == x.data_ptr()
+            and self.replays == replays.count()
+            and not exposed.is_exposed(x)
+            and self.place == _place(x)
+        )
 
     def gives(self, row: str, col: str, rule: str) -> bool:
         """Whether this has what a layer asks for."""
@@ -79,6 +91,7 @@ class _Remembered(threading.local):
 
 _here = _Remembered()
 exposed.install()
+replays.install()
 
 
 def _place(x: Tensor) -> tuple[int, int] | None:
@@ -94,8 +107,7 @@ def entry_of(x: Tensor) -> Entry | None:
     """What is remembered of x, if it is still the same."""
     for entry in _here.entries:
         if entry.source() is x:
-            same = entry.version == x._version and entry.address == x.data_ptr()
-            if same and not exposed.is_exposed(x) and entry.place == _place(x):
+            if entry.is_of(x):
                 return entry
             _here.entries.remove(entry)
             return None
@@ -111,9 +123,9 @@ def _remember(x: Tensor, row: str, col: str, rule: str) -> Entry | None:
         return None
     entry, entries = Entry(x, place, row, col, rule), _here.entries
 
-    def gone(_: Any) -> None:
-        if entry in entries:
-            entries.remove(entry)
+    # Not of the entry itself: one that holds its own callback would live as long as x.
+    def gone(source: Any) -> None:
+        entries[:] = [e for e in entries if e.source is not source]
 
     entry.source = weakref.ref(x, gone)
     entries[:] = [entry, *(e for e in entries[: _MOST - 1] if e.source() is not x)]
@@ -149,7 +161,8 @@ def put_held(x: Tensor, plan: LinearPlan, rule: str, held: Held) -> None:
 
 def find(x: Tensor, target: Target) -> Quantized | None:
     """x quantized to a target, if a layer before did that."""
-    if torch.compiler.is_compiling() or not _here.entries:
+    # Who watches or traces the operators shall see that x is quantized.
+    if torch.compiler.is_compiling() or not _here.entries or not is_direct(x):
         return None
     entry = entry_of(x)
     if entry is None or not entry.gives(target.row, target.col, target.rule):

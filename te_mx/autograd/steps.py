@@ -119,7 +119,9 @@ def columns_now(weight: Tensor, settings: Settings, need_dx: bool) -> bool:
         return False
     if settings.keep_columns:
         return True
-    return not (torch.compiler.is_compiling() or weight.is_leaf or weight._is_view())
+    if torch.compiler.is_compiling() or weight.is_leaf:
+        return False
+    return not (weight._is_view() and weight._base.is_leaf)  # type: ignore[union-attr]
 
 
 def same_weight(one: Settings, other: Settings) -> bool:

@@ -1,5 +1,6 @@
-"""Memory that was reached through `Tensor.data`: writes there change no version that other tensors
-of the same memory would show, so what is remembered about them could become stale unseen.
+"""Memory that was reached through `Tensor.data`, or put into a tensor through it: writes there
+change no version that other tensors of the same memory would show, so what is remembered about them
+could become stale unseen.
 
 torch has no hook for it. `torch.Tensor.data` is replaced by a property that does the same and notes
 the memory, by its storage.
@@ -20,15 +21,16 @@ _limit = _MANY
 
 
 def is_exposed(x: Tensor) -> bool:
-    """Whether the memory of x was reached through `.data` of any tensor."""
+    """Whether the memory of x has more than one version: `.data` of any tensor reached it."""
     return bool(_noted) and x.untyped_storage()._cdata in _noted
 
 
 def _note(x: Tensor) -> None:
     global _limit
     try:
-        storage = x.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # no memory: sparse, fake, functorch's
+        with torch._C.DisableTorchFunctionSubclass():
+            storage = x.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # no memory: sparse, functorch's
         return
     key = storage._cdata
     if key in _noted:
@@ -50,12 +52,12 @@ class _Data:
         if x is None:
             return self
         made = _data.__get__(x, owner)
-        if type(x) is Tensor or type(x) is torch.nn.Parameter:
-            _note(x)
+        _note(x)
         return made
 
     def __set__(self, x: Tensor, value: Tensor) -> None:
         _data.__set__(x, value)
+        _note(value)
 
     def __delete__(self, x: Tensor) -> None:
         _data.__delete__(x)

@@ -204,7 +204,8 @@ def quantize_weights(data: st.DataObject, device: torch.device) -> Case:
     rows, cols, count = data.draw(SIZES), data.draw(SIZES), data.draw(st.integers(1, 3))
     first = matrix(data, rows, cols, device)
     weights = [first, *(torch.randn_like(first) for _ in range(count - 1))]
-    row, col = f"{fmt}@rows", data.draw(st.sampled_from(["", f"{fmt}@cols"]))
+    rows_of, cols_of = f"{fmt}@rows", f"{fmt}@cols"
+    row, col = data.draw(st.sampled_from([(rows_of, ""), (rows_of, cols_of), ("", cols_of)]))
     what = QuantizeWeights(weights, row, col, "rceil")
     problem = Problem(
         "quantize_weights", place_of(device), row, col, rows, cols, groups=count, ends="host",

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import te_mx
+from te_mx.autograd import shared_inputs
 from te_mx.recipe import MXFP8BlockScaling
 from te_mx.runtime import workspace
 
@@ -67,6 +68,60 @@ def captured(run):
     with torch.cuda.graph(graph):
         results = run()
     return graph, results
+
+
+def siblings():
+    torch.manual_seed(1)
+    return [te_mx.Linear(K, n, dtype=torch.bfloat16, device="cuda") for n in (N, 64, 64)]
+
+
+def test_layers_of_one_input_in_a_graph(recipe):
+    """They share what the capture made, which is nothing before a replay."""
+    layers, x = siblings(), data(0)[0].requires_grad_()
+
+    def forward_and_backward():
+        outputs = [each(x) for each in layers]
+        loss = sum(y.float().square().sum() for y in outputs)
+        parameters = [p for each in layers for p in each.parameters()]
+        return [*outputs, *torch.autograd.grad(loss, [x, *parameters])]
+
+    with te_mx.autocast(recipe=recipe):
+        graph, results = captured(forward_and_backward)
+        want = [each(x.detach()) for each in layers]
+        assert_same([each(x) for each in layers], want)
+        for seed in (1, 2):
+            with torch.no_grad():
+                x.copy_(data(seed)[0])
+            graph.replay()
+            got = [t.clone() for t in results]
+            assert_same(got, forward_and_backward())
+
+
+def test_a_replay_is_seen_where_its_output_is_an_input(recipe):
+    layer, x = siblings()[0], data(0)[0]
+    graph, made = captured(lambda: x * 2)
+    with torch.no_grad(), te_mx.autocast(recipe=recipe):
+        for seed in (0, 1, 2):
+            x.copy_(data(seed)[0])
+            graph.replay()
+            assert torch.equal(layer(made), layer(data(seed)[0] * 2))
+
+
+def test_another_stream_makes_its_own(recipe):
+    """Operands are not used where nothing waits for them."""
+    layers, x = siblings(), data(0)[0]
+    with te_mx.autocast(recipe=recipe):
+        want = [each(x.clone()) for each in layers]
+        torch.cuda.synchronize()
+        layers[0](x)
+        here = shared_inputs.entry_of(x)
+        beside = torch.cuda.Stream()
+        with torch.cuda.stream(beside):
+            assert shared_inputs.entry_of(x) is None
+            got = [each(x) for each in layers]
+            assert shared_inputs.entry_of(x) not in (None, here)
+        torch.cuda.synchronize()
+    assert_same(got, want)
 
 
 def use_the_cache(recipe):

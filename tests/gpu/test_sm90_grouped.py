@@ -18,6 +18,7 @@ import te_mx
 from te_mx.dispatch.groups import device_bounds
 from te_mx.layouts import sm90_groups as grouped_layout
 from te_mx.layouts.sm90_tiles import PackedOperand, packed_shapes
+from te_mx.ops import grouped_quantize
 from te_mx.recipe import Format, MXFP8BlockScaling
 
 sys.path.append(str(Path(__file__).parent.parent))
@@ -192,6 +193,17 @@ def test_products_have_the_bits_of_single_ones(case, capacity, config):
                                    accumulate=True, **one))  # fmt: skip
     for made in (y, dx):
         assert bool((made[~inside] == 0).all())
+
+
+def test_columns_of_weights_alone_are_those_beside_rows():
+    for number, (n, k) in enumerate(((48, 64), (130, 70), (1, 200))):
+        weights = [calls.data(n, k, KINDS[number], torch.bfloat16, seed=i) for i in range(5)]
+        spec = "mxfp8_e4m3@sm90:8"
+        _, beside = grouped_quantize.quantize_weights(weights, spec, spec, rule="rceil")
+        alone = grouped_quantize.weight_columns(weights, spec, rule="rceil")
+        assert alone[2:] == beside[2:]
+        equal(alone.codes, beside.codes)
+        assert torch.equal(alone.scales, beside.scales)
 
 
 def test_ends_that_the_host_uploads():

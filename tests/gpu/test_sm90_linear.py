@@ -244,18 +244,24 @@ def test_no_tokens(shape):
     assert not db.any()
 
 
-def test_what_is_saved_for_backward_is_one_byte_an_element():
+@pytest.mark.parametrize("precision", ["adaptive", "exact"])
+@pytest.mark.parametrize("keep", [False, True])
+def test_what_is_saved_for_backward_is_one_byte_an_element(keep, precision):
     linear = layer(1024, 2048)
     x = torch.randn(4096, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    sizes = []
+    sizes = {}
 
     def pack(t):
-        sizes.append(t.untyped_storage().nbytes())
+        sizes[t.data_ptr()] = t.untyped_storage().nbytes()
         return t
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), te_mx.autocast():
+    recipe = MXFP8BlockScaling(keep_weight_columns=keep, precision=precision)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), te_mx.autocast(recipe=recipe):
         linear(x)
-    assert sum(sizes) <= 1.04 * (x.numel() + linear.weight.numel())
+    parameter = sizes.pop(linear.weight.data_ptr(), None)
+    assert (parameter is None) == keep
+    elements = x.numel() + linear.weight.numel() * keep
+    assert elements <= sum(sizes.values()) <= 1.04 * elements
 
 
 def test_training_steps_are_the_same_in_every_run():

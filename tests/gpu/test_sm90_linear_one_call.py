@@ -40,6 +40,7 @@ def both(monkeypatch, layer, x, grad, **fields):
     for mine, theirs in zip(got, expected, strict=True):
         assert mine.dtype == theirs.dtype
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+    return got
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -48,20 +49,24 @@ def both(monkeypatch, layer, x, grad, **fields):
 def test_bits_of_one_step_after_the_other(monkeypatch, shape, dtype, bias):
     m, n, k = shape
     layer = te_mx.Linear(k, n, bias=bias, device="cuda", dtype=dtype)
-    both(monkeypatch, layer, randn(m, k, dtype=dtype), randn(m, n, dtype=dtype, seed=2))
+    call = monkeypatch, layer, randn(m, k, dtype=dtype), randn(m, n, dtype=dtype, seed=2)
+    again, kept = both(*call), both(*call, keep_weight_columns=True)
+    for mine, theirs in zip(again, kept, strict=True):
+        assert torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("needs", [(1, 0, 0), (0, 1, 0), (0, 1, 1), (1, 0, 1)], ids=str)
-def test_gradients_that_are_asked_for(monkeypatch, needs):
+def test_gradients_that_are_asked_for(monkeypatch, needs, keep):
     layer = te_mx.Linear(200, 136, device="cuda", dtype=BF16)
     layer.weight.requires_grad_(bool(needs[1])), layer.bias.requires_grad_(bool(needs[2]))
     x, grad = randn(72, 200), randn(72, 136, seed=2)
-    made = []
+    made, recipe = [], te_mx.recipe.MXFP8BlockScaling(keep_weight_columns=keep)
     for kernel_of in (one_call.kernel_of, lambda *args: None):
         monkeypatch.setattr(one_call, "kernel_of", kernel_of)
         layer.zero_grad()
         leaf = x.detach().requires_grad_(bool(needs[0]))
-        with te_mx.autocast():
+        with te_mx.autocast(recipe=recipe):
             layer(leaf).backward(grad)
         made.append([leaf.grad, layer.weight.grad, layer.bias.grad])
     for mine, theirs, needed in zip(*made, needs, strict=True):
@@ -72,7 +77,11 @@ def test_gradients_that_are_asked_for(monkeypatch, needs):
 def test_strides_formats_and_leading_dimensions(monkeypatch):
     layer = te_mx.Linear(200, 136, device="cuda", dtype=F32)
     x = randn(3, 200, 40).transpose(1, 2)
-    for fields in ({}, {"scale_rule": "floor", "alignment_spread": 2}):
+    for fields in (
+        {},
+        {"keep_weight_columns": True},
+        {"scale_rule": "floor", "alignment_spread": 2},
+    ):
         for fmt in (te_mx.recipe.Format.E4M3, te_mx.recipe.Format.HYBRID):
             grad = randn(136, dtype=BF16, seed=2).expand(3, 40, 136)
             both(monkeypatch, layer, x, grad, fp8_format=fmt, **fields)
@@ -91,9 +100,49 @@ def test_a_large_x_and_a_gradient_of_sum(monkeypatch):
 def test_the_native_rooms_are_those_of_the_operands():
     for m, n, k in SHAPES:
         for needs in ((True, True), (True, False), (False, True)):
-            shape = binding_linear.Shape(m, n, k, *needs)
-            room, size = binding_linear.rooms(shape), binding.native().packed_bytes
-            assert room.temp == size(m, k)[0] + size(n, k)[0]
-            assert room.saved == needs[0] * size(k, m)[0] + needs[1] * size(k, n)[0]
-            held = needs[1] * size(m, n)[0] + needs[0] * size(n, m)[0]
-            assert room.backward_temp >= held + 4 * ((m + 127) // 128) * n
+            for kept in (False, needs[1]):
+                shape = binding_linear.Shape(m, n, k, *needs, kept)
+                room, size = binding_linear.rooms(shape), binding.native().packed_bytes
+                assert room.temp == size(n, k)[0]
+                for place, sizes in ((room.x_row, (m, k)), (room.x_col, (k, m)),
+                                     (room.w_col, (k, n))):  # fmt: skip
+                    assert place == (0, size(*sizes)[1], size(*sizes)[0])
+                held = needs[1] * size(m, n)[0] + needs[0] * size(n, m)[0]
+                held += (needs[1] and not kept) * size(k, n)[0]
+                assert room.backward_temp >= held + 4 * ((m + 127) // 128) * n
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_layers_of_one_input_read_one_copy(keep):
+    """The first quantizes it, in one call or step by step; the others take what it made."""
+    layers = [te_mx.Linear(328, n, device="cuda", dtype=BF16) for n in (136, 64, 200)]
+    fused = te_mx.LayerNormMLP(328, 96, normalization=None, device="cuda", dtype=BF16)
+    x, grads = randn(200, 328), [randn(200, n, seed=2) for n in (136, 64, 200, 328)]
+    recipe = te_mx.recipe.MXFP8BlockScaling(keep_weight_columns=keep)
+    for order in ((*layers, fused), (fused, *layers)):
+        results = []
+        for shared in (True, False):
+            leaf, made = x.detach().requires_grad_(), []
+            with te_mx.autocast(recipe=recipe):
+                outputs = [each(leaf if shared else leaf.clone()) for each in order]
+            for each, y in zip(order, outputs, strict=True):
+                grad = grads[-1] if each is fused else grads[layers.index(each)]
+                made += [y, *torch.autograd.grad(y, [leaf, *each.parameters()], grad)]
+            results.append(made)
+        for mine, theirs in zip(*results, strict=True):
+            assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_an_input_gradient_is_added_to_another(keep):
+    m, n, k = 200, 136, 328
+    layer, x = te_mx.Linear(k, n, bias=False, device="cuda", dtype=BF16), randn(m, k)
+    with te_mx.autocast(recipe=te_mx.recipe.MXFP8BlockScaling(keep_weight_columns=keep)):
+        y = layer(x.requires_grad_())
+    node, grad = y.grad_fn, randn(m, n, seed=3)
+    (codes, scales, held, _), before = node.saved_tensors, randn(m, k, seed=4, dtype=F32)
+    parts = (codes, scales), held, x.shape, (F32, BF16, None)
+    dx = node.plan.backward(grad, *parts, None)[0]
+    got = before.clone()
+    added = node.plan.backward(grad, *parts, got)[0]
+    assert added is got and torch.equal(got, before + dx)

@@ -31,7 +31,7 @@ from malformed_tensors import (
     output,
 )
 from module_calls import FORWARD, inputs, module, trained
-from other_calls import OVERRIDE
+from other_calls import FLAGS, OVERRIDE
 
 import te_mx
 from te_mx import formats, recipe
@@ -85,11 +85,12 @@ BLOCK_SCALING = Call(
     "te_mx.recipe.BlockScaling", lambda d: recipe.BlockScaling,
     lambda d: {"x": "mxfp4", "w": "mxfp6_e2m3", "g": "mxfp8_e5m2", "scale_rule": "even",
                "backward_override": None, "precision": "adaptive", "alignment_spread": 8,
-               "wgrad_with_hp": False, "one_copy_weights": False, "split_k": False},
+               "wgrad_with_hp": False, "one_copy_weights": False, "split_k": False,
+               "keep_weight_columns": False},
     {**dict.fromkeys(("x", "w", "g"), FORMAT), "backward_override": OVERRIDE,
      "scale_rule": WORD | UPPER_CASE, "precision": WORD | UPPER_CASE,
      "alignment_spread": COUNT | values(nine=9),
-     **dict.fromkeys(("wgrad_with_hp", "one_copy_weights", "split_k"), FLAG)},
+     **dict.fromkeys(FLAGS, FLAG)},
 )  # fmt: skip
 
 

@@ -57,20 +57,22 @@ def _double(x: int = 2) -> int:
     return 2 * x
 
 
+FLAGS = ("wgrad_with_hp", "one_copy_weights", "split_k", "keep_weight_columns")
 RECIPES = (
     Call(
         "te_mx.recipe.MXFP8BlockScaling", lambda d: recipe.MXFP8BlockScaling,
         lambda d: {"margin": 0, "fp8_format": recipe.Format.E4M3, "fp8_dpa": False,
                    "fp8_mha": False, "backward_override": None, "enable_2d_quantization": False,
                    "scale_rule": "rceil", "precision": "adaptive", "alignment_spread": 8,
-                   "wgrad_with_hp": False, "one_copy_weights": False, "split_k": False},
+                   "wgrad_with_hp": False, "one_copy_weights": False, "split_k": False,
+                   "keep_weight_columns": False},
         {"margin": COUNT | values(one=1),
          "fp8_format": other_than() | values(its_name="E4M3", E5M2=recipe.Format.E5M2,
                                              its_value=recipe.Format.E4M3.value),
          **dict.fromkeys(("fp8_dpa", "fp8_mha", "enable_2d_quantization"), ONLY_FALSE),
          "backward_override": OVERRIDE, "scale_rule": WORD | UPPER_CASE,
          "precision": WORD | UPPER_CASE, "alignment_spread": COUNT | values(nine=9),
-         **dict.fromkeys(("wgrad_with_hp", "one_copy_weights", "split_k"), FLAG)},
+         **dict.fromkeys(FLAGS, FLAG)},
     ),
     Call(
         "te_mx.recipe.resolve_recipe", lambda d: recipe.resolve_recipe,
