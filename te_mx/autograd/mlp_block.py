@@ -36,7 +36,7 @@ from te_mx.autograd.shapes import flatten, shaped, unflatten
 from te_mx.autograd.steps import DGRAD, FPROP, WGRAD
 from te_mx.autograd.wgrad import WeightGradient
 from te_mx.dispatch.fused import Activation, ActStep
-from te_mx.ops import Operand, Quantized, Target, quantized
+from te_mx.ops import Operand, Quantized, Target
 from te_mx.ops.fused import act_quantize_2d
 from te_mx.recipes.settings import Settings
 from te_mx.runtime.ran import LAST_RUN
@@ -74,9 +74,12 @@ def _joined(parts: Sequence[Any]) -> Any:
 
 def _makes_again(call: Call, plan_a: steps.Input) -> bool:
     """Whether backward makes the columnwise codes of a again, of h: one more read of h against
-    1.03 bytes an element kept. GELU inside a GEMM reads the sums before they are rounded to h, so
-    its codes cannot be made again."""
-    return call.act.gelu_form is None and not plan_a.keep and bool(plan_a.target.col)
+    1.03 bytes an element kept. Compiled code, which keeps less of everything else, keeps them: the
+    read is 1 % of a step. GELU inside a GEMM reads the sums before they are rounded to h, so its
+    codes cannot be made again."""
+    if torch.compiler.is_compiling() or call.act.gelu_form is not None:
+        return False
+    return not plan_a.keep and bool(plan_a.target.col)
 
 
 def _quantized(
@@ -89,9 +92,7 @@ def _quantized(
         q = shared_inputs.find(x, plan.target._replace(col=""))
     if q is not None:
         return q, *steps.weight_operands(None, w1, settings, need_dx)
-    made = steps.input_and_weight(flatten(x), plan, None, w1, settings, need_dx)
-    shared_inputs.put(x, plan.target, made[0])
-    return made
+    return steps.input_and_weight(x, plan, None, w1, settings, need_dx)
 
 
 def _kept_of(
@@ -271,10 +272,7 @@ def _activated_apart(
     """a, quantized, of few tokens: weights that are larger than x are not joined, but what they
     make."""
     settings = call.settings
-    q = shared_inputs.find(x, plan.target)
-    if q is None:
-        q = quantized(flatten(x), plan.target)
-        shared_inputs.put(x, plan.target, q)
+    q = steps.quantized_input(x, plan)
     assert q.row is not None
     parts = []
     for weight, bias, tag in zip(weights, biases, call.tags, strict=False):
