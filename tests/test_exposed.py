@@ -130,7 +130,11 @@ def test_the_setter_is_that_of_torch():
     identity = id(x)
     x.data = other
     assert id(x) == identity and x.data_ptr() == other.data_ptr() and x.requires_grad
-    for value, error in ((1, TypeError), (None, TypeError), (torch.eye(3).to_sparse(), RuntimeError)):
+    for value, error in (
+        (1, TypeError),
+        (None, TypeError),
+        (torch.eye(3).to_sparse(), RuntimeError),
+    ):
         with pytest.raises(error):
             x.data = value
         with pytest.raises(error):
