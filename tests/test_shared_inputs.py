@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import te_mx
 from te_mx.autograd import shared_inputs
 from te_mx.recipe import Format, MXFP8BlockScaling
-from te_mx.runtime import replays, streams
+from te_mx.runtime import replays
 
 RECIPES = {
     "default": MXFP8BlockScaling(),
@@ -266,55 +266,3 @@ def test_threads_do_not_see_each_others():
         thread.join()
         assert mine is not None and shared_inputs.entry_of(x) is mine
     assert seen[0] is None and torch.equal(seen[1], want) and seen[2] not in (None, mine)
-
-
-def test_streams_and_captures_do_not_see_each_others(monkeypatch, reads):
-    layer, x, place = qkv()[0], torch.randn(ROWS, IN), (1, 0)
-    monkeypatch.setattr(shared_inputs, "_place", lambda _: place)
-    with te_mx.autocast():
-        for place, count in (((1, 0), 1), ((1, 0), 1), ((2, 0), 2), ((1, 0), 3), ((1, 7), 4),
-                             ((1, 7), 4), ((1, 8), 5), (None, 6), (None, 7), ((1, 8), 8)):  # fmt: skip
-            layer(x)
-            assert len(reads) == count, place
-
-
-def test_the_number_of_a_capture(monkeypatch):
-    device, captured = torch.device("cuda", 0), False
-    monkeypatch.setattr(streams, "capturing", lambda _: captured)
-    monkeypatch.setattr(streams, "current", lambda _: 77)
-    monkeypatch.setattr(streams, "capture_number", None)
-    assert streams.capture(device) == 0
-    captured = True
-    assert streams.capture(device) is None  # one that nobody can name
-    monkeypatch.setattr(streams, "capture_number", {77: 5}.get)
-    assert streams.capture(device) == 5
-
-    class Cuda:
-        is_cuda, device = True, torch.device("cuda", 0)
-
-    assert shared_inputs._place(Cuda()) == (77, 5)
-    monkeypatch.setattr(streams, "capture_number", None)
-    assert shared_inputs._place(Cuda()) is None
-    assert shared_inputs._place(torch.empty(0)) == (0, 0)
-
-
-def test_watchers_see_every_read(reads):
-    """Profilers, dispatch modes and transforms are shown what a layer does, and leave nothing."""
-    layer, x = qkv()[0], torch.randn(ROWS, IN)
-
-    class Mode(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            return func(*args, **(kwargs or {}))
-
-    with te_mx.autocast():
-        want = layer(x)
-        for count, mode in enumerate((Mode(), torch.overrides.BaseTorchFunctionMode()), 2):
-            with mode:
-                assert torch.equal(layer(x), want)
-            assert len(reads) == count
-        with torch.inference_mode():
-            other = torch.randn(ROWS, IN)
-            layer(other), layer(other)
-        assert len(reads) == 5 and shared_inputs.entry_of(other) is None
-        traced = torch.fx.experimental.proxy_tensor.make_fx(layer)(x)
-        assert torch.equal(traced(2 * x), layer(2 * x))
