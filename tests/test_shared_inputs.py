@@ -60,9 +60,10 @@ def test_one_read_and_the_bits_of_copies(reads, recipe, shape, dtype):
     reads.clear()
     got = step(layers, x, together, RECIPES[recipe])
     assert len(reads) == count // 3
-    if dtype != torch.float32:  # of partial sums, one addition or the other is rounded
+    if dtype != torch.float32:
+        # Five roundings of copies' gradients and sums, three of sums in the GEMMs: half an ulp.
         alone = [step([layer], x, together, RECIPES[recipe])[1] for layer in layers]
-        bound = 2.0**-7 * sum(dx.abs().float() for dx in alone)
+        bound = 8 * 2.0**-9 * sum(dx.abs().float() for dx in alone)
         mine, theirs = got.pop(len(layers)), want.pop(len(layers))
         assert ((mine.float() - theirs.float()).abs() <= bound).all()
     assert_same(got, want)
