@@ -129,6 +129,10 @@ def other_data(x: Tensor) -> None:
     x.data = torch.randn_like(x)
 
 
+def other_data_unseen(x: Tensor) -> None:
+    torch._C.TensorBase.data.__set__(x, torch.randn_like(x))
+
+
 def other_memory(x: Tensor) -> None:
     x.set_(torch.randn_like(x))
 
@@ -148,7 +152,7 @@ def by_a_replay(x: Tensor) -> None:
 CHANGES = [
     by_method, of_a_view, of_the_base, of_a_detached_alias, by_index, by_out, by_foreach,
     through_data, through_data_of_a_view, through_data_of_the_base, through_detached_data,
-    other_data, other_memory, by_an_optimizer, by_a_replay,
+    other_data, other_data_unseen, other_memory, by_an_optimizer, by_a_replay,
 ]  # fmt: skip
 
 
@@ -177,6 +181,7 @@ def test_an_alias_through_data_from_before_and_one_from_in_between(reads):
             layers[0](x)
             alias = x.data if alias is None else alias
             layers[1](x)
+            assert entries() == []
             alias.add_(1)  # changes no version that x shows
             assert_same(together(layers, x), separate(layers, x))
     other, x = torch.randn(ROWS, IN), torch.randn(ROWS, IN)

@@ -259,15 +259,16 @@ def test_how_often_hopper_quantizes(hopper, order):
     assert given == [False, True]
 
 
-def test_saved_once_on_hopper(hopper):
+@pytest.mark.parametrize("keep", [False, True])
+def test_saved_once_on_hopper(hopper, keep):
     layers, x = qkv(), torch.randn(ROWS, IN, requires_grad=True)
-    with te_mx.autocast():
+    with te_mx.autocast(recipe=MXFP8BlockScaling(keep_weight_columns=keep)):
         nodes = [y.grad_fn for y in together(layers, x)]
         entry = shared_inputs.entry_of(x)
     assert {type(node).__name__ for node in nodes} == {"OneCallLinearBackward"}
     assert len({node.saved_tensors[0].data_ptr() for node in nodes}) == 1
     assert nodes[0].saved_tensors[0].data_ptr() == entry.held.x_col[0].data_ptr()
-    assert entry.held.w_col is None
+    assert entry.held.w_col is None  # which belongs to one layer
 
 
 @pytest.mark.parametrize("by_steps", [True, False])
