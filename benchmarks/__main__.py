@@ -54,6 +54,7 @@ CUDA_BENCHMARKS: dict[str, Callable[[GpuContext], Iterator[Row]]] = {
     "linear_cuda": bench_linear_cuda.linear,
     "grouped_cuda": bench_grouped_cuda.grouped,
     "grouped_plain_cuda": bench_grouped_plain_cuda.plain,
+    "linear_kept_cuda": bench_linear_cuda.kept,
     "overhead_cuda": bench_linear_cuda.host,
     "overhead_gemm_cuda": bench_linear_cuda.host_gemm,
     "graph_cuda": bench_linear_cuda.graph,

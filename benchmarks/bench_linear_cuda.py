@@ -1,6 +1,7 @@
 """Linear layers, the quantizer and fixed costs on a Hopper GPU."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -77,6 +78,28 @@ def linear(context: GpuContext) -> Iterator[Row]:
             *context.compute(6 * m * n * k, seconds), "nn.Linear bf16",
             times.ratio("bf16", "ours"), target,
             context.compute(6 * m * n * k, times.seconds("bf16"))[0],
+        )  # fmt: skip
+
+
+def kept(context: GpuContext) -> Iterator[Row]:
+    """What weights cost that backward quantizes again, beside columns kept from forward on."""
+    recipes = {"again": None, "kept": te_mx.recipe.MXFP8BlockScaling(keep_weight_columns=True)}
+    for shape, _ in context.pick(LINEAR, [(QUICK, Target(1.35, 1.6))]):
+        m, n, k = shape
+        layer = Layer(context, te_mx.Linear, shape, context.sets(2 * (m * k + n * k + m * n)))
+
+        def step(i: int, layer: Layer = layer, recipe: object = None) -> None:
+            with te_mx.autocast(recipe=recipe):
+                layer.step(i)
+
+        calls = {name: partial(step, recipe=recipe) for name, recipe in recipes.items()}
+        times = interleaved(calls, context.effort, clock=context.clock)
+        seconds = times.seconds("again")
+        yield Row(
+            "linear made again", f"{m} {n} {k}", layer.kernel, seconds * 1e6,
+            *context.compute(6 * m * n * k, seconds), "keep_weight_columns=True",
+            times.ratio("kept", "again"), None,
+            context.compute(6 * m * n * k, times.seconds("kept"))[0],
         )  # fmt: skip
 
 

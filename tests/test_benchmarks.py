@@ -74,6 +74,7 @@ CUDA_ROWS = {
     ),
     "layernorm_mlp_cuda": dict.fromkeys(("mlp gelu f+b", "mlp swiglu f+b")),
     "linear_cuda": {"linear fwd+bwd": (1.35, 1.6)},
+    "linear_kept_cuda": {"linear made again": None},
     "grouped_cuda": {
         "grouped fprop": (1.4, 1.8),
         "grouped dgrad": (1.4, 1.8),
