@@ -37,7 +37,7 @@ class TitanExperts(ExpertsModule):
         weight = getattr(self, key)
         return weight.to_local() if hasattr(weight, "to_local") else weight
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _te_mx_forward(self, *args: Any, **kwargs: Any) -> Any:
         """(tokens [R, dim] sorted by expert, how many each expert has [E]) -> [R, dim]; rows behind
         the last expert's are 0."""
         if args and isinstance(args[0], Proxy):

@@ -45,7 +45,7 @@ class TransformersExperts(ExpertsModule):
     def _transposed(self) -> bool:
         return bool(getattr(self, "is_transposed", False))
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _te_mx_forward(self, *args: Any, **kwargs: Any) -> Any:
         """(hidden states [T, H], experts of each token [T, k], their weights [T, k]) -> [T, H].
 
         In MXFP8 inside `te_mx.autocast`, in every detail what the class does outside.
