@@ -103,6 +103,8 @@ def _why_not(module: nn.Module) -> str:
 
 
 def _shape(module: nn.Module) -> str:
+    if isinstance(module, TitanExperts):
+        return module._widths()
     names = _names(module)
     if not names or any(getattr(module, name).dim() != 3 for name in names):
         return ""

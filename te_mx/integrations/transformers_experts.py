@@ -164,6 +164,8 @@ def _why_not(module: nn.Module) -> str:
 
 def _shape(module: Any) -> str:
     """E x in -> inner -> out."""
+    if isinstance(module, TransformersExperts):
+        return module._widths()
     first, last = (getattr(module, key, None) for key in keys_of(module))
     if first is None or last is None or first.dim() != 3 or last.dim() != 3:
         return ""

@@ -40,6 +40,11 @@ class ExpertsModule(Reclassed, MXModule):
         weight: Tensor = getattr(self, key)
         return weight.transpose(-2, -1) if self._transposed else weight
 
+    def _widths(self) -> str:
+        """E x in -> inner -> out, as a report shows it; also where only codes are left."""
+        first, last = (self._shape_of(self._weight_keys[i]) for i in (0, -1))
+        return f"{first[0]} x {first[2]} -> {first[1]} -> {last[1]}"
+
     # --------------------------------------------------------------------------- running a forward
     def _product(
         self, x_RK: Tensor, offs: Tensor, key: str, bias_EN: Tensor | None, settings: Settings
