@@ -24,8 +24,8 @@ except ModuleNotFoundError as _error:
 from te_mx import formats, recipe
 from te_mx.audit import audit
 from te_mx.context import autocast, fp8_autocast
-from te_mx.conversion_report import ConversionReport
-from te_mx.convert import convert_model, revert_model
+from te_mx.conversion.report import ConversionReport
+from te_mx.convert import convert_model
 from te_mx.explain import Explanation, FallbackWarning, explain
 from te_mx.explain_grouped import GroupedExplanation, explain_grouped
 from te_mx.frozen import freeze_weights, unfreeze_weights
@@ -36,6 +36,7 @@ from te_mx.inspection import InspectionReport, inspect
 from te_mx.nn import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
 from te_mx.nn.converted import ConversionWarning
 from te_mx.recipe import get_default_recipe, is_mxfp8_available
+from te_mx.revert import revert_model
 from te_mx.runtime import workspace
 from te_mx.saved_bytes import record_saved
 from te_mx.selective import checkpoint_ops

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from te_mx.arguments import check_flag, check_module, shown
 from te_mx.autograd.steps import GEMMS
 from te_mx.nn.mx_module import MXModule
-from te_mx.nn.reclassed import RAN, Reclassed
+from te_mx.nn.reclassed import Reclassed
+from te_mx.nn.surroundings import RAN
 from te_mx.report import table
 from te_mx.runtime.ran import LAST_RUN, was_read
 from te_mx.saved_bytes import Recorded, Saved, recorded, saved_by

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import te_mx
-from te_mx import auto_filter
+from te_mx.conversion import auto_filter
 from te_mx.dispatch.cost import Costs, costs_of, predict, register_costs
 from te_mx.recipe import BlockScaling, MXFP8BlockScaling, get_default_recipe
 

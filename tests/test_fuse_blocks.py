@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import te_mx
-from te_mx.nn.reclassed import RAN
+from te_mx.nn.surroundings import RAN
 from te_mx.recipe import MXFP8BlockScaling
 
 BF16 = torch.bfloat16

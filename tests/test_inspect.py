@@ -75,7 +75,9 @@ def test_x_w_and_g_are_those_of_the_layer():
     check(report, "3", expected(a, model[3].weight, dy))
 
 
-@pytest.mark.parametrize("change", ["frozen", "converted", "fused", "compiled", "no_grad", "bare"])
+@pytest.mark.parametrize(
+    "change", ["frozen", "converted", "bound", "fused", "compiled", "no_grad", "bare"]
+)
 def test_the_same_numbers_for(change):
     """However the model is wrapped, and whatever requires a gradient."""
     model, x = mlp(), torch.randn(50, 64)
@@ -84,6 +86,8 @@ def test_the_same_numbers_for(change):
         model.requires_grad_(False)
     elif change == "converted":
         te_mx.convert_model(model)
+    elif change == "bound":
+        te_mx.convert_model(model, recipe=te_mx.get_default_recipe())
     elif change == "fused":
         te_mx.convert_model(model, fuse=True)
     elif change == "compiled":

@@ -119,6 +119,10 @@ def test_bits_of_a_loop_of_linears(titan, kind, counted):
     with torch.no_grad(), te_mx.autocast():
         te_mx.freeze_weights(experts, drop_master=True)
         assert torch.equal(experts(x, counts), out)
+        (row,) = te_mx.convert_model(experts, recipe=te_mx.get_default_recipe())
+        assert row[1:3] == ("bound", "4 x 64 -> 40 -> 64")  # of what is left
+    assert torch.equal(experts(x.detach(), counts), out)
+    with torch.no_grad():
         te_mx.unfreeze_weights(experts, dequantize=True)
     te_mx.revert_model(experts)
     assert type(experts).__mro__[1] is kind

@@ -221,7 +221,7 @@ def test_gates_that_are_not_fused():
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
 def test_frozen(kind):
     experts = stand_alone(kind)
-    te_mx.convert_model(experts)
+    report = te_mx.convert_model(experts)
     x, index, scores = (t.detach() for t in routed())
     masters = copy.deepcopy(experts.state_dict())
     with torch.no_grad(), te_mx.autocast():
@@ -233,7 +233,9 @@ def test_frozen(kind):
         experts.down_proj.div_(2)
         te_mx.freeze_weights(experts, drop_master=True)
         assert torch.equal(experts(x, index, scores), out)
-        assert "unfreeze_weights" in te_mx.revert_model(experts).skipped["(root)"]
+        (row,) = te_mx.revert_model(experts)
+        assert row.status == "skipped" and "unfreeze_weights" in row.note
+        assert row.shape == report.layers[0].shape != ""
         other = stand_alone(kind)
         te_mx.convert_model(other)
         other.load_state_dict(experts.state_dict())

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from te_mx import formats as all_formats
 from te_mx.arguments import check_flag, check_module, check_size, is_one_of, shown
+from te_mx.conversion.matrices import matrices_of
 from te_mx.formats import Format
 from te_mx.inspection.collect import Watch
 from te_mx.inspection.layers import Layer, layers_of, untouched
 from te_mx.inspection.report import About, InspectionReport, readings_of
 from te_mx.layouts import sm90_tiles
-from te_mx.matrices import matrices_of
 
 STAND_IN = "half the sum of squares of the output, a stand-in"
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from te_mx import context
 from te_mx.arguments import is_dense
+from te_mx.context import Region, active_region, entered_again
 from te_mx.nn.checks import FLOATS
 from te_mx.nn.grouped_linear import GroupedLinear
 from te_mx.nn.mx_module import MXModule
@@ -109,7 +109,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
                 held = {key: words[key] for key in (*_LEFT, *_OFF) if key in words}
                 stack.callback(_restore_words, words, held)
                 _restore_words(words, dict.fromkeys(_OFF, False))
-        stack.enter_context(context.entered(None, None))
+        # A region where MXFP8 is off wins over recipes that are bound.
+        stack.enter_context(entered_again(Region(None, None, active_region())))
         yield
 
 

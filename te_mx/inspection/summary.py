@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from te_mx import formats
 from te_mx.autograd.steps import GEMMS
-from te_mx.matrices import left_of
+from te_mx.conversion.matrices import left_of
 from te_mx.report import table
 
 if TYPE_CHECKING:

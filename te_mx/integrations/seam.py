@@ -1,8 +1,5 @@
-"""How a module of another library runs in MXFP8 in place: its class becomes a subclass of its own
-class, made when it is first needed.
-
-So isinstance, names, parameters, hooks and the state_dict stay, and outside of te_mx.autocast the
-forward is the one that the class had.
+"""What convert_model has to know of layers of another library that run in MXFP8 in place
+(nn/reclassed.py): outside of te_mx.autocast their forward is the one that their class had.
 """
 
 from __future__ import annotations
@@ -16,6 +13,7 @@ from torch.nn.utils import parametrize
 from te_mx.dispatch.fused import Activation
 from te_mx.nn.checks import FLOATS
 from te_mx.nn.mx_module import MXModule
+from te_mx.nn.reclassed import Reclassed
 
 
 class Seam(NamedTuple):
@@ -30,42 +28,9 @@ class Seam(NamedTuple):
     gate: Callable[[nn.Module], Activation | str] | None = None
 
 
-class InPlace:
-    """Mixin of the classes that `class_of` makes, before all others."""
-
-    _plain_class: type[nn.Module]
-    _mixin: type[MXModule]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # pickle finds classes by name, and these have none.
-        state = self.__getstate__()  # type: ignore[attr-defined]
-        return made_again, (self._mixin, self._plain_class), state
-
-
-_made: dict[tuple[type, type], type[nn.Module]] = {}
-
-
-def class_of(mixin: type[MXModule], plain: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of a module's class that runs in MXFP8. It keeps the name of the class, which
-    wrapping policies go by."""
-    if (mixin, plain) not in _made:
-        body = {
-            "_plain_class": plain, "_mixin": mixin, "__module__": plain.__module__,
-            "__qualname__": plain.__qualname__, "__doc__": plain.__doc__,
-        }  # fmt: skip
-        _made[mixin, plain] = type(plain.__name__, (InPlace, mixin, plain), body)
-    return _made[mixin, plain]
-
-
-def made_again(mixin: type[MXModule], plain: type[nn.Module]) -> nn.Module:
-    """An empty module for pickle and copy to fill."""
-    made = class_of(mixin, plain)
-    return made.__new__(made)
-
-
 def why_not_in_place(module: nn.Module) -> str:
     """What keeps any module from another class, or an empty string."""
-    if isinstance(module, InPlace):
+    if isinstance(module, Reclassed):
         return "already runs in MXFP8"
     if isinstance(module, MXModule):
         return f"already a te_mx.{type(module).__name__}"

@@ -37,7 +37,7 @@ class TitanExperts(ExpertsModule):
         weight = getattr(self, key)
         return weight.to_local() if hasattr(weight, "to_local") else weight
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _te_mx_forward(self, *args: Any, **kwargs: Any) -> Any:
         """(tokens [R, dim] sorted by expert, how many each expert has [E]) -> [R, dim]; rows behind
         the last expert's are 0."""
         if args and isinstance(args[0], Proxy):
@@ -103,6 +103,8 @@ def _why_not(module: nn.Module) -> str:
 
 
 def _shape(module: nn.Module) -> str:
+    if isinstance(module, TitanExperts):
+        return module._widths()
     names = _names(module)
     if not names or any(getattr(module, name).dim() != 3 for name in names):
         return ""

@@ -45,7 +45,7 @@ class TransformersExperts(ExpertsModule):
     def _transposed(self) -> bool:
         return bool(getattr(self, "is_transposed", False))
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _te_mx_forward(self, *args: Any, **kwargs: Any) -> Any:
         """(hidden states [T, H], experts of each token [T, k], their weights [T, k]) -> [T, H].
 
         In MXFP8 inside `te_mx.autocast`, in every detail what the class does outside.
@@ -164,6 +164,8 @@ def _why_not(module: nn.Module) -> str:
 
 def _shape(module: Any) -> str:
     """E x in -> inner -> out."""
+    if isinstance(module, TransformersExperts):
+        return module._widths()
     first, last = (getattr(module, key, None) for key in keys_of(module))
     if first is None or last is None or first.dim() != 3 or last.dim() != 3:
         return ""

@@ -18,12 +18,13 @@ from te_mx.autograd.steps import GEMMS, at_rest
 from te_mx.autograd.steps_grouped import KeptWeights, kept_weights
 from te_mx.dispatch.fused import Activation
 from te_mx.nn.mx_module import MXModule, output_dtype
+from te_mx.nn.reclassed import Reclassed
 from te_mx.ops import Stack, dequantize_2d
 from te_mx.ops.grouped_quantize import quantize_weights
 from te_mx.recipes.settings import Settings
 
 
-class ExpertsModule(MXModule):
+class ExpertsModule(Reclassed, MXModule):
     """Mixin before the class of an experts module. A key names a parameter [E, out, in], or
     [E, in, out] under `_transposed`."""
 
@@ -38,6 +39,11 @@ class ExpertsModule(MXModule):
         """The weights of this key as the products read them, [E, out, in]."""
         weight: Tensor = getattr(self, key)
         return weight.transpose(-2, -1) if self._transposed else weight
+
+    def _widths(self) -> str:
+        """E x in -> inner -> out, as a report shows it; also where only codes are left."""
+        first, last = (self._shape_of(self._weight_keys[i]) for i in (0, -1))
+        return f"{first[0]} x {first[2]} -> {first[1]} -> {last[1]}"
 
     # --------------------------------------------------------------------------- running a forward
     def _product(

@@ -19,14 +19,8 @@ from te_mx.dispatch.fused import Activation
 from te_mx.nn.checks import FLOATS
 from te_mx.nn.linear import Linear
 from te_mx.nn.mx_module import output_dtype
-from te_mx.nn.reclassed import (
-    FUSED,
-    RAN,
-    Reclassed,
-    changed,
-    hooked_everywhere,
-    why_not_plain,
-)
+from te_mx.nn.reclassed import Reclassed
+from te_mx.nn.surroundings import FUSED, RAN, changed, hooked_everywhere, why_not_plain
 from te_mx.recipes.settings import Settings
 
 ATTRIBUTE = "_te_mx_block"
@@ -46,7 +40,7 @@ class BlockPlan(NamedTuple):
 class FusedBlock(Reclassed):
     """Mixin in front of the class of a block."""
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _te_mx_forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the block's own forward."""
         if len(args) == 1 and not kwargs:
             settings, reason = self._settings_or_why_not(args[0])

@@ -20,7 +20,8 @@ from te_mx.context import is_tracing
 from te_mx.dispatch.fused import Norm
 from te_mx.nn.checks import FLOATS
 from te_mx.nn.linear import Linear
-from te_mx.nn.reclassed import FUSED, RAN, Reclassed, changed
+from te_mx.nn.reclassed import Reclassed
+from te_mx.nn.surroundings import FUSED, RAN, changed
 from te_mx.ops import Target
 
 ATTRIBUTE = "_te_mx_norm"
@@ -45,7 +46,7 @@ class NormPlan(NamedTuple):
 class FusedNorm(Reclassed):
     """Mixin in front of the class of a normalization."""
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _te_mx_forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the normalization's own forward, up to rounding once."""
         if len(args) == 1 and not kwargs and not is_tracing():
             target, reason = self._target_or_why_not(args[0])

@@ -11,9 +11,10 @@ from torch.fx import Proxy
 from te_mx.autograd import transforms
 from te_mx.autograd.linear import Call, infer, linear
 from te_mx.nn.mx_module import MXModule, output_dtype
+from te_mx.nn.reclassed import Reclassed
 
 
-class TransposedLinear(MXModule):
+class TransposedLinear(Reclassed, MXModule):
     """Mixin before the class of a layer ``y = x @ weight + bias``. The products read a view of the
     weight, so no second copy is kept."""
 
@@ -21,7 +22,7 @@ class TransposedLinear(MXModule):
         """(in, out)."""
         raise NotImplementedError
 
-    def forward(self, x: Tensor) -> Tensor:
+    def _te_mx_forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features], as te_mx.Linear on the transposed weight
         inside `te_mx.autocast`; outside of it what the class does."""
         if isinstance(x, Proxy):

@@ -42,28 +42,29 @@ def _note(x: Tensor) -> None:
     _noted[key] = StorageWeakRef(storage)
 
 
-class _Data:
-    """The descriptor of `Tensor.data`, in torch's meaning."""
+class _Data(property):
+    """The descriptor of `Tensor.data`, in torch's meaning. A property, whose `__get__` is a method
+    of C: that is how uninitialized parameters tell attributes, which they have, from functions."""
 
-    __doc__ = _data.__doc__
     __name__ = "data"
 
-    def __get__(self, x: Tensor | None, owner: Any = None) -> Any:
-        if x is None:
-            return self
-        made = _data.__get__(x, owner)
-        _note(x)
-        return made
 
-    def __set__(self, x: Tensor, value: Tensor) -> None:
-        _data.__set__(x, value)
-        _note(value)
+def _get(x: Tensor) -> Tensor:
+    made: Tensor = _data.__get__(x, type(x))
+    _note(x)
+    return made
 
-    def __delete__(self, x: Tensor) -> None:
-        _data.__delete__(x)
+
+def _set(x: Tensor, value: Tensor) -> None:
+    _data.__set__(x, value)
+    _note(value)
+
+
+def _delete(x: Tensor) -> None:
+    _data.__delete__(x)
 
 
 def install() -> None:
     """Put the property in the place of torch's, once."""
     if not isinstance(torch.Tensor.__dict__.get("data"), _Data):
-        torch.Tensor.data = _Data()  # type: ignore[assignment]
+        torch.Tensor.data = _Data(_get, _set, _delete, _data.__doc__)  # type: ignore[assignment]

@@ -54,11 +54,11 @@ def test_a_filter_that_raises(fuse, at):
 
 
 def test_a_fusion_that_raises(monkeypatch):
-    from te_mx import fuse
+    from te_mx.fusion import sequences
 
     model = nn.Sequential(mlp(), mlp())
     before = {name: (id(m), type(m)) for name, m in model.named_modules()}
-    made, original = [], fuse._fused
+    made, original = [], sequences._fused
 
     def fails(plan):
         if made:
@@ -66,7 +66,7 @@ def test_a_fusion_that_raises(monkeypatch):
         made.append(original(plan))
         return made[0]
 
-    monkeypatch.setattr(fuse, "_fused", fails)
+    monkeypatch.setattr(sequences, "_fused", fails)
     with pytest.raises(MemoryError):
         te_mx.convert_model(model, fuse=True)
     assert {name: (id(m), type(m)) for name, m in model.named_modules()} == before

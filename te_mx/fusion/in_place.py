@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from torch import nn
 
-from te_mx.fuse import Fusion
-from te_mx.fuse_attention import plan_outputs, save_inputs
-from te_mx.fuse_blocks import Block, fuse_blocks, plan_blocks, unfuse_blocks
-from te_mx.fuse_norms import FoundNorm, fuse_norms, plan_norms, unfuse_norms
+from te_mx.fusion.blocks import Block, fuse_blocks, plan_blocks, unfuse_blocks
+from te_mx.fusion.norms import FoundNorm, fuse_norms, plan_norms, unfuse_norms
+from te_mx.fusion.outputs import plan_outputs, save_inputs
+from te_mx.fusion.sequences import Fusion
 from te_mx.nn.linear import Linear
 
 

@@ -2,7 +2,7 @@
 converted layers read what they return.
 
 What a module computes is found out on numbers: its own forward against the formulas, in fp32. Who
-reads it is found out by running the module that holds it on stand-ins (fuse_probe.py) and looking
+reads it is found out by running the module that holds it on stand-ins (probe.py) and looking
 at who gets its result.
 """
 
@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from te_mx.dispatch.fused import Norm
-from te_mx.fuse import Fusion
-from te_mx.fuse_probe import ROWS, apart, forward_of, numbers, twin
+from te_mx.fusion.probe import ROWS, apart, forward_of, numbers, twin
+from te_mx.fusion.sequences import Fusion
 from te_mx.nn.fused_norm import ATTRIBUTE, READ, FusedNorm, NormPlan
-from te_mx.nn.reclassed import RAN, Reclassed, give, surroundings, take_back
+from te_mx.nn.reclassed import Reclassed, give, take_back
+from te_mx.nn.surroundings import RAN, surroundings
 
 _TOLERANCE = 2e-5  # of fp32 sums over a row
 _ATTENTION = ("attn", "attention")
@@ -101,10 +102,7 @@ def unfuse_norms(model: nn.Module) -> list[Fusion]:
     found = []
     for name, module in model.named_modules():
         if isinstance(module, FusedNorm):
-            reason = take_back(module)
-            if not reason:
-                for attribute in (ATTRIBUTE, RAN, READ):
-                    module.__dict__.pop(attribute, None)
+            reason = take_back(module, ATTRIBUTE, RAN, READ)
             found.append(Fusion(name or "(root)", "", type(module).__name__, reason))
     return found
 

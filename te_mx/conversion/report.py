@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import nn
 
 from te_mx.arguments import is_one_of, shown
-from te_mx.matrices import Matrix, describe, left_of, matrices_of
+from te_mx.conversion.matrices import Matrix, describe, left_of, matrices_of
 from te_mx.recipe import Recipe
 from te_mx.report import table
 

@@ -49,10 +49,3 @@ def unbind(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, MXModule):
             module.__dict__.pop("_bound", None)
-
-
-def shape_of(module: Any) -> str:
-    """Widths of a te_mx module of any family, as a report shows them."""
-    if hasattr(module, "ffn_hidden_size"):
-        return f"{module.hidden_size} -> {module.ffn_hidden_size} -> {module.hidden_size}"
-    return f"{module.in_features} -> {module.out_features}"

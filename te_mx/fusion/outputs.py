@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from torch import nn
 
-from te_mx.fuse import Fusion
+from te_mx.fusion.sequences import Fusion
 
 # Attentions of Transformers whose backward reads their result, in the memory that the output
 # projection is given: (batch, tokens, heads, width), as their kernels write it. Others (eager) keep

@@ -1,7 +1,7 @@
 """MLP blocks of models as they are: which modules compute down(act(gate(x)) * up(x)), or
 fc2(act(fc1(x))), and with which activation.
 
-Names say nothing for certain, so every candidate is run on stand-ins (fuse_probe.py), in training
+Names say nothing for certain, so every candidate is run on stand-ins (probe.py), in training
 and in evaluation. What it gives its layers and returns must be those very values, and what goes
 into the last layer must be an activation that te_mx has, of what the first ones gave.
 """
@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from te_mx.dispatch.fused import ACTIVATIONS, Activation
-from te_mx.fuse import Fusion
-from te_mx.fuse_probe import ROWS, LinearStandIn, Seen, apart, forward_of, numbers, twin
+from te_mx.fusion.probe import ROWS, LinearStandIn, Seen, apart, forward_of, numbers, twin
+from te_mx.fusion.sequences import Fusion
 from te_mx.nn import activations
 from te_mx.nn.fused_block import ATTRIBUTE, BlockPlan, FusedBlock
 from te_mx.nn.linear import Linear
-from te_mx.nn.reclassed import RAN, Reclassed, give, hooked, surroundings, take_back
+from te_mx.nn.reclassed import Reclassed, give, take_back
+from te_mx.nn.surroundings import RAN, hooked, surroundings
 
 # Names of layers that make a module a candidate whose refusal is worth a row.
 _USUAL = (
@@ -87,10 +88,7 @@ def unfuse_blocks(model: nn.Module) -> list[Fusion]:
     found = []
     for name, module in model.named_modules():
         if isinstance(module, FusedBlock):
-            reason = take_back(module)
-            if not reason:
-                for attribute in (ATTRIBUTE, RAN):
-                    module.__dict__.pop(attribute, None)
+            reason = take_back(module, ATTRIBUTE, RAN)
             found.append(Fusion(name or "(root)", "", type(module).__name__, reason))
     return found
 

@@ -1,0 +1,142 @@
+"""What convert_model is going to do to a model, decided about every layer before the first one
+changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from te_mx.conversion import auto_filter
+from te_mx.conversion.bound import Binding, bindings
+from te_mx.conversion.layers import (
+    fusion_row,
+    layers_of,
+    row,
+    seam_of,
+    shape_of,
+    why_not_linear,
+)
+from te_mx.conversion.report import (
+    BOUND,
+    CONVERTED,
+    FUSED,
+    SKIPPED,
+    WOULD_BIND,
+    WOULD_CONVERT,
+    WOULD_FUSE,
+    LayerReport,
+)
+from te_mx.dispatch.fused import Activation
+from te_mx.fusion.in_place import NOTHING, InPlace, plan_in_place
+from te_mx.fusion.sequences import Plan, plan_fusions
+from te_mx.recipe import Settings
+
+
+class Wanted(NamedTuple):
+    """What a call of convert_model asks for. `settings`: those of the recipe, which is bound where
+    `binds` says so."""
+
+    filter_fn: Callable[[nn.Module, str], bool] | str | None
+    tokens: int
+    settings: Settings
+    fuse: bool
+    binds: bool
+    dry_run: bool
+
+    def keeps(self, module: nn.Module, name: str) -> bool:
+        """Whether the user excluded a module under this name."""
+        if callable(self.filter_fn):
+            return not self.filter_fn(module, name)
+        return self.filter_fn == "auto" and type(module) is nn.Linear and self.auto(module)[0]
+
+    def auto(self, layer: nn.Linear) -> tuple[bool, str]:
+        """Whether "auto" excludes a layer, and what the report says of it."""
+        return auto_filter.too_small(layer, self.tokens, self.settings)
+
+
+class Chosen(NamedTuple):
+    """A layer that is converted, with the first of its names; of experts perhaps the gate that is
+    computed in one step."""
+
+    module: Any
+    name: str
+    gate: Activation | None
+
+
+class Decisions(NamedTuple):
+    """The rows of the report, and what there is to do: what is fused, the te_mx modules of before
+    that get the recipe, and the layers that are converted."""
+
+    rows: list[LayerReport]
+    sequences: list[Plan]
+    in_place: InPlace
+    present: list[Binding]
+    chosen: list[Chosen]
+
+    def layers(self) -> set[nn.Module]:
+        """The layers that te_mx will hold."""
+        fused = {layer for plan in self.sequences for layer in plan.layers}
+        return fused | {one.module for one in self.chosen}
+
+
+def decide(model: nn.Module, wanted: Wanted) -> Decisions:
+    """Decide, which may raise, for one in `filter_fn`, and changes nothing."""
+    rows: list[LayerReport] = []
+    sequences: list[Plan] = []
+    in_place = NOTHING
+    if wanted.fuse:
+        fusions, sequences = plan_fusions(model, why_not_linear, wanted.keeps)
+        taken = {layer for plan in sequences for layer in plan.layers}
+        others, in_place = plan_in_place(model, why_not_linear, wanted.keeps, taken)
+        done = WOULD_FUSE if wanted.dry_run else FUSED
+        rows = [fusion_row(fusion, done) for fusion in [*fusions, *others]]
+    present = bindings(model, wanted.keeps) if wanted.binds else []
+    rows += [_bound_row(binding, WOULD_BIND if wanted.dry_run else BOUND) for binding in present]
+    decided = {id(layer) for plan in sequences for layer in plan.layers}
+    decided |= {id(binding.module) for binding in present}
+    chosen: list[Chosen] = []
+    for module, names in layers_of(model):
+        if id(module) not in decided:
+            one, made = _decide(model, module, names, wanted)
+            rows.append(made)
+            chosen += [] if one is None else [one]
+    return Decisions(rows, sequences, in_place, present, chosen)
+
+
+def _decide(
+    model: nn.Module, module: Any, names: list[str], wanted: Wanted
+) -> tuple[Chosen | None, LayerReport]:
+    """About one layer; None where it stays as it is."""
+    seam = seam_of(module)
+    reason = seam.why_not(module) if seam is not None else why_not_linear(module)
+    asked = wanted.filter_fn == "auto" and seam is None and not reason
+    said = wanted.auto(module)[1] if asked else ""
+    if not reason and any(wanted.keeps(module, name) for name in names):
+        reason = said or "excluded by filter_fn"
+    if reason:
+        return None, row(module, names, SKIPPED, reason)
+    note = "; ".join(part for part in (said, _fast_path_note(model, names[0])) if part)
+    gate: Activation | str = ""
+    if wanted.fuse and seam is not None and seam.gate is not None:
+        gate = seam.gate(module)
+        note = f"gate not fused: {gate}" if isinstance(gate, str) else f"gate fused: {gate.name}"
+    made = row(module, names, WOULD_CONVERT if wanted.dry_run else CONVERTED, note)
+    return Chosen(module, names[0], None if isinstance(gate, str) else gate), made
+
+
+def _bound_row(binding: Binding, status: str) -> LayerReport:
+    kind = type(binding.module).__name__
+    note = f"already a te_mx.{kind}"
+    return LayerReport(binding.name or "(root)", status, shape_of(binding.module), note)
+
+
+def _fast_path_note(model: nn.Module, name: str) -> str:
+    parent = model.get_submodule(name.rpartition(".")[0])
+    if isinstance(parent, nn.TransformerEncoderLayer):
+        return (
+            "nn.TransformerEncoderLayer skips it in eval mode without grad, unless "
+            "torch.backends.mha.set_fastpath_enabled(False)"
+        )
+    return ""

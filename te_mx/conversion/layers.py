@@ -1,0 +1,85 @@
+"""The layers that convert_model turns to: which there are, why one of them stays, and their rows in
+the report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils import parametrize
+
+from te_mx.conversion.report import SKIPPED, LayerReport
+from te_mx.fusion.sequences import Fusion
+from te_mx.integrations import conv1d, torchtitan, transformers_experts
+from te_mx.integrations.seam import Seam
+from te_mx.nn.checks import FLOATS
+from te_mx.nn.linear import Linear
+
+_SEAMS = (conv1d.SEAM, transformers_experts.SEAM, torchtitan.SEAM)
+
+
+def seam_of(module: nn.Module) -> Seam | None:
+    """What knows a layer of another library; None for an nn.Linear and for all others."""
+    if isinstance(module, nn.Linear):
+        return None
+    return next((seam for seam in _SEAMS if seam.takes(module)), None)
+
+
+def layers_of(model: nn.Module) -> list[tuple[Any, list[str]]]:
+    """Every nn.Linear and every layer that a seam knows once, with all of its names; the root is
+    named ""."""
+    found: dict[int, tuple[nn.Module, list[str]]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.Linear) or seam_of(module) is not None:
+            found.setdefault(id(module), (module, []))[1].append(name)
+    return list(found.values())
+
+
+def why_not_linear(module: Any) -> str:
+    """Why this nn.Linear is not converted, or an empty string."""
+    kind = type(module)
+    if isinstance(module, Linear):
+        return "already a te_mx.Linear"
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return "its owner (nn.MultiheadAttention) computes with its weight and never calls it"
+    if isinstance(module, nn.LazyLinear):
+        return "lazy: its shape is not known yet; run a forward first"
+    if parametrize.is_parametrized(module):
+        return "parametrized, which made its class a subclass: convert first, then parametrize"
+    if kind is not nn.Linear:
+        return f"its class is {kind.__module__}.{kind.__qualname__}, a subclass of nn.Linear"
+    if "forward" in module.__dict__:
+        return "its forward was replaced on the instance: convert first, then wrap"
+    weight = module.weight
+    if not isinstance(weight, torch.Tensor) or type(weight) not in (nn.Parameter, torch.Tensor):
+        return f"its weight is a {type(weight).__name__}, not a plain parameter"
+    if weight.dtype not in FLOATS:
+        return f"its weight is {weight.dtype}; MXFP8 takes float32, bfloat16 and float16"
+    return ""
+
+
+# --------------------------------------------------------------------------------- rows of a report
+def row(module: Any, names: list[str], status: str, note: str) -> LayerReport:
+    """The row of a layer with all of its names."""
+    kind = "" if seam_of(module) is None else type(module).__name__
+    shared = f"shared: also {', '.join(names[1:])}" if len(names) > 1 else ""
+    notes = "; ".join(part for part in (kind, note, shared) if part)
+    return LayerReport(names[0] or "(root)", status, shape_of(module), notes)
+
+
+def fusion_row(fusion: Fusion, done: str) -> LayerReport:
+    """The row of a fusion that was done, or the reason why not."""
+    name, shape, kinds, reason = fusion
+    note = f"{kinds} not fused: {reason}" if reason else kinds
+    return LayerReport(name, SKIPPED if reason else done, shape, note)
+
+
+def shape_of(module: Any) -> str:
+    """The widths of a layer, or of a te_mx module of any family."""
+    if (seam := seam_of(module)) is not None:
+        return seam.shape(module)
+    if hasattr(module, "ffn_hidden_size"):
+        return f"{module.hidden_size} -> {module.ffn_hidden_size} -> {module.hidden_size}"
+    return f"{module.in_features} -> {module.out_features}"
