@@ -1,5 +1,5 @@
-"""convert_model(model, recipe=...) on models of other libraries: experts, Conv1D and fused blocks run
-with it outside of every region, are shown and bound again, and reverted."""
+"""convert_model(model, recipe=...) on models of other libraries: experts, Conv1D and fused blocks
+run with it outside of every region, are shown and bound again, and reverted."""
 
 from __future__ import annotations
 

@@ -388,8 +388,7 @@ def test_models_without_values_and_with_parameters_beside():
     """On the meta device, as models are built before they are loaded; Layer has one of its own."""
     report = te_mx.convert_model(model_of("Gemma2").to("meta"), fuse=True, filter_fn=keep_head)
     assert len(report.fused) == 1 + 4 + 1  # block, normalizations, the last one
-    layer = layer_of(RMS).to("meta")
-    assert te_mx.convert_model(layer, fuse=True).fused == ["norm"]
+    assert te_mx.convert_model(layer_of(RMS).to("meta"), fuse=True).fused == ["norm"]
 
 
 def test_attention_that_keeps_nothing_is_left():

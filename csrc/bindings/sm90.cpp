@@ -44,9 +44,8 @@ void bind_device(py::module_& m) {
       },
       py::arg("device") = -1);
   m.def("error_text", &error_text);
-  m.def("capture_number", [](uintptr_t stream) {
-    return capture_number(reinterpret_cast<void*>(stream));
-  });
+  m.def("capture_number",
+        [](uintptr_t stream) { return capture_number(reinterpret_cast<void*>(stream)); });
   m.def("packed_ld", &packed_ld);
   m.def("packed_scale_words", &packed_scale_words);
   // Bytes of codes and scales in one buffer, and where the scales start.

@@ -78,8 +78,8 @@ Status linear_forward(const LinearArgs& a) {
   if (a.w_columns && a.w_kept) w.to.col = tiles(a.w_col);
   const Status status = a.x_given ? quantize(w) : quantize_two(w, x);
   if (status != Status::ok) return status;
-  GemmArgs y = product(a, from(a.x_row, a.m, a.k, a.forward), from(w_row, a.n, a.k, a.forward),
-                       a.y, a.y_dtype);
+  GemmArgs y = product(a, from(a.x_row, a.m, a.k, a.forward), from(w_row, a.n, a.k, a.forward), a.y,
+                       a.y_dtype);
   y.epilogue.bias = a.bias, y.epilogue.bias_dtype = a.bias_dtype;
   return gemm(y);
 }

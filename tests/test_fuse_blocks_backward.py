@@ -1,0 +1,123 @@
+"""convert_model(fuse=True): what MLP blocks keep for backward, where gradients go, and who else
+runs them: compilers, checkpoints, tracers."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from block_cases import BF16, Gated, given, run, seeded
+from norm_modules import relative
+
+import te_mx
+from te_mx.nn.surroundings import RAN
+from te_mx.recipe import MXFP8BlockScaling
+
+
+def test_only_some_gradients():
+    block, x = seeded(Gated, bias=True), given()
+    te_mx.convert_model(block, fuse=True)
+    _, expected = run(block, x)
+    for trains in ("gate_proj.weight", "up_proj.bias", "down_proj.weight", "down_proj.bias"):
+        for name, parameter in block.named_parameters():
+            parameter.requires_grad_(name == trains)
+        with te_mx.autocast():
+            y = block(x)
+        y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype))
+        grads = {n: p.grad for n, p in block.named_parameters() if p.grad is not None}
+        assert list(grads) == [trains] and torch.equal(grads[trains], expected[trains])
+        block.zero_grad(set_to_none=True)
+
+
+def test_main_grads():
+    """Added to main_grad of each parameter, where they lie."""
+    block, x = seeded(Gated), given()
+    te_mx.convert_model(block, fuse=True)
+    _, expected = run(block, x)
+    for layer in (block.gate_proj, block.up_proj, block.down_proj):
+        layer.fuse_wgrad_accumulation = True
+        layer.weight.main_grad = torch.ones(layer.weight.shape)
+    with te_mx.autocast():
+        y = block(x)
+    y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype))
+    assert block.__dict__[RAN] == "fused"
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        weight = getattr(block, name).weight
+        assert weight.grad is None
+        assert relative(weight.main_grad - 1, expected[f"{name}.weight"]) < 3e-3
+
+
+def test_nothing_joined_and_no_activation_is_kept():
+    """Kept for backward: h, the codes of x, and what the weights keep; never a copy of w1."""
+    block, x = seeded(Gated, hidden=128, inner=256), torch.randn(64, 128, dtype=BF16)
+    te_mx.convert_model(block, fuse=True)
+    kept = []
+
+    def pack(tensor):
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), te_mx.autocast():
+        block(x.requires_grad_())
+    floats = [tuple(t.shape) for t in kept if t.is_floating_point() and t.numel()]
+    own = [tuple(p.shape) for p in block.parameters()]
+    assert [shape for shape in floats if shape not in own] == [(64, 512)]
+    assert (512, 128) not in floats
+    a_codes = [t for t in kept if t.dtype is torch.uint8 and t.numel() == 64 * 256]
+    assert not a_codes
+
+
+def test_compiled_in_one_graph():
+    block, x = seeded(Gated, bias=True), given()
+    te_mx.convert_model(block, fuse=True)
+    y, grads = run(block, x)
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    got = run(compiled, x)
+    assert torch.equal(got[0], y)
+    for name, grad in grads.items():
+        assert torch.equal(got[1][name if name == "x" else f"_orig_mod.{name}"], grad), name
+
+
+def test_compiled_code_keeps_no_joined_weight():
+    """Where backward reads the weights themselves, it joins them again."""
+    block, saved = seeded(Gated, hidden=128, inner=256), []
+    te_mx.convert_model(block, fuse=True)
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager_decomp_partition")
+    x = torch.randn(64, 128, dtype=BF16, requires_grad=True)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
+    with hooks, te_mx.autocast(recipe=MXFP8BlockScaling(backward_override="high_precision")):
+        compiled(x)
+    shapes = [tuple(t.shape) for t in saved]
+    assert shapes.count((256, 128)) == 2 and (512, 128) not in shapes
+
+
+def test_checkpointed_second_derivatives_and_functional_calls():
+    block, x = seeded(Gated), given()
+    te_mx.convert_model(block, fuse=True)
+    y, grads = run(block, x)
+    again = lambda inp: torch.utils.checkpoint.checkpoint(block, inp, use_reentrant=False)  # noqa: E731
+    leaf = x.clone().requires_grad_()
+    with te_mx.autocast():
+        z = again(leaf)
+    z.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype))
+    assert torch.equal(z, y) and torch.equal(leaf.grad, grads["x"])
+    with te_mx.autocast():
+        z = block(leaf)
+    (dx,) = torch.autograd.grad(z.sum(), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        dx.sum().backward()
+    values = {name: value.detach() * 2 for name, value in block.named_parameters()}
+    with te_mx.autocast(), torch.no_grad():
+        got = torch.func.functional_call(block, values, (x,))
+        assert not torch.equal(got, y)
+
+
+def test_traced_by_fx_its_layers_are_in_the_graph():
+    block, x = seeded(Gated), given()
+    te_mx.convert_model(block, fuse=True)
+    assert str(inspect.signature(block.forward)) == "(x)"
+    graph = torch.fx.symbolic_trace(block)
+    assert next(n.target for n in graph.graph.nodes if n.op == "call_module") == "gate_proj"
+    with te_mx.autocast(), torch.no_grad():
+        assert torch.equal(graph(x), Gated.forward(block, x))
