@@ -1,5 +1,5 @@
-"""convert_model(model, recipe=...) on models of other libraries: experts, Conv1D and fused blocks run
-with it outside of every region, are shown and bound again, and reverted."""
+"""convert_model(model, recipe=...) on models of other libraries: experts, Conv1D and fused blocks
+run with it outside of every region, are shown and bound again, and reverted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from hf_models import keep_head, model_of, tokens
 
 import te_mx
 from te_mx.nn.mx_module import MXModule
-from te_mx.nn.reclassed import Reclassed
 from te_mx.recipe import Format, MXFP8BlockScaling
 
 pytest.importorskip("transformers", minversion="5.0")
