@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from te_mx.autograd import transforms
-from te_mx.autograd.sibling_gradients import settled
+from te_mx.autograd.sibling_gradients import apart, settled
 from te_mx.autograd.wgrad import WeightGradient, Wgrad, refuse_graph
 
 
@@ -46,21 +46,16 @@ def run_backward(
     saved, link = ctx.saved_tensors, None
     if getattr(ctx, "linked", True):
         saved, link, grads = saved[:-1], saved[-1], grads[:-1]
-    siblings = getattr(ctx, "siblings", None)
     if grads[0] is None:
-        return settled(siblings), *(None,) * (len(ctx.needs_input_grad) - 1)
+        return settled(getattr(ctx, "siblings", None)), *(None,) * (len(ctx.needs_input_grad) - 1)
     if torch.compiler.is_compiling():
         return backward(ctx, saved, *grads)
     transforms.refuse_gradients(owner, grads)
     if not torch.is_grad_enabled():
         return backward(ctx, saved, *grads)
     refuse_graph(ctx.sinks)
-    with torch.no_grad():
-        if siblings is not None:
-            ctx.siblings = None  # gradients with histories of their own do not add up here
+    with torch.no_grad(), apart():
         made = backward(ctx, saved, *grads)
-        if siblings is not None:
-            ctx.siblings = siblings
     message = (
         f"{owner}: trying to differentiate twice through an MXFP8 linear layer, which has no "
         "second derivative (its backward quantizes the gradient). Run the layers that need a "

@@ -17,7 +17,7 @@ from te_mx.autograd import one_call, shared_inputs, steps
 from te_mx.autograd.backward import outputs, place, run_backward, tag_of
 from te_mx.autograd.saved import Kept
 from te_mx.autograd.shapes import flatten, shaped, unflatten
-from te_mx.autograd.sibling_gradients import Pass, entered, passed_on, total
+from te_mx.autograd.sibling_gradients import Pass, entered, leaves_when_hooked, passed_on, total
 from te_mx.autograd.steps import DGRAD, WGRAD
 from te_mx.autograd.steps_kept import KeptWeight
 from te_mx.autograd.wgrad import WeightGradient
@@ -43,6 +43,7 @@ class Call(NamedTuple):
     sink: WeightGradient | None = None
 
 
+@leaves_when_hooked
 class LinearFunction(torch.autograd.Function):
     """y = x @ w^T + bias; gradients have the dtypes of what they belong to."""
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from te_mx.autograd import shared_inputs
 from te_mx.autograd.backward import outputs, run_backward
 from te_mx.autograd.saved import NOTHING, Kept
-from te_mx.autograd.sibling_gradients import entered, passed_on, total
+from te_mx.autograd.sibling_gradients import entered, leaves_when_hooked, passed_on, total
 from te_mx.autograd.steps import DGRAD, WGRAD, columns_now, in_one_call
 from te_mx.dispatch.linear import Held
 from te_mx.ops.library import is_direct
@@ -41,6 +41,7 @@ def kernel_of(
     return linear_kernel(x, weight_NK, settings)
 
 
+@leaves_when_hooked
 class OneCallLinear(torch.autograd.Function):
     """y = x @ w^T + bias, as LinearFunction."""
 

@@ -38,8 +38,10 @@ class Entry:
     """An input and its operands: specs of the rowwise and the columnwise one ("" for none), their
     scale rule, and themselves in one of two forms."""
 
-    __slots__ = ("_quantized", "address", "col", "held", "place", "plan", "replays", "row", "rule",
-                 "siblings", "source", "version")  # fmt: skip
+    __slots__ = (
+        "_quantized", "address", "col", "held", "leaf", "place", "plan", "replays", "row", "rule",
+        "siblings", "source", "version",
+    )  # fmt: skip
 
     def __init__(self, x: Tensor, place: tuple[int, int], row: str, col: str, rule: str) -> None:
         self.version, self.address, self.place = x._version, x.data_ptr(), place
@@ -49,7 +51,7 @@ class Entry:
         self.held: Held | None = None
         self.plan: LinearPlan | None = None
         self._quantized: Quantized | None = None
-        self.siblings = Siblings()
+        self.leaf, self.siblings = x.is_leaf, Siblings()
 
     def is_of(self, x: Tensor) -> bool:
         """Whether x is as it was."""
@@ -139,6 +141,8 @@ def joined(x: Tensor, node: Any) -> Siblings | None:
     entry = entry_of(x)
     if entry is None:
         return None
+    if entry.leaf != x.is_leaf:  # x.detach_() was called: gradients go elsewhere now
+        entry.leaf, entry.siblings = x.is_leaf, Siblings()
     entry.siblings.join(node)
     return entry.siblings
 
