@@ -1,5 +1,5 @@
-"""Modules of other libraries that get a class of te_mx in place: the same for layers and for what is
-fused."""
+"""Modules of other libraries that get a class of te_mx in place: the same for layers and for what
+is fused."""
 
 from __future__ import annotations
 
