@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from te_mx.dispatch.fused import ACTIVATIONS, Activation
 from te_mx.fusion.probe import ROWS, LinearStandIn, Seen, apart, forward_of, numbers, twin
 from te_mx.fusion.sequences import Fusion
 from te_mx.nn import activations
@@ -30,7 +29,6 @@ _USUAL = (
     {"dense_h_to_4h", "dense_4h_to_h"},
 )  # fmt: skip
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_TOLERANCE = 1e-5  # of an activation in fp64, for those that compute in fp32 on the way
 
 
 class Block(NamedTuple):
@@ -149,11 +147,8 @@ def _read(module: nn.Module, seen: list[Seen], x: Tensor, out: Any) -> tuple[Blo
     orders = [first] if len(first) == 1 else [first, first[::-1]]
     for order in orders:
         h = torch.cat([one.out for one in order], -1)
-        for act in map(Activation, ACTIVATIONS):
-            if act.gated and h.shape[-1] % 2:
-                continue
-            if (len(order) == 2 and not act.gated) or not _is(act, h, last.inp):
-                continue
+        act = activations.known(h, last.inp, gated=len(order) == 2)
+        if act is not None:
             names = tuple(one.name for one in order)
             around = surroundings(module, (*names, last.name))
             return BlockPlan(names, last.name, act, around), ""
@@ -166,11 +161,3 @@ def _linears(module: nn.Module) -> list[nn.Linear]:
 
 def _same(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and torch.equal(one, other)
-
-
-def _is(act: Activation, h: Tensor, a: Tensor) -> bool:
-    """Whether a is this activation of h."""
-    expected = activations.plain(h, act)
-    return expected.shape == a.shape and torch.allclose(
-        a.double(), expected, rtol=_TOLERANCE, atol=_TOLERANCE
-    )

@@ -17,6 +17,7 @@ from te_mx.context import Region, active_region, entered_again
 from te_mx.nn.checks import FLOATS
 from te_mx.nn.grouped_linear import GroupedLinear
 from te_mx.nn.mx_module import MXModule
+from te_mx.saved_bytes import is_layer
 
 # What a forward of a te_mx module leaves on it: as if nothing ran before. And what is off while it
 # is looked at: a place of its own for the weight gradient changes no number.
@@ -50,7 +51,7 @@ def layers_of(
     found: list[Layer] = []
     skipped: dict[str, str] = {}
     for name, module in model.named_modules():
-        if not _is_linear(module) or not keep(module, name):
+        if not is_layer(module) or not keep(module, name):
             continue
         name = name.replace("_orig_mod.", "") or "(root)"  # torch.compile's
         reason = _why_not(module, name)
@@ -64,10 +65,6 @@ def layers_of(
         kind = f"{type(module).__module__.split('.')[0]}.{type(module).__name__}"
         found.append(Layer(module, kind, steps))
     return found, skipped
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, MXModule | nn.Linear)
 
 
 def _why_not(module: nn.Module, name: str) -> str:

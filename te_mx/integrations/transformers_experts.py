@@ -24,8 +24,8 @@ from te_mx.autograd.activation import activation
 from te_mx.autograd.routing import put_back, route, take_rows
 from te_mx.dispatch.fused import Activation
 from te_mx.dispatch.groups import INDEX_DTYPES
-from te_mx.integrations.activations import gated_name
 from te_mx.integrations.seam import Seam, why_not_in_place, why_not_parameter
+from te_mx.nn import activations
 from te_mx.nn.experts import ExpertsModule
 
 _REGISTRY = "transformers.integrations.moe"
@@ -181,8 +181,22 @@ def _gate(module: Any) -> Activation | str:
         return "it has no gate"
     if default is None or type(module)._apply_gate is not default:
         return "the gate is the class's own"
-    name = gated_name(module.act_fn)
-    return Activation(name) if name else f"te_mx has no {type(module.act_fn).__name__}"
+    return _gated_by(module.act_fn) or f"te_mx has no {type(module.act_fn).__name__}"
+
+
+@torch.no_grad()
+def _gated_by(function: Any) -> Activation | None:
+    """The activation function(a) * b, if te_mx has it."""
+    if isinstance(function, nn.Module) and any(True for _ in function.parameters()):
+        return None
+    a = torch.linspace(-12, 12, 4801, device="cpu", dtype=torch.float64)
+    try:
+        values = function(a)
+    except Exception:  # a function of other arguments, or of another device
+        return None
+    if not isinstance(values, Tensor):
+        return None
+    return activations.known(torch.cat([a, torch.ones_like(a)]), values, gated=True)
 
 
 SEAM = Seam(_takes, _why_not, _shape, TransformersExperts, _gate)

@@ -1,4 +1,5 @@
-"""The activations of te_mx.LayerNormMLP in plain torch, for the high-precision path.
+"""The activations of te_mx.LayerNormMLP in plain torch, for the high-precision path, and which of
+them a function of another library is.
 
 ====================  ==========================================================================
 name                  value; a and b are the halves of the columns for gated ones
@@ -18,12 +19,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from te_mx.arguments import check_number, is_one_of, shown
 from te_mx.dispatch.fused import ACTIVATIONS, Activation
 
+_CLOSE = 1e-5  # of values that may be fp32 on the way; tanh and erf forms of GELU differ by 5e-4
 _PARAMS = {"limit": "limit", "alpha": "alpha", "glu_linear_offset": "offset"}
 
 
@@ -68,6 +71,18 @@ def plain(h: Tensor, act: Activation) -> Tensor:
     if act.base == "clamped_silu":
         b = b.clamp(-act.limit, act.limit) + act.offset
     return _base(a, act) * b
+
+
+def known(h: Tensor, a: Tensor, gated: bool = False) -> Activation | None:
+    """The activation that makes a of h, told by the values, since names and classes differ from
+    library to library; None for another. `gated`: only gated ones count."""
+    for act in map(Activation, ACTIVATIONS):
+        if (gated and not act.gated) or (act.gated and h.shape[-1] % 2):
+            continue
+        made = plain(h.double(), act)
+        if made.shape == a.shape and torch.allclose(a.double(), made, rtol=_CLOSE, atol=_CLOSE):
+            return act
+    return None
 
 
 def _base(x: Tensor, act: Activation) -> Tensor:

@@ -7,24 +7,22 @@ te_mx.autocast.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from te_mx.autograd.backward import tag_of
 from te_mx.autograd.grouped import GroupedCall, grouped_linear, infer
 from te_mx.autograd.steps import GEMMS, at_rest
 from te_mx.autograd.steps_grouped import KeptWeights, kept_weights
 from te_mx.dispatch.fused import Activation
-from te_mx.nn.mx_module import MXModule, output_dtype
-from te_mx.nn.reclassed import Reclassed
+from te_mx.nn.layer_in_place import LayerInPlace
+from te_mx.nn.mx_module import output_dtype
 from te_mx.ops import Stack, dequantize_2d
 from te_mx.ops.grouped_quantize import quantize_weights
 from te_mx.recipes.settings import Settings
 
 
-class ExpertsModule(Reclassed, MXModule):
+class ExpertsModule(LayerInPlace):
     """Mixin before the class of an experts module. A key names a parameter [E, out, in], or
     [E, in, out] under `_transposed`."""
 
@@ -99,15 +97,3 @@ class ExpertsModule(Reclassed, MXModule):
         stack = self._dropped_operand(key)
         made = torch.stack([dequantize_2d(stack.group(i), dtype) for i in range(stack.groups)])
         return {key: made.transpose(-2, -1).contiguous() if self._transposed else made}
-
-    # ---------------------------------------------------------------------------------------- names
-    def _label(self) -> str:
-        assert isinstance(self, nn.Module)
-        kind = f"te_mx.{type(self).__name__}"
-        return f"{kind} {self.name!r}" if self.name else kind
-
-    @property
-    def reset_parameters(self) -> Any:
-        """Hidden: the model initializes its experts, and whoever looks for this method must not
-        find one."""
-        raise AttributeError("reset_parameters: the model initializes its experts")

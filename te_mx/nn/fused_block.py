@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from te_mx.autograd import transforms
 from te_mx.autograd.mlp_block import Call, mlp_block
 from te_mx.context import is_tracing
 from te_mx.dispatch.fused import Activation
@@ -20,11 +18,18 @@ from te_mx.nn.checks import FLOATS
 from te_mx.nn.linear import Linear
 from te_mx.nn.mx_module import output_dtype
 from te_mx.nn.reclassed import Reclassed
-from te_mx.nn.surroundings import FUSED, RAN, changed, hooked_everywhere, why_not_plain
+from te_mx.nn.surroundings import (
+    FUSED,
+    RAN,
+    VALUES,
+    changed,
+    hooked_everywhere,
+    why_not_given,
+    why_not_plain,
+)
 from te_mx.recipes.settings import Settings
 
 ATTRIBUTE = "_te_mx_block"
-_VALUES = (nn.Parameter, Tensor)
 
 
 class BlockPlan(NamedTuple):
@@ -99,14 +104,12 @@ def _why_not_these(x: Any, layers: list[Linear]) -> str:
     """Why the tensors of this call do not run as one step: then the layers say what is wrong with
     them, if anything is."""
     *first, last = layers
-    if transforms.active():
-        return "a transform of torch.func, or forward-mode AD, is active"
+    if reason := why_not_given(x):
+        return reason
     if any(layer._routed() != first[0]._routed() for layer in first):
         return "its first layers differ in fuse_wgrad_accumulation"
     if is_tracing() and (first[0]._routed() or last._routed()):
         return "fuse_wgrad_accumulation under torch.compile"
-    if type(x) not in _VALUES or x.dtype not in FLOATS or x.layout is not torch.strided:
-        return "its input is no dense tensor in float32, bfloat16 or float16"
     if x.is_nested or not x.dim() or x.shape[-1] != first[0].in_features:
         return "its input has another shape"
     weight, bias = first[0]._weight_and_bias()
@@ -115,7 +118,7 @@ def _why_not_these(x: Any, layers: list[Linear]) -> str:
         shape = (layer.out_features, layer.in_features)
         for value, size in ((w, shape), (b, shape[:1])):
             if value is not None and (
-                type(value) not in _VALUES
+                type(value) not in VALUES
                 or value.shape != size
                 or value.device != x.device
                 or value.dtype not in FLOATS

@@ -13,21 +13,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from te_mx.autograd import steps, transforms
+from te_mx.autograd import steps
 from te_mx.autograd.norm import normalized
 from te_mx.autograd.normalization import NormStep
 from te_mx.context import is_tracing
 from te_mx.dispatch.fused import Norm
-from te_mx.nn.checks import FLOATS
 from te_mx.nn.linear import Linear
 from te_mx.nn.reclassed import Reclassed
-from te_mx.nn.surroundings import FUSED, RAN, changed
+from te_mx.nn.surroundings import FUSED, RAN, VALUES, changed, why_not_given
 from te_mx.ops import Target
 
 ATTRIBUTE = "_te_mx_norm"
 READ = "_te_mx_norm_read"  # whether codes that it made were read, once that is known
 UNREAD = "fused, without codes: nothing read them"
-_VALUES = (nn.Parameter, Tensor)
 
 
 class NormPlan(NamedTuple):
@@ -99,14 +97,12 @@ class FusedNorm(Reclassed):
 
 def _why_not_these(x: Any, weight: Any, bias: Any) -> str:
     """Why the tensors of this call are not normalized here."""
-    if transforms.active():
-        return "a transform of torch.func, or forward-mode AD, is active"
-    if type(x) not in _VALUES or x.dtype not in FLOATS or x.layout is not torch.strided:
-        return "its input is no dense tensor in float32, bfloat16 or float16"
+    if reason := why_not_given(x):
+        return reason
     for value in (weight, bias):
         if value is None:
             continue
-        if type(value) not in _VALUES or value.device != x.device or value.dtype != x.dtype:
+        if type(value) not in VALUES or value.device != x.device or value.dtype != x.dtype:
             return "its input and its parameters differ in dtype or device"
         if value.dim() != 1 or x.is_nested or x.shape[-1:] != value.shape:
             return "its input has another shape"

@@ -7,10 +7,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from te_mx.autograd import transforms
+from te_mx.nn.checks import FLOATS
 from te_mx.nn.linear import Linear
 
+VALUES = (nn.Parameter, Tensor)  # the classes of tensors that fused modules take
 _PLAIN = (bool, int, float, str, type(None))
 _OF_MODULES = {*nn.Module().__dict__, "name"}
 # Marks that libraries put on modules, come and go and change no forward.
@@ -64,6 +67,15 @@ def hooked_everywhere() -> bool:
         or _everywhere._global_backward_hooks
         or _everywhere._global_backward_pre_hooks
     )
+
+
+def why_not_given(x: Any) -> str:
+    """Why a module does not run fused on this input, or an empty string."""
+    if transforms.active():
+        return "a transform of torch.func, or forward-mode AD, is active"
+    if type(x) not in VALUES or x.dtype not in FLOATS or x.layout is not torch.strided:
+        return "its input is no dense tensor in float32, bfloat16 or float16"
+    return ""
 
 
 def why_not_plain(name: str, layer: Any) -> str:

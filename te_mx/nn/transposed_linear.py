@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import Proxy
 
 from te_mx.autograd import transforms
 from te_mx.autograd.linear import Call, infer, linear
-from te_mx.nn.mx_module import MXModule, output_dtype
-from te_mx.nn.reclassed import Reclassed
+from te_mx.nn.layer_in_place import LayerInPlace
+from te_mx.nn.mx_module import output_dtype
 
 
-class TransposedLinear(Reclassed, MXModule):
+class TransposedLinear(LayerInPlace):
     """Mixin before the class of a layer ``y = x @ weight + bias``. The products read a view of the
     weight, so no second copy is kept."""
 
@@ -59,15 +57,3 @@ class TransposedLinear(Reclassed, MXModule):
     def _masters(self, key: str, dtype: torch.dtype) -> dict[str, Tensor]:
         made = super()._masters(key, dtype)
         return {name: value.t().contiguous() for name, value in made.items()}
-
-    # ------------------------------------------------------------------------------------- names
-    def _label(self) -> str:
-        assert isinstance(self, nn.Module)
-        kind = f"te_mx.{type(self).__name__}"
-        return f"{kind} {self.name!r}" if self.name else kind
-
-    @property
-    def reset_parameters(self) -> Any:
-        """Hidden: the model initializes such layers, and whoever looks for this method must not
-        find one."""
-        raise AttributeError("reset_parameters: the model initializes this layer")

@@ -1,4 +1,4 @@
-"""MLP blocks as models have them, and steps on them."""
+"""MLP blocks as models have them, for the tests of convert_model(fuse=True)."""
 
 from __future__ import annotations
 
@@ -81,23 +81,3 @@ def run(block, x, recipe=None, grad=None):
     grad = torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype) if grad is None else grad
     got = torch.autograd.grad(y, [x, *(p for _, p in named)], grad)
     return y.detach(), dict(zip(["x", *(n for n, _ in named)], got, strict=True))
-
-
-def as_module(block, recipe, x):
-    """The same block as a te_mx.LayerNormMLP without a normalization."""
-    first, last = (block.gate_proj, block.up_proj), block.down_proj
-    module = te_mx.LayerNormMLP(
-        64, 96, last.bias is not None, normalization=None, activation="swiglu", dtype=BF16
-    )
-    with torch.no_grad():
-        module.fc1_weight.copy_(torch.cat([layer.weight for layer in first]))
-        module.fc2_weight.copy_(last.weight)
-        if last.bias is not None:
-            module.fc1_bias.copy_(torch.cat([layer.bias for layer in first]))
-            module.fc2_bias.copy_(last.bias)
-    y, grads = run(module, x, recipe)
-    made = {"x": grads["x"]}
-    for kind in ("weight", "bias") if last.bias is not None else ("weight",):
-        made[f"gate_proj.{kind}"], made[f"up_proj.{kind}"] = grads[f"fc1_{kind}"].split(96)
-        made[f"down_proj.{kind}"] = grads[f"fc2_{kind}"]
-    return y, made
