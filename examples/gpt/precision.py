@@ -40,6 +40,8 @@ def kernels(model: nn.Module) -> dict[str, int]:
     """Which kernels ran, each with its number of linear layers, e.g. {"amx_bf16": 12}."""
     ran: Counter[str] = Counter()
     for layer in te_mx.audit(model):
+        if not layer.fprop:  # a fused block or normalization, whose layers have rows of their own
+            continue
         gemms = {"fprop": layer.fprop, "dgrad": layer.dgrad, "wgrad": layer.wgrad}
         alike = len(set(gemms.values())) == 1
         ran[layer.fprop if alike else ", ".join(f"{k} {v}" for k, v in gemms.items())] += 1
