@@ -312,12 +312,14 @@ int64_t split_bytes(const StridedOperand& o) {
   return o.blockwise() && o.packed == nullptr ? SplitScales(o.rows, o.k).all : 0;
 }
 
-// The panel kernel that multiplies factors where a stream kernel was asked for.
-Kernel panels_of(Kernel kernel) {
-  return is_stream(kernel) ? static_cast<Kernel>(static_cast<int32_t>(kernel) -
-                                                 static_cast<int32_t>(Kernel::portable_stream) +
-                                                 static_cast<int32_t>(Kernel::portable_f32))
-                           : kernel;
+// To the panel kernel of the level, where a stream kernel was asked for what those do not read:
+// factors, and elements without a negative zero. It does not read what they packed.
+void to_panels(GemmTask& args) {
+  if (!is_stream(args.kernel)) return;
+  args.kernel = args.ran = static_cast<Kernel>(static_cast<int32_t>(args.kernel) -
+                                               static_cast<int32_t>(Kernel::portable_stream) +
+                                               static_cast<int32_t>(Kernel::portable_f32));
+  args.lhs.packed = args.rhs.packed = nullptr;
 }
 
 }  // namespace
@@ -330,11 +332,11 @@ int64_t workspace_bytes(const GemmTask& given) {
   // Whether there are factors depends on the scales.
   static constexpr float kFactor = 1.0f;
   GemmTask args = given;
-  args.kernel = panels_of(given.kernel);
+  to_panels(args);
   args.lhs.factors = args.rhs.factors = &kFactor;
   const int64_t with_factors = plan_gemm(args, *usable_impl(args.kernel)).bytes;
   bytes = bytes > with_factors ? bytes : with_factors;
-  return split_bytes(args.lhs) + split_bytes(args.rhs) + bytes;
+  return split_bytes(given.lhs) + split_bytes(given.rhs) + bytes;
 }
 
 namespace {
@@ -468,9 +470,8 @@ Status run_task(GemmTask& given) {
   GemmTask args = given;
   split_side(args.lhs, args);
   split_side(args.rhs, args);
-  if (args.lhs.factors != nullptr || args.rhs.factors != nullptr) {
-    args.kernel = args.ran = panels_of(args.kernel);
-  }
+  const bool fnuz = is_fnuz(args.lhs.element) || is_fnuz(args.rhs.element);
+  if (fnuz || args.lhs.factors != nullptr || args.rhs.factors != nullptr) to_panels(args);
   status = run_split(args);
   given.ran = args.ran;
   return status;
