@@ -46,11 +46,11 @@ struct StridedOperand {
   int64_t block_k() const { return blockwise() ? kWideBlock : kBlock; }
 };
 
-// A plain operand whose codes and scales are compact.
+// A plain operand whose codes and scales are compact; of a scaling that is none of ours, whatever.
 static inline StridedOperand strided(const Operand& o) {
-  const bool k_first = o.layout == Layout::k_first;
-  const int64_t blocks = ceil_div(o.k, o.scaling.block_k);
-  const int64_t block_rows = ceil_div(o.rows, o.scaling.block_rows);
+  const bool k_first = o.layout == Layout::k_first, blockwise = is_blockwise(o.scaling);
+  const int64_t blocks = ceil_div(o.k, blockwise ? kWideBlock : kBlock);
+  const int64_t block_rows = blockwise ? ceil_div(o.rows, o.scaling.block_rows) : o.rows;
   StridedOperand s{o.codes,
                    nullptr,
                    o.rows,
@@ -61,7 +61,7 @@ static inline StridedOperand strided(const Operand& o) {
                    k_first ? block_rows : 1,
                    o.element,
                    o.packed};
-  if (o.scaling.type == ScaleType::f32) {
+  if (blockwise) {
     s.stored = static_cast<const float*>(o.scales);
     s.stored_row_stride = s.scale_row_stride;
     s.stored_block_stride = s.scale_block_stride;
