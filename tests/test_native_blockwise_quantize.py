@@ -52,7 +52,7 @@ def check(x: Tensor, fmt: str, target: tuple[str, str], rule: str) -> None:
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("element", ELEMENTS)
 @given(rows=SIZES, cols=SIZES, dtype=DTYPES, rule=RULES, target=TARGETS, data=st.data())
-@settings(max_examples=12)
+@settings(max_examples=7)
 def test_bytes(
     isa: str, element: str, block: str, rows: int, cols: int, dtype: torch.dtype, rule: str,
     target: tuple[str, str], data: st.DataObject,
