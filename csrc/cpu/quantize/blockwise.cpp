@@ -14,8 +14,8 @@ namespace te_mx::cpu {
 namespace {
 
 using blockwise::kTile;
-using blockwise::TileKernel;
 using blockwise::Tile;
+using blockwise::TileKernel;
 
 constexpr int64_t kItemCols = 512;
 constexpr int64_t kSerialElements = 64 * 1024;  // below, waking threads costs more than they save

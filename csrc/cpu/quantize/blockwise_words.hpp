@@ -51,8 +51,9 @@ MXTILE_INLINE void measure_words(const Tile& tile, Words& words, Vector (&rows)[
           a[i] = q::max(a[i], magnitude);
         }
       }
-      eights[g] = q::fold_fours(q::fold_pairs(q::fold_words(a[0], a[1]), q::fold_words(a[2], a[3])),
-                                q::fold_pairs(q::fold_words(a[4], a[5]), q::fold_words(a[6], a[7])));
+      eights[g] =
+          q::fold_fours(q::fold_pairs(q::fold_words(a[0], a[1]), q::fold_words(a[2], a[3])),
+                        q::fold_pairs(q::fold_words(a[4], a[5]), q::fold_words(a[6], a[7])));
     }
     rows[h] = q::fold_quarters(eights[0], eights[1], eights[2], eights[3]);
   }
@@ -111,13 +112,11 @@ MXTILE_INLINE bool make_words(const Tile& tile, const Vector (&rows)[kGroups],
   const Vector whole = largest_of(cols);
   bool exact = false;
   for (int i = 0; i < kGroups; ++i) {
-    const q::Scales row =
-        q::make_scales<F>(q::max(tile.square ? whole : rows[i], epsilon), true);
+    const q::Scales row = q::make_scales<F>(q::max(tile.square ? whole : rows[i], epsilon), true);
     q::store_low_bytes(words.row_bytes + i * kGroup, row.byte);
     q::store_twice(words.row_base + i * kGroup, row.scale.base);
     q::store_twice(words.row_least + i * kGroup, row.scale.least);
-    const q::Scales col =
-        q::make_scales<F>(q::max(tile.square ? whole : cols[i], epsilon), true);
+    const q::Scales col = q::make_scales<F>(q::max(tile.square ? whole : cols[i], epsilon), true);
     q::store_low_bytes(words.col_bytes + i * q::kWords, col.byte);
     words.col_scale[i] = col.scale;
     exact |= row.exact_needed | col.exact_needed;
