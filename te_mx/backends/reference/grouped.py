@@ -26,12 +26,12 @@ from te_mx.dispatch.groups import (
     k_of,
     known_to_host,
     rows_of,
-    scale_rows,
 )
 from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.registry import Kernel, Wants, register
 from te_mx.layouts import sm90_groups, spec_of
-from te_mx.layouts.operand import Operand, Quantized, Stack
+from te_mx.layouts.base import Parts
+from te_mx.layouts.operand import Operand, Quantized, Stack, turned
 
 
 class _Reference(Kernel):
@@ -91,11 +91,9 @@ def _plain(what: QuantizeGroups, bounds: Bounds) -> Quantized:
     (rows, cols), groups, x = what.x.shape, len(bounds.ends), what.x
     row = col = sums = None
     if what.row:
-        codes, scales = spec_of(what.row).layout.shapes(spec_of(what.row).format, rows, cols)
-        row = Operand(_zeros(x, codes), _zeros(x, scales), what.row, rows, cols)
+        row = Operand(*_zeroed(x, what.row, rows, cols, groups), what.row, rows, cols)
     if what.col:
-        scales = (scale_rows(rows, groups), cols)
-        col = Operand(_zeros(x, (rows, cols)), _zeros(x, scales), what.col, cols, rows)
+        col = Operand(*_zeroed(x, what.col, cols, rows, groups), what.col, cols, rows)
     if what.col_sum:
         sums = x.new_zeros((groups, cols), dtype=torch.float32)
     each = what.col.replace("@grouped_cols", "@cols")
@@ -104,12 +102,19 @@ def _plain(what: QuantizeGroups, bounds: Bounds) -> Quantized:
         if row is not None and made.row is not None:
             row.codes[start:end], row.scales[start:end] = made.row.codes, made.row.scales
         if col is not None and made.col is not None:
-            first = first_scale_row(start, i)
+            first = first_scale_row(start, i, col.format.block)
             col.codes[start:end] = made.col.codes
             col.scales[first : first + len(made.col.scales)] = made.col.scales
         if sums is not None and made.col_sum is not None:
             sums[i] = made.col_sum
     return Quantized(row, col, sums)
+
+
+def _zeroed(x: Tensor, spec: str, rows: int, k: int, groups: int) -> Parts:
+    """Codes and scales of tokens in groups, all 0."""
+    fmt, layout = spec_of(spec)
+    codes, scales = layout.grouped_empty(fmt, rows, k, groups, x.device)
+    return codes.zero_(), scales.zero_()
 
 
 def _zeros(x: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -175,16 +180,23 @@ def stacked(operands: list[Operand]) -> Stack:
 
 
 class ColumnsOfWeightsReference(_Reference):
-    """What the codes of every weight decode to (in bf16), quantized along the columns."""
+    """The codes of every weight where blocks are square, else what they decode to, quantized along
+    the columns."""
 
     op = "columns_of_weights"
 
     def run(self, row: Stack, col: str, rule: str) -> Stack:
         made = []
         for i in range(row.groups):
-            values = run.dequantize(row.group(i), torch.bfloat16)
-            made.append(run.quantize(Quantize(values, "", col, rule)).col)
-        return stacked(made)  # type: ignore[arg-type]
+            one = row.group(i)
+            if one.format.is_square:
+                made.append(run.convert(turned(one), col))
+                continue
+            values = run.dequantize(one, one.format.exact_dtype)
+            again = run.quantize(Quantize(values, "", col, rule)).col
+            assert again is not None
+            made.append(again)
+        return stacked(made)
 
 
 # --------------------------------------------------------------------------------------------- gemm
