@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+from typing import ClassVar
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ class Plain(Tensor):
 class Watched(Tensor):
     """A subclass that notes what it is asked for."""
 
-    seen: list = []
+    seen: ClassVar[list] = []
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -130,7 +131,11 @@ def test_the_setter_is_that_of_torch():
     identity = id(x)
     x.data = other
     assert id(x) == identity and x.data_ptr() == other.data_ptr() and x.requires_grad
-    for value, error in ((1, TypeError), (None, TypeError), (torch.eye(3).to_sparse(), RuntimeError)):
+    for value, error in (
+        (1, TypeError),
+        (None, TypeError),
+        (torch.eye(3).to_sparse(), RuntimeError),
+    ):
         with pytest.raises(error):
             x.data = value
         with pytest.raises(error):
@@ -158,7 +163,7 @@ def test_tensors_without_memory_of_their_own():
 
 def test_subclasses_see_it():
     x = torch.randn(3).as_subclass(Watched)
-    Watched.seen = []
+    Watched.seen.clear()
     assert type(x.data) is Watched
     x.data = torch.zeros(3)
     assert Watched.seen == [torch.Tensor.data.__get__, torch.Tensor.data.__set__]

@@ -1,0 +1,273 @@
+"""Layers that read one tensor quantize it once: the bits of layers that read copies, and never
+those of a tensor that changed since."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from shared_input_cases import (
+    IN,
+    ROWS,
+    assert_same,
+    noted_reads,
+    qkv,
+    separate,
+    step,
+    together,
+)
+from torch import Tensor, nn
+
+import te_mx
+from te_mx.autograd import shared_inputs
+from te_mx.recipe import Format, MXFP8BlockScaling
+from te_mx.runtime import replays
+
+RECIPES = {
+    "default": MXFP8BlockScaling(),
+    "hybrid, floor": MXFP8BlockScaling(fp8_format=Format.HYBRID, scale_rule="floor"),
+    "kept_columns": MXFP8BlockScaling(keep_weight_columns=True),
+    "high_precision": MXFP8BlockScaling(backward_override="high_precision"),
+    "dequantized": MXFP8BlockScaling(backward_override="dequantized"),
+    "wgrad_with_hp": MXFP8BlockScaling(wgrad_with_hp=True),
+    "one_copy": MXFP8BlockScaling(one_copy_weights=True),
+    "mxfp4": te_mx.recipe.BlockScaling("mxfp4", "mxfp4", "mxfp8_e5m2"),
+}
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    return noted_reads(monkeypatch)
+
+
+def entries() -> list[shared_inputs.Entry]:
+    return shared_inputs._here.entries
+
+
+# ------------------------------------------------------------------------------------------ values
+@pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")  # of mxfp4
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(ROWS, IN), (2, 20, IN), (IN,)], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_one_read_and_the_bits_of_copies(reads, recipe, shape, dtype):
+    layers, x = qkv(dtype), torch.randn(shape, dtype=dtype)
+    want = step(layers, x, separate, RECIPES[recipe])
+    count = len(reads)
+    assert count >= 3 and count % 3 == 0
+    reads.clear()
+    assert_same(step(layers, x, together, RECIPES[recipe]), want)
+    assert len(reads) == count // 3
+
+
+def test_no_layer_waits_for_the_others_backward():
+    """What is shared is not freed with the first graph that held it."""
+    layers, x = qkv(), torch.randn(ROWS, IN, requires_grad=True)
+    with te_mx.autocast():
+        outputs, copies = together(layers, x), separate(layers, x)
+    for y, copy, layer in zip(outputs, copies, layers, strict=True):
+        leaves = [x, *layer.parameters()]
+        got = torch.autograd.grad(y.sum(), leaves)
+        assert_same(got, torch.autograd.grad(copy.sum(), leaves))
+
+
+# -------------------------------------------------------------------------------- what is not stale
+def by_method(x: Tensor) -> None:
+    x.add_(1)
+
+
+def of_a_view(x: Tensor) -> None:
+    x.view(-1)[3:9].mul_(7)
+
+
+def of_the_base(x: Tensor) -> None:
+    x._base.zero_()
+
+
+def of_a_detached_alias(x: Tensor) -> None:
+    x.detach().neg_()
+
+
+def by_index(x: Tensor) -> None:
+    x[0, 0] = 100.0
+
+
+def by_out(x: Tensor) -> None:
+    torch.add(x, 1, out=x)
+
+
+def by_foreach(x: Tensor) -> None:
+    torch._foreach_mul_([x], 3.0)
+
+
+def through_data(x: Tensor) -> None:
+    x.data.add_(1)
+
+
+def through_data_of_a_view(x: Tensor) -> None:
+    x[:4].data.add_(1)
+
+
+def through_data_of_the_base(x: Tensor) -> None:
+    x._base.data.add_(1)
+
+
+def through_detached_data(x: Tensor) -> None:
+    x.detach().data[0] = 5.0
+
+
+def other_data(x: Tensor) -> None:
+    x.data = torch.randn_like(x)
+
+
+def other_data_unseen(x: Tensor) -> None:
+    torch._C.TensorBase.data.__set__(x, torch.randn_like(x))
+
+
+def other_memory(x: Tensor) -> None:
+    x.set_(torch.randn_like(x))
+
+
+def by_an_optimizer(x: Tensor) -> None:
+    x.grad = torch.randn_like(x)
+    torch.optim.SGD([x], 0.5).step()
+    x.grad = None
+
+
+def by_a_replay(x: Tensor) -> None:
+    """As a CUDA graph does that x is an output of."""
+    x.untyped_storage().copy_(torch.randn_like(x).untyped_storage())
+    replays._count += 1
+
+
+CHANGES = [
+    by_method, of_a_view, of_the_base, of_a_detached_alias, by_index, by_out, by_foreach,
+    through_data, through_data_of_a_view, through_data_of_the_base, through_detached_data,
+    other_data, other_data_unseen, other_memory, by_an_optimizer, by_a_replay,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_input_is_quantized_again(reads, change, grad):
+    layers = qkv()
+    x = torch.randn(ROWS * IN).view(ROWS, IN)
+    with te_mx.autocast(), torch.set_grad_enabled(grad):
+        before = together(layers, x)
+        assert len(reads) == 1
+        with torch.no_grad():
+            change(x)
+        after = together(layers, x)
+        assert len(reads) in (2, 4)  # memory that `.data` reached is not remembered
+        assert_same(after, separate(layers, x))
+    assert not torch.equal(after[0], before[0])
+
+
+def test_an_alias_through_data_from_before_and_one_from_in_between(reads):
+    layers = qkv()
+    for early in (True, False):
+        x = torch.randn(ROWS, IN)
+        alias = x.data if early else None
+        with te_mx.autocast():
+            layers[0](x)
+            alias = x.data if alias is None else alias
+            layers[1](x)
+            assert entries() == []
+            alias.add_(1)  # changes no version that x shows
+            assert_same(together(layers, x), separate(layers, x))
+    other, x = torch.randn(ROWS, IN), torch.randn(ROWS, IN)
+    x.data = other
+    with te_mx.autocast():
+        layers[0](x)
+        other.add_(1)
+        assert_same(together(layers, x), separate(layers, x))
+
+
+def test_another_tensor_at_the_same_address(reads):
+    """Neither with the same memory, nor with memory that was free in between."""
+    layer, memory = qkv()[0], np.zeros((ROWS, IN), np.float32)
+    with te_mx.autocast():
+        for number in range(3):
+            memory[:] = number
+            x = torch.from_numpy(memory)
+            assert torch.equal(layer(x), layer(x.clone()))
+            assert layer(x.detach()) is not None and len(reads) == 3 * (number + 1)
+            del x
+
+
+# -------------------------------------------------------------------------- what is asked for again
+def test_inputs_in_turn(reads):
+    """The two that were quantized last are remembered."""
+    layers, inputs = qkv(), dict(zip("abc", torch.randn(3, ROWS, IN).unbind(0), strict=True))
+    with te_mx.autocast():
+        want = {name: separate(layers, x) for name, x in inputs.items()}
+        shared_inputs.forget()
+        reads.clear()
+        for name, count in zip("abaabcbacc", (1, 2, 2, 2, 2, 3, 3, 4, 4, 4), strict=True):
+            assert_same(together(layers, inputs[name]), want[name])
+            assert len(reads) == count and len(entries()) <= 2
+
+
+def test_what_a_layer_asks_for_decides(reads):
+    layer, x = qkv()[0], torch.randn(ROWS, IN)
+    frozen, original = (
+        qkv()[0].requires_grad_(False),
+        te_mx.Linear(IN, 48, save_original_input=True),
+    )
+    leaf = x.requires_grad_()
+
+    def without_grad(x):
+        with torch.no_grad():
+            return layer(x)
+
+    def by_floor(x):
+        # Inside the region, as a layer with a recipe of its own.
+        with te_mx.context.entered(MXFP8BlockScaling(scale_rule="floor").settings, None):
+            return layer(x)
+
+    with te_mx.autocast():
+        for calls, made in (
+            ((without_grad, layer, without_grad), ["row", "both"]),
+            ((layer, without_grad, frozen, original), ["both"]),
+            ((frozen, original, layer, layer), ["row", "both"]),
+            ((layer, by_floor, layer), ["both", "both", "both"]),
+        ):
+            shared_inputs.forget()
+            reads.clear()
+            got = [call(leaf) for call in calls]
+            assert reads == made
+            assert_same(got, [call(leaf.detach().clone()) for call in calls])
+
+
+@pytest.mark.parametrize("kind", ["microbatch", "frozen", "without master"])
+def test_weights_that_stand_still_share_inputs_too(reads, kind):
+    layers, x = qkv(), torch.randn(ROWS, IN)
+    if kind != "microbatch":
+        te_mx.freeze_weights(nn.ModuleList(layers), drop_master=kind == "without master")
+    more = {"is_first_microbatch": True} if kind == "microbatch" else {}
+    context = torch.no_grad() if kind == "without master" else torch.enable_grad()
+    with te_mx.autocast(), context:
+        got = [layer(x, **more) for layer in layers]
+        assert len(reads) == 1
+        assert_same(got, [layer(x.clone(), **more) for layer in layers])
+
+
+# -------------------------------------------------------------------------------------- where it is
+def test_threads_do_not_see_each_others():
+    layer, x = qkv()[0], torch.randn(ROWS, IN)
+    seen = []
+
+    def elsewhere():
+        seen.append(shared_inputs.entry_of(x))
+        with te_mx.autocast():
+            seen.append(layer(x))
+            seen.append(shared_inputs.entry_of(x))
+
+    with te_mx.autocast():
+        want, mine = layer(x), shared_inputs.entry_of(x)
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        assert mine is not None and shared_inputs.entry_of(x) is mine
+    assert seen[0] is None and torch.equal(seen[1], want) and seen[2] not in (None, mine)
