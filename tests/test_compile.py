@@ -96,8 +96,8 @@ def test_region_inside_the_compiled_function(backend):
     expected = step(model, forward, x, OFF)
     for region in (OFF, lambda: te_mx.autocast(recipe=HYBRID), OFF):
         got = step(model, compiled, x, region)
-        assert_same(got[:2], expected[:2])
-        for a, b in zip(got[2:], expected[2:], strict=True):
+        assert_same(got[:1], expected[:1])
+        for a, b in zip(got[1:], expected[1:], strict=True):
             torch.testing.assert_close(a, b)  # sums of four gradients, in another order
     assert te_mx.context.current_recipe() is None
 
