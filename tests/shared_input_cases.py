@@ -50,16 +50,6 @@ def assert_same(got: Sequence[Tensor | None], want: Sequence[Tensor | None]) -> 
         assert mine is None or torch.equal(mine, theirs)
 
 
-def assert_same_step(got: Sequence[Tensor | None], want: Sequence[Tensor | None], at: int) -> None:
-    """Of two `step` of so many layers: the same bits but for the gradient of x, which is rounded
-    once for each layer that adds to it (tests/test_sibling_gradients.py has the bound)."""
-    mine, theirs = got[at], want[at]
-    assert mine is not None and theirs is not None and mine.dtype == theirs.dtype
-    roundoff = torch.finfo(mine.dtype).eps / 2
-    assert (mine - theirs).float().norm() <= roundoff * theirs.float().norm()
-    assert_same([*got[:at], *got[at + 1 :]], [*want[:at], *want[at + 1 :]])
-
-
 def noted_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A list to which "row", "col" or "both" is added when a tensor with IN columns and not the
     rows of a weight is quantized. Layers without gradients run step by step, too."""
