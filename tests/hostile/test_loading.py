@@ -127,13 +127,14 @@ def test_one_group(stacked):
 
 @every
 def test_scales_of_other_formats(kind):
-    """DeepSeek's 128x128 blocks, a scale for each channel, one for the tensor."""
+    """Blocks of 32x16, a scale for each pair of channels, one for the tensor. (One of 128x128 or
+    1x128 that holds all of a side is a scale of the tensor or the channel, and loads.)"""
     state = dropped(KINDS[kind]()).state_dict()
     names = [key for key in state if key.endswith("_scale")]
-    for shape in ((1, 1), (33, 1), ()):
+    for shape in ((2, 5), (17, 1), ()):
         changed = {key: value for key, value in state.items() if key not in names}
         changed |= {f"{key}_inv": torch.ones(shape) for key in names}
-        refused(KINDS[kind](), changed, r"_scale_inv.*float32.*128x128 blocks.*dequantize")
+        refused(KINDS[kind](), changed, r"_scale_inv.*float32.*128x128 or 1x128 blocks.*dequantize")
         changed = {**state, **{key: torch.ones(shape, dtype=torch.bfloat16) for key in names}}
         refused(KINDS[kind](), changed, r"_scale: .*uint8 .E8M0 bytes., got torch.bfloat16")
 
