@@ -53,8 +53,9 @@ def test_frozen_and_written_again(assign):
     with torch.no_grad():
         y = layer(x)
     q = te_mx.quantize(x, fmt="fp8_e4m3_1x128", scale_rule="fp32")
-    exact = q.dequantize(torch.float64) @ values(state).double().t()
-    torch.testing.assert_close(y.double(), exact, rtol=1e-6, atol=1e-6)
+    left, right = q.dequantize(torch.float64), values(state).double().t()
+    bound = (IN + 1) * 2.0**-24 * (left.abs() @ right.abs())  # sums of fp32, rounded once more
+    assert ((y.double() - left @ right).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

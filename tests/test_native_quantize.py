@@ -288,12 +288,13 @@ def test_bad_arguments():
     )
     assert native.quantize(good) == 0
     for field, value in (
-        ("x_data", 0), ("x_rows", -1), ("x_dtype", 3), ("element", 7), ("rule", 3),
+        ("x_data", 0), ("x_rows", -1), ("x_dtype", 3), ("element", 7), ("rule", 5),
         ("block_k", 0), ("row_scales", 0), ("col_codes", out), ("col_sum", out),
     ):  # fmt: skip
         assert native.quantize(good.copy(**{field: value})) == BAD_ARGUMENT
     for field, value in (
-        ("element", 2), ("element", 6), ("rule", 2), ("block_k", 128), ("block_rows", 128),
+        ("element", 2), ("element", 6), ("rule", 2), ("rule", 3), ("rule", 4), ("block_k", 128),
+        ("block_rows", 128),
         ("scale_type", 1), ("row_layout", LAYOUT["k_first"]), ("col_layout", LAYOUT["tiles"]),
     ):  # fmt: skip
         assert native.quantize(good.copy(**{field: value})) == UNSUPPORTED
