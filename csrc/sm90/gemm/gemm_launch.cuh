@@ -129,7 +129,8 @@ Status launch(const Kind& kind, const Device& device) {
   Params p{};
   p.lhs_scales = static_cast<const uint32_t*>(a.lhs.scales);
   p.rhs_scales = static_cast<const uint32_t*>(a.rhs.scales);
-  p.lhs_tiles = static_cast<int>(packed_tiles(m)), p.rhs_tiles = static_cast<int>(packed_tiles(n));
+  p.lhs_tiles = static_cast<int>(packed_tiles(m));
+  p.rhs_tiles = static_cast<int>(Config::Promotion::rhs_tiles(n));
   p.k_steps = static_cast<int>((a.lhs.k + 127) / 128);
   p.m_blocks = static_cast<int>((m + Config::kM - 1) / Config::kM);
   p.n_blocks = static_cast<int>((n + kN - 1) / kN);
@@ -142,12 +143,12 @@ Status launch(const Kind& kind, const Device& device) {
 }
 
 // The four pairs of elements and the epilogues of one shape of blocks.
-template <class Shape, class Kind>
+template <class Shape, class Promotion, class Kind>
 Status launch_any(const Kind& kind, const Device& device) {
   using tile::Fp8;
   const GemmArgs& a = kind.gemm();
   const auto go = [&]<Fp8 kLhs, Fp8 kRhs>() {
-    using Config = GemmConfig<Shape, ByteOperands<kLhs, kRhs>, PowerOfTwoScales>;
+    using Config = GemmConfig<Shape, ByteOperands<kLhs, kRhs>, Promotion>;
     if constexpr (Kind::kEveryEpilogue && Config::kFull) {
       if (side_tensor(a.epilogue, a.rhs.rows) == SideTensor::gelu_in)
         return launch<Config, EpilogueKind::backward>(kind, device);
