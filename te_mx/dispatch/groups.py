@@ -4,9 +4,9 @@ Groups are the experts of a mixture. Group i owns rows [start_i, end_i) of a mat
 outside of every group belong to nobody. `offs` holds the end offsets, int32 or int64 [G]; a group
 starts where the one before ends, or, with a `capacity`, at i * capacity.
 
-Blocks of 32 rows start anew with every group. Their scale rows lie at start_i // 32 + i, a closed
-form that needs no scan over the groups, so a columnwise copy of [R, cols] has scales
-[R // 32 + G, cols] on every device, whatever the splits are.
+Blocks of 32 rows (128 in blockwise FP8) start anew with every group. Their scale rows lie at
+start_i // 32 + i, a closed form that needs no scan over the groups, so a columnwise copy of
+[R, cols] has scales [R // 32 + G, cols] on every device, whatever the splits are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from te_mx.layouts.operand import Operand
 
 INDEX_DTYPES = (torch.int32, torch.int64)
-BLOCK = 32  # rows of a group that share a scale in a columnwise copy
+BLOCK = 32  # rows of a group that share a scale in a columnwise copy of MX formats
 
 
 class Bounds(NamedTuple):
@@ -35,14 +35,14 @@ class Bounds(NamedTuple):
         return (len(starts), starts.buffer_info()[0], ends.buffer_info()[0]), (starts, ends)
 
 
-def scale_rows(rows: int, groups: int) -> int:
+def scale_rows(rows: int, groups: int, block: int = BLOCK) -> int:
     """Scale rows of a columnwise copy of `rows` rows in groups."""
-    return rows // BLOCK + groups
+    return rows // block + groups
 
 
-def first_scale_row(start: int, group: int) -> int:
+def first_scale_row(start: int, group: int, block: int = BLOCK) -> int:
     """The scale row of a group's first block."""
-    return start // BLOCK + group
+    return start // block + group
 
 
 def rows_of(tokens: Operand, start: int, end: int) -> Operand:
@@ -54,8 +54,9 @@ def rows_of(tokens: Operand, start: int, end: int) -> Operand:
 
 def k_of(operand: Operand, start: int, end: int, group: int) -> Operand:
     """A group's part of an operand in layout "grouped_cols", in layout "cols"."""
-    first = first_scale_row(start, group)
-    blocks = -(-(end - start) // BLOCK)
+    block = operand.format.block
+    first = first_scale_row(start, group, block)
+    blocks = -(-(end - start) // block)
     return Operand(
         operand.codes[start:end], operand.scales[first : first + blocks],
         operand.spec.replace("@grouped_cols", "@cols"), operand.rows, end - start,

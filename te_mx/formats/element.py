@@ -101,7 +101,7 @@ class Element:
         lowest = (self.emin + BIAS) << MANTISSA_BITS  # bits of the smallest normal number
         top = ((self.emax - self.emin) << MANTISSA_BITS) + lowest
         top += (self.max_code & ((1 << self.mantissa_bits) - 1)) << drop  # bits of max
-        q = (_normalize(bits & MAGNITUDE) + (power << MANTISSA_BITS)).clamp_(0, top)
+        q = (normalized(bits & MAGNITUDE) + (power << MANTISSA_BITS)).clamp_(0, top)
         # `one` times the step between codes is the binade of q times 2^drop: adding it rounds q
         # there, in the only fp32 operation, whose operands and result are normal numbers.
         binade = (q & INF).clamp_(min=lowest)
@@ -131,7 +131,7 @@ class Element:
         return value
 
 
-def _normalize(magnitude: Tensor) -> Tensor:
+def normalized(magnitude: Tensor) -> Tensor:
     """Bits of fp32 magnitudes with a wider exponent: that of a subnormal number is 0 or less, that
     of zero lies below all.
     """

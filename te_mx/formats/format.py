@@ -10,24 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx.arguments import check_dense, check_size, is_one_of, shown
+from te_mx.arguments import check_dense, check_size, shown
 from te_mx.formats import packing, registry
 from te_mx.formats.element import MAGNITUDE, Element
 from te_mx.formats.scaling import NAN_SCALE, Scaling, power_of_two, scale_bytes
 
-_READ = (torch.float32, torch.bfloat16, torch.float16)
+READ = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, eq=False)
 class Format:
     """Codes of `element` with scales of `scaling`, for a matrix [rows, k] whose blocks run along k.
 
-    ======  ===================================  =====================================
+    ======  ===================================  ====================================================
     part    dtype                                shape
-    ======  ===================================  =====================================
+    ======  ===================================  ====================================================
     codes   uint8, packed without gaps in a row  codes_shape: [rows, code_bytes(k)]
-    scales  scaling.storage                      scales_shape: [rows, ceil(k / block)]
-    ======  ===================================  =====================================
+    scales  scaling.storage                      scales_shape: [rows, k] over the block, rounded up
+    ======  ===================================  ====================================================
 
     value = code * 2^(byte - 127); byte 255 makes the whole block NaN, byte 0 is 2^-127. `quantize`
     and `dequantize` are those of E8M0 scales and blocks of one row; a family of formats with other
@@ -90,10 +90,8 @@ class Format:
             TypeError: x is no tensor of such a dtype.
             ValueError: x is no matrix, or the format does not know the rule.
         """
-        _check_matrix("x", x, *_READ)
-        if not is_one_of(rule, self.scaling.rules):
-            rules = ", ".join(map(repr, self.scaling.rules))
-            raise ValueError(f"scale rule of {self.name} must be one of {rules}, got {shown(rule)}")
+        check_matrix("x", x, *READ)
+        self.check_rule(rule)
         rows, k = x.shape
         bits = x.detach().resolve_neg().to(torch.float32).view(torch.int32)
         bits = _pad_last(bits, self.blocks(k) * self.block)
@@ -115,21 +113,7 @@ class Format:
             TypeError: an argument of the wrong type or dtype.
             ValueError: codes and scales are not those of a matrix with k columns.
         """
-        _check_matrix("codes", codes, torch.uint8)
-        _check_matrix("scales", scales, self.scaling.storage)
-        if not isinstance(dtype, torch.dtype) or dtype not in (*_READ, torch.float64):
-            raise TypeError(
-                f"dtype must be float32, bfloat16, float16 or float64, got {shown(dtype)}"
-            )
-        k = check_size("k", k)
-        rows = len(codes)
-        shapes = self.codes_shape(rows, k), self.scales_shape(rows, k)
-        if (codes.shape, scales.shape) != shapes or codes.device != scales.device:
-            raise ValueError(
-                f"{self.name} codes and scales of {rows} rows and k={k} must have shapes "
-                f"{shapes[0]} and {shapes[1]} and be on one device, got {tuple(codes.shape)} on "
-                f"{codes.device} and {tuple(scales.shape)} on {scales.device}"
-            )
+        k = self.check_parts(codes, scales, k, dtype)
         exponents = scales.int() - 127
         # Two factors, so that neither they nor the first product leave the normal range of fp32.
         half = exponents >> 1
@@ -150,8 +134,36 @@ class Format:
             values = values * factor.unsqueeze(-1)
         return values.flatten(1)[:, :k].contiguous()
 
+    # ------------------------------------------------------------------------------------- checks
+    def check_rule(self, rule: Any) -> None:
+        """Raise ValueError unless the format knows a scale rule."""
+        if not self.scaling.knows(rule):
+            raise ValueError(
+                f"scale rule of {self.name} must be one of {self.scaling.shown_rules}, got "
+                f"{shown(rule)}"
+            )
 
-def _check_matrix(name: str, x: Any, *dtypes: torch.dtype) -> None:
+    def check_parts(self, codes: Any, scales: Any, k: Any, dtype: Any) -> int:
+        """k as an int. Raises what `dequantize` says it raises."""
+        check_matrix("codes", codes, torch.uint8)
+        check_matrix("scales", scales, self.scaling.storage)
+        if not isinstance(dtype, torch.dtype) or dtype not in (*READ, torch.float64):
+            raise TypeError(
+                f"dtype must be float32, bfloat16, float16 or float64, got {shown(dtype)}"
+            )
+        k = check_size("k", k)
+        rows = len(codes)
+        shapes = self.codes_shape(rows, k), self.scales_shape(rows, k)
+        if (codes.shape, scales.shape) != shapes or codes.device != scales.device:
+            raise ValueError(
+                f"{self.name} codes and scales of {rows} rows and k={k} must have shapes "
+                f"{shapes[0]} and {shapes[1]} and be on one device, got {tuple(codes.shape)} on "
+                f"{codes.device} and {tuple(scales.shape)} on {scales.device}"
+            )
+        return k
+
+
+def check_matrix(name: str, x: Any, *dtypes: torch.dtype) -> None:
     """Raise TypeError or ValueError unless x is a dense matrix of one of these dtypes."""
     if not isinstance(x, Tensor) or x.dtype not in dtypes:
         known = " or ".join(map(str, dtypes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,9 @@ class Scaling:
         block: (rows, cols) of a block; MX formats have (1, 32), with the columns along the
             reduction dimension.
         scale: "e8m0", a byte that stands for 2^(byte - 127), or "fp32".
-        rules: the ways to choose a scale that `Format.quantize` knows.
+        rules: the ways to choose a scale that `Format.quantize` knows. Where `epsilon` is set, a
+            rule may carry the smallest amax behind a colon: "pow2:1e-12".
+        epsilon: whether rules take one.
 
     Raises:
         ValueError: another scale dtype.
@@ -30,6 +33,7 @@ class Scaling:
     block: tuple[int, int] = (1, 32)
     scale: str = "e8m0"
     rules: tuple[str, ...] = MX_RULES
+    epsilon: bool = False
 
     def __post_init__(self) -> None:
         if self.scale not in ("e8m0", "fp32"):
@@ -44,6 +48,38 @@ class Scaling:
     def torch_dtype(self) -> torch.dtype:
         """dtype that shows stored scales to users."""
         return torch.float8_e8m0fnu if self.scale == "e8m0" else torch.float32
+
+
+    def knows(self, rule: Any) -> bool:
+        """Whether a word is one of the rules, with or without an epsilon."""
+        if not isinstance(rule, str):
+            return False
+        name, colon, epsilon = rule.partition(":")
+        if name not in self.rules:
+            return False
+        return not colon or (self.epsilon and epsilon_of(epsilon) is not None)
+
+    @property
+    def shown_rules(self) -> str:
+        """The rules for error messages."""
+        rules = ", ".join(map(repr, self.rules))
+        return f"{rules}, or {self.rules[0] + ':1e-12'!r} with an epsilon" if self.epsilon else rules
+
+
+def split_rule(rule: str) -> tuple[str, float]:
+    """A rule that a scaling knows, and its epsilon: "pow2:1e-12" -> ("pow2", 1e-12)."""
+    name, _, epsilon = rule.partition(":")
+    return name, epsilon_of(epsilon) or 0.0
+
+
+def epsilon_of(text: str) -> float | None:
+    """The number behind the colon of a rule; None where it is none that amax can be compared with:
+    finite in fp32 and not negative."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if 0.0 <= value <= torch.finfo(torch.float32).max else None
 
 
 def scale_bytes(amax: Tensor, element: Element, rule: str) -> Tensor:

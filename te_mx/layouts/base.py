@@ -24,7 +24,7 @@ class Layout:
     """One layout, by name. Layouts are compared and looked up by their names."""
 
     name: str
-    scale_dtype: torch.dtype = torch.uint8
+    scale_dtype: torch.dtype | None = None  # None: as the format stores its scales
     k_first = False  # codes lie [k, rows]
     exact = True  # unpacking gives back the codes and scales that were packed
     of_matrices = True  # False: only the tokens of groups lie so
@@ -41,12 +41,16 @@ class Layout:
         """
         raise ValueError(f"te_mx: a single matrix does not lie in layout {self.name!r}")
 
+    def scales_dtype(self, fmt: Format) -> torch.dtype:
+        """dtype of the scales of a format in this layout."""
+        return self.scale_dtype or fmt.scaling.storage
+
     def empty(self, fmt: Format, rows: int, k: int, device: torch.device) -> Parts:
         """Room for codes and scales, uninitialized."""
         codes, scales = self.shapes(fmt, rows, k)
         return (
             torch.empty(codes, dtype=torch.uint8, device=device),
-            torch.empty(scales, dtype=self.scale_dtype, device=device),
+            torch.empty(scales, dtype=self.scales_dtype(fmt), device=device),
         )
 
     def pack(self, fmt: Format, codes: Tensor, scales: Tensor, k: int) -> Parts:
@@ -75,7 +79,7 @@ class Layout:
         codes, scales = self.grouped_shapes(fmt, rows, k, groups)
         return (
             torch.empty(codes, dtype=torch.uint8, device=device),
-            torch.empty(scales, dtype=self.scale_dtype, device=device),
+            torch.empty(scales, dtype=self.scales_dtype(fmt), device=device),
         )
 
     # --------------------------------------------------------------------------------- checks
@@ -104,15 +108,16 @@ class Layout:
         self, held: Any, fmt: Format, name: str, shapes: tuple[Shape, Shape], sizes: Shape
     ) -> Any:
         codes, scales = held.codes, held.scales
+        scale_dtype = self.scales_dtype(fmt)
         if (
             codes.shape != shapes[0]
             or scales.shape != shapes[1]
             or codes.dtype != torch.uint8
-            or scales.dtype != self.scale_dtype
+            or scales.dtype != scale_dtype
         ):
             raise ValueError(
                 f"{name}: {fmt.name} {list(sizes)} in layout {self.name!r} needs uint8 codes "
-                f"{shapes[0]} and {self.scale_dtype} scales {shapes[1]}, got {codes.dtype} "
+                f"{shapes[0]} and {scale_dtype} scales {shapes[1]}, got {codes.dtype} "
                 f"{tuple(codes.shape)} and {scales.dtype} {tuple(scales.shape)}"
             )
         if codes.device != scales.device:

@@ -11,8 +11,8 @@ from te_mx.formats import Format
 from te_mx.layouts import Layout, spec_of
 from te_mx.layouts.base import Shape
 
-# Shapes of the codes and scales of plain operands, by spec and sizes: what checks ask most.
-_expected: dict[tuple[str, int, int], tuple[Shape, Shape]] = {}
+# Shapes of codes and scales, and the dtype of these, of plain operands by spec and sizes: what checks ask most.
+_expected: dict[tuple[str, int, int], tuple[Shape, Shape, torch.dtype]] = {}
 _MOST_EXPECTED = 4096
 
 
@@ -59,15 +59,15 @@ class Operand(NamedTuple):
             and scales.is_contiguous()
             and codes.device == scales.device
             and codes.dtype is torch.uint8
-            and scales.dtype is torch.uint8
+            and scales.dtype is expected[2]
         ):
             return self
         fmt, layout = spec_of(spec)
         made = layout.checked(self, fmt, name)
-        if layout.scale_dtype is torch.uint8:
+        if layout.scale_dtype is None:
             if len(_expected) >= _MOST_EXPECTED:
                 _expected.clear()
-            _expected[spec, rows, k] = layout.shapes(fmt, rows, k)
+            _expected[spec, rows, k] = *layout.shapes(fmt, rows, k), layout.scales_dtype(fmt)
         return made
 
     def checked_tokens(self, groups: int, name: str) -> Operand:

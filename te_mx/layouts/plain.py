@@ -51,12 +51,16 @@ class GroupedCols(Layout):
 
     The scale rows of the group that starts at row s lie at s // block + its number, a closed form
     that needs no scan over the groups: scales [R // block + groups, columns] for every split.
+    Blocks hold one column: those of several would be of no use here, groups know no columns.
     """
 
     name = "grouped_cols"
     k_first = True
     of_matrices = False
     tokens = "k"
+
+    def takes(self, fmt: Format) -> bool:
+        return fmt.scaling.block[0] == 1
 
     def grouped_shapes(self, fmt: Format, rows: int, k: int, groups: int) -> tuple[Shape, Shape]:
         """Shapes for `rows` columns and k rows in groups."""

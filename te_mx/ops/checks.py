@@ -60,10 +60,10 @@ def quantizable(x: Tensor, row: str, col: str, rule: str) -> None:
     for spec in (row, col):
         if spec:
             fmt = spec_of(spec).format
-            if rule not in fmt.scaling.rules:
-                known = ", ".join(map(repr, fmt.scaling.rules))
+            if not fmt.scaling.knows(rule):
                 raise ValueError(
-                    f"te_mx: the scale rule of {fmt.name} must be one of {known}, got {rule!r}"
+                    f"te_mx: the scale rule of {fmt.name} must be one of "
+                    f"{fmt.scaling.shown_rules}, got {rule!r}"
                 )
     _quantizable.add(key)
 
@@ -71,7 +71,12 @@ def quantizable(x: Tensor, row: str, col: str, rule: str) -> None:
 def tokens(name: str, spec: str, kind: str) -> None:
     """Raise ValueError unless tokens lie, as their spec says, so that their rows (kind "rows") or
     their k ("k") belong to groups."""
-    layout = spec_of(spec).layout
+    fmt, layout = spec_of(spec)
+    if fmt.scaling.block[0] != 1:
+        raise ValueError(
+            f"te_mx: {name} cannot have format {fmt.name}: its blocks hold several rows, which may "
+            "belong to several groups; use a format with blocks of one row"
+        )
     if layout.tokens != kind:
         known = ", ".join(names(kind))
         raise ValueError(

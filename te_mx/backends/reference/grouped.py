@@ -26,11 +26,11 @@ from te_mx.dispatch.groups import (
     k_of,
     known_to_host,
     rows_of,
-    scale_rows,
 )
 from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.registry import Kernel, Wants, register
 from te_mx.layouts import sm90_groups, spec_of
+from te_mx.layouts.base import Parts
 from te_mx.layouts.operand import Operand, Quantized, Stack
 
 
@@ -91,11 +91,9 @@ def _plain(what: QuantizeGroups, bounds: Bounds) -> Quantized:
     (rows, cols), groups, x = what.x.shape, len(bounds.ends), what.x
     row = col = sums = None
     if what.row:
-        codes, scales = spec_of(what.row).layout.shapes(spec_of(what.row).format, rows, cols)
-        row = Operand(_zeros(x, codes), _zeros(x, scales), what.row, rows, cols)
+        row = Operand(*_zeroed(x, what.row, rows, cols, groups), what.row, rows, cols)
     if what.col:
-        scales = (scale_rows(rows, groups), cols)
-        col = Operand(_zeros(x, (rows, cols)), _zeros(x, scales), what.col, cols, rows)
+        col = Operand(*_zeroed(x, what.col, cols, rows, groups), what.col, cols, rows)
     if what.col_sum:
         sums = x.new_zeros((groups, cols), dtype=torch.float32)
     each = what.col.replace("@grouped_cols", "@cols")
@@ -104,12 +102,19 @@ def _plain(what: QuantizeGroups, bounds: Bounds) -> Quantized:
         if row is not None and made.row is not None:
             row.codes[start:end], row.scales[start:end] = made.row.codes, made.row.scales
         if col is not None and made.col is not None:
-            first = first_scale_row(start, i)
+            first = first_scale_row(start, i, col.format.block)
             col.codes[start:end] = made.col.codes
             col.scales[first : first + len(made.col.scales)] = made.col.scales
         if sums is not None and made.col_sum is not None:
             sums[i] = made.col_sum
     return Quantized(row, col, sums)
+
+
+def _zeroed(x: Tensor, spec: str, rows: int, k: int, groups: int) -> Parts:
+    """Codes and scales of tokens in groups, all 0."""
+    fmt, layout = spec_of(spec)
+    codes, scales = layout.grouped_empty(fmt, rows, k, groups, x.device)
+    return codes.zero_(), scales.zero_()
 
 
 def _zeros(x: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -6,17 +6,19 @@ Where the host knows the bounds, ops loop over the groups instead.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from te_mx.backends.reference import torch_gemm
 from te_mx.dispatch.grouped_calls import QuantizeGroups
-from te_mx.dispatch.groups import BLOCK, col_sums_on_device, inside_groups, scale_rows
+from te_mx.dispatch.groups import col_sums_on_device, inside_groups, scale_rows
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized, Stack
 
 
-def _padded_rows(starts: Tensor, ends: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+def _padded_rows(starts: Tensor, ends: Tensor, rows: int, block: int) -> tuple[Tensor, Tensor]:
     """(row of every row in a copy where each group starts at a block, whether it is in a group).
 
     Rows outside go to one row behind the copy.
@@ -24,13 +26,13 @@ def _padded_rows(starts: Tensor, ends: Tensor, rows: int) -> tuple[Tensor, Tenso
     group, inside = inside_groups(starts, ends, rows)
     start = starts[group]
     row = torch.arange(rows, device=ends.device)
-    padded = (start // BLOCK + group) * BLOCK + row - start
-    return torch.where(inside, padded, scale_rows(rows, len(ends)) * BLOCK), inside
+    padded = (start // block + group) * block + row - start
+    return torch.where(inside, padded, scale_rows(rows, len(ends), block) * block), inside
 
 
-def _pad(values: Tensor, position: Tensor, blocks: int) -> Tensor:
-    """values [rows, cols] -> [32 * blocks, cols], zeros where no row goes."""
-    room = values.new_zeros(blocks * BLOCK + 1, values.shape[1])
+def _pad(values: Tensor, position: Tensor, padded_rows: int) -> Tensor:
+    """values [rows, cols] -> [padded_rows, cols], zeros where no row goes."""
+    room = values.new_zeros(padded_rows + 1, values.shape[1])
     room[position] = values
     return room[:-1]
 
@@ -40,18 +42,20 @@ def quantize(what: QuantizeGroups, starts: Tensor, ends: Tensor) -> Quantized:
     """As te_mx::quantize_grouped, for one group or more, in plain layouts."""
     x = what.x.detach()
     (rows, cols), groups = x.shape, len(ends)
-    position, inside = _padded_rows(starts, ends, rows)
-    keep = inside.unsqueeze(1)
     row = col = None
     if what.row:
+        keep = inside_groups(starts, ends, rows)[1].unsqueeze(1)
         codes, scales = spec_of(what.row).format.quantize(x, what.rule)
-        row = Operand(codes * keep, scales * keep, what.row, rows, cols)
+        row = Operand(codes * keep, torch.where(keep, scales, 0), what.row, rows, cols)
     if what.col:
-        fmt, blocks = spec_of(what.col).format, scale_rows(rows, groups)
-        padded = _pad(x, position, blocks)
+        fmt = spec_of(what.col).format
+        position, _ = _padded_rows(starts, ends, rows, fmt.block)
+        padded = _pad(x, position, scale_rows(rows, groups, fmt.block) * fmt.block)
         codes, scales = fmt.quantize(padded.t(), what.rule)
         codes = torch.nn.functional.pad(fmt.unpack(codes, len(padded)).t(), (0, 0, 0, 1))
-        col = Operand(codes[position], scales.t().contiguous(), what.col, cols, rows)
+        of_a_group = (_owners(starts, ends, rows, fmt.block) >= 0).unsqueeze(1)
+        scales = torch.where(of_a_group, scales.t(), 0).contiguous()
+        col = Operand(codes[position], scales, what.col, cols, rows)
     return Quantized(row, col, col_sums_on_device(x, starts, ends) if what.col_sum else None)
 
 
@@ -76,22 +80,43 @@ def gemm_k(
     lhs: Operand, rhs: Operand, starts: Tensor, ends: Tensor, out: Tensor, accumulate: bool
 ) -> None:
     """out [G, m, n] (+)= lhs_g @ rhs_g^T over the k of group g; both lie as "grouped_cols"."""
-    rows, groups = lhs.k, len(ends)
-    position, _ = _padded_rows(starts, ends, rows)
-    blocks = scale_rows(rows, groups)
-    firsts = starts // BLOCK + torch.arange(groups, device=ends.device)
-    block = torch.arange(blocks, device=ends.device)
-    owner = torch.searchsorted(firsts, block, right=True) - 1
-    sides = [(side, _pad(side.codes, position, blocks)) for side in (lhs, rhs)]
-    for g in range(groups):
-        own = (owner == g).unsqueeze(1)
-        rows_own = own.repeat_interleave(BLOCK, 0)
-        lhs_g, rhs_g = (
-            Operand(
-                codes * rows_own, side.scales * own, side.spec.replace("@grouped_cols", "@cols"),
-                side.rows, len(codes),
-            )
-            for side, codes in sides
-        )  # fmt: skip
+    sides = [_parts(side, starts, ends) for side in (lhs, rhs)]
+    for g in range(len(ends)):
+        lhs_g, rhs_g = (side.group(g) for side in sides)
         value = torch_gemm.matmul(lhs_g, rhs_g)
         out[g].copy_(value + out[g].to(torch.float32) if accumulate else value)
+
+
+class _Padded(NamedTuple):
+    """An operand in layout "grouped_cols" with codes [block * blocks, rows] where every group
+    starts at a block, and the group of every block, -1 for none."""
+
+    side: Operand
+    codes: Tensor
+    owner: Tensor
+
+    def group(self, g: int) -> Operand:
+        """All of k, with zeros outside of the group."""
+        own, side = (self.owner == g).unsqueeze(1), self.side
+        codes = self.codes * own.repeat_interleave(side.format.block, 0)
+        spec = side.spec.replace("@grouped_cols", "@cols")
+        return Operand(codes, torch.where(own, side.scales, 0), spec, side.rows, len(codes))
+
+
+def _parts(side: Operand, starts: Tensor, ends: Tensor) -> _Padded:
+    """An operand whose k are the rows of groups."""
+    rows, block = side.k, side.format.block
+    position, _ = _padded_rows(starts, ends, rows, block)
+    owner = _owners(starts, ends, rows, block)
+    return _Padded(side, _pad(side.codes, position, len(owner) * block), owner)
+
+
+def _owners(starts: Tensor, ends: Tensor, rows: int, block: int) -> Tensor:
+    """The group of every block of a columnwise copy, -1 for those of none."""
+    groups = len(ends)
+    firsts = starts // block + torch.arange(groups, device=ends.device)
+    at = torch.arange(scale_rows(rows, groups, block), device=ends.device)
+    owner = torch.searchsorted(firsts, at, right=True) - 1
+    known = owner.clamp(min=0)
+    used = firsts[known] + (ends - starts + block - 1)[known] // block
+    return torch.where((owner >= 0) & (at < used), owner, -1)

@@ -1,0 +1,159 @@
+"""Blockwise FP8: 8-bit elements, one fp32 scale for a block of 1 x 128, 128 x 1 or 128 x 128.
+
+DeepSeek-V3's recipe, Transformer Engine's Float8BlockScaling and torchao's blockwise FP8 training
+use them: 1 x 128 for inputs and output gradients, along the reduction dimension, and 128 x 128 for
+weights. 128 x 1 is the columnwise form of data that stays as it lies: its bytes are those of
+1 x 128 in layout "cols".
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from te_mx.formats.element import (
+    BIAS,
+    INF,
+    MAGNITUDE,
+    MANTISSA,
+    MANTISSA_BITS,
+    Element,
+    normalized,
+)
+from te_mx.formats.format import READ, Format, check_matrix
+from te_mx.formats.mxfp8 import E4M3, E5M2
+from te_mx.formats.registry import register
+from te_mx.formats.scaling import Scaling, split_rule
+
+# "fnuz": no Inf and no negative zero, whose code is the only NaN.
+E4M3FNUZ = Element(
+    "e4m3fnuz",
+    exponent_bits=4,
+    mantissa_bits=3,
+    bias=8,
+    max=240.0,
+    has_negative_zero=False,
+    torch_dtype=torch.float8_e4m3fnuz,
+)
+E5M2FNUZ = Element(
+    "e5m2fnuz",
+    exponent_bits=5,
+    mantissa_bits=2,
+    bias=16,
+    max=57344.0,
+    has_negative_zero=False,
+    torch_dtype=torch.float8_e5m2fnuz,
+)
+BLOCKS = ((1, 128), (128, 1), (128, 128))
+RULES = ("pow2", "fp32")
+LARGEST_FACTOR = 2.0**126  # its inverse, the stored scale, is the smallest normal number
+
+
+@dataclass(frozen=True, eq=False)
+class BlockwiseFormat(Format):
+    """Codes with fp32 scales, for a matrix [rows, k]: value = code * scale.
+
+    ======  ============  ==================================================
+    part    dtype         shape
+    ======  ============  ==================================================
+    codes   uint8         [rows, k]
+    scales  float32       [ceil(rows / block[0]), ceil(k / block[1])]
+    ======  ============  ==================================================
+
+    With amax the largest magnitude of a block and max that of the element, in fp32, rounded to
+    nearest at every step:
+
+        amax   = the larger of amax and the rule's epsilon
+        factor = max / amax, at most 2^126; with the rule "pow2" its mantissa is cut off
+        scale  = 1 / factor
+        code   = round(x * factor) to nearest even, at most +-max
+
+    A block of zeros has scale 1 (unless the rule has an epsilon). A NaN or an Inf makes the scale
+    of its block and all its codes NaN. Every other scale is a normal number. Transformer Engine has
+    the same numbers for amax >= max * 2^-126; below, its scales become subnormal. It saturates Inf
+    to max, which nobody sees.
+    """
+
+    def quantize(self, x: Tensor, rule: str) -> tuple[Tensor, Tensor]:
+        """Codes and scales of x [rows, k], fp32, bf16 or fp16 with any strides.
+
+        Args:
+            x: the matrix.
+            rule: "pow2" (scales are powers of two) or "fp32", with an epsilon as in "fp32:1e-12".
+
+        Raises:
+            TypeError: x is no tensor of such a dtype.
+            ValueError: x is no matrix, or the format does not know the rule.
+        """
+        check_matrix("x", x, *READ)
+        self.check_rule(rule)
+        rows, k = x.shape
+        (height, width), (tall, wide) = self.scaling.block, self.scales_shape(rows, k)
+        bits = x.detach().resolve_neg().to(torch.float32).view(torch.int32)
+        bits = torch.nn.functional.pad(bits, (0, wide * width - k, 0, tall * height - rows))
+        bits = bits.reshape(tall, height, wide, width)
+        amax = (bits & MAGNITUDE).amax((1, 3))  # NaN and Inf come out on top
+        finite = amax < INF
+        factors = scale_factors(torch.where(finite, amax, 0), self.element, rule)
+        codes = _encode_scaled(self.element, bits, factors[:, None, :, None])
+        codes.masked_fill_(~finite[:, None, :, None], self.element.nan_code or 0)
+        codes = codes.reshape(tall * height, wide * width)[:rows, :k].contiguous()
+        scales = torch.where(finite, torch.ones_like(factors) / factors, torch.nan)
+        return codes, scales
+
+    def dequantize(self, codes: Tensor, scales: Tensor, k: int, dtype: torch.dtype) -> Tensor:
+        """Values [rows, k]: code * scale, exact in fp64, else rounded to fp32 and then to dtype.
+
+        Raises:
+            TypeError: an argument of the wrong type or dtype.
+            ValueError: codes and scales are not those of a matrix with k columns.
+        """
+        k = self.check_parts(codes, scales, k, dtype)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        of_rows = scales.to(wide).repeat_interleave(self.scaling.block[0], 0)[: len(codes)]
+        return self.decode(codes, k, of_rows).to(dtype)
+
+
+def scale_factors(amax: Tensor, element: Element, rule: str) -> Tensor:
+    """fp32 factors that blocks are multiplied by, from the bits (int32) of their largest
+    magnitudes, which are finite."""
+    name, epsilon = split_rule(rule)
+    amax = amax.clamp(min=_bits(epsilon))
+    tiny = amax < _bits(element.max / LARGEST_FACTOR)
+    divisor = torch.where(tiny, _bits(1.0), amax).view(torch.float32)
+    # A number divided by a tensor would be a product with its rounded reciprocal.
+    factors = torch.full_like(divisor, element.max) / divisor
+    if name == "pow2":
+        factors = (factors.view(torch.int32) & INF).view(torch.float32)
+    factors = torch.where(tiny, LARGEST_FACTOR, factors)
+    return torch.where(amax == 0, 1.0, factors)
+
+
+def _bits(value: float) -> int:
+    """The bits of a number, rounded to fp32."""
+    return struct.unpack("<i", struct.pack("<f", value))[0]
+
+
+def _encode_scaled(element: Element, bits: Tensor, factors: Tensor) -> Tensor:
+    """Codes of fp32(x * factor), x by its bits (int32), factors fp32 and normal.
+
+    Mantissas are multiplied apart from exponents, so that the only operation rounds as that product
+    does and no mode of the device flushes its operands. A product below 2^-126 has code 0 anyway.
+    """
+    one = BIAS << MANTISSA_BITS
+    x, f = normalized(bits & MAGNITUDE), factors.view(torch.int32)
+    product = ((x & MANTISSA) + one).view(torch.float32) * ((f & MANTISSA) + one).view(torch.float32)
+    power = (x >> MANTISSA_BITS) + (f >> MANTISSA_BITS) - 2 * BIAS
+    sign = bits & ~MAGNITUDE
+    return element.encode(product.view(torch.int32) | sign, power.clamp_(-128, 127))
+
+
+for _element in (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ):
+    for _block in BLOCKS:
+        _scaling = Scaling(_block, "fp32", RULES, epsilon=True)
+        register(
+            BlockwiseFormat(f"fp8_{_element.name}_{_block[0]}x{_block[1]}", _element, _scaling)
+        )
