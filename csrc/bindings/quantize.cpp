@@ -12,6 +12,7 @@ void bind_quantize_records(py::module_& m) {
       .field("element", &QuantizeOut::element)
       .part("scaling", &QuantizeOut::scaling, "")
       .field("rule", &QuantizeOut::rule)
+      .field("amax_epsilon", &QuantizeOut::amax_epsilon)
       .field("spread", &QuantizeOut::spread)
       .part("row", &QuantizeOut::row, "row_")
       .part("col", &QuantizeOut::col, "col_")

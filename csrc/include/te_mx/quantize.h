@@ -18,6 +18,7 @@ struct QuantizeOut {
   Element element = Element::e4m3;
   Scaling scaling;
   ScaleRule rule = ScaleRule::rceil;
+  float amax_epsilon = 0;   // of fp32 scales: what a smaller largest magnitude counts as
   int32_t spread = 0;       // of Layout::tiles
   OperandOut row;           // operand [rows, K = cols]
   OperandOut col;           // operand [cols, K = rows]; k_first lies as the matrix does

@@ -34,11 +34,13 @@ struct Scaling {
   ScaleType type = ScaleType::e8m0;
   int32_t block_rows = 1, block_k = 32;
 };
-inline constexpr int64_t kBlock = 32;  // of MX, the scaling that kernels exist for: 1 x 32, E8M0
+inline constexpr int64_t kBlock = 32;       // of MX: 1 x 32, E8M0
+inline constexpr int64_t kWideBlock = 128;  // of blockwise FP8: 1 x 128 or 128 x 128, fp32
 
-// How a scale follows from the largest magnitude of its block. Kernels exist for the first two.
-enum class ScaleRule : int32_t { rceil = 0, floor = 1, even = 2 };
-inline constexpr int32_t kScaleRules = 3;
+// How a scale follows from the largest magnitude of its block: E8M0 by the first three, of which
+// kernels exist for two; fp32 by the others, a power of two or not.
+enum class ScaleRule : int32_t { rceil = 0, floor = 1, even = 2, fp32 = 3, pow2 = 4 };
+inline constexpr int32_t kScaleRules = 5;
 
 // How the bytes of an operand [rows, k] lie.
 enum class Layout : int32_t {
@@ -112,6 +114,12 @@ constexpr bool is_mx(const Scaling& s) {
   return s.type == ScaleType::e8m0 && s.block_rows == 1 && s.block_k == kBlock;
 }
 constexpr bool is_power_rule(ScaleRule v) { return v == ScaleRule::rceil || v == ScaleRule::floor; }
+constexpr bool is_fnuz(Element v) { return v == Element::e4m3fnuz || v == Element::e5m2fnuz; }
+constexpr bool is_blockwise(const Scaling& s) {
+  return s.type == ScaleType::f32 && s.block_k == kWideBlock &&
+         (s.block_rows == 1 || s.block_rows == kWideBlock);
+}
+constexpr bool is_f32_rule(ScaleRule v) { return v == ScaleRule::fp32 || v == ScaleRule::pow2; }
 
 // ok, or what is wrong with a format that a kernel of today is asked for.
 constexpr Status check_format(Element element, const Scaling& scaling) {

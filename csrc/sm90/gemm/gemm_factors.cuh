@@ -242,7 +242,12 @@ struct RowFactors : LhsFactors<kPendingAtTurn_> {
       // All of them in bf16, or the left half.
       uint32_t cols[16];
       multiply_wave<Operands>(acc, step.lhs + wave * kWaveStep, step.rhs, turns,
-                              [&] { load_columns(cols, step.columns, step.lane); });
+                              [&] {
+                                load_columns(cols, step.columns, step.lane);
+#ifdef FETCH_EARLY
+                                if (wave == kWaves - 1) fetch();
+#endif
+                              });
       const float f0 = step.row(2 * wave), f8 = step.row(2 * wave + 1);
       if (step.rest == 0) {
         if (wave == kWaves - 1) release();
@@ -256,7 +261,9 @@ struct RowFactors : LhsFactors<kPendingAtTurn_> {
         if (wave == kWaves - 1) release();
       }
     }
+#ifndef FETCH_EARLY
     fetch();
+#endif
   }
 };
 
