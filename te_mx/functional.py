@@ -14,7 +14,7 @@ from torch import Tensor
 from te_mx import blas as _blas
 from te_mx import epilogue as _epilogue
 from te_mx import ops, prepared
-from te_mx.arguments import check_dense, check_flag, is_one_of, shown
+from te_mx.arguments import check_dense, check_flag, shown
 from te_mx.autograd import transforms
 from te_mx.ops import FLOAT_DTYPES
 from te_mx.parts import format_of, name_of
@@ -40,16 +40,21 @@ def quantize(
     rowwise: bool = True,
     columnwise: bool = False,
     columnwise_transposed: bool | None = None,
-    scale_rule: str = "rceil",
+    scale_rule: str | None = None,
 ) -> MXTensor:
-    """Quantize x: blocks of 32 elements that share a power-of-two scale.
+    """Quantize x: blocks of elements that share a scale.
 
-    In fp32, for every block: ``amax = max |x|``; ``byte`` is the biased exponent of ``amax /
+    MX formats have a power-of-two scale for every 32 elements. In fp32, for every block: ``amax = max |x|``; ``byte`` is the biased exponent of ``amax /
     max(fmt)`` rounded up to a power of two (rceil; nothing saturates), of ``2^floor(log2 amax) /
     2^emax`` (floor, the rule of the OCP paper; the largest elements may saturate), or that of amax
     rounded to one mantissa bit first (even, compressed-tensors' rule for MXFP4); ``code =
     round_to_nearest_even(x * 2^(127 - byte))``, clamped to the largest code. A block of zeros has
     byte 0. A block with NaN or Inf has byte 255 and is NaN throughout.
+
+    Blockwise FP8 ("fp8_e4m3_1x128", ..) has an fp32 scale for every 128 elements, or for 128 x 128:
+    ``scale = 1 / factor`` and ``code = round_to_nearest_even(x * factor)`` with ``factor =
+    max(fmt) / amax``, whose mantissa the rule "pow2" cuts off. A block of zeros has scale 1, a
+    block with NaN or Inf the scale NaN.
 
     Args:
         x: [..., cols] float32, bfloat16 or float16; any strides. A single dimension is one row.
@@ -60,10 +65,11 @@ def quantize(
             both.
         columnwise_transposed: store the columnwise copy as [cols, rows]. None takes the form that
             the device's GEMM reads best. Values do not depend on it.
-        scale_rule: "rceil", "floor" or "even".
+        scale_rule: "rceil", "floor" or "even" for MX formats; "pow2" or "fp32" for blockwise FP8,
+            with the smallest amax behind a colon if wanted ("fp32:1e-12"). None for the first one.
 
     Returns:
-        An MXTensor with the asked copies. Sizes need not divide by 32: the last block is shorter.
+        An MXTensor with the asked copies. Sizes need not divide by the block: the last is shorter.
 
     Raises:
         TypeError: x is not a tensor of such a dtype.
@@ -80,9 +86,12 @@ def quantize(
     if x.dim() == 0:
         raise ValueError("x must have one dimension or more, got a scalar; use x.reshape(1)")
     known = format_of(fmt)
-    if not is_one_of(scale_rule, known.scaling.rules):
-        rules = ", ".join(f'"{rule}"' for rule in known.scaling.rules)
-        raise ValueError(f"scale_rule must be one of {rules}, got {shown(scale_rule)}")
+    rule = known.scaling.rules[0] if scale_rule is None else scale_rule
+    if not known.scaling.knows(rule):
+        raise ValueError(
+            f"scale_rule must be one of {known.scaling.shown_rules} for {known.name}, got "
+            f"{shown(scale_rule)}"
+        )
     check_flag("rowwise", rowwise)
     check_flag("columnwise", columnwise)
     if columnwise_transposed is not None:
@@ -102,7 +111,7 @@ def quantize(
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     row, col = ops.quantize_2d(
         flat, f"{known.name}@rows" if rowwise else "",
-        f"{known.name}@{'rows' if transposed else 'cols'}" if columnwise else "", rule=scale_rule,
+        f"{known.name}@{'rows' if transposed else 'cols'}" if columnwise else "", rule=rule,
     )[:2]  # fmt: skip
     row_codes, row_scales = (None, None) if row is None else row[:2]
     col_codes, col_scales = (None, None) if col is None else col[:2]

@@ -29,7 +29,7 @@ def check_copy(
     usage: str, data: Tensor | None, scale: Tensor | None, fmt: Format, rows: int, cols: int,
     transposed: bool,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Codes and scales of one copy as contiguous uint8, checked."""
+    """Codes and scales of one copy as te_mx keeps them, contiguous, checked."""
     if data is None and scale is None:
         return None, None
     if data is None or scale is None:
@@ -41,9 +41,9 @@ def check_copy(
     elif transposed:
         shapes = fmt.codes_shape(cols, rows), fmt.scales_shape(cols, rows)
     else:
-        shapes = (rows, cols), (fmt.blocks(rows), cols)
-    codes = _bytes(f"{usage}_data", data, fmt.element.torch_dtype, shapes[0])
-    scales = _bytes(f"{usage}_scale", scale, fmt.scaling.torch_dtype, shapes[1])
+        shapes = (rows, cols), fmt.scales_shape(cols, rows)[::-1]
+    codes = _part(f"{usage}_data", data, fmt.element.torch_dtype, shapes[0])
+    scales = _part(f"{usage}_scale", scale, fmt.scaling.torch_dtype, shapes[1])
     if codes.device != scales.device:
         raise ValueError(
             f"{usage}_data is on {codes.device} and {usage}_scale on {scales.device}; "
@@ -52,16 +52,21 @@ def check_copy(
     return codes, scales
 
 
-def _bytes(name: str, tensor: Tensor, dtype: torch.dtype | None, shape: tuple[int, int]) -> Tensor:
+def _part(name: str, tensor: Tensor, dtype: torch.dtype | None, shape: tuple[int, int]) -> Tensor:
+    """A part of a `dtype` of one byte as uint8, of fp32 as it is."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     check_dense(name, tensor)
-    if tensor.dtype not in (torch.uint8, dtype):
+    if dtype == torch.float32:
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}; use .float()")
+    elif tensor.dtype not in (torch.uint8, dtype):
         both = "uint8" if dtype is None else f"uint8 or {dtype}"
         raise TypeError(f"{name} must be {both}, got {tensor.dtype}; use .view(torch.uint8)")
     if tuple(tensor.shape) != shape:
-        why = "one scale for every 32 elements, unpadded" if "scale" in name else "flattened to 2-D"
+        why = "one scale for every block, unpadded" if "scale" in name else "flattened to 2-D"
         raise ValueError(f"{name} must have shape {shape} ({why}), got {tuple(tensor.shape)}")
     if not torch.compiler.is_compiling() and tensor.is_neg():
         raise ValueError(f"{name} is a negative view, whose bytes are not its codes; copy it")
-    return tensor.detach().view(torch.uint8).contiguous()
+    stored = torch.float32 if dtype == torch.float32 else torch.uint8
+    return tensor.detach().view(stored).contiguous()

@@ -5,6 +5,7 @@ only its ``settings``, a plain tuple of strings that ``torch.compile`` can guard
 """
 
 from te_mx.recipes.block_scaling import BlockScaling
+from te_mx.recipes.float8_block import DeepSeekV3, Float8BlockScaling, MMParams
 from te_mx.recipes.mxfp8 import Format, FormatRange, MXFP8BlockScaling
 from te_mx.recipes.resolve import get_default_recipe, is_mxfp8_available, resolve_recipe
 from te_mx.recipes.settings import Settings
@@ -13,8 +14,11 @@ from te_mx.recipes.values import MAX_SPREAD, Recipe, check_precision
 __all__ = [
     "MAX_SPREAD",
     "BlockScaling",
+    "DeepSeekV3",
+    "Float8BlockScaling",
     "Format",
     "FormatRange",
+    "MMParams",
     "MXFP8BlockScaling",
     "Recipe",
     "Settings",

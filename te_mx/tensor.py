@@ -18,10 +18,12 @@ from te_mx.runtime import streams
 
 
 class MXTensor:
-    """A tensor in a block-scaled format: codes of 8, 6 or 4 bits, and one power-of-two scale for
-    every block of 32 elements.
+    """A tensor in a block-scaled format: codes of 8, 6 or 4 bits, and one scale for every block of
+    elements: a power of two for 32 of them in MX formats, fp32 for 128 or 128 x 128 in blockwise
+    FP8.
 
-    ``value = code * 2^(scale byte - 127)``; scale byte 255 makes the block NaN. With [rows, cols]
+    ``value = code * 2^(scale byte - 127)`` in MX formats, where scale byte 255 makes the block NaN,
+    and ``code * scale`` in blockwise FP8. With [rows, cols]
     for the shape whose leading dimensions are flattened into rows, in MXFP8:
 
     ====================  =============  ==========================================================
@@ -34,7 +36,8 @@ class MXTensor:
     ====================  =============  ==========================================================
 
     Codes of fewer bits are packed along the blocks, two or four thirds a byte, except where
-    columnwise_data lies as [rows, cols]: there they are one a byte.
+    columnwise_data lies as [rows, cols]: there they are one a byte. In blockwise FP8 scales are
+    float32, [rows, ceil(cols/128)] and so on, [ceil(rows/128), ceil(cols/128)] for 128 x 128.
 
     The two copies are quantized on their own from the same input. `te_mx.quantize` makes an
     MXTensor; the constructor takes parts that were made elsewhere. It is immutable, is no
@@ -50,8 +53,8 @@ class MXTensor:
         shape: logical shape, one dimension or more.
         fmt: a name of te_mx.formats; "e4m3" and "e5m2" are MXFP8.
         rowwise_data, rowwise_scale, columnwise_data, columnwise_scale: as above, data as uint8 or
-            the float8 dtype of fmt, scales as uint8 or float8_e8m0fnu. They are used as they are if
-            contiguous. Data come with their scales.
+            the float8 dtype of fmt, scales as uint8 or float8_e8m0fnu, or as float32. They are used
+            as they are if contiguous. Data come with their scales.
         columnwise_transposed: how the columnwise copy lies.
 
     Raises:
@@ -112,7 +115,8 @@ class MXTensor:
             )
         self._fill(shape, name_of(known), *row, *col, columnwise_transposed and col[0] is not None)
         for part in self._parts():
-            self._hand_out(part, torch.uint8)  # the caller has them already
+            if part is not None:
+                self._hand_out(part, part.dtype)  # the caller has them already
 
     def _fill(
         self, shape: torch.Size, fmt: str, row_codes: Tensor | None, row_scales: Tensor | None,
@@ -176,7 +180,7 @@ class MXTensor:
 
     @property
     def rowwise_scale(self) -> Tensor | None:
-        """Scales of rowwise_data, float8_e8m0fnu [rows, ceil(cols/32)], or None."""
+        """Scales of rowwise_data, float8_e8m0fnu [rows, ceil(cols/32)] or float32, or None."""
         return self._hand_out(self._row_scales, self.format.scaling.torch_dtype)
 
     @property
@@ -189,8 +193,8 @@ class MXTensor:
 
     @property
     def columnwise_scale(self) -> Tensor | None:
-        """Scales of columnwise_data, float8_e8m0fnu [ceil(rows/32), cols] or transposed, or
-        None.
+        """Scales of columnwise_data, float8_e8m0fnu [ceil(rows/32), cols] or float32, perhaps
+        transposed, or None.
         """
         return self._hand_out(self._col_scales, self.format.scaling.torch_dtype)
 
@@ -202,7 +206,7 @@ class MXTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of all codes and scales."""
-        return sum(part.numel() for part in self._parts() if part is not None)
+        return sum(part.nbytes for part in self._parts() if part is not None)
 
     @property
     def _element(self) -> torch.dtype:
@@ -226,8 +230,8 @@ class MXTensor:
     # ------------------------------------------------------------------------------------------
     # values
     def dequantize(self, dtype: torch.dtype = torch.float32, usage: str = "rowwise") -> Tensor:
-        """The values of one copy in the logical shape: code * 2^(scale byte - 127), rounded once to
-        dtype.
+        """The values of one copy in the logical shape: code * 2^(scale byte - 127), or code * scale,
+        rounded to dtype.
 
         Args:
             dtype: float32, bfloat16, float16 or float64. A value that dtype cannot hold becomes
@@ -348,7 +352,7 @@ class MXTensor:
         )
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # uint8 parts and plain types only: torch.load(weights_only=True) reads it.
+        # plain tensors and types only: torch.load(weights_only=True) reads it.
         return _rebuild_mxtensor, (
             list(self._shape), self._fmt, *self._parts(), self._col_transposed,
         )  # fmt: skip

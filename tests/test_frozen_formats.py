@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -18,11 +20,17 @@ KINDS = {
     "stacked": lambda: te_mx.GroupedLinear(3, 70, 33, single_grouped_weight=True),
 }
 every = pytest.mark.parametrize("kind", KINDS)
-named = pytest.mark.parametrize("name", formats.names())
+NAMES = [name for name in formats.names() if not name.startswith("fp8_")]
+# Every block and element of weights once.
+NAMES += ["fp8_e4m3_1x128", "fp8_e4m3_128x128", "fp8_e5m2fnuz_128x128", "fp8_e4m3fnuz_128x1"]
+named = pytest.mark.parametrize("name", NAMES)
 
 
 def recipe_of(name: str) -> BlockScaling:
-    return BlockScaling(x=name, w=name, g=name)
+    """Weights of a format; tokens too, but in blocks of one row."""
+    rule = formats.get(name).scaling.rules[0]
+    tokens = re.sub(r"_128x\d+$", "_1x128", name)
+    return BlockScaling(x=tokens, w=name, g=tokens, scale_rule=rule)
 
 
 def run(layer, x, recipe=None):
@@ -71,7 +79,7 @@ def test_a_checkpoint_names_its_format(kind, name, tmp_path):
 @every
 @named
 def test_tensors_alone(kind, name):
-    """As safetensors holds them: the module's own format, or MXFP8."""
+    """As safetensors holds them: the module's own format, or what the scales say."""
     source, x = dropped(kind, recipe_of(name)), torch.randn(5, 70)
     state = dict(source.state_dict())
     layer = dropped(kind, recipe_of(name))
@@ -83,6 +91,10 @@ def test_tensors_alone(kind, name):
         for layer in (plain, dropped(kind, recipe_of("mxfp4"))):
             layer.load_state_dict(state)
             assert layer._frozen.settings == te_mx.get_default_recipe().settings
+    elif name.startswith("fp8_e4m3_"):
+        plain.load_state_dict(state)
+        assert plain._frozen.settings.w == name and plain._frozen.settings.scale_rule == "fp32"
+        assert torch.equal(run(plain, x, recipe_of(name)), run(source, x, recipe_of(name)))
     else:
         with pytest.raises(RuntimeError, match="codes must be float8_e4m3fn, got torch"):
             plain.load_state_dict(state)

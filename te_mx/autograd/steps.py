@@ -44,12 +44,14 @@ from te_mx.ops import (
     Quantize,
     Quantized,
     Target,
+    convert_2d,
     dequantize_2d,
     forms,
     gemm_2d,
     quantize_2d,
     quantize_two_2d,
     quantized,
+    turned,
 )
 from te_mx.recipes.settings import Settings
 from te_mx.runtime.ran import LAST_RUN
@@ -247,9 +249,11 @@ def kept_for_dgrad(
 
 
 def columns_of(row: Operand, settings: Settings) -> Operand:
-    """The columnwise operand of a weight of which only plain rowwise codes are left: what they
-    decode to (in bf16, exact above 2^-133 in MXFP8), quantized again."""
-    return _columns_of(dequantize_2d(row, torch.bfloat16), "w", settings)
+    """The columnwise operand of a weight of which only plain rowwise codes are left: these codes
+    where blocks are square, else what they decode to, quantized again."""
+    if row.format.is_square:
+        return convert_2d(turned(row), roles(row.codes.device, settings).w.col)
+    return _columns_of(dequantize_2d(row, row.format.exact_dtype), "w", settings)
 
 
 def _weight_columns(kept: Kept, settings: Settings) -> Operand:

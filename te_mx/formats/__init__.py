@@ -4,13 +4,15 @@
     codes, scales = fmt.quantize(x, "rceil")  # x [rows, k]
     values = fmt.dequantize(codes, scales, k, torch.float32)
 
-A format is one file in this folder: every module here is imported, and registers what it defines.
+`convert` goes from the elements of OCP to those of AMD's MI300 and back, `te_mx.formats.blockwise`
+has the quantizers of torchao. A format is one file in this folder: every module here is imported, and registers what it defines.
 """
 
 from importlib import import_module as _import_module
 from pkgutil import iter_modules as _iter_modules
 
 from te_mx.formats.element import Element
+from te_mx.formats.fnuz import convert
 from te_mx.formats.format import Format
 from te_mx.formats.registry import get, names, register
 from te_mx.formats.scaling import NAN_SCALE, Scaling
@@ -18,4 +20,4 @@ from te_mx.formats.scaling import NAN_SCALE, Scaling
 for _module in _iter_modules(__path__):
     _import_module(f"{__name__}.{_module.name}")
 
-__all__ = ["NAN_SCALE", "Element", "Format", "Scaling", "get", "names", "register"]
+__all__ = ["NAN_SCALE", "Element", "Format", "Scaling", "convert", "get", "names", "register"]

@@ -51,6 +51,18 @@ class Format:
         """Elements along k that share a scale."""
         return self.scaling.block[1]
 
+    @property
+    def is_square(self) -> bool:
+        """Whether blocks are as high as wide: the codes and scales of a matrix, turned, are those of
+        the turned matrix."""
+        return self.scaling.block[0] == self.scaling.block[1] and self.element.bits == 8
+
+    @property
+    def exact_dtype(self) -> torch.dtype:
+        """A dtype of torch that holds what codes decode to: bf16, above 2^-133, where scales are
+        powers of two; fp32 else, where code * scale is rounded once."""
+        return torch.float32 if self.scaling.scale == "fp32" else torch.bfloat16
+
     def blocks(self, k: int) -> int:
         """Blocks that cover k elements; the last one may be shorter."""
         return -(-k // self.block)

@@ -145,7 +145,9 @@ def _encode_scaled(element: Element, bits: Tensor, factors: Tensor) -> Tensor:
     """
     one = BIAS << MANTISSA_BITS
     x, f = normalized(bits & MAGNITUDE), factors.view(torch.int32)
-    product = ((x & MANTISSA) + one).view(torch.float32) * ((f & MANTISSA) + one).view(torch.float32)
+    product = ((x & MANTISSA) + one).view(torch.float32) * ((f & MANTISSA) + one).view(
+        torch.float32
+    )
     power = (x >> MANTISSA_BITS) + (f >> MANTISSA_BITS) - 2 * BIAS
     sign = bits & ~MAGNITUDE
     return element.encode(product.view(torch.int32) | sign, power.clamp_(-128, 127))

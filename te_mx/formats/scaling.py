@@ -49,7 +49,6 @@ class Scaling:
         """dtype that shows stored scales to users."""
         return torch.float8_e8m0fnu if self.scale == "e8m0" else torch.float32
 
-
     def knows(self, rule: Any) -> bool:
         """Whether a word is one of the rules, with or without an epsilon."""
         if not isinstance(rule, str):
@@ -63,7 +62,9 @@ class Scaling:
     def shown_rules(self) -> str:
         """The rules for error messages."""
         rules = ", ".join(map(repr, self.rules))
-        return f"{rules}, or {self.rules[0] + ':1e-12'!r} with an epsilon" if self.epsilon else rules
+        return (
+            f"{rules}, or {self.rules[0] + ':1e-12'!r} with an epsilon" if self.epsilon else rules
+        )
 
 
 def split_rule(rule: str) -> tuple[str, float]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from te_mx import formats as all_formats
-from te_mx.arguments import check_flag, check_module, check_size, is_one_of, shown
+from te_mx.arguments import check_flag, check_module, check_size, shown
 from te_mx.formats import Format
 from te_mx.inspection.collect import Watch
 from te_mx.inspection.layers import Layer, layers_of, untouched
@@ -135,21 +135,20 @@ def _rules(names: Any, rule: Any) -> dict[Format, str]:
         except ValueError:
             wrong = ValueError if isinstance(name, str) else TypeError
             raise wrong(f"inspect: formats must be among {known}, got {shown(name)}") from None
-        has = fmt.scaling.rules
-        if rule is not None and not is_one_of(rule, has) and not (every and _is_known(rule)):
+        has = fmt.scaling
+        if rule is not None and not has.knows(rule) and not (every and _is_known(rule)):
             raise ValueError(
-                f"inspect: scale_rule must be one of {', '.join(map(repr, has))} for {fmt}, got "
-                f"{shown(rule)}"
+                f"inspect: scale_rule must be one of {has.shown_rules} for {fmt}, got {shown(rule)}"
             )
         wanted = rule or "rceil"
-        rules[fmt] = wanted if wanted in has else has[0]
+        rules[fmt] = wanted if has.knows(wanted) else has.rules[0]
     return rules
 
 
 def _is_known(rule: Any) -> bool:
     """Whether some format has a rule."""
     names = all_formats.names()
-    return any(is_one_of(rule, all_formats.get(name).scaling.rules) for name in names)
+    return any(all_formats.get(name).scaling.knows(rule) for name in names)
 
 
 def _no_layers(model: nn.Module, skipped: dict[str, str], filtered: bool) -> str:

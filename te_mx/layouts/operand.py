@@ -76,6 +76,13 @@ class Operand(NamedTuple):
         return layout.checked_tokens(self, fmt, groups, name)
 
 
+def turned(operand: Operand) -> Operand:
+    """An operand [rows, k] in layout "rows" whose format has square blocks, as the operand [k, rows]
+    in layout "cols": the same tensors."""
+    codes, scales, spec, rows, k, _ = operand
+    return Operand(codes, scales, spec.replace("@rows", "@cols"), k, rows)
+
+
 class Stack(NamedTuple):
     """The operands of several groups, one behind the other: logical [groups, rows, k]. Codes and
     scales have a first dimension more than those of an Operand."""

@@ -3,12 +3,16 @@
 A module without masters saves, for each weight, ``<name>`` (float8_e4m3fn [out, in]) and
 ``<name>_scale`` (uint8 [out, ceil(in/32)], E8M0): the names and layouts of MXFP8 checkpoints of
 compressed-tensors and ModelOpt; scales named ``<name>_scale_inv`` are read too. Codes of fewer than
-8 bits are saved as they are packed, uint8. What such a state_dict is loaded into becomes frozen
-without masters.
+8 bits are saved as they are packed, uint8. Formats with fp32 scales save these as
+``<name>_scale_inv`` (float32 [ceil(out/128), ceil(in/128)] for blocks of 128 x 128), the names and
+layouts of DeepSeek-V3's checkpoints; the value is code * scale. What such a state_dict is loaded
+into becomes frozen without masters; te_mx.unfreeze_weights(dequantize=True) makes parameters that
+train.
 
 The recipe, which names the format, goes with them in the metadata of the state_dict, which
 ``torch.save(state_dict)`` keeps; formats that hold tensors only, such as safetensors, lose it. The
-module's own stands in then if its codes are such, or else the default recipe.
+module's own stands in then if its codes are such, or else the default recipe; for float32 scales DeepSeekV3,
+or the same with weights in blocks of 1 x 128.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from torch import Tensor, nn
 from te_mx import formats
 from te_mx.arguments import is_dense, shown
 from te_mx.nn.frozen_weight import Freezable, Frozen
-from te_mx.recipe import BlockScaling, get_default_recipe
+from te_mx.recipe import BlockScaling, DeepSeekV3, Float8BlockScaling, get_default_recipe
 from te_mx.recipes.settings import Settings
 
 SCALES = ("_scale", "_scale_inv")
@@ -45,7 +49,7 @@ def save_codes(module: Freezable, destination: Any, prefix: str) -> None:
     metadata = getattr(destination, "_metadata", {}).get(prefix[:-1])
     if metadata is not None:
         metadata[_RECIPE] = module._frozen.settings._asdict()
-    dtype = _dtype_of(module._frozen.settings.w)
+    dtype, end = _dtype_of(module._frozen.settings.w), _end_of(module._frozen.settings.w)
     for key in module._weight_keys:
         codes, scales = module._codes(key)
         names = module._held_by(key)
@@ -53,7 +57,7 @@ def save_codes(module: Freezable, destination: Any, prefix: str) -> None:
         parts = ([codes], [scales]) if names == (key,) else (codes.unbind(0), scales.unbind(0))
         for name, code, scale in zip(names, *parts, strict=True):
             destination[prefix + name] = code.view(dtype)
-            destination[f"{prefix}{name}_scale"] = scale
+            destination[prefix + name + end] = scale
 
 
 def read_codes(
@@ -79,17 +83,21 @@ def read_codes(
     if not scales:
         if not module._is_dropped():
             return Codes({}, None, ())
-        _refuse_plain(weights, state_dict, missing_keys, error_msgs)
+        _refuse_plain(module, weights, state_dict, missing_keys, error_msgs)
         return nothing
     if len(scales) < len(weights):
-        missing = [f"{name}_scale" for key, name in weights.items() if key not in scales]
+        end = next(e for e in reversed(SCALES) if next(iter(scales.values())).endswith(e))
+        missing = [f"{name}{end}" for key, name in weights.items() if key not in scales]
         error_msgs.append(
             f"{', '.join(missing)}: missing beside {next(iter(scales.values()))}; the weights of "
             "a module are frozen together"
         )
         return nothing
-    first = state_dict.get(next(iter(weights.values())))
-    settings = _settings_for(module, local_metadata.get(_RECIPE), first, prefix, error_msgs)
+    key = next(iter(weights))
+    settings = _settings_for(
+        module, local_metadata.get(_RECIPE), state_dict.get(weights[key]), state_dict[scales[key]],
+        prefix, error_msgs,
+    )  # fmt: skip
     dropped, made = module._is_dropped(), {}
     for key, name in weights.items():
         if not dropped and not module._is_held(key):
@@ -103,7 +111,8 @@ def read_codes(
         if problem := _problem(code, scale, module._shape_of(key), settings.w):
             error_msgs.append(f"{name}, {scales[key]}: {problem}")
             return nothing
-        code, scale = code.view(torch.uint8), scale.view(torch.uint8)
+        code = code.view(torch.uint8)
+        scale = scale.view(formats.get(settings.w).scaling.storage)
         if not (local_metadata.get("assign_to_params_buffers", False) or held.is_meta):
             code, scale = (t.to(held.device, copy=True) for t in (code, scale))
         made[key] = code.detach().contiguous(), scale.detach().contiguous()
@@ -123,13 +132,15 @@ def take_codes(module: Freezable, codes: Codes) -> None:
 
 
 def _refuse_plain(
-    weights: dict[str, str], state_dict: Any, missing_keys: list[str], error_msgs: list[str]
-) -> None:
+    module: Freezable, weights: dict[str, str], state_dict: Any, missing_keys: list[str],
+    error_msgs: list[str],
+) -> None:  # fmt: skip
     """A state_dict without scales loads into anything but a module without masters."""
+    assert module._frozen is not None
     for name in weights.values():
         value = state_dict.get(name)
         if value is None:
-            missing_keys += [name, f"{name}_scale"]
+            missing_keys += [name, name + _end_of(module._frozen.settings.w)]
         elif isinstance(value, Tensor) and value.element_size() == 1:
             error_msgs.append(codes_alone(name, value))
         else:
@@ -153,6 +164,11 @@ def _dtype_of(name: str) -> torch.dtype:
     return element.torch_dtype if element.bits == 8 and element.torch_dtype else torch.uint8
 
 
+def _end_of(name: str) -> str:
+    """What is added to the name of a weight for its scales in a state_dict."""
+    return SCALES[formats.get(name).scaling.scale == "fp32"]
+
+
 def _problem(codes: Any, scales: Any, shape: tuple[int, ...], name: str) -> str:
     """What is wrong with a quantized weight of this shape and format in a state_dict, or an empty
     string."""
@@ -162,35 +178,57 @@ def _problem(codes: Any, scales: Any, shape: tuple[int, ...], name: str) -> str:
         return f"must be tensors, got {type(codes).__name__} and {type(scales).__name__}"
     if not (is_dense(codes) and is_dense(scales)):
         return f"must be dense tensors, got {shown(codes)} and {shown(scales)}"
-    if scales.dtype not in (torch.uint8, torch.float8_e8m0fnu):
-        return (
-            f"scales must be uint8 (E8M0 bytes), got {scales.dtype} {tuple(scales.shape)}; float "
-            "scales of tensors, channels or 128x128 blocks belong to other formats, which do not "
-            "load: dequantize the checkpoint first"
-        )
     fmt, dtype = formats.get(name), _dtype_of(name)
     if codes.dtype != dtype:
         return f"codes must be {str(dtype).removeprefix('torch.')}, got {codes.dtype}"
+    if fmt.scaling.scale == "fp32" and scales.dtype != torch.float32:
+        return f"scales of {name} must be float32, got {scales.dtype} {tuple(scales.shape)}"
+    if fmt.scaling.scale != "fp32" and scales.dtype not in (torch.uint8, torch.float8_e8m0fnu):
+        return (
+            f"scales must be uint8 (E8M0 bytes), got {scales.dtype} {tuple(scales.shape)}; float32 "
+            "scales of 128x128 or 1x128 blocks load beside float8_e4m3fn codes, those of tensors "
+            "or channels belong to other formats, which do not load: dequantize the checkpoint "
+            "first"
+        )
     groups, sizes = shape[:-2], shape[-2:]
     expected = [(*groups, *fmt.codes_shape(*sizes)), (*groups, *fmt.scales_shape(*sizes))]
     got = [tuple(codes.shape), tuple(scales.shape)]
     if got != expected:
         return (
-            f"shapes must be {expected[0]} and {expected[1]} (one scale per {fmt.block} columns), "
+            f"shapes must be {expected[0]} and {expected[1]} (one scale per {_block_of(fmt)}), "
             f"got {got[0]} and {got[1]}"
         )
     return ""
 
 
+def _could_be(name: str, codes: Any, scales: Any) -> bool:
+    """Whether codes and scales have the dtypes of a format in a state_dict."""
+    of_fp32 = formats.get(name).scaling.scale == "fp32"
+    is_fp32 = getattr(scales, "dtype", None) == torch.float32
+    return _dtype_of(name) == getattr(codes, "dtype", None) and of_fp32 == is_fp32
+
+
+def _block_of(fmt: formats.Format) -> str:
+    """A block of a format in words."""
+    height, width = fmt.scaling.block
+    return f"{width} columns" if height == 1 else f"block of {height} x {width}"
+
+
 def _settings_for(
-    module: Freezable, saved: Any, codes: Any, prefix: str, error_msgs: list[str]
+    module: Freezable, saved: Any, codes: Any, scales: Any, prefix: str, error_msgs: list[str]
 ) -> Settings:
     """The settings that were saved with codes, or, without any, those that stand in for them."""
     default = get_default_recipe().settings
     if saved is None:
         own = None if module._frozen is None else module._frozen.settings
-        fits = own is not None and _dtype_of(own.w) == getattr(codes, "dtype", None)
-        return own if own is not None and fits else default
+        if own is not None and _could_be(own.w, codes, scales):
+            return own
+        for recipe in (DeepSeekV3(), Float8BlockScaling(True, w_block_scaling_dim=1)):
+            if getattr(scales, "dtype", None) == torch.float32 and not _problem(
+                codes, scales, tuple(getattr(codes, "shape", ())), recipe.settings.w
+            ):
+                return recipe.settings
+        return default
     try:
         return _settings_of(saved)
     except (KeyError, TypeError, ValueError, NotImplementedError) as error:
@@ -238,7 +276,7 @@ def _refuse_save_pretrained(module: Any) -> None:
                 and not _names_quantization(config)
             ):
                 raise RuntimeError(
-                    f"{module._label()} holds MXFP8 codes (drop_master=True), which "
+                    f"{module._label()} holds codes (drop_master=True), which "
                     f"{type(model).__name__}.save_pretrained writes and from_pretrained loads as "
                     "plain weights. Save them with torch.save(model.state_dict(), path), to load "
                     "with load_state_dict into a model of te_mx layers; or get weights back first: "

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_mx import formats
 from te_mx.autograd.steps import at_rest
 from te_mx.autograd.steps_kept import kept_weight
 from te_mx.nn.frozen_sources import Sources
@@ -223,9 +224,9 @@ class Freezable:
             for name in self._held_by(key):
                 self.register_parameter(name, None)
             # The state_dict has them under other names and dtypes. As uint8 they pass through
-            # .to(dtype) unharmed.
+            # .to(dtype) unharmed, fp32 scales by their bytes.
             self.register_buffer(f"{key}_codes", codes, persistent=False)
-            self.register_buffer(f"{key}_scale", scales, persistent=False)
+            self.register_buffer(f"{key}_scale", scales.view(torch.uint8), persistent=False)
 
     def _is_held(self, key: str) -> bool:
         """Whether parameters hold the weight, so that it has a place of its own."""
@@ -237,7 +238,9 @@ class Freezable:
         return self._frozen is not None and self._frozen.dropped
 
     def _codes(self, key: str) -> tuple[Tensor, Tensor]:
-        return getattr(self, f"{key}_codes"), getattr(self, f"{key}_scale")
+        assert self._frozen is not None
+        stored = formats.get(self._frozen.settings.w).scaling.storage
+        return getattr(self, f"{key}_codes"), getattr(self, f"{key}_scale").view(stored)
 
     def _shape_of(self, key: str) -> tuple[int, ...]:
         """The shape of the weight, also where only its codes are left."""

@@ -9,7 +9,7 @@ import te_mx.backends  # noqa: F401 (registers the kernels)
 from te_mx.dispatch.calls import FLOAT_DTYPES, Epilogue, GemmParts, Mode, Quantize
 from te_mx.dispatch.forms import Forms, forms
 from te_mx.dispatch.fused import Target
-from te_mx.layouts.operand import Operand, Quantized, Stack
+from te_mx.layouts.operand import Operand, Quantized, Stack, turned
 from te_mx.ops import flops as _flops  # noqa: F401 (tells torch's counter)
 from te_mx.ops.gemm import gemm_2d, kept_form, many_rows
 from te_mx.ops.quantize import (
@@ -43,4 +43,5 @@ __all__ = [
     "quantize_2d",
     "quantize_two_2d",
     "quantized",
+    "turned",
 ]

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from te_mx import formats
-from te_mx.arguments import is_one_of, shown
+from te_mx.arguments import shown
 from te_mx.dispatch.explain import why_no_product
 from te_mx.recipes.values import MAX_SPREAD, Recipe, check_common, settings_of
 
@@ -23,7 +23,8 @@ class BlockScaling(Recipe):
 
     Args:
         x, w, g: names of te_mx.formats.names(), their short names, or te_mx.formats.Format objects.
-        scale_rule: a rule that all three formats have: "rceil", "floor" or "even".
+        scale_rule: a rule that all three formats have: "rceil", "floor" or "even" for MX formats,
+            "pow2" or "fp32" for blockwise FP8.
         backward_override, precision, alignment_spread, wgrad_with_hp, one_copy_weights, split_k,
             keep_weight_columns: as of `MXFP8BlockScaling`.
 
@@ -47,9 +48,9 @@ class BlockScaling(Recipe):
     def __post_init__(self) -> None:
         for role in ROLES:
             fmt = _format(role, getattr(self, role))
-            if not is_one_of(self.scale_rule, fmt.scaling.rules):
+            if not fmt.scaling.knows(self.scale_rule):
                 raise ValueError(
-                    f"BlockScaling.scale_rule must be one of {fmt.scaling.rules} for "
+                    f"BlockScaling.scale_rule must be one of {fmt.scaling.shown_rules} for "
                     f"{role}={fmt.name!r}, got {shown(self.scale_rule)}"
                 )
             object.__setattr__(self, role, fmt.name)

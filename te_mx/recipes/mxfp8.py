@@ -109,19 +109,7 @@ class MXFP8BlockScaling(Recipe):
     keep_weight_columns: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.fp8_format, Format) and is_transformer_engines(self.fp8_format):
-            object.__setattr__(self, "fp8_format", _our_format(self.fp8_format))
-        if not isinstance(self.fp8_format, Format):
-            raise TypeError(
-                "MXFP8BlockScaling.fp8_format must be a te_mx.recipe.Format, got "
-                f"{shown(self.fp8_format)}; use Format.E4M3 or Format.HYBRID"
-            )
-        if self.fp8_format is Format.E5M2:
-            raise ValueError(
-                "MXFP8BlockScaling.fp8_format=Format.E5M2 is not supported: inputs and weights "
-                "need the mantissa of E4M3; use Format.E4M3, or Format.HYBRID for gradients in "
-                "E5M2"
-            )
+        object.__setattr__(self, "fp8_format", checked_format(self))
         if not is_one_of(self.scale_rule, SCALE_RULES):
             raise ValueError(
                 "MXFP8BlockScaling.scale_rule must be one of "
@@ -166,10 +154,29 @@ def is_transformer_engines(value: Any) -> bool:
     )
 
 
-def _our_format(theirs: Any) -> Format:
-    """The member of the same name."""
-    if theirs.name not in Format.__members__:
-        raise NotImplementedError(
-            f"fp8_format={theirs} of Transformer Engine is not supported; use E4M3 or HYBRID"
+def checked_format(recipe: Any) -> Format:
+    """The `fp8_format` of a recipe as te_mx's.
+
+    Raises:
+        TypeError: it is no Format.
+        ValueError: E5M2 alone.
+        NotImplementedError: a format of Transformer Engine that te_mx does not have.
+    """
+    owner, given = type(recipe).__name__, recipe.fp8_format
+    if not isinstance(given, Format) and is_transformer_engines(given):
+        if given.name not in Format.__members__:
+            raise NotImplementedError(
+                f"fp8_format={given} of Transformer Engine is not supported; use E4M3 or HYBRID"
+            )
+        given = Format[given.name]
+    if not isinstance(given, Format):
+        raise TypeError(
+            f"{owner}.fp8_format must be a te_mx.recipe.Format, got {shown(given)}; use "
+            "Format.E4M3 or Format.HYBRID"
         )
-    return Format[theirs.name]
+    if given is Format.E5M2:
+        raise ValueError(
+            f"{owner}.fp8_format=Format.E5M2 is not supported: inputs and weights need the mantissa "
+            "of E4M3; use Format.E4M3, or Format.HYBRID for gradients in E5M2"
+        )
+    return given

@@ -7,12 +7,18 @@ from enum import Enum
 from typing import Any
 
 from te_mx.arguments import check_flag, shown
+from te_mx.recipes import float8_block
+from te_mx.recipes.float8_block import Float8BlockScaling
 from te_mx.recipes.mxfp8 import MXFP8BlockScaling, is_transformer_engines
 from te_mx.recipes.values import Recipe
 
 _DEFAULT = MXFP8BlockScaling()
-# A constant, because Dynamo does not trace dataclasses.fields of a class.
-_FIELDS = tuple(field.name for field in dataclasses.fields(MXFP8BlockScaling))
+# Recipes of Transformer Engine by name: te_mx's, and its fields. Constants, because Dynamo does not
+# trace dataclasses.fields of a class.
+_OURS = {
+    kind.__name__: (kind, tuple(field.name for field in dataclasses.fields(kind)))
+    for kind in (MXFP8BlockScaling, Float8BlockScaling)
+}
 
 
 def get_default_recipe() -> MXFP8BlockScaling:
@@ -23,8 +29,8 @@ def get_default_recipe() -> MXFP8BlockScaling:
 def resolve_recipe(recipe: Any) -> Recipe:
     """The one place where a recipe argument becomes a te_mx recipe; None is the default recipe.
 
-    Transformer Engine's ``MXFP8BlockScaling`` is accepted and means the same. It is known by its
-    name, so that nothing of Transformer Engine is imported.
+    Transformer Engine's ``MXFP8BlockScaling`` and ``Float8BlockScaling`` are accepted and mean the
+    same. They are known by their names, so that nothing of Transformer Engine is imported.
 
     Raises:
         TypeError: `recipe` is not a recipe object.
@@ -39,30 +45,35 @@ def resolve_recipe(recipe: Any) -> Recipe:
         return _translated(recipe)
     hint = " (pass an instance: MXFP8BlockScaling())" if isinstance(recipe, type) else ""
     raise TypeError(
-        "recipe must be one of te_mx.recipe, Transformer Engine's MXFP8BlockScaling, or None, got "
-        f"{shown(recipe)} of type {type(recipe).__name__}{hint}"
+        "recipe must be one of te_mx.recipe, Transformer Engine's MXFP8BlockScaling or "
+        f"Float8BlockScaling, or None, got {shown(recipe)} of type {type(recipe).__name__}{hint}"
     )
 
 
-def _translated(recipe: Any) -> MXFP8BlockScaling:
+def _translated(recipe: Any) -> Recipe:
     """The te_mx recipe that means what a recipe of Transformer Engine means there."""
     kind = type(recipe).__name__
-    if all(base.__name__ != "MXFP8BlockScaling" for base in type(recipe).__mro__):
+    known = [base.__name__ for base in type(recipe).__mro__ if base.__name__ in _OURS]
+    if not known:
         raise NotImplementedError(
-            f"the recipe {kind} of Transformer Engine is not supported: te_mx runs MXFP8 only; "
-            "use MXFP8BlockScaling() of Transformer Engine or of te_mx"
+            f"the recipe {kind} of Transformer Engine is not supported: te_mx runs MXFP8 and "
+            "blockwise FP8 only; use MXFP8BlockScaling() or Float8BlockScaling() of Transformer "
+            "Engine or of te_mx"
         )
+    ours, names = _OURS[known[0]]
     given: dict[str, Any] = {}
     for field in dataclasses.fields(recipe):
         value = getattr(recipe, field.name)
-        if field.name in _FIELDS:
+        if field.name in names:
             given[field.name] = value
         elif value != field.default:  # a newer Transformer Engine: its meaning is not known here
             raise NotImplementedError(
                 f"{kind}.{field.name}={shown(value)} of Transformer Engine is not supported, only "
                 f"{field.default!r}"
             )
-    return MXFP8BlockScaling(**given)
+    if ours is Float8BlockScaling:
+        given |= float8_block.fields_of(recipe)
+    return ours(**given)
 
 
 def is_mxfp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:

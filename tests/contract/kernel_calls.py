@@ -30,7 +30,10 @@ from te_mx.dispatch.registry import kernels
 from te_mx.layouts.operand import Operand, Quantized, Stack
 
 FORMATS = st.sampled_from(formats.names())
+# Those whose blocks hold one row: rows of tokens belong to groups.
+OF_TOKENS = FORMATS.filter(lambda name: formats.get(name).scaling.block[0] == 1)
 NATIVE = st.sampled_from(["mxfp8_e4m3", "mxfp8_e5m2"])
+NATIVE_TOKENS = st.sampled_from(["mxfp8_e4m3", "mxfp8_e5m2", "fp8_e4m3_1x128", "fp8_e5m2_1x128"])
 FLOATS = strategies.DTYPES
 SIZES = strategies.POSITIVE
 LAYOUTS = st.sampled_from(["rows", "cols"])
@@ -59,6 +62,11 @@ def matrix(data: st.DataObject, rows: int, cols: int, device: torch.device) -> T
     x = torch.from_numpy(strategies.array(kind, rows, cols, data.draw(strategies.SEEDS)))
     x = x.clamp(-(2.0**14), 2.0**14).to(data.draw(FLOATS)).to(device)
     return x.t().contiguous().t() if data.draw(st.booleans()) else x
+
+
+def rules_of(fmt: str) -> st.SearchStrategy[str]:
+    """Two rules of a format."""
+    return st.sampled_from(formats.get(fmt).scaling.rules[:2])
 
 
 def tensors_of(made: Any) -> list[Tensor] | None:
@@ -103,7 +111,8 @@ def quantize(data: st.DataObject, device: torch.device) -> Case:
 def operand(data: st.DataObject, x: Tensor, fmt: str, layout: str) -> Operand:
     """Rows of x, quantized by the reference."""
     want = f"{fmt}@{layout}"
-    made = reference("quantize").run(Quantize(x, want, "", "rceil")).row
+    rule = formats.get(fmt).scaling.rules[0]
+    made = reference("quantize").run(Quantize(x, want, "", rule)).row
     return made
 
 
@@ -157,8 +166,8 @@ def gemm(data: st.DataObject, device: torch.device) -> Case:
 def linear_infer(data: st.DataObject, device: torch.device) -> Case:
     m, n, k = (data.draw(SIZES) for _ in range(3))
     x, w = matrix(data, m, k, device), matrix(data, n, k, device)
-    fmt, rule = data.draw(FORMATS), data.draw(st.sampled_from(["rceil", "floor"]))
-    dtype = data.draw(FLOATS)
+    fmt, dtype = data.draw(FORMATS), data.draw(FLOATS)
+    rule = data.draw(rules_of(fmt))
     problem = Problem(
         "linear_infer", place_of(device), f"{fmt}@any", f"{fmt}@any", m, n, k, dtype=x.dtype,
         rule=rule,
@@ -186,11 +195,11 @@ def split(data: st.DataObject, rows: int, device: torch.device) -> Groups:
 
 
 def quantize_grouped(data: st.DataObject, device: torch.device) -> Case:
-    fmt = data.draw(FORMATS)
+    fmt = data.draw(OF_TOKENS)
     x = matrix(data, data.draw(SIZES), data.draw(SIZES), device)
     groups = split(data, len(x), device)
     row, col = f"{fmt}@rows", f"{fmt}@grouped_cols"
-    rule = data.draw(st.sampled_from(["rceil", "floor"]))
+    rule = data.draw(rules_of(fmt))
     what = QuantizeGroups(x, groups, row, col, rule)
     problem = Problem(
         "quantize_grouped", place_of(device), row, col, *x.shape, groups=len(groups.offs),
@@ -205,24 +214,27 @@ def quantize_weights(data: st.DataObject, device: torch.device) -> Case:
     first = matrix(data, rows, cols, device)
     weights = [first, *(torch.randn_like(first) for _ in range(count - 1))]
     row, col = f"{fmt}@rows", data.draw(st.sampled_from(["", f"{fmt}@cols"]))
-    what = QuantizeWeights(weights, row, col, "rceil")
+    rule = data.draw(rules_of(fmt))
+    what = QuantizeWeights(weights, row, col, rule)
     problem = Problem(
         "quantize_weights", place_of(device), row, col, rows, cols, groups=count, ends="host",
-        dtype=first.dtype,
+        dtype=first.dtype, rule=rule,
     )  # fmt: skip
     return Case(problem, lambda kernel: tensors_of(kernel.run(what)))
 
 
 def gemm_rows(data: st.DataObject, device: torch.device) -> Case:
-    fmt, (rows, n, k) = data.draw(NATIVE), (data.draw(SIZES) for _ in range(3))
+    fmt, (rows, n, k) = data.draw(NATIVE_TOKENS), (data.draw(SIZES) for _ in range(3))
+    of_weights, rule = fmt.replace("_1x128", "_128x128"), data.draw(rules_of(fmt))
     x = matrix(data, rows, k, device)
     groups = split(data, rows, device)
     count = len(groups.offs)
     weights = [torch.randn(n, k, device=device) for _ in range(count)]
     lhs: Quantized = reference("quantize_grouped").run(
-        QuantizeGroups(x, groups, f"{fmt}@rows", "", "rceil")
+        QuantizeGroups(x, groups, f"{fmt}@rows", "", rule)
     )
-    rhs = reference("quantize_weights").run(QuantizeWeights(weights, f"{fmt}@rows", "", "rceil"))[0]
+    weights_of = QuantizeWeights(weights, f"{of_weights}@rows", "", rule)
+    rhs = reference("quantize_weights").run(weights_of)[0]
     assert lhs.row is not None
     problem = Problem(
         "gemm_rows", place_of(device), lhs.row.spec, rhs.spec, rows, n, k, count, ends="host"
@@ -240,12 +252,13 @@ def gemm_rows(data: st.DataObject, device: torch.device) -> Case:
 
 
 def gemm_k(data: st.DataObject, device: torch.device) -> Case:
-    fmt, (rows, m, n) = data.draw(NATIVE), (data.draw(SIZES) for _ in range(3))
+    fmt, (rows, m, n) = data.draw(NATIVE_TOKENS), (data.draw(SIZES) for _ in range(3))
+    rule = data.draw(rules_of(fmt))
     groups = split(data, rows, device)
     sides = []
     for cols in (m, n):
         x = torch.randn(rows, cols, device=device)
-        what = QuantizeGroups(x, groups, "", f"{fmt}@grouped_cols", "rceil")
+        what = QuantizeGroups(x, groups, "", f"{fmt}@grouped_cols", rule)
         sides.append(reference("quantize_grouped").run(what).col)
     count = len(groups.offs)
     problem = Problem(
@@ -263,7 +276,8 @@ def gemm_k(data: st.DataObject, device: torch.device) -> Case:
 # ------------------------------------------------------------------------------------- fused steps
 def target(data: st.DataObject) -> Target:
     fmt = data.draw(FORMATS)
-    return Target(f"{fmt}@rows", spec(data, fmt, ["", "cols", "rows"]), "rceil")
+    rule = formats.get(fmt).scaling.rules[0]
+    return Target(f"{fmt}@rows", spec(data, fmt, ["", "cols", "rows"]), rule)
 
 
 def norm_quantize(data: st.DataObject, device: torch.device) -> Case:
@@ -272,8 +286,9 @@ def norm_quantize(data: st.DataObject, device: torch.device) -> Case:
     norm = Norm(data.draw(st.sampled_from(["LayerNorm", "RMSNorm"])), 1e-5)
     step = NormStep(x, weight, None, norm, data.draw(FLOATS), True, target(data))
     problem = Problem(
-        "norm_quantize", place_of(device), step.target.row, step.target.col, *x.shape, dtype=x.dtype
-    )
+        "norm_quantize", place_of(device), step.target.row, step.target.col, *x.shape, dtype=x.dtype,
+        rule=step.target.rule,
+    )  # fmt: skip
     return Case(problem, lambda kernel: tensors_of(kernel.run(step)))
 
 
@@ -282,8 +297,9 @@ def act_quantize(data: st.DataObject, device: torch.device) -> Case:
     act = Activation(data.draw(st.sampled_from(ACTIVATIONS)))
     step = ActStep(h, None, act, data.draw(FLOATS), True, target(data))
     problem = Problem(
-        "act_quantize", place_of(device), step.target.row, step.target.col, *h.shape, dtype=h.dtype
-    )
+        "act_quantize", place_of(device), step.target.row, step.target.col, *h.shape, dtype=h.dtype,
+        rule=step.target.rule,
+    )  # fmt: skip
     floor = 2.0**-6 * (1 + float(h.abs().max())) ** 2  # gelu cancels, gates multiply
     # exp and tanh are not the same to the last bit everywhere.
     near = {torch.float32: 2.0**-18, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}[step.dtype]

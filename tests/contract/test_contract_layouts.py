@@ -23,7 +23,7 @@ SIZES = strategies.POSITIVE
 
 def packed(spec, rows, k, seed):
     x = torch.from_numpy(strategies.array("normal", rows, k, seed))
-    codes, scales = spec.format.quantize(x, "rceil")
+    codes, scales = spec.format.quantize(x, spec.format.scaling.rules[0])
     made = spec.layout.pack(spec.format, codes, scales, k)
     return (codes, scales), made
 
@@ -42,7 +42,7 @@ def test_packed_parts_have_the_shapes_that_the_layout_says(spec, rows, k, seed):
     _, made = packed(spec, rows, k, seed)
     shapes = spec.layout.shapes(spec.format, rows, k)
     assert (tuple(made[0].shape), tuple(made[1].shape)) == shapes
-    assert made[0].dtype == torch.uint8 and made[1].dtype == spec.layout.scale_dtype
+    assert made[0].dtype == torch.uint8 and made[1].dtype == spec.layout.scales_dtype(spec.format)
     room = spec.layout.empty(spec.format, rows, k, torch.device("cpu"))
     assert [(t.shape, t.dtype) for t in room] == [(t.shape, t.dtype) for t in made]
 
@@ -102,7 +102,7 @@ def test_grouped_layouts_have_room_for_every_split(layout, rows, k, groups):
         shapes = layout.grouped_shapes(fmt, rows, k, groups)
         room = layout.grouped_empty(fmt, rows, k, groups, torch.device("cpu"))
         assert (tuple(room[0].shape), tuple(room[1].shape)) == shapes
-        assert room[0].dtype == torch.uint8 and room[1].dtype == layout.scale_dtype
+        assert room[0].dtype == torch.uint8 and room[1].dtype == layout.scales_dtype(fmt)
 
 
 @pytest.mark.parametrize("name", ["", "no", "sm90", "sm90:", "sm90:x", "rows:1"])

@@ -65,7 +65,8 @@ def test_a_format_is_one_object():
         fmt = formats.get(name)
         assert copy.deepcopy(fmt) is fmt and pickle.loads(pickle.dumps(fmt)) is fmt
         assert {fmt: 1}[formats.get(name)] == 1
-        assert fmt == formats.get(name) and fmt.scaling == Scaling((1, 32), "e8m0")
+        assert fmt == formats.get(name)
+        assert name.startswith("fp8_") or fmt.scaling == Scaling((1, 32), "e8m0")
 
 
 def test_scale_dtypes():

@@ -38,17 +38,22 @@ def test_fields(name, transposed):
         assert q.columnwise_transposed or bits == 8
     whole = q.columnwise_transposed or bits == 8
     shown = fmt.element.torch_dtype or BYTE
-    assert q.rowwise_data.dtype == shown and q.rowwise_scale.dtype == torch.float8_e8m0fnu
+    assert q.rowwise_data.dtype == shown
+    assert q.rowwise_scale.dtype == q.columnwise_scale.dtype == fmt.scaling.torch_dtype
     assert q.columnwise_data.dtype == (shown if whole else BYTE)
-    codes, scales = fmt.quantize(flat, "rceil")
+    rule, stored = fmt.scaling.rules[0], fmt.scaling.storage
+    codes, scales = fmt.quantize(flat, rule)
+    nbytes = codes.nbytes + scales.nbytes
     assert torch.equal(q.rowwise_data.view(BYTE), codes)
-    assert torch.equal(q.rowwise_scale.view(BYTE), scales)
-    codes, scales = fmt.quantize(flat.t(), "rceil")
+    assert torch.equal(q.rowwise_scale.view(stored), scales)
+    codes, scales = fmt.quantize(flat.t(), rule)
     if not q.columnwise_transposed:
         codes, scales = fmt.unpack(codes, 15).t(), scales.t()
     assert torch.equal(q.columnwise_data.view(BYTE), codes)
-    assert torch.equal(q.columnwise_scale.view(BYTE), scales)
-    assert q.nbytes == 15 * -(-70 * bits // 8) + 15 * 3 + codes.numel() + 70
+    assert torch.equal(q.columnwise_scale.view(stored), scales)
+    assert q.nbytes == nbytes + codes.nbytes + scales.nbytes
+    if fmt.scaling.scale == "e8m0":
+        assert q.nbytes == 15 * -(-70 * bits // 8) + 15 * 3 + codes.numel() + 70
 
 
 @EVERY
@@ -61,7 +66,9 @@ def test_copies(name, transposed):
     file.seek(0)
     parts = (q.rowwise_data, q.rowwise_scale, q.columnwise_data, q.columnwise_scale)
     words = ("rowwise_data", "rowwise_scale", "columnwise_data", "columnwise_scale")
-    for given_parts in (parts, [part.view(BYTE) for part in parts]):
+    stored = [BYTE, q.format.scaling.storage] * 2
+    as_bytes = [part.view(dtype) for part, dtype in zip(parts, stored, strict=True)]
+    for given_parts in (parts, as_bytes):
         fields = dict(zip(words, given_parts, strict=True), columnwise_transposed=transposed)
         assert te_mx.MXTensor(q.shape, name, **fields).equal(q)
     for other in (
@@ -81,7 +88,7 @@ def values(q: te_mx.MXTensor, usage: str) -> np.ndarray:
 
 @given(
     m=SIZES, n=SIZES, k=SIZES, names=st.tuples(NAMES, NAMES), layout=our.LAYOUTS, seed=our.SEEDS,
-    transposed=st.booleans(), rule=st.sampled_from(["rceil", "floor", "even"]),
+    transposed=st.booleans(), rule=st.integers(0, 2),
     kind=st.sampled_from(our.FINITE_KINDS), dtype=our.DTYPES,
 )  # fmt: skip
 @settings(max_examples=100)
@@ -90,9 +97,11 @@ def test_products_of_any_two(m, n, k, names, layout, seed, transposed, rule, kin
     for rows, usage, name, i in zip((m, n), blas.USAGES[layout], names, (0, 1), strict=True):
         shape = (rows, k) if usage == "rowwise" else (k, rows)
         x = our.tensor((kind, "outliers")[i], *shape, seed + i, torch.float32)
+        rules = formats.get(name).scaling.rules
         q = te_mx.quantize(
-            x, fmt=name, columnwise=True, columnwise_transposed=transposed, scale_rule=rule
-        )
+            x, fmt=name, columnwise=True, columnwise_transposed=transposed,
+            scale_rule=rules[rule % len(rules)],
+        )  # fmt: skip
         sides.append((q, values(q, usage)))
     (A, a), (B, b) = sides
     made = te_mx.gemm(A, B, layout, out_dtype=dtype)

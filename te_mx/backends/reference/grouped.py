@@ -31,7 +31,7 @@ from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.registry import Kernel, Wants, register
 from te_mx.layouts import sm90_groups, spec_of
 from te_mx.layouts.base import Parts
-from te_mx.layouts.operand import Operand, Quantized, Stack
+from te_mx.layouts.operand import Operand, Quantized, Stack, turned
 
 
 class _Reference(Kernel):
@@ -180,14 +180,19 @@ def stacked(operands: list[Operand]) -> Stack:
 
 
 class ColumnsOfWeightsReference(_Reference):
-    """What the codes of every weight decode to (in bf16), quantized along the columns."""
+    """The codes of every weight where blocks are square, else what they decode to, quantized along
+    the columns."""
 
     op = "columns_of_weights"
 
     def run(self, row: Stack, col: str, rule: str) -> Stack:
         made = []
         for i in range(row.groups):
-            values = run.dequantize(row.group(i), torch.bfloat16)
+            one = row.group(i)
+            if one.format.is_square:
+                made.append(run.convert(turned(one), col))
+                continue
+            values = run.dequantize(one, one.format.exact_dtype)
             made.append(run.quantize(Quantize(values, "", col, rule)).col)
         return stacked(made)  # type: ignore[arg-type]
 

@@ -1,0 +1,87 @@
+"""Blockwise FP8 from the elements of OCP ("fn") to those without negative zero ("fnuz", AMD's
+MI300) and back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from te_mx.formats import registry
+from te_mx.formats.element import Element
+from te_mx.formats.format import Format
+
+_PAIRS = {"e4m3": "e4m3fnuz", "e5m2": "e5m2fnuz", "e4m3fnuz": "e4m3", "e5m2fnuz": "e5m2"}
+
+
+@torch.no_grad()
+def convert(codes: Tensor, scales: Tensor, fmt: str, to: str) -> tuple[Tensor, Tensor]:
+    """Codes and scales of format `fmt` as those of `to`, which have the same values.
+
+    The biases of the elements differ by 1, so a byte means half as much in fnuz. From fn to fnuz
+    bytes stay and scales double; 0x80, which is -0 there and NaN here, becomes 0, and what is NaN
+    or Inf becomes 0x80. From fnuz to fn bytes stay and scales halve; 0x80 becomes the NaN 0x7F.
+    fnuz has codes above the largest one of fn (0x7F; 0x7C to 0x7F in E5M2). A block with one of
+    these keeps its scale, and its codes are encoded anew: all have their values, but numbers whose
+    magnitude is below the normal ones of fn, whose steps are twice as wide there, are rounded to
+    nearest even. So has a block whose scale would not be a normal number if halved.
+
+    Args:
+        codes: uint8 [rows, k].
+        scales: float32, one a block.
+        fmt, to: names of te_mx.formats with the same blocks, such as "fp8_e4m3_128x128" and
+            "fp8_e4m3fnuz_128x128".
+
+    Returns:
+        New codes and scales.
+
+    Raises:
+        TypeError: parts of other dtypes.
+        ValueError: formats that are no such pair; parts that do not fit; a scale that cannot be
+            doubled.
+    """
+    source, target = registry.get(fmt), registry.get(to)
+    if (
+        _PAIRS.get(source.element.name) != target.element.name
+        or source.scaling != target.scaling
+        or source.scaling.scale != "fp32"
+    ):
+        raise ValueError(
+            "a conversion is between the fn and fnuz forms of one blockwise format, such as "
+            f"'fp8_e4m3_128x128' and 'fp8_e4m3fnuz_128x128', got {fmt!r} and {to!r}"
+        )
+    source.check_parts(codes, scales, codes.shape[-1] if codes.dim() == 2 else 0, torch.float32)
+    mine, other = source.element, target.element
+    factor = 2.0 ** (other.bias - mine.bias)
+    moved = scales * factor
+    if factor > 1 and bool((moved.isinf() & scales.isfinite()).any()):
+        raise ValueError("a scale of 2^127 or more cannot be doubled; its values are out of range")
+
+    special = ~mine.decode(codes).isfinite()
+    above = ((codes & 0x7F) > other.max_code) & ~special
+    again = _in_blocks(above, source)
+    again |= moved.abs() < torch.finfo(torch.float32).tiny
+    same_bytes = codes if other.has_negative_zero else torch.where(codes == 0x80, 0, codes)
+    made = torch.where(_of_elements(again, source, codes), _encoded(codes, mine, other), same_bytes)
+    made = torch.where(special, other.nan_code or 0, made).to(torch.uint8)
+    return made, torch.where(again, scales, moved)
+
+
+def _encoded(codes: Tensor, mine: Element, other: Element) -> Tensor:
+    """The codes of another element for the same numbers, to nearest even."""
+    bits = mine.decode(codes).view(torch.int32)
+    return other.encode(bits, torch.zeros((), dtype=torch.int32, device=codes.device))
+
+
+def _in_blocks(mask: Tensor, fmt: Format) -> Tensor:
+    """Which blocks have a marked element."""
+    (rows, k), (height, width) = mask.shape, fmt.scaling.block
+    tall, wide = fmt.scales_shape(rows, k)
+    mask = torch.nn.functional.pad(mask, (0, wide * width - k, 0, tall * height - rows))
+    return mask.view(tall, height, wide, width).any(3).any(1)
+
+
+def _of_elements(blocks: Tensor, fmt: Format, like: Tensor) -> Tensor:
+    """What holds for its block, for every element."""
+    height, width = fmt.scaling.block
+    spread = blocks.repeat_interleave(height, 0).repeat_interleave(width, 1)
+    return spread[: like.shape[0], : like.shape[1]]
