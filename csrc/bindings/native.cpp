@@ -58,9 +58,14 @@ void bind_machine(py::module_& m) {
 void bind_calls(py::module_& m) {
   bind_call(m, "quantize", quantize);
   bind_call(m, "dequantize", dequantize);
-  m.def("packed_bytes", [](int32_t kernel, int32_t role, int64_t rows, int64_t k) {
-    return packed_bytes(static_cast<Kernel>(kernel), static_cast<Role>(role), rows, k);
-  });
+  m.def(
+      "packed_bytes",
+      [](int32_t kernel, int32_t role, int64_t rows, int64_t k, bool blockwise) {
+        return packed_bytes(static_cast<Kernel>(kernel), static_cast<Role>(role), rows, k,
+                            blockwise);
+      },
+      py::arg("kernel"), py::arg("role"), py::arg("rows"), py::arg("k"),
+      py::arg("blockwise") = false);
   bind_call(m, "pack", pack);
   m.def("workspace_bytes", [](const GemmArgs& args) { return workspace_bytes(args); });
   bind_call(m, "gemm", gemm);

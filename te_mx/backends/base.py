@@ -33,8 +33,15 @@ class Words(dict[_K, _V]):
         raise self._error(f"te_mx: {self._what} must be one of {known}, got {got}")
 
 
+# Formats in the words of native code, and the number of their element in its table.
 FORMATS = Words("the element format", ValueError, {"e4m3": 0, "e5m2": 1})
-SCALE_RULES = Words("the scale rule", ValueError, {"rceil": 0, "floor": 1})
+# The rows of a block of those whose scales are fp32, one for so many rows x 128.
+BLOCK_ROWS: dict[str, int] = {}
+for _number, _element in enumerate(("e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz")):
+    for _rows in (1, 128):
+        FORMATS[f"{_element}_{_rows}x128"] = _number
+        BLOCK_ROWS[f"{_element}_{_rows}x128"] = _rows
+SCALE_RULES = Words("the scale rule", ValueError, {"rceil": 0, "floor": 1, "fp32": 3, "pow2": 4})
 # What native code calls an order (Layout in csrc/include/te_mx/types.h).
 LAYOUTS = {"k_last": 0, "k_first": 1, "sm90": 2, "sm90_rows": 3, "sm90_k": 4}
 PLAIN = -1  # in place of a spread: plain MX, not packed for sm_90
@@ -114,6 +121,14 @@ class NativeAct(NamedTuple):
 
     out: Tensor | None
     quantized: QuantizedParts
+
+
+def format_fields(fmt: str) -> dict[str, int]:
+    """The fields of a native record that say what a format is."""
+    rows = BLOCK_ROWS.get(fmt)
+    if rows is None:
+        return {"element": FORMATS[fmt]}
+    return {"element": FORMATS[fmt], "scale_type": 1, "block_rows": rows, "block_k": 128}
 
 
 def pointer(tensor: Tensor | None) -> int:

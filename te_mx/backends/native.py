@@ -4,30 +4,35 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from te_mx.backends.base import PLAIN, SCALE_RULES, QuantizedParts
+from te_mx.backends.base import BLOCK_ROWS, PLAIN, SCALE_RULES, QuantizedParts
 from te_mx.backends.base import Operand as NativeOperand
 from te_mx.backends.base import StackedOperand as NativeStack
 from te_mx.dispatch.fused import Target
 from te_mx.dispatch.problem import Problem
+from te_mx.formats.scaling import split_rule
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized, Stack
 
 _ORDERS = {"rows": "k_last", "cols": "k_first", "grouped_cols": "k_first"}
 _SHORT = {"mxfp8_e4m3": "e4m3", "mxfp8_e5m2": "e5m2"}
 FORMATS = tuple(_SHORT)  # that native code knows
+BLOCKWISE = tuple(f"fp8_{word}" for word in BLOCK_ROWS)  # with fp32 scales, for kernels that say so
+_SHORT |= dict(zip(BLOCKWISE, BLOCK_ROWS, strict=True))
 _known = {"": ("e4m3", "k_last")}
 
 
-def unknown(problem: Problem, layouts: tuple[str, ...]) -> str | None:
-    """Why native code that reads these layouts (names up to a colon) does not run a problem: the
-    scale rule, a format or a layout; None when it knows them all."""
-    if problem.rule not in SCALE_RULES:
+def unknown(
+    problem: Problem, layouts: tuple[str, ...], formats: tuple[str, ...] = FORMATS
+) -> str | None:
+    """Why native code that reads these layouts (names up to a colon) and formats does not run a
+    problem: the scale rule, a format or a layout; None when it knows them all."""
+    if split_rule(problem.rule)[0] not in SCALE_RULES:
         return f"knows the scale rules {', '.join(SCALE_RULES)}, not {problem.rule}"
     for spec in (problem.lhs, problem.rhs):
         if spec:
             fmt, layout = spec_of(spec)
-            if fmt.name not in FORMATS:
-                return f"takes {', '.join(FORMATS)}, not {fmt.name}"
+            if fmt.name not in formats:
+                return f"takes {', '.join(formats)}, not {fmt.name}"
             if layout.name.partition(":")[0] not in (*layouts, "any"):
                 return f"takes the layouts {', '.join(layouts)}, not {layout.name}"
     return None
@@ -88,7 +93,7 @@ def one_read_of_weights(row: str, col: str) -> str | None:
 def is_native(target: Target) -> bool:
     """Whether native code makes what a target asks for as it quantizes, if it asks for codes."""
     row, col, rule, _ = target
-    known = all(spec_of(spec).format.name in _SHORT for spec in (row, col) if spec)
+    known = all(spec_of(spec).format.name in FORMATS for spec in (row, col) if spec)
     return not target.codes or (known and rule in SCALE_RULES and one_read(row, col) is None)
 
 

@@ -20,7 +20,7 @@ struct Bounds {
 
   int64_t size(int64_t i) const { return ends[i] - starts[i]; }
   // First scale row of a group.
-  int64_t first_block(int64_t i) const { return starts[i] / kBlock + i; }
+  int64_t first_block(int64_t i, int64_t block = kBlock) const { return starts[i] / block + i; }
 };
 
 // ok, or what is wrong with groups of a matrix of `rows` rows.

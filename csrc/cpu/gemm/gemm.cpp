@@ -63,7 +63,7 @@ const KernelImpl* usable_impl(Kernel kernel) {
 bool operand_ok(const StridedOperand& o) {
   if (o.rows < 0 || o.k < 0) return false;
   if (o.rows == 0 || o.k == 0) return true;
-  if (o.codes == nullptr || o.scales == nullptr) return false;
+  if (o.codes == nullptr || (o.scales == nullptr && o.stored == nullptr)) return false;
   return o.code_row_stride == 1 || o.code_k_stride == 1;
 }
 
@@ -75,7 +75,8 @@ bool packed_ok(const StridedOperand& o, Kernel kernel, Role role) {
   if (o.packed == nullptr) return true;
   const PackedHeader& h = *header_of(o);
   return h.rows == o.rows && h.k == o.k && h.kernel == static_cast<int32_t>(kernel) &&
-         h.role == static_cast<int32_t>(role) && h.element == static_cast<int32_t>(o.element);
+         h.role == static_cast<int32_t>(role) && h.element == static_cast<int32_t>(o.element) &&
+         (h.split_offset != 0) == o.blockwise();
 }
 
 const void* at(const void* base, int64_t offset) { return static_cast<const char*>(base) + offset; }
@@ -85,6 +86,7 @@ StridedOperand rows_of(const StridedOperand& o, int64_t begin, int64_t end) {
   StridedOperand part = o;
   part.codes += begin * o.code_row_stride;
   part.scales += begin * o.scale_row_stride;
+  if (o.factors != nullptr) part.factors += begin;
   part.rows = end - begin;
   return part;
 }
@@ -172,7 +174,7 @@ Status run_chunk(const Range& chunk, const KernelImpl& impl, const Side& lhs, co
 Status sum_rows(int64_t begin, int64_t end, const GemmTask& args, const KernelImpl& impl,
                 const Side& lhs) {
   return for_runs(lhs, begin, end, [&](int64_t m0, int64_t m1, bool wide) {
-    const KernelImpl& sums = wide ? *wide_f64_impl() : impl;
+    const KernelImpl& sums = wide || args.lhs.factors != nullptr ? *wide_f64_impl() : impl;
     const int64_t offset = m0 == begin ? 0 : impl.panel_bytes(Role::lhs, m0 - begin, args.lhs.k);
     sums.row_sums(rows_of(args.lhs, m0, m1), at(lhs.panels, offset), lhs.exponents + m0,
                   args.bias_grad + m0, args.threads);
@@ -264,31 +266,37 @@ Status check(const GemmTask& a) {
 
 static int64_t wide_bytes(int64_t rows) { return round_up(ceil_div(rows, kRowBlock), 64); }
 
-int64_t packed_bytes(Kernel kernel, Role role, int64_t rows, int64_t k) {
+int64_t packed_bytes(Kernel kernel, Role role, int64_t rows, int64_t k, bool blockwise) {
   const KernelImpl* impl = usable_impl(kernel);
   if (impl == nullptr || rows <= 0 || k <= 0) return 0;
   const int64_t panels = impl->panel_bytes(role, rows, k);
   if (panels == 0) return 0;
   return static_cast<int64_t>(sizeof(PackedHeader)) + round_up(rows, kRowBlock) * 4 +
-         wide_bytes(rows) + panels;
+         wide_bytes(rows) + panels + (blockwise ? SplitScales(rows, k).all : 0);
 }
 
-Status pack_operand(Kernel kernel, Role role, const StridedOperand& operand, void* packed,
+Status pack_operand(Kernel kernel, Role role, const StridedOperand& stored, void* packed,
                     int threads) {
   const KernelImpl* impl = usable_impl(kernel);
   if (impl == nullptr) return Status::unsupported;
-  if (!operand_ok(operand) || packed_bytes(kernel, role, operand.rows, operand.k) == 0) {
+  if (!operand_ok(stored) || packed_bytes(kernel, role, stored.rows, stored.k, false) == 0) {
     return Status::bad_argument;
   }
+  StridedOperand operand = stored;
   PackedHeader h{};
   h.rows = operand.rows;
   h.k = operand.k;
   h.kernel = static_cast<int32_t>(kernel);
   h.role = static_cast<int32_t>(role);
-  h.element = static_cast<int32_t>(operand.element);
+  h.element = static_cast<int16_t>(operand.element);
   h.exponents_offset = sizeof(PackedHeader);
   h.wide_offset = h.exponents_offset + round_up(operand.rows, kRowBlock) * 4;
   h.panels_offset = h.wide_offset + wide_bytes(operand.rows);
+  if (operand.blockwise()) {
+    h.split_offset = h.panels_offset + impl->panel_bytes(role, operand.rows, operand.k);
+    operand = split_scales(operand, at(packed, h.split_offset), threads);
+    h.factors = operand.factors != nullptr ? 1 : 0;
+  }
   float* exponents = static_cast<float*>(at(packed, h.exponents_offset));
   uint8_t* wide_blocks = static_cast<uint8_t*>(at(packed, h.wide_offset));
   std::memset(wide_blocks, 0, static_cast<size_t>(wide_bytes(operand.rows)));  // padding too
@@ -297,9 +305,38 @@ Status pack_operand(Kernel kernel, Role role, const StridedOperand& operand, voi
   return impl->pack_panels(role, operand, exponents, at(packed, h.panels_offset), threads);
 }
 
-int64_t workspace_bytes(const GemmTask& args) {
-  const KernelImpl* impl = usable_impl(args.kernel);
-  return impl == nullptr ? 0 : plan_gemm(args, *impl).bytes;
+namespace {
+
+// Bytes of the scales that run_task() splits.
+int64_t split_bytes(const StridedOperand& o) {
+  return o.blockwise() && o.packed == nullptr ? SplitScales(o.rows, o.k).all : 0;
+}
+
+// To the panel kernel of the level, where a stream kernel was asked for what those do not read:
+// factors, and elements without a negative zero. It does not read what they packed.
+void to_panels(GemmTask& args) {
+  if (!is_stream(args.kernel)) return;
+  args.kernel = args.ran = static_cast<Kernel>(static_cast<int32_t>(args.kernel) -
+                                               static_cast<int32_t>(Kernel::portable_stream) +
+                                               static_cast<int32_t>(Kernel::portable_f32));
+  args.lhs.packed = args.rhs.packed = nullptr;
+}
+
+}  // namespace
+
+int64_t workspace_bytes(const GemmTask& given) {
+  const KernelImpl* impl = usable_impl(given.kernel);
+  if (impl == nullptr) return 0;
+  int64_t bytes = plan_gemm(given, *impl).bytes;
+  if (!given.lhs.blockwise() && !given.rhs.blockwise()) return bytes;
+  // Whether there are factors depends on the scales.
+  static constexpr float kFactor = 1.0f;
+  GemmTask args = given;
+  to_panels(args);
+  args.lhs.factors = args.rhs.factors = &kFactor;
+  const int64_t with_factors = plan_gemm(args, *usable_impl(args.kernel)).bytes;
+  bytes = bytes > with_factors ? bytes : with_factors;
+  return split_bytes(given.lhs) + split_bytes(given.rhs) + bytes;
 }
 
 namespace {
@@ -332,11 +369,16 @@ bool cuts_at_blocks(const KernelImpl& impl, Role role, int64_t k) {
   return impl.panel_bytes(role, 3 * kRowBlock, k) == 3 * impl.panel_bytes(role, kRowBlock, k);
 }
 
+bool reaches_overflow(Element element) {
+  return element == Element::e5m2 || element == Element::e5m2fnuz;
+}
+
 // Whether nothing is left for a fast kernel. Stream kernels do not cut their problem.
 bool all_wide(const GemmTask& args, const KernelImpl& impl, const Side& lhs, const Side& rhs) {
   if (args.kernel == Kernel::wide_f64) return true;
-  const bool e5m2 = args.lhs.element == Element::e5m2 && args.rhs.element == Element::e5m2;
-  if (e5m2 && args.lhs.k >= kOverflowK) return true;
+  const bool e5m2 = reaches_overflow(args.lhs.element) && reaches_overflow(args.rhs.element);
+  const bool factors = args.lhs.factors != nullptr || args.rhs.factors != nullptr;
+  if (e5m2 && args.lhs.k >= (factors ? kOverflowK / 4 : kOverflowK)) return true;
   if (is_stream(args.kernel)) return lhs.wide || rhs.wide;
   if (rhs.wide && !cuts_at_blocks(impl, Role::rhs, args.rhs.k)) return true;
   if (lhs.wide && !cuts_at_blocks(impl, Role::lhs, args.lhs.k)) return true;
@@ -397,14 +439,51 @@ Status run_gemm(GemmTask& args, const KernelImpl* impl, const GemmPlan& plan) {
 
 }  // namespace
 
-Status run_task(GemmTask& args) {
-  args.ran = args.kernel;
-  if (args.lhs.rows * args.rhs.rows * args.lhs.k < kSerialProducts) args.threads = 1;
-  const KernelImpl* impl = usable_impl(args.kernel);
-  if (impl == nullptr) return Status::unsupported;
-  Status status = check(args);
+namespace {
+
+Status run_split(GemmTask& args);
+
+// Splits the scales of an operand into the front of the workspace, unless they were.
+void split_side(StridedOperand& o, GemmTask& args) {
+  if (!o.blockwise()) return;
+  if (o.packed != nullptr) {
+    const PackedHeader& h = *header_of(o);
+    o = with_split(o, at(o.packed, h.split_offset), h.factors != 0);
+    return;
+  }
+  const int64_t bytes = split_bytes(o);
+  o = split_scales(o, args.workspace, args.threads);
+  args.workspace = at(args.workspace, bytes);
+  args.workspace_bytes -= bytes;
+}
+
+}  // namespace
+
+Status run_task(GemmTask& given) {
+  given.ran = given.kernel;
+  if (given.lhs.rows * given.rhs.rows * given.lhs.k < kSerialProducts) given.threads = 1;
+  if (usable_impl(given.kernel) == nullptr) return Status::unsupported;
+  Status status = check(given);
   if (status != Status::ok) return status;
+  if (!given.lhs.blockwise() && !given.rhs.blockwise()) return run_split(given);
+  if (workspace_bytes(given) > given.workspace_bytes) return Status::small_workspace;
+  GemmTask args = given;
+  split_side(args.lhs, args);
+  split_side(args.rhs, args);
+  const bool fnuz = is_fnuz(args.lhs.element) || is_fnuz(args.rhs.element);
+  if (fnuz || args.lhs.factors != nullptr || args.rhs.factors != nullptr) to_panels(args);
+  status = run_split(args);
+  given.ran = args.ran;
+  return status;
+}
+
+namespace {
+
+// A task whose scales are bytes and factors.
+Status run_split(GemmTask& args) {
+  const KernelImpl* impl = usable_impl(args.kernel);
   const GemmPlan plan = plan_gemm(args, *impl);
+  Status status = Status::ok;
   if (plan.bytes > args.workspace_bytes) return Status::small_workspace;
   const StridedOperand stored = args.rhs;
   const bool empty = stored.rows == 0 || stored.k == 0 || args.lhs.rows == 0;
@@ -413,5 +492,7 @@ Status run_task(GemmTask& args) {
   args.rhs = stored;
   return status;
 }
+
+}  // namespace
 
 }  // namespace te_mx::cpu

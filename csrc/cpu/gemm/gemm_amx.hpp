@@ -9,6 +9,52 @@
 
 namespace te_mx::cpu {
 
+// c += sums times factors, a few rows at every step of the next products: the tiles add up 128 of k
+// at a time, and vectors have time beside them. Passes steps on to the work of the engine.
+template <class Simd, class Work>
+class ScaledSums {
+ public:
+  ScaledSums(Work& work, float* c, int rows) : work_(work), c_(c), rows_(rows) {}
+
+  TE_MX_MEMBER void add(const float* sums, const BlockFactors& factors, bool first) {
+    sums_ = sums;
+    factors_ = factors;
+    first_ = first;
+    row_ = 0;
+  }
+
+  TE_MX_MEMBER void step() {
+    work_.step();
+    if (sums_ != nullptr) some(kRowBlock / static_cast<int>(kFactorSteps));
+  }
+
+  TE_MX_MEMBER void finish() {
+    if (sums_ != nullptr) some(kRowBlock);
+    sums_ = nullptr;
+  }
+
+ private:
+  TE_MX_MEMBER void some(int count) {
+    const int end = row_ + count < rows_ ? row_ + count : rows_;
+    const ColumnFactors<Simd> cols(factors_.rhs);
+    for (; row_ < end; ++row_) {
+      const auto row = Simd::set(factors_.lhs == nullptr ? 1.0f : factors_.lhs[row_]);
+      for (int v = 0; v < cols.kVectors; ++v) {
+        const int64_t at = row_ * kRowBlock + v * Simd::kLanes;
+        const auto old = first_ ? Simd::set(0.0f) : Simd::load(c_ + at);
+        Simd::store(c_ + at, Simd::fma(Simd::load(sums_ + at), Simd::mul(row, cols.of[v]), old));
+      }
+    }
+  }
+
+  Work& work_;
+  float* c_;
+  const float* sums_ = nullptr;
+  BlockFactors factors_{};
+  int rows_, row_ = 0;
+  bool first_ = false;
+};
+
 // Measured on Emerald Rapids: 2 MB of L2 and 48 KB of L1 a core.
 struct AmxTuning {
   static constexpr int64_t kWholeBytes = 1280 * 1024;  // lhs panels with all of k, in L2
@@ -45,6 +91,29 @@ class AmxEngine : public Tuning {
   void block(const char* lhs, const char* rhs, int64_t steps, int rows, float* c, bool first,
              Reuse reuse, Work& work) {
     work.begin(steps);
+    products(lhs, rhs, steps, rows, c, first, reuse, work);
+  }
+
+  template <class Work>
+  void scaled_block(const char* lhs, const char* rhs, int64_t steps, int rows, float* c, bool first,
+                    Reuse reuse, Work& work, const BlockFactors& factors) {
+    alignas(64) float sums[2][kBlockFloats];  // one is made and one is added
+    ScaledSums<Simd, Work> scaled(work, c, rows);
+    work.begin(steps);
+    for (int64_t s = 0; s < steps; s += kFactorSteps) {
+      float* part = sums[s / kFactorSteps % 2];
+      const int64_t count = steps - s < kFactorSteps ? steps - s : kFactorSteps;
+      products(lhs + s * kStepBytes, rhs + s * kStepBytes, count, rows, part, true, reuse, scaled);
+      scaled.finish();
+      scaled.add(part, factors.from(s / kFactorSteps), first && s == 0);
+    }
+    scaled.finish();
+  }
+
+ private:
+  template <class Work>
+  void products(const char* lhs, const char* rhs, int64_t steps, int rows, float* c, bool first,
+                Reuse reuse, Work& work) {
     if (rows <= 16) {
       run<false, Reuse::none>(lhs, rhs, steps, c, first, work);
     } else if (reuse == Reuse::none) {
@@ -56,7 +125,6 @@ class AmxEngine : public Tuning {
     }
   }
 
- private:
   static constexpr int64_t kTileBytes = kTileWords * 2, kTileRowBytes = 64;
   static constexpr int64_t kSumsRowBytes = kRowBlock * 4;
 

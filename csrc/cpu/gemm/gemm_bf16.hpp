@@ -55,9 +55,37 @@ class PanelWork {
 inline constexpr int64_t kStepBytes = 2 * kTileWords * 2;  // one k block of one 32-row panel
 inline constexpr int64_t kBlockFloats = kRowBlock * kRowBlock;
 
+inline constexpr int64_t kFactorSteps = kWideBlock / kBlock;  // k steps that share a factor
+
+// The factors of a block of 32 x 32 of D, of its blocks of 128 k on; both [k / 128][stride].
+struct BlockFactors {
+  const float* lhs;  // [32] for every 128 k; null: 1
+  const float* rhs;
+  int64_t lhs_stride, rhs_stride;
+
+  BlockFactors from(int64_t blocks) const {
+    return {lhs == nullptr ? nullptr : lhs + blocks * lhs_stride,
+            rhs == nullptr ? nullptr : rhs + blocks * rhs_stride, lhs_stride, rhs_stride};
+  }
+};
+
+// Of 32 columns of rhs, as vectors.
+template <class Simd>
+struct ColumnFactors {
+  static constexpr int kVectors = kRowBlock / Simd::kLanes;
+  typename Simd::F of[kVectors];
+
+  TE_MX_MEMBER explicit ColumnFactors(const float* rhs) {
+    for (int v = 0; v < kVectors; ++v) {
+      of[v] = rhs == nullptr ? Simd::set(1.0f) : Simd::load(rhs + v * Simd::kLanes);
+    }
+  }
+};
+
 // Engine: the word set Simd; constants kWholeBytes, kChunk, kRowPanels, kColPanels, kPrefetch;
 // block(lhs, rhs, steps, rows, c, first, reuse, work), which calls work.begin(n) and n times
-// work.step(), with n = steps where it prefetches.
+// work.step(), with n = steps where it prefetches; and scaled_block(), which does the same, except
+// that it multiplies the sums of kFactorSteps steps by factors before it adds them to the block.
 template <class Engine>
 class PanelGemm {
  public:
@@ -86,12 +114,14 @@ class PanelGemm {
     normal_ = normal_powers<Simd>(context, range);
     const int64_t fit = Engine::kWholeBytes / (blocks_ * kStepBytes);
     whole_ = fit >= least(Engine::kLeastWhole, row_panels_) || blocks_ <= Engine::kChunk;
+    factors_ = context.args->lhs.factors != nullptr || context.args->rhs.factors != nullptr;
     if (whole_) {
       chunk_ = blocks_;
       item_rows_ = even_part(row_panels_, least(Engine::kMostWhole, fit > 1 ? fit : 1));
       item_cols_ = col_panels_;
     } else {
       chunk_ = even_part(blocks_, Engine::kChunk);
+      if (factors_) chunk_ = round_up(chunk_, kFactorSteps);
       item_rows_ = even_part(row_panels_, Engine::kRowPanels);
       item_cols_ = even_part(col_panels_, Engine::kColPanels);
     }
@@ -135,8 +165,15 @@ class PanelGemm {
           const bool last = k + steps >= blocks_, pend = block_cols == kRowBlock;
           if (last && pend) pending.expect(m, n, block_rows);
           PanelWork<Simd> work(pending, ahead(row_panel, col_panel, rows, cols, i, j, k, steps));
-          engine.block(step(lhs_, row_panel + i, k), step(rhs_, col_panel + j, k), steps,
-                       block_rows, c, k == 0, whole_ ? Reuse::none : Reuse::rhs, work);
+          const char* left = step(lhs_, row_panel + i, k);
+          const char* right = step(rhs_, col_panel + j, k);
+          const Reuse reuse = whole_ ? Reuse::none : Reuse::rhs;
+          if (factors_) {
+            engine.scaled_block(left, right, steps, block_rows, c, k == 0, reuse, work,
+                                factors(m, n).from(k / kFactorSteps));
+          } else {
+            engine.block(left, right, steps, block_rows, c, k == 0, reuse, work);
+          }
           pending.finish();
           if (!last) continue;
           if (pend) {
@@ -149,6 +186,12 @@ class PanelGemm {
     }
     pending.finish();
     pending.fence();
+  }
+
+  BlockFactors factors(int64_t m, int64_t n) const {
+    const StridedOperand &l = context_.args->lhs, &r = context_.args->rhs;
+    return {l.factors == nullptr ? nullptr : l.factors + m,
+            r.factors == nullptr ? nullptr : r.factors + n, l.factor_stride, r.factor_stride};
   }
 
   // Spreads the next rhs panel over the blocks of this one, and the next lhs chunk over the blocks
@@ -179,7 +222,7 @@ class PanelGemm {
   const EpilogueContext& context_;
   EpilogueFn epilogue_;
   int64_t blocks_, chunk_, row_panels_, col_panels_, item_rows_, item_cols_;
-  bool whole_, normal_;
+  bool whole_, normal_, factors_;
 };
 
 }  // namespace te_mx::cpu

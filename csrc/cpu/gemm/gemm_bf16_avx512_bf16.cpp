@@ -32,13 +32,33 @@ class Avx512Engine : public Avx512Tuning {
     }
   }
 
+  template <class Work>
+  void scaled_block(const char* lhs, const char* rhs, int64_t steps, int rows, float* c, bool first,
+                    Reuse, Work& work, const BlockFactors& all) const {
+    work.begin(ceil_div(rows, kRows));
+    for (int r = 0; r < rows; r += kRows) {
+      work.step();
+      const uint16_t* a = reinterpret_cast<const uint16_t*>(lhs) + r * kBlock;
+      const uint16_t* b = reinterpret_cast<const uint16_t*>(rhs);
+      for (int64_t s = 0; s < steps; s += kFactorSteps) {
+        BlockFactors factors = all.from(s / kFactorSteps);
+        if (factors.lhs != nullptr) factors.lhs += r;
+        rows_block(a + s * 2 * kTileWords, b + s * 2 * kTileWords,
+                   steps - s < kFactorSteps ? steps - s : kFactorSteps, c + r * kRowBlock,
+                   first && s == 0, &factors);
+      }
+    }
+  }
+
  private:
+  // With factors, those multiply the sums before c is added.
   static void rows_block(const uint16_t* lhs, const uint16_t* rhs, int64_t steps, float* c,
-                         bool first) {
+                         bool first, const BlockFactors* factors = nullptr) {
     bf16::Vec acc[kRows][2];
+    const bool fresh = first || factors != nullptr;
     for (int r = 0; r < kRows; ++r) {
-      acc[r][0] = first ? bf16::zero() : bf16::load(c + r * kRowBlock);
-      acc[r][1] = first ? bf16::zero() : bf16::load(c + r * kRowBlock + 16);
+      acc[r][0] = fresh ? bf16::zero() : bf16::load(c + r * kRowBlock);
+      acc[r][1] = fresh ? bf16::zero() : bf16::load(c + r * kRowBlock + 16);
     }
     for (int64_t s = 0; s < steps; ++s, lhs += 2 * kTileWords, rhs += 2 * kTileWords) {
 #pragma GCC unroll 2
@@ -50,6 +70,16 @@ class Avx512Engine : public Avx512Tuning {
           const bf16::Words x = bf16::broadcast_pair(lhs + r * kBlock + 2 * pair);
           acc[r][0] = bf16::dot(acc[r][0], left, x);
           acc[r][1] = bf16::dot(acc[r][1], right, x);
+        }
+      }
+    }
+    if (factors != nullptr) {
+      const ColumnFactors<Simd> cols(factors->rhs);
+      for (int r = 0; r < kRows; ++r) {
+        const auto row = Simd::set(factors->lhs == nullptr ? 1.0f : factors->lhs[r]);
+        for (int v = 0; v < 2; ++v) {
+          const auto sum = first ? bf16::zero() : bf16::load(c + r * kRowBlock + 16 * v);
+          acc[r][v] = Simd::fma(acc[r][v], Simd::mul(row, cols.of[v]), sum);
         }
       }
     }

@@ -17,7 +17,7 @@ GemmTask task_of(const GemmArgs& args) {
 }
 
 Status pack(const PackArgs& args) {
-  const Status status = check_operand(args.operand);
+  const Status status = check_factor(args.operand);
   if (status != Status::ok) return status;
   return pack_operand(static_cast<Kernel>(args.execution.kernel), args.role, strided(args.operand),
                       args.out.codes, args.execution.threads);
@@ -28,8 +28,8 @@ int64_t workspace_bytes(const GemmArgs& args) { return workspace_bytes(task_of(a
 Status gemm(const GemmArgs& args, Kernel& ran) {
   GemmTask task = task_of(args);
   ran = task.kernel;
-  Status status = check_operand(args.lhs);
-  if (status == Status::ok) status = check_operand(args.rhs);
+  Status status = check_factor(args.lhs);
+  if (status == Status::ok) status = check_factor(args.rhs);
   if (status != Status::ok) return status;
   status = run_task(task);
   ran = task.ran;

@@ -9,7 +9,8 @@
 //
 // K runs in chunks of kChunk so that a chunk of an rhs panel stays in L1 while the rows of a tile
 // pass by; sums wait in `tile` between chunks. The order of one element's sum is k ascending,
-// whatever the chunks.
+// whatever the chunks. With factors, chunks are blocks of 128, each a sum of its own that is
+// multiplied and then added.
 #pragma once
 
 #include "common/isa.h"
@@ -47,12 +48,22 @@ struct PanelGemm {
     return Status::ok;
   }
 
-  // c[kMr][kNr at stride kTileCols] (+)= a[n][kMr]^T b[n][kNr]
-  static void micro_tile(const float* a, const float* b, int64_t n, bool first, float* c) {
+  // The factors of a tile for n of k; null: 1.
+  struct Factors {
+    const float* rows = nullptr;
+    const float* cols = nullptr;
+    int row_count = 0, col_count = 0;  // that there are
+  };
+
+  // c[kMr][kNr at stride kTileCols] (+)= a[n][kMr]^T b[n][kNr], times factors
+  template <bool kFactors>
+  static void micro_tile(const float* a, const float* b, int64_t n, bool first, float* c,
+                         const Factors& factors) {
     typename S::F sum[kMr][Shape::kVectors];
     for (int i = 0; i < kMr; ++i) {
       for (int v = 0; v < Shape::kVectors; ++v) {
-        sum[i][v] = first ? S::set(0.0f) : S::load(c + i * kTileCols + v * S::kLanes);
+        const bool fresh = first || kFactors;
+        sum[i][v] = fresh ? S::set(0.0f) : S::load(c + i * kTileCols + v * S::kLanes);
       }
     }
     for (int64_t k = 0; k < n; ++k) {
@@ -63,6 +74,7 @@ struct PanelGemm {
         for (int v = 0; v < Shape::kVectors; ++v) sum[i][v] = S::fma(x, row[v], sum[i][v]);
       }
     }
+    if constexpr (kFactors) scale(sum, first, c, factors);
     for (int i = 0; i < kMr; ++i) {
       for (int v = 0; v < Shape::kVectors; ++v) {
         S::store(c + i * kTileCols + v * S::kLanes, sum[i][v]);
@@ -70,18 +82,49 @@ struct PanelGemm {
     }
   }
 
-  // lhs and rhs start at the tile's first panel.
-  static void sum_tile(const float* lhs, const float* rhs, int64_t K, int rows, int cols,
-                       float* tile) {
-    for (int64_t k0 = 0; k0 < K; k0 += kChunk) {
-      const int64_t n = K - k0 < kChunk ? K - k0 : kChunk;
+  // sum = c + sum * factors
+  [[gnu::always_inline]] static void scale(typename S::F (&sum)[kMr][Shape::kVectors], bool first,
+                                           const float* c, const Factors& factors) {
+    for (int v = 0; v < Shape::kVectors; ++v) {
+      const int left = factors.col_count - v * S::kLanes;
+      auto col = S::set(1.0f);
+      if (factors.cols != nullptr) {
+        const float* from = factors.cols + v * S::kLanes;
+        col = left >= S::kLanes ? S::load(from) : S::load_part(from, left > 0 ? left : 0);
+      }
+      for (int i = 0; i < kMr; ++i) {
+        const bool inside = factors.rows != nullptr && i < factors.row_count;
+        const auto factor = S::mul(S::set(inside ? factors.rows[i] : 1.0f), col);
+        const auto old = first ? S::set(0.0f) : S::load(c + i * kTileCols + v * S::kLanes);
+        sum[i][v] = S::fma(sum[i][v], factor, old);
+      }
+    }
+  }
+
+  // lhs and rhs start at the tile's first panel, which is that of row m and column n of D.
+  template <bool kFactors>
+  static void sum_tile(const float* lhs, const float* rhs, const GemmTask& args, int64_t m,
+                       int64_t n, int rows, int cols, float* tile) {
+    const int64_t K = args.lhs.k;
+    constexpr int64_t kStep = kFactors ? kWideBlock : kChunk;
+    for (int64_t k0 = 0; k0 < K; k0 += kStep) {
+      const int64_t count = K - k0 < kStep ? K - k0 : kStep;
       for (int j = 0; j < cols; j += kNr) {
         for (int i = 0; i < rows; i += kMr) {
-          micro_tile(lhs + i * K + k0 * kMr, rhs + j * K + k0 * kNr, n, k0 == 0,
-                     tile + i * kTileCols + j);
+          Factors factors;
+          if constexpr (kFactors) {
+            factors = {factors_at(args.lhs, k0, m + i), factors_at(args.rhs, k0, n + j), rows - i,
+                       cols - j};
+          }
+          micro_tile<kFactors>(lhs + i * K + k0 * kMr, rhs + j * K + k0 * kNr, count, k0 == 0,
+                               tile + i * kTileCols + j, factors);
         }
       }
     }
+  }
+
+  static const float* factors_at(const StridedOperand& o, int64_t k, int64_t row) {
+    return o.factors == nullptr ? nullptr : o.factors + k / kWideBlock * o.factor_stride + row;
   }
 
   static Status run(const Range& range, const void* lhs_panels, const void* rhs_panels,
@@ -97,8 +140,12 @@ struct PanelGemm {
       const int rows = static_cast<int>(smaller(range.m1 - range.m0 - m, kTileRows));
       const int cols = static_cast<int>(smaller(range.n1 - range.n0 - n, kTileCols));
       alignas(64) float tile[kTileRows * kTileCols];
-      sum_tile(static_cast<const float*>(lhs_panels) + m * K,
-               static_cast<const float*>(rhs_panels) + n * K, K, rows, cols, tile);
+      const float* left = static_cast<const float*>(lhs_panels) + m * K;
+      const float* right = static_cast<const float*>(rhs_panels) + n * K;
+      const auto sum = args.lhs.factors != nullptr || args.rhs.factors != nullptr
+                           ? sum_tile<true>
+                           : sum_tile<false>;
+      sum(left, right, args, range.m0 + m, range.n0 + n, rows, cols, tile);
       for (int i = 0; i < rows; i += kRowBlock) {
         for (int j = 0; j < cols; j += Shape::kEpilogueCols) {
           epilogue(context, tile + i * kTileCols + j, kTileCols, range.m0 + m + i, range.n0 + n + j,

@@ -16,11 +16,20 @@ namespace {
 constexpr int64_t kScratchBytes = 256 << 20;  // bounds how many groups hold a workspace at a time
 constexpr int64_t kSerialProducts = 256 * 1024;  // as for one group
 
+// Moves an operand's scales on by so many.
+void skip_scales(StridedOperand& o, int64_t count) {
+  if (o.blockwise()) {
+    o.stored += count;
+  } else {
+    o.scales += count;
+  }
+}
+
 // Operand i of several that lie one after another.
 StridedOperand stacked(const StridedOperand& first, int64_t i, int64_t packed_stride) {
   StridedOperand o = first;
   o.codes += i * o.rows * o.k;
-  o.scales += i * o.rows * ceil_div(o.k, kBlock);
+  skip_scales(o, i * ceil_div(o.rows, o.block_rows) * ceil_div(o.k, o.block_k()));
   if (o.packed != nullptr) o.packed = static_cast<const char*>(o.packed) + i * packed_stride;
   return o;
 }
@@ -29,7 +38,7 @@ StridedOperand stacked(const StridedOperand& first, int64_t i, int64_t packed_st
 StridedOperand grouped_rows(const StridedOperand& all, const Bounds& g, int64_t i) {
   StridedOperand o = all;
   o.codes += g.starts[i] * o.code_row_stride;
-  o.scales += g.starts[i] * o.scale_row_stride;
+  skip_scales(o, g.starts[i] * o.scale_row_stride);
   o.rows = g.size(i);
   return o;
 }
@@ -38,7 +47,7 @@ StridedOperand grouped_rows(const StridedOperand& all, const Bounds& g, int64_t 
 StridedOperand grouped_k(const StridedOperand& all, const Bounds& g, int64_t i) {
   StridedOperand o = all;
   o.codes += g.starts[i] * o.code_k_stride;
-  o.scales += g.first_block(i) * o.scale_block_stride;
+  skip_scales(o, g.first_block(i, o.block_k()) * o.scale_block_stride);
   o.k = g.size(i);
   return o;
 }
@@ -105,9 +114,12 @@ Schedule schedule(const GroupedTask& task) {
 
 Status check(const GroupedGemmArgs& args) {
   const auto& [lhs, rhs, e, execution] = args.gemm;
-  Status status = check_operand(lhs);
-  if (status == Status::ok) status = check_operand(rhs);
+  Status status = check_factor(lhs);
+  if (status == Status::ok) status = check_factor(rhs);
   if (status != Status::ok) return status;
+  // What belongs to groups has blocks of one row.
+  if (lhs.scaling.block_rows != 1 || (args.along_k && rhs.scaling.block_rows != 1))
+    return Status::unsupported;
   if (e.gelu != Gelu::none || e.aux != nullptr || e.gelu_in != nullptr ||
       e.bias_grad_kind != BiasGrad::none || args.first_rows != nullptr) {
     return Status::unsupported;
@@ -122,7 +134,7 @@ Status check(const GroupedGemmArgs& args) {
 }  // namespace
 
 Status pack_many(const PackArgs& args) {
-  const Status status = check_operand(args.operand);
+  const Status status = check_factor(args.operand);
   if (status != Status::ok) return status;
   const StridedOperand first = strided(args.operand);
   const Kernel kernel = static_cast<Kernel>(args.execution.kernel);

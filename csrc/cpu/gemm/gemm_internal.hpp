@@ -32,22 +32,44 @@ struct StridedOperand {
   int64_t scale_row_stride, scale_block_stride;
   Element element;
   const void* packed;  // from pack() for the same kernel and role, or null
+
+  // Blockwise: the scales as stored, fp32, one for block_rows x 128; null for MX. Kernels do not
+  // read them: split_scales() makes what they read. Its parts are those of `scales`, and
+  const float* stored = nullptr;
+  int64_t stored_row_stride = 0, stored_block_stride = 0;  // of blocks, in floats
+  int64_t block_rows = 1;
+  // factors[k / 128 * factor_stride + row]: what a scale is beside its power of two. Null: 1.
+  const float* factors = nullptr;
+  int64_t factor_stride = 0;
+
+  bool blockwise() const { return stored != nullptr; }
+  int64_t block_k() const { return blockwise() ? kWideBlock : kBlock; }
 };
 
-// A plain operand whose codes and scales are compact.
+// A plain operand whose codes and scales are compact; of a scaling that is none of ours, whatever.
 static inline StridedOperand strided(const Operand& o) {
-  const bool k_first = o.layout == Layout::k_first;
-  const int64_t blocks = ceil_div(o.k, kBlock);
-  return {o.codes,
-          static_cast<const uint8_t*>(o.scales),
-          o.rows,
-          o.k,
-          k_first ? 1 : o.k,
-          k_first ? o.rows : 1,
-          k_first ? 1 : blocks,
-          k_first ? o.rows : 1,
-          o.element,
-          o.packed};
+  const bool k_first = o.layout == Layout::k_first, blockwise = is_blockwise(o.scaling);
+  const int64_t blocks = ceil_div(o.k, blockwise ? kWideBlock : kBlock);
+  const int64_t block_rows = blockwise ? ceil_div(o.rows, o.scaling.block_rows) : o.rows;
+  StridedOperand s{o.codes,
+                   nullptr,
+                   o.rows,
+                   o.k,
+                   k_first ? 1 : o.k,
+                   k_first ? o.rows : 1,
+                   k_first ? 1 : blocks,
+                   k_first ? block_rows : 1,
+                   o.element,
+                   o.packed};
+  if (blockwise) {
+    s.stored = static_cast<const float*>(o.scales);
+    s.stored_row_stride = s.scale_row_stride;
+    s.stored_block_stride = s.scale_block_stride;
+    s.block_rows = o.scaling.block_rows;
+  } else {
+    s.scales = static_cast<const uint8_t*>(o.scales);
+  }
+  return s;
 }
 
 // One problem as kernels see it.
@@ -74,14 +96,36 @@ struct PackedHeader {
   int64_t rows, k;
   int32_t kernel, role;
   int32_t wide;  // some row spans more than kWideSpread exponents: its block runs on wide_f64
-  int32_t element;
+  int16_t element;
+  int16_t factors;  // whether the split scales hold factors
   int64_t exponents_offset;  // bytes from the header; E_row - 127 - 37 as float, 0 for rows past
                              // the end
   int64_t panels_offset;     // bytes from the header
   int64_t wide_offset;       // bytes from the header; uint8 for every 32 rows, 1: holds a wide row
-  int64_t reserved;
+  int64_t split_offset;      // bytes from the header; of blockwise FP8 its SplitScales, else 0
 };
 static_assert(sizeof(PackedHeader) == 64);
+
+// split_scales.cpp: fp32 scales as kernels read them. A scale is 2^(byte - 127) times a factor in
+// [1, 2): the power of two goes into the packed values as that of an MX block does, and the factor
+// of both sides multiplies the fp32 sum of a block of 128. Scales that are powers of two leave no
+// factors, and a product of such operands runs as MX does.
+//
+// Below 2^-127 the factor is less than 1, a zero has the factor 0, NaN has byte 255. A scale whose
+// codes are all zero does not widen its row.
+struct SplitScales {
+  int64_t bytes;    // [rows, ceil(k/32)], or [ceil(k/32), rows] where codes lie by k; then
+  int64_t factors;  // float[ceil(k/128)][rows up to 32]
+  int64_t all;
+  SplitScales(int64_t rows, int64_t k)
+      : bytes(round_up(rows * ceil_div(k, kBlock), 64)),
+        factors(round_up(rows, kRowBlock) * ceil_div(k, kWideBlock) * 4),
+        all(bytes + round_up(factors, 64)) {}
+};
+// The operand with scales (and factors, if there are any) in `buffer` of SplitScales::all bytes.
+StridedOperand split_scales(const StridedOperand& operand, void* buffer, int threads);
+// The operand with scales that were split before.
+StridedOperand with_split(const StridedOperand& operand, const void* buffer, bool factors);
 
 // The largest scale byte (not 255) that a row exponent stands for.
 static inline int row_byte(float exponent) {

@@ -54,7 +54,8 @@ GemmPlan plan_gemm(const GemmTask& args, const KernelImpl& impl) {
   p.rhs_exp = take(args.rhs.packed != nullptr ? 0 : round_up(n, kRowBlock) * 4);
   p.lhs_wide = take(args.lhs.packed != nullptr ? 0 : ceil_div(m, kRowBlock));
   p.rhs_wide = take(args.rhs.packed != nullptr ? 0 : ceil_div(n, kRowBlock));
-  p.decodes = impl.decodes == nullptr ? Decodes::none : impl.decodes(args);
+  const bool factors = args.lhs.factors != nullptr || args.rhs.factors != nullptr;
+  p.decodes = impl.decodes == nullptr || factors ? Decodes::none : impl.decodes(args);
   const bool no_lhs = p.decodes == Decodes::lhs, no_rhs = p.decodes == Decodes::rhs;
   // Every chunk of one side decodes the other anew.
   const int64_t rhs_bytes = no_lhs ? kLhsChunkBytes : kRhsChunkBytes;

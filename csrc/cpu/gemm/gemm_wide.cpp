@@ -26,8 +26,10 @@ constexpr Table make_table() {
   return table;
 }
 
-constexpr Table kE4M3 = make_table<mxtile::mx::E4M3>();
-constexpr Table kE5M2 = make_table<mxtile::mx::E5M2>();
+// By Element.
+constexpr Table kTables[] = {
+    make_table<mxtile::mx::E4M3>(), make_table<mxtile::mx::E5M2>(),
+    make_table<mxtile::mx::E4M3FNUZ>(), make_table<mxtile::mx::E5M2FNUZ>()};
 
 // 2^(byte - 127), NaN for 255.
 double scale_value(uint8_t byte) {
@@ -38,7 +40,7 @@ double scale_value(uint8_t byte) {
 // out[r * row_step + k * k_step] = the dequantized element (row0 + r, k0 + k), k0 a multiple of 32.
 void decode(const StridedOperand& o, int64_t row0, int64_t rows, int64_t k0, int64_t n, double* out,
             int64_t row_step, int64_t k_step) {
-  const double* table = (o.element == Element::e4m3 ? kE4M3 : kE5M2).value;
+  const double* table = kTables[static_cast<int>(o.element)].value;
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t row = row0 + r;
     double scale = 0;
@@ -46,6 +48,9 @@ void decode(const StridedOperand& o, int64_t row0, int64_t rows, int64_t k0, int
       if (k % kBlock == 0) {
         scale = scale_value(
             o.scales[row * o.scale_row_stride + (k0 + k) / kBlock * o.scale_block_stride]);
+        if (o.factors != nullptr) {
+          scale *= static_cast<double>(o.factors[(k0 + k) / kWideBlock * o.factor_stride + row]);
+        }
       }
       const uint8_t code = o.codes[row * o.code_row_stride + (k0 + k) * o.code_k_stride];
       out[r * row_step + k * k_step] = table[code] * scale;

@@ -115,10 +115,15 @@ void pack_panels_as(const StridedOperand& o, const float* exponents, float* pane
 
 template <class S, int Width>
 void pack_panels(const StridedOperand& o, const float* exponents, float* panels, int threads) {
-  if (o.element == Element::e4m3) {
-    pack_panels_as<S, mxtile::mx::E4M3, Width>(o, exponents, panels, threads);
-  } else {
-    pack_panels_as<S, mxtile::mx::E5M2, Width>(o, exponents, panels, threads);
+  switch (o.element) {
+    case Element::e4m3:
+      return pack_panels_as<S, mxtile::mx::E4M3, Width>(o, exponents, panels, threads);
+    case Element::e5m2:
+      return pack_panels_as<S, mxtile::mx::E5M2, Width>(o, exponents, panels, threads);
+    case Element::e4m3fnuz:
+      return pack_panels_as<S, mxtile::mx::E4M3FNUZ, Width>(o, exponents, panels, threads);
+    default:
+      return pack_panels_as<S, mxtile::mx::E5M2FNUZ, Width>(o, exponents, panels, threads);
   }
 }
 

@@ -10,6 +10,7 @@
 #include "common/isa.h"
 #include "common/parallel.h"
 #include "mxtile/mx/float_mode.hpp"
+#include "quantize/blockwise.hpp"
 #include "quantize/quantize_task.h"
 #include "te_mx/cpu.h"
 
@@ -286,6 +287,7 @@ QuantizeTask task_of(const QuantizeArgs& args) {
 }
 
 Status quantize(const QuantizeArgs& args) {
+  if (is_blockwise(args.to.scaling)) return quantize_blockwise(args);
   const Status status = check_out(args.to);
   return status == Status::ok ? quantize_task(task_of(args)) : status;
 }

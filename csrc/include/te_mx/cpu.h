@@ -63,7 +63,8 @@ Status quantize(const QuantizeArgs& args);
 Status dequantize(const DequantizeArgs& args);
 
 // gemm.cpp
-int64_t packed_bytes(Kernel kernel, Role role, int64_t rows, int64_t k);  // 0: reads plain codes
+// Of an operand with E8M0 scales, or with fp32 ones when blockwise; 0: reads plain codes.
+int64_t packed_bytes(Kernel kernel, Role role, int64_t rows, int64_t k, bool blockwise = false);
 Status pack(const PackArgs& args);
 // Scratch bytes gemm() needs: the single formula. Depends on shapes, on which operands are packed
 // and on bias_grad_kind, not on pointers' values or data (room for the wide_f64 fallback, if any,

@@ -19,11 +19,13 @@ from torch import Tensor
 from te_mx.backends.base import (
     BIAS_GRADS,
     FLOAT_DTYPES,
+    BLOCK_ROWS,
     FORMATS,
     GELUS,
     LAYOUTS,
     Epilogue,
     Operand,
+    format_fields,
     pointer,
 )
 from te_mx.dispatch.registry import forget
@@ -209,14 +211,14 @@ def _operand(operand: Operand, kernel: int, role: str) -> Any:
         address = packed.data_ptr() + HEADER_BYTES
     return _native.Operand(
         codes=codes.data_ptr(), scales=scales.data_ptr(), rows=rows, k=k,
-        element=FORMATS[fmt], layout=LAYOUTS[order], packed=address,
+        layout=LAYOUTS[order], packed=address, **format_fields(fmt),
     )  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------- pack
-def packed_bytes(kernel: str, role: str, rows: int, k: int) -> int:
+def packed_bytes(kernel: str, role: str, rows: int, k: int, fmt: str = "e4m3") -> int:
     """Bytes of the packed form including its header; 0 when the kernel reads plain codes."""
-    nbytes = _native.packed_bytes(KERNEL_IDS[kernel], ROLES[role], rows, k)
+    nbytes = _native.packed_bytes(KERNEL_IDS[kernel], ROLES[role], rows, k, fmt in BLOCK_ROWS)
     return HEADER_BYTES + nbytes if nbytes else 0
 
 

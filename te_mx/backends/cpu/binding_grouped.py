@@ -6,26 +6,27 @@ Every function returns None (or False) when the native code does not take the pr
 from __future__ import annotations
 
 import struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from te_mx.backends.base import (
     FLOAT_DTYPES,
-    FORMATS,
+    BLOCK_ROWS,
     LAYOUTS,
     SCALE_RULES,
     Operand,
     QuantizedParts,
     StackedOperand,
-    blocks,
+    format_fields,
     pointer,
     typed_address,
 )
 from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.cpu.binding import KERNEL_IDS, KERNELS, ROLES, supported
 from te_mx.dispatch.groups import Bounds, scale_rows
+from te_mx.formats.scaling import split_rule
 from te_mx.runtime import cpu_memory
 from te_mx.runtime.cpu_memory import CPU
 
@@ -57,7 +58,27 @@ def _set_source(args: Any, x: Tensor, stride: tuple[int, ...], fmt: str, rule: s
     args.x_data, (args.x_rows, args.x_cols) = x.data_ptr(), x.shape
     args.x_row_stride, args.x_col_stride = stride
     args.x_dtype = FLOAT_DTYPES[x.dtype]
-    args.element, args.rule = FORMATS[fmt], SCALE_RULES[rule]
+    for name, value in format_fields(fmt).items():
+        setattr(args, name, value)
+    rule, args.amax_epsilon = split_rule(rule)
+    args.rule = SCALE_RULES[rule]
+
+
+class _Scales(NamedTuple):
+    """The dtype of a format's scales and the sizes of its blocks."""
+
+    dtype: torch.dtype
+    block_rows: int
+    block: int
+
+    def shape(self, rows: int, k: int) -> tuple[int, int]:
+        return -(-rows // self.block_rows), -(-k // self.block)
+
+
+def _scales_of(fmt: str) -> _Scales:
+    if fmt in BLOCK_ROWS:
+        return _Scales(torch.float32, BLOCK_ROWS[fmt], 128)
+    return _Scales(_U8, 1, 32)
 
 
 def _groups(bounds: Bounds) -> tuple[Any, Any]:
@@ -72,13 +93,15 @@ def quantize(
     """As ops.quantize_grouped, for a non-empty x."""
     (rows, cols), groups = x.shape, len(bounds.ends)
     x, stride = _strided(x)
+    scales = _scales_of(fmt)
     row_codes = row_scales = col_codes = col_scales = sums = partial = None
     if rowwise:
         row_codes = cpu_memory.empty((rows, cols), _U8)
-        row_scales = torch.empty((rows, blocks(cols)), dtype=_U8, device=CPU)
+        row_scales = torch.empty(scales.shape(rows, cols), dtype=scales.dtype, device=CPU)
     if columnwise:
         col_codes = cpu_memory.empty((rows, cols), _U8)
-        col_scales = torch.empty((scale_rows(rows, groups), cols), dtype=_U8, device=CPU)
+        shape = scale_rows(rows, groups, scales.block), cols
+        col_scales = torch.empty(shape, dtype=scales.dtype, device=CPU)
     if col_sum:
         sums = torch.empty((groups, cols), dtype=torch.float32, device=CPU)
         partial_rows = rows // _native().COL_SUM_ROWS + groups
@@ -106,15 +129,16 @@ def quantize_weights(
     groups, (rows, cols) = len(weights), weights[0].shape
     parts: list[Tensor] = []
     bases, steps = [0] * 4, [0] * 4
-    shapes = (rows, blocks(cols)), (blocks(rows), cols)
+    scales = _scales_of(fmt)
+    shapes = scales.shape(rows, cols), scales.shape(cols, rows)[::-1]
     for i, (asked, shape) in enumerate(zip(wanted, shapes, strict=True)):
         if asked:
             made = [
                 cpu_memory.empty((groups, rows, cols), _U8),
-                torch.empty((groups, *shape), dtype=_U8, device=CPU),
+                torch.empty((groups, *shape), dtype=scales.dtype, device=CPU),
             ]
             bases[2 * i : 2 * i + 2] = [part.data_ptr() for part in made]
-            steps[2 * i : 2 * i + 2] = [part.stride(0) for part in made]
+            steps[2 * i : 2 * i + 2] = [part.stride(0) * part.element_size() for part in made]
             parts += made
     native = _native()
     problems = []
@@ -133,7 +157,9 @@ def quantize_weights(
 # --------------------------------------------------------------------------------------------- pack
 def packed_stride(kernel: str, operand: StackedOperand) -> int:
     """Bytes of the packed form of one group; 0 when the kernel reads plain codes."""
-    nbytes = _native().packed_bytes(KERNEL_IDS[kernel], ROLES["a"], operand.rows, operand.k)
+    nbytes = _native().packed_bytes(
+        KERNEL_IDS[kernel], ROLES["a"], operand.rows, operand.k, operand.fmt in BLOCK_ROWS
+    )
     return (nbytes + 63) // 64 * 64
 
 
@@ -223,5 +249,5 @@ def _plain(operand: Operand | StackedOperand) -> Any:
     codes, scales, fmt, order, _ = operand
     return _native().Operand(
         codes=codes.data_ptr(), scales=scales.data_ptr(), rows=operand.rows, k=operand.k,
-        element=FORMATS[fmt], layout=LAYOUTS[order],
+        layout=LAYOUTS[order], **format_fields(fmt),
     )  # fmt: skip

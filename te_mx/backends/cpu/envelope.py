@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from te_mx.backends.cpu import binding
-from te_mx.backends.native import unknown
+from te_mx.backends.native import BLOCKWISE, FORMATS, unknown
 from te_mx.dispatch.problem import Problem
 
 LAYOUTS = ("rows", "cols")
 
 
-def why_not(problem: Problem, *more: str) -> str | None:
+def why_not(problem: Problem, *more: str, blockwise: bool = False) -> str | None:
     """Why no kernel of this backend runs the problem; None when one may. `more`: layouts that a
-    kernel takes beside plain ones."""
+    kernel takes beside plain ones; blockwise: whether it takes fp32 scales."""
     if problem.place.device != "cpu":
         return f"runs on the CPU, the operands are on {problem.place.device}"
     if problem.place.level < 0:
         return "needs the native module"
-    return unknown(problem, (*LAYOUTS, *more))
+    formats = FORMATS + BLOCKWISE if blockwise else FORMATS
+    return unknown(problem, (*LAYOUTS, *more), formats)
 
 
 def why_not_level(kernel: str, level: str, problem: Problem) -> str | None:

@@ -26,7 +26,7 @@ class Panel(Kernel):
         self.name, self.level, self.rank = name, level, rank
 
     def accepts(self, problem: Problem) -> str | None:
-        return why_not(problem) or why_not_level(self.name, self.level, problem)
+        return why_not(problem, blockwise=True) or why_not_level(self.name, self.level, problem)
 
     def note(self, problem: Problem) -> str:
         return (
@@ -36,11 +36,11 @@ class Panel(Kernel):
 
     def prepare(self, operand: Operand, side: str, problem: Problem) -> Operand:
         role = "a" if side == "rhs" else "b"
-        nbytes = binding.packed_bytes(self.name, role, operand.rows, operand.k)
+        plain = native_operand(operand.checked(side))
+        nbytes = binding.packed_bytes(self.name, role, operand.rows, operand.k, plain.fmt)
         if nbytes == 0:
             return operand
         packed = torch.empty(nbytes, dtype=torch.uint8, device=CPU)
-        plain = native_operand(operand.checked(side))
         if not binding.pack(plain, self.name, role, packed):
             raise RuntimeError(f"te_mx internal error: {self.name} does not pack {operand.spec}")
         return operand._replace(packed=packed)

@@ -32,7 +32,7 @@ _CPU = torch.device("cpu")
 
 
 def _why_not(problem: Problem) -> str | None:
-    reason = why_not(problem, "grouped_cols")
+    reason = why_not(problem, "grouped_cols", blockwise=True)
     if reason is None and problem.empty:
         reason = "takes matrices that are not empty"
     if reason is None and problem.ends == "device":

@@ -6,13 +6,15 @@ import torch
 from torch import Tensor
 
 from te_mx.backends.base import FLOAT_DTYPES as DTYPES
-from te_mx.backends.base import FORMATS, LAYOUTS, SCALE_RULES
+from te_mx.backends.base import LAYOUTS, SCALE_RULES, format_fields
 from te_mx.backends.cpu import binding
 from te_mx.backends.cpu.envelope import why_not
 from te_mx.backends.native import native_operand, words_of
 from te_mx.dispatch.calls import FLOAT_DTYPES, Quantize
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import Kernel, register
+from te_mx.formats.scaling import split_rule
+from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized
 from te_mx.runtime import cpu_memory
 from te_mx.runtime.cpu_memory import CPU
@@ -29,11 +31,21 @@ def takes(row: str, col: str) -> str | None:
     return None
 
 
+def _empty(spec: str, rows: int, k: int) -> Operand:
+    """An operand to write."""
+    fmt, layout = spec_of(spec)
+    codes, scales = layout.shapes(fmt, rows, k)
+    return Operand(
+        cpu_memory.empty(codes, _U8),
+        torch.empty(scales, dtype=fmt.scaling.storage, device=CPU), spec, rows, k,
+    )  # fmt: skip
+
+
 class CpuQuantize(Kernel):
     op, name = "quantize", "cpu"
 
     def accepts(self, problem: Problem) -> str | None:
-        reason = why_not(problem) or takes(problem.lhs, problem.rhs)
+        reason = why_not(problem, blockwise=True) or takes(problem.lhs, problem.rhs)
         if reason is None and problem.empty:
             reason = "takes matrices that are not empty"
         if reason is None and problem.dtype not in FLOAT_DTYPES:
@@ -49,27 +61,23 @@ class CpuQuantize(Kernel):
         if row_stride != 1 and col_stride != 1:
             x = x.contiguous()
             row_stride, col_stride = x.stride()
-        fmt, order = words_of(col or row)
+        word, order = words_of(col or row)
+        name, epsilon = split_rule(rule)
         args = native.QuantizeArgs(
             x_data=x.data_ptr(), x_rows=rows, x_cols=cols, x_row_stride=row_stride,
-            x_col_stride=col_stride, x_dtype=DTYPES[x.dtype], element=FORMATS[fmt],
-            rule=SCALE_RULES[rule], threads=torch.get_num_threads(),
+            x_col_stride=col_stride, x_dtype=DTYPES[x.dtype], rule=SCALE_RULES[name],
+            amax_epsilon=epsilon, threads=torch.get_num_threads(), **format_fields(word),
         )  # fmt: skip
         row_operand = col_operand = sums = partial = None
         if row:
-            codes = cpu_memory.empty((rows, cols), _U8)
-            scales = torch.empty((rows, (cols + 31) // 32), dtype=_U8, device=CPU)
-            args.row_codes, args.row_scales = codes.data_ptr(), scales.data_ptr()
-            row_operand = Operand(codes, scales, row, rows, cols)
+            row_operand = _empty(row, rows, cols)
+            args.row_codes = row_operand.codes.data_ptr()
+            args.row_scales = row_operand.scales.data_ptr()
         if col:
-            blocks = (rows + 31) // 32
-            first = order == "k_first"
-            codes = cpu_memory.empty((rows, cols) if first else (cols, rows), _U8)
-            shape = (blocks, cols) if first else (cols, blocks)
-            scales = torch.empty(shape, dtype=_U8, device=CPU)
-            args.col_codes, args.col_scales = codes.data_ptr(), scales.data_ptr()
+            col_operand = _empty(col, cols, rows)
+            args.col_codes = col_operand.codes.data_ptr()
+            args.col_scales = col_operand.scales.data_ptr()
             args.col_layout = LAYOUTS[order]
-            col_operand = Operand(codes, scales, col, cols, rows)
         if col_sum:
             sums = torch.empty(cols, dtype=torch.float32, device=CPU)
             parts = -(-rows // native.COL_SUM_ROWS), cols

@@ -63,6 +63,7 @@ inline constexpr PairOrder kPairOrder = make_pair_order();
 
 struct Avx512Decoder {
   __m512i low0, low1, high0, high1, sign, mark, spread;
+  bool negative_zero;  // false: its code is NaN
 
   __attribute__((always_inline)) explicit Avx512Decoder(Fp8 format) {
     const CodeTable& t = code_table(format);
@@ -70,6 +71,7 @@ struct Avx512Decoder {
     low1 = _mm512_load_si512(t.low + 64);
     high0 = _mm512_load_si512(t.high);
     high1 = _mm512_load_si512(t.high + 64);
+    negative_zero = t.negative_zero;
     sign = _mm512_set1_epi8(-128);
     mark = _mm512_set1_epi16(1);
     // Sends 8-code groups 0..3 to the low and 4..7 to the high halves of the 128-bit lanes, which
@@ -82,9 +84,14 @@ struct Avx512Decoder {
   __attribute__((always_inline)) inline void decode(__m512i codes, __m512i add_first,
                                                     __m512i add_second, __m512i& first,
                                                     __m512i& second) const {
-    const __m512i low = _mm512_permutex2var_epi8(low0, codes, low1);
+    __m512i low = _mm512_permutex2var_epi8(low0, codes, low1);
     __m512i high = _mm512_permutex2var_epi8(high0, codes, high1);
     high = _mm512_ternarylogic_epi64(high, codes, sign, 0xF8);  // high | (codes & sign)
+    if (__builtin_expect(!negative_zero, 0)) {
+      const __mmask64 nan = _mm512_cmpeq_epi8_mask(codes, sign);
+      low = _mm512_mask_mov_epi8(low, nan, _mm512_set1_epi8(static_cast<char>(kQuietNan & 0xFF)));
+      high = _mm512_mask_mov_epi8(high, nan, _mm512_set1_epi8(kQuietNan >> 8));
+    }
     first = _mm512_unpacklo_epi8(low, high);
     second = _mm512_unpackhi_epi8(low, high);
     first = _mm512_mask_add_epi16(first, _mm512_test_epi16_mask(first, mark), first, add_first);

@@ -16,7 +16,7 @@
 
 namespace mxtile::bf16 {
 
-using Fp8 = mx::Element;  // e4m3 or e5m2
+using Fp8 = mx::Element;  // e4m3, e5m2 and their fnuz forms
 
 inline constexpr int kRelative = 37;  // exponent of the largest block of a row
 inline constexpr uint16_t kQuietNan = 0x7FC0;
@@ -51,6 +51,7 @@ constexpr uint16_t marked_bf16(Fp8 format, unsigned magnitude) {
 struct CodeTable {
   alignas(64) uint8_t low[128];
   alignas(64) uint8_t high[128];
+  bool negative_zero;  // false: its code is NaN
 };
 
 constexpr CodeTable make_code_table(Fp8 format) {
@@ -60,14 +61,17 @@ constexpr CodeTable make_code_table(Fp8 format) {
     t.low[i] = static_cast<uint8_t>(word & 0xFF);
     t.high[i] = static_cast<uint8_t>(word >> 8);
   }
+  t.negative_zero = mx::kElementTraits[static_cast<int>(format)].has_negative_zero;
   return t;
 }
 
-inline constexpr CodeTable kE4m3Table = make_code_table(Fp8::e4m3);
-inline constexpr CodeTable kE5m2Table = make_code_table(Fp8::e5m2);
+// By Element.
+inline constexpr CodeTable kCodeTables[] = {
+    make_code_table(Fp8::e4m3), make_code_table(Fp8::e5m2), make_code_table(Fp8::e4m3fnuz),
+    make_code_table(Fp8::e5m2fnuz)};
 
 MXTILE_INLINE const CodeTable& code_table(Fp8 format) {
-  return format == Fp8::e4m3 ? kE4m3Table : kE5m2Table;
+  return kCodeTables[static_cast<int>(format)];
 }
 
 // What is added to a marked word: the relative exponent in place, less the mark.
@@ -80,7 +84,7 @@ MXTILE_INLINE uint16_t decode(const CodeTable& table, uint8_t code, int byte, in
   unsigned word = table.low[magnitude] | (static_cast<unsigned>(table.high[magnitude]) << 8);
   word |= (code & 0x80u) << 8;
   if (word & 1u) word += exponent_word(byte, row_byte);
-  if (byte == 255) word |= kQuietNan;
+  if (byte == 255 || (code == 0x80 && !table.negative_zero)) word |= kQuietNan;
   return static_cast<uint16_t>(word);
 }
 
@@ -90,7 +94,7 @@ struct TileScales {
   const int32_t* row_bytes;  // [16]
 };
 
-// A line is 64 k of one row. It is split into words of even and of odd k, which is how the bytes
+// A line is 64 k of one row. Lines are read of formats with a negative zero. It is split into words of even and of odd k, which is how the bytes
 // lie in 16-bit lanes; a dot product does not care as long as both sides are split.
 inline constexpr int kLineK = 64, kLineBlocks = 2;
 

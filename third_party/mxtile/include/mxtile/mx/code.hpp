@@ -41,6 +41,7 @@ MXTILE_INLINE constexpr uint32_t decode(uint8_t code, uint32_t byte) {
   const uint32_t sign = static_cast<uint32_t>(code & 0x80) << 24;
   const uint32_t a = code & 0x7F;
   if (byte == kScaleNan) return kF32Nan;
+  if (!F::kHasNegativeZero && code == F::kNanCode) return kF32Nan;
   if (a > F::kMaxCode) {
     return sign | (F::kHasInfinity && a == F::kMaxCode + 1 ? kF32Inf : kF32Nan);
   }

@@ -55,8 +55,11 @@ struct ElementOf {
   static constexpr int kMaxExponent = static_cast<int>(kMaxCode >> kMantissaBits) - kBias;
   static constexpr uint32_t kNanCode = static_cast<uint32_t>(kTraits.nan_code);
   static constexpr bool kHasInfinity = kTraits.has_infinity;
+  static constexpr bool kHasNegativeZero = kTraits.has_negative_zero;
 };
 using E4M3 = ElementOf<Element::e4m3>;
 using E5M2 = ElementOf<Element::e5m2>;
+using E4M3FNUZ = ElementOf<Element::e4m3fnuz>;
+using E5M2FNUZ = ElementOf<Element::e5m2fnuz>;
 
 }  // namespace mxtile::mx

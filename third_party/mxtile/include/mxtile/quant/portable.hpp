@@ -49,7 +49,9 @@ MXTILE_INLINE uint8_t encode_fast(uint32_t x, float scale) {
   int32_t code = normal ^ ((normal ^ small) & is_small);
   constexpr int32_t kMax = static_cast<int32_t>(F::kMaxCode);
   code = code < kMax ? code : kMax;
-  return static_cast<uint8_t>(code | static_cast<int32_t>((x >> 24) & 0x80));
+  int32_t sign = static_cast<int32_t>((x >> 24) & 0x80);
+  if constexpr (!F::kHasNegativeZero) sign &= -code >> 31;
+  return static_cast<uint8_t>(code | sign);
 }
 
 // mx::f16_to_f32 without branches: subnormals by a difference of normal numbers.
@@ -102,6 +104,19 @@ MXTILE_INLINE uint8_t quantize_block(const uint32_t* x, uint8_t* codes, bool rce
 template <class F>
 MXTILE_INLINE void encode_row(const uint32_t* x, const float* scale, uint8_t* codes, int n) {
   for (int i = 0; i < n; ++i) codes[i] = encode_fast<F>(x[i], scale[i]);
+}
+
+// The factor of a block whose scale is fp32, from the bits of its largest magnitude, a finite
+// number: max / amax rounded to fp32, at most 2^126, of which `pow2` leaves the power of two.
+// `epsilon`: bits of what a smaller amax counts as. A block of zeros has factor 1.
+template <class F>
+MXTILE_INLINE float block_factor(uint32_t amax, uint32_t epsilon, bool pow2) {
+  constexpr float kMax = static_cast<float>(F::kTraits.max), kMost = 0x1p126f;
+  amax = amax > epsilon ? amax : epsilon;
+  if (amax == 0) return 1.0f;
+  if (amax < mx::as_bits(kMax / kMost)) return kMost;
+  const uint32_t factor = mx::as_bits(kMax / mx::as_float(amax));
+  return mx::as_float(pow2 ? factor & mx::kF32Inf : factor);
 }
 
 }  // namespace mxtile::quant

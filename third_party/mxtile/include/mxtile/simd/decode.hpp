@@ -23,6 +23,10 @@ MXTILE_WORD typename S::F decode(typename S::I code) {
   auto bits = S::select_gt(S::iset(1 << F::kMantissaBits), magnitude, subnormal, moved);
   const auto special = S::ior(moved, S::iset(0x7f800000));
   bits = S::select_gt(magnitude, S::iset(static_cast<int>(F::kMaxCode)), special, bits);
+  if constexpr (!F::kHasNegativeZero) {  // whose code is NaN
+    const auto zero = S::select_gt(S::iset(1), magnitude, S::iset(0x7fc00000), bits);
+    bits = S::select_gt(code, S::iset(0x7f), zero, bits);
+  }
   return S::as_float(S::ior(bits, S::template shl<24>(S::iand(code, S::iset(0x80)))));
 }
 

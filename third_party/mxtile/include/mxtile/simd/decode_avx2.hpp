@@ -30,23 +30,29 @@ struct BlockDecoder<Avx2, F> {
                               subnormal);
     low = _mm256_blendv_epi8(low, _mm256_shuffle_epi8(table(kTables.subnormal_low), index),
                              subnormal);
-    // Infinity and NaN: an exponent of all ones.
-    const __m256i special = _mm256_cmpgt_epi8(magnitude, byte(static_cast<int>(F::kMaxCode)));
+    // Infinity and NaN: an exponent of all ones. The code of a negative zero has no mantissa yet.
+    const __m256i special = F::kHasNegativeZero
+                                ? _mm256_cmpgt_epi8(magnitude, byte(static_cast<int>(F::kMaxCode)))
+                                : _mm256_cmpeq_epi8(code, byte(0x80));
     high = _mm256_or_si256(high, _mm256_and_si256(special, byte(0x7f)));
-    low = _mm256_or_si256(low, _mm256_and_si256(special, byte(0x80)));
+    low = _mm256_or_si256(low, _mm256_and_si256(special, byte(F::kHasNegativeZero ? 0x80 : 0xc0)));
     high = _mm256_or_si256(high, _mm256_and_si256(code, byte(0x80)));
+    if constexpr (kTwice != 0) factor *= 0.5f;
     store_pairs(_mm256_unpacklo_epi8(low, high), factor, out);
     store_pairs(_mm256_unpackhi_epi8(low, high), factor, out + 16);
   }
 
  private:
   static constexpr int kLowShift = 7 - F::kMantissaBits;
+  // The last bit of the exponent comes from the code, which an odd bias would turn: such elements
+  // are decoded as twice their value.
+  static constexpr int kTwice = (127 - F::kBias) % 2;
   struct Tables {
     alignas(16) uint8_t high[16], subnormal_high[16], subnormal_low[16];
     constexpr Tables() : high{}, subnormal_high{}, subnormal_low{} {
       for (int i = 0; i < 16; ++i) {
-        const int exponent = (i << 3 >> F::kMantissaBits) + 127 - F::kBias;
-        const uint32_t bits = mx::decode<F>(static_cast<uint8_t>(i), 127);
+        const int exponent = (i << 3 >> F::kMantissaBits) + 127 - F::kBias + kTwice;
+        const uint32_t bits = mx::decode<F>(static_cast<uint8_t>(i), 127 + kTwice);
         high[i] = static_cast<uint8_t>(exponent >> 1);
         subnormal_high[i] = static_cast<uint8_t>(bits >> 24);
         subnormal_low[i] = static_cast<uint8_t>(bits >> 16);

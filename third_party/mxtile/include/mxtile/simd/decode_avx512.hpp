@@ -21,9 +21,13 @@ struct BlockDecoder<Avx512, F> {
     const __m512i high = _mm512_permutex2var_epi16(part(2), x, part(3));  // codes 0x40 .. 0x7f
     const __mmask32 is_high = _mm512_test_epi16_mask(x, _mm512_set1_epi16(0x40));
     constexpr int kOrAnd = 0xF8;  // a | (b & c)
-    const __m512i value = _mm512_ternarylogic_epi32(
+    __m512i value = _mm512_ternarylogic_epi32(
         _mm512_mask_blend_epi16(is_high, low, high), _mm512_slli_epi16(x, 8),
         _mm512_set1_epi16(static_cast<int16_t>(-0x8000)), kOrAnd);
+    if constexpr (!F::kHasNegativeZero) {  // whose code is NaN
+      const __mmask32 nan = _mm512_cmpeq_epi16_mask(x, _mm512_set1_epi16(0x80));
+      value = _mm512_mask_set1_epi16(value, nan, 0x7fc0);
+    }
     const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(value, 16));
     const __m512 odd = _mm512_castsi512_ps(
         _mm512_and_si512(value, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));

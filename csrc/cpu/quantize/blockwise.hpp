@@ -1,0 +1,46 @@
+// Blockwise FP8: between the loop over tiles of 128 x 128 (blockwise.cpp) and the kernels that
+// quantize one.
+#pragma once
+
+#include <cstdint>
+
+#include "te_mx/cpu.h"
+
+namespace te_mx::cpu {
+
+// quantize() of fp32 scales.
+Status quantize_blockwise(const QuantizeArgs& args);
+
+namespace blockwise {
+
+inline constexpr int kTile = static_cast<int>(kWideBlock);
+
+// Up to 128 x 128 elements, read once from memory. Pointers of a direction that is not wanted are
+// null.
+struct Tile {
+  const void* x;
+  int64_t row_stride, col_stride;  // in elements
+  int rows, cols;
+  bool square;                         // one scale for all, else one a row and one a column
+  bool pow2;                           // the scale rule
+  uint32_t epsilon;                    // bits of the amax epsilon
+  uint8_t* row_codes;                  // rows row_code_stride apart
+  int64_t row_code_stride;
+  float* row_scales;  // one a row, row_scale_stride apart; one when square
+  int64_t row_scale_stride;
+  bool transposed;     // columns
+  uint8_t* col_codes;  // rows col_code_stride apart; transposed: columns
+  int64_t col_code_stride;
+  float* col_scales;  // one a column, col_scale_stride apart; one when square
+  int64_t col_scale_stride;
+  float* col_sum;  // [cols], running sums
+};
+
+using TileKernel = void (*)(const Tile& tile);
+
+TileKernel find_portable(DType dtype, Element element);
+TileKernel find_avx2(DType dtype, Element element);
+TileKernel find_avx512(DType dtype, Element element);
+
+}  // namespace blockwise
+}  // namespace te_mx::cpu

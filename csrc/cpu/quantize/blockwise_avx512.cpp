@@ -1,0 +1,8 @@
+// The blockwise tile kernel for AVX-512.
+#include "quantize/blockwise_loops.hpp"
+
+namespace te_mx::cpu::blockwise {
+
+TileKernel find_avx512(DType dtype, Element element) { return choose(dtype, element); }
+
+}  // namespace te_mx::cpu::blockwise
