@@ -39,13 +39,20 @@ __device__ __forceinline__ void multiply_wave(float (&acc)[64], uint32_t lhs, ui
   if (kPending == 0) turns.pass();
 }
 
-// Two factors whose product is not a normal number, in the order that keeps what is between.
+// Two factors as two of about the same size: a sum times the first leaves the range of fp32 only
+// where the whole product does. Powers of two go from one to the other, so nothing is rounded.
 struct CarefulFactors {
   float first, second;
   __device__ __forceinline__ CarefulFactors(float a, float b) {
-    const bool small = fabsf(a * b) < 1.0f;  // the larger one first
-    const bool swap = (fabsf(a) < fabsf(b)) == small;
-    first = swap ? b : a, second = swap ? a : b;
+    const int apart = exponent(a) - exponent(b);
+    const int half = max(-126, min(126, apart / 2));
+    first = a * power_of_two(-half), second = b * power_of_two(half);
+  }
+  static __device__ __forceinline__ int exponent(float v) {
+    return static_cast<int>(__float_as_uint(v) >> 23 & 0xFFu);
+  }
+  static __device__ __forceinline__ float power_of_two(int e) {
+    return __uint_as_float(static_cast<uint32_t>(e + 127) << 23);
   }
   __device__ __forceinline__ float add(float sum, float v) const {
     return fmaf(v * first, second, sum);
@@ -164,7 +171,8 @@ __device__ __forceinline__ void promote_wide(float (&sum)[64], const float (&acc
                                              int lane) {
 #pragma unroll
   for (int j = 0; j < 16; ++j) {
-    const float even = __uint_as_float(cols[2 * j % 16]), odd = __uint_as_float(cols[2 * j % 16 + 1]);
+    const float even = __uint_as_float(cols[2 * j % 16]),
+                odd = __uint_as_float(cols[2 * j % 16 + 1]);
     float* const to = sum + 4 * j;
     to[0] = fmaf(acc[4 * j + 0], f0 * even, to[0]);
     to[1] = fmaf(acc[4 * j + 1], f0 * odd, to[1]);
@@ -215,10 +223,9 @@ struct RowFactors : LhsFactors<kPendingAtTurn_> {
                    low = __reduce_min_sync(~0u, min(min(rows.x, rows.y), min(rows.z, rows.w)));
     const uint32_t col_high = max(max(cols.x, cols.y), max(cols.z, cols.w)),
                    col_low = min(min(cols.x, cols.y), min(cols.z, cols.w));
-    const bool careful =
-        __any_sync(~0u, (high >> 23) + (col_high >> 23) + 1 > 254 + 127 ||
-                            (low >> 23) + (col_low >> 23) < 1 + 127 || low >> 23 == 0 ||
-                            col_low >> 23 == 0);
+    const bool careful = __any_sync(~0u, (high >> 23) + (col_high >> 23) + 1 > 254 + 127 ||
+                                             (low >> 23) + (col_low >> 23) < 1 + 127 ||
+                                             low >> 23 == 0 || col_low >> 23 == 0);
     if (wide || careful) {
       const uint32_t to = columns + 32 * (lane / 2) + 8 * (lane % 2);
       tile::st_shared_u32x2(to, cols.x, cols.z);
@@ -242,12 +249,7 @@ struct RowFactors : LhsFactors<kPendingAtTurn_> {
       // All of them in bf16, or the left half.
       uint32_t cols[16];
       multiply_wave<Operands>(acc, step.lhs + wave * kWaveStep, step.rhs, turns,
-                              [&] {
-                                load_columns(cols, step.columns, step.lane);
-#ifdef FETCH_EARLY
-                                if (wave == kWaves - 1) fetch();
-#endif
-                              });
+                              [&] { load_columns(cols, step.columns, step.lane); });
       const float f0 = step.row(2 * wave), f8 = step.row(2 * wave + 1);
       if (step.rest == 0) {
         if (wave == kWaves - 1) release();
@@ -261,9 +263,7 @@ struct RowFactors : LhsFactors<kPendingAtTurn_> {
         if (wave == kWaves - 1) release();
       }
     }
-#ifndef FETCH_EARLY
     fetch();
-#endif
   }
 };
 
