@@ -8,7 +8,8 @@ void bind_types(py::module_& m) {
   m.attr("LAYOUTS") = py::dict(arg("k_last") = 0, arg("k_first") = 1, arg("tiles") = 2,
                                arg("group_rows") = 3, arg("group_k") = 4);
   m.attr("SCALE_TYPES") = py::dict(arg("e8m0") = 0, arg("f32") = 1);
-  m.attr("SCALE_RULES") = py::dict(arg("rceil") = 0, arg("floor") = 1, arg("even") = 2, arg("fp32") = 3, arg("pow2") = 4);
+  m.attr("SCALE_RULES") = py::dict(arg("rceil") = 0, arg("floor") = 1, arg("even") = 2,
+                                   arg("fp32") = 3, arg("pow2") = 4);
 
   // Of mxtile's table, by number.
   m.def("elements", [] {

@@ -1,5 +1,6 @@
 // Quantizes x [rows, cols] to codes with one fp32 scale for 1 x 128 along both directions, or for
-// 128 x 128, from one read: by tiles of 128 x 128, a thread with 8 x 8 elements (quantize_scan.cuh).
+// 128 x 128, from one read: by tiles of 128 x 128, a thread with 8 x 8 elements
+// (quantize_scan.cuh).
 //
 //   read, largest magnitudes of each warp's part of the rows and of the columns
 //   factors that elements are multiplied by, and scales, their inverses
@@ -31,8 +32,8 @@ struct FactorSmem {
   float sums[4][128];  // of the columns over 32 rows
   alignas(16) float row_factors[128];
   alignas(16) float col_factors[128];
-  Word row_most[2][64];  // of two neighbouring rows in 64 columns
-  Word col_most[4][64];  // of two neighbouring columns in 32 rows
+  Word row_most[2][64];                 // of two neighbouring rows in 64 columns
+  Word col_most[4][64];                 // of two neighbouring columns in 32 rows
   alignas(16) uint8_t codes[128][128];  // of the columns, as in QuantizeSmem
 };
 

@@ -11,9 +11,8 @@ Status quantize_factors(const QuantizeTask& a, const QuantizeOut& to) {
   const auto stream = static_cast<cudaStream_t>(a.stream);
   const int64_t tiles = static_cast<int64_t>(p.row_tiles) * p.col_tiles;
   const dim3 grid = tile_grid(p, p.col_tiles);
-  status = to.scaling.block_rows == 1
-               ? launch_factors<false>(p, OneMatrix{}, grid, tiles, stream)
-               : launch_factors<true>(p, OneMatrix{}, grid, tiles, stream);
+  status = to.scaling.block_rows == 1 ? launch_factors<false>(p, OneMatrix{}, grid, tiles, stream)
+                                      : launch_factors<true>(p, OneMatrix{}, grid, tiles, stream);
   if (status != Status::ok || a.col_sum == nullptr) return status;
   return launch_sums(a.col_sum_ws, a.col_sum, a.col_sum_dtype, p.row_tiles, a.cols, stream);
 }
