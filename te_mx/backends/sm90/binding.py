@@ -26,6 +26,7 @@ from te_mx.backends.base import (
     Operand,
     Quantize,
     QuantizedParts,
+    format_fields,
     pointer,
 )
 from te_mx.layouts import sm90_tiles as sm90_layout
@@ -220,7 +221,7 @@ def plain_operand(operand: Operand) -> Any:
         rows, k = k, rows
     return _native.Operand(
         codes=codes.data_ptr(), scales=scales.data_ptr(), rows=rows, k=k,
-        element=FORMATS[fmt], layout=LAYOUTS[order],
+        layout=LAYOUTS[order], **format_fields(fmt),
     )  # fmt: skip
 
 
