@@ -75,4 +75,14 @@ def spec_of(spec: str) -> Spec:
     return found
 
 
-__all__ = ["COLS", "GROUPED_COLS", "ROWS", "SM90_FACTORS", "Layout", "Spec", "get", "names", "spec_of"]
+__all__ = [
+    "COLS",
+    "GROUPED_COLS",
+    "ROWS",
+    "SM90_FACTORS",
+    "Layout",
+    "Spec",
+    "get",
+    "names",
+    "spec_of",
+]

@@ -5,8 +5,8 @@ S = ceil(K/128) steps of 128 along K.
 
 - codes: uint8 [R, ld], ld = K rounded up to 16: those of layout "rows", byte for byte. What lies
   right of K is padding.
-- scales of blocks of 1 x 128: float32 [S, T', 128], T' = T rounded up to even. A step reads those of
-  a tile's 128 rows in one piece; rows past the end have 1.
+- scales of blocks of 1 x 128: float32 [S, T', 128], T' = T rounded up to even. A step reads those
+  of a tile's 128 rows in one piece; rows past the end have 1.
 - scales of blocks of 128 x 128: float32 [S, T''], T'' = T rounded up to 4, 1 past the end.
 """
 

@@ -205,7 +205,9 @@ def dequantize(
     args = _native.DequantizeArgs()
     args.codes, args.scales = codes.data_ptr(), scales.data_ptr()
     args.rows, args.k = (cols, rows) if k_first else (rows, cols)
-    args.layout, args.element = LAYOUTS[order], FORMATS[fmt]
+    args.layout = LAYOUTS[order]
+    for name, value in format_fields(fmt).items():
+        setattr(args, name, value)
     args.out, args.out_dtype = out.data_ptr(), FLOAT_DTYPES[dtype]
     set_execution(args, codes.device.index)
     status = _native.dequantize(args)

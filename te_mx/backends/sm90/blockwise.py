@@ -8,6 +8,7 @@ from te_mx.backends.native import BLOCKWISE, native_operand, one_read
 from te_mx.backends.sm90 import binding, binding_blockwise
 from te_mx.backends.sm90.envelope import why_not
 from te_mx.backends.sm90.gemm import Scratched, Scratches
+from te_mx.backends.sm90.quantize import HopperDequantize
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import FLOAT_DTYPES, Product, Quantize, Ran
 from te_mx.dispatch.problem import Problem
@@ -38,6 +39,11 @@ class BlockwiseQuantize(Kernel):
 
     def run(self, what: Quantize) -> Quantized | None:
         return binding_blockwise.quantize(what)
+
+
+class BlockwiseDequantize(HopperDequantize):
+    name = NAME
+    formats = FORMATS
 
 
 class BlockwiseConvert(Kernel):
@@ -106,5 +112,5 @@ def _is_low(fmt: Format) -> bool:
     return fmt.scaling.block[0] == 1
 
 
-for _kernel in (BlockwiseQuantize, BlockwiseConvert, Blockwise):
+for _kernel in (BlockwiseQuantize, BlockwiseDequantize, BlockwiseConvert, Blockwise):
     register(_kernel())

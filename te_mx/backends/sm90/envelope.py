@@ -9,9 +9,7 @@ from te_mx.dispatch.problem import MOST, Problem
 COUNTED = ("gemm", "gemm_rows", "gemm_k", "linear")  # ops whose kernels count sizes in 32 bits
 
 
-def why_not(
-    problem: Problem, *layouts: str, formats: tuple[str, ...] = FORMATS
-) -> str | None:
+def why_not(problem: Problem, *layouts: str, formats: tuple[str, ...] = FORMATS) -> str | None:
     """Why no kernel of this backend runs the problem on operands in these layouts (names up to a
     colon) and formats; None when one may."""
     place = problem.place
