@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import (
+    bench_blockwise,
     bench_blockwise_cuda,
     bench_fused_cuda,
     bench_gemm,
@@ -35,6 +36,8 @@ BENCHMARKS: dict[str, Callable[[Context], Iterator[Row]]] = {
     "gemm": bench_gemm.gemm,
     "backward_gemm": bench_gemm.backward_gemm,
     "linear": bench_linear.linear,
+    "gemm_blockwise": bench_blockwise.gemm,
+    "linear_blockwise": bench_blockwise.linear,
     "layernorm_mlp": bench_layernorm.layernorm_mlp,
     "fused_steps": bench_layernorm.fused_steps,
     "decode": bench_linear.decode,

@@ -10,6 +10,7 @@ import te_mx
 from benchmarks.context import Context, randn
 from benchmarks.row import Row
 from benchmarks.timing import interleaved
+from te_mx.recipe import MXFP8BlockScaling, Recipe
 
 TRAINING = [(2048, 2048, 2048), (4096, 4096, 1024)]  # tokens, out features, in features
 DECODE = [(4096, 4096), (14336, 4096)]  # out features, in features
@@ -27,6 +28,11 @@ def _pair(n: int, k: int, seed: int) -> tuple[nn.Linear, te_mx.Linear]:
 
 def linear(context: Context) -> Iterator[Row]:
     """Forward and backward with all three gradients, weights quantized at every step."""
+    yield from training(context, "linear fwd+bwd", MXFP8BlockScaling(), must=1.25, aim=1.8)
+
+
+def training(context: Context, name: str, recipe: Recipe, must: float, aim: float) -> Iterator[Row]:
+    """The same under a recipe."""
     for m, n, k in context.pick(TRAINING, [(64, 96, 32)]):
         sets = context.sets(2 * (m * k + n * k + m * n))
         plain, ours = _pair(n, k, 0)
@@ -37,7 +43,7 @@ def linear(context: Context) -> Iterator[Row]:
             x.grad = layer.weight.grad = layer.bias.grad = None
             layer(x).backward(grad)
 
-        with te_mx.autocast():
+        with te_mx.autocast(recipe=recipe):
             times = interleaved(
                 {
                     "ours": lambda i, layer=ours, step=step: step(layer, i),
@@ -48,9 +54,9 @@ def linear(context: Context) -> Iterator[Row]:
         seconds = times.seconds("ours")
         rate, of_peak = context.compute(6 * m * n * k, seconds)
         yield Row(
-            "linear fwd+bwd", f"{m} {n} {k}", te_mx.audit(ours)["(root)"].fprop, seconds * 1e6,
+            name, f"{m} {n} {k}", te_mx.audit(ours)["(root)"].fprop, seconds * 1e6,
             rate, of_peak, "nn.Linear bf16", times.ratio("bf16", "ours"),
-            context.against_bf16(1.25, 1.8),
+            context.against_bf16(must, aim),
         )  # fmt: skip
 
 

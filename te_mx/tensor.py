@@ -230,8 +230,8 @@ class MXTensor:
     # ------------------------------------------------------------------------------------------
     # values
     def dequantize(self, dtype: torch.dtype = torch.float32, usage: str = "rowwise") -> Tensor:
-        """The values of one copy in the logical shape: code * 2^(scale byte - 127), or code * scale,
-        rounded to dtype.
+        """The values of one copy in the logical shape: code * 2^(scale byte - 127), or
+        code * scale, rounded to dtype.
 
         Args:
             dtype: float32, bfloat16, float16 or float64. A value that dtype cannot hold becomes

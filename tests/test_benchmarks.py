@@ -21,6 +21,8 @@ PEERS = {
     "gemm": {"F.linear bf16", "dequantize + bf16"},
     "backward_gemm": {"torch.mm bf16", "dequantize + bf16"},
     "linear": {"nn.Linear bf16"},
+    "gemm_blockwise": {"F.linear bf16", "torch.mm bf16"},
+    "linear_blockwise": {"nn.Linear bf16"},
     "layernorm_mlp": {"LayerNorm + nn.Linear bf16", "LayerNorm + te_mx.Linear"},
     "fused_steps": {"one after the other"},
     "decode": {"nn.Linear bf16", "dequantize + F.linear"},

@@ -21,15 +21,23 @@ from te_mx.recipe import BlockScaling, MXFP8BlockScaling
 pytestmark = pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")
 
 F32 = torch.float32
-NAMES = formats.names()
-M, K, N = 37, 70, 41  # no multiple of a block, nor of the codes that share bytes
-SPLITS = [5, 0, 32]
-# Every pair of formats in each of the three GEMMs.
+MX = [name for name in formats.names() if name.startswith("mx")]
+M, K, N = 150, 170, 141  # no multiple of a block, nor of the codes that share bytes
+SPLITS = [18, 0, 132]
+# Every pair of MX formats in each of the three GEMMs.
 ROLES = [
-    (x, w, NAMES[(i + j) % len(NAMES)])
-    for (i, x), (j, w) in itertools.product(enumerate(NAMES), repeat=2)
+    (x, w, MX[(i + j) % len(MX)], ("rceil", "floor", "even")[(i + j) % 3])
+    for (i, x), (j, w) in itertools.product(enumerate(MX), repeat=2)
+]
+# Blockwise FP8: weights in both kinds of blocks, gradients of another element, both rules.
+ROLES += [
+    ("fp8_e4m3_1x128", "fp8_e4m3_128x128", "fp8_e4m3_1x128", "pow2"),
+    ("fp8_e4m3_1x128", "fp8_e4m3_128x128", "fp8_e5m2_1x128", "fp32"),
+    ("fp8_e4m3_1x128", "fp8_e4m3_1x128", "fp8_e4m3_1x128", "fp32:0.25"),
+    ("fp8_e4m3fnuz_1x128", "fp8_e4m3fnuz_128x128", "fp8_e5m2fnuz_1x128", "fp32"),
 ]
 FP4 = BlockScaling(x="mxfp8_e4m3", w="mxfp4", g="mxfp8_e5m2", scale_rule="even")
+FP8 = BlockScaling(*ROLES[-3])
 
 
 # --------------------------------------------------------------------- the same, one step at a time
@@ -118,8 +126,7 @@ def check_norm(module, x: Tensor, z: Tensor, dz: Tensor, dx: Tensor) -> None:
 # ------------------------------------------------------------------------------------ every format
 @pytest.fixture(params=ROLES, ids=lambda roles: " ".join(roles))
 def recipe(request) -> BlockScaling:
-    x, w, g = request.param
-    return BlockScaling(x=x, w=w, g=g, scale_rule=("rceil", "floor", "even")[len(x + w + g) % 3])
+    return BlockScaling(*request.param)
 
 
 def test_linear(recipe):
@@ -185,8 +192,9 @@ def test_scale_rules():
     ids=lambda change: next(iter(map(str, change.values()))),
 )
 @pytest.mark.parametrize("kind", [te_mx.Linear, te_mx.LayerNormLinear, te_mx.GroupedLinear])
-def test_ways_of_backward(kind, change):
-    recipe, grouped = dataclasses.replace(FP4, **change), kind is te_mx.GroupedLinear
+@pytest.mark.parametrize("base", [FP4, FP8, dataclasses.replace(FP8, w="fp8_e4m3_1x128")], ids=str)
+def test_ways_of_backward(kind, change, base):
+    recipe, grouped = dataclasses.replace(base, **change), kind is te_mx.GroupedLinear
     layer = kind(1, K, N) if grouped else kind(K, N)
     more = {"return_layernorm_output": True} if kind is te_mx.LayerNormLinear else {}
     layer = kind(K, N, **more) if more else layer
@@ -194,12 +202,16 @@ def test_ways_of_backward(kind, change):
     weight, bias = (layer.weight0, layer.bias0) if grouped else (layer.weight, layer.bias)
     w, source = weight.detach(), z[0] if z else x
     wq, xq, gq = (
-        quantized(t, fmt, "even") for t, fmt in ((w, FP4.w), (source, FP4.x), (g, FP4.g))
+        quantized(t, fmt, base.scale_rule)
+        for t, fmt in ((w, base.w), (source, base.x), (g, base.g))
     )  # fmt: skip
     check((y,), product(wq, xq, "TN", bias=bias.detach()).out)
     dz, dw = product(wq, gq, "NN").out, product(xq, gq, "NT").out
     if recipe.one_copy_weights:
-        dz = product(quantized(wq.dequantize(torch.bfloat16), FP4.w, "even"), gq, "NN").out
+        # Square blocks are turned, and others decoded to what holds their values.
+        held = torch.float32 if base.w.startswith("fp8") else torch.bfloat16
+        w_again = w if base.w.endswith("128x128") else wq.dequantize(held)
+        dz = product(quantized(w_again, base.w, base.scale_rule), gq, "NN").out
     elif recipe.wgrad_with_hp:
         dw = g.t() @ source
     else:
@@ -222,11 +234,14 @@ def test_defaults_are_mxfp8():
     assert torch.equal(*made)
 
 
-def test_audit_and_compile():
+@pytest.mark.parametrize(
+    "recipe", [FP4, FP8, dataclasses.replace(FP8, one_copy_weights=True)], ids=str
+)
+def test_audit_and_compile(recipe):
     layer, x = te_mx.Linear(K, N), torch.randn(M, K)
 
     def run(x):
-        with te_mx.autocast(recipe=FP4):
+        with te_mx.autocast(recipe=recipe):
             return layer(x)
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
@@ -241,5 +256,7 @@ def test_audit_and_compile():
     for mine, theirs in zip(*results, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
     told = te_mx.audit(layer)["(root)"]
+    if recipe is not FP4:
+        return
     assert told.fprop == told.dgrad == "reference"
     assert te_mx.explain(m=K, n=N, k=M).kernel == told.wgrad  # MXFP8 on both sides

@@ -1,4 +1,4 @@
-"""Checkpoints with weight_scale_inv, as DeepSeek-V3's: loaded as they are, written byte for byte."""
+"""Checkpoints with weight_scale_inv, as DeepSeek-V3's: loaded and written byte for byte."""
 
 from __future__ import annotations
 

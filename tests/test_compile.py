@@ -65,6 +65,7 @@ def test_region_outside_the_compiled_function(backend):
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     regions = [
         te_mx.autocast,
+        lambda: te_mx.autocast(recipe=te_mx.recipe.DeepSeekV3()),
         lambda: te_mx.autocast(recipe=HYBRID),
         te_mx.autocast,
         lambda: te_mx.autocast(recipe=FLOOR),

@@ -12,7 +12,7 @@ from norm_modules import filled
 from torch import Tensor, nn
 
 import te_mx
-from te_mx.recipe import Format, MXFP8BlockScaling
+from te_mx.recipe import Float8BlockScaling, Format, MXFP8BlockScaling
 
 IN, ROWS, SPLITS = 70, 45, [7, 0, 31]
 BF16 = torch.bfloat16
@@ -24,6 +24,8 @@ RECIPES = {
     "wgrad_with_hp": MXFP8BlockScaling(wgrad_with_hp=True),
     "one_copy": MXFP8BlockScaling(one_copy_weights=True),
     "outside": None,
+    "blockwise": Float8BlockScaling(),
+    "fp32_scales": Float8BlockScaling(use_f32_scales=True, one_copy_weights=True),
 }
 FAMILY: dict[str, Callable[..., nn.Module]] = {
     "Linear": lambda **o: te_mx.Linear(IN, 33, **o),

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import te_mx
-from te_mx.recipe import Format, MXFP8BlockScaling
+from te_mx.recipe import Float8BlockScaling, Format, MXFP8BlockScaling
 
 RECIPES = [
     MXFP8BlockScaling(),
@@ -24,6 +24,8 @@ RECIPES = [
     MXFP8BlockScaling(backward_override="dequantized"),
     MXFP8BlockScaling(wgrad_with_hp=True),
     None,  # outside autocast
+    Float8BlockScaling(),
+    Float8BlockScaling(use_f32_scales=True, fp8_format=Format.HYBRID),
 ]
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -75,8 +77,9 @@ def wide_wgrad(layer, x, grad, recipe):
         if recipe is not None and recipe.backward_override == "dequantized":
             x = te_mx.quantize(x).dequantize(x.dtype)
         return grad.float().t() @ x.float()
-    gq = te_mx.quantize(grad, fmt=recipe.settings.g, columnwise=True)
-    return te_mx.gemm(te_mx.quantize(x, columnwise=True), gq, "NT", out_dtype=torch.float32).out
+    fmts, how = recipe.settings, {"columnwise": True, "scale_rule": recipe.scale_rule}
+    xq, gq = te_mx.quantize(x, fmt=fmts.x, **how), te_mx.quantize(grad, fmt=fmts.g, **how)
+    return te_mx.gemm(xq, gq, "NT", out_dtype=torch.float32).out
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import te_mx
 from te_mx.dispatch.fused import NORMS
-from te_mx.recipe import Format, MXFP8BlockScaling
+from te_mx.recipe import Float8BlockScaling, Format, MXFP8BlockScaling
 
 BF16 = torch.bfloat16
 RECIPES = [
@@ -24,6 +24,9 @@ RECIPES = [
     MXFP8BlockScaling(backward_override="dequantized"),
     MXFP8BlockScaling(wgrad_with_hp=True),
     MXFP8BlockScaling(one_copy_weights=True),
+    Float8BlockScaling(),
+    Float8BlockScaling(use_f32_scales=True, fp8_format=Format.HYBRID, one_copy_weights=True),
+    Float8BlockScaling(backward_override="dequantized"),
 ]
 
 

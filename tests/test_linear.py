@@ -15,12 +15,14 @@ from strategies import FINITE_KINDS, SEEDS, SIZES, tensor
 from torch import nn
 
 import te_mx
-from te_mx.recipe import Format, MXFP8BlockScaling
+from te_mx.recipe import Float8BlockScaling, Format, MXFP8BlockScaling
 
 RECIPES = [
     MXFP8BlockScaling(),
     MXFP8BlockScaling(fp8_format=Format.HYBRID),
     MXFP8BlockScaling(scale_rule="floor"),
+    Float8BlockScaling(),
+    Float8BlockScaling(use_f32_scales=True, fp8_format=Format.HYBRID, amax_epsilon=1e-3),
 ]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -34,11 +36,10 @@ def pair(k: int, n: int, **kwargs) -> tuple[te_mx.Linear, nn.Linear]:
 
 def by_hand(x, layer, recipe, out_dtype):
     """The forward out of the public functions."""
-    rule = recipe.scale_rule
-    w = te_mx.quantize(layer.weight, scale_rule=rule)
-    y = te_mx.gemm(
-        w, te_mx.quantize(x, scale_rule=rule), "TN", bias=layer.bias, out_dtype=out_dtype
-    )
+    rule, formats = recipe.scale_rule, recipe.settings
+    w = te_mx.quantize(layer.weight, fmt=formats.w, scale_rule=rule)
+    x_q = te_mx.quantize(x, fmt=formats.x, scale_rule=rule)
+    y = te_mx.gemm(w, x_q, "TN", bias=layer.bias, out_dtype=out_dtype)
     return y.out.view(*x.shape[:-1], layer.out_features)
 
 

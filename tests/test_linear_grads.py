@@ -14,10 +14,12 @@ from torch.utils.checkpoint import checkpoint
 import te_mx
 from te_mx.autograd import one_call
 from te_mx.dispatch import run as dispatch
-from te_mx.recipe import Format, MXFP8BlockScaling
+from te_mx.recipe import Float8BlockScaling, Format, MXFP8BlockScaling
 
 E4M3 = MXFP8BlockScaling()
 HYBRID = MXFP8BlockScaling(fp8_format=Format.HYBRID)
+BLOCKWISE = Float8BlockScaling()
+FP32_SCALES = Float8BlockScaling(use_f32_scales=True, fp8_format=Format.HYBRID)
 FLOOR = MXFP8BlockScaling(fp8_format=Format.HYBRID, scale_rule="floor")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -56,8 +58,8 @@ def calls(monkeypatch):
 
 # ------------------------------------------------------------------------------------- values
 @given(
-    st.lists(SIZES, max_size=2), SIZES, SIZES, st.sampled_from([E4M3, HYBRID, FLOOR]),
-    st.booleans(), SEEDS,
+    st.lists(SIZES, max_size=2), SIZES, SIZES,
+    st.sampled_from([E4M3, HYBRID, FLOOR, BLOCKWISE, FP32_SCALES]), st.booleans(), SEEDS,
 )  # fmt: skip
 def test_gradients_equal_the_public_functions(leading, k, n, recipe, bias, seed):
     torch.manual_seed(seed)
@@ -68,10 +70,11 @@ def test_gradients_equal_the_public_functions(leading, k, n, recipe, bias, seed)
     assert (dx.dtype, dw.dtype) == (x_dtype, w_dtype)
     assert dx.shape == x.shape and dw.shape == layer.weight.shape
 
-    rule, fmt = recipe.scale_rule, recipe.settings.g
-    xq = te_mx.quantize(x, rowwise=False, columnwise=True, scale_rule=rule)
-    wq = te_mx.quantize(layer.weight, rowwise=False, columnwise=True, scale_rule=rule)
-    gq = te_mx.quantize(grad, fmt=fmt, columnwise=True, scale_rule=rule)
+    rule, fmts = recipe.scale_rule, recipe.settings
+    columns = {"rowwise": False, "columnwise": True, "scale_rule": rule}
+    xq = te_mx.quantize(x, fmt=fmts.x, **columns)
+    wq = te_mx.quantize(layer.weight, fmt=fmts.w, **columns)
+    gq = te_mx.quantize(grad, fmt=fmts.g, columnwise=True, scale_rule=rule)
     assert torch.equal(dx.reshape(-1, k) if k else dx, _flat(wq, gq, "NN", x_dtype, dx, k))
     assert torch.equal(dw, te_mx.gemm(xq, gq, "NT", out_dtype=w_dtype).out)
     if bias:

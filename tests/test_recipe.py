@@ -7,11 +7,21 @@ import dataclasses
 import pickle
 
 import pytest
+import torch
 
 import te_mx
 from te_mx import formats
 from te_mx.backends.reference.gemm import ReferenceGemm
-from te_mx.recipe import BlockScaling, Format, MXFP8BlockScaling, Settings, resolve_recipe
+from te_mx.recipe import (
+    BlockScaling,
+    DeepSeekV3,
+    Float8BlockScaling,
+    Format,
+    MMParams,
+    MXFP8BlockScaling,
+    Settings,
+    resolve_recipe,
+)
 
 
 def test_defaults_are_those_of_transformer_engine():
@@ -103,6 +113,69 @@ def test_availability():
     assert te_mx.is_mxfp8_available(return_reason=True) == (True, "")
 
 
+# ----------------------------------------------------------------------------- blockwise FP8
+def test_float8_block_scaling():
+    row, square = "fp8_e4m3_1x128", "fp8_e4m3_128x128"
+    plain = Settings(row, square, row, "pow2", "adaptive", 8, None)
+    recipe = Float8BlockScaling()
+    assert recipe.settings == plain and resolve_recipe(recipe) is recipe
+    assert repr(recipe) == "Float8BlockScaling(fp8_format=E4M3)"
+    assert DeepSeekV3() == Float8BlockScaling(use_f32_scales=True) != recipe
+    assert DeepSeekV3().settings == plain._replace(scale_rule="fp32")
+    changed = Float8BlockScaling(
+        True, Format.HYBRID, w_block_scaling_dim=1, amax_epsilon=1e-6, one_copy_weights=True
+    )
+    assert changed.settings == plain._replace(
+        w=row, g="fp8_e5m2_1x128", scale_rule="fp32:1e-06", one_copy=True
+    )
+    assert pickle.loads(pickle.dumps(changed)) == changed == copy.deepcopy(changed)
+    assert "amax_epsilon=1e-06" in repr(changed) and hash(changed) == hash(copy.copy(changed))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe.amax_epsilon = 1.0
+    assert all(formats.get(name).scaling.knows(changed.scale_rule) for name in changed.settings[:3])
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "says"),
+    [
+        ({"use_f32_scales": 1}, TypeError, "Float8BlockScaling.use_f32_scales must be a bool"),
+        ({"fp8_format": Format.E5M2}, ValueError, "Float8BlockScaling.fp8_format=Format.E5M2"),
+        ({"fp8_format": "E4M3"}, TypeError, "Float8BlockScaling.fp8_format must be a te_mx"),
+        ({"x_block_scaling_dim": 2}, NotImplementedError, "x_block_scaling_dim=2"),
+        ({"grad_block_scaling_dim": 2}, NotImplementedError, "grad_block_scaling_dim=2"),
+        ({"w_block_scaling_dim": 3}, ValueError, "w_block_scaling_dim must be 1 or 2, got 3"),
+        ({"w_block_scaling_dim": 2.0}, TypeError, "w_block_scaling_dim must be 1 or 2, got 2.0"),
+        ({"fp8_gemm_fprop": True}, TypeError, "fp8_gemm_fprop must be a te_mx.recipe.MMParams"),
+        ({"fp8_gemm_dgrad": MMParams(False)}, NotImplementedError, "fp8_gemm_dgrad.use_split"),
+        ({"fp8_dpa": True}, NotImplementedError, "fp8_dpa"),
+        ({"fp8_mha": True}, NotImplementedError, "fp8_mha"),
+        ({"amax_epsilon": -1e-9}, ValueError, "amax_epsilon must be 0 or more"),
+        ({"amax_epsilon": float("nan")}, ValueError, "amax_epsilon must be 0 or more"),
+        ({"amax_epsilon": 1e39}, ValueError, "amax_epsilon must be 0 or more and an fp32"),
+        ({"amax_epsilon": "0"}, TypeError, "amax_epsilon must be a number, got '0'"),
+        ({"backward_override": "bf16"}, ValueError, "Float8BlockScaling.backward_override must"),
+        ({"scale_rule": "fp32"}, TypeError, "unexpected keyword argument 'scale_rule'"),
+    ],
+    ids=str,
+)
+def test_what_float8_block_scaling_refuses(kwargs, error, says):
+    with pytest.raises(error, match=says):
+        Float8BlockScaling(**kwargs)
+
+
+def test_blocks_of_several_rows_hold_no_tokens_of_groups():
+    recipe = BlockScaling(*["fp8_e4m3_128x128"] * 3, scale_rule="pow2")
+    layer = te_mx.GroupedLinear(2, 40, 24)
+    with (
+        te_mx.autocast(recipe=recipe),
+        pytest.raises(
+            ValueError,
+            match="blocks hold several rows, which may belong to several groups, got fp8_e4m3",
+        ),
+    ):
+        layer(torch.randn(30, 40), [10, 20])
+
+
 # -------------------------------------------------------------------------------- any format
 def test_block_scaling_takes_names_and_formats():
     recipe = BlockScaling(x="e4m3", w=formats.get("mxfp4"), g="e5m2")
@@ -122,7 +195,7 @@ def test_block_scaling_takes_names_and_formats():
 @pytest.mark.parametrize(
     ("kwargs", "error", "says"),
     [
-        ({"x": "fp4"}, ValueError, r"BlockScaling\.x must be one of mxfp4, .*, got 'fp4'"),
+        ({"x": "fp4"}, ValueError, r"BlockScaling\.x must be one of .*mxfp4, .*, got 'fp4'"),
         ({"w": None}, ValueError, r"BlockScaling\.w must be one of .* got None"),
         ({"g": ["mxfp4"]}, ValueError, r"BlockScaling\.g must be one of .* got .*mxfp4"),
         ({"scale_rule": "ceil"}, ValueError, r"scale_rule must be one of .*'even'.* got 'ceil'"),

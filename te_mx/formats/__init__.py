@@ -5,7 +5,9 @@
     values = fmt.dequantize(codes, scales, k, torch.float32)
 
 `convert` goes from the elements of OCP to those of AMD's MI300 and back, `te_mx.formats.blockwise`
-has the quantizers of torchao. A format is one file in this folder: every module here is imported, and registers what it defines.
+has the quantizers of torchao.
+
+A format is one file in this folder: every module here is imported, and registers what it defines.
 """
 
 from importlib import import_module as _import_module

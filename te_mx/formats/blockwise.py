@@ -57,7 +57,7 @@ def act_quant_rhs(
 def act_quant_transposed_lhs(
     x: Tensor, block_size: int = 128, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> tuple[Tensor, Tensor]:
-    """x [M, K] in blocks along M, transposed: codes [K, M], scales [K, ceil(M / b)] column-major."""
+    """x [M, K] in blocks along M, turned: codes [K, M], scales [K, ceil(M / b)] column-major."""
     codes, scales = _quantize(x, (_size(block_size), 1), dtype)
     return codes.t().contiguous(), scales.t()
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from te_mx.formats import registry
 from te_mx.formats.element import Element
-from te_mx.formats.format import Format
+from te_mx.formats.format import Format, check_matrix
 
 _PAIRS = {"e4m3": "e4m3fnuz", "e5m2": "e5m2fnuz", "e4m3fnuz": "e4m3", "e5m2fnuz": "e5m2"}
 
@@ -49,7 +49,8 @@ def convert(codes: Tensor, scales: Tensor, fmt: str, to: str) -> tuple[Tensor, T
             "a conversion is between the fn and fnuz forms of one blockwise format, such as "
             f"'fp8_e4m3_128x128' and 'fp8_e4m3fnuz_128x128', got {fmt!r} and {to!r}"
         )
-    source.check_parts(codes, scales, codes.shape[-1] if codes.dim() == 2 else 0, torch.float32)
+    check_matrix("codes", codes, torch.uint8)
+    source.check_parts(codes, scales, codes.shape[1], torch.float32)
     mine, other = source.element, target.element
     factor = 2.0 ** (other.bias - mine.bias)
     moved = scales * factor

@@ -22,12 +22,12 @@ READ = (torch.float32, torch.bfloat16, torch.float16)
 class Format:
     """Codes of `element` with scales of `scaling`, for a matrix [rows, k] whose blocks run along k.
 
-    ======  ===================================  ====================================================
+    ======  ===================================  ===================================================
     part    dtype                                shape
-    ======  ===================================  ====================================================
+    ======  ===================================  ===================================================
     codes   uint8, packed without gaps in a row  codes_shape: [rows, code_bytes(k)]
-    scales  scaling.storage                      scales_shape: [rows, k] over the block, rounded up
-    ======  ===================================  ====================================================
+    scales  scaling.storage                      scales_shape: [rows, k] / block, each rounded up
+    ======  ===================================  ===================================================
 
     value = code * 2^(byte - 127); byte 255 makes the whole block NaN, byte 0 is 2^-127. `quantize`
     and `dequantize` are those of E8M0 scales and blocks of one row; a family of formats with other
@@ -53,8 +53,8 @@ class Format:
 
     @property
     def is_square(self) -> bool:
-        """Whether blocks are as high as wide: the codes and scales of a matrix, turned, are those of
-        the turned matrix."""
+        """Whether blocks are as high as wide: codes and scales of a matrix, turned, are those of the
+        turned matrix."""
         return self.scaling.block[0] == self.scaling.block[1] and self.element.bits == 8
 
     @property

@@ -70,7 +70,9 @@ def spec_of(spec: str) -> Spec:
         name, _, layout = spec.partition("@")
         made = Spec(formats.get(name), get(layout))
         if not made.layout.takes(made.format):
-            raise ValueError(f"layout {layout!r} does not hold {made.format}, in {spec!r}")
+            raise ValueError(
+                f"layout {layout!r} does not take {made.layout.refused}, got {made.format}"
+            )
         found = _specs[spec] = made
     return found
 

@@ -28,6 +28,7 @@ class Layout:
     k_first = False  # codes lie [k, rows]
     exact = True  # unpacking gives back the codes and scales that were packed
     of_matrices = True  # False: only the tokens of groups lie so
+    refused = "formats of other elements or blocks"  # what it does not take, for errors
     tokens = ""  # "rows" or "k": what belongs to groups of tokens that lie so; "" for none
 
     def takes(self, fmt: Format) -> bool:

@@ -11,7 +11,8 @@ from te_mx.formats import Format
 from te_mx.layouts import Layout, spec_of
 from te_mx.layouts.base import Shape
 
-# Shapes of codes and scales, and the dtype of these, of plain operands by spec and sizes: what checks ask most.
+# Shapes of codes and scales, and the dtype of these, of plain operands, by spec and sizes: what
+# checks ask most.
 _expected: dict[tuple[str, int, int], tuple[Shape, Shape, torch.dtype]] = {}
 _MOST_EXPECTED = 4096
 
@@ -77,8 +78,8 @@ class Operand(NamedTuple):
 
 
 def turned(operand: Operand) -> Operand:
-    """An operand [rows, k] in layout "rows" whose format has square blocks, as the operand [k, rows]
-    in layout "cols": the same tensors."""
+    """An operand [rows, k] in layout "rows" whose format has square blocks, as operand [k, rows] in
+    layout "cols": the same tensors."""
     codes, scales, spec, rows, k, _ = operand
     return Operand(codes, scales, spec.replace("@rows", "@cols"), k, rows)
 

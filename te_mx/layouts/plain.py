@@ -57,6 +57,7 @@ class GroupedCols(Layout):
     name = "grouped_cols"
     k_first = True
     of_matrices = False
+    refused = "formats whose blocks hold several rows, which may belong to several groups"
     tokens = "k"
 
     def takes(self, fmt: Format) -> bool:

@@ -11,8 +11,8 @@ train.
 
 The recipe, which names the format, goes with them in the metadata of the state_dict, which
 ``torch.save(state_dict)`` keeps; formats that hold tensors only, such as safetensors, lose it. The
-module's own stands in then if its codes are such, or else the default recipe; for float32 scales DeepSeekV3,
-or the same with weights in blocks of 1 x 128.
+module's own stands in then if its codes are such, or else the default recipe; for float32 scales
+DeepSeekV3, or the same with weights in blocks of 1 x 128.
 """
 
 from __future__ import annotations

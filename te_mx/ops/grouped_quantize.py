@@ -182,8 +182,9 @@ _WEIGHTS = define(
 
 # ----------------------------------------------------------------------------------------- one copy
 def columns_of_weights(row: Stack, col: str, rule: str) -> Stack:
-    """The operand for dgrad of weights of which only plain rowwise codes are left: these codes where
-    blocks are square, else what they decode to (Format.exact_dtype), quantized along the columns.
+    """The operand for dgrad of weights of which only plain rowwise codes are left: these codes
+    where blocks are square, else what they decode to (Format.exact_dtype), quantized along the
+    columns.
 
     Args:
         row: layout "rows", logical [G, rows, cols]; the result is logical [G, cols, rows].

@@ -171,14 +171,14 @@ def fields_of(theirs: Any) -> dict[str, Any]:
     """What a Float8BlockScaling of Transformer Engine says in the `QParams` of its roles, which its
     quantizers read: fields of te_mx's recipe."""
     roles = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
-    params = [getattr(theirs, role, None) for role in roles]
+    params: list[Any] = [getattr(theirs, role, None) for role in roles]
     if any(one is None for one in params):
         return {}
     said = {(bool(one.power_2_scale), float(one.amax_epsilon)) for one in params}
     if len(said) > 1:
         raise NotImplementedError(
-            "Float8BlockScaling of Transformer Engine: te_mx has one power_2_scale and amax_epsilon "
-            f"for all roles, got {dict(zip(roles, params, strict=True))}"
+            "Float8BlockScaling of Transformer Engine: te_mx has one power_2_scale and "
+            f"amax_epsilon for all roles, got {dict(zip(roles, params, strict=True))}"
         )
     ((power_2_scale, epsilon),) = said
     return {"use_f32_scales": not power_2_scale, "amax_epsilon": epsilon}

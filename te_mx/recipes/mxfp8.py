@@ -176,7 +176,7 @@ def checked_format(recipe: Any) -> Format:
         )
     if given is Format.E5M2:
         raise ValueError(
-            f"{owner}.fp8_format=Format.E5M2 is not supported: inputs and weights need the mantissa "
-            "of E4M3; use Format.E4M3, or Format.HYBRID for gradients in E5M2"
+            f"{owner}.fp8_format=Format.E5M2 is not supported: inputs and weights need the "
+            "mantissa of E4M3; use Format.E4M3, or Format.HYBRID for gradients in E5M2"
         )
     return given

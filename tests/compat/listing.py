@@ -124,10 +124,13 @@ def page(data: dict[str, Any]) -> str:
         "## Recipes",
         "",
         "`te_mx.autocast(recipe=...)` takes recipe objects of Transformer Engine as they are,",
-        "known by their class name; te_mx does not import it. Fields of `MXFP8BlockScaling`:",
+        "known by their class name; te_mx does not import it.",
         "",
-        *_table(data["recipe"]["MXFP8BlockScaling"]),
-        "Refused, because te_mx runs MXFP8 only: "
+    ]
+    for name, fields in data["recipe"].items():
+        lines += [f"Fields of `{name}`:", "", *_table(fields)]
+    lines += [
+        "Refused, because te_mx runs MXFP8 and blockwise FP8 only: "
         + ", ".join(f"`{name}` ({what})" for name, what in data["refused_recipes"].items())
         + ".",
         "",

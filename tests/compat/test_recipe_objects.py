@@ -16,10 +16,12 @@ import pytest
 import torch
 
 import te_mx
-from te_mx.recipe import Format, MXFP8BlockScaling, resolve_recipe
+from te_mx.recipe import Float8BlockScaling, Format, MMParams, MXFP8BlockScaling, resolve_recipe
 
 DATA = listing.load()
 FIELDS = DATA["recipe"]["MXFP8BlockScaling"]
+OURS = {"MXFP8BlockScaling": MXFP8BlockScaling, "Float8BlockScaling": Float8BlockScaling}
+ROLES = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
 NAME = "transformer_engine.common.recipe"
 
 
@@ -28,16 +30,29 @@ def look_alike() -> SimpleNamespace:
     formats = {"E2M1": (6, 6), "E4M3": (448, 448), "E5M2": (57344, 57344), "HYBRID": (448, 57344)}
     theirs = Enum("Format", formats, module=NAME)
     base = type("Recipe", (), {"__module__": NAME})
-    fields = []
-    for entry in FIELDS:
-        default = entry["default"]
-        default = theirs[default] if entry["name"] == "fp8_format" else default
-        fields.append((entry["name"], Any, dataclasses.field(default=default)))
-    made = {"Format": theirs, "Recipe": base}
-    for name, own in [("MXFP8BlockScaling", fields), *((n, []) for n in DATA["refused_recipes"])]:
-        made[name] = dataclasses.make_dataclass(name, own, bases=(base,))
-        made[name].__module__ = NAME
-    return SimpleNamespace(**made)
+    params = {"power_2_scale": False, "amax_epsilon": 0.0}
+    made = {
+        "MMParams": _dataclass("MMParams", {"use_split_accumulator": True}, frozen=True),
+        "QParams": _dataclass("QParams", params, frozen=True),
+    }
+    for name, entries in DATA["recipe"].items():
+        fields = {e["name"]: e["default"] for e in entries} | {"fp8_format": theirs.E4M3}
+        for field, default in fields.items():
+            if default == "MMParams(use_split_accumulator=True)":
+                fields[field] = made["MMParams"]()
+        made[name] = _dataclass(name, fields, bases=(base,))
+    for name in DATA["refused_recipes"]:
+        made[name] = _dataclass(name, {}, bases=(base,))
+    for role in ROLES:
+        setattr(made["Float8BlockScaling"], role, made["QParams"](power_2_scale=True))
+    return SimpleNamespace(**made, Format=theirs, Recipe=base)
+
+
+def _dataclass(name: str, defaults: dict[str, Any], **how: Any) -> type:
+    fields = [(field, Any, dataclasses.field(default=value)) for field, value in defaults.items()]
+    made = dataclasses.make_dataclass(name, fields, **how)
+    made.__module__ = NAME
+    return made
 
 
 def real() -> ModuleType:
@@ -61,20 +76,29 @@ def te(request):
     return look_alike() if request.param == "look_alike" else real()
 
 
-def test_the_list_is_that_of_the_class(te):
+@pytest.mark.parametrize("name", OURS)
+def test_the_list_is_that_of_the_class(te, name):
+    fields = dataclasses.fields(getattr(te, name))
+    theirs = {field.name: field.default for field in fields}
+    theirs["fp8_format"] = theirs["fp8_format"].name
     theirs = {
-        field.name: field.default.name if field.name == "fp8_format" else field.default
-        for field in dataclasses.fields(te.MXFP8BlockScaling)
+        field: f"MMParams(use_split_accumulator={default.use_split_accumulator})"
+        if type(default).__name__ == "MMParams"
+        else default
+        for field, default in theirs.items()
     }
-    assert theirs == {entry["name"]: entry["default"] for entry in FIELDS}
-    assert list(theirs) == [f.name for f in dataclasses.fields(MXFP8BlockScaling)][: len(theirs)]
+    assert theirs == {entry["name"]: entry["default"] for entry in DATA["recipe"][name]}
+    assert list(theirs) == [f.name for f in dataclasses.fields(OURS[name])][: len(theirs)]
+    assert listing.malformed(DATA["recipe"][name]) == []
+
+
+def test_all_recipes_are_in_the_list(te):
     recipes = {
         name
         for name, value in vars(te).items()
         if isinstance(value, type) and issubclass(value, te.Recipe) and value is not te.Recipe
     }
-    assert recipes == {"MXFP8BlockScaling", *DATA["refused_recipes"]}
-    assert listing.malformed(FIELDS) == []
+    assert recipes == {*OURS, *DATA["refused_recipes"]}
 
 
 def test_mxfp8_recipes_mean_the_same(te):
@@ -89,6 +113,40 @@ def test_mxfp8_recipes_mean_the_same(te):
             with te_mx.autocast(recipe=recipe):
                 assert te_mx.context.current_recipe() == ours
         assert MXFP8BlockScaling(fp8_format=getattr(te.Format, name)).fp8_format is Format[name]
+
+
+def test_blockwise_recipes_mean_the_same(te):
+    assert resolve_recipe(te.Float8BlockScaling()) == Float8BlockScaling()
+    split = te.MMParams(use_split_accumulator=True)
+    for changes in (
+        {"w_block_scaling_dim": 1},
+        {"backward_override": "high_precision"},
+        {"fp8_format": "HYBRID", "fp8_gemm_wgrad": split},
+    ):
+        theirs, ours = dict(changes), dict(changes)
+        if "fp8_format" in changes:
+            theirs["fp8_format"], ours["fp8_format"] = te.Format.HYBRID, Format.HYBRID
+        ours.pop("fp8_gemm_wgrad", None)
+        assert resolve_recipe(te.Float8BlockScaling(**theirs)) == Float8BlockScaling(**ours)
+    assert Float8BlockScaling(fp8_gemm_dgrad=split).fp8_gemm_dgrad == MMParams()
+
+
+def test_the_parameters_of_its_quantizers_count(te):
+    recipe = te.Float8BlockScaling()
+    for role in ROLES:
+        setattr(recipe, role, te.QParams(power_2_scale=False, amax_epsilon=1e-5))
+    ours = Float8BlockScaling(use_f32_scales=True, amax_epsilon=1e-5)
+    assert resolve_recipe(recipe) == ours and ours.settings.scale_rule == "fp32:1e-05"
+    setattr(recipe, ROLES[1], te.QParams(power_2_scale=True))
+    with pytest.raises(NotImplementedError, match="one power_2_scale and amax_epsilon for all"):
+        resolve_recipe(recipe)
+
+
+@pytest.mark.parametrize("field", ["x_block_scaling_dim", "grad_block_scaling_dim"])
+def test_square_blocks_of_tokens_are_refused(te, field):
+    theirs = te.Float8BlockScaling(w_block_scaling_dim=1, **{field: 2})
+    with pytest.raises(NotImplementedError, match=f"Float8BlockScaling.{field}=2 is not supported"):
+        resolve_recipe(theirs)
 
 
 def test_layers_run_with_them(te):
@@ -110,7 +168,7 @@ def test_layers_run_with_them(te):
 def test_other_recipes_are_refused(te, name):
     kind = getattr(te, name)
     recipe = kind(qfactory=lambda role: None) if "qfactory" in _names(kind) else kind()
-    with pytest.raises(NotImplementedError, match=f"recipe {name} .*MXFP8 only; use MXFP8Block"):
+    with pytest.raises(NotImplementedError, match=f"recipe {name} .*FP8 only; use MXFP8Block"):
         te_mx.autocast(recipe=recipe)
 
 

@@ -286,8 +286,8 @@ def norm_quantize(data: st.DataObject, device: torch.device) -> Case:
     norm = Norm(data.draw(st.sampled_from(["LayerNorm", "RMSNorm"])), 1e-5)
     step = NormStep(x, weight, None, norm, data.draw(FLOATS), True, target(data))
     problem = Problem(
-        "norm_quantize", place_of(device), step.target.row, step.target.col, *x.shape, dtype=x.dtype,
-        rule=step.target.rule,
+        "norm_quantize", place_of(device), step.target.row, step.target.col, *x.shape,
+        dtype=x.dtype, rule=step.target.rule,
     )  # fmt: skip
     return Case(problem, lambda kernel: tensors_of(kernel.run(step)))
 

@@ -34,7 +34,7 @@ def factor(amax: np.ndarray, top: float, rule: str, epsilon: float) -> np.ndarra
     """What x is multiplied by, fp32, of finite largest magnitudes."""
     amax = np.maximum(amax, F32(epsilon)).astype(np.float64)
     safe = np.where(amax == 0, 1.0, amax)
-    # fp64 holds enough bits of a quotient of fp32 numbers for the second rounding to be the only one.
+    # fp64 holds so many bits of a quotient of fp32 numbers that rounding it again is rounding once.
     made = np.minimum(F32(top).astype(np.float64) / safe, 2.0**126).astype(F32)
     if rule == "pow2":
         made = np.exp2(np.floor(np.log2(made.astype(np.float64)))).astype(F32)

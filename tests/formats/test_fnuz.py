@@ -111,7 +111,7 @@ def test_other_pairs_are_refused(fmt, to):
 def test_parts_that_do_not_fit():
     codes, scales = torch.zeros(2, 3, dtype=torch.uint8), torch.ones(2, 1)
     names = "fp8_e4m3_1x128", "fp8_e4m3fnuz_1x128"
-    with pytest.raises(TypeError, match="codes must be a tensor of torch.uint8"):
+    with pytest.raises(TypeError, match=r"codes must be a tensor of torch\.uint8"):
         formats.convert(codes.float(), scales, *names)
     with pytest.raises(ValueError, match="must have shapes"):
         formats.convert(codes, torch.ones(1, 1), *names)

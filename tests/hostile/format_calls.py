@@ -13,6 +13,7 @@ from malformed import (
     DTYPE,
     FLAG,
     OPTIONAL_FLAG,
+    OPTIONAL_WORD,
     UPPER_CASE,
     WORD,
     changed,
@@ -60,6 +61,22 @@ BYTES = (
         dimension_more=lambda x: x[None],
     )
 )  # fmt: skip
+FP32_SCALES = (
+    NO_TENSOR | META | SCALAR | SHARED_ROWS
+    | changed(
+        halves=lambda x: x.half(), doubles=lambda x: x.double(), int32=lambda x: x.int(),
+        column_less=lambda x: x[:, :-1], a_line=lambda x: x.flatten(),
+        dimension_more=lambda x: x[None],
+    )
+)  # fmt: skip
+
+
+def _blockwise(d: str) -> dict[str, Any]:
+    codes, scales = formats.get("fp8_e4m3_128x128").quantize(floats(d, 129, 257), "fp32")
+    return {"codes": codes, "scales": scales, "fmt": "fp8_e4m3_128x128",
+            "to": "fp8_e4m3fnuz_128x128"}  # fmt: skip
+
+
 OF_FORMATS = (
     Call(
         "te_mx.formats.get", lambda d: formats.get, lambda d: {"name": "mxfp4"},
@@ -77,6 +94,13 @@ OF_FORMATS = (
         {"codes": BYTES, "scales": BYTES, "k": COUNT | values(one_more=K + 1, another=K - 32),
          "dtype": DTYPE | values(complex64=torch.complex64)},
         says={"codes": "codes", "scales": "scales", "k": "k|codes"},
+    ),
+    Call(
+        "te_mx.formats.convert", lambda d: formats.convert, _blockwise,
+        {"codes": BYTES, "scales": FP32_SCALES, "fmt": FORMAT | values(another="mxfp4"),
+         "to": FORMAT | values(other_blocks="fp8_e4m3fnuz_1x128", itself="fp8_e4m3_128x128")},
+        says={"codes": "codes", "scales": "scales", "fmt": "fmt|conversion",
+              "to": "fmt|conversion"},
     ),
 )  # fmt: skip
 
@@ -112,7 +136,8 @@ IN_OTHER_FORMATS = (
         lambda d: {"x": floats(d, 33, K), "fmt": "mxfp4", "rowwise": True, "columnwise": True,
                    "columnwise_transposed": True, "scale_rule": "even"},
         {"x": NO_TENSOR | NOT_FLOATS | LAYOUTS | SCALAR | STRIDES.but("on the cpu") | SHARED_ROWS,
-         "fmt": FORMAT, "columnwise_transposed": OPTIONAL_FLAG, "scale_rule": WORD | UPPER_CASE},
+         "fmt": FORMAT, "columnwise_transposed": OPTIONAL_FLAG,
+         "scale_rule": OPTIONAL_WORD | UPPER_CASE},
         covers="te_mx.quantize",
     ),
     Call(

@@ -79,7 +79,7 @@ QUANTIZE = Call(
     {"x": NO_TENSOR | NOT_FLOATS | LAYOUTS | SCALAR | ENDLESS | STRIDES.but("on the cpu")
           | SHARED_ROWS,
      "fmt": WORD | UPPER_CASE, "rowwise": FLAG, "columnwise": FLAG,
-     "columnwise_transposed": OPTIONAL_FLAG, "scale_rule": WORD | UPPER_CASE},
+     "columnwise_transposed": OPTIONAL_FLAG, "scale_rule": OPTIONAL_WORD | UPPER_CASE},
 )  # fmt: skip
 
 

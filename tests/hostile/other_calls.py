@@ -57,6 +57,7 @@ def _double(x: int = 2) -> int:
     return 2 * x
 
 
+GEMM_PARAMS = ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
 RECIPES = (
     Call(
         "te_mx.recipe.MXFP8BlockScaling", lambda d: recipe.MXFP8BlockScaling,
@@ -71,6 +72,32 @@ RECIPES = (
          "backward_override": OVERRIDE, "scale_rule": WORD | UPPER_CASE,
          "precision": WORD | UPPER_CASE, "alignment_spread": COUNT | values(nine=9),
          **dict.fromkeys(("wgrad_with_hp", "one_copy_weights", "split_k"), FLAG)},
+    ),
+    Call(
+        "te_mx.recipe.Float8BlockScaling", lambda d: recipe.Float8BlockScaling,
+        lambda d: {"use_f32_scales": True, "fp8_format": recipe.Format.E4M3,
+                   "x_block_scaling_dim": 1, "w_block_scaling_dim": 2, "grad_block_scaling_dim": 1,
+                   **dict.fromkeys(GEMM_PARAMS, recipe.MMParams()), "fp8_dpa": False,
+                   "fp8_mha": False, "backward_override": None, "amax_epsilon": 1e-12,
+                   "precision": "adaptive", "alignment_spread": 8, "wgrad_with_hp": False,
+                   "one_copy_weights": False, "split_k": False, "keep_weight_columns": False},
+        {"use_f32_scales": FLAG,
+         "fp8_format": other_than() | values(its_name="E4M3", E5M2=recipe.Format.E5M2),
+         **dict.fromkeys(("x_block_scaling_dim", "grad_block_scaling_dim"),
+                         COUNT | values(two=2, three=3)),
+         "w_block_scaling_dim": COUNT | values(three=3),
+         **dict.fromkeys(GEMM_PARAMS, other_than()
+                         | values(not_split=recipe.MMParams(False), a_flag=True)),
+         **dict.fromkeys(("fp8_dpa", "fp8_mha"), ONLY_FALSE), "backward_override": OVERRIDE,
+         "amax_epsilon": values(nan=float("nan"), inf=float("inf"), minus=-1.0, huge=1e39,
+                                words="1e-12", none=None, flag=True),
+         "precision": WORD | UPPER_CASE, "alignment_spread": COUNT | values(nine=9),
+         **dict.fromkeys(("wgrad_with_hp", "one_copy_weights", "split_k", "keep_weight_columns"),
+                         FLAG)},
+    ),
+    Call(
+        "te_mx.recipe.MMParams", lambda d: recipe.MMParams,
+        lambda d: {"use_split_accumulator": True}, {"use_split_accumulator": FLAG},
     ),
     Call(
         "te_mx.recipe.resolve_recipe", lambda d: recipe.resolve_recipe,

@@ -142,9 +142,8 @@ struct PanelGemm {
       alignas(64) float tile[kTileRows * kTileCols];
       const float* left = static_cast<const float*>(lhs_panels) + m * K;
       const float* right = static_cast<const float*>(rhs_panels) + n * K;
-      const auto sum = args.lhs.factors != nullptr || args.rhs.factors != nullptr
-                           ? sum_tile<true>
-                           : sum_tile<false>;
+      const auto sum = args.lhs.factors != nullptr || args.rhs.factors != nullptr ? sum_tile<true>
+                                                                                  : sum_tile<false>;
       sum(left, right, args, range.m0 + m, range.n0 + n, rows, cols, tile);
       for (int i = 0; i < rows; i += kRowBlock) {
         for (int j = 0; j < cols; j += Shape::kEpilogueCols) {

@@ -97,7 +97,7 @@ struct PackedHeader {
   int32_t kernel, role;
   int32_t wide;  // some row spans more than kWideSpread exponents: its block runs on wide_f64
   int16_t element;
-  int16_t factors;  // whether the split scales hold factors
+  int16_t factors;           // whether the split scales hold factors
   int64_t exponents_offset;  // bytes from the header; E_row - 127 - 37 as float, 0 for rows past
                              // the end
   int64_t panels_offset;     // bytes from the header

@@ -27,9 +27,9 @@ constexpr Table make_table() {
 }
 
 // By Element.
-constexpr Table kTables[] = {
-    make_table<mxtile::mx::E4M3>(), make_table<mxtile::mx::E5M2>(),
-    make_table<mxtile::mx::E4M3FNUZ>(), make_table<mxtile::mx::E5M2FNUZ>()};
+constexpr Table kTables[] = {make_table<mxtile::mx::E4M3>(), make_table<mxtile::mx::E5M2>(),
+                             make_table<mxtile::mx::E4M3FNUZ>(),
+                             make_table<mxtile::mx::E5M2FNUZ>()};
 
 // 2^(byte - 127), NaN for 255.
 double scale_value(uint8_t byte) {

@@ -45,8 +45,8 @@ class Splitter {
     for (int64_t row = begin; row < end; ++row) {
       int least = 255, most = 0;
       for (int64_t b = 0; b < blocks; ++b) {
-        const Split s = split(o_.stored[row / o_.block_rows * o_.stored_row_stride +
-                                        b * o_.stored_block_stride]);
+        const Split s = split(
+            o_.stored[row / o_.block_rows * o_.stored_row_stride + b * o_.stored_block_stride]);
         put(row, b, s);
         factors = factors || s.factor != 1.0f;
         if (s.byte == 255) continue;
@@ -75,7 +75,8 @@ class Splitter {
   // The smallest scale to blocks without values, which may have any.
   void forget_zeros(int64_t row, int64_t blocks) {
     for (int64_t b = 0; b < blocks; ++b) {
-      const int64_t at = row * made_.scale_row_stride + b * kBytesOfScale * made_.scale_block_stride;
+      const int64_t at =
+          row * made_.scale_row_stride + b * kBytesOfScale * made_.scale_block_stride;
       if (bytes_[at] != 255 && all_zero(row, b)) put(row, b, {0, 1.0f});
     }
   }

@@ -14,8 +14,8 @@ namespace te_mx::cpu {
 namespace {
 
 using blockwise::kTile;
-using blockwise::TileKernel;
 using blockwise::Tile;
+using blockwise::TileKernel;
 
 constexpr int64_t kItemCols = 512;
 constexpr int64_t kSerialElements = 64 * 1024;  // below, waking threads costs more than they save
@@ -25,6 +25,9 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 TileKernel find_kernel(DType dtype, Element element) {
   const Isa isa = isa_native();
+#if defined(TE_MX_HAVE_AVX512_BF16)
+  if (isa >= Isa::avx512_bf16) return blockwise::find_avx512_vbmi(dtype, element);
+#endif
 #if defined(TE_MX_HAVE_AVX512)
   if (isa >= Isa::avx512) return blockwise::find_avx512(dtype, element);
 #endif
@@ -80,14 +83,35 @@ Tile tile_at(const QuantizeArgs& a, int64_t r0, int64_t c0) {
   return t;
 }
 
+bool aligned(const uint8_t* codes, int64_t stride) {
+  return codes == nullptr || (reinterpret_cast<uintptr_t>(codes) % 64 == 0 && stride % 64 == 0);
+}
+
+// As of the MX quantizer: whether the codes would not stay in a cache anyway.
+bool wants_stream(const QuantizeArgs& a) {
+  const int64_t directions = (a.to.row.codes != nullptr) + (a.to.col.codes != nullptr);
+  return a.x.rows * a.x.cols * directions >= kPastCaches && aligned(a.to.row.codes, a.x.cols) &&
+         aligned(a.to.col.codes, a.x.cols);
+}
+
+// The rows and columns of one item.
 void run_item(const QuantizeArgs& a, TileKernel kernel, int64_t r_begin, int64_t r_end,
               int64_t c_begin) {
   const mxtile::mx::KeepDenormals keep_denormals;
+  const bool stream = wants_stream(a);
   const int64_t c_end = std::min(a.x.cols, c_begin + kItemCols);
   float sums[kItemCols] = {};
   for (int64_t r = r_begin; r < r_end; r += kTile) {
     for (int64_t c = c_begin; c < c_end; c += kTile) {
       Tile t = tile_at(a, r, c);
+      const int64_t next_r = c + kTile < c_end ? r : r + kTile;
+      const int64_t next_c = c + kTile < c_end ? c + kTile : c_begin;
+      t.next = static_cast<const uint8_t*>(t.x);
+      if (next_r + kTile <= r_end && next_c + kTile <= c_end) {
+        t.next = static_cast<const uint8_t*>(tile_at(a, next_r, next_c).x);
+      }
+      t.stream = stream;
+      t.last = next_r >= r_end;
       if (a.to.col_sum) t.col_sum = sums + (c - c_begin);
       kernel(t);
     }

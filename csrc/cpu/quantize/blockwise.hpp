@@ -21,10 +21,13 @@ struct Tile {
   const void* x;
   int64_t row_stride, col_stride;  // in elements
   int rows, cols;
-  bool square;                         // one scale for all, else one a row and one a column
-  bool pow2;                           // the scale rule
-  uint32_t epsilon;                    // bits of the amax epsilon
-  uint8_t* row_codes;                  // rows row_code_stride apart
+  const uint8_t* next;  // the tile that comes next, to prefetch: any readable address will do
+  bool square;          // one scale for all, else one a row and one a column
+  bool pow2;            // the scale rule
+  bool stream;          // codes are aligned to cache lines and too many to be kept in a cache
+  bool last;            // stores of this tile and those before it must be complete on return
+  uint32_t epsilon;     // bits of the amax epsilon
+  uint8_t* row_codes;   // rows row_code_stride apart
   int64_t row_code_stride;
   float* row_scales;  // one a row, row_scale_stride apart; one when square
   int64_t row_scale_stride;
@@ -41,6 +44,7 @@ using TileKernel = void (*)(const Tile& tile);
 TileKernel find_portable(DType dtype, Element element);
 TileKernel find_avx2(DType dtype, Element element);
 TileKernel find_avx512(DType dtype, Element element);
+TileKernel find_avx512_vbmi(DType dtype, Element element);
 
 }  // namespace blockwise
 }  // namespace te_mx::cpu

@@ -1,8 +1,8 @@
-// The blockwise tile kernel for AVX-512.
-#include "quantize/blockwise_loops.hpp"
+// The blockwise tile kernels for AVX-512.
+#include "quantize/blockwise_words.hpp"
 
 namespace te_mx::cpu::blockwise {
 
-TileKernel find_avx512(DType dtype, Element element) { return choose(dtype, element); }
+TileKernel find_avx512(DType dtype, Element element) { return choose_words(dtype, element); }
 
 }  // namespace te_mx::cpu::blockwise

@@ -59,8 +59,7 @@ QuantizeArgs group_of(const QuantizeArgs& all, const Bounds& groups, int64_t i) 
   a.x.rows = groups.size(i);
   QuantizeOut& to = a.to;
   to.row.codes = offset(to.row.codes, start * cols);
-  to.row.scales =
-      offset(static_cast<float*>(to.row.scales), start * ceil_div(cols, kWideBlock));
+  to.row.scales = offset(static_cast<float*>(to.row.scales), start * ceil_div(cols, kWideBlock));
   to.col.codes = offset(to.col.codes, start * cols);
   to.col.scales =
       offset(static_cast<float*>(to.col.scales), groups.first_block(i, kWideBlock) * cols);
@@ -79,8 +78,7 @@ void zero_unused(const QuantizeArgs& a, const Bounds& g) {
   });
   int64_t at = 0;
   for (int64_t i = 0; i <= g.count; ++i) {
-    const int64_t next =
-        i < g.count ? g.first_block(i, kWideBlock) : rows / kWideBlock + g.count;
+    const int64_t next = i < g.count ? g.first_block(i, kWideBlock) : rows / kWideBlock + g.count;
     zero_rows(a.to.col.scales, cols * kScale, at, next);
     if (i < g.count) at = next + ceil_div(g.size(i), kWideBlock);
   }

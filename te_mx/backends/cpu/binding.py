@@ -18,8 +18,8 @@ from torch import Tensor
 
 from te_mx.backends.base import (
     BIAS_GRADS,
-    FLOAT_DTYPES,
     BLOCK_ROWS,
+    FLOAT_DTYPES,
     FORMATS,
     GELUS,
     LAYOUTS,

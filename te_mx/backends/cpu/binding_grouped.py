@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from te_mx.backends.base import (
-    FLOAT_DTYPES,
     BLOCK_ROWS,
+    FLOAT_DTYPES,
     LAYOUTS,
     SCALE_RULES,
     Operand,

@@ -193,8 +193,10 @@ class ColumnsOfWeightsReference(_Reference):
                 made.append(run.convert(turned(one), col))
                 continue
             values = run.dequantize(one, one.format.exact_dtype)
-            made.append(run.quantize(Quantize(values, "", col, rule)).col)
-        return stacked(made)  # type: ignore[arg-type]
+            again = run.quantize(Quantize(values, "", col, rule)).col
+            assert again is not None
+            made.append(again)
+        return stacked(made)
 
 
 # --------------------------------------------------------------------------------------------- gemm

@@ -66,9 +66,9 @@ constexpr CodeTable make_code_table(Fp8 format) {
 }
 
 // By Element.
-inline constexpr CodeTable kCodeTables[] = {
-    make_code_table(Fp8::e4m3), make_code_table(Fp8::e5m2), make_code_table(Fp8::e4m3fnuz),
-    make_code_table(Fp8::e5m2fnuz)};
+inline constexpr CodeTable kCodeTables[] = {make_code_table(Fp8::e4m3), make_code_table(Fp8::e5m2),
+                                            make_code_table(Fp8::e4m3fnuz),
+                                            make_code_table(Fp8::e5m2fnuz)};
 
 MXTILE_INLINE const CodeTable& code_table(Fp8 format) {
   return kCodeTables[static_cast<int>(format)];
@@ -94,8 +94,9 @@ struct TileScales {
   const int32_t* row_bytes;  // [16]
 };
 
-// A line is 64 k of one row. Lines are read of formats with a negative zero. It is split into words of even and of odd k, which is how the bytes
-// lie in 16-bit lanes; a dot product does not care as long as both sides are split.
+// A line is 64 k of one row. Lines are read of formats with a negative zero. It is split into words
+// of even and of odd k, which is how the bytes lie in 16-bit lanes; a dot product does not care as
+// long as both sides are split.
 inline constexpr int kLineK = 64, kLineBlocks = 2;
 
 // Makes tiles from 16 x 32 codes. k_last: codes[row * stride + k]; else codes[k * stride + row].
