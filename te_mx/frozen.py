@@ -50,8 +50,9 @@ def freeze_weights(model: nn.Module, drop_master: bool = False, *, recipe: Any =
             state_dict: of a weight [out, in] ``<name>`` float8_e4m3fn [out, in] and
             ``<name>_scale`` uint8 [out, ceil(in/32)], e.g. ``weight`` and ``weight_scale``; those
             of a te_mx.GroupedLinear are stacked or apart as its parameters are. Codes of fewer than
-            8 bits are packed uint8. Such a state_dict loads into a new module. Such a module runs
-            in MXFP8 outside autocast too, and cannot be differentiated.
+            8 bits are packed uint8; fp32 scales are ``<name>_scale_inv`` float32. Such a state_dict
+            loads into a new module. Such a module runs quantized outside autocast too, and cannot
+            be differentiated.
         recipe: its format and its scale rule quantize the weights; None means the active recipe, or
             the default one.
 

@@ -48,9 +48,9 @@ def quantize(
     max |x|``; ``byte`` is the biased exponent of ``amax / max(fmt)`` rounded up to a power of two
     (rceil; nothing saturates), of ``2^floor(log2 amax) / 2^emax`` (floor, the rule of the OCP
     paper; the largest elements may saturate), or that of amax rounded to one mantissa bit first
-    (even, compressed-tensors' rule for MXFP4); ``code = round_to_nearest_even(x * 2^(127 - byte))``,
-    clamped to the largest code. A block of zeros has byte 0. A block with NaN or Inf has byte 255
-    and is NaN throughout.
+    (even, compressed-tensors' rule for MXFP4); ``code = round_to_nearest_even(x * 2^(127 -
+    byte))``, clamped to the largest code. A block of zeros has byte 0. A block with NaN or Inf has
+    byte 255 and is NaN throughout.
 
     Blockwise FP8 ("fp8_e4m3_1x128", ..) has an fp32 scale for every 128 elements, or for 128 x 128:
     ``scale = 1 / factor`` and ``code = round_to_nearest_even(x * factor)`` with ``factor =

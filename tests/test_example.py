@@ -135,8 +135,10 @@ def test_experts_are_weighted_and_kept_busy() -> None:
     assert float(grad.abs().sum()) > 0
 
 
-def test_moe_script_is_the_same_script_with_experts(tmp_path: Path) -> None:
-    command = script(tmp_path, "--steps", "2", "--threads", "1", "--only", "mxfp8")
+@pytest.mark.parametrize("recipe", ["mxfp8", "float8_block"])
+def test_moe_script_is_the_same_script_with_experts(recipe: str, tmp_path: Path) -> None:
+    options = "--steps", "2", "--threads", "1", "--only", "mxfp8", "--recipe", recipe
+    command = script(tmp_path, *options)
     command[1] = str(EXAMPLES / "train_moe.py")
     command[command.index("tiny")] = "moe-tiny"
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)

@@ -9,7 +9,9 @@ from torch import nn
 
 import te_mx
 
-RECIPES = ("mxfp8", "mxfp8-hybrid", "mxfp8-floor", "mxfp8-exact")
+RECIPES = (
+    "mxfp8", "mxfp8-hybrid", "mxfp8-floor", "mxfp8-exact", "float8_block", "deepseek_v3"
+)  # fmt: skip
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -19,10 +21,15 @@ def usual_dtype(device: str) -> str:
     return "fp32" if slow else "bf16"
 
 
-def recipe(name: str) -> "te_mx.recipe.MXFP8BlockScaling":
+def recipe(name: str) -> "te_mx.recipe.Recipe":
     """mxfp8: E4M3 throughout. -hybrid: E5M2 gradients. -floor: the OCP scale rule. -exact: products
-    of the exact values on Hopper GPUs, in bf16.
+    of the exact values on Hopper GPUs, in bf16. float8_block: one scale for 1 x 128 inputs and
+    gradients, and 128 x 128 weights. deepseek_v3: the same with scales that are no powers of two.
     """
+    if name == "float8_block":
+        return te_mx.recipe.Float8BlockScaling()
+    if name == "deepseek_v3":
+        return te_mx.recipe.DeepSeekV3()
     fmt = te_mx.recipe.Format.HYBRID if name == "mxfp8-hybrid" else te_mx.recipe.Format.E4M3
     rule = "floor" if name == "mxfp8-floor" else "rceil"
     precision = "exact" if name == "mxfp8-exact" else "adaptive"
