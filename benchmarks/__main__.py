@@ -10,6 +10,7 @@ import torch
 
 from benchmarks import (
     bench_blockwise,
+    bench_blockwise_cuda,
     bench_fused_cuda,
     bench_gemm,
     bench_gemm_cuda,
@@ -48,6 +49,7 @@ BENCHMARKS: dict[str, Callable[[Context], Iterator[Row]]] = {
 }
 CUDA_BENCHMARKS: dict[str, Callable[[GpuContext], Iterator[Row]]] = {
     "gemm_cuda": bench_gemm_cuda.gemm,
+    "blockwise_cuda": bench_blockwise_cuda.blockwise,
     "scales_cuda": bench_gemm_cuda.scales,
     "epilogue_cuda": bench_gemm_cuda.epilogue,
     "split_cuda": bench_split_cuda.split,

@@ -57,7 +57,9 @@ def _ours(quantized: list[peers_cuda.MXPair], **options: object) -> Call:
     return call
 
 
-def _bf16(plain: list[peers_cuda.Pair]) -> Call:
+def bf16(plain: list[peers_cuda.Pair]) -> Call:
+    """Products of pairs in turn by cuBLAS."""
+
     def call(i: int) -> Tensor:
         lhs, rhs = plain[i % len(plain)]
         return torch.mm(lhs, rhs.t())
@@ -78,7 +80,7 @@ def gemm(context: GpuContext) -> Iterator[Row]:
     """Gaussian operands, packed before, against cuBLAS bf16 and every FP8 peer that runs."""
     for shape, target in context.pick(GEMM, [(QUICK, Target(1.4, 1.7))]):
         plain, quantized = _operands(context, shape, ("gaussian", "gaussian"))
-        calls = {"ours": _ours(quantized), "cuBLAS bf16": _bf16(plain)}
+        calls = {"ours": _ours(quantized), "cuBLAS bf16": bf16(plain)}
         calls.update(peers_cuda.working(plain, quantized))
         # Twice through all sets: an MXTensor keeps its packed form from the second use on.
         times = interleaved(calls, context.effort, warm_up=2 * len(plain), clock=context.clock)
@@ -101,7 +103,7 @@ def scales(context: GpuContext) -> Iterator[Row]:
     for name, (lhs, rhs, precision, _) in SCALES.items():
         plain, quantized = _operands(context, shape, (lhs, rhs))
         calls[name] = _ours(quantized, precision=precision)
-        calls[f"{name} bf16"] = _bf16(plain)
+        calls[f"{name} bf16"] = bf16(plain)
         pair = quantized[0]
         kernels[name] = te_mx.explain(pair[1], pair[0], precision=precision).kernel
         sets = len(plain)

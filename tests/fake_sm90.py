@@ -10,19 +10,28 @@ from __future__ import annotations
 import ctypes
 import importlib
 
+import fake_sm90_factors
 import native_words as reference
 import torch
 from torch import Tensor
 
 from te_mx.backends import base
-from te_mx.backends.base import FLOAT_DTYPES, FORMATS, GELUS, LAYOUTS, SCALE_RULES, Epilogue
+from te_mx.backends.base import (
+    BLOCK_ROWS,
+    FLOAT_DTYPES,
+    FORMATS,
+    GELUS,
+    LAYOUTS,
+    SCALE_RULES,
+    Epilogue,
+)
 from te_mx.backends.reference import fused_math
 from te_mx.dispatch.fused import ACT_IDS, ACTIVATIONS, Activation, Norm
 from te_mx.layouts import sm90_tiles
 
 OK, SMALL_WORKSPACE = 0, 3
 OWN_SCRATCH = 192  # bytes that every GEMM asks for, so that the way to ask is used
-_NAMES = {number: name for name, number in FORMATS.items() if name not in base.BLOCK_ROWS}
+_NAMES = {number: name for name, number in FORMATS.items() if name not in BLOCK_ROWS}
 _DTYPES = {number: dtype for dtype, number in FLOAT_DTYPES.items()}
 _RULES = {number: name for name, number in SCALE_RULES.items()}
 _GELUS = {number: name for name, number in GELUS.items()}
@@ -99,6 +108,8 @@ def quantize_two(first, second) -> int:
 
 
 def quantize(args) -> int:
+    if fake_sm90_factors.is_blockwise(args.to):
+        return fake_sm90_factors.quantize(args, read_matrix(args.x), at)
     return _quantize(args.to, read_matrix(args.x))
 
 
@@ -132,6 +143,8 @@ def pack(args) -> int:
 
 
 def dequantize(args) -> int:
+    if fake_sm90_factors.is_blockwise(args.operand):
+        return fake_sm90_factors.dequantize(args, at)
     codes, scales, fmt, order, _ = read_operand(args.operand)
     dtype = _DTYPES[args.out_dtype]
     values = reference.dequantize(codes, scales, fmt, order, dtype)
@@ -161,6 +174,8 @@ def gemm(args) -> int:
     if args.workspace_bytes < OWN_SCRATCH:
         return SMALL_WORKSPACE
     at(args.workspace, (args.workspace_bytes,)).fill_(0xFF)
+    if fake_sm90_factors.is_blockwise(args.lhs):
+        return fake_sm90_factors.gemm(args, at)
     e, (m, n) = args.epilogue, (args.lhs_rows, args.rhs_rows)
     assert e.ldo == n and args.lhs_k == args.rhs_k and args.kernel == -1
     asked = Epilogue(

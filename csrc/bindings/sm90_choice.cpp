@@ -1,5 +1,7 @@
 #include "te_mx/sm90_choice.h"
 
+#include <iterator>
+
 #include "record.hpp"
 
 namespace te_mx::bindings {
@@ -20,7 +22,13 @@ void bind_sm90_choice(py::module_& m) {
     }
     return tiles;
   });
-  m.def("sm90_gemm_config", &choose_config, arg("m"), arg("n"), arg("full"), arg("sms"));
+  m.def(
+      "sm90_gemm_config",
+      [](int64_t m, int64_t n, bool full, int sms) {
+        return choose_config(kDenseTiles, static_cast<int>(std::size(kDenseTiles)), m, n, full,
+                             sms);
+      },
+      arg("m"), arg("n"), arg("full"), arg("sms"));
   m.def("sm90_gemm_parts", &choose_parts, arg("m"), arg("n"), arg("k"), arg("sms"));
   m.def("sm90_split_us", &split_us, arg("m"), arg("n"), arg("k"), arg("sms"), arg("parts"));
 }

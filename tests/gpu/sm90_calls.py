@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from te_mx.backends.base import BIAS_GRADS, LAYOUTS
+from te_mx.backends.base import BIAS_GRADS, LAYOUTS, format_fields
 from te_mx.layouts import sm90_tiles as layout
 from te_mx.layouts.sm90_tiles import PackedOperand
 
@@ -77,7 +77,7 @@ def side(operand, rows: int, k: int, fmt: str, order: str):
     """The native record of an operand to read."""
     codes, scales = map(address, operand)
     return native().Operand(
-        codes=codes, scales=scales, rows=rows, k=k, element=FORMATS[fmt], layout=LAYOUTS[order]
+        codes=codes, scales=scales, rows=rows, k=k, layout=LAYOUTS[order], **format_fields(fmt)
     )
 
 

@@ -126,13 +126,20 @@ def test_epilogues_are_exact_functions_of_the_fp32_sums(config, shape, dtype):
 
 def assert_epilogues(shape, dtype, full, **how):
     """Every epilogue of one product, made in a way that `how` names; full: with GELU too."""
+    m, n, _ = shape
+    assert_epilogues_of(runner(shape, **how), m, n, dtype, full, "parts" not in how)
+
+
+def runner(shape, **how):
     m, n, k = shape
     pa = calls.operand(calls.data(m, k, "gaussian", torch.float32, 3), "e4m3")
     pb = calls.operand(calls.data(n, k, "gaussian", torch.float32, 4) * 0.1, "e4m3")
 
-    def run(**kwargs):
-        return calls.gemm(pa, pb, shape, **how, **kwargs)
+    return lambda **kwargs: calls.gemm(pa, pb, shape, **how, **kwargs)
 
+
+def assert_epilogues_of(run, m, n, dtype, full, in_one_piece=True):
+    """The same of the D [m, n] that run() gives, in fp32 and with every epilogue."""
     base = run(out_dtype=torch.float32)
     assert torch.equal(base, run(out_dtype=torch.float32))
     for bias_dtype in (torch.bfloat16, torch.float32):
@@ -157,17 +164,22 @@ def assert_epilogues(shape, dtype, full, **how):
         got = run(out_dtype=dtype, gelu=gelu, gelu_in=x, bias_grad=bias_grad)
         close = 0.51 * calls.ulp(want, dtype) + 2e-6 * base.double().abs()
         assert ((got.double() - want).abs() <= close).all()
-        stored = "parts" not in how and bounds.summed_as_stored(got, x)
+        stored = in_one_piece and bounds.summed_as_stored(got, x)
         bounds.assert_bias_gradient(bias_grad, got, want, 2e-6 * base.double().abs(), stored)
 
 
-def test_rows_of_the_output_may_lie_apart():
-    m, n, k = 300, 264, 256
+# Rows that start where the copy engine stores, and end where it does, or inside of its 16 bytes.
+APART = ((264, 304, torch.bfloat16), (261, 304, torch.bfloat16), (137, 140, torch.float32))
+
+
+@pytest.mark.parametrize(("n", "ldo", "dtype"), APART, ids=str)
+def test_rows_of_the_output_may_lie_apart(n, ldo, dtype):
+    m, k = 300, 256
     pa, pb = (calls.operand(calls.data(r, k, "gaussian", torch.float32), "e4m3") for r in (m, n))
-    wide = torch.full((m, n + 40), 7.0, dtype=torch.bfloat16, device="cuda")
-    calls.gemm(pa, pb, (m, n, k), out=wide[:, :n])
-    assert torch.equal(wide[:, :n], calls.gemm(pa, pb, (m, n, k)))
-    assert (wide[:, n:] == 7.0).all()
+    wide = torch.full((m + 1, ldo), 7.0, dtype=dtype, device="cuda")
+    calls.gemm(pa, pb, (m, n, k), out=wide[:m, :n])
+    assert torch.equal(wide[:m, :n], calls.gemm(pa, pb, (m, n, k), out_dtype=dtype))
+    assert (wide[:, n:] == 7.0).all() and (wide[m] == 7.0).all()
 
 
 def test_two_streams_and_a_graph_give_the_same_bits():

@@ -25,9 +25,11 @@ int64_t row_sums_workspace_bytes(int64_t rows, int64_t k, bool k_first);
 Status row_sums(const RowSumsArgs& args);
 
 // ----------------------------------------------------------------------------------------------
-// GEMM Operands are tiles. aux and gelu_in do not go together. The bias gradient is that of the
-// result: rounded to 16 bits first where gelu_in has the dtype of out and both have whole 16 bytes
-// a row. The workspace is 16-byte aligned. Parts are at most one for every 128 of K.
+// GEMM Operands are tiles, both MX or both with fp32 scales: lhs in blocks of 1 x 128, rhs of 1 x
+// 128 or 128 x 128, each with configurations of its own and K in one piece. Those below are of MX.
+// aux and gelu_in do not go together. The bias gradient is that of the result: rounded to 16 bits
+// first where gelu_in has the dtype of out and both have whole 16 bytes a row. The workspace is
+// 16-byte aligned. Parts are at most one for every 128 of K.
 int64_t workspace_bytes(const GemmArgs& args);
 Status gemm(const GemmArgs& args);
 int config_count();  // execution.kernel is an index below it, or -1: the cost model chooses

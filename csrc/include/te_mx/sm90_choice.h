@@ -24,9 +24,15 @@ inline constexpr GemmTile kGemmTiles[] = {
     {"128x128", 128, 128, 1, false, 610, 0.38},
     {"64x128", 64, 128, 1, true, 425, 0.27},
     {"256x128", 256, 128, 1, false, 0, 0.0},
+    // With fp32 factors of rhs in blocks of 128 x 128 (2026-11-23), and of 1 x 128.
+    {"192x128, clusters of 2, 128x128 factors", 192, 256, 2, true, 770, 0.0},
+    {"256x128, clusters of 2, 128x128 factors", 256, 256, 2, false, 1030, 0.0},
+    {"192x128, clusters of 2, 1x128 factors", 192, 256, 2, true, 1170, 0.0},
 };
 // Tiles by the configurations of each kind of GEMM.
 inline constexpr int kDenseTiles[] = {0, 1, 2, 3};
+inline constexpr int kTileFactorTiles[] = {5, 6};
+inline constexpr int kRowFactorTiles[] = {7};
 inline constexpr int kGroupedTiles[] = {0, 4};
 inline constexpr int kSplitTiles[] = {2, 3};  // K in parts
 
@@ -35,8 +41,8 @@ inline constexpr int kMostParts = 16;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// The configuration of D[m, n], and of D that needs every epilogue.
-int choose_config(int64_t m, int64_t n, bool full, int sms);
+// The configuration of D[m, n], one of `count` tiles; `full`: of D that needs every epilogue.
+int choose_config(const int* tiles, int count, int64_t m, int64_t n, bool full, int sms);
 
 // Of groups: of rows, m in all; or of K, each with a D[m, n].
 int choose_grouped_config(int64_t m, int64_t n, int64_t groups, bool along_k, int sms);

@@ -36,6 +36,13 @@
 //               the end of a group to the end of its last tile
 //               scales uint32 [group_tiles][packed_tiles(cols)][132]
 //
+// Operands whose scales are fp32 factors, one for 1 x 128 or for 128 x 128 codes, have the same
+// codes as the plain operand, and the same places for them. Scales:
+//
+//   1 x 128    float [ceil(K/128)][tiles][128]: word r of a tile is that of its row r, 1 for rows
+//              past the end; group_rows and group_k as above with 128 words a tile
+//   128 x 128  float [ceil(K/128)][block_tiles(rows)], 1 past the end
+//
 // Weights of groups, one matrix a group, all of one size: the packed operands of all groups behind
 // each other.
 #pragma once
@@ -54,6 +61,7 @@ constexpr int64_t packed_tiles(int64_t rows) { return (rows + 2 * kTile - 1) / (
 constexpr int64_t packed_scale_words(int64_t rows, int64_t k) {
   return (k + kTile - 1) / kTile * packed_tiles(rows) * kScaleWords;
 }
+constexpr int64_t block_tiles(int64_t rows) { return ((rows + kTile - 1) / kTile + 3) / 4 * 4; }
 constexpr int64_t group_tiles(int64_t rows, int64_t groups) { return rows / kTile + groups; }
 
 }  // namespace te_mx::sm90

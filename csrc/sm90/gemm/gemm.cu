@@ -17,12 +17,48 @@ namespace {
 using Launch = Status (*)(const GemmArgs&, const Device&);
 constexpr Launch kDense[] = {launch_192x128_cluster2, launch_256x128_cluster2, launch_128x128,
                              launch_64x128};
+constexpr Launch kTileFactors[] = {launch_tile_factors_192x128_cluster2,
+                                   launch_tile_factors_256x128_cluster2};
+constexpr Launch kRowFactors[] = {launch_row_factors_192x128_cluster2};
 constexpr Launch kSplit[] = {launch_split_128x128, launch_split_64x128};
 constexpr int kConfigs = std::size(kDense);
-static_assert(kConfigs == std::size(kDenseTiles) && std::size(kSplit) == std::size(kSplitTiles));
+static_assert(kConfigs == std::size(kDenseTiles) && std::size(kSplit) == std::size(kSplitTiles) &&
+              std::size(kTileFactors) == std::size(kTileFactorTiles) &&
+              std::size(kRowFactors) == std::size(kRowFactorTiles));
 
-int choose(const GemmArgs& a, int sms) {
-  return choose_config(a.lhs.rows, a.rhs.rows, needs_full(a.epilogue), sms);
+// The configurations for the scales of the operands.
+struct Configs {
+  const Launch* launch;
+  const int* tiles;
+  int count;
+
+  bool has(int config, bool full) const {
+    return config < count && (config < 0 || !full || kGemmTiles[tiles[config]].full);
+  }
+};
+
+Configs configs_for(const GemmArgs& a) {
+  if (!is_blockwise(a.lhs.scaling)) return {kDense, kDenseTiles, kConfigs};
+  if (a.rhs.scaling.block_rows == 1)
+    return {kRowFactors, kRowFactorTiles, static_cast<int>(std::size(kRowFactors))};
+  return {kTileFactors, kTileFactorTiles, static_cast<int>(std::size(kTileFactors))};
+}
+
+int choose(const GemmArgs& a, const Configs& configs, int sms) {
+  return choose_config(configs.tiles, configs.count, a.lhs.rows, a.rhs.rows, needs_full(a.epilogue),
+                       sms);
+}
+
+// ok, or what is wrong with the operands of one product: both MX, or both with fp32 factors, lhs in
+// blocks of 1 x 128.
+Status check_operands(const GemmArgs& a) {
+  if (!is_blockwise(a.lhs.scaling) || !is_blockwise(a.rhs.scaling))
+    return check_sides(a, Layout::tiles, Layout::tiles);
+  if (!known(a.lhs.element) || !known(a.rhs.element)) return Status::bad_argument;
+  const bool takes = a.lhs.layout == Layout::tiles && a.rhs.layout == Layout::tiles &&
+                     is_fp8(a.lhs.element) && is_fp8(a.rhs.element) &&
+                     a.lhs.scaling.block_rows == 1 && a.execution.parts <= 1;
+  return takes ? Status::ok : Status::unsupported;
 }
 
 constexpr int kReducers = 16;  // threads of a column, each of which sums every sixteenth block
@@ -91,7 +127,8 @@ const char* config_name(int config) {
 }
 
 int chosen_config(const GemmArgs& a) {
-  return a.execution.kernel >= 0 ? a.execution.kernel : choose(a, current_device().sms);
+  return a.execution.kernel >= 0 ? a.execution.kernel
+                                 : choose(a, configs_for(a), current_device().sms);
 }
 
 Status check_sides(const GemmArgs& a, Layout lhs, Layout rhs) {
@@ -112,12 +149,12 @@ Status check_epilogue(const Epilogue& e, int64_t n) {
 Status gemm(const GemmArgs& a) {
   const int64_t m = a.lhs.rows, n = a.rhs.rows, k = a.lhs.k;
   const int config = a.execution.kernel, parts = a.execution.parts;
-  Status status = check_sides(a, Layout::tiles, Layout::tiles);
+  const Configs configs = configs_for(a);
+  Status status = check_operands(a);
   if (status == Status::ok) status = check_epilogue(a.epilogue, n);
   if (status != Status::ok) return status;
   if (m <= 0 || n <= 0 || k <= 0 || k != a.rhs.k || m > INT32_MAX - 256 || n > INT32_MAX - 256 ||
-      k > INT32_MAX - 256 || config >= kConfigs ||
-      (config >= 0 && needs_full(a.epilogue) && !config_full(config)) ||
+      k > INT32_MAX - 256 || !configs.has(config, needs_full(a.epilogue)) ||
       (parts > 1 && (config >= 0 || parts > (k + 127) / 128))) {
     return Status::bad_argument;
   }
@@ -129,7 +166,7 @@ Status gemm(const GemmArgs& a) {
     status = kSplit[split_config(m)](a, device);
     return status == Status::ok ? finish_split(a) : status;
   }
-  status = kDense[config >= 0 ? config : choose(a, device.sms)](a, device);
+  status = configs.launch[config >= 0 ? config : choose(a, configs, device.sms)](a, device);
   if (status != Status::ok || a.epilogue.bias_grad == nullptr) return status;
   return reduce_columns(static_cast<const float*>(a.execution.workspace), a.epilogue.bias_grad,
                         (m + 63) / 64, n, static_cast<cudaStream_t>(a.execution.stream));

@@ -3,7 +3,7 @@
 namespace te_mx::sm90 {
 
 Status launch_128x128(const GemmArgs& args, const Device& device) {
-  return launch_any<BlockShape<128, 5, 1, 2>>(Dense{args}, device);
+  return launch_any<BlockShape<128, 5, 1, 2>, PowerOfTwoScales>(Dense{args}, device);
 }
 
 }  // namespace te_mx::sm90

@@ -29,12 +29,11 @@ double kernel_us(const GemmTile& tile, int64_t m, int64_t n, int64_t k, int sms,
 }  // namespace
 
 // The steps of K of all waves that the clusters of the problem make, in cycles.
-int choose_config(int64_t m, int64_t n, bool full, int sms) {
-  int best = 0, config = 0;
+int choose_config(const int* tiles, int count, int64_t m, int64_t n, bool full, int sms) {
+  int best = 0;
   int64_t least = INT64_MAX;
-  for (const int index : kDenseTiles) {
-    const GemmTile& tile = kGemmTiles[index];
-    const int now = config++;
+  for (int now = 0; now < count; ++now) {
+    const GemmTile& tile = kGemmTiles[tiles[now]];
     if (full && !tile.full) continue;
     const int64_t blocks = ceil_div(m, tile.m) * ceil_div(n, tile.n);
     const int64_t waves = ceil_div(blocks, std::max(1, sms / tile.cluster));

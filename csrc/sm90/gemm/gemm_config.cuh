@@ -32,16 +32,17 @@ struct GemmConfig : Shape {
   using Promotion = Promotion_;
   using Shape::kFull, Shape::kLhsTiles, Shape::kM, Shape::kMath, Shape::kN, Shape::kSlots,
       Shape::kStages;
-  static constexpr int kTileBytes = Promotion::kTileBytes;
   static constexpr int kLhsBytes = Operands::template kLhsBytes<kM>;
   static constexpr int kRhsBytes = Operands::template kRhsBytes<kN>;
-  static constexpr int kScaleBytes = (kLhsTiles + 1) * kTileBytes;
+  static constexpr int kLhsScaleBytes = kLhsTiles * Promotion::kLhsTileBytes;
+  static constexpr int kScaleBytes = kLhsScaleBytes + Promotion::kRhsTileBytes;
   static constexpr int kCodeBytes = Operands::template kArrive<kM, kN>;
   static constexpr int kStageBytes = kLhsBytes + kRhsBytes + kScaleBytes;
   // Of a stage: what the promotion prepares against each lhs tile, and the modes.
-  static constexpr int kColumnBytes = kLhsTiles * Promotion::kPreparedBytes + 16;
+  static constexpr int kColumnBytes =
+      Promotion::kPrepares ? kLhsTiles * Promotion::kPreparedBytes + 16 : 0;
   // Of a stage that is ready: by those who prepare it, and by the producer for the codes.
-  static constexpr int kReady = kPrepared * kLhsTiles + 1;
+  static constexpr int kReady = (Promotion::kPrepares ? kPrepared * kLhsTiles : 0) + 1;
   static constexpr int kStaging = kSlots * kPanelBytes;  // per math warpgroup
   // Blocks of which the producer says where they lie: it is never further ahead (gemm_grouped.cuh).
   static constexpr int kWorkTiles = 8;

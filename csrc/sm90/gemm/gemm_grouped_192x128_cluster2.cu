@@ -3,7 +3,7 @@
 namespace te_mx::sm90 {
 
 Status launch_grouped_192x128_cluster2(const GroupedGemmArgs& args, const Device& device) {
-  return launch_any<BlockShape<192, 4, 2, 2>>(Grouped{args}, device);
+  return launch_any<BlockShape<192, 4, 2, 2>, PowerOfTwoScales>(Grouped{args}, device);
 }
 
 }  // namespace te_mx::sm90

@@ -3,7 +3,7 @@
 namespace te_mx::sm90 {
 
 Status launch_grouped_256x128(const GroupedGemmArgs& args, const Device& device) {
-  return launch_any<BlockShape<256, 4, 1, 1>>(Grouped{args}, device);
+  return launch_any<BlockShape<256, 4, 1, 1>, PowerOfTwoScales>(Grouped{args}, device);
 }
 
 }  // namespace te_mx::sm90

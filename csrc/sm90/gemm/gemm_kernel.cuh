@@ -84,10 +84,6 @@ struct Schedulers {
   static __device__ __forceinline__ void run_idle_warp(const Params&) {}
 };
 
-__device__ __forceinline__ const uint32_t* tile_at(const uint32_t* scales, int tile) {
-  return scales + static_cast<int64_t>(tile) * kScaleWords;
-}
-
 // For a warp, of which one lane asks. NOTE: how soon it does once a stage is free decides whether
 // the tensor cores wait. So addresses are worked out before, and the whole warp walks along: then
 // they stay in uniform registers.
@@ -96,7 +92,8 @@ __device__ __forceinline__ void produce(const Params& p, const CUtensorMap& lhs_
                                         const CUtensorMap& rhs_map, const Smem<Config>& smem,
                                         int rank) {
   using Schedule = typename Schedulers<Params>::template Producer<Config>;
-  constexpr int kTile = Config::kTileBytes;
+  using Promotion = typename Config::Promotion;
+  constexpr int kTile = Promotion::kLhsTileBytes;
   const uint32_t lhs0 = tile::smem_addr(smem.lhs(0)) +
                         (Config::kCluster == 1 ? 0 : rank) * (Config::kLhsBytes / Config::kCluster);
   const uint32_t rhs0 = tile::smem_addr(smem.rhs(0)), scales0 = tile::smem_addr(smem.scales(0)),
@@ -107,26 +104,34 @@ __device__ __forceinline__ void produce(const Params& p, const CUtensorMap& lhs_
   Schedule schedule(p, smem);
   TileSources from;
   while (schedule.next(from, smem, ring, rank)) {
-    const uint32_t* at = tile_at(p.lhs_scales, from.lhs_tile);
-    const uint32_t* rhs_at = tile_at(p.rhs_scales, from.rhs_tile);
+    const uint32_t* at = Promotion::lhs_scales(p.lhs_scales, from.lhs_tile);
+    const uint32_t* rhs_at = Promotion::rhs_scales(p.rhs_scales, from.rhs_tile);
 #pragma unroll 1
     for (; from.k_steps > 0; --from.k_steps, from.k0 += 128, ring.next()) {
       const uint32_t ready = full + Smem<Config>::kToReady;
+      const uint32_t scales_there = Promotion::kPrepares ? full : ready;
       tile::mbar_wait_asleep(full + Smem<Config>::kToEmpty, ring.phase ^ 1);
       if (leader) {
         // The scales first: they are prepared while the codes are still on their way.
-        tile::mbar_arrive_expect(full, Config::kScaleBytes);
-        if constexpr (Config::kM == 192 || (Config::kM == 256 && Schedule::kDynamic)) {
-          tile::bulk_load(scales, at, kTile, full);
-          tile::bulk_load(scales + kTile, at + from.second * kScaleWords, kTile, full);
+        if constexpr (Promotion::kPrepares) {
+          tile::mbar_arrive_expect(full, Config::kScaleBytes);
         } else {
-          tile::bulk_load(scales, at, Config::kLhsTiles * kTile, full);
+          tile::mbar_arrive_expect(ready, Config::kScaleBytes + Config::kCodeBytes);
         }
-        tile::bulk_load(scales + Config::kLhsTiles * kTile, rhs_at, kTile, full);
-        tile::mbar_arrive_expect(ready, Config::kCodeBytes);
+        if constexpr (Config::kM == 192 || (Config::kM == 256 && Schedule::kDynamic)) {
+          tile::bulk_load(scales, at, kTile, scales_there);
+          tile::bulk_load(scales + kTile, at + from.second * Promotion::kLhsTileWords, kTile,
+                          scales_there);
+        } else {
+          tile::bulk_load(scales, at, Config::kLhsTiles * kTile, scales_there);
+        }
+        tile::bulk_load(scales + Config::kLhsTiles * kTile, rhs_at, Promotion::kRhsTileBytes,
+                        scales_there);
+        if constexpr (Promotion::kPrepares) tile::mbar_arrive_expect(ready, Config::kCodeBytes);
         Config::Operands::template load<Config>(lhs, rhs, lhs_map, rhs_map, ready, from, rank);
       }
-      at += p.lhs_tiles * kScaleWords, rhs_at += p.rhs_tiles * kScaleWords;
+      at += p.lhs_tiles * Promotion::kLhsTileWords;
+      rhs_at += p.rhs_tiles * Promotion::kRhsTileWords;
       const bool last = ring.stage == Config::kStages - 1;
       lhs = last ? lhs0 : lhs + Config::kLhsBytes, rhs = last ? rhs0 : rhs + Config::kRhsBytes;
       scales = last ? scales0 : scales + Config::kScaleBytes, full = last ? barrier0 : full + 8;
@@ -154,7 +159,7 @@ __device__ __forceinline__ void prepare(const Params& p, const Smem<Config>& sme
       const uint32_t columns = tile::smem_addr(smem.columns(s));
       tile::mbar_wait(smem.full(s), ring.phase);
       Promotion::prepare(
-          words + lhs_tile * Config::kTileBytes, words + Config::kLhsTiles * Config::kTileBytes,
+          words + lhs_tile * Promotion::kLhsTileBytes, words + Config::kLhsScaleBytes,
           columns + lhs_tile * Promotion::kPreparedBytes,
           columns + Config::kLhsTiles * Promotion::kPreparedBytes + 4 * lhs_tile, lane);
       __syncwarp();
@@ -190,9 +195,10 @@ __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_
   const uint32_t lhs_desc = __shfl_sync(~0u, tile::wgmma_desc(smem.lhs(0) + row0 * 128), 0);
   const uint32_t rhs_desc = __shfl_sync(~0u, tile::wgmma_desc(smem.rhs(0)), 0);
   // Shared address in stage 0 of the scale words of the rhs tile.
-  const uint32_t rhs_words =
-      tile::smem_addr(smem.scales(0) + Config::kLhsTiles * Config::kTileBytes);
+  const uint32_t rhs_words = tile::smem_addr(smem.scales(0) + Config::kLhsScaleBytes);
   const uint32_t columns = tile::smem_addr(smem.columns(0));
+  const Turns<Config::kMath, Promotion::kPendingAtTurn> turns{math};
+  turns.begin();
   Ring<Config::kStages> ring;
   Schedule schedule(p);
   WorkTile work;
@@ -205,6 +211,7 @@ __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_
       if (work.m0 + row0 >= work.m_end) {  // no rows for this warpgroup
         for (int k = 0; k < k_steps; ++k, ring.next()) {
           tile::mbar_wait(smem.ready(ring.stage), ring.phase);
+          for (int wave = 0; wave < Config::kWaves; ++wave) turns.wait(), turns.pass();
           release<Config>(smem.empty(ring.stage), lane);
         }
         schedule.await(smem.ready(ring.stage), ring.phase);
@@ -224,7 +231,8 @@ __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_
     const int inside = Config::kM % 128 == 64 ? row0 + work.inside : row0;
     const int lhs_tile = inside / 128;
     const uint32_t lhs_words =
-        __shfl_sync(~0u, tile::smem_addr(smem.scales(0) + lhs_tile * Config::kTileBytes), 0);
+        __shfl_sync(~0u, tile::smem_addr(smem.scales(0) + lhs_tile * Promotion::kLhsTileBytes), 0);
+    const int rhs_inside = Promotion::rhs_inside(w.n0 / 128);
     float sum[Config::kWaves][64];
 #pragma unroll
     for (int wave = 0; wave < Config::kWaves; ++wave) {
@@ -240,7 +248,8 @@ __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_
       const uint32_t from = lhs_words + at.stage * Config::kScaleBytes +
                             4 * (inside % 128 + self / 32 * 16 + self % 32 / 4);
       tile::mbar_wait(smem.ready(at.stage), at.phase);
-      scales.read(prepared + Config::kLhsTiles * Promotion::kPreparedBytes + 4 * lhs_tile, from);
+      scales.read(prepared + Config::kLhsTiles * Promotion::kPreparedBytes + 4 * lhs_tile, from,
+                  rhs_words + at.stage * Config::kScaleBytes + rhs_inside);
     };
     fetch(ring);
 #pragma unroll 1
@@ -256,7 +265,7 @@ __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_
       step.take(scales);
       ring.next();
       Promotion::template run<typename Config::Operands>(
-          sum, step, [&] { release<Config>(smem.empty(s), lane); },
+          sum, step, turns, [&] { release<Config>(smem.empty(s), lane); },
           [&] {
             if (left > 1) fetch(ring);
           });
@@ -274,6 +283,7 @@ __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_
     w.phase ^= 1;
     schedule.await(smem.ready(ring.stage), ring.phase);
   }
+  turns.end();
   if (thread == 0) tile::tma_store_wait_all();
 }
 
@@ -319,7 +329,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (warp == 0) {
       produce<Config>(p, lhs_map, rhs_map, smem, rank);
     } else if (warp < 1 + Config::kLhsTiles) {
-      prepare<Config>(p, smem, warp - 1, static_cast<int>(threadIdx.x) % 32);
+      if constexpr (Config::Promotion::kPrepares)
+        prepare<Config>(p, smem, warp - 1, static_cast<int>(threadIdx.x) % 32);
     } else if (warp == 3) {
       if constexpr (kEpilogue != EpilogueKind::plain) {
         using Schedule = typename Schedulers<Params>::template Follower<Config>;

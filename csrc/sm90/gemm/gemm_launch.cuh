@@ -32,9 +32,12 @@ inline CUtensorMapDataType map_type(DType dtype) {
 inline int width_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
 // -----------------------------------------------------------------------------------------
-// epilogue What the copy engine cannot store, and what it cannot add.
-inline bool stored_by_element(const Epilogue& e) {
-  return e.ldo * width_of(e.out_dtype) % 16 != 0 || reinterpret_cast<uintptr_t>(e.out) % 16 != 0;
+// epilogue What the copy engine cannot store, and what it cannot add. NOTE: it writes 16 bytes at
+// once, so where a row of D ends inside of them, what lies behind it would change.
+inline bool stored_by_element(const Epilogue& e, int64_t n) {
+  const int width = width_of(e.out_dtype);
+  return e.ldo * width % 16 != 0 || reinterpret_cast<uintptr_t>(e.out) % 16 != 0 ||
+         (e.ldo != n && n * width % 16 != 0);
 }
 inline bool added_by_element(const Epilogue& e) {
   return e.accumulate && e.out_dtype != DType::f32;
@@ -50,7 +53,7 @@ inline const void* side_data(const Epilogue& e) { return e.gelu_in != nullptr ? 
 inline SideTensor side_tensor(const Epilogue& e, int64_t n) {
   const bool backward = e.gelu_in != nullptr;
   if (side_data(e) == nullptr || e.out_dtype == DType::f32 ||
-      e.out_dtype != (backward ? e.gelu_in_dtype : e.aux_dtype) || stored_by_element(e) ||
+      e.out_dtype != (backward ? e.gelu_in_dtype : e.aux_dtype) || stored_by_element(e, n) ||
       added_by_element(e) || n % 8 != 0 || reinterpret_cast<uintptr_t>(side_data(e)) % 16 != 0 ||
       (backward ? e.bias : e.bias_grad) != nullptr) {
     return SideTensor::none;
@@ -69,7 +72,7 @@ inline EpilogueParams epilogue_params(const Epilogue& e, int64_t m, int64_t n, v
   p.bias_grad = e.bias_grad == nullptr ? nullptr : static_cast<float*>(partial);
   p.accumulate = e.accumulate;
   p.bias_words = bias_by_words(e, n);
-  p.direct = stored_by_element(e);
+  p.direct = stored_by_element(e, n);
   p.by_element = p.direct || added_by_element(e);
   p.side = side_tensor(e, n);
   p.m = static_cast<int>(m), p.n = static_cast<int>(n);
@@ -129,7 +132,8 @@ Status launch(const Kind& kind, const Device& device) {
   Params p{};
   p.lhs_scales = static_cast<const uint32_t*>(a.lhs.scales);
   p.rhs_scales = static_cast<const uint32_t*>(a.rhs.scales);
-  p.lhs_tiles = static_cast<int>(packed_tiles(m)), p.rhs_tiles = static_cast<int>(packed_tiles(n));
+  p.lhs_tiles = static_cast<int>(packed_tiles(m));
+  p.rhs_tiles = static_cast<int>(Config::Promotion::rhs_tiles(n));
   p.k_steps = static_cast<int>((a.lhs.k + 127) / 128);
   p.m_blocks = static_cast<int>((m + Config::kM - 1) / Config::kM);
   p.n_blocks = static_cast<int>((n + kN - 1) / kN);
@@ -142,12 +146,12 @@ Status launch(const Kind& kind, const Device& device) {
 }
 
 // The four pairs of elements and the epilogues of one shape of blocks.
-template <class Shape, class Kind>
+template <class Shape, class Promotion, class Kind>
 Status launch_any(const Kind& kind, const Device& device) {
   using tile::Fp8;
   const GemmArgs& a = kind.gemm();
   const auto go = [&]<Fp8 kLhs, Fp8 kRhs>() {
-    using Config = GemmConfig<Shape, ByteOperands<kLhs, kRhs>, PowerOfTwoScales>;
+    using Config = GemmConfig<Shape, ByteOperands<kLhs, kRhs>, Promotion>;
     if constexpr (Kind::kEveryEpilogue && Config::kFull) {
       if (side_tensor(a.epilogue, a.rhs.rows) == SideTensor::gelu_in)
         return launch<Config, EpilogueKind::backward>(kind, device);

@@ -42,7 +42,7 @@ inline int group_size(int clusters, int bm, int bn) {
   return best;
 }
 
-// ok, or what is wrong with operands that should have these layouts, and with an epilogue.
+// ok, or what is wrong with MX operands that should have these layouts, and with an epilogue.
 Status check_sides(const GemmArgs& a, Layout lhs, Layout rhs);
 Status check_epilogue(const Epilogue& e, int64_t n);
 
@@ -52,6 +52,11 @@ Status launch_192x128_cluster2(const GemmArgs& args, const Device& device);
 Status launch_256x128_cluster2(const GemmArgs& args, const Device& device);
 Status launch_128x128(const GemmArgs& args, const Device& device);
 Status launch_64x128(const GemmArgs& args, const Device& device);
+
+// The same of operands with fp32 factors, in the order of kTileFactorTiles and kRowFactorTiles.
+Status launch_tile_factors_192x128_cluster2(const GemmArgs& args, const Device& device);
+Status launch_tile_factors_256x128_cluster2(const GemmArgs& args, const Device& device);
+Status launch_row_factors_192x128_cluster2(const GemmArgs& args, const Device& device);
 
 Status launch_grouped_192x128_cluster2(const GroupedGemmArgs& args, const Device& device);
 Status launch_grouped_256x128(const GroupedGemmArgs& args, const Device& device);

@@ -36,7 +36,7 @@ struct ScalesAhead {
   uint32_t decided, rows[2 * kWaves];
 
   // From the shared addresses of what was decided, and of the word of this thread's first row.
-  __device__ __forceinline__ void read(uint32_t decided_at, uint32_t words) {
+  __device__ __forceinline__ void read(uint32_t decided_at, uint32_t words, uint32_t) {
     decided = tile::ld_shared_u32(decided_at);
 #pragma unroll
     for (int i = 0; i < 2 * kWaves; ++i)
@@ -60,6 +60,34 @@ struct Step {
     factor = __uint_as_float(ahead.decided & ~kModeBits);
 #pragma unroll
     for (int i = 0; i < 2 * kWaves; ++i) rows[i] = ahead.rows[i];
+  }
+};
+
+// Math warpgroups that take turns at the tensor cores: without, they run in lock-step, and promote
+// at the same time. A turn is over when at most kPending of its four products are unfinished, so
+// that the next one's start while the last ones run.
+inline constexpr int kNoTurns = -1;
+template <int kMath, int kPending>
+struct Turns {
+  static constexpr bool kTaken = kPending != kNoTurns && kMath > 1;
+  static constexpr int kFirstBarrier = 4;  // behind those of the epilogue
+  static_assert(kPending >= kNoTurns && kPending <= 4);
+  static constexpr int kLeft = kPending;
+  int math;
+
+  __device__ __forceinline__ void wait() const {
+    if constexpr (kTaken) tile::named_barrier(kFirstBarrier + math, 256);
+  }
+  __device__ __forceinline__ void pass() const {
+    if constexpr (kTaken)
+      tile::named_arrive(kFirstBarrier + (math == kMath - 1 ? 0 : math + 1), 256);
+  }
+  // The last one gives the first turn, and the first one takes what is left.
+  __device__ __forceinline__ void begin() const {
+    if (math == kMath - 1) pass();
+  }
+  __device__ __forceinline__ void end() const {
+    if (math == 0) wait();
   }
 };
 
@@ -332,17 +360,33 @@ __device__ __forceinline__ void prepare_step(uint32_t lhs_words, uint32_t rhs_wo
 // row.
 //
 // A policy says
-//   kTileBytes            scales of a tile of 128 x 128 of an operand, as they arrive with its
-//   codes prepare(..)           what a warp makes of the scales of a stage, kPreparedBytes for each
-//   lhs tile,
-//                         and what it decides, a word behind them
+//   kLhsTileWords, kRhsTileWords  scales of a tile of 128 x 128 of an operand in memory,
+//   kLhsTileBytes, kRhsTileBytes  and what arrives of them with its codes
+//   lhs_scales(..), rhs_scales(..), rhs_inside(..)
+//                         where they lie: what is copied, and where the tile's own are inside it
+//   rhs_tiles(..)         of rhs in one step of K; lhs has packed_tiles()
+//   kPrepares, prepare(..)  whether a warp makes something of the scales of a stage, kPreparedBytes
+//                         for each lhs tile, and what it decides, a word behind them
+//   kPendingAtTurn        how math warpgroups take turns (Turns)
 //   Ahead, Step, run<..>  what a math warpgroup reads before a step, knows of it, and does
 //
-// Factors of fp32 (blocks of 1 x 128 or 128 x 128) would be another one: tiles of 128 factors or of
-// one, the modes `tile` and `both` with columns in fp32, and nothing to decide.
+// The one for scales of fp32 is in gemm_factors.cuh.
 struct PowerOfTwoScales {
-  static constexpr int kTileBytes = static_cast<int>(kScaleWords * 4);
+  static constexpr int kLhsTileWords = static_cast<int>(kScaleWords);
+  static constexpr int kRhsTileWords = kLhsTileWords;
+  static constexpr int kLhsTileBytes = kLhsTileWords * 4, kRhsTileBytes = kLhsTileBytes;
+  static constexpr bool kPrepares = true;
   static constexpr int kPreparedBytes = 4 * 128 * 2;
+  static constexpr int kPendingAtTurn = kNoTurns;
+
+  static __device__ __forceinline__ const uint32_t* lhs_scales(const uint32_t* all, int tile) {
+    return all + static_cast<int64_t>(tile) * kLhsTileWords;
+  }
+  static __device__ __forceinline__ const uint32_t* rhs_scales(const uint32_t* all, int tile) {
+    return lhs_scales(all, tile);
+  }
+  static __device__ __forceinline__ constexpr int rhs_inside(int) { return 0; }
+  static int64_t rhs_tiles(int64_t rows) { return packed_tiles(rows); }
 
   template <int kWaves>
   using Ahead = ScalesAhead<kWaves>;
@@ -354,9 +398,10 @@ struct PowerOfTwoScales {
     prepare_step(lhs_words, rhs_words, columns, decided_at, lane);
   }
 
-  template <class Operands, int kWaves, class Release, class Fetch>
+  template <class Operands, int kWaves, class Turns, class Release, class Fetch>
   static __device__ __forceinline__ void run(float (&sum)[kWaves][64], const Step<kWaves>& step,
-                                             const Release& release, const Fetch& fetch) {
+                                             const Turns&, const Release& release,
+                                             const Fetch& fetch) {
     run_step<Operands>(sum, step, release, fetch);
   }
 };

@@ -149,6 +149,7 @@ void launch_any(const DequantizeTask& a) {
 }  // namespace
 
 Status dequantize(const DequantizeArgs& args) {
+  if (is_blockwise(args.operand.scaling)) return dequantize_factors(args);
   const Status status = check_plain(args.operand);
   if (status != Status::ok) return status;
   if (!known(args.out_dtype)) return Status::bad_argument;

@@ -38,6 +38,9 @@ struct RowSumsTask {
   void* stream;
 };
 
+// That of operands with fp32 scales.
+Status dequantize_factors(const DequantizeArgs& args);
+
 // ok, or what is wrong with a plain operand.
 inline Status check_plain(const Operand& o) {
   if (o.layout != Layout::k_last && o.layout != Layout::k_first) return Status::unsupported;

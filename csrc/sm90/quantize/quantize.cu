@@ -1,4 +1,6 @@
 // Entry points of quantize: one matrix, and two at a time; host code shared with other quantizers.
+#include <cfloat>
+
 #include "quantize/quantize_launch.cuh"
 
 namespace te_mx::sm90 {
@@ -79,6 +81,16 @@ Status quantize_params(const QuantizeTask& a, int64_t row_tiles, int64_t k, Quan
 
 namespace {
 
+// ok, or what is wrong with the scales that are asked for.
+Status check_scales(const QuantizeOut& to) {
+  if (!is_blockwise(to.scaling)) return check_format(to.element, to.scaling, to.rule);
+  if (!known(to.element) || !known(to.rule) || !(to.amax_epsilon >= 0.0f) ||
+      to.amax_epsilon > FLT_MAX) {
+    return Status::bad_argument;
+  }
+  return is_fp8(to.element) && is_f32_rule(to.rule) ? Status::ok : Status::unsupported;
+}
+
 Status launch(const QuantizeTask& a, Start start) {
   if (a.rows == 0 || a.cols == 0) return Status::ok;
   QuantizeParams p;
@@ -97,7 +109,7 @@ Status launch(const QuantizeTask& a, Start start) {
 
 Status make_task(QuantizeTask& task, const Matrix& x, const QuantizeOut& to, void* stream,
                  Layout row_tiles, Layout col_tiles) {
-  const Status status = check_format(to.element, to.scaling, to.rule);
+  const Status status = check_scales(to);
   if (status != Status::ok) return status;
   if (!known(x.dtype) || !known(to.col_sum_dtype) || x.rows < 0 || x.cols < 0)
     return Status::bad_argument;
@@ -129,10 +141,13 @@ Status make_task(QuantizeTask& task, const Matrix& x, const QuantizeOut& to, voi
 Status quantize(const QuantizeArgs& args) {
   QuantizeTask task;
   const Status status = make_task(task, args.x, args.to, args.execution.stream);
-  return status == Status::ok ? launch(task, Start::early) : status;
+  if (status != Status::ok) return status;
+  return is_blockwise(args.to.scaling) ? quantize_factors(task, args.to)
+                                       : launch(task, Start::early);
 }
 
 Status quantize_two(const QuantizeArgs& first, const QuantizeArgs& second) {
+  if (is_blockwise(first.to.scaling) || is_blockwise(second.to.scaling)) return Status::unsupported;
   if (first.to.col_sum != nullptr || first.execution.stream != second.execution.stream)
     return Status::bad_argument;
   if (first.x.rows == 0 || first.x.cols == 0) return quantize(second);

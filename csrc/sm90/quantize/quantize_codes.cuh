@@ -107,12 +107,13 @@ __device__ __forceinline__ void write_rows(const CodesOut& out, const Tile& t, c
 }
 
 // Transposes 8 x 8 codes, w[k] of row k, into the columns' place in shared memory.
-__device__ __forceinline__ void stage_cols(QuantizeSmem& s, uint2 (&w)[8], const Place& at) {
+__device__ __forceinline__ void stage_cols(uint8_t (&codes)[128][128], uint2 (&w)[8],
+                                           const Place& at) {
   tile::transpose_bytes(w[0].x, w[1].x, w[2].x, w[3].x);
   tile::transpose_bytes(w[4].x, w[5].x, w[6].x, w[7].x);
   tile::transpose_bytes(w[0].y, w[1].y, w[2].y, w[3].y);
   tile::transpose_bytes(w[4].y, w[5].y, w[6].y, w[7].y);
-  uint8_t* const to = &s.codes[at.c][16 * (at.r / 16 ^ at.c / 8 % 8) + at.r % 16];
+  uint8_t* const to = &codes[at.c][16 * (at.r / 16 ^ at.c / 8 % 8) + at.r % 16];
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     *reinterpret_cast<uint2*>(to + 128 * j) = make_uint2(w[j].x, w[4 + j].x);
@@ -123,12 +124,12 @@ __device__ __forceinline__ void stage_cols(QuantizeSmem& s, uint2 (&w)[8], const
 // Writes the staged codes; their rows are the columns of the tile. Without kPlain always in
 // vectors.
 template <bool kPlain>
-__device__ __forceinline__ void write_cols(const QuantizeSmem& s, const CodesOut& out,
+__device__ __forceinline__ void write_cols(const uint8_t (&codes)[128][128], const CodesOut& out,
                                            const Tile& t) {
   const int chunk = threadIdx.x % 8, c = threadIdx.x / 8;
   const int width = (t.last_row ? out.last_width : 128) - 16 * chunk;
   const int count = width > 0 ? t.cols - c : 0;
-  const uint8_t* const from = &s.codes[c][0];
+  const uint8_t* const from = &codes[c][0];
   uint8_t* to = out.codes + (t.c0() + c) * out.ld + t.k0() + 16 * chunk;
   const auto place = [&](int i) { return from + 128 * i + 16 * (chunk ^ (c + i) / 8 % 8); };
   if (!kPlain || out.vectors) {

@@ -11,13 +11,15 @@ namespace {
 
 // Tiles of 128 rows that begin anew with every group.
 struct TokenTiles {
-  using Outputs = const QuantizeParams&;
+  template <class Params>
+  using Outputs = const Params&;
   GroupTable table;
 
   __device__ __forceinline__ const void* x(const QuantizeParams& p, const Tile&) const {
     return p.a.x;
   }
-  __device__ __forceinline__ Outputs outputs(const QuantizeParams& p, const Tile&) const {
+  template <class Params>
+  __device__ __forceinline__ const Params& outputs(const Params& p, const Tile&) const {
     return p;
   }
   __device__ __forceinline__ bool find(Tile& t, const QuantizeParams& p) const {
@@ -32,7 +34,8 @@ struct TokenTiles {
 
 // Matrices of one size, each with a pointer of its own.
 struct Stack {
-  using Outputs = QuantizeParams;
+  template <class Params>
+  using Outputs = Params;
   static constexpr int kMost = 256;  // of one launch
   // From matrix to matrix; words of packed, bytes of plain scales.
   int64_t row_codes, row_scales, col_codes, col_scales;
@@ -42,8 +45,9 @@ struct Stack {
   __device__ __forceinline__ const void* x(const QuantizeParams&, const Tile& t) const {
     return xs[t.matrix];
   }
-  __device__ __forceinline__ Outputs outputs(const QuantizeParams& all, const Tile& t) const {
-    QuantizeParams p = all;
+  template <class Params>
+  __device__ __forceinline__ Params outputs(const Params& all, const Tile& t) const {
+    Params p = all;
     const int64_t i = first + t.matrix;
     p.row.codes += i * row_codes, p.col.codes += i * col_codes;
     p.a.row_packed.scales += i * row_scales, p.a.col_packed.scales += i * col_scales;

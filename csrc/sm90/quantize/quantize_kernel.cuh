@@ -109,7 +109,7 @@ __device__ __forceinline__ void quantize_patch(const QuantizeParams& p, Quantize
   if (p.row.enabled) scan_rows<T, kFmt>(s, x, at, a.rule);
   if (p.col.enabled) scan_cols<T, kFmt>(s, x, at, a.rule);
   const bool sums = kSums && a.col_sum != nullptr;
-  if (sums) sum_cols<T>(s, x, at);
+  if (sums) sum_cols<T>(s.sums, x, at);
   __syncthreads();
 
   const int r = threadIdx.x % 128;
@@ -178,19 +178,21 @@ __device__ __forceinline__ void quantize_patch(const QuantizeParams& p, Quantize
     write_rows<true>(p.col, t, at, [&](int k) { return cols[k]; });
     return;
   }
-  stage_cols(s, cols, at);
+  stage_cols(s.codes, cols, at);
   __syncthreads();
-  write_cols<kPlain>(s, p.col, t);
+  write_cols<kPlain>(s.codes, p.col, t);
 }
 
 // The tiles of one matrix.
 struct OneMatrix {
-  using Outputs = const QuantizeParams&;
+  template <class Params>
+  using Outputs = const Params&;
 
   __device__ __forceinline__ const void* x(const QuantizeParams& p, const Tile&) const {
     return p.a.x;
   }
-  __device__ __forceinline__ Outputs outputs(const QuantizeParams& p, const Tile&) const {
+  template <class Params>
+  __device__ __forceinline__ const Params& outputs(const Params& p, const Tile&) const {
     return p;
   }
   // False for a CTA without a tile.
@@ -204,7 +206,7 @@ __device__ __forceinline__ void quantize_tile(const QuantizeParams& all, const W
                                               QuantizeSmem& s) {
   Tile t;
   if (!where.find(t, all)) return;
-  typename Where::Outputs p = where.outputs(all, t);
+  typename Where::template Outputs<QuantizeParams> p = where.outputs(all, t);
   const Place at;
   typename Input<T>::Word x[8][4];
   load_patch<T>(

@@ -192,7 +192,8 @@ __device__ __forceinline__ float2 fold_sums(const float2 (&sum)[4], const Place&
 
 // Sums of the columns over the warp's 32 rows.
 template <class T>
-__device__ __forceinline__ void sum_cols(QuantizeSmem& s, const typename Input<T>::Word (&x)[8][4],
+__device__ __forceinline__ void sum_cols(float (&sums)[4][128],
+                                         const typename Input<T>::Word (&x)[8][4],
                                          const Place& at) {
   float2 sum[4];
 #pragma unroll
@@ -204,7 +205,7 @@ __device__ __forceinline__ void sum_cols(QuantizeSmem& s, const typename Input<T
       sum[j].x += v.x, sum[j].y += v.y;
     }
   }
-  *reinterpret_cast<float2*>(&s.sums[at.band][at.folded_col()]) = fold_sums(sum, at);
+  *reinterpret_cast<float2*>(&sums[at.band][at.folded_col()]) = fold_sums(sum, at);
 }
 
 }  // namespace te_mx::sm90

@@ -26,6 +26,7 @@ from te_mx.backends.base import (
     Operand,
     Quantize,
     QuantizedParts,
+    format_fields,
     pointer,
 )
 from te_mx.layouts import sm90_tiles as sm90_layout
@@ -204,7 +205,9 @@ def dequantize(
     args = _native.DequantizeArgs()
     args.codes, args.scales = codes.data_ptr(), scales.data_ptr()
     args.rows, args.k = (cols, rows) if k_first else (rows, cols)
-    args.layout, args.element = LAYOUTS[order], FORMATS[fmt]
+    args.layout = LAYOUTS[order]
+    for name, value in format_fields(fmt).items():
+        setattr(args, name, value)
     args.out, args.out_dtype = out.data_ptr(), FLOAT_DTYPES[dtype]
     set_execution(args, codes.device.index)
     status = _native.dequantize(args)
@@ -220,7 +223,7 @@ def plain_operand(operand: Operand) -> Any:
         rows, k = k, rows
     return _native.Operand(
         codes=codes.data_ptr(), scales=scales.data_ptr(), rows=rows, k=k,
-        element=FORMATS[fmt], layout=LAYOUTS[order],
+        layout=LAYOUTS[order], **format_fields(fmt),
     )  # fmt: skip
 
 

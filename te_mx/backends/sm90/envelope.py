@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from te_mx.backends.native import unknown
+from te_mx.backends.native import FORMATS, unknown
 from te_mx.backends.sm90 import binding
 from te_mx.dispatch.problem import MOST, Problem
 
 COUNTED = ("gemm", "gemm_rows", "gemm_k", "linear")  # ops whose kernels count sizes in 32 bits
 
 
-def why_not(problem: Problem, *layouts: str) -> str | None:
+def why_not(problem: Problem, *layouts: str, formats: tuple[str, ...] = FORMATS) -> str | None:
     """Why no kernel of this backend runs the problem on operands in these layouts (names up to a
-    colon); None when one may."""
+    colon) and formats; None when one may."""
     place = problem.place
     if place.device != "cuda":
         return f"runs on CUDA, the operands are on {place.device}"
     reason = binding.problem(place.index)
     if reason is not None:
         return reason
-    reason = unknown(problem, layouts)
+    reason = unknown(problem, layouts, formats)
     if reason is not None:
         return reason
     if problem.empty:

@@ -19,7 +19,7 @@ from te_mx.runtime import workspace
 ADAPTIVE, EXACT = "sm90_adaptive", "sm90_exact"
 
 
-class _Scratch:
+class Scratches:
     """Workspaces of one call, given back when it is enqueued."""
 
     def __init__(self, device: torch.device) -> None:
@@ -35,22 +35,24 @@ class _Scratch:
             workspace.release(buffer, nbytes)
 
 
-class _Hopper(Kernel):
+class Scratched(Kernel):
+    """A GEMM that takes its workspaces as it goes, and gives them back when it is enqueued."""
+
     op = "gemm"
 
     def run(self, p: Product) -> Ran | None:
-        scratch = _Scratch(p.out.device)
+        scratch = Scratches(p.out.device)
         made = self.multiply(p, scratch)
         scratch.release()
         if made is not None and not p.out.is_inference():
             torch.autograd.graph.increment_version(p.out)
         return made
 
-    def multiply(self, p: Product, scratch: _Scratch) -> Ran | None:
+    def multiply(self, p: Product, scratch: Scratches) -> Ran | None:
         raise NotImplementedError
 
 
-class Adaptive(_Hopper):
+class Adaptive(Scratched):
     """FP8 tensor cores; scales of tiles of 128 x 128 are aligned."""
 
     name, rank = ADAPTIVE, 0
@@ -85,7 +87,7 @@ class Adaptive(_Hopper):
             self.parts(problem) if problem.split_k else 1,
         ).run  # fmt: skip
 
-    def multiply(self, p: Product, scratch: _Scratch) -> Ran | None:
+    def multiply(self, p: Product, scratch: Scratches) -> Ran | None:
         lhs, rhs = native_operand(p.lhs), native_operand(p.rhs)
         parts = 1
         if p.mode.split_k:
@@ -100,7 +102,7 @@ class Adaptive(_Hopper):
         return Ran(self.name, bias_grad)
 
 
-class Exact(_Hopper):
+class Exact(Scratched):
     """Codes times scales as bf16, cuBLAS."""
 
     name, rank = EXACT, 1
@@ -114,7 +116,7 @@ class Exact(_Hopper):
     def wants(self, problem: Problem) -> Wants:
         return Wants("rows", "rows")
 
-    def multiply(self, p: Product, scratch: _Scratch) -> Ran | None:
+    def multiply(self, p: Product, scratch: Scratches) -> Ran | None:
         lhs, rhs = native_operand(p.lhs), native_operand(p.rhs)
         return Ran(self.name, binding_exact.gemm(rhs, lhs, p.epilogue, p.out, p.aux, scratch))
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from te_mx.backends.base import PLAIN, QuantizedParts
 from te_mx.backends.base import Quantize as NativeQuantize
-from te_mx.backends.native import native_operand, one_read, words_of
+from te_mx.backends.native import FORMATS, native_operand, one_read, words_of
 from te_mx.backends.sm90 import binding
 from te_mx.backends.sm90.envelope import why_not
 from te_mx.dispatch.calls import FLOAT_DTYPES, Quantize
@@ -62,9 +62,10 @@ class HopperQuantize(Kernel):
 
 class HopperDequantize(Kernel):
     op, name = "dequantize", "sm90"
+    formats = FORMATS
 
     def accepts(self, problem: Problem) -> str | None:
-        reason = why_not(problem, "rows", "cols")
+        reason = why_not(problem, "rows", "cols", formats=self.formats)
         if reason is None and problem.dtype not in FLOAT_DTYPES:
             reason = f"gives float32, bfloat16 and float16, not {problem.dtype}"
         return reason

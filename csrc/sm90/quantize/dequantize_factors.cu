@@ -1,0 +1,113 @@
+// Dequantizes plain codes with one fp32 scale for 1 x 128 or 128 x 128 of them: code * scale.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "common/device.h"
+#include "mxtile/sm90/fp8.cuh"
+#include "quantize/plain_tasks.h"
+
+namespace te_mx::sm90 {
+
+namespace {
+
+namespace tile = mxtile::sm90;
+
+inline constexpr int kThreads = 256;
+inline constexpr int64_t kMostBlocks = 132 * 64;
+
+// A matrix [rows, cols] as it lies. Element (r, c) has scale (r >> row_bits, c >> col_bits).
+struct Params {
+  const uint8_t* codes;
+  const float* scales;
+  void* out;
+  int64_t rows, cols, scale_ld;
+  int row_bits, col_bits;
+};
+
+// A thread takes kCount codes of a row at a time: 8, which start where 8 bytes do, or 1.
+template <tile::Fp8 kFmt, class T, int kCount>
+__global__ void __launch_bounds__(kThreads)
+    dequantize_factors_kernel(const __grid_constant__ Params p) {
+  const int64_t pieces = p.cols / kCount, total = p.rows * pieces,
+                step = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < total;
+       i += step) {
+    const int64_t row = i / pieces, col = (i - row * pieces) * kCount;
+    const float* const scales = p.scales + (row >> p.row_bits) * p.scale_ld;
+    alignas(8) uint8_t codes[kCount];
+    alignas(16) T out[kCount];
+    if constexpr (kCount == 8) {
+      *reinterpret_cast<uint2*>(codes) =
+          __ldg(reinterpret_cast<const uint2*>(p.codes + row * p.cols + col));
+    } else {
+      codes[0] = p.codes[row * p.cols + col];
+    }
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      const float v = __low2float(tile::fp8x2_to_half2<kFmt>(codes[j]));
+      out[j] = static_cast<T>(v * __ldg(scales + ((col + j) >> p.col_bits)));
+    }
+    T* const to = static_cast<T*>(p.out) + row * p.cols + col;
+    if constexpr (kCount == 8) {
+#pragma unroll
+      for (int j = 0; j < static_cast<int>(sizeof(T)) / 2; ++j)
+        reinterpret_cast<uint4*>(to)[j] = reinterpret_cast<const uint4*>(out)[j];
+    } else {
+      to[0] = out[0];
+    }
+  }
+}
+
+template <tile::Fp8 kFmt, class T>
+void launch(const Params& p, cudaStream_t stream) {
+  const auto aligned = [](const void* at, uintptr_t bytes) {
+    return reinterpret_cast<uintptr_t>(at) % bytes == 0;
+  };
+  const bool vectors = p.cols % 8 == 0 && aligned(p.codes, 8) && aligned(p.out, 16);
+  const int64_t total = p.rows * p.cols / (vectors ? 8 : 1),
+                blocks = (total + kThreads - 1) / kThreads;
+  const auto grid = static_cast<unsigned>(blocks < kMostBlocks ? blocks : kMostBlocks);
+  if (vectors) {
+    dequantize_factors_kernel<kFmt, T, 8><<<grid, kThreads, 0, stream>>>(p);
+  } else {
+    dequantize_factors_kernel<kFmt, T, 1><<<grid, kThreads, 0, stream>>>(p);
+  }
+}
+
+template <tile::Fp8 kFmt>
+void launch_any(const Params& p, DType dtype, cudaStream_t stream) {
+  if (dtype == DType::bf16) {
+    launch<kFmt, __nv_bfloat16>(p, stream);
+  } else if (dtype == DType::f16) {
+    launch<kFmt, __half>(p, stream);
+  } else {
+    launch<kFmt, float>(p, stream);
+  }
+}
+
+}  // namespace
+
+Status dequantize_factors(const DequantizeArgs& args) {
+  const Operand& o = args.operand;
+  if (!known(o.element) || !known(args.out_dtype) || o.rows < 0 || o.k < 0)
+    return Status::bad_argument;
+  if (!is_fp8(o.element) || !is_blockwise(o.scaling)) return Status::unsupported;
+  const bool down = o.layout == Layout::k_first;
+  if (!down && o.layout != Layout::k_last) return Status::unsupported;
+  if (o.rows == 0 || o.k == 0) return Status::ok;
+  const int row_bits = o.scaling.block_rows == 1 ? 0 : 7;
+  Params p{};
+  p.codes = o.codes, p.scales = static_cast<const float*>(o.scales), p.out = args.out;
+  p.rows = down ? o.k : o.rows, p.cols = down ? o.rows : o.k;
+  p.row_bits = down ? 7 : row_bits, p.col_bits = down ? row_bits : 7;
+  p.scale_ld = (p.cols + (1ll << p.col_bits) - 1) >> p.col_bits;
+  const auto stream = static_cast<cudaStream_t>(args.execution.stream);
+  o.element == Element::e4m3 ? launch_any<tile::Fp8::e4m3>(p, args.out_dtype, stream)
+                             : launch_any<tile::Fp8::e5m2>(p, args.out_dtype, stream);
+  return started(cudaGetLastError());
+}
+
+}  // namespace te_mx::sm90
