@@ -4,21 +4,31 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from te_mx import formats as formats_of
 from te_mx.backends.base import BLOCK_ROWS, PLAIN, SCALE_RULES, QuantizedParts
 from te_mx.backends.base import Operand as NativeOperand
 from te_mx.backends.base import StackedOperand as NativeStack
 from te_mx.dispatch.fused import Target
 from te_mx.dispatch.problem import Problem
-from te_mx.formats.scaling import split_rule
+from te_mx.formats.scaling import Scaling, split_rule
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized, Stack
 
-_ORDERS = {"rows": "k_last", "cols": "k_first", "grouped_cols": "k_first"}
+_ORDERS = {
+    "rows": "k_last",
+    "cols": "k_first",
+    "grouped_cols": "k_first",
+}
 _SHORT = {"mxfp8_e4m3": "e4m3", "mxfp8_e5m2": "e5m2"}
 FORMATS = tuple(_SHORT)  # that native code knows
 BLOCKWISE = tuple(f"fp8_{word}" for word in BLOCK_ROWS)  # with fp32 scales, for kernels that say so
 _SHORT |= dict(zip(BLOCKWISE, BLOCK_ROWS, strict=True))
 _known = {"": ("e4m3", "k_last")}
+_ANY_RULE = "rceil"  # stands in problems that quantize nothing
+
+
+def _scaling(name: str) -> Scaling:
+    return formats_of.get(name).scaling
 
 
 def unknown(
@@ -26,8 +36,10 @@ def unknown(
 ) -> str | None:
     """Why native code that reads these layouts (names up to a colon) and formats does not run a
     problem: the scale rule, a format or a layout; None when it knows them all."""
-    if split_rule(problem.rule)[0] not in SCALE_RULES:
-        return f"knows the scale rules {', '.join(SCALE_RULES)}, not {problem.rule}"
+    rules = [one for one in SCALE_RULES if any(_scaling(name).knows(one) for name in formats)]
+    rule = split_rule(problem.rule)[0]
+    if rule != _ANY_RULE and rule not in rules:
+        return f"knows the scale rules {', '.join(rules)}, not {problem.rule}"
     for spec in (problem.lhs, problem.rhs):
         if spec:
             fmt, layout = spec_of(spec)
