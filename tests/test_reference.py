@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from te_mx import formats
-from te_mx.backends.base import FORMATS, Epilogue, Operand
+from te_mx.backends.base import Epilogue, Operand
 
 # (fmt, amax, scale byte): byte-exact cases of the rceil rule that Transformer Engine and torchao
 # agree on.
@@ -130,7 +130,7 @@ def test_torchao_agrees():
     modes = {"rceil": config.ScaleCalculationMode.RCEIL, "floor": config.ScaleCalculationMode.FLOOR}
     for kind in ("normal", "outliers", "row_scales", "block_scales"):
         x = torch.from_numpy(our.array(kind, 64, 128, 3))
-        for fmt in FORMATS:
+        for fmt in ("e4m3", "e5m2"):
             for rule, mode in modes.items():
                 scales, codes = mx.to_mx(x, formats.get(fmt).element.torch_dtype, 32, mode)
                 parts = quantize(x, fmt, rule)

@@ -110,7 +110,7 @@ OTHER_WORDS = {
 TYPES: dict[Any, Any] = {
     bool: bool, str: str, int: (int, np.integer), torch.dtype: torch.dtype,
     "device": (str, int, torch.device, type(None)),
-    "calibrating": (bool, MXFP8BlockScaling, type(None)),
+    "calibrating": (bool, MXFP8BlockScaling, type(None)), "scale_rule": (str, type(None)),
 }  # fmt: skip
 CASES = [(name, argument) for name, (_, given) in CALLS.items() for argument in given]
 
