@@ -13,7 +13,8 @@ namespace te_mx::sm90 {
 // The current device is a Hopper GPU with a driver that encodes tensor maps.
 bool available();
 
-// Rows are k_last or tiles, columns k_last, k_first or tiles. col_sum_ws [ceil(rows/128), cols].
+// Rows are k_last or tiles, columns k_last, k_first, tiles or, of blocks of 1 x 128 by the rule
+// pow2, aligned_tiles. col_sum_ws [ceil(rows/128), cols].
 Status quantize(const QuantizeArgs& args);
 // Two matrices that do not depend on each other, at the same time where the GPU has room for both.
 // On the same stream; the first without col_sum.
@@ -27,6 +28,7 @@ Status row_sums(const RowSumsArgs& args);
 // ----------------------------------------------------------------------------------------------
 // GEMM Operands are tiles, both MX or both with fp32 scales: lhs in blocks of 1 x 128, rhs of 1 x
 // 128 or 128 x 128, each with configurations of its own and K in one piece. Those below are of MX.
+// Aligned tiles (types.h) are operands of MX.
 // aux and gelu_in do not go together. The bias gradient is that of the result: rounded to 16 bits
 // first where gelu_in has the dtype of out and both have whole 16 bytes a row. The workspace is
 // 16-byte aligned. Parts are at most one for every 128 of K.
@@ -45,8 +47,8 @@ const char* config_name(int config);
 // Ends that the host knows, to `to` on the device.
 Status upload_ends(const int64_t* ends, int64_t count, int32_t* to, void* stream);
 
-// The rows of all groups, both directions packed (group_rows, group_k) or one of them. col_sum_ws
-// is [group_tiles, cols].
+// The rows of all groups, both directions packed (group_rows, group_k or aligned_group_k) or one of
+// them; of fp32 scales in blocks of 1 x 128. col_sum_ws is [group_tiles, cols].
 Status quantize_grouped(const GroupedQuantizeArgs& args);
 
 // Matrices xs[i], each like args.x, to what `to` asks for, that of all matrices behind each other.
@@ -62,7 +64,8 @@ Status pack_stacked(const PackArgs& args);
 Status columns_of_stacked(const PackArgs& args);
 
 // Groups of rows: lhs group_rows, rhs tiles of all groups, plain epilogues. Groups of K: both sides
-// group_k, without bias; lhs.k is not read. At most kMostPlaces groups with first_rows.
+// group_k, without bias and without blocks of 128 x 128; lhs.k is not read. At most kMostPlaces
+// groups with first_rows.
 Status gemm_grouped(const GroupedGemmArgs& args);
 
 inline constexpr int kMostPlaces = 256;

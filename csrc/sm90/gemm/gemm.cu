@@ -49,18 +49,6 @@ int choose(const GemmArgs& a, const Configs& configs, int sms) {
                        sms);
 }
 
-// ok, or what is wrong with the operands of one product: both MX, or both with fp32 factors, lhs in
-// blocks of 1 x 128.
-Status check_operands(const GemmArgs& a) {
-  if (!is_blockwise(a.lhs.scaling) || !is_blockwise(a.rhs.scaling))
-    return check_sides(a, Layout::tiles, Layout::tiles);
-  if (!known(a.lhs.element) || !known(a.rhs.element)) return Status::bad_argument;
-  const bool takes = a.lhs.layout == Layout::tiles && a.rhs.layout == Layout::tiles &&
-                     is_fp8(a.lhs.element) && is_fp8(a.rhs.element) &&
-                     a.lhs.scaling.block_rows == 1 && a.execution.parts <= 1;
-  return takes ? Status::ok : Status::unsupported;
-}
-
 constexpr int kReducers = 16;  // threads of a column, each of which sums every sixteenth block
 
 __global__ void reduce_columns_kernel(const float* partial, float* out, int64_t blocks, int64_t n) {
@@ -133,6 +121,12 @@ int chosen_config(const GemmArgs& a) {
 
 Status check_sides(const GemmArgs& a, Layout lhs, Layout rhs) {
   if (a.lhs.layout != lhs || a.rhs.layout != rhs) return Status::unsupported;
+  if (is_blockwise(a.lhs.scaling) && is_blockwise(a.rhs.scaling)) {
+    if (!known(a.lhs.element) || !known(a.rhs.element)) return Status::bad_argument;
+    const bool takes = is_fp8(a.lhs.element) && is_fp8(a.rhs.element) &&
+                       a.lhs.scaling.block_rows == 1 && a.execution.parts <= 1;
+    return takes ? Status::ok : Status::unsupported;
+  }
   const Status status = check_format(a.lhs.element, a.lhs.scaling);
   return status == Status::ok ? check_format(a.rhs.element, a.rhs.scaling) : status;
 }
@@ -150,7 +144,7 @@ Status gemm(const GemmArgs& a) {
   const int64_t m = a.lhs.rows, n = a.rhs.rows, k = a.lhs.k;
   const int config = a.execution.kernel, parts = a.execution.parts;
   const Configs configs = configs_for(a);
-  Status status = check_operands(a);
+  Status status = check_sides(a, Layout::tiles, Layout::tiles);
   if (status == Status::ok) status = check_epilogue(a.epilogue, n);
   if (status != Status::ok) return status;
   if (m <= 0 || n <= 0 || k <= 0 || k != a.rhs.k || m > INT32_MAX - 256 || n > INT32_MAX - 256 ||

@@ -96,7 +96,8 @@ struct FactorsAhead {
 // What both policies have in common: lhs in blocks of 1 x 128.
 template <int kPendingAtTurn_>
 struct LhsFactors {
-  static constexpr int kLhsTileWords = 128, kLhsTileBytes = 4 * kLhsTileWords;
+  static constexpr int64_t kLhsTileWords = 128;
+  static constexpr int kLhsTileBytes = 4 * 128;
   static constexpr int kPendingAtTurn = kPendingAtTurn_;
   template <int kWaves>
   using Step = FactorStep<kWaves>;
@@ -110,7 +111,8 @@ struct LhsFactors {
 template <int kPendingAtTurn_>
 struct TileFactors : LhsFactors<kPendingAtTurn_> {
   // Four neighbours of a tile's factor arrive with it: what the copy engine can carry.
-  static constexpr int kRhsTileWords = 1, kRhsTileBytes = 16;
+  static constexpr int64_t kRhsTileWords = 1;
+  static constexpr int kRhsTileBytes = 16;
   static constexpr bool kPrepares = false;
   static constexpr int kPreparedBytes = 0;
   template <int kWaves>
@@ -200,7 +202,8 @@ __device__ __forceinline__ void promote_carefully(float (&sum)[64], const float 
 
 template <int kPendingAtTurn_>
 struct RowFactors : LhsFactors<kPendingAtTurn_> {
-  static constexpr int kRhsTileWords = 128, kRhsTileBytes = 4 * kRhsTileWords;
+  static constexpr int64_t kRhsTileWords = 128;
+  static constexpr int kRhsTileBytes = 4 * 128;
   static constexpr bool kPrepares = true;
   static constexpr int kPreparedBytes = 4 * 128;
   template <int kWaves>

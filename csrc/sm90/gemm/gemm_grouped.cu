@@ -11,6 +11,9 @@ namespace {
 
 using Launch = Status (*)(const GroupedGemmArgs&, const Device&);
 constexpr Launch kLaunches[] = {launch_grouped_192x128_cluster2, launch_grouped_256x128};
+// With fp32 factors there is one configuration for each kind of rhs.
+constexpr Launch kTileFactors = launch_grouped_tile_factors_192x128_cluster2;
+constexpr Launch kRowFactors = launch_grouped_row_factors_192x128_cluster2;
 constexpr int kConfigs = std::size(kLaunches);
 static_assert(kConfigs == std::size(kGroupedTiles));
 
@@ -31,7 +34,10 @@ Status gemm_grouped(const GroupedGemmArgs& args) {
   Status status = check_sides(a, lhs, rhs);
   if (status == Status::ok) status = check_epilogue(a.epilogue, n);
   if (status != Status::ok) return status;
-  if (!valid(g) || m <= 0 || n <= 0 || config >= kConfigs || needs_full(a.epilogue) ||
+  const bool factors = is_blockwise(a.lhs.scaling),
+             squares = factors && a.rhs.scaling.block_rows != 1;
+  if (!valid(g) || m <= 0 || n <= 0 || config >= (factors ? 1 : kConfigs) ||
+      needs_full(a.epilogue) || (args.along_k && squares) ||
       (args.along_k ? a.epilogue.bias != nullptr : k <= 0 || m != g.rows || k != a.rhs.k)) {
     return Status::bad_argument;
   }
@@ -42,6 +48,7 @@ Status gemm_grouped(const GroupedGemmArgs& args) {
   }
   const Device device = current_device();
   if (device.sms == 0) return Status::unsupported;
+  if (factors) return (squares ? kTileFactors : kRowFactors)(args, device);
   if (config < 0) config = choose_grouped_config(m, n, g.count, args.along_k, device.sms);
   return kLaunches[config](args, device);
 }

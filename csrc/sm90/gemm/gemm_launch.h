@@ -42,7 +42,8 @@ inline int group_size(int clusters, int bm, int bn) {
   return best;
 }
 
-// ok, or what is wrong with MX operands that should have these layouts, and with an epilogue.
+// ok, or what is wrong with operands that should have these layouts: both MX, or both with fp32
+// factors, lhs in blocks of 1 x 128; and with an epilogue.
 Status check_sides(const GemmArgs& a, Layout lhs, Layout rhs);
 Status check_epilogue(const Epilogue& e, int64_t n);
 
@@ -60,6 +61,10 @@ Status launch_row_factors_192x128_cluster2(const GemmArgs& args, const Device& d
 
 Status launch_grouped_192x128_cluster2(const GroupedGemmArgs& args, const Device& device);
 Status launch_grouped_256x128(const GroupedGemmArgs& args, const Device& device);
+Status launch_grouped_tile_factors_192x128_cluster2(const GroupedGemmArgs& args,
+                                                    const Device& device);
+Status launch_grouped_row_factors_192x128_cluster2(const GroupedGemmArgs& args,
+                                                   const Device& device);
 
 Status launch_split_128x128(const GemmArgs& args, const Device& device);
 Status launch_split_64x128(const GemmArgs& args, const Device& device);

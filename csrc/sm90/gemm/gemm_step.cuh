@@ -372,9 +372,10 @@ __device__ __forceinline__ void prepare_step(uint32_t lhs_words, uint32_t rhs_wo
 //
 // The one for scales of fp32 is in gemm_factors.cuh.
 struct PowerOfTwoScales {
-  static constexpr int kLhsTileWords = static_cast<int>(kScaleWords);
-  static constexpr int kRhsTileWords = kLhsTileWords;
-  static constexpr int kLhsTileBytes = kLhsTileWords * 4, kRhsTileBytes = kLhsTileBytes;
+  // NOTE: of 64 bits, so that the producer's steps through memory are one instruction each.
+  static constexpr int64_t kLhsTileWords = kScaleWords, kRhsTileWords = kScaleWords;
+  static constexpr int kLhsTileBytes = static_cast<int>(kScaleWords * 4);
+  static constexpr int kRhsTileBytes = kLhsTileBytes;
   static constexpr bool kPrepares = true;
   static constexpr int kPreparedBytes = 4 * 128 * 2;
   static constexpr int kPendingAtTurn = kNoTurns;
