@@ -49,8 +49,11 @@ enum class Layout : int32_t {
   tiles = 2,       // packed for Hopper: sm90_layout.h
   group_rows = 3,  // the same of groups of rows,
   group_k = 4,     // and of groups of k
+  // Of blocks of 1 x 128 whose scales are powers of two: the tiles of MX, which align them.
+  aligned_tiles = 5,
+  aligned_group_k = 6,
 };
-inline constexpr int32_t kLayouts = 5;
+inline constexpr int32_t kLayouts = 7;
 
 enum class Gelu : int32_t { none = 0, tanh = 1, erf = 2 };
 enum class Role : int32_t { lhs = 0, rhs = 1 };

@@ -1,6 +1,6 @@
 // Quantizes x [rows, cols] to codes with one fp32 scale for 1 x 128 along both directions, or for
 // 128 x 128, from one read: by tiles of 128 x 128, a thread with 8 x 8 elements
-// (quantize_scan.cuh).
+// (quantize_scan.cuh). Columns with powers of two may be aligned (factor_aligned.cuh).
 //
 //   read, largest magnitudes of each warp's part of the rows and of the columns
 //   factors that elements are multiplied by, and scales, their inverses
@@ -9,9 +9,12 @@
 // A block that is not finite has scale NaN, and all its codes are NaN.
 #pragma once
 
-#include "quantize/quantize_codes.cuh"
+#include "quantize/factor_aligned.cuh"
 
 namespace te_mx::sm90 {
+
+// The blocks that share a scale, and how the columns lie.
+enum class FactorBlocks { rows, rows_aligned, squares };
 
 // Where scales go: that of block row r and step k along K is scales[r * row_step + k * k_step].
 struct FactorsOut {
@@ -30,6 +33,8 @@ template <class T>
 struct FactorSmem {
   using Word = typename Input<T>::Word;
   float sums[4][128];  // of the columns over 32 rows
+  ColumnsSeen seen;
+  alignas(16) int4 place;  // of the tile, for who has no registers for it
   alignas(16) float row_factors[128];
   alignas(16) float col_factors[128];
   Word row_most[2][64];                 // of two neighbouring rows in 64 columns
@@ -72,6 +77,19 @@ __device__ __forceinline__ void write_scale(const FactorsOut& out, float scale, 
   float* const to = out.scales + (128ll * tile + i) * out.row_step + k * out.k_step;
   if (i < inside || out.pad) *to = i < inside ? scale : 1.0f;
   if (out.pad && last && tile % 2 == 0) to[128 * out.row_step] = 1.0f;
+}
+
+// Whether a block with this largest magnitude has codes that are not 0.
+template <tile::Fp8 kFmt>
+__device__ __forceinline__ bool has_codes(float amax, float factor) {
+  return (tile::fp8x2<kFmt>(amax * factor, 0.0f) & 0x7F) != 0;
+}
+
+// The entry of a block (tile_classes.cuh) whose scale is a power of two.
+template <tile::Fp8 kFmt>
+__device__ __forceinline__ uint32_t column_entry(float amax, const Factor& f) {
+  const uint32_t e = __float_as_uint(f.scale) >> 23;
+  return e | (e != 255 && has_codes<kFmt>(amax, f.factor) ? kCounts : 0);
 }
 
 template <class T, tile::Fp8 kFmt>
@@ -118,6 +136,16 @@ __device__ __forceinline__ void scan_factors(FactorSmem<T>& s,
   s.col_most[at.band][at.folded_col() / 2] = fold<T, 8>(cols);
 }
 
+// The scale of block r and step k, and behind the last one those that pad it.
+__device__ __forceinline__ void write_square(const FactorsOut& out, float scale, int r, int k,
+                                             bool last) {
+  if (out.scales == nullptr) return;
+  float* const to = out.scales + r * out.row_step + k * out.k_step;
+  *to = scale;
+  if (!out.pad || !last) return;
+  for (int i = 1; (r + i) % 4 != 0; ++i) to[i * out.row_step] = 1.0f;
+}
+
 // One factor for the tile: the same codes in both directions.
 template <class T, tile::Fp8 kFmt>
 __device__ __forceinline__ float scan_tile(FactorSmem<T>& s, const FactorParams& p,
@@ -135,24 +163,16 @@ __device__ __forceinline__ float scan_tile(FactorSmem<T>& s, const FactorParams&
   for (int i = 0; i < kQuantizeThreads / 32; ++i) most = In::larger(most, s.row_most[0][i]);
   most = In::larger_halves(most, most);
   const Factor f = factor_of_block<kFmt>(magnitude_of<T>(most, 0), p.epsilon, p.power_of_two);
-  if (threadIdx.x < 2) {
-    const bool rows = threadIdx.x == 0;
-    const FactorsOut& out = rows ? p.row_factors : p.col_factors;
-    const int r = rows ? t.rt : t.ct, k = rows ? t.ct : t.rt;
-    if (out.scales != nullptr) {
-      float* const to = out.scales + r * out.row_step + k * out.k_step;
-      *to = f.scale;
-      if (out.pad && (rows ? t.last_row : t.last_col)) {
-        for (int i = 1; (r + i) % 4 != 0; ++i) to[i * out.row_step] = 1.0f;
-      }
-    }
-  }
+  if (threadIdx.x == 0) write_square(p.row_factors, f.scale, t.rt, t.ct, t.last_row);
+  if (threadIdx.x == 32) write_square(p.col_factors, f.scale, t.ct, t.rt, t.last_col);
   return f.factor;
 }
 
-template <class T, tile::Fp8 kFmt, bool kSquare, class Where>
+template <class T, tile::Fp8 kFmt, FactorBlocks kBlocks, class Where>
 __device__ __forceinline__ void quantize_factor_tile(const FactorParams& all, const Where& where,
                                                      FactorSmem<T>& s) {
+  constexpr bool kSquare = kBlocks == FactorBlocks::squares;
+  constexpr bool kAligned = kBlocks == FactorBlocks::rows_aligned;
   Tile t;
   if (!where.find(t, all)) return;
   typename Where::template Outputs<FactorParams> p = where.outputs(all, t);
@@ -166,10 +186,12 @@ __device__ __forceinline__ void quantize_factor_tile(const FactorParams& all, co
   const bool row_side = threadIdx.x < 128;
   const int i = threadIdx.x % 128;
   float tile_factor;
+  uint32_t entry = 0;  // of this thread's column
   if constexpr (kSquare) {
     tile_factor = scan_tile<T, kFmt>(s, p, x, t);
   } else {
     scan_factors<T>(s, x, at);
+    if (kAligned && threadIdx.x == 0) s.place = {t.rt, t.ct, t.cols, t.last_row};
     __syncthreads();
     typename Input<T>::Word most;
     if (row_side) {
@@ -184,7 +206,12 @@ __device__ __forceinline__ void quantize_factor_tile(const FactorParams& all, co
       if (p.row.enabled) write_scale(p.row_factors, f.scale, i, t.rt, t.ct, t.rows, t.last_row);
     } else {
       s.col_factors[i] = f.factor;
-      if (p.col.enabled) write_scale(p.col_factors, f.scale, i, t.ct, t.rt, t.cols, t.last_col);
+      if constexpr (kAligned) {
+        entry = column_entry<kFmt>(magnitude_of<T>(most, i % 2), f);
+        s.seen.add(threadIdx.x / 32 - 4, entry);
+      } else {
+        if (p.col.enabled) write_scale(p.col_factors, f.scale, i, t.ct, t.rt, t.cols, t.last_col);
+      }
     }
   }
   if (!kSquare || sums) __syncthreads();
@@ -195,7 +222,18 @@ __device__ __forceinline__ void quantize_factor_tile(const FactorParams& all, co
 
   uint2 cols[8];
   float col_factors[8];
-  if constexpr (!kSquare) {
+  if constexpr (kAligned) {
+    const AlignedTile aligned(s.seen, p.a.spread);
+    tile_factor = aligned.factor();
+    if (!row_side) {
+      const auto counts = [&](int b) {
+        return has_codes<kFmt>(magnitude_of<T>(s.col_most[b][i / 2], i % 2), s.col_factors[i]);
+      };
+      write_words(aligned.word(entry, t.rows, counts), aligned.exponent, aligned.cls, i,
+                  tile_words(p.a.col_packed.scales, t.rt, t.ct, p.col_tiles),
+                  t.last_col && (p.col_tiles & 1) != 0);
+    }
+  } else if constexpr (!kSquare) {
 #pragma unroll
     for (int j = 0; j < 8; j += 4) {
       const float4 four = *reinterpret_cast<const float4*>(&s.col_factors[at.c + j]);
@@ -213,6 +251,15 @@ __device__ __forceinline__ void quantize_factor_tile(const FactorParams& all, co
     const uint2 row = codes_by_row<T, kFmt>(v, kSquare ? tile_factor : s.row_factors[at.r + k]);
     if constexpr (kSquare) {
       cols[k] = row;
+    } else if constexpr (kAligned) {
+      // Rounding at once gives the bytes of rounding twice, but for codes that come out subnormal.
+      cols[k] = codes_by_row<T, kFmt>(v, tile_factor);
+      const uint32_t again =
+          tile::fp8x4_subnormal<kFmt>(cols[k].x) | tile::fp8x4_subnormal<kFmt>(cols[k].y);
+      // NOTE: what is known of the tile is worked out again, for want of registers.
+      if (isnan(tile_factor) || (again & 0x80808080u) != 0)
+        cols[k] =
+            aligned_codes<T, kFmt>(x[k], &s.col_factors[at.c], AlignedTile(s.seen, p.a.spread));
     } else {
       cols[k] = codes_by_column<T, kFmt>(v, col_factors);
     }
@@ -221,6 +268,10 @@ __device__ __forceinline__ void quantize_factor_tile(const FactorParams& all, co
     } else {
       out.write_bytes(k, row);
     }
+  }
+  if constexpr (kAligned) {
+    const int4 place = s.place;
+    t.rt = place.x, t.ct = place.y, t.cols = place.z, t.last_row = place.w != 0;
   }
   if (!p.col.enabled) return;
   if (p.a.col_lies_as_x) {
@@ -232,13 +283,20 @@ __device__ __forceinline__ void quantize_factor_tile(const FactorParams& all, co
   write_cols<true>(s.codes, p.col, t);
 }
 
-template <class T, tile::Fp8 kFmt, bool kSquare, class Where>
-__global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 4 : 2)
+// CTAs on an SM: as many as registers allow. Parameters that are a copy (of a stack) take some.
+template <class T, FactorBlocks kBlocks, class Where>
+constexpr int factor_ctas() {
+  constexpr bool kCopy = !std::is_reference_v<typename Where::template Outputs<FactorParams>>;
+  return sizeof(T) != 2 ? 2 : kCopy && kBlocks == FactorBlocks::rows_aligned ? 3 : 4;
+}
+
+template <class T, tile::Fp8 kFmt, FactorBlocks kBlocks, class Where>
+__global__ void __launch_bounds__(kQuantizeThreads, factor_ctas<T, kBlocks, Where>())
     factor_kernel(const __grid_constant__ FactorParams p, const __grid_constant__ Where where) {
   __shared__ FactorSmem<T> s;
   tile::let_dependents_start();
   if (!p.beside) tile::await_predecessors();
-  quantize_factor_tile<T, kFmt, kSquare>(p, where, s);
+  quantize_factor_tile<T, kFmt, kBlocks>(p, where, s);
   if (p.beside) tile::await_predecessors();
 }
 

@@ -1,4 +1,5 @@
-// Launches an instance of the quantizer to fp32 factors.
+// Launches an instance of the quantizer to fp32 factors for the blocks, the input type, the format
+// and the place of its tiles.
 #pragma once
 
 #include "quantize/factor_kernel.cuh"
@@ -35,10 +36,22 @@ inline Status factor_params(const QuantizeTask& a, const QuantizeOut& to, int64_
   return Status::ok;
 }
 
-template <bool kSquare, class T, tile::Fp8 kFmt, class Where>
+inline bool wants_aligned(const QuantizeOut& to) {
+  return to.col.codes != nullptr &&
+         (to.col.layout == Layout::aligned_tiles || to.col.layout == Layout::aligned_group_k);
+}
+
+// ok, or what is wrong with what a quantizer to fp32 factors is asked for.
+inline Status check_factors(const QuantizeOut& to) {
+  const bool square = to.scaling.block_rows != 1;
+  return wants_aligned(to) && (square || to.rule != ScaleRule::pow2) ? Status::bad_argument
+                                                                     : Status::ok;
+}
+
+template <FactorBlocks kBlocks, class T, tile::Fp8 kFmt, class Where>
 Status launch_factor_instance(const FactorParams& p, const Where& where, dim3 grid, int64_t tiles,
-                              cudaStream_t stream) {
-  const auto kernel = factor_kernel<T, kFmt, kSquare, Where>;
+                              cudaStream_t stream, Start start) {
+  const auto kernel = factor_kernel<T, kFmt, kBlocks, Where>;
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = dim3(kQuantizeThreads);
@@ -54,18 +67,22 @@ Status launch_factor_instance(const FactorParams& p, const Where& where, dim3 gr
   }
   config.dynamicSmemBytes = spreading_smem(tiles, device.sms);
   cudaLaunchAttribute early = early_start();
-  config.attrs = &early, config.numAttrs = 1;
-  return started(cudaLaunchKernelEx(&config, kernel, p, where));
+  config.attrs = &early, config.numAttrs = start == Start::after ? 0 : 1;
+  FactorParams params = p;
+  params.beside = start == Start::beside;
+  return started(cudaLaunchKernelEx(&config, kernel, params, where));
 }
 
-// kSquare: one factor for 128 x 128. `tiles`: CTAs that have work, as far as the host knows.
-template <bool kSquare, class Where>
+// `tiles`: CTAs that have work, as far as the host knows.
+template <FactorBlocks kBlocks, class Where>
 Status launch_factors(const FactorParams& p, const Where& where, dim3 grid, int64_t tiles,
-                      cudaStream_t stream) {
+                      cudaStream_t stream, Start start) {
   const auto go = [&]<class T>(T) {
-    return p.a.element == Element::e4m3
-               ? launch_factor_instance<kSquare, T, tile::Fp8::e4m3>(p, where, grid, tiles, stream)
-               : launch_factor_instance<kSquare, T, tile::Fp8::e5m2>(p, where, grid, tiles, stream);
+    const auto run = [&]<tile::Fp8 kFmt>() {
+      return launch_factor_instance<kBlocks, T, kFmt>(p, where, grid, tiles, stream, start);
+    };
+    return p.a.element == Element::e4m3 ? run.template operator()<tile::Fp8::e4m3>()
+                                        : run.template operator()<tile::Fp8::e5m2>();
   };
   return p.a.x_dtype == DType::bf16  ? go(__nv_bfloat16{})
          : p.a.x_dtype == DType::f16 ? go(__half{})

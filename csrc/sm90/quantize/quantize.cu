@@ -105,6 +105,15 @@ Status launch(const QuantizeTask& a, Start start) {
   return launch_sums(a.col_sum_ws, a.col_sum, a.col_sum_dtype, p.row_tiles, a.cols, stream);
 }
 
+Status launch(const QuantizeTask& a, const QuantizeOut& to, Start start) {
+  return is_blockwise(to.scaling) ? quantize_factors(a, to, start) : launch(a, start);
+}
+
+// The layout of aligned columns where packed ones have this layout.
+Layout aligned_of(Layout packed) {
+  return packed == Layout::group_k ? Layout::aligned_group_k : Layout::aligned_tiles;
+}
+
 }  // namespace
 
 Status make_task(QuantizeTask& task, const Matrix& x, const QuantizeOut& to, void* stream,
@@ -125,7 +134,9 @@ Status make_task(QuantizeTask& task, const Matrix& x, const QuantizeOut& to, voi
   } else if (to.row.codes != nullptr) {
     return Status::unsupported;
   }
-  if (to.col.layout == col_tiles) {
+  // NOTE: who aligns columns does so for blocks of 1 x 128, and asks for it by the layout.
+  const bool aligned = is_blockwise(to.scaling) && to.col.layout == aligned_of(col_tiles);
+  if (to.col.layout == col_tiles || aligned) {
     task.col_packed = packed(to.col);
   } else if (to.col.layout == Layout::k_last || to.col.layout == Layout::k_first) {
     task.col_codes = to.col.codes, task.col_scales = static_cast<uint8_t*>(to.col.scales);
@@ -142,12 +153,10 @@ Status quantize(const QuantizeArgs& args) {
   QuantizeTask task;
   const Status status = make_task(task, args.x, args.to, args.execution.stream);
   if (status != Status::ok) return status;
-  return is_blockwise(args.to.scaling) ? quantize_factors(task, args.to)
-                                       : launch(task, Start::early);
+  return launch(task, args.to, Start::early);
 }
 
 Status quantize_two(const QuantizeArgs& first, const QuantizeArgs& second) {
-  if (is_blockwise(first.to.scaling) || is_blockwise(second.to.scaling)) return Status::unsupported;
   if (first.to.col_sum != nullptr || first.execution.stream != second.execution.stream)
     return Status::bad_argument;
   if (first.x.rows == 0 || first.x.cols == 0) return quantize(second);
@@ -155,8 +164,8 @@ Status quantize_two(const QuantizeArgs& first, const QuantizeArgs& second) {
   Status status = make_task(one, first.x, first.to, first.execution.stream);
   if (status == Status::ok) status = make_task(two, second.x, second.to, second.execution.stream);
   // NOTE: what ran before is over when the first starts, so the second need not wait for it.
-  if (status == Status::ok) status = launch(one, Start::after);
-  return status == Status::ok ? launch(two, Start::beside) : status;
+  if (status == Status::ok) status = launch(one, first.to, Start::after);
+  return status == Status::ok ? launch(two, second.to, Start::beside) : status;
 }
 
 }  // namespace te_mx::sm90

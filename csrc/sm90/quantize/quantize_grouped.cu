@@ -1,65 +1,10 @@
 // Quantizes the rows of all groups, or the weights of all groups, in one launch: the kernel of one
 // matrix, told where a tile lies.
-#include <algorithm>
-
-#include "common/groups.cuh"
-#include "quantize/quantize_launch.cuh"
+#include "quantize/quantize_places.cuh"
 
 namespace te_mx::sm90 {
 
 namespace {
-
-// Tiles of 128 rows that begin anew with every group.
-struct TokenTiles {
-  template <class Params>
-  using Outputs = const Params&;
-  GroupTable table;
-
-  __device__ __forceinline__ const void* x(const QuantizeParams& p, const Tile&) const {
-    return p.a.x;
-  }
-  template <class Params>
-  __device__ __forceinline__ const Params& outputs(const Params& p, const Tile&) const {
-    return p;
-  }
-  __device__ __forceinline__ bool find(Tile& t, const QuantizeParams& p) const {
-    GroupRows group;
-    if (!find_tile(t, p) || !find_tile(table, t.rt, group)) return false;
-    const int inside = 128 * (t.rt - group.first_tile());
-    t.r0 = group.start + inside, t.rows = min(128, group.size() - inside);
-    t.last_row = false;  // whole tiles are written along K, and the words need no padding
-    return true;
-  }
-};
-
-// Matrices of one size, each with a pointer of its own.
-struct Stack {
-  template <class Params>
-  using Outputs = Params;
-  static constexpr int kMost = 256;  // of one launch
-  // From matrix to matrix; words of packed, bytes of plain scales.
-  int64_t row_codes, row_scales, col_codes, col_scales;
-  int first;
-  const void* xs[kMost];
-
-  __device__ __forceinline__ const void* x(const QuantizeParams&, const Tile& t) const {
-    return xs[t.matrix];
-  }
-  template <class Params>
-  __device__ __forceinline__ Params outputs(const Params& all, const Tile& t) const {
-    Params p = all;
-    const int64_t i = first + t.matrix;
-    p.row.codes += i * row_codes, p.col.codes += i * col_codes;
-    p.a.row_packed.scales += i * row_scales, p.a.col_packed.scales += i * col_scales;
-    p.a.row_scales += i * row_scales, p.a.col_scales += i * col_scales;
-    return p;
-  }
-  __device__ __forceinline__ bool find(Tile& t, const QuantizeParams& p) const {
-    const bool found = find_tile(t, p, blockIdx.y);
-    t.matrix = blockIdx.z;
-    return found;
-  }
-};
 
 // out[group, col] = sum over the group's tiles of partial[tile, col].
 __global__ void __launch_bounds__(kSumWidth* kSumHeight)
@@ -84,14 +29,18 @@ Status quantize_grouped(const GroupedQuantizeArgs& args) {
       a.cols == 0 || groups.count > 65535) {
     return Status::bad_argument;
   }
-  const int64_t tiles = group_tiles(groups.rows, groups.count);
-  QuantizeParams p;
-  status = quantize_params(a, tiles, tiles * kTile, p);
-  if (status != Status::ok) return status;
   const auto stream = static_cast<cudaStream_t>(a.stream);
   const GroupTable table = group_table(groups);
-  status = launch_quantize<false>(p, TokenTiles{table}, tile_grid(p, p.col_tiles),
-                                  tiles * p.col_tiles, stream, Start::early);
+  if (is_blockwise(args.all.to.scaling)) {
+    status = quantize_grouped_factors(a, args);
+  } else {
+    const int64_t tiles = group_tiles(groups.rows, groups.count);
+    QuantizeParams p;
+    status = quantize_params(a, tiles, tiles * kTile, p);
+    if (status != Status::ok) return status;
+    status = launch_quantize<false>(p, TokenTiles{table}, tile_grid(p, p.col_tiles),
+                                    tiles * p.col_tiles, stream, Start::early);
+  }
   if (status != Status::ok || a.col_sum == nullptr) return status;
   const float* const partial = a.col_sum_ws;
   return launch_adding(sum_group_tiles, a.cols, groups.count, stream, partial, a.col_sum,
@@ -104,6 +53,7 @@ Status quantize_stacked(const QuantizeArgs& args, const void* const* xs, int64_t
   if (status != Status::ok) return status;
   if (a.col_sum != nullptr || a.rows > 128 * 32768) return Status::bad_argument;
   if (a.rows == 0 || a.cols == 0) return Status::ok;
+  if (is_blockwise(args.to.scaling)) return quantize_stacked_factors(a, args.to, xs, count);
   QuantizeParams p;
   status = quantize_params(a, p);
   if (status != Status::ok) return status;
@@ -115,21 +65,14 @@ Status quantize_stacked(const QuantizeArgs& args, const void* const* xs, int64_t
       p.row.packed ? packed_scale_words(a.rows, a.cols) : a.rows * ((a.cols + 31) / 32);
   stack.col_scales =
       p.col.packed ? packed_scale_words(a.cols, a.rows) : a.cols * ((a.rows + 31) / 32);
-  for (int64_t i = 0; i < count; ++i)
-    p.x_vectors = p.x_vectors && reinterpret_cast<uintptr_t>(xs[i]) % 16 == 0;
-  for (int64_t first = 0; first < count; first += Stack::kMost) {
-    const int64_t now = std::min<int64_t>(Stack::kMost, count - first);
-    stack.first = static_cast<int>(first);
-    std::copy(xs + first, xs + first + now, stack.xs);
+  p.x_vectors = p.x_vectors && all_aligned(xs, count);
+  const auto stream = static_cast<cudaStream_t>(a.stream);
+  return launch_stacks(stack, xs, count, [&](const Stack& some, int64_t now) {
     const int64_t tiles = now * p.row_tiles * p.col_tiles;
     const dim3 grid = tile_grid(p, p.col_tiles, now);
-    const auto stream = static_cast<cudaStream_t>(a.stream);
-    const Status launched =
-        plain ? launch_quantize<true>(p, stack, grid, tiles, stream, Start::early)
-              : launch_quantize<false>(p, stack, grid, tiles, stream, Start::early);
-    if (launched != Status::ok) return launched;
-  }
-  return Status::ok;
+    return plain ? launch_quantize<true>(p, some, grid, tiles, stream, Start::early)
+                 : launch_quantize<false>(p, some, grid, tiles, stream, Start::early);
+  });
 }
 
 }  // namespace te_mx::sm90

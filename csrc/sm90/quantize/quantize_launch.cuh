@@ -12,9 +12,6 @@
 
 namespace te_mx::sm90 {
 
-// When a kernel starts: after its predecessor, while that ends, or at once, beside it.
-enum class Start { after, early, beside };
-
 inline constexpr int kSpreadingSmem = 112 * 1024;
 
 // Shared memory beyond what the kernel uses, so that no more CTAs fit on an SM than a grid of

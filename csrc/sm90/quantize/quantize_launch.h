@@ -9,6 +9,9 @@ namespace te_mx::sm90 {
 
 struct QuantizeParams;
 
+// When a kernel starts: after its predecessor, while that ends, or at once, beside it.
+enum class Start { after, early, beside };
+
 // The kernel's parameters for `a`, whose x need not be set. Sizes must not be 0.
 Status quantize_params(const QuantizeTask& a, QuantizeParams& p);
 
@@ -22,8 +25,12 @@ dim3 tile_grid(const QuantizeParams& p, int col_tiles, int64_t matrices = 1);
 // Whether the kernel instance for plain codes is needed.
 bool wants_plain(const QuantizeParams& p);
 
-// The quantizer to codes with fp32 factors, for a task whose scales are those that `to` asks for.
-Status quantize_factors(const QuantizeTask& a, const QuantizeOut& to);
+// The quantizer to codes with fp32 factors, for a task whose scales are those that `to` asks for;
+// the same of groups of rows, and of several matrices (te_mx/sm90.h).
+Status quantize_factors(const QuantizeTask& a, const QuantizeOut& to, Start start);
+Status quantize_grouped_factors(const QuantizeTask& a, const GroupedQuantizeArgs& args);
+Status quantize_stacked_factors(const QuantizeTask& a, const QuantizeOut& to, const void* const* xs,
+                                int64_t count);
 
 // out[col] = sum over `tiles` of partial[tile, col], in an order that only sizes decide.
 Status launch_sums(const float* partial, void* out, DType out_dtype, int64_t tiles, int64_t cols,

@@ -111,14 +111,18 @@ __device__ __forceinline__ uint32_t* tile_words(uint32_t* scales, int k, int t, 
 
 // Writes the words of a tile, row r of 128 threads, and with the last tile of an odd number those
 // of the tile that pads it: no blocks.
-__device__ __forceinline__ void write_words(const TileScales& s, uint32_t tile, int cls, int r,
+__device__ __forceinline__ void write_words(uint32_t word, uint32_t tile, int cls, int r,
                                             uint32_t* words, bool pad) {
-  words[r] = s.word(tile, cls, r);
+  words[r] = word;
   if (r < 4) words[128 + r] = r == 0 ? cls : (r == 1 ? tile : 0);
   if (!pad) return;
   words += kScaleWords;
   words[r] = 127u << 23;
   if (r < 4) words[128 + r] = r == 1 ? 127 : 0;
+}
+__device__ __forceinline__ void write_words(const TileScales& s, uint32_t tile, int cls, int r,
+                                            uint32_t* words, bool pad) {
+  write_words(s.word(tile, cls, r), tile, cls, r, words, pad);
 }
 
 }  // namespace te_mx::sm90
