@@ -225,7 +225,7 @@ def input_and_weight(
     if kept is not None or made is not None:
         made = made or quantized_input(x, plan)
         return made, *weight_operands(kept, weight_NK, settings, need_dx)
-    row, col, rule, _ = plan.target
+    row, col, rule = plan.target[:3]
     columns = columns_now(weight_NK, settings, need_dx)
     target = plan_weight(weight_NK.device, settings, columns)
     w, x_q = quantize_two_2d(
@@ -304,8 +304,8 @@ def quantized_gradient(
     """The output gradient that backward starts with; its sums over the tokens in sum_dtype."""
     target, _ = plan_gradient(g_MN.device, settings, need_dx, need_dw, need_db)
     if target.codes:
-        row, col, rule, col_sum = target
-        q = quantize_2d(g_MN, row, col, rule=rule, col_sum=col_sum, sum_dtype=sum_dtype)
+        row, col, rule, col_sum, seed = target
+        q = quantize_2d(g_MN, row, col, rule=rule, col_sum=col_sum, sum_dtype=sum_dtype, seed=seed)
     else:
         q = quantized(g_MN, target)
     return Gradient(g_MN, q, target)
