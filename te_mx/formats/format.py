@@ -186,7 +186,7 @@ class Format:
     # ------------------------------------------------------------------------------------- checks
     def check_rule(self, rule: Any) -> None:
         """Raise ValueError unless the format knows a scale rule."""
-        if not self.scaling.knows(rule):
+        if not self.scaling.takes(rule):
             raise ValueError(
                 f"scale rule of {self.name} must be one of {self.scaling.shown_rules}, got "
                 f"{shown(rule)}"
@@ -230,7 +230,7 @@ def check_random(random: Tensor | None, rule: str, x: Tensor) -> None:
     if random is None or not wanted:
         got = "none" if random is None else "some"
         raise ValueError(
-            f"random bits belong to rules that end in '+sr', got {got} with {rule!r}; "
+            f"random bits belong to a rule that ends in '+sr', got {got} with rule {rule!r}; "
             "te_mx.formats.stochastic.random_bits makes them"
         )
     check_matrix("random", random, torch.int32)

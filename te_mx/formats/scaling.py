@@ -53,15 +53,19 @@ class Scaling:
         return torch.float8_e8m0fnu if self.scale == "e8m0" else torch.float32
 
     def knows(self, rule: Any) -> bool:
-        """Whether a word is one of the rules, with or without an epsilon or "+sr"."""
+        """Whether a word is one of the rules, with or without an epsilon."""
         if not isinstance(rule, str):
             return False
-        if self.scale == "e8m0":
-            rule = rule.removesuffix(STOCHASTIC)
         name, colon, epsilon = rule.partition(":")
         if name not in self.rules:
             return False
         return not colon or (self.epsilon and epsilon_of(epsilon) is not None)
+
+    def takes(self, rule: Any) -> bool:
+        """Whether codes are made by a rule: one that it knows, perhaps with "+sr" behind it."""
+        if isinstance(rule, str) and self.scale == "e8m0":
+            rule = rule.removesuffix(STOCHASTIC)
+        return self.knows(rule)
 
     @property
     def shown_rules(self) -> str:

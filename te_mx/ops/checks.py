@@ -65,7 +65,7 @@ def quantizable(x: Tensor, row: str, col: str, rule: str, seed: Tensor | None = 
     for spec in (row, col):
         if spec:
             fmt = spec_of(spec).format
-            if not fmt.scaling.knows(rule):
+            if not fmt.scaling.takes(rule):
                 raise ValueError(
                     f"te_mx: the scale rule of {fmt.name} must be one of "
                     f"{fmt.scaling.shown_rules}, got {rule!r}"

@@ -97,6 +97,16 @@ def dequantize_2d(operand: Operand, dtype: torch.dtype) -> Tensor:
     return _DEQUANTIZE(codes, scales, spec, rows, k, dtype)
 
 
+def restored_2d(operand: Operand, dtype: torch.dtype) -> Tensor:
+    """What was quantized to an operand, [rows, k]: its values, transformed back in fp32 (in fp64
+    for dtype float64) where its format has a transform."""
+    transform = operand.format.transform
+    if transform is None:
+        return dequantize_2d(operand, dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return transform.invert(dequantize_2d(operand, wide)).to(dtype)
+
+
 def convert_2d(operand: Operand, spec: str) -> Operand:
     """An operand in the layout of another spec of its format."""
     if operand.spec == spec:

@@ -145,7 +145,7 @@ def test_seeds_and_rules_belong_together():
         with pytest.raises(ValueError, match=r"the seed must be int64 \[1\] on cpu, got"):
             quantize_2d(x, "mxfp4@rows", rule="rceil+sr", seed=bad)
     fmt = formats.get("mxfp4")
-    with pytest.raises(ValueError, match="random bits belong to rules"):
+    with pytest.raises(ValueError, match="random bits belong to a rule"):
         fmt.quantize(x, "rceil", random_bits(seed, 4, 32))
     with pytest.raises(ValueError, match="random must have the shape and device of x"):
         fmt.quantize(x, "rceil+sr", random_bits(seed, 4, 31))

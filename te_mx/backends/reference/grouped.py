@@ -193,7 +193,7 @@ class ColumnsOfWeightsReference(_Reference):
         made = []
         for i in range(row.groups):
             one = row.group(i)
-            if one.format.is_square:
+            if one.format.is_square and one.format is spec_of(col).format:
                 made.append(run.convert(turned(one), col))
                 continue
             values = run.dequantize(one, one.format.exact_dtype)
