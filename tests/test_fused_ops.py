@@ -21,12 +21,22 @@ from te_mx.ops import quantize_2d, quantized
 from te_mx.ops.fused import act_quantize_2d, norm_backward_2d, norm_quantize_2d
 
 BOTH = Target("mxfp8_e4m3@rows", "mxfp8_e4m3@cols", "rceil")
+WIDE = Target("fp8_e4m3_1x128@rows", "fp8_e4m3_1x128@cols", "pow2")
+FAMILIES = pytest.mark.parametrize("both", [BOTH, WIDE], ids=["mxfp8", "fp8_1x128"])
 TARGETS = st.builds(
-    lambda fmt, row, col, rule: Target(row and fmt + row, col and fmt + col, rule),
-    st.sampled_from(["mxfp8_e4m3", "mxfp8_e5m2"]),
+    lambda row, col, fmt: Target(row and fmt[0] + row, col and fmt[0] + col, fmt[1]),
     st.sampled_from(["", "@rows"]),
     st.sampled_from(["", "@cols", "@rows"]),
-    st.sampled_from(["rceil", "floor"]),
+    st.sampled_from(
+        [
+            ("mxfp8_e4m3", "rceil"),
+            ("mxfp8_e5m2", "floor"),
+            ("fp8_e4m3_1x128", "pow2"),
+            ("fp8_e5m2_1x128", "fp32:1e-3"),
+            ("fp8_e4m3fnuz_1x128", "fp32"),
+            ("fp8_e4m3_128x128", "pow2:1e-3"),
+        ]
+    ),
 )
 EXACT = ("relu", "reglu", "srelu", "sreglu")
 native = pytest.mark.skipif(cpu.native() is None, reason="needs the native module")
@@ -106,12 +116,13 @@ def test_native_normalization_is_the_reference(x, kind, dtype, target, keep, wit
 
 @native
 @pytest.mark.parametrize("kind", NORMS)
-@pytest.mark.parametrize("shape", [(1, 1), (33, 65), (64, 257), (5, 17000)])
-def test_normalization_at_every_level(isa, kind, shape):
+@FAMILIES
+@pytest.mark.parametrize("shape", [(1, 1), (33, 65), (64, 257), (257, 128), (5, 17000)])
+def test_normalization_at_every_level(isa, kind, shape, both):
     x = tensor("outliers", *shape, 1, torch.bfloat16)
     weight = torch.randn(shape[1])
     bias = torch.randn(shape[1]) if kind == "LayerNorm" else None
-    step = NormStep(x, weight, bias, Norm(kind, 1e-5), torch.bfloat16, True, BOTH)
+    step = NormStep(x, weight, bias, Norm(kind, 1e-5), torch.bfloat16, True, both)
     got = norm_quantize_2d(step)
     expected = composed("norm_quantize", step)
     for mine, theirs in zip(norm_parts(got), norm_parts(expected), strict=True):
@@ -197,14 +208,16 @@ def test_what_is_quantized_is_the_rounded_activation(
 
 
 @native
+@FAMILIES
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activations_at_every_level(isa, name):
-    act, h = halves(name, 65, 96, "normal", torch.float32)
-    g = torch.randn(65, 96)
-    out = act_quantize_2d(ActStep(h, None, act, torch.float32, True, BOTH)).out
+def test_activations_at_every_level(isa, name, both):
+    rows, cols = (65, 96) if both is BOTH else (130, 128)  # whole blocks: nothing is composed
+    act, h = halves(name, rows, cols, "normal", torch.float32)
+    g = torch.randn(rows, cols)
+    out = act_quantize_2d(ActStep(h, None, act, torch.float32, True, both)).out
     expected = fused_math.activate(h, act, torch.float32)
     torch.testing.assert_close(out, expected, rtol=3e-6, atol=3e-6)
-    sums = BOTH._replace(col_sum=True)
+    sums = both._replace(col_sum=True)
     dh = act_quantize_2d(ActStep(h, g, act, torch.float32, True, sums))
     torch.testing.assert_close(
         dh.out, fused_math.activate_backward(g, h, act, torch.float32), rtol=1e-5, atol=1e-5
@@ -213,16 +226,17 @@ def test_activations_at_every_level(isa, name):
 
 
 @native
+@FAMILIES
 @pytest.mark.parametrize("kind", FINITE_KINDS)
-def test_threads_do_not_change_a_bit(threads, kind):
+def test_threads_do_not_change_a_bit(threads, kind, both):
     x = tensor(kind, 300, 1100, 1, torch.bfloat16)
-    act, h = halves("swiglu", 300, 1088, kind, torch.bfloat16)
-    g = tensor("normal", 300, 1088, 3, torch.bfloat16)
-    weight, sums = torch.randn(1100), BOTH._replace(col_sum=True)
+    act, h = halves("swiglu", 300, 1152, kind, torch.bfloat16)
+    g = tensor("normal", 300, 1152, 3, torch.bfloat16)
+    weight, sums = torch.randn(1100), both._replace(col_sum=True)
     results = []
     for count in (1, 2, 3):
         threads(count)
-        step = NormStep(x, weight, None, Norm("RMSNorm", 1e-5), torch.bfloat16, True, BOTH)
+        step = NormStep(x, weight, None, Norm("RMSNorm", 1e-5), torch.bfloat16, True, both)
         norm = norm_quantize_2d(step)
         back = norm_backward_2d(x, x, weight, None, norm.rstd, torch.bfloat16)
         made = act_quantize_2d(ActStep(h, g, act, torch.bfloat16, True, sums))

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(cpu.native() is None, reason="the native module 
 SIZES = st.sampled_from([1, 2, 31, 64, 100, 127, 128, 129, 200, 256, 257, 385])
 ELEMENTS = ("e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz")
 BLOCKS = ("1x128", "128x128")
+UPRIGHT = st.sampled_from(["rows", "cols"])
 RULES = st.sampled_from(["pow2", "fp32", "pow2:1e-3", "fp32:1e-3", "fp32:1e-40"])
 TARGETS = st.sampled_from(
     [("rows", "cols"), ("rows", "rows"), ("rows", ""), ("", "cols"), ("", "rows")]
@@ -95,3 +96,12 @@ def test_bytes_do_not_depend_on_threads_or_denormal_mode(isa: str, threads) -> N
             check(x, "fp8_e4m3_1x128", ("rows", "cols"), "pow2")
         finally:
             torch.set_flush_denormal(False)
+
+
+@given(rows=SIZES, cols=SIZES, rule=RULES, row=UPRIGHT, data=st.data())
+@settings(max_examples=15)
+def test_upright_blocks(rows: int, cols: int, rule: str, row: str, data: st.DataObject) -> None:
+    """128 x 1: the bytes of 1 x 128 of the other direction."""
+    x = tensor("row_scales", rows, cols, data.draw(SEEDS), torch.bfloat16)
+    fmt = f"fp8_{data.draw(st.sampled_from(ELEMENTS))}_128x1"
+    check(x, fmt, data.draw(st.sampled_from([(row, "cols"), (row, ""), ("", "cols")])), rule)

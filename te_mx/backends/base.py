@@ -37,10 +37,14 @@ class Words(dict[_K, _V]):
 FORMATS = Words("the element format", ValueError, {"e4m3": 0, "e5m2": 1})
 # The rows of a block of those whose scales are fp32, one for so many rows x 128.
 BLOCK_ROWS: dict[str, int] = {}
+# And those whose blocks stand upright, 128 x 1: quantized and decoded as 1 x 128 of the columns.
+UPRIGHT: list[str] = []
 for _number, _element in enumerate(("e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz")):
     for _rows in (1, 128):
         FORMATS[f"{_element}_{_rows}x128"] = _number
         BLOCK_ROWS[f"{_element}_{_rows}x128"] = _rows
+    FORMATS[f"{_element}_128x1"] = _number
+    UPRIGHT.append(f"{_element}_128x1")
 SCALE_RULES = Words("the scale rule", ValueError, {"rceil": 0, "floor": 1, "fp32": 3, "pow2": 4})
 # What native code calls an order (Layout in csrc/include/te_mx/types.h).
 LAYOUTS = {"k_last": 0, "k_first": 1, "sm90": 2, "sm90_rows": 3, "sm90_k": 4}
@@ -125,10 +129,28 @@ class NativeAct(NamedTuple):
 
 def format_fields(fmt: str) -> dict[str, int]:
     """The fields of a native record that say what a format is."""
-    rows = BLOCK_ROWS.get(fmt)
+    rows, k = (128, 1) if fmt in UPRIGHT else (BLOCK_ROWS.get(fmt), 128)
     if rows is None:
         return {"element": FORMATS[fmt]}
-    return {"element": FORMATS[fmt], "scale_type": 1, "block_rows": rows, "block_k": 128}
+    return {"element": FORMATS[fmt], "scale_type": 1, "block_rows": rows, "block_k": k}
+
+
+class Scales(NamedTuple):
+    """The dtype of a format's scales and the sizes of its blocks, along k and across."""
+
+    dtype: torch.dtype
+    block_rows: int
+    block: int
+
+    def shape(self, rows: int, k: int) -> tuple[int, int]:
+        return -(-rows // self.block_rows), -(-k // self.block)
+
+
+def scales_of(fmt: str) -> Scales:
+    """Those of a format in the words of native code."""
+    if fmt in BLOCK_ROWS:
+        return Scales(torch.float32, BLOCK_ROWS[fmt], 128)
+    return Scales(torch.uint8, 1, BLOCK)
 
 
 def pointer(tensor: Tensor | None) -> int:

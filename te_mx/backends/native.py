@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from te_mx import formats as formats_of
-from te_mx.backends.base import BLOCK_ROWS, PLAIN, SCALE_RULES, QuantizedParts
+from te_mx.backends.base import BLOCK_ROWS, PLAIN, SCALE_RULES, UPRIGHT, QuantizedParts
 from te_mx.backends.base import Operand as NativeOperand
 from te_mx.backends.base import StackedOperand as NativeStack
 from te_mx.dispatch.fused import Target
@@ -24,6 +24,8 @@ _SHORT = {"mxfp8_e4m3": "e4m3", "mxfp8_e5m2": "e5m2"}
 FORMATS = tuple(_SHORT)  # that native code knows
 BLOCKWISE = tuple(f"fp8_{word}" for word in BLOCK_ROWS)  # with fp32 scales, for kernels that say so
 _SHORT |= dict(zip(BLOCKWISE, BLOCK_ROWS, strict=True))
+COLUMNWISE = tuple(f"fp8_{word}" for word in UPRIGHT)  # for kernels that multiply nothing
+_SHORT |= dict(zip(COLUMNWISE, UPRIGHT, strict=True))
 _known = {"": ("e4m3", "k_last")}
 # Ops that read codes as they are, whatever was transformed before these were made.
 _READERS = ("gemm", "gemm_rows", "gemm_k", "dequantize", "convert")
@@ -109,11 +111,13 @@ def one_read_of_weights(row: str, col: str) -> str | None:
     return reason
 
 
-def is_native(target: Target) -> bool:
-    """Whether native code makes what a target asks for as it quantizes, if it asks for codes."""
+def is_native(target: Target, formats: tuple[str, ...] = FORMATS) -> bool:
+    """Whether native code of these formats makes what a target asks for as it quantizes, if it asks
+    for codes."""
     row, col, rule = target[:3]
-    known = all(spec_of(spec).format.name in FORMATS for spec in (row, col) if spec)
-    return not target.codes or (known and rule in SCALE_RULES and one_read(row, col) is None)
+    known = all(spec_of(spec).format.name in formats for spec in (row, col) if spec)
+    rules = split_rule(rule)[0] in SCALE_RULES and not is_stochastic(rule)
+    return not target.codes or (known and rules and one_read(row, col) is None)
 
 
 def native_target(target: Target) -> NativeTarget:

@@ -167,9 +167,10 @@ def linear_infer(data: st.DataObject, device: torch.device) -> Case:
     m, n, k = (data.draw(SIZES) for _ in range(3))
     x, w = matrix(data, m, k, device), matrix(data, n, k, device)
     fmt, dtype = data.draw(FORMATS), data.draw(FLOATS)
+    of_w = data.draw(st.sampled_from([fmt, fmt.replace("_1x128", "_128x128")]))
     rule = data.draw(rules_of(fmt))
     problem = Problem(
-        "linear_infer", place_of(device), f"{fmt}@any", f"{fmt}@any", m, n, k, dtype=x.dtype,
+        "linear_infer", place_of(device), f"{fmt}@any", f"{of_w}@any", m, n, k, dtype=x.dtype,
         rule=rule,
     )  # fmt: skip
 
@@ -178,7 +179,8 @@ def linear_infer(data: st.DataObject, device: torch.device) -> Case:
         return None if made is None else [made[0]]
 
     sides = [
-        reference("quantize").run(Quantize(one, f"{fmt}@rows", "", rule)).row for one in (x, w)
+        reference("quantize").run(Quantize(one, f"{name}@rows", "", rule)).row
+        for one, name in ((x, fmt), (w, of_w))
     ]
     case = Case(problem, run, False, bound_of(*sides, dtype, device))
     out = torch.empty((m, n), dtype=dtype, device=device)

@@ -19,6 +19,15 @@ inline Status check_factor(const Operand& o) {
   return is_fp8(o.element) || is_fnuz(o.element) ? Status::ok : Status::unsupported;
 }
 
+// The same of dequantize() with fp32 scales, which takes blocks that stand upright too.
+inline Status check_wide(const Operand& o) {
+  const auto side = [](int32_t n) { return n == 1 || n == kWideBlock; };
+  if (o.layout != Layout::k_last && o.layout != Layout::k_first) return Status::unsupported;
+  if (!known(o.element)) return Status::bad_argument;
+  const bool blocks = side(o.scaling.block_rows) && side(o.scaling.block_k);
+  return blocks && (is_fp8(o.element) || is_fnuz(o.element)) ? Status::ok : Status::unsupported;
+}
+
 // Of what a quantizer makes, whatever its format.
 inline Status check_places(const QuantizeOut& out) {
   const Layout col = out.col.layout;

@@ -31,8 +31,8 @@ void store(const Problem& p, const Stage& stage, int64_t r0, int64_t c, int rows
   const int64_t bytes = p.element_bytes;
   uint8_t* out = static_cast<uint8_t*>(p.args.out);
   for (int r = 0; r < rows; ++r) {
-    std::memcpy(out + ((r0 + r) * p.width + c) * bytes, stage.bytes + r * kStageCols * bytes,
-                static_cast<size_t>(n * bytes));
+    std::memcpy(out + ((r0 + r) * p.width + c) * bytes,
+                stage.bytes + r * p.out.stage_cols() * bytes, static_cast<size_t>(n * bytes));
   }
 }
 
@@ -56,17 +56,18 @@ void run_item(const Problem& p, int64_t item) {
   const int64_t group = item / p.chunks, c_begin = item % p.chunks * kItemCols;
   const int64_t c_end = std::min(p.cols, c_begin + kItemCols);
   const int64_t r_end = std::min(p.rows, (group + 1) * p.item_rows);
-  const int64_t stride = kStageCols * p.element_bytes;
+  const int stage_rows = p.out.stage_rows(), stage_cols = p.out.stage_cols();
+  const int64_t stride = stage_cols * p.element_bytes;
   float sums[2][kItemCols] = {};
   Stage stages[2];
-  for (int64_t r = group * p.item_rows; r < r_end; r += kStageRows) {
-    const int rows = static_cast<int>(std::min<int64_t>(kStageRows, r_end - r));
-    for (int64_t c = c_begin; c < c_end; c += kStageCols) {
-      const int n = static_cast<int>(std::min<int64_t>(kStageCols, c_end - c));
-      const bool next_rows = c + kStageCols >= c_end;
-      const int64_t next_r = next_rows ? r + kStageRows : r;
-      const int64_t next_c = next_rows ? c_begin : c + kStageCols;
-      const int64_t next_n = std::min<int64_t>(kStageCols, c_end - next_c);
+  for (int64_t r = group * p.item_rows; r < r_end; r += stage_rows) {
+    const int rows = static_cast<int>(std::min<int64_t>(stage_rows, r_end - r));
+    for (int64_t c = c_begin; c < c_end; c += stage_cols) {
+      const int n = static_cast<int>(std::min<int64_t>(stage_cols, c_end - c));
+      const bool next_rows = c + stage_cols >= c_end;
+      const int64_t next_r = next_rows ? r + stage_rows : r;
+      const int64_t next_c = next_rows ? c_begin : c + stage_cols;
+      const int64_t next_n = std::min<int64_t>(stage_cols, c_end - next_c);
       for (int i = 0; i < rows; ++i) {
         if (next_r + i < p.rows) fetch<kL2>(a, next_r + i, next_c, next_n);
         if (i + kNear < rows) fetch<kL1>(a, r + i + kNear, c, n);
@@ -107,16 +108,18 @@ Status activate(const ActArgs& args) {
   if (!valid_args(args)) return Status::bad_argument;
   const int64_t rows = args.h.rows, cols = act_cols(args);
   const int64_t width = args.grad.data && args.gated ? 2 * cols : cols;
+  const TileOut out(args.to, rows, width, args.out_dtype);
   const Problem p{args,
                   row_kernels(),
-                  TileOut(args.to, rows, width, args.out_dtype),
+                  out,
                   rows,
                   cols,
                   width,
                   args.out_dtype == DType::f32 ? 4 : 2,
-                  args.to.col_sum ? kColSumRows : kStageRows,
+                  args.to.col_sum ? kColSumRows : out.stage_rows(),
                   (cols + kItemCols - 1) / kItemCols};
-  if (p.out.enabled() && width != cols && cols % kBlock != 0) return Status::unsupported;
+  const int64_t block = is_blockwise(args.to.scaling) ? kWideBlock : kBlock;
+  if (p.out.enabled() && width != cols && cols % block != 0) return Status::unsupported;
   const int threads = rows * cols < kSerialElements ? 1 : args.execution.threads;
   const int64_t groups = (rows + p.item_rows - 1) / p.item_rows;
   parallel_for(threads, groups * p.chunks, [&](int64_t item) { run_item(p, item); });

@@ -1,5 +1,6 @@
-// normalize() and normalize_backward(): rows shared out to threads. A group of 32 rows is read for
-// its sums, normalized from the cache a tile at a time, and quantized from there.
+// normalize() and normalize_backward(): rows shared out to threads. A group of 32 rows, or of 128
+// where scales are fp32, is read for its sums, normalized from the cache a tile at a time, and
+// quantized from there.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -35,18 +36,19 @@ int64_t bytes_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 void normalize_group(const NormArgs& args, const RowKernels& kernels, const TileOut& out,
                      int64_t group) {
   const mxtile::mx::KeepDenormals keep_denormals;
-  const int64_t r0 = group * kStageRows, z_bytes = bytes_of(args.z_dtype);
-  const int rows = static_cast<int>(std::min<int64_t>(kStageRows, args.x.rows - r0));
-  float mean[kStageRows], rstd[kStageRows];
+  const int64_t r0 = group * out.stage_rows(), z_bytes = bytes_of(args.z_dtype);
+  const int stage_cols = out.stage_cols();
+  const int rows = static_cast<int>(std::min<int64_t>(out.stage_rows(), args.x.rows - r0));
+  float mean[kWideStage], rstd[kWideStage];
   for (int r = 0; r < rows; ++r) kernels.stats(args, r0 + r, mean + r, rstd + r);
   if (args.mean) std::copy(mean, mean + rows, args.mean + r0);
   std::copy(rstd, rstd + rows, args.rstd + r0);
   if (!args.z && !out.enabled()) return;
   Stage stage;
-  for (int64_t c = 0; c < args.x.cols; c += kStageCols) {
-    const int cols = static_cast<int>(std::min<int64_t>(kStageCols, args.x.cols - c));
+  for (int64_t c = 0; c < args.x.cols; c += stage_cols) {
+    const int cols = static_cast<int>(std::min<int64_t>(stage_cols, args.x.cols - c));
     for (int r = 0; r < rows; ++r) {
-      uint8_t* to = stage.bytes + r * kStageCols * z_bytes;
+      uint8_t* to = stage.bytes + r * stage_cols * z_bytes;
       kernels.normalize(args, r0 + r, mean[r], rstd[r], c, cols, to);
       if (args.z) {
         std::memcpy(static_cast<uint8_t*>(args.z) + ((r0 + r) * args.x.cols + c) * z_bytes, to,
@@ -72,7 +74,7 @@ Status normalize(const NormArgs& args) {
   }
   const RowKernels& kernels = row_kernels();
   const TileOut out(args.to, args.x.rows, args.x.cols, args.z_dtype);
-  const int64_t groups = (args.x.rows + kStageRows - 1) / kStageRows;
+  const int64_t groups = (args.x.rows + out.stage_rows() - 1) / out.stage_rows();
   const int threads = args.x.rows * args.x.cols < kSerialElements ? 1 : args.execution.threads;
   parallel_for(threads, groups, [&](int64_t group) { normalize_group(args, kernels, out, group); });
   return Status::ok;

@@ -27,7 +27,7 @@ void copy_rows(uint8_t* to, int64_t to_stride, const uint8_t* from, int64_t from
 }  // namespace
 
 Status check_tiles(const QuantizeOut& out) {
-  const Status status = check_out(out);
+  const Status status = is_blockwise(out.scaling) ? check_blockwise_out(out) : check_out(out);
   if (status != Status::ok) return status;
   if (out.col.codes && out.col.layout != Layout::k_first) return Status::unsupported;
   const bool whole = !out.row.codes == !out.row.scales && !out.col.codes == !out.col.scales &&
@@ -36,13 +36,13 @@ Status check_tiles(const QuantizeOut& out) {
 }
 
 TileOut::TileOut(const QuantizeOut& out, int64_t rows, int64_t cols, DType dtype)
-    : out_(out),
-      rows_(rows),
-      cols_(cols),
-      element_bytes_(dtype == DType::f32 ? 4 : 2),
-      stream_(false),
-      kernel_(nullptr) {
+    : out_(out), rows_(rows), cols_(cols), element_bytes_(dtype == DType::f32 ? 4 : 2) {
   if (!out.row.codes && !out.col.codes && !out.col_sum) return;
+  if (is_blockwise(out.scaling)) {
+    wide_ = blockwise::find(dtype, out.element);
+    stream_ = blockwise::wants_stream(out, rows, cols);
+    return;
+  }
   const Columns columns = out.col.codes ? Columns::plain : Columns::none;
   kernel_ = quantize_tile::find(dtype, out.element, out.row.codes != nullptr, columns);
   const int64_t directions = (out.row.codes != nullptr) + (out.col.codes != nullptr);
@@ -72,6 +72,19 @@ Tile TileOut::place(int64_t r0, int64_t c0) const {
 
 void TileOut::put(Stage& stage, int64_t r0, int64_t c0, int rows, int cols, float* sums,
                   bool last) const {
+  if (!wide_) return put_blocks(stage, r0, c0, rows, cols, sums, last);
+  blockwise::Tile t = blockwise::tile_to(out_, rows_, cols_, r0, c0);
+  t.x = t.next = stage.bytes;
+  t.row_stride = kWideStage;
+  t.col_stride = 1;
+  t.stream = stream_;
+  t.last = last;
+  t.col_sum = sums;
+  wide_(t);
+}
+
+void TileOut::put_blocks(Stage& stage, int64_t r0, int64_t c0, int rows, int cols, float* sums,
+                         bool last) const {
   const int whole = rows == kStageRows ? cols / kTile * kTile : 0;
   const int64_t stride = int64_t{kStageCols} * element_bytes_;
   if (whole < cols) {  // zeros change no maximum

@@ -23,21 +23,6 @@ static_assert(kColSumRows % kTile == 0);
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-TileKernel find_kernel(DType dtype, Element element) {
-  const Isa isa = isa_native();
-#if defined(TE_MX_HAVE_AVX512_BF16)
-  if (isa >= Isa::avx512_bf16) return blockwise::find_avx512_vbmi(dtype, element);
-#endif
-#if defined(TE_MX_HAVE_AVX512)
-  if (isa >= Isa::avx512) return blockwise::find_avx512(dtype, element);
-#endif
-#if defined(TE_MX_HAVE_AVX2)
-  if (isa >= Isa::avx2) return blockwise::find_avx2(dtype, element);
-#endif
-  (void)isa;
-  return blockwise::find_portable(dtype, element);
-}
-
 uint32_t bits_of(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
@@ -45,41 +30,12 @@ uint32_t bits_of(float value) {
 }
 
 Tile tile_at(const QuantizeArgs& a, int64_t r0, int64_t c0) {
-  const auto& [x, to, execution] = a;
-  const bool square = to.scaling.block_rows != 1;
-  const int64_t row_blocks = ceil_div(x.rows, kTile), col_blocks = ceil_div(x.cols, kTile);
-  const int64_t r = square ? r0 / kTile : r0, c = square ? c0 / kTile : c0;
-  Tile t{};
+  const Matrix& x = a.x;
+  Tile t = blockwise::tile_to(a.to, x.rows, x.cols, r0, c0);
   t.x = static_cast<const char*>(x.data) +
         (r0 * x.row_stride + c0 * x.col_stride) * element_bytes(x.dtype);
   t.row_stride = x.row_stride;
   t.col_stride = x.col_stride;
-  t.rows = static_cast<int>(std::min<int64_t>(kTile, x.rows - r0));
-  t.cols = static_cast<int>(std::min<int64_t>(kTile, x.cols - c0));
-  t.square = square;
-  t.pow2 = to.rule == ScaleRule::pow2;
-  t.epsilon = bits_of(to.amax_epsilon);
-  if (to.row.codes) {
-    t.row_codes = to.row.codes + r0 * x.cols + c0;
-    t.row_code_stride = x.cols;
-    t.row_scales = static_cast<float*>(to.row.scales) + r * col_blocks + c0 / kTile;
-    t.row_scale_stride = col_blocks;
-  }
-  if (to.col.codes) {
-    t.transposed = to.col.layout == Layout::k_last;
-    float* scales = static_cast<float*>(to.col.scales);
-    if (t.transposed) {
-      t.col_codes = to.col.codes + c0 * x.rows + r0;
-      t.col_code_stride = x.rows;
-      t.col_scales = scales + c * row_blocks + r0 / kTile;
-      t.col_scale_stride = row_blocks;
-    } else {
-      t.col_codes = to.col.codes + r0 * x.cols + c0;
-      t.col_code_stride = x.cols;
-      t.col_scales = scales + r0 / kTile * (square ? col_blocks : x.cols) + c;
-      t.col_scale_stride = 1;
-    }
-  }
   return t;
 }
 
@@ -87,18 +43,11 @@ bool aligned(const uint8_t* codes, int64_t stride) {
   return codes == nullptr || (reinterpret_cast<uintptr_t>(codes) % 64 == 0 && stride % 64 == 0);
 }
 
-// As of the MX quantizer: whether the codes would not stay in a cache anyway.
-bool wants_stream(const QuantizeArgs& a) {
-  const int64_t directions = (a.to.row.codes != nullptr) + (a.to.col.codes != nullptr);
-  return a.x.rows * a.x.cols * directions >= kPastCaches && aligned(a.to.row.codes, a.x.cols) &&
-         aligned(a.to.col.codes, a.x.cols);
-}
-
 // The rows and columns of one item.
 void run_item(const QuantizeArgs& a, TileKernel kernel, int64_t r_begin, int64_t r_end,
               int64_t c_begin) {
   const mxtile::mx::KeepDenormals keep_denormals;
-  const bool stream = wants_stream(a);
+  const bool stream = blockwise::wants_stream(a.to, a.x.rows, a.x.cols);
   const int64_t c_end = std::min(a.x.cols, c_begin + kItemCols);
   float sums[kItemCols] = {};
   for (int64_t r = r_begin; r < r_end; r += kTile) {
@@ -142,13 +91,72 @@ bool valid(const QuantizeArgs& a) {
 
 }  // namespace
 
+namespace blockwise {
+
+TileKernel find(DType dtype, Element element) {
+  const Isa isa = isa_native();
+#if defined(TE_MX_HAVE_AVX512_BF16)
+  if (isa >= Isa::avx512_bf16) return find_avx512_vbmi(dtype, element);
+#endif
+#if defined(TE_MX_HAVE_AVX512)
+  if (isa >= Isa::avx512) return find_avx512(dtype, element);
+#endif
+#if defined(TE_MX_HAVE_AVX2)
+  if (isa >= Isa::avx2) return find_avx2(dtype, element);
+#endif
+  (void)isa;
+  return find_portable(dtype, element);
+}
+
+Tile tile_to(const QuantizeOut& to, int64_t rows, int64_t cols, int64_t r0, int64_t c0) {
+  const bool square = to.scaling.block_rows != 1;
+  const int64_t row_blocks = ceil_div(rows, kTile), col_blocks = ceil_div(cols, kTile);
+  const int64_t r = square ? r0 / kTile : r0, c = square ? c0 / kTile : c0;
+  Tile t{};
+  t.rows = static_cast<int>(std::min<int64_t>(kTile, rows - r0));
+  t.cols = static_cast<int>(std::min<int64_t>(kTile, cols - c0));
+  t.square = square;
+  t.pow2 = to.rule == ScaleRule::pow2;
+  t.epsilon = bits_of(to.amax_epsilon);
+  if (to.row.codes) {
+    t.row_codes = to.row.codes + r0 * cols + c0;
+    t.row_code_stride = cols;
+    t.row_scales = static_cast<float*>(to.row.scales) + r * col_blocks + c0 / kTile;
+    t.row_scale_stride = col_blocks;
+  }
+  if (to.col.codes) {
+    t.transposed = to.col.layout == Layout::k_last;
+    float* scales = static_cast<float*>(to.col.scales);
+    if (t.transposed) {
+      t.col_codes = to.col.codes + c0 * rows + r0;
+      t.col_code_stride = rows;
+      t.col_scales = scales + c * row_blocks + r0 / kTile;
+      t.col_scale_stride = row_blocks;
+    } else {
+      t.col_codes = to.col.codes + r0 * cols + c0;
+      t.col_code_stride = cols;
+      t.col_scales = scales + r0 / kTile * (square ? col_blocks : cols) + c;
+      t.col_scale_stride = 1;
+    }
+  }
+  return t;
+}
+
+bool wants_stream(const QuantizeOut& to, int64_t rows, int64_t cols) {
+  const int64_t directions = (to.row.codes != nullptr) + (to.col.codes != nullptr);
+  return rows * cols * directions >= kPastCaches && aligned(to.row.codes, cols) &&
+         aligned(to.col.codes, cols);
+}
+
+}  // namespace blockwise
+
 Status quantize_blockwise(const QuantizeArgs& args) {
   const Status status = check_blockwise_out(args.to);
   if (status != Status::ok) return status;
   if (!valid(args)) return Status::bad_argument;
   const int64_t rows = args.x.rows, cols = args.x.cols;
   if (rows > 0 && cols > 0 && (args.to.row.codes || args.to.col.codes || args.to.col_sum)) {
-    const TileKernel kernel = find_kernel(args.x.dtype, args.to.element);
+    const TileKernel kernel = blockwise::find(args.x.dtype, args.to.element);
     const int64_t item_rows = args.to.col_sum ? kColSumRows : kTile;
     const int64_t chunks = ceil_div(cols, kItemCols);
     const int threads = rows * cols < kSerialElements ? 1 : args.execution.threads;

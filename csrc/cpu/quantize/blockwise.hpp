@@ -41,6 +41,13 @@ struct Tile {
 
 using TileKernel = void (*)(const Tile& tile);
 
+// blockwise.cpp
+TileKernel find(DType dtype, Element element);  // of the level in use
+// Where the tile at (r0, c0) of a matrix [rows, cols] goes, and how it is quantized.
+Tile tile_to(const QuantizeOut& to, int64_t rows, int64_t cols, int64_t r0, int64_t c0);
+// As of the MX quantizer: whether the codes are aligned and would not stay in a cache anyway.
+bool wants_stream(const QuantizeOut& to, int64_t rows, int64_t cols);
+
 TileKernel find_portable(DType dtype, Element element);
 TileKernel find_avx2(DType dtype, Element element);
 TileKernel find_avx512(DType dtype, Element element);

@@ -1,4 +1,4 @@
-// dequantize(): checks and the loop over runs.
+// dequantize(): checks and the loop over runs of MX blocks.
 #include "quantize/dequantize.hpp"
 
 #include <algorithm>
@@ -7,6 +7,7 @@
 #include "common/check.h"
 #include "common/isa.h"
 #include "common/parallel.h"
+#include "quantize/dequantize_blockwise.hpp"
 #include "te_mx/cpu.h"
 
 namespace te_mx::cpu {
@@ -84,6 +85,7 @@ bool valid(const Codes& a) {
 }  // namespace
 
 Status dequantize(const DequantizeArgs& args) {
+  if (args.operand.scaling.type == ScaleType::f32) return dequantize_blockwise(args);
   const Status status = check_operand(args.operand);
   if (status != Status::ok) return status;
   const Codes all(args);

@@ -73,7 +73,7 @@ struct ActArgs {
   float limit = 0.0f, alpha = 0.0f, offset = 0.0f;
   void* out = nullptr;  // compact, or null
   DType out_dtype = DType::f32;
-  QuantizeOut to;  // of out. A CPU: backward and gated only where 32 divides cols
+  QuantizeOut to;  // of out. A CPU: backward and gated only where blocks (32 or 128) divide cols
   Execution execution;
 };
 

@@ -11,8 +11,9 @@ struct LinearArgs {
   bool x_columns = false, w_columns = false;  // operands that backward needs: for dw, for dx
   // Of x and w, and of the gradient.
   Element forward = Element::e4m3, backward = Element::e4m3;
-  Scaling scaling;
+  Scaling scaling, w_scaling;  // of x and the gradient, of w
   ScaleRule rule = ScaleRule::rceil;
+  float amax_epsilon = 0;  // as of QuantizeOut
   int32_t spread = 0;
   Matrix x;  // forward
   Matrix w;  // forward, and backward where that makes its columns

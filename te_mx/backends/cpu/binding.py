@@ -20,7 +20,6 @@ from te_mx.backends.base import (
     BIAS_GRADS,
     BLOCK_ROWS,
     FLOAT_DTYPES,
-    FORMATS,
     GELUS,
     LAYOUTS,
     Epilogue,
@@ -147,8 +146,8 @@ def dequantize(
         rows, cols = cols, rows
     args = _native.DequantizeArgs(
         codes=codes.data_ptr(), scales=scales.data_ptr(), rows=rows, k=cols,
-        element=FORMATS[fmt], layout=LAYOUTS[order], out=out.data_ptr(),
-        out_dtype=FLOAT_DTYPES[dtype], threads=torch.get_num_threads(),
+        layout=LAYOUTS[order], out=out.data_ptr(), out_dtype=FLOAT_DTYPES[dtype],
+        threads=torch.get_num_threads(), **format_fields(fmt),
     )  # fmt: skip
     status = _native.dequantize(args)
     return out if supported(status) else None

@@ -12,18 +12,20 @@ from torch import Tensor
 
 from te_mx.backends.base import (
     FLOAT_DTYPES,
-    FORMATS,
     LAYOUTS,
     SCALE_RULES,
     NativeAct,
     NativeNorm,
     QuantizedParts,
+    format_fields,
     pointer,
+    scales_of,
 )
 from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.native import NativeTarget as Wanted
 from te_mx.backends.reference.fused_math import inverse
 from te_mx.dispatch.fused import ACT_IDS, Activation, Norm
+from te_mx.formats.scaling import split_rule
 from te_mx.runtime import cpu_memory
 from te_mx.runtime.cpu_memory import CPU
 
@@ -47,12 +49,14 @@ class _Out:
 
     def __init__(self, rows: int, cols: int, wanted: Wanted) -> None:
         row_codes = row_scales = col_codes = col_scales = sums = self.partial = None
+        scales = scales_of(wanted.fmt)
         if wanted.rowwise:
             row_codes = cpu_memory.empty((rows, cols), _U8)
-            row_scales = torch.empty((rows, (cols + 31) // 32), dtype=_U8, device=CPU)
+            row_scales = torch.empty(scales.shape(rows, cols), dtype=scales.dtype, device=CPU)
         if wanted.columnwise is not None:
+            shape = scales.shape(cols, rows)[::-1]
             col_codes = cpu_memory.empty((rows, cols), _U8)
-            col_scales = torch.empty(((rows + 31) // 32, cols), dtype=_U8, device=CPU)
+            col_scales = torch.empty(shape, dtype=scales.dtype, device=CPU)
         if wanted.col_sum:
             sums = torch.empty(cols, dtype=_F32, device=CPU)
             partial_rows = -(-rows // cpu.native().COL_SUM_ROWS)  # type: ignore[union-attr]
@@ -61,8 +65,10 @@ class _Out:
 
     def set_in(self, args: Any, wanted: Wanted) -> None:
         """Write addresses and format into a native record."""
-        args.element = FORMATS[wanted.fmt]
-        args.rule = SCALE_RULES[wanted.scale_rule]
+        for name, value in format_fields(wanted.fmt).items():
+            setattr(args, name, value)
+        rule, args.amax_epsilon = split_rule(wanted.scale_rule)
+        args.rule = SCALE_RULES[rule]
         args.row_codes, args.row_scales = pointer(self.parts[0]), pointer(self.parts[1])
         args.col_codes, args.col_scales = pointer(self.parts[2]), pointer(self.parts[3])
         args.col_layout = LAYOUTS["k_first"]

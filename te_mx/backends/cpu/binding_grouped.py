@@ -6,7 +6,7 @@ Every function returns None (or False) when the native code does not take the pr
 from __future__ import annotations
 
 import struct
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from te_mx.backends.base import (
     StackedOperand,
     format_fields,
     pointer,
+    scales_of,
     typed_address,
 )
 from te_mx.backends.cpu import binding as cpu
@@ -64,23 +65,6 @@ def _set_source(args: Any, x: Tensor, stride: tuple[int, ...], fmt: str, rule: s
     args.rule = SCALE_RULES[rule]
 
 
-class _Scales(NamedTuple):
-    """The dtype of a format's scales and the sizes of its blocks."""
-
-    dtype: torch.dtype
-    block_rows: int
-    block: int
-
-    def shape(self, rows: int, k: int) -> tuple[int, int]:
-        return -(-rows // self.block_rows), -(-k // self.block)
-
-
-def _scales_of(fmt: str) -> _Scales:
-    if fmt in BLOCK_ROWS:
-        return _Scales(torch.float32, BLOCK_ROWS[fmt], 128)
-    return _Scales(_U8, 1, 32)
-
-
 def _groups(bounds: Bounds) -> tuple[Any, Any]:
     """The native record of groups, and what it holds the addresses of."""
     (count, starts, ends), keep = bounds.addresses()
@@ -93,7 +77,7 @@ def quantize(
     """As ops.quantize_grouped, for a non-empty x."""
     (rows, cols), groups = x.shape, len(bounds.ends)
     x, stride = _strided(x)
-    scales = _scales_of(fmt)
+    scales = scales_of(fmt)
     row_codes = row_scales = col_codes = col_scales = sums = partial = None
     if rowwise:
         row_codes = cpu_memory.empty((rows, cols), _U8)
@@ -129,7 +113,7 @@ def quantize_weights(
     groups, (rows, cols) = len(weights), weights[0].shape
     parts: list[Tensor] = []
     bases, steps = [0] * 4, [0] * 4
-    scales = _scales_of(fmt)
+    scales = scales_of(fmt)
     shapes = scales.shape(rows, cols), scales.shape(cols, rows)[::-1]
     for i, (asked, shape) in enumerate(zip(wanted, shapes, strict=True)):
         if asked:

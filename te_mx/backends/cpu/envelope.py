@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from te_mx.backends.cpu import binding
-from te_mx.backends.native import BLOCKWISE, FORMATS, unknown
+from te_mx.backends.native import BLOCKWISE, COLUMNWISE, FORMATS, unknown
 from te_mx.dispatch.problem import Problem
 
 LAYOUTS = ("rows", "cols")
 
 
-def why_not(problem: Problem, *more: str, blockwise: bool = False) -> str | None:
+def why_not(
+    problem: Problem, *more: str, blockwise: bool = False, columnwise: bool = False
+) -> str | None:
     """Why no kernel of this backend runs the problem; None when one may. `more`: layouts that a
-    kernel takes beside plain ones; blockwise: whether it takes fp32 scales."""
+    kernel takes beside plain ones; blockwise, columnwise: whether it takes fp32 scales, and those
+    of blocks of 128 x 1."""
     if problem.place.device != "cpu":
         return f"runs on the CPU, the operands are on {problem.place.device}"
     if problem.place.level < 0:
         return "needs the native module"
-    formats = FORMATS + BLOCKWISE if blockwise else FORMATS
+    formats = FORMATS + BLOCKWISE * blockwise + COLUMNWISE * columnwise
     return unknown(problem, (*LAYOUTS, *more), formats)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx.backends.base import FLOAT_DTYPES, FORMATS, SCALE_RULES
+from te_mx.backends.base import FLOAT_DTYPES, SCALE_RULES, format_fields
 from te_mx.backends.cpu import binding
 from te_mx.backends.cpu.envelope import why_not, why_not_level
 from te_mx.backends.cpu.gemm import PANELS
@@ -17,6 +17,7 @@ from te_mx.backends.native import words_of
 from te_mx.dispatch.linear import InferKernel
 from te_mx.dispatch.problem import STREAM_ROWS, Problem
 from te_mx.dispatch.registry import register
+from te_mx.formats.scaling import split_rule
 from te_mx.runtime import workspace
 from te_mx.runtime.cpu_memory import CPU
 
@@ -29,9 +30,9 @@ class SmallLinear(InferKernel):
         self.number = binding.KERNEL_IDS[kernel]
 
     def accepts(self, problem: Problem) -> str | None:
-        reason = why_not(problem) or why_not_level(self.name, self.level, problem)
-        if reason is None and problem.lhs != problem.rhs:
-            reason = "takes inputs and weights in one format"
+        reason = why_not(problem, blockwise=True) or why_not_level(self.name, self.level, problem)
+        if reason is None and not _alike(problem.lhs, problem.rhs):
+            reason = "takes inputs and weights of one element and one kind of scale"
         if reason is None and (problem.empty or problem.dtype not in FLOAT_DTYPES):
             reason = "takes float32, bfloat16 and float16, nothing empty"
         if reason is None and (problem.m + problem.n) * problem.k > MOST_BYTES:
@@ -43,7 +44,7 @@ class SmallLinear(InferKernel):
     def infer(
         self, p: Problem, x: Tensor, w_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype
     ) -> tuple[Tensor, str] | None:
-        plan, nbytes = _plan(p.m, p.n, p.k, p.lhs, p.rule, self.number)
+        plan, nbytes = _plan(p.m, p.n, p.k, (p.lhs, p.rhs), p.rule, self.number)
         x_MK = x if x.dim() == 2 else x.reshape(p.m, p.k)
         y = torch.empty((*x.shape[:-1], p.n), dtype=out_dtype, device=CPU)
         (x_row, x_col), (w_row, w_col) = x_MK.stride(), w_NK.stride()
@@ -66,13 +67,24 @@ class SmallLinear(InferKernel):
         return y, binding.KERNELS[ran]
 
 
+def _alike(x: str, w: str) -> bool:
+    """Whether two formats differ in the rows of a block alone."""
+    one, other = (format_fields(words_of(spec)[0]) | {"block_rows": 1} for spec in (x, w))
+    return one == other
+
+
 @lru_cache(maxsize=256)
-def _plan(m: int, n: int, k: int, spec: str, rule: str, kernel: int) -> tuple[Any, int]:
+def _plan(
+    m: int, n: int, k: int, specs: tuple[str, str], rule: str, kernel: int
+) -> tuple[Any, int]:
     """The native record of a layer with what does not change between calls, and its workspace."""
     native = binding.native()
+    x, w = (format_fields(words_of(spec)[0]) for spec in specs)
+    name, epsilon = split_rule(rule)
+    element, w_scaling = x.pop("element"), {f"w_{f}": v for f, v in w.items() if f != "element"}
     plan = native.LinearArgs(  # type: ignore[union-attr]
-        m=m, n=n, k=k, forward=FORMATS[words_of(spec)[0]], rule=SCALE_RULES[rule],
-        x_rows=m, x_cols=k, w_rows=n, w_cols=k, kernel=kernel,
+        m=m, n=n, k=k, forward=element, rule=SCALE_RULES[name], amax_epsilon=epsilon,
+        x_rows=m, x_cols=k, w_rows=n, w_cols=k, kernel=kernel, **x, **w_scaling,
     )  # fmt: skip
     plan.workspace_bytes = native.linear_workspace_bytes(plan)  # type: ignore[union-attr]
     return plan, plan.workspace_bytes

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from te_mx.backends.base import FLOAT_DTYPES as DTYPES
-from te_mx.backends.base import LAYOUTS, SCALE_RULES, format_fields
+from te_mx.backends.base import LAYOUTS, SCALE_RULES, UPRIGHT, format_fields
 from te_mx.backends.cpu import binding
 from te_mx.backends.cpu.envelope import why_not
 from te_mx.backends.native import native_operand, words_of
@@ -22,13 +22,27 @@ from te_mx.runtime.cpu_memory import CPU
 _U8 = torch.uint8
 
 
+def _is_upright(spec: str) -> bool:
+    return bool(spec) and words_of(spec)[0] in UPRIGHT
+
+
 def takes(row: str, col: str) -> str | None:
     """Why the two directions are not made in one read; None when they are."""
-    if row and words_of(row)[1] != "k_last":
-        return "makes rowwise copies that lie by rows"
     if row and col and words_of(row)[0] != words_of(col)[0]:
         return "makes both directions in one format"
+    lying = _across(col) if _is_upright(row or col) else row
+    if lying and words_of(lying)[1] != "k_last":
+        return "makes rowwise copies that lie by rows"
     return None
+
+
+def _across(spec: str) -> str:
+    """The other direction's operand with the same blocks: 128 x 1 along rows is 1 x 128 along
+    columns, codes and scales turned."""
+    if not spec:
+        return ""
+    name, layout = spec.split("@")
+    return f"{name.replace('128x1', '1x128')}@{'cols' if layout == 'rows' else 'rows'}"
 
 
 def _empty(spec: str, rows: int, k: int) -> Operand:
@@ -41,11 +55,17 @@ def _empty(spec: str, rows: int, k: int) -> Operand:
     )  # fmt: skip
 
 
+def _turned(made: Operand | None, spec: str) -> Operand | None:
+    """The operand of blocks of 128 x 1 that the other direction's is."""
+    return None if made is None else Operand(made.codes, made.scales, spec, made.k, made.rows)
+
+
 class CpuQuantize(Kernel):
     op, name = "quantize", "cpu"
 
     def accepts(self, problem: Problem) -> str | None:
-        reason = why_not(problem, blockwise=True) or takes(problem.lhs, problem.rhs)
+        reason = why_not(problem, blockwise=True, columnwise=True)
+        reason = reason or takes(problem.lhs, problem.rhs)
         if reason is None and problem.empty:
             reason = "takes matrices that are not empty"
         if reason is None and problem.dtype not in FLOAT_DTYPES:
@@ -54,6 +74,11 @@ class CpuQuantize(Kernel):
 
     def run(self, what: Quantize) -> Quantized | None:
         x, row, col, rule, col_sum, sum_dtype = what[:6]
+        if _is_upright(row or col):
+            made = self.run(what._replace(row=_across(col), col=_across(row)))
+            if made is None:
+                return None
+            return Quantized(_turned(made.col, row), _turned(made.row, col), made.col_sum)
         native = binding.native()
         assert native is not None
         rows, cols = x.shape
@@ -95,7 +120,7 @@ class CpuDequantize(Kernel):
     op, name = "dequantize", "cpu"
 
     def accepts(self, problem: Problem) -> str | None:
-        reason = why_not(problem)
+        reason = why_not(problem, blockwise=True, columnwise=True)
         if reason is None and problem.empty:
             reason = "takes matrices that are not empty"
         if reason is None and problem.dtype not in FLOAT_DTYPES:  # fp64 is for tests: torch does it
