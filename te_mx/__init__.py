@@ -32,6 +32,7 @@ from te_mx.frozen import freeze_weights, unfreeze_weights
 from te_mx.functional import GemmOutput, gemm, quantize
 from te_mx.graphed import make_graphed_callables
 from te_mx.grouped import grouped_linear, grouped_wgrad
+from te_mx.grouped_gemm import grouped_gemm
 from te_mx.inspection import InspectionReport, inspect
 from te_mx.nn import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
 from te_mx.nn.converted import ConversionWarning
@@ -72,6 +73,7 @@ __all__ = [
     "freeze_weights",
     "gemm",
     "get_default_recipe",
+    "grouped_gemm",
     "grouped_linear",
     "grouped_wgrad",
     "inspect",

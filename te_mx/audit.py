@@ -73,8 +73,9 @@ def audit(model: nn.Module, memory: bool = False) -> AuditReport:
     """Say for every linear layer of `model` on which kernel its GEMMs ran last.
 
     ``fprop``, ``dgrad`` and ``wgrad`` hold the name of the kernel, "high precision" after a forward
-    outside autocast (and for every layer that is no te_mx.Linear), or "never ran". ``weight`` says
-    whether the layer is frozen. A layer of which nothing was asked, such as the wgrad of a frozen
+    outside autocast (and for every layer that is no te_mx.Linear), "weight only" where inputs are
+    not quantized, or "never ran". ``weight`` says whether the layer is frozen, and the format where
+    that is not mxfp8_e4m3. A layer of which nothing was asked, such as the wgrad of a frozen
     weight, keeps "never ran" there.
 
     A te_mx.GroupedLinear runs groups of few rows on other kernels than groups of many; it shows
@@ -129,7 +130,7 @@ def _audit_module(name: str, module: MXModule) -> list[LayerAudit]:
     kind, keys = f"te_mx.{type(module).__name__}", module._weight_keys
     steps = [name] if len(keys) == 1 else [f"{name}.{key.removesuffix('_weight')}" for key in keys]
     dropped, rows = module._is_dropped(), []
-    weight = "master" if module._frozen is None else "frozen, no master" if dropped else "frozen"
+    weight = "master" if module._frozen is None else module._how_frozen()
     for i, step in enumerate(steps):
         ran = _ALL_HIGH
         if module._seen is not None or dropped:

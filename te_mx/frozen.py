@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 from torch import nn
 
-from te_mx.arguments import check_flag, check_module
+from te_mx.arguments import check_flag, check_module, shown
 from te_mx.context import current_recipe
+from te_mx.nn.frozen_formats import NOTHING, WEIGHT_ONLY, Fixed, fixed_by
 from te_mx.nn.mx_module import MXModule
-from te_mx.recipe import resolve_recipe
+from te_mx.recipe import Settings, resolve_recipe
 
 
 def _modules(model: nn.Module) -> list[tuple[str, MXModule]]:
@@ -24,9 +26,18 @@ def _modules(model: nn.Module) -> list[tuple[str, MXModule]]:
     return found
 
 
-def freeze_weights(model: nn.Module, drop_master: bool = False, *, recipe: Any = None) -> int:
+def freeze_weights(
+    model: nn.Module,
+    drop_master: bool = False,
+    *,
+    recipe: Any = None,
+    fmt: str | None = None,
+    activations: str | None = None,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+) -> int:
     """Quantize the weights of every te_mx module in `model` (Linear, GroupedLinear,
-    LayerNormLinear, LayerNormMLP) once, for inference, and use them from now on.
+    LayerNormLinear, LayerNormMLP, experts and Conv1D of Transformers) once, for inference, and use
+    them from now on.
 
     The modules stop training (requires_grad of their parameters is set to False, and restored by
     `unfreeze_weights`); gradients still flow through them to their inputs.
@@ -46,48 +57,64 @@ def freeze_weights(model: nn.Module, drop_master: bool = False, *, recipe: Any =
         model: the modules in it that are frozen already stay so.
         drop_master: False keeps the parameters beside the quantized copies and, where the kernel of
             the device profits, a packed form of them: outside autocast the modules are plain as
-            ever. True keeps the codes and scales only, 1.03 bytes a parameter, in memory and in the
-            state_dict: of a weight [out, in] ``<name>`` float8_e4m3fn [out, in] and
-            ``<name>_scale`` uint8 [out, ceil(in/32)], e.g. ``weight`` and ``weight_scale``; those
-            of a te_mx.GroupedLinear are stacked or apart as its parameters are. Codes of fewer than
-            8 bits are packed uint8; fp32 scales are ``<name>_scale_inv`` float32. Such a state_dict
-            loads into a new module. Such a module runs quantized outside autocast too, and cannot
-            be differentiated.
+            ever. True keeps the codes and scales only, 1.03 bytes a parameter in MXFP8 and 0.53 in
+            MXFP4, in memory and in the state_dict: of a weight [out, in] ``<name>`` float8_e4m3fn
+            [out, in] and ``<name>_scale`` uint8 [out, ceil(in/32)], e.g. ``weight`` and
+            ``weight_scale``; those of a te_mx.GroupedLinear are stacked or apart as its parameters
+            are. Codes of fewer than 8 bits are packed uint8, [out, ceil(in/2)] in MXFP4, and the
+            scales of 6-bit codes are named after their element, ``<name>_scale_e2m3``; fp32 scales
+            are ``<name>_scale_inv`` float32. Such a state_dict loads into a new module. Such a
+            module runs quantized outside autocast too, and cannot be differentiated.
         recipe: its format and its scale rule quantize the weights; None means the active recipe,
             where none is that which `te_mx.convert_model` bound to the module, or the default one.
+        fmt: the format of the weights in place of the recipe's, a name of te_mx.formats.names()
+            such as "mxfp4". It stays when a region with another one runs the module.
+        activations: how inputs are multiplied with the weights, whatever region runs the module:
+            quantized to a format such as "mxfp8" or "mxfp4", or "bf16" for weights only: inputs
+            are not quantized (nor are those in fp16 and fp32), and meet the very values of the
+            codes, which are decoded for the time of a product. That needs drop_master=True. None
+            leaves it to the recipe that runs. What is frozen already can be given another one.
+        filter_fn: ``filter_fn(module, fqn) -> bool`` for each te_mx module; False leaves it as it
+            is. So one call freezes the experts to "mxfp4", and another one the rest.
 
     Returns:
         The number of modules that are frozen now.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: there is no te_mx module; a weight has no values yet (meta device), a dtype that
-            cannot be quantized, or is sharded or quantized by others; or `drop_master` meets a
-            weight that is computed (parametrized) or split into parameters, and so has no place of
-            its own.
+        ValueError: there is no te_mx module, or `filter_fn` chose none; a weight has no values yet
+            (meta device), a dtype that cannot be quantized, or is sharded or quantized by others;
+            `drop_master` meets a weight that is computed (parametrized) or split into parameters,
+            and so has no place of its own; a module is frozen to another format than `fmt`
+            already; formats do not go together, or with the scale rule of the recipe.
 
     An error changes nothing. Only one that comes while masters are being dropped, such as a lack of
     memory, leaves those modules frozen that were done: dropped weights do not come back. Call again
     to go on.
     """
     check_flag("drop_master", drop_master)
-    chosen = recipe if recipe is not None else current_recipe()
-    resolved = resolve_recipe(chosen).settings
+    if filter_fn is not None and not callable(filter_fn):
+        raise TypeError(f"filter_fn must be a function or None, got {shown(filter_fn)}")
+    ambient = recipe if recipe is not None else current_recipe()
+    resolved = resolve_recipe(ambient).settings
     modules = _modules(model)
     if any(_is_fsdp2(module) for module in model.modules()):
         raise ValueError(
             f"{type(model).__name__} is sharded by fully_shard, which exchanges parameters at "
             "every forward: freeze before sharding"
         )
-    for name, module in modules:
+    wanted = modules if filter_fn is None else _chosen(modules, filter_fn)
+    how = []
+    for name, module in wanted:
         if problem := module.why_not_frozen(drop_master):
             raise ValueError(f"{name}: {problem}")
+        settings = (module._bound if ambient is None else None) or resolved
+        how.append((module, *_formats(name, module, settings, (fmt, activations), drop_master)))
     done = []
     try:
-        for _, module in modules:
+        for module, made, fixed in how:
             new = module._frozen is None
-            settings = module._bound if chosen is None else resolved
-            module.freeze(settings or resolved, drop_master)
+            module.freeze(made, drop_master, fixed)
             if new:
                 done.append(module)
     except BaseException:
@@ -95,7 +122,37 @@ def freeze_weights(model: nn.Module, drop_master: bool = False, *, recipe: Any =
             if not module._is_dropped():
                 module.unfreeze()
         raise
-    return len(modules)
+    return sum(module._frozen is not None for _, module in modules)
+
+
+def _chosen(
+    modules: list[tuple[str, MXModule]], filter_fn: Callable[[nn.Module, str], bool]
+) -> list[tuple[str, MXModule]]:
+    chosen = [(name, module) for name, module in modules if filter_fn(cast(Any, module), name)]
+    if not chosen:
+        raise ValueError(f"filter_fn chose none of the {len(modules)} te_mx modules of model")
+    return chosen
+
+
+def _formats(
+    name: str, module: MXModule, settings: Settings, asked: tuple[Any, Any], drop_master: bool
+) -> tuple[Settings, Fixed]:
+    """What a module is frozen with, `settings` if it is not frozen yet, and what that fixes."""
+    before = NOTHING
+    if module._frozen is not None:
+        settings, before = module._frozen.settings, module._frozen.fixed
+    made, fixed = fixed_by(settings, *asked, before)
+    if module._frozen is not None and made.w != settings.w:
+        raise ValueError(
+            f"{name}: it is frozen to {settings.w} already; call te_mx.unfreeze_weights first, or "
+            "leave it out by filter_fn"
+        )
+    if fixed.weight_only and not (drop_master or module._is_dropped()):
+        raise ValueError(
+            f"{name}: activations={WEIGHT_ONLY!r} needs drop_master=True: it multiplies what the "
+            "codes stand for, while parameters that are kept are quantized anew when they change"
+        )
+    return made, fixed
 
 
 def _is_fsdp2(module: nn.Module) -> bool:

@@ -10,39 +10,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx import context
-from te_mx.arguments import check_flag
+from te_mx.arguments import check_flag, check_size
 from te_mx.autograd import grouped as autograd
 from te_mx.autograd import transforms
 from te_mx.autograd.steps import mode_of, new_seed
 from te_mx.autograd.steps_grouped import GroupForms
 from te_mx.dispatch.grouped_calls import Groups
 from te_mx.epilogue import check_dtype
-from te_mx.grouped_arguments import (
-    check_floats,
-    check_index,
-    check_place,
-    parts,
-    readable,
-    wgrad_shape,
-)
+from te_mx.grouped_arguments import check_floats, check_place, parts, quantized_parts, wgrad_shape
+from te_mx.grouped_gemm import is_quantized, stack_of
+from te_mx.grouped_rows import Form, aligned, rows_of, settings_of
 from te_mx.nn.linear import output_dtype
 from te_mx.ops import Operand
 from te_mx.ops.grouped_gemm import gemm_k, on_device
 from te_mx.ops.grouped_quantize import quantize_grouped
-from te_mx.recipe import Settings, get_default_recipe, resolve_recipe
+from te_mx.recipe import Settings
+from te_mx.tensor import MXTensor
 from te_mx.written import check_written
 
 
 def grouped_linear(
     inp: Tensor,
-    weight: Tensor | Sequence[Tensor],
+    weight: Tensor | Sequence[Tensor] | MXTensor | Sequence[MXTensor],
     *,
     offs: Tensor | None = None,
     index: Tensor | None = None,
     masked_m: Tensor | None = None,
     bias: Tensor | Sequence[Tensor] | None = None,
     recipe: Any = None,
+    alignment: int = 1,
 ) -> Tensor:
     """``y[r] = inp[r] @ weight[g].T + bias[g]`` for the rows r of every group g, in MXFP8,
     differentiable.
@@ -65,10 +61,14 @@ def grouped_linear(
     Args:
         inp: fp32, bf16 or fp16.
         weight: [G, N, K], or G tensors [N, K]. For torch's layout [G, K, N] pass
-            ``weight.transpose(-2, -1)``.
+            ``weight.transpose(-2, -1)``. Or weights that are quantized: an MXTensor [G, N, K], or G
+            of them [N, K] that are stacked in every call, as for `te_mx.grouped_gemm`; nothing is
+            differentiable then.
         offs, index, masked_m: int32 or int64; exactly one.
         bias: [G, N], or G tensors [N].
         recipe: None means the active recipe, or the default one outside of te_mx.autocast.
+        alignment: group g of `offs` starts at the next multiple of it behind the end of group
+            g - 1; 128 is DeepGEMM's psum layout. Rows between groups are of no group.
 
     Returns:
         [R, N], or [G, M_max, N] with masked_m. The dtype is torch.autocast's where that is on, else
@@ -76,70 +76,37 @@ def grouped_linear(
 
     Raises:
         TypeError, ValueError: what does not fit, with what was expected.
-        RuntimeError: a backward pass recomputes it and cannot know the recipe, see te_mx.autocast.
+        RuntimeError: a gradient is asked where the weights are MXTensors; or a backward pass
+            recomputes it and cannot know the recipe, see te_mx.autocast.
         NotImplementedError: forward-mode AD or a transform of torch.func follows a tensor.
     """
-    settings = _settings(recipe, forward=True)
-    given = {"offs": offs, "index": index, "masked_m": masked_m}
-    chosen = [name for name, value in given.items() if value is not None]
-    if len(chosen) != 1:
-        raise ValueError(
-            f"grouped_linear: pass one of offs, index and masked_m, got {chosen or 'none'}"
-        )
-    held, groups_count = parts(inp, weight, bias, 3 if masked_m is not None else 2)
+    settings = settings_of(recipe, forward=True)
+    form = Form("grouped_linear", offs, index, masked_m, alignment).checked()
+    dims = 2 if masked_m is None else 3
+    stack = stack_of(weight, form.owner) if is_quantized(weight) else None
+    if stack is not None:
+        held = quantized_parts(inp, stack, bias, dims)
+        groups, settings = stack.groups, settings._replace(w=stack.format.name)
+    else:
+        held, groups = parts(inp, weight, bias, dims)  # type: ignore[arg-type]
     if transforms.active():
         transforms.refuse("grouped_linear", (inp, *held))
-    dtype = output_dtype(inp)
-
-    def run(x: Tensor, groups: Groups) -> Tensor:
-        call = autograd.GroupedCall(groups.capacity, settings, dtype, bias is not None)
-        return autograd.grouped_linear(x, groups.offs, held, call)
-
-    if offs is not None:
-        check_index(offs, "offs", (groups_count,), inp)
-        return run(inp, Groups(offs))
-    if masked_m is not None:
-        check_index(masked_m, "masked_m", (groups_count,), inp)
-        if inp.shape[0] != groups_count:
-            raise ValueError(
-                f"grouped_linear: inp must be [G, M_max, K] with G = {groups_count} as in weight, "
-                f"got {tuple(inp.shape)}"
-            )
-        return _masked(inp, masked_m, run)
-    assert index is not None
-    check_index(index, "index", (inp.shape[0],), inp)
-    return _indexed(inp, index, groups_count, run)
-
-
-def _masked(inp: Tensor, masked_m: Tensor, run: Any) -> Tensor:
-    groups, most, k = inp.shape
-    if readable(masked_m) and any(not 0 <= m <= most for m in masked_m.tolist()):
+    if masked_m is not None and inp.shape[0] != groups:
         raise ValueError(
-            f"grouped_linear: masked_m must be 0 to M_max = {most}, got {masked_m.tolist()}"
+            f"grouped_linear: inp must be [G, M_max, K] with G = {groups} as in weight, got "
+            f"{tuple(inp.shape)}"
         )
-    starts = torch.arange(groups, device=masked_m.device) * most
-    offs = starts + masked_m.clamp(0, most)
-    out = run(inp.reshape(groups * most, k), Groups(offs, most))
-    return out.view(groups, most, out.shape[1])
-
-
-def _indexed(inp: Tensor, index: Tensor, groups: int, run: Any) -> Tensor:
-    if readable(index) and len(index) and int(index.max()) >= groups:
-        raise ValueError(
-            f"grouped_linear: index must be below the {groups} groups of weight (or -1), got "
-            f"{int(index.max())}"
-        )
-    index = index.to(inp.device)
-    group = torch.where((index < 0) | (index >= groups), groups, index).long()
-    counts = torch.zeros(groups + 1, dtype=torch.int64, device=inp.device)
-    counts = counts.scatter_add(0, group, torch.ones_like(group))
-    offs = counts[:groups].cumsum(0)
-    order = torch.argsort(group, stable=True)
-    position = torch.arange(len(order), device=inp.device)
-    if readable(order) and torch.equal(order, position):
-        return run(inp, Groups(offs))
-    back = torch.empty_like(order).scatter(0, order, position)
-    return run(inp.index_select(0, order), Groups(offs)).index_select(0, back)
+    most = inp.shape[-2]
+    x = inp if masked_m is None else inp.reshape(groups * most, inp.shape[2])
+    rows = rows_of(form, x, groups, most)
+    x, bounds = rows.taken(x), rows.groups
+    call = autograd.GroupedCall(bounds.capacity, settings, output_dtype(inp), bias is not None)
+    if stack is None:
+        y = autograd.grouped_linear(x, bounds.offs, held, call)
+    else:
+        y = autograd.infer(x, bounds.offs, stack, held[0] if held else None, call)
+    y = rows.put_back(y, bias is not None)
+    return y if masked_m is None else y.view(groups, most, y.shape[1])
 
 
 def grouped_wgrad(
@@ -151,6 +118,7 @@ def grouped_wgrad(
     out_dtype: torch.dtype | None = None,
     accumulate: bool = False,
     recipe: Any = None,
+    alignment: int = 1,
 ) -> Tensor:
     """``D[g] = grad[rows of g].T @ inp[rows of g]`` in MXFP8: weight gradients of all groups, whose
     reduction runs over the rows of each group.
@@ -164,6 +132,7 @@ def grouped_wgrad(
         out_dtype: that of out, else that of inp by default.
         accumulate: add to out.
         recipe: None means the active recipe, or the default one outside of te_mx.autocast.
+        alignment: as for `te_mx.grouped_linear`.
 
     Returns:
         [G, N, K], zeros for a group without rows. Gradients do not flow through this function.
@@ -173,7 +142,7 @@ def grouped_wgrad(
         RuntimeError: out requires grad while autograd records.
         NotImplementedError: forward-mode AD or a transform of torch.func follows a tensor.
     """
-    settings = _settings(recipe, forward=False)
+    settings = settings_of(recipe, forward=False)
     check_flag("grouped_wgrad: accumulate", accumulate)
     for name, value in (("grad", grad), ("inp", inp), ("out", out)):
         if name != "out" or value is not None:
@@ -181,6 +150,7 @@ def grouped_wgrad(
     if transforms.active():
         transforms.refuse("grouped_wgrad", (grad, inp, out), transforms.FUNCTION, grad=True)
     shape = wgrad_shape(grad, inp, offs)
+    alignment = check_size("grouped_wgrad: alignment", alignment, 1)
     if out is None and accumulate:
         raise ValueError("grouped_wgrad: accumulate=True adds to out; pass the tensor as out=")
     if out_dtype is not None:
@@ -199,6 +169,8 @@ def grouped_wgrad(
             )
         check_written(out, "out", (("grad", grad), ("inp", inp), ("offs", offs)))
     with torch.no_grad():
+        rows = aligned(offs, alignment, inp)
+        grad, inp, offs = rows.taken(grad), rows.taken(inp), rows.groups.offs
         return _wgrad(grad, inp, offs, out, out_dtype or inp.dtype, accumulate, settings)
 
 
@@ -221,11 +193,3 @@ def _wgrad(
         lhs, rhs, groups, out=out, out_dtype=out_dtype, accumulate=accumulate,
         mode=mode_of(settings),
     )  # fmt: skip
-
-
-def _settings(recipe: Any, forward: bool) -> Settings:
-    if recipe is not None:
-        return resolve_recipe(recipe).settings
-    # A forward that is recomputed has a graph, what is part of a backward pass itself has none.
-    active = context.current_settings(certain=forward and torch.is_grad_enabled())
-    return active or get_default_recipe().settings

@@ -12,6 +12,7 @@ from te_mx.arguments import check_dense, shown
 from te_mx.autograd import joining
 from te_mx.dispatch.calls import FLOAT_DTYPES
 from te_mx.dispatch.groups import INDEX_DTYPES, host_bounds, known_to_host
+from te_mx.layouts.operand import Stack
 
 
 def check_floats(name: str, value: Any) -> None:
@@ -41,7 +42,7 @@ def parts(
     check_floats("grouped_linear: inp", inp)
     stacked = isinstance(weight, Tensor)
     weights = _tensors("weight", weight, inp)
-    if stacked != (weights[0].dim() == 3) if weights else True:
+    if not weights or weights[0].dim() != (3 if stacked else 2):
         raise ValueError(
             "grouped_linear: weight must be [G, N, K] or a sequence of [N, K], got "
             f"{[tuple(w.shape) for w in weights]}"
@@ -70,6 +71,40 @@ def parts(
             f"{[tuple(b.shape) for b in biases]}"
         )
     return weights + biases, groups
+
+
+def quantized_parts(
+    inp: Tensor, weight: Stack, bias: Tensor | Iterable[Tensor] | None, dims: int
+) -> tuple[Tensor, ...]:
+    """The biases [G, N] beside weights that are quantized, or nothing. Raises as `parts`, and
+    RuntimeError where a gradient is asked for."""
+    check_floats("grouped_linear: inp", inp)
+    groups, n, k = weight.groups, weight.rows, weight.k
+    check_place("grouped_linear: weight", weight.codes, inp)
+    if inp.dim() != dims or inp.shape[-1] != k:
+        raise ValueError(
+            f"grouped_linear: inp must be {'[R, ' if dims == 2 else '[G, M_max, '}{k}] for weight "
+            f"[{n}, {k}] of every group, got {tuple(inp.shape)}"
+        )
+    biases = () if bias is None else _tensors("bias", bias, inp)
+    if bias is not None and not isinstance(bias, Tensor):
+        if len(biases) != groups or any(b.shape != (n,) for b in biases):
+            raise ValueError(
+                f"grouped_linear: bias must be [{groups}, {n}] or {groups} tensors [{n}], got "
+                f"{[tuple(b.shape) for b in biases]}"
+            )
+        biases = (joining.stack(biases),)
+    if biases and biases[0].shape != (groups, n):
+        raise ValueError(
+            f"grouped_linear: bias must be [{groups}, {n}] or {groups} tensors [{n}], got "
+            f"{tuple(biases[0].shape)}"
+        )
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (inp, *biases)):
+        raise RuntimeError(
+            "grouped_linear: gradients do not flow where weights are MXTensors; call it under "
+            "torch.no_grad(), or pass weights in high precision"
+        )
+    return biases
 
 
 def _tensors(name: str, value: Any, inp: Tensor) -> tuple[Tensor, ...]:

@@ -79,7 +79,7 @@ def test_a_checkpoint_names_its_format(kind, name, tmp_path):
 @every
 @named
 def test_tensors_alone(kind, name):
-    """As safetensors holds them: the module's own format, or what the scales say."""
+    """As safetensors holds them: the module's own format, or what shapes and names say."""
     source, x = dropped(kind, recipe_of(name)), torch.randn(5, 70)
     state = dict(source.state_dict())
     layer = dropped(kind, recipe_of(name))
@@ -95,10 +95,26 @@ def test_tensors_alone(kind, name):
         plain.load_state_dict(state)
         assert plain._frozen.settings.w == name and plain._frozen.settings.scale_rule == "fp32"
         assert torch.equal(run(plain, x, recipe_of(name)), run(source, x, recipe_of(name)))
+    elif formats.get(name).element.bits < 8:
+        for layer in (plain, dropped(kind, recipe_of("mxfp8_e5m2")), dropped(kind, recipe_of(
+            "mxfp6_e3m2" if name != "mxfp6_e3m2" else "mxfp6_e2m3"
+        ))):  # fmt: skip
+            layer.load_state_dict(state)
+            assert layer._frozen.settings.w == name
+            assert torch.equal(run(layer, x, recipe_of(name)), run(source, x, recipe_of(name)))
     else:
         with pytest.raises(RuntimeError, match="codes must be float8_e4m3fn, got torch"):
             plain.load_state_dict(state)
         assert plain._frozen is None
+
+
+def test_six_bits_under_a_name_that_does_not_say_which():
+    state = dict(dropped("Linear", recipe_of("mxfp6_e2m3")).state_dict())
+    state["weight_scale"] = state.pop("weight_scale_e2m3")
+    with pytest.raises(RuntimeError, match="codes must be float8_e4m3fn"):
+        te_mx.Linear(70, 33).load_state_dict(state)
+    with pytest.raises(RuntimeError, match="whose scales are called weight_scale_e2m3"):
+        dropped("Linear", recipe_of("mxfp6_e2m3")).load_state_dict(state)
 
 
 @every

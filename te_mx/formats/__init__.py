@@ -5,7 +5,8 @@
     values = fmt.dequantize(codes, scales, k, torch.float32)
 
 `convert` goes from the elements of OCP to those of AMD's MI300 and back, `te_mx.formats.blockwise`
-has the quantizers of torchao.
+has the quantizers of torchao, `te_mx.formats.mxfp4_checkpoints` reads and writes MXFP4 as
+compressed-tensors, gpt-oss, DeepGEMM and ggml store it.
 
 A format is one file in this folder: every module here is imported, and registers what it defines.
 """

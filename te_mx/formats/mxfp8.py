@@ -25,5 +25,5 @@ E5M2 = Element(
     torch_dtype=torch.float8_e5m2,
 )
 
-mxfp8_e4m3 = register(Format("mxfp8_e4m3", E4M3, Scaling(), short_names=("e4m3",)))
+mxfp8_e4m3 = register(Format("mxfp8_e4m3", E4M3, Scaling(), short_names=("e4m3", "mxfp8")))
 mxfp8_e5m2 = register(Format("mxfp8_e5m2", E5M2, Scaling(), short_names=("e5m2",)))

@@ -97,6 +97,10 @@ class Stack(NamedTuple):
     packed: Tensor | None = None
 
     @property
+    def format(self) -> Format:
+        return spec_of(self.spec).format
+
+    @property
     def layout(self) -> Layout:
         return spec_of(self.spec).layout
 

@@ -15,6 +15,8 @@ from te_mx.autograd.grouped import GroupedCall, grouped_linear, infer
 from te_mx.autograd.steps import GEMMS, at_rest
 from te_mx.autograd.steps_grouped import KeptWeights, kept_weights
 from te_mx.dispatch.fused import Activation
+from te_mx.dispatch.grouped_calls import Groups
+from te_mx.nn import weight_only
 from te_mx.nn.layer_in_place import LayerInPlace
 from te_mx.nn.mx_module import output_dtype
 from te_mx.ops import Stack, dequantize_2d
@@ -63,7 +65,10 @@ class ExpertsModule(LayerInPlace):
         if self._is_dropped():
             self._refuse_gradient(x_RK, bias_EN)
             self._check_codes((key,), x_RK.device)
-            return infer(x_RK, offs, self._dropped_operand(key), bias_EN, call)
+            row = self._dropped_operand(key)
+            if self._is_weight_only():
+                return weight_only.grouped(x_RK, Groups(offs), row, bias_EN, call.out_dtype, tag)
+            return infer(x_RK, offs, row, bias_EN, call)
         weight = self._stack(key)
         self._check_parameter(key, weight, (experts, rows, k), x_RK.device)
         if self._frozen is not None:

@@ -3,16 +3,18 @@
 A module without masters saves, for each weight, ``<name>`` (float8_e4m3fn [out, in]) and
 ``<name>_scale`` (uint8 [out, ceil(in/32)], E8M0): the names and layouts of MXFP8 checkpoints of
 compressed-tensors and ModelOpt; scales named ``<name>_scale_inv`` are read too. Codes of fewer than
-8 bits are saved as they are packed, uint8. Formats with fp32 scales save these as
+8 bits are saved as they are packed, uint8; the shapes tell 4 bits from 6, and the scales of 6-bit
+codes carry the element in their name, ``<name>_scale_e2m3``. Formats with fp32 scales save these as
 ``<name>_scale_inv`` (float32 [ceil(out/128), ceil(in/128)] for blocks of 128 x 128), the names and
 layouts of DeepSeek-V3's checkpoints; the value is code * scale. What such a state_dict is loaded
 into becomes frozen without masters; te_mx.unfreeze_weights(dequantize=True) makes parameters that
-train.
+train. nn/foreign_state.py reads 4-bit weights under the names of others.
 
 The recipe, which names the format, goes with them in the metadata of the state_dict, which
 ``torch.save(state_dict)`` keeps; formats that hold tensors only, such as safetensors, lose it. The
 module's own, or the one bound to it, stands in then if its codes are such, or else the default
-recipe; for float32 scales DeepSeekV3, or the same with weights in blocks of 1 x 128.
+recipe with the one format of weights that has such tensors; for float32 scales DeepSeekV3, or the
+same with weights in blocks of 1 x 128.
 """
 
 from __future__ import annotations
@@ -25,21 +27,27 @@ from torch import Tensor, nn
 
 from te_mx import formats
 from te_mx.arguments import is_dense, shown
+from te_mx.nn.frozen_formats import Fixed
 from te_mx.nn.frozen_weight import Freezable, Frozen
 from te_mx.recipe import BlockScaling, DeepSeekV3, Float8BlockScaling, get_default_recipe
 from te_mx.recipes.settings import Settings
 
-SCALES = ("_scale", "_scale_inv")
-_RECIPE = "te_mx_recipe"  # in the metadata of a module
+_NAMED = {  # 6-bit codes look alike
+    fmt.name: f"_scale_{fmt.element.name}" for fmt in map(formats.get, formats.names())
+    if fmt.element.bits == 6
+}  # fmt: skip
+SCALES = ("_scale", "_scale_inv", *_NAMED.values())
+_RECIPE, _FIXED = "te_mx_recipe", "te_mx_frozen"  # in the metadata of a module
 
 
 class Codes(NamedTuple):
     """What a state_dict has of a module's quantized weights: codes and scales by key, the recipe,
-    and the names that need no further look."""
+    the names that need no further look, and what freezing fixed (None: what it is fixed to)."""
 
     made: dict[str, tuple[Tensor, Tensor]]
     settings: Settings | None
     names: tuple[str, ...]
+    fixed: Fixed | None = None
 
 
 def save_codes(module: Freezable, destination: Any, prefix: str) -> None:
@@ -49,6 +57,7 @@ def save_codes(module: Freezable, destination: Any, prefix: str) -> None:
     metadata = getattr(destination, "_metadata", {}).get(prefix[:-1])
     if metadata is not None:
         metadata[_RECIPE] = module._frozen.settings._asdict()
+        metadata[_FIXED] = module._frozen.fixed._asdict()
     dtype, end = _dtype_of(module._frozen.settings.w), _end_of(module._frozen.settings.w)
     for key in module._weight_keys:
         codes, scales = module._codes(key)
@@ -94,10 +103,18 @@ def read_codes(
         )
         return nothing
     key = next(iter(weights))
+    end = scales[key].removeprefix(weights[key])
     settings = _settings_for(
         module, local_metadata.get(_RECIPE), state_dict.get(weights[key]), state_dict[scales[key]],
-        prefix, error_msgs,
+        end, prefix, error_msgs,
     )  # fmt: skip
+    meant = _end_of(settings.w)
+    if end != meant and (end in _NAMED.values() or meant in _NAMED.values()):
+        error_msgs.append(
+            f"{scales[key]}: the codes are {settings.w}, whose scales are called {weights[key]}"
+            f"{meant}; rename them if that is the right format"
+        )
+        return nothing
     dropped, made = module._is_dropped(), {}
     for key, name in weights.items():
         if not dropped and not module._is_held(key):
@@ -116,7 +133,8 @@ def read_codes(
         if not (local_metadata.get("assign_to_params_buffers", False) or held.is_meta):
             code, scale = (t.to(held.device, copy=True) for t in (code, scale))
         made[key] = code.detach().contiguous(), scale.detach().contiguous()
-    return Codes(made, settings, ours)
+    fixed = None if _RECIPE not in local_metadata else Fixed(**local_metadata.get(_FIXED, {}))
+    return Codes(made, settings, ours, fixed)
 
 
 def take_codes(module: Freezable, codes: Codes) -> None:
@@ -128,6 +146,8 @@ def take_codes(module: Freezable, codes: Codes) -> None:
         module._mark_frozen(Frozen(codes.settings))
     else:
         module._frozen.settings = codes.settings
+    assert module._frozen is not None
+    module._frozen.fixed = module._frozen.fixed if codes.fixed is None else codes.fixed
     module._drop_masters(codes.made)
 
 
@@ -166,6 +186,8 @@ def _dtype_of(name: str) -> torch.dtype:
 
 def _end_of(name: str) -> str:
     """What is added to the name of a weight for its scales in a state_dict."""
+    if name in _NAMED:
+        return _NAMED[name]
     return SCALES[formats.get(name).scaling.scale == "fp32"]
 
 
@@ -201,10 +223,12 @@ def _problem(codes: Any, scales: Any, shape: tuple[int, ...], name: str) -> str:
     return ""
 
 
-def _could_be(name: str, codes: Any, scales: Any) -> bool:
-    """Whether codes and scales have the dtypes of a format in a state_dict."""
+def _could_be(name: str, codes: Any, scales: Any, end: str) -> bool:
+    """Whether codes and scales have the dtypes and the names of a format in a state_dict."""
     of_fp32 = formats.get(name).scaling.scale == "fp32"
     is_fp32 = getattr(scales, "dtype", None) == torch.float32
+    if end in _NAMED.values() and end != _end_of(name):
+        return False
     return _dtype_of(name) == getattr(codes, "dtype", None) and of_fp32 == is_fp32
 
 
@@ -215,20 +239,31 @@ def _block_of(fmt: formats.Format) -> str:
 
 
 def _settings_for(
-    module: Freezable, saved: Any, codes: Any, scales: Any, prefix: str, error_msgs: list[str]
-) -> Settings:
+    module: Freezable, saved: Any, codes: Any, scales: Any, end: str, prefix: str,
+    error_msgs: list[str],
+) -> Settings:  # fmt: skip
     """The settings that were saved with codes, or, without any, those that stand in for them."""
     default = get_default_recipe().settings
     if saved is None:
         own = module._bound if module._frozen is None else module._frozen.settings
-        if own is not None and _could_be(own.w, codes, scales):
+        shape = module._shape_of(module._weight_keys[0])
+        fits = own is not None and _could_be(own.w, codes, scales, end)
+        if own is not None and fits and not _problem(codes, scales, shape, own.w):
             return own
         for recipe in (DeepSeekV3(), Float8BlockScaling(True, w_block_scaling_dim=1)):
             if getattr(scales, "dtype", None) == torch.float32 and not _problem(
                 codes, scales, tuple(getattr(codes, "shape", ())), recipe.settings.w
             ):
                 return recipe.settings
-        return default
+        packed = [
+            name for name in formats.names()
+            if _end_of(name) == end and formats.get(name).element.bits < 8
+            and not _problem(codes, scales, shape, name)
+        ]  # fmt: skip
+        if len(packed) != 1:
+            return own if own is not None and fits else default
+        known = own is not None and formats.get(packed[0]).scaling.knows(own.scale_rule)
+        return (own if own is not None and known else default)._replace(w=packed[0])
     try:
         return _settings_of(saved)
     except (KeyError, TypeError, ValueError, NotImplementedError) as error:

@@ -16,13 +16,16 @@ from torch import Tensor, nn
 from te_mx import formats
 from te_mx.autograd.steps import at_rest
 from te_mx.autograd.steps_kept import kept_weight
+from te_mx.nn import frozen_formats
+from te_mx.nn.frozen_formats import Fixed
 from te_mx.nn.frozen_sources import Sources
 from te_mx.ops import FLOAT_DTYPES, Operand, dequantize_2d, quantize_2d
+from te_mx.recipe import get_default_recipe
 from te_mx.recipes.settings import Settings
 
 
 class Frozen:
-    """How a module is frozen.
+    """How a module is frozen: with `settings`, of which `fixed` says what stays inside of regions.
 
     `kept` holds the quantized copies beside kept masters, by key; what is missing is made again.
     `sources` says what they were made of, `in_graphs` keeps those that a CUDA graph reads.
@@ -31,12 +34,16 @@ class Frozen:
     """
 
     __slots__ = (
-        "dropped", "dtypes", "in_graphs", "kept", "settings", "shapes", "sources", "trained"
+        "dropped", "dtypes", "fixed", "in_graphs", "kept", "settings", "shapes", "sources",
+        "trained",
     )  # fmt: skip
 
-    def __init__(self, settings: Settings, dropped: bool = False) -> None:
+    def __init__(
+        self, settings: Settings, dropped: bool = False, fixed: Fixed = frozen_formats.NOTHING
+    ) -> None:
         self.settings = settings
         self.dropped = dropped
+        self.fixed = fixed
         self.dtypes: dict[str, torch.dtype] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.trained: dict[str, bool] = {}
@@ -46,11 +53,17 @@ class Frozen:
 
     def without_copies(self) -> Frozen:
         """For a copy of the module, whose next forward quantizes again."""
-        other = Frozen(self.settings, self.dropped)
+        other = Frozen(self.settings, self.dropped, self.fixed)
         other.dtypes.update(self.dtypes)
         other.shapes.update(self.shapes)
         other.trained.update(self.trained)
         return other
+
+    def inside(self, settings: Settings) -> Settings:
+        """The settings of a region, with what freezing fixed."""
+        if not self.dropped and self.fixed == frozen_formats.NOTHING:
+            return settings
+        return frozen_formats.inside(settings, self.settings, self.fixed, self.dropped)
 
     def current(self, key: str, module: Freezable) -> tuple[Any, bool]:
         """The copy of a weight of the module, None where there is none or what it was made of
@@ -151,9 +164,11 @@ class Freezable:
         return ""
 
     @torch.no_grad()
-    def freeze(self, settings: Settings, drop_master: bool = False) -> None:
+    def freeze(
+        self, settings: Settings, drop_master: bool = False, fixed: Fixed = frozen_formats.NOTHING
+    ) -> None:
         """What te_mx.freeze_weights does to this module, or nothing where that raises; frozen
-        already, it keeps its settings, and copies that are not old."""
+        already, it keeps its weights, and copies that are not old."""
         frozen = self._frozen
         if frozen is None:
             frozen = Frozen(settings)
@@ -171,6 +186,7 @@ class Freezable:
             for key, copy in made.items():
                 if frozen.sources[key].follow(self._made_of(key)):
                     frozen.kept[key] = copy
+        frozen.settings, frozen.fixed = settings, fixed
         self.__dict__.pop("_microbatch", None)
 
     @torch.no_grad()
@@ -238,6 +254,9 @@ class Freezable:
     def _is_dropped(self) -> bool:
         return self._frozen is not None and self._frozen.dropped
 
+    def _is_weight_only(self) -> bool:
+        return self._frozen is not None and self._frozen.dropped and self._frozen.fixed.weight_only
+
     def _codes(self, key: str) -> tuple[Tensor, Tensor]:
         assert self._frozen is not None
         stored = formats.get(self._frozen.settings.w).scaling.storage
@@ -271,9 +290,14 @@ class Freezable:
             )
 
     def _frozen_repr(self) -> str:
-        if self._frozen is None:
-            return ""
-        return ", frozen, no master" if self._frozen.dropped else ", frozen"
+        return "" if self._frozen is None else f", {self._how_frozen()}"
+
+    def _how_frozen(self) -> str:
+        """In words; the format of the weights is named where it is not the usual one."""
+        assert self._frozen is not None
+        words = "frozen, no master" if self._frozen.dropped else "frozen"
+        fmt = self._frozen.settings.w
+        return words if fmt == get_default_recipe().settings.w else f"{words}, {fmt}"
 
 
 def _not_quantizable(weight: Tensor) -> str:

@@ -14,9 +14,9 @@ from te_mx.autograd import joining, transforms
 from te_mx.autograd.grouped import GroupedCall, grouped_linear, infer
 from te_mx.autograd.grouped_loop import high_precision_loop
 from te_mx.autograd.grouped_operands import Groups
-from te_mx.autograd.shapes import flatten
+from te_mx.autograd.shapes import flatten, unflatten
 from te_mx.context import is_tracing
-from te_mx.nn import constructors, delayed_wgrad
+from te_mx.nn import constructors, delayed_wgrad, weight_only
 from te_mx.nn.frozen_state import SCALES
 from te_mx.nn.grouped_plain import grouped_plain
 from te_mx.nn.grouped_splits import groups_of
@@ -269,10 +269,13 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         bias_GN = None
         if added:
             bias_GN = added[0] if self.single_grouped_bias else joining.stack(added)
-        call = GroupedCall(
-            groups.capacity, settings, output_dtype(inp), bool(added), tag=self._tag_now()
-        )
-        y = infer(inp, groups.offs, row, bias_GN, call)
+        dtype, tag = output_dtype(inp), self._tag_now()
+        if self._is_weight_only():
+            y_RN = weight_only.grouped(flatten(inp), groups, row, bias_GN, dtype, tag)
+            y = unflatten(y_RN, inp)
+        else:
+            call = GroupedCall(groups.capacity, settings, dtype, bool(added), tag=tag)
+            y = infer(inp, groups.offs, row, bias_GN, call)
         return (y, self._returned(biases)) if self.return_bias else y
 
     # ----------------------------------------------------------------------------- checks and names

@@ -12,7 +12,7 @@ from torch.fx import Proxy
 from te_mx.autograd import transforms
 from te_mx.autograd.layernorm_linear import Call, layernorm_linear
 from te_mx.context import is_tracing
-from te_mx.nn import constructors, delayed_wgrad
+from te_mx.nn import constructors, delayed_wgrad, weight_only
 from te_mx.nn import parameters_split as split
 from te_mx.nn.norm_module import NormModule, default_init, needs_gradient
 from te_mx.nn.te_arguments import refuse, refuse_constructor
@@ -196,11 +196,18 @@ class LayerNormLinear(NormModule):
                 self._check_parameter("weight", weight, (out_features, self.in_features), device)
             if added is not None:
                 self._check_parameter("bias", added, (out_features,), device)
-            need_dx = needs_gradient(inp, norm_weight, norm_bias)
-            first = is_first_microbatch
-            kept = self._kept_or_dropped("weight", settings, first, device, need_dx)
-            call = Call(self._step(inp), settings, self.return_layernorm_output, self._tag_now())
-            out, z = layernorm_linear(inp, norm_weight, norm_bias, weight, added, kept, sink, call)
+            step, tag = self._step(inp), self._tag_now()
+            if self._is_weight_only():
+                z, row = self._normalized(inp), self._dropped_operand("weight")
+                out = weight_only.linear(z, row, added, step.dtype, tag)
+            else:
+                need_dx = needs_gradient(inp, norm_weight, norm_bias)
+                first = is_first_microbatch
+                kept = self._kept_or_dropped("weight", settings, first, device, need_dx)
+                call = Call(step, settings, self.return_layernorm_output, tag)
+                out, z = layernorm_linear(
+                    inp, norm_weight, norm_bias, weight, added, kept, sink, call
+                )
         extra: tuple[Tensor | None, ...] = (bias,) if self.return_bias else ()
         extra += (z,) if self.return_layernorm_output else ()
         return (out, *extra) if extra else out

@@ -15,7 +15,8 @@ from te_mx.autograd.steps import GEMMS
 from te_mx.autograd.wgrad import WeightGradient
 from te_mx.context import is_tracing
 from te_mx.dispatch.fused import NORMS
-from te_mx.nn import activations, constructors, delayed_wgrad
+from te_mx.nn import activations, constructors, delayed_wgrad, weight_only
+from te_mx.nn.mx_module import output_dtype
 from te_mx.nn.norm_module import NormModule, Together, default_init, needs_gradient
 from te_mx.nn.te_arguments import refuse_constructor
 
@@ -193,24 +194,36 @@ class LayerNormMLP(NormModule):
         else:
             self._check(inp, "hidden_size", norm_weight, norm_bias)
             self._check_layers(inp.device, w1, b1, w2, b2)
-            need_dz = needs_gradient(inp, norm_weight, norm_bias)
-            need_dh = need_dz or needs_gradient(w1, b1)
-            first = is_first_microbatch
-            kept = (
-                self._kept_or_dropped("fc1_weight", settings, first, inp.device, need_dz),
-                self._kept_or_dropped("fc2_weight", settings, first, inp.device, need_dh),
-            )
             tag = self._tag_now()
             tags = (tag, tag + len(GEMMS)) if tag >= 0 else (-1, -1)
-            return_z = self.return_layernorm_output
-            out, z = layernorm_mlp(
-                inp, norm_weight, norm_bias, w1, b1, w2, b2,
-                Weights(kept, sinks),
-                Call(self._step(inp), self._act, settings, return_z, tags),
-            )  # fmt: skip
+            if self._is_weight_only():
+                out, z = self._run_weight_only(inp, b1, b2, tags)
+            else:
+                need_dz = needs_gradient(inp, norm_weight, norm_bias)
+                need_dh = need_dz or needs_gradient(w1, b1)
+                first = is_first_microbatch
+                kept = (
+                    self._kept_or_dropped("fc1_weight", settings, first, inp.device, need_dz),
+                    self._kept_or_dropped("fc2_weight", settings, first, inp.device, need_dh),
+                )
+                return_z = self.return_layernorm_output
+                out, z = layernorm_mlp(
+                    inp, norm_weight, norm_bias, w1, b1, w2, b2,
+                    Weights(kept, sinks),
+                    Call(self._step(inp), self._act, settings, return_z, tags),
+                )  # fmt: skip
         extra: tuple[Tensor | None, ...] = (fc2_bias,) if self.return_bias else ()
         extra += (z,) if self.return_layernorm_output else ()
         return (out, *extra) if extra else out
+
+    def _run_weight_only(
+        self, inp: Tensor, b1: Tensor | None, b2: Tensor | None, tags: tuple[int, int]
+    ) -> tuple[Tensor, Tensor]:
+        """The result and z."""
+        z, dtype = self._normalized(inp), output_dtype(inp)
+        h = weight_only.linear(z, self._dropped_operand("fc1_weight"), b1, dtype, tags[0])
+        a, w2 = activations.plain(h, self._act), self._dropped_operand("fc2_weight")
+        return weight_only.linear(a, w2, b2, dtype, tags[1]), z
 
     def _check_layers(
         self, device: torch.device, w1: Tensor | None, b1: Tensor | None, w2: Tensor | None,

@@ -13,7 +13,7 @@ from te_mx.autograd import transforms
 from te_mx.autograd.high_precision import HighPrecisionLinear
 from te_mx.autograd.linear import Call, infer, linear
 from te_mx.context import is_tracing
-from te_mx.nn import constructors, delayed_wgrad
+from te_mx.nn import constructors, delayed_wgrad, weight_only
 from te_mx.nn import parameters_split as split
 from te_mx.nn.mx_module import MXModule, output_dtype
 from te_mx.nn.te_arguments import refuse, refuse_constructor
@@ -239,7 +239,11 @@ class Linear(MXModule, nn.Linear):
         if added is not None:
             self._check_parameter("bias", added, (self.out_features,), inp.device)
         row = self._dropped_operand("weight")
-        out = infer(inp, row, added, settings, output_dtype(inp), self._tag_now())
+        dtype, tag = output_dtype(inp), self._tag_now()
+        if self._is_weight_only():
+            out = weight_only.linear(inp, row, added, dtype, tag)
+        else:
+            out = infer(inp, row, added, settings, dtype, tag)
         return (out, bias) if self.return_bias else out
 
     def _whole(self, key: str) -> Tensor:

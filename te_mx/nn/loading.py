@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from te_mx.arguments import is_dense, shown
+from te_mx.nn import foreign_state
 from te_mx.nn.frozen_state import codes_alone, read_codes, take_codes
 
 
@@ -28,6 +29,7 @@ def load_module(
     hooks = module._load_state_dict_pre_hooks
     for hook in hooks.values():  # before the checks, because they may rename
         hook(state_dict, prefix, *rest)
+    foreign_state.adapt(module, state_dict, prefix, error_msgs)
     module._adapt_state_dict(state_dict, prefix, error_msgs)
     codes = read_codes(module, state_dict, prefix, local_metadata, missing_keys, error_msgs)
     _check(module, state_dict, prefix, codes.names, error_msgs)

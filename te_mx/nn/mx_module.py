@@ -82,10 +82,8 @@ class MXModule(Resettable, Freezable, DelayedWgrad, Checked):
             if self._converted and self.training and torch.is_grad_enabled():  # type: ignore[attr-defined]
                 warn = converted.warn_plain_traced if tracing else converted.warn_plain
                 warn(self.name)
-        elif self._frozen is not None and self._frozen.dropped:
-            # The codes that there are, whatever recipe runs.
-            own = self._frozen.settings
-            settings = settings._replace(w=own.w, w_col=own.w_col)
+        elif self._frozen is not None:
+            settings = self._frozen.inside(settings)
         return settings
 
     def _settings_now(self) -> Settings | None:

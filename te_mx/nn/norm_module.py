@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from te_mx.arguments import check_number, is_one_of, shown
 from te_mx.autograd.high_precision import HighPrecisionLinear
 from te_mx.autograd.normalization import NormStep
+from te_mx.autograd.shapes import flatten, shaped
 from te_mx.autograd.steps_kept import KeptWeight
 from te_mx.autograd.wgrad import Queue, WeightGradient
-from te_mx.dispatch.fused import NORMS, Norm
+from te_mx.dispatch.fused import NORMS, Norm, Target
 from te_mx.nn import constructors
 from te_mx.nn.mx_module import MXModule, output_dtype
+from te_mx.recipe import get_default_recipe
 from te_mx.recipes.settings import Settings
 
 _STD = 0.023  # of Transformer Engine's default weights
@@ -97,6 +99,14 @@ class NormModule(MXModule, nn.Module):
         if self.normalization == "RMSNorm":
             return nn.functional.rms_norm(inp, shape, weight, self.eps)
         return nn.functional.layer_norm(inp, shape, weight, self.layer_norm_bias, self.eps)
+
+    def _normalized(self, inp: Tensor) -> Tensor:
+        """The normalized input of a step that quantizes, itself."""
+        weight, bias = self.layer_norm_weight, self.layer_norm_bias
+        target = Target("", "", get_default_recipe().settings.scale_rule)
+        z = self._step(inp).forward(flatten(inp), weight, bias, True, target).z
+        assert z is not None
+        return shaped(z, inp.shape)
 
     @staticmethod
     def _plain_linear(

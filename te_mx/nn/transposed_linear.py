@@ -8,6 +8,7 @@ from torch.fx import Proxy
 
 from te_mx.autograd import transforms
 from te_mx.autograd.linear import Call, infer, linear
+from te_mx.nn import weight_only
 from te_mx.nn.layer_in_place import LayerInPlace
 from te_mx.nn.mx_module import output_dtype
 
@@ -40,6 +41,8 @@ class TransposedLinear(LayerInPlace):
             self._refuse_gradient(x, bias)
             self._check_codes(self._weight_keys, x.device)
             row = self._dropped_operand("weight")
+            if self._is_weight_only():
+                return weight_only.linear(x, row, bias, output_dtype(x), self._tag_now())
             return infer(x, row, bias, settings, output_dtype(x), self._tag_now())
         (weight,) = self._held("weight")
         self._check_parameter("weight", weight, (in_features, out_features), x.device)

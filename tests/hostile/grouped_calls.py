@@ -5,7 +5,16 @@ from __future__ import annotations
 import torch
 from function_calls import K, floats
 from judge import Call
-from malformed import FLAG, OPTIONAL_DTYPE, RECIPE, changed, values
+from malformed import (
+    COUNT,
+    DTYPE,
+    FLAG,
+    OPTIONAL_DTYPE,
+    RECIPE,
+    changed,
+    other_than,
+    values,
+)
 from malformed_tensors import DIMENSIONS, INDEX, INPUT, OFFSETS, ROWS, SHAPED, output, plain
 from torch import Tensor
 
@@ -38,13 +47,44 @@ LISTS = changed(
     negative_views=lambda x: [torch._neg_view(-each) for each in x],
     transposed_in_memory=lambda x: [each.movedim(-1, 0).contiguous().movedim(0, -1) for each in x],
 )
+ALIGNMENT = COUNT.but("huge") | values(nothing=0)
+
+
+def tokens(d: str, *shape: int) -> te_mx.MXTensor:
+    return te_mx.quantize(floats(d, *shape))
+
+
+def stack(d: str) -> te_mx.MXTensor:
+    return te_mx.quantize(floats(d, G, 40, K), fmt="mxfp6_e3m2")
+
+
+QUANTIZED = (
+    other_than() | values(a_pair=lambda: (torch.ones(2), torch.ones(2)))
+    | changed(
+        None, meta=lambda x: x.to("meta"), its_codes=lambda x: x.rowwise_data,
+        its_values=lambda x: x.dequantize(),
+        another_k=lambda x: te_mx.quantize(torch.ones(*x.shape[:-1], 71)).to(x.device),
+        columns_alone=lambda x: te_mx.quantize(
+            torch.ones(x.shape), rowwise=False, columnwise=True
+        ).to(x.device),
+        a_line=lambda x: te_mx.quantize(torch.ones(K)).to(x.device),
+        square_blocks=lambda x: te_mx.quantize(
+            torch.ones(x.shape), fmt="fp8_e4m3_128x128"
+        ).to(x.device),
+    )
+)  # fmt: skip
+TOKENS = QUANTIZED
+STACK = QUANTIZED | changed(
+    None, no_groups=lambda x: te_mx.quantize(torch.ones(0, 40, K)).to(x.device),
+    a_group_more=lambda x: te_mx.quantize(torch.ones(G + 1, 40, K)).to(x.device),
+)  # fmt: skip
 GROUPED = (
     Call(
         "te_mx.grouped_linear", lambda d: te_mx.grouped_linear,
         lambda d: {"inp": floats(d, R, K), "weight": floats(d, G, 40, K), "offs": offsets(),
-                   "bias": floats(d, G, 40), "recipe": None},
+                   "bias": floats(d, G, 40), "recipe": None, "alignment": 1},
         {"inp": INPUT | DIMENSIONS, "weight": SHAPED, "offs": OFFSETS, "recipe": RECIPE,
-         "bias": SHAPED.but("None")},
+         "bias": SHAPED.but("None"), "alignment": ALIGNMENT},
         says={"inp": "inp|weight", "weight": "weight|bias"},
     ),
     Call(
@@ -70,14 +110,54 @@ GROUPED = (
         covers="te_mx.grouped_linear", says={"inp": "inp", "masked_m": "masked_m|offs"},
     ),
     Call(
+        "te_mx.grouped_linear of quantized weights", lambda d: te_mx.grouped_linear,
+        lambda d: {"inp": floats(d, R, K), "weight": stack(d), "offs": offsets(),
+                   "bias": [floats(d, 40), floats(d, 40)]},
+        {"inp": INPUT | DIMENSIONS, "weight": STACK.but("its values"), "bias": LISTS},
+        covers="te_mx.grouped_linear",
+        says={"inp": "inp|weight", "weight": "weight|offs|bias"},
+    ),
+    Call(
+        "te_mx.grouped_gemm", lambda d: te_mx.grouped_gemm,
+        lambda d: {"inp": tokens(d, R, K), "weight": stack(d), "offs": offsets(),
+                   "alignment": 8, "bias": floats(d, G, 40), "out_dtype": torch.float32,
+                   "zero_padding": True, "recipe": None},
+        {"inp": TOKENS, "weight": STACK, "offs": OFFSETS, "alignment": ALIGNMENT,
+         "bias": SHAPED.but("None"), "zero_padding": FLAG, "recipe": RECIPE,
+         "out_dtype": DTYPE | values(float64=torch.float64)},
+        says={"inp": "inp|weight", "weight": "weight|offs|bias"},
+    ),
+    Call(
+        "te_mx.grouped_gemm of a sequence by index", lambda d: te_mx.grouped_gemm,
+        lambda d: {"inp": tokens(d, R, K), "weight": [tokens(d, 40, K), tokens(d, 40, K)],
+                   "index": torch.arange(R) % 3 - 1},
+        {"inp": TOKENS, "index": INDEX,
+         "weight": changed(None, a_hole=lambda x: [x[0], None], one_less=lambda x: x[:-1],
+                           empty=lambda x: [], plain_ones=lambda x: [w.dequantize() for w in x],
+                           another_shape=lambda x: [x[0], tokens(x[0].device, 39, K)],
+                           another_format=lambda x: [x[0], te_mx.quantize(
+                               torch.ones(40, K), fmt="e5m2").to(x[0].device)],
+                           on_meta=lambda x: [x[0], x[1].to("meta")])},
+        covers="te_mx.grouped_gemm", says={"inp": "inp|index", "weight": "weight|index",
+                                           "index": "index|offs"},
+    ),
+    Call(
+        "te_mx.grouped_gemm masked", lambda d: te_mx.grouped_gemm,
+        lambda d: {"inp": tokens(d, G, 12, K), "weight": stack(d),
+                   "masked_m": torch.tensor([5, 12])},
+        {"inp": TOKENS, "masked_m": INDEX | changed(None, negative=lambda x: x - 10**6)},
+        covers="te_mx.grouped_gemm", says={"masked_m": "masked_m|offs"},
+    ),
+    Call(
         "te_mx.grouped_wgrad", lambda d: te_mx.grouped_wgrad,
         lambda d: {"grad": floats(d, R, 40), "inp": floats(d, R, K), "offs": offsets(),
-                   "out": None, "out_dtype": torch.float32, "accumulate": False, "recipe": None},
+                   "out": None, "out_dtype": torch.float32, "accumulate": False, "recipe": None,
+                   "alignment": 8},
         {"grad": SHAPED.but("column less", "column more", "no columns"),
          "inp": SHAPED.but("column less", "column more", "no columns"), "offs": OFFSETS.but(
              "one less", "one more", "none at all"),
          "out_dtype": OPTIONAL_DTYPE | values(float64=torch.float64), "accumulate": FLAG,
-         "recipe": RECIPE},
+         "recipe": RECIPE, "alignment": ALIGNMENT},
         says={"accumulate": "accumulate|out"},
     ),
     Call(

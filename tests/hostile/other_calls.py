@@ -259,10 +259,13 @@ MODELS = (
     ),
     Call(
         "te_mx.freeze_weights", on_model(te_mx.freeze_weights, converted),
-        lambda d: {"model": converted(d), "drop_master": False, "recipe": HYBRID},
+        lambda d: {"model": converted(d), "drop_master": False, "recipe": HYBRID, "fmt": "mxfp4",
+                   "activations": "mxfp8", "filter_fn": lambda module, name: True},
         {"model": MODULE | changed(None, plain=lambda m: model("cpu"),
                                    meta=lambda m: m.to("meta")),
-         "drop_master": FLAG, "recipe": RECIPE},
+         "drop_master": FLAG, "recipe": RECIPE,
+         **dict.fromkeys(("fmt", "activations"), OPTIONAL_WORD | UPPER_CASE),
+         "filter_fn": OPTIONAL_FUNCTION | values(that_raises_late=lambda: _late)},
         says={"model": "model|te_mx module|meta"},
     ),
     Call(

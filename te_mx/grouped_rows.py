@@ -1,0 +1,169 @@
+"""Which rows belong to which group: the forms that users have, as the end offsets that ops take.
+
+===========  ===============  ===================================================================
+argument     tokens           meaning
+===========  ===============  ===================================================================
+offs [G]     [R, K]           end offsets, group after group; with an alignment a group starts at
+                              the next multiple of it (DeepGEMM's psum layout: 128)
+index [R]    [R, K]           the group of each row in any order, -1 for none
+masked_m     [G, M_max, K]    the first masked_m[g] rows of group g
+===========  ===============  ===================================================================
+
+What the host cannot read without waiting is never read: it is arithmetic on the device then, and
+what is out of range there is cut off. So nothing breaks a CUDA graph, and no address leaves the
+tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_mx import context
+from te_mx.arguments import check_size
+from te_mx.dispatch.grouped_calls import Groups
+from te_mx.grouped_arguments import check_index, readable
+from te_mx.recipe import Settings, get_default_recipe, resolve_recipe
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a call was given; `owner` is its name in errors."""
+
+    owner: str
+    offs: Tensor | None
+    index: Tensor | None
+    masked_m: Tensor | None
+    alignment: int = 1
+
+    def checked(self) -> Form:
+        """Raise ValueError or TypeError unless one way is chosen; with the alignment as an int."""
+        given = {"offs": self.offs, "index": self.index, "masked_m": self.masked_m}
+        chosen = [name for name, value in given.items() if value is not None]
+        if len(chosen) != 1:
+            raise ValueError(
+                f"{self.owner}: pass one of offs, index and masked_m, got {chosen or 'none'}"
+            )
+        alignment = check_size(f"{self.owner}: alignment", self.alignment, 1)
+        if alignment != 1 and self.offs is None:
+            raise ValueError(
+                f"{self.owner}: alignment={alignment} says where groups of offs start; leave it "
+                f"away with {chosen[0]}"
+            )
+        return replace(self, alignment=alignment)
+
+
+class Rows(NamedTuple):
+    """Groups as ops take them.
+
+    order: the rows that are gathered for them, if not all as they lie. back [R]: where the result
+    of each row is then, or `room`: the rows of the result, of which those of `order` are written.
+    real [R]: False for rows between groups that lie inside of `groups` all the same.
+    """
+
+    groups: Groups
+    order: Tensor | None = None
+    back: Tensor | None = None
+    room: int = 0
+    real: Tensor | None = None
+
+    def taken(self, tokens: Tensor) -> Tensor:
+        """Tokens [R, .] as the groups have them. What lies between groups is left out, or zeros:
+        it reaches nothing, NaN included."""
+        if self.real is not None:
+            return torch.where(self.real.unsqueeze(1), tokens, 0)
+        return tokens if self.order is None else tokens.index_select(0, self.order)
+
+    def put_back(self, result: Tensor, has_bias: bool, zeros: bool = True) -> Tensor:
+        """Results [R, .] in the order of the tokens, 0 for rows of no group; without `zeros`
+        whatever costs least."""
+        if self.real is not None:  # products of zeros are zeros, but a bias is added to them
+            return torch.where(self.real.unsqueeze(1), result, 0) if has_bias and zeros else result
+        if self.order is None:
+            return result
+        if self.back is not None:
+            return result.index_select(0, self.back)
+        shape = self.room, result.shape[1]
+        room = result.new_zeros(shape) if zeros else result.new_empty(shape)
+        return room.index_copy(0, self.order, result)
+
+
+def settings_of(recipe: Any, forward: bool) -> Settings:
+    """The settings of a recipe argument; `forward`: of a call that a backward pass may repeat."""
+    if recipe is not None:
+        return resolve_recipe(recipe).settings
+    # A forward that is recomputed has a graph, what is part of a backward pass itself has none.
+    active = context.current_settings(certain=forward and torch.is_grad_enabled())
+    return active or get_default_recipe().settings
+
+
+def rows_of(form: Form, tokens: Any, groups: int, most: int) -> Rows:
+    """The rows of every group among tokens [R, .], of which masked_m has `most` a group.
+
+    Raises ValueError or TypeError for an index that does not fit, as far as the host can see it.
+    """
+    owner, offs, index, masked_m = form.owner, form.offs, form.index, form.masked_m
+    if offs is not None:
+        check_index(offs, "offs", (groups,), tokens, owner)
+        return aligned(offs, form.alignment, tokens)
+    if masked_m is not None:
+        check_index(masked_m, "masked_m", (groups,), tokens, owner)
+        return _masked(masked_m, most, owner)
+    assert index is not None
+    check_index(index, "index", (len(tokens),), tokens, owner)
+    return _indexed(index.to(tokens.device), groups, owner)
+
+
+def _masked(masked_m: Tensor, most: int, owner: str) -> Rows:
+    if readable(masked_m) and any(not 0 <= m <= most for m in masked_m.tolist()):
+        raise ValueError(f"{owner}: masked_m must be 0 to M_max = {most}, got {masked_m.tolist()}")
+    starts = torch.arange(len(masked_m), device=masked_m.device) * most
+    return Rows(Groups(starts + masked_m.clamp(0, most), most))
+
+
+def _indexed(index: Tensor, groups: int, owner: str) -> Rows:
+    if readable(index) and len(index) and int(index.max()) >= groups:
+        raise ValueError(
+            f"{owner}: index must be below the {groups} groups of weight (or -1), got "
+            f"{int(index.max())}"
+        )
+    group = torch.where((index < 0) | (index >= groups), groups, index).long()
+    counts = torch.zeros(groups + 1, dtype=torch.int64, device=index.device)
+    counts = counts.scatter_add(0, group, torch.ones_like(group))
+    made = Groups(counts[:groups].cumsum(0))
+    order = torch.argsort(group, stable=True)
+    position = torch.arange(len(order), device=index.device)
+    if readable(order) and torch.equal(order, position):
+        return Rows(made)
+    return Rows(made, order, torch.empty_like(order).scatter(0, order, position))
+
+
+def aligned(offs: Tensor, alignment: int, tokens: Tensor) -> Rows:
+    """End offsets of groups that start at multiples of `alignment`.
+
+    Rows between groups are left out where the host knows them. Where it does not, a group goes on
+    to the start of the next one, with zeros for its last rows.
+    """
+    if alignment == 1 or len(offs) == 0:
+        return Rows(Groups(offs))
+    rows = len(tokens)
+    ends = offs.long().clamp(0, rows).cummax(0).values
+    upper = ((ends + alignment - 1) // alignment * alignment).clamp(max=rows)
+    if readable(offs):
+        starts = torch.nn.functional.pad(upper[:-1], (1, 0))
+        counts = (ends - starts).clamp(min=0)
+        if torch.equal(counts.cumsum(0), ends):  # no gaps
+            return Rows(Groups(ends))
+        bounds = zip(starts.tolist(), counts.tolist(), strict=True)
+        order = torch.cat([torch.arange(start, start + count) for start, count in bounds])
+        return Rows(Groups(counts.cumsum(0)), order.to(tokens.device), room=rows)
+    # Behind the last group nothing starts.
+    upper = torch.cat([upper[:-1], ends[-1:]]).cummax(0).values
+    own_ends, own_upper = ends.to(tokens.device), upper.to(tokens.device)
+    row = torch.arange(rows, device=tokens.device)
+    group = torch.searchsorted(own_upper, row, right=True)
+    real = (group < len(ends)) & (row < own_ends[group.clamp(max=len(ends) - 1)])
+    return Rows(Groups(upper), real=real)

@@ -1,0 +1,82 @@
+"""In which formats a frozen module runs: what te_mx.freeze_weights fixes for all regions."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from te_mx import formats
+from te_mx.arguments import shown
+from te_mx.dispatch.explain import why_no_product
+from te_mx.recipes.settings import Settings
+
+WEIGHT_ONLY = "bf16"  # as activations: inputs are not quantized
+
+
+class Fixed(NamedTuple):
+    """What stays as it was frozen inside of a region: the format of the weights, the format and the
+    scale rule of the inputs. weight_only: inputs are not quantized."""
+
+    w: bool = False
+    x: bool = False
+    weight_only: bool = False
+
+
+NOTHING = Fixed()
+
+
+def fixed_by(
+    settings: Settings, fmt: Any, activations: Any, before: Fixed
+) -> tuple[Settings, Fixed]:
+    """Settings with these formats, None for those of the settings, and what that fixes beside what
+    was fixed before.
+
+    Raises:
+        ValueError: no such format, one that does not know the scale rule of the settings, or two
+            formats that no kernel multiplies.
+    """
+    if fmt is not None:
+        settings, before = settings._replace(w=_name("fmt", fmt), w_col=""), before._replace(w=True)
+    if isinstance(activations, str) and activations == WEIGHT_ONLY:
+        return _checked(settings, "w"), before._replace(x=False, weight_only=True)
+    if activations is not None:
+        settings = settings._replace(x=_name("activations", activations), x_col="")
+        before = before._replace(x=True, weight_only=False)
+    return _checked(settings, "x", "w"), before
+
+
+def inside(settings: Settings, mine: Settings, fixed: Fixed, dropped: bool) -> Settings:
+    """The settings of a region for a module that was frozen with `mine`. Without masters there are
+    codes of one format only, whatever was fixed."""
+    if fixed.x:
+        settings = settings._replace(x=mine.x, x_col=mine.x_col, scale_rule=mine.scale_rule)
+    if fixed.w or dropped:
+        settings = settings._replace(w=mine.w, w_col=mine.w_col)
+    return settings
+
+
+def _name(name: str, given: Any) -> str:
+    try:
+        found = formats.get(given).name
+    except ValueError:
+        found = ""
+    if found in formats.names():
+        return found
+    more = f" or {WEIGHT_ONLY!r}" if name == "activations" else ""
+    raise ValueError(
+        f"{name} must be None, one of {', '.join(formats.names())}{more}, got {shown(given)}"
+    )
+
+
+def _checked(settings: Settings, *roles: str) -> Settings:
+    """The settings, if they can quantize and multiply these roles."""
+    for role in roles:
+        fmt = formats.get(getattr(settings, role))
+        if not fmt.scaling.knows(settings.scale_rule):
+            raise ValueError(
+                f"{fmt.name} has the scale rules {fmt.scaling.shown_rules}, not that of the "
+                f"recipe, {settings.scale_rule!r}; pass a recipe= with one of them"
+            )
+    why = why_no_product(settings.x, settings.w) if len(roles) > 1 else None
+    if why is not None:
+        raise ValueError(f"no kernel multiplies {settings.x!r} with {settings.w!r}: {why}")
+    return settings

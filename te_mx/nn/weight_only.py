@@ -1,0 +1,68 @@
+"""Products of inputs as they are with what quantized weights stand for: frozen weights whose
+activations are not quantized (W4A16 and the like).
+
+Codes of one layer, or of one expert where the host knows the groups, are decoded for the time of a
+product: 2 bytes an element in bf16, which holds every value of MX formats above 2^-133, else 4 in
+fp32. Products are those of torch, with one rounding to the dtype of the result.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from te_mx.context import is_tracing
+from te_mx.dispatch.grouped_calls import Groups
+from te_mx.dispatch.groups import host_bounds, known_to_host
+from te_mx.nn.grouped_plain import grouped_plain
+from te_mx.ops import Operand, Stack, dequantize_2d
+from te_mx.runtime.ran import LAST_RUN
+
+RAN = "weight only"  # what te_mx.audit says in place of a kernel
+
+
+def linear(
+    x: Tensor, weight: Operand, bias_N: Tensor | None, out_dtype: torch.dtype, tag: int = -1
+) -> Tensor:
+    """x [..., K] @ weight [N, K]^T + bias, in out_dtype. x is rounded to out_dtype first, as by
+    nn.Linear under torch.autocast."""
+    _record(tag)
+    dtype = _dtype(weight, out_dtype, bias_N)
+    bias_N = None if bias_N is None else bias_N.to(dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        y = functional.linear(x.to(out_dtype).to(dtype), dequantize_2d(weight, dtype), bias_N)
+    return y.to(out_dtype)
+
+
+def grouped(
+    x_RK: Tensor, groups: Groups, weights: Stack, bias_GN: Tensor | None, out_dtype: torch.dtype,
+    tag: int = -1,
+) -> Tensor:  # fmt: skip
+    """[R, N]: `linear` of the rows of every group; rows of no group are 0."""
+    offs, capacity = groups
+    if known_to_host(offs) and not is_tracing():
+        out = x_RK.new_zeros((len(x_RK), weights.rows), dtype=out_dtype)
+        for i, (start, end) in enumerate(zip(*host_bounds(offs, capacity, len(x_RK)), strict=True)):
+            if end > start:
+                bias = None if bias_GN is None else bias_GN[i]
+                out[start:end] = linear(x_RK[start:end], weights.group(i), bias, out_dtype)
+        _record(tag)
+        return out
+    _record(tag)
+    dtype = _dtype(weights.group(0), out_dtype, bias_GN)
+    values = torch.stack([dequantize_2d(weights.group(i), dtype) for i in range(weights.groups)])
+    biases = () if bias_GN is None else bias_GN.to(dtype).unbind(0)
+    with torch.autocast(x_RK.device.type, enabled=False):
+        return grouped_plain(x_RK.to(out_dtype).to(dtype), groups, values, biases).to(out_dtype)
+
+
+def _dtype(weight: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> torch.dtype:
+    """A dtype that holds the weight, the input and the bias exactly."""
+    narrow = {weight.format.exact_dtype, out_dtype} | (set() if bias is None else {bias.dtype})
+    return torch.bfloat16 if narrow == {torch.bfloat16} else torch.float32
+
+
+def _record(tag: int) -> None:
+    if tag >= 0:
+        LAST_RUN[tag] = RAN

@@ -1,0 +1,279 @@
+"""te_mx.grouped_gemm, and quantized weights and aligned groups in the other grouped functions:
+every form against a loop over the groups, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from grouped_cases import RECIPES, equal
+from torch import Tensor
+
+import te_mx
+from te_mx import grouped_rows
+from te_mx.backends.cpu import grouped as cpu_grouped
+from te_mx.backends.reference import grouped as reference_grouped
+from te_mx.ops import grouped_quantize
+from te_mx.recipe import BlockScaling
+
+pytestmark = pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")
+K, N = 80, 48
+PAIRS = [
+    ("mxfp8_e4m3", "mxfp8_e4m3"),
+    ("mxfp4", "mxfp4"),
+    ("mxfp8_e5m2", "mxfp4"),
+    ("mxfp4", "mxfp8_e4m3"),
+    ("fp8_e4m3_1x128", "fp8_e4m3_1x128"),
+    ("fp8_e4m3_1x128", "fp8_e4m3_128x128"),
+]
+paired = pytest.mark.parametrize(("x_fmt", "w_fmt"), PAIRS)
+COUNTS = [33, 0, 5, 16, 0]  # a group of several blocks, one of few rows, empty ones at the end too
+G = len(COUNTS)
+
+
+class Case:
+    """Tokens that are NaN where no group is, and weights, one MXTensor each."""
+
+    def __init__(self, x_fmt: str, w_fmt: str) -> None:
+        torch.manual_seed(0)
+        self.x_fmt = x_fmt
+        self.x = [torch.randn(count, K) for count in COUNTS]
+        self.bias = torch.randn(G, N)
+        self.w = [te_mx.quantize(torch.randn(N, K), fmt=w_fmt) for _ in COUNTS]
+        stacks = w_fmt != "fp8_e4m3_128x128"  # whose blocks would hold rows of two groups
+        self.weight = self.stacked() if stacks else self.w
+
+    def stacked(self) -> te_mx.MXTensor:
+        held = [(w.rowwise_data.view(torch.uint8), w.rowwise_scale) for w in self.w]
+        codes, scales = (torch.cat([each[i] for each in held]) for i in range(2))
+        fmt, shape = self.w[0].fmt, (G, N, K)
+        return te_mx.MXTensor(shape, fmt, rowwise_data=codes, rowwise_scale=scales)
+
+    def tokens(self, x: Tensor) -> te_mx.MXTensor:
+        return te_mx.quantize(x, fmt=self.x_fmt)
+
+    def expected(self, out_dtype: torch.dtype, bias: bool) -> list[Tensor]:
+        made = []
+        for x, w, b in zip(self.x, self.w, self.bias, strict=True):
+            added = b if bias else None
+            made.append(te_mx.gemm(w, self.tokens(x), bias=added, out_dtype=out_dtype).out)
+        return made
+
+
+def spread_out(parts: list[Tensor], starts: list[int], rows: int, fill: float) -> Tensor:
+    """The rows of every group at its start, `fill` elsewhere."""
+    out = torch.full((rows, parts[0].shape[1]), fill, dtype=parts[0].dtype)
+    for part, start in zip(parts, starts, strict=True):
+        out[start : start + len(part)] = part
+    return out
+
+
+def aligned_starts(alignment: int) -> tuple[list[int], Tensor]:
+    """(starts, end offsets) of groups that begin at multiples of alignment."""
+    starts, ends, at = [], [], 0
+    for count in COUNTS:
+        starts.append(-(-at // alignment) * alignment)
+        at = starts[-1] + count if count else at
+        ends.append(at)
+    return starts, torch.tensor(ends)
+
+
+def shuffled() -> Tensor:
+    index = torch.repeat_interleave(torch.arange(G), torch.tensor(COUNTS))
+    index = torch.cat([index, torch.full((7,), -1)])
+    return index[torch.randperm(len(index), generator=torch.Generator().manual_seed(1))]
+
+
+@pytest.fixture(params=[False, True], ids=["host", "device"])
+def unseen(request, monkeypatch):
+    """Twice: with offsets that the host reads, and as if they lay on a device."""
+    if request.param:
+
+        def refuse(*args: object) -> None:
+            raise AssertionError("the host looked at the splits")
+
+        monkeypatch.setattr("te_mx.grouped_arguments.readable", lambda tensor: False)
+        monkeypatch.setattr(grouped_rows, "readable", lambda tensor: False)
+        for module in (grouped_quantize, reference_grouped):
+            monkeypatch.setattr(module, "known_to_host", lambda offs: False)
+        for module in (cpu_grouped, reference_grouped):
+            monkeypatch.setattr(module, "host_bounds", refuse)
+    return request.param
+
+
+def same(got: Tensor, wanted: Tensor, unseen: bool) -> None:
+    """Bit for bit where groups are multiplied one by one; else sums have another order."""
+    if unseen:
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    else:
+        equal(got, wanted)
+    assert got.isfinite().all()
+
+
+@paired
+@pytest.mark.parametrize("int32", [False, True])
+def test_end_offsets(x_fmt, w_fmt, int32, unseen):
+    case, rows = Case(x_fmt, w_fmt), sum(COUNTS) + 9
+    offs = torch.tensor(COUNTS).cumsum(0)
+    starts = [0, *offs[:-1].tolist()]
+    q = case.tokens(spread_out(case.x, starts, rows, torch.nan))
+    offs = offs.int() if int32 else offs
+    y = te_mx.grouped_gemm(q, case.weight, offs=offs, bias=case.bias, out_dtype=torch.float32)
+    same(y, spread_out(case.expected(torch.float32, True), starts, rows, 0), unseen)
+
+
+@paired
+@pytest.mark.parametrize("alignment", [3, 32, 128])
+@pytest.mark.parametrize("bias", [False, True])
+def test_aligned_groups(x_fmt, w_fmt, alignment, bias, unseen):
+    """DeepGEMM's psum layout for 128; the end of an empty group is that of the one before."""
+    case = Case(x_fmt, w_fmt)
+    starts, ends = aligned_starts(alignment)
+    rows = starts[-1] + 9
+    q = case.tokens(spread_out(case.x, starts, rows, torch.nan))
+    given = {"offs": ends, "alignment": alignment, "bias": case.bias if bias else None}
+    y = te_mx.grouped_gemm(q, case.weight, **given, out_dtype=torch.float32)
+    wanted = spread_out(case.expected(torch.float32, bias), starts, rows, 0)
+    same(y, wanted, unseen)
+    # Ends of empty groups may stand at their starts as well.
+    other = torch.tensor([s + c for s, c in zip(starts, COUNTS, strict=True)])
+    given["offs"] = other
+    same(te_mx.grouped_gemm(q, case.weight, **given, out_dtype=torch.float32), wanted, unseen)
+    left = te_mx.grouped_gemm(q, case.weight, **given, out_dtype=torch.float32, zero_padding=False)
+    for start, count in zip(starts, COUNTS, strict=True):
+        same(left[start : start + count], wanted[start : start + count], unseen)
+
+
+@paired
+def test_an_index_for_every_row(x_fmt, w_fmt, unseen):
+    case, index = Case(x_fmt, w_fmt), shuffled()
+    x, wanted = torch.full((len(index), K), torch.nan), torch.zeros(len(index), N)
+    for g, part in enumerate(case.expected(torch.float32, True)):
+        x[index == g], wanted[index == g] = case.x[g], part
+    y = te_mx.grouped_gemm(
+        case.tokens(x), case.weight, index=index, bias=case.bias, out_dtype=torch.float32
+    )
+    same(y, wanted, unseen)
+
+
+@paired
+def test_masked(x_fmt, w_fmt, unseen):
+    case, most = Case(x_fmt, w_fmt), 40
+    starts = [g * most for g in range(G)]
+    x = spread_out(case.x, starts, G * most, torch.nan).view(G, most, K)
+    y = te_mx.grouped_gemm(
+        case.tokens(x), case.weight, masked_m=torch.tensor(COUNTS), bias=case.bias,
+        out_dtype=torch.float32,
+    )  # fmt: skip
+    wanted = spread_out(case.expected(torch.float32, True), starts, G * most, 0)
+    same(y, wanted.view(G, most, N), unseen)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dtypes_of_the_result(dtype):
+    case, offs = Case("mxfp8_e4m3", "mxfp4"), torch.tensor(COUNTS).cumsum(0)
+    q = case.tokens(torch.cat(case.x))
+    y = te_mx.grouped_gemm(q, case.w, offs=offs, bias=case.bias, out_dtype=dtype)
+    equal(y, torch.cat(case.expected(dtype, True)))
+
+
+# --------------------------------------------------------------- the functions that quantize tokens
+@pytest.mark.parametrize("fmt", ["mxfp8_e4m3", "mxfp4", "fp8_e4m3_1x128"])
+@pytest.mark.parametrize("form", ["offs", "index", "masked_m", "aligned"])
+def test_weights_that_are_quantized(form, fmt):
+    """Tokens in the recipe's format; the values of one pass through both functions."""
+    x_fmt = "fp8_e4m3_1x128" if fmt.startswith("fp8") else "mxfp8_e4m3"
+    recipe = BlockScaling(x_fmt, x_fmt, x_fmt, scale_rule="pow2" if fmt[:3] == "fp8" else "rceil")
+    case, counts = Case(x_fmt, fmt), torch.tensor(COUNTS)
+    starts, ends = aligned_starts(32)
+    x = torch.cat(case.x)
+    given = {
+        "offs": {"offs": counts.cumsum(0)}, "index": {"index": shuffled()},
+        "masked_m": {"masked_m": counts}, "aligned": {"offs": ends, "alignment": 32},
+    }  # fmt: skip
+    if form == "index":
+        x = torch.cat([x, x[:7]])
+    elif form != "offs":
+        x = spread_out(case.x, starts if form == "aligned" else range(0, G * 40, 40), G * 40, 1.0)
+        x = x.view(G, 40, K) if form == "masked_m" else x
+    y = te_mx.grouped_linear(x, case.weight, **given[form], bias=list(case.bias), recipe=recipe)
+    q = te_mx.quantize(x, fmt=x_fmt)
+    wanted = te_mx.grouped_gemm(
+        q, case.w, **given[form], bias=case.bias, out_dtype=torch.float32, recipe=recipe
+    )
+    equal(y, wanted)
+
+
+@pytest.mark.parametrize("alignment", [32, 128])
+@pytest.mark.parametrize("name", [*sorted(RECIPES), "mxfp4"])
+def test_gradients_of_aligned_groups(name, alignment):
+    """What groups without gaps have, and zeros between them."""
+    recipe = RECIPES.get(name) or BlockScaling(x="mxfp4", w="mxfp4")
+    case = Case("e4m3", "e4m3")
+    starts, ends = aligned_starts(alignment)
+    rows = starts[-1] + 9
+    weight = torch.randn(G, N, K)
+    grads = [torch.randn(count, N) for count in COUNTS]
+    results = []
+    for spaced in (False, True):
+        leaves = [weight.clone().requires_grad_(), case.bias.clone().requires_grad_()]
+        x, g = torch.cat(case.x), torch.cat(grads)
+        given = {"offs": torch.tensor(COUNTS).cumsum(0)}
+        if spaced:
+            x = spread_out(case.x, starts, rows, torch.nan)
+            g = spread_out(grads, starts, rows, 7.0)
+            given = {"offs": ends, "alignment": alignment}
+        x.requires_grad_()
+        y = te_mx.grouped_linear(x, leaves[0], bias=leaves[1], recipe=recipe, **given)
+        y.backward(g)
+        dw = te_mx.grouped_wgrad(g, x.detach(), recipe=recipe, **given)
+        results.append((y.detach(), x.grad, leaves[0].grad, leaves[1].grad, dw))
+    for i, (tight, spaced) in enumerate(zip(*results, strict=True)):
+        wanted = tight
+        if i < 2:
+            wanted = spread_out(list(tight.split(COUNTS)), starts, rows, 0)
+        equal(spaced, wanted)
+
+
+def test_offsets_of_a_device_that_mean_nothing(unseen):
+    """The host refuses them where it sees them; else they are cut off and reach no memory."""
+    case = Case("mxfp8_e4m3", "mxfp4")
+    q = case.tokens(torch.cat(case.x))
+    wrong = [[-(2**62)] * G, [2**62] * G, [40, 3, -5, 2**31, 7]]
+    for ends in wrong:
+        for alignment in (1, 128):
+            given = {"offs": torch.tensor(ends), "alignment": alignment}
+            if not unseen:
+                with pytest.raises(ValueError, match="offs must be end offsets that rise"):
+                    te_mx.grouped_gemm(q, case.weight, **given)
+                continue
+            y = te_mx.grouped_gemm(q, case.weight, **given)
+            cut = torch.tensor(ends).clamp(0, len(y)).cummax(0).values
+            equal(y, te_mx.grouped_gemm(q, case.weight, offs=cut, alignment=alignment))
+    for values, name in ((-(2**62), "masked_m"), (2**62, "masked_m"), (2**31 - 1, "index")):
+        shape = (G,) if name == "masked_m" else (len(q.rowwise_data),)
+        given = {name: torch.full(shape, values)}
+        own = case.tokens(torch.ones(G, 4, K)) if name == "masked_m" else q
+        if not unseen:
+            with pytest.raises(ValueError, match=f"{name} must be"):
+                te_mx.grouped_gemm(own, case.weight, **given)
+            continue
+        y = te_mx.grouped_gemm(own, case.weight, **given)
+        assert (y == 0).all() or values == 2**62
+
+
+def test_compiled():
+    torch._dynamo.reset()
+    case = Case("mxfp8_e4m3", "mxfp4")
+    counts, x = torch.tensor(COUNTS), torch.cat(case.x)
+    w = torch.randn(G, N, K)
+
+    def forms(x: Tensor, offs: Tensor) -> list[Tensor]:
+        return [
+            te_mx.grouped_linear(x, w, offs=offs, alignment=4),
+            te_mx.grouped_wgrad(x, x, offs, alignment=4),
+        ]
+
+    args = (torch.cat([x, x]), counts.cumsum(0))
+    compiled = torch.compile(forms, fullgraph=True, backend="aot_eager")
+    for got, expected in zip(compiled(*args), forms(*args), strict=True):
+        torch.testing.assert_close(got, expected)
