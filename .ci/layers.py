@@ -27,10 +27,15 @@ ORDER = (
 WORDS = {"arguments", "report", "written"}
 BETWEEN = {"context": "nn", "recompute": "nn", "recipe": "recipes"}
 DEVICES = re.compile(r"sm_?\d\d|hopper|blackwell|gfx\d|device_capability|compute capability", re.I)
-ABOVE_DEVICES = {"nn", "autograd", "ops", "recipes", "formats", "integrations"}
+ABOVE_DEVICES = {"nn", "autograd", "ops", "recipes", "formats", "integrations", "pytorch"}
 MOST_PARAMETERS = 10
 # Public functions that have the arguments of what they stand for.
-PUBLIC = {"te_mx/functional.py:gemm", "te_mx/explain.py:explain", "te_mx/convert.py:convert_model"}
+PUBLIC = {
+    "te_mx/functional.py:gemm",
+    "te_mx/explain.py:explain",
+    "te_mx/convert.py:convert_model",
+    "te_mx/nn/dot_product_attention.py:forward",  # Transformer Engine's
+}
 
 
 def rank(module: str) -> int | None:

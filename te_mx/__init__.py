@@ -10,6 +10,7 @@ Importing never builds anything and never fails for want of the native code:
 
 from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
+from typing import Any as _Any
 
 try:
     import torch as _torch  # noqa: F401
@@ -86,3 +87,12 @@ __all__ = [
     "unfreeze_weights",
     "workspace",
 ]
+
+
+def __getattr__(name: str) -> _Any:
+    # Transformer Engine's names: `te.pytorch` of `import te_mx as te` loads them when it is read.
+    if name in ("common", "pytorch"):
+        from importlib import import_module
+
+        return import_module(f"te_mx.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -51,7 +51,7 @@ class Float8BlockScaling(Recipe):
         w_block_scaling_dim: 2 for blocks of 128 x 128, 1 for 1 x 128.
         fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: `MMParams`, te_mx's or Transformer Engine's,
             with ``use_split_accumulator=True``: sums are always fp32.
-        fp8_dpa, fp8_mha: must be False; te_mx has no attention module.
+        fp8_dpa, fp8_mha: must be False; attention runs in the dtype of its inputs.
         backward_override: as of `MXFP8BlockScaling`.
         amax_epsilon: what amax is raised to, 0 or more; Transformer Engine's recipe has it in the
             `QParams` of each role. With 0, a block of zeros has scale 1.
@@ -96,7 +96,7 @@ class Float8BlockScaling(Recipe):
             if getattr(self, name) is not False:
                 raise NotImplementedError(
                     f"Float8BlockScaling.{name}={shown(getattr(self, name))} is not supported, "
-                    "only False: te_mx has no attention module"
+                    "only False: attention runs in the dtype of its inputs"
                 )
         object.__setattr__(self, "amax_epsilon", _epsilon(self.amax_epsilon))
         check_common(self)

@@ -61,7 +61,7 @@ class MXFP8BlockScaling(Recipe):
             products of the exact values in bf16, at about bf16's speed.
         alignment_spread: 0 to 8; smaller aligns less, which is more exact and slower.
         margin: must be 0 (block scales follow the data; there is no history to keep a margin for).
-        fp8_dpa, fp8_mha: must be False; te_mx has no attention module.
+        fp8_dpa, fp8_mha: must be False; attention runs in the dtype of its inputs.
         backward_override: None runs the backward GEMMs in MXFP8. ``"high_precision"`` keeps the
             input and the weight as they are and runs dgrad and wgrad on them, in the dtype of the
             output: the gradients of a plain nn.Linear with that input. What fused modules compute
@@ -141,8 +141,8 @@ class MXFP8BlockScaling(Recipe):
 
 _ONLY_DEFAULT: tuple[tuple[str, Any, str], ...] = (
     ("margin", 0, "block scales follow the data of every call"),
-    ("fp8_dpa", False, "te_mx has no attention module"),
-    ("fp8_mha", False, "te_mx has no attention module"),
+    ("fp8_dpa", False, "attention runs in the dtype of its inputs"),
+    ("fp8_mha", False, "attention runs in the dtype of its inputs"),
     ("enable_2d_quantization", False, "weights have blocks of 1x32"),
 )
 

@@ -1,0 +1,310 @@
+"""DotProductAttention of Transformer Engine over torch's scaled_dot_product_attention."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from te_mx.arguments import check_flag, check_number, check_size
+from te_mx.nn import attention_arguments, attention_checks, attention_masks, constructors
+from te_mx.nn.attention_checks import BIAS_TYPES, FORMATS, SOFTMAX_TYPES
+from te_mx.nn.attention_masks import Padding, Rule
+from te_mx.nn.core_attention import Scores, attend, attend_with_max
+from te_mx.nn.extra_state import WithoutExtraState
+
+_OWNER = "te_mx.DotProductAttention"
+
+
+class DotProductAttention(WithoutExtraState, nn.Module):
+    """``softmax(scale * q k^T + bias, where seen) v`` for each head, in the dtype of q, k and v,
+    inside and outside of te_mx.autocast.
+
+    Args:
+        num_attention_heads: heads of q.
+        kv_channels: width of a head, or a pair: that of q and k, that of v.
+        num_gqa_groups: heads of k and v, a divisor of `num_attention_heads`; None: as many.
+        attention_dropout: of the softmax, in training.
+        qkv_format: "sbhd", "bshd" or "thd" (sequences one after the other: one attention each, and
+            the host waits for their lengths).
+        attn_mask_type: "no_mask", "causal", "padding", "padding_causal", "arbitrary", and
+            "causal_bottom_right", "padding_causal_bottom_right", whose last query sees the last
+            key.
+        window_size: (left, right): query i sees keys ``i - left <= j <= i + right``, -1 is no
+            bound.
+        bottom_right_diagonal: whether windows and ALiBi are counted from the last query and the
+            last key. None: for masks that are not causal.
+        softcap: scores are ``softcap * tanh(scores / softcap)``; 0 for none.
+        layer_number: 1 or more, of no effect.
+        attention_type: "self" or "cross": whether q and k have one padding mask.
+        softmax_scale: None is ``1 / sqrt(width of q)``.
+        softmax_type: "vanilla", "off-by-one" (a score of 0 takes part) or "learnable" (one for each
+            head does, the parameter ``softmax_offset`` [1, heads, 1, 1]).
+        return_max_logit: also return the largest score of each head.
+        name: shown in errors.
+        transformer_engine: further arguments of Transformer Engine's class, at their defaults.
+
+    With a softcap, a sink or `return_max_logit` all scores are in memory at once, in fp32.
+
+    Raises:
+        TypeError, ValueError: an argument of a wrong type or value, by name.
+        NotImplementedError: an argument of Transformer Engine that te_mx does not have is set.
+    """
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        softcap: float = 0.0,
+        *,
+        layer_number: int | None = None,
+        attention_type: str = "self",
+        softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
+        return_max_logit: bool = False,
+        name: str | None = None,
+        **transformer_engine: Any,
+    ) -> None:
+        super().__init__()
+        taken = attention_arguments.CONSTRUCTORS["DotProductAttention"]
+        attention_arguments.refuse(_OWNER, transformer_engine, taken)
+        heads, groups = attention_checks.heads(_OWNER, num_attention_heads, num_gqa_groups)
+        self.num_attention_heads, self.num_gqa_groups = heads, groups
+        self.kv_channels = attention_checks.widths(_OWNER, kv_channels)
+        self.attention_dropout = attention_checks.probability(
+            f"{_OWNER}: attention_dropout", attention_dropout
+        )
+        attention_checks.word(f"{_OWNER}: qkv_format", qkv_format, FORMATS)
+        attention_checks.word(f"{_OWNER}: attention_type", attention_type, ("self", "cross"))
+        attention_checks.word(f"{_OWNER}: softmax_type", softmax_type, SOFTMAX_TYPES)
+        self.qkv_format, self.attention_type = qkv_format, attention_type
+        attention_masks.rule(_OWNER, attn_mask_type, window_size, bottom_right_diagonal)
+        self.attn_mask_type, self.window_size = attn_mask_type, window_size
+        self.bottom_right_diagonal = bottom_right_diagonal
+        self.softcap = attention_checks.softcap(_OWNER, softcap)
+        if layer_number is not None:
+            check_size(f"{_OWNER}: layer_number", layer_number, 1)
+        if softmax_scale is not None:
+            softmax_scale = check_number(f"{_OWNER}: softmax_scale", softmax_scale)
+        self.layer_number, self.softmax_type = layer_number, softmax_type
+        self.softmax_scale = (
+            attention_masks.default_scale(self.kv_channels[0])
+            if softmax_scale is None else softmax_scale
+        )  # fmt: skip
+        check_flag(f"{_OWNER}: return_max_logit", return_max_logit)
+        self.return_max_logit = return_max_logit
+        constructors.check_name(_OWNER, name)
+        self.name = name
+        self.softmax_offset: nn.Parameter | None
+        offset = torch.zeros(1, heads, 1, 1) if softmax_type == "learnable" else None
+        self.register_parameter("softmax_offset", None if offset is None else nn.Parameter(offset))
+
+    def forward(
+        self,
+        query_layer: Tensor,
+        key_layer: Tensor,
+        value_layer: Tensor,
+        attention_mask: Any = None,
+        qkv_format: str | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        cu_seqlens_q_padded: Tensor | None = None,
+        cu_seqlens_kv_padded: Tensor | None = None,
+        *,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        softcap: float | None = None,
+        checkpoint_core_attention: bool = False,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        **transformer_engine: Any,
+    ) -> Any:
+        """q [s, b, heads, d], k [s2, b, groups, d] and v [s2, b, groups, e] -> [s, b, heads * e];
+        "bshd" has b before s, "thd" has [tokens, heads, d] -> [tokens, heads * e]. A query that
+        sees no key, as those of padding, gets zeros.
+
+        Args:
+            attention_mask: bool, True hides. Padding: [b, 1, 1, s], or the masks of q and of k
+                where they differ; "arbitrary": broadcastable to [b, heads, s, s2]. Not looked at
+                under other mask types.
+            cu_seqlens_q, cu_seqlens_kv: int [b + 1], the sums of the lengths so far: for "thd", and
+                for padding instead of a mask. None for k: as q.
+            cu_seqlens_q_padded, cu_seqlens_kv_padded: where the sequences of "thd" start, if there
+                is padding between them.
+            attn_mask_type, window_size, bottom_right_diagonal, softcap: instead of the module's.
+            checkpoint_core_attention: keep q, k and v for backward, and run this again there.
+            core_attention_bias_type: "no_bias", "pre_scale_bias" (before `softmax_scale`),
+                "post_scale_bias" or "alibi".
+            core_attention_bias: broadcastable to [b, heads, s, s2].
+            alibi_slopes: [heads] or [b, heads]; None: those of the paper.
+            transformer_engine: further arguments of Transformer Engine's forward, at their
+                defaults.
+
+        Raises:
+            TypeError, ValueError: an argument of a wrong type, value or shape, or arguments that do
+                not go together, by name.
+            NotImplementedError: an argument of Transformer Engine that te_mx does not have is set.
+        """
+        owner = self._label()
+        if transformer_engine:
+            taken = attention_arguments.FORWARDS["DotProductAttention"]
+            attention_arguments.refuse(owner, transformer_engine, taken)
+        layout = self.qkv_format if qkv_format is None else qkv_format
+        attention_checks.word(f"{owner}: qkv_format", layout, FORMATS)
+        attention_checks.word(
+            f"{owner}: core_attention_bias_type", core_attention_bias_type, BIAS_TYPES
+        )
+        check_flag(f"{owner}: checkpoint_core_attention", checkpoint_core_attention)
+        rule = attention_masks.rule(
+            owner,
+            self.attn_mask_type if attn_mask_type is None else attn_mask_type,
+            self.window_size if window_size is None else window_size,
+            self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal,
+        )
+        attention_checks.operands(owner, self, layout, query_layer, key_layer, value_layer)
+        biased = core_attention_bias_type
+        attention_checks.bias(
+            owner, biased, core_attention_bias, alibi_slopes, self.num_attention_heads,
+            query_layer.device,
+        )  # fmt: skip
+        cap = self.softcap if softcap is None else attention_checks.softcap(owner, softcap)
+        run = functools.partial(
+            self._run, rule=rule, softcap=cap, biased=biased, slopes=alibi_slopes
+        )
+        lengths = attention_checks.lengths(
+            owner, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv,
+            cu_seqlens_q_padded=cu_seqlens_q_padded, cu_seqlens_kv_padded=cu_seqlens_kv_padded,
+        )  # fmt: skip
+        call: Any
+        given: tuple[Any, ...]
+        if layout == "thd":
+            attention_checks.packed(owner, rule, lengths, biased, self.return_max_logit)
+            call = functools.partial(self._packed, run=run, lengths=lengths)
+            given = (query_layer, key_layer, value_layer)
+        else:
+            order = (1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)
+            given = tuple(x.permute(order) for x in (query_layer, key_layer, value_layer))
+            shape = (*given[0].shape[:3], given[1].shape[2])
+            if core_attention_bias is not None:
+                attention_checks.fits(owner, "core_attention_bias", core_attention_bias, shape)
+            device = query_layer.device
+            padding, hidden = _masks(owner, rule, attention_mask, lengths, shape, device)
+            call = functools.partial(self._batched, run=run, padding=padding, hidden=hidden)
+        given = (*given, core_attention_bias)
+        if checkpoint_core_attention and torch.is_grad_enabled():
+            out = checkpoint(call, *given, use_reentrant=False)
+        else:
+            out = call(*given)
+        out, largest = out
+        if layout == "sbhd":
+            out = out.permute(2, 0, 1, 3)
+        elif layout == "bshd":
+            out = out.permute(0, 2, 1, 3)
+        out = out.reshape(*out.shape[:-2], -1)
+        return (out, largest) if self.return_max_logit else out
+
+    # ------------------------------------------------------------------------------------ one batch
+    def _batched(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, run: Any,
+        padding: Padding | None, hidden: Tensor | None,
+    ) -> Any:  # fmt: skip
+        return run(q, k, v, bias, padding=padding, hidden=hidden)
+
+    def _run(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, rule: Rule, softcap: float,
+        biased: str, slopes: Tensor | None, padding: Padding | None = None,
+        hidden: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """q [b, heads, s, d], k and v [b, groups, s2, .] -> [b, heads, s, e]."""
+        queries, keys, device = q.shape[-2], k.shape[-2], q.device
+        causal = rule.is_causal(queries, keys)
+        seen = None
+        if not causal:
+            seen = attention_masks.visible(rule, queries, keys, padding, hidden, device)
+        if biased == "pre_scale_bias":
+            assert bias is not None
+            bias = bias * self.softmax_scale
+        elif biased == "alibi":
+            if slopes is None:
+                slopes = attention_masks.alibi_slopes(self.num_attention_heads, device)
+            apart = attention_masks.distance(rule, queries, keys, padding, device)
+            bias = attention_masks.alibi(slopes, apart)
+        sink = None
+        if self.softmax_type != "vanilla":
+            offset = self.softmax_offset
+            sink = q.new_zeros(self.num_attention_heads) if offset is None else offset.view(-1)
+        how = Scores(
+            self.softmax_scale, causal, seen, bias,
+            self.attention_dropout if self.training else 0.0, softcap, sink,
+            biased == "pre_scale_bias",
+        )  # fmt: skip
+        if self.return_max_logit:
+            return attend_with_max(q, k, v, how)
+        return attend(q, k, v, how), None
+
+    # ---------------------------------------------------------------------- one after the other
+    def _packed(
+        self, q: Tensor, k: Tensor, v: Tensor, _: None, *, run: Any, lengths: dict[str, Tensor]
+    ) -> tuple[Tensor, None]:
+        """q [tokens, heads, d], k and v [tokens, groups, .] -> [tokens, heads, e]: every sequence
+        by itself, zeros between them."""
+        of_q, of_k = (
+            attention_checks.places(self._label(), lengths, side, x.shape[0])
+            for side, x in (("q", q), ("kv", k))
+        )
+        attention_checks.as_many(self._label(), of_q, of_k)
+        alone = functools.partial(run, rule=run.keywords["rule"].of_one_sequence())
+        made, done = [], 0
+        for (start, stop), (first, last) in zip(of_q, of_k, strict=True):
+            parts = (q[start:stop], k[first:last], v[first:last])
+            out, _none = alone(*(x.transpose(0, 1).unsqueeze(0) for x in parts), None)
+            made += [out.new_zeros(start - done, *out.shape[1::2])] if start > done else []
+            made.append(out.squeeze(0).transpose(0, 1))
+            done = stop
+        width = self.kv_channels[1]
+        end = made[-1] if made else q  # torch.autocast has a dtype of its own
+        made.append(end.new_zeros(q.shape[0] - done, self.num_attention_heads, width))
+        return torch.cat(made), None
+
+    # ---------------------------------------------------------------------------------------- names
+    def _label(self) -> str:
+        return f"{_OWNER} {self.name!r}" if self.name else _OWNER
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_attention_heads={self.num_attention_heads}, kv_channels={self.kv_channels}, "
+            f"num_gqa_groups={self.num_gqa_groups}, qkv_format={self.qkv_format!r}, "
+            f"attn_mask_type={self.attn_mask_type!r}"
+        )
+
+
+def _masks(
+    owner: str, rule: Rule, mask: Any, lengths: dict[str, Tensor], shape: tuple[int, ...],
+    device: torch.device,
+) -> tuple[Padding | None, Tensor | None]:  # fmt: skip
+    """The tokens that are no padding, and the user's own mask, for scores of this shape."""
+    batch, _, queries, keys = shape
+    if rule.kind == "arbitrary":
+        return None, attention_checks.arbitrary(owner, mask, shape, device)
+    if not rule.padded:
+        return None, None
+    if mask is not None:
+        return attention_checks.padding(owner, mask, batch, queries, keys, device), None
+    attention_checks.sequences(owner, lengths, batch, device)
+    of_q = lengths["cu_seqlens_q"]
+    of_k = lengths.get("cu_seqlens_kv", of_q)
+    return Padding(
+        attention_masks.of_lengths(of_q, batch, queries),
+        attention_masks.of_lengths(of_k, batch, keys),
+    ), None

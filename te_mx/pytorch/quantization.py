@@ -1,0 +1,120 @@
+"""Regions and questions of ``transformer_engine.pytorch.quantization``."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from te_mx.arguments import check_flag
+from te_mx.common.recipe import RecipeWarning
+from te_mx.context import autocast, fp8_autocast
+from te_mx.recipe import get_default_recipe, is_mxfp8_available, resolve_recipe
+
+__all__ = [
+    "autocast",
+    "fp8_autocast",
+    "fp8_model_init",
+    "get_default_recipe",
+    "is_bf16_available",
+    "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
+    "quantized_model_init",
+]
+
+
+def quantized_model_init(
+    enabled: bool = True, recipe: Any = None, preserve_high_precision_init_val: bool = False
+) -> AbstractContextManager[None]:
+    """Transformer Engine makes modules inside whose weights are quantized and nothing else. te_mx
+    trains from high-precision parameters, so modules made inside are as ever, and a `RecipeWarning`
+    says so. For inference `te_mx.freeze_weights(model, drop_master=True)` keeps codes alone.
+
+    Args:
+        enabled: False changes nothing, and says nothing.
+        recipe: one of te_mx.recipe or te_mx.common.recipe, or Transformer Engine's, of no effect.
+        preserve_high_precision_init_val: must be False; parameters are in high precision anyway.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        NotImplementedError: preserve_high_precision_init_val, or a recipe that te_mx does not have.
+    """
+    check_flag("quantized_model_init: enabled", enabled)
+    name = "quantized_model_init: preserve_high_precision_init_val"
+    check_flag(name, preserve_high_precision_init_val)
+    if enabled:
+        resolve_recipe(recipe)
+        if preserve_high_precision_init_val:
+            raise NotImplementedError(
+                f"{name}=True is not supported: parameters are in high precision, and have no "
+                "other values beside them; leave it at False"
+            )
+        warnings.warn(
+            "quantized_model_init: te_mx trains from high-precision parameters and quantizes them "
+            "in each forward, so modules made here keep them; te_mx.freeze_weights(model, "
+            "drop_master=True) keeps codes alone, for inference",
+            RecipeWarning,
+            stacklevel=2,
+        )
+    return nullcontext()
+
+
+def fp8_model_init(
+    enabled: bool = True, recipe: Any = None, preserve_high_precision_init_val: bool = False
+) -> AbstractContextManager[None]:
+    """`quantized_model_init` under Transformer Engine's older name."""
+    return quantized_model_init(enabled, recipe, preserve_high_precision_init_val)
+
+
+def _answer(name: str, yes: bool, reason: str, return_reason: bool) -> bool | tuple[bool, str]:
+    check_flag(f"{name}: return_reason", return_reason)
+    return (yes, "" if yes else reason) if return_reason else yes
+
+
+def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Whether FP8 recipes can run here: always True, as `is_mxfp8_available` says of MXFP8, to
+    which those with one scale a tensor are mapped (te_mx.common.recipe).
+
+    Returns:
+        True, or ``(True, "")`` with ``return_reason=True``.
+
+    Raises:
+        TypeError: `return_reason` is no bool.
+    """
+    return _answer("is_fp8_available", True, "", return_reason)
+
+
+def is_fp8_block_scaling_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Whether te_mx.recipe.Float8BlockScaling can run here: always True; see `is_fp8_available`."""
+    return _answer("is_fp8_block_scaling_available", True, "", return_reason)
+
+
+def is_nvfp4_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Whether NVFP4 can run here: always False, te_mx has no format with blocks of 16.
+
+    Returns:
+        False, or ``(False, reason)`` with ``return_reason=True``.
+
+    Raises:
+        TypeError: `return_reason` is no bool.
+    """
+    reason = "te_mx has no format with blocks of 16 elements"
+    return _answer("is_nvfp4_available", False, reason, return_reason)
+
+
+def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Whether bf16 can be computed with here: on CPUs always, on a GPU if torch says so.
+
+    Returns:
+        The answer, or ``(answer, reason)`` with ``return_reason=True``, the reason empty for True.
+
+    Raises:
+        TypeError: `return_reason` is no bool.
+    """
+    yes = not torch.cuda.is_available() or torch.cuda.is_bf16_supported()
+    reason = "torch says that this GPU does not support bf16"
+    return _answer("is_bf16_available", yes, reason, return_reason)

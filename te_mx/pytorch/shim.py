@@ -1,0 +1,78 @@
+"""An `import transformer_engine` that finds te_mx, for code that cannot be changed. Opt-in, never
+on the path by itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+__all__ = ["install_shim", "remove_shim"]
+
+# The release whose names te_mx answers to, see docs/transformer_engine.md.
+_VERSION = "2.20.2+te.mx"
+# Modules of Transformer Engine, and the modules of te_mx that have their names.
+_MODULES = {
+    "transformer_engine.common": "te_mx.common",
+    "transformer_engine.common.recipe": "te_mx.common.recipe",
+    "transformer_engine.pytorch": "te_mx.pytorch",
+    "transformer_engine.pytorch.attention": "te_mx.pytorch.attention",
+    "transformer_engine.pytorch.attention.rope": "te_mx.nn.rotary",
+    "transformer_engine.pytorch.cross_entropy": "te_mx.pytorch.cross_entropy",
+    "transformer_engine.pytorch.distributed": "te_mx.pytorch.distributed",
+    "transformer_engine.pytorch.fp8": "te_mx.pytorch.fp8",
+    "transformer_engine.pytorch.graph": "te_mx.pytorch.graph",
+    "transformer_engine.pytorch.module": "te_mx.pytorch.module",
+    "transformer_engine.pytorch.permutation": "te_mx.pytorch.permutation",
+    "transformer_engine.pytorch.quantization": "te_mx.pytorch.quantization",
+    "transformer_engine.pytorch.transformer": "te_mx.pytorch.transformer",
+}
+_ROOT = "transformer_engine"
+
+
+def install_shim() -> None:
+    """Make ``import transformer_engine`` in this process find te_mx from now on, whether
+    Transformer Engine is installed or not: ``transformer_engine.pytorch`` is te_mx.pytorch,
+    ``transformer_engine.common.recipe`` is te_mx.common.recipe. A second call changes nothing.
+
+    Call it before anything imports Transformer Engine or looks for it, as transformers, accelerate
+    and peft do. Names that te_mx does not have raise as they do in te_mx.pytorch.
+
+    Raises:
+        RuntimeError: Transformer Engine itself was imported before.
+    """
+    there = sys.modules.get(_ROOT)
+    if there is not None:
+        if getattr(there, "_te_mx", False):
+            return
+        raise RuntimeError(
+            "install_shim: transformer_engine was imported already, from "
+            f"{getattr(there, '__file__', None)}, and its classes are in use: call install_shim "
+            "before anything imports it"
+        )
+    left = [name for name in sys.modules if name.startswith(_ROOT + ".")]
+    if left:
+        raise RuntimeError(
+            f"install_shim: {left[0]} was imported already, and its classes are in use: call "
+            "install_shim before anything imports it"
+        )
+    root = ModuleType(_ROOT, "Transformer Engine's names, answered by te_mx.")
+    root.__dict__.update(__path__=[], __version__=_VERSION, _te_mx=True, __spec__=_spec(_ROOT))
+    found = {name: importlib.import_module(ours) for name, ours in _MODULES.items()}
+    for name in ("common", "pytorch"):
+        setattr(root, name, found[f"{_ROOT}.{name}"])
+    sys.modules.update({_ROOT: root, **found})
+
+
+def remove_shim() -> None:
+    """Undo `install_shim`; what was imported through it stays te_mx's."""
+    if getattr(sys.modules.get(_ROOT), "_te_mx", False):
+        for name in (_ROOT, *_MODULES):
+            sys.modules.pop(name, None)
+
+
+def _spec(name: str) -> ModuleSpec:
+    """For importlib.util.find_spec, which others ask whether a package is there."""
+    return ModuleSpec(name, None, origin="te_mx.pytorch.install_shim", is_package=True)

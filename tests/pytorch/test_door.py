@@ -1,0 +1,307 @@
+"""te_mx.pytorch and te_mx.common: names, defaults, recipes, regions, the shim."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import te_source
+import torch
+
+import te_mx
+import te_mx.pytorch as te
+from te_mx.common import recipe as recipes
+from te_mx.nn import te_defaults, te_modules
+
+LIST = json.loads(
+    Path(__file__).parents[1].joinpath("compat", "transformer_engine.json").read_text()
+)
+
+
+LINEARS = {"Linear": (64, 32), "LayerNormLinear": (64, 32), "LayerNormMLP": (64, 96),
+           "GroupedLinear": (2, 64, 32)}  # fmt: skip
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+
+
+# ------------------------------------------------------------------------------------------- names
+def defined(*parts: str) -> list[ast.stmt]:
+    return ast.parse(te_source.path(*parts).read_text()).body
+
+
+def recipe_file() -> list[ast.stmt]:
+    return defined("..", "common", "recipe", "__init__.py")
+
+
+def test_names_are_transformer_engines():
+    """All but te_mx's own two: none is invented."""
+    body = [*defined("__init__.py"), *defined("attention", "rope.py")]
+    there = {a.name for n in body if isinstance(n, ast.ImportFrom) for a in n.names}
+    there |= {n.name for n in body if isinstance(n, ast.FunctionDef)}
+    assert set(te.__all__) - {"install_shim", "remove_shim"} <= there
+    assert all(getattr(te, name).__doc__ for name in te.__all__)
+    classes = {n.name for n in recipe_file() if isinstance(n, ast.ClassDef)}
+    assert set(recipes.__all__) - {"RecipeWarning"} <= classes
+
+
+def test_what_there_is_not_says_why():
+    assert not hasattr(te, "ops")
+    with pytest.raises(AttributeError, match="has no ops: te_mx has no sequences of fusible"):
+        te.ops  # noqa: B018
+    with pytest.raises(AttributeError, match=r"te_mx\.pytorch has no nonsense$"):
+        te.nonsense  # noqa: B018
+
+
+def test_the_package_finds_it_by_attribute_and_loads_it_late():
+    code = (
+        "import sys, te_mx as te\n"
+        "assert not any(name.startswith('te_mx.pytorch') for name in sys.modules)\n"
+        "print(te.pytorch.Linear.__module__, te.common.recipe.Format.HYBRID.name)\n"
+        "assert 'transformer_engine' not in sys.modules\n"
+        "try: te.nonsense\n"
+        "except AttributeError as error: print(error)"
+    )
+    done = python(code)
+    assert done.stdout.splitlines() == [
+        "te_mx.nn.te_modules HYBRID", "module 'te_mx' has no attribute 'nonsense'"
+    ], done.stderr  # fmt: skip
+
+
+# ----------------------------------------------------------------------- modules as they are built
+@pytest.mark.parametrize("kind", LINEARS)
+def test_arguments_come_in_transformer_engines_order(kind):
+    entries = LIST["modules"][kind]["constructor"]
+    order = te_modules.ORDERS[kind]
+    assert [entry["name"] for entry in entries][: len(order)] == list(order)
+    signature = list(inspect.signature(getattr(te, kind)).parameters.values())
+    assert tuple(p.name for p in signature[: len(order)]) == order
+    made = getattr(te, kind)
+    defaults = {e["name"]: e["default"] for e in entries if "default" in e} | {"device": "cpu"}
+    sizes = LINEARS[kind]
+    assert isinstance(
+        made(*sizes, *[defaults[name] for name in order[len(sizes) :]]), torch.nn.Module
+    )
+    with pytest.raises(TypeError, match=rf"takes {len(order)} positional arguments"):
+        made(*sizes, *range(len(order)))
+    with pytest.raises(TypeError, match=f"{order[0]} is given twice"):
+        made(*sizes, **{order[0]: 64})
+    with pytest.raises(TypeError, match=f"{order[1]}.* must be given"):
+        made(sizes[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "split"), [*((kind, False) for kind in LINEARS), ("Linear", True),
+                        ("LayerNormLinear", True)]
+)  # fmt: skip
+def test_weights_start_as_in_transformer_engine(kind, split):
+    given = {"parameters_split": ("a", "b")} if split else {}
+    sizes = (256, 512) if kind != "GroupedLinear" else (2, 256, 512)
+    made = getattr(te, kind)(*sizes, **given)
+    assert isinstance(made, getattr(te_mx, kind))
+    for name, parameter in made.named_parameters():
+        if "bias" in name:
+            assert not parameter.any(), name
+        elif "layer_norm" not in name:
+            assert abs(parameter.std().item() - 0.023) < 0.001, name
+    ones = getattr(te, kind)(*sizes, init_method=torch.nn.init.ones_, **given)
+    weights = {n: p for n, p in ones.named_parameters() if p.dim() > 1 and "fc2" not in n}
+    assert weights and all(p.eq(1).all() for p in weights.values())
+
+
+def test_modules_are_made_where_the_gpu_is(monkeypatch):
+    assert te_defaults.default_device().type == "cpu" or torch.cuda.is_available()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert te_defaults.default_device() == torch.device("cuda", 1)
+    with torch.device("meta"):
+        for made in (te.Linear(8, 8), te.TransformerLayer(8, 8, 2), te.RMSNorm(8)):
+            assert all(p.is_meta for p in made.parameters())
+
+
+@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize("shape", [8, (3, 8)])
+def test_norms(centered, shape):
+    x = torch.randn(4, 3, 8, requires_grad=True)
+    sizes = (shape,) if isinstance(shape, int) else shape
+    for kind, function in (("LayerNorm", "layer_norm"), ("RMSNorm", "rms_norm")):
+        made = getattr(te, kind)(shape, zero_centered_gamma=centered, eps=1e-3)
+        start = 0.0 if centered else 1.0
+        assert torch.equal(made.weight, torch.full(sizes, start))
+        made.weight.data.normal_()
+        extra = [made.bias.data.normal_()] if kind == "LayerNorm" else []
+        assert [*made.state_dict()] == ["weight", "bias"][: 1 + len(extra)]
+        expected = getattr(torch.nn.functional, function)(
+            x, sizes, made.weight + float(centered), *extra, 1e-3
+        )
+        assert torch.equal(made(x), expected)
+        made.load_state_dict({**made.state_dict(), "_extra_state": torch.empty(0)}, strict=True)
+        assert made(x.bfloat16()).dtype == torch.bfloat16
+        marked = getattr(te, kind)(shape, sequence_parallel=True)
+        assert all(p.sequence_parallel for p in marked.parameters())
+        meta = getattr(te, kind)(shape, device="meta")
+        meta.reset_parameters()
+        assert not meta.weight.is_meta and meta.weight.eq(1).all()
+
+
+def test_padding_is_none():
+    x, splits = torch.randn(7, 4), [3, 4]
+    same, sizes = te.Fp8Padding(2)(x, splits)
+    assert same is x and sizes is splits and te.Fp8Unpadding(2, align_size=16)(x, splits) is x
+    with pytest.raises(ValueError, match="m_splits must be num_gemms=2"):
+        te.Fp8Padding(2)(x, [7])
+
+
+# ----------------------------------------------------------------------------- recipes and regions
+@pytest.mark.parametrize("kind", ["DelayedScaling", "Float8CurrentScaling"])
+def test_recipes_of_one_scale_a_tensor_are_mapped_and_say_so(kind):
+    with pytest.warns(recipes.RecipeWarning, match=f"{kind} stands for MXFP8BlockScaling") as seen:
+        recipe = getattr(recipes, kind)(
+            fp8_format=recipes.Format.E4M3, backward_override="high_precision"
+        )
+    assert seen[0].filename == __file__
+    runs = te_mx.recipe.MXFP8BlockScaling(backward_override="high_precision")
+    assert recipe.settings == runs.settings
+    layer, x = te.Linear(64, 32), torch.randn(4, 64)
+    outputs = []
+    for one in (recipe, runs):
+        with te.fp8_autocast(enabled=True, calibrating=True, fp8_recipe=one, fp8_group=object()):
+            outputs.append(layer(x))
+    assert torch.equal(*outputs) and not torch.equal(outputs[0], layer(x))
+    with pytest.raises(NotImplementedError, match=f"{kind}.fp8_dpa=True is not supported"):
+        getattr(recipes, kind)(fp8_dpa=True)
+    with pytest.raises(ValueError, match=f"{kind}.*E5M2"):
+        getattr(recipes, kind)(fp8_format=recipes.Format.E5M2)
+
+
+@pytest.mark.filterwarnings("ignore::te_mx.common.recipe.RecipeWarning")
+def test_their_fields_are_transformer_engines():
+    classes = {n.name: n for n in recipe_file() if isinstance(n, ast.ClassDef)}
+    for kind in ("DelayedScaling", "Float8CurrentScaling"):
+        theirs = [n.target.id for n in classes[kind].body if isinstance(n, ast.AnnAssign)]
+        assert list(inspect.signature(getattr(recipes, kind)).parameters) == theirs
+    recipes.DelayedScaling(
+        margin=1, amax_history_len=16, amax_compute_algo="most_recent", reduce_amax=False
+    )
+    for field, value in (("amax_history_len", 0), ("amax_compute_algo", "least"), ("margin", 0.5)):
+        with pytest.raises((TypeError, ValueError), match=f"DelayedScaling.{field}"):
+            recipes.DelayedScaling(**{field: value})
+
+
+@pytest.mark.parametrize("kind", ["NVFP4BlockScaling", "CustomRecipe"])
+def test_recipes_that_te_mx_does_not_run_are_refused_by_name(kind):
+    with pytest.raises(NotImplementedError, match=f"the recipe {kind} is not supported"):
+        getattr(recipes, kind)(qfactory=None)
+
+
+def test_modules_made_in_a_quantized_init_are_as_ever():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with te.fp8_model_init(enabled=False):
+            te.Linear(8, 8)
+    with pytest.warns(recipes.RecipeWarning, match="trains from high-precision parameters") as seen:
+        made = te.quantized_model_init(recipe=te_mx.get_default_recipe())
+    assert seen[0].filename == __file__
+    with made:
+        layer = te.Linear(8, 8)
+    assert layer.weight.dtype == torch.float32
+    with pytest.raises(NotImplementedError, match="preserve_high_precision_init_val=True"):
+        te.fp8_model_init(preserve_high_precision_init_val=True)
+
+
+def test_answers():
+    for name in ("fp8", "mxfp8", "fp8_block_scaling", "bf16"):
+        ask = getattr(te, f"is_{name}_available")
+        assert ask() is True and ask(return_reason=True) == (True, "")
+    assert te.is_nvfp4_available() is False
+    assert te.is_nvfp4_available(True) == (False, "te_mx has no format with blocks of 16 elements")
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_runs_again_with_the_recipe_of_the_call(reentrant):
+    layer = te.LayerNormMLP(32, 64)
+    x = torch.randn(4, 32, requires_grad=True)
+    calls = []
+    handle = layer.register_forward_pre_hook(lambda *_: calls.append(1))
+    found = []
+    for wrapped in (False, True):
+        layer.zero_grad()
+        x.grad = None
+        with te.autocast():
+            if wrapped:
+                out = te.checkpoint(
+                    layer, x, use_reentrant=reentrant, distribute_saved_activations=False,
+                    tp_group=None, is_first_microbatch=None,
+                )  # fmt: skip
+            else:
+                out = layer(x)
+        out.sum().backward()
+        found.append([out.detach(), x.grad, *(p.grad for p in layer.parameters())])
+    handle.remove()
+    assert len(calls) == 3
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    with pytest.raises(NotImplementedError, match="distribute_saved_activations=True"):
+        te.checkpoint(layer, x, distribute_saved_activations=True)
+
+
+def test_graphs_take_transformer_engines_arguments(monkeypatch):
+    from te_mx.pytorch import graph
+
+    seen = []
+    monkeypatch.setattr(graph, "captured", lambda *args, recipe: seen.append((args, recipe)))
+    theirs = te_source.arguments("graph.py", of="make_graphed_callables", method="")
+    layer, args = te.Linear(8, 8), (torch.randn(2, 8),)
+    given = {name: value for name, value in theirs.items() if value is not ...}
+    te.make_graphed_callables(layer, args, **given)
+    te.make_graphed_callables(layer, args, fp8_enabled=True, fp8_recipe=te.get_default_recipe())
+    assert seen[0] == ((layer, args, 3, False, None), None)
+    assert seen[1][1] == te_mx.get_default_recipe()
+    for name, value in {"sample_kwargs": {}, "fp8_weight_caching": True, "_order": [1]}.items():
+        with pytest.raises(NotImplementedError, match="is not supported"):
+            te.make_graphed_callables(layer, args, **{name: value})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
+        te.make_graphed_callables(layer, args, nonsense=1)
+
+
+# ---------------------------------------------------------------------------------------- the shim
+SHIM = """
+import importlib.util, sys, warnings
+import te_mx.pytorch as te
+te.install_shim()
+te.install_shim()
+assert importlib.util.find_spec("transformer_engine") is not None
+import transformer_engine as whole
+import transformer_engine.pytorch as theirs
+from transformer_engine.common.recipe import DelayedScaling, Format
+from transformer_engine.pytorch.attention import RotaryPositionEmbedding
+from transformer_engine.pytorch.fp8 import fp8_model_init
+assert theirs is te and whole.pytorch.Linear is te.Linear and whole.__version__.startswith("2.")
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    DelayedScaling(fp8_format=Format.HYBRID)
+print(seen[0].category.__name__)
+te.remove_shim()
+print(sorted(name for name in sys.modules if name.startswith("transformer_engine")))
+"""
+
+
+def test_the_shim_answers_an_import_and_goes_away():
+    done = python(SHIM)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["RecipeWarning", "[]"]
+
+
+@pytest.mark.parametrize("name", ["transformer_engine", "transformer_engine.common"])
+def test_the_shim_gives_way_to_the_real_one(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, type(sys)(name))
+    with pytest.raises(RuntimeError, match="was imported already"):
+        te.install_shim()
+    te.remove_shim()  # changes nothing
+    assert name in sys.modules
