@@ -22,7 +22,7 @@ except ModuleNotFoundError as _error:
         '"torch>=2.10" (https://pytorch.org has the choices for GPUs and CPUs)'
     ) from _error
 
-from te_mx import formats, recipe
+from te_mx import distributed, formats, recipe
 from te_mx.audit import audit
 from te_mx.context import autocast, fp8_autocast
 from te_mx.conversion.report import ConversionReport
@@ -67,6 +67,7 @@ __all__ = [
     "autocast",
     "checkpoint_ops",
     "convert_model",
+    "distributed",
     "explain",
     "explain_grouped",
     "formats",

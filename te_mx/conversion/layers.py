@@ -16,6 +16,7 @@ from te_mx.integrations import conv1d, torchtitan, transformers_experts
 from te_mx.integrations.seam import Seam
 from te_mx.nn.checks import FLOATS
 from te_mx.nn.linear import Linear
+from te_mx.nn.several_ranks import is_spread
 
 _SEAMS = (conv1d.SEAM, transformers_experts.SEAM, torchtitan.SEAM)
 
@@ -53,7 +54,8 @@ def why_not_linear(module: Any) -> str:
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance: convert first, then wrap"
     weight = module.weight
-    if not isinstance(weight, torch.Tensor) or type(weight) not in (nn.Parameter, torch.Tensor):
+    plain = type(weight) in (nn.Parameter, torch.Tensor) or is_spread(weight)
+    if not isinstance(weight, torch.Tensor) or not plain:
         return f"its weight is a {type(weight).__name__}, not a plain parameter"
     if weight.dtype not in FLOATS:
         return f"its weight is {weight.dtype}; MXFP8 takes float32, bfloat16 and float16"

@@ -10,11 +10,19 @@ from typing import Any
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from te_mx.autograd.owned_gradients import Owner
 
-def refuse_wrapped(module: Any, label: str, parameters: Sequence[Tensor]) -> None:
-    """Raise NotImplementedError where a wrapper that runs a module now would lose the gradients of
-    parameters, or leave them different on every rank.
+
+def owners_of(module: Any, label: str, parameters: Sequence[Tensor]) -> list[Owner]:
+    """Who puts the gradients of weights together that belong to several ranks; none where they
+    belong to this one.
+
+    Raises:
+        NotImplementedError: a wrapper that runs a module now would lose the gradients, or leave
+            them different on every rank.
     """
+    if module._owned is not None:
+        return [module._owned[id(parameter)] for parameter in parameters]
     # What fully_shard and FullyShardedDataParallel set on every module whose parameters they swap.
     if getattr(module, "_is_fsdp_managed_module", False):
         if module.delay_wgrad_compute:
@@ -32,7 +40,7 @@ def refuse_wrapped(module: Any, label: str, parameters: Sequence[Tensor]) -> Non
         )
     ddp: Any = DistributedDataParallel._active_ddp_module
     if ddp is None or not module.delay_wgrad_compute:
-        return
+        return []
     reduced = {id(parameter) for parameter in ddp._module_parameters}
     if any(id(parameter) in reduced for parameter in parameters):
         raise NotImplementedError(
@@ -42,3 +50,4 @@ def refuse_wrapped(module: Any, label: str, parameters: Sequence[Tensor]) -> Non
             "have DistributedDataParallel ignore its weight and average the gradient after "
             "backward_dw"
         )
+    return []

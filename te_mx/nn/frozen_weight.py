@@ -19,6 +19,7 @@ from te_mx.autograd.steps_kept import kept_weight
 from te_mx.nn import frozen_formats
 from te_mx.nn.frozen_formats import Fixed
 from te_mx.nn.frozen_sources import Sources
+from te_mx.nn.several_ranks import here, is_spread
 from te_mx.ops import FLOAT_DTYPES, Operand, dequantize_2d, quantize_2d
 from te_mx.recipe import get_default_recipe
 from te_mx.recipes.settings import Settings
@@ -122,12 +123,12 @@ class Freezable:
                 tensors |= computed[name].named_parameters(prefix=f"parametrizations.{name}")
                 tensors |= computed[name].named_buffers(prefix=f"parametrizations.{name}")
             else:
-                tensors[name] = getattr(self, name)
+                tensors[name] = here(getattr(self, name))
         return tensors
 
     def _make_kept(self, key: str, settings: Settings, need_dx: bool) -> Any:
         """The weight quantized, and packed for the kernels, for several calls."""
-        return kept_weight(self._whole(key), settings, need_dx)
+        return kept_weight(here(self._whole(key)), settings, need_dx)
 
     def _plain_codes(self, key: str, settings: Settings) -> tuple[Tensor, Tensor]:
         """Rowwise codes and scales of the weight."""
@@ -152,9 +153,14 @@ class Freezable:
         """Why this module cannot be frozen so, or an empty string."""
         if self._is_dropped():
             return ""
+        if drop_master and is_spread(*self._parameters.values()):  # type: ignore[attr-defined]
+            return (
+                "is a DTensor, and codes without a master are no part of one; freeze before it is "
+                "sharded, or use drop_master=False"
+            )
         for key in self._weight_keys:
             for weight in self._each_of(key):
-                if problem := _not_quantizable(weight):
+                if problem := _not_quantizable(here(weight)):
                     return f"{key} {problem}"
             if drop_master and not self._is_held(key):
                 return (

@@ -181,6 +181,8 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         routed = self._routed()
         if routed and is_tracing():
             return delayed_wgrad.untraced(self.forward, inp, m_splits, is_first_microbatch)
+        if self._is_spread(inp):
+            return self._run_spread(inp, m_splits, is_first_microbatch)
         settings = self._settings()
         self._check_shape(inp, "in_features", self.in_features)
         rows = inp.numel() // self.in_features if self.in_features else len(flatten(inp))

@@ -11,6 +11,7 @@ from te_mx.autograd import joining
 from te_mx.autograd.steps import at_rest
 from te_mx.autograd.steps_grouped import KeptWeights, kept_weights
 from te_mx.nn.frozen_weight import Freezable
+from te_mx.nn.several_ranks import here
 from te_mx.ops import Stack, dequantize_2d
 from te_mx.ops.grouped_quantize import quantize_weights
 from te_mx.recipes.settings import Settings
@@ -35,7 +36,7 @@ class StackedWeight(Freezable):
         return self._each(self._bias_names, self.single_grouped_bias)
 
     def _each(self, names: tuple[str, ...], stacked: bool) -> list[Tensor]:
-        held = [getattr(self, name) for name in names]
+        held = [here(getattr(self, name)) for name in names]
         return list(held[0].detach().unbind(0)) if stacked and held else held
 
     def _master_shape(self, key: str) -> tuple[int, ...]:

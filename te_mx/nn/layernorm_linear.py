@@ -172,6 +172,8 @@ class LayerNormLinear(NormModule):
         routed = self._routed()
         if routed and is_tracing():
             return delayed_wgrad.untraced(self.forward, inp, is_first_microbatch)
+        if self._is_spread(inp):
+            return self._run_spread(inp, is_first_microbatch)
         settings = self._settings()
         if settings is not None and transforms.active():
             made = self._transformed(inp, is_first_microbatch=is_first_microbatch)

@@ -177,6 +177,8 @@ class Linear(MXModule, nn.Linear):
         routed = self._routed()
         if tracing and routed:
             return delayed_wgrad.untraced(self.forward, inp, is_first_microbatch)
+        if self._is_spread(inp):
+            return self._run_spread(inp, is_first_microbatch)
         settings = self._settings()
         if settings is None:
             return self._high_precision(inp, is_first_microbatch)

@@ -16,6 +16,7 @@ from te_mx import context
 from te_mx.arguments import check_flag
 from te_mx.autograd import transforms
 from te_mx.autograd.functional_grad import differentiable
+from te_mx.autograd.owned_gradients import OwnedGradient
 from te_mx.autograd.wgrad import Queue, WeightGradient
 from te_mx.context import RECOMPUTED, active_region, backward_pass_id, is_tracing
 from te_mx.nn import converted, data_parallel
@@ -25,6 +26,7 @@ from te_mx.nn.frozen_state import save_codes
 from te_mx.nn.frozen_weight import Freezable
 from te_mx.nn.initialization import Resettable
 from te_mx.nn.loading import load_module
+from te_mx.nn.several_ranks import SeveralRanks
 from te_mx.ops import capturing
 from te_mx.recipes.settings import Settings
 from te_mx.runtime.ran import new_tags
@@ -41,7 +43,7 @@ def output_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-class MXModule(Resettable, Freezable, DelayedWgrad, Checked):
+class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, Checked):
     """Mixin of the modules, beside an nn.Module."""
 
     # Class attributes, not set in __init__: convert_model gives modules this class in place.
@@ -174,7 +176,7 @@ class MXModule(Resettable, Freezable, DelayedWgrad, Checked):
         label = self._label()
         if transforms.active():
             transforms.refuse(label, parameters)
-        data_parallel.refuse_wrapped(self, label, parameters)
+        owners = data_parallel.owners_of(self, label, parameters)
         if self.delay_wgrad_compute and not all(p.is_leaf for p in parameters):
             raise RuntimeError(
                 f"{label}: delay_wgrad_compute=True needs weights that are parameters, but "
@@ -182,6 +184,8 @@ class MXModule(Resettable, Freezable, DelayedWgrad, Checked):
                 "without delay_wgrad_compute"
             )
         fuse = self.fuse_wgrad_accumulation
+        if owners:
+            return OwnedGradient(parameters, owners, label, fuse, first is True, queue)
         return WeightGradient(parameters, label, fuse, first is True, queue)
 
     # ------------------------------------------------------------------- transforms and tracers

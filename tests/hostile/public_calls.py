@@ -5,6 +5,7 @@ A new callable is one entry here; test_table_is_complete.py fails without it.
 
 from __future__ import annotations
 
+from distributed_calls import DISTRIBUTED
 from format_calls import FORMATS
 from function_calls import GEMMS, MX_TENSOR, QUANTIZE
 from grouped_calls import GROUPED
@@ -16,4 +17,5 @@ from other_calls import EXPLAINED, MODELS, RECIPES, WORKSPACE
 CALLS: tuple[Call, ...] = (
     QUANTIZE, *GEMMS, *GROUPED, *MX_TENSOR, *RECIPES, *EXPLAINED, *WORKSPACE, *MODELS, *INSPECTED,
     *MODULES, *FORMATS,
+    *DISTRIBUTED,
 )  # fmt: skip

@@ -1,0 +1,102 @@
+"""Weight gradients that a process computes and does not own alone: what several ranks computed is
+summed and cut, and what is left for this rank goes to the parameter that the optimizer sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from te_mx.autograd.wgrad import Queue, Versions, WeightGradient, Wgrad
+
+
+class Owner(Protocol):
+    """Whom the gradient of one weight belongs to. `parameter`: what the optimizer has."""
+
+    parameter: Tensor
+
+    def reduced(self, dw: Tensor) -> Tensor:
+        """What this rank has of the gradient, like the parameter; a collective operation."""
+
+
+class OwnedGradient(WeightGradient):
+    """The place of the gradient of one weight: ``main_grad`` or ``grad`` of its owners.
+
+    Args:
+        weights: what the forward ran with.
+        owners: one for each of them.
+        label, fuse, overwrite, queue: as of WeightGradient.
+    """
+
+    __slots__ = ("owners",)
+
+    def __init__(
+        self, weights: Sequence[Tensor], owners: Sequence[Owner], label: str, fuse: bool,
+        overwrite: bool, queue: Queue | None,
+    ) -> None:  # fmt: skip
+        super().__init__(weights, label, fuse, overwrite, queue)
+        self.owners = owners
+
+    def take(self, wgrad: Wgrad, dtype: torch.dtype) -> Tensor | None:
+        for owner in self.owners:
+            if self.fuse and owner.parameter.requires_grad:
+                self._main_grad(owner)  # what is wrong with it is said before anything runs
+        versions = Versions(wgrad.reads)
+        if self.queue is None:
+            self._finish(wgrad, dtype, versions)
+        else:
+            self.queue.append(lambda: self._finish(wgrad, dtype, versions))
+        return None
+
+    @torch.no_grad()
+    def _finish(self, wgrad: Wgrad, dtype: torch.dtype, versions: Versions) -> None:
+        versions.check(self.label)
+        dw_NK = wgrad(None, torch.float32 if self.fuse else dtype, False)
+        parts = [dw_NK] if len(self.owners) == 1 else [p.clone() for p in self._parts(dw_NK)]
+        for owner, dw in zip(self.owners, parts, strict=True):
+            if not owner.parameter.requires_grad:
+                continue
+            mine, parameter = owner.reduced(dw), owner.parameter
+            if self.fuse:
+                self._add_to_main(owner, mine)
+            elif parameter.grad is None:
+                parameter.grad = mine.to(parameter.dtype)
+            else:
+                parameter.grad += mine
+
+    def _add_to_main(self, owner: Owner, mine: Tensor) -> None:
+        main, parameter = self._main_grad(owner), owner.parameter
+        if not hasattr(main, "to_local") and hasattr(mine, "to_local"):
+            mine = mine.to_local()
+        if self._overwrites(parameter):
+            main.copy_(mine)
+        else:
+            main.add_(mine)
+        if hasattr(parameter, "grad_added_to_main_grad"):
+            parameter.grad_added_to_main_grad = True
+
+    def _main_grad(self, owner: Owner) -> Tensor:
+        parameter = owner.parameter
+        main = getattr(parameter, "main_grad", None)
+        if not isinstance(main, Tensor):
+            raise RuntimeError(
+                f"{self.label}: fuse_wgrad_accumulation=True adds the weight gradient to "
+                "main_grad of the parameter that the optimizer has, and it has none; set it before "
+                "backward, e.g. weight.main_grad = torch.zeros_like(weight, dtype=torch.float32) "
+                "for the weights of model.parameters()"
+            )
+        held = parameter if hasattr(main, "to_local") else _local(parameter)
+        if main.shape != held.shape or main.device != held.device:
+            raise RuntimeError(
+                f"{self.label}: main_grad must be like the parameter, {tuple(parameter.shape)}, or "
+                f"like what this rank has of it, {tuple(_local(parameter).shape)}, on "
+                f"{parameter.device}; got {tuple(main.shape)} on {main.device}"
+            )
+        return main
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

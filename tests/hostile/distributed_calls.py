@@ -1,0 +1,20 @@
+"""The table of te_mx.distributed, as far as one process calls it."""
+
+from __future__ import annotations
+
+from judge import Call
+from malformed import FLAG, OPTIONAL_WORD, other_than, values
+from torch.distributed.tensor import Replicate
+
+import te_mx
+
+PLACEMENT = other_than("None") | values(its_name="Replicate", a_list=lambda: [Replicate()])
+DISTRIBUTED = (
+    Call(
+        "te_mx.distributed.ModuleParallel", lambda d: te_mx.distributed.ModuleParallel,
+        lambda d: {"mode": "column", "input_layouts": Replicate(), "output_layouts": Replicate(),
+                   "use_local_output": True},
+        {"mode": OPTIONAL_WORD, "input_layouts": PLACEMENT, "output_layouts": PLACEMENT,
+         "use_local_output": FLAG},
+    ),
+)  # fmt: skip
