@@ -108,7 +108,7 @@ class SM90Rows(_Grouped):
 
     def __init__(self, spread: int) -> None:
         super().__init__(spread)
-        self.name = f"sm90_rows:{spread}"
+        self.name, self.alone = f"sm90_rows:{spread}", f"sm90:{spread}"
 
     def grouped_shapes(self, fmt: Format, rows: int, k: int, groups: int) -> tuple[Shape, Shape]:
         return (rows, k), shapes_rows(rows, k, groups)[1]
@@ -128,7 +128,10 @@ class SM90Columns(_Grouped):
 
     def __init__(self, spread: int) -> None:
         super().__init__(spread)
-        self.name = f"sm90_k:{spread}"
+        self.name, self.alone = f"sm90_k:{spread}", f"sm90:{spread}"
+
+    def takes(self, fmt: Format) -> bool:
+        return sm90_tiles.takes(fmt) or sm90_tiles.takes_wide(fmt)
 
     def grouped_shapes(self, fmt: Format, rows: int, k: int, groups: int) -> tuple[Shape, Shape]:
         return shapes_k(k, rows, groups)

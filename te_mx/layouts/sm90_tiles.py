@@ -20,6 +20,9 @@ subnormal, by at most half the smallest code, 2^-10 * 2^(E - 127) in E4M3, where
 
 - codes: uint8 [R, ld], ld = K rounded up to 16. Blocks of scale 255 hold 0x7F; what lies right of
   K is padding.
+Blocks of 1 x 128 with fp32 scales that are powers of two are operands of MX here, whose four blocks
+of 32 have one scale: their tiles are of class 0, 1 or, with E > 190, 3.
+
 - scales: int32 [S, T', 132], T' = T rounded up to even. One tile's words lie together and reach
   shared memory with its codes. Word r < 128 belongs to row r: classes 0 and 1 hold the bits of the
   fp32 number 2^(E - 127); classes 2 and 3 hold four scale bytes, the first block lowest, 0 for
@@ -232,11 +235,38 @@ def packed_values(packed: HasPacked, k: int, fmt: str) -> Tensor:
     return values * scale
 
 
+_MULTIPLIED = torch.float8_e4m3fn, torch.float8_e5m2  # elements that the tensor cores know
+
+
 def takes(fmt: Format) -> bool:
-    """Whether the tensor cores read the codes of a format, with scales that can be aligned."""
+    """Whether the tensor cores read the codes of an MX format, with scales that can be aligned."""
     scaling = fmt.scaling
-    known = fmt.element.torch_dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+    known = fmt.element.torch_dtype in _MULTIPLIED
     return known and scaling.scale == "e8m0" and scaling.block == (1, BLOCK)
+
+
+def takes_wide(fmt: Format) -> bool:
+    """The same of blocks of 1 x 128, whose scales can be aligned where they are powers of two."""
+    scaling = fmt.scaling
+    known = fmt.element.torch_dtype in _MULTIPLIED
+    return known and scaling.scale == "fp32" and scaling.block == (1, TILE)
+
+
+def block_bytes(scales: Tensor, k: int) -> Tensor:
+    """uint8 [R, ceil(k/32)]: the scale bytes of MX for fp32 powers of two [R, ceil(k/128)].
+
+    Raises ValueError for scales that are no powers of two (or NaN). Waits for a device.
+    """
+    bits = scales.view(torch.int32)
+    exponents = bits >> 23
+    powers = (bits & 0x7FFFFF == 0) & (exponents > 0) & (exponents < 255)
+    if not bool((powers | scales.isnan()).all()):
+        raise ValueError(
+            "te_mx: scales must be powers of two to be aligned, got other fp32 numbers; quantize "
+            "by the rule 'pow2', or pack to layout 'sm90_factors'"
+        )
+    exponents = torch.where(scales.isnan(), 255, exponents).to(torch.uint8)
+    return exponents.repeat_interleave(TILE // BLOCK, 1)[:, : -(-k // BLOCK)].contiguous()
 
 
 def apart(codes: Tensor, ld: int) -> Tensor:
@@ -261,7 +291,7 @@ class SM90Tiles(Layout):
         self.name = f"sm90:{spread}"
 
     def takes(self, fmt: Format) -> bool:
-        return takes(fmt)
+        return takes(fmt) or takes_wide(fmt)
 
     def shapes(self, fmt: Format, rows: int, k: int) -> tuple[Shape, Shape]:
         return (rows, k), packed_shapes(rows, k)[1]
@@ -274,6 +304,8 @@ class SM90Tiles(Layout):
         return codes if ld == k else codes[:, :k], scales
 
     def pack(self, fmt: Format, codes: Tensor, scales: Tensor, k: int) -> Parts:
+        if takes_wide(fmt):
+            scales = block_bytes(scales, k)
         return pack(codes, scales, fmt.name, self.spread).operand_parts(codes)
 
     def values(
