@@ -22,10 +22,10 @@ from torch import Tensor
 from te_mx.formats import Format
 from te_mx.layouts.base import Layout, Parts, Shape
 from te_mx.layouts.sm90_groups import shapes_k, shapes_rows
-from te_mx.layouts.sm90_tiles import TILE, apart, takes_wide
+from te_mx.layouts.sm90_tiles import TILE, apart
+from te_mx.layouts.sm90_wide import MULTIPLIED, takes_wide
 
 BLOCKS = (1, TILE), (TILE, TILE)
-ELEMENTS = torch.float8_e4m3fn, torch.float8_e5m2  # that the tensor cores multiply
 
 
 class SM90Factors(Layout):
@@ -36,7 +36,7 @@ class SM90Factors(Layout):
 
     def takes(self, fmt: Format) -> bool:
         scaling = fmt.scaling
-        known = fmt.element.torch_dtype in ELEMENTS
+        known = fmt.element.torch_dtype in MULTIPLIED
         return known and scaling.scale == "fp32" and scaling.block in BLOCKS
 
     def shapes(self, fmt: Format, rows: int, k: int) -> tuple[Shape, Shape]:

@@ -40,6 +40,7 @@ from torch import Tensor
 from te_mx import formats
 from te_mx.formats import Format
 from te_mx.layouts.base import Layout, Parts, Shape
+from te_mx.layouts.sm90_wide import MULTIPLIED, block_bytes, takes_wide
 
 TILE = 128
 BLOCK = 32
@@ -235,38 +236,11 @@ def packed_values(packed: HasPacked, k: int, fmt: str) -> Tensor:
     return values * scale
 
 
-_MULTIPLIED = torch.float8_e4m3fn, torch.float8_e5m2  # elements that the tensor cores know
-
-
 def takes(fmt: Format) -> bool:
     """Whether the tensor cores read the codes of an MX format, with scales that can be aligned."""
     scaling = fmt.scaling
-    known = fmt.element.torch_dtype in _MULTIPLIED
+    known = fmt.element.torch_dtype in MULTIPLIED
     return known and scaling.scale == "e8m0" and scaling.block == (1, BLOCK)
-
-
-def takes_wide(fmt: Format) -> bool:
-    """The same of blocks of 1 x 128, whose scales can be aligned where they are powers of two."""
-    scaling = fmt.scaling
-    known = fmt.element.torch_dtype in _MULTIPLIED
-    return known and scaling.scale == "fp32" and scaling.block == (1, TILE)
-
-
-def block_bytes(scales: Tensor, k: int) -> Tensor:
-    """uint8 [R, ceil(k/32)]: the scale bytes of MX for fp32 powers of two [R, ceil(k/128)].
-
-    Raises ValueError for scales that are no powers of two (or NaN). Waits for a device.
-    """
-    bits = scales.view(torch.int32)
-    exponents = bits >> 23
-    powers = (bits & 0x7FFFFF == 0) & (exponents > 0) & (exponents < 255)
-    if not bool((powers | scales.isnan()).all()):
-        raise ValueError(
-            "te_mx: scales must be powers of two to be aligned, got other fp32 numbers; quantize "
-            "by the rule 'pow2', or pack to layout 'sm90_factors'"
-        )
-    exponents = torch.where(scales.isnan(), 255, exponents).to(torch.uint8)
-    return exponents.repeat_interleave(TILE // BLOCK, 1)[:, : -(-k // BLOCK)].contiguous()
 
 
 def apart(codes: Tensor, ld: int) -> Tensor:
