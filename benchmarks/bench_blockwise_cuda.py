@@ -1,5 +1,5 @@
-"""Blockwise FP8 on a Hopper GPU: products and linear layers against bf16, the quantizer against a
-device copy."""
+"""Blockwise FP8 on a Hopper GPU: products, linear layers and experts against bf16, the quantizer
+against a device copy."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import te_mx
+from benchmarks import bench_grouped_cuda as experts_cuda
 from benchmarks.bench_gemm_cuda import GEMM, QUICK, bf16
+from benchmarks.bench_grouped import splits_of
 from benchmarks.bench_linear_cuda import Layer
 from benchmarks.gpu import GpuContext
 from benchmarks.row import Row, Target
@@ -18,7 +20,7 @@ from te_mx.ops.quantize import parts_of
 from te_mx.recipe import DeepSeekV3, Float8BlockScaling
 
 X, W = "fp8_e4m3_1x128", "fp8_e4m3_128x128"
-LAYOUT = "sm90_factors"
+LAYOUT, ALIGNED = "sm90_factors", "sm90:8"
 CUBE = GEMM[0][0]
 # By the blocks of rhs: fprop and dgrad multiply by weights, wgrad by inputs.
 FPROP = {CUBE: Target(1.6, 1.85)}
@@ -31,6 +33,7 @@ LINEAR = [  # tokens, out features, in features
 ]
 QUANTIZE = [(8192, 8192), (16384, 4096), (8192, 14336)]
 QUANTIZE_TARGET = Target(0.85, 0.93)
+EXPERTS = Target(1.3, 1.55)
 
 Pairs = list[tuple[Operand, Operand]]
 
@@ -39,6 +42,13 @@ def _quantized(x: Tensor, fmt: str, rule: str) -> Operand:
     row = ops.quantize_2d(x, f"{fmt}@{LAYOUT}", rule=rule).row
     assert row is not None
     return row
+
+
+def _aligned(x: Tensor) -> Operand:
+    """An operand of wgrad by the rule pow2: the columns of what a layer quantizes."""
+    col = ops.quantize_2d(x.t().contiguous(), col=f"{X}@{ALIGNED}", rule="pow2").col
+    assert col is not None
+    return col
 
 
 def _product(pairs: Pairs, dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None) -> Call:
@@ -52,8 +62,8 @@ def _product(pairs: Pairs, dtype: torch.dtype = torch.bfloat16, out: Tensor | No
 
 
 def gemm(context: GpuContext) -> Iterator[Row]:
-    """Gaussian operands, quantized before. Scales of wgrad are powers of two, as by default, and
-    any fp32 numbers."""
+    """Gaussian operands, quantized before. Scales of wgrad are powers of two, as by default, which
+    are aligned, and any fp32 numbers."""
     for shape, _ in context.pick(GEMM, [(QUICK, None)]):
         m, n, k = shape
         plain = [
@@ -64,11 +74,13 @@ def gemm(context: GpuContext) -> Iterator[Row]:
             name: [
                 (_quantized(lhs, X, name[6:]), _quantized(rhs, fmt, name[6:])) for lhs, rhs in plain
             ]
-            for name, fmt in (("fprop fp32", W), ("wgrad pow2", X), ("wgrad fp32", X))
+            for name, fmt in (("fprop fp32", W), ("wgrad fp32", X))
         }
+        pairs["wgrad pow2"] = [(_aligned(lhs), _aligned(rhs)) for lhs, rhs in plain]
         calls = {name: _product(of) for name, of in pairs.items()}
         main_grad = torch.zeros(m, n, device=context.device)
-        calls["wgrad pow2 +="] = _product(pairs["wgrad pow2"], torch.float32, main_grad)
+        for rule in ("pow2", "fp32"):
+            calls[f"wgrad {rule} +="] = _product(pairs[f"wgrad {rule}"], torch.float32, main_grad)
         calls["bf16"] = bf16(plain)
         times = interleaved(calls, context.effort, warm_up=2 * len(plain), clock=context.clock)
         flops = 2 * m * n * k
@@ -83,9 +95,9 @@ def gemm(context: GpuContext) -> Iterator[Row]:
             )  # fmt: skip
 
 
-def _both(xs: list[Tensor], fmt: str) -> Call:
-    spec = f"{fmt}@{LAYOUT}"
-    return lambda i: ops.quantize_2d(xs[i % len(xs)], spec, spec, rule="pow2")
+def _both(xs: list[Tensor], fmt: str, columns: str = LAYOUT) -> Call:
+    row, col = f"{fmt}@{LAYOUT}", f"{fmt}@{columns}"
+    return lambda i: ops.quantize_2d(xs[i % len(xs)], row, col, rule="pow2")
 
 
 def quantize(context: GpuContext) -> Iterator[Row]:
@@ -93,6 +105,7 @@ def quantize(context: GpuContext) -> Iterator[Row]:
     for rows, cols in context.pick(QUANTIZE, [(256, 384)]):
         xs = [context.randn(rows, cols, seed=i) for i in range(context.sets(2 * rows * cols))]
         calls = {f"quantize {fmt[9:]}": _both(xs, fmt) for fmt in (X, W)}
+        calls["quantize 1x128 aligned"] = _both(xs, X, ALIGNED)
         written = parts_of(ops.quantize_2d(xs[0], f"{X}@{LAYOUT}", f"{X}@{LAYOUT}", rule="pow2"))
         moved = xs[0].nbytes + sum(part.numel() * part.element_size() for part in written)
         source = torch.ones(moved // 2, dtype=torch.uint8, device=context.device)
@@ -138,7 +151,35 @@ def _step(layer: Layer, recipe: te_mx.recipe.Recipe, i: int) -> None:
         layer.step(i)
 
 
+def experts(context: GpuContext) -> Iterator[Row]:
+    """Forward and backward of GroupedLinear, weights quantized at every step, splits on the
+    device."""
+    for count, m, n, k in context.pick([experts_cuda.LARGE], [experts_cuda.QUICK]):
+        layer = te_mx.GroupedLinear(
+            count, k, n, bias=False, device=context.device, dtype=torch.bfloat16,
+            single_grouped_weight=True,
+        )  # fmt: skip
+        weight = layer.weight.detach().clone().requires_grad_()
+        data = [
+            (context.randn(m, k, seed=2 * i).requires_grad_(), context.randn(m, n, seed=2 * i + 1))
+            for i in range(context.sets(2 * m * (n + k)))
+        ]
+        for name, recipe in (("pow2", Float8BlockScaling()), ("fp32", DeepSeekV3())):
+            for kind in ("even", "zipf"):
+                calls = experts_cuda.steps_of(layer, weight, data, splits_of(kind, count, m))
+                with te_mx.autocast(recipe=recipe):
+                    times = interleaved(calls, context.effort, clock=context.clock)
+                seconds = times.seconds("ours")
+                yield Row(
+                    f"grouped {kind} f+b {name}", f"{m} {n} {k} E{count}",
+                    te_mx.audit(layer)["(root)"].wgrad, seconds * 1e6,
+                    *context.compute(6 * m * n * k, seconds), experts_cuda.PEER,
+                    times.ratio("bf16", "ours"), EXPERTS,
+                    context.compute(6 * m * n * k, times.seconds("bf16"))[0],
+                )  # fmt: skip
+
+
 def blockwise(context: GpuContext) -> Iterator[Row]:
     """All of them."""
-    for of in (gemm, quantize, linear):
+    for of in (gemm, quantize, linear, experts):
         yield from of(context)

@@ -127,7 +127,7 @@ def steps(context: GpuContext) -> Iterator[Row]:
         ]
         for kind in ("even", "zipf", "half", "apart"):
             mine, rows = (apart, "even") if kind == "apart" else (layer, kind)
-            calls = _steps(mine, weight, data, splits_of(rows, experts, m))
+            calls = steps_of(mine, weight, data, splits_of(rows, experts, m))
             with te_mx.autocast():
                 times = interleaved(calls, context.effort, clock=context.clock)
             seconds = times.seconds("ours")
@@ -140,7 +140,7 @@ def steps(context: GpuContext) -> Iterator[Row]:
             )  # fmt: skip
 
 
-def _steps(
+def steps_of(
     layer: te_mx.GroupedLinear, weight: Tensor, data: list[tuple[Tensor, Tensor]], splits: list[int]
 ) -> dict[str, Call]:
     m_splits, offs = torch.tensor(splits, device=weight.device), _offs(splits, weight.device)

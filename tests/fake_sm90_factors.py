@@ -8,10 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx.backends.base import BLOCK_ROWS, FLOAT_DTYPES, FORMATS, GELUS, LAYOUTS, SCALE_RULES
+from te_mx.backends.base import (
+    ALIGNED,
+    BLOCK_ROWS,
+    FLOAT_DTYPES,
+    FORMATS,
+    GELUS,
+    LAYOUTS,
+    SCALE_RULES,
+)
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Epilogue, Mode, Product, Quantize
-from te_mx.layouts import spec_of
+from te_mx.layouts import sm90_groups, spec_of
 from te_mx.layouts.operand import Operand
 
 At = Callable[..., Tensor]  # fake_sm90.at
@@ -48,19 +56,36 @@ def _operand(of: Any, at: At) -> Operand:
     return Operand(codes, at(of.scales, scales, torch.float32), spec, of.rows, of.k)
 
 
+def rule_of(to: Any) -> str:
+    return f"{_RULES[to.rule]}:{to.amax_epsilon!r}"
+
+
+def _specs(to: Any) -> list[str]:
+    """What a call makes of one matrix."""
+    known = _LAYOUTS | {ALIGNED["sm90"]: f"sm90:{to.spread}"}
+    return [
+        f"{_format(to)}@{known[side.layout]}" if side.codes else "" for side in (to.row, to.col)
+    ]
+
+
+def write_operand(side: Any, operand: Operand | None, at: At, i: int = 0) -> None:
+    """To the place of operand i of several behind each other."""
+    if operand is None:
+        return
+    height, width = operand.codes.shape
+    packed = operand.layout.name not in ("rows", "cols")
+    ld = (width + 15) // 16 * 16 if packed else width
+    at(side.codes + i * height * ld, (height, ld))[:, :width] = operand.codes
+    scales = operand.scales
+    at(side.scales + 4 * i * scales.numel(), scales.shape, scales.dtype).copy_(scales)
+
+
 def quantize(args: Any, x: Tensor, at: At) -> int:
     to, (rows, cols) = args.to, x.shape
-    fmt, rule = _format(to), f"{_RULES[to.rule]}:{to.amax_epsilon!r}"
-    specs = [f"{fmt}@{_LAYOUTS[side.layout]}" if side.codes else "" for side in (to.row, to.col)]
-    what = Quantize(x, *specs, rule, bool(to.col_sum), _DTYPES[to.col_sum_dtype])
+    what = Quantize(x, *_specs(to), rule_of(to), bool(to.col_sum), _DTYPES[to.col_sum_dtype])
     made = run.reference("quantize").run(what)
-    for side, operand in ((to.row, made.row), (to.col, made.col)):
-        if operand is None:
-            continue
-        width = operand.codes.shape[1]
-        ld = (width + 15) // 16 * 16 if side.layout == LAYOUTS["sm90"] else width
-        at(side.codes, (len(operand.codes), ld))[:, :width] = operand.codes
-        at(side.scales, operand.scales.shape, torch.float32).copy_(operand.scales)
+    write_operand(to.row, made.row, at)
+    write_operand(to.col, made.col, at)
     if to.col_sum:
         at(to.col_sum_ws, (-(-rows // 128), cols), torch.float32).fill_(torch.nan)
         at(to.col_sum, (cols,), made.col_sum.dtype).copy_(made.col_sum)
@@ -92,4 +117,116 @@ def dequantize(args: Any, at: At) -> int:
     values = operand.values(_DTYPES[args.out_dtype])
     values = values.t() if operand.layout.k_first else values
     at(args.out, values.shape, values.dtype).copy_(values)
+    return 0
+
+
+# ------------------------------------------------------------------------------------------ groups
+def _tokens(side: Any, groups: Any, rows: int, k: int, name: str, fmt: str, at: At) -> Operand:
+    """Tokens of groups at the address that a record says."""
+    spec = f"{fmt}@{name}"
+    one, layout = spec_of(spec)
+    (height, width), scales = layout.grouped_shapes(one, rows, k, groups.count)
+    ld = (width + 15) // 16 * 16
+    codes = at(side.codes, (height, ld))[:, :width]
+    return Operand(codes, at(side.scales, scales, layout.scale_dtype), spec, rows, k)
+
+
+def quantize_grouped(args: Any, x: Tensor, bounds: Any, at: At) -> int:
+    to, (rows, cols), groups = args.all.to, x.shape, args.groups
+    known = {LAYOUTS["sm90_k"]: "sm90_factors_k", ALIGNED["sm90_k"]: f"sm90_k:{to.spread}"}
+    made: dict[str, Operand] = {}
+    if to.row.codes:
+        assert to.row.layout == LAYOUTS["sm90_rows"]
+        row = _tokens(to.row, groups, rows, cols, "sm90_factors_rows", _format(to), at)
+        made["row"] = row
+    if to.col.codes:
+        name = known[to.col.layout]
+        made["col"] = _tokens(to.col, groups, cols, rows, name, _format(to), at)
+    for operand in made.values():  # what nobody writes is poison
+        operand.codes.fill_(0xA5), operand.scales.view(torch.int32).fill_(0x5A5A5A5A)
+    for i, (start, end) in enumerate(zip(*bounds, strict=True)):
+        if start == end:
+            continue
+        specs = [
+            f"{_format(to)}@{o.layout.alone}" if o else "" for o in map(made.get, ("row", "col"))
+        ]
+        one = run.reference("quantize").run(Quantize(x[start:end], *specs, rule_of(to)))
+        if one.row is not None:
+            sm90_groups.put_rows(made["row"], one.row, start, end, i)
+        if one.col is not None:
+            sm90_groups.put_k(made["col"], one.col, start, end, i)
+    if to.col_sum:
+        parts = (sm90_groups.group_tiles(rows, groups.count), cols)
+        at(to.col_sum_ws, parts, torch.float32).fill_(torch.nan)
+        sums = at(to.col_sum, (groups.count, cols), torch.float32)
+        for i, (start, end) in enumerate(zip(*bounds, strict=True)):
+            sums[i] = x[start:end].sum(0, dtype=torch.float32)
+    return 0
+
+
+def quantize_stacked(args: Any, xs: list[int], read: Callable[..., Tensor], at: At) -> int:
+    to = args.to
+    for i, address in enumerate(xs):
+        what = Quantize(read(args.x, address), *_specs(to), rule_of(to))
+        made = run.reference("quantize").run(what)
+        write_operand(to.row, made.row, at, i)
+        write_operand(to.col, made.col, at, i)
+    return 0
+
+
+def _weight(of: Any, i: int, at: At) -> Operand:
+    """Weight i of several behind each other."""
+    fmt, layout = spec_of(f"{_format(of)}@sm90_factors")
+    count = 1
+    for size in layout.shapes(fmt, of.rows, of.k)[1]:
+        count *= size
+    ld = (of.k + 15) // 16 * 16
+    here = of.copy(codes=of.codes + i * of.rows * ld, scales=of.scales + 4 * i * count)
+    return _operand(here, at)
+
+
+def gemm_rows(args: Any, bounds: Any, at: At) -> int:
+    m, n, k, groups = args.lhs_rows, args.rhs_rows, args.lhs_k, args.groups
+    assert not args.accumulate and groups.rows == m and args.rhs_k == k
+    lhs, rhs, e = args.gemm.lhs, args.gemm.rhs, args.gemm.epilogue
+    assert lhs.layout == LAYOUTS["sm90_rows"] and rhs.layout == LAYOUTS["sm90"]
+    out = at(e.out, (m, n), _DTYPES[e.out_dtype]).zero_()
+    bias = at(e.bias, (groups.count, n), _DTYPES[e.bias_dtype]) if e.bias else None
+    tokens = _tokens(lhs, groups, m, k, "sm90_factors_rows", _format(lhs), at)
+    for i, (start, end) in enumerate(zip(*bounds, strict=True)):
+        if start == end:
+            continue
+        part = sm90_groups.rows_of(tokens, start, end, i)
+        own = Operand(*part, f"{_format(lhs)}@sm90_factors", end - start, k)
+        epilogue = Epilogue(bias=None if bias is None else bias[i])
+        product = Product(own, _weight(rhs, i, at), epilogue, out[start:end], None, Mode())
+        run.reference("gemm").run(product)
+    return 0
+
+
+def gemm_k(args: Any, bounds: Any, firsts: list[int], at: At) -> int:
+    m, n, groups = args.lhs_rows, args.rhs_rows, args.groups
+    e, sides = args.gemm.epilogue, (args.gemm.lhs, args.gemm.rhs)
+    assert all(side.layout == LAYOUTS["sm90_k"] and side.block_rows == 1 for side in sides)
+    dtype = _DTYPES[e.out_dtype]
+    tokens = [
+        _tokens(side, groups, rows, groups.rows, "sm90_factors_k", _format(side), at)
+        for side, rows in zip(sides, (m, n), strict=True)
+    ]
+    for i, (start, end) in enumerate(zip(*bounds, strict=True)):
+        out = at(e.out + firsts[i] * n * dtype.itemsize, (m, n), dtype)
+        if start == end:
+            if not e.accumulate:
+                out.zero_()
+            continue
+        lhs, rhs = (
+            Operand(
+                *sm90_groups.k_of(one, start, end, i), f"{one.format.name}@sm90_factors", one.rows,
+                end - start,
+            )
+            for one in tokens
+        )  # fmt: skip
+        run.reference("gemm").run(
+            Product(lhs, rhs, Epilogue(accumulate=e.accumulate), out, None, Mode())
+        )
     return 0

@@ -5,6 +5,7 @@ What the real module leaves undefined is poisoned here.
 
 from __future__ import annotations
 
+import fake_sm90_factors
 import native_words as reference
 import torch
 from fake_sm90 import (  # noqa: F401
@@ -66,7 +67,10 @@ def _poisoned(place, shapes, order: str) -> tuple[Tensor, Tensor] | None:
 
 def quantize_grouped(args) -> int:
     to, groups = args.all.to, args.groups
-    values, name = read_matrix(args.all.x), _NAMES[to.element]
+    values = read_matrix(args.all.x)
+    if fake_sm90_factors.is_blockwise(to):
+        return fake_sm90_factors.quantize_grouped(args, values, bounds_of(groups), at)
+    name = _NAMES[to.element]
     (rows, cols), count = values.shape, groups.count
     row_made = _poisoned(to.row, layout.shapes_rows(rows, cols, count), "sm90_rows")
     col_made = _poisoned(to.col, layout.shapes_k(rows, cols, count), "sm90_k")
@@ -93,6 +97,8 @@ def quantize_grouped(args) -> int:
 
 
 def quantize_stacked(args, xs) -> int:
+    if fake_sm90_factors.is_blockwise(args.to):
+        return fake_sm90_factors.quantize_stacked(args, xs, read_matrix, at)
     to, (rows, cols) = args.to, (args.x_rows, args.x_cols)
     name = _NAMES[to.element]
     if _ORDERS[to.row_layout] == "k_last":
@@ -187,6 +193,8 @@ def gemm_grouped(args, first_rows=()) -> int:
 
 
 def gemm_rows(args) -> int:
+    if fake_sm90_factors.is_blockwise(args.gemm.lhs):
+        return fake_sm90_factors.gemm_rows(args, bounds_of(args.groups), at)
     m, n, k, count = args.lhs_rows, args.rhs_rows, args.lhs_k, args.groups_count
     assert not args.accumulate and args.groups_rows == m and args.rhs_k == k
     assert _ORDERS[args.lhs_layout] == "sm90_rows" and _ORDERS[args.rhs_layout] == "sm90"
@@ -211,6 +219,8 @@ def gemm_k(args, first_rows=()) -> int:
     assert not args.bias and len(first_rows) in (0, count)
     dtype, accumulate = _DTYPES[args.out_dtype], args.accumulate
     firsts = first_rows or [i * m for i in range(count)]
+    if fake_sm90_factors.is_blockwise(args.gemm.lhs):
+        return fake_sm90_factors.gemm_k(args, bounds_of(args.groups), firsts, at)
     result = [at(args.out + first * n * dtype.itemsize, (m, n), dtype) for first in firsts]
     sides = []
     for side in (args.gemm.rhs, args.gemm.lhs):

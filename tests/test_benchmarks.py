@@ -56,9 +56,21 @@ CUDA_ROWS = {
     "gemm_cuda": {"gemm": (1.4, 1.7)},
     "blockwise_cuda": {
         "fprop fp32": (1.5, 1.75),
-        **dict.fromkeys(("wgrad pow2", "wgrad fp32", "wgrad pow2 +="), (1.2, 1.45)),
-        **dict.fromkeys(("quantize 1x128", "quantize 128x128"), (0.85, 0.93)),
+        **dict.fromkeys(
+            (f"wgrad {rule}{add}" for rule in ("pow2", "fp32") for add in ("", " +=")), (1.2, 1.45)
+        ),
+        **dict.fromkeys(
+            (f"quantize {blocks}" for blocks in ("1x128", "128x128", "1x128 aligned")), (0.85, 0.93)
+        ),
         **dict.fromkeys(("linear f+b pow2", "linear f+b fp32"), (1.35, 1.5)),
+        **dict.fromkeys(
+            (
+                f"grouped {kind} f+b {rule}"
+                for kind in ("even", "zipf")
+                for rule in ("pow2", "fp32")
+            ),
+            (1.3, 1.55),
+        ),
     },
     "scales_cuda": {
         "gemm row scales": (1.2, 1.4),

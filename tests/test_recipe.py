@@ -118,7 +118,7 @@ def test_availability():
 # ----------------------------------------------------------------------------- blockwise FP8
 def test_float8_block_scaling():
     row, square = "fp8_e4m3_1x128", "fp8_e4m3_128x128"
-    plain = Settings(row, square, row, "pow2", "adaptive", 8, None)
+    plain = Settings(row, square, row, "pow2", "adaptive", 8, None, keep_columns=True)
     recipe = Float8BlockScaling()
     assert recipe.settings == plain and resolve_recipe(recipe) is recipe
     assert repr(recipe) == "Float8BlockScaling(fp8_format=E4M3)"

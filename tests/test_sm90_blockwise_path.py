@@ -6,24 +6,31 @@ from __future__ import annotations
 import dataclasses
 import warnings
 
+import fake_sm90
 import pytest
 import torch
-from as_on_hopper import HOPPER, hopper, hopper_with_groups
+from as_on_hopper import HOPPER, hide_splits, hopper, hopper_with_groups
 
 import te_mx
 from te_mx import layouts, ops
-from te_mx.dispatch import registry
+from te_mx.dispatch import registry, run
+from te_mx.dispatch.calls import Quantize
 from te_mx.dispatch.problem import Place, Problem
+from te_mx.layouts import sm90_tiles
+from te_mx.ops import grouped_quantize
 from te_mx.recipe import DeepSeekV3, Float8BlockScaling, Format
 
 M, K, N = 140, 70, 200  # tails of 16, and of 128
 LOW, SQUARE = "fp8_e4m3_1x128", "fp8_e4m3_128x128"
+# With a spread of 0, aligned columns are multiplied as they were rounded.
 RECIPES = {
-    "pow2": Float8BlockScaling(amax_epsilon=1e-12),
+    "pow2": Float8BlockScaling(amax_epsilon=1e-12, alignment_spread=0),
     "fp32": DeepSeekV3(),
-    "hybrid": Float8BlockScaling(fp8_format=Format.HYBRID),
-    "weights 1x128": Float8BlockScaling(w_block_scaling_dim=1),
-    "one copy": Float8BlockScaling(one_copy_weights=True),
+    "hybrid": Float8BlockScaling(fp8_format=Format.HYBRID, alignment_spread=0),
+    "weights 1x128": Float8BlockScaling(w_block_scaling_dim=1, alignment_spread=0),
+    "weights 1x128 fp32": Float8BlockScaling(w_block_scaling_dim=1, use_f32_scales=True),
+    "one copy": Float8BlockScaling(one_copy_weights=True, alignment_spread=0),
+    "columns again": Float8BlockScaling(keep_weight_columns=False, alignment_spread=0),
 }
 MODULES = {
     "linear": lambda: te_mx.Linear(K, N),
@@ -55,7 +62,8 @@ def test_modules_have_the_bits_of_the_reference(kind, name):
     """It runs precision "exact", on plain operands: the stand-in multiplies as it does."""
     with hopper_with_groups() if kind == "groups" else hopper() as calls:
         _assert_bits_of_the_reference(kind, name)
-        assert kind != "groups" or not calls
+        if kind == "groups":
+            assert set(calls) == {"quantize_grouped", "quantize_stacked", "gemm_rows", "gemm_k"}
 
 
 def _assert_bits_of_the_reference(kind: str, name: str) -> None:
@@ -64,8 +72,7 @@ def _assert_bits_of_the_reference(kind: str, name: str) -> None:
     x = torch.randn(M, K)
     x[:, ::9] *= 100
     with warnings.catch_warnings():
-        # Groups loop over native products of their own.
-        warnings.simplefilter("ignore" if kind == "groups" else "error", te_mx.FallbackWarning)
+        warnings.simplefilter("error", te_mx.FallbackWarning)
         made = step(module, x, recipe)
     if kind == "linear":
         assert te_mx.audit(module)["(root)"][2:5] == ("sm90_blockwise",) * 3
@@ -100,10 +107,147 @@ def test_sums_of_the_left_side(on_hopper):
     torch.testing.assert_close(made, lhs.values(torch.float64).sum(1).float(), rtol=0, atol=0)
 
 
-def test_what_the_layout_holds():
+def noted(name, native, calls):
+    def note(*args):
+        calls.append(name)
+        return native(*args)
+
+    return note
+
+
+def test_native_calls_of_a_step():
+    """Each matrix is quantized once."""
+    with hopper() as patch:
+        calls = []
+        for name in ("quantize", "gemm"):
+            patch.setattr(fake_sm90, name, noted(name, getattr(fake_sm90, name), calls))
+        linear, x = te_mx.Linear(K, N), torch.randn(M, K)
+        step(linear, x, RECIPES["pow2"])
+    # The stand-in refuses a GEMM until it gets scratch memory.
+    assert calls == [*2 * ["quantize"], *2 * ["gemm"], "quantize", *4 * ["gemm"]]
+
+
+def test_two_matrices_at_a_time(on_hopper):
+    x, w = torch.randn(M, K), torch.randn(N, K)
+    square = f"{SQUARE}@sm90_factors"
+    calls = [
+        Quantize(w, square, square, "pow2"),
+        Quantize(x, f"{LOW}@sm90_factors", f"{LOW}@sm90:8", "pow2", True),
+    ]
+    problem = Problem("quantize", Place(HOPPER.type, HOPPER.index), square, "", N, K, rule="pow2")
+    for made, call in zip(registry.choose(problem)[0].run_two(*calls), calls, strict=True):
+        want = run.reference("quantize").run(call)
+        for one, other in zip(made[:2], want[:2], strict=True):
+            assert torch.equal(one.codes, other.codes) and torch.equal(one.scales, other.scales)
+        assert made.col_sum is None or torch.equal(made.col_sum, want.col_sum)
+
+
+# ------------------------------------------------------------------------------- aligned columns
+def wide(kind: str) -> torch.Tensor:
+    """[300, 200], with columns that differ by 2^4, or by 2^20; of great numbers, or with NaN and
+    zeros."""
+    x = torch.randn(300, 200, generator=torch.Generator().manual_seed(3))
+    if kind == "huge":
+        return x * 2.0**80
+    x[:, ::7] *= 2.0 ** {"near": 4, "far": 20, "special": 2}[kind]
+    if kind == "special":
+        x[40, 5], x[:, 9], x[:128, 30] = torch.nan, 0.0, -0.0
+    return x
+
+
+@pytest.mark.parametrize(
+    ("kind", "classes"), [("near", {0}), ("far", {1}), ("special", {0}), ("huge", {3})]
+)
+def test_aligned_columns_stand_for_what_was_rounded(kind, classes, on_hopper):
+    x = wide(kind)
+    row, col, _ = ops.quantize_2d(x, f"{LOW}@sm90_factors", f"{LOW}@sm90:8", rule="pow2")
+    plain = ops.quantize_2d(x, f"{LOW}@rows", f"{LOW}@rows", rule="pow2")
+    torch.testing.assert_close(row.values(), plain.row.values(), rtol=0, atol=0, equal_nan=True)
+    assert set(sm90_tiles.classes(col).unique().tolist()) == classes
+    made, want = col.values(torch.float64), plain.col.values(torch.float64)
+    # Codes that become subnormal move by at most half the smallest one of their tile.
+    tile = torch.exp2(col.scales[:, :2, 129].double() - 127)  # [steps, tiles]
+    limit = 2.0**-10 * tile.repeat_interleave(128, 0).repeat_interleave(128, 1)[:300, :200].t()
+    nan = want.isnan()
+    assert torch.equal(made.isnan(), nan) and int(nan.sum()) == 128 * (kind == "special")
+    moved = (made - want).abs().masked_fill(nan, 0)
+    assert bool((moved <= limit).all()) and (classes == {0}) == bool((moved > 0).any())
+    factors = ops.convert_2d(col, f"{LOW}@sm90_factors")
+    torch.testing.assert_close(factors.values(torch.float64), made, rtol=0, atol=0, equal_nan=True)
+
+
+def test_only_powers_of_two_are_aligned(on_hopper):
+    x, spec = torch.randn(M, K), f"{LOW}@sm90:8"
+    problem = Problem("quantize", Place(HOPPER.type, HOPPER.index), rhs=spec, m=M, n=K, rule="fp32")
+    kernel, declined = registry.choose(problem)
+    assert kernel.name == "reference"
+    assert dict(declined)["sm90_blockwise"] == "aligns scales of the rule pow2, not fp32"
+    with (
+        pytest.warns(te_mx.FallbackWarning),
+        pytest.raises(ValueError, match="scales must be powers of two to be aligned"),
+    ):
+        ops.quantize_2d(x, col=spec, rule="fp32")
+
+
+# ---------------------------------------------------------------------------------------- groups
+@pytest.mark.parametrize("name", ["pow2", "fp32", "weights 1x128"])
+@pytest.mark.parametrize("capacity", [0, 60])
+def test_groups_whose_ends_the_device_knows(name, capacity, monkeypatch):
+    """One launch each, and nobody looks at them; masked groups too."""
+    torch.manual_seed(2)
+    weights = torch.randn(3, N, K)
+    x, recipe = torch.randn(180, K), RECIPES[name]
+
+    def once():
+        given, stack = x.clone().requires_grad_(), weights.clone().requires_grad_()
+        rows = given.view(3, 60, K) if capacity else given
+        splits = {"masked_m": torch.tensor([50, 0, 7])} if capacity else {}
+        splits = splits or {"offs": torch.tensor([50, 50, 171], dtype=torch.int32)}
+        with te_mx.autocast(recipe=recipe):
+            y = te_mx.grouped_linear(rows, stack, **splits)
+        y.backward(y.detach() / 8)
+        return y.detach(), given.grad, stack.grad
+
+    with hopper_with_groups() as calls, warnings.catch_warnings():
+        warnings.simplefilter("error", te_mx.FallbackWarning)
+        want = once()
+        hide_splits(monkeypatch)
+        made = once()
+    assert calls.count("gemm_rows") == 4 and calls.count("gemm_k") == 2
+    assert all(torch.equal(*pair) for pair in zip(made, want, strict=True))
+
+
+def test_weights_that_lie_turned_are_not_copied():
+    weights, spec = torch.randn(3, K, N).transpose(1, 2), f"{SQUARE}@sm90_factors"
+    for col in ("", spec):
+        with hopper_with_groups():
+            made = grouped_quantize.quantize_weights(weights, spec, col, rule="pow2")
+            want = grouped_quantize.quantize_weights(weights.contiguous(), spec, col, rule="pow2")
+        for one, other in zip(made, want, strict=True):
+            if one is not None:
+                assert one[2:] == other[2:]
+                assert torch.equal(one.codes, other.codes) and torch.equal(one.scales, other.scales)
+
+
+def test_kept_weights_of_groups():
+    """Frozen ones too, whose bytes are kept plain."""
+    module, x = te_mx.GroupedLinear(3, K, N), torch.randn(M, K)
+    splits, recipe = [100, 0, M - 100], RECIPES["pow2"]
+    with hopper_with_groups(), torch.no_grad(), te_mx.autocast(recipe=recipe):
+        want = module(x, splits)
+        for first in (True, False):
+            assert torch.equal(module(x, splits, is_first_microbatch=first), want)
+        te_mx.freeze_weights(module, recipe=recipe)
+        assert torch.equal(module(x, splits), want)
+
+
+def test_what_the_layouts_hold():
     layout = layouts.SM90_FACTORS
     assert layout.shapes(layouts.formats.get(LOW), 300, 260) == ((300, 260), (3, 4, 128))
     assert layout.shapes(layouts.formats.get(SQUARE), 700, 260) == ((700, 260), (3, 8))
+    one = layouts.formats.get(LOW)
+    assert layouts.SM90_FACTOR_ROWS.grouped_shapes(one, 300, 260, 2) == ((300, 260), (3, 4, 128))
+    assert layouts.SM90_FACTOR_K.grouped_shapes(one, 260, 300, 2) == ((260, 512), (4, 4, 128))
     for fmt in ("mxfp8_e4m3", "fp8_e4m3fnuz_1x128", "fp8_e4m3_128x1"):
         with pytest.raises(ValueError, match=f"'sm90_factors' does not take .*got {fmt}"):
             layouts.spec_of(f"{fmt}@sm90_factors")

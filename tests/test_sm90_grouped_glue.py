@@ -136,14 +136,14 @@ def test_weights_are_packed_as_each_alone(hopper, columnwise: bool) -> None:
 def test_weights_that_lie_turned_are_not_copied(hopper, monkeypatch, columnwise: bool) -> None:
     weights, spec = torch.randn(3, 70, 140).transpose(1, 2), f"{E4M3}@sm90:8"
     want = quantize_weights(weights.contiguous(), spec, spec if columnwise else "", rule="rceil")
-    sources, read = binding_grouped._sources, []
+    sources, read = binding_grouped.sources, []
 
     def noted(weights: Tensor) -> object:
         found = sources(weights)
         read.append(found[0][0])
         return found
 
-    monkeypatch.setattr(binding_grouped, "_sources", noted)
+    monkeypatch.setattr(binding_grouped, "sources", noted)
     got = quantize_weights(weights, spec, spec if columnwise else "", rule="rceil")
     assert read == [weights.data_ptr()]
     for mine, theirs in zip(got, want, strict=True):

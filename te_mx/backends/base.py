@@ -48,6 +48,7 @@ for _number, _element in enumerate(("e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz")):
 SCALE_RULES = Words("the scale rule", ValueError, {"rceil": 0, "floor": 1, "fp32": 3, "pow2": 4})
 # What native code calls an order (Layout in csrc/include/te_mx/types.h).
 LAYOUTS = {"k_last": 0, "k_first": 1, "sm90": 2, "sm90_rows": 3, "sm90_k": 4}
+ALIGNED = {"sm90": 5, "sm90_k": 6}  # of columns in blocks of 1 x 128, as tiles of MX
 PLAIN = -1  # in place of a spread: plain MX, not packed for sm_90
 GELUS = {"tanh": 1, "erf": 2}
 BIAS_GRADS = {"operand": 1, "result": 2}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
 from te_mx import formats as formats_of
 from te_mx.backends.base import BLOCK_ROWS, PLAIN, SCALE_RULES, UPRIGHT, QuantizedParts
 from te_mx.backends.base import Operand as NativeOperand
@@ -19,6 +21,8 @@ _ORDERS = {
     "cols": "k_first",
     "grouped_cols": "k_first",
     "sm90_factors": "sm90",
+    "sm90_factors_rows": "sm90_rows",
+    "sm90_factors_k": "sm90_k",
 }
 _SHORT = {"mxfp8_e4m3": "e4m3", "mxfp8_e5m2": "e5m2"}
 FORMATS = tuple(_SHORT)  # that native code knows
@@ -65,8 +69,16 @@ def words_of(spec: str) -> tuple[str, str]:
     if found is None:
         fmt, layout = spec_of(spec)
         order = _ORDERS.get(layout.name) or layout.name.partition(":")[0]
-        found = _known[spec] = _SHORT[fmt.untransformed.name], order
+        short = _SHORT[fmt.untransformed.name]
+        found = _known[spec] = short.partition("_")[0] if is_aligned(spec) else short, order
     return found
+
+
+def is_aligned(spec: str) -> bool:
+    """Whether blocks of 1 x 128 lie as aligned tiles, which native code multiplies as those of
+    MX."""
+    fmt, layout = spec_of(spec)
+    return fmt.scaling.scale == "fp32" and layout.scale_dtype is torch.int32
 
 
 def native_operand(operand: Operand) -> NativeOperand:

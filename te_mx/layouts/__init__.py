@@ -14,14 +14,17 @@ from te_mx import formats
 from te_mx.formats import Format
 from te_mx.layouts.base import AnyLayout, Layout
 from te_mx.layouts.plain import COLS, GROUPED_COLS, ROWS
-from te_mx.layouts.sm90_factors import SM90_FACTORS
+from te_mx.layouts.sm90_factors import SM90_FACTOR_K, SM90_FACTOR_ROWS, SM90_FACTORS
 from te_mx.layouts.sm90_groups import SM90Columns, SM90Rows
 from te_mx.layouts.sm90_tiles import SM90Tiles
 
 # Layouts by name; those with a number behind a colon by what makes them of it.
 _layouts: dict[str, Layout] = {
-    one.name: one for one in (AnyLayout(), ROWS, COLS, GROUPED_COLS, SM90_FACTORS)
-}
+    one.name: one
+    for one in (
+        AnyLayout(), ROWS, COLS, GROUPED_COLS, SM90_FACTORS, SM90_FACTOR_ROWS, SM90_FACTOR_K,
+    )
+}  # fmt: skip
 _families: dict[str, Callable[[int], Layout]] = {
     "sm90": SM90Tiles,
     "sm90_rows": SM90Rows,
@@ -82,6 +85,8 @@ __all__ = [
     "GROUPED_COLS",
     "ROWS",
     "SM90_FACTORS",
+    "SM90_FACTOR_K",
+    "SM90_FACTOR_ROWS",
     "Layout",
     "Spec",
     "get",

@@ -30,6 +30,7 @@ class Layout:
     of_matrices = True  # False: only the tokens of groups lie so
     refused = "formats of other elements or blocks"  # what it does not take, for errors
     tokens = ""  # "rows" or "k": what belongs to groups of tokens that lie so; "" for none
+    alone = ""  # of packed tokens: the layout of a group's part by itself
 
     def takes(self, fmt: Format) -> bool:
         """Whether matrices of a format can lie so."""

@@ -8,6 +8,10 @@ S = ceil(K/128) steps of 128 along K.
 - scales of blocks of 1 x 128: float32 [S, T', 128], T' = T rounded up to even. A step reads those
   of a tile's 128 rows in one piece; rows past the end have 1.
 - scales of blocks of 128 x 128: float32 [S, T''], T'' = T rounded up to 4, 1 past the end.
+
+Tokens of groups have tiles of their own for every group, where `sm90_groups` has them:
+"sm90_factors_rows" and "sm90_factors_k" are its layouts with 128 numbers for a tile instead of 132
+words.
 """
 
 from __future__ import annotations
@@ -17,10 +21,11 @@ from torch import Tensor
 
 from te_mx.formats import Format
 from te_mx.layouts.base import Layout, Parts, Shape
+from te_mx.layouts.sm90_groups import shapes_k, shapes_rows
 from te_mx.layouts.sm90_tiles import TILE, apart
+from te_mx.layouts.sm90_wide import MULTIPLIED, takes_wide
 
 BLOCKS = (1, TILE), (TILE, TILE)
-ELEMENTS = torch.float8_e4m3fn, torch.float8_e5m2  # that the tensor cores multiply
 
 
 class SM90Factors(Layout):
@@ -31,7 +36,7 @@ class SM90Factors(Layout):
 
     def takes(self, fmt: Format) -> bool:
         scaling = fmt.scaling
-        known = fmt.element.torch_dtype in ELEMENTS
+        known = fmt.element.torch_dtype in MULTIPLIED
         return known and scaling.scale == "fp32" and scaling.block in BLOCKS
 
     def shapes(self, fmt: Format, rows: int, k: int) -> tuple[Shape, Shape]:
@@ -47,9 +52,12 @@ class SM90Factors(Layout):
         return codes if ld == k else codes[:, :k], scales
 
     def pack(self, fmt: Format, codes: Tensor, scales: Tensor, k: int) -> Parts:
-        shape = self.shapes(fmt, len(codes), k)[1]
-        packed = torch.ones(shape, dtype=torch.float32, device=codes.device)
-        packed.flatten(1)[:, : len(scales)] = scales.t()
+        """Of one matrix, or of several with their groups in front. Waits for no device."""
+        *groups, rows, _ = codes.shape
+        shape = self.shapes(fmt, rows, k)[1]
+        packed = torch.ones((*groups, *shape), dtype=torch.float32, device=codes.device)
+        flat = packed.flatten(-2) if len(shape) == 3 else packed
+        flat[..., : scales.shape[-2]] = scales.transpose(-1, -2)
         return self.aligned(codes, packed, k)
 
     def unpack(self, fmt: Format, codes: Tensor, scales: Tensor, k: int) -> Parts:
@@ -61,4 +69,65 @@ class SM90Factors(Layout):
         return apart(codes, (k + 15) & -16), scales.contiguous()
 
 
-SM90_FACTORS = SM90Factors()
+class _Grouped(Layout):
+    """Tokens of groups."""
+
+    scale_dtype = torch.float32
+    exact = False  # where a group lies, its ends say
+    of_matrices = False
+    alone = SM90Factors.name
+    refused = "formats of other elements or blocks, or whose blocks hold several rows"
+
+    def takes(self, fmt: Format) -> bool:
+        return takes_wide(fmt)
+
+    def aligned(self, codes: Tensor, scales: Tensor, k: int) -> Parts:
+        """As the quantizer left them, whatever hooks of saved tensors made of them."""
+        return apart(codes, (codes.shape[1] + 15) & -16), scales.contiguous()
+
+
+class SM90FactorRows(_Grouped):
+    """Tokens whose rows are grouped."""
+
+    name = "sm90_factors_rows"
+    tokens = "rows"
+
+    def grouped_shapes(self, fmt: Format, rows: int, k: int, groups: int) -> tuple[Shape, Shape]:
+        return (rows, k), (*shapes_rows(rows, k, groups)[1][:2], TILE)
+
+    def grouped_empty(
+        self, fmt: Format, rows: int, k: int, groups: int, device: torch.device
+    ) -> Parts:
+        (_, ld), _ = shapes_rows(rows, k, groups)
+        codes = torch.empty((rows, ld), dtype=torch.uint8, device=device)
+        scales = torch.empty(
+            self.grouped_shapes(fmt, rows, k, groups)[1], dtype=torch.float32, device=device
+        )
+        return codes[:, :k], scales
+
+
+class SM90FactorColumns(_Grouped):
+    """Tokens whose k are grouped."""
+
+    name = "sm90_factors_k"
+    tokens = "k"
+
+    def grouped_shapes(self, fmt: Format, rows: int, k: int, groups: int) -> tuple[Shape, Shape]:
+        codes, words = shapes_k(k, rows, groups)
+        return codes, (*words[:2], TILE)
+
+
+def factors_of_tiles(words: Tensor) -> Tensor:
+    """float32 [.., 128]: the scale of every row of aligned tiles of blocks of 1 x 128
+    (sm90_tiles.py), from their words int32 [.., 132]. Waits for no device."""
+    rows, cls = words[..., :TILE], words[..., TILE : TILE + 1]
+    # Of class 3: the scale byte of a block with codes; all four are alike, or 0 for zeros.
+    e = rows & 0xFF
+    for shift in (8, 16, 24):
+        e = torch.maximum(e, rows >> shift & 0xFF)
+    own = torch.where(e == 0, 127, e) << 23
+    own = torch.where(e == 255, 0x7FC00000, own)
+    return torch.where(cls < 2, rows, own).to(torch.int32).view(torch.float32)
+
+
+SM90_FACTORS, SM90_FACTOR_ROWS, SM90_FACTOR_K = SM90Factors(), SM90FactorRows(), SM90FactorColumns()

@@ -27,6 +27,7 @@ from te_mx.formats import Format
 from te_mx.layouts import sm90_tiles
 from te_mx.layouts.base import Layout, Parts, Shape
 from te_mx.layouts.sm90_tiles import SCALE_WORDS, TILE, HasPacked, PackedOperand, check_spread
+from te_mx.layouts.sm90_wide import takes_wide
 
 Shapes = tuple[tuple[int, int], tuple[int, int, int]]
 
@@ -108,7 +109,7 @@ class SM90Rows(_Grouped):
 
     def __init__(self, spread: int) -> None:
         super().__init__(spread)
-        self.name = f"sm90_rows:{spread}"
+        self.name, self.alone = f"sm90_rows:{spread}", f"sm90:{spread}"
 
     def grouped_shapes(self, fmt: Format, rows: int, k: int, groups: int) -> tuple[Shape, Shape]:
         return (rows, k), shapes_rows(rows, k, groups)[1]
@@ -128,7 +129,10 @@ class SM90Columns(_Grouped):
 
     def __init__(self, spread: int) -> None:
         super().__init__(spread)
-        self.name = f"sm90_k:{spread}"
+        self.name, self.alone = f"sm90_k:{spread}", f"sm90:{spread}"
+
+    def takes(self, fmt: Format) -> bool:
+        return sm90_tiles.takes(fmt) or takes_wide(fmt)
 
     def grouped_shapes(self, fmt: Format, rows: int, k: int, groups: int) -> tuple[Shape, Shape]:
         return shapes_k(k, rows, groups)

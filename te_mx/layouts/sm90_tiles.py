@@ -20,6 +20,9 @@ subnormal, by at most half the smallest code, 2^-10 * 2^(E - 127) in E4M3, where
 
 - codes: uint8 [R, ld], ld = K rounded up to 16. Blocks of scale 255 hold 0x7F; what lies right of
   K is padding.
+Blocks of 1 x 128 with fp32 scales that are powers of two are operands of MX here, whose four blocks
+of 32 have one scale: their tiles are of class 0, 1 or, with E > 190, 3.
+
 - scales: int32 [S, T', 132], T' = T rounded up to even. One tile's words lie together and reach
   shared memory with its codes. Word r < 128 belongs to row r: classes 0 and 1 hold the bits of the
   fp32 number 2^(E - 127); classes 2 and 3 hold four scale bytes, the first block lowest, 0 for
@@ -37,6 +40,7 @@ from torch import Tensor
 from te_mx import formats
 from te_mx.formats import Format
 from te_mx.layouts.base import Layout, Parts, Shape
+from te_mx.layouts.sm90_wide import MULTIPLIED, block_bytes, takes_wide
 
 TILE = 128
 BLOCK = 32
@@ -233,9 +237,9 @@ def packed_values(packed: HasPacked, k: int, fmt: str) -> Tensor:
 
 
 def takes(fmt: Format) -> bool:
-    """Whether the tensor cores read the codes of a format, with scales that can be aligned."""
+    """Whether the tensor cores read the codes of an MX format, with scales that can be aligned."""
     scaling = fmt.scaling
-    known = fmt.element.torch_dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+    known = fmt.element.torch_dtype in MULTIPLIED
     return known and scaling.scale == "e8m0" and scaling.block == (1, BLOCK)
 
 
@@ -261,7 +265,7 @@ class SM90Tiles(Layout):
         self.name = f"sm90:{spread}"
 
     def takes(self, fmt: Format) -> bool:
-        return takes(fmt)
+        return takes(fmt) or takes_wide(fmt)
 
     def shapes(self, fmt: Format, rows: int, k: int) -> tuple[Shape, Shape]:
         return (rows, k), packed_shapes(rows, k)[1]
@@ -274,6 +278,8 @@ class SM90Tiles(Layout):
         return codes if ld == k else codes[:, :k], scales
 
     def pack(self, fmt: Format, codes: Tensor, scales: Tensor, k: int) -> Parts:
+        if takes_wide(fmt):
+            scales = block_bytes(scales, k)
         return pack(codes, scales, fmt.name, self.spread).operand_parts(codes)
 
     def values(

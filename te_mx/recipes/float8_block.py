@@ -55,8 +55,13 @@ class Float8BlockScaling(Recipe):
         backward_override: as of `MXFP8BlockScaling`.
         amax_epsilon: what amax is raised to, 0 or more; Transformer Engine's recipe has it in the
             `QParams` of each role. With 0, a block of zeros has scale 1.
-        precision, alignment_spread, wgrad_with_hp, split_k, keep_weight_columns: as of
-            `MXFP8BlockScaling`.
+        precision, wgrad_with_hp, split_k: as of `MXFP8BlockScaling`.
+        alignment_spread: how far GPUs align scales that are powers of two for wgrad, 0 to 8; 0
+            aligns nothing and is slower (docs/numerics.md).
+        keep_weight_columns: make both operands of a weight in forward, in one read, and keep that
+            of dgrad for backward: 1 byte a parameter of every layer that waits for its backward
+            pass. With False backward quantizes the weight again, to the same bytes, and keeps
+            nothing. No effect on weights that are kept anyway and under ``one_copy_weights``.
         one_copy_weights: keep weights rowwise only. With 128 x 128 blocks dgrad reads these very
             codes, and nothing is rounded again.
 
@@ -83,7 +88,7 @@ class Float8BlockScaling(Recipe):
     wgrad_with_hp: bool = False
     one_copy_weights: bool = False
     split_k: bool = False
-    keep_weight_columns: bool = False
+    keep_weight_columns: bool = True
 
     def __post_init__(self) -> None:
         check_flag("Float8BlockScaling.use_f32_scales", self.use_f32_scales)

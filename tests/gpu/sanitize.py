@@ -259,6 +259,31 @@ def grouped() -> int:
     return count
 
 
+def blockwise() -> int:
+    """fp32 scales: quantizers, products and groups, as their tests call them."""
+    import test_sm90_blockwise as tests
+    import test_sm90_blockwise_grouped as grouped
+
+    count = 0
+    for shape, kind in itertools.product(((129, 200), (300, 133)), ("gaussian", "wild")):
+        for block in ("1x128", "128x128"):
+            tests.test_quantizer_writes_the_bytes_of_the_format(shape, block, kind)
+            count += 1
+        tests.test_aligned_columns_have_the_bytes_of_the_layout(shape, kind)
+        count += 1
+    for (block, config), shape in itertools.product(tests.CONFIGS, tests.PRODUCTS[2:4]):
+        tests.test_products_of_quantized_matrices(shape, block, config)
+        count += 1
+    for number, columns in itertools.product((1, 3, 6), grouped.COLUMNS):
+        case = number, grouped.SPLITS[number]
+        grouped.test_quantizer_gives_the_bytes_of_each_group_alone(case, number == 6, columns)
+        for block in ("1x128", "128x128"):
+            grouped.test_products_of_rows_have_the_bits_of_single_ones(case, number == 6, block)
+        grouped.test_products_of_k_have_the_bits_of_single_ones(case, number == 6, columns)
+        count += 4
+    return count
+
+
 def whole_gemms(precision: str) -> int:
     """Through te_mx.gemm and te_mx.Linear: packing in the call, few tiles with a long k."""
     import torch
@@ -283,6 +308,7 @@ PARTS = {
     **{f"gemm{config}": functools.partial(gemm, config) for config in range(6)},
     "split": split,
     "grouped": grouped,
+    "blockwise": blockwise,
     "adaptive": functools.partial(whole_gemms, "adaptive"),
     "exact": functools.partial(whole_gemms, "exact"),
 }

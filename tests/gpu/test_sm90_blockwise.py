@@ -13,7 +13,10 @@ from test_sm90_gemm import APART, assert_epilogues_of
 
 import te_mx
 from te_mx import formats, ops
-from te_mx.layouts import SM90_FACTORS
+from te_mx.autograd.steps import roles
+from te_mx.dispatch.calls import Quantize
+from te_mx.layouts import SM90_FACTORS, sm90_tiles
+from te_mx.ops.quantize import quantize_two_2d
 from te_mx.recipe import DeepSeekV3, Float8BlockScaling, Format
 
 LAYOUT = SM90_FACTORS.name
@@ -85,6 +88,52 @@ def test_quantizer_writes_the_bytes_of_the_format(shape, block, kind):
             if sums:
                 exact, size = x.double().sum(0), x.double().abs().sum(0)
                 assert ((made.col_sum - exact).abs() <= shape[0] * 2.0**-24 * size).all()
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("kind", ["gaussian", "channels", "wild", "huge", "sparse", "nan"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_aligned_columns_have_the_bytes_of_the_layout(shape, kind):
+    seen = set()
+    for i, dtype in enumerate(DTYPES):
+        for j, (rule, spread) in enumerate((("pow2", 8), ("pow2", 0), ("pow2:0.01", 3))):
+            fmt = formats.get(f"fp8_{('e4m3', 'e5m2')[(i + j) % 2]}_1x128")
+            x = data(shape[0], shape[1] + 3 * (j % 2), kind, dtype, seed=j)[:, : shape[1]]
+            row = f"{fmt}@{LAYOUT}" if j != 1 else ""
+            made = ops.quantize_2d(x, row, f"{fmt}@sm90:{spread}", rule=rule)
+            layout = made.col.layout
+            codes, scales = layout.pack(fmt, *fmt.quantize(x.t().cpu(), rule), shape[0])
+            assert torch.equal(made.col.scales.cpu(), scales)
+            assert torch.equal(made.col.codes.cpu(), codes)
+            seen |= set(sm90_tiles.classes(made.col).unique().tolist())
+            if row:
+                alone = ops.quantize_2d(x, row, rule=rule).row
+                assert torch.equal(made.row.codes, alone.codes)
+                same = made.row.scales.view(torch.int32) == alone.scales.view(torch.int32)
+                assert bool((same | made.row.scales.isnan()).all())
+            factors = ops.convert_2d(made.col, f"{fmt}@{LAYOUT}").values(torch.float64)
+            torch.testing.assert_close(
+                factors, made.col.values(torch.float64), rtol=0, atol=0, equal_nan=True
+            )
+    assert seen <= {0, 1, 3} and (kind != "gaussian" or 0 in seen)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("columns", [LAYOUT, "sm90:8"])
+def test_two_matrices_at_a_time_have_the_bytes_of_one(columns):
+    square, low = f"fp8_e4m3_128x128@{LAYOUT}", "fp8_e4m3_1x128"
+    x = data(1000, 520, "channels", torch.bfloat16, 1)
+    w = data(384, 520, "gaussian", torch.bfloat16, 2)
+    calls_of = (
+        Quantize(w, square, square, "pow2"),
+        Quantize(x, f"{low}@{LAYOUT}", f"{low}@{columns}", "pow2", True),
+    )
+    both = quantize_two_2d(*calls_of)
+    for made, call in zip(both, calls_of, strict=True):
+        want = ops.quantize_2d(call.x, call.row, call.col, rule=call.rule, col_sum=call.col_sum)
+        for got, one in zip(made[:2], want[:2], strict=True):
+            assert torch.equal(got.codes, one.codes) and torch.equal(got.scales, one.scales)
+        assert made.col_sum is None or torch.equal(made.col_sum, want.col_sum)
 
 
 # -------------------------------------------------------------------------------- products
@@ -200,12 +249,15 @@ def test_every_gemm_of_a_step(name, shape, dtype):
     y, dx, dw, db = step(linear, x, grad, recipe)
     s = recipe.settings
 
-    def both(x, fmt):
-        return ops.quantize_2d(x, f"{fmt}@rows", f"{fmt}@rows", rule=s.scale_rule)[:2]
+    # As the layer asks for them: columns that are aligned stand for what the kernel multiplies.
+    forms = roles(x.device, s)
 
-    (x_row, x_col), (w_row, w_col), (g_row, g_col) = (
-        both(a, fmt) for a, fmt in ((x, s.x), (linear.weight.detach(), s.w), (grad, s.g))
-    )
+    def both(x, form):
+        return ops.quantize_2d(x, form.row, form.col, rule=s.scale_rule)[:2]
+
+    w = linear.weight.detach()
+    (x_row, x_col), (w_row, w_col), (g_row, g_col) = map(both, (x, w, grad), forms)
+    assert (x_col.spec == f"{s.x}@sm90:8") == s.scale_rule.startswith("pow2")
     products = (
         (y, x_row, w_row, linear.bias), (dx, g_row, w_col, None), (dw, g_col, x_col, None),
     )  # fmt: skip
@@ -244,7 +296,7 @@ def test_fused_modules_are_their_parts(name):
     assert ran == {"sm90_blockwise"}
 
 
-@pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")
+@pytest.mark.filterwarnings("error::te_mx.FallbackWarning")
 def test_groups_have_the_bits_of_a_loop():
     m, k, n, splits = 512, 256, 384, [100, 0, 412]
     torch.manual_seed(3)

@@ -58,7 +58,7 @@ class QuantizeGroupsReference(_Reference):
             one = _direction(what, what.row, "", what.col_sum)
             other = _direction(what, "", what.col, False)
             return Quantized(one.row, other.col, one.col_sum)
-        bounds, packed = _bounds(what.groups, len(x)), _kind(row or col)[1] is not None
+        bounds, packed = _bounds(what.groups, len(x)), bool(_kind(row or col)[1])
         if bounds is None and packed:
             raise ValueError(
                 f"te_mx: only Hopper kernels write {row or col} in groups whose ends the device "
@@ -69,10 +69,10 @@ class QuantizeGroupsReference(_Reference):
         return _packed(what, bounds) if packed else _plain(what, bounds)
 
 
-def _kind(spec: str) -> tuple[str, int | None]:
-    """Format and spread of a spec; what is plain has none."""
+def _kind(spec: str) -> tuple[str, str]:
+    """Format of a spec, and the layout of a group's part; "" for plain ones."""
     fmt, layout = spec_of(spec)
-    return fmt.name, getattr(layout, "spread", None)
+    return fmt.name, layout.alone
 
 
 def _direction(what: QuantizeGroups, row: str, col: str, col_sum: bool) -> Quantized:
@@ -124,23 +124,15 @@ def _zeroed(x: Tensor, spec: str, rows: int, k: int, groups: int) -> Parts:
     return codes.zero_(), scales.zero_()
 
 
-def _zeros(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return x.new_zeros(shape, dtype=torch.uint8)
-
-
 def _packed(what: QuantizeGroups, bounds: Bounds) -> Quantized:
     """The same packed for Hopper: what its quantizer must produce."""
     (rows, cols), groups, x = what.x.shape, len(bounds.ends), what.x
-    fmt, layout = spec_of(what.row or what.col)
-    spec = f"{fmt.name}@sm90:{layout.spread}"  # type: ignore[attr-defined]
+    spec = _alone(what.row or what.col)
     row = col = sums = None
     if what.row:
-        codes, words = sm90_groups.shapes_rows(rows, cols, groups)
-        room = _zeros(x, codes)[:, :cols], x.new_zeros(words, dtype=torch.int32)
-        row = Operand(*room, what.row, rows, cols)
+        row = Operand(*_zeroed(x, what.row, rows, cols, groups), what.row, rows, cols)
     if what.col:
-        codes, words = sm90_groups.shapes_k(rows, cols, groups)
-        col = Operand(_zeros(x, codes), x.new_zeros(words, dtype=torch.int32), what.col, cols, rows)
+        col = Operand(*_zeroed(x, what.col, cols, rows, groups), what.col, cols, rows)
     if what.col_sum:
         sums = x.new_zeros((groups, cols), dtype=torch.float32)
     for i, (start, end) in enumerate(zip(*bounds, strict=True)):
@@ -249,7 +241,13 @@ def _own_rows(lhs: Operand, start: int, end: int, group: int) -> Operand:
     if lhs.layout.exact:
         return rows_of(lhs, start, end)
     part = sm90_groups.rows_of(lhs, start, end, group)
-    return Operand(*part, lhs.spec.replace("sm90_rows", "sm90"), end - start, lhs.k)
+    return Operand(*part, _alone(lhs.spec), end - start, lhs.k)
+
+
+def _alone(spec: str) -> str:
+    """The spec of a group's part of packed tokens."""
+    fmt, layout = spec_of(spec)
+    return f"{fmt.name}@{layout.alone}"
 
 
 class GemmKReference(_Reference):
@@ -274,7 +272,7 @@ def own_k(side: Operand, start: int, end: int, group: int) -> Operand:
     if side.layout.exact:
         return k_of(side, start, end, group)
     part = sm90_groups.k_of(side, start, end, group)
-    return Operand(*part, side.spec.replace("sm90_k", "sm90"), side.rows, end - start)
+    return Operand(*part, _alone(side.spec), side.rows, end - start)
 
 
 for _kernel in (

@@ -19,6 +19,7 @@ from te_mx.backends.base import (
     QuantizedParts,
     StackedOperand,
     blocks,
+    format_fields,
     pointer,
     typed_address,
 )
@@ -42,11 +43,11 @@ def offs_on_device(offs: Tensor, device: torch.device) -> Tensor:
     status = sm90.native().upload_ends(  # type: ignore[union-attr]
         offs.tolist(), there.data_ptr(), sm90.stream(index), index
     )
-    _expect(status, "end offsets")
+    expect(status, "end offsets")
     return there
 
 
-def _expect(status: int, what: str) -> None:
+def expect(status: int, what: str) -> None:
     if not sm90.supported(status):
         raise RuntimeError(
             f"te_mx internal error: the Hopper kernels do not take {what}; they count rows, "
@@ -102,7 +103,7 @@ def quantize(
     args.col_sum, args.col_sum_ws = pointer(sums), pointer(partial)
     sm90.set_execution(args, device.index)
     status = native.quantize_grouped(args)  # type: ignore[union-attr]
-    _expect(status, f"{groups} groups of rows of {tuple(x.shape)}")
+    expect(status, f"{groups} groups of rows of {tuple(x.shape)}")
     return QuantizedParts(
         row[0][:, :cols] if row else None, row[1] if row else None,
         col[0] if col else None, col[1] if col else None, sums,
@@ -115,7 +116,7 @@ def weights_shapes(groups: int, rows: int, cols: int) -> tuple[tuple[int, ...], 
     return (groups, *codes), (groups, *words)
 
 
-def _sources(weights: Sequence[Tensor] | Tensor) -> tuple[list[int], int, torch.dtype, object]:
+def sources(weights: Sequence[Tensor] | Tensor) -> tuple[list[int], int, torch.dtype, object]:
     """Addresses of weights [rows, cols], elements between their rows, their dtype, and what must
     live until they are read."""
     if isinstance(weights, Tensor):
@@ -139,7 +140,7 @@ def quantize_weights(
     """As te_mx::quantize_weights, for weights that are not empty, or one tensor of all
     [G, rows, cols]; wanted: rowwise, columnwise."""
     groups, (rows, cols), device = len(weights), weights[0].shape, weights[0].device
-    addresses, stride, dtype, _alive = _sources(weights)
+    addresses, stride, dtype, _alive = sources(weights)
     packed = spread >= 0
     native = sm90.native()
     args = native.QuantizeArgs(  # type: ignore[union-attr]
@@ -163,7 +164,7 @@ def quantize_weights(
         parts += [codes[:, :, : shape[1] if packed else cols], scales]
     sm90.set_execution(args, device.index)
     status = native.quantize_stacked(args, addresses)  # type: ignore[union-attr]
-    _expect(status, f"{groups} weights of {(rows, cols)}")
+    expect(status, f"{groups} weights of {(rows, cols)}")
     return parts
 
 
@@ -189,7 +190,7 @@ def gemm_rows(
     args.bias, args.bias_dtype = typed_address(bias)
     args.groups = groups_of(offs, capacity, len(out))
     status = sm90.native().gemm_grouped(args)  # type: ignore[union-attr]
-    _expect(status, f"groups of rows of {tuple(out.shape)} and {a.groups} weights")
+    expect(status, f"groups of rows of {tuple(out.shape)} and {a.groups} weights")
 
 
 def gemm_k(
@@ -204,7 +205,7 @@ def gemm_k(
     args.along_k, args.accumulate = True, accumulate
     args.groups = groups_of(offs, capacity, rows)
     status = sm90.native().gemm_grouped(args, first_rows)  # type: ignore[union-attr]
-    _expect(status, f"products of {tuple(out.shape)}")
+    expect(status, f"products of {tuple(out.shape)}")
 
 
 def places_of(outs: Sequence[Tensor]) -> tuple[Tensor, list[int]] | None:
@@ -229,7 +230,9 @@ def _gemm_args(
     args = sm90.native().GroupedGemmArgs()  # type: ignore[union-attr]
     args.lhs_codes, args.lhs_scales = lhs.codes.data_ptr(), lhs.scales.data_ptr()
     args.rhs_codes, args.rhs_scales = rhs.codes.data_ptr(), rhs.scales.data_ptr()
-    args.lhs_element, args.rhs_element = FORMATS[lhs.fmt], FORMATS[rhs.fmt]
+    for side, fmt in (("lhs", lhs.fmt), ("rhs", rhs.fmt)):
+        for name, value in format_fields(fmt).items():
+            setattr(args, f"{side}_{name}", value)
     args.lhs_rows, args.rhs_rows, args.lhs_k, args.rhs_k = m, n, k, k
     args.out, args.out_dtype = typed_address(out)
     args.ldo = out.shape[-1]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from te_mx.backends.base import FORMATS, LAYOUTS, SCALE_RULES, StackedOperand
 from te_mx.backends.sm90 import binding as sm90
-from te_mx.backends.sm90.binding_grouped import _empty, _expect, groups_of, weights_shapes
+from te_mx.backends.sm90.binding_grouped import _empty, expect, groups_of, weights_shapes
 
 
 def pack_weights(
@@ -24,7 +24,7 @@ def pack_weights(
     args = _pack_args(weights, made, spread)
     args.groups = groups_of(offs, capacity, rows)
     status = sm90.native().pack_stacked(args)  # type: ignore[union-attr]
-    _expect(status, f"{weights.groups} plain weights of {(weights.rows, weights.k)}")
+    expect(status, f"{weights.groups} plain weights of {(weights.rows, weights.k)}")
     return StackedOperand(made[0][:, :, : weights.k], made[1], weights.fmt, "sm90")
 
 
@@ -37,7 +37,7 @@ def columns_of_weights(
     args = _pack_args(StackedOperand(codes, scales, fmt, "k_last"), made, spread)
     args.groups_count, args.rule = groups, SCALE_RULES[rule]
     status = sm90.native().columns_of_stacked(args)  # type: ignore[union-attr]
-    _expect(status, f"the columns of {groups} plain weights of {(rows, cols)}")
+    expect(status, f"the columns of {groups} plain weights of {(rows, cols)}")
     return made[0][:, :, :rows], made[1]
 
 

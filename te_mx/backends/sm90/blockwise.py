@@ -1,11 +1,17 @@
-"""Blockwise FP8 on Hopper: quantizers, and the GEMM on FP8 tensor cores with fp32 scales."""
+"""Blockwise FP8 on Hopper: quantizers, and the GEMM on FP8 tensor cores with fp32 scales.
+
+Where both sides have blocks of 1 x 128, every column of a product has a factor of its own, which
+costs half as much again as the products. So columnwise copies whose scales are powers of two by
+their rule leave the quantizer as aligned tiles (layouts/sm90_tiles.py), and wgrad runs in the
+kernel of MXFP8.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from te_mx.backends.native import BLOCKWISE, native_operand, one_read
-from te_mx.backends.sm90 import binding, binding_blockwise
+from te_mx.backends.native import BLOCKWISE, is_aligned, native_operand, one_read
+from te_mx.backends.sm90 import binding, binding_blockwise, split_k
 from te_mx.backends.sm90.envelope import why_not
 from te_mx.backends.sm90.gemm import Scratched, Scratches
 from te_mx.backends.sm90.quantize import HopperDequantize
@@ -14,12 +20,48 @@ from te_mx.dispatch.calls import FLOAT_DTYPES, Product, Quantize, Ran
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import Kernel, Wants, register
 from te_mx.formats import Format
+from te_mx.formats.scaling import split_rule
 from te_mx.layouts import SM90_FACTORS, spec_of
 from te_mx.layouts.operand import Operand, Quantized
+from te_mx.layouts.sm90_factors import factors_of_tiles
 
 NAME, LAYOUT = "sm90_blockwise", SM90_FACTORS.name
+ALIGNED = "sm90"  # up to the colon
 # The tensor cores do not know the elements without negative zero.
 FORMATS = tuple(name for name in BLOCKWISE if "fnuz" not in name)
+
+
+def is_low(fmt: Format) -> bool:
+    """Whether blocks have one row."""
+    return fmt.scaling.block[0] == 1
+
+
+def columns_for(problem: Problem, plain: str, aligned: str) -> str:
+    """The layout of columnwise copies that are multiplied with each other: aligned where it may."""
+    low = all(is_low(spec_of(spec).format) for spec in (problem.lhs, problem.rhs))
+    return aligned if low and split_rule(problem.rule)[0] == "pow2" else plain
+
+
+def makes_both(problem: Problem) -> str | None:
+    """Why one read does not make both directions that a problem asks for."""
+    row, col = problem.lhs, problem.rhs
+    if row and is_aligned(row):
+        return "aligns columns only"
+    if not (col and is_aligned(col)):
+        return one_read(row, col)
+    if split_rule(problem.rule)[0] != "pow2":
+        return f"aligns scales of the rule pow2, not {problem.rule}"
+    if row and spec_of(row).format != spec_of(col).format:
+        return "makes both directions in one format"
+    return one_read(row, "")
+
+
+def as_factors(operand: Operand, layout: str = LAYOUT) -> Operand:
+    """An aligned operand as one with a factor for every row, of the same values."""
+    if not is_aligned(operand.spec):
+        return operand
+    spec = f"{operand.format.name}@{layout}"
+    return operand._replace(scales=factors_of_tiles(operand.scales), spec=spec)
 
 
 class BlockwiseQuantize(Kernel):
@@ -28,17 +70,31 @@ class BlockwiseQuantize(Kernel):
     op, name = "quantize", NAME
 
     def accepts(self, problem: Problem) -> str | None:
-        reason = why_not(problem, "rows", "cols", LAYOUT, formats=FORMATS)
+        reason = why_not(problem, "rows", "cols", LAYOUT, ALIGNED, formats=FORMATS)
         if reason is None and not (problem.lhs or problem.rhs):
             reason = "makes codes"
         if reason is None:
-            reason = one_read(problem.lhs, problem.rhs)
+            reason = makes_both(problem)
         if reason is None and problem.dtype not in FLOAT_DTYPES:
             reason = f"takes float32, bfloat16 and float16, not {problem.dtype}"
         return reason
 
     def run(self, what: Quantize) -> Quantized | None:
         return binding_blockwise.quantize(what)
+
+    def run_two(self, first: Quantize, second: Quantize) -> tuple[Quantized, Quantized] | None:
+        """Both at the same time where the GPU has room; the first without col_sum."""
+        return binding_blockwise.quantize_two(first, second)
+
+
+def not_low(problem: Problem) -> str | None:
+    """Why the GEMMs do not take the blocks of a problem."""
+    sides = [spec_of(spec) for spec in (problem.lhs, problem.rhs)]
+    if sides[0].layout.name == "any" and is_low(sides[1].format):
+        return None  # a question for layouts, which both sides have in common
+    if not is_low(sides[0].format):
+        return f"takes blocks of 1x128 on the left, not {sides[0].format.name}"
+    return None
 
 
 class BlockwiseDequantize(HopperDequantize):
@@ -47,69 +103,69 @@ class BlockwiseDequantize(HopperDequantize):
 
 
 class BlockwiseConvert(Kernel):
-    """Plain operands to the layout of the GEMM: their codes as they are, their scales reordered."""
+    """Plain and aligned operands to the layout of the GEMM: their codes as they are, their scales
+    reordered."""
 
     op, name = "convert", NAME
 
     def accepts(self, problem: Problem) -> str | None:
-        return why_not(problem._replace(rhs=""), "rows", "cols", formats=FORMATS) or why_not(
-            problem._replace(lhs=problem.rhs, rhs=""), LAYOUT, formats=FORMATS
+        source, made = problem._replace(rhs=""), problem._replace(lhs=problem.rhs, rhs="")
+        return why_not(source, "rows", "cols", ALIGNED, formats=FORMATS) or why_not(
+            made, LAYOUT, formats=FORMATS
         )
 
     def run(self, operand: Operand, spec: str) -> Operand:
         fmt, layout = spec_of(operand.spec)
         with torch.inference_mode(False):  # what is packed may outlive the mode
+            if is_aligned(operand.spec):
+                return as_factors(operand)
             plain = layout.unpack(fmt, operand.codes, operand.scales, operand.k)
             made = SM90_FACTORS.pack(fmt, *plain, operand.k)
         return Operand(*made, spec, operand.rows, operand.k)
 
 
 class Blockwise(Scratched):
-    """FP8 tensor cores; sums of 128 products times both scales are added up in fp32."""
+    """FP8 tensor cores; sums of 128 products times both scales are added up in fp32. Two aligned
+    operands are multiplied as those of MXFP8."""
 
     name, rank = NAME, 2
 
     def accepts(self, problem: Problem) -> str | None:
-        reason = why_not(problem, "rows", "cols", LAYOUT, formats=FORMATS)
+        reason = why_not(problem, "rows", "cols", LAYOUT, ALIGNED, formats=FORMATS)
         if reason is not None:
             return reason
         if problem.precision != "adaptive":
             return f"is for precision 'adaptive', this asks for {problem.precision!r}"
-        sides = [spec_of(spec) for spec in (problem.lhs, problem.rhs)]
-        if sides[0].layout.name == "any" and _is_low(sides[1].format):
-            return None  # a question for layouts, which both sides have in common
-        if not _is_low(sides[0].format):
-            return f"takes blocks of 1x128 on the left, not {sides[0].format.name}"
-        return None
+        return not_low(problem)
 
     def wants(self, problem: Problem) -> Wants:
-        return Wants(LAYOUT, LAYOUT)
+        return Wants(LAYOUT, columns_for(problem, LAYOUT, f"sm90:{problem.spread}"))
 
     def note(self, problem: Problem) -> str:
         return (
             "FP8 tensor cores keep 13 bits of the sums of 32 products; sums of 128 times their "
-            "scales are added up in fp32; docs/numerics.md has the error"
+            "scales are added up in fp32; docs/numerics.md has the error, also of columns whose "
+            "scales are powers of two, which are aligned for wgrad"
         )
 
     def prepare(self, operand: Operand, side: str, problem: Problem) -> Operand:
+        if not operand.layout.exact:
+            return operand
         return run.convert(operand, f"{operand.format.name}@{LAYOUT}")
 
     def multiply(self, p: Product, scratch: Scratches) -> Ran | None:
-        lhs, rhs = (
-            native_operand(run.convert(side, f"{side.format.name}@{LAYOUT}"))
-            for side in (p.lhs, p.rhs)
-        )
-        done, bias_grad = binding.gemm(rhs, lhs, p.epilogue, p.out, p.aux, 0, scratch)
+        sides, parts = (p.lhs, p.rhs), 1
+        if not all(is_aligned(side.spec) for side in sides):
+            sides = tuple(run.convert(one, f"{one.format.name}@{LAYOUT}") for one in sides)  # type: ignore[assignment]
+        elif p.mode.split_k:
+            parts = split_k.parts(p.out.device.index, p.lhs.rows, p.rhs.rows, p.lhs.k)
+        lhs, rhs = map(native_operand, sides)
+        done, bias_grad = binding.gemm(rhs, lhs, p.epilogue, p.out, p.aux, 0, scratch, parts)
         if not done:
             return None
         if p.epilogue.bias_grad == "operand":
             bias_grad = p.lhs.values(torch.float64).sum(1).to(torch.float32)
         return Ran(self.name, bias_grad)
-
-
-def _is_low(fmt: Format) -> bool:
-    """Whether blocks have one row."""
-    return fmt.scaling.block[0] == 1
 
 
 for _kernel in (BlockwiseQuantize, BlockwiseDequantize, BlockwiseConvert, Blockwise):

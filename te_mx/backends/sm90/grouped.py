@@ -34,7 +34,7 @@ from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized, Stack
 
 
-def _check_ends(groups: Groups, rows: int) -> None:
+def check_ends(groups: Groups, rows: int) -> None:
     if known_to_host(groups.offs):
         host_bounds(*groups, rows)  # says what is wrong with them
 
@@ -51,7 +51,7 @@ class HopperQuantizeGroups(Kernel):
 
     def run(self, what: QuantizeGroups) -> Quantized:
         x, (offs, capacity), row, col, rule, col_sum = what[:6]
-        _check_ends(what.groups, len(x))
+        check_ends(what.groups, len(x))
         rows, cols = x.shape
         parts = binding_grouped.quantize(
             x, offs, capacity, words_of(row or col)[0], bool(row), bool(col), rule, col_sum,
@@ -124,7 +124,7 @@ class HopperGemmRows(Kernel):
         reason = why_not(problem._replace(rhs=""), "sm90_rows") or why_not(
             problem._replace(lhs=problem.rhs, rhs=""), "sm90", "rows", "cols"
         )
-        return reason or _not_adaptive(problem)
+        return reason or not_adaptive(problem)
 
     def note(self, problem: Problem) -> str:
         return "one launch for all groups, wherever m_splits lies"
@@ -134,7 +134,7 @@ class HopperGemmRows(Kernel):
 
     def run(self, p: GroupedRows) -> str:
         (offs, capacity), rhs, rows = p.groups, native_stack(p.rhs), p.lhs.rows
-        _check_ends(p.groups, rows)
+        check_ends(p.groups, rows)
         if rhs.order != "sm90":
             offs = binding_grouped.offs_on_device(offs, p.out.device)  # once for both kernels
             rhs = binding_weights.pack_weights(rhs, offs, capacity, rows, p.mode.spread)
@@ -142,7 +142,7 @@ class HopperGemmRows(Kernel):
         return self.name
 
 
-def _not_adaptive(problem: Problem) -> str | None:
+def not_adaptive(problem: Problem) -> str | None:
     if problem.precision == "adaptive":
         return None
     return f"is for precision 'adaptive', this asks for {problem.precision!r}"
@@ -152,10 +152,10 @@ class HopperGemmK(Kernel):
     op, name = "gemm_k", ADAPTIVE
 
     def accepts(self, problem: Problem) -> str | None:
-        return why_not(problem, "sm90_k") or _not_adaptive(problem)
+        return why_not(problem, "sm90_k") or not_adaptive(problem)
 
     def run(self, p: GroupedK) -> str:
-        _check_ends(p.groups, p.lhs.k)
+        check_ends(p.groups, p.lhs.k)
         binding_grouped.gemm_k(
             native_operand(p.rhs), native_operand(p.lhs), *p.groups, p.lhs.k, p.out, p.accumulate
         )
@@ -168,7 +168,7 @@ class HopperGemmK(Kernel):
         places = binding_grouped.places_of(outs)
         if places is None:
             return None
-        _check_ends(p.groups, p.lhs.k)
+        check_ends(p.groups, p.lhs.k)
         binding_grouped.gemm_k(
             native_operand(p.rhs), native_operand(p.lhs), *p.groups, p.lhs.k, places[0],
             p.accumulate, places[1],

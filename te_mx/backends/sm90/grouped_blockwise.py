@@ -1,0 +1,153 @@
+"""Grouped problems of blockwise FP8 on Hopper: the launches of grouped.py, with fp32 scales or
+aligned columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from te_mx.backends.native import is_aligned, native_operand, native_stack, one_read_of_weights
+from te_mx.backends.sm90 import binding_blockwise, binding_grouped
+from te_mx.backends.sm90.blockwise import (
+    ALIGNED,
+    FORMATS,
+    LAYOUT,
+    NAME,
+    as_factors,
+    columns_for,
+    makes_both,
+    not_low,
+)
+from te_mx.backends.sm90.envelope import why_not
+from te_mx.backends.sm90.grouped import HopperGemmK, HopperMoveEnds, check_ends, not_adaptive
+from te_mx.dispatch.grouped_calls import (
+    GroupedK,
+    GroupedRows,
+    QuantizeGroups,
+    QuantizeWeights,
+    StackedParts,
+)
+from te_mx.dispatch.problem import Problem
+from te_mx.dispatch.registry import Kernel, Wants, register
+from te_mx.layouts import SM90_FACTOR_K, SM90_FACTOR_ROWS, SM90_FACTORS, spec_of
+from te_mx.layouts.operand import Quantized, Stack
+from te_mx.layouts.sm90_factors import factors_of_tiles
+
+ROWS, COLUMNS = SM90_FACTOR_ROWS.name, SM90_FACTOR_K.name
+ALIGNED_COLUMNS = "sm90_k"  # up to the colon
+
+
+class BlockwiseQuantizeGroups(Kernel):
+    op, name = "quantize_grouped", NAME
+
+    def accepts(self, problem: Problem) -> str | None:
+        layouts = ROWS, COLUMNS, ALIGNED_COLUMNS
+        return why_not(problem, *layouts, formats=FORMATS) or makes_both(problem)
+
+    def run(self, what: QuantizeGroups) -> Quantized:
+        check_ends(what.groups, len(what.x))
+        return binding_blockwise.quantize_groups(what)
+
+
+class BlockwiseQuantizeWeights(Kernel):
+    op, name = "quantize_weights", NAME
+
+    def accepts(self, problem: Problem) -> str | None:
+        reason = why_not(problem, LAYOUT, ALIGNED, "rows", "cols", formats=FORMATS)
+        if reason is None:
+            reason = makes_both(problem)
+        if reason is None and not (problem.rhs and is_aligned(problem.rhs)):
+            reason = one_read_of_weights(problem.lhs, problem.rhs)
+        return reason
+
+    def run(self, what: QuantizeWeights) -> StackedParts:
+        weights, row, col, rule = what
+        asked = [spec_of(spec).layout.name for spec in (row, col) if spec]
+        turned = isinstance(weights, Tensor) and weights.stride(1) == 1 != weights.stride(2)
+        if not turned or asked != [LAYOUT] * len(asked):
+            return binding_blockwise.quantize_weights(what)
+        # Rows of a matrix are the columns of the turned one, so what is asked for is made as it
+        # lies, without a copy.
+        made = QuantizeWeights(weights.transpose(1, 2), col, row, rule)  # type: ignore[union-attr]
+        made_col, made_row = binding_blockwise.quantize_weights(made)
+        return made_row, made_col
+
+
+def _factors_of(stack: Stack) -> Stack:
+    """Weights as the GEMM reads them; codes that lie by rows are not copied."""
+    codes, scales, spec, groups, rows, k, _ = stack
+    fmt, layout = spec_of(spec)
+    if layout is SM90_FACTORS:
+        return stack
+    if is_aligned(spec):
+        parts = codes, factors_of_tiles(scales)
+    else:
+        if layout.k_first:
+            codes, scales = codes.transpose(1, 2), scales.transpose(1, 2)
+        parts = SM90_FACTORS.pack(fmt, codes, scales, k)
+    return Stack(*parts, f"{fmt.name}@{LAYOUT}", groups, rows, k)
+
+
+class BlockwiseGemmRows(Kernel):
+    """Tokens packed by groups; weights packed, or plain ones whose scales are reordered first."""
+
+    op, name, rank = "gemm_rows", NAME, 2
+
+    def accepts(self, problem: Problem) -> str | None:
+        tokens = problem._replace(rhs="")
+        weights = problem._replace(lhs=problem.rhs, rhs="")
+        reason = why_not(tokens, ROWS, formats=FORMATS) or why_not(
+            weights, LAYOUT, ALIGNED, "rows", "cols", formats=FORMATS
+        )
+        return reason or not_adaptive(problem) or not_low(problem)
+
+    def note(self, problem: Problem) -> str:
+        return "one launch for all groups, wherever m_splits lies"
+
+    def wants(self, problem: Problem) -> Wants:
+        return Wants(ROWS, columns_for(problem, COLUMNS, f"{ALIGNED_COLUMNS}:{problem.spread}"))
+
+    def prepare_stack(self, stack: Stack, problem: Problem) -> Stack:
+        return _factors_of(stack)
+
+    def run(self, p: GroupedRows) -> str:
+        check_ends(p.groups, p.lhs.rows)
+        rhs = native_stack(_factors_of(p.rhs))
+        binding_grouped.gemm_rows(rhs, native_operand(p.lhs), *p.groups, p.bias, p.out)
+        return self.name
+
+
+class BlockwiseGemmK(HopperGemmK):
+    """Both sides aligned, or both with fp32 scales."""
+
+    name, rank = NAME, 2
+
+    def accepts(self, problem: Problem) -> str | None:
+        reason = why_not(problem, COLUMNS, ALIGNED_COLUMNS, formats=FORMATS)
+        return reason or not_adaptive(problem)
+
+    def sides(self, p: GroupedK) -> GroupedK:
+        if is_aligned(p.lhs.spec) and is_aligned(p.rhs.spec):
+            return p
+        return p._replace(lhs=as_factors(p.lhs, COLUMNS), rhs=as_factors(p.rhs, COLUMNS))
+
+    def run(self, p: GroupedK) -> str:
+        return super().run(self.sides(p))
+
+    def run_into(self, p: GroupedK, outs: Sequence[Tensor]) -> str | None:
+        return super().run_into(self.sides(p), outs)
+
+
+class BlockwiseMoveEnds(HopperMoveEnds):
+    name = NAME
+
+    def accepts(self, problem: Problem) -> str | None:
+        return why_not(problem, ROWS, formats=FORMATS)
+
+
+for _kernel in (
+    BlockwiseMoveEnds, BlockwiseQuantizeGroups, BlockwiseQuantizeWeights, BlockwiseGemmRows,
+    BlockwiseGemmK,
+):  # fmt: skip
+    register(_kernel())
