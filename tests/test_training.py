@@ -12,12 +12,14 @@ import torch.distributed.fsdp
 from torch import nn
 
 import te_mx
-from te_mx.recipe import Format, MXFP8BlockScaling
+from te_mx.recipe import DeepSeekV3, Float8BlockScaling, Format, MXFP8BlockScaling
 
 RECIPES = {
     "e4m3": MXFP8BlockScaling(),
     "hybrid": MXFP8BlockScaling(fp8_format=Format.HYBRID),
     "floor": MXFP8BlockScaling(scale_rule="floor"),
+    "float8_block": Float8BlockScaling(),
+    "deepseek_v3": DeepSeekV3(),
 }
 
 
@@ -45,7 +47,7 @@ def train(recipe, steps=100, dtype=torch.float32):
     return torch.tensor(losses), model
 
 
-GAP = {"e4m3": 0.03, "hybrid": 0.03, "floor": 0.05}  # floor saturates the largest elements
+GAP = dict.fromkeys(RECIPES, 0.03) | {"floor": 0.05}  # floor saturates the largest elements
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +60,7 @@ def high_precision(dtype):
     return train(None, dtype=dtype)[0]
 
 
-@pytest.mark.parametrize("name", ["e4m3", "hybrid", "floor"])
+@pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_converges_as_high_precision_does(name, dtype):
     exact = high_precision(dtype)
