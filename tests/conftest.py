@@ -12,6 +12,8 @@ from hypothesis import HealthCheck, settings
 
 from te_mx.backends.cpu import binding as cpu
 from te_mx.dispatch import registry
+from te_mx.recipe import Float8BlockScaling, MXFP8BlockScaling
+from te_mx.recipes import resolve
 from te_mx.runtime import ran, workspace
 
 _COMMON = {
@@ -65,6 +67,13 @@ def threads():
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture(params=[MXFP8BlockScaling(), Float8BlockScaling()], ids=["mxfp8", "float8_block"])
+def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """The default recipe, and blockwise FP8 in its place: what works under one does under both."""
+    monkeypatch.setattr(resolve, "_DEFAULT", request.param)
+    return request.param
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from te_mx.backends import base
 from te_mx.backends.base import (
-    BLOCK_ROWS,
     FLOAT_DTYPES,
     FORMATS,
     GELUS,
@@ -31,7 +30,8 @@ from te_mx.layouts import sm90_tiles
 
 OK, SMALL_WORKSPACE = 0, 3
 OWN_SCRATCH = 192  # bytes that every GEMM asks for, so that the way to ask is used
-_NAMES = {number: name for name, number in FORMATS.items() if name not in BLOCK_ROWS}
+_WIDE = (*base.BLOCK_ROWS, *base.UPRIGHT)
+_NAMES = {number: name for name, number in FORMATS.items() if name not in _WIDE}
 _DTYPES = {number: dtype for dtype, number in FLOAT_DTYPES.items()}
 _RULES = {number: name for name, number in SCALE_RULES.items()}
 _GELUS = {number: name for name, number in GELUS.items()}

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import te_mx
 from te_mx import context
 from te_mx.nn import converted
-from te_mx.recipe import BlockScaling, Format, MXFP8BlockScaling
+from te_mx.recipe import BlockScaling, Float8BlockScaling, Format, MXFP8BlockScaling
 
 FLOOR = MXFP8BlockScaling(scale_rule="floor", fp8_format=Format.HYBRID)
 MXFP4 = BlockScaling(x="mxfp4", w="mxfp4", g="mxfp8_e5m2")
@@ -72,7 +72,9 @@ def wanted(x) -> list[Tensor]:
     return results(bound(None), x, te_mx.autocast(recipe=FLOOR))
 
 
-@pytest.mark.parametrize("recipe", [FLOOR, MXFP4, te_mx.get_default_recipe()], ids=str)
+@pytest.mark.parametrize(
+    "recipe", [FLOOR, MXFP4, Float8BlockScaling(), te_mx.get_default_recipe()], ids=str
+)
 @pytest.mark.parametrize("make", [plain, native])
 def test_outside_of_regions_it_is_the_recipe_inside_the_region_is(make, recipe, x):
     model = bound(recipe, make)

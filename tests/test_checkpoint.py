@@ -68,6 +68,7 @@ def test_assign_and_meta():
         assert torch.equal(layer(x), source(x))
 
 
+@pytest.mark.usefixtures("family")
 def test_optimizer_and_model_resume_bit_equal():
     def fresh():
         torch.manual_seed(1)

@@ -22,6 +22,7 @@ def conv1d() -> nn.Module:
     return layer
 
 
+@pytest.mark.usefixtures("family")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_conv1d_has_the_bits_of_linear(dtype):
     layer = conv1d().to(dtype)

@@ -26,6 +26,7 @@ def run(model, x, recipe=None):
         return model(x)
 
 
+@pytest.mark.usefixtures("family")
 @pytest.mark.parametrize("rows", [1, 5, 40])
 @pytest.mark.parametrize("drop_master", [False, True])
 def test_frozen_equals_unfrozen(drop_master, rows):
@@ -36,6 +37,7 @@ def test_frozen_equals_unfrozen(drop_master, rows):
     assert torch.equal(run(model, x), expected)
 
 
+@pytest.mark.usefixtures("family")
 def test_the_weight_is_quantized_once(monkeypatch):
     from te_mx.dispatch import run as dispatch
 
@@ -95,6 +97,7 @@ def test_frozen_in_inference_mode_then_differentiated():
     assert x.grad is not None
 
 
+@pytest.mark.usefixtures("family")
 def test_load_state_dict_is_seen():
     model, other, x = mlp(), mlp(), torch.randn(3, 70)
     te_mx.freeze_weights(model)
@@ -198,6 +201,7 @@ def test_dtype_and_device_moves_keep_the_codes():
     torch.testing.assert_close(run(model, x), expected, atol=0.01, rtol=0.01)
 
 
+@pytest.mark.usefixtures("family")
 def test_state_dict_loads_into_a_new_model():
     model, x = mlp(), torch.randn(3, 70)
     te_mx.freeze_weights(model, drop_master=True)

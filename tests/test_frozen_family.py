@@ -68,6 +68,7 @@ def run(module: nn.Module, x: Tensor, recipe=None) -> Tensor:
         return call(module, x)
 
 
+@pytest.mark.usefixtures("family")
 @every
 @pytest.mark.parametrize("drop_master", [False, True])
 def test_frozen_equals_unfrozen(kind, drop_master, monkeypatch):
@@ -98,6 +99,7 @@ def test_masters_are_kept_for_high_precision(kind):
     assert "frozen" not in repr(model)
 
 
+@pytest.mark.usefixtures("family")
 @every
 def test_gradients_flow_through_to_the_input(kind):
     model, x = FAMILY[kind](), torch.randn(ROWS, IN, requires_grad=True)
@@ -109,6 +111,7 @@ def test_gradients_flow_through_to_the_input(kind):
             assert torch.equal(got, expected)
 
 
+@pytest.mark.usefixtures("family")
 @every
 def test_changes_of_kept_masters_are_seen(kind):
     model, other, x = FAMILY[kind](), FAMILY[kind](), torch.randn(ROWS, IN)
@@ -254,6 +257,7 @@ def test_unfreezing_needs_to_be_asked_for(kind):
     assert model.get_parameter(first).grad is not None
 
 
+@pytest.mark.usefixtures("family")
 @every
 @pytest.mark.parametrize("drop_master", [False, True])
 def test_deepcopy_and_pickle(kind, drop_master):

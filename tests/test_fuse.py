@@ -40,6 +40,7 @@ def kept(module):
     return [*module.parameters()]
 
 
+@pytest.mark.usefixtures("family")
 def test_fused_and_back():
     model = Model().to(BF16)
     x = torch.randn(40, 32, dtype=BF16)
@@ -97,6 +98,7 @@ def test_every_pattern(activation, name, bias, norm):
     assert torch.equal(model(x), before)
 
 
+@pytest.mark.usefixtures("family")
 def test_a_deep_copy_goes_back_too():
     model = block()
     te_mx.convert_model(model, fuse=True)

@@ -13,7 +13,7 @@ from torch import nn
 
 import te_mx
 from te_mx.nn.surroundings import RAN
-from te_mx.recipe import MXFP8BlockScaling
+from te_mx.recipe import Float8BlockScaling, MXFP8BlockScaling
 
 
 def as_module(block, recipe, x):
@@ -45,8 +45,10 @@ def as_module(block, recipe, x):
         MXFP8BlockScaling(backward_override="high_precision"),
         MXFP8BlockScaling(backward_override="dequantized"),
         MXFP8BlockScaling(wgrad_with_hp=True),
+        Float8BlockScaling(),
+        Float8BlockScaling(use_f32_scales=True, one_copy_weights=True),
     ],
-    ids=["default", "one_copy", "high_precision", "dequantized", "wgrad_hp"],
+    ids=str,
 )
 def test_bits_of_layernorm_mlp_under_every_recipe(recipe, bias):
     block, x = seeded(Gated, bias=bias), given()
@@ -61,6 +63,7 @@ def test_bits_of_layernorm_mlp_under_every_recipe(recipe, bias):
         assert torch.equal(block(x), y)
 
 
+@pytest.mark.usefixtures("family")
 @pytest.mark.parametrize(
     "make",
     [
@@ -103,6 +106,7 @@ def _exact(block, x):
     return y.detach(), dict(zip(["x", *names], got, strict=True))
 
 
+@pytest.mark.usefixtures("family")
 def test_only_some_gradients():
     block, x = seeded(Gated, bias=True), given()
     te_mx.convert_model(block, fuse=True)
@@ -118,6 +122,7 @@ def test_only_some_gradients():
         block.zero_grad(set_to_none=True)
 
 
+@pytest.mark.usefixtures("family")
 def test_main_grads():
     """Added to main_grad of each parameter, where they lie."""
     block, x = seeded(Gated), given()
@@ -156,6 +161,7 @@ def test_nothing_joined_and_no_activation_is_kept():
     assert not a_codes
 
 
+@pytest.mark.usefixtures("family")
 def test_compiled_in_one_graph():
     block, x = seeded(Gated, bias=True), given()
     te_mx.convert_model(block, fuse=True)
@@ -180,6 +186,7 @@ def test_compiled_code_keeps_no_joined_weight():
     assert shapes.count((256, 128)) == 2 and (512, 128) not in shapes
 
 
+@pytest.mark.usefixtures("family")
 def test_checkpointed_second_derivatives_and_functional_calls():
     block, x = seeded(Gated), given()
     te_mx.convert_model(block, fuse=True)

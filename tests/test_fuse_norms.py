@@ -122,6 +122,7 @@ def run(layer, x):
     return [y.detach(), *grads]
 
 
+@pytest.mark.usefixtures("family")
 @pytest.mark.parametrize("dtype", [BF16, torch.float32, torch.float16])
 @pytest.mark.parametrize("make", [RMS, ZeroCentered, nn.LayerNorm])
 def test_bits_of_the_norm_that_modules_use(make, dtype):
@@ -149,6 +150,7 @@ def test_bits_of_the_norm_that_modules_use(make, dtype):
         assert torch.equal(one, two)
 
 
+@pytest.mark.usefixtures("family")
 def test_readers_quantize_nothing_again(monkeypatch):
     layer, x = layer_of(RMS), torch.randn(20, 64).to(BF16)
     te_mx.convert_model(layer, fuse=True)
@@ -159,6 +161,7 @@ def test_readers_quantize_nothing_again(monkeypatch):
     assert len(found) == 2 and None not in found and found[0] is found[1]
 
 
+@pytest.mark.usefixtures("family")
 def test_codes_that_nobody_reads_are_made_once():
     """A reader that gets another tensor than z: found out when z is gone, and z stays the same."""
     layer, x = layer_of(RMS), torch.randn(20, 64).to(BF16)
@@ -228,6 +231,7 @@ NORMS = {  # fused of a layer
 }
 
 
+@pytest.mark.usefixtures("family")
 @pytest.mark.parametrize("name", NAMES)
 def test_models_of_transformers(name):
     fused, plain, report = pair(name)
@@ -274,6 +278,7 @@ def test_saved_loaded_copied_and_given_back(tmp_path):
     assert not any("te_mx" in key for m in fused.modules() for key in m.__dict__)
 
 
+@pytest.mark.usefixtures("family")
 @pytest.mark.parametrize("drop", [False, True])
 def test_frozen_for_inference(drop):
     fused, plain, _ = pair("Qwen3")
@@ -286,6 +291,7 @@ def test_frozen_for_inference(drop):
     assert layer.input_layernorm.__dict__[RAN] == "fused" and relative(ours, theirs) < 0.02
 
 
+@pytest.mark.usefixtures("family")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(reentrant):
     fused, _, _ = pair("Qwen3")

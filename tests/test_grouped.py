@@ -43,14 +43,18 @@ def test_equals_a_loop(
         assert_same_as_loop(layer, loop_of(layer), x, splits, m_splits)
 
 
-@pytest.mark.parametrize("splits", [[40, 0, 3, 90], [0, 0, 133, 0], [16, 17, 1, 33]])
-def test_equals_a_loop_at_every_level(isa: str, splits: list[int], guarded) -> None:
-    layer = te_mx.GroupedLinear(4, 96, 80, dtype=torch.bfloat16)
-    x = torch.randn(sum(splits) + 5, 96, dtype=torch.bfloat16)
-    with te_mx.autocast():
+@pytest.mark.parametrize("recipe", ["e4m3", "blockwise", "fp32_scales"])
+@pytest.mark.parametrize(
+    "splits", [[40, 0, 3, 90], [0, 0, 133, 0], [16, 17, 1, 33], [129, 0, 256, 127]]
+)
+def test_equals_a_loop_at_every_level(isa: str, splits: list[int], recipe: str, guarded) -> None:
+    layer = te_mx.GroupedLinear(4, 160, 144, dtype=torch.bfloat16)  # over blocks of 128
+    x = torch.randn(sum(splits) + 5, 160, dtype=torch.bfloat16)
+    with te_mx.autocast(recipe=RECIPES[recipe]):
         assert_same_as_loop(layer, loop_of(layer), x, splits)
 
 
+@pytest.mark.usefixtures("family")
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_bits_do_not_depend_on_threads(count: int, threads) -> None:
     layer = te_mx.GroupedLinear(5, 256, 192, dtype=torch.bfloat16)

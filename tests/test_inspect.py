@@ -311,6 +311,7 @@ def test_the_model_is_as_it_was(fails):
     assert torch.is_grad_enabled() and not torch.overrides._get_current_function_mode_stack()
 
 
+@pytest.mark.usefixtures("family")
 def test_te_mx_layers_remember_what_they_did():
     layer = te_mx.Linear(64, 64, fuse_wgrad_accumulation=True, delay_wgrad_compute=True)
     layer.weight.main_grad = torch.zeros(64, 64)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import te_mx
 from te_mx.autograd import shared_inputs
 from te_mx.context import Region
-from te_mx.recipe import Format, MXFP8BlockScaling
+from te_mx.recipe import DeepSeekV3, Float8BlockScaling, Format, MXFP8BlockScaling
 from te_mx.runtime import replays
 
 RECIPES = {
@@ -34,6 +34,8 @@ RECIPES = {
     "dequantized": MXFP8BlockScaling(backward_override="dequantized"),
     "wgrad_with_hp": MXFP8BlockScaling(wgrad_with_hp=True),
     "one_copy": MXFP8BlockScaling(one_copy_weights=True),
+    "float8_block": Float8BlockScaling(),
+    "deepseek_v3": DeepSeekV3(),
     "mxfp4": te_mx.recipe.BlockScaling("mxfp4", "mxfp4", "mxfp8_e5m2"),
     "mxfp4_all": te_mx.recipe.MXFP4BlockScaling(g="mxfp4", stochastic_rounding=False),
 }

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import te_mx
 from te_mx.autograd.sibling_gradients import Siblings
-from te_mx.recipe import Format, MXFP4BlockScaling, MXFP8BlockScaling
+from te_mx.recipe import Float8BlockScaling, Format, MXFP4BlockScaling, MXFP8BlockScaling
 
 
 @pytest.fixture(params=PATHS)
@@ -41,6 +41,8 @@ RECIPES = [
     MXFP8BlockScaling(backward_override="high_precision"),
     MXFP8BlockScaling(backward_override="dequantized"),
     MXFP4BlockScaling(),
+    Float8BlockScaling(),
+    Float8BlockScaling(use_f32_scales=True, one_copy_weights=True),
 ]
 
 

@@ -130,6 +130,7 @@ def grads(layer, xs, first):
     return [*results, layer.weight.grad.clone(), layer.bias.grad.clone()]
 
 
+@pytest.mark.usefixtures("family")
 def test_caching_gives_the_bits_of_not_caching(weights_quantized):
     layer, xs = te_mx.Linear(70, 33), [torch.randn(20, 70) for _ in range(3)]
     expected = grads(layer, xs, None)
@@ -140,6 +141,7 @@ def test_caching_gives_the_bits_of_not_caching(weights_quantized):
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
+@pytest.mark.usefixtures("family")
 def test_false_reuses_and_true_quantizes_again():
     layer, x = te_mx.Linear(40, 8), torch.randn(5, 40)
     with torch.no_grad(), te_mx.autocast():
@@ -161,6 +163,7 @@ def test_false_without_anything_kept_quantizes(weights_quantized):
     assert weights_quantized == ["row"] * 2  # the layer, and fresh
 
 
+@pytest.mark.usefixtures("family")
 def test_kept_rowwise_only_then_needed_for_backward(weights_quantized):
     layer, x = te_mx.Linear(40, 8), torch.randn(5, 40)
     with te_mx.autocast():

@@ -89,6 +89,7 @@ def loop_of_linears(experts: nn.Module, x: torch.Tensor, counts: list[int]) -> t
     return torch.vstack((out, out.new_zeros(len(x) - len(out), DIM)))
 
 
+@pytest.mark.usefixtures("family")
 @pytest.mark.parametrize("kind", [GroupedExperts, Suffixed])
 @pytest.mark.parametrize("counted", [torch.int64, torch.float32])  # as torch.histc counts
 def test_bits_of_a_loop_of_linears(titan, kind, counted):

@@ -82,6 +82,7 @@ def loop_of_linears(experts: nn.Module, x, index, scores) -> torch.Tensor:
     return (out * scores.unsqueeze(-1)).sum(1).to(x.dtype)
 
 
+@pytest.mark.usefixtures("family")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "aria", "nemotron_h"])
 def test_bits_of_a_loop_of_linears(kind, dtype):
@@ -218,6 +219,7 @@ def test_gates_that_are_not_fused():
     assert note.endswith("gate not fused: it has no gate")
 
 
+@pytest.mark.usefixtures("family")
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
 def test_frozen(kind):
     experts = stand_alone(kind)

@@ -12,7 +12,7 @@ from norm_modules import filled
 from torch import Tensor, nn
 
 import te_mx
-from te_mx.recipe import MXFP8BlockScaling
+from te_mx.recipe import Float8BlockScaling, MXFP8BlockScaling
 
 IN, OUT, ROWS, SPLITS = 70, 40, 45, [7, 0, 31]
 RECIPES = {
@@ -20,6 +20,7 @@ RECIPES = {
     "high_precision": MXFP8BlockScaling(backward_override="high_precision"),
     "dequantized": MXFP8BlockScaling(backward_override="dequantized"),
     "wgrad_with_hp": MXFP8BlockScaling(wgrad_with_hp=True),
+    "float8_block": Float8BlockScaling(),
     "outside": None,
 }
 OWN_INPUT = {"save_original_input": True}

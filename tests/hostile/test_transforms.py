@@ -140,7 +140,7 @@ def test_transforms_that_are_compiled(fullgraph):
 
 # --------------------------------------------------------------------------------- functional_call
 @pytest.mark.parametrize("arguments", [{}, {"parameters_split": ("q", "k")}, {"bias": False}])
-@pytest.mark.parametrize("recipe", ["default", "high_precision", "off"])
+@pytest.mark.parametrize("recipe", ["default", "float8_block", "high_precision", "off"])
 @pytest.mark.parametrize("family", MODULES)
 def test_functional_call(family, recipe, arguments):
     if "parameters_split" in arguments and family not in ("Linear", "LayerNormLinear"):

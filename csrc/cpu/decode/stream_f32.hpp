@@ -4,7 +4,7 @@
 //
 // lhs is packed as [M][K up to 32], values relative to its row exponents. Lane l of the sum of one
 // element adds k = l, l + lanes, l + 2 lanes, ... in that order; the lanes are added last, in
-// halves.
+// halves. Factors are multiplied into the values, which fp32 rounds.
 #pragma once
 
 #include "common/isa.h"
@@ -23,8 +23,29 @@ struct StreamGemm {
   static constexpr int kLhsRows = S::kLanes == 16 ? 4 : 2;
   using F = typename S::F;
 
+  template <class Run>
+  static void with_element(Element element, const Run& run) {
+    switch (element) {
+      case Element::e4m3:
+        return run(mxtile::mx::E4M3{});
+      case Element::e5m2:
+        return run(mxtile::mx::E5M2{});
+      case Element::e4m3fnuz:
+        return run(mxtile::mx::E4M3FNUZ{});
+      default:
+        return run(mxtile::mx::E5M2FNUZ{});
+    }
+  }
+
   static int64_t panel_bytes(Role role, int64_t rows, int64_t k) {
     return role == Role::lhs ? rows * round_up(k, kBlock) * 4 : 0;
+  }
+
+  // What the codes of a block are multiplied by.
+  static float scale_of(const StridedOperand& o, const float* exponents, int64_t row, int64_t k) {
+    const uint8_t byte = o.scales[row * o.scale_row_stride + k / kBlock * o.scale_block_stride];
+    const float power = row_factor(byte, exponents[row]);
+    return o.factors == nullptr ? power : power * o.factors[k / kWideBlock * o.factor_stride + row];
   }
 
   template <class E>
@@ -38,8 +59,7 @@ struct StreamGemm {
         for (int i = 0; i < n; ++i) {
           codes[i] = o.codes[row * o.code_row_stride + (k + i) * o.code_k_stride];
         }
-        const uint8_t byte = o.scales[row * o.scale_row_stride + k / kBlock * o.scale_block_stride];
-        decode_block<S, E>(codes, n, row_factor(byte, exponents[row]), panel + row * K + k);
+        decode_block<S, E>(codes, n, scale_of(o, exponents, row, k), panel + row * K + k);
       }
     });
   }
@@ -48,11 +68,9 @@ struct StreamGemm {
                      int threads) {
     if (role != Role::lhs) return Status::ok;
     float* panel = static_cast<float*>(panels);
-    if (operand.element == Element::e4m3) {
-      pack_rows<mxtile::mx::E4M3>(operand, exponents, panel, threads);
-    } else {
-      pack_rows<mxtile::mx::E5M2>(operand, exponents, panel, threads);
-    }
+    with_element(operand.element, [&](auto element) {
+      pack_rows<decltype(element)>(operand, exponents, panel, threads);
+    });
     return Status::ok;
   }
 
@@ -71,11 +89,9 @@ struct StreamGemm {
         continue;
       }
       const uint8_t* codes = o.codes + row * o.code_row_stride;
-      const uint8_t* scales = o.scales + row * o.scale_row_stride;
       for (int64_t k = k0; k < k1; k += kBlock) {
         const int n = static_cast<int>(k1 - k < kBlock ? k1 - k : kBlock);
-        const uint8_t byte = scales[k / kBlock * o.scale_block_stride];
-        decode_block<S, E>(codes + k, n, row_factor(byte, exponents[row]), out + k - k0);
+        decode_block<S, E>(codes + k, n, scale_of(o, exponents, row, k), out + k - k0);
       }
     }
   }
@@ -146,11 +162,9 @@ struct StreamGemm {
       const int64_t n0 = range.n0 + item * kTaskCols;
       const int cols = static_cast<int>(range.n1 - n0 < kTaskCols ? range.n1 - n0 : kTaskCols);
       alignas(64) float acc[kStreamMaxRows * kTaskCols];
-      if (args.rhs.element == Element::e4m3) {
-        task<mxtile::mx::E4M3>(args, lhs, context.rhs_exp, n0, cols, acc);
-      } else {
-        task<mxtile::mx::E5M2>(args, lhs, context.rhs_exp, n0, cols, acc);
-      }
+      with_element(args.rhs.element, [&](auto element) {
+        task<decltype(element)>(args, lhs, context.rhs_exp, n0, cols, acc);
+      });
       epilogue(context, acc, kTaskCols, 0, n0, static_cast<int>(args.lhs.rows), cols);
     });
     return Status::ok;

@@ -312,13 +312,15 @@ int64_t split_bytes(const StridedOperand& o) {
   return o.blockwise() && o.packed == nullptr ? SplitScales(o.rows, o.k).all : 0;
 }
 
-// To the panel kernel of the level, where a stream kernel was asked for what those do not read:
-// factors, and elements without a negative zero. It does not read what they packed.
-void to_panels(GemmTask& args) {
-  if (!is_stream(args.kernel)) return;
-  args.kernel = args.ran = static_cast<Kernel>(static_cast<int32_t>(args.kernel) -
-                                               static_cast<int32_t>(Kernel::portable_stream) +
-                                               static_cast<int32_t>(Kernel::portable_f32));
+// To a kernel that reads factors, and elements without a negative zero, where a stream kernel on
+// bf16 was asked for: the stream kernel on fp32, or the panel kernel of its level. Neither reads
+// what the other packed.
+void to_factors(GemmTask& args) {
+  if (args.kernel != Kernel::avx512_bf16_stream && args.kernel != Kernel::amx_stream) return;
+  const bool panels = usable_impl(Kernel::avx512_stream) == nullptr;
+  const bool amx = args.kernel == Kernel::amx_stream;
+  args.kernel = !panels ? Kernel::avx512_stream : amx ? Kernel::amx_bf16 : Kernel::avx512_bf16;
+  args.ran = args.kernel;
   args.lhs.packed = args.rhs.packed = nullptr;
 }
 
@@ -332,7 +334,7 @@ int64_t workspace_bytes(const GemmTask& given) {
   // Whether there are factors depends on the scales.
   static constexpr float kFactor = 1.0f;
   GemmTask args = given;
-  to_panels(args);
+  to_factors(args);
   args.lhs.factors = args.rhs.factors = &kFactor;
   const int64_t with_factors = plan_gemm(args, *usable_impl(args.kernel)).bytes;
   bytes = bytes > with_factors ? bytes : with_factors;
@@ -471,7 +473,7 @@ Status run_task(GemmTask& given) {
   split_side(args.lhs, args);
   split_side(args.rhs, args);
   const bool fnuz = is_fnuz(args.lhs.element) || is_fnuz(args.rhs.element);
-  if (fnuz || args.lhs.factors != nullptr || args.rhs.factors != nullptr) to_panels(args);
+  if (fnuz || args.lhs.factors != nullptr || args.rhs.factors != nullptr) to_factors(args);
   status = run_split(args);
   given.ran = args.ran;
   return status;

@@ -40,13 +40,30 @@ class Splitter {
   // Rows [begin, begin + 32); whether a factor is not 1.
   bool rows(int64_t begin) {
     const int64_t end = std::min(begin + kRowBlock, o_.rows);
+    const bool factors = o_.block_rows % kRowBlock == 0 ? alike(begin, end) : each(begin, end);
+    for (int64_t b = 0; b < ceil_div(o_.k, kWideBlock); ++b) {
+      float* to = factors_ + b * made_.factor_stride;
+      std::fill(to + end, to + begin + kRowBlock, 1.0f);
+    }
+    return factors;
+  }
+
+  const StridedOperand& made() const { return made_; }
+
+ private:
+  Split stored(int64_t row, int64_t block) const {
+    return split(
+        o_.stored[row / o_.block_rows * o_.stored_row_stride + block * o_.stored_block_stride]);
+  }
+
+  // Rows with scales of their own.
+  bool each(int64_t begin, int64_t end) {
     const int64_t blocks = ceil_div(o_.k, kWideBlock);
     bool factors = false;
     for (int64_t row = begin; row < end; ++row) {
       int least = 255, most = 0;
       for (int64_t b = 0; b < blocks; ++b) {
-        const Split s = split(
-            o_.stored[row / o_.block_rows * o_.stored_row_stride + b * o_.stored_block_stride]);
+        const Split s = stored(row, b);
         put(row, b, s);
         factors = factors || s.factor != 1.0f;
         if (s.byte == 255) continue;
@@ -55,15 +72,41 @@ class Splitter {
       }
       if (most - least > kWideSpread) forget_zeros(row, blocks);
     }
-    for (int64_t row = end; row < begin + kRowBlock; ++row) {
-      for (int64_t b = 0; b < blocks; ++b) factors_[b * made_.factor_stride + row] = 1.0f;
+    return factors;
+  }
+
+  // Rows that share their scales: those of the first one, copied.
+  bool alike(int64_t begin, int64_t end) {
+    const int64_t blocks = ceil_div(o_.k, kWideBlock), all = ceil_div(o_.k, kBlock);
+    int least = 255, most = 0;
+    bool factors = false;
+    for (int64_t b = 0; b < blocks; ++b) {
+      const Split s = stored(begin, b);
+      put(begin, b, s);
+      float* to = factors_ + b * made_.factor_stride;
+      std::fill(to + begin, to + end, s.factor);
+      factors = factors || s.factor != 1.0f;
+      if (s.byte == 255) continue;
+      least = std::min<int>(least, s.byte);
+      most = std::max<int>(most, s.byte);
+    }
+    if (made_.scale_block_stride == 1) {
+      const uint8_t* first = bytes_ + begin * made_.scale_row_stride;
+      for (int64_t row = begin + 1; row < end; ++row) {
+        std::copy(first, first + all, bytes_ + row * made_.scale_row_stride);
+      }
+    } else {
+      for (int64_t i = 0; i < all; ++i) {
+        uint8_t* line = bytes_ + i * made_.scale_block_stride;
+        std::fill(line + begin + 1, line + end, line[begin]);
+      }
+    }
+    for (int64_t row = begin; row < end && most - least > kWideSpread; ++row) {
+      forget_zeros(row, blocks);
     }
     return factors;
   }
 
-  const StridedOperand& made() const { return made_; }
-
- private:
   void put(int64_t row, int64_t block, Split s) {
     const int64_t last = std::min((block + 1) * kBytesOfScale, ceil_div(o_.k, kBlock));
     for (int64_t i = block * kBytesOfScale; i < last; ++i) {
