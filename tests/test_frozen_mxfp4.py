@@ -152,6 +152,28 @@ def test_copies_and_checkpoints(kind, activations, tmp_path):
         assert torch.equal(run(other, x), y)
 
 
+def test_conv1d_of_transformers():
+    """A weight [in, out] is held as [out, in] codes."""
+    utils = pytest.importorskip("transformers.pytorch_utils")
+    layer, x = utils.Conv1D(96, 64), torch.randn(5, 64)
+    te_mx.convert_model(layer)
+    te_mx.freeze_weights(layer, drop_master=True, fmt="mxfp4", activations="bf16")
+    with torch.no_grad():
+        y = layer(x)
+        te_mx.unfreeze_weights(layer, dequantize=True)
+        assert layer.weight.shape == (64, 96)
+        torch.testing.assert_close(y, layer(x), rtol=1e-5, atol=1e-5)
+
+
+def test_a_checkpoint_of_a_later_version():
+    state = frozen("Linear").state_dict()
+    state._metadata[""]["te_mx_frozen"]["biases"] = True
+    layer = te_mx.Linear(64, 96)
+    with pytest.raises(RuntimeError, match="frozen in a way that this version of te_mx does not"):
+        layer.load_state_dict(state)
+    assert layer._frozen is None
+
+
 # -------------------------------------------------------------------------------- parts of a model
 def model():
     made = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64), nn.Linear(64, 8))
