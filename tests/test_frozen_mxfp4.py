@@ -213,6 +213,12 @@ def test_gradients_flow_to_the_input_where_masters_are_kept():
     with te_mx.autocast():
         (got,) = torch.autograd.grad(layer(x).square().sum(), x)
     assert torch.equal(got, expected)
+    # Formats that are fixed are those of backward too, whatever the region has.
+    te_mx.freeze_weights(layer, activations="mxfp8")
+    for recipe in (DEEPSEEK, None):
+        with te_mx.autocast(recipe=recipe):
+            (got,) = torch.autograd.grad(layer(x).square().sum(), x)
+        assert torch.equal(got, expected)
     te_mx.unfreeze_weights(layer)
     assert layer.weight.requires_grad and layer._frozen is None
 
