@@ -113,15 +113,11 @@ def test_weight_only_is_exact_beside_bf16():
     assert torch.equal(run(tiny, x), torch.full((1, 96), 2.0**-8, dtype=torch.float16))
 
 
-@every
-def test_on_a_device_that_knows_the_splits(kind):
-    """The loop over groups, and all groups at once where no host looks: as under torch.compile."""
-    if kind not in ("GroupedLinear", "stacked"):
-        layer, x = frozen(kind, activations="bf16"), torch.randn(25, 64)
-        args = ()
-    else:
-        layer, x = frozen(kind, activations="bf16"), torch.randn(29, 64)
-        args = (torch.tensor(SPLITS),)
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP", "GroupedLinear"])
+def test_compiled(kind):
+    """Groups are a loop, or all at once where no host looks, as here."""
+    layer, x = frozen(kind, activations="bf16"), torch.randn(29, 64)
+    args = (torch.tensor(SPLITS),) if kind == "GroupedLinear" else ()
     torch._dynamo.reset()
     with torch.no_grad():
         compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")(x, *args)
