@@ -13,12 +13,12 @@ from te_mx.dispatch.explain import Explanation, explain_problem
 from te_mx.dispatch.problem import Problem, level_name, place_of
 from te_mx.layouts import sm90_tiles
 from te_mx.layouts.operand import Operand
-from te_mx.recipe import check_precision
+from te_mx.recipe import Settings, check_precision, get_default_recipe, resolve_recipe
 from te_mx.runtime.ran import FallbackWarning
 
 __all__ = ["Explanation", "FallbackWarning", "explain"]
 
-_ANY = "mxfp8_e4m3@any"
+_ROLES = {"TN": ("w", "x"), "NN": ("w", "g"), "NT": ("x", "g")}  # of A and B in te_mx.Linear
 
 
 def explain(
@@ -34,12 +34,13 @@ def explain(
     alignment_spread: int = DEFAULT_SPREAD,
     split_k: bool = True,
     classes: bool = False,
+    recipe: Any = None,
 ) -> Explanation:
     """Say which kernel `te_mx.gemm(A, B, layout)` runs on, and why every other one declines.
 
     Pass two MXTensors, or the sizes m, n, k of D[n, m] (te_mx.Linear: m out features, n tokens, k
-    in features), which stand for MXFP8. Dtypes and epilogues do not change the choice: every kernel
-    takes all.
+    in features), which stand for MXFP8 or for what a recipe says. Dtypes and epilogues do not
+    change the choice: every kernel takes all.
 
     Args:
         A, B: MXTensors as for `te_mx.gemm`.
@@ -50,6 +51,8 @@ def explain(
             Modules cut k only when their recipe says split_k=True.
         classes: also count the tiles of A and B by what aligning their scales makes of them
             (docs/numerics.md): it needs the tensors, works on every device and waits for it.
+        recipe: of sizes, the recipe of a te_mx.Linear, whose fprop is TN, dgrad NN and wgrad NT: it
+            names the formats. None means E4M3 everywhere.
 
     Raises:
         ValueError: neither two tensors nor three sizes, or an unknown layout, or operands that do
@@ -59,7 +62,9 @@ def explain(
     check_precision(precision, alignment_spread)
     check_flag("split_k", split_k)
     check_flag("classes", classes)
-    problem, sides = _problem(A, B, layout, m, n, k, device, precision, alignment_spread)
+    settings = None if recipe is None else resolve_recipe(recipe).settings
+    sizes = {"m": m, "n": n, "k": k}
+    problem, sides = _problem(A, B, layout, sizes, device, (precision, alignment_spread), settings)
     notes: tuple[str, ...] = ()
     if classes:
         if not sides:
@@ -87,11 +92,13 @@ def _gemm(
 
 
 def _problem(
-    A: Any, B: Any, name: str, m: int | None, n: int | None, k: int | None, device: Any,
-    precision: str, spread: int,
+    A: Any, B: Any, name: str, sizes: dict[str, int | None], device: Any, how: tuple[str, int],
+    settings: Settings | None,
 ) -> tuple[Problem, dict[str, Operand]]:  # fmt: skip
-    sizes = {"m": m, "n": n, "k": k}
+    precision, spread = how
     given = [size for size in sizes.values() if size is not None]
+    if A is not None and B is not None and settings is not None:
+        raise ValueError("recipe names the formats of sizes; A and B have theirs, leave it away")
     if A is not None and B is not None and not given and device is None:
         a, b = blas.operands(A, B, name)
         made = _gemm(a.codes.device, b.spec, a.spec, b.rows, a.rows, a.k, precision, spread)
@@ -99,7 +106,8 @@ def _problem(
     if A is not None or B is not None or len(given) < 3:
         raise ValueError(
             "explain needs two MXTensors (A and B) or three sizes (m, n and k, perhaps a device), "
-            f"got A={A is not None}, B={B is not None}, m={shown(m)}, n={shown(n)}, k={shown(k)}, "
+            f"got A={A is not None}, B={B is not None}, "
+            f"{', '.join(f'{size}={shown(value)}' for size, value in sizes.items())}, "
             f"device={shown(device)}"
         )
     blas.check_layout(name)
@@ -110,7 +118,9 @@ def _problem(
             'devices; pass another one, or device="cpu"'
         )
     m, n, k = (check_size(*item) for item in sizes.items())
-    return _gemm(where, _ANY, _ANY, n, m, k, precision, spread), {}
+    usual = get_default_recipe().settings
+    rhs, lhs = (f"{getattr(settings or usual, role)}@any" for role in _ROLES[name])
+    return _gemm(where, lhs, rhs, n, m, k, precision, spread), {}
 
 
 def _count(operand: Operand, spread: int) -> str:

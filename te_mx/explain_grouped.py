@@ -14,7 +14,7 @@ from te_mx.dispatch.problem import STREAM_ROWS, Problem, place_of
 from te_mx.dispatch.registry import pick_problem
 from te_mx.dispatch.run import REFERENCE, ZERO_SIZE
 from te_mx.explain import Explanation, explain
-from te_mx.recipe import MAX_SPREAD, check_precision
+from te_mx.recipe import MAX_SPREAD, check_precision, resolve_recipe
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ def explain_grouped(
     out_features: int,
     device: Any = None,
     precision: str = "adaptive",
+    recipe: Any = None,
 ) -> GroupedExplanation:
     """Say which kernels `te_mx.GroupedLinear` runs groups of m_splits rows on, and why others
     decline.
@@ -56,6 +57,7 @@ def explain_grouped(
         device: the CPU by default.
         precision: as for `te_mx.gemm`; it matters on GPUs without block-scaled tensor
             cores.
+        recipe: names the formats; None means E4M3 everywhere.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, or one that means nothing.
@@ -77,19 +79,23 @@ def explain_grouped(
         ran = []
         for size in reversed(sizes.values()):
             if size:
-                found = explain(m=m, n=size, k=k, device=where, precision=precision)
+                layout = "TN" if gemm == "fprop" else "NN"
+                how = {"layout": layout, "device": where, "precision": precision}
+                found = explain(m=m, n=size, k=k, recipe=recipe, **how)  # type: ignore[arg-type]
                 ran.append(found.kernel)
                 details.append((f"{gemm} of a group of {size} rows", found))
         names[gemm] = " + ".join(dict.fromkeys(ran)) or ZERO_SIZE
     rows = max(splits, default=0)
     found = explain(
-        m=in_features, n=out_features, k=rows, device=where, precision=precision, layout="NT"
-    )
+        m=in_features, n=out_features, k=rows, device=where, precision=precision, layout="NT",
+        recipe=recipe,
+    )  # fmt: skip
     details.append((f"wgrad of a group of {rows} rows", found))
     note = ""
-    spec, many = "mxfp8_e4m3@any", 1 << 10
+    settings, many = resolve_recipe(recipe).settings, 1 << 10
+    x, w = (f"{fmt}@any" for fmt in settings[:2])
     problem = Problem(
-        "gemm_rows", place_of(where), spec, spec, many, many, many, len(splits), precision,
+        "gemm_rows", place_of(where), x, w, many, many, many, len(splits), precision,
         "device" if where.type == "cuda" else "host",
     )  # fmt: skip
     kernel = pick_problem(problem)

@@ -36,7 +36,8 @@ def grouped_gemm(
     recipe: Any = None,
 ) -> Tensor:
     """``D[r] = inp[r] @ weight[g].T + bias[g]`` for the rows r of every group g, on MXTensors of
-    any two formats; each group has the bits of `te_mx.gemm` on its rows, with ``split_k=False``.
+    any two formats. Each group has the bits of `te_mx.gemm` on its rows with ``split_k=False``; on
+    Hopper, where only the device knows the groups, it is inside the bound of that precision.
 
     One of three says which rows belong to which of the G groups:
 

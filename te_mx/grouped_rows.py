@@ -158,7 +158,8 @@ def aligned(offs: Tensor, alignment: int, tokens: Tensor) -> Rows:
         if torch.equal(counts.cumsum(0), ends):  # no gaps
             return Rows(Groups(ends))
         bounds = zip(starts.tolist(), counts.tolist(), strict=True)
-        order = torch.cat([torch.arange(start, start + count) for start, count in bounds])
+        where = offs.device
+        order = torch.cat([torch.arange(s, s + count, device=where) for s, count in bounds])
         return Rows(Groups(counts.cumsum(0)), order.to(tokens.device), room=rows)
     # Behind the last group nothing starts.
     upper = torch.cat([upper[:-1], ends[-1:]]).cummax(0).values

@@ -205,3 +205,22 @@ def test_formats_without_a_native_kernel(fresh_warnings):
     te_mx.gemm(A, few)  # nothing is said twice
     with pytest.raises(ValueError, match="counts tiles of MXFP8 tensors, A is mxfp4"):
         te_mx.explain(A, usual, classes=True)
+
+
+@pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")
+def test_sizes_under_a_recipe():
+    """The formats of each GEMM of a layer: what te_mx.gemm of such tensors says."""
+    recipe = te_mx.recipe.BlockScaling("mxfp8_e4m3", "mxfp6_e2m3", "mxfp8_e5m2")
+    fmts = {"x": "e4m3", "w": "mxfp6_e2m3", "g": "e5m2"}
+    for layout, roles in {"TN": "wx", "NN": "wg", "NT": "xg"}.items():
+        A, B = (
+            te_mx.quantize(torch.ones(40, 40), fmt=fmts[role], columnwise=True) for role in roles
+        )
+        said = te_mx.explain(A, B, layout)
+        sizes = te_mx.explain(m=40, n=40, k=40, layout=layout, recipe=recipe)
+        assert (sizes.kernel, sizes.declined) == (said.kernel, said.declined)
+    grouped = te_mx.explain_grouped([33, 0], in_features=40, out_features=40, recipe=recipe)
+    assert (grouped.fprop, grouped.dgrad) == ("reference", "reference")
+    assert grouped.wgrad == te_mx.explain(m=40, n=40, k=40, layout="NT").kernel
+    with pytest.raises(ValueError, match="recipe names the formats of sizes"):
+        te_mx.explain(A, B, recipe=recipe)

@@ -113,15 +113,11 @@ def test_weight_only_is_exact_beside_bf16():
     assert torch.equal(run(tiny, x), torch.full((1, 96), 2.0**-8, dtype=torch.float16))
 
 
-@every
-def test_on_a_device_that_knows_the_splits(kind):
-    """The loop over groups, and all groups at once where no host looks: as under torch.compile."""
-    if kind not in ("GroupedLinear", "stacked"):
-        layer, x = frozen(kind, activations="bf16"), torch.randn(25, 64)
-        args = ()
-    else:
-        layer, x = frozen(kind, activations="bf16"), torch.randn(29, 64)
-        args = (torch.tensor(SPLITS),)
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP", "GroupedLinear"])
+def test_compiled(kind):
+    """Groups are a loop, or all at once where no host looks, as here."""
+    layer, x = frozen(kind, activations="bf16"), torch.randn(29, 64)
+    args = (torch.tensor(SPLITS),) if kind == "GroupedLinear" else ()
     torch._dynamo.reset()
     with torch.no_grad():
         compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")(x, *args)
@@ -150,6 +146,28 @@ def test_copies_and_checkpoints(kind, activations, tmp_path):
     if activations == "bf16":  # tensors alone: the module's own
         other.load_state_dict(dict(state))
         assert torch.equal(run(other, x), y)
+
+
+def test_conv1d_of_transformers():
+    """A weight [in, out] is held as [out, in] codes."""
+    utils = pytest.importorskip("transformers.pytorch_utils")
+    layer, x = utils.Conv1D(96, 64), torch.randn(5, 64)
+    te_mx.convert_model(layer)
+    te_mx.freeze_weights(layer, drop_master=True, fmt="mxfp4", activations="bf16")
+    with torch.no_grad():
+        y = layer(x)
+        te_mx.unfreeze_weights(layer, dequantize=True)
+        assert layer.weight.shape == (64, 96)
+        torch.testing.assert_close(y, layer(x), rtol=1e-5, atol=1e-5)
+
+
+def test_a_checkpoint_of_a_later_version():
+    state = frozen("Linear").state_dict()
+    state._metadata[""]["te_mx_frozen"]["biases"] = True
+    layer = te_mx.Linear(64, 96)
+    with pytest.raises(RuntimeError, match="frozen in a way that this version of te_mx does not"):
+        layer.load_state_dict(state)
+    assert layer._frozen is None
 
 
 # -------------------------------------------------------------------------------- parts of a model
@@ -191,6 +209,12 @@ def test_gradients_flow_to_the_input_where_masters_are_kept():
     with te_mx.autocast():
         (got,) = torch.autograd.grad(layer(x).square().sum(), x)
     assert torch.equal(got, expected)
+    # Formats that are fixed are those of backward too, whatever the region has.
+    te_mx.freeze_weights(layer, activations="mxfp8")
+    for recipe in (DEEPSEEK, None):
+        with te_mx.autocast(recipe=recipe):
+            (got,) = torch.autograd.grad(layer(x).square().sum(), x)
+        assert torch.equal(got, expected)
     te_mx.unfreeze_weights(layer)
     assert layer.weight.requires_grad and layer._frozen is None
 

@@ -13,8 +13,8 @@ WEIGHT_ONLY = "bf16"  # as activations: inputs are not quantized
 
 
 class Fixed(NamedTuple):
-    """What stays as it was frozen inside of a region: the format of the weights, the format and the
-    scale rule of the inputs. weight_only: inputs are not quantized."""
+    """What stays as it was frozen inside of a region: w, the format of the weights; x, that and all
+    other formats and rules. weight_only: inputs are not quantized."""
 
     w: bool = False
     x: bool = False
@@ -22,6 +22,10 @@ class Fixed(NamedTuple):
 
 
 NOTHING = Fixed()
+# What says how a device multiplies and what backward does, which no format depends on.
+_OF_REGIONS = (
+    "precision", "spread", "backward", "wgrad_hp", "one_copy", "split_k", "keep_columns"
+)  # fmt: skip
 
 
 def fixed_by(
@@ -48,10 +52,8 @@ def inside(settings: Settings, mine: Settings, fixed: Fixed, dropped: bool) -> S
     """The settings of a region for a module that was frozen with `mine`. Without masters there are
     codes of one format only, whatever was fixed."""
     if fixed.x:
-        settings = settings._replace(x=mine.x, x_col=mine.x_col, scale_rule=mine.scale_rule)
-    if fixed.w or dropped:
-        settings = settings._replace(w=mine.w, w_col=mine.w_col)
-    return settings
+        return mine._replace(**{name: getattr(settings, name) for name in _OF_REGIONS})
+    return settings._replace(w=mine.w, w_col=mine.w_col) if fixed.w or dropped else settings
 
 
 def _name(name: str, given: Any) -> str:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from te_mx import formats
 from te_mx.arguments import is_dense, shown
-from te_mx.nn.frozen_formats import Fixed
+from te_mx.nn.frozen_formats import NOTHING, Fixed
 from te_mx.nn.frozen_weight import Freezable, Frozen
 from te_mx.recipe import BlockScaling, DeepSeekV3, Float8BlockScaling, get_default_recipe
 from te_mx.recipes.settings import Settings
@@ -133,7 +133,16 @@ def read_codes(
         if not (local_metadata.get("assign_to_params_buffers", False) or held.is_meta):
             code, scale = (t.to(held.device, copy=True) for t in (code, scale))
         made[key] = code.detach().contiguous(), scale.detach().contiguous()
-    fixed = None if _RECIPE not in local_metadata else Fixed(**local_metadata.get(_FIXED, {}))
+    fixed = None if _RECIPE not in local_metadata else NOTHING
+    if (saved := local_metadata.get(_FIXED)) is not None:
+        try:
+            fixed = Fixed(**saved)
+        except TypeError as error:
+            error_msgs.append(
+                f"{weights[key]}: was frozen in a way that this version of te_mx does not know, "
+                f"{saved!r} ({error})"
+            )
+            return nothing
     return Codes(made, settings, ours, fixed)
 
 

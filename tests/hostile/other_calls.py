@@ -157,10 +157,10 @@ EXPLAINED = (
     Call(
         "te_mx.explain", lambda d: te_mx.explain,
         lambda d: {"layout": "TN", "m": 8, "n": 4, "k": 70, "device": d, "precision": "adaptive",
-                   "alignment_spread": 8, "split_k": True, "classes": False},
+                   "alignment_spread": 8, "split_k": True, "classes": False, "recipe": HYBRID},
         {"layout": WORD | UPPER_CASE, **dict.fromkeys("mnk", COUNT.but("huge")), "device": DEVICE,
          "precision": WORD | UPPER_CASE, "alignment_spread": COUNT | values(nine=9),
-         "split_k": FLAG, "classes": ONLY_FALSE},
+         "split_k": FLAG, "classes": ONLY_FALSE, "recipe": RECIPE},
     ),
     Call(
         "te_mx.explain of tensors", lambda d: te_mx.explain,
@@ -172,12 +172,12 @@ EXPLAINED = (
     Call(
         "te_mx.explain_grouped", lambda d: te_mx.explain_grouped,
         lambda d: {"m_splits": [10, 14], "in_features": 70, "out_features": 40, "device": d,
-                   "precision": "adaptive"},
+                   "precision": "adaptive", "recipe": HYBRID},
         {"m_splits": SPLITS.but("one split less", "one split more", "no splits",
                                 "more than the rows", "a tensor over the rows",
                                 "an overflowing tensor"),
          **dict.fromkeys(("in_features", "out_features"), COUNT.but("huge")), "device": DEVICE,
-         "precision": WORD | UPPER_CASE},
+         "precision": WORD | UPPER_CASE, "recipe": RECIPE},
     ),
 )  # fmt: skip
 

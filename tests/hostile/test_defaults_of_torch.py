@@ -4,6 +4,7 @@ users make: nothing inside te_mx follows them, with native code or without.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -88,6 +89,11 @@ def trained(layer: torch.nn.Module, x: Tensor, splits: tuple) -> list[Tensor]:
     with torch.no_grad(), te_mx.autocast():
         made.append(layer(x, *splits))
     te_mx.unfreeze_weights(layer)
+    if getattr(layer, "_split", None) is None:
+        frozen = copy.deepcopy(layer)
+        te_mx.freeze_weights(frozen, drop_master=True, fmt="mxfp4", activations="bf16")
+        with torch.no_grad():
+            made.append(frozen(x, *splits))
     return made
 
 
@@ -116,6 +122,8 @@ def test_functions(request, native: bool, default: str):
         made += [te_mx.gemm(q, q).out for _ in range(3)]  # which are packed from the second on
         made.append(te_mx.grouped_linear(x, weight, offs=offs))
         made.append(te_mx.grouped_linear(x, weight, index=index))
+        made.append(te_mx.grouped_linear(x, weight, offs=offs, alignment=8))
+        made.append(te_mx.grouped_gemm(q, te_mx.quantize(weight), offs=offs, alignment=8))
         if native:
             made.append(te_mx.quantize(whole).dequantize())
         return made
