@@ -11,11 +11,11 @@ from te_mx.common.recipe import RecipeWarning
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
-import te_quickstart  # noqa: E402  (the examples are no package)
+import te_quickstart
 
 
 def test_the_four_layers_are_one(capsys):
-    small = "--device cpu --hidden 64 --heads 4 --length 16 --batch 2 --steps 1".split()
+    small = ["--device=cpu", "--hidden=64", "--heads=4", "--length=16", "--batch=2", "--steps=1"]
     with pytest.warns(RecipeWarning, match="DelayedScaling stands for MXFP8BlockScaling"):
         gaps = te_quickstart.main(small)
     assert len(gaps) == 7 and capsys.readouterr().out.count(" ms ") == 7
