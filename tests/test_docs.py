@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "docs/grouped.md", "docs/integrations.md", "docs/inspect.md"]
+PAGES = [
+    "README.md", "docs/grouped.md", "docs/integrations.md", "docs/inspect.md",
+    "docs/transformer_engine.md",
+]  # fmt: skip
 NEEDS = {"docs/integrations.md": "transformers"}
 
 
