@@ -124,11 +124,6 @@ class MultiheadAttention(nn.Module):
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
         )  # fmt: skip
         constructors.check_name(_OWNER, name)
-        if fuse_wgrad_accumulation and not fuse_qkv_params and attention_type == "self":
-            raise ValueError(
-                f"{_OWNER}: fuse_wgrad_accumulation=True needs fuse_qkv_params=True, one weight "
-                "with one main_grad"
-            )
         self.core_attention = DotProductAttention(
             heads, width, groups, attention_dropout, qkv_format, attn_mask_type, window_size,
             bottom_right_diagonal, softcap, layer_number=layer_number,

@@ -44,7 +44,7 @@ class TransformerLayer(nn.Module):
             DotProductAttention, for self attention; the first three with ``enc_dec_`` before them
             (enc_dec_attn_mask_type) for cross attention.
         params_dtype, device: of the parameters.
-        fuse_wgrad_accumulation: as of te_mx.Linear; needs `fuse_qkv_params`.
+        fuse_wgrad_accumulation: as of te_mx.Linear, with a main_grad for each weight.
         apply_residual_connection_post_layernorm: residuals are the normalized inputs.
         output_layernorm: normalize the output instead of the input of self attention.
         parallel_attention_mlp: ``y = x + dropout(attention(norm(x)) + mlp(norm(x)))``, each with a
