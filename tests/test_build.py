@@ -120,3 +120,23 @@ def test_no_extra_brings_what_only_tests_need_and_make_installs_it_all() -> None
     installed = re.search(r"^PACKAGES = (.*)$", makefile, re.MULTILINE)
     assert installed is not None and names_of(installed[1].split()) == named
     assert named <= names_of((ROOT / "constraints.txt").read_text().splitlines())
+
+
+@needs_tree
+def test_wheels_are_built_for_the_versions_that_the_package_names() -> None:
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    everything = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project, wheels = everything["project"], everything["tool"]["cibuildwheel"]
+    pattern = re.compile(r"Python :: (3)\.(\d+)$")
+    named = [
+        "".join(found.groups()) for c in project["classifiers"] if (found := pattern.search(c))
+    ]
+    assert wheels["build"].split() == [f"cp{version}-*" for version in named]
+    assert project["requires-python"] == f">={named[0][0]}.{named[0][1:]}"
+    linux = wheels["linux"]
+    assert all(
+        linux[f"manylinux-{arch}-image"].startswith("manylinux_2_") for arch in linux["archs"]
+    )
+    for test in re.findall(r"tests/\S+", wheels["test-command"]):
+        assert (ROOT / test).is_file()
+    assert "Typing :: Typed" in project["classifiers"] and (ROOT / "te_mx" / "py.typed").is_file()

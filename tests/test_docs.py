@@ -11,7 +11,10 @@ import pytest
 import te_mx
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "docs/grouped.md", "docs/integrations.md", "docs/inspect.md"]
+PAGES = [
+    "README.md", "docs/grouped.md", "docs/integrations.md", "docs/inspect.md",
+    "docs/transformer_engine.md",
+]  # fmt: skip
 NEEDS = {"docs/integrations.md": "transformers"}
 
 

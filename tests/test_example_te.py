@@ -15,7 +15,7 @@ import te_quickstart
 
 
 def test_the_four_layers_are_one(capsys):
-    small = ["--device", "cpu", "--hidden", "64", "--heads", "4", "--length", "16", "--batch", "2", "--steps", "1"]
+    small = ["--device=cpu", "--hidden=64", "--heads=4", "--length=16", "--batch=2", "--steps=1"]
     with pytest.warns(RecipeWarning, match="DelayedScaling stands for MXFP8BlockScaling"):
         gaps = te_quickstart.main(small)
     assert len(gaps) == 7 and capsys.readouterr().out.count(" ms ") == 7

@@ -38,6 +38,12 @@ def probability(name: str, value: Any) -> float:
     return value
 
 
+def epsilon(name: str, value: Any) -> None:
+    """Raise TypeError or ValueError unless a value is a number of 0 or more."""
+    if check_number(name, value) < 0:
+        raise ValueError(f"{name} must be 0 or more, got {value}")
+
+
 def softcap(owner: str, value: Any) -> float:
     """Raise TypeError or ValueError unless softcap is a number of 0 or more."""
     value = check_number(f"{owner}: softcap", value)
@@ -80,13 +86,43 @@ def widths(owner: str, kv_channels: Any) -> tuple[int, int]:
 
 
 # ---------------------------------------------------------------------------------------- of calls
-def tensor(owner: str, name: str, value: Any, device: torch.device | None = None) -> None:
-    """Raise TypeError unless a value is a dense tensor, ValueError unless it is on the device."""
+def tensor(
+    owner: str, name: str, value: Any, device: torch.device | None = None,
+    of: str = "query_layer",
+) -> None:  # fmt: skip
+    """Raise TypeError unless a value is a dense tensor, ValueError unless it is on the device, that
+    of another tensor."""
     if not isinstance(value, Tensor) or not is_dense(value):
         raise TypeError(f"{owner}: {name} must be a dense tensor, got {shown(value)}")
     if device is not None and value.device != device:
+        raise ValueError(f"{owner}: {name} is on {value.device} and {of} on {device}; move one")
+
+
+def is_float(value: Tensor) -> bool:
+    """Whether torch computes with a dtype as with real numbers: not so 8-bit floats."""
+    return value.is_floating_point() and value.element_size() > 1
+
+
+def hidden(owner: str, name: str, value: Any, dims: int, size: int) -> None:
+    """Check the input of a module: a dense tensor [.., size] of a float dtype."""
+    tensor(owner, name, value)
+    if not is_float(value):
+        raise TypeError(f"{owner}: {name} must be of a float dtype, got {value.dtype}")
+    if value.dim() != dims or value.shape[-1] != size:
         raise ValueError(
-            f"{owner}: {name} is on {value.device} and the queries on {device}; move one"
+            f"{owner}: {name} must have {dims} dimensions and a last one of {size}, got shape "
+            f"{tuple(value.shape)}"
+        )
+
+
+def angles(owner: str, name: str, value: Any) -> None:
+    """Check what apply_rotary_pos_emb takes for angles."""
+    tensor(owner, name, value)
+    d = value.shape[-1] if value.dim() else 0
+    if value.dim() != 4 or value.shape[2] != 1 or d == 0 or d % 2 or not is_float(value):
+        raise ValueError(
+            f"{owner}: {name} must be [s2, 1 or b, 1, d] with an even d and of a float dtype, got "
+            f"{shown(value)}"
         )
 
 
@@ -106,7 +142,7 @@ def operands(owner: str, module: Any, layout: str, q: Any, k: Any, v: Any) -> No
                 f"{owner}: {name} must be {_DIMS[layout]} with heads={last[0]} and width={last[1]} "
                 f"for qkv_format={layout!r}, got shape {tuple(value.shape)}"
             )
-        if not value.is_floating_point() or value.dtype != q.dtype or value.element_size() == 1:
+        if not is_float(value) or value.dtype != q.dtype:
             raise TypeError(
                 f"{owner}: {name} must be of a float dtype, the same for all three, got "
                 f"{value.dtype} beside query_layer {q.dtype}"
@@ -140,18 +176,14 @@ def bias(owner: str, kind: str, value: Any, slopes: Any, heads: int, device: tor
         )
     if value is not None:
         tensor(owner, "core_attention_bias", value, device)
-        if not value.is_floating_point() or value.dim() > 4:
+        if not is_float(value) or value.dim() > 4:
             raise TypeError(
                 f"{owner}: core_attention_bias must be of a float dtype and of at most 4 "
                 f"dimensions, got {shown(value)}"
             )
     if slopes is not None:
         tensor(owner, "alibi_slopes", slopes, device)
-        if (
-            not slopes.is_floating_point()
-            or slopes.dim() not in (1, 2)
-            or slopes.shape[-1] != heads
-        ):
+        if not is_float(slopes) or slopes.dim() not in (1, 2) or slopes.shape[-1] != heads:
             raise ValueError(
                 f"{owner}: alibi_slopes must be [{heads}] or [b, {heads}] of a float dtype, got "
                 f"{shown(slopes)}"
@@ -215,7 +247,8 @@ def lengths(owner: str, **given: Any) -> dict[str, Tensor]:
         if value is None:
             continue
         tensor(owner, name, value)
-        if value.dtype not in (torch.int32, torch.int64) or value.dim() != 1 or not len(value):
+        ints = value.dtype in (torch.int32, torch.int64) and not value.is_meta
+        if not ints or value.dim() != 1 or not len(value):
             raise TypeError(
                 f"{owner}: {name} must be int32 or int64 [sequences + 1], got {shown(value)}"
             )
@@ -270,6 +303,8 @@ def places(owner: str, given: dict[str, Tensor], side: str, tokens: int) -> list
     steps = given[name].tolist()
     padded = f"{name}_padded"
     starts = given[padded].tolist() if padded in given else steps
+    if steps[0] != 0:
+        raise ValueError(f"{owner}: {name} must start with 0, got {steps[0]}")
     if len(starts) != len(steps):
         raise ValueError(f"{owner}: {padded} must be [{len(steps)}] as {name}, got [{len(starts)}]")
     found, done = [], 0

@@ -15,6 +15,7 @@ from te_mx.nn.attention_checks import BIAS_TYPES, FORMATS, SOFTMAX_TYPES
 from te_mx.nn.attention_masks import Padding, Rule
 from te_mx.nn.core_attention import Scores, attend, attend_with_max
 from te_mx.nn.extra_state import WithoutExtraState
+from te_mx.nn.te_defaults import default_device
 
 _OWNER = "te_mx.DotProductAttention"
 
@@ -105,8 +106,10 @@ class DotProductAttention(WithoutExtraState, nn.Module):
         constructors.check_name(_OWNER, name)
         self.name = name
         self.softmax_offset: nn.Parameter | None
-        offset = torch.zeros(1, heads, 1, 1) if softmax_type == "learnable" else None
-        self.register_parameter("softmax_offset", None if offset is None else nn.Parameter(offset))
+        made = None
+        if softmax_type == "learnable":
+            made = nn.Parameter(torch.zeros(1, heads, 1, 1, device=default_device()))
+        self.register_parameter("softmax_offset", made)
 
     def forward(
         self,

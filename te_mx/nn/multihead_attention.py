@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_mx.arguments import check_number
+from te_mx.arguments import check_flag
 from te_mx.nn import attention_arguments, attention_checks, constructors
 from te_mx.nn.dot_product_attention import DotProductAttention
 from te_mx.nn.norms import L2Normalization, LayerNorm, RMSNorm
@@ -107,7 +107,15 @@ class MultiheadAttention(nn.Module):
                 f"{_OWNER}: num_attention_heads must divide hidden_size={hidden_size}, got {heads}"
                 "; or give kv_channels"
             )
-        width, _ = attention_checks.widths(_OWNER, kv_channels or hidden_size // heads)
+        if kv_channels is None:
+            kv_channels = hidden_size // heads
+        width, _ = attention_checks.widths(_OWNER, kv_channels)
+        attention_checks.epsilon(f"{_OWNER}: layernorm_epsilon", layernorm_epsilon)
+        attention_checks.epsilon(f"{_OWNER}: qk_norm_eps", qk_norm_eps)
+        constructors.functions(
+            _OWNER, init_method=init_method, output_layer_init_method=output_layer_init_method
+        )
+        constructors.parameter_place(_OWNER, device, None, params_dtype)
         constructors.flags(
             _OWNER, return_bias=return_bias, return_layernorm_output=return_layernorm_output,
             input_layernorm=input_layernorm, fuse_qkv_params=fuse_qkv_params, bias=bias,
@@ -116,11 +124,6 @@ class MultiheadAttention(nn.Module):
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
         )  # fmt: skip
         constructors.check_name(_OWNER, name)
-        if fuse_wgrad_accumulation and not fuse_qkv_params and attention_type == "self":
-            raise ValueError(
-                f"{_OWNER}: fuse_wgrad_accumulation=True needs fuse_qkv_params=True, one weight "
-                "with one main_grad"
-            )
         self.core_attention = DotProductAttention(
             heads, width, groups, attention_dropout, qkv_format, attn_mask_type, window_size,
             bottom_right_diagonal, softcap, layer_number=layer_number,
@@ -139,8 +142,7 @@ class MultiheadAttention(nn.Module):
         self.rotary_pos_interleaved, self.name = rotary_pos_interleaved, name
         self.qk_norm_before_rope = qk_norm_before_rope
         self.q_norm, self.k_norm = _head_norms(
-            qk_norm_type, check_number(f"{_OWNER}: qk_norm_eps", qk_norm_eps), width, device,
-            params_dtype,
+            qk_norm_type, qk_norm_eps, width, device, params_dtype,
         )  # fmt: skip
 
         common = {
@@ -221,6 +223,8 @@ class MultiheadAttention(nn.Module):
             owner, {"inference_params": inference_params}, ("inference_params",)
         )
         self._check(owner, hidden_states, encoder_output)
+        if is_first_microbatch is not None:
+            check_flag(f"{owner}: is_first_microbatch", is_first_microbatch)
         embed = _pair(owner, rotary_pos_emb)
         q, k, v, normed = self._project(hidden_states, encoder_output, is_first_microbatch)
         if self.q_norm is not None and self.qk_norm_before_rope:
@@ -241,25 +245,18 @@ class MultiheadAttention(nn.Module):
         return outputs if len(outputs) > 1 else outputs[0]
 
     def _check(self, owner: str, hidden: Any, encoder: Any) -> None:
-        attention_checks.tensor(owner, "hidden_states", hidden)
-        wanted: list[tuple[str, Any]] = [("hidden_states", hidden)]
+        dims = 2 if self.qkv_format == "thd" else 3
+        attention_checks.hidden(owner, "hidden_states", hidden, dims, self.hidden_size)
         if self.attention_type == "cross":
             if encoder is None:
                 raise ValueError(f"{owner}: cross attention needs encoder_output, got None")
-            attention_checks.tensor(owner, "encoder_output", encoder, hidden.device)
-            wanted.append(("encoder_output", encoder))
+            name = "encoder_output"
+            attention_checks.tensor(owner, name, encoder, hidden.device, "hidden_states")
+            attention_checks.hidden(owner, name, encoder, dims, self.hidden_size)
         elif encoder is not None:
             raise ValueError(
                 f"{owner}: encoder_output goes with attention_type='cross', not 'self'"
             )
-        dims = 2 if self.qkv_format == "thd" else 3
-        for name, value in wanted:
-            if value.dim() != dims or value.shape[-1] != self.hidden_size:
-                raise ValueError(
-                    f"{owner}: {name} must have {dims} dimensions for qkv_format="
-                    f"{self.qkv_format!r} and a last one of {self.hidden_size}, got shape "
-                    f"{tuple(value.shape)}"
-                )
 
     # ---------------------------------------------------------------------------------- q, k and v
     def _project(
@@ -331,7 +328,7 @@ def _pair(owner: str, embed: Any) -> tuple[Tensor, Tensor] | None:
     if len(pair) != 2:
         raise ValueError(f"{owner}: rotary_pos_emb must be one tensor or two, got {len(pair)}")
     for one in pair:
-        attention_checks.tensor(owner, "rotary_pos_emb", one)
+        attention_checks.angles(owner, "rotary_pos_emb", one)
     return pair[0], pair[1]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from te_mx.arguments import check_flag, check_number, check_size, is_dense, shown
-from te_mx.nn import constructors
+from te_mx.nn import attention_checks, constructors
 from te_mx.nn.extra_state import WithoutExtraState
 from te_mx.nn.te_defaults import default_device
 
@@ -103,7 +103,7 @@ class _Norm(WithoutExtraState, nn.Module):
         if not isinstance(inp, Tensor) or not is_dense(inp):
             raise TypeError(f"te_mx.{type(self).__name__}: inp must be a dense tensor, got "
                             f"{shown(inp)}")  # fmt: skip
-        if tuple(inp.shape[-len(shape) :]) != shape or not inp.is_floating_point():
+        if tuple(inp.shape[-len(shape) :]) != shape or not attention_checks.is_float(inp):
             raise ValueError(
                 f"te_mx.{type(self).__name__}: inp must be [.., {', '.join(map(str, shape))}] of a "
                 f"float dtype, got {shown(inp)}"

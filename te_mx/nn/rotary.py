@@ -165,17 +165,17 @@ def apply_rotary_pos_emb(
 
 def _check(owner: str, t: Any, freqs: Any, packed: bool) -> None:
     attention_checks.tensor(owner, "t", t)
-    attention_checks.tensor(owner, "freqs", freqs)
-    for name, value, dims in (("t", t, 3 if packed else 4), ("freqs", freqs, 4)):
-        if value.dim() != dims or not value.is_floating_point() or value.element_size() == 1:
-            raise ValueError(
-                f"{owner}: {name} must have {dims} dimensions and a float dtype, got {shown(value)}"
-            )
-    d = freqs.shape[-1]
-    if freqs.shape[2] != 1 or d % 2 or d > t.shape[-1] or freqs.device != t.device:
+    dims = 3 if packed else 4
+    if t.dim() != dims or not attention_checks.is_float(t):
         raise ValueError(
-            f"{owner}: freqs must be [s2, 1 or b, 1, d] with an even d of at most {t.shape[-1]}, "
-            f"on {t.device}, got {shown(freqs)}"
+            f"{owner}: t must have {dims} dimensions and a float dtype, got {shown(t)}"
+        )
+    attention_checks.angles(owner, "freqs", freqs)
+    attention_checks.tensor(owner, "freqs", freqs, t.device, "t")
+    if freqs.shape[-1] > t.shape[-1]:
+        raise ValueError(
+            f"{owner}: freqs must have a d of at most the width of t, {t.shape[-1]}, got "
+            f"{freqs.shape[-1]}"
         )
 
 

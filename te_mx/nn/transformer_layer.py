@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from te_mx.arguments import check_flag
 from te_mx.nn import attention_arguments, attention_checks, attention_masks, constructors
 from te_mx.nn.multihead_attention import MultiheadAttention
 from te_mx.nn.mx_module import output_dtype
@@ -43,7 +44,7 @@ class TransformerLayer(nn.Module):
             DotProductAttention, for self attention; the first three with ``enc_dec_`` before them
             (enc_dec_attn_mask_type) for cross attention.
         params_dtype, device: of the parameters.
-        fuse_wgrad_accumulation: as of te_mx.Linear; needs `fuse_qkv_params`.
+        fuse_wgrad_accumulation: as of te_mx.Linear, with a main_grad for each weight.
         apply_residual_connection_post_layernorm: residuals are the normalized inputs.
         output_layernorm: normalize the output instead of the input of self attention.
         parallel_attention_mlp: ``y = x + dropout(attention(norm(x)) + mlp(norm(x)))``, each with a
@@ -137,6 +138,8 @@ class TransformerLayer(nn.Module):
         attention_masks.check_mask_type(f"{_OWNER}: self_attn_mask_type", self_attn_mask_type)
         attention_masks.check_mask_type(f"{_OWNER}: enc_dec_attn_mask_type", enc_dec_attn_mask_type)
         attention_masks.check_window(f"{_OWNER}: enc_dec_window_size", enc_dec_window_size)
+        if enc_dec_bottom_right_diagonal is not None:
+            check_flag(f"{_OWNER}: enc_dec_bottom_right_diagonal", enc_dec_bottom_right_diagonal)
         self.layer_type, self.name, self.layer_number = layer_type, name, layer_number
         self.parallel_attention_mlp, self.output_layernorm = (
             parallel_attention_mlp,
@@ -218,7 +221,9 @@ class TransformerLayer(nn.Module):
             NotImplementedError: an argument of Transformer Engine that te_mx does not have is set.
         """
         owner = f"{_OWNER} {self.name!r}" if self.name else _OWNER
-        attention_checks.tensor(owner, "hidden_states", hidden_states)
+        dims = 2 if self.self_attention.qkv_format == "thd" else 3
+        size = self.self_attention.hidden_size
+        attention_checks.hidden(owner, "hidden_states", hidden_states, dims, size)
         if self.layer_type == "encoder" and encoder_output is not None:
             raise ValueError(f"{owner}: encoder_output goes with layer_type='decoder'")
         first = attention.get("is_first_microbatch")

@@ -111,6 +111,8 @@ def moe_permute_and_pad_with_probs(
     _integers(owner, "routing_map", routing_map, inp, True)
     _probabilities(owner, "probs", probs, routing_map)
     align = check_size(f"{owner}: align_size", align_size, 1)
+    if align >= 1 << 31:
+        raise ValueError(f"{owner}: align_size must be less than 2^31, got {align}")
     experts = routing_map.shape[1]
     _vector(owner, "tokens_per_expert", tokens_per_expert, experts)
     counts = tokens_per_expert.to(inp.device).long()

@@ -19,7 +19,7 @@ _MODULES = {
     "transformer_engine.common.recipe": "te_mx.common.recipe",
     "transformer_engine.pytorch": "te_mx.pytorch",
     "transformer_engine.pytorch.attention": "te_mx.pytorch.attention",
-    "transformer_engine.pytorch.attention.rope": "te_mx.nn.rotary",
+    "transformer_engine.pytorch.attention.rope": "te_mx.pytorch.attention.rope",
     "transformer_engine.pytorch.cross_entropy": "te_mx.pytorch.cross_entropy",
     "transformer_engine.pytorch.distributed": "te_mx.pytorch.distributed",
     "transformer_engine.pytorch.fp8": "te_mx.pytorch.fp8",

@@ -110,7 +110,9 @@ def page(data: dict[str, Any]) -> str:
         "",
         "*accepted*: means the same. *refused*: accepted at the default that is shown; set, it",
         "raises NotImplementedError with its name and the reason. Pass arguments by keyword: te_mx",
-        "has the positional order of nn.Linear.",
+        "has the positional order of nn.Linear. The classes of te_mx.pytorch have that of",
+        "Transformer Engine, with its initialization and its default device:",
+        "[transformer_engine.md](transformer_engine.md).",
         "",
     ]
     for module, parts in data["modules"].items():

@@ -282,6 +282,8 @@ import transformer_engine.pytorch as theirs
 from transformer_engine.common.recipe import DelayedScaling, Format
 from transformer_engine.pytorch.attention import RotaryPositionEmbedding
 from transformer_engine.pytorch.fp8 import fp8_model_init
+import transformer_engine.pytorch.attention.rope as rope
+assert rope.RotaryPositionEmbedding is RotaryPositionEmbedding
 assert theirs is te and whole.pytorch.Linear is te.Linear and whole.__version__.startswith("2.")
 with warnings.catch_warnings(record=True) as seen:
     warnings.simplefilter("always")
