@@ -58,9 +58,10 @@ class Linear(MXModule, nn.Linear):
 
     Main gradients, delaying, saving the input and splitting work outside autocast too.
     `fuse_wgrad_accumulation` and `delay_wgrad_compute` break the graph of torch.compile at the
-    layer; under ``fullgraph=True`` they are an error. At the first forward that trains, both are
-    refused under fully_shard and FullyShardedDataParallel, the second also under
-    DistributedDataParallel.
+    layer; under ``fullgraph=True`` they are an error. On several ranks (docs/distributed.md) the
+    gradient is averaged or put together and goes to ``main_grad`` or ``grad`` of what the optimizer
+    has: of the shard under fully_shard. FullyShardedDataParallel refuses both at the first forward
+    that trains.
 
     Raises:
         TypeError, ValueError: an argument of a wrong type or value, by name.
@@ -192,7 +193,7 @@ class Linear(MXModule, nn.Linear):
         added = None if self.return_bias else bias
         self._check_plain_call(inp, weight, added, self.out_features, self.in_features)
         kept = None
-        if self._frozen is not None or is_first_microbatch is not None:
+        if self._keeps(is_first_microbatch):
             need_dx = torch.is_grad_enabled() and inp.requires_grad
             kept = self._kept_weight("weight", is_first_microbatch, settings, inp.device, need_dx)
         tag = self._tag_now()

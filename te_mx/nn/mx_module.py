@@ -76,6 +76,8 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, Checked):
     def _settings(self) -> Settings | None:
         """Settings that a forward runs with: those of te_mx.autocast, outside of it those that were
         bound; None in high precision."""
+        if self._ran_with is not None:
+            return self._ran_with
         tracing = is_tracing()
         settings = context.current_settings(bound=self._bound) if tracing else self._settings_now()
         if settings is None:
@@ -124,6 +126,10 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, Checked):
             self.__dict__["_tag"] = new_tags(self)
         return self._tag
 
+    def _keeps(self, first: bool | None) -> bool:
+        """Whether there may be something that stands in for a weight."""
+        return self._frozen is not None or first is not None or self._gathered is not None
+
     def _kept_weight(
         self, key: str, first: bool | None, settings: Settings, device: torch.device, need_dx: bool
     ) -> Any:
@@ -134,6 +140,8 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, Checked):
         nor compiled code keeps anything between its calls, and compiled code cannot look whether a
         frozen weight changed.
         """
+        if self._gathered is not None:
+            return self._gathered[key]
         frozen, tracing = self._frozen, is_tracing()
         if first is not None and type(first) is not bool:
             check_flag(f"{self._label()}: is_first_microbatch", first)
@@ -187,7 +195,7 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, Checked):
         fuse = self.fuse_wgrad_accumulation
         if owners:
             return OwnedGradient(parameters, owners, label, fuse, first is True, queue)
-        return WeightGradient(parameters, label, fuse, first is True, queue)
+        return data_parallel.replicated(parameters, label, fuse, first is True, queue)
 
     # ------------------------------------------------------------------- transforms and tracers
     def _refuse_transforms(self, inp: Tensor) -> None:
