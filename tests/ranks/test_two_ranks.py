@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import two_ranks
 
-MODULES = ("tensor_parallel_cases", "data_parallel_cases")
+MODULES = ("tensor_parallel_cases", "data_parallel_cases", "checkpoint_cases")
 _found: dict[str, dict[str, str]] = {}
 
 
