@@ -25,8 +25,10 @@ def __getattr__(name: str) -> Any:
 
 # What concerns other ranks imports torch.distributed.tensor, which whoever comes here has done.
 def _run(module: Any, inp: Any, *args: Any) -> Any:
-    from te_mx.distributed import fsdp, tensor_parallel
+    from te_mx.distributed import fsdp, groups, tensor_parallel
 
+    if module._shared is not None:
+        return groups.run(module, inp, *args)
     held = module._parameters.values()
     gathered = any(isinstance(value, fsdp.GatheredWeight) for value in held)
     return (fsdp if gathered else tensor_parallel).run(module, inp, *args)

@@ -27,12 +27,20 @@ from te_mx.nn.frozen_weight import Freezable
 from te_mx.nn.initialization import Resettable
 from te_mx.nn.loading import load_module
 from te_mx.nn.several_ranks import SeveralRanks
+from te_mx.nn.tensor_parallel_group import TensorParallelGroup
 from te_mx.ops import capturing
 from te_mx.recipes.settings import Settings
 from te_mx.runtime.ran import new_tags
 
 NEVER: Any = object()
-TRANSIENT = ("_seen", "_ran", "_microbatch", "_tag", "_delayed")  # what a copy starts without
+TRANSIENT = (
+    "_seen",
+    "_ran",
+    "_microbatch",
+    "_tag",
+    "_delayed",
+    "_tp_group",
+)  # what a copy starts without
 
 
 def output_dtype(x: Tensor) -> torch.dtype:
@@ -43,7 +51,7 @@ def output_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, Checked):
+class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallelGroup, Checked):
     """Mixin of the modules, beside an nn.Module."""
 
     # Class attributes, not set in __init__: convert_model gives modules this class in place.

@@ -51,7 +51,6 @@ class SeveralRanks:
     """Mixin of the modules, beside an nn.Module."""
 
     # Class attributes, not set in __init__: convert_model gives modules this class in place.
-    _group: Any = None  # what te_mx.distributed knows of set_tensor_parallel_group
     _owned: dict[int, Owner] | None = None  # owners of local weights, by the id of these
     _local: Any = None  # the module of which this is what one rank sees
     _gathers: dict[str, Any] | None = None  # settings of weights to gather as codes, by name
@@ -62,7 +61,7 @@ class SeveralRanks:
         """Whether a call on this input concerns other ranks."""
         if self._local is not None:
             return False
-        if self._group is not None:
+        if self._shared is not None:  # type: ignore[attr-defined]
             return True
         return is_spread(inp, *self._parameters.values())  # type: ignore[attr-defined]
 

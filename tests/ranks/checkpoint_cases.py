@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from data_parallel_cases import equal, mean_gradients, step
-from tensor_parallel_cases import DEVICE, K, M, PLAN, full, mesh, mlp, of
+from tensor_parallel_cases import DEVICE, PLAN, K, M, full, mesh, mlp, of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -67,7 +67,7 @@ def same(one, other):
 
 
 def case_save_and_load():
-    """Sharded training goes on where it was, plain and gathered as codes, saved at once or later."""
+    """Training goes on where it was, weights gathered in bf16 or as codes, saved now or later."""
     for quantized in (False, True):
         for later in (False, True):
             one = model(quantized=quantized)
@@ -92,7 +92,7 @@ def case_save_and_load():
 
 
 def case_other_numbers_of_ranks():
-    """From shards of two ranks into a whole model, from there into shards by rows and by columns."""
+    """From shards of two ranks into a whole model, from there into shards by rows, by columns."""
     one, path = model(), folder()
     trained(one)
     dcp.save(get_model_state_dict(one), checkpoint_id=path / "two")
