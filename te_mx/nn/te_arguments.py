@@ -20,7 +20,7 @@ class Absent(NamedTuple):
     reason: str
 
 
-_PARALLEL = "no group shares this layer: docs/distributed.md has what does"
+_PARALLEL = "ranks share a grouped layer as DTensors, see docs/distributed.md"
 _USERBUFFERS = "te_mx has no overlapped communication (userbuffers)"
 
 ABSENT: dict[str, Absent] = {
@@ -28,8 +28,8 @@ ABSENT: dict[str, Absent] = {
     "tp_group": Absent(None, _PARALLEL),
     "tp_size": Absent(1, _PARALLEL),
     "parallel_mode": Absent(None, _PARALLEL),
-    "return_layernorm_output_gathered": Absent(False, _PARALLEL),
-    "symmetric_ar_type": Absent(None, _PARALLEL),
+    "return_layernorm_output_gathered": Absent(False, "no group shares a layer that returns it"),
+    "symmetric_ar_type": Absent(None, "sums over ranks are torch's own"),
     "get_rng_state_tracker": Absent(None, "weights are drawn from torch's generator"),
     "rng_tracker_name": Absent(None, "weights are drawn from torch's generator"),
     "ub_overlap_ag": Absent(False, _USERBUFFERS),
