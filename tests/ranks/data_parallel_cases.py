@@ -110,6 +110,21 @@ def case_fsdp2():
             equal(gradients(layer), expected)
 
 
+def case_convert_after_sharding():
+    """Layers inside of what was sharded; a layer that itself was is said to be another class."""
+    before, after = fully_shard(mlp()), fully_shard(mlp(False))
+    assert te_mx.convert_model(after).count("converted") == 2
+    assert quantized_all_gather(after) == quantized_all_gather(before) == 2
+    for model in (before, after):
+        step(model, dist.get_rank(), RECIPE)
+    for ours, theirs in zip(after.parameters(), before.parameters(), strict=True):
+        assert torch.equal(full(ours.grad), full(theirs.grad))
+    alone = mlp(False)
+    fully_shard(alone[1])
+    report = te_mx.convert_model(alone)
+    assert "FSDPLinear" in report.skipped["1"] and report.count("converted") == 1
+
+
 @contextlib.contextmanager
 def counted():
     """Bytes that all-gathers write."""
