@@ -78,7 +78,11 @@ def tokens_of(work: Workload, device: torch.device, seed: int = 0) -> Tensor:
 
 def training_step(model: nn.Module, region: Region, batches: list[Tensor]) -> Call:
     """Forward, backward and a fused AdamW; returns the loss, on the device."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    kinds: dict[type, list[Tensor]] = {}  # fused kernels take DTensors, or others
+    for parameter in model.parameters():
+        kinds.setdefault(type(parameter), []).append(parameter)
+    groups = [{"params": parameters} for parameters in kinds.values()]
+    optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=True)
 
     def step(i: int) -> Tensor:
         tokens = batches[i % len(batches)]

@@ -1,5 +1,6 @@
-"""Layers of Llama-3-8B on several GPUs against bf16: sharded (FSDP2, fp32 parameters) or replicated
-(DDP, bf16 parameters).
+"""Layers of Llama-3-8B on several GPUs against bf16: sharded (FSDP2, fp32 parameters; also with
+weights that te_mx gathers as codes), replicated (DDP, bf16 parameters) or each layer on all GPUs
+(tensor parallel, bf16 parameters).
 
     torchrun --nproc-per-node 2 -m benchmarks.models_two_gpus [--rows fsdp2,ddp] [--compile]
 
@@ -14,11 +15,18 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import models
@@ -26,15 +34,16 @@ from benchmarks.bench_models_cuda import PEAK
 from benchmarks.models import GIB, Workload
 from benchmarks.row import HEADERS, Row, Target, line
 from benchmarks.timing import Call
+from te_mx.distributed import quantized_all_gather
 
-TARGET = Target(1.33, 1.5)
 FULL = Workload("8b-layers", {"num_hidden_layers": 8}, batch=4)
-QUICK = Workload("tiny", batch=2, context=64)
+_EVEN = {"num_key_value_heads": 2, "intermediate_size": 192}  # in whole blocks on two ranks
+QUICK = Workload("tiny", _EVEN, batch=2, context=64)
 ROUNDS, STEPS = 3, 4
 KINDS = ("bf16", "te_mx")
 
 
-def shard(model: nn.Module) -> nn.Module:
+def shard(model: nn.Module, kind: str = "") -> nn.Module:
     """Every layer is gathered for itself, in bf16."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for layer in model.model.layers:
@@ -42,9 +51,53 @@ def shard(model: nn.Module) -> nn.Module:
     return fully_shard(model, mp_policy=policy)
 
 
-WRAPS: dict[str, tuple[torch.dtype, Callable[[nn.Module], nn.Module]]] = {
-    "fsdp2": (torch.float32, shard),
-    "ddp": (torch.bfloat16, DistributedDataParallel),
+def shard_codes(model: nn.Module, kind: str) -> nn.Module:
+    """The same, and te_mx gathers codes."""
+    shard(model)
+    if kind == "te_mx":
+        quantized_all_gather(model)
+    return model
+
+
+def split_layers(model: nn.Module, kind: str) -> nn.Module:
+    """Attention heads and the inner width of every MLP on all ranks."""
+    device = next(model.parameters()).device.type
+    column, row = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    for layer in model.model.layers:
+        for block in ("self_attn", "mlp"):
+            names = dict(getattr(layer, block).named_children())
+            plan = {n: ColwiseParallel() for n in column if n in names}
+            plan |= {n: RowwiseParallel() for n in row if n in names}
+            parallelize_module(getattr(layer, block), mesh, plan)
+    return model
+
+
+def replicate(model: nn.Module, kind: str) -> nn.Module:
+    """Every rank has the whole model."""
+    return DistributedDataParallel(model)
+
+
+class Way(NamedTuple):
+    """One way to use several GPUs: the dtype of parameters, the wrapping of a model of a kind, what
+    is to be reached in time and memory, and whether every rank has tokens of its own."""
+
+    dtype: torch.dtype
+    wrap: Callable[[nn.Module, str], nn.Module]
+    target: Target
+    peak: Target = PEAK
+    own_tokens: bool = True
+
+
+WAYS = {
+    "fsdp2": Way(torch.float32, shard, Target(1.33, 1.5)),
+    "fsdp2-codes": Way(
+        torch.float32, shard_codes, Target(1.4, 1.5), Target(0.9, 0.8, lower_is_better=True)
+    ),
+    "ddp": Way(
+        torch.bfloat16, lambda model, kind: DistributedDataParallel(model), Target(1.33, 1.5)
+    ),
+    "tp": Way(torch.bfloat16, split_layers, Target(1.25, 1.4), own_tokens=False),
 }
 
 
@@ -54,11 +107,12 @@ def prepared(
     """A step that has run, and the most memory it takes in GiB on any rank."""
     on_gpu = device.type == "cuda"
     before = torch.cuda.memory_allocated(device) if on_gpu else 0
-    dtype, wrap = WRAPS[row]
-    model = work.build(device, dtype)
+    way = WAYS[row]
+    model = work.build(device, way.dtype)
     region = models.CONVERSIONS[kind](model)
-    model = wrap(model)
-    batches = [models.tokens_of(work, device, seed=2 * dist.get_rank() + i) for i in range(2)]
+    model = way.wrap(model, kind)
+    first = 2 * dist.get_rank() if way.own_tokens else 0
+    batches = [models.tokens_of(work, device, seed=first + i) for i in range(2)]
     step = models.training_step(torch.compile(model) if work.compiled else model, region, batches)
     for i in range(models.WARM_UP):
         loss = float(step(i))
@@ -97,16 +151,18 @@ def rows(name: str, work: Workload, device: torch.device) -> list[Row]:
     for _ in range(ROUNDS):
         for kind in KINDS:
             times[kind].append(seconds_of(made[kind][0], device))
-    tokens = work.tokens * dist.get_world_size()
+    way = WAYS[name]
+    batches = dist.get_world_size() if way.own_tokens else 1
+    tokens = work.tokens * batches
     seconds = {kind: statistics.median(rounds) for kind, rounds in times.items()}
     speed = {kind: f"{tokens / s / 1e3:,.1f}k tok/s" for kind, s in seconds.items()}
     turns = [b / o for b, o in zip(times["bf16"], times["te_mx"], strict=True)]
     layers = work.config().num_hidden_layers
-    shape = f"{layers} layers {dist.get_world_size()}x{work.batch}x{work.context}"
+    shape = f"{layers} layers {batches}x{work.batch}x{work.context}"
     found = [
         Row(
             name, shape, "fuse=True", seconds["te_mx"] * 1e6, speed["te_mx"], None, "bf16",
-            statistics.median(turns), TARGET, speed["bf16"],
+            statistics.median(turns), way.target, speed["bf16"],
         )
     ]  # fmt: skip
     ours, theirs = made["te_mx"][1], made["bf16"][1]
@@ -114,7 +170,7 @@ def rows(name: str, work: Workload, device: torch.device) -> list[Row]:
         found.append(
             Row(
                 f"{name} GiB", shape, "fuse=True", None, f"{ours:.1f} GiB", None, "bf16",
-                ours / theirs, PEAK, f"{theirs:.1f} GiB",
+                ours / theirs, way.peak, f"{theirs:.1f} GiB",
             )
         )  # fmt: skip
     return found
@@ -122,14 +178,14 @@ def rows(name: str, work: Workload, device: torch.device) -> list[Row]:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(prog="benchmarks.models_two_gpus", description=__doc__)
-    p.add_argument("--rows", default=",".join(WRAPS), metavar="NAME,..")
+    p.add_argument("--rows", default=",".join(WAYS), metavar="NAME,..")
     p.add_argument("--compile", action="store_true")
     p.add_argument("--quick", action="store_true", help="a tiny model, for a test that it runs")
     p.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     args = p.parse_args(argv)
     args.rows = args.rows.split(",")
-    if not set(args.rows) <= WRAPS.keys():
-        p.error(f"--rows are {', '.join(WRAPS)}, got {','.join(args.rows)}")
+    if not set(args.rows) <= WAYS.keys():
+        p.error(f"--rows are {', '.join(WAYS)}, got {','.join(args.rows)}")
     if "RANK" not in os.environ:
         p.error("needs the processes that torchrun starts: torchrun --nproc-per-node 2 -m ...")
     return args

@@ -46,12 +46,14 @@ def freeze_weights(
     quantized anew: load_state_dict and torch.distributed.checkpoint, in-place operations, another
     tensor under ``weight.data``. Where a module runs with other tensors than those that were frozen
     (a parameter that was replaced, FSDP2, torch.func.functional_call) they are quantized at every
-    forward; freezing again freezes what is there then. Not noticed are writes that torch does not
-    count: in place through ``weight.data`` (as peft merges an adapter without ``safe_merge=True``),
-    NumPy, DLPack or a view made in inference_mode, by optimizers with ``fused=True`` while the
-    parameter has a gradient but does not require one, and by FSDP1 or DeepSpeed. Code compiled by
-    torch.compile and captured CUDA graphs notice nothing. After such a change call
-    `unfreeze_weights`, then `freeze_weights`, and capture again.
+    forward; freezing again freezes what is there then. Under FSDP2 freezing says that nothing
+    trains, and te_mx.distributed.quantized_all_gather that each rank sends codes.
+
+    Not noticed are writes that torch does not count: in place through ``weight.data`` (as peft
+    merges an adapter without ``safe_merge=True``), NumPy, DLPack or a view made in inference_mode,
+    by optimizers with ``fused=True`` while the parameter has a gradient but does not require one,
+    and by FSDP1 or DeepSpeed. Code compiled by torch.compile and captured CUDA graphs notice
+    nothing. After such a change call `unfreeze_weights`, then `freeze_weights`, and capture again.
 
     Args:
         model: the modules in it that are frozen already stay so.
@@ -99,10 +101,7 @@ def freeze_weights(
     resolved = resolve_recipe(ambient).settings
     modules = _modules(model)
     if any(_is_fsdp2(module) for module in model.modules()):
-        raise ValueError(
-            f"{type(model).__name__} is sharded by fully_shard, which exchanges parameters at "
-            "every forward: freeze before sharding"
-        )
+        _check_sharded(model, modules, drop_master)
     wanted = modules if filter_fn is None else _chosen(modules, filter_fn)
     how = []
     for name, module in wanted:
@@ -153,6 +152,22 @@ def _formats(
             "codes stand for, while parameters that are kept are quantized anew when they change"
         )
     return made, fixed
+
+
+def _check_sharded(model: nn.Module, modules: list[tuple[str, MXModule]], drop: bool) -> None:
+    """Raise ValueError where modules that fully_shard sharded cannot be frozen."""
+    name = type(model).__name__
+    if drop:
+        raise ValueError(
+            f"{name} is sharded by fully_shard, which exchanges parameters at every forward: drop "
+            "masters before sharding, or use drop_master=False"
+        )
+    for _, module in modules:
+        if module._is_lent():
+            raise ValueError(
+                f"{name} is sharded by fully_shard and not resharded: {module._label()} has lent "
+                "parameters, which freezing would not outlive; call model.reshard() first"
+            )
 
 
 def _is_fsdp2(module: nn.Module) -> bool:

@@ -175,9 +175,12 @@ def test_layers_on_two_ranks() -> None:
     command += ["-m", "benchmarks.models_two_gpus", "--quick", "--device", "cpu"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    _, fsdp2, ddp = done.stdout.splitlines()
-    assert fsdp2.startswith("fsdp2 ") and ddp.startswith("ddp ")
-    assert all("1 layers 2x2x64" in row and "1.33x / 1.5x" in row for row in (fsdp2, ddp))
+    wanted = (
+        ("fsdp2 ", "2x2x64", "1.33x / 1.5x"), ("fsdp2-codes ", "2x2x64", "1.4x / 1.5x"),
+        ("ddp ", "2x2x64", "1.33x / 1.5x"), ("tp ", "1x2x64", "1.25x / 1.4x"),
+    )  # fmt: skip
+    for row, (name, tokens, marks) in zip(done.stdout.splitlines()[1:], wanted, strict=True):
+        assert row.startswith(name) and f"1 layers {tokens}" in row and marks in row
 
 
 def test_models_that_differ_are_not_compared() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 from te_mx.nn import several_ranks
 
-__all__ = ["ModuleParallel"]
-_WHERE = {"ModuleParallel": "styles"}
+__all__ = ["ModuleParallel", "quantized_all_gather"]
+_WHERE = {"ModuleParallel": "styles", "quantized_all_gather": "fsdp"}
 
 
 def __getattr__(name: str) -> Any:
@@ -23,10 +23,29 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+# What concerns other ranks imports torch.distributed.tensor, which whoever comes here has done.
 def _run(module: Any, inp: Any, *args: Any) -> Any:
-    from te_mx.distributed import tensor_parallel  # whoever comes here has DTensor imported
+    from te_mx.distributed import fsdp, groups, tensor_parallel
 
-    return tensor_parallel.run(module, inp, *args)
+    if module._shared is not None:
+        return groups.run(module, inp, *args)
+    held = module._parameters.values()
+    gathered = any(isinstance(value, fsdp.GatheredWeight) for value in held)
+    return (fsdp if gathered else tensor_parallel).run(module, inp, *args)
+
+
+def _owners(module: Any, weights: Any) -> list[Any]:
+    from te_mx.distributed import fsdp
+
+    return fsdp.owners(module, weights)
+
+
+def _attach(module: Any) -> None:
+    from te_mx.distributed import fsdp
+
+    fsdp.attach(module)
 
 
 several_ranks.above.run = _run
+several_ranks.above.owners = _owners
+several_ranks.above.attach = _attach

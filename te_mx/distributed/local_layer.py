@@ -23,10 +23,10 @@ def local_layer(module: Any, held: Mapping[str, Tensor | None], **attributes: An
     if not is_tracing():
         module._tag_now()
         module._wgrad_queue()
-    copy = module.__class__.__new__(module.__class__)
+    copy = object.__new__(type(module))  # fully_shard gives its classes another __new__
     copy.__dict__.update(module.__dict__)
     copy.__dict__["_parameters"] = dict(held)
-    copy.__dict__["_group"] = None
+    copy.__dict__["_local"] = module
     copy.__dict__.update(attributes)
     return copy
 

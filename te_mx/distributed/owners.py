@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
@@ -28,15 +27,3 @@ def placed(dw: Tensor, parameter: Any, grads: list[Placement]) -> DTensor:
         stride=parameter.stride(),
     )  # fmt: skip
     return made.redistribute(placements=parameter.placements)
-
-
-class Replica:
-    """A parameter that every rank of DistributedDataParallel has: the mean."""
-
-    def __init__(self, parameter: Tensor, group: Any) -> None:
-        self.parameter, self._group = parameter, group
-
-    def reduced(self, dw: Tensor) -> Tensor:
-        dw.div_(dist.get_world_size(self._group))
-        dist.all_reduce(dw, group=self._group)
-        return dw

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from te_mx.distributed.fsdp import Sharded, gathered, params_of
 from te_mx.distributed.local_layer import call, check_whole_blocks, local_layer
 from te_mx.distributed.owners import Placed
 from te_mx.nn.grouped_linear import GroupedLinear
@@ -240,7 +241,7 @@ def _layer(module: Any, mesh: Any, held: dict[str, Any], way: Way) -> Any:
         grads = _gradients_of(name, way, parameter.placements)
         if routed and name in weights and parameter.requires_grad:
             value = parameter.detach().to_local().requires_grad_()
-            owned[id(value)] = Placed(parameter, grads)
+            owned[id(value)] = _owner(module, parameter, grads)
         elif not parameter.requires_grad:
             with torch.no_grad():
                 value = parameter.to_local()
@@ -249,7 +250,19 @@ def _layer(module: Any, mesh: Any, held: dict[str, Any], way: Way) -> Any:
         if name in added and not adds:
             value = Elsewhere.apply(value)
         local[name] = value
-    return local_layer(module, local, _owned=owned or None, **_sizes(module, local))
+    return local_layer(
+        module, local, _owned=owned or None, **_sizes(module, local),
+        **gathered(module, local, module._settings()),
+    )  # fmt: skip
+
+
+def _owner(module: Any, parameter: Any, grads: list[Placement]) -> Any:
+    """Whom the gradient of a weight belongs to: where fully_shard lends it, what it is made of."""
+    placed = Placed(parameter, grads)
+    for param in params_of(module).values():
+        if getattr(param, "_unsharded_param", None) is parameter:
+            return Sharded(param, before=placed)
+    return placed
 
 
 def _weights_of(module: Any) -> tuple[str, ...]:

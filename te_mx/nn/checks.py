@@ -105,7 +105,7 @@ class Checked:
     def _check_plain(self, name: str, value: Tensor) -> None:
         """Refuse a parameter that only its own library can read, such as torchao's."""
         kind = type(value)
-        if kind is Tensor or kind.__module__.partition(".")[0] == "torch":
+        if kind is Tensor or kind.__module__.partition(".")[0] in ("torch", "te_mx"):
             return
         if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
             raise TypeError(

@@ -1,5 +1,9 @@
 """Weight gradients with a place or a time of their own (main_grad, backward_dw) under torch's
 data-parallel wrappers, which expect gradients in .grad when backward ends.
+
+Under fully_shard a gradient is averaged over the ranks when it is computed, and added to what the
+optimizer has: ``grad`` or ``main_grad`` of the sharded parameter. Under DistributedDataParallel it
+is added to what this rank has, and the sum averaged over the ranks; not so inside of no_sync().
 """
 
 from __future__ import annotations
@@ -7,47 +11,86 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from te_mx.autograd.owned_gradients import Owner
+from te_mx.autograd.wgrad import Queue, Versions, WeightGradient, Wgrad
+from te_mx.nn.several_ranks import above
 
 
 def owners_of(module: Any, label: str, parameters: Sequence[Tensor]) -> list[Owner]:
-    """Who puts the gradients of weights together that belong to several ranks; none where they
-    belong to this one.
+    """Whom the gradients of weights belong to that belong to several ranks; none where they belong
+    to this one.
 
     Raises:
-        NotImplementedError: a wrapper that runs a module now would lose the gradients, or leave
-            them different on every rank.
+        NotImplementedError: FullyShardedDataParallel runs the module and would lose them.
     """
     if module._owned is not None:
         return [module._owned[id(parameter)] for parameter in parameters]
     # What fully_shard and FullyShardedDataParallel set on every module whose parameters they swap.
-    if getattr(module, "_is_fsdp_managed_module", False):
-        if module.delay_wgrad_compute:
-            raise NotImplementedError(
-                f"{label}: delay_wgrad_compute=True does not work under fully_shard or "
-                "FullyShardedDataParallel, which reduce gradients when backward ends and free what "
-                "they belong to: those that backward_dw computes later would be lost, and the "
-                "weight never move; build the layer with delay_wgrad_compute=False"
-            )
-        raise NotImplementedError(
-            f"{label}: fuse_wgrad_accumulation=True does not work under fully_shard or "
-            "FullyShardedDataParallel, which make the weight of every forward from its shards: it "
-            "has no main_grad, and its optimizer would not see one; build the layer with "
-            "fuse_wgrad_accumulation=False"
-        )
-    ddp: Any = DistributedDataParallel._active_ddp_module
-    if ddp is None or not module.delay_wgrad_compute:
+    if not getattr(module, "_is_fsdp_managed_module", False):
         return []
-    reduced = {id(parameter) for parameter in ddp._module_parameters}
-    if any(id(parameter) in reduced for parameter in parameters):
+    owners = above.owners(module, parameters)
+    if owners:
+        return owners
+    if module.delay_wgrad_compute:
         raise NotImplementedError(
-            f"{label}: delay_wgrad_compute=True does not work under DistributedDataParallel, which "
-            "averages gradients inside the backward pass: those that backward_dw computes later "
-            "would differ from rank to rank; build the layer with delay_wgrad_compute=False, or "
-            "have DistributedDataParallel ignore its weight and average the gradient after "
-            "backward_dw"
+            f"{label}: delay_wgrad_compute=True does not work under FullyShardedDataParallel, "
+            "which reduces gradients when backward ends and frees what they belong to: those that "
+            "backward_dw computes later would be lost, and the weight never move; use fully_shard, "
+            "or build the layer with delay_wgrad_compute=False"
         )
-    return []
+    raise NotImplementedError(
+        f"{label}: fuse_wgrad_accumulation=True does not work under FullyShardedDataParallel, "
+        "which makes the weight of every forward from its shards: it has no main_grad, and its "
+        "optimizer would not see one; use fully_shard, or build the layer with "
+        "fuse_wgrad_accumulation=False"
+    )
+
+
+def reducing_group(parameters: Sequence[Tensor]) -> Any:
+    """The process group over which DistributedDataParallel, which runs a forward now, averages the
+    gradients of these parameters; None where it does not."""
+    ddp: Any = DistributedDataParallel._active_ddp_module
+    if ddp is None or not ddp.require_backward_grad_sync:
+        return None
+    reduced = {id(parameter) for parameter in ddp._module_parameters}
+    return ddp.process_group if any(id(p) in reduced for p in parameters) else None
+
+
+class ReplicatedGradient(WeightGradient):
+    """The place of the gradient of a weight that DistributedDataParallel has on every rank of
+    `group`: what is there after this one was added is averaged."""
+
+    __slots__ = ("group",)
+    group: Any
+
+    @torch.no_grad()
+    def _finish(self, wgrad: Wgrad, dtype: torch.dtype, versions: Versions) -> None:
+        super()._finish(wgrad, dtype, versions)
+        if not self.fuse:
+            self._average([p.grad for p in self.parameters if p.requires_grad])
+
+    def _fuse(self, wgrad: Wgrad) -> None:
+        super()._fuse(wgrad)
+        self._average(self._main_grads())
+
+    def _average(self, grads: Sequence[Tensor | None]) -> None:
+        for grad in grads:
+            if grad is not None:
+                grad.div_(torch.distributed.get_world_size(self.group))
+                torch.distributed.all_reduce(grad, group=self.group)
+
+
+def replicated(
+    parameters: Sequence[Tensor], label: str, fuse: bool, overwrite: bool, queue: Queue | None
+) -> WeightGradient:
+    """The place of the gradient of a weight that this rank has as a whole."""
+    group = reducing_group(parameters)
+    if group is None:
+        return WeightGradient(parameters, label, fuse, overwrite, queue)
+    made = ReplicatedGradient(parameters, label, fuse, overwrite, queue)
+    made.group = group
+    return made

@@ -19,7 +19,7 @@ from te_mx.autograd.steps_kept import kept_weight
 from te_mx.nn import frozen_formats
 from te_mx.nn.frozen_formats import Fixed
 from te_mx.nn.frozen_sources import Sources
-from te_mx.nn.several_ranks import here, is_spread
+from te_mx.nn.several_ranks import above, here, is_spread
 from te_mx.ops import FLOAT_DTYPES, Operand, dequantize_2d, quantize_2d
 from te_mx.recipe import get_default_recipe
 from te_mx.recipes.settings import Settings
@@ -184,7 +184,8 @@ class Freezable:
             self._drop_masters(made)
         elif not frozen.dropped:
             made = {}
-            for key in self._weight_keys:
+            lent = getattr(self, "_is_fsdp_managed_module", False)
+            for key in () if lent else self._weight_keys:
                 copy = frozen.current(key, self)[0] if key in frozen.sources else None
                 made[key] = copy or self._make_kept(key, frozen.settings, False)
             self._mark_frozen(frozen)
@@ -231,6 +232,8 @@ class Freezable:
         """For parameters that were loaded, or copied with their module: what was kept is old, and
         what is there now is what is frozen."""
         self.__dict__.pop("_microbatch", None)
+        if self.__dict__.get("_gathers"):
+            above.attach(self)
         frozen = self._frozen
         if frozen is not None and not frozen.dropped:
             frozen.kept.clear()

@@ -198,7 +198,7 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         names, shape = self._weight_names, self._shape_of_each("weight")
         self._check_parameter(names[0], weights[0], shape, inp.device)
         kept = None
-        if self._frozen is not None or is_first_microbatch is not None:
+        if self._keeps(is_first_microbatch):
             need_dx = torch.is_grad_enabled() and inp.requires_grad
             kept = self._kept_weight("weight", is_first_microbatch, settings, inp.device, need_dx)
         tag = self._tag_now()

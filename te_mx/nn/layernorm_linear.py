@@ -16,6 +16,7 @@ from te_mx.nn import constructors, delayed_wgrad, weight_only
 from te_mx.nn import parameters_split as split
 from te_mx.nn.norm_module import NormModule, default_init, needs_gradient
 from te_mx.nn.te_arguments import refuse, refuse_constructor
+from te_mx.nn.tensor_parallel_group import COLUMN, ROW, part, shared
 
 
 class LayerNormLinear(NormModule):
@@ -44,6 +45,9 @@ class LayerNormLinear(NormModule):
         params_dtype: Transformer Engine's name for `dtype`.
         name: shown in errors and by `te_mx.audit`.
         fuse_wgrad_accumulation, delay_wgrad_compute, parameters_split: as for te_mx.Linear.
+        tp_group, tp_size, parallel_mode, sequence_parallel: the layer is shared by the ranks of a
+            process group, as in Transformer Engine: docs/distributed.md. The group may come later,
+            by `set_tensor_parallel_group`.
         transformer_engine: further arguments of Transformer Engine's LayerNormLinear, at their
             defaults.
 
@@ -72,6 +76,10 @@ class LayerNormLinear(NormModule):
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
         parameters_split: Iterable[str] | Mapping[str, int] | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        parallel_mode: str | None = None,
+        sequence_parallel: bool = False,
         **transformer_engine: Any,
     ) -> None:
         super().__init__()
@@ -87,6 +95,14 @@ class LayerNormLinear(NormModule):
         )  # fmt: skip
         constructors.functions(owner, init_method=init_method)
         device, dtype = constructors.parameter_place(owner, device, dtype, params_dtype)
+        how = shared(owner, parallel_mode, tp_group, tp_size, sequence_parallel)
+        if parallel_mode == ROW:
+            raise NotImplementedError(
+                f'{owner}: parallel_mode="row" needs an input sharded along its features, which '
+                'cannot be normalized; use "column", or te_mx.Linear behind a normalization'
+            )
+        out_features = part(owner, how, COLUMN, "out_features", out_features)
+        self.parallel_mode = parallel_mode
         self._start(in_features, eps, normalization, zero_centered_gamma, name)
         self.in_features, self.out_features = in_features, out_features
         self.use_bias = bias
@@ -108,6 +124,7 @@ class LayerNormLinear(NormModule):
         self._finish_building()
         if delay_wgrad_compute:
             self._start_delaying()
+        self._share(how, tp_group, "layer_norm_weight", "layer_norm_bias")
 
     def _initialize(self) -> None:
         """Transformer Engine's initialization: see the class."""

@@ -19,6 +19,7 @@ from te_mx.nn import activations, constructors, delayed_wgrad, weight_only
 from te_mx.nn.mx_module import output_dtype
 from te_mx.nn.norm_module import NormModule, Together, default_init, needs_gradient
 from te_mx.nn.te_arguments import refuse_constructor
+from te_mx.nn.tensor_parallel_group import BOTH, part, shared
 
 _NAMES = (
     "layer_norm_weight", "layer_norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias"
@@ -59,6 +60,9 @@ class LayerNormMLP(NormModule):
             `backward_dw` computes the gradients of both.
         seq_length, micro_batch_size: Transformer Engine's hints of what to compile ahead; of no
             effect.
+        tp_group, tp_size, set_parallel_mode, sequence_parallel: fc1 and fc2 are shared by the ranks
+            of a process group, as in Transformer Engine: docs/distributed.md. The group may come
+            later, by `set_tensor_parallel_group`.
         transformer_engine: further arguments of Transformer Engine's LayerNormMLP, at their
             defaults.
 
@@ -98,6 +102,10 @@ class LayerNormMLP(NormModule):
         delay_wgrad_compute: bool = False,
         seq_length: int | None = None,
         micro_batch_size: int | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        set_parallel_mode: bool = False,
+        sequence_parallel: bool = False,
         **transformer_engine: Any,
     ) -> None:
         super().__init__()
@@ -115,6 +123,10 @@ class LayerNormMLP(NormModule):
             owner, init_method=init_method, output_layer_init_method=output_layer_init_method
         )
         device, dtype = constructors.parameter_place(owner, device, dtype, params_dtype)
+        constructors.flags(owner, set_parallel_mode=set_parallel_mode)
+        mode = BOTH if set_parallel_mode else None
+        how = shared(owner, mode, tp_group, tp_size, sequence_parallel)
+        ffn_hidden_size = part(owner, how, BOTH, "ffn_hidden_size", ffn_hidden_size)
         self._start(hidden_size, eps, normalization, zero_centered_gamma, name)
         self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
         self.activation = activation
@@ -143,6 +155,7 @@ class LayerNormMLP(NormModule):
         self._finish_building()
         if delay_wgrad_compute:
             self._start_delaying()
+        self._share(how, tp_group, "layer_norm_weight", "layer_norm_bias", "fc2_bias")
 
     def _initialize(self) -> None:
         """Transformer Engine's initialization: see the class."""

@@ -17,6 +17,7 @@ from te_mx.nn import constructors, delayed_wgrad, weight_only
 from te_mx.nn import parameters_split as split
 from te_mx.nn.mx_module import MXModule, output_dtype
 from te_mx.nn.te_arguments import refuse, refuse_constructor
+from te_mx.nn.tensor_parallel_group import COLUMN, ROW, part, shared
 from te_mx.recipes.settings import Settings
 
 
@@ -53,14 +54,18 @@ class Linear(MXModule, nn.Linear):
         parameters_split: names, or a dict of names and sizes: weight and bias become the parameters
             ``<name>_weight`` and ``<name>_bias``, in this order along out_features; `weight` and
             `bias` are None then. All of one size unless a dict says otherwise.
+        tp_group, tp_size, parallel_mode, sequence_parallel: the layer is shared by the ranks of a
+            process group, as in Transformer Engine: docs/distributed.md. The group may come later,
+            by `set_tensor_parallel_group`.
         transformer_engine: further arguments of Transformer Engine's Linear, at their defaults; see
             docs/compatibility.md.
 
     Main gradients, delaying, saving the input and splitting work outside autocast too.
     `fuse_wgrad_accumulation` and `delay_wgrad_compute` break the graph of torch.compile at the
-    layer; under ``fullgraph=True`` they are an error. At the first forward that trains, both are
-    refused under fully_shard and FullyShardedDataParallel, the second also under
-    DistributedDataParallel.
+    layer; under ``fullgraph=True`` they are an error. On several ranks (docs/distributed.md) the
+    gradient is averaged or put together and goes to ``main_grad`` or ``grad`` of what the optimizer
+    has: of the shard under fully_shard. FullyShardedDataParallel refuses both at the first forward
+    that trains.
 
     Raises:
         TypeError, ValueError: an argument of a wrong type or value, by name.
@@ -72,6 +77,7 @@ class Linear(MXModule, nn.Linear):
     return_bias: bool = False
     save_original_input: bool = False
     init_method: Callable[[Tensor], Any] | None = None
+    parallel_mode: str | None = None
     _split: dict[str, int] | None = None  # rows of each part, by name
 
     def __init__(
@@ -90,6 +96,10 @@ class Linear(MXModule, nn.Linear):
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
         parameters_split: Iterable[str] | Mapping[str, int] | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        parallel_mode: str | None = None,
+        sequence_parallel: bool = False,
         **transformer_engine: Any,
     ) -> None:
         owner = "te_mx.Linear"
@@ -105,6 +115,10 @@ class Linear(MXModule, nn.Linear):
         constructors.functions(owner, init_method=init_method)
         constructors.check_name(owner, name)
         device, dtype = constructors.parameter_place(owner, device, dtype, params_dtype)
+        how = shared(owner, parallel_mode, tp_group, tp_size, sequence_parallel)
+        out_features = part(owner, how, COLUMN, "out_features", out_features)
+        in_features = part(owner, how, ROW, "in_features", in_features)
+        self.__dict__["parallel_mode"] = parallel_mode
         # nn.Linear.__init__ calls reset_parameters, which reads them.
         self.__dict__["_building"] = True
         self.__dict__["init_method"] = None if parameters_split is not None else init_method
@@ -121,6 +135,7 @@ class Linear(MXModule, nn.Linear):
                 self.reset_parameters()
         if delay_wgrad_compute:
             self._start_delaying()
+        self._share(how, tp_group, *(("bias",) if parallel_mode == ROW else ()))
         del self._building
 
     def _initialize(self) -> None:
@@ -192,7 +207,7 @@ class Linear(MXModule, nn.Linear):
         added = None if self.return_bias else bias
         self._check_plain_call(inp, weight, added, self.out_features, self.in_features)
         kept = None
-        if self._frozen is not None or is_first_microbatch is not None:
+        if self._keeps(is_first_microbatch):
             need_dx = torch.is_grad_enabled() and inp.requires_grad
             kept = self._kept_weight("weight", is_first_microbatch, settings, inp.device, need_dx)
         tag = self._tag_now()

@@ -27,12 +27,20 @@ from te_mx.nn.frozen_weight import Freezable
 from te_mx.nn.initialization import Resettable
 from te_mx.nn.loading import load_module
 from te_mx.nn.several_ranks import SeveralRanks
+from te_mx.nn.tensor_parallel_group import TensorParallelGroup
 from te_mx.ops import capturing
 from te_mx.recipes.settings import Settings
 from te_mx.runtime.ran import new_tags
 
 NEVER: Any = object()
-TRANSIENT = ("_seen", "_ran", "_microbatch", "_tag", "_delayed")  # what a copy starts without
+TRANSIENT = (
+    "_seen",
+    "_ran",
+    "_microbatch",
+    "_tag",
+    "_delayed",
+    "_tp_group",
+)  # what a copy starts without
 
 
 def output_dtype(x: Tensor) -> torch.dtype:
@@ -43,7 +51,7 @@ def output_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, Checked):
+class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallelGroup, Checked):
     """Mixin of the modules, beside an nn.Module."""
 
     # Class attributes, not set in __init__: convert_model gives modules this class in place.
@@ -76,6 +84,8 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, Checked):
     def _settings(self) -> Settings | None:
         """Settings that a forward runs with: those of te_mx.autocast, outside of it those that were
         bound; None in high precision."""
+        if self._ran_with is not None:
+            return self._ran_with
         tracing = is_tracing()
         settings = context.current_settings(bound=self._bound) if tracing else self._settings_now()
         if settings is None:
@@ -123,6 +133,10 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, Checked):
             self.__dict__["_tag"] = new_tags(self)
         return self._tag
 
+    def _keeps(self, first: bool | None) -> bool:
+        """Whether there may be something that stands in for a weight."""
+        return self._frozen is not None or first is not None or self._gathered is not None
+
     def _kept_weight(
         self, key: str, first: bool | None, settings: Settings, device: torch.device, need_dx: bool
     ) -> Any:
@@ -133,6 +147,8 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, Checked):
         nor compiled code keeps anything between its calls, and compiled code cannot look whether a
         frozen weight changed.
         """
+        if self._gathered is not None:
+            return self._gathered[key]
         frozen, tracing = self._frozen, is_tracing()
         if first is not None and type(first) is not bool:
             check_flag(f"{self._label()}: is_first_microbatch", first)
@@ -186,7 +202,7 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, Checked):
         fuse = self.fuse_wgrad_accumulation
         if owners:
             return OwnedGradient(parameters, owners, label, fuse, first is True, queue)
-        return WeightGradient(parameters, label, fuse, first is True, queue)
+        return data_parallel.replicated(parameters, label, fuse, first is True, queue)
 
     # ------------------------------------------------------------------- transforms and tracers
     def _refuse_transforms(self, inp: Tensor) -> None:

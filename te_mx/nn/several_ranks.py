@@ -5,10 +5,11 @@ one who puts them together.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from te_mx.autograd.owned_gradients import Owner
 
@@ -17,17 +18,25 @@ class _Above:
     """What te_mx.distributed does, once it is imported, which te_mx does.
 
     run(module, inp, *args): the forward of a module on what this rank has of its tensors.
+    owners(module, weights): whom the gradients of weights that fully_shard lends belong to.
+    attach(module): tells fully_shard again that it gathers the weights of a module as codes.
     """
 
     run: Callable[..., Any]
+    owners: Callable[[Any, Sequence[Tensor]], list[Owner]]
+    attach: Callable[[Any], None]
 
 
 above = _Above()
 
 
+_SPREAD = frozenset(("DTensor", "GatheredWeight"))
+
+
 def is_spread(*tensors: Any) -> bool:
-    """Whether one of these is a DTensor, which takes seconds to import and so is known by name."""
-    return any(type(tensor).__name__ == "DTensor" for tensor in tensors)
+    """Whether one of these is a DTensor, or a weight that is gathered as codes. They are known by
+    name, because torch.distributed.tensor takes seconds to import."""
+    return any(type(tensor).__name__ in _SPREAD for tensor in tensors)
 
 
 def here(tensor: Any) -> Any:
@@ -42,14 +51,26 @@ class SeveralRanks:
     """Mixin of the modules, beside an nn.Module."""
 
     # Class attributes, not set in __init__: convert_model gives modules this class in place.
-    _group: Any = None  # what te_mx.distributed knows of set_tensor_parallel_group
     _owned: dict[int, Owner] | None = None  # owners of local weights, by the id of these
+    _local: Any = None  # the module of which this is what one rank sees
+    _gathers: dict[str, Any] | None = None  # settings of weights to gather as codes, by name
+    _gathered: dict[str, Any] | None = None  # such weights in a forward, as KeptWeight
+    _ran_with: Any = None  # the settings of that forward
 
     def _is_spread(self, inp: Any) -> bool:
         """Whether a call on this input concerns other ranks."""
-        if self._group is not None:
+        if self._local is not None:
+            return False
+        if self._shared is not None:  # type: ignore[attr-defined]
             return True
         return is_spread(inp, *self._parameters.values())  # type: ignore[attr-defined]
 
     def _run_spread(self, inp: Any, *args: Any) -> Any:
         return above.run(self, inp, *args)
+
+    def _is_lent(self) -> bool:
+        """Whether fully_shard has put other parameters into the module for now."""
+        if not getattr(self, "_is_fsdp_managed_module", False):
+            return False
+        held = [p for p in self._parameters.values() if p is not None]  # type: ignore[attr-defined]
+        return not all(type(p).__name__ == "DTensor" for p in held)

@@ -87,6 +87,8 @@ def why_not_plain(name: str, layer: Any) -> str:
         return f"{name} has hooks or a forward of its own"
     if layer._frozen is not None:
         return f"{name} is frozen"
+    if layer._shared is not None:
+        return f"{name} is shared by a process group"
     if layer.return_bias or layer._split is not None or layer.delay_wgrad_compute:
         return f"{name} has return_bias, parameters_split or delay_wgrad_compute"
     return ""

@@ -20,7 +20,7 @@ class Absent(NamedTuple):
     reason: str
 
 
-_PARALLEL = "te_mx has no tensor or sequence parallelism"
+_PARALLEL = "ranks share a grouped layer as DTensors, see docs/distributed.md"
 _USERBUFFERS = "te_mx has no overlapped communication (userbuffers)"
 
 ABSENT: dict[str, Absent] = {
@@ -28,9 +28,8 @@ ABSENT: dict[str, Absent] = {
     "tp_group": Absent(None, _PARALLEL),
     "tp_size": Absent(1, _PARALLEL),
     "parallel_mode": Absent(None, _PARALLEL),
-    "set_parallel_mode": Absent(False, _PARALLEL),
-    "return_layernorm_output_gathered": Absent(False, _PARALLEL),
-    "symmetric_ar_type": Absent(None, _PARALLEL),
+    "return_layernorm_output_gathered": Absent(False, "no group shares a layer that returns it"),
+    "symmetric_ar_type": Absent(None, "sums over ranks are torch's own"),
     "get_rng_state_tracker": Absent(None, "weights are drawn from torch's generator"),
     "rng_tracker_name": Absent(None, "weights are drawn from torch's generator"),
     "ub_overlap_ag": Absent(False, _USERBUFFERS),
@@ -48,9 +47,8 @@ ABSENT: dict[str, Absent] = {
 }
 
 _LINEAR = (
-    "sequence_parallel", "tp_group", "tp_size", "get_rng_state_tracker", "rng_tracker_name",
-    "parallel_mode", "ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad",
-    "ub_bulk_wgrad", "ub_name", "symmetric_ar_type",
+    "get_rng_state_tracker", "rng_tracker_name", "ub_overlap_ag", "ub_overlap_rs",
+    "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad", "ub_name", "symmetric_ar_type",
 )  # fmt: skip
 
 # Which of them the constructor of a module takes.
@@ -61,9 +59,8 @@ CONSTRUCTORS: dict[str, frozenset[str]] = {
     ),
     "LayerNormMLP": frozenset(
         [
-            *(set(_LINEAR) - {"rng_tracker_name", "parallel_mode", "ub_name"}),
+            *(set(_LINEAR) - {"rng_tracker_name", "ub_name"}),
             "return_layernorm_output_gathered",
-            "set_parallel_mode",
             "checkpoint",
         ]
     ),

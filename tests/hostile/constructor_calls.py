@@ -54,23 +54,31 @@ COMMON: dict[str, tuple[Any, Kind]] = {
     "params_dtype": (None, OPTIONAL_DTYPE), "name": ("layer", TEXT),
     "init_method": (nn.init.zeros_, OPTIONAL_FUNCTION),
     "return_bias": (False, FLAG), "fuse_wgrad_accumulation": (False, FLAG),
-    "delay_wgrad_compute": (False, FLAG), "tp_group": (None, ABSENT),
-    "sequence_parallel": (False, other_than("a bool") | values(True_=True, zero=0)),
-    "tp_size": (1, other_than() | values(two=2, zero=0)),
+    "delay_wgrad_compute": (False, FLAG),
 }  # fmt: skip
+SHARED: dict[str, tuple[Any, Kind]] = {
+    "tp_group": (None, ABSENT), "tp_size": (1, COUNT | values(zero=0)),
+    "sequence_parallel": (False, FLAG),
+}  # fmt: skip
+MODE: dict[str, tuple[Any, Kind]] = {"parallel_mode": ("column", OPTIONAL_WORD | UPPER_CASE)}
 NORM: dict[str, tuple[Any, Kind]] = {
     "eps": (1e-5, NUMBER), "normalization": ("LayerNorm", WORD | UPPER_CASE),
     "zero_centered_gamma": (False, FLAG), "return_layernorm_output": (False, FLAG),
 }  # fmt: skip
 OWN: dict[str, dict[str, tuple[Any, Kind]]] = {
-    "Linear": {"save_original_input": (False, FLAG), "parameters_split": (None, SPLIT)},
-    "LayerNormLinear": {**NORM, "parameters_split": (None, SPLIT)},
+    "Linear": {
+        **SHARED, **MODE, "save_original_input": (False, FLAG), "parameters_split": (None, SPLIT)
+    },
+    "LayerNormLinear": {**SHARED, **MODE, **NORM, "parameters_split": (None, SPLIT)},
     "LayerNormMLP": {
-        **NORM, "normalization": ("LayerNorm", OPTIONAL_WORD | UPPER_CASE),
+        **SHARED, "set_parallel_mode": (False, FLAG), **NORM,
+        "normalization": ("LayerNorm", OPTIONAL_WORD | UPPER_CASE),
         "activation": ("clamped_swiglu", WORD | UPPER_CASE), "activation_params": (None, PARAMS),
         "output_layer_init_method": (None, OPTIONAL_FUNCTION),
     },
     "GroupedLinear": {
+        "tp_group": (None, ABSENT), "tp_size": (1, other_than() | values(two=2, zero=0)),
+        "sequence_parallel": (False, other_than("a bool") | values(True_=True, zero=0)),
         "save_original_input": (False, FLAG), "single_grouped_weight": (False, FLAG),
         "single_grouped_bias": (None, OPTIONAL_FLAG),
     },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from judge import Call
 from malformed import FLAG, OPTIONAL_WORD, other_than, values
+from module_calls import module
 from torch.distributed.tensor import Replicate
 
 import te_mx
@@ -16,5 +17,14 @@ DISTRIBUTED = (
                    "use_local_output": True},
         {"mode": OPTIONAL_WORD, "input_layouts": PLACEMENT, "output_layouts": PLACEMENT,
          "use_local_output": FLAG},
+    ),
+    *(
+        Call(
+            f"te_mx.{family}.set_tensor_parallel_group",
+            lambda d, family=family: module(family, d).set_tensor_parallel_group,
+            lambda d: {"tp_group": None},
+            {"tp_group": other_than("None") | values(ranks=lambda: [0, 1], a_size=2)},
+        )
+        for family in te_mx.nn.__all__
     ),
 )  # fmt: skip

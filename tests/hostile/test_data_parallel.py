@@ -67,22 +67,38 @@ def refused(model, message: str, recipe: bool) -> None:
 
 
 @pytest.mark.parametrize("recipe", [True, False])
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp1", "fsdp2"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_delayed_weight_gradients(family, wrapper, recipe):
-    name = "DistributedDataParallel" if wrapper == "ddp" else "fully_shard"
+def test_delayed_weight_gradients_under_fsdp1(family, recipe):
     layer = FAMILIES[family](name="fc", delay_wgrad_compute=True)
-    refused(wrapped(layer, wrapper), rf"'fc': delay_wgrad_compute=True .* under {name}", recipe)
+    message = r"'fc': delay_wgrad_compute=True .* under FullyShardedDataParallel"
+    refused(wrapped(layer, "fsdp1"), message, recipe)
 
 
-@pytest.mark.parametrize("wrapper", ["fsdp1", "fsdp2"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_main_grad_of_sharded_weights(family, wrapper):
+def test_main_grad_under_fsdp1(family):
     layer = FAMILIES[family](name="fc", fuse_wgrad_accumulation=True)
     for parameter in layer.parameters():
         parameter.main_grad = torch.zeros_like(parameter)
-    message = r"'fc': fuse_wgrad_accumulation=True .* under fully_shard.* no main_grad"
-    refused(wrapped(layer, wrapper), message, True)
+    message = r"'fc': fuse_wgrad_accumulation=True .* under FullyShardedData.* no main_grad"
+    refused(wrapped(layer, "fsdp1"), message, True)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_sharded_weight_without_main_grad(family):
+    """Said before anything runs; tests/ranks has what works."""
+    layer = FAMILIES[family](name="fc", fuse_wgrad_accumulation=True)
+    model = wrapped(layer, "fsdp2")
+    with te_mx.autocast():
+        loss = model(torch.randn(8, 32)).sum()
+    with pytest.raises(RuntimeError, match=r"'fc': .* main_grad of the parameter that the optim"):
+        loss.backward()
+    model.reshard()
+    for parameter in layer.parameters():
+        parameter.main_grad = torch.zeros(3)
+    with te_mx.autocast():
+        loss = model(torch.randn(8, 32)).sum()
+    with pytest.raises(RuntimeError, match=r"main_grad must be like the parameter.*got \(3,\)"):
+        loss.backward()
 
 
 def test_weights_that_ddp_ignores():

@@ -51,17 +51,30 @@ def test_a_copy_does_not_outlive_the_shards_it_is_of(mesh, load):
     assert not layers[0]._frozen.kept
 
 
-def test_freezing_what_is_sharded_is_refused(mesh):
+def test_dropping_masters_of_what_is_sharded_is_refused(mesh):
     layers = model()
     shard(layers, mesh)
-    for drop_master in (False, True):
-        with pytest.raises(ValueError, match=r"sharded by fully_shard.*freeze before sharding"):
-            te_mx.freeze_weights(layers, drop_master)
+    with pytest.raises(ValueError, match=r"sharded by fully_shard.*drop masters before sharding"):
+        te_mx.freeze_weights(layers, True)
     whole = nn.ModuleDict({"block": layers})
-    layers.unshard()
-    with pytest.raises(ValueError, match="sharded by fully_shard"):
+    layers[0].unshard()
+    with pytest.raises(ValueError, match=r"sharded by fully_shard and not resharded.*reshard\(\)"):
         te_mx.freeze_weights(whole)
     assert layers[0]._frozen is None
+
+
+def test_freezing_what_is_sharded(mesh):
+    """It stops training and quantizes at every forward, as what is frozen before."""
+    layers, plain, x = model(), model(), torch.randn(5, 48)
+    plain.load_state_dict(layers.state_dict())
+    shard(layers, mesh)
+    assert te_mx.freeze_weights(layers) == 2
+    assert not any(p.requires_grad for p in layers.parameters())
+    for _ in range(2):
+        assert torch.equal(run(layers, x), run(plain, x))
+    assert not layers[0]._frozen.kept
+    te_mx.unfreeze_weights(layers)
+    assert all(p.requires_grad for p in layers.parameters())
 
 
 def test_codes_alone_are_sharded_with_their_biases(mesh):

@@ -77,7 +77,7 @@ def test_a_refusal_prints_no_tensor():
     for name in ("out", "dgrad_out"):
         with pytest.raises(NotImplementedError, match=f"te_mx.GroupedLinear: {name}{shown}"):
             grouped(torch.ones(3, 4), [1, 2], **{name: value})
-    with pytest.raises(NotImplementedError, match=f"te_mx.LayerNormMLP: tp_group{shown}"):
-        te_mx.LayerNormMLP(4, 4, tp_group=value)
-    with pytest.raises(NotImplementedError, match="tp_group=list of 1 is not supported"):
-        te_mx.Linear(4, 4, tp_group=[value])
+    with pytest.raises(NotImplementedError, match=f"te_mx.GroupedLinear: tp_group{shown}"):
+        te_mx.GroupedLinear(2, 4, 4, tp_group=value)
+    with pytest.raises(NotImplementedError, match="ub_name=list of 1 is not supported"):
+        te_mx.Linear(4, 4, ub_name=[value])

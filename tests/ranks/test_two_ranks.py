@@ -5,15 +5,27 @@ from __future__ import annotations
 import pytest
 import two_ranks
 
-MODULES = ("tensor_parallel_cases",)
-_found: dict[str, dict[str, str]] = {}
-
-
-@pytest.mark.parametrize(
-    ("module", "name"), [(module, name) for module in MODULES for name in two_ranks.cases(module)]
+CASES = two_ranks.cases(
+    "tensor_parallel_cases",
+    "data_parallel_cases",
+    "group_cases",
+    "checkpoint_cases",
+    "combinations",
 )
-def test_on_two_ranks(module, name, tmp_path_factory):
-    if module not in _found:
-        _found[module] = two_ranks.run(module, tmp_path_factory.mktemp(module))
-    if _found[module][name]:
-        pytest.fail(_found[module][name], pytrace=False)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return two_ranks.run([*CASES, two_ranks.DIES], tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_two_ranks(case, found):
+    if found[case]:
+        pytest.fail(found[case], pytrace=False)
+
+
+def test_a_rank_that_dies(found):
+    """The other one ends with an error that says so, not in silence or forever."""
+    if found[two_ranks.DIES]:
+        pytest.fail(found[two_ranks.DIES], pytrace=False)

@@ -1,9 +1,9 @@
-"""Runs every case of a module on several processes at once, and says what each rank found.
+"""Runs cases on two processes at once, and says what each rank found.
 
-A case is a function ``case_<name>()`` that raises where something is wrong; its docstring is for
-the reader. All cases run in one pair of processes, because starting one takes seconds.
+A case is a function ``case_<name>()`` of a module beside this one, which raises where something is
+wrong. All of them run in one pair of processes, because starting a pair takes seconds.
 
-    python two_ranks.py MODULE RANK WORLD FOLDER [NAME ..]     what each process runs
+    python two_ranks.py RANK FOLDER MODULE.NAME ..     what each process runs
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ import os
 import subprocess
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 WORLD = 2
-LIMIT = 240  # seconds for all cases of a module
 HERE = Path(__file__).parent
+DIES = "dying_rank.outlive"  # always the last one: only rank 0 comes back
 
 
-def run(module: str, folder: Path, names: tuple[str, ...] = (), device: str = "cpu") -> dict:
-    """What came of every case: "" or what each rank said, by name."""
+def run(
+    cases: Sequence[str], folder: Path, device: str = "cpu", limit: int = 280
+) -> dict[str, str]:
+    """What came of each case, MODULE.NAME: "", or what the ranks said. limit: seconds for all."""
     environment = {
         **os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive",
         "TE_MX_RANKS_DEVICE": device,
@@ -31,34 +34,39 @@ def run(module: str, folder: Path, names: tuple[str, ...] = (), device: str = "c
     }  # fmt: skip
     started = [
         subprocess.Popen(
-            [sys.executable, __file__, module, str(rank), str(WORLD), str(folder), *names],
+            [sys.executable, __file__, str(rank), str(folder), *cases],
             env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         ) for rank in range(WORLD)
     ]  # fmt: skip
     said = []
     for process in started:
         try:
-            said.append(process.communicate(timeout=LIMIT)[0])
+            said.append(process.communicate(timeout=limit)[0])
         except subprocess.TimeoutExpired:
             process.kill()
-            said.append(process.communicate()[0] + f"\nkilled after {LIMIT} s")
-    found: dict[str, str] = {}
+            said.append(process.communicate()[0] + f"\nkilled after {limit} s")
+    found = dict.fromkeys(cases, "")
     for rank in range(WORLD):
+        expected = [name for name in cases if not (rank and name == DIES)]
         path = folder / f"rank{rank}.json"
         told = json.loads(path.read_text()) if path.exists() else {}
-        for name in names or cases(module):
+        for name in expected:
             wrong = told.get(name, f"never ran:\n{said[rank][-3000:]}")
-            found[name] = found.get(name, "") + (f"rank {rank}: {wrong}\n" if wrong else "")
+            found[name] += f"rank {rank}: {wrong}\n" if wrong else ""
     return found
 
 
-def cases(module: str) -> list[str]:
-    """The names of the cases of a module."""
-    made = importlib.import_module(module)
-    return [name[5:] for name in vars(made) if name.startswith("case_")]
+def cases(*modules: str) -> list[str]:
+    """All cases of modules."""
+    return [
+        f"{module}.{name[5:]}"
+        for module in modules for name in vars(importlib.import_module(module))
+        if name.startswith("case_")
+    ]  # fmt: skip
 
 
-def work(module: str, rank: int, world: int, folder: Path, names: list[str]) -> None:
+def work(rank: int, folder: Path, names: list[str]) -> None:
+    """Run the cases as one of the ranks, and write down what came of them."""
     import torch
     import torch.distributed as dist
 
@@ -66,23 +74,28 @@ def work(module: str, rank: int, world: int, folder: Path, names: list[str]) -> 
     device = os.environ.get("TE_MX_RANKS_DEVICE", "cpu")
     if device == "cuda":
         torch.cuda.set_device(rank)
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo", init_method=f"file://{folder}/store", rank=rank,
-        world_size=world, timeout=datetime.timedelta(seconds=60),
+        backend, init_method=f"file://{folder}/store", rank=rank,
+        world_size=WORLD, timeout=datetime.timedelta(seconds=60),
     )  # fmt: skip
-    made, told = importlib.import_module(module), {}
-    for name in names or cases(module):
+    told = {}
+    for case in names:
+        module, _, name = case.partition(".")
         torch.manual_seed(0)
+        if case == DIES:
+            told[case] = importlib.import_module(module).outlive()
+            (folder / f"rank{rank}.json").write_text(json.dumps(told))
+            os._exit(0)
         try:
-            getattr(made, f"case_{name}")()
-            told[name] = ""
+            getattr(importlib.import_module(module), f"case_{name}")()
+            told[case] = ""
         except Exception:
-            told[name] = traceback.format_exc()[-4000:]
+            told[case] = traceback.format_exc()[-4000:]
         (folder / f"rank{rank}.json").write_text(json.dumps(told))
         dist.barrier()
-        torch._dynamo.reset() if "torch._dynamo" in sys.modules else None
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    work(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), sys.argv[5:])
+    work(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

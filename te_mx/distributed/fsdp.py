@@ -1,0 +1,266 @@
+"""FSDP2 (fully_shard) and te_mx modules: weights that are gathered as codes and scales, and the
+parameters that weight gradients belong to.
+
+Under `quantized_all_gather` each rank quantizes its rows of a weight and FSDP2 gathers these codes,
+1.03 bytes a parameter in MXFP8 where bf16 takes 2. Blocks run along k and shards are rows, so the
+codes are those of the whole weight. There is no high-precision copy of the whole weight: dgrad
+starts from the rowwise codes, as under the recipe's one_copy_weights, with the same bits.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable_state import _get_module_state, _module_state_mapping
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from te_mx import formats
+from te_mx.arguments import check_module
+from te_mx.autograd.steps import at_rest
+from te_mx.autograd.steps_grouped import KeptWeights
+from te_mx.autograd.steps_kept import KeptWeight
+from te_mx.distributed.gathered import GatheredWeight
+from te_mx.distributed.local_layer import call, local_layer
+from te_mx.nn.grouped_linear import GroupedLinear
+from te_mx.nn.mx_module import MXModule
+from te_mx.ops import Made, Operand, Stack, quantize_2d
+from te_mx.ops.grouped_quantize import quantize_weights
+from te_mx.recipe import resolve_recipe
+from te_mx.recipes.settings import Settings
+
+
+def quantized_all_gather(model: nn.Module, *, recipe: Any = None) -> int:
+    """Have FSDP2 gather the weights of the te_mx modules in `model` as codes and scales.
+
+    Called after fully_shard, before the first forward. Shards, optimizer states and checkpoints
+    stay as they are. The modules then run in MXFP8 only, with weights in the format of `recipe`,
+    and dgrad starts from the rowwise codes (``one_copy_weights``), whatever the active recipe says
+    of that.
+
+    Args:
+        model: sharded by fully_shard; te_mx modules in it that are not sharded, or over one rank
+            only, are left alone.
+        recipe: its format and its scale rule quantize the weights; None means what
+            `te_mx.convert_model` bound to a module, or else the default recipe.
+
+    Returns:
+        The number of weights that are gathered as codes.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: there is no te_mx module with sharded weights; or a weight cannot be gathered
+            so: it is sharded along another dimension than its rows, in parts of different sizes or
+            across blocks, offloaded to the CPU, or one of several of a te_mx.GroupedLinear that
+            are not stacked. Nothing is changed then.
+        RuntimeError: a forward has run already.
+    """
+    check_module(model)
+    settings = None if recipe is None else resolve_recipe(recipe).settings
+    default = resolve_recipe(None).settings
+    found = list(_weights(model))
+    if not found:
+        raise ValueError(
+            f"no te_mx module in {type(model).__name__} has weights that fully_shard sharded; call "
+            "te_mx.convert_model and fully_shard first"
+        )
+    for module, key, param in found:
+        chosen = settings or module._bound or default
+        if problem := _why_not(module, param, chosen):
+            raise ValueError(f"{module._label()}: {key} {problem}")
+        if hasattr(param, "_unsharded_param") and key not in (module._gathers or {}):
+            raise RuntimeError(
+                f"{module._label()}: fully_shard has gathered {key} in high precision already; "
+                "call te_mx.distributed.quantized_all_gather before the first forward"
+            )
+    for module, key, _ in found:
+        chosen = settings or module._bound or default
+        module.__dict__["_gathers"] = {**(module._gathers or {}), key: chosen}
+        attach(module)
+    return len(found)
+
+
+def attach(module: Any) -> None:
+    """Tell FSDP2 how to gather the weights of a module. What loading or moving made new has to be
+    told again."""
+    for key, settings in module._gathers.items():
+        parameter = module._parameters[key]
+        if isinstance(parameter, DTensor) and not isinstance(
+            parameter._local_tensor, GatheredWeight
+        ):
+            _Gather(parameter._local_tensor, settings)
+
+
+class _Gather:
+    """FSDP2's extension of one sharded weight, as attributes of the tensor that it shards: no other
+    class of tensor reaches optimizers and checkpoints."""
+
+    def __init__(self, shard: Any, settings: Settings) -> None:
+        self._shard, self._settings = weakref.ref(shard), settings
+        shard.fsdp_pre_all_gather = self.fsdp_pre_all_gather
+        shard.fsdp_post_all_gather = self.fsdp_post_all_gather
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """What this rank sends: codes and scales of its rows, in the dtype of the computation."""
+        shard: Any = self._shard()
+        settings = self._settings
+        with torch.no_grad():
+            values = shard.to(mp_policy.param_dtype or shard.dtype)
+            if values.dim() == 3:
+                stack = quantize_weights(
+                    list(values.unbind(0)), at_rest(settings.w), rule=settings.scale_rule
+                )[0]
+                return (stack.codes, stack.scales), None
+            row = quantize_2d(values, at_rest(settings.w), rule=settings.scale_rule).row
+            assert row is not None
+            return (row.codes, row.scales), None
+
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        """The whole weight as a forward gets it; FSDP2 fills the same memory every time."""
+        if out is not None:
+            return None
+        codes, scales = all_gather_outputs
+        shard: Any = self._shard()
+        made = GatheredWeight(codes, scales, shard.shape[-1], param_dtype, self._settings.w)
+        return made, (codes, scales)
+
+
+# ------------------------------------------------------------------------- running on what came
+def run(module: Any, inp: Any, *args: Any) -> Any:
+    """The forward of a module with gathered codes as weights."""
+    held = module._parameters
+    layer = local_layer(module, held, **gathered(module, held, module._settings()))
+    return call(module, layer, inp, *args)
+
+
+def gathered(module: Any, held: Mapping[str, Any], settings: Settings | None) -> dict[str, Any]:
+    """What a local layer has to know where some of these parameters are gathered codes.
+
+    Raises:
+        RuntimeError: they are of another format than the active recipe wants.
+    """
+    found = {key: value for key, value in held.items() if isinstance(value, GatheredWeight)}
+    if not found:
+        return {}
+    for key in found:
+        wanted = module._gathers[key]
+        if settings is None or (settings.w, settings.scale_rule) != (wanted.w, wanted.scale_rule):
+            active = "no recipe is active" if settings is None else f"the recipe wants {settings.w}"
+            raise RuntimeError(
+                f"{module._label()}: {key} was gathered as {wanted.w} ({wanted.scale_rule}) by "
+                f"te_mx.distributed.quantized_all_gather, and {active}; run it under "
+                "te_mx.autocast with the recipe that was given there"
+            )
+    assert settings is not None
+    settings = settings._replace(one_copy=True)
+    kept = {key: _kept(module, value, settings) for key, value in found.items()}
+    return {"_gathered": kept, "_ran_with": settings}
+
+
+def _kept(module: Any, weight: GatheredWeight, settings: Settings) -> Any:
+    spec, made = at_rest(weight.fmt), Made.now(weight.codes.device)
+    if isinstance(module, GroupedLinear):
+        groups, rows, k = weight.shape
+        stack = Stack(weight.codes, weight.scales, spec, groups, rows, k)
+        return KeptWeights(settings, stack, None, made)
+    rows, k = weight.shape
+    return KeptWeight(settings, Operand(weight.codes, weight.scales, spec, rows, k), None, made)
+
+
+# ----------------------------------------------------------------------- parameters of fully_shard
+_known: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+
+def params_of(module: nn.Module) -> dict[str, Any]:
+    """What fully_shard knows of the parameters of a module, by name; it sits at the module that was
+    wrapped, somewhere above."""
+    if module not in _known:
+        for wrapped in list(_module_state_mapping):
+            state: Any = _get_module_state(wrapped)
+            for group in getattr(state, "_fsdp_param_groups", ()):
+                for param in group.fsdp_params:
+                    info = param._module_info
+                    _known.setdefault(info.module, {})[info.param_name] = param
+    return _known.get(module, {})
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[Any, str, Any]]:
+    """(module, key, its FSDPParam) of the weights of te_mx modules."""
+    _known.clear()
+    for module in model.modules():
+        if isinstance(module, MXModule):
+            params = params_of(module)
+            for key in module._weight_keys:
+                for name in module._held_by(key) if getattr(module, "_split", None) is None else ():
+                    if name in params and params[name].mesh_info.shard_mesh_size > 1:
+                        yield module, name, params[name]
+
+
+def _why_not(module: Any, param: Any, settings: Settings) -> str:
+    """Why a weight is not gathered as codes, or an empty string."""
+    shape = tuple(param._orig_size)
+    ranks, dim = param.mesh_info.shard_mesh_size, param.fsdp_placement.dim
+    grouped = isinstance(module, GroupedLinear)
+    if grouped and not module.single_grouped_weight:
+        return "is one of several that are not stacked; build it with single_grouped_weight=True"
+    if module._frozen is not None:
+        return "is frozen; unfreeze it first"
+    if dim != 0:
+        return f"is sharded along dimension {dim}, and blocks run along it; shard dimension 0"
+    if param.offload_to_cpu:
+        return "is offloaded to the CPU, where FSDP2 does not gather codes; use no CPUOffloadPolicy"
+    if shape[0] % ranks:
+        return (
+            f"has {shape[0]} rows, which {ranks} ranks have in parts of different sizes; make it "
+            f"{-(-shape[0] // ranks) * ranks}"
+        )
+    height = 1 if grouped else formats.get(settings.w).scaling.block[0]
+    if shape[0] // ranks % height:
+        return (
+            f"has {shape[0] // ranks} rows on a rank, which are no whole blocks of {height} rows "
+            f"of {settings.w}; use a recipe with weights in blocks of one row"
+        )
+    return ""
+
+
+class Sharded:
+    """The owner of a weight that fully_shard lends for a forward: the parameter that the optimizer
+    has. `before` is the owner of the lent one where tensor parallelism shards it too."""
+
+    def __init__(self, param: Any, before: Any = None) -> None:
+        self.parameter = param.sharded_param
+        self._param, self._before = param, before
+
+    def reduced(self, dw: Tensor) -> Tensor:
+        """The mean over the ranks of data parallelism, and of it the rows of this rank."""
+        info, sharded = self._param.mesh_info, self._param.sharded_param
+        mesh = info.mesh
+        if self._before is not None:
+            dw = self._before.reduced(dw).to_local()
+        dw = dw / mesh.size()
+        made = DTensor.from_local(dw, mesh, [Partial()] * mesh.ndim, run_check=False)
+        wanted: list[Any] = [Replicate()] * mesh.ndim
+        wanted[info.shard_mesh_dim] = Shard(self._param.fsdp_placement.dim)
+        return DTensor.from_local(
+            made.redistribute(placements=wanted).to_local(), sharded.device_mesh,
+            sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride(),
+        )  # fmt: skip
+
+
+def owners(module: Any, weights: Any) -> list[Any]:
+    """The owners of weights that fully_shard lends to a module now; none where it does not."""
+    params = params_of(module._local or module)
+    made = []
+    for weight in weights:
+        found = [p for p in params.values() if getattr(p, "_unsharded_param", None) is weight]
+        if not found:
+            return []
+        made.append(Sharded(found[0]))
+    return made

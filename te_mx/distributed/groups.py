@@ -1,0 +1,153 @@
+"""Layers that a process group shares, as Transformer Engine's: every rank has its part of the
+weights as plain parameters, and collectives of the group stand around the layer.
+
+===========  =========================  ============================  ========================
+mode         before                     after                         gradients
+===========  =========================  ============================  ========================
+column       the input on every rank    nothing                       dx: summed
+row          the input's own features   summed                        bias: on every rank
+both         as column                  as row                        norm: summed
+===========  =========================  ============================  ========================
+
+With sequence parallelism tokens are sharded along dimension 0: the input is gathered and the sum
+scattered, and gradients of what every rank has (norm, bias of a sum) are left for the trainer to
+sum, which ``parameter.sequence_parallel`` tells it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as collectives
+from torch import Tensor
+
+from te_mx.distributed.local_layer import call, check_whole_blocks, local_layer
+from te_mx.distributed.tensor_parallel import Elsewhere
+from te_mx.nn.tensor_parallel_group import BOTH, COLUMN, ROW
+
+_PLACES = {COLUMN: "out_features", ROW: "in_features", BOTH: "ffn_hidden_size"}
+_NORM = ("layer_norm_weight", "layer_norm_bias")
+
+
+def _summed(x: Tensor, group: Any) -> Tensor:
+    return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", group))
+
+
+def _gathered(x: Tensor, group: Any) -> Tensor:
+    return collectives.wait_tensor(collectives.all_gather_tensor(x.contiguous(), 0, group))
+
+
+def _scattered(x: Tensor, group: Any) -> Tensor:
+    made = collectives.reduce_scatter_tensor(x.contiguous(), "sum", 0, group)
+    return collectives.wait_tensor(made)
+
+
+class Copied(torch.autograd.Function):
+    """What every rank has; gradients are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _summed(grad, ctx.group), None
+
+
+class Summed(torch.autograd.Function):
+    """The sum over the ranks; its gradient is that of every part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class Gathered(torch.autograd.Function):
+    """The tokens of all ranks; gradients are summed and scattered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _gathered(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _scattered(grad, ctx.group), None
+
+
+class Scattered(torch.autograd.Function):
+    """This rank's tokens of the sum over the ranks; gradients are gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _scattered(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _gathered(grad, ctx.group), None
+
+
+class Nothing(torch.autograd.Function):
+    """Zero, and a gradient of zero: a bias that another rank adds, whose gradients are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor) -> Tensor:
+        return torch.zeros_like(bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.zeros_like(grad)
+
+
+def run(module: Any, inp: Any, *args: Any) -> Any:
+    """The forward of a layer that a group shares.
+
+    Raises:
+        RuntimeError: the layer has no group yet.
+        ValueError: its parts are no whole blocks, or the tokens do not divide by the ranks.
+        NotImplementedError: return_layernorm_output, of which every rank would count the gradient.
+    """
+    how, group, label = module._shared, module._tp_group, module._label()
+    if group is None:
+        raise RuntimeError(
+            f"{label}: it is built for tp_size={how.size} and has no group; call "
+            "layer.set_tensor_parallel_group(group) first, also of a copy"
+        )
+    if getattr(module, "return_layernorm_output", False):
+        raise NotImplementedError(
+            f"{label}: return_layernorm_output=True is not supported with tp_size={how.size}: the "
+            "gradient of that output would be counted on every rank; build the module without it"
+        )
+    name = _PLACES[how.mode]
+    whole = getattr(module, name) * how.size
+    check_whole_blocks(label, module._settings(), name, whole, how.size)
+    held = dict(module._parameters)
+    after = {ROW: "bias", BOTH: "fc2_bias"}.get(how.mode)
+    if after is not None and held.get(after) is not None and group.rank() != 0:
+        held[after] = (Nothing if how.sequence else Elsewhere).apply(held[after])
+    x = inp
+    if how.mode != ROW:
+        x = (Gathered if how.sequence else Copied).apply(inp, group)
+        for key in _NORM if not how.sequence else ():
+            if held.get(key) is not None:
+                held[key] = Copied.apply(held[key], group)
+    layer = local_layer(module, held)
+    made = call(module, layer, x, *args)
+    y, *rest = made if isinstance(made, tuple) else (made,)
+    if after is not None:
+        if how.sequence and y.shape[0] % how.size:
+            raise ValueError(
+                f"{label}: sequence_parallel=True shards {y.shape[0]} tokens (dimension 0) over "
+                f"{how.size} ranks, which must divide it"
+            )
+        y = (Scattered if how.sequence else Summed).apply(y, group)
+        if rest:
+            rest[0] = module._parameters[after]
+    return (y, *rest) if isinstance(made, tuple) else y

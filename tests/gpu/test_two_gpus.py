@@ -1,0 +1,33 @@
+"""The cases of tests/ranks on two GPUs over NCCL: each rank's bits are those of one process."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "ranks"))
+import two_ranks
+
+MODULES = (
+    "tensor_parallel_cases",
+    "data_parallel_cases",
+    "group_cases",
+    "checkpoint_cases",
+    "combinations",
+)
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+CASES = two_ranks.cases(*MODULES) if torch.cuda.device_count() > 1 else []
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return two_ranks.run(CASES, tmp_path_factory.mktemp("gpus"), device="cuda")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_two_gpus(case, found):
+    if found[case]:
+        pytest.fail(found[case], pytrace=False)

@@ -1,0 +1,229 @@
+"""torch.distributed.checkpoint and pipeline schedules with te_mx modules on two ranks."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from data_parallel_cases import equal, mean_gradients, step
+from tensor_parallel_cases import DEVICE, PLAN, K, M, full, mesh, mlp, of
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+import te_mx
+from te_mx.distributed import quantized_all_gather
+
+
+def folder():
+    """The same new folder on both ranks."""
+    made = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(made)
+    return Path(made[0])
+
+
+def model(seed=0, sharded=True, quantized=False):
+    made = mlp()
+    with torch.no_grad():
+        for i, p in enumerate(made.parameters()):
+            p.copy_(of(*p.shape, seed=100 * seed + i))
+    if sharded:
+        for layer in made:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer)
+        fully_shard(made)
+        if quantized:
+            quantized_all_gather(made)
+    return made
+
+
+def trained(made):
+    optimizer = torch.optim.AdamW(made.parameters(), lr=0.01)
+    step(made, dist.get_rank())
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def parameters(made):
+    return {name: full(p.detach()) for name, p in made.named_parameters()}
+
+
+def same(one, other):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+def case_save_and_load():
+    """Training goes on where it was, weights gathered in bf16 or as codes, saved now or later."""
+    for quantized in (False, True):
+        for later in (False, True):
+            one = model(quantized=quantized)
+            optimizer, path = trained(one), folder()
+            state = dict(zip(("model", "optim"), get_state_dict(one, optimizer), strict=True))
+            if later:
+                dcp.async_save(state, checkpoint_id=path).result()
+            else:
+                dcp.save(state, checkpoint_id=path)
+            other = model(seed=1, quantized=quantized)
+            its = torch.optim.AdamW(other.parameters(), lr=0.01)
+            state = dict(zip(("model", "optim"), get_state_dict(other, its), strict=True))
+            dcp.load(state, checkpoint_id=path)
+            set_state_dict(
+                other, its, model_state_dict=state["model"], optim_state_dict=state["optim"]
+            )
+            same(parameters(one), parameters(other))
+            for each, opt in ((one, optimizer), (other, its)):
+                step(each, dist.get_rank(), seed=1)
+                opt.step()
+            same(parameters(one), parameters(other))
+
+
+def case_other_numbers_of_ranks():
+    """From shards of two ranks into a whole model, from there into shards by rows, by columns."""
+    one, path = model(), folder()
+    trained(one)
+    dcp.save(get_model_state_dict(one), checkpoint_id=path / "two")
+    whole = model(seed=1, sharded=False)
+    state = get_model_state_dict(whole)
+    dcp.load(state, checkpoint_id=path / "two")
+    set_model_state_dict(whole, state)
+    same(parameters(whole), parameters(one))
+    dcp.save(get_model_state_dict(whole), checkpoint_id=path / "one")
+    again = model(seed=2)
+    columns = parallelize_module(model(seed=3, sharded=False), mesh(), PLAN)
+    for target in (again, columns):
+        state = get_model_state_dict(target)
+        dcp.load(state, checkpoint_id=path / "one")
+        set_model_state_dict(target, state)
+        same(parameters(target), parameters(one))
+
+
+def case_into_a_frozen_model():
+    """A training checkpoint into a model that is frozen with its masters, which notices; one that
+    has codes only says what to do."""
+    one, path = model(), folder()
+    trained(one)
+    dcp.save(get_model_state_dict(one), checkpoint_id=path)
+    frozen, plain = model(seed=1, sharded=False), model(seed=1, sharded=False)
+    te_mx.freeze_weights(frozen)
+    for target in (frozen, plain):
+        with torch.no_grad(), te_mx.autocast():
+            target(of(M, K))
+        state = get_model_state_dict(target)
+        dcp.load(state, checkpoint_id=path)
+        set_model_state_dict(target, state)
+    with torch.no_grad(), te_mx.autocast():
+        assert torch.equal(frozen(of(M, K)), plain(of(M, K)))
+    codes = model(seed=1, sharded=False)
+    te_mx.freeze_weights(codes, drop_master=True)
+    try:
+        set_model_state_dict(codes, state, options=StateDictOptions(strict=False))
+    except RuntimeError as error:
+        assert "te_mx.unfreeze_weights(model, dequantize=True) before loading" in str(error), error
+    else:
+        raise AssertionError("values were loaded over codes")
+
+
+def case_frozen_codes():
+    """Codes without masters are saved and loaded as they are."""
+    one, other, path = model(sharded=False), model(seed=1, sharded=False), folder()
+    for each in (one, other):
+        te_mx.freeze_weights(each, drop_master=True)
+    dcp.save(get_model_state_dict(one), checkpoint_id=path)
+    state = get_model_state_dict(other)
+    dcp.load(state, checkpoint_id=path)
+    set_model_state_dict(other, state)
+    with torch.no_grad():
+        assert torch.equal(one(of(M, K)), other(of(M, K)))
+
+
+def case_pipelines():
+    """Schedules of stages on two ranks against the same micro-batches in one process."""
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import (
+        Schedule1F1B,
+        ScheduleGPipe,
+        ScheduleInterleaved1F1B,
+        ScheduleInterleavedZeroBubble,
+    )
+    from torch.utils.checkpoint import checkpoint
+
+    class Again(nn.Module):
+        """Recomputed going back."""
+
+        def __init__(self, layer):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            return checkpoint(self.layer, x, use_reentrant=False)
+
+    def loss_of(y, target):
+        return (y - target).float().square().mean()
+
+    rank, x = dist.get_rank(), of(M, K)
+    target = torch.zeros_like(x)
+    several = (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble)
+    for schedule in (ScheduleGPipe, Schedule1F1B, *several):
+        for wrap in (nn.Identity, Again) if schedule is Schedule1F1B else (nn.Identity,):
+            count = 4 if schedule in several else 2
+            torch.manual_seed(1)
+            kind = {"dtype": torch.bfloat16, "device": DEVICE}
+            layers = [te_mx.LayerNormLinear(K, K, **kind) for _ in range(count)]
+            expected = copy.deepcopy(layers)
+            for part in x.chunk(4):
+                with te_mx.autocast():
+                    y = part
+                    for layer in expected:
+                        y = layer(y)
+                (loss_of(y, torch.zeros_like(y)) / 4).backward()
+            mine = range(rank, count, 2)
+            stages = [
+                PipelineStage(
+                    wrap(layers[i]) if wrap is Again else layers[i], i, count, torch.device(DEVICE)
+                ) for i in mine
+            ]  # fmt: skip
+            made = schedule(stages if count > 2 else stages[0], 4, loss_fn=loss_of)
+            with te_mx.autocast():
+                made.step(x) if rank == 0 else made.step(target=target, losses=[])
+            for i in mine:
+                for ours, theirs in zip(
+                    layers[i].parameters(), expected[i].parameters(), strict=True
+                ):
+                    close = (ours.grad - theirs.grad).norm() / theirs.grad.norm()
+                    assert torch.equal(ours.grad, theirs.grad), (schedule.__name__, i, close)
+
+
+def case_both_wrappers_of_checkpoints():
+    """fully_shard around layers that are recomputed."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        apply_activation_checkpointing,
+    )
+
+    for quantized in (False, True):
+        one = mlp()
+        recipe = te_mx.recipe.MXFP8BlockScaling(one_copy_weights=True)
+        expected = mean_gradients(one, recipe)
+        apply_activation_checkpointing(one, check_fn=lambda m: isinstance(m, te_mx.Linear))
+        for layer in one:
+            if any(True for _ in layer.parameters()):
+                fully_shard(layer)
+        fully_shard(one)
+        if quantized:
+            assert quantized_all_gather(one) == 2
+        step(one, dist.get_rank(), recipe)
+        plain = "_checkpoint_wrapped_module."
+        equal({n.replace(plain, ""): p.grad for n, p in one.named_parameters()}, expected)

@@ -1,0 +1,120 @@
+"""Transformer Engine's tensor parallelism (tp_group, parallel_mode, sequence_parallel) on two
+ranks, against the same sums in one process."""
+
+from __future__ import annotations
+
+import copy
+
+import halves
+import torch
+import torch.distributed as dist
+from data_parallel_cases import refused
+from tensor_parallel_cases import K, M, N, built, of, reference, same
+
+import te_mx
+
+KINDS = (
+    (te_mx.Linear, "column", {"parallel_mode": "column"}),
+    (te_mx.Linear, "row", {"parallel_mode": "row"}),
+    (te_mx.LayerNormLinear, "column", {"parallel_mode": "column"}),
+    (te_mx.LayerNormMLP, "both", {"set_parallel_mode": True, "activation": "swiglu"}),
+)
+
+
+def shared(family, kind, given, sequence, late=False):
+    """A whole layer and this rank's part of it."""
+    how = {name: value for name, value in given.items() if "parallel" not in name}
+    whole = built(family, K, N, **how)
+    at = {"tp_size": 2} if late else {"tp_group": dist.group.WORLD}
+    layer = built(family, K, N, sequence_parallel=sequence, **at, **given)
+    with torch.no_grad():
+        for name, value in whole.named_parameters():
+            mine = halves.slices(name, value, whole, kind)[dist.get_rank()]
+            getattr(layer, name).copy_(mine)
+    return whole, layer
+
+
+def mine(t, dim):
+    return t.chunk(2, dim)[dist.get_rank()].contiguous()
+
+
+def case_groups():
+    for family, kind, given in KINDS:
+        for sequence in (False, True):
+            whole, layer = shared(family, kind, given, sequence, late=sequence)
+            if sequence:
+                layer.set_tensor_parallel_group(dist.group.WORLD)
+            x, grad = of(M, K), of(M, K if kind == "both" else N)
+            expected = reference(whole, kind, x, grad)
+            x_mine = mine(x, -1) if kind == "row" else mine(x, 0) if sequence else x
+            x_mine = x_mine.clone().requires_grad_()
+            with te_mx.autocast():
+                y = layer(x_mine)
+            if kind == "column":
+                y_mine, grad = mine(expected["y"], -1), mine(grad, -1)
+            else:
+                y_mine, grad = (mine(t, 0) if sequence else t for t in (expected["y"], grad))
+            y.backward(grad)
+            dx = expected["dx"]
+            dx = mine(dx, -1) if kind == "row" else mine(dx, 0) if sequence else dx
+            found = {"y": y.detach(), "dx": x_mine.grad}
+            wanted = {"y": y_mine, "dx": dx}
+            for name, p in layer.named_parameters():
+                if getattr(p, "sequence_parallel", False):
+                    dist.all_reduce(p.grad)  # what the trainer does
+                found[name] = p.grad
+                wanted[name] = halves.slices(name, expected[name], whole, kind)[dist.get_rank()]
+            same(found, wanted)
+
+
+def case_groups_and_knobs():
+    """main_grad, delayed gradients and micro-batches are those of a layer of this size."""
+    for family, kind, given in KINDS:
+        knobs = {"fuse_wgrad_accumulation": True, "delay_wgrad_compute": True, **given}
+        _, plain = shared(family, kind, given, False)
+        _, layer = shared(family, kind, knobs | {"dtype": torch.bfloat16}, False)
+        for name in layer._weight_keys:
+            p = getattr(layer, name)
+            p.main_grad = torch.zeros_like(p)
+        x = of(M, K // 2 if kind == "row" else K)
+        for one, first in ((plain, None), (layer, True)):
+            with te_mx.autocast():
+                y = one(x, is_first_microbatch=first)
+            y.backward(torch.ones_like(y))
+        assert layer._microbatch
+        layer.backward_dw()
+        for name in layer._weight_keys:
+            assert torch.equal(getattr(layer, name).main_grad, getattr(plain, name).grad)
+
+
+def case_groups_compiled():
+    _, layer = shared(te_mx.LayerNormMLP, "both", KINDS[3][2], False)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    grads = []
+    for one in (layer, compiled):
+        x = of(M, K).requires_grad_()
+        with te_mx.autocast():
+            y = one(x)
+        y.backward(torch.ones_like(y))
+        grads.append([y.detach(), x.grad, *(p.grad for p in layer.parameters())])
+        layer.zero_grad()
+    for ours, theirs in zip(*grads, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def case_groups_refused():
+    x, world = of(M, K), dist.group.WORLD
+    layer = te_mx.Linear(K, N, parallel_mode="column", tp_size=2)
+    refused(RuntimeError, "call layer.set_tensor_parallel_group", lambda: layer(x.float()))
+    layer.set_tensor_parallel_group(world)
+    refused(RuntimeError, "also of a copy", lambda: copy.deepcopy(layer)(x.float()))
+    whole = te_mx.Linear(K, N)
+    refused(ValueError, "was built for 1", lambda: whole.set_tensor_parallel_group(world))
+    refused(TypeError, "process group", lambda: whole.set_tensor_parallel_group([0, 1]))
+    given = {"parallel_mode": "column", "tp_group": world}
+    refused(ValueError, "must divide by tp_size=2", lambda: te_mx.Linear(K, 33, **given))
+    cut = te_mx.Linear(K, 96, **given)
+    with te_mx.autocast():
+        refused(ValueError, "out_features=96 into pieces of 48", lambda: cut(x.float()))
+    given["parallel_mode"] = "row"
+    refused(NotImplementedError, '"row"', lambda: te_mx.LayerNormLinear(K, N, **given))
