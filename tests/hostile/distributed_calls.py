@@ -9,7 +9,7 @@ from torch.distributed.tensor import Replicate
 
 import te_mx
 
-PLACEMENT = other_than("None") | values(its_name="Replicate", a_list=lambda: [Replicate()])
+PLACEMENT = other_than("None") | values(its_name="Replicate", in_a_list=lambda: [Replicate()])
 DISTRIBUTED = (
     Call(
         "te_mx.distributed.ModuleParallel", lambda d: te_mx.distributed.ModuleParallel,
