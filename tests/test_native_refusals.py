@@ -10,7 +10,7 @@ import importlib
 import pytest
 import torch
 
-from te_mx.backends.base import LAYOUTS
+from te_mx.backends.base import ALIGNED, LAYOUTS, SCALE_RULES
 
 cpu = pytest.importorskip("te_mx._native")
 try:
@@ -119,6 +119,37 @@ def test_the_cpu_reads_no_layout_of_hopper(order):
 @pytest.mark.parametrize("order", ["k_last", "k_first", "sm90_rows", "sm90_k"])
 def test_the_gemm_of_hopper_reads_tiles_alone(order):
     assert sm90.gemm(gemm_args(sm90, order)) == UNSUPPORTED
+
+
+BLOCKWISE = {"scale_type": 1, "block_k": 128, "rule": SCALE_RULES["pow2"]}
+
+
+@built
+def test_hopper_aligns_powers_of_two_in_rows():
+    """Refused before anything is launched."""
+    args = quantize_args(sm90, "QuantizeArgs", "sm90").copy(
+        **BLOCKWISE, col_codes=AT, col_scales=AT, col_layout=ALIGNED["sm90"], spread=8
+    )
+    assert sm90.quantize(args.copy(rule=SCALE_RULES["fp32"])) == BAD_ARGUMENT
+    assert sm90.quantize(args.copy(block_rows=128)) == BAD_ARGUMENT
+    assert sm90.quantize(args.copy(spread=9)) == BAD_ARGUMENT
+    assert sm90.quantize(args.copy(col_layout=ALIGNED["sm90_k"])) == UNSUPPORTED
+
+
+@built
+def test_groups_of_hopper_have_blocks_of_one_row():
+    args = quantize_args(sm90, "GroupedQuantizeArgs", "sm90_rows").copy(
+        **BLOCKWISE, groups_count=1, groups_rows=32, groups_ends=AT
+    )
+    assert sm90.quantize_grouped(args.copy(block_rows=128)) == UNSUPPORTED
+    scaling = {name: value for name, value in BLOCKWISE.items() if name != "rule"}
+    sides = {f"{side}_{name}": scaling[name] for side in ("lhs", "rhs") for name in scaling}
+    along_k = grouped_args(sm90, "sm90_k").copy(
+        **sides, along_k=True, groups_count=1, groups_rows=32, groups_ends=AT
+    )
+    assert sm90.gemm_grouped(along_k.copy(rhs_block_rows=128)) == BAD_ARGUMENT
+    assert sm90.gemm_grouped(along_k.copy(lhs_block_rows=128)) == UNSUPPORTED
+    assert sm90.gemm_grouped(along_k.copy(rhs_scale_type=0, rhs_block_k=32)) == UNSUPPORTED
 
 
 @built
