@@ -49,7 +49,8 @@ def test_settings():
     e4m3, e5m2 = "mxfp8_e4m3", "mxfp8_e5m2"
     plain = Settings(e4m3, e4m3, e4m3, "rceil", "adaptive", 8, None)
     assert MXFP8BlockScaling().settings == plain
-    assert plain[7:] == (False,) * 4  # wgrad_hp, one_copy, split_k, keep_columns
+    # wgrad_hp, one_copy, split_k, keep_columns; formats and rules that are the same
+    assert plain[7:] == (False,) * 4 + ("",) * 4
     hybrid = MXFP8BlockScaling(fp8_format=Format.HYBRID, scale_rule="floor")
     assert hybrid.settings == plain._replace(g=e5m2, scale_rule="floor")
     changed = MXFP8BlockScaling(
@@ -198,6 +199,7 @@ def test_block_scaling_takes_names_and_formats():
     [
         ({"x": "fp4"}, ValueError, r"BlockScaling\.x must be one of .*mxfp4, .*, got 'fp4'"),
         ({"w": None}, ValueError, r"BlockScaling\.w must be one of .* got None"),
+        ({"g": "mxfp4+rht32:0x1"}, ValueError, r"BlockScaling\.g must be one of .* got 'mxfp4\+"),
         ({"g": ["mxfp4"]}, ValueError, r"BlockScaling\.g must be one of .* got .*mxfp4"),
         ({"scale_rule": "ceil"}, ValueError, r"scale_rule must be one of .*'even'.* got 'ceil'"),
         ({"scale_rule": None}, ValueError, r"scale_rule must be one of .* got None"),
