@@ -18,7 +18,9 @@ from te_mx.runtime.ran import FallbackWarning
 
 __all__ = ["Explanation", "FallbackWarning", "explain"]
 
-_ROLES = {"TN": ("w", "x"), "NN": ("w", "g"), "NT": ("x", "g")}  # of A and B in te_mx.Linear
+_ROLES = {  # of A and B in te_mx.Linear
+    "TN": ("w", "x"), "NN": ("w_columns", "g"), "NT": ("x_columns", "g_columns")
+}  # fmt: skip
 
 
 def explain(

@@ -53,7 +53,9 @@ def inside(settings: Settings, mine: Settings, fixed: Fixed, dropped: bool) -> S
     codes of one format only, whatever was fixed."""
     if fixed.x:
         return mine._replace(**{name: getattr(settings, name) for name in _OF_REGIONS})
-    return settings._replace(w=mine.w, w_col=mine.w_col) if fixed.w or dropped else settings
+    if fixed.w or dropped:
+        return settings._replace(w=mine.w, w_col=mine.w_col)
+    return settings
 
 
 def _name(name: str, given: Any) -> str:
