@@ -5,10 +5,16 @@
 
 namespace te_mx::cpu {
 
+// Of an MX format: codes of 8 and of 4 bits.
+inline Status check_mx(Element element, const Scaling& scaling) {
+  const bool fp4 = is_fp4(element) && is_mx(scaling);
+  return fp4 ? Status::ok : check_format(element, scaling);
+}
+
 // Of a plain operand to read.
 inline Status check_operand(const Operand& o) {
   if (o.layout != Layout::k_last && o.layout != Layout::k_first) return Status::unsupported;
-  return check_format(o.element, o.scaling);
+  return check_mx(o.element, o.scaling);
 }
 
 // The same of a GEMM, which takes fp32 scales too.
@@ -30,8 +36,10 @@ inline Status check_places(const QuantizeOut& out) {
 
 // Of what the MX quantizer makes.
 inline Status check_out(const QuantizeOut& out) {
-  const Status status = check_format(out.element, out.scaling, out.rule);
-  return status == Status::ok ? check_places(out) : status;
+  if (!known(out.rule)) return Status::bad_argument;
+  const Status status = check_mx(out.element, out.scaling);
+  if (status != Status::ok) return status;
+  return is_f32_rule(out.rule) ? Status::unsupported : check_places(out);
 }
 
 // Of what the blockwise quantizer makes.

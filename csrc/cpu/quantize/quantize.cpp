@@ -34,6 +34,7 @@ quantize_tile::Kernel quantize_tile::find(DType dtype, Element element, bool row
 
 namespace {
 
+using quantize_tile::code_bytes;
 using quantize_tile::Columns;
 using quantize_tile::Kernel;
 using quantize_tile::kTile;
@@ -103,17 +104,17 @@ Tile tile_in_place(const Problem& p, int64_t r0, int64_t c0) {
   const int64_t row_blocks = ceil_div(a.cols, kBlock);
   const int64_t col_blocks = ceil_div(a.rows, kBlock);
   Tile t{};
-  t.rceil = a.rule == ScaleRule::rceil;
+  t.rule = static_cast<mxtile::mx::Rule>(a.rule);
   t.stream = p.stream;
   if (a.row_codes) {
-    t.row_codes = a.row_codes + r0 * a.cols + c0;
-    t.row_code_stride = a.cols;
+    t.row_code_stride = code_bytes(a.element, a.cols);
+    t.row_codes = a.row_codes + r0 * t.row_code_stride + code_bytes(a.element, c0);
     t.row_scales = a.row_scales + r0 * row_blocks + c0 / kBlock;
     t.row_scale_stride = row_blocks;
   }
   if (a.col_codes && a.col_transposed) {
-    t.col_codes = a.col_codes + c0 * a.rows + r0;
-    t.col_code_stride = a.rows;
+    t.col_code_stride = code_bytes(a.element, a.rows);
+    t.col_codes = a.col_codes + c0 * t.col_code_stride + code_bytes(a.element, r0);
     t.col_scales = a.col_scales + c0 * col_blocks + r0 / kBlock;
     t.col_scale_stride = col_blocks;
   } else if (a.col_codes) {
@@ -177,11 +178,13 @@ void run_tile(const Problem& p, Area area, bool last, const uint8_t* next, float
   const int64_t row_blocks = ceil_div(cols, kBlock);
   const int64_t col_blocks = ceil_div(rows, kBlock);
   if (a.row_codes) {
-    copy_2d(place.row_codes, place.row_code_stride, t.row_codes, kTile, rows, cols);
+    copy_2d(place.row_codes, place.row_code_stride, t.row_codes, kTile, rows,
+            code_bytes(a.element, cols));
     copy_2d(place.row_scales, place.row_scale_stride, t.row_scales, 2, rows, row_blocks);
   }
   if (a.col_codes && a.col_transposed) {
-    copy_2d(place.col_codes, place.col_code_stride, t.col_codes, kTile, cols, rows);
+    copy_2d(place.col_codes, place.col_code_stride, t.col_codes, kTile, cols,
+            code_bytes(a.element, rows));
     copy_2d(place.col_scales, place.col_scale_stride, t.col_scales, 2, cols, col_blocks);
   } else if (a.col_codes) {
     copy_2d(place.col_codes, place.col_code_stride, t.col_codes, kTile, rows, cols);
@@ -252,8 +255,11 @@ bool wants_stream(const QuantizeTask& a) {
   // Stores that bypass the caches save reading what they overwrite, but only pay when the result
   // would not stay in a cache anyway.
   if (std::max(a.rows * a.cols * directions, a.together) < kPastCaches) return false;
-  return (!a.row_codes || aligned(a.row_codes, a.cols)) &&
-         (!a.col_codes || aligned(a.col_codes, a.col_transposed ? a.rows : a.cols));
+  // Codes two a byte are half lines, which pass through the caches.
+  const bool packs = is_fp4(a.element);
+  return (!a.row_codes || packs || aligned(a.row_codes, a.cols)) &&
+         (!a.col_codes || (packs && a.col_transposed) ||
+          aligned(a.col_codes, a.col_transposed ? a.rows : a.cols));
 }
 
 bool valid(const QuantizeTask& a) {
@@ -328,7 +334,7 @@ Status quantize_task(const QuantizeTask& args) {
     if (a.rows > 0) run_problem(p);
     if (total > whole) {
       a.x = static_cast<const uint8_t*>(args.x) + whole * p.element_bytes;
-      a.row_codes += whole;
+      a.row_codes += code_bytes(a.element, whole);
       a.row_scales += whole / kBlock;
       a.rows = 1;
       a.cols = a.row_stride = kBlock;

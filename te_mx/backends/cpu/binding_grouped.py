@@ -19,6 +19,7 @@ from te_mx.backends.base import (
     Operand,
     QuantizedParts,
     StackedOperand,
+    code_bytes,
     format_fields,
     pointer,
     typed_address,
@@ -96,7 +97,7 @@ def quantize(
     scales = _scales_of(fmt)
     row_codes = row_scales = col_codes = col_scales = sums = partial = None
     if rowwise:
-        row_codes = cpu_memory.empty((rows, cols), _U8)
+        row_codes = cpu_memory.empty((rows, code_bytes(fmt, cols)), _U8)
         row_scales = torch.empty(scales.shape(rows, cols), dtype=scales.dtype, device=CPU)
     if columnwise:
         col_codes = cpu_memory.empty((rows, cols), _U8)
@@ -131,10 +132,11 @@ def quantize_weights(
     bases, steps = [0] * 4, [0] * 4
     scales = _scales_of(fmt)
     shapes = scales.shape(rows, cols), scales.shape(cols, rows)[::-1]
-    for i, (asked, shape) in enumerate(zip(wanted, shapes, strict=True)):
+    widths = code_bytes(fmt, cols), cols
+    for i, (asked, shape, width) in enumerate(zip(wanted, shapes, widths, strict=True)):
         if asked:
             made = [
-                cpu_memory.empty((groups, rows, cols), _U8),
+                cpu_memory.empty((groups, rows, width), _U8),
                 torch.empty((groups, *shape), dtype=scales.dtype, device=CPU),
             ]
             bases[2 * i : 2 * i + 2] = [part.data_ptr() for part in made]
@@ -246,7 +248,7 @@ class GroupedGemmCall:
 
 def _plain(operand: Operand | StackedOperand) -> Any:
     """The native record of an operand, or of the first of all groups'."""
-    codes, scales, fmt, order, _ = operand
+    codes, scales, fmt, order = operand[:4]
     return _native().Operand(
         codes=codes.data_ptr(), scales=scales.data_ptr(), rows=operand.rows, k=operand.k,
         layout=LAYOUTS[order], **format_fields(fmt),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from te_mx.backends.cpu import binding
-from te_mx.backends.native import BLOCKWISE, FORMATS, unknown
+from te_mx.backends.native import BLOCKWISE, FORMATS, FP4, RULES, unknown
 from te_mx.dispatch.problem import Problem
 
 LAYOUTS = ("rows", "cols")
+MX = FORMATS + FP4
+MX_RULES = (*RULES, "even")
 
 
 def why_not(problem: Problem, *more: str, blockwise: bool = False) -> str | None:
@@ -16,8 +18,7 @@ def why_not(problem: Problem, *more: str, blockwise: bool = False) -> str | None
         return f"runs on the CPU, the operands are on {problem.place.device}"
     if problem.place.level < 0:
         return "needs the native module"
-    formats = FORMATS + BLOCKWISE if blockwise else FORMATS
-    return unknown(problem, (*LAYOUTS, *more), formats)
+    return unknown(problem, (*LAYOUTS, *more), MX + BLOCKWISE * blockwise, MX_RULES)
 
 
 def why_not_level(kernel: str, level: str, problem: Problem) -> str | None:

@@ -103,9 +103,10 @@ class CpuDequantize(Kernel):
         return reason
 
     def run(self, operand: Operand, dtype: torch.dtype) -> Tensor | None:
-        codes, scales, fmt, order, _ = native_operand(operand)
-        values = binding.dequantize(codes.contiguous(), scales.contiguous(), fmt, order, dtype)
-        return values if values is None or order == "k_last" else values.t()
+        plain = native_operand(operand)
+        plain = plain._replace(codes=plain.codes.contiguous(), scales=plain.scales.contiguous())
+        values = binding.dequantize(plain, dtype)
+        return values if values is None or plain.order == "k_last" else values.t()
 
 
 register(CpuQuantize())
