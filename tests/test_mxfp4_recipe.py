@@ -198,3 +198,15 @@ def test_frozen_weights_come_back_with_their_recipe(recipe, tmp_path):
     assert other._frozen.settings == recipe.settings._replace(keep_columns=False)
     with te_mx.autocast(recipe=recipe), torch.no_grad():
         assert torch.equal(other(x), expected)
+
+
+def test_compiled_layers_draw_too():
+    layer, x = te_mx.Linear(64, 48), torch.randn(33, 64)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    made = []
+    for seed, module in ((4, layer), (4, compiled), (5, compiled)):
+        torch.manual_seed(seed)
+        made.append(gradients(layer, x, lambda _, t, module=module: module(t)))
+    plain, same, other = made
+    assert all(torch.equal(a, b) for a, b in zip(plain, same, strict=True))
+    assert torch.equal(plain[0], other[0]) and not torch.equal(plain[2], other[2])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import te_mx
 from te_mx import formats
 from te_mx.formats.hadamard import Hadamard
 from te_mx.ops import gemm_2d, quantize_2d
@@ -108,6 +109,28 @@ def test_operands_that_are_transformed_otherwise_are_refused(other):
     for lhs, rhs in ((one, two), (two, one)):
         with pytest.raises(ValueError, match="need the same Hadamard transform along k"):
             gemm_2d(lhs, rhs, out_dtype=torch.float32)
+
+
+def test_mxtensors_know_their_transform(tmp_path):
+    name = f"mxfp8_e4m3+rht32:0x{SIGNS:08x}"
+    x, w = torch.randn(3, 20, 70), torch.randn(24, 70)
+    xq = te_mx.quantize(x, fmt=name.replace("mxfp8_", ""), columnwise=True)
+    assert xq.fmt == name and repr(xq).startswith(f"MXTensor(shape=(3, 20, 70), fmt='{name}'")
+    for usage in ("rowwise", "columnwise"):
+        for dtype in (torch.float64, torch.float32, torch.bfloat16):
+            values = xq.dequantize(dtype, usage)
+            assert values.dtype == dtype and (values - x).norm() < 0.04 * x.norm()
+    torch.save(xq, tmp_path / "x.pt")
+    assert torch.load(tmp_path / "x.pt", weights_only=True).equal(xq)
+    wq = te_mx.quantize(w, fmt=name)
+    expected = x.view(60, 70) @ w.t()
+    made = te_mx.gemm(wq, xq, out_dtype=torch.float32).out
+    assert (made - expected).norm() < 0.06 * expected.norm()
+    plain = te_mx.quantize(w, fmt="mxfp4")
+    for call in (te_mx.gemm, te_mx.explain):
+        for pair in ((plain, xq), (xq, plain)):
+            with pytest.raises(ValueError, match="A and B must have the same Hadamard transform"):
+                call(*pair)
 
 
 def test_names_that_mean_nothing():

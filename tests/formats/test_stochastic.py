@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import te_mx
 from te_mx import formats
 from te_mx.formats.stochastic import philox, random_bits
 from te_mx.ops import quantize_2d
@@ -133,6 +134,23 @@ def test_both_directions_round_with_the_bits_of_the_element():
     assert torch.equal(made.col_sum, x.sum(0, dtype=torch.float32))
     other = quantize_2d(x, "mxfp4@rows", rule="rceil+sr", seed=torch.tensor([12])).row
     assert not torch.equal(made.row.codes, other.codes)
+
+
+@pytest.mark.parametrize("fmt", ["mxfp4", "e4m3", "mxfp4+rht16:0x00001234"])
+def test_the_public_function(fmt):
+    x = torch.randn(2, 19, 40, dtype=torch.bfloat16)
+    ways = {"fmt": fmt, "columnwise": True, "scale_rule": "even", "rounding": "stochastic"}
+    made = te_mx.quantize(x, seed=-5, **ways)
+    assert made.equal(te_mx.quantize(x, seed=torch.tensor([-5]), **ways))
+    assert not made.equal(te_mx.quantize(x, seed=-4, **ways))
+    spec = formats.get(fmt)
+    random = random_bits(torch.tensor([-5]), 38, 40)
+    codes, scales = spec.quantize(x.view(38, 40), "even+sr", random)
+    assert torch.equal(made.operand("rowwise").codes, codes)
+    assert torch.equal(made.operand("rowwise").scales, scales)
+    columns = spec.quantize(x.view(38, 40).t(), "even+sr", random.t())
+    expected = spec.dequantize(*columns, 38, torch.float32)
+    assert torch.equal(made.operand("columnwise").values(), expected)
 
 
 def test_seeds_and_rules_belong_together():
