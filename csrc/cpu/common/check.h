@@ -1,6 +1,8 @@
 // What the kernels of this backend take of formats and layouts.
 #pragma once
 
+#include <initializer_list>
+
 #include "te_mx/quantize.h"
 
 namespace te_mx::cpu {
@@ -31,7 +33,7 @@ inline Status check_places(const QuantizeOut& out) {
   const bool layouts =
       out.row.layout == Layout::k_last && (col == Layout::k_last || col == Layout::k_first);
   const bool sums = out.col_sum == nullptr || out.col_sum_dtype == DType::f32;
-  return layouts && sums && rounds_plainly(out) ? Status::ok : Status::unsupported;
+  return layouts && sums ? Status::ok : Status::unsupported;
 }
 
 // Of what the MX quantizer makes.
@@ -39,6 +41,9 @@ inline Status check_out(const QuantizeOut& out) {
   if (!known(out.rule)) return Status::bad_argument;
   const Status status = check_mx(out.element, out.scaling);
   if (status != Status::ok) return status;
+  for (const int32_t size : {out.row.hadamard, out.col.hadamard}) {
+    if (size != 0 && size != 16 && size != 32) return Status::bad_argument;
+  }
   return is_f32_rule(out.rule) ? Status::unsupported : check_places(out);
 }
 
@@ -47,6 +52,7 @@ inline Status check_blockwise_out(const QuantizeOut& out) {
   if (!known(out.element) || !known(out.rule) || !(out.amax_epsilon >= 0))
     return Status::bad_argument;
   if (!is_blockwise(out.scaling) || !is_f32_rule(out.rule)) return Status::unsupported;
+  if (!rounds_plainly(out)) return Status::unsupported;
   if (!is_fp8(out.element) && !is_fnuz(out.element)) return Status::unsupported;
   return check_places(out);
 }

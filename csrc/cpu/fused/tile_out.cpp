@@ -30,6 +30,7 @@ void copy_rows(uint8_t* to, int64_t to_stride, const uint8_t* from, int64_t from
 Status check_tiles(const QuantizeOut& out) {
   const Status status = check_out(out);
   if (status != Status::ok) return status;
+  if (!rounds_plainly(out)) return Status::unsupported;
   if (out.col.codes && out.col.layout != Layout::k_first) return Status::unsupported;
   const bool whole = !out.row.codes == !out.row.scales && !out.col.codes == !out.col.scales &&
                      (!out.col_sum || out.col_sum_ws);

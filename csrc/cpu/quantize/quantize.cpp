@@ -32,6 +32,18 @@ quantize_tile::Kernel quantize_tile::find(DType dtype, Element element, bool row
   return find_portable(dtype, element, rows, columns);
 }
 
+quantize_tile::Kernel quantize_tile::find_random(Element element) {
+  const Isa isa = isa_native();
+#if defined(TE_MX_HAVE_AVX512)
+  if (isa >= Isa::avx512) return find_random_avx512(element);
+#endif
+#if defined(TE_MX_HAVE_AVX2)
+  if (isa >= Isa::avx2) return find_random_avx2(element);
+#endif
+  (void)isa;
+  return find_random_portable(element);
+}
+
 namespace {
 
 using quantize_tile::code_bytes;
@@ -59,6 +71,8 @@ struct Problem {
   int64_t item_cols;
   int64_t tile_rows;
   int64_t tile_cols;
+  bool is_special;
+  quantize_tile::Special special;
 };
 
 struct alignas(64) Staging {
@@ -106,6 +120,9 @@ Tile tile_in_place(const Problem& p, int64_t r0, int64_t c0) {
   Tile t{};
   t.rule = static_cast<mxtile::mx::Rule>(a.rule);
   t.stream = p.stream;
+  t.special = p.is_special ? &p.special : nullptr;
+  t.row0 = r0;
+  t.col0 = c0;
   if (a.row_codes) {
     t.row_code_stride = code_bytes(a.element, a.cols);
     t.row_codes = a.row_codes + r0 * t.row_code_stride + code_bytes(a.element, c0);
@@ -289,7 +306,11 @@ QuantizeTask task_of(const QuantizeArgs& args) {
           static_cast<float*>(to.col_sum),
           to.col_sum_ws,
           execution.threads,
-          0};
+          0,
+          {to.row.hadamard, static_cast<uint32_t>(to.row.signs)},
+          {to.col.hadamard, static_cast<uint32_t>(to.col.signs)},
+          to.seed,
+          to.first};
 }
 
 Status quantize(const QuantizeArgs& args) {
@@ -306,23 +327,35 @@ Status quantize_task(const QuantizeTask& args) {
 
   Problem p{};
   p.a = args;
-  p.kernel =
-      quantize_tile::find(args.x_dtype, args.element, args.row_codes != nullptr, columns_of(args));
+  p.is_special = args.seed != nullptr || (args.row_codes && args.row_hadamard.size != 0) ||
+                 (args.col_codes && args.col_hadamard.size != 0);
+  const Columns columns = columns_of(args);
+  if (p.is_special) {
+    const bool seeded = args.seed != nullptr;
+    p.special = {args.x_dtype,     columns == Columns::transposed,
+                 seeded,           seeded ? static_cast<uint64_t>(*args.seed) : 0,
+                 args.first,       args.rows,
+                 args.cols,        args.row_hadamard,
+                 args.col_hadamard};
+    p.kernel = quantize_tile::find_random(args.element);
+  } else {
+    p.kernel = quantize_tile::find(args.x_dtype, args.element, args.row_codes != nullptr, columns);
+  }
   p.element_bytes = args.x_dtype == DType::f32 ? 4 : 2;
-  p.stream = wants_stream(args);
+  p.stream = !p.is_special && wants_stream(args);
   p.item_rows = args.col_sum ? kColSumRows : kItemRows;
   p.item_cols = p.stream ? kStreamItemCols : kItemCols;
   if (p.stream && args.col_transposed && args.col_codes) {
     if (!args.col_sum) p.item_rows = kTransposedItem;
     p.item_cols = kTransposedItem;
   }
-  p.tile_rows = quantize_tile::tile_rows(columns_of(args));
+  p.tile_rows = quantize_tile::tile_rows(columns);
   QuantizeTask& a = p.a;
   if (a.cols == 1) a.col_stride = 1;
   if (a.rows == 1) a.row_stride = a.cols;
   p.tile_cols = a.col_stride == 1 && p.tile_rows < kTile ? kTileCols : kTile;
   const bool compact = a.col_stride == 1 && a.row_stride == a.cols;
-  if (compact && !a.col_codes && !a.col_sum && a.cols % kBlock == 0) {
+  if (compact && !p.is_special && !a.col_codes && !a.col_sum && a.cols % kBlock == 0) {
     // Blocks of a compact tensor follow each other: any number of rows fills whole tiles, and
     // memory is read in order.
     const int64_t total = a.rows * a.cols;

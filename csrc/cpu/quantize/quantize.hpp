@@ -21,6 +21,22 @@ static constexpr int64_t code_bytes(Element element, int64_t codes) {
   return is_fp4(element) ? (codes + 1) / 2 : codes;
 }
 
+struct Hadamard {
+  int size = 0;  // 16 or 32; 0: none
+  uint32_t signs = 0;
+};
+
+// What random rounding and transforms need to know of a matrix; its tiles say where they lie.
+struct Special {
+  DType dtype;
+  bool transposed;  // columns
+  bool stochastic;
+  uint64_t seed;
+  int64_t first;       // number of the matrix's first element; those of a row follow each other
+  int64_t rows, cols;  // of the matrix: chunks of a transform that it cuts stay as they are
+  Hadamard row, col;
+};
+
 // Elements that are read once. Pointers of a direction that is not wanted are null.
 struct Tile {
   const void* x;           // elements of a row are adjacent
@@ -41,7 +57,9 @@ struct Tile {
   int64_t col_code_stride;
   uint8_t* col_scales;  // plain: [rows/32] rows of cols bytes. Transposed: two bytes a column
   int64_t col_scale_stride;
-  float* col_sum;  // [cols], running sums
+  float* col_sum;          // [cols], running sums
+  const Special* special;  // for kernels of find_random()
+  int64_t row0, col0;      // in the matrix, likewise
 };
 
 // The 64 columns of a tile from c on. Internal linkage: files with different flags call it.
@@ -60,6 +78,7 @@ static inline Tile part_of(const Tile& tile, int c) {
     part.col_scales += c;
   }
   if (tile.col_sum) part.col_sum += c;
+  part.col0 += c;
   return part;
 }
 
@@ -67,6 +86,13 @@ using Kernel = void (*)(const Tile& tile);
 
 // The kernel of the level in use. rows false and columns none leaves the column sums.
 Kernel find(DType dtype, Element element, bool rows, Columns columns);  // quantize.cpp
+
+// The kernel of Tile::special.
+Kernel find_random(Element element);  // quantize.cpp
+
+Kernel find_random_portable(Element element);
+Kernel find_random_avx2(Element element);
+Kernel find_random_avx512(Element element);
 
 Kernel find_portable(DType dtype, Element element, bool rows, Columns columns);
 Kernel find_avx2(DType dtype, Element element, bool rows, Columns columns);
