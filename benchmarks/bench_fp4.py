@@ -12,7 +12,7 @@ from benchmarks.bench_gemm import CUBES, FPROP, QUICK
 from benchmarks.context import Context, randn
 from benchmarks.row import Row
 from benchmarks.timing import interleaved
-from te_mx.recipe import BlockScaling
+from te_mx.recipe import MXFP4BlockScaling
 
 PAIRS = (("mxfp4", "mxfp4"), ("mxfp4", "mxfp8_e4m3"))  # weights, inputs
 
@@ -56,5 +56,6 @@ def _row(context: Context, formats: tuple[str, str], shape: tuple[int, int, int]
 def linear(context: Context) -> Iterator[Row]:
     """Forward and backward, weights quantized at every step."""
     torch.manual_seed(0)
-    recipe = BlockScaling(x="mxfp4", w="mxfp4", g="mxfp8_e4m3")
-    yield from bench_linear.training(context, "mxfp4 linear", recipe, must=1.3, aim=1.7)
+    yield from bench_linear.training(
+        context, "mxfp4 linear", MXFP4BlockScaling(), must=1.3, aim=1.7
+    )
