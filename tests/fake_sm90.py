@@ -145,7 +145,7 @@ def pack(args) -> int:
 def dequantize(args) -> int:
     if fake_sm90_factors.is_blockwise(args.operand):
         return fake_sm90_factors.dequantize(args, at)
-    codes, scales, fmt, order, _ = read_operand(args.operand)
+    codes, scales, fmt, order = read_operand(args.operand)[:4]
     dtype = _DTYPES[args.out_dtype]
     values = reference.dequantize(codes, scales, fmt, order, dtype)
     at(args.out, codes.shape, dtype).copy_(values)
@@ -158,7 +158,7 @@ def row_sums_workspace_bytes(rows, k, k_first) -> int:
 
 def row_sums(args) -> int:
     at(args.workspace, (OWN_SCRATCH,)).fill_(0xFF)
-    codes, scales, fmt, order, _ = read_operand(args.operand)
+    codes, scales, fmt, order = read_operand(args.operand)[:4]
     values = reference.dequantize(codes, scales, fmt, order, torch.float64)
     sums = values.sum(0 if order == "k_first" else 1)
     at(args.out, (args.rows,), torch.float32).copy_(sums)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from te_mx import formats as formats_of
-from te_mx.backends.base import BLOCK_ROWS, PLAIN, SCALE_RULES, UPRIGHT, QuantizedParts
+from te_mx.backends.base import BLOCK_ROWS, PLAIN, UPRIGHT, QuantizedParts
 from te_mx.backends.base import Operand as NativeOperand
 from te_mx.backends.base import StackedOperand as NativeStack
 from te_mx.dispatch.fused import Target
@@ -26,8 +26,10 @@ _ORDERS = {
 }
 _SHORT = {"mxfp8_e4m3": "e4m3", "mxfp8_e5m2": "e5m2"}
 FORMATS = tuple(_SHORT)  # that native code knows
+RULES = ("rceil", "floor", "fp32", "pow2")  # likewise
 BLOCKWISE = tuple(f"fp8_{word}" for word in BLOCK_ROWS)  # with fp32 scales, for kernels that say so
-_SHORT |= dict(zip(BLOCKWISE, BLOCK_ROWS, strict=True))
+FP4 = ("mxfp4",)  # of 4 bits, likewise
+_SHORT |= dict(zip(BLOCKWISE, BLOCK_ROWS, strict=True)) | {"mxfp4": "e2m1"}
 COLUMNWISE = tuple(f"fp8_{word}" for word in UPRIGHT)  # for kernels that multiply nothing
 _SHORT |= dict(zip(COLUMNWISE, UPRIGHT, strict=True))
 _known = {"": ("e4m3", "k_last")}
@@ -41,20 +43,22 @@ def _scaling(name: str) -> Scaling:
 
 
 def unknown(
-    problem: Problem, layouts: tuple[str, ...], formats: tuple[str, ...] = FORMATS
-) -> str | None:
-    """Why native code that reads these layouts (names up to a colon) and formats does not run a
-    problem: the scale rule, a format or a layout; None when it knows them all."""
-    rules = [one for one in SCALE_RULES if any(_scaling(name).knows(one) for name in formats)]
+    problem: Problem, layouts: tuple[str, ...], formats: tuple[str, ...] = FORMATS,
+    rules: tuple[str, ...] = RULES, random: bool = False,
+) -> str | None:  # fmt: skip
+    """Why native code that knows these layouts (names up to a colon), formats and rules does not
+    run a problem: the scale rule, a format or a layout; None when it knows them all. random:
+    whether it rounds stochastically and transforms."""
+    rules = tuple(one for one in rules if any(_scaling(name).knows(one) for name in formats))
     rule = split_rule(problem.rule)[0]
     if rule != _ANY_RULE and rule not in rules:
         return f"knows the scale rules {', '.join(rules)}, not {problem.rule}"
-    if is_stochastic(problem.rule):
+    if is_stochastic(problem.rule) and not random:
         return f"rounds to nearest even, not stochastically ({problem.rule})"
     for spec in (problem.lhs, problem.rhs):
         if spec:
             fmt, layout = spec_of(spec)
-            if problem.op in _READERS:
+            if random or problem.op in _READERS:
                 fmt = fmt.untransformed
             if fmt.name not in formats:
                 return f"takes {', '.join(formats)}, not {fmt.name}"
@@ -81,14 +85,20 @@ def is_aligned(spec: str) -> bool:
     return fmt.scaling.scale == "fp32" and layout.scale_dtype is torch.int32
 
 
+def transform_of(spec: str) -> tuple[int, int]:
+    """Size and signs of the Hadamard transform of a spec's format; zeros without one."""
+    transform = spec_of(spec).format.transform
+    return (0, 0) if transform is None else (transform.size, transform.signs)
+
+
 def native_operand(operand: Operand) -> NativeOperand:
     fmt, order = words_of(operand.spec)
-    return NativeOperand(operand.codes, operand.scales, fmt, order, operand.packed)
+    return NativeOperand(operand.codes, operand.scales, fmt, order, operand.packed, operand.k)
 
 
 def native_stack(stack: Stack) -> NativeStack:
     fmt, order = words_of(stack.spec)
-    return NativeStack(stack.codes, stack.scales, fmt, order, stack.packed)
+    return NativeStack(stack.codes, stack.scales, fmt, order, stack.packed, stack.k)
 
 
 class NativeTarget(NamedTuple):
@@ -110,7 +120,7 @@ def one_read(row: str, col: str) -> str | None:
         return None
     (row_fmt, row_layout), (col_fmt, col_layout) = spec_of(row), spec_of(col)
     spreads = [getattr(layout, "spread", PLAIN) for layout in (row_layout, col_layout)]
-    if row_fmt != col_fmt or spreads[0] != spreads[1]:
+    if row_fmt.untransformed != col_fmt.untransformed or spreads[0] != spreads[1]:
         return "makes both directions in one format, both packed alike or both plain"
     return None
 
@@ -123,13 +133,17 @@ def one_read_of_weights(row: str, col: str) -> str | None:
     return reason
 
 
-def is_native(target: Target, formats: tuple[str, ...] = FORMATS) -> bool:
-    """Whether native code of these formats makes what a target asks for as it quantizes, if it asks
-    for codes."""
+def is_native(
+    target: Target, formats: tuple[str, ...] = FORMATS, rules: tuple[str, ...] = RULES
+) -> bool:
+    """Whether native code of these formats and rules makes what a target asks for as it quantizes,
+    if it asks for codes."""
     row, col, rule = target[:3]
     known = all(spec_of(spec).format.name in formats for spec in (row, col) if spec)
-    rules = split_rule(rule)[0] in SCALE_RULES and not is_stochastic(rule)
-    return not target.codes or (known and rules and one_read(row, col) is None)
+    known = known and not is_stochastic(rule)
+    return not target.codes or (
+        known and split_rule(rule)[0] in rules and one_read(row, col) is None
+    )
 
 
 def native_target(target: Target) -> NativeTarget:

@@ -32,6 +32,8 @@ struct StreamGemm {
         return run(mxtile::mx::E5M2{});
       case Element::e4m3fnuz:
         return run(mxtile::mx::E4M3FNUZ{});
+      case Element::e2m1:
+        return run(mxtile::mx::E2M1{});
       default:
         return run(mxtile::mx::E5M2FNUZ{});
     }
@@ -57,7 +59,7 @@ struct StreamGemm {
         const int n = static_cast<int>(o.k - k < kBlock ? o.k - k : kBlock);
         uint8_t codes[kBlock];
         for (int i = 0; i < n; ++i) {
-          codes[i] = o.codes[row * o.code_row_stride + (k + i) * o.code_k_stride];
+          codes[i] = o.code(row, k + i);
         }
         decode_block<S, E>(codes, n, scale_of(o, exponents, row, k), panel + row * K + k);
       }
@@ -88,10 +90,11 @@ struct StreamGemm {
         }
         continue;
       }
-      const uint8_t* codes = o.codes + row * o.code_row_stride;
       for (int64_t k = k0; k < k1; k += kBlock) {
         const int n = static_cast<int>(k1 - k < kBlock ? k1 - k : kBlock);
-        decode_block<S, E>(codes + k, n, scale_of(o, exponents, row, k), out + k - k0);
+        uint8_t room[kBlock];
+        decode_block<S, E>(codes_of<kBlock>(o, row, k, n, room), n, scale_of(o, exponents, row, k),
+                           out + k - k0);
       }
     }
   }

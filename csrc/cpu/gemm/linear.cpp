@@ -66,8 +66,10 @@ Status rowwise(const LinearArgs& a, const Matrix& x, const Operand& to) {
 // ok, or what is wrong with the formats: both of MX, or both with fp32 scales.
 Status check_formats(const LinearArgs& a) {
   if (!is_blockwise(a.scaling)) {
-    const Status status = check_format(a.forward, a.scaling, a.rule);
-    return status == Status::ok ? check_format(a.forward, a.w_scaling) : status;
+    if (!known(a.rule)) return Status::bad_argument;
+    Status status = check_mx(a.forward, a.scaling);
+    if (status == Status::ok) status = check_mx(a.forward, a.w_scaling);
+    return status == Status::ok && is_f32_rule(a.rule) ? Status::unsupported : status;
   }
   QuantizeOut out;
   out.element = a.forward, out.scaling = a.scaling;

@@ -17,6 +17,7 @@ from te_mx.backends.base import (
     NativeAct,
     NativeNorm,
     QuantizedParts,
+    code_bytes,
     format_fields,
     pointer,
     scales_of,
@@ -51,7 +52,7 @@ class _Out:
         row_codes = row_scales = col_codes = col_scales = sums = self.partial = None
         scales = scales_of(wanted.fmt)
         if wanted.rowwise:
-            row_codes = cpu_memory.empty((rows, cols), _U8)
+            row_codes = cpu_memory.empty((rows, code_bytes(wanted.fmt, cols)), _U8)
             row_scales = torch.empty(scales.shape(rows, cols), dtype=scales.dtype, device=CPU)
         if wanted.columnwise is not None:
             shape = scales.shape(cols, rows)[::-1]

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from te_mx.backends.cpu import binding_fused
-from te_mx.backends.cpu.envelope import why_not
-from te_mx.backends.native import BLOCKWISE, FORMATS, is_native, native_target, with_operands
+from te_mx.backends.cpu.envelope import MX, MX_RULES, why_not
+from te_mx.backends.native import BLOCKWISE, is_native, native_target, with_operands
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import FLOAT_DTYPES
 from te_mx.dispatch.fused import ActParts, ActStep, NormParts, NormStep, Target
@@ -54,7 +54,8 @@ def _in_one_step(target: Target) -> bool:
     """Whether native code makes what is asked: columns as they lie, of formats that it knows."""
     if not target.codes:
         return True
-    return is_native(target, FORMATS + BLOCKWISE) and binding_fused.takes(native_target(target))
+    known = is_native(target, MX + BLOCKWISE, MX_RULES)
+    return known and binding_fused.takes(native_target(target))
 
 
 class CpuNormBackward(_Fused):

@@ -217,7 +217,7 @@ def dequantize(
 # --------------------------------------------------------------------------------------------- pack
 def plain_operand(operand: Operand) -> Any:
     """The native record of an operand whose codes and scales are contiguous."""
-    codes, scales, fmt, order, _ = operand
+    codes, scales, fmt, order = operand[:4]
     rows, k = codes.shape
     if order == "k_first":
         rows, k = k, rows

@@ -35,7 +35,7 @@ def gemm(
     values = []
     offset = 0
     for operand in (b, a):
-        codes, scales, fmt, order, _ = operand
+        codes, scales, fmt, order = operand[:4]
         count = codes.numel()
         room = workspace[offset : offset + 2 * count].view(torch.bfloat16).view(codes.shape)
         offset += 2 * ((count + 127) // 128 * 128)

@@ -43,7 +43,7 @@ def columns_of_weights(
 
 def _pack_args(weights: StackedOperand, made: tuple[Tensor, Tensor], spread: int) -> Any:
     """The native record of plain weights that are packed."""
-    codes, scales, fmt, order, _ = weights
+    codes, scales, fmt, order = weights[:4]
     args = sm90.native().PackArgs()  # type: ignore[union-attr]
     args.codes, args.scales = codes.data_ptr(), scales.data_ptr()
     args.rows, args.k = weights.rows, weights.k
