@@ -97,7 +97,7 @@ def _empty(spec: str, rows: int, k: int, device: torch.device) -> Operand:
 # ------------------------------------------------------------------------------------------ groups
 def quantize_groups(what: QuantizeGroups) -> Quantized:
     """The tokens of all groups, of which there are some."""
-    x, (offs, capacity), row_spec, col_spec, rule, col_sum = what
+    x, (offs, capacity), row_spec, col_spec, rule, col_sum = what[:6]
     (rows, cols), groups, device = x.shape, len(offs), x.device
     x, offs = binding.rows_of(x), binding_grouped.offs_on_device(offs, device)
     args = _native().GroupedQuantizeArgs()
