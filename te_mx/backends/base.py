@@ -34,14 +34,16 @@ class Words(dict[_K, _V]):
 
 
 # Formats in the words of native code, and the number of their element in its table.
-FORMATS = Words("the element format", ValueError, {"e4m3": 0, "e5m2": 1})
+FORMATS = Words("the element format", ValueError, {"e4m3": 0, "e5m2": 1, "e2m1": 6})
 # The rows of a block of those whose scales are fp32, one for so many rows x 128.
 BLOCK_ROWS: dict[str, int] = {}
 for _number, _element in enumerate(("e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz")):
     for _rows in (1, 128):
         FORMATS[f"{_element}_{_rows}x128"] = _number
         BLOCK_ROWS[f"{_element}_{_rows}x128"] = _rows
-SCALE_RULES = Words("the scale rule", ValueError, {"rceil": 0, "floor": 1, "fp32": 3, "pow2": 4})
+SCALE_RULES = Words(
+    "the scale rule", ValueError, {"rceil": 0, "floor": 1, "even": 2, "fp32": 3, "pow2": 4}
+)
 # What native code calls an order (Layout in csrc/include/te_mx/types.h).
 LAYOUTS = {"k_last": 0, "k_first": 1, "sm90": 2, "sm90_rows": 3, "sm90_k": 4}
 PLAIN = -1  # in place of a spread: plain MX, not packed for sm_90
@@ -86,7 +88,8 @@ class Operand(NamedTuple):
     """One side of a GEMM: a logical [rows, k] matrix with one scale for every 32 of k.
 
     order "k_last": codes [rows, k], scales [rows, ceil(k/32)]. order "k_first": codes [k, rows],
-    scales [ceil(k/32), rows]. `packed` is what a kernel packed of the same codes, or None.
+    scales [ceil(k/32), rows]. `packed` is what a kernel packed of the same codes, or None. Codes of
+    4 bits lie two a byte in "k_last", and `length` is k then.
     order "sm90": packed for Hopper, see layouts/sm90_tiles.py: codes [rows, k] with rows a
     multiple of 16 bytes apart, scales int32 [ceil(k/128), tiles, 132]. "sm90_rows", "sm90_k":
     groups of rows or of k packed for Hopper, see layouts/sm90_groups.py.
@@ -97,6 +100,7 @@ class Operand(NamedTuple):
     fmt: str
     order: str
     packed: Tensor | None = None
+    length: int | None = None
 
     @property
     def rows(self) -> int:
@@ -104,6 +108,8 @@ class Operand(NamedTuple):
 
     @property
     def k(self) -> int:
+        if self.length is not None:
+            return self.length
         return self.codes.shape[0 if self.order == "k_first" else 1]
 
 
@@ -131,6 +137,11 @@ def format_fields(fmt: str) -> dict[str, int]:
     return {"element": FORMATS[fmt], "scale_type": 1, "block_rows": rows, "block_k": 128}
 
 
+def code_bytes(fmt: str, k: int) -> int:
+    """Bytes of k codes that lie by rows."""
+    return (k + 1) // 2 if fmt == "e2m1" else k
+
+
 def pointer(tensor: Tensor | None) -> int:
     """Address as native code takes it, 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
@@ -152,7 +163,7 @@ class StackedOperand(NamedTuple):
     order "k_last": codes [G, rows, k], scales [G, rows, ceil(k/32)]. order "k_first": codes
     [G, k, rows], scales [G, ceil(k/32), rows]. `packed`: uint8 [G, bytes], or None. order "sm90":
     packed for Hopper, codes [G, rows, k] with padded rows, scales int32 [G, ceil(k/128), tiles,
-    132].
+    132]. `length`: as that of an Operand.
     """
 
     codes: Tensor
@@ -160,6 +171,7 @@ class StackedOperand(NamedTuple):
     fmt: str
     order: str
     packed: Tensor | None = None
+    length: int | None = None
 
     @property
     def groups(self) -> int:
@@ -171,8 +183,10 @@ class StackedOperand(NamedTuple):
 
     @property
     def k(self) -> int:
+        if self.length is not None:
+            return self.length
         return self.codes.shape[1 if self.order == "k_first" else 2]
 
     def group(self, i: int) -> Operand:
         """The operand of one group, without its packed form."""
-        return Operand(self.codes[i], self.scales[i], self.fmt, self.order)
+        return Operand(self.codes[i], self.scales[i], self.fmt, self.order, None, self.length)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from te_mx import formats as formats_of
-from te_mx.backends.base import BLOCK_ROWS, PLAIN, SCALE_RULES, QuantizedParts
+from te_mx.backends.base import BLOCK_ROWS, PLAIN, QuantizedParts
 from te_mx.backends.base import Operand as NativeOperand
 from te_mx.backends.base import StackedOperand as NativeStack
 from te_mx.dispatch.fused import Target
@@ -22,8 +22,10 @@ _ORDERS = {
 }
 _SHORT = {"mxfp8_e4m3": "e4m3", "mxfp8_e5m2": "e5m2"}
 FORMATS = tuple(_SHORT)  # that native code knows
+RULES = ("rceil", "floor", "fp32", "pow2")  # likewise
 BLOCKWISE = tuple(f"fp8_{word}" for word in BLOCK_ROWS)  # with fp32 scales, for kernels that say so
-_SHORT |= dict(zip(BLOCKWISE, BLOCK_ROWS, strict=True))
+FP4 = ("mxfp4",)  # of 4 bits, likewise
+_SHORT |= dict(zip(BLOCKWISE, BLOCK_ROWS, strict=True)) | {"mxfp4": "e2m1"}
 _known = {"": ("e4m3", "k_last")}
 _ANY_RULE = "rceil"  # stands in problems that quantize nothing
 
@@ -33,11 +35,12 @@ def _scaling(name: str) -> Scaling:
 
 
 def unknown(
-    problem: Problem, layouts: tuple[str, ...], formats: tuple[str, ...] = FORMATS
-) -> str | None:
-    """Why native code that reads these layouts (names up to a colon) and formats does not run a
-    problem: the scale rule, a format or a layout; None when it knows them all."""
-    rules = [one for one in SCALE_RULES if any(_scaling(name).knows(one) for name in formats)]
+    problem: Problem, layouts: tuple[str, ...], formats: tuple[str, ...] = FORMATS,
+    rules: tuple[str, ...] = RULES,
+) -> str | None:  # fmt: skip
+    """Why native code that reads these layouts (names up to a colon), formats and rules does not
+    run a problem: the scale rule, a format or a layout; None when it knows them all."""
+    rules = tuple(one for one in rules if any(_scaling(name).knows(one) for name in formats))
     rule = split_rule(problem.rule)[0]
     if rule != _ANY_RULE and rule not in rules:
         return f"knows the scale rules {', '.join(rules)}, not {problem.rule}"
@@ -63,12 +66,12 @@ def words_of(spec: str) -> tuple[str, str]:
 
 def native_operand(operand: Operand) -> NativeOperand:
     fmt, order = words_of(operand.spec)
-    return NativeOperand(operand.codes, operand.scales, fmt, order, operand.packed)
+    return NativeOperand(operand.codes, operand.scales, fmt, order, operand.packed, operand.k)
 
 
 def native_stack(stack: Stack) -> NativeStack:
     fmt, order = words_of(stack.spec)
-    return NativeStack(stack.codes, stack.scales, fmt, order, stack.packed)
+    return NativeStack(stack.codes, stack.scales, fmt, order, stack.packed, stack.k)
 
 
 class NativeTarget(NamedTuple):
@@ -103,11 +106,14 @@ def one_read_of_weights(row: str, col: str) -> str | None:
     return reason
 
 
-def is_native(target: Target) -> bool:
-    """Whether native code makes what a target asks for as it quantizes, if it asks for codes."""
+def is_native(
+    target: Target, formats: tuple[str, ...] = FORMATS, rules: tuple[str, ...] = RULES
+) -> bool:
+    """Whether native code of these formats and rules makes what a target asks for as it quantizes,
+    if it asks for codes."""
     row, col, rule, _ = target
-    known = all(spec_of(spec).format.name in FORMATS for spec in (row, col) if spec)
-    return not target.codes or (known and rule in SCALE_RULES and one_read(row, col) is None)
+    known = all(spec_of(spec).format.name in formats for spec in (row, col) if spec)
+    return not target.codes or (known and rule in rules and one_read(row, col) is None)
 
 
 def native_target(target: Target) -> NativeTarget:

@@ -2,6 +2,7 @@
 // bias-gradient partials.
 #include <iterator>
 
+#include "common/formats.h"
 #include "common/launch.h"
 #include "gemm/gemm_launch.h"
 #include "mxtile/sm90/barrier.cuh"
@@ -133,8 +134,8 @@ int chosen_config(const GemmArgs& a) {
 
 Status check_sides(const GemmArgs& a, Layout lhs, Layout rhs) {
   if (a.lhs.layout != lhs || a.rhs.layout != rhs) return Status::unsupported;
-  const Status status = check_format(a.lhs.element, a.lhs.scaling);
-  return status == Status::ok ? check_format(a.rhs.element, a.rhs.scaling) : status;
+  const Status status = check_mx(a.lhs.element, a.lhs.scaling);
+  return status == Status::ok ? check_mx(a.rhs.element, a.rhs.scaling) : status;
 }
 
 Status check_epilogue(const Epilogue& e, int64_t n) {

@@ -203,7 +203,7 @@ class GemmCall:
 
 def _operand(operand: Operand, kernel: int, role: str) -> Any:
     """The native record of an operand whose codes and scales are contiguous."""
-    codes, scales, fmt, order, packed = operand
+    codes, scales, fmt, order, packed, _ = operand
     first, second = codes.shape
     rows, k = (second, first) if order == "k_first" else (first, second)
     address = 0

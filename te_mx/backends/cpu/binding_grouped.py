@@ -246,7 +246,7 @@ class GroupedGemmCall:
 
 def _plain(operand: Operand | StackedOperand) -> Any:
     """The native record of an operand, or of the first of all groups'."""
-    codes, scales, fmt, order, _ = operand
+    codes, scales, fmt, order = operand[:4]
     return _native().Operand(
         codes=codes.data_ptr(), scales=scales.data_ptr(), rows=operand.rows, k=operand.k,
         layout=LAYOUTS[order], **format_fields(fmt),

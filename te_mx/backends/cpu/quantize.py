@@ -103,7 +103,7 @@ class CpuDequantize(Kernel):
         return reason
 
     def run(self, operand: Operand, dtype: torch.dtype) -> Tensor | None:
-        codes, scales, fmt, order, _ = native_operand(operand)
+        codes, scales, fmt, order = native_operand(operand)[:4]
         values = binding.dequantize(codes.contiguous(), scales.contiguous(), fmt, order, dtype)
         return values if values is None or order == "k_last" else values.t()
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from te_mx.backends.base import PLAIN, QuantizedParts
 from te_mx.backends.base import Quantize as NativeQuantize
-from te_mx.backends.native import FORMATS, native_operand, one_read, words_of
+from te_mx.backends.native import native_operand, one_read, words_of
 from te_mx.backends.sm90 import binding
-from te_mx.backends.sm90.envelope import why_not
+from te_mx.backends.sm90.envelope import MX, why_not
 from te_mx.dispatch.calls import FLOAT_DTYPES, Quantize
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import Kernel, register
@@ -62,7 +62,7 @@ class HopperQuantize(Kernel):
 
 class HopperDequantize(Kernel):
     op, name = "dequantize", "sm90"
-    formats = FORMATS
+    formats = MX
 
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not(problem, "rows", "cols", formats=self.formats)
@@ -71,9 +71,10 @@ class HopperDequantize(Kernel):
         return reason
 
     def run(self, operand: Operand, dtype: torch.dtype) -> Tensor | None:
-        codes, scales, fmt, order, _ = native_operand(operand)
-        values = binding.dequantize(codes.contiguous(), scales.contiguous(), fmt, order, dtype)
-        return values if values is None or order == "k_last" else values.t()
+        plain = native_operand(operand)
+        plain = plain._replace(codes=plain.codes.contiguous(), scales=plain.scales.contiguous())
+        values = binding.dequantize(plain, dtype)
+        return values if values is None or plain.order == "k_last" else values.t()
 
 
 class HopperConvert(Kernel):
