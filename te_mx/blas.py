@@ -56,6 +56,11 @@ def operands(A: Any, B: Any, layout: str) -> tuple[Operand, Operand]:
             f"{layout} needs the same k in A {_k_is(usage_a)} and B {_k_is(usage_b)}, got {a.k} "
             f"(A is {A.rows} x {A.cols}) and {b.k} (B is {B.rows} x {B.cols})"
         )
+    if a.spec != b.spec and a.format.transform != b.format.transform:
+        raise ValueError(
+            "A and B must have the same Hadamard transform along k or none, got "
+            f"{a.format.name} and {b.format.name}; quantize both with the same one"
+        )
     return a, b
 
 

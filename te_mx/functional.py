@@ -14,12 +14,16 @@ from torch import Tensor
 from te_mx import blas as _blas
 from te_mx import epilogue as _epilogue
 from te_mx import ops, prepared
-from te_mx.arguments import check_dense, check_flag, shown
+from te_mx.arguments import check_dense, check_flag, is_one_of, shown
 from te_mx.autograd import transforms
+from te_mx.formats import Format
+from te_mx.formats.scaling import STOCHASTIC
 from te_mx.ops import FLOAT_DTYPES
 from te_mx.parts import format_of, name_of
 from te_mx.recipe import MAX_SPREAD, check_precision
 from te_mx.tensor import MXTensor, _make
+
+ROUNDINGS = ("nearest", "stochastic")
 
 
 class GemmOutput(NamedTuple):
@@ -41,6 +45,8 @@ def quantize(
     columnwise: bool = False,
     columnwise_transposed: bool | None = None,
     scale_rule: str | None = None,
+    rounding: str = "nearest",
+    seed: int | Tensor | None = None,
 ) -> MXTensor:
     """Quantize x: blocks of elements that share a scale.
 
@@ -68,13 +74,23 @@ def quantize(
             the device's GEMM reads best. Values do not depend on it.
         scale_rule: "rceil", "floor" or "even" for MX formats; "pow2" or "fp32" for blockwise FP8,
             with the smallest amax behind a colon if wanted ("fp32:1e-12"). None for the first one.
+        rounding: "nearest" (to even), or "stochastic" for MX formats: up or down with a mean of
+            what is rounded, by random bits that depend on the seed and on the element's place.
+        seed: of stochastic rounding: an int of 64 bits, or an int64 tensor [1] on the device of x,
+            which a CUDA graph may change between replays.
+
+    A format may carry a random Hadamard transform, "mxfp4+rht32:0x1234abcd": every 32 (or 16)
+    elements along the blocks are rotated, with signs from a mask of 32 bits, before they are
+    quantized. A product does not change when both sides are rotated alike, and te_mx.gemm
+    multiplies no others.
 
     Returns:
         An MXTensor with the asked copies. Sizes need not divide by the block: the last is shorter.
 
     Raises:
         TypeError: x is not a tensor of such a dtype.
-        ValueError: x has no dimension, no copy is asked for, or a word is unknown.
+        ValueError: x has no dimension, no copy is asked for, a word is unknown, or seed and
+            rounding do not belong together.
         NotImplementedError: forward-mode AD or a transform of torch.func follows x.
     """
     if not isinstance(x, Tensor):
@@ -93,6 +109,7 @@ def quantize(
             f"scale_rule must be one of {known.scaling.shown_rules} for {known.name}, got "
             f"{shown(scale_rule)}"
         )
+    seed = _seed_of(rounding, seed, known, x.device)
     check_flag("rowwise", rowwise)
     check_flag("columnwise", columnwise)
     if columnwise_transposed is not None:
@@ -112,7 +129,8 @@ def quantize(
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     row, col = ops.quantize_2d(
         flat, f"{known.name}@rows" if rowwise else "",
-        f"{known.name}@{'rows' if transposed else 'cols'}" if columnwise else "", rule=rule,
+        f"{known.name}@{'rows' if transposed else 'cols'}" if columnwise else "",
+        rule=rule if seed is None else rule + STOCHASTIC, seed=seed,
     )[:2]  # fmt: skip
     row_codes, row_scales = (None, None) if row is None else row[:2]
     col_codes, col_scales = (None, None) if col is None else col[:2]
@@ -120,6 +138,28 @@ def quantize(
         x.shape, name_of(known), row_codes, row_scales, col_codes, col_scales,
         bool(columnwise and transposed),
     )  # fmt: skip
+
+
+def _seed_of(
+    rounding: str, seed: int | Tensor | None, fmt: Format, device: torch.device
+) -> Tensor | None:
+    """The seed of stochastic rounding as ops take it, int64 [1]; None for rounding to nearest."""
+    if not is_one_of(rounding, ROUNDINGS) or (seed is None) != (rounding == "nearest"):
+        raise ValueError(
+            'rounding must be "nearest", or "stochastic" with a seed, got '
+            f"rounding={shown(rounding)} and seed={shown(seed)}"
+        )
+    if seed is None:
+        return None
+    if fmt.scaling.scale != "e8m0":
+        raise ValueError(f'rounding="stochastic" is for MX formats, got {fmt.name}')
+    if isinstance(seed, Tensor):
+        if seed.dtype != torch.int64 or seed.shape != (1,) or seed.device != device:
+            raise ValueError(f"seed must be an int64 tensor [1] on {device}, got {shown(seed)}")
+        return seed
+    if type(seed) is not int or not -(1 << 63) <= seed < 1 << 63:
+        raise TypeError(f"seed must be an int of 64 bits or an int64 tensor, got {shown(seed)}")
+    return torch.full((1,), seed, dtype=torch.int64, device=device)
 
 
 def gemm(

@@ -14,7 +14,7 @@ from te_mx import context
 from te_mx.arguments import check_flag
 from te_mx.autograd import grouped as autograd
 from te_mx.autograd import transforms
-from te_mx.autograd.steps import mode_of
+from te_mx.autograd.steps import mode_of, new_seed
 from te_mx.autograd.steps_grouped import GroupForms
 from te_mx.dispatch.grouped_calls import Groups
 from te_mx.epilogue import check_dtype
@@ -209,12 +209,14 @@ def _wgrad(
     form = GroupForms.of(inp, grad, settings)
     groups = Groups(on_device(offs, form.x.col, inp))
 
-    def columns(x: Tensor, spec: str) -> Operand:
-        made = quantize_grouped(x, groups, col=spec, rule=form.rule).col
+    def columns(x: Tensor, spec: str, rule: str) -> Operand:
+        seed = new_seed(x.device, rule)
+        made = quantize_grouped(x, groups, col=spec, rule=rule, seed=seed).col
         assert made is not None
         return made
 
-    lhs, rhs = columns(grad, form.g.col), columns(inp, form.x.col)
+    lhs = columns(grad, form.g.col, form.g_rule)
+    rhs = columns(inp, form.x.col, form.rule)
     return gemm_k(
         lhs, rhs, groups, out=out, out_dtype=out_dtype, accumulate=accumulate,
         mode=mode_of(settings),

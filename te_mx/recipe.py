@@ -6,6 +6,7 @@ only its ``settings``, a plain tuple of strings that ``torch.compile`` can guard
 
 from te_mx.recipes.block_scaling import BlockScaling
 from te_mx.recipes.float8_block import DeepSeekV3, Float8BlockScaling, MMParams
+from te_mx.recipes.mxfp4 import MXFP4BlockScaling
 from te_mx.recipes.mxfp8 import Format, FormatRange, MXFP8BlockScaling
 from te_mx.recipes.resolve import get_default_recipe, is_mxfp8_available, resolve_recipe
 from te_mx.recipes.settings import Settings
@@ -19,6 +20,7 @@ __all__ = [
     "Format",
     "FormatRange",
     "MMParams",
+    "MXFP4BlockScaling",
     "MXFP8BlockScaling",
     "Recipe",
     "Settings",

@@ -231,7 +231,7 @@ class MXTensor:
     # values
     def dequantize(self, dtype: torch.dtype = torch.float32, usage: str = "rowwise") -> Tensor:
         """The values of one copy in the logical shape: code * 2^(scale byte - 127), or
-        code * scale, rounded to dtype.
+        code * scale, rounded to dtype; transformed back where the format has a transform.
 
         Args:
             dtype: float32, bfloat16, float16 or float64. A value that dtype cannot hold becomes
@@ -253,7 +253,7 @@ class MXTensor:
             raise ValueError(
                 f"{self!r} has no {usage} copy; pass usage={other!r}, or quantize with {usage}=True"
             )
-        values = ops.dequantize_2d(operand, dtype)
+        values = ops.restored_2d(operand, dtype)
         if usage == "columnwise":
             values = values.t()
         return values.reshape(self._shape)

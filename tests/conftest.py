@@ -32,6 +32,9 @@ def pytest_configure(config: pytest.Config) -> None:
         # Blockwise FP8 has native quantizers and GEMMs on CPUs alone; the reference decodes it.
         for blockwise in ("runs dequantize on .* not fp8_", "on cuda.* not (fp8_|pow2|fp32)"):
             config.addinivalue_line("filterwarnings", f"ignore:.*{blockwise}:te_mx.FallbackWarning")
+        # The reference alone has MXFP4, the rule "even", stochastic rounding, Hadamard transforms.
+        mxfp4 = r"not (mxfp4|even|stochastically|mxfp8_\w+\+rht)"
+        config.addinivalue_line("filterwarnings", f"ignore:.*{mxfp4}:te_mx.FallbackWarning")
 
 
 def pytest_report_header() -> list[str]:

@@ -7,13 +7,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import te_mx
-from te_mx.recipe import Float8BlockScaling, Format, MXFP8BlockScaling
+from te_mx.recipe import Float8BlockScaling, Format, MXFP4BlockScaling, MXFP8BlockScaling
 
 RECIPES = {
     "e4m3": MXFP8BlockScaling(),
     "hybrid": MXFP8BlockScaling(fp8_format=Format.HYBRID),
     "blockwise": Float8BlockScaling(),
     "fp32_scales": Float8BlockScaling(use_f32_scales=True, fp8_format=Format.HYBRID),
+    "mxfp4": MXFP4BlockScaling(),
+    "mxfp4_all": MXFP4BlockScaling(g="mxfp4", stochastic_rounding=False),
     "floor": MXFP8BlockScaling(scale_rule="floor"),
 }
 # Zeros, the edges of blocks (32) and of kernels for few rows (16), and a group of several blocks.

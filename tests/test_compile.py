@@ -67,6 +67,7 @@ def test_region_outside_the_compiled_function(backend):
         te_mx.autocast,
         lambda: te_mx.autocast(recipe=te_mx.recipe.DeepSeekV3()),
         lambda: te_mx.autocast(recipe=HYBRID),
+        lambda: te_mx.autocast(recipe=te_mx.recipe.MXFP4BlockScaling()),
         te_mx.autocast,
         lambda: te_mx.autocast(recipe=FLOOR),
     ]

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import te_mx
-from te_mx.recipe import Float8BlockScaling, Format, MXFP8BlockScaling
+from te_mx.recipe import Float8BlockScaling, Format, MXFP4BlockScaling, MXFP8BlockScaling
 
 RECIPES = [
     MXFP8BlockScaling(),
@@ -26,6 +26,7 @@ RECIPES = [
     None,  # outside autocast
     Float8BlockScaling(),
     Float8BlockScaling(use_f32_scales=True, fp8_format=Format.HYBRID),
+    MXFP4BlockScaling(g="mxfp4", stochastic_rounding=False),
 ]
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -78,7 +79,8 @@ def wide_wgrad(layer, x, grad, recipe):
             x = te_mx.quantize(x).dequantize(x.dtype)
         return grad.float().t() @ x.float()
     fmts, how = recipe.settings, {"columnwise": True, "scale_rule": recipe.scale_rule}
-    xq, gq = te_mx.quantize(x, fmt=fmts.x, **how), te_mx.quantize(grad, fmt=fmts.g, **how)
+    xq = te_mx.quantize(x, fmt=fmts.x_columns, **how)
+    gq = te_mx.quantize(grad, fmt=fmts.g_columns, **how)
     return te_mx.gemm(xq, gq, "NT", out_dtype=torch.float32).out
 
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import te_mx
 from te_mx.dispatch.fused import NORMS
-from te_mx.recipe import Float8BlockScaling, Format, MXFP8BlockScaling
+from te_mx.recipe import Float8BlockScaling, Format, MXFP4BlockScaling, MXFP8BlockScaling
 
 BF16 = torch.bfloat16
 RECIPES = [
@@ -27,6 +27,8 @@ RECIPES = [
     Float8BlockScaling(),
     Float8BlockScaling(use_f32_scales=True, fp8_format=Format.HYBRID, one_copy_weights=True),
     Float8BlockScaling(backward_override="dequantized"),
+    MXFP4BlockScaling(w="mxfp8_e4m3"),
+    MXFP4BlockScaling(g="mxfp4", stochastic_rounding=False, hadamard=16),
 ]
 
 

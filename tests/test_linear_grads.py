@@ -14,12 +14,14 @@ from torch.utils.checkpoint import checkpoint
 import te_mx
 from te_mx.autograd import one_call
 from te_mx.dispatch import run as dispatch
-from te_mx.recipe import Float8BlockScaling, Format, MXFP8BlockScaling
+from te_mx.recipe import Float8BlockScaling, Format, MXFP4BlockScaling, MXFP8BlockScaling
 
 E4M3 = MXFP8BlockScaling()
 HYBRID = MXFP8BlockScaling(fp8_format=Format.HYBRID)
 BLOCKWISE = Float8BlockScaling()
 FP32_SCALES = Float8BlockScaling(use_f32_scales=True, fp8_format=Format.HYBRID)
+FORWARD_4 = MXFP4BlockScaling()
+ALL_4 = MXFP4BlockScaling(g="mxfp4", stochastic_rounding=False)
 FLOOR = MXFP8BlockScaling(fp8_format=Format.HYBRID, scale_rule="floor")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -59,7 +61,8 @@ def calls(monkeypatch):
 # ------------------------------------------------------------------------------------- values
 @given(
     st.lists(SIZES, max_size=2), SIZES, SIZES,
-    st.sampled_from([E4M3, HYBRID, FLOOR, BLOCKWISE, FP32_SCALES]), st.booleans(), SEEDS,
+    st.sampled_from([E4M3, HYBRID, FLOOR, BLOCKWISE, FP32_SCALES, FORWARD_4, ALL_4]),
+    st.booleans(), SEEDS,
 )  # fmt: skip
 def test_gradients_equal_the_public_functions(leading, k, n, recipe, bias, seed):
     torch.manual_seed(seed)
@@ -72,11 +75,12 @@ def test_gradients_equal_the_public_functions(leading, k, n, recipe, bias, seed)
 
     rule, fmts = recipe.scale_rule, recipe.settings
     columns = {"rowwise": False, "columnwise": True, "scale_rule": rule}
-    xq = te_mx.quantize(x, fmt=fmts.x, **columns)
-    wq = te_mx.quantize(layer.weight, fmt=fmts.w, **columns)
-    gq = te_mx.quantize(grad, fmt=fmts.g, columnwise=True, scale_rule=rule)
+    xq = te_mx.quantize(x, fmt=fmts.x_columns, **columns)
+    wq = te_mx.quantize(layer.weight, fmt=fmts.w_columns, **columns)
+    gq = te_mx.quantize(grad, fmt=fmts.g, scale_rule=rule)
+    g_col = te_mx.quantize(grad, fmt=fmts.g_columns, **columns)
     assert torch.equal(dx.reshape(-1, k) if k else dx, _flat(wq, gq, "NN", x_dtype, dx, k))
-    assert torch.equal(dw, te_mx.gemm(xq, gq, "NT", out_dtype=w_dtype).out)
+    assert torch.equal(dw, te_mx.gemm(xq, g_col, "NT", out_dtype=w_dtype).out)
     if bias:
         assert db.dtype == w_dtype
         exact = grad.double().reshape(-1, n).sum(0) if grad.numel() else torch.zeros(n)

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import te_mx
 from te_mx.autograd.sibling_gradients import Siblings
-from te_mx.recipe import Format, MXFP8BlockScaling
+from te_mx.recipe import Format, MXFP4BlockScaling, MXFP8BlockScaling
 
 
 @pytest.fixture(params=PATHS)
@@ -40,6 +40,7 @@ RECIPES = [
     MXFP8BlockScaling(keep_weight_columns=True),
     MXFP8BlockScaling(backward_override="high_precision"),
     MXFP8BlockScaling(backward_override="dequantized"),
+    MXFP4BlockScaling(),
 ]
 
 

@@ -7,6 +7,8 @@ void bind_quantize_records(py::module_& m) {
       .field("codes", &OperandOut::codes)
       .field("scales", &OperandOut::scales)
       .field("layout", &OperandOut::layout)
+      .field("hadamard", &OperandOut::hadamard)
+      .field("signs", &OperandOut::signs)
       .add_to(m, "OperandOut");
   Record<QuantizeOut>()
       .field("element", &QuantizeOut::element)
@@ -19,6 +21,8 @@ void bind_quantize_records(py::module_& m) {
       .field("col_sum", &QuantizeOut::col_sum)
       .field("col_sum_dtype", &QuantizeOut::col_sum_dtype)
       .field("col_sum_ws", &QuantizeOut::col_sum_ws)
+      .field("seed", &QuantizeOut::seed)
+      .field("first", &QuantizeOut::first)
       .add_to(m, "QuantizeOut");
   Record<QuantizeArgs>()
       .part("x", &QuantizeArgs::x, "x_")

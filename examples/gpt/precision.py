@@ -10,7 +10,8 @@ from torch import nn
 import te_mx
 
 RECIPES = (
-    "mxfp8", "mxfp8-hybrid", "mxfp8-floor", "mxfp8-exact", "float8_block", "deepseek_v3"
+    "mxfp8", "mxfp8-hybrid", "mxfp8-floor", "mxfp8-exact", "float8_block", "deepseek_v3",
+    "mxfp4", "mxfp4_all",
 )  # fmt: skip
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -25,11 +26,15 @@ def recipe(name: str) -> "te_mx.recipe.Recipe":
     """mxfp8: E4M3 throughout. -hybrid: E5M2 gradients. -floor: the OCP scale rule. -exact: products
     of the exact values on Hopper GPUs, in bf16. float8_block: one scale for 1 x 128 inputs and
     gradients, and 128 x 128 weights. deepseek_v3: the same with scales that are no powers of two.
+    mxfp4: forward in MXFP4, backward in MXFP8. mxfp4_all: all three GEMMs in MXFP4, gradients with
+    stochastic rounding and a random Hadamard transform.
     """
     if name == "float8_block":
         return te_mx.recipe.Float8BlockScaling()
     if name == "deepseek_v3":
         return te_mx.recipe.DeepSeekV3()
+    if name in ("mxfp4", "mxfp4_all"):
+        return te_mx.recipe.MXFP4BlockScaling(g="mxfp8_e4m3" if name == "mxfp4" else "mxfp4")
     fmt = te_mx.recipe.Format.HYBRID if name == "mxfp8-hybrid" else te_mx.recipe.Format.E4M3
     rule = "floor" if name == "mxfp8-floor" else "rceil"
     precision = "exact" if name == "mxfp8-exact" else "adaptive"

@@ -30,6 +30,7 @@ class Preset:
 
 PRESETS = {
     "tiny": Preset(GPTConfig(layers=1, heads=2, width=64, context=32)),
+    "mini": Preset(GPTConfig(layers=3, heads=4, width=256, context=128)),  # for plain torch
     "small": Preset(GPTConfig(layers=3, heads=4, width=512, context=256)),
     "medium": Preset(GPTConfig(layers=8, heads=8, width=768, context=512)),
     # 607 M parameters, 16,384 tokens a step: enough work for a large GPU.

@@ -30,7 +30,7 @@ from te_mx.autograd.grouped_operands import (
 )
 from te_mx.autograd.saved import NOTHING, Kept
 from te_mx.autograd.shapes import flatten, shaped, unflatten
-from te_mx.autograd.steps import DGRAD, WGRAD, by_steps, columns_now, mode_of
+from te_mx.autograd.steps import DGRAD, WGRAD, by_steps, columns_now, mode_of, new_seed
 from te_mx.autograd.steps_grouped import GroupForms, KeptWeights
 from te_mx.autograd.wgrad import INPUT, GroupedWgrad, Reads, WeightGradient
 from te_mx.dispatch.groups import host_bounds
@@ -158,7 +158,7 @@ def _backward(ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor) -> tuple[Tens
 
     q = quantize_grouped(
         g_RN, groups, form.g.row if need_dx else "", form.g.col if any(need_dw) else "",
-        rule=form.rule, col_sum=any(need_db),
+        rule=form.g_rule, col_sum=any(need_db), seed=new_seed(g_RN.device, form.g_rule),
     )  # fmt: skip
     if need_dx:
         assert q.row is not None

@@ -35,6 +35,7 @@ from te_mx.autograd.saved import NOTHING, Kept
 from te_mx.autograd.shapes import flatten
 from te_mx.autograd.wgrad import INPUT, OUTPUT_GRADIENT, Reads, Wgrad
 from te_mx.dispatch.registry import derived
+from te_mx.formats.scaling import is_stochastic
 from te_mx.ops import (
     Epilogue,
     Forms,
@@ -99,13 +100,22 @@ def roles(device: torch.device, settings: Settings, op: str = "gemm") -> Roles:
 
 def _make_roles(device: torch.device, settings: Settings, op: str) -> Roles:
     x, w, g = settings.x, settings.w, settings.g
+    x_col, w_col, g_col = settings.x_columns, settings.w_columns, settings.g_columns
+    rest = settings.precision, settings.spread, op
+    # What is multiplied with gradients lies as they do.
+    rule, backward = settings.scale_rule, settings.gradient_rule
 
-    def of(fmt: str, row_with: str, col_with: str) -> Forms:
-        rest = settings.precision, settings.spread, op, settings.scale_rule
-        row = forms(device, fmt, row_with, *rest).row
-        return Forms(row, forms(device, fmt, col_with, *rest).col)
+    def row(fmt: str, other: str, rule: str) -> str:
+        return forms(device, fmt, other, *rest, rule).row
 
-    return Roles(of(x, w, g), of(w, x, g), of(g, w, x))
+    def col(fmt: str, other: str) -> str:
+        return forms(device, fmt, other, *rest, backward).col
+
+    return Roles(
+        Forms(row(x, w, rule), col(x_col, g_col)),
+        Forms(row(w, x, rule), col(w_col, g)),
+        Forms(row(g, w_col, backward), col(g_col, x_col)),
+    )
 
 
 def needs_columns(settings: Settings, need_dx: bool) -> bool:
@@ -128,7 +138,8 @@ def columns_now(weight: Tensor, settings: Settings, need_dx: bool) -> bool:
 
 def same_weight(one: Settings, other: Settings) -> bool:
     """Whether a weight gets the same codes."""
-    return (one.w, one.scale_rule, one.one_copy) == (other.w, other.scale_rule, other.one_copy)
+    mine, theirs = ((s.w, s.w_columns, s.scale_rule, s.one_copy) for s in (one, other))
+    return mine == theirs
 
 
 def by_steps(settings: Settings) -> bool:
@@ -137,8 +148,9 @@ def by_steps(settings: Settings) -> bool:
 
 
 def in_one_call(settings: Settings) -> bool:
-    """Whether backward reads columnwise copies that forward made of both, and nothing else."""
-    return by_steps(settings) and not settings.one_copy
+    """Whether backward reads columnwise copies that forward made of both, and nothing else, and
+    every role has one format."""
+    return by_steps(settings) and not settings.one_copy and settings.is_uniform
 
 
 def packs(settings: Settings) -> bool:
@@ -225,7 +237,7 @@ def input_and_weight(
     if kept is not None or made is not None:
         made = made or quantized_input(x, plan)
         return made, *weight_operands(kept, weight_NK, settings, need_dx)
-    row, col, rule, _ = plan.target
+    row, col, rule = plan.target[:3]
     columns = columns_now(weight_NK, settings, need_dx)
     target = plan_weight(weight_NK.device, settings, columns)
     w, x_q = quantize_two_2d(
@@ -253,7 +265,7 @@ def kept_for_dgrad(
 def columns_of(row: Operand, settings: Settings) -> Operand:
     """The columnwise operand of a weight of which only plain rowwise codes are left: these codes
     where blocks are square, else what they decode to, quantized again."""
-    if row.format.is_square:
+    if row.format.is_square and row.format.name == settings.w_columns:
         return convert_2d(turned(row), roles(row.codes.device, settings).w.col)
     return _columns_of(dequantize_2d(row, row.format.exact_dtype), "w", settings)
 
@@ -287,14 +299,22 @@ class Gradient(NamedTuple):
 def plan_gradient(
     device: torch.device, settings: Settings, need_dx: bool, need_dw: bool, need_db: bool
 ) -> tuple[Target, bool]:
-    """What to quantize an output gradient to, and whether it is needed itself too."""
-    form = roles(device, settings).g
+    """What to quantize an output gradient to, and whether it is needed itself too. A stochastic
+    rule draws its seed here."""
+    form, rule = roles(device, settings).g, settings.gradient_rule
     rows = need_dx and settings.backward is None
     columns = need_dw and settings.backward is None and not settings.wgrad_hp
-    target = Target(
-        form.row if rows else "", form.col if columns else "", settings.scale_rule, need_db
-    )
+    seed = new_seed(device, rule) if rows or columns else None
+    target = Target(form.row if rows else "", form.col if columns else "", rule, need_db, seed)
     return target, rows != need_dx or columns != need_dw
+
+
+def new_seed(device: torch.device, rule: str) -> Tensor | None:
+    """A seed, int64 [1], from torch's default generator of a device, for rules that round
+    stochastically; None for others. CUDA graphs draw anew at every replay."""
+    if not is_stochastic(rule):
+        return None
+    return torch.randint(1 << 62, (1,), dtype=torch.int64, device=device)
 
 
 def quantized_gradient(
@@ -304,8 +324,8 @@ def quantized_gradient(
     """The output gradient that backward starts with; its sums over the tokens in sum_dtype."""
     target, _ = plan_gradient(g_MN.device, settings, need_dx, need_dw, need_db)
     if target.codes:
-        row, col, rule, col_sum = target
-        q = quantize_2d(g_MN, row, col, rule=rule, col_sum=col_sum, sum_dtype=sum_dtype)
+        row, col, rule, col_sum, seed = target
+        q = quantize_2d(g_MN, row, col, rule=rule, col_sum=col_sum, sum_dtype=sum_dtype, seed=seed)
     else:
         q = quantized(g_MN, target)
     return Gradient(g_MN, q, target)

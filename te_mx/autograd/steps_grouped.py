@@ -44,12 +44,13 @@ class KeptWeights(NamedTuple):
 
 
 class GroupForms(NamedTuple):
-    """Specs of the operands of one call: tokens x and g by groups, weights."""
+    """Specs of the operands of one call: tokens x and g by groups, weights; and their rules."""
 
     x: Forms
     g: Forms
     w: Forms
     rule: str
+    g_rule: str
     one_copy: bool  # dgrad starts from the rowwise codes of the weights
 
     @classmethod
@@ -57,15 +58,15 @@ class GroupForms(NamedTuple):
         device = x.device
         if x.numel() and weight.numel():
             tokens = roles(device, settings, "gemm_rows")
-            rest = settings.scale_rule, settings.one_copy
+            rest = settings.scale_rule, settings.gradient_rule, settings.one_copy
             return cls(tokens.x, tokens.g, weight_forms(device, settings), *rest)
         # The quantizers of groups pack nothing that is empty.
-        x_fmt, g_fmt, w_fmt = settings.x, settings.g, settings.w
         return cls(
-            Forms(at_rest(x_fmt), f"{x_fmt}@grouped_cols"),
-            Forms(at_rest(g_fmt), f"{g_fmt}@grouped_cols"),
-            Forms(at_rest(w_fmt), f"{w_fmt}@cols"),
+            Forms(at_rest(settings.x), f"{settings.x_columns}@grouped_cols"),
+            Forms(at_rest(settings.g), f"{settings.g_columns}@grouped_cols"),
+            Forms(at_rest(settings.w), f"{settings.w_columns}@cols"),
             settings.scale_rule,
+            settings.gradient_rule,
             settings.one_copy,
         )
 
@@ -73,8 +74,8 @@ class GroupForms(NamedTuple):
 def weight_forms(device: torch.device, settings: Settings) -> Forms:
     """Specs of weights; those whose bytes are kept are packed when they are multiplied."""
     form = roles(device, settings).w
-    if form.col == at_rest(settings.w):  # plain columns of all weights lie as the weights do
-        form = form._replace(col=f"{settings.w}@cols")
+    if form.col == at_rest(settings.w_columns):  # plain columns of all lie as the weights do
+        form = form._replace(col=f"{settings.w_columns}@cols")
     return form if packs(settings) else form._replace(row=at_rest(settings.w))
 
 

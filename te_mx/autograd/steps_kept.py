@@ -15,7 +15,7 @@ from te_mx.autograd.steps import (
     roles,
     same_weight,
 )
-from te_mx.ops import Made, Operand, forms, kept_form, quantized
+from te_mx.ops import Made, Operand, kept_form, quantized
 from te_mx.recipes.settings import Settings
 
 
@@ -41,9 +41,7 @@ class KeptWeight(NamedTuple):
 
     def _is_as_asked(self, settings: Settings, device: torch.device) -> bool:
         """Whether a call would ask for operands that lie so."""
-        fmt, mode = settings.w, (settings.precision, settings.spread)
-        row = forms(device, fmt, settings.x, *mode).row
-        col = forms(device, fmt, settings.g, *mode).col
+        row, col = roles(device, settings).w
         return self.row.spec == row and (self.col is None or self.col.spec == col)
 
     def serves(self, settings: Settings, device: torch.device, need_dx: bool) -> bool:

@@ -10,7 +10,7 @@ from te_mx.backends.base import Operand as NativeOperand
 from te_mx.backends.base import StackedOperand as NativeStack
 from te_mx.dispatch.fused import Target
 from te_mx.dispatch.problem import Problem
-from te_mx.formats.scaling import Scaling, split_rule
+from te_mx.formats.scaling import Scaling, is_stochastic, split_rule
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized, Stack
 
@@ -27,6 +27,8 @@ BLOCKWISE = tuple(f"fp8_{word}" for word in BLOCK_ROWS)  # with fp32 scales, for
 FP4 = ("mxfp4",)  # of 4 bits, likewise
 _SHORT |= dict(zip(BLOCKWISE, BLOCK_ROWS, strict=True)) | {"mxfp4": "e2m1"}
 _known = {"": ("e4m3", "k_last")}
+# Ops that read codes as they are, whatever was transformed before these were made.
+_READERS = ("gemm", "gemm_rows", "gemm_k", "dequantize", "convert")
 _ANY_RULE = "rceil"  # stands in problems that quantize nothing
 
 
@@ -44,9 +46,13 @@ def unknown(
     rule = split_rule(problem.rule)[0]
     if rule != _ANY_RULE and rule not in rules:
         return f"knows the scale rules {', '.join(rules)}, not {problem.rule}"
+    if is_stochastic(problem.rule):
+        return f"rounds to nearest even, not stochastically ({problem.rule})"
     for spec in (problem.lhs, problem.rhs):
         if spec:
             fmt, layout = spec_of(spec)
+            if problem.op in _READERS:
+                fmt = fmt.untransformed
             if fmt.name not in formats:
                 return f"takes {', '.join(formats)}, not {fmt.name}"
             if layout.name.partition(":")[0] not in (*layouts, "any"):
@@ -60,7 +66,7 @@ def words_of(spec: str) -> tuple[str, str]:
     if found is None:
         fmt, layout = spec_of(spec)
         order = _ORDERS.get(layout.name) or layout.name.partition(":")[0]
-        found = _known[spec] = _SHORT[fmt.name], order
+        found = _known[spec] = _SHORT[fmt.untransformed.name], order
     return found
 
 
@@ -111,14 +117,14 @@ def is_native(
 ) -> bool:
     """Whether native code of these formats and rules makes what a target asks for as it quantizes,
     if it asks for codes."""
-    row, col, rule, _ = target
+    row, col, rule = target[:3]
     known = all(spec_of(spec).format.name in formats for spec in (row, col) if spec)
     return not target.codes or (known and rule in rules and one_read(row, col) is None)
 
 
 def native_target(target: Target) -> NativeTarget:
     """What native code is told of a target that it knows."""
-    row, col, rule, col_sum = target
+    row, col, rule, col_sum, _ = target
     if not (row or col):
         return NativeTarget("e4m3", False, None, "rceil", PLAIN, col_sum)
     fmt, order = words_of(col or row)

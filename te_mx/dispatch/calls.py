@@ -19,7 +19,8 @@ class Quantize(NamedTuple):
     """One matrix x [rows, cols] to quantize.
 
     row, col: specs of the operands [rows, k = cols] and [cols, k = rows]; "" for none. col_sum:
-    also sum x over its rows in fp32, rounded to sum_dtype, for a bias gradient.
+    also sum x over its rows in fp32, rounded to sum_dtype, for a bias gradient. seed: int64 [1] of
+    stochastic rounding (rules that end in "+sr"), which counts elements from `first` on.
     """
 
     x: Tensor
@@ -28,6 +29,8 @@ class Quantize(NamedTuple):
     rule: str
     col_sum: bool = False
     sum_dtype: torch.dtype = torch.float32
+    seed: Tensor | None = None
+    first: int = 0
 
 
 class Mode(NamedTuple):

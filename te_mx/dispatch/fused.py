@@ -75,6 +75,7 @@ class Target(NamedTuple):
     col: str
     rule: str
     col_sum: bool = False
+    seed: Tensor | None = None
 
     @property
     def codes(self) -> bool:

@@ -20,7 +20,8 @@ class Groups(NamedTuple):
 
 class QuantizeGroups(NamedTuple):
     """The tokens x [R, cols] of all groups. row, col: specs of [R, k = cols] and [cols, k = R], ""
-    for none. col_sum: sums over the rows of every group, fp32 [G, cols]."""
+    for none. col_sum: sums over the rows of every group, fp32 [G, cols]. seed: as of Quantize;
+    elements are counted in x, not in their group."""
 
     x: Tensor
     groups: Groups
@@ -28,6 +29,7 @@ class QuantizeGroups(NamedTuple):
     col: str
     rule: str
     col_sum: bool = False
+    seed: Tensor | None = None
 
 
 class QuantizeWeights(NamedTuple):

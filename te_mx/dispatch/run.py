@@ -67,7 +67,8 @@ def _warn(problem: Problem, why: str = "") -> None:
 
 
 def quantize(what: Quantize) -> Quantized:
-    """Both directions of a matrix."""
+    """Both directions of a matrix: in one read, or each in its own where no kernel makes both and
+    one makes a single direction."""
     x, row, col, rule = what.x, what.row, what.col, what.rule
     rows, cols = x.shape
     dtype = x.dtype
@@ -76,6 +77,14 @@ def quantize(what: Quantize) -> Quantized:
         made = kernel.run(what)
         if made is not None:
             return made
+    elif row and col:
+        each = (
+            pick("quantize", x.device, *one, (rows, cols, 1), dtype, rule=rule)
+            for one in ((row, ""), ("", col))
+        )
+        if any(one.name != REFERENCE for one in each):
+            first = quantize(what._replace(col=""))
+            return first._replace(col=quantize(what._replace(row="", col_sum=False)).col)
     problem = Problem("quantize", place_of(x.device), row, col, rows, cols, dtype=dtype, rule=rule)
     return fall_back(kernel, problem, what)
 
@@ -85,7 +94,8 @@ def quantized(values: Tensor, target: Target) -> Quantized:
     if not target.codes:
         sums = values.sum(0, dtype=torch.float32) if target.col_sum else None
         return Quantized(None, None, sums)
-    return quantize(Quantize(values, *target))
+    row, col, rule, col_sum, seed = target
+    return quantize(Quantize(values, row, col, rule, col_sum, seed=seed))
 
 
 def dequantize(operand: Operand, dtype: torch.dtype) -> Tensor:

@@ -11,9 +11,17 @@ import torch
 from torch import Tensor
 
 from te_mx.arguments import check_dense, check_size, shown
-from te_mx.formats import packing, registry
+from te_mx.formats import packing, registry, stochastic
 from te_mx.formats.element import MAGNITUDE, Element
-from te_mx.formats.scaling import NAN_SCALE, Scaling, power_of_two, scale_bytes
+from te_mx.formats.hadamard import Hadamard
+from te_mx.formats.scaling import (
+    NAN_SCALE,
+    Scaling,
+    is_stochastic,
+    power_of_two,
+    scale_bytes,
+    split_rule,
+)
 
 READ = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -32,12 +40,17 @@ class Format:
     value = code * 2^(byte - 127); byte 255 makes the whole block NaN, byte 0 is 2^-127. `quantize`
     and `dequantize` are those of E8M0 scales and blocks of one row; a family of formats with other
     scales overrides them. A format is equal to itself only, and pickles and copies as its name.
+
+    With a `transform`, codes are those of the transformed matrix, and `dequantize` gives its values
+    (`transform.invert` leads back). Such a format is another one: only operands with the same
+    transform are multiplied. It has the name "<format>+<transform>", "mxfp4+rht32:0x1234abcd".
     """
 
     name: str
     element: Element
     scaling: Scaling
     short_names: tuple[str, ...] = ()
+    transform: Hadamard | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -62,6 +75,11 @@ class Format:
         """A dtype of torch that holds what codes decode to: bf16, above 2^-133, where scales are
         powers of two; fp32 else, where code * scale is rounded once."""
         return torch.float32 if self.scaling.scale == "fp32" else torch.bfloat16
+
+    @property
+    def untransformed(self) -> Format:
+        """The format without a transform: what codes mean is the same."""
+        return self if self.transform is None else registry.get(self.name.partition("+")[0])
 
     def blocks(self, k: int) -> int:
         """Blocks that cover k elements; the last one may be shorter."""
@@ -91,29 +109,48 @@ class Format:
         return packing.unpack(packed, k, self.element.bits)
 
     # ------------------------------------------------------------------------------ specification
-    def quantize(self, x: Tensor, rule: str) -> tuple[Tensor, Tensor]:
+    def quantize(self, x: Tensor, rule: str, random: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Codes and scales of x [rows, k], fp32, bf16 or fp16 with any strides.
 
         code = round(x * 2^(127 - byte)) to nearest even, at most +-max; the byte is
         `scaling.scale_bytes` of the block's largest magnitude. A NaN or an Inf makes byte 255 of
-        its block, and of its codes NaN, or 0 where the element has none.
+        its block, and of its codes NaN, or 0 where the element has none. Where the format has a
+        transform, x is transformed before anything else.
+
+        Args:
+            x: the matrix.
+            rule: a scale rule; with "+sr" behind it codes are rounded as `stochastic.encode` says.
+            random: int32 [rows, k], `stochastic.random_bits` for each element; with "+sr" only.
 
         Raises:
-            TypeError: x is no tensor of such a dtype.
-            ValueError: x is no matrix, or the format does not know the rule.
+            TypeError: x is no tensor of such a dtype, or random no int32 tensor.
+            ValueError: x is no matrix, the format does not know the rule, or random bits are
+                missing, not wanted or of another shape.
         """
         check_matrix("x", x, *READ)
         self.check_rule(rule)
-        rows, k = x.shape
-        bits = x.detach().resolve_neg().to(torch.float32).view(torch.int32)
-        bits = _pad_last(bits, self.blocks(k) * self.block)
-        bits = bits.reshape(rows, self.blocks(k), self.block)
+        check_random(random, rule, x)
+        k = x.shape[1]
+        x = x.detach().resolve_neg().to(torch.float32)
+        if self.transform is not None:
+            x = self.transform.apply(x)
+        bits = self._in_blocks(x.view(torch.int32))
         amax = (bits & MAGNITUDE).amax(-1)  # NaN and Inf come out on top
-        scales = scale_bytes(amax, self.element, rule)
-        codes = self.element.encode(bits, 127 - scales.unsqueeze(-1))
+        scales = scale_bytes(amax, self.element, split_rule(rule)[0])
+        power = 127 - scales.unsqueeze(-1)
+        if random is None:
+            codes = self.element.encode(bits, power)
+        else:
+            codes = stochastic.encode(self.element, bits, power, self._in_blocks(random))
         codes.masked_fill_((scales == NAN_SCALE).unsqueeze(-1), self.element.nan_code or 0)
         codes = codes.flatten(1)[:, :k]
         return self.pack(codes).contiguous(), scales.to(torch.uint8)
+
+    def _in_blocks(self, values: Tensor) -> Tensor:
+        """[rows, k] as [rows, blocks, block], with zeros behind k."""
+        rows, k = values.shape
+        whole = _pad_last(values, self.blocks(k) * self.block)
+        return whole.reshape(rows, self.blocks(k), self.block)
 
     def dequantize(self, codes: Tensor, scales: Tensor, k: int, dtype: torch.dtype) -> Tensor:
         """Values [rows, k] of codes and scales, rounded once to dtype.
@@ -149,7 +186,7 @@ class Format:
     # ------------------------------------------------------------------------------------- checks
     def check_rule(self, rule: Any) -> None:
         """Raise ValueError unless the format knows a scale rule."""
-        if not self.scaling.knows(rule):
+        if not self.scaling.takes(rule):
             raise ValueError(
                 f"scale rule of {self.name} must be one of {self.scaling.shown_rules}, got "
                 f"{shown(rule)}"
@@ -183,6 +220,25 @@ def check_matrix(name: str, x: Any, *dtypes: torch.dtype) -> None:
     check_dense(name, x)
     if x.dim() != 2:
         raise ValueError(f"{name} must be a matrix, got {shown(x)}")
+
+
+def check_random(random: Tensor | None, rule: str, x: Tensor) -> None:
+    """Raise unless random bits come with a rule that rounds with them, one for every element."""
+    wanted = is_stochastic(rule)
+    if random is None and not wanted:
+        return
+    if random is None or not wanted:
+        got = "none" if random is None else "some"
+        raise ValueError(
+            f"random bits belong to a rule that ends in '+sr', got {got} with rule {rule!r}; "
+            "te_mx.formats.stochastic.random_bits makes them"
+        )
+    check_matrix("random", random, torch.int32)
+    if random.shape != x.shape or random.device != x.device:
+        raise ValueError(
+            f"random must have the shape and device of x, {tuple(x.shape)} on {x.device}, got "
+            f"{tuple(random.shape)} on {random.device}"
+        )
 
 
 def _pad_last(values: Tensor, size: int) -> Tensor:

@@ -23,7 +23,7 @@ from te_mx.formats.element import (
     Element,
     normalized,
 )
-from te_mx.formats.format import READ, Format, check_matrix
+from te_mx.formats.format import READ, Format, check_matrix, check_random
 from te_mx.formats.mxfp8 import E4M3, E5M2
 from te_mx.formats.registry import register
 from te_mx.formats.scaling import Scaling, split_rule
@@ -77,19 +77,21 @@ class BlockwiseFormat(Format):
     to max, which nobody sees.
     """
 
-    def quantize(self, x: Tensor, rule: str) -> tuple[Tensor, Tensor]:
+    def quantize(self, x: Tensor, rule: str, random: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Codes and scales of x [rows, k], fp32, bf16 or fp16 with any strides.
 
         Args:
             x: the matrix.
             rule: "pow2" (scales are powers of two) or "fp32", with an epsilon as in "fp32:1e-12".
+            random: must be None; codes are rounded to nearest even.
 
         Raises:
             TypeError: x is no tensor of such a dtype.
-            ValueError: x is no matrix, or the format does not know the rule.
+            ValueError: x is no matrix, the format does not know the rule, or random is given.
         """
         check_matrix("x", x, *READ)
         self.check_rule(rule)
+        check_random(random, rule, x)
         rows, k = x.shape
         (height, width), (tall, wide) = self.scaling.block, self.scales_shape(rows, k)
         bits = x.detach().resolve_neg().to(torch.float32).view(torch.int32)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from te_mx.arguments import shown
+from te_mx.formats.hadamard import split_name
 
 if TYPE_CHECKING:
     from te_mx.formats.format import Format
@@ -33,14 +35,35 @@ def register(fmt: Format) -> Format:
 def get(name: str) -> Format:
     """The format called `name`; short names too ("e4m3" is "mxfp8_e4m3").
 
+    "+rht16:0x1234abcd" or "+rht32:.." behind the name of an MX format is that format with a
+    `Hadamard` transform of 16 or 32 along k, and these signs.
+
     Raises:
         ValueError: no such format.
     """
     found = _by_any_name.get(name) if isinstance(name, str) else None
+    if found is None and isinstance(name, str):
+        found = _transformed(name)
     if found is None:
         known = ", ".join(map(repr, _by_any_name))
         raise ValueError(f"fmt must be one of {known}, got {shown(name)}")
     return found
+
+
+def _transformed(name: str) -> Format | None:
+    """A format with a transform, made when its name is first heard."""
+    parts = split_name(name)
+    if parts is None:
+        return None
+    base, transform = get(parts[0]), parts[1]
+    if base.scaling.scale != "e8m0" or base.transform is not None:
+        raise ValueError(f"fmt {name!r}: only MX formats take a Hadamard transform, and one only")
+    proper = f"{base.name}+{transform}"
+    made = _by_any_name.get(proper)
+    if made is None:
+        made = dataclasses.replace(base, name=proper, short_names=(), transform=transform)
+    _by_any_name[proper] = _by_any_name[name] = made
+    return made
 
 
 def names() -> tuple[str, ...]:

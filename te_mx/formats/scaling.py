@@ -12,6 +12,7 @@ from te_mx.formats.element import BIAS, IMPLICIT_BIT, INF, MANTISSA, MANTISSA_BI
 
 NAN_SCALE = 255  # the E8M0 byte of a block with a NaN or an Inf
 MX_RULES = ("rceil", "floor", "even")
+STOCHASTIC = "+sr"  # behind a rule: codes are rounded stochastically
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Scaling:
         rules: the ways to choose a scale that `Format.quantize` knows. Where `epsilon` is set, a
             rule may carry the smallest amax behind a colon: "pow2:1e-12".
         epsilon: whether rules take one.
+
+    Behind a rule of E8M0 scales, "+sr" says that codes are rounded stochastically: "rceil+sr".
 
     Raises:
         ValueError: another scale dtype.
@@ -58,6 +61,12 @@ class Scaling:
             return False
         return not colon or (self.epsilon and epsilon_of(epsilon) is not None)
 
+    def takes(self, rule: Any) -> bool:
+        """Whether codes are made by a rule: one that it knows, perhaps with "+sr" behind it."""
+        if isinstance(rule, str) and self.scale == "e8m0":
+            rule = rule.removesuffix(STOCHASTIC)
+        return self.knows(rule)
+
     @property
     def shown_rules(self) -> str:
         """The rules for error messages."""
@@ -69,8 +78,13 @@ class Scaling:
 
 def split_rule(rule: str) -> tuple[str, float]:
     """A rule that a scaling knows, and its epsilon: "pow2:1e-12" -> ("pow2", 1e-12)."""
-    name, _, epsilon = rule.partition(":")
+    name, _, epsilon = rule.removesuffix(STOCHASTIC).partition(":")
     return name, epsilon_of(epsilon) or 0.0
+
+
+def is_stochastic(rule: str) -> bool:
+    """Whether a rule that a scaling knows rounds codes stochastically."""
+    return rule.endswith(STOCHASTIC)
 
 
 def epsilon_of(text: str) -> float | None:

@@ -246,7 +246,11 @@ def _settings_of(saved: dict[str, Any]) -> Settings:
         saved["x"] = saved["w"] = saved.pop("fwd_fmt")
         saved["g"] = saved.pop("bwd_fmt")
     settings = Settings(**saved)
-    return BlockScaling(
+    apart = {name: saved.get(name, "") for name in ("x_col", "w_col", "g_col", "g_rule")}
+    for name in filter(None, (settings.x_col, settings.w_col, settings.g_col)):
+        formats.get(name).check_rule(settings.scale_rule)
+    formats.get(settings.g_columns).check_rule(settings.gradient_rule)
+    made = BlockScaling(
         *settings[:3],
         scale_rule=settings.scale_rule,
         precision=settings.precision,
@@ -256,6 +260,7 @@ def _settings_of(saved: dict[str, Any]) -> Settings:
         one_copy_weights=settings.one_copy,
         split_k=settings.split_k,
     ).settings
+    return made._replace(**apart)
 
 
 def _refuse_save_pretrained(module: Any) -> None:

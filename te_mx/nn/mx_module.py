@@ -84,7 +84,8 @@ class MXModule(Resettable, Freezable, DelayedWgrad, Checked):
                 warn(self.name)
         elif self._frozen is not None and self._frozen.dropped:
             # The codes that there are, whatever recipe runs.
-            settings = settings._replace(w=self._frozen.settings.w)
+            own = self._frozen.settings
+            settings = settings._replace(w=own.w, w_col=own.w_col)
         return settings
 
     def _settings_now(self) -> Settings | None:

@@ -18,6 +18,7 @@ from te_mx.ops.quantize import (
     quantize_2d,
     quantize_two_2d,
     quantized,
+    restored_2d,
 )
 from te_mx.runtime.streams import Made, capturing
 
@@ -43,5 +44,6 @@ __all__ = [
     "quantize_2d",
     "quantize_two_2d",
     "quantized",
+    "restored_2d",
     "turned",
 ]

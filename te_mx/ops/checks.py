@@ -12,6 +12,7 @@ from torch import Tensor
 from te_mx.dispatch.calls import BIAS_GRADS, FLOAT_DTYPES, GELUS, Epilogue
 from te_mx.dispatch.fused import ACTIVATIONS, NORMS, ActStep, NormStep
 from te_mx.dispatch.groups import INDEX_DTYPES
+from te_mx.formats.scaling import is_stochastic
 from te_mx.layouts import names, spec_of
 from te_mx.layouts.operand import Operand, Stack
 
@@ -44,15 +45,19 @@ def float_dtype(dtype: torch.dtype) -> None:
 _quantizable: set[tuple[str, str, str, torch.dtype]] = set()  # what was found right before
 
 
-def quantizable(x: Tensor, row: str, col: str, rule: str) -> None:
-    """Raise unless x is a matrix that can be quantized to these specs by this rule.
+def quantizable(x: Tensor, row: str, col: str, rule: str, seed: Tensor | None = None) -> None:
+    """Raise unless x is a matrix that can be quantized to these specs by this rule, with this seed
+    where the rule rounds stochastically.
 
     Raises:
-        ValueError: x is no matrix; a format or layout is unknown, or the format has not the rule.
+        ValueError: x is no matrix; a format or layout is unknown, or the format has not the rule;
+            a seed is missing, not wanted or no int64 [1] on the device of x.
         TypeError: x is not fp32, bf16 or fp16.
     """
     if x.dim() != 2:
         raise ValueError(f"te_mx: x must be a matrix, got shape {tuple(x.shape)}; flatten it")
+    if seed is not None or is_stochastic(rule):
+        _seeded(rule, seed, x.device)
     key = row, col, rule, x.dtype
     if key in _quantizable:
         return
@@ -60,12 +65,26 @@ def quantizable(x: Tensor, row: str, col: str, rule: str) -> None:
     for spec in (row, col):
         if spec:
             fmt = spec_of(spec).format
-            if not fmt.scaling.knows(rule):
+            if not fmt.scaling.takes(rule):
                 raise ValueError(
                     f"te_mx: the scale rule of {fmt.name} must be one of "
                     f"{fmt.scaling.shown_rules}, got {rule!r}"
                 )
     _quantizable.add(key)
+
+
+def _seeded(rule: str, seed: Tensor | None, device: torch.device) -> None:
+    """Raise ValueError unless a rule and a seed belong together."""
+    if seed is None or not is_stochastic(rule):
+        got = "no seed" if seed is None else "a seed"
+        raise ValueError(
+            f"te_mx: a seed belongs to rules that end in '+sr', got {got} with rule {rule!r}"
+        )
+    if seed.dtype != torch.int64 or seed.shape != (1,) or seed.device != device:
+        raise ValueError(
+            f"te_mx: the seed must be int64 [1] on {device}, got {seed.dtype} "
+            f"{tuple(seed.shape)} on {seed.device}"
+        )
 
 
 def tokens(name: str, spec: str, kind: str) -> None:
@@ -113,6 +132,22 @@ def alike(weights: Sequence[Tensor]) -> None:
 
 
 # -------------------------------------------------------------------------------------------- GEMMs
+_alike_specs: set[tuple[str, str]] = set()  # what was found to be transformed alike
+
+
+def transformed_alike(lhs: str, rhs: str) -> None:
+    """Raise ValueError unless two specs have the same transform along k, or none."""
+    if lhs == rhs or (lhs, rhs) in _alike_specs:
+        return
+    one, other = spec_of(lhs).format, spec_of(rhs).format
+    if one.transform != other.transform:
+        raise ValueError(
+            f"te_mx: both sides of a product need the same Hadamard transform along k, got "
+            f"{one} and {other}; quantize both with it, or none"
+        )
+    _alike_specs.add((lhs, rhs))
+
+
 _BESIDE = ("rhs", "the packed form of lhs", "the packed form of rhs", "bias", "gelu_in", "out")
 _GELUS, _BIAS_GRADS = (None, *GELUS), (None, *BIAS_GRADS)
 
@@ -132,6 +167,7 @@ def product(lhs: Operand, rhs: Operand, epilogue: Epilogue, out: Tensor | None) 
         one_device(device, _BESIDE, (rhs.codes, lhs.packed, rhs.packed, bias, gelu_in, out))
     if lhs.k != rhs.k:
         raise ValueError(f"te_mx: lhs and rhs must have the same k, got {lhs.k} and {rhs.k}")
+    transformed_alike(lhs.spec, rhs.spec)
     if gelu not in _GELUS or bias_grad not in _BIAS_GRADS:
         raise ValueError(
             f"te_mx: gelu must be one of {_GELUS} and bias_grad one of {_BIAS_GRADS}, got {gelu!r} "
@@ -159,6 +195,7 @@ def grouped_sides(
     offsets(offs, device, groups)
     if lhs.k != rhs.k:
         raise ValueError(f"te_mx: lhs and rhs must have the same k, got {lhs.k} and {rhs.k}")
+    transformed_alike(lhs.spec, rhs.spec)
 
 
 def grouped_out(out: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
@@ -184,7 +221,7 @@ def norm_step(step: NormStep) -> None:
     """Raise unless x [rows, cols] can be normalized with weight and bias [cols]."""
     x, weight, bias, norm, dtype, _, target = step
     float_dtype(dtype)
-    quantizable(x, target.row, target.col, target.rule)
+    quantizable(x, target.row, target.col, target.rule, target.seed)
     if norm.kind not in NORMS:
         raise ValueError(f"te_mx: the normalization must be one of {NORMS}, got {norm.kind!r}")
     cols, device = x.shape[1], x.device
@@ -216,7 +253,7 @@ def act_step(step: ActStep) -> None:
     grad is [rows, cols] if there is one."""
     h, grad, act, dtype, _, target = step
     float_dtype(dtype)
-    quantizable(h, target.row, target.col, target.rule)
+    quantizable(h, target.row, target.col, target.rule, target.seed)
     if act.name not in ACTIVATIONS:
         raise ValueError(f"te_mx: the activation must be one of {ACTIVATIONS}, got {act.name!r}")
     rows, cols = h.shape

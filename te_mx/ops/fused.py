@@ -33,7 +33,7 @@ def norm_quantize_2d(step: NormStep) -> NormParts:
     zero-centered weights pass 1 + weight.
     """
     x, weight, bias, norm, dtype, keep, target = step
-    if is_direct(x, weight, bias):
+    if is_direct(x, weight, bias, target.seed):
         return _run_norm(step)
     mean, rstd, z, *parts = _NORM(x, weight, bias, *norm, dtype, keep, *target)
     return NormParts(
@@ -72,7 +72,7 @@ def act_quantize_2d(step: ActStep) -> ActParts:
     [rows, cols]; with grad [rows, cols], quantize the gradient of h. `target.col_sum` adds the sums
     over the rows, for a bias gradient."""
     h, grad, act, dtype, keep, target = step
-    if is_direct(h, grad):
+    if is_direct(h, grad, target.seed):
         return _run_act(step)
     out, *parts = _ACT(h, grad, *act, dtype, keep, *target)
     return ActParts(out if keep else None, _read(parts, target, _made(step)))
@@ -163,7 +163,7 @@ def _act_fake(*args: Any) -> list[Tensor]:
     return _listed(step.h, (out,), _fake_parts(step.h, *shape, step.target))
 
 
-_TARGET = "str row, str col, str rule, bool col_sum"
+_TARGET = "str row, str col, str rule, bool col_sum, Tensor? seed=None"
 _NORM = define(
     "norm_quantize(Tensor x, Tensor weight, Tensor? bias, str kind, float eps, ScalarType dtype, "
     f"bool keep, {_TARGET}) -> Tensor[]",

@@ -41,6 +41,7 @@ def quantize_grouped(
     *,
     rule: str,
     col_sum: bool = False,
+    seed: Tensor | None = None,
 ) -> Quantized:
     """Quantize the rows of all groups of x [R, cols] (fp32, bf16 or fp16, any strides).
 
@@ -54,17 +55,18 @@ def quantize_grouped(
         row, col: specs of [R, k = cols] and [cols, k = R]; "" for none.
         rule: as for quantize_2d.
         col_sum: also sum the rows of every group, fp32 [G, cols].
+        seed: of stochastic rounding, int64 [1] on the device of x. Elements are counted in x.
     """
-    what = QuantizeGroups(x, groups, row, col, rule, col_sum)
-    if is_direct(x, groups.offs):
+    what = QuantizeGroups(x, groups, row, col, rule, col_sum, seed)
+    if is_direct(x, groups.offs, seed):
         return _run_tokens(what)
-    parts = _TOKENS(x, *groups, row, col, rule, col_sum)
+    parts = _TOKENS(x, *groups, row, col, rule, col_sum, seed)
     return quantized_of(parts, row, col, col_sum, x.shape)
 
 
 def _run_tokens(what: QuantizeGroups) -> Quantized:
     offs = what.groups.offs
-    checks.quantizable(what.x, what.row, what.col, what.rule)
+    checks.quantizable(what.x, what.row, what.col, what.rule, what.seed)
     for name, spec, kind in (("row", what.row, "rows"), ("col", what.col, "k")):
         if spec:
             checks.tokens(name, spec, kind)
@@ -78,14 +80,17 @@ def _run_tokens(what: QuantizeGroups) -> Quantized:
 
 
 def _tokens(
-    x: Tensor, offs: Tensor, capacity: int, row: str, col: str, rule: str, col_sum: bool
-) -> list[Tensor]:
-    return parts_of(_run_tokens(QuantizeGroups(x, Groups(offs, capacity), row, col, rule, col_sum)))
+    x: Tensor, offs: Tensor, capacity: int, row: str, col: str, rule: str, col_sum: bool,
+    seed: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
+    what = QuantizeGroups(x, Groups(offs, capacity), row, col, rule, col_sum, seed)
+    return parts_of(_run_tokens(what))
 
 
 def _tokens_fake(
-    x: Tensor, offs: Tensor, capacity: int, row: str, col: str, rule: str, col_sum: bool
-) -> list[Tensor]:
+    x: Tensor, offs: Tensor, capacity: int, row: str, col: str, rule: str, col_sum: bool,
+    seed: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
     checks.offsets(offs, x.device)
     rows, cols = x.shape
     parts: list[Tensor] = []
@@ -98,7 +103,7 @@ def _tokens_fake(
 
 _TOKENS = define(
     "quantize_grouped(Tensor x, Tensor offs, SymInt capacity, str row, str col, str rule, "
-    "bool col_sum) -> Tensor[]",
+    "bool col_sum, Tensor? seed=None) -> Tensor[]",
     _tokens,
     _tokens_fake,
 )

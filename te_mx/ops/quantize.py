@@ -27,6 +27,7 @@ def quantize_2d(
     rule: str = "rceil",
     col_sum: bool = False,
     sum_dtype: torch.dtype = torch.float32,
+    seed: Tensor | None = None,
 ) -> Quantized:
     """Quantize x [rows, cols] (fp32, bf16 or fp16, any strides) along its rows, its columns or
     both, in one read.
@@ -35,14 +36,16 @@ def quantize_2d(
         x: the matrix.
         row, col: specs ("<format>@<layout>") of the operands [rows, k = cols] and [cols, k = rows];
             "" for none.
-        rule: a scale rule that the format knows: "rceil", "floor" or "even".
+        rule: a scale rule that the format knows: "rceil", "floor" or "even"; with "+sr" behind it,
+            codes are rounded stochastically.
         col_sum: also sum x over its rows in fp32, for a bias gradient.
         sum_dtype: what these sums are rounded to: fp32, bf16 or fp16.
+        seed: of stochastic rounding, int64 [1] on the device of x.
     """
-    if is_direct(x):
-        checks.quantizable(x, row, col, rule)
-        return run.quantize(Quantize(x, row, col, rule, col_sum, sum_dtype))
-    parts = _QUANTIZE(x, row, col, rule, col_sum, sum_dtype)
+    if is_direct(x, seed):
+        checks.quantizable(x, row, col, rule, seed)
+        return run.quantize(Quantize(x, row, col, rule, col_sum, sum_dtype, seed))
+    parts = _QUANTIZE(x, row, col, rule, col_sum, sum_dtype, seed)
     return quantized_of(parts, row, col, col_sum, x.shape)
 
 
@@ -52,16 +55,16 @@ def quantize_two_2d(first: Quantize, second: Quantize) -> tuple[Quantized, Quant
     x, other = second.x, first.x
     if is_direct(x, other):
         for w in (first, second):
-            checks.quantizable(w.x, w.row, w.col, w.rule)
+            checks.quantizable(w.x, w.row, w.col, w.rule, w.seed)
         if x.is_cuda and other.device == x.device:
             both = _both(first, second)
             if both is not None:
                 return both
         return run.quantize(first), run.quantize(second)
-    one = quantize_2d(first.x, first.row, first.col, rule=first.rule)
+    one = quantize_2d(first.x, first.row, first.col, rule=first.rule, seed=first.seed)
     return one, quantize_2d(
         second.x, second.row, second.col, rule=second.rule, col_sum=second.col_sum,
-        sum_dtype=second.sum_dtype,
+        sum_dtype=second.sum_dtype, seed=second.seed,
     )  # fmt: skip
 
 
@@ -80,8 +83,8 @@ def _both(first: Quantize, second: Quantize) -> tuple[Quantized, Quantized] | No
 def quantized(values: Tensor, target: Target) -> Quantized:
     """Values [rows, cols] as a target says, in one read; perhaps their sums alone."""
     if target.codes:
-        row, col, rule, col_sum = target
-        return quantize_2d(values, row, col, rule=rule, col_sum=col_sum)
+        row, col, rule, col_sum, seed = target
+        return quantize_2d(values, row, col, rule=rule, col_sum=col_sum, seed=seed)
     sums = values.sum(0, dtype=torch.float32) if target.col_sum else None
     return Quantized(None, None, sums)
 
@@ -92,6 +95,16 @@ def dequantize_2d(operand: Operand, dtype: torch.dtype) -> Tensor:
         return run.dequantize(_dequantizable(operand, dtype), dtype)
     codes, scales, spec, rows, k, _ = operand
     return _DEQUANTIZE(codes, scales, spec, rows, k, dtype)
+
+
+def restored_2d(operand: Operand, dtype: torch.dtype) -> Tensor:
+    """What was quantized to an operand, [rows, k]: its values, transformed back in fp32 (in fp64
+    for dtype float64) where its format has a transform."""
+    transform = operand.format.transform
+    if transform is None:
+        return dequantize_2d(operand, dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return transform.invert(dequantize_2d(operand, wide)).to(dtype)
 
 
 def convert_2d(operand: Operand, spec: str) -> Operand:
@@ -131,17 +144,19 @@ def empty_like_spec(x: Tensor, spec: str, rows: int, k: int) -> list[Tensor]:
 
 
 def _quantize(
-    x: Tensor, row: str, col: str, rule: str, col_sum: bool, sum_dtype: torch.dtype
-) -> list[Tensor]:
-    checks.quantizable(x, row, col, rule)
+    x: Tensor, row: str, col: str, rule: str, col_sum: bool, sum_dtype: torch.dtype,
+    seed: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
+    checks.quantizable(x, row, col, rule, seed)
     note_read(x)
-    return parts_of(run.quantize(Quantize(x, row, col, rule, col_sum, sum_dtype)))
+    return parts_of(run.quantize(Quantize(x, row, col, rule, col_sum, sum_dtype, seed)))
 
 
 def _quantize_fake(
-    x: Tensor, row: str, col: str, rule: str, col_sum: bool, sum_dtype: torch.dtype
-) -> list[Tensor]:
-    checks.quantizable(x, row, col, rule)
+    x: Tensor, row: str, col: str, rule: str, col_sum: bool, sum_dtype: torch.dtype,
+    seed: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
+    checks.quantizable(x, row, col, rule, seed)
     rows, cols = x.shape
     parts = empty_like_spec(x, row, rows, cols) if row else []
     parts += empty_like_spec(x, col, cols, rows) if col else []
@@ -191,8 +206,8 @@ def _convert_fake(
 
 
 _QUANTIZE = define(
-    "quantize(Tensor x, str row, str col, str rule, bool col_sum, ScalarType sum_dtype)"
-    " -> Tensor[]",
+    "quantize(Tensor x, str row, str col, str rule, bool col_sum, ScalarType sum_dtype, "
+    "Tensor? seed=None) -> Tensor[]",
     _quantize,
     _quantize_fake,
 )

@@ -9,7 +9,9 @@ from typing import NamedTuple
 class Settings(NamedTuple):
     """What a forward does.
 
-    x, w, g: names of the formats of inputs, weights and output gradients. backward: None runs the
+    x, w, g: names of the formats of inputs, weights and output gradients; x_col, w_col, g_col:
+    those of their columnwise operands (of wgrad, dgrad and wgrad), g_rule: the rule of gradients;
+    "" for the same. backward: None runs the
     backward GEMMs on quantized operands, "high_precision" and "dequantized" do not; wgrad_hp runs
     wgrad alone in high precision. one_copy: dgrad starts from the rowwise codes of the weight.
     keep_columns: dgrad's operand of the weight is made in forward. precision, spread, split_k: how
@@ -27,3 +29,32 @@ class Settings(NamedTuple):
     one_copy: bool = False
     split_k: bool = False
     keep_columns: bool = False
+    x_col: str = ""
+    w_col: str = ""
+    g_col: str = ""
+    g_rule: str = ""
+
+    @property
+    def x_columns(self) -> str:
+        """The format of inputs in wgrad."""
+        return self.x_col or self.x
+
+    @property
+    def w_columns(self) -> str:
+        """The format of weights in dgrad."""
+        return self.w_col or self.w
+
+    @property
+    def g_columns(self) -> str:
+        """The format of output gradients in wgrad."""
+        return self.g_col or self.g
+
+    @property
+    def gradient_rule(self) -> str:
+        """How output gradients are quantized: a scale rule, perhaps with "+sr"."""
+        return self.g_rule or self.scale_rule
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether each role has one format, and all have one rule."""
+        return not (self.x_col or self.w_col or self.g_col or self.g_rule)

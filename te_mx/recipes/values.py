@@ -60,7 +60,7 @@ def check_common(recipe: Any) -> None:
 
 
 def settings_of(recipe: Any, x: str, w: str, g: str) -> Settings:
-    """The settings of a recipe with these formats."""
+    """The settings of a recipe with these formats, each of a role."""
     return Settings(
         x, w, g, recipe.scale_rule, recipe.precision, recipe.alignment_spread,
         recipe.backward_override, recipe.wgrad_with_hp, recipe.one_copy_weights, recipe.split_k,

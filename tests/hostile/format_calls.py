@@ -36,6 +36,7 @@ from other_calls import FLAGS, OVERRIDE
 
 import te_mx
 from te_mx import formats, recipe
+from te_mx.formats.stochastic import random_bits
 
 FORMAT = WORD | UPPER_CASE | values(
     its_class=lambda: formats.Format, its_element=lambda: formats.get("mxfp4").element,
@@ -84,10 +85,14 @@ OF_FORMATS = (
     ),
     Call(
         "te_mx.formats.Format.quantize", lambda d: formats.get("mxfp4").quantize,
-        lambda d: {"x": floats(d, 33, K), "rule": "even"},
+        lambda d: {"x": floats(d, 33, K), "rule": "even+sr",
+                   "random": random_bits(torch.tensor([3]).to(d), 33, K)},
         {"x": NO_TENSOR | NOT_FLOATS | LAYOUTS | SCALAR | SHARED_ROWS | STRIDES.but("on the cpu")
               | changed(dimension_more=lambda x: x[None], a_line=lambda x: x.flatten()),
-         "rule": WORD | UPPER_CASE},
+         "rule": WORD | UPPER_CASE | values(to_nearest="even"),
+         "random": NO_TENSOR | changed(
+             None, int64=lambda x: x.long(), a_row_less=lambda x: x[1:],
+             a_line=lambda x: x.view(-1), meta=lambda x: x.to("meta"))},
     ),
     Call(
         "te_mx.formats.Format.dequantize", lambda d: formats.get("mxfp4").dequantize, _codes,

@@ -98,6 +98,26 @@ RECIPES = (
                          FLAG)},
     ),
     Call(
+        "te_mx.recipe.MXFP4BlockScaling", lambda d: recipe.MXFP4BlockScaling,
+        lambda d: {"x": "mxfp4", "w": "e4m3", "g": "mxfp4", "x_wgrad": "mxfp8_e4m3",
+                   "w_dgrad": None, "scale_rule": "even", "stochastic_rounding": True,
+                   "hadamard": 16, "hadamard_signs": 0x1234ABCD, "backward_override": None,
+                   "precision": "adaptive", "alignment_spread": 8, "wgrad_with_hp": False,
+                   "one_copy_weights": False, "split_k": False, "keep_weight_columns": False},
+        {**dict.fromkeys(("x", "w", "g"), WORD | UPPER_CASE
+                         | values(six="mxfp6_e2m3", turned="mxfp4+rht16:0x00000001")),
+         **dict.fromkeys(("x_wgrad", "w_dgrad"), WORD.but("None")
+                         | values(wide="mxfp8_e5m2", number=4)),
+         "scale_rule": WORD | UPPER_CASE | values(random="rceil+sr", fp32="pow2"),
+         "stochastic_rounding": FLAG.but("None"),
+         "hadamard": COUNT.but("None") | values(eight=8),
+         "hadamard_signs": COUNT | values(beyond=1 << 32),
+         "backward_override": OVERRIDE, "precision": WORD | UPPER_CASE,
+         "alignment_spread": COUNT | values(nine=9),
+         **dict.fromkeys(("wgrad_with_hp", "one_copy_weights", "split_k", "keep_weight_columns"),
+                         FLAG)},
+    ),
+    Call(
         "te_mx.recipe.MMParams", lambda d: recipe.MMParams,
         lambda d: {"use_split_accumulator": True}, {"use_split_accumulator": FLAG},
     ),

@@ -25,7 +25,7 @@ inline Status check_places(const QuantizeOut& out) {
   const bool layouts =
       out.row.layout == Layout::k_last && (col == Layout::k_last || col == Layout::k_first);
   const bool sums = out.col_sum == nullptr || out.col_sum_dtype == DType::f32;
-  return layouts && sums ? Status::ok : Status::unsupported;
+  return layouts && sums && rounds_plainly(out) ? Status::ok : Status::unsupported;
 }
 
 // Of what the MX quantizer makes.

@@ -6,11 +6,14 @@
 
 namespace te_mx {
 
-// An operand to write; not wanted without codes.
+// An operand to write; not wanted without codes. With a Hadamard transform, chunks of so many
+// elements of k (16 or 32) are transformed first, with bit k mod 32 of the signs.
 struct OperandOut {
   uint8_t* codes = nullptr;
   void* scales = nullptr;
   Layout layout = Layout::k_last;
+  int32_t hadamard = 0;  // 0: none
+  int64_t signs = 0;     // 32 bits
 };
 
 // What to make of a matrix [rows, cols]: directions, and the sums of its columns.
@@ -26,7 +29,16 @@ struct QuantizeOut {
   DType col_sum_dtype = DType::f32;
   float* col_sum_ws =
       nullptr;  // partial sums, needed with col_sum: [parts, cols] as the device says
+  // Stochastic rounding: int64 [1] in memory of the device, null to round to nearest even; x's
+  // first element has number `first`.
+  const int64_t* seed = nullptr;
+  int64_t first = 0;
 };
+
+// Whether codes are those of x itself, rounded to nearest even.
+constexpr bool rounds_plainly(const QuantizeOut& to) {
+  return to.seed == nullptr && to.row.hadamard == 0 && to.col.hadamard == 0;
+}
 
 struct QuantizeArgs {
   Matrix x;

@@ -119,7 +119,7 @@ Status make_task(QuantizeTask& task, const Matrix& x, const QuantizeOut& to, voi
   if (status != Status::ok) return status;
   if (!known(x.dtype) || !known(to.col_sum_dtype) || x.rows < 0 || x.cols < 0)
     return Status::bad_argument;
-  if (x.col_stride != 1) return Status::unsupported;
+  if (x.col_stride != 1 || !rounds_plainly(to)) return Status::unsupported;
   task = {};
   task.x = x.data, task.rows = x.rows, task.cols = x.cols, task.x_stride = x.row_stride;
   task.x_dtype = x.dtype, task.element = to.element, task.rule = to.rule;

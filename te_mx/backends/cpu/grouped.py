@@ -47,7 +47,7 @@ class CpuQuantizeGroups(Kernel):
         return _why_not(problem) or one_read(problem.lhs, problem.rhs)
 
     def run(self, what: QuantizeGroups) -> Quantized | None:
-        x, groups, row, col, rule, col_sum = what
+        x, groups, row, col, rule, col_sum = what[:6]
         (rows, cols), bounds = x.shape, host_bounds(*groups, len(x))
         fmt = words_of(row or col)[0]
         parts = binding_grouped.quantize(x, bounds, fmt, bool(row), bool(col), rule, col_sum)

@@ -53,7 +53,7 @@ class CpuQuantize(Kernel):
         return reason
 
     def run(self, what: Quantize) -> Quantized | None:
-        x, row, col, rule, col_sum, sum_dtype = what
+        x, row, col, rule, col_sum, sum_dtype = what[:6]
         native = binding.native()
         assert native is not None
         rows, cols = x.shape

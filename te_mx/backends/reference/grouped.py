@@ -98,7 +98,7 @@ def _plain(what: QuantizeGroups, bounds: Bounds) -> Quantized:
         sums = x.new_zeros((groups, cols), dtype=torch.float32)
     each = what.col.replace("@grouped_cols", "@cols")
     for i, (start, end) in enumerate(zip(*bounds, strict=True)):
-        made = run.quantize(Quantize(x[start:end], what.row, each, what.rule, what.col_sum))
+        made = run.quantize(_part(what, start, end, what.row, each))
         if row is not None and made.row is not None:
             row.codes[start:end], row.scales[start:end] = made.row.codes, made.row.scales
         if col is not None and made.col is not None:
@@ -108,6 +108,13 @@ def _plain(what: QuantizeGroups, bounds: Bounds) -> Quantized:
         if sums is not None and made.col_sum is not None:
             sums[i] = made.col_sum
     return Quantized(row, col, sums)
+
+
+def _part(what: QuantizeGroups, start: int, end: int, row: str, col: str) -> Quantize:
+    """The rows of one group, as a matrix whose elements are counted as in all of x."""
+    x, rule = what.x[start:end], what.rule
+    first = start * what.x.shape[1]
+    return Quantize(x, row, col, rule, what.col_sum, seed=what.seed, first=first)
 
 
 def _zeroed(x: Tensor, spec: str, rows: int, k: int, groups: int) -> Parts:
@@ -140,11 +147,8 @@ def _packed(what: QuantizeGroups, bounds: Bounds) -> Quantized:
         if start == end:
             continue
         made = run.quantize(
-            Quantize(
-                x[start:end], spec if what.row else "", spec if what.col else "", what.rule,
-                what.col_sum,
-            )
-        )  # fmt: skip
+            _part(what, start, end, spec if what.row else "", spec if what.col else "")
+        )
         if row is not None and made.row is not None:
             sm90_groups.put_rows(row, made.row, start, end, i)
         if col is not None and made.col is not None:
@@ -189,7 +193,7 @@ class ColumnsOfWeightsReference(_Reference):
         made = []
         for i in range(row.groups):
             one = row.group(i)
-            if one.format.is_square:
+            if one.format.is_square and one.format is spec_of(col).format:
                 made.append(run.convert(turned(one), col))
                 continue
             values = run.dequantize(one, one.format.exact_dtype)

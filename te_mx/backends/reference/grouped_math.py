@@ -14,6 +14,7 @@ from torch import Tensor
 from te_mx.backends.reference import torch_gemm
 from te_mx.dispatch.grouped_calls import QuantizeGroups
 from te_mx.dispatch.groups import col_sums_on_device, inside_groups, scale_rows
+from te_mx.formats.stochastic import random_bits
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized, Stack
 
@@ -43,16 +44,23 @@ def quantize(what: QuantizeGroups, starts: Tensor, ends: Tensor) -> Quantized:
     x = what.x.detach()
     (rows, cols), groups = x.shape, len(ends)
     row = col = None
+    random = None if what.seed is None else random_bits(what.seed, rows, cols)
     if what.row:
         keep = inside_groups(starts, ends, rows)[1].unsqueeze(1)
-        codes, scales = spec_of(what.row).format.quantize(x, what.rule)
+        codes, scales = spec_of(what.row).format.quantize(x, what.rule, random)
         row = Operand(codes * keep, torch.where(keep, scales, 0), what.row, rows, cols)
     if what.col:
         fmt = spec_of(what.col).format
         position, _ = _padded_rows(starts, ends, rows, fmt.block)
-        padded = _pad(x, position, scale_rows(rows, groups, fmt.block) * fmt.block)
-        codes, scales = fmt.quantize(padded.t(), what.rule)
-        codes = torch.nn.functional.pad(fmt.unpack(codes, len(padded)).t(), (0, 0, 0, 1))
+        room = scale_rows(rows, groups, fmt.block) * fmt.block
+        padded = _pad(x, position, room).t()
+        across = None if random is None else _pad(random, position, room).t()
+        if fmt.transform is not None:
+            there = _pad(x.new_ones(rows, 1), position, room).view(-1, fmt.transform.size)
+            padded = fmt.transform.apply(padded, there.bool().all(1))
+            fmt = fmt.untransformed
+        codes, scales = fmt.quantize(padded, what.rule, across)
+        codes = torch.nn.functional.pad(fmt.unpack(codes, room).t(), (0, 0, 0, 1))
         of_a_group = (_owners(starts, ends, rows, fmt.block) >= 0).unsqueeze(1)
         scales = torch.where(of_a_group, scales.t(), 0).contiguous()
         col = Operand(codes[position], scales, what.col, cols, rows)

@@ -8,6 +8,7 @@ from torch import Tensor
 from te_mx.dispatch.calls import Quantize
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import Kernel, register
+from te_mx.formats.stochastic import random_bits
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized
 
@@ -16,16 +17,19 @@ from te_mx.layouts.operand import Operand, Quantized
 def quantize(what: Quantize) -> Quantized:
     """Both directions of x, each as its spec says."""
     x = what.x.detach()
-    row = _operand(x, what.row, what.rule) if what.row else None
-    col = _operand(x.t(), what.col, what.rule) if what.col else None
+    rows, cols = x.shape
+    random = None if what.seed is None else random_bits(what.seed, rows, cols, what.first)
+    row = _operand(x, what.row, what.rule, random) if what.row else None
+    across = None if random is None else random.t()
+    col = _operand(x.t(), what.col, what.rule, across) if what.col else None
     sums = x.sum(0, dtype=torch.float32).to(what.sum_dtype) if what.col_sum else None
     return Quantized(row, col, sums)
 
 
-def _operand(x: Tensor, spec: str, rule: str) -> Operand:
+def _operand(x: Tensor, spec: str, rule: str, random: Tensor | None) -> Operand:
     fmt, layout = spec_of(spec)
     rows, k = x.shape
-    codes, scales = layout.pack(fmt, *fmt.quantize(x, rule), k)
+    codes, scales = layout.pack(fmt, *fmt.quantize(x, rule, random), k)
     return Operand(codes, scales, spec, rows, k)
 
 

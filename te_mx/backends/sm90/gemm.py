@@ -70,7 +70,7 @@ class Adaptive(Scratched):
         return Wants(layout, layout)
 
     def note(self, problem: Problem) -> str:
-        sides = [spec_of(spec).format.name for spec in (problem.lhs, problem.rhs)]
+        sides = [spec_of(spec).format.untransformed.name for spec in (problem.lhs, problem.rhs)]
         fp4 = [name in FP4 for name in sides]
         said = []
         if not all(fp4):

@@ -50,7 +50,7 @@ class HopperQuantizeGroups(Kernel):
         return why_not(problem, "sm90_rows", "sm90_k") or one_read(problem.lhs, problem.rhs)
 
     def run(self, what: QuantizeGroups) -> Quantized:
-        x, (offs, capacity), row, col, rule, col_sum = what
+        x, (offs, capacity), row, col, rule, col_sum = what[:6]
         _check_ends(what.groups, len(x))
         rows, cols = x.shape
         parts = binding_grouped.quantize(

@@ -20,7 +20,7 @@ from te_mx.layouts.sm90_tiles import SM90Tiles
 
 
 def _native_call(what: Quantize) -> NativeQuantize:
-    x, row, col, rule, col_sum, sum_dtype = what
+    x, row, col, rule, col_sum, sum_dtype = what[:6]
     fmt, order = words_of(col or row)
     layout = spec_of(col or row).layout if col or row else None
     spread = layout.spread if isinstance(layout, SM90Tiles) else PLAIN
