@@ -26,6 +26,7 @@ from te_mx.backends.base import (
     Epilogue,
 )
 from te_mx.backends.reference import fused_math
+from te_mx.dispatch.calls import Quantize
 from te_mx.dispatch.fused import ACT_IDS, ACTIVATIONS, Activation, Norm
 from te_mx.layouts import sm90_tiles
 
@@ -126,11 +127,30 @@ def quantize(args) -> int:
     return _quantize(args.to, read_matrix(args.x))
 
 
+def _randomly(to, values: Tensor, name: str) -> base.QuantizedParts:
+    """With the transforms and the seed of a call: what the kernels take of them."""
+    transforms = to.row.hadamard or to.col.hadamard
+    assert not transforms or (bool(to.row.codes) != bool(to.col.codes) and not to.col_sum)
+    assert not to.seed or name == "e2m1"
+    specs = [
+        f"{reference.format_of(name).name}"
+        + (f"+rht{one.hadamard}:0x{one.signs:08x}" if one.hadamard else "")
+        + "@rows"
+        for one in (to.row, to.col)
+    ]
+    rule = _RULES[to.rule] + "+sr" * bool(to.seed)
+    seed = at(to.seed, (1,), torch.int64) if to.seed else None
+    made = reference.quantize_house(
+        Quantize(values, *specs, rule, bool(to.col_sum), seed=seed, first=to.first)
+    )
+    return base.QuantizedParts(*made.row[:2], *made.col[:2], made.col_sum)
+
+
 def _quantize(to, values: Tensor) -> int:
     """What is made of values, wherever they are."""
     rows, cols = values.shape
     name = _NAMES[to.element]
-    parts = reference.quantize(values, name, True, "transposed", _RULES[to.rule], bool(to.col_sum))
+    parts = _randomly(to, values, name)
     for place, codes, scales, k in ((to.row, *parts[:2], cols), (to.col, *parts[2:4], rows)):
         if not place.codes:
             continue

@@ -10,7 +10,7 @@ from torch import Tensor
 from te_mx import formats
 from te_mx.backends.base import Epilogue, Operand, QuantizedParts
 from te_mx.backends.reference import torch_gemm
-from te_mx.backends.reference.quantize import quantize as _quantize
+from te_mx.backends.reference.quantize import quantize as quantize_house
 from te_mx.dispatch.calls import Quantize
 from te_mx.layouts.operand import Operand as HouseOperand
 
@@ -44,7 +44,7 @@ def quantize(
     layout = {"plain": "cols", "transposed": "rows"}
     row = f"{name}@rows" if rowwise else ""
     col = f"{name}@{layout[columnwise]}" if columnwise else ""
-    made = _quantize(Quantize(x, row, col, rule, col_sum))
+    made = quantize_house(Quantize(x, row, col, rule, col_sum))
     parts = [t for one in made[:2] for t in ((None, None) if one is None else one[:2])]
     return QuantizedParts(*parts, made.col_sum)
 

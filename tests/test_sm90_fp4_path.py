@@ -8,7 +8,9 @@ import torch
 from as_on_hopper import hopper, hopper_with_groups
 
 import te_mx
-from te_mx.recipe import BlockScaling
+from te_mx import ops
+from te_mx.backends.reference.quantize import quantize as reference_quantize
+from te_mx.recipe import BlockScaling, MXFP4BlockScaling
 
 M, K, N = 100, 72, 41
 FP4, E4M3 = "mxfp4", "mxfp8_e4m3"
@@ -91,3 +93,45 @@ def test_frozen_weights_are_unpacked_at_each_call(kind, threads):
             want = layer(x, *splits)
             te_mx.freeze_weights(layer, drop_master=True, recipe=recipe)
             assert torch.equal(layer(x, *splits), want)
+
+
+RHT = "+rht32:0x1234abcd"
+
+
+@pytest.mark.parametrize("layout", ["sm90:8", "rows"])
+@pytest.mark.parametrize(
+    ("row", "col", "rule"),
+    [
+        (FP4, FP4, "rceil+sr"),
+        (FP4, FP4 + RHT, "rceil+sr"),
+        (FP4, FP4 + "+rht16:0x0f0f1234", "even"),
+        (FP4 + RHT, "", "floor+sr"),
+        (E4M3, E4M3 + RHT, "rceil"),
+    ],
+)
+def test_random_quantizers_run_without_a_fallback(row, col, rule, layout, threads):
+    threads(1)
+    x = torch.randn(75, 130)
+    seed = torch.tensor([7]) if rule.endswith("+sr") else None
+    specs = [f"{fmt}@{layout}" if fmt else "" for fmt in (row, col)]
+    sums = "rht" not in row
+    what = ops.Quantize(x, *specs, rule, sums, seed=seed)
+    want = reference_quantize(what)
+    with hopper():
+        got = ops.quantize_2d(x, *specs, rule=rule, col_sum=sums, seed=seed)
+    for mine, theirs in zip(got[:2], want[:2], strict=True):
+        if theirs is not None:
+            assert mine.spec == theirs.spec
+            assert torch.equal(mine.codes, theirs.codes)
+            assert torch.equal(mine.scales, theirs.scales)
+    assert not sums or torch.equal(got.col_sum, want.col_sum)
+
+
+def test_gradients_in_4_bits_run_on_the_kernels(threads):
+    """Rounded stochastically, and transformed on both sides of wgrad."""
+    threads(1)
+    x = torch.randn(M, K, dtype=torch.bfloat16)
+    with hopper():
+        layer = te_mx.Linear(K, N).bfloat16()
+        step(layer, x, MXFP4BlockScaling(g=FP4))
+        assert te_mx.audit(layer)["(root)"][2:5] == ("sm90_adaptive",) * 3

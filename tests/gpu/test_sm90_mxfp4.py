@@ -23,7 +23,7 @@ from te_mx.ops.grouped_quantize import (
     quantize_grouped,
     quantize_weights,
 )
-from te_mx.recipe import BlockScaling
+from te_mx.recipe import BlockScaling, MXFP4BlockScaling
 
 FP4, E4M3, E5M2 = "mxfp4", "mxfp8_e4m3", "mxfp8_e5m2"
 TILES = f"{FP4}@sm90:8"
@@ -82,6 +82,37 @@ def test_quantizer_of_many_tiles(kind, rule):
         for got, expected in zip(made[:2], want[:2], strict=True):
             if got is not None:
                 same_operand(got, expected)
+
+
+# Row and column formats, and rules: both directions at once, one transformed, one alone.
+RANDOM = (
+    (FP4, FP4, "rceil+sr"),
+    (FP4, FP4, "floor+sr"),
+    (FP4, f"{FP4}+rht32:0x1234abcd", "rceil+sr"),
+    (f"{FP4}+rht16:0xff00ff0f", "", "even+sr"),
+    (E4M3, f"{E4M3}+rht32:0x80000001", "rceil"),
+    ("", f"{E5M2}+rht16:0x13570000", "floor"),
+)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("layout", ["sm90:8", "rows"])
+@pytest.mark.parametrize(("row", "col", "rule"), RANDOM)
+@pytest.mark.parametrize("shape", [(128, 128), (300, 200), (129, 257), (77, 1001), (1, 1)], ids=str)
+def test_random_quantizer_of_every_backend_is_one(shape, row, col, rule, layout, recwarn):
+    """Transformed in fp32 in a fixed order, rounded by the random words of an element's number."""
+    specs = [f"{fmt}@{layout}" if fmt else "" for fmt in (row, col)]
+    for i, dtype in enumerate(DTYPES):
+        for kind in ("gaussian", "spread", "nan", "tiny"):
+            x = calls.data(shape[0], shape[1] + 3 * (i % 2), kind, dtype, i)[:, : shape[1]]
+            seed = torch.tensor([-(1 << 62) + 12345 * i]) if rule.endswith("+sr") else None
+            want = reference_quantize(Quantize(x.cpu(), *specs, rule, seed=seed))
+            there = None if seed is None else seed.cuda()
+            made = ops.quantize_2d(x, *specs, rule=rule, seed=there)
+            for got, expected in zip(made[:2], want[:2], strict=True):
+                if expected is not None:
+                    same_operand(got, expected)
+    assert not [w for w in recwarn if issubclass(w.category, te_mx.FallbackWarning)]
 
 
 @pytest.mark.parametrize("rule", ["even"])
@@ -332,3 +363,18 @@ def test_frozen_weights_of_4_bits(kind, recwarn):
         got = module(x, *splits)
     assert torch.equal(got, want)
     assert not [w for w in recwarn if issubclass(w.category, te_mx.FallbackWarning)]
+
+
+def test_gradients_in_4_bits_run_on_the_kernels(recwarn):
+    """Rounded stochastically, and transformed on both sides of wgrad."""
+    torch.manual_seed(0)
+    module, x = MODULES["Linear"](), calls.data(M, K, "gaussian")
+    found = [gradients(module, x, (), MXFP4BlockScaling(g=FP4)) for _ in range(2)]
+    assert te_mx.audit(module)["(root)"][2:5] == ("sm90_adaptive",) * 3
+    assert not [w for w in recwarn if issubclass(w.category, te_mx.FallbackWarning)]
+    assert torch.equal(found[0][0], found[1][0])  # forward knows no chance
+    assert not torch.equal(found[0][1], found[1][1])
+    plain = gradients(module, x, (), BlockScaling(x=FP4, w=FP4, g=E4M3))
+    for mine, theirs in zip(found[0][1:3], plain[1:3], strict=True):
+        error = (mine.double() - theirs.double()).norm() / theirs.double().norm()
+        assert error < 0.3, error

@@ -146,8 +146,13 @@ Status make_task(QuantizeTask& task, const Matrix& x, const QuantizeOut& to, voi
 
 Status quantize(const QuantizeArgs& args) {
   QuantizeTask task;
-  const Status status = make_task(task, args.x, args.to, args.execution.stream);
+  QuantizeOut plain = args.to;
+  plain.seed = nullptr, plain.row.hadamard = plain.col.hadamard = 0;
+  const Status status = make_task(task, args.x, plain, args.execution.stream);
   if (status != Status::ok) return status;
+  if (!rounds_plainly(args.to)) {
+    return is_blockwise(args.to.scaling) ? Status::unsupported : quantize_randomly(task, args.to);
+  }
   return is_blockwise(args.to.scaling) ? quantize_factors(task, args.to)
                                        : launch(task, Start::early);
 }

@@ -33,6 +33,22 @@ __device__ __forceinline__ uint32_t fp4_codes_of(typename Input<T>::Word w0,
   return tile::fp8x4<tile::Fp8::e4m3>(a.x, a.y, b.x, b.y);
 }
 
+// How the kernel rounds to MXFP4: to nearest even. Another policy is in quantize_random.cuh.
+struct Nearest {
+  struct Words {};  // of row k of a thread's elements
+  __device__ __forceinline__ Words words(int) const { return {}; }
+
+  // Codes of 8 elements of a row, two by each rounding.
+  template <class T>
+  static __device__ __forceinline__ uint2 fp4(const typename Input<T>::Word (&x)[4],
+                                              const tile::Fp4Rounding& r0,
+                                              const tile::Fp4Rounding& r1,
+                                              const tile::Fp4Rounding& r2,
+                                              const tile::Fp4Rounding& r3, const Words&) {
+    return {fp4_codes_of<T>(x[0], x[1], r0, r1), fp4_codes_of<T>(x[2], x[3], r2, r3)};
+  }
+};
+
 // How the codes of a direction follow from its own rounding. E + 1 of two blocks: the tile's in
 // both halves, or each row's own. Of MXFP4 it is what they share + 1.
 struct Shifts {
@@ -66,14 +82,15 @@ struct Shifts {
 };
 
 // Codes of 8 elements of one row, rounded to the block's own scale first: one block.
-template <class T, tile::Fp8 kFmt>
+template <class T, tile::Fp8 kFmt, class Rounds = Nearest>
 __device__ __forceinline__ uint2 row_codes(const typename Input<T>::Word (&x)[4],
                                            const BlockFactors& f, int b, int r,
-                                           const Shifts& shifts) {
+                                           const Shifts& shifts,
+                                           const typename Rounds::Words& words = {}) {
   const uint32_t scale = f.of[b][r] * 0x10001u;
   if constexpr (kIsFp4<kFmt>) {
     const tile::Fp4Rounding by = shifts.fp4(scale, shifts.of_row(r));
-    return {fp4_codes_of<T>(x[0], x[1], by, by), fp4_codes_of<T>(x[2], x[3], by, by)};
+    return Rounds::template fp4<T>(x, by, by, by, by, words);
   } else {
     uint2 w = {codes_of<T, kFmt>(x[0], x[1], scale, scale),
                codes_of<T, kFmt>(x[2], x[3], scale, scale)};
@@ -86,15 +103,16 @@ __device__ __forceinline__ uint2 row_codes(const typename Input<T>::Word (&x)[4]
 }
 
 // The same along the columns: eight blocks.
-template <class T, tile::Fp8 kFmt>
+template <class T, tile::Fp8 kFmt, class Rounds = Nearest>
 __device__ __forceinline__ uint2 col_codes(const typename Input<T>::Word (&x)[4],
                                            const BlockFactors& f, int b, int c,
-                                           const Shifts& shifts) {
+                                           const Shifts& shifts,
+                                           const typename Rounds::Words& words = {}) {
   const uint4 scale = *reinterpret_cast<const uint4*>(&f.of[b][c]);
   if constexpr (kIsFp4<kFmt>) {
     const uint4 t = shifts.of_cols(c);
-    return {fp4_codes_of<T>(x[0], x[1], shifts.fp4(scale.x, t.x), shifts.fp4(scale.y, t.y)),
-            fp4_codes_of<T>(x[2], x[3], shifts.fp4(scale.z, t.z), shifts.fp4(scale.w, t.w))};
+    return Rounds::template fp4<T>(x, shifts.fp4(scale.x, t.x), shifts.fp4(scale.y, t.y),
+                                   shifts.fp4(scale.z, t.z), shifts.fp4(scale.w, t.w), words);
   } else {
     uint2 w = {codes_of<T, kFmt>(x[0], x[1], scale.x, scale.y),
                codes_of<T, kFmt>(x[2], x[3], scale.z, scale.w)};

@@ -99,11 +99,12 @@ __device__ __forceinline__ void codes_once(uint2 (&cols)[8], const QuantizeSmem&
 
 // The same of MXFP4, whose codes are always rounded to the scales of their own blocks: only what
 // they are multiplied by is one.
-template <class T>
+template <class T, class Rounds>
 __device__ __forceinline__ void fp4_codes_once(uint2 (&cols)[8], const QuantizeSmem& s,
                                                const QuantizeParams& p,
                                                const typename Input<T>::Word (&x)[8][4],
-                                               const Tile& t, const Place& at, uint32_t exponent) {
+                                               const Tile& t, const Place& at, uint32_t exponent,
+                                               const Rounds& rounds) {
   const uint32_t target = (exponent + 1) * 0x10001u, shared = block_factor(exponent) * 0x10001u;
   const auto rounding = [&](uint32_t factors) {
     return tile::Fp4Rounding{shared, tile::fp4_rounding(factors, target).magic};
@@ -114,25 +115,24 @@ __device__ __forceinline__ void fp4_codes_once(uint2 (&cols)[8], const QuantizeS
   RowWriter out(p.row, t, at);
 #pragma unroll
   for (int k = 0; k < 8; ++k) {
+    const auto words = rounds.words(k);
     if (p.row.enabled) {
       const auto row = rounding(s.row_factors.of[at.row_block][at.r + k] * 0x10001u);
-      out.write(k, {fp4_codes_of<T>(x[k][0], x[k][1], row, row),
-                    fp4_codes_of<T>(x[k][2], x[k][3], row, row)});
+      out.write(k, Rounds::template fp4<T>(x[k], row, row, row, row, words));
     }
-    if (p.col.enabled) {
-      cols[k] = {fp4_codes_of<T>(x[k][0], x[k][1], c0, c1),
-                 fp4_codes_of<T>(x[k][2], x[k][3], c2, c3)};
-    }
+    if (p.col.enabled) cols[k] = Rounds::template fp4<T>(x[k], c0, c1, c2, c3, words);
   }
 }
 
 // What follows reading a tile: scales, classes, codes and sums of its elements x. kPlain: some
 // direction is plain, or may be. kSums: column sums may be wanted; else their shared memory
 // is the caller's. kOneByOne: of codes_once().
-template <class T, tile::Fp8 kFmt, bool kPlain, bool kSums = true, bool kOneByOne = false>
+template <class T, tile::Fp8 kFmt, bool kPlain, bool kSums = true, bool kOneByOne = false,
+          class Rounds = Nearest>
 __device__ __forceinline__ void quantize_patch(const QuantizeParams& p, QuantizeSmem& s,
                                                const typename Input<T>::Word (&x)[8][4],
-                                               const Tile& t, const Place& at) {
+                                               const Tile& t, const Place& at,
+                                               const Rounds& rounds = {}) {
   const QuantizeTask& a = p.a;
   if (threadIdx.x == 0) s.row.clear(), s.col.clear();
   if (p.row.enabled) scan_rows<T, kFmt>(s, x, at, a);
@@ -190,7 +190,7 @@ __device__ __forceinline__ void quantize_patch(const QuantizeParams& p, Quantize
   if (once) {
     const uint32_t exponent = p.row.enabled ? row_exponent : col_exponent;
     if constexpr (kIsFp4<kFmt>) {
-      fp4_codes_once<T>(cols, s, p, x, t, at, exponent);
+      fp4_codes_once<T>(cols, s, p, x, t, at, exponent, rounds);
     } else {
       codes_once<T, kFmt, kOneByOne>(cols, s, p, x, t, at, exponent);
     }
@@ -198,7 +198,8 @@ __device__ __forceinline__ void quantize_patch(const QuantizeParams& p, Quantize
     if (p.row.enabled) {
       const Shifts shifts(s.row, row_exponent, row_packed, row_class);
       const auto code = [&](int k) {
-        return row_codes<T, kFmt>(x[k], s.row_factors, at.row_block, at.r + k, shifts);
+        return row_codes<T, kFmt, Rounds>(x[k], s.row_factors, at.row_block, at.r + k, shifts,
+                                          rounds.words(k));
       };
       if (kPlain && kIsFp4<kFmt> && p.row.nibbles) {
         write_nibbles(p.row, t, at, code);
@@ -210,7 +211,8 @@ __device__ __forceinline__ void quantize_patch(const QuantizeParams& p, Quantize
       const Shifts shifts(s.col, col_exponent, col_packed, col_class);
 #pragma unroll
       for (int k = 0; k < 8; ++k)
-        cols[k] = col_codes<T, kFmt>(x[k], s.col_factors, at.band, at.c, shifts);
+        cols[k] =
+            col_codes<T, kFmt, Rounds>(x[k], s.col_factors, at.band, at.c, shifts, rounds.words(k));
     }
   }
   if (!p.col.enabled) return;

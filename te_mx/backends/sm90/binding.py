@@ -8,7 +8,7 @@ Checks of what a user passes live above.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -30,6 +30,7 @@ from te_mx.backends.base import (
     format_fields,
     pointer,
 )
+from te_mx.formats.hadamard import Hadamard
 from te_mx.layouts import sm90_tiles as sm90_layout
 from te_mx.runtime import streams
 from te_mx.runtime.streams import stream
@@ -127,6 +128,20 @@ def quantize(what: Quantize) -> QuantizedParts | None:
     col_sum in sum_dtype; None when the native code does not take it.
     """
     args, parts, _alive = _prepare(what)
+    return parts if supported(_native.quantize(args)) else None
+
+
+def quantize_randomly(
+    what: Quantize, transforms: Sequence[Hadamard | None], seed: Tensor | None, first: int
+) -> QuantizedParts | None:
+    """As quantize, of rows and columns after a transform of each, and rounded stochastically where
+    there is a seed; None when the native code does not take it."""
+    args, parts, _alive = _prepare(what)
+    for side, made_by in zip(("row", "col"), transforms, strict=True):
+        if made_by is not None:
+            setattr(args, f"{side}_hadamard", made_by.size)
+            setattr(args, f"{side}_signs", made_by.signs)
+    args.seed, args.first = pointer(seed), first
     return parts if supported(_native.quantize(args)) else None
 
 
