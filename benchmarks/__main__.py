@@ -11,6 +11,7 @@ import torch
 from benchmarks import (
     bench_blockwise,
     bench_blockwise_cuda,
+    bench_fp4,
     bench_fused_cuda,
     bench_gemm,
     bench_gemm_cuda,
@@ -39,6 +40,8 @@ BENCHMARKS: dict[str, Callable[[Context], Iterator[Row]]] = {
     "linear": bench_linear.linear,
     "gemm_blockwise": bench_blockwise.gemm,
     "linear_blockwise": bench_blockwise.linear,
+    "gemm_mxfp4": bench_fp4.gemm,
+    "linear_mxfp4": bench_fp4.linear,
     "layernorm_mlp": bench_layernorm.layernorm_mlp,
     "fused_steps": bench_layernorm.fused_steps,
     "decode": bench_linear.decode,

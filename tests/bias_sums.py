@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 import te_mx
-from te_mx.recipe import MXFP8BlockScaling
+from te_mx.recipe import MXFP4BlockScaling, MXFP8BlockScaling
 
 ROWS, SIZE = 100_000, 8
 SPLITS = [60_000, 0, 39_000]  # and rows of no group
 LEAST_DB = {torch.float32: 100.0, torch.bfloat16: 50.0, torch.float16: 65.0}  # one rounding
 RECIPES = {
     "mxfp8": MXFP8BlockScaling(),
+    "mxfp4": MXFP4BlockScaling(),
     "high precision backward": MXFP8BlockScaling(backward_override="high_precision"),
     "dequantized backward": MXFP8BlockScaling(backward_override="dequantized"),
     "high precision wgrad": MXFP8BlockScaling(wgrad_with_hp=True),

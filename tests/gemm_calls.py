@@ -18,7 +18,9 @@ from te_mx.backends.base import Epilogue, Operand
 from te_mx.backends.cpu import binding as cpu
 from te_mx.runtime import workspace
 
-LARGEST = {"e4m3": 0x7E, "e5m2": 0x7B}  # finite codes
+LARGEST = {"e4m3": 0x7E, "e5m2": 0x7B, "e2m1": 0x7}  # finite codes
+SIGN = {"e4m3": 0x80, "e5m2": 0x80, "e2m1": 0x8}
+FORMATS = st.sampled_from(list(LARGEST))
 LEVEL_KERNELS = {
     "portable": ("wide_f64", "portable_f32", "portable_stream"),
     "avx2": ("avx2_f32", "avx2_stream"),
@@ -46,7 +48,8 @@ def at_level(level: str, name: str):
 
 
 class Side(NamedTuple):
-    """Codes [rows, k] and scales [rows, ceil(k/32)] with the format, before an order is chosen."""
+    """Codes [rows, k], one a byte, and scales [rows, ceil(k/32)] with the format, before an order
+    is chosen."""
 
     codes: np.ndarray
     scales: np.ndarray
@@ -59,18 +62,21 @@ class Side(NamedTuple):
         codes, scales = torch.from_numpy(self.codes), torch.from_numpy(self.scales)
         if order == "k_first":
             codes, scales = codes.t().contiguous(), scales.t().contiguous()
-        return Operand(codes, scales, self.fmt, order)
+        elif self.fmt == "e2m1":
+            codes = torch.nn.functional.pad(codes, (0, codes.shape[1] % 2))
+            codes = codes[:, ::2] | codes[:, 1::2] << 4
+        return Operand(codes, scales, self.fmt, order, None, self.codes.shape[1])
 
 
 def random_side(
     rng: np.random.Generator, rows: int, k: int, fmt: str, low: int = 112, high: int = 142
 ) -> Side:
     """Finite codes, scale bytes in [low, high); an eighth of the blocks is +-0 with byte 0."""
-    codes = rng.integers(0, LARGEST[fmt] + 1, (rows, k)) | rng.choice([0, 0x80], (rows, k))
+    codes = rng.integers(0, LARGEST[fmt] + 1, (rows, k)) | rng.choice([0, SIGN[fmt]], (rows, k))
     scales = rng.integers(low, high, (rows, -(-k // 32)))
     empty = rng.random(scales.shape) < 0.125
     scales[empty] = 0
-    codes[np.repeat(empty, 32, axis=1)[:, :k]] &= 0x80
+    codes[np.repeat(empty, 32, axis=1)[:, :k]] &= SIGN[fmt]
     return Side(codes.astype(np.uint8), scales.astype(np.uint8), fmt)
 
 

@@ -11,7 +11,11 @@ import numpy as np
 import torch
 
 BLOCK = 32
-DTYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
+DTYPES = {
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+    "e2m1": ml_dtypes.float4_e2m1fn,
+}
 MAX = {"e4m3": 448.0, "e5m2": 57344.0}
 EMAX = {"e4m3": 8, "e5m2": 15}
 

@@ -23,6 +23,8 @@ PEERS = {
     "linear": {"nn.Linear bf16"},
     "gemm_blockwise": {"F.linear bf16", "torch.mm bf16"},
     "linear_blockwise": {"nn.Linear bf16"},
+    "gemm_mxfp4": {"F.linear bf16"},
+    "linear_mxfp4": {"nn.Linear bf16"},
     "layernorm_mlp": {"LayerNorm + nn.Linear bf16", "LayerNorm + te_mx.Linear"},
     "fused_steps": {"one after the other"},
     "decode": {"nn.Linear bf16", "dequantize + F.linear"},

@@ -135,7 +135,7 @@ def test_experts_are_weighted_and_kept_busy() -> None:
     assert float(grad.abs().sum()) > 0
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "float8_block"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "float8_block", "mxfp4_all"])
 def test_moe_script_is_the_same_script_with_experts(recipe: str, tmp_path: Path) -> None:
     options = "--steps", "2", "--threads", "1", "--only", "mxfp8", "--recipe", recipe
     command = script(tmp_path, *options)

@@ -187,22 +187,22 @@ def test_formats_without_a_native_kernel(fresh_warnings):
     """The reference takes any pair, says so once, and explain says why."""
     x, w = torch.randn(20, 70), torch.randn(24, 70)
     few, usual = te_mx.quantize(torch.randn(4, 70)), te_mx.quantize(x)
-    with pytest.warns(te_mx.FallbackWarning, match="quantize on the CPU .*not mxfp4"):
-        A = te_mx.quantize(w, fmt="mxfp4")
+    with pytest.warns(te_mx.FallbackWarning, match="quantize on the CPU .*not mxfp6_e2m3"):
+        A = te_mx.quantize(w, fmt="mxfp6_e2m3")
     for B in (few, usual):
         said = te_mx.explain(A, B)
         assert said.kernel == "reference"
         whys = dict(said.declined)
         for kernel in OF_CPUS:
             why = whys[kernel.name]
-            assert why.startswith("takes mxfp8_e4m3, mxfp8_e5m2") and why.endswith(", not mxfp4")
-    with pytest.warns(te_mx.FallbackWarning, match="gemm on the CPU .*not mxfp4"):
+            assert why.startswith("takes mxfp8_e4m3, mxfp8_e5m2, mxfp4")
+            assert why.endswith(", not mxfp6_e2m3")
+    with pytest.warns(te_mx.FallbackWarning, match="gemm on the CPU .*not mxfp6_e2m3"):
         out = te_mx.gemm(A, usual, out_dtype=torch.float32).out
-    with pytest.warns(te_mx.FallbackWarning, match="dequantize on the CPU .*not mxfp4"):
+    with pytest.warns(te_mx.FallbackWarning, match="dequantize on the CPU .*not mxfp6_e2m3"):
         values = A.dequantize(torch.bfloat16)
-    expected = usual.dequantize(torch.float64) @ values.double().t()  # exact: codes of 4 bits
-    assert torch.equal(out, expected.float())
+    expected = usual.dequantize(torch.float64) @ values.double().t()
+    torch.testing.assert_close(out, expected.float(), rtol=1e-5, atol=1e-5)
     te_mx.gemm(A, few)  # nothing is said twice
-    A = te_mx.quantize(w, fmt="mxfp6_e2m3")
     with pytest.raises(ValueError, match="tiles of MXFP8 and MXFP4 tensors, A is mxfp6_e2m3"):
         te_mx.explain(A, usual, classes=True)

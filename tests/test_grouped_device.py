@@ -63,6 +63,26 @@ def test_quantize_without_looking(
         torch.testing.assert_close(made.col_sum, expected.col_sum, rtol=1e-4, atol=1e-3)
 
 
+@given(
+    splits=SPLITS, behind=st.integers(0, 40), capacity=st.booleans(), cols=st.integers(1, 70),
+    size=st.sampled_from([16, 32]), kind=st.sampled_from(KINDS), seed=SEEDS,
+)  # fmt: skip
+@settings(max_examples=25)
+def test_random_bits_and_transforms_without_looking(
+    splits: list[int], behind: int, capacity: bool, cols: int, size: int, kind: str, seed: int
+) -> None:
+    """Bits by the number among all tokens, chunks of a transform from the first row of a group."""
+    groups, rows = layout(splits, behind, capacity)
+    x, drawn = tensor(kind, rows, cols, seed, torch.float32), torch.tensor([seed])
+    specs = "mxfp4@rows", f"mxfp4+rht{size}:0x5b39a1c6@grouped_cols"
+    tokens = QuantizeGroups(x, groups, *specs, "rceil+sr", False, drawn)
+    made = grouped_math.quantize(tokens, *device_bounds(*groups, rows))
+    expected = quantize_grouped(x, groups, *specs, rule="rceil+sr", seed=drawn)
+    for got, wanted in zip(made[:2], expected[:2], strict=True):
+        equal(got.codes, wanted.codes)
+        equal(got.scales, wanted.scales)
+
+
 def layout(splits: list[int], behind: int, capacity: bool) -> tuple[Groups, int]:
     """(groups, rows there are)."""
     counts = torch.tensor(splits)

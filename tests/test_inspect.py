@@ -367,6 +367,12 @@ LINEAR = nn.Linear(8, 8)
         (nn.Linear(8, 8), {"loss_fn": 3}, TypeError, "loss_fn must be a function"),
         (nn.Linear(8, 8), {"batch": 3}, TypeError, "batch must be a tensor, tuple"),
         (nn.Linear(8, 8), {"formats": "nf4"}, ValueError, "formats must be among .* got 'nf4'"),
+        (
+            nn.Linear(8, 8),
+            {"formats": "mxfp4+rht16:0x1"},
+            ValueError,
+            "formats must be among .* got",
+        ),
         (nn.Linear(8, 8), {"formats": []}, ValueError, "one or more"),
         (nn.Linear(8, 8), {"formats": ["mxfp4", 3]}, TypeError, "got 3"),
         (nn.Linear(8, 8), {"scale_rule": "up"}, ValueError, "scale_rule must be one of 'rceil'"),

@@ -16,7 +16,7 @@ from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.cpu import binding_grouped as cpu_grouped
 from te_mx.backends.cpu.grouped import few_and_many
 from te_mx.backends.native import native_operand, native_stack
-from te_mx.dispatch.grouped_calls import Groups
+from te_mx.dispatch.grouped_calls import Groups, QuantizeGroups
 from te_mx.dispatch.groups import Bounds, host_bounds, k_of, rows_of
 from te_mx.ops import Epilogue, Mode, Operand, Stack, gemm_2d, quantize_2d
 from te_mx.ops.grouped_gemm import gemm_k, gemm_rows, kept_stack
@@ -173,9 +173,8 @@ def test_packed_weights_of_another_kernel_are_not_read(level: str) -> None:
 @pytest.mark.parametrize("bounds", [([0, 5], [5, 4]), ([0, 3], [5, 9]), ([0, 5], [5, 11])])
 def test_native_code_refuses_bounds_that_overlap_or_leave(bounds: tuple) -> None:
     with pytest.raises(RuntimeError, match="refused its arguments"):
-        cpu_grouped.quantize(
-            torch.ones(10, 4), Bounds(*map(list, bounds)), "e4m3", True, True, "rceil", False
-        )
+        what = QuantizeGroups(torch.ones(10, 4), Groups(torch.tensor([5, 10])), ROWS, COLS, "rceil")
+        cpu_grouped.quantize(what, Bounds(*map(list, bounds)))
 
 
 def test_too_small_a_workspace_is_refused() -> None:

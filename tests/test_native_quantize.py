@@ -293,7 +293,7 @@ def test_bad_arguments():
     ):  # fmt: skip
         assert native.quantize(good.copy(**{field: value})) == BAD_ARGUMENT
     for field, value in (
-        ("element", 2), ("element", 6), ("rule", 2), ("rule", 3), ("rule", 4), ("block_k", 128),
+        ("element", 2), ("element", 5), ("rule", 3), ("rule", 4), ("block_k", 128),
         ("block_rows", 128),
         ("scale_type", 1), ("row_layout", LAYOUT["k_first"]), ("col_layout", LAYOUT["tiles"]),
     ):  # fmt: skip

@@ -5,13 +5,17 @@ dispatcher.
 from __future__ import annotations
 
 import contextlib
+import warnings
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import te_mx
 from te_mx import ops
 from te_mx.backends.cpu import binding as cpu
+from te_mx.backends.cpu.quantize import CpuQuantize
+from te_mx.backends.reference import quantize as reference
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Product, Quantize
 from te_mx.dispatch.registry import pick
@@ -63,6 +67,9 @@ def test_opcheck_of_formats_whose_codes_share_bytes(fmt):
     x = torch.randn(5, 70)
     specs = f"{fmt}@rows", f"{fmt}@cols"
     torch.library.opcheck(OPS.quantize, (x, *specs, "even", True, torch.float32))
+    sums = torch.float32, torch.tensor([7])
+    turned = f"{fmt}+rht16:0x0000abcd@cols"
+    torch.library.opcheck(OPS.quantize, (x, specs[0], turned, "even+sr", False, *sums))
     made = ops.quantize_2d(x, *specs, rule="even")
     for o in made[:2]:
         torch.library.opcheck(OPS.dequantize, (*o[:5], torch.bfloat16))
@@ -339,3 +346,29 @@ def test_what_devices_without_a_native_backend_run():
     for device in ("meta", "mps", "xpu"):
         kernel = pick("gemm", torch.device(device), ROWS, ROWS, (20, 24, 70))
         assert kernel is run.reference("gemm")
+
+
+def test_directions_that_no_kernel_makes_together_are_made_apart(monkeypatch):
+    """Each by its own kernel, and the sums once; what only the reference makes, with it."""
+    made = []
+    run = CpuQuantize.run
+    monkeypatch.setattr(CpuQuantize, "run", lambda self, what: made.append(what) or run(self, what))
+    x = torch.randn(70, 50)
+    for row, col, native in (
+        ("mxfp8_e4m3@rows", "mxfp8_e5m2@cols", 2),
+        ("mxfp8_e4m3@rows", "mxfp6_e2m3@cols", 1),
+        ("mxfp6_e2m3@rows", "mxfp6_e2m3@cols", 0),
+    ):
+        made.clear()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", te_mx.FallbackWarning)
+            got = ops.quantize_2d(x, row, col, rule="rceil", col_sum=True)
+        expected = reference.quantize(Quantize(x, row, col, "rceil", True))
+        assert len(made) == (native if cpu.native() else 0)
+        assert sum(what.col_sum for what in made) <= 1
+        for side in ("row", "col"):
+            mine, theirs = getattr(got, side), getattr(expected, side)
+            assert mine.spec == theirs.spec
+            assert torch.equal(mine.codes, theirs.codes)
+            assert torch.equal(mine.scales, theirs.scales)
+        torch.testing.assert_close(got.col_sum, expected.col_sum)

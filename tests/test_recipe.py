@@ -199,6 +199,7 @@ def test_block_scaling_takes_names_and_formats():
     [
         ({"x": "fp4"}, ValueError, r"BlockScaling\.x must be one of .*mxfp4, .*, got 'fp4'"),
         ({"w": None}, ValueError, r"BlockScaling\.w must be one of .* got None"),
+        ({"g": "mxfp4+rht32:0x1"}, ValueError, r"BlockScaling\.g must be one of .* got 'mxfp4\+"),
         ({"g": ["mxfp4"]}, ValueError, r"BlockScaling\.g must be one of .* got .*mxfp4"),
         ({"scale_rule": "ceil"}, ValueError, r"scale_rule must be one of .*'even'.* got 'ceil'"),
         ({"scale_rule": None}, ValueError, r"scale_rule must be one of .* got None"),

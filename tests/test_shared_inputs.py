@@ -35,6 +35,7 @@ RECIPES = {
     "wgrad_with_hp": MXFP8BlockScaling(wgrad_with_hp=True),
     "one_copy": MXFP8BlockScaling(one_copy_weights=True),
     "mxfp4": te_mx.recipe.BlockScaling("mxfp4", "mxfp4", "mxfp8_e5m2"),
+    "mxfp4_all": te_mx.recipe.MXFP4BlockScaling(g="mxfp4", stochastic_rounding=False),
 }
 
 

@@ -7,7 +7,8 @@ Shapes: R rows (tokens of all groups), G groups, K in_features, N out_features. 
     dgrad  dx[R, K]    = g[start:end]   @ w_g[N, K]               groups of rows
     wgrad  dw_g[N, K]  = g[start:end]^T @ x[start:end]            groups of k
 
-Bit for bit what te_mx.Linear makes of each group. Everything is read once, for all groups: one
+Bit for bit what te_mx.Linear makes of each group, but for gradients that are rounded
+stochastically: they draw once for all groups. Everything is read once, for all groups: one
 quantize call for the tokens, one for the weights. Offsets travel as a tensor and are not looked at
 here, so nothing waits for a device. Operands are packed on the way out of the quantizer.
 """

@@ -38,20 +38,21 @@ def _scaling(name: str) -> Scaling:
 
 def unknown(
     problem: Problem, layouts: tuple[str, ...], formats: tuple[str, ...] = FORMATS,
-    rules: tuple[str, ...] = RULES,
+    rules: tuple[str, ...] = RULES, random: bool = False,
 ) -> str | None:  # fmt: skip
-    """Why native code that reads these layouts (names up to a colon), formats and rules does not
-    run a problem: the scale rule, a format or a layout; None when it knows them all."""
+    """Why native code that knows these layouts (names up to a colon), formats and rules does not
+    run a problem: the scale rule, a format or a layout; None when it knows them all. random:
+    whether it rounds stochastically and transforms."""
     rules = tuple(one for one in rules if any(_scaling(name).knows(one) for name in formats))
     rule = split_rule(problem.rule)[0]
     if rule != _ANY_RULE and rule not in rules:
         return f"knows the scale rules {', '.join(rules)}, not {problem.rule}"
-    if is_stochastic(problem.rule):
+    if is_stochastic(problem.rule) and not random:
         return f"rounds to nearest even, not stochastically ({problem.rule})"
     for spec in (problem.lhs, problem.rhs):
         if spec:
             fmt, layout = spec_of(spec)
-            if problem.op in _READERS:
+            if random or problem.op in _READERS:
                 fmt = fmt.untransformed
             if fmt.name not in formats:
                 return f"takes {', '.join(formats)}, not {fmt.name}"
@@ -68,6 +69,12 @@ def words_of(spec: str) -> tuple[str, str]:
         order = _ORDERS.get(layout.name) or layout.name.partition(":")[0]
         found = _known[spec] = _SHORT[fmt.untransformed.name], order
     return found
+
+
+def transform_of(spec: str) -> tuple[int, int]:
+    """Size and signs of the Hadamard transform of a spec's format; zeros without one."""
+    transform = spec_of(spec).format.transform
+    return (0, 0) if transform is None else (transform.size, transform.signs)
 
 
 def native_operand(operand: Operand) -> NativeOperand:
@@ -99,7 +106,7 @@ def one_read(row: str, col: str) -> str | None:
         return None
     (row_fmt, row_layout), (col_fmt, col_layout) = spec_of(row), spec_of(col)
     spreads = [getattr(layout, "spread", PLAIN) for layout in (row_layout, col_layout)]
-    if row_fmt != col_fmt or spreads[0] != spreads[1]:
+    if row_fmt.untransformed != col_fmt.untransformed or spreads[0] != spreads[1]:
         return "makes both directions in one format, both packed alike or both plain"
     return None
 

@@ -135,6 +135,8 @@ def _rules(names: Any, rule: Any) -> dict[Format, str]:
         except ValueError:
             wrong = ValueError if isinstance(name, str) else TypeError
             raise wrong(f"inspect: formats must be among {known}, got {shown(name)}") from None
+        if fmt.transform is not None:
+            raise ValueError(f"inspect: formats must be among {known}, got {shown(name)}")
         has = fmt.scaling
         if rule is not None and not has.knows(rule) and not (every and _is_known(rule)):
             raise ValueError(

@@ -80,7 +80,8 @@ def _format(role: str, given: Any) -> formats.Format:
         found = formats.get(name)
     except ValueError:
         found = None
-    if found is not None and (found is given or isinstance(given, str)):
+    meant = found is given or isinstance(given, str)
+    if found is not None and meant and found.transform is None:
         return found
     raise ValueError(
         f"BlockScaling.{role} must be one of {', '.join(formats.names())}, got {shown(given)}"

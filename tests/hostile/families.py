@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import te_mx
-from te_mx.recipe import MXFP8BlockScaling
+from te_mx.recipe import MXFP4BlockScaling, MXFP8BlockScaling
 
 IN, OUT, ROWS = 36, 40, 3
 
@@ -19,6 +19,7 @@ RECIPES: dict[str, Any] = {
     "dequantized": MXFP8BlockScaling(backward_override="dequantized"),
     "wgrad_with_hp": MXFP8BlockScaling(wgrad_with_hp=True),
     "one_copy": MXFP8BlockScaling(one_copy_weights=True),
+    "mxfp4": MXFP4BlockScaling(),
     "off": None,
 }
 

@@ -1,14 +1,22 @@
 // What the kernels of this backend take of formats and layouts.
 #pragma once
 
+#include <initializer_list>
+
 #include "te_mx/quantize.h"
 
 namespace te_mx::cpu {
 
+// Of an MX format: codes of 8 and of 4 bits.
+inline Status check_mx(Element element, const Scaling& scaling) {
+  const bool fp4 = is_fp4(element) && is_mx(scaling);
+  return fp4 ? Status::ok : check_format(element, scaling);
+}
+
 // Of a plain operand to read.
 inline Status check_operand(const Operand& o) {
   if (o.layout != Layout::k_last && o.layout != Layout::k_first) return Status::unsupported;
-  return check_format(o.element, o.scaling);
+  return check_mx(o.element, o.scaling);
 }
 
 // The same of a GEMM, which takes fp32 scales too.
@@ -25,13 +33,18 @@ inline Status check_places(const QuantizeOut& out) {
   const bool layouts =
       out.row.layout == Layout::k_last && (col == Layout::k_last || col == Layout::k_first);
   const bool sums = out.col_sum == nullptr || out.col_sum_dtype == DType::f32;
-  return layouts && sums && rounds_plainly(out) ? Status::ok : Status::unsupported;
+  return layouts && sums ? Status::ok : Status::unsupported;
 }
 
 // Of what the MX quantizer makes.
 inline Status check_out(const QuantizeOut& out) {
-  const Status status = check_format(out.element, out.scaling, out.rule);
-  return status == Status::ok ? check_places(out) : status;
+  if (!known(out.rule)) return Status::bad_argument;
+  const Status status = check_mx(out.element, out.scaling);
+  if (status != Status::ok) return status;
+  for (const int32_t size : {out.row.hadamard, out.col.hadamard}) {
+    if (size != 0 && size != 16 && size != 32) return Status::bad_argument;
+  }
+  return is_f32_rule(out.rule) ? Status::unsupported : check_places(out);
 }
 
 // Of what the blockwise quantizer makes.
@@ -39,6 +52,7 @@ inline Status check_blockwise_out(const QuantizeOut& out) {
   if (!known(out.element) || !known(out.rule) || !(out.amax_epsilon >= 0))
     return Status::bad_argument;
   if (!is_blockwise(out.scaling) || !is_f32_rule(out.rule)) return Status::unsupported;
+  if (!rounds_plainly(out)) return Status::unsupported;
   if (!is_fp8(out.element) && !is_fnuz(out.element)) return Status::unsupported;
   return check_places(out);
 }

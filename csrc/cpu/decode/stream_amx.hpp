@@ -61,7 +61,13 @@ class AmxStream {
       const int64_t end = (item + 1) * rows < n ? (item + 1) * rows : n;
       Tiles tiles(static_cast<int>(context.args->lhs.rows));
       const Decoder decoder(context.args->rhs.element);
-      for (int64_t n0 = item * rows; n0 < end; n0 += kCols) stream.run_cols(tiles, decoder, n0);
+      for (int64_t n0 = item * rows; n0 < end; n0 += kCols) {
+        if (stream.w_.nibbles) {
+          stream.template run_cols<true>(tiles, decoder, n0);
+        } else {
+          stream.template run_cols<false>(tiles, decoder, n0);
+        }
+      }
     });
     return Status::ok;
   }
@@ -75,6 +81,7 @@ class AmxStream {
     uint16_t tile[kHalves][2][kTileWords];  // even k of line 0, odd k of line 0, even k of line 1..
   };
   struct Row {
+    int64_t number;
     const uint8_t* codes;
     const uint8_t* scales;
     int32_t byte;
@@ -108,12 +115,13 @@ class AmxStream {
   }
 
   // D[:, n0 .. n0+31]
+  template <bool nibbles>
   void run_cols(Tiles& tiles, const Decoder& decoder, int64_t n0) const {
     Batch batches[2];
     Row rows[kCols];
     for (int64_t r = 0; r < kCols; ++r) {
       const int64_t n = n0 + r < w_.rows ? n0 + r : w_.rows - 1;
-      rows[r] = {w_.codes + n * w_.code_row_stride, w_.scales + n * w_.scale_row_stride,
+      rows[r] = {n, w_.codes + n * w_.code_row_stride, w_.scales + n * w_.scale_row_stride,
                  row_byte(context_.rhs_exp[n])};
     }
     tiles.template zero<0>();
@@ -127,11 +135,11 @@ class AmxStream {
       // 16 scale bytes are read at a time.
       const bool inside = (line + kLines) * kLine <= w_.k && line * 2 + 16 <= w_.k / kBlock;
       if (inside) {
-        run_batch<true>(tiles, decoder, rows, line, kLines, batches[turn], batches[turn ^ 1], x,
-                        ready);
+        run_batch<true, nibbles>(tiles, decoder, rows, line, kLines, batches[turn],
+                                 batches[turn ^ 1], x, ready);
       } else {
-        run_batch<false>(tiles, decoder, rows, line, count, batches[turn], batches[turn ^ 1], x,
-                         ready);
+        run_batch<false, nibbles>(tiles, decoder, rows, line, count, batches[turn],
+                                  batches[turn ^ 1], x, ready);
       }
       x += ready * kLine * m_;
       ready = 2 * count;
@@ -145,22 +153,24 @@ class AmxStream {
   }
 
   // Decodes lines [line, line + count) of the rows and multiplies the batch before.
-  template <bool inside>
+  template <bool inside, bool nibbles>
   [[gnu::always_inline]] inline void run_batch(Tiles& tiles, const Decoder& decoder,
                                                const Row* rows, int64_t line, int64_t count,
                                                Batch& batch, const Batch& last, const char* x,
                                                int64_t ready) const {
     // Past the end of the rows come the next ones.
-    int64_t ahead = line * kLine + Tuning::kAhead;
-    if (ahead >= w_.k) ahead += kCols * w_.code_row_stride - w_.k;
-    ahead -= line * kLine;
+    constexpr int64_t kBytes = nibbles ? kLine / 2 : kLine;
+    const int64_t row_bytes = nibbles ? w_.k / 2 : w_.k;
+    int64_t ahead = line * kBytes + Tuning::kAhead;
+    if (ahead >= row_bytes) ahead += kCols * w_.code_row_stride - row_bytes;
+    ahead -= line * kBytes;
     for (int64_t h = 0, r = 0; h < kHalves; h += 2) {
       for (int64_t i = 0; i < kRowsAHalf; ++i, ++r) {
-        decode_row<inside>(decoder, rows[r], line, count, ahead, r, batch);
+        decode_row<inside, nibbles>(decoder, rows[r], line, count, ahead, r, batch);
       }
       product<0>(tiles, last, x, h, ready);
       for (int64_t i = 0; i < kRowsAHalf; ++i, ++r) {
-        decode_row<inside>(decoder, rows[r], line, count, ahead, r, batch);
+        decode_row<inside, nibbles>(decoder, rows[r], line, count, ahead, r, batch);
       }
       product<1>(tiles, last, x, h, ready);
     }
@@ -179,13 +189,14 @@ class AmxStream {
   }
 
   // inside: whole lines and 16 scale bytes that may be read. Else zeros follow the end of the row.
-  template <bool inside>
+  template <bool inside, bool nibbles>
   [[gnu::always_inline]] inline void decode_row(const Decoder& decoder, const Row& row,
                                                 int64_t line, int64_t count, int64_t ahead,
                                                 int64_t r, Batch& batch) const {
     alignas(64) uint32_t words[16];
     alignas(64) uint8_t bytes[16], padded[kLine];
-    const uint8_t* codes = row.codes + line * kLine;
+    constexpr int64_t kBytes = nibbles ? kLine / 2 : kLine;
+    const uint8_t* codes = row.codes + line * kBytes;
     const uint8_t* scales = row.scales + line * 2;
     if constexpr (!inside) {
       const int64_t left = ceil_div(w_.k, kBlock) - 2 * line;
@@ -197,15 +208,18 @@ class AmxStream {
     constexpr int64_t kHalfWords = 2 * kTileWords;
 #pragma GCC unroll 8
     for (int64_t i = 0; i < (inside ? kLines : count); ++i) {
-      const uint8_t* from = codes + i * kLine;
+      const uint8_t* from = codes + i * kBytes;
       __builtin_prefetch(from + ahead, 0, 2);  // to L2: rows may share a set of L1
       if (!inside && (line + i + 1) * kLine > w_.k) {
-        std::memset(padded, 0, kLine);
-        std::memcpy(padded, from, static_cast<size_t>(w_.k % kLine));
+        copy_last_line(w_, row.number, (line + i) * kLine, padded);
         from = padded;
       }
-      decoder.split_line(from, words + 2 * i, out + 2 * i * kHalfWords,
-                         out + (2 * i + 1) * kHalfWords);
+      uint16_t* even = out + 2 * i * kHalfWords;
+      if constexpr (nibbles) {
+        decoder.split_packed_line(from, words + 2 * i, even, even + kHalfWords);
+      } else {
+        decoder.split_line(from, words + 2 * i, even, even + kHalfWords);
+      }
     }
     if (__builtin_expect(nan != 0, 0)) {
       for (int i = 0; i < 2 * count; ++i) {

@@ -16,15 +16,13 @@ static inline int64_t stream_item_rows(int64_t n, int threads, int64_t step, int
   return fair < step ? step : fair > most ? most : fair;
 }
 
-// Codes at kb of `rows` rows, zero-filled to 16 x width.
-static inline void copy_stream_tail(const StridedOperand& o, int64_t row, int64_t k, int64_t width,
-                                    uint8_t* padded) {
-  std::memset(padded, 0, static_cast<size_t>(16 * width));
-  const int64_t left = o.k - k < width ? o.k - k : width;
-  for (int64_t r = 0; r < 16 && row + r < o.rows; ++r) {
-    std::memcpy(padded + r * width, o.codes + (row + r) * o.code_row_stride + k,
-                static_cast<size_t>(left));
-  }
+// The codes of a row from k on, fewer than 64, as they lie, and zeros up to a whole line.
+static inline void copy_last_line(const StridedOperand& o, int64_t row, int64_t k,
+                                  uint8_t* padded) {
+  std::memset(padded, 0, 64);
+  const int64_t left = o.k - k;
+  std::memcpy(padded, o.at(row, k), static_cast<size_t>(o.nibbles ? left / 2 : left));
+  if (o.nibbles && left % 2 == 1) padded[left / 2] = o.code(row, o.k - 1);
 }
 
 }  // namespace te_mx::cpu

@@ -1,9 +1,9 @@
 // Kernel::avx512_bf16_stream: dot products along k.
 //
-// Four weight rows at a time: a 64-byte line of each becomes two registers of bf16, which meet up
-// to four rows of x at once. With more rows of x the decoded lines of a k chunk rest in L1 for the
-// following rows. Lane i of an accumulator sums k pair i of every block, in block order, whatever M
-// is; the lanes are added at the end.
+// Four weight rows at a time: a line of 64 codes of each becomes two registers of bf16, which meet
+// up to four rows of x at once. With more rows of x the decoded lines of a k chunk rest in L1 for
+// the following rows. Lane i of an accumulator sums k pair i of every block, in block order,
+// whatever M is; the lanes are added at the end.
 #include "decode/stream_bf16.hpp"
 #include "mxtile/bf16/avx512.hpp"
 
@@ -33,12 +33,14 @@ struct Quad {
   const uint32_t* nan_words;             // [quad][kLongChunk], or null when no block is NaN
   int64_t lines;
   int64_t ahead;  // bytes from a line to the one to fetch
+  bool nibbles;
 };
 
 // sums[row][m] += lines of the quad . rows of x. Decoded lines go to `decoded` when not null.
-template <int rows_x>
-void decode_and_dot(const bf16::Avx512Decoder& decoder, const Quad& q, const uint16_t* x,
-                    int64_t x_block, float* sums, int64_t sums_row, uint16_t* decoded) {
+template <int rows_x, bool nibbles>
+void decode_lines_and_dot(const bf16::Avx512Decoder& decoder, const Quad& q, const uint16_t* x,
+                          int64_t x_block, float* sums, int64_t sums_row, uint16_t* decoded) {
+  constexpr int64_t kLineBytes = nibbles ? 32 : 64;
   bf16::Vec acc[4][rows_x];
   for (int r = 0; r < 4; ++r) {
     for (int m = 0; m < rows_x; ++m) acc[r][m] = bf16::load(sums + r * sums_row + m * 16);
@@ -47,9 +49,14 @@ void decode_and_dot(const bf16::Avx512Decoder& decoder, const Quad& q, const uin
     bf16::Words first[4], second[4];
 #pragma GCC unroll 4
     for (int r = 0; r < 4; ++r) {
-      decoder.decode_line(q.codes[r] + line * 64, q.words[r][2 * line], q.words[r][2 * line + 1],
-                          first[r], second[r]);
-      __builtin_prefetch(q.codes[r] + line * 64 + q.ahead, 0, 3);
+      const uint8_t* codes = q.codes[r] + line * kLineBytes;
+      const uint32_t* words = q.words[r] + 2 * line;
+      if constexpr (nibbles) {
+        decoder.decode_packed_line(codes, words[0], words[1], first[r], second[r]);
+      } else {
+        decoder.decode_line(codes, words[0], words[1], first[r], second[r]);
+      }
+      __builtin_prefetch(codes + q.ahead, 0, 3);
     }
     if (__builtin_expect(q.nan_words != nullptr, 0)) {
       for (int r = 0; r < 4; ++r) {
@@ -78,6 +85,14 @@ void decode_and_dot(const bf16::Avx512Decoder& decoder, const Quad& q, const uin
   for (int r = 0; r < 4; ++r) {
     for (int m = 0; m < rows_x; ++m) bf16::store(sums + r * sums_row + m * 16, acc[r][m]);
   }
+}
+
+template <int rows_x>
+void decode_and_dot(const bf16::Avx512Decoder& decoder, const Quad& q, const uint16_t* x,
+                    int64_t x_block, float* sums, int64_t sums_row, uint16_t* decoded) {
+  const auto run =
+      q.nibbles ? decode_lines_and_dot<rows_x, true> : decode_lines_and_dot<rows_x, false>;
+  run(decoder, q, x, x_block, sums, sums_row, decoded);
 }
 
 // The same for four more rows of x and lines that are decoded already.
@@ -143,12 +158,13 @@ class Stream {
     alignas(64) uint32_t words[Tuning::kQuad][Tuning::kLongChunk + 2];
     alignas(64) uint32_t nan_words[Tuning::kQuad][Tuning::kLongChunk];
     alignas(64) uint8_t padded[16 * 64];
-    Quad q;
+    Quad q{};
+    q.nibbles = w_.nibbles;
     bool any_nan = false;
     const int64_t k = block * kBlock;
     for (int64_t r = 0; r < Tuning::kQuad; ++r) {
       const int64_t n = clamp_row(row + r);
-      q.codes[r] = w_.codes + n * w_.code_row_stride + k;
+      q.codes[r] = w_.at(n, k);
       q.words[r] = words[r];
       any_nan |= fill_words(n, block, count, words[r]);
     }
@@ -161,7 +177,8 @@ class Stream {
     }
     // Past the end of the rows comes the next quad, or for short chunks the next chunk anyway.
     q.ahead = Tuning::kAhead;
-    if (kept_ <= 4 && w_.k <= Tuning::kAhead) q.ahead = Tuning::kQuad * w_.code_row_stride;
+    if (kept_ <= 4 && w_.code_row_stride <= Tuning::kAhead)
+      q.ahead = Tuning::kQuad * w_.code_row_stride;
 
     const int64_t left = w_.k - k < count * kBlock ? w_.k - k : count * kBlock;
     q.lines = left / 64;
@@ -170,8 +187,7 @@ class Stream {
     if (left % 64 != 0) {  // the last line of the rows, zero-filled
       const int64_t done = q.lines;
       for (int64_t r = 0; r < Tuning::kQuad; ++r) {
-        std::memset(padded + r * 64, 0, 64);
-        std::memcpy(padded + r * 64, q.codes[r] + done * 64, static_cast<size_t>(left % 64));
+        copy_last_line(w_, clamp_row(row + r), k + done * 64, padded + r * 64);
         q.codes[r] = padded + r * 64;
         q.words[r] += 2 * done;
       }

@@ -27,6 +27,18 @@ struct StreamGemm {
     return role == Role::lhs ? rows * round_up(k, kBlock) * 4 : 0;
   }
 
+  // Calls body(E{}) for the element that E stands for.
+  template <class Body>
+  [[gnu::always_inline]] static void with_element(Element element, const Body& body) {
+    if (element == Element::e4m3) {
+      body(mxtile::mx::E4M3{});
+    } else if (element == Element::e5m2) {
+      body(mxtile::mx::E5M2{});
+    } else {
+      body(mxtile::mx::E2M1{});
+    }
+  }
+
   template <class E>
   static void pack_rows(const StridedOperand& o, const float* exponents, float* panel,
                         int threads) {
@@ -36,7 +48,7 @@ struct StreamGemm {
         const int n = static_cast<int>(o.k - k < kBlock ? o.k - k : kBlock);
         uint8_t codes[kBlock];
         for (int i = 0; i < n; ++i) {
-          codes[i] = o.codes[row * o.code_row_stride + (k + i) * o.code_k_stride];
+          codes[i] = o.code(row, k + i);
         }
         const uint8_t byte = o.scales[row * o.scale_row_stride + k / kBlock * o.scale_block_stride];
         decode_block<S, E>(codes, n, row_factor(byte, exponents[row]), panel + row * K + k);
@@ -48,11 +60,9 @@ struct StreamGemm {
                      int threads) {
     if (role != Role::lhs) return Status::ok;
     float* panel = static_cast<float*>(panels);
-    if (operand.element == Element::e4m3) {
-      pack_rows<mxtile::mx::E4M3>(operand, exponents, panel, threads);
-    } else {
-      pack_rows<mxtile::mx::E5M2>(operand, exponents, panel, threads);
-    }
+    with_element(operand.element, [&](auto element) {
+      pack_rows<decltype(element)>(operand, exponents, panel, threads);
+    });
     return Status::ok;
   }
 
@@ -70,12 +80,13 @@ struct StreamGemm {
         }
         continue;
       }
-      const uint8_t* codes = o.codes + row * o.code_row_stride;
       const uint8_t* scales = o.scales + row * o.scale_row_stride;
       for (int64_t k = k0; k < k1; k += kBlock) {
         const int n = static_cast<int>(k1 - k < kBlock ? k1 - k : kBlock);
         const uint8_t byte = scales[k / kBlock * o.scale_block_stride];
-        decode_block<S, E>(codes + k, n, row_factor(byte, exponents[row]), out + k - k0);
+        uint8_t room[kBlock];
+        decode_block<S, E>(codes_of<kBlock>(o, row, k, n, room), n,
+                           row_factor(byte, exponents[row]), out + k - k0);
       }
     }
   }
@@ -146,11 +157,9 @@ struct StreamGemm {
       const int64_t n0 = range.n0 + item * kTaskCols;
       const int cols = static_cast<int>(range.n1 - n0 < kTaskCols ? range.n1 - n0 : kTaskCols);
       alignas(64) float acc[kStreamMaxRows * kTaskCols];
-      if (args.rhs.element == Element::e4m3) {
-        task<mxtile::mx::E4M3>(args, lhs, context.rhs_exp, n0, cols, acc);
-      } else {
-        task<mxtile::mx::E5M2>(args, lhs, context.rhs_exp, n0, cols, acc);
-      }
+      with_element(args.rhs.element, [&](auto element) {
+        task<decltype(element)>(args, lhs, context.rhs_exp, n0, cols, acc);
+      });
       epilogue(context, acc, kTaskCols, 0, n0, static_cast<int>(args.lhs.rows), cols);
     });
     return Status::ok;

@@ -9,6 +9,7 @@
 namespace te_mx::cpu {
 namespace {
 
+using quantize_tile::code_bytes;
 using quantize_tile::Columns;
 using quantize_tile::kTile;
 using quantize_tile::Tile;
@@ -29,6 +30,7 @@ void copy_rows(uint8_t* to, int64_t to_stride, const uint8_t* from, int64_t from
 Status check_tiles(const QuantizeOut& out) {
   const Status status = check_out(out);
   if (status != Status::ok) return status;
+  if (!rounds_plainly(out)) return Status::unsupported;
   if (out.col.codes && out.col.layout != Layout::k_first) return Status::unsupported;
   const bool whole = !out.row.codes == !out.row.scales && !out.col.codes == !out.col.scales &&
                      (!out.col_sum || out.col_sum_ws);
@@ -46,18 +48,18 @@ TileOut::TileOut(const QuantizeOut& out, int64_t rows, int64_t cols, DType dtype
   const Columns columns = out.col.codes ? Columns::plain : Columns::none;
   kernel_ = quantize_tile::find(dtype, out.element, out.row.codes != nullptr, columns);
   const int64_t directions = (out.row.codes != nullptr) + (out.col.codes != nullptr);
-  stream_ = rows * cols * directions >= kPastCaches && aligned(out.row.codes, cols) &&
-            aligned(out.col.codes, cols);
+  stream_ = rows * cols * directions >= kPastCaches &&
+            (is_fp4(out.element) || aligned(out.row.codes, cols)) && aligned(out.col.codes, cols);
 }
 
 Tile TileOut::place(int64_t r0, int64_t c0) const {
   const int64_t row_blocks = (cols_ + kBlock - 1) / kBlock;
   Tile t{};
   t.rows = kStageRows;
-  t.rceil = out_.rule == ScaleRule::rceil;
+  t.rule = static_cast<mxtile::mx::Rule>(out_.rule);
   if (out_.row.codes) {
-    t.row_codes = out_.row.codes + r0 * cols_ + c0;
-    t.row_code_stride = cols_;
+    t.row_code_stride = code_bytes(out_.element, cols_);
+    t.row_codes = out_.row.codes + r0 * t.row_code_stride + code_bytes(out_.element, c0);
     t.row_scales = static_cast<uint8_t*>(out_.row.scales) + r0 * row_blocks + c0 / kBlock;
     t.row_scale_stride = row_blocks;
   }
@@ -130,7 +132,8 @@ void TileOut::put_part(const uint8_t* x, int64_t r0, int64_t c0, int rows, int c
   kernel_(t);
   if (sums) std::copy(part_sums, part_sums + cols, sums);
   if (to.row_codes) {
-    copy_rows(to.row_codes, to.row_code_stride, row_codes, kTile, rows, cols);
+    copy_rows(to.row_codes, to.row_code_stride, row_codes, kTile, rows,
+              static_cast<int>(code_bytes(out_.element, cols)));
     copy_rows(to.row_scales, to.row_scale_stride, row_scales, 2, rows, (cols + 31) / 32);
   }
   if (to.col_codes) {

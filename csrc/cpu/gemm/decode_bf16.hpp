@@ -68,7 +68,7 @@ class TileStream {
     if (b % 2 == 0) {
       copied_ = b + 2 <= blocks_ && source_.inside(g, 1, b, 2);
       if (copied_)
-        copy_lines(16, source_.code(g * 16, b * kBlock), source_.operand.code_row_stride);
+        copy_lines(16, source_.operand.at(g * 16, b * kBlock), source_.operand.code_row_stride);
     }
     make<true>(g, b, lines_[0] + b % 2 * kBlock, bytes_[b]);
     if (++at_ == blocks_) {
@@ -83,7 +83,7 @@ class TileStream {
     if (group_ == 0) {
       copied_ = groups_ == kGroups && source_.inside(g, kGroups, b, 1);
       if (copied_) {
-        copy_lines(kBlock, source_.code(g * 16, b * kBlock), source_.operand.code_k_stride);
+        copy_lines(kBlock, source_.operand.at(g * 16, b * kBlock), source_.operand.code_k_stride);
       }
     }
     source_.template scale_bytes<false>(g, b, b + 1, bytes_);
@@ -96,7 +96,7 @@ class TileStream {
 
   void copy_lines(int64_t count, const uint8_t* from, int64_t stride) {
     for (int64_t i = 0; i < count; ++i, from += stride) {
-      std::memcpy(lines_[i], from, 64);
+      source_.template copy<64>(from, lines_[i]);
       __builtin_prefetch(from + next_, 0, 2);
     }
   }

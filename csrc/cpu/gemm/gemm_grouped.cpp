@@ -28,7 +28,7 @@ void skip_scales(StridedOperand& o, int64_t count) {
 // Operand i of several that lie one after another.
 StridedOperand stacked(const StridedOperand& first, int64_t i, int64_t packed_stride) {
   StridedOperand o = first;
-  o.codes += i * o.rows * o.k;
+  o.codes += i * o.code_bytes();
   skip_scales(o, i * ceil_div(o.rows, o.block_rows) * ceil_div(o.k, o.block_k()));
   if (o.packed != nullptr) o.packed = static_cast<const char*>(o.packed) + i * packed_stride;
   return o;
@@ -119,6 +119,9 @@ Status check(const GroupedGemmArgs& args) {
   if (status != Status::ok) return status;
   // What belongs to groups has blocks of one row.
   if (lhs.scaling.block_rows != 1 || (args.along_k && rhs.scaling.block_rows != 1))
+    return Status::unsupported;
+  const bool packs_k = is_fp4(lhs.element) && lhs.layout == Layout::k_last;
+  if (args.along_k && (packs_k || (is_fp4(rhs.element) && rhs.layout == Layout::k_last)))
     return Status::unsupported;
   if (e.gelu != Gelu::none || e.aux != nullptr || e.gelu_in != nullptr ||
       e.bias_grad_kind != BiasGrad::none || args.first_rows != nullptr) {

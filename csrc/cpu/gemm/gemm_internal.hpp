@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "mxtile/mx/nibbles.hpp"
 #include "te_mx/cpu.h"
 
 namespace te_mx::cpu {
@@ -31,7 +32,8 @@ struct StridedOperand {
   int64_t code_row_stride, code_k_stride;  // one of the two is 1
   int64_t scale_row_stride, scale_block_stride;
   Element element;
-  const void* packed;  // from pack() for the same kernel and role, or null
+  const void* packed;    // from pack() for the same kernel and role, or null
+  bool nibbles = false;  // codes of 4 bits lie two a byte along k; rows count bytes then
 
   // Blockwise: the scales as stored, fp32, one for block_rows x 128; null for MX. Kernels do not
   // read them: split_scales() makes what they read. Its parts are those of `scales`, and
@@ -44,23 +46,51 @@ struct StridedOperand {
 
   bool blockwise() const { return stored != nullptr; }
   int64_t block_k() const { return blockwise() ? kWideBlock : kBlock; }
+  int64_t code_bytes() const { return nibbles ? rows * code_row_stride : rows * k; }  // of all
+
+  // The byte of a code; with nibbles k is even.
+  const uint8_t* at(int64_t row, int64_t k0) const {
+    return codes + row * code_row_stride + (nibbles ? k0 / 2 : k0 * code_k_stride);
+  }
+  uint8_t code(int64_t row, int64_t k0) const {
+    return nibbles ? *at(row, k0) >> (k0 % 2 * 4) & 0x0F : *at(row, k0);
+  }
 };
+
+// Codes [k0, k0 + n) of a row whose k is contiguous, one a byte, n <= kMost and k0 even: where they
+// lie, or unpacked to room.
+template <int kMost>
+[[gnu::always_inline]] static inline const uint8_t* codes_of(const StridedOperand& o, int64_t row,
+                                                             int64_t k0, int64_t n, uint8_t* room) {
+  const uint8_t* from = o.at(row, k0);
+  if (!o.nibbles) return from;
+  if (n == kMost) {
+    mxtile::mx::unpack_nibbles<kMost / 2>(from, room);
+  } else {
+    for (int64_t i = 0; i < n; ++i) room[i] = from[i / 2] >> (i % 2 * 4) & 0x0F;
+  }
+  return room;
+}
 
 // A plain operand whose codes and scales are compact; of a scaling that is none of ours, whatever.
 static inline StridedOperand strided(const Operand& o) {
   const bool k_first = o.layout == Layout::k_first, blockwise = is_blockwise(o.scaling);
   const int64_t blocks = ceil_div(o.k, blockwise ? kWideBlock : kBlock);
   const int64_t block_rows = blockwise ? ceil_div(o.rows, o.scaling.block_rows) : o.rows;
+  const bool nibbles = is_fp4(o.element) && !k_first;
   StridedOperand s{o.codes,
                    nullptr,
                    o.rows,
                    o.k,
-                   k_first ? 1 : o.k,
+                   k_first   ? 1
+                   : nibbles ? ceil_div(o.k, 2)
+                             : o.k,
                    k_first ? o.rows : 1,
                    k_first ? 1 : blocks,
                    k_first ? block_rows : 1,
                    o.element,
-                   o.packed};
+                   o.packed,
+                   nibbles};
   if (blockwise) {
     s.stored = static_cast<const float*>(o.scales);
     s.stored_row_stride = s.scale_row_stride;

@@ -27,9 +27,13 @@ constexpr Table make_table() {
 }
 
 // By Element.
-constexpr Table kTables[] = {make_table<mxtile::mx::E4M3>(), make_table<mxtile::mx::E5M2>(),
-                             make_table<mxtile::mx::E4M3FNUZ>(),
-                             make_table<mxtile::mx::E5M2FNUZ>()};
+constexpr Table kTables[kElements] = {make_table<mxtile::mx::E4M3>(),
+                                      make_table<mxtile::mx::E5M2>(),
+                                      make_table<mxtile::mx::E4M3FNUZ>(),
+                                      make_table<mxtile::mx::E5M2FNUZ>(),
+                                      {},
+                                      {},
+                                      make_table<mxtile::mx::E2M1>()};
 
 // 2^(byte - 127), NaN for 255.
 double scale_value(uint8_t byte) {
@@ -52,8 +56,7 @@ void decode(const StridedOperand& o, int64_t row0, int64_t rows, int64_t k0, int
           scale *= static_cast<double>(o.factors[(k0 + k) / kWideBlock * o.factor_stride + row]);
         }
       }
-      const uint8_t code = o.codes[row * o.code_row_stride + (k0 + k) * o.code_k_stride];
-      out[r * row_step + k * k_step] = table[code] * scale;
+      out[r * row_step + k * k_step] = table[o.code(row, k0 + k)] * scale;
     }
   }
 }

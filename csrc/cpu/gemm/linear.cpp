@@ -67,8 +67,10 @@ Status linear_forward(const LinearArgs& a, Kernel& ran) {
   if (a.m <= 0 || a.n <= 0 || a.k <= 0 || a.x_columns || a.w_columns) return Status::unsupported;
   if (a.x.rows != a.m || a.x.cols != a.k || a.w.rows != a.n || a.w.cols != a.k)
     return Status::bad_argument;
-  const Status format = check_format(a.forward, a.scaling, a.rule);
+  if (!known(a.rule)) return Status::bad_argument;
+  const Status format = check_mx(a.forward, a.scaling);
   if (format != Status::ok) return format;
+  if (is_f32_rule(a.rule)) return Status::unsupported;
   if (a.execution.workspace_bytes < workspace_bytes(a)) return Status::small_workspace;
   const GemmArgs g = product(a, static_cast<uint8_t*>(a.execution.workspace));
   Status status = rowwise(a, a.x, g.lhs);

@@ -93,8 +93,14 @@ class Packer {
         alignas(64) uint8_t padded[16 * 32];
         source_.pad_tail<k_last>(g, b, padded);
         make_tile(g, b, padded, k_last ? 32 : 16);
+      } else if (k_last && operand_.nibbles) {
+        alignas(64) uint8_t codes[16 * 32];
+        for (int64_t r = 0; r < 16; ++r) {
+          source_.template copy<kBlock>(operand_.at(g * 16 + r, b * kBlock), codes + r * kBlock);
+        }
+        make_tile(g, b, codes, kBlock);
       } else {
-        make_tile(g, b, source_.code(g * 16, b * kBlock),
+        make_tile(g, b, operand_.at(g * 16, b * kBlock),
                   k_last ? operand_.code_row_stride : operand_.code_k_stride);
       }
     };
@@ -106,9 +112,9 @@ class Packer {
           // may be gone when its second block comes.
           for (; b + 2 <= block1 && (b + 2) * kBlock <= operand_.k; b += 2) {
             alignas(64) uint8_t lines[16][64];
-            const uint8_t* from = source_.code(g * 16, b * kBlock);
+            const uint8_t* from = operand_.at(g * 16, b * kBlock);
             for (int64_t r = 0; r < 16; ++r, from += operand_.code_row_stride) {
-              std::memcpy(lines[r], from, 64);
+              source_.template copy<64>(from, lines[r]);
             }
             make_tile(g, b, lines[0], 64);
             make_tile(g, b + 1, lines[0] + kBlock, 64);
@@ -122,7 +128,7 @@ class Packer {
         if ((b + 1) * kBlock <= operand_.k) {
           for (; g + 4 <= group1 && (g + 4) * 16 <= operand_.rows; g += 4) {
             alignas(64) uint8_t lines[kBlock][64];
-            const uint8_t* from = source_.code(g * 16, b * kBlock);
+            const uint8_t* from = operand_.at(g * 16, b * kBlock);
             const int64_t ahead = kBlock * operand_.code_k_stride;
             for (int64_t k = 0; k < kBlock; ++k, from += operand_.code_k_stride) {
               std::memcpy(lines[k], from, 64);

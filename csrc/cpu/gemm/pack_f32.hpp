@@ -58,8 +58,9 @@ void pack_panel_k_last(const StridedOperand& o, const float* exponents, int64_t 
     for (int r = 0; r < rows; ++r) {
       const int64_t row = row0 + r;
       const uint8_t byte = o.scales[row * o.scale_row_stride + k0 / kBlock * o.scale_block_stride];
-      decode_block<S, E>(o.codes + row * o.code_row_stride + k0, n,
-                         row_factor(byte, exponents[row]), block[r]);
+      uint8_t room[kBlock];
+      decode_block<S, E>(codes_of<kBlock>(o, row, k0, n, room), n, row_factor(byte, exponents[row]),
+                         block[r]);
     }
     for (int r = 0; r < Width; r += S::kLanes) {
       if (n == kBlock) {
@@ -122,6 +123,8 @@ void pack_panels(const StridedOperand& o, const float* exponents, float* panels,
       return pack_panels_as<S, mxtile::mx::E5M2, Width>(o, exponents, panels, threads);
     case Element::e4m3fnuz:
       return pack_panels_as<S, mxtile::mx::E4M3FNUZ, Width>(o, exponents, panels, threads);
+    case Element::e2m1:
+      return pack_panels_as<S, mxtile::mx::E2M1, Width>(o, exponents, panels, threads);
     default:
       return pack_panels_as<S, mxtile::mx::E5M2FNUZ, Width>(o, exponents, panels, threads);
   }

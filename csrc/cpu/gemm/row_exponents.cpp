@@ -44,13 +44,14 @@ void scan_k_first(const StridedOperand& o, int64_t row, int64_t rows, int64_t bl
 
 // A block far below the row's largest exponent matters only when a code in it is not zero.
 bool row_is_wide(const StridedOperand& o, int64_t row, int64_t blocks, int row_byte) {
+  const uint8_t magnitude = is_fp4(o.element) ? 0x07 : 0x7F;
   for (int64_t b = 0; b < blocks; ++b) {
     if (o.scales[row * o.scale_row_stride + b * o.scale_block_stride] >= row_byte - kWideSpread) {
       continue;
     }
     const int64_t end = (b + 1) * kBlock < o.k ? (b + 1) * kBlock : o.k;
     for (int64_t k = b * kBlock; k < end; ++k) {
-      if ((o.codes[row * o.code_row_stride + k * o.code_k_stride] & 0x7F) != 0) return true;
+      if ((o.code(row, k) & magnitude) != 0) return true;
     }
   }
   return false;

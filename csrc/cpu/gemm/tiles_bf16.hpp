@@ -30,8 +30,14 @@ struct TileSource {
   const StridedOperand& operand;
   const float* exponents;
 
-  const uint8_t* code(int64_t row, int64_t k) const {
-    return operand.codes + row * operand.code_row_stride + k * operand.code_k_stride;
+  // kCodes codes from `from` on, which follow each other, one a byte.
+  template <int kCodes>
+  [[gnu::always_inline]] void copy(const uint8_t* from, uint8_t* to) const {
+    if (operand.nibbles) {
+      mxtile::mx::unpack_nibbles<kCodes / 2>(from, to);
+    } else {
+      std::memcpy(to, from, kCodes);
+    }
   }
 
   // Whether none of these groups and blocks sticks out of the operand.
@@ -66,7 +72,8 @@ struct TileSource {
     }
   }
 
-  // The codes of a tile that sticks out, zeros behind the end: rows 32 apart, or k 16 apart.
+  // The codes of a tile that sticks out, one a byte, zeros behind the end: rows 32 apart, or k 16
+  // apart.
   template <bool k_last>
   void pad_tail(int64_t group, int64_t block, uint8_t* padded) const {
     std::memset(padded, 0, 16 * 32);
@@ -74,7 +81,7 @@ struct TileSource {
     const int64_t left = operand.k - block * kBlock, ks = left < kBlock ? left : kBlock;
     for (int64_t r = 0; r < rows; ++r) {
       for (int64_t k = 0; k < ks; ++k) {
-        padded[k_last ? r * 32 + k : k * 16 + r] = *code(group * 16 + r, block * kBlock + k);
+        padded[k_last ? r * 32 + k : k * 16 + r] = operand.code(group * 16 + r, block * kBlock + k);
       }
     }
   }

@@ -112,11 +112,13 @@ MXTILE_INLINE bool make_words(const Tile& tile, const Vector (&rows)[kGroups],
   const Vector whole = largest_of(cols);
   bool exact = false;
   for (int i = 0; i < kGroups; ++i) {
-    const q::Scales row = q::make_scales<F>(q::max(tile.square ? whole : rows[i], epsilon), true);
+    const q::Scales row =
+        q::make_scales<F>(q::max(tile.square ? whole : rows[i], epsilon), mxtile::mx::Rule::rceil);
     q::store_low_bytes(words.row_bytes + i * kGroup, row.byte);
     q::store_twice(words.row_base + i * kGroup, row.scale.base);
     q::store_twice(words.row_least + i * kGroup, row.scale.least);
-    const q::Scales col = q::make_scales<F>(q::max(tile.square ? whole : cols[i], epsilon), true);
+    const q::Scales col =
+        q::make_scales<F>(q::max(tile.square ? whole : cols[i], epsilon), mxtile::mx::Rule::rceil);
     q::store_low_bytes(words.col_bytes + i * q::kWords, col.byte);
     words.col_scale[i] = col.scale;
     exact |= row.exact_needed | col.exact_needed;

@@ -27,6 +27,7 @@ struct Codes {
   const uint8_t* scales;  // [rows, ceil(cols/32)], or [ceil(rows/32), cols] when blocks_along_rows
   int64_t rows, cols;
   bool blocks_along_rows;
+  bool packs;  // codes lie two a byte, rows of them in whole bytes
   Element element;
   DType out_dtype;
   void* out;  // [rows, cols] compact
@@ -38,6 +39,7 @@ struct Codes {
         rows(args.operand.rows),
         cols(args.operand.k),
         blocks_along_rows(args.operand.layout == Layout::k_first),
+        packs(is_fp4(args.operand.element) && !blocks_along_rows),
         element(args.operand.element),
         out_dtype(args.out_dtype),
         out(args.out),
@@ -64,7 +66,9 @@ void run_item(const Problem& p, int64_t item) {
     const uint8_t* scales = a.blocks_along_rows
                                 ? a.scales + r / kBlock * a.cols + c
                                 : a.scales + r * ceil_div(a.cols, kBlock) + c / kBlock;
-    p.kernel(Run{a.codes + r * a.cols + c, scales, a.blocks_along_rows, n,
+    const uint8_t* codes =
+        a.packs ? a.codes + r * ceil_div(a.cols, 2) + c / 2 : a.codes + r * a.cols + c;
+    p.kernel(Run{codes, scales, a.blocks_along_rows, n,
                  static_cast<uint8_t*>(a.out) + (r * a.cols + c) * p.element_bytes});
   }
 }

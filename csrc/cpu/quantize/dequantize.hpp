@@ -8,7 +8,7 @@
 namespace te_mx::cpu::dequantize_run {
 
 struct Run {
-  const uint8_t* codes;
+  const uint8_t* codes;   // of 4 bits, two a byte unless each has a scale
   const uint8_t* scales;  // one for every 32 elements, or one an element when each
   bool each;
   int64_t n;

@@ -2,6 +2,7 @@
 // portable kernel.
 #include <cstdint>
 
+#include "mxtile/mx/nibbles.hpp"
 #include "mxtile/quant/avx512.hpp"
 #include "mxtile/quant/decode_avx512.hpp"
 #include "mxtile/quant/decode_portable.hpp"
@@ -29,18 +30,25 @@ template <DType D, class F>
 void decode(const Run& run) {
   constexpr Element kElement = F::kElement;
   constexpr int64_t kBytes = D == DType::f32 ? 4 : 2;
+  const bool packs = is_fp4(kElement) && !run.each;
   for (int64_t i = 0; i < run.n; i += mx::kBlockSize) {
+    const uint8_t* codes = run.codes + (packs ? i / 2 : i);
     const uint8_t* scales = run.scales + (run.each ? i : i / mx::kBlockSize);
     const bool whole = i + mx::kBlockSize <= run.n;
     if (run.each && whole &&
         q::all_between(scales, quant::kPlainByteMin<F>, quant::kPlainByteMax<F>)) {
-      put_32<D>(run.out, i, q::decode_32<F>(run.codes + i, q::scale_steps(scales)));
+      put_32<D>(run.out, i, q::decode_32<F>(codes, q::scale_steps(scales)));
     } else if (!run.each && whole && quant::plain_byte<F>(*scales)) {
-      put_32<D>(run.out, i, q::decode_32<F>(run.codes + i, q::scale_steps(uint32_t{*scales})));
+      uint8_t room[mx::kBlockSize];
+      if constexpr (is_fp4(kElement)) {
+        mx::unpack_nibbles<mx::kBlockSize / 2>(codes, room);
+        codes = room;
+      }
+      put_32<D>(run.out, i, q::decode_32<F>(codes, q::scale_steps(uint32_t{*scales})));
     } else {
       const int64_t n = whole ? mx::kBlockSize : run.n - i;
       find_portable(D, kElement)(
-          Run{run.codes + i, scales, run.each, n, static_cast<uint8_t*>(run.out) + i * kBytes});
+          Run{codes, scales, run.each, n, static_cast<uint8_t*>(run.out) + i * kBytes});
     }
   }
 }
@@ -54,7 +62,8 @@ Kernel choose(DType dtype) {
 }  // namespace
 
 Kernel find_avx512(DType dtype, Element element) {
-  return element == Element::e4m3 ? choose<mx::E4M3>(dtype) : choose<mx::E5M2>(dtype);
+  if (element == Element::e4m3) return choose<mx::E4M3>(dtype);
+  return element == Element::e5m2 ? choose<mx::E5M2>(dtype) : choose<mx::E2M1>(dtype);
 }
 
 }  // namespace te_mx::cpu::dequantize_run

@@ -21,6 +21,13 @@ inline void put(void* out, int64_t i, uint32_t value) {
   }
 }
 
+// Code i of a run whose blocks have scales.
+template <class F>
+inline uint8_t code(const Run& run, int64_t i) {
+  if constexpr (!is_fp4(F::kElement)) return run.codes[i];
+  return run.codes[i / 2] >> (i % 2 * 4) & 0x0F;
+}
+
 template <DType D, class F>
 void decode(const Run& run) {
   if (run.each) {
@@ -34,10 +41,11 @@ void decode(const Run& run) {
     const uint32_t byte = run.scales[begin / mx::kBlockSize];
     if (quant::plain_byte<F>(byte)) {
       for (int64_t i = begin; i < end; ++i) {
-        put<D>(run.out, i, quant::decode_plain<F>(run.codes[i], byte));
+        put<D>(run.out, i, quant::decode_plain<F>(code<F>(run, i), byte));
       }
     } else {
-      for (int64_t i = begin; i < end; ++i) put<D>(run.out, i, mx::decode<F>(run.codes[i], byte));
+      for (int64_t i = begin; i < end; ++i)
+        put<D>(run.out, i, mx::decode<F>(code<F>(run, i), byte));
     }
   }
 }
@@ -51,7 +59,8 @@ Kernel choose(DType dtype) {
 }  // namespace
 
 Kernel find_portable(DType dtype, Element element) {
-  return element == Element::e4m3 ? choose<mx::E4M3>(dtype) : choose<mx::E5M2>(dtype);
+  if (element == Element::e4m3) return choose<mx::E4M3>(dtype);
+  return element == Element::e5m2 ? choose<mx::E5M2>(dtype) : choose<mx::E2M1>(dtype);
 }
 
 }  // namespace te_mx::cpu::dequantize_run

@@ -32,8 +32,21 @@ quantize_tile::Kernel quantize_tile::find(DType dtype, Element element, bool row
   return find_portable(dtype, element, rows, columns);
 }
 
+quantize_tile::Kernel quantize_tile::find_random(Element element) {
+  const Isa isa = isa_native();
+#if defined(TE_MX_HAVE_AVX512)
+  if (isa >= Isa::avx512) return find_random_avx512(element);
+#endif
+#if defined(TE_MX_HAVE_AVX2)
+  if (isa >= Isa::avx2) return find_random_avx2(element);
+#endif
+  (void)isa;
+  return find_random_portable(element);
+}
+
 namespace {
 
+using quantize_tile::code_bytes;
 using quantize_tile::Columns;
 using quantize_tile::Kernel;
 using quantize_tile::kTile;
@@ -58,6 +71,8 @@ struct Problem {
   int64_t item_cols;
   int64_t tile_rows;
   int64_t tile_cols;
+  bool is_special;
+  quantize_tile::Special special;
 };
 
 struct alignas(64) Staging {
@@ -103,17 +118,20 @@ Tile tile_in_place(const Problem& p, int64_t r0, int64_t c0) {
   const int64_t row_blocks = ceil_div(a.cols, kBlock);
   const int64_t col_blocks = ceil_div(a.rows, kBlock);
   Tile t{};
-  t.rceil = a.rule == ScaleRule::rceil;
+  t.rule = static_cast<mxtile::mx::Rule>(a.rule);
   t.stream = p.stream;
+  t.special = p.is_special ? &p.special : nullptr;
+  t.row0 = r0;
+  t.col0 = c0;
   if (a.row_codes) {
-    t.row_codes = a.row_codes + r0 * a.cols + c0;
-    t.row_code_stride = a.cols;
+    t.row_code_stride = code_bytes(a.element, a.cols);
+    t.row_codes = a.row_codes + r0 * t.row_code_stride + code_bytes(a.element, c0);
     t.row_scales = a.row_scales + r0 * row_blocks + c0 / kBlock;
     t.row_scale_stride = row_blocks;
   }
   if (a.col_codes && a.col_transposed) {
-    t.col_codes = a.col_codes + c0 * a.rows + r0;
-    t.col_code_stride = a.rows;
+    t.col_code_stride = code_bytes(a.element, a.rows);
+    t.col_codes = a.col_codes + c0 * t.col_code_stride + code_bytes(a.element, r0);
     t.col_scales = a.col_scales + c0 * col_blocks + r0 / kBlock;
     t.col_scale_stride = col_blocks;
   } else if (a.col_codes) {
@@ -177,11 +195,13 @@ void run_tile(const Problem& p, Area area, bool last, const uint8_t* next, float
   const int64_t row_blocks = ceil_div(cols, kBlock);
   const int64_t col_blocks = ceil_div(rows, kBlock);
   if (a.row_codes) {
-    copy_2d(place.row_codes, place.row_code_stride, t.row_codes, kTile, rows, cols);
+    copy_2d(place.row_codes, place.row_code_stride, t.row_codes, kTile, rows,
+            code_bytes(a.element, cols));
     copy_2d(place.row_scales, place.row_scale_stride, t.row_scales, 2, rows, row_blocks);
   }
   if (a.col_codes && a.col_transposed) {
-    copy_2d(place.col_codes, place.col_code_stride, t.col_codes, kTile, cols, rows);
+    copy_2d(place.col_codes, place.col_code_stride, t.col_codes, kTile, cols,
+            code_bytes(a.element, rows));
     copy_2d(place.col_scales, place.col_scale_stride, t.col_scales, 2, cols, col_blocks);
   } else if (a.col_codes) {
     copy_2d(place.col_codes, place.col_code_stride, t.col_codes, kTile, rows, cols);
@@ -252,8 +272,11 @@ bool wants_stream(const QuantizeTask& a) {
   // Stores that bypass the caches save reading what they overwrite, but only pay when the result
   // would not stay in a cache anyway.
   if (std::max(a.rows * a.cols * directions, a.together) < kPastCaches) return false;
-  return (!a.row_codes || aligned(a.row_codes, a.cols)) &&
-         (!a.col_codes || aligned(a.col_codes, a.col_transposed ? a.rows : a.cols));
+  // Codes two a byte are half lines, which pass through the caches.
+  const bool packs = is_fp4(a.element);
+  return (!a.row_codes || packs || aligned(a.row_codes, a.cols)) &&
+         (!a.col_codes || (packs && a.col_transposed) ||
+          aligned(a.col_codes, a.col_transposed ? a.rows : a.cols));
 }
 
 bool valid(const QuantizeTask& a) {
@@ -283,7 +306,11 @@ QuantizeTask task_of(const QuantizeArgs& args) {
           static_cast<float*>(to.col_sum),
           to.col_sum_ws,
           execution.threads,
-          0};
+          0,
+          {to.row.hadamard, static_cast<uint32_t>(to.row.signs)},
+          {to.col.hadamard, static_cast<uint32_t>(to.col.signs)},
+          to.seed,
+          to.first};
 }
 
 Status quantize(const QuantizeArgs& args) {
@@ -300,23 +327,35 @@ Status quantize_task(const QuantizeTask& args) {
 
   Problem p{};
   p.a = args;
-  p.kernel =
-      quantize_tile::find(args.x_dtype, args.element, args.row_codes != nullptr, columns_of(args));
+  p.is_special = args.seed != nullptr || (args.row_codes && args.row_hadamard.size != 0) ||
+                 (args.col_codes && args.col_hadamard.size != 0);
+  const Columns columns = columns_of(args);
+  if (p.is_special) {
+    const bool seeded = args.seed != nullptr;
+    p.special = {args.x_dtype,     columns == Columns::transposed,
+                 seeded,           seeded ? static_cast<uint64_t>(*args.seed) : 0,
+                 args.first,       args.rows,
+                 args.cols,        args.row_hadamard,
+                 args.col_hadamard};
+    p.kernel = quantize_tile::find_random(args.element);
+  } else {
+    p.kernel = quantize_tile::find(args.x_dtype, args.element, args.row_codes != nullptr, columns);
+  }
   p.element_bytes = args.x_dtype == DType::f32 ? 4 : 2;
-  p.stream = wants_stream(args);
+  p.stream = !p.is_special && wants_stream(args);
   p.item_rows = args.col_sum ? kColSumRows : kItemRows;
   p.item_cols = p.stream ? kStreamItemCols : kItemCols;
   if (p.stream && args.col_transposed && args.col_codes) {
     if (!args.col_sum) p.item_rows = kTransposedItem;
     p.item_cols = kTransposedItem;
   }
-  p.tile_rows = quantize_tile::tile_rows(columns_of(args));
+  p.tile_rows = quantize_tile::tile_rows(columns);
   QuantizeTask& a = p.a;
   if (a.cols == 1) a.col_stride = 1;
   if (a.rows == 1) a.row_stride = a.cols;
   p.tile_cols = a.col_stride == 1 && p.tile_rows < kTile ? kTileCols : kTile;
   const bool compact = a.col_stride == 1 && a.row_stride == a.cols;
-  if (compact && !a.col_codes && !a.col_sum && a.cols % kBlock == 0) {
+  if (compact && !p.is_special && !a.col_codes && !a.col_sum && a.cols % kBlock == 0) {
     // Blocks of a compact tensor follow each other: any number of rows fills whole tiles, and
     // memory is read in order.
     const int64_t total = a.rows * a.cols;
@@ -328,7 +367,7 @@ Status quantize_task(const QuantizeTask& args) {
     if (a.rows > 0) run_problem(p);
     if (total > whole) {
       a.x = static_cast<const uint8_t*>(args.x) + whole * p.element_bytes;
-      a.row_codes += whole;
+      a.row_codes += code_bytes(a.element, whole);
       a.row_scales += whole / kBlock;
       a.rows = 1;
       a.cols = a.row_stride = kBlock;

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "mxtile/mx/scale.hpp"
 #include "te_mx/cpu.h"
 
 namespace te_mx::cpu::quantize_tile {
@@ -14,6 +15,28 @@ inline constexpr int kTileCols = 256;  // of the widest tile: long runs suit mem
 enum class Columns : int { none = 0, plain = 1, transposed = 2 };
 constexpr int tile_rows(Columns columns) { return columns == Columns::transposed ? kTile : 32; }
 
+// Bytes of codes that follow each other along the blocks: rows, and transposed columns. Those of 4
+// bits lie two a byte there. static: files with different flags call it.
+static constexpr int64_t code_bytes(Element element, int64_t codes) {
+  return is_fp4(element) ? (codes + 1) / 2 : codes;
+}
+
+struct Hadamard {
+  int size = 0;  // 16 or 32; 0: none
+  uint32_t signs = 0;
+};
+
+// What random rounding and transforms need to know of a matrix; its tiles say where they lie.
+struct Special {
+  DType dtype;
+  bool transposed;  // columns
+  bool stochastic;
+  uint64_t seed;
+  int64_t first;       // number of the matrix's first element; those of a row follow each other
+  int64_t rows, cols;  // of the matrix: chunks of a transform that it cuts stay as they are
+  Hadamard row, col;
+};
+
 // Elements that are read once. Pointers of a direction that is not wanted are null.
 struct Tile {
   const void* x;           // elements of a row are adjacent
@@ -22,30 +45,32 @@ struct Tile {
   int64_t next_row_bytes;  // from one of its rows to the next
   int rows;                // 32; with transposed columns 64 too
   int cols;                // a multiple of 64 up to kTileCols; with transposed columns 64
-  bool rceil;
+  mxtile::mx::Rule rule;
   bool stream;         // outputs are aligned to cache lines and too large to be kept in cache
   bool last;           // stores of this tile and those before it must be complete on return
   uint8_t* row_codes;  // rows row_code_stride apart
   int64_t row_code_stride;
   uint8_t* row_scales;  // cols / 32 bytes a row
   int64_t row_scale_stride;
-  uint8_t* col_codes;  // plain: like row_codes. Transposed: one 64-byte run a column (always
-                       // written whole)
+  uint8_t* col_codes;  // plain: a byte each, like a matrix. Transposed: one run of 64 codes a
+                       // column (always written whole)
   int64_t col_code_stride;
   uint8_t* col_scales;  // plain: [rows/32] rows of cols bytes. Transposed: two bytes a column
   int64_t col_scale_stride;
-  float* col_sum;  // [cols], running sums
+  float* col_sum;          // [cols], running sums
+  const Special* special;  // for kernels of find_random()
+  int64_t row0, col0;      // in the matrix, likewise
 };
 
 // The 64 columns of a tile from c on. Internal linkage: files with different flags call it.
-template <int ElementBytes>
+template <int ElementBytes, Element E>
 static inline Tile part_of(const Tile& tile, int c) {
   Tile part = tile;
   part.cols = kTile;
   if (c == 0) return part;  // transposed columns: always
   part.x = static_cast<const uint8_t*>(tile.x) + c * ElementBytes;
   if (tile.row_codes) {
-    part.row_codes += c;
+    part.row_codes += code_bytes(E, c);
     part.row_scales += c / 32;
   }
   if (tile.col_codes) {
@@ -53,6 +78,7 @@ static inline Tile part_of(const Tile& tile, int c) {
     part.col_scales += c;
   }
   if (tile.col_sum) part.col_sum += c;
+  part.col0 += c;
   return part;
 }
 
@@ -60,6 +86,13 @@ using Kernel = void (*)(const Tile& tile);
 
 // The kernel of the level in use. rows false and columns none leaves the column sums.
 Kernel find(DType dtype, Element element, bool rows, Columns columns);  // quantize.cpp
+
+// The kernel of Tile::special.
+Kernel find_random(Element element);  // quantize.cpp
+
+Kernel find_random_portable(Element element);
+Kernel find_random_avx2(Element element);
+Kernel find_random_avx512(Element element);
 
 Kernel find_portable(DType dtype, Element element, bool rows, Columns columns);
 Kernel find_avx2(DType dtype, Element element, bool rows, Columns columns);

@@ -37,8 +37,9 @@ inline Kernel choose(DType dtype, bool rows, Columns columns) {
 
 template <class Tiles>
 inline Kernel choose(DType dtype, Element element, bool rows, Columns columns) {
-  return element == Element::e4m3 ? choose<Tiles, mxtile::mx::E4M3>(dtype, rows, columns)
-                                  : choose<Tiles, mxtile::mx::E5M2>(dtype, rows, columns);
+  if (element == Element::e4m3) return choose<Tiles, mxtile::mx::E4M3>(dtype, rows, columns);
+  if (element == Element::e5m2) return choose<Tiles, mxtile::mx::E5M2>(dtype, rows, columns);
+  return choose<Tiles, mxtile::mx::E2M1>(dtype, rows, columns);
 }
 
 }  // namespace te_mx::cpu::quantize_tile

@@ -8,6 +8,7 @@
 #include "common/parallel.h"
 #include "common/task_team.h"
 #include "quantize/blockwise.hpp"
+#include "quantize/quantize.hpp"
 #include "quantize/quantize_task.h"
 #include "te_mx/cpu.h"
 
@@ -28,7 +29,8 @@ QuantizeTask group_of(const QuantizeTask& all, const Bounds& groups, int64_t i) 
   const int64_t start = groups.starts[i], cols = a.cols;
   a.x = static_cast<const char*>(a.x) + start * a.row_stride * element_bytes(a.x_dtype);
   a.rows = groups.size(i);
-  a.row_codes = offset(a.row_codes, start * cols);
+  a.first += start * cols;
+  a.row_codes = offset(a.row_codes, start * quantize_tile::code_bytes(a.element, cols));
   a.row_scales = offset(a.row_scales, start * ceil_div(cols, kBlock));
   a.col_codes = offset(a.col_codes, start * cols);
   a.col_scales = offset(a.col_scales, groups.first_block(i) * cols);
@@ -39,7 +41,7 @@ QuantizeTask group_of(const QuantizeTask& all, const Bounds& groups, int64_t i) 
 
 void zero_unused(const QuantizeTask& a, const Bounds& g) {
   for_gaps(g, a.rows, [&](int64_t begin, int64_t end) {
-    zero_rows(a.row_codes, a.cols, begin, end);
+    zero_rows(a.row_codes, quantize_tile::code_bytes(a.element, a.cols), begin, end);
     zero_rows(a.row_scales, ceil_div(a.cols, kBlock), begin, end);
     zero_rows(a.col_codes, a.cols, begin, end);
   });
@@ -107,7 +109,8 @@ Status quantize_blockwise_groups(const QuantizeArgs& all, const Bounds& groups) 
 
 // Bytes of codes that lie one after another; 0 when they do not.
 int64_t stacked_bytes(const QuantizeArgs* args, int64_t count, OperandOut QuantizeOut::* side) {
-  const int64_t each = args[0].x.rows * args[0].x.cols;
+  const bool packs = is_fp4(args[0].to.element) && side == &QuantizeOut::row;
+  const int64_t each = args[0].x.rows * (packs ? (args[0].x.cols + 1) / 2 : args[0].x.cols);
   for (int64_t i = 0; i < count; ++i) {
     if ((args[i].to.*side).codes != (args[0].to.*side).codes + i * each) return 0;
   }

@@ -1,6 +1,7 @@
 // One matrix to quantize, as quantize.cpp sees it.
 #pragma once
 
+#include "quantize/quantize.hpp"
 #include "te_mx/quantize.h"
 
 namespace te_mx::cpu {
@@ -21,6 +22,9 @@ struct QuantizeTask {
   float* col_sum_ws;  // [ceil(rows/kColSumRows), cols] partial sums, needed with col_sum
   int threads;
   int64_t together;  // bytes of codes of the whole call of which this is a part, or 0
+  quantize_tile::Hadamard row_hadamard, col_hadamard;
+  const int64_t* seed;  // of stochastic rounding, or null
+  int64_t first;        // number of the first element
 };
 
 // Of a call that passed check_out().

@@ -31,7 +31,8 @@ struct alignas(64) Work {
   q::Scale col_scale[kRows / kHalf][2];
   uint8_t row_bytes[2][kRows];
   uint8_t col_bytes[2][kTile];
-  uint16_t pairs[2][kPairs][kHalf];  // [half][row pair][column], as q::pair_bytes orders them
+  uint16_t pairs[2][kPairs][kHalf];  // [half][row pair][column], as q::pair_bytes orders them;
+  uint8_t two_rows[kTile];           // of 4 bits: pairs of what q::nibble_rows makes of two rows
   bool done;                         // by the exact path
 };
 
@@ -97,7 +98,7 @@ MXTILE_INLINE bool measure(const Tile& tile, int half, Work<C>& work, q::Sums* s
   if constexpr (Rows) {
     for (int b = 0; b < 2; ++b) {
       const Vector* m = row_max[b];
-      const q::Scales s = q::make_scales<F>(q::fold_quarters(m[0], m[1], m[2], m[3]), tile.rceil);
+      const q::Scales s = q::make_scales<F>(q::fold_quarters(m[0], m[1], m[2], m[3]), tile.rule);
       exact |= s.exact_needed;
       q::store_low_bytes(work.row_bytes[b] + half * kHalf, s.byte);
       q::store_twice(work.row_base[b] + half * kHalf, s.scale.base);
@@ -106,7 +107,7 @@ MXTILE_INLINE bool measure(const Tile& tile, int half, Work<C>& work, q::Sums* s
   }
   if constexpr (C != Columns::none) {
     for (int b = 0; b < 2; ++b) {
-      const q::Scales s = q::make_scales<F>(col_max[b], tile.rceil);
+      const q::Scales s = q::make_scales<F>(col_max[b], tile.rule);
       exact |= s.exact_needed;
       q::store_low_bytes(work.col_bytes[half] + b * q::kWords, s.byte);
       work.col_scale[half][b] = s.scale;
@@ -142,7 +143,13 @@ MXTILE_INLINE void emit(const Tile& tile, int pair, int c, Work<C>& work) {
     if constexpr (Rows) {
       const q::Scale s0{q::repeat(work.row_base[0] + row), q::repeat(work.row_least[0] + row)};
       const q::Scale s1{q::repeat(work.row_base[1] + row), q::repeat(work.row_least[1] + row)};
-      put<Stream>(tile.row_codes + row * tile.row_code_stride + c, q::encode<F>(e, s0, s1));
+      const Vector codes = q::encode<F>(e, s0, s1);
+      uint8_t* to = tile.row_codes + row * tile.row_code_stride;
+      if constexpr (is_fp4(F::kElement)) {
+        q::store_nibbles(to + c / 2, codes);
+      } else {
+        put<Stream>(to + c, codes);
+      }
     }
     if constexpr (C != Columns::none) col[i] = q::encode<F>(e, col_scale[0], col_scale[1]);
     if constexpr (C == Columns::plain) {
@@ -150,19 +157,28 @@ MXTILE_INLINE void emit(const Tile& tile, int pair, int c, Work<C>& work) {
     }
   }
   if constexpr (C == Columns::transposed) {
+    int at = pair;
+    if constexpr (is_fp4(F::kElement)) {
+      const Vector rows = q::nibble_rows(col[0], col[1]);
+      if (pair % 2 == 0) return q::store(work.two_rows, rows);
+      col[0] = q::load(work.two_rows);
+      col[1] = rows;
+      at = pair / 2;
+    }
 #pragma GCC unroll 2
     for (int b = 0; b < 2; ++b) {
-      q::store(work.pairs[b][pair], q::pair_bytes(col[0], col[1], b));
+      q::store(work.pairs[b][at], q::pair_bytes(col[0], col[1], b));
     }
   }
 }
 
-// 32 row pairs x 64 columns into 64 runs of 64 codes.
-template <bool Stream>
+// 32 row pairs x 64 columns into 64 runs of 64 codes; of 4 bits, 16 pairs.
+template <class F, bool Stream>
 MXTILE_INLINE void emit_transposed(const Tile& tile, const Work<Columns::transposed>& work) {
   for (int b = 0; b < 2; ++b) {
-    Vector groups[8][4];  // [column % 8][group of 8 pairs]: 128 bits for each column / 16
-    for (int g = 0; g < 4; ++g) {
+    constexpr int kGroups = is_fp4(F::kElement) ? 2 : 4;
+    Vector groups[8][4] = {};  // [column % 8][group of 8 pairs]: 128 bits for each column / 16
+    for (int g = 0; g < kGroups; ++g) {
       Vector in[8], out[8];
       for (int i = 0; i < 8; ++i) in[i] = q::load(work.pairs[b][8 * g + i]);
       q::transpose_words_8(in, out);
@@ -172,7 +188,12 @@ MXTILE_INLINE void emit_transposed(const Tile& tile, const Work<Columns::transpo
       Vector out[4];
       q::transpose_quarters(groups[i], out);
       for (int j = 0; j < 4; ++j) {
-        put<Stream>(tile.col_codes + (16 * j + 8 * b + i) * tile.col_code_stride, out[j]);
+        uint8_t* to = tile.col_codes + (16 * j + 8 * b + i) * tile.col_code_stride;
+        if constexpr (is_fp4(F::kElement)) {
+          q::store_half(to, out[j]);
+        } else {
+          put<Stream>(to, out[j]);
+        }
       }
     }
   }
@@ -212,7 +233,7 @@ MXTILE_INLINE void emit_tile(const Tile& tile, Work<C>* works) {
     }
   }
   if constexpr (C == Columns::transposed) {
-    if (!works[0].done) emit_transposed<Stream>(tile, works[0]);
+    if (!works[0].done) emit_transposed<F, Stream>(tile, works[0]);
   }
 }
 
@@ -240,7 +261,8 @@ MXTILE_INLINE void measure_part(const Tile& part, Work<C>& work) {
   if (part.col_sum) sums.store(part.col_sum);
   if (C == Columns::transposed && part.rows < kTile) {
     for (int b = 0; b < 2; ++b) {
-      for (int i = Work<C>::kPairs / 2; i < Work<C>::kPairs; ++i) {
+      constexpr int kPairs = is_fp4(F::kElement) ? Work<C>::kPairs / 2 : Work<C>::kPairs;
+      for (int i = kPairs / 2; i < kPairs; ++i) {
         q::store(work.pairs[b][i], q::zero());
       }
     }
@@ -253,7 +275,7 @@ void run(const Tile& tile) {
   constexpr int kBytes = D == DType::f32 ? 4 : 2;
   Work<C> works[C == Columns::transposed ? 1 : kTileCols / kTile];
   for (int c = 0; c < tile.cols; c += kTile) {
-    measure_part<D, F, Rows, C>(part_of<kBytes>(tile, c), works[c / kTile]);
+    measure_part<D, F, Rows, C>(part_of<kBytes, F::kElement>(tile, c), works[c / kTile]);
   }
   if constexpr (!Rows && C == Columns::none) return;
   if (tile.stream) {
@@ -263,7 +285,7 @@ void run(const Tile& tile) {
   }
   for (int c = 0; c < tile.cols; c += kTile) {
     const Work<C>& work = works[c / kTile];
-    if (!work.done) emit_scales<Rows, C>(part_of<kBytes>(tile, c), work);
+    if (!work.done) emit_scales<Rows, C>(part_of<kBytes, F::kElement>(tile, c), work);
   }
   // Not for every tile: the next one's first pass would wait for this one's stores.
   if (tile.last) q::fence_stores();

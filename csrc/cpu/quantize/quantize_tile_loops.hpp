@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "mxtile/mx/nibbles.hpp"
 #include "mxtile/mx/round.hpp"
 #include "mxtile/quant/portable.hpp"
 #include "quantize/quantize_choose.hpp"
@@ -33,13 +34,13 @@ inline void load_row(const Tile& tile, int row, uint32_t* out) {
 // Columns of one block of 32 rows. codes: rows of 64.
 template <class F>
 inline void quantize_columns(const uint32_t (*x)[kTile], uint8_t (*codes)[kTile], uint8_t* bytes,
-                             bool rceil) {
+                             mx::Rule rule) {
   uint32_t largest[kTile] = {};
   for (int r = 0; r < mx::kBlockSize; ++r) quant::fold_magnitudes(x[r], largest, kTile);
   float scale[kTile];
   bool exact = false;
   for (int c = 0; c < kTile; ++c) {
-    const uint32_t byte = quant::scale_byte<F>(largest[c], rceil);
+    const uint32_t byte = mx::scale_byte<F>(largest[c], rule);
     bytes[c] = static_cast<uint8_t>(byte);
     scale[c] = quant::multiplier(byte);
     exact |= quant::needs_exact(largest[c]);
@@ -64,9 +65,12 @@ void run_part(const Tile& tile) {
   if constexpr (Rows) {
     for (int r = 0; r < tile.rows; ++r) {
       for (int b = 0; b < 2; ++b) {
+        uint8_t codes[mx::kBlockSize];
+        uint8_t* to = tile.row_codes + r * tile.row_code_stride;
+        uint8_t* place = to + code_bytes(F::kElement, b * mx::kBlockSize);
         tile.row_scales[r * tile.row_scale_stride + b] = quant::quantize_block<F>(
-            x[r] + b * mx::kBlockSize,
-            tile.row_codes + r * tile.row_code_stride + b * mx::kBlockSize, tile.rceil);
+            x[r] + b * mx::kBlockSize, is_fp4(F::kElement) ? codes : place, tile.rule);
+        if constexpr (is_fp4(F::kElement)) mx::pack_nibbles<mx::kBlockSize / 2>(codes, place);
       }
     }
   }
@@ -74,7 +78,7 @@ void run_part(const Tile& tile) {
     uint8_t codes[tile_rows(C)][kTile];
     uint8_t bytes[2][kTile];
     for (int h = 0; h < tile.rows / mx::kBlockSize; ++h) {
-      quantize_columns<F>(x + h * mx::kBlockSize, codes + h * mx::kBlockSize, bytes[h], tile.rceil);
+      quantize_columns<F>(x + h * mx::kBlockSize, codes + h * mx::kBlockSize, bytes[h], tile.rule);
     }
     if constexpr (C == Columns::plain) {
       for (int r = 0; r < tile.rows; ++r) {
@@ -90,7 +94,13 @@ void run_part(const Tile& tile) {
       }
       for (int c = 0; c < kTile; ++c) {
         uint8_t* out = tile.col_codes + c * tile.col_code_stride;
-        for (int r = 0; r < kTile; ++r) out[r] = codes[r][c];
+        if constexpr (is_fp4(F::kElement)) {
+          for (int r = 0; r < kTile; r += 2) {
+            out[r / 2] = static_cast<uint8_t>(codes[r][c] | codes[r + 1][c] << 4);
+          }
+        } else {
+          for (int r = 0; r < kTile; ++r) out[r] = codes[r][c];
+        }
         for (int h = 0; h < 2; ++h) tile.col_scales[c * tile.col_scale_stride + h] = bytes[h][c];
       }
     }
@@ -100,7 +110,8 @@ void run_part(const Tile& tile) {
 template <DType D, class F, bool Rows, Columns C>
 void run(const Tile& tile) {
   constexpr int kBytes = D == DType::f32 ? 4 : 2;
-  for (int c = 0; c < tile.cols; c += kTile) run_part<D, F, Rows, C>(part_of<kBytes>(tile, c));
+  for (int c = 0; c < tile.cols; c += kTile)
+    run_part<D, F, Rows, C>(part_of<kBytes, F::kElement>(tile, c));
 }
 
 // What choose() picks from.

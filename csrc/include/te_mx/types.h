@@ -23,7 +23,7 @@ enum class Status : int32_t {
 
 enum class DType : int32_t { f32 = 0, bf16 = 1, f16 = 2 };
 
-// What a code is: mxtile has the table. Kernels exist for e4m3 and e5m2.
+// What a code is: mxtile has the table.
 using mxtile::mx::Element;
 using mxtile::mx::kElements;
 
@@ -44,8 +44,9 @@ inline constexpr int32_t kScaleRules = 5;
 
 // How the bytes of an operand [rows, k] lie.
 enum class Layout : int32_t {
-  k_last = 0,      // codes [rows, k], scales [rows, ceil(k/32)]; compact
-  k_first = 1,     // codes [k, rows], scales [ceil(k/32), rows]; compact
+  k_last = 0,      // codes [rows, k], scales [rows, ceil(k/32)]; compact. Codes of 4 bits lie two
+                   // a byte, the first in its low bits: [rows, ceil(k/2)]
+  k_first = 1,     // codes [k, rows], one a byte, scales [ceil(k/32), rows]; compact
   tiles = 2,       // packed for Hopper: sm90_layout.h
   group_rows = 3,  // the same of groups of rows,
   group_k = 4,     // and of groups of k
@@ -108,8 +109,9 @@ constexpr bool known(ScaleRule v) {
   return v >= ScaleRule{} && static_cast<int32_t>(v) < kScaleRules;
 }
 
-// What the kernels of today quantize to and multiply.
+// What the kernels of today quantize to and multiply; those of CPUs is_fp4() too.
 constexpr bool is_fp8(Element v) { return v == Element::e4m3 || v == Element::e5m2; }
+constexpr bool is_fp4(Element v) { return v == Element::e2m1; }
 constexpr bool is_mx(const Scaling& s) {
   return s.type == ScaleType::e8m0 && s.block_rows == 1 && s.block_k == kBlock;
 }

@@ -137,17 +137,14 @@ def supported(status: int) -> bool:
 
 
 # --------------------------------------------------------------------------------------- dequantize
-def dequantize(
-    codes: Tensor, scales: Tensor, fmt: str, order: str, dtype: torch.dtype
-) -> Tensor | None:
-    """As reference.dequantize for contiguous codes and a native dtype; or None."""
-    rows, cols = codes.shape
-    out = cpu_memory.empty((rows, cols), dtype)
-    if order == "k_first":
-        rows, cols = cols, rows
+def dequantize(operand: Operand, dtype: torch.dtype) -> Tensor | None:
+    """As reference.dequantize for contiguous codes and a native dtype, the values as the codes lie;
+    or None."""
+    rows, k, order = operand.rows, operand.k, operand.order
+    out = cpu_memory.empty((k, rows) if order == "k_first" else (rows, k), dtype)
     args = _native.DequantizeArgs(
-        codes=codes.data_ptr(), scales=scales.data_ptr(), rows=rows, k=cols,
-        element=FORMATS[fmt], layout=LAYOUTS[order], out=out.data_ptr(),
+        codes=operand.codes.data_ptr(), scales=operand.scales.data_ptr(), rows=rows, k=k,
+        element=FORMATS[operand.fmt], layout=LAYOUTS[order], out=out.data_ptr(),
         out_dtype=FLOAT_DTYPES[dtype], threads=torch.get_num_threads(),
     )  # fmt: skip
     status = _native.dequantize(args)
@@ -204,8 +201,7 @@ class GemmCall:
 def _operand(operand: Operand, kernel: int, role: str) -> Any:
     """The native record of an operand whose codes and scales are contiguous."""
     codes, scales, fmt, order, packed, _ = operand
-    first, second = codes.shape
-    rows, k = (second, first) if order == "k_first" else (first, second)
+    rows, k = operand.rows, operand.k
     address = 0
     if packed is not None and packed_for(packed) == (kernel, ROLES[role], rows, k):
         address = packed.data_ptr() + HEADER_BYTES

@@ -18,6 +18,7 @@ from te_mx.backends.base import (
     NativeAct,
     NativeNorm,
     QuantizedParts,
+    code_bytes,
     pointer,
 )
 from te_mx.backends.cpu import binding as cpu
@@ -48,7 +49,7 @@ class _Out:
     def __init__(self, rows: int, cols: int, wanted: Wanted) -> None:
         row_codes = row_scales = col_codes = col_scales = sums = self.partial = None
         if wanted.rowwise:
-            row_codes = cpu_memory.empty((rows, cols), _U8)
+            row_codes = cpu_memory.empty((rows, code_bytes(wanted.fmt, cols)), _U8)
             row_scales = torch.empty((rows, (cols + 31) // 32), dtype=_U8, device=CPU)
         if wanted.columnwise is not None:
             col_codes = cpu_memory.empty((rows, cols), _U8)

@@ -19,12 +19,15 @@ from te_mx.backends.base import (
     Operand,
     QuantizedParts,
     StackedOperand,
+    code_bytes,
     format_fields,
     pointer,
     typed_address,
 )
 from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.cpu.binding import KERNEL_IDS, KERNELS, ROLES, supported
+from te_mx.backends.native import transform_of, words_of
+from te_mx.dispatch.grouped_calls import QuantizeGroups
 from te_mx.dispatch.groups import Bounds, scale_rows
 from te_mx.formats.scaling import split_rule
 from te_mx.runtime import cpu_memory
@@ -87,18 +90,17 @@ def _groups(bounds: Bounds) -> tuple[Any, Any]:
     return _native().Groups(count=count, starts=starts, ends=ends), keep
 
 
-def quantize(
-    x: Tensor, bounds: Bounds, fmt: str, rowwise: bool, columnwise: bool, rule: str, col_sum: bool
-) -> QuantizedParts | None:
+def quantize(what: QuantizeGroups, bounds: Bounds) -> QuantizedParts | None:
     """As ops.quantize_grouped, for a non-empty x."""
-    (rows, cols), groups = x.shape, len(bounds.ends)
-    x, stride = _strided(x)
+    _, _, row, col, rule, col_sum, seed = what
+    fmt, (rows, cols), groups = words_of(row or col)[0], what.x.shape, len(bounds.ends)
+    x, stride = _strided(what.x)
     scales = _scales_of(fmt)
     row_codes = row_scales = col_codes = col_scales = sums = partial = None
-    if rowwise:
-        row_codes = cpu_memory.empty((rows, cols), _U8)
+    if row:
+        row_codes = cpu_memory.empty((rows, code_bytes(fmt, cols)), _U8)
         row_scales = torch.empty(scales.shape(rows, cols), dtype=scales.dtype, device=CPU)
-    if columnwise:
+    if col:
         col_codes = cpu_memory.empty((rows, cols), _U8)
         shape = scale_rows(rows, groups, scales.block), cols
         col_scales = torch.empty(shape, dtype=scales.dtype, device=CPU)
@@ -112,6 +114,11 @@ def quantize(
     args.row_codes, args.row_scales = pointer(row_codes), pointer(row_scales)
     args.col_codes, args.col_scales = pointer(col_codes), pointer(col_scales)
     args.col_layout = LAYOUTS["k_first"]
+    args.seed = pointer(seed)
+    if row:
+        args.row_hadamard, args.row_signs = transform_of(row)
+    if col:
+        args.col_hadamard, args.col_signs = transform_of(col)
     args.col_sum, args.col_sum_ws = pointer(sums), pointer(partial)
     args.groups, keep = _groups(bounds)
     args.threads = torch.get_num_threads()
@@ -131,10 +138,11 @@ def quantize_weights(
     bases, steps = [0] * 4, [0] * 4
     scales = _scales_of(fmt)
     shapes = scales.shape(rows, cols), scales.shape(cols, rows)[::-1]
-    for i, (asked, shape) in enumerate(zip(wanted, shapes, strict=True)):
+    widths = code_bytes(fmt, cols), cols
+    for i, (asked, shape, width) in enumerate(zip(wanted, shapes, widths, strict=True)):
         if asked:
             made = [
-                cpu_memory.empty((groups, rows, cols), _U8),
+                cpu_memory.empty((groups, rows, width), _U8),
                 torch.empty((groups, *shape), dtype=scales.dtype, device=CPU),
             ]
             bases[2 * i : 2 * i + 2] = [part.data_ptr() for part in made]

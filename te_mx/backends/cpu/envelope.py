@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from te_mx.backends.cpu import binding
-from te_mx.backends.native import BLOCKWISE, FORMATS, unknown
+from te_mx.backends.native import BLOCKWISE, FORMATS, FP4, RULES, unknown
 from te_mx.dispatch.problem import Problem
 
 LAYOUTS = ("rows", "cols")
+MX = FORMATS + FP4
+MX_RULES = (*RULES, "even")
 
 
-def why_not(problem: Problem, *more: str, blockwise: bool = False) -> str | None:
+def why_not(
+    problem: Problem, *more: str, blockwise: bool = False, random: bool = False
+) -> str | None:
     """Why no kernel of this backend runs the problem; None when one may. `more`: layouts that a
-    kernel takes beside plain ones; blockwise: whether it takes fp32 scales."""
+    kernel takes beside plain ones; blockwise: whether it takes fp32 scales; random: whether it
+    rounds stochastically and transforms."""
     if problem.place.device != "cpu":
         return f"runs on the CPU, the operands are on {problem.place.device}"
     if problem.place.level < 0:
         return "needs the native module"
-    formats = FORMATS + BLOCKWISE if blockwise else FORMATS
-    return unknown(problem, (*LAYOUTS, *more), formats)
+    formats = MX + BLOCKWISE * blockwise
+    return unknown(problem, (*LAYOUTS, *more), formats, MX_RULES, random)
 
 
 def why_not_level(kernel: str, level: str, problem: Problem) -> str | None:

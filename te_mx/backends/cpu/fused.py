@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from te_mx.backends.cpu import binding_fused
-from te_mx.backends.cpu.envelope import why_not
+from te_mx.backends.cpu.envelope import MX, MX_RULES, why_not
 from te_mx.backends.native import is_native, native_target, with_operands
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import FLOAT_DTYPES
@@ -54,7 +54,7 @@ def _in_one_step(target: Target) -> bool:
     """Whether native code makes what is asked: columns as they lie, of formats that it knows."""
     if not target.codes:
         return True
-    return is_native(target) and binding_fused.takes(native_target(target))
+    return is_native(target, MX, MX_RULES) and binding_fused.takes(native_target(target))
 
 
 class CpuNormBackward(_Fused):

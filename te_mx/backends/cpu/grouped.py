@@ -31,8 +31,8 @@ from te_mx.runtime import workspace
 _CPU = torch.device("cpu")
 
 
-def _why_not(problem: Problem) -> str | None:
-    reason = why_not(problem, "grouped_cols", blockwise=True)
+def _why_not(problem: Problem, random: bool = False) -> str | None:
+    reason = why_not(problem, "grouped_cols", blockwise=True, random=random)
     if reason is None and problem.empty:
         reason = "takes matrices that are not empty"
     if reason is None and problem.ends == "device":
@@ -44,13 +44,11 @@ class CpuQuantizeGroups(Kernel):
     op, name = "quantize_grouped", "cpu"
 
     def accepts(self, problem: Problem) -> str | None:
-        return _why_not(problem) or one_read(problem.lhs, problem.rhs)
+        return _why_not(problem, random=True) or one_read(problem.lhs, problem.rhs)
 
     def run(self, what: QuantizeGroups) -> Quantized | None:
-        x, groups, row, col, rule, col_sum = what[:6]
-        (rows, cols), bounds = x.shape, host_bounds(*groups, len(x))
-        fmt = words_of(row or col)[0]
-        parts = binding_grouped.quantize(x, bounds, fmt, bool(row), bool(col), rule, col_sum)
+        (x, groups, row, col), (rows, cols) = what[:4], what.x.shape
+        parts = binding_grouped.quantize(what, host_bounds(*groups, len(x)))
         if parts is None:
             return None
         return Quantized(

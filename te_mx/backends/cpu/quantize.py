@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from te_mx.backends.base import FLOAT_DTYPES as DTYPES
-from te_mx.backends.base import LAYOUTS, SCALE_RULES, format_fields
+from te_mx.backends.base import LAYOUTS, SCALE_RULES, format_fields, pointer
 from te_mx.backends.cpu import binding
 from te_mx.backends.cpu.envelope import why_not
-from te_mx.backends.native import native_operand, words_of
+from te_mx.backends.native import native_operand, transform_of, words_of
 from te_mx.dispatch.calls import FLOAT_DTYPES, Quantize
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import Kernel, register
@@ -45,7 +45,7 @@ class CpuQuantize(Kernel):
     op, name = "quantize", "cpu"
 
     def accepts(self, problem: Problem) -> str | None:
-        reason = why_not(problem, blockwise=True) or takes(problem.lhs, problem.rhs)
+        reason = why_not(problem, blockwise=True, random=True) or takes(problem.lhs, problem.rhs)
         if reason is None and problem.empty:
             reason = "takes matrices that are not empty"
         if reason is None and problem.dtype not in FLOAT_DTYPES:
@@ -53,7 +53,7 @@ class CpuQuantize(Kernel):
         return reason
 
     def run(self, what: Quantize) -> Quantized | None:
-        x, row, col, rule, col_sum, sum_dtype = what[:6]
+        x, row, col, rule, col_sum, sum_dtype, seed, first = what
         native = binding.native()
         assert native is not None
         rows, cols = x.shape
@@ -66,18 +66,21 @@ class CpuQuantize(Kernel):
         args = native.QuantizeArgs(
             x_data=x.data_ptr(), x_rows=rows, x_cols=cols, x_row_stride=row_stride,
             x_col_stride=col_stride, x_dtype=DTYPES[x.dtype], rule=SCALE_RULES[name],
-            amax_epsilon=epsilon, threads=torch.get_num_threads(), **format_fields(word),
+            amax_epsilon=epsilon, seed=pointer(seed), first=first,
+            threads=torch.get_num_threads(), **format_fields(word),
         )  # fmt: skip
         row_operand = col_operand = sums = partial = None
         if row:
             row_operand = _empty(row, rows, cols)
             args.row_codes = row_operand.codes.data_ptr()
             args.row_scales = row_operand.scales.data_ptr()
+            args.row_hadamard, args.row_signs = transform_of(row)
         if col:
             col_operand = _empty(col, cols, rows)
             args.col_codes = col_operand.codes.data_ptr()
             args.col_scales = col_operand.scales.data_ptr()
             args.col_layout = LAYOUTS[order]
+            args.col_hadamard, args.col_signs = transform_of(col)
         if col_sum:
             sums = torch.empty(cols, dtype=torch.float32, device=CPU)
             parts = -(-rows // native.COL_SUM_ROWS), cols
@@ -103,9 +106,10 @@ class CpuDequantize(Kernel):
         return reason
 
     def run(self, operand: Operand, dtype: torch.dtype) -> Tensor | None:
-        codes, scales, fmt, order = native_operand(operand)[:4]
-        values = binding.dequantize(codes.contiguous(), scales.contiguous(), fmt, order, dtype)
-        return values if values is None or order == "k_last" else values.t()
+        plain = native_operand(operand)
+        plain = plain._replace(codes=plain.codes.contiguous(), scales=plain.scales.contiguous())
+        values = binding.dequantize(plain, dtype)
+        return values if values is None or plain.order == "k_last" else values.t()
 
 
 register(CpuQuantize())

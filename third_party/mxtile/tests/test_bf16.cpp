@@ -1,5 +1,6 @@
-// FP8 codes to bf16: every code of both formats at every exponent against ldexp, and the vector
-// decoder against the portable one. The build adds the AVX-512 flags where the compiler knows them.
+// FP8 and FP4 codes to bf16: every code of the formats at every exponent against ldexp, and the
+// vector decoder against the portable one. The build adds the AVX-512 flags where the compiler
+// knows them.
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -23,12 +24,16 @@ void check(bool ok, const char* what, int a, int b) {
   if (++failures <= 20) std::printf("%s fails at %d, %d\n", what, a, b);
 }
 
-double code_value(Fp8 format, int code) {
-  const int bits = format == Fp8::e4m3 ? 3 : 2, bias = format == Fp8::e4m3 ? 7 : 15;
-  const int exponent = (code & 0x7F) >> bits, mantissa = code & ((1 << bits) - 1);
-  const double sign = code & 0x80 ? -1.0 : 1.0;
-  if (format == Fp8::e4m3 && (code & 0x7F) == 0x7F) return NAN;
-  if (format == Fp8::e5m2 && exponent == 31) return mantissa == 0 ? sign * INFINITY : NAN;
+int codes_of(Element format) { return format == Element::e2m1 ? 16 : 256; }
+
+double code_value(Element format, int code) {
+  const bool fp4 = format == Element::e2m1;
+  const int bits = fp4 ? 1 : format == Element::e4m3 ? 3 : 2;
+  const int bias = fp4 ? 1 : format == Element::e4m3 ? 7 : 15, top = codes_of(format) / 2;
+  const int exponent = code % top >> bits, mantissa = code & ((1 << bits) - 1);
+  const double sign = code & top ? -1.0 : 1.0;
+  if (format == Element::e4m3 && (code & 0x7F) == 0x7F) return NAN;
+  if (format == Element::e5m2 && exponent == 31) return mantissa == 0 ? sign * INFINITY : NAN;
   if (exponent == 0) return sign * std::ldexp(mantissa, 1 - bias - bits);
   return sign * std::ldexp((1 << bits) + mantissa, exponent - bias - bits);
 }
@@ -40,8 +45,8 @@ double word_value(uint16_t word) {
   return x;
 }
 
-void test_every_code(Fp8 format) {
-  for (int code = 0; code < 256; ++code) {
+void test_every_code(Element format) {
+  for (int code = 0; code < codes_of(format); ++code) {
     for (int below = 0; below <= 64; ++below) {
       const double expected = std::ldexp(code_value(format, code), kRelative - below);
       const double got =
@@ -72,7 +77,7 @@ struct TileCase {
 };
 
 template <bool k_last>
-void compare_tiles(Fp8 format, const TileCase& c, ptrdiff_t stride) {
+void compare_tiles(Element format, const TileCase& c, ptrdiff_t stride) {
   const TileScales scales{c.bytes, c.row_bytes};
   alignas(64) uint16_t expected[512], got[512];
   PortableDecoder(format).row_tile<k_last>(c.codes, stride, scales, expected);
@@ -84,7 +89,7 @@ void compare_tiles(Fp8 format, const TileCase& c, ptrdiff_t stride) {
 }
 
 // A line of the portable decoder against decode(), and the vector decoder against the portable one.
-void compare_lines(Fp8 format, const TileCase& c) {
+void compare_lines(Element format, const TileCase& c) {
   alignas(64) uint16_t even[2][32], odd[2][32];
   alignas(64) uint32_t words[2][16];
   const int row_byte = c.row_bytes[0];
@@ -109,12 +114,34 @@ void compare_lines(Fp8 format, const TileCase& c) {
   }
 }
 
-void test_vector_tiles(Fp8 format) {
+// Lines of codes two a byte: those of the same codes one a byte.
+void compare_packed_lines(const TileCase& c) {
+  uint8_t packed[kLineK / 2];
+  mxtile::mx::pack_nibbles<kLineK / 2>(c.codes, packed);
+  alignas(64) uint16_t expected[2][32], got[2][32];
+  alignas(64) uint32_t words[16];
+  PortableDecoder::line_words(c.bytes, c.row_bytes[0], words);
+  const PortableDecoder portable(Element::e2m1);
+  const Avx512Decoder vector(Element::e2m1);
+  portable.split_line(c.codes, words, expected[0], expected[1]);
+  portable.split_packed_line(packed, words, got[0], got[1]);
+  check(std::memcmp(expected, got, sizeof got) == 0, "portable packed line", c.bytes[0], 0);
+  vector.split_packed_line(packed, words, got[0], got[1]);
+  check(std::memcmp(expected, got, sizeof got) == 0, "split packed line", c.bytes[0], 0);
+  Words whole[2], halves[2];
+  vector.decode_line(c.codes, words[0], words[1], whole[0], whole[1]);
+  vector.decode_packed_line(packed, words[0], words[1], halves[0], halves[1]);
+  check(std::memcmp(whole, halves, sizeof whole) == 0, "packed line", c.bytes[0], 0);
+}
+
+void test_vector_tiles(Element format) {
   const auto cpu = mxtile::cpu_features();
   if (!cpu.avx512_bf16 || !cpu.avx512_vbmi) return;
   for (int round = 0; round < 200; ++round) {
     TileCase c;
-    for (auto& x : c.codes) x = static_cast<uint8_t>(random_bits());
+    for (auto& x : c.codes) {
+      x = static_cast<uint8_t>(random_bits() % static_cast<unsigned>(codes_of(format)));
+    }
     for (int r = 0; r < 16; ++r) {
       c.row_bytes[r] = 64 + static_cast<int>(random_bits() % 190);
       c.bytes[r] = static_cast<uint8_t>(c.row_bytes[r] - static_cast<int>(random_bits() % 65));
@@ -123,6 +150,7 @@ void test_vector_tiles(Fp8 format) {
     compare_tiles<true>(format, c, 32 + round % 9);
     compare_tiles<false>(format, c, 16 + round % 25);
     compare_lines(format, c);
+    if (format == Element::e2m1) compare_packed_lines(c);
   }
 }
 #endif
@@ -133,7 +161,7 @@ int main() {
 #if defined(__AVX512F__)
   if (!mxtile::cpu_features().avx512) return 0;  // built for more than this CPU has
 #endif
-  for (Fp8 format : {Fp8::e4m3, Fp8::e5m2}) {
+  for (Element format : {Element::e4m3, Element::e5m2, Element::e2m1}) {
     test_every_code(format);
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
     test_vector_tiles(format);

@@ -54,7 +54,7 @@ void elements() {
 // The definition: exponent of fp32(amax * fp32(1/max)), up.
 template <class F>
 uint32_t rceil_by_product(uint32_t amax) {
-  const float inverse = static_cast<float>(1 / std::ldexp(1.75, F::kMaxExponent));
+  const float inverse = static_cast<float>(1 / F::kTraits.max);
   const double product = value(amax) * static_cast<double>(inverse);  // exact: 48 bits
   const int unit = product < std::ldexp(1.0, -126) ? -149 : std::ilogb(product) - 23;
   const double q = std::ldexp(std::nearbyint(std::ldexp(product, -unit)), unit);  // fp32
@@ -69,16 +69,22 @@ void scales() {
     for (uint32_t top = 0; top < 2048; ++top) {
       const uint32_t around = exponent << 23 | top << 12;
       for (uint32_t amax : {around, around + 1, around + 2, around + 0xFFF}) {
-        check(mx::rceil_byte<F>(amax) == rceil_by_product<F>(amax), "rceil", amax,
-              mx::rceil_byte<F>(amax));
+        const uint32_t up = mx::scale_byte<F>(amax, mx::Rule::rceil);
+        check(up == rceil_by_product<F>(amax), "rceil", amax, up);
         const double low = value(amax) > 0 ? std::ilogb(value(amax)) - F::kMaxExponent + 127 : 0;
-        check(mx::floor_byte<F>(amax) == (low > 0 ? low : 0), "floor", amax,
-              mx::floor_byte<F>(amax));
+        const uint32_t down = mx::scale_byte<F>(amax, mx::Rule::floor);
+        check(down == (low > 0 ? low : 0), "floor", amax, down);
+        const double two_bits = std::ldexp(value(amax), 1 - std::ilogb(value(amax)));  // [2, 4)
+        const double near = exponent > 0 && two_bits >= 3.5 ? low + 1 : low;
+        const uint32_t even = mx::scale_byte<F>(amax, mx::Rule::even);
+        check(even == (near > 0 ? near : 0), "even", amax, even);
       }
     }
   }
-  check(mx::rceil_byte<F>(mx::kF32Inf) == 255 && mx::floor_byte<F>(mx::kF32Nan) == 255, "nan", 0,
-        0);
+  for (mx::Rule rule : {mx::Rule::rceil, mx::Rule::floor, mx::Rule::even}) {
+    check(mx::scale_byte<F>(mx::kF32Inf, rule) == 255, "inf", 0, 0);
+    check(mx::scale_byte<F>(mx::kF32Nan, rule) == 255, "nan", 0, 0);
+  }
 }
 
 // Decoding against ldexp, and encoding against the nearest of the decoded values, ties to the even
@@ -97,14 +103,14 @@ void codes() {
       const uint32_t bits = mx::decode<F>(static_cast<uint8_t>(code), byte);
       const bool overflows = exact >= std::ldexp(1.0, 128);
       check(overflows ? bits == mx::kF32Inf : value(bits) == exact, "decode", code, byte);
-      const uint32_t negative = mx::decode<F>(static_cast<uint8_t>(code | 0x80), byte);
+      const uint32_t negative = mx::decode<F>(static_cast<uint8_t>(code | F::kSign), byte);
       check(negative == (bits | 0x80000000), "decode sign", code, byte);
       check(quant::decode_any<F>(static_cast<uint8_t>(code), byte) == bits, "decode_any", code,
             byte);
     }
     check(mx::decode<F>(static_cast<uint8_t>(code), 255) == mx::kF32Nan, "decode 255", code, 255);
   }
-  for (uint32_t code = F::kMaxCode + 1; code < 128; ++code) {
+  for (uint32_t code = F::kMaxCode + 1; code < F::kSign; ++code) {
     const uint32_t want = F::kHasInfinity && code == F::kMaxCode + 1 ? mx::kF32Inf : mx::kF32Nan;
     check(mx::decode<F>(static_cast<uint8_t>(code), 127) == want, "special code", code, want);
   }
@@ -122,7 +128,8 @@ void codes() {
         if (x >= std::ldexp(1.0, 128) || (x != 0 && x < std::ldexp(1.0, -126))) continue;
         const uint32_t bits = mx::as_bits(static_cast<float>(x));
         check(mx::encode<F>(bits, byte) == c.want, "encode", bits, byte);
-        check(mx::encode<F>(bits | 0x80000000, byte) == (c.want | 0x80), "encode sign", bits, byte);
+        check(mx::encode<F>(bits | 0x80000000, byte) == (c.want | F::kSign), "encode sign", bits,
+              byte);
         if (c.want == even && c.y == middle) {
           check(mx::encode<F>(bits - 1, byte) == code, "below a tie", bits, byte);
           check(mx::encode<F>(bits + 1, byte) == code + 1, "above a tie", bits, byte);
@@ -136,7 +143,8 @@ void codes() {
     }
   }
   check(mx::encode<F>(mx::as_bits(3e38f), 100) == F::kMaxCode, "saturation", 0, 0);
-  check(mx::encode<F>(0, 255) == F::kNanCode, "nan block", 0, 0);
+  const uint32_t nan = F::kTraits.nan_code == mx::kNoCode ? 0 : F::kNanCode;
+  check(mx::encode<F>(0, 255) == nan, "nan block", 0, 0);
 }
 
 void halves() {
@@ -183,8 +191,10 @@ int main() {
   elements();
   scales<mx::E4M3>();
   scales<mx::E5M2>();
+  scales<mx::E2M1>();
   codes<mx::E4M3>();
   codes<mx::E5M2>();
+  codes<mx::E2M1>();
   halves();
   std::printf(failures ? "%d failures\n" : "mx: all checks passed\n", failures);
   return failures != 0;

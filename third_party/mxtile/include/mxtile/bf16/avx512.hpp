@@ -1,4 +1,4 @@
-// FP8 to bf16 tiles and bf16 dot products with AVX-512 VBMI and BF16.
+// FP8 and FP4 to bf16 tiles and bf16 dot products with AVX-512 VBMI and BF16.
 // Include only from files compiled for that level. Everything is inlined, so no copy leaks to other
 // files.
 #pragma once
@@ -24,25 +24,25 @@ using Vec = __m512;
 using Words = __m512i;
 
 // acc[i] += a[2i] * b[2i] + a[2i + 1] * b[2i + 1]
-MXTILE_INLINE Vec dot(Vec acc, Words a, Words b) {
+MXTILE_STATIC Vec dot(Vec acc, Words a, Words b) {
   return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
 }
-MXTILE_INLINE Vec zero() { return _mm512_setzero_ps(); }
-MXTILE_INLINE Vec load(const float* p) { return _mm512_load_ps(p); }
-MXTILE_INLINE void store(float* p, Vec v) { _mm512_store_ps(p, v); }
-MXTILE_INLINE Words load_words(const void* p) { return _mm512_load_si512(p); }
-MXTILE_INLINE void store_words(void* p, Words v) { _mm512_store_si512(p, v); }
+MXTILE_STATIC Vec zero() { return _mm512_setzero_ps(); }
+MXTILE_STATIC Vec load(const float* p) { return _mm512_load_ps(p); }
+MXTILE_STATIC void store(float* p, Vec v) { _mm512_store_ps(p, v); }
+MXTILE_STATIC Words load_words(const void* p) { return _mm512_load_si512(p); }
+MXTILE_STATIC void store_words(void* p, Words v) { _mm512_store_si512(p, v); }
 // The pair of bf16 at p in every lane.
-MXTILE_INLINE Words broadcast_pair(const uint16_t* p) {
+MXTILE_STATIC Words broadcast_pair(const uint16_t* p) {
   int32_t pair;
   __builtin_memcpy(&pair, p, 4);
   return _mm512_set1_epi32(pair);
 }
-MXTILE_INLINE Words broadcast_word(uint32_t pair) {
+MXTILE_STATIC Words broadcast_word(uint32_t pair) {
   return _mm512_set1_epi32(static_cast<int>(pair));
 }
-MXTILE_INLINE Words or_words(Words a, Words b) { return _mm512_or_si512(a, b); }
-MXTILE_INLINE float sum(Vec v) { return _mm512_reduce_add_ps(v); }
+MXTILE_STATIC Words or_words(Words a, Words b) { return _mm512_or_si512(a, b); }
+MXTILE_STATIC float sum(Vec v) { return _mm512_reduce_add_ps(v); }
 
 // Byte order that gathers the k pairs (0, 1) and (2, 3) of four rows into each 128-bit lane, from
 // four k of 16 rows.
@@ -63,9 +63,10 @@ inline constexpr PairOrder kPairOrder = make_pair_order();
 
 struct Avx512Decoder {
   __m512i low0, low1, high0, high1, sign, mark, spread;
+  __m512i halves;      // words of codes of 4 bits, twice
   bool negative_zero;  // false: its code is NaN
 
-  __attribute__((always_inline)) explicit Avx512Decoder(Fp8 format) {
+  __attribute__((always_inline)) explicit Avx512Decoder(Element format) {
     const CodeTable& t = code_table(format);
     low0 = _mm512_load_si512(t.low);
     low1 = _mm512_load_si512(t.low + 64);
@@ -77,6 +78,9 @@ struct Avx512Decoder {
     // Sends 8-code groups 0..3 to the low and 4..7 to the high halves of the 128-bit lanes, which
     // is where the byte unpack leaves them in order.
     spread = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+    const __m128i low16 = _mm512_castsi512_si128(low0), high16 = _mm512_castsi512_si128(high0);
+    halves = _mm512_broadcast_i64x4(
+        _mm256_set_m128i(_mm_unpackhi_epi8(low16, high16), _mm_unpacklo_epi8(low16, high16)));
   }
 
   // 64 codes to 2 x 32 words. Per 128-bit lane, `first` takes the low 8 codes and `second` the
@@ -106,6 +110,23 @@ struct Avx512Decoder {
     const __m512i c = _mm512_permutexvar_epi64(spread, _mm512_loadu_si512(codes));
     decode(c, _mm512_set1_epi32(static_cast<int>(word_first)),
            _mm512_set1_epi32(static_cast<int>(word_second)), first, second);
+  }
+
+  // The same of codes two a byte, with tables of 4-bit codes: words are looked up whole.
+  __attribute__((always_inline)) inline void decode_packed_line(const uint8_t* packed,
+                                                                uint32_t word_first,
+                                                                uint32_t word_second,
+                                                                __m512i& first,
+                                                                __m512i& second) const {
+    // Bytes 4i .. 4i + 3 of each half to lane i, where unpacking words leaves them in order.
+    const __m256i bytes =
+        _mm256_permutevar8x32_epi32(load32(packed), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    __m512i even, odd;
+    look_up_pairs(bytes, even, odd);
+    first = add_exponent(_mm512_unpacklo_epi16(even, odd),
+                         _mm512_set1_epi32(static_cast<int>(word_first)));
+    second = add_exponent(_mm512_unpackhi_epi16(even, odd),
+                          _mm512_set1_epi32(static_cast<int>(word_second)));
   }
 
   // tile[16 rows][32 k]
@@ -183,7 +204,7 @@ struct Avx512Decoder {
   }
 
   // words[i] = exponent word of bytes[i], twice, for 16 blocks of a row; returns the NaN blocks.
-  MXTILE_INLINE unsigned line_words(const uint8_t* bytes, int row_byte, uint32_t* words) {
+  MXTILE_STATIC unsigned line_words(const uint8_t* bytes, int row_byte, uint32_t* words) {
     const __m512i base = _mm512_set1_epi32((kRelative - row_byte) * 128 - 1);
     const __m512i wide = _mm512_cvtepu8_epi32(load16(bytes));
     const __m512i word = _mm512_add_epi32(_mm512_slli_epi32(wide, 7), base);
@@ -200,34 +221,59 @@ struct Avx512Decoder {
     const __m512i low = _mm512_permutex2var_epi8(low0, c, low1);
     __m512i high = _mm512_permutex2var_epi8(high0, c, high1);
     high = _mm512_ternarylogic_epi64(high, c, sign, 0xF8);  // high | (codes & sign)
-    const __m512i add = _mm512_mask_set1_epi32(_mm512_set1_epi32(static_cast<int>(words[0])),
-                                               0xFF00, static_cast<int>(words[1]));
+    const __m512i add = two_words(words);
     const __m512i upper = _mm512_set1_epi16(-256);
     // upper ? high : low, by bytes of the word
     __m512i e = _mm512_ternarylogic_epi64(upper, _mm512_slli_epi16(high, 8), low, 0xCA);
     __m512i o = _mm512_ternarylogic_epi64(upper, high, _mm512_srli_epi16(low, 8), 0xCA);
-    e = _mm512_mask_add_epi16(e, _mm512_test_epi16_mask(e, mark), e, add);
-    o = _mm512_mask_add_epi16(o, _mm512_test_epi16_mask(o, mark), o, add);
-    _mm512_store_si512(even, e);
-    _mm512_store_si512(odd, o);
+    _mm512_store_si512(even, add_exponent(e, add));
+    _mm512_store_si512(odd, add_exponent(o, add));
+  }
+
+  // The same of codes two a byte.
+  __attribute__((always_inline)) inline void split_packed_line(const uint8_t* packed,
+                                                               const uint32_t* words,
+                                                               uint16_t* even,
+                                                               uint16_t* odd) const {
+    const __m512i add = two_words(words);
+    __m512i e, o;
+    look_up_pairs(load32(packed), e, o);
+    _mm512_store_si512(even, add_exponent(e, add));
+    _mm512_store_si512(odd, add_exponent(o, add));
   }
 
   // Makes one block of a split line NaN.
-  MXTILE_INLINE void make_block_nan(int block, uint16_t* even, uint16_t* odd) {
+  MXTILE_STATIC void make_block_nan(int block, uint16_t* even, uint16_t* odd) {
     const __mmask16 lanes = static_cast<__mmask16>(0xFF << (8 * block));
     make_nan(even, lanes);
     make_nan(odd, lanes);
   }
 
  private:
-  MXTILE_INLINE __m256i load32(const uint8_t* p) {
+  // The words of the codes in the low and in the high halves of 32 bytes. Only the low five bits of
+  // an index count, and the table holds its sixteen words twice.
+  __attribute__((always_inline)) inline void look_up_pairs(__m256i bytes, __m512i& even,
+                                                           __m512i& odd) const {
+    const __m512i wide = _mm512_cvtepu8_epi16(bytes);
+    even = _mm512_permutexvar_epi16(wide, halves);
+    odd = _mm512_permutexvar_epi16(_mm512_srli_epi16(wide, 4), halves);
+  }
+  __attribute__((always_inline)) inline __m512i add_exponent(__m512i word, __m512i add) const {
+    return _mm512_mask_add_epi16(word, _mm512_test_epi16_mask(word, mark), word, add);
+  }
+  // One exponent word for each half of a register.
+  MXTILE_STATIC __m512i two_words(const uint32_t* words) {
+    return _mm512_mask_set1_epi32(_mm512_set1_epi32(static_cast<int>(words[0])), 0xFF00,
+                                  static_cast<int>(words[1]));
+  }
+  MXTILE_STATIC __m256i load32(const uint8_t* p) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   }
-  MXTILE_INLINE __m128i load16(const uint8_t* p) {
+  MXTILE_STATIC __m128i load16(const uint8_t* p) {
     return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   }
   // 16 bytes at p, p + step, p + 2 step, p + 3 step in the four lanes.
-  MXTILE_INLINE __m512i load_lanes(const uint8_t* p, ptrdiff_t step) {
+  MXTILE_STATIC __m512i load_lanes(const uint8_t* p, ptrdiff_t step) {
     __m512i v = _mm512_castsi128_si512(load16(p));
     v = _mm512_inserti32x4(v, load16(p + step), 1);
     v = _mm512_inserti32x4(v, load16(p + 2 * step), 2);
@@ -235,7 +281,7 @@ struct Avx512Decoder {
   }
 
   // words[row] = the exponent word twice; returns the rows whose block is NaN.
-  MXTILE_INLINE __mmask16 exponent_words(TileScales s, uint32_t* words) {
+  MXTILE_STATIC __mmask16 exponent_words(TileScales s, uint32_t* words) {
     const __m512i bytes = _mm512_cvtepu8_epi32(load16(s.bytes));
     const __m512i relative = _mm512_sub_epi32(bytes, _mm512_loadu_si512(s.row_bytes));
     const __m512i shifted =
@@ -264,7 +310,7 @@ struct Avx512Decoder {
     _mm512_store_si512(out + kTileK, second);
   }
 
-  MXTILE_INLINE void make_nan(uint16_t* words, __mmask16 lanes) {
+  MXTILE_STATIC void make_nan(uint16_t* words, __mmask16 lanes) {
     const __m512i v = _mm512_load_si512(words);
     _mm512_store_si512(words, _mm512_mask_or_epi32(v, lanes, v, _mm512_set1_epi32(0x7FC07FC0)));
   }

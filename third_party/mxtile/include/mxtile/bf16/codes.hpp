@@ -1,9 +1,9 @@
-// FP8 codes to bf16 words, portably.
+// FP8 and FP4 codes to bf16 words, portably. Codes are one a byte.
 //
 // A decoded value carries the exponent of its block, taken relative to the largest exponent of its
 // row:
 //   value = code * 2^(byte - row_byte + kRelative)
-// Every FP8 value is exact in bf16, and so is its product with a power of two, so decoding never
+// Every such value is exact in bf16, and so is its product with a power of two, so decoding never
 // rounds.
 #pragma once
 
@@ -11,21 +11,22 @@
 #include <cstdint>
 
 #include "mxtile/mx/element.hpp"
+#include "mxtile/mx/nibbles.hpp"
 
-#define MXTILE_INLINE __attribute__((always_inline)) static inline
+#define MXTILE_STATIC __attribute__((always_inline)) static inline
 
 namespace mxtile::bf16 {
 
-using Fp8 = mx::Element;  // e4m3, e5m2 and their fnuz forms
+using mx::Element;
 
 inline constexpr int kRelative = 37;  // exponent of the largest block of a row
 inline constexpr uint16_t kQuietNan = 0x7FC0;
 inline constexpr int kTileRows = 16, kTileK = 32;  // a tile is 16 rows of 32 k: 1 KB of bf16
 
-// bf16 bits of a magnitude (code without sign). Finite nonzero values have bit 0 set as a mark: FP8
-// has at most three mantissa bits, so bit 0 is free, and whoever adds the exponent also subtracts
-// the mark. Zeros, NaN and Inf carry no mark and must not be given an exponent.
-constexpr uint16_t marked_bf16(Fp8 format, unsigned magnitude) {
+// bf16 bits of a magnitude (code without sign). Finite nonzero values have bit 0 set as a mark:
+// there are at most three mantissa bits, so bit 0 is free, and whoever adds the exponent also
+// subtracts the mark. Zeros, NaN and Inf carry no mark and must not be given an exponent.
+constexpr uint16_t marked_bf16(Element format, unsigned magnitude) {
   const mx::ElementTraits& traits = mx::kElementTraits[static_cast<int>(format)];
   const int mantissa_bits = traits.mantissa_bits, bias = traits.bias;
   const unsigned max_code = static_cast<unsigned>(traits.max_code);
@@ -47,39 +48,45 @@ constexpr uint16_t marked_bf16(Fp8 format, unsigned magnitude) {
                                1u);
 }
 
-// The 128 magnitudes as two byte tables, the form that byte permutes read.
+// The words of codes 0 to 127 as two byte tables, the form that byte permutes read: magnitudes of
+// codes of 8 bits, whose sign is bit 7 of the code and of the high byte; all codes of narrower
+// ones.
 struct CodeTable {
   alignas(64) uint8_t low[128];
   alignas(64) uint8_t high[128];
   bool negative_zero;  // false: its code is NaN
 };
 
-constexpr CodeTable make_code_table(Fp8 format) {
+constexpr CodeTable make_code_table(Element format) {
   CodeTable t{};
+  const mx::ElementTraits& traits = mx::kElementTraits[static_cast<int>(format)];
+  const unsigned sign = 1u << (traits.exponent_bits + traits.mantissa_bits);
   for (unsigned i = 0; i < 128; ++i) {
-    const uint16_t word = marked_bf16(format, i);
+    const unsigned word = marked_bf16(format, i & (sign - 1)) | ((i & sign) != 0 ? 0x8000u : 0u);
     t.low[i] = static_cast<uint8_t>(word & 0xFF);
     t.high[i] = static_cast<uint8_t>(word >> 8);
   }
-  t.negative_zero = mx::kElementTraits[static_cast<int>(format)].has_negative_zero;
+  t.negative_zero = traits.has_negative_zero;
   return t;
 }
 
 // By Element.
-inline constexpr CodeTable kCodeTables[] = {make_code_table(Fp8::e4m3), make_code_table(Fp8::e5m2),
-                                            make_code_table(Fp8::e4m3fnuz),
-                                            make_code_table(Fp8::e5m2fnuz)};
+inline constexpr CodeTable kCodeTables[] = {
+    make_code_table(Element::e4m3),     make_code_table(Element::e5m2),
+    make_code_table(Element::e4m3fnuz), make_code_table(Element::e5m2fnuz),
+    make_code_table(Element::e3m2),     make_code_table(Element::e2m3),
+    make_code_table(Element::e2m1)};
 
-MXTILE_INLINE const CodeTable& code_table(Fp8 format) {
+MXTILE_STATIC const CodeTable& code_table(Element format) {
   return kCodeTables[static_cast<int>(format)];
 }
 
 // What is added to a marked word: the relative exponent in place, less the mark.
-MXTILE_INLINE uint16_t exponent_word(int byte, int row_byte) {
+MXTILE_STATIC uint16_t exponent_word(int byte, int row_byte) {
   return static_cast<uint16_t>((static_cast<unsigned>(byte - row_byte + kRelative) << 7) - 1u);
 }
 
-MXTILE_INLINE uint16_t decode(const CodeTable& table, uint8_t code, int byte, int row_byte) {
+MXTILE_STATIC uint16_t decode(const CodeTable& table, uint8_t code, int byte, int row_byte) {
   const unsigned magnitude = code & 0x7Fu;
   unsigned word = table.low[magnitude] | (static_cast<unsigned>(table.high[magnitude]) << 8);
   word |= (code & 0x80u) << 8;
@@ -103,7 +110,7 @@ inline constexpr int kLineK = 64, kLineBlocks = 2;
 struct PortableDecoder {
   const CodeTable& table;
 
-  explicit PortableDecoder(Fp8 format) : table(code_table(format)) {}
+  explicit PortableDecoder(Element format) : table(code_table(format)) {}
 
   // tile[16 rows][32 k]
   template <bool k_last>
@@ -145,6 +152,14 @@ struct PortableDecoder {
       if (word & 1u) word += words[k / kTileK];
       (k % 2 == 0 ? even : odd)[k / 2] = static_cast<uint16_t>(word);
     }
+  }
+
+  // The same of codes two a byte.
+  void split_packed_line(const uint8_t* packed, const uint32_t* words, uint16_t* even,
+                         uint16_t* odd) const {
+    uint8_t codes[kLineK];
+    mx::unpack_nibbles<kLineK / 2>(packed, codes);
+    split_line(codes, words, even, odd);
   }
 
   // Makes one block of a split line NaN.

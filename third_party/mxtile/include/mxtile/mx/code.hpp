@@ -10,11 +10,11 @@
 namespace mxtile::mx {
 
 // Code of x * 2^(127 - byte), x finite fp32 bits: nearest, ties to even, clamped to the largest
-// value. byte 255 gives NaN whatever x is.
+// value. byte 255 gives NaN whatever x is, and 0 where the element has none.
 template <class F>
 MXTILE_INLINE constexpr uint8_t encode(uint32_t x, uint32_t byte) {
-  if (byte == kScaleNan) return F::kNanCode;
-  const uint8_t sign = static_cast<uint8_t>((x >> 24) & 0x80);
+  if (byte == kScaleNan) return F::kTraits.nan_code == kNoCode ? 0 : F::kNanCode;
+  const uint8_t sign = static_cast<uint8_t>((x >> 31) * F::kSign);
   const uint32_t a = x & 0x7FFFFFFF;
   if (a == 0) return sign;
   int exponent = static_cast<int>(a >> 23);
@@ -38,8 +38,8 @@ MXTILE_INLINE constexpr uint8_t encode(uint32_t x, uint32_t byte) {
 template <class F>
 MXTILE_INLINE constexpr uint32_t decode(uint8_t code, uint32_t byte) {
   constexpr uint32_t kMantissaMask = (1u << F::kMantissaBits) - 1;
-  const uint32_t sign = static_cast<uint32_t>(code & 0x80) << 24;
-  const uint32_t a = code & 0x7F;
+  const uint32_t sign = static_cast<uint32_t>(code & F::kSign) << (32 - F::kBits);
+  const uint32_t a = code & (F::kSign - 1);
   if (byte == kScaleNan) return kF32Nan;
   if (!F::kHasNegativeZero && code == F::kNanCode) return kF32Nan;
   if (a > F::kMaxCode) {

@@ -50,6 +50,7 @@ struct ElementOf {
   static constexpr int kMantissaBits = kTraits.mantissa_bits;
   static constexpr int kExponentBits = kTraits.exponent_bits;
   static constexpr int kBits = 1 + kExponentBits + kMantissaBits;
+  static constexpr uint32_t kSign = 1u << (kBits - 1);
   static constexpr int kBias = kTraits.bias;
   static constexpr uint32_t kMaxCode = kTraits.max_code;
   static constexpr int kMaxExponent = static_cast<int>(kMaxCode >> kMantissaBits) - kBias;
@@ -61,5 +62,6 @@ using E4M3 = ElementOf<Element::e4m3>;
 using E5M2 = ElementOf<Element::e5m2>;
 using E4M3FNUZ = ElementOf<Element::e4m3fnuz>;
 using E5M2FNUZ = ElementOf<Element::e5m2fnuz>;
+using E2M1 = ElementOf<Element::e2m1>;
 
 }  // namespace mxtile::mx

@@ -2,7 +2,8 @@
 //
 // Every input becomes 32 words of bf16. fp32 and fp16 are rounded to odd: what does not fit sets
 // the last bit. bf16 keeps four bits more than a code, so the code is the one of the exact value,
-// and so is the scale: whether a significand exceeds 1.75 shows. All arithmetic is on integers; no
+// and so is the scale: whether a significand exceeds that of the largest
+// value shows. All arithmetic is on integers; no
 // floating-point mode matters. From words come codes: with the sign shifted out, the pattern less
 // the pattern of the scale, moved up until the code's seven bits fill the high byte, is the code
 // with its rounding bits in the low byte. A subnormal code is the significand shifted right
@@ -108,12 +109,12 @@ struct Scales {
 inline constexpr uint32_t kFastExponent = 36;
 
 template <class F>
-MXTILE_INLINE Scales make_scales(Vector amax, bool rceil) {
+MXTILE_INLINE Scales make_scales(Vector amax, mx::Rule rule) {
   constexpr uint32_t kLow = kFastExponent << 7;
   const Vector low = splat(kLow);
   const __mmask32 nonzero = _mm512_test_epi16_mask(amax, amax);
   // A block of zeros takes any scale that encode() can work with.
-  const Vector carried = _mm512_add_epi16(max(amax, low), splat(rceil ? mx::kRceilCarry >> 16 : 0));
+  const Vector carried = _mm512_add_epi16(max(amax, low), splat(mx::carry_of<F>(rule) >> 16));
   const Vector exponent = _mm512_srli_epi16(carried, 7);
   const Vector field = _mm512_sub_epi16(exponent, splat(F::kMaxExponent + F::kBias));
   Scales s;
@@ -161,7 +162,7 @@ struct Elements {
   Vector pattern[2];  // moved up, the sign gone
   Vector exponent[2];
   Vector significand[2];  // moved up likewise
-  Vector signs;           // high bytes
+  Vector signs;           // in the place of the code's, with other bits around them
 };
 
 template <class F>
@@ -177,6 +178,7 @@ MXTILE_INLINE Elements make_elements(const Vector* x) {
         _mm512_ternarylogic_epi32(e.pattern[i], splat(0x7F << kUp), splat(0x80 << kUp), 0xEA);
   }
   e.signs = high_bytes(x[0], x[1]);
+  if constexpr (F::kBits < 8) e.signs = _mm512_srli_epi16(e.signs, 8 - F::kBits);
   return e;
 }
 
@@ -200,9 +202,22 @@ MXTILE_INLINE Vector encode(const Elements& e, const Scale& scale0, const Scale&
   const __mmask64 up = _mm512_cmpgt_epu8_mask(rest, _mm512_set1_epi8(static_cast<char>(0x80)));
   const Vector rounded = _mm512_min_epu8(_mm512_mask_add_epi8(code, up, code, _mm512_set1_epi8(1)),
                                          _mm512_set1_epi8(F::kMaxCode));
-  // rounded | (signs & 0x80)
-  return in_order(
-      _mm512_ternarylogic_epi32(rounded, e.signs, _mm512_set1_epi8(static_cast<char>(0x80)), 0xF8));
+  // rounded | (signs & sign)
+  return in_order(_mm512_ternarylogic_epi32(rounded, e.signs,
+                                            _mm512_set1_epi8(static_cast<char>(F::kSign)), 0xF8));
+}
+
+// 64 codes of four bits as 32 bytes, the first of two in the low bits.
+MXTILE_INLINE void store_nibbles(uint8_t* p, Vector codes) {
+  const Vector words = _mm512_maddubs_epi16(codes, _mm512_set1_epi16(0x1001));  // even + 16 odd
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi16_epi8(words));
+}
+// Two rows of such codes as one of bytes, those of the upper row in the low bits.
+MXTILE_INLINE Vector nibble_rows(Vector upper, Vector lower) {
+  return _mm512_or_si512(upper, _mm512_slli_epi16(lower, 4));
+}
+MXTILE_INLINE void store_half(uint8_t* p, Vector v) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_castsi512_si256(v));
 }
 
 // Low bytes of 32 words.

@@ -20,11 +20,6 @@ MXTILE_INLINE bool needs_exact(uint32_t amax) {
   return amax >= mx::kF32Inf || (amax != 0 && amax < kFastAmax);
 }
 
-template <class F>
-MXTILE_INLINE uint32_t scale_byte(uint32_t amax, bool rceil) {
-  return rceil ? mx::rceil_byte<F>(amax) : mx::floor_byte<F>(amax);
-}
-
 // 2^(127 - byte), a normal number for the bytes of the fast path; 1 for a block of zeros.
 MXTILE_INLINE float multiplier(uint32_t byte) {
   return mx::as_float((byte == 0 || byte > 253 ? 127u : 254u - byte) << 23);
@@ -49,7 +44,7 @@ MXTILE_INLINE uint8_t encode_fast(uint32_t x, float scale) {
   int32_t code = normal ^ ((normal ^ small) & is_small);
   constexpr int32_t kMax = static_cast<int32_t>(F::kMaxCode);
   code = code < kMax ? code : kMax;
-  int32_t sign = static_cast<int32_t>((x >> 24) & 0x80);
+  int32_t sign = static_cast<int32_t>((x >> (32 - F::kBits)) & F::kSign);
   if constexpr (!F::kHasNegativeZero) sign &= -code >> 31;
   return static_cast<uint8_t>(code | sign);
 }
@@ -88,9 +83,9 @@ MXTILE_INLINE void fold_magnitudes(const uint32_t* x, uint32_t* largest, int n) 
 
 // One block with one scale. Returns its byte.
 template <class F>
-MXTILE_INLINE uint8_t quantize_block(const uint32_t* x, uint8_t* codes, bool rceil) {
+MXTILE_INLINE uint8_t quantize_block(const uint32_t* x, uint8_t* codes, mx::Rule rule) {
   const uint32_t amax = max_magnitude(x, mx::kBlockSize);
-  const uint32_t byte = scale_byte<F>(amax, rceil);
+  const uint32_t byte = mx::scale_byte<F>(amax, rule);
   if (needs_exact(amax)) {
     for (int i = 0; i < mx::kBlockSize; ++i) codes[i] = mx::encode<F>(x[i], byte);
   } else {

@@ -8,13 +8,13 @@
 
 namespace mxtile::simd {
 
-// The value of each code (0..255 in every lane), unscaled. NaN codes give NaN, E5M2's infinities
+// The value of each code (one a lane), unscaled. NaN codes give NaN, E5M2's infinities
 // infinity.
 template <class S, class F>
 MXTILE_WORD typename S::F decode(typename S::I code) {
   constexpr int kShift = 23 - F::kMantissaBits;
   constexpr int kRebias = 127 - F::kBias;
-  const auto magnitude = S::iand(code, S::iset(0x7f));
+  const auto magnitude = S::iand(code, S::iset(F::kSign - 1));
   const auto moved = S::iadd(S::template shl<kShift>(magnitude), S::iset(kRebias << 23));
   // Exponent field 0: moved reads as 2^-b (1 + m / 2^M) where 2^(1-b) (m / 2^M) is meant.
   const auto implied = S::as_float(S::iset((kRebias + 1) << 23));
@@ -27,7 +27,8 @@ MXTILE_WORD typename S::F decode(typename S::I code) {
     const auto zero = S::select_gt(S::iset(1), magnitude, S::iset(0x7fc00000), bits);
     bits = S::select_gt(code, S::iset(0x7f), zero, bits);
   }
-  return S::as_float(S::ior(bits, S::template shl<24>(S::iand(code, S::iset(0x80)))));
+  const auto sign = S::iand(code, S::iset(F::kSign));
+  return S::as_float(S::ior(bits, S::template shl<32 - F::kBits>(sign)));
 }
 
 // The 32 codes of one block to scaled floats. Backends with byte or word look-ups do better than

@@ -9,8 +9,23 @@
 
 namespace mxtile::simd {
 
+// What both decoders below are made of.
+struct Avx2Bytes {
+  MXTILE_WORD __m256i table(const uint8_t (&bytes)[16]) {
+    return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes)));
+  }
+  MXTILE_WORD void store_pairs(__m256i words, float factor, float* out) {
+    const __m256 even = _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
+    const __m256 odd = _mm256_castsi256_ps(
+        _mm256_and_si256(words, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+    const __m256 scale = _mm256_set1_ps(factor);
+    _mm256_storeu_ps(out, _mm256_mul_ps(even, scale));
+    _mm256_storeu_ps(out + 8, _mm256_mul_ps(odd, scale));
+  }
+};
+
 template <class F>
-struct BlockDecoder<Avx2, F> {
+struct BlockDecoder<Avx2, F> : private Avx2Bytes {
   // Unpacking works within halves of a register and on pairs: see run().
   MXTILE_WORD constexpr int element(int position) {
     return position / 4 % 2 * 16 + position / 16 * 8 + position % 4 * 2 + position / 8 % 2;
@@ -62,16 +77,34 @@ struct BlockDecoder<Avx2, F> {
   static constexpr Tables kTables{};
 
   MXTILE_WORD __m256i byte(int x) { return _mm256_set1_epi8(static_cast<char>(x)); }
-  MXTILE_WORD __m256i table(const uint8_t (&bytes)[16]) {
-    return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes)));
+};
+
+struct NibbleBytes {
+  alignas(16) uint8_t high[16], low[16];
+  constexpr NibbleBytes() : high{}, low{} {
+    for (int i = 0; i < 16; ++i) {
+      const uint32_t bits = mx::decode<mx::E2M1>(static_cast<uint8_t>(i), 127);
+      high[i] = static_cast<uint8_t>(bits >> 24);
+      low[i] = static_cast<uint8_t>(bits >> 16);
+    }
   }
-  MXTILE_WORD void store_pairs(__m256i words, float factor, float* out) {
-    const __m256 even = _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
-    const __m256 odd = _mm256_castsi256_ps(
-        _mm256_and_si256(words, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
-    const __m256 scale = _mm256_set1_ps(factor);
-    _mm256_storeu_ps(out, _mm256_mul_ps(even, scale));
-    _mm256_storeu_ps(out + 8, _mm256_mul_ps(odd, scale));
+};
+inline constexpr NibbleBytes kNibbleBytes{};
+
+// Codes of four bits: both bytes from tables of their own. In the same order, so that sums over
+// decoded blocks of two elements meet.
+template <>
+struct BlockDecoder<Avx2, mx::E2M1> : private Avx2Bytes {
+  MXTILE_WORD constexpr int element(int position) {
+    return BlockDecoder<Avx2, mx::E4M3>::element(position);
+  }
+
+  MXTILE_WORD void run(const uint8_t* codes, float factor, float* out) {
+    const __m256i code = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
+    const __m256i high = _mm256_shuffle_epi8(table(kNibbleBytes.high), code);
+    const __m256i low = _mm256_shuffle_epi8(table(kNibbleBytes.low), code);
+    store_pairs(_mm256_unpacklo_epi8(low, high), factor, out);
+    store_pairs(_mm256_unpackhi_epi8(low, high), factor, out + 16);
   }
 };
 

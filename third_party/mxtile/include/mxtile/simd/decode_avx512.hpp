@@ -17,6 +17,9 @@ struct BlockDecoder<Avx512, F> {
   MXTILE_WORD void run(const uint8_t* codes, float factor, float* out) {
     const __m512i x =
         _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)));
+    if constexpr (F::kBits < 6) {  // signs are in the table, of which a part will do
+      return store(_mm512_permutexvar_epi16(x, part(0)), factor, out);
+    }
     const __m512i low = _mm512_permutex2var_epi16(part(0), x, part(1));   // codes 0x00 .. 0x3f
     const __m512i high = _mm512_permutex2var_epi16(part(2), x, part(3));  // codes 0x40 .. 0x7f
     const __mmask32 is_high = _mm512_test_epi16_mask(x, _mm512_set1_epi16(0x40));
@@ -28,6 +31,11 @@ struct BlockDecoder<Avx512, F> {
       const __mmask32 nan = _mm512_cmpeq_epi16_mask(x, _mm512_set1_epi16(0x80));
       value = _mm512_mask_set1_epi16(value, nan, 0x7fc0);
     }
+    store(value, factor, out);
+  }
+
+ private:
+  MXTILE_WORD void store(__m512i value, float factor, float* out) {
     const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(value, 16));
     const __m512 odd = _mm512_castsi512_ps(
         _mm512_and_si512(value, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
@@ -35,8 +43,6 @@ struct BlockDecoder<Avx512, F> {
     _mm512_storeu_ps(out, _mm512_mul_ps(even, scale));
     _mm512_storeu_ps(out + 16, _mm512_mul_ps(odd, scale));
   }
-
- private:
   struct Table {
     alignas(64) uint16_t half[128];
     constexpr Table() : half{} {

@@ -1,0 +1,8 @@
+// The tile kernel that rounds at random and transforms, for any CPU.
+#include "quantize/quantize_random_loops.hpp"
+
+namespace te_mx::cpu::quantize_tile {
+
+Kernel find_random_portable(Element element) { return choose_random(element); }
+
+}  // namespace te_mx::cpu::quantize_tile
