@@ -22,6 +22,7 @@ from benchmarks import (
     bench_linear,
     bench_linear_cuda,
     bench_models_cuda,
+    bench_mxfp4_cuda,
     bench_overhead,
     bench_quantize,
     bench_split_cuda,
@@ -53,6 +54,7 @@ BENCHMARKS: dict[str, Callable[[Context], Iterator[Row]]] = {
 CUDA_BENCHMARKS: dict[str, Callable[[GpuContext], Iterator[Row]]] = {
     "gemm_cuda": bench_gemm_cuda.gemm,
     "blockwise_cuda": bench_blockwise_cuda.blockwise,
+    "mxfp4_cuda": bench_mxfp4_cuda.mxfp4,
     "scales_cuda": bench_gemm_cuda.scales,
     "epilogue_cuda": bench_gemm_cuda.epilogue,
     "split_cuda": bench_split_cuda.split,

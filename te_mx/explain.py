@@ -72,9 +72,10 @@ def explain(
         if not sides:
             raise ValueError("classes=True counts tiles of tensors; pass A and B")
         for side, operand in sides.items():
-            if not operand.format.name.startswith("mxfp8"):
+            if not sm90_tiles.takes(operand.format):
                 raise ValueError(
-                    f"classes=True counts tiles of MXFP8 tensors, {side} is {operand.format.name}"
+                    "classes=True counts tiles of MXFP8 and MXFP4 tensors, "
+                    f"{side} is {operand.format.name}"
                 )
         notes = tuple(
             f"{side} has {_count(operand, alignment_spread)}" for side, operand in sides.items()
@@ -127,8 +128,9 @@ def _problem(
 
 def _count(operand: Operand, spread: int) -> str:
     fmt, layout = operand.format, operand.layout
-    rows = layout.unpack(fmt, operand.codes, operand.scales, operand.k)
-    found = sm90_tiles.classes_of(*rows, spread)
+    codes, scales = layout.unpack(fmt, operand.codes, operand.scales, operand.k)
+    codes = fmt.unpack(codes, operand.k)
+    found = sm90_tiles.classes_of(codes, scales, fmt.name, spread)
     counts = torch.bincount(found.flatten().int(), minlength=4).tolist()
     words = zip(sm90_tiles.CLASS_NAMES, counts, strict=True)
     return ", ".join(f"{count} {word}" for word, count in words if count) + " tiles"

@@ -25,6 +25,7 @@ from te_mx.backends.base import (
     Epilogue,
 )
 from te_mx.backends.reference import fused_math
+from te_mx.dispatch.calls import Quantize
 from te_mx.dispatch.fused import ACT_IDS, ACTIVATIONS, Activation, Norm
 from te_mx.layouts import sm90_tiles
 
@@ -66,8 +67,18 @@ def packed_bytes(rows: int, k: int) -> tuple[int, int]:
     return codes + scales, codes
 
 
-def _write_packed(place, codes: Tensor, scales: Tensor, fmt: str, spread: int) -> None:
-    packed = sm90_tiles.pack(codes, scales, fmt, spread)
+def tiles(codes: Tensor, scales: Tensor, fmt: str, spread: int):
+    """Codes [rows, k], one a byte, in tiles."""
+    return sm90_tiles.pack(codes, scales, reference.format_of(fmt).name, spread)
+
+
+def pack_tiles(codes: Tensor, scales: Tensor, fmt: str, k: int, spread: int):
+    """Plain codes that lie by rows, in tiles."""
+    return tiles(reference.format_of(fmt).unpack(codes, k), scales, fmt, spread)
+
+
+def _write_packed(place, codes: Tensor, scales: Tensor, fmt: str, k: int, spread: int) -> None:
+    packed = pack_tiles(codes, scales, fmt, k, spread)
     at(place.codes, packed.codes.shape).copy_(packed.codes)
     at(place.scales, packed.scales.shape, torch.int32).copy_(packed.scales)
 
@@ -81,14 +92,17 @@ def read_operand(o) -> base.Operand:
     elif order == "k_first":
         parts = at(o.codes, (o.k, o.rows)), at(o.scales, (_blocks(o.k), o.rows))
     else:
-        parts = at(o.codes, (o.rows, o.k)), at(o.scales, (o.rows, _blocks(o.k)))
-    return base.Operand(*parts, _NAMES[o.element], order)
+        width = base.code_bytes(_NAMES[o.element], o.k)
+        parts = at(o.codes, (o.rows, width)), at(o.scales, (o.rows, _blocks(o.k)))
+    return base.Operand(*parts, _NAMES[o.element], order, None, o.k)
 
 
 def rows_first(operand: base.Operand) -> tuple[Tensor, Tensor]:
-    """Codes [rows, k] and scales [rows, blocks] of a plain operand."""
-    parts = operand.codes, operand.scales
-    return parts if operand.order == "k_last" else tuple(part.t().contiguous() for part in parts)
+    """Codes [rows, k], one a byte, and scales [rows, blocks] of a plain operand."""
+    codes, scales, fmt, order = operand[:4]
+    if order == "k_last":
+        return reference.format_of(fmt).unpack(codes, operand.k), scales
+    return codes.t().contiguous(), scales.t().contiguous()
 
 
 def read_matrix(m, address: int | None = None) -> Tensor:
@@ -113,20 +127,39 @@ def quantize(args) -> int:
     return _quantize(args.to, read_matrix(args.x))
 
 
+def _randomly(to, values: Tensor, name: str) -> base.QuantizedParts:
+    """With the transforms and the seed of a call: what the kernels take of them."""
+    transforms = to.row.hadamard or to.col.hadamard
+    assert not transforms or (bool(to.row.codes) != bool(to.col.codes) and not to.col_sum)
+    assert not to.seed or name == "e2m1"
+    specs = [
+        f"{reference.format_of(name).name}"
+        + (f"+rht{one.hadamard}:0x{one.signs:08x}" if one.hadamard else "")
+        + "@rows"
+        for one in (to.row, to.col)
+    ]
+    rule = _RULES[to.rule] + "+sr" * bool(to.seed)
+    seed = at(to.seed, (1,), torch.int64) if to.seed else None
+    made = reference.quantize_house(
+        Quantize(values, *specs, rule, bool(to.col_sum), seed=seed, first=to.first)
+    )
+    return base.QuantizedParts(*made.row[:2], *made.col[:2], made.col_sum)
+
+
 def _quantize(to, values: Tensor) -> int:
     """What is made of values, wherever they are."""
     rows, cols = values.shape
     name = _NAMES[to.element]
-    parts = reference.quantize(values, name, True, "transposed", _RULES[to.rule], bool(to.col_sum))
-    for place, codes, scales in ((to.row, *parts[:2]), (to.col, *parts[2:4])):
+    parts = _randomly(to, values, name)
+    for place, codes, scales, k in ((to.row, *parts[:2], cols), (to.col, *parts[2:4], rows)):
         if not place.codes:
             continue
         order = _ORDERS[place.layout]
         if order == "sm90":
-            _write_packed(place, codes, scales, name, to.spread)
+            _write_packed(place, codes, scales, name, k, to.spread)
             continue
         if order == "k_first":
-            codes, scales = codes.t(), scales.t()
+            codes, scales = reference.format_of(name).unpack(codes, k).t(), scales.t()
         at(place.codes, codes.shape).copy_(codes)
         at(place.scales, scales.shape).copy_(scales)
     if to.col_sum:
@@ -138,17 +171,18 @@ def _quantize(to, values: Tensor) -> int:
 def pack(args) -> int:
     operand = read_operand(args.operand)
     assert _ORDERS[args.out.layout] == "sm90"
-    _write_packed(args.out, *rows_first(operand), operand.fmt, args.spread)
+    packed = tiles(*rows_first(operand), operand.fmt, args.spread)
+    at(args.out.codes, packed.codes.shape).copy_(packed.codes)
+    at(args.out.scales, packed.scales.shape, torch.int32).copy_(packed.scales)
     return OK
 
 
 def dequantize(args) -> int:
     if fake_sm90_factors.is_blockwise(args.operand):
         return fake_sm90_factors.dequantize(args, at)
-    codes, scales, fmt, order = read_operand(args.operand)[:4]
-    dtype = _DTYPES[args.out_dtype]
-    values = reference.dequantize(codes, scales, fmt, order, dtype)
-    at(args.out, codes.shape, dtype).copy_(values)
+    operand, dtype = read_operand(args.operand), _DTYPES[args.out_dtype]
+    values = reference.values(operand, dtype)
+    at(args.out, values.shape, dtype).copy_(values)
     return OK
 
 
@@ -158,9 +192,9 @@ def row_sums_workspace_bytes(rows, k, k_first) -> int:
 
 def row_sums(args) -> int:
     at(args.workspace, (OWN_SCRATCH,)).fill_(0xFF)
-    codes, scales, fmt, order = read_operand(args.operand)[:4]
-    values = reference.dequantize(codes, scales, fmt, order, torch.float64)
-    sums = values.sum(0 if order == "k_first" else 1)
+    operand = read_operand(args.operand)
+    assert operand.fmt != "e2m1"  # the kernels do not sum it
+    sums = reference.values(operand, torch.float64).sum(0 if operand.order == "k_first" else 1)
     at(args.out, (args.rows,), torch.float32).copy_(sums)
     return OK
 

@@ -23,6 +23,7 @@ from fake_sm90 import (  # noqa: F401
     linear_forward,
     linear_offsets,
     pack,
+    pack_tiles,
     packed_bytes,
     quantize,
     quantize_two,
@@ -31,6 +32,7 @@ from fake_sm90 import (  # noqa: F401
     row_sums,
     row_sums_workspace_bytes,
     rows_first,
+    tiles,
     workspace_bytes,
 )
 from torch import Tensor
@@ -85,10 +87,10 @@ def quantize_grouped(args) -> int:
             values[start:end], name, True, "transposed", _RULES[to.rule], bool(to.col_sum)
         )
         if row_made:
-            packed = sm90_tiles.pack(parts.row_codes, parts.row_scales, name, to.spread)
+            packed = pack_tiles(parts.row_codes, parts.row_scales, name, cols, to.spread)
             layout.put_rows(sm90_tiles.PackedOperand(*row_made), packed, start, end, i)
         if col_made:
-            packed = sm90_tiles.pack(parts.col_codes, parts.col_scales, name, to.spread)
+            packed = pack_tiles(parts.col_codes, parts.col_scales, name, end - start, to.spread)
             packed = packed._replace(codes=packed.codes[:, : end - start])
             layout.put_k(sm90_tiles.PackedOperand(*col_made), packed, start, end, i)
         if to.col_sum:
@@ -115,33 +117,35 @@ def quantize_stacked(args, xs) -> int:
                 assert _ORDERS[place.layout] == "sm90"
                 codes_shape, words_shape = sm90_tiles.packed_shapes(*shape)
                 stack = _parts(place, ((len(xs), *codes_shape), (len(xs), *words_shape)))
-                packed = sm90_tiles.pack(codes, scales, name, to.spread)
+                packed = pack_tiles(codes, scales, name, shape[1], to.spread)
                 stack[0][i], stack[1][i] = packed.codes, packed.scales
     return OK
 
 
 def _plain_stack(args, xs, name) -> int:
     to, (rows, cols), count = args.to, (args.x_rows, args.x_cols), len(xs)
+    widths = base.code_bytes(name, cols), cols
     for i, address in enumerate(xs):
         values = read_matrix(args.x, address)
         parts = reference.quantize(values, name, True, "plain", _RULES[to.rule], False)
         scales = (count, rows, blocks(cols)), (count, blocks(rows), cols)
-        for place, order, shape, codes, made in (
-            (to.row, "k_last", scales[0], *parts[:2]),
-            (to.col, "k_first", scales[1], *parts[2:4]),
+        for place, order, shape, width, codes, made in (
+            (to.row, "k_last", scales[0], widths[0], *parts[:2]),
+            (to.col, "k_first", scales[1], widths[1], *parts[2:4]),
         ):
             if place.codes:
                 assert _ORDERS[place.layout] == order
-                at(place.codes, (count, rows, cols))[i] = codes
+                at(place.codes, (count, rows, width))[i] = codes
                 at(place.scales, shape)[i] = made
     return OK
 
 
 def _plain_weight(first, i: int) -> base.Operand:
     """Operand i of several behind each other."""
-    nbytes = first.rows * first.k, first.rows * blocks(first.k)
-    if _ORDERS[first.layout] == "k_first":
-        nbytes = nbytes[0], blocks(first.k) * first.rows
+    width = first.k
+    if _ORDERS[first.layout] == "k_last":
+        width = base.code_bytes(_NAMES[first.element], first.k)
+    nbytes = first.rows * width, first.rows * blocks(first.k)
     here = first.copy(codes=first.codes + i * nbytes[0], scales=first.scales + i * nbytes[1])
     return read_operand(here)
 
@@ -153,7 +157,7 @@ def pack_stacked(args) -> int:
     for i, (start, end) in enumerate(zip(*bounds_of(args.groups), strict=True)):
         if end > start:
             operand = _plain_weight(args.operand, i)
-            packed = sm90_tiles.pack(*rows_first(operand), operand.fmt, args.spread)
+            packed = tiles(*rows_first(operand), operand.fmt, args.spread)
             stack[0][i], stack[1][i] = packed.codes, packed.scales
     return OK
 
@@ -165,10 +169,10 @@ def columns_of_stacked(args) -> int:
     for i in range(count):
         operand = _plain_weight(args.operand, i)
         assert operand.order == "k_last"
-        values = reference.dequantize(*operand[:4], torch.bfloat16)
+        values = reference.values(operand, torch.bfloat16)
         rule = _RULES[args.rule]
         made = reference.quantize(values, operand.fmt, False, "transposed", rule, False)
-        packed = sm90_tiles.pack(made.col_codes, made.col_scales, operand.fmt, args.spread)
+        packed = pack_tiles(made.col_codes, made.col_scales, operand.fmt, operand.rows, args.spread)
         stack[0][i], stack[1][i] = packed.codes, packed.scales
     return OK
 

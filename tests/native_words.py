@@ -1,5 +1,5 @@
 """The reference in the words of native entry points, which tests of these compare with: formats
-"e4m3" and "e5m2", orders "k_last" and "k_first", a [m, k] and b [n, k] for D[n, m].
+"e4m3", "e5m2" and "e2m1", orders "k_last" and "k_first", a [m, k] and b [n, k] for D[n, m].
 """
 
 from __future__ import annotations
@@ -10,30 +10,41 @@ from torch import Tensor
 from te_mx import formats
 from te_mx.backends.base import Epilogue, Operand, QuantizedParts
 from te_mx.backends.reference import torch_gemm
-from te_mx.backends.reference.quantize import quantize as _quantize
+from te_mx.backends.reference.quantize import quantize as quantize_house
 from te_mx.dispatch.calls import Quantize
 from te_mx.layouts.operand import Operand as HouseOperand
 
 LAYOUTS = {"k_last": "rows", "k_first": "cols", "sm90": "sm90:8"}
 
 
+def format_of(fmt: str) -> formats.Format:
+    """The format that native code calls so."""
+    return formats.get("mxfp4" if fmt == "e2m1" else fmt)
+
+
 def house(operand: Operand) -> HouseOperand:
     """An operand in the words of te_mx.ops."""
-    spec = f"{formats.get(operand.fmt).name}@{LAYOUTS[operand.order]}"
+    spec = f"{format_of(operand.fmt).name}@{LAYOUTS[operand.order]}"
     return HouseOperand(
         operand.codes, operand.scales, spec, operand.rows, operand.k, operand.packed
     )
+
+
+def values(operand: Operand, dtype: torch.dtype) -> Tensor:
+    """What an operand stands for, as its codes lie."""
+    made = house(operand).values(dtype)
+    return made.t() if operand.order == "k_first" else made
 
 
 def quantize(
     x: Tensor, fmt: str, rowwise: bool, columnwise: str | None, rule: str, col_sum: bool
 ) -> QuantizedParts:
     """Both directions of x [rows, cols]; columnwise "plain", "transposed" or None."""
-    name = formats.get(fmt).name
+    name = format_of(fmt).name
     layout = {"plain": "cols", "transposed": "rows"}
     row = f"{name}@rows" if rowwise else ""
     col = f"{name}@{layout[columnwise]}" if columnwise else ""
-    made = _quantize(Quantize(x, row, col, rule, col_sum))
+    made = quantize_house(Quantize(x, row, col, rule, col_sum))
     parts = [t for one in made[:2] for t in ((None, None) if one is None else one[:2])]
     return QuantizedParts(*parts, made.col_sum)
 
@@ -46,7 +57,7 @@ def dequantize(codes: Tensor, scales: Tensor, fmt: str, order: str, dtype: torch
 
 def decode(codes: Tensor, fmt: str) -> Tensor:
     """What codes stand for without scales, fp32."""
-    return formats.get(fmt).element.decode(codes)
+    return format_of(fmt).element.decode(codes)
 
 
 def gemm(

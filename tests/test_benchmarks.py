@@ -74,6 +74,17 @@ CUDA_ROWS = {
             (1.3, 1.55),
         ),
     },
+    "mxfp4_cuda": {
+        **dict.fromkeys(("mxfp4 x mxfp4", "mxfp8 x mxfp4"), (1.1, 1.5)),
+        **{
+            f"{kind} {fmt}": (1.4, 1.7)
+            for kind in ("contiguous", "masked")
+            for fmt in ("mxfp4", "mxfp8")
+        },
+        "quantize both": (0.8, 0.9),
+        **dict.fromkeys(("quantize 4 bits", "unpack")),
+        "linear fwd+bwd fp4": (1.4, 1.7),
+    },
     "scales_cuda": {
         "gemm row scales": (1.2, 1.4),
         "gemm outliers": (1.4, 1.7),

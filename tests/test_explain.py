@@ -204,7 +204,7 @@ def test_formats_without_a_native_kernel(fresh_warnings):
     expected = usual.dequantize(torch.float64) @ values.double().t()
     torch.testing.assert_close(out, expected.float(), rtol=1e-5, atol=1e-5)
     te_mx.gemm(A, few)  # nothing is said twice
-    with pytest.raises(ValueError, match="counts tiles of MXFP8 tensors, A is mxfp6_e2m3"):
+    with pytest.raises(ValueError, match="tiles of MXFP8 and MXFP4 tensors, A is mxfp6_e2m3"):
         te_mx.explain(A, usual, classes=True)
 
 

@@ -66,8 +66,7 @@ def test_the_table_of_kernels_on_hopper():
 def test_formats_and_rules_that_native_code_does_not_know():
     """Their kernels are asked, and say why not."""
     for spec, rule, said in (
-        ("mxfp4@rows", "rceil", "takes mxfp8_e4m3, mxfp8_e5m2, not mxfp4"),
-        (f"{E4M3}@rows", "even", "knows the scale rules rceil, floor, not even"),
+        ("mxfp6_e3m2@rows", "rceil", "takes mxfp8_e4m3, mxfp8_e5m2, mxfp4, not mxfp6_e3m2"),
         (f"{E4M3}@grouped_cols", "rceil", "takes the layouts rows, cols, sm90, not grouped_cols"),
     ):
         for op, (lhs, rhs) in (("quantize", (spec, "")), ("gemm", (f"{E5M2}@rows", spec))):

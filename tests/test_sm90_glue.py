@@ -10,6 +10,7 @@ import pytest
 import strategies
 import torch
 
+import te_mx
 from te_mx import ops
 from te_mx.backends.base import PLAIN
 from te_mx.backends.reference import torch_gemm
@@ -22,7 +23,8 @@ from te_mx.runtime.ran import LAST_RUN
 
 # (m, n, k): tails everywhere, one of each, whole tiles.
 SHAPES = ((75, 130, 200), (1, 1, 1), (128, 128, 128))
-E4M3, E5M2 = "mxfp8_e4m3", "mxfp8_e5m2"
+E4M3, E5M2, FP4 = "mxfp8_e4m3", "mxfp8_e5m2", "mxfp4"
+PAIRS = ((E4M3, E4M3), (FP4, FP4), (E4M3, FP4), (FP4, E5M2))
 
 
 @pytest.fixture(autouse=True)
@@ -32,12 +34,12 @@ def hopper(threads):
         yield
 
 
-def operands(m, n, k, kind="block_scales", layouts=("rows", "cols")):
+def operands(m, n, k, kind="block_scales", layouts=("rows", "cols"), fmts=(E4M3, E4M3)):
     """Plain operands lhs [m, k] and rhs [n, k]."""
     made = []
-    for rows, layout, seed in ((m, layouts[0], 1), (n, layouts[1], 2)):
+    for rows, layout, fmt, seed in zip((m, n), layouts, fmts, (1, 2), strict=True):
         x = strategies.tensor(kind, k, rows, seed, torch.float32).clamp(-1e9, 1e9)
-        made.append(reference_quantize(Quantize(x, "", f"{E4M3}@{layout}", "rceil")).col)
+        made.append(reference_quantize(Quantize(x, "", f"{fmt}@{layout}", "rceil")).col)
     return made
 
 
@@ -45,6 +47,8 @@ def packed(operand, spread=8):
     codes, scales = operand.codes, operand.scales
     if operand.layout.k_first:
         codes, scales = codes.t().contiguous(), scales.t().contiguous()
+    else:
+        codes = operand.format.unpack(codes, operand.k)
     made = sm90_tiles.pack(codes, scales, operand.format.name, spread)
     spec = f"{operand.format.name}@sm90:{spread}"
     return ops.Operand(*made.operand_parts(codes), spec, operand.rows, operand.k)
@@ -69,18 +73,19 @@ def same_quantized(got, want):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("spread", [PLAIN, 0, 8])
 @pytest.mark.parametrize("shape", [(75, 130), (1, 1)], ids=str)
-def test_quantize(shape, spread, dtype):
+@pytest.mark.parametrize("fmt", [E5M2, FP4])
+def test_quantize(fmt, shape, spread, dtype):
     x = strategies.tensor("outliers", *shape, 3, dtype)
     wide = torch.nn.functional.pad(x, (2, 3))[:, 2:-3]  # rows apart, off by two elements
     for given in (x, wide, x.t().contiguous().t()):
         for row, col, rule, sums in (
             ("rows", "", "floor", False),
             ("", "cols", "rceil", True),
-            ("rows", "cols", "floor", False),
+            ("rows", "cols", "even", False),
             ("rows", "rows", "rceil", True),
         ):
             row, col = (
-                layout and f"{E5M2}@{layout if spread == PLAIN else f'sm90:{spread}'}"
+                layout and f"{fmt}@{layout if spread == PLAIN else f'sm90:{spread}'}"
                 for layout in (row, col)
             )
             got = ops.quantize_2d(
@@ -118,17 +123,19 @@ def test_two_at_a_time_are_one_call_on_a_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_dequantize(dtype):
-    for operand in operands(75, 130, 333):
+@pytest.mark.parametrize("fmts", PAIRS[:2], ids=str)
+def test_dequantize(fmts, dtype):
+    for operand in operands(75, 130, 333, fmts=fmts):
         got = ops.dequantize_2d(operand, dtype)
         assert got.shape == (operand.rows, operand.k)
         assert torch.equal(got, operand.values(dtype))
 
 
 @pytest.mark.parametrize("spread", [0, 8])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_pack(shape, spread):
-    for operand in operands(*shape):
+@pytest.mark.parametrize("shape", (*SHAPES, (5, 6, 77)), ids=str)
+@pytest.mark.parametrize("fmts", PAIRS[:2], ids=str)
+def test_pack(fmts, shape, spread):
+    for operand in operands(*shape, fmts=fmts):
         want = packed(operand, spread)
         for got in (
             ops.convert_2d(operand, want.spec),
@@ -141,10 +148,14 @@ def test_pack(shape, spread):
 
 
 @pytest.mark.parametrize("form", ["packed", "one packed", "plain"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gemm(shape, form, guarded):
+@pytest.mark.parametrize(
+    ("shape", "fmts"),
+    [(shape, PAIRS[0]) for shape in SHAPES] + [((75, 130, 77), fmts) for fmts in PAIRS[1:]],
+    ids=str,
+)
+def test_gemm(shape, fmts, form, guarded):
     m, n, _ = shape
-    lhs, rhs = operands(*shape)
+    lhs, rhs = operands(*shape, fmts=fmts)
     mode = Mode("adaptive", 3)
     ready = packed(lhs, 3), packed(rhs, 3)
     if form == "packed":
@@ -183,6 +194,23 @@ def test_bias_gradient_of_a_plain_operand(shape, layout, guarded):
     lhs, rhs = operands(*shape, layouts=(layout, "cols"))
     got = ops.gemm_2d(lhs, rhs, Epilogue(bias_grad="operand"), out_dtype=torch.float32)
     assert torch.equal(got.bias_grad, lhs.values(torch.float64).sum(1).float())
+
+
+@pytest.mark.parametrize("layout", ["rows", "cols", "sm90:8"])
+def test_bias_gradient_of_an_operand_of_4_bits(layout, guarded):
+    plain = "cols" if layout == "cols" else "rows"
+    lhs, rhs = operands(75, 130, 77, "normal", (plain, "cols"), (FP4, FP4))
+    given = lhs if layout == plain else ops.convert_2d(lhs, f"{FP4}@{layout}")
+    got = ops.gemm_2d(given, rhs, Epilogue(bias_grad="operand"), out_dtype=torch.float32)
+    want = lhs.values(torch.float64).sum(1).float()
+    torch.testing.assert_close(got.bias_grad, want, rtol=1e-5, atol=1e-5)
+
+
+def test_explain_says_what_becomes_of_4_bits():
+    A, B = te_mx.quantize(torch.randn(40, 64)), te_mx.quantize(torch.randn(30, 64), fmt=FP4)
+    told = te_mx.explain(A, B)
+    assert told.kernel == "sm90_adaptive"
+    assert "4-bit codes are unpacked to FP8 tiles before the main loop" in told.note
 
 
 @pytest.mark.parametrize("k", [33, 40, 48])

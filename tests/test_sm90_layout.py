@@ -109,7 +109,7 @@ def test_an_element_moves_by_at_most_half_the_smallest_shared_code(fmt, kind, ro
     packed = layout.pack(codes, scales, fmt, spread)
     assert tuple(packed.codes.shape) == layout.packed_shapes(rows, k)[0]
     assert tuple(packed.scales.shape) == layout.packed_shapes(rows, k)[1]
-    assert torch.equal(layout.classes_of(codes, scales, spread), layout.classes(packed))
+    assert torch.equal(layout.classes_of(codes, scales, fmt, spread), layout.classes(packed))
     exact = dequantize(codes, scales, fmt)
     got = layout.packed_values(packed, k, fmt)
     half_smallest = {"e4m3": 2.0**-10, "e5m2": 2.0**-17}[fmt]

@@ -120,7 +120,8 @@ def _measure(
     k, element = x.shape[1], fmt.element
     codes, scales = fmt.quantize(x, rule)
     q = fmt.dequantize(codes, scales, k, torch.float32)
-    magnitude = fmt.unpack(codes, k) & (element.sign - 1)
+    codes = fmt.unpack(codes, k)
+    magnitude = codes & (element.sign - 1)
     known = finite & q.isfinite()
 
     # Squares of gradients leave the range of fp32, and not every device has fp64: x and q are
@@ -145,7 +146,7 @@ def _measure(
     ).tolist()
     tiles = None
     if sm90_tiles.takes(fmt):
-        classes = sm90_tiles.classes_of(codes, scales, spread).flatten().int()
+        classes = sm90_tiles.classes_of(codes, scales, fmt.name, spread).flatten().int()
         tiles = torch.bincount(classes, minlength=len(sm90_tiles.CLASS_NAMES)).tolist()
     return Sums(
         x.numel(), math.ldexp(signal, -2 * power), math.ldexp(noise, -2 * power), saturated,

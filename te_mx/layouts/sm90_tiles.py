@@ -18,6 +18,11 @@ zero. Over the counting blocks of a tile, E is the largest e (127 without any). 
 A product is exact up to the rounding of shifted codes: an element moves only if it becomes
 subnormal, by at most half the smallest code, 2^-10 * 2^(E - 127) in E4M3, where E <= e + spread.
 
+MXFP4 lies as codes of E4M3, the same otherwise, but exactly: an E2M1 number times 2^d is one of
+E4M3 for every d in -8..6. So all blocks of a tile (or row) whose e are at most 14 apart share the
+exponent max(E - 6, 0), whatever the spread is, and nothing is rounded. That exponent stands for E
+in what follows; the classes are decided by the e themselves. Classes 2 and 3 have d = 0.
+
 - codes: uint8 [R, ld], ld = K rounded up to 16. Blocks of scale 255 hold 0x7F; what lies right of
   K is padding.
 Blocks of 1 x 128 with fp32 scales that are powers of two are operands of MX here, whose four blocks
@@ -39,6 +44,8 @@ from torch import Tensor
 
 from te_mx import formats
 from te_mx.formats import Format
+from te_mx.formats.element import Element
+from te_mx.formats.mxfp8 import E4M3
 from te_mx.layouts.base import Layout, Parts, Shape
 from te_mx.layouts.sm90_wide import MULTIPLIED, block_bytes, takes_wide
 
@@ -49,6 +56,8 @@ FAR_EXPONENT = 190
 MAX_SPREAD = 8
 DEFAULT_SPREAD = 8
 EMPTY_EXPONENT = 127
+# E2M1 times 2^d is E4M3 for d from FP4_HEADROOM - FP4_SPREAD to FP4_HEADROOM.
+FP4_SPREAD, FP4_HEADROOM = 14, 6
 CLASS_NAMES = ("tile-shared", "row-shared", "spread", "far")
 
 
@@ -84,6 +93,29 @@ def check_spread(spread: int) -> None:
         raise ValueError(f"te_mx: spread must be in 0..{MAX_SPREAD}, got {spread}")
 
 
+class Alignment(NamedTuple):
+    """How far apart the scales of blocks may be that share one, and how far below the largest of
+    them that one lies."""
+
+    spread: int
+    headroom: int
+
+
+def is_fp4(fmt: str) -> bool:
+    """Whether a format has codes of 4 bits, which lie here as those of E4M3."""
+    return formats.get(fmt).element.name == "e2m1"
+
+
+def alignment(fmt: str, spread: int) -> Alignment:
+    """That of a format, where its codes may be rounded over so many octaves."""
+    return Alignment(FP4_SPREAD, FP4_HEADROOM) if is_fp4(fmt) else Alignment(spread, 0)
+
+
+def tile_element(fmt: str) -> Element:
+    """The element of the codes in tiles."""
+    return E4M3 if is_fp4(fmt) else formats.get(fmt).element
+
+
 @lru_cache(maxsize=8)
 def code_values(fmt: str) -> Tensor:
     """fp32 [256]: the value of every code."""
@@ -92,10 +124,15 @@ def code_values(fmt: str) -> Tensor:
 
 @lru_cache(maxsize=8)
 def shift_table(fmt: str) -> Tensor:
-    """uint8 [9, 256]: entry [d, c] is code c times 2^-d, rounded to nearest even.
+    """uint8 [9, 256]: entry [d, c] is code c times 2^-d, rounded to nearest even. Of MXFP4 [15,
+    256]: the code of E4M3 that is code c times 2^(6 - d).
 
     NaN and infinities stay what they are, zeros keep their sign.
     """
+    if is_fp4(fmt):
+        values = code_values(fmt).double() * 2.0**FP4_HEADROOM
+        rows = [(values * 2.0**-d).to(E4M3.torch_dtype) for d in range(FP4_SPREAD + 1)]  # exact
+        return torch.stack(rows).view(torch.uint8)
     element, values = formats.get(fmt).element, code_values(fmt).double()
     finite = values.isfinite()
     magnitude = torch.where(finite, values.abs(), 0.0)
@@ -121,7 +158,7 @@ class _Aligned(NamedTuple):
     row_e: Tensor
 
 
-def _blocks(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _blocks(codes: Tensor, scales: Tensor, fmt: str) -> tuple[Tensor, Tensor, Tensor]:
     """Tiles codes uint8 [T, 128, S, 4, 32], bytes int64 [T, 128, S, 4] and counting blocks bool [T,
     128, S, 4].
     """
@@ -133,18 +170,20 @@ def _blocks(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     full_scales[:rows, : scales.shape[1]] = scales
     c = full_codes.view(tiles, TILE, steps, 4, BLOCK)
     e = full_scales.view(tiles, TILE, steps, 4).long()
-    counts = ((c & 0x7F) != 0).any(-1) & (e != 255)
+    magnitude = formats.get(fmt).element.sign - 1
+    counts = ((c & magnitude) != 0).any(-1) & (e != 255)
     return c, e, counts
 
 
-def _align(e: Tensor, counts: Tensor, spread: int) -> _Aligned:
+def _align(e: Tensor, counts: Tensor, how: Alignment) -> _Aligned:
     """The classes of tiles from the bytes of their blocks, and the exponents that are shared."""
+    spread, headroom = how
     high, low = torch.where(counts, e, -1), torch.where(counts, e, 256)
     tile_high, tile_low = high.amax((1, 3)), low.amin((1, 3))  # [T, S]
     row_high, row_low = high.amax(3), low.amin(3)  # [T, 128, S]
     empty = tile_high < 0
-    tile_e = torch.where(empty, EMPTY_EXPONENT, tile_high)
-    row_e = torch.where(row_high < 0, tile_e[:, None], row_high)
+    tile_e = torch.where(empty, EMPTY_EXPONENT, (tile_high - headroom).clamp(min=0))
+    row_e = torch.where(row_high < 0, tile_e[:, None], (row_high - headroom).clamp(min=0))
 
     cls = torch.full_like(tile_e, 2)
     cls[tile_low == 0] = 3
@@ -165,30 +204,32 @@ def _check_operand(codes: Tensor, scales: Tensor, spread: int) -> None:
     check_spread(spread)
 
 
-def classes_of(codes: Tensor, scales: Tensor, spread: int = DEFAULT_SPREAD) -> Tensor:
+def classes_of(codes: Tensor, scales: Tensor, fmt: str, spread: int = DEFAULT_SPREAD) -> Tensor:
     """uint8 [T, S]: the class that every tile of an MX operand gets when it is packed.
 
-    Raises as `pack`.
+    Arguments and errors are those of `pack`.
     """
     _check_operand(codes, scales, spread)
-    _, e, counts = _blocks(codes, scales)
-    return _align(e, counts, spread).cls.to(torch.uint8)
+    _, e, counts = _blocks(codes, scales, fmt)
+    return _align(e, counts, alignment(fmt, spread)).cls.to(torch.uint8)
 
 
 def pack(codes: Tensor, scales: Tensor, fmt: str, spread: int = DEFAULT_SPREAD) -> PackedOperand:
-    """Pack an MX operand: codes uint8 [R, K], scales uint8 [R, ceil(K/32)] -> PackedOperand.
+    """Pack an MX operand: codes uint8 [R, K], one a byte, scales uint8 [R, ceil(K/32)] ->
+    PackedOperand.
 
     Raises ValueError when the scales do not fit the codes, or spread is not in 0..8.
     """
     _check_operand(codes, scales, spread)
     rows, k = codes.shape
-    c, e, counts = _blocks(codes, scales)
+    c, e, counts = _blocks(codes, scales, fmt)
     tiles, _, steps, _ = e.shape
-    cls, tile_e, row_e = _align(e, counts, spread)
+    how = alignment(fmt, spread)
+    cls, tile_e, row_e = _align(e, counts, how)
 
     target = torch.where((cls == 0)[:, None], tile_e[:, None], row_e)  # [T, 128, S]
     shifted = counts & (cls < 2)[:, None, :, None]
-    d = torch.where(shifted, target[..., None] - e, 0)  # [T, 128, S, 4]
+    d = torch.where(shifted, target[..., None] - e, 0) + how.headroom  # [T, 128, S, 4]
     table = shift_table(fmt).to(codes.device).view(-1)
     packed = table[d[..., None] * 256 + c.long()]
     packed[(e == 255)[..., None].expand_as(packed)] = 0x7F
@@ -221,7 +262,7 @@ def packed_values(packed: HasPacked, k: int, fmt: str) -> Tensor:
     rows = packed.codes.shape[0]
     steps = packed.scales.shape[0]
     tiles = -(-rows // TILE)
-    values = formats.get(fmt).element.decode(packed.codes[:, :k]).double()
+    values = tile_element(fmt).decode(packed.codes[:, :k]).double()
     words = (
         packed.scales[:, :tiles, :TILE].permute(1, 2, 0).reshape(tiles * TILE, steps)[:rows]
     )  # [R, S]
@@ -237,9 +278,10 @@ def packed_values(packed: HasPacked, k: int, fmt: str) -> Tensor:
 
 
 def takes(fmt: Format) -> bool:
-    """Whether the tensor cores read the codes of an MX format, with scales that can be aligned."""
+    """Whether the tensor cores read the codes of an MX format, or E4M3 has all of its numbers, with
+    scales that can be aligned."""
     scaling = fmt.scaling
-    known = fmt.element.torch_dtype in MULTIPLIED
+    known = fmt.element.torch_dtype in MULTIPLIED or fmt.element.name == "e2m1"
     return known and scaling.scale == "e8m0" and scaling.block == (1, BLOCK)
 
 
@@ -257,7 +299,8 @@ class SM90Tiles(Layout):
     """Packed operands, with scales of a tile aligned where they differ by at most 2^spread."""
 
     scale_dtype = torch.int32
-    exact = False  # shifted codes are rounded
+    # Shifted codes are rounded; of MXFP4, values are kept and scale bytes are not.
+    exact = False
 
     def __init__(self, spread: int) -> None:
         check_spread(spread)
@@ -280,6 +323,8 @@ class SM90Tiles(Layout):
     def pack(self, fmt: Format, codes: Tensor, scales: Tensor, k: int) -> Parts:
         if takes_wide(fmt):
             scales = block_bytes(scales, k)
+        else:
+            codes = fmt.unpack(codes, k)
         return pack(codes, scales, fmt.name, self.spread).operand_parts(codes)
 
     def values(

@@ -19,7 +19,8 @@ from te_mx.ops import Operand
 # The FP8 tensor cores line up 32 products and the sum so far at the largest of them and cut off
 # what lies 13 bits below it: 33 cuts for every 32 of K.
 CUT = 33 * 2.0**-13
-HALF_SMALLEST = {"e4m3": 2.0**-10, "e5m2": 2.0**-17}  # half of the smallest subnormal code
+# Half of the smallest subnormal code; those of 4 bits are aligned exactly.
+HALF_SMALLEST = {"e4m3": 2.0**-10, "e5m2": 2.0**-17, "e2m1": 0.0}
 APPROXIMATE = {"tanh": "tanh", "erf": "none"}
 KINDS = ("gaussian", "student", "channels", "lognormal", "inverse", "outliers")
 
@@ -28,8 +29,9 @@ def by_rows(operand: Operand) -> Operand:
     """A plain operand with its codes [rows, k]."""
     if not operand.layout.k_first:
         return operand
-    codes, scales = operand.codes.t().contiguous(), operand.scales.t().contiguous()
-    return operand._replace(codes=codes, scales=scales, spec=f"{operand.format.name}@rows")
+    fmt = operand.format
+    codes, scales = fmt.pack(operand.codes.t().contiguous()), operand.scales.t().contiguous()
+    return operand._replace(codes=codes, scales=scales, spec=f"{fmt.name}@rows")
 
 
 def mx_values(operand: Operand) -> Tensor:
@@ -40,6 +42,7 @@ def mx_values(operand: Operand) -> Tensor:
 def packed(operand: Operand, spread: int) -> Operand:
     """A plain operand packed as plain torch describes it."""
     codes, scales, spec, rows, k, _ = by_rows(operand)
+    codes = operand.format.unpack(codes, k)
     made = sm90_tiles.pack(codes, scales, operand.format.name, spread)
     spec = spec.replace("@rows", f"@sm90:{spread}")
     return Operand(*made.operand_parts(codes), spec, rows, k)

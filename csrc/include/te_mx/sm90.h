@@ -14,7 +14,8 @@ namespace te_mx::sm90 {
 bool available();
 
 // Rows are k_last or tiles, columns k_last, k_first, tiles or, of blocks of 1 x 128 by the rule
-// pow2, aligned_tiles. col_sum_ws [ceil(rows/128), cols].
+// pow2, aligned_tiles. col_sum_ws [ceil(rows/128), cols]. With a Hadamard transform one direction,
+// without sums. A seed goes with e2m1 alone. Other quantizers know neither.
 Status quantize(const QuantizeArgs& args);
 // Two matrices that do not depend on each other, at the same time where the GPU has room for both.
 // On the same stream; the first without col_sum.

@@ -13,6 +13,10 @@
 //   class 3, far           the same, for tiles with an e of 0, or any tile with E > 190: careful
 //                          arithmetic
 //
+// MXFP4 lies as codes of E4M3, which has every E2M1 number times 2^-8 .. 2^6: S is 14 whatever is
+// asked for, nothing is rounded, and blocks share max(E - 6, 0) in place of E below. Classes 2 and
+// 3 hold the numbers themselves.
+//
 // Blocks of zeros keep their codes and never count. Blocks of scale 255 become code 0x7F and never
 // count.
 //

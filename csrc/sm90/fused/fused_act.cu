@@ -15,19 +15,24 @@ Status launch_instance(const ActParams& p, dim3 grid, cudaStream_t stream) {
   return launch_fused(dact_kernel<T, kFmt, kPlain>, grid, fused_smem_bytes<T>(2), stream, p);
 }
 
-// fp16 and fp32 have one instance for packed and plain codes.
+// fp16, fp32 and FP4 have one instance for packed and plain codes. FP4 is made of bf16 alone.
 template <class T, tile::Fp8 kFmt>
 Status launch_plain(const ActParams& p, dim3 grid, cudaStream_t stream) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+  constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
+  if constexpr (kBf16 && !kIsFp4<kFmt>) {
     if (!wants_plain(p.q)) return launch_instance<T, kFmt, false>(p, grid, stream);
   }
-  return launch_instance<T, kFmt, true>(p, grid, stream);
+  if constexpr (kBf16 || !kIsFp4<kFmt>) {
+    return launch_instance<T, kFmt, true>(p, grid, stream);
+  } else {
+    return Status::unsupported;
+  }
 }
 
 template <class T>
 Status launch_act(const ActParams& p, dim3 grid, cudaStream_t stream) {
-  return p.q.a.element == Element::e4m3 ? launch_plain<T, tile::Fp8::e4m3>(p, grid, stream)
-                                        : launch_plain<T, tile::Fp8::e5m2>(p, grid, stream);
+  return with_element(p.q.a.element,
+                      [&]<tile::Fp8 kFmt>() { return launch_plain<T, kFmt>(p, grid, stream); });
 }
 
 }  // namespace

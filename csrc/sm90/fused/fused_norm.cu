@@ -85,17 +85,21 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 4              
 template <class In, class T, tile::Fp8 kFmt>
 Status launch_format(const NormParams& p, unsigned ctas, cudaStream_t stream) {
   constexpr int kSmem = fused_smem_bytes<In>(1);
-  if constexpr (std::is_same_v<In, __nv_bfloat16>) {
+  if constexpr (std::is_same_v<In, __nv_bfloat16> && !kIsFp4<kFmt>) {
     if (!wants_plain(p.q))
       return launch_fused(norm_kernel<In, T, kFmt, false>, dim3(ctas), kSmem, stream, p);
   }
-  return launch_fused(norm_kernel<In, T, kFmt, true>, dim3(ctas), kSmem, stream, p);
+  if constexpr (kIsFp4<kFmt> && !std::is_same_v<T, __nv_bfloat16>) {
+    return Status::unsupported;  // FP4 is made of bf16 alone
+  } else {
+    return launch_fused(norm_kernel<In, T, kFmt, true>, dim3(ctas), kSmem, stream, p);
+  }
 }
 
 template <class In, class T>
 Status launch_norm(const NormParams& p, unsigned ctas, cudaStream_t stream) {
-  return p.q.a.element == Element::e4m3 ? launch_format<In, T, tile::Fp8::e4m3>(p, ctas, stream)
-                                        : launch_format<In, T, tile::Fp8::e5m2>(p, ctas, stream);
+  return with_element(
+      p.q.a.element, [&]<tile::Fp8 kFmt>() { return launch_format<In, T, kFmt>(p, ctas, stream); });
 }
 
 }  // namespace

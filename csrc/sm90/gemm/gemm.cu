@@ -2,6 +2,7 @@
 // bias-gradient partials.
 #include <iterator>
 
+#include "common/formats.h"
 #include "common/launch.h"
 #include "gemm/gemm_launch.h"
 #include "mxtile/sm90/barrier.cuh"
@@ -127,8 +128,8 @@ Status check_sides(const GemmArgs& a, Layout lhs, Layout rhs) {
                        a.lhs.scaling.block_rows == 1 && a.execution.parts <= 1;
     return takes ? Status::ok : Status::unsupported;
   }
-  const Status status = check_format(a.lhs.element, a.lhs.scaling);
-  return status == Status::ok ? check_format(a.rhs.element, a.rhs.scaling) : status;
+  const Status status = check_mx(a.lhs.element, a.lhs.scaling);
+  return status == Status::ok ? check_mx(a.rhs.element, a.rhs.scaling) : status;
 }
 
 Status check_epilogue(const Epilogue& e, int64_t n) {

@@ -8,6 +8,7 @@
 //   blocks<Config>(p)    of what a cluster computes at once, at most
 #pragma once
 
+#include "common/formats.h"
 #include "common/launch.h"
 #include "gemm/gemm_kernel.cuh"
 #include "gemm/gemm_launch.h"
@@ -160,12 +161,13 @@ Status launch_any(const Kind& kind, const Device& device) {
     if (Kind::kEveryEpilogue && needs_full(a.epilogue)) return Status::bad_argument;
     return launch<Config, EpilogueKind::plain>(kind, device);
   };
-  if (a.lhs.element == Element::e4m3) {
-    return a.rhs.element == Element::e4m3 ? go.template operator()<Fp8::e4m3, Fp8::e4m3>()
-                                          : go.template operator()<Fp8::e4m3, Fp8::e5m2>();
+  const Element lhs = tile_element(a.lhs.element), rhs = tile_element(a.rhs.element);
+  if (lhs == Element::e4m3) {
+    return rhs == Element::e4m3 ? go.template operator()<Fp8::e4m3, Fp8::e4m3>()
+                                : go.template operator()<Fp8::e4m3, Fp8::e5m2>();
   }
-  return a.rhs.element == Element::e4m3 ? go.template operator()<Fp8::e5m2, Fp8::e4m3>()
-                                        : go.template operator()<Fp8::e5m2, Fp8::e5m2>();
+  return rhs == Element::e4m3 ? go.template operator()<Fp8::e5m2, Fp8::e4m3>()
+                              : go.template operator()<Fp8::e5m2, Fp8::e5m2>();
 }
 
 // --------------------------------------------------------------------------------------------

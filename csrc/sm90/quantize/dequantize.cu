@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "common/device.h"
-#include "mxtile/sm90/fp8.cuh"
+#include "quantize/plain_codes.cuh"
 #include "quantize/plain_tasks.h"
 #include "te_mx/sm90.h"
 
@@ -39,6 +39,27 @@ struct Pair<__half> {
   static __device__ __forceinline__ Type of(float2 v) { return __float22half2_rn(v); }
 };
 
+// Codes that are read as those of another element.
+template <tile::Fp8 kFmt, bool kDown>
+inline constexpr bool kNibbles = kFmt == tile::Fp8::e2m1 && !kDown;
+template <tile::Fp8 kFmt>
+inline constexpr tile::Fp8 kReadFmt = kFmt == tile::Fp8::e2m1 ? tile::Fp8::e4m3 : kFmt;
+
+// Eight codes from `from` on.
+template <tile::Fp8 kFmt, bool kDown>
+__device__ __forceinline__ uint2 read_codes(const uint8_t* from) {
+  if constexpr (kFmt != tile::Fp8::e2m1) return __ldg(reinterpret_cast<const uint2*>(from));
+  uint32_t nibbles;
+  if constexpr (kDown) {
+    const uint2 w = __ldg(reinterpret_cast<const uint2*>(from));
+    nibbles = tile::pack_nibbles(w.x & 0x0F0F0F0Fu, w.y & 0x0F0F0F0Fu);
+  } else {
+    nibbles = __ldg(reinterpret_cast<const uint32_t*>(from));
+  }
+  const tile::Fp4Table table(tile::kFp4Headroom);
+  return {table.four(nibbles), table.four(nibbles >> 16)};
+}
+
 struct Params {
   DequantizeTask a;
   int lane_bits;  // 2^lane_bits threads side by side, 8 columns each
@@ -54,7 +75,8 @@ __global__ void __launch_bounds__(kThreads) dequantize_vectors(const __grid_cons
   const int64_t row = kRows * (group * (kThreads >> p.lane_bits) + (threadIdx.x >> p.lane_bits));
   if (col >= a.cols || row >= a.rows) return;
   const int count = static_cast<int>(a.rows - row < kRows ? a.rows - row : kRows);
-  const uint8_t* const from = a.codes + row * a.cols + col;
+  const int64_t ld = row_bytes(a.cols, kNibbles<kFmt, kDown>);
+  const uint8_t* const from = a.codes + row * ld + row_bytes(col, kNibbles<kFmt, kDown>);
   uint2 codes[kRows];
   uint32_t scale[kRows];
   uint2 scales{};
@@ -65,7 +87,7 @@ __global__ void __launch_bounds__(kThreads) dequantize_vectors(const __grid_cons
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     if (i >= count) break;
-    codes[i] = __ldg(reinterpret_cast<const uint2*>(from + i * a.cols));
+    codes[i] = read_codes<kFmt, kDown>(from + i * ld);
     if constexpr (!kDown) scale[i] = __ldg(a.scales + (row + i) * blocks + col / 32);
   }
   float factors[8];
@@ -82,8 +104,8 @@ __global__ void __launch_bounds__(kThreads) dequantize_vectors(const __grid_cons
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const uint32_t word = j < 2 ? codes[i].x : codes[i].y;
-      const float2 v =
-          __half22float2(tile::fp8x2_to_half2<kFmt>(static_cast<uint16_t>(word >> (j % 2 * 16))));
+      const float2 v = __half22float2(
+          tile::fp8x2_to_half2<kReadFmt<kFmt>>(static_cast<uint16_t>(word >> (j % 2 * 16))));
       out[j] = Pair<T>::of(
           {v.x * (kDown ? factors[2 * j] : one), v.y * (kDown ? factors[2 * j + 1] : one)});
     }
@@ -103,8 +125,17 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t row = i / a.cols, col = i - row * a.cols;
     const uint32_t scale = a.blocks_along_rows ? a.scales[row / 32 * a.cols + col]
                                                : a.scales[row * ((a.cols + 31) / 32) + col / 32];
+    uint16_t code;
+    if constexpr (kFmt == tile::Fp8::e2m1) {
+      const uint32_t byte = a.blocks_along_rows
+                                ? a.codes[i]
+                                : a.codes[row * row_bytes(a.cols, true) + col / 2] >> col % 2 * 4;
+      code = static_cast<uint16_t>(tile::Fp4Table(tile::kFp4Headroom).four(byte & 0xF) & 0xFF);
+    } else {
+      code = a.codes[i];
+    }
     const float v =
-        __low2float(tile::fp8x2_to_half2<kFmt>(a.codes[i])) * tile::e8m0_to_float(scale);
+        __low2float(tile::fp8x2_to_half2<kReadFmt<kFmt>>(code)) * tile::e8m0_to_float(scale);
     static_cast<T*>(a.out)[i] = static_cast<T>(v);
   }
 }
@@ -155,7 +186,10 @@ Status dequantize(const DequantizeArgs& args) {
   if (!known(args.out_dtype)) return Status::bad_argument;
   const DequantizeTask a = task_of(args);
   if (a.rows == 0 || a.cols == 0) return Status::ok;
-  a.element == Element::e4m3 ? launch_any<tile::Fp8::e4m3>(a) : launch_any<tile::Fp8::e5m2>(a);
+  with_element(a.element, [&]<tile::Fp8 kFmt>() {
+    launch_any<kFmt>(a);
+    return Status::ok;
+  });
   return started(cudaGetLastError());
 }
 

@@ -15,11 +15,10 @@ void launch(const PackParams& p, int64_t count, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(count * p.row_tiles),
                   static_cast<unsigned>(steps < kMaxY ? steps : kMaxY),
                   static_cast<unsigned>((steps + kMaxY - 1) / kMaxY));
-  if (p.a.element == Element::e4m3) {
-    pack_kernel<tile::Fp8::e4m3, kTransposed, kStacked><<<grid, kPackThreads, 0, stream>>>(p);
-  } else {
-    pack_kernel<tile::Fp8::e5m2, kTransposed, kStacked><<<grid, kPackThreads, 0, stream>>>(p);
-  }
+  with_element(p.a.element, [&]<tile::Fp8 kFmt>() {
+    pack_kernel<kFmt, kTransposed, kStacked><<<grid, kPackThreads, 0, stream>>>(p);
+    return Status::ok;
+  });
 }
 
 template <bool kStacked>
@@ -33,9 +32,12 @@ Status run(const PackArgs& args, const GroupTable& groups, int64_t count) {
   if (reinterpret_cast<uintptr_t>(a.out.codes) % 16 != 0) return Status::bad_argument;
   const int64_t row_tiles = (a.rows + kTile - 1) / kTile, steps = (a.k + kTile - 1) / kTile;
   if (count * row_tiles > INT32_MAX || steps > INT32_MAX) return Status::unsupported;
-  const int64_t width = a.k_first ? a.rows : a.k, vector = a.k_first ? 8 : 16;
+  const bool fp4 = a.element == Element::e2m1;
+  const int64_t width = a.k_first ? a.rows : row_bytes(a.k, fp4);
+  const int64_t vector = a.k_first || fp4 ? 8 : 16;
   PackParams p{};
   p.a = a;
+  if (fp4) p.a.spread = tile::kFp4Spread;
   p.row_tiles = static_cast<int>(row_tiles);
   p.last_rows = static_cast<int>((a.rows - 1) % kTile + 1);
   p.last_k = static_cast<int>((a.k - 1) % kTile + 1);

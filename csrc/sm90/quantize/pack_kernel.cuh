@@ -1,20 +1,18 @@
 // Packs plain MX codes by tiles of 128 x 128: the same classes and words as the quantizer. Codes
-// that lie k first pass through shared memory, transposed, and go on as the others do. Several
-// operands of one size, the weights of groups, take one launch; those of groups without rows are
-// left out.
+// that lie k first pass through shared memory, transposed, and go on as the others do. Codes of
+// MXFP4 stay nibbles until the tile's class is known; then they become those of E4M3 at once.
+// Several operands of one size, the weights of groups, take one launch; those of groups without
+// rows are left out.
 #pragma once
 
 #include <cstdint>
 
 #include "common/groups.cuh"
-#include "mxtile/sm90/fp8.cuh"
 #include "quantize/plain_codes.cuh"
 #include "quantize/plain_tasks.h"
-#include "quantize/tile_classes.cuh"
+#include "quantize/quantize_input.cuh"
 
 namespace te_mx::sm90 {
-
-namespace tile = mxtile::sm90;
 
 inline constexpr int kPackThreads = 256;
 
@@ -63,9 +61,11 @@ __device__ __forceinline__ void load_transposed(PackSmem& s, uint32_t (&v)[4][4]
 }
 
 // The operand of group i in a stack.
+template <tile::Fp8 kFmt, bool kTransposed>
 __device__ __forceinline__ PackTask matrix_of(const PackTask& all, int i) {
   PackTask a = all;
-  a.codes += i * (a.rows * a.k), a.scales += i * (a.rows * ((a.k + 31) / 32));
+  a.codes += i * (a.rows * row_bytes(a.k, kIsFp4<kFmt> && !kTransposed)),
+      a.scales += i * (a.rows * ((a.k + 31) / 32));
   a.out.codes += i * (a.rows * packed_ld(a.k));
   a.out.scales += i * packed_scale_words(a.rows, a.k);
   return a;
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kPackThreads, 5)
     const int group = rt / p.row_tiles;
     if (!p.groups.may_have_rows(group)) return;
     rt -= group * p.row_tiles;
-    a = matrix_of(p.a, group);
+    a = matrix_of<kFmt, kTransposed>(p.a, group);
   }
   const int64_t r0 = rt * int64_t{128}, k0 = kt * int64_t{128}, blocks = (a.k + 31) / 32;
   if (k0 >= a.k) return;
@@ -91,7 +91,12 @@ __global__ void __launch_bounds__(kPackThreads, 5)
   const int all_k = k0 + 128 >= a.k ? p.last_k : 128;
   const int rows = all_rows - r, block = k / 32;
   uint32_t v[4][4], e[4];
-  if constexpr (!kTransposed) {
+  [[maybe_unused]] uint32_t nibbles[4][2];
+  if constexpr (kIsFp4<kFmt> && !kTransposed) {
+    const int64_t ld = row_bytes(a.k, true);
+    load_codes<4, 8>(nibbles, a.codes + (r0 + r) * ld + (k0 + k) / 2, ld, 32, rows,
+                     (all_k - k + 1) / 2, p.vectors, &s.codes[0][0] + 32 * threadIdx.x);
+  } else if constexpr (!kTransposed) {
     load_codes<4, 16>(v, a.codes + (r0 + r) * a.k + k0 + k, a.k, 32, rows, all_k - k, p.vectors,
                       &s.codes[0][0] + 64 * threadIdx.x);
   }
@@ -103,11 +108,23 @@ __global__ void __launch_bounds__(kPackThreads, 5)
     for (int i = 0; i < 4; ++i, from += step) e[i] = 32 * i < count ? __ldg(from) : 0;
   }
   if constexpr (kTransposed) load_transposed(s, v, a, p.vectors, r0, k0, all_rows, all_k);
+  if constexpr (kIsFp4<kFmt> && kTransposed) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      nibbles[i][0] = tile::pack_nibbles(v[i][0] & 0x0F0F0F0Fu, v[i][1] & 0x0F0F0F0Fu);
+      nibbles[i][1] = tile::pack_nibbles(v[i][2] & 0x0F0F0F0Fu, v[i][3] & 0x0F0F0F0Fu);
+    }
+  }
   if (threadIdx.x == 0) s.scales.clear();
   ScaleRange range;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    uint32_t any = (v[i][0] | v[i][1] | v[i][2] | v[i][3]) & 0x7F7F7F7Fu;
+    uint32_t any;
+    if constexpr (kIsFp4<kFmt>) {
+      any = (nibbles[i][0] | nibbles[i][1]) & 0x77777777u;
+    } else {
+      any = (v[i][0] | v[i][1] | v[i][2] | v[i][3]) & 0x7F7F7F7Fu;
+    }
     any |= __shfl_xor_sync(~0u, any, 1);
     if (any != 0 && e[i] != 255) e[i] |= kCounts;
     range.add(e[i]);
@@ -116,10 +133,10 @@ __global__ void __launch_bounds__(kPackThreads, 5)
   s.scales.add_range(range);
   __syncthreads();
   const ScaleRange all = s.scales.range();
-  const uint32_t exponent = all.exponent();
+  const uint32_t exponent = all.exponent(kHeadroom<kFmt>);
   int cls = TileScales::early_class(all, a.spread);
   if (cls == kUndecided) {
-    if (threadIdx.x < 128) s.scales.examine(all, threadIdx.x, a.spread);
+    if (threadIdx.x < 128) s.scales.examine(all, threadIdx.x, a.spread, kHeadroom<kFmt>);
     __syncthreads();
     cls = s.scales.late_class(all);
   }
@@ -133,8 +150,12 @@ __global__ void __launch_bounds__(kPackThreads, 5)
   uint8_t* to = a.out.codes + (r0 + r) * ld + k0 + k;
 #pragma unroll
   for (int i = 0; i < 4; ++i, to += 32 * ld) {
-    if (cls < 2 && (e[i] & kCounts)) {
-      const uint32_t shared = cls == 0 ? exponent : s.scales.target[r + 32 * i];
+    const bool shifted = cls < 2 && (e[i] & kCounts);
+    const uint32_t shared = cls == 0 ? exponent : shifted ? s.scales.target[r + 32 * i] : 0;
+    if constexpr (kIsFp4<kFmt>) {
+      const uint32_t u = shifted ? tile::kFp4Headroom + shared - (e[i] & 0xFF) : tile::kFp4Headroom;
+      fp4_to_fp8(v[i], nibbles[i][0], nibbles[i][1], tile::Fp4Table(u));
+    } else if (shifted) {
       tile::CodeShift<kFmt>{static_cast<int>(shared - (e[i] & 0xFF))}.apply(v[i]);
     }
     if (e[i] == 255) v[i][0] = v[i][1] = v[i][2] = v[i][3] = 0x7F7F7F7Fu;

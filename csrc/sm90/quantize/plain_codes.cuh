@@ -1,9 +1,17 @@
-// Reading plain MX codes: the part of a tile that belongs to one thread.
+// Reading plain MX codes: the part of a tile that belongs to one thread. Those of MXFP4 lie two a
+// byte along k, or one a byte where k lies first; they become codes of E4M3.
 #pragma once
 
 #include <cstdint>
 
+#include "mxtile/sm90/fp4.cuh"
+
 namespace te_mx::sm90 {
+
+// Bytes of a row of `width` codes that are two a byte or one.
+__host__ __device__ constexpr int64_t row_bytes(int64_t width, bool nibbles) {
+  return nibbles ? (width + 1) / 2 : width;
+}
 
 // kRows rows of kBytes codes, `step` rows apart, whose first is at `from`; of `rows` by `cols`
 // codes that exist, the others are zero.
@@ -19,12 +27,15 @@ __device__ __forceinline__ void load_codes(uint32_t (&w)[kRows][kBytes / 4], con
       if (step * i < rows) {
         if constexpr (kBytes == 16) {
           v = __ldg(reinterpret_cast<const uint4*>(from));
-        } else {
+        } else if constexpr (kBytes == 8) {
           const uint2 two = __ldg(reinterpret_cast<const uint2*>(from));
           v.x = two.x, v.y = two.y;
+        } else {
+          v.x = __ldg(reinterpret_cast<const uint32_t*>(from));
         }
       }
-      w[i][0] = v.x, w[i][1] = v.y;
+      w[i][0] = v.x;
+      if constexpr (kBytes >= 8) w[i][1] = v.y;
       if constexpr (kBytes == 16) w[i][2] = v.z, w[i][3] = v.w;
     }
     return;
@@ -41,6 +52,13 @@ __device__ __forceinline__ void load_codes(uint32_t (&w)[kRows][kBytes / 4], con
     for (int j = 0; j < kBytes / 4; ++j)
       w[i][j] = reinterpret_cast<const uint32_t*>(slot)[kBytes / 4 * i + j];
   }
+}
+
+// Sixteen codes of two words of nibbles.
+__device__ __forceinline__ void fp4_to_fp8(uint32_t (&to)[4], uint32_t first, uint32_t second,
+                                           const mxtile::sm90::Fp4Table& table) {
+  to[0] = table.four(first), to[1] = table.four(first >> 16);
+  to[2] = table.four(second), to[3] = table.four(second >> 16);
 }
 
 }  // namespace te_mx::sm90

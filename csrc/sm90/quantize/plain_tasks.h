@@ -6,7 +6,8 @@
 namespace te_mx::sm90 {
 
 struct PackTask {
-  const uint8_t* codes;   // [rows, k], or [k, rows] when k_first; compact
+  // [rows, k], two a byte in FP4, or [k, rows] when k_first; compact
+  const uint8_t* codes;
   const uint8_t* scales;  // [rows, ceil(k/32)], or [ceil(k/32), rows]; compact
   int64_t rows, k;
   bool k_first;
@@ -17,7 +18,7 @@ struct PackTask {
 };
 
 struct DequantizeTask {
-  const uint8_t* codes;   // [rows, cols] compact
+  const uint8_t* codes;   // [rows, cols] compact; in FP4 two a byte without blocks_along_rows
   const uint8_t* scales;  // [rows, ceil(cols/32)], or [ceil(rows/32), cols] when blocks_along_rows
   int64_t rows, cols;
   bool blocks_along_rows;
@@ -44,7 +45,7 @@ Status dequantize_factors(const DequantizeArgs& args);
 // ok, or what is wrong with a plain operand.
 inline Status check_plain(const Operand& o) {
   if (o.layout != Layout::k_last && o.layout != Layout::k_first) return Status::unsupported;
-  const Status status = check_format(o.element, o.scaling);
+  const Status status = check_mx(o.element, o.scaling);
   return status == Status::ok && (o.rows < 0 || o.k < 0) ? Status::bad_argument : status;
 }
 

@@ -16,14 +16,17 @@ __global__ void __launch_bounds__(kSumWidth* kSumHeight)
 
 int last_of(int64_t size) { return static_cast<int>((size - 1) % kTile + 1); }
 
-// Rows of `width` codes, in vectors of `bytes` where every row allows it.
-CodesOut codes_out(uint8_t* plain, const Packed& packed, int64_t width, int bytes) {
+// Rows of `width` codes, in vectors of `bytes` where every row allows it; plain ones two a byte
+// where `nibbles`, in vectors of half the bytes.
+CodesOut codes_out(uint8_t* plain, const Packed& packed, int64_t width, int bytes, bool nibbles) {
   CodesOut out{};
   out.packed = packed.codes != nullptr;
   out.codes = out.packed ? packed.codes : plain;
   out.enabled = out.codes != nullptr;
-  out.ld = out.packed ? packed_ld(width) : width;
+  out.nibbles = nibbles && !out.packed;
+  out.ld = out.packed ? packed_ld(width) : out.nibbles ? (width + 1) / 2 : width;
   out.last_width = last_of(out.ld);
+  if (out.nibbles) bytes /= 2, out.last_width = static_cast<int>((out.ld - 1) % (kTile / 2) + 1);
   out.vectors = out.ld % bytes == 0 && reinterpret_cast<uintptr_t>(out.codes) % bytes == 0;
   return out;
 }
@@ -66,9 +69,12 @@ Status quantize_params(const QuantizeTask& a, int64_t row_tiles, int64_t k, Quan
   if (row_tiles > INT32_MAX || col_tiles > INT32_MAX >> group_bits) return Status::unsupported;
   p = {};
   p.a = a;
-  p.row = codes_out(a.row_codes, a.row_packed, a.cols, 8);
-  p.col = a.col_lies_as_x ? codes_out(a.col_codes, {}, a.cols, 8)
-                          : codes_out(a.col_codes, a.col_packed, k, 16);
+  const bool fp4 = a.element == Element::e2m1;
+  if (fp4) p.a.spread = tile::kFp4Spread;
+  p.a.carry = scale_carry(a.element, a.rule) * 0x10001u;
+  p.row = codes_out(a.row_codes, a.row_packed, a.cols, 8, fp4);
+  p.col = a.col_lies_as_x ? codes_out(a.col_codes, {}, a.cols, 8, false)
+                          : codes_out(a.col_codes, a.col_packed, k, 16, fp4);
   p.x_vectors = a.cols % 8 == 0 && a.x_stride * (a.x_dtype == DType::f32 ? 4 : 2) % 16 == 0 &&
                 reinterpret_cast<uintptr_t>(a.x) % 16 == 0;
   p.row_tiles = static_cast<int>(row_tiles), p.col_tiles = static_cast<int>(col_tiles);
@@ -83,7 +89,7 @@ namespace {
 
 // ok, or what is wrong with the scales that are asked for.
 Status check_scales(const QuantizeOut& to) {
-  if (!is_blockwise(to.scaling)) return check_format(to.element, to.scaling, to.rule);
+  if (!is_blockwise(to.scaling)) return check_mx(to.element, to.scaling, to.rule);
   if (!known(to.element) || !known(to.rule) || !(to.amax_epsilon >= 0.0f) ||
       to.amax_epsilon > FLT_MAX) {
     return Status::bad_argument;
@@ -151,8 +157,13 @@ Status make_task(QuantizeTask& task, const Matrix& x, const QuantizeOut& to, voi
 
 Status quantize(const QuantizeArgs& args) {
   QuantizeTask task;
-  const Status status = make_task(task, args.x, args.to, args.execution.stream);
+  QuantizeOut plain = args.to;
+  plain.seed = nullptr, plain.row.hadamard = plain.col.hadamard = 0;
+  const Status status = make_task(task, args.x, plain, args.execution.stream);
   if (status != Status::ok) return status;
+  if (!rounds_plainly(args.to)) {
+    return is_blockwise(args.to.scaling) ? Status::unsupported : quantize_randomly(task, args.to);
+  }
   return launch(task, args.to, Start::early);
 }
 

@@ -5,7 +5,7 @@
 
 namespace te_mx::sm90 {
 
-// Four codes of two words by the factors of each.
+// Four codes of two words by the factors of each, not of MXFP4.
 template <class T, tile::Fp8 kFmt>
 __device__ __forceinline__ uint32_t codes_of(typename Input<T>::Word w0, typename Input<T>::Word w1,
                                              uint32_t f0, uint32_t f1) {
@@ -13,8 +13,44 @@ __device__ __forceinline__ uint32_t codes_of(typename Input<T>::Word w0, typenam
   return tile::fp8x4<kFmt>(a.x, a.y, b.x, b.y);
 }
 
+// The same of MXFP4: codes of E4M3 (fp4.cuh).
+template <class T>
+__device__ __forceinline__ uint32_t fp4_codes_of(typename Input<T>::Word w0,
+                                                 typename Input<T>::Word w1,
+                                                 const tile::Fp4Rounding& r0,
+                                                 const tile::Fp4Rounding& r1) {
+  float2 a, b;
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    a = Input<T>::values(tile::round_to_fp4(w0, r0));
+    b = Input<T>::values(tile::round_to_fp4(w1, r1));
+  } else {
+    const auto rounded = [](typename Input<T>::Word w, const tile::Fp4Rounding& by) -> float2 {
+      const float2 v = Input<T>::scaled(w, by.factor);
+      return {tile::round_to_fp4(v.x, by.magic << 16), tile::round_to_fp4(v.y, by.magic)};
+    };
+    a = rounded(w0, r0), b = rounded(w1, r1);
+  }
+  return tile::fp8x4<tile::Fp8::e4m3>(a.x, a.y, b.x, b.y);
+}
+
+// How the kernel rounds to MXFP4: to nearest even. Another policy is in quantize_random.cuh.
+struct Nearest {
+  struct Words {};  // of row k of a thread's elements
+  __device__ __forceinline__ Words words(int) const { return {}; }
+
+  // Codes of 8 elements of a row, two by each rounding.
+  template <class T>
+  static __device__ __forceinline__ uint2 fp4(const typename Input<T>::Word (&x)[4],
+                                              const tile::Fp4Rounding& r0,
+                                              const tile::Fp4Rounding& r1,
+                                              const tile::Fp4Rounding& r2,
+                                              const tile::Fp4Rounding& r3, const Words&) {
+    return {fp4_codes_of<T>(x[0], x[1], r0, r1), fp4_codes_of<T>(x[2], x[3], r2, r3)};
+  }
+};
+
 // How the codes of a direction follow from its own rounding. E + 1 of two blocks: the tile's in
-// both halves, or each row's own.
+// both halves, or each row's own. Of MXFP4 it is what they share + 1.
 struct Shifts {
   bool any;
   uint32_t tile;
@@ -26,45 +62,69 @@ struct Shifts {
       : any(packed && cls < 2),
         tile((exponent + 1) * 0x10001u),
         targets(cls == 1 ? s.target : nullptr) {}
+
+  // E + 1 of row r twice.
+  __device__ __forceinline__ uint32_t of_row(int r) const {
+    return targets == nullptr ? tile : (targets[r] + 1) * 0x10001u;
+  }
+  // Those of columns c to c + 7.
+  __device__ __forceinline__ uint4 of_cols(int c) const {
+    uint4 t = make_uint4(tile, tile, tile, tile);
+    if (targets != nullptr) {
+      t = *reinterpret_cast<const uint4*>(targets + c);
+      t.x += 0x10001u, t.y += 0x10001u, t.z += 0x10001u, t.w += 0x10001u;
+    }
+    return t;
+  }
+  __device__ __forceinline__ tile::Fp4Rounding fp4(uint32_t factors, uint32_t target) const {
+    return any ? tile::fp4_rounding(factors, target) : tile::fp4_rounding(factors);
+  }
 };
 
 // Codes of 8 elements of one row, rounded to the block's own scale first: one block.
-template <class T, tile::Fp8 kFmt>
+template <class T, tile::Fp8 kFmt, class Rounds = Nearest>
 __device__ __forceinline__ uint2 row_codes(const typename Input<T>::Word (&x)[4],
                                            const BlockFactors& f, int b, int r,
-                                           const Shifts& shifts) {
+                                           const Shifts& shifts,
+                                           const typename Rounds::Words& words = {}) {
   const uint32_t scale = f.of[b][r] * 0x10001u;
-  uint2 w = {codes_of<T, kFmt>(x[0], x[1], scale, scale),
-             codes_of<T, kFmt>(x[2], x[3], scale, scale)};
-  if (shifts.any) {
-    const uint32_t target =
-        shifts.targets == nullptr ? shifts.tile : (shifts.targets[r] + 1) * 0x10001u;
-    const uint32_t down = tile::half2_shifts(scale, target);
-    w = {tile::fp8x4_times<kFmt>(w.x, down, down), tile::fp8x4_times<kFmt>(w.y, down, down)};
+  if constexpr (kIsFp4<kFmt>) {
+    const tile::Fp4Rounding by = shifts.fp4(scale, shifts.of_row(r));
+    return Rounds::template fp4<T>(x, by, by, by, by, words);
+  } else {
+    uint2 w = {codes_of<T, kFmt>(x[0], x[1], scale, scale),
+               codes_of<T, kFmt>(x[2], x[3], scale, scale)};
+    if (shifts.any) {
+      const uint32_t down = tile::half2_shifts(scale, shifts.of_row(r));
+      w = {tile::fp8x4_times<kFmt>(w.x, down, down), tile::fp8x4_times<kFmt>(w.y, down, down)};
+    }
+    return w;
   }
-  return w;
 }
 
 // The same along the columns: eight blocks.
-template <class T, tile::Fp8 kFmt>
+template <class T, tile::Fp8 kFmt, class Rounds = Nearest>
 __device__ __forceinline__ uint2 col_codes(const typename Input<T>::Word (&x)[4],
                                            const BlockFactors& f, int b, int c,
-                                           const Shifts& shifts) {
+                                           const Shifts& shifts,
+                                           const typename Rounds::Words& words = {}) {
   const uint4 scale = *reinterpret_cast<const uint4*>(&f.of[b][c]);
-  uint2 w = {codes_of<T, kFmt>(x[0], x[1], scale.x, scale.y),
-             codes_of<T, kFmt>(x[2], x[3], scale.z, scale.w)};
-  if (shifts.any) {
-    uint4 t = make_uint4(shifts.tile, shifts.tile, shifts.tile, shifts.tile);
-    if (shifts.targets != nullptr) {
-      t = *reinterpret_cast<const uint4*>(shifts.targets + c);
-      t.x += 0x10001u, t.y += 0x10001u, t.z += 0x10001u, t.w += 0x10001u;
+  if constexpr (kIsFp4<kFmt>) {
+    const uint4 t = shifts.of_cols(c);
+    return Rounds::template fp4<T>(x, shifts.fp4(scale.x, t.x), shifts.fp4(scale.y, t.y),
+                                   shifts.fp4(scale.z, t.z), shifts.fp4(scale.w, t.w), words);
+  } else {
+    uint2 w = {codes_of<T, kFmt>(x[0], x[1], scale.x, scale.y),
+               codes_of<T, kFmt>(x[2], x[3], scale.z, scale.w)};
+    if (shifts.any) {
+      const uint4 t = shifts.of_cols(c);
+      w = {tile::fp8x4_times<kFmt>(w.x, tile::half2_shifts(scale.x, t.x),
+                                   tile::half2_shifts(scale.y, t.y)),
+           tile::fp8x4_times<kFmt>(w.y, tile::half2_shifts(scale.z, t.z),
+                                   tile::half2_shifts(scale.w, t.w))};
     }
-    w = {tile::fp8x4_times<kFmt>(w.x, tile::half2_shifts(scale.x, t.x),
-                                 tile::half2_shifts(scale.y, t.y)),
-         tile::fp8x4_times<kFmt>(w.y, tile::half2_shifts(scale.z, t.z),
-                                 tile::half2_shifts(scale.w, t.w))};
+    return w;
   }
-  return w;
 }
 
 // Writes the codes of a thread's rows where they lie as x does.
@@ -103,6 +163,27 @@ __device__ __forceinline__ void write_rows(const CodesOut& out, const Tile& t, c
   } else {
 #pragma unroll
     for (int k = 0; k < 8; ++k) writer.write_bytes(k, code(k));
+  }
+}
+
+// Writes the plain codes(k) of MXFP4 of a thread's rows, two a byte; codes are those of E4M3.
+template <class Code>
+__device__ __forceinline__ void write_nibbles(const CodesOut& out, const Tile& t, const Place& at,
+                                              const Code& code) {
+  const int width = (t.last_col ? out.last_width : 64) - at.c / 2;
+  const int rows = width > 0 ? t.rows - at.r : 0;
+  uint8_t* to = out.codes + (t.r0 + at.r) * out.ld + (t.c0() + at.c) / 2;
+#pragma unroll
+  for (int k = 0; k < 8; ++k, to += out.ld) {
+    const uint2 w = code(k);
+    const uint32_t four = tile::pack_nibbles(tile::fp4_of_fp8x4(w.x), tile::fp4_of_fp8x4(w.y));
+    if (k >= rows) continue;
+    if (out.vectors) {
+      *reinterpret_cast<uint32_t*>(to) = four;
+    } else {
+#pragma unroll 1
+      for (int j = 0; j < 4 && j < width; ++j) to[j] = static_cast<uint8_t>(four >> (8 * j));
+    }
   }
 }
 
@@ -145,6 +226,27 @@ __device__ __forceinline__ void write_cols(const uint8_t (&codes)[128][128], con
     for (int i = 0; i < count; i += 32, to += 32 * out.ld) {
 #pragma unroll 1
       for (int j = 0; j < 16 && j < width; ++j) to[j] = place(i)[j];
+    }
+  }
+}
+
+// The same of plain codes of MXFP4, two a byte; staged are those of E4M3.
+__device__ __forceinline__ void write_col_nibbles(const uint8_t (&codes)[128][128],
+                                                  const CodesOut& out, const Tile& t) {
+  const int chunk = threadIdx.x % 8;
+  const int width = (t.last_row ? out.last_width : 64) - 8 * chunk;
+#pragma unroll 1
+  for (int c = threadIdx.x / 8; c < t.cols && width > 0; c += 32) {
+    const uint4 w = *reinterpret_cast<const uint4*>(&codes[c][16 * (chunk ^ c / 8 % 8)]);
+    const uint2 eight = {tile::pack_nibbles(tile::fp4_of_fp8x4(w.x), tile::fp4_of_fp8x4(w.y)),
+                         tile::pack_nibbles(tile::fp4_of_fp8x4(w.z), tile::fp4_of_fp8x4(w.w))};
+    uint8_t* const to = out.codes + (t.c0() + c) * out.ld + t.k0() / 2 + 8 * chunk;
+    if (out.vectors) {
+      *reinterpret_cast<uint2*>(to) = eight;
+    } else {
+      const uint64_t all = eight.x | static_cast<uint64_t>(eight.y) << 32;
+#pragma unroll 1
+      for (int j = 0; j < 8 && j < width; ++j) to[j] = static_cast<uint8_t>(all >> (8 * j));
     }
   }
 }

@@ -8,13 +8,21 @@
 #include <type_traits>
 
 #include "mxtile/sm90/barrier.cuh"
-#include "mxtile/sm90/fp8.cuh"
+#include "mxtile/sm90/fp4.cuh"
 #include "quantize/quantize_task.h"
 #include "quantize/tile_classes.cuh"
 
 namespace te_mx::sm90 {
 
 namespace tile = mxtile::sm90;
+
+// MXFP4 (kFmt e2m1) has codes of E4M3 in tiles: sm90_layout.h.
+template <tile::Fp8 kFmt>
+inline constexpr bool kIsFp4 = kFmt == tile::Fp8::e2m1;
+template <tile::Fp8 kFmt>
+inline constexpr tile::Fp8 kTileFmt = kIsFp4<kFmt> ? tile::Fp8::e4m3 : kFmt;
+template <tile::Fp8 kFmt>
+inline constexpr uint32_t kHeadroom = kIsFp4<kFmt> ? tile::kFp4Headroom : 0;
 
 // A Word has two neighbouring elements, 16-byte vectors have kVectors for 8 elements. Factors come
 // as two bf16 numbers in a word.
@@ -115,28 +123,38 @@ struct BlockPair {
   bool nan;
 };
 
+// Whether a block is not all zeros, which below the smallest code it is; bf16 numbers have none
+// there but in MXFP4.
+template <tile::Fp8 kFmt>
+__device__ __forceinline__ bool has_codes(float amax, uint32_t e) {
+  const float largest = amax * tile::e8m0_inverse(e);
+  if constexpr (kIsFp4<kFmt>) return largest > 0.25f;
+  return (tile::fp8x2<kFmt>(largest, 0.0f) & 0x7F) != 0;
+}
+
 // Entry of a block whose largest magnitude is `amax`.
 template <class T, tile::Fp8 kFmt>
 __device__ __forceinline__ uint32_t block_entry(float amax, ScaleRule rule) {
   const uint32_t bits = __float_as_uint(amax);
   if (bits >= 0x7F800000u) return 255;
-  const uint32_t e =
-      rule == ScaleRule::rceil ? tile::e8m0_rceil<kFmt>(amax) : tile::e8m0_floor<kFmt>(amax);
-  // NOTE: fp32 blocks below the smallest code have zero codes only, and must not count.
-  const bool counts = (tile::fp8x2<kFmt>(amax * tile::e8m0_inverse(e), 0.0f) & 0x7F) != 0;
-  return e | (counts ? kCounts : 0);
+  const uint32_t e = rule == ScaleRule::rceil   ? tile::e8m0_rceil<kFmt>(amax)
+                     : rule == ScaleRule::floor ? tile::e8m0_floor<kFmt>(amax)
+                                                : tile::e8m0_even<kFmt>(amax);
+  return e | (has_codes<kFmt>(amax, e) ? kCounts : 0);
 }
 
 // From the largest magnitudes of two blocks.
 template <class T, tile::Fp8 kFmt>
-__device__ __forceinline__ BlockPair block_pair(typename Input<T>::Word most, ScaleRule rule) {
+__device__ __forceinline__ BlockPair block_pair(typename Input<T>::Word most,
+                                                const QuantizeTask& a) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    // Both formats have the largest value 1.75 * 2^emax: rceil is an addition that carries into the
-    // exponent. A bf16 amax is a multiple of 2^-133, so only blocks of zeros have zero codes.
-    const uint32_t m = most & 0x7FFF7FFFu, carry = rule == ScaleRule::rceil ? 0x001F001Fu : 0u;
-    constexpr uint32_t kEmax = tile::kFp8Emax<kFmt> * 0x10001u;
-    const uint32_t e = __vmaxu2((m + carry) >> 7 & 0x01FF01FFu, kEmax) - kEmax;
-    BlockPair pair{e | ((m + 0x7FFF7FFFu) >> 7 & 0x01000100u), 0x7F007F00u - (e << 7),
+    constexpr uint32_t kOnes = 0x10001u, kEmax = tile::kFp8Emax<kFmt> * kOnes;
+    const uint32_t m = most & 0x7FFF7FFFu;
+    const uint32_t e = __vmaxu2((m + a.carry) >> 7 & 0x01FF01FFu, kEmax) - kEmax;
+    // NOTE: a bf16 amax is a multiple of 2^-133. In FP8 only blocks of zeros have zero codes, in
+    // FP4 those up to 2^-129.
+    constexpr uint32_t kCounting = 0x8000 - (kIsFp4<kFmt> ? 0x11 : 1);
+    BlockPair pair{e | ((m + kCounting * kOnes) >> 7 & 0x01000100u), 0x7F007F00u - (e << 7),
                    ((m + 0x00800080u) & 0x80008000u) != 0};
     if (pair.nan) {
       const uint32_t nans = __vcmpgeu2(m, 0x7F807F80u);
@@ -146,8 +164,8 @@ __device__ __forceinline__ BlockPair block_pair(typename Input<T>::Word most, Sc
     return pair;
   } else {
     const float2 amax = Input<T>::magnitudes(most);
-    const uint32_t e0 = block_entry<T, kFmt>(amax.x, rule);
-    const uint32_t e1 = block_entry<T, kFmt>(amax.y, rule);
+    const uint32_t e0 = block_entry<T, kFmt>(amax.x, a.rule);
+    const uint32_t e1 = block_entry<T, kFmt>(amax.y, a.rule);
     return {e0 | e1 << 16, block_factor(e0) | block_factor(e1) << 16, e0 == 255 || e1 == 255};
   }
 }

@@ -97,17 +97,46 @@ __device__ __forceinline__ void codes_once(uint2 (&cols)[8], const QuantizeSmem&
   }
 }
 
+// The same of MXFP4, whose codes are always rounded to the scales of their own blocks: only what
+// they are multiplied by is one.
+template <class T, class Rounds>
+__device__ __forceinline__ void fp4_codes_once(uint2 (&cols)[8], const QuantizeSmem& s,
+                                               const QuantizeParams& p,
+                                               const typename Input<T>::Word (&x)[8][4],
+                                               const Tile& t, const Place& at, uint32_t exponent,
+                                               const Rounds& rounds) {
+  const uint32_t target = (exponent + 1) * 0x10001u, shared = block_factor(exponent) * 0x10001u;
+  const auto rounding = [&](uint32_t factors) {
+    return tile::Fp4Rounding{shared, tile::fp4_rounding(factors, target).magic};
+  };
+  const uint4 f = *reinterpret_cast<const uint4*>(&s.col_factors.of[at.band][at.c]);
+  const tile::Fp4Rounding c0 = rounding(f.x), c1 = rounding(f.y), c2 = rounding(f.z),
+                          c3 = rounding(f.w);
+  RowWriter out(p.row, t, at);
+#pragma unroll
+  for (int k = 0; k < 8; ++k) {
+    const auto words = rounds.words(k);
+    if (p.row.enabled) {
+      const auto row = rounding(s.row_factors.of[at.row_block][at.r + k] * 0x10001u);
+      out.write(k, Rounds::template fp4<T>(x[k], row, row, row, row, words));
+    }
+    if (p.col.enabled) cols[k] = Rounds::template fp4<T>(x[k], c0, c1, c2, c3, words);
+  }
+}
+
 // What follows reading a tile: scales, classes, codes and sums of its elements x. kPlain: some
 // direction is plain, or may be. kSums: column sums may be wanted; else their shared memory
 // is the caller's. kOneByOne: of codes_once().
-template <class T, tile::Fp8 kFmt, bool kPlain, bool kSums = true, bool kOneByOne = false>
+template <class T, tile::Fp8 kFmt, bool kPlain, bool kSums = true, bool kOneByOne = false,
+          class Rounds = Nearest>
 __device__ __forceinline__ void quantize_patch(const QuantizeParams& p, QuantizeSmem& s,
                                                const typename Input<T>::Word (&x)[8][4],
-                                               const Tile& t, const Place& at) {
+                                               const Tile& t, const Place& at,
+                                               const Rounds& rounds = {}) {
   const QuantizeTask& a = p.a;
   if (threadIdx.x == 0) s.row.clear(), s.col.clear();
-  if (p.row.enabled) scan_rows<T, kFmt>(s, x, at, a.rule);
-  if (p.col.enabled) scan_cols<T, kFmt>(s, x, at, a.rule);
+  if (p.row.enabled) scan_rows<T, kFmt>(s, x, at, a);
+  if (p.col.enabled) scan_cols<T, kFmt>(s, x, at, a);
   const bool sums = kSums && a.col_sum != nullptr;
   if (sums) sum_cols<T>(s.sums, x, at);
   __syncthreads();
@@ -121,12 +150,14 @@ __device__ __forceinline__ void quantize_patch(const QuantizeParams& p, Quantize
   int row_class = row_packed ? TileScales::early_class(row_range, a.spread) : 2;
   int col_class = col_packed ? TileScales::early_class(col_range, a.spread) : 2;
   if (row_class == kUndecided || col_class == kUndecided) {
-    row_side ? s.row.examine(row_range, r, a.spread) : s.col.examine(col_range, r, a.spread);
+    row_side ? s.row.examine(row_range, r, a.spread, kHeadroom<kFmt>)
+             : s.col.examine(col_range, r, a.spread, kHeadroom<kFmt>);
     __syncthreads();
     if (row_class == kUndecided) row_class = s.row.late_class(row_range);
     if (col_class == kUndecided) col_class = s.col.late_class(col_range);
   }
-  const uint32_t row_exponent = row_range.exponent(), col_exponent = col_range.exponent();
+  const uint32_t row_exponent = row_range.exponent(kHeadroom<kFmt>);
+  const uint32_t col_exponent = col_range.exponent(kHeadroom<kFmt>);
   if (row_side) {
     if (row_packed) {
       write_words(s.row, row_exponent, row_class, r,
@@ -153,34 +184,53 @@ __device__ __forceinline__ void quantize_patch(const QuantizeParams& p, Quantize
 
   // NOTE: the floor rule saturates before the shift, so that rounding once would not do.
   const bool once = !kPlain && (!p.row.enabled || row_class == 0) &&
-                    (!p.col.enabled || col_class == 0) && a.rule == ScaleRule::rceil &&
+                    (!p.col.enabled || col_class == 0) && (kIsFp4<kFmt> || a.carry != 0) &&
                     *reinterpret_cast<const uint64_t*>(s.nan) == 0;
   uint2 cols[8];
   if (once) {
-    codes_once<T, kFmt, kOneByOne>(cols, s, p, x, t, at,
-                                   p.row.enabled ? row_exponent : col_exponent);
+    const uint32_t exponent = p.row.enabled ? row_exponent : col_exponent;
+    if constexpr (kIsFp4<kFmt>) {
+      fp4_codes_once<T>(cols, s, p, x, t, at, exponent, rounds);
+    } else {
+      codes_once<T, kFmt, kOneByOne>(cols, s, p, x, t, at, exponent);
+    }
   } else {
     if (p.row.enabled) {
       const Shifts shifts(s.row, row_exponent, row_packed, row_class);
-      write_rows<kPlain>(p.row, t, at, [&](int k) {
-        return row_codes<T, kFmt>(x[k], s.row_factors, at.row_block, at.r + k, shifts);
-      });
+      const auto code = [&](int k) {
+        return row_codes<T, kFmt, Rounds>(x[k], s.row_factors, at.row_block, at.r + k, shifts,
+                                          rounds.words(k));
+      };
+      if (kPlain && kIsFp4<kFmt> && p.row.nibbles) {
+        write_nibbles(p.row, t, at, code);
+      } else {
+        write_rows<kPlain>(p.row, t, at, code);
+      }
     }
     if (p.col.enabled) {
       const Shifts shifts(s.col, col_exponent, col_packed, col_class);
 #pragma unroll
       for (int k = 0; k < 8; ++k)
-        cols[k] = col_codes<T, kFmt>(x[k], s.col_factors, at.band, at.c, shifts);
+        cols[k] =
+            col_codes<T, kFmt, Rounds>(x[k], s.col_factors, at.band, at.c, shifts, rounds.words(k));
     }
   }
   if (!p.col.enabled) return;
   if (kPlain && a.col_lies_as_x) {
-    write_rows<true>(p.col, t, at, [&](int k) { return cols[k]; });
+    write_rows<true>(p.col, t, at, [&](int k) -> uint2 {
+      if constexpr (kIsFp4<kFmt>)
+        return {tile::fp4_of_fp8x4(cols[k].x), tile::fp4_of_fp8x4(cols[k].y)};
+      return cols[k];
+    });
     return;
   }
   stage_cols(s.codes, cols, at);
   __syncthreads();
-  write_cols<kPlain>(s.codes, p.col, t);
+  if (kPlain && kIsFp4<kFmt> && p.col.nibbles) {
+    write_col_nibbles(s.codes, p.col, t);
+  } else {
+    write_cols<kPlain>(s.codes, p.col, t);
+  }
 }
 
 // The tiles of one matrix.

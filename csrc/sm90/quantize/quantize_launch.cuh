@@ -51,9 +51,9 @@ template <bool kPlain, class Where>
 Status launch_quantize(const QuantizeParams& p, const Where& where, dim3 grid, int64_t tiles,
                        cudaStream_t stream, Start start) {
   const auto go = [&]<class T>(T) {
-    return p.a.element == Element::e4m3
-               ? launch_instance<kPlain, T, tile::Fp8::e4m3>(p, where, grid, tiles, stream, start)
-               : launch_instance<kPlain, T, tile::Fp8::e5m2>(p, where, grid, tiles, stream, start);
+    return with_element(p.a.element, [&]<tile::Fp8 kFmt>() {
+      return launch_instance<kPlain, T, kFmt>(p, where, grid, tiles, stream, start);
+    });
   };
   return p.a.x_dtype == DType::bf16  ? go(__nv_bfloat16{})
          : p.a.x_dtype == DType::f16 ? go(__half{})

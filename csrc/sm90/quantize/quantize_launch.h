@@ -25,6 +25,9 @@ dim3 tile_grid(const QuantizeParams& p, int col_tiles, int64_t matrices = 1);
 // Whether the kernel instance for plain codes is needed.
 bool wants_plain(const QuantizeParams& p);
 
+// The quantizer with what rounds_plainly() does not know.
+Status quantize_randomly(const QuantizeTask& a, const QuantizeOut& to);
+
 // The quantizer to codes with fp32 factors, for a task whose scales are those that `to` asks for;
 // the same of groups of rows, and of several matrices (te_mx/sm90.h).
 Status quantize_factors(const QuantizeTask& a, const QuantizeOut& to, Start start);

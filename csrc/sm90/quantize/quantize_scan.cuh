@@ -29,6 +29,7 @@ struct CodesOut {
   int64_t ld;
   int last_width;  // of the last tile: bytes before it may be written
   bool enabled, packed, vectors;
+  bool nibbles;  // plain codes of MXFP4, two a byte; ld and last_width count bytes
 };
 
 struct QuantizeParams {
@@ -141,8 +142,8 @@ __device__ __forceinline__ typename Input<T>::Word fold(const typename Input<T>:
 template <class T, tile::Fp8 kFmt>
 __device__ __forceinline__ void add_pair(QuantizeSmem& s, TileScales& scales, BlockFactors& factors,
                                          typename Input<T>::Word most, int r, int b,
-                                         ScaleRule rule) {
-  const BlockPair pair = block_pair<T, kFmt>(most, rule);
+                                         const QuantizeTask& a) {
+  const BlockPair pair = block_pair<T, kFmt>(most, a);
   scales.add_blocks(r, b, pair.entries);
   *reinterpret_cast<uint32_t*>(&factors.of[b][r]) = pair.factors;
   scales.add_range(pair.entries);
@@ -152,7 +153,7 @@ __device__ __forceinline__ void add_pair(QuantizeSmem& s, TileScales& scales, Bl
 
 template <class T, tile::Fp8 kFmt>
 __device__ __forceinline__ void scan_rows(QuantizeSmem& s, const typename Input<T>::Word (&x)[8][4],
-                                          const Place& at, ScaleRule rule) {
+                                          const Place& at, const QuantizeTask& a) {
   using In = Input<T>;
   typename In::Word m[4];
 #pragma unroll
@@ -161,12 +162,12 @@ __device__ __forceinline__ void scan_rows(QuantizeSmem& s, const typename Input<
         In::larger(In::larger(x[k][0], x[k][1]), In::larger(x[k][2], x[k][3])),
         In::larger(In::larger(x[k + 1][0], x[k + 1][1]), In::larger(x[k + 1][2], x[k + 1][3])));
   }
-  add_pair<T, kFmt>(s, s.row, s.row_factors, fold<T, 1>(m), at.folded_row(), at.row_block, rule);
+  add_pair<T, kFmt>(s, s.row, s.row_factors, fold<T, 1>(m), at.folded_row(), at.row_block, a);
 }
 
 template <class T, tile::Fp8 kFmt>
 __device__ __forceinline__ void scan_cols(QuantizeSmem& s, const typename Input<T>::Word (&x)[8][4],
-                                          const Place& at, ScaleRule rule) {
+                                          const Place& at, const QuantizeTask& a) {
   using In = Input<T>;
   typename In::Word m[4];
 #pragma unroll
@@ -175,7 +176,7 @@ __device__ __forceinline__ void scan_cols(QuantizeSmem& s, const typename Input<
 #pragma unroll
     for (int k = 2; k < 8; ++k) m[j] = In::larger(m[j], x[k][j]);
   }
-  add_pair<T, kFmt>(s, s.col, s.col_factors, fold<T, 8>(m), at.folded_col(), at.band, rule);
+  add_pair<T, kFmt>(s, s.col, s.col_factors, fold<T, 8>(m), at.folded_col(), at.band, a);
 }
 
 // The sums of a thread's 8 columns over its rows, added over the warp's 32 rows: everyone ends with

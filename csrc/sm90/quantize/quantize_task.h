@@ -1,6 +1,7 @@
 // What the quantizer's kernels are told of a matrix, and how it follows from a call.
 #pragma once
 
+#include "common/formats.h"
 #include "te_mx/quantize.h"
 #include "te_mx/sm90_layout.h"
 
@@ -24,6 +25,7 @@ struct QuantizeTask {
   DType x_dtype;
   Element element;
   ScaleRule rule;
+  uint32_t carry;  // scale_carry(), twice
   // Plain, either may be null: codes [rows, cols] and scales [rows, ceil(cols/32)];
   uint8_t* row_codes;
   uint8_t* row_scales;

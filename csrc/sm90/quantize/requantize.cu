@@ -11,7 +11,7 @@ namespace {
 
 struct RequantizeParams {
   QuantizeParams q;
-  const uint8_t* codes;          // [count, rows, cols]
+  const uint8_t* codes;          // [count, rows, cols], two a byte in FP4
   const uint8_t* scales;         // [count, rows, ceil(cols/32)]
   int64_t out_codes, out_words;  // from matrix to matrix
   bool vectors;                  // codes have aligned vectors of 8 only
@@ -25,7 +25,18 @@ __device__ __forceinline__ void load_values(uint32_t (&x)[8][4], const Requantiz
   const int64_t row = blockIdx.z * p.q.a.rows + t.r0 + at.r, col = t.c0() + at.c;
   const int rows = t.cols > at.c ? t.rows - at.r : 0;
   uint32_t w[8][2], e[8];
-  load_codes<8, 8>(w, p.codes + row * cols + col, cols, 1, rows, t.cols - at.c, p.vectors, slot);
+  if constexpr (kIsFp4<kFmt>) {
+    const int64_t ld = row_bytes(cols, true);
+    uint32_t nibbles[8][1];
+    load_codes<8, 4>(nibbles, p.codes + row * ld + col / 2, ld, 1, rows, (t.cols - at.c + 1) / 2,
+                     p.vectors, slot);
+    const tile::Fp4Table table(tile::kFp4Headroom);
+#pragma unroll
+    for (int k = 0; k < 8; ++k)
+      w[k][0] = table.four(nibbles[k][0]), w[k][1] = table.four(nibbles[k][0] >> 16);
+  } else {
+    load_codes<8, 8>(w, p.codes + row * cols + col, cols, 1, rows, t.cols - at.c, p.vectors, slot);
+  }
 #pragma unroll
   for (int k = 0; k < 8; ++k) e[k] = k < rows ? __ldg(p.scales + (row + k) * blocks + col / 32) : 0;
 #pragma unroll
@@ -34,7 +45,8 @@ __device__ __forceinline__ void load_values(uint32_t (&x)[8][4], const Requantiz
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const uint32_t two = w[k][j / 2] >> (j % 2 * 16);
-      const float2 v = __half22float2(tile::fp8x2_to_half2<kFmt>(static_cast<uint16_t>(two)));
+      const float2 v =
+          __half22float2(tile::fp8x2_to_half2<kTileFmt<kFmt>>(static_cast<uint16_t>(two)));
       const __nv_bfloat162 values = __float22bfloat162_rn({v.x * scale, v.y * scale});
       x[k][j] = *reinterpret_cast<const uint32_t*>(&values);
     }
@@ -42,7 +54,7 @@ __device__ __forceinline__ void load_values(uint32_t (&x)[8][4], const Requantiz
 }
 
 template <tile::Fp8 kFmt>
-__global__ void __launch_bounds__(kQuantizeThreads, 4)
+__global__ void __launch_bounds__(kQuantizeThreads, kIsFp4<kFmt> ? 3 : 4)
     requantize_kernel(const __grid_constant__ RequantizeParams all) {
   __shared__ QuantizeSmem s;
   tile::let_dependents_start();
@@ -63,7 +75,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, 4)
 }  // namespace
 
 Status columns_of_stacked(const PackArgs& args) {
-  Status status = check_format(args.operand.element, args.operand.scaling, args.rule);
+  Status status = check_mx(args.operand.element, args.operand.scaling, args.rule);
   if (status == Status::ok) status = check_plain(args.operand);
   if (status != Status::ok) return status;
   if (args.out.layout != Layout::tiles) return Status::unsupported;
@@ -79,6 +91,7 @@ Status columns_of_stacked(const PackArgs& args) {
   if (status != Status::ok) return status;
   p.codes = a.codes, p.scales = a.scales;
   p.out_codes = a.k * packed_ld(a.rows), p.out_words = packed_scale_words(a.k, a.rows);
+  // NOTE: four bytes of nibbles are aligned where eight of bytes would be.
   p.vectors = a.k % 8 == 0 && reinterpret_cast<uintptr_t>(a.codes) % 8 == 0;
   cudaLaunchAttribute early = early_start();
   cudaLaunchConfig_t config{};
@@ -86,9 +99,9 @@ Status columns_of_stacked(const PackArgs& args) {
   config.blockDim = dim3(kQuantizeThreads);
   config.stream = static_cast<cudaStream_t>(a.stream);
   config.attrs = &early, config.numAttrs = 1;
-  const auto kernel = a.element == Element::e4m3 ? requantize_kernel<tile::Fp8::e4m3>
-                                                 : requantize_kernel<tile::Fp8::e5m2>;
-  return started(cudaLaunchKernelEx(&config, kernel, p));
+  return with_element(a.element, [&]<tile::Fp8 kFmt>() {
+    return started(cudaLaunchKernelEx(&config, requantize_kernel<kFmt>, p));
+  });
 }
 
 }  // namespace te_mx::sm90

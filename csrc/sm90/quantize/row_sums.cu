@@ -164,6 +164,7 @@ int64_t row_sums_workspace_bytes(int64_t rows, int64_t k, bool k_first) {
 Status row_sums(const RowSumsArgs& args) {
   const Status status = check_plain(args.operand);
   if (status != Status::ok) return status;
+  if (!is_fp8(args.operand.element)) return Status::unsupported;
   const RowSumsTask a = task_of(args);
   if (args.execution.workspace_bytes < row_sums_workspace_bytes(a.rows, a.k, a.k_first))
     return Status::small_workspace;

@@ -25,8 +25,13 @@ struct ScaleRange {
     if (entry & kCounts) high = max(high, entry & 0xFF), low = min(low, entry & 0xFF);
   }
   __device__ __forceinline__ bool empty() const { return low == 256; }
-  // E of the tile.
-  __device__ __forceinline__ uint32_t exponent() const { return empty() ? 127u : high; }
+  // What the blocks share: E, or of MXFP4 so much below it.
+  __device__ __forceinline__ uint32_t exponent(uint32_t headroom) const {
+    return empty() ? 127u : below(high, headroom);
+  }
+  static __device__ __forceinline__ uint32_t below(uint32_t e, uint32_t headroom) {
+    return max(e, headroom) - headroom;
+  }
 };
 
 inline constexpr int kTileWarps = 8;  // of the CTA
@@ -34,7 +39,7 @@ inline constexpr int kTileWarps = 8;  // of the CTA
 struct TileScales {
   alignas(16) uint32_t seen[kTileWarps];  // by each warp: high | (511 - low) << 16
   alignas(16) uint16_t blocks[4][128];
-  alignas(16) uint16_t target[128];  // E of each row for class 1
+  alignas(16) uint16_t target[128];  // exponent of each row for class 1
   uint32_t ragged;                   // some row's blocks are more than S apart
 
   __device__ __forceinline__ void clear() { ragged = 0; }
@@ -74,11 +79,13 @@ struct TileScales {
     return range.high - range.low <= static_cast<uint32_t>(spread) ? 0 : kUndecided;
   }
 
-  __device__ __forceinline__ void examine(const ScaleRange& range, int r, int spread) {
+  __device__ __forceinline__ void examine(const ScaleRange& range, int r, int spread,
+                                          uint32_t headroom) {
     ScaleRange row;
 #pragma unroll
     for (int b = 0; b < 4; ++b) row.add(blocks[b][r]);
-    target[r] = static_cast<uint16_t>(row.empty() ? range.exponent() : row.high);
+    target[r] = static_cast<uint16_t>(row.empty() ? range.exponent(headroom)
+                                                  : ScaleRange::below(row.high, headroom));
     if (!row.empty() && row.high - row.low > static_cast<uint32_t>(spread)) atomicOr(&ragged, 1u);
   }
 
@@ -86,7 +93,7 @@ struct TileScales {
     return ragged == 0 ? 1 : (range.low == 0 ? 3 : 2);
   }
 
-  // Word of row r; `tile` is the tile's E.
+  // Word of row r; `tile` is the tile's exponent.
   __device__ __forceinline__ uint32_t word(uint32_t tile, int cls, int r) const {
     if (cls < 2) {
       const uint32_t e = cls == 0 ? tile : target[r];

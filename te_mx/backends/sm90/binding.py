@@ -8,7 +8,7 @@ Checks of what a user passes live above.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -26,9 +26,11 @@ from te_mx.backends.base import (
     Operand,
     Quantize,
     QuantizedParts,
+    code_bytes,
     format_fields,
     pointer,
 )
+from te_mx.formats.hadamard import Hadamard
 from te_mx.layouts import sm90_tiles as sm90_layout
 from te_mx.runtime import streams
 from te_mx.runtime.streams import stream
@@ -129,6 +131,20 @@ def quantize(what: Quantize) -> QuantizedParts | None:
     return parts if supported(_native.quantize(args)) else None
 
 
+def quantize_randomly(
+    what: Quantize, transforms: Sequence[Hadamard | None], seed: Tensor | None, first: int
+) -> QuantizedParts | None:
+    """As quantize, of rows and columns after a transform of each, and rounded stochastically where
+    there is a seed; None when the native code does not take it."""
+    args, parts, _alive = _prepare(what)
+    for side, made_by in zip(("row", "col"), transforms, strict=True):
+        if made_by is not None:
+            setattr(args, f"{side}_hadamard", made_by.size)
+            setattr(args, f"{side}_signs", made_by.signs)
+    args.seed, args.first = pointer(seed), first
+    return parts if supported(_native.quantize(args)) else None
+
+
 def quantize_two(first: Quantize, second: Quantize) -> tuple[QuantizedParts, QuantizedParts] | None:
     """Both at the same time where the GPU has room; the first without col_sum."""
     (args, parts, _alive), (args2, parts2, _alive2) = _prepare(first), _prepare(second)
@@ -171,7 +187,7 @@ def set_outputs(
             row_codes, row_scales = empty_operand(rows, cols, device)
             args.row_layout = _TILES
         else:
-            row_codes = torch.empty((rows, cols), dtype=_U8, device=device)
+            row_codes = torch.empty((rows, code_bytes(fmt, cols)), dtype=_U8, device=device)
             row_scales = torch.empty((rows, (cols + 31) // 32), dtype=_U8, device=device)
         args.row_codes, args.row_scales = row_codes.data_ptr(), row_scales.data_ptr()
     if columnwise is not None:
@@ -181,7 +197,7 @@ def set_outputs(
             col_codes = torch.empty((rows, cols), dtype=_U8, device=device)
             col_scales = torch.empty(((rows + 31) // 32, cols), dtype=_U8, device=device)
         else:
-            col_codes = torch.empty((cols, rows), dtype=_U8, device=device)
+            col_codes = torch.empty((cols, code_bytes(fmt, rows)), dtype=_U8, device=device)
             col_scales = torch.empty((cols, (rows + 31) // 32), dtype=_U8, device=device)
         args.col_layout = _TILES if packed else COLUMN_LAYOUTS[columnwise]
         args.col_codes, args.col_scales = col_codes.data_ptr(), col_scales.data_ptr()
@@ -193,23 +209,22 @@ def set_outputs(
     return QuantizedParts(row_codes, row_scales, col_codes, col_scales, sums), partial
 
 
-def dequantize(
-    codes: Tensor, scales: Tensor, fmt: str, order: str, dtype: torch.dtype,
-    out: Tensor | None = None,
-) -> Tensor | None:  # fmt: skip
-    """As reference.dequantize for contiguous codes and a native dtype; or None."""
-    rows, cols = codes.shape
+def values_shape(operand: Operand) -> tuple[int, int]:
+    """Shape of the values of a plain operand, as its codes lie."""
+    rows, k = operand.rows, operand.k
+    return (k, rows) if operand.order == "k_first" else (rows, k)
+
+
+def dequantize(operand: Operand, dtype: torch.dtype, out: Tensor | None = None) -> Tensor | None:
+    """As reference.dequantize for contiguous codes and a native dtype, the result as the codes lie;
+    or None."""
+    device = operand.codes.device
     if out is None:
-        out = torch.empty((rows, cols), dtype=dtype, device=codes.device)
-    k_first = order == "k_first"
+        out = torch.empty(values_shape(operand), dtype=dtype, device=device)
     args = _native.DequantizeArgs()
-    args.codes, args.scales = codes.data_ptr(), scales.data_ptr()
-    args.rows, args.k = (cols, rows) if k_first else (rows, cols)
-    args.layout = LAYOUTS[order]
-    for name, value in format_fields(fmt).items():
-        setattr(args, name, value)
+    args.operand = plain_operand(operand)
     args.out, args.out_dtype = out.data_ptr(), FLOAT_DTYPES[dtype]
-    set_execution(args, codes.device.index)
+    set_execution(args, device.index)
     status = _native.dequantize(args)
     return out if supported(status) else None
 
@@ -218,11 +233,8 @@ def dequantize(
 def plain_operand(operand: Operand) -> Any:
     """The native record of an operand whose codes and scales are contiguous."""
     codes, scales, fmt, order = operand[:4]
-    rows, k = codes.shape
-    if order == "k_first":
-        rows, k = k, rows
     return _native.Operand(
-        codes=codes.data_ptr(), scales=scales.data_ptr(), rows=rows, k=k,
+        codes=codes.data_ptr(), scales=scales.data_ptr(), rows=operand.rows, k=operand.k,
         layout=LAYOUTS[order], **format_fields(fmt),
     )  # fmt: skip
 
@@ -308,9 +320,15 @@ def gemm(
 
 def operand_sums(operand: Operand, scratch: Callable[[int], Tensor | None]) -> Tensor:
     """fp32 [rows]: the sum over k of an operand's values, in an order that only sizes decide."""
-    if operand.order == "sm90":
-        return sm90_layout.packed_values(operand, operand.k, operand.fmt).sum(1).to(_F32)
     rows, k, k_first = operand.rows, operand.k, operand.order == "k_first"
+    fp4 = operand.fmt == "e2m1"
+    if operand.order == "sm90":
+        fmt = "mxfp4" if fp4 else operand.fmt
+        return sm90_layout.packed_values(operand, k, fmt).sum(1).to(_F32)
+    if fp4:
+        values = dequantize(operand, _F32)
+        assert values is not None
+        return values.sum(0 if k_first else 1)
     sums = torch.empty(rows, dtype=_F32, device=operand.codes.device)
     nbytes = _native.row_sums_workspace_bytes(rows, k, k_first)
     args = _native.RowSumsArgs()

@@ -20,7 +20,7 @@ _LARGE = 1 << 23  # elements of a result that fills the GPU without splitting k
 
 def workspace_bytes(a: Operand, b: Operand) -> int:
     """Scratch bytes of `gemm`: both operands in bf16."""
-    return 2 * sum((operand.codes.numel() + 127) // 128 * 128 for operand in (a, b))
+    return 2 * sum((operand.rows * operand.k + 127) // 128 * 128 for operand in (a, b))
 
 
 def gemm(
@@ -35,15 +35,15 @@ def gemm(
     values = []
     offset = 0
     for operand in (b, a):
-        codes, scales, fmt, order = operand[:4]
-        count = codes.numel()
-        room = workspace[offset : offset + 2 * count].view(torch.bfloat16).view(codes.shape)
+        count = operand.rows * operand.k
+        room = workspace[offset : offset + 2 * count].view(torch.bfloat16)
+        room = room.view(sm90.values_shape(operand))
         offset += 2 * ((count + 127) // 128 * 128)
-        if sm90.dequantize(codes, scales, fmt, order, torch.bfloat16, room) is None:
+        if sm90.dequantize(operand, torch.bfloat16, room) is None:
             raise RuntimeError(
                 "te_mx internal error: the Hopper kernels do not upcast this operand"
             )
-        values.append(room if order == "k_last" else room.t())
+        values.append(room if operand.order == "k_last" else room.t())
     left, right = values[0], values[1].t()
     bias = epilogue.bias
     if epilogue._replace(bias=None) == Epilogue():

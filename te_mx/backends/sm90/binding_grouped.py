@@ -19,6 +19,7 @@ from te_mx.backends.base import (
     QuantizedParts,
     StackedOperand,
     blocks,
+    code_bytes,
     format_fields,
     pointer,
     typed_address,
@@ -158,10 +159,10 @@ def quantize_weights(
         if packed:
             codes, scales = _empty(weights_shapes(groups, *shape), device)
         else:
-            codes, scales = _empty_plain(groups, rows, cols, side == "col", device)
+            codes, scales = _empty_plain(groups, rows, cols, "" if side == "col" else fmt, device)
         setattr(args, f"{side}_codes", codes.data_ptr())
         setattr(args, f"{side}_scales", scales.data_ptr())
-        parts += [codes[:, :, : shape[1] if packed else cols], scales]
+        parts += [codes[:, :, : shape[1]] if packed else codes, scales]
     sm90.set_execution(args, device.index)
     status = native.quantize_stacked(args, addresses)  # type: ignore[union-attr]
     expect(status, f"{groups} weights of {(rows, cols)}")
@@ -169,11 +170,12 @@ def quantize_weights(
 
 
 def _empty_plain(
-    groups: int, rows: int, cols: int, columns: bool, device: torch.device
+    groups: int, rows: int, cols: int, fmt: str, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Plain codes and scale bytes of all weights; columns lie as the weight does."""
-    scales = (groups, blocks(rows), cols) if columns else (groups, rows, blocks(cols))
-    codes = torch.empty((groups, rows, cols), dtype=_U8, device=device)
+    """Plain codes and scale bytes of all weights, by rows; without a format those of columns, which
+    lie as the weight does, one code a byte."""
+    scales = (groups, rows, blocks(cols)) if fmt else (groups, blocks(rows), cols)
+    codes = torch.empty((groups, rows, code_bytes(fmt, cols)), dtype=_U8, device=device)
     return codes, torch.empty(scales, dtype=_U8, device=device)
 
 

@@ -28,13 +28,12 @@ def pack_weights(
     return StackedOperand(made[0][:, :, : weights.k], made[1], weights.fmt, "sm90")
 
 
-def columns_of_weights(
-    codes: Tensor, scales: Tensor, fmt: str, rule: str, spread: int
-) -> tuple[Tensor, Tensor]:
-    """As te_mx::columns_of_weights with a spread, for contiguous weights that are not empty."""
-    groups, rows, cols = codes.shape
-    made = _empty(weights_shapes(groups, cols, rows), codes.device)
-    args = _pack_args(StackedOperand(codes, scales, fmt, "k_last"), made, spread)
+def columns_of_weights(weights: StackedOperand, rule: str, spread: int) -> tuple[Tensor, Tensor]:
+    """As te_mx::columns_of_weights with a spread, for contiguous weights that lie by rows and are
+    not empty."""
+    groups, rows, cols = weights.groups, weights.rows, weights.k
+    made = _empty(weights_shapes(groups, cols, rows), weights.codes.device)
+    args = _pack_args(weights, made, spread)
     args.groups_count, args.rule = groups, SCALE_RULES[rule]
     status = sm90.native().columns_of_stacked(args)  # type: ignore[union-attr]
     expect(status, f"the columns of {groups} plain weights of {(rows, cols)}")

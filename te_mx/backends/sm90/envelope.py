@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from te_mx.backends.native import FORMATS, unknown
+from te_mx.backends.native import FORMATS, FP4, RULES, unknown
 from te_mx.backends.sm90 import binding
 from te_mx.dispatch.problem import MOST, Problem
 
+MX = FORMATS + FP4
+MX_RULES = (*RULES, "even")
 COUNTED = ("gemm", "gemm_rows", "gemm_k", "linear")  # ops whose kernels count sizes in 32 bits
 
 
-def why_not(problem: Problem, *layouts: str, formats: tuple[str, ...] = FORMATS) -> str | None:
+def why_not(problem: Problem, *layouts: str, formats: tuple[str, ...] = MX) -> str | None:
     """Why no kernel of this backend runs the problem on operands in these layouts (names up to a
     colon) and formats; None when one may."""
     place = problem.place
@@ -18,7 +20,7 @@ def why_not(problem: Problem, *layouts: str, formats: tuple[str, ...] = FORMATS)
     reason = binding.problem(place.index)
     if reason is not None:
         return reason
-    reason = unknown(problem, layouts, formats)
+    reason = unknown(problem, layouts, formats, MX_RULES)
     if reason is not None:
         return reason
     if problem.empty:

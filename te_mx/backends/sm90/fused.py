@@ -5,17 +5,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from te_mx.backends.native import is_native, native_target, with_operands
+from te_mx.backends.native import FP4, is_native, native_target, with_operands
 from te_mx.backends.sm90 import binding_fused
-from te_mx.backends.sm90.envelope import why_not
+from te_mx.backends.sm90.envelope import MX, MX_RULES, why_not
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import FLOAT_DTYPES
 from te_mx.dispatch.fused import ActParts, ActStep, NormParts, NormStep, Target
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import Kernel, register
+from te_mx.layouts import spec_of
 
 _F32 = torch.float32
 NOTHING = native_target(Target("", "", "rceil"))
+
+
+def _makes(target: Target, dtype: torch.dtype) -> bool:
+    """Whether the fused kernels end in a target, for results of a dtype: MXFP4 of bf16 alone."""
+    fp4 = any(spec_of(spec).format.name in FP4 for spec in target[:2] if spec)
+    return is_native(target, MX, MX_RULES) and (not fp4 or dtype == torch.bfloat16)
 
 
 class _Fused(Kernel):
@@ -33,7 +40,7 @@ class HopperNorm(_Fused):
 
     def run(self, s: NormStep) -> NormParts | None:
         step = s.x, s.weight, s.bias, s.norm, s.dtype
-        if is_native(s.target) and not s.target.col_sum:
+        if _makes(s.target, s.dtype) and not s.target.col_sum:
             made = binding_fused.normalize(*step, s.keep, native_target(s.target))
             if made is None:
                 return None
@@ -62,7 +69,7 @@ class HopperAct(_Fused):
 
     def run(self, s: ActStep) -> ActParts | None:
         h, grad, act, dtype = s.h, s.grad, s.act, s.dtype
-        if binding_fused.takes(h, grad, dtype) and is_native(s.target):
+        if binding_fused.takes(h, grad, dtype) and _makes(s.target, dtype):
             made = binding_fused.activate(h, grad, act, dtype, s.keep, native_target(s.target))
             if made is None:
                 return None

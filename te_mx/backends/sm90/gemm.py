@@ -6,14 +6,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from te_mx.backends.native import native_operand, words_of
+from te_mx.backends.native import FP4, native_operand, words_of
 from te_mx.backends.sm90 import binding, binding_exact, binding_prepared, split_k
 from te_mx.backends.sm90.envelope import why_not
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Product, Ran
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import Kernel, PreparedGemm, Wants, register
+from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand
+from te_mx.layouts.sm90_tiles import FP4_SPREAD
 from te_mx.runtime import workspace
 
 ADAPTIVE, EXACT = "sm90_adaptive", "sm90_exact"
@@ -68,10 +70,20 @@ class Adaptive(Scratched):
         return Wants(layout, layout)
 
     def note(self, problem: Problem) -> str:
-        return (
-            "scales of tiles of 128 x 128 are aligned where they differ by at most "
-            f"2^{problem.spread}; docs/numerics.md has the error"
-        )
+        sides = [spec_of(spec).format.untransformed.name for spec in (problem.lhs, problem.rhs)]
+        fp4 = [name in FP4 for name in sides]
+        said = []
+        if not all(fp4):
+            said.append(
+                "scales of tiles of 128 x 128 are aligned where they differ by at most "
+                f"2^{problem.spread}"
+            )
+        if any(fp4):
+            said.append(
+                "4-bit codes are unpacked to FP8 tiles before the main loop, where scales up to "
+                f"2^{FP4_SPREAD} apart are aligned exactly"
+            )
+        return "; ".join((*said, "docs/numerics.md has the error"))
 
     def parts(self, problem: Problem) -> int:
         return split_k.parts(problem.place.index, problem.m, problem.n, problem.k)

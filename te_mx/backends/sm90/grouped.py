@@ -108,10 +108,8 @@ class HopperColumnsOfWeights(Kernel):
         return reason
 
     def run(self, row: Stack, col: str, rule: str) -> Stack:
-        codes, scales = row.codes.contiguous(), row.scales.contiguous()
-        made = binding_weights.columns_of_weights(
-            codes, scales, words_of(row.spec)[0], rule, _spread(col)
-        )
+        row = row._replace(codes=row.codes.contiguous(), scales=row.scales.contiguous())
+        made = binding_weights.columns_of_weights(native_stack(row), rule, _spread(col))
         return Stack(*made, col, row.groups, row.k, row.rows)
 
 

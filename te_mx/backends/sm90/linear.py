@@ -9,9 +9,9 @@ from torch import Tensor
 
 from te_mx.backends.base import FLOAT_DTYPES, SCALE_RULES
 from te_mx.backends.base import FORMATS as FORMAT_IDS
-from te_mx.backends.native import FORMATS, words_of
+from te_mx.backends.native import words_of
 from te_mx.backends.sm90 import binding_linear
-from te_mx.backends.sm90.envelope import why_not
+from te_mx.backends.sm90.envelope import MX, why_not
 from te_mx.backends.sm90.gemm import ADAPTIVE
 from te_mx.dispatch.linear import Held, LinearKernel, LinearPlan, LinearProblem, Part
 from te_mx.dispatch.problem import Problem
@@ -22,7 +22,7 @@ from te_mx.layouts.operand import Operand, Quantized
 
 def known(spec: str) -> bool:
     """Whether native code knows the format of a spec."""
-    return spec_of(spec).format.name in FORMATS
+    return spec_of(spec).format.name in MX
 
 
 class OneCall(LinearKernel):
@@ -35,7 +35,7 @@ class OneCall(LinearKernel):
         if reason is None and problem.precision != "adaptive":
             reason = f"is for precision 'adaptive', this asks for {problem.precision!r}"
         if reason is None and not (problem.lhs == problem.rhs and known(problem.grad)):
-            reason = f"takes {', '.join(FORMATS)}, one of them for both inputs and weights"
+            reason = f"takes {', '.join(MX)}, one of them for both inputs and weights"
         return reason or ("keeps K in one piece" if problem.split_k else None)
 
     def plan(self, problem: LinearProblem) -> LinearPlan:

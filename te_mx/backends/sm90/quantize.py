@@ -8,12 +8,13 @@ from torch import Tensor
 
 from te_mx.backends.base import PLAIN, QuantizedParts
 from te_mx.backends.base import Quantize as NativeQuantize
-from te_mx.backends.native import FORMATS, native_operand, one_read, words_of
+from te_mx.backends.native import native_operand, one_read, words_of
 from te_mx.backends.sm90 import binding
-from te_mx.backends.sm90.envelope import why_not
+from te_mx.backends.sm90.envelope import MX, why_not
 from te_mx.dispatch.calls import FLOAT_DTYPES, Quantize
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import Kernel, register
+from te_mx.formats.scaling import is_stochastic, split_rule
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized
 from te_mx.layouts.sm90_tiles import SM90Tiles
@@ -60,9 +61,47 @@ class HopperQuantize(Kernel):
         return _quantized(first, both[0]), _quantized(second, both[1])
 
 
+class HopperRandomQuantize(Kernel):
+    """With stochastic rounding to MXFP4, or one direction after a Hadamard transform."""
+
+    op, name = "quantize", "sm90_random"
+
+    def accepts(self, problem: Problem) -> str | None:
+        specs = [spec for spec in (problem.lhs, problem.rhs) if spec]
+        stochastic = is_stochastic(problem.rule)
+        transforms = any(spec_of(spec).format.transform is not None for spec in specs)
+        if not (stochastic or transforms):
+            return "is for stochastic rounding and Hadamard transforms"
+        lhs, rhs = _untransformed(problem.lhs), _untransformed(problem.rhs)
+        plain = problem._replace(lhs=lhs, rhs=rhs, rule=split_rule(problem.rule)[0])
+        reason = HopperQuantize.accepts(self, plain)  # type: ignore[arg-type]
+        if reason is None and transforms and len(specs) > 1:
+            reason = "transforms one direction at a time"
+        if reason is None and stochastic and words_of(specs[0])[0] != "e2m1":
+            reason = f"rounds MXFP4 stochastically, not {spec_of(specs[0]).format.name}"
+        return reason
+
+    def run(self, what: Quantize) -> Quantized | None:
+        row, col = _untransformed(what.row), _untransformed(what.col)
+        plain = what._replace(row=row, col=col, rule=split_rule(what.rule)[0])
+        transforms = [
+            None if not spec else spec_of(spec).format.transform for spec in (what.row, what.col)
+        ]
+        parts = binding.quantize_randomly(_native_call(plain), transforms, what.seed, what.first)
+        return None if parts is None else _quantized(what, parts)
+
+
+def _untransformed(spec: str) -> str:
+    """A spec without the transform of its format."""
+    if not spec:
+        return ""
+    fmt, layout = spec_of(spec)
+    return spec if fmt.transform is None else f"{fmt.untransformed.name}@{layout.name}"
+
+
 class HopperDequantize(Kernel):
     op, name = "dequantize", "sm90"
-    formats = FORMATS
+    formats = MX
 
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not(problem, "rows", "cols", formats=self.formats)
@@ -71,9 +110,10 @@ class HopperDequantize(Kernel):
         return reason
 
     def run(self, operand: Operand, dtype: torch.dtype) -> Tensor | None:
-        codes, scales, fmt, order = native_operand(operand)[:4]
-        values = binding.dequantize(codes.contiguous(), scales.contiguous(), fmt, order, dtype)
-        return values if values is None or order == "k_last" else values.t()
+        plain = native_operand(operand)
+        plain = plain._replace(codes=plain.codes.contiguous(), scales=plain.scales.contiguous())
+        values = binding.dequantize(plain, dtype)
+        return values if values is None or plain.order == "k_last" else values.t()
 
 
 class HopperConvert(Kernel):
@@ -95,4 +135,5 @@ class HopperConvert(Kernel):
 
 register(HopperConvert())
 register(HopperQuantize())
+register(HopperRandomQuantize())
 register(HopperDequantize())

@@ -203,4 +203,10 @@ __device__ __forceinline__ uint32_t e8m0_floor(float amax) {
   return e > 0 ? static_cast<uint32_t>(e) : 0u;
 }
 
+// floor of amax rounded to one bit of mantissa, halves up.
+template <Fp8 kFmt>
+__device__ __forceinline__ uint32_t e8m0_even(float amax) {
+  return e8m0_floor<kFmt>(__uint_as_float(__float_as_uint(amax) + 0x200000u));
+}
+
 }  // namespace mxtile::sm90

@@ -1,0 +1,216 @@
+"""MXFP4 on a Hopper GPU: products with codes of 4 bits, which are unpacked to FP8 tiles at every
+call, against bf16; the quantizer against a device copy; linear layers."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+import te_mx
+from benchmarks.bench_gemm_cuda import bf16
+from benchmarks.bench_grouped_cuda import PEER, grouped_mm
+from benchmarks.bench_linear_cuda import Layer
+from benchmarks.gpu import GpuContext
+from benchmarks.row import Row, Target
+from benchmarks.timing import Call, interleaved
+from te_mx import ops
+from te_mx.ops import Mode, Operand
+from te_mx.ops.grouped_gemm import gemm_rows
+from te_mx.ops.grouped_quantize import Groups, quantize_grouped, quantize_weights
+from te_mx.ops.quantize import parts_of
+from te_mx.recipe import BlockScaling
+
+FP4, FP8 = "mxfp4", "mxfp8_e4m3"
+TILES, PLAIN = f"{FP4}@sm90:8", f"{FP4}@rows"
+KINDS = {"mxfp4 x mxfp4": (FP4, FP4), "mxfp8 x mxfp4": (FP8, FP4)}
+CUBE, CUBE_TARGET = (8192, 8192, 8192), Target(1.5, 1.8)
+FEW = [  # of published kernels, measured in CUDA graphs
+    (128, 2048, 7168),
+    (128, 24576, 1536),
+    (512, 2048, 7168),
+    (512, 7168, 2048),
+    (1024, 7168, 2048),
+    (4096, 7168, 4096),
+]
+FEW_TARGET = Target(1.1, 1.5)
+GROUPS = [  # groups, rows of each, N, K
+    (groups, rows, n, k)
+    for groups, rows in ((4, 8192), (8, 4096))
+    for n, k in ((6144, 7168), (7168, 3072), (4096, 4096), (4096, 2048))
+]
+GROUPS_TARGET = Target(1.4, 1.7)
+QUANTIZE, QUANTIZE_TARGET = [(8192, 8192), (16384, 4096)], Target(0.8, 0.9)
+LINEAR, LINEAR_TARGET = [(8192, 4096, 4096), (16384, 14336, 4096)], Target(1.4, 1.7)
+MODE = Mode(split_k=True)
+
+
+def _operand(x: Tensor, fmt: str) -> Operand:
+    """4 bits plain, as they are kept; 8 bits as the quantizer leaves activations."""
+    layout = "rows" if fmt == FP4 or not x.is_cuda else "sm90:8"
+    row = ops.quantize_2d(x, f"{fmt}@{layout}").row
+    assert row is not None
+    return row
+
+
+def _captured(call: Call, sets: int, device: torch.device) -> Call:
+    """The calls 0 to sets - 1 as CUDA graphs; themselves without a GPU."""
+    if device.type != "cuda":
+        return call
+    graphs, held = [], []
+    for i in range(sets):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            call(i)
+        torch.cuda.current_stream().wait_stream(side)
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            held.append(call(i))
+    # The results live as long as the call does.
+    return lambda i, held=held: graphs[i % sets].replay()
+
+
+def gemm(context: GpuContext) -> Iterator[Row]:
+    """Gaussian operands, whose tiles are all of class 0. The cube eager, the others in graphs."""
+    for shape in context.pick([CUBE, *FEW], [(64, 96, 128), (32, 40, 64)]):
+        m, n, k = shape
+        plain = [
+            (context.randn(m, k, seed=2 * i), context.randn(n, k, seed=2 * i + 1))
+            for i in range(context.sets(m * k + n * k))
+        ]
+        calls: dict[str, Call] = {}
+        for name, fmts in KINDS.items():
+            pairs = [
+                tuple(_operand(x, fmt) for x, fmt in zip(both, fmts, strict=True)) for both in plain
+            ]
+            calls[name] = lambda i, pairs=pairs: (
+                ops.gemm_2d(*pairs[i % len(pairs)], out_dtype=torch.bfloat16, mode=MODE).out
+            )
+        calls["bf16"] = bf16(plain)
+        in_graphs = shape != CUBE
+        if in_graphs:
+            calls = {
+                name: _captured(call, len(plain), context.device) for name, call in calls.items()
+            }
+        times = interleaved(calls, context.effort, warm_up=2 * len(plain), clock=context.clock)
+        flops = 2 * m * n * k
+        for name in KINDS:
+            seconds = times.seconds(name)
+            yield Row(
+                name, " ".join(map(str, shape)), "sm90_adaptive", seconds * 1e6,
+                *context.compute(flops, seconds),
+                "cuBLAS bf16" + " graph" * in_graphs, times.ratio("bf16", name),
+                FEW_TARGET if in_graphs else CUBE_TARGET,
+                context.compute(flops, times.seconds("bf16"))[0],
+            )  # fmt: skip
+
+
+def _product_of_groups(xs: list[Tensor], groups: Groups, weights: list[Tensor], fmt: str) -> Call:
+    """Tokens as the quantizer leaves them, weights in 4 bits."""
+    layout = "sm90_rows:8" if xs[0].is_cuda else "rows"
+    rows = [quantize_grouped(x, groups, f"{fmt}@{layout}", rule="rceil").row for x in xs]
+    stack, _ = quantize_weights(weights, f"{FP4}@rows", rule="rceil")
+    return lambda i: gemm_rows(rows[i % len(rows)], stack, groups, out_dtype=torch.bfloat16)
+
+
+def grouped(context: GpuContext) -> Iterator[Row]:
+    """Groups of rows behind each other, of 0.7 to 1.3 times the rows that are said, and in a buffer
+    with room for each ("masked"): that peer multiplies all of it, for it knows no masks."""
+    for count, rows, n, k in context.pick(GROUPS, [(2, 64, 40, 64)]):
+        m, device = count * rows, context.device
+        jitter = torch.linspace(0.7, 1.3, count)
+        sizes = (jitter * rows).long() // 16 * 16
+        ends = sizes.cumsum(0)
+        ends[-1] = m
+        offs = ends.to(device, torch.int32)
+        masked = (torch.arange(count) * rows + sizes.clamp(max=rows)).to(device, torch.int32)
+        weight = context.randn(count * n, k, seed=1).view(count, n, k)
+        sets = range(context.sets(m * (n + k)))
+        xs = [context.randn(m, k, seed=2 + i) for i in sets]
+        kinds = {"contiguous": Groups(offs), "masked": Groups(masked, rows)}
+        for kind, groups in kinds.items():
+            calls: dict[str, Call] = {
+                fmt: _product_of_groups(xs, groups, list(weight.unbind(0)), fmt)
+                for fmt in (FP4, FP8)
+            }
+            calls["bf16"] = lambda i, xs=xs, weight=weight, offs=offs: grouped_mm(
+                xs[i % len(xs)], weight.transpose(1, 2), offs
+            )
+            times = interleaved(calls, context.effort, clock=context.clock)
+            filled = m if kind == "contiguous" else int(sizes.clamp(max=rows).sum())
+            for fmt in (FP4, FP8):
+                seconds = times.seconds(fmt)
+                yield Row(
+                    f"{kind} {fmt[:5]}", f"{rows} {n} {k} G{count}", "sm90_adaptive", seconds * 1e6,
+                    *context.compute(2 * filled * n * k, seconds), PEER, times.ratio("bf16", fmt),
+                    GROUPS_TARGET, context.compute(2 * m * n * k, times.seconds("bf16"))[0],
+                )  # fmt: skip
+
+
+def quantize(context: GpuContext) -> Iterator[Row]:
+    """bf16 to the operands of both directions, as te_mx.Linear asks for them, and to 4 bits at
+    rest; a product's operand from those."""
+    for rows, cols in context.pick(QUANTIZE, [(256, 384)]):
+        xs = [context.randn(rows, cols, seed=i) for i in range(context.sets(2 * rows * cols))]
+        held = [ops.quantize_2d(x, PLAIN).row for x in xs]
+        jobs = {
+            "quantize both": (
+                lambda i, xs=xs: parts_of(ops.quantize_2d(xs[i % len(xs)], TILES, TILES)),
+                xs[0].nbytes,
+                QUANTIZE_TARGET,
+            ),
+            "quantize 4 bits": (
+                lambda i, xs=xs: parts_of(ops.quantize_2d(xs[i % len(xs)], PLAIN)),
+                xs[0].nbytes,
+                None,
+            ),
+            "unpack": (
+                lambda i, held=held: list(ops.convert_2d(held[i % len(held)], TILES)[:2]),
+                sum(part.nbytes for part in held[0][:2]),
+                None,
+            ),
+        }
+        for name, (call, read, target) in jobs.items():
+            moved = read + sum(part.numel() * part.element_size() for part in call(0))
+            source = torch.ones(moved // 2, dtype=torch.uint8, device=context.device)
+            there = torch.zeros_like(source)  # a copy reads and writes its size
+            times = interleaved(
+                {name: call, "copy": lambda i, to=there, of=source: to.copy_(of)},
+                context.effort,
+                clock=context.clock,
+            )
+            seconds = times.seconds(name)
+            yield Row(
+                name, f"{rows} {cols}", "sm90", seconds * 1e6, *context.bandwidth(moved, seconds),
+                "device copy of as many bytes", times.ratio("copy", name), target,
+                context.bandwidth(moved, times.seconds("copy"))[0],
+            )  # fmt: skip
+
+
+def linear(context: GpuContext) -> Iterator[Row]:
+    """Forward and backward with all three gradients, eager: inputs and weights in MXFP4, gradients
+    in MXFP8."""
+    recipe = BlockScaling(x=FP4, w=FP4, g=FP8)
+    for shape in context.pick(LINEAR, [(64, 96, 128)]):
+        m, n, k = shape
+        sets = context.sets(2 * (m * k + n * k + m * n))
+        ours, plain = (Layer(context, kind, shape, sets) for kind in (te_mx.Linear, nn.Linear))
+
+        def step(i: int, layer: Layer = ours) -> None:
+            with te_mx.autocast(recipe=recipe):
+                layer.step(i)
+
+        calls: dict[str, Call] = {"ours": step, "bf16": plain.step}
+        times = interleaved(calls, context.effort, clock=context.clock)
+        seconds, flops = times.seconds("ours"), 6 * m * n * k
+        yield Row(
+            "linear fwd+bwd fp4", f"{m} {n} {k}", ours.kernel, seconds * 1e6,
+            *context.compute(flops, seconds), "nn.Linear bf16", times.ratio("bf16", "ours"),
+            LINEAR_TARGET, context.compute(flops, times.seconds("bf16"))[0],
+        )  # fmt: skip
+
+
+def mxfp4(context: GpuContext) -> Iterator[Row]:
+    """All of them."""
+    for of in (gemm, grouped, quantize, linear):
+        yield from of(context)

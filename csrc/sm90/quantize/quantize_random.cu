@@ -1,0 +1,181 @@
+// The quantizer after a random Hadamard transform, of one direction, and with stochastic rounding.
+// Elements are transformed in fp32, in registers: a block of 32 lies in four lanes, each with 8
+// x 8.
+#include "mxtile/sm90/random.cuh"
+#include "quantize/quantize_launch.cuh"
+
+namespace te_mx::sm90 {
+
+namespace {
+
+struct RandomParams {
+  QuantizeParams q;
+  const int64_t* seed;  // null: to nearest even
+  int64_t first;        // number of x's first element
+  int size;             // of the transform, 0 for none: along the only direction
+  uint32_t signs;
+};
+
+// Rounds to MXFP4 by random words: those of an element's number.
+struct Stochastic {
+  using Words = tile::EightWords;
+  uint64_t number;  // of the thread's first element
+  int64_t cols;
+  uint2 key;
+
+  __device__ __forceinline__ Words words(int k) const { return Words(number + k * cols, key); }
+
+  template <class T>
+  static __device__ __forceinline__ uint2 fp4(const uint2 (&x)[4], const tile::Fp4Rounding& r0,
+                                              const tile::Fp4Rounding& r1,
+                                              const tile::Fp4Rounding& r2,
+                                              const tile::Fp4Rounding& r3, const Words& words) {
+    const tile::Fp4Rounding* const by[4] = {&r0, &r1, &r2, &r3};
+    float v[8];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float2 scaled = Input<float>::scaled(x[j], by[j]->factor);
+      v[2 * j] = tile::round_to_fp4(scaled.x, by[j]->magic << 16, words.of[2 * j]);
+      v[2 * j + 1] = tile::round_to_fp4(scaled.y, by[j]->magic, words.of[2 * j + 1]);
+    }
+    return {tile::fp8x4<tile::Fp8::e4m3>(v[0], v[1], v[2], v[3]),
+            tile::fp8x4<tile::Fp8::e4m3>(v[4], v[5], v[6], v[7])};
+  }
+};
+
+template <class T>
+__device__ __forceinline__ void load_floats(uint2 (&x)[8][4], const QuantizeParams& p,
+                                            const Tile& t, const Place& at, void* slot) {
+  typename Input<T>::Word w[8][4];
+  load_patch<T>(w, static_cast<const T*>(p.a.x) + (t.r0 + at.r) * p.a.x_stride + t.c0() + at.c,
+                p.a.x_stride, t.rows - at.r, t.cols - at.c, p.x_vectors, slot);
+#pragma unroll
+  for (int k = 0; k < 8; ++k) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float2 v = Input<T>::values(w[k][j]);
+      x[k][j] = make_uint2(__float_as_uint(v.x), __float_as_uint(v.y));
+    }
+  }
+}
+
+__device__ __forceinline__ uint32_t& element(uint2 (&x)[8][4], int r, int c) {
+  return c % 2 == 0 ? x[r][c / 2].x : x[r][c / 2].y;
+}
+
+// The elements of 2 or 4 lanes, along the columns (kDown) or the rows. `place` is the lane's among
+// four; those of a chunk that is not whole stay.
+template <bool kDown>
+__device__ __forceinline__ void transform(uint2 (&x)[8][4], int size, uint32_t signs, int place,
+                                          bool whole) {
+  constexpr int kNext = kDown ? 8 : 1;  // from lane to lane
+  const float factor = size == 16 ? 0.25f : __uint_as_float(0x3E3504F3u);
+  const uint32_t mine = signs >> (8 * place);
+#pragma unroll
+  for (int other = 0; other < 8; ++other) {
+    float v[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const uint32_t bits = kDown ? element(x, i, other) : element(x, other, i);
+      v[i] = __uint_as_float(bits ^ (mine >> i & 1) << 31);
+    }
+#pragma unroll
+    for (int h = 1; h < 8; h *= 2) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        if (i & h) continue;
+        const float a = v[i], b = v[i + h];
+        v[i] = __fadd_rn(a, b), v[i + h] = __fsub_rn(a, b);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      float partner = __shfl_xor_sync(~0u, v[i], kNext);
+      v[i] = place & 1 ? __fsub_rn(partner, v[i]) : __fadd_rn(v[i], partner);
+      partner = __shfl_xor_sync(~0u, v[i], 2 * kNext);
+      if (size == 32) v[i] = place & 2 ? __fsub_rn(partner, v[i]) : __fadd_rn(v[i], partner);
+      v[i] = __fmul_rn(v[i], factor);
+      if (whole) (kDown ? element(x, i, other) : element(x, other, i)) = __float_as_uint(v[i]);
+    }
+  }
+}
+
+template <tile::Fp8 kFmt, class Rounds>
+__global__ void __launch_bounds__(kQuantizeThreads, 2)
+    random_kernel(const __grid_constant__ RandomParams all) {
+  __shared__ QuantizeSmem s;
+  tile::let_dependents_start();
+  tile::await_predecessors();
+  const QuantizeParams& p = all.q;
+  Tile t;
+  if (!find_tile(t, p)) return;
+  const Place at;
+  uint2 x[8][4];
+  void* const slot = &s.codes[0][0] + 64 * threadIdx.x;
+  if (p.a.x_dtype == DType::bf16) {
+    load_floats<__nv_bfloat16>(x, p, t, at, slot);
+  } else if (p.a.x_dtype == DType::f16) {
+    load_floats<__half>(x, p, t, at, slot);
+  } else {
+    load_floats<float>(x, p, t, at, slot);
+  }
+  if (all.size != 0) {
+    const int chunk = ~(all.size - 1);
+    if (p.row.enabled) {
+      transform<false>(x, all.size, all.signs, at.lane_c % 4, (at.c & chunk) + all.size <= t.cols);
+    } else {
+      transform<true>(x, all.size, all.signs, at.lane_r, (at.r & chunk) + all.size <= t.rows);
+    }
+  }
+  if constexpr (std::is_same_v<Rounds, Stochastic>) {
+    const uint64_t seed = static_cast<uint64_t>(__ldg(all.seed));
+    const Stochastic rounds{
+        static_cast<uint64_t>(all.first + (t.r0 + at.r) * p.a.cols + t.c0() + at.c), p.a.cols,
+        make_uint2(static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32))};
+    quantize_patch<float, kFmt, true, true, false>(p, s, x, t, at, rounds);
+  } else {
+    quantize_patch<float, kFmt, true>(p, s, x, t, at);
+  }
+}
+
+Status launch(const RandomParams& p, cudaStream_t stream) {
+  cudaLaunchAttribute early = early_start();
+  cudaLaunchConfig_t config{};
+  config.gridDim = tile_grid(p.q, p.q.col_tiles);
+  config.blockDim = dim3(kQuantizeThreads);
+  config.stream = stream;
+  config.attrs = &early, config.numAttrs = 1;
+  if (p.seed != nullptr) {
+    const auto kernel = random_kernel<tile::Fp8::e2m1, Stochastic>;
+    return started(cudaLaunchKernelEx(&config, kernel, p));
+  }
+  return with_element(p.q.a.element, [&]<tile::Fp8 kFmt>() {
+    return started(cudaLaunchKernelEx(&config, random_kernel<kFmt, Nearest>, p));
+  });
+}
+
+}  // namespace
+
+Status quantize_randomly(const QuantizeTask& a, const QuantizeOut& to) {
+  const OperandOut& side = to.row.codes != nullptr ? to.row : to.col;
+  const bool both = to.row.codes != nullptr && to.col.codes != nullptr;
+  if (side.hadamard != 0 && side.hadamard != 16 && side.hadamard != 32) return Status::bad_argument;
+  // One direction where there is a transform, which sums must not see.
+  const bool transforms = to.row.hadamard != 0 || to.col.hadamard != 0;
+  if ((transforms && (both || to.col_sum != nullptr)) ||
+      (to.seed != nullptr && to.element != Element::e2m1)) {
+    return Status::unsupported;
+  }
+  if (a.rows == 0 || a.cols == 0) return Status::ok;
+  RandomParams p{};
+  Status status = quantize_params(a, p.q);
+  if (status != Status::ok) return status;
+  p.seed = to.seed, p.first = to.first;
+  p.size = side.hadamard, p.signs = static_cast<uint32_t>(side.signs);
+  const auto stream = static_cast<cudaStream_t>(a.stream);
+  status = launch(p, stream);
+  if (status != Status::ok || a.col_sum == nullptr) return status;
+  return launch_sums(a.col_sum_ws, a.col_sum, a.col_sum_dtype, p.q.row_tiles, a.cols, stream);
+}
+
+}  // namespace te_mx::sm90
