@@ -71,7 +71,7 @@ OWN: dict[str, dict[str, tuple[Any, Kind]]] = {
     },
     "LayerNormLinear": {**SHARED, **MODE, **NORM, "parameters_split": (None, SPLIT)},
     "LayerNormMLP": {
-        **SHARED, "set_parallel_mode": (False, FLAG), **NORM,
+        **SHARED, "set_parallel_mode": (True, FLAG), **NORM,
         "normalization": ("LayerNorm", OPTIONAL_WORD | UPPER_CASE),
         "activation": ("clamped_swiglu", WORD | UPPER_CASE), "activation_params": (None, PARAMS),
         "output_layer_init_method": (None, OPTIONAL_FUNCTION),
