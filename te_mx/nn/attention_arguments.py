@@ -10,6 +10,7 @@ from typing import Any
 from te_mx.arguments import shown
 from te_mx.nn.te_arguments import ABSENT, Absent
 
+_SHARED = "no process group shares attention; docs/distributed.md says what ranks share"
 _CONTEXT = "te_mx has no context parallelism"
 _FP8 = "attention runs in the dtype of its inputs"
 _PACKED = "pass query_layer, key_layer and value_layer"
@@ -17,13 +18,11 @@ _SCORES = "scores go to torch's scaled_dot_product_attention; pass core_attentio
 _POLICIES = "sequences of one call have one mask type"
 
 ATTENTION: dict[str, Absent] = {
-    **{
-        name: ABSENT[name]
-        for name in (
-            "sequence_parallel", "tp_group", "tp_size", "get_rng_state_tracker",
-            "set_parallel_mode",
-        )
-    },
+    "sequence_parallel": Absent(False, _SHARED),
+    "tp_group": Absent(None, _SHARED),
+    "tp_size": Absent(1, _SHARED),
+    "set_parallel_mode": Absent(False, _SHARED),
+    "get_rng_state_tracker": ABSENT["get_rng_state_tracker"],
     "cp_group": Absent(None, _CONTEXT),
     "cp_global_ranks": Absent(None, _CONTEXT),
     "cp_stream": Absent(None, _CONTEXT),
