@@ -35,7 +35,7 @@ struct AlignedTile {
                                    __vmaxu2(a.z & 0x7FFFFFFFu, a.w & 0x7FFFFFFFu));
     const ScaleRange range{most & 0xFFFF, 511 - (most >> 16)};
     const int early = TileScales::early_class(range, spread);
-    exponent = range.exponent(), cls = early == kUndecided ? 1 : early;
+    exponent = range.exponent(0), cls = early == kUndecided ? 1 : early;
     special = ((a.x | a.y | a.z | a.w) >> 31) != 0 || range.empty();
   }
 
