@@ -12,6 +12,7 @@ from te_mx.layouts.operand import Operand
 
 _F32 = torch.float32
 _NAN_SCALE = 255
+_WIDE = 128  # of k, for one fp32 scale
 
 
 @torch.no_grad()
@@ -20,7 +21,8 @@ def gemm(
 ) -> Tensor | None:
     """out [m, n] = epilogue(lhs [m, k] @ rhs [n, k]^T); writes out and aux, returns bias_grad.
 
-    On the CPU products are exact and sums are double, rounded once to fp32. Elsewhere (fp64 is slow
+    On the CPU products are exact and sums are double, rounded once to fp32; operands with fp32
+    scales multiply so everywhere, 128 of k at a time. Elsewhere (fp64 is slow
     or missing there) the operands are fp32 values relative to the largest scale of their row,
     multiplied by torch.mm without TF32; numbers more than 2^100 below the largest of their row may
     then be lost.
@@ -56,6 +58,8 @@ def finish(
 
 def matmul(lhs: Operand, rhs: Operand) -> Tensor:
     """fp32 lhs @ rhs^T, without an epilogue."""
+    if _has_factors(lhs) and _has_factors(rhs):
+        return _factored_matmul(lhs, rhs)
     if lhs.codes.device.type == "cpu" or not (_relates(lhs) and _relates(rhs)):
         return torch.mm(_values(lhs).double(), _values(rhs).double().t()).to(_F32)
     return relative_matmul(lhs, rhs)
@@ -71,6 +75,34 @@ def relative_matmul(lhs: Operand, rhs: Operand) -> Tensor:
     # Three factors: 2^exponent itself may be out of fp32's range while the result is not.
     third = exponent // 3
     return value * power_of_two(third) * power_of_two(third) * power_of_two(exponent - 2 * third)
+
+
+def _has_factors(operand: Operand) -> bool:
+    """Whether every 128 of k have fp32 scales, one for a row or for 128 of them."""
+    fmt, layout = spec_of(operand.spec)
+    return layout.exact and fmt.scaling.scale == "fp32" and fmt.block == _WIDE
+
+
+def _factored_matmul(lhs: Operand, rhs: Operand) -> Tensor:
+    """lhs @ rhs^T in fp32: sums of 128 products of codes, exact but for the widest of E5M2, times
+    both scales, added up in order. Products of values are not exact in fp64, so that their sums
+    would depend on the order of torch.mm, and that on shapes and addresses."""
+    (a, a_scales), (b, b_scales) = _codes_and_factors(lhs), _codes_and_factors(rhs)
+    total = a.new_zeros(len(a), len(b), dtype=torch.float64)
+    for i in range(a_scales.shape[1]):
+        at = slice(i * _WIDE, (i + 1) * _WIDE)
+        sums = torch.mm(a[:, at].double(), b[:, at].double().t())
+        total += sums * (a_scales[:, i, None] * b_scales[:, i])
+    return total.to(_F32)
+
+
+def _codes_and_factors(operand: Operand) -> tuple[Tensor, Tensor]:
+    """What the codes stand for without scales, fp32 [rows, k], and the scales of every row, fp64
+    [rows, blocks]."""
+    fmt, layout = spec_of(operand.spec)
+    codes, scales = layout.unpack(fmt, operand.codes, operand.scales, operand.k)
+    scales = scales.double().repeat_interleave(fmt.scaling.block[0], 0)[: operand.rows]
+    return fmt.decode(codes, operand.k), scales
 
 
 def _values(operand: Operand) -> Tensor:
