@@ -238,10 +238,13 @@ def test_what_it_serves(monkeypatch):
         {"split_k": True},
     ):
         assert not serves(x, w, Call(settings(**fields), BF16)), fields
-    for fields in ({"x": "mxfp8_e5m2"}, {"g": "mxfp4"}, {"x": "mxfp4", "w": "mxfp4"},
-                   {"scale_rule": "even"}):  # fmt: skip
+    for fields, served in (
+        ({"g": "mxfp4"}, True), ({"x": "mxfp4", "w": "mxfp4"}, True),
+        ({"scale_rule": "even"}, True), ({"x": "mxfp8_e5m2"}, False), ({"w": "mxfp4"}, False),
+        ({"g": "mxfp6_e2m3"}, False),
+    ):  # fmt: skip
         recipe = te_mx.recipe.BlockScaling(**fields)
-        assert not serves(x, w, Call(recipe.settings, BF16)), fields
+        assert serves(x, w, Call(recipe.settings, BF16)) is served, fields
     for fields in ({"kept": object()}, {"save_x": True}, {"sink": object()}):
         assert not serves(x, w, plain._replace(**fields)), fields
     for other, weight, bias in (
