@@ -71,6 +71,18 @@ def tensor(kind: str, rows: int, cols: int, seed: int, dtype: torch.dtype) -> to
     return x.to(dtype)
 
 
+STRIDES = st.sampled_from(["compact", "transposed", "part", "every second"])
+
+
+def as_strided(x: torch.Tensor, form: str) -> torch.Tensor:
+    """A matrix of the same values that lies in memory as a form of STRIDES says."""
+    if form == "transposed":
+        return x.t().contiguous().t()
+    if form == "part":
+        return torch.nn.functional.pad(x, (3, 2))[:, 3:-2]
+    return x.repeat_interleave(2, 1)[:, ::2] if form == "every second" else x
+
+
 @st.composite
 def matrices(
     draw: st.DrawFn, kinds: tuple[str, ...] = KINDS, sizes: st.SearchStrategy[int] = SIZES
