@@ -277,9 +277,8 @@ class Freezable:
             return self._frozen.shapes[key]
         return self._master_shape(key)
 
-    def _refuse_gradient(self, *tensors: Tensor | None) -> None:
-        """Raise RuntimeError where a gradient is asked of a module without masters, or somebody
-        gives it some for a forward."""
+    def _refuse_given(self) -> None:
+        """Raise RuntimeError where somebody gives a module without masters some for a forward."""
         given = self._parameters  # type: ignore[attr-defined]
         for key in self._weight_keys:
             for name in self._held_by(key):
@@ -290,13 +289,6 @@ class Freezable:
                         "hand); get its weights back first, with te_mx.unfreeze_weights(model, "
                         "dequantize=True)"
                     )
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-            raise RuntimeError(
-                f"{self._label()} was frozen with drop_master=True and cannot be differentiated: "  # type: ignore[attr-defined]
-                "only the codes that the forward needs are left. Freeze with drop_master=False, "
-                "or get a weight back with te_mx.unfreeze_weights(model, dequantize=True), or "
-                "run under torch.no_grad()"
-            )
 
     def _frozen_repr(self) -> str:
         return "" if self._frozen is None else f", {self._how_frozen()}"

@@ -11,6 +11,7 @@ from torch.fx import Proxy
 
 from te_mx.autograd import transforms
 from te_mx.autograd.layernorm_linear import Call, layernorm_linear
+from te_mx.autograd.steps_kept import on_codes
 from te_mx.context import is_tracing
 from te_mx.nn import constructors, delayed_wgrad, weight_only
 from te_mx.nn import parameters_split as split
@@ -173,8 +174,8 @@ class LayerNormLinear(NormModule):
             ValueError: the last dimension of `inp` is not in_features, or a parameter has another
                 shape than the module's or lies on another device than `inp`.
             TypeError: the dtype of `inp` or of a parameter cannot be quantized.
-            RuntimeError: a gradient is asked of a module whose high-precision weight was dropped;
-                or a backward pass recomputes it and cannot know the recipe, see te_mx.autocast.
+            RuntimeError: a backward pass recomputes it and cannot know the recipe, see
+                te_mx.autocast.
             NotImplementedError: forward-mode AD or a transform of torch.func follows `inp` or a
                 parameter, in MXFP8; one level of grad, grad_and_value or vjp may.
         """
@@ -197,6 +198,8 @@ class LayerNormLinear(NormModule):
             if made is not None:
                 return made
         dropped = self._is_dropped()
+        if dropped and settings is not None:
+            settings = on_codes(settings)
         weight, bias = self._weight_and_bias()
         added = None if self.return_bias else bias
         sink = None
