@@ -263,6 +263,14 @@ class Freezable:
     def _is_dropped(self) -> bool:
         return self._frozen is not None and self._frozen.dropped
 
+    @property
+    def qweight(self) -> Tensor:
+        """The codes of a module without masters, under the name by which peft and others look for
+        the device of a quantized weight; no such attribute where there are masters."""
+        if not self._is_dropped():
+            raise AttributeError("qweight: the module holds its weights")
+        return getattr(self, f"{self._weight_keys[0]}_codes")
+
     def _is_weight_only(self) -> bool:
         return self._frozen is not None and self._frozen.dropped and self._frozen.fixed.weight_only
 
