@@ -89,6 +89,8 @@ class Freezable:
     # Class attributes, not set in __init__: convert_model gives modules this class in place.
     _frozen: Frozen | None = None
     _bound: Settings | None = None  # what runs outside of regions, given by convert_model
+    # Endings of the names of codes and scales in a state_dict, where they are not te_mx's.
+    _saved_as: tuple[str, str] | None = None
     _weight_keys: tuple[str, ...] = ("weight",)
 
     # -------------------------------------------------- what a module family says of its weights
@@ -214,6 +216,7 @@ class Freezable:
                 delattr(self, f"{key}_codes")
                 delattr(self, f"{key}_scale")
         self._frozen = None
+        self.__dict__.pop("_saved_as", None)
         for name, parameter in self.named_parameters():
             if name in frozen.trained:
                 parameter.requires_grad_(frozen.trained[name])
