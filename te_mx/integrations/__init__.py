@@ -2,5 +2,5 @@
 theirs can only be met where they were imported already.
 
 And plugins for other libraries, which import those, and which users import by name: `peft`,
-`hf_quantizer`, `transformers`.
+`hf_quantizer`, `lightning`, `transformers`.
 """
