@@ -193,6 +193,28 @@ def test_gpt_oss(tmp_path):
 
 
 @pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("how", [{}, {"device_map": "cpu"}, {"dtype": torch.float32}], ids=str)
+def test_shards_devices_dtypes_and_weights_again(how, tmp_path):
+    if "device_map" in how:
+        pytest.importorskip("accelerate")
+    model = frozen("Llama", sizes={"tie_word_embeddings": True})
+    te_mx.quantization_config(model, "modelopt")
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2
+    loaded = AUTO.from_pretrained(tmp_path, **how)
+    layer = model.model.layers[0].mlp.up_proj
+    check_same(loaded.model.layers[0].mlp.up_proj.state_dict(), layer.state_dict())
+    if "dtype" not in how:
+        assert torch.equal(logits(loaded), logits(model))
+    loaded.dequantize()
+    te_mx.unfreeze_weights(model, dequantize=True)
+    weight = loaded.model.layers[0].mlp.up_proj.weight
+    assert weight.dtype == how.get("dtype", torch.bfloat16)
+    assert torch.equal(weight, layer.weight.to(weight.dtype))
+    assert not hasattr(loaded.config, "quantization_config")
+
+
+@pytest.mark.usefixtures("registered")
 def test_a_layer_that_the_files_do_not_have_quantized(tmp_path):
     model = frozen("Llama")
     made = te_mx.quantization_config(model, "mxfp8")
