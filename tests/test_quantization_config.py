@@ -77,7 +77,9 @@ STYLES = {
 @pytest.mark.parametrize("style", STYLES)
 def test_what_is_written_loads_as_the_same_codes(model_name, style, tmp_path):
     fmt, names = STYLES[style]
-    more = {"sizes": {"num_local_experts": 2}} if model_name == "Mixtral" else {}
+    # Gate and up are whole blocks, and more than one wide.
+    sizes = {"num_local_experts": 2, "intermediate_size": 128, "hidden_size": 256}
+    more = {"sizes": sizes} if model_name == "Mixtral" else {}
     if style == "fp8":
         more["recipe"] = te_mx.recipe.DeepSeekV3()
     model = frozen(model_name, None if style == "fp8" else fmt, **more)
@@ -105,7 +107,7 @@ def test_what_is_written_loads_as_the_same_codes(model_name, style, tmp_path):
 @pytest.mark.parametrize("model_name", ["Llama", "Mixtral", "Qwen3Moe"])
 def test_transformers_reads_the_same_values(model_name, tmp_path, recwarn):
     sizes = {"num_local_experts": 2, "num_experts": 4} if "M" in model_name else {}
-    sizes |= {"moe_intermediate_size": 32, "num_experts_per_tok": 2} if sizes else {}
+    sizes |= {"moe_intermediate_size": 64, "num_experts_per_tok": 2} if sizes else {}
     model = frozen(model_name, sizes=sizes)
     te_mx.quantization_config(model, "mxfp8")
     model.save_pretrained(tmp_path)
@@ -164,6 +166,19 @@ def test_scales_of_compressed_tensors_at_7_4ths_of_a_power_of_two(tmp_path):
     assert (state["weight_scale"] == 127).all() and torch.equal(
         state["weight"].float(), values.float()
     )
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_block_that_reaches_from_gate_into_up(tmp_path):
+    """Others have a scale for gate and one for up where te_mx's stack has one for both."""
+    model = frozen("Mixtral", recipe=te_mx.recipe.DeepSeekV3(), sizes={"num_local_experts": 2})
+    with pytest.raises(ValueError, match=r"mlp\.experts: gate_up_proj: a block .* into up"):
+        te_mx.quantization_config(model, "fp8")
+    model.config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    model.config.save_pretrained(tmp_path)
+    tmp_path.joinpath("model.safetensors").write_bytes(safetensors.save({}))
+    with pytest.raises(ValueError, match="gate and up have 96 rows each, no whole blocks"):
+        AUTO.from_pretrained(tmp_path)
 
 
 @pytest.mark.usefixtures("registered")
