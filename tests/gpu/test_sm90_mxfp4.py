@@ -198,7 +198,7 @@ def test_products_have_the_bits_of_mxfp8_of_the_same_numbers(shape, kind):
         as_fp8.append(Operand(codes, side.scales, f"{E4M3}@rows", side.rows, k))
         as_tiles.append(ops.convert_2d(side, TILES)._replace(spec=f"{E4M3}@sm90:8"))
         assert torch.equal(as_fp8[-1].values(torch.float64), side.values(torch.float64))
-    # Alignment over 14 octaves is exact here, over 8 in 8 bits: where a tile is row-shared there, the
+    # Alignment goes over 14 octaves here, over 8 in 8 bits: where a tile is row-shared there, the
     # tensor cores add up other numbers. What those give has its bound above.
     alike = all(
         torch.equal(sm90_tiles.classes(ops.convert_2d(x, f"{E4M3}@sm90:8")), sm90_tiles.classes(t))
