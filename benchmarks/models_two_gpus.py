@@ -22,8 +22,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    PrepareModuleInput,
     RowwiseParallel,
     parallelize_module,
 )
@@ -60,7 +62,8 @@ def shard_codes(model: nn.Module, kind: str) -> nn.Module:
 
 
 def split_layers(model: nn.Module, kind: str) -> nn.Module:
-    """Attention heads and the inner width of every MLP on all ranks."""
+    """Attention heads and the inner width of every MLP on all ranks. A block's input is one DTensor
+    for the layers that read it, so that its gradient is reduced once."""
     device = next(model.parameters()).device.type
     column, row = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
     mesh = init_device_mesh(device, (dist.get_world_size(),))
@@ -70,6 +73,13 @@ def split_layers(model: nn.Module, kind: str) -> nn.Module:
             plan = {n: ColwiseParallel() for n in column if n in names}
             plan |= {n: RowwiseParallel() for n in row if n in names}
             parallelize_module(getattr(layer, block), mesh, plan)
+        whole = {"hidden_states": Replicate()}
+        given = PrepareModuleInput(input_kwarg_layouts=whole, desired_input_kwarg_layouts=whole)
+        parallelize_module(layer.self_attn, mesh, given)
+        whole_first = PrepareModuleInput(
+            input_layouts=Replicate(), desired_input_layouts=Replicate()
+        )
+        parallelize_module(layer.mlp, mesh, whole_first)
     return model
 
 
