@@ -59,6 +59,12 @@ def native() -> ModuleType | None:
     return _native
 
 
+def import_error() -> str | None:
+    """Why there is no native module; None where there is one."""
+    native()
+    return _import_error
+
+
 def problem(index: int) -> str | None:
     """Why the native kernels do not run on CUDA device `index`; None when they do."""
     if index not in _problems:
