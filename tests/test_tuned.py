@@ -146,6 +146,47 @@ def test_large_problems_and_what_weights_are_packed_for_do_not_follow_rows(porta
     assert said(513, 1024, 1024).tuned == "not tuned: default"
 
 
+def test_a_layer_in_one_call_runs_in_steps_where_they_are_faster(portable, tmp_path):
+    """Of an op that need not have a kernel, a row may say that the steps of others are faster; one
+    that must have a kernel knows no steps."""
+    layer, x = te_mx.Linear(K, N), torch.randn(4, K)
+    problem = Problem("linear_infer", place_of(CPU), "mxfp8_e4m3@any", "mxfp8_e4m3@any", 4, N, K)
+    with torch.no_grad(), te_mx.autocast():
+        before = layer(x)
+        assert registry.find(problem) is not None
+        rows = row(4, table.STEPS, op="linear_infer"), row(4, table.STEPS)
+        te_mx.use_tuned_table(written(tmp_path / "mine.csv", *rows))
+        assert registry.find(problem) is None
+        assert registry.find(problem._replace(m=5)) is not None
+        torch.testing.assert_close(layer(x), before)
+    assert said(4).kernel == "portable_stream" and said(4).tuned.endswith("one after the other")
+
+
+def test_rows_of_experts_are_for_so_many(portable, tmp_path, monkeypatch):
+    """Grouped products are looked up with the number of groups, and of experts of a token."""
+    spec = "mxfp8_e4m3@rows"
+    problem = Problem("gemm_rows", place_of(CPU), spec, spec, 8, N, K, groups=4, ends="host")
+    usual = registry.pick_problem(problem)
+
+    class Other(registry.Kernel):
+        op, name, rank = "gemm_rows", "other", usual.rank + 1
+
+        def accepts(self, given):
+            return None
+
+    monkeypatch.setitem(registry._kernels, "gemm_rows", [*registry.kernels("gemm_rows"), Other()])
+    one = row(8, "other", op="gemm_rows")
+    key = one.key._replace(experts=4, top_k=2)
+    te_mx.use_tuned_table(written(tmp_path / "mine.csv", one._replace(key=key)))
+    same = problem._replace(top_k=2)
+    for given, name in (
+        (problem, usual.name),
+        (same, "other"),
+        (same._replace(groups=5), usual.name),
+    ):
+        assert registry.pick_grouped(given).name == registry.pick_grouped(given).name == name
+
+
 def test_choices_by_size_are_few(portable, tmp_path):
     """Many sizes of one problem above the rows of tables share one answer; all of an op that no
     table knows share two."""

@@ -156,11 +156,24 @@ def pick(
     return kernel
 
 
+def pick_grouped(problem: Problem) -> Kernel:
+    """As `pick`, of groups whose number tables look at."""
+    kernel = _chosen.get(problem)
+    if kernel is None:
+        kernel = choose(problem)[0]
+        if len(_chosen) >= _MOST_CHOSEN:
+            _chosen.clear()
+        _chosen[problem] = kernel
+    return kernel
+
+
 def find(problem: Problem) -> Kernel | None:
-    """The kernel of an op that need not have one, or None. Callers keep the answer in `derived`."""
+    """The kernel of an op that need not have one, or None: none accepts the problem, or a table
+    says that the steps are faster. Callers keep the answer in `derived`, under the sizes."""
     for kernel in _kernels.get(problem.op, ()):
         if kernel.accepts(problem) is None:
-            return tuning(problem).kernel or kernel
+            made = tuning(problem)
+            return None if made.steps else made.kernel or kernel
     return None
 
 

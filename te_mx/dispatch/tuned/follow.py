@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from te_mx.dispatch.problem import Problem
-from te_mx.dispatch.tuned.table import DEFAULT
+from te_mx.dispatch.tuned.table import DEFAULT, STEPS
 from te_mx.dispatch.tuned.tables import lookup
 
 if TYPE_CHECKING:
@@ -15,10 +15,12 @@ if TYPE_CHECKING:
 
 
 class Tuning(NamedTuple):
-    """The kernel that a table chooses, configured; None: the default runs. said: why, in words."""
+    """The kernel that a table chooses, configured; None: the default runs. said: why, in words.
+    steps: the op is left to the steps of other ops, where it need not have a kernel."""
 
     kernel: Kernel | None
     said: str
+    steps: bool = False
 
 
 def follow(problem: Problem, kernels: Sequence[Kernel]) -> Tuning:
@@ -30,6 +32,8 @@ def follow(problem: Problem, kernels: Sequence[Kernel]) -> Tuning:
     table = f"tuned table {name}"
     if row.use == DEFAULT:
         return Tuning(None, f"{table}: the default, which nothing beat")
+    if row.use == STEPS:
+        return Tuning(None, f"{table}: the steps, one after the other", steps=True)
     kernel = next((one for one in kernels if one.name == row.use), None)
     if kernel is None:
         return Tuning(None, f"{table} names {row.use}, which this te_mx has not: default")

@@ -14,7 +14,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-DEFAULT = "default"  # in column `use`: what runs without a table, which nothing beat
+# In column `use`: what runs without a table, which nothing beat; and, of an op that does in one
+# call what others do in several, these others.
+DEFAULT, STEPS = "default", "steps"
 MOST_ROWS = 512  # of M: above it choices are those of large problems
 _SIZES = ("n", "k", "m", "experts", "top_k")
 
@@ -41,9 +43,9 @@ class Key(NamedTuple):
 class Row(NamedTuple):
     """One measured choice.
 
-    use: the kernel to run, or "default". configuration: of this kernel, "" for its own choice. us:
-    microseconds of what is used. default, default_us: what ran without a table when this was
-    measured, and its time.
+    use: the kernel to run, "default" or "steps". configuration: of this kernel, "" for its own
+    choice. us: microseconds of what is used. default, default_us: what ran without a table when
+    this was measured, and its time.
     """
 
     key: Key
