@@ -89,10 +89,11 @@ class Kernel:
 
 
 _kernels: dict[str, list[Kernel]] = {}
-_chosen: dict[tuple[Any, ...], Kernel] = {}
+_chosen: dict[tuple[Any, ...], Any] = {}  # kernels, or dicts of them by sizes
+_by_groups: dict[Problem, Kernel] = {}
 forms_known: dict[tuple[Any, ...], Any] = {}  # what kernels want, of dispatch/forms.py
 _derived: dict[tuple[Any, ...], Any] = {}
-_MOST_CHOSEN = 1 << 14
+_MOST_SIZES = 1 << 14
 
 
 def register(kernel: Kernel) -> Kernel:
@@ -119,6 +120,7 @@ def ops() -> tuple[str, ...]:
 def forget() -> None:
     """Choose anew: a kernel came, or a level changed its meaning."""
     _chosen.clear()
+    _by_groups.clear()
     forms_known.clear()
     _derived.clear()
 
@@ -140,30 +142,35 @@ def pick(
         size = 3
     key = (op, device, lhs, rhs, size, precision, ends, dtype, rule)
     kernel = _chosen.get(key)
-    if kernel is not None:
-        return kernel
-    # Where tables know the op, the answer is kept by the sizes that they look at.
-    by_size = key, n, k, min(m, MOST_ROWS + 1)
-    kernel = _chosen.get(by_size)
+    if type(kernel) is dict:  # by the sizes that tables look at, where they know the op
+        kernel = kernel.get((n, k, m if m <= MOST_ROWS else MOST_ROWS + 1))
     if kernel is None:
         place = place_of(device)
         problem = Problem(op, place, lhs, rhs, m, n, k, 0, precision, ends, dtype, spread, rule)
         kernel = choose(problem)[0]
         if place.device != "cuda" or device.index is not None:
-            if len(_chosen) >= _MOST_CHOSEN:
-                _chosen.clear()
-            _chosen[by_size if tables.has_rows(problem) else key] = kernel
+            _keep(key, problem, kernel)
     return kernel
+
+
+def _keep(key: tuple[Any, ...], problem: Problem, kernel: Kernel) -> None:
+    if not tables.has_rows(problem):
+        _chosen[key] = kernel
+        return
+    sized = _chosen.setdefault(key, {})
+    if len(sized) >= _MOST_SIZES:
+        sized.clear()
+    sized[problem.n, problem.k, min(problem.m, MOST_ROWS + 1)] = kernel
 
 
 def pick_grouped(problem: Problem) -> Kernel:
     """As `pick`, of groups whose number tables look at."""
-    kernel = _chosen.get(problem)
+    kernel = _by_groups.get(problem)
     if kernel is None:
         kernel = choose(problem)[0]
-        if len(_chosen) >= _MOST_CHOSEN:
-            _chosen.clear()
-        _chosen[problem] = kernel
+        if len(_by_groups) >= _MOST_SIZES:
+            _by_groups.clear()
+        _by_groups[problem] = kernel
     return kernel
 
 
