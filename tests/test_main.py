@@ -7,11 +7,14 @@ import os
 import subprocess
 import sys
 
+import as_on_hopper
+import fake_sm90
 import pytest
 import torch
 
 import te_mx
 from te_mx.backends.cpu import binding as cpu
+from te_mx.backends.sm90 import split_k
 from te_mx.commands import candidates, checked_gemm, doctor, timing, tune
 from te_mx.commands.main import main
 from te_mx.commands.shapes import TOKENS, Shape, model_names, of_models
@@ -224,7 +227,7 @@ def test_a_healthy_machine(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("TE_MX_TUNED", str(path))
     code, said = diagnosis(capsys)
     assert code == 0 and said.rstrip().endswith("nothing is wrong")
-    for words in (f"te_mx {te_mx.__version__}", f"torch {torch.__version__}", "level portable",
+    for words in (f"by {cpu.native().COMPILER}", f"te_mx {te_mx.__version__}", f"torch {torch.__version__}", "level portable",
                   f"{path}, 0 of 1 rows are for this device", f"TE_MX_TUNED={path}",
                   "on portable_stream: off by", "on portable_f32: off by"):  # fmt: skip
         assert words in said
@@ -260,3 +263,36 @@ def test_it_runs_as_a_module():
     command = [sys.executable, "-m", "te_mx", "explain", "2x64x64"]
     made = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert made.stdout.startswith("D[2, 64], k 64, TN, cpu at level portable: portable_stream")
+
+
+@pytest.mark.parametrize("w", ["mxfp8_e4m3", "mxfp4"])
+def test_candidates_of_hopper_are_its_tiles_and_parts(monkeypatch, w):
+    """On a stand-in for its native module: who competes, and that each one's call is made."""
+    monkeypatch.setattr(timing, "cache_bytes", lambda device: 1 << 10)
+    asked = []
+    with as_on_hopper.hopper() as patch:
+        gemm = fake_sm90.gemm
+
+        def recorded(args):
+            status = gemm(args)
+            if status == 0:  # not while it asks for a workspace
+                asked.append((args.kernel, args.parts))
+            return status
+
+        patch.setattr(fake_sm90, "gemm", recorded)
+        settings = tune._settings(w, split_k=True)
+        weights = candidates.make_weights(64, 512, settings, torch.device("cpu"))
+        assert len(weights.kept) >= 2 and "@sm90" in weights.kept[0].spec
+        assert weights.plain[0].spec == f"{w}@rows"
+        shape = Shape(4, 64, 512)
+        contest = candidates.Contest(shape, settings, weights.kept, torch.device("cpu"))
+        tiles = [f"sm90_adaptive, tile {t}" for t in ("192x128", "256x128", "128x128", "64x128")]
+        parts = [f"sm90_adaptive, parts {parts}" for parts in (2, 3, 4)]
+        assert [one.name for one in contest.candidates] == ["sm90_adaptive", *tiles, *parts]
+        said = []
+        contest.check(said.append)
+        assert not said and len(contest.candidates) == 8
+        plain = candidates.Contest(shape, settings, weights.plain, torch.device("cpu"))
+        assert [one.name for one in plain.candidates] == [one.name for one in contest.candidates]
+    usual = split_k.best(4, 64, 512, as_on_hopper.MULTIPROCESSORS)
+    assert asked == [(-1, usual), (0, 1), (1, 1), (2, 1), (3, 1), (-1, 2), (-1, 3), (-1, 4)]

@@ -79,7 +79,9 @@ def versions() -> Iterator[str]:
         else:
             path = Path(str(module.__file__))
             built = datetime.fromtimestamp(path.stat().st_mtime, timezone.utc)
-            yield f"{name}: {path.name}, {path.stat().st_size:,} bytes, of {built:%Y-%m-%d %H:%M}"
+            by = getattr(module, "COMPILER", "a compiler that it does not name")
+            nvcc = f" and nvcc {module.NVCC}" if hasattr(module, "NVCC") else ""
+            yield f"{name}: {path.name}, built {built:%Y-%m-%d %H:%M} by {by}{nvcc}"
     for variable in sorted(os.environ):
         if variable.startswith("TE_MX_"):
             yield f"{variable}={os.environ[variable]}"

@@ -13,7 +13,9 @@ WRONG_USE = 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit status. What is asked wrongly is said in one line."""
-    parser = argparse.ArgumentParser(prog="python -m te_mx", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m te_mx", description="What te_mx runs on this machine, and how fast."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for module in (tune, doctor, explain):
         words = (module.__doc__ or "").strip().splitlines()[0]
