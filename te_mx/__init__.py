@@ -27,6 +27,7 @@ from te_mx.audit import audit
 from te_mx.context import autocast, fp8_autocast
 from te_mx.conversion.report import ConversionReport
 from te_mx.convert import convert_model
+from te_mx.dispatch.tuned.use import use_tuned_table
 from te_mx.explain import Explanation, FallbackWarning, explain
 from te_mx.explain_grouped import GroupedExplanation, explain_grouped
 from te_mx.frozen import freeze_weights, unfreeze_weights
@@ -86,6 +87,7 @@ __all__ = [
     "record_saved",
     "revert_model",
     "unfreeze_weights",
+    "use_tuned_table",
     "workspace",
 ]
 

@@ -322,7 +322,15 @@ void bind_gemm_records(py::module_& m);
 void bind_fused_records(py::module_& m);
 void bind_linear_records(py::module_& m);
 void bind_sm90_choice(py::module_& m);
+// The compiler of a module, for reports.
+#ifdef __clang__
+inline constexpr const char* kCompiler = "clang " __clang_version__;
+#else
+inline constexpr const char* kCompiler = "gcc " __VERSION__;
+#endif
+
 inline void bind_common(py::module_& m) {
+  m.attr("COMPILER") = kCompiler;
   bind_types(m);
   bind_quantize_records(m);
   bind_gemm_records(m);

@@ -148,6 +148,7 @@ PYBIND11_MODULE(_sm90, m) {
   using namespace te_mx::bindings;
   m.doc() = "Native Hopper kernels of te_mx: addresses and sizes in, unchecked; a status out.";
   bind_common(m);
+  m.attr("NVCC") = TE_MX_NVCC;  // its version
   bind_device(m);
   bind_quantizers(m);
   bind_gemms(m);

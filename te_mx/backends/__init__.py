@@ -2,6 +2,7 @@
 in every process, whatever the machine: whether a kernel runs is what its envelope says.
 """
 
+from te_mx.backends import device_names as _device_names
 from te_mx.backends.cpu import ISA_LEVELS
 from te_mx.backends.cpu import cost as _cpu_cost
 from te_mx.backends.cpu import fused as _cpu_fused
@@ -36,3 +37,4 @@ KERNEL_FILES = (
     _sm90_grouped_blockwise, _sm90_grouped_tokens, _sm90_linear, _sm90_quantize,
 )  # fmt: skip
 COST_FILES = _cpu_cost, _sm90_cost
+NAME_FILES = (_device_names,)
