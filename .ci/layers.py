@@ -26,6 +26,8 @@ ORDER = (
 # use none, and what stands between folders. All others are public functions, above every folder.
 WORDS = {"arguments", "report", "written"}
 BETWEEN = {"context": "nn", "recompute": "nn", "recipe": "recipes"}
+# Modules that users import by name: public, and so above every folder.
+PLUGINS = {"integrations.hf_quantizer", "integrations.lightning", "integrations.peft"}
 DEVICES = re.compile(r"sm_?\d\d|hopper|blackwell|gfx\d|device_capability|compute capability", re.I)
 ABOVE_DEVICES = {"nn", "autograd", "ops", "recipes", "formats", "integrations", "pytorch"}
 MOST_PARAMETERS = 10
@@ -41,6 +43,8 @@ PUBLIC = {
 def rank(module: str) -> int | None:
     """The place of te_mx.<module> in the order; None for words."""
     first = module.split(".")[0]
+    if ".".join(module.split(".")[:2]) in PLUGINS:
+        return -1
     if first in WORDS:
         return None
     first = BETWEEN.get(first, first)

@@ -38,6 +38,7 @@ from te_mx.grouped_gemm import grouped_gemm
 from te_mx.inspection import InspectionReport, inspect
 from te_mx.nn import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
 from te_mx.nn.converted import ConversionWarning
+from te_mx.quantization_config import quantization_config
 from te_mx.recipe import get_default_recipe, is_mxfp8_available
 from te_mx.revert import revert_model
 from te_mx.runtime import workspace
@@ -82,6 +83,7 @@ __all__ = [
     "inspect",
     "is_mxfp8_available",
     "make_graphed_callables",
+    "quantization_config",
     "quantize",
     "recipe",
     "record_saved",

@@ -182,11 +182,18 @@ class Trainer:
         """From the median step, so that one disturbed step does not count."""
         return self.settings.tokens_per_step / self.step_seconds()[1]
 
+    def model_state(self) -> dict:
+        """What a checkpoint keeps of the model."""
+        return self.model.state_dict()
+
+    def load_model_state(self, state: dict) -> None:
+        self.model.load_state_dict(state)
+
     def save(self, path: Path) -> None:
         """Write a checkpoint that resumes bit for bit; the old one stays until it is whole."""
         state = {
             "settings": asdict(self.settings),
-            "model": self.model.state_dict(),
+            "model": self.model_state(),
             "optimizer": self.optimizer.state_dict(),
             "rng": torch.get_rng_state(),
             "losses": self.losses,
@@ -220,7 +227,7 @@ class Trainer:
             )
 
     def _restore(self, state: dict) -> None:
-        self.model.load_state_dict(state["model"])
+        self.load_model_state(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["rng"])
         if "cuda_rng" in state:

@@ -89,6 +89,8 @@ class Freezable:
     # Class attributes, not set in __init__: convert_model gives modules this class in place.
     _frozen: Frozen | None = None
     _bound: Settings | None = None  # what runs outside of regions, given by convert_model
+    # Endings of the names of codes and scales in a state_dict, where they are not te_mx's.
+    _saved_as: tuple[str, str] | None = None
     _weight_keys: tuple[str, ...] = ("weight",)
 
     # -------------------------------------------------- what a module family says of its weights
@@ -214,6 +216,7 @@ class Freezable:
                 delattr(self, f"{key}_codes")
                 delattr(self, f"{key}_scale")
         self._frozen = None
+        self.__dict__.pop("_saved_as", None)
         for name, parameter in self.named_parameters():
             if name in frozen.trained:
                 parameter.requires_grad_(frozen.trained[name])
@@ -263,6 +266,14 @@ class Freezable:
     def _is_dropped(self) -> bool:
         return self._frozen is not None and self._frozen.dropped
 
+    @property
+    def qweight(self) -> Tensor:
+        """The codes of a module without masters, under the name by which peft and others look for
+        the device of a quantized weight; no such attribute where there are masters."""
+        if not self._is_dropped():
+            raise AttributeError("qweight: the module holds its weights")
+        return getattr(self, f"{self._weight_keys[0]}_codes")
+
     def _is_weight_only(self) -> bool:
         return self._frozen is not None and self._frozen.dropped and self._frozen.fixed.weight_only
 
@@ -277,9 +288,8 @@ class Freezable:
             return self._frozen.shapes[key]
         return self._master_shape(key)
 
-    def _refuse_gradient(self, *tensors: Tensor | None) -> None:
-        """Raise RuntimeError where a gradient is asked of a module without masters, or somebody
-        gives it some for a forward."""
+    def _refuse_given(self) -> None:
+        """Raise RuntimeError where somebody gives a module without masters some for a forward."""
         given = self._parameters  # type: ignore[attr-defined]
         for key in self._weight_keys:
             for name in self._held_by(key):
@@ -290,13 +300,6 @@ class Freezable:
                         "hand); get its weights back first, with te_mx.unfreeze_weights(model, "
                         "dequantize=True)"
                     )
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-            raise RuntimeError(
-                f"{self._label()} was frozen with drop_master=True and cannot be differentiated: "  # type: ignore[attr-defined]
-                "only the codes that the forward needs are left. Freeze with drop_master=False, "
-                "or get a weight back with te_mx.unfreeze_weights(model, dequantize=True), or "
-                "run under torch.no_grad()"
-            )
 
     def _frozen_repr(self) -> str:
         return "" if self._frozen is None else f", {self._how_frozen()}"

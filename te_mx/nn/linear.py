@@ -11,7 +11,7 @@ from torch.fx import Proxy
 
 from te_mx.autograd import transforms
 from te_mx.autograd.high_precision import HighPrecisionLinear
-from te_mx.autograd.linear import Call, infer, linear
+from te_mx.autograd.linear import Call, linear, linear_on_codes
 from te_mx.context import is_tracing
 from te_mx.nn import constructors, delayed_wgrad, weight_only
 from te_mx.nn import parameters_split as split
@@ -174,8 +174,8 @@ class Linear(MXModule, nn.Linear):
             ValueError: the last dimension of `inp` is not in_features, or a parameter has another
                 shape than the layer's or lies on another device than `inp`.
             TypeError: the dtype of `inp` or of a parameter cannot be quantized.
-            RuntimeError: a gradient is asked of a layer whose high-precision weight was dropped;
-                or a backward pass recomputes it and cannot know the recipe, see te_mx.autocast.
+            RuntimeError: a backward pass recomputes it and cannot know the recipe, see
+                te_mx.autocast.
             NotImplementedError: a data-parallel wrapper would lose the weight gradient; or
                 forward-mode AD or a transform of torch.func follows `inp` or a parameter, in MXFP8
                 (one level of grad, grad_and_value or vjp may).
@@ -251,7 +251,7 @@ class Linear(MXModule, nn.Linear):
         self._check_kind(inp)
         bias = self.whole_bias()
         added = None if self.return_bias else bias
-        self._refuse_gradient(inp, added)
+        self._refuse_given()
         self._check_codes(self._weight_keys, inp.device)
         if added is not None:
             self._check_parameter("bias", added, (self.out_features,), inp.device)
@@ -260,7 +260,7 @@ class Linear(MXModule, nn.Linear):
         if self._is_weight_only():
             out = weight_only.linear(inp, row, added, dtype, tag)
         else:
-            out = infer(inp, row, added, settings, dtype, tag)
+            out = linear_on_codes(inp, row, added, Call(settings, dtype, tag))
         return (out, bias) if self.return_bias else out
 
     def _whole(self, key: str) -> Tensor:

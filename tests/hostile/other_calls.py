@@ -275,6 +275,13 @@ MODELS = (
          "dequantize": FLAG | values(False_=False)},
         says={"model": "model|te_mx module"},
     ),
+    Call(
+        "te_mx.quantization_config", on_model(te_mx.quantization_config, frozen),
+        lambda d: {"model": frozen(d, drop_master=True), "style": "mxfp8"},
+        {"model": MODULE | changed(None, plain=lambda m: model("cpu")),
+         "style": WORD | UPPER_CASE},
+        says={"model": "model|no layer holds codes"},
+    ),
     Call("te_mx.audit", on_model(te_mx.audit, frozen),
          lambda d: {"model": _recorded(frozen(d)), "memory": True},
          {"model": MODULE, "memory": FLAG}),
