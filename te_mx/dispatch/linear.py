@@ -42,7 +42,8 @@ class LinearPlan:
     """Forward and backward of layers of one size, each one call: quantizes and multiplies."""
 
     kernel: str  # what te_mx.audit calls it
-    spec: str  # of the operands of x
+    row: str  # specs of the operands of x
+    col: str
 
     def forward(
         self, x: Tensor, w_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype,
