@@ -18,11 +18,14 @@ from te_mx.backends.sm90 import split_k
 from te_mx.commands import candidates, checked_gemm, doctor, timing, tune
 from te_mx.commands.main import main
 from te_mx.commands.shapes import TOKENS, Shape, model_names, of_models
+from te_mx.dispatch import registry
+from te_mx.dispatch.problem import Place, Problem, place_of
 from te_mx.dispatch.tuned import table
 from te_mx.dispatch.tuned.table import DEFAULT
+from te_mx.dispatch.tuned.tables import key_of
 
 pytestmark = pytest.mark.skipif(cpu.missing_reason() is not None, reason="no native module")
-SHAPE = "4x64x96"
+SHAPE, CPU = "4x64x96", torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -48,11 +51,13 @@ def times(monkeypatch):
     given = Times(portable_stream=100.0, portable_f32=100.0)
     given.asked = []
 
-    def clock(calls, sets, device, rounds):
-        given.asked.append((list(calls), rounds))
-        for call in calls.values():
-            assert call(0).shape == call(sets - 1).shape
-        return {name: given[name] for name in calls}
+    def clock(trials, sets, device, rounds):
+        given.asked.append((list(trials), rounds))
+        for name, trial in trials.items():
+            trial.prepare()
+            assert trial.call(0).shape == trial.call(sets - 1).shape
+            assert te_mx.audit(trial.call.layers[0]).layers[0].fprop == name
+        return {name: given[name] for name in trials}
 
     monkeypatch.setattr(tune, "microseconds", clock)
     monkeypatch.setattr(timing, "cache_bytes", lambda device: 1 << 10)
@@ -99,8 +104,8 @@ def test_what_it_takes_to_win(times, tmp_path, monkeypatch, us, on_codes, use):
     times["portable_f32"] = us
     clock = tune.microseconds
 
-    def by_turn(calls, sets, device, rounds):
-        found = clock(calls, sets, device, rounds)
+    def by_turn(trials, sets, device, rounds):
+        found = clock(trials, sets, device, rounds)
         if len(times.asked) == 3:  # all, then the best two for longer, then these on plain codes
             found["portable_f32"] = on_codes
         return found
@@ -118,13 +123,15 @@ def test_wrong_and_hopeless_candidates_are_left_out(times, tmp_path, monkeypatch
     assert tuned(out, shapes=shapes)[0] == 0
     assert [len(names) for names, _ in times.asked] == [2, 2, 2, 1, 1]
     times["portable_f32"] = 10.0
-    run = candidates.Contest.call
+    (panel,) = (one for one in registry.kernels("gemm") if one.name == "portable_f32")
+    run = panel.run
 
-    def wrong(self, candidate):
-        call = run(self, candidate)
-        return call if candidate is self.usual else lambda i: call(i) * 1.1
+    def wrong(product):
+        made = run(product)
+        product.out.mul_(1.1)
+        return made
 
-    monkeypatch.setattr(candidates.Contest, "call", wrong)
+    monkeypatch.setattr(panel, "run", wrong)
     assert tuned(out)[1][4].use == DEFAULT
     said = capsys.readouterr()
     assert "portable_f32 is 0.1 off the default and left out" in said.out + said.err
@@ -133,10 +140,10 @@ def test_wrong_and_hopeless_candidates_are_left_out(times, tmp_path, monkeypatch
 def test_an_interrupted_run_keeps_what_is_done(times, tmp_path, monkeypatch, capsys):
     out, clock = tmp_path / "t.csv", tune.microseconds
 
-    def stopped(calls, sets, device, rounds):
+    def stopped(trials, sets, device, rounds):
         if len(times.asked) == 1:
             raise KeyboardInterrupt
-        return clock(calls, sets, device, rounds)
+        return clock(trials, sets, device, rounds)
 
     monkeypatch.setattr(tune, "microseconds", stopped)
     code, rows = tuned(out, shapes="1x64x96,2x64x96")
@@ -227,7 +234,8 @@ def test_a_healthy_machine(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("TE_MX_TUNED", str(path))
     code, said = diagnosis(capsys)
     assert code == 0 and said.rstrip().endswith("nothing is wrong")
-    for words in (f"by {cpu.native().COMPILER}", f"te_mx {te_mx.__version__}", f"torch {torch.__version__}", "level portable",
+    for words in (f"by {cpu.native().COMPILER}", f"te_mx {te_mx.__version__}",
+                  f"torch {torch.__version__}", "level portable",
                   f"{path}, 0 of 1 rows are for this device", f"TE_MX_TUNED={path}",
                   "on portable_stream: off by", "on portable_f32: off by"):  # fmt: skip
         assert words in said
@@ -280,19 +288,64 @@ def test_candidates_of_hopper_are_its_tiles_and_parts(monkeypatch, w):
             return status
 
         patch.setattr(fake_sm90, "gemm", recorded)
-        settings = tune._settings(w, split_k=True)
-        weights = candidates.make_weights(64, 512, settings, torch.device("cpu"))
-        assert len(weights.kept) >= 2 and "@sm90" in weights.kept[0].spec
-        assert weights.plain[0].spec == f"{w}@rows"
-        shape = Shape(4, 64, 512)
-        contest = candidates.Contest(shape, settings, weights.kept, torch.device("cpu"))
-        tiles = [f"sm90_adaptive, tile {t}" for t in ("192x128", "256x128", "128x128", "64x128")]
-        parts = [f"sm90_adaptive, parts {parts}" for parts in (2, 3, 4)]
-        assert [one.name for one in contest.candidates] == ["sm90_adaptive", *tiles, *parts]
-        said = []
-        contest.check(said.append)
-        assert not said and len(contest.candidates) == 8
-        plain = candidates.Contest(shape, settings, weights.plain, torch.device("cpu"))
-        assert [one.name for one in plain.candidates] == [one.name for one in contest.candidates]
+        recipe = tune._recipe(w, split_k=True)
+        with torch.no_grad(), te_mx.autocast(recipe=recipe):
+            layers = candidates.Layers(64, 512, recipe, torch.device("cpu"))
+            assert len(layers.kept) == len(layers.plain) >= 2
+            contest = candidates.Contest(Shape(4, 64, 512), layers)
+            (problem,) = contest.problems()
+            found = candidates.candidates_of(problem)
+            asked.clear()
+            assert contest.wrong(found, lambda one: [one.row(key_of(problem))]) == {}
+        candidates.leave()
+    assert problem.op == "gemm" and problem.place == Place("cuda", 0)
+    tiles = [f"sm90_adaptive, tile {t}" for t in ("192x128", "256x128", "128x128", "64x128")]
+    parts = [f"sm90_adaptive, parts {parts}" for parts in (2, 3, 4)]
+    assert [one.name for one in found] == ["sm90_adaptive", *tiles, *parts]
     usual = split_k.best(4, 64, 512, as_on_hopper.MULTIPROCESSORS)
     assert asked == [(-1, usual), (0, 1), (1, 1), (2, 1), (3, 1), (-1, 2), (-1, 3), (-1, 4)]
+
+
+def test_a_layer_in_one_call_competes_with_its_steps(times, tmp_path, monkeypatch):
+    """Of a layer that asks for an op that does it all, the steps are tuned first, and then the
+    two are held against each other."""
+
+    class OneCall(registry.Kernel):
+        op, name = "frozen_layer", "one_call"
+
+        def accepts(self, problem):
+            return None if problem.m < 8 else "takes fewer than 8 rows"
+
+        def configurations(self, problem):
+            return ("slowly",)
+
+    monkeypatch.setitem(registry._kernels, "frozen_layer", [OneCall()])
+    forward = candidates.Contest.__call__
+    ran = []
+
+    def layer(self, i):
+        m, n, k = self.shape[:3]
+        spec = "mxfp8_e4m3@any"
+        kernel = registry.find(Problem("frozen_layer", place_of(CPU), spec, spec, m, n, k))
+        ran.append("steps" if kernel is None else f"{kernel.name} {kernel.configuration}".strip())
+        return forward(self, i)
+
+    monkeypatch.setattr(candidates.Contest, "__call__", layer)
+    monkeypatch.setattr(
+        tune, "microseconds",
+        lambda trials, sets, device, rounds: {name: given[name] for name in trials},
+    )  # fmt: skip
+    out = tmp_path / "t.csv"
+    given = {"portable_stream": 100.0, "portable_f32": 90.0, "one_call": 80.0,
+             "one_call, slowly": 95.0, "steps": 60.0}  # fmt: skip
+    main(["tune", "--shapes", f"{SHAPE},8x64x96", "--formats", "mxfp8_e4m3", "--out", str(out)])
+    rows = {(row.key.operation, row.key.m): row for row in table.read(out)}
+    assert {key: row.choice() for key, row in rows.items()} == {
+        ("frozen_layer", 4): "steps", ("gemm", 4): "portable_f32", ("gemm", 8): "portable_f32",
+    }  # fmt: skip
+    assert rows["frozen_layer", 4].default == "one_call"
+    assert {"one_call", "one_call slowly", "steps"} == set(ran)
+    ran.clear()
+    te_mx.use_tuned_table(out)
+    spec = "mxfp8_e4m3@any"
+    assert registry.find(Problem("frozen_layer", place_of(CPU), spec, spec, 4, 64, 96)) is None

@@ -1,24 +1,34 @@
-"""Times of a few calls that do the same, on weights that no cache holds.
+"""Times of a few trials that do the same, on weights that no cache holds.
 
-Calls take turns, in a new order every round, so that whatever else the machine does meets all of
+Trials take turns, in a new order every round, so that whatever else the machine does meets all of
 them. On CUDA each is a graph of one call for each set of weights; on a CPU they are timed in a row.
 """
 
 from __future__ import annotations
 
+import gc
 import random
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-Call = Callable[[int], Any]  # given the number of the set of weights that it reads
+
+class Trial(NamedTuple):
+    """prepare: makes its choices those of the process. call: is given the number of the set of
+    weights that it reads."""
+
+    prepare: Callable[[], None]
+    call: Callable[[int], Any]
+
+
 ROUNDS = 7
 _LEAST_SECONDS = {"cuda": 1e-3, "cpu": 4e-3}  # of a round of one call
 _MOST_SETS = 512
+_HOPELESS = 3.0
 
 
 def cache_bytes(device: torch.device) -> int:
@@ -40,33 +50,47 @@ def sets_for(nbytes: int, device: torch.device) -> int:
 
 
 def microseconds(
-    calls: dict[str, Call], sets: int, device: torch.device, rounds: int = ROUNDS
+    trials: dict[str, Trial], sets: int, device: torch.device, rounds: int = ROUNDS
 ) -> dict[str, float]:
-    """The median time of each call."""
-    repeat = {
-        name: _graph(call, sets, device) if device.type == "cuda" else _loop(call, sets)
-        for name, call in calls.items()
-    }
+    """The median time of a call of each; of one that takes several times as long as the fastest,
+    the only one."""
+    make = _graph if device.type == "cuda" else _loop
+    repeat = {name: make(trial, sets, device) for name, trial in trials.items()}
     clock = _event_seconds if device.type == "cuda" else _wall_seconds
-    times, found = {}, {name: [] for name in calls}  # type: dict[str, int], dict[str, list[float]]
-    for name, run in repeat.items():
-        run()
-        once = clock(run)
-        times[name] = max(1, round(_LEAST_SECONDS[device.type] / max(once, 1e-9)))
-    order, shuffle = list(calls), random.Random(0).shuffle
+    once = {}
+    for name, (ready, run) in repeat.items():
+        ready()
+        once[name] = max(clock(run), 1e-9)
+    least = _LEAST_SECONDS[device.type]
+    times = {name: max(1, round(least / seconds)) for name, seconds in once.items()}
+    found = {name: [seconds / sets] for name, seconds in once.items()}
+    order = [name for name in trials if once[name] < _HOPELESS * min(once.values())]
+    for name in order:
+        found[name].clear()
+    shuffle = random.Random(0).shuffle
     for _ in range(rounds):
         shuffle(order)
         for name in order:
-            found[name].append(clock(repeat[name], times[name]) / times[name] / sets)
+            ready, run = repeat[name]
+            ready()
+            found[name].append(clock(run, times[name]) / times[name] / sets)
     return {name: 1e6 * statistics.median(seconds) for name, seconds in found.items()}
 
 
-def _loop(call: Call, sets: int) -> Callable[[], None]:
+# What goes before a timed run, and the run: a call on every set.
+_Repeat = tuple[Callable[[], Any], Callable[[], None]]
+
+
+def _loop(trial: Trial, sets: int, device: torch.device) -> _Repeat:
+    def ready() -> None:
+        trial.prepare()
+        trial.call(0)
+
     def run() -> None:
         for i in range(sets):
-            call(i)
+            trial.call(i)
 
-    return run
+    return ready, run
 
 
 def _wall_seconds(run: Callable[[], None], times: int = 1) -> float:
@@ -76,20 +100,23 @@ def _wall_seconds(run: Callable[[], None], times: int = 1) -> float:
     return time.perf_counter() - start
 
 
-def _graph(call: Call, sets: int, device: torch.device) -> Callable[[], None]:
-    """A CUDA graph of the call on every set of weights, one after the other."""
+def _graph(trial: Trial, sets: int, device: torch.device) -> _Repeat:
+    """A CUDA graph of the call on every set of weights, one after the other; a replay goes before
+    timed ones, so that the GPU has work while they are launched."""
+    trial.prepare()
     with torch.cuda.device(device):
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(2):
-                call(0)
+            for i in (0, 1, *range(sets)):  # twice some, and all that a layer makes at its first
+                trial.call(i)
         torch.cuda.current_stream().wait_stream(side)
+        gc.collect()  # a graph that is destroyed during a capture ends it
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for i in range(sets):
-                call(i)
-    return graph.replay
+                trial.call(i)
+    return graph.replay, graph.replay
 
 
 def _event_seconds(run: Callable[[], None], times: int = 1) -> float:

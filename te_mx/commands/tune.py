@@ -17,7 +17,7 @@ import torch
 import te_mx
 from te_mx import formats
 from te_mx.arguments import as_device
-from te_mx.commands.candidates import Contest, Weights, make_weights
+from te_mx.commands.candidates import Candidate, Contest, Layers, candidates_of, leave
 from te_mx.commands.shapes import (
     TOKENS,
     Shape,
@@ -27,10 +27,11 @@ from te_mx.commands.shapes import (
     parse_tokens,
 )
 from te_mx.commands.timing import ROUNDS, microseconds
-from te_mx.dispatch.problem import place_of
+from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.tuned import table, tables
-from te_mx.dispatch.tuned.table import DEFAULT, Key, Row
-from te_mx.recipes.settings import Settings
+from te_mx.dispatch.tuned.table import DEFAULT, STEPS, Key, Row
+from te_mx.dispatch.tuned.tables import key_of
+from te_mx.recipe import BlockScaling
 
 GAIN = 1.03  # what a choice must win over the default
 # A candidate that takes so many times the default's time, so often in a row, is tried no more.
@@ -74,21 +75,24 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--rounds must be at least 1, got {args.rounds}")
     tokens = parse_tokens(args.tokens)
     shapes = from_text(args.shapes) if args.shapes else of_models(args.model, tokens)
-    recipes = [_settings(word, args.split_k) for word in args.formats.split(",")]
+    recipes = [_recipe(word, args.split_k) for word in args.formats.split(",")]
     out = args.out or Path(f"te_mx_{name}.csv")
     session = Session(device, out, args.resume, args.rounds)
     with _bar(len(shapes) * len(recipes)) as bar:
         try:
-            for settings in recipes:
-                for shape, weights in _with_weights(shapes, settings, device, session):
-                    bar.set_postfix_str(f"{settings.w} {'x'.join(map(str, shape[:3]))}")
-                    if weights is not None:
-                        session.tune(shape, settings, weights, bar.write)
-                    bar.update()
+            for recipe in recipes:
+                with torch.no_grad(), te_mx.autocast(recipe=recipe):
+                    for shape, layers in _with_layers(shapes, recipe, device, session):
+                        bar.set_postfix_str(f"{recipe.w} {'x'.join(map(str, shape[:3]))}")
+                        if layers is not None:
+                            session.tune(shape, layers, bar.write)
+                        bar.update()
         except KeyboardInterrupt:
             bar.close()
             print(f"stopped; {out} has what is done, --resume goes on", file=sys.stderr)
             return INTERRUPTED
+        finally:
+            leave()
     print(session.summary())
     return 0
 
@@ -114,56 +118,60 @@ class Session:
         """Whether there is nothing to do for this row."""
         return self.resume and key in self.old
 
-    def tune(
-        self, shape: Shape, settings: Settings, weights: Weights, say: Callable[[str], None]
-    ) -> None:
-        """Time one problem and write the table, at once."""
-        contest = Contest(shape, settings, weights.kept, self.device)
-        if self.has(contest.key):
-            return
-        w, usual = settings.w, contest.usual
-        contest.candidates = [
-            one for one in contest.candidates
-            if one is usual or self.slow[w, one.name] < HOPELESS_IN_A_ROW
-        ]  # fmt: skip
-        contest.check(say)
-        row = self._winner(contest, Contest(shape, settings, weights.plain, self.device))
-        before = self.rows.get(row.key)
-        self.rows[row.key] = row
-        self.done.append(row.key)
+    def tune(self, shape: Shape, layers: Layers, say: Callable[[str], None]) -> None:
+        """Time one size and write the table, at once."""
+        contest, plain = Contest(shape, layers), Contest(shape, layers, plain=True)
+        problems = contest.problems()
+        rows: dict[Key, Row] = {}
+        # The last one first: those before it are left to their steps meanwhile.
+        for at in range(len(problems) - 1, -1, -1):
+            before = [Candidate(STEPS).row(key_of(problem)) for problem in problems[:at]]
+            around = [*before, *rows.values()]
+            row = self._winner(contest, plain, problems[at], around, say)
+            rows[row.key] = row
+        for key, row in rows.items():
+            was = self.rows[key].choice() if key in self.rows else DEFAULT
+            self.rows[key] = row
+            self.done.append(key)
+            if was != row.choice():
+                say(f"{_words(key)}: {was} -> {row.choice()}, {_times(row)}")
         table.write(self.out, self.rows.values(), self.remarks)
-        was = DEFAULT if before is None else before.choice()
-        if was != row.choice():
-            say(f"{_words(row.key)}: {was} -> {row.choice()}, {_times(row)}")
 
-    def _winner(self, contest: Contest, plain: Contest) -> Row:
+    def _winner(
+        self, contest: Contest, plain: Contest, problem: Problem, around: list[Row],
+        say: Callable[[str], None],
+    ) -> Row:  # fmt: skip
         """The candidate that beats the default by 3 %, twice, and does not lose by as much on plain
         codes; or the default."""
-        usual = contest.usual
-        times = self._times(contest, contest.candidates, self.rounds)
-        for name, us in times.items():
-            slow = us > HOPELESS * times[usual.name]
-            self.slow[contest.key.w, name] = (self.slow[contest.key.w, name] + 1) * slow
-        best = min(contest.candidates, key=lambda one: times[one.name])
-        final = {usual.name: times[usual.name]}
-        if best is not usual and times[usual.name] >= GAIN * times[best.name]:
-            final = self._times(contest, [usual, best], 3 * self.rounds)
-            rivals = [one for one in plain.candidates if one.name in (usual.name, best.name)]
-            fair = True
-            if len(rivals) == 2:
-                on_codes = self._times(plain, rivals, self.rounds)
-                fair = on_codes[best.name] <= GAIN * on_codes[usual.name]
-            if fair and final[usual.name] >= GAIN * final[best.name]:
-                return Row(
-                    contest.key, best.kernel.name, best.configuration, final[best.name],
-                    usual.kernel.name, final[usual.name],
-                )  # fmt: skip
-        us = final[usual.name]
-        return Row(contest.key, DEFAULT, "", us, usual.kernel.name, us)
+        key = key_of(problem)
 
-    def _times(self, contest: Contest, candidates: list[Any], rounds: int) -> dict[str, float]:
-        calls = {one.name: contest.call(one) for one in candidates}
-        return microseconds(calls, len(contest.weights), self.device, rounds)
+        def rows(one: Candidate) -> list[Row]:
+            return [*around, one.row(key)]
+
+        def times(of: Contest, candidates: list[Candidate], rounds: int) -> dict[str, float]:
+            trials = {one.name: of.trial(rows(one)) for one in candidates}
+            return microseconds(trials, len(of.layers), self.device, rounds)
+
+        usual, *others = candidates_of(problem)
+        others = [one for one in others if self.slow[key.w, one.name] < HOPELESS_IN_A_ROW]
+        wrong = contest.wrong([usual, *others], rows)
+        for name, error in wrong.items():
+            say(f"{name} is {error:.2g} off the default and left out: please report it")
+        others = [one for one in others if one.name not in wrong]
+        first = times(contest, [usual, *others], self.rounds)
+        for name, us in first.items():
+            slow = us > HOPELESS * first[usual.name]
+            self.slow[key.w, name] = (self.slow[key.w, name] + 1) * slow
+        us = first[usual.name]
+        best = min(others, key=lambda one: first[one.name], default=usual)
+        if us >= GAIN * first[best.name] and best is not usual:
+            final = times(contest, [usual, best], 3 * self.rounds)
+            on_codes = times(plain, [usual, best], self.rounds)
+            us = final[usual.name]
+            fair = on_codes[best.name] <= GAIN * on_codes[usual.name]
+            if fair and us >= GAIN * final[best.name]:
+                return Row(key, best.use, best.configuration, final[best.name], usual.use, us)
+        return Row(key, DEFAULT, "", us, usual.use, us)
 
     def summary(self) -> str:
         """What this run did, in a few lines."""
@@ -186,29 +194,31 @@ class Session:
         return self.old[key].choice() != self.rows[key].choice()
 
 
-def _with_weights(
-    shapes: list[Shape], settings: Settings, device: torch.device, session: Session
-) -> Iterator[tuple[Shape, Weights | None]]:
-    """Each shape with weights of its size, made once for shapes of one size, or None where the
-    table has it."""
+def _with_layers(
+    shapes: list[Shape], recipe: BlockScaling, device: torch.device, session: Session
+) -> Iterator[tuple[Shape, Layers | None]]:
+    """Each shape with layers of its size, made once for shapes of one size, or None where the table
+    has it."""
     sizes = dict.fromkeys((shape.n, shape.k) for shape in shapes)
     name = tables.device_name(place_of(device))
     for size in sizes:
-        weights = None
+        layers = None
         for shape in shapes:
             if (shape.n, shape.k) == size:
-                key = Key(name, "gemm", settings.x, settings.w, *size, shape.m)
-                if weights is None and not session.has(key):
-                    weights = make_weights(*size, settings, device)
-                yield shape, None if session.has(key) else weights
+                # The op that every layer may run as.
+                has = session.has(Key(name, "gemm", recipe.x, recipe.w, *size, shape.m))
+                if layers is None and not has:
+                    layers = Layers(*size, recipe, device)
+                yield shape, None if has else layers
 
 
-def _settings(word: str, split_k: bool) -> Settings:
-    """Those of a frozen layer: of "mxfp4" as weights, or of "mxfp4:mxfp4" as inputs and weights."""
+def _recipe(word: str, split_k: bool) -> BlockScaling:
+    """That of a frozen layer: of "mxfp4" as weights, or of "mxfp4:mxfp4" as inputs and weights."""
     x, _, w = word.strip().rpartition(":")
-    x = x or "mxfp8_e4m3"
+    x = formats.get(x or "mxfp8_e4m3").name
     rule = "rceil" if formats.get(x).scaling.takes("rceil") else "pow2"
-    return te_mx.recipe.BlockScaling(x=x, w=w, g=x, scale_rule=rule, split_k=split_k).settings
+    w = formats.get(w).name
+    return BlockScaling(x=x, w=w, g=x, scale_rule=rule, split_k=split_k)
 
 
 def _device(text: str) -> torch.device:

@@ -177,16 +177,22 @@ def pick_grouped(problem: Problem) -> Kernel:
 def find(problem: Problem) -> Kernel | None:
     """The kernel of an op that need not have one, or None: none accepts the problem, or a table
     says that the steps are faster. Callers keep the answer in `derived`, under the sizes."""
-    for kernel in _kernels.get(problem.op, ()):
-        if kernel.accepts(problem) is None:
-            made = tuning(problem)
-            return None if made.steps else made.kernel or kernel
-    return None
+    kernel = default_of(problem)
+    if kernel is None:
+        return None
+    made = tuning(problem)
+    return None if made.steps else made.kernel or kernel
 
 
 def pick_problem(p: Problem) -> Kernel:
     """As `pick`, of a problem."""
     return choose(p)[0]
+
+
+def default_of(problem: Problem) -> Kernel | None:
+    """The first kernel that accepts a problem, whatever tables say, or None."""
+    accepting = (one for one in _kernels.get(problem.op, ()) if one.accepts(problem) is None)
+    return next(accepting, None)
 
 
 def derived() -> dict[tuple[Any, ...], Any]:

@@ -9,13 +9,14 @@ import torch
 
 import te_mx
 from te_mx.commands import timing
-from te_mx.commands.candidates import Contest, make_weights
+from te_mx.commands.candidates import Contest, Layers, candidates_of, leave
 from te_mx.commands.main import main
 from te_mx.commands.shapes import Shape
-from te_mx.commands.tune import _settings
+from te_mx.commands.tune import _recipe
 from te_mx.dispatch.problem import place_of
 from te_mx.dispatch.tuned import table, tables
 from te_mx.dispatch.tuned.table import DEFAULT, Row
+from te_mx.dispatch.tuned.tables import key_of
 
 CUDA = torch.device("cuda", 0)
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -30,29 +31,39 @@ def untouched(monkeypatch):
     te_mx.use_tuned_table(None)
 
 
-@pytest.mark.parametrize("formats", ["mxfp8_e4m3", "mxfp4"])
-@pytest.mark.parametrize("m", [1, 16, 33])
-def test_every_candidate_computes_the_same(formats, m):
+@pytest.mark.parametrize("w", ["mxfp8_e4m3", "mxfp4"])
+@pytest.mark.parametrize("plain", [False, True])
+def test_every_candidate_computes_the_same(w, plain):
     """Those that cut K into parts too; all close to the default, and equal from call to call."""
-    settings = _settings(formats, split_k=True)
-    weights = make_weights(384, 1024, settings, CUDA)
-    contest = Contest(Shape(m, 384, 1024), settings, weights.kept[:2], CUDA)
-    names = [one.name for one in contest.candidates]
-    assert len(names) == len(set(names)) and "sm90_adaptive, tile 64x128" in names
-    said: list[str] = []
-    contest.check(said.append)
-    assert not said and len(contest.candidates) == len(names)
-    for one in contest.candidates:
-        call = contest.call(one)
-        assert torch.equal(call(0), call(1))
+    recipe = _recipe(w, split_k=True)
+    with torch.no_grad(), te_mx.autocast(recipe=recipe):
+        layers = Layers(384, 1024, recipe, CUDA)
+        for m in (1, 16, 33):
+            contest = Contest(Shape(m, 384, 1024), layers, plain)
+            problems = contest.problems()
+            assert problems[-1].op == "gemm"
+            for problem in problems:
+                found = candidates_of(problem)
+                assert len({one.name for one in found}) == len(found) > 1
+
+                def rows(one, key=key_of(problem)):  # noqa: B008 (of this turn)
+                    return [one.row(key)]
+
+                assert contest.wrong(found, rows) == {}
+                for one in found:
+                    trial = contest.trial(rows(one))
+                    trial.prepare()
+                    assert torch.equal(trial.call(0), trial.call(1))
+    leave()
 
 
 def test_the_tuner_writes_a_table_that_is_followed(tmp_path, monkeypatch):
     out = tmp_path / "t.csv"
     command = ["tune", "--device", "cuda", "--shapes", "1x512x1024,16x512x1024", "--rounds", "3"]
     assert main([*command, "--out", str(out)]) == 0
-    rows = table.read(out)
-    assert {row.key.device for row in rows} == {tables.device_name(place_of(CUDA))}
+    everything = table.read(out)
+    assert {row.key.device for row in everything} == {tables.device_name(place_of(CUDA))}
+    rows = [row for row in everything if row.key.operation == "gemm"]
     assert len(rows) == 4 and all(0.5 < row.us < 1000 for row in rows)
     monkeypatch.delenv(tables.VARIABLE)
     forced = [Row(row.key, "sm90_adaptive", "tile 128x128", *row[3:]) for row in rows]
@@ -76,8 +87,8 @@ def test_times_are_those_of_weights_from_memory():
     sets = timing.sets_for(size, CUDA)
     sources = [torch.empty(size, dtype=torch.uint8, device=CUDA) for _ in range(sets)]
     target = torch.empty_like(sources[0])
-    calls = {"copy": lambda i: target.copy_(sources[i])}
-    us = timing.microseconds(calls, sets, CUDA, 3)["copy"]
+    trial = timing.Trial(lambda: None, lambda i: target.copy_(sources[i]))
+    us = timing.microseconds({"copy": trial}, sets, CUDA, 3)["copy"]
     assert 2 * size / us / 1e3 < 6000  # GB/s: above it a cache would have answered
 
 

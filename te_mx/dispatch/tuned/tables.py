@@ -8,7 +8,8 @@ files with the separator of PATH between them, or "off" for no tables at all.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,6 +41,8 @@ _names: dict[str, Callable[[Place], str]] = {}
 _files: dict[Path, list[Row]] = {}  # what was read
 _added: list[Table] = []
 _known: dict[tuple[Place, str, str, str], _Rows] = {}
+_only: list[Row] | None = None  # of a trial, in place of all tables
+_asked: list[Problem] | None = None  # what was looked up, where somebody watches
 
 
 def register_device_names(device: str, name: Callable[[Place], str]) -> None:
@@ -70,8 +73,29 @@ def remove() -> int:
     return count
 
 
+def try_only(rows: list[Row] | None) -> None:
+    """Follow these rows alone, for a trial; None: the tables again."""
+    global _only
+    _only = rows
+    _known.clear()
+
+
+@contextmanager
+def watched() -> Iterator[list[Problem]]:
+    """The problems that are looked up meanwhile."""
+    global _asked
+    asked: list[Problem] = []
+    _asked = asked
+    try:
+        yield asked
+    finally:
+        _asked = None
+
+
 def loaded(place: Place) -> list[Table]:
     """The tables that a place is looked up in, the first that knows a problem decides."""
+    if _only is not None:
+        return [Table(Path("a trial"), _only)]
     asked = os.environ.get(VARIABLE, "")
     if asked.strip().lower() == OFF:
         return []
@@ -109,6 +133,8 @@ def has_rows(problem: Problem) -> bool:
 
 def lookup(problem: Problem) -> Found | None:
     """The row of a problem: of its very m, or of the next power of two."""
+    if _asked is not None:
+        _asked.append(problem)
     rows = _rows(problem)
     if not rows or not 0 < problem.m <= MOST_ROWS:
         return None
