@@ -52,6 +52,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="a CUDA graph of the step",
     )  # fmt: skip
     p.add_argument(
+        "--compile", action="store_true",
+        help="torch.compile what stands between the products, in every precision",
+    )  # fmt: skip
+    p.add_argument(
         "--drop-master", action="store_true", help="keep the codes alone, without the bf16 weights"
     )
     p.add_argument("--head", action="store_true", help="quantize the head over the vocabulary too")

@@ -78,6 +78,24 @@ def test_generation_is_greedy_and_starts_anew() -> None:
     assert torch.equal(grown[:, 4], runs[0][:, 4])
 
 
+def test_compiled_pieces_are_the_same_functions(monkeypatch) -> None:
+    compiled = []
+
+    def compile(function, **how):
+        compiled.append(function.__name__)
+        return torch._dynamo.optimize("eager")(function)
+
+    monkeypatch.setattr(torch, "compile", compile)
+    tokens = []
+    for chosen in (False, True):
+        settings = decoding.DecodeSettings(
+            "mxfp8", "tiny", tokens=6, batch=2, repeats=1, compile=chosen
+        )
+        tokens.append(decoding.run(settings, None, Bar())["tokens"])
+    assert tokens[0] == tokens[1]
+    assert compiled == ["add_norm", "turned", "mixing", "gated"]
+
+
 def test_precisions_choose_alike_on_the_decode_kernels() -> None:
     def run(mode: str, expected=None, **more) -> tuple[dict, Bar]:
         settings = decoding.DecodeSettings(mode, "tiny", tokens=12, batch=3, repeats=2, **more)

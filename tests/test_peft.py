@@ -191,6 +191,72 @@ def test_a_model_of_transformers_on_codes_saves_and_loads_its_adapters(registere
         assert torch.equal(loaded.eval()(tokens()).logits, adapted.eval()(tokens()).logits)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("kind", ["first", "normed"])
+def test_dora_on_codes_is_pefts_on_their_values(kind, dropout):
+    model = Block()
+    te_mx.freeze_weights(model, drop_master=True, fmt="mxfp4", activations="bf16")
+    values = copy.deepcopy(model)
+    te_mx.unfreeze_weights(values, dequantize=True)
+    ours, theirs = (
+        peft.get_peft_model(m, config(kind, use_dora=True, lora_dropout=dropout))
+        for m in (model, values)
+    )
+    theirs.load_state_dict(
+        {k: v for k, v in ours.state_dict().items() if "lora_" in k}, strict=False
+    )
+    x, found = torch.randn(33, getattr(model, kind).in_features), []
+    for adapted in (ours, theirs):
+        layer = getattr(adapted.base_model, kind)
+        torch.manual_seed(1)  # of the dropout
+        y = layer(x)
+        y.square().sum().backward()
+        grads = {n: p.grad for n, p in layer.named_parameters() if "lora_" in n}
+        found.append({"y": y.detach(), **grads})
+    assert any("magnitude" in name for name in found[0])
+    for name, value in found[0].items():
+        torch.testing.assert_close(value, found[1][name], rtol=1e-4, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_compiles_on_codes_without_a_graph_break(dora):
+    model = nn.Sequential(te_mx.Linear(64, 96), nn.GELU(), te_mx.Linear(96, 32))
+    te_mx.freeze_weights(model, drop_master=True)
+    adapted = peft.get_peft_model(model, config("0", "2", use_dora=dora)).base_model.model
+    x = torch.randn(33, 64)
+    adapted(x).square().sum().backward()
+    expected = {n: p.grad for n, p in adapted.named_parameters() if p.requires_grad}
+    adapted.zero_grad()
+    torch.compile(adapted, backend="aot_eager", fullgraph=True)(x).square().sum().backward()
+    for name, grad in expected.items():
+        torch.testing.assert_close(adapted.get_parameter(name).grad, grad, rtol=1e-3, atol=1e-3)
+
+
+def test_a_checkpoint_of_codes_is_adapted(tmp_path):
+    """from_pretrained through te_mx's quantizer, then adapters, then Transformers' own loading of
+    the same files as bf16 weights for comparison."""
+    from te_mx.integrations import hf_quantizer
+
+    model = model_of("Llama")
+    te_mx.convert_model(model, filter_fn=keep_head)
+    te_mx.freeze_weights(model, drop_master=True)
+    te_mx.quantization_config(model, "mxfp8")
+    model.save_pretrained(tmp_path)
+    auto = import_or_skip("transformers").AutoModelForCausalLM
+    hf_quantizer.register()
+    try:
+        loaded = auto.from_pretrained(tmp_path)
+    finally:
+        hf_quantizer.unregister()
+    how = {"r": 4, "target_modules": "all-linear"}
+    ours = peft.get_peft_model(loaded, integration.register(peft.LoraConfig(**how)))
+    theirs = peft.get_peft_model(auto.from_pretrained(tmp_path), peft.LoraConfig(**how))
+    losses = [m(tokens(), labels=tokens()).loss for m in (ours, theirs)]
+    losses[0].backward()
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=0.01)
+    assert sum(p.grad is not None for p in ours.parameters()) == 14
+
+
 def test_conv1d_on_codes():
     model = model_of("GPT2")
     te_mx.convert_model(model)

@@ -6,15 +6,53 @@ each, S places in the cache, D model width, H query heads and P pairs of key and
 width E, G = H / P.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+class Pieces(NamedTuple):
+    """What stands between the products, each a function that torch.compile makes one kernel of."""
+
+    add_norm: Callable[..., tuple[Tensor, Tensor]]
+    turned: Callable[..., Tensor]
+    mixing: Callable[..., Tensor]
+    gated: Callable[..., Tensor]
+
+    def compiled(self) -> "Pieces":
+        return Pieces(*(torch.compile(piece, dynamic=False) for piece in self))
+
+
+def add_norm(x: Tensor, more: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + more, and its root mean square normalization."""
+    if more is not None:
+        x = x + more
+    return x, F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads [B, T, H+2P, E] turned by their positions."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def mixing(scores: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Weights of the values for scores [.., T, S]."""
+    return torch.add(mask, scores, alpha=scale).softmax(-1)
+
+
+def gated(h: Tensor) -> Tensor:
+    gate, up = h.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+EAGER = Pieces(add_norm, turned, mixing, gated)
+
+
 class Layer(nn.Module):
-    """x [B, T, D] -> [B, T, D]."""
+    """(x, what is to be added to it) -> the same behind this layer, both [B, T, D]."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -28,27 +66,27 @@ class Layer(nn.Module):
         self.gate_up = nn.Linear(width, 2 * config.intermediate_size, bias=False)
         self.down = nn.Linear(config.intermediate_size, width, bias=False)
 
-    def forward(self, x: Tensor, at: "At", cache: Tensor) -> Tensor:
-        h = F.rms_norm(x, (x.shape[-1],), self.norm1, self.eps)
-        x = x + self.o(self.attend(self.qkv(h), at, cache))
-        h = F.rms_norm(x, (x.shape[-1],), self.norm2, self.eps)
-        gate, up = self.gate_up(h).chunk(2, -1)
-        return x + self.down(F.silu(gate) * up)
+    def forward(
+        self, x: Tensor, more: Tensor | None, at: "At", cache: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        x, h = at.pieces.add_norm(x, more, self.norm1, self.eps)
+        x, h = at.pieces.add_norm(
+            x, self.o(self.attend(self.qkv(h), at, cache)), self.norm2, self.eps
+        )
+        return x, self.down(at.pieces.gated(self.gate_up(h)))
 
     def attend(self, qkv: Tensor, at: "At", cache: Tensor) -> Tensor:
-        """[B, T, (H+2P)*E] -> [B, T, H*E]; keys and values go into the cache [B, 2P, S, E]."""
+        """[B, T, (H+2P)*E] -> [B, T, H*E]; keys and values go into the cache [2, B, P, S, E]."""
         b, t, _ = qkv.shape
         h, p, e = self.heads, self.pairs, self.head
-        qkv = qkv.view(b, t, h + 2 * p, e)
         # Queries and keys turn; the cosines of values are 1 and their sines 0.
-        qkv = torch.addcmul(qkv * at.cos, qkv.roll(e // 2, -1), at.sin).transpose(1, 2)
-        cache.index_copy_(2, at.positions, qkv[:, h:])
-        keys, values = cache[:, :p], cache[:, p:]
+        qkv = at.pieces.turned(qkv.view(b, t, h + 2 * p, e), at.cos, at.sin).transpose(1, 2)
+        cache.index_copy_(3, at.positions, qkv[:, h:].view(b, 2, p, t, e).transpose(0, 1))
+        keys, values = cache
         q = qkv[:, :h].reshape(b, p, h // p * t, e)
-        scores = torch.add(
-            at.mask, (q @ keys.transpose(2, 3)).view(b, p, h // p, t, -1), alpha=e**-0.5
-        )
-        mixed = scores.softmax(-1).view(b, p, h // p * t, -1) @ values
+        scores = (q @ keys.transpose(2, 3)).view(b, p, h // p, t, -1)
+        weights = at.pieces.mixing(scores, at.mask, e**-0.5)
+        mixed = weights.view(b, p, h // p * t, -1) @ values
         return mixed.view(b, h, t, e).transpose(1, 2).reshape(b, t, h * e)
 
 
@@ -59,6 +97,7 @@ class At:
         self.positions = positions
         self.cos, self.sin = (table.index_select(0, positions) for table in (model.cos, model.sin))
         self.mask = model.mask.index_select(0, positions)
+        self.pieces = model.pieces if len(positions) == 1 else EAGER
 
 
 class Decoder(nn.Module):
@@ -68,6 +107,7 @@ class Decoder(nn.Module):
         """places: the tokens that a sequence may have. Raises ValueError for what is no Llama."""
         super().__init__()
         check(config)
+        self.pieces = EAGER  # of steps of one token
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.norm, self.eps = nn.Parameter(torch.ones(config.hidden_size)), config.rms_norm_eps
@@ -87,17 +127,17 @@ class Decoder(nn.Module):
         self.register_buffer("mask", later, persistent=False)
 
     def new_cache(self, sequences: int) -> list[Tensor]:
-        """Empty keys and values, [B, 2P, S, E] a layer."""
-        shape = (sequences, 2 * self.pairs, self.places, self.head)
+        """Empty keys and values, [2, B, P, S, E] a layer."""
+        shape = (2, sequences, self.pairs, self.places, self.head)
         return [torch.zeros(shape, dtype=self.cos.dtype, device=self.cos.device)
                 for _ in self.layers]  # fmt: skip
 
     def forward(self, tokens: Tensor, positions: Tensor, cache: list[Tensor]) -> Tensor:
         at = At(self, positions)
-        x = self.embed(tokens)
+        x, more = self.embed(tokens), None
         for layer, own in zip(self.layers, cache, strict=True):
-            x = layer(x, at, own)
-        return self.lm_head(F.rms_norm(x, (x.shape[-1],), self.norm, self.eps))
+            x, more = layer(x, more, at, own)
+        return self.lm_head(at.pieces.add_norm(x, more, self.norm, self.eps)[1])
 
 
 def head_width(config: Any) -> int:

@@ -35,6 +35,7 @@ class DecodeSettings:
     seed: int = 0
     repeats: int = 3
     graph: bool = True
+    compile: bool = False
     drop_master: bool = False
     head: bool = False
 
@@ -163,6 +164,8 @@ def run(settings: DecodeSettings, expected: list[list[int]] | None, bar) -> dict
     quantized = settings.mode != "bf16"
     if quantized:
         quantize(model, settings)
+    if settings.compile:
+        model.pieces = model.pieces.compiled()
     generator = torch.Generator().manual_seed(settings.seed + 1)
     shape = (settings.batch, settings.prompt)
     prompt = torch.randint(model.embed.num_embeddings, shape, generator=generator).to(device)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
 from peft import LoraConfig
 from peft.tuners.lora import layer as lora
 from peft.tuners.lora.dora import DoraLinearLayer
@@ -33,6 +34,7 @@ from te_mx.integrations.peft_grouped import LoraGroupedLinear
 from te_mx.integrations.peft_refusals import check_base, check_config, forget, refuse_merge
 from te_mx.nn import GroupedLinear, LayerNormLinear, Linear
 from te_mx.nn.transposed_linear import TransposedLinear
+from te_mx.ops import dequantize_2d
 
 
 def register(config: LoraConfig) -> LoraConfig:
@@ -61,54 +63,50 @@ def register(config: LoraConfig) -> LoraConfig:
     return config
 
 
-class _Values(nn.Module):
-    """A layer as DoRA reads it: the weight that its codes stand for."""
-
-    def __init__(self, base: Any) -> None:
-        super().__init__()
-        self.bias = base.bias
-        self.weight = _weight_of(base)
-
-
-def _weight_of(base: Any) -> nn.Parameter:
-    """The weight in the layout of the class, made of codes where these are all there is."""
-    if not base._is_dropped():
-        return base.weight
-    (value,) = base._masters("weight", base._frozen.dtypes["weight"]).values()
-    return nn.Parameter(value, requires_grad=False)
-
-
 class _DoraOnCodes(DoraLinearVariant):
-    """peft's variant on a layer without a master."""
+    """DoRA on a layer without a master, with W the values of its codes and D = scaling * B A:
+
+        y = W x + bias + (r - 1) W x' + r D x',  r = m / |W + D|
+
+    with |.| the norms of rows, through which nothing trains (arXiv 2402.09353, section 4.3), and x'
+    = dropout(x), as in peft. W is decoded for the time of a norm.
+    """
 
     @staticmethod
     def init(module: Any, adapter_name: str, **kwargs: Any) -> None:
         if not module.lora_magnitude_vector:
             module.adapter_layer_names = (*module.adapter_layer_names, "lora_magnitude_vector")
         made = DoraLinearLayer(fan_in_fan_out=module.fan_in_fan_out)
-        made.update_layer(
-            base_layer=_Values(module.get_base_layer()),
-            lora_A=module.lora_A[adapter_name].weight,
-            lora_B=module.lora_B[adapter_name].weight,
-            scaling=module.scaling[adapter_name],
-        )
+        made.weight = nn.Parameter(_row_norms(module, adapter_name))
         module.lora_magnitude_vector[adapter_name] = made
 
     @staticmethod
     def forward(
         module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any
     ) -> Tensor:
-        dropout = module.lora_dropout[active_adapter]
-        dropped_out = module.training and not isinstance(dropout, nn.Identity)
-        return result + module.lora_magnitude_vector[active_adapter](
-            dropout(x),
-            lora_A=module.lora_A[active_adapter],
-            lora_B=module.lora_B[active_adapter],
-            scaling=module.scaling[active_adapter],
-            base_layer=_Values(module.get_base_layer()),
-            base_result=None if dropped_out else result,
-            adapter_name=active_adapter,
-        )
+        a, b = module.lora_A[active_adapter], module.lora_B[active_adapter]
+        base, dropout = module.get_base_layer(), module.lora_dropout[active_adapter]
+        product = result if base.bias is None else result - base.bias
+        if module.training and not isinstance(dropout, nn.Identity):
+            x = dropout(x)
+            product = nn.functional.linear(x, _values(base).to(x.dtype))
+        magnitude = module.lora_magnitude_vector[active_adapter].weight
+        ratio = magnitude / _row_norms(module, active_adapter)
+        scaling = module.scaling[active_adapter]
+        return result + (ratio - 1) * product + ratio * scaling * b(a(x))
+
+
+def _values(base: Any) -> Tensor:
+    """[out, in]: what the codes of a layer stand for."""
+    return dequantize_2d(base._dropped_operand("weight"), base._frozen.dtypes["weight"])
+
+
+@torch.no_grad()
+def _row_norms(module: Any, name: str) -> Tensor:
+    """[out]: the norms of the rows of W + D."""
+    a, b = module.lora_A[name].weight, module.lora_B[name].weight
+    whole = _values(module.get_base_layer()).to(a.dtype) + module.scaling[name] * (b @ a)
+    return torch.linalg.vector_norm(whole, dim=1)
 
 
 class LoraLinear(lora.Linear):
