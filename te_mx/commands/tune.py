@@ -120,14 +120,14 @@ class Session:
 
     def tune(self, shape: Shape, layers: Layers, say: Callable[[str], None]) -> None:
         """Time one size and write the table, at once."""
-        contest, plain = Contest(shape, layers), Contest(shape, layers, plain=True)
+        contest = Contest(shape, layers)
         problems = contest.problems()
         rows: dict[Key, Row] = {}
         # The last one first: those before it are left to their steps meanwhile.
         for at in range(len(problems) - 1, -1, -1):
             before = [Candidate(STEPS).row(key_of(problem)) for problem in problems[:at]]
             around = [*before, *rows.values()]
-            row = self._winner(contest, plain, problems[at], around, say)
+            row = self._winner(contest, layers, problems[at], around, say)
             rows[row.key] = row
         for key, row in rows.items():
             was = self.rows[key].choice() if key in self.rows else DEFAULT
@@ -138,7 +138,7 @@ class Session:
         table.write(self.out, self.rows.values(), self.remarks)
 
     def _winner(
-        self, contest: Contest, plain: Contest, problem: Problem, around: list[Row],
+        self, contest: Contest, layers: Layers, problem: Problem, around: list[Row],
         say: Callable[[str], None],
     ) -> Row:  # fmt: skip
         """The candidate that beats the default by 3 %, twice, and does not lose by as much on plain
@@ -166,6 +166,7 @@ class Session:
         best = min(others, key=lambda one: first[one.name], default=usual)
         if us >= GAIN * first[best.name] and best is not usual:
             final = times(contest, [usual, best], 3 * self.rounds)
+            plain = Contest(contest.shape, layers, plain=True)
             on_codes = times(plain, [usual, best], self.rounds)
             us = final[usual.name]
             fair = on_codes[best.name] <= GAIN * on_codes[usual.name]
