@@ -94,11 +94,16 @@ def test_a_winner_is_written_followed_and_kept_by_resume(times, tmp_path, capsys
 
 
 @pytest.mark.parametrize(
-    ("us", "on_codes", "use"),
-    [(97.5, 97.5, DEFAULT), (97.0, 97.0, "portable_f32"), (80.0, 150.0, DEFAULT)],
-    ids=["2.5 %", "3.1 %", "loses on plain codes"],
+    ("us", "on_codes", "more", "use"),
+    [
+        (97.5, 97.5, [], DEFAULT),
+        (97.0, 97.0, [], "portable_f32"),
+        (80.0, 150.0, [], DEFAULT),
+        (80.0, 150.0, ["--kept-only"], "portable_f32"),
+    ],
+    ids=["2.5 %", "3.1 %", "loses on plain codes", "which are not asked"],
 )
-def test_what_it_takes_to_win(times, tmp_path, monkeypatch, us, on_codes, use):
+def test_what_it_takes_to_win(times, tmp_path, monkeypatch, us, on_codes, more, use):
     """3 %, twice, and no loss where weights are codes alone."""
     out = tmp_path / "t.csv"
     times["portable_f32"] = us
@@ -111,9 +116,9 @@ def test_what_it_takes_to_win(times, tmp_path, monkeypatch, us, on_codes, use):
         return found
 
     monkeypatch.setattr(tune, "microseconds", by_turn)
-    assert tuned(out)[1][4].use == use
+    assert tuned(out, *more)[1][4].use == use
     rounds = [one for _, one in times.asked]
-    assert rounds == [7, 21, 7][: len(rounds)] and len(rounds) == (1 if us == 97.5 else 3)
+    assert rounds == [7, 21, 7][: 1 if us == 97.5 else 2 if more else 3]
 
 
 def test_wrong_and_hopeless_candidates_are_left_out(times, tmp_path, monkeypatch, capsys):
@@ -293,10 +298,11 @@ def test_candidates_of_hopper_are_its_tiles_and_parts(monkeypatch, w):
             layers = candidates.Layers(64, 512, recipe, torch.device("cpu"))
             assert len(layers.kept) == len(layers.plain) >= 2
             contest = candidates.Contest(Shape(4, 64, 512), layers)
-            (problem,) = contest.problems()
+            *in_one_call, problem = contest.problems()
+            steps = [candidates.Candidate("steps").row(key_of(one)) for one in in_one_call]
             found = candidates.candidates_of(problem)
             asked.clear()
-            assert contest.wrong(found, lambda one: [one.row(key_of(problem))]) == {}
+            assert contest.wrong(found, lambda one: [*steps, one.row(key_of(problem))]) == {}
         candidates.leave()
     assert problem.op == "gemm" and problem.place == Place("cuda", 0)
     tiles = [f"sm90_adaptive, tile {t}" for t in ("192x128", "256x128", "128x128", "64x128")]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -50,12 +51,17 @@ class Layers:
     def __init__(self, n: int, k: int, recipe: BlockScaling, device: torch.device) -> None:
         self.recipe, self.device = recipe, device
         generator = torch.Generator(device).manual_seed(0)
-        weight = torch.randn((n, k), generator=generator, device=device).bfloat16()
-        sets = sets_for(n * k * te_mx.formats.get(recipe.w).element.bits // 8, device)
-        self.kept = [self._layer(weight, False) for _ in range(sets)]
-        self.plain = [self._layer(weight, True) for _ in range(sets)]
+        self._weight = torch.randn((n, k), generator=generator, device=device).bfloat16()
+        self._sets = sets_for(n * k * te_mx.formats.get(recipe.w).element.bits // 8, device)
+        self.kept = [self._layer(False) for _ in range(self._sets)]
 
-    def _layer(self, weight: Tensor, drop_master: bool) -> te_mx.Linear:
+    @cached_property
+    def plain(self) -> list[te_mx.Linear]:
+        """Made when somebody beats the default: few need them."""
+        return [self._layer(True) for _ in range(self._sets)]
+
+    def _layer(self, drop_master: bool) -> te_mx.Linear:
+        weight = self._weight
         n, k = weight.shape
         layer = te_mx.Linear(k, n, bias=False, dtype=torch.bfloat16, device="meta")
         # Several layers may share one parameter: what they make of it is their own.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import math
 import sys
@@ -61,6 +62,10 @@ def add_options(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--out", type=Path, help="(default: te_mx_<device>.csv)")
     p.add_argument("--resume", action="store_true", help="leave out what --out has already")
+    p.add_argument(
+        "--kept-only", action="store_true",
+        help="let choices win that lose on plain codes, which weights without a master have",
+    )  # fmt: skip
     p.add_argument("--rounds", type=int, default=ROUNDS, help="of timing; the median counts")
 
 
@@ -77,7 +82,9 @@ def run(args: argparse.Namespace) -> int:
     shapes = from_text(args.shapes) if args.shapes else of_models(args.model, tokens)
     recipes = [_recipe(word, args.split_k) for word in args.formats.split(",")]
     out = args.out or Path(f"te_mx_{name}.csv")
-    session = Session(device, out, args.resume, args.rounds)
+    session = Session(device, out, args.resume, args.rounds, args.kept_only)
+    gc.collect()
+    gc.freeze()  # collections before each capture look at what came since
     with _bar(len(shapes) * len(recipes)) as bar:
         try:
             for recipe in recipes:
@@ -92,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"stopped; {out} has what is done, --resume goes on", file=sys.stderr)
             return INTERRUPTED
         finally:
+            gc.unfreeze()
             leave()
     print(session.summary())
     return 0
@@ -100,8 +108,12 @@ def run(args: argparse.Namespace) -> int:
 class Session:
     """A run of the tuner: the table so far, and what of it changed."""
 
-    def __init__(self, device: torch.device, out: Path, resume: bool, rounds: int) -> None:
+    def __init__(
+        self, device: torch.device, out: Path, resume: bool = False, rounds: int = ROUNDS,
+        kept_only: bool = False,
+    ) -> None:  # fmt: skip
         self.device, self.out, self.resume, self.rounds = device, out, resume, rounds
+        self.kept_only = kept_only
         old = table.read(out) if out.exists() else []
         self.rows: dict[Key, Row] = {row.key: row for row in old}
         self.old = dict(self.rows)
@@ -120,14 +132,14 @@ class Session:
 
     def tune(self, shape: Shape, layers: Layers, say: Callable[[str], None]) -> None:
         """Time one size and write the table, at once."""
-        contest, plain = Contest(shape, layers), Contest(shape, layers, plain=True)
+        contest = Contest(shape, layers)
         problems = contest.problems()
         rows: dict[Key, Row] = {}
         # The last one first: those before it are left to their steps meanwhile.
         for at in range(len(problems) - 1, -1, -1):
             before = [Candidate(STEPS).row(key_of(problem)) for problem in problems[:at]]
             around = [*before, *rows.values()]
-            row = self._winner(contest, plain, problems[at], around, say)
+            row = self._winner(contest, layers, problems[at], around, say)
             rows[row.key] = row
         for key, row in rows.items():
             was = self.rows[key].choice() if key in self.rows else DEFAULT
@@ -138,7 +150,7 @@ class Session:
         table.write(self.out, self.rows.values(), self.remarks)
 
     def _winner(
-        self, contest: Contest, plain: Contest, problem: Problem, around: list[Row],
+        self, contest: Contest, layers: Layers, problem: Problem, around: list[Row],
         say: Callable[[str], None],
     ) -> Row:  # fmt: skip
         """The candidate that beats the default by 3 %, twice, and does not lose by as much on plain
@@ -166,9 +178,11 @@ class Session:
         best = min(others, key=lambda one: first[one.name], default=usual)
         if us >= GAIN * first[best.name] and best is not usual:
             final = times(contest, [usual, best], 3 * self.rounds)
-            on_codes = times(plain, [usual, best], self.rounds)
-            us = final[usual.name]
-            fair = on_codes[best.name] <= GAIN * on_codes[usual.name]
+            us, fair = final[usual.name], True
+            if not self.kept_only:
+                plain = Contest(contest.shape, layers, plain=True)
+                on_codes = times(plain, [usual, best], self.rounds)
+                fair = on_codes[best.name] <= GAIN * on_codes[usual.name]
             if fair and us >= GAIN * final[best.name]:
                 return Row(key, best.use, best.configuration, final[best.name], usual.use, us)
         return Row(key, DEFAULT, "", us, usual.use, us)
