@@ -27,7 +27,12 @@ ORDER = (
 WORDS = {"arguments", "report", "written"}
 BETWEEN = {"context": "nn", "recompute": "nn", "recipe": "recipes"}
 # Modules that users import by name: public, and so above every folder.
-PLUGINS = {"integrations.hf_quantizer", "integrations.lightning", "integrations.peft"}
+PLUGINS = {
+    "integrations.hf_quantizer",
+    "integrations.lightning",
+    "integrations.peft",
+    "integrations.torchtitan_converter",
+}
 DEVICES = re.compile(r"sm_?\d\d|hopper|blackwell|gfx\d|device_capability|compute capability", re.I)
 ABOVE_DEVICES = {"nn", "autograd", "ops", "recipes", "formats", "integrations", "pytorch"}
 MOST_PARAMETERS = 10

@@ -12,7 +12,7 @@ from beside_te import import_or_skip
 import te_mx
 
 # A block that imports one of these is left out where it is not installed.
-OPTIONAL = ("accelerate", "lightning", "peft", "trl")
+OPTIONAL = ("accelerate", "lightning", "peft", "torchtitan", "trl")
 ROOT = Path(__file__).parent.parent
 PAGES = [
     "README.md", "docs/grouped.md", "docs/integrations.md", "docs/inspect.md",

@@ -12,7 +12,6 @@ import copy
 import pytest
 import torch
 from norm_modules import filled
-from torch import nn
 
 import te_mx
 from te_mx.recipe import DeepSeekV3, MXFP4BlockScaling, MXFP8BlockScaling
@@ -149,14 +148,16 @@ def test_nothing_but_codes_is_kept_for_backward(activations):
 
 
 @pytest.mark.parametrize("activations", [None, "bf16"])
-def test_compiles_without_a_graph_break(activations):
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear"])
+def test_compiles_without_a_graph_break(kind, activations):
     torch.manual_seed(0)
-    model = nn.Sequential(te_mx.Linear(64, 64), nn.GELU(), te_mx.Linear(64, 32))
+    model = FAMILY[kind]()
     te_mx.freeze_weights(model, drop_master=True, activations=activations)
-    x = torch.randn(40, 64, requires_grad=True)
-    model(x).square().sum().backward()
+    x = torch.randn(ROWS, IN, requires_grad=True)
+    call(model, x).square().sum().backward()
     expected, x.grad = x.grad, None
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: call(model, x), fullgraph=True, backend="aot_eager")
     compiled(x).square().sum().backward()
     torch.testing.assert_close(x.grad, expected, rtol=1e-3, atol=1e-3)
 
