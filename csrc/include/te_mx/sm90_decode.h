@@ -17,10 +17,11 @@
 
 namespace te_mx::sm90 {
 
-inline constexpr int kDecodeRows = 16;   // of weights in a group
-inline constexpr int kDecodeQuad = 128;  // of k
-inline constexpr int kDecodeMaxWarps = 16;
+inline constexpr int kDecodeRows = 16;      // of weights in a group
+inline constexpr int kDecodeQuad = 128;     // of k
+inline constexpr int kDecodeMaxWarps = 15;  // and one that asks for x
 inline constexpr int kDecodeMaxStages = 8;
+inline constexpr int kDecodeSmem = 227 * 1024;
 
 constexpr int decode_quad_bytes(Element element) {
   return kDecodeRows * kDecodeQuad / (element == Element::e2m1 ? 2 : 1) + 64;
@@ -31,26 +32,31 @@ constexpr int64_t decode_bytes(int64_t n, int64_t k, Element element) {
   return decode_groups(n) * decode_quads(k) * decode_quad_bytes(element);
 }
 
-// How a product is cut: a cluster of CTAs has `groups` groups of weights, each of its CTAs a part
-// of k, which `parts` warps cut once more. Sums of parts are added up in order, so results depend
-// on the split, and the split on n and k alone.
+// How a product is cut: a cluster of CTAs has `groups` groups of weights, each of its CTAs a slice
+// of k in `parts` parts, and every warp of a CTA two groups and a part. Sums of parts are added up
+// in order, so results depend on the split, and the split on n and k alone.
 struct DecodeSplit {
   int cluster = 1;
-  int parts = 1;   // of a CTA's k
-  int groups = 1;  // of 16 rows, of a cluster
-  int warps = 1;
+  int parts = 1;
+  int groups = 1;
+  constexpr int pairs() const { return (groups + 1) / 2; }
+  constexpr int warps() const { return pairs() * parts; }  // at most kDecodeMaxWarps
 };
 DecodeSplit decode_split(int64_t n, int64_t k, int sms);
+
+// Bytes of a quad of x for `rows` rows: fp16 numbers [4 blocks][rows][32], fp32 scales [4][rows].
+constexpr int decode_input_bytes(int rows) { return rows * (kDecodeQuad * 2 + 4 * 4); }
 
 // What of shared memory goes where, for so many rows of x: depends on the split, and no result on
 // it.
 struct DecodeRoom {
-  int stage_quads = 0, stages = 0;  // of every warp's ring; 0: there is no room for these rows
-  int slice_quads = 0;              // of k that a CTA has, at most
-  int slots = 0;                    // groups whose sums a CTA adds up, at most
-  int x_at = 0, scales_at = 0, sums_at = 0, bars_at = 0, bytes = 0;
+  int stage_quads = 0, stages = 0;  // of every warp's ring, of two groups; 0: no room
+  int input_stages = 0;             // of x, where it comes in steps; 0: all of the slice is there
+  int x_at = 0, sums_at = 0, bars_at = 0, bytes = 0;
 };
-DecodeRoom decode_room(const DecodeSplit& split, int64_t k, int rows, Element element, int most);
+// x of a slice is there (resident), or comes in steps of a quad for every part.
+DecodeRoom decode_room(const DecodeSplit& split, int64_t k, int rows, Element element,
+                       bool resident);
 
 // out[m, n] = x[m, k] @ w[n, k]^T + bias in one launch. x are values, quantized on the way in to
 // the bytes of quantize(), or plain codes with their scales.
@@ -71,7 +77,9 @@ struct DecodeArgs {
   DType bias_dtype = DType::bf16;
   Execution execution;
 };
-// unsupported: inputs of 8 rows have no room in shared memory, from k of about 40000 on.
+// unsupported: inputs of 8 rows have no room in shared memory, from k of about 40000 on. Workspace,
+// aligned to 16 bytes: decode_workspace(m, k).
 Status decode(const DecodeArgs& args);
+int64_t decode_workspace(int64_t m, int64_t k);
 
 }  // namespace te_mx::sm90

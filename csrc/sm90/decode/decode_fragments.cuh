@@ -35,10 +35,20 @@ __device__ __forceinline__ void mma_f16(float (&d)[4], const uint32_t (&a)[4], u
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// Four codes as fp16 numbers, two in a word.
 template <Element kFmt>
-__device__ __forceinline__ uint32_t half2_of(uint32_t codes) {
-  const __half2 v = tile::fp8x2_to_half2<kFmt>(static_cast<uint16_t>(codes));
-  return *reinterpret_cast<const uint32_t*>(&v);
+__device__ __forceinline__ void halves_of(uint32_t codes, uint32_t& low, uint32_t& high) {
+  if constexpr (kFmt == Element::e4m3) {
+    asm("{\n.reg .b16 lo, hi;\nmov.b32 {lo, hi}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, lo;\ncvt.rn.f16x2.e4m3x2 %1, hi;\n}"
+        : "=r"(low), "=r"(high)
+        : "r"(codes));
+  } else {
+    asm("{\n.reg .b16 lo, hi;\nmov.b32 {lo, hi}, %2;\n"
+        "cvt.rn.f16x2.e5m2x2 %0, lo;\ncvt.rn.f16x2.e5m2x2 %1, hi;\n}"
+        : "=r"(low), "=r"(high)
+        : "r"(codes));
+  }
 }
 
 // Weights of one block, as operand a of the two instructions that make up its k of 32. Lane 4g + t
@@ -58,10 +68,8 @@ struct WeightBlock {
       fp4(w.x, 0), fp4(w.y, 1);
     } else {
       const uint4 w = load_shared16(at + lane * 16);
-      first[0] = half2_of<kFmt>(w.x), first[2] = half2_of<kFmt>(w.x >> 16);
-      second[0] = half2_of<kFmt>(w.y), second[2] = half2_of<kFmt>(w.y >> 16);
-      first[1] = half2_of<kFmt>(w.z), first[3] = half2_of<kFmt>(w.z >> 16);
-      second[1] = half2_of<kFmt>(w.w), second[3] = half2_of<kFmt>(w.w >> 16);
+      halves_of<kFmt>(w.x, first[0], first[2]), halves_of<kFmt>(w.y, second[0], second[2]);
+      halves_of<kFmt>(w.z, first[1], first[3]), halves_of<kFmt>(w.w, second[1], second[3]);
     }
   }
 

@@ -13,23 +13,24 @@
 //     int count() const;              // rows of the block, <= 8 * kTiles; rows behind are not read
 //     int64_t in_row(int i) const;    // row of x that row i of the block is, or -1: zeros
 //     int64_t out_row(int i) const;   // row of out that it goes to, or -1: nowhere
-//     float weight(int i) const;      // what its fp32 sums (after the bias) are multiplied by
-//     static constexpr bool kWeighted;  // else weight() is not asked
+//     static constexpr bool kWeighted;
+//     float weight(int i) const;      // if kWeighted: what its fp32 sums, with the bias, are
+//                                     // multiplied by
 //   };
 //
-// A lambda-like object of a few registers, copied from a kernel parameter; it may read global
-// memory in begin() (after await_predecessors, unless kEarly) and in its other functions. Dense:
-// decode_dense.cu. To make one for experts: instantiate decode_kernel<kFmt, kTiles, YourRows> and
-// launch it by launch_decode (decode_launch.cuh) with `blocks` = gridDim.y; expert e's weights lie
-// at w + e * w_stride bytes, its bias at bias + e * n elements.
+// A few registers, copied from a kernel parameter; it may read global memory in all functions but,
+// if kEarly, begin() and expert(). An example: decode_dense.cu. For experts: fill DecodeParams in
+// (cut_decode of decode_launch.cuh, for matrices [n, k] of one expert; its `sms` may say that many
+// blocks share the GPU), and call launch_decode<kFmt, kTiles, kSteps>(p, rows, blocks, stream).
+// Expert e's weights lie at w + e * w_stride bytes, its bias at bias + e * n elements.
 //
-// Every warp has a ring of its own in shared memory, into which its lane 0 asks for whole stretches
-// of weights (one bulk copy a stage), first of all; meanwhile all warps make the slice of x
-// (decode_input.cuh). A warp's piece of work is a unit: 16 rows of weights and a part of k, whose
-// blocks it adds up in order: sum of a block by two mma.sync in fp16, exact as the contract wants
-// it (c = 1), times the weights' scale, times that of x. Sums of the parts go to the CTA of the
-// cluster that adds them up, in order. So the bits of a row depend on n and k, not on the others
-// rows of x nor on their number.
+// A warp has two groups of 16 rows of weights and a part of k, whose blocks it adds up in order:
+// the sum of a block by two mma.sync in fp16, exact as the contract wants it (c = 1), times the
+// weights' scale, times that of x. First of all its lane 0 asks for the weights, into a ring of the
+// warp's own in shared memory, one bulk copy a stage. Meanwhile the warps make the slice of x
+// (decode_input.cuh); or it was prepared, and one more warp asks for it step by step (kSteps).
+// Sums of parts go to the CTA of the cluster that adds them up, in order. So the bits of a row
+// depend on n and k, not on the other rows of x nor on their number.
 #pragma once
 
 #include "decode/decode_fragments.cuh"
@@ -83,75 +84,72 @@ struct QuadRange {
   }
 };
 
-// What a warp walks through: its units, and stages of them.
-struct UnitWalk {
-  int unit, at, last;  // quads of the unit that are left: [at, last)
-
-  __device__ __forceinline__ void start(const DecodeParams& p, int unit_, int part0) {
-    unit = unit_;
-    const QuadRange quads(p, part0 + unit % p.split.parts);
-    at = quads.first, last = quads.last;
-  }
-  // The next stage of at most n quads is behind us.
-  __device__ __forceinline__ void pass(const DecodeParams& p, int n, int part0) {
-    at += n;
-    if (at >= last) start(p, unit + p.split.warps, part0);
-  }
-};
-
-// A warp's ring of stages.
+// The weights of two groups on their way through a warp's ring. A stage has `size` quads of the
+// first group, then those of the second, which may be missing.
 template <Element kFmt>
 struct WeightRing {
   static constexpr int kQuad = decode_quad_bytes(kFmt);
-  const DecodeParams& p;
-  const uint8_t* w;     // of the cluster's first group
+  const uint8_t* from;  // what is asked for next
+  int64_t apart;        // bytes between the groups, 0: there is one
   uint32_t data, bars;  // shared addresses
-  int units, part0;     // of the CTA
-  UnitWalk next;        // what is asked for next
-  int asked = 0;        // the stage that it goes to
+  int left;             // quads not asked for
+  int size;
 
-  // Asks for the next stage, if there is one.
-  __device__ __forceinline__ void ask(int lane) {
-    if (next.unit >= units) return;
-    const int n = min(p.room.stage_quads, next.last - next.at);
+  __device__ __forceinline__ uint32_t place(int stage) const {
+    return data + stage * size * (2 * kQuad);
+  }
+  __device__ __forceinline__ void ask(int stage, int lane) {
+    if (left <= 0) return;
+    const int bytes = min(size, left) * kQuad;
     if (lane == 0) {
-      const int64_t quad = int64_t{next.unit / p.split.parts} * p.quads + next.at;
-      const uint32_t bar = bars + 8 * asked;
-      tile::mbar_arrive_expect(bar, n * kQuad);
-      tile::bulk_load(data + asked * p.room.stage_quads * kQuad, w + quad * kQuad, n * kQuad, bar);
+      const uint32_t bar = bars + 8 * stage, to = place(stage);
+      tile::mbar_arrive_expect(bar, apart == 0 ? bytes : 2 * bytes);
+      tile::bulk_load(to, from, bytes, bar);
+      if (apart != 0) tile::bulk_load(to + size * kQuad, from + apart, bytes, bar);
     }
-    next.pass(p, n, part0);
-    asked = asked + 1 == p.room.stages ? 0 : asked + 1;
+    from += bytes, left -= size;
   }
 };
 
-// Sums of a unit, of a lane: rows g and g + 8 of the weights, rows 8j + 2t and 8j + 2t + 1 of x.
+// Sums of a warp, of a lane: rows g and g + 8 of two groups of weights, rows 8j + 2t and 8j + 2t +
+// 1 of x.
 template <Element kFmt, int kTiles>
-struct UnitSums {
-  float v[kTiles][4] = {};
-  uint32_t nan[2] = {};
+struct WarpSums {
+  float v[2][kTiles][4] = {};
+  uint32_t nan[2][2] = {};
 
-  // A quad at `at`; x of its first block at `x`, scales of x at `scales`, both of this lane.
-  __device__ __forceinline__ void add(uint32_t at, uint32_t x, uint32_t scales, int lane) {
+  // A quad of both groups at `at` and `apart` behind, x of it at `x`.
+  __device__ __forceinline__ void add(uint32_t at, uint32_t apart, uint32_t x, int lane) {
     using Block = WeightBlock<kFmt>;
-    WeightScales<kFmt> ws;
-    ws.load(at + 4 * Block::kBytes, lane, nan);
-    // NOTE: all four blocks at once would not fit in the registers beside 64 rows' sums.
-#pragma unroll(kTiles == 8 ? 1 : 4)
+    const uint32_t scales = x + 256 * 8 * kTiles + lane % 4 * 8;
+    x += lane * 16;
+    WeightScales<kFmt> ws[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) ws[h].load(at + h * apart + 4 * Block::kBytes, lane, nan[h]);
+    // NOTE: all four blocks at once would not fit in the registers.
+#pragma unroll(kTiles == 4 ? 1 : 2)
     for (int b = 0; b < 4; ++b) {
-      Block w;
-      w.load(at + b * Block::kBytes, lane);
-      const float low = ws.of(ws.low, b), high = ws.of(ws.high, b);
+      Block w[2];
+      float low[2], high[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        w[h].load(at + h * apart + b * Block::kBytes, lane);
+        low[h] = ws[h].of(ws[h].low, b), high[h] = ws[h].of(ws[h].high, b);
+      }
 #pragma unroll
       for (int j = 0; j < kTiles; ++j) {
         const uint4 xs = load_shared16(x + (b * kTiles + j) * 512);
         const uint2 sx = load_shared8(scales + (b * kTiles + j) * 32);
         const float sx0 = __uint_as_float(sx.x), sx1 = __uint_as_float(sx.y);
-        float d[4] = {};
-        mma_f16(d, w.first, xs.x, xs.y);
-        mma_f16(d, w.second, xs.z, xs.w);
-        v[j][0] = fmaf(d[0] * low, sx0, v[j][0]), v[j][1] = fmaf(d[1] * low, sx1, v[j][1]);
-        v[j][2] = fmaf(d[2] * high, sx0, v[j][2]), v[j][3] = fmaf(d[3] * high, sx1, v[j][3]);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float (&to)[4] = v[h][j];
+          float d[4] = {};
+          mma_f16(d, w[h].first, xs.x, xs.y);
+          mma_f16(d, w[h].second, xs.z, xs.w);
+          to[0] = fmaf(d[0] * low[h], sx0, to[0]), to[1] = fmaf(d[1] * low[h], sx1, to[1]);
+          to[2] = fmaf(d[2] * high[h], sx0, to[2]), to[3] = fmaf(d[3] * high[h], sx1, to[3]);
+        }
       }
     }
   }
@@ -159,9 +157,12 @@ struct UnitSums {
   __device__ __forceinline__ void end() {
     const float none = __uint_as_float(0x7FC00000u);
 #pragma unroll
-    for (int j = 0; j < kTiles; ++j) {
-      if (nan[0]) v[j][0] = v[j][1] = none;
-      if (nan[1]) v[j][2] = v[j][3] = none;
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+        if (nan[h][0]) v[h][j][0] = v[h][j][1] = none;
+        if (nan[h][1]) v[h][j][2] = v[h][j][3] = none;
+      }
     }
   }
 };
@@ -178,6 +179,10 @@ __device__ __forceinline__ void store_sums(uint32_t at, uint32_t cta, const floa
       : "memory");
 }
 
+__device__ __forceinline__ void add(float4& to, const float4& v) {
+  to.x += v.x, to.y += v.y, to.z += v.z, to.w += v.w;
+}
+
 // Adds the parts of this CTA's groups up and writes them out.
 template <int kTiles, class Rows>
 __device__ __forceinline__ void finish(const DecodeParams& p, const float4* sums, int group0,
@@ -190,10 +195,13 @@ __device__ __forceinline__ void finish(const DecodeParams& p, const float4* sums
     const int col = place / 32 * 8 + lane % 4 * 2;  // of the block's rows of x
     if (col >= count) continue;
     const float4* from = sums + slot * parts * kTiles * 32 + place;
-    float4 s = *from;
-    for (int part = 1; part < parts; ++part) {
-      const float4 more = from[part * kTiles * 32];
-      s.x += more.x, s.y += more.y, s.z += more.z, s.w += more.w;
+    float4 s = from[0];  // of what one CTA has, then all of these
+    for (int part = 1; part < p.split.parts; ++part) add(s, from[part * kTiles * 32]);
+    for (int cta = 1; cta < cluster; ++cta) {
+      const float4* const next = from + cta * p.split.parts * kTiles * 32;
+      float4 t = next[0];
+      for (int part = 1; part < p.split.parts; ++part) add(t, next[part * kTiles * 32]);
+      add(s, t);
     }
     const int row = (group0 + rank + slot * cluster) * kDecodeRows + lane / 4;  // of the weights
     const float v[2][2] = {{s.x, s.y}, {s.z, s.w}};
@@ -215,80 +223,147 @@ __device__ __forceinline__ void finish(const DecodeParams& p, const float4* sums
   }
 }
 
-template <Element kFmt, int kTiles, class Rows>
-__global__ void __launch_bounds__(kDecodeMaxWarps * 32, 1)
+// x in steps: quad i of every part is in stage i % stages, asked for by a warp of its own.
+struct InputSteps {
+  uint32_t data, bars;       // shared addresses: `full` of every stage, then `empty`
+  int stages, parts, bytes;  // of a quad
+
+  // Asks for all steps of the CTA's slice; by one thread.
+  __device__ __forceinline__ void ask(const DecodeParams& p, int part0) const {
+    const uint8_t* const from = p.in.made + int64_t{blockIdx.y} * p.quads * bytes;
+    int stage = 0;
+    uint32_t phase = 1;
+    for (int i = 0;; ++i) {
+      int quads = 0;
+      for (int j = 0; j < parts; ++j) {
+        const QuadRange part(p, part0 + j);
+        quads += part.first + i < part.last;
+      }
+      if (quads == 0) return;
+      tile::mbar_wait_asleep(bars + 8 * (stages + stage), phase);
+      tile::mbar_arrive_expect(bars + 8 * stage, quads * bytes);
+      for (int j = 0; j < parts; ++j) {
+        const QuadRange part(p, part0 + j);
+        if (part.first + i >= part.last) continue;
+        tile::bulk_load(data + (stage * parts + j) * bytes, from + int64_t{part.first + i} * bytes,
+                        bytes, bars + 8 * stage);
+      }
+      if (++stage == stages) stage = 0, phase ^= 1;
+    }
+  }
+};
+
+// kSteps: x was prepared and comes in steps.
+template <Element kFmt, int kTiles, bool kSteps, class Rows>
+__global__ void __launch_bounds__(32 * (kDecodeMaxWarps + 1), 1)
     decode_kernel(const __grid_constant__ DecodeParams p, const __grid_constant__ Rows given) {
   extern __shared__ __align__(1024) uint8_t smem[];
   constexpr int kQuad = decode_quad_bytes(kFmt), kRows = 8 * kTiles;
+  constexpr int kInput = decode_input_bytes(kRows);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int cluster = p.split.cluster, rank = static_cast<int>(blockIdx.x) % cluster;
+  const int cluster = p.split.cluster, parts = p.split.parts;
+  const int rank = static_cast<int>(blockIdx.x) % cluster, part0 = rank * parts;
   const int group0 = static_cast<int>(blockIdx.x) / cluster * p.split.groups;
-  const int groups = min(p.split.groups, p.groups - group0), units = groups * p.split.parts;
-  const int part0 = rank * p.split.parts;
+  const int groups = min(p.split.groups, p.groups - group0);
+  const int warps = p.split.warps();  // that multiply, if they have a group
+  const int group = warp / parts * 2, part = warp % parts;
+  const bool busy = group < groups && warp < warps;
   Rows rows = given;
-  const uint32_t base = tile::smem_addr(smem);
 
   if constexpr (!Rows::kEarly) tile::await_predecessors();
   if (!rows.begin(blockIdx.y)) {
     if constexpr (Rows::kEarly) tile::await_predecessors();
     return;
   }
-  if (cluster > 1) tile::cluster_arrive();  // whoever waits for it may write here
+  if (cluster > 1) tile::cluster_arrive();  // whoever has waited for it may write here
 
+  const uint32_t base = tile::smem_addr(smem);
+  uint64_t* const all_bars = reinterpret_cast<uint64_t*>(smem + p.room.bars_at);
+  uint64_t* const bars = all_bars + warp * kDecodeMaxStages;
+  uint64_t* const steps_bars = all_bars + warps * kDecodeMaxStages;
   const int stages = p.room.stages;
-  uint64_t* const bars = reinterpret_cast<uint64_t*>(smem + p.room.bars_at) +
-                         warp * kDecodeMaxStages;
-  if (lane < stages) tile::mbar_init(bars + lane, 1);
-  tile::mbar_init_fence();
-  __syncwarp();
+  const QuadRange quads(p, part0 + part);
   WeightRing<kFmt> ring{
-      p, p.w + rows.expert() * p.w_stride + int64_t{group0} * p.quads * kQuad,
-      base + warp * stages * p.room.stage_quads * kQuad, tile::smem_addr(bars), units, part0};
-  ring.next.start(p, warp, part0);
-  for (int i = 0; i < stages; ++i) ring.ask(lane);
+      p.w + rows.expert() * p.w_stride + (int64_t{group0 + group} * p.quads + quads.first) * kQuad,
+      group + 1 < groups ? int64_t{p.quads} * kQuad : 0,
+      base + warp * stages * p.room.stage_quads * (2 * kQuad),
+      tile::smem_addr(bars),
+      quads.last - quads.first,
+      p.room.stage_quads};
+  if (busy) {
+    if (lane < stages) tile::mbar_init(bars + lane, 1);
+    tile::mbar_init_fence();
+    __syncwarp();
+    for (int i = 0; i < stages; ++i) ring.ask(i, lane);
+  }
+  const InputSteps steps{base + p.room.x_at, tile::smem_addr(steps_bars), p.room.input_stages,
+                         parts, kInput};
+  if constexpr (kSteps) {
+    if (threadIdx.x < p.room.input_stages) {
+      tile::mbar_init(steps_bars + threadIdx.x, 1);
+      tile::mbar_init(steps_bars + p.room.input_stages + threadIdx.x, (groups + 1) / 2 * parts);
+    }
+    tile::mbar_init_fence();
+  }
   tile::let_dependents_start();
   if constexpr (Rows::kEarly) tile::await_predecessors();
-
-  const QuadRange slice(p, part0, p.split.parts);
-  const InputRoom room{reinterpret_cast<uint4*>(smem + p.room.x_at),
-                       reinterpret_cast<float*>(smem + p.room.scales_at),
-                       kRows,
-                       int64_t{slice.first} * kDecodeQuad,
-                       (slice.last - slice.first) * kDecodeQuad,
-                       p.k};
-  fill_slice(p.in, room, rows.count(), [&](int i) { return rows.in_row(i); });
+  const QuadRange slice(p, part0, parts);
+  if constexpr (!kSteps) {
+    const InputRoom room{smem + p.room.x_at, kRows, int64_t{slice.first} * kDecodeQuad,
+                         (slice.last - slice.first) * kDecodeQuad, p.k};
+    fill_slice<kTiles == 1 ? 8 : 4>(p.in, room, rows.count(),
+                                    [&](int i) { return rows.in_row(i); });
+  }
   if (cluster > 1) tile::cluster_wait();
   __syncthreads();
 
-  // Of this lane: 16 bytes of every 8 rows, and two scales.
-  const uint32_t x0 = base + p.room.x_at + lane * 16;
-  const uint32_t scales0 = base + p.room.scales_at + lane % 4 * 8;
-  int stage = 0;
-  uint32_t phase = 0;
-  for (int unit = warp; unit < units; unit += p.split.warps) {
-    const int part = part0 + unit % p.split.parts, group = unit / p.split.parts;
-    const QuadRange quads(p, part);
-    UnitSums<kFmt, kTiles> sums;
+  WarpSums<kFmt, kTiles> sums;
+  if (busy) {
+    uint32_t x = base + p.room.x_at + (kSteps ? part : quads.first - slice.first) * kInput;
+    const uint32_t apart = p.room.stage_quads * kQuad;
+    int stage = 0, step = 0;
+    uint32_t phase = 0, step_phase = 0;
     for (int at = quads.first; at < quads.last; at += p.room.stage_quads) {
       const int n = min(p.room.stage_quads, quads.last - at);
       tile::mbar_wait(bars + stage, phase);
-      uint32_t data = ring.data + stage * p.room.stage_quads * kQuad;
-      uint32_t x = x0 + (at - slice.first) * (4 * kRows * 64);
-      uint32_t scales = scales0 + (at - slice.first) * (4 * kRows * 4);
-      for (int i = 0; i < n; ++i) {
-        sums.add(data, x, scales, lane);
-        data += kQuad, x += 4 * kRows * 64, scales += 4 * kRows * 4;
+      uint32_t data = ring.place(stage);
+      for (int i = 0; i < n; ++i, data += kQuad) {
+        if constexpr (kSteps) {
+          tile::mbar_wait(steps_bars + step, step_phase);
+          sums.add(data, apart, x + step * parts * kInput, lane);
+          __syncwarp();
+          if (lane == 0) tile::mbar_arrive(steps_bars + p.room.input_stages + step);
+          if (++step == p.room.input_stages) step = 0, step_phase ^= 1;
+        } else {
+          sums.add(data, apart, x, lane);
+          x += kInput;
+        }
       }
       __syncwarp();
-      ring.ask(lane);
+      ring.ask(stage, lane);
       if (++stage == stages) stage = 0, phase ^= 1;
     }
     sums.end();
-    const int slot = group / cluster;
-    const uint32_t to = base + p.room.sums_at +
-                        ((slot * cluster * p.split.parts + part) * kTiles * 32 + lane) * 16;
+  } else if (kSteps && threadIdx.x == 32 * warps) {
+    steps.ask(p, part0);
+  }
+  if constexpr (kSteps) {  // sums lie where the rings were
+    if (cluster > 1) {
+      tile::cluster_sync();
+    } else {
+      __syncthreads();
+    }
+  }
+  if (busy) {
 #pragma unroll
-    for (int j = 0; j < kTiles; ++j) store_sums(to + j * 512, group % cluster, sums.v[j]);
+    for (int h = 0; h < 2; ++h) {
+      const int one = group + h;
+      if (one >= groups) break;
+      const int place = one / cluster * cluster * parts + part0 + part;
+      const uint32_t to = base + p.room.sums_at + (place * kTiles * 32 + lane) * 16;
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) store_sums(to + j * 512, one % cluster, sums.v[h][j]);
+    }
   }
   if (cluster > 1) {
     tile::cluster_sync();
