@@ -76,9 +76,7 @@ def _to_words(codes: Tensor) -> Tensor:
     see decode_fragments.cuh."""
     c = codes.unbind(-1)
     pairs = ((c[2], c[6]), (c[0], c[4]), (c[3], c[7]), (c[1], c[5]))
-    return torch.stack(
-        [(a & 8) << 4 | (a & 7) << 1 | (b & 7) << 4 | b >> 3 for a, b in pairs], -1
-    )
+    return torch.stack([(a & 8) << 4 | (a & 7) << 1 | (b & 7) << 4 | b >> 3 for a, b in pairs], -1)
 
 
 def _of_words(words: Tensor) -> Tensor:

@@ -6,50 +6,12 @@
 
 #include <cstdint>
 
-#include "mxtile/sm90/fp8.cuh"
+#include "mxtile/sm90/mma.cuh"
 #include "te_mx/types.h"
 
 namespace te_mx::sm90 {
 
 namespace tile = mxtile::sm90;
-
-__device__ __forceinline__ uint4 load_shared16(uint32_t at) {
-  uint4 v;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(at));
-  return v;
-}
-__device__ __forceinline__ uint2 load_shared8(uint32_t at) {
-  uint2 v;
-  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
-  return v;
-}
-
-// d = a @ b + c for 16 rows of a, 8 columns of b, 16 of k.
-__device__ __forceinline__ void mma_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
-                                        uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// Four codes as fp16 numbers, two in a word.
-template <Element kFmt>
-__device__ __forceinline__ void halves_of(uint32_t codes, uint32_t& low, uint32_t& high) {
-  if constexpr (kFmt == Element::e4m3) {
-    asm("{\n.reg .b16 lo, hi;\nmov.b32 {lo, hi}, %2;\n"
-        "cvt.rn.f16x2.e4m3x2 %0, lo;\ncvt.rn.f16x2.e4m3x2 %1, hi;\n}"
-        : "=r"(low), "=r"(high)
-        : "r"(codes));
-  } else {
-    asm("{\n.reg .b16 lo, hi;\nmov.b32 {lo, hi}, %2;\n"
-        "cvt.rn.f16x2.e5m2x2 %0, lo;\ncvt.rn.f16x2.e5m2x2 %1, hi;\n}"
-        : "=r"(low), "=r"(high)
-        : "r"(codes));
-  }
-}
 
 // Weights of one block, as operand a of the two instructions that make up its k of 32. Lane 4g + t
 // has rows g and g + 8; its k of the first instruction are 8t .. 8t + 3, of the second 8t + 4 ..
@@ -64,12 +26,14 @@ struct WeightBlock {
 
   __device__ __forceinline__ void load(uint32_t at, int lane) {
     if constexpr (kFp4) {
-      const uint2 w = load_shared8(at + lane * 8);
+      const uint2 w = tile::load_shared8(at + lane * 8);
       fp4(w.x, 0), fp4(w.y, 1);
     } else {
-      const uint4 w = load_shared16(at + lane * 16);
-      halves_of<kFmt>(w.x, first[0], first[2]), halves_of<kFmt>(w.y, second[0], second[2]);
-      halves_of<kFmt>(w.z, first[1], first[3]), halves_of<kFmt>(w.w, second[1], second[3]);
+      const uint4 w = tile::load_shared16(at + lane * 16);
+      tile::fp8x4_to_halves<kFmt>(w.x, first[0], first[2]),
+          tile::fp8x4_to_halves<kFmt>(w.y, second[0], second[2]);
+      tile::fp8x4_to_halves<kFmt>(w.z, first[1], first[3]),
+          tile::fp8x4_to_halves<kFmt>(w.w, second[1], second[3]);
     }
   }
 
@@ -94,7 +58,7 @@ struct WeightScales {
   uint32_t low, high;
 
   __device__ __forceinline__ void load(uint32_t at, int lane, uint32_t (&nan)[2]) {
-    const uint2 w = load_shared8(at + lane / 4 * 8);
+    const uint2 w = tile::load_shared8(at + lane / 4 * 8);
     nan[0] |= all_ones(w.x), nan[1] |= all_ones(w.y);
     low = w.x + WeightBlock<kFmt>::kExponents, high = w.y + WeightBlock<kFmt>::kExponents;
   }

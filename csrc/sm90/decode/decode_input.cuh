@@ -3,6 +3,7 @@
 #pragma once
 
 #include "mxtile/mx/scale.hpp"
+#include "mxtile/sm90/mma.cuh"
 #include "quantize/quantize_input.cuh"
 #include "te_mx/sm90_decode.h"
 
@@ -156,8 +157,9 @@ struct EightCodes {
 
   template <Element kFmt>
   __device__ __forceinline__ uint4 halves() const {
-    return {half2_of_codes<kFmt>(codes.x), half2_of_codes<kFmt>(codes.x >> 16),
-            half2_of_codes<kFmt>(codes.y), half2_of_codes<kFmt>(codes.y >> 16)};
+    uint4 v;
+    tile::fp8x4_to_halves<kFmt>(codes.x, v.x, v.y), tile::fp8x4_to_halves<kFmt>(codes.y, v.z, v.w);
+    return v;
   }
   __device__ __forceinline__ uint4 quantized(const DecodeInput& in, float& scale) const {
     scale = tile::e8m0_to_float(byte);
@@ -186,6 +188,7 @@ __device__ __forceinline__ void fill_by(const DecodeInput& in, const InputRoom& 
     }
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
+      if (at[j] - lane * 8 >= to.length) break;  // the whole warp
       float scale;
       const uint4 v = x[j].quantized(in, scale);
       if (at[j] < to.length) to.store(at[j], rows[j], v, scale);

@@ -55,6 +55,8 @@ struct DecodeParams {
   int n = 0, k = 0;
   int groups = 0, quads = 0;  // of all weights
   DecodeSplit split;
+  int cluster_bits = 0;                  // 2^cluster_bits CTAs in a cluster
+  int part_quads = 0, longer_parts = 0;  // quads of a part; parts that have one more
   DecodeRoom room;
   DecodeInput in;
   DecodeOut out;
@@ -75,12 +77,14 @@ __device__ __forceinline__ void store_number(void* to, int64_t i, DType dtype, f
   }
 }
 
-// The quads of part `part` of k: [first, last).
+// The quads of part `part` of k, or of several from there on: [first, last). The first parts have
+// one more where they do not come out even.
 struct QuadRange {
   int first, last;
-  __device__ __forceinline__ QuadRange(const DecodeParams& p, int part, int parts = 1) {
-    const int all = p.split.cluster * p.split.parts;
-    first = part * p.quads / all, last = (part + parts) * p.quads / all;
+  __device__ __forceinline__ QuadRange(const DecodeParams& p, int part, int parts = 1)
+      : first(begin(p, part)), last(begin(p, part + parts)) {}
+  static __device__ __forceinline__ int begin(const DecodeParams& p, int part) {
+    return part * p.part_quads + min(part, p.longer_parts);
   }
 };
 
@@ -138,15 +142,15 @@ struct WarpSums {
       }
 #pragma unroll
       for (int j = 0; j < kTiles; ++j) {
-        const uint4 xs = load_shared16(x + (b * kTiles + j) * 512);
-        const uint2 sx = load_shared8(scales + (b * kTiles + j) * 32);
+        const uint4 xs = tile::load_shared16(x + (b * kTiles + j) * 512);
+        const uint2 sx = tile::load_shared8(scales + (b * kTiles + j) * 32);
         const float sx0 = __uint_as_float(sx.x), sx1 = __uint_as_float(sx.y);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           float (&to)[4] = v[h][j];
           float d[4] = {};
-          mma_f16(d, w[h].first, xs.x, xs.y);
-          mma_f16(d, w[h].second, xs.z, xs.w);
+          tile::mma_f16(d, w[h].first, xs.x, xs.y);
+          tile::mma_f16(d, w[h].second, xs.z, xs.w);
           to[0] = fmaf(d[0] * low[h], sx0, to[0]), to[1] = fmaf(d[1] * low[h], sx1, to[1]);
           to[2] = fmaf(d[2] * high[h], sx0, to[2]), to[3] = fmaf(d[3] * high[h], sx1, to[3]);
         }
@@ -167,18 +171,6 @@ struct WarpSums {
   }
 };
 
-// Stores four sums at a shared address of CTA `cta` of the cluster.
-__device__ __forceinline__ void store_sums(uint32_t at, uint32_t cta, const float (&v)[4]) {
-  asm volatile(
-      "{\n"
-      ".reg .b32 place;\n"
-      "mapa.shared::cluster.u32 place, %0, %1;\n"
-      "st.shared::cluster.v4.f32 [place], {%2, %3, %4, %5};\n"
-      "}\n" ::"r"(at),
-      "r"(cta), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
-      : "memory");
-}
-
 __device__ __forceinline__ void add(float4& to, const float4& v) {
   to.x += v.x, to.y += v.y, to.z += v.z, to.w += v.w;
 }
@@ -189,7 +181,7 @@ __device__ __forceinline__ void finish(const DecodeParams& p, const float4* sums
                                        int groups, int rank, const Rows& rows) {
   const int cluster = p.split.cluster, parts = cluster * p.split.parts, count = rows.count();
   const int64_t bias0 = int64_t{rows.expert()} * p.n;
-  const int mine = (groups - rank + cluster - 1) / cluster;
+  const int mine = (groups - rank + cluster - 1) >> p.cluster_bits;
   for (int i = threadIdx.x; i < mine * kTiles * 32; i += blockDim.x) {
     const int slot = i / (kTiles * 32), place = i % (kTiles * 32), lane = place % 32;
     const int col = place / 32 * 8 + lane % 4 * 2;  // of the block's rows of x
@@ -262,8 +254,8 @@ __global__ void __launch_bounds__(32 * (kDecodeMaxWarps + 1), 1)
   constexpr int kInput = decode_input_bytes(kRows);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int cluster = p.split.cluster, parts = p.split.parts;
-  const int rank = static_cast<int>(blockIdx.x) % cluster, part0 = rank * parts;
-  const int group0 = static_cast<int>(blockIdx.x) / cluster * p.split.groups;
+  const int rank = static_cast<int>(blockIdx.x) & (cluster - 1), part0 = rank * parts;
+  const int group0 = (static_cast<int>(blockIdx.x) >> p.cluster_bits) * p.split.groups;
   const int groups = min(p.split.groups, p.groups - group0);
   const int warps = p.split.warps();  // that multiply, if they have a group
   const int group = warp / parts * 2, part = warp % parts;
@@ -275,12 +267,12 @@ __global__ void __launch_bounds__(32 * (kDecodeMaxWarps + 1), 1)
     if constexpr (Rows::kEarly) tile::await_predecessors();
     return;
   }
-  if (cluster > 1) tile::cluster_arrive();  // whoever has waited for it may write here
 
   const uint32_t base = tile::smem_addr(smem);
   uint64_t* const all_bars = reinterpret_cast<uint64_t*>(smem + p.room.bars_at);
   uint64_t* const bars = all_bars + warp * kDecodeMaxStages;
   uint64_t* const steps_bars = all_bars + warps * kDecodeMaxStages;
+  uint64_t* const sums_bar = steps_bars + 2 * kDecodeMaxStages;
   const int stages = p.room.stages;
   const QuadRange quads(p, part0 + part);
   WeightRing<kFmt> ring{
@@ -305,6 +297,16 @@ __global__ void __launch_bounds__(32 * (kDecodeMaxWarps + 1), 1)
     }
     tile::mbar_init_fence();
   }
+  if (cluster > 1) {
+    if (threadIdx.x == 0) {
+      const int mine = (groups - rank + cluster - 1) >> p.cluster_bits;
+      tile::mbar_init(sums_bar, 1);
+      tile::mbar_init_fence();
+      tile::mbar_arrive_expect(sums_bar, mine * cluster * parts * kTiles * 512);
+    }
+    __syncwarp();
+    tile::cluster_arrive_relaxed();  // whoever has waited for it may send
+  }
   tile::let_dependents_start();
   if constexpr (Rows::kEarly) tile::await_predecessors();
   const QuadRange slice(p, part0, parts);
@@ -314,7 +316,6 @@ __global__ void __launch_bounds__(32 * (kDecodeMaxWarps + 1), 1)
     fill_slice<kTiles == 1 ? 8 : 4>(p.in, room, rows.count(),
                                     [&](int i) { return rows.in_row(i); });
   }
-  if (cluster > 1) tile::cluster_wait();
   __syncthreads();
 
   WarpSums<kFmt, kTiles> sums;
@@ -347,6 +348,8 @@ __global__ void __launch_bounds__(32 * (kDecodeMaxWarps + 1), 1)
   } else if (kSteps && threadIdx.x == 32 * warps) {
     steps.ask(p, part0);
   }
+  __syncwarp();
+  if (cluster > 1) tile::cluster_wait();
   if constexpr (kSteps) {  // sums lie where the rings were
     if (cluster > 1) {
       tile::cluster_sync();
@@ -354,24 +357,34 @@ __global__ void __launch_bounds__(32 * (kDecodeMaxWarps + 1), 1)
       __syncthreads();
     }
   }
+  float4* const all_sums = reinterpret_cast<float4*>(smem + p.room.sums_at);
   if (busy) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int one = group + h;
       if (one >= groups) break;
-      const int place = one / cluster * cluster * parts + part0 + part;
-      const uint32_t to = base + p.room.sums_at + (place * kTiles * 32 + lane) * 16;
+      const int place = (one >> p.cluster_bits) * cluster * parts + part0 + part;
+      float4* const to = all_sums + place * kTiles * 32 + lane;
 #pragma unroll
-      for (int j = 0; j < kTiles; ++j) store_sums(to + j * 512, one % cluster, sums.v[h][j]);
+      for (int j = 0; j < kTiles; ++j) {
+        const float (&v)[4] = sums.v[h][j];
+        if (cluster == 1) {
+          to[j * 32] = {v[0], v[1], v[2], v[3]};
+        } else {
+          tile::send(to + j * 32,
+                     uint4{__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
+                           __float_as_uint(v[3])},
+                     sums_bar, one & (cluster - 1));
+        }
+      }
     }
   }
   if (cluster > 1) {
-    tile::cluster_sync();
+    tile::mbar_wait_sent(sums_bar, 0);
   } else {
     __syncthreads();
   }
-  finish<kTiles>(p, reinterpret_cast<const float4*>(smem + p.room.sums_at), group0, groups, rank,
-                 rows);
+  finish<kTiles>(p, all_sums, group0, groups, rank, rows);
 }
 
 }  // namespace te_mx::sm90

@@ -13,6 +13,9 @@ inline Status cut_decode(DecodeParams& p, Element element, int64_t n, int64_t k,
   p.n = static_cast<int>(n), p.k = static_cast<int>(k);
   p.groups = static_cast<int>(decode_groups(n)), p.quads = static_cast<int>(decode_quads(k));
   p.split = decode_split(n, k, sms);
+  const int parts = p.split.cluster * p.split.parts;
+  p.cluster_bits = p.split.cluster == 8 ? 3 : p.split.cluster / 2;
+  p.part_quads = p.quads / parts, p.longer_parts = p.quads % parts;
   p.room = decode_room(p.split, k, rows, element, resident);
   return p.room.stages == 0 ? Status::unsupported : Status::ok;
 }

@@ -30,14 +30,15 @@ DecodeSplit decode_split(int64_t n, int64_t k, int sms) {
     const int waves = ceil_div(all, room * kMostGroups);
     const int groups = ceil_div(all, room * waves);
     // Microseconds: a quad from HBM, inputs of a quad, what the exchange of sums takes.
-    const double exchange = cluster == 1 ? 0.0 : cluster == 2 ? 0.4 : cluster == 4 ? 0.9 : 1.5;
-    const double time = waves * (groups * slice * 0.066 + slice * 0.05 + exchange);
+    const double exchange = cluster == 1 ? 0.0 : cluster == 2 ? 0.3 : cluster == 4 ? 0.5 : 0.9;
+    const double time = waves * (groups * slice * 0.066 + slice * 0.09 + exchange);
     if (time >= least) continue;
     least = time;
     best.cluster = cluster, best.groups = groups;
   }
   const int slice = ceil_div(quads, best.cluster);
-  best.parts = std::clamp(kDecodeMaxWarps / best.pairs(), 1, std::min(kMostParts, slice));
+  const int most = std::clamp(kDecodeMaxWarps / best.pairs(), 1, std::min(kMostParts, slice));
+  best.parts = ceil_div(slice, ceil_div(slice, most));  // no more than shorten the longest
   return best;
 }
 
@@ -49,7 +50,7 @@ DecodeRoom decode_room(const DecodeSplit& s, int64_t k, int rows, Element elemen
   const int64_t step = int64_t{s.parts} * decode_input_bytes(rows);
   const int64_t sums =
       int64_t{ceil_div(s.groups, s.cluster)} * s.cluster * s.parts * kDecodeRows * rows * 4;
-  const int bars = (warps + 2) * kDecodeMaxStages * 8;
+  const int bars = (warps + 3) * kDecodeMaxStages * 8;
   const int64_t most = kDecodeSmem - bars;
   DecodeRoom room;
   room.stage_quads = std::min(part, element == Element::e2m1 ? 2 : 1);
