@@ -43,7 +43,7 @@ def check_range(name: str, ids: Tensor, least: int, end: int, remedy: str) -> No
     """Raise ValueError for ids out of [least, end), where the host may look at them."""
     if not readable(ids) or ids.numel() == 0:
         return
-    low, high = ids.min().item(), ids.max().item()
+    low, high = (int(one) for one in ids.aminmax())
     if low < least or high >= end:
         got = low if low < least else high
         raise ValueError(f"{name} must be {least} to {end - 1}, got {got}; {remedy}")

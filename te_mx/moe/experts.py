@@ -11,6 +11,7 @@ from torch import Tensor
 from te_mx.arguments import check_flag, is_one_of, shown
 from te_mx.autograd.steps import mode_of
 from te_mx.dispatch.fused import Activation, ActStep, Target
+from te_mx.dispatch.groups import known_to_host
 from te_mx.dispatch.moe import Align, RoutedGemm, Routing
 from te_mx.grouped_arguments import check_floats
 from te_mx.grouped_rows import settings_of
@@ -133,10 +134,11 @@ def _second(
 
 
 def _routing(ids: Tensor, expert_map: Tensor | None, experts: int) -> Routing:
-    """The routing of slots [M, top_k]: each a block of its own where experts hardly share any."""
+    """The routing of slots [M, top_k]: each a block of its own where experts hardly share any, and
+    where the host groups them anyhow."""
     flat = ids.reshape(-1)
     routed, total = len(flat), experts if expert_map is None else len(expert_map)
-    if 4 * routed <= total:
+    if 4 * routed <= total or known_to_host(ids):
         known = (flat >= 0) & (flat < total)
         if expert_map is not None:
             flat = torch.where(known, expert_map[torch.where(known, flat, 0)], -1)
