@@ -22,7 +22,7 @@ except ModuleNotFoundError as _error:
         '"torch>=2.10" (https://pytorch.org has the choices for GPUs and CPUs)'
     ) from _error
 
-from te_mx import distributed, formats, recipe
+from te_mx import distributed, formats, moe, recipe
 from te_mx.audit import audit
 from te_mx.context import autocast, fp8_autocast
 from te_mx.conversion.report import ConversionReport
@@ -83,6 +83,7 @@ __all__ = [
     "inspect",
     "is_mxfp8_available",
     "make_graphed_callables",
+    "moe",
     "quantization_config",
     "quantize",
     "recipe",

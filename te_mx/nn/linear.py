@@ -273,9 +273,10 @@ class Linear(MXModule, nn.Linear):
         else:
             made_of = few_rows.state(self.weight_codes, self.weight_scale)  # type: ignore[arg-type]
             of = self._few_rows(made_of, lambda: row)
-            out = few_rows.linear(inp, of, added, settings, dtype, tag)
-            if out is None:
-                out = linear_on_codes(inp, row, added, Call(settings, dtype, tag))
+            few = few_rows.linear(inp, of, added, settings, dtype, tag)
+            if few is None:
+                few = linear_on_codes(inp, row, added, Call(settings, dtype, tag))
+            out = few
         return (out, bias) if self.return_bias else out
 
     # -------------------------------------------------------------------------- kernels of few rows
