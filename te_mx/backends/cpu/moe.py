@@ -3,6 +3,7 @@ experts run in the one parallel region of grouped products, which reads each exp
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import accumulate, chain
 
 import torch
@@ -62,7 +63,9 @@ def _rows_of_experts(routing: Routing, routed: int, experts: int) -> list[list[i
     block = routing.block_m
     rows: list[list[int]] = [[] for _ in range(experts)]
     if ids is None:
-        pairs = enumerate(owners[: min(routed, -(-used // block))].tolist())
+        pairs: Iterable[tuple[int, int]] = enumerate(
+            owners[: min(routed, -(-used // block))].tolist()
+        )
     else:
         each = owners[: -(-used // block)].tolist()
         ids = ids[: min(used, len(each) * block)]
