@@ -41,6 +41,7 @@ PUBLIC = {
     "te_mx/functional.py:gemm",
     "te_mx/explain.py:explain",
     "te_mx/convert.py:convert_model",
+    "te_mx/moe/gemm.py:grouped_gemm",  # vLLM's, and what is written
     "te_mx/nn/dot_product_attention.py:forward",  # Transformer Engine's
 }
 

@@ -22,11 +22,12 @@ except ModuleNotFoundError as _error:
         '"torch>=2.10" (https://pytorch.org has the choices for GPUs and CPUs)'
     ) from _error
 
-from te_mx import distributed, formats, recipe
+from te_mx import distributed, formats, moe, recipe
 from te_mx.audit import audit
 from te_mx.context import autocast, fp8_autocast
 from te_mx.conversion.report import ConversionReport
 from te_mx.convert import convert_model
+from te_mx.dispatch.tuned.use import use_tuned_table
 from te_mx.explain import Explanation, FallbackWarning, explain
 from te_mx.explain_grouped import GroupedExplanation, explain_grouped
 from te_mx.frozen import freeze_weights, unfreeze_weights
@@ -82,12 +83,14 @@ __all__ = [
     "inspect",
     "is_mxfp8_available",
     "make_graphed_callables",
+    "moe",
     "quantization_config",
     "quantize",
     "recipe",
     "record_saved",
     "revert_model",
     "unfreeze_weights",
+    "use_tuned_table",
     "workspace",
 ]
 

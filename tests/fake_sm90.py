@@ -13,17 +13,12 @@ import importlib
 import fake_sm90_factors
 import native_words as reference
 import torch
+from fake_sm90_decode import DecodeArgs, decode, decode_workspace  # noqa: F401
+from fake_sm90_factors import scaling
 from torch import Tensor
 
 from te_mx.backends import base
-from te_mx.backends.base import (
-    FLOAT_DTYPES,
-    FORMATS,
-    GELUS,
-    LAYOUTS,
-    SCALE_RULES,
-    Epilogue,
-)
+from te_mx.backends.base import FLOAT_DTYPES, FORMATS, GELUS, LAYOUTS, SCALE_RULES, Epilogue
 from te_mx.backends.reference import fused_math
 from te_mx.dispatch.calls import Quantize
 from te_mx.dispatch.fused import ACT_IDS, ACTIVATIONS, Activation, Norm
@@ -211,7 +206,8 @@ def gemm(args) -> int:
     if fake_sm90_factors.is_blockwise(args.lhs):
         return fake_sm90_factors.gemm(args, at)
     e, (m, n) = args.epilogue, (args.lhs_rows, args.rhs_rows)
-    assert e.ldo == n and args.lhs_k == args.rhs_k and args.kernel == -1
+    assert e.ldo == n and args.lhs_k == args.rhs_k
+    assert args.kernel == -1 or (args.kernel < 4 and args.parts <= 1 and not e.gelu)
     asked = Epilogue(
         at(e.bias, (n,), _DTYPES[e.bias_dtype]) if e.bias else None,
         _GELUS.get(e.gelu),
@@ -235,18 +231,17 @@ def gemm(args) -> int:
 def linear_offsets(args) -> dict:
     m, n, k = args.m, args.n, args.k
 
-    def room(at: int, rows: int, k: int, wanted: bool = True) -> tuple[int, int, int]:
-        if not wanted:
-            return at, at, at
-        nbytes, scales = packed_bytes(rows, k)
-        return at, at + scales, at + nbytes
+    def room(at: int, rows: int, k: int, side: str, wanted: bool = True) -> tuple[int, int, int]:
+        scales = at + packed_bytes(rows, k)[1]
+        end = scales + fake_sm90_factors.scale_room(args, side, rows, k)
+        return (at, scales, end) if wanted else (at, at, at)
 
     made = {
-        "x_row": room(0, m, k), "x_col": room(0, k, m), "w_col": room(0, k, n),
-        "w_row": room(0, n, k), "g_row": room(0, m, n, args.w_columns),
+        "x_row": room(0, m, k, "row"), "x_col": room(0, k, m, "col"), "w_col": room(0, k, n, "w"),
+        "w_row": room(0, n, k, "w"), "g_row": room(0, m, n, "row", args.w_columns),
     }  # fmt: skip
-    made["g_col"] = room(made["g_row"][2], n, m, args.x_columns)
-    made["w_again"] = room(made["g_col"][2], k, n, args.w_columns and not args.w_kept)
+    made["g_col"] = room(made["g_row"][2], n, m, "col", args.x_columns)
+    made["w_again"] = room(made["g_col"][2], k, n, "w", args.w_columns and not args.w_kept)
     sums = 4 * -(-m // 128) * n
     return made | {
         "forward_bytes": made["w_row"][2], "backward_bytes": made["w_again"][2] + sums
@@ -260,27 +255,30 @@ def _in(buffer: int, place: tuple[int, int, int]) -> Place:
     return buffer + place[0], buffer + place[1]
 
 
-def _to(args, matrix, element: int, row: Place | None, col: Place | None):
-    """The call that quantizes one matrix of a layer to where its operands belong."""
+def _to(args, matrix, element: int, row: Place | None, col: Place | None, w: str = ""):
+    """The call that quantizes one matrix of a layer to where it belongs; w "w_" for the weight."""
     made = __getattr__("QuantizeArgs")(
-        x=matrix, element=element, rule=args.rule, spread=args.spread
-    )
+        x=matrix, element=element, rule=args.rule, spread=args.spread,
+        amax_epsilon=args.amax_epsilon, **scaling(args, w),
+    )  # fmt: skip
     for side, place in (("row", row), ("col", col)):
         if place:
             setattr(made, f"{side}_codes", place[0])
             setattr(made, f"{side}_scales", place[1])
             setattr(made, f"{side}_layout", LAYOUTS["sm90"])
+    if not w and fake_sm90_factors.aligns(args):
+        made.col_layout = base.ALIGNED["sm90"]
     return made
 
 
 def _one_product(args, lhs, rhs, out, out_dtype, **more) -> None:
-    """lhs, rhs: (place, rows, k, element)."""
+    """lhs, rhs: (place, rows, k, element, scaling)."""
     sides = [
         __getattr__("Operand")(
             codes=place[0], scales=place[1], rows=rows, k=k, element=element,
-            layout=LAYOUTS["sm90"],
+            layout=LAYOUTS["sm90"], **scaling,
         )
-        for place, rows, k, element in (lhs, rhs)
+        for place, rows, k, element, scaling in (lhs, rhs)
     ]  # fmt: skip
     room = torch.empty(OWN_SCRATCH, dtype=torch.uint8)
     call = __getattr__("GemmArgs")(
@@ -297,10 +295,10 @@ def linear_forward(args) -> int:
     x_row, w_row = (args.x_row_codes, args.x_row_scales), _in(temp, where["w_row"])
     x_col, w_col = (args.x_col_codes, args.x_col_scales), (args.w_col_codes, args.w_col_scales)
     assert all(x_row) and all(x_col) == args.x_columns and all(w_col) == args.w_kept
-    quantize(_to(args, args.w, fmt, w_row, w_col if args.w_kept else None))
+    quantize(_to(args, args.w, fmt, w_row, w_col if args.w_kept else None, "w_"))
     if not args.x_given:
         quantize(_to(args, args.x, fmt, x_row, x_col if args.x_columns else None))
-    x, w = (x_row, m, k, fmt), (w_row, n, k, fmt)
+    x, w = (x_row, m, k, fmt, scaling(args, "")), (w_row, n, k, fmt, scaling(args, "w_"))
     _one_product(args, x, w, args.y, args.y_dtype, bias=args.bias, bias_dtype=args.bias_dtype)
     return OK
 
@@ -321,12 +319,14 @@ def linear_backward(args) -> int:
         w_col = args.w_col_codes, args.w_col_scales
         if not args.w_kept:
             w_col = _in(temp, where["w_again"])
-            quantize(_to(args, args.w, forward, None, w_col))
-        g, w = (g_row, m, n, backward), (w_col, k, n, forward)
+            quantize(_to(args, args.w, forward, None, w_col, "w_"))
+        w = w_col, k, n, forward, scaling(args, "w_")
+        g = g_row, m, n, backward, scaling(args, "")
         _one_product(args, g, w, args.dx, args.dx_dtype, accumulate=args.dx_accumulate)
     if args.x_columns:
         x_col = args.x_col_codes, args.x_col_scales
-        g, x = (g_col, n, m, backward), (x_col, k, m, forward)
+        columns = {} if fake_sm90_factors.aligns(args) else scaling(args, "")
+        g, x = (g_col, n, m, backward, columns), (x_col, k, m, forward, columns)
         _one_product(args, g, x, args.dw, args.dw_dtype)
     return OK
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,8 @@ from te_mx.backends.base import (
 )
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Epilogue, Mode, Product, Quantize
-from te_mx.layouts import sm90_groups, spec_of
+from te_mx.formats import get
+from te_mx.layouts import SM90_FACTORS, sm90_groups, sm90_tiles, spec_of
 from te_mx.layouts.operand import Operand
 
 At = Callable[..., Tensor]  # fake_sm90.at
@@ -92,6 +94,29 @@ def quantize(args: Any, x: Tensor, at: At) -> int:
     return 0
 
 
+# ------------------------------------------------------------------------------------ linear layer
+def aligns(args: Any) -> bool:
+    """Whether columns of x and of the gradient of a layer are aligned."""
+    return bool(args.scale_type) and _RULES[args.rule] == "pow2"
+
+
+def scaling(args: Any, w: str) -> dict[str, int]:
+    """That of x and the gradient, or with w = "w_" that of the weight."""
+    return {name: getattr(args, w + name) for name in ("scale_type", "block_rows", "block_k")}
+
+
+def scale_room(args: Any, side: str, rows: int, k: int) -> int:
+    """Bytes that the scales of an operand of a layer take: "row" or "col" of x and the gradient, or
+    the weight, "w"."""
+    block = args.w_block_rows if side == "w" else args.block_rows
+    if not args.scale_type or (side == "col" and aligns(args)):
+        words = sm90_tiles.packed_shapes(rows, k)[1]
+    else:
+        words = SM90_FACTORS.shapes(get(f"fp8_e4m3_{block}x128"), rows, k)[1]
+    return -(-4 * math.prod(words) // 256) * 256
+
+
+# -------------------------------------------------------------------------------------------- gemm
 def gemm(args: Any, at: At) -> int:
     lhs, rhs, e = _operand(args.lhs, at), _operand(args.rhs, at), args.epilogue
     m, n = lhs.rows, rhs.rows

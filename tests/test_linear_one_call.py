@@ -4,13 +4,14 @@ tests/fake_sm90.py stands in for the native module, and CPU tensors for those on
 from __future__ import annotations
 
 import as_on_hopper
+import fake_sm90
 import pytest
 import torch
 from torch import Tensor
 
 import te_mx
 from te_mx import ops
-from te_mx.autograd import linear, one_call
+from te_mx.autograd import linear, one_call, steps
 from te_mx.autograd.linear import Call
 from te_mx.autograd.one_call import OneCallLinear
 from te_mx.backends.sm90 import binding
@@ -29,8 +30,18 @@ def hopper(threads):
         yield
 
 
-def settings(**fields):
-    return te_mx.recipe.MXFP8BlockScaling(**fields).settings
+KERNELS = {"mxfp8": "sm90_adaptive", "pow2": "sm90_blockwise", "fp32": "sm90_blockwise"}
+of_each = pytest.mark.parametrize("name", KERNELS)
+
+
+def recipe(name="mxfp8", **fields):
+    if name == "mxfp8":
+        return te_mx.recipe.MXFP8BlockScaling(**fields)
+    return te_mx.recipe.Float8BlockScaling(use_f32_scales=name == "fp32", **fields)
+
+
+def settings(name="mxfp8", **fields):
+    return recipe(name, **fields).settings
 
 
 def step_by_step(x, w, b, s, dtype):
@@ -39,7 +50,7 @@ def step_by_step(x, w, b, s, dtype):
 
 def in_one_call(x, w, b, s, dtype, tag=-1):
     kernel = linear_kernel(x, w, s)
-    assert kernel.name == "sm90_adaptive"
+    assert kernel.name == KERNELS[s.scale_rule.partition(":")[0] if "128" in s.x else "mxfp8"]
     return OneCallLinear.apply(x, w, b, Call(s, dtype, tag), kernel)[0]
 
 
@@ -59,22 +70,31 @@ def same(got, expected) -> None:
             assert torch.equal(mine, theirs)
 
 
+@of_each
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("needs", [(1, 1, 1), (1, 0, 1), (0, 1, 1), (0, 1, 0), (1, 0, 0), (1, 1)])
 @pytest.mark.parametrize("shape", [(75, 130, 200), (1, 1, 1), (128, 128, 128)], ids=str)
-def test_bits_of_one_step_after_the_other(shape, needs, keep):
+def test_bits_of_one_step_after_the_other(shape, needs, keep, name):
     (m, n, k), g = shape, torch.Generator().manual_seed(1)
     x, w = torch.randn(m, k, generator=g), torch.randn(n, k, generator=g)
     b = torch.randn(n, generator=g) if len(needs) == 3 else None
-    recipe = settings(fp8_format=te_mx.recipe.Format.HYBRID, keep_weight_columns=keep)
-    call = x, w, b, recipe, F32, torch.randn(m, n)
+    how = settings(name, fp8_format=te_mx.recipe.Format.HYBRID, keep_weight_columns=keep)
+    call = x, w, b, how, F32, torch.randn(m, n)
     needs = tuple(bool(n) for n in needs)
     same(run(in_one_call, *call, needs), run(step_by_step, *call, needs))
 
 
 @pytest.mark.parametrize("kinds", [(BF16, BF16, BF16), (F32, BF16, BF16), (BF16, F32, F32)])
 @pytest.mark.parametrize(
-    "fields", [{}, {"scale_rule": "floor", "alignment_spread": 3, "keep_weight_columns": True}]
+    "fields",
+    [
+        {},
+        {"scale_rule": "floor", "alignment_spread": 3, "keep_weight_columns": True},
+        {"name": "pow2", "alignment_spread": 0, "amax_epsilon": 0.5},
+        {"name": "fp32", "amax_epsilon": 0.5, "keep_weight_columns": True},
+        {"name": "fp32", "w_block_scaling_dim": 1, "keep_weight_columns": True},
+    ],
+    ids=str,
 )
 def test_dtypes_strides_and_leading_dimensions(kinds, fields):
     x = torch.randn(3, 130, 35, dtype=kinds[0]).transpose(1, 2)  # [3, 35, 130], strided
@@ -90,20 +110,23 @@ def test_one_token_without_leading_dimensions():
     same(run(in_one_call, *call), run(step_by_step, *call))
 
 
+@of_each
 @pytest.mark.parametrize("keep", [False, True])
-def test_what_is_saved_is_what_backward_reads(keep):
+def test_what_is_saved_is_what_backward_reads(keep, name):
     x, w = torch.randn(40, 70, requires_grad=True), torch.randn(33, 70, requires_grad=True)
-    y = in_one_call(x, w, None, settings(keep_weight_columns=keep), F32)
+    how = settings(name, keep_weight_columns=keep)
+    y = in_one_call(x, w, None, how, F32)
     x_col, nothing, w_saved, _link = y.grad_fn.saved_tensors
     assert nothing is None
     plan = y.grad_fn.plan
-    pairs = [(plan.quantized(Held((x_col, None), (x_col, None))).col, x, x_col)]
+    wanted = steps.roles(x.device, how)
+    pairs = [(plan.quantized(Held((x_col, None), (x_col, None))).col, x, x_col, wanted.x.col)]
     if keep:
-        pairs.append((plan.w_columns(w_saved), w, w_saved))
+        pairs.append((plan.w_columns(w_saved), w, w_saved, wanted.w.col))
     else:
         assert w_saved.data_ptr() == w.data_ptr() and w_saved.dtype == F32
-    for got, t, saved in pairs:
-        want = ops.quantize_2d(t.detach(), "", "mxfp8_e4m3@sm90:8").col
+    for got, t, saved, spec in pairs:
+        want = ops.quantize_2d(t.detach(), "", spec, rule=how.scale_rule).col
         assert got[2:] == want[2:] and got.codes.stride() == want.codes.stride()
         assert torch.equal(got.codes, want.codes) and torch.equal(got.scales, want.scales)
         held = want.codes.nbytes + want.scales.nbytes
@@ -114,10 +137,11 @@ class Watched(Tensor):
     """A subclass that sees what happens to it."""
 
 
+@of_each
 @pytest.mark.parametrize("keep", [False, True])
-def test_watched_gradients_go_step_by_step(keep):
+def test_watched_gradients_go_step_by_step(keep, name):
     x, w, b = torch.randn(40, 70), torch.randn(33, 70), torch.randn(33)
-    call = x, w, b, settings(keep_weight_columns=keep), F32
+    call = x, w, b, settings(name, keep_weight_columns=keep), F32
     grad = torch.randn(40, 33)
     expected = run(step_by_step, *call, grad)
     for needs in ((True, True, True), (True, False, True), (False, True, False)):
@@ -127,10 +151,11 @@ def test_watched_gradients_go_step_by_step(keep):
             assert mine is None if not kept else torch.equal(mine, theirs)
 
 
+@of_each
 @pytest.mark.parametrize("keep", [False, True])
-def test_hooks_of_saved_tensors_and_recomputation(keep):
+def test_hooks_of_saved_tensors_and_recomputation(keep, name):
     x, w = torch.randn(40, 70), torch.randn(33, 70)
-    call = x, w, None, settings(keep_weight_columns=keep), F32, torch.randn(40, 33)
+    call = x, w, None, settings(name, keep_weight_columns=keep), F32, torch.randn(40, 33)
     expected, moved = run(step_by_step, *call), []
 
     def pack(t):
@@ -154,10 +179,12 @@ def test_hooks_of_saved_tensors_and_recomputation(keep):
     same(run(recomputed, *call), expected)
 
 
+@of_each
 @pytest.mark.parametrize("keep", [False, True])
-def test_an_input_gradient_is_added_to_another(keep):
+def test_an_input_gradient_is_added_to_another(keep, name):
     x, w, grad = torch.randn(40, 70, requires_grad=True), torch.randn(33, 70), torch.randn(40, 33)
-    node = in_one_call(x, w.requires_grad_(), None, settings(keep_weight_columns=keep), F32).grad_fn
+    how = settings(name, keep_weight_columns=keep)
+    node = in_one_call(x, w.requires_grad_(), None, how, F32).grad_fn
     (codes, scales, held, _), before = node.saved_tensors, torch.randn(40, 70)
     parts = (codes, scales), held, x.shape, (F32, F32, None)
     dx, added = node.plan.backward(grad, *parts, None)[0], before.clone()
@@ -187,24 +214,54 @@ def test_outputs_and_gradients_are_no_views():
     dw += w
 
 
-def test_what_ran_is_recorded():
+@of_each
+@pytest.mark.parametrize(
+    "functions, taken",
+    [((in_one_call, in_one_call), [False, True]), ((step_by_step, in_one_call), [True]),
+     ((in_one_call, step_by_step), [False])],
+)  # fmt: skip
+def test_layers_of_one_input_read_one_copy(functions, taken, name, monkeypatch):
+    """The first quantizes it, in one call or step by step; the other takes what it made."""
+    x, weights, how = torch.randn(40, 72), torch.randn(2, 33, 72), settings(name)
+    forward, given, made = fake_sm90.linear_forward, [], []
+
+    def noted(args):
+        given.append(args.x_given)
+        return forward(args)
+
+    monkeypatch.setattr(fake_sm90, "linear_forward", noted)
+    for shared in (True, False):
+        leaf, w = x.clone().requires_grad_(), weights.clone().requires_grad_()
+        with te_mx.autocast(recipe=recipe(name)):
+            first, second = (
+                function(leaf if shared else leaf.clone(), each, None, how, F32)
+                for function, each in zip(functions, w.unbind(), strict=True)
+            )
+        made.append([first, second, *torch.autograd.grad((first + second).sum(), [leaf, w])])
+    same(*made)
+    assert given == taken + [False] * len(taken)
+
+
+@of_each
+def test_what_ran_is_recorded(name):
     x, w = torch.randn(8, 40, requires_grad=True), torch.randn(8, 40)
     for tag in (9000, 9001, 9002):
         LAST_RUN.pop(tag, None)
-    in_one_call(x, w, None, settings(), F32, tag=9000).sum().backward()
+    in_one_call(x, w, None, settings(name), F32, tag=9000).sum().backward()
     ran = [LAST_RUN.get(tag) for tag in (9000, 9001, 9002)]
-    assert ran == ["sm90_adaptive", "sm90_adaptive", None]
+    assert ran == [KERNELS[name], KERNELS[name], None]
 
 
-def test_modules_run_on_it():
+@of_each
+def test_modules_run_on_it(name):
     layer, x = te_mx.Linear(70, 33), torch.randn(40, 70, requires_grad=True)
-    for fields, name in (
+    for fields, function in (
         ({}, "OneCallLinearBackward"),
         ({"split_k": True}, "LinearFunctionBackward"),
         ({"precision": "exact"}, "LinearFunctionBackward"),
     ):
-        with te_mx.autocast(recipe=te_mx.recipe.MXFP8BlockScaling(**fields)):
-            assert type(layer(x).grad_fn).__name__ == name
+        with te_mx.autocast(recipe=recipe(name, **fields)):
+            assert type(layer(x).grad_fn).__name__ == function
 
 
 class Cuda:
@@ -237,14 +294,23 @@ def test_what_it_serves(monkeypatch):
         {"one_copy_weights": True},
         {"split_k": True},
     ):
-        assert not serves(x, w, Call(settings(**fields), BF16)), fields
+        for name in KERNELS:
+            assert not serves(x, w, Call(settings(name, **fields), BF16)), fields
+    low, square = "fp8_e4m3_1x128", "fp8_e4m3_128x128"
     for fields, served in (
+        ({"x": low, "w": square, "g": low}, True), ({"x": low, "w": low, "g": low}, False),
+        ({"x": low, "w": low, "g": low, "scale_rule": "fp32"}, True),
+        ({"x": low, "w": "fp8_e5m2_128x128", "g": low}, False),
+        ({"x": low, "w": square, "g": "fp8_e4m3fnuz_1x128"}, False),
+        ({"x": "fp8_e4m3fnuz_1x128", "w": "fp8_e4m3fnuz_128x128", "g": low}, False),
         ({"g": "mxfp4"}, True), ({"x": "mxfp4", "w": "mxfp4"}, True),
         ({"scale_rule": "even"}, True), ({"x": "mxfp8_e5m2"}, False), ({"w": "mxfp4"}, False),
         ({"g": "mxfp6_e2m3"}, False),
     ):  # fmt: skip
-        recipe = te_mx.recipe.BlockScaling(**fields)
-        assert serves(x, w, Call(recipe.settings, BF16)) is served, fields
+        if "128" in fields.get("x", ""):
+            fields = {"scale_rule": "pow2"} | fields
+        how = te_mx.recipe.BlockScaling(**fields)
+        assert serves(x, w, Call(how.settings, BF16)) is served, fields
     for fields in ({"kept": object()}, {"save_x": True}, {"sink": object()}):
         assert not serves(x, w, plain._replace(**fields)), fields
     for other, weight, bias in (

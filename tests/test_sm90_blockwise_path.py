@@ -13,6 +13,7 @@ from as_on_hopper import HOPPER, hide_splits, hopper, hopper_with_groups
 
 import te_mx
 from te_mx import layouts, ops
+from te_mx.autograd import one_call as autograd_one_call
 from te_mx.dispatch import registry, run
 from te_mx.dispatch.calls import Quantize
 from te_mx.dispatch.problem import Place, Problem
@@ -115,16 +116,22 @@ def noted(name, native, calls):
     return note
 
 
-def test_native_calls_of_a_step():
+@pytest.mark.parametrize("one_call", [True, False])
+def test_native_calls_of_a_step(one_call):
     """Each matrix is quantized once."""
     with hopper() as patch:
         calls = []
-        for name in ("quantize", "gemm"):
+        for name in ("quantize", "gemm", "linear_forward", "linear_backward"):
             patch.setattr(fake_sm90, name, noted(name, getattr(fake_sm90, name), calls))
+        if not one_call:
+            patch.setattr(autograd_one_call, "kernel_of", lambda *args: None)
         linear, x = te_mx.Linear(K, N), torch.randn(M, K)
-        step(linear, x, RECIPES["pow2"])
-    # The stand-in refuses a GEMM until it gets scratch memory.
-    assert calls == [*2 * ["quantize"], *2 * ["gemm"], "quantize", *4 * ["gemm"]]
+        step(linear, x, dataclasses.replace(RECIPES["pow2"], keep_weight_columns=True))
+    forward, backward = [*2 * ["quantize"], "gemm"], ["quantize", *2 * ["gemm"]]
+    if one_call:
+        assert calls == ["linear_forward", *forward, "linear_backward", *backward]
+    else:  # the stand-in refuses a GEMM until it gets scratch memory
+        assert calls == [*forward, "gemm", *backward, *2 * ["gemm"]]
 
 
 def test_two_matrices_at_a_time(on_hopper):

@@ -32,6 +32,12 @@ def peak_mb(device: str) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / MB
 
 
+def resident_mb() -> float:
+    """What this process holds now; its peak where the system does not say."""
+    measured = _status_mb("VmRSS")
+    return peak_mb("cpu") if measured is None else measured
+
+
 def saved_for_backward_mb(forward: Callable[[], Tensor], model: nn.Module) -> float:
     """What one forward pass keeps for the backward pass: each storage once, without parameters; on
     several ranks what this one keeps, with what it gathered."""

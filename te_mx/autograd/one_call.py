@@ -76,7 +76,7 @@ class OneCallLinear(torch.autograd.Function):
 def _given(x: Tensor, plan: LinearPlan, rule: str, need_dw: bool) -> Held | None:
     """The operands of x, where a layer before made them."""
     entry = shared_inputs.entry_of(x)
-    if entry is None or not entry.gives(plan.spec, plan.spec if need_dw else "", rule):
+    if entry is None or not entry.gives(plan.row, plan.col if need_dw else "", rule):
         return None
     return entry.for_one_call()
 

@@ -158,7 +158,7 @@ def put(x: Tensor, target: Target, made: Quantized) -> None:
 
 def put_held(x: Tensor, plan: LinearPlan, rule: str, held: Held) -> None:
     """The same of operands that a plan made."""
-    entry = _remember(x, plan.spec, "" if held.x_col is None else plan.spec, rule)
+    entry = _remember(x, plan.row, "" if held.x_col is None else plan.col, rule)
     if entry is not None:
         entry.plan, entry.held = plan, held._replace(w_col=None)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fake_sm90
 import pytest
 import torch
 
 import te_mx
 from te_mx.autograd import one_call
+from te_mx.backends.base import FORMATS, SCALE_RULES
 from te_mx.backends.sm90 import binding, binding_linear
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -20,10 +22,19 @@ def randn(*shape, dtype=BF16, seed=1):
     return torch.randn(shape, generator=g, device="cuda").to(dtype)
 
 
-def step(layer, x, grad, **fields):
+of_each = pytest.mark.parametrize("of", ["mxfp8", "pow2", "fp32"])
+
+
+def recipe(of, **fields):
+    if of == "mxfp8":
+        return te_mx.recipe.MXFP8BlockScaling(**fields)
+    return te_mx.recipe.Float8BlockScaling(use_f32_scales=of == "fp32", **fields)
+
+
+def step(layer, x, grad, of="mxfp8", **fields):
     layer.zero_grad()
     x = x.detach().requires_grad_()
-    with te_mx.autocast(recipe=te_mx.recipe.MXFP8BlockScaling(**fields)):
+    with te_mx.autocast(recipe=recipe(of, **fields)):
         y = layer(x)
     name = type(y.grad_fn).__name__
     y.backward(grad)
@@ -43,30 +54,33 @@ def both(monkeypatch, layer, x, grad, **fields):
     return got
 
 
+@of_each
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [BF16, F32, F16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_bits_of_one_step_after_the_other(monkeypatch, shape, dtype, bias):
+def test_bits_of_one_step_after_the_other(monkeypatch, shape, dtype, bias, of):
     m, n, k = shape
     layer = te_mx.Linear(k, n, bias=bias, device="cuda", dtype=dtype)
     call = monkeypatch, layer, randn(m, k, dtype=dtype), randn(m, n, dtype=dtype, seed=2)
-    again, kept = both(*call), both(*call, keep_weight_columns=True)
+    again = both(*call, of=of, keep_weight_columns=False)
+    kept = both(*call, of=of, keep_weight_columns=True)
     for mine, theirs in zip(again, kept, strict=True):
         assert torch.equal(mine, theirs)
 
 
+@of_each
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("needs", [(1, 0, 0), (0, 1, 0), (0, 1, 1), (1, 0, 1)], ids=str)
-def test_gradients_that_are_asked_for(monkeypatch, needs, keep):
+def test_gradients_that_are_asked_for(monkeypatch, needs, keep, of):
     layer = te_mx.Linear(200, 136, device="cuda", dtype=BF16)
     layer.weight.requires_grad_(bool(needs[1])), layer.bias.requires_grad_(bool(needs[2]))
     x, grad = randn(72, 200), randn(72, 136, seed=2)
-    made, recipe = [], te_mx.recipe.MXFP8BlockScaling(keep_weight_columns=keep)
+    made, how = [], recipe(of, keep_weight_columns=keep)
     for kernel_of in (one_call.kernel_of, lambda *args: None):
         monkeypatch.setattr(one_call, "kernel_of", kernel_of)
         layer.zero_grad()
         leaf = x.detach().requires_grad_(bool(needs[0]))
-        with te_mx.autocast(recipe=recipe):
+        with te_mx.autocast(recipe=how):
             layer(leaf).backward(grad)
         made.append([leaf.grad, layer.weight.grad, layer.bias.grad])
     for mine, theirs, needed in zip(*made, needs, strict=True):
@@ -81,49 +95,59 @@ def test_strides_formats_and_leading_dimensions(monkeypatch):
         {},
         {"keep_weight_columns": True},
         {"scale_rule": "floor", "alignment_spread": 2},
+        {"of": "pow2", "alignment_spread": 2, "amax_epsilon": 0.5},
+        {"of": "pow2", "alignment_spread": 0, "keep_weight_columns": True},
+        {"of": "fp32", "amax_epsilon": 0.5},
+        {"of": "fp32", "w_block_scaling_dim": 1},
     ):
         for fmt in (te_mx.recipe.Format.E4M3, te_mx.recipe.Format.HYBRID):
             grad = randn(136, dtype=BF16, seed=2).expand(3, 40, 136)
             both(monkeypatch, layer, x, grad, fp8_format=fmt, **fields)
 
 
-def test_a_large_x_and_a_gradient_of_sum(monkeypatch):
+@of_each
+def test_a_large_x_and_a_gradient_of_sum(monkeypatch, of):
     layer = te_mx.Linear(512, 256, device="cuda", dtype=BF16)
-    both(
-        monkeypatch,
-        layer,
-        randn(9000, 512),
-        torch.ones((), device="cuda", dtype=BF16).expand(9000, 256),
-    )
+    ones = torch.ones((), device="cuda", dtype=BF16).expand(9000, 256)
+    both(monkeypatch, layer, randn(9000, 512), ones, of)
 
 
-def test_the_native_rooms_are_those_of_the_operands():
+def form_of(of):
+    element, rule = FORMATS["e4m3"], {"mxfp8": "rceil"}.get(of, of)
+    wide = {} if of == "mxfp8" else {
+        "scale_type": 1, "block_rows": 1, "block_k": 128,
+        "w_scale_type": 1, "w_block_rows": 128, "w_block_k": 128,
+    }  # fmt: skip
+    return binding_linear.Form(element, element, SCALE_RULES[rule], 8, **wide)
+
+
+@of_each
+def test_the_native_rooms_are_those_of_the_operands(of):
+    """As the stand-in of tests on machines without a GPU has them."""
     for m, n, k in SHAPES:
         for needs in ((True, True), (True, False), (False, True)):
             for kept in (False, needs[1]):
-                shape = binding_linear.Shape(m, n, k, *needs, kept)
-                room, size = binding_linear.rooms(shape), binding.native().packed_bytes
-                assert room.temp == size(n, k)[0]
-                for place, sizes in ((room.x_row, (m, k)), (room.x_col, (k, m)),
-                                     (room.w_col, (k, n))):  # fmt: skip
-                    assert place == (0, size(*sizes)[1], size(*sizes)[0])
-                held = needs[1] * size(m, n)[0] + needs[0] * size(n, m)[0]
-                held += (needs[1] and not kept) * size(k, n)[0]
-                assert room.backward_temp >= held + 4 * ((m + 127) // 128) * n
+                shape, form = binding_linear.Shape(m, n, k, *needs, kept), form_of(of)
+                args = binding.native().LinearArgs(**shape._asdict(), **form._asdict())
+                mine = binding.native().linear_offsets(args)
+                theirs = fake_sm90.linear_offsets(args)
+                assert mine.pop("backward_bytes") >= theirs.pop("backward_bytes")
+                assert mine == theirs
 
 
+@of_each
 @pytest.mark.parametrize("keep", [False, True])
-def test_layers_of_one_input_read_one_copy(keep):
+def test_layers_of_one_input_read_one_copy(keep, of):
     """The first quantizes it, in one call or step by step; the others take what it made."""
     layers = [te_mx.Linear(328, n, device="cuda", dtype=BF16) for n in (136, 64, 200)]
     fused = te_mx.LayerNormMLP(328, 96, normalization=None, device="cuda", dtype=BF16)
     x, grads = randn(200, 328), [randn(200, n, seed=2) for n in (136, 64, 200, 328)]
-    recipe = te_mx.recipe.MXFP8BlockScaling(keep_weight_columns=keep)
+    how = recipe(of, keep_weight_columns=keep)
     for order in ((*layers, fused), (fused, *layers)):
         results = []
         for shared in (True, False):
             leaf, made = x.detach().requires_grad_(), []
-            with te_mx.autocast(recipe=recipe):
+            with te_mx.autocast(recipe=how):
                 outputs = [each(leaf if shared else leaf.clone()) for each in order]
             for each, y in zip(order, outputs, strict=True):
                 grad = grads[-1] if each is fused else grads[layers.index(each)]
@@ -133,11 +157,12 @@ def test_layers_of_one_input_read_one_copy(keep):
             assert torch.equal(mine, theirs)
 
 
+@of_each
 @pytest.mark.parametrize("keep", [False, True])
-def test_an_input_gradient_is_added_to_another(keep):
+def test_an_input_gradient_is_added_to_another(keep, of):
     m, n, k = 200, 136, 328
     layer, x = te_mx.Linear(k, n, bias=False, device="cuda", dtype=BF16), randn(m, k)
-    with te_mx.autocast(recipe=te_mx.recipe.MXFP8BlockScaling(keep_weight_columns=keep)):
+    with te_mx.autocast(recipe=recipe(of, keep_weight_columns=keep)):
         y = layer(x.requires_grad_())
     node, grad = y.grad_fn, randn(m, n, seed=3)
     (codes, scales, held, _), before = node.saved_tensors, randn(m, k, seed=4, dtype=F32)

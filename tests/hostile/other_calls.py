@@ -296,6 +296,9 @@ MODELS = (
          "sample_args": other_than() | values(of_numbers=lambda: (1, 2), nested=lambda: (("x",),)),
          "num_warmup_iters": COUNT.but("huge"), "allow_unused_input": FLAG, "recipe": RECIPE},
     ),
+    Call("te_mx.use_tuned_table", lambda d: te_mx.use_tuned_table, lambda d: {"path": None},
+         {"path": OPTIONAL_WORD | values(a_folder="/", bytes_=b"table.csv")},
+         says={"path": "path|tuned table"}),
     Call(
         "te_mx.ConversionReport.count",
         lambda d: te_mx.convert_model(model(d)).count, lambda d: {"status": "converted"},

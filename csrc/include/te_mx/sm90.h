@@ -100,7 +100,7 @@ struct OperandOffsets {
   int64_t codes, scales, end;
 };
 
-// That of an operand [rows, k] from `at` on.
+// That of an operand of MX [rows, k] from `at` on.
 OperandOffsets operand_offsets(int64_t at, int64_t rows, int64_t k);
 
 // Where things lie in buffers that are aligned to 256 bytes.
@@ -113,7 +113,10 @@ struct LinearOffsets {
   int64_t forward_bytes, backward_bytes;
 };
 
-LinearOffsets linear_offsets(const LinearArgs& args);  // of sizes and wanted columns only
+// Of sizes, wanted columns, scalings and the rule only.
+LinearOffsets linear_offsets(const LinearArgs& args);
+// With MX scales, or with fp32 scales in blocks of 1 x 128, of w in these or in 128 x 128. Columns
+// of x and of the gradient whose scales are powers of two by the rule are aligned tiles.
 Status linear_forward(const LinearArgs& args);
 Status linear_backward(const LinearArgs& args);
 

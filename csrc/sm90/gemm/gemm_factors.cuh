@@ -151,37 +151,37 @@ struct TileFactors : LhsFactors<kPendingAtTurn_> {
 
 // ------------------------------------------------------------------------------ rhs in 1 x 128
 // What is prepared: factors of the columns, two halves of four for every eight, the even ones
-// first, as ldmatrix gives them to the threads that have these columns. bf16 where all 128 fit,
-// which powers of two do, in the order of columns (load_columns).
-enum FactorBits : uint32_t { kWideFactors = 1, kCarefulFactors = 2 };
-
-// Halves `first` and on.
-template <int kHalves>
-__device__ __forceinline__ void load_wide_columns(uint32_t* cols, uint32_t columns, int first,
-                                                  int lane) {
-#pragma unroll
-  for (int i = 0; i < kHalves; i += 4) {
-    uint32_t four[4];
-    tile::ldmatrix_x4(four, columns + 16 * (first + i + lane / 8));
-    cols[i] = four[0], cols[i + 1] = four[1], cols[i + 2] = four[2], cols[i + 3] = four[3];
-  }
+// first, as ldmatrix gives them to the threads that have these columns (load_columns); and whether
+// the step is promoted carefully. NOTE: powers of two would fit bf16, half as much to read. They
+// are no faster so: to unpack them takes as long.
+// Four elements of two neighbouring columns. NOTE: in this order the compiler reads a factor of
+// both rows once.
+__device__ __forceinline__ void promote_four(float* to, const float* acc, float f0, float f8,
+                                             uint32_t even_bits, uint32_t odd_bits) {
+  const float even = __uint_as_float(even_bits), odd = __uint_as_float(odd_bits);
+  to[0] = fmaf(acc[0], f0 * even, to[0]);
+  to[2] = fmaf(acc[2], f8 * even, to[2]);
+  to[3] = fmaf(acc[3], f8 * odd, to[3]);
+  to[1] = fmaf(acc[1], f0 * odd, to[1]);
 }
 
-// `cols` has the factors of the left half of the columns.
-__device__ __forceinline__ void promote_wide(float (&sum)[64], const float (&acc)[64], float f0,
-                                             float f8, uint32_t (&cols)[16], uint32_t columns,
+// `left` has the factors of the left half of the columns.
+__device__ __forceinline__ void promote_rows(float (&sum)[64], const float (&acc)[64], float f0,
+                                             float f8, const uint32_t (&left)[16], uint32_t columns,
                                              int lane) {
+  uint32_t right[16];  // in registers of what has been used
 #pragma unroll
-  for (int j = 0; j < 16; ++j) {
-    const float even = __uint_as_float(cols[2 * j % 16]),
-                odd = __uint_as_float(cols[2 * j % 16 + 1]);
-    float* const to = sum + 4 * j;
-    to[0] = fmaf(acc[4 * j + 0], f0 * even, to[0]);
-    to[1] = fmaf(acc[4 * j + 1], f0 * odd, to[1]);
-    to[2] = fmaf(acc[4 * j + 2], f8 * even, to[2]);
-    to[3] = fmaf(acc[4 * j + 3], f8 * odd, to[3]);
-    // Both that the next four words are for have been used.
-    if (j < 8 && j % 2 == 1) load_wide_columns<4>(cols + 2 * (j - 1), columns, 14 + 2 * j, lane);
+  for (int j = 0; j < 8; ++j) {
+    promote_four(sum + 4 * j, acc + 4 * j, f0, f8, left[2 * j], left[2 * j + 1]);
+    if (j >= 4) continue;
+    uint32_t four[4];
+    tile::ldmatrix_x4(four, columns + 256 + 16 * (4 * j + lane / 8));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) right[4 * j + i] = four[i];
+  }
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    promote_four(sum + 32 + 4 * j, acc + 32 + 4 * j, f0, f8, right[2 * j], right[2 * j + 1]);
   }
 }
 
@@ -219,7 +219,6 @@ struct RowFactors : LhsFactors<kPendingAtTurn_> {
                                                  uint32_t columns, uint32_t decided_at, int lane) {
     const uint4 rows = tile::ld_shared_u32x4(lhs_words + 16 * lane);
     const uint4 cols = tile::ld_shared_u32x4(rhs_words + 16 * lane);
-    const bool wide = __any_sync(~0u, ((cols.x | cols.y | cols.z | cols.w) & 0xFFFFu) != 0);
     // Exponents of the largest and the smallest product; a factor that is not normal, or is
     // negative, takes one of them out of range.
     const uint32_t high = __reduce_max_sync(~0u, max(max(rows.x, rows.y), max(rows.z, rows.w))),
@@ -229,17 +228,10 @@ struct RowFactors : LhsFactors<kPendingAtTurn_> {
     const bool careful = __any_sync(~0u, (high >> 23) + (col_high >> 23) + 1 > 254 + 127 ||
                                              (low >> 23) + (col_low >> 23) < 1 + 127 ||
                                              low >> 23 == 0 || col_low >> 23 == 0);
-    if (wide || careful) {
-      const uint32_t to = columns + 32 * (lane / 2) + 8 * (lane % 2);
-      tile::st_shared_u32x2(to, cols.x, cols.z);
-      tile::st_shared_u32x2(to + 16, cols.y, cols.w);
-    } else {
-      tile::st_shared_u32x2(columns + 8 * lane, __byte_perm(cols.x, cols.y, 0x7632),
-                            __byte_perm(cols.z, cols.w, 0x7632));
-    }
-    if (lane == 0)
-      tile::st_shared_u32(decided_at,
-                          (wide ? kWideFactors : 0u) | (careful ? kCarefulFactors : 0u));
+    const uint32_t to = columns + 32 * (lane / 2) + 8 * (lane % 2);
+    tile::st_shared_u32x2(to, cols.x, cols.z);
+    tile::st_shared_u32x2(to + 16, cols.y, cols.w);
+    if (lane == 0) tile::st_shared_u32(decided_at, careful ? 1u : 0u);
   }
 
   template <class Operands, int kWaves, class Turns, class Release, class Fetch>
@@ -249,22 +241,16 @@ struct RowFactors : LhsFactors<kPendingAtTurn_> {
     float acc[64];
 #pragma unroll
     for (int wave = 0; wave < kWaves; ++wave) {
-      // All of them in bf16, or the left half.
-      uint32_t cols[16];
-      multiply_wave<Operands>(acc, step.lhs + wave * kWaveStep, step.rhs, turns,
-                              [&] { load_columns(cols, step.columns, step.lane); });
+      uint32_t left[16];
       const float f0 = step.row(2 * wave), f8 = step.row(2 * wave + 1);
-      if (step.rest == 0) {
-        if (wave == kWaves - 1) release();
-        promote_both<0>(sum[wave], acc, f0, f8, cols);
+      multiply_wave<Operands>(acc, step.lhs + wave * kWaveStep, step.rhs, turns,
+                              [&] { load_columns(left, step.columns, step.lane); });
+      if (__builtin_expect(step.rest == 0, true)) {
+        promote_rows(sum[wave], acc, f0, f8, left, step.columns, step.lane);
       } else {
-        if (__builtin_expect((step.rest & kCarefulFactors) == 0, true)) {
-          promote_wide(sum[wave], acc, f0, f8, cols, step.columns, step.lane);
-        } else {
-          promote_carefully(sum[wave], acc, f0, f8, step.columns, step.lane);
-        }
-        if (wave == kWaves - 1) release();
+        promote_carefully(sum[wave], acc, f0, f8, step.columns, step.lane);
       }
+      if (wave == kWaves - 1) release();
     }
     fetch();
   }

@@ -7,6 +7,7 @@ for a forward and backward where one step after the other takes seventeen.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -16,9 +17,10 @@ from torch import Tensor
 from te_mx.backends.base import FLOAT_DTYPES
 from te_mx.backends.sm90 import binding as sm90
 from te_mx.dispatch.linear import Held, Part
-from te_mx.layouts import sm90_tiles as sm90_layout
+from te_mx.layouts import spec_of
+from te_mx.layouts.operand import Operand
 
-_U8, _I32 = torch.uint8, torch.int32
+_U8 = torch.uint8
 ALIGNMENT = 16  # of the buffers, for TMA
 
 Place = tuple[int, int, int]  # codes, scales and end of an operand in a buffer
@@ -36,6 +38,23 @@ class Shape(NamedTuple):
     w_kept: bool
 
 
+class Form(NamedTuple):
+    """Elements of x and w, and of gradients; how scales follow, and their blocks: of x and
+    gradients, of w. All in the words of native code, where MX is what it takes by itself."""
+
+    forward: int
+    backward: int
+    rule: int
+    spread: int
+    amax_epsilon: float = 0.0
+    scale_type: int = 0
+    block_rows: int = 1
+    block_k: int = 32
+    w_scale_type: int = 0
+    w_block_rows: int = 1
+    w_block_k: int = 32
+
+
 class Rooms(NamedTuple):
     """Bytes of the workspaces; places of operands, each in a buffer of its own."""
 
@@ -47,11 +66,11 @@ class Rooms(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def rooms(shape: Shape) -> Rooms:
+def rooms(shape: Shape, form: Form) -> Rooms:
     """Where things lie, from the native code alone."""
     native = sm90.native()
     assert native is not None
-    at = native.linear_offsets(native.LinearArgs(**shape._asdict()))
+    at = native.linear_offsets(native.LinearArgs(**shape._asdict(), **form._asdict()))
     return Rooms(at["forward_bytes"], at["backward_bytes"], at["x_row"], at["x_col"], at["w_col"])
 
 
@@ -60,14 +79,13 @@ class Calls:
 
     __slots__ = ("backward_plan", "forward_plan", "native", "room", "shape")
 
-    def __init__(self, shape: Shape, words: tuple[int, int, int, int]) -> None:
-        rule, spread, forward, backward = words
-        (m, n, k, *_), room = shape, rooms(shape)
+    def __init__(self, shape: Shape, form: Form) -> None:
+        (m, n, k, *_), room = shape, rooms(shape, form)
         native: Any = sm90.native()
         self.native, self.shape, self.room = native, shape, room
         self.forward_plan = native.LinearArgs(
-            **shape._asdict(), rule=rule, spread=spread, forward=forward, backward=backward,
-            workspace_bytes=room.temp, x_rows=m, x_cols=k, w_rows=n, w_cols=k, g_rows=m, g_cols=n,
+            **shape._asdict(), **form._asdict(), workspace_bytes=room.temp,
+            x_rows=m, x_cols=k, w_rows=n, w_cols=k, g_rows=m, g_cols=n,
         )  # fmt: skip
         self.backward_plan = self.forward_plan.copy(workspace_bytes=room.backward_temp)
 
@@ -161,12 +179,14 @@ def _addresses(held: Part, room: Place) -> tuple[int, int]:
     return (base + room[0], base + room[1]) if scales is None else (base, scales.data_ptr())
 
 
-def operand_of(held: Part, room: Place, rows: int, k: int) -> tuple[Tensor, Tensor]:
-    """Codes and scale words [rows, k], as views where they lie in a buffer."""
+def operand_of(held: Part, room: Place, spec: str, rows: int, k: int) -> Operand:
+    """An operand [rows, k], as views where it lies in a buffer."""
     first, scales = held
-    if scales is not None:
-        return first, scales
-    (_, ld), words = sm90_layout.packed_shapes(rows, k)
-    codes = first[room[0] : room[0] + rows * ld].view(rows, ld)[:, :k]
-    size = words[0] * words[1] * words[2] * 4
-    return codes, first[room[1] : room[1] + size].view(_I32).view(words)
+    if scales is None:
+        fmt, layout = spec_of(spec)
+        (_, shape), ld = layout.shapes(fmt, rows, k), (k + 15) & -16
+        dtype = layout.scales_dtype(fmt)
+        room_of_scales = first[room[1] : room[1] + math.prod(shape) * dtype.itemsize]
+        scales = room_of_scales.view(dtype).view(shape)
+        first = first[room[0] : room[0] + rows * ld].view(rows, ld)[:, :k]
+    return Operand(first, scales, spec, rows, k)

@@ -3,62 +3,99 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from te_mx.backends.base import FLOAT_DTYPES, SCALE_RULES
-from te_mx.backends.base import FORMATS as FORMAT_IDS
+from te_mx.backends.base import FLOAT_DTYPES, SCALE_RULES, format_fields
 from te_mx.backends.native import words_of
-from te_mx.backends.sm90 import binding_linear
+from te_mx.backends.sm90 import binding_linear, blockwise
 from te_mx.backends.sm90.envelope import MX, why_not
 from te_mx.backends.sm90.gemm import ADAPTIVE
 from te_mx.dispatch.linear import Held, LinearKernel, LinearPlan, LinearProblem, Part
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
-from te_mx.layouts import spec_of
+from te_mx.formats.scaling import split_rule
+from te_mx.layouts import SM90_FACTORS, spec_of
 from te_mx.layouts.operand import Operand, Quantized
 
 
-def known(spec: str) -> bool:
-    """Whether native code knows the format of a spec."""
-    return spec_of(spec).format.name in MX
+def _format(spec: str) -> Any:
+    return spec_of(spec).format
 
 
 class OneCall(LinearKernel):
     """In the kernels of precision "adaptive", with K in one piece."""
 
     name = ADAPTIVE
+    formats = MX
 
     def accepts(self, problem: Problem) -> str | None:
-        reason = why_not(problem)
+        reason = why_not(problem, formats=self.formats)
         if reason is None and problem.precision != "adaptive":
             reason = f"is for precision 'adaptive', this asks for {problem.precision!r}"
-        if reason is None and not (problem.lhs == problem.rhs and known(problem.grad)):
-            reason = f"takes {', '.join(MX)}, one of them for both inputs and weights"
+        if reason is None:
+            reason = self.why_not_formats(problem)
         return reason or ("keeps K in one piece" if problem.split_k else None)
 
+    def why_not_formats(self, problem: Problem) -> str | None:
+        """Why not the formats of a problem, of which the native code knows those of x and w."""
+        if problem.lhs == problem.rhs and _format(problem.grad).name in MX:
+            return None
+        return f"takes {', '.join(MX)}, one of them for both inputs and weights"
+
     def plan(self, problem: LinearProblem) -> LinearPlan:
-        return _plan(problem)
+        return _plan(problem, self.name)
+
+
+class OneCallBlockwise(OneCall):
+    """The same of blockwise FP8."""
+
+    name, rank = blockwise.NAME, 1
+    formats = blockwise.FORMATS
+
+    def why_not_formats(self, problem: Problem) -> str | None:
+        x, w, g = map(_format, (problem.lhs, problem.rhs, problem.grad))
+        if g.name not in self.formats or not (blockwise.is_low(x) and blockwise.is_low(g)):
+            return "takes inputs and gradients in blocks of 1x128"
+        if x.element.name != w.element.name:
+            return "takes inputs and weights of one element"
+        if blockwise.is_low(w) and split_rule(problem.rule)[0] == "pow2":
+            return "takes weights in blocks of 128x128 where scales are powers of two"
+        return None
+
+
+class Specs(NamedTuple):
+    """Of the operands of x, and the columnwise one of w."""
+
+    row: str
+    col: str
+    w_col: str
 
 
 @lru_cache(maxsize=4096)
-def _plan(p: LinearProblem) -> LinearPlan:
+def _plan(p: LinearProblem, kernel: str) -> LinearPlan:
     s = p.settings
-    forward, backward = (words_of(f"{fmt}@rows")[0] for fmt in (s.x, s.g))
-    words = SCALE_RULES[s.scale_rule], s.spread, FORMAT_IDS[forward], FORMAT_IDS[backward]
-    return Plan(binding_linear.Shape(*p[:6]), words, f"{s.x}@sm90:{s.spread}")
+    x, w, g = (format_fields(words_of(f"{fmt}@rows")[0]) for fmt in (s.x, s.w, s.g))
+    rule, epsilon = split_rule(s.scale_rule)
+    scaling = {name: value for name, value in x.items() if name != "element"}
+    scaling |= {f"w_{name}": value for name, value in w.items() if name != "element"}
+    form = binding_linear.Form(
+        x["element"], g["element"], SCALE_RULES[rule], s.spread, epsilon, **scaling
+    )
+    tiles = f"sm90:{s.spread}"
+    rows = SM90_FACTORS.name if kernel == blockwise.NAME else tiles
+    columns = tiles if rule != "fp32" else SM90_FACTORS.name
+    specs = Specs(f"{s.x}@{rows}", f"{s.x}@{columns}", f"{s.w}@{rows}")
+    return Plan(kernel, binding_linear.Calls(binding_linear.Shape(*p[:6]), form), specs)
 
 
 class Plan(LinearPlan):
-    kernel = ADAPTIVE
-
-    def __init__(
-        self, shape: binding_linear.Shape, words: tuple[int, int, int, int], spec: str
-    ) -> None:
-        self.spec = spec
-        self.calls = binding_linear.Calls(shape, words)
-        self.forward = self.calls.forward  # type: ignore[method-assign]
+    def __init__(self, kernel: str, calls: binding_linear.Calls, specs: Specs) -> None:
+        self.kernel, self.calls = kernel, calls
+        self.row, self.col, self.w_col = specs
+        self.forward = calls.forward  # type: ignore[method-assign]
 
     def backward(
         self, grad: Tensor, x_col: Part | None, w: Tensor | None, x_shape: torch.Size,
@@ -70,19 +107,15 @@ class Plan(LinearPlan):
 
     def quantized(self, held: Held) -> Quantized:
         (m, _, k, *_), room = self.calls.shape, self.calls.room
-        col = held.x_col
+        col, of = held.x_col, binding_linear.operand_of
         return Quantized(
-            self._operand(held.x_row, room.x_row, m, k),
-            None if col is None else self._operand(col, room.x_col, k, m),
+            of(held.x_row, room.x_row, self.row, m, k),
+            None if col is None else of(col, room.x_col, self.col, k, m),
         )
 
     def w_columns(self, w_col: Tensor) -> Operand:
         _, n, k, *_ = self.calls.shape
-        return self._operand((w_col, None), self.calls.room.w_col, k, n)
-
-    def _operand(self, part: Part, room: binding_linear.Place, rows: int, k: int) -> Operand:
-        codes, scales = binding_linear.operand_of(part, room, rows, k)
-        return Operand(codes, scales, self.spec, rows, k)
+        return binding_linear.operand_of((w_col, None), self.calls.room.w_col, self.w_col, k, n)
 
     def as_saved(
         self, x_col: Part | None, w_col: Tensor | None
@@ -93,7 +126,7 @@ class Plan(LinearPlan):
                 x_col = _aligned(first), None
             else:
                 m, _, k, *_ = self.calls.shape
-                x = Operand(first, scales, self.spec, k, m).checked("the input")
+                x = Operand(first, scales, self.col, k, m).checked("the input")
                 x_col = x.codes, x.scales
         return x_col, w_col if w_col is None else _aligned(w_col)
 
@@ -111,3 +144,4 @@ def forget_plans() -> None:
 
 
 register(OneCall())
+register(OneCallBlockwise())
