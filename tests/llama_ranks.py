@@ -41,6 +41,13 @@ def main(folder: Path) -> None:
     found["fsdp whole weights"] = trained(
         settings("fsdp", "mxfp8", "--no-gather-codes"), "whole.pt", quiet=True
     )
+    found["gathering"] = [
+        sum(bool(module.__dict__.get("_gathers")) for module in trainer.model.modules())
+        for trainer in (
+            parallel.ParallelTrainer(settings("fsdp", "mxfp8", *more), text)
+            for more in ([], ["--no-gather-codes"])
+        )
+    ]
     found["refused"] = [
         parallel.why_not(settings("fsdp", "mxfp8", "--batch", "3"), 2),
         parallel.why_not(settings("tp", "mxfp8", "--config", "tiny"), 2),
