@@ -23,7 +23,7 @@ endif
 
 # What pyproject.toml names, its groups included: pip reads those from 25.1 on only.
 PACKAGES = torch numpy cmake ninja pybind11 scikit_build_core matplotlib tqdm \
-  hypothesis ml_dtypes pytest pytest-cov pytest-xdist torchao transformer_engine pydantic transformers \
+  hypothesis ml_dtypes pytest pytest-cov pytest-xdist torchao transformer_engine pydantic transformers accelerate peft lightning \
   clang-format codespell mypy ruff
 NATIVE_SOURCES := CMakeLists.txt $(shell find csrc third_party -type f \
   \( -name '*.cpp' -o -name '*.h' -o -name '*.hpp' -o -name '*.cu' -o -name '*.cuh' -o -name CMakeLists.txt \

@@ -26,6 +26,13 @@ ORDER = (
 # use none, and what stands between folders. All others are public functions, above every folder.
 WORDS = {"arguments", "report", "written"}
 BETWEEN = {"context": "nn", "recompute": "nn", "recipe": "recipes"}
+# Modules that users import by name: public, and so above every folder.
+PLUGINS = {
+    "integrations.hf_quantizer",
+    "integrations.lightning",
+    "integrations.peft",
+    "integrations.torchtitan_converter",
+}
 DEVICES = re.compile(r"sm_?\d\d|hopper|blackwell|gfx\d|device_capability|compute capability", re.I)
 ABOVE_DEVICES = {"nn", "autograd", "ops", "recipes", "formats", "integrations", "pytorch"}
 MOST_PARAMETERS = 10
@@ -34,6 +41,7 @@ PUBLIC = {
     "te_mx/functional.py:gemm",
     "te_mx/explain.py:explain",
     "te_mx/convert.py:convert_model",
+    "te_mx/moe/gemm.py:grouped_gemm",  # vLLM's, and what is written
     "te_mx/nn/dot_product_attention.py:forward",  # Transformer Engine's
 }
 
@@ -41,6 +49,8 @@ PUBLIC = {
 def rank(module: str) -> int | None:
     """The place of te_mx.<module> in the order; None for words."""
     first = module.split(".")[0]
+    if ".".join(module.split(".")[:2]) in PLUGINS:
+        return -1
     if first in WORDS:
         return None
     first = BETWEEN.get(first, first)

@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -22,9 +22,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    PrepareModuleInput,
     RowwiseParallel,
+    loss_parallel,
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
@@ -60,7 +63,9 @@ def shard_codes(model: nn.Module, kind: str) -> nn.Module:
 
 
 def split_layers(model: nn.Module, kind: str) -> nn.Module:
-    """Attention heads and the inner width of every MLP on all ranks."""
+    """Attention heads, the inner width of every MLP and the vocabulary on all ranks. The input of a
+    block is one DTensor for the layers that read it, so that its gradient is reduced once; logits
+    stay sharded (loss_parallel)."""
     device = next(model.parameters()).device.type
     column, row = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
     mesh = init_device_mesh(device, (dist.get_world_size(),))
@@ -70,6 +75,16 @@ def split_layers(model: nn.Module, kind: str) -> nn.Module:
             plan = {n: ColwiseParallel() for n in column if n in names}
             plan |= {n: RowwiseParallel() for n in row if n in names}
             parallelize_module(getattr(layer, block), mesh, plan)
+        whole = {"hidden_states": Replicate()}
+        given = PrepareModuleInput(input_kwarg_layouts=whole, desired_input_kwarg_layouts=whole)
+        parallelize_module(layer.self_attn, mesh, given)
+        whole_first = PrepareModuleInput(
+            input_layouts=Replicate(), desired_input_layouts=Replicate()
+        )
+        parallelize_module(layer.mlp, mesh, whole_first)
+    logits = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    embedding = RowwiseParallel(input_layouts=Replicate())
+    parallelize_module(model, mesh, {"lm_head": logits, "model.embed_tokens": embedding})
     return model
 
 
@@ -204,7 +219,9 @@ def main(argv: list[str] | None = None) -> int:
             print(line(HEADERS), flush=True)
         work = replace(QUICK if args.quick else FULL, compiled=args.compile)
         for name in args.rows:
-            for row in rows(name, work, device):
+            with loss_parallel() if name == "tp" else nullcontext():
+                found = rows(name, work, device)
+            for row in found:
                 if first:
                     print(line(row.cells()), flush=True)
             models.clean_up()

@@ -6,6 +6,7 @@
     python examples/train_llama.py --device cuda --config 8b-layers --layers 8 --compile
     python examples/train_llama.py --config path/to/config.json
     python examples/train_llama.py --resume                 # go on after Ctrl-C
+    torchrun --nproc-per-node 2 examples/train_llama.py --device cuda --parallel fsdp    # or tp
 
 The model has random weights in the shape that --config names, or those of a folder; nothing is
 downloaded. Its tokens are bytes. Both runs start from the same weights and see the same data in the
@@ -21,8 +22,11 @@ from gpt import stopping
 if __name__ == "__main__":
     stopping.at_start()  # the next lines take seconds
 
+from dataclasses import replace
+
+import torch
 from gpt import precision, script
-from llama import models, train
+from llama import models, parallel, train
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -51,6 +55,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument(
         "--fp32-params", action="store_true", help="fp32 parameters, activations by torch.autocast"
     )
+    p.add_argument(
+        "--parallel", choices=parallel.KINDS, default="",
+        help="under torchrun: weights sharded by FSDP2, or layers split between the ranks",
+    )  # fmt: skip
+    p.add_argument(
+        "--gather-codes", action=argparse.BooleanOptionalAction, default=d.gather_codes,
+        help="under FSDP2 in MXFP8 the ranks send codes, 1.03 bytes a parameter",
+    )  # fmt: skip
     script.add_options(p, d, "runs/llama")
     args = p.parse_args(argv)
     args.config = getattr(args, "config", "small" if args.device == "cpu" else "400m")
@@ -65,6 +77,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         if value is not None and value < 1:
             p.error(f"--{name} must be at least 1, got {value}")
     script.check_options(p, args)
+    if bool(args.parallel) != parallel.launched():
+        p.error("--parallel and torchrun go together: torchrun --nproc-per-node 2 " + __file__)
     return args
 
 
@@ -77,7 +91,8 @@ def settings(args: argparse.Namespace, mode: str) -> train.LlamaSettings:
         mode=mode, preset=args.config, steps=args.steps, batch=args.batch, lr=args.lr,
         seed=args.seed, device=args.device, dtype=args.dtype, recipe=args.recipe,
         eval_every=args.eval_every, layers=args.layers, sequence=args.seq, attention=args.attn,
-        compile=args.compile, fuse=args.fuse, fp32_params=args.fp32_params,
+        compile=args.compile, fuse=args.fuse and args.parallel != "tp",
+        fp32_params=args.fp32_params, parallel=args.parallel, gather_codes=args.gather_codes,
         final_eval_batches=preset_of(args).final_eval_batches,
     )  # fmt: skip
 
@@ -85,9 +100,12 @@ def settings(args: argparse.Namespace, mode: str) -> train.LlamaSettings:
 def lacks(args: argparse.Namespace) -> str | None:
     """Why this model cannot be trained here; asked before anything of an earlier run goes."""
     try:
-        settings(args, "mxfp8").config()
+        chosen = settings(args, "mxfp8")
+        chosen.config()
     except (RuntimeError, ValueError) as error:
         return str(error)
+    if args.parallel:
+        return parallel.why_not(chosen, torch.distributed.get_world_size())
     return None
 
 
@@ -97,10 +115,21 @@ def command(argv: list[str], mode: str) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
+    args = parse(argv)
     parts = script.Script(
         settings, lambda mode: command(argv, mode), trainer=train.LlamaTrainer, lacks=lacks
     )
-    return script.main(parts, parse(argv))
+    if not args.parallel:
+        return script.main(parts, args)
+    args.device = parallel.start(args.device)
+    together = replace(
+        parts, trainer=parallel.ParallelTrainer, together=True, agree=parallel.any_of,
+        first=torch.distributed.get_rank() == 0,
+    )  # fmt: skip
+    try:
+        return script.main(together, args)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

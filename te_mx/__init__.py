@@ -22,11 +22,12 @@ except ModuleNotFoundError as _error:
         '"torch>=2.10" (https://pytorch.org has the choices for GPUs and CPUs)'
     ) from _error
 
-from te_mx import distributed, formats, recipe
+from te_mx import distributed, formats, moe, recipe
 from te_mx.audit import audit
 from te_mx.context import autocast, fp8_autocast
 from te_mx.conversion.report import ConversionReport
 from te_mx.convert import convert_model
+from te_mx.dispatch.tuned.use import use_tuned_table
 from te_mx.explain import Explanation, FallbackWarning, explain
 from te_mx.explain_grouped import GroupedExplanation, explain_grouped
 from te_mx.frozen import freeze_weights, unfreeze_weights
@@ -37,6 +38,7 @@ from te_mx.grouped_gemm import grouped_gemm
 from te_mx.inspection import InspectionReport, inspect
 from te_mx.nn import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
 from te_mx.nn.converted import ConversionWarning
+from te_mx.quantization_config import quantization_config
 from te_mx.recipe import get_default_recipe, is_mxfp8_available
 from te_mx.revert import revert_model
 from te_mx.runtime import workspace
@@ -81,11 +83,14 @@ __all__ = [
     "inspect",
     "is_mxfp8_available",
     "make_graphed_callables",
+    "moe",
+    "quantization_config",
     "quantize",
     "recipe",
     "record_saved",
     "revert_model",
     "unfreeze_weights",
+    "use_tuned_table",
     "workspace",
 ]
 

@@ -66,7 +66,9 @@ def freeze_weights(
             are. Codes of fewer than 8 bits are packed uint8, [out, ceil(in/2)] in MXFP4, and the
             scales of 6-bit codes are named after their element, ``<name>_scale_e2m3``; fp32 scales
             are ``<name>_scale_inv`` float32. Such a state_dict loads into a new module. Such a
-            module runs quantized outside autocast too, and cannot be differentiated.
+            module runs quantized outside autocast too. Gradients reach its input, biases and
+            normalization: dgrad starts from these codes, as under one_copy_weights, of codes with
+            fewer than 8 bits by way of MXFP8.
         recipe: its format and its scale rule quantize the weights; None means the active recipe,
             where none is that which `te_mx.convert_model` bound to the module, or the default one.
         fmt: the format of the weights in place of the recipe's, a name of te_mx.formats.names()

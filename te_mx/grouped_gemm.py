@@ -100,12 +100,12 @@ def grouped_gemm(
     return out.view(rhs.groups, most, rhs.rows) if masked_m is not None else out
 
 
-def tokens_of(inp: Any) -> Operand:
+def tokens_of(inp: Any, name: str = f"{OWNER}: inp") -> Operand:
     """Tokens as ops take them, [rows, k] in plain rows."""
-    operand = _rowwise(inp, "inp", OWNER)
+    operand = _rowwise(inp, *name.split(": ")[::-1])
     if operand.format.scaling.block[0] != 1:
         raise ValueError(
-            f"{OWNER}: inp is {operand.format.name}, whose blocks hold several rows, which may "
+            f"{name} is {operand.format.name}, whose blocks hold several rows, which may "
             "belong to several groups; quantize tokens in blocks of one row"
         )
     return operand

@@ -114,7 +114,12 @@ def rows_of(form: Form, tokens: Any, groups: int, most: int) -> Rows:
         return _masked(masked_m, most, owner)
     assert index is not None
     check_index(index, "index", (len(tokens),), tokens, owner)
-    return _indexed(index.to(tokens.device), groups, owner)
+    if readable(index) and len(index) and int(index.max()) >= groups:
+        raise ValueError(
+            f"{owner}: index must be below the {groups} groups of weight (or -1), got "
+            f"{int(index.max())}"
+        )
+    return _indexed(index.to(tokens.device), groups)
 
 
 def _masked(masked_m: Tensor, most: int, owner: str) -> Rows:
@@ -124,12 +129,7 @@ def _masked(masked_m: Tensor, most: int, owner: str) -> Rows:
     return Rows(Groups(starts + masked_m.clamp(0, most), most))
 
 
-def _indexed(index: Tensor, groups: int, owner: str) -> Rows:
-    if readable(index) and len(index) and int(index.max()) >= groups:
-        raise ValueError(
-            f"{owner}: index must be below the {groups} groups of weight (or -1), got "
-            f"{int(index.max())}"
-        )
+def _indexed(index: Tensor, groups: int) -> Rows:
     group = torch.where((index < 0) | (index >= groups), groups, index).long()
     counts = torch.zeros(groups + 1, dtype=torch.int64, device=index.device)
     counts = counts.scatter_add(0, group, torch.ones_like(group))

@@ -13,6 +13,7 @@ import importlib
 import fake_sm90_factors
 import native_words as reference
 import torch
+from fake_sm90_decode import DecodeArgs, decode, decode_workspace  # noqa: F401
 from fake_sm90_factors import scaling
 from torch import Tensor
 
@@ -205,7 +206,8 @@ def gemm(args) -> int:
     if fake_sm90_factors.is_blockwise(args.lhs):
         return fake_sm90_factors.gemm(args, at)
     e, (m, n) = args.epilogue, (args.lhs_rows, args.rhs_rows)
-    assert e.ldo == n and args.lhs_k == args.rhs_k and args.kernel == -1
+    assert e.ldo == n and args.lhs_k == args.rhs_k
+    assert args.kernel == -1 or (args.kernel < 4 and args.parts <= 1 and not e.gelu)
     asked = Epilogue(
         at(e.bias, (n,), _DTYPES[e.bias_dtype]) if e.bias else None,
         _GELUS.get(e.gelu),

@@ -179,14 +179,9 @@ def test_runs_in_mxfp8_outside_autocast_too(kind):
 
 
 @every
-def test_differentiating_is_a_clear_error(kind):
-    model, x = FAMILY[kind](name="first"), torch.randn(ROWS, IN, requires_grad=True)
+def test_input_is_checked(kind):
+    model = FAMILY[kind]()
     te_mx.freeze_weights(model, drop_master=True)
-    with te_mx.autocast(), pytest.raises(RuntimeError, match=r"'first'.*drop_master=True.*no_grad"):
-        call(model, x)
-    with torch.no_grad():
-        call(model, x)
-    call(model, x.detach())
     with pytest.raises(ValueError, match=r"must be .*=70, got inp of shape"):
         call(model, torch.randn(ROWS, IN + 1))
 

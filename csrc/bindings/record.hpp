@@ -25,6 +25,7 @@
 #include "te_mx/gemm.h"
 #include "te_mx/linear.h"
 #include "te_mx/quantize.h"
+#include "te_mx/sm90_decode.h"
 
 namespace te_mx::bindings {
 
@@ -36,7 +37,7 @@ template <class T>
 concept AnyRecord =
     one_of<T, Matrix, Scaling, Operand, Groups, Execution, OperandOut, QuantizeOut, QuantizeArgs,
            GroupedQuantizeArgs, DequantizeArgs, PackArgs, RowSumsArgs, Epilogue, GemmArgs,
-           GroupedGemmArgs, NormArgs, NormGradArgs, ActArgs, LinearArgs>;
+           GroupedGemmArgs, NormArgs, NormGradArgs, ActArgs, LinearArgs, sm90::DecodeArgs>;
 
 // A Python object that holds a struct, or shows a part of the one that `owner` holds.
 template <class T>
@@ -322,7 +323,15 @@ void bind_gemm_records(py::module_& m);
 void bind_fused_records(py::module_& m);
 void bind_linear_records(py::module_& m);
 void bind_sm90_choice(py::module_& m);
+// The compiler of a module, for reports.
+#ifdef __clang__
+inline constexpr const char* kCompiler = "clang " __clang_version__;
+#else
+inline constexpr const char* kCompiler = "gcc " __VERSION__;
+#endif
+
 inline void bind_common(py::module_& m) {
+  m.attr("COMPILER") = kCompiler;
   bind_types(m);
   bind_quantize_records(m);
   bind_gemm_records(m);

@@ -32,20 +32,37 @@ def peak_mb(device: str) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / MB
 
 
+def resident_mb() -> float:
+    """What this process holds now; its peak where the system does not say."""
+    measured = _status_mb("VmRSS")
+    return peak_mb("cpu") if measured is None else measured
+
+
 def saved_for_backward_mb(forward: Callable[[], Tensor], model: nn.Module) -> float:
-    """What one forward pass keeps for the backward pass: each storage once, without parameters."""
-    known = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    """What one forward pass keeps for the backward pass: each storage once, without parameters; on
+    several ranks what this one keeps, with what it gathered."""
+
+    def address_of(tensor: Tensor) -> int:
+        return _here(tensor).untyped_storage().data_ptr()
+
+    known = {address_of(p) for p in model.parameters()}
     kept: dict[
         int, Tensor
     ] = {}  # holds the tensors: a freed address could come back as another tensor's
 
     def pack(tensor: Tensor) -> Tensor:
-        address = tensor.untyped_storage().data_ptr()
+        address = address_of(tensor)
         if address not in known:
-            kept[address] = tensor
+            kept[address] = _here(tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = forward()
     del loss
     return sum(t.untyped_storage().nbytes() for t in kept.values()) / MB
+
+
+def _here(tensor: Tensor) -> Tensor:
+    """The part of a tensor that is spread over ranks which this one has."""
+    local = getattr(tensor, "to_local", None)
+    return tensor if local is None else local()

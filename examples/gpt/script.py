@@ -27,13 +27,17 @@ class Script:
 
     `settings(args, mode)` are those of the first seed, `trainer` makes a run of them, and
     `command(mode)` starts this script again for one mode. `lacks(args)` says what else a run needs
-    and does not find.
+    and does not find. Of several processes that train together, the one that is `first` writes and
+    prints, and all stop where one of them was told to, as `agree` finds.
     """
 
     settings: Callable[[argparse.Namespace, str], train.Settings]
     command: Callable[[str], list[str]]
     trainer: type[train.Trainer] = train.Trainer
     lacks: Callable[[argparse.Namespace], str | None] = lambda args: None
+    together: bool = False
+    first: bool = True
+    agree: Callable[[bool], bool] = lambda stop: stop
 
 
 def add_options(p: argparse.ArgumentParser, d: train.Settings, out: str) -> None:
@@ -121,9 +125,10 @@ def train_one(script: Script, args: argparse.Namespace, mode: str) -> int:
     def after_step(done: int) -> bool:
         nonlocal fresh
         if done == 1 and fresh:  # this run works: it replaces an earlier one
-            forget(args, mode)
+            if script.first:
+                forget(args, mode)
             fresh = False
-        return interrupted
+        return script.agree(interrupted)
 
     for signum in stopping.SIGNALS:
         signal.signal(signum, stop)
@@ -140,16 +145,18 @@ def train_one(script: Script, args: argparse.Namespace, mode: str) -> int:
                 save_every=args.save_every,
                 should_stop=after_step,
                 make=script.trainer,
+                quiet=not script.first,
             )
         except train.CheckpointError as error:
             print(f"error: {error}", file=sys.stderr)
             return FAILED
         if record["finished"] or not records:
             records.append(record)
+        if records[-1] is record and script.first:
             (args.out / f"{mode}.json").write_text(json.dumps(seeds.mean(records)) + "\n")
         if not record["finished"]:
             return STOPPED
-        if interrupted and len(records) < args.seeds:
+        if script.agree(interrupted) and len(records) < args.seeds:
             return STOPPED
     return 0
 
@@ -220,12 +227,14 @@ def main(script: Script, args: argparse.Namespace) -> int:
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
         torch.use_deterministic_algorithms(True)
-    if args.only:
-        code = train_one(script, args, args.only)
-        done = [args.only] if code in (0, STOPPED) else []
+    if args.only or script.together:
+        done, code = [], 0
+        for mode in [args.only] if args.only else [args.dtype, "mxfp8"]:
+            code = code or train_one(script, args, mode)
+            done += [mode] if code in (0, STOPPED) and (args.out / f"{mode}.json").exists() else []
     else:
         code, done = train_in_children(script, [args.dtype, "mxfp8"])
-    if not args.child:
+    if not args.child and script.first:
         show(args, done)
         if code == STOPPED and done:
             how = "the same command with --resume goes on" if args.save_every else "no checkpoint"

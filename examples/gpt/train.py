@@ -46,7 +46,7 @@ PRESETS = {
         2.5e-4,
     ),
 }
-WARMUP_SHARE, FINAL_LR_SHARE = 0.1, 0.1
+WARMUP_SHARE, FINAL_LR_SHARE, MAX_NORM = 0.1, 0.1, 1.0
 BAR = "{desc} {percentage:3.0f}%|{bar:24}| {n}/{total} [{elapsed}, {remaining} left{postfix}]"
 SLOW_FIRST_STEPS = 3  # left out of tokens/s: allocation and kernel set-up
 
@@ -92,9 +92,7 @@ class Trainer:
         self.settings, self.text = settings, text
         torch.manual_seed(settings.seed)
         self.model = self.make_model()
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-        )
+        self.optimizer = self.make_optimizer()
         self.losses: list[float] = []
         self.seconds: list[float] = []
         self.val: list[tuple[int, float]] = []  # (steps done, loss)
@@ -106,6 +104,15 @@ class Trainer:
         if self.settings.mode == "mxfp8":
             precision.convert(model)
         return model
+
+    def make_optimizer(self, **how: bool) -> torch.optim.Optimizer:
+        how = how or {"fused": True}
+        return torch.optim.AdamW(
+            self.model.parameters(), lr=self.settings.lr, betas=(0.9, 0.95), weight_decay=0.1, **how
+        )
+
+    def clip_gradients(self) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
 
     def logits(self, tokens: Tensor) -> Tensor:
         """[batch, context] to [batch, context, 256]."""
@@ -137,6 +144,9 @@ class Trainer:
         logits = self.logits(tokens)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
+    def value_of(self, loss: Tensor) -> float:
+        return loss.item()
+
     def learning_rate(self) -> float:
         """Linear warm-up, then a cosine down to a tenth."""
         s = self.settings
@@ -150,12 +160,12 @@ class Trainer:
         start = time.perf_counter()
         loss = self.loss(self.batch())
         loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.clip_gradients()
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        value = loss.item()  # also waits for the device, so that the time below is whole
+        value = self.value_of(loss)  # also waits for the device, so that the time below is whole
         self.seconds.append(time.perf_counter() - start)
         self.losses.append(value)
         if not math.isfinite(value):
@@ -182,12 +192,29 @@ class Trainer:
         """From the median step, so that one disturbed step does not count."""
         return self.settings.tokens_per_step / self.step_seconds()[1]
 
+    def model_state(self) -> dict:
+        """What a checkpoint keeps of the model."""
+        return self.model.state_dict()
+
+    def load_model_state(self, state: dict) -> None:
+        self.model.load_state_dict(state)
+
+    def optimizer_state(self) -> dict:
+        return self.optimizer.state_dict()
+
+    def load_optimizer_state(self, state: dict) -> None:
+        self.optimizer.load_state_dict(state)
+
+    def write(self, state: dict, path: Path) -> None:
+        torch.save(state, path.with_suffix(".partial"))
+        os.replace(path.with_suffix(".partial"), path)
+
     def save(self, path: Path) -> None:
         """Write a checkpoint that resumes bit for bit; the old one stays until it is whole."""
         state = {
             "settings": asdict(self.settings),
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "model": self.model_state(),
+            "optimizer": self.optimizer_state(),
             "rng": torch.get_rng_state(),
             "losses": self.losses,
             "seconds": self.seconds,
@@ -195,9 +222,7 @@ class Trainer:
         }
         if self.settings.device.startswith("cuda"):
             state["cuda_rng"] = torch.cuda.get_rng_state(self.settings.device)
-        partial = path.with_suffix(".partial")
-        torch.save(state, partial)
-        os.replace(partial, path)
+        self.write(state, path)
 
     def load(self, path: Path) -> None:
         try:
@@ -220,8 +245,8 @@ class Trainer:
             )
 
     def _restore(self, state: dict) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.load_model_state(state["model"])
+        self.load_optimizer_state(state["optimizer"])
         torch.set_rng_state(state["rng"])
         if "cuda_rng" in state:
             torch.cuda.set_rng_state(state["cuda_rng"], self.settings.device)
@@ -238,6 +263,7 @@ def run(
     should_stop: Callable[[int], bool] = lambda done: False,
     text: data.Text | None = None,
     make: type[Trainer] = Trainer,
+    quiet: bool = False,
 ) -> dict:
     """Train to `settings.steps`, or until `should_stop(steps done)`; returns the record of the run.
 
@@ -255,6 +281,7 @@ def run(
         unit="step",
         bar_format=BAR,
         mininterval=0.2 if sys.stderr.isatty() else 15,
+        disable=quiet,
     )
     stopped = False
     with bar:

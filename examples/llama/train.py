@@ -40,6 +40,8 @@ class LlamaSettings(train.Settings):
     compile: bool = False
     fuse: bool = True
     fp32_params: bool = False
+    parallel: str = ""  # of parallel.KINDS, in processes that torchrun started
+    gather_codes: bool = True  # under FSDP2 in MXFP8
 
     @property
     def context(self) -> int:

@@ -33,9 +33,10 @@ from te_mx.autograd.saved import NOTHING, Kept
 from te_mx.autograd.shapes import flatten, shaped, unflatten
 from te_mx.autograd.steps import DGRAD, WGRAD, by_steps, columns_now, mode_of, new_seed
 from te_mx.autograd.steps_grouped import GroupForms, KeptWeights
+from te_mx.autograd.steps_kept import on_codes
 from te_mx.autograd.wgrad import INPUT, GroupedWgrad, Reads, WeightGradient
 from te_mx.dispatch.groups import host_bounds
-from te_mx.ops import Epilogue, Operand, Stack, gemm_2d
+from te_mx.ops import Epilogue, Made, Operand, Stack, gemm_2d
 from te_mx.ops.grouped_gemm import gemm_k, gemm_k_into, gemm_rows, group_of_k, on_device
 from te_mx.ops.grouped_quantize import (
     columns_of_weights,
@@ -257,6 +258,21 @@ def grouped_linear(x: Tensor, offs: Tensor, parts: Sequence[Tensor], call: Group
     form = GroupForms.of(x, weights[0], settings)
     row, _ = _weights(weights, form, call, False)
     return infer(x, offs, row, bias, call)
+
+
+def grouped_on_codes(
+    x: Tensor, offs: Tensor, w_row: Stack, bias_GN: Tensor | None, call: GroupedCall
+) -> Tensor:
+    """x [..., K] -> [..., N] on weights of which only plain rowwise codes are left, differentiable
+    in x and the biases."""
+    wanted = x.requires_grad or (bias_GN is not None and bias_GN.requires_grad)
+    if not (torch.is_grad_enabled() and wanted):
+        return infer(x, offs, w_row, bias_GN, call)
+    settings = on_codes(call.settings)
+    kept = KeptWeights(settings, w_row, None, Made(0, None))
+    # The codes in the place of the weights have no gradient, and nothing reads them there.
+    parts = (w_row.codes,) if bias_GN is None else (w_row.codes, bias_GN)
+    return grouped_linear(x, offs, parts, call._replace(settings=settings, kept=kept))
 
 
 def infer(

@@ -19,7 +19,7 @@ from te_mx.autograd.saved import Kept
 from te_mx.autograd.shapes import flatten, shaped, unflatten
 from te_mx.autograd.sibling_gradients import Pass, entered, leaves_when_hooked, passed_on, total
 from te_mx.autograd.steps import DGRAD, WGRAD
-from te_mx.autograd.steps_kept import KeptWeight
+from te_mx.autograd.steps_kept import KeptWeight, on_codes
 from te_mx.autograd.wgrad import WeightGradient
 from te_mx.ops import Operand
 from te_mx.recipes.settings import Settings
@@ -137,6 +137,19 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: Call) -> T
             return made[0]
     row, _ = steps.weight_operands(call.kept, weight_NK, settings, False)
     return infer(x, row, bias_N, settings, call.out_dtype, call.tag)
+
+
+def linear_on_codes(x: Tensor, w_row: Operand, bias_N: Tensor | None, call: Call) -> Tensor:
+    """x [..., K] -> [..., N] on a weight of which only plain rowwise codes are left, differentiable
+    in x and the bias."""
+    wanted = x.requires_grad or (bias_N is not None and bias_N.requires_grad)
+    if not (torch.is_grad_enabled() and wanted):
+        return infer(x, w_row, bias_N, call.settings, call.out_dtype, call.tag)
+    settings = on_codes(call.settings)
+    kept = KeptWeight(settings, w_row, None)
+    # The codes in the place of the weight have no gradient, and nothing reads them there.
+    call = call._replace(settings=settings, kept=kept)
+    return LinearFunction.apply(x, w_row.codes, bias_N, call)[0]
 
 
 def infer(

@@ -25,15 +25,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from te_mx.autograd import joining, shared_inputs, steps
+from te_mx.autograd import shared_inputs, steps
 from te_mx.autograd.backward import outputs, place, run_backward, tag_of
 from te_mx.autograd.layernorm_mlp import Call as Inner
 from te_mx.autograd.layernorm_mlp import activated, through_activation
+from te_mx.autograd.mlp_weights import joined, kept_again, kept_of, weights
 from te_mx.autograd.norm import Source, source_of
 from te_mx.autograd.normalization import NormStep
 from te_mx.autograd.saved import Kept
 from te_mx.autograd.shapes import flatten, shaped, unflatten
 from te_mx.autograd.steps import DGRAD, FPROP, WGRAD
+from te_mx.autograd.steps_kept import KeptWeight
 from te_mx.autograd.wgrad import WeightGradient
 from te_mx.dispatch.fused import Activation, ActStep
 from te_mx.ops import Operand, Quantized, Target
@@ -44,7 +46,8 @@ from te_mx.runtime.ran import LAST_RUN
 
 class Call(NamedTuple):
     """What one call of a block fixes. tags: the first slots in LAST_RUN of the layers, fc2's last.
-    sinks: where the gradients of w1 and w2 go. save_x: as of autograd.linear.Call."""
+    sinks: where the gradients of w1 and w2 go. save_x: as of autograd.linear.Call. codes: stand in
+    for quantizing the parts of w1 and w2."""
 
     act: Activation
     settings: Settings
@@ -52,6 +55,7 @@ class Call(NamedTuple):
     tags: tuple[int, ...]
     sinks: tuple[WeightGradient | None, WeightGradient | None] = (None, None)
     save_x: bool = False
+    codes: tuple[KeptWeight, ...] = ()
 
     def inner(self) -> Inner:
         """The same, as the steps of layernorm_mlp take it."""
@@ -67,11 +71,6 @@ class Call(NamedTuple):
                 LAST_RUN[tag + gemm] = ran
 
 
-def _joined(parts: Sequence[Any]) -> Any:
-    """One tensor of parts along their first dimension; None of None."""
-    return parts[0] if len(parts) == 1 or parts[0] is None else joining.cat(parts)
-
-
 def _makes_again(call: Call, plan_a: steps.Input) -> bool:
     """Whether backward makes the columnwise codes of a again, of h: one more read of h against
     1.03 bytes an element kept. Compiled code, which keeps less of everything else, keeps them: the
@@ -83,27 +82,17 @@ def _makes_again(call: Call, plan_a: steps.Input) -> bool:
 
 
 def _quantized(
-    x: Tensor, w1: Tensor, plan: steps.Input, settings: Settings, need_dx: bool
-) -> tuple[Quantized, Operand, Operand | None]:
+    x: Tensor, w1: Tensor, plan: steps.Input, settings: Settings, need_dx: bool,
+    kept: KeptWeight | None = None,
+) -> tuple[Quantized, Operand, Operand | None]:  # fmt: skip
     """x and w1; x perhaps by whoever made it, or by a sibling. Without columnwise codes where
     `source_of` has what to make them of."""
     q = shared_inputs.find(x, plan.target)
     if q is None and source_of(x) is not None:
         q = shared_inputs.find(x, plan.target._replace(col=""))
     if q is not None:
-        return q, *steps.weight_operands(None, w1, settings, need_dx)
-    return steps.input_and_weight(x, plan, None, w1, settings, need_dx)
-
-
-def _kept_of(
-    weight: tuple[Operand, Operand | None, Tensor], parts: Sequence[Tensor], settings: Settings,
-    need: bool,
-) -> tuple[Kept, Sequence[Tensor | None]]:  # fmt: skip
-    """What dgrad needs of a weight: something quantized, or the parameters that it is joined of."""
-    kept = steps.kept_for_dgrad(*weight, settings, need)
-    if kept.spec or not need:
-        return kept, [None] * len(parts)
-    return Kept(), parts
+        return q, *steps.weight_operands(kept, w1, settings, need_dx)
+    return steps.input_and_weight(x, plan, kept, w1, settings, need_dx)
 
 
 class MLPBlockFunction(torch.autograd.Function):
@@ -117,14 +106,15 @@ class MLPBlockFunction(torch.autograd.Function):
         need = _needs(ctx)
         settings = call.settings
         parts: Sequence[Any] = first[::2]
-        w1, b1 = _joined(parts), _joined(first[1::2])
+        w1, kept1, kept2 = weights(parts, call.codes, settings)
+        b1 = joined(first[1::2])
         plan_x = steps.plan_input(x.device, settings, need.dw1, call.save_x)
         plan_a = steps.plan_input(x.device, settings, need.dw2)
         again = _makes_again(call, plan_a)
         if again:
             plan_a = plan_a._replace(target=plan_a.target._replace(col=""))
-        q, w1_row, w1_col = _quantized(x, w1, plan_x, settings, need.dx)
-        w2_row, w2_col = steps.weight_operands(None, w2, settings, need.dh)
+        q, w1_row, w1_col = _quantized(x, w1, plan_x, settings, need.dx, kept1)
+        w2_row, w2_col = steps.weight_operands(kept2, w2, settings, need.dh)
         assert q.row is not None
         inner = call.inner()
         h, a, qa = activated(q.row, w1_row, b1, inner, plan_a, need.dh or again)
@@ -132,8 +122,8 @@ class MLPBlockFunction(torch.autograd.Function):
         assert qa.row is not None
         y_MN = steps.fprop(qa.row, w2_row, b2, settings, call.dtype, call.tags[-1])
 
-        kept_w1, own = _kept_of((w1_row, w1_col, w1), parts, settings, need.dx)
-        kept_w2, (own_w2,) = _kept_of((w2_row, w2_col, w2), [w2], settings, need.dh)
+        kept_w1, own = kept_of((w1_row, w1_col, w1), parts, settings, need.dx, call.codes)
+        kept_w2, (own_w2,) = kept_of((w2_row, w2_col, w2), [w2], settings, need.dh)
         kept_a = plan_a.kept(qa, a, need.dw2 and not again)
         source = None
         if need.dw1 and plan_x.target.col and q.col is None:
@@ -204,9 +194,7 @@ def _backward(ctx: Any, saved: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor | 
             db1 = sums.to(b1_dtype)
     if need.dx:
         if own[0] is not None:
-            # torch.compile would take this join for forward's, if it were one of the same
-            # dimension, and keep that.
-            kept_w1 = Kept.itself(own[0] if len(own) == 1 else joining.cat(own, -2))
+            kept_w1 = kept_again(own, call.codes, settings)
         tag = tag_of(call.tags[0], DGRAD)
         dx = shaped(steps.dgrad(dh, kept_w1, settings, ctx.like[1], tag).out, ctx.like[0])
         call.record(DGRAD)
@@ -252,21 +240,22 @@ def mlp_block(
         return MLPBlockFunction.apply(x, w2, b2, call, *first)[0]
     settings = call.settings
     plan = steps.plan_input(x.device, settings, False)
-    weights: Any = first[::2]
-    if len(weights) > 1 and x.numel() < weights[0].numel():
-        qa = _activated_apart(x, weights, first[1::2], plan, call)
+    parts: Any = first[::2]
+    if len(parts) > 1 and x.numel() < parts[0].numel():
+        qa = _activated_apart(x, parts, first[1::2], plan, call)
     else:
-        q, w1_row, _ = _quantized(x, _joined(weights), plan, settings, False)
+        w1, kept1, _ = weights(parts, call.codes, settings)
+        q, w1_row, _ = _quantized(x, w1, plan, settings, False, kept1)
         assert q.row is not None
-        _, _, qa = activated(q.row, w1_row, _joined(first[1::2]), call.inner(), plan, False)
+        _, _, qa = activated(q.row, w1_row, joined(first[1::2]), call.inner(), plan, False)
         call.record(FPROP)
-    w2_row, _ = steps.weight_operands(None, w2, settings, False)
+    w2_row, _ = steps.weight_operands(call.codes[-1] if call.codes else None, w2, settings, False)
     assert qa.row is not None
     return unflatten(steps.fprop(qa.row, w2_row, b2, settings, call.dtype, call.tags[-1]), x)
 
 
 def _activated_apart(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], plan: steps.Input,
+    x: Tensor, parts: Sequence[Tensor], biases: Sequence[Tensor | None], plan: steps.Input,
     call: Call,
 ) -> Quantized:  # fmt: skip
     """a, quantized, of few tokens: weights that are larger than x are not joined, but what they
@@ -274,10 +263,11 @@ def _activated_apart(
     settings = call.settings
     q = steps.quantized_input(x, plan)
     assert q.row is not None
-    parts = []
-    for weight, bias, tag in zip(weights, biases, call.tags, strict=False):
-        row, _ = steps.weight_operands(None, weight, settings, False)
-        parts.append(steps.fprop(q.row, row, bias, settings, call.dtype, tag))
-    h = torch.cat(parts, 1)
+    made = []
+    for i, (weight, bias) in enumerate(zip(parts, biases, strict=True)):
+        kept = call.codes[i] if call.codes else None
+        row, _ = steps.weight_operands(kept, weight, settings, False)
+        made.append(steps.fprop(q.row, row, bias, settings, call.dtype, call.tags[i]))
+    h = torch.cat(made, 1)
     step = ActStep(h, None, call.act, call.dtype, False, plan.target)
     return act_quantize_2d(step).quantized

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from te_mx import formats
 from te_mx.autograd.steps import (
     mode_of,
     needs_columns,
@@ -17,6 +18,8 @@ from te_mx.autograd.steps import (
 )
 from te_mx.ops import Made, Operand, kept_form, quantized
 from te_mx.recipes.settings import Settings
+
+_WIDE = "mxfp8_e4m3"
 
 
 class KeptWeight(NamedTuple):
@@ -54,6 +57,23 @@ class KeptWeight(NamedTuple):
             # Operands that give their bytes back serve every precision, and with every format.
             and (self.is_plain() or (packs(settings) and self._is_as_asked(settings, device)))
         )
+
+
+def on_codes(settings: Settings) -> Settings:
+    """The settings of a product with a weight of which only rowwise codes are left, for what
+    follows its input back.
+
+    dgrad starts from these codes, as under one_copy_weights. Where the recipe asks for the weight
+    itself it gets the values of the codes, as in "dequantized". Columns of codes with fewer than 8
+    bits are MXFP8, which holds the values of neighbouring rows as they are unless their scales lie
+    more than 2^9 apart, while the codes' own format would round them once more.
+    """
+    backward = "dequantized" if settings.backward == "high_precision" else settings.backward
+    w_col = settings.w_col
+    if not w_col and formats.get(settings.w).element.bits < 8:
+        known = formats.get(_WIDE).scaling.knows(settings.scale_rule)
+        w_col = _WIDE if known else ""
+    return settings._replace(one_copy=True, backward=backward, wgrad_hp=False, w_col=w_col)
 
 
 def kept_weight(weight_NK: Tensor, settings: Settings, need_dx: bool) -> KeptWeight:

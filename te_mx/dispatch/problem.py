@@ -79,6 +79,7 @@ class Problem(NamedTuple):
         rule: how scales are chosen, of a quantizer.
         grad: of a whole linear layer, the spec of output gradients.
         split_k: whether k may be cut into parts.
+        top_k: of a mixture of experts, how many a token is sent to; 0 otherwise.
     """
 
     op: str
@@ -96,6 +97,7 @@ class Problem(NamedTuple):
     rule: str = "rceil"
     grad: str = ""
     split_k: bool = False
+    top_k: int = 0
 
     @property
     def empty(self) -> bool:

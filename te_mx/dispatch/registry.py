@@ -1,11 +1,14 @@
 """The kernels that there are, by op, and the choice among them: the only place that chooses.
 
-A kernel is registered once, in the order of preference of its op. `pick` costs a look-up by what
-envelopes look at; `explain` walks the same list and keeps the reasons.
+A kernel is registered once, in the order of preference of its op. The first one that accepts a
+problem runs it, unless a table of measured choices (tuned/) names another one that accepts it too.
+`pick` costs a look-up by what envelopes look at; `explain` walks the same list and keeps the
+reasons.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,6 +16,9 @@ import torch
 from torch import Tensor
 
 from te_mx.dispatch.problem import MOST, STREAM_ROWS, Problem, place_of
+from te_mx.dispatch.tuned import tables
+from te_mx.dispatch.tuned.follow import Tuning, follow
+from te_mx.dispatch.tuned.table import MOST_ROWS
 from te_mx.layouts.operand import Operand, Stack
 
 # (lhs, rhs, out) -> whether native code took it
@@ -31,11 +37,13 @@ class Kernel:
 
     op, name: what it runs, and what te_mx.explain and te_mx.audit call it.
     rank: kernels of an op are asked in the order of their ranks.
+    configuration: one of `configurations`; "": the kernel chooses, by its cost model if it has one.
     """
 
     op: str
     name: str
     rank: int = 0
+    configuration: str = ""
 
     def accepts(self, problem: Problem) -> str | None:
         """None, or the reason why this kernel does not run the problem: its envelope."""
@@ -52,6 +60,16 @@ class Kernel:
     def parts(self, problem: Problem) -> int:
         """Into how many parts k is cut, where that is allowed."""
         return 1
+
+    def configurations(self, problem: Problem) -> tuple[str, ...]:
+        """The ways to run a problem that a table may choose between, in words."""
+        return ()
+
+    def configured(self, configuration: str) -> Kernel:
+        """This kernel, which runs in one of these ways and no other."""
+        made = copy.copy(self)
+        made.configuration = configuration
+        return made
 
     def prepare(self, operand: Operand, side: str, problem: Problem) -> Operand:
         """An operand that stands still ("lhs" or "rhs" of a GEMM) in the form that this kernel
@@ -71,9 +89,11 @@ class Kernel:
 
 
 _kernels: dict[str, list[Kernel]] = {}
-_chosen: dict[tuple[Any, ...], Kernel] = {}
+_chosen: dict[tuple[Any, ...], Any] = {}  # kernels, or dicts of them by sizes
+_by_groups: dict[Problem, Kernel] = {}
 forms_known: dict[tuple[Any, ...], Any] = {}  # what kernels want, of dispatch/forms.py
 _derived: dict[tuple[Any, ...], Any] = {}
+_MOST_SIZES = 1 << 14
 
 
 def register(kernel: Kernel) -> Kernel:
@@ -100,6 +120,7 @@ def ops() -> tuple[str, ...]:
 def forget() -> None:
     """Choose anew: a kernel came, or a level changed its meaning."""
     _chosen.clear()
+    _by_groups.clear()
     forms_known.clear()
     _derived.clear()
 
@@ -109,8 +130,8 @@ def pick(
     dtype: torch.dtype = torch.float32, precision: str = "adaptive", ends: str = "",
     spread: int = 8, rule: str = "rceil",
 ) -> Kernel:  # fmt: skip
-    """The first kernel that accepts the problem (see Problem for the words; sizes are m, n, k). The
-    reference accepts everything, so there is one. The hot path: one look-up.
+    """The kernel of a problem (see Problem for the words; sizes are m, n, k). The reference accepts
+    everything, so there is one. The hot path: one look-up, two of ops that a table knows.
     """
     m, n, k = sizes
     # Sizes as far as envelopes look at them: nothing, few rows, many, too many to count.
@@ -121,22 +142,46 @@ def pick(
         size = 3
     key = (op, device, lhs, rhs, size, precision, ends, dtype, rule)
     kernel = _chosen.get(key)
+    if type(kernel) is dict:  # by the sizes that tables look at, where they know the op
+        kernel = kernel.get((n, k, m if m <= MOST_ROWS else MOST_ROWS + 1))
     if kernel is None:
         place = place_of(device)
         problem = Problem(op, place, lhs, rhs, m, n, k, 0, precision, ends, dtype, spread, rule)
         kernel = choose(problem)[0]
         if place.device != "cuda" or device.index is not None:
-            _chosen[key] = kernel
+            _keep(key, problem, kernel)
+    return kernel
+
+
+def _keep(key: tuple[Any, ...], problem: Problem, kernel: Kernel) -> None:
+    if not tables.has_rows(problem):
+        _chosen[key] = kernel
+        return
+    sized = _chosen.setdefault(key, {})
+    if len(sized) >= _MOST_SIZES:
+        sized.clear()
+    sized[problem.n, problem.k, min(problem.m, MOST_ROWS + 1)] = kernel
+
+
+def pick_grouped(problem: Problem) -> Kernel:
+    """As `pick`, of groups whose number tables look at."""
+    kernel = _by_groups.get(problem)
+    if kernel is None:
+        kernel = choose(problem)[0]
+        if len(_by_groups) >= _MOST_SIZES:
+            _by_groups.clear()
+        _by_groups[problem] = kernel
     return kernel
 
 
 def find(problem: Problem) -> Kernel | None:
-    """The first kernel that accepts the problem of an op that need not have one, or None. Callers
-    keep the answer in `derived`."""
-    for kernel in _kernels.get(problem.op, ()):
-        if kernel.accepts(problem) is None:
-            return kernel
-    return None
+    """The kernel of an op that need not have one, or None: none accepts the problem, or a table
+    says that the steps are faster. Callers keep the answer in `derived`, under the sizes."""
+    kernel = default_of(problem)
+    if kernel is None:
+        return None
+    made = tuning(problem)
+    return None if made.steps else made.kernel or kernel
 
 
 def pick_problem(p: Problem) -> Kernel:
@@ -144,13 +189,31 @@ def pick_problem(p: Problem) -> Kernel:
     return choose(p)[0]
 
 
+def default_of(problem: Problem) -> Kernel | None:
+    """The first kernel that accepts a problem, whatever tables say, or None."""
+    accepting = (one for one in _kernels.get(problem.op, ()) if one.accepts(problem) is None)
+    return next(accepting, None)
+
+
 def derived() -> dict[tuple[Any, ...], Any]:
     """What callers made of answers of the registry, under their own keys; forgotten with them."""
     return _derived
 
 
+def tuning(problem: Problem) -> Tuning:
+    """What tables of measured choices say of a problem."""
+    return follow(problem, _kernels.get(problem.op, ()))
+
+
 def choose(problem: Problem) -> tuple[Kernel, list[tuple[str, str]]]:
-    """(kernel, [(name, reason), ...] of those before it)."""
+    """(the kernel that runs a problem, [(name, reason), ...] of those that decline it and come
+    before the default)."""
+    kernel, declined = default(problem)
+    return tuning(problem).kernel or kernel, declined
+
+
+def default(problem: Problem) -> tuple[Kernel, list[tuple[str, str]]]:
+    """The same without tables: the first kernel that accepts the problem."""
     declined: list[tuple[str, str]] = []
     for kernel in _kernels[problem.op]:
         reason = kernel.accepts(problem)

@@ -10,7 +10,8 @@ from torch import Tensor
 from te_mx.dispatch.calls import Epilogue, Mode, Product, Quantize, Ran
 from te_mx.dispatch.fused import Target
 from te_mx.dispatch.problem import Problem, place_of, why_missing
-from te_mx.dispatch.registry import Kernel, choose, kernels, pick
+from te_mx.dispatch.registry import Kernel, choose, kernels, pick, pick_grouped
+from te_mx.dispatch.tuned.tables import has_rows
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized
 from te_mx.runtime.ran import warn_fallback
@@ -21,11 +22,14 @@ _DEFAULT_MODE = Mode()
 
 def run(problem: Problem, *call: Any) -> Any:
     """The result of the kernel that takes a problem."""
-    op, place, lhs, rhs, m, n, k, _, precision, ends, dtype, spread, rule, *_ = problem
-    device = torch.device(place.device, place.index) if place.index >= 0 else place.device
-    kernel = pick(
-        op, torch.device(device), lhs, rhs, (m, n, k), dtype, precision, ends, spread, rule
-    )
+    op, place, lhs, rhs, m, n, k, groups, precision, ends, dtype, spread, rule, *_ = problem
+    if groups and has_rows(problem):
+        kernel = pick_grouped(problem)
+    else:
+        device = torch.device(place.device, place.index) if place.index >= 0 else place.device
+        kernel = pick(
+            op, torch.device(device), lhs, rhs, (m, n, k), dtype, precision, ends, spread, rule
+        )
     if kernel.name != REFERENCE:
         made = kernel.run(*call)
         if made is not None:

@@ -46,6 +46,14 @@ def _attach(module: Any) -> None:
     fsdp.attach(module)
 
 
+def _gathered(module: Any, settings: Any) -> tuple[dict[str, Any], Any]:
+    from te_mx.distributed import fsdp
+
+    found = fsdp.gathered(module, module._parameters, settings)
+    return found["_gathered"], found["_ran_with"]
+
+
 several_ranks.above.run = _run
 several_ranks.above.owners = _owners
 several_ranks.above.attach = _attach
+several_ranks.above.gathered = _gathered

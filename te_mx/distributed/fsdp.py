@@ -184,8 +184,9 @@ def params_of(module: nn.Module) -> dict[str, Any]:
     if module not in _known:
         for wrapped in list(_module_state_mapping):
             state: Any = _get_module_state(wrapped)
-            for group in getattr(state, "_fsdp_param_groups", ()):
-                for param in group.fsdp_params:
+            groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.10 and 2.11 have one
+            for group in (getattr(state, "_fsdp_param_group", None),) if groups is None else groups:
+                for param in () if group is None else group.fsdp_params:
                     info = param._module_info
                     _known.setdefault(info.module, {})[info.param_name] = param
     return _known.get(module, {})

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from te_mx.distributed.fsdp import Sharded, gathered, params_of
+from te_mx.distributed.inputs import local_of, placed
 from te_mx.distributed.local_layer import call, check_whole_blocks, local_layer
 from te_mx.distributed.owners import Placed
 from te_mx.nn.grouped_linear import GroupedLinear
@@ -94,9 +95,9 @@ def run(module: Any, inp: Any, *args: Any) -> Any:
         return _run_experts(module, mesh, held, inp, args)
     x = inp if isinstance(inp, DTensor) else _whole(inp, mesh)
     way = _way(kinds, x)
-    x = x.redistribute(mesh, way.x)
+    x = placed(x, mesh, way.x)
     layer = _layer(module, mesh, held, way)
-    made = call(module, layer, x.to_local(grad_placements=way.x_grad), *args)
+    made = call(module, layer, local_of(x, way.x_grad), *args)
     y, *rest = made if isinstance(made, tuple) else (made,)
     out = _out_features(module)
     shape = torch.Size((*x.shape[:-1], out))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from te_mx.autograd.backward import tag_of
-from te_mx.autograd.grouped import GroupedCall, grouped_linear, infer
+from te_mx.autograd.grouped import GroupedCall, grouped_linear, grouped_on_codes
 from te_mx.autograd.steps import GEMMS, at_rest
 from te_mx.autograd.steps_grouped import KeptWeights, kept_weights
 from te_mx.dispatch.fused import Activation
@@ -53,7 +53,7 @@ class ExpertsModule(LayerInPlace):
 
         Raises:
             TypeError, ValueError: x, the weight or the bias cannot be multiplied in MXFP8.
-            RuntimeError: a gradient is asked of weights whose masters were dropped.
+            RuntimeError: somebody gives weights to experts whose masters were dropped.
         """
         experts, rows, k = self._shape_of(key)
         self._check_shape(x_RK, f"the input width of {key}", k)
@@ -63,12 +63,12 @@ class ExpertsModule(LayerInPlace):
         tag = tag_of(self._tag_now(), len(GEMMS) * self._weight_keys.index(key))
         call = GroupedCall(0, settings, output_dtype(x_RK), bias_EN is not None, tag=tag)
         if self._is_dropped():
-            self._refuse_gradient(x_RK, bias_EN)
+            self._refuse_given()
             self._check_codes((key,), x_RK.device)
             row = self._dropped_operand(key)
             if self._is_weight_only():
                 return weight_only.grouped(x_RK, Groups(offs), row, bias_EN, call.out_dtype, tag)
-            return infer(x_RK, offs, row, bias_EN, call)
+            return grouped_on_codes(x_RK, offs, row, bias_EN, call)
         weight = self._stack(key)
         self._check_parameter(key, weight, (experts, rows, k), x_RK.device)
         if self._frozen is not None:

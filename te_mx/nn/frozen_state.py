@@ -58,14 +58,15 @@ def save_codes(module: Freezable, destination: Any, prefix: str) -> None:
     if metadata is not None:
         metadata[_RECIPE] = module._frozen.settings._asdict()
         metadata[_FIXED] = module._frozen.fixed._asdict()
-    dtype, end = _dtype_of(module._frozen.settings.w), _end_of(module._frozen.settings.w)
+    dtype = _dtype_of(module._frozen.settings.w)
+    code_end, end = module._saved_as or ("", _end_of(module._frozen.settings.w))
     for key in module._weight_keys:
         codes, scales = module._codes(key)
         names = module._held_by(key)
         # Weights of several parameters are stacked: one part for each.
         parts = ([codes], [scales]) if names == (key,) else (codes.unbind(0), scales.unbind(0))
         for name, code, scale in zip(names, *parts, strict=True):
-            destination[prefix + name] = code.view(dtype)
+            destination[prefix + name + code_end] = code.view(dtype)
             destination[prefix + name + end] = scale
 
 
@@ -328,8 +329,9 @@ def _refuse_save_pretrained(module: Any) -> None:
                     f"{module._label()} holds codes (drop_master=True), which "
                     f"{type(model).__name__}.save_pretrained writes and from_pretrained loads as "
                     "plain weights. Save them with torch.save(model.state_dict(), path), to load "
-                    "with load_state_dict into a model of te_mx layers; or get weights back first: "
-                    "te_mx.unfreeze_weights(model, dequantize=True)"
+                    "with load_state_dict into a model of te_mx layers; say in the config what "
+                    "they are, te_mx.quantization_config(model, style); or get weights back "
+                    "first: te_mx.unfreeze_weights(model, dequantize=True)"
                 )
             return
         frame = frame.f_back  # type: ignore[assignment]

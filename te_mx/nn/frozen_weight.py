@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from te_mx import formats
+from te_mx.autograd import few_rows
 from te_mx.autograd.steps import at_rest
 from te_mx.autograd.steps_kept import kept_weight
 from te_mx.nn import frozen_formats
@@ -30,13 +31,14 @@ class Frozen:
 
     `kept` holds the quantized copies beside kept masters, by key; what is missing is made again.
     `sources` says what they were made of, `in_graphs` keeps those that a CUDA graph reads.
+    `few_rows` has the forms of weights for kernels of few rows.
     `dtypes` and `shapes` (of the weights, by key) and `trained` (requires_grad of the parameters,
     by name) are what unfreezing restores.
     """
 
     __slots__ = (
-        "dropped", "dtypes", "fixed", "in_graphs", "kept", "settings", "shapes", "sources",
-        "trained",
+        "dropped", "dtypes", "few_rows", "fixed", "in_graphs", "kept", "settings", "shapes",
+        "sources", "trained",
     )  # fmt: skip
 
     def __init__(
@@ -51,6 +53,7 @@ class Frozen:
         self.kept: dict[str, Any] = {}
         self.sources: dict[str, Sources] = {}
         self.in_graphs: list[Any] = []
+        self.few_rows = few_rows.Forms()
 
     def without_copies(self) -> Frozen:
         """For a copy of the module, whose next forward quantizes again."""
@@ -89,6 +92,8 @@ class Freezable:
     # Class attributes, not set in __init__: convert_model gives modules this class in place.
     _frozen: Frozen | None = None
     _bound: Settings | None = None  # what runs outside of regions, given by convert_model
+    # Endings of the names of codes and scales in a state_dict, where they are not te_mx's.
+    _saved_as: tuple[str, str] | None = None
     _weight_keys: tuple[str, ...] = ("weight",)
 
     # -------------------------------------------------- what a module family says of its weights
@@ -214,6 +219,7 @@ class Freezable:
                 delattr(self, f"{key}_codes")
                 delattr(self, f"{key}_scale")
         self._frozen = None
+        self.__dict__.pop("_saved_as", None)
         for name, parameter in self.named_parameters():
             if name in frozen.trained:
                 parameter.requires_grad_(frozen.trained[name])
@@ -263,6 +269,14 @@ class Freezable:
     def _is_dropped(self) -> bool:
         return self._frozen is not None and self._frozen.dropped
 
+    @property
+    def qweight(self) -> Tensor:
+        """The codes of a module without masters, under the name by which peft and others look for
+        the device of a quantized weight; no such attribute where there are masters."""
+        if not self._is_dropped():
+            raise AttributeError("qweight: the module holds its weights")
+        return getattr(self, f"{self._weight_keys[0]}_codes")
+
     def _is_weight_only(self) -> bool:
         return self._frozen is not None and self._frozen.dropped and self._frozen.fixed.weight_only
 
@@ -277,9 +291,8 @@ class Freezable:
             return self._frozen.shapes[key]
         return self._master_shape(key)
 
-    def _refuse_gradient(self, *tensors: Tensor | None) -> None:
-        """Raise RuntimeError where a gradient is asked of a module without masters, or somebody
-        gives it some for a forward."""
+    def _refuse_given(self) -> None:
+        """Raise RuntimeError where somebody gives a module without masters some for a forward."""
         given = self._parameters  # type: ignore[attr-defined]
         for key in self._weight_keys:
             for name in self._held_by(key):
@@ -290,13 +303,6 @@ class Freezable:
                         "hand); get its weights back first, with te_mx.unfreeze_weights(model, "
                         "dequantize=True)"
                     )
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-            raise RuntimeError(
-                f"{self._label()} was frozen with drop_master=True and cannot be differentiated: "  # type: ignore[attr-defined]
-                "only the codes that the forward needs are left. Freeze with drop_master=False, "
-                "or get a weight back with te_mx.unfreeze_weights(model, dequantize=True), or "
-                "run under torch.no_grad()"
-            )
 
     def _frozen_repr(self) -> str:
         return "" if self._frozen is None else f", {self._how_frozen()}"

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from te_mx import formats
 from te_mx.autograd.mlp_block import Call, mlp_block
 from te_mx.context import is_tracing
 from te_mx.dispatch.fused import Activation
@@ -18,6 +19,7 @@ from te_mx.nn.checks import FLOATS
 from te_mx.nn.linear import Linear
 from te_mx.nn.mx_module import output_dtype
 from te_mx.nn.reclassed import Reclassed
+from te_mx.nn.several_ranks import above, is_gathered
 from te_mx.nn.surroundings import (
     FUSED,
     RAN,
@@ -96,7 +98,11 @@ class FusedBlock(Reclassed):
             )
         tags = tuple([layer._tag_now() for layer in (*layers, last)])
         save_x = any(layer.save_original_input for layer in layers)
-        call = Call(plan.act, settings, output_dtype(x), tags, sinks, save_x)
+        codes: tuple[Any, ...] = ()
+        if is_gathered(w2):
+            found = [above.gathered(layer, settings) for layer in (*layers, last)]
+            codes, settings = tuple([kept["weight"] for kept, _ in found]), found[0][1]
+        call = Call(plan.act, settings, output_dtype(x), tags, sinks, save_x, codes)
         return mlp_block(x, [t for pair in held for t in pair], w2, b2, call)
 
 
@@ -110,6 +116,8 @@ def _why_not_these(x: Any, layers: list[Linear]) -> str:
         return "its first layers differ in fuse_wgrad_accumulation"
     if is_tracing() and (first[0]._routed() or last._routed()):
         return "fuse_wgrad_accumulation under torch.compile"
+    if reason := _why_not_gathered(layers):
+        return reason
     if x.is_nested or not x.dim() or x.shape[-1] != first[0].in_features:
         return "its input has another shape"
     weight, bias = first[0]._weight_and_bias()
@@ -118,7 +126,7 @@ def _why_not_these(x: Any, layers: list[Linear]) -> str:
         shape = (layer.out_features, layer.in_features)
         for value, size in ((w, shape), (b, shape[:1])):
             if value is not None and (
-                type(value) not in VALUES
+                not (type(value) in VALUES or is_gathered(value))
                 or value.shape != size
                 or value.device != x.device
                 or value.dtype not in FLOATS
@@ -126,6 +134,21 @@ def _why_not_these(x: Any, layers: list[Linear]) -> str:
                 return "a parameter of it is not as it was"
         if w is None or (layer is not last and (w.dtype != weight.dtype or _unlike(b, bias))):
             return "its first layers are not alike"
+    return ""
+
+
+def _why_not_gathered(layers: list[Linear]) -> str:
+    """Why weights that are gathered as codes do not run as one step."""
+    found = [is_gathered(layer._weight_and_bias()[0]) for layer in layers]
+    if not any(found):
+        return ""
+    if not all(found):
+        return "some of its weights are gathered as codes, others are not"
+    if is_tracing() or any(layer._routed() for layer in layers):
+        return "weights gathered as codes, in compiled code or with fuse_wgrad_accumulation"
+    weights: list[Any] = [layer._weight_and_bias()[0] for layer in layers[:-1]]
+    if any(len(w) % formats.get(w.fmt).scaling.block[0] for w in weights):
+        return "weights gathered as codes that are not cut between blocks"
     return ""
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from te_mx.autograd import joining, transforms
-from te_mx.autograd.grouped import GroupedCall, grouped_linear, infer
+from te_mx.autograd.grouped import GroupedCall, grouped_linear, grouped_on_codes
 from te_mx.autograd.grouped_loop import high_precision_loop
 from te_mx.autograd.grouped_operands import Groups
 from te_mx.autograd.shapes import flatten, unflatten
@@ -264,7 +264,7 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
     def _run_dropped(self, inp: Tensor, groups: Groups, settings: Settings) -> Any:
         biases = tuple(getattr(self, name) for name in self._bias_names)
         added = () if self.return_bias else biases
-        self._refuse_gradient(inp, *added)
+        self._refuse_given()
         self._check_codes(self._weight_keys, inp.device)
         self._check_groups(inp.device)
         row = self._dropped_operand("weight")
@@ -277,7 +277,7 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
             y = unflatten(y_RN, inp)
         else:
             call = GroupedCall(groups.capacity, settings, dtype, bool(added), tag=tag)
-            y = infer(inp, groups.offs, row, bias_GN, call)
+            y = grouped_on_codes(inp, groups.offs, row, bias_GN, call)
         return (y, self._returned(biases)) if self.return_bias else y
 
     # ----------------------------------------------------------------------------- checks and names

@@ -11,12 +11,14 @@ from torch.fx import Proxy
 
 from te_mx.autograd import transforms
 from te_mx.autograd.layernorm_linear import Call, layernorm_linear
+from te_mx.autograd.steps_kept import on_codes
 from te_mx.context import is_tracing
 from te_mx.nn import constructors, delayed_wgrad, weight_only
 from te_mx.nn import parameters_split as split
 from te_mx.nn.norm_module import NormModule, default_init, needs_gradient
 from te_mx.nn.te_arguments import refuse, refuse_constructor
 from te_mx.nn.tensor_parallel_group import COLUMN, ROW, part, shared
+from te_mx.recipes.settings import Settings
 
 
 class LayerNormLinear(NormModule):
@@ -173,8 +175,8 @@ class LayerNormLinear(NormModule):
             ValueError: the last dimension of `inp` is not in_features, or a parameter has another
                 shape than the module's or lies on another device than `inp`.
             TypeError: the dtype of `inp` or of a parameter cannot be quantized.
-            RuntimeError: a gradient is asked of a module whose high-precision weight was dropped;
-                or a backward pass recomputes it and cannot know the recipe, see te_mx.autocast.
+            RuntimeError: a backward pass recomputes it and cannot know the recipe, see
+                te_mx.autocast.
             NotImplementedError: forward-mode AD or a transform of torch.func follows `inp` or a
                 parameter, in MXFP8; one level of grad, grad_and_value or vjp may.
         """
@@ -196,11 +198,41 @@ class LayerNormLinear(NormModule):
             made = self._transformed(inp, is_first_microbatch=is_first_microbatch)
             if made is not None:
                 return made
+        out, bias, z = self._run(inp, is_first_microbatch, settings, self.return_layernorm_output)
+        extra: tuple[Tensor | None, ...] = (bias,) if self.return_bias else ()
+        extra += (z,) if self.return_layernorm_output else ()
+        return (out, *extra) if extra else out
+
+    def _with_normalized(self, inp: Tensor) -> tuple[Tensor, Tensor]:
+        """(y, z): what `forward` makes of `inp`, the bias added unless `return_bias` says
+        otherwise, and the normalized input z. For adapters, whose own products start from z.
+
+        Raises:
+            NotImplementedError: the module is shared by several ranks, or a transform of torch.func
+                follows `inp` or a parameter.
+        """
+        if self._is_spread(inp):
+            raise NotImplementedError(
+                f"{self._label()} is shared by several ranks, where z is not returned; call forward"
+            )
+        settings = self._settings()
+        if settings is not None and transforms.active():
+            self._refuse_transforms(inp)
+        out, _, z = self._run(inp, None, settings, True)
+        assert z is not None
+        return out, z
+
+    def _run(
+        self, inp: Tensor, is_first_microbatch: bool | None, settings: Settings | None, want_z: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """y, the bias, and z at least if it is wanted."""
         dropped = self._is_dropped()
+        if dropped and settings is not None:
+            settings = on_codes(settings)
         weight, bias = self._weight_and_bias()
         added = None if self.return_bias else bias
         sink = None
-        if routed and weight is not None:
+        if self._routed() and weight is not None:
             parts = [weight] if self._split is None else self._parts("weight")
             sink = self._sink(parts, is_first_microbatch, self._wgrad_queue())
         z: Tensor | None
@@ -223,13 +255,11 @@ class LayerNormLinear(NormModule):
                 need_dx = needs_gradient(inp, norm_weight, norm_bias)
                 first = is_first_microbatch
                 kept = self._kept_or_dropped("weight", settings, first, device, need_dx)
-                call = Call(step, settings, self.return_layernorm_output, tag)
+                call = Call(step, settings, want_z, tag)
                 out, z = layernorm_linear(
                     inp, norm_weight, norm_bias, weight, added, kept, sink, call
                 )
-        extra: tuple[Tensor | None, ...] = (bias,) if self.return_bias else ()
-        extra += (z,) if self.return_layernorm_output else ()
-        return (out, *extra) if extra else out
+        return out, bias, z
 
     def extra_repr(self) -> str:
         shown = (

@@ -12,6 +12,7 @@ from torch.fx import Proxy
 from te_mx.autograd import transforms
 from te_mx.autograd.layernorm_mlp import Call, Weights, layernorm_mlp
 from te_mx.autograd.steps import GEMMS
+from te_mx.autograd.steps_kept import on_codes
 from te_mx.autograd.wgrad import WeightGradient
 from te_mx.context import is_tracing
 from te_mx.dispatch.fused import NORMS
@@ -180,8 +181,8 @@ class LayerNormMLP(NormModule):
             ValueError: the last dimension of `inp` is not hidden_size, or a parameter has another
                 shape than the module's or lies on another device than `inp`.
             TypeError: the dtype of `inp` or of a parameter cannot be quantized.
-            RuntimeError: a gradient is asked of a module whose high-precision weights were dropped;
-                or a backward pass recomputes it and cannot know the recipe, see te_mx.autocast.
+            RuntimeError: a backward pass recomputes it and cannot know the recipe, see
+                te_mx.autocast.
             NotImplementedError: forward-mode AD or a transform of torch.func follows `inp` or a
                 parameter, in MXFP8; one level of grad, grad_and_value or vjp may.
         """
@@ -198,6 +199,8 @@ class LayerNormMLP(NormModule):
             if made is not None:
                 return made
         dropped = self._is_dropped()
+        if dropped and settings is not None:
+            settings = on_codes(settings)
         norm_weight, norm_bias, w1, b1, w2, fc2_bias = self._held(*_NAMES)
         b2 = None if self.return_bias else fc2_bias
         sinks = self._sinks(is_first_microbatch) if routed and not dropped else (None, None)

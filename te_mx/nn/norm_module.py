@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from te_mx.arguments import check_number, is_one_of, shown
 from te_mx.autograd.high_precision import HighPrecisionLinear
+from te_mx.autograd.norm import normalized
 from te_mx.autograd.normalization import NormStep
-from te_mx.autograd.shapes import flatten, shaped
 from te_mx.autograd.steps_kept import KeptWeight
 from te_mx.autograd.wgrad import Queue, WeightGradient
 from te_mx.dispatch.fused import NORMS, Norm, Target
@@ -101,12 +101,12 @@ class NormModule(MXModule, nn.Module):
         return nn.functional.layer_norm(inp, shape, weight, self.layer_norm_bias, self.eps)
 
     def _normalized(self, inp: Tensor) -> Tensor:
-        """The normalized input of a step that quantizes, itself."""
-        weight, bias = self.layer_norm_weight, self.layer_norm_bias
+        """The normalized input of a step that quantizes, itself; differentiable."""
+        weight, bias, step = self.layer_norm_weight, self.layer_norm_bias, self._step(inp)
+        if weight is None:
+            return inp.to(step.dtype)
         target = Target("", "", get_default_recipe().settings.scale_rule)
-        z = self._step(inp).forward(flatten(inp), weight, bias, True, target).z
-        assert z is not None
-        return shaped(z, inp.shape)
+        return normalized(inp, weight, bias, step, target)
 
     @staticmethod
     def _plain_linear(
@@ -139,7 +139,7 @@ class NormModule(MXModule, nn.Module):
             self._check_parameter("layer_norm_bias", bias, (size,), device)
         if self._is_dropped():
             self._check_codes(self._weight_keys, device)
-            self._refuse_gradient(inp, *self.parameters(recurse=False))
+            self._refuse_given()
 
     def _norm_repr(self) -> str:
         shown = f"eps={self.eps}, normalization={self.normalization!r}"

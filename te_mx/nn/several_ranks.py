@@ -20,17 +20,25 @@ class _Above:
     run(module, inp, *args): the forward of a module on what this rank has of its tensors.
     owners(module, weights): whom the gradients of weights that fully_shard lends belong to.
     attach(module): tells fully_shard again that it gathers the weights of a module as codes.
+    gathered(module, settings): such weights of a module as KeptWeight, by name, and the settings
+    that it runs with.
     """
 
     run: Callable[..., Any]
     owners: Callable[[Any, Sequence[Tensor]], list[Owner]]
     attach: Callable[[Any], None]
+    gathered: Callable[[Any, Any], tuple[dict[str, Any], Any]]
 
 
 above = _Above()
 
 
 _SPREAD = frozenset(("DTensor", "GatheredWeight"))
+
+
+def is_gathered(tensor: Any) -> bool:
+    """Whether it is a weight that is gathered as codes."""
+    return type(tensor).__name__ == "GatheredWeight"
 
 
 def is_spread(*tensors: Any) -> bool:

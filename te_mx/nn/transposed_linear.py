@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.fx import Proxy
 
 from te_mx.autograd import transforms
-from te_mx.autograd.linear import Call, infer, linear
+from te_mx.autograd.linear import Call, linear, linear_on_codes
 from te_mx.nn import weight_only
 from te_mx.nn.layer_in_place import LayerInPlace
 from te_mx.nn.mx_module import output_dtype
@@ -38,12 +38,13 @@ class TransposedLinear(LayerInPlace):
         if bias is not None:
             self._check_parameter("bias", bias, (out_features,), x.device)
         if self._is_dropped():
-            self._refuse_gradient(x, bias)
+            self._refuse_given()
             self._check_codes(self._weight_keys, x.device)
             row = self._dropped_operand("weight")
             if self._is_weight_only():
                 return weight_only.linear(x, row, bias, output_dtype(x), self._tag_now())
-            return infer(x, row, bias, settings, output_dtype(x), self._tag_now())
+            call = Call(settings, output_dtype(x), self._tag_now())
+            return linear_on_codes(x, row, bias, call)
         (weight,) = self._held("weight")
         self._check_parameter("weight", weight, (in_features, out_features), x.device)
         kept = None

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from te_mx.autograd.decoded import decoded_linear
 from te_mx.context import is_tracing
 from te_mx.dispatch.grouped_calls import Groups
 from te_mx.dispatch.groups import host_bounds, known_to_host
@@ -30,9 +30,7 @@ def linear(
     _record(tag)
     dtype = _dtype(weight, out_dtype, bias_N)
     bias_N = None if bias_N is None else bias_N.to(dtype)
-    with torch.autocast(x.device.type, enabled=False):
-        y = functional.linear(x.to(out_dtype).to(dtype), dequantize_2d(weight, dtype), bias_N)
-    return y.to(out_dtype)
+    return decoded_linear(x.to(out_dtype).to(dtype), weight, bias_N).to(out_dtype)
 
 
 def grouped(

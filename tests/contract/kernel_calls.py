@@ -25,6 +25,7 @@ from te_mx.dispatch.grouped_calls import (
     QuantizeGroups,
     QuantizeWeights,
 )
+from te_mx.dispatch.moe import Align, RoutedGemm, Routing
 from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.registry import kernels
 from te_mx.layouts.operand import Operand, Quantized, Stack
@@ -276,6 +277,46 @@ def gemm_k(data: st.DataObject, device: torch.device) -> Case:
     return Case(problem, run, False, bound)
 
 
+# ------------------------------------------------------------------------------- routed to experts
+def slots(data: st.DataObject, device: torch.device) -> tuple[torch.Tensor, int, int]:
+    """(topk_ids, some of no expert, experts, block_m)."""
+    experts, block_m = data.draw(st.integers(1, 5)), data.draw(st.sampled_from([1, 4, 6, 16]))
+    ids = data.draw(st.lists(st.integers(-1, experts - 1), min_size=1, max_size=40))
+    return torch.tensor(ids, dtype=torch.int32, device=device), experts, block_m
+
+
+def moe_align(data: st.DataObject, device: torch.device) -> Case:
+    ids, experts, block_m = slots(data, device)
+    local = torch.arange(experts, dtype=torch.int32, device=device) - 1
+    what = Align(ids, block_m, experts, data.draw(st.sampled_from([None, local])))
+    problem = Problem("moe_align", place_of(device), m=len(ids), n=experts, k=block_m)
+    return Case(problem, lambda kernel: tensors_of(kernel.run(what)))
+
+
+def moe_gemm(data: st.DataObject, device: torch.device) -> Case:
+    fmt, of_w = data.draw(OF_TOKENS), data.draw(FORMATS)
+    ids, experts, block_m = slots(data, device)
+    n, k, routed = data.draw(SIZES), data.draw(SIZES), len(ids)
+    lists = reference("moe_align").run(Align(ids, block_m, experts, None))
+    lhs = operand(data, matrix(data, routed, k, device), fmt, "rows")
+    each = [operand(data, matrix(data, n, k, device), of_w, "rows") for _ in range(experts)]
+    codes, scales = (torch.stack([getattr(w, part) for w in each]) for part in ("codes", "scales"))
+    rhs = Stack(codes, scales, each[0].spec, experts, n, k)
+    dtype = data.draw(FLOATS)
+    weights = torch.rand(routed, device=device) if data.draw(st.booleans()) else None
+    problem = Problem(
+        "moe_gemm", place_of(device), lhs.spec, rhs.spec, routed, n, k, experts, dtype=dtype
+    )
+
+    def run(kernel: Any) -> list[Tensor] | None:
+        out = torch.zeros((routed, n), dtype=dtype, device=device)
+        call = RoutedGemm(lhs, rhs, Routing(*lists, block_m, 1), None, weights, out, Mode())
+        return None if kernel.run(call) is None else [out]
+
+    bounds = torch.stack([bound_of(lhs, w, dtype, device) for w in each])
+    return Case(problem, run, exact=False, bound=bounds.amax(0))
+
+
 # ------------------------------------------------------------------------------------- fused steps
 def target(data: st.DataObject) -> Target:
     fmt = data.draw(FORMATS)
@@ -313,7 +354,7 @@ CASES = {
     make.__name__: make
     for make in (
         quantize, dequantize, convert, gemm, linear_infer, quantize_grouped, quantize_weights,
-        gemm_rows, gemm_k, norm_quantize, act_quantize,
+        gemm_rows, gemm_k, moe_align, moe_gemm, norm_quantize, act_quantize,
     )
 }  # fmt: skip
 # Ops that other tests run, with why.

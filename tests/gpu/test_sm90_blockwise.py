@@ -42,7 +42,13 @@ PRODUCTS = ((256, 256, 512), (1, 128, 128), (200, 328, 400), (385, 137, 144), (1
 
 
 def data(rows, cols, kind, dtype, seed=0):
-    """As calls.data; "wild" has exponents over much of the range of fp32, and NaN and Inf."""
+    """As calls.data; "wild" has exponents over much of the range of fp32, and NaN and Inf; "relu"
+    is as small as gradients are, with columns of zeros between others."""
+    if kind == "relu":
+        x = calls.data(rows, cols, "gaussian", torch.float32, seed) * 2.0**-12
+        x[:, ::2] *= torch.rand(rows, 1, device="cuda").sub(0.5).sign().relu()
+        x[:, 1::3] = 0.0
+        return x.to(dtype)
     if kind != "wild":
         return calls.data(rows, cols, kind, dtype, seed)
     g = torch.Generator("cuda").manual_seed(seed)
@@ -91,7 +97,7 @@ def test_quantizer_writes_the_bytes_of_the_format(shape, block, kind):
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("kind", ["gaussian", "channels", "wild", "huge", "sparse", "nan"])
+@pytest.mark.parametrize("kind", ["gaussian", "channels", "wild", "huge", "sparse", "nan", "relu"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_aligned_columns_have_the_bytes_of_the_layout(shape, kind):
     seen = set()

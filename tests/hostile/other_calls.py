@@ -275,6 +275,13 @@ MODELS = (
          "dequantize": FLAG | values(False_=False)},
         says={"model": "model|te_mx module"},
     ),
+    Call(
+        "te_mx.quantization_config", on_model(te_mx.quantization_config, frozen),
+        lambda d: {"model": frozen(d, drop_master=True), "style": "mxfp8"},
+        {"model": MODULE | changed(None, plain=lambda m: model("cpu")),
+         "style": WORD | UPPER_CASE},
+        says={"model": "model|no layer holds codes"},
+    ),
     Call("te_mx.audit", on_model(te_mx.audit, frozen),
          lambda d: {"model": _recorded(frozen(d)), "memory": True},
          {"model": MODULE, "memory": FLAG}),
@@ -289,6 +296,9 @@ MODELS = (
          "sample_args": other_than() | values(of_numbers=lambda: (1, 2), nested=lambda: (("x",),)),
          "num_warmup_iters": COUNT.but("huge"), "allow_unused_input": FLAG, "recipe": RECIPE},
     ),
+    Call("te_mx.use_tuned_table", lambda d: te_mx.use_tuned_table, lambda d: {"path": None},
+         {"path": OPTIONAL_WORD | values(a_folder="/", bytes_=b"table.csv")},
+         says={"path": "path|tuned table"}),
     Call(
         "te_mx.ConversionReport.count",
         lambda d: te_mx.convert_model(model(d)).count, lambda d: {"status": "converted"},

@@ -12,10 +12,11 @@ from grouped_calls import GROUPED
 from inspect_calls import INSPECTED
 from judge import Call
 from module_calls import MODULES
+from moe_calls import MOE
 from other_calls import EXPLAINED, MODELS, RECIPES, WORKSPACE
 
 CALLS: tuple[Call, ...] = (
     QUANTIZE, *GEMMS, *GROUPED, *MX_TENSOR, *RECIPES, *EXPLAINED, *WORKSPACE, *MODELS, *INSPECTED,
     *MODULES, *FORMATS,
-    *DISTRIBUTED,
+    *DISTRIBUTED, *MOE,
 )  # fmt: skip

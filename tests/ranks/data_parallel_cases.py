@@ -176,6 +176,50 @@ def case_quantized_all_gather():
         assert weights < sum(sizes.values()) or codes[2] <= 0.52 * plain[2], (codes[2], plain[2])
 
 
+class GatedMLP(nn.Module):
+    """A block as Transformers' Llama has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj = (built(nn.Linear, K, N, False) for _ in range(2))
+        self.down_proj, self.act_fn = built(nn.Linear, N, K, False), nn.SiLU()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def case_fused_blocks_on_gathered_codes():
+    """One step on joined codes: the bits of what gathers in bf16, and nothing that FSDP2 has not
+    freed outlives forward."""
+    found = []
+    for codes in (False, True):
+        model = nn.Sequential(nn.Identity(), GatedMLP())
+        te_mx.convert_model(model, fuse=True)
+        for module in (model[1], model):  # the outermost one is not freed after forward
+            fully_shard(module, mesh=init_device_mesh(DEVICE, (2,)))
+        assert not codes or quantized_all_gather(model) == 3
+        x = of(M, K).requires_grad_()
+        with te_mx.autocast():
+            with torch.no_grad():
+                alone = [model(x), model(x[:2])]
+            saved = []
+            with torch.autograd.graph.saved_tensors_hooks(
+                lambda t, to=saved: to.append(t) or t, lambda t: t
+            ):
+                y = model(x)
+        assert model[1]._te_mx_ran == "fused"
+        if codes:
+            freed = [t for t in saved if t.dtype == torch.uint8 and not t.untyped_storage().size()]
+            assert len(freed) == 6, [(t.shape, t.dtype) for t in saved]  # codes and scales of three
+            held = sum(t.untyped_storage().size() for t in saved if t.dtype == torch.uint8)
+            assert held == K * (M + -(-M // 32)), held  # columns of x alone
+        y.backward(of(M, K, seed=2))
+        grads = [full(p.grad) for p in model.parameters()]
+        found.append([*alone, y.detach(), x.grad, *grads])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def case_quantized_all_gather_of_formats():
     for recipe in (
         te_mx.recipe.BlockScaling(x="mxfp8_e4m3", w="mxfp4", g="mxfp8_e4m3"),

@@ -217,6 +217,42 @@ def case_loss_parallel():
     torch.testing.assert_close(full(linear.weight.grad), whole.weight.grad)
 
 
+def case_siblings():
+    """Layers that read one DTensor send one gradient; bits are those of layers that read a tensor
+    each. What is written to it in between is seen."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Counts(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            sent.append(func.__name__ if "all_reduce" in func.__name__ else "")
+            return func(*args, **(kwargs or {}))
+
+    for way in (None, "mul_", "data"):
+        found, sums = [], []
+        for shared in (True, False):
+            sent: list[str] = []
+            layers = [built(te_mx.Linear, K, N) for _ in range(3)]
+            for layer in layers:
+                parallelize_module(layer, mesh(), ColwiseParallel())
+            inp = of(M, K).requires_grad_()
+            x = DTensor.from_local(inp * 1, mesh(), [Replicate()])
+            made = []
+            with te_mx.autocast(), Counts():
+                for layer in layers:
+                    made.append(layer(x if shared else x.clone()))
+                    with torch.no_grad():
+                        if way is not None:
+                            (x.detach() if way == "mul_" else x.data).mul_(2)
+                torch.cat(made, -1).backward(
+                    torch.cat([of(M, N // 2, seed=s) for s in (2, 3, 4)], -1)
+                )
+            found.append([t.detach() for t in made])
+            sums.append((inp.grad, len(list(filter(None, sent)))))
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), way
+        torch.testing.assert_close(sums[0][0], sums[1][0], rtol=2**-6, atol=2**-6)
+        assert way is not None or (sums[0][1], sums[1][1]) == (1, 1), sums
+
+
 def case_compile():
     whole = mlp()
     model = parallelize_module(copy.deepcopy(whole), mesh(), PLAN)

@@ -75,8 +75,13 @@ __device__ __forceinline__ uint2 aligned_codes(const typename Input<T>::Word (&x
     codes[i] = tile::fp8x4<kFmt>(a.x * f.x, a.y * f.y, b.x * f.z, b.y * f.w);
     if (of.cls == 0) {
       const uint32_t target = (of.exponent + 1) * 0x10001u;
-      const uint32_t low = __byte_perm(__float_as_uint(f.x), __float_as_uint(f.y), 0x7632),
-                     high = __byte_perm(__float_as_uint(f.z), __float_as_uint(f.w), 0x7632);
+      // A column of zeros has scale 1, which may be larger than what the tile shares: the halves of
+      // a word must not borrow from each other. Its codes are 0 by any shift.
+      const uint32_t least = (254 - of.exponent) * 0x00800080u;
+      const uint32_t low =
+          __vmaxu2(__byte_perm(__float_as_uint(f.x), __float_as_uint(f.y), 0x7632), least);
+      const uint32_t high =
+          __vmaxu2(__byte_perm(__float_as_uint(f.z), __float_as_uint(f.w), 0x7632), least);
       codes[i] = tile::fp8x4_times<kFmt>(codes[i], tile::half2_shifts(low, target),
                                          tile::half2_shifts(high, target));
     }

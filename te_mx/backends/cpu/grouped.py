@@ -98,7 +98,7 @@ class CpuGemmRows(Kernel):
             few_and_many(), native_stack(p.rhs), native_operand(p.lhs),
             host_bounds(*p.groups, p.lhs.rows), p.out, p.bias,
         )  # fmt: skip
-        return _run(call)
+        return run_call(call)
 
 
 class CpuGemmK(Kernel):
@@ -112,13 +112,14 @@ class CpuGemmK(Kernel):
             few_and_many(), native_operand(p.rhs), native_operand(p.lhs),
             host_bounds(*p.groups, p.lhs.k), p.out, None, p.accumulate,
         )  # fmt: skip
-        ran = _run(call)
+        ran = run_call(call)
         if ran is not None and not p.out.is_inference():
             torch.autograd.graph.increment_version(p.out)
         return ran
 
 
-def _run(call: binding_grouped.GroupedGemmCall) -> str | None:
+def run_call(call: binding_grouped.GroupedGemmCall) -> str | None:
+    """The names of the kernels that ran, or None for what native code does not take."""
     nbytes = call.workspace_bytes()
     scratch = workspace.acquire(_CPU, nbytes)
     ran = call.run(scratch, nbytes)

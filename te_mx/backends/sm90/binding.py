@@ -59,6 +59,12 @@ def native() -> ModuleType | None:
     return _native
 
 
+def import_error() -> str | None:
+    """Why there is no native module; None where there is one."""
+    native()
+    return _import_error
+
+
 def problem(index: int) -> str | None:
     """Why the native kernels do not run on CUDA device `index`; None when they do."""
     if index not in _problems:
@@ -260,14 +266,14 @@ def pack(operand: Operand, spread: int) -> Operand:
 # --------------------------------------------------------------------------------------------- gemm
 def gemm(
     a: Operand, b: Operand, epilogue: Epilogue, out: Tensor, aux: Tensor | None, spread: int,
-    scratch: Callable[[int], Tensor | None], parts: int = 1,
+    scratch: Callable[[int], Tensor | None], parts: int = 1, tile: int = -1,
 ) -> tuple[bool, Tensor | None]:  # fmt: skip
     """Enqueue out = epilogue(b @ a^T) on the current stream: (whether native code took it, the
     bias gradient of the result or None).
 
     `scratch` gives a workspace of so many bytes. Operands that are not packed yet are packed there
     first. Most problems need none, so the size is asked for only when the kernel refuses. K is cut
-    into `parts`, whose sums need some.
+    into `parts`, whose sums need some. tile: the configuration, -1 where native code chooses.
     """
     bias, gelu_in = epilogue.bias, epilogue.gelu_in
     device = out.device
@@ -281,7 +287,7 @@ def gemm(
     args = _native.GemmArgs(
         lhs=plain_operand(b), rhs=plain_operand(a), out=out.data_ptr(),
         out_dtype=FLOAT_DTYPES[out.dtype], ldo=out.shape[1], accumulate=epilogue.accumulate,
-        parts=parts,
+        parts=parts, kernel=tile,
     )  # fmt: skip
     if bias is not None:
         args.bias, args.bias_dtype = bias.data_ptr(), FLOAT_DTYPES[bias.dtype]

@@ -16,7 +16,9 @@ class PreparedGemm:
 
     __slots__ = ("gemm", "index", "nbytes", "record")
 
-    def __init__(self, problem: Problem, lhs_fmt: str, rhs_fmt: str, parts: int) -> None:
+    def __init__(
+        self, problem: Problem, lhs_fmt: str, rhs_fmt: str, parts: int, tile: int = -1
+    ) -> None:
         m, n, k = problem.m, problem.n, problem.k
         index, native = problem.place.index, binding.native()
         assert native is not None
@@ -24,7 +26,8 @@ class PreparedGemm:
         self.record = native.GemmArgs(
             lhs_rows=m, lhs_k=k, lhs_element=FORMATS[lhs_fmt], lhs_layout=LAYOUTS["sm90"],
             rhs_rows=n, rhs_k=k, rhs_element=FORMATS[rhs_fmt], rhs_layout=LAYOUTS["sm90"], ldo=n,
-            out_dtype=FLOAT_DTYPES[problem.dtype], parts=parts, device=index,
+            out_dtype=FLOAT_DTYPES[problem.dtype], parts=parts, kernel=tile,
+            device=index,
         )  # fmt: skip
         self.index = index
         self.nbytes = self.record.workspace_bytes = native.workspace_bytes(self.record)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from te_mx.backends.native import FP4, native_operand, words_of
-from te_mx.backends.sm90 import binding, binding_exact, binding_prepared, split_k
+from te_mx.backends.sm90 import binding, binding_exact, binding_prepared, split_k, ways
 from te_mx.backends.sm90.envelope import why_not
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Product, Ran
@@ -85,8 +85,14 @@ class Adaptive(Scratched):
             )
         return "; ".join((*said, "docs/numerics.md has the error"))
 
+    def configurations(self, problem: Problem) -> tuple[str, ...]:
+        return ways.configurations(problem.k, problem.split_k)
+
     def parts(self, problem: Problem) -> int:
-        return split_k.parts(problem.place.index, problem.m, problem.n, problem.k)
+        return self._parts(problem.place.index, problem.m, problem.n, problem.k)
+
+    def _parts(self, index: int, m: int, n: int, k: int) -> int:
+        return ways.way_of(self.configuration).parts or split_k.parts(index, m, n, k)
 
     def prepare(self, operand: Operand, side: str, problem: Problem) -> Operand:
         if not operand.layout.exact:
@@ -97,15 +103,20 @@ class Adaptive(Scratched):
         return binding_prepared.PreparedGemm(
             problem, words_of(problem.lhs)[0], words_of(problem.rhs)[0],
             self.parts(problem) if problem.split_k else 1,
+            ways.way_of(self.configuration).tile,
         ).run  # fmt: skip
 
     def multiply(self, p: Product, scratch: Scratches) -> Ran | None:
         lhs, rhs = native_operand(p.lhs), native_operand(p.rhs)
-        parts = 1
+        parts, tile, e = 1, -1, p.epilogue
         if p.mode.split_k:
-            parts = split_k.parts(p.out.device.index, p.lhs.rows, p.rhs.rows, p.lhs.k)
+            parts = self._parts(p.out.device.index, p.lhs.rows, p.rhs.rows, p.lhs.k)
+        if self.configuration:
+            way = ways.way_of(self.configuration)
+            full = e.gelu is not None or e.gelu_in is not None or e.bias_grad is not None
+            tile = way.tile if way.full or not full else -1
         done, bias_grad = binding.gemm(
-            rhs, lhs, p.epilogue, p.out, p.aux, p.mode.spread, scratch, parts
+            rhs, lhs, e, p.out, p.aux, p.mode.spread, scratch, parts, tile
         )
         if not done:
             return None

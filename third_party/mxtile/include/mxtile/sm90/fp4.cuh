@@ -85,11 +85,13 @@ __device__ __forceinline__ float round_to_fp4(float scaled, uint32_t upper_magic
 }
 
 // ------------------------------------------------------------------------------------------- codes
-// Four E2M1 codes, one a byte, of the E4M3 codes of the same numbers (d = 0).
+// Four E2M1 codes, one a byte, of the E4M3 codes of the same numbers (d = 0); 0 of NaN.
 __device__ __forceinline__ uint32_t fp4_of_fp8x4(uint32_t codes) {
-  // E4M3: 00 30 38 3C 40 44 48 4C for 0 0.5 1 1.5 2 3 4 6.
+  // E4M3: 00 30 38 3C 40 44 48 4C for 0 0.5 1 1.5 2 3 4 6. Of these 7F, NaN, alone has both of the
+  // upper bits of the exponent.
   const uint32_t low = (codes >> 2 & 0x03030303u) | (codes >> 5 & ~(codes >> 3) & 0x01010101u);
-  return low | (codes >> 4 & 0x0C0C0C0Cu);
+  const uint32_t nan = (codes >> 6 & codes >> 5 & 0x01010101u) * 0x0Fu;
+  return (low | (codes >> 4 & 0x0C0C0C0Cu)) & ~nan;
 }
 
 // Eight codes, one a byte, as nibbles: the first in the lowest bits.

@@ -1,0 +1,232 @@
+// Rows of x on their way to the tensor cores, quad after quad: fp16 numbers [4 blocks][row][32],
+// and their scales in fp32, [4][row]. Values are quantized here, to the bytes of the quantizer.
+#pragma once
+
+#include "mxtile/mx/scale.hpp"
+#include "mxtile/sm90/mma.cuh"
+#include "quantize/quantize_input.cuh"
+#include "te_mx/sm90_decode.h"
+
+namespace te_mx::sm90 {
+
+// Rows of x: values to quantize, or codes with their scales.
+struct DecodeInput {
+  const void* x = nullptr;  // values or codes, [rows, k]
+  int64_t ld = 0;
+  const uint8_t* scales = nullptr;  // of codes, [rows, ceil(k/32)], compact; null: values
+  DType dtype = DType::bf16;        // of values
+  bool e5m2 = false;                // codes, given or made, are E5M2
+  bool vectors = false;             // rows start at whole vectors of 8 elements
+  // Of a scale rule (mxtile/mx/scale.hpp): what is added to the bits of amax, the exponent of the
+  // largest code, and the bits of which the scale is 0 all the same.
+  uint32_t carry = 0, exponent = 0, edge = 0;
+  const uint8_t* made = nullptr;  // what prepare_rows made of them: [block of rows][quad], or null
+};
+
+inline void set_rule(DecodeInput& in, ScaleRule rule) {
+  namespace mx = mxtile::mx;
+  const auto to = static_cast<mx::Rule>(rule);
+  using E4M3 = mx::ElementOf<Element::e4m3>;
+  using E5M2 = mx::ElementOf<Element::e5m2>;
+  in.carry = in.e5m2 ? mx::carry_of<E5M2>(to) : mx::carry_of<E4M3>(to);
+  in.exponent = in.e5m2 ? E5M2::kMaxExponent : E4M3::kMaxExponent;
+  const uint32_t most = in.e5m2 ? mx::kMaxMantissa<E5M2> : mx::kMaxMantissa<E4M3>;
+  in.edge = to == mx::Rule::rceil ? (in.exponent << 23) + most + 1 : ~0u;
+}
+
+// The scale byte of a block, as mx::scale_byte.
+__device__ __forceinline__ uint32_t scale_byte(const DecodeInput& in, uint32_t amax) {
+  const uint32_t e = max((amax + in.carry) >> 23, in.exponent) - in.exponent;
+  return amax >= 0x7F800000u ? 255 : amax == in.edge ? 0 : e;
+}
+
+// Where a slice of x goes.
+struct InputRoom {
+  uint8_t* to;
+  int rows;    // of room
+  int64_t k0;  // first k of the slice, a multiple of 128
+  int length;  // of the slice, likewise
+  int64_t k;   // of x: what lies behind is zero
+
+  // 8 numbers of a row from `at` on.
+  __device__ __forceinline__ void store(int at, int row, uint4 v, float scale) const {
+    uint8_t* const quad = to + at / 128 * decode_input_bytes(rows);
+    const int place = at / 32 % 4 * rows + row;
+    *reinterpret_cast<uint4*>(quad + place * 64 + at % 32 * 2) = v;
+    if (at % 32 == 0) *reinterpret_cast<float*>(quad + rows * 256 + place * 4) = scale;
+  }
+};
+
+template <Element kFmt>
+__device__ __forceinline__ uint32_t half2_of_codes(uint32_t codes) {
+  const __half2 v = tile::fp8x2_to_half2<kFmt>(static_cast<uint16_t>(codes));
+  return *reinterpret_cast<const uint32_t*>(&v);
+}
+
+// Two numbers rounded to codes, as fp16.
+template <Element kFmt, class T>
+__device__ __forceinline__ uint32_t rounded(typename Input<T>::Word word, uint32_t factors) {
+  const float2 v = Input<T>::scaled(word, factors);
+  return half2_of_codes<kFmt>(tile::fp8x2<kFmt>(v.x, v.y));
+}
+
+// Eight elements of T, `count` of which exist, as words of the quantizer; a block has four lanes.
+template <class T>
+struct EightValues {
+  static constexpr bool kWide = sizeof(T) == 4;
+  uint4 v[kWide ? 2 : 1];
+
+  __device__ __forceinline__ void load(const DecodeInput& in, int64_t row, int64_t k,
+                                       int64_t count) {
+    const T* const from = static_cast<const T*>(in.x) + row * in.ld + k;
+    v[0] = make_uint4(0, 0, 0, 0);
+    if constexpr (kWide) v[1] = make_uint4(0, 0, 0, 0);
+    if (in.vectors && count >= 8) {
+      v[0] = __ldg(reinterpret_cast<const uint4*>(from));
+      if constexpr (kWide) v[1] = __ldg(reinterpret_cast<const uint4*>(from) + 1);
+    } else if (count > 0) {
+      uint32_t* const words = reinterpret_cast<uint32_t*>(v);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        if (j >= count) continue;
+        if constexpr (kWide) {
+          words[j] = __ldg(reinterpret_cast<const uint32_t*>(from) + j);
+        } else {
+          const uint32_t one = __ldg(reinterpret_cast<const uint16_t*>(from) + j);
+          words[j / 2] |= one << (16 * (j % 2));
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ typename Input<T>::Word word(int j) const {
+    if constexpr (kWide) {
+      const uint4& half = v[j / 2];
+      return j % 2 ? uint2{half.z, half.w} : uint2{half.x, half.y};
+    } else {
+      return j == 0 ? v[0].x : j == 1 ? v[0].y : j == 2 ? v[0].z : v[0].w;
+    }
+  }
+
+  // Bits of the largest magnitude of a block. NaN wins.
+  __device__ __forceinline__ uint32_t most() const {
+    using In = Input<T>;
+    auto m = In::larger(In::larger(word(0), word(1)), In::larger(word(2), word(3)));
+    m = In::larger(m, In::shuffle_xor(m, 1));
+    m = In::larger(m, In::shuffle_xor(m, 2));
+    const float2 two = In::magnitudes(m);
+    return max(__float_as_uint(two.x), __float_as_uint(two.y));
+  }
+
+  // (fp16 numbers, the scale)
+  __device__ __forceinline__ uint4 quantized(const DecodeInput& in, float& scale) const {
+    const uint32_t byte = scale_byte(in, most()), f = block_factor(byte) * 0x10001u;
+    scale = tile::e8m0_to_float(byte);
+    if (in.e5m2) {
+      constexpr Element kFmt = Element::e5m2;
+      return {rounded<kFmt, T>(word(0), f), rounded<kFmt, T>(word(1), f),
+              rounded<kFmt, T>(word(2), f), rounded<kFmt, T>(word(3), f)};
+    }
+    constexpr Element kFmt = Element::e4m3;
+    return {rounded<kFmt, T>(word(0), f), rounded<kFmt, T>(word(1), f),
+            rounded<kFmt, T>(word(2), f), rounded<kFmt, T>(word(3), f)};
+  }
+};
+
+// Eight codes and the scale of their block.
+struct EightCodes {
+  uint2 codes;
+  uint32_t byte;
+
+  __device__ __forceinline__ void load(const DecodeInput& in, int64_t row, int64_t k,
+                                       int64_t count) {
+    const uint8_t* const from = static_cast<const uint8_t*>(in.x) + row * in.ld + k;
+    codes = make_uint2(0, 0), byte = 127;
+    if (count <= 0) return;
+    byte = __ldg(in.scales + row * ((k + count + 31) / 32) + k / 32);
+    if (in.vectors && count >= 8) {
+      codes = __ldg(reinterpret_cast<const uint2*>(from));
+      return;
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const uint32_t one = j < count ? __ldg(from + j) : 0;
+      (j < 4 ? codes.x : codes.y) |= one << (8 * (j % 4));
+    }
+  }
+
+  template <Element kFmt>
+  __device__ __forceinline__ uint4 halves() const {
+    uint4 v;
+    tile::fp8x4_to_halves<kFmt>(codes.x, v.x, v.y), tile::fp8x4_to_halves<kFmt>(codes.y, v.z, v.w);
+    return v;
+  }
+  __device__ __forceinline__ uint4 quantized(const DecodeInput& in, float& scale) const {
+    scale = tile::e8m0_to_float(byte);
+    return in.e5m2 ? halves<Element::e5m2>() : halves<Element::e4m3>();
+  }
+};
+
+// The rows of a slice in stretches of 256 k, one of a row to a warp.
+template <class Eight, int kBatch, class RowOf>
+__device__ __forceinline__ void fill_by(const DecodeInput& in, const InputRoom& to, int count,
+                                        const RowOf& row_of) {
+  constexpr int kAtOnce = sizeof(Eight) > 16 ? (kBatch + 1) / 2 : kBatch;
+  const int warps = blockDim.x / 32, lane = threadIdx.x % 32;
+  const int rows_on = warps % count, k_on = warps / count * 256;
+  int row = threadIdx.x / 32 % count, k = threadIdx.x / 32 / count * 256;
+  while (k < to.length) {
+    Eight x[kAtOnce];
+    int rows[kAtOnce], at[kAtOnce];  // of a lane's 8 numbers
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      rows[j] = row, at[j] = k + lane * 8;
+      const int64_t from = at[j] < to.length ? row_of(row) : -1;
+      x[j].load(in, from, to.k0 + at[j], from < 0 ? 0 : to.k - to.k0 - at[j]);
+      row += rows_on, k += k_on;
+      if (row >= count) row -= count, k += 256;
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      if (at[j] - lane * 8 >= to.length) break;  // the whole warp
+      float scale;
+      const uint4 v = x[j].quantized(in, scale);
+      if (at[j] < to.length) to.store(at[j], rows[j], v, scale);
+    }
+  }
+}
+
+// By all threads; kBatch numbers are how many loads a thread has under way. row_of(i): the row of x
+// that row i of the slice is, or -1 for zeros.
+template <int kBatch, class RowOf>
+__device__ __forceinline__ void fill_slice(const DecodeInput& in, const InputRoom& to, int count,
+                                           const RowOf& row_of) {
+  if (in.scales != nullptr) {
+    fill_by<EightCodes, kBatch>(in, to, count, row_of);
+  } else if (in.dtype == DType::bf16) {
+    fill_by<EightValues<__nv_bfloat16>, kBatch>(in, to, count, row_of);
+  } else if (in.dtype == DType::f16) {
+    fill_by<EightValues<__half>, kBatch>(in, to, count, row_of);
+  } else {
+    fill_by<EightValues<float>, kBatch>(in, to, count, row_of);
+  }
+}
+
+// Prepares blocks of `room_rows` rows for decode_kernel (DecodeInput::made), a policy of rows as
+// there. Grid: x = stretches of two quads, y = blocks.
+template <class Rows>
+__global__ void __launch_bounds__(256)
+    prepare_rows(const DecodeInput in, const Rows given, int room_rows, int64_t k, int quads) {
+  tile::let_dependents_start();
+  tile::await_predecessors();
+  Rows rows = given;
+  if (!rows.begin(blockIdx.y)) return;
+  const int quad = 2 * static_cast<int>(blockIdx.x);
+  const int64_t place = int64_t{blockIdx.y} * quads + quad;
+  const InputRoom room{const_cast<uint8_t*>(in.made) + place * decode_input_bytes(room_rows),
+                       room_rows, int64_t{quad} * kDecodeQuad, min(2, quads - quad) * kDecodeQuad,
+                       k};
+  fill_slice<4>(in, room, rows.count(), [&](int i) { return rows.in_row(i); });
+}
+
+}  // namespace te_mx::sm90

@@ -1,0 +1,194 @@
+"""A Llama made for decoding: few large products, a cache of a fixed size, no word to the host.
+
+q, k and v are one product, gate and up another one. The step has the same shapes and addresses at
+every token, so a CUDA graph of one step generates them all. Shape letters: B sequences, T tokens of
+each, S places in the cache, D model width, H query heads and P pairs of key and value heads of
+width E, G = H / P.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Pieces(NamedTuple):
+    """What stands between the products, each a function that torch.compile makes one kernel of."""
+
+    add_norm: Callable[..., tuple[Tensor, Tensor]]
+    turned: Callable[..., Tensor]
+    mixing: Callable[..., Tensor]
+    gated: Callable[..., Tensor]
+
+    def compiled(self) -> "Pieces":
+        return Pieces(*(torch.compile(piece, dynamic=False) for piece in self))
+
+
+def add_norm(x: Tensor, more: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + more, and its root mean square normalization."""
+    if more is not None:
+        x = x + more
+    return x, F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads [B, T, H+2P, E] turned by their positions."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def mixing(scores: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Weights of the values for scores [.., T, S]."""
+    return torch.add(mask, scores, alpha=scale).softmax(-1)
+
+
+def gated(h: Tensor) -> Tensor:
+    gate, up = h.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+EAGER = Pieces(add_norm, turned, mixing, gated)
+
+
+class Layer(nn.Module):
+    """(x, what is to be added to it) -> the same behind this layer, both [B, T, D]."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        width, self.heads = config.hidden_size, config.num_attention_heads
+        self.pairs, self.head = config.num_key_value_heads, head_width(config)
+        self.eps = config.rms_norm_eps
+        self.norm1 = nn.Parameter(torch.ones(width))
+        self.qkv = nn.Linear(width, (self.heads + 2 * self.pairs) * self.head, bias=False)
+        self.o = nn.Linear(self.heads * self.head, width, bias=False)
+        self.norm2 = nn.Parameter(torch.ones(width))
+        self.gate_up = nn.Linear(width, 2 * config.intermediate_size, bias=False)
+        self.down = nn.Linear(config.intermediate_size, width, bias=False)
+
+    def forward(
+        self, x: Tensor, more: Tensor | None, at: "At", cache: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        x, h = at.pieces.add_norm(x, more, self.norm1, self.eps)
+        x, h = at.pieces.add_norm(
+            x, self.o(self.attend(self.qkv(h), at, cache)), self.norm2, self.eps
+        )
+        return x, self.down(at.pieces.gated(self.gate_up(h)))
+
+    def attend(self, qkv: Tensor, at: "At", cache: Tensor) -> Tensor:
+        """[B, T, (H+2P)*E] -> [B, T, H*E]; keys and values go into the cache [2, B, P, S, E]."""
+        b, t, _ = qkv.shape
+        h, p, e = self.heads, self.pairs, self.head
+        # Queries and keys turn; the cosines of values are 1 and their sines 0.
+        qkv = at.pieces.turned(qkv.view(b, t, h + 2 * p, e), at.cos, at.sin).transpose(1, 2)
+        cache.index_copy_(3, at.positions, qkv[:, h:].view(b, 2, p, t, e).transpose(0, 1))
+        keys, values = cache
+        q = qkv[:, :h].reshape(b, p, h // p * t, e)
+        scores = (q @ keys.transpose(2, 3)).view(b, p, h // p, t, -1)
+        weights = at.pieces.mixing(scores, at.mask, e**-0.5)
+        mixed = weights.view(b, p, h // p * t, -1) @ values
+        return mixed.view(b, h, t, e).transpose(1, 2).reshape(b, t, h * e)
+
+
+class At:
+    """Where in their sequences tokens are: positions [T], cos and sin [T, H+2P, E], mask [T, S]."""
+
+    def __init__(self, model: "Decoder", positions: Tensor) -> None:
+        self.positions = positions
+        self.cos, self.sin = (table.index_select(0, positions) for table in (model.cos, model.sin))
+        self.mask = model.mask.index_select(0, positions)
+        self.pieces = model.pieces if len(positions) == 1 else EAGER
+
+
+class Decoder(nn.Module):
+    """tokens [B, T] at positions [T] -> logits [B, T, vocabulary]."""
+
+    def __init__(self, config: Any, places: int) -> None:
+        """places: the tokens that a sequence may have. Raises ValueError for what is no Llama."""
+        super().__init__()
+        check(config)
+        self.pieces = EAGER  # of steps of one token
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm, self.eps = nn.Parameter(torch.ones(config.hidden_size)), config.rms_norm_eps
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.pairs, self.head, self.places = config.num_key_value_heads, head_width(config), places
+        turned = config.num_attention_heads + self.pairs
+        cos, sin = rotary(config, places)
+        ones, zeros = (
+            torch.full((places, self.pairs, self.head), float(value)) for value in (1, 0)
+        )
+        each = (places, turned, self.head)
+        dtype = self.norm.dtype
+        for name, table, still in (("cos", cos, ones), ("sin", sin, zeros)):
+            whole = torch.cat([table[:, None].expand(each), still], 1).to(dtype)
+            self.register_buffer(name, whole, persistent=False)
+        later = torch.full((places, places), float("-inf")).triu(1).to(dtype)
+        self.register_buffer("mask", later, persistent=False)
+
+    def new_cache(self, sequences: int) -> list[Tensor]:
+        """Empty keys and values, [2, B, P, S, E] a layer."""
+        shape = (2, sequences, self.pairs, self.places, self.head)
+        return [torch.zeros(shape, dtype=self.cos.dtype, device=self.cos.device)
+                for _ in self.layers]  # fmt: skip
+
+    def forward(self, tokens: Tensor, positions: Tensor, cache: list[Tensor]) -> Tensor:
+        at = At(self, positions)
+        x, more = self.embed(tokens), None
+        for layer, own in zip(self.layers, cache, strict=True):
+            x, more = layer(x, more, at, own)
+        return self.lm_head(at.pieces.add_norm(x, more, self.norm, self.eps)[1])
+
+
+def head_width(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def check(config: Any) -> None:
+    """Raise ValueError for a config of Transformers that is no plain Llama."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    for what, got, expected in (
+        ("model_type", config.model_type, ("llama", "mistral")),
+        ("hidden_act", config.hidden_act, ("silu",)),
+        ("rope_type", rope.get("rope_type", "default"), ("default",)),
+        ("attention_bias", getattr(config, "attention_bias", False), (False,)),
+        ("mlp_bias", getattr(config, "mlp_bias", False), (False,)),
+        ("sliding_window", getattr(config, "sliding_window", None), (None,)),
+    ):
+        if got not in expected:
+            shown = " or ".join(map(str, expected))
+            raise ValueError(f"this decoder is a plain Llama: {what} must be {shown}, got {got}")
+
+
+def rotary(config: Any, places: int) -> tuple[Tensor, Tensor]:
+    """cos and sin [S, E] of rotary embeddings in halves, the first half of sin negative, so that
+    x cos + roll(x, E / 2) sin turns x."""
+    half = head_width(config) // 2
+    theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
+    with torch.device("cpu"):
+        frequency = theta ** (-torch.arange(half, dtype=torch.float64) / half)
+        angle = torch.outer(torch.arange(places, dtype=torch.float64), frequency)
+    cos, sin = angle.cos(), angle.sin()
+    where = torch.get_default_device()
+    return torch.cat([cos, cos], 1).to(where), torch.cat([-sin, sin], 1).to(where)
+
+
+def from_transformers(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state_dict of a LlamaForCausalLM, under the names of a Decoder."""
+    made = {
+        "embed.weight": state["model.embed_tokens.weight"],
+        "norm": state["model.norm.weight"],
+        "lm_head.weight": state.get("lm_head.weight", state["model.embed_tokens.weight"]),
+    }
+    layers = {name.split(".")[2] for name in state if name.startswith("model.layers.")}
+    for i in sorted(layers, key=int):
+        theirs, ours = f"model.layers.{i}.", f"layers.{i}."
+        parts = {
+            "norm1": ["input_layernorm"], "norm2": ["post_attention_layernorm"],
+            "qkv.weight": [f"self_attn.{name}_proj" for name in "qkv"],
+            "o.weight": ["self_attn.o_proj"], "gate_up.weight": ["mlp.gate_proj", "mlp.up_proj"],
+            "down.weight": ["mlp.down_proj"],
+        }  # fmt: skip
+        for name, sources in parts.items():
+            made[ours + name] = torch.cat([state[f"{theirs}{one}.weight"] for one in sources])
+    return made

@@ -1,0 +1,70 @@
+"""The weights of an MLP block: the first one is one parameter, or those of the gate and of the up
+projection, one behind the other; each of them may be there as codes alone.
+
+Joined weights are never saved: backward joins again what they were joined of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_mx.autograd import joining, steps
+from te_mx.autograd.saved import Kept
+from te_mx.autograd.steps_kept import KeptWeight
+from te_mx.ops import Operand
+from te_mx.recipes.settings import Settings
+
+Codes = Sequence[KeptWeight]  # of every part of w1, and of w2; empty where there are values
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """One tensor of parts along their first dimension; None of None."""
+    return parts[0] if len(parts) == 1 or parts[0] is None else joining.cat(parts)
+
+
+def _joined_codes(parts: Sequence[Operand], settings: Settings) -> KeptWeight:
+    """One weight of parts that are plain rowwise codes."""
+    first = parts[0]
+    if len(parts) > 1:
+        codes, scales = (torch.cat(both) for both in zip(*[one[:2] for one in parts], strict=True))
+        rows = sum(one.rows for one in parts)
+        first = first._replace(codes=codes, scales=scales, rows=rows, packed=None)
+    return KeptWeight(settings, first, None)
+
+
+def weights(
+    parts: Sequence[Any], codes: Codes, settings: Settings
+) -> tuple[Any, KeptWeight | None, KeptWeight | None]:
+    """w1, and what stands in for it and for w2."""
+    if not codes:
+        return joined(parts), None, None
+    return parts[0], _joined_codes([one.row for one in codes[:-1]], settings), codes[-1]
+
+
+def kept_of(
+    weight: tuple[Operand, Operand | None, Tensor], parts: Sequence[Tensor], settings: Settings,
+    need: bool, codes: Codes = (),
+) -> tuple[Kept, Sequence[Tensor | None]]:  # fmt: skip
+    """What dgrad needs of a weight: something quantized, or what it is joined of: parameters, or
+    their codes, whose memory FSDP2 frees, and fills again for backward."""
+    if codes and need and len(parts) > 1:
+        return Kept(), [t for one in codes[:-1] for t in one.row[:2]]
+    kept = steps.kept_for_dgrad(*weight, settings, need)
+    if kept.spec or not need:
+        return kept, [None] * len(parts)
+    return Kept(), parts
+
+
+def kept_again(own: Sequence[Any], codes: Codes, settings: Settings) -> Kept:
+    """A joined weight, of what it is joined of."""
+    if codes:
+        pairs = zip(codes, own[::2], own[1::2], strict=False)
+        parts = [kept.row._replace(codes=one, scales=scales) for kept, one, scales in pairs]
+        return Kept.operand(_joined_codes(parts, settings).row)
+    # torch.compile would take this join for forward's, if it were one of the same dimension, and
+    # keep that.
+    return Kept.itself(own[0] if len(own) == 1 else joining.cat(own, -2))

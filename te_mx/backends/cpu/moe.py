@@ -1,0 +1,79 @@
+"""Products of routed rows on the CPU: the rows of an expert are gathered side by side, and all
+experts run in the one parallel region of grouped products, which reads each expert's codes once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import accumulate, chain
+
+import torch
+
+from te_mx.backends.cpu import binding_grouped
+from te_mx.backends.cpu.envelope import why_not
+from te_mx.backends.cpu.grouped import few_and_many, run_call
+from te_mx.backends.native import native_operand, native_stack
+from te_mx.backends.reference.moe import gathered
+from te_mx.dispatch.groups import Bounds
+from te_mx.dispatch.moe import RoutedGemm, Routing
+from te_mx.dispatch.problem import Problem
+from te_mx.dispatch.registry import Kernel, register
+from te_mx.runtime import cpu_memory
+from te_mx.runtime.cpu_memory import CPU
+
+
+class CpuMoeGemm(Kernel):
+    op, name = "moe_gemm", "cpu"
+
+    def accepts(self, problem: Problem) -> str | None:
+        reason = why_not(problem, blockwise=True)
+        if reason is None and problem.empty:
+            reason = "takes matrices that are not empty"
+        return reason
+
+    def note(self, problem: Problem) -> str:
+        return "one parallel region for all experts, each read once"
+
+    def run(self, p: RoutedGemm) -> str | None:
+        groups = _rows_of_experts(p.routing, len(p.out), p.rhs.groups)
+        ends = list(accumulate(map(len, groups)))
+        if ends[-1] == 0:
+            return self.name
+        order = torch.tensor(list(chain.from_iterable(groups)), device=CPU)
+        dtype = p.out.dtype if p.weights is None else torch.float32
+        made = cpu_memory.empty((ends[-1], p.rhs.rows), dtype)
+        div = p.routing.a_div
+        lhs = gathered(p.lhs, order if div == 1 else order // div)
+        call = binding_grouped.GroupedGemmCall(
+            few_and_many(), native_stack(p.rhs), native_operand(lhs),
+            Bounds([0, *ends[:-1]], ends), made, p.bias,
+        )  # fmt: skip
+        ran = run_call(call)
+        if ran is None:
+            return None
+        if p.weights is not None:
+            made *= p.weights[order].unsqueeze(1)
+        p.out.index_copy_(0, order, made.to(p.out.dtype))
+        return ran
+
+
+def _rows_of_experts(routing: Routing, routed: int, experts: int) -> list[list[int]]:
+    """The routed rows of every expert. Lists: a few dozen rows cost less so than operators of
+    torch do."""
+    ids, owners, used = routing[0], routing[1], int(routing[2])
+    block = routing.block_m
+    rows: list[list[int]] = [[] for _ in range(experts)]
+    if ids is None:
+        pairs: Iterable[tuple[int, int]] = enumerate(
+            owners[: min(routed, -(-used // block))].tolist()
+        )
+    else:
+        each = owners[: -(-used // block)].tolist()
+        ids = ids[: min(used, len(each) * block)]
+        pairs = ((row, each[i // block]) for i, row in enumerate(ids.tolist()))
+    for row, expert in pairs:
+        if 0 <= expert < experts and 0 <= row < routed:
+            rows[expert].append(row)
+    return rows
+
+
+register(CpuMoeGemm())

@@ -1,0 +1,162 @@
+"""The ways to run a frozen layer: whatever it asks the registry for, every kernel that takes it, in
+every configuration.
+
+A layer may ask for several ops: first one that does it all in a call, if there is such a kernel,
+else the ops of its steps. The tables' word for the second is "steps".
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import te_mx
+from te_mx.commands.shapes import Shape
+from te_mx.commands.timing import Trial, sets_for
+from te_mx.dispatch import registry
+from te_mx.dispatch.problem import Problem
+from te_mx.dispatch.run import REFERENCE
+from te_mx.dispatch.tuned import tables
+from te_mx.dispatch.tuned.table import DEFAULT, STEPS, Key, Row
+from te_mx.dispatch.tuned.tables import key_of
+from te_mx.recipe import BlockScaling
+
+_WRONG = 0.01  # of the norm of a result: far above what rounding to bf16 makes of sums
+
+
+class Candidate(NamedTuple):
+    """What a row of a table may say."""
+
+    use: str
+    configuration: str = ""
+
+    @property
+    def name(self) -> str:
+        return ", ".join(filter(None, self))
+
+    def row(self, key: Key) -> Row:
+        """A row that says so, of no time yet."""
+        return Row(key, self.use, self.configuration, 1.0, DEFAULT, 1.0)
+
+
+class Layers:
+    """Frozen layers of one size, as many as no cache holds: with their parameters (kept), and with
+    codes alone (plain)."""
+
+    def __init__(self, n: int, k: int, recipe: BlockScaling, device: torch.device) -> None:
+        self.recipe, self.device = recipe, device
+        generator = torch.Generator(device).manual_seed(0)
+        self._weight = torch.randn((n, k), generator=generator, device=device).bfloat16()
+        self._sets = sets_for(n * k * te_mx.formats.get(recipe.w).element.bits // 8, device)
+        self.kept = [self._layer(False) for _ in range(self._sets)]
+
+    @cached_property
+    def plain(self) -> list[te_mx.Linear]:
+        """Made when somebody beats the default: few need them."""
+        return [self._layer(True) for _ in range(self._sets)]
+
+    def _layer(self, drop_master: bool) -> te_mx.Linear:
+        weight = self._weight
+        n, k = weight.shape
+        layer = te_mx.Linear(k, n, bias=False, dtype=torch.bfloat16, device="meta")
+        # Several layers may share one parameter: what they make of it is their own.
+        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+        te_mx.freeze_weights(layer, drop_master, recipe=self.recipe)
+        return layer
+
+
+class Contest:
+    """One size, on layers as they are kept or on plain codes."""
+
+    def __init__(self, shape: Shape, layers: Layers, plain: bool = False) -> None:
+        self.shape, self.recipe = shape, layers.recipe
+        self.layers = layers.plain if plain else layers.kept
+        device = layers.device
+        generator = torch.Generator(device).manual_seed(1)
+        self.x = torch.randn((shape.m, shape.k), generator=generator, device=device).bfloat16()
+
+    def __call__(self, i: int) -> Tensor:
+        """The result of a layer, under the choices that hold now."""
+        return self.layers[i % len(self.layers)](self.x)
+
+    def trial(self, rows: Iterable[Row]) -> Trial:
+        """The layer under the choices of these rows, and no others."""
+        chosen = list(rows)
+
+        def prepare() -> None:
+            tables.try_only(chosen)
+            registry.forget()
+
+        return Trial(prepare, self)
+
+    def problems(self) -> list[Problem]:
+        """What the layer asks for, where there is a choice: the op in one call first, if there is
+        one, and last an op that must have a kernel."""
+        found: list[Problem] = []
+        while True:
+            rows = [Candidate(STEPS).row(key_of(problem)) for problem in found]
+            trial = self.trial(rows)
+            trial.prepare()
+            with tables.watched() as asked:
+                trial.call(0)
+            known = [key_of(problem) for problem in found]
+            fresh = [p for p in asked if self._is_mine(p) and key_of(p) not in known]
+            if not fresh:
+                return found
+            # A look-up does not say whether K may be cut.
+            found.append(fresh[0]._replace(split_k=self.recipe.split_k))
+            if not is_optional(fresh[0]):
+                return found
+
+    def _is_mine(self, p: Problem) -> bool:
+        return (p.m, p.n, p.k) == self.shape[:3] and registry.default_of(p) is not None
+
+    def wrong(
+        self, candidates: list[Candidate], row_of: Callable[[Candidate], list[Row]]
+    ) -> dict[str, float]:
+        """How far results are off that of the first candidate, by the names of those that are
+        wrong."""
+        results = {}
+        for one in candidates:
+            trial = self.trial(row_of(one))
+            trial.prepare()
+            results[one.name] = trial.call(0).double()
+        expected = results[candidates[0].name]
+        errors = {
+            name: ((got - expected).norm() / expected.norm()).item()
+            for name, got in results.items()
+        }
+        return {name: error for name, error in errors.items() if not error < _WRONG}
+
+
+def is_optional(problem: Problem) -> bool:
+    """Whether an op need not have a kernel, because others do the same in steps."""
+    return registry.kernels(problem.op)[-1].name != REFERENCE
+
+
+def candidates_of(problem: Problem) -> list[Candidate]:
+    """All ways to run a problem, the default first."""
+    usual = registry.default_of(problem)
+    assert usual is not None
+    able = [
+        kernel for kernel in registry.kernels(problem.op)
+        if kernel.name not in (usual.name, REFERENCE) and kernel.accepts(problem) is None
+    ]  # fmt: skip
+    found = [
+        Candidate(kernel.name, how)
+        for kernel in (usual, *able)
+        for how in ("", *kernel.configurations(problem))
+    ]
+    return [*found, Candidate(STEPS)] if is_optional(problem) else found
+
+
+def leave() -> None:
+    """Back to the tables of this process."""
+    tables.try_only(None)
+    registry.forget()
+    gc.collect()

@@ -1,0 +1,269 @@
+"""Time every kernel and configuration that takes a product of a frozen layer, and write a table."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import te_mx
+from te_mx import formats
+from te_mx.arguments import as_device
+from te_mx.commands.candidates import Candidate, Contest, Layers, candidates_of, leave
+from te_mx.commands.shapes import (
+    TOKENS,
+    Shape,
+    from_text,
+    model_names,
+    of_models,
+    parse_tokens,
+)
+from te_mx.commands.timing import ROUNDS, microseconds
+from te_mx.dispatch.problem import Problem, place_of
+from te_mx.dispatch.tuned import table, tables
+from te_mx.dispatch.tuned.table import DEFAULT, STEPS, Key, Row
+from te_mx.dispatch.tuned.tables import key_of
+from te_mx.recipe import BlockScaling
+
+GAIN = 1.03  # what a choice must win over the default
+# A candidate that takes so many times the default's time, so often in a row, is tried no more.
+HOPELESS, HOPELESS_IN_A_ROW = 4.0, 3
+INTERRUPTED = 130
+FORMATS = "mxfp8_e4m3,mxfp4"
+
+
+def add_options(p: argparse.ArgumentParser) -> None:
+    what = p.add_mutually_exclusive_group(required=True)
+    what.add_argument("--shapes", metavar="MxNxK,..", help="tokens x out features x in features")
+    what.add_argument(
+        "--model", action="append", metavar="MODEL",
+        help=f"{', '.join(model_names())}, a file like theirs, or the config.json of a "
+        "Llama-shaped model; may be given several times",
+    )  # fmt: skip
+    p.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
+    p.add_argument(
+        "--formats", default=FORMATS, metavar="W,X:W,..",
+        help=f"of weights, or of inputs and weights; inputs are MXFP8 otherwise ({FORMATS})",
+    )  # fmt: skip
+    p.add_argument(
+        "--tokens", default=",".join(map(str, TOKENS)), help="M of each layer of a model"
+    )
+    p.add_argument(
+        "--split-k", action="store_true", help="as recipes with split_k=True, which may cut K"
+    )
+    p.add_argument("--out", type=Path, help="(default: te_mx_<device>.csv)")
+    p.add_argument("--resume", action="store_true", help="leave out what --out has already")
+    p.add_argument(
+        "--kept-only", action="store_true",
+        help="let choices win that lose on plain codes, which weights without a master have",
+    )  # fmt: skip
+    p.add_argument("--rounds", type=int, default=ROUNDS, help="of timing; the median counts")
+
+
+def run(args: argparse.Namespace) -> int:
+    device = _device(args.device)
+    name = tables.device_name(place_of(device))
+    if not name:
+        raise ValueError(
+            f"nothing to tune: no native kernel runs on {device}; te_mx doctor says why"
+        )
+    if args.rounds < 1:
+        raise ValueError(f"--rounds must be at least 1, got {args.rounds}")
+    tokens = parse_tokens(args.tokens)
+    shapes = from_text(args.shapes) if args.shapes else of_models(args.model, tokens)
+    recipes = [_recipe(word, args.split_k) for word in args.formats.split(",")]
+    out = args.out or Path(f"te_mx_{name}.csv")
+    session = Session(device, out, args.resume, args.rounds, args.kept_only)
+    gc.collect()
+    gc.freeze()  # collections before each capture look at what came since
+    with _bar(len(shapes) * len(recipes)) as bar:
+        try:
+            for recipe in recipes:
+                with torch.no_grad(), te_mx.autocast(recipe=recipe):
+                    for shape, layers in _with_layers(shapes, recipe, device, session):
+                        bar.set_postfix_str(f"{recipe.w} {'x'.join(map(str, shape[:3]))}")
+                        if layers is not None:
+                            session.tune(shape, layers, bar.write)
+                        bar.update()
+        except KeyboardInterrupt:
+            bar.close()
+            print(f"stopped; {out} has what is done, --resume goes on", file=sys.stderr)
+            return INTERRUPTED
+        finally:
+            gc.unfreeze()
+            leave()
+    print(session.summary())
+    return 0
+
+
+class Session:
+    """A run of the tuner: the table so far, and what of it changed."""
+
+    def __init__(
+        self, device: torch.device, out: Path, resume: bool = False, rounds: int = ROUNDS,
+        kept_only: bool = False,
+    ) -> None:  # fmt: skip
+        self.device, self.out, self.resume, self.rounds = device, out, resume, rounds
+        self.kept_only = kept_only
+        old = table.read(out) if out.exists() else []
+        self.rows: dict[Key, Row] = {row.key: row for row in old}
+        self.old = dict(self.rows)
+        self.done: list[Key] = []
+        self.slow: Counter[tuple[str, str]] = Counter()  # by the format of weights and the name
+        self.remarks = [
+            f"measured choices of te_mx {te_mx.__version__} on {_full_name(device)}, torch "
+            f"{torch.__version__}, {torch.get_num_threads()} CPU threads, "
+            f"{datetime.now(timezone.utc):%Y-%m-%d}",
+            "us of a frozen layer, its bf16 input quantized in the call, weights out of the caches",
+        ]
+
+    def has(self, key: Key) -> bool:
+        """Whether there is nothing to do for this row."""
+        return self.resume and key in self.old
+
+    def tune(self, shape: Shape, layers: Layers, say: Callable[[str], None]) -> None:
+        """Time one size and write the table, at once."""
+        contest = Contest(shape, layers)
+        problems = contest.problems()
+        rows: dict[Key, Row] = {}
+        # The last one first: those before it are left to their steps meanwhile.
+        for at in range(len(problems) - 1, -1, -1):
+            before = [Candidate(STEPS).row(key_of(problem)) for problem in problems[:at]]
+            around = [*before, *rows.values()]
+            row = self._winner(contest, layers, problems[at], around, say)
+            rows[row.key] = row
+        for key, row in rows.items():
+            was = self.rows[key].choice() if key in self.rows else DEFAULT
+            self.rows[key] = row
+            self.done.append(key)
+            if was != row.choice():
+                say(f"{_words(key)}: {was} -> {row.choice()}, {_times(row)}")
+        table.write(self.out, self.rows.values(), self.remarks)
+
+    def _winner(
+        self, contest: Contest, layers: Layers, problem: Problem, around: list[Row],
+        say: Callable[[str], None],
+    ) -> Row:  # fmt: skip
+        """The candidate that beats the default by 3 %, twice, and does not lose by as much on plain
+        codes; or the default."""
+        key = key_of(problem)
+
+        def rows(one: Candidate) -> list[Row]:
+            return [*around, one.row(key)]
+
+        def times(of: Contest, candidates: list[Candidate], rounds: int) -> dict[str, float]:
+            trials = {one.name: of.trial(rows(one)) for one in candidates}
+            return microseconds(trials, len(of.layers), self.device, rounds)
+
+        usual, *others = candidates_of(problem)
+        others = [one for one in others if self.slow[key.w, one.name] < HOPELESS_IN_A_ROW]
+        wrong = contest.wrong([usual, *others], rows)
+        for name, error in wrong.items():
+            say(f"{name} is {error:.2g} off the default and left out: please report it")
+        others = [one for one in others if one.name not in wrong]
+        first = times(contest, [usual, *others], self.rounds)
+        for name, us in first.items():
+            slow = us > HOPELESS * first[usual.name]
+            self.slow[key.w, name] = (self.slow[key.w, name] + 1) * slow
+        us = first[usual.name]
+        best = min(others, key=lambda one: first[one.name], default=usual)
+        if us >= GAIN * first[best.name] and best is not usual:
+            final = times(contest, [usual, best], 3 * self.rounds)
+            us, fair = final[usual.name], True
+            if not self.kept_only:
+                plain = Contest(contest.shape, layers, plain=True)
+                on_codes = times(plain, [usual, best], self.rounds)
+                fair = on_codes[best.name] <= GAIN * on_codes[usual.name]
+            if fair and us >= GAIN * final[best.name]:
+                return Row(key, best.use, best.configuration, final[best.name], usual.use, us)
+        return Row(key, DEFAULT, "", us, usual.use, us)
+
+    def summary(self) -> str:
+        """What this run did, in a few lines."""
+        rows = [self.rows[key] for key in self.done]
+        won = [row for row in rows if row.use != DEFAULT]
+        lines = [f"{len(rows)} problems timed, {len(self.rows)} rows in {self.out}"]
+        if won:
+            mean = math.exp(sum(math.log(row.gain) for row in won) / len(won))
+            lines.append(f"{len(won)} with another choice than the default, {mean:.2f}x on average")
+        changed = [key for key in self.done if key in self.old and self._differs(key)]
+        lines.append(f"{len(changed)} rows of the file chose otherwise before")
+        lines += [
+            f"  {_words(key)}: {self.old[key].choice()} -> {self.rows[key].choice()}"
+            for key in changed
+        ]
+        lines.append(f"use it: TE_MX_TUNED={self.out} or te_mx.use_tuned_table({str(self.out)!r})")
+        return "\n".join(lines)
+
+    def _differs(self, key: Key) -> bool:
+        return self.old[key].choice() != self.rows[key].choice()
+
+
+def _with_layers(
+    shapes: list[Shape], recipe: BlockScaling, device: torch.device, session: Session
+) -> Iterator[tuple[Shape, Layers | None]]:
+    """Each shape with layers of its size, made once for shapes of one size, or None where the table
+    has it."""
+    sizes = dict.fromkeys((shape.n, shape.k) for shape in shapes)
+    name = tables.device_name(place_of(device))
+    for size in sizes:
+        layers = None
+        for shape in shapes:
+            if (shape.n, shape.k) == size:
+                # The op that every layer may run as.
+                has = session.has(Key(name, "gemm", recipe.x, recipe.w, *size, shape.m))
+                if layers is None and not has:
+                    layers = Layers(*size, recipe, device)
+                yield shape, None if has else layers
+
+
+def _recipe(word: str, split_k: bool) -> BlockScaling:
+    """That of a frozen layer: of "mxfp4" as weights, or of "mxfp4:mxfp4" as inputs and weights."""
+    x, _, w = word.strip().rpartition(":")
+    x = formats.get(x or "mxfp8_e4m3").name
+    rule = "rceil" if formats.get(x).scaling.takes("rceil") else "pow2"
+    w = formats.get(w).name
+    return BlockScaling(x=x, w=w, g=x, scale_rule=rule, split_k=split_k)
+
+
+def _device(text: str) -> torch.device:
+    device = as_device("--device", text)
+    if device.type == "cuda":
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"--device {text}: torch finds {torch.cuda.device_count()} GPUs here")
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
+    return device
+
+
+def _full_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return tables.device_name(place_of(device))
+
+
+def _words(key: Key) -> str:
+    return f"{key.operation} {key.x} x {key.w}, n {key.n}, k {key.k}, m {key.m}"
+
+
+def _times(row: Row) -> str:
+    if row.use == DEFAULT:
+        return f"{row.us:.1f} us"
+    return f"{row.default_us:.1f} -> {row.us:.1f} us ({row.gain:.2f}x)"
+
+
+def _bar(total: int) -> Any:
+    try:
+        tqdm = importlib.import_module("tqdm").tqdm
+    except ModuleNotFoundError as error:
+        raise RuntimeError("the progress bar needs tqdm: pip install tqdm") from error
+    return tqdm(total=total, unit="problem", smoothing=0.1)

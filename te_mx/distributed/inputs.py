@@ -1,0 +1,47 @@
+"""What a rank has of an input: the layers that read one DTensor read one local tensor.
+
+So they quantize it once (autograd/shared_inputs.py), and their gradients add up on the rank before
+DTensor moves the sum: one reduction for q, k and v instead of three.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement
+
+from te_mx.context import is_tracing
+from te_mx.runtime import exposed
+
+_LOCAL = "_te_mx_local"
+
+
+def placed(x: DTensor, mesh: Any, placements: list[Placement]) -> DTensor:
+    """x itself where it is so placed already."""
+    if x.device_mesh == mesh and x.placements == tuple(placements):
+        return x
+    return x.redistribute(mesh, placements)
+
+
+def local_of(x: DTensor, grad_placements: list[Placement]) -> Tensor:
+    """x.to_local(grad_placements=..), the same tensor as long as x is what it was.
+
+    It is kept by x, and is a view of what x holds.
+    """
+    inner: Any = x._local_tensor
+    # NOTE: in-place operations change the version of a DTensor, not that of what it holds; writes
+    # through .data change neither.
+    if is_tracing() or x.is_inference() or inner.is_inference() or exposed.is_exposed(x):
+        return x.to_local(grad_placements=grad_placements)
+    versions = x._version, inner._version
+    differentiable = x.requires_grad, torch.is_grad_enabled()
+    key = tuple(grad_placements), versions, differentiable
+    held = x.__dict__.get(_LOCAL)
+    if held is not None and held[0] == key and held[1] is inner:
+        return held[2]
+    local = x.to_local(grad_placements=grad_placements)
+    if local.data_ptr() == inner.data_ptr():  # not what an asynchronous result becomes
+        x.__dict__[_LOCAL] = key, inner, local
+    return local

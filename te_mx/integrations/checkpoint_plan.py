@@ -1,0 +1,77 @@
+"""What a quantization_config in config.json says of the tensors of a checkpoint."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from typing import Any, NamedTuple
+
+
+class Plan(NamedTuple):
+    """The format of the weights, endings of the names of codes and scales, and patterns of the
+    modules that keep their weights. experts_only: gpt-oss, whose linear layers do. weight_only:
+    inputs are not quantized."""
+
+    fmt: str
+    ends: tuple[str, str]
+    kept: tuple[str, ...] = ()
+    weight_only: bool = False
+    experts_only: bool = False
+
+    def leaves_out(self, name: str) -> bool:
+        """Whether a module of this name keeps its weights. A pattern is a name, the name of
+        something around it or its last part, a regular expression behind "re:" (all of the name,
+        from the start), or has wildcards."""
+        return any(_matches(pattern, name) for pattern in self.kept)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], name) is not None
+    if "*" in pattern:
+        return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"{pattern}.*")
+    return name == pattern or name.startswith(f"{pattern}.") or name.endswith(f".{pattern}")
+
+
+def plan_of(fields: dict[str, Any]) -> Plan | None:
+    """The plan of a checkpoint that te_mx reads, or None."""
+    method = fields.get("quant_method")
+    if method in ("mxfp8", "fp8"):
+        return _transformers(fields)
+    if method == "compressed-tensors":
+        return _compressed_tensors(fields)
+    if method == "modelopt":
+        inner = fields.get("quantization", fields)
+        if inner.get("quant_algo") != "MXFP8":
+            return None
+        kept = inner.get("ignore") or inner.get("exclude_modules") or ()
+        return Plan("mxfp8_e4m3", ("", "_scale"), tuple(kept))
+    if method == "mxfp4":
+        return Plan("mxfp4", ("_blocks", "_scales"), weight_only=True, experts_only=True)
+    return None
+
+
+def _transformers(fields: dict[str, Any]) -> Plan | None:
+    """Transformers' own: weight_scale_inv."""
+    kept = fields.get("modules_to_not_convert") or fields.get("ignored_layers") or ()
+    block = list(fields.get("weight_block_size") or ())
+    bytes_ = fields.get("scale_fmt", "float") == "ue8m0" or fields["quant_method"] == "mxfp8"
+    known = {(True, (1, 32)): "mxfp8_e4m3", (False, (128, 128)): "fp8_e4m3_128x128"}
+    fmt = known.get((bytes_, tuple(block)))
+    others = ("modules_to_convert", "dequantize")
+    if fmt is None or fields.get("activation_scheme", "dynamic") != "dynamic":
+        return None
+    if any(fields.get(name) for name in others) or fields.get("expert_dtype", "fp8") != "fp8":
+        return None
+    return Plan(fmt, ("", "_scale_inv"), tuple(kept))
+
+
+def _compressed_tensors(fields: dict[str, Any]) -> Plan | None:
+    fmt, end = {
+        "mxfp8-quantized": ("mxfp8_e4m3", ""), "mxfp4-pack-quantized": ("mxfp4", "_packed")
+    }.get(fields.get("format", ""), ("", ""))  # fmt: skip
+    groups = list((fields.get("config_groups") or {}).values())
+    if not fmt or len(groups) != 1 or "Linear" not in groups[0].get("targets", ()):
+        return None
+    weight_only = groups[0].get("input_activations") is None
+    return Plan(fmt, (end, "_scale"), tuple(fields.get("ignore") or ()), weight_only)

@@ -1,0 +1,249 @@
+"""Quantized checkpoints of Transformers as te_mx layers that hold their codes:
+
+    import te_mx.integrations.hf_quantizer as hf_quantizer
+    hf_quantizer.register()
+    model = AutoModelForCausalLM.from_pretrained(folder)
+
+After `register`, from_pretrained gives a model whose linear layers (and stacked experts) are those
+of te_mx, frozen without masters, byte for byte what the files hold. Taken are the checkpoints that
+``config.json`` describes so:
+
+====================  ============================================================================
+quant_method          what te_mx takes; the rest goes to Transformers as before
+====================  ============================================================================
+"mxfp8"               all
+"fp8"                 ``weight_block_size`` [128, 128] with fp32 scales, [1, 32] with E8M0 scales
+"compressed-tensors"  ``format`` "mxfp8-quantized" and "mxfp4-pack-quantized", one group
+"modelopt"            ``quant_algo`` "MXFP8"
+"mxfp4"               all: experts in gpt-oss' layout
+====================  ============================================================================
+
+How: placeholders with the names and shapes of the files stand in the modules while Transformers
+loads (renames, merges per-expert tensors, reads shards); then the modules take what has come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange
+from transformers.quantizers import auto
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from te_mx import formats
+from te_mx.convert import convert_model
+from te_mx.frozen import freeze_weights, unfreeze_weights
+from te_mx.integrations.checkpoint_plan import Plan, plan_of
+from te_mx.nn.experts import ExpertsModule
+from te_mx.nn.mx_module import MXModule
+
+METHODS = ("mxfp8", "fp8", "compressed-tensors", "modelopt", "mxfp4")
+_CONFIGS: dict[str, Any] = auto.AUTO_QUANTIZATION_CONFIG_MAPPING
+_QUANTIZERS: dict[str, Any] = auto.AUTO_QUANTIZER_MAPPING
+_before: dict[str, tuple[Any, Any]] = {}  # Transformers' own, by method
+
+
+class TeMxConfig(QuantizationConfigMixin):
+    """A quantization_config that te_mx reads: its fields as they are in config.json."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.fields = fields
+        self.quant_method = fields["quant_method"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, for config.json."""
+        return dict(self.fields)
+
+    def get_loading_attributes(self) -> dict[str, Any]:
+        """Nothing that from_pretrained could change."""
+        return {}
+
+
+class TeMxQuantizer(HfQuantizer):
+    """Loads such a checkpoint into te_mx layers."""
+
+    requires_calibration = False
+
+    def __init__(self, quantization_config: TeMxConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        found = plan_of(quantization_config.fields)
+        assert found is not None  # or there would be no TeMxConfig
+        self.plan = found
+        code_end, scale_end = found.ends
+        self.serialized_names = {"weight": [f"weight{code_end}", f"weight{scale_end}"]}
+        self._masters: list[tuple[str, MXModule, dict[str, nn.Parameter]]] = []
+
+    @property
+    def is_trainable(self) -> bool:
+        """Adapters train on top of the codes."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        """Codes compile as other weights do."""
+        return True
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        """save_pretrained writes the names that were read."""
+        return True
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        convert_model(model, filter_fn=self._is_quantized_in(model))
+        for name, module in model.named_modules():
+            if isinstance(module, MXModule):
+                self._masters.append((name, module, _put_placeholders(module, self.plan)))
+
+    def _is_quantized_in(self, model: Any) -> Callable[[nn.Module, str], bool]:
+        plan, head = self.plan, model.get_output_embeddings()
+
+        def chosen(module: nn.Module, name: str) -> bool:
+            if plan.experts_only:
+                return not isinstance(module, nn.Linear)
+            # The layouts of per-expert tensors are those of Linear layers.
+            return module is not head and not plan.leaves_out(name)
+
+        return chosen
+
+    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
+        """Transformers' conversions, with scales going the way of the weights. It asks for names of
+        parameters; codes are none, but are in the state_dict."""
+        return super().update_weight_conversions(weight_conversions, _Named(model.state_dict()))
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        for name, module, masters in self._masters:
+            _take(name, module, masters, self.plan)
+        self._masters.clear()
+        if self.plan.weight_only:
+            freeze_weights(model, drop_master=True, activations="bf16")
+        return model
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        unfreeze_weights(model, dequantize=True)
+        return model if dtype is None else model.to(dtype)
+
+
+class _Named:
+    """Tensors by name, as those of a model."""
+
+    def __init__(self, tensors: dict[str, Any]) -> None:
+        self.tensors = tensors
+
+    def named_parameters(self) -> Any:
+        return self.tensors.items()
+
+
+def convert_scales_too(model: Any, fields: dict[str, Any]) -> None:
+    """Have ``save_pretrained`` split and rename the scales of stacked experts as it does their
+    weights. `fields`: the model's quantization_config."""
+    known = getattr(model, "_weight_conversions", None)
+    if known is None:  # the model was not loaded: what save_pretrained would take
+        found = get_model_conversion_mapping(model, add_legacy=False)
+        known = [one for one in found if not isinstance(one, PrefixChange)]
+    quantizer = TeMxQuantizer(TeMxConfig(**fields))
+    model._weight_conversions = quantizer.update_weight_conversions(known, model)
+
+
+def _put_placeholders(module: MXModule, plan: Plan) -> dict[str, nn.Parameter]:
+    """Put parameters as the files have them in the place of the weights, which are returned."""
+    fmt, (code_end, scale_end) = formats.get(plan.fmt), plan.ends
+    layer: Any = module
+    if isinstance(module, ExpertsModule) and module._transposed != plan.experts_only:
+        raise ValueError(f"{module._label()}: no names are known for codes of such experts")
+    masters = {}
+    for key in module._weight_keys:
+        whole = module._whole(key)
+        groups, (rows, k) = whole.shape[:-2], whole.shape[-2:]
+        masters[key] = layer._parameters[key]
+        layer._parameters[key] = None
+        if code_end:  # what Transformers initializes and finds done already
+            layer.__dict__[key] = done = torch.empty(0)
+            done._is_hf_initialized = True  # type: ignore[attr-defined]
+        codes = (*groups, *fmt.codes_shape(rows, k))
+        if plan.experts_only:  # the bytes of a block have a dimension of their own
+            codes = (*groups, rows, k // 32, 16)
+        for end, shape, dtype in (
+            (code_end, codes, torch.uint8 if fmt.element.bits < 8 else fmt.element.torch_dtype),
+            (scale_end, (*groups, *fmt.scales_shape(rows, k)), fmt.scaling.storage),
+        ):
+            value = torch.empty(shape, dtype=dtype, device="meta")
+            layer.register_parameter(key + end, nn.Parameter(value, requires_grad=False))
+    return masters
+
+
+def _take(name: str, module: MXModule, masters: dict[str, nn.Parameter], plan: Plan) -> None:
+    """Give a module what was loaded into its placeholders, which Transformers marks then."""
+    layer: Any = module
+    loaded = {}
+    for key, master in masters.items():
+        layer.__dict__.pop(key, None)
+        for end in plan.ends:
+            held = layer._parameters
+            loaded[key + end] = held[key] if not end else held.pop(key + end)
+        layer._parameters[key] = master
+    missing = [
+        f"{name}.{key}" for key, value in loaded.items()
+        if value.is_meta or not getattr(value, "_is_hf_initialized", False)
+    ]  # fmt: skip
+    if missing:
+        raise ValueError(
+            f"the checkpoint has no {', '.join(missing)}, though its quantization_config says that "
+            "the layer is quantized; name the layer among those that are left out there"
+        )
+    state = {key: value.detach() for key, value in loaded.items()}
+    layer.load_state_dict(state, strict=False, assign=True)
+    if not module._is_dropped():
+        raise ValueError(f"{name}: the checkpoint's tensors are no codes with scales")
+    layer._saved_as = plan.ends
+
+
+def register() -> None:
+    """Have from_pretrained give te_mx layers for the checkpoints listed above, until `unregister`.
+    A second call changes nothing."""
+    for method in METHODS:
+        if method in _before:
+            continue
+        config, quantizer = _CONFIGS.get(method), _QUANTIZERS.get(method)
+        _before[method] = config, quantizer
+        _CONFIGS[method] = _config_class(method, config)
+        _QUANTIZERS[method] = _quantizer_of(quantizer)
+
+
+def unregister() -> None:
+    """Undo `register`; models that were loaded stay as they are."""
+    for method, pair in _before.items():
+        for mapping, before in zip((_CONFIGS, _QUANTIZERS), pair, strict=True):
+            if before is None:
+                mapping.pop(method, None)
+            else:
+                mapping[method] = before
+    _before.clear()
+
+
+def _config_class(method: str, before: Any) -> Any:
+    """What stands in the registry of configs: ours where te_mx takes it, or Transformers' own."""
+
+    class Chosen:
+        @classmethod
+        def from_dict(cls, fields: dict[str, Any], **kwargs: Any) -> Any:
+            if plan_of(fields) is not None:
+                return TeMxConfig(**fields)
+            if before is None:
+                raise ValueError(
+                    f"te_mx reads no {method} checkpoint with such a quantization_config, and "
+                    f"Transformers has no {method}: {fields}"
+                )
+            return before.from_dict(fields, **kwargs)
+
+    return Chosen
+
+
+def _quantizer_of(before: Any) -> Callable[..., Any]:
+    def make(config: Any, **kwargs: Any) -> Any:
+        return (TeMxQuantizer if isinstance(config, TeMxConfig) else before)(config, **kwargs)
+
+    return make

@@ -1,0 +1,83 @@
+"""te_mx.moe.align_block_size: routed rows sorted by expert, cut into blocks."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from te_mx.arguments import check_size, shown
+from te_mx.dispatch.moe import Align
+from te_mx.moe.arguments import check_ids, check_range, refuse_transforms
+from te_mx.ops.moe_align import moe_align
+
+OWNER = "align_block_size"
+
+
+class AlignedBlocks(NamedTuple):
+    """What `align_block_size` makes, int32.
+
+    sorted_token_ids [capacity]: routed rows of one expert after the other, each expert's filled up
+    to whole blocks with the padding id, the number of routed rows. expert_ids [blocks]: the expert
+    of each block. num_tokens_post_padded [1]: how many positions count.
+    """
+
+    sorted_token_ids: Tensor
+    expert_ids: Tensor
+    num_tokens_post_padded: Tensor
+
+
+def align_block_size(
+    topk_ids: Tensor, block_m: int, num_experts: int, expert_map: Tensor | None = None
+) -> AlignedBlocks:
+    """Sort the slots of topk_ids by expert and fill every expert up to whole blocks of block_m, as
+    vLLM's moe_align_block_size does.
+
+    Slot ``token * top_k + j`` of the flattened topk_ids is a routed row. The capacity is ``numel +
+    num_experts * (block_m - 1)``, at most ``numel * block_m`` where there are fewer slots than
+    experts; it need not be a multiple of block_m. Rows of one expert keep their order. Behind
+    num_tokens_post_padded lie padding ids and experts -1. No host waits for a device, and a CUDA
+    graph may capture it.
+
+    Args:
+        topk_ids: int32 or int64 [M, top_k], or flat; -1 for a slot of no expert, which is left out.
+        block_m: rows of a block.
+        num_experts: of all ranks.
+        expert_map: int32 or int64 [num_experts]: the number of each expert here, -1 for those of
+            other ranks. Their blocks stay and have expert -1.
+
+    Raises:
+        TypeError, ValueError: what does not fit; ids that are out of range on the CPU. Out of
+            range on a device is of no expert.
+        NotImplementedError: forward-mode AD or a transform of torch.func follows a tensor.
+    """
+    if not isinstance(topk_ids, Tensor):
+        raise TypeError(f"{OWNER}: topk_ids must be a tensor, got {shown(topk_ids)}")
+    block_m = check_size(f"{OWNER}: block_m", block_m, 1)
+    experts = check_size(f"{OWNER}: num_experts", num_experts, 1)
+    refuse_transforms(OWNER, topk_ids, expert_map)
+    shape = "a vector" if topk_ids.dim() == 1 else "[M, top_k] or flat"
+    ids = check_ids(f"{OWNER}: topk_ids", topk_ids, topk_ids.device, shape).reshape(-1)
+    check_range(f"{OWNER}: topk_ids", ids, -1, experts, "num_experts counts those of all ranks")
+    local = check_map(expert_map, experts, topk_ids, OWNER)
+    limits = ids.numel() * block_m, experts * block_m
+    if max(limits) >= 1 << 31:
+        raise ValueError(
+            f"{OWNER}: {ids.numel()} slots of {experts} experts in blocks of {block_m} do not fit "
+            "int32; take a smaller block_m"
+        )
+    return AlignedBlocks(*moe_align(Align(ids, block_m, experts, local)))
+
+
+def check_map(expert_map: Any, experts: int, ids: Tensor, owner: str) -> Tensor | None:
+    """An expert map as int32, or None."""
+    if expert_map is None:
+        return None
+    name = f"{owner}: expert_map"
+    made = check_ids(name, expert_map, ids.device)
+    if len(made) != experts:
+        raise ValueError(
+            f"{name} must have an entry for each of {experts} experts, got {len(made)}"
+        )
+    check_range(name, made, -1, experts, "-1 is an expert that is not here")
+    return made

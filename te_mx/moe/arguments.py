@@ -1,0 +1,102 @@
+"""Checks of what the functions of te_mx.moe are given, before anything runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_mx.arguments import check_dense, shown
+from te_mx.autograd import transforms
+from te_mx.dispatch.groups import INDEX_DTYPES
+from te_mx.grouped_arguments import check_floats, readable
+from te_mx.grouped_gemm import stack_of, tokens_of
+from te_mx.ops import Operand, Stack, quantize_2d
+from te_mx.recipes.settings import Settings
+from te_mx.tensor import MXTensor
+
+
+def check_ids(name: str, value: Any, device: torch.device, shape: str = "a vector") -> Tensor:
+    """Ids as int32. Raises unless they are int32 or int64 on a device, in one dimension, or in two
+    where the shape is said to be [M, top_k]."""
+    if not isinstance(value, Tensor) or value.dtype not in INDEX_DTYPES:
+        raise TypeError(f"{name} must be an int32 or int64 tensor, got {shown(value)}")
+    check_dense(name, value)
+    dims = 1 if shape == "a vector" else 2
+    if value.dim() != dims:
+        raise ValueError(f"{name} must be {shape}, got {tuple(value.shape)}")
+    check_device(name, value, device)
+    value = value.resolve_neg()
+    if value.dtype is torch.int64:  # what int32 does not hold stays out of every range
+        value = value.clamp(-(1 << 31), (1 << 31) - 1)
+    return value.to(torch.int32)
+
+
+def check_device(name: str, value: Tensor, device: torch.device) -> None:
+    """Raise ValueError unless a tensor is where the weights are."""
+    if value.device != device:
+        raise ValueError(f"{name} is on {value.device}, the weights are on {device}; move one")
+
+
+def check_range(name: str, ids: Tensor, least: int, end: int, remedy: str) -> None:
+    """Raise ValueError for ids out of [least, end), where the host may look at them."""
+    if not readable(ids) or ids.numel() == 0:
+        return
+    low, high = (int(one) for one in ids.aminmax())
+    if low < least or high >= end:
+        got = low if low < least else high
+        raise ValueError(f"{name} must be {least} to {end - 1}, got {got}; {remedy}")
+
+
+def refuse_transforms(owner: str, *tensors: Tensor | None) -> None:
+    """Raise NotImplementedError where forward-mode AD or a transform of torch.func follows one."""
+    if transforms.active():
+        transforms.refuse(f"te_mx.moe.{owner}", tensors, transforms.FUNCTION, grad=True)
+
+
+def weights_of(name: str, weight: Any) -> Stack:
+    """Weights of all experts as ops take them, without gradients."""
+    return stack_of(weight, name)
+
+
+def quantized_rows(x: Tensor, settings: Settings) -> Operand:
+    """A matrix of tokens in the recipe's format of inputs."""
+    made = quantize_2d(x.detach(), f"{settings.x}@rows", rule=settings.scale_rule).row
+    assert made is not None
+    return made
+
+
+def rows_of(name: str, a: Any, k: int, device: torch.device, settings: Settings) -> Operand:
+    """Tokens [M, K] as ops take them: an MXTensor as it is, a tensor quantized here."""
+    if not isinstance(a, MXTensor):
+        check_floats(name, a)
+    if len(a.shape) != 2 or a.shape[1] != k:
+        raise ValueError(f"{name} must be [M, {k}] for these weights, got {tuple(a.shape)}")
+    if a.device != device:
+        raise ValueError(f"{name} is on {a.device}, the weights are on {device}; move one")
+    return tokens_of(a, name) if isinstance(a, MXTensor) else quantized_rows(a, settings)
+
+
+def routing_weights(name: str, value: Any, routed: int, device: torch.device) -> Tensor:
+    """Routing weights as fp32 [routed]."""
+    check_floats(name, value)
+    check_device(name, value, device)
+    if value.numel() != routed:
+        raise ValueError(
+            f"{name} must hold a number for each of {routed} routed rows, got {tuple(value.shape)}"
+        )
+    return value.detach().reshape(-1).to(torch.float32)
+
+
+def expert_bias(name: str, value: Any, weight: Stack) -> Tensor | None:
+    """A bias [E, N] of all experts, or None."""
+    if value is None:
+        return None
+    check_floats(name, value)
+    check_device(name, value, weight.codes.device)
+    if value.shape != (weight.groups, weight.rows):
+        raise ValueError(
+            f"{name} must be [{weight.groups}, {weight.rows}], got {tuple(value.shape)}"
+        )
+    return value.detach().resolve_neg()

@@ -1,0 +1,197 @@
+"""te_mx.moe.fused_experts: a whole mixture of gated MLPs on quantized weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_mx.arguments import check_flag, is_one_of, shown
+from te_mx.autograd.steps import mode_of
+from te_mx.dispatch.fused import Activation, ActStep, Target
+from te_mx.dispatch.groups import known_to_host
+from te_mx.dispatch.moe import Align, RoutedGemm, Routing
+from te_mx.grouped_arguments import check_floats
+from te_mx.grouped_rows import settings_of
+from te_mx.moe.alignment import check_map
+from te_mx.moe.arguments import (
+    check_device,
+    check_ids,
+    check_range,
+    expert_bias,
+    quantized_rows,
+    refuse_transforms,
+    routing_weights,
+    weights_of,
+)
+from te_mx.ops import Mode, Operand, Stack
+from te_mx.ops.fused import act_quantize_2d
+from te_mx.ops.moe import moe_gemm
+from te_mx.ops.moe_align import moe_align
+from te_mx.recipes.settings import Settings
+from te_mx.tensor import MXTensor
+
+OWNER = "fused_experts"
+# f(gate) * up, with f; swigluoai is gpt-oss's: limits of 7, slope 1.702, up + 1.
+ACTIVATIONS = {
+    "silu": Activation("swiglu"),
+    "gelu_tanh": Activation("geglu"),
+    "relu": Activation("reglu"),
+    "relu2": Activation("sreglu"),
+    "quick_gelu": Activation("qgeglu"),
+    "sigmoid": Activation("glu"),
+    "swigluoai": Activation("clamped_swiglu"),
+}
+_MOST_BLOCK = 64
+
+
+@torch.no_grad()
+def fused_experts(
+    x: Tensor,
+    w13: MXTensor,
+    w2: MXTensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str = "silu",
+    *,
+    interleaved: bool = False,
+    expert_map: Tensor | None = None,
+    biases: Sequence[Tensor | None] | None = None,
+    recipe: Any = None,
+) -> Tensor:
+    """``y[t] = sum over j of topk_weights[t, j] * mlp_e(x[t])`` with ``e = topk_ids[t, j]`` and
+    ``mlp_e(x) = (f(gate) * up) @ w2[e].T``, ``gate, up = x @ w13[e].T``.
+
+    x is quantized once. The products with w13 are fp32 sums, rounded to the dtype of x; f(gate) *
+    up is fp32, rounded to that dtype and quantized in the same step; the products with w2 stay
+    fp32, times topk_weights, and are added up in fp32 in the order of j. No host waits for a
+    device.
+
+    Args:
+        x: [M, H], fp32, bf16 or fp16.
+        w13: MXTensor [E, 2 F, H]: gate rows, then up rows of every expert, or in turns.
+        w2: MXTensor [E, H2, F].
+        topk_weights: [M, top_k], used as they are.
+        topk_ids: int32 or int64 [M, top_k], -1 for a slot that counts nothing.
+        activation: f: one of ACTIVATIONS.
+        interleaved: rows of w13 are gate, up, gate, up, .. as gpt-oss has them.
+        expert_map: [experts of all ranks], the number of each here or -1, which then adds nothing.
+        biases: of w13 [E, 2 F] and of w2 [E, H2], either may be None.
+        recipe: as of `grouped_gemm`.
+
+    Returns:
+        [M, H2] in the dtype of x. Gradients do not flow through this function.
+
+    Raises:
+        TypeError, ValueError: what does not fit, with what was expected, before anything runs; ids
+            that are out of range on the CPU. On a device these count nothing.
+        NotImplementedError: forward-mode AD or a transform of torch.func follows a tensor.
+    """
+    settings = settings_of(recipe, forward=False)
+    check_flag(f"{OWNER}: interleaved", interleaved)
+    if not is_one_of(activation, ACTIVATIONS) or activation is None:
+        raise ValueError(
+            f"{OWNER}: activation must be one of {', '.join(ACTIVATIONS)}, got {shown(activation)}"
+        )
+    first, second = weights_of(f"{OWNER}: w13", w13), weights_of(f"{OWNER}: w2", w2)
+    _check_weights(x, first, second)
+    ids, local = _ids(topk_ids, expert_map, first, len(x))
+    if local is None:
+        check_range(f"{OWNER}: topk_ids", ids, -1, first.groups, "w13 has so many experts")
+    routed, top_k = ids.numel(), ids.shape[1]
+    scores = routing_weights(f"{OWNER}: topk_weights", topk_weights, routed, ids.device)
+    bias = _biases(biases, first, second)
+    refuse_transforms(OWNER, x, topk_weights, *bias)
+    if routed == 0:
+        return x.new_zeros((len(x), second.rows))
+    routing, mode = _routing(ids, local, first.groups), mode_of(settings)
+    h = x.new_empty((routed, first.rows))
+    moe_gemm(RoutedGemm(quantized_rows(x, settings), first, routing, bias[0], None, h, mode))
+    middle = _activated(h, ACTIVATIONS[activation], interleaved, settings)
+    y = _second(middle, second, routing._replace(a_div=1), bias[1], scores, mode)
+    return y.view(-1, top_k, second.rows).sum(1).to(x.dtype)
+
+
+def _activated(h: Tensor, act: Activation, interleaved: bool, settings: Settings) -> Operand:
+    """f(gate) * up of h [routed, 2 F], quantized."""
+    if interleaved:
+        h = h.view(len(h), -1, 2).transpose(1, 2).reshape(h.shape)
+    target = Target(f"{settings.x}@rows", "", settings.scale_rule)
+    made = act_quantize_2d(ActStep(h, None, act, h.dtype, False, target)).quantized.row
+    assert made is not None
+    return made
+
+
+def _second(
+    lhs: Operand, rhs: Stack, routing: Routing, bias: Tensor | None, scores: Tensor, mode: Mode
+) -> Tensor:
+    """Products with w2 times scores, fp32 [routed, H2]; zeros for slots of no expert here."""
+    y = scores.new_zeros((lhs.rows, rhs.rows))
+    moe_gemm(RoutedGemm(lhs, rhs, routing, bias, scores, y, mode))
+    return y
+
+
+def _routing(ids: Tensor, expert_map: Tensor | None, experts: int) -> Routing:
+    """The routing of slots [M, top_k]: each a block of its own where experts hardly share any, and
+    where the host groups them anyhow."""
+    flat = ids.reshape(-1)
+    routed, total = len(flat), experts if expert_map is None else len(expert_map)
+    if 4 * routed <= total or known_to_host(ids):
+        known = (flat >= 0) & (flat < total)
+        if expert_map is not None:
+            flat = torch.where(known, expert_map[torch.where(known, flat, 0)], -1)
+        everything = torch.full((1,), routed, dtype=torch.int32, device=ids.device)
+        return Routing(None, flat, everything, 1, ids.shape[1])
+    block = 8
+    while block < _MOST_BLOCK and block * total < routed:
+        block *= 2
+    sorted_ids, expert_ids, count = moe_align(Align(flat, block, total, expert_map))
+    return Routing(sorted_ids, expert_ids, count, block, ids.shape[1])
+
+
+def _check_weights(x: Any, first: Stack, second: Stack) -> None:
+    """Raise unless x, w13 and w2 belong together."""
+    check_floats(f"{OWNER}: x", x)
+    if x.dim() != 2 or x.shape[1] != first.k:
+        raise ValueError(f"{OWNER}: x must be [M, {first.k}] as w13 says, got {tuple(x.shape)}")
+    check_device(f"{OWNER}: x", x, first.codes.device)
+    check_device(f"{OWNER}: w2", second.codes, first.codes.device)
+    experts, width = first.groups, 2 * second.k
+    if second.groups != experts or first.rows != width:
+        raise ValueError(
+            f"{OWNER}: w13 must be [E, 2 F, H] and w2 [E, H2, F], got [{experts}, {first.rows}, "
+            f"{first.k}] and [{second.groups}, {second.rows}, {second.k}]"
+        )
+
+
+def _ids(topk_ids: Any, expert_map: Any, first: Stack, tokens: int) -> tuple[Tensor, Tensor | None]:
+    """topk_ids [M, top_k] and the expert map, int32."""
+    ids = check_ids(f"{OWNER}: topk_ids", topk_ids, first.codes.device, "[M, top_k]")
+    if len(ids) != tokens or ids.shape[1] == 0:
+        raise ValueError(
+            f"{OWNER}: topk_ids must be [{tokens}, top_k] for x, got {tuple(ids.shape)}"
+        )
+    if expert_map is None:
+        return ids, None
+    if not isinstance(expert_map, Tensor) or expert_map.dim() != 1 or len(expert_map) == 0:
+        raise TypeError(f"{OWNER}: expert_map must be a vector of ids, got {shown(expert_map)}")
+    local = check_map(expert_map, len(expert_map), ids, OWNER)
+    assert local is not None
+    check_range(f"{OWNER}: expert_map", local, -1, first.groups, "w13 has so many experts")
+    check_range(f"{OWNER}: topk_ids", ids, -1, len(local), "expert_map has so many experts")
+    return ids, local
+
+
+def _biases(biases: Any, first: Stack, second: Stack) -> tuple[Tensor | None, Tensor | None]:
+    """The biases of both products, or None for each."""
+    if biases is None:
+        return None, None
+    if isinstance(biases, str | Tensor) or not isinstance(biases, Sequence) or len(biases) != 2:
+        raise TypeError(
+            f"{OWNER}: biases must be a pair of tensors or None, for w13 and w2, got "
+            f"{shown(biases)}"
+        )
+    names = f"{OWNER}: biases[0]", f"{OWNER}: biases[1]"
+    return expert_bias(names[0], biases[0], first), expert_bias(names[1], biases[1], second)

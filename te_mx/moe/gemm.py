@@ -1,0 +1,187 @@
+"""te_mx.moe.grouped_gemm: routed rows times the weights of their experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_mx.arguments import check_flag, check_size, shown
+from te_mx.autograd.steps import mode_of
+from te_mx.dispatch.moe import RoutedGemm, Routing
+from te_mx.epilogue import check_dtype
+from te_mx.grouped_arguments import readable
+from te_mx.grouped_rows import settings_of
+from te_mx.moe.arguments import (
+    check_ids,
+    check_range,
+    expert_bias,
+    refuse_transforms,
+    routing_weights,
+    rows_of,
+    weights_of,
+)
+from te_mx.ops.moe import moe_gemm
+from te_mx.tensor import MXTensor
+from te_mx.written import check_written
+
+OWNER = "grouped_gemm"
+
+
+def grouped_gemm(
+    a: Tensor | MXTensor,
+    w: MXTensor,
+    sorted_token_ids: Tensor | None,
+    expert_ids: Tensor,
+    num_tokens_post_padded: Tensor,
+    *,
+    top_k: int,
+    block_m: int,
+    out_dtype: torch.dtype | None = None,
+    mul_weight_by: Tensor | None = None,
+    a_div: int | None = None,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    zero_unrouted: bool = False,
+    recipe: Any = None,
+) -> Tensor:
+    """``out[r] = (a[r // a_div] @ w[e].T + bias[e]) * mul_weight_by[r]`` for every routed row r of
+    an expert e; sums and factors in fp32, rounded once.
+
+    The first three tensors are those of `align_block_size`, or of vLLM's. A position p below
+    num_tokens_post_padded holds a routed row ``sorted_token_ids[p]`` of expert
+    ``expert_ids[p // block_m]``; ids of ``M * a_div`` and above are padding, blocks of expert -1
+    are skipped. What lies behind num_tokens_post_padded is never used, and lengths need not be
+    multiples of block_m. A routed row stands at one position at most.
+
+    Args:
+        a: [M, K], fp32, bf16 or fp16 and then quantized here, or an MXTensor.
+        w: MXTensor [E, N, K], or a sequence of [N, K], which is stacked in every call.
+        sorted_token_ids: int32 or int64; None: routed row r is a block of its own, of expert
+            ``expert_ids[r]`` (for the smallest batches: expert_ids is then topk_ids, flattened).
+        expert_ids: int32 or int64.
+        num_tokens_post_padded: int32 or int64 [1].
+        top_k: experts of a token.
+        block_m: positions of a block.
+        out_dtype: float32, bfloat16 (default) or float16; that of `out` where it is given.
+        mul_weight_by: routing weights of all routed rows, in any shape.
+        a_div: routed rows that share a row of a: top_k by default, 1 where a has a row for each.
+        bias: [E, N].
+        out: contiguous [M * a_div, N], written in place. It shares no memory with what is read.
+        zero_unrouted: also write zeros to rows of `out` that are not routed, which otherwise stay;
+            in a result made here they are zeros always.
+        recipe: its input format, scale rule, precision and alignment spread count; None means the
+            active recipe, or the default one outside of te_mx.autocast.
+
+    Returns:
+        [M * a_div, N]. Gradients do not flow through this function.
+
+    Raises:
+        TypeError, ValueError: what does not fit, with what was expected, before anything runs; ids
+            that are out of range on the CPU. On a device these belong to nobody.
+        RuntimeError: out requires grad while autograd records.
+        NotImplementedError: forward-mode AD or a transform of torch.func follows a tensor.
+    """
+    settings = settings_of(recipe, forward=False)
+    check_flag(f"{OWNER}: zero_unrouted", zero_unrouted)
+    top_k = check_size(f"{OWNER}: top_k", top_k, 1)
+    a_div = top_k if a_div is None else check_size(f"{OWNER}: a_div", a_div, 1)
+    block_m = check_size(f"{OWNER}: block_m", block_m, 1)
+    rhs = weights_of(OWNER, w)
+    device = rhs.codes.device
+    if isinstance(a, Tensor):
+        refuse_transforms(OWNER, a, mul_weight_by, bias, out)
+    lhs = rows_of(f"{OWNER}: a", a, rhs.k, device, settings)
+    routed = lhs.rows * a_div
+    if routed % top_k:
+        raise ValueError(
+            f"{OWNER}: {lhs.rows} rows of a with a_div={a_div} make {routed} routed rows, which "
+            f"top_k={top_k} does not divide; a_div is top_k for one row a token, 1 for a row a slot"
+        )
+    ids = sorted_token_ids, expert_ids, num_tokens_post_padded
+    routing = _routing(*ids, (block_m, a_div, routed, rhs.groups), device)
+    weights = None
+    if mul_weight_by is not None:
+        weights = routing_weights(f"{OWNER}: mul_weight_by", mul_weight_by, routed, device)
+    biases = expert_bias(f"{OWNER}: bias", bias, rhs)
+    read = ("a", a), ("mul_weight_by", mul_weight_by), ("bias", bias)
+    given = [(name, one) for name, one in read if isinstance(one, Tensor)]
+    made = _out(out, out_dtype, (routed, rhs.rows), device)
+    if out is not None:
+        check_written(made, "out", (*given, ("sorted_token_ids", sorted_token_ids)))
+    with torch.no_grad():
+        if zero_unrouted:
+            made.zero_()
+        moe_gemm(RoutedGemm(lhs, rhs, routing, biases, weights, made, mode_of(settings)))
+    return made
+
+
+def _routing(
+    sorted_ids: Any, expert_ids: Any, count: Any, sizes: tuple[int, int, int, int],
+    device: torch.device,
+) -> Routing:  # fmt: skip
+    """The routing of a call, checked as far as the host can see it."""
+    block_m, a_div, routed, experts = sizes
+    if max(block_m, routed) >= 1 << 31:
+        raise ValueError(
+            f"{OWNER}: block_m and the routed rows, M * a_div, are numbers of int32, got {block_m} "
+            f"and {routed}"
+        )
+    if sorted_ids is not None:
+        sorted_ids = check_ids(f"{OWNER}: sorted_token_ids", sorted_ids, device)
+    expert_ids = check_ids(f"{OWNER}: expert_ids", expert_ids, device)
+    count = check_ids(f"{OWNER}: num_tokens_post_padded", count, device)
+    if count.shape != (1,):
+        raise ValueError(
+            f"{OWNER}: num_tokens_post_padded must be one number [1], got {tuple(count.shape)}"
+        )
+    if sorted_ids is None and len(expert_ids) < routed:
+        raise ValueError(
+            f"{OWNER}: without sorted_token_ids expert_ids must hold the expert of each of "
+            f"{routed} routed rows, got {len(expert_ids)}"
+        )
+    if readable(count):
+        _check_counted(sorted_ids, expert_ids, count, (block_m, routed, experts))
+    return Routing(sorted_ids, expert_ids, count, block_m, a_div)
+
+
+def _check_counted(
+    sorted_ids: Tensor | None, expert_ids: Tensor, count: Tensor, sizes: tuple[int, int, int]
+) -> None:
+    """Raise ValueError for a count beyond the lists, and for ids out of range before it."""
+    block_m, routed, experts = sizes
+    used = int(count.item())
+    most = len(expert_ids) * block_m
+    most = most if sorted_ids is None else min(most, len(sorted_ids))
+    if not 0 <= used <= most:
+        raise ValueError(
+            f"{OWNER}: num_tokens_post_padded must be 0 to {most}, which sorted_token_ids and "
+            f"expert_ids have room for, got {used}"
+        )
+    blocks = expert_ids[: -(-used // block_m)]
+    check_range(f"{OWNER}: expert_ids", blocks, -1, experts, "-1 is an expert that is not here")
+    if sorted_ids is not None:
+        remedy = f"{routed} is the padding id for these rows of a and this a_div"
+        check_range(f"{OWNER}: sorted_token_ids", sorted_ids[:used], 0, routed + 1, remedy)
+
+
+def _out(
+    out: Any, dtype: torch.dtype | None, shape: tuple[int, int], device: torch.device
+) -> Tensor:
+    """`out`, or zeros. Raises unless it is contiguous, of this shape, dtype and device."""
+    if dtype is not None:
+        check_dtype(dtype, f"{OWNER}: out_dtype")
+    if out is None:
+        return torch.zeros(shape, dtype=dtype or torch.bfloat16, device=device)
+    if not isinstance(out, Tensor):
+        raise TypeError(f"{OWNER}: out must be a tensor, got {shown(out)}")
+    check_dtype(out.dtype, f"{OWNER}: the dtype of out")
+    fits = out.layout is torch.strided and not out.is_nested and out.device == device
+    if not fits or out.shape != shape or not out.is_contiguous():
+        raise ValueError(
+            f"{OWNER}: out must be contiguous {list(shape)} on {device}, got {shown(out)}"
+        )
+    if dtype not in (None, out.dtype):
+        raise ValueError(f"{OWNER}: out is {out.dtype} but out_dtype is {dtype}; leave it away")
+    return out

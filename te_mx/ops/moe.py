@@ -1,0 +1,112 @@
+"""te_mx::moe_gemm: the product of routed rows with the weights of their experts, into rows of out.
+
+    out[r] = (lhs[r // a_div] @ rhs_e^T + bias_e) * weights[r]
+
+dispatch/moe.py says how rows are routed. Ids that are out of range belong to nobody; nothing past
+num_tokens_post_padded counts, and no host waits for a device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from te_mx.dispatch import run
+from te_mx.dispatch.calls import Mode
+from te_mx.dispatch.moe import RoutedGemm, Routing
+from te_mx.dispatch.problem import Problem, place_of
+from te_mx.layouts.operand import Operand, Stack
+from te_mx.ops import checks
+from te_mx.ops.library import define, is_direct
+from te_mx.runtime.ran import LAST_RUN, note_read
+
+
+def moe_gemm(p: RoutedGemm, tag: int = -1) -> None:
+    """Write the rows of p.out that are routed; `tag`: as of gemm_rows."""
+    lhs, rhs, routing, bias, weights, out, mode = p
+    sides = lhs.scales, rhs.codes, rhs.scales, rhs.packed
+    if is_direct(lhs.codes, *sides, *routing[:3], bias, weights, out):
+        _run(p, tag)
+        return
+    checks.writable(out)
+    MOE_GEMM(
+        *lhs[:5], rhs.codes, rhs.scales, rhs.packed, rhs.spec, rhs.groups, rhs.rows, *routing, bias,
+        weights, out, tag, mode.precision, mode.spread,
+    )  # fmt: skip
+
+
+def _check(p: RoutedGemm) -> None:
+    lhs, rhs, routing, bias, weights, out, _ = p
+    device, routed = lhs.codes.device, len(out)
+    names = "the weights", "sorted_token_ids", "expert_ids", "num_tokens_post_padded", "bias"
+    beside = rhs.codes, *routing[:3], bias
+    checks.one_device(device, (*names, "the routing weights"), (*beside, weights))
+    checks.tokens("the tokens", lhs.spec, "rows")
+    checks.transformed_alike(lhs.spec, rhs.spec)
+    if lhs.k != rhs.k:
+        raise ValueError(f"te_mx: tokens and weights must have the same k, got {lhs.k} and {rhs.k}")
+    if routing.block_m < 1 or routing.a_div < 1 or routed > lhs.rows * routing.a_div:
+        raise ValueError(
+            f"te_mx: {lhs.rows} tokens make at most {lhs.rows} * a_div routed rows, got {routed} "
+            f"rows of out with a_div = {routing.a_div} and block_m = {routing.block_m}"
+        )
+    for name, ids in zip(names[1:4], routing[:3], strict=True):
+        if ids is not None and (ids.dtype != torch.int32 or ids.dim() != 1):
+            raise ValueError(f"te_mx: {name} must be a vector of int32, got {ids.dtype}")
+    if bias is not None and bias.shape != (rhs.groups, rhs.rows):
+        raise ValueError(f"te_mx: bias must be [{rhs.groups}, {rhs.rows}], got {bias.shape}")
+    if weights is not None and (weights.dtype != torch.float32 or weights.shape != (routed,)):
+        raise ValueError(f"te_mx: routing weights must be float32 [{routed}], got {weights.shape}")
+    checks.float_dtype(out.dtype)
+    checks.grouped_out(out, (routed, rhs.rows), device)
+
+
+def _run(p: RoutedGemm, tag: int) -> None:
+    _check(p)
+    lhs, rhs = p.lhs.checked("the tokens"), p.rhs.checked("the weights")
+    routing = p.routing._replace(
+        expert_ids=p.routing.expert_ids.contiguous(),
+        sorted_token_ids=None if p.routing[0] is None else p.routing[0].contiguous(),
+    )
+    problem = Problem(
+        "moe_gemm", place_of(p.out.device), lhs.spec, rhs.spec, len(p.out), rhs.rows, rhs.k,
+        rhs.groups, p.mode.precision, "", p.out.dtype, p.mode.spread,
+    )  # fmt: skip
+    if problem.m == 0 or problem.n == 0:
+        return
+    ran = run.run(problem, p._replace(lhs=lhs, rhs=rhs, routing=routing))
+    if not p.out.is_inference():  # native code writes behind autograd's back
+        torch.autograd.graph.increment_version(p.out)
+    if tag >= 0:
+        LAST_RUN[tag] = ran
+
+
+def _call(args: tuple[Any, ...]) -> RoutedGemm:
+    codes, scales, spec, rows, k, w_codes, w_scales, packed, w_spec, count, n = args[:11]
+    bias, weights, out, _, precision, spread = args[16:]
+    return RoutedGemm(
+        Operand(codes, scales, spec, rows, k),
+        Stack(w_codes, w_scales, w_spec, count, n, k, packed),
+        Routing(*args[11:16]), bias, weights, out, Mode(precision, spread),
+    )  # fmt: skip
+
+
+def _moe(*args: Any) -> None:
+    note_read(args[5])
+    _run(_call(args), args[19])
+
+
+def _moe_fake(*args: Any) -> None:
+    _check(_call(args))
+
+
+MOE_GEMM = define(
+    "moe_gemm(Tensor lhs_codes, Tensor lhs_scales, str lhs_spec, SymInt lhs_rows, SymInt k, "
+    "Tensor rhs_codes, Tensor rhs_scales, Tensor? rhs_packed, str rhs_spec, SymInt experts, "
+    "SymInt rhs_rows, Tensor? sorted_token_ids, Tensor expert_ids, Tensor num_tokens_post_padded, "
+    "int block_m, int a_div, Tensor? bias, Tensor? weights, Tensor(a!) out, int tag, "
+    "str precision, int spread) -> ()",
+    _moe,
+    _moe_fake,
+)

@@ -1,0 +1,357 @@
+"""`python -m te_mx`: the tuner, the doctor and explain."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import as_on_hopper
+import fake_sm90
+import pytest
+import torch
+
+import te_mx
+from te_mx.backends.cpu import binding as cpu
+from te_mx.backends.sm90 import split_k
+from te_mx.commands import candidates, checked_gemm, doctor, timing, tune
+from te_mx.commands.main import main
+from te_mx.commands.shapes import TOKENS, Shape, model_names, of_models
+from te_mx.dispatch import registry
+from te_mx.dispatch.problem import Place, Problem, place_of
+from te_mx.dispatch.tuned import table
+from te_mx.dispatch.tuned.table import DEFAULT
+from te_mx.dispatch.tuned.tables import key_of
+
+pytestmark = pytest.mark.skipif(cpu.missing_reason() is not None, reason="no native module")
+SHAPE, CPU = "4x64x96", torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def portable(monkeypatch):
+    """Three candidates, of known names; nothing of the user's."""
+    monkeypatch.delenv("TE_MX_TUNED", raising=False)
+    te_mx.use_tuned_table(None)
+    before = cpu.ISA_LEVELS[cpu.isa()]
+    cpu.set_isa("portable")
+    yield
+    cpu.set_isa(before)
+    te_mx.use_tuned_table(None)
+
+
+@pytest.fixture
+def times(monkeypatch):
+    """Microseconds by the name of a candidate, in place of a clock; `times.asked` has who was
+    timed."""
+
+    class Times(dict):
+        asked: list = []  # noqa: RUF012
+
+    given = Times(portable_stream=100.0, portable_f32=100.0)
+    given.asked = []
+
+    def clock(trials, sets, device, rounds):
+        given.asked.append((list(trials), rounds))
+        for name, trial in trials.items():
+            trial.prepare()
+            assert trial.call(0).shape == trial.call(sets - 1).shape
+            assert te_mx.audit(trial.call.layers[0]).layers[0].fprop == name
+        return {name: given[name] for name in trials}
+
+    monkeypatch.setattr(tune, "microseconds", clock)
+    monkeypatch.setattr(timing, "cache_bytes", lambda device: 1 << 10)
+    return given
+
+
+def tuned(out, *more, shapes=SHAPE, formats="mxfp8_e4m3"):
+    code = main(["tune", "--shapes", shapes, "--formats", formats, "--out", str(out), *more])
+    return code, {row.key.m: row for row in table.read(out)}
+
+
+def test_a_winner_is_written_followed_and_kept_by_resume(times, tmp_path, capsys):
+    out = tmp_path / "t.csv"
+    times["portable_f32"] = 80.0
+    code, rows = tuned(out)
+    assert code == 0 and rows[4].choice() == "portable_f32"
+    assert (rows[4].us, rows[4].default, rows[4].default_us) == (80.0, "portable_stream", 100.0)
+    said = capsys.readouterr()
+    assert "default -> portable_f32, 100.0 -> 80.0 us (1.25x)" in said.out + said.err
+    assert "1 problems timed, 1 rows" in said.out
+    te_mx.use_tuned_table(out)
+    assert te_mx.explain(m=64, n=4, k=96).kernel == "portable_f32"
+    times["portable_f32"] = 200.0
+    times.asked.clear()
+    code, rows = tuned(out, "--resume", shapes="4x64x96,8x64x96")
+    assert code == 0 and rows[4].use == "portable_f32" and rows[8].use == DEFAULT
+    assert times.asked == [(["portable_stream", "portable_f32"], timing.ROUNDS)]
+    capsys.readouterr()
+    code, rows = tuned(out)  # anew: what was timed before changes, what was not stays
+    said = capsys.readouterr()
+    assert rows[4].use == rows[8].use == DEFAULT
+    assert "1 rows of the file chose otherwise" in said.out
+    assert "portable_f32 -> default" in said.out
+
+
+@pytest.mark.parametrize(
+    ("us", "on_codes", "more", "use"),
+    [
+        (97.5, 97.5, [], DEFAULT),
+        (97.0, 97.0, [], "portable_f32"),
+        (80.0, 150.0, [], DEFAULT),
+        (80.0, 150.0, ["--kept-only"], "portable_f32"),
+    ],
+    ids=["2.5 %", "3.1 %", "loses on plain codes", "which are not asked"],
+)
+def test_what_it_takes_to_win(times, tmp_path, monkeypatch, us, on_codes, more, use):
+    """3 %, twice, and no loss where weights are codes alone."""
+    out = tmp_path / "t.csv"
+    times["portable_f32"] = us
+    clock = tune.microseconds
+
+    def by_turn(trials, sets, device, rounds):
+        found = clock(trials, sets, device, rounds)
+        if len(times.asked) == 3:  # all, then the best two for longer, then these on plain codes
+            found["portable_f32"] = on_codes
+        return found
+
+    monkeypatch.setattr(tune, "microseconds", by_turn)
+    assert tuned(out, *more)[1][4].use == use
+    rounds = [one for _, one in times.asked]
+    assert rounds == [7, 21, 7][: 1 if us == 97.5 else 2 if more else 3]
+
+
+def test_wrong_and_hopeless_candidates_are_left_out(times, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "t.csv"
+    times["portable_f32"] = 1000.0
+    shapes = ",".join(f"{m}x64x96" for m in (1, 2, 3, 4, 5))
+    assert tuned(out, shapes=shapes)[0] == 0
+    assert [len(names) for names, _ in times.asked] == [2, 2, 2, 1, 1]
+    times["portable_f32"] = 10.0
+    (panel,) = (one for one in registry.kernels("gemm") if one.name == "portable_f32")
+    run = panel.run
+
+    def wrong(product):
+        made = run(product)
+        product.out.mul_(1.1)
+        return made
+
+    monkeypatch.setattr(panel, "run", wrong)
+    assert tuned(out)[1][4].use == DEFAULT
+    said = capsys.readouterr()
+    assert "portable_f32 is 0.1 off the default and left out" in said.out + said.err
+
+
+def test_an_interrupted_run_keeps_what_is_done(times, tmp_path, monkeypatch, capsys):
+    out, clock = tmp_path / "t.csv", tune.microseconds
+
+    def stopped(trials, sets, device, rounds):
+        if len(times.asked) == 1:
+            raise KeyboardInterrupt
+        return clock(trials, sets, device, rounds)
+
+    monkeypatch.setattr(tune, "microseconds", stopped)
+    code, rows = tuned(out, shapes="1x64x96,2x64x96")
+    assert code == tune.INTERRUPTED and list(rows) == [1]
+    assert "--resume goes on" in capsys.readouterr().err
+
+
+def test_real_times_of_every_format(tmp_path, monkeypatch):
+    """The clock itself, on sizes that take no time."""
+    monkeypatch.setattr(timing, "cache_bytes", lambda device: 1 << 12)
+    monkeypatch.setitem(timing._LEAST_SECONDS, "cpu", 1e-5)
+    out = tmp_path / "t.csv"
+    formats = "mxfp8_e4m3,mxfp4,mxfp4:mxfp4,fp8_e4m3_1x128:fp8_e4m3_128x128"
+    made = ["tune", "--shapes", "2x64x128", "--formats", formats, "--out", str(out)]
+    assert main([*made, "--rounds", "1"]) == 0
+    rows = table.read(out)
+    assert {(row.key.x, row.key.w) for row in rows} == {
+        ("mxfp8_e4m3", "mxfp8_e4m3"), ("mxfp8_e4m3", "mxfp4"), ("mxfp4", "mxfp4"),
+        ("fp8_e4m3_1x128", "fp8_e4m3_128x128"),
+    }  # fmt: skip
+    assert all(row.us > 0 and row.default == "portable_stream" for row in rows)
+
+
+def test_sets_of_weights_lie_beyond_the_caches(monkeypatch):
+    monkeypatch.setattr(timing, "cache_bytes", lambda device: 32 << 20)
+    device = torch.device("cpu")
+    assert timing.sets_for(16 << 20, device) == 4 and timing.sets_for(1 << 30, device) == 2
+    monkeypatch.undo()
+    assert timing.cache_bytes(device) >= 1 << 18
+
+
+def test_models_have_the_sizes_of_their_projections(tmp_path):
+    assert model_names() == ["llama3_70b", "llama3_8b", "moe_6144"]
+    sizes = {(s.n, s.k): s.names for s in of_models(["moe_6144"], TOKENS)}
+    for k, n in ((6144, 2304), (2048, 6144), (6144, 1536), (1536, 6144)):
+        assert any("tp4" in name for name in sizes[n, k])
+    llama = of_models(["llama3_8b"], (1,))
+    assert len(llama) == 16 and Shape(1, 6144, 4096, ("llama3_8b qkv tp1",)) in llama
+    assert Shape(1, 4096, 1792, ("llama3_8b down tp8",)) in llama
+    fields = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
+              "num_key_value_heads": 2}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    made = of_models([str(tmp_path / "config.json")], (2,))
+    assert [one[:3] for one in made] == [(2, 128, 64), (2, 64, 64), (2, 192, 64), (2, 64, 96)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["tune", "--shapes", "4x64"], "a shape is MxNxK"),
+        (["tune", "--shapes", "1000x64x64"], "up to 512 tokens"),
+        (["tune", "--model", "llama9"], "a model is one of llama3_70b"),
+        (["tune", "--model", "llama3_8b", "--tokens", "0"], "tokens are numbers from 1"),
+        (["tune", "--shapes", SHAPE, "--formats", "mxfp5"], "mxfp5"),
+        (["tune", "--shapes", SHAPE, "--device", "cuda:77"], "torch finds"),
+        (["tune", "--shapes", SHAPE, "--device", "meta"], "no native kernel runs on meta"),
+        (["tune", "--shapes", SHAPE, "--rounds", "0"], "--rounds must be at least 1"),
+        (["tune", "--shapes", SHAPE, "--out", "pyproject.toml"], "is no tuned table"),
+        (["explain", "big"], "a shape is MxNxK"),
+    ],
+)
+def test_wrong_uses_are_said_in_one_line(arguments, why, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pyproject.toml").write_text("[project]\n")
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and why in error and error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["pyproject.toml"]
+
+
+def test_explain_prints_the_choice(capsys):
+    assert main(["explain", "4x64x96", "--formats", "mxfp8_e4m3:mxfp4"]) == 0
+    said = capsys.readouterr().out
+    recipe = te_mx.recipe.BlockScaling(w="mxfp4")
+    assert said.strip() == str(te_mx.explain(m=64, n=4, k=96, recipe=recipe))
+    assert said.endswith("not tuned: default\n")
+
+
+# --------------------------------------------------------------------------------------- the doctor
+def diagnosis(capsys, *arguments):
+    code = main(["doctor", *arguments])
+    return code, capsys.readouterr().out
+
+
+def test_a_healthy_machine(capsys, tmp_path, monkeypatch):
+    path = tmp_path / "mine.csv"
+    table.write(path, [table.Row(table.Key("h200", "gemm", "a", "b", 1, 1, 1), "x", "", 1, "y", 2)])
+    monkeypatch.setenv("TE_MX_TUNED", str(path))
+    code, said = diagnosis(capsys)
+    assert code == 0 and said.rstrip().endswith("nothing is wrong")
+    for words in (f"by {cpu.native().COMPILER}", f"te_mx {te_mx.__version__}",
+                  f"torch {torch.__version__}", "level portable",
+                  f"{path}, 0 of 1 rows are for this device", f"TE_MX_TUNED={path}",
+                  "on portable_stream: off by", "on portable_f32: off by"):  # fmt: skip
+        assert words in said
+    if "avx2" in cpu.available_isa():
+        assert "not avx2: TE_MX_CPU_ISA" in said
+    assert doctor._why_not("amx", {"avx512f"}) == "the CPU does not have amx_tile, amx_bf16" or (
+        "amx" in cpu.available_isa()
+    )
+
+
+def test_what_is_wrong_is_said_and_is_the_exit_status(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("TE_MX_TUNED", str(tmp_path / "nothing.csv"))
+    te_mx.use_tuned_table(None)
+    code, said = diagnosis(capsys, "--no-gemm")
+    assert code == 1 and "WRONG: ValueError: te_mx: the tuned table" in said
+    assert "against fp64" not in said
+    monkeypatch.delenv("TE_MX_TUNED")
+    gemm = te_mx.gemm
+    off = lambda *a, **k: gemm(*a, **k)._replace(out=gemm(*a, **k).out * 1.01)  # noqa: E731
+    monkeypatch.setattr(checked_gemm.te_mx, "gemm", off)
+    code, said = diagnosis(capsys)
+    assert code == 1 and said.count("WRONG: cpu:") == len(checked_gemm.GEMMS)
+    monkeypatch.undo()
+    monkeypatch.setattr(cpu, "native", lambda: None)
+    monkeypatch.setattr(cpu, "missing_reason", lambda: "it was not built")
+    code, said = diagnosis(capsys, "--no-gemm")
+    monkeypatch.undo()
+    assert code == 1 and "WRONG: everything runs in plain torch: it was not built" in said
+
+
+def test_it_runs_as_a_module():
+    environment = {**os.environ, "TE_MX_CPU_ISA": "portable"}
+    command = [sys.executable, "-m", "te_mx", "explain", "2x64x64"]
+    made = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert made.stdout.startswith("D[2, 64], k 64, TN, cpu at level portable: portable_stream")
+
+
+@pytest.mark.parametrize("w", ["mxfp8_e4m3", "mxfp4"])
+def test_candidates_of_hopper_are_its_tiles_and_parts(monkeypatch, w):
+    """On a stand-in for its native module: who competes, and that each one's call is made."""
+    monkeypatch.setattr(timing, "cache_bytes", lambda device: 1 << 10)
+    asked = []
+    with as_on_hopper.hopper() as patch:
+        gemm = fake_sm90.gemm
+
+        def recorded(args):
+            status = gemm(args)
+            if status == 0:  # not while it asks for a workspace
+                asked.append((args.kernel, args.parts))
+            return status
+
+        patch.setattr(fake_sm90, "gemm", recorded)
+        recipe = tune._recipe(w, split_k=True)
+        with torch.no_grad(), te_mx.autocast(recipe=recipe):
+            layers = candidates.Layers(64, 512, recipe, torch.device("cpu"))
+            assert len(layers.kept) == len(layers.plain) >= 2
+            contest = candidates.Contest(Shape(4, 64, 512), layers)
+            *in_one_call, problem = contest.problems()
+            steps = [candidates.Candidate("steps").row(key_of(one)) for one in in_one_call]
+            found = candidates.candidates_of(problem)
+            asked.clear()
+            assert contest.wrong(found, lambda one: [*steps, one.row(key_of(problem))]) == {}
+        candidates.leave()
+    assert problem.op == "gemm" and problem.place == Place("cuda", 0)
+    tiles = [f"sm90_adaptive, tile {t}" for t in ("192x128", "256x128", "128x128", "64x128")]
+    parts = [f"sm90_adaptive, parts {parts}" for parts in (2, 3, 4)]
+    assert [one.name for one in found] == ["sm90_adaptive", *tiles, *parts]
+    usual = split_k.best(4, 64, 512, as_on_hopper.MULTIPROCESSORS)
+    assert asked == [(-1, usual), (0, 1), (1, 1), (2, 1), (3, 1), (-1, 2), (-1, 3), (-1, 4)]
+
+
+def test_a_layer_in_one_call_competes_with_its_steps(times, tmp_path, monkeypatch):
+    """Of a layer that asks for an op that does it all, the steps are tuned first, and then the
+    two are held against each other."""
+
+    class OneCall(registry.Kernel):
+        op, name = "frozen_layer", "one_call"
+
+        def accepts(self, problem):
+            return None if problem.m < 8 else "takes fewer than 8 rows"
+
+        def configurations(self, problem):
+            return ("slowly",)
+
+    monkeypatch.setitem(registry._kernels, "frozen_layer", [OneCall()])
+    forward = candidates.Contest.__call__
+    ran = []
+
+    def layer(self, i):
+        m, n, k = self.shape[:3]
+        spec = "mxfp8_e4m3@any"
+        kernel = registry.find(Problem("frozen_layer", place_of(CPU), spec, spec, m, n, k))
+        ran.append("steps" if kernel is None else f"{kernel.name} {kernel.configuration}".strip())
+        return forward(self, i)
+
+    monkeypatch.setattr(candidates.Contest, "__call__", layer)
+    monkeypatch.setattr(
+        tune, "microseconds",
+        lambda trials, sets, device, rounds: {name: given[name] for name in trials},
+    )  # fmt: skip
+    out = tmp_path / "t.csv"
+    given = {"portable_stream": 100.0, "portable_f32": 90.0, "one_call": 80.0,
+             "one_call, slowly": 95.0, "steps": 60.0}  # fmt: skip
+    main(["tune", "--shapes", f"{SHAPE},8x64x96", "--formats", "mxfp8_e4m3", "--out", str(out)])
+    rows = {(row.key.operation, row.key.m): row for row in table.read(out)}
+    assert {key: row.choice() for key, row in rows.items()} == {
+        ("frozen_layer", 4): "steps", ("gemm", 4): "portable_f32", ("gemm", 8): "portable_f32",
+    }  # fmt: skip
+    assert rows["frozen_layer", 4].default == "one_call"
+    assert {"one_call", "one_call slowly", "steps"} == set(ran)
+    ran.clear()
+    te_mx.use_tuned_table(out)
+    spec = "mxfp8_e4m3@any"
+    assert registry.find(Problem("frozen_layer", place_of(CPU), spec, spec, 4, 64, 96)) is None

@@ -1,0 +1,328 @@
+"""Checkpoints of others: what te_mx.quantization_config writes, and what from_pretrained makes of
+it, of files that others wrote, and of those that te_mx does not take.
+
+Transformers' own reader of MXFP8, which dequantizes on a CPU, is the oracle of names and values.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hf_models import keep_head, model_of, tokens
+from torch import nn
+
+import te_mx
+from te_mx.integrations.checkpoint_plan import Plan, plan_of
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+safetensors = pytest.importorskip("safetensors.torch")
+from te_mx.integrations import hf_quantizer  # noqa: E402
+
+AUTO = transformers.AutoModelForCausalLM
+
+
+@pytest.fixture
+def registered():
+    hf_quantizer.register()
+    yield
+    hf_quantizer.unregister()
+
+
+def frozen(name: str, fmt: str | None = None, **how):
+    """A model on codes; experts and linear layers, but no head and no router."""
+    model = model_of(name, **how.pop("sizes", {})).eval()
+    te_mx.convert_model(model, filter_fn=lambda m, n: keep_head(m, n) and not n.endswith("gate"))
+    te_mx.freeze_weights(model, drop_master=True, fmt=fmt, **how)
+    return model
+
+
+def files_of(folder: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        found |= safetensors.load_file(path)
+    return found
+
+
+def as_bytes(t: torch.Tensor) -> torch.Tensor:
+    return t.contiguous().view(torch.uint8) if t.element_size() == 1 else t
+
+
+def check_same(one: dict, other: dict) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(as_bytes(value), as_bytes(other[name])), name
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(tokens()).logits
+
+
+STYLES = {
+    "mxfp8": (None, ("weight", "weight_scale_inv")),
+    "modelopt": (None, ("weight", "weight_scale")),
+    "compressed-tensors": (None, ("weight", "weight_scale")),
+    "compressed-tensors 4 bits": ("mxfp4", ("weight_packed", "weight_scale")),
+    "fp8": ("fp8_e4m3_128x128", ("weight", "weight_scale_inv")),
+}
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("model_name", ["Llama", "Mixtral"])
+@pytest.mark.parametrize("style", STYLES)
+def test_what_is_written_loads_as_the_same_codes(model_name, style, tmp_path):
+    fmt, names = STYLES[style]
+    more = {"sizes": {"num_local_experts": 2}} if model_name == "Mixtral" else {}
+    if style == "fp8":
+        more["recipe"] = te_mx.recipe.DeepSeekV3()
+    model = frozen(model_name, None if style == "fp8" else fmt, **more)
+    made = te_mx.quantization_config(model, style.split()[0])
+    assert "lm_head" in str(made) and json.loads(json.dumps(made)) == made
+    model.save_pretrained(tmp_path / "one")
+    layer = "model.layers.0.self_attn.q_proj."
+    files = files_of(tmp_path / "one")
+    assert {layer + name for name in names} == {name for name in files if name.startswith(layer)}
+    if model_name == "Mixtral":  # one expert after the other, as others have them
+        expert = "model.layers.0.block_sparse_moe.experts.1.w2."
+        assert {expert + n for n in names} == {n for n in files if n.startswith(expert)}
+    loaded = AUTO.from_pretrained(tmp_path / "one")
+    assert isinstance(loaded.model.layers[0].self_attn.q_proj, te_mx.Linear)
+    assert type(loaded.lm_head) is nn.Linear
+    check_same(loaded.state_dict(), model.state_dict())
+    with te_mx.autocast(recipe=more.get("recipe")):
+        assert torch.equal(logits(loaded), logits(model))
+    loaded.save_pretrained(tmp_path / "two")  # what was loaded is saved as it was
+    check_same(files_of(tmp_path / "two"), files)
+    config = json.loads((tmp_path / "two" / "config.json").read_text())
+    assert config["quantization_config"] == made
+
+
+@pytest.mark.parametrize("model_name", ["Llama", "Mixtral", "Qwen3Moe"])
+def test_transformers_reads_the_same_values(model_name, tmp_path, recwarn):
+    sizes = {"num_local_experts": 2, "num_experts": 4} if "M" in model_name else {}
+    sizes |= {"moe_intermediate_size": 32, "num_experts_per_tok": 2} if sizes else {}
+    model = frozen(model_name, sizes=sizes)
+    te_mx.quantization_config(model, "mxfp8")
+    model.save_pretrained(tmp_path)
+    theirs = AUTO.from_pretrained(tmp_path)
+    assert type(theirs.model.layers[0].self_attn.q_proj) is nn.Linear
+    te_mx.unfreeze_weights(model, dequantize=True)
+    check_same(theirs.state_dict(), model.state_dict())
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("nested", [False, True])
+def test_modelopt_files_are_read_byte_for_byte(nested, tmp_path):
+    """ModelOpt's names, its config in both of its forms, and scales by its formula in float64."""
+    model = model_of("Llama")
+    state, expected = model.state_dict(), {}
+    for name in [n for n in state if n.endswith("proj.weight")]:
+        blocks = state[name].double().unflatten(-1, (-1, 32))
+        powers = torch.ceil(torch.log2(blocks.abs().amax(-1) / 448)).clamp(min=-127)
+        codes = (blocks / powers.exp2().unsqueeze(-1)).flatten(-2).float()
+        state[name] = codes.to(torch.float8_e4m3fn)
+        state[f"{name}_scale"] = (powers + 127).to(torch.uint8)
+        expected |= {n: state[n] for n in (name, f"{name}_scale")}
+    tmp_path.joinpath("model.safetensors").write_bytes(safetensors.save(state))
+    says = {"quant_algo": "MXFP8", "exclude_modules" if nested else "ignore": ["lm_head"]}
+    says = {"quantization": says} if nested else says
+    model.config.quantization_config = {"quant_method": "modelopt", **says}
+    model.config.save_pretrained(tmp_path)
+    loaded = AUTO.from_pretrained(tmp_path)
+    found = loaded.state_dict()
+    check_same({name: found[name] for name in expected}, expected)
+    te_mx.convert_model(model, filter_fn=keep_head)
+    te_mx.freeze_weights(model, drop_master=True)  # and they are what te_mx makes
+    check_same({name: model.state_dict()[name] for name in expected}, expected)
+
+
+@pytest.mark.usefixtures("registered")
+def test_scales_of_compressed_tensors_at_7_4ths_of_a_power_of_two(tmp_path):
+    """Its scale is one higher than te_mx's exactly where a block's largest is 1.75 * 2^k. Read as
+    it is; freezing anew gives te_mx's bytes for the same values."""
+    model = frozen("Llama")
+    made = te_mx.quantization_config(model, "compressed-tensors")
+    layer = model.model.layers[0].mlp.up_proj
+    values = torch.randint(-7, 8, (96, 64)).to(torch.bfloat16) * 32
+    values[:, ::32] = 448.0  # 1.75 * 2^8
+    theirs = (values / 2).to(torch.float8_e4m3fn), torch.full((96, 2), 128, dtype=torch.uint8)
+    layer.load_state_dict({"weight": theirs[0], "weight_scale": theirs[1]})
+    model.save_pretrained(tmp_path)
+    assert made["format"] == "mxfp8-quantized"
+    loaded = AUTO.from_pretrained(tmp_path)
+    layer = loaded.model.layers[0].mlp.up_proj
+    check_same(layer.state_dict(), {"weight": theirs[0], "weight_scale": theirs[1]})
+    te_mx.unfreeze_weights(loaded, dequantize=True)
+    assert torch.equal(layer.weight, values)
+    te_mx.freeze_weights(loaded, drop_master=True)
+    state = layer.state_dict()
+    assert (state["weight_scale"] == 127).all() and torch.equal(
+        state["weight"].float(), values.float()
+    )
+
+
+@pytest.mark.usefixtures("registered")
+def test_gpt_oss(tmp_path):
+    from te_mx.formats import mxfp4_checkpoints
+
+    sizes = {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 16}
+    model = model_of("GptOss", **sizes).eval()
+    state = model.state_dict()
+    for key in ("gate_up_proj", "down_proj"):
+        name = f"model.layers.0.mlp.experts.{key}"
+        weight = state.pop(name).transpose(-2, -1)
+        q = te_mx.quantize(weight, fmt="mxfp4")
+        both = q.rowwise_data, q.rowwise_scale
+        codes, scales = (t.unflatten(0, weight.shape[:2]) for t in both)
+        parts = mxfp4_checkpoints.to_gpt_oss(codes, scales, weight.shape[-1])
+        state |= dict(zip((f"{name}_blocks", f"{name}_scales"), parts, strict=True))
+    kept = {name: value.contiguous() for name, value in state.items()}
+    tmp_path.joinpath("model.safetensors").write_bytes(safetensors.save(kept))
+    model.config.quantization_config = {"quant_method": "mxfp4"}
+    model.config.save_pretrained(tmp_path)
+    loaded = AUTO.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    te_mx.convert_model(model, filter_fn=lambda _, name: name.endswith("experts"))
+    model.load_state_dict(kept)
+    te_mx.freeze_weights(model, activations="bf16")
+    assert torch.equal(logits(loaded), logits(model))
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_layer_that_the_files_do_not_have_quantized(tmp_path):
+    model = frozen("Llama")
+    made = te_mx.quantization_config(model, "mxfp8")
+    made["modules_to_not_convert"] = ["lm_head"]
+    model.save_pretrained(tmp_path)
+    files = files_of(tmp_path)
+    del files["model.layers.0.mlp.up_proj.weight_scale_inv"]
+    tmp_path.joinpath("model.safetensors").write_bytes(safetensors.save(files))
+    with pytest.raises(ValueError, match=r"no model\.layers\.0\.mlp\.up_proj\.weight_scale_inv"):
+        AUTO.from_pretrained(tmp_path)
+
+
+def test_without_registering_they_are_nobodys(tmp_path):
+    before = dict(hf_quantizer.auto.AUTO_QUANTIZER_MAPPING)
+    hf_quantizer.register()
+    hf_quantizer.register()
+    assert before != hf_quantizer.auto.AUTO_QUANTIZER_MAPPING
+    hf_quantizer.unregister()
+    assert before == hf_quantizer.auto.AUTO_QUANTIZER_MAPPING
+
+
+@pytest.mark.usefixtures("registered")
+def test_what_te_mx_does_not_take_goes_to_transformers():
+    from_dict = hf_quantizer.auto.AutoQuantizationConfig.from_dict
+    theirs = from_dict({"quant_method": "fp8", "weight_block_size": [64, 64]})
+    assert type(theirs).__name__ == "FineGrainedFP8Config"
+    with pytest.raises(ValueError, match="reads no modelopt checkpoint"):
+        from_dict({"quant_method": "modelopt", "quant_algo": "NVFP4"})
+
+
+def group(**more):
+    return {"config_groups": {"group_0": {"targets": ["Linear"], **more}}}
+
+
+PLANS = [
+    ({"quant_method": "mxfp8", "weight_block_size": [1, 32]}, "mxfp8_e4m3"),
+    ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8_e4m3_128x128"),
+    ({"quant_method": "fp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"}, "mxfp8_e4m3"),
+    ({"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}, None),
+    ({"quant_method": "fp8", "weight_block_size": [128, 128], "expert_dtype": "fp4"}, None),
+    ({"quant_method": "fp8"}, None),
+    ({"quant_method": "compressed-tensors", "format": "mxfp8-quantized", **group()}, "mxfp8_e4m3"),
+    ({"quant_method": "compressed-tensors", "format": "mxfp8-quantized"}, None),
+    ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", **group()}, None),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, None),
+    ({"quant_method": "mxfp4"}, "mxfp4"),
+    ({"quant_method": "awq"}, None),
+]
+
+
+@pytest.mark.parametrize("fields, fmt", PLANS)
+def test_plans(fields, fmt):
+    plan = plan_of(fields)
+    assert (plan and plan.fmt) == fmt
+
+
+@pytest.mark.parametrize(
+    "pattern, name, expected",
+    [
+        ("lm_head", "lm_head", True),
+        ("model.layers.0", "model.layers.0.mlp.up_proj", True),
+        ("model.layers.1", "model.layers.10.mlp.up_proj", False),
+        ("gate", "model.layers.0.mlp.gate", True),
+        ("gate", "model.layers.0.mlp.gate_proj", False),
+        ("re:.*self_attn.*", "model.layers.0.self_attn.q_proj", True),
+        ("re:self_attn", "model.layers.0.self_attn.q_proj", False),
+        ("*self_attn*", "model.layers.0.self_attn.q_proj", True),
+        ("model.vision*", "model.layers.0.self_attn.q_proj", False),
+    ],
+)
+def test_patterns_of_what_is_left_out(pattern, name, expected):
+    assert Plan("mxfp8_e4m3", ("", "_scale"), (pattern,)).leaves_out(name) == expected
+
+
+def layers(*sizes: int):
+    model = nn.Sequential(*(te_mx.Linear(a, 32) for a in sizes))
+    te_mx.freeze_weights(model, drop_master=True)
+    return model
+
+
+def mixed():
+    model = nn.Sequential(te_mx.Linear(32, 32), te_mx.Linear(32, 32))
+    te_mx.freeze_weights(model, drop_master=True, filter_fn=lambda _, name: name == "0")
+    te_mx.freeze_weights(model, drop_master=True, fmt="mxfp4", filter_fn=lambda _, n: n == "1")
+    return model
+
+
+def grouped():
+    model = nn.Sequential(te_mx.GroupedLinear(2, 32, 32))
+    te_mx.freeze_weights(model, drop_master=True)
+    return model
+
+
+@pytest.mark.parametrize(
+    "make, style, match",
+    [
+        (lambda: layers(32), "awq", "style must be one of"),
+        (lambda: layers(32), "fp8", "'fp8' has fp8_e4m3_128x128, the layers hold mxfp8_e4m3"),
+        (lambda: layers(32, 40), "mxfp8", "1: weight has 40 columns"),
+        (lambda: nn.Sequential(te_mx.Linear(32, 32)), "mxfp8", "no layer holds codes"),
+        (mixed, "mxfp8", "several formats"),
+        (grouped, "mxfp8", "0: is a GroupedLinear"),
+    ],
+)
+def test_refusals_change_nothing(make, style, match):
+    model = make()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match=match):
+        te_mx.quantization_config(model, style)
+    check_same(model.state_dict(), before)
+
+
+def test_names_go_with_copies_and_end_with_unfreezing():
+    model = layers(32)
+    te_mx.quantization_config(model, "mxfp8")
+    again = copy.deepcopy(model)
+    assert "0.weight_scale_inv" in again.state_dict()
+    other = layers(32)
+    other.load_state_dict(again.state_dict())
+    assert "0.weight_scale" in other.state_dict()
+    te_mx.unfreeze_weights(again, dequantize=True)
+    te_mx.freeze_weights(again, drop_master=True)
+    assert "0.weight_scale" in again.state_dict()
+
+
+def test_bytes_of_a_checkpoint(tmp_path):
+    """33 bytes for 32 elements of every converted layer, 2 for the rest."""
+    model = frozen("Llama")
+    te_mx.quantization_config(model, "mxfp8")
+    model.save_pretrained(tmp_path)
+    sizes = {n: t.nbytes for n, t in files_of(tmp_path).items() if ".mlp." in n}
+    elements = 3 * 64 * 96
+    assert sum(sizes.values()) == math.ceil(elements * 33 / 32)
