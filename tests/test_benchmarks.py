@@ -64,7 +64,7 @@ CUDA_ROWS = {
         **dict.fromkeys(
             (f"quantize {blocks}" for blocks in ("1x128", "128x128", "1x128 aligned")), (0.85, 0.93)
         ),
-        **dict.fromkeys(("linear f+b pow2", "linear f+b fp32"), (1.35, 1.5)),
+        **dict.fromkeys((f"linear f+b {of}" for of in ("pow2", "fp32", "pow2 kept")), (1.35, 1.5)),
         **dict.fromkeys(
             (
                 f"grouped {kind} f+b {rule}"
