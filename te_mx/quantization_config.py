@@ -158,6 +158,8 @@ def _why_not(module: Freezable, fmt: str) -> str:
     width = formats.get(fmt).scaling.block[1]
     for key in module._weight_keys:
         *_, k = module._shape_of(key)
+        if isinstance(module, ExpertsModule) and module._cuts_a_block(key, formats.get(fmt)):
+            return f"{key}: a block of {fmt} reaches from gate into up, which others have apart"
         if width == _K and k % _K:
             return f"{key} has {k} columns; others have whole blocks of {_K} only"
     return ""

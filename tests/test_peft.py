@@ -50,9 +50,8 @@ def test_adapters_learn_and_the_rest_stands_still(how, dora):
         fmt = how if how == "mxfp4" else None
         te_mx.freeze_weights(model, drop_master=how != "frozen", fmt=fmt)
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    targets = ("first", "normed") if dora else ()
     adapted = peft.get_peft_model(
-        model, config(*targets, use_dora=dora, lora_dropout=0.1, init_lora_weights=True)
+        model, config(use_dora=dora, lora_dropout=0.1, init_lora_weights=True)
     )
     trained = {n: p for n, p in adapted.named_parameters() if p.requires_grad}
     assert all("lora_" in name for name in trained)
@@ -101,8 +100,7 @@ def test_merge_and_unmerge(frozen, safe, dora):
     model = Block()
     if frozen:
         te_mx.freeze_weights(model)
-    targets = ("first", "normed") if dora else ()
-    adapted = peft.get_peft_model(model, config(*targets, use_dora=dora)).eval()
+    adapted = peft.get_peft_model(model, config(use_dora=dora)).eval()
     x = torch.randn(33, 64)
     run(adapted, x)
     with torch.no_grad():
@@ -140,7 +138,6 @@ def test_merging_into_codes_is_refused_by_name(name):
     [
         ("first", {"init_lora_weights": "pissa"}, "first.*'pissa' needs the weight"),
         ("first", {"use_bdlora": peft.BdLoraConfig()}, "first.*use_bdlora is not supported"),
-        ("experts", {"use_dora": True}, "experts.*DoRA is not supported"),
         ("experts", {"init_lora_weights": "olora"}, "experts.*'olora'"),
         ("experts", {"lora_bias": True}, "experts.*no lora_bias"),
     ],
@@ -189,6 +186,76 @@ def test_a_model_of_transformers_on_codes_saves_and_loads_its_adapters(registere
     assert (kind is integration.LoraLinear) == registered
     with torch.no_grad():
         assert torch.equal(loaded.eval()(tokens()).logits, adapted.eval()(tokens()).logits)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("drop_master", [False, True])
+def test_dora_on_groups_is_that_of_each_group(dropout, drop_master):
+    model = te_mx.GroupedLinear(3, 64, 32)
+    te_mx.freeze_weights(
+        model, drop_master=drop_master, activations="bf16" if drop_master else None
+    )
+    values = copy.deepcopy(model)
+    te_mx.unfreeze_weights(values, dequantize=True)
+    adapted = peft.get_peft_model(
+        nn.ModuleDict({"experts": model}), config("experts", use_dora=True, lora_dropout=dropout)
+    ).base_model.model["experts"]
+    x, mask = torch.randn(35, 64), torch.ones(35, 64)
+    if dropout:
+        torch.manual_seed(1)
+        mask = nn.functional.dropout(torch.ones(35, 64), dropout)
+    torch.manual_seed(1)
+    got, expected = adapted(x, SPLITS), []
+    a, b = adapted.lora_A["default"].weight, adapted.lora_B["default"].weight
+    for i, (rows, kept) in enumerate(
+        zip(x[:33].split(SPLITS), mask[:33].split(SPLITS), strict=True)
+    ):
+        plain = nn.Linear(64, 32)
+        plain.load_state_dict({"weight": values.weights()[i], "bias": values.biases()[i]})
+        how = peft.LoraConfig(r=4, target_modules=["0"], use_dora=True, lora_dropout=dropout)
+        theirs = peft.get_peft_model(nn.Sequential(plain), how).base_model.model[0]
+        theirs.lora_A["default"].weight.data = a[i].detach()
+        theirs.lora_B["default"].weight.data = b[i].detach()
+        magnitude = adapted.lora_magnitude_vector["default"].weight[i]
+        theirs.lora_magnitude_vector["default"].weight.data = magnitude.detach()
+        if dropout:
+            theirs.lora_dropout["default"] = _Masked(kept)
+        expected.append(theirs(rows))
+    torch.testing.assert_close(got[:33], torch.cat(expected), rtol=1e-4, atol=1e-4)
+    assert not got[33:].any()
+    got.square().sum().backward()
+    assert all(p.grad is not None for n, p in adapted.named_parameters() if "lora_" in n)
+
+
+class _Masked(nn.Module):
+    """A dropout with a mask that is known."""
+
+    def __init__(self, mask):
+        super().__init__()
+        self.mask = mask
+
+    def forward(self, x):
+        return x * self.mask
+
+
+def test_several_adapters_of_groups_merge_and_unmerge():
+    model = nn.ModuleDict({"experts": te_mx.GroupedLinear(3, 64, 32)})
+    adapted = peft.get_peft_model(model, config("experts", use_dora=True))
+    adapted.add_adapter("more", config("experts"))
+    layer, x = adapted.base_model.model["experts"], torch.randn(33, 64)
+    before = [w.detach().clone() for w in layer.get_base_layer().weights()]
+    layer.set_adapter(["default", "more"])
+    expected = layer(x, SPLITS)
+    layer.merge(adapter_names=["default"])
+    layer.merge(adapter_names=["more"])
+    assert layer.merged_adapters == ["default", "more"]
+    torch.testing.assert_close(layer(x, SPLITS), expected, rtol=1e-4, atol=1e-4)
+    layer.unmerge()
+    layer.lora_A["more"].weight.data[0, 0, 0] = float("inf")
+    with pytest.raises(ValueError, match="'more' is not finite"):
+        layer.merge(safe_merge=True)
+    for weight, value in zip(layer.get_base_layer().weights(), before, strict=True):
+        torch.testing.assert_close(weight, value, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])

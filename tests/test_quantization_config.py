@@ -77,7 +77,9 @@ STYLES = {
 @pytest.mark.parametrize("style", STYLES)
 def test_what_is_written_loads_as_the_same_codes(model_name, style, tmp_path):
     fmt, names = STYLES[style]
-    more = {"sizes": {"num_local_experts": 2}} if model_name == "Mixtral" else {}
+    # Gate and up are whole blocks, and not one alone: Transformers 5.20 drops dimensions of 1.
+    sizes = {"num_local_experts": 2, "intermediate_size": 256, "hidden_size": 256}
+    more = {"sizes": sizes} if model_name == "Mixtral" else {}
     if style == "fp8":
         more["recipe"] = te_mx.recipe.DeepSeekV3()
     model = frozen(model_name, None if style == "fp8" else fmt, **more)
@@ -105,7 +107,7 @@ def test_what_is_written_loads_as_the_same_codes(model_name, style, tmp_path):
 @pytest.mark.parametrize("model_name", ["Llama", "Mixtral", "Qwen3Moe"])
 def test_transformers_reads_the_same_values(model_name, tmp_path, recwarn):
     sizes = {"num_local_experts": 2, "num_experts": 4} if "M" in model_name else {}
-    sizes |= {"moe_intermediate_size": 32, "num_experts_per_tok": 2} if sizes else {}
+    sizes |= {"moe_intermediate_size": 64, "num_experts_per_tok": 2} if sizes else {}
     model = frozen(model_name, sizes=sizes)
     te_mx.quantization_config(model, "mxfp8")
     model.save_pretrained(tmp_path)
@@ -167,6 +169,19 @@ def test_scales_of_compressed_tensors_at_7_4ths_of_a_power_of_two(tmp_path):
 
 
 @pytest.mark.usefixtures("registered")
+def test_a_block_that_reaches_from_gate_into_up(tmp_path):
+    """Others have a scale for gate and one for up where te_mx's stack has one for both."""
+    model = frozen("Mixtral", recipe=te_mx.recipe.DeepSeekV3(), sizes={"num_local_experts": 2})
+    with pytest.raises(ValueError, match=r"mlp\.experts: gate_up_proj: a block .* into up"):
+        te_mx.quantization_config(model, "fp8")
+    model.config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    model.config.save_pretrained(tmp_path)
+    tmp_path.joinpath("model.safetensors").write_bytes(safetensors.save({}))
+    with pytest.raises(ValueError, match="gate and up have 96 rows each, no whole blocks"):
+        AUTO.from_pretrained(tmp_path)
+
+
+@pytest.mark.usefixtures("registered")
 def test_gpt_oss(tmp_path):
     from te_mx.formats import mxfp4_checkpoints
 
@@ -190,6 +205,28 @@ def test_gpt_oss(tmp_path):
     model.load_state_dict(kept)
     te_mx.freeze_weights(model, activations="bf16")
     assert torch.equal(logits(loaded), logits(model))
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("how", [{}, {"device_map": "cpu"}, {"dtype": torch.float32}], ids=str)
+def test_shards_devices_dtypes_and_weights_again(how, tmp_path):
+    if "device_map" in how:
+        pytest.importorskip("accelerate")
+    model = frozen("Llama", sizes={"tie_word_embeddings": True})
+    te_mx.quantization_config(model, "modelopt")
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2
+    loaded = AUTO.from_pretrained(tmp_path, **how)
+    layer = model.model.layers[0].mlp.up_proj
+    check_same(loaded.model.layers[0].mlp.up_proj.state_dict(), layer.state_dict())
+    if "dtype" not in how:
+        assert torch.equal(logits(loaded), logits(model))
+    loaded.dequantize()
+    te_mx.unfreeze_weights(model, dequantize=True)
+    weight = loaded.model.layers[0].mlp.up_proj.weight
+    assert weight.dtype == how.get("dtype", torch.bfloat16)
+    assert torch.equal(weight, layer.weight.to(weight.dtype))
+    assert not hasattr(loaded.config, "quantization_config")
 
 
 @pytest.mark.usefixtures("registered")

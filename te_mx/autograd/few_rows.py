@@ -33,8 +33,9 @@ class Form(NamedTuple):
 
 
 def state(*tensors: Tensor) -> tuple[Any, ...]:
-    """Tensors with their version counters, as `made_of`; () for those that count no changes."""
-    if any(t.is_inference() for t in tensors):
+    """Tensors with their version counters, as `made_of`; () for those that count no changes, and in
+    code that is compiled, which can neither ask nor keep a form."""
+    if torch.compiler.is_compiling() or any(t.is_inference() for t in tensors):
         return ()
     return *tensors, *(t._version for t in tensors)
 

@@ -24,13 +24,14 @@ loads (renames, merges per-expert tensors, reads shards); then the modules take 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import PrefixChange
+from transformers.core_model_loading import PrefixChange, WeightConverter
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -74,8 +75,7 @@ class TeMxQuantizer(HfQuantizer):
         found = plan_of(quantization_config.fields)
         assert found is not None  # or there would be no TeMxConfig
         self.plan = found
-        code_end, scale_end = found.ends
-        self.serialized_names = {"weight": [f"weight{code_end}", f"weight{scale_end}"]}
+        self._model: Any = None  # that is being loaded
         self._masters: list[tuple[str, MXModule, dict[str, nn.Parameter]]] = []
 
     @property
@@ -93,6 +93,7 @@ class TeMxQuantizer(HfQuantizer):
         return True
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        self._model = model
         convert_model(model, filter_fn=self._is_quantized_in(model))
         for name, module in model.named_modules():
             if isinstance(module, MXModule):
@@ -109,15 +110,28 @@ class TeMxQuantizer(HfQuantizer):
 
         return chosen
 
-    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
-        """Transformers' conversions, with scales going the way of the weights. It asks for names of
-        parameters; codes are none, but are in the state_dict."""
-        return super().update_weight_conversions(weight_conversions, _Named(model.state_dict()))
+    def update_weight_conversions(self, weight_conversions: Any, model: Any = None) -> Any:
+        """Transformers' conversions, and beside each that merges or renames weights one for their
+        codes and one for their scales, as far as the model has such."""
+        names = "\n".join((self._model if model is None else model).state_dict())
+        made = []
+        for one in weight_conversions:
+            made.append(one)
+            if not isinstance(one, WeightConverter):
+                continue
+            sources, targets = one._original_source_patterns, one._original_target_patterns
+            if not all(source.endswith(".weight") for source in sources):
+                continue
+            for end in filter(None, self.plan.ends):
+                if re.search(f"{targets[0]}{end}$", names, re.MULTILINE):
+                    made.append(_for_names_with(one, end))
+        return made
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         for name, module, masters in self._masters:
             _take(name, module, masters, self.plan)
         self._masters.clear()
+        self._model = None
         if self.plan.weight_only:
             freeze_weights(model, drop_master=True, activations="bf16")
         return model
@@ -127,14 +141,15 @@ class TeMxQuantizer(HfQuantizer):
         return model if dtype is None else model.to(dtype)
 
 
-class _Named:
-    """Tensors by name, as those of a model."""
-
-    def __init__(self, tensors: dict[str, Any]) -> None:
-        self.tensors = tensors
-
-    def named_parameters(self) -> Any:
-        return self.tensors.items()
+def _for_names_with(converter: Any, end: str) -> Any:
+    """A converter like this one, of tensors whose names have an ending more."""
+    sources = [source + end for source in converter._original_source_patterns]
+    targets = [target + end for target in converter._original_target_patterns]
+    copy = WeightConverter(sources, targets, list(converter.operations))
+    for name in ("force_cpu", "scope_prefix", "base_model_prefix"):
+        if hasattr(converter, name):
+            setattr(copy, name, getattr(converter, name))
+    return copy
 
 
 def convert_scales_too(model: Any, fields: dict[str, Any]) -> None:
@@ -156,6 +171,12 @@ def _put_placeholders(module: MXModule, plan: Plan) -> dict[str, nn.Parameter]:
         raise ValueError(f"{module._label()}: no names are known for codes of such experts")
     masters = {}
     for key in module._weight_keys:
+        if isinstance(module, ExpertsModule) and module._cuts_a_block(key, fmt):
+            half = module._shape_of(key)[-2] // 2
+            raise ValueError(
+                f"{module._label()}: gate and up have {half} rows each, no whole blocks of "
+                f"{plan.fmt}; their scales do not go together in one stack"
+            )
         whole = module._whole(key)
         groups, (rows, k) = whole.shape[:-2], whole.shape[-2:]
         masters[key] = layer._parameters[key]

@@ -1,8 +1,11 @@
-"""LoRA on te_mx.GroupedLinear: every group has its own A and B, stacked.
+"""LoRA and DoRA on te_mx.GroupedLinear: every group has its own A and B, stacked.
 
-    y[rows of g] = x W_g^T + bias_g + scaling * (dropout(x) A_g^T) B_g^T
+    LoRA    y[rows of g] = x W_g^T + bias_g + x' D_g^T           D_g = scaling * B_g A_g
+    DoRA    y[rows of g] = x W_g^T + bias_g + (r_g - 1) x' W_g^T + r_g x' D_g^T
 
-A [G, r, in] and B [G, out, r] are the weights of lora_A and lora_B in a state_dict.
+with x' = dropout(x), r_g = m_g / |W_g + D_g|, and |.| the norms of rows, through which nothing
+trains. A [G, r, in] and B [G, out, r] are the weights of lora_A and lora_B in a state_dict, m
+[G, out] that of lora_magnitude_vector.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import math
 from typing import Any
 
 import torch
-from peft.tuners.lora.layer import LoraLayer
+from peft.tuners.lora.layer import LoraLayer, LoraVariant
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
@@ -20,6 +23,7 @@ from te_mx.autograd.shapes import flatten
 from te_mx.integrations.peft_refusals import check_base, check_config, forget, refuse_merge
 from te_mx.nn.grouped_plain import grouped_plain
 from te_mx.nn.grouped_splits import groups_of
+from te_mx.ops import dequantize_2d
 
 
 class StackedFactor(nn.Module):
@@ -34,6 +38,18 @@ class StackedFactor(nn.Module):
         return grouped_plain(x, groups, self.weight, ())
 
 
+class Magnitudes(nn.Module):
+    """DoRA's of all groups: weight [G, out]."""
+
+    def __init__(self, values_GN: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(values_GN)
+
+
+class _Dora(LoraVariant):
+    """Says that an adapter is DoRA; LoraGroupedLinear computes it."""
+
+
 class LoraGroupedLinear(nn.Module, LoraLayer):
     """Adapters of a te_mx.GroupedLinear."""
 
@@ -44,6 +60,8 @@ class LoraGroupedLinear(nn.Module, LoraLayer):
     lora_dropout: Any
     lora_A: Any
     lora_B: Any
+    lora_magnitude_vector: Any
+    lora_variant: dict[str, Any]
     lora_bias: dict[str, bool]
     use_dora: dict[str, bool]
     use_rslora: dict[str, bool]
@@ -67,10 +85,16 @@ class LoraGroupedLinear(nn.Module, LoraLayer):
         super().__init__()
         LoraLayer.__init__(self, base_layer, **kwargs)
         self._active_adapter = adapter_name
+        self._ratios: dict[str, Tensor] = {}  # r of merged adapters
         self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config)
 
     def _get_in_out_features(self, module: Any) -> tuple[int, int]:
         return module.in_features, module.out_features
+
+    @property
+    def lora_variants(self) -> dict[tuple[str, ...], Any]:
+        """What peft may ask for."""
+        return {(): None, ("use_dora",): _Dora}
 
     def update_layer(
         self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any
@@ -78,7 +102,7 @@ class LoraGroupedLinear(nn.Module, LoraLayer):
         """Make the factors of a new adapter.
 
         Raises:
-            ValueError: r is not 1 or more, or the config asks for more than plain LoRA.
+            ValueError: r is not 1 or more, or the config asks for more than LoRA and DoRA.
         """
         base: Any = self.get_base_layer()
         if r < 1:
@@ -90,18 +114,14 @@ class LoraGroupedLinear(nn.Module, LoraLayer):
                 f"True, False or 'gaussian', got lora_bias={config.lora_bias}, "
                 f"init_lora_weights={config.init_lora_weights!r}"
             )
-        if config.use_dora:
-            raise ValueError(
-                f"{base._label()}: DoRA is not supported on groups; use LoRA for these modules"
-            )
-        self.resolve_lora_variant(config=config)  # refuses all other variants
+        variant = self.resolve_lora_variant(config=config)  # refuses all others
         p = config.lora_dropout
         self.r[adapter_name], self.lora_alpha[adapter_name] = r, lora_alpha
         self.lora_dropout[adapter_name] = nn.Dropout(p) if p > 0 else nn.Identity()
         groups = base.num_gemms
         self.lora_A[adapter_name] = StackedFactor(groups, self.in_features, r)
         self.lora_B[adapter_name] = StackedFactor(groups, r, self.out_features)
-        self.lora_bias[adapter_name], self.use_dora[adapter_name] = False, False
+        self.lora_bias[adapter_name], self.use_dora[adapter_name] = False, config.use_dora
         self.use_rslora[adapter_name] = config.use_rslora
         self.scaling[adapter_name] = lora_alpha / (math.sqrt(r) if config.use_rslora else r)
         self._initialize(adapter_name, config.init_lora_weights)
@@ -109,6 +129,10 @@ class LoraGroupedLinear(nn.Module, LoraLayer):
         dtype = sample.dtype if sample.is_floating_point() else torch.float32
         for factor in (self.lora_A[adapter_name], self.lora_B[adapter_name]):
             factor.to(sample.device, dtype)
+        if variant is not None:
+            self.lora_variant[adapter_name] = variant
+            norms = self._norms(adapter_name)
+            self.lora_magnitude_vector[adapter_name] = Magnitudes(norms)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     @torch.no_grad()
@@ -138,8 +162,44 @@ class LoraGroupedLinear(nn.Module, LoraLayer):
         for name in filter(self.lora_A.__contains__, self.active_adapters):
             a, b = self.lora_A[name], self.lora_B[name]
             inp = self.lora_dropout[name](self._cast_input_dtype(x_RK, a.weight.dtype))
-            result = result + b(a(inp, groups), groups).view(result.shape) * self.scaling[name]
+            low_RN = b(a(inp, groups), groups) * self.scaling[name]
+            if name in self.lora_variant:
+                low_RN = self._with_magnitude(name, inp, flatten(result), low_RN, groups)
+            result = result + low_RN.view(result.shape)
         return result.to(dtype)
+
+    def _with_magnitude(
+        self, name: str, inp: Tensor, result_RN: Tensor, low_RN: Tensor, groups: Groups
+    ) -> Tensor:
+        """What a DoRA adapter adds, [R, N]: 0 on rows of no group."""
+        base: Any = self.get_base_layer()
+        offs = groups.offs.to(inp.device)
+        row = torch.arange(len(inp), device=inp.device)
+        group = torch.searchsorted(offs, row, right=True).clamp(max=len(offs) - 1)
+        if self.training and not isinstance(self.lora_dropout[name], nn.Identity):
+            product = grouped_plain(inp, groups, self._values().to(inp.dtype), ())
+        else:
+            product = result_RN
+            if base.use_bias:
+                product = product - torch.stack(base.biases())[group]
+            product = torch.where((row < offs[-1]).unsqueeze(1), product, 0)
+        ratio_GN = self.lora_magnitude_vector[name].weight / self._norms(name)
+        ratio = ratio_GN[group]
+        return (ratio - 1) * product + ratio * low_RN
+
+    def _values(self) -> Tensor:
+        """[G, out, in]: the weights, or what their codes stand for."""
+        base: Any = self.get_base_layer()
+        if not base._is_dropped():
+            return torch.stack([weight.detach() for weight in base.weights()])
+        stack, dtype = base._dropped_operand("weight"), base._frozen.dtypes["weight"]
+        return torch.stack([dequantize_2d(stack.group(i), dtype) for i in range(stack.groups)])
+
+    @torch.no_grad()
+    def _norms(self, name: str) -> Tensor:
+        """[G, out]: the norms of the rows of W + D."""
+        delta = self.get_delta_weight(name)
+        return torch.linalg.vector_norm(self._values().to(delta.dtype) + delta, dim=-1)
 
     def get_delta_weight(self, adapter: str) -> Tensor:
         """What the adapter adds to the weights, [G, out, in]."""
@@ -152,20 +212,22 @@ class LoraGroupedLinear(nn.Module, LoraLayer):
 
         Raises:
             RuntimeError: only codes of the weights are left.
-            ValueError: under safe_merge, a sum is not finite; that adapter is not merged.
+            ValueError: under safe_merge, an adapter is not finite; nothing is merged.
         """
         refuse_merge(self, "merge")
-        for name in check_adapters_to_merge(self, adapter_names):
-            if name not in self.lora_A:
-                continue
-            delta = self.get_delta_weight(name)
-            if safe_merge and not torch.isfinite(delta).all():
+        wanted = check_adapters_to_merge(self, adapter_names)
+        names = [name for name in wanted if name in self.lora_A]
+        whole = self._unmerged()
+        ratios = {name: self._ratio(name, whole) for name in names}
+        for name in names if safe_merge else ():
+            if not (self.get_delta_weight(name).isfinite().all() and ratios[name].isfinite().all()):
                 raise ValueError(
-                    f"{self.get_base_layer()._label()}: adapter {name!r} is not finite, so it was "
-                    "not merged; it seems to be broken"
+                    f"{self.get_base_layer()._label()}: adapter {name!r} is not finite, so nothing "
+                    "was merged; it seems to be broken"
                 )
-            self._add(delta)
-            self.merged_adapters.append(name)
+        self._ratios |= ratios
+        self.merged_adapters += names
+        self._write(whole)
 
     @torch.no_grad()
     def unmerge(self) -> None:
@@ -175,15 +237,34 @@ class LoraGroupedLinear(nn.Module, LoraLayer):
             RuntimeError: only codes of the weights are left.
         """
         refuse_merge(self, "unmerge")
-        while self.merged_adapters:
-            name = self.merged_adapters.pop()
-            if name in self.lora_A:
-                self._add(-self.get_delta_weight(name))
+        whole = self._unmerged()
+        self.merged_adapters.clear()
+        self._ratios.clear()
+        self._write(whole)
 
-    def _add(self, delta_GNK: Tensor) -> None:
+    def _ratio(self, name: str, whole_GNK: Tensor) -> Tensor:
+        """r of an adapter, [G, out, 1]; ones for LoRA."""
+        if name not in self.lora_variant:
+            return whole_GNK.new_ones(*whole_GNK.shape[:2], 1)
+        norms = torch.linalg.vector_norm(whole_GNK + self.get_delta_weight(name), dim=-1)
+        return (self.lora_magnitude_vector[name].weight / norms).unsqueeze(-1)
+
+    def _sums(self) -> tuple[Any, Any]:
+        """S and T, so that weights with all merged adapters are S * W + T."""
+        names = [name for name in self.merged_adapters if name in self.lora_A]
+        scale = 1 + sum(self._ratios[name] - 1 for name in names)
+        return scale, sum(self._ratios[name] * self.get_delta_weight(name) for name in names)
+
+    def _unmerged(self) -> Tensor:
+        """W of all groups in fp32, [G, out, in]."""
+        scale, added = self._sums()
+        return (self._values().float() - added) / scale
+
+    def _write(self, whole_GNK: Tensor) -> None:
         base: Any = self.get_base_layer()
-        for weight, delta in zip(base.weights(), delta_GNK, strict=True):
-            weight += delta.to(weight.dtype)
+        scale, added = self._sums()
+        for weight, value in zip(base.weights(), whole_GNK * scale + added, strict=True):
+            weight.copy_(value)
         forget(self)
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:

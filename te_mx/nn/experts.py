@@ -16,6 +16,7 @@ from te_mx.autograd.steps import GEMMS, at_rest
 from te_mx.autograd.steps_grouped import KeptWeights, kept_weights
 from te_mx.dispatch.fused import Activation
 from te_mx.dispatch.grouped_calls import Groups
+from te_mx.formats import Format
 from te_mx.nn import weight_only
 from te_mx.nn.layer_in_place import LayerInPlace
 from te_mx.nn.mx_module import output_dtype
@@ -44,6 +45,12 @@ class ExpertsModule(LayerInPlace):
         """E x in -> inner -> out, as a report shows it; also where only codes are left."""
         first, last = (self._shape_of(self._weight_keys[i]) for i in (0, -1))
         return f"{first[0]} x {first[2]} -> {first[1]} -> {last[1]}"
+
+    def _cuts_a_block(self, key: str, fmt: Format) -> bool:
+        """Whether a block of the format reaches from one half of the rows into the other. In files
+        the halves of such a stack, gate and up, are tensors with scales of their own."""
+        height, rows = fmt.scaling.block[0], self._shape_of(key)[-2]
+        return key == "gate_up_proj" and height > 1 and (rows // 2) % height != 0
 
     # --------------------------------------------------------------------------- running a forward
     def _product(
