@@ -19,7 +19,9 @@ namespace te_mx::sm90 {
 
 inline constexpr int kDecodeRows = 16;      // of weights in a group
 inline constexpr int kDecodeQuad = 128;     // of k
-inline constexpr int kDecodeMaxWarps = 15;  // and one that asks for x
+// Of a CTA: warps that multiply, at most, and threads. All of them quantize; one warp asks for x.
+inline constexpr int kDecodeMaxWarps = 15;
+inline constexpr int kDecodeThreads = 512;
 inline constexpr int kDecodeMaxStages = 8;
 inline constexpr int kDecodeSmem = 227 * 1024;
 
@@ -77,7 +79,7 @@ struct DecodeArgs {
   DType bias_dtype = DType::bf16;
   Execution execution;
 };
-// unsupported: inputs of 8 rows have no room in shared memory, from k of about 40000 on. Workspace,
+// unsupported: inputs of 8 rows have no room in shared memory, from k of about 100000 on. Workspace,
 // aligned to 16 bytes: decode_workspace(m, k).
 Status decode(const DecodeArgs& args);
 int64_t decode_workspace(int64_t m, int64_t k);
