@@ -268,20 +268,26 @@ class Linear(MXModule, nn.Linear):
             self._check_parameter("bias", added, (self.out_features,), inp.device)
         row = self._dropped_operand("weight")
         dtype, tag = output_dtype(inp), self._tag_now()
+        made_of = few_rows.state(self.weight_codes, self.weight_scale)  # type: ignore[arg-type]
+        few = self._few_rows(made_of, lambda: row, row.format.name)
         if self._is_weight_only():
-            out = weight_only.linear(inp, row, added, dtype, tag)
+            same = inp.dtype == dtype  # else it is rounded before
+            out = few_rows.linear(inp, few, added, None, dtype, tag) if same else None
+            if out is None:
+                out = weight_only.linear(inp, row, added, dtype, tag)
         else:
-            made_of = few_rows.state(self.weight_codes, self.weight_scale)  # type: ignore[arg-type]
-            of = self._few_rows(made_of, lambda: row)
-            few = few_rows.linear(inp, of, added, settings, dtype, tag)
-            out = infer(inp, row, added, settings, dtype, tag) if few is None else few
+            out = few_rows.linear(inp, few, added, settings, dtype, tag)
+            if out is None:
+                out = infer(inp, row, added, settings, dtype, tag)
         return (out, bias) if self.return_bias else out
 
     # -------------------------------------------------------------------------- kernels of few rows
-    def _few_rows(self, made_of: tuple[Any, ...], row: Callable[[], Operand]) -> few_rows.Weight:
+    def _few_rows(
+        self, made_of: tuple[Any, ...], row: Callable[[], Operand], fmt: str
+    ) -> few_rows.Weight:
         assert self._frozen is not None
         n, k = self.out_features, self.in_features
-        return few_rows.Weight(self._frozen.few_rows, "weight", n, k, made_of, row)
+        return few_rows.Weight(self._frozen.few_rows, "weight", n, k, fmt, made_of, row)
 
     def _few_rows_of(self, kept: KeptWeight, weight: Tensor) -> few_rows.Weight:
         """A frozen weight with its master."""
@@ -294,7 +300,7 @@ class Linear(MXModule, nn.Linear):
             assert quantized is not None
             return quantized
 
-        return self._few_rows((kept,), row)
+        return self._few_rows((kept,), row, kept.settings.w)
 
     def _whole(self, key: str) -> Tensor:
         return self.whole_weight()

@@ -47,13 +47,13 @@ def quantized(values, fmt, rule="rceil"):
     return codes, scales, exact
 
 
-def decode(w, w_fmt, x, out, k, scales=None, x_fmt="mxfp8_e4m3", rule=0, bias=None):
+def decode(w, w_fmt, x, out, k, scales=None, x_fmt="mxfp8_e4m3", rule=0, bias=None, as_is=False):
     """The native call on values, or on codes with their scales."""
     native = binding.native()
     m, n = out.shape
     args = native.DecodeArgs(
         m=m, n=n, k=k, w=w.data_ptr(), w_element=ELEMENTS[w_fmt], x=x.data_ptr(), ldx=x.stride(0),
-        x_dtype=FLOAT_DTYPES.get(x.dtype, 0), x_element=ELEMENTS[x_fmt], rule=rule,
+        x_dtype=FLOAT_DTYPES.get(x.dtype, 0), x_element=ELEMENTS[x_fmt], rule=rule, x_as_is=as_is,
         x_scales=0 if scales is None else scales.data_ptr(), out=out.data_ptr(),
         ldo=out.stride(0), out_dtype=FLOAT_DTYPES[out.dtype],
     )  # fmt: skip
@@ -105,6 +105,37 @@ def test_products_are_within_the_bound_of_the_contract(shape, w_fmt):
                 form, w_fmt, codes, torch.empty_like(out)[:, :n], k, scales, x_fmt, bias=bias
             )
             assert torch.equal(bits(same), bits(out[:, :n]))
+
+
+@every_weight
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_inputs_as_they_are_are_within_the_bound(shape, dtype, w_fmt):
+    m, n, k = shape
+    form, w = packed(spread(n, k, 8, 1), w_fmt)
+    for shift in (1.0, 2.0**-10, 2.0**4):
+        x = (spread(m, k, 6, 2) * shift).to(dtype)
+        out = decode(form, w_fmt, x, nothing(m, n)[:, :n], k, as_is=True)
+        sums, size = x.double() @ w.t(), x.double().abs() @ w.abs().t()
+        limit = (k + 2) * 2.0**-24 * size + 2.0**-150
+        assert bool(((out.double() - sums).abs() <= limit).all())
+        few = decode(form, w_fmt, x[:1], nothing(1, n)[:, :n], k, as_is=True)
+        assert torch.equal(bits(few), bits(out[:1]))
+
+
+def test_inputs_as_they_are_from_one_end_of_bf16_to_the_other():
+    n, k = 16, 96
+    ones = torch.ones(n, k, device="cuda")
+    form, _ = packed(ones, "mxfp8_e4m3")
+    x = torch.zeros(4, k, dtype=BF16, device="cuda")
+    x[0, 0], x[0, 40] = 3e38, -1e-38
+    x[1, :8] = torch.tensor([2.0, 2.0**-30, 3.0, -5.0, 2.0**-31, 0, 1, 1])
+    x[2, 5], x[3, 70] = torch.inf, torch.nan
+    out = decode(form, "mxfp8_e4m3", x, torch.empty(4, n, device="cuda"), k, as_is=True)
+    assert torch.equal(
+        out[:2].double(), x[:2].double().sum(1, keepdim=True).float().double().expand(2, n)
+    )
+    assert bool((out[2] == torch.inf).all()) and bool(out[3].isnan().all())
 
 
 @every_weight

@@ -16,6 +16,7 @@ struct DecodeInput {
   const uint8_t* scales = nullptr;  // of codes, [rows, ceil(k/32)], compact; null: values
   DType dtype = DType::bf16;        // of values
   bool e5m2 = false;                // codes, given or made, are E5M2
+  bool as_is = false;               // values of 16 bits are not quantized
   bool vectors = false;             // rows start at whole vectors of 8 elements
   // Of a scale rule (mxtile/mx/scale.hpp): what is added to the bits of amax, the exponent of the
   // largest code, and the bits of which the scale is 0 all the same.
@@ -122,6 +123,26 @@ struct EightValues {
   }
 };
 
+// Eight elements of T, of 16 bits, as they are: times a power of two that takes the largest of a
+// block to 2^15 and more. So fp16 holds all that are not below 2^-32 of it exactly, the others to
+// 2^-40 of it; fp16 elements always. Where one is Inf or NaN, the others of its block do not
+// matter.
+template <class T, bool kVectors>
+struct EightAsTheyAre : EightValues<T, Element::e4m3, kVectors> {
+  __device__ __forceinline__ uint4 quantized(const DecodeInput&, float& scale) const {
+    const uint32_t exponent = this->most() >> 23;
+    const uint32_t up = exponent == 255 ? 27 : min(269 - exponent, 254u);  // that of the power
+    scale = tile::e8m0_to_float(254 - up);
+    const uint32_t f = up * 0x800080u;
+    return {halves(0, f), halves(1, f), halves(2, f), halves(3, f)};
+  }
+  __device__ __forceinline__ uint32_t halves(int j, uint32_t factors) const {
+    const float2 v = Input<T>::scaled(this->word(j), factors);
+    const __half2 h = __float22half2_rn(v);
+    return *reinterpret_cast<const uint32_t*>(&h);
+  }
+};
+
 // Eight codes and the scale of their block.
 template <Element kFmt, bool kVectors>
 struct EightCodes {
@@ -213,13 +234,27 @@ __device__ __forceinline__ void fill_as(const DecodeInput& in, const InputRoom& 
   }
 }
 
+template <int kBatch, bool kVectors, class RowOf>
+__device__ __forceinline__ void fill_as_is(const DecodeInput& in, const InputRoom& to, int count,
+                                           const RowOf& row_of) {
+  if (in.dtype == DType::bf16) {
+    fill_by<EightAsTheyAre<__nv_bfloat16, kVectors>, kBatch>(in, to, count, row_of);
+  } else {
+    fill_by<EightAsTheyAre<__half, kVectors>, kBatch>(in, to, count, row_of);
+  }
+}
+
 // By all threads. row_of(i): the row of x that row i of the slice is, or -1 for zeros. Rows with
 // other than whole vectors take their time.
 template <int kBatch, class RowOf>
 __device__ __forceinline__ void fill_slice(const DecodeInput& in, const InputRoom& to, int count,
                                            const RowOf& row_of) {
   const bool vectors = in.vectors && to.k % 8 == 0;
-  if (vectors && !in.e5m2) {
+  if (in.as_is && vectors) {
+    fill_as_is<kBatch, true>(in, to, count, row_of);
+  } else if (in.as_is) {
+    fill_as_is<1, false>(in, to, count, row_of);
+  } else if (vectors && !in.e5m2) {
     fill_as<kBatch, Element::e4m3, true>(in, to, count, row_of);
   } else if (vectors) {
     fill_as<kBatch, Element::e5m2, true>(in, to, count, row_of);
