@@ -152,6 +152,7 @@ void bind_decode(py::module_& m) {
       .field("x", &DecodeArgs::x)
       .field("ldx", &DecodeArgs::ldx)
       .field("x_dtype", &DecodeArgs::x_dtype)
+      .field("x_as_is", &DecodeArgs::x_as_is)
       .field("x_scales", &DecodeArgs::x_scales)
       .field("x_element", &DecodeArgs::x_element)
       .field("rule", &DecodeArgs::rule)
