@@ -141,6 +141,11 @@ void bind_linear(py::module_& m) {
   bind_call(m, "linear_backward", linear_backward);
 }
 
+void bind_moe(py::module_& m) {
+  bind_call(m, "moe_gemm", moe_gemm);
+  bind_call(m, "moe_align", moe_align);
+}
+
 }  // namespace
 }  // namespace te_mx::bindings
 
@@ -153,4 +158,5 @@ PYBIND11_MODULE(_sm90, m) {
   bind_gemms(m);
   bind_groups(m);
   bind_linear(m);
+  bind_moe(m);
 }

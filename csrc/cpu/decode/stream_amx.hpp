@@ -203,9 +203,6 @@ class AmxStream {
       scales = bytes;
     }
     const unsigned nan = Decoder::line_words(scales, row.byte, words);
-    // Words come back from memory, which broadcasts them for nothing; from a register the shuffle
-    // port would.
-    asm volatile("" : : : "memory");
     uint16_t* out = batch.tile[0][r / kRows] + r % kRows * kBlock;
     constexpr int64_t kHalfWords = 2 * kTileWords;
 #pragma GCC unroll 8

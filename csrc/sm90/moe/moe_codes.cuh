@@ -1,0 +1,75 @@
+// Codes of weights and tokens as operands of mma.sync m16n8k16 in fp16, exactly: Hopper has no FP8
+// mma.sync, and converting both sides once is what the instruction of that name would do.
+//
+// A block of 32 k takes two instructions. Lane 4g + t holds k = 8t .. 8t + 7 of rows g and g + 8 of
+// the weights, and of row g of the tokens: which k an instruction calls its own does not matter, as
+// long as both sides agree.
+#pragma once
+
+#include <cstdint>
+
+#include "mxtile/sm90/fp8.cuh"
+#include "te_mx/types.h"
+
+namespace te_mx::sm90::moe {
+
+namespace tile = mxtile::sm90;
+
+template <Element kFmt>
+__device__ __forceinline__ uint32_t two_halves(uint32_t codes) {
+  const __half2 v = tile::fp8x2_to_half2<kFmt>(static_cast<uint16_t>(codes));
+  return *reinterpret_cast<const uint32_t*>(&v);
+}
+
+// Eight codes of a row as four words of two numbers.
+template <Element kFmt>
+struct Eight {
+  static constexpr bool kPacked = kFmt == Element::e2m1;
+  static constexpr int kBytes = kPacked ? 4 : 8;
+  // Numbers of E2M1 come out 2^-14 times as large: their bits lie in those of fp16, from the
+  // subnormal ones on.
+  static constexpr int kExponent = kPacked ? 14 : 0;
+  uint32_t word[4];
+
+  __device__ __forceinline__ void load(const uint8_t* from) {
+    if constexpr (kPacked) {
+      const uint32_t w = *reinterpret_cast<const uint32_t*>(from);
+      constexpr uint32_t kNumber = 0x0E000E00u, kSign = 0x80008000u;
+      word[0] = (w << 9 & kNumber) | (w << 12 & kSign);
+      word[1] = (w << 5 & kNumber) | (w << 8 & kSign);
+      word[2] = (w << 1 & kNumber) | (w << 4 & kSign);
+      word[3] = (w >> 3 & kNumber) | (w & kSign);
+    } else {
+      const uint2 w = *reinterpret_cast<const uint2*>(from);
+      word[0] = two_halves<kFmt>(w.x), word[1] = two_halves<kFmt>(w.x >> 16);
+      word[2] = two_halves<kFmt>(w.y), word[3] = two_halves<kFmt>(w.y >> 16);
+    }
+  }
+
+  // Codes of a token in the order that these lie in: packed weights have codes i and i + 4 in a
+  // word.
+  template <Element kX>
+  static __device__ __forceinline__ void of_token(uint2 codes, uint32_t (&to)[4]) {
+    if constexpr (kPacked) {
+      codes = {__byte_perm(codes.x, codes.y, 0x5140), __byte_perm(codes.x, codes.y, 0x7362)};
+    }
+    to[0] = two_halves<kX>(codes.x), to[1] = two_halves<kX>(codes.x >> 16);
+    to[2] = two_halves<kX>(codes.y), to[3] = two_halves<kX>(codes.y >> 16);
+  }
+};
+
+// Whether every one of four scale bytes is far from what fp32 ends at: products of two powers of
+// two are numbers then.
+__device__ __forceinline__ bool all_near(uint32_t bytes) {
+  return __vcmpgtu4(__vsub4(bytes, 0x40404040u), 0x7E7E7E7Eu) == 0;
+}
+__device__ __forceinline__ uint32_t byte_of(uint32_t bytes, int i) { return bytes >> 8 * i & 0xFF; }
+__device__ __forceinline__ float power(uint32_t byte) { return __uint_as_float(byte << 23); }
+
+// d * 2^(w + x - 254 + more), of any scale bytes.
+__device__ __noinline__ inline float scaled(float d, uint32_t w, uint32_t x, int more) {
+  if (w == 255 || x == 255) return __uint_as_float(0x7FC00000u);
+  return ldexpf(d, static_cast<int>(w + x) - 254 + more);
+}
+
+}  // namespace te_mx::sm90::moe
