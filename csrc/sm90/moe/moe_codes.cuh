@@ -58,13 +58,18 @@ struct Eight {
   }
 };
 
-// Whether every one of four scale bytes is far from what fp32 ends at: products of two powers of
-// two are numbers then.
-__device__ __forceinline__ bool all_near(uint32_t bytes) {
-  return __vcmpgtu4(__vsub4(bytes, 0x40404040u), 0x7E7E7E7Eu) == 0;
+// Whether all of eight scale bytes are far from what fp32 ends at: products of two powers of two
+// are numbers then.
+__device__ __forceinline__ bool all_near(uint32_t a, uint32_t b) {
+  const uint32_t far_a = __vcmpgtu4(__vsub4(a, 0x40404040u), 0x7E7E7E7Eu);
+  return (far_a | __vcmpgtu4(__vsub4(b, 0x40404040u), 0x7E7E7E7Eu)) == 0;
 }
 __device__ __forceinline__ uint32_t byte_of(uint32_t bytes, int i) { return bytes >> 8 * i & 0xFF; }
-__device__ __forceinline__ float power(uint32_t byte) { return __uint_as_float(byte << 23); }
+// 2^(byte i - 127)
+__device__ __forceinline__ float power(uint32_t bytes, int i) {
+  const uint32_t exponent = i < 3 ? bytes << (23 - 8 * i) : bytes >> 1;
+  return __uint_as_float(exponent & 0x7F800000u);
+}
 
 // d * 2^(w + x - 254 + more), of any scale bytes.
 __device__ __noinline__ inline float scaled(float d, uint32_t w, uint32_t x, int more) {

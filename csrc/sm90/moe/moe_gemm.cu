@@ -10,8 +10,9 @@ namespace {
 
 using namespace moe;
 
-// How many warps cut k: so that each has some chunks, and reads on while others finish.
-int parts_of(int chunks) { return chunks >= 32 ? 8 : chunks >= 12 ? 4 : chunks >= 4 ? 2 : 1; }
+// How many warps cut k: so that each has five chunks or more, because an item costs about one.
+int parts_of(int chunks) { return chunks >= 40 ? 8 : chunks >= 20 ? 4 : chunks >= 10 ? 2 : 1; }
+int log2_of(int v) { return v <= 1 ? 0 : 1 + log2_of(v / 2); }
 
 bool aligned(const void* p, int to) { return reinterpret_cast<uintptr_t>(p) % to == 0; }
 
@@ -29,7 +30,8 @@ Status check(const MoeGemmArgs& a) {
   const int64_t pieces = r.blocks * pieces_of_block(r);
   if (!is_fp8(a.lhs.element) || a.rhs.k % kBlock != 0 || a.rhs.rows < kRows || a.rhs.rows > most ||
       a.rhs.k > most || r.routed > most || r.positions > most || pieces > kMostPieces ||
-      !aligned(a.rhs.codes, 16) || !aligned(a.lhs.codes, 8))
+      !aligned(a.rhs.codes, 16) || !aligned(a.lhs.codes, 8) || !aligned(a.rhs.scales, 2) ||
+      !aligned(a.lhs.scales, 4))
     return Status::unsupported;
   const int64_t slices = (a.rhs.rows + kRows - 1) / kRows;
   return pieces * slices > most ? Status::unsupported : Status::ok;
@@ -79,6 +81,7 @@ Status moe_gemm(const MoeGemmArgs& a) {
   p.chunks = (p.k + kChunk - 1) / kChunk;
   p.parts = parts_of(p.chunks);
   p.groups = kWarps / p.parts;
+  p.shift = log2_of(p.groups * kRows);
   p.slices = (p.n + p.groups * kRows - 1) / (p.groups * kRows);
   p.bias = a.bias, p.bias_dtype = a.bias_dtype, p.weights = a.weights;
   p.out = a.out, p.out_dtype = a.out_dtype;

@@ -33,7 +33,8 @@ struct MoeParams {
   int64_t experts;
   int n, k, blocks;    // of 32 k
   int chunks, parts;   // of k
-  int groups, slices;  // groups of an item, items of a piece
+  int groups, slices;  // groups of an item, a power of two; items of a piece
+  int shift;           // rows of an item: 1 << shift
   const void* bias;
   DType bias_dtype;
   const float* weights;
@@ -61,66 +62,94 @@ struct Room {
 };
 
 // Where a warp stands: an item, its group of rows and a chunk of its part of k.
+template <Element kW>
 struct Walk {
-  int item, chunk, first, last;  // chunks of the part: [first, last)
+  static constexpr int kPieces = Stage<kW>::kRowBytes / 16;  // copies of a row
+  int item, slice, chunk, first, last;                       // chunks of the part: [first, last)
   Piece piece;
-  int row0;  // of the weights; the last group may overlap the one before it
+  const uint8_t *w, *scales;  // where the lane's own begin
 
   __device__ __forceinline__ void enter(const MoeParams& p, const Piece* pieces, int to, int items,
-                                        int group) {
+                                        int group, int lane) {
     item = to, chunk = first;
     if (item >= items) return;
-    piece = pieces[item / p.slices];
-    row0 = min((item % p.slices * p.groups + group) * kRows, p.n - kRows);
+    slice = item % p.slices, piece = pieces[item / p.slices];
+    // The last group may overlap the one before it.
+    const int row0 = min((slice * p.groups + group) * kRows, p.n - kRows);
+    const int64_t row = int64_t{piece.expert} * p.n + row0;
+    w = p.w + (row + lane / kPieces) * row_bytes(p) + lane % kPieces * 16;
+    scales = p.w_scales + (row + lane / 2) * p.blocks + lane % 2 * 2;
+  }
+  static __device__ __forceinline__ int64_t row_bytes(const MoeParams& p) {
+    return kW == Element::e2m1 ? p.k / 2 : p.k;
   }
 };
 
 inline constexpr uint32_t kOne = 127;  // the scale byte of what is not there
 
-// Bytes `at` and at + 1 of a row of scales that ends at `end`.
-__device__ __forceinline__ uint32_t two_scales(const uint8_t* row, int at, int end) {
-  const uint32_t low = at < end ? __ldg(row + at) : kOne;
-  return low | (at + 1 < end ? __ldg(row + at + 1) : kOne) << 8;
-}
-
 // Asks for the chunk where `walk` stands; returns two of its scale bytes, which the lane stores
 // when they are there.
 template <Element kW>
-__device__ __forceinline__ uint32_t ask(const MoeParams& p, const Walk& walk, Stage<kW>& to,
+__device__ __forceinline__ uint32_t ask(const MoeParams& p, const Walk<kW>& walk, Stage<kW>& stage,
                                         int lane) {
-  constexpr int kBytes = Stage<kW>::kRowBytes, kPieces = kBytes / 16;
-  const int64_t row_bytes = kW == Element::e2m1 ? p.k / 2 : p.k;
-  const int64_t row = int64_t{walk.piece.expert} * p.n + walk.row0;
-  const uint8_t* const w = p.w + row * row_bytes;
-  const int at = walk.chunk * kBytes + lane % kPieces * 16;
-  const bool there = at < row_bytes;
+  constexpr int kPieces = Walk<kW>::kPieces, kStep = 32 / kPieces;  // rows at a time
+  const int64_t row_bytes = Walk<kW>::row_bytes(p);
+  const int at = walk.chunk * Stage<kW>::kRowBytes;
+  const bool there = at + lane % kPieces * 16 < row_bytes;
+  uint8_t* const to = stage.codes + lane / kPieces * Stage<kW>::kStride + lane % kPieces * 16;
 #pragma unroll
-  for (int r = lane / kPieces; r < kRows; r += 32 / kPieces) {
-    tile::copy16_async(to.codes + r * Stage<kW>::kStride + lane % kPieces * 16,
-                       w + r * row_bytes + (there ? at : 0), there);
+  for (int i = 0; i < kRows / kStep; ++i) {
+    tile::copy16_async(to + i * kStep * Stage<kW>::kStride, walk.w + at + i * kStep * row_bytes,
+                       there);
   }
-  const uint8_t* const scales = p.w_scales + (row + lane / 2) * p.blocks;
-  return two_scales(scales, walk.chunk * 4 + lane % 2 * 2, p.blocks);
+  const uint8_t* const from = walk.scales + walk.chunk * 4;
+  const int left = p.blocks - walk.chunk * 4 - lane % 2 * 2;
+  if (p.blocks % 2 == 0) {
+    return left > 0 ? __ldg(reinterpret_cast<const uint16_t*>(from)) : kOne * 0x101;
+  }
+  return (left > 0 ? __ldg(from) : kOne) | (left > 1 ? __ldg(from + 1) : kOne) << 8;
 }
 
-// Codes of a lane's token in a chunk, and the four scale bytes of the tokens whose sums it has.
+// A chunk of a lane's token: eight codes of every block, and all four scale bytes.
 struct TokenChunk {
   uint2 codes[4];
   uint32_t scales;
 
-  __device__ __forceinline__ void load(const MoeParams& p, int64_t row, int chunk, int lane) {
-    scales = 0;
+  // codes0, scales0: where the lane's of the token begin.
+  __device__ __forceinline__ void load(const MoeParams& p, const uint8_t* codes0,
+                                       const uint8_t* scales0, int chunk) {
+    const uint8_t* const from = codes0 + chunk * kChunk;
+    const uint8_t* const bytes = scales0 + chunk * 4;
+    const int left = p.blocks - chunk * 4;
 #pragma unroll
     for (int b = 0; b < 4; ++b) {
-      const int block = chunk * 4 + b;
-      const bool there = row >= 0 && block < p.blocks;
       codes[b] = make_uint2(0, 0);
-      if (there)
-        codes[b] = __ldg(reinterpret_cast<const uint2*>(p.x + row * p.k + block * 32) + lane % 4);
-      scales |= (there ? __ldg(p.x_scales + row * p.blocks + block) : kOne) << (8 * b);
+      if (b < left) codes[b] = __ldg(reinterpret_cast<const uint2*>(from + b * 32));
+    }
+    if (p.blocks % 4 == 0) {
+      scales = __ldg(reinterpret_cast<const uint32_t*>(bytes));
+    } else {
+      scales = 0;
+#pragma unroll
+      for (int b = 0; b < 4; ++b) scales |= (b < left ? __ldg(bytes + b) : kOne) << 8 * b;
     }
   }
 };
+
+// The sum of a block: rows g and g + 8 of the weights from `low` and `high` on, columns 2t, 2t + 1.
+template <Element kW, Element kX>
+__device__ __forceinline__ void multiply_block(const uint8_t* low, const uint8_t* high, uint2 codes,
+                                               float (&d)[4]) {
+  Eight<kW> first, second;
+  uint32_t tokens[4];
+  first.load(low), second.load(high);
+  Eight<kW>::template of_token<kX>(codes, tokens);
+  d[0] = d[1] = d[2] = d[3] = 0.0f;
+  tile::mma_m16n8k16(d, first.word[0], second.word[0], first.word[1], second.word[1], tokens[0],
+                     tokens[1]);
+  tile::mma_m16n8k16(d, first.word[2], second.word[2], first.word[3], second.word[3], tokens[2],
+                     tokens[3]);
+}
 
 template <Element kW, Element kX>
 __device__ __forceinline__ void multiply(const Stage<kW>& stage, const TokenChunk& x,
@@ -131,31 +160,29 @@ __device__ __forceinline__ void multiply(const Stage<kW>& stage, const TokenChun
   const uint32_t w1 = *reinterpret_cast<const uint32_t*>(stage.scales + 4 * (g + 8));
   const uint32_t x0 = __shfl_sync(~0u, x.scales, 8 * t);
   const uint32_t x1 = __shfl_sync(~0u, x.scales, 8 * t + 4);
-  const bool near = all_near(w0) && all_near(w1) && all_near(x0) && all_near(x1);
-  const bool all = __all_sync(~0u, near);
   const uint8_t* const low = stage.codes + g * Stage<kW>::kStride + t * kBytes;
   const uint8_t* const high = low + 8 * Stage<kW>::kStride;
+  if (__all_sync(~0u, all_near(w0, w1) && all_near(x0, x1))) {
+    // Bytes that are near leave room for kMore.
+    const uint32_t more0 = w0 + kMore * 0x01010101u, more1 = w1 + kMore * 0x01010101u;
 #pragma unroll
-  for (int b = 0; b < 4; ++b) {
-    Eight<kW> first, second;  // of rows g and g + 8
-    uint32_t tokens[4];
-    first.load(low + b * 4 * kBytes), second.load(high + b * 4 * kBytes);
-    Eight<kW>::template of_token<kX>(x.codes[b], tokens);
-    float d[4] = {};
-    tile::mma_m16n8k16(d, first.word[0], second.word[0], first.word[1], second.word[1], tokens[0],
-                       tokens[1]);
-    tile::mma_m16n8k16(d, first.word[2], second.word[2], first.word[3], second.word[3], tokens[2],
-                       tokens[3]);
-    const uint32_t e0 = byte_of(w0, b), e1 = byte_of(w1, b);
-    const uint32_t f0 = byte_of(x0, b), f1 = byte_of(x1, b);
-    if (all) {
-      const float a0 = power(e0 + kMore), a1 = power(e1 + kMore), b0 = power(f0), b1 = power(f1);
+    for (int b = 0; b < 4; ++b) {
+      float d[4];
+      multiply_block<kW, kX>(low + b * 4 * kBytes, high + b * 4 * kBytes, x.codes[b], d);
+      const float a0 = power(more0, b), a1 = power(more1, b), b0 = power(x0, b), b1 = power(x1, b);
       sums[0] = fmaf(d[0], a0 * b0, sums[0]), sums[1] = fmaf(d[1], a0 * b1, sums[1]);
       sums[2] = fmaf(d[2], a1 * b0, sums[2]), sums[3] = fmaf(d[3], a1 * b1, sums[3]);
-    } else {
-      sums[0] += scaled(d[0], e0, f0, kMore), sums[1] += scaled(d[1], e0, f1, kMore);
-      sums[2] += scaled(d[2], e1, f0, kMore), sums[3] += scaled(d[3], e1, f1, kMore);
     }
+    return;
+  }
+#pragma unroll
+  for (int b = 0; b < 4; ++b) {
+    float d[4];
+    multiply_block<kW, kX>(low + b * 4 * kBytes, high + b * 4 * kBytes, x.codes[b], d);
+    const uint32_t e0 = byte_of(w0, b), e1 = byte_of(w1, b);
+    const uint32_t f0 = byte_of(x0, b), f1 = byte_of(x1, b);
+    sums[0] += scaled(d[0], e0, f0, kMore), sums[1] += scaled(d[1], e0, f1, kMore);
+    sums[2] += scaled(d[2], e1, f0, kMore), sums[3] += scaled(d[3], e1, f1, kMore);
   }
 }
 
@@ -169,9 +196,8 @@ __device__ __forceinline__ float number_at(const void* from, int64_t i, DType dt
 template <Element kW>
 __device__ __forceinline__ void finish(const MoeParams& p, const Room<kW>& room, int turn,
                                        const Piece& piece, int slice) {
-  const int wide = p.groups * kRows;
-  for (int i = threadIdx.x; i < wide * kTokens; i += kWarps * 32) {
-    const int token = i / wide, at = i % wide, group = at / kRows;
+  for (int i = threadIdx.x; i < kTokens << p.shift; i += kWarps * 32) {
+    const int token = i >> p.shift, at = i & ((1 << p.shift) - 1), group = at / kRows;
     const int row = room.rows[turn][token];
     const int group0 = (slice * p.groups + group) * kRows;
     if (row < 0 || group0 >= p.n) continue;
@@ -210,15 +236,16 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
   const int step = static_cast<int>(gridDim.x);
   Stage<kW>* const ring = room.ring[warp];
 
-  Walk asked;
+  Walk<kW> asked;
   asked.first = part * p.chunks / p.parts, asked.last = (part + 1) * p.chunks / p.parts;
-  asked.enter(p, room.pieces, static_cast<int>(blockIdx.x), items, group);
-  Walk now = asked;
+  asked.enter(p, room.pieces, static_cast<int>(blockIdx.x), items, group, lane);
+  Walk<kW> now = asked;
   const auto ask_next = [&](int stage) {
     uint32_t scales = 0;
     if (asked.item < items) {
       scales = ask<kW>(p, asked, ring[stage], lane);
-      if (++asked.chunk == asked.last) asked.enter(p, room.pieces, asked.item + step, items, group);
+      if (++asked.chunk == asked.last)
+        asked.enter(p, room.pieces, asked.item + step, items, group, lane);
     }
     tile::end_copy_group();
     return scales;
@@ -237,14 +264,17 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
   int stage = 0, late_stage = -1, turn = 0;
   uint32_t late = 0;
   for (; now.item < items; turn ^= 1) {
-    Walk next = now;
-    next.enter(p, room.pieces, now.item + step, items, group);
+    Walk<kW> next = now;
+    next.enter(p, room.pieces, now.item + step, items, group, lane);
     const int next_row = next.item < items ? list.row(next.piece, lane / 4) : -1;
-    const int64_t token = row < 0 ? -1 : row / p.routing.a_div;
+    // A column without a row multiplies token 0, for nobody.
+    const int64_t token = row < 0 ? 0 : row / p.routing.a_div;
+    const uint8_t* const codes = p.x + token * p.k + lane % 4 * 8;
+    const uint8_t* const scales = p.x_scales + token * p.blocks;
     float sums[4] = {};
     for (int chunk = now.first; chunk < now.last; ++chunk) {
       TokenChunk x;
-      x.load(p, token, chunk, lane);
+      x.load(p, codes, scales, chunk);
       __syncwarp();
       if (late_stage >= 0) store_scales(late_stage, late);
       late_stage = stage == 0 ? kStages - 1 : stage - 1;
@@ -260,7 +290,7 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
     to[2 * t][g + 8] = sums[2], to[2 * t + 1][g + 8] = sums[3];
     if (warp == 0 && t == 0) room.rows[turn][g] = row;
     __syncthreads();
-    finish<kW>(p, room, turn, now.piece, now.item % p.slices);
+    finish<kW>(p, room, turn, now.piece, now.slice);
     now = next, row = next_row;
   }
   tile::wait_copy_groups<0>();
