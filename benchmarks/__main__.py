@@ -11,6 +11,7 @@ import torch
 from benchmarks import (
     bench_blockwise,
     bench_blockwise_cuda,
+    bench_decode_cuda,
     bench_fp4,
     bench_fused_cuda,
     bench_gemm,
@@ -58,6 +59,7 @@ CUDA_BENCHMARKS: dict[str, Callable[[GpuContext], Iterator[Row]]] = {
     "gemm_cuda": bench_gemm_cuda.gemm,
     "blockwise_cuda": bench_blockwise_cuda.blockwise,
     "mxfp4_cuda": bench_mxfp4_cuda.mxfp4,
+    "decode_cuda": bench_decode_cuda.decode,
     "scales_cuda": bench_gemm_cuda.scales,
     "epilogue_cuda": bench_gemm_cuda.epilogue,
     "split_cuda": bench_split_cuda.split,

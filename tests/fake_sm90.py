@@ -13,6 +13,7 @@ import importlib
 import fake_sm90_factors
 import native_words as reference
 import torch
+from fake_sm90_decode import DecodeArgs, decode, decode_workspace  # noqa: F401
 from torch import Tensor
 
 from te_mx.backends import base

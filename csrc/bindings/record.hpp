@@ -26,6 +26,7 @@
 #include "te_mx/linear.h"
 #include "te_mx/moe.h"
 #include "te_mx/quantize.h"
+#include "te_mx/sm90_decode.h"
 
 namespace te_mx::bindings {
 
@@ -37,7 +38,7 @@ template <class T>
 concept AnyRecord = one_of<T, Matrix, Scaling, Operand, Groups, Execution, OperandOut, QuantizeOut,
                            QuantizeArgs, GroupedQuantizeArgs, DequantizeArgs, PackArgs, RowSumsArgs,
                            Epilogue, GemmArgs, GroupedGemmArgs, NormArgs, NormGradArgs, ActArgs,
-                           LinearArgs, Routing, MoeGemmArgs, MoeAlignArgs>;
+                           LinearArgs, Routing, MoeGemmArgs, MoeAlignArgs, sm90::DecodeArgs>;
 
 // A Python object that holds a struct, or shows a part of the one that `owner` holds.
 template <class T>

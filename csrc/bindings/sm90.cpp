@@ -9,6 +9,7 @@
 
 #include "common/device.h"
 #include "record.hpp"
+#include "te_mx/sm90_decode.h"
 
 namespace te_mx::bindings {
 namespace {
@@ -146,6 +147,31 @@ void bind_moe(py::module_& m) {
   bind_call(m, "moe_align", moe_align);
 }
 
+void bind_decode(py::module_& m) {
+  Record<DecodeArgs>()
+      .field("m", &DecodeArgs::m)
+      .field("n", &DecodeArgs::n)
+      .field("k", &DecodeArgs::k)
+      .field("w", &DecodeArgs::w)
+      .field("w_element", &DecodeArgs::w_element)
+      .field("x", &DecodeArgs::x)
+      .field("ldx", &DecodeArgs::ldx)
+      .field("x_dtype", &DecodeArgs::x_dtype)
+      .field("x_as_is", &DecodeArgs::x_as_is)
+      .field("x_scales", &DecodeArgs::x_scales)
+      .field("x_element", &DecodeArgs::x_element)
+      .field("rule", &DecodeArgs::rule)
+      .field("out", &DecodeArgs::out)
+      .field("ldo", &DecodeArgs::ldo)
+      .field("out_dtype", &DecodeArgs::out_dtype)
+      .field("bias", &DecodeArgs::bias)
+      .field("bias_dtype", &DecodeArgs::bias_dtype)
+      .part("execution", &DecodeArgs::execution, "")
+      .add_to(m, "DecodeArgs");
+  m.def("decode_workspace", &decode_workspace);
+  bind_call(m, "decode", decode);
+}
+
 }  // namespace
 }  // namespace te_mx::bindings
 
@@ -158,5 +184,6 @@ PYBIND11_MODULE(_sm90, m) {
   bind_gemms(m);
   bind_groups(m);
   bind_linear(m);
+  bind_decode(m);
   bind_moe(m);
 }

@@ -93,3 +93,22 @@ class InferKernel(Kernel):
         """(y [..., n], the name of the kernel that multiplied), or None for what native code does
         not take."""
         raise NotImplementedError
+
+
+class FrozenKernel(Kernel):
+    """Multiplies few rows with a weight that stands still, which lies in a form of the kernel's
+    own: quantizes the rows and multiplies, without gradients."""
+
+    op = "linear_frozen"
+
+    def form(self, row: Operand) -> Operand | None:
+        """A weight's rowwise copy (layout "rows") in that form, or None for what native code does
+        not take. Waits for the device."""
+        raise NotImplementedError
+
+    def multiply(
+        self, p: Problem, x: Tensor, weight: Operand, bias_N: Tensor | None, out_dtype: torch.dtype
+    ) -> Tensor | None:
+        """y [..., n] of x [..., k] and a weight in that form, or None for what native code does not
+        take."""
+        raise NotImplementedError

@@ -14,6 +14,7 @@ from te_mx import formats
 from te_mx.formats import Format
 from te_mx.layouts.base import AnyLayout, Layout
 from te_mx.layouts.plain import COLS, GROUPED_COLS, ROWS
+from te_mx.layouts.sm90_decode import SM90_DECODE
 from te_mx.layouts.sm90_factors import SM90_FACTOR_K, SM90_FACTOR_ROWS, SM90_FACTORS
 from te_mx.layouts.sm90_groups import SM90Columns, SM90Rows
 from te_mx.layouts.sm90_tiles import SM90Tiles
@@ -23,6 +24,7 @@ _layouts: dict[str, Layout] = {
     one.name: one
     for one in (
         AnyLayout(), ROWS, COLS, GROUPED_COLS, SM90_FACTORS, SM90_FACTOR_ROWS, SM90_FACTOR_K,
+        SM90_DECODE,
     )
 }  # fmt: skip
 _families: dict[str, Callable[[int], Layout]] = {
@@ -84,6 +86,7 @@ __all__ = [
     "COLS",
     "GROUPED_COLS",
     "ROWS",
+    "SM90_DECODE",
     "SM90_FACTORS",
     "SM90_FACTOR_K",
     "SM90_FACTOR_ROWS",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from te_mx import formats
+from te_mx.autograd import few_rows
 from te_mx.autograd.steps import at_rest
 from te_mx.autograd.steps_kept import kept_weight
 from te_mx.nn import frozen_formats
@@ -30,13 +31,14 @@ class Frozen:
 
     `kept` holds the quantized copies beside kept masters, by key; what is missing is made again.
     `sources` says what they were made of, `in_graphs` keeps those that a CUDA graph reads.
+    `few_rows` has the forms of weights for kernels of few rows.
     `dtypes` and `shapes` (of the weights, by key) and `trained` (requires_grad of the parameters,
     by name) are what unfreezing restores.
     """
 
     __slots__ = (
-        "dropped", "dtypes", "fixed", "in_graphs", "kept", "settings", "shapes", "sources",
-        "trained",
+        "dropped", "dtypes", "few_rows", "fixed", "in_graphs", "kept", "settings", "shapes",
+        "sources", "trained",
     )  # fmt: skip
 
     def __init__(
@@ -51,6 +53,7 @@ class Frozen:
         self.kept: dict[str, Any] = {}
         self.sources: dict[str, Sources] = {}
         self.in_graphs: list[Any] = []
+        self.few_rows = few_rows.Forms()
 
     def without_copies(self) -> Frozen:
         """For a copy of the module, whose next forward quantizes again."""

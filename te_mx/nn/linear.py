@@ -9,15 +9,20 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from te_mx.autograd import transforms
+from te_mx import layouts
+from te_mx.autograd import few_rows, transforms
 from te_mx.autograd.high_precision import HighPrecisionLinear
 from te_mx.autograd.linear import Call, infer, linear
+from te_mx.autograd.steps import at_rest
+from te_mx.autograd.steps_kept import KeptWeight
 from te_mx.context import is_tracing
 from te_mx.nn import constructors, delayed_wgrad, weight_only
 from te_mx.nn import parameters_split as split
 from te_mx.nn.mx_module import MXModule, output_dtype
+from te_mx.nn.several_ranks import here
 from te_mx.nn.te_arguments import refuse, refuse_constructor
 from te_mx.nn.tensor_parallel_group import COLUMN, ROW, part, shared
+from te_mx.ops import Operand, quantize_2d
 from te_mx.recipes.settings import Settings
 
 
@@ -211,6 +216,12 @@ class Linear(MXModule, nn.Linear):
             need_dx = torch.is_grad_enabled() and inp.requires_grad
             kept = self._kept_weight("weight", is_first_microbatch, settings, inp.device, need_dx)
         tag = self._tag_now()
+        if kept is not None and self._frozen is not None:
+            out = few_rows.linear(
+                inp, self._few_rows_of(kept, weight), added, settings, output_dtype(inp), tag
+            )
+            if out is not None:
+                return (out, bias) if self.return_bias else out
         sink = None
         if routed:
             sink = self._sink(self._parts(weight), is_first_microbatch, self._wgrad_queue())
@@ -257,11 +268,39 @@ class Linear(MXModule, nn.Linear):
             self._check_parameter("bias", added, (self.out_features,), inp.device)
         row = self._dropped_operand("weight")
         dtype, tag = output_dtype(inp), self._tag_now()
+        made_of = few_rows.state(self.weight_codes, self.weight_scale)  # type: ignore[arg-type]
+        few = self._few_rows(made_of, lambda: row, row.format.name)
         if self._is_weight_only():
-            out = weight_only.linear(inp, row, added, dtype, tag)
+            same = inp.dtype == dtype  # else it is rounded before
+            out = few_rows.linear(inp, few, added, None, dtype, tag) if same else None
+            if out is None:
+                out = weight_only.linear(inp, row, added, dtype, tag)
         else:
-            out = infer(inp, row, added, settings, dtype, tag)
+            out = few_rows.linear(inp, few, added, settings, dtype, tag)
+            if out is None:
+                out = infer(inp, row, added, settings, dtype, tag)
         return (out, bias) if self.return_bias else out
+
+    # -------------------------------------------------------------------------- kernels of few rows
+    def _few_rows(
+        self, made_of: tuple[Any, ...], row: Callable[[], Operand], fmt: str
+    ) -> few_rows.Weight:
+        assert self._frozen is not None
+        n, k = self.out_features, self.in_features
+        return few_rows.Weight(self._frozen.few_rows, "weight", n, k, fmt, made_of, row)
+
+    def _few_rows_of(self, kept: KeptWeight, weight: Tensor) -> few_rows.Weight:
+        """A frozen weight with its master."""
+
+        def row() -> Operand:
+            if kept.row.layout is layouts.ROWS:
+                return kept.row
+            made = kept.settings
+            quantized = quantize_2d(here(weight), at_rest(made.w), rule=made.scale_rule).row
+            assert quantized is not None
+            return quantized
+
+        return self._few_rows((kept,), row, kept.settings.w)
 
     def _whole(self, key: str) -> Tensor:
         return self.whole_weight()

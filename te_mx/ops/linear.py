@@ -7,12 +7,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx.dispatch.linear import InferKernel, LinearKernel, LinearPlan, LinearProblem
+from te_mx.dispatch.linear import (
+    FrozenKernel,
+    InferKernel,
+    LinearKernel,
+    LinearPlan,
+    LinearProblem,
+)
 from te_mx.dispatch.problem import MOST, Problem, place_of
 from te_mx.dispatch.registry import derived, find
 from te_mx.ops.library import is_direct
 
-__all__ = ["LinearKernel", "LinearPlan", "LinearProblem", "infer", "linear_kernel"]
+__all__ = [
+    "FrozenKernel",
+    "LinearKernel",
+    "LinearPlan",
+    "LinearProblem",
+    "frozen_kernel",
+    "infer",
+    "linear_kernel",
+]
 
 _MOST_KNOWN = 4096
 
@@ -66,3 +80,24 @@ def _infer_kernel(
         rule=settings.scale_rule, split_k=settings.split_k,
     )  # fmt: skip
     return problem, find(problem)  # type: ignore[return-value]
+
+
+def frozen_kernel(
+    x: Tensor, n: int, k: int, formats: tuple[str, str], rule: str
+) -> tuple[Problem, FrozenKernel] | None:
+    """The kernel for x [..., k] and a weight [n, k] that stands still, in a form of its own, with
+    its problem; None where there is none. formats: of inputs, "" for x as it is, and of the
+    weight."""
+    known, key = derived(), ("frozen", x.shape, n, k, x.dtype, x.device, formats, rule)
+    found = known.get(key)
+    if found is None:
+        if len(known) > _MOST_KNOWN:
+            known.clear()
+        lhs, rhs = (f"{fmt}@any" if fmt else "" for fmt in formats)
+        problem = Problem(
+            "linear_frozen", place_of(x.device), lhs, rhs, x.numel() // k, n, k, dtype=x.dtype,
+            rule=rule,
+        )  # fmt: skip
+        found = known[key] = (problem, find(problem))
+    problem, kernel = found
+    return None if kernel is None else (problem, kernel)  # type: ignore[return-value]

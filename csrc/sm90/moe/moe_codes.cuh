@@ -8,18 +8,12 @@
 
 #include <cstdint>
 
-#include "mxtile/sm90/fp8.cuh"
+#include "mxtile/sm90/mma.cuh"
 #include "te_mx/types.h"
 
 namespace te_mx::sm90::moe {
 
 namespace tile = mxtile::sm90;
-
-template <Element kFmt>
-__device__ __forceinline__ uint32_t two_halves(uint32_t codes) {
-  const __half2 v = tile::fp8x2_to_half2<kFmt>(static_cast<uint16_t>(codes));
-  return *reinterpret_cast<const uint32_t*>(&v);
-}
 
 // Eight codes of a row as four words of two numbers.
 template <Element kFmt>
@@ -41,8 +35,8 @@ struct Eight {
       word[3] = (w >> 3 & kNumber) | (w & kSign);
     } else {
       const uint2 w = *reinterpret_cast<const uint2*>(from);
-      word[0] = two_halves<kFmt>(w.x), word[1] = two_halves<kFmt>(w.x >> 16);
-      word[2] = two_halves<kFmt>(w.y), word[3] = two_halves<kFmt>(w.y >> 16);
+      tile::fp8x4_to_halves<kFmt>(w.x, word[0], word[1]);
+      tile::fp8x4_to_halves<kFmt>(w.y, word[2], word[3]);
     }
   }
 
@@ -53,8 +47,8 @@ struct Eight {
     if constexpr (kPacked) {
       codes = {__byte_perm(codes.x, codes.y, 0x5140), __byte_perm(codes.x, codes.y, 0x7362)};
     }
-    to[0] = two_halves<kX>(codes.x), to[1] = two_halves<kX>(codes.x >> 16);
-    to[2] = two_halves<kX>(codes.y), to[3] = two_halves<kX>(codes.y >> 16);
+    tile::fp8x4_to_halves<kX>(codes.x, to[0], to[1]);
+    tile::fp8x4_to_halves<kX>(codes.y, to[2], to[3]);
   }
 };
 

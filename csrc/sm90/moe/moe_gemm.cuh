@@ -21,7 +21,7 @@
 #include "moe/moe_list.cuh"
 #include "mxtile/sm90/barrier.cuh"
 #include "mxtile/sm90/copy_async.cuh"
-#include "mxtile/sm90/mma_m16n8k16.cuh"
+#include "mxtile/sm90/mma.cuh"
 
 namespace te_mx::sm90::moe {
 
@@ -145,10 +145,10 @@ __device__ __forceinline__ void multiply_block(const uint8_t* low, const uint8_t
   first.load(low), second.load(high);
   Eight<kW>::template of_token<kX>(codes, tokens);
   d[0] = d[1] = d[2] = d[3] = 0.0f;
-  tile::mma_m16n8k16(d, first.word[0], second.word[0], first.word[1], second.word[1], tokens[0],
-                     tokens[1]);
-  tile::mma_m16n8k16(d, first.word[2], second.word[2], first.word[3], second.word[3], tokens[2],
-                     tokens[3]);
+  const uint32_t a[4] = {first.word[0], second.word[0], first.word[1], second.word[1]};
+  const uint32_t b[4] = {first.word[2], second.word[2], first.word[3], second.word[3]};
+  tile::mma_f16(d, a, tokens[0], tokens[1]);
+  tile::mma_f16(d, b, tokens[2], tokens[3]);
 }
 
 template <Element kW, Element kX>

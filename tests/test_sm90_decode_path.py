@@ -1,0 +1,174 @@
+"""Frozen te_mx.Linear on few rows: the decode kernel of Hopper, its form of the weight, and when it
+does not run."""
+
+from __future__ import annotations
+
+import copy
+
+import fake_sm90_decode
+import pytest
+import torch
+from as_on_hopper import hopper
+
+import te_mx
+from te_mx import formats
+from te_mx.layouts import SM90_DECODE
+from te_mx.recipe import BlockScaling, MXFP8BlockScaling
+from te_mx.runtime.ran import LAST_RUN
+
+N, K = 52, 168
+FORMATS = "mxfp8_e4m3", "mxfp8_e5m2", "mxfp4"
+
+
+@pytest.fixture(autouse=True)
+def on_hopper():
+    with hopper():
+        fake_sm90_decode.CALLS.clear()
+        yield
+
+
+def frozen(w="mxfp8_e4m3", drop=False, dtype=torch.bfloat16, **kwargs):
+    torch.manual_seed(3)
+    layer = te_mx.Linear(K, N, dtype=dtype, **kwargs)
+    te_mx.freeze_weights(layer, drop_master=drop, recipe=recipe_of(w))
+    return layer
+
+
+def recipe_of(w):
+    return BlockScaling(x="mxfp8_e4m3", w=w, g="mxfp8_e5m2")
+
+
+def run(layer, x, w="mxfp8_e4m3"):
+    with torch.no_grad(), te_mx.autocast(recipe=recipe_of(w)):
+        return layer(x)
+
+
+def exact(layer_weight, bias, x, w):
+    """The product of the decoded numbers in fp64."""
+    sides = []
+    for values, name in ((x, "mxfp8_e4m3"), (layer_weight, w)):
+        fmt = formats.get(name)
+        sides.append(fmt.dequantize(*fmt.quantize(values, "rceil"), K, torch.float64))
+    return sides[0] @ sides[1].t() + bias.double()
+
+
+@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("w", FORMATS)
+def test_few_rows_run_on_the_decode_kernel(w, drop):
+    layer = te_mx.Linear(K, N, dtype=torch.bfloat16)
+    weight, bias = layer.weight.detach().clone(), layer.bias.detach().clone()
+    te_mx.freeze_weights(layer, drop_master=drop, recipe=recipe_of(w))
+    x = torch.randn(2, 3, K, dtype=torch.bfloat16)
+    y = run(layer, x, w)
+    assert fake_sm90_decode.CALLS == [(6, N, K)]
+    assert LAST_RUN[layer._tag] == "sm90_decode"
+    torch.testing.assert_close(
+        y.double(), exact(weight, bias, x.view(-1, K), w).view(2, 3, N), rtol=2**-8, atol=0
+    )
+
+
+@pytest.mark.parametrize("rows", [16, 17])
+def test_more_rows_run_elsewhere(rows):
+    run(frozen(), torch.randn(rows, K, dtype=torch.bfloat16))
+    assert len(fake_sm90_decode.CALLS) == (rows == 16)
+
+
+def test_strided_rows_and_other_dtypes_and_no_bias():
+    for dtype in (torch.float32, torch.float16):
+        layer = frozen(dtype=dtype, bias=False)
+        x = torch.randn(K, 5, dtype=dtype).t()
+        assert torch.equal(run(layer, x), run(layer, x.contiguous()))
+    assert len(fake_sm90_decode.CALLS) == 4
+
+
+def test_gradients_and_plain_modules_run_as_ever():
+    layer, x = frozen(), torch.randn(4, K, dtype=torch.bfloat16, requires_grad=True)
+    with te_mx.autocast(recipe=recipe_of("mxfp8_e4m3")):
+        layer(x).sum().backward()
+    assert x.grad is not None
+    te_mx.unfreeze_weights(layer)
+    run(layer, x)
+    assert fake_sm90_decode.CALLS == []
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_the_form_is_made_once_and_again_after_a_change(drop, monkeypatch):
+    made = []
+    pack = SM90_DECODE.pack
+    monkeypatch.setattr(SM90_DECODE, "pack", lambda *a: made.append(1) or pack(*a))
+    layer, x = frozen(drop=drop), torch.randn(4, K, dtype=torch.bfloat16)
+    before = run(layer, x)
+    assert torch.equal(run(layer, x), before) and len(made) == 1
+    if drop:
+        state = {name: t.clone() for name, t in layer.state_dict().items()}
+        state["weight_scale"] += 1
+        layer.load_state_dict(state)
+    else:
+        with torch.no_grad():
+            layer.weight.mul_(2)
+    bias = layer.bias.detach().float()
+    torch.testing.assert_close(
+        run(layer, x).float() - bias, 2 * (before.float() - bias), rtol=0.02, atol=0.02
+    )
+    assert len(made) == 2
+
+
+def test_copies_and_state_dicts_know_nothing_of_the_form():
+    layer, x = frozen(drop=True), torch.randn(4, K, dtype=torch.bfloat16)
+    names = set(layer.state_dict())
+    y = run(layer, x)
+    assert set(layer.state_dict()) == names
+    other = copy.deepcopy(layer)
+    assert torch.equal(run(other, x), y)
+    assert other._frozen.few_rows is not layer._frozen.few_rows
+
+
+def test_a_capture_makes_no_form(monkeypatch):
+    layer, x = frozen(), torch.randn(4, K, dtype=torch.bfloat16)
+    capturing = "te_mx.autograd.few_rows.capturing"
+    monkeypatch.setattr(capturing, lambda device: True)
+    run(layer, x)
+    assert fake_sm90_decode.CALLS == []
+    monkeypatch.setattr(capturing, lambda device: False)
+    run(layer, x)
+    monkeypatch.setattr(capturing, lambda device: True)
+    run(layer, x)
+    assert len(fake_sm90_decode.CALLS) == 2
+    assert layer._frozen.few_rows.in_graphs == [layer._frozen.few_rows.made["weight"].weight]
+
+
+def test_scales_that_fp32_sums_do_not_hold_run_elsewhere():
+    layer = te_mx.Linear(K, N, dtype=torch.float32)
+    with torch.no_grad():
+        layer.weight[3] = 1e36
+    te_mx.freeze_weights(layer, recipe=MXFP8BlockScaling())
+    with torch.no_grad(), te_mx.autocast(recipe=MXFP8BlockScaling()):
+        layer(torch.randn(2, K))
+    assert fake_sm90_decode.CALLS == []
+
+
+def test_inputs_of_4_bits_run_elsewhere():
+    recipe = BlockScaling(x="mxfp4", w="mxfp4", g="mxfp8_e5m2")
+    layer = te_mx.Linear(K, N, dtype=torch.bfloat16)
+    te_mx.freeze_weights(layer, recipe=recipe)
+    with torch.no_grad(), te_mx.autocast(recipe=recipe):
+        layer(torch.randn(2, K, dtype=torch.bfloat16))
+    assert fake_sm90_decode.CALLS == []
+
+
+@pytest.mark.parametrize("w", FORMATS)
+def test_inputs_as_they_are(w):
+    layer = te_mx.Linear(K, N, dtype=torch.bfloat16)
+    weight, bias = layer.weight.detach().clone(), layer.bias.detach().double()
+    te_mx.freeze_weights(layer, drop_master=True, recipe=recipe_of(w), activations="bf16")
+    fmt = formats.get(w)
+    exact_weight = fmt.dequantize(*fmt.quantize(weight, "rceil"), K, torch.float64)
+    for dtype, runs in ((torch.bfloat16, True), (torch.float16, True), (torch.float32, False)):
+        fake_sm90_decode.CALLS.clear()
+        x = torch.randn(3, K, dtype=dtype)
+        with torch.no_grad():
+            y = layer(x)
+        assert bool(fake_sm90_decode.CALLS) == runs and y.dtype == dtype
+        torch.testing.assert_close(
+            y.double(), x.double() @ exact_weight.t() + bias, rtol=2**-8, atol=1e-5
+        )
