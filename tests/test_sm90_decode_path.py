@@ -172,3 +172,9 @@ def test_inputs_as_they_are(w):
         torch.testing.assert_close(
             y.double(), x.double() @ exact_weight.t() + bias, rtol=2**-8, atol=1e-5
         )
+
+
+@pytest.mark.parametrize("rows", [16, 17])
+def test_explain_names_it(rows):
+    told = te_mx.explain(m=N, n=rows, k=K, recipe=recipe_of("mxfp4"))
+    assert ("a frozen te_mx.Linear runs on sm90_decode" in told.note) == (rows == 16)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from te_mx.dispatch.problem import STREAM_ROWS
+from te_mx.dispatch.problem import STREAM_ROWS as MOST
 from te_mx.ops import Operand
 from te_mx.ops.library import is_direct
 from te_mx.ops.linear import frozen_kernel
@@ -74,7 +74,7 @@ def linear(
     The form is made outside of graph captures: a graph uses one that a warm-up call left.
     """
     k, rows = weight.k, x.numel()
-    if not 0 < rows <= STREAM_ROWS * k or not weight.made_of or not is_direct(x, bias_N):
+    if not 0 < rows <= MOST * k or not weight.made_of or not is_direct(x, bias_N):
         return None
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, bias_N)):
         return None

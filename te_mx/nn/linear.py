@@ -216,7 +216,7 @@ class Linear(MXModule, nn.Linear):
             need_dx = torch.is_grad_enabled() and inp.requires_grad
             kept = self._kept_weight("weight", is_first_microbatch, settings, inp.device, need_dx)
         tag = self._tag_now()
-        if kept is not None and self._frozen is not None:
+        if kept is not None and self._frozen is not None and self._is_few(inp):
             out = few_rows.linear(
                 inp, self._few_rows_of(kept, weight), added, settings, output_dtype(inp), tag
             )
@@ -268,20 +268,32 @@ class Linear(MXModule, nn.Linear):
             self._check_parameter("bias", added, (self.out_features,), inp.device)
         row = self._dropped_operand("weight")
         dtype, tag = output_dtype(inp), self._tag_now()
-        made_of = few_rows.state(self.weight_codes, self.weight_scale)  # type: ignore[arg-type]
-        few = self._few_rows(made_of, lambda: row, row.format.name)
-        if self._is_weight_only():
-            same = inp.dtype == dtype  # else it is rounded before
-            out = few_rows.linear(inp, few, added, None, dtype, tag) if same else None
-            if out is None:
-                out = weight_only.linear(inp, row, added, dtype, tag)
-        else:
-            out = few_rows.linear(inp, few, added, settings, dtype, tag)
-            if out is None:
-                out = infer(inp, row, added, settings, dtype, tag)
+        out = self._few_dropped(inp, row, added, settings) if self._is_few(inp) else None
+        if out is None and self._is_weight_only():
+            out = weight_only.linear(inp, row, added, dtype, tag)
+        elif out is None:
+            out = infer(inp, row, added, settings, dtype, tag)
         return (out, bias) if self.return_bias else out
 
     # -------------------------------------------------------------------------- kernels of few rows
+    def _is_few(self, inp: Tensor) -> bool:
+        """Whether a kernel for few rows may be asked: compiled code cannot look whether a weight
+        changed."""
+        return not is_tracing() and inp.numel() <= few_rows.MOST * self.in_features
+
+    def _few_dropped(
+        self, inp: Tensor, row: Operand, bias: Tensor | None, settings: Settings
+    ) -> Tensor | None:
+        """The product with a weight without a master, where a kernel for few rows takes it."""
+        made_of = few_rows.state(self.weight_codes, self.weight_scale)  # type: ignore[arg-type]
+        weight = self._few_rows(made_of, lambda: row, row.format.name)
+        dtype = output_dtype(inp)
+        if not self._is_weight_only():
+            return few_rows.linear(inp, weight, bias, settings, dtype, self._tag_now())
+        if inp.dtype != dtype:  # it is rounded first
+            return None
+        return few_rows.linear(inp, weight, bias, None, dtype, self._tag_now())
+
     def _few_rows(
         self, made_of: tuple[Any, ...], row: Callable[[], Operand], fmt: str
     ) -> few_rows.Weight:

@@ -284,6 +284,19 @@ def blockwise() -> int:
     return count
 
 
+def decode() -> int:
+    """Few rows times weights in the decode layout, as their tests call them."""
+    import test_sm90_decode as tests
+    import torch
+
+    count = 0
+    for shape, w_fmt in itertools.product(((17, 130, 100), (5, 257, 1000)), tests.ELEMENTS):
+        tests.test_products_are_within_the_bound_of_the_contract(shape, w_fmt)
+        tests.test_inputs_as_they_are_are_within_the_bound(shape, torch.bfloat16, w_fmt)
+        count += 2
+    return count
+
+
 def whole_gemms(precision: str) -> int:
     """Through te_mx.gemm and te_mx.Linear: packing in the call, few tiles with a long k."""
     import torch
@@ -309,6 +322,7 @@ PARTS = {
     "split": split,
     "grouped": grouped,
     "blockwise": blockwise,
+    "decode": decode,
     "adaptive": functools.partial(whole_gemms, "adaptive"),
     "exact": functools.partial(whole_gemms, "exact"),
 }

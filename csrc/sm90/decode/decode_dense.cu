@@ -69,7 +69,8 @@ Status decode(const DecodeArgs& a) {
   if (sms == 0) return Status::unsupported;
   DecodeParams p;
   p.w = a.w;
-  p.in = {a.x, a.ldx, a.x_scales, a.x_dtype, a.x_element == Element::e5m2, a.x_as_is, vectors(a)};
+  p.in = {a.x, a.ldx, a.x_scales, a.x_dtype, a.x_element == Element::e5m2, vectors(a)};
+  p.in.as_is = a.x_as_is;
   set_rule(p.in, a.rule);
   p.out = {a.out, a.ldo, a.out_dtype, a.bias, a.bias_dtype};
   const auto fits = [&](int tiles, bool resident) {

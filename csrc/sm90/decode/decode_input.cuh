@@ -16,12 +16,12 @@ struct DecodeInput {
   const uint8_t* scales = nullptr;  // of codes, [rows, ceil(k/32)], compact; null: values
   DType dtype = DType::bf16;        // of values
   bool e5m2 = false;                // codes, given or made, are E5M2
-  bool as_is = false;               // values of 16 bits are not quantized
   bool vectors = false;             // rows start at whole vectors of 8 elements
   // Of a scale rule (mxtile/mx/scale.hpp): what is added to the bits of amax, the exponent of the
   // largest code, and the bits of which the scale is 0 all the same.
   uint32_t carry = 0, exponent = 0, edge = 0;
   const uint8_t* made = nullptr;  // what prepare_rows made of them: [block of rows][quad], or null
+  bool as_is = false;             // values of 16 bits are not quantized
 };
 
 inline void set_rule(DecodeInput& in, ScaleRule rule) {
