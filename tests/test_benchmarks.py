@@ -33,6 +33,7 @@ PEERS = {
     "import": {"after import torch"},
     "workspace": {"allocation per call"},
     "grouped": {"loop of nn.Linear bf16", "loop of te_mx.Linear"},
+    "moe_decode": {"loop of F.linear bf16"},
 }
 
 
@@ -117,6 +118,11 @@ CUDA_ROWS = {
         "grouped zipf fwd+bwd": (1.2, 1.5),
         "grouped half fwd+bwd": (1.2, 1.5),
         "grouped apart fwd+bwd": None,
+    },
+    "moe_decode_cuda": {
+        f"{product} {fmt}": marks
+        for product in ("gemm1", "gemm2")
+        for fmt, marks in (("mxfp8", (1.5, 2.0)), ("mxfp4", (2.0, 3.0)))
     },
     "grouped_plain_cuda": dict.fromkeys(
         ("grouped one copy fwd+bwd", "grouped dropped fwd", "grouped main_grads f+b")
