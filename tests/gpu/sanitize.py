@@ -297,6 +297,19 @@ def decode() -> int:
     return count
 
 
+def moe() -> int:
+    """Routed rows, as their tests call them."""
+    import test_sm90_moe as tests
+
+    count = 0
+    for routing in ("many tokens", "some experts elsewhere", "no power of two"):
+        tests.test_lists(routing)
+        for fmt, (n, k) in itertools.product(tests.FORMATS, ((40, 96), (130, 2880), (16, 32))):
+            tests.test_products(routing, fmt, n, k)
+            count += 1
+    return count
+
+
 def whole_gemms(precision: str) -> int:
     """Through te_mx.gemm and te_mx.Linear: packing in the call, few tiles with a long k."""
     import torch
@@ -323,6 +336,7 @@ PARTS = {
     "grouped": grouped,
     "blockwise": blockwise,
     "decode": decode,
+    "moe": moe,
     "adaptive": functools.partial(whole_gemms, "adaptive"),
     "exact": functools.partial(whole_gemms, "exact"),
 }
