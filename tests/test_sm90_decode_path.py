@@ -12,6 +12,7 @@ from as_on_hopper import hopper
 
 import te_mx
 from te_mx import formats
+from te_mx.backends.sm90 import trial
 from te_mx.layouts import SM90_DECODE
 from te_mx.recipe import BlockScaling, MXFP8BlockScaling
 from te_mx.runtime.ran import LAST_RUN
@@ -50,6 +51,14 @@ def exact(layer_weight, bias, x, w):
         fmt = formats.get(name)
         sides.append(fmt.dequantize(*fmt.quantize(values, "rceil"), K, torch.float64))
     return sides[0] @ sides[1].t() + bias.double()
+
+
+def test_it_does_not_run_unasked(monkeypatch):
+    """What has not run on a GPU in this form stays off."""
+    monkeypatch.delenv(trial.VARIABLE)
+    run(frozen(), torch.randn(3, K, dtype=torch.bfloat16))
+    assert not fake_sm90_decode.CALLS
+    assert "TE_MX_TRIAL_KERNELS=1" in trial.why_not()
 
 
 @pytest.mark.parametrize("drop", [False, True])

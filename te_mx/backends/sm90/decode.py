@@ -12,7 +12,7 @@ from torch import Tensor
 from te_mx.backends.base import FLOAT_DTYPES, SCALE_RULES, pointer
 from te_mx.backends.base import FORMATS as FORMAT_IDS
 from te_mx.backends.native import FORMATS, FP4, words_of
-from te_mx.backends.sm90 import binding
+from te_mx.backends.sm90 import binding, trial
 from te_mx.backends.sm90.envelope import why_not
 from te_mx.dispatch.linear import FrozenKernel
 from te_mx.dispatch.problem import STREAM_ROWS, Problem
@@ -30,7 +30,7 @@ class Decode(FrozenKernel):
     name = DECODE
 
     def accepts(self, problem: Problem) -> str | None:
-        reason = why_not(problem)
+        reason = why_not(problem) or trial.why_not()
         if reason is None and problem.lhs and spec_of(problem.lhs).format.name in FP4:
             reason = f"takes inputs in {' and '.join(FORMATS)}"
         if reason is None and not problem.lhs and problem.dtype == torch.float32:
