@@ -130,6 +130,10 @@ def linear(context: GpuContext) -> Iterator[Row]:
         layers = {
             "pow2": (Layer(context, te_mx.Linear, shape, sets), Float8BlockScaling()),
             "fp32": (Layer(context, te_mx.Linear, shape, sets), DeepSeekV3()),
+            "pow2 kept": (
+                Layer(context, te_mx.Linear, shape, sets),
+                Float8BlockScaling(keep_weight_columns=True),
+            ),
         }
         plain = Layer(context, nn.Linear, shape, sets)
         calls: dict[str, Call] = {"bf16": plain.step}

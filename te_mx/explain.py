@@ -11,6 +11,7 @@ from te_mx.arguments import as_device, check_flag, check_size, shown
 from te_mx.dispatch.calls import DEFAULT_SPREAD
 from te_mx.dispatch.explain import Explanation, explain_problem
 from te_mx.dispatch.problem import Problem, level_name, place_of
+from te_mx.dispatch.registry import find
 from te_mx.layouts import sm90_tiles
 from te_mx.layouts.operand import Operand
 from te_mx.recipe import Settings, check_precision, get_default_recipe, resolve_recipe
@@ -80,6 +81,10 @@ def explain(
         notes = tuple(
             f"{side} has {_count(operand, alignment_spread)}" for side, operand in sides.items()
         )
+    if layout == "TN" and not sides:
+        frozen = find(problem._replace(op="linear_frozen", dtype=torch.bfloat16))
+        if frozen is not None:
+            notes += (f"a frozen te_mx.Linear runs on {frozen.name}",)
     place = problem.place
     where = place.device
     if place.level >= 0:

@@ -20,6 +20,7 @@ class DecodeArgs:
     def __init__(self, **fields: int) -> None:
         self.m = self.n = self.k = self.w = self.w_element = self.x = self.ldx = 0
         self.x_dtype = self.x_scales = self.x_element = self.rule = self.out = self.ldo = 0
+        self.x_as_is = False
         self.out_dtype = self.bias = self.bias_dtype = self.device = self.stream = 0
         self.workspace = self.workspace_bytes = 0
         self._set(fields)
@@ -49,11 +50,15 @@ def decode(a: DecodeArgs) -> int:
     assert a.ldx >= a.k and a.ldo == a.n and a.x_element in (0, 1)
     x = at(a.x, ((a.m - 1) * a.ldx + a.k,), _DTYPES[a.x_dtype]).as_strided((a.m, a.k), (a.ldx, 1))
     x_fmt, w_fmt = formats.get(NAMES[a.x_element]), formats.get(NAMES[a.w_element])
-    made = x_fmt.quantize(x.contiguous(), _RULES[a.rule])
+    if a.x_as_is:
+        exact = x.double()
+    else:
+        codes = x_fmt.quantize(x.contiguous(), _RULES[a.rule])
+        exact = x_fmt.dequantize(*codes, a.k, torch.float64)
     weight = at(a.w, SM90_DECODE.shapes(w_fmt, a.n, a.k)[0])
     rows = torch.empty((a.n, 1), dtype=torch.uint8)
     values = SM90_DECODE.values(w_fmt, weight, rows, a.k, torch.float64)
-    sums = x_fmt.dequantize(*made, a.k, torch.float64) @ values.t()
+    sums = exact @ values.t()
     if a.bias:
         sums += at(a.bias, (a.n,), _DTYPES[a.bias_dtype])
     at(a.out, (a.m, a.n), _DTYPES[a.out_dtype]).copy_(sums)

@@ -33,6 +33,7 @@ PEERS = {
     "import": {"after import torch"},
     "workspace": {"allocation per call"},
     "grouped": {"loop of nn.Linear bf16", "loop of te_mx.Linear"},
+    "moe_decode": {"loop of F.linear bf16"},
 }
 
 
@@ -64,7 +65,7 @@ CUDA_ROWS = {
         **dict.fromkeys(
             (f"quantize {blocks}" for blocks in ("1x128", "128x128", "1x128 aligned")), (0.85, 0.93)
         ),
-        **dict.fromkeys(("linear f+b pow2", "linear f+b fp32"), (1.35, 1.5)),
+        **dict.fromkeys((f"linear f+b {of}" for of in ("pow2", "fp32", "pow2 kept")), (1.35, 1.5)),
         **dict.fromkeys(
             (
                 f"grouped {kind} f+b {rule}"
@@ -85,6 +86,7 @@ CUDA_ROWS = {
         **dict.fromkeys(("quantize 4 bits", "unpack")),
         "linear fwd+bwd fp4": (1.4, 1.7),
     },
+    "decode_cuda": {"decode mxfp8": (1.4, 2.0), "decode mxfp4": (1.8, 3.0)},
     "scales_cuda": {
         "gemm row scales": (1.2, 1.4),
         "gemm outliers": (1.4, 1.7),
@@ -116,6 +118,11 @@ CUDA_ROWS = {
         "grouped zipf fwd+bwd": (1.2, 1.5),
         "grouped half fwd+bwd": (1.2, 1.5),
         "grouped apart fwd+bwd": None,
+    },
+    "moe_decode_cuda": {
+        f"{product} {fmt}": marks
+        for product in ("gemm1", "gemm2")
+        for fmt, marks in (("mxfp8", (1.5, 2.0)), ("mxfp4", (2.0, 3.0)))
     },
     "grouped_plain_cuda": dict.fromkeys(
         ("grouped one copy fwd+bwd", "grouped dropped fwd", "grouped main_grads f+b")

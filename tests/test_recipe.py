@@ -118,17 +118,18 @@ def test_availability():
 # ----------------------------------------------------------------------------- blockwise FP8
 def test_float8_block_scaling():
     row, square = "fp8_e4m3_1x128", "fp8_e4m3_128x128"
-    plain = Settings(row, square, row, "pow2", "adaptive", 8, None, keep_columns=True)
+    plain = Settings(row, square, row, "pow2", "adaptive", 8, None)
     recipe = Float8BlockScaling()
     assert recipe.settings == plain and resolve_recipe(recipe) is recipe
     assert repr(recipe) == "Float8BlockScaling(fp8_format=E4M3)"
     assert DeepSeekV3() == Float8BlockScaling(use_f32_scales=True) != recipe
     assert DeepSeekV3().settings == plain._replace(scale_rule="fp32")
     changed = Float8BlockScaling(
-        True, Format.HYBRID, w_block_scaling_dim=1, amax_epsilon=1e-6, one_copy_weights=True
-    )
+        True, Format.HYBRID, w_block_scaling_dim=1, amax_epsilon=1e-6, one_copy_weights=True,
+        keep_weight_columns=True,
+    )  # fmt: skip
     assert changed.settings == plain._replace(
-        w=row, g="fp8_e5m2_1x128", scale_rule="fp32:1e-06", one_copy=True
+        w=row, g="fp8_e5m2_1x128", scale_rule="fp32:1e-06", one_copy=True, keep_columns=True
     )
     assert pickle.loads(pickle.dumps(changed)) == changed == copy.deepcopy(changed)
     assert "amax_epsilon=1e-06" in repr(changed) and hash(changed) == hash(copy.copy(changed))

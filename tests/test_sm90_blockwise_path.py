@@ -31,7 +31,7 @@ RECIPES = {
     "weights 1x128": Float8BlockScaling(w_block_scaling_dim=1, alignment_spread=0),
     "weights 1x128 fp32": Float8BlockScaling(w_block_scaling_dim=1, use_f32_scales=True),
     "one copy": Float8BlockScaling(one_copy_weights=True, alignment_spread=0),
-    "columns again": Float8BlockScaling(keep_weight_columns=False, alignment_spread=0),
+    "kept columns": Float8BlockScaling(keep_weight_columns=True, alignment_spread=0),
 }
 MODULES = {
     "linear": lambda: te_mx.Linear(K, N),

@@ -12,6 +12,7 @@ from as_on_hopper import hopper
 
 import te_mx
 from te_mx import formats
+from te_mx.backends.sm90 import trial
 from te_mx.layouts import SM90_DECODE
 from te_mx.recipe import BlockScaling, MXFP8BlockScaling
 from te_mx.runtime.ran import LAST_RUN
@@ -50,6 +51,14 @@ def exact(layer_weight, bias, x, w):
         fmt = formats.get(name)
         sides.append(fmt.dequantize(*fmt.quantize(values, "rceil"), K, torch.float64))
     return sides[0] @ sides[1].t() + bias.double()
+
+
+def test_it_does_not_run_unasked(monkeypatch):
+    """What has not run on a GPU in this form stays off."""
+    monkeypatch.delenv(trial.VARIABLE)
+    run(frozen(), torch.randn(3, K, dtype=torch.bfloat16))
+    assert not fake_sm90_decode.CALLS
+    assert "TE_MX_TRIAL_KERNELS=1" in trial.why_not()
 
 
 @pytest.mark.parametrize("drop", [False, True])
@@ -154,3 +163,27 @@ def test_inputs_of_4_bits_run_elsewhere():
     with torch.no_grad(), te_mx.autocast(recipe=recipe):
         layer(torch.randn(2, K, dtype=torch.bfloat16))
     assert fake_sm90_decode.CALLS == []
+
+
+@pytest.mark.parametrize("w", FORMATS)
+def test_inputs_as_they_are(w):
+    layer = te_mx.Linear(K, N, dtype=torch.bfloat16)
+    weight, bias = layer.weight.detach().clone(), layer.bias.detach().double()
+    te_mx.freeze_weights(layer, drop_master=True, recipe=recipe_of(w), activations="bf16")
+    fmt = formats.get(w)
+    exact_weight = fmt.dequantize(*fmt.quantize(weight, "rceil"), K, torch.float64)
+    for dtype, runs in ((torch.bfloat16, True), (torch.float16, True), (torch.float32, False)):
+        fake_sm90_decode.CALLS.clear()
+        x = torch.randn(3, K, dtype=dtype)
+        with torch.no_grad():
+            y = layer(x)
+        assert bool(fake_sm90_decode.CALLS) == runs and y.dtype == dtype
+        torch.testing.assert_close(
+            y.double(), x.double() @ exact_weight.t() + bias, rtol=2**-8, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("rows", [16, 17])
+def test_explain_names_it(rows):
+    told = te_mx.explain(m=N, n=rows, k=K, recipe=recipe_of("mxfp4"))
+    assert ("a frozen te_mx.Linear runs on sm90_decode" in told.note) == (rows == 16)

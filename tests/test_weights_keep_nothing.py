@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import gc
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -22,7 +23,7 @@ import te_mx
 from te_mx import ops
 from te_mx.dispatch import run
 from te_mx.ops import grouped_quantize
-from te_mx.recipe import Format, MXFP8BlockScaling
+from te_mx.recipe import DeepSeekV3, Float8BlockScaling, Format, MXFP8BlockScaling
 
 AGAIN, KEPT = (
     MXFP8BlockScaling(fp8_format=Format.HYBRID, keep_weight_columns=keep) for keep in (False, True)
@@ -123,6 +124,18 @@ def test_a_linear_layer_saves_a_byte_for_an_element_of_its_input():
     module = te_mx.Linear(K, N)
     assert sum(saved_by(module, AGAIN).others.values()) == M * K * 33 // 32
     assert sum(saved_by(module, KEPT).others.values()) == (M + N) * K * 33 // 32
+
+
+@pytest.mark.parametrize("recipe", [MXFP8BlockScaling(), Float8BlockScaling(), DeepSeekV3()])
+@families
+def test_by_default_nothing_of_weights_but_parameters(kind, device, recipe):
+    module = FAMILY[kind]()
+    own = {w.untyped_storage().data_ptr() for w in weights(module)}
+    kept = dataclasses.replace(recipe, keep_weight_columns=True)
+    plain, more = saved_by(module, recipe), saved_by(module, kept)
+    assert own <= set(plain.parameters) and own.isdisjoint(more.parameters)
+    least = sum(w.numel() for w in weights(module))  # a byte for each
+    assert sum(more.others.values()) - sum(plain.others.values()) >= least
 
 
 @families

@@ -24,6 +24,7 @@
 #include "te_mx/fused.h"
 #include "te_mx/gemm.h"
 #include "te_mx/linear.h"
+#include "te_mx/moe.h"
 #include "te_mx/quantize.h"
 #include "te_mx/sm90_decode.h"
 
@@ -34,10 +35,10 @@ namespace py = pybind11;
 template <class T, class... Ts>
 inline constexpr bool one_of = (std::is_same_v<T, Ts> || ...);
 template <class T>
-concept AnyRecord =
-    one_of<T, Matrix, Scaling, Operand, Groups, Execution, OperandOut, QuantizeOut, QuantizeArgs,
-           GroupedQuantizeArgs, DequantizeArgs, PackArgs, RowSumsArgs, Epilogue, GemmArgs,
-           GroupedGemmArgs, NormArgs, NormGradArgs, ActArgs, LinearArgs, sm90::DecodeArgs>;
+concept AnyRecord = one_of<T, Matrix, Scaling, Operand, Groups, Execution, OperandOut, QuantizeOut,
+                           QuantizeArgs, GroupedQuantizeArgs, DequantizeArgs, PackArgs, RowSumsArgs,
+                           Epilogue, GemmArgs, GroupedGemmArgs, NormArgs, NormGradArgs, ActArgs,
+                           LinearArgs, Routing, MoeGemmArgs, MoeAlignArgs, sm90::DecodeArgs>;
 
 // A Python object that holds a struct, or shows a part of the one that `owner` holds.
 template <class T>
@@ -322,6 +323,7 @@ void bind_quantize_records(py::module_& m);
 void bind_gemm_records(py::module_& m);
 void bind_fused_records(py::module_& m);
 void bind_linear_records(py::module_& m);
+void bind_moe_records(py::module_& m);
 void bind_sm90_choice(py::module_& m);
 // The compiler of a module, for reports.
 #ifdef __clang__
@@ -337,6 +339,7 @@ inline void bind_common(py::module_& m) {
   bind_gemm_records(m);
   bind_fused_records(m);
   bind_linear_records(m);
+  bind_moe_records(m);
   bind_sm90_choice(m);
 }
 

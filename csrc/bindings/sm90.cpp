@@ -142,6 +142,11 @@ void bind_linear(py::module_& m) {
   bind_call(m, "linear_backward", linear_backward);
 }
 
+void bind_moe(py::module_& m) {
+  bind_call(m, "moe_gemm", moe_gemm);
+  bind_call(m, "moe_align", moe_align);
+}
+
 void bind_decode(py::module_& m) {
   Record<DecodeArgs>()
       .field("m", &DecodeArgs::m)
@@ -152,6 +157,7 @@ void bind_decode(py::module_& m) {
       .field("x", &DecodeArgs::x)
       .field("ldx", &DecodeArgs::ldx)
       .field("x_dtype", &DecodeArgs::x_dtype)
+      .field("x_as_is", &DecodeArgs::x_as_is)
       .field("x_scales", &DecodeArgs::x_scales)
       .field("x_element", &DecodeArgs::x_element)
       .field("rule", &DecodeArgs::rule)
@@ -180,4 +186,5 @@ PYBIND11_MODULE(_sm90, m) {
   bind_groups(m);
   bind_linear(m);
   bind_decode(m);
+  bind_moe(m);
 }

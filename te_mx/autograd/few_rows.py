@@ -9,13 +9,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from te_mx.dispatch.problem import STREAM_ROWS
+from te_mx.dispatch.problem import STREAM_ROWS as MOST
 from te_mx.ops import Operand
 from te_mx.ops.library import is_direct
 from te_mx.ops.linear import frozen_kernel
 from te_mx.recipes.settings import Settings
 from te_mx.runtime.ran import LAST_RUN
 from te_mx.runtime.streams import capturing
+
+_ANY_RULE = "rceil"  # stands where nothing is quantized
 
 
 class Form(NamedTuple):
@@ -51,31 +53,36 @@ class Forms:
 
 
 class Weight(NamedTuple):
-    """A weight [n, k] of a module that stands still. row: gives its rowwise copy, layout "rows";
-    made_of: as of a Form, () where changes of it would not be seen."""
+    """A weight [n, k] of a module that stands still, in format fmt. row: gives its rowwise copy,
+    layout "rows"; made_of: as of a Form, () where changes of it would not be seen."""
 
     forms: Forms
     key: str
     n: int
     k: int
+    fmt: str
     made_of: tuple[Any, ...]
     row: Callable[[], Operand]
 
 
 def linear(
-    x: Tensor, weight: Weight, bias_N: Tensor | None, settings: Settings, out_dtype: torch.dtype,
-    tag: int = -1,
+    x: Tensor, weight: Weight, bias_N: Tensor | None, settings: Settings | None,
+    out_dtype: torch.dtype, tag: int = -1,
 ) -> Tensor | None:  # fmt: skip
     """x [..., k] -> [..., n] on a kernel for few rows, without autograd; None where none takes it.
+    settings: how x is quantized; None: not at all.
 
     The form is made outside of graph captures: a graph uses one that a warm-up call left.
     """
     k, rows = weight.k, x.numel()
-    if not 0 < rows <= STREAM_ROWS * k or not weight.made_of or not is_direct(x, bias_N):
+    if not 0 < rows <= MOST * k or not weight.made_of or not is_direct(x, bias_N):
         return None
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, bias_N)):
         return None
-    found = frozen_kernel(x, weight.n, k, settings)
+    if settings is None:
+        found = frozen_kernel(x, weight.n, k, ("", weight.fmt), _ANY_RULE)
+    else:
+        found = frozen_kernel(x, weight.n, k, (settings.x, weight.fmt), settings.scale_rule)
     if found is None:
         return None
     problem, kernel = found

@@ -18,6 +18,8 @@ from typing import Any
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from te_mx.nn.several_ranks import is_spread
+
 _ids = itertools.count(1)
 
 
@@ -55,18 +57,21 @@ class Sources:
         a tensor: every forward asks."""
         if not self._states:
             return False
-        for name, number, version, address, storage, shape, stride, dtype in self._states:
+        for name, number, version, address, storage, shape, stride, dtype, shard in self._states:
             tensor: Any = tensors.get(name)
+            if tensor is None or getattr(tensor, "_te_mx_id", 0) != number:
+                return False
+            # In-place operations on a DTensor raise its version, not that of its shard.
+            held = tensor if shard is None else tensor._local_tensor
             if (
-                tensor is None
-                or tensor._version != version
-                or tensor.data_ptr() != address
-                or tensor.untyped_storage()._cdata != storage
+                tensor._version != version
+                or held.data_ptr() != address
+                or held.untyped_storage()._cdata != storage
                 or tensor.requires_grad
-                or tensor.shape != shape
-                or tensor.stride() != stride
+                or held.shape != shape
+                or held.stride() != stride
                 or tensor.dtype != dtype
-                or getattr(tensor, "_te_mx_id", 0) != number
+                or (shard is not None and held._version != shard)
             ):
                 return False
         return True
@@ -77,13 +82,15 @@ class Sources:
         self._states = []
         if any(tensor.requires_grad for tensor in tensors.values()):
             return False
+        held = [t._local_tensor if is_spread(t) else t for t in tensors.values()]  # type: ignore[attr-defined]
         try:
-            self._storages = [StorageWeakRef(t.untyped_storage()) for t in tensors.values()]
+            self._storages = [StorageWeakRef(t.untyped_storage()) for t in held]
             self._states = [
                 (
-                    name, self._names[name], t._version, t.data_ptr(), storage.cdata, t.shape,
-                    t.stride(), t.dtype
-                ) for (name, t), storage in zip(tensors.items(), self._storages, strict=True)
+                    name, self._names[name], t._version, h.data_ptr(), storage.cdata, h.shape,
+                    h.stride(), t.dtype, None if h is t else h._version,
+                )
+                for (name, t), h, storage in zip(tensors.items(), held, self._storages, strict=True)
             ]  # fmt: skip
         except RuntimeError:  # tensors of inference_mode count no changes; some have no memory
             return False

@@ -73,10 +73,12 @@ class Frozen:
         """The copy of a weight of the module, None where there is none or what it was made of
         changed; and whether a new one is to be kept."""
         sources = self.sources[key]
-        tensors: Any = module._parameters  # type: ignore[attr-defined]
+        owner: Any = module
+        owner = owner._local or owner  # the shards of a local layer are new ones each time
+        tensors: Any = owner._parameters
         if sources.unchanged(tensors):
             return self.kept.get(key), True
-        tensors = module._made_of(key)  # not all are parameters of the module
+        tensors = owner._made_of(key)  # not all are parameters of the module
         if sources.unchanged(tensors):
             return self.kept.get(key), True
         same = sources.are(tensors)
@@ -128,7 +130,7 @@ class Freezable:
                 tensors |= computed[name].named_parameters(prefix=f"parametrizations.{name}")
                 tensors |= computed[name].named_buffers(prefix=f"parametrizations.{name}")
             else:
-                tensors[name] = here(getattr(self, name))
+                tensors[name] = getattr(self, name)
         return tensors
 
     def _make_kept(self, key: str, settings: Settings, need_dx: bool) -> Any:

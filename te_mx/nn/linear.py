@@ -216,7 +216,7 @@ class Linear(MXModule, nn.Linear):
             need_dx = torch.is_grad_enabled() and inp.requires_grad
             kept = self._kept_weight("weight", is_first_microbatch, settings, inp.device, need_dx)
         tag = self._tag_now()
-        if kept is not None and self._frozen is not None:
+        if kept is not None and self._frozen is not None and self._is_few(inp):
             out = few_rows.linear(
                 inp, self._few_rows_of(kept, weight), added, settings, output_dtype(inp), tag
             )
@@ -268,22 +268,38 @@ class Linear(MXModule, nn.Linear):
             self._check_parameter("bias", added, (self.out_features,), inp.device)
         row = self._dropped_operand("weight")
         dtype, tag = output_dtype(inp), self._tag_now()
-        if self._is_weight_only():
+        out = self._few_dropped(inp, row, added, settings) if self._is_few(inp) else None
+        if out is None and self._is_weight_only():
             out = weight_only.linear(inp, row, added, dtype, tag)
-        else:
-            made_of = few_rows.state(self.weight_codes, self.weight_scale)  # type: ignore[arg-type]
-            of = self._few_rows(made_of, lambda: row)
-            few = few_rows.linear(inp, of, added, settings, dtype, tag)
-            if few is None:
-                few = linear_on_codes(inp, row, added, Call(settings, dtype, tag))
-            out = few
+        elif out is None:
+            out = linear_on_codes(inp, row, added, Call(settings, dtype, tag))
         return (out, bias) if self.return_bias else out
 
     # -------------------------------------------------------------------------- kernels of few rows
-    def _few_rows(self, made_of: tuple[Any, ...], row: Callable[[], Operand]) -> few_rows.Weight:
+    def _is_few(self, inp: Tensor) -> bool:
+        """Whether a kernel for few rows may be asked: compiled code cannot look whether a weight
+        changed."""
+        return not is_tracing() and inp.numel() <= few_rows.MOST * self.in_features
+
+    def _few_dropped(
+        self, inp: Tensor, row: Operand, bias: Tensor | None, settings: Settings
+    ) -> Tensor | None:
+        """The product with a weight without a master, where a kernel for few rows takes it."""
+        made_of = few_rows.state(self.weight_codes, self.weight_scale)  # type: ignore[arg-type]
+        weight = self._few_rows(made_of, lambda: row, row.format.name)
+        dtype = output_dtype(inp)
+        if not self._is_weight_only():
+            return few_rows.linear(inp, weight, bias, settings, dtype, self._tag_now())
+        if inp.dtype != dtype:  # it is rounded first
+            return None
+        return few_rows.linear(inp, weight, bias, None, dtype, self._tag_now())
+
+    def _few_rows(
+        self, made_of: tuple[Any, ...], row: Callable[[], Operand], fmt: str
+    ) -> few_rows.Weight:
         assert self._frozen is not None
         n, k = self.out_features, self.in_features
-        return few_rows.Weight(self._frozen.few_rows, "weight", n, k, made_of, row)
+        return few_rows.Weight(self._frozen.few_rows, "weight", n, k, fmt, made_of, row)
 
     def _few_rows_of(self, kept: KeptWeight, weight: Tensor) -> few_rows.Weight:
         """A frozen weight with its master."""
@@ -296,7 +312,7 @@ class Linear(MXModule, nn.Linear):
             assert quantized is not None
             return quantized
 
-        return self._few_rows((kept,), row)
+        return self._few_rows((kept,), row, kept.settings.w)
 
     def _whole(self, key: str) -> Tensor:
         return self.whole_weight()

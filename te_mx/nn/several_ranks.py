@@ -48,7 +48,7 @@ def is_spread(*tensors: Any) -> bool:
 
 
 def here(tensor: Any) -> Any:
-    """What this rank has of a tensor, without history: always the same object."""
+    """What this rank has of a tensor, without history."""
     if not is_spread(tensor):
         return tensor
     with torch.no_grad():

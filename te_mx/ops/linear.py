@@ -82,18 +82,22 @@ def _infer_kernel(
     return problem, find(problem)  # type: ignore[return-value]
 
 
-def frozen_kernel(x: Tensor, n: int, k: int, settings: Any) -> tuple[Problem, FrozenKernel] | None:
+def frozen_kernel(
+    x: Tensor, n: int, k: int, formats: tuple[str, str], rule: str
+) -> tuple[Problem, FrozenKernel] | None:
     """The kernel for x [..., k] and a weight [n, k] that stands still, in a form of its own, with
-    its problem; None where there is none."""
-    known, key = derived(), ("frozen", x.shape, n, k, x.dtype, x.device, id(settings))
+    its problem; None where there is none. formats: of inputs, "" for x as it is, and of the
+    weight."""
+    known, key = derived(), ("frozen", x.shape, n, k, x.dtype, x.device, formats, rule)
     found = known.get(key)
     if found is None:
         if len(known) > _MOST_KNOWN:
             known.clear()
+        lhs, rhs = (f"{fmt}@any" if fmt else "" for fmt in formats)
         problem = Problem(
-            "linear_frozen", place_of(x.device), f"{settings.x}@any", f"{settings.w}@any",
-            x.numel() // k, n, k, dtype=x.dtype, rule=settings.scale_rule,
+            "linear_frozen", place_of(x.device), lhs, rhs, x.numel() // k, n, k, dtype=x.dtype,
+            rule=rule,
         )  # fmt: skip
-        found = known[key] = (problem, find(problem), settings)
-    problem, kernel, _ = found
+        found = known[key] = (problem, find(problem))
+    problem, kernel = found
     return None if kernel is None else (problem, kernel)  # type: ignore[return-value]

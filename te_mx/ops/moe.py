@@ -16,10 +16,13 @@ from te_mx.dispatch import run
 from te_mx.dispatch.calls import Mode
 from te_mx.dispatch.moe import RoutedGemm, Routing
 from te_mx.dispatch.problem import Problem, place_of
+from te_mx.dispatch.registry import Kernel, derived, pick_problem
 from te_mx.layouts.operand import Operand, Stack
 from te_mx.ops import checks
 from te_mx.ops.library import define, is_direct
 from te_mx.runtime.ran import LAST_RUN, note_read
+
+_MOST_KNOWN = 4096
 
 
 def moe_gemm(p: RoutedGemm, tag: int = -1) -> None:
@@ -75,11 +78,28 @@ def _run(p: RoutedGemm, tag: int) -> None:
     )  # fmt: skip
     if problem.m == 0 or problem.n == 0:
         return
-    ran = run.run(problem, p._replace(lhs=lhs, rhs=rhs, routing=routing))
+    call = p._replace(lhs=lhs, rhs=rhs, routing=routing)
+    kernel = _kernel(problem)
+    ran = kernel.run(call) if kernel.name != run.REFERENCE else None
+    if ran is None:
+        ran = run.fall_back(kernel, problem, call)
     if not p.out.is_inference():  # native code writes behind autograd's back
         torch.autograd.graph.increment_version(p.out)
     if tag >= 0:
         LAST_RUN[tag] = ran
+
+
+def _kernel(problem: Problem) -> Kernel:
+    """The kernel of a problem: sizes of weights decide, the number of rows does not."""
+    if problem.place.device == "cuda" and problem.place.index < 0:
+        return pick_problem(problem)
+    known, key = derived(), problem._replace(m=1)
+    if key not in known:
+        if len(known) > _MOST_KNOWN:
+            known.clear()
+        known[key] = pick_problem(problem)
+    kernel: Kernel = known[key]
+    return kernel
 
 
 def _call(args: tuple[Any, ...]) -> RoutedGemm:

@@ -60,8 +60,9 @@ class Float8BlockScaling(Recipe):
             aligns nothing and is slower (docs/numerics.md).
         keep_weight_columns: make both operands of a weight in forward, in one read, and keep that
             of dgrad for backward: 1 byte a parameter of every layer that waits for its backward
-            pass. With False backward quantizes the weight again, to the same bytes, and keeps
-            nothing. No effect on weights that are kept anyway and under ``one_copy_weights``.
+            pass. By default backward quantizes the weight again, to the same bytes, and nothing
+            beside the parameter itself is kept. No effect on weights that are kept anyway and under
+            ``one_copy_weights``.
         one_copy_weights: keep weights rowwise only. With 128 x 128 blocks dgrad reads these very
             codes, and nothing is rounded again.
 
@@ -88,7 +89,7 @@ class Float8BlockScaling(Recipe):
     wgrad_with_hp: bool = False
     one_copy_weights: bool = False
     split_k: bool = False
-    keep_weight_columns: bool = True
+    keep_weight_columns: bool = False
 
     def __post_init__(self) -> None:
         check_flag("Float8BlockScaling.use_f32_scales", self.use_f32_scales)

@@ -169,6 +169,18 @@ def test_a_mixture_of_no_tokens():
     assert made.shape == (0, 40)
 
 
+def test_a_compiled_mixture_has_the_bits_of_an_eager_one():
+    r = ROUTINGS["no power of two"]
+    x, scores = torch.randn(13, 64), torch.rand(13, 3)
+    w13, w2 = quantized(7, 96, 64, fmt="mxfp4"), quantized(7, 64, 48)
+
+    def mixture(x: Tensor, ids: Tensor) -> Tensor:
+        return te_mx.moe.fused_experts(x, w13, w2, scores, ids, "swigluoai", interleaved=True)
+
+    compiled = torch.compile(mixture, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, r.topk_ids), mixture(x, r.topk_ids))
+
+
 def test_the_ops_pass_torchs_own_checks():
     r = ROUTINGS["some experts elsewhere"]
     lists = aligned(r)

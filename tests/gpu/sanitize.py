@@ -284,6 +284,32 @@ def blockwise() -> int:
     return count
 
 
+def decode() -> int:
+    """Few rows times weights in the decode layout, as their tests call them."""
+    import test_sm90_decode as tests
+    import torch
+
+    count = 0
+    for shape, w_fmt in itertools.product(((17, 130, 100), (5, 257, 1000)), tests.ELEMENTS):
+        tests.test_products_are_within_the_bound_of_the_contract(shape, w_fmt)
+        tests.test_inputs_as_they_are_are_within_the_bound(shape, torch.bfloat16, w_fmt)
+        count += 2
+    return count
+
+
+def moe() -> int:
+    """Routed rows, as their tests call them."""
+    import test_sm90_moe as tests
+
+    count = 0
+    for routing in ("many tokens", "some experts elsewhere", "no power of two"):
+        tests.test_lists(routing)
+        for fmt, (n, k) in itertools.product(tests.FORMATS, ((40, 96), (130, 2880), (16, 32))):
+            tests.test_products(routing, fmt, n, k)
+            count += 1
+    return count
+
+
 def whole_gemms(precision: str) -> int:
     """Through te_mx.gemm and te_mx.Linear: packing in the call, few tiles with a long k."""
     import torch
@@ -309,6 +335,8 @@ PARTS = {
     "split": split,
     "grouped": grouped,
     "blockwise": blockwise,
+    "decode": decode,
+    "moe": moe,
     "adaptive": functools.partial(whole_gemms, "adaptive"),
     "exact": functools.partial(whole_gemms, "exact"),
 }

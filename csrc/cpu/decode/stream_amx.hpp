@@ -12,8 +12,6 @@
 // products of the last. D^T = even + odd is turned for the epilogue.
 #pragma once
 
-#include <atomic>
-
 #include "decode/stream_bf16.hpp"
 #include "mxtile/simd/transpose.hpp"
 
@@ -205,9 +203,6 @@ class AmxStream {
       scales = bytes;
     }
     const unsigned nan = Decoder::line_words(scales, row.byte, words);
-    // Words come back from memory, which broadcasts them for nothing; from a register the shuffle
-    // port would.
-    std::atomic_signal_fence(std::memory_order_acq_rel);
     uint16_t* out = batch.tile[0][r / kRows] + r % kRows * kBlock;
     constexpr int64_t kHalfWords = 2 * kTileWords;
 #pragma GCC unroll 8

@@ -5,6 +5,7 @@
 #include "te_mx/fused.h"
 #include "te_mx/gemm.h"
 #include "te_mx/linear.h"
+#include "te_mx/moe.h"
 #include "te_mx/quantize.h"
 #include "te_mx/sm90_layout.h"
 
@@ -72,6 +73,15 @@ Status gemm_grouped(const GroupedGemmArgs& args);
 inline constexpr int kMostPlaces = 256;
 int grouped_config_count();
 const char* grouped_config_name(int config);
+
+// ------------------------------------------------------------------------------ routed to experts
+// One launch each; only the device knows the routing. Plain operands of MX, tokens in FP8; k is a
+// multiple of 32, and weights have 16 rows or more and start at 16 bytes. Blocks of more than 8
+// positions are cut; of these pieces there are at most 2048. Unsupported otherwise.
+Status moe_gemm(const MoeGemmArgs& args);
+// At most kMostSlots slots and kMostExperts experts.
+inline constexpr int kMostSlots = 4096, kMostExperts = 1024;
+Status moe_align(const MoeAlignArgs& args);
 
 // ------------------------------------------------------------------------------------- fused steps
 // z = norm(x), where x has z's dtype or is fp32. counters: norm_counters(rows).

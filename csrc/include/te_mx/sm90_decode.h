@@ -17,9 +17,11 @@
 
 namespace te_mx::sm90 {
 
-inline constexpr int kDecodeRows = 16;      // of weights in a group
-inline constexpr int kDecodeQuad = 128;     // of k
-inline constexpr int kDecodeMaxWarps = 15;  // and one that asks for x
+inline constexpr int kDecodeRows = 16;   // of weights in a group
+inline constexpr int kDecodeQuad = 128;  // of k
+// Of a CTA: warps that multiply, at most, and threads. All of them quantize; one warp asks for x.
+inline constexpr int kDecodeMaxWarps = 15;
+inline constexpr int kDecodeThreads = 512;
 inline constexpr int kDecodeMaxStages = 8;
 inline constexpr int kDecodeSmem = 227 * 1024;
 
@@ -59,7 +61,7 @@ DecodeRoom decode_room(const DecodeSplit& split, int64_t k, int rows, Element el
                        bool resident);
 
 // out[m, n] = x[m, k] @ w[n, k]^T + bias in one launch. x are values, quantized on the way in to
-// the bytes of quantize(), or plain codes with their scales.
+// the bytes of quantize(), or of 16 bits as they are; or plain codes with their scales.
 struct DecodeArgs {
   int64_t m = 0, n = 0, k = 0;
   const uint8_t* w = nullptr;  // in the decode layout, aligned to 16 bytes
@@ -67,6 +69,7 @@ struct DecodeArgs {
   const void* x = nullptr;  // [m, k], rows ldx elements apart
   int64_t ldx = 0;
   DType x_dtype = DType::bf16;
+  bool x_as_is = false;
   const uint8_t* x_scales = nullptr;  // of codes, [m, ceil(k/32)]; null: x are values
   Element x_element = Element::e4m3;  // E4M3 or E5M2
   ScaleRule rule = ScaleRule::rceil;
@@ -77,8 +80,8 @@ struct DecodeArgs {
   DType bias_dtype = DType::bf16;
   Execution execution;
 };
-// unsupported: inputs of 8 rows have no room in shared memory, from k of about 40000 on. Workspace,
-// aligned to 16 bytes: decode_workspace(m, k).
+// unsupported: inputs of 8 rows have no room in shared memory, from k of about 100000 on.
+// Workspace, aligned to 16 bytes: decode_workspace(m, k).
 Status decode(const DecodeArgs& args);
 int64_t decode_workspace(int64_t m, int64_t k);
 

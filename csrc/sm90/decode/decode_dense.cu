@@ -32,6 +32,7 @@ Status check(const DecodeArgs& a) {
   if (a.m > most || a.n > most || a.k > most) return Status::unsupported;
   const Status status = check_mx(a.w_element, {}, a.rule);
   if (status != Status::ok) return status;
+  if (a.x_as_is && (a.x_dtype == DType::f32 || a.x_scales != nullptr)) return Status::unsupported;
   return is_fp8(a.x_element) ? Status::ok : Status::unsupported;
 }
 
@@ -69,6 +70,7 @@ Status decode(const DecodeArgs& a) {
   DecodeParams p;
   p.w = a.w;
   p.in = {a.x, a.ldx, a.x_scales, a.x_dtype, a.x_element == Element::e5m2, vectors(a)};
+  p.in.as_is = a.x_as_is;
   set_rule(p.in, a.rule);
   p.out = {a.out, a.ldo, a.out_dtype, a.bias, a.bias_dtype};
   const auto fits = [&](int tiles, bool resident) {

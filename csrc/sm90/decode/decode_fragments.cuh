@@ -51,7 +51,7 @@ struct WeightBlock {
 };
 
 // Scales of a lane's two rows over a quad. NOTE: bytes of blocks with other codes than zero are
-// 20 .. 230, or 255; the layout's maker sees to it. So 2^(byte - 127) times the sum of a block
+// 24 .. 215, or 255; the layout's maker sees to it. So 2^(byte - 127) times the sum of a block
 // neither overflows nor loses bits. Rows with a 255 are NaN altogether, whatever x is.
 template <Element kFmt>
 struct WeightScales {

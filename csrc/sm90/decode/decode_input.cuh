@@ -21,6 +21,7 @@ struct DecodeInput {
   // largest code, and the bits of which the scale is 0 all the same.
   uint32_t carry = 0, exponent = 0, edge = 0;
   const uint8_t* made = nullptr;  // what prepare_rows made of them: [block of rows][quad], or null
+  bool as_is = false;             // values of 16 bits are not quantized
 };
 
 inline void set_rule(DecodeInput& in, ScaleRule rule) {
@@ -47,14 +48,6 @@ struct InputRoom {
   int64_t k0;  // first k of the slice, a multiple of 128
   int length;  // of the slice, likewise
   int64_t k;   // of x: what lies behind is zero
-
-  // 8 numbers of a row from `at` on.
-  __device__ __forceinline__ void store(int at, int row, uint4 v, float scale) const {
-    uint8_t* const quad = to + at / 128 * decode_input_bytes(rows);
-    const int place = at / 32 % 4 * rows + row;
-    *reinterpret_cast<uint4*>(quad + place * 64 + at % 32 * 2) = v;
-    if (at % 32 == 0) *reinterpret_cast<float*>(quad + rows * 256 + place * 4) = scale;
-  }
 };
 
 template <Element kFmt>
@@ -71,7 +64,8 @@ __device__ __forceinline__ uint32_t rounded(typename Input<T>::Word word, uint32
 }
 
 // Eight elements of T, `count` of which exist, as words of the quantizer; a block has four lanes.
-template <class T>
+// kVectors: there are all of them or none, in whole vectors.
+template <class T, Element kFmt, bool kVectors>
 struct EightValues {
   static constexpr bool kWide = sizeof(T) == 4;
   uint4 v[kWide ? 2 : 1];
@@ -81,10 +75,12 @@ struct EightValues {
     const T* const from = static_cast<const T*>(in.x) + row * in.ld + k;
     v[0] = make_uint4(0, 0, 0, 0);
     if constexpr (kWide) v[1] = make_uint4(0, 0, 0, 0);
-    if (in.vectors && count >= 8) {
-      v[0] = __ldg(reinterpret_cast<const uint4*>(from));
-      if constexpr (kWide) v[1] = __ldg(reinterpret_cast<const uint4*>(from) + 1);
-    } else if (count > 0) {
+    if constexpr (kVectors) {
+      if (count > 0) {
+        v[0] = __ldg(reinterpret_cast<const uint4*>(from));
+        if constexpr (kWide) v[1] = __ldg(reinterpret_cast<const uint4*>(from) + 1);
+      }
+    } else {
       uint32_t* const words = reinterpret_cast<uint32_t*>(v);
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
@@ -122,18 +118,33 @@ struct EightValues {
   __device__ __forceinline__ uint4 quantized(const DecodeInput& in, float& scale) const {
     const uint32_t byte = scale_byte(in, most()), f = block_factor(byte) * 0x10001u;
     scale = tile::e8m0_to_float(byte);
-    if (in.e5m2) {
-      constexpr Element kFmt = Element::e5m2;
-      return {rounded<kFmt, T>(word(0), f), rounded<kFmt, T>(word(1), f),
-              rounded<kFmt, T>(word(2), f), rounded<kFmt, T>(word(3), f)};
-    }
-    constexpr Element kFmt = Element::e4m3;
     return {rounded<kFmt, T>(word(0), f), rounded<kFmt, T>(word(1), f),
             rounded<kFmt, T>(word(2), f), rounded<kFmt, T>(word(3), f)};
   }
 };
 
+// Eight elements of T, of 16 bits, as they are: times a power of two that takes the largest of a
+// block to 2^15 and more. So fp16 holds all that are not below 2^-32 of it exactly, the others to
+// 2^-40 of it; fp16 elements always. Where one is Inf or NaN, the others of its block do not
+// matter.
+template <class T, bool kVectors>
+struct EightAsTheyAre : EightValues<T, Element::e4m3, kVectors> {
+  __device__ __forceinline__ uint4 quantized(const DecodeInput&, float& scale) const {
+    const uint32_t exponent = this->most() >> 23;
+    const uint32_t up = exponent == 255 ? 27 : min(269 - exponent, 254u);  // that of the power
+    scale = tile::e8m0_to_float(254 - up);
+    const uint32_t f = up * 0x800080u;
+    return {halves(0, f), halves(1, f), halves(2, f), halves(3, f)};
+  }
+  __device__ __forceinline__ uint32_t halves(int j, uint32_t factors) const {
+    const float2 v = Input<T>::scaled(this->word(j), factors);
+    const __half2 h = __float22half2_rn(v);
+    return *reinterpret_cast<const uint32_t*>(&h);
+  }
+};
+
 // Eight codes and the scale of their block.
+template <Element kFmt, bool kVectors>
 struct EightCodes {
   uint2 codes;
   uint32_t byte;
@@ -144,71 +155,113 @@ struct EightCodes {
     codes = make_uint2(0, 0), byte = 127;
     if (count <= 0) return;
     byte = __ldg(in.scales + row * ((k + count + 31) / 32) + k / 32);
-    if (in.vectors && count >= 8) {
+    if constexpr (kVectors) {
       codes = __ldg(reinterpret_cast<const uint2*>(from));
-      return;
-    }
+    } else {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const uint32_t one = j < count ? __ldg(from + j) : 0;
-      (j < 4 ? codes.x : codes.y) |= one << (8 * (j % 4));
+      for (int j = 0; j < 8; ++j) {
+        const uint32_t one = j < count ? __ldg(from + j) : 0;
+        (j < 4 ? codes.x : codes.y) |= one << (8 * (j % 4));
+      }
     }
   }
 
-  template <Element kFmt>
-  __device__ __forceinline__ uint4 halves() const {
+  __device__ __forceinline__ uint4 quantized(const DecodeInput&, float& scale) const {
+    scale = tile::e8m0_to_float(byte);
     uint4 v;
     tile::fp8x4_to_halves<kFmt>(codes.x, v.x, v.y), tile::fp8x4_to_halves<kFmt>(codes.y, v.z, v.w);
     return v;
   }
-  __device__ __forceinline__ uint4 quantized(const DecodeInput& in, float& scale) const {
-    scale = tile::e8m0_to_float(byte);
-    return in.e5m2 ? halves<Element::e5m2>() : halves<Element::e4m3>();
-  }
 };
 
-// The rows of a slice in stretches of 256 k, one of a row to a warp.
+// The rows of a slice in stretches of 256 k, one of a row to a warp; kBatch of them are loaded,
+// then kTogether at once quantized.
 template <class Eight, int kBatch, class RowOf>
 __device__ __forceinline__ void fill_by(const DecodeInput& in, const InputRoom& to, int count,
                                         const RowOf& row_of) {
-  constexpr int kAtOnce = sizeof(Eight) > 16 ? (kBatch + 1) / 2 : kBatch;
+  constexpr int kTogether = kBatch < 4 ? kBatch : 4;
   const int warps = blockDim.x / 32, lane = threadIdx.x % 32;
   const int rows_on = warps % count, k_on = warps / count * 256;
   int row = threadIdx.x / 32 % count, k = threadIdx.x / 32 / count * 256;
+  // Where a lane's 8 numbers of row 0 at k = 0 go, and the scale of their block.
+  const int quad_bytes = decode_input_bytes(to.rows), block = lane / 4 % 4 * to.rows;
+  uint8_t* const values = to.to + lane / 16 * quad_bytes + block * 64 + lane % 4 * 16;
+  uint8_t* const scales = to.to + lane / 16 * quad_bytes + to.rows * 256 + block * 4;
   while (k < to.length) {
-    Eight x[kAtOnce];
-    int rows[kAtOnce], at[kAtOnce];  // of a lane's 8 numbers
+    Eight x[kBatch];
+    int rows[kBatch], ks[kBatch];
 #pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      rows[j] = row, at[j] = k + lane * 8;
-      const int64_t from = at[j] < to.length ? row_of(row) : -1;
-      x[j].load(in, from, to.k0 + at[j], from < 0 ? 0 : to.k - to.k0 - at[j]);
+    for (int j = 0; j < kBatch; ++j) {
+      rows[j] = row, ks[j] = k;
+      const int64_t from = k + lane * 8 < to.length ? row_of(row) : -1;
+      const int64_t left = to.k - to.k0 - k - lane * 8;
+      x[j].load(in, from, to.k0 + k + lane * 8, from < 0 ? 0 : left);
       row += rows_on, k += k_on;
       if (row >= count) row -= count, k += 256;
     }
 #pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      if (at[j] - lane * 8 >= to.length) break;  // the whole warp
-      float scale;
-      const uint4 v = x[j].quantized(in, scale);
-      if (at[j] < to.length) to.store(at[j], rows[j], v, scale);
+    for (int first = 0; first < kBatch; first += kTogether) {
+      if (ks[first] >= to.length) break;  // the whole warp
+      uint4 v[kTogether];
+      float scale[kTogether];
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) v[j] = x[first + j].quantized(in, scale[j]);
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) {
+        if (ks[first + j] + lane * 8 >= to.length) continue;
+        const int quad = ks[first + j] / kDecodeQuad * quad_bytes;
+        *reinterpret_cast<uint4*>(values + quad + rows[first + j] * 64) = v[j];
+        if (lane % 4 == 0) {
+          *reinterpret_cast<float*>(scales + quad + rows[first + j] * 4) = scale[j];
+        }
+      }
     }
   }
 }
 
-// By all threads; kBatch numbers are how many loads a thread has under way. row_of(i): the row of x
-// that row i of the slice is, or -1 for zeros.
+template <int kBatch, Element kFmt, bool kVectors, class RowOf>
+__device__ __forceinline__ void fill_as(const DecodeInput& in, const InputRoom& to, int count,
+                                        const RowOf& row_of) {
+  constexpr int kWide = (kBatch + 1) / 2;
+  if (in.scales != nullptr) {
+    fill_by<EightCodes<kFmt, kVectors>, kBatch>(in, to, count, row_of);
+  } else if (in.dtype == DType::bf16) {
+    fill_by<EightValues<__nv_bfloat16, kFmt, kVectors>, kBatch>(in, to, count, row_of);
+  } else if (in.dtype == DType::f16) {
+    fill_by<EightValues<__half, kFmt, kVectors>, kBatch>(in, to, count, row_of);
+  } else {
+    fill_by<EightValues<float, kFmt, kVectors>, kWide>(in, to, count, row_of);
+  }
+}
+
+template <int kBatch, bool kVectors, class RowOf>
+__device__ __forceinline__ void fill_as_is(const DecodeInput& in, const InputRoom& to, int count,
+                                           const RowOf& row_of) {
+  if (in.dtype == DType::bf16) {
+    fill_by<EightAsTheyAre<__nv_bfloat16, kVectors>, kBatch>(in, to, count, row_of);
+  } else {
+    fill_by<EightAsTheyAre<__half, kVectors>, kBatch>(in, to, count, row_of);
+  }
+}
+
+// By all threads. row_of(i): the row of x that row i of the slice is, or -1 for zeros. Rows with
+// other than whole vectors take their time.
 template <int kBatch, class RowOf>
 __device__ __forceinline__ void fill_slice(const DecodeInput& in, const InputRoom& to, int count,
                                            const RowOf& row_of) {
-  if (in.scales != nullptr) {
-    fill_by<EightCodes, kBatch>(in, to, count, row_of);
-  } else if (in.dtype == DType::bf16) {
-    fill_by<EightValues<__nv_bfloat16>, kBatch>(in, to, count, row_of);
-  } else if (in.dtype == DType::f16) {
-    fill_by<EightValues<__half>, kBatch>(in, to, count, row_of);
+  const bool vectors = in.vectors && to.k % 8 == 0;
+  if (in.as_is && vectors) {
+    fill_as_is<kBatch, true>(in, to, count, row_of);
+  } else if (in.as_is) {
+    fill_as_is<1, false>(in, to, count, row_of);
+  } else if (vectors && !in.e5m2) {
+    fill_as<kBatch, Element::e4m3, true>(in, to, count, row_of);
+  } else if (vectors) {
+    fill_as<kBatch, Element::e5m2, true>(in, to, count, row_of);
+  } else if (!in.e5m2) {
+    fill_as<1, Element::e4m3, false>(in, to, count, row_of);
   } else {
-    fill_by<EightValues<float>, kBatch>(in, to, count, row_of);
+    fill_as<1, Element::e5m2, false>(in, to, count, row_of);
   }
 }
 

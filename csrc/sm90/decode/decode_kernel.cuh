@@ -131,7 +131,7 @@ struct WarpSums {
 #pragma unroll
     for (int h = 0; h < 2; ++h) ws[h].load(at + h * apart + 4 * Block::kBytes, lane, nan[h]);
     // NOTE: all four blocks at once would not fit in the registers.
-#pragma unroll(kTiles == 4 ? 1 : 2)
+#pragma unroll(kTiles == 4 ? 1 : kTiles == 2 ? 2 : 4)
     for (int b = 0; b < 4; ++b) {
       Block w[2];
       float low[2], high[2];
@@ -247,7 +247,7 @@ struct InputSteps {
 
 // kSteps: x was prepared and comes in steps.
 template <Element kFmt, int kTiles, bool kSteps, class Rows>
-__global__ void __launch_bounds__(32 * (kDecodeMaxWarps + 1), 1)
+__global__ void __launch_bounds__(kDecodeThreads, 1)
     decode_kernel(const __grid_constant__ DecodeParams p, const __grid_constant__ Rows given) {
   extern __shared__ __align__(1024) uint8_t smem[];
   constexpr int kQuad = decode_quad_bytes(kFmt), kRows = 8 * kTiles;
@@ -313,8 +313,7 @@ __global__ void __launch_bounds__(32 * (kDecodeMaxWarps + 1), 1)
   if constexpr (!kSteps) {
     const InputRoom room{smem + p.room.x_at, kRows, int64_t{slice.first} * kDecodeQuad,
                          (slice.last - slice.first) * kDecodeQuad, p.k};
-    fill_slice<kTiles == 1 ? 8 : 4>(p.in, room, rows.count(),
-                                    [&](int i) { return rows.in_row(i); });
+    fill_slice<8>(p.in, room, rows.count(), [&](int i) { return rows.in_row(i); });
   }
   __syncthreads();
 

@@ -53,11 +53,10 @@ Status launch_decode(const DecodeParams& p, const Rows& rows, int blocks, void* 
   }
   cudaLaunchAttribute attributes[] = {early_start(), clusters_of(p.split.cluster)};
   const int clusters = (p.groups + p.split.groups - 1) / p.split.groups;
-  const int warps = p.split.warps() + (kSteps ? 1 : 0);
   cudaLaunchConfig_t config{};
   config.gridDim =
       dim3(static_cast<unsigned>(clusters * p.split.cluster), static_cast<unsigned>(blocks));
-  config.blockDim = dim3(static_cast<unsigned>(warps * 32));
+  config.blockDim = dim3(kDecodeThreads);
   config.dynamicSmemBytes = static_cast<size_t>(p.room.bytes);
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = attributes;

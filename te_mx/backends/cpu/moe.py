@@ -3,7 +3,6 @@ experts run in the one parallel region of grouped products, which reads each exp
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import accumulate, chain
 
 import torch
@@ -63,13 +62,12 @@ def _rows_of_experts(routing: Routing, routed: int, experts: int) -> list[list[i
     block = routing.block_m
     rows: list[list[int]] = [[] for _ in range(experts)]
     if ids is None:
-        pairs: Iterable[tuple[int, int]] = enumerate(
-            owners[: min(routed, -(-used // block))].tolist()
-        )
+        found = owners[: min(routed, -(-used // block))].tolist()
+        pairs = list(enumerate(found))
     else:
         each = owners[: -(-used // block)].tolist()
         ids = ids[: min(used, len(each) * block)]
-        pairs = ((row, each[i // block]) for i, row in enumerate(ids.tolist()))
+        pairs = [(row, each[i // block]) for i, row in enumerate(ids.tolist())]
     for row, expert in pairs:
         if 0 <= expert < experts and 0 <= row < routed:
             rows[expert].append(row)

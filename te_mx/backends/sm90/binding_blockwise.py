@@ -3,6 +3,7 @@ and binding_grouped.py."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -39,15 +40,17 @@ def _prepare(what: Quantize) -> tuple[Any, Quantized, object]:
     """The native record of a call, what it fills, and what must live until it is enqueued."""
     x = binding.rows_of(what.x)
     rows, cols = x.shape
-    args = _native().QuantizeArgs()
-    _set_source(args, x, what.row or what.col, what.rule)
+    args = _native().QuantizeArgs(
+        x_data=x.data_ptr(), x_rows=rows, x_cols=cols, x_row_stride=x.stride(0),
+        x_dtype=FLOAT_DTYPES[x.dtype], **_words(what.row, what.col, what.rule),
+    )  # fmt: skip
     row = col = sums = partial = None
     if what.row:
         row = _empty(what.row, rows, cols, x.device)
-        _set_side(args, "row", row)
+        args.row_codes, args.row_scales = row.codes.data_ptr(), row.scales.data_ptr()
     if what.col:
         col = _empty(what.col, cols, rows, x.device)
-        _set_side(args, "col", col)
+        args.col_codes, args.col_scales = col.codes.data_ptr(), col.scales.data_ptr()
     if what.col_sum:
         sums = torch.empty(cols, dtype=what.sum_dtype, device=x.device)
         partial = torch.empty(((rows + 127) // 128, cols), dtype=torch.float32, device=x.device)
@@ -55,6 +58,27 @@ def _prepare(what: Quantize) -> tuple[Any, Quantized, object]:
         args.col_sum_ws = partial.data_ptr()
     binding.set_execution(args, x.device.index)
     return args, Quantized(row, col, sums), (x, partial)
+
+
+@lru_cache(maxsize=1024)
+def _words(row: str, col: str, rule: str) -> dict[str, Any]:
+    """What a native record says of the specs that a matrix is quantized to: its format, how its
+    scales follow, and the layouts."""
+    name, epsilon = split_rule(rule)
+    words = {"rule": SCALE_RULES[name], "amax_epsilon": epsilon}
+    words |= format_fields(BLOCKWISE_WORDS[spec_of(row or col).format.name])
+    for side, spec in (("row", row), ("col", col)):
+        if spec:
+            words |= _layout(side, spec)
+    return words
+
+
+def _layout(side: str, spec: str) -> dict[str, int]:
+    order = words_of(spec)[1]
+    if not is_aligned(spec):
+        return {f"{side}_layout": LAYOUTS[order]}
+    spread: int = spec_of(spec).layout.spread  # type: ignore[attr-defined]
+    return {f"{side}_layout": ALIGNED[order], "spread": spread}
 
 
 def _set_source(args: Any, x: Tensor, spec: str, rule: str) -> None:
@@ -78,14 +102,10 @@ BLOCKWISE_WORDS = {name: name.removeprefix("fp8_") for name in BLOCKWISE}
 
 def _set_side(args: Any, side: str, to: Operand | Stack) -> None:
     """Write one direction into a native record."""
-    order = words_of(to.spec)[1]
     setattr(args, f"{side}_codes", to.codes.data_ptr())
     setattr(args, f"{side}_scales", to.scales.data_ptr())
-    if is_aligned(to.spec):
-        setattr(args, f"{side}_layout", ALIGNED[order])
-        args.spread = spec_of(to.spec).layout.spread  # type: ignore[attr-defined]
-    else:
-        setattr(args, f"{side}_layout", LAYOUTS[order])
+    for field, value in _layout(side, to.spec).items():
+        setattr(args, field, value)
 
 
 def _empty(spec: str, rows: int, k: int, device: torch.device) -> Operand:

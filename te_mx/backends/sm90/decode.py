@@ -12,7 +12,7 @@ from torch import Tensor
 from te_mx.backends.base import FLOAT_DTYPES, SCALE_RULES, pointer
 from te_mx.backends.base import FORMATS as FORMAT_IDS
 from te_mx.backends.native import FORMATS, FP4, words_of
-from te_mx.backends.sm90 import binding
+from te_mx.backends.sm90 import binding, trial
 from te_mx.backends.sm90.envelope import why_not
 from te_mx.dispatch.linear import FrozenKernel
 from te_mx.dispatch.problem import STREAM_ROWS, Problem
@@ -25,14 +25,16 @@ DECODE = "sm90_decode"
 
 
 class Decode(FrozenKernel):
-    """Weights of 8 or 4 bits, inputs quantized to MXFP8."""
+    """Weights of 8 or 4 bits; inputs quantized to MXFP8, or of 16 bits as they are."""
 
     name = DECODE
 
     def accepts(self, problem: Problem) -> str | None:
-        reason = why_not(problem)
-        if reason is None and spec_of(problem.lhs).format.name in FP4:
+        reason = why_not(problem) or trial.why_not()
+        if reason is None and problem.lhs and spec_of(problem.lhs).format.name in FP4:
             reason = f"takes inputs in {' and '.join(FORMATS)}"
+        if reason is None and not problem.lhs and problem.dtype == torch.float32:
+            reason = "takes inputs as they are in bfloat16 and float16"
         if reason is None and problem.m > STREAM_ROWS:
             reason = f"takes at most {STREAM_ROWS} rows"
         if reason is None and problem.dtype not in FLOAT_DTYPES:
@@ -79,8 +81,9 @@ def _plan(
     assert native is not None
     x, w = (FORMAT_IDS[words_of(spec)[0]] for spec in specs)
     record = native.DecodeArgs(
-        m=m, n=n, k=k, w_element=w, x_element=x, rule=SCALE_RULES[rule], ldo=n, device=index
-    )
+        m=m, n=n, k=k, w_element=w, x_element=x, x_as_is=not specs[0], rule=SCALE_RULES[rule],
+        ldo=n, device=index,
+    )  # fmt: skip
     return record, native.decode_workspace(m, k)
 
 

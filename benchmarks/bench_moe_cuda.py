@@ -1,0 +1,93 @@
+"""The two products of a mixture on a Hopper GPU for few tokens, against torch's grouped_mm in bf16
+on the same routing; in CUDA graphs, weights from HBM."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+import te_mx
+from benchmarks.bench_moe import MUST, ROUTINGS, routings_of
+from benchmarks.gpu import GpuContext
+from benchmarks.row import Row
+from benchmarks.timing import Call, interleaved
+
+EXPERTS, TOP_K, BLOCK = 128, 4, 8
+# N, K; the first product has a row of x a token and quantizes it in the call, the second one a row
+# a slot, which the activation between them has quantized.
+PRODUCTS = {"gemm1": (1536, 6144), "gemm2": (6144, 768)}
+TOKENS = [1, 2, 4, 8, 16, 32, 64]
+
+
+def graph_of(call: Call, context: GpuContext) -> Call:
+    """All routings in one graph, whose weights together no cache holds; themselves without a
+    GPU."""
+    if context.device.type != "cuda":
+        return call
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for i in range(ROUTINGS):
+            call(i)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = [call(i) for i in range(ROUTINGS)]
+    return lambda i, held=held: graph.replay()
+
+
+def decode(context: GpuContext) -> Iterator[Row]:
+    """The lists are made before; of bf16 the rows are sorted by expert before."""
+    experts = context.pick([EXPERTS], [4])[0]
+    for name, shape in PRODUCTS.items():
+        n, k = context.pick([shape], [(64, 64)])[0]
+        plain = context.randn(experts, n, k, seed=0)
+        weights: dict[str, te_mx.MXTensor] = {f: te_mx.quantize(plain, fmt=f) for f in MUST}
+        for tokens in context.pick(TOKENS, [2]):
+            yield from _rows(context, name, plain, weights, tokens)
+
+
+def _rows(
+    context: GpuContext, name: str, plain: Tensor, weights: dict[str, te_mx.MXTensor], tokens: int
+) -> Iterator[Row]:
+    experts, n, k = plain.shape
+    first = name == "gemm1"
+    routings = routings_of(experts, tokens, TOP_K, str(context.device))
+    lists = [te_mx.moe.align_block_size(ids, BLOCK, experts) for ids in routings]
+    x = context.randn(tokens if first else tokens * TOP_K, k, seed=tokens)
+    given = x if first else te_mx.quantize(x)
+    rows = [ids.flatten().argsort() for ids in routings]
+    tokens_of = [x[row // TOP_K] if first else x[row] for row in rows]
+    ends = [
+        torch.bincount(ids.flatten(), minlength=experts).cumsum(0).to(torch.int32)
+        for ids in routings
+    ]
+    out = torch.zeros(tokens * TOP_K, n, dtype=torch.bfloat16, device=context.device)
+
+    def bf16(i: int) -> Tensor:
+        at = i % ROUTINGS
+        if context.device.type != "cuda":
+            return tokens_of[at] @ plain[0].t()
+        return torch._grouped_mm(tokens_of[at], plain.transpose(1, 2), ends[at])
+
+    calls = {"bf16": graph_of(bf16, context)}
+    for fmt, w in weights.items():
+
+        def ours(i: int, w=w) -> Tensor:
+            return te_mx.moe.grouped_gemm(
+                given, w, *lists[i % ROUTINGS], top_k=TOP_K, block_m=BLOCK, out=out,
+                a_div=TOP_K if first else 1,
+            )  # fmt: skip
+
+        calls[fmt] = graph_of(ours, context)
+    times = interleaved(calls, context.effort, warm_up=3, clock=context.clock)
+    each = ROUTINGS if context.device.type == "cuda" else 1
+    hit = sum(len(ids.unique()) for ids in routings) / ROUTINGS
+    for fmt, target in MUST.items():
+        seconds = times.seconds(fmt) / each
+        nbytes = hit * weights[fmt].nbytes / experts
+        yield Row(
+            f"{name} {fmt[:5]}", f"{tokens}x{TOP_K} {n} {k}", "moe_gemm", seconds * 1e6,
+            *context.bandwidth(nbytes, seconds), "grouped_mm bf16 graph",
+            times.ratio("bf16", fmt), target, f"{times.seconds('bf16') / each * 1e6:.1f} us",
+        )  # fmt: skip

@@ -1,0 +1,94 @@
+// The launcher of moe_gemm.cuh.
+#include "common/device.h"
+#include "common/formats.h"
+#include "common/launch.h"
+#include "moe/moe_gemm.cuh"
+#include "te_mx/sm90.h"
+
+namespace te_mx::sm90 {
+namespace {
+
+using namespace moe;
+
+// How many warps cut k: so that each has five chunks or more, because an item costs about one.
+int parts_of(int chunks) { return chunks >= 40 ? 8 : chunks >= 20 ? 4 : chunks >= 10 ? 2 : 1; }
+int log2_of(int v) { return v <= 1 ? 0 : 1 + log2_of(v / 2); }
+
+bool aligned(const void* p, int to) { return reinterpret_cast<uintptr_t>(p) % to == 0; }
+
+Status check(const MoeGemmArgs& a) {
+  const Routing& r = a.routing;
+  if (a.rhs.codes == nullptr || a.lhs.codes == nullptr || a.out == nullptr || a.lhs.k != a.rhs.k ||
+      a.experts < 1 || r.block_m < 1 || r.a_div < 1 || r.expert_ids == nullptr ||
+      r.num_tokens_post_padded == nullptr)
+    return Status::bad_argument;
+  if (!known(a.out_dtype) || !known(a.bias_dtype)) return Status::bad_argument;
+  Status status = check_mx(a.rhs.element, a.rhs.scaling);
+  if (status == Status::ok) status = check_mx(a.lhs.element, a.lhs.scaling);
+  if (status != Status::ok) return status;
+  const int64_t most = (int64_t{1} << 31) - 257;
+  const int64_t pieces = r.blocks * pieces_of_block(r);
+  if (!is_fp8(a.lhs.element) || a.rhs.k % kBlock != 0 || a.rhs.rows < kRows || a.rhs.rows > most ||
+      a.rhs.k > most || r.routed > most || r.positions > most || pieces > kMostPieces ||
+      !aligned(a.rhs.codes, 16) || !aligned(a.lhs.codes, 8) || !aligned(a.rhs.scales, 2) ||
+      !aligned(a.lhs.scales, 4))
+    return Status::unsupported;
+  const int64_t slices = (a.rhs.rows + kRows - 1) / kRows;
+  return pieces * slices > most ? Status::unsupported : Status::ok;
+}
+
+template <Element kW, Element kX>
+Status launch(const MoeParams& p, int64_t pieces, const Execution& execution) {
+  const auto kernel = &moe_gemm_kernel<kW, kX>;
+  const size_t bytes = sizeof(Room<kW>) + static_cast<size_t>(pieces) * sizeof(Piece);
+  static thread_local int prepared = -1;  // the device whose limit is raised
+  const Device device = current_device();
+  if (device.sms == 0) return Status::unsupported;
+  if (prepared != device.index) {
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             static_cast<int>(sizeof(Room<kW>) + kMostPieces * sizeof(Piece)));
+    if (error != cudaSuccess) return started(error);
+    prepared = device.index;
+  }
+  cudaLaunchAttribute attributes[] = {early_start()};
+  cudaLaunchConfig_t config{};
+  const int64_t items = pieces * p.slices;
+  config.gridDim = dim3(static_cast<unsigned>(items < 2 * device.sms ? items : 2 * device.sms));
+  config.blockDim = dim3(kWarps * 32);
+  config.dynamicSmemBytes = bytes;
+  config.stream = static_cast<cudaStream_t>(execution.stream);
+  config.attrs = attributes;
+  config.numAttrs = 1;
+  return started(cudaLaunchKernelEx(&config, kernel, p));
+}
+
+}  // namespace
+
+Status moe_gemm(const MoeGemmArgs& a) {
+  const Status status = check(a);
+  if (status != Status::ok) return status;
+  const Routing& r = a.routing;
+  const int64_t pieces = r.blocks * pieces_of_block(r);
+  if (pieces == 0 || r.routed == 0) return Status::ok;
+  MoeParams p{};
+  p.w = a.rhs.codes, p.w_scales = static_cast<const uint8_t*>(a.rhs.scales);
+  p.x = a.lhs.codes, p.x_scales = static_cast<const uint8_t*>(a.lhs.scales);
+  p.routing = r;
+  p.experts = a.experts;
+  p.n = static_cast<int>(a.rhs.rows), p.k = static_cast<int>(a.rhs.k);
+  p.blocks = p.k / static_cast<int>(kBlock);
+  p.chunks = (p.k + kChunk - 1) / kChunk;
+  p.parts = parts_of(p.chunks);
+  p.groups = kWarps / p.parts;
+  p.shift = log2_of(p.groups * kRows);
+  p.slices = (p.n + p.groups * kRows - 1) / (p.groups * kRows);
+  p.bias = a.bias, p.bias_dtype = a.bias_dtype, p.weights = a.weights;
+  p.out = a.out, p.out_dtype = a.out_dtype;
+  return with_element(a.rhs.element, [&]<Element kW>() -> Status {
+    return a.lhs.element == Element::e5m2 ? launch<kW, Element::e5m2>(p, pieces, a.execution)
+                                          : launch<kW, Element::e4m3>(p, pieces, a.execution);
+  });
+}
+
+}  // namespace te_mx::sm90

@@ -1,0 +1,299 @@
+// Routed rows times the weights of their experts, for few rows an expert: weights are read once and
+// as they lie, and reading them is what it costs.
+//
+// CTAs stay and take items in turns: an item is a piece of up to 8 rows of one expert and some
+// groups of 16 rows of its weights. A warp has one group and one part of k. It walks through chunks
+// of 128 k with a ring of copies in flight that goes on from item to item:
+//
+//   chunk of an item    16 rows x 128 codes and their 64 scale bytes     shared memory, a stage
+//   tokens              8 rows x 128 codes, their scales                 registers, from L1
+//   per block of 32 k   two mma.sync in fp16, exact as the contract wants it (c = 1); the sum times
+//                       both scales is added to the sum so far
+//
+// Parts of k are added up in order, and how k is cut depends on k alone. So the bits of a row do
+// not depend on other rows, on where it stands in the lists nor on n.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "moe/moe_codes.cuh"
+#include "moe/moe_list.cuh"
+#include "mxtile/sm90/barrier.cuh"
+#include "mxtile/sm90/copy_async.cuh"
+#include "mxtile/sm90/mma.cuh"
+
+namespace te_mx::sm90::moe {
+
+inline constexpr int kWarps = 8, kRows = 16, kChunk = 128;
+
+struct MoeParams {
+  const uint8_t *w, *w_scales, *x, *x_scales;
+  Routing routing;
+  int64_t experts;
+  int n, k, blocks;    // of 32 k
+  int chunks, parts;   // of k
+  int groups, slices;  // groups of an item, a power of two; items of a piece
+  int shift;           // rows of an item: 1 << shift
+  const void* bias;
+  DType bias_dtype;
+  const float* weights;
+  void* out;
+  DType out_dtype;
+};
+
+template <Element kW>
+struct Stage {
+  static constexpr int kRowBytes = kChunk * (kW == Element::e2m1 ? 4 : 8) / 8;
+  // Rows lie so that the eight rows that a warp reads at once meet all banks.
+  static constexpr int kStride = kW == Element::e2m1 ? kRowBytes + 16 : kRowBytes + 32;
+  static constexpr int kCount = kW == Element::e2m1 ? 6 : 4;
+  alignas(16) uint8_t codes[kRows * kStride];
+  alignas(16) uint8_t scales[kRows * 4];
+};
+
+template <Element kW>
+struct Room {
+  Stage<kW> ring[kWarps][Stage<kW>::kCount];
+  float sums[2][kWarps][kTokens][kRows + 1];
+  int rows[2][kTokens];
+  int counts[kWarps];
+  Piece pieces[1];  // as many as there may be
+};
+
+// Where a warp stands: an item, its group of rows and a chunk of its part of k.
+template <Element kW>
+struct Walk {
+  static constexpr int kPieces = Stage<kW>::kRowBytes / 16;  // copies of a row
+  int item, slice, chunk, first, last;                       // chunks of the part: [first, last)
+  Piece piece;
+  const uint8_t *w, *scales;  // where the lane's own begin
+
+  __device__ __forceinline__ void enter(const MoeParams& p, const Piece* pieces, int to, int items,
+                                        int group, int lane) {
+    item = to, chunk = first;
+    if (item >= items) return;
+    slice = item % p.slices, piece = pieces[item / p.slices];
+    // The last group may overlap the one before it.
+    const int row0 = min((slice * p.groups + group) * kRows, p.n - kRows);
+    const int64_t row = int64_t{piece.expert} * p.n + row0;
+    w = p.w + (row + lane / kPieces) * row_bytes(p) + lane % kPieces * 16;
+    scales = p.w_scales + (row + lane / 2) * p.blocks + lane % 2 * 2;
+  }
+  static __device__ __forceinline__ int64_t row_bytes(const MoeParams& p) {
+    return kW == Element::e2m1 ? p.k / 2 : p.k;
+  }
+};
+
+inline constexpr uint32_t kOne = 127;  // the scale byte of what is not there
+
+// Asks for the chunk where `walk` stands; returns two of its scale bytes, which the lane stores
+// when they are there.
+template <Element kW>
+__device__ __forceinline__ uint32_t ask(const MoeParams& p, const Walk<kW>& walk, Stage<kW>& stage,
+                                        int lane) {
+  constexpr int kPieces = Walk<kW>::kPieces, kStep = 32 / kPieces;  // rows at a time
+  const int64_t row_bytes = Walk<kW>::row_bytes(p);
+  const int at = walk.chunk * Stage<kW>::kRowBytes;
+  const bool there = at + lane % kPieces * 16 < row_bytes;
+  uint8_t* const to = stage.codes + lane / kPieces * Stage<kW>::kStride + lane % kPieces * 16;
+#pragma unroll
+  for (int i = 0; i < kRows / kStep; ++i) {
+    tile::copy16_async(to + i * kStep * Stage<kW>::kStride, walk.w + at + i * kStep * row_bytes,
+                       there);
+  }
+  const uint8_t* const from = walk.scales + walk.chunk * 4;
+  const int left = p.blocks - walk.chunk * 4 - lane % 2 * 2;
+  if (p.blocks % 2 == 0) {
+    return left > 0 ? __ldg(reinterpret_cast<const uint16_t*>(from)) : kOne * 0x101;
+  }
+  return (left > 0 ? __ldg(from) : kOne) | (left > 1 ? __ldg(from + 1) : kOne) << 8;
+}
+
+// A chunk of a lane's token: eight codes of every block, and all four scale bytes.
+struct TokenChunk {
+  uint2 codes[4];
+  uint32_t scales;
+
+  // codes0, scales0: where the lane's of the token begin.
+  __device__ __forceinline__ void load(const MoeParams& p, const uint8_t* codes0,
+                                       const uint8_t* scales0, int chunk) {
+    const uint8_t* const from = codes0 + chunk * kChunk;
+    const uint8_t* const bytes = scales0 + chunk * 4;
+    const int left = p.blocks - chunk * 4;
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      codes[b] = make_uint2(0, 0);
+      if (b < left) codes[b] = __ldg(reinterpret_cast<const uint2*>(from + b * 32));
+    }
+    if (p.blocks % 4 == 0) {
+      scales = __ldg(reinterpret_cast<const uint32_t*>(bytes));
+    } else {
+      scales = 0;
+#pragma unroll
+      for (int b = 0; b < 4; ++b) scales |= (b < left ? __ldg(bytes + b) : kOne) << 8 * b;
+    }
+  }
+};
+
+// The sum of a block: rows g and g + 8 of the weights from `low` and `high` on, columns 2t, 2t + 1.
+template <Element kW, Element kX>
+__device__ __forceinline__ void multiply_block(const uint8_t* low, const uint8_t* high, uint2 codes,
+                                               float (&d)[4]) {
+  Eight<kW> first, second;
+  uint32_t tokens[4];
+  first.load(low), second.load(high);
+  Eight<kW>::template of_token<kX>(codes, tokens);
+  d[0] = d[1] = d[2] = d[3] = 0.0f;
+  const uint32_t a[4] = {first.word[0], second.word[0], first.word[1], second.word[1]};
+  const uint32_t b[4] = {first.word[2], second.word[2], first.word[3], second.word[3]};
+  tile::mma_f16(d, a, tokens[0], tokens[1]);
+  tile::mma_f16(d, b, tokens[2], tokens[3]);
+}
+
+template <Element kW, Element kX>
+__device__ __forceinline__ void multiply(const Stage<kW>& stage, const TokenChunk& x,
+                                         float (&sums)[4], int lane) {
+  constexpr int kMore = Eight<kW>::kExponent, kBytes = Eight<kW>::kBytes;
+  const int g = lane / 4, t = lane % 4;
+  const uint32_t w0 = *reinterpret_cast<const uint32_t*>(stage.scales + 4 * g);
+  const uint32_t w1 = *reinterpret_cast<const uint32_t*>(stage.scales + 4 * (g + 8));
+  const uint32_t x0 = __shfl_sync(~0u, x.scales, 8 * t);
+  const uint32_t x1 = __shfl_sync(~0u, x.scales, 8 * t + 4);
+  const uint8_t* const low = stage.codes + g * Stage<kW>::kStride + t * kBytes;
+  const uint8_t* const high = low + 8 * Stage<kW>::kStride;
+  if (__all_sync(~0u, all_near(w0, w1) && all_near(x0, x1))) {
+    // Bytes that are near leave room for kMore.
+    const uint32_t more0 = w0 + kMore * 0x01010101u, more1 = w1 + kMore * 0x01010101u;
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      float d[4];
+      multiply_block<kW, kX>(low + b * 4 * kBytes, high + b * 4 * kBytes, x.codes[b], d);
+      const float a0 = power(more0, b), a1 = power(more1, b), b0 = power(x0, b), b1 = power(x1, b);
+      sums[0] = fmaf(d[0], a0 * b0, sums[0]), sums[1] = fmaf(d[1], a0 * b1, sums[1]);
+      sums[2] = fmaf(d[2], a1 * b0, sums[2]), sums[3] = fmaf(d[3], a1 * b1, sums[3]);
+    }
+    return;
+  }
+#pragma unroll
+  for (int b = 0; b < 4; ++b) {
+    float d[4];
+    multiply_block<kW, kX>(low + b * 4 * kBytes, high + b * 4 * kBytes, x.codes[b], d);
+    const uint32_t e0 = byte_of(w0, b), e1 = byte_of(w1, b);
+    const uint32_t f0 = byte_of(x0, b), f1 = byte_of(x1, b);
+    sums[0] += scaled(d[0], e0, f0, kMore), sums[1] += scaled(d[1], e0, f1, kMore);
+    sums[2] += scaled(d[2], e1, f0, kMore), sums[3] += scaled(d[3], e1, f1, kMore);
+  }
+}
+
+__device__ __forceinline__ float number_at(const void* from, int64_t i, DType dtype) {
+  if (dtype == DType::bf16) return __bfloat162float(static_cast<const __nv_bfloat16*>(from)[i]);
+  if (dtype == DType::f16) return __half2float(static_cast<const __half*>(from)[i]);
+  return static_cast<const float*>(from)[i];
+}
+
+// Adds the parts of an item up and writes its rows of out.
+template <Element kW>
+__device__ __forceinline__ void finish(const MoeParams& p, const Room<kW>& room, int turn,
+                                       const Piece& piece, int slice) {
+  for (int i = threadIdx.x; i < kTokens << p.shift; i += kWarps * 32) {
+    const int token = i >> p.shift, at = i & ((1 << p.shift) - 1), group = at / kRows;
+    const int row = room.rows[turn][token];
+    const int group0 = (slice * p.groups + group) * kRows;
+    if (row < 0 || group0 >= p.n) continue;
+    const int col = min(group0, p.n - kRows) + at % kRows;
+    float sum = 0.0f;
+    for (int part = 0; part < p.parts; ++part) {
+      const float v = room.sums[turn][group * p.parts + part][token][at % kRows];
+      sum = part == 0 ? v : sum + v;
+    }
+    if (p.bias != nullptr)
+      sum += number_at(p.bias, int64_t{piece.expert} * p.n + col, p.bias_dtype);
+    if (p.weights != nullptr) sum *= __ldg(p.weights + row);
+    const int64_t to = int64_t{row} * p.n + col;
+    if (p.out_dtype == DType::bf16) {
+      static_cast<__nv_bfloat16*>(p.out)[to] = __float2bfloat16(sum);
+    } else if (p.out_dtype == DType::f16) {
+      static_cast<__half*>(p.out)[to] = __float2half(sum);
+    } else {
+      static_cast<float*>(p.out)[to] = sum;
+    }
+  }
+}
+
+template <Element kW, Element kX>
+__global__ void __launch_bounds__(kWarps * 32, 2)
+    moe_gemm_kernel(const __grid_constant__ MoeParams p) {
+  extern __shared__ __align__(128) uint8_t smem[];
+  Room<kW>& room = *reinterpret_cast<Room<kW>*>(smem);
+  constexpr int kStages = Stage<kW>::kCount;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int part = warp % p.parts, group = warp / p.parts;
+
+  tile::await_predecessors();
+  const PieceList list(p.routing, p.experts);
+  const int items = list.find(room.pieces, room.counts) * p.slices;
+  const int step = static_cast<int>(gridDim.x);
+  Stage<kW>* const ring = room.ring[warp];
+
+  Walk<kW> asked;
+  asked.first = part * p.chunks / p.parts, asked.last = (part + 1) * p.chunks / p.parts;
+  asked.enter(p, room.pieces, static_cast<int>(blockIdx.x), items, group, lane);
+  Walk<kW> now = asked;
+  const auto ask_next = [&](int stage) {
+    uint32_t scales = 0;
+    if (asked.item < items) {
+      scales = ask<kW>(p, asked, ring[stage], lane);
+      if (++asked.chunk == asked.last)
+        asked.enter(p, room.pieces, asked.item + step, items, group, lane);
+    }
+    tile::end_copy_group();
+    return scales;
+  };
+  const auto store_scales = [&](int stage, uint32_t scales) {
+    *reinterpret_cast<uint16_t*>(ring[stage].scales + 2 * lane) = static_cast<uint16_t>(scales);
+  };
+
+  uint32_t early[kStages - 1];
+#pragma unroll
+  for (int i = 0; i < kStages - 1; ++i) early[i] = ask_next(i);
+  int row = now.item < items ? list.row(now.piece, lane / 4) : -1;
+#pragma unroll
+  for (int i = 0; i < kStages - 1; ++i) store_scales(i, early[i]);
+
+  int stage = 0, late_stage = -1, turn = 0;
+  uint32_t late = 0;
+  for (; now.item < items; turn ^= 1) {
+    Walk<kW> next = now;
+    next.enter(p, room.pieces, now.item + step, items, group, lane);
+    const int next_row = next.item < items ? list.row(next.piece, lane / 4) : -1;
+    // A column without a row multiplies token 0, for nobody.
+    const int64_t token = row < 0 ? 0 : row / p.routing.a_div;
+    const uint8_t* const codes = p.x + token * p.k + lane % 4 * 8;
+    const uint8_t* const scales = p.x_scales + token * p.blocks;
+    float sums[4] = {};
+    for (int chunk = now.first; chunk < now.last; ++chunk) {
+      TokenChunk x;
+      x.load(p, codes, scales, chunk);
+      __syncwarp();
+      if (late_stage >= 0) store_scales(late_stage, late);
+      late_stage = stage == 0 ? kStages - 1 : stage - 1;
+      late = ask_next(late_stage);
+      tile::wait_copy_groups<kStages - 1>();
+      __syncwarp();
+      multiply<kW, kX>(ring[stage], x, sums, lane);
+      stage = stage + 1 == kStages ? 0 : stage + 1;
+    }
+    float (*const to)[kRows + 1] = room.sums[turn][warp];
+    const int g = lane / 4, t = lane % 4;
+    to[2 * t][g] = sums[0], to[2 * t + 1][g] = sums[1];
+    to[2 * t][g + 8] = sums[2], to[2 * t + 1][g + 8] = sums[3];
+    if (warp == 0 && t == 0) room.rows[turn][g] = row;
+    __syncthreads();
+    finish<kW>(p, room, turn, now.piece, now.slice);
+    now = next, row = next_row;
+  }
+  tile::wait_copy_groups<0>();
+}
+
+}  // namespace te_mx::sm90::moe

@@ -1,0 +1,80 @@
+// What there is to do of a routing: the pieces of 8 positions that hold a row of an expert, found
+// by every CTA for itself.
+#pragma once
+
+#include <cstdint>
+
+#include "te_mx/moe.h"
+
+namespace te_mx::sm90::moe {
+
+inline constexpr int kTokens = 8;         // positions of a piece: columns of an instruction
+inline constexpr int kMostPieces = 2048;  // of all blocks, those that hold nothing too
+
+struct Piece {
+  int first, expert;  // first position
+};
+
+// The pieces of a block; without sorted_token_ids a block is one row.
+inline __host__ __device__ int pieces_of_block(const Routing& r) {
+  return r.sorted_token_ids == nullptr ? 1 : (r.block_m + kTokens - 1) / kTokens;
+}
+
+struct PieceList {
+  const Routing& r;
+  int experts;
+  int used, blocks;  // positions and blocks that count
+
+  __device__ __forceinline__ PieceList(const Routing& routing, int64_t experts_)
+      : r(routing), experts(static_cast<int>(experts_)) {
+    const int64_t given = max(*r.num_tokens_post_padded, 0);
+    const int64_t counted = (given + r.block_m - 1) / r.block_m;
+    blocks = static_cast<int>(min(counted, r.blocks));
+    if (r.sorted_token_ids == nullptr) blocks = static_cast<int>(min(int64_t{blocks}, r.routed));
+    used = static_cast<int>(min(given, r.positions));
+  }
+
+  // The routed row at offset i of a piece, -1 for none.
+  __device__ __forceinline__ int row(const Piece& piece, int i) const {
+    if (r.sorted_token_ids == nullptr) return i == 0 ? piece.first : -1;
+    const int at = piece.first + i, block_end = (piece.first / r.block_m + 1) * r.block_m;
+    if (at >= min(block_end, used)) return -1;
+    const int id = __ldg(r.sorted_token_ids + at);
+    return id >= 0 && id < r.routed ? id : -1;
+  }
+
+  // Writes the pieces to do in order and returns their number, to all threads of the CTA. `counts`:
+  // room for a number a warp and one more.
+  __device__ __forceinline__ int find(Piece* pieces, int* counts) const {
+    const int per = pieces_of_block(r), all = blocks * per;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    int found = 0;
+    for (int base = 0; base < all; base += blockDim.x) {
+      const int i = base + threadIdx.x, block = i / per;
+      Piece piece{0, -1};
+      bool holds = false;
+      if (i < all) {
+        const int first =
+            r.sorted_token_ids == nullptr ? block : block * r.block_m + i % per * kTokens;
+        piece = {first, __ldg(r.expert_ids + block)};
+        if (piece.expert >= 0 && piece.expert < experts) {
+#pragma unroll
+          for (int j = 0; j < kTokens; ++j) holds = holds || row(piece, j) >= 0;
+        }
+      }
+      const uint32_t vote = __ballot_sync(~0u, holds);
+      if (lane == 0) counts[warp] = __popc(vote);
+      __syncthreads();
+      int at = found;
+      for (int w = 0; w < warps; ++w) {
+        if (w < warp) at += counts[w];
+        found += counts[w];
+      }
+      if (holds) pieces[at + __popc(vote & ((1u << lane) - 1))] = piece;
+      __syncthreads();
+    }
+    return found;
+  }
+};
+
+}  // namespace te_mx::sm90::moe

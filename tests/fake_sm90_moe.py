@@ -1,0 +1,59 @@
+"""tests/fake_sm90.py with the calls of routed rows: on addresses of CPU memory, in plain torch."""
+
+from __future__ import annotations
+
+import fake_sm90
+import torch
+from fake_sm90 import OK, at
+
+from te_mx import formats
+from te_mx.backends.base import FLOAT_DTYPES, FORMATS
+from te_mx.dispatch.moe import Align, Routing
+from te_mx.dispatch.registry import kernels
+
+_I32 = torch.int32
+_MX = {0: "mxfp8_e4m3", 1: "mxfp8_e5m2", FORMATS["e2m1"]: "mxfp4"}
+_DTYPES = {number: dtype for dtype, number in FLOAT_DTYPES.items()}
+
+
+def __getattr__(name: str):
+    return getattr(fake_sm90, name)
+
+
+def _values(codes: int, scales: int, rows: int, k: int, element: int) -> torch.Tensor:
+    fmt = formats.get(_MX[element])
+    shapes = fmt.codes_shape(rows, k), fmt.scales_shape(rows, k)
+    parts = at(codes, shapes[0]), at(scales, shapes[1])
+    return fmt.dequantize(*parts, k=k, dtype=torch.float64)
+
+
+def moe_gemm(a) -> int:
+    lhs = _values(a.lhs_codes, a.lhs_scales, a.lhs_rows, a.lhs_k, a.lhs_element)
+    w = _values(a.rhs_codes, a.rhs_scales, a.experts * a.rhs_rows, a.rhs_k, a.rhs_element)
+    w = w.view(a.experts, a.rhs_rows, a.rhs_k)
+    ids = None if a.sorted_token_ids == 0 else at(a.sorted_token_ids, (a.positions,), _I32)
+    routing = Routing(
+        ids, at(a.expert_ids, (a.blocks,), _I32), at(a.num_tokens_post_padded, (1,), _I32),
+        a.block_m, a.a_div,
+    )  # fmt: skip
+    out = at(a.out, (a.routed, a.rhs_rows), _DTYPES[a.out_dtype])
+    for row, expert in enumerate(routing.experts(a.routed, a.experts).tolist()):
+        if expert < 0:
+            continue
+        sums = w[expert] @ lhs[row // a.a_div]
+        if a.bias:
+            sums += at(a.bias, (a.experts, a.rhs_rows), _DTYPES[a.bias_dtype])[expert].double()
+        if a.weights:
+            sums *= at(a.weights, (a.routed,), torch.float32)[row].double()
+        out[row] = sums.to(out.dtype)
+    return OK
+
+
+def moe_align(a) -> int:
+    local = None if a.expert_map == 0 else at(a.expert_map, (a.experts,), _I32)
+    ids = at(a.topk_ids, (a.routed,), _I32)
+    made = kernels("moe_align")[-1].run(Align(ids, a.block_m, a.experts, local))
+    places = a.sorted_token_ids, a.expert_ids, a.num_tokens_post_padded
+    for place, size, list_ in zip(places, (a.positions, a.blocks, 1), made, strict=True):
+        at(place, (size,), _I32).copy_(list_)
+    return OK

@@ -1,0 +1,221 @@
+"""The decode kernel of Hopper: its numbers against fp64, the same bits for a row whatever is beside
+it, tails, NaN; frozen layers that run on it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import te_mx
+from te_mx import formats
+from te_mx.backends.base import FLOAT_DTYPES
+from te_mx.backends.sm90 import binding
+from te_mx.layouts import SM90_DECODE
+from te_mx.recipe import BlockScaling
+from te_mx.runtime.ran import LAST_RUN
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+ELEMENTS = {"mxfp8_e4m3": 0, "mxfp8_e5m2": 1, "mxfp4": 6}
+ULP = {F32: 2.0**-24, BF16: 2.0**-8, F16: 2.0**-10}
+SHAPES = [  # m, n, k
+    (64, 96, 128),
+    (48, 64, 256),
+    (65, 130, 100),
+    (33, 257, 1000),
+    (40, 33, 4160),
+    (1, 1, 1),
+    (64, 520, 14336),
+    (16, 2304, 6144),
+]
+every_weight = pytest.mark.parametrize("w_fmt", ELEMENTS)
+
+
+def spread(rows, k, span, seed):
+    """Normal numbers with a power of two for every block."""
+    g = torch.Generator("cuda").manual_seed(seed)
+    x = torch.randn(rows, k, generator=g, device="cuda")
+    powers = torch.randint(-span, span, (rows, -(-k // 32)), generator=g, device="cuda")
+    return x * torch.exp2(powers.float()).repeat_interleave(32, 1)[:, :k]
+
+
+def quantized(values, fmt, rule="rceil"):
+    """Codes, scales, and what they stand for in fp64."""
+    codes, scales = formats.get(fmt).quantize(values, rule)
+    exact = formats.get(fmt).dequantize(codes, scales, values.shape[1], torch.float64)
+    return codes, scales, exact
+
+
+def decode(w, w_fmt, x, out, k, scales=None, x_fmt="mxfp8_e4m3", rule=0, bias=None, as_is=False):
+    """The native call on values, or on codes with their scales."""
+    native = binding.native()
+    m, n = out.shape
+    args = native.DecodeArgs(
+        m=m, n=n, k=k, w=w.data_ptr(), w_element=ELEMENTS[w_fmt], x=x.data_ptr(), ldx=x.stride(0),
+        x_dtype=FLOAT_DTYPES.get(x.dtype, 0), x_element=ELEMENTS[x_fmt], rule=rule, x_as_is=as_is,
+        x_scales=0 if scales is None else scales.data_ptr(), out=out.data_ptr(),
+        ldo=out.stride(0), out_dtype=FLOAT_DTYPES[out.dtype],
+    )  # fmt: skip
+    if bias is not None:
+        args.bias, args.bias_dtype = bias.data_ptr(), FLOAT_DTYPES[bias.dtype]
+    binding.set_execution(args, 0)
+    nbytes = native.decode_workspace(m, k)
+    room = torch.empty(max(nbytes, 16), dtype=torch.uint8, device="cuda")
+    args.workspace, args.workspace_bytes = room.data_ptr(), nbytes
+    assert native.decode(args) == 0
+    return out
+
+
+def packed(w, w_fmt):
+    codes, scales, exact = quantized(w, w_fmt)
+    form, fits = SM90_DECODE.pack(formats.get(w_fmt), codes, scales, w.shape[1])
+    assert bool(fits.all())
+    return form, exact
+
+
+def nothing(m, n, dtype=F32):
+    return torch.full((m, n + 3), torch.nan, dtype=dtype, device="cuda")
+
+
+def bits(t):
+    return t.contiguous().view(torch.int32 if t.element_size() == 4 else torch.int16)
+
+
+@every_weight
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_products_are_within_the_bound_of_the_contract(shape, w_fmt):
+    m, n, k = shape
+    x_fmt = "mxfp8_e5m2" if w_fmt == "mxfp8_e5m2" else "mxfp8_e4m3"
+    form, w = packed(spread(n, k, 8, 1), w_fmt)
+    for dtype, rule, name in ((BF16, 0, "rceil"), (F32, 1, "floor"), (F16, 0, "rceil")):
+        values = spread(m, k, 6, 2).to(dtype)
+        codes, scales, x = quantized(values, x_fmt, name)
+        bias = torch.randn(n, device="cuda", dtype=dtype)
+        sums, size = x @ w.t() + bias.double(), x.abs() @ w.abs().t() + bias.double().abs()
+        for out_dtype in (F32, BF16, F16):
+            out = nothing(m, n, out_dtype)
+            decode(form, w_fmt, values, out[:, :n], k, x_fmt=x_fmt, rule=rule, bias=bias)
+            limit = (k + 2) * 2.0**-24 * size + 2.0**-150 + ULP[out_dtype] * sums.abs()
+            limit += 2.0**-24 * (out_dtype == F16)
+            near = (out[:, :n].double() - sums).abs() <= limit
+            assert bool((near | (sums.abs() > torch.finfo(out_dtype).max / 2)).all())
+            assert bool(out[:, n:].isnan().all())  # nothing is written beside it
+            same = decode(
+                form, w_fmt, codes, torch.empty_like(out)[:, :n], k, scales, x_fmt, bias=bias
+            )
+            assert torch.equal(bits(same), bits(out[:, :n]))
+
+
+@every_weight
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_inputs_as_they_are_are_within_the_bound(shape, dtype, w_fmt):
+    m, n, k = shape
+    form, w = packed(spread(n, k, 8, 1), w_fmt)
+    for shift in (1.0, 2.0**-10, 2.0**4):
+        x = (spread(m, k, 6, 2) * shift).to(dtype)
+        out = decode(form, w_fmt, x, nothing(m, n)[:, :n], k, as_is=True)
+        sums, size = x.double() @ w.t(), x.double().abs() @ w.abs().t()
+        limit = (k + 2) * 2.0**-24 * size + 2.0**-150
+        assert bool(((out.double() - sums).abs() <= limit).all())
+        few = decode(form, w_fmt, x[:1], nothing(1, n)[:, :n], k, as_is=True)
+        assert torch.equal(bits(few), bits(out[:1]))
+
+
+def test_inputs_as_they_are_from_one_end_of_bf16_to_the_other():
+    n, k = 16, 96
+    ones = torch.ones(n, k, device="cuda")
+    form, _ = packed(ones, "mxfp8_e4m3")
+    x = torch.zeros(4, k, dtype=BF16, device="cuda")
+    x[0, 0], x[0, 40] = 3e38, -1e-38
+    x[1, :8] = torch.tensor([2.0, 2.0**-30, 3.0, -5.0, 2.0**-31, 0, 1, 1])
+    x[2, 5], x[3, 70] = torch.inf, torch.nan
+    out = decode(form, "mxfp8_e4m3", x, torch.empty(4, n, device="cuda"), k, as_is=True)
+    assert torch.equal(
+        out[:2].double(), x[:2].double().sum(1, keepdim=True).float().double().expand(2, n)
+    )
+    assert bool((out[2] == torch.inf).all()) and bool(out[3].isnan().all())
+
+
+@every_weight
+@pytest.mark.parametrize("shape", [(2304, 6144), (100, 1000)], ids=str)
+def test_a_row_has_the_same_bits_whatever_is_beside_it(shape, w_fmt):
+    n, k = shape
+    form, _ = packed(spread(n, k, 4, 1), w_fmt)
+    x = spread(64, k, 4, 2).bfloat16()
+    out = decode(form, w_fmt, x, torch.empty(64, n, device="cuda"), k)
+    for first, rows in ((0, 1), (3, 5), (7, 8), (20, 11), (30, 16), (16, 17), (10, 40)):
+        few = decode(form, w_fmt, x[first : first + rows], torch.empty(rows, n, device="cuda"), k)
+        assert torch.equal(bits(few), bits(out[first : first + rows]))
+
+
+@every_weight
+@pytest.mark.parametrize("m", [2, 20])
+def test_nan_and_inf_stay_where_they_are(m, w_fmt):
+    n, k = 70, 300
+    fmt = formats.get(w_fmt)
+    codes, scales = fmt.quantize(spread(n, k, 4, 1), "rceil")
+    scales[5, 3] = scales[17, 0] = 255
+    form, _ = SM90_DECODE.pack(fmt, codes, scales, k)
+    x = spread(m, k, 4, 2)
+    x[1, 40] = torch.inf
+    out = decode(form, w_fmt, x, torch.empty(m, n, device="cuda"), k)
+    expected = torch.zeros(m, n, dtype=torch.bool, device="cuda")
+    expected[:, 5] = expected[:, 17] = expected[1] = True
+    assert torch.equal(out.isnan(), expected)
+
+
+def test_scales_at_both_ends_multiply_exactly():
+    """The scale of x may be anything, those of weights what the layout lets through."""
+    n, k = 16, 64
+    codes = torch.full((n, k), 0x38, dtype=torch.uint8, device="cuda")  # 1
+    for w_byte, x_byte in ((24, 254), (215, 0), (127, 0), (127, 230), (40, 60)):
+        scales = torch.full((n, 2), w_byte, dtype=torch.uint8, device="cuda")
+        form, fits = SM90_DECODE.pack(formats.get("mxfp8_e4m3"), codes, scales, k)
+        assert bool(fits.all())
+        x_scales = torch.full((1, 2), x_byte, dtype=torch.uint8, device="cuda")
+        out = torch.empty(1, n, device="cuda")
+        decode(form, "mxfp8_e4m3", codes[:1], out, k, x_scales)
+        assert bool((out.double() == 64.0 * 2.0 ** (w_byte + x_byte - 254)).all())
+
+
+def test_unaligned_and_strided_rows():
+    n, k = 48, 72
+    form, _ = packed(spread(n, k, 4, 1), "mxfp8_e4m3")
+    for dtype in (BF16, F32):
+        x = spread(9, k, 4, 2).to(dtype)
+        wide = torch.zeros(9, k + 5, dtype=dtype, device="cuda")
+        wide[:, 1 : k + 1] = x
+        whole, part = (
+            decode(form, "mxfp8_e4m3", rows, torch.empty(9, n, device="cuda"), k)
+            for rows in (x, wide[:, 1 : k + 1])
+        )
+        assert torch.equal(whole, part)
+
+
+@pytest.mark.parametrize("drop", [False, True])
+@every_weight
+def test_frozen_layers_in_a_cuda_graph(w_fmt, drop):
+    recipe = BlockScaling(x="mxfp8_e4m3", w=w_fmt, g="mxfp8_e5m2")
+    layer = te_mx.Linear(512, 400, dtype=BF16, device="cuda")
+    weight, bias = layer.weight.detach().clone(), layer.bias.detach().double()
+    te_mx.freeze_weights(layer, drop_master=drop, recipe=recipe)
+    x = spread(5, 512, 4, 2).bfloat16()
+
+    def forward():
+        with torch.no_grad(), te_mx.autocast(recipe=recipe):
+            return layer(x)
+
+    eager = forward()
+    assert LAST_RUN[layer._tag] == "sm90_decode"
+    exact = quantized(x, "mxfp8_e4m3")[2] @ quantized(weight, w_fmt)[2].t() + bias
+    torch.testing.assert_close(eager.double(), exact, rtol=2.0**-7, atol=2.0**-7)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = forward()
+    for seed in (3, 4):
+        x.copy_(spread(5, 512, 4, seed).bfloat16())
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, forward())

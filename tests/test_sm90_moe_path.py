@@ -1,0 +1,84 @@
+"""Routed rows take the Hopper kernels: lists, products and whole mixtures over a stand-in for the
+native module, and what sends them elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import fake_sm90_moe
+import pytest
+import torch
+from as_on_hopper import hopper
+
+sys.path.insert(0, str(Path(__file__).parent / "contract"))
+
+from moe import ROUTINGS, aligned, poisoned, product
+
+import te_mx
+from te_mx.backends.sm90.moe import HopperMoeGemm
+from te_mx.dispatch.problem import Place, Problem
+
+HERE = Place("cuda", 0)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch):
+    """Names of the native calls, as they come."""
+    made: list[str] = []
+    for name in ("moe_gemm", "moe_align"):
+        run = getattr(fake_sm90_moe, name)
+        monkeypatch.setattr(
+            fake_sm90_moe, name, lambda args, run=run, name=name: made.append(name) or run(args)
+        )
+    with hopper(fake_sm90_moe):
+        yield made
+
+
+@pytest.mark.parametrize("routing", list(ROUTINGS))
+@pytest.mark.parametrize("fmt", ["e4m3", "mxfp4"])
+def test_products_and_lists_are_native_calls(routing, fmt, calls):
+    r = ROUTINGS[routing]
+    lists = te_mx.moe.align_block_size(r.topk_ids, r.block_m, r.experts, r.expert_map)
+    for mine, theirs in zip(lists, aligned(r), strict=True):
+        assert torch.equal(mine, theirs)
+    x, w = torch.randn(r.routed, 64), te_mx.quantize(torch.randn(r.local, 48, 64), fmt=fmt)
+    a, weights, bias = te_mx.quantize(x), torch.rand(r.routed), torch.randn(r.local, 48)
+    out = torch.full((r.routed, 48), 7.0)
+    te_mx.moe.grouped_gemm(
+        a, w, *poisoned(aligned(r), r.block_m, 2), top_k=1, block_m=r.block_m, out=out,
+        mul_weight_by=weights, bias=bias,
+    )  # fmt: skip
+    want, _, hit = product(r, a.dequantize(), w.dequantize(), 1, weights, bias)
+    torch.testing.assert_close(out[hit].double(), want[hit], rtol=1e-6, atol=1e-6)
+    assert bool((out[~hit] == 7.0).all())
+    assert calls == ["moe_align", "moe_gemm"]
+
+
+def test_plain_tokens_are_quantized_first(calls):
+    r = ROUTINGS["many tokens"]
+    x = torch.randn(65, 64, dtype=torch.bfloat16)
+    w = te_mx.quantize(torch.randn(6, 96, 64))
+    call = {"top_k": 4, "block_m": r.block_m, "out_dtype": torch.float32}
+    made = te_mx.moe.grouped_gemm(x, w, *aligned(r), **call)
+    assert torch.equal(made, te_mx.moe.grouped_gemm(te_mx.quantize(x), w, *aligned(r), **call))
+    assert calls == ["moe_gemm", "moe_gemm"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"lhs": "mxfp4@rows"}, "takes tokens in"),
+        ({"rhs": "mxfp6_e3m2@rows"}, "not mxfp6_e3m2"),
+        ({"rhs": "fp8_e4m3_128x128@rows"}, "not fp8_e4m3_128x128"),
+        ({"k": 70}, "multiples of 32"),
+        ({"n": 15}, "16 rows or more"),
+        ({"dtype": torch.float64}, "not torch.float64"),
+        ({"place": Place("cpu", -1, 3)}, "runs on CUDA"),
+        ({}, None),
+    ],
+)
+def test_envelope(change, said, calls):
+    problem = Problem("moe_gemm", HERE, "mxfp8_e4m3@rows", "mxfp4@rows", 8, 48, 64, 4)
+    reason = HopperMoeGemm().accepts(problem._replace(**change))
+    assert reason is None if said is None else said in reason

@@ -1,0 +1,27 @@
+// Copies to shared memory that a thread starts and waits for by groups, in order.
+#pragma once
+
+#include "mxtile/sm90/math.cuh"
+
+namespace mxtile::sm90 {
+
+// Starts a copy of 16 bytes past L1, or of zeros; both addresses are multiples of 16. Nothing is
+// read for zeros.
+__device__ __forceinline__ void copy16_async(void* smem, const void* gmem, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem_addr(smem)), "l"(gmem),
+               "r"(there ? 16 : 0)
+               : "memory");
+}
+
+// Ends a group: what this thread started since the last one, perhaps nothing.
+__device__ __forceinline__ void end_copy_group() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Until all but the last kPending groups of this thread have arrived.
+template <int kPending>
+__device__ __forceinline__ void wait_copy_groups() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+}  // namespace mxtile::sm90
