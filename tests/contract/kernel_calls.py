@@ -189,6 +189,33 @@ def linear_infer(data: st.DataObject, device: torch.device) -> Case:
     return case._replace(run=lambda kernel: [out] if kernel is None else run(kernel))
 
 
+def linear_frozen(data: st.DataObject, device: torch.device) -> Case:
+    """On the form that the kernel makes of the weight, where it takes its numbers."""
+    m, n, k = (data.draw(SIZES) for _ in range(3))
+    x, w = matrix(data, m, k, device), matrix(data, n, k, device)
+    of_x, of_w, dtype = data.draw(FORMATS), data.draw(FORMATS), data.draw(FLOATS)
+    rule = data.draw(rules_of(of_x))
+    problem = Problem(
+        "linear_frozen", place_of(device), f"{of_x}@any", f"{of_w}@any", m, n, k, dtype=x.dtype,
+        rule=rule,
+    )  # fmt: skip
+    sides = [
+        reference("quantize").run(Quantize(one, f"{name}@rows", "", by)).row
+        for one, name, by in ((x, of_x, rule), (w, of_w, data.draw(rules_of(of_w))))
+    ]
+    out = torch.empty((m, n), dtype=dtype, device=device)
+    torch_gemm.gemm(*sides, Epilogue(), out, None)
+
+    def run(kernel: Any) -> list[Tensor] | None:
+        form = None if kernel is None else kernel.form(sides[1])
+        if form is None:
+            return [out]
+        made = kernel.multiply(problem, x, form, None, dtype)
+        return None if made is None else [made]
+
+    return Case(problem, run, False, bound_of(*sides, dtype, device))
+
+
 # ----------------------------------------------------------------------------------------- grouped
 def split(data: st.DataObject, rows: int, device: torch.device) -> Groups:
     count = data.draw(st.integers(1, 4))
@@ -353,14 +380,13 @@ def act_quantize(data: st.DataObject, device: torch.device) -> Case:
 CASES = {
     make.__name__: make
     for make in (
-        quantize, dequantize, convert, gemm, linear_infer, quantize_grouped, quantize_weights,
-        gemm_rows, gemm_k, moe_align, moe_gemm, norm_quantize, act_quantize,
+        quantize, dequantize, convert, gemm, linear_infer, linear_frozen, quantize_grouped,
+        quantize_weights, gemm_rows, gemm_k, moe_align, moe_gemm, norm_quantize, act_quantize,
     )
 }  # fmt: skip
 # Ops that other tests run, with why.
 ELSEWHERE = {
     "linear": "is autograd's: tests/test_linear_one_call.py and tests/gpu",
-    "linear_frozen": "is a frozen layer's: tests/test_sm90_decode_path.py and tests/gpu",
     "norm_backward": "has sums of its own order: tests/test_fused_ops.py",
     "columns_of_weights": "is two other ops: tests/test_sm90_grouped_plain_path.py",
     "move_ends": "copies a vector to a GPU: tests/gpu/test_sm90_grouped.py",

@@ -23,6 +23,7 @@ from te_mx.runtime import workspace
 DEVICES = ["cpu"]
 if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9:
     DEVICES.append("cuda:0")
+OPTIONAL = "linear_infer", "linear_frozen"  # ops that no kernel need take
 every_device = pytest.mark.parametrize("device", DEVICES)
 allowed = pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")
 
@@ -39,7 +40,7 @@ def test_every_op_has_a_case():
 def test_a_kernel_runs_what_it_accepts(op, device, isa, data):
     case = CASES[op](data, torch.device(device))
     accepting = [k for k in kernels(op) if k.accepts(case.problem) is None]
-    if op == "linear_infer":
+    if op in OPTIONAL:
         want = case.run(None)
     else:
         assert pick_problem(case.problem) is accepting[0]
@@ -78,7 +79,7 @@ def test_reasons_wants_and_explanations(op, device, data):
             wants = kernel.wants(problem)
             assert isinstance(wants, Wants) and get(wants.row) and get(wants.col)
             assert kernel.parts(problem) >= 1 and isinstance(kernel.note(problem), str)
-    if op != "linear_infer":
+    if op not in OPTIONAL:
         chosen, declined = choose(problem)
         said = explain_problem(problem, "a problem")
         assert said.kernel == chosen.name
