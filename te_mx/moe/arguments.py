@@ -16,6 +16,8 @@ from te_mx.ops import Operand, Stack, quantize_2d
 from te_mx.recipes.settings import Settings
 from te_mx.tensor import MXTensor
 
+_FEW = 1024
+
 
 def check_ids(name: str, value: Any, device: torch.device, shape: str = "a vector") -> Tensor:
     """Ids as int32. Raises unless they are int32 or int64 on a device, in one dimension, or in two
@@ -43,7 +45,11 @@ def check_range(name: str, ids: Tensor, least: int, end: int, remedy: str) -> No
     """Raise ValueError for ids out of [least, end), where the host may look at them."""
     if not readable(ids) or ids.numel() == 0:
         return
-    low, high = (int(one) for one in ids.aminmax())
+    if ids.numel() <= _FEW:  # as a list, which costs less than operators of torch
+        held = ids.flatten().tolist()
+        low, high = min(held), max(held)
+    else:
+        low, high = (int(one) for one in ids.aminmax())
     if low < least or high >= end:
         got = low if low < least else high
         raise ValueError(f"{name} must be {least} to {end - 1}, got {got}; {remedy}")

@@ -34,8 +34,7 @@ SLOTS = INDEX.but("one less", "one more", "a matrix", "a scalar", "none at all")
 MAP = INDEX.but("beyond the end", "beyond 64 bits") | changed(
     None, beyond_the_experts=lambda x: x + 10**6
 )
-OF_ALL = SHAPED.but("None", "row less", "row more", "dimension more", "dimension less")
-SCORES = OF_ALL | ROWS
+SCORES = SHAPED.but("None", "dimension more", "dimension less")
 WEIGHTS = (
     other_than() | changed(
         None, meta=lambda x: x.to("meta"), its_codes=lambda x: x.rowwise_data,

@@ -37,11 +37,12 @@ class CpuMoeGemm(Kernel):
         ends = list(accumulate(map(len, groups)))
         if ends[-1] == 0:
             return self.name
-        order = torch.tensor(list(chain.from_iterable(groups)), device=CPU)
+        rows, div = list(chain.from_iterable(groups)), p.routing.a_div
+        order = torch.tensor(rows, device=CPU)
+        tokens = order if div == 1 else torch.tensor([row // div for row in rows], device=CPU)
         dtype = p.out.dtype if p.weights is None else torch.float32
         made = cpu_memory.empty((ends[-1], p.rhs.rows), dtype)
-        div = p.routing.a_div
-        lhs = gathered(p.lhs, order if div == 1 else order // div)
+        lhs = gathered(p.lhs, tokens)
         call = binding_grouped.GroupedGemmCall(
             few_and_many(), native_stack(p.rhs), native_operand(lhs),
             Bounds([0, *ends[:-1]], ends), made, p.bias,
