@@ -132,7 +132,9 @@ class AmxStream {
     const char* x = x_;
     for (int64_t line = 0, turn = 0; line < lines_; line += kLines, turn ^= 1) {
       const int64_t count = lines_ - line < kLines ? lines_ - line : kLines;
-      if ((line + kLines) * kLine <= w_.k) {
+      // 16 scale bytes are read at a time.
+      const bool inside = (line + kLines) * kLine <= w_.k && line * 2 + 16 <= w_.k / kBlock;
+      if (inside) {
         run_batch<true, nibbles>(tiles, decoder, rows, line, kLines, batches[turn],
                                  batches[turn ^ 1], x, ready);
       } else {
@@ -186,20 +188,19 @@ class AmxStream {
     tiles.template dot_bf16<2 + odd, 5, 6 + odd>();
   }
 
-  // inside: whole lines. Else zeros follow the end of the row.
+  // inside: whole lines and 16 scale bytes that may be read. Else zeros follow the end of the row.
   template <bool inside, bool nibbles>
   [[gnu::always_inline]] inline void decode_row(const Decoder& decoder, const Row& row,
                                                 int64_t line, int64_t count, int64_t ahead,
                                                 int64_t r, Batch& batch) const {
-    alignas(64) uint32_t words[2 * kLines];
-    alignas(64) uint8_t bytes[2 * kLines], padded[kLine];
-    static_assert(kLines == 4, "line_words() reads the scales of four lines");
+    alignas(64) uint32_t words[16];
+    alignas(64) uint8_t bytes[16], padded[kLine];
     constexpr int64_t kBytes = nibbles ? kLine / 2 : kLine;
     const uint8_t* codes = row.codes + line * kBytes;
     const uint8_t* scales = row.scales + line * 2;
     if constexpr (!inside) {
       const int64_t left = ceil_div(w_.k, kBlock) - 2 * line;
-      for (int64_t i = 0; i < 2 * kLines; ++i) bytes[i] = i < left ? scales[i] : 127;
+      for (int64_t i = 0; i < 16; ++i) bytes[i] = i < left ? scales[i] : 127;
       scales = bytes;
     }
     const unsigned nan = Decoder::line_words(scales, row.byte, words);

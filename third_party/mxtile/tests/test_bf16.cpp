@@ -91,12 +91,12 @@ void compare_tiles(Element format, const TileCase& c, ptrdiff_t stride) {
 // A line of the portable decoder against decode(), and the vector decoder against the portable one.
 void compare_lines(Element format, const TileCase& c) {
   alignas(64) uint16_t even[2][32], odd[2][32];
-  alignas(64) uint32_t words[2][8];
+  alignas(64) uint32_t words[2][16];
   const int row_byte = c.row_bytes[0];
   const unsigned nan = PortableDecoder::line_words(c.bytes, row_byte, words[0]);
   check(Avx512Decoder::line_words(c.bytes, row_byte, words[1]) == nan, "NaN blocks", row_byte, 0);
   check(std::memcmp(words[0], words[1], sizeof words[0]) == 0, "line words", row_byte, 0);
-  for (int block = 0; block < 8; block += kLineBlocks) {
+  for (int block = 0; block < 16; block += kLineBlocks) {
     PortableDecoder(format).split_line(c.codes, words[0] + block, even[0], odd[0]);
     Avx512Decoder(format).split_line(c.codes, words[1] + block, even[1], odd[1]);
     for (int half = 0; half < kLineBlocks; ++half) {
@@ -119,7 +119,7 @@ void compare_packed_lines(const TileCase& c) {
   uint8_t packed[kLineK / 2];
   mxtile::mx::pack_nibbles<kLineK / 2>(c.codes, packed);
   alignas(64) uint16_t expected[2][32], got[2][32];
-  alignas(64) uint32_t words[8];
+  alignas(64) uint32_t words[16];
   PortableDecoder::line_words(c.bytes, c.row_bytes[0], words);
   const PortableDecoder portable(Element::e2m1);
   const Avx512Decoder vector(Element::e2m1);

@@ -64,7 +64,6 @@ inline constexpr PairOrder kPairOrder = make_pair_order();
 struct Avx512Decoder {
   __m512i low0, low1, high0, high1, sign, mark, spread;
   __m512i halves;      // words of codes of 4 bits, twice
-  __mmask32 marked;    // which of them take an exponent
   bool negative_zero;  // false: its code is NaN
 
   __attribute__((always_inline)) explicit Avx512Decoder(Element format) {
@@ -82,7 +81,6 @@ struct Avx512Decoder {
     const __m128i low16 = _mm512_castsi512_si128(low0), high16 = _mm512_castsi512_si128(high0);
     halves = _mm512_broadcast_i64x4(
         _mm256_set_m128i(_mm_unpackhi_epi8(low16, high16), _mm_unpacklo_epi8(low16, high16)));
-    marked = _mm512_test_epi16_mask(halves, mark);
   }
 
   // 64 codes to 2 x 32 words. Per 128-bit lane, `first` takes the low 8 codes and `second` the
@@ -123,12 +121,12 @@ struct Avx512Decoder {
     // Bytes 4i .. 4i + 3 of each half to lane i, where unpacking words leaves them in order.
     const __m256i bytes =
         _mm256_permutevar8x32_epi32(load32(packed), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-    const __m512i upper = _mm512_broadcast_i32x4(_mm_setr_epi16(0, 0, 0, 0, 16, 16, 16, 16));
-    const uint32_t words[2] = {word_first, word_second};
     __m512i even, odd;
-    look_up_pairs(bytes, upper, two_words(words), even, odd);
-    first = _mm512_unpacklo_epi16(even, odd);
-    second = _mm512_unpackhi_epi16(even, odd);
+    look_up_pairs(bytes, even, odd);
+    first = add_exponent(_mm512_unpacklo_epi16(even, odd),
+                         _mm512_set1_epi32(static_cast<int>(word_first)));
+    second = add_exponent(_mm512_unpackhi_epi16(even, odd),
+                          _mm512_set1_epi32(static_cast<int>(word_second)));
   }
 
   // tile[16 rows][32 k]
@@ -205,18 +203,14 @@ struct Avx512Decoder {
     }
   }
 
-  // words[i] = exponent word of bytes[i], twice, for 8 blocks of a row; returns the NaN blocks.
-  // Words come back from memory, which broadcasts them for nothing; from a register the shuffle
-  // port would.
+  // words[i] = exponent word of bytes[i], twice, for 16 blocks of a row; returns the NaN blocks.
   MXTILE_STATIC unsigned line_words(const uint8_t* bytes, int row_byte, uint32_t* words) {
-    const __m256i base = _mm256_set1_epi32((kRelative - row_byte) * 128 - 1);
-    const __m256i wide =
-        _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes)));
-    const __m256i word = _mm256_add_epi32(_mm256_slli_epi32(wide, 7), base);
-    _mm256_store_si256(reinterpret_cast<__m256i*>(words),
-                       _mm256_blend_epi16(word, _mm256_slli_epi32(word, 16), 0xAA));
-    asm volatile("" : : : "memory");
-    return _mm256_cmpeq_epi32_mask(wide, _mm256_set1_epi32(255));
+    const __m512i base = _mm512_set1_epi32((kRelative - row_byte) * 128 - 1);
+    const __m512i wide = _mm512_cvtepu8_epi32(load16(bytes));
+    const __m512i word = _mm512_add_epi32(_mm512_slli_epi32(wide, 7), base);
+    _mm512_store_si512(words,
+                       _mm512_mask_blend_epi16(0xAAAAAAAA, word, _mm512_slli_epi32(word, 16)));
+    return _mm512_cmpeq_epi32_mask(wide, _mm512_set1_epi32(255));
   }
 
   // The codes of a line, k 0, 2, .. 62 to even[32] and k 1, 3, .. 63 to odd[32]; words are those of
@@ -241,11 +235,11 @@ struct Avx512Decoder {
                                                                const uint32_t* words,
                                                                uint16_t* even,
                                                                uint16_t* odd) const {
-    const __m512i upper = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
+    const __m512i add = two_words(words);
     __m512i e, o;
-    look_up_pairs(load32(packed), upper, two_words(words), e, o);
-    _mm512_store_si512(even, e);
-    _mm512_store_si512(odd, o);
+    look_up_pairs(load32(packed), e, o);
+    _mm512_store_si512(even, add_exponent(e, add));
+    _mm512_store_si512(odd, add_exponent(o, add));
   }
 
   // Makes one block of a split line NaN.
@@ -256,18 +250,13 @@ struct Avx512Decoder {
   }
 
  private:
-  // The words of the codes in the low and in the high halves of 32 bytes. The table gets the
-  // exponents, those of one block in its low and those of the other in its high half, which bit 4
-  // of an index chooses: 16 in the words of `upper` whose bytes belong to the other block.
-  __attribute__((always_inline)) inline void look_up_pairs(__m256i bytes, __m512i upper,
-                                                           __m512i add, __m512i& even,
+  // The words of the codes in the low and in the high halves of 32 bytes. Only the low five bits of
+  // an index count, and the table holds its sixteen words twice.
+  __attribute__((always_inline)) inline void look_up_pairs(__m256i bytes, __m512i& even,
                                                            __m512i& odd) const {
-    const __m512i table = _mm512_mask_add_epi16(halves, marked, halves, add);
     const __m512i wide = _mm512_cvtepu8_epi16(bytes);
-    const __m512i low = _mm512_ternarylogic_epi64(wide, _mm512_set1_epi16(15), upper, 0xEA);
-    const __m512i high = _mm512_or_si512(_mm512_srli_epi16(wide, 4), upper);
-    even = _mm512_permutexvar_epi16(low, table);
-    odd = _mm512_permutexvar_epi16(high, table);
+    even = _mm512_permutexvar_epi16(wide, halves);
+    odd = _mm512_permutexvar_epi16(_mm512_srli_epi16(wide, 4), halves);
   }
   __attribute__((always_inline)) inline __m512i add_exponent(__m512i word, __m512i add) const {
     return _mm512_mask_add_epi16(word, _mm512_test_epi16_mask(word, mark), word, add);

@@ -134,7 +134,7 @@ struct PortableDecoder {
   // words[i] = exponent word of bytes[i], twice, for 16 blocks of a row; returns the NaN blocks.
   static unsigned line_words(const uint8_t* bytes, int row_byte, uint32_t* words) {
     unsigned nan = 0;
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < 16; ++i) {
       words[i] = exponent_word(bytes[i], row_byte) * 0x10001u;
       nan |= (bytes[i] == 255 ? 1u : 0u) << i;
     }
