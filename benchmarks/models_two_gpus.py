@@ -232,4 +232,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # NOTE: once, on a busy machine, a rank that was done aborted while the interpreter took down
+    # what torch.distributed had left: "terminate called without an active exception".
+    os._exit(code)
