@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import te_mx
-from benchmarks.gpu import GpuContext
+from benchmarks.gpu import GpuContext, warm_up
 from benchmarks.row import Row, Target
 from benchmarks.timing import Call, interleaved
 from te_mx.recipe import BlockScaling
@@ -32,12 +32,7 @@ def _graph(call: Call, sets: int, context: GpuContext) -> Call:
     """CALLS calls a graph, with weights that no cache holds; themselves without a GPU."""
     if context.device.type != "cuda":
         return call
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for i in range(sets):
-            call(i)
-    torch.cuda.current_stream().wait_stream(side)
+    warm_up(call, sets)
     graphs, held = [], []
     for first in range(0, max(sets, CALLS), CALLS):
         graphs.append(torch.cuda.CUDAGraph())

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import te_mx
 from benchmarks.bench_moe import MUST, ROUTINGS, routings_of
-from benchmarks.gpu import GpuContext
+from benchmarks.gpu import GpuContext, warm_up
 from benchmarks.row import Row
 from benchmarks.timing import Call, interleaved
 
@@ -24,12 +24,7 @@ def graph_of(call: Call, context: GpuContext) -> Call:
     GPU."""
     if context.device.type != "cuda":
         return call
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for i in range(ROUTINGS):
-            call(i)
-    torch.cuda.current_stream().wait_stream(side)
+    warm_up(call, ROUTINGS)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         held = [call(i) for i in range(ROUTINGS)]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import te_mx
 from benchmarks.context import Sizes
-from benchmarks.timing import WALL, Clock, Effort, interleaved
+from benchmarks.timing import WALL, Call, Clock, Effort, interleaved
 from te_mx.backends.sm90 import binding
 
 FP8_TFLOPS = 1979  # H100 and H200 SXM by their data sheet: dense FP8 on tensor cores
@@ -151,3 +151,13 @@ KINDS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
     "outliers": _outliers,  # 1 % of the columns times 100
     "spread": _spread,  # a power of two for every block of 32, over 2^30
 }
+
+
+def warm_up(call: Call, count: int) -> None:
+    """Calls on a stream of their own, as what is captured next wants them."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for i in range(count):
+            call(i)
+    torch.cuda.current_stream().wait_stream(side)

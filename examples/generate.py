@@ -25,6 +25,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import torch
+from gpt import devices
 from llama import decode_report, decoding, models
 
 FAILED, WRONG_USE, STOPPED = 1, 2, 130
@@ -86,14 +87,8 @@ def settings(args: argparse.Namespace, mode: str) -> decoding.DecodeSettings:
 
 def lacks(args: argparse.Namespace) -> str | None:
     """What a run needs and does not find here."""
-    try:
-        device = torch.device(args.device)
-    except RuntimeError:
-        return f"--device must be cpu, cuda, cuda:1, ..., got {args.device}"
-    if device.type not in ("cpu", "cuda"):
-        return f"--device must be cpu or cuda, got {args.device}"
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        return f"--device {args.device}: torch finds {torch.cuda.device_count()} CUDA devices here"
+    if (problem := devices.wrong(args.device)) is not None:
+        return problem
     for package in ("matplotlib", "tqdm"):
         if importlib.util.find_spec(package) is None:
             return f"this example needs {package}: pip install {package}"

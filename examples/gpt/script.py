@@ -15,7 +15,7 @@ from types import FrameType
 
 import torch
 
-from gpt import data, precision, report, seeds, stopping, train
+from gpt import data, devices, precision, report, seeds, stopping, train
 
 FAILED, WRONG_USE = 1, 2
 STOPPED = 130  # what a shell reports after Ctrl-C
@@ -93,14 +93,8 @@ def check_options(p: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 
 def missing(args: argparse.Namespace) -> str | None:
     """What a run needs and this machine lacks; asked before anything of an earlier run goes."""
-    try:
-        device = torch.device(args.device)
-    except RuntimeError:
-        return f"--device must be cpu, cuda, cuda:1, ..., got {args.device}"
-    if device.type not in ("cpu", "cuda"):
-        return f"--device must be cpu or cuda, got {args.device}"
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        return f"--device {args.device}: torch finds {torch.cuda.device_count()} CUDA devices here"
+    if (problem := devices.wrong(args.device)) is not None:
+        return problem
     if importlib.util.find_spec("matplotlib") is None:
         return "the plot needs matplotlib: pip install matplotlib"
     try:
