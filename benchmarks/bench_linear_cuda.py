@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import te_mx
-from benchmarks.gpu import GpuContext
+from benchmarks.gpu import GpuContext, warm_up
 from benchmarks.row import Row, Target
 from benchmarks.timing import Call, interleaved
 from te_mx import ops
@@ -168,12 +168,7 @@ class Captured:
 
     def __init__(self, layer: Layer):
         self.layer = layer
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for i in range(3):
-                layer.step(i)
-        torch.cuda.current_stream().wait_stream(side)
+        warm_up(layer.step, 3)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             layer.step(0)

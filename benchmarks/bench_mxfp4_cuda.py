@@ -10,7 +10,7 @@ import te_mx
 from benchmarks.bench_gemm_cuda import bf16
 from benchmarks.bench_grouped_cuda import PEER, grouped_mm
 from benchmarks.bench_linear_cuda import Layer
-from benchmarks.gpu import GpuContext
+from benchmarks.gpu import GpuContext, warm_up
 from benchmarks.row import Row, Target
 from benchmarks.timing import Call, interleaved
 from te_mx import ops
@@ -57,12 +57,8 @@ def _captured(call: Call, sets: int, device: torch.device) -> Call:
     if device.type != "cuda":
         return call
     graphs, held = [], []
+    warm_up(call, sets)
     for i in range(sets):
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            call(i)
-        torch.cuda.current_stream().wait_stream(side)
         graphs.append(torch.cuda.CUDAGraph())
         with torch.cuda.graph(graphs[-1]):
             held.append(call(i))

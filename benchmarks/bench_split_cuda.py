@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 import te_mx
-from benchmarks.gpu import GpuContext
+from benchmarks.gpu import GpuContext, warm_up
 from benchmarks.row import Row
 from benchmarks.timing import Call, interleaved
 from te_mx import ops
@@ -70,11 +70,7 @@ def _replayed(context: GpuContext, work: Callable[[], None]) -> Call:
     """A call of work as a CUDA graph; as it is where there are none."""
     if context.device.type != "cuda":
         return lambda i: work()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        work()
-    torch.cuda.current_stream().wait_stream(side)
+    warm_up(lambda i: work(), 1)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()

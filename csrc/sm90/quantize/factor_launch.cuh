@@ -51,26 +51,9 @@ inline Status check_factors(const QuantizeOut& to) {
 template <FactorBlocks kBlocks, class T, tile::Fp8 kFmt, class Where>
 Status launch_factor_instance(const FactorParams& p, const Where& where, dim3 grid, int64_t tiles,
                               cudaStream_t stream, Start start) {
-  const auto kernel = factor_kernel<T, kFmt, kBlocks, Where>;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = dim3(kQuantizeThreads);
-  config.stream = stream;
-  const Device device = current_device();
   static std::atomic<bool> ready[64];
-  std::atomic<bool>& allowed = ready[device.index & 63];
-  if (!allowed.load(std::memory_order_relaxed)) {
-    const Status status = started(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSpreadingSmem));
-    if (status != Status::ok) return status;
-    allowed.store(true, std::memory_order_relaxed);
-  }
-  config.dynamicSmemBytes = spreading_smem(tiles, device.sms);
-  cudaLaunchAttribute early = early_start();
-  config.attrs = &early, config.numAttrs = start == Start::after ? 0 : 1;
-  FactorParams params = p;
-  params.beside = start == Start::beside;
-  return started(cudaLaunchKernelEx(&config, kernel, params, where));
+  return launch_spread(factor_kernel<T, kFmt, kBlocks, Where>, ready, p, where, grid, tiles, stream,
+                       start);
 }
 
 // `tiles`: CTAs that have work, as far as the host knows.

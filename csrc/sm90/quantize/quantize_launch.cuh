@@ -20,17 +20,17 @@ inline int spreading_smem(int64_t tiles, int sms) {
   return tiles <= sms ? kSpreadingSmem : tiles <= 2 * sms ? kSpreadingSmem / 2 : 0;
 }
 
-// kPlain: whether a direction may be plain.
-template <bool kPlain, class T, tile::Fp8 kFmt, class Where>
-Status launch_instance(const QuantizeParams& p, const Where& where, dim3 grid, int64_t tiles,
-                       cudaStream_t stream, Start start) {
-  const auto kernel = quantize_kernel<T, kFmt, kPlain, Where>;
+// Launches a kernel over tiles whose parameters end in `beside`; ready[device]: whether it may have
+// kSpreadingSmem there. `tiles`: CTAs that have work, as far as the host knows.
+template <class Params, class Where>
+Status launch_spread(void (*kernel)(Params, Where), std::atomic<bool> (&ready)[64], const Params& p,
+                     const Where& where, dim3 grid, int64_t tiles, cudaStream_t stream,
+                     Start start) {
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = dim3(kQuantizeThreads);
   config.stream = stream;
   const Device device = current_device();
-  static std::atomic<bool> ready[64];
   std::atomic<bool>& allowed = ready[device.index & 63];
   if (!allowed.load(std::memory_order_relaxed)) {
     const Status status = started(
@@ -41,9 +41,18 @@ Status launch_instance(const QuantizeParams& p, const Where& where, dim3 grid, i
   config.dynamicSmemBytes = spreading_smem(tiles, device.sms);
   cudaLaunchAttribute early = early_start();
   config.attrs = &early, config.numAttrs = start == Start::after ? 0 : 1;
-  QuantizeParams params = p;
+  Params params = p;
   params.beside = start == Start::beside;
   return started(cudaLaunchKernelEx(&config, kernel, params, where));
+}
+
+// kPlain: whether a direction may be plain.
+template <bool kPlain, class T, tile::Fp8 kFmt, class Where>
+Status launch_instance(const QuantizeParams& p, const Where& where, dim3 grid, int64_t tiles,
+                       cudaStream_t stream, Start start) {
+  static std::atomic<bool> ready[64];
+  return launch_spread(quantize_kernel<T, kFmt, kPlain, Where>, ready, p, where, grid, tiles,
+                       stream, start);
 }
 
 // `tiles`: CTAs that have work, as far as the host knows.
