@@ -35,6 +35,8 @@ def local_of(x: DTensor, grad_placements: list[Placement]) -> Tensor:
     # through .data change neither.
     if is_tracing() or x.is_inference() or inner.is_inference() or exposed.is_exposed(x):
         return x.to_local(grad_placements=grad_placements)
+    if x.requires_grad and x.is_leaf:  # whose gradient's place holds it: it would keep itself alive
+        return x.to_local(grad_placements=grad_placements)
     versions = x._version, inner._version
     differentiable = x.requires_grad, torch.is_grad_enabled()
     key = tuple(grad_placements), versions, differentiable

@@ -18,8 +18,6 @@ from typing import Any
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from te_mx.nn.several_ranks import is_spread
-
 _ids = itertools.count(1)
 
 
@@ -82,7 +80,7 @@ class Sources:
         self._states = []
         if any(tensor.requires_grad for tensor in tensors.values()):
             return False
-        held = [t._local_tensor if is_spread(t) else t for t in tensors.values()]  # type: ignore[attr-defined]
+        held: list[Any] = [getattr(t, "_local_tensor", t) for t in tensors.values()]  # of DTensors
         try:
             self._storages = [StorageWeakRef(t.untyped_storage()) for t in held]
             self._states = [

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
+import weakref
 
 import halves
 import torch
@@ -251,6 +253,19 @@ def case_siblings():
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), way
         torch.testing.assert_close(sums[0][0], sums[1][0], rtol=2**-6, atol=2**-6)
         assert way is not None or (sums[0][1], sums[1][1]) == (1, 1), sums
+
+
+def case_inputs_are_not_kept():
+    layer = parallelize_module(built(te_mx.Linear, K, N), mesh(), ColwiseParallel())
+    for leaf, grad in ((True, True), (True, False), (False, True)):
+        x = DTensor.from_local(of(M, K), mesh(), [Replicate()]).requires_grad_(grad)
+        x = x if leaf else x * 1
+        with te_mx.autocast():
+            layer(x).sum().backward()
+        alive = weakref.ref(x)
+        del x
+        gc.collect()
+        assert alive() is None, (leaf, grad)
 
 
 def case_compile():
