@@ -157,7 +157,6 @@ def test_one_copy_is_a_loop(native, stacked, first) -> None:
     assert native == [
         "quantize_grouped", *quantized, "pack_stacked", "gemm_rows",
         "quantize_grouped", "columns_of_stacked", "gemm_rows", "gemm_k",
-        *["columns_of_stacked"] * len(SPLITS),  # of the layers of the loop
     ]  # fmt: skip
 
 

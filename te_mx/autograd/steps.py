@@ -44,9 +44,9 @@ from te_mx.ops import (
     Operand,
     Quantize,
     Quantized,
-    Stack,
     Target,
     convert_2d,
+    dequantize_2d,
     forms,
     gemm_2d,
     quantize_2d,
@@ -54,7 +54,6 @@ from te_mx.ops import (
     quantized,
     turned,
 )
-from te_mx.ops.grouped_quantize import columns_of_weights
 from te_mx.recipes.settings import Settings
 from te_mx.runtime.ran import LAST_RUN
 
@@ -266,11 +265,9 @@ def kept_for_dgrad(
 def columns_of(row: Operand, settings: Settings) -> Operand:
     """The columnwise operand of a weight of which only plain rowwise codes are left: these codes
     where blocks are square, else what they decode to, quantized again."""
-    col = roles(row.codes.device, settings).w.col
     if row.format.is_square and row.format.name == settings.w_columns:
-        return convert_2d(turned(row), col)
-    alone = Stack(row.codes[None], row.scales[None], row.spec, 1, row.rows, row.k)
-    return columns_of_weights(alone, col, settings.scale_rule).group(0)
+        return convert_2d(turned(row), roles(row.codes.device, settings).w.col)
+    return _columns_of(dequantize_2d(row, row.format.exact_dtype), "w", settings)
 
 
 def _weight_columns(kept: Kept, settings: Settings) -> Operand:

@@ -167,8 +167,6 @@ class QuantizeWeightsReference(_Reference):
 def stacked(operands: list[Operand]) -> Stack:
     """The operands of all groups, one behind the other."""
     first = operands[0]
-    if len(operands) == 1:
-        return Stack(first.codes[None], first.scales[None], first.spec, 1, first.rows, first.k)
     codes = torch.stack([one.codes for one in operands])
     if first.scales.dtype == torch.int32 and codes.shape[-1] % 16:  # rows as far apart as packed
         width = codes.shape[-1]
