@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import te_mx
+from te_mx.autograd import mlp_block
 from te_mx.distributed import ModuleParallel
 from tests.mlp_blocks import Gated, Plain
 
@@ -106,6 +107,48 @@ def case_input_of_all_layers():
     """The block's input is one DTensor already; its result stays one."""
     block = built()
     check(block, plan_of(block, use_local_output=False), WHOLE)
+
+
+class Normalized(nn.Module):
+    """A block behind a normalization."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp = nn.RMSNorm(HIDDEN, eps=1e-5), Gated(hidden=HIDDEN, inner=INNER)
+
+    def forward(self, x):
+        return self.mlp(self.norm(x))
+
+
+def case_codes_of_a_normalization():
+    """The block reads the codes that the normalization in front of it makes, and backward makes
+    the columnwise ones again: the bits of quantizing its result."""
+    found, asked = [], []
+    real = mlp_block.source_of
+
+    def watched(z):
+        asked.append(real(z) is not None)
+        return real(z)
+
+    mlp_block.source_of = watched
+    for told in (True, False):
+        torch.manual_seed(5)
+        model = Normalized().to(DEVICE, torch.bfloat16)
+        te_mx.convert_model(model, fuse=True)
+        parallelize_module(model.mlp, mesh(), plan_of(model.mlp))
+        parallelize_module(model.mlp, mesh(), WHOLE)
+        x = of(2, M, HIDDEN).requires_grad_()
+        with te_mx.autocast():
+            z = model.norm(x * 1)
+            y = model.mlp(z if told else z.clone())
+        assert model.mlp._te_mx_ran == model.norm._te_mx_ran == "fused"
+        y.backward(of(2, M, HIDDEN, seed=2))
+        grads = {name: full(p.grad) for name, p in model.named_parameters()}
+        found.append(grads | {"y": y.detach(), "dx": x.grad})
+        assert any(asked) == told
+        asked.clear()
+    mlp_block.source_of = real
+    same(*found)
 
 
 def case_styles_of_te_mx():
