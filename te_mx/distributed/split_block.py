@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from torch.distributed.tensor import DTensor, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -57,8 +58,12 @@ def run(block: Any, x: Any) -> tuple[Any, str]:
         for one, held in zip(layers, spread, strict=True)
     ]
     pairs = {COLUMN: ROW, WHOLE: WHOLE}
-    if any(one != kinds[0] for one in kinds[:-1]) or kinds[-1] != [pairs.get(k) for k in kinds[0]]:
-        return None, "its layers are not split by rows in front of the activation, by columns behind"
+    behind_rows = [pairs.get(kind) for kind in kinds[0]]
+    if any(one != kinds[0] for one in kinds[:-1]) or kinds[-1] != behind_rows:
+        return (
+            None,
+            "its layers are not split by rows in front of the activation and columns behind",
+        )
     for one, its in zip(layers, kinds, strict=True):
         for name, size, ranks in cuts_of(one, its, mesh):
             check_whole_blocks(one._label(), settings, name, size, ranks)
@@ -84,7 +89,7 @@ def run(block: Any, x: Any) -> tuple[Any, str]:
     if reason := why_not_these(here, local):
         return None, reason
     y = run_as_step(act, local, here, settings)
-    shape = x.shape[:-1] + (last.out_features,)
+    shape = torch.Size((*x.shape[:-1], last.out_features))
     out: Any = DTensor.from_local(
         y, mesh, behind.y, run_check=False, shape=shape, stride=contiguous(shape)
     )

@@ -69,7 +69,7 @@ def expected_of(block, x, grad):
         y.backward(grad)
     assert all(one._te_mx_ran == "fused" for one in pairs)
     found = {"y": ys[0].detach() + ys[1].detach(), "dx": inputs[0].grad + inputs[1].grad}
-    for name, p in block.named_parameters():
+    for name, _ in block.named_parameters():
         one, two = (dict(half.named_parameters())[name].grad for half in pairs)
         row = name.startswith(("down_proj", "fc2"))
         bias_of_sum = row and "bias" in name
