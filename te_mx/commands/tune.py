@@ -136,7 +136,7 @@ class Session:
             f"measured choices of te_mx {te_mx.__version__} on {_full_name(device)}, torch "
             f"{torch.__version__}, {torch.get_num_threads()} CPU threads, "
             f"{datetime.now(timezone.utc):%Y-%m-%d}",
-            "us of a frozen layer or of all experts, bf16 inputs quantized in the call, weights out "
+            "us of a layer or of all experts, bf16 inputs quantized in the call, weights out "
             "of the caches",
         ]
 
