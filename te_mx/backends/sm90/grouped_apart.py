@@ -1,6 +1,7 @@
 """Groups whose two directions are in different formats, as MXFP4BlockScaling has them: one launch
-of the quantizer for each direction. Columns of weights of codes in another format, as dgrad of frozen
-MXFP4 experts reads them: one launch that decodes, one that quantizes."""
+of the quantizer for each direction. Columns of weights of codes in another format, as dgrad of
+frozen MXFP4 experts reads them: one launch that decodes, one that quantizes.
+"""
 
 from __future__ import annotations
 
