@@ -8,7 +8,13 @@ from typing import NamedTuple
 import torch
 
 STREAM_ROWS = 16  # M up to which decode kernels take a problem
+FEW_ROWS = 1 << 10  # M up to which kernels that unpack weights in their main loop take one
 MOST = (1 << 31) - 257  # of any size that GPU kernels count
+
+
+def whole_vectors(k: int) -> bool:
+    """Whether rows of k codes of 4 bits are whole 16 bytes."""
+    return -k % 32 < 2
 
 
 class Place(NamedTuple):
