@@ -23,35 +23,45 @@ inline constexpr int kSeenBytes = 2 * 4 * kUnpackWarps;   // of two steps: see T
 // What becomes of codes for every Fp4Table(u), and of those of a block of NaN: codes of NaN of both
 // signs. In shared memory, where 16 tables lie in 32 banks: making one takes more instructions.
 inline constexpr int kFp4Tables = 16, kNanTable = 15;
+inline constexpr uint32_t kEveryBlock = 0x01010101u;
 __device__ __forceinline__ void make_table(uint2* tables, int u) {
   const tile::Fp4Table table(u);
-  tables[u] = u == kNanTable ? make_uint2(0x7F7F7F7Fu, 0x7F7F7F7Fu)
-                             : make_uint2(table.low, table.high);
+  tables[u] =
+      u == kNanTable ? make_uint2(0x7F7F7F7Fu, 0x7F7F7F7Fu) : make_uint2(table.low, table.high);
 }
 
-// Four blocks of one row: 32 codes each, scale bytes with kCounts where a block counts.
+// Four blocks of one row: 32 codes each, and of each a byte, the first block lowest.
 struct RowOfBlocks {
   uint4 codes[4];
-  uint32_t entries[4];
+  uint32_t scales;
+  uint32_t counts, nan;  // 0xFF of blocks that count, and of those of NaN
 
-  // From a tile under the 64-byte swizzle, and the scales of the row, the first block lowest.
-  __device__ __forceinline__ void read(uint32_t raw, int row, uint32_t scales) {
+  // From a tile under the 64-byte swizzle, whose chunk 0 of the row is at `first_chunk`.
+  __device__ __forceinline__ void read(int b, uint32_t first_chunk) {
+    codes[b] = tile::ld_shared_u32x4(first_chunk ^ 16 * b);
+  }
+  __device__ __forceinline__ void read(uint32_t first_chunk) {
 #pragma unroll
-    for (int b = 0; b < 4; ++b)
-      codes[b] = tile::ld_shared_u32x4((raw + tile::swizzle64(row, 0)) ^ 16 * b);
+    for (int b = 0; b < 4; ++b) read(b, first_chunk);
+  }
+  __device__ __forceinline__ void judge(uint32_t scale_bytes) {
+    uint32_t any = 0;
 #pragma unroll
     for (int b = 0; b < 4; ++b) {
       const uint4 q = codes[b];
-      const uint32_t e = scales >> 8 * b & 0xFF;
-      const bool any = ((q.x | q.y | q.z | q.w) & 0x77777777u) != 0;
-      entries[b] = any && e != 255 ? e | kCounts : e;
+      any |= min((q.x | q.y | q.z | q.w) & 0x77777777u, 1u) << 8 * b;
     }
+    scales = scale_bytes;
+    nan = (((((scales & 0x7F7F7F7Fu) + kEveryBlock) & scales) >> 7) & kEveryBlock) * 0xFF;
+    counts = (any * 0xFF) & ~nan;
   }
   __device__ __forceinline__ ScaleRange range() const {
-    ScaleRange row;
-#pragma unroll
-    for (int b = 0; b < 4; ++b) row.add(entries[b]);
-    return row;
+    const uint32_t high = scales & counts, low_key = ~scales & counts;
+    // A block each: its byte of `high` twice and that of `low_key` twice, in the same order.
+    const uint32_t most =
+        __vmaxu2(__vmaxu2(__byte_perm(high, low_key, 0x4400), __byte_perm(high, low_key, 0x5511)),
+                 __vmaxu2(__byte_perm(high, low_key, 0x6622), __byte_perm(high, low_key, 0x7733)));
+    return {most & 0xFF, counts == 0 ? 256 : 255 - (most >> 24)};
   }
 };
 
@@ -61,17 +71,18 @@ struct TileOfRows {
   uint32_t exponent;  // of the tile
   uint32_t target;    // what the blocks of this thread's row share in class 0 and 1
 
-  // The whole warpgroup calls it. `seen` has a place for every warp, which nobody else uses before
-  // the barrier after this one.
-  __device__ __forceinline__ TileOfRows(const ScaleRange& row, uint32_t seen, int thread,
-                                        int barrier) {
+  // Says what a thread's row has, in `seen`, which has a place for every warp.
+  static __device__ __forceinline__ void say(const ScaleRange& row, uint32_t seen, int thread) {
     const bool far_apart = !row.empty() && row.high - row.low > tile::kFp4Spread;
     const uint32_t ragged = __any_sync(~0u, far_apart) ? 1u << 31 : 0;
     const uint32_t high = __reduce_max_sync(~0u, row.high);
     const uint32_t low_key = __reduce_max_sync(~0u, 511 - row.low);
     if (thread % 32 == 0)
       tile::st_shared_u32(seen + thread / 32 * 4, high | low_key << 16 | ragged);
-    tile::named_barrier(barrier, 32 * kUnpackWarps);
+  }
+
+  // After a barrier of the warpgroup. Places may be written again after the next one.
+  __device__ __forceinline__ TileOfRows(const ScaleRange& row, uint32_t seen) {
     const uint4 by_warp = tile::ld_shared_u32x4(seen);
     const uint32_t any = by_warp.x | by_warp.y | by_warp.z | by_warp.w;
     const uint32_t most = __vmaxu2(__vmaxu2(by_warp.x & ~(1u << 31), by_warp.y & ~(1u << 31)),
@@ -86,33 +97,27 @@ struct TileOfRows {
   // The scale word of the row.
   __device__ __forceinline__ uint32_t word(const RowOfBlocks& row) const {
     if (cls < 2) return target == 0 ? 0x00400000u : target << 23;
-    uint32_t all = 0;
-#pragma unroll
-    for (int b = 0; b < 4; ++b) {
-      const uint32_t entry = row.entries[b];
-      all |= ((entry & kCounts) != 0 || entry == 255 ? entry & 0xFF : 0) << 8 * b;
-    }
-    return all;
+    return row.scales & (row.counts | row.nan);
   }
 
-  // Writes the codes of the row to a tile under the 128-byte swizzle.
-  __device__ __forceinline__ void write(const RowOfBlocks& row, uint32_t tables, uint32_t to,
-                                        int r) const {
+  // Writes the codes of the row to a tile under the 128-byte swizzle, and reads those at `next`
+  // (see RowOfBlocks::read) in their place, so that nobody waits for them.
+  __device__ __forceinline__ void write(RowOfBlocks& row, uint32_t tables, uint32_t to, int r,
+                                        uint32_t next) const {
     const uint32_t first_chunk = to + tile::swizzle128(r, 0);
+    // Eight times the number of the table of every block. Blocks of zeros may have any but NaN's.
+    uint32_t u = kEveryBlock * tile::kFp4Headroom;
+    if (cls < 2)
+      u = (kEveryBlock * (tile::kFp4Headroom + target) - (row.scales & row.counts)) & row.counts;
+    u = (u | (row.nan & kEveryBlock * kNanTable)) << 3;
     uint2 of_block[4];
 #pragma unroll
-    for (int b = 0; b < 4; ++b) {
-      const uint32_t entry = row.entries[b];
-      uint32_t u = cls < 2 && (entry & kCounts) != 0 ? tile::kFp4Headroom + target - (entry & 0xFF)
-                                                     : tile::kFp4Headroom;
-      if (entry == 255) u = kNanTable;
-      of_block[b] = tile::ld_shared_u32x2(tables + 8 * u);
-    }
+    for (int b = 0; b < 4; ++b) of_block[b] = tile::ld_shared_u32x2(tables + (u >> 8 * b & 0xFF));
 #pragma unroll
     for (int b = 0; b < 4; ++b) {
-      tile::Fp4Table table(0);
-      table.low = of_block[b].x, table.high = of_block[b].y;
+      const tile::Fp4Table table(of_block[b]);
       const uint4 q = row.codes[b];
+      row.read(b, next);
       uint32_t first[4], second[4];
       fp4_to_fp8(first, q.x, q.y, table);
       fp4_to_fp8(second, q.z, q.w, table);

@@ -83,7 +83,26 @@ __device__ __forceinline__ void arrive_as_warp(uint64_t* barrier, int lane) {
   if (lane < kWarpArrivals) tile::mbar_arrive(barrier);
 }
 
-// For the warpgroup that unpacks a side.
+// Steps of all blocks of a CTA.
+class Steps {
+ public:
+  __device__ __forceinline__ explicit Steps(const CodesParams& p) : schedule_(p) {}
+  __device__ __forceinline__ bool next() {
+    if (++step < at_.end) return true;
+    if (!schedule_.take(at_)) return false;
+    step = at_.first;
+    return true;
+  }
+  __device__ __forceinline__ bool first() const { return step == at_.first; }  // of its block
+  int step = 0;
+
+ private:
+  CodesScheduler schedule_;
+  CodesScheduler::Place at_{};
+};
+
+// For the warpgroup that unpacks a side. While a step is written the codes of the next one are
+// read, and what its rows have is said before the step is handed over: neither is waited for.
 template <class Config, Role kSide>
 __device__ __forceinline__ void unpack(const CodesParams& p, const Smem<Config>& smem) {
   const int thread = static_cast<int>(threadIdx.x) % 128, lane = thread % 32;
@@ -92,33 +111,44 @@ __device__ __forceinline__ void unpack(const CodesParams& p, const Smem<Config>&
   };
   ScaleStream<CodesScheduler> stream(p, kSide == Role::lhs ? p.lhs : p.rhs, smem.stream(kSide),
                                      thread, row0);
-  const uint32_t seen = tile::smem_addr(smem.seen(kSide)),
-                 tables = tile::smem_addr(smem.tables());
+  const uint32_t seen = tile::smem_addr(smem.seen(kSide)), tables = tile::smem_addr(smem.tables()),
+                 chunk = tile::smem_addr(smem.raw(kSide, 0)) + tile::swizzle64(thread, 0);
   Ring<Config::kRaw> raw;
   Ring<Config::kStages> ring;
-  uint32_t turn = 0;
-  CodesScheduler schedule(p);
-  CodesScheduler::Place at;
-  while (schedule.take(at)) {
+  Steps steps(p);
+  RowOfBlocks row;
+  uint32_t scales, turn = 0;
+  const auto arrived = [&] {  // where the codes of the row are
+    scales = stream.at(steps.step, steps.first(), row0);
+    tile::mbar_wait(smem.raw_full(raw.stage), raw.phase);
+    return chunk + raw.stage * Config::kRawBytes;
+  };
+  const auto have_read = [&] {
+    arrive_as_warp(smem.raw_empty(raw.stage), lane);
+    raw.next();
+    row.judge(scales);
+    TileOfRows::say(row.range(), seen + turn * (kSeenBytes / 2), thread);
+  };
+  bool more = steps.next();
+  if (more) row.read(arrived()), have_read();
 #pragma unroll 1
-    for (int step = at.first; step < at.end; ++step, raw.next(), ring.next(), turn ^= 1) {
-      const int i = raw.stage, s = ring.stage;
-      const uint32_t scales = stream.at(step, step == at.first, row0);
-      RowOfBlocks row;
-      tile::mbar_wait(smem.raw_full(i), raw.phase);
-      row.read(tile::smem_addr(smem.raw(kSide, i)), thread, scales);
-      arrive_as_warp(smem.raw_empty(i), lane);
-      const TileOfRows all(row.range(), seen + turn * (kSeenBytes / 2), thread,
-                           kUnpackBarrier + static_cast<int>(kSide));
-      const uint32_t word = all.word(row);
-      tile::mbar_wait(smem.empty(s), ring.phase ^ 1);
-      write_words(word, all.exponent, all.cls, thread,
-                  reinterpret_cast<uint32_t*>(smem.scales(kSide, s)), false);
-      arrive_as_warp(smem.full(s), lane);
-      all.write(row, tables, tile::smem_addr(smem.stage(kSide, s)), thread);
-      tile::fence_async_proxy();
-      arrive_as_warp(smem.ready(s), lane);
-    }
+  for (; more; ring.next()) {
+    const int s = ring.stage;
+    tile::named_barrier(kUnpackBarrier + static_cast<int>(kSide), 32 * kUnpackWarps);
+    const TileOfRows all(row.range(), seen + turn * (kSeenBytes / 2));
+    const uint32_t word = all.word(row);
+    tile::mbar_wait(smem.empty(s), ring.phase ^ 1);
+    write_words(word, all.exponent, all.cls, thread,
+                reinterpret_cast<uint32_t*>(smem.scales(kSide, s)), false);
+    arrive_as_warp(smem.full(s), lane);
+    more = steps.next();
+    turn ^= 1;
+    // NOTE: behind the last step it reads old codes, which nobody uses.
+    const uint32_t next = more ? arrived() : chunk;
+    all.write(row, tables, tile::smem_addr(smem.stage(kSide, s)), thread, next);
+    if (more) have_read();
+    tile::fence_async_proxy();
+    arrive_as_warp(smem.ready(s), lane);
   }
 }
 
