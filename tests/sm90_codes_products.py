@@ -6,11 +6,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from te_mx import formats
+from te_mx import formats, ops
 from te_mx.backends.sm90 import codes
 from te_mx.backends.sm90.gemm import Adaptive
 from te_mx.dispatch.calls import Product
-from te_mx.layouts import sm90_tiles
 from te_mx.ops import Epilogue, Mode, Operand
 
 FP4, E4M3, E5M2 = "mxfp4", "mxfp8_e4m3", "mxfp8_e5m2"
@@ -52,11 +51,7 @@ def operand(rows: int, k: int, fmt: str, kind: str, device: str, seed: int = 0) 
 
 
 def in_tiles(plain: Operand) -> Operand:
-    fmt = plain.format
-    held = fmt.unpack(plain.codes.cpu(), plain.k), plain.scales.cpu()
-    parts = sm90_tiles.pack(*held, fmt.name).operand_parts(held[0])
-    there = (part.to(plain.codes.device) for part in parts)
-    return Operand(*there, f"{fmt.name}@sm90:8", plain.rows, plain.k)
+    return ops.convert_2d(plain, f"{plain.format.name}@sm90:8")
 
 
 def epilogue_of(name: str, m: int, n: int, device: str, dtype: torch.dtype) -> Epilogue:
@@ -75,7 +70,7 @@ def epilogue_of(name: str, m: int, n: int, device: str, dtype: torch.dtype) -> E
 
 
 def run(kernel, lhs: Operand, rhs: Operand, epilogue: Epilogue, dtype, split_k: bool):
-    """(name of what ran, D, aux, bias gradient); D and aux were full of NaN unless D is added to."""
+    """(name of what ran, D, aux, bias gradient); D and aux were NaN unless D is added to."""
     shape, device = (lhs.rows, rhs.rows), lhs.codes.device
     out = torch.full(shape, 0.5 if epilogue.accumulate else torch.nan, dtype=dtype, device=device)
     has_aux = epilogue.gelu is not None and epilogue.gelu_in is None

@@ -76,7 +76,10 @@ CUDA_ROWS = {
         ),
     },
     "mxfp4_cuda": {
-        **dict.fromkeys(("mxfp4 x mxfp4", "mxfp8 x mxfp4"), (1.1, 1.5)),
+        **dict.fromkeys(
+            (f"{x} x mxfp4{loop}" for x in ("mxfp4", "mxfp8") for loop in ("", " in the loop")),
+            (1.1, 1.5),
+        ),
         **{
             f"{kind} {fmt}": (1.4, 1.7)
             for kind in ("contiguous", "masked")

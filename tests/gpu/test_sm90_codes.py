@@ -1,5 +1,5 @@
-"""The Hopper kernel that unpacks codes of 4 bits in its main loop: bit for bit the product of operands
-that were packed before, with as many parts of k."""
+"""The Hopper kernel that unpacks codes of 4 bits in its main loop: bit for bit the product of
+operands that were packed before, with as many parts of k."""
 
 from __future__ import annotations
 
