@@ -1,8 +1,8 @@
 """What other libraries read as `weight` of a te_mx.Linear that has none: only codes of it are left,
 or it is split into several parameters.
 
-nn.Module would give None, on which torchao's quantize_ fails without a word about the layer. So who
-reads it from there gets an error that names the layer and the remedy.
+nn.Module would give None, on which torchao's quantize_ and torch's RowwiseParallel fail without a
+word about the layer. So who reads it from there gets an error that names the layer and the remedy.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-_READERS = ("torchao",)  # packages that quantize the weight of any nn.Linear
+# Modules that do something to the weight of any nn.Linear.
+_READERS = ("torchao", "torch.distributed.tensor.parallel")
 
 
 class Weight:
@@ -26,19 +27,20 @@ class Weight:
             raise AttributeError("weight")
         weight = parameters["weight"]
         if weight is None and not torch.compiler.is_compiling():
-            reader = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
-            if reader in _READERS:
-                raise TypeError(_why(module, reader))
+            reader = f"{sys._getframe(1).f_globals.get('__name__', '')}."
+            for known in _READERS:
+                if reader.startswith(f"{known}."):
+                    raise TypeError(_why(module, known))
         return weight
 
 
 def _why(module: Any, reader: str) -> str:
     if module._is_dropped():
         why = "only codes of its weight are left (drop_master=True)"
-        remedy = "get it back first, by te_mx.unfreeze_weights(model, dequantize=True)"
+        remedy = "get it back first by te_mx.unfreeze_weights(model, dequantize=True)"
     else:
         why, remedy = "its weight is split (parameters_split)", "build it in one piece"
     return (
-        f"{module._label()}: {why}, so {reader} has no weight to quantize. Leave this layer out "
-        f"there (filter_fn), or {remedy}"
+        f"{module._label()}: {why}, so {reader} has no weight to work on. Leave this layer out "
+        f"there, or {remedy}"
     )
