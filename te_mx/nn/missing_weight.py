@@ -3,6 +3,9 @@ or it is split into several parameters.
 
 nn.Module would give None, on which torchao's quantize_ and torch's RowwiseParallel fail without a
 word about the layer. So who reads it from there gets an error that names the layer and the remedy.
+
+peft finds what `target_parameters` names among the parameters of modules: experts list those that
+they have no more when a config asks that te_mx's adapters are registered with.
 """
 
 from __future__ import annotations
@@ -32,6 +35,16 @@ class Weight:
                 if reader.startswith(f"{known}."):
                     raise TypeError(_why(module, known))
         return weight
+
+
+def is_asked_for_targets() -> bool:
+    """Whether a generator that calls this is read by peft, which looks for target_parameters of a
+    config that te_mx.integrations.peft registered something with."""
+    frame = sys._getframe(2)
+    if frame.f_code.co_name != "_inject_parameters":
+        return False
+    known = getattr(frame.f_locals.get("peft_config"), "_custom_modules", None) or ()
+    return any(kind.__module__.startswith("te_mx.") for kind in known)
 
 
 def _why(module: Any, reader: str) -> str:
