@@ -11,6 +11,7 @@ from sm90_codes_products import E4M3, E5M2, EPILOGUES, FP4, SPANS
 from te_mx import ops
 from te_mx.backends.sm90 import codes
 from te_mx.ops import Mode
+from te_mx.runtime.ran import LAST_RUN
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 LHS = (FP4, E4M3, E5M2)
@@ -82,12 +83,14 @@ def test_it_may_be_captured(monkeypatch):
     assert torch.equal(got, want)
 
 
-def test_runs_repeat():
+@pytest.mark.parametrize("split_k", [True, False])
+@pytest.mark.parametrize("shape", [(512, 2048, 7168), (130, 260, 288)], ids=str)
+def test_runs_repeat(shape, split_k):
     """What differs from run to run is read before it is there."""
-    for parts_of in (True, False):
-        lhs, rhs = pair(512, 2048, 7168, FP4, ("rows", "shared"))
-        mode = Mode(split_k=parts_of)
-        first = ops.gemm_2d(lhs, rhs, out_dtype=torch.float32, mode=mode).out
-        for _ in range(50):
-            again = ops.gemm_2d(lhs, rhs, out_dtype=torch.float32, mode=mode).out
-            assert torch.equal(again, first)
+    lhs, rhs = pair(*shape, FP4, ("rows", "shared"))
+    mode, tag = Mode(split_k=split_k), 1 << 40  # no module's
+    first = ops.gemm_2d(lhs, rhs, out_dtype=torch.float32, mode=mode, tag=tag).out
+    assert LAST_RUN.pop(tag) == codes.CODES
+    for _ in range(20):
+        again = ops.gemm_2d(lhs, rhs, out_dtype=torch.float32, mode=mode).out
+        assert torch.equal(again, first)
