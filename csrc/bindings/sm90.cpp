@@ -154,6 +154,7 @@ void bind_decode(py::module_& m) {
       .field("k", &DecodeArgs::k)
       .field("w", &DecodeArgs::w)
       .field("w_element", &DecodeArgs::w_element)
+      .field("factors", &DecodeArgs::factors)
       .field("x", &DecodeArgs::x)
       .field("ldx", &DecodeArgs::ldx)
       .field("x_dtype", &DecodeArgs::x_dtype)
@@ -161,11 +162,15 @@ void bind_decode(py::module_& m) {
       .field("x_scales", &DecodeArgs::x_scales)
       .field("x_element", &DecodeArgs::x_element)
       .field("rule", &DecodeArgs::rule)
+      .field("amax_epsilon", &DecodeArgs::amax_epsilon)
+      .field("exact", &DecodeArgs::exact)
       .field("out", &DecodeArgs::out)
       .field("ldo", &DecodeArgs::ldo)
       .field("out_dtype", &DecodeArgs::out_dtype)
       .field("bias", &DecodeArgs::bias)
       .field("bias_dtype", &DecodeArgs::bias_dtype)
+      .field("activates", &DecodeArgs::activates)
+      .field("act", &DecodeArgs::act)
       .part("execution", &DecodeArgs::execution, "")
       .add_to(m, "DecodeArgs");
   m.def("decode_workspace", &decode_workspace);

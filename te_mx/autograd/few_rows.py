@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from te_mx.dispatch.problem import STREAM_ROWS as MOST
+from te_mx.dispatch.problem import FROZEN_ROWS as MOST
 from te_mx.ops import Operand
 from te_mx.ops.library import is_direct
 from te_mx.ops.linear import frozen_kernel
@@ -82,7 +82,9 @@ def linear(
     if settings is None:
         found = frozen_kernel(x, weight.n, k, ("", weight.fmt), _ANY_RULE)
     else:
-        found = frozen_kernel(x, weight.n, k, (settings.x, weight.fmt), settings.scale_rule)
+        found = frozen_kernel(
+            x, weight.n, k, (settings.x, weight.fmt), settings.scale_rule, settings.precision
+        )
     if found is None:
         return None
     problem, kernel = found

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 STREAM_ROWS = 16  # M up to which decode kernels take a problem
+FROZEN_ROWS = 64  # M up to which those of weights that stand still are asked
 MOST = (1 << 31) - 257  # of any size that GPU kernels count
 
 

@@ -83,20 +83,21 @@ def _infer_kernel(
 
 
 def frozen_kernel(
-    x: Tensor, n: int, k: int, formats: tuple[str, str], rule: str
+    x: Tensor, n: int, k: int, formats: tuple[str, str], rule: str, precision: str = "adaptive"
 ) -> tuple[Problem, FrozenKernel] | None:
     """The kernel for x [..., k] and a weight [n, k] that stands still, in a form of its own, with
     its problem; None where there is none. formats: of inputs, "" for x as it is, and of the
     weight."""
-    known, key = derived(), ("frozen", x.shape, n, k, x.dtype, x.device, formats, rule)
+    known = derived()
+    key = "frozen", x.shape, n, k, x.dtype, x.device, formats, rule, precision
     found = known.get(key)
     if found is None:
         if len(known) > _MOST_KNOWN:
             known.clear()
         lhs, rhs = (f"{fmt}@any" if fmt else "" for fmt in formats)
         problem = Problem(
-            "linear_frozen", place_of(x.device), lhs, rhs, x.numel() // k, n, k, dtype=x.dtype,
-            rule=rule,
+            "linear_frozen", place_of(x.device), lhs, rhs, x.numel() // k, n, k,
+            precision=precision, dtype=x.dtype, rule=rule,
         )  # fmt: skip
         found = known[key] = (problem, find(problem))
     problem, kernel = found

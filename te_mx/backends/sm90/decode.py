@@ -1,5 +1,5 @@
 """The decode kernel of Hopper: a few rows, quantized on the way in, times a weight that stands
-still, exactly (c = 1). A row has the same bits whatever rows are beside it, and however many."""
+still. A row has the same bits whatever rows are beside it, and however many."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from torch import Tensor
 
 from te_mx.backends.base import FLOAT_DTYPES, SCALE_RULES, pointer
 from te_mx.backends.base import FORMATS as FORMAT_IDS
-from te_mx.backends.native import FORMATS, FP4, words_of
+from te_mx.backends.native import FORMATS, words_of
 from te_mx.backends.sm90 import binding, trial
-from te_mx.backends.sm90.envelope import why_not
+from te_mx.backends.sm90.blockwise import FORMATS as BLOCKWISE
+from te_mx.backends.sm90.blockwise import is_low
+from te_mx.backends.sm90.envelope import MX, why_not
 from te_mx.dispatch.linear import FrozenKernel
-from te_mx.dispatch.problem import STREAM_ROWS, Problem
+from te_mx.dispatch.problem import FROZEN_ROWS, Problem
 from te_mx.dispatch.registry import register
+from te_mx.formats.scaling import split_rule
 from te_mx.layouts import SM90_DECODE, spec_of
 from te_mx.layouts.operand import Operand
 from te_mx.runtime import workspace
@@ -25,18 +28,19 @@ DECODE = "sm90_decode"
 
 
 class Decode(FrozenKernel):
-    """Weights of 8 or 4 bits; inputs quantized to MXFP8, or of 16 bits as they are."""
+    """Weights of 8 or 4 bits; inputs quantized to FP8 with scales of the same kind, or of 16 bits
+    as they are."""
 
     name = DECODE
 
     def accepts(self, problem: Problem) -> str | None:
-        reason = why_not(problem) or trial.why_not()
-        if reason is None and problem.lhs and spec_of(problem.lhs).format.name in FP4:
-            reason = f"takes inputs in {' and '.join(FORMATS)}"
+        reason = why_not(problem, formats=MX + BLOCKWISE) or trial.why_not()
+        if reason is None:
+            reason = _why_not_formats(problem.lhs, problem.rhs)
         if reason is None and not problem.lhs and problem.dtype == torch.float32:
             reason = "takes inputs as they are in bfloat16 and float16"
-        if reason is None and problem.m > STREAM_ROWS:
-            reason = f"takes at most {STREAM_ROWS} rows"
+        if reason is None and problem.m > FROZEN_ROWS:
+            reason = f"takes at most {FROZEN_ROWS} rows"
         if reason is None and problem.dtype not in FLOAT_DTYPES:
             reason = "takes inputs in float32, bfloat16 and float16"
         return reason
@@ -52,7 +56,8 @@ class Decode(FrozenKernel):
         self, p: Problem, x: Tensor, weight: Operand, bias_N: Tensor | None, out_dtype: torch.dtype
     ) -> Tensor | None:
         m, n, k = p.m, weight.rows, weight.k
-        plan, nbytes = _plan((m, n, k), (p.lhs, weight.spec), p.rule, p.place.index)
+        words = p.lhs, weight.spec, p.rule, p.precision
+        plan, nbytes = _plan((m, n, k), words, p.place.index)
         x_MK = binding.rows_of(x if x.dim() == 2 else x.reshape(m, k))
         y = torch.empty((*x.shape[:-1], n), dtype=out_dtype, device=x.device)
         args = plan.copy(
@@ -70,19 +75,35 @@ class Decode(FrozenKernel):
         return y if done else None
 
 
+def _why_not_formats(lhs: str, rhs: str) -> str | None:
+    """Why inputs and weights in these formats are not multiplied."""
+    if not lhs:
+        return None
+    x, w = spec_of(lhs).format, spec_of(rhs).format
+    if w.name in BLOCKWISE:
+        if x.name not in BLOCKWISE or not is_low(x):
+            return f"takes inputs in blocks of 1x128 with {w.name}, not {x.name}"
+    elif x.name not in FORMATS:
+        return f"takes inputs in {' and '.join(FORMATS)} with {w.name}, not {x.name}"
+    return None
+
+
 @lru_cache(maxsize=4096)
 def _plan(
-    sizes: tuple[int, int, int], specs: tuple[str, str], rule: str, index: int
+    sizes: tuple[int, int, int], words: tuple[str, str, str, str], index: int
 ) -> tuple[Any, int]:
     """The native record of calls of one size with what does not change between them, and its
-    workspace."""
+    workspace. words: specs of both sides, the scale rule, the precision."""
     m, n, k = sizes
+    lhs, rhs, rule, precision = words
     native = binding.native()
     assert native is not None
-    x, w = (FORMAT_IDS[words_of(spec)[0]] for spec in specs)
+    x, w = (FORMAT_IDS[words_of(spec)[0]] for spec in (lhs, rhs))
+    rule, epsilon = split_rule(rule)
     record = native.DecodeArgs(
-        m=m, n=n, k=k, w_element=w, x_element=x, x_as_is=not specs[0], rule=SCALE_RULES[rule],
-        ldo=n, device=index,
+        m=m, n=n, k=k, w_element=w, x_element=x, x_as_is=not lhs,
+        factors=spec_of(rhs).format.name in BLOCKWISE, rule=SCALE_RULES[rule],
+        amax_epsilon=epsilon, exact=precision == "exact", ldo=n, device=index,
     )  # fmt: skip
     return record, native.decode_workspace(m, k)
 
