@@ -86,7 +86,11 @@ CUDA_ROWS = {
         **dict.fromkeys(("quantize 4 bits", "unpack")),
         "linear fwd+bwd fp4": (1.4, 1.7),
     },
-    "decode_cuda": {"decode mxfp8": (1.4, 2.0), "decode mxfp4": (1.8, 3.0)},
+    "decode_cuda": {
+        "decode mxfp8": (1.4, 2.0),
+        "decode mxfp4": (1.8, 3.0),
+        "decode fp8_block": (1.4, 2.0),
+    },
     "scales_cuda": {
         "gemm row scales": (1.2, 1.4),
         "gemm outliers": (1.4, 1.7),

@@ -84,6 +84,8 @@ __device__ __forceinline__ uint4 halves_of(uint2 codes) {
   return v;
 }
 
+// NOTE: x is read past L1, which may hold what was there before the kernel that wrote it.
+
 // Eight elements of T, `count` of which exist, as words of the quantizer. kVectors: there are all
 // of them or none, in whole vectors. kFactors: scales are fp32 numbers of 128, else of MX.
 template <class T, Element kFmt, bool kVectors, bool kHalves, bool kFactors>
@@ -98,8 +100,8 @@ struct EightValues {
     if constexpr (kWide) v[1] = make_uint4(0, 0, 0, 0);
     if constexpr (kVectors) {
       if (count > 0) {
-        v[0] = __ldg(reinterpret_cast<const uint4*>(from));
-        if constexpr (kWide) v[1] = __ldg(reinterpret_cast<const uint4*>(from) + 1);
+        v[0] = __ldcg(reinterpret_cast<const uint4*>(from));
+        if constexpr (kWide) v[1] = __ldcg(reinterpret_cast<const uint4*>(from) + 1);
       }
     } else {
       uint32_t* const words = reinterpret_cast<uint32_t*>(v);
@@ -107,9 +109,9 @@ struct EightValues {
       for (int j = 0; j < 8; ++j) {
         if (j >= count) continue;
         if constexpr (kWide) {
-          words[j] = __ldg(reinterpret_cast<const uint32_t*>(from) + j);
+          words[j] = __ldcg(reinterpret_cast<const uint32_t*>(from) + j);
         } else {
-          const uint32_t one = __ldg(reinterpret_cast<const uint16_t*>(from) + j);
+          const uint32_t one = __ldcg(reinterpret_cast<const uint16_t*>(from) + j);
           words[j / 2] |= one << (16 * (j % 2));
         }
       }
@@ -190,14 +192,14 @@ struct EightCodes {
     if (count <= 0) return;
     constexpr int kSpan = kFactors ? kDecodeQuad : 32;
     const int64_t place = row * ((k + count + kSpan - 1) / kSpan) + k / kSpan;
-    scale = kFactors ? __ldg(static_cast<const float*>(in.scales) + place)
-                     : tile::e8m0_to_float(__ldg(static_cast<const uint8_t*>(in.scales) + place));
+    scale = kFactors ? __ldcg(static_cast<const float*>(in.scales) + place)
+                     : tile::e8m0_to_float(__ldcg(static_cast<const uint8_t*>(in.scales) + place));
     if constexpr (kVectors) {
-      codes = __ldg(reinterpret_cast<const uint2*>(from));
+      codes = __ldcg(reinterpret_cast<const uint2*>(from));
     } else {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        const uint32_t one = j < count ? __ldg(from + j) : 0;
+        const uint32_t one = j < count ? __ldcg(from + j) : 0;
         (j < 4 ? codes.x : codes.y) |= one << (8 * (j % 4));
       }
     }
