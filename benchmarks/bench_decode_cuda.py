@@ -126,7 +126,7 @@ def splits(context: GpuContext) -> Iterator[Row]:
                     workspace=room.data_ptr(), workspace_bytes=nbytes,
                 )  # fmt: skip
 
-                def call(i: int, args=args) -> None:
+                def call(i: int, args=args, forms=forms) -> None:
                     args.w = forms[i % len(forms)].data_ptr()
                     binding.set_execution(args, 0)
                     assert binding.supported(native.decode(args))
