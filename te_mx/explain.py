@@ -38,6 +38,8 @@ def explain(
     split_k: bool = True,
     classes: bool = False,
     recipe: Any = None,
+    experts: int | None = None,
+    top_k: int | None = None,
 ) -> Explanation:
     """Say which kernel `te_mx.gemm(A, B, layout)` runs on, and why every other one declines.
 
@@ -56,6 +58,8 @@ def explain(
             (docs/numerics.md): it needs the tensors, works on every device and waits for it.
         recipe: of sizes, the recipe of a te_mx.Linear, whose fprop is TN, dgrad NN and wgrad NT: it
             names the formats. None means E4M3 everywhere.
+        experts, top_k: of sizes, a product of a mixture of experts in place of a GEMM:
+            `te_mx.moe.grouped_gemm` of n tokens, each sent to top_k experts of m out features.
 
     Raises:
         ValueError: neither two tensors nor three sizes, or an unknown layout, or operands that do
@@ -68,6 +72,10 @@ def explain(
     settings = None if recipe is None else resolve_recipe(recipe).settings
     sizes = {"m": m, "n": n, "k": k}
     problem, sides = _problem(A, B, layout, sizes, device, (precision, alignment_spread), settings)
+    if experts is not None or top_k is not None:
+        if sides or layout != "TN":
+            raise ValueError("experts and top_k go with sizes, layout TN; leave them away")
+        return _of_experts(problem, experts, top_k)
     notes: tuple[str, ...] = ()
     if classes:
         if not sides:
@@ -85,12 +93,32 @@ def explain(
         frozen = find(problem._replace(op="linear_frozen", dtype=torch.bfloat16))
         if frozen is not None:
             notes += (f"a frozen te_mx.Linear runs on {frozen.name}",)
-    place = problem.place
-    where = place.device
-    if place.level >= 0:
-        where = f"{where} at level {level_name(place)}"
-    text = f"D[{problem.m}, {problem.n}], k {problem.k}, {layout}, {where}"
+    text = f"D[{problem.m}, {problem.n}], k {problem.k}, {layout}, {_where(problem)}"
     return explain_problem(problem, text, notes, split_k)
+
+
+def _of_experts(problem: Problem, experts: Any, top_k: Any) -> Explanation:
+    """That of te_mx.moe.grouped_gemm."""
+    if experts is None or top_k is None:
+        raise ValueError(
+            f"experts and top_k go together, got {shown(experts)} and {shown(top_k)}; pass both"
+        )
+    experts, top_k = check_size("experts", experts, 1), check_size("top_k", top_k, 1)
+    lhs, rhs = (f"{spec.partition('@')[0]}@rows" for spec in (problem.lhs, problem.rhs))
+    problem = problem._replace(
+        op="moe_gemm", lhs=lhs, rhs=rhs, groups=experts, top_k=top_k, dtype=torch.bfloat16
+    )
+    text = (
+        f"{problem.m} tokens to {top_k} of {experts} experts, each [{problem.n}, {problem.k}], "
+        f"{_where(problem)}"
+    )
+    return explain_problem(problem, text)
+
+
+def _where(problem: Problem) -> str:
+    place = problem.place
+    level = f" at level {level_name(place)}" if place.level >= 0 else ""
+    return f"{place.device}{level}"
 
 
 def _gemm(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from te_mx import blas as _blas
 from te_mx import epilogue as _epilogue
-from te_mx import ops, prepared
+from te_mx import mixed_gemm, ops, prepared
 from te_mx.arguments import check_dense, check_flag, is_one_of, shown
 from te_mx.autograd import transforms
 from te_mx.formats import Format
@@ -163,8 +163,8 @@ def _seed_of(
 
 
 def gemm(
-    A: MXTensor,
-    B: MXTensor,
+    A: MXTensor | Tensor,
+    B: MXTensor | Tensor,
     layout: str = "TN",
     *,
     bias: Tensor | bool | None = None,
@@ -179,7 +179,7 @@ def gemm(
     alignment_spread: int = MAX_SPREAD,
     split_k: bool = True,
 ) -> GemmOutput:
-    """Multiply two MXTensors, with what belongs to a layer fused behind it.
+    """Multiply two MXTensors, or one and a plain tensor, with what belongs to a layer behind it.
 
     Layouts are those of BLAS and Transformer Engine. In row-major shapes, leading dimensions
     flattened:
@@ -200,6 +200,9 @@ def gemm(
 
     Args:
         A, B: MXTensors on one device, each with the copy that the layout reads; formats may differ.
+            One may be a plain tensor in bf16 or fp16 (weight only: bf16 times MXFP4). It is not
+            quantized: the codes of the other are decoded for the time of the product, which is
+            torch's, in bf16 if both sides are such numbers, else in fp32.
         layout: "TN", "NN" or "NT".
         bias: grad=False: [m]. grad=True: a tensor or True asks for the bias gradient, [m] (sums of
             D over n) with gelu_in, [n] (sums of B over k) without; it has the dtype of the tensor,
@@ -242,20 +245,29 @@ def gemm(
         if result is not None:
             return GemmOutput(result, None, None)
     if transforms.active():
-        tensors = [t for t in (bias, gelu_in, out) if isinstance(t, Tensor)]
+        tensors = [t for t in (A, B, bias, gelu_in, out) if isinstance(t, Tensor)]
         transforms.refuse("te_mx.gemm", tensors, transforms.FUNCTION, grad=True)
-    a, b = _blas.operands(A, B, layout)
-    n, m, device = b.rows, a.rows, a.codes.device
+    mixed = mixed_gemm.sides_of(A, B, layout)
+    if mixed is None:
+        a, b = _blas.operands(A, B, layout)
+        n, m, device = b.rows, a.rows, a.codes.device
+        read: dict[str, Tensor | None] = {
+            "the codes of A": a.codes, "the scales of A": a.scales,
+            "the codes of B": b.codes, "the scales of B": b.scales,
+        }  # fmt: skip
+    else:
+        n, m, device, read = mixed.n, mixed.m, A.device, dict(mixed.parts)
     epilogue = _epilogue.resolve(n, m, device, bias, gelu, gelu_in, grad, accumulate)
-    read = {
-        "bias": epilogue.bias, "gelu_in": epilogue.gelu_in, "the codes of A": a.codes,
-        "the scales of A": a.scales, "the codes of B": b.codes, "the scales of B": b.scales,
-    }  # fmt: skip
+    read |= {"bias": epilogue.bias, "gelu_in": epilogue.gelu_in}
     _epilogue.check_out(out, n, m, device, out_dtype, accumulate, read.items())
     if aux_dtype is not None:
         _epilogue.check_dtype(aux_dtype, "aux_dtype")
     check_precision(precision, alignment_spread)
     check_flag("split_k", split_k)
+    if mixed is not None:
+        made = mixed_gemm.run(mixed, epilogue, out, out_dtype, aux_dtype)
+        return _output(made, bias)
+    assert not isinstance(A, Tensor) and not isinstance(B, Tensor)
     mode = ops.Mode(precision, alignment_spread, split_k)
     if not torch.compiler.is_compiling() and ops.many_rows(b, a, mode):
         usage_a, usage_b = _blas.USAGES[layout]
@@ -266,6 +278,10 @@ def gemm(
         if call is not None:
             prepared.remember(A, B, call, (usage_a, usage_b))
     made = ops.gemm_2d(b, a, epilogue, out=out, out_dtype=out_dtype, aux_dtype=aux_dtype, mode=mode)
+    return _output(made, bias)
+
+
+def _output(made: ops.GemmParts, bias: Tensor | bool | None) -> GemmOutput:
     bias_grad = made.bias_grad
     if bias_grad is not None and isinstance(bias, Tensor):
         bias_grad = bias_grad.to(bias.dtype)

@@ -169,7 +169,7 @@ def grouped_wgrad(
             )
         check_written(out, "out", (("grad", grad), ("inp", inp), ("offs", offs)))
     with torch.no_grad():
-        rows = aligned(offs, alignment, inp)
+        rows = aligned(offs, alignment, inp, "grouped_wgrad")
         grad, inp, offs = rows.taken(grad), rows.taken(inp), rows.groups.offs
         return _wgrad(grad, inp, offs, out, out_dtype or inp.dtype, accumulate, settings)
 

@@ -108,17 +108,19 @@ def rows_of(form: Form, tokens: Any, groups: int, most: int) -> Rows:
     owner, offs, index, masked_m = form.owner, form.offs, form.index, form.masked_m
     if offs is not None:
         check_index(offs, "offs", (groups,), tokens, owner)
-        return aligned(offs, form.alignment, tokens)
+        return aligned(offs, form.alignment, tokens, owner)
     if masked_m is not None:
         check_index(masked_m, "masked_m", (groups,), tokens, owner)
         return _masked(masked_m, most, owner)
     assert index is not None
     check_index(index, "index", (len(tokens),), tokens, owner)
-    if readable(index) and len(index) and int(index.max()) >= groups:
-        raise ValueError(
-            f"{owner}: index must be below the {groups} groups of weight (or -1), got "
-            f"{int(index.max())}"
-        )
+    if readable(index) and len(index):
+        least, most_of = int(index.min()), int(index.max())
+        if least < -1 or most_of >= groups:
+            raise ValueError(
+                f"{owner}: index must be below the {groups} groups of weight (or -1), got "
+                f"{most_of if most_of >= groups else least}"
+            )
     return _indexed(index.to(tokens.device), groups)
 
 
@@ -141,11 +143,13 @@ def _indexed(index: Tensor, groups: int) -> Rows:
     return Rows(made, order, torch.empty_like(order).scatter(0, order, position))
 
 
-def aligned(offs: Tensor, alignment: int, tokens: Tensor) -> Rows:
+def aligned(offs: Tensor, alignment: int, tokens: Tensor, owner: str) -> Rows:
     """End offsets of groups that start at multiples of `alignment`.
 
     Rows between groups are left out where the host knows them. Where it does not, a group goes on
-    to the start of the next one, with zeros for its last rows.
+    to the start of the next one, with zeros for its last rows. Raises ValueError for a group that
+    would end in front of its start, where the host sees it; an empty one may end where the one
+    before it did.
     """
     if alignment == 1 or len(offs) == 0:
         return Rows(Groups(offs))
@@ -154,6 +158,15 @@ def aligned(offs: Tensor, alignment: int, tokens: Tensor) -> Rows:
     upper = ((ends + alignment - 1) // alignment * alignment).clamp(max=rows)
     if readable(offs):
         starts = torch.nn.functional.pad(upper[:-1], (1, 0))
+        before = torch.nn.functional.pad(ends[:-1], (1, 0))
+        wrong = ((ends < starts) & (ends > before)).nonzero()
+        if len(wrong):
+            g = int(wrong[0])
+            raise ValueError(
+                f"{owner}: with alignment={alignment} group {g} starts at row {int(starts[g])}, "
+                f"but offs has its end at {int(ends[g])}; an end offset counts the rows in front "
+                f"of the group's start, got {offs.tolist()}"
+            )
         counts = (ends - starts).clamp(min=0)
         if torch.equal(counts.cumsum(0), ends):  # no gaps
             return Rows(Groups(ends))

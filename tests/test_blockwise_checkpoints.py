@@ -58,6 +58,15 @@ def test_frozen_and_written_again(assign):
     assert ((y.double() - left @ right).abs() <= bound).all()
 
 
+def test_scales_in_bf16():
+    """As Qwen's checkpoints have them; fp32 holds them exactly."""
+    state = checkpoint()
+    state[SCALE] = state[SCALE].bfloat16()
+    layer = te_mx.Linear(IN, OUT, bias=False)
+    layer.load_state_dict(state)
+    same_bytes(layer.state_dict(), state | {SCALE: state[SCALE].float()})
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_moves_and_casts_of_the_module_keep_the_scales(dtype):
     state = checkpoint()
@@ -144,7 +153,8 @@ def test_what_freezing_writes_is_such_a_checkpoint():
     ("change", "says"),
     [
         ({SCALE: torch.ones(1, 1)}, r"got torch.float32 \(1, 1\); .*other formats"),
-        ({SCALE: torch.ones(2, 3, dtype=torch.bfloat16)}, "scales must be uint8"),
+        ({SCALE: torch.ones(3, 2)}, r"got torch.float32 \(3, 2\); .*weight \(2, 3\) or \(200, 3\)"),
+        ({SCALE: torch.ones(2, 3, dtype=torch.float16)}, "scales must be uint8"),
         ({SCALE: torch.ones(())}, "shapes must be|scales must be"),
         ({"weight": torch.zeros(OUT, IN, dtype=torch.int8)}, "codes must be float8_e4m3fn, got"),
         ({"weight_scale": torch.ones(2, 3)}, "are both there; keep the one that is meant"),

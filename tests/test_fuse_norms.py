@@ -364,7 +364,7 @@ def kept(layer, x, rope):
 
 @pytest.mark.parametrize("heads", [4, 8])
 def test_bytes_kept_by_a_layer_of_llama(heads):
-    """Everything but parameters, of bf16's: 0.92 only converted, 0.50 and 0.52 fused."""
+    """Everything but parameters, of bf16's: 0.85 only converted, 0.50 and 0.52 fused."""
     model = model_of(
         "Llama", hidden_size=256, intermediate_size=704, num_attention_heads=8,
         num_key_value_heads=heads, max_position_embeddings=512,
@@ -377,9 +377,7 @@ def test_bytes_kept_by_a_layer_of_llama(heads):
     converted = kept(layer, x, rope)
     te_mx.convert_model(layer, fuse=True)
     fused = kept(layer, x, rope)
-    assert converted <= 0.95 * plain and fused <= 0.55 * plain
-    layer.self_attn.o_proj.save_original_input = False
-    assert kept(layer, x, rope) > fused
+    assert converted <= 0.85 * plain and fused <= 0.55 * plain
 
 
 def test_models_without_values_and_with_parameters_beside():

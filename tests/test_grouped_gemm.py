@@ -234,6 +234,21 @@ def test_gradients_of_aligned_groups(name, alignment):
         equal(spaced, wanted)
 
 
+@pytest.mark.parametrize(
+    "ends, group",
+    [([5, 6, 300, 300, 300], 1), ([128, 300, 301, 301, 301], 2), ([5, 5, 7, 200, 200], 2)],
+)
+def test_aligned_groups_that_end_in_front_of_their_start(ends, group):
+    case = Case("mxfp8_e4m3", "mxfp4")
+    q = case.tokens(torch.randn(400, K))
+    with pytest.raises(ValueError, match=f"group {group} starts at row"):
+        te_mx.grouped_gemm(q, case.weight, offs=torch.tensor(ends), alignment=128)
+    with pytest.raises(ValueError, match="grouped_linear: with alignment=128"):
+        te_mx.grouped_linear(
+            torch.randn(400, K), torch.randn(G, N, K), offs=torch.tensor(ends), alignment=128
+        )
+
+
 def test_offsets_of_a_device_that_mean_nothing(unseen):
     """The host refuses them where it sees them; else they are cut off and reach no memory."""
     case = Case("mxfp8_e4m3", "mxfp4")
@@ -249,7 +264,8 @@ def test_offsets_of_a_device_that_mean_nothing(unseen):
             y = te_mx.grouped_gemm(q, case.weight, **given)
             cut = torch.tensor(ends).clamp(0, len(y)).cummax(0).values
             equal(y, te_mx.grouped_gemm(q, case.weight, offs=cut, alignment=alignment))
-    for values, name in ((-(2**62), "masked_m"), (2**62, "masked_m"), (2**31 - 1, "index")):
+    wrong_rows = (-(2**62), "masked_m"), (2**62, "masked_m"), (2**31 - 1, "index"), (-2, "index")
+    for values, name in wrong_rows:
         shape = (G,) if name == "masked_m" else (len(q.rowwise_data),)
         given = {name: torch.full(shape, values)}
         own = case.tokens(torch.ones(G, 4, K)) if name == "masked_m" else q

@@ -172,6 +172,36 @@ def test_real_times_of_every_format(tmp_path, monkeypatch):
     assert all(row.us > 0 and row.default == "portable_stream" for row in rows)
 
 
+def test_experts_are_tuned_by_tokens_and_top_k(tmp_path, monkeypatch, capsys):
+    """Candidates of the product of routed rows; what won runs, and only at these sizes."""
+    monkeypatch.setattr(timing, "cache_bytes", lambda device: 1 << 10)
+    given = {"cpu": 100.0, "cpu, few rows on portable_f32": 80.0}
+    asked = []
+
+    def clock(trials, sets, device, rounds):
+        asked.append(sets)
+        for trial in trials.values():
+            trial.prepare()
+            assert trial.call(0).shape == trial.call(sets - 1).shape == (8, 64)
+            assert torch.equal(trial.call(0), trial.call(0))
+        return {name: given[name] for name in trials}
+
+    monkeypatch.setattr(tune, "microseconds", clock)
+    out, mixture = tmp_path / "t.csv", ("--experts", "4", "--top-k", "2")
+    code, rows = tuned(out, *mixture, formats="mxfp4")
+    assert code == 0 and asked == [8, 8, 8]  # all, the best two for longer, these once more
+    row = rows[4]
+    assert row.key[1:] == ("moe_gemm", "mxfp8_e4m3", "mxfp4", 64, 96, 4, 4, 2)
+    assert row.choice() == "cpu, few rows on portable_f32"
+    assert "2 of 4 experts" in capsys.readouterr().out
+    asked.clear()
+    assert tuned(out, *mixture, "--resume", formats="mxfp4")[0] == 0 and not asked
+    te_mx.use_tuned_table(out)
+    capsys.readouterr()
+    assert main(["explain", SHAPE, "--formats", "mxfp8:mxfp4", *mixture]) == 0
+    assert "configuration few rows on portable_f32" in capsys.readouterr().out
+
+
 def test_sets_of_weights_lie_beyond_the_caches(monkeypatch):
     monkeypatch.setattr(timing, "cache_bytes", lambda device: 32 << 20)
     device = torch.device("cpu")
@@ -181,7 +211,9 @@ def test_sets_of_weights_lie_beyond_the_caches(monkeypatch):
 
 
 def test_models_have_the_sizes_of_their_projections(tmp_path):
-    assert model_names() == ["llama3_70b", "llama3_8b", "moe_6144"]
+    assert model_names() == ["llama3_70b", "llama3_8b", "moe_6144", "moe_6144_experts"]
+    experts = of_models(["moe_6144_experts"], (1,))
+    assert {one.weights for one in experts} == {(1536, 6144, 128, 4), (6144, 768, 128, 4)}
     sizes = {(s.n, s.k): s.names for s in of_models(["moe_6144"], TOKENS)}
     for k, n in ((6144, 2304), (2048, 6144), (6144, 1536), (1536, 6144)):
         assert any("tp4" in name for name in sizes[n, k])
@@ -193,6 +225,10 @@ def test_models_have_the_sizes_of_their_projections(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(fields))
     made = of_models([str(tmp_path / "config.json")], (2,))
     assert [one[:3] for one in made] == [(2, 128, 64), (2, 64, 64), (2, 192, 64), (2, 64, 96)]
+    mixture = {"num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps(fields | mixture))
+    made = of_models([str(tmp_path / "config.json")], (2,))
+    assert [one.weights for one in made[2:]] == [(64, 64, 8, 2), (64, 32, 8, 2)]
 
 
 @pytest.mark.parametrize(
@@ -207,7 +243,11 @@ def test_models_have_the_sizes_of_their_projections(tmp_path):
         (["tune", "--shapes", SHAPE, "--device", "meta"], "no native kernel runs on meta"),
         (["tune", "--shapes", SHAPE, "--rounds", "0"], "--rounds must be at least 1"),
         (["tune", "--shapes", SHAPE, "--out", "pyproject.toml"], "is no tuned table"),
+        (["tune", "--shapes", SHAPE, "--experts", "4"], "--experts and --top-k go together"),
+        (["tune", "--shapes", SHAPE, "--experts", "4", "--top-k", "5"], "got 4 and 5"),
+        (["tune", "--model", "llama3_8b", "--experts", "4"], "go with --shapes"),
         (["explain", "big"], "a shape is MxNxK"),
+        (["explain", SHAPE, "--top-k", "2"], "experts and top_k go together"),
     ],
 )
 def test_wrong_uses_are_said_in_one_line(arguments, why, capsys, tmp_path, monkeypatch):
@@ -295,7 +335,7 @@ def test_candidates_of_hopper_are_its_tiles_and_parts(monkeypatch, w):
         patch.setattr(fake_sm90, "gemm", recorded)
         recipe = tune._recipe(w, split_k=True)
         with torch.no_grad(), te_mx.autocast(recipe=recipe):
-            layers = candidates.Layers(64, 512, recipe, torch.device("cpu"))
+            layers = candidates.Layers(Shape(4, 64, 512), recipe, torch.device("cpu"))
             assert len(layers.kept) == len(layers.plain) >= 2
             contest = candidates.Contest(Shape(4, 64, 512), layers)
             *in_one_call, problem = contest.problems()

@@ -207,6 +207,38 @@ def test_another_tensor_at_the_same_address(reads):
             del x
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_view_that_is_all_of_an_input(reads, grad):
+    """As another rank's layers get one of a DTensor. Its siblings' gradients are its own."""
+    layers = qkv()
+    whole = torch.randn(ROWS + 1, IN)
+    for x in (torch.randn(ROWS, IN).requires_grad_(grad) * 1, whole[1:], whole[1:].view(ROWS, IN)):
+        with te_mx.autocast(), torch.set_grad_enabled(grad):
+            reads.clear()
+            made = [layers[0](x), *together(layers[1:], x.view_as(x))]
+            assert len(reads) == 1
+            assert_same(made, separate(layers, x))
+            with torch.no_grad():
+                x.mul_(2)
+            assert_same(together(layers, x[:]), separate(layers, x))
+    want, got = [
+        step(layers, whole, lambda ls, h, f=f: [ls[0](h), ls[1](f(h)), ls[2](f(h))])
+        for f in (torch.clone, lambda h: h.view_as(h))
+    ]
+    torch.testing.assert_close(got.pop(3), want.pop(3))
+    assert_same(got, want)
+
+
+def test_views_of_parts_and_in_another_order(reads):
+    square, layer = torch.randn(IN, IN), te_mx.Linear(IN, 8)
+    views = (square, square.t(), square[:-1], square.flip(0), torch.imag(torch.complex(
+        square, square).conj()))  # fmt: skip
+    with te_mx.autocast():
+        for view in views:
+            layer(square)
+            assert torch.equal(layer(view), layer(view.clone()))
+
+
 # -------------------------------------------------------------------------- what is asked for again
 def test_inputs_in_turn(reads):
     """The two that were quantized last are remembered."""

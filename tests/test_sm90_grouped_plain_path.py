@@ -4,6 +4,8 @@ module, which tests/fake_sm90_grouped.py stands in for.
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from as_on_hopper import hide_splits, hopper_with_groups
@@ -13,6 +15,7 @@ from torch import Tensor
 import te_mx
 from te_mx import ops
 from te_mx.autograd.steps import columns_of
+from te_mx.backends.sm90 import grouped_apart
 from te_mx.dispatch import registry
 from te_mx.ops import Stack
 from te_mx.ops.grouped_gemm import gemm_rows
@@ -128,6 +131,42 @@ def test_columns_are_those_of_each_weight(native, rule, fmt) -> None:
     described = registry.kernels("columns_of_weights")[-1].run(row, spec, rule)
     for mine, theirs in zip(col[:2], described[:2], strict=True):
         assert torch.equal(mine, theirs) and mine.stride() == theirs.stride()
+
+
+@pytest.mark.parametrize("most", [1 << 30, 2 * 45 * 70 * 2, 1])
+@pytest.mark.parametrize(
+    ("fmt", "col"), [("mxfp4", E4M3), ("mxfp4", "mxfp4"), (E4M3, "mxfp8_e5m2")]
+)
+def test_columns_in_another_format_are_decoded_and_quantized(native, monkeypatch, most, fmt, col):
+    """All groups in two native calls, or as many at a time as memory is given for."""
+    monkeypatch.setattr(grouped_apart, "MOST_BYTES", most)
+    weights, spec = wild(3, 45, 70), f"{col}@sm90:8"
+    row, _ = quantize_weights(weights, f"{fmt}@rows", rule="rceil")
+    native.clear()
+    made = columns_of_weights(row, spec, "rceil")
+    assert (made.groups, made.rows, made.k, made.spec) == (3, 70, 45, spec)
+    if fmt != col:
+        assert native == ["quantize_stacked"] * {1 << 30: 1, 2 * 45 * 70 * 2: 2, 1: 3}[most]
+    described = registry.kernels("columns_of_weights")[-1].run(row, spec, "rceil")
+    for mine, theirs in zip(made[:2], described[:2], strict=True):
+        assert torch.equal(mine, theirs) and mine.stride() == theirs.stride()
+
+
+@pytest.mark.parametrize("activations", ["mxfp8", "mxfp4"])
+def test_experts_in_four_bits_pass_gradients_on_natively(native, activations) -> None:
+    """Of frozen MXFP4 weights dgrad reads MXFP8 columns; a fallback would warn and fail."""
+    layer = te_mx.GroupedLinear(3, 64, 48, bias=False)
+    te_mx.freeze_weights(layer, drop_master=True, fmt="mxfp4", activations=activations)
+    values = copy.deepcopy(layer)
+    te_mx.unfreeze_weights(values, dequantize=True)
+    x = torch.randn(53, 64, requires_grad=True)
+    native.clear()
+    y = layer(x, SPLITS)
+    y.sum().backward()
+    assert native[-2:] == ["quantize_stacked", "gemm_rows"]
+    weights = [getattr(values, name) for name in layer._weight_names]
+    want = torch.cat([w.sum(0).expand(m, -1) for w, m in zip(weights, SPLITS, strict=True)])
+    torch.testing.assert_close(x.grad, want, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("layout", ["cols", "sm90:8"])

@@ -10,6 +10,7 @@ import torch
 import te_mx
 from te_mx import ops
 from te_mx.backends.cpu import binding as cpu
+from te_mx.backends.cpu import binding_grouped
 from te_mx.backends.device_names import short_name
 from te_mx.dispatch import registry
 from te_mx.dispatch.problem import Place, Problem, place_of
@@ -185,6 +186,51 @@ def test_rows_of_experts_are_for_so_many(portable, tmp_path, monkeypatch):
         (same._replace(groups=5), usual.name),
     ):
         assert registry.pick_grouped(given).name == registry.pick_grouped(given).name == name
+
+
+def test_mixtures_follow_rows_of_their_tokens_experts_and_top_k(portable, tmp_path, monkeypatch):
+    """A row of the product of routed rows counts for so many tokens, whatever they are called by:
+    a row a token or one a slot."""
+    experts, top_k, how = 4, 2, "few rows on portable_f32"
+    w = te_mx.quantize(torch.randn(experts, N, K), fmt="mxfp4")
+    ran = []
+    call = binding_grouped.GroupedGemmCall
+    monkeypatch.setattr(
+        binding_grouped, "GroupedGemmCall",
+        lambda kernels, *given: (ran.append(kernels), call(kernels, *given))[1],
+    )  # fmt: skip
+    key = Key("cpu_portable", "moe_gemm", "mxfp8_e4m3", "mxfp4", N, K, 4, experts, top_k)
+    results = []
+    for rows in ([], [Row(key, "cpu", how, 10.0, "cpu", 20.0)]):
+        te_mx.use_tuned_table(None)
+        if rows:
+            te_mx.use_tuned_table(written(tmp_path / "mine.csv", *rows))
+        for tokens in (4, 5):
+            torch.manual_seed(tokens)
+            ids = torch.rand(tokens, experts).topk(top_k).indices
+            lists = te_mx.moe.align_block_size(ids, 8, experts)
+            x = torch.randn(tokens, K)
+            made = te_mx.moe.grouped_gemm(x, w, *lists, top_k=top_k, block_m=8)
+            results.append(made)
+            slots = x.repeat_interleave(top_k, 0)
+            again = te_mx.moe.grouped_gemm(slots, w, *lists, top_k=top_k, block_m=8, a_div=1)
+            assert torch.equal(made, again)
+    stream, panel = ("portable_f32", "portable_stream"), ("portable_f32", "portable_f32")
+    assert ran == [stream] * 4 + [panel] * 2 + [stream] * 2
+    torch.testing.assert_close(results[:2], results[2:])
+
+    recipe = te_mx.recipe.BlockScaling(w="mxfp4")
+    sizes = {"m": N, "k": K, "recipe": recipe, "experts": experts}
+    said = te_mx.explain(n=4, top_k=top_k, **sizes)
+    assert said.tuned == f"tuned table mine.csv: kernel cpu, configuration {how}"
+    assert "few rows on portable_f32" in said.note
+    for other in ({"n": 5, "top_k": top_k}, {"n": 4, "top_k": 1}):
+        said = te_mx.explain(**other, **sizes)
+        assert said.tuned == "not tuned: default" and "portable_stream" in said.note
+    with pytest.raises(ValueError, match="experts and top_k go together, got 4 and None"):
+        te_mx.explain(n=4, **sizes)
+    with pytest.raises(ValueError, match="go with sizes, layout TN"):
+        te_mx.explain(n=4, top_k=1, layout="NN", **sizes)
 
 
 def test_choices_by_size_are_few(portable, tmp_path):

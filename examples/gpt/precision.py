@@ -42,10 +42,15 @@ def recipe(name: str) -> "te_mx.recipe.Recipe":
 
 
 def convert(model: nn.Module) -> None:
-    """Every nn.Linear but the head and routers: both make logits and stay in high precision."""
+    """Every nn.Linear but the head and routers: both make logits and stay in high precision.
+
+    fuse: the MLP runs as one step with GELU inside of its GEMMs, and normalizations quantize for
+    the layers behind them. Parameters keep their names.
+    """
     te_mx.convert_model(
-        model, filter_fn=lambda module, name: name.split(".")[-1] not in ("head", "router")
-    )
+        model, fuse=True,
+        filter_fn=lambda module, name: name.split(".")[-1] not in ("head", "router"),
+    )  # fmt: skip
 
 
 def kernels(model: nn.Module) -> dict[str, int]:

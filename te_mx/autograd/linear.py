@@ -3,7 +3,8 @@ back.
 
 x and g are read once: one quantize call makes all the directions that the call needs, and that of g
 also sums the bias gradient. Saved for backward are the columnwise codes and scales of x, 1.03 bytes
-an element in MXFP8, and w itself, which backward quantizes again; or what the recipe says instead.
+an element in MXFP8, or nothing of its own where what made x keeps it (producers.py), and w itself,
+which backward quantizes again; or what the recipe says instead.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from te_mx.autograd import one_call, shared_inputs, steps
+from te_mx.autograd import one_call, producers, shared_inputs, steps
 from te_mx.autograd.backward import outputs, place, run_backward, tag_of
 from te_mx.autograd.saved import Kept
 from te_mx.autograd.shapes import flatten, shaped, unflatten
@@ -30,7 +31,8 @@ class Call(NamedTuple):
     """What one call of the module fixes.
 
     `kept` stands in for quantizing the weight. `save_x` saves x for backward instead of its
-    columnwise codes, with the same result. `sink` says where the weight gradient goes. With a `tag`
+    columnwise codes, with the same result; `sources`, if there are any, in its place: x itself, or
+    two factors of it. `sink` says where the weight gradient goes. With a `tag`
     the kernels that run are recorded in te_mx.runtime.ran.LAST_RUN at tag, tag + 1 and tag + 2:
     fprop, dgrad and wgrad.
     """
@@ -41,6 +43,7 @@ class Call(NamedTuple):
     kept: KeptWeight | None = None
     save_x: bool = False
     sink: WeightGradient | None = None
+    sources: tuple[Tensor, ...] = ()
 
 
 @leaves_when_hooked
@@ -57,7 +60,7 @@ class LinearFunction(torch.autograd.Function):
         q, w_row, w_col = steps.input_and_weight(x, plan, call.kept, weight_NK, settings, need_dx)
         assert q.row is not None
         y_MN = steps.fprop(q.row, w_row, bias_N, settings, call.out_dtype, call.tag)
-        x_kept = plan.kept(q, x, need_dw)
+        x_kept = Kept.of(call.sources) if plan.keep and call.sources else plan.kept(q, x, need_dw)
         w_kept = steps.kept_for_dgrad(w_row, w_col, weight_NK, settings, need_dx)
         ctx.settings, ctx.tag, ctx.x_shape, ctx.sinks = settings, call.tag, x.shape, (call.sink,)
         ctx.kept = x_kept.beside, w_kept.beside
@@ -124,6 +127,7 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: Call) -> T
     if torch.is_grad_enabled() and (
         x.requires_grad or weight_NK.requires_grad or (bias_N is not None and bias_N.requires_grad)
     ):
+        call = _without_codes(x, weight_NK, call)
         kernel = one_call.kernel_of(x, weight_NK, bias_N, call)
         if kernel is not None:
             return one_call.OneCallLinear.apply(x, weight_NK, bias_N, call, kernel)[0]
@@ -137,6 +141,16 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: Call) -> T
             return made[0]
     row, _ = steps.weight_operands(call.kept, weight_NK, settings, False)
     return infer(x, row, bias_N, settings, call.out_dtype, call.tag)
+
+
+def _without_codes(x: Tensor, weight_NK: Tensor, call: Call) -> Call:
+    """A call that keeps nothing of its own of x, where backward has x anyway and the weight
+    gradient is computed there: a later one would hold more than codes."""
+    later = call.sink is not None and call.sink.queue is not None
+    if call.settings.backward == "dequantized" or not weight_NK.requires_grad or later:
+        return call
+    found = producers.sources(x)
+    return call._replace(save_x=True, sources=found) if found else call
 
 
 def linear_on_codes(x: Tensor, w_row: Operand, bias_N: Tensor | None, call: Call) -> Tensor:

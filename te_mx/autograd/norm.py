@@ -38,20 +38,27 @@ class Source(NamedTuple):
         return made
 
 
-# By id of z, as long as it lives.
+# By id of the tensor whose memory z is, as long as z lives.
 _sources: dict[int, tuple[weakref.ref[Tensor], int, Source]] = {}
 
 
 def source_of(z: Tensor) -> Source | None:
-    """What z was made of, if a normalization just made it."""
-    entry = None if torch.compiler.is_compiling() else _sources.get(id(z))
-    if entry is None or entry[0]() is not z or entry[1] != z._version:
+    """What z was made of, if a normalization just made it. A view that is all of z is as good."""
+    if torch.compiler.is_compiling():
         return None
-    return entry[2]
+    entry = _sources.get(_memory(z))
+    made = None if entry is None else entry[0]()
+    if entry is None or made is None or entry[1] != made._version:
+        return None
+    return entry[2] if made is z or shared_inputs.is_view_of_all(z, made) else None
+
+
+def _memory(z: Tensor) -> int:
+    return id(z if z._base is None else z._base)
 
 
 def _remember(z: Tensor, source: Source) -> None:
-    key = id(z)
+    key = _memory(z)
     _sources[key] = weakref.ref(z, lambda _: _sources.pop(key, None)), z._version, source
 
 

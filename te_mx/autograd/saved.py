@@ -1,4 +1,5 @@
-"""What backward keeps of an input or a weight: a quantized operand, or the tensor itself."""
+"""What backward keeps of an input or a weight: a quantized operand, the tensor itself, or two
+tensors whose product it is."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ Tensors = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 class Kept(NamedTuple):
     """What autograd saves for one input or weight: three tensors (codes, scales and packed form of
-    an operand, or the tensor itself, None, None), and beside them the operand's spec and sizes;
-    spec "" for the tensor itself."""
+    an operand; or the tensor itself, None, None; or two factors of it, None), and beside them the
+    operand's spec and sizes; spec "" where they are no operand."""
 
     tensors: Tensors = (None, None, None)
     spec: str = ""
@@ -32,6 +33,23 @@ class Kept(NamedTuple):
     def itself(cls, tensor: Tensor | None) -> Kept:
         """The tensor itself."""
         return cls((tensor, None, None))
+
+    @classmethod
+    def of(cls, sources: tuple[Tensor, ...]) -> Kept:
+        """A tensor as what autograd/producers.py found: itself, or two factors."""
+        return cls((sources[0], sources[1] if len(sources) > 1 else None, None))
+
+    @property
+    def own(self) -> tuple[Tensor, ...]:
+        """The tensors that are not te_mx's alone: none beside those of an operand."""
+        return () if self.spec else tuple(t for t in self.tensors if t is not None)
+
+    @property
+    def tensor(self) -> Tensor:
+        """The tensor that was kept, itself or as two factors."""
+        first, second, _ = self.tensors
+        assert first is not None and not self.spec
+        return first if second is None else first * second
 
     @property
     def beside(self) -> Kept:
@@ -52,8 +70,7 @@ class Kept(NamedTuple):
         """The tensor that was kept, or what the codes decode to."""
         if self.spec:
             return dequantize_2d(self.as_operand(), dtype)
-        assert self.tensors[0] is not None
-        return self.tensors[0]
+        return self.tensor
 
 
 NOTHING = Kept()

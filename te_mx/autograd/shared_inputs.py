@@ -1,7 +1,8 @@
 """One quantized input for layers that read the same tensor: q, k and v, or gate and up, quantize it
 once and keep one copy for backward.
 
-An input is known by the very tensor object, its version and its memory; a few of the last ones in
+An input is known by the very tensor object, its version and its memory, and so are views that are
+all of it (a DTensor hands them out); a few of the last ones in
 each thread are remembered, as long as somebody else holds them and a region lasts. In-place
 operations on it, through views too, change its version. What is written through `.data`, which has
 versions of its own, may be written at any later time: memory that was ever reached so is left out
@@ -113,6 +114,32 @@ def entry_of(x: Tensor) -> Entry | None:
                 return entry
             _here.entries.remove(entry)
             return None
+    return None if x._base is None else _from_view(x)
+
+
+def is_view_of_all(x: Tensor, source: Tensor) -> bool:
+    """Whether x is another object for what `source` is: they have one version then."""
+    memory = x._base
+    return (
+        memory is not None
+        and (memory is source or memory is source._base)
+        and x.data_ptr() == source.data_ptr()
+        and x.shape == source.shape
+        and x.stride() == source.stride()
+        and x.dtype is source.dtype
+        and not x.is_neg()
+    )
+
+
+def _from_view(x: Tensor) -> Entry | None:
+    """An entry of x, from that of a tensor that x is all of."""
+    for entry in _here.entries:
+        source = entry.source()
+        if source is not None and is_view_of_all(x, source) and entry.is_of(x):
+            made = _remember(x, entry.row, entry.col, entry.rule)
+            if made is not None:
+                made.plan, made.held, made._quantized = entry.plan, entry.held, entry._quantized
+            return made
     return None
 
 

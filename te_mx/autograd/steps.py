@@ -18,7 +18,8 @@ columnwise codes    these codes            x: by default; w: keep_weight_columns
 rowwise codes       columnwise codes made  w: one_copy_weights
                     of what they decode to
 rowwise codes       what they decode to    backward_override "dequantized"
-the tensor itself   columnwise codes of it w: by default; x: save_original_input
+the tensor itself   columnwise codes of it w: by default; x: save_original_input, or what made it
+                                           keeps it too (autograd/producers.py)
 the tensor itself   the tensor itself      "high_precision"; x: wgrad_with_hp
 ==================  =====================  ===========================================
 """
@@ -357,7 +358,7 @@ def dgrad(
 # ------------------------------------------------------------------------------------------- wgrad
 def wgrad(gradient: Gradient, kept: Kept, settings: Settings, tag: int) -> Wgrad:
     """The GEMM dw [N, K] = g^T @ x, to be run now or later, into a place that is known then."""
-    reads: Reads = () if kept.spec else ((INPUT, kept.tensors[0]),)  # type: ignore[assignment]
+    reads: Reads = tuple((INPUT, t) for t in kept.own)
     g_col, g_MN = gradient.q.col, gradient.g_MN
     if g_col is None:
         assert g_MN is not None
@@ -370,7 +371,7 @@ def wgrad(gradient: Gradient, kept: Kept, settings: Settings, tag: int) -> Wgrad
         return Wgrad(in_high_precision, (*reads, (OUTPUT_GRADIENT, g_MN)))
 
     def gemm(out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
-        x_col = kept.as_operand() if kept.spec else _columns_of(kept.tensors[0], "x", settings)
+        x_col = kept.as_operand() if kept.spec else _columns_of(kept.tensor, "x", settings)
         return gemm_2d(
             g_col, x_col, Epilogue(accumulate=accumulate), out=out, out_dtype=dtype, tag=tag,
             mode=mode_of(settings),

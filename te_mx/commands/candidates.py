@@ -8,9 +8,9 @@ else the ops of its steps. The tables' word for the second is "steps".
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -48,7 +48,8 @@ class Layers:
     """Frozen layers of one size, as many as no cache holds: with their parameters (kept), and with
     codes alone (plain)."""
 
-    def __init__(self, n: int, k: int, recipe: BlockScaling, device: torch.device) -> None:
+    def __init__(self, shape: Shape, recipe: BlockScaling, device: torch.device) -> None:
+        n, k = shape.n, shape.k
         self.recipe, self.device = recipe, device
         generator = torch.Generator(device).manual_seed(0)
         self._weight = torch.randn((n, k), generator=generator, device=device).bfloat16()
@@ -70,10 +71,24 @@ class Layers:
         return layer
 
 
+class Weights(Protocol):
+    """What a contest is about: layers that are called with x, as they are kept and on plain
+    codes."""
+
+    recipe: BlockScaling
+    device: torch.device
+
+    @property
+    def kept(self) -> Sequence[Callable[[Tensor], Tensor]]: ...
+
+    @property
+    def plain(self) -> Sequence[Callable[[Tensor], Tensor]]: ...
+
+
 class Contest:
     """One size, on layers as they are kept or on plain codes."""
 
-    def __init__(self, shape: Shape, layers: Layers, plain: bool = False) -> None:
+    def __init__(self, shape: Shape, layers: Weights, plain: bool = False) -> None:
         self.shape, self.recipe = shape, layers.recipe
         self.layers = layers.plain if plain else layers.kept
         device = layers.device

@@ -1,4 +1,5 @@
-"""Time every kernel and configuration that takes a product of a frozen layer, and write a table."""
+"""Time every kernel and configuration that takes a product of a frozen layer or of the experts of a
+mixture, and write a table."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ import te_mx
 from te_mx import formats
 from te_mx.arguments import as_device
 from te_mx.commands.candidates import Candidate, Contest, Layers, candidates_of, leave
+from te_mx.commands.mixtures import Experts
 from te_mx.commands.shapes import (
     TOKENS,
     Shape,
@@ -49,6 +51,11 @@ def add_options(p: argparse.ArgumentParser) -> None:
         help=f"{', '.join(model_names())}, a file like theirs, or the config.json of a "
         "Llama-shaped model; may be given several times",
     )  # fmt: skip
+    p.add_argument(
+        "--experts", type=int, default=0,
+        help="--shapes are those of te_mx.moe.grouped_gemm with so many experts",
+    )  # fmt: skip
+    p.add_argument("--top-k", type=int, default=0, help="experts of a token, with --experts")
     p.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
     p.add_argument(
         "--formats", default=FORMATS, metavar="W,X:W,..",
@@ -79,7 +86,13 @@ def run(args: argparse.Namespace) -> int:
     if args.rounds < 1:
         raise ValueError(f"--rounds must be at least 1, got {args.rounds}")
     tokens = parse_tokens(args.tokens)
-    shapes = from_text(args.shapes) if args.shapes else of_models(args.model, tokens)
+    if args.model and (args.experts or args.top_k):
+        raise ValueError("--experts and --top-k go with --shapes: a model says how many it has")
+    shapes = (
+        from_text(args.shapes, args.experts, args.top_k)
+        if args.shapes
+        else of_models(args.model, tokens)
+    )
     recipes = [_recipe(word, args.split_k) for word in args.formats.split(",")]
     out = args.out or Path(f"te_mx_{name}.csv")
     session = Session(device, out, args.resume, args.rounds, args.kept_only)
@@ -90,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
             for recipe in recipes:
                 with torch.no_grad(), te_mx.autocast(recipe=recipe):
                     for shape, layers in _with_layers(shapes, recipe, device, session):
-                        bar.set_postfix_str(f"{recipe.w} {'x'.join(map(str, shape[:3]))}")
+                        bar.set_postfix_str(f"{recipe.w} {shape}")
                         if layers is not None:
                             session.tune(shape, layers, bar.write)
                         bar.update()
@@ -123,14 +136,15 @@ class Session:
             f"measured choices of te_mx {te_mx.__version__} on {_full_name(device)}, torch "
             f"{torch.__version__}, {torch.get_num_threads()} CPU threads, "
             f"{datetime.now(timezone.utc):%Y-%m-%d}",
-            "us of a frozen layer, its bf16 input quantized in the call, weights out of the caches",
+            "us of a layer or of all experts, bf16 inputs quantized in the call, weights out "
+            "of the caches",
         ]
 
     def has(self, key: Key) -> bool:
         """Whether there is nothing to do for this row."""
         return self.resume and key in self.old
 
-    def tune(self, shape: Shape, layers: Layers, say: Callable[[str], None]) -> None:
+    def tune(self, shape: Shape, layers: Layers | Experts, say: Callable[[str], None]) -> None:
         """Time one size and write the table, at once."""
         contest = Contest(shape, layers)
         problems = contest.problems()
@@ -150,7 +164,7 @@ class Session:
         table.write(self.out, self.rows.values(), self.remarks)
 
     def _winner(
-        self, contest: Contest, layers: Layers, problem: Problem, around: list[Row],
+        self, contest: Contest, layers: Layers | Experts, problem: Problem, around: list[Row],
         say: Callable[[str], None],
     ) -> Row:  # fmt: skip
         """The candidate that beats the default by 3 %, twice, and does not lose by as much on plain
@@ -210,19 +224,21 @@ class Session:
 
 def _with_layers(
     shapes: list[Shape], recipe: BlockScaling, device: torch.device, session: Session
-) -> Iterator[tuple[Shape, Layers | None]]:
-    """Each shape with layers of its size, made once for shapes of one size, or None where the table
-    has it."""
-    sizes = dict.fromkeys((shape.n, shape.k) for shape in shapes)
+) -> Iterator[tuple[Shape, Layers | Experts | None]]:
+    """Each shape with layers or experts of its size, made once for a size, or None where
+    the table has it."""
     name = tables.device_name(place_of(device))
-    for size in sizes:
-        layers = None
+    for size in dict.fromkeys(shape.weights for shape in shapes):
+        layers: Layers | Experts | None = None
+        n, k, *mixture = size
+        # The op that every layer may run as.
+        op = "moe_gemm" if mixture[0] else "gemm"
         for shape in shapes:
-            if (shape.n, shape.k) == size:
-                # The op that every layer may run as.
-                has = session.has(Key(name, "gemm", recipe.x, recipe.w, *size, shape.m))
+            if shape.weights == size:
+                has = session.has(Key(name, op, recipe.x, recipe.w, n, k, shape.m, *mixture))
                 if layers is None and not has:
-                    layers = Layers(*size, recipe, device)
+                    make = Experts if mixture[0] else Layers
+                    layers = make(shape, recipe, device)
                 yield shape, None if has else layers
 
 
@@ -252,7 +268,8 @@ def _full_name(device: torch.device) -> str:
 
 
 def _words(key: Key) -> str:
-    return f"{key.operation} {key.x} x {key.w}, n {key.n}, k {key.k}, m {key.m}"
+    mixture = f", {key.top_k} of {key.experts} experts" if key.experts else ""
+    return f"{key.operation} {key.x} x {key.w}, n {key.n}, k {key.k}, m {key.m}{mixture}"
 
 
 def _times(row: Row) -> str:

@@ -21,13 +21,15 @@ from te_mx.layouts.operand import Operand, Stack
 
 
 class Routing(NamedTuple):
-    """Which routed row meets which expert, int32. Row r reads row ``r // a_div`` of the tokens."""
+    """Which routed row meets which expert, int32. Row r reads row ``r // a_div`` of the tokens;
+    a token is sent to top_k experts."""
 
     sorted_token_ids: Tensor | None  # [positions]
     expert_ids: Tensor  # [blocks]
     num_tokens_post_padded: Tensor  # [1]
     block_m: int
     a_div: int
+    top_k: int = 1
 
     def experts(self, routed: int, count: int) -> Tensor:
         """The expert of every routed row, int64 [routed]; -1 for rows of none. No host waits."""

@@ -46,6 +46,12 @@ def _attach(module: Any) -> None:
     fsdp.attach(module)
 
 
+def _block(block: Any, x: Any) -> tuple[Any, str]:
+    from te_mx.distributed import split_block
+
+    return split_block.run(block, x)
+
+
 def _gathered(module: Any, settings: Any) -> tuple[dict[str, Any], Any]:
     from te_mx.distributed import fsdp
 
@@ -56,4 +62,5 @@ def _gathered(module: Any, settings: Any) -> tuple[dict[str, Any], Any]:
 several_ranks.above.run = _run
 several_ranks.above.owners = _owners
 several_ranks.above.attach = _attach
+several_ranks.above.block = _block
 several_ranks.above.gathered = _gathered

@@ -18,7 +18,7 @@ The bias of a result that is Partial is added by one rank, in its GEMM.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -76,7 +76,7 @@ def run(module: Any, inp: Any, *args: Any) -> Any:
             "te_mx.unfreeze_weights(model, dequantize=True), or give it inp.to_local()"
         )
     held = {name: p for name, p in module._parameters.items() if p is not None}
-    mesh = _mesh_of(label, held, inp)
+    mesh = mesh_of(label, held, inp)
     if isinstance(module, GroupedLinear):
         first = held[module._weight_names[0]]
     else:
@@ -86,23 +86,23 @@ def run(module: Any, inp: Any, *args: Any) -> Any:
             f"{label}: parameters_split makes several parameters of one weight, whose shards are "
             "no shards of it; under DTensor use a layer for each"
         )
-    kinds = [_kind(module, label, held, dim) for dim in range(mesh.ndim)]
+    kinds = [kind_of(module, label, held, dim) for dim in range(mesh.ndim)]
     _refuse(module, label, kinds)
     settings = module._settings()
-    for name, size, ranks in _cuts(module, kinds, mesh):
+    for name, size, ranks in cuts_of(module, kinds, mesh):
         check_whole_blocks(label, settings, name, size, ranks)
     if EXPERTS in kinds:
         return _run_experts(module, mesh, held, inp, args)
-    x = inp if isinstance(inp, DTensor) else _whole(inp, mesh)
-    way = _way(kinds, x)
+    x = inp if isinstance(inp, DTensor) else whole(inp, mesh)
+    way = way_of(kinds, x.placements, x.ndim - 1)
     x = placed(x, mesh, way.x)
-    layer = _layer(module, mesh, held, way)
+    layer = local_of_layer(module, mesh, held, way)
     made = call(module, layer, local_of(x, way.x_grad), *args)
     y, *rest = made if isinstance(made, tuple) else (made,)
     out = _out_features(module)
     shape = torch.Size((*x.shape[:-1], out))
     y = DTensor.from_local(
-        y, mesh, way.y, run_check=False, shape=shape, stride=_contiguous(shape)
+        y, mesh, way.y, run_check=False, shape=shape, stride=contiguous(shape)
     )  # fmt: skip
     if not isinstance(made, tuple):
         return y
@@ -112,7 +112,7 @@ def run(module: Any, inp: Any, *args: Any) -> Any:
 
 
 # ------------------------------------------------------------------------------ what is to be done
-def _mesh_of(label: str, held: dict[str, Any], inp: Any) -> Any:
+def mesh_of(label: str, held: dict[str, Any], inp: Any) -> Any:
     spread = {name: p for name, p in held.items() if isinstance(p, DTensor)}
     if len(spread) < len(held):
         plain = next(name for name in held if name not in spread)
@@ -133,7 +133,7 @@ def _mesh_of(label: str, held: dict[str, Any], inp: Any) -> Any:
     return mesh
 
 
-def _kind(module: Any, label: str, held: dict[str, Any], dim: int) -> str:
+def kind_of(module: Any, label: str, held: dict[str, Any], dim: int) -> str:
     """What the weights of a module are along one dimension of the mesh."""
     if isinstance(module, LayerNormMLP):
         one, two = (_dim_of(held[key].placements[dim]) for key in module._weight_keys)
@@ -183,7 +183,7 @@ def _refuse(module: Any, label: str, kinds: list[str]) -> None:
         )
 
 
-def _cuts(module: Any, kinds: list[str], mesh: Any) -> Iterator[tuple[str, int, int]]:
+def cuts_of(module: Any, kinds: list[str], mesh: Any) -> Iterator[tuple[str, int, int]]:
     """Sizes of weights that are cut, and for how many ranks. Cuts of out_features matter where a
     gradient is made, or where blocks have several rows."""
     for dim, kind in enumerate(kinds):
@@ -196,10 +196,11 @@ def _cuts(module: Any, kinds: list[str], mesh: Any) -> Iterator[tuple[str, int, 
             yield "ffn_hidden_size", module.ffn_hidden_size, ranks
 
 
-def _way(kinds: list[str], x: DTensor) -> Way:
-    last = x.ndim - 1
+def way_of(kinds: list[str], x: Sequence[Placement], last: int) -> Way:
+    """How layers of these kinds run on an input that is placed like x; `last` is its last
+    dimension."""
     way = Way(kinds, [], [], [])
-    for kind, place in zip(kinds, x.placements, strict=True):
+    for kind, place in zip(kinds, x, strict=True):
         if kind == ROW:
             asked: tuple[Placement, Placement, Placement] = Shard(last), Shard(last), Partial()
         elif kind in (COLUMN, BOTH):
@@ -227,7 +228,7 @@ def _gradients_of(name: str, way: Way, own: tuple[Placement, ...]) -> list[Place
 
 
 # ------------------------------------------------------------------------------- what a rank has
-def _layer(module: Any, mesh: Any, held: dict[str, Any], way: Way) -> Any:
+def local_of_layer(module: Any, mesh: Any, held: dict[str, Any], way: Way) -> Any:
     routed = module._routed() and torch.is_grad_enabled()
     adds = all(
         kind not in (ROW, BOTH) or mesh.get_local_rank(dim) == 0
@@ -294,10 +295,10 @@ def _run_experts(module: Any, mesh: Any, held: dict[str, Any], inp: Any, args: A
             f"{module._label()}: experts are sharded over a mesh of one dimension, got {mesh}"
         )
     way = Way([EXPERTS], [Replicate()], [Replicate()], [Replicate()])
-    return call(module, _layer(module, mesh, held, way), inp, *args)
+    return call(module, local_of_layer(module, mesh, held, way), inp, *args)
 
 
-def _whole(inp: Any, mesh: Any) -> DTensor:
+def whole(inp: Any, mesh: Any) -> DTensor:
     return DTensor.from_local(inp, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
@@ -311,7 +312,7 @@ def _bias_of(module: Any) -> Any:
     return module.fc2_bias if isinstance(module, LayerNormMLP) else module.bias
 
 
-def _contiguous(shape: torch.Size) -> tuple[int, ...]:
+def contiguous(shape: torch.Size) -> tuple[int, ...]:
     strides = [1]
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * max(size, 1))

@@ -137,18 +137,19 @@ def _routing(ids: Tensor, expert_map: Tensor | None, experts: int) -> Routing:
     """The routing of slots [M, top_k]: each a block of its own where experts hardly share any, and
     where the host groups them anyhow."""
     flat = ids.reshape(-1)
-    routed, total = len(flat), experts if expert_map is None else len(expert_map)
+    routed, top_k = len(flat), ids.shape[1]
+    total = experts if expert_map is None else len(expert_map)
     if 4 * routed <= total or known_to_host(ids):
         known = (flat >= 0) & (flat < total)
         if expert_map is not None:
             flat = torch.where(known, expert_map[torch.where(known, flat, 0)], -1)
         everything = torch.full((1,), routed, dtype=torch.int32, device=ids.device)
-        return Routing(None, flat, everything, 1, ids.shape[1])
+        return Routing(None, flat, everything, 1, top_k, top_k)
     block = 8
     while block < _MOST_BLOCK and block * total < routed:
         block *= 2
     sorted_ids, expert_ids, count = moe_align(Align(flat, block, total, expert_map))
-    return Routing(sorted_ids, expert_ids, count, block, ids.shape[1])
+    return Routing(sorted_ids, expert_ids, count, block, top_k, top_k)
 
 
 def _check_weights(x: Any, first: Stack, second: Stack) -> None:

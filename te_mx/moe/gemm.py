@@ -100,7 +100,7 @@ def grouped_gemm(
             f"top_k={top_k} does not divide; a_div is top_k for one row a token, 1 for a row a slot"
         )
     ids = sorted_token_ids, expert_ids, num_tokens_post_padded
-    routing = _routing(*ids, (block_m, a_div, routed, rhs.groups), device)
+    routing = _routing(*ids, (block_m, a_div, routed, rhs.groups), device)._replace(top_k=top_k)
     weights = None
     if mul_weight_by is not None:
         weights = routing_weights(f"{OWNER}: mul_weight_by", mul_weight_by, routed, device)

@@ -6,9 +6,10 @@ compressed-tensors and ModelOpt; scales named ``<name>_scale_inv`` are read too.
 8 bits are saved as they are packed, uint8; the shapes tell 4 bits from 6, and the scales of 6-bit
 codes carry the element in their name, ``<name>_scale_e2m3``. Formats with fp32 scales save these as
 ``<name>_scale_inv`` (float32 [ceil(out/128), ceil(in/128)] for blocks of 128 x 128), the names and
-layouts of DeepSeek-V3's checkpoints; the value is code * scale. What such a state_dict is loaded
-into becomes frozen without masters; te_mx.unfreeze_weights(dequantize=True) makes parameters that
-train. nn/foreign_state.py reads 4-bit weights under the names of others.
+layouts of DeepSeek-V3's checkpoints; the value is code * scale. Such scales in bf16 (Qwen's) are
+read as fp32, which holds them exactly. What such a state_dict is loaded into becomes frozen without
+masters; te_mx.unfreeze_weights(dequantize=True) makes parameters that train. nn/foreign_state.py
+reads 4-bit weights under the names of others.
 
 The recipe, which names the format, goes with them in the metadata of the state_dict, which
 ``torch.save(state_dict)`` keeps; formats that hold tensors only, such as safetensors, lose it. The
@@ -105,9 +106,10 @@ def read_codes(
         return nothing
     key = next(iter(weights))
     end = scales[key].removeprefix(weights[key])
+    first = _widened(state_dict[scales[key]], end)
     settings = _settings_for(
-        module, local_metadata.get(_RECIPE), state_dict.get(weights[key]), state_dict[scales[key]],
-        end, prefix, error_msgs,
+        module, local_metadata.get(_RECIPE), state_dict.get(weights[key]), first, end, prefix,
+        error_msgs,
     )  # fmt: skip
     meant = _end_of(settings.w)
     if end != meant and (end in _NAMED.values() or meant in _NAMED.values()):
@@ -125,7 +127,7 @@ def read_codes(
             )
             return nothing
         held = module._codes(key)[0] if dropped else module._sample(key)
-        code, scale = state_dict.get(name), state_dict[scales[key]]
+        code, scale = state_dict.get(name), _widened(state_dict[scales[key]], end)
         if problem := _problem(code, scale, module._shape_of(key), settings.w):
             error_msgs.append(f"{name}, {scales[key]}: {problem}")
             return nothing
@@ -145,6 +147,12 @@ def read_codes(
             )
             return nothing
     return Codes(made, settings, ours, fixed)
+
+
+def _widened(scales: Any, end: str) -> Any:
+    """Scales of checkpoints that store in bf16 what others do in fp32."""
+    narrow = isinstance(scales, Tensor) and scales.dtype == torch.bfloat16
+    return scales.float() if narrow and end == "_scale_inv" else scales
 
 
 def take_codes(module: Freezable, codes: Codes) -> None:
@@ -216,11 +224,13 @@ def _problem(codes: Any, scales: Any, shape: tuple[int, ...], name: str) -> str:
     if fmt.scaling.scale == "fp32" and scales.dtype != torch.float32:
         return f"scales of {name} must be float32, got {scales.dtype} {tuple(scales.shape)}"
     if fmt.scaling.scale != "fp32" and scales.dtype not in (torch.uint8, torch.float8_e8m0fnu):
+        known = (formats.get(f"fp8_e4m3_{block}") for block in ("128x128", "1x128"))
+        wanted = (str((*shape[:-2], *each.scales_shape(*shape[-2:]))) for each in known)
         return (
             f"scales must be uint8 (E8M0 bytes), got {scales.dtype} {tuple(scales.shape)}; float32 "
-            "scales of 128x128 or 1x128 blocks load beside float8_e4m3fn codes, those of tensors "
-            "or channels belong to other formats, which do not load: dequantize the checkpoint "
-            "first"
+            "scales of 128x128 or 1x128 blocks load beside float8_e4m3fn codes, for this weight "
+            f"{' or '.join(wanted)}, those of tensors or channels belong to other formats, which "
+            "do not load: dequantize the checkpoint first"
         )
     groups, sizes = shape[:-2], shape[-2:]
     expected = [(*groups, *fmt.codes_shape(*sizes)), (*groups, *fmt.scales_shape(*sizes))]

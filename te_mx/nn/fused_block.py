@@ -7,6 +7,7 @@ forward runs, on the very layers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -49,64 +50,72 @@ class FusedBlock(Reclassed):
 
     def _te_mx_forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the block's own forward."""
+        if len(args) == 1 and not kwargs and not is_tracing() and self._is_split():
+            made, self.__dict__[RAN] = above.block(self, args[0])
+            return super().forward(*args) if made is None else made  # type: ignore[misc]
         if len(args) == 1 and not kwargs:
-            settings, reason = self._settings_or_why_not(args[0])
+            layers, settings, reason = self.layers_of_step(why_not_plain)
             if settings is not None and not reason:
-                reason = FUSED
+                reason = why_not_these(args[0], layers) or FUSED
             if not is_tracing():
                 self.__dict__[RAN] = reason
             if settings is not None and reason == FUSED:
-                return self._run(args[0], settings)
+                return run_as_step(self.__dict__[ATTRIBUTE].act, layers, args[0], settings)
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
-    def _settings_or_why_not(self, x: Any) -> tuple[Settings | None, str]:
-        """Settings to run with as one step; None in high precision. And why not as one step."""
+    def _is_split(self) -> bool:
+        """Whether its layers are those of several ranks (parallelize_module)."""
+        last = self._modules.get(self.__dict__[ATTRIBUTE].last)  # type: ignore[attr-defined]
+        return last is not None and type(last._parameters.get("weight")).__name__ == "DTensor"
+
+    def layers_of_step(
+        self, why_not: Callable[[str, Any], str]
+    ) -> tuple[list[Linear], Settings | None, str]:
+        """Its layers, and their settings, None in high precision; and why they are none of one
+        step, before any tensor is looked at. `why_not` says that of a layer and its name."""
         plan: BlockPlan = self.__dict__[ATTRIBUTE]
         children: Any = self._modules  # type: ignore[attr-defined]
         names = (*plan.first, plan.last)
         for name in names:
-            if reason := why_not_plain(name, children.get(name)):
-                return None, reason
+            if reason := why_not(name, children.get(name)):
+                return [], None, reason
         if name := changed(self, plan.around):  # type: ignore[arg-type]
-            return None, f"{name} was changed"
+            return [], None, f"{name} was changed"
         if hooked_everywhere():
-            return None, "hooks were registered for all modules"
+            return [], None, "hooks were registered for all modules"
         if self._own.forward is not self._followed[0]:
-            return None, f"{self._own.__name__}.forward was replaced"
+            return [], None, f"{self._own.__name__}.forward was replaced"
         layers: list[Linear] = [children[name] for name in names]
         found = [layer._settings() for layer in layers]
         settings = found[0]
         if any(one != settings for one in found[1:]):
-            return None, "its layers run with different recipes"
-        if settings is None:
-            return None, ""
-        return settings, _why_not_these(x, layers)
-
-    def _run(self, x: Tensor, settings: Settings) -> Tensor:
-        plan: BlockPlan = self.__dict__[ATTRIBUTE]
-        children: Any = self._modules  # type: ignore[attr-defined]
-        layers: list[Linear] = [children[name] for name in plan.first]
-        last: Linear = children[plan.last]
-        held = [layer._weight_and_bias() for layer in layers]
-        w2, b2 = last._weight_and_bias()
-        sinks: Any = None, None
-        if layers[0]._routed() or last._routed():
-            weights = [weight for weight, _ in held]
-            sinks = (
-                layers[0]._sink(weights, None, None) if layers[0]._routed() else None,
-                last._sink([w2], None, None) if last._routed() else None,
-            )
-        tags = tuple([layer._tag_now() for layer in (*layers, last)])
-        save_x = any(layer.save_original_input for layer in layers)
-        codes: tuple[Any, ...] = ()
-        if is_gathered(w2):
-            found = [above.gathered(layer, settings) for layer in (*layers, last)]
-            codes, settings = tuple([kept["weight"] for kept, _ in found]), found[0][1]
-        call = Call(plan.act, settings, output_dtype(x), tags, sinks, save_x, codes)
-        return mlp_block(x, [t for pair in held for t in pair], w2, b2, call)
+            return [], None, "its layers run with different recipes"
+        return layers, settings, ""
 
 
-def _why_not_these(x: Any, layers: list[Linear]) -> str:
+def run_as_step(act: Activation, layers: list[Linear], x: Tensor, settings: Settings) -> Tensor:
+    """A block of these layers, the last one behind the activation, as one step."""
+    *first, last = layers
+    held = [layer._weight_and_bias() for layer in first]
+    w2, b2 = last._weight_and_bias()
+    sinks: Any = None, None
+    if first[0]._routed() or last._routed():
+        weights = [weight for weight, _ in held]
+        sinks = (
+            first[0]._sink(weights, None, None) if first[0]._routed() else None,
+            last._sink([w2], None, None) if last._routed() else None,
+        )
+    tags = tuple([layer._tag_now() for layer in layers])
+    save_x = any(layer.save_original_input for layer in first)
+    codes: tuple[Any, ...] = ()
+    if is_gathered(w2):
+        found = [above.gathered(layer, settings) for layer in layers]
+        codes, settings = tuple([kept["weight"] for kept, _ in found]), found[0][1]
+    call = Call(act, settings, output_dtype(x), tags, sinks, save_x, codes)
+    return mlp_block(x, [t for pair in held for t in pair], w2, b2, call)
+
+
+def why_not_these(x: Any, layers: list[Linear]) -> str:
     """Why the tensors of this call do not run as one step: then the layers say what is wrong with
     them, if anything is."""
     *first, last = layers

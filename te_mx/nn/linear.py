@@ -16,7 +16,7 @@ from te_mx.autograd.linear import Call, linear, linear_on_codes
 from te_mx.autograd.steps import at_rest
 from te_mx.autograd.steps_kept import KeptWeight
 from te_mx.context import is_tracing
-from te_mx.nn import constructors, delayed_wgrad, weight_only
+from te_mx.nn import constructors, delayed_wgrad, missing_weight, weight_only
 from te_mx.nn import parameters_split as split
 from te_mx.nn.mx_module import MXModule, output_dtype
 from te_mx.nn.several_ranks import here
@@ -79,6 +79,7 @@ class Linear(MXModule, nn.Linear):
 
     # Class attributes, not set in __init__: convert_model turns an nn.Linear into this class in
     # place.
+    weight: Any = missing_weight.Weight()
     return_bias: bool = False
     save_original_input: bool = False
     init_method: Callable[[Tensor], Any] | None = None

@@ -20,6 +20,8 @@ class _Above:
     run(module, inp, *args): the forward of a module on what this rank has of its tensors.
     owners(module, weights): whom the gradients of weights that fully_shard lends belong to.
     attach(module): tells fully_shard again that it gathers the weights of a module as codes.
+    block(block, x): the result of a fused MLP block whose weights are DTensors, and "fused"; or
+    None and why its layers run one by one.
     gathered(module, settings): such weights of a module as KeptWeight, by name, and the settings
     that it runs with.
     """
@@ -27,6 +29,7 @@ class _Above:
     run: Callable[..., Any]
     owners: Callable[[Any, Sequence[Tensor]], list[Owner]]
     attach: Callable[[Any], None]
+    block: Callable[[Any, Any], tuple[Any, str]]
     gathered: Callable[[Any, Any], tuple[dict[str, Any], Any]]
 
 

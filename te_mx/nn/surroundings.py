@@ -81,10 +81,15 @@ def why_not_given(x: Any) -> str:
 def why_not_plain(name: str, layer: Any) -> str:
     """Why what is in the place of a converted layer is not just act(x @ w^T + b) on parameters of
     its own that train as usual, or an empty string."""
+    if type(layer) is Linear and hooked(layer):
+        return f"{name} has hooks or a forward of its own"
+    return why_not_usual(name, layer)
+
+
+def why_not_usual(name: str, layer: Any) -> str:
+    """The same but for hooks."""
     if type(layer) is not Linear:
         return f"{name} was replaced by a {type(layer).__name__}"
-    if hooked(layer):
-        return f"{name} has hooks or a forward of its own"
     if layer._frozen is not None:
         return f"{name} is frozen"
     if layer._shared is not None:

@@ -17,6 +17,8 @@ from te_mx.dispatch.calls import Mode
 from te_mx.dispatch.moe import RoutedGemm, Routing
 from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.registry import Kernel, derived, pick_problem
+from te_mx.dispatch.tuned import tables
+from te_mx.dispatch.tuned.table import MOST_ROWS
 from te_mx.layouts.operand import Operand, Stack
 from te_mx.ops import checks
 from te_mx.ops.library import define, is_direct
@@ -49,10 +51,10 @@ def _check(p: RoutedGemm) -> None:
     checks.transformed_alike(lhs.spec, rhs.spec)
     if lhs.k != rhs.k:
         raise ValueError(f"te_mx: tokens and weights must have the same k, got {lhs.k} and {rhs.k}")
-    if routing.block_m < 1 or routing.a_div < 1 or routed > lhs.rows * routing.a_div:
+    if min(routing[3:]) < 1 or routed > lhs.rows * routing.a_div:
         raise ValueError(
             f"te_mx: {lhs.rows} tokens make at most {lhs.rows} * a_div routed rows, got {routed} "
-            f"rows of out with a_div = {routing.a_div} and block_m = {routing.block_m}"
+            f"rows of out with block_m, a_div and top_k {routing[3:]}"
         )
     for name, ids in zip(names[1:4], routing[:3], strict=True):
         if ids is not None and (ids.dtype != torch.int32 or ids.dim() != 1):
@@ -72,12 +74,13 @@ def _run(p: RoutedGemm, tag: int) -> None:
         expert_ids=p.routing.expert_ids.contiguous(),
         sorted_token_ids=None if p.routing[0] is None else p.routing[0].contiguous(),
     )
-    problem = Problem(
-        "moe_gemm", place_of(p.out.device), lhs.spec, rhs.spec, len(p.out), rhs.rows, rhs.k,
-        rhs.groups, p.mode.precision, "", p.out.dtype, p.mode.spread,
-    )  # fmt: skip
-    if problem.m == 0 or problem.n == 0:
+    if p.out.numel() == 0:
         return
+    problem = Problem(
+        "moe_gemm", place_of(p.out.device), lhs.spec, rhs.spec, -(-len(p.out) // routing.top_k),
+        rhs.rows, rhs.k, rhs.groups, p.mode.precision, "", p.out.dtype, p.mode.spread,
+        top_k=routing.top_k,
+    )  # fmt: skip
     call = p._replace(lhs=lhs, rhs=rhs, routing=routing)
     kernel = _kernel(problem)
     ran = kernel.run(call) if kernel.name != run.REFERENCE else None
@@ -90,10 +93,11 @@ def _run(p: RoutedGemm, tag: int) -> None:
 
 
 def _kernel(problem: Problem) -> Kernel:
-    """The kernel of a problem: sizes of weights decide, the number of rows does not."""
+    """The kernel of a problem. Envelopes do not look at the number of tokens, tables do."""
     if problem.place.device == "cuda" and problem.place.index < 0:
         return pick_problem(problem)
-    known, key = derived(), problem._replace(m=1)
+    by_tokens = tables.has_rows(problem) and problem.m <= MOST_ROWS
+    known, key = derived(), problem if by_tokens else problem._replace(m=1)
     if key not in known:
         if len(known) > _MOST_KNOWN:
             known.clear()
@@ -104,17 +108,17 @@ def _kernel(problem: Problem) -> Kernel:
 
 def _call(args: tuple[Any, ...]) -> RoutedGemm:
     codes, scales, spec, rows, k, w_codes, w_scales, packed, w_spec, count, n = args[:11]
-    bias, weights, out, _, precision, spread = args[16:]
+    bias, weights, out, _, precision, spread = args[17:]
     return RoutedGemm(
         Operand(codes, scales, spec, rows, k),
         Stack(w_codes, w_scales, w_spec, count, n, k, packed),
-        Routing(*args[11:16]), bias, weights, out, Mode(precision, spread),
+        Routing(*args[11:17]), bias, weights, out, Mode(precision, spread),
     )  # fmt: skip
 
 
 def _moe(*args: Any) -> None:
     note_read(args[5])
-    _run(_call(args), args[19])
+    _run(_call(args), args[20])
 
 
 def _moe_fake(*args: Any) -> None:
@@ -125,7 +129,7 @@ MOE_GEMM = define(
     "moe_gemm(Tensor lhs_codes, Tensor lhs_scales, str lhs_spec, SymInt lhs_rows, SymInt k, "
     "Tensor rhs_codes, Tensor rhs_scales, Tensor? rhs_packed, str rhs_spec, SymInt experts, "
     "SymInt rhs_rows, Tensor? sorted_token_ids, Tensor expert_ids, Tensor num_tokens_post_padded, "
-    "int block_m, int a_div, Tensor? bias, Tensor? weights, Tensor(a!) out, int tag, "
+    "int block_m, int a_div, int top_k, Tensor? bias, Tensor? weights, Tensor(a!) out, int tag, "
     "str precision, int spread) -> ()",
     _moe,
     _moe_fake,

@@ -187,7 +187,7 @@ def test_the_ops_pass_torchs_own_checks():
     x, w = quantized(17, 64).operand("rowwise"), quantized(4, 40, 64).operand("rowwise")
     codes, scales = w.codes.view(4, 40, 64), w.scales.view(4, 40, 2)
     args = (
-        *x[:5], codes, scales, None, w.spec, 4, 40, *lists, r.block_m, 4, None, torch.rand(68),
+        *x[:5], codes, scales, None, w.spec, 4, 40, *lists, r.block_m, 4, 4, None, torch.rand(68),
         torch.zeros(68, 40), -1, "adaptive", 8,
     )  # fmt: skip
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")

@@ -37,7 +37,7 @@ def test_every_candidate_computes_the_same(w, plain):
     """Those that cut K into parts too; all close to the default, and equal from call to call."""
     recipe = _recipe(w, split_k=True)
     with torch.no_grad(), te_mx.autocast(recipe=recipe):
-        layers = Layers(384, 1024, recipe, CUDA)
+        layers = Layers(Shape(1, 384, 1024), recipe, CUDA)
         for m in (1, 16, 33):
             contest = Contest(Shape(m, 384, 1024), layers, plain)
             problems = contest.problems()

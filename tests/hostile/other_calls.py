@@ -170,6 +170,11 @@ EXPLAINED = (
         covers="te_mx.explain",
     ),
     Call(
+        "te_mx.explain of experts", lambda d: te_mx.explain,
+        lambda d: {"m": 8, "n": 4, "k": 70, "device": d, "experts": 4, "top_k": 2},
+        {"experts": COUNT.but("huge"), "top_k": COUNT.but("huge")}, covers="te_mx.explain",
+    ),
+    Call(
         "te_mx.explain_grouped", lambda d: te_mx.explain_grouped,
         lambda d: {"m_splits": [10, 14], "in_features": 70, "out_features": 40, "device": d,
                    "precision": "adaptive", "recipe": HYBRID},

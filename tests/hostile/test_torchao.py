@@ -48,6 +48,27 @@ def test_quantized_weights(frozen):
         assert torch.equal(model(x), expected)
 
 
+def test_layers_without_a_weight_are_named():
+    """Codes alone, or a weight in several parameters: torchao would say that None has no shape."""
+    model = nn.Sequential(plain(), te_mx.Linear(8, 6, parameters_split=("q", "k"), name="qk"))
+    te_mx.convert_model(model)
+    te_mx.freeze_weights(model[0], drop_master=True)
+    assert model[0][0].weight is None and model[1].weight is None
+    expected = r"te_mx.Linear '0.2': only codes .*torchao.*filter_fn.*unfreeze_weights.*dequantize"
+    with pytest.raises(TypeError, match=expected):
+        quantized(model[0][2])
+    with pytest.raises(TypeError, match=r"te_mx.Linear '0.0': only codes"):
+        quantized(model)
+    with pytest.raises(TypeError, match=r"te_mx.Linear 'qk': its weight is split"):
+        quantized(model[1])
+    te_mx.unfreeze_weights(model, dequantize=True)
+    x = torch.randn(5, 64, dtype=torch.bfloat16)
+    assert quantized(model[0])(x).shape == (5, 8)
+    assert not hasattr(te_mx.Linear, "weight")
+    with pytest.raises(AttributeError, match="'Linear' object has no attribute 'weight'"):
+        te_mx.Linear.__new__(te_mx.Linear).weight  # noqa: B018
+
+
 def test_weights_quantized_in_a_fused_module():
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 

@@ -8,6 +8,7 @@ import two_ranks
 CASES = two_ranks.cases(
     "tensor_parallel_cases",
     "data_parallel_cases",
+    "block_cases",
     "group_cases",
     "checkpoint_cases",
     "combinations",

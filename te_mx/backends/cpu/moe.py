@@ -1,5 +1,8 @@
 """Products of routed rows on the CPU: the rows of an expert are gathered side by side, and all
-experts run in the one parallel region of grouped products, which reads each expert's codes once."""
+experts run in the one parallel region of grouped products, which reads each expert's codes once.
+
+Experts of few rows run on the stream kernel of the level; a table may choose another one for them.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ from itertools import accumulate, chain
 
 import torch
 
-from te_mx.backends.cpu import binding_grouped
+from te_mx.backends.cpu import binding, binding_grouped
 from te_mx.backends.cpu.envelope import why_not
+from te_mx.backends.cpu.gemm import PANELS
 from te_mx.backends.cpu.grouped import few_and_many, run_call
 from te_mx.backends.native import native_operand, native_stack
 from te_mx.backends.reference.moe import gathered
@@ -18,6 +22,8 @@ from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import Kernel, register
 from te_mx.runtime import cpu_memory
 from te_mx.runtime.cpu_memory import CPU
+
+_FEW = "few rows on "
 
 
 class CpuMoeGemm(Kernel):
@@ -30,7 +36,16 @@ class CpuMoeGemm(Kernel):
         return reason
 
     def note(self, problem: Problem) -> str:
-        return "one parallel region for all experts, each read once"
+        few = self._few_and_many()[1]
+        return f"one parallel region for all experts, each read once; few rows on {few}"
+
+    def configurations(self, problem: Problem) -> tuple[str, ...]:
+        _, usual = few_and_many()
+        return tuple(f"{_FEW}{name}" for name in _of_level() if name != usual)
+
+    def _few_and_many(self) -> tuple[str, str]:
+        many, few = few_and_many()
+        return many, self.configuration.removeprefix(_FEW) or few
 
     def run(self, p: RoutedGemm) -> str | None:
         groups = _rows_of_experts(p.routing, len(p.out), p.rhs.groups)
@@ -44,7 +59,7 @@ class CpuMoeGemm(Kernel):
         made = cpu_memory.empty((ends[-1], p.rhs.rows), dtype)
         lhs = gathered(p.lhs, tokens)
         call = binding_grouped.GroupedGemmCall(
-            few_and_many(), native_stack(p.rhs), native_operand(lhs),
+            self._few_and_many(), native_stack(p.rhs), native_operand(lhs),
             Bounds([0, *ends[:-1]], ends), made, p.bias,
         )  # fmt: skip
         ran = run_call(call)
@@ -54,6 +69,14 @@ class CpuMoeGemm(Kernel):
             made *= p.weights[order].unsqueeze(1)
         p.out.index_copy_(0, order, made.to(p.out.dtype))
         return ran
+
+
+def _of_level() -> list[str]:
+    """The kernels that the level in use can run, of higher levels first."""
+    level = binding.ISA_LEVELS[binding.isa()]
+    levels = list(PANELS)
+    able = levels[levels.index("amx" if level == "amx_emulated" else level) :]
+    return [name for one in able for name in (f"{one}_stream", PANELS[one])]
 
 
 def _rows_of_experts(routing: Routing, routed: int, experts: int) -> list[list[int]]:

@@ -70,7 +70,7 @@ def relative_matmul(lhs: Operand, rhs: Operand) -> Tensor:
     fast fp64."""
     lhs_values, lhs_exponent = _relative(lhs)
     rhs_values, rhs_exponent = _relative(rhs)
-    value = _mm_without_tf32(lhs_values, rhs_values.t())
+    value = mm_without_tf32(lhs_values, rhs_values.t())
     exponent = (lhs_exponent + rhs_exponent.t()).clamp(-300, 300)
     # Three factors: 2^exponent itself may be out of fp32's range while the result is not.
     third = exponent // 3
@@ -130,7 +130,8 @@ def _relative(operand: Operand) -> tuple[Tensor, Tensor]:
     return fmt.decode(codes, operand.k, factors), top - 127
 
 
-def _mm_without_tf32(left: Tensor, right: Tensor) -> Tensor:
+def mm_without_tf32(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right of fp32 matrices, on GPUs too."""
     if left.device.type != "cuda":
         return torch.mm(left, right)
     before = torch.backends.cuda.matmul.allow_tf32

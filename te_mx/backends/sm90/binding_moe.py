@@ -26,7 +26,7 @@ def gemm(p: RoutedGemm) -> bool:
     """Write the routed rows of p.out; False where nothing was launched."""
     native = binding.native()
     assert native is not None
-    ids, experts, count, block_m, a_div = p.routing
+    ids, experts, count, block_m, a_div, _ = p.routing
     bias = None if p.bias is None else p.bias.contiguous()
     weights = None if p.weights is None else p.weights.contiguous()
     args = native.MoeGemmArgs(

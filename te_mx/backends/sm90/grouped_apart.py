@@ -1,15 +1,23 @@
 """Groups whose two directions are in different formats, as MXFP4BlockScaling has them: one launch
-of the quantizer for each direction."""
+of the quantizer for each direction. Columns of weights of codes in another format, as dgrad of
+frozen MXFP4 experts reads them: one launch that decodes, one that quantizes.
+"""
 
 from __future__ import annotations
 
+import torch
+
+from te_mx.backends.reference.grouped import stacked
 from te_mx.backends.sm90.grouped import HopperQuantizeGroups, HopperQuantizeWeights
+from te_mx.backends.sm90.quantize import HopperDequantize
 from te_mx.dispatch.grouped_calls import QuantizeGroups, QuantizeWeights, StackedParts
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import Kernel, register
-from te_mx.layouts.operand import Quantized
+from te_mx.layouts import spec_of
+from te_mx.layouts.operand import Operand, Quantized, Stack
 
 NAME = "sm90_two_reads"
+MOST_BYTES = 1 << 30  # of decoded weights at a time
 
 
 class _Apart(Kernel):
@@ -43,5 +51,43 @@ class HopperQuantizeWeightsApart(_Apart):
         return row, col
 
 
+class HopperColumnsDecoded(Kernel):
+    """What the codes of all groups decode to, quantized along the columns; as many groups at a time
+    as MOST_BYTES of values hold."""
+
+    op, name, rank = "columns_of_weights", "sm90_decoded", 1
+
+    def accepts(self, problem: Problem) -> str | None:
+        decoded = problem._replace(op="dequantize", rhs="", dtype=_values_of(problem.lhs))
+        quantized = problem._replace(op="quantize_weights", lhs="")
+        reason = HopperDequantize().accepts(decoded) or HopperQuantizeWeights().accepts(quantized)
+        if reason is None and spec_of(problem.lhs).format.scaling.block[0] != 1:
+            reason = "takes blocks of one row"
+        return reason
+
+    def run(self, row: Stack, col: str, rule: str) -> Stack:
+        dtype = _values_of(row.spec)
+        each = row.rows * row.k * dtype.itemsize
+        step = max(1, MOST_BYTES // max(each, 1))
+        made = []
+        for first in range(0, row.groups, step):
+            codes, scales = (t[first : first + step].flatten(0, 1) for t in row[:2])
+            rows = Operand(codes, scales, row.spec, len(codes), row.k)
+            values = HopperDequantize().run(rows, dtype)
+            assert values is not None
+            weights = values.view(-1, row.rows, row.k)
+            stack = HopperQuantizeWeights().run(QuantizeWeights(weights, "", col, rule))[1]
+            assert stack is not None
+            made.append(stack)
+        if len(made) == 1:
+            return made[0]
+        return stacked([stack.group(i) for stack in made for i in range(stack.groups)])
+
+
+def _values_of(spec: str) -> torch.dtype:
+    return spec_of(spec).format.exact_dtype
+
+
+register(HopperColumnsDecoded())
 register(HopperQuantizeGroupsApart())
 register(HopperQuantizeWeightsApart())
