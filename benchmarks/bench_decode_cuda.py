@@ -115,7 +115,7 @@ def splits(context: GpuContext) -> Iterator[Row]:
         forms = [form.clone() for _ in range(sets)]
         for m in (1, 8, 16, 64):
             x, y = context.randn(m, k, seed=m), context.randn(m, n, seed=0)
-            nbytes = native.decode_workspace(m, k)
+            nbytes = native.decode_workspace(m, k, 0)
             room = torch.empty(nbytes, dtype=torch.uint8, device=context.device)
             calls: dict[str, Call] = {}
             for split in range(-1, SPLITS):

@@ -169,6 +169,7 @@ void bind_decode(py::module_& m) {
       .field("out_dtype", &DecodeArgs::out_dtype)
       .field("bias", &DecodeArgs::bias)
       .field("bias_dtype", &DecodeArgs::bias_dtype)
+      .part("groups", &DecodeArgs::groups, "groups_")
       .field("activates", &DecodeArgs::activates)
       .field("act", &DecodeArgs::act)
       .part("execution", &DecodeArgs::execution, "")

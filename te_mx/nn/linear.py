@@ -280,7 +280,7 @@ class Linear(MXModule, nn.Linear):
     def _is_few(self, inp: Tensor) -> bool:
         """Whether a kernel for few rows may be asked: compiled code cannot look whether a weight
         changed."""
-        return not is_tracing() and inp.numel() <= few_rows.MOST * self.in_features
+        return not is_tracing() and few_rows.is_few(inp, self.in_features)
 
     def _few_dropped(
         self, inp: Tensor, row: Operand, bias: Tensor | None, settings: Settings

@@ -33,6 +33,7 @@ inline constexpr int kDecodeMaxSteps = 8;  // quads of prepared x of a part that
 inline constexpr int kDecodeMaxCluster = 8;
 // Barriers: of every warp's ring, of steps of both parts, of sums.
 inline constexpr int kDecodeBars = kDecodeWarps * kDecodeMaxStages + 2 * kDecodeMaxSteps + 1;
+inline constexpr int kDecodeBarBytes = kDecodeBars * 8 + 16;  // with what the block is
 // Two CTAs share an SM: while one ends, that of the next product loads its weights.
 inline constexpr int kDecodeSmem = 113 * 1024;
 
@@ -73,14 +74,27 @@ struct DecodeRoom {
 };
 DecodeRoom decode_room(const DecodeSplit& split, int64_t k, int rows, Element element, bool halves);
 
-// out[m, n] = act(x[m, k] @ w[n, k]^T + bias). x are values, quantized on the way in
-// to the bytes of quantize(), or of 16 bits as they are; or plain codes with their scales.
+// Rows of a block, and how many blocks there may be: with groups (0: one matrix), a block has rows
+// of one, or rows of none.
+constexpr int decode_rows(int64_t m, int64_t groups) {
+  const int64_t each = groups <= 1 ? m : 2 * ((m + groups - 1) / groups);
+  return each <= 8 || m <= 8 ? 8 : each <= 16 ? 16 : each <= 32 ? 32 : kDecodeMostRows;
+}
+constexpr int64_t decode_blocks(int64_t m, int64_t groups, int rows) {
+  const int64_t blocks = groups == 0 ? (m + rows - 1) / rows : groups + 1 + m / rows;
+  return blocks < m ? blocks : m;
+}
+
+// out[m, n] = act(x[m, k] @ w[n, k]^T + bias). With groups, each of them has a w and a bias of its
+// own, and rows of no group become 0. x are values, quantized on the way in to the bytes of
+// quantize(), or of 16 bits as they are; or plain codes with their scales.
 //
 // Sums of a block of 32 (of 128 where scales are factors) come from the FP8 tensor cores, or from
 // those of fp16 where `exact`, where x are values as they are, and where x has codes of E5M2.
 struct DecodeArgs {
   int64_t m = 0, n = 0, k = 0;
-  const uint8_t* w = nullptr;  // in the decode layout, aligned to 16 bytes
+  const uint8_t* w = nullptr;  // in the decode layout, aligned to 16 bytes; of groups one behind
+                               // the other
   Element w_element = Element::e4m3;
   bool factors = false;     // scales are fp32 numbers for 128 of k, of both sides
   const void* x = nullptr;  // [m, k], rows ldx elements apart
@@ -96,8 +110,9 @@ struct DecodeArgs {
   void* out = nullptr;  // rows ldo apart
   int64_t ldo = 0;
   DType out_dtype = DType::bf16;
-  const void* bias = nullptr;  // [n] or null
+  const void* bias = nullptr;  // [n], [groups, n] or null
   DType bias_dtype = DType::bf16;
+  Groups groups;  // of rows of x, one behind the other: no `starts`, no capacity
   bool activates = false;
   Act act = Act::relu;  // where it does; one that is not gated
   Execution execution;  // kernel: a split, -1 for the one of decode_split()
@@ -106,6 +121,6 @@ struct DecodeArgs {
 };
 // Workspace, aligned to 16 bytes: decode_workspace() of the same sizes.
 Status decode(const DecodeArgs& args);
-int64_t decode_workspace(int64_t m, int64_t k);
+int64_t decode_workspace(int64_t m, int64_t k, int64_t groups);
 
 }  // namespace te_mx::sm90

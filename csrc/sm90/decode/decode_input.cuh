@@ -3,6 +3,7 @@
 // swizzle; and their scales in fp32. Values are quantized here, to the bytes of the quantizer.
 #pragma once
 
+#include "decode/decode_rows.cuh"
 #include "mxtile/mx/scale.hpp"
 #include "mxtile/sm90/mma.cuh"
 #include "mxtile/sm90/swizzle.cuh"
@@ -243,11 +244,12 @@ __device__ __forceinline__ void store_eight(const InputRoom& to, const EightMade
 }
 
 // All rows of a pass, a quad of a row to half a warp; kBatch of them are loaded, then made.
-template <class Eight, int kRows, bool kHalves, bool kFactors, int kBatch, class RowOf>
-__device__ __forceinline__ void fill_by(const DecodeInput& in, const InputRoom& to, int count,
-                                        const RowOf& row_of) {
+template <class Eight, int kRows, bool kHalves, bool kFactors, int kBatch>
+__device__ __forceinline__ void fill_by(const DecodeInput& in, const InputRoom& to,
+                                        const DecodeRows& block) {
   constexpr int kWorkers = kDecodeThreads / 16;
-  const int lane = threadIdx.x % 16, worker = threadIdx.x / 16, all = count * to.width;
+  const int lane = threadIdx.x % 16, worker = threadIdx.x / 16, count = block.count;
+  const int all = count * to.width;
   const int rows_on = kWorkers / to.width, quads_on = kWorkers % to.width;
   int row = worker / to.width, q = worker % to.width;
   // NOTE: both halves of a warp go on together, for their shuffles.
@@ -257,8 +259,8 @@ __device__ __forceinline__ void fill_by(const DecodeInput& in, const InputRoom& 
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       const int quad = row < count ? to.quad(q) : -1;
-      const int64_t from = quad < 0 ? -1 : row_of(row), k = int64_t{quad} * kDecodeQuad + lane * 8;
-      x[j].load(in, from, k, from < 0 ? 0 : to.k - k);
+      const int64_t k = int64_t{quad} * kDecodeQuad + lane * 8;
+      x[j].load(in, block.first + row, k, quad < 0 ? 0 : to.k - k);
       rows[j] = quad < 0 ? -1 : row, quads[j] = q;
       row += rows_on, q += quads_on;
       if (q >= to.width) q -= to.width, ++row;
@@ -272,68 +274,65 @@ __device__ __forceinline__ void fill_by(const DecodeInput& in, const InputRoom& 
   }
 }
 
-template <Element kFmt, bool kVectors, int kRows, bool kHalves, bool kFactors, int kBatch,
-          class RowOf>
-__device__ __forceinline__ void fill_as(const DecodeInput& in, const InputRoom& to, int count,
-                                        const RowOf& row_of) {
+template <Element kFmt, bool kVectors, int kRows, bool kHalves, bool kFactors, int kBatch>
+__device__ __forceinline__ void fill_as(const DecodeInput& in, const InputRoom& to,
+                                        const DecodeRows& block) {
   constexpr int kWide = (kBatch + 1) / 2;
   if (in.scales != nullptr) {
-    fill_by<EightCodes<kFmt, kVectors, kHalves, kFactors>, kRows, kHalves, kFactors, kBatch>(
-        in, to, count, row_of);
+    fill_by<EightCodes<kFmt, kVectors, kHalves, kFactors>, kRows, kHalves, kFactors, kBatch>(in, to,
+                                                                                             block);
   } else if (in.dtype == DType::bf16) {
     fill_by<EightValues<__nv_bfloat16, kFmt, kVectors, kHalves, kFactors>, kRows, kHalves, kFactors,
-            kBatch>(in, to, count, row_of);
+            kBatch>(in, to, block);
   } else if (in.dtype == DType::f16) {
     fill_by<EightValues<__half, kFmt, kVectors, kHalves, kFactors>, kRows, kHalves, kFactors,
-            kBatch>(in, to, count, row_of);
+            kBatch>(in, to, block);
   } else {
     fill_by<EightValues<float, kFmt, kVectors, kHalves, kFactors>, kRows, kHalves, kFactors, kWide>(
-        in, to, count, row_of);
+        in, to, block);
   }
 }
 
-template <bool kVectors, int kRows, bool kHalves, bool kFactors, int kBatch, class RowOf>
-__device__ __forceinline__ void fill_any(const DecodeInput& in, const InputRoom& to, int count,
-                                         const RowOf& row_of) {
+template <bool kVectors, int kRows, bool kHalves, bool kFactors, int kBatch>
+__device__ __forceinline__ void fill_any(const DecodeInput& in, const InputRoom& to,
+                                         const DecodeRows& block) {
   if constexpr (kHalves) {
     if (in.as_is && in.dtype == DType::bf16) {
       fill_by<EightAsTheyAre<__nv_bfloat16, kVectors, kFactors>, kRows, true, kFactors, kBatch>(
-          in, to, count, row_of);
+          in, to, block);
     } else if (in.as_is) {
-      fill_by<EightAsTheyAre<__half, kVectors, kFactors>, kRows, true, kFactors, kBatch>(
-          in, to, count, row_of);
+      fill_by<EightAsTheyAre<__half, kVectors, kFactors>, kRows, true, kFactors, kBatch>(in, to,
+                                                                                         block);
     } else if (in.e5m2) {
-      fill_as<Element::e5m2, kVectors, kRows, true, kFactors, kBatch>(in, to, count, row_of);
+      fill_as<Element::e5m2, kVectors, kRows, true, kFactors, kBatch>(in, to, block);
     } else {
-      fill_as<Element::e4m3, kVectors, kRows, true, kFactors, kBatch>(in, to, count, row_of);
+      fill_as<Element::e4m3, kVectors, kRows, true, kFactors, kBatch>(in, to, block);
     }
   } else {
-    fill_as<Element::e4m3, kVectors, kRows, false, kFactors, kBatch>(in, to, count, row_of);
+    fill_as<Element::e4m3, kVectors, kRows, false, kFactors, kBatch>(in, to, block);
   }
 }
 
-// By all threads. row_of(i): the row of x that row i is, or -1 for zeros. Rows with other than
-// whole vectors take their time.
-template <int kRows, bool kHalves, bool kFactors, class RowOf>
-__device__ __forceinline__ void fill_pass(const DecodeInput& in, const InputRoom& to, int count,
-                                          const RowOf& row_of) {
+// By all threads. Rows with other than whole vectors take their time.
+template <int kRows, bool kHalves, bool kFactors>
+__device__ __forceinline__ void fill_pass(const DecodeInput& in, const InputRoom& to,
+                                          const DecodeRows& block) {
   if (in.vectors && to.k % 8 == 0) {
-    fill_any<true, kRows, kHalves, kFactors, 4>(in, to, count, row_of);
+    fill_any<true, kRows, kHalves, kFactors, 4>(in, to, block);
   } else {
-    fill_any<false, kRows, kHalves, kFactors, 1>(in, to, count, row_of);
+    fill_any<false, kRows, kHalves, kFactors, 1>(in, to, block);
   }
 }
 
-// Prepares blocks of kRows rows for decode_kernel, a policy of rows as there. Grid: x = quads,
-// y = blocks.
-template <int kRows, bool kHalves, bool kFactors, class Rows>
+// Prepares blocks of kRows rows for decode_kernel. Grid: x = quads, y = blocks.
+template <int kRows, bool kHalves, bool kFactors>
 __global__ void __launch_bounds__(kDecodeThreads)
-    prepare_rows(const __grid_constant__ DecodeInput in, const __grid_constant__ Rows given,
+    prepare_rows(const __grid_constant__ DecodeInput in, const __grid_constant__ DecodeRows given,
                  int64_t k, int quads) {
   tile::let_dependents_start();
   tile::await_predecessors();
-  Rows rows = given;
-  if (!rows.begin(blockIdx.y)) return;
+  DecodeRows rows = given;
+  if (!rows.begin(static_cast<int>(blockIdx.y)) || rows.group < 0) return;
   const int quad = static_cast<int>(blockIdx.x);
   const int64_t place = int64_t{blockIdx.y} * quads + quad;
   const InputRoom room{in.made + place * decode_input_bytes(kRows, kHalves),
@@ -344,8 +343,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
                        {quad, 0},
                        {quad + 1, 0},
                        k};
-  fill_pass<kRows, kHalves, kFactors>(in, room, rows.count(),
-                                      [&](int i) { return rows.in_row(i); });
+  fill_pass<kRows, kHalves, kFactors>(in, room, rows);
 }
 
 }  // namespace te_mx::sm90

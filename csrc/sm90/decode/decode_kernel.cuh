@@ -1,26 +1,8 @@
 // A few rows of x times weights that stand still: out[row, n] = sum over k of x[row, k] w[n, k].
 //
-// The one kernel of dense layers and of experts. Grid: x = clusters * CTAs of a cluster, y = blocks
-// of rows. A block of at most kRows rows meets one matrix of weights; a policy `Rows` says which
-// rows and which matrix:
-//
-//   struct Rows {
-//     static constexpr bool kEarly;   // expert() may be asked before the kernels that this one
-//                                     // follows have finished: weights are asked for at once
-//     bool begin(int block);          // by all threads, before the others; false: nothing to do
-//                                     // (every CTA of a cluster must get the same answer)
-//     int expert() const;             // which matrix of weights, from 0
-//     int count() const;              // rows of the block, <= kRows; rows behind are not read
-//     int64_t in_row(int i) const;    // row of x that row i of the block is, or -1: zeros
-//     int64_t out_row(int i) const;   // row of out that it goes to, or -1: nowhere
-//     static constexpr bool kWeighted;
-//     float weight(int i) const;      // if kWeighted: what its fp32 sums, with the bias, are
-//                                     // multiplied by
-//   };
-//
-// A few registers, copied from a kernel parameter; it may read global memory in all functions but,
-// if kEarly, begin() and expert(). An example: decode_dense.cuh. Expert e's weights lie at
-// w + e * w_stride bytes, its bias at bias + e * n elements.
+// Grid: x = clusters * CTAs of a cluster, y = blocks of at most kRows rows, each of which meets one
+// matrix of weights (decode_rows.cuh), or none. Matrix e of several lies at w + e * w_stride bytes,
+// its bias at bias + e * n elements.
 //
 // The transposed product D^T[n, row] on wgmma: weights are operand A, in registers, 64 of their
 // rows a warpgroup; x is operand B. First of all lane 0 of each warp asks for its weights, into a
@@ -36,6 +18,7 @@
 
 #include "decode/decode_input.cuh"
 #include "decode/decode_out.cuh"
+#include "decode/decode_rows.cuh"
 #include "decode/decode_sums.cuh"
 #include "mxtile/sm90/cluster.cuh"
 #include "mxtile/sm90/tma.cuh"
@@ -45,7 +28,7 @@ namespace te_mx::sm90 {
 
 struct DecodeParams {
   const uint8_t* w = nullptr;
-  int64_t w_stride = 0;  // bytes between the weights of two experts
+  int64_t w_stride = 0;  // bytes between the weights of two groups of rows
   int n = 0, k = 0;
   int groups = 0, quads = 0;  // of all weights
   DecodeSplit split;
@@ -122,11 +105,13 @@ struct InputSteps {
   }
 };
 
-template <class Math, class Rows>
+template <class Math>
 __global__ void __launch_bounds__(kDecodeThreads, Math::kCtas)
-    decode_kernel(const __grid_constant__ DecodeParams p, const __grid_constant__ Rows given) {
+    decode_kernel(const __grid_constant__ DecodeParams p,
+                  const __grid_constant__ DecodeRows given) {
   extern __shared__ __align__(1024) uint8_t smem[];
   constexpr int kQuad = Math::kQuadBytes, kRows = Math::kRows;
+  constexpr int kTileRows = kDecodeTile * kDecodeRows;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int cluster = p.split.cluster, parts = p.split.parts();
   const int rank = static_cast<int>(blockIdx.x) % cluster;
@@ -134,21 +119,26 @@ __global__ void __launch_bounds__(kDecodeThreads, Math::kCtas)
   const int own_tile = parts == 1 ? warp / 4 : 0, part = parts == 1 ? 0 : warp / 4;
   const int group = (tile0 + own_tile) * kDecodeTile + warp % 4;
   const bool there = group < p.groups;
-  Rows rows = given;
+  DecodeRows rows = given;
 
-  if constexpr (!Rows::kEarly) tile::await_predecessors();
-  if (!rows.begin(blockIdx.y)) {
-    if constexpr (Rows::kEarly) tile::await_predecessors();
+  if (!rows.early()) tile::await_predecessors();
+  if (!rows.begin(static_cast<int>(blockIdx.y))) return;
+  if (rows.group < 0) {
+    if (rank == 0)
+      clear(p.out, rows, tile0 * kTileRows, min(p.n, (tile0 + p.split.tiles) * kTileRows));
     return;
   }
 
   const uint32_t base = tile::smem_addr(smem);
   uint64_t* const bars = reinterpret_cast<uint64_t*>(smem + p.room.bars_at);
   uint64_t* const sums_bar = bars + kDecodeBars - 1;
+  // NOTE: until the end it takes no registers.
+  DecodeBlock* const block = reinterpret_cast<DecodeBlock*>(bars + kDecodeBars);
+  if (threadIdx.x == 0) *block = rows;
   const QuadRange quads(p, rank * parts + part);
   const int size = p.room.stage_quads, stages = p.room.stages;
   WeightRing<kQuad> ring{
-      p.w + rows.expert() * p.w_stride + (int64_t{group} * p.quads + quads.first) * kQuad,
+      p.w + rows.group * p.w_stride + (int64_t{group} * p.quads + quads.first) * kQuad,
       base + p.room.ring_at + warp * stages * size * kQuad,
       p.room.bars_at + warp * kDecodeMaxStages * 8,
       there ? quads.last - quads.first : 0,
@@ -175,7 +165,7 @@ __global__ void __launch_bounds__(kDecodeThreads, Math::kCtas)
     tile::cluster_arrive_relaxed();  // whoever has waited for it may send
   }
   tile::let_dependents_start();
-  if constexpr (Rows::kEarly) tile::await_predecessors();
+  if (rows.early()) tile::await_predecessors();
 
   DecodeSums<Math> sums;
   const int each = p.room.input_quads, length = quads.last - quads.first;
@@ -230,8 +220,7 @@ __global__ void __launch_bounds__(kDecodeThreads, Math::kCtas)
     // NOTE: the first part is the longest. Its passes are those of the CTA.
     for (; room.pass_first < first.last - first.first; room.pass_first += each) {
       if (room.pass_first > 0) __syncthreads();
-      fill_pass<kRows, Math::kHalves, Math::kFactors>(p.in, room, rows.count(),
-                                                      [&](int i) { return rows.in_row(i); });
+      fill_pass<kRows, Math::kHalves, Math::kFactors>(p.in, room, rows);
       tile::fence_async_proxy();
       __syncthreads();
       const int last = min(each, length - room.pass_first);
@@ -261,7 +250,7 @@ __global__ void __launch_bounds__(kDecodeThreads, Math::kCtas)
   } else {
     __syncthreads();
   }
-  finish<kRows>(p, sums_place, all_sums, tile0, rows);
+  finish<kRows>(p, sums_place, all_sums, tile0, *block);
 }
 
 }  // namespace te_mx::sm90

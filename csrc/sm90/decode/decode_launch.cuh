@@ -1,4 +1,4 @@
-// One launcher for every policy of rows.
+// How a product is cut, and the launches of its kernels.
 #pragma once
 
 #include "common/launch.h"
@@ -21,8 +21,8 @@ inline Status cut_decode(DecodeParams& p, const DecodeSplit& split, Element elem
 
 // Prepares `blocks` blocks of rows in a workspace of decode_workspace(), for a kernel that follows
 // at once.
-template <class Math, class Rows>
-Status launch_prepare(DecodeParams& p, const Rows& rows, int64_t blocks, void* workspace,
+template <class Math>
+Status launch_prepare(DecodeParams& p, const DecodeRows& rows, int64_t blocks, void* workspace,
                       void* stream) {
   p.in.made = static_cast<uint8_t*>(workspace);
   p.in.made_scales = p.in.made + blocks * p.quads * Math::kInputBytes;
@@ -33,15 +33,15 @@ Status launch_prepare(DecodeParams& p, const Rows& rows, int64_t blocks, void* w
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = attributes;
   config.numAttrs = 1;
-  const auto kernel = &prepare_rows<Math::kRows, Math::kHalves, Math::kFactors, Rows>;
+  const auto kernel = &prepare_rows<Math::kRows, Math::kHalves, Math::kFactors>;
   return started(cudaLaunchKernelEx(&config, kernel, p.in, rows, int64_t{p.k}, p.quads));
 }
 
 // Launches the kernel on `blocks` blocks of at most Math::kRows rows, of weights that cut_decode
 // was asked about; blocks of more than kDecodeOwnRows were prepared just before.
-template <class Math, class Rows>
-Status launch_decode(const DecodeParams& p, const Rows& rows, int64_t blocks, void* stream) {
-  const auto kernel = &decode_kernel<Math, Rows>;
+template <class Math>
+Status launch_decode(const DecodeParams& p, const DecodeRows& rows, int64_t blocks, void* stream) {
+  const auto kernel = &decode_kernel<Math>;
   static thread_local int prepared = -1;  // the device whose limit is raised
   int device = 0;
   cudaGetDevice(&device);

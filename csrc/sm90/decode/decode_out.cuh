@@ -1,6 +1,7 @@
 // From the sums of all parts of k to the rows of out.
 #pragma once
 
+#include "decode/decode_rows.cuh"
 #include "fused/activation.cuh"
 #include "te_mx/sm90_decode.h"
 
@@ -10,7 +11,7 @@ struct DecodeOut {
   void* out = nullptr;  // [rows, n]
   int64_t ld = 0;
   DType dtype = DType::bf16;
-  const void* bias = nullptr;  // [experts, n] or null
+  const void* bias = nullptr;  // [groups, n] or null
   DType bias_dtype = DType::bf16;
   bool activates = false;
   Act act = Act::relu;
@@ -43,6 +44,15 @@ __device__ __forceinline__ float activated(const DecodeOut& out, float v) {
   return to;
 }
 
+// Zeros in columns [first, last) of a block of rows.
+__device__ __forceinline__ void clear(const DecodeOut& out, const DecodeBlock& rows, int first,
+                                      int last) {
+  const int width = last - first;
+  for (int i = threadIdx.x; i < rows.count * width; i += kDecodeThreads)
+    store_number(out.out, int64_t{rows.first + i / width} * out.ld + first + i % width, out.dtype,
+                 0.0f);
+}
+
 // Where sums of a cluster meet. A fragment has those of 16 rows of weights and 8 of x, 32 lanes of
 // float4; its parts of k lie one behind the other in the CTA `fragment % cluster`.
 struct SumsPlace {
@@ -66,12 +76,12 @@ struct SumsPlace {
 };
 
 // Adds the parts of this CTA's fragments up and writes them out.
-template <int kRows, class Params, class Rows>
+template <int kRows, class Params>
 __device__ __forceinline__ void finish(const Params& p, const SumsPlace& place, const float4* sums,
-                                       int tile0, const Rows& rows) {
-  const int lane = threadIdx.x % 32, count = rows.count(), mine = place.mine(kRows);
+                                       int tile0, const DecodeBlock& rows) {
+  const int lane = threadIdx.x % 32, count = rows.count, mine = place.mine(kRows);
   const DecodeOut& out = p.out;
-  const int64_t bias0 = int64_t{rows.expert()} * p.n;
+  const int64_t bias0 = int64_t{rows.group} * p.n;
   for (int slot = threadIdx.x / 32; slot < mine; slot += kDecodeWarps) {
     const int fragment = place.rank + slot * place.cluster, tile = fragment / kDecodeTile;
     const int col = tile % (kRows / 8) * 8 + lane % 4 * 2;  // of the block's rows of x
@@ -92,12 +102,10 @@ __device__ __forceinline__ void finish(const Params& p, const SumsPlace& place, 
           out.bias == nullptr ? 0.0f : load_number(out.bias, bias0 + n, out.bias_dtype);
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const int64_t to = col + c < count ? rows.out_row(col + c) : -1;
-        if (to < 0) continue;
+        if (col + c >= count) continue;
         float sum = v[h][c] + bias;
         if (out.activates) sum = activated(out, sum);
-        if constexpr (Rows::kWeighted) sum *= rows.weight(col + c);
-        store_number(out.out, to * out.ld + n, out.dtype, sum);
+        store_number(out.out, int64_t{rows.first + col + c} * out.ld + n, out.dtype, sum);
       }
     }
   }

@@ -50,7 +50,7 @@ DecodeRoom decode_room(const DecodeSplit& s, int64_t k, int rows, Element elemen
   const int64_t stage = int64_t{kDecodeWarps} * room.stage_quads * decode_quad_bytes(element);
   const int64_t needed =
       std::min<int64_t>(ceil_div(part, room.stage_quads), int64_t{kDecodeMaxStages});
-  const int64_t bars = kDecodeBars * 8;
+  const int64_t bars = kDecodeBarBytes;
   const int64_t most = kDecodeSmem - bars - sums;
   // Four stages are twice what HBM wants to have been asked for; then as much of x as there is room
   // for, then more stages.
@@ -71,11 +71,11 @@ DecodeRoom decode_room(const DecodeSplit& s, int64_t k, int rows, Element elemen
   return room;
 }
 
-int64_t decode_workspace(int64_t m, int64_t k) {
-  if (m <= kDecodeOwnRows) return 0;
-  const int rows = m <= 32 ? 32 : kDecodeMostRows;
+int64_t decode_workspace(int64_t m, int64_t k, int64_t groups) {
+  const int rows = decode_rows(m, groups);
+  if (rows <= kDecodeOwnRows) return 0;
   return decode_quads(k) * (decode_input_bytes(rows, true) + decode_scale_bytes(rows)) *
-         ceil_div(m, rows);
+         decode_blocks(m, groups, rows);
 }
 
 }  // namespace te_mx::sm90

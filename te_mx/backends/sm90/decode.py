@@ -1,5 +1,6 @@
-"""The decode kernel of Hopper: a few rows, quantized on the way in, times a weight that stands
-still. A row has the same bits whatever rows are beside it, and however many."""
+"""The decode kernel of Hopper: a few rows, quantized on the way in, times weights that stand still,
+one or those of groups of rows. A row has the same bits whatever rows are beside it, and however
+many."""
 
 from __future__ import annotations
 
@@ -12,16 +13,17 @@ from torch import Tensor
 from te_mx.backends.base import FLOAT_DTYPES, SCALE_RULES, pointer
 from te_mx.backends.base import FORMATS as FORMAT_IDS
 from te_mx.backends.native import FORMATS, words_of
-from te_mx.backends.sm90 import binding, trial
+from te_mx.backends.sm90 import binding, binding_grouped, trial
 from te_mx.backends.sm90.blockwise import FORMATS as BLOCKWISE
 from te_mx.backends.sm90.blockwise import is_low
 from te_mx.backends.sm90.envelope import MX, why_not
-from te_mx.dispatch.linear import FrozenKernel
-from te_mx.dispatch.problem import FROZEN_ROWS, Problem
+from te_mx.dispatch.fused import ACT_IDS
+from te_mx.dispatch.linear import FrozenCall, FrozenKernel
+from te_mx.dispatch.problem import Problem, frozen_rows
 from te_mx.dispatch.registry import register
 from te_mx.formats.scaling import split_rule
 from te_mx.layouts import SM90_DECODE, spec_of
-from te_mx.layouts.operand import Operand
+from te_mx.layouts.operand import Operand, Stack
 from te_mx.runtime import workspace
 
 DECODE = "sm90_decode"
@@ -39,25 +41,35 @@ class Decode(FrozenKernel):
             reason = _why_not_formats(problem.lhs, problem.rhs)
         if reason is None and not problem.lhs and problem.dtype == torch.float32:
             reason = "takes inputs as they are in bfloat16 and float16"
-        if reason is None and problem.m > FROZEN_ROWS:
-            reason = f"takes at most {FROZEN_ROWS} rows"
+        if reason is None and problem.m > frozen_rows(problem.groups):
+            reason = f"takes at most {frozen_rows(problem.groups)} rows"
         if reason is None and problem.dtype not in FLOAT_DTYPES:
             reason = "takes inputs in float32, bfloat16 and float16"
         return reason
 
-    def form(self, row: Operand) -> Operand | None:
-        fmt = row.format
+    def form(self, row: Operand | Stack) -> Operand | Stack | None:
+        fmt, spec = row.format, f"{row.format.name}@{SM90_DECODE.name}"
+        if isinstance(row, Stack):
+            made: list[Operand] = []
+            for i in range(row.groups):
+                one = self.form(row.group(i))
+                if one is None:
+                    return None
+                assert isinstance(one, Operand)
+                made.append(one)
+            codes = torch.stack([one.codes for one in made])
+            fits = torch.stack([one.scales for one in made])
+            return Stack(codes, fits, spec, row.groups, row.rows, row.k)
         codes, fits = SM90_DECODE.pack(fmt, row.codes, row.scales, row.k)
         if not bool(fits.all()):
             return None
-        return Operand(codes, fits, f"{fmt.name}@{SM90_DECODE.name}", row.rows, row.k)
+        return Operand(codes, fits, spec, row.rows, row.k)
 
-    def multiply(
-        self, p: Problem, x: Tensor, weight: Operand, bias_N: Tensor | None, out_dtype: torch.dtype
-    ) -> Tensor | None:
+    def multiply(self, p: Problem, call: FrozenCall) -> Tensor | None:
+        x, weight, bias, out_dtype, offs, act = call
         m, n, k = p.m, weight.rows, weight.k
         words = p.lhs, weight.spec, p.rule, p.precision
-        plan, nbytes = _plan((m, n, k), words, p.place.index)
+        plan, nbytes = _plan((m, n, k, p.groups), words, p.place.index)
         x_MK = binding.rows_of(x if x.dim() == 2 else x.reshape(m, k))
         y = torch.empty((*x.shape[:-1], n), dtype=out_dtype, device=x.device)
         args = plan.copy(
@@ -65,9 +77,14 @@ class Decode(FrozenKernel):
             x_dtype=FLOAT_DTYPES[x.dtype], out=y.data_ptr(), out_dtype=FLOAT_DTYPES[out_dtype],
         )  # fmt: skip
         binding.set_execution(args, p.place.index)
-        if bias_N is not None:
-            bias_N = bias_N.contiguous()
-            args.bias, args.bias_dtype = bias_N.data_ptr(), FLOAT_DTYPES[bias_N.dtype]
+        if bias is not None:
+            bias = bias.contiguous()
+            args.bias, args.bias_dtype = bias.data_ptr(), FLOAT_DTYPES[bias.dtype]
+        if offs is not None:
+            offs = binding_grouped.offs_on_device(offs, x.device)
+            args.groups = binding_grouped.groups_of(offs, 0, m)
+        if act is not None:
+            args.activates, args.act = True, ACT_IDS[act]
         scratch = workspace.acquire(x.device, nbytes)
         args.workspace, args.workspace_bytes = pointer(scratch), nbytes
         done = binding.supported(binding.native().decode(args))  # type: ignore[union-attr]
@@ -90,11 +107,11 @@ def _why_not_formats(lhs: str, rhs: str) -> str | None:
 
 @lru_cache(maxsize=4096)
 def _plan(
-    sizes: tuple[int, int, int], words: tuple[str, str, str, str], index: int
+    sizes: tuple[int, int, int, int], words: tuple[str, str, str, str], index: int
 ) -> tuple[Any, int]:
     """The native record of calls of one size with what does not change between them, and its
-    workspace. words: specs of both sides, the scale rule, the precision."""
-    m, n, k = sizes
+    workspace. sizes: m, n, k, groups; words: specs of both sides, the scale rule, the precision."""
+    m, n, k, groups = sizes
     lhs, rhs, rule, precision = words
     native = binding.native()
     assert native is not None
@@ -105,7 +122,7 @@ def _plan(
         factors=spec_of(rhs).format.name in BLOCKWISE, rule=SCALE_RULES[rule],
         amax_epsilon=epsilon, exact=precision == "exact", ldo=n, device=index,
     )  # fmt: skip
-    return record, native.decode_workspace(m, k)
+    return record, native.decode_workspace(m, k, groups)
 
 
 def forget_plans() -> None:

@@ -1,5 +1,5 @@
-// The decode kernel of one matrix of weights: checks, and the instance.
-#include "decode/decode_dense.cuh"
+// Few rows times weights that stand still: checks, and the instance.
+#include "decode/decode_run.cuh"
 
 #include "common/formats.h"
 
@@ -14,6 +14,10 @@ Status check(const DecodeArgs& a) {
   if (a.execution.kernel >= kDecodeSplits) return Status::bad_argument;
   const int64_t most = (int64_t{1} << 31) - 257;
   if (a.m > most || a.n > most || a.k > most) return Status::unsupported;
+  if (a.groups.count < 0 || a.groups.count > most || a.groups.capacity != 0)
+    return Status::unsupported;
+  if (a.groups.count > 0 && (a.groups.rows != a.m || !valid(a.groups))) return Status::bad_argument;
+  if (decode_blocks(a.m, a.groups.count, 8) > 65535) return Status::unsupported;
   const bool values = a.x_scales == nullptr && !a.x_as_is;
   if (a.factors) {
     if (!is_fp8(a.w_element) || (values && !is_f32_rule(a.rule))) return Status::unsupported;
@@ -41,9 +45,16 @@ Status decode(const DecodeArgs& a) {
   if (status != Status::ok) return status;
   const int sms = current_device().sms;
   if (sms == 0) return Status::unsupported;
-  if (a.execution.workspace_bytes < decode_workspace(a.m, a.k)) return Status::small_workspace;
-  DenseTask t{
-      {}, decode_split(a.n, a.k, sms), a.m, a.n, a.k, a.execution.workspace, a.execution.stream};
+  if (a.execution.workspace_bytes < decode_workspace(a.m, a.k, a.groups.count))
+    return Status::small_workspace;
+  DecodeTask t;
+  t.split = decode_split(a.n, a.k, sms), t.n = a.n, t.k = a.k;
+  t.workspace = a.execution.workspace, t.stream = a.execution.stream;
+  t.rows.m = static_cast<int>(a.m);
+  if (a.groups.count > 0) {
+    t.rows.groups = group_table(a.groups);
+    t.p.w_stride = decode_bytes(a.n, a.k, a.w_element);
+  }
   if (a.execution.kernel >= 0) t.split = decode_split_of(a.execution.kernel);
   t.p.w = a.w;
   t.p.in = {a.x, a.ldx, a.x_scales, a.x_dtype, a.x_element == Element::e5m2, vectors(a), a.x_as_is};
@@ -51,12 +62,12 @@ Status decode(const DecodeArgs& a) {
   t.p.out = {a.out, a.ldo, a.out_dtype, a.bias, a.bias_dtype, a.activates, a.act};
   const bool halves = a.halves();
   if (a.factors) {
-    return a.w_element == Element::e5m2 ? run_dense_factors_e5m2(t, halves)
-                                        : run_dense_factors_e4m3(t, halves);
+    return a.w_element == Element::e5m2 ? run_decode_factors_e5m2(t, halves)
+                                        : run_decode_factors_e4m3(t, halves);
   }
-  return a.w_element == Element::e4m3   ? run_dense_e4m3(t, halves)
-         : a.w_element == Element::e5m2 ? run_dense_e5m2(t, halves)
-                                        : run_dense_e2m1(t, halves);
+  return a.w_element == Element::e4m3   ? run_decode_e4m3(t, halves)
+         : a.w_element == Element::e5m2 ? run_decode_e5m2(t, halves)
+                                        : run_decode_e2m1(t, halves);
 }
 
 }  // namespace te_mx::sm90
