@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import te_mx
+from benchmarks.bench_moe import MUST, ROUTINGS, routings_of
 from benchmarks.gpu import GpuContext, warm_up
 from benchmarks.row import Row, Target
 from benchmarks.timing import Call, Effort, interleaved
@@ -39,6 +40,10 @@ RECIPES = {
     "mxfp4": BlockScaling(x="mxfp8_e4m3", w="mxfp4", g="mxfp8_e5m2"),
     "fp8_block": Float8BlockScaling(),
 }
+# Of a mixture: two products of an expert, tokens that are sent to TOP_K of them.
+EXPERTS, TOP_K, EXPERT_TOKENS = 128, 4, (1, 4, 16, 64)
+EXPERT_SHAPES = [(6144, 1536), (768, 6144)]  # K, N
+EXPERT_TARGETS = {"mxfp8": MUST["mxfp8_e4m3"], "mxfp4": MUST["mxfp4"], "fp8_block": None}
 SPLITS = 16  # ways to cut: kDecodeSplits of csrc/include/te_mx/sm90_decode.h
 CALLS = 8  # of a graph, one after the other
 COLD = 512 << 20  # weights, so that no cache holds those of 4 bits
@@ -99,6 +104,55 @@ def decode(context: GpuContext) -> Iterator[Row]:
                     f"decode {w}", f"M{m} {n} {k}", kernel, seconds * 1e6,
                     *context.bandwidth(nbytes, seconds), "cuBLAS bf16 graph",
                     times.ratio("bf16", w), targets[m > 16],
+                )  # fmt: skip
+
+
+def groups(context: GpuContext) -> Iterator[Row]:
+    """Few tokens of a mixture: a frozen te_mx.GroupedLinear, splits on the device, against torch's
+    grouped_mm in bf16 on the same rows."""
+    experts = context.pick([EXPERTS], [4])[0]
+    for k, n in context.pick(EXPERT_SHAPES, [(96, 64)]):
+        plain = context.randn(experts, n, k, seed=0)
+        layers = {}
+        for w, recipe in RECIPES.items():
+            layers[w] = te_mx.GroupedLinear(
+                experts, k, n, bias=False, dtype=torch.bfloat16, device=context.device,
+                single_grouped_weight=True,
+            )  # fmt: skip
+            with torch.no_grad():
+                layers[w].weight.copy_(plain)
+            te_mx.freeze_weights(layers[w], drop_master=True, recipe=recipe)
+        for tokens in context.pick(EXPERT_TOKENS, [2]):
+            routings = routings_of(experts, tokens, TOP_K, str(context.device))
+            splits = [ids.flatten().bincount(minlength=experts) for ids in routings]
+            ends = [one.cumsum(0).to(torch.int32) for one in splits]
+            x = context.randn(tokens * TOP_K, k, seed=tokens)
+
+            def bf16(i: int, x=x, ends=ends, plain=plain) -> torch.Tensor:
+                if context.device.type != "cuda":
+                    return x @ plain[0].t()
+                return torch._grouped_mm(x, plain.transpose(1, 2), ends[i % ROUTINGS])
+
+            calls = {"bf16": _graph(bf16, ROUTINGS, context)}
+            for w, recipe in RECIPES.items():
+
+                def call(
+                    i: int, layer=layers[w], recipe=recipe, x=x, splits=splits
+                ) -> torch.Tensor:
+                    with torch.no_grad(), te_mx.autocast(recipe=recipe):
+                        return layer(x, splits[i % ROUTINGS])
+
+                calls[w] = _graph(call, ROUTINGS, context)
+            times = interleaved(calls, _short(context), warm_up=3, clock=context.clock)
+            each = CALLS if context.device.type == "cuda" else 1
+            hit = sum(len(ids.unique()) for ids in routings) / ROUTINGS
+            for w, target in EXPERT_TARGETS.items():
+                seconds = times.seconds(w) / each
+                nbytes = hit * n * k * ((1 / 2 if w == "mxfp4" else 1) + 1 / 32)
+                yield Row(
+                    f"groups {w}", f"{tokens}x{TOP_K} {n} {k}", LAST_RUN.get(layers[w]._tag, ""),
+                    seconds * 1e6, *context.bandwidth(nbytes, seconds), "grouped_mm bf16 graph",
+                    times.ratio("bf16", w), target,
                 )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from te_mx.dispatch.problem import frozen_rows
+from te_mx.dispatch.problem import Problem, frozen_rows
 from te_mx.ops import Operand, Stack
 from te_mx.ops.library import is_direct
 from te_mx.ops.linear import FrozenCall, FrozenKernel, frozen_kernel
@@ -72,38 +72,57 @@ def is_few(x: Tensor, k: int, groups: int = 0) -> bool:
     return 0 < x.numel() <= frozen_rows(groups) * k
 
 
-def linear(
-    x: Tensor, weight: Weight, bias: Tensor | None, settings: Settings | None,
-    out_dtype: torch.dtype, tag: int = -1, offs: Tensor | None = None, act: str | None = None,
-) -> Tensor | None:  # fmt: skip
-    """act(x [..., k] @ w^T + bias) [..., n] on a kernel for few rows, without autograd; None where
-    none takes it. settings: how x is quantized; None: not at all. offs: ends of the groups of rows,
-    each with a weight and a bias of its own; rows of no group become 0.
+class Ready(NamedTuple):
+    """A kernel for few rows and the weight in its form."""
+
+    problem: Problem
+    kernel: FrozenKernel
+    form: Operand | Stack
+
+    def run(
+        self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype, tag: int = -1,
+        offs: Tensor | None = None, act: str | None = None,
+    ) -> Tensor | None:  # fmt: skip
+        """act(x [..., k] @ w^T + bias) [..., n]; None where native code does not take it. offs:
+        ends of the groups of rows; rows of no group become 0."""
+        call = FrozenCall(x, self.form, bias, out_dtype, offs, act)
+        y = self.kernel.multiply(self.problem, call)
+        if y is not None and tag >= 0:
+            LAST_RUN[tag] = self.kernel.name
+        return y
+
+
+def ready(x: Tensor, dtype: torch.dtype, weight: Weight, settings: Settings | None) -> Ready | None:
+    """What multiplies as many rows as x has, in a dtype, with a weight; None where nothing does.
+    settings: how the rows are quantized; None: not at all.
 
     The form is made outside of graph captures: a graph uses one that a warm-up call left.
     """
-    k = weight.k
-    if not is_few(x, k, weight.groups) or not weight.made_of or not is_direct(x, bias, offs):
+    if not weight.made_of:
+        return None
+    sizes, lhs, rule, precision = (weight.groups, weight.n, weight.k), "", _ANY_RULE, "adaptive"
+    if settings is not None:
+        lhs, rule, precision = settings.x, settings.scale_rule, settings.precision
+    rows = x.numel() // x.shape[-1]
+    found = frozen_kernel((rows, dtype, x.device), sizes, (lhs, weight.fmt), rule, precision)
+    if found is None:
+        return None
+    form = _form(weight, found[1], x.device)
+    return None if form is None else Ready(*found, form)
+
+
+def linear(
+    x: Tensor, weight: Weight, bias: Tensor | None, settings: Settings | None,
+    out_dtype: torch.dtype, tag: int = -1, offs: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
+    """x [..., k] -> [..., n] on a kernel for few rows, without autograd; None where none takes it.
+    Arguments are those of `ready` and `Ready.run`."""
+    if not is_few(x, weight.k, weight.groups) or not is_direct(x, bias, offs):
         return None
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, bias)):
         return None
-    sizes = weight.groups, weight.n, k
-    if settings is None:
-        found = frozen_kernel(x, sizes, ("", weight.fmt), _ANY_RULE)
-    else:
-        found = frozen_kernel(
-            x, sizes, (settings.x, weight.fmt), settings.scale_rule, settings.precision
-        )
-    if found is None:
-        return None
-    problem, kernel = found
-    form = _form(weight, kernel, x.device)
-    if form is None:
-        return None
-    y = kernel.multiply(problem, FrozenCall(x, form, bias, out_dtype, offs, act))
-    if y is not None and tag >= 0:
-        LAST_RUN[tag] = kernel.name
-    return y
+    found = ready(x, x.dtype, weight, settings)
+    return None if found is None else found.run(x, bias, out_dtype, tag, offs)
 
 
 def _form(weight: Weight, kernel: FrozenKernel, device: torch.device) -> Operand | Stack | None:

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from te_mx import layouts
 from te_mx.autograd import few_rows, joining
 from te_mx.autograd.grouped_operands import Groups
 from te_mx.autograd.steps import at_rest
 from te_mx.autograd.steps_grouped import KeptWeights, kept_weights
 from te_mx.context import is_tracing
+from te_mx.nn.frozen_few import weight_of
 from te_mx.nn.frozen_weight import Freezable
 from te_mx.nn.mx_module import output_dtype
 from te_mx.nn.several_ranks import here
@@ -96,26 +96,13 @@ class StackedWeight(Freezable):
         many, n, k = self.num_gemms, self.out_features, self.in_features
         if is_tracing() or groups.capacity or not few_rows.is_few(inp, k, many):
             return None
-        assert self._frozen is not None
         dtype, quantized = output_dtype(inp), None if self._is_weight_only() else settings
-        if kept is None:
-            given = self._dropped_operand("weight")
-            made_of, fmt = few_rows.state(*self._stored("weight")), given.format.name
-        else:
-            given, made_of, fmt = kept.row, (kept,), kept.settings.w
-
-        def rows() -> Stack:
-            if kept is None or given.layout is layouts.ROWS:
-                return given
-            weights, made = [w.detach() for w in self.weights()], kept.settings
-            return quantize_weights(weights, at_rest(made.w), rule=made.scale_rule)[0]
-
         if quantized is None and inp.dtype != dtype:  # it is rounded first
             return None
         bias_GN = None if self.return_bias else self._stacked_bias(biases)
         if bias_GN is not None and (bias_GN.shape != (many, n) or bias_GN.device != inp.device):
             return None  # the steps say what is wrong with it
-        weight = few_rows.Weight(self._frozen.few_rows, "weight", n, k, fmt, made_of, rows, many)
+        weight = weight_of(self, "weight", kept, (n, k), many)
         tag = self._tag_now()  # type: ignore[attr-defined]
         return few_rows.linear(inp, weight, bias_GN, quantized, dtype, tag, groups.offs)
 

@@ -85,23 +85,23 @@ def _infer_kernel(
 
 
 def frozen_kernel(
-    x: Tensor, weight: tuple[int, int, int], formats: tuple[str, str], rule: str,
-    precision: str = "adaptive",
+    x: tuple[int, torch.dtype, torch.device], weight: tuple[int, int, int],
+    formats: tuple[str, str], rule: str, precision: str,
 ) -> tuple[Problem, FrozenKernel] | None:  # fmt: skip
-    """The kernel for x [..., k] and weights that stand still, in a form of its own, with its
-    problem; None where there is none. weight: groups (0: one weight), n, k. formats: of inputs, ""
-    for x as it is, and of the weights."""
+    """The kernel for inputs and weights that stand still, in a form of its own, with its problem;
+    None where there is none. x: rows, dtype, device; weight: groups (0: one weight), n, k. formats:
+    of inputs, "" for x as it is, and of the weights."""
     known = derived()
-    key = "frozen", x.shape, weight, x.dtype, x.device, formats, rule, precision
+    key = "frozen", x, weight, formats, rule, precision
     found = known.get(key)
     if found is None:
         if len(known) > _MOST_KNOWN:
             known.clear()
         lhs, rhs = (f"{fmt}@any" if fmt else "" for fmt in formats)
-        groups, n, k = weight
+        (m, dtype, device), (groups, n, k) = x, weight
         problem = Problem(
-            "linear_frozen", place_of(x.device), lhs, rhs, x.numel() // k, n, k, groups,
-            precision=precision, dtype=x.dtype, rule=rule,
+            "linear_frozen", place_of(device), lhs, rhs, m, n, k, groups,
+            precision=precision, dtype=dtype, rule=rule,
         )  # fmt: skip
         found = known[key] = (problem, find(problem))
     problem, kernel = found

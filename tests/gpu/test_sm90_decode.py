@@ -234,3 +234,34 @@ def test_frozen_layers_in_a_cuda_graph(w_fmt, drop):
         out.fill_(torch.nan)
         graph.replay()
         assert torch.equal(out, forward())
+
+
+@pytest.mark.parametrize("act", ["gelu", "relu", "swiglu"])
+@pytest.mark.parametrize("w_fmt", ["mxfp8_e4m3", "mxfp4"])
+def test_frozen_normalized_mlps(w_fmt, act):
+    """Against a loop of frozen te_mx.Linear, of which the first gives fp32."""
+    recipe = BlockScaling(x="mxfp8_e4m3", w=w_fmt, g="mxfp8_e5m2")
+    layer = te_mx.LayerNormMLP(
+        256, 384, dtype=BF16, device="cuda", activation=act, return_layernorm_output=True
+    )
+    linears = []
+    for name, dtype in (("fc1", F32), ("fc2", BF16)):
+        weight = layer.get_parameter(f"{name}_weight")
+        linears.append(te_mx.Linear(*weight.shape[::-1], dtype=dtype, device="cuda"))
+        with torch.no_grad():
+            linears[-1].weight.copy_(weight)
+            linears[-1].bias.copy_(layer.get_parameter(f"{name}_bias").normal_())
+        te_mx.freeze_weights(linears[-1], recipe=recipe)
+    te_mx.freeze_weights(layer, drop_master=True, recipe=recipe)
+    with torch.no_grad(), te_mx.autocast(recipe=recipe):
+        y, z = layer(torch.randn(9, 256, device="cuda").to(BF16))
+        assert LAST_RUN[layer._tag] == LAST_RUN[layer._tag + 3] == "sm90_decode"
+        h = linears[0](z.float())
+        if act == "swiglu":
+            gate, up = h.to(BF16).float().chunk(2, 1)
+            a = F.silu(gate) * up
+        else:
+            a = F.relu(h) if act == "relu" else F.gelu(h, approximate="tanh")
+        expected = linears[1](a.to(BF16)).float()
+    # An activation that is rounded the other way moves a code of FP8 by a step.
+    torch.testing.assert_close(y.float(), expected, rtol=2.0**-7, atol=0.01 * expected.std().item())
