@@ -391,3 +391,10 @@ def case_frozen():
                 plain[1].weight.mul_(2)
                 with te_mx.autocast():
                     assert torch.equal(model(x), plain(x))
+    te_mx.freeze_weights(model := mlp(), drop_master=True)
+    try:
+        parallelize_module(model, mesh(), PLAN)
+    except TypeError as error:
+        assert "only codes of its weight are left" in str(error)
+    else:
+        raise AssertionError("codes alone were parted")
