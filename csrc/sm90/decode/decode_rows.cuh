@@ -26,40 +26,56 @@ struct DecodeRows : DecodeBlock {
   // By whole warps, before the rest. False: there is no such block.
   __device__ __forceinline__ bool begin(int block) {
     if (early()) return take(block * most, m);
-    const PastL1 table{groups};
+    const int lane = threadIdx.x % 32;
     int before = 0;  // where the next group begins
-    for (int from = 0; from < groups.count; from += 32) {
-      const GroupRows mine = groups_of_lanes(table, from, before);
-      const int own = (mine.size() + most - 1) / most;
-      int all = own;  // blocks up to this group
+    // NOTE: each step needs the one before it, but no load does.
+    constexpr int kAhead = 4;
+    for (int first_group = 0; first_group < groups.count; first_group += 32 * kAhead) {
+      int ends[kAhead];
 #pragma unroll
-      for (int i = 1; i < 32; i *= 2) {
-        const int other = __shfl_up_sync(~0u, all, i);
-        if (static_cast<int>(threadIdx.x) % 32 >= i) all += other;
+      for (int j = 0; j < kAhead; ++j) {
+        const int i = first_group + 32 * j + lane;
+        ends[j] = i < groups.count ? end_of(i) : 0;
       }
-      const uint32_t found = __ballot_sync(~0u, all > block && all - own <= block);
-      if (found != 0) {
-        const int lane = __ffs(found) - 1;
-        const GroupRows at = from_lane(mine, lane);
-        group = at.group;
-        const int inside = block - __shfl_sync(~0u, all - own, lane);
-        return take(at.start + inside * most, at.end);
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        const GroupRows mine = groups_of_lanes(Loaded{groups.count, groups.rows, 0, ends[j]},
+                                               first_group + 32 * j, before);
+        const int own = (mine.size() + most - 1) / most;
+        int all = own;  // blocks up to this group
+#pragma unroll
+        for (int i = 1; i < 32; i *= 2) {
+          const int other = __shfl_up_sync(~0u, all, i);
+          if (lane >= i) all += other;
+        }
+        const uint32_t found = __ballot_sync(~0u, all > block && all - own <= block);
+        if (found != 0) {
+          const int from = __ffs(found) - 1;
+          const GroupRows at = from_lane(mine, from);
+          group = at.group;
+          const int inside = block - __shfl_sync(~0u, all - own, from);
+          return take(at.start + inside * most, at.end);
+        }
+        block -= __shfl_sync(~0u, all, 31);
       }
-      block -= __shfl_sync(~0u, all, 31);
     }
     group = -1;
     return take(before + block * most, m);
   }
 
  private:
-  // NOTE: a kernel that started early may have what was there before in L1.
-  struct PastL1 : GroupTable {
-    __device__ __forceinline__ int read(int i) const {
-      const int64_t end = offs64 ? __ldcg(static_cast<const long long*>(offs) + i)
-                                 : __ldcg(static_cast<const int*>(offs) + i);
-      return static_cast<int>(max(int64_t{0}, min(end, static_cast<int64_t>(rows))));
-    }
+  // A GroupTable of ends that lanes have.
+  struct Loaded {
+    int count, rows, capacity, end;
+    __device__ __forceinline__ int read(int) const { return end; }
   };
+
+  // NOTE: a kernel that started early may have what was there before in L1.
+  __device__ __forceinline__ int end_of(int i) const {
+    const int64_t end = groups.offs64 ? __ldcg(static_cast<const long long*>(groups.offs) + i)
+                                      : __ldcg(static_cast<const int*>(groups.offs) + i);
+    return static_cast<int>(max(int64_t{0}, min(end, static_cast<int64_t>(groups.rows))));
+  }
 
   __device__ __forceinline__ bool take(int from, int end) {
     first = from, count = min(end - from, most);

@@ -33,21 +33,28 @@ struct DecodeSums {
   float v[kFloats] = {};
   uint32_t nan[2] = {};
 
+  // A block as operand A: 32 codes, or 16 fp16 numbers and 16 more.
+  static constexpr int kParts = Math::kHalves ? 2 : 1;
+  using Operand = uint32_t[kParts][4];
+  static __device__ __forceinline__ void make(Operand& a, const Block& w) {
+    if constexpr (Math::kHalves) {
+      w.halves(0, a[0]), w.halves(1, a[1]);
+      tile::wgmma_pin(a[0]), tile::wgmma_pin(a[1]);
+    } else {
+      w.operand(a[0]);
+      tile::wgmma_pin(a[0]);
+    }
+  }
   // Starts the products of block b with x (wgmma_desc of its quad). kAdd: to what d has.
   template <bool kAdd>
-  static __device__ __forceinline__ void start(float (&d)[kFloats], const Block& w, uint32_t x,
+  static __device__ __forceinline__ void start(float (&d)[kFloats], const Operand& a, uint32_t x,
                                                int b) {
-    uint32_t a[4];
     if constexpr (Math::kHalves) {
       const uint32_t at = x + b / 2 * (Math::kRows * 128 / 16) + b % 2 * 4;
-      w.halves(0, a);
-      tile::wgmma_registers_f16<kAdd>(d, a, at);
-      uint32_t c[4];
-      w.halves(1, c);
-      tile::wgmma_registers_f16<true>(d, c, at + 2);
+      tile::wgmma_registers_f16<kAdd>(d, a[0], at);
+      tile::wgmma_registers_f16<true>(d, a[1], at + 2);
     } else {
-      w.operand(a);
-      tile::wgmma_registers<Block::kCodes, kAdd>(d, a, x + 2 * b);
+      tile::wgmma_registers<Block::kCodes, kAdd>(d, a[0], x + 2 * b);
     }
   }
 
@@ -79,11 +86,13 @@ struct DecodeSums {
   __device__ __forceinline__ void add(uint32_t at, uint32_t x, uint32_t scales, int lane) {
     const uint2 own = load_scales<Math::kFmt>(at, lane);
     if constexpr (Math::kFactors) {
-      const Block w[4] = {{at, 0, lane}, {at, 1, lane}, {at, 2, lane}, {at, 3, lane}};
+      Operand a[4];
+#pragma unroll
+      for (int b = 0; b < 4; ++b) make(a[b], {at, b, lane});
       float d[kFloats];
       tile::wgmma_fence();
-      start<false>(d, w[0], x, 0);
-      start<true>(d, w[1], x, 1), start<true>(d, w[2], x, 2), start<true>(d, w[3], x, 3);
+      start<false>(d, a[0], x, 0);
+      start<true>(d, a[1], x, 1), start<true>(d, a[2], x, 2), start<true>(d, a[3], x, 3);
       tile::wgmma_commit();
       tile::wgmma_wait<0>();
       tile::wgmma_pin(d);
@@ -107,10 +116,11 @@ struct DecodeSums {
   template <int kFirst, int... kI>
   __device__ __forceinline__ void add_some(uint32_t at, uint32_t x, uint32_t scales, int lane,
                                            const uint2& own, std::integer_sequence<int, kI...>) {
-    const Block w[] = {{at, kFirst + kI, lane}...};
+    Operand a[Math::kTogether];
+    (make(a[kI], {at, kFirst + kI, lane}), ...);
     float d[Math::kTogether][kFloats];
     tile::wgmma_fence();
-    (start<false>(d[kI], w[kI], x, kFirst + kI), ...);
+    (start<false>(d[kI], a[kI], x, kFirst + kI), ...);
     tile::wgmma_commit();
     tile::wgmma_wait<0>();
     const auto take = [&](int i) {

@@ -50,16 +50,14 @@ class Decode(FrozenKernel):
     def form(self, row: Operand | Stack) -> Operand | Stack | None:
         fmt, spec = row.format, f"{row.format.name}@{SM90_DECODE.name}"
         if isinstance(row, Stack):
-            made: list[Operand] = []
+            shapes = SM90_DECODE.shapes(fmt, row.rows, row.k)
+            all_codes, all_fits = (row.codes.new_empty((row.groups, *one)) for one in shapes)
             for i in range(row.groups):
                 one = self.form(row.group(i))
                 if one is None:
                     return None
-                assert isinstance(one, Operand)
-                made.append(one)
-            codes = torch.stack([one.codes for one in made])
-            fits = torch.stack([one.scales for one in made])
-            return Stack(codes, fits, spec, row.groups, row.rows, row.k)
+                all_codes[i], all_fits[i] = one.codes, one.scales
+            return Stack(all_codes, all_fits, spec, row.groups, row.rows, row.k)
         codes, fits = SM90_DECODE.pack(fmt, row.codes, row.scales, row.k)
         if not bool(fits.all()):
             return None

@@ -7,6 +7,8 @@ namespace mxtile::sm90 {
 
 inline uint32_t wgmma_desc_at(uint32_t tile) { return ((tile & 0x3FFFF) >> 4) | (1u << 16); }
 
+inline void wgmma_pin(uint32_t (&)[4]) {}
+
 template <Fp8 kA, bool kAdd, int kFloats>
 void wgmma_registers(float (&d)[kFloats], const uint32_t (&a)[4], uint32_t b) {
   simt::wgmma({wgmma_operand(kA), simt::Operand::e4m3, 2 * kFloats, 0,

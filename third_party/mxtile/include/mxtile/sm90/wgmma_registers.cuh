@@ -19,6 +19,12 @@ __device__ __forceinline__ uint32_t wgmma_desc_at(uint32_t tile) {
   return ((tile & 0x3FFFF) >> 4) | (1u << 16);
 }
 
+// Keeps the making of A before what follows. NOTE: to be called before wgmma_fence; words that were
+// made behind it make ptxas wait after every instruction (C7520).
+__device__ __forceinline__ void wgmma_pin(uint32_t (&a)[4]) {
+  asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3])::"memory");
+}
+
 // SHAPE and TYPES name the instruction, TAIL is what follows its other immediates.
 #define MXTILE_WGMMA_REGISTERS_8(SHAPE, TYPES, TAIL)                  \
   asm volatile(                                                       \
