@@ -327,7 +327,7 @@ void run(const Launch& launch) {
   }
   const std::string failure = m.failure;
   clean_up();
-  if (!failure.empty()) throw Failure(std::string(launch.name) + ": " + failure);
+  if (!failure.empty()) throw Failure(failure);
 }
 
 Thread& self() { return *machine.running; }

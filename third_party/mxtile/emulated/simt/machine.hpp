@@ -123,7 +123,6 @@ struct Cluster {
 struct Launch {
   dim3 grid, block;
   uint32_t cluster = 1, dynamic_bytes = 0;
-  const char* name = "";
   std::function<void()> kernel;
 };
 

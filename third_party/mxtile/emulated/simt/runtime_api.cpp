@@ -1,4 +1,5 @@
-// The CUDA runtime of one emulated device whose work is done when a launch returns.
+// The CUDA runtime of emulated devices, of many multiprocessors and of a few, whose work is done
+// when a launch returns.
 #include <cuda.h>
 #include <cudaTypedefs.h>
 #include <cuda_runtime_api.h>
@@ -24,7 +25,9 @@ uint32_t cluster_size(const cudaLaunchConfig_t& config) {
 
 namespace {
 
-int multiprocessors = 132;
+// NOTE: callers keep what a device answers, so another size is another device.
+int multiprocessors[] = {132, 8};
+int current = 0;
 
 int bytes_of(CUtensorMapDataType type) {
   switch (type) {
@@ -78,17 +81,24 @@ extern "C" {
 #define SIMT_EXPORT __attribute__((visibility("default")))
 SIMT_EXPORT void simt_set_seed(uint64_t seed) { simt::set_seed(seed); }
 SIMT_EXPORT uint64_t simt_launches() { return simt::launches(); }
-SIMT_EXPORT void simt_set_multiprocessors(int count) { simt::multiprocessors = count; }
+SIMT_EXPORT void simt_set_multiprocessors(int count) {
+  simt::multiprocessors[simt::current] = count;
+}
+SIMT_EXPORT void simt_set_device(int device) { simt::current = device; }
 
 cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
+  *device = simt::current;
   return cudaSuccess;
 }
-cudaError_t cudaSetDevice(int device) { return device == 0 ? cudaSuccess : cudaErrorInvalidDevice; }
+cudaError_t cudaSetDevice(int device) {
+  if (device != 0 && device != 1) return cudaErrorInvalidDevice;
+  simt::current = device;
+  return cudaSuccess;
+}
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   switch (attribute) {
     case cudaDevAttrMultiProcessorCount:
-      *value = simt::multiprocessors;
+      *value = simt::multiprocessors[simt::current];
       return cudaSuccess;
     case cudaDevAttrComputeCapabilityMajor:
       *value = 9;
@@ -108,7 +118,7 @@ cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute attribute, int v
 }
 cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void*,
                                            const cudaLaunchConfig_t* config) {
-  *clusters = simt::multiprocessors / static_cast<int>(simt::cluster_size(*config));
+  *clusters = simt::multiprocessors[simt::current] / static_cast<int>(simt::cluster_size(*config));
   return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
