@@ -89,7 +89,16 @@ CUDA_ROWS = {
         **dict.fromkeys(("quantize 4 bits", "unpack")),
         "linear fwd+bwd fp4": (1.4, 1.7),
     },
-    "decode_cuda": {"decode mxfp8": (1.4, 2.0), "decode mxfp4": (1.8, 3.0)},
+    "decode_cuda": {
+        "decode mxfp8": (1.4, 2.0),
+        "decode mxfp4": (1.8, 3.0),
+        "decode fp8_block": (1.4, 2.0),
+    },
+    "decode_groups_cuda": {
+        "groups mxfp8": (1.5, 2.0),
+        "groups mxfp4": (2.0, 3.0),
+        "groups fp8_block": None,
+    },
     "scales_cuda": {
         "gemm row scales": (1.2, 1.4),
         "gemm outliers": (1.4, 1.7),
@@ -145,9 +154,11 @@ def on_cpu() -> GpuContext:
 
 # Operands packed for Hopper, which no CPU kernel takes.
 @pytest.mark.filterwarnings("ignore:te_mx runs .* not sm90:te_mx.FallbackWarning")
-@pytest.mark.parametrize("name", sorted(runner.CUDA_BENCHMARKS.keys() - {"graph_cuda"}))
+@pytest.mark.parametrize(
+    "name", sorted({*runner.CUDA_BENCHMARKS, "decode_groups_cuda"} - {"graph_cuda"})
+)
 def test_cuda_benchmark_runs_in_place_of_a_gpu(name: str, on_cpu: GpuContext) -> None:
-    rows = list(runner.CUDA_BENCHMARKS[name](on_cpu))
+    rows = list((runner.CUDA_BENCHMARKS | runner.MODEL_BENCHMARKS)[name](on_cpu))
     targets = {row.benchmark: row.target for row in reversed(rows)}  # the first row of a name
     for benchmark, marks in CUDA_ROWS[name].items():
         target = targets.pop(benchmark)
