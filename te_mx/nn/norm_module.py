@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from te_mx.arguments import check_number, is_one_of, shown
+from te_mx.autograd.few_rows import Ready
 from te_mx.autograd.high_precision import HighPrecisionLinear
 from te_mx.autograd.norm import normalized
 from te_mx.autograd.normalization import NormStep
 from te_mx.autograd.steps_kept import KeptWeight
 from te_mx.autograd.wgrad import Queue, WeightGradient
 from te_mx.dispatch.fused import NORMS, Norm, Target
-from te_mx.nn import constructors
+from te_mx.nn import constructors, frozen_few
 from te_mx.nn.mx_module import MXModule, output_dtype
 from te_mx.recipe import get_default_recipe
 from te_mx.recipes.settings import Settings
@@ -123,6 +124,15 @@ class NormModule(MXModule, nn.Module):
         if self._is_dropped():
             return KeptWeight(settings, self._dropped_operand(key), None)
         return self._kept_weight(key, first, settings, device, need_dx)
+
+    def _ready(
+        self, key: str, kept: KeptWeight | None, size: tuple[int, int], inp: Tensor,
+        settings: Settings,
+    ) -> Ready | None:  # fmt: skip
+        """A kernel for few rows of the normalized input, or of what is made of it, times a frozen
+        weight [n, k]; None where there is none."""
+        given = None if self._is_weight_only() else settings
+        return frozen_few.ready(self, key, kept, size, inp, output_dtype(inp), given)
 
     # ----------------------------------------------------------------------------- checks and names
     def _check(
