@@ -206,6 +206,7 @@ def test_unaligned_and_strided_rows():
         assert torch.equal(whole, part)
 
 
+@pytest.mark.usefixtures("direct")
 @pytest.mark.parametrize("drop", [False, True])
 @pytest.mark.parametrize("w_fmt", [*MX, "fp8_e4m3_128x128"])
 def test_frozen_layers_in_a_cuda_graph(w_fmt, drop):
@@ -236,6 +237,7 @@ def test_frozen_layers_in_a_cuda_graph(w_fmt, drop):
         assert torch.equal(out, forward())
 
 
+@pytest.mark.usefixtures("direct")
 @pytest.mark.parametrize("act", ["gelu", "relu", "swiglu"])
 @pytest.mark.parametrize("w_fmt", ["mxfp8_e4m3", "mxfp4"])
 def test_frozen_normalized_mlps(w_fmt, act):

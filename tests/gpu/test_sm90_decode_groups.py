@@ -83,6 +83,7 @@ def test_ends_that_are_none_are_cut_off():
         assert torch.equal(bits(out), bits(expected))
 
 
+@pytest.mark.usefixtures("direct")
 @pytest.mark.parametrize("drop", [False, True])
 @pytest.mark.parametrize("w_fmt", ["mxfp8_e4m3", "mxfp4", "fp8_e4m3_128x128"])
 def test_frozen_groups_in_a_cuda_graph(w_fmt, drop):
