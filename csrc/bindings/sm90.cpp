@@ -83,6 +83,8 @@ void bind_gemms(py::module_& m) {
   });
   m.def("workspace_bytes", [](const GemmArgs& args) { return workspace_bytes(args); });
   bind_call(m, "gemm", gemm);
+  m.def("codes_workspace_bytes", [](const GemmArgs& args) { return codes_workspace_bytes(args); });
+  bind_call(m, "gemm_codes", gemm_codes);
 }
 
 void bind_groups(py::module_& m) {
