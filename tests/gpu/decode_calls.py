@@ -8,6 +8,7 @@ from te_mx import formats
 from te_mx.backends.base import FLOAT_DTYPES, SCALE_RULES
 from te_mx.backends.sm90 import binding
 from te_mx.layouts import SM90_DECODE
+from te_mx.recipe import BlockScaling, Float8BlockScaling
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 MX = {"mxfp8_e4m3": 0, "mxfp8_e5m2": 1, "mxfp4": 6}
@@ -33,6 +34,13 @@ def quantized(values, fmt, rule="rceil"):
 def rule_of(w_fmt, number=0):
     """A scale rule of x for weights in a format."""
     return (("pow2", "fp32") if w_fmt in FACTORS else ("rceil", "floor", "even"))[number]
+
+
+def recipe_of(w_fmt):
+    """A recipe with inputs as these weights want them."""
+    if w_fmt in FACTORS:
+        return Float8BlockScaling()
+    return BlockScaling(x="mxfp8_e4m3", w=w_fmt, g="mxfp8_e5m2")
 
 
 def x_format(w_fmt, e5m2=False):

@@ -17,6 +17,7 @@ from decode_calls import (
     nothing,
     packed,
     quantized,
+    recipe_of,
     rule_of,
     spread,
     x_format,
@@ -26,7 +27,6 @@ from torch.nn import functional as F
 import te_mx
 from te_mx import formats
 from te_mx.layouts import SM90_DECODE
-from te_mx.recipe import BlockScaling, Float8BlockScaling
 from te_mx.runtime.ran import LAST_RUN
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -206,12 +206,11 @@ def test_unaligned_and_strided_rows():
         assert torch.equal(whole, part)
 
 
+@pytest.mark.usefixtures("direct")
 @pytest.mark.parametrize("drop", [False, True])
 @pytest.mark.parametrize("w_fmt", [*MX, "fp8_e4m3_128x128"])
 def test_frozen_layers_in_a_cuda_graph(w_fmt, drop):
-    recipe = BlockScaling(x="mxfp8_e4m3", w=w_fmt, g="mxfp8_e5m2")
-    if w_fmt in FACTORS:
-        recipe = Float8BlockScaling()
+    recipe = recipe_of(w_fmt)
     layer = te_mx.Linear(512, 400, dtype=BF16, device="cuda")
     weight, bias = layer.weight.detach().clone(), layer.bias.detach().double()
     te_mx.freeze_weights(layer, drop_master=drop, recipe=recipe)
@@ -236,11 +235,12 @@ def test_frozen_layers_in_a_cuda_graph(w_fmt, drop):
         assert torch.equal(out, forward())
 
 
+@pytest.mark.usefixtures("direct")
 @pytest.mark.parametrize("act", ["gelu", "relu", "swiglu"])
 @pytest.mark.parametrize("w_fmt", ["mxfp8_e4m3", "mxfp4"])
 def test_frozen_normalized_mlps(w_fmt, act):
     """Against a loop of frozen te_mx.Linear, of which the first gives fp32."""
-    recipe = BlockScaling(x="mxfp8_e4m3", w=w_fmt, g="mxfp8_e5m2")
+    recipe = recipe_of(w_fmt)
     layer = te_mx.LayerNormMLP(
         256, 384, dtype=BF16, device="cuda", activation=act, return_layernorm_output=True
     )

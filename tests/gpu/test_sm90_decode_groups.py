@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from decode_calls import BF16, F32, FACTORS, bits, decode, packed, rule_of, spread
+from decode_calls import BF16, F32, bits, decode, packed, recipe_of, rule_of, spread
 
 import te_mx
-from te_mx.recipe import BlockScaling, Float8BlockScaling
 from te_mx.runtime.ran import LAST_RUN
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -83,12 +82,11 @@ def test_ends_that_are_none_are_cut_off():
         assert torch.equal(bits(out), bits(expected))
 
 
+@pytest.mark.usefixtures("direct")
 @pytest.mark.parametrize("drop", [False, True])
 @pytest.mark.parametrize("w_fmt", ["mxfp8_e4m3", "mxfp4", "fp8_e4m3_128x128"])
 def test_frozen_groups_in_a_cuda_graph(w_fmt, drop):
-    recipe = BlockScaling(x="mxfp8_e4m3", w=w_fmt, g="mxfp8_e5m2")
-    if w_fmt in FACTORS:
-        recipe = Float8BlockScaling()
+    recipe = recipe_of(w_fmt)
     n, k = 400, 512
     layer = te_mx.GroupedLinear(4, k, n, dtype=BF16, device="cuda")
     linears = [te_mx.Linear(k, n, dtype=BF16, device="cuda") for _ in range(4)]
