@@ -21,16 +21,16 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache, partial
+from functools import cache, partial, wraps
 from types import ModuleType
 from typing import Any
 
 import as_on_hopper
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
 import te_mx
+from te_mx.runtime import workspace
 
 PATH, SEED, CASES = "TE_MX_EMULATED", "TE_MX_EMULATED_SEED", "TE_MX_EMULATED_CASES"
 MOST_CASES, MOST_PRODUCTS, MOST_ROWS = 2, 1 << 27, 4200
@@ -41,10 +41,16 @@ NEED_A_GPU = (
     "test_sm90_bias_gradients.py", "test_sm90_explain.py", "test_sm90_graphs.py",
     "test_sm90_large.py", "test_tuned_cuda.py", "test_two_gpus.py",
 )  # fmt: skip
+MAKERS: dict[Any, tuple[str, ...]] = {
+    torch: (
+        "arange", "empty", "empty_like", "eye", "full", "full_like", "linspace", "ones", "rand",
+        "randint", "randn", "randperm", "tensor", "zeros",
+    ),
+    torch.Tensor: ("to",),
+    workspace: ("reset",),
+}  # fmt: skip
 # Splits of these lie on the device, where the host does not look; here they are on the host.
 SPLITS_ON_DEVICE = "test_more_rows_than_there_are_poison_nothing"
-# Recomputed layers keep what another thread's backward needs.
-RECOMPUTED = "test_recomputed_activations"
 DEVICES = 2  # of 132 multiprocessors, and of 8, which get several blocks each
 
 
@@ -75,7 +81,7 @@ def _small(item: pytest.Item) -> bool:
     """Whether the sizes that the name of a case tells are small ones."""
     shapes = [[int(size) for size in _SIZE.findall(shape)] for shape in _SHAPE.findall(item.name)]
     small = all(max(s) <= MOST_ROWS and math.prod(s) <= MOST_PRODUCTS for s in shapes)
-    if item.name.partition("[")[0] in (SPLITS_ON_DEVICE, RECOMPUTED):
+    if item.name.partition("[")[0] == SPLITS_ON_DEVICE:
         return False
     return small and item.get_closest_marker("slow") is None
 
@@ -97,27 +103,13 @@ def emulated(test: str) -> Iterator[None]:
     native, machine = _native(), ctypes.CDLL(path())
     machine.simt_set_seed(ctypes.c_uint64(draw(test)))
     machine.simt_set_device(draw(test) % DEVICES)
-    with as_on_hopper.hopper(native) as patch, _OnCpu():
+    with as_on_hopper.hopper(native) as patch:
         patch.setitem(sys.modules, "te_mx._sm90", native)
         patch.setattr(te_mx, "_sm90", native, raising=False)
         upload = native.upload_ends
         patch.setattr(native, "upload_ends", lambda *args: upload(*args[:3], 0))
         _patch_torch(patch)
         yield
-
-
-class _OnCpu(TorchFunctionMode):
-    """What torch is asked to make on "cuda" it makes on the CPU."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.Tensor.cuda:
-            return args[0]
-        if func is torch.device:
-            return func(*args, **kwargs or {})
-        kwargs = {name: on_cpu(value) for name, value in (kwargs or {}).items()}
-        return func(*map(on_cpu, args), **kwargs)
 
 
 def on_cpu(value: Any) -> Any:
@@ -130,6 +122,11 @@ def on_cpu(value: Any) -> Any:
 
 
 def _patch_torch(patch: pytest.MonkeyPatch) -> None:
+    # No mode of torch: te_mx does otherwise where one watches.
+    for owner, names in MAKERS.items():
+        for name in names:
+            patch.setattr(owner, name, _elsewhere(getattr(owner, name)))
+    patch.setattr(torch.Tensor, "cuda", lambda x: x)
     stream = _Stream()
     for name in ("synchronize", "set_sync_debug_mode", "empty_cache"):
         patch.setattr(torch.cuda, name, _nothing)
@@ -156,6 +153,14 @@ class _Generator(torch.Generator):
 class _Autocast(torch.autocast):
     def __init__(self, device: Any, *args: Any, **named: Any) -> None:
         super().__init__(on_cpu(device), *args, **named)
+
+
+def _elsewhere(make: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(make)
+    def made(*args: Any, **named: Any) -> Any:
+        return make(*map(on_cpu, args), **{name: on_cpu(value) for name, value in named.items()})
+
+    return made
 
 
 class _Stream:
