@@ -77,7 +77,9 @@ def plan_norms(
             beside = next((m for m in parent.modules() if m in converts), None)
             if beside is None or isinstance(child, Reclassed):
                 fused = isinstance(child, Reclassed)
-                why = "already fused" if fused else "no nn.Linear that is converted stands beside it"
+                why = (
+                    "already fused" if fused else "no nn.Linear that is converted stands beside it"
+                )
                 found.append(Fusion(full, shape, kind, why))
                 continue
             block = by[0] if len(by) == 1 and by[0] in blocks else None
