@@ -88,18 +88,24 @@ class NormModule(MXModule, nn.Module):
         return NormStep(norm, self.zero_centered_gamma, output_dtype(inp))
 
     def _plain_norm(self, inp: Tensor) -> Tensor:
-        """The normalization outside te_mx.autocast: torch's own."""
+        """The normalization outside te_mx.autocast: torch's own, in the dtype of the module's
+        result."""
         if self.normalization is None:
             return inp
         weight: Tensor | None = self.layer_norm_weight
+        bias: Tensor | None = self.layer_norm_bias
         if weight is None:
             self._refuse_parameter("layer_norm_weight", None, (self._size,), inp.device)
+        if weight.dtype != inp.dtype:  # torch mixes dtypes where the parameters are fp32
+            weight, bias = weight.float(), None if bias is None else bias.float()
         if self.zero_centered_gamma:
             weight = weight + 1
         shape = (self._size,)
         if self.normalization == "RMSNorm":
-            return nn.functional.rms_norm(inp, shape, weight, self.eps)
-        return nn.functional.layer_norm(inp, shape, weight, self.layer_norm_bias, self.eps)
+            z = nn.functional.rms_norm(inp, shape, weight, self.eps)
+        else:
+            z = nn.functional.layer_norm(inp, shape, weight, bias, self.eps)
+        return z.to(output_dtype(inp))
 
     def _normalized(self, inp: Tensor) -> Tensor:
         """The normalized input of a step that quantizes, itself; differentiable."""
