@@ -11,7 +11,8 @@ both         as column                  as row                        norm: summ
 
 With sequence parallelism tokens are sharded along dimension 0: the input is gathered and the sum
 scattered, and gradients of what every rank has (norm, bias of a sum) are left for the trainer to
-sum, which ``parameter.sequence_parallel`` tells it.
+sum, which ``parameter.sequence_parallel`` tells it. The input is gathered as it is, or as codes
+(token_codes.py).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from te_mx.distributed.local_layer import call, check_whole_blocks, local_layer
 from te_mx.distributed.tensor_parallel import Elsewhere
+from te_mx.distributed.token_codes import Ranks, gathers_codes
 from te_mx.nn.tensor_parallel_group import BOTH, COLUMN, ROW
 
 _PLACES = {COLUMN: "out_features", ROW: "in_features", BOTH: "ffn_hidden_size"}
@@ -132,13 +134,15 @@ def run(module: Any, inp: Any, *args: Any) -> Any:
     after = {ROW: "bias", BOTH: "fc2_bias"}.get(how.mode)
     if after is not None and held.get(after) is not None and group.rank() != 0:
         held[after] = (Nothing if how.sequence else Elsewhere).apply(held[after])
-    x = inp
-    if how.mode != ROW:
+    x, tokens = inp, None
+    if how.mode != ROW and how.sequence and gathers_codes(module, inp):
+        tokens = Ranks(group, how.size)
+    elif how.mode != ROW:
         x = (Gathered if how.sequence else Copied).apply(inp, group)
         for key in _NORM if not how.sequence else ():
             if held.get(key) is not None:
                 held[key] = Copied.apply(held[key], group)
-    layer = local_layer(module, held)
+    layer = local_layer(module, held, _tokens=tokens)
     made = call(module, layer, x, *args)
     y, *rest = made if isinstance(made, tuple) else (made,)
     if after is not None:

@@ -29,6 +29,7 @@ from te_mx.distributed.fsdp import Sharded, gathered, params_of
 from te_mx.distributed.inputs import local_of, placed
 from te_mx.distributed.local_layer import call, check_whole_blocks, local_layer
 from te_mx.distributed.owners import Placed
+from te_mx.distributed.token_codes import tokens_of
 from te_mx.nn.grouped_linear import GroupedLinear
 from te_mx.nn.layernorm_linear import LayerNormLinear
 from te_mx.nn.layernorm_mlp import LayerNormMLP
@@ -95,9 +96,15 @@ def run(module: Any, inp: Any, *args: Any) -> Any:
         return _run_experts(module, mesh, held, inp, args)
     x = inp if isinstance(inp, DTensor) else whole(inp, mesh)
     way = way_of(kinds, x.placements, x.ndim - 1)
-    x = placed(x, mesh, way.x)
     layer = local_of_layer(module, mesh, held, way)
-    made = call(module, layer, local_of(x, way.x_grad), *args)
+    tokens = None if isinstance(module, GroupedLinear) else tokens_of(module, mesh, way.x, x)
+    if tokens is None:
+        x = placed(x, mesh, way.x)
+        mine = local_of(x, way.x_grad)
+    else:
+        layer._tokens = tokens
+        mine = local_of(x, list(x.placements))
+    made = call(module, layer, mine, *args)
     y, *rest = made if isinstance(made, tuple) else (made,)
     out = _out_features(module)
     shape = torch.Size((*x.shape[:-1], out))

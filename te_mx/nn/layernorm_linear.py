@@ -255,7 +255,7 @@ class LayerNormLinear(NormModule):
                 need_dx = needs_gradient(inp, norm_weight, norm_bias)
                 first = is_first_microbatch
                 kept = self._kept_or_dropped("weight", settings, first, device, need_dx)
-                call = Call(step, settings, want_z, tag)
+                call = Call(step, settings, want_z, tag, self._tokens)
                 out, z = layernorm_linear(
                     inp, norm_weight, norm_bias, weight, added, kept, sink, call
                 )

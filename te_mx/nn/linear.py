@@ -226,7 +226,10 @@ class Linear(MXModule, nn.Linear):
         sink = None
         if routed:
             sink = self._sink(self._parts(weight), is_first_microbatch, self._wgrad_queue())
-        call = Call(settings, output_dtype(inp), tag, kept, self.save_original_input, sink)
+        call = Call(
+            settings, output_dtype(inp), tag, kept, self.save_original_input, sink,
+            tokens=self._tokens,
+        )  # fmt: skip
         out = linear(inp, weight, added, call)
         return (out, bias) if self.return_bias else out
 
@@ -273,14 +276,16 @@ class Linear(MXModule, nn.Linear):
         if out is None and self._is_weight_only():
             out = weight_only.linear(inp, row, added, dtype, tag)
         elif out is None:
-            out = linear_on_codes(inp, row, added, Call(settings, dtype, tag))
+            call = Call(settings, dtype, tag, tokens=self._tokens)
+            out = linear_on_codes(inp, row, added, call)
         return (out, bias) if self.return_bias else out
 
     # -------------------------------------------------------------------------- kernels of few rows
     def _is_few(self, inp: Tensor) -> bool:
         """Whether a kernel for few rows may be asked: compiled code cannot look whether a weight
         changed."""
-        return not is_tracing() and inp.numel() <= few_rows.MOST * self.in_features
+        most = few_rows.MOST * self.in_features
+        return not is_tracing() and self._tokens is None and inp.numel() <= most
 
     def _few_dropped(
         self, inp: Tensor, row: Operand, bias: Tensor | None, settings: Settings

@@ -10,6 +10,7 @@ CASES = two_ranks.cases(
     "data_parallel_cases",
     "block_cases",
     "group_cases",
+    "sequence_cases",
     "checkpoint_cases",
     "combinations",
 )
