@@ -21,7 +21,7 @@ from te_mx.nn import parameters_split as split
 from te_mx.nn.mx_module import MXModule, output_dtype
 from te_mx.nn.several_ranks import here
 from te_mx.nn.te_arguments import refuse, refuse_constructor
-from te_mx.nn.tensor_parallel_group import COLUMN, ROW, part, shared
+from te_mx.nn.tensor_parallel_group import COLUMN, ROW, part, ranks_of, shared
 from te_mx.ops import Operand, quantize_2d
 from te_mx.recipes.settings import Settings
 
@@ -134,7 +134,9 @@ class Linear(MXModule, nn.Linear):
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.save_original_input = save_original_input
         if parameters_split is not None:
-            sizes = split.split_sizes(self._label(), self, parameters_split, out_features)
+            sizes = split.split_sizes(
+                self._label(), self, parameters_split, out_features, ranks_of(how, COLUMN)
+            )
             split.register_parts(self, sizes)
             self._split, self.init_method = sizes, init_method
             if init_method is not None:

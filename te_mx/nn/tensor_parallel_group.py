@@ -60,6 +60,11 @@ def part(owner: str, how: Shared | None, mode: str, name: str, size: int) -> int
     return size // how.size
 
 
+def ranks_of(how: Shared | None, mode: str) -> int:
+    """How many ranks share what is shared in this mode."""
+    return 1 if how is None or how.mode != mode else how.size
+
+
 def check_group(owner: str, tp_group: Any) -> None:
     """Raise TypeError for what is no process group, and not None."""
     distributed = torch.distributed

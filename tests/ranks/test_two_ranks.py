@@ -11,6 +11,7 @@ CASES = two_ranks.cases(
     "block_cases",
     "group_cases",
     "sequence_cases",
+    "normalized_cases",
     "checkpoint_cases",
     "combinations",
 )
