@@ -123,7 +123,9 @@ class ExpertsModule(LayerInPlace):
         return kept_weights(self._each_of(key), settings, need_dx)
 
     def _plain_codes(self, key: str, settings: Settings) -> tuple[Tensor, Tensor]:
-        row, _ = quantize_weights(self._each_of(key), at_rest(settings.w), rule=settings.scale_rule)
+        row, _ = quantize_weights(
+            self._each_of(key), at_rest(settings.w), rule=settings.weight_rule
+        )
         return row.codes, row.scales
 
     def _dropped_operand(self, key: str) -> Stack:

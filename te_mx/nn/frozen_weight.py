@@ -140,7 +140,7 @@ class Freezable:
     def _plain_codes(self, key: str, settings: Settings) -> tuple[Tensor, Tensor]:
         """Rowwise codes and scales of the weight."""
         weight = here(self._whole(key)).detach()
-        row = quantize_2d(weight, at_rest(settings.w), rule=settings.scale_rule).row
+        row = quantize_2d(weight, at_rest(settings.w), rule=settings.weight_rule).row
         assert row is not None
         return row.codes, row.scales
 

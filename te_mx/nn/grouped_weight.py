@@ -65,7 +65,7 @@ class StackedWeight(Freezable):
 
     def _plain_codes(self, key: str, settings: Settings) -> tuple[Tensor, Tensor]:
         weights = [w.detach() for w in self.weights()]
-        row, _ = quantize_weights(weights, at_rest(settings.w), rule=settings.scale_rule)
+        row, _ = quantize_weights(weights, at_rest(settings.w), rule=settings.weight_rule)
         return row.codes, row.scales
 
     def _dropped_operand(self, key: str) -> Stack:

@@ -237,7 +237,7 @@ class LayerNormMLP(NormModule):
                 out, z = layernorm_mlp(
                     inp, norm_weight, norm_bias, w1, b1, w2, b2,
                     Weights(kept, sinks),
-                    Call(self._step(inp), self._act, settings, return_z, tags),
+                    Call(self._step(inp), self._act, settings, return_z, tags, self._tokens),
                 )  # fmt: skip
         extra: tuple[Tensor | None, ...] = (fc2_bias,) if self.return_bias else ()
         extra += (z,) if self.return_layernorm_output else ()

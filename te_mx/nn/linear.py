@@ -18,7 +18,7 @@ from te_mx.nn import parameters_split as split
 from te_mx.nn.frozen_few import weight_of
 from te_mx.nn.mx_module import MXModule, output_dtype
 from te_mx.nn.te_arguments import refuse, refuse_constructor
-from te_mx.nn.tensor_parallel_group import COLUMN, ROW, part, shared
+from te_mx.nn.tensor_parallel_group import COLUMN, ROW, part, ranks_of, shared
 from te_mx.recipes.settings import Settings
 
 
@@ -130,7 +130,9 @@ class Linear(MXModule, nn.Linear):
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.save_original_input = save_original_input
         if parameters_split is not None:
-            sizes = split.split_sizes(self._label(), self, parameters_split, out_features)
+            sizes = split.split_sizes(
+                self._label(), self, parameters_split, out_features, ranks_of(how, COLUMN)
+            )
             split.register_parts(self, sizes)
             self._split, self.init_method = sizes, init_method
             if init_method is not None:
@@ -221,7 +223,10 @@ class Linear(MXModule, nn.Linear):
         sink = None
         if routed:
             sink = self._sink(self._parts(weight), is_first_microbatch, self._wgrad_queue())
-        call = Call(settings, output_dtype(inp), tag, kept, self.save_original_input, sink)
+        call = Call(
+            settings, output_dtype(inp), tag, kept, self.save_original_input, sink,
+            tokens=self._tokens,
+        )  # fmt: skip
         out = linear(inp, weight, added, call)
         return (out, bias) if self.return_bias else out
 
@@ -271,14 +276,17 @@ class Linear(MXModule, nn.Linear):
         if out is None and as_is:
             out = weight_only.linear(inp, row, added, dtype, tag)
         elif out is None:
-            out = linear_on_codes(inp, row, added, Call(settings, dtype, tag))
+            call = Call(settings, dtype, tag, tokens=self._tokens)
+            out = linear_on_codes(inp, row, added, call)
         return (out, bias) if self.return_bias else out
 
     # -------------------------------------------------------------------------- kernels of few rows
     def _is_few(self, inp: Tensor) -> bool:
         """Whether a kernel for few rows may be asked: compiled code cannot look whether a weight
         changed."""
-        return not is_tracing() and few_rows.is_few(inp, self.in_features)
+        if is_tracing() or self._tokens is not None:
+            return False
+        return few_rows.is_few(inp, self.in_features)
 
     def _whole(self, key: str) -> Tensor:
         return self.whole_weight()

@@ -137,6 +137,8 @@ class NormModule(MXModule, nn.Module):
     ) -> Ready | None:  # fmt: skip
         """A kernel for few rows of the normalized input, or of what is made of it, times a frozen
         weight [n, k]; None where there is none."""
+        if self._tokens is not None:
+            return None
         given = None if self._is_weight_only() else settings
         return frozen_few.ready(self, key, kept, size, inp, output_dtype(inp), given)
 

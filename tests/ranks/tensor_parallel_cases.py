@@ -114,8 +114,8 @@ def case_grouped_column():
 
 
 def case_grouped_row():
-    for stacked in (False, True):
-        module = built(te_mx.GroupedLinear, 3, K, N, False, single_grouped_weight=stacked)
+    for stacked, bias in ((False, False), (True, False), (False, True), (True, True)):
+        module = built(te_mx.GroupedLinear, 3, K, N, bias, single_grouped_weight=stacked)
         style = ModuleParallel("row", input_layouts=Replicate())
         check(module, style, "row", of(M, K), of(M, N), [20, 0, 28])
 
