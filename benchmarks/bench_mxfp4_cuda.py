@@ -74,8 +74,8 @@ def _captured(call: Call, sets: int, device: torch.device) -> Call:
         graphs.append(torch.cuda.CUDAGraph())
         with torch.cuda.graph(graphs[-1]):
             held.append(call(i))
-    # The results live as long as the call does.
-    return lambda i, held=held: graphs[i % sets].replay()
+    # Operands and results live as long as the graphs: a capture unmaps what is free.
+    return lambda i, held=(call, held): graphs[i % sets].replay()
 
 
 @contextmanager

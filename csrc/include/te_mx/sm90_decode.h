@@ -27,9 +27,9 @@ inline constexpr int kDecodeWarps = 8;   // of a CTA: two warpgroups
 inline constexpr int kDecodeThreads = 32 * kDecodeWarps;
 inline constexpr int kDecodeMostRows = 64;  // of x that a CTA meets at once
 // Up to so many rows every CTA quantizes its slice of x; more are prepared by a kernel before.
-inline constexpr int kDecodeOwnRows = 16;
+inline constexpr int kDecodeOwnRows = 8;
 inline constexpr int kDecodeMaxStages = 16;
-inline constexpr int kDecodeMaxSteps = 8;  // quads of prepared x of a part that are on their way
+inline constexpr int kDecodeMaxSteps = 16;  // quads of prepared x of a part that are on their way
 inline constexpr int kDecodeMaxCluster = 8;
 // Barriers: of every warp's ring, of steps of both parts, of sums.
 inline constexpr int kDecodeBars = kDecodeWarps * kDecodeMaxStages + 2 * kDecodeMaxSteps + 1;

@@ -196,15 +196,17 @@ __global__ void __launch_bounds__(kDecodeThreads, Math::kCtas)
     for (int i = 0; i < length; ++i) {
       tile::mbar_wait(bar_at(steps.bars, place), phase);
       add_quad(i, place);
-      // All have read x. NOTE: a barrier that is no constant would take all of them.
-      if (parts == 1) {
-        __syncthreads();
-      } else if (part == 0) {
-        tile::named_barrier(1, 128);
-      } else {
-        tile::named_barrier(2, 128);
+      if (i + each < length) {
+        // All have read x. NOTE: a barrier that is no constant would take all of them.
+        if (parts == 1) {
+          __syncthreads();
+        } else if (part == 0) {
+          tile::named_barrier(1, 128);
+        } else {
+          tile::named_barrier(2, 128);
+        }
+        if (asks) steps.ask(p, i + each, place);
       }
-      if (asks) steps.ask(p, i + each, place);
       if (++place == each) place = 0, phase ^= 1;
     }
   } else {

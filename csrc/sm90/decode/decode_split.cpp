@@ -7,17 +7,18 @@ namespace {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// CTAs that run at once, two on every SM. Clusters of 4 and more leave SMs of a GPC idle: 30 and 15
-// with one CTA an SM were counted on an H200 with 132.
-int64_t at_once(int cluster, int sms) { return 2 * (cluster < 4 ? sms : sms - sms / 11); }
+// CTAs that run at once, two on every SM. Clusters of 4 and more leave SMs of a GPC idle: with 240
+// and 256 CTAs in them products took a second turn on an H200 with 132.
+int64_t at_once(int cluster, int sms) { return 2 * (cluster < 4 ? sms : sms - sms * 2 / 11); }
 
 }  // namespace
 
 DecodeSplit decode_split(int64_t n, int64_t k, int sms) {
   const int64_t tiles = ceil_div(decode_groups(n), kDecodeTile), quads = decode_quads(k);
-  // Microseconds by arithmetic: a quad of a tile of 8 bits from HBM, and what one CTA takes of it
-  // at most.
-  const double unit = 8448.0 / 4.27e6, alone = 0.15;
+  // Microseconds: a quad of a tile of 8 bits from HBM, and of one CTA where two share an SM. Those
+  // and the weights below take the fastest of all splits, or one within 4 % of it, of seven shapes
+  // with 1 to 16 rows (docs/measured.md).
+  const double unit = 8448.0 / 4.27e6, alone = 0.35;
   const double all = static_cast<double>(tiles * quads) * unit;
   DecodeSplit best;
   double least = 1e30;
@@ -27,12 +28,10 @@ DecodeSplit decode_split(int64_t n, int64_t k, int sms) {
     const int64_t ctas = ceil_div(tiles, s.tiles) * s.cluster, slice = ceil_div(quads, s.cluster);
     const int64_t waves = ceil_div(ctas, at_once(s.cluster, sms));
     // x of a slice, and what the exchange of sums takes.
-    const double input = static_cast<double>(slice) * 0.03;
-    const double exchange = s.cluster == 1 ? 0.0 : 0.2 + 0.08 * s.cluster;
-    // What runs beside others on its SM takes the place of the next product.
-    const double crowd = 0.5 * std::max(0.0, static_cast<double>(ctas) / sms - 1.1);
+    const double input = static_cast<double>(slice) * 0.05;
+    const double exchange = s.cluster == 1 ? 0.0 : 0.2 + 0.07 * s.cluster;
     const double work = static_cast<double>(waves * slice * s.tiles) * alone;
-    const double time = std::max(all, work) + static_cast<double>(waves) * input + exchange + crowd;
+    const double time = std::max(all, work) + static_cast<double>(waves) * input + exchange;
     if (time >= least) continue;
     least = time, best = s;
   }
@@ -57,8 +56,9 @@ DecodeRoom decode_room(const DecodeSplit& s, int64_t k, int rows, Element elemen
   int64_t stages = std::min<int64_t>(needed, 4);
   while (stages > 2 && (most - stages * stage) / input < std::min<int64_t>(part, 4)) --stages;
   if ((most - stages * stage) / input < 1) stages = 1;
-  // Prepared rows arrive quad by quad.
-  const int64_t wanted = rows > kDecodeOwnRows ? std::min<int64_t>(part, kDecodeMaxSteps) : part;
+  // Prepared rows arrive quad by quad; of many rows there is room for few.
+  const int64_t steps = rows <= 16 ? kDecodeMaxSteps : kDecodeMaxSteps / 2;
+  const int64_t wanted = rows > kDecodeOwnRows ? std::min(part, steps) : part;
   const int64_t quads = std::min(wanted, (most - stages * stage) / input);
   if (quads < 1) return {};
   stages = std::min(needed, (most - quads * input) / stage);
