@@ -91,7 +91,9 @@ def run(A: Any, B: Any, call: Call, out: Any, *rest: Any) -> Tensor | None:
 def _takes(out: Tensor, plan: _Plan, call: Call, A: MXTensor, B: MXTensor) -> bool:
     """Whether a plain tensor can be written as te_mx.gemm promises, looking at no message."""
     if (
-        out.shape != plan.shape
+        out.layout is not torch.strided
+        or out.is_nested
+        or out.shape != plan.shape
         or out.dtype != call.out_dtype
         or out.device != plan.device
         or out.requires_grad

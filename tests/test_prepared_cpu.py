@@ -3,6 +3,7 @@ was made once, with the same bits, and only while nothing has changed."""
 
 import pytest
 import torch
+from torch import Tensor
 
 import te_mx
 from te_mx.backends.cpu import binding, binding_prepared
@@ -80,3 +81,18 @@ def test_operands_of_another_level_are_not_read(taken):
         assert all(torch.equal(made[0], one) for one in made) and taken[-2:] == [True, True]
     finally:
         binding.set_isa(level)
+
+
+def nested(x: Tensor) -> Tensor:
+    return torch.nested.nested_tensor([x], layout=torch.strided)
+
+
+@pytest.mark.parametrize("lies", [Tensor.to_sparse, Tensor.to_mkldnn, nested])
+def test_what_cannot_be_written_is_refused_as_before(taken, lies):
+    A, B = sides()
+    want = te_mx.gemm(A, B, out_dtype=torch.float32).out
+    for _ in range(3):
+        with pytest.raises(TypeError, match="out must be a dense tensor"):
+            te_mx.gemm(A, B, out=lies(torch.ones(40, 70)), out_dtype=torch.float32)
+        assert torch.equal(te_mx.gemm(A, B, out_dtype=torch.float32).out, want)
+    assert taken == [True, True]

@@ -192,7 +192,7 @@ def codes_alone(name: str, value: Tensor) -> str:
     """The message for codes that have no scales beside them."""
     return (
         f"{name} holds codes ({value.dtype}) and there are no scales for them: {name}_scale is "
-        "missing; load both, or dequantize the checkpoint first"
+        f"missing, or {name}_scale_inv; load both, or dequantize the checkpoint first"
     )
 
 

@@ -24,6 +24,7 @@ from te_mx.recipe import get_default_recipe
 from te_mx.recipes.settings import Settings
 
 _STD = 0.023  # of Transformer Engine's default weights
+_NARROW = torch.bfloat16, torch.float16
 
 
 def default_init(weight: Tensor) -> Tensor:
@@ -96,8 +97,9 @@ class NormModule(MXModule, nn.Module):
         bias: Tensor | None = self.layer_norm_bias
         if weight is None:
             self._refuse_parameter("layer_norm_weight", None, (self._size,), inp.device)
-        if weight.dtype != inp.dtype:  # torch mixes dtypes where the parameters are fp32
-            weight, bias = weight.float(), None if bias is None else bias.float()
+        if weight.dtype != inp.dtype and weight.dtype in _NARROW:
+            weight = weight.float()  # torch mixes dtypes where the parameters are fp32
+            bias = bias.float() if bias is not None and bias.dtype in _NARROW else bias
         if self.zero_centered_gamma:
             weight = weight + 1
         shape = (self._size,)
