@@ -126,7 +126,7 @@ def _patch_torch(patch: pytest.MonkeyPatch) -> None:
     for owner, names in MAKERS.items():
         for name in names:
             patch.setattr(owner, name, _elsewhere(getattr(owner, name)))
-    patch.setattr(torch.Tensor, "cuda", lambda x: x)
+    patch.setattr(torch.Tensor, "cuda", lambda x, *where: x)
     stream = _Stream()
     for name in ("synchronize", "set_sync_debug_mode", "empty_cache"):
         patch.setattr(torch.cuda, name, _nothing)
