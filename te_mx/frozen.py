@@ -56,9 +56,9 @@ def freeze_weights(
     captured CUDA graphs notice nothing. After such a change call `unfreeze_weights`, then
     `freeze_weights`, and capture again.
 
-    On Hopper GPUs a te_mx.Linear keeps its weight once more from its first forward of at most 16
-    rows on, in the form of the kernel for them: 1.03 bytes a number in MXFP8, 0.53 in MXFP4. A CUDA
-    graph uses it if such a forward ran before the capture.
+    On Hopper GPUs a te_mx.Linear keeps its weight once more from its first forward of at most 64
+    rows on, in the form of the kernel for them: 1.03 bytes a number in MXFP8 and blockwise FP8,
+    0.53 in MXFP4. A CUDA graph uses it if such a forward ran before the capture.
 
     Args:
         model: the modules in it that are frozen already stay so.
@@ -77,7 +77,9 @@ def freeze_weights(
         recipe: its format and its scale rule quantize the weights; None means the active recipe,
             where none is that which `te_mx.convert_model` bound to the module, or the default one.
         fmt: the format of the weights in place of the recipe's, a name of te_mx.formats.names()
-            such as "mxfp4". It stays when a region with another one runs the module.
+            such as "mxfp4". It stays when a region with another one runs the module. Codes without
+            masters of a format that does not know the recipe's scale rule (fp32 scales beside
+            inputs in MXFP8) are made by the first rule of their own.
         activations: how inputs are multiplied with the weights, whatever region runs the module:
             quantized to a format such as "mxfp8" or "mxfp4", or "bf16" for weights only: inputs
             are not quantized (nor are those in fp16 and fp32), and meet the very values of the
@@ -147,7 +149,8 @@ def _formats(
     before = NOTHING
     if module._frozen is not None:
         settings, before = module._frozen.settings, module._frozen.fixed
-    made, fixed = fixed_by(settings, *asked, before)
+    codes = "now" if module._is_dropped() else "then" if drop_master else ""
+    made, fixed = fixed_by(settings, *asked, before, codes)
     if module._frozen is not None and made.w != settings.w:
         raise ValueError(
             f"{name}: it is frozen to {settings.w} already; call te_mx.unfreeze_weights first, or "

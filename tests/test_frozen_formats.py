@@ -138,3 +138,37 @@ def test_codes_of_another_format(change):
     state._metadata[""]["te_mx_recipe"] |= change
     with pytest.raises(RuntimeError, match=r"codes must be \w+, got torch.float8_e4m3fn"):
         te_mx.Linear(70, 33).load_state_dict(state)
+
+
+@pytest.mark.parametrize("activations", ["mxfp8", "bf16"])
+@every
+def test_fp32_scales_beside_inputs_in_mxfp8(kind, activations, tmp_path):
+    """Formats of different scale rules, each with its own: the values of the codes decide."""
+    layer, x = KINDS[kind](), torch.randn(5, 70)
+    how = {"fmt": "fp8_e4m3_128x128", "activations": activations}
+    with pytest.raises(ValueError, match="drop_master=True"):
+        te_mx.freeze_weights(layer, **how)
+    te_mx.freeze_weights(layer, drop_master=True, **how)
+    made = run(layer, x)
+    values = KINDS[kind]()
+    values.load_state_dict(layer.state_dict())
+    assert torch.equal(run(values, x), made)  # a checkpoint
+    te_mx.unfreeze_weights(values, dequantize=True)
+    with te_mx.autocast(enabled=False), torch.no_grad():
+        plain = values(x, *([[2, 0, 3]] if isinstance(layer, te_mx.GroupedLinear) else []))
+    assert (made - plain).norm() < (0.07 if activations == "mxfp8" else 1e-5) * plain.norm()
+    for region in (True, False):
+        its = x.clone().requires_grad_()
+        args = [[2, 0, 3]] if isinstance(layer, te_mx.GroupedLinear) else []
+        with te_mx.autocast(enabled=region):
+            layer(its, *args).sum().backward()
+        assert its.grad.isfinite().all() and its.grad.norm() > 0
+
+
+def test_codes_of_deepseek_meet_inputs_in_mxfp8():
+    layer, x = dropped("Linear", te_mx.recipe.DeepSeekV3()), torch.randn(5, 70)
+    te_mx.freeze_weights(layer, activations="mxfp8")
+    made = run(layer, x)
+    q = te_mx.quantize(x)
+    te_mx.freeze_weights(layer, activations="bf16")
+    torch.testing.assert_close(made, run(layer, q.dequantize()), rtol=1e-5, atol=1e-5)

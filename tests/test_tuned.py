@@ -194,11 +194,10 @@ def test_mixtures_follow_rows_of_their_tokens_experts_and_top_k(portable, tmp_pa
     experts, top_k, how = 4, 2, "few rows on portable_f32"
     w = te_mx.quantize(torch.randn(experts, N, K), fmt="mxfp4")
     ran = []
-    call = binding_grouped.GroupedGemmCall
+    call = binding_grouped.moe_gemm
     monkeypatch.setattr(
-        binding_grouped, "GroupedGemmCall",
-        lambda kernels, *given: (ran.append(kernels), call(kernels, *given))[1],
-    )  # fmt: skip
+        binding_grouped, "moe_gemm", lambda p, kernels: (ran.append(kernels), call(p, kernels))[1]
+    )
     key = Key("cpu_portable", "moe_gemm", "mxfp8_e4m3", "mxfp4", N, K, 4, experts, top_k)
     results = []
     for rows in ([], [Row(key, "cpu", how, 10.0, "cpu", 20.0)]):

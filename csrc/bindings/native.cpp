@@ -87,6 +87,8 @@ void bind_calls(py::module_& m) {
   m.def("workspace_bytes_grouped",
         [](const GroupedGemmArgs& args) { return workspace_bytes_grouped(args); });
   bind_call(m, "gemm_grouped", gemm_grouped);
+  m.def("moe_workspace_bytes", [](const MoeGemmArgs& args) { return workspace_bytes(args); });
+  bind_call(m, "moe_gemm", moe_gemm);
 }
 
 }  // namespace

@@ -24,10 +24,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from te_mx.autograd import normalization, steps
+from te_mx.autograd import normalization, other_tokens, steps
 from te_mx.autograd.backward import outputs, place, run_backward, tag_of
 from te_mx.autograd.normalization import NormStep
-from te_mx.autograd.shapes import flatten, shaped, unflatten
+from te_mx.autograd.other_tokens import Tokens
+from te_mx.autograd.shapes import flatten, shaped
 from te_mx.autograd.steps import DGRAD, WGRAD
 from te_mx.autograd.steps_kept import KeptWeight
 from te_mx.autograd.wgrad import WeightGradient
@@ -37,13 +38,14 @@ from te_mx.recipes.settings import Settings
 
 
 class Call(NamedTuple):
-    """What one call of the module fixes: `return_z` returns z beside y; `tag` as for
+    """What one call of the module fixes: `return_z` returns z beside y; `tag` and `tokens` as for
     autograd.linear.linear."""
 
     step: NormStep
     settings: Settings
     return_z: bool
     tag: int = -1
+    tokens: Tokens | None = None
 
 
 class LayerNormLinearFunction(torch.autograd.Function):
@@ -64,7 +66,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
         need = ctx.needs_input_grad
         need_dz, need_dw = any(need[:3]), need[3]
         settings = call.settings
-        plan = steps.plan_input(x.device, settings, need_dw)
+        plan = other_tokens.plan_input(x, settings, need_dw, False, call.tokens)
         w_row, w_col = steps.weight_operands(kept, weight_NK, settings, need_dz)
         y, made = _run(x, norm_weight, norm_bias, w_row, bias_N, plan, call)
 
@@ -90,10 +92,10 @@ def _run(
     step = call.step
     want_z = call.return_z or plan.keep
     made = step.forward(flatten(x), norm_weight, norm_bias, want_z, plan.target)
-    z_row = made.quantized.row
-    assert z_row is not None
+    z_row = other_tokens.rows_of_all(made.quantized.row, call.tokens)
     y_MN = steps.fprop(z_row, w_row, bias_N, call.settings, step.dtype, call.tag)
-    return unflatten(y_MN, x), made
+    whole = other_tokens.shape_of_all(x, call.tokens)
+    return shaped(y_MN, (*whole[:-1], y_MN.shape[1])), made
 
 
 def _backward(
@@ -102,8 +104,9 @@ def _backward(
     need = ctx.needs_input_grad
     need_dz, need_dw, need_db = any(need[:3]), need[3], need[4]
     norms, (z_beside, w_beside) = saved[:4], ctx.kept
-    z_kept, w_kept = z_beside.with_tensors(saved[4:7]), w_beside.with_tensors(saved[7:])
-    step, settings, _, tag = ctx.call
+    step, settings, _, tag, tokens = ctx.call
+    z_kept = other_tokens.kept_of_all(z_beside.with_tensors(saved[4:7]), tokens)
+    w_kept = w_beside.with_tensors(saved[7:])
     norm_bias_dtype, w_dtype, bias_dtype = ctx.dtypes
     gradient = steps.quantized_gradient(flatten(g), settings, need_dz, need_dw, need_db)
 
@@ -111,6 +114,7 @@ def _backward(
     if need_dz:
         tag_dz = tag_of(tag, DGRAD)
         dz = steps.dgrad(gradient, w_kept, settings, step.dtype, tag_dz).out
+        dz = other_tokens.sum_of_mine(dz, tokens)
         dx, d_weight, d_bias = step.backward(dz, g_z, norms, ctx.x_like, need, norm_bias_dtype)
     if need_dw:
         wgrad = steps.wgrad(gradient, z_kept, settings, tag_of(tag, WGRAD))
@@ -136,7 +140,7 @@ def layernorm_linear(
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         made = LayerNormLinearFunction.apply(*tensors, kept, sink, call)
         return made[0], made[1] if call.return_z else None
-    plan = steps.plan_input(x.device, call.settings, False)
+    plan = other_tokens.plan_input(x, call.settings, False, False, call.tokens)
     w_row, _ = steps.weight_operands(kept, weight_NK, call.settings, False)
     y, parts = _run(x, norm_weight, norm_bias, w_row, bias_N, plan, call)
     return y, None if parts.z is None else shaped(parts.z, x.shape)

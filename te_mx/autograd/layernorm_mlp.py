@@ -26,11 +26,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from te_mx.autograd import normalization, steps
+from te_mx.autograd import normalization, other_tokens, steps
 from te_mx.autograd.backward import outputs, place, run_backward, tag_of
 from te_mx.autograd.normalization import NormStep
+from te_mx.autograd.other_tokens import Tokens
 from te_mx.autograd.saved import Kept
-from te_mx.autograd.shapes import flatten, shaped, unflatten
+from te_mx.autograd.shapes import flatten, shaped
 from te_mx.autograd.steps import DGRAD, WGRAD
 from te_mx.autograd.steps_kept import KeptWeight
 from te_mx.autograd.wgrad import WeightGradient
@@ -42,13 +43,14 @@ from te_mx.recipes.settings import Settings
 
 class Call(NamedTuple):
     """What one call of the module fixes: `return_z` returns z beside y; with tags the kernels of
-    fc1 and fc2 are recorded, as by autograd.linear.linear."""
+    fc1 and fc2 are recorded, as by autograd.linear.linear; `tokens` as there."""
 
     step: NormStep
     act: Activation
     settings: Settings
     return_z: bool
     tags: tuple[int, int] = (-1, -1)
+    tokens: Tokens | None = None
 
 
 class Weights(NamedTuple):
@@ -62,7 +64,7 @@ def activated(
     z: Operand, w: Operand, bias: Tensor | None, call: Call, plan: steps.Input, need_h: bool
 ) -> tuple[Tensor | None, Tensor | None, Quantized]:
     """h (with GELU only if it is needed), a if the plan keeps it, and a quantized."""
-    step, act, settings, _, tags = call
+    step, act, settings, _, tags, _ = call
     if act.gelu_form:
         made = gemm_2d(
             z, w, Epilogue(bias, act.gelu_form), out_dtype=step.dtype, want_aux=need_h,
@@ -77,6 +79,10 @@ def activated(
 def _row(q: Quantized) -> Operand:
     assert q.row is not None
     return q.row
+
+
+def _result(y_MH: Tensor, x: Tensor, tokens: Tokens | None) -> Tensor:
+    return shaped(y_MH, (*other_tokens.shape_of_all(x, tokens)[:-1], y_MH.shape[1]))
 
 
 class LayerNormMLPFunction(torch.autograd.Function):
@@ -99,14 +105,15 @@ class LayerNormMLPFunction(torch.autograd.Function):
         need_dz, need_dw1, need_dw2 = any(need[:3]), need[3], need[5]
         need_dh = need_dz or need_dw1 or need[4]
         settings, device = call.settings, x.device
-        plan_z = steps.plan_input(device, settings, need_dw1)
+        plan_z = other_tokens.plan_input(x, settings, need_dw1, False, call.tokens)
         plan_a = steps.plan_input(device, settings, need_dw2)
         w1_row, w1_col = steps.weight_operands(weights.kept[0], w1, settings, need_dz)
         w2_row, w2_col = steps.weight_operands(weights.kept[1], w2, settings, need_dh)
         made = call.step.forward(
             flatten(x), norm_weight, norm_bias, call.return_z or plan_z.keep, plan_z.target
         )
-        h, a, qa = activated(_row(made.quantized), w1_row, b1, call, plan_a, need_dh)
+        z_row = other_tokens.rows_of_all(made.quantized.row, call.tokens)
+        h, a, qa = activated(z_row, w1_row, b1, call, plan_a, need_dh)
         y_MH = steps.fprop(_row(qa), w2_row, b2, settings, call.step.dtype, call.tags[1])
 
         norms = call.step.saved(x, norm_weight, made) if need_dz else normalization.NOTHING
@@ -119,7 +126,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
         ctx.kept = [one.beside for one in kept]
         ctx.call, ctx.sinks, ctx.x_like = call, weights.sinks, (x.shape, x.dtype)
         ctx.dtypes = [None if t is None else t.dtype for t in (norm_bias, w1, b1, w2, b2)]
-        y = unflatten(y_MH, x)
+        y = _result(y_MH, x, call.tokens)
         z = (shaped(made.z, x.shape),) if call.return_z else ()  # type: ignore[arg-type]
         saved_h = h if need_dh else None
         tensors = [t for one in kept for t in one.tensors]
@@ -141,7 +148,8 @@ def _backward(
     kept_z, kept_w1, kept_a, kept_w2 = (
         one.with_tensors(saved[i : i + 3]) for one, i in zip(ctx.kept, (5, 8, 11, 14), strict=True)
     )
-    settings, (tag1, tag2) = ctx.call.settings, ctx.call.tags
+    settings, (tag1, tag2), tokens = ctx.call.settings, ctx.call.tags, ctx.call.tokens
+    kept_z = other_tokens.kept_of_all(kept_z, tokens)
     bias_dtype, w1_dtype, b1_dtype, w2_dtype, b2_dtype = ctx.dtypes
     dx = d_weight = d_bias = dw1 = db1 = dw2 = db2 = None
 
@@ -159,6 +167,7 @@ def _backward(
         step = ctx.call.step
         tag = tag_of(tag1, DGRAD)
         dz = steps.dgrad(inner, kept_w1, settings, step.dtype, tag).out
+        dz = other_tokens.sum_of_mine(dz, tokens)
         dx, d_weight, d_bias = step.backward(dz, g_z, norms, ctx.x_like, need, bias_dtype)
     if need_dw1:
         wgrad = steps.wgrad(inner, kept_z, settings, tag_of(tag1, WGRAD))
@@ -173,7 +182,7 @@ def through_activation(
 ) -> tuple[steps.Gradient, Tensor]:
     """dh, quantized for the GEMMs of fc1 as `need` (dz, dw1, db1) says, and its sums over the
     tokens."""
-    step, act, settings, _, tags = call
+    step, act, settings, _, tags, _ = call
     target, itself = steps.plan_gradient(h.device, settings, *need)
     tag = tag_of(tags[1], DGRAD)
     if act.gelu_form and gradient.q.row is not None:
@@ -208,9 +217,12 @@ def layernorm_mlp(
         return made[0], made[1] if call.return_z else None
     settings = call.settings
     plan = steps.plan_input(x.device, settings, False)
+    plan_z = other_tokens.plan_input(x, settings, False, False, call.tokens)
     w1_row, _ = steps.weight_operands(weights.kept[0], w1, settings, False)
     w2_row, _ = steps.weight_operands(weights.kept[1], w2, settings, False)
-    parts = call.step.forward(flatten(x), norm_weight, norm_bias, call.return_z, plan.target)
-    _, _, qa = activated(_row(parts.quantized), w1_row, b1, call, plan, False)
+    parts = call.step.forward(flatten(x), norm_weight, norm_bias, call.return_z, plan_z.target)
+    z_row = other_tokens.rows_of_all(parts.quantized.row, call.tokens)
+    _, _, qa = activated(z_row, w1_row, b1, call, plan, False)
     y_MH = steps.fprop(_row(qa), w2_row, b2, settings, call.step.dtype, call.tags[1])
-    return unflatten(y_MH, x), None if parts.z is None else shaped(parts.z, x.shape)
+    y = _result(y_MH, x, call.tokens)
+    return y, None if parts.z is None else shaped(parts.z, x.shape)

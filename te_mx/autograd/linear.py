@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from te_mx.autograd import one_call, producers, shared_inputs, steps
+from te_mx.autograd import one_call, other_tokens, producers, shared_inputs, steps
 from te_mx.autograd.backward import outputs, place, run_backward, tag_of
+from te_mx.autograd.other_tokens import Tokens
 from te_mx.autograd.saved import Kept
-from te_mx.autograd.shapes import flatten, shaped, unflatten
+from te_mx.autograd.shapes import flatten, shaped
 from te_mx.autograd.sibling_gradients import Pass, entered, leaves_when_hooked, passed_on, total
 from te_mx.autograd.steps import DGRAD, WGRAD
 from te_mx.autograd.steps_kept import KeptWeight, on_codes
@@ -32,9 +33,9 @@ class Call(NamedTuple):
 
     `kept` stands in for quantizing the weight. `save_x` saves x for backward instead of its
     columnwise codes, with the same result; `sources`, if there are any, in its place: x itself, or
-    two factors of it. `sink` says where the weight gradient goes. With a `tag`
-    the kernels that run are recorded in te_mx.runtime.ran.LAST_RUN at tag, tag + 1 and tag + 2:
-    fprop, dgrad and wgrad.
+    two factors of it. `sink` says where the weight gradient goes. With `tokens` x is what one rank
+    has of the input. With a `tag` the kernels that run are recorded in te_mx.runtime.ran.LAST_RUN
+    at tag, tag + 1 and tag + 2: fprop, dgrad and wgrad.
     """
 
     settings: Settings
@@ -44,6 +45,7 @@ class Call(NamedTuple):
     save_x: bool = False
     sink: WeightGradient | None = None
     sources: tuple[Tensor, ...] = ()
+    tokens: Tokens | None = None
 
 
 @leaves_when_hooked
@@ -55,18 +57,20 @@ class LinearFunction(torch.autograd.Function):
         ctx: Any, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: Call
     ) -> tuple[Tensor, ...]:
         need_dx, need_dw = ctx.needs_input_grad[:2]
-        settings = call.settings
-        plan = steps.plan_input(x.device, settings, need_dw, call.save_x)
+        settings, tokens = call.settings, call.tokens
+        plan = other_tokens.plan_input(x, settings, need_dw, call.save_x, tokens)
         q, w_row, w_col = steps.input_and_weight(x, plan, call.kept, weight_NK, settings, need_dx)
-        assert q.row is not None
-        y_MN = steps.fprop(q.row, w_row, bias_N, settings, call.out_dtype, call.tag)
+        x_row = other_tokens.rows_of_all(q.row, tokens)
+        y_MN = steps.fprop(x_row, w_row, bias_N, settings, call.out_dtype, call.tag)
         x_kept = Kept.of(call.sources) if plan.keep and call.sources else plan.kept(q, x, need_dw)
         w_kept = steps.kept_for_dgrad(w_row, w_col, weight_NK, settings, need_dx)
-        ctx.settings, ctx.tag, ctx.x_shape, ctx.sinks = settings, call.tag, x.shape, (call.sink,)
+        ctx.settings, ctx.tag, ctx.tokens, ctx.sinks = settings, call.tag, tokens, (call.sink,)
+        ctx.x_shape = other_tokens.shape_of_all(x, tokens)
         ctx.kept = x_kept.beside, w_kept.beside
         ctx.dtypes = x.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype
-        ctx.siblings = shared_inputs.joined(x, ctx) if need_dx else None
-        return outputs(ctx, (*x_kept.tensors, *w_kept.tensors), unflatten(y_MN, x))
+        ctx.siblings = shared_inputs.joined(x, ctx) if need_dx and tokens is None else None
+        y = shaped(y_MN, (*ctx.x_shape[:-1], y_MN.shape[1]))
+        return outputs(ctx, (*x_kept.tensors, *w_kept.tensors), y)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -75,11 +79,15 @@ class LinearFunction(torch.autograd.Function):
 
 def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
     x_kept, w_kept = ctx.kept
-    kept = x_kept.with_tensors(saved[:3]), w_kept.with_tensors(saved[3:])
+    x_kept = other_tokens.kept_of_all(x_kept.with_tensors(saved[:3]), ctx.tokens)
+    kept = x_kept, w_kept.with_tensors(saved[3:])
     how = Backward(
         ctx.settings, ctx.tag, ctx.x_shape, ctx.dtypes, ctx.sinks[0], entered(ctx.siblings)
     )
-    return *gradients(how, kept, grad, ctx.needs_input_grad), None
+    dx, *others = gradients(how, kept, grad, ctx.needs_input_grad)
+    if dx is not None:
+        dx = other_tokens.sum_of_mine(dx, ctx.tokens)
+    return dx, *others, None
 
 
 class Backward(NamedTuple):
@@ -128,19 +136,21 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: Call) -> T
         x.requires_grad or weight_NK.requires_grad or (bias_N is not None and bias_N.requires_grad)
     ):
         call = _without_codes(x, weight_NK, call)
-        kernel = one_call.kernel_of(x, weight_NK, bias_N, call)
+        kernel = None
+        if call.tokens is None:
+            kernel = one_call.kernel_of(x, weight_NK, bias_N, call)
         if kernel is not None:
             return one_call.OneCallLinear.apply(x, weight_NK, bias_N, call, kernel)[0]
         return LinearFunction.apply(x, weight_NK, bias_N, call)[0]
     settings = call.settings
-    if call.kept is None:
+    if call.kept is None and call.tokens is None:
         made = one_call.infer(x, weight_NK, bias_N, settings, call.out_dtype)
         if made is not None:
             if call.tag >= 0:
                 LAST_RUN[call.tag] = made[1]
             return made[0]
     row, _ = steps.weight_operands(call.kept, weight_NK, settings, False)
-    return infer(x, row, bias_N, settings, call.out_dtype, call.tag)
+    return infer(x, row, bias_N, settings, call.out_dtype, call.tag, call.tokens)
 
 
 def _without_codes(x: Tensor, weight_NK: Tensor, call: Call) -> Call:
@@ -158,7 +168,7 @@ def linear_on_codes(x: Tensor, w_row: Operand, bias_N: Tensor | None, call: Call
     in x and the bias."""
     wanted = x.requires_grad or (bias_N is not None and bias_N.requires_grad)
     if not (torch.is_grad_enabled() and wanted):
-        return infer(x, w_row, bias_N, call.settings, call.out_dtype, call.tag)
+        return infer(x, w_row, bias_N, call.settings, call.out_dtype, call.tag, call.tokens)
     settings = on_codes(call.settings)
     kept = KeptWeight(settings, w_row, None)
     # The codes in the place of the weight have no gradient, and nothing reads them there.
@@ -168,11 +178,10 @@ def linear_on_codes(x: Tensor, w_row: Operand, bias_N: Tensor | None, call: Call
 
 def infer(
     x: Tensor, w_row: Operand, bias_N: Tensor | None, settings: Settings, out_dtype: torch.dtype,
-    tag: int = -1,
+    tag: int = -1, tokens: Tokens | None = None,
 ) -> Tensor:  # fmt: skip
     """x [..., K] -> [..., N] on a quantized weight, without autograd."""
-    plan = steps.plan_input(x.device, settings, False)
-    x_row = steps.quantized_input(x, plan).row
-    assert x_row is not None
+    plan = other_tokens.plan_input(x, settings, False, False, tokens)
+    x_row = other_tokens.rows_of_all(steps.quantized_input(x, plan).row, tokens)
     y_MN = steps.fprop(x_row, w_row, bias_N, settings, out_dtype, tag)
-    return unflatten(y_MN, x)
+    return shaped(y_MN, (*other_tokens.shape_of_all(x, tokens)[:-1], y_MN.shape[1]))

@@ -10,8 +10,12 @@ from typing import Any
 
 from te_mx.nn import several_ranks
 
-__all__ = ["ModuleParallel", "quantized_all_gather"]
-_WHERE = {"ModuleParallel": "styles", "quantized_all_gather": "fsdp"}
+__all__ = ["ModuleParallel", "quantized_all_gather", "quantized_input_gather"]
+_WHERE = {
+    "ModuleParallel": "styles",
+    "quantized_all_gather": "fsdp",
+    "quantized_input_gather": "token_codes",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,8 @@ both         as column                  as row                        norm: summ
 
 With sequence parallelism tokens are sharded along dimension 0: the input is gathered and the sum
 scattered, and gradients of what every rank has (norm, bias of a sum) are left for the trainer to
-sum, which ``parameter.sequence_parallel`` tells it.
+sum, which ``parameter.sequence_parallel`` tells it. The input is gathered as it is, or as codes
+(token_codes.py).
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 
 from te_mx.distributed.local_layer import call, check_whole_blocks, local_layer
-from te_mx.distributed.tensor_parallel import Elsewhere
-from te_mx.nn.tensor_parallel_group import BOTH, COLUMN, ROW
+from te_mx.distributed.tensor_parallel import Counted, Elsewhere
+from te_mx.distributed.token_codes import Ranks, gathers_codes
+from te_mx.nn.tensor_parallel_group import BOTH, COLUMN, ROW, Shared
 
 _PLACES = {COLUMN: "out_features", ROW: "in_features", BOTH: "ffn_hidden_size"}
 _NORM = ("layer_norm_weight", "layer_norm_bias")
@@ -112,18 +114,12 @@ def run(module: Any, inp: Any, *args: Any) -> Any:
     Raises:
         RuntimeError: the layer has no group yet.
         ValueError: its parts are no whole blocks, or the tokens do not divide by the ranks.
-        NotImplementedError: return_layernorm_output, of which every rank would count the gradient.
     """
     how, group, label = module._shared, module._tp_group, module._label()
     if group is None:
         raise RuntimeError(
             f"{label}: it is built for tp_size={how.size} and has no group; call "
             "layer.set_tensor_parallel_group(group) first, also of a copy"
-        )
-    if getattr(module, "return_layernorm_output", False):
-        raise NotImplementedError(
-            f"{label}: return_layernorm_output=True is not supported with tp_size={how.size}: the "
-            "gradient of that output would be counted on every rank; build the module without it"
         )
     name = _PLACES[how.mode]
     whole = getattr(module, name) * how.size
@@ -132,15 +128,19 @@ def run(module: Any, inp: Any, *args: Any) -> Any:
     after = {ROW: "bias", BOTH: "fc2_bias"}.get(how.mode)
     if after is not None and held.get(after) is not None and group.rank() != 0:
         held[after] = (Nothing if how.sequence else Elsewhere).apply(held[after])
-    x = inp
-    if how.mode != ROW:
+    x, tokens = inp, None
+    if how.mode != ROW and how.sequence and gathers_codes(module, inp):
+        tokens = Ranks(group, how.size)
+    elif how.mode != ROW:
         x = (Gathered if how.sequence else Copied).apply(inp, group)
         for key in _NORM if not how.sequence else ():
             if held.get(key) is not None:
                 held[key] = Copied.apply(held[key], group)
-    layer = local_layer(module, held)
+    layer = local_layer(module, held, _tokens=tokens)
     made = call(module, layer, x, *args)
     y, *rest = made if isinstance(made, tuple) else (made,)
+    if getattr(module, "return_layernorm_output", False):
+        rest[-1] = _mine(rest[-1], how, group, tokens is not None)
     if after is not None:
         if how.sequence and y.shape[0] % how.size:
             raise ValueError(
@@ -148,6 +148,16 @@ def run(module: Any, inp: Any, *args: Any) -> Any:
                 f"{how.size} ranks, which must divide it"
             )
         y = (Scattered if how.sequence else Summed).apply(y, group)
-        if rest:
+        if module.return_bias:
             rest[0] = module._parameters[after]
     return (y, *rest) if isinstance(made, tuple) else y
+
+
+def _mine(z: Tensor, how: Shared, group: Any, is_mine: bool) -> Tensor:
+    """The normalized input as a layer returns it: this rank's tokens, or all of them. Its gradient
+    is counted once."""
+    if is_mine:
+        return z
+    if how.sequence:
+        return z.chunk(how.size)[group.rank()]
+    return Counted.apply(z, group.rank() == 0)

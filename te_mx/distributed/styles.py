@@ -149,4 +149,6 @@ def _prepare_output(style: ModuleParallel, module: Any, outputs: Any, mesh: Any)
         out = out.redistribute(placements=[wanted])
     if style.use_local_output:
         out = out.to_local()
+        if getattr(module, "return_layernorm_output", False):
+            rest[-1] = rest[-1].to_local()
     return (out, *rest) if isinstance(outputs, tuple) else out

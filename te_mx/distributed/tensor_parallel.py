@@ -29,6 +29,7 @@ from te_mx.distributed.fsdp import Sharded, gathered, params_of
 from te_mx.distributed.inputs import local_of, placed
 from te_mx.distributed.local_layer import call, check_whole_blocks, local_layer
 from te_mx.distributed.owners import Placed
+from te_mx.distributed.token_codes import tokens_of
 from te_mx.nn.grouped_linear import GroupedLinear
 from te_mx.nn.layernorm_linear import LayerNormLinear
 from te_mx.nn.layernorm_mlp import LayerNormMLP
@@ -48,6 +49,20 @@ class Elsewhere(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
+
+
+class Counted(torch.autograd.Function):
+    """What every rank has, with the same gradient on each: it is that of one rank, where gradients
+    of ranks are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: bool) -> Tensor:
+        ctx.counts = counts
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad if ctx.counts else torch.zeros_like(grad), None
 
 
 class Way(NamedTuple):
@@ -95,9 +110,15 @@ def run(module: Any, inp: Any, *args: Any) -> Any:
         return _run_experts(module, mesh, held, inp, args)
     x = inp if isinstance(inp, DTensor) else whole(inp, mesh)
     way = way_of(kinds, x.placements, x.ndim - 1)
-    x = placed(x, mesh, way.x)
     layer = local_of_layer(module, mesh, held, way)
-    made = call(module, layer, local_of(x, way.x_grad), *args)
+    tokens = None if isinstance(module, GroupedLinear) else tokens_of(module, mesh, way.x, x)
+    if tokens is None:
+        x = placed(x, mesh, way.x)
+        mine = local_of(x, way.x_grad)
+    else:
+        layer._tokens = tokens
+        mine = local_of(x, list(x.placements))
+    made = call(module, layer, mine, *args)
     y, *rest = made if isinstance(made, tuple) else (made,)
     out = _out_features(module)
     shape = torch.Size((*x.shape[:-1], out))
@@ -108,7 +129,20 @@ def run(module: Any, inp: Any, *args: Any) -> Any:
         return y
     if module.return_bias:
         rest[0] = _bias_of(module)
+    if getattr(module, "return_layernorm_output", False):
+        own = way.x if tokens is None else list(x.placements)
+        rest[-1] = _normalized(rest[-1], mesh, way, own, x.shape)
     return (y, *rest)
+
+
+def _normalized(z: Tensor, mesh: Any, way: Way, own: list[Placement], shape: torch.Size) -> DTensor:
+    """The normalized input as a layer returns it, placed as what was normalized."""
+    shares = [
+        dim for dim, (kind, place) in enumerate(zip(way.kinds, own, strict=True))
+        if kind != WHOLE and place.is_replicate()
+    ]  # fmt: skip
+    z = Counted.apply(z, all(mesh.get_local_rank(dim) == 0 for dim in shares))
+    return DTensor.from_local(z, mesh, own, run_check=False, shape=shape, stride=contiguous(shape))
 
 
 # ------------------------------------------------------------------------------ what is to be done
@@ -160,23 +194,12 @@ def _dim_of(place: Placement) -> int | None:
 
 def _refuse(module: Any, label: str, kinds: list[str]) -> None:
     """Raise NotImplementedError for what cannot be done on shards."""
-    sharded = any(kind != WHOLE for kind in kinds)
-    if sharded and getattr(module, "return_layernorm_output", False):
-        raise NotImplementedError(
-            f"{label}: return_layernorm_output=True is not supported with sharded weights: the "
-            "gradient of that output would be counted on every rank; build the module without it"
-        )
     if isinstance(module, LayerNormLinear) and ROW in kinds:
         raise NotImplementedError(
             f"{label}: a weight that is Shard(1) needs an input sharded along its features, which "
             "cannot be normalized; shard it along dimension 0"
         )
     grouped = isinstance(module, GroupedLinear)
-    if grouped and ROW in kinds and module.use_bias and not module.return_bias:
-        raise NotImplementedError(
-            f"{label}: biases of groups are not added to sums over ranks; build the module with "
-            "bias=False or return_bias=True, or shard the weights along out_features"
-        )
     if grouped and EXPERTS in kinds and not module.single_grouped_bias and module.use_bias:
         raise NotImplementedError(
             f"{label}: experts are sharded with their biases: single_grouped_bias=True"
@@ -234,8 +257,11 @@ def local_of_layer(module: Any, mesh: Any, held: dict[str, Any], way: Way) -> An
         kind not in (ROW, BOTH) or mesh.get_local_rank(dim) == 0
         for dim, kind in enumerate(way.kinds)
     )
-    after = {ROW: "bias", BOTH: "fc2_bias"}
-    added = {after[kind] for kind in way.kinds if kind in after}
+    added: set[str] = set()
+    if ROW in way.kinds:
+        added.update(module._bias_names if isinstance(module, GroupedLinear) else ("bias",))
+    if BOTH in way.kinds:
+        added.add("fc2_bias")
     local: dict[str, Any] = dict.fromkeys(module._parameters)
     owned: dict[int, Any] = {}
     weights = _weights_of(module)

@@ -5,8 +5,8 @@
 
 peft takes a te_mx.Linear for the nn.Linear that it is, also without this, and puts LoRA on one that
 holds codes alone. Registering adds what peft does not know: DoRA on codes, te_mx.LayerNormLinear
-and te_mx.GroupedLinear, Conv1D on codes, frozen copies that follow a merge, and refusals that name
-the layer.
+and te_mx.GroupedLinear, Conv1D on codes, `target_parameters` of experts on codes, frozen copies
+that follow a merge, and refusals that name the layer.
 
 For LoRA y = base(x) + scaling * B(A(dropout(x))), with A [r, in] and B [out, r] in high precision
 (peft makes them; under torch.autocast they run in its dtype). x is what the weight multiplies: the
@@ -30,9 +30,11 @@ from peft.tuners.lora.variants import DoraLinearVariant
 from torch import Tensor, nn
 
 from te_mx.arguments import shown
+from te_mx.integrations.peft_experts import adapted_experts
 from te_mx.integrations.peft_grouped import LoraGroupedLinear
 from te_mx.integrations.peft_refusals import check_base, check_config, forget, refuse_merge
 from te_mx.nn import GroupedLinear, LayerNormLinear, Linear
+from te_mx.nn.experts import ExpertsModule
 from te_mx.nn.transposed_linear import TransposedLinear
 from te_mx.ops import dequantize_2d
 
@@ -58,6 +60,7 @@ def register(config: LoraConfig) -> LoraConfig:
             GroupedLinear: LoraGroupedLinear,
             Linear: LoraLinear,
             TransposedLinear: LoraLinear,
+            ExpertsModule: adapted_experts,
         }
     )
     return config

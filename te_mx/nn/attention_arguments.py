@@ -10,7 +10,6 @@ from typing import Any
 from te_mx.arguments import shown
 from te_mx.nn.te_arguments import ABSENT, Absent
 
-_SHARED = "no process group shares attention; docs/distributed.md says what ranks share"
 _CONTEXT = "te_mx has no context parallelism"
 _FP8 = "attention runs in the dtype of its inputs"
 _PACKED = "pass query_layer, key_layer and value_layer"
@@ -18,10 +17,6 @@ _SCORES = "scores go to torch's scaled_dot_product_attention; pass core_attentio
 _POLICIES = "sequences of one call have one mask type"
 
 ATTENTION: dict[str, Absent] = {
-    "sequence_parallel": Absent(False, _SHARED),
-    "tp_group": Absent(None, _SHARED),
-    "tp_size": Absent(1, _SHARED),
-    "set_parallel_mode": Absent(False, _SHARED),
     "get_rng_state_tracker": ABSENT["get_rng_state_tracker"],
     "cp_group": Absent(None, _CONTEXT),
     "cp_global_ranks": Absent(None, _CONTEXT),
@@ -51,7 +46,6 @@ UNUSED = {
     "max_seqlen_q", "max_seqlen_kv",
 }  # fmt: skip
 
-_PARALLEL = ("sequence_parallel", "tp_group", "tp_size", "get_rng_state_tracker")
 _HINTS = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad",
           "seq_length", "micro_batch_size")  # fmt: skip
 _FORWARD = (
@@ -62,10 +56,10 @@ _FORWARD = (
 # Which of them each call takes beside the arguments of its signature.
 CONSTRUCTORS: dict[str, frozenset[str]] = {
     "DotProductAttention": frozenset(
-        [*_PARALLEL, "cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type"]
+        ["get_rng_state_tracker", "cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type"]
     ),
-    "MultiheadAttention": frozenset([*_PARALLEL, *_HINTS, "set_parallel_mode"]),
-    "TransformerLayer": frozenset([*_PARALLEL, *_HINTS, "set_parallel_mode", "ub_tp_comm_overlap"]),
+    "MultiheadAttention": frozenset(["get_rng_state_tracker", *_HINTS]),
+    "TransformerLayer": frozenset(["get_rng_state_tracker", *_HINTS, "ub_tp_comm_overlap"]),
 }
 FORWARDS: dict[str, frozenset[str]] = {
     "DotProductAttention": frozenset(

@@ -11,16 +11,18 @@ from torch.utils.checkpoint import checkpoint
 
 from te_mx.arguments import check_flag, check_number, check_size
 from te_mx.nn import attention_arguments, attention_checks, attention_masks, constructors
+from te_mx.nn import attention_ranks as ranks
 from te_mx.nn.attention_checks import BIAS_TYPES, FORMATS, SOFTMAX_TYPES
 from te_mx.nn.attention_masks import Padding, Rule
 from te_mx.nn.core_attention import Scores, attend, attend_with_max
 from te_mx.nn.extra_state import WithoutExtraState
 from te_mx.nn.te_defaults import default_device
+from te_mx.nn.tensor_parallel_group import BOTH, shared
 
 _OWNER = "te_mx.DotProductAttention"
 
 
-class DotProductAttention(WithoutExtraState, nn.Module):
+class DotProductAttention(ranks.SharedHeads, WithoutExtraState, nn.Module):
     """``softmax(scale * q k^T + bias, where seen) v`` for each head, in the dtype of q, k and v,
     inside and outside of te_mx.autocast.
 
@@ -45,6 +47,8 @@ class DotProductAttention(WithoutExtraState, nn.Module):
         softmax_type: "vanilla", "off-by-one" (a score of 0 takes part) or "learnable" (one for each
             head does, the parameter ``softmax_offset`` [1, heads, 1, 1]).
         return_max_logit: also return the largest score of each head.
+        tp_group, tp_size: ranks that share the heads, of which q, k and v hold this rank's.
+        sequence_parallel: of no effect: q, k and v have all tokens.
         name: shown in errors.
         transformer_engine: further arguments of Transformer Engine's class, at their defaults.
 
@@ -72,6 +76,9 @@ class DotProductAttention(WithoutExtraState, nn.Module):
         softmax_scale: float | None = None,
         softmax_type: str = "vanilla",
         return_max_logit: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
         name: str | None = None,
         **transformer_engine: Any,
     ) -> None:
@@ -79,6 +86,10 @@ class DotProductAttention(WithoutExtraState, nn.Module):
         taken = attention_arguments.CONSTRUCTORS["DotProductAttention"]
         attention_arguments.refuse(_OWNER, transformer_engine, taken)
         heads, groups = attention_checks.heads(_OWNER, num_attention_heads, num_gqa_groups)
+        how = shared(_OWNER, BOTH, tp_group, tp_size, sequence_parallel)
+        if how is not None:
+            self.tp_size = how.size
+            heads, groups = ranks.heads_of_rank(_OWNER, how.size, heads, groups)
         self.num_attention_heads, self.num_gqa_groups = heads, groups
         self.kv_channels = attention_checks.widths(_OWNER, kv_channels)
         self.attention_dropout = attention_checks.probability(
@@ -181,6 +192,7 @@ class DotProductAttention(WithoutExtraState, nn.Module):
             owner, biased, core_attention_bias, alibi_slopes, self.num_attention_heads,
             query_layer.device,
         )  # fmt: skip
+        ranks.check_slopes(owner, self.tp_size, biased, alibi_slopes)
         cap = self.softcap if softcap is None else attention_checks.softcap(owner, softcap)
         run = functools.partial(
             self._run, rule=rule, softcap=cap, biased=biased, slopes=alibi_slopes

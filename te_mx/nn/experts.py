@@ -7,8 +7,10 @@ te_mx.autocast.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from te_mx.autograd.backward import tag_of
 from te_mx.autograd.grouped import GroupedCall, grouped_linear, grouped_on_codes
@@ -17,12 +19,15 @@ from te_mx.autograd.steps_grouped import KeptWeights, kept_weights
 from te_mx.dispatch.fused import Activation
 from te_mx.dispatch.grouped_calls import Groups
 from te_mx.formats import Format
-from te_mx.nn import weight_only
+from te_mx.nn import missing_weight, weight_only
 from te_mx.nn.layer_in_place import LayerInPlace
 from te_mx.nn.mx_module import output_dtype
 from te_mx.ops import Stack, dequantize_2d
 from te_mx.ops.grouped_quantize import quantize_weights
 from te_mx.recipes.settings import Settings
+
+# (rows [R, in], ends of the experts) -> what is added to their products, [R, out]
+Adapter = Callable[[Tensor, Tensor], Tensor]
 
 
 class ExpertsModule(LayerInPlace):
@@ -30,6 +35,7 @@ class ExpertsModule(LayerInPlace):
     [E, in, out] under `_transposed`."""
 
     _gate: Activation | None = None  # in the place of the class's own, by convert_model(fuse=True)
+    _adapters: Mapping[str, Adapter] | None = None  # of this forward, by key
 
     # ------------------------------------------------- what the experts of a library say of theirs
     @property
@@ -51,6 +57,23 @@ class ExpertsModule(LayerInPlace):
         the halves of such a stack, gate and up, are tensors with scales of their own."""
         height, rows = fmt.scaling.block[0], self._shape_of(key)[-2]
         return key == "gate_up_proj" and height > 1 and (rows // 2) % height != 0
+
+    # ----------------------------------------------------------------------------- as peft sees it
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """nn.Module's; and outlines of weights of which only codes are left, for peft alone."""
+        yield from super().named_parameters(prefix, recurse, remove_duplicate)  # type: ignore[misc]
+        if not recurse and self._is_dropped() and missing_weight.is_asked_for_targets():
+            for key in self._weight_keys:
+                yield key, nn.Parameter(self._outline(key), requires_grad=False)
+
+    def _outline(self, key: str) -> Tensor:
+        """A tensor of the shape, dtype and device of a parameter of which only codes are left."""
+        assert self._frozen is not None
+        codes, shape = self._codes(key)[0], self._frozen.shapes[key]
+        made = codes.new_zeros((), dtype=self._frozen.dtypes[key]).expand(shape)
+        return made.transpose(-2, -1) if self._transposed else made
 
     # --------------------------------------------------------------------------- running a forward
     def _product(
@@ -74,8 +97,12 @@ class ExpertsModule(LayerInPlace):
             self._check_codes((key,), x_RK.device)
             row = self._dropped_operand(key)
             if self._is_weight_only():
-                return weight_only.grouped(x_RK, Groups(offs), row, bias_EN, call.out_dtype, tag)
-            return grouped_on_codes(x_RK, offs, row, bias_EN, call)
+                y = weight_only.grouped(x_RK, Groups(offs), row, bias_EN, call.out_dtype, tag)
+            else:
+                y = grouped_on_codes(x_RK, offs, row, bias_EN, call)
+            if self._adapters is None or key not in self._adapters:
+                return y
+            return (y + self._adapters[key](x_RK, offs)).to(y.dtype)
         weight = self._stack(key)
         self._check_parameter(key, weight, (experts, rows, k), x_RK.device)
         if self._frozen is not None:
@@ -96,7 +123,9 @@ class ExpertsModule(LayerInPlace):
         return kept_weights(self._each_of(key), settings, need_dx)
 
     def _plain_codes(self, key: str, settings: Settings) -> tuple[Tensor, Tensor]:
-        row, _ = quantize_weights(self._each_of(key), at_rest(settings.w), rule=settings.scale_rule)
+        row, _ = quantize_weights(
+            self._each_of(key), at_rest(settings.w), rule=settings.weight_rule
+        )
         return row.codes, row.scales
 
     def _dropped_operand(self, key: str) -> Stack:

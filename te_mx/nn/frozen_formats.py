@@ -29,10 +29,11 @@ _OF_REGIONS = (
 
 
 def fixed_by(
-    settings: Settings, fmt: Any, activations: Any, before: Fixed
+    settings: Settings, fmt: Any, activations: Any, before: Fixed, codes: str = ""
 ) -> tuple[Settings, Fixed]:
     """Settings with these formats, None for those of the settings, and what that fixes beside what
-    was fixed before.
+    was fixed before. `codes`: weights are codes "then" or are so "now", and have a rule of their
+    own (Settings.weight_rule).
 
     Raises:
         ValueError: no such format, one that does not know the scale rule of the settings, or two
@@ -41,11 +42,26 @@ def fixed_by(
     if fmt is not None:
         settings, before = settings._replace(w=_name("fmt", fmt), w_col=""), before._replace(w=True)
     if isinstance(activations, str) and activations == WEIGHT_ONLY:
-        return _checked(settings, "w"), before._replace(x=False, weight_only=True)
+        made = settings if codes else _checked(settings, "w")
+        return made, before._replace(x=False, weight_only=True)
     if activations is not None:
         settings = settings._replace(x=_name("activations", activations), x_col="")
         before = before._replace(x=True, weight_only=False)
-    return _checked(settings, "x", "w"), before
+        if codes == "now":
+            settings = _with_rule_of_inputs(settings)
+    settings = _checked(settings, *(("x",) if codes else ("x", "w")))
+    if why := why_no_product(settings.x, settings.w):
+        raise ValueError(f"no kernel multiplies {settings.x!r} with {settings.w!r}: {why}")
+    return settings, before
+
+
+def _with_rule_of_inputs(settings: Settings) -> Settings:
+    """Settings of a module of codes, whose scale rule is that of its inputs and gradients: one that
+    the inputs' format knows."""
+    scaling = formats.get(settings.x).scaling
+    if scaling.knows(settings.scale_rule):
+        return settings
+    return settings._replace(scale_rule=scaling.rules[0], g_rule=settings.gradient_rule)
 
 
 def inside(settings: Settings, mine: Settings, fixed: Fixed, dropped: bool) -> Settings:
@@ -79,8 +95,6 @@ def _checked(settings: Settings, *roles: str) -> Settings:
             raise ValueError(
                 f"{fmt.name} has the scale rules {fmt.scaling.shown_rules}, not that of the "
                 f"recipe, {settings.scale_rule!r}; pass a recipe= with one of them"
+                + (", or drop_master=True" if role == "w" else "")
             )
-    why = why_no_product(settings.x, settings.w) if len(roles) > 1 else None
-    if why is not None:
-        raise ValueError(f"no kernel multiplies {settings.x!r} with {settings.w!r}: {why}")
     return settings

@@ -305,8 +305,12 @@ def _settings_of(saved: dict[str, Any]) -> Settings:
     for name in filter(None, (settings.x_col, settings.w_col, settings.g_col)):
         formats.get(name).check_rule(settings.scale_rule)
     formats.get(settings.g_columns).check_rule(settings.gradient_rule)
+    fmt = formats.get(settings.w)  # codes may have a rule of their own
+    w = fmt.name if fmt.scaling.knows(settings.scale_rule) else settings.x
     made = BlockScaling(
-        *settings[:3],
+        settings.x,
+        w,
+        settings.g,
         scale_rule=settings.scale_rule,
         precision=settings.precision,
         alignment_spread=settings.spread,
@@ -315,7 +319,7 @@ def _settings_of(saved: dict[str, Any]) -> Settings:
         one_copy_weights=settings.one_copy,
         split_k=settings.split_k,
     ).settings
-    return made._replace(**apart)
+    return made._replace(w=fmt.name, **apart)
 
 
 def _refuse_save_pretrained(module: Any) -> None:

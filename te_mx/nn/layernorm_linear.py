@@ -17,7 +17,7 @@ from te_mx.nn import constructors, delayed_wgrad, weight_only
 from te_mx.nn import parameters_split as split
 from te_mx.nn.norm_module import NormModule, default_init, needs_gradient
 from te_mx.nn.te_arguments import refuse, refuse_constructor
-from te_mx.nn.tensor_parallel_group import COLUMN, ROW, part, shared
+from te_mx.nn.tensor_parallel_group import COLUMN, ROW, part, ranks_of, shared
 from te_mx.recipes.settings import Settings
 
 
@@ -121,7 +121,9 @@ class LayerNormLinear(NormModule):
             self.register_parameter("bias", None)
         self._split: dict[str, int] | None = None
         if parameters_split is not None:
-            self._split = split.split_sizes(self._label(), self, parameters_split, out_features)
+            self._split = split.split_sizes(
+                self._label(), self, parameters_split, out_features, ranks_of(how, COLUMN)
+            )
             split.register_parts(self, self._split)
         self._finish_building()
         if delay_wgrad_compute:
@@ -248,14 +250,23 @@ class LayerNormLinear(NormModule):
             if added is not None:
                 self._check_parameter("bias", added, (out_features,), device)
             step, tag = self._step(inp), self._tag_now()
-            if self._is_weight_only():
+            need_dx = needs_gradient(inp, norm_weight, norm_bias)
+            kept = few = y = None
+            if not self._is_weight_only():
+                first = is_first_microbatch
+                kept = self._kept_or_dropped("weight", settings, first, device, need_dx)
+            if not (need_dx or needs_gradient(added)):
+                few = self._ready("weight", kept, (out_features, self.in_features), inp, settings)
+            if few is not None:
+                z = self._normalized(inp)
+                y = few.run(z, added, step.dtype, tag)
+            if y is not None:
+                out = y
+            elif self._is_weight_only():
                 z, row = self._normalized(inp), self._dropped_operand("weight")
                 out = weight_only.linear(z, row, added, step.dtype, tag)
             else:
-                need_dx = needs_gradient(inp, norm_weight, norm_bias)
-                first = is_first_microbatch
-                kept = self._kept_or_dropped("weight", settings, first, device, need_dx)
-                call = Call(step, settings, want_z, tag)
+                call = Call(step, settings, want_z, tag, self._tokens)
                 out, z = layernorm_linear(
                     inp, norm_weight, norm_bias, weight, added, kept, sink, call
                 )

@@ -1,8 +1,11 @@
 """What other libraries read as `weight` of a te_mx.Linear that has none: only codes of it are left,
 or it is split into several parameters.
 
-nn.Module would give None, on which torchao's quantize_ fails without a word about the layer. So who
-reads it from there gets an error that names the layer and the remedy.
+nn.Module would give None, on which torchao's quantize_ and torch's RowwiseParallel fail without a
+word about the layer. So who reads it from there gets an error that names the layer and the remedy.
+
+peft finds what `target_parameters` names among the parameters of modules: experts list those that
+they have no more when a config asks that te_mx's adapters are registered with.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ from typing import Any
 
 import torch
 
-_READERS = ("torchao",)  # packages that quantize the weight of any nn.Linear
+# Modules that do something to the weight of any nn.Linear.
+_READERS = ("torchao", "torch.distributed.tensor.parallel")
 
 
 class Weight:
@@ -26,19 +30,30 @@ class Weight:
             raise AttributeError("weight")
         weight = parameters["weight"]
         if weight is None and not torch.compiler.is_compiling():
-            reader = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
-            if reader in _READERS:
-                raise TypeError(_why(module, reader))
+            reader = f"{sys._getframe(1).f_globals.get('__name__', '')}."
+            for known in _READERS:
+                if reader.startswith(f"{known}."):
+                    raise TypeError(_why(module, known))
         return weight
+
+
+def is_asked_for_targets() -> bool:
+    """Whether a generator that calls this is read by peft, which looks for target_parameters of a
+    config that te_mx.integrations.peft registered something with."""
+    frame = sys._getframe(2)
+    if frame.f_code.co_name != "_inject_parameters":
+        return False
+    known = getattr(frame.f_locals.get("peft_config"), "_custom_modules", None) or ()
+    return any(kind.__module__.startswith("te_mx.") for kind in known)
 
 
 def _why(module: Any, reader: str) -> str:
     if module._is_dropped():
         why = "only codes of its weight are left (drop_master=True)"
-        remedy = "get it back first, by te_mx.unfreeze_weights(model, dequantize=True)"
+        remedy = "get it back first by te_mx.unfreeze_weights(model, dequantize=True)"
     else:
         why, remedy = "its weight is split (parameters_split)", "build it in one piece"
     return (
-        f"{module._label()}: {why}, so {reader} has no weight to quantize. Leave this layer out "
-        f"there (filter_fn), or {remedy}"
+        f"{module._label()}: {why}, so {reader} has no weight to work on. Leave this layer out "
+        f"there, or {remedy}"
     )

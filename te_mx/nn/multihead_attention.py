@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from te_mx.arguments import check_flag
-from te_mx.nn import attention_arguments, attention_checks, constructors
+from te_mx.nn import attention_arguments, attention_checks, attention_ranks, constructors
 from te_mx.nn.dot_product_attention import DotProductAttention
 from te_mx.nn.norms import L2Normalization, LayerNorm, RMSNorm
 from te_mx.nn.rotary import apply_rotary_pos_emb
@@ -19,7 +19,7 @@ _OWNER = "te_mx.MultiheadAttention"
 _NORMS = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
 
 
-class MultiheadAttention(nn.Module):
+class MultiheadAttention(attention_ranks.SharedHeads, nn.Module):
     """Projections to q, k and v, attention, and the projection back: linear layers that run in
     MXFP8 inside `te_mx.autocast`, around a DotProductAttention.
 
@@ -49,6 +49,9 @@ class MultiheadAttention(nn.Module):
             those of q, k and v of one group after the other; else all of q, all of k, all of v.
         rotary_pos_interleaved: as `interleaved` of apply_rotary_pos_emb.
         bias: with biases.
+        set_parallel_mode, tp_group, tp_size, sequence_parallel: True: each of the ranks has its
+            share of the heads; the projections are te_mx.Linear's of these arguments, "column"
+            before attention and "row" behind it.
         name: shown in errors and by `te_mx.audit`.
         qk_norm_type, qk_norm_eps: None, "L2Normalization", "RMSNorm" or "LayerNorm" of each head of
             q and k (``q_norm``, ``k_norm``), behind the rotary embedding or, with
@@ -95,6 +98,10 @@ class MultiheadAttention(nn.Module):
         qk_norm_eps: float = 1e-6,
         qk_norm_before_rope: bool = False,
         softmax_type: str = "vanilla",
+        set_parallel_mode: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
         **transformer_engine: Any,
     ) -> None:
         super().__init__()
@@ -124,13 +131,24 @@ class MultiheadAttention(nn.Module):
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
         )  # fmt: skip
         constructors.check_name(_OWNER, name)
+        how, column, row = attention_ranks.shared_layers(
+            _OWNER, set_parallel_mode, tp_group, tp_size, sequence_parallel
+        )
+        self.tp_size = 1 if how is None else how.size
+        if how is not None and qk_norm_type in _NORMS:
+            raise NotImplementedError(
+                f"{_OWNER}: qk_norm_type={qk_norm_type!r} has weights whose gradients nobody sums "
+                "over the ranks; use 'L2Normalization' or none with set_parallel_mode=True"
+            )
         self.core_attention = DotProductAttention(
             heads, width, groups, attention_dropout, qkv_format, attn_mask_type, window_size,
             bottom_right_diagonal, softcap, layer_number=layer_number,
-            attention_type=attention_type, softmax_type=softmax_type,
+            attention_type=attention_type, softmax_type=softmax_type, tp_size=self.tp_size,
             name=_under(name, "core_attention"),
         ).to(device)  # fmt: skip
         self.num_attention_heads, self.num_gqa_groups, self.width = heads, groups, width
+        self.num_attention_heads_per_partition = self.core_attention.num_attention_heads
+        self.num_gqa_groups_per_partition = self.core_attention.num_gqa_groups
         self.hidden_size, self.attention_type, self.qkv_format = (
             hidden_size,
             attention_type,
@@ -149,7 +167,7 @@ class MultiheadAttention(nn.Module):
             "bias": bias, "params_dtype": params_dtype, "device": device,
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
         }  # fmt: skip
-        before = common | {"init_method": init_method}
+        before = common | {"init_method": init_method} | column
         norm = before | {
             "eps": layernorm_epsilon, "normalization": normalization,
             "return_layernorm_output": return_layernorm_output,
@@ -185,7 +203,7 @@ class MultiheadAttention(nn.Module):
             )  # fmt: skip
         self.proj = Linear(
             of_q, hidden_size, init_method=output_layer_init_method, return_bias=return_bias,
-            name=_under(name, "proj"), **common,
+            name=_under(name, "proj"), **common, **row,
         )  # fmt: skip
 
     def forward(
@@ -270,15 +288,17 @@ class MultiheadAttention(nn.Module):
         layer = self.layernorm_query if self.input_layernorm else self.query_layer
         q, normed = _with_norm(layer(hidden, is_first_microbatch=first))
         mixed = self.key_value(encoder, is_first_microbatch=first)
-        groups, width = self.num_gqa_groups, self.width
+        heads, groups = self.num_attention_heads_per_partition, self.num_gqa_groups_per_partition
+        width = self.width
         if self.qkv_weight_interleaved:
             k, v = mixed.unflatten(-1, (groups, 2 * width)).chunk(2, -1)
         else:
             k, v = (x.unflatten(-1, (groups, width)) for x in mixed.chunk(2, -1))
-        return q.unflatten(-1, (self.num_attention_heads, width)), k, v, normed
+        return q.unflatten(-1, (heads, width)), k, v, normed
 
     def _split_qkv(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        heads, groups, width = self.num_attention_heads, self.num_gqa_groups, self.width
+        heads, groups = self.num_attention_heads_per_partition, self.num_gqa_groups_per_partition
+        width = self.width
         if self.qkv_weight_interleaved:
             each = heads // groups
             grouped = mixed.unflatten(-1, (groups, each + 2, width))

@@ -16,9 +16,10 @@ from te_mx.autograd import joining
 
 def split_sizes(
     owner: str, module: nn.Module, parameters_split: Iterable[str] | Mapping[str, int],
-    out_features: int,
+    out_features: int, ranks: int = 1,
 ) -> dict[str, int]:  # fmt: skip
-    """The rows of each part, by name: what the mapping says, or equal shares of out_features.
+    """The rows of each part, by name: what the mapping says, or equal shares of out_features. Of
+    several ranks each has its share of every part, and of out_features.
 
     Raises:
         TypeError: names that are no strings, or sizes that are no ints.
@@ -37,10 +38,16 @@ def split_sizes(
         )
     if isinstance(parameters_split, Mapping):
         sizes = [parameters_split[name] for name in names]
+        if any(type(size) is int and size % ranks for size in sizes):
+            raise ValueError(
+                f"{owner}: the sizes of parameters_split must divide by tp_size={ranks}, got "
+                f"{shown(sizes)}"
+            )
         if not all(type(size) is int and size >= 0 for size in sizes):
             raise TypeError(
                 f"{owner}: the sizes of parameters_split must be ints, got {shown(sizes)}"
             )
+        sizes = [size // ranks for size in sizes]
     else:
         sizes = [out_features // len(names)] * len(names)
     stripped = [name.rstrip("_") for name in names]
@@ -59,8 +66,8 @@ def split_sizes(
         )
     if sum(sizes) != out_features:
         raise ValueError(
-            f"{owner}: the sizes of parameters_split must add up to out_features={out_features}, "
-            f"got {sizes}"
+            f"{owner}: the sizes of parameters_split must add up to out_features="
+            f"{out_features * ranks}, got {[size * ranks for size in sizes]}"
         )
     return dict(zip(stripped, sizes, strict=True))
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_mx.autograd.other_tokens import Tokens
 from te_mx.autograd.owned_gradients import Owner
 
 
@@ -67,6 +68,8 @@ class SeveralRanks:
     _gathers: dict[str, Any] | None = None  # settings of weights to gather as codes, by name
     _gathered: dict[str, Any] | None = None  # such weights in a forward, as KeptWeight
     _ran_with: Any = None  # the settings of that forward
+    _gathers_inputs = False  # sequence parallelism gathers codes of inputs
+    _tokens: Tokens | None = None  # the ranks that have the other tokens of an input
 
     def _is_spread(self, inp: Any) -> bool:
         """Whether a call on this input concerns other ranks."""

@@ -28,7 +28,9 @@ ABSENT: dict[str, Absent] = {
     "tp_group": Absent(None, _PARALLEL),
     "tp_size": Absent(1, _PARALLEL),
     "parallel_mode": Absent(None, _PARALLEL),
-    "return_layernorm_output_gathered": Absent(False, "no group shares a layer that returns it"),
+    "return_layernorm_output_gathered": Absent(
+        False, "ranks return what they normalized of their own tokens"
+    ),
     "symmetric_ar_type": Absent(None, "sums over ranks are torch's own"),
     "get_rng_state_tracker": Absent(None, "weights are drawn from torch's generator"),
     "rng_tracker_name": Absent(None, "weights are drawn from torch's generator"),

@@ -60,6 +60,11 @@ def part(owner: str, how: Shared | None, mode: str, name: str, size: int) -> int
     return size // how.size
 
 
+def ranks_of(how: Shared | None, mode: str) -> int:
+    """How many ranks share what is shared in this mode."""
+    return 1 if how is None or how.mode != mode else how.size
+
+
 def check_group(owner: str, tp_group: Any) -> None:
     """Raise TypeError for what is no process group, and not None."""
     distributed = torch.distributed
@@ -77,6 +82,7 @@ class TensorParallelGroup:
     sequence_parallel: bool = False
     _shared: Shared | None = None
     _tp_group: Any = None  # no copy of the module has it
+    _on_every_rank: tuple[str, ...] = ()  # names of parameters
 
     def _share(self, how: Shared | None, tp_group: Any, *whole: str) -> None:
         """Called by a constructor, when the parameters are there; `whole` are the names of those
@@ -84,12 +90,17 @@ class TensorParallelGroup:
         if how is None:
             return
         self._shared, self.tp_size, self.sequence_parallel = how, how.size, how.sequence
+        self._on_every_rank = whole
+        self._join(tp_group)
+
+    def _join(self, tp_group: Any) -> None:
         self.__dict__["_tp_group"] = tp_group
-        for name in whole:
+        for name in self._on_every_rank:
             parameter = getattr(self, name, None)
             if parameter is not None:
-                # Trainers written for Transformer Engine sum such gradients over the group.
-                parameter.sequence_parallel = how.sequence
+                # Trainers written for Transformer Engine sum such gradients over the group. Copies
+                # of a parameter have lost it.
+                parameter.sequence_parallel = self.sequence_parallel
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Share the layer with the ranks of this process group, as `tp_group` of the constructor.
@@ -107,4 +118,4 @@ class TensorParallelGroup:
                 f"{label}: tp_group has {size} ranks, and the layer was built for {self.tp_size}; "
                 "give the constructor its tp_size and parallel mode"
             )
-        self.__dict__["_tp_group"] = tp_group
+        self._join(tp_group)

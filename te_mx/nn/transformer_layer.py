@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from te_mx.arguments import check_flag
 from te_mx.nn import attention_arguments, attention_checks, attention_masks, constructors
+from te_mx.nn.attention_ranks import SharedHeads
 from te_mx.nn.multihead_attention import MultiheadAttention
 from te_mx.nn.mx_module import output_dtype
 from te_mx.nn.norms import LayerNorm, RMSNorm
@@ -21,7 +22,7 @@ from te_mx.nn.te_modules import LayerNormMLP
 _OWNER = "te_mx.TransformerLayer"
 
 
-class TransformerLayer(nn.Module):
+class TransformerLayer(SharedHeads, nn.Module):
     """``h = x + dropout(attention(norm(x)))``, ``y = h + dropout(mlp(norm(h)))``.
 
     Its linear layers run in MXFP8 inside `te_mx.autocast`, each with the normalization or
@@ -56,6 +57,8 @@ class TransformerLayer(nn.Module):
         bias: with biases.
         activation, activation_params: as of te_mx.LayerNormMLP.
         attn_input_format: "sbhd", "bshd" or "thd", the dimensions of the input.
+        set_parallel_mode, tp_group, tp_size, sequence_parallel: True: the ranks share heads and
+            `ffn_hidden_size`, as of MultiheadAttention and te_mx.LayerNormMLP.
         name: shown in errors and by `te_mx.audit`.
         transformer_engine: further arguments of Transformer Engine's class, at their defaults.
 
@@ -108,6 +111,10 @@ class TransformerLayer(nn.Module):
         qk_norm_eps: float = 1e-6,
         qk_norm_before_rope: bool = False,
         softmax_type: str = "vanilla",
+        set_parallel_mode: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
         **transformer_engine: Any,
     ) -> None:
         super().__init__()
@@ -151,7 +158,8 @@ class TransformerLayer(nn.Module):
             "bias": bias, "params_dtype": params_dtype, "device": device,
             "normalization": normalization, "zero_centered_gamma": zero_centered_gamma,
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation, "return_layernorm_output": post,
-            "return_bias": not parallel_attention_mlp,
+            "return_bias": not parallel_attention_mlp, "set_parallel_mode": set_parallel_mode,
+            "tp_group": tp_group, "tp_size": tp_size, "sequence_parallel": sequence_parallel,
         }  # fmt: skip
         attention = common | {
             "kv_channels": kv_channels, "attention_dropout": attention_dropout,
@@ -175,6 +183,7 @@ class TransformerLayer(nn.Module):
                 bottom_right_diagonal=enc_dec_bottom_right_diagonal, input_layernorm=True,
                 attention_type="cross", name=_under(name, "inter_attention"), **attention,
             )  # fmt: skip
+        self.tp_size = self.self_attention.tp_size
         self.layernorm_mlp = LayerNormMLP(
             hidden_size, ffn_hidden_size, eps=layernorm_epsilon, activation=activation,
             activation_params=activation_params, name=_under(name, "layernorm_mlp"), **common,
@@ -184,6 +193,7 @@ class TransformerLayer(nn.Module):
             self.layernorm = made(
                 hidden_size, eps=layernorm_epsilon, params_dtype=params_dtype, device=device,
                 zero_centered_gamma=zero_centered_gamma,
+                sequence_parallel=(sequence_parallel and self.tp_size > 1) or None,
             )  # fmt: skip
 
     def forward(

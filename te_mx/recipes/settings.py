@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from te_mx import formats
+
 
 class Settings(NamedTuple):
     """What a forward does.
@@ -53,6 +55,13 @@ class Settings(NamedTuple):
     def gradient_rule(self) -> str:
         """How output gradients are quantized: a scale rule, perhaps with "+sr"."""
         return self.g_rule or self.scale_rule
+
+    @property
+    def weight_rule(self) -> str:
+        """How weights are quantized of which only codes stay: by the scale rule, or by the first
+        one of a format that does not know it."""
+        scaling = formats.get(self.w).scaling
+        return self.scale_rule if scaling.knows(self.scale_rule) else scaling.rules[0]
 
     @property
     def is_uniform(self) -> bool:

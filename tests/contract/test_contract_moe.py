@@ -82,6 +82,18 @@ def test_a_slot_as_a_block_of_its_own(routing):
     check(r, (None, experts, count), r.topk_ids.shape[1], torch.float32, "e4m3", 64, extras=True)
 
 
+@pytest.mark.filterwarnings("ignore:te_mx runs moe_gemm:te_mx.FallbackWarning")
+def test_rows_that_stand_at_several_positions_are_computed_all_the_same():
+    """Lists that no alignment makes: more positions than there are routed rows."""
+    a, w = quantized(2, 64), quantized(2, 40, 64, seed=1)
+    ids, experts, count = torch.tensor([0, 0, 0, 0, 1, 1, 1, 2]), torch.tensor([0, 1]), 8
+    made = te_mx.moe.grouped_gemm(
+        a, w, ids, experts, torch.tensor([count]), top_k=1, block_m=4, out_dtype=torch.float32
+    )
+    want = torch.stack([w.dequantize()[i] @ a.dequantize()[i] for i in (0, 1)])
+    torch.testing.assert_close(made, want, rtol=1e-5, atol=1e-5)
+
+
 def test_a_routed_row_has_the_bits_of_a_plain_product():
     r = ROUTINGS["many tokens"]
     a, w = quantized(65, 96), quantized(6, 40, 96, fmt="e5m2", seed=1)

@@ -14,6 +14,8 @@ import emulated_hopper
 import pytest
 import torch
 
+from te_mx.ops import library
+
 HERE = Path(__file__).parent
 
 
@@ -68,3 +70,11 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
         return made.view(torch.uint8).fill_(0xA5).view(made.dtype) if made.numel() else made
 
     monkeypatch.setattr(torch, "empty", fill)
+
+
+@pytest.fixture
+def direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers call kernels without the dispatcher, as on a GPU: the mode by which tensors of "cuda"
+    lie on the CPU is none that wants to see calls."""
+    if emulated_hopper.path() is not None:
+        monkeypatch.setattr(library, "_function_modes", lambda: 0)

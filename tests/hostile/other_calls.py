@@ -259,6 +259,11 @@ MODELS = (
          "tokens": COUNT.but("huge")},
     ),
     Call(
+        "te_mx.distributed.quantized_input_gather",
+        on_model(te_mx.distributed.quantized_input_gather, converted),
+        lambda d: {"model": converted(d), "enabled": True}, {"model": MODULE, "enabled": FLAG},
+    ),
+    Call(
         "te_mx.revert_model", on_model(te_mx.revert_model, converted),
         lambda d: {"model": converted(d, fuse=True)}, {"model": MODULE},
     ),

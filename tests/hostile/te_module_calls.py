@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from constructor_calls import COMMON, OWN, PARAMS, SIZES
+from constructor_calls import COMMON, OWN, PARAMS, SHARED, SIZES
 from judge import Call
 from malformed import (
     COUNT,
@@ -77,7 +77,7 @@ _MASKED: dict[str, tuple[Any, Kind]] = {
     "softcap": (0.0, NUMBER),
 }  # fmt: skip
 _SHARED: dict[str, tuple[Any, Kind]] = {
-    **_MASKED, "attention_dropout": (0.0, PROBABILITY), "layer_number": (None, HINT),
+    **SHARED, **_MASKED, "attention_dropout": (0.0, PROBABILITY), "layer_number": (None, HINT),
     "num_gqa_groups": (None, OPTIONAL_COUNT | values(three=3)), "name": ("layer", TEXT),
     "softmax_type": ("vanilla", WORD | UPPER_CASE),
 }  # fmt: skip
@@ -89,7 +89,7 @@ _NORMED: dict[str, tuple[Any, Kind]] = {
     "qk_norm_type": (None, OPTIONAL_WORD | UPPER_CASE), "qk_norm_eps": (1e-6, NUMBER),
     "init_method": (None, OPTIONAL_FUNCTION), "output_layer_init_method": (None, OPTIONAL_FUNCTION),
     "kv_channels": (None, OPTIONAL_COUNT), "fuse_wgrad_accumulation": (False, FLAG),
-    "params_dtype": (None, OPTIONAL_DTYPE),
+    "params_dtype": (None, OPTIONAL_DTYPE), "set_parallel_mode": (True, FLAG),
 }  # fmt: skip
 CONSTRUCTED: dict[str, dict[str, tuple[Any, Kind]]] = {
     "DotProductAttention": {
@@ -136,6 +136,17 @@ def attention(family: str) -> Call:
     return call(
         family, getattr(te, family), arguments, {name: kind for name, (_, kind) in table.items()},
         says={"fuse_wgrad_accumulation": "fuse_wgrad_accumulation|fuse_qkv_params"},
+    )  # fmt: skip
+
+
+def grouping(family: str) -> Call:
+    layer = getattr(te, family)(*{"DotProductAttention": (HEADS, WIDTH),
+                                  "MultiheadAttention": (HIDDEN, HEADS)}.get(
+                                      family, (HIDDEN, 48, HEADS)))  # fmt: skip
+    return call(
+        f"{family}.set_tensor_parallel_group", layer.set_tensor_parallel_group,
+        lambda d: {"tp_group": None},
+        {"tp_group": other_than("None") | values(ranks=lambda: [0, 1], a_size=2)},
     )  # fmt: skip
 
 

@@ -87,6 +87,72 @@ def case_groups_and_knobs():
             assert torch.equal(getattr(layer, name).main_grad, getattr(plain, name).grad)
 
 
+def close(found, expected):
+    """Gradients of a normalization are sums in another order than those of one process."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def gradients(module):
+    """Of all parameters, with those summed that a trainer sums."""
+    for p in module.parameters():
+        if getattr(p, "sequence_parallel", False):
+            dist.all_reduce(p.grad)
+    return {name: p.grad for name, p in module.named_parameters()}
+
+
+def part_of(name, value):
+    """What a rank has of a parameter of a TransformerLayer."""
+    if name.endswith(("proj.weight", "fc2_weight")):
+        return mine(value, 1)
+    whole = "layer_norm" in name or name.endswith(("proj.bias", "fc2_bias", "layernorm.weight"))
+    return value if whole or name == "layernorm.bias" else mine(value, 0)
+
+
+def case_transformer_layers_that_ranks_share():
+    options = (
+        {"num_gqa_groups": 2}, {"layer_type": "decoder"}, {"fuse_qkv_params": True},
+        {"output_layernorm": True, "normalization": "RMSNorm"}, {"parallel_attention_mlp": True},
+        {"apply_residual_connection_post_layernorm": True, "softmax_type": "learnable"},
+    )  # fmt: skip
+    hidden, ffn, heads, tokens = 128, 256, 4, 32
+    for i, option in enumerate(options):
+        sequence, region = bool(i % 2), i != 2
+        how = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "device": "cpu", **option}
+        torch.manual_seed(1)
+        whole = te_mx.pytorch.TransformerLayer(hidden, ffn, heads, **how)
+        layer = te_mx.pytorch.TransformerLayer(
+            hidden, ffn, heads, set_parallel_mode=True, tp_size=2, sequence_parallel=sequence, **how
+        )
+        layer.set_tensor_parallel_group(dist.group.WORLD)
+        with torch.no_grad():
+            for name, p in whole.named_parameters():
+                if "bias" in name or "offset" in name:
+                    p.normal_(0, 0.5)
+                own = mine(p, 1) if "offset" in name else part_of(name, p)
+                layer.get_parameter(name).copy_(own)
+        results = []
+        for module in (whole, layer):
+            inputs = [of(tokens, 2, hidden, seed=j).float() for j in (1, 2)]
+            grad = of(tokens, 2, hidden, seed=3).float()
+            if sequence and module is layer:
+                inputs, grad = [mine(x, 0) for x in inputs], mine(grad, 0)
+            inputs = [x.clone().requires_grad_() for x in inputs]
+            given = {"encoder_output": inputs[1]} if "layer_type" in option else {}
+            with te_mx.autocast(enabled=region):
+                y = module(inputs[0], **given)
+            y.backward(grad)
+            results.append({"y": y.detach(), "dx": inputs[0].grad, **gradients(module)})
+        expected, found = results
+        for name, value in expected.items():
+            if name in ("y", "dx"):
+                expected[name] = mine(value, 0) if sequence else value
+            else:
+                expected[name] = mine(value, 1) if "offset" in name else part_of(name, value)
+        close(found, expected)
+
+
 def case_groups_compiled():
     _, layer = shared(te_mx.LayerNormMLP, "both", KINDS[3][2], False)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
@@ -116,5 +182,19 @@ def case_groups_refused():
     cut = te_mx.Linear(K, 96, **given)
     with te_mx.autocast():
         refused(ValueError, "out_features=96 into pieces of 48", lambda: cut(x.float()))
+    parts = {"query": 65, "key": 63}
+    refused(ValueError, "parameters_split must divide by tp_size=2",
+            lambda: te_mx.Linear(K, 128, parameters_split=parts, **given))  # fmt: skip
     given["parallel_mode"] = "row"
     refused(NotImplementedError, '"row"', lambda: te_mx.LayerNormLinear(K, N, **given))
+    whole = te_mx.pytorch.TransformerLayer(64, 64, 2, device="cpu")
+    refused(ValueError, "was built for 1", lambda: whole.set_tensor_parallel_group(world))
+    given = {"set_parallel_mode": True, "tp_group": world, "device": "cpu"}
+    attention = te_mx.pytorch.MultiheadAttention
+    refused(ValueError, "num_gqa_groups=1 must divide", lambda: attention(
+        64, 2, num_gqa_groups=1, **given))  # fmt: skip
+    refused(NotImplementedError, "qk_norm_type='RMSNorm'", lambda: attention(
+        64, 2, qk_norm_type="RMSNorm", **given))  # fmt: skip
+    alibi = attention(64, 2, **given)
+    refused(ValueError, "pass alibi_slopes", lambda: alibi(
+        of(4, 1, 64).float(), core_attention_bias_type="alibi"))  # fmt: skip

@@ -68,9 +68,9 @@ def run(module: Any, kind: str, x: Tensor, grad: Tensor, *args: Any) -> dict[str
     pieces = x.chunk(WORLD, -1) if kind == "row" else (x,) * WORLD
     inputs = [piece.detach().clone().requires_grad_() for piece in pieces]
     for layer in made[1:] if summed else ():
-        for name in ("bias", "fc2_bias"):
-            if getattr(layer, name, None) is not None:
-                getattr(layer, name).data.zero_()
+        for name, parameter in layer.named_parameters():
+            if name == "fc2_bias" or (kind == "row" and "bias" in name):
+                parameter.data.zero_()
     outs = [layer(one, *args) for layer, one in zip(made, inputs, strict=True)]
     grads = (grad,) * WORLD if summed else grad.chunk(WORLD, -1)
     for out, one in zip(outs, grads, strict=True):

@@ -114,8 +114,8 @@ def case_grouped_column():
 
 
 def case_grouped_row():
-    for stacked in (False, True):
-        module = built(te_mx.GroupedLinear, 3, K, N, False, single_grouped_weight=stacked)
+    for stacked, bias in ((False, False), (True, False), (False, True), (True, True)):
+        module = built(te_mx.GroupedLinear, 3, K, N, bias, single_grouped_weight=stacked)
         style = ModuleParallel("row", input_layouts=Replicate())
         check(module, style, "row", of(M, K), of(M, N), [20, 0, 28])
 
@@ -391,3 +391,10 @@ def case_frozen():
                 plain[1].weight.mul_(2)
                 with te_mx.autocast():
                     assert torch.equal(model(x), plain(x))
+    te_mx.freeze_weights(model := mlp(), drop_master=True)
+    try:
+        parallelize_module(model, mesh(), PLAN)
+    except TypeError as error:
+        assert "only codes of its weight are left" in str(error)
+    else:
+        raise AssertionError("codes alone were parted")

@@ -10,6 +10,8 @@ CASES = two_ranks.cases(
     "data_parallel_cases",
     "block_cases",
     "group_cases",
+    "sequence_cases",
+    "normalized_cases",
     "checkpoint_cases",
     "combinations",
 )

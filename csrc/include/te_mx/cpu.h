@@ -4,6 +4,7 @@
 #include "te_mx/fused.h"
 #include "te_mx/gemm.h"
 #include "te_mx/linear.h"
+#include "te_mx/moe.h"
 #include "te_mx/quantize.h"
 
 namespace te_mx::cpu {
@@ -102,5 +103,10 @@ int64_t workspace_bytes_grouped(const GroupedGemmArgs& args);
 // Groups of at most kStreamMaxRows rows of lhs run on few_rows_kernel. `ran`: bit i: Kernel i ran a
 // group.
 Status gemm_grouped(const GroupedGemmArgs& args, uint32_t& ran);
+
+// moe_gemm.cpp: rows that are routed to experts, as groups of the kernels of gemm_grouped(); bits
+// and `ran` are its. unsupported: a routed row stands at two positions.
+int64_t workspace_bytes(const MoeGemmArgs& args);
+Status moe_gemm(const MoeGemmArgs& args, uint32_t& ran);
 
 }  // namespace te_mx::cpu

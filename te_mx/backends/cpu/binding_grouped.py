@@ -27,11 +27,12 @@ from te_mx.backends.base import (
 )
 from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.cpu.binding import KERNEL_IDS, KERNELS, ROLES, supported
-from te_mx.backends.native import transform_of, words_of
+from te_mx.backends.native import native_operand, native_stack, transform_of, words_of
 from te_mx.dispatch.grouped_calls import QuantizeGroups
 from te_mx.dispatch.groups import Bounds, scale_rows
+from te_mx.dispatch.moe import RoutedGemm
 from te_mx.formats.scaling import split_rule
-from te_mx.runtime import cpu_memory
+from te_mx.runtime import cpu_memory, workspace
 from te_mx.runtime.cpu_memory import CPU
 
 _U8 = torch.uint8
@@ -233,7 +234,37 @@ class GroupedGemmCall:
         status, ran = _native().gemm_grouped(args)
         if not supported(status):
             return None
-        return " + ".join(name for i, name in enumerate(KERNELS) if ran >> i & 1)
+        return names_of(ran)
+
+
+def moe_gemm(p: RoutedGemm, kernels: tuple[str, str]) -> str | None:
+    """Write the routed rows of p.out, whose lists the native code reads; the names of the kernels
+    that ran. kernels: as of GroupedGemmCall."""
+    native = _native()
+    ids, experts, count, block_m, a_div, _ = p.routing
+    bias = None if p.bias is None else p.bias.contiguous()
+    weights = None if p.weights is None else p.weights.contiguous()
+    many, few = kernels
+    args = native.MoeGemmArgs(
+        lhs=_plain(native_operand(p.lhs)), rhs=_plain(native_stack(p.rhs)), experts=p.rhs.groups,
+        sorted_token_ids=pointer(ids), expert_ids=experts.data_ptr(),
+        num_tokens_post_padded=count.data_ptr(), positions=0 if ids is None else len(ids),
+        blocks=len(experts), routed=len(p.out), block_m=block_m, a_div=a_div,
+        weights=pointer(weights), out=p.out.data_ptr(), out_dtype=FLOAT_DTYPES[p.out.dtype],
+        kernel=KERNEL_IDS[many], few_rows_kernel=KERNEL_IDS[few], threads=torch.get_num_threads(),
+    )  # fmt: skip
+    args.bias, args.bias_dtype = typed_address(bias)
+    nbytes = native.moe_workspace_bytes(args)
+    scratch = workspace.acquire(CPU, nbytes)
+    args.workspace, args.workspace_bytes = pointer(scratch), nbytes
+    status, ran = native.moe_gemm(args)
+    workspace.release(scratch, nbytes)
+    return names_of(ran) if supported(status) else None
+
+
+def names_of(ran: int) -> str:
+    """The kernels of a mask."""
+    return " + ".join(name for i, name in enumerate(KERNELS) if ran >> i & 1)
 
 
 def _plain(operand: Operand | StackedOperand) -> Any:

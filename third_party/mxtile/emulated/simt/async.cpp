@@ -9,8 +9,11 @@ namespace {
 
 uint32_t local(uint32_t address) { return address & ((1u << kRankShift) - 1); }
 
-// A byte of a tile of 128-byte rows under the swizzle: an address inside the CTA's shared memory.
-uint32_t swizzled(uint32_t address) { return address ^ ((address >> 7 & 7) << 4); }
+// A byte of a tile of rows of 128 or 64 bytes under their swizzle: an address inside the CTA's
+// shared memory.
+uint32_t swizzled(uint32_t address, int row_bytes) {
+  return address ^ ((address >> 7 & (row_bytes == 64 ? 3 : 7)) << 4);
+}
 
 const TensorMap& checked(const TensorMap& map) {
   if (map.mark != TensorMap::kMark) fail("what should be a tensor map is none");
@@ -34,7 +37,7 @@ void walk(const TensorMap& m, int inner, int outer, const Run& run) {
       const int64_t row = int64_t{outer} + r, at = int64_t{inner} * m.element_bytes + b;
       const bool there = row >= 0 && row < m.outer && at >= 0 && at < inner_bytes;
       const int64_t left = there ? inner_bytes - at : 0;
-      run(static_cast<uint32_t>(r * 128 + b), there ? m.base + row * m.pitch + at : nullptr,
+      run(static_cast<uint32_t>(r * row_bytes + b), there ? m.base + row * m.pitch + at : nullptr,
           static_cast<uint32_t>(left < 16 ? left : 16));
     }
   }
@@ -112,7 +115,8 @@ void tensor_load(uint32_t to, const void* map_at_, uint32_t bar, int inner, int 
     std::memset(cta.shared + local(there), kPoison, bytes);
     later(&cta, [=, &cta] {
       walk(map, inner, outer, [&](uint32_t at, const uint8_t* from, uint32_t count) {
-        uint8_t* const dest = cta.shared + swizzled(local(there) + at);
+        uint8_t* const dest =
+            cta.shared + swizzled(local(there) + at, map.box_inner * map.element_bytes);
         if (count != 0) std::memcpy(dest, from, count);
         std::memset(dest + count, 0, 16 - count);
       });
@@ -139,12 +143,13 @@ void tensor_store(const void* map_at_, uint32_t from, int inner, int outer, bool
   const TensorMap map = map_at(map_at_);
   if (from % 1024 != 0) fail("a swizzled tile does not start at a multiple of 1024 bytes");
   if (inner * map.element_bytes % 16 != 0) fail("a box starts inside of 16 bytes");
-  place(from, static_cast<size_t>(128 * map.box_outer), 1024);
+  place(from, static_cast<size_t>(map.box_inner * map.element_bytes * map.box_outer), 1024);
   const uint8_t* const shared = self().cta->shared;
   self().stores.open.push_back({[=] {
     walk(map, inner, outer, [&](uint32_t at, uint8_t* to, uint32_t count) {
       if (to == nullptr) return;
-      const uint8_t* const source = shared + swizzled(local(from) + at);
+      const uint8_t* const source =
+          shared + swizzled(local(from) + at, map.box_inner * map.element_bytes);
       if (!add) {
         // NOTE: the copy engine writes whole 16 bytes, past the end of a row, too.
         std::memcpy(to, source, 16);

@@ -52,11 +52,12 @@ CUresult encode(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, voi
                 const cuuint32_t* steps, CUtensorMapInterleave interleave,
                 CUtensorMapSwizzle swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill fill) {
   const int bytes = bytes_of(type);
-  if (rank != 2 || bytes == 0 || swizzle != CU_TENSOR_MAP_SWIZZLE_128B ||
+  const bool narrow = swizzle == CU_TENSOR_MAP_SWIZZLE_64B;
+  if (rank != 2 || bytes == 0 || (swizzle != CU_TENSOR_MAP_SWIZZLE_128B && !narrow) ||
       interleave != CU_TENSOR_MAP_INTERLEAVE_NONE || fill != CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE ||
       reinterpret_cast<uintptr_t>(base) % 16 != 0 || strides[0] % 16 != 0 || dims[0] == 0 ||
       dims[1] == 0 || dims[0] >> 32 != 0 || dims[1] >> 32 != 0 || box[0] == 0 || box[1] == 0 ||
-      box[0] * bytes != 128 || box[1] > 256 || steps[0] != 1 || steps[1] != 1)
+      box[0] * bytes != (narrow ? 64u : 128u) || box[1] > 256 || steps[0] != 1 || steps[1] != 1)
     return CUDA_ERROR_INVALID_VALUE;
   TensorMap made{};
   made.mark = TensorMap::kMark;

@@ -58,5 +58,8 @@ inline float clamp_magnitude(float a, float b) { return simt::min_xorsign(a, b);
 inline uint32_t permute_signs(uint32_t from, uint32_t selectors) {
   return simt::permuted(from, from, selectors, true);
 }
+inline uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selectors) {
+  return simt::permuted(low, high, selectors, true);
+}
 
 }  // namespace mxtile::sm90

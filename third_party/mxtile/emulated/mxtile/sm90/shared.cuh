@@ -56,6 +56,7 @@ inline uint32_t keep(uint32_t v) {
 
 inline void st_shared_u32(uint32_t addr, uint32_t v) { st_shared(addr, v); }
 inline void st_shared_u32x2(uint32_t addr, uint32_t a, uint32_t b) { st_shared(addr, uint2{a, b}); }
+inline void st_shared_u32x4(uint32_t addr, uint4 v) { st_shared(addr, v); }
 inline void st_shared_f32x2(uint32_t addr, float a, float b) { st_shared(addr, float2{a, b}); }
 
 }  // namespace mxtile::sm90

@@ -117,4 +117,12 @@ __device__ __forceinline__ uint32_t permute_signs(uint32_t from, uint32_t select
   return r;
 }
 
+// Four bytes of `low` and `high`, by nibbles that are at most 7. Unlike __byte_perm it does not
+// make them so.
+__device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selectors) {
+  uint32_t r;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(low), "r"(high), "r"(selectors));
+  return r;
+}
+
 }  // namespace mxtile::sm90

@@ -101,12 +101,25 @@ struct Fp4Table {
     if (u == 14) low = 0x03020100u, high = 0x0C080604u;
   }
 
+  __device__ __forceinline__ explicit Fp4Table(uint2 words) : low(words.x), high(words.y) {}
+
   // Four codes of the nibbles in the lower half of a word.
   __device__ __forceinline__ uint32_t four(uint32_t nibbles) const {
     const uint32_t magnitudes = __byte_perm(low, high, nibbles & 0x7777u);
     // 0xFF for a sign, 0x80 for the others.
     const uint32_t signs = permute_signs(0x80808080u, nibbles);
     return magnitudes | (signs << 1 & 0x80808080u);
+  }
+
+  // Eight codes of a word, in fewer instructions than four and four.
+  __device__ __forceinline__ uint2 eight(uint32_t nibbles) const {
+    const uint32_t magnitudes = nibbles & 0x77777777u;
+    // Signs of every other code are the upper bits of bytes as they lie, those between after this.
+    const uint32_t moved = nibbles << 4;
+    return make_uint2(
+        permute_bytes(low, high, magnitudes) | (__byte_perm(moved, nibbles, 0x5140) & 0x80808080u),
+        permute_bytes(low, high, magnitudes >> 16) |
+            (__byte_perm(moved, nibbles, 0x7362) & 0x80808080u));
   }
 };
 
