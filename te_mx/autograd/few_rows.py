@@ -100,7 +100,9 @@ def linear(
         return None
     if capture and all(form.weight is not old for old in forms.in_graphs):
         forms.in_graphs.append(form.weight)
-    y = kernel.multiply(problem, x, form.weight, bias_N, out_dtype)
-    if y is not None and tag >= 0:
-        LAST_RUN[tag] = kernel.name
-    return y
+    made = kernel.multiply(problem, x, form.weight, bias_N, out_dtype)
+    if made is None:
+        return None
+    if tag >= 0:
+        LAST_RUN[tag] = made[1]
+    return made[0]

@@ -101,6 +101,7 @@ class FrozenKernel(Kernel):
     own: quantizes the rows and multiplies, without gradients."""
 
     op = "linear_frozen"
+    multiplies = True  # by itself; False: by the kernel of the GEMM
 
     def form(self, row: Operand) -> Operand | None:
         """A weight's rowwise copy (layout "rows") in that form, or None for what native code does
@@ -109,7 +110,7 @@ class FrozenKernel(Kernel):
 
     def multiply(
         self, p: Problem, x: Tensor, weight: Operand, bias_N: Tensor | None, out_dtype: torch.dtype
-    ) -> Tensor | None:
-        """y [..., n] of x [..., k] and a weight in that form, or None for what native code does not
-        take."""
+    ) -> tuple[Tensor, str] | None:
+        """(y [..., n] of x [..., k] and a weight in that form, the name of the kernel that
+        multiplied), or None for what native code does not take."""
         raise NotImplementedError

@@ -211,7 +211,7 @@ def linear_frozen(data: st.DataObject, device: torch.device) -> Case:
         if form is None:
             return [out]
         made = kernel.multiply(problem, x, form, None, dtype)
-        return None if made is None else [made]
+        return None if made is None else [made[0]]
 
     return Case(problem, run, False, bound_of(*sides, dtype, device))
 

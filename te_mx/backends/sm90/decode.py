@@ -50,7 +50,7 @@ class Decode(FrozenKernel):
 
     def multiply(
         self, p: Problem, x: Tensor, weight: Operand, bias_N: Tensor | None, out_dtype: torch.dtype
-    ) -> Tensor | None:
+    ) -> tuple[Tensor, str] | None:
         m, n, k = p.m, weight.rows, weight.k
         plan, nbytes = _plan((m, n, k), (p.lhs, weight.spec), p.rule, p.place.index)
         x_MK = binding.rows_of(x if x.dim() == 2 else x.reshape(m, k))
@@ -67,7 +67,7 @@ class Decode(FrozenKernel):
         args.workspace, args.workspace_bytes = pointer(scratch), nbytes
         done = binding.supported(binding.native().decode(args))  # type: ignore[union-attr]
         workspace.release(scratch, nbytes)
-        return y if done else None
+        return (y, self.name) if done else None
 
 
 @lru_cache(maxsize=4096)
