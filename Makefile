@@ -38,12 +38,13 @@ NATIVE_TESTS = $(wildcard tests/test_native*.py)
 # not spin then: they would take the cores from the other process.
 TEST_WORKERS ?= 2
 
-.PHONY: help setup build train test coverage bench lint lint-python lint-types lint-cpp lint-spelling lint-house \
+.PHONY: help setup build train test test-emulated coverage bench lint lint-python lint-types lint-cpp lint-spelling lint-house \
   format clang clang-build sanitize sanitize-gpu wheel-test clean ALWAYS
 
 help:
 	@echo "make train         set up, build, train the example in bf16 and in MXFP8, compare (ARGS=... for options)"
 	@echo "make test          all tests"
+	@echo "make test-emulated the tests of the Hopper kernels on the CPU, where the headers of CUDA are (csrc/sm90/README.md)"
 	@echo "make coverage      the Python tests, and how much of te_mx they run"
 	@echo "make bench         the benchmarks (ARGS='gemm --quick' for a part)"
 	@echo "make lint          ruff, mypy, clang-format, codespell, house rules; make format mends the first and third"
@@ -104,6 +105,16 @@ test: build
 	@$(BIN)/python .ci/ptxas.py build/dev
 	@$(BIN)/ctest --test-dir build/dev/third_party/mxtile --output-on-failure --no-tests=error | tail -n 3
 	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile $(ARGS)
+
+# The sources of the Hopper kernels, compiled for the CPU.
+test-emulated: build
+	@echo "building the Hopper kernels for the CPU (two minutes, the first time)"
+	@$(call cmake_build,build/emulated,-DCMAKE_BUILD_TYPE=Release -DTE_MX_CUDA=OFF -DTE_MX_EMULATE=ON -DMXTILE_EMULATED_TESTS=ON,emulated)
+	@sed -n 's/^-- te_mx: without emulated/NOT RUN: emulated/p' build/emulated/log.txt
+	@if grep -q '^-- te_mx: with emulated' build/emulated/log.txt; then \
+	  $(BIN)/ctest --test-dir build/emulated/third_party/mxtile --output-on-failure --no-tests=error | tail -n 3 && \
+	  TE_MX_EMULATED=$$(echo $(CURDIR)/build/emulated/emulated/_sm90_emulated*.so) OMP_WAIT_POLICY=passive \
+	  $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile tests/gpu $(ARGS); fi
 
 # A quarter slower than without the counting.
 coverage: build

@@ -76,8 +76,13 @@ CUDA_BENCHMARKS: dict[str, Callable[[GpuContext], Iterator[Row]]] = {
     "graph_cuda": bench_linear_cuda.graph,
     "workspace_cuda": bench_linear_cuda.workspace,
 }
-# By name only: they need Transformers, and minutes.
-MODEL_BENCHMARKS = {"models_cuda": bench_models_cuda.whole}
+# By name only: whole models need Transformers, and minutes; the others tell who works on the decode
+# kernel.
+MODEL_BENCHMARKS = {
+    "models_cuda": bench_models_cuda.whole,
+    "decode_splits_cuda": bench_decode_cuda.splits,
+    "decode_groups_cuda": bench_decode_cuda.groups,
+}
 GROUPS = {
     "cpu": list(BENCHMARKS),
     "cuda": list(CUDA_BENCHMARKS),

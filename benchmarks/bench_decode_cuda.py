@@ -1,5 +1,5 @@
 """Few tokens on a Hopper GPU: frozen te_mx.Linear, inputs quantized in the call, against cuBLAS in
-bf16; in CUDA graphs, weights from HBM."""
+bf16; in CUDA graphs, weights from HBM. And the ways in which the decode kernel may cut them."""
 
 from collections.abc import Iterator
 
@@ -7,10 +7,16 @@ import torch
 from torch import nn
 
 import te_mx
+from benchmarks.bench_moe import MUST, ROUTINGS, routings_of
 from benchmarks.gpu import GpuContext, warm_up
 from benchmarks.row import Row, Target
-from benchmarks.timing import Call, interleaved
-from te_mx.recipe import BlockScaling
+from benchmarks.timing import Call, Effort, interleaved
+from te_mx import formats
+from te_mx.backends.base import FLOAT_DTYPES
+from te_mx.backends.base import FORMATS as ELEMENTS
+from te_mx.backends.sm90 import binding
+from te_mx.layouts import SM90_DECODE
+from te_mx.recipe import BlockScaling, Float8BlockScaling
 from te_mx.runtime.ran import LAST_RUN
 
 SHAPES = [  # K, N
@@ -23,7 +29,22 @@ SHAPES = [  # K, N
     (7168, 4096),
 ]
 TOKENS = (1, 2, 4, 8, 16, 32, 64)
-FORMATS = {"mxfp8_e4m3": (Target(1.4, 2.0), Target(1.2, 1.6)), "mxfp4": (Target(1.8, 3.0), None)}
+FEW, MORE = Target(1.4, 2.0), Target(1.2, 1.6)
+FORMATS = {  # weights: what up to 16 rows must reach, and more
+    "mxfp8": (FEW, MORE),
+    "mxfp4": (Target(1.8, 3.0), MORE),
+    "fp8_block": (FEW, MORE),
+}
+RECIPES = {
+    "mxfp8": BlockScaling(x="mxfp8_e4m3", w="mxfp8_e4m3", g="mxfp8_e5m2"),
+    "mxfp4": BlockScaling(x="mxfp8_e4m3", w="mxfp4", g="mxfp8_e5m2"),
+    "fp8_block": Float8BlockScaling(),
+}
+# Of a mixture: two products of an expert, tokens that are sent to TOP_K of them.
+EXPERTS, TOP_K, EXPERT_TOKENS = 128, 4, (1, 4, 16, 64)
+EXPERT_SHAPES = [(6144, 1536), (768, 6144)]  # K, N
+EXPERT_TARGETS = {"mxfp8": MUST["mxfp8_e4m3"], "mxfp4": MUST["mxfp4"], "fp8_block": None}
+SPLITS = 16  # ways to cut: kDecodeSplits of csrc/include/te_mx/sm90_decode.h
 CALLS = 8  # of a graph, one after the other
 COLD = 512 << 20  # weights, so that no cache holds those of 4 bits
 
@@ -42,6 +63,12 @@ def _graph(call: Call, sets: int, context: GpuContext) -> Call:
     return lambda i, held=held: graphs[i % len(graphs)].replay()
 
 
+def _short(context: GpuContext, most: int = 15) -> Effort:
+    """Batches of a few graphs: there are many rows."""
+    effort = context.effort
+    return effort if context.quick else Effort(effort.seconds, effort.min_rounds, most, 2.0)
+
+
 def decode(context: GpuContext) -> Iterator[Row]:
     """y = x @ w^T of bf16 x, without a bias."""
     for k, n in context.pick(SHAPES, [(96, 64)]):
@@ -53,29 +80,119 @@ def decode(context: GpuContext) -> Iterator[Row]:
                 kind(k, n, bias=False, dtype=torch.bfloat16, device=context.device)
                 for _ in range(sets)
             ]
-        recipes = {w: BlockScaling(x="mxfp8_e4m3", w=w, g="mxfp8_e5m2") for w in FORMATS}
-        for w, recipe in recipes.items():
+        for w, recipe in RECIPES.items():
             for layer in layers[w]:
                 te_mx.freeze_weights(layer, drop_master=True, recipe=recipe)
         for m in context.pick(TOKENS, (2,)):
             x = context.randn(m, k, seed=m)
             calls: dict[str, Call] = {}
             for name, given in layers.items():
-                recipe = recipes.get(name)
+                recipe = RECIPES.get(name)
 
                 def call(i: int, given=given, recipe=recipe, x=x) -> torch.Tensor:
                     with torch.no_grad(), te_mx.autocast(enabled=recipe is not None, recipe=recipe):
                         return given[i % len(given)](x)
 
                 calls[name] = _graph(call, sets, context)
-            times = interleaved(calls, context.effort, warm_up=3, clock=context.clock)
+            times = interleaved(calls, _short(context), warm_up=3, clock=context.clock)
             each = CALLS if context.device.type == "cuda" else 1
             for w, targets in FORMATS.items():
                 seconds = times.seconds(w) / each
-                nbytes = n * k * (1 if w != "mxfp4" else 0.5) + n * k / 32
+                nbytes = n * k * (1 / 2 if w == "mxfp4" else 1) + n * k / 32
                 kernel = LAST_RUN.get(layers[w][0]._tag, "")
                 yield Row(
-                    f"decode {w[:5]}", f"M{m} {n} {k}", kernel, seconds * 1e6,
+                    f"decode {w}", f"M{m} {n} {k}", kernel, seconds * 1e6,
                     *context.bandwidth(nbytes, seconds), "cuBLAS bf16 graph",
                     times.ratio("bf16", w), targets[m > 16],
                 )  # fmt: skip
+
+
+def groups(context: GpuContext) -> Iterator[Row]:
+    """Few tokens of a mixture: a frozen te_mx.GroupedLinear, splits on the device, against torch's
+    grouped_mm in bf16 on the same rows."""
+    experts = context.pick([EXPERTS], [4])[0]
+    for k, n in context.pick(EXPERT_SHAPES, [(96, 64)]):
+        plain = context.randn(experts, n, k, seed=0)
+        layers = {}
+        for w, recipe in RECIPES.items():
+            layers[w] = te_mx.GroupedLinear(
+                experts, k, n, bias=False, dtype=torch.bfloat16, device=context.device,
+                single_grouped_weight=True,
+            )  # fmt: skip
+            with torch.no_grad():
+                layers[w].weight.copy_(plain)
+            te_mx.freeze_weights(layers[w], drop_master=True, recipe=recipe)
+        for tokens in context.pick(EXPERT_TOKENS, [2]):
+            routings = routings_of(experts, tokens, TOP_K, str(context.device))
+            splits = [ids.flatten().bincount(minlength=experts) for ids in routings]
+            ends = [one.cumsum(0).to(torch.int32) for one in splits]
+            x = context.randn(tokens * TOP_K, k, seed=tokens)
+
+            def bf16(i: int, x=x, ends=ends, plain=plain) -> torch.Tensor:
+                if context.device.type != "cuda":
+                    return x @ plain[0].t()
+                return torch._grouped_mm(x, plain.transpose(1, 2), ends[i % ROUTINGS])
+
+            calls = {"bf16": _graph(bf16, ROUTINGS, context)}
+            for w, recipe in RECIPES.items():
+
+                def call(
+                    i: int, layer=layers[w], recipe=recipe, x=x, splits=splits
+                ) -> torch.Tensor:
+                    with torch.no_grad(), te_mx.autocast(recipe=recipe):
+                        return layer(x, splits[i % ROUTINGS])
+
+                calls[w] = _graph(call, ROUTINGS, context)
+            times = interleaved(calls, _short(context), warm_up=3, clock=context.clock)
+            each = CALLS if context.device.type == "cuda" else 1
+            hit = sum(len(ids.unique()) for ids in routings) / ROUTINGS
+            for w, target in EXPERT_TARGETS.items():
+                seconds = times.seconds(w) / each
+                nbytes = hit * n * k * ((1 / 2 if w == "mxfp4" else 1) + 1 / 32)
+                yield Row(
+                    f"groups {w}", f"{tokens}x{TOP_K} {n} {k}", LAST_RUN.get(layers[w]._tag, ""),
+                    seconds * 1e6, *context.bandwidth(nbytes, seconds), "grouped_mm bf16 graph",
+                    times.ratio("bf16", w), target,
+                )  # fmt: skip
+
+
+def splits(context: GpuContext) -> Iterator[Row]:
+    """The decode kernel alone, in every way to cut a product: the best one, beside its own choice.
+    The column "kernel" has the best: CTAs of a cluster x tiles of 64 rows."""
+    native = binding.native()
+    assert native is not None
+    for w, (k, n) in ((w, shape) for w in ("mxfp8_e4m3", "mxfp4") for shape in SHAPES):
+        fmt = formats.get(w)
+        codes, scales = fmt.quantize(context.randn(n, k, seed=1), "rceil")
+        form, _ = SM90_DECODE.pack(fmt, codes, scales, k)
+        sets = -(-COLD // form.numel() // CALLS) * CALLS + CALLS
+        forms = [form.clone() for _ in range(sets)]
+        for m in (1, 8, 16, 64):
+            x, y = context.randn(m, k, seed=m), context.randn(m, n, seed=0)
+            nbytes = native.decode_workspace(m, k, 0)
+            room = torch.empty(nbytes, dtype=torch.uint8, device=context.device)
+            calls: dict[str, Call] = {}
+            for split in range(-1, SPLITS):
+                args = native.DecodeArgs(
+                    m=m, n=n, k=k, w_element=ELEMENTS["e2m1" if w == "mxfp4" else "e4m3"],
+                    x=x.data_ptr(), ldx=k, x_dtype=FLOAT_DTYPES[x.dtype], out=y.data_ptr(), ldo=n,
+                    out_dtype=FLOAT_DTYPES[y.dtype], device=0, kernel=split,
+                    workspace=room.data_ptr(), workspace_bytes=nbytes,
+                )  # fmt: skip
+
+                def call(i: int, args=args, forms=forms) -> None:
+                    args.w = forms[i % len(forms)].data_ptr()
+                    binding.set_execution(args, 0)
+                    assert binding.supported(native.decode(args))
+
+                name = "own" if split < 0 else f"{split // 2 + 1} x {split % 2 + 1}"
+                calls[name] = _graph(call, sets, context)
+            times = interleaved(calls, _short(context, 9), warm_up=1, clock=context.clock)
+            order = sorted((name for name in calls if name != "own"), key=times.seconds)
+            us = {name: times.seconds(name) / CALLS * 1e6 for name in calls}
+            yield Row(
+                f"split {w[:5]}", f"M{m} {n} {k}", order[0], us[order[0]],
+                *context.bandwidth(form.numel(), us[order[0]] / 1e6), "own",
+                times.ratio("own", order[0]),
+                peer_rate=", ".join(f"{name} {us[name]:.1f}" for name in ("own", *order[1:3])),
+            )  # fmt: skip

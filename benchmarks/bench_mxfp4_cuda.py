@@ -1,7 +1,10 @@
 """MXFP4 on a Hopper GPU: products with codes of 4 bits, which are unpacked to FP8 tiles at every
-call, against bf16; the quantizer against a device copy; linear layers."""
+call, before the product or in its main loop, against bf16; the quantizer against a device copy;
+linear layers."""
 
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +17,11 @@ from benchmarks.gpu import GpuContext, warm_up
 from benchmarks.row import Row, Target
 from benchmarks.timing import Call, interleaved
 from te_mx import ops
+from te_mx.backends.sm90 import trial
+from te_mx.backends.sm90.codes import CODES
+from te_mx.backends.sm90.gemm import ADAPTIVE
+from te_mx.dispatch import registry
+from te_mx.dispatch.problem import FEW_ROWS
 from te_mx.ops import Mode, Operand
 from te_mx.ops.grouped_gemm import gemm_rows
 from te_mx.ops.grouped_quantize import Groups, quantize_grouped, quantize_weights
@@ -52,6 +60,10 @@ def _operand(x: Tensor, fmt: str) -> Operand:
     return row
 
 
+def _product(pairs: list[tuple[Operand, ...]]) -> Call:
+    return lambda i: ops.gemm_2d(*pairs[i % len(pairs)], out_dtype=torch.bfloat16, mode=MODE).out
+
+
 def _captured(call: Call, sets: int, device: torch.device) -> Call:
     """The calls 0 to sets - 1 as CUDA graphs; themselves without a GPU."""
     if device.type != "cuda":
@@ -66,34 +78,57 @@ def _captured(call: Call, sets: int, device: torch.device) -> Call:
     return lambda i, held=held: graphs[i % sets].replay()
 
 
+@contextmanager
+def _on_trial(on: bool) -> Iterator[None]:
+    """Kernels on trial may run inside, or may not, whatever the environment says."""
+    before = os.environ.pop(trial.VARIABLE, None)
+    if on:
+        os.environ[trial.VARIABLE] = "1"
+    registry.forget()
+    try:
+        yield
+    finally:
+        os.environ.pop(trial.VARIABLE, None)
+        if before is not None:
+            os.environ[trial.VARIABLE] = before
+        registry.forget()
+
+
 def gemm(context: GpuContext) -> Iterator[Row]:
-    """Gaussian operands, whose tiles are all of class 0. The cube eager, the others in graphs."""
+    """Gaussian operands, whose tiles are all of class 0. The cube eager, the others in graphs. Few
+    rows twice: codes unpacked before the product, and in its main loop, by a kernel on trial."""
     for shape in context.pick([CUBE, *FEW], [(64, 96, 128), (32, 40, 64)]):
         m, n, k = shape
         plain = [
             (context.randn(m, k, seed=2 * i), context.randn(n, k, seed=2 * i + 1))
             for i in range(context.sets(m * k + n * k))
         ]
+        in_graphs = shape != CUBE
         calls: dict[str, Call] = {}
-        for name, fmts in KINDS.items():
+        kernels: dict[str, str] = {}
+        for kind, fmts in KINDS.items():
             pairs = [
                 tuple(_operand(x, fmt) for x, fmt in zip(both, fmts, strict=True)) for both in plain
             ]
-            calls[name] = lambda i, pairs=pairs: (
-                ops.gemm_2d(*pairs[i % len(pairs)], out_dtype=torch.bfloat16, mode=MODE).out
-            )
+            call = _product(pairs)
+            kernels[kind], calls[kind] = ADAPTIVE, call
+            if in_graphs:  # which keep the kernel that was captured
+                with _on_trial(False):
+                    calls[kind] = _captured(call, len(plain), context.device)
+                if m <= FEW_ROWS:
+                    name = f"{kind} in the loop"
+                    with _on_trial(True):
+                        calls[name] = _captured(call, len(plain), context.device)
+                    kernels[name] = CODES
         calls["bf16"] = bf16(plain)
-        in_graphs = shape != CUBE
         if in_graphs:
-            calls = {
-                name: _captured(call, len(plain), context.device) for name, call in calls.items()
-            }
+            calls["bf16"] = _captured(calls["bf16"], len(plain), context.device)
         times = interleaved(calls, context.effort, warm_up=2 * len(plain), clock=context.clock)
         flops = 2 * m * n * k
-        for name in KINDS:
+        for name, kernel in kernels.items():
             seconds = times.seconds(name)
             yield Row(
-                name, " ".join(map(str, shape)), "sm90_adaptive", seconds * 1e6,
+                name, " ".join(map(str, shape)), kernel, seconds * 1e6,
                 *context.compute(flops, seconds),
                 "cuBLAS bf16" + " graph" * in_graphs, times.ratio("bf16", name),
                 FEW_TARGET if in_graphs else CUBE_TARGET,

@@ -56,9 +56,9 @@ def freeze_weights(
     captured CUDA graphs notice nothing. After such a change call `unfreeze_weights`, then
     `freeze_weights`, and capture again.
 
-    On Hopper GPUs a te_mx.Linear keeps its weight once more from its first forward of at most 16
-    rows on, in the form of the kernel for them: 1.03 bytes a number in MXFP8, 0.53 in MXFP4. A CUDA
-    graph uses it if such a forward ran before the capture.
+    On Hopper GPUs a te_mx.Linear keeps its weight once more from its first forward of at most 64
+    rows on, in the form of the kernel for them: 1.03 bytes a number in MXFP8 and blockwise FP8,
+    0.53 in MXFP4. A CUDA graph uses it if such a forward ran before the capture.
 
     Args:
         model: the modules in it that are frozen already stay so.

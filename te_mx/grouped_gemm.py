@@ -1,4 +1,5 @@
-"""te_mx.grouped_gemm: the products of all groups on operands that are quantized already."""
+"""te_mx.grouped_gemm: the products of all groups on operands that are quantized already, or of
+tokens as they are."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_mx import mixed_grouped
 from te_mx.arguments import check_flag, shown
 from te_mx.autograd import transforms
 from te_mx.autograd.steps import mode_of
@@ -23,7 +25,7 @@ OWNER = "grouped_gemm"
 
 
 def grouped_gemm(
-    inp: MXTensor,
+    inp: MXTensor | Tensor,
     weight: MXTensor | Sequence[MXTensor],
     *,
     offs: Tensor | None = None,
@@ -54,7 +56,9 @@ def grouped_gemm(
     range is cut off instead of refused, and nothing waits, so that a CUDA graph may hold the call.
 
     Args:
-        inp: tokens with a rowwise copy, in blocks of one row.
+        inp: tokens with a rowwise copy, in blocks of one row. Or a plain tensor in bf16 or fp16
+            (weight only: bf16 times MXFP4). It is not quantized: the codes of the weights are
+            decoded for the time of the product, as by `te_mx.gemm`.
         weight: [G, N, K] with a rowwise copy, or G of them [N, K], which are stacked in every call.
             Where blocks hold several rows (128 x 128), those of a stack must divide N.
         offs, index, masked_m: int32 or int64; exactly one.
@@ -72,30 +76,40 @@ def grouped_gemm(
 
     Raises:
         TypeError, ValueError: what does not fit, with what was expected, before anything runs.
-        NotImplementedError: forward-mode AD or a transform of torch.func follows bias.
+        NotImplementedError: forward-mode AD or a transform of torch.func follows bias
+            or inp.
     """
     form = Form(OWNER, offs, index, masked_m, alignment).checked()
     check_flag(f"{OWNER}: zero_padding", zero_padding)
     check_dtype(out_dtype, f"{OWNER}: out_dtype")
     settings = settings_of(recipe, forward=False)
-    lhs, rhs = tokens_of(inp), stack_of(weight, OWNER)
-    most = _check_sizes(inp, lhs, rhs, masked_m is not None)
+    rhs = stack_of(weight, OWNER)
+    plain = isinstance(inp, Tensor) and inp.dtype in mixed_grouped.DTYPES
+    lhs = mixed_grouped.check(inp, rhs, OWNER) if plain else tokens_of(inp)  # type: ignore[arg-type]
+    first = lhs if isinstance(lhs, Tensor) else lhs.codes
+    most = _check_sizes(tuple(inp.shape), first, rhs, masked_m is not None)
+    if isinstance(lhs, Tensor):
+        lhs = first = lhs.reshape(lhs.shape[:-1].numel(), rhs.k)
     if bias is not None:
         check_floats(f"{OWNER}: bias", bias)
-        check_place(f"{OWNER}: bias", bias, lhs.codes)
+        check_place(f"{OWNER}: bias", bias, first)
         if bias.shape != (rhs.groups, rhs.rows):
             raise ValueError(
                 f"{OWNER}: bias must be [{rhs.groups}, {rhs.rows}], got {tuple(bias.shape)}"
             )
-        if transforms.active():
-            transforms.refuse(f"te_mx.{OWNER}", (bias,), transforms.FUNCTION, grad=True)
-        bias = bias.detach().resolve_neg()
-    rows = rows_of(form, lhs.codes, rhs.groups, most)
+    if transforms.active():
+        followed = [t for t in (inp, bias) if isinstance(t, Tensor)]
+        transforms.refuse(f"te_mx.{OWNER}", followed, transforms.FUNCTION, grad=True)
+    bias = None if bias is None else bias.detach().resolve_neg()
+    rows = rows_of(form, first, rhs.groups, most)
     with torch.no_grad():
-        out = gemm_rows(
-            _taken(lhs, rows), rhs, rows.groups, bias=bias, out_dtype=out_dtype,
-            mode=mode_of(settings),
-        )  # fmt: skip
+        if isinstance(lhs, Tensor):
+            out = mixed_grouped.run(rows.taken(lhs), rows.groups, rhs, bias, out_dtype)
+        else:
+            out = gemm_rows(
+                _taken(lhs, rows), rhs, rows.groups, bias=bias, out_dtype=out_dtype,
+                mode=mode_of(settings),
+            )  # fmt: skip
         out = rows.put_back(out, bias is not None, zero_padding)
     return out.view(rhs.groups, most, rhs.rows) if masked_m is not None else out
 
@@ -173,16 +187,15 @@ def _rowwise(tensor: Any, name: str, owner: str) -> Operand:
     return operand
 
 
-def _check_sizes(inp: MXTensor, lhs: Operand, rhs: Stack, masked: bool) -> int:
+def _check_sizes(shape: tuple[int, ...], first: Tensor, rhs: Stack, masked: bool) -> int:
     """M_max of tokens [G, M_max, K]; raises ValueError for tokens of another shape."""
     expected = f"[{f'{rhs.groups}, M_max' if masked else 'R'}, {rhs.k}]"
-    shape = tuple(inp.shape)
     if len(shape) != 2 + masked or shape[-1] != rhs.k or (masked and shape[0] != rhs.groups):
         raise ValueError(
             f"{OWNER}: inp must be {expected} for weight [{rhs.groups}, {rhs.rows}, {rhs.k}], got "
             f"{shape}"
         )
-    check_place(f"{OWNER}: weight", rhs.codes, lhs.codes)
+    check_place(f"{OWNER}: weight", rhs.codes, first)
     return shape[1] if masked else 0
 
 

@@ -16,10 +16,11 @@ from te_mx.arguments import check_dense
 from te_mx.backends.reference.torch_gemm import finish, mm_without_tf32
 from te_mx.blas import USAGES, check_layout
 from te_mx.dispatch.calls import Epilogue
+from te_mx.layouts import spec_of
 from te_mx.ops import GemmParts, Operand, dequantize_2d
 
 _F32, _BF16 = torch.float32, torch.bfloat16
-_DTYPES = _BF16, torch.float16  # who passes fp32 has forgotten to quantize
+DTYPES = _BF16, torch.float16  # who passes fp32 has forgotten to quantize
 
 
 class Sides(NamedTuple):
@@ -58,7 +59,7 @@ def sides_of(A: Any, B: Any, layout: str) -> Sides | None:
     plain, other = (A, B) if isinstance(A, Tensor) else (B, A)
     if not (isinstance(plain, Tensor) and hasattr(other, "operand")):
         return None
-    if plain.dtype not in _DTYPES or plain.dim() == 0:
+    if plain.dtype not in DTYPES or plain.dim() == 0:
         return None
     check_layout(layout)
     usage_a, usage_b = USAGES[layout]
@@ -81,15 +82,21 @@ def _side(tensor: Any, usage: str, name: str, layout: str) -> Operand | Tensor:
                 f"layout {layout} reads the {usage} copy of {name}, but {name} = {tensor!r} has "
                 f"none; make it with te_mx.quantize(x, {usage}=True)"
             )
-        if operand.format.transform is not None:
-            raise ValueError(
-                f"{name} is {operand.format.name}, whose Hadamard transform the other side, which "
-                "is not quantized, does not have; quantize both with the same one"
-            )
+        check_untransformed(name, operand.spec)
         return operand
     check_dense(name, tensor)
     flat = tensor.detach().resolve_neg().reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
     return flat if usage == "rowwise" else flat.t()
+
+
+def check_untransformed(name: str, spec: str) -> None:
+    """Raise ValueError for codes whose transform numbers that are not quantized do not have."""
+    fmt = spec_of(spec).format
+    if fmt.transform is not None:
+        raise ValueError(
+            f"{name} is {fmt.name}, whose Hadamard transform the other side, which is not "
+            "quantized, does not have; quantize both with the same one"
+        )
 
 
 def _sizes(side: Operand | Tensor) -> tuple[int, int]:

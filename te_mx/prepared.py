@@ -17,6 +17,7 @@ from te_mx.autograd import transforms
 from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.registry import PreparedGemm, derived, pick_problem
 from te_mx.ops import Mode
+from te_mx.ops.gemm import empty
 from te_mx.ops.library import is_direct
 from te_mx.runtime import streams
 
@@ -78,7 +79,7 @@ def run(A: Any, B: Any, call: Call, out: Any, *rest: Any) -> Tensor | None:
     ):
         return None
     if out is None:
-        out = torch.empty(plan.shape, dtype=call.out_dtype, device=device)
+        out = empty(lhs.codes, plan.shape, call.out_dtype)
         return out if plan.run(lhs, rhs, out) else None
     if not _takes(out, plan, call, A, B) or not plan.run(lhs, rhs, out):
         return None

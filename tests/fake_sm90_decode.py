@@ -7,11 +7,16 @@ import copy
 import torch
 
 from te_mx import formats
+from te_mx.backends.reference import fused_math
+from te_mx.dispatch.fused import Activation
 from te_mx.layouts import SM90_DECODE
 
-WORKSPACE = 320  # bytes asked for by more than 8 rows
+WORKSPACE = 320  # bytes asked for by more than 16 rows
 NAMES = {0: "mxfp8_e4m3", 1: "mxfp8_e5m2", 6: "mxfp4"}
+FACTORS = {0: "fp8_e4m3_1x128", 1: "fp8_e5m2_1x128"}
 CALLS: list[tuple[int, int, int]] = []  # m, n, k of the calls
+ACTS = {0: "gelu", 1: "relu", 2: "srelu", 3: "silu", 4: "qgelu", 7: "gelu_erf"}
+EXACT: list[bool] = []  # whether they were to be exact
 
 
 class DecodeArgs:
@@ -20,7 +25,8 @@ class DecodeArgs:
     def __init__(self, **fields: int) -> None:
         self.m = self.n = self.k = self.w = self.w_element = self.x = self.ldx = 0
         self.x_dtype = self.x_scales = self.x_element = self.rule = self.out = self.ldo = 0
-        self.x_as_is = False
+        self.x_as_is = self.factors = self.exact = self.activates = False
+        self.amax_epsilon, self.act, self.groups = 0.0, 1, None
         self.out_dtype = self.bias = self.bias_dtype = self.device = self.stream = 0
         self.workspace = self.workspace_bytes = 0
         self._set(fields)
@@ -36,31 +42,49 @@ class DecodeArgs:
         return made
 
 
-def decode_workspace(m: int, k: int) -> int:
-    return 0 if m <= 8 else WORKSPACE
+def decode_workspace(m: int, k: int, groups: int) -> int:
+    return 0 if m <= 16 else WORKSPACE + groups
+
+
+def _bounds(a: DecodeArgs) -> list[tuple[int, int]]:
+    """Where the rows of every weight begin and end."""
+    from fake_sm90_grouped import bounds_of
+
+    if a.groups is None:
+        return [(0, a.m)]
+    assert a.groups.rows == a.m and a.groups.capacity == 0
+    return list(zip(*bounds_of(a.groups), strict=True))
 
 
 def decode(a: DecodeArgs) -> int:
     from fake_sm90 import _DTYPES, _RULES, at
 
-    if a.workspace_bytes < decode_workspace(a.m, a.k):
+    bounds = _bounds(a)
+    if a.workspace_bytes < decode_workspace(a.m, a.k, 0 if a.groups is None else len(bounds)):
         return 3
     if a.workspace_bytes:
         at(a.workspace, (a.workspace_bytes,)).fill_(0xFF)
     assert a.ldx >= a.k and a.ldo == a.n and a.x_element in (0, 1)
     x = at(a.x, ((a.m - 1) * a.ldx + a.k,), _DTYPES[a.x_dtype]).as_strided((a.m, a.k), (a.ldx, 1))
-    x_fmt, w_fmt = formats.get(NAMES[a.x_element]), formats.get(NAMES[a.w_element])
+    names = FACTORS if a.factors else NAMES
+    x_fmt, w_fmt = formats.get(names[a.x_element]), formats.get(names[a.w_element])
     if a.x_as_is:
         exact = x.double()
     else:
-        codes = x_fmt.quantize(x.contiguous(), _RULES[a.rule])
+        rule = _RULES[a.rule] + (f":{a.amax_epsilon}" if a.amax_epsilon else "")
+        codes = x_fmt.quantize(x.contiguous(), rule)
         exact = x_fmt.dequantize(*codes, a.k, torch.float64)
-    weight = at(a.w, SM90_DECODE.shapes(w_fmt, a.n, a.k)[0])
+    weights = at(a.w, (len(bounds), *SM90_DECODE.shapes(w_fmt, a.n, a.k)[0]))
     rows = torch.empty((a.n, 1), dtype=torch.uint8)
-    values = SM90_DECODE.values(w_fmt, weight, rows, a.k, torch.float64)
-    sums = exact @ values.t()
-    if a.bias:
-        sums += at(a.bias, (a.n,), _DTYPES[a.bias_dtype])
-    at(a.out, (a.m, a.n), _DTYPES[a.out_dtype]).copy_(sums)
+    out = at(a.out, (a.m, a.n), _DTYPES[a.out_dtype]).zero_()
+    for i, (first, last) in enumerate(bounds):
+        values = SM90_DECODE.values(w_fmt, weights[i], rows, a.k, torch.float64)
+        sums = exact[first:last] @ values.t()
+        if a.bias:
+            sums += at(a.bias, (len(bounds), a.n), _DTYPES[a.bias_dtype])[i]
+        if a.activates:
+            sums = fused_math.activate(sums.float(), Activation(ACTS[a.act]), torch.float32)
+        out[first:last] = sums
     CALLS.append((a.m, a.n, a.k))
+    EXACT.append(a.exact)
     return 0

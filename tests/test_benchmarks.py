@@ -1,4 +1,4 @@
-"""The benchmark runner on tiny sizes: every benchmark gives rows, and their arithmetic is right."""
+"""The benchmark runner on tiny sizes: every benchmark gives rows."""
 
 import json
 import subprocess
@@ -13,8 +13,7 @@ import te_mx
 from benchmarks import __main__ as runner
 from benchmarks import bench_gemm_cuda, bench_linear_cuda, gpu, kernel_times, peers_cuda
 from benchmarks.gpu import Gpu, GpuContext
-from benchmarks.row import Row, Target, line
-from benchmarks.timing import Clock, Effort, Times, interleaved
+from benchmarks.row import line
 
 ROOT = Path(__file__).parents[1]
 PEERS = {
@@ -76,7 +75,10 @@ CUDA_ROWS = {
         ),
     },
     "mxfp4_cuda": {
-        **dict.fromkeys(("mxfp4 x mxfp4", "mxfp8 x mxfp4"), (1.1, 1.5)),
+        **dict.fromkeys(
+            (f"{x} x mxfp4{loop}" for x in ("mxfp4", "mxfp8") for loop in ("", " in the loop")),
+            (1.1, 1.5),
+        ),
         **{
             f"{kind} {fmt}": (1.4, 1.7)
             for kind in ("contiguous", "masked")
@@ -86,7 +88,16 @@ CUDA_ROWS = {
         **dict.fromkeys(("quantize 4 bits", "unpack")),
         "linear fwd+bwd fp4": (1.4, 1.7),
     },
-    "decode_cuda": {"decode mxfp8": (1.4, 2.0), "decode mxfp4": (1.8, 3.0)},
+    "decode_cuda": {
+        "decode mxfp8": (1.4, 2.0),
+        "decode mxfp4": (1.8, 3.0),
+        "decode fp8_block": (1.4, 2.0),
+    },
+    "decode_groups_cuda": {
+        "groups mxfp8": (1.5, 2.0),
+        "groups mxfp4": (2.0, 3.0),
+        "groups fp8_block": None,
+    },
     "scales_cuda": {
         "gemm row scales": (1.2, 1.4),
         "gemm outliers": (1.4, 1.7),
@@ -142,9 +153,11 @@ def on_cpu() -> GpuContext:
 
 # Operands packed for Hopper, which no CPU kernel takes.
 @pytest.mark.filterwarnings("ignore:te_mx runs .* not sm90:te_mx.FallbackWarning")
-@pytest.mark.parametrize("name", sorted(runner.CUDA_BENCHMARKS.keys() - {"graph_cuda"}))
+@pytest.mark.parametrize(
+    "name", sorted({*runner.CUDA_BENCHMARKS, "decode_groups_cuda"} - {"graph_cuda"})
+)
 def test_cuda_benchmark_runs_in_place_of_a_gpu(name: str, on_cpu: GpuContext) -> None:
-    rows = list(runner.CUDA_BENCHMARKS[name](on_cpu))
+    rows = list((runner.CUDA_BENCHMARKS | runner.MODEL_BENCHMARKS)[name](on_cpu))
     targets = {row.benchmark: row.target for row in reversed(rows)}  # the first row of a name
     for benchmark, marks in CUDA_ROWS[name].items():
         target = targets.pop(benchmark)
@@ -313,75 +326,3 @@ def test_what_there_is_not_is_refused(
     with pytest.raises(SystemExit) as refused:
         runner.main(argv)
     assert refused.value.code == 2 and message in capsys.readouterr().err
-
-
-def test_ratios_are_taken_within_a_round() -> None:
-    # The machine is ten times slower in the second round, for both: the ratio does not see it.
-    times = Times({"ours": [1.0, 10.0, 1.0], "peer": [2.0, 20.0, 3.0]})
-    assert times.ratio("peer", "ours") == 2.0
-    assert times.difference("ours", "peer") == -2.0
-    assert times.seconds("ours") == 1.0
-
-
-def test_interleaving_gives_every_candidate_every_round_and_rotates() -> None:
-    seen: dict[str, list[int]] = {"a": [], "b": []}
-    calls = {name: seen[name].append for name in seen}
-    effort = Effort(seconds=0, min_rounds=4, max_rounds=9, min_batch_ms=0.01)
-    times = interleaved(calls, effort)
-    assert [len(rounds) for rounds in times.rounds.values()] == [4, 4]
-    for indices in seen.values():
-        timed = indices[4:]  # after three warm-up calls and one that sizes the batch
-        assert timed == list(range(len(timed)))
-
-
-def test_lead_in_calls_are_not_timed() -> None:
-    log: list[str] = []
-
-    def seconds(work) -> float:
-        log.append("start")
-        work()
-        log.append("stop")
-        return 1.0
-
-    effort = Effort(seconds=0, min_rounds=2, max_rounds=2, min_batch_ms=3000)
-    times = interleaved({"a": lambda i: log.append("call")}, effort, 0, Clock(seconds, lead_in=2))
-    sizing = ["start", "call", "stop"]
-    assert log == sizing + 2 * (2 * ["call"] + ["start", *(3 * ["call"]), "stop"])
-    assert times.rounds == {"a": [1 / 3, 1 / 3]}
-
-
-@pytest.mark.parametrize(
-    ("target", "value", "verdict"),
-    [
-        (Target(1.3, 2.0), 2.1, "aim"),
-        (Target(1.3, 2.0), 1.3, "ok"),
-        (Target(1.3, 2.0), 1.2, "SHORT"),
-        (Target(1.0, None), 5.0, "ok"),
-        (Target(40, 15, "us", lower_is_better=True), 12.0, "aim"),
-        (Target(40, 15, "us", lower_is_better=True), 40.0, "ok"),
-        (Target(40, 15, "us", lower_is_better=True), 41.0, "SHORT"),
-    ],
-)
-def test_verdicts(target: Target, value: float, verdict: str) -> None:
-    assert target.verdict(value) == verdict
-
-
-def test_line_shows_value_and_target() -> None:
-    row = Row(
-        "gemm TN",
-        "1 2 3",
-        "amx_bf16",
-        12.5,
-        "3 GFLOP/s",
-        41.7,
-        "F.linear bf16",
-        1.5,
-        Target(1.3, 2.0),
-    )
-    text = line(row.cells())
-    for part in ("gemm TN", "12.5", "42 %", "1.50x", "1.3x / 2x, ok"):
-        assert part in text
-    late = Row(
-        "import", "", "", 9e4, "", None, "torch", 0.09, Target(0.3, 0.1, "s", lower_is_better=True)
-    )
-    assert "0.09 s" in line(late.cells()) and "0.3 s / 0.1 s, aim" in line(late.cells())

@@ -82,6 +82,11 @@ def test_gpt2():
         logits, ours = backward(model)
     assert 0 < relative(logits, exact) < 0.05
     assert all(relative(ours[name], g) < 0.12 for name, g in gradients.items() if g.dim() == 2)
+    te_mx.revert_model(model)
+    report = te_mx.convert_model(model, fuse=True)
+    notes = {name: note for name, status, _, note in report.layers if status == "skipped"}
+    assert "c_fc is a Conv1D" in notes["transformer.h.0.mlp"]
+    assert "no nn.Linear that is converted" in notes["transformer.h.0.ln_1"]
 
 
 def test_conv1d_says_what_is_wrong():

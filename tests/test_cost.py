@@ -146,6 +146,20 @@ def test_nothing_is_known():
     assert "reference on" in report.skipped["0"] and type(net[0]) is nn.Linear
 
 
+def test_an_accelerator_that_is_not_there(monkeypatch):
+    """A torch that was built for CUDA, on a machine without a driver."""
+    if torch.accelerator.is_available():
+        pytest.skip("there is one")
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator",
+        lambda check_available=False: None if check_available else cuda,
+    )  # fmt: skip
+    net = nn.Sequential(nn.Linear(4096, 4096, device="meta"))
+    report = te_mx.convert_model(net, filter_fn="auto", dry_run=True)
+    assert "on cpu" in str(report) and "cuda" not in str(report)
+
+
 def test_a_slow_device_gains_nothing(monkeypatch):
     monkeypatch.setattr(auto_filter, "costs_of", lambda kernel: costs_of("avx512_bf16"))
     net = nn.Sequential(nn.Linear(4096, 4096, device="meta"))

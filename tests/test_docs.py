@@ -15,7 +15,7 @@ import te_mx
 OPTIONAL = ("accelerate", "lightning", "peft", "torchtitan", "trl")
 ROOT = Path(__file__).parent.parent
 PAGES = [
-    "README.md", "docs/grouped.md", "docs/integrations.md", "docs/inspect.md",
+    "README.md", "docs/grouped.md", "docs/inference.md", "docs/integrations.md", "docs/inspect.md",
     "docs/transformer_engine.md", "docs/tuning.md",
 ]  # fmt: skip
 NEEDS = {"docs/integrations.md": "transformers"}

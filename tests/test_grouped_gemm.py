@@ -9,9 +9,10 @@ from grouped_cases import RECIPES, equal
 from torch import Tensor
 
 import te_mx
-from te_mx import grouped_rows
+from te_mx import grouped_rows, mixed_grouped
 from te_mx.backends.cpu import grouped as cpu_grouped
 from te_mx.backends.reference import grouped as reference_grouped
+from te_mx.nn import grouped_plain
 from te_mx.ops import grouped_quantize
 from te_mx.recipe import BlockScaling
 
@@ -93,9 +94,10 @@ def unseen(request, monkeypatch):
 
         monkeypatch.setattr("te_mx.grouped_arguments.readable", lambda tensor: False)
         monkeypatch.setattr(grouped_rows, "readable", lambda tensor: False)
-        for module in (grouped_quantize, reference_grouped):
+        plain = mixed_grouped, grouped_plain
+        for module in (grouped_quantize, reference_grouped, *plain):
             monkeypatch.setattr(module, "known_to_host", lambda offs: False)
-        for module in (cpu_grouped, reference_grouped):
+        for module in (cpu_grouped, reference_grouped, *plain):
             monkeypatch.setattr(module, "host_bounds", refuse)
     return request.param
 
@@ -174,6 +176,65 @@ def test_dtypes_of_the_result(dtype):
     q = case.tokens(torch.cat(case.x))
     y = te_mx.grouped_gemm(q, case.w, offs=offs, bias=case.bias, out_dtype=dtype)
     equal(y, torch.cat(case.expected(dtype, True)))
+
+
+# ----------------------------------------------------------------- tokens that are not quantized
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("w_fmt", ["mxfp4", "mxfp8_e4m3", "fp8_e4m3_128x128"])
+@pytest.mark.parametrize("form", ["offs", "aligned", "index", "masked_m"])
+def test_weight_only(form, w_fmt, dtype, out_dtype, unseen):
+    case, most = Case("mxfp8_e4m3", w_fmt), 40
+    x, bias = [part.to(dtype) for part in case.x], case.bias.to(dtype)
+    wanted = [
+        te_mx.gemm(w, part, bias=b, out_dtype=out_dtype).out
+        for w, part, b in zip(case.w, x, bias, strict=True)
+    ]
+    starts, ends = aligned_starts(32)
+    if form == "index":
+        index = shuffled()
+        tokens = torch.full((len(index), K), torch.nan, dtype=dtype)
+        expected = torch.zeros(len(index), N, dtype=out_dtype)
+        for g, part in enumerate(wanted):
+            tokens[index == g], expected[index == g] = x[g], part
+        given = {"index": index}
+    else:
+        given = {
+            "offs": {"offs": torch.tensor(COUNTS).cumsum(0)},
+            "aligned": {"offs": ends, "alignment": 32},
+            "masked_m": {"masked_m": torch.tensor(COUNTS)},
+        }[form]
+        if form == "offs":
+            starts = [0, *given["offs"][:-1].tolist()]
+        elif form == "masked_m":
+            starts = [g * most for g in range(G)]
+        tokens, expected = (
+            spread_out(parts, starts, G * most, fill)
+            for parts, fill in ((x, torch.nan), (wanted, 0.0))
+        )
+        if form == "masked_m":
+            tokens, expected = tokens.view(G, most, K), expected.view(G, most, N)
+    y = te_mx.grouped_gemm(tokens, case.weight, **given, bias=bias, out_dtype=out_dtype)
+    assert y.dtype == out_dtype and y.shape == expected.shape and y.isfinite().all()
+    if unseen:  # sums in another order
+        ulp = 2**-7 if out_dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(y, expected, rtol=ulp, atol=1e-4)
+    else:
+        equal(y, expected)
+
+
+def test_weight_only_refuses_what_does_not_fit():
+    x, w = torch.ones(6, K, dtype=torch.bfloat16), te_mx.quantize(torch.ones(2, N, K), fmt="mxfp4")
+    offs = torch.tensor([2, 6])
+    turned = te_mx.quantize(torch.ones(2, N, K), fmt="mxfp4+rht32:0x1")
+    for inp, weight, says in (
+        (x.float(), w, "inp must be an MXTensor, .*quantize"),
+        (x[:, :-1], w, "inp must be"),
+        (x, turned, "weight is mxfp4.*Hadamard"),
+        (x.to_sparse(), w, "inp"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=says):
+            te_mx.grouped_gemm(inp, weight, offs=offs)
 
 
 # --------------------------------------------------------------- the functions that quantize tokens

@@ -139,3 +139,11 @@ def test_progress_is_shown_where_tqdm_is_installed(monkeypatch):
     made(formats="mxfp4", progress=False)
     (bar,) = bars
     assert bar.how["total"] == bar.count == 8 and bar.how["disable"] is None
+
+
+def test_what_is_nan_throughout_is_not_called_zero():
+    layer = nn.Linear(64, 32)
+    text = str(te_mx.inspect(layer, torch.full((4, 64), math.nan), formats=["mxfp4"]))
+    assert "x: NaN/Inf" in text and "closest to w: 4 bits" in text and "all zero" not in text
+    text = str(te_mx.inspect(layer, torch.zeros(4, 64), formats=["mxfp4"]))
+    assert "x: all zero" in text and "NaN/Inf" not in text

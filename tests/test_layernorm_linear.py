@@ -288,3 +288,19 @@ def test_gradients_in_high_precision_are_those_of_torch_up_to_rounding(dtype, no
     for got, torchs, wanted in zip(fused, plain, exact, strict=True):
         error, theirs = ((g.double() - wanted).norm() / wanted.norm() for g in (got, torchs))
         assert error <= 1.5 * theirs + 2.0**-24
+
+
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize("given", [BF16, torch.float32])
+def test_dtypes_outside_of_a_region_are_those_inside(normalization, dtype, given):
+    """Under torch.autocast, where torch's layer_norm mixes no bf16 parameters with fp32."""
+    m = layer(64, 32, dtype=dtype, normalization=normalization, return_layernorm_output=True)
+    x = torch.randn(6, 64, dtype=given, requires_grad=True)
+    with torch.autocast("cpu", BF16):
+        plain, quantized = m(x), mxfp8(m)(x)
+    for one, other in zip(plain, quantized, strict=True):
+        assert one.dtype == other.dtype == BF16
+        assert relative(one, other) < 0.1
+    (grad,) = torch.autograd.grad(plain[0].sum() + plain[1].sum(), x)
+    assert grad.dtype == given

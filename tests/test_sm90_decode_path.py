@@ -14,7 +14,7 @@ import te_mx
 from te_mx import formats
 from te_mx.backends.sm90 import trial
 from te_mx.layouts import SM90_DECODE
-from te_mx.recipe import BlockScaling, MXFP8BlockScaling
+from te_mx.recipe import BlockScaling, Float8BlockScaling, MXFP8BlockScaling
 from te_mx.runtime.ran import LAST_RUN
 
 N, K = 52, 168
@@ -76,10 +76,39 @@ def test_few_rows_run_on_the_decode_kernel(w, drop):
     )
 
 
-@pytest.mark.parametrize("rows", [16, 17])
+@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("f32", [False, True])
+def test_blockwise_fp8_runs_on_it(f32, drop):
+    recipe = Float8BlockScaling(use_f32_scales=f32)
+    layer = te_mx.Linear(K, 2 * N, dtype=torch.bfloat16)
+    weight, bias = layer.weight.detach().clone(), layer.bias.detach().double()
+    te_mx.freeze_weights(layer, drop_master=drop, recipe=recipe)
+    x = torch.randn(20, K, dtype=torch.bfloat16)
+    with torch.no_grad(), te_mx.autocast(recipe=recipe):
+        y = layer(x)
+    assert fake_sm90_decode.CALLS == [(20, 2 * N, K)]
+    sides = []
+    for values, name in ((x, "fp8_e4m3_1x128"), (weight, "fp8_e4m3_128x128")):
+        fmt = formats.get(name)
+        codes = fmt.quantize(values, "fp32" if f32 else "pow2")
+        sides.append(fmt.dequantize(*codes, K, torch.float64))
+    torch.testing.assert_close(y.double(), sides[0] @ sides[1].t() + bias, rtol=2**-8, atol=1e-5)
+
+
+def test_exact_products_are_asked_for():
+    for precision in ("adaptive", "exact"):
+        recipe = MXFP8BlockScaling(precision=precision)
+        layer = te_mx.Linear(K, N, dtype=torch.bfloat16)
+        te_mx.freeze_weights(layer, recipe=recipe)
+        with torch.no_grad(), te_mx.autocast(recipe=recipe):
+            layer(torch.randn(2, K, dtype=torch.bfloat16))
+        assert fake_sm90_decode.EXACT[-1] == (precision == "exact")
+
+
+@pytest.mark.parametrize("rows", [64, 65])
 def test_more_rows_run_elsewhere(rows):
     run(frozen(), torch.randn(rows, K, dtype=torch.bfloat16))
-    assert len(fake_sm90_decode.CALLS) == (rows == 16)
+    assert len(fake_sm90_decode.CALLS) == (rows == 64)
 
 
 def test_strided_rows_and_other_dtypes_and_no_bias():
@@ -183,7 +212,7 @@ def test_inputs_as_they_are(w):
         )
 
 
-@pytest.mark.parametrize("rows", [16, 17])
+@pytest.mark.parametrize("rows", [64, 65])
 def test_explain_names_it(rows):
     told = te_mx.explain(m=N, n=rows, k=K, recipe=recipe_of("mxfp4"))
-    assert ("a frozen te_mx.Linear runs on sm90_decode" in told.note) == (rows == 16)
+    assert ("a frozen te_mx.Linear runs on sm90_decode" in told.note) == (rows == 64)

@@ -83,6 +83,8 @@ void bind_gemms(py::module_& m) {
   });
   m.def("workspace_bytes", [](const GemmArgs& args) { return workspace_bytes(args); });
   bind_call(m, "gemm", gemm);
+  m.def("codes_workspace_bytes", [](const GemmArgs& args) { return codes_workspace_bytes(args); });
+  bind_call(m, "gemm_codes", gemm_codes);
 }
 
 void bind_groups(py::module_& m) {
@@ -154,6 +156,7 @@ void bind_decode(py::module_& m) {
       .field("k", &DecodeArgs::k)
       .field("w", &DecodeArgs::w)
       .field("w_element", &DecodeArgs::w_element)
+      .field("factors", &DecodeArgs::factors)
       .field("x", &DecodeArgs::x)
       .field("ldx", &DecodeArgs::ldx)
       .field("x_dtype", &DecodeArgs::x_dtype)
@@ -161,11 +164,16 @@ void bind_decode(py::module_& m) {
       .field("x_scales", &DecodeArgs::x_scales)
       .field("x_element", &DecodeArgs::x_element)
       .field("rule", &DecodeArgs::rule)
+      .field("amax_epsilon", &DecodeArgs::amax_epsilon)
+      .field("exact", &DecodeArgs::exact)
       .field("out", &DecodeArgs::out)
       .field("ldo", &DecodeArgs::ldo)
       .field("out_dtype", &DecodeArgs::out_dtype)
       .field("bias", &DecodeArgs::bias)
       .field("bias_dtype", &DecodeArgs::bias_dtype)
+      .part("groups", &DecodeArgs::groups, "groups_")
+      .field("activates", &DecodeArgs::activates)
+      .field("act", &DecodeArgs::act)
       .part("execution", &DecodeArgs::execution, "")
       .add_to(m, "DecodeArgs");
   m.def("decode_workspace", &decode_workspace);

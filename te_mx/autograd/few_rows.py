@@ -1,5 +1,5 @@
-"""Few rows on a weight that stands still: the weight is kept once more, in the form of a kernel for
-few rows, from the first call on that this kernel takes."""
+"""Few rows on weights that stand still: they are kept once more, in the form of a kernel for few
+rows, from the first call on that this kernel takes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from te_mx.dispatch.problem import STREAM_ROWS as MOST
-from te_mx.ops import Operand
+from te_mx.dispatch.problem import Problem, frozen_rows
+from te_mx.ops import Operand, Stack
 from te_mx.ops.library import is_direct
-from te_mx.ops.linear import frozen_kernel
+from te_mx.ops.linear import FrozenCall, FrozenKernel, frozen_kernel
 from te_mx.recipes.settings import Settings
 from te_mx.runtime.ran import LAST_RUN
 from te_mx.runtime.streams import capturing
@@ -24,7 +24,7 @@ class Form(NamedTuple):
     """The form of a weight, None where the kernel does not take its numbers, and what it was made
     of: objects, and numbers that count their changes."""
 
-    weight: Operand | None
+    weight: Operand | Stack | None
     made_of: tuple[Any, ...]
 
     def is_of(self, made_of: tuple[Any, ...]) -> bool:
@@ -49,12 +49,13 @@ class Forms:
 
     def __init__(self) -> None:
         self.made: dict[str, Form] = {}
-        self.in_graphs: list[Operand] = []
+        self.in_graphs: list[Operand | Stack] = []
 
 
 class Weight(NamedTuple):
-    """A weight [n, k] of a module that stands still, in format fmt. row: gives its rowwise copy,
-    layout "rows"; made_of: as of a Form, () where changes of it would not be seen."""
+    """A weight [n, k] of a module that stands still, or those of groups (0: one weight), in format
+    fmt. row: gives the rowwise copy, layout "rows"; made_of: as of a Form, () where changes would
+    not be seen."""
 
     forms: Forms
     key: str
@@ -62,31 +63,74 @@ class Weight(NamedTuple):
     k: int
     fmt: str
     made_of: tuple[Any, ...]
-    row: Callable[[], Operand]
+    row: Callable[[], Operand | Stack]
+    groups: int = 0
 
 
-def linear(
-    x: Tensor, weight: Weight, bias_N: Tensor | None, settings: Settings | None,
-    out_dtype: torch.dtype, tag: int = -1,
-) -> Tensor | None:  # fmt: skip
-    """x [..., k] -> [..., n] on a kernel for few rows, without autograd; None where none takes it.
-    settings: how x is quantized; None: not at all.
+def is_few(x: Tensor, k: int, groups: int = 0) -> bool:
+    """Whether a kernel for few rows may be asked for x [..., k]."""
+    return 0 < x.numel() <= frozen_rows(groups) * k
+
+
+class Ready(NamedTuple):
+    """A kernel for few rows and the weight in its form."""
+
+    problem: Problem
+    kernel: FrozenKernel
+    form: Operand | Stack
+
+    def run(
+        self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype, tag: int = -1,
+        offs: Tensor | None = None, act: str | None = None,
+    ) -> Tensor | None:  # fmt: skip
+        """act(x [..., k] @ w^T + bias) [..., n]; None where native code does not take it. offs:
+        ends of the groups of rows; rows of no group become 0."""
+        call = FrozenCall(x, self.form, bias, out_dtype, offs, act)
+        made = self.kernel.multiply(self.problem, call)
+        if made is None:
+            return None
+        if tag >= 0:
+            LAST_RUN[tag] = made[1]
+        return made[0]
+
+
+def ready(x: Tensor, dtype: torch.dtype, weight: Weight, settings: Settings | None) -> Ready | None:
+    """What multiplies as many rows as x has, in a dtype, with a weight; None where nothing does.
+    settings: how the rows are quantized; None: not at all.
 
     The form is made outside of graph captures: a graph uses one that a warm-up call left.
     """
-    k, rows = weight.k, x.numel()
-    if not 0 < rows <= MOST * k or not weight.made_of or not is_direct(x, bias_N):
+    if not weight.made_of:
         return None
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, bias_N)):
-        return None
-    if settings is None:
-        found = frozen_kernel(x, weight.n, k, ("", weight.fmt), _ANY_RULE)
-    else:
-        found = frozen_kernel(x, weight.n, k, (settings.x, weight.fmt), settings.scale_rule)
+    sizes, lhs, rule, precision = (weight.groups, weight.n, weight.k), "", _ANY_RULE, "adaptive"
+    if settings is not None:
+        lhs, rule, precision = settings.x, settings.scale_rule, settings.precision
+    rows = x.numel() // x.shape[-1]
+    found = frozen_kernel((rows, dtype, x.device), sizes, (lhs, weight.fmt), rule, precision)
     if found is None:
         return None
-    problem, kernel = found
-    forms, capture = weight.forms, capturing(x.device)
+    form = _form(weight, found[1], x.device)
+    return None if form is None else Ready(*found, form)
+
+
+def linear(
+    x: Tensor, weight: Weight, bias: Tensor | None, settings: Settings | None,
+    out_dtype: torch.dtype, tag: int = -1, offs: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
+    """x [..., k] -> [..., n] on a kernel for few rows, without autograd; None where none takes it.
+    Arguments are those of `ready` and `Ready.run`."""
+    if not is_few(x, weight.k, weight.groups) or not is_direct(x, bias, offs):
+        return None
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, bias)):
+        return None
+    found = ready(x, x.dtype, weight, settings)
+    return None if found is None else found.run(x, bias, out_dtype, tag, offs)
+
+
+def _form(weight: Weight, kernel: FrozenKernel, device: torch.device) -> Operand | Stack | None:
+    """The weight in the form of a kernel, None where it takes none of these numbers, and in a
+    capture where there is none yet."""
+    forms, capture = weight.forms, capturing(device)
     form = forms.made.get(weight.key)
     if form is None or not form.is_of(weight.made_of):
         if capture:
@@ -94,15 +138,9 @@ def linear(
         with torch.inference_mode(False), torch.no_grad():  # it outlives the mode
             form = Form(kernel.form(weight.row()), weight.made_of)
         forms.made[weight.key] = form
-        if x.is_cuda:  # other streams, and kernels that start early, need not wait for it
-            torch.cuda.current_stream(x.device).synchronize()
-    if form.weight is None:
-        return None
-    if capture and all(form.weight is not old for old in forms.in_graphs):
-        forms.in_graphs.append(form.weight)
-    made = kernel.multiply(problem, x, form.weight, bias_N, out_dtype)
-    if made is None:
-        return None
-    if tag >= 0:
-        LAST_RUN[tag] = made[1]
-    return made[0]
+        if device.type == "cuda":  # other streams, and kernels that start early, need not wait
+            torch.cuda.current_stream(device).synchronize()
+    held = form.weight
+    if capture and held is not None and all(held is not old for old in forms.in_graphs):
+        forms.in_graphs.append(held)
+    return held

@@ -18,7 +18,8 @@ def predicted(layer: nn.Linear, tokens: int, settings: Settings) -> tuple[Predic
     nothing was measured of the kernel that it would run on."""
     device = layer.weight.device
     if device.type == "meta":
-        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+        # One that torch was built for need not be there: a machine where models are prepared.
+        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     n, k = layer.out_features, layer.in_features
     problem = Problem(
         "gemm", place_of(device), f"{settings.x}@any", f"{settings.w}@any", tokens, n, k,

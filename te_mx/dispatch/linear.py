@@ -9,7 +9,7 @@ from torch import Tensor
 
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import Kernel
-from te_mx.layouts.operand import Operand, Quantized
+from te_mx.layouts.operand import Operand, Quantized, Stack
 
 
 class LinearProblem(NamedTuple):
@@ -96,21 +96,31 @@ class InferKernel(Kernel):
         raise NotImplementedError
 
 
+class FrozenCall(NamedTuple):
+    """act(x [..., k] @ w^T + bias) in out_dtype, of a weight in the form of a kernel, or of the
+    weights of groups of rows: `offs` has the ends of these, and rows of no group become 0."""
+
+    x: Tensor
+    weight: Operand | Stack
+    bias: Tensor | None  # [n], [groups, n]
+    out_dtype: torch.dtype
+    offs: Tensor | None = None
+    act: str | None = None  # one that is not gated, by its name in dispatch.fused
+
+
 class FrozenKernel(Kernel):
-    """Multiplies few rows with a weight that stands still, which lies in a form of the kernel's
-    own: quantizes the rows and multiplies, without gradients."""
+    """Multiplies few rows with weights that stand still, which lie in a form of the kernel's own:
+    quantizes the rows and multiplies, without gradients."""
 
     op = "linear_frozen"
     multiplies = True  # by itself; False: by the kernel of the GEMM
 
-    def form(self, row: Operand) -> Operand | None:
-        """A weight's rowwise copy (layout "rows") in that form, or None for what native code does
-        not take. Waits for the device."""
+    def form(self, row: Operand | Stack) -> Operand | Stack | None:
+        """The rowwise copy (layout "rows") of a weight, or of those of groups, in that form; None
+        for what native code does not take. Waits for the device."""
         raise NotImplementedError
 
-    def multiply(
-        self, p: Problem, x: Tensor, weight: Operand, bias_N: Tensor | None, out_dtype: torch.dtype
-    ) -> tuple[Tensor, str] | None:
-        """(y [..., n] of x [..., k] and a weight in that form, the name of the kernel that
-        multiplied), or None for what native code does not take."""
+    def multiply(self, p: Problem, call: FrozenCall) -> tuple[Tensor, str] | None:
+        """(the result [..., n], the name of the kernel that multiplied), or None for what native
+        code does not take."""
         raise NotImplementedError

@@ -8,7 +8,15 @@ from typing import NamedTuple
 import torch
 
 STREAM_ROWS = 16  # M up to which decode kernels take a problem
+FEW_ROWS = 1 << 10  # M up to which kernels that unpack weights in their main loop take one
+FROZEN_ROWS = 64  # M up to which those of weights that stand still are asked
+GROUP_ROWS = 8  # or so many for each group
 MOST = (1 << 31) - 257  # of any size that GPU kernels count
+
+
+def whole_vectors(k: int) -> bool:
+    """Whether rows of k codes of 4 bits are whole 16 bytes."""
+    return -k % 32 < 2
 
 
 class Place(NamedTuple):
@@ -18,6 +26,12 @@ class Place(NamedTuple):
     device: str
     index: int = -1  # type: ignore[assignment]  # tuple.index is of no use here
     level: int = -1
+
+
+def frozen_rows(groups: int) -> int:
+    """The most rows for which kernels of weights that stand still are asked; 0 groups: of one
+    weight."""
+    return max(FROZEN_ROWS, GROUP_ROWS * groups)
 
 
 _places: dict[tuple[str, int | None, int], Place] = {}

@@ -15,7 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from te_mx.dispatch.problem import MOST, STREAM_ROWS, Problem, place_of
+from te_mx.dispatch.problem import (
+    FEW_ROWS,
+    MOST,
+    STREAM_ROWS,
+    Problem,
+    place_of,
+    whole_vectors,
+)
 from te_mx.dispatch.tuned import tables
 from te_mx.dispatch.tuned.follow import Tuning, follow
 from te_mx.dispatch.tuned.table import MOST_ROWS
@@ -134,8 +141,11 @@ def pick(
     everything, so there is one. The hot path: one look-up, two of ops that a table knows.
     """
     m, n, k = sizes
-    # Sizes as far as envelopes look at them: nothing, few rows, many, too many to count.
+    # Sizes as far as envelopes look at them: nothing, few rows (of whole vectors or not), many, too
+    # many to count.
     size = 1 if m <= STREAM_ROWS else 2
+    if m <= FEW_ROWS and whole_vectors(k):
+        size += 3
     if m == 0 or n == 0 or k == 0:
         size = 0
     elif m > MOST or n > MOST or k > MOST:

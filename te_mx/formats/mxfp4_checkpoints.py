@@ -125,8 +125,9 @@ def to_deep_gemm(codes: Tensor, scales: Tensor, k: int) -> Parts:
     if codes.dim() < 2:
         raise ValueError(f"codes must be [.., rows, k / 2], got {tuple(codes.shape)}")
     *_, rows, blocks = scales.shape
-    padded = torch.nn.functional.pad(scales, (0, -blocks % _INTS)).contiguous()
-    words = padded.view(torch.int32)
+    padded = torch.nn.functional.pad(scales, (0, -blocks % _INTS))
+    grouped = padded.unflatten(-1, (padded.shape[-1] // _INTS, _INTS)).contiguous()
+    words = grouped.view(torch.int32).squeeze(-1)
     shape = (*scales.shape[:-2], words.shape[-1], rows + -rows % _INTS)
     room = torch.zeros(shape, dtype=torch.int32, device=words.device)
     return codes.view(torch.int8), room.transpose(-2, -1)[..., :rows, :].copy_(words)

@@ -48,7 +48,12 @@ def plan_blocks(
     for prefix, module in model.named_modules():
         names = [name for name, child in module._modules.items() if isinstance(child, nn.Linear)]
         usual = any(wanted <= set(names) for wanted in _USUAL)
-        if isinstance(module, (*_CONTAINERS, Reclassed)) or not (usual or len(names) in (2, 3)):
+        if isinstance(module, (*_CONTAINERS, Reclassed)):
+            continue
+        if not usual and (other := _of_other_layers(module)) is not None:
+            found.append(Fusion(prefix or "(root)", "", *other))
+            continue
+        if not usual and len(names) not in (2, 3):
             continue
         plan, reason = _follow(module, names)
         if plan is None and not usual:
@@ -89,6 +94,26 @@ def unfuse_blocks(model: nn.Module) -> list[Fusion]:
             reason = take_back(module, ATTRIBUTE, RAN)
             found.append(Fusion(name or "(root)", "", type(module).__name__, reason))
     return found
+
+
+def _of_other_layers(module: nn.Module) -> tuple[str, str] | None:
+    """What a block is named whose layers have usual names and are no nn.Linear, as GPT-2's Conv1D,
+    and why it stays."""
+    for wanted in _USUAL:
+        for name, child in module._modules.items():
+            weight = None if child is None else child._parameters.get("weight")
+            if (
+                name in wanted <= set(module._modules)
+                and not isinstance(child, nn.Linear)
+                and isinstance(weight, Tensor)
+                and weight.dim() == 2
+            ):
+                layers = " + ".join(name for name in module._modules if name in wanted)
+                return (
+                    f"{type(module).__name__}: {layers}",
+                    f"{name} is a {type(child).__name__}, and blocks of nn.Linear are fused",
+                )
+    return None
 
 
 # --------------------------------------------------------------------------------------- following

@@ -76,7 +76,10 @@ def plan_norms(
             shape = str(child.weight.shape[0])
             beside = next((m for m in parent.modules() if m in converts), None)
             if beside is None or isinstance(child, Reclassed):
-                why = "already fused" if isinstance(child, Reclassed) else "no layer is converted"
+                fused = isinstance(child, Reclassed)
+                why = (
+                    "already fused" if fused else "no nn.Linear that is converted stands beside it"
+                )
                 found.append(Fusion(full, shape, kind, why))
                 continue
             block = by[0] if len(by) == 1 and by[0] in blocks else None

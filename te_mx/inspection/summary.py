@@ -61,7 +61,7 @@ def _over_layers(readings: list[Reading]) -> list[str]:
     exponents = [e for r in readings for e in (r.scale_min, r.scale_max) if e is not None]
     tiles = mean_tiles(readings)
     return [
-        f"{median(known):.1f}" if known else ZERO,
+        f"{median(known):.1f}" if known else _unknown(readings),
         db(lowest),
         short(lowest.layer),
         *(percent(mean_share(readings, name)) for name in ("saturated", "subnormal", "zeroed")),
@@ -81,7 +81,13 @@ def _best(report: InspectionReport) -> Iterator[str]:
                 bits = formats.get(fmt).element.bits
                 best[bits] = max(best.get(bits, (-math.inf, "")), (median(known), fmt))
         parts = [f"{bits} bits {best[bits][1]} {best[bits][0]:.1f} dB" for bits in sorted(best)]
-        yield f"closest to {role}: {', '.join(parts)}" if parts else f"{role} is all zero"
+        readings = [r for r in report if r.role == role]
+        yield f"closest to {role}: {', '.join(parts)}" if parts else f"{role}: {_unknown(readings)}"
+
+
+def _unknown(readings: Sequence[Reading]) -> str:
+    """What stands for the SQNR of readings of which none has one."""
+    return "NaN/Inf" if any(r.note == BAD for r in readings) else ZERO
 
 
 def _warnings(report: InspectionReport) -> Iterator[str]:

@@ -139,7 +139,7 @@ class Freezable:
 
     def _plain_codes(self, key: str, settings: Settings) -> tuple[Tensor, Tensor]:
         """Rowwise codes and scales of the weight."""
-        weight = self._whole(key).detach()
+        weight = here(self._whole(key)).detach()
         row = quantize_2d(weight, at_rest(settings.w), rule=settings.weight_rule).row
         assert row is not None
         return row.codes, row.scales
@@ -282,10 +282,14 @@ class Freezable:
     def _is_weight_only(self) -> bool:
         return self._frozen is not None and self._frozen.dropped and self._frozen.fixed.weight_only
 
+    def _stored(self, key: str) -> tuple[Tensor, Tensor]:
+        """The buffers of a weight without a master."""
+        return getattr(self, f"{key}_codes"), getattr(self, f"{key}_scale")
+
     def _codes(self, key: str) -> tuple[Tensor, Tensor]:
         assert self._frozen is not None
-        stored = formats.get(self._frozen.settings.w).scaling.storage
-        return getattr(self, f"{key}_codes"), getattr(self, f"{key}_scale").view(stored)
+        codes, scales = self._stored(key)
+        return codes, scales.view(formats.get(self._frozen.settings.w).scaling.storage)
 
     def _shape_of(self, key: str) -> tuple[int, ...]:
         """The shape of the weight, also where only its codes are left."""

@@ -205,6 +205,10 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         queue = self._wgrad_queue()
         sink = self._sink(weights, is_first_microbatch, queue) if routed else None
         try:
+            if kept is not None and self._frozen is not None:
+                few = self._run_few(inp, groups, biases, settings, kept)
+                if few is not None:
+                    return (few, self._returned(biases)) if self.return_bias else few
             added = () if self.return_bias else self._like_weights(biases)
             call = GroupedCall(
                 groups.capacity, settings, output_dtype(inp), bool(added), kept, tag,
@@ -268,10 +272,11 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         self._check_codes(self._weight_keys, inp.device)
         self._check_groups(inp.device)
         row = self._dropped_operand("weight")
-        bias_GN = None
-        if added:
-            bias_GN = added[0] if self.single_grouped_bias else joining.stack(added)
+        bias_GN = self._stacked_bias(added)
         dtype, tag = output_dtype(inp), self._tag_now()
+        y = self._run_few(inp, groups, biases, settings, None)
+        if y is not None:
+            return (y, self._returned(biases)) if self.return_bias else y
         if self._is_weight_only():
             y_RN = weight_only.grouped(flatten(inp), groups, row, bias_GN, dtype, tag)
             y = unflatten(y_RN, inp)

@@ -4,13 +4,19 @@ for micro-batches or frozen.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from te_mx.autograd import joining
+from te_mx.autograd import few_rows, joining
+from te_mx.autograd.grouped_operands import Groups
 from te_mx.autograd.steps import at_rest
 from te_mx.autograd.steps_grouped import KeptWeights, kept_weights
+from te_mx.context import is_tracing
+from te_mx.nn.frozen_few import weight_of
 from te_mx.nn.frozen_weight import Freezable
+from te_mx.nn.mx_module import output_dtype
 from te_mx.nn.several_ranks import here
 from te_mx.ops import Stack, dequantize_2d
 from te_mx.ops.grouped_quantize import quantize_weights
@@ -22,6 +28,9 @@ class StackedWeight(Freezable):
     masters their codes lie in one buffer, group after group."""
 
     num_gemms: int
+    in_features: int
+    out_features: int
+    return_bias: bool
     single_grouped_weight: bool
     single_grouped_bias: bool
     _weight_names: tuple[str, ...]
@@ -70,6 +79,32 @@ class StackedWeight(Freezable):
         made = [dequantize_2d(stack.group(i), dtype) for i in range(stack.groups)]
         values = [joining.stack(made)] if self.single_grouped_weight else made
         return dict(zip(self._weight_names, values, strict=True))
+
+    # -------------------------------------------------------------------------- kernels of few rows
+    def _stacked_bias(self, biases: Sequence[Tensor]) -> Tensor | None:
+        """[G, N] of the parameters that hold biases."""
+        if not biases:
+            return None
+        return biases[0] if self.single_grouped_bias else joining.stack(biases)
+
+    def _run_few(
+        self, inp: Tensor, groups: Groups, biases: Sequence[Tensor], settings: Settings,
+        kept: KeptWeights | None,
+    ) -> Tensor | None:  # fmt: skip
+        """The result where a kernel for few rows takes it, else None. kept: what is kept of frozen
+        masters; None without masters. Compiled code cannot look whether a weight changed."""
+        many, n, k = self.num_gemms, self.out_features, self.in_features
+        if is_tracing() or groups.capacity or not few_rows.is_few(inp, k, many):
+            return None
+        dtype, quantized = output_dtype(inp), None if self._is_weight_only() else settings
+        if quantized is None and inp.dtype != dtype:  # it is rounded first
+            return None
+        bias_GN = None if self.return_bias else self._stacked_bias(biases)
+        if bias_GN is not None and (bias_GN.shape != (many, n) or bias_GN.device != inp.device):
+            return None  # the steps say what is wrong with it
+        weight = weight_of(self, "weight", kept, (n, k), many)
+        tag = self._tag_now()  # type: ignore[attr-defined]
+        return few_rows.linear(inp, weight, bias_GN, quantized, dtype, tag, groups.offs)
 
 
 def parameter_names(kind: str, num_gemms: int, stacked: bool) -> tuple[str, ...]:

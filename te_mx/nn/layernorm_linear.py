@@ -250,13 +250,22 @@ class LayerNormLinear(NormModule):
             if added is not None:
                 self._check_parameter("bias", added, (out_features,), device)
             step, tag = self._step(inp), self._tag_now()
-            if self._is_weight_only():
+            need_dx = needs_gradient(inp, norm_weight, norm_bias)
+            kept = few = y = None
+            if not self._is_weight_only():
+                first = is_first_microbatch
+                kept = self._kept_or_dropped("weight", settings, first, device, need_dx)
+            if not (need_dx or needs_gradient(added)):
+                few = self._ready("weight", kept, (out_features, self.in_features), inp, settings)
+            if few is not None:
+                z = self._normalized(inp)
+                y = few.run(z, added, step.dtype, tag)
+            if y is not None:
+                out = y
+            elif self._is_weight_only():
                 z, row = self._normalized(inp), self._dropped_operand("weight")
                 out = weight_only.linear(z, row, added, step.dtype, tag)
             else:
-                need_dx = needs_gradient(inp, norm_weight, norm_bias)
-                first = is_first_microbatch
-                kept = self._kept_or_dropped("weight", settings, first, device, need_dx)
                 call = Call(step, settings, want_z, tag, self._tokens)
                 out, z = layernorm_linear(
                     inp, norm_weight, norm_bias, weight, added, kept, sink, call

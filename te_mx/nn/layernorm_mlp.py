@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from te_mx.autograd import transforms
+from te_mx.autograd.activation import activation
 from te_mx.autograd.layernorm_mlp import Call, Weights, layernorm_mlp
 from te_mx.autograd.steps import GEMMS
-from te_mx.autograd.steps_kept import on_codes
+from te_mx.autograd.steps_kept import KeptWeight, on_codes
 from te_mx.autograd.wgrad import WeightGradient
 from te_mx.context import is_tracing
 from te_mx.dispatch.fused import NORMS
@@ -21,6 +22,7 @@ from te_mx.nn.mx_module import output_dtype
 from te_mx.nn.norm_module import NormModule, Together, default_init, needs_gradient
 from te_mx.nn.te_arguments import refuse_constructor
 from te_mx.nn.tensor_parallel_group import BOTH, part, shared
+from te_mx.recipes.settings import Settings
 
 _NAMES = (
     "layer_norm_weight", "layer_norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias"
@@ -214,16 +216,23 @@ class LayerNormMLP(NormModule):
             self._check_layers(inp.device, w1, b1, w2, b2)
             tag = self._tag_now()
             tags = (tag, tag + len(GEMMS)) if tag >= 0 else (-1, -1)
-            if self._is_weight_only():
-                out, z = self._run_weight_only(inp, b1, b2, tags)
-            else:
-                need_dz = needs_gradient(inp, norm_weight, norm_bias)
-                need_dh = need_dz or needs_gradient(w1, b1)
+            need_dz = needs_gradient(inp, norm_weight, norm_bias)
+            need_dh = need_dz or needs_gradient(w1, b1)
+            kept: tuple[KeptWeight | None, KeptWeight | None] = (None, None)
+            if not self._is_weight_only():
                 first = is_first_microbatch
                 kept = (
                     self._kept_or_dropped("fc1_weight", settings, first, inp.device, need_dz),
                     self._kept_or_dropped("fc2_weight", settings, first, inp.device, need_dh),
                 )
+            few = None
+            if not (need_dh or needs_gradient(b2)):
+                few = self._run_few(inp, (b1, b2), kept, settings, tags)
+            if few is not None:
+                out, z = few
+            elif self._is_weight_only():
+                out, z = self._run_weight_only(inp, b1, b2, tags)
+            else:
                 return_z = self.return_layernorm_output
                 out, z = layernorm_mlp(
                     inp, norm_weight, norm_bias, w1, b1, w2, b2,
@@ -233,6 +242,34 @@ class LayerNormMLP(NormModule):
         extra: tuple[Tensor | None, ...] = (fc2_bias,) if self.return_bias else ()
         extra += (z,) if self.return_layernorm_output else ()
         return (out, *extra) if extra else out
+
+    def _run_few(
+        self, inp: Tensor, biases: tuple[Tensor | None, Tensor | None],
+        kept: tuple[KeptWeight | None, KeptWeight | None], settings: Settings,
+        tags: tuple[int, int],
+    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+        """The result and z where a kernel for few rows takes both products, without autograd. An
+        activation that is not gated runs inside of the first."""
+        act, dtype = self._act, output_dtype(inp)
+        hidden, ffn = self.hidden_size, self.ffn_hidden_size
+        rows = 2 * ffn if act.gated else ffn
+        one = self._ready("fc1_weight", kept[0], (rows, hidden), inp, settings)
+        if one is None:
+            return None
+        two = self._ready("fc2_weight", kept[1], (hidden, ffn), inp, settings)
+        if two is None:
+            return None
+        z, as_is = self._normalized(inp), self._is_weight_only()
+        inside = None if act.gated or as_is else act.name
+        h = one.run(z, biases[0], dtype, tags[0], act=inside)
+        if h is None:
+            return None
+        if as_is:
+            a = activations.plain(h, act)
+        else:
+            a = h if inside else activation(h.view(-1, rows), act).view(*h.shape[:-1], ffn)
+        y = two.run(a, biases[1], dtype, tags[1])
+        return None if y is None else (y, z)
 
     def _run_weight_only(
         self, inp: Tensor, b1: Tensor | None, b2: Tensor | None, tags: tuple[int, int]

@@ -9,20 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from te_mx import layouts
 from te_mx.autograd import few_rows, transforms
 from te_mx.autograd.high_precision import HighPrecisionLinear
 from te_mx.autograd.linear import Call, linear, linear_on_codes
-from te_mx.autograd.steps import at_rest
-from te_mx.autograd.steps_kept import KeptWeight
 from te_mx.context import is_tracing
 from te_mx.nn import constructors, delayed_wgrad, missing_weight, weight_only
 from te_mx.nn import parameters_split as split
+from te_mx.nn.frozen_few import weight_of
 from te_mx.nn.mx_module import MXModule, output_dtype
-from te_mx.nn.several_ranks import here
 from te_mx.nn.te_arguments import refuse, refuse_constructor
 from te_mx.nn.tensor_parallel_group import COLUMN, ROW, part, ranks_of, shared
-from te_mx.ops import Operand, quantize_2d
 from te_mx.recipes.settings import Settings
 
 
@@ -220,9 +216,8 @@ class Linear(MXModule, nn.Linear):
             kept = self._kept_weight("weight", is_first_microbatch, settings, inp.device, need_dx)
         tag = self._tag_now()
         if kept is not None and self._frozen is not None and self._is_few(inp):
-            out = few_rows.linear(
-                inp, self._few_rows_of(kept, weight), added, settings, output_dtype(inp), tag
-            )
+            few = weight_of(self, "weight", kept, (self.out_features, self.in_features))
+            out = few_rows.linear(inp, few, added, settings, output_dtype(inp), tag)
             if out is not None:
                 return (out, bias) if self.return_bias else out
         sink = None
@@ -274,8 +269,11 @@ class Linear(MXModule, nn.Linear):
             self._check_parameter("bias", added, (self.out_features,), inp.device)
         row = self._dropped_operand("weight")
         dtype, tag = output_dtype(inp), self._tag_now()
-        out = self._few_dropped(inp, row, added, settings) if self._is_few(inp) else None
-        if out is None and self._is_weight_only():
+        out, as_is = None, self._is_weight_only()
+        if self._is_few(inp) and (not as_is or inp.dtype == dtype):  # else it is rounded first
+            few = weight_of(self, "weight", None, (row.rows, row.k))
+            out = few_rows.linear(inp, few, added, None if as_is else settings, dtype, tag)
+        if out is None and as_is:
             out = weight_only.linear(inp, row, added, dtype, tag)
         elif out is None:
             call = Call(settings, dtype, tag, tokens=self._tokens)
@@ -286,41 +284,9 @@ class Linear(MXModule, nn.Linear):
     def _is_few(self, inp: Tensor) -> bool:
         """Whether a kernel for few rows may be asked: compiled code cannot look whether a weight
         changed."""
-        most = few_rows.MOST * self.in_features
-        return not is_tracing() and self._tokens is None and inp.numel() <= most
-
-    def _few_dropped(
-        self, inp: Tensor, row: Operand, bias: Tensor | None, settings: Settings
-    ) -> Tensor | None:
-        """The product with a weight without a master, where a kernel for few rows takes it."""
-        made_of = few_rows.state(self.weight_codes, self.weight_scale)  # type: ignore[arg-type]
-        weight = self._few_rows(made_of, lambda: row, row.format.name)
-        dtype = output_dtype(inp)
-        if not self._is_weight_only():
-            return few_rows.linear(inp, weight, bias, settings, dtype, self._tag_now())
-        if inp.dtype != dtype:  # it is rounded first
-            return None
-        return few_rows.linear(inp, weight, bias, None, dtype, self._tag_now())
-
-    def _few_rows(
-        self, made_of: tuple[Any, ...], row: Callable[[], Operand], fmt: str
-    ) -> few_rows.Weight:
-        assert self._frozen is not None
-        n, k = self.out_features, self.in_features
-        return few_rows.Weight(self._frozen.few_rows, "weight", n, k, fmt, made_of, row)
-
-    def _few_rows_of(self, kept: KeptWeight, weight: Tensor) -> few_rows.Weight:
-        """A frozen weight with its master."""
-
-        def row() -> Operand:
-            if kept.row.layout is layouts.ROWS:
-                return kept.row
-            made = kept.settings
-            quantized = quantize_2d(here(weight), at_rest(made.w), rule=made.scale_rule).row
-            assert quantized is not None
-            return quantized
-
-        return self._few_rows((kept,), row, kept.settings.w)
+        if is_tracing() or self._tokens is not None:
+            return False
+        return few_rows.is_few(inp, self.in_features)
 
     def _whole(self, key: str) -> Tensor:
         return self.whole_weight()

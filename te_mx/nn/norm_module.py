@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from te_mx.arguments import check_number, is_one_of, shown
+from te_mx.autograd.few_rows import Ready
 from te_mx.autograd.high_precision import HighPrecisionLinear
 from te_mx.autograd.norm import normalized
 from te_mx.autograd.normalization import NormStep
 from te_mx.autograd.steps_kept import KeptWeight
 from te_mx.autograd.wgrad import Queue, WeightGradient
 from te_mx.dispatch.fused import NORMS, Norm, Target
-from te_mx.nn import constructors
+from te_mx.nn import constructors, frozen_few
 from te_mx.nn.mx_module import MXModule, output_dtype
 from te_mx.recipe import get_default_recipe
 from te_mx.recipes.settings import Settings
@@ -87,18 +88,24 @@ class NormModule(MXModule, nn.Module):
         return NormStep(norm, self.zero_centered_gamma, output_dtype(inp))
 
     def _plain_norm(self, inp: Tensor) -> Tensor:
-        """The normalization outside te_mx.autocast: torch's own."""
+        """The normalization outside te_mx.autocast: torch's own, in the dtype of the module's
+        result."""
         if self.normalization is None:
             return inp
         weight: Tensor | None = self.layer_norm_weight
+        bias: Tensor | None = self.layer_norm_bias
         if weight is None:
             self._refuse_parameter("layer_norm_weight", None, (self._size,), inp.device)
+        if weight.dtype != inp.dtype:  # torch mixes dtypes where the parameters are fp32
+            weight, bias = weight.float(), None if bias is None else bias.float()
         if self.zero_centered_gamma:
             weight = weight + 1
         shape = (self._size,)
         if self.normalization == "RMSNorm":
-            return nn.functional.rms_norm(inp, shape, weight, self.eps)
-        return nn.functional.layer_norm(inp, shape, weight, self.layer_norm_bias, self.eps)
+            z = nn.functional.rms_norm(inp, shape, weight, self.eps)
+        else:
+            z = nn.functional.layer_norm(inp, shape, weight, bias, self.eps)
+        return z.to(output_dtype(inp))
 
     def _normalized(self, inp: Tensor) -> Tensor:
         """The normalized input of a step that quantizes, itself; differentiable."""
@@ -123,6 +130,17 @@ class NormModule(MXModule, nn.Module):
         if self._is_dropped():
             return KeptWeight(settings, self._dropped_operand(key), None)
         return self._kept_weight(key, first, settings, device, need_dx)
+
+    def _ready(
+        self, key: str, kept: KeptWeight | None, size: tuple[int, int], inp: Tensor,
+        settings: Settings,
+    ) -> Ready | None:  # fmt: skip
+        """A kernel for few rows of the normalized input, or of what is made of it, times a frozen
+        weight [n, k]; None where there is none."""
+        if self._tokens is not None:
+            return None
+        given = None if self._is_weight_only() else settings
+        return frozen_few.ready(self, key, kept, size, inp, output_dtype(inp), given)
 
     # ----------------------------------------------------------------------------- checks and names
     def _check(

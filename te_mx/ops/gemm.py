@@ -80,14 +80,15 @@ def _ready(
     lhs, rhs = lhs.checked("lhs"), rhs.checked("rhs")
     checks.product(lhs, rhs, epilogue, out)
     if out is None:
-        out = _empty(lhs.codes, (lhs.rows, rhs.rows), out_dtype)
+        out = empty(lhs.codes, (lhs.rows, rhs.rows), out_dtype)
     aux = None
     if want_aux and epilogue.gelu is not None and epilogue.gelu_in is None:
-        aux = _empty(out, (lhs.rows, rhs.rows), aux_dtype or out.dtype)
+        aux = empty(out, (lhs.rows, rhs.rows), aux_dtype or out.dtype)
     return lhs, rhs, out, aux
 
 
-def _empty(like: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+def empty(like: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """A result of a GEMM where `like` is."""
     if like.is_cpu and type(like) is Tensor:
         return cpu_memory.empty(shape, dtype)
     return torch.empty(shape, dtype=dtype, device=like.device)

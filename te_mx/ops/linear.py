@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from te_mx.dispatch.linear import (
+    FrozenCall,
     FrozenKernel,
     InferKernel,
     LinearKernel,
@@ -19,6 +20,7 @@ from te_mx.dispatch.registry import derived, find
 from te_mx.ops.library import is_direct
 
 __all__ = [
+    "FrozenCall",
     "FrozenKernel",
     "LinearKernel",
     "LinearPlan",
@@ -83,20 +85,23 @@ def _infer_kernel(
 
 
 def frozen_kernel(
-    x: Tensor, n: int, k: int, formats: tuple[str, str], rule: str
-) -> tuple[Problem, FrozenKernel] | None:
-    """The kernel for x [..., k] and a weight [n, k] that stands still, in a form of its own, with
-    its problem; None where there is none. formats: of inputs, "" for x as it is, and of the
-    weight."""
-    known, key = derived(), ("frozen", x.shape, n, k, x.dtype, x.device, formats, rule)
+    x: tuple[int, torch.dtype, torch.device], weight: tuple[int, int, int],
+    formats: tuple[str, str], rule: str, precision: str,
+) -> tuple[Problem, FrozenKernel] | None:  # fmt: skip
+    """The kernel for inputs and weights that stand still, in a form of its own, with its problem;
+    None where there is none. x: rows, dtype, device; weight: groups (0: one weight), n, k. formats:
+    of inputs, "" for x as it is, and of the weights."""
+    known = derived()
+    key = "frozen", x, weight, formats, rule, precision
     found = known.get(key)
     if found is None:
         if len(known) > _MOST_KNOWN:
             known.clear()
         lhs, rhs = (f"{fmt}@any" if fmt else "" for fmt in formats)
+        (m, dtype, device), (groups, n, k) = x, weight
         problem = Problem(
-            "linear_frozen", place_of(x.device), lhs, rhs, x.numel() // k, n, k, dtype=x.dtype,
-            rule=rule,
+            "linear_frozen", place_of(device), lhs, rhs, m, n, k, groups,
+            precision=precision, dtype=dtype, rule=rule,
         )  # fmt: skip
         found = known[key] = (problem, find(problem))
     problem, kernel = found

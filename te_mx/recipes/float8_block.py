@@ -175,7 +175,11 @@ def _epsilon(value: Any) -> float:
 
 def fields_of(theirs: Any) -> dict[str, Any]:
     """What a Float8BlockScaling of Transformer Engine says in the `QParams` of its roles, which its
-    quantizers read: fields of te_mx's recipe."""
+    quantizers read: fields of te_mx's recipe.
+
+    Its `use_f32_scales` sets these by its default only, so that Transformer Engine overlooks one
+    that is passed. Here it counts, unless the QParams were changed as well.
+    """
     roles = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
     params: list[Any] = [getattr(theirs, role, None) for role in roles]
     if any(one is None for one in params):
@@ -187,4 +191,8 @@ def fields_of(theirs: Any) -> dict[str, Any]:
             f"amax_epsilon for all roles, got {dict(zip(roles, params, strict=True))}"
         )
     ((power_2_scale, epsilon),) = said
-    return {"use_f32_scales": not power_2_scale, "amax_epsilon": epsilon}
+    use_f32_scales = not power_2_scale
+    field = theirs.__dataclass_fields__.get("use_f32_scales")  # None in old versions
+    if field is not None and use_f32_scales == field.default != theirs.use_f32_scales:
+        use_f32_scales = theirs.use_f32_scales
+    return {"use_f32_scales": use_f32_scales, "amax_epsilon": epsilon}

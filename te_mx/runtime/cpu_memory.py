@@ -1,6 +1,6 @@
 """Large results on the CPU, in memory that is used again.
 
-A C library gives blocks of tens of megabytes back to the system as soon as they are free, and the
+A C library gives blocks of some megabytes back to the system as soon as they are free, and the
 next one comes with fresh pages again. Touching those costs several times what writing the codes of
 a weight costs. So large results lie in blocks that are kept:
 
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 CPU = torch.device("cpu")  # said at every allocation, as torch.set_default_device may be in force
-LEAST = 16 << 20  # smaller ones the C library reuses well
+LEAST = 4 << 20  # writing less costs little more with fresh pages
 _MOST_KEPT = 1.5  # times what was used at one time
 
 

@@ -137,6 +137,7 @@ def test_the_parameters_of_its_quantizers_count(te):
         setattr(recipe, role, te.QParams(power_2_scale=False, amax_epsilon=1e-5))
     ours = Float8BlockScaling(use_f32_scales=True, amax_epsilon=1e-5)
     assert resolve_recipe(recipe) == ours and ours.settings.scale_rule == "fp32:1e-05"
+    assert resolve_recipe(te.Float8BlockScaling(use_f32_scales=True)) == te_mx.recipe.DeepSeekV3()
     setattr(recipe, ROLES[1], te.QParams(power_2_scale=True))
     with pytest.raises(NotImplementedError, match="one power_2_scale and amax_epsilon for all"):
         resolve_recipe(recipe)

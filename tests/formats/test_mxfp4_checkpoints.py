@@ -64,7 +64,7 @@ def test_gpt_oss_as_transformers_reads_it():
 
 
 @pytest.mark.parametrize("lead", [lead for lead in LEADING if lead])
-@pytest.mark.parametrize("k", [2, 32, 66, 128, 130, 288])
+@pytest.mark.parametrize("k", [0, 2, 32, 66, 128, 130, 288])
 def test_deep_gemm(lead, k):
     _, codes, scales = parts(lead, k, 256)
     packed, words = other.to_deep_gemm(codes, scales, k)

@@ -281,6 +281,7 @@ def test_nan_is_never_hidden_and_infinity_is_not_made(name):
     assert activate(h, act, BF16, target, grad).out[9, 9] == 0 or act.gated
 
 
+@pytest.mark.slow
 def test_more_than_two_to_the_31_elements():
     act, rows, cols = Activation("swiglu"), 70000, 16384
     h = torch.empty(rows, 2 * cols, dtype=BF16, device="cuda").normal_()

@@ -109,7 +109,7 @@ def test_strides_formats_and_leading_dimensions(monkeypatch):
 def test_a_large_x_and_a_gradient_of_sum(monkeypatch, of):
     layer = te_mx.Linear(512, 256, device="cuda", dtype=BF16)
     ones = torch.ones((), device="cuda", dtype=BF16).expand(9000, 256)
-    both(monkeypatch, layer, randn(9000, 512), ones, of)
+    both(monkeypatch, layer, randn(9000, 512), ones, of=of)
 
 
 def form_of(of):

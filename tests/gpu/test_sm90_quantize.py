@@ -148,6 +148,7 @@ def test_row_sums(shape, fmt, k_first):
     assert got[0].isnan() and got[1:].isfinite().all()
 
 
+@pytest.mark.slow
 def test_more_than_two_to_the_31_elements():
     rows, cols = 70000, 32768
     x = torch.empty(rows, cols, dtype=torch.bfloat16, device="cuda").normal_()

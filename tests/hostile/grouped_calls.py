@@ -142,6 +142,14 @@ GROUPED = (
                                            "index": "index|offs"},
     ),
     Call(
+        "te_mx.grouped_gemm of tokens that are not quantized", lambda d: te_mx.grouped_gemm,
+        lambda d: {"inp": floats(d, R, K).bfloat16(), "weight": stack(d), "offs": offsets(),
+                   "bias": floats(d, G, 40)},
+        {"inp": INPUT | DIMENSIONS, "weight": STACK, "offs": OFFSETS,
+         "bias": SHAPED.but("None")},
+        covers="te_mx.grouped_gemm", says={"inp": "inp|weight|offs", "weight": "weight|offs|bias"},
+    ),
+    Call(
         "te_mx.grouped_gemm masked", lambda d: te_mx.grouped_gemm,
         lambda d: {"inp": tokens(d, G, 12, K), "weight": stack(d),
                    "masked_m": torch.tensor([5, 12])},

@@ -132,8 +132,8 @@ def test_transforms_that_are_compiled(fullgraph):
         assert torch.equal(compiled(lambda v: gradient(v))(x), gradient(x))
     plain = compiled(run)
     wanted = plain(x)
-    with forward_ad.dual_level(), pytest.raises(error, match=text):
-        plain(dual(x.shape))
+    with forward_ad.dual_level(), pytest.raises(error, match=f"{text}|dual tensor input"):
+        plain(dual(x.shape))  # torch 2.14 refuses these itself
     assert torch.equal(plain(x), wanted)
     torch._dynamo.reset()
 

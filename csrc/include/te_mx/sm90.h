@@ -41,6 +41,14 @@ bool config_full(int config);  // else without GELU, aux and bias gradient
 int chosen_config(const GemmArgs& args);
 const char* config_name(int config);
 
+// The same of a k_last rhs of MXFP4, whose codes become tiles inside the main loop, and an lhs of
+// MXFP4 that is k_last too, or tiles of any format. One launch, K in parts or not: at most
+// kMostCodesParts. Rows of plain codes have whole 16 bytes and start at 16 bytes; unsupported
+// otherwise. Products have the bits of pack() and gemm() with as many parts; those of the bias
+// gradient are added up as in gemm() with K in parts.
+int64_t codes_workspace_bytes(const GemmArgs& args);
+Status gemm_codes(const GemmArgs& args);
+
 // -------------------------------------------------------------------------------------------
 // groups One launch for all groups; where they end stands in device memory, so nothing waits for
 // it. Groups have no `starts`. NOTE: ends that are out of range or fall are cut off, so that no

@@ -38,6 +38,7 @@ inline constexpr int kSplitTiles[] = {2, 3};  // K in parts
 
 inline constexpr int64_t kStepK = 128;  // of K: parts are whole steps
 inline constexpr int kMostParts = 16;
+inline constexpr int kMostCodesParts = 8;  // of the GEMM that reads codes of 4 bits: a cluster
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 

@@ -4,26 +4,38 @@
 // Weights [n, k] lie in groups of 16 rows and quads of 128 k (four MX blocks), both padded with
 // zeros: [groups][quads][bytes of a quad]. A quad is what lanes of a warp feed to the tensor cores,
 // and then its scales:
-//   8 bits, 2112 bytes: four blocks of [32 lanes][16 bytes]; lane 4g + t has codes 8t .. 8t + 7 of
-//     the block of row g, then those of row g + 8;
-//   4 bits, 1088 bytes: four blocks of [32 lanes][8 bytes]; the same codes, eight in a word whose
-//     bits lie as the shifts of decode_fragments.cuh want them;
-//   64 bytes of scales: [8][8]: at g four bytes of row g, then four of row g + 8.
+//   8 bits, 2112 bytes: four blocks of [32 lanes][16 bytes]; lane 4g + t has codes 4t .. 4t + 3 of
+//     the block of row g, those of row g + 8, then 16 + 4t .. 16 + 4t + 3 of both;
+//   4 bits, 1088 bytes: four blocks of [32 lanes][8 bytes]; the same codes, eight in a word: that
+//     of bits 4i .. 4i + 2 is the magnitude of code i, bits 7, 15, 23, 31 are the signs of the
+//     first four, bits 3, 11, 19, 27 those of the others;
+//   64 bytes of scales: [8][8]: at g those of row g over the quad, then those of row g + 8: four
+//     bytes each, or one fp32 number.
 #pragma once
 
 #include <cstdint>
 
+#include "te_mx/fused.h"
 #include "te_mx/types.h"
 
 namespace te_mx::sm90 {
 
 inline constexpr int kDecodeRows = 16;   // of weights in a group
 inline constexpr int kDecodeQuad = 128;  // of k
-// Of a CTA: warps that multiply, at most, and threads. All of them quantize; one warp asks for x.
-inline constexpr int kDecodeMaxWarps = 15;
-inline constexpr int kDecodeThreads = 512;
-inline constexpr int kDecodeMaxStages = 8;
-inline constexpr int kDecodeSmem = 227 * 1024;
+inline constexpr int kDecodeTile = 4;    // groups that a warpgroup multiplies at once
+inline constexpr int kDecodeWarps = 8;   // of a CTA: two warpgroups
+inline constexpr int kDecodeThreads = 32 * kDecodeWarps;
+inline constexpr int kDecodeMostRows = 64;  // of x that a CTA meets at once
+// Up to so many rows every CTA quantizes its slice of x; more are prepared by a kernel before.
+inline constexpr int kDecodeOwnRows = 16;
+inline constexpr int kDecodeMaxStages = 16;
+inline constexpr int kDecodeMaxSteps = 8;  // quads of prepared x of a part that are on their way
+inline constexpr int kDecodeMaxCluster = 8;
+// Barriers: of every warp's ring, of steps of both parts, of sums.
+inline constexpr int kDecodeBars = kDecodeWarps * kDecodeMaxStages + 2 * kDecodeMaxSteps + 1;
+inline constexpr int kDecodeBarBytes = kDecodeBars * 8 + 16;  // with what the block is
+// Two CTAs share an SM: while one ends, that of the next product loads its weights.
+inline constexpr int kDecodeSmem = 113 * 1024;
 
 constexpr int decode_quad_bytes(Element element) {
   return kDecodeRows * kDecodeQuad / (element == Element::e2m1 ? 2 : 1) + 64;
@@ -34,55 +46,81 @@ constexpr int64_t decode_bytes(int64_t n, int64_t k, Element element) {
   return decode_groups(n) * decode_quads(k) * decode_quad_bytes(element);
 }
 
-// How a product is cut: a cluster of CTAs has `groups` groups of weights, each of its CTAs a slice
-// of k in `parts` parts, and every warp of a CTA two groups and a part. Sums of parts are added up
-// in order, so results depend on the split, and the split on n and k alone.
+// How a product is cut: a cluster of CTAs has one tile of 64 rows of weights, or two, each CTA a
+// slice of k. Its two warpgroups have a tile each, or halves of the slice. Sums of parts are added
+// up in order, so results depend on the split, and the split on n and k alone.
 struct DecodeSplit {
-  int cluster = 1;
-  int parts = 1;
-  int groups = 1;
-  constexpr int pairs() const { return (groups + 1) / 2; }
-  constexpr int warps() const { return pairs() * parts; }  // at most kDecodeMaxWarps
+  int cluster = 1;                                   // at most kDecodeMaxCluster
+  int tiles = 1;                                     // 1 or 2
+  constexpr int parts() const { return 2 / tiles; }  // of a slice
 };
 DecodeSplit decode_split(int64_t n, int64_t k, int sms);
+// One split as a number from 0, as Execution::kernel has it, and how many there are.
+inline constexpr int kDecodeSplits = 2 * kDecodeMaxCluster;
+constexpr DecodeSplit decode_split_of(int index) { return {index / 2 + 1, index % 2 + 1}; }
 
-// Bytes of a quad of x for `rows` rows: fp16 numbers [4 blocks][rows][32], fp32 scales [4][rows].
-constexpr int decode_input_bytes(int rows) { return rows * (kDecodeQuad * 2 + 4 * 4); }
+// Bytes of a quad of x for `rows` rows, codes or fp16 numbers, and of its scales in fp32.
+constexpr int decode_input_bytes(int rows, bool halves) {
+  return rows * kDecodeQuad * (halves ? 2 : 1);
+}
+constexpr int decode_scale_bytes(int rows) { return rows * 4 * 4; }
 
 // What of shared memory goes where, for so many rows of x: depends on the split, and no result on
 // it.
 struct DecodeRoom {
-  int stage_quads = 0, stages = 0;  // of every warp's ring, of two groups; 0: no room
-  int input_stages = 0;             // of x, where it comes in steps; 0: all of the slice is there
-  int x_at = 0, sums_at = 0, bars_at = 0, bytes = 0;
+  int stage_quads = 0, stages = 0;  // of every warp's ring of weights; 0: no room
+  int input_quads = 0;              // of x of every part that are there at once
+  int scales_at = 0, sums_at = 0, ring_at = 0, bars_at = 0, bytes = 0;  // x lies first
 };
-// x of a slice is there (resident), or comes in steps of a quad for every part.
-DecodeRoom decode_room(const DecodeSplit& split, int64_t k, int rows, Element element,
-                       bool resident);
+DecodeRoom decode_room(const DecodeSplit& split, int64_t k, int rows, Element element, bool halves);
 
-// out[m, n] = x[m, k] @ w[n, k]^T + bias in one launch. x are values, quantized on the way in to
-// the bytes of quantize(), or of 16 bits as they are; or plain codes with their scales.
+// Rows of a block, and how many blocks there may be: with groups (0: one matrix), a block has rows
+// of one, or rows of none.
+constexpr int decode_rows(int64_t m, int64_t groups) {
+  const int64_t each = groups <= 1 ? m : 2 * ((m + groups - 1) / groups);
+  return each <= 8 || m <= 8 ? 8 : each <= 16 ? 16 : each <= 32 ? 32 : kDecodeMostRows;
+}
+constexpr int64_t decode_blocks(int64_t m, int64_t groups, int rows) {
+  const int64_t blocks = groups == 0 ? (m + rows - 1) / rows : groups + 1 + m / rows;
+  return blocks < m ? blocks : m;
+}
+
+// out[m, n] = act(x[m, k] @ w[n, k]^T + bias). With groups, each of them has a w and a bias of its
+// own, and rows of no group become 0. x are values, quantized on the way in to the bytes of
+// quantize(), or of 16 bits as they are; or plain codes with their scales.
+//
+// Sums of a block of 32 (of 128 where scales are factors) come from the FP8 tensor cores, or from
+// those of fp16 where `exact`, where x are values as they are, and where x has codes of E5M2.
 struct DecodeArgs {
   int64_t m = 0, n = 0, k = 0;
-  const uint8_t* w = nullptr;  // in the decode layout, aligned to 16 bytes
+  const uint8_t* w = nullptr;  // in the decode layout, aligned to 16 bytes; of groups one behind
+                               // the other
   Element w_element = Element::e4m3;
+  bool factors = false;     // scales are fp32 numbers for 128 of k, of both sides
   const void* x = nullptr;  // [m, k], rows ldx elements apart
   int64_t ldx = 0;
   DType x_dtype = DType::bf16;
   bool x_as_is = false;
-  const uint8_t* x_scales = nullptr;  // of codes, [m, ceil(k/32)]; null: x are values
+  const void* x_scales = nullptr;     // of codes, [m, ceil(k/32)] or [m, ceil(k/128)] fp32; null:
+                                      // x are values
   Element x_element = Element::e4m3;  // E4M3 or E5M2
   ScaleRule rule = ScaleRule::rceil;
+  float amax_epsilon = 0.0f;  // of fp32 scales
+  bool exact = false;
   void* out = nullptr;  // rows ldo apart
   int64_t ldo = 0;
   DType out_dtype = DType::bf16;
-  const void* bias = nullptr;  // [n] or null
+  const void* bias = nullptr;  // [n], [groups, n] or null
   DType bias_dtype = DType::bf16;
-  Execution execution;
+  Groups groups;  // of rows of x, one behind the other: no `starts`, no capacity
+  bool activates = false;
+  Act act = Act::relu;  // where it does; one that is not gated
+  Execution execution;  // kernel: a split, -1 for the one of decode_split()
+
+  constexpr bool halves() const { return exact || x_as_is || x_element == Element::e5m2; }
 };
-// unsupported: inputs of 8 rows have no room in shared memory, from k of about 100000 on.
-// Workspace, aligned to 16 bytes: decode_workspace(m, k).
+// Workspace, aligned to 16 bytes: decode_workspace() of the same sizes.
 Status decode(const DecodeArgs& args);
-int64_t decode_workspace(int64_t m, int64_t k);
+int64_t decode_workspace(int64_t m, int64_t k, int64_t groups);
 
 }  // namespace te_mx::sm90

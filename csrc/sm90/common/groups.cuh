@@ -66,8 +66,8 @@ class GroupCursor {
 
 // Groups first ... first + 31, one a lane; `before` is the end of group first - 1, and becomes that
 // of the last one. The whole warp calls it. Lanes without a group get an empty one.
-__device__ __forceinline__ GroupRows groups_of_lanes(const GroupTable& table, int first,
-                                                     int& before) {
+template <class Table>
+__device__ __forceinline__ GroupRows groups_of_lanes(const Table& table, int first, int& before) {
   const int lane = threadIdx.x % 32, i = first + lane;
   const int end = i < table.count ? table.read(i) : 0;
   if (table.capacity != 0) {

@@ -1,9 +1,13 @@
-// Rows of x on their way to the tensor cores, quad after quad: fp16 numbers [4 blocks][row][32],
-// and their scales in fp32, [4][row]. Values are quantized here, to the bytes of the quantizer.
+// Rows of x on their way to the tensor cores, quad after quad of 128 k, as operand B of wgmma:
+// E4M3 codes [rows][128 bytes], or fp16 numbers as two such tiles of 64 k, each under the 128-byte
+// swizzle; and their scales in fp32. Values are quantized here, to the bytes of the quantizer.
 #pragma once
 
+#include "decode/decode_rows.cuh"
 #include "mxtile/mx/scale.hpp"
 #include "mxtile/sm90/mma.cuh"
+#include "mxtile/sm90/swizzle.cuh"
+#include "quantize/factor_kernel.cuh"
 #include "quantize/quantize_input.cuh"
 #include "te_mx/sm90_decode.h"
 
@@ -13,19 +17,27 @@ namespace te_mx::sm90 {
 struct DecodeInput {
   const void* x = nullptr;  // values or codes, [rows, k]
   int64_t ld = 0;
-  const uint8_t* scales = nullptr;  // of codes, [rows, ceil(k/32)], compact; null: values
-  DType dtype = DType::bf16;        // of values
-  bool e5m2 = false;                // codes, given or made, are E5M2
-  bool vectors = false;             // rows start at whole vectors of 8 elements
-  // Of a scale rule (mxtile/mx/scale.hpp): what is added to the bits of amax, the exponent of the
-  // largest code, and the bits of which the scale is 0 all the same.
+  const void* scales = nullptr;  // of codes, compact, [rows, ceil(k/32)] or those of factors; null:
+                                 // values
+  DType dtype = DType::bf16;     // of values
+  bool e5m2 = false;             // codes, given or made, are E5M2
+  bool vectors = false;          // rows start at whole vectors of 8 elements
+  bool as_is = false;            // values of 16 bits are not quantized
+  // Of a scale rule of MX (mxtile/mx/scale.hpp): what is added to the bits of amax, the exponent of
+  // the largest code, and the bits of which the scale is 0 all the same.
   uint32_t carry = 0, exponent = 0, edge = 0;
-  const uint8_t* made = nullptr;  // what prepare_rows made of them: [block of rows][quad], or null
-  bool as_is = false;             // values of 16 bits are not quantized
+  float epsilon = 0.0f;  // of fp32 scales
+  bool power_of_two = false;
+  // What prepare_rows made of more than kDecodeOwnRows rows: operands of [block of rows][quad],
+  // then their scales.
+  uint8_t* made = nullptr;
+  uint8_t* made_scales = nullptr;
 };
 
-inline void set_rule(DecodeInput& in, ScaleRule rule) {
+inline void set_rule(DecodeInput& in, ScaleRule rule, float epsilon) {
   namespace mx = mxtile::mx;
+  in.epsilon = epsilon, in.power_of_two = rule == ScaleRule::pow2;
+  if (is_f32_rule(rule)) return;
   const auto to = static_cast<mx::Rule>(rule);
   using E4M3 = mx::ElementOf<Element::e4m3>;
   using E5M2 = mx::ElementOf<Element::e5m2>;
@@ -41,31 +53,43 @@ __device__ __forceinline__ uint32_t scale_byte(const DecodeInput& in, uint32_t a
   return amax >= 0x7F800000u ? 255 : amax == in.edge ? 0 : e;
 }
 
-// Where a slice of x goes.
+// Where x goes: quads `pass_first` to `pass_first + each` of all parts of a CTA's slice, of which
+// part j has quads first[j] to last[j].
 struct InputRoom {
-  uint8_t* to;
-  int rows;    // of room
-  int64_t k0;  // first k of the slice, a multiple of 128
-  int length;  // of the slice, likewise
-  int64_t k;   // of x: what lies behind is zero
+  uint8_t* data;
+  uint8_t* scales;
+  int each, width;  // quads of a part, and of both
+  int pass_first;
+  int first[2], last[2];
+  int64_t k;  // of x: what lies behind is zero
+
+  // The quad of x that quad q here is, or -1.
+  __device__ __forceinline__ int quad(int q) const {
+    const int second = q >= each ? 1 : 0;
+    const int at = (second ? first[1] - each : first[0]) + pass_first + q;
+    return at < (second ? last[1] : last[0]) ? at : -1;
+  }
+};
+
+// What a kernel multiplies x as: how eight elements of a lane become words of B. A quad has 16 such
+// lanes.
+struct EightMade {
+  uint4 words;  // two of codes, or four of fp16
+  float scale;
 };
 
 template <Element kFmt>
-__device__ __forceinline__ uint32_t half2_of_codes(uint32_t codes) {
-  const __half2 v = tile::fp8x2_to_half2<kFmt>(static_cast<uint16_t>(codes));
-  return *reinterpret_cast<const uint32_t*>(&v);
+__device__ __forceinline__ uint4 halves_of(uint2 codes) {
+  uint4 v;
+  tile::fp8x4_to_halves<kFmt>(codes.x, v.x, v.y), tile::fp8x4_to_halves<kFmt>(codes.y, v.z, v.w);
+  return v;
 }
 
-// Two numbers rounded to codes, as fp16.
-template <Element kFmt, class T>
-__device__ __forceinline__ uint32_t rounded(typename Input<T>::Word word, uint32_t factors) {
-  const float2 v = Input<T>::scaled(word, factors);
-  return half2_of_codes<kFmt>(tile::fp8x2<kFmt>(v.x, v.y));
-}
+// NOTE: x is read past L1, which may hold what was there before the kernel that wrote it.
 
-// Eight elements of T, `count` of which exist, as words of the quantizer; a block has four lanes.
-// kVectors: there are all of them or none, in whole vectors.
-template <class T, Element kFmt, bool kVectors>
+// Eight elements of T, `count` of which exist, as words of the quantizer. kVectors: there are all
+// of them or none, in whole vectors. kFactors: scales are fp32 numbers of 128, else of MX.
+template <class T, Element kFmt, bool kVectors, bool kHalves, bool kFactors>
 struct EightValues {
   static constexpr bool kWide = sizeof(T) == 4;
   uint4 v[kWide ? 2 : 1];
@@ -77,8 +101,8 @@ struct EightValues {
     if constexpr (kWide) v[1] = make_uint4(0, 0, 0, 0);
     if constexpr (kVectors) {
       if (count > 0) {
-        v[0] = __ldg(reinterpret_cast<const uint4*>(from));
-        if constexpr (kWide) v[1] = __ldg(reinterpret_cast<const uint4*>(from) + 1);
+        v[0] = __ldcg(reinterpret_cast<const uint4*>(from));
+        if constexpr (kWide) v[1] = __ldcg(reinterpret_cast<const uint4*>(from) + 1);
       }
     } else {
       uint32_t* const words = reinterpret_cast<uint32_t*>(v);
@@ -86,9 +110,9 @@ struct EightValues {
       for (int j = 0; j < 8; ++j) {
         if (j >= count) continue;
         if constexpr (kWide) {
-          words[j] = __ldg(reinterpret_cast<const uint32_t*>(from) + j);
+          words[j] = __ldcg(reinterpret_cast<const uint32_t*>(from) + j);
         } else {
-          const uint32_t one = __ldg(reinterpret_cast<const uint16_t*>(from) + j);
+          const uint32_t one = __ldcg(reinterpret_cast<const uint16_t*>(from) + j);
           words[j / 2] |= one << (16 * (j % 2));
         }
       }
@@ -108,18 +132,31 @@ struct EightValues {
   __device__ __forceinline__ uint32_t most() const {
     using In = Input<T>;
     auto m = In::larger(In::larger(word(0), word(1)), In::larger(word(2), word(3)));
-    m = In::larger(m, In::shuffle_xor(m, 1));
-    m = In::larger(m, In::shuffle_xor(m, 2));
+#pragma unroll
+    for (int lanes = 1; lanes < (kFactors ? 16 : 4); lanes *= 2)
+      m = In::larger(m, In::shuffle_xor(m, lanes));
     const float2 two = In::magnitudes(m);
     return max(__float_as_uint(two.x), __float_as_uint(two.y));
   }
 
-  // (fp16 numbers, the scale)
-  __device__ __forceinline__ uint4 quantized(const DecodeInput& in, float& scale) const {
-    const uint32_t byte = scale_byte(in, most()), f = block_factor(byte) * 0x10001u;
-    scale = tile::e8m0_to_float(byte);
-    return {rounded<kFmt, T>(word(0), f), rounded<kFmt, T>(word(1), f),
-            rounded<kFmt, T>(word(2), f), rounded<kFmt, T>(word(3), f)};
+  __device__ __forceinline__ EightMade made(const DecodeInput& in) const {
+    uint2 codes;
+    float scale;
+    if constexpr (kFactors) {
+      const Factor f = factor_of_block<kFmt>(__uint_as_float(most()), in.epsilon, in.power_of_two);
+      const float2 a = Input<T>::values(word(0)), b = Input<T>::values(word(1)),
+                   c = Input<T>::values(word(2)), d = Input<T>::values(word(3));
+      const float eight[8] = {a.x, a.y, b.x, b.y, c.x, c.y, d.x, d.y};
+      codes = codes_by_row<T, kFmt>(eight, f.factor), scale = f.scale;
+    } else {
+      const uint32_t byte = scale_byte(in, most()), f = block_factor(byte) * 0x10001u;
+      const float2 a = Input<T>::scaled(word(0), f), b = Input<T>::scaled(word(1), f),
+                   c = Input<T>::scaled(word(2), f), d = Input<T>::scaled(word(3), f);
+      codes = {tile::fp8x4<kFmt>(a.x, a.y, b.x, b.y), tile::fp8x4<kFmt>(c.x, c.y, d.x, d.y)};
+      scale = tile::e8m0_to_float(byte);
+    }
+    if constexpr (kHalves) return {halves_of<kFmt>(codes), scale};
+    return {uint4{codes.x, codes.y, 0, 0}, scale};
   }
 };
 
@@ -127,14 +164,14 @@ struct EightValues {
 // block to 2^15 and more. So fp16 holds all that are not below 2^-32 of it exactly, the others to
 // 2^-40 of it; fp16 elements always. Where one is Inf or NaN, the others of its block do not
 // matter.
-template <class T, bool kVectors>
-struct EightAsTheyAre : EightValues<T, Element::e4m3, kVectors> {
-  __device__ __forceinline__ uint4 quantized(const DecodeInput&, float& scale) const {
+template <class T, bool kVectors, bool kFactors>
+struct EightAsTheyAre : EightValues<T, Element::e4m3, kVectors, true, kFactors> {
+  __device__ __forceinline__ EightMade made(const DecodeInput&) const {
     const uint32_t exponent = this->most() >> 23;
     const uint32_t up = exponent == 255 ? 27 : min(269 - exponent, 254u);  // that of the power
-    scale = tile::e8m0_to_float(254 - up);
     const uint32_t f = up * 0x800080u;
-    return {halves(0, f), halves(1, f), halves(2, f), halves(3, f)};
+    return {uint4{halves(0, f), halves(1, f), halves(2, f), halves(3, f)},
+            tile::e8m0_to_float(254 - up)};
   }
   __device__ __forceinline__ uint32_t halves(int j, uint32_t factors) const {
     const float2 v = Input<T>::scaled(this->word(j), factors);
@@ -144,142 +181,169 @@ struct EightAsTheyAre : EightValues<T, Element::e4m3, kVectors> {
 };
 
 // Eight codes and the scale of their block.
-template <Element kFmt, bool kVectors>
+template <Element kFmt, bool kVectors, bool kHalves, bool kFactors>
 struct EightCodes {
   uint2 codes;
-  uint32_t byte;
+  float scale;
 
   __device__ __forceinline__ void load(const DecodeInput& in, int64_t row, int64_t k,
                                        int64_t count) {
     const uint8_t* const from = static_cast<const uint8_t*>(in.x) + row * in.ld + k;
-    codes = make_uint2(0, 0), byte = 127;
+    codes = make_uint2(0, 0), scale = 1.0f;
     if (count <= 0) return;
-    byte = __ldg(in.scales + row * ((k + count + 31) / 32) + k / 32);
+    constexpr int kSpan = kFactors ? kDecodeQuad : 32;
+    const int64_t place = row * ((k + count + kSpan - 1) / kSpan) + k / kSpan;
+    scale = kFactors ? __ldcg(static_cast<const float*>(in.scales) + place)
+                     : tile::e8m0_to_float(__ldcg(static_cast<const uint8_t*>(in.scales) + place));
     if constexpr (kVectors) {
-      codes = __ldg(reinterpret_cast<const uint2*>(from));
+      codes = __ldcg(reinterpret_cast<const uint2*>(from));
     } else {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        const uint32_t one = j < count ? __ldg(from + j) : 0;
+        const uint32_t one = j < count ? __ldcg(from + j) : 0;
         (j < 4 ? codes.x : codes.y) |= one << (8 * (j % 4));
       }
     }
   }
 
-  __device__ __forceinline__ uint4 quantized(const DecodeInput&, float& scale) const {
-    scale = tile::e8m0_to_float(byte);
-    uint4 v;
-    tile::fp8x4_to_halves<kFmt>(codes.x, v.x, v.y), tile::fp8x4_to_halves<kFmt>(codes.y, v.z, v.w);
-    return v;
+  __device__ __forceinline__ EightMade made(const DecodeInput&) const {
+    if constexpr (kHalves) return {halves_of<kFmt>(codes), scale};
+    return {uint4{codes.x, codes.y, 0, 0}, scale};
   }
 };
 
-// The rows of a slice in stretches of 256 k, one of a row to a warp; kBatch of them are loaded,
-// then kTogether at once quantized.
-template <class Eight, int kBatch, class RowOf>
-__device__ __forceinline__ void fill_by(const DecodeInput& in, const InputRoom& to, int count,
-                                        const RowOf& row_of) {
-  constexpr int kTogether = kBatch < 4 ? kBatch : 4;
-  const int warps = blockDim.x / 32, lane = threadIdx.x % 32;
-  const int rows_on = warps % count, k_on = warps / count * 256;
-  int row = threadIdx.x / 32 % count, k = threadIdx.x / 32 / count * 256;
-  // Where a lane's 8 numbers of row 0 at k = 0 go, and the scale of their block.
-  const int quad_bytes = decode_input_bytes(to.rows), block = lane / 4 % 4 * to.rows;
-  uint8_t* const values = to.to + lane / 16 * quad_bytes + block * 64 + lane % 4 * 16;
-  uint8_t* const scales = to.to + lane / 16 * quad_bytes + to.rows * 256 + block * 4;
-  while (k < to.length) {
+// Where scales of row r of x lie among those of a block: what lane 4g + t needs, columns 8j + 2t
+// and 8j + 2t + 1 for all j, is in one piece.
+template <int kRows>
+__device__ __forceinline__ int scale_place(int r) {
+  return (r % 8 / 2 * (kRows / 8) + r / 8) * 2 + r % 2;
+}
+
+// Eight numbers of row r, from 8 * lane of quad q on; lane is one of 16.
+template <int kRows, bool kHalves, bool kFactors>
+__device__ __forceinline__ void store_eight(const InputRoom& to, const EightMade& x, int q, int r,
+                                            int lane) {
+  uint8_t* const quad = to.data + q * decode_input_bytes(kRows, kHalves) + r / 8 * 1024;
+  if constexpr (kHalves) {
+    // NOTE: pairs of 16 k lie as WeightQuad::halves has them.
+    uint8_t* const half = quad + lane / 8 * (kRows * 128);
+    const int chunk = lane % 8 / 2 * 2, inside = lane % 2 * 8;
+    *reinterpret_cast<uint2*>(half + tile::swizzle128(r % 8, chunk) + inside) = {x.words.x,
+                                                                                 x.words.z};
+    *reinterpret_cast<uint2*>(half + tile::swizzle128(r % 8, chunk + 1) + inside) = {x.words.y,
+                                                                                     x.words.w};
+  } else {
+    *reinterpret_cast<uint2*>(quad + tile::swizzle128(r % 8, lane / 2) + lane % 2 * 8) = {
+        x.words.x, x.words.y};
+  }
+  constexpr int kLanes = kFactors ? 16 : 4;
+  if (lane % kLanes == 0) {
+    float* const scales = reinterpret_cast<float*>(to.scales + q * decode_scale_bytes(kRows));
+    scales[lane / kLanes * kRows + scale_place<kRows>(r)] = x.scale;
+  }
+}
+
+// All rows of a pass, a quad of a row to half a warp; kBatch of them are loaded, then made.
+template <class Eight, int kRows, bool kHalves, bool kFactors, int kBatch>
+__device__ __forceinline__ void fill_by(const DecodeInput& in, const InputRoom& to,
+                                        const DecodeRows& block) {
+  constexpr int kWorkers = kDecodeThreads / 16;
+  const int lane = threadIdx.x % 16, worker = threadIdx.x / 16, count = block.count;
+  const int all = count * to.width;
+  const int rows_on = kWorkers / to.width, quads_on = kWorkers % to.width;
+  int row = worker / to.width, q = worker % to.width;
+  // NOTE: both halves of a warp go on together, for their shuffles.
+  for (int at = worker & ~1; at < all; at += kWorkers * kBatch) {
     Eight x[kBatch];
-    int rows[kBatch], ks[kBatch];
+    int rows[kBatch], quads[kBatch];
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
-      rows[j] = row, ks[j] = k;
-      const int64_t from = k + lane * 8 < to.length ? row_of(row) : -1;
-      const int64_t left = to.k - to.k0 - k - lane * 8;
-      x[j].load(in, from, to.k0 + k + lane * 8, from < 0 ? 0 : left);
-      row += rows_on, k += k_on;
-      if (row >= count) row -= count, k += 256;
+      const int quad = row < count ? to.quad(q) : -1;
+      const int64_t k = int64_t{quad} * kDecodeQuad + lane * 8;
+      x[j].load(in, block.first + row, k, quad < 0 ? 0 : to.k - k);
+      rows[j] = quad < 0 ? -1 : row, quads[j] = q;
+      row += rows_on, q += quads_on;
+      if (q >= to.width) q -= to.width, ++row;
     }
 #pragma unroll
-    for (int first = 0; first < kBatch; first += kTogether) {
-      if (ks[first] >= to.length) break;  // the whole warp
-      uint4 v[kTogether];
-      float scale[kTogether];
-#pragma unroll
-      for (int j = 0; j < kTogether; ++j) v[j] = x[first + j].quantized(in, scale[j]);
-#pragma unroll
-      for (int j = 0; j < kTogether; ++j) {
-        if (ks[first + j] + lane * 8 >= to.length) continue;
-        const int quad = ks[first + j] / kDecodeQuad * quad_bytes;
-        *reinterpret_cast<uint4*>(values + quad + rows[first + j] * 64) = v[j];
-        if (lane % 4 == 0) {
-          *reinterpret_cast<float*>(scales + quad + rows[first + j] * 4) = scale[j];
-        }
-      }
+    for (int j = 0; j < kBatch; ++j) {
+      if (at + j * kWorkers >= all) break;
+      const EightMade made = x[j].made(in);
+      if (rows[j] >= 0) store_eight<kRows, kHalves, kFactors>(to, made, quads[j], rows[j], lane);
     }
   }
 }
 
-template <int kBatch, Element kFmt, bool kVectors, class RowOf>
-__device__ __forceinline__ void fill_as(const DecodeInput& in, const InputRoom& to, int count,
-                                        const RowOf& row_of) {
+template <Element kFmt, bool kVectors, int kRows, bool kHalves, bool kFactors, int kBatch>
+__device__ __forceinline__ void fill_as(const DecodeInput& in, const InputRoom& to,
+                                        const DecodeRows& block) {
   constexpr int kWide = (kBatch + 1) / 2;
   if (in.scales != nullptr) {
-    fill_by<EightCodes<kFmt, kVectors>, kBatch>(in, to, count, row_of);
+    fill_by<EightCodes<kFmt, kVectors, kHalves, kFactors>, kRows, kHalves, kFactors, kBatch>(in, to,
+                                                                                             block);
   } else if (in.dtype == DType::bf16) {
-    fill_by<EightValues<__nv_bfloat16, kFmt, kVectors>, kBatch>(in, to, count, row_of);
+    fill_by<EightValues<__nv_bfloat16, kFmt, kVectors, kHalves, kFactors>, kRows, kHalves, kFactors,
+            kBatch>(in, to, block);
   } else if (in.dtype == DType::f16) {
-    fill_by<EightValues<__half, kFmt, kVectors>, kBatch>(in, to, count, row_of);
+    fill_by<EightValues<__half, kFmt, kVectors, kHalves, kFactors>, kRows, kHalves, kFactors,
+            kBatch>(in, to, block);
   } else {
-    fill_by<EightValues<float, kFmt, kVectors>, kWide>(in, to, count, row_of);
+    fill_by<EightValues<float, kFmt, kVectors, kHalves, kFactors>, kRows, kHalves, kFactors, kWide>(
+        in, to, block);
   }
 }
 
-template <int kBatch, bool kVectors, class RowOf>
-__device__ __forceinline__ void fill_as_is(const DecodeInput& in, const InputRoom& to, int count,
-                                           const RowOf& row_of) {
-  if (in.dtype == DType::bf16) {
-    fill_by<EightAsTheyAre<__nv_bfloat16, kVectors>, kBatch>(in, to, count, row_of);
+template <bool kVectors, int kRows, bool kHalves, bool kFactors, int kBatch>
+__device__ __forceinline__ void fill_any(const DecodeInput& in, const InputRoom& to,
+                                         const DecodeRows& block) {
+  if constexpr (kHalves) {
+    if (in.as_is && in.dtype == DType::bf16) {
+      fill_by<EightAsTheyAre<__nv_bfloat16, kVectors, kFactors>, kRows, true, kFactors, kBatch>(
+          in, to, block);
+    } else if (in.as_is) {
+      fill_by<EightAsTheyAre<__half, kVectors, kFactors>, kRows, true, kFactors, kBatch>(in, to,
+                                                                                         block);
+    } else if (in.e5m2) {
+      fill_as<Element::e5m2, kVectors, kRows, true, kFactors, kBatch>(in, to, block);
+    } else {
+      fill_as<Element::e4m3, kVectors, kRows, true, kFactors, kBatch>(in, to, block);
+    }
   } else {
-    fill_by<EightAsTheyAre<__half, kVectors>, kBatch>(in, to, count, row_of);
+    fill_as<Element::e4m3, kVectors, kRows, false, kFactors, kBatch>(in, to, block);
   }
 }
 
-// By all threads. row_of(i): the row of x that row i of the slice is, or -1 for zeros. Rows with
-// other than whole vectors take their time.
-template <int kBatch, class RowOf>
-__device__ __forceinline__ void fill_slice(const DecodeInput& in, const InputRoom& to, int count,
-                                           const RowOf& row_of) {
-  const bool vectors = in.vectors && to.k % 8 == 0;
-  if (in.as_is && vectors) {
-    fill_as_is<kBatch, true>(in, to, count, row_of);
-  } else if (in.as_is) {
-    fill_as_is<1, false>(in, to, count, row_of);
-  } else if (vectors && !in.e5m2) {
-    fill_as<kBatch, Element::e4m3, true>(in, to, count, row_of);
-  } else if (vectors) {
-    fill_as<kBatch, Element::e5m2, true>(in, to, count, row_of);
-  } else if (!in.e5m2) {
-    fill_as<1, Element::e4m3, false>(in, to, count, row_of);
+// By all threads. Rows with other than whole vectors take their time.
+template <int kRows, bool kHalves, bool kFactors>
+__device__ __forceinline__ void fill_pass(const DecodeInput& in, const InputRoom& to,
+                                          const DecodeRows& block) {
+  if (in.vectors && to.k % 8 == 0) {
+    fill_any<true, kRows, kHalves, kFactors, 4>(in, to, block);
   } else {
-    fill_as<1, Element::e5m2, false>(in, to, count, row_of);
+    fill_any<false, kRows, kHalves, kFactors, 1>(in, to, block);
   }
 }
 
-// Prepares blocks of `room_rows` rows for decode_kernel (DecodeInput::made), a policy of rows as
-// there. Grid: x = stretches of two quads, y = blocks.
-template <class Rows>
-__global__ void __launch_bounds__(256)
-    prepare_rows(const DecodeInput in, const Rows given, int room_rows, int64_t k, int quads) {
+// Prepares blocks of kRows rows for decode_kernel. Grid: x = quads, y = blocks.
+template <int kRows, bool kHalves, bool kFactors>
+__global__ void __launch_bounds__(kDecodeThreads)
+    prepare_rows(const __grid_constant__ DecodeInput in, const __grid_constant__ DecodeRows given,
+                 int64_t k, int quads) {
   tile::let_dependents_start();
   tile::await_predecessors();
-  Rows rows = given;
-  if (!rows.begin(blockIdx.y)) return;
-  const int quad = 2 * static_cast<int>(blockIdx.x);
+  DecodeRows rows = given;
+  if (!rows.begin(static_cast<int>(blockIdx.y)) || rows.group < 0) return;
+  const int quad = static_cast<int>(blockIdx.x);
   const int64_t place = int64_t{blockIdx.y} * quads + quad;
-  const InputRoom room{const_cast<uint8_t*>(in.made) + place * decode_input_bytes(room_rows),
-                       room_rows, int64_t{quad} * kDecodeQuad, min(2, quads - quad) * kDecodeQuad,
+  const InputRoom room{in.made + place * decode_input_bytes(kRows, kHalves),
+                       in.made_scales + place * decode_scale_bytes(kRows),
+                       1,
+                       1,
+                       0,
+                       {quad, 0},
+                       {quad + 1, 0},
                        k};
-  fill_slice<4>(in, room, rows.count(), [&](int i) { return rows.in_row(i); });
+  fill_pass<kRows, kHalves, kFactors>(in, room, rows);
 }
 
 }  // namespace te_mx::sm90

@@ -98,6 +98,8 @@ __device__ __forceinline__ void promote_far(float (&sum)[64], const float (&acc)
   const int e0 = lhs.byte(w0), e8 = lhs.byte(w8);
 #pragma unroll
   for (int j = 0; j < kCount / 4; ++j) {
+    // NOTE: the compiler would otherwise read all scales first, and have no registers for them.
+    if (j == kCount / 8) __threadfence_block();
     const uint2 c = mxtile::sm90::ld_shared_u32x2(cols + 8 * kFirst + 32 * j);
     const int c0 = rhs.byte(c.x), c1 = rhs.byte(c.y);
     float* const to = sum + kFirst + 4 * j;

@@ -1,183 +1,48 @@
 // The end of a GEMM with K in parts: adds the parts up, in their order, and applies the epilogue.
 //
-// A thread has four neighbours of one row. What it reads is on its way before the first number is
-// used: this kernel takes about as long as memory takes to answer.
+// This kernel takes about as long as memory takes to answer.
 #include "common/launch.h"
-#include "gemm/gemm_gelu.cuh"
-#include "gemm/gemm_launch.h"
-#include "gemm/gemm_rows.cuh"
-#include "mxtile/sm90/barrier.cuh"
+#include "gemm/gemm_finish.cuh"
 
 namespace te_mx::sm90 {
 
 namespace {
 
-constexpr int kColumns = 128;  // of a CTA, a warp a row
 constexpr int kThreads = 32 * kFinishRows;
-constexpr int kAtOnce = 8;  // parts
 
-// An array [M, N] beside the sums, or a row that counts for all.
-struct Array {
-  void* at;    // or null
-  int64_t ld;  // elements from row to row
-  DType dtype;
-  bool fours;  // four neighbours may be read or written at once
-};
-
-Array array(const void* at, int64_t ld, DType dtype) {
-  const int64_t four = dtype == DType::f32 ? 16 : 8;
-  const bool fours = ld % 4 == 0 && reinterpret_cast<uintptr_t>(at) % four == 0;
-  return {const_cast<void*>(at), ld, dtype, fours};
-}
-
-struct FinishParams {
+struct SplitFinish {
+  FinishParams finish;
   const float* sums;  // [parts][rows][pitch]
   int64_t size;       // of one part
   int64_t pitch;
-  int parts, m, n, column_blocks;
-  Array bias, aux, gelu_in, out;
-  float* bias_grad;  // partial sums [ceil(M / kFinishRows), N], or null
-  Gelu gelu;
-  bool accumulate;
+  int column_blocks;
 };
-
-template <class T>
-struct alignas(4 * sizeof(T)) Four {
-  T v[4];
-};
-
-__device__ __forceinline__ void read(float (&x)[4], const Array& a, int row, int col, int left) {
-  with_type(a.dtype, [&]<class T>(T) {
-    const T* const from = static_cast<const T*>(a.at) + row * a.ld + col;
-    if (a.fours && left >= 4) {
-      const auto four = *reinterpret_cast<const Four<T>*>(from);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) x[i] = to_float(four.v[i]);
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (i < left) x[i] = to_float(from[i]);
-      }
-    }
-  });
-}
-
-__device__ __forceinline__ void write(const float (&v)[4], const Array& a, int row, int col,
-                                      int left) {
-  with_type(a.dtype, [&]<class T>(T) {
-    T* const to = static_cast<T*>(a.at) + row * a.ld + col;
-    if (a.fours && left >= 4) {
-      Four<T> four;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) four.v[i] = static_cast<T>(v[i]);
-      *reinterpret_cast<Four<T>*>(to) = four;
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (i < left) to[i] = static_cast<T>(v[i]);
-      }
-    }
-  });
-}
-
-template <Gelu kKind>
-__device__ __forceinline__ void apply_gelu(float (&v)[4], const float (&before)[4], bool backward) {
-#pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    if (backward) {
-      const float2 y = gelu_backward<kKind>(
-          make_float2(v[i], v[i + 1]), derivative_input(make_float2(before[i], before[i + 1])));
-      v[i] = y.x, v[i + 1] = y.y;
-    } else {
-      const float2 y = gelu_forward<kKind>(make_float2(v[i], v[i + 1]));
-      v[i] = y.x, v[i + 1] = y.y;
-    }
-  }
-}
-
-// `v` becomes the result before it is added to what is there.
-__device__ __forceinline__ void finish_four(float (&v)[4], const FinishParams& p, int row, int col,
-                                            int left) {
-  const float* const from = p.sums + row * p.pitch + col;
-  float4 x[kAtOnce];
-  const auto start = [&](int first) {
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (first + i < p.parts)
-        x[i] = __ldcg(reinterpret_cast<const float4*>(from + (first + i) * p.size));
-    }
-  };
-  const auto add = [&](int first) {
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (first + i < p.parts) v[0] += x[i].x, v[1] += x[i].y, v[2] += x[i].z, v[3] += x[i].w;
-    }
-  };
-  start(0);
-  float bias[4] = {}, before[4] = {}, old[4] = {};
-  if (p.bias.at != nullptr) read(bias, p.bias, 0, col, left);
-  if (p.gelu_in.at != nullptr) read(before, p.gelu_in, row, col, left);
-  if (p.accumulate) read(old, p.out, row, col, left);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) v[i] = -0.0f;  // what leaves every number as it is
-  add(0);
-  for (int first = kAtOnce; first < p.parts; first += kAtOnce) start(first), add(first);
-
-  if (p.bias.at != nullptr) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) v[i] += bias[i];
-  }
-  if (p.aux.at != nullptr) write(v, p.aux, row, col, left);
-  if (p.gelu == Gelu::tanh) {
-    apply_gelu<Gelu::tanh>(v, before, p.gelu_in.at != nullptr);
-  } else if (p.gelu == Gelu::erf) {
-    apply_gelu<Gelu::erf>(v, before, p.gelu_in.at != nullptr);
-  }
-  float result[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) result[i] = p.accumulate ? v[i] + old[i] : v[i];
-  write(result, p.out, row, col, left);
-}
 
 __global__ void __launch_bounds__(kThreads, 4)
-    finish_kernel(const __grid_constant__ FinishParams p) {
-  __shared__ float rows[kFinishRows][kColumns];
+    finish_kernel(const __grid_constant__ SplitFinish p) {
+  __shared__ FinishSums rows;
   tile::let_dependents_start();
   tile::await_predecessors();
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int block = static_cast<int>(blockIdx.x) / p.column_blocks;
-  const int col0 = static_cast<int>(blockIdx.x) % p.column_blocks * kColumns;
-  const int row = block * kFinishRows + warp, col = col0 + 4 * lane;
-  float v[4] = {};
-  if (row < p.m && col < p.n) finish_four(v, p, row, col, p.n - col);
-  if (p.bias_grad == nullptr) return;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) rows[warp][4 * lane + i] = v[i];
-  __syncthreads();
-  const int mine = static_cast<int>(threadIdx.x);
-  if (mine >= kColumns || col0 + mine >= p.n) return;
-  float sum = rows[0][mine];
-#pragma unroll
-  for (int i = 1; i < kFinishRows; ++i) sum += rows[i][mine];
-  p.bias_grad[static_cast<int64_t>(block) * p.n + col0 + mine] = sum;
+  const int col0 = static_cast<int>(blockIdx.x) % p.column_blocks * kFinishColumns;
+  const auto sums = [&](int part, int row, int col) {
+    return __ldcg(reinterpret_cast<const float4*>(p.sums + row * p.pitch + col + part * p.size));
+  };
+  finish_block(p.finish, rows, block, col0, static_cast<int>(threadIdx.x), sums,
+               [] { __syncthreads(); });
 }
 
 }  // namespace
 
 Status finish_split(const GemmArgs& a) {
   const int64_t m = a.lhs.rows, n = a.rhs.rows;
-  const Epilogue& e = a.epilogue;
   const SplitSums sizes = split_sums(a);
   const int64_t blocks = (m + kFinishRows - 1) / kFinishRows;
   float* const sums = static_cast<float*>(a.execution.workspace);
-  FinishParams p{};
+  SplitFinish p{};
   p.sums = sums, p.size = sizes.rows * sizes.pitch, p.pitch = sizes.pitch;
-  p.parts = a.execution.parts, p.m = static_cast<int>(m), p.n = static_cast<int>(n);
-  p.column_blocks = static_cast<int>((n + kColumns - 1) / kColumns);
-  p.bias = array(e.bias, 0, e.bias_dtype), p.aux = array(e.aux, n, e.aux_dtype);
-  p.gelu_in = array(e.gelu_in, n, e.gelu_in_dtype), p.out = array(e.out, e.ldo, e.out_dtype);
-  p.bias_grad = e.bias_grad == nullptr ? nullptr : sums + a.execution.parts * p.size;
-  p.gelu = e.gelu, p.accumulate = e.accumulate;
+  p.finish = finish_params(a, a.execution.parts, sums + a.execution.parts * p.size);
+  p.column_blocks = static_cast<int>((n + kFinishColumns - 1) / kFinishColumns);
   if (blocks * p.column_blocks > INT32_MAX) return Status::unsupported;
 
   cudaLaunchAttribute attributes[1] = {early_start()};
@@ -188,9 +53,9 @@ Status finish_split(const GemmArgs& a) {
   config.attrs = attributes, config.numAttrs = 1;
   const Status status = started(cudaLaunchKernelEx(&config, finish_kernel, p));
   if (status != Status::ok) return status;
-  return e.bias_grad == nullptr
+  return a.epilogue.bias_grad == nullptr
              ? Status::ok
-             : reduce_columns(p.bias_grad, e.bias_grad, blocks, n, config.stream);
+             : reduce_columns(p.finish.bias_grad, a.epilogue.bias_grad, blocks, n, config.stream);
 }
 
 }  // namespace te_mx::sm90

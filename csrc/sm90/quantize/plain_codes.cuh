@@ -57,8 +57,8 @@ __device__ __forceinline__ void load_codes(uint32_t (&w)[kRows][kBytes / 4], con
 // Sixteen codes of two words of nibbles.
 __device__ __forceinline__ void fp4_to_fp8(uint32_t (&to)[4], uint32_t first, uint32_t second,
                                            const mxtile::sm90::Fp4Table& table) {
-  to[0] = table.four(first), to[1] = table.four(first >> 16);
-  to[2] = table.four(second), to[3] = table.four(second >> 16);
+  const uint2 a = table.eight(first), b = table.eight(second);
+  to[0] = a.x, to[1] = a.y, to[2] = b.x, to[3] = b.y;
 }
 
 }  // namespace te_mx::sm90

@@ -14,11 +14,11 @@ from te_mx.backends.cpu import binding
 from te_mx.backends.cpu.envelope import why_not
 from te_mx.backends.cpu.gemm import Panel
 from te_mx.backends.native import FORMATS, words_of
-from te_mx.dispatch.linear import FrozenKernel
+from te_mx.dispatch.linear import FrozenCall, FrozenKernel
 from te_mx.dispatch.problem import STREAM_ROWS, Problem
 from te_mx.dispatch.registry import derived, pick, register
 from te_mx.layouts import ROWS, spec_of
-from te_mx.layouts.operand import Operand
+from te_mx.layouts.operand import Operand, Stack
 from te_mx.runtime import workspace
 from te_mx.runtime.cpu_memory import CPU
 
@@ -50,17 +50,20 @@ class Frozen(FrozenKernel):
             reason = f"takes inputs in {' and '.join(FORMATS)}"
         if reason is None and (problem.empty or problem.dtype not in FLOAT_DTYPES):
             reason = "takes float32, bfloat16 and float16, nothing empty"
+        if reason is None and problem.groups:
+            reason = "takes one weight"
         if reason is None and problem.m > STREAM_ROWS:
             reason = f"takes at most {STREAM_ROWS} rows"
         return reason
 
-    def form(self, row: Operand) -> Operand | None:
+    def form(self, row: Operand | Stack) -> Operand | Stack | None:
         """The weight itself."""
         return row.checked("the weight") if row.layout is ROWS else None
 
-    def multiply(
-        self, p: Problem, x: Tensor, weight: Operand, bias_N: Tensor | None, out_dtype: torch.dtype
-    ) -> tuple[Tensor, str] | None:
+    def multiply(self, p: Problem, call: FrozenCall) -> tuple[Tensor, str] | None:
+        x, weight, bias_N, out_dtype, _, act = call
+        if act is not None or not isinstance(weight, Operand):
+            return None
         known, key = derived(), (self.name, p, weight.spec, weight.packed is None, out_dtype)
         if key not in known:
             known[key] = _plan(p, weight, out_dtype)

@@ -6,12 +6,12 @@ from __future__ import annotations
 import torch
 
 from te_mx.backends.base import pointer
-from te_mx.backends.cpu import binding
+from te_mx.backends.cpu import binding, binding_prepared
 from te_mx.backends.cpu.envelope import why_not, why_not_level
 from te_mx.backends.native import native_operand
 from te_mx.dispatch.calls import Product, Ran
 from te_mx.dispatch.problem import STREAM_ROWS, Problem
-from te_mx.dispatch.registry import Kernel, register
+from te_mx.dispatch.registry import Kernel, PreparedGemm, register
 from te_mx.layouts.operand import Operand
 from te_mx.runtime import workspace
 from te_mx.runtime.cpu_memory import CPU
@@ -44,6 +44,9 @@ class Panel(Kernel):
         if not binding.pack(plain, self.name, role, packed):
             raise RuntimeError(f"te_mx internal error: {self.name} does not pack {operand.spec}")
         return operand._replace(packed=packed)
+
+    def prepared(self, problem: Problem) -> PreparedGemm | None:
+        return binding_prepared.PreparedGemm(self.name, problem).run
 
     def run(self, p: Product) -> Ran | None:
         call = binding.GemmCall(

@@ -264,26 +264,20 @@ def pack(operand: Operand, spread: int) -> Operand:
 
 
 # --------------------------------------------------------------------------------------------- gemm
-def gemm(
-    a: Operand, b: Operand, epilogue: Epilogue, out: Tensor, aux: Tensor | None, spread: int,
-    scratch: Callable[[int], Tensor | None], parts: int = 1, tile: int = -1,
-) -> tuple[bool, Tensor | None]:  # fmt: skip
-    """Enqueue out = epilogue(b @ a^T) on the current stream: (whether native code took it, the
-    bias gradient of the result or None).
-
-    `scratch` gives a workspace of so many bytes. Operands that are not packed yet are packed there
-    first. Most problems need none, so the size is asked for only when the kernel refuses. K is cut
-    into `parts`, whose sums need some. tile: the configuration, -1 where native code chooses.
-    """
+def gemm_record(
+    a: Operand, b: Operand, epilogue: Epilogue, out: Tensor, aux: Tensor | None, parts: int = 1,
+    tile: int = -1,
+) -> tuple[Any, Tensor | None, tuple[Tensor | None, ...]]:  # fmt: skip
+    """The native record of out = epilogue(b @ a^T) on the current stream, without a workspace; the
+    bias gradient of the result that it fills, or None; and what must live until it is enqueued."""
     bias, gelu_in = epilogue.bias, epilogue.gelu_in
-    device = out.device
     if bias is not None:
         bias = bias.contiguous()
     if gelu_in is not None:
         gelu_in = _on_boundary(gelu_in.contiguous())
     bias_grad = None
     if epilogue.bias_grad == "result":
-        bias_grad = torch.empty(out.shape[1], dtype=_F32, device=device)
+        bias_grad = torch.empty(out.shape[1], dtype=_F32, device=out.device)
     args = _native.GemmArgs(
         lhs=plain_operand(b), rhs=plain_operand(a), out=out.data_ptr(),
         out_dtype=FLOAT_DTYPES[out.dtype], ldo=out.shape[1], accumulate=epilogue.accumulate,
@@ -299,7 +293,22 @@ def gemm(
         args.gelu_in, args.gelu_in_dtype = gelu_in.data_ptr(), FLOAT_DTYPES[gelu_in.dtype]
     if bias_grad is not None:
         args.bias_grad_kind, args.bias_grad = BIAS_GRADS["result"], bias_grad.data_ptr()
-    set_execution(args, device.index)
+    set_execution(args, out.device.index)
+    return args, bias_grad, (bias, gelu_in)
+
+
+def gemm(
+    a: Operand, b: Operand, epilogue: Epilogue, out: Tensor, aux: Tensor | None, spread: int,
+    scratch: Callable[[int], Tensor | None], parts: int = 1, tile: int = -1,
+) -> tuple[bool, Tensor | None]:  # fmt: skip
+    """Enqueue out = epilogue(b @ a^T) on the current stream: (whether native code took it, the
+    bias gradient of the result or None).
+
+    `scratch` gives a workspace of so many bytes. Operands that are not packed yet are packed there
+    first. Most problems need none, so the size is asked for only when the kernel refuses. K is cut
+    into `parts`, whose sums need some. tile: the configuration, -1 where native code chooses.
+    """
+    args, bias_grad, _alive = gemm_record(a, b, epilogue, out, aux, parts, tile)
     if a.order == b.order == "sm90":
         status = _native.gemm(args) if parts == 1 else _SMALL_WORKSPACE
         if status == _SMALL_WORKSPACE:

@@ -1,5 +1,6 @@
-"""The decode kernel of Hopper: a few rows, quantized on the way in, times a weight that stands
-still, exactly (c = 1). A row has the same bits whatever rows are beside it, and however many."""
+"""The decode kernel of Hopper: a few rows, quantized on the way in, times weights that stand still,
+one or those of groups of rows. A row has the same bits whatever rows are beside it, and however
+many."""
 
 from __future__ import annotations
 
@@ -11,48 +12,62 @@ from torch import Tensor
 
 from te_mx.backends.base import FLOAT_DTYPES, SCALE_RULES, pointer
 from te_mx.backends.base import FORMATS as FORMAT_IDS
-from te_mx.backends.native import FORMATS, FP4, words_of
-from te_mx.backends.sm90 import binding, trial
-from te_mx.backends.sm90.envelope import why_not
-from te_mx.dispatch.linear import FrozenKernel
-from te_mx.dispatch.problem import STREAM_ROWS, Problem
+from te_mx.backends.native import FORMATS, words_of
+from te_mx.backends.sm90 import binding, binding_grouped, trial
+from te_mx.backends.sm90.blockwise import FORMATS as BLOCKWISE
+from te_mx.backends.sm90.blockwise import is_low
+from te_mx.backends.sm90.envelope import MX, why_not
+from te_mx.dispatch.fused import ACT_IDS
+from te_mx.dispatch.linear import FrozenCall, FrozenKernel
+from te_mx.dispatch.problem import Problem, frozen_rows
 from te_mx.dispatch.registry import register
+from te_mx.formats.scaling import split_rule
 from te_mx.layouts import SM90_DECODE, spec_of
-from te_mx.layouts.operand import Operand
+from te_mx.layouts.operand import Operand, Stack
 from te_mx.runtime import workspace
 
 DECODE = "sm90_decode"
 
 
 class Decode(FrozenKernel):
-    """Weights of 8 or 4 bits; inputs quantized to MXFP8, or of 16 bits as they are."""
+    """Weights of 8 or 4 bits; inputs quantized to FP8 with scales of the same kind, or of 16 bits
+    as they are."""
 
     name = DECODE
 
     def accepts(self, problem: Problem) -> str | None:
-        reason = why_not(problem) or trial.why_not()
-        if reason is None and problem.lhs and spec_of(problem.lhs).format.name in FP4:
-            reason = f"takes inputs in {' and '.join(FORMATS)}"
+        reason = why_not(problem, formats=MX + BLOCKWISE) or trial.why_not()
+        if reason is None:
+            reason = _why_not_formats(problem.lhs, problem.rhs)
         if reason is None and not problem.lhs and problem.dtype == torch.float32:
             reason = "takes inputs as they are in bfloat16 and float16"
-        if reason is None and problem.m > STREAM_ROWS:
-            reason = f"takes at most {STREAM_ROWS} rows"
+        if reason is None and problem.m > frozen_rows(problem.groups):
+            reason = f"takes at most {frozen_rows(problem.groups)} rows"
         if reason is None and problem.dtype not in FLOAT_DTYPES:
             reason = "takes inputs in float32, bfloat16 and float16"
         return reason
 
-    def form(self, row: Operand) -> Operand | None:
-        fmt = row.format
+    def form(self, row: Operand | Stack) -> Operand | Stack | None:
+        fmt, spec = row.format, f"{row.format.name}@{SM90_DECODE.name}"
+        if isinstance(row, Stack):
+            shapes = SM90_DECODE.shapes(fmt, row.rows, row.k)
+            all_codes, all_fits = (row.codes.new_empty((row.groups, *one)) for one in shapes)
+            for i in range(row.groups):
+                one = self.form(row.group(i))
+                if one is None:
+                    return None
+                all_codes[i], all_fits[i] = one.codes, one.scales
+            return Stack(all_codes, all_fits, spec, row.groups, row.rows, row.k)
         codes, fits = SM90_DECODE.pack(fmt, row.codes, row.scales, row.k)
         if not bool(fits.all()):
             return None
-        return Operand(codes, fits, f"{fmt.name}@{SM90_DECODE.name}", row.rows, row.k)
+        return Operand(codes, fits, spec, row.rows, row.k)
 
-    def multiply(
-        self, p: Problem, x: Tensor, weight: Operand, bias_N: Tensor | None, out_dtype: torch.dtype
-    ) -> tuple[Tensor, str] | None:
+    def multiply(self, p: Problem, call: FrozenCall) -> tuple[Tensor, str] | None:
+        x, weight, bias, out_dtype, offs, act = call
         m, n, k = p.m, weight.rows, weight.k
-        plan, nbytes = _plan((m, n, k), (p.lhs, weight.spec), p.rule, p.place.index)
+        words = p.lhs, weight.spec, p.rule, p.precision
+        plan, nbytes = _plan((m, n, k, p.groups), words, p.place.index)
         x_MK = binding.rows_of(x if x.dim() == 2 else x.reshape(m, k))
         y = torch.empty((*x.shape[:-1], n), dtype=out_dtype, device=x.device)
         args = plan.copy(
@@ -60,9 +75,14 @@ class Decode(FrozenKernel):
             x_dtype=FLOAT_DTYPES[x.dtype], out=y.data_ptr(), out_dtype=FLOAT_DTYPES[out_dtype],
         )  # fmt: skip
         binding.set_execution(args, p.place.index)
-        if bias_N is not None:
-            bias_N = bias_N.contiguous()
-            args.bias, args.bias_dtype = bias_N.data_ptr(), FLOAT_DTYPES[bias_N.dtype]
+        if bias is not None:
+            bias = bias.contiguous()
+            args.bias, args.bias_dtype = bias.data_ptr(), FLOAT_DTYPES[bias.dtype]
+        if offs is not None:
+            offs = binding_grouped.offs_on_device(offs, x.device)
+            args.groups = binding_grouped.groups_of(offs, 0, m)
+        if act is not None:
+            args.activates, args.act = True, ACT_IDS[act]
         scratch = workspace.acquire(x.device, nbytes)
         args.workspace, args.workspace_bytes = pointer(scratch), nbytes
         done = binding.supported(binding.native().decode(args))  # type: ignore[union-attr]
@@ -70,21 +90,37 @@ class Decode(FrozenKernel):
         return (y, self.name) if done else None
 
 
+def _why_not_formats(lhs: str, rhs: str) -> str | None:
+    """Why inputs and weights in these formats are not multiplied."""
+    if not lhs:
+        return None
+    x, w = spec_of(lhs).format, spec_of(rhs).format
+    if w.name in BLOCKWISE:
+        if x.name not in BLOCKWISE or not is_low(x):
+            return f"takes inputs in blocks of 1x128 with {w.name}, not {x.name}"
+    elif x.name not in FORMATS:
+        return f"takes inputs in {' and '.join(FORMATS)} with {w.name}, not {x.name}"
+    return None
+
+
 @lru_cache(maxsize=4096)
 def _plan(
-    sizes: tuple[int, int, int], specs: tuple[str, str], rule: str, index: int
+    sizes: tuple[int, int, int, int], words: tuple[str, str, str, str], index: int
 ) -> tuple[Any, int]:
     """The native record of calls of one size with what does not change between them, and its
-    workspace."""
-    m, n, k = sizes
+    workspace. sizes: m, n, k, groups; words: specs of both sides, the scale rule, the precision."""
+    m, n, k, groups = sizes
+    lhs, rhs, rule, precision = words
     native = binding.native()
     assert native is not None
-    x, w = (FORMAT_IDS[words_of(spec)[0]] for spec in specs)
+    x, w = (FORMAT_IDS[words_of(spec)[0]] for spec in (lhs, rhs))
+    rule, epsilon = split_rule(rule)
     record = native.DecodeArgs(
-        m=m, n=n, k=k, w_element=w, x_element=x, x_as_is=not specs[0], rule=SCALE_RULES[rule],
-        ldo=n, device=index,
+        m=m, n=n, k=k, w_element=w, x_element=x, x_as_is=not lhs,
+        factors=spec_of(rhs).format.name in BLOCKWISE, rule=SCALE_RULES[rule],
+        amax_epsilon=epsilon, exact=precision == "exact", ldo=n, device=index,
     )  # fmt: skip
-    return record, native.decode_workspace(m, k)
+    return record, native.decode_workspace(m, k, groups)
 
 
 def forget_plans() -> None:

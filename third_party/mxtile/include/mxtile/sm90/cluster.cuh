@@ -55,6 +55,21 @@ __device__ __forceinline__ void send(void* to, uint4 v, uint64_t* bar, uint32_t 
       : "memory");
 }
 
+// Reads from the same place in the shared memory of CTA `cta`, which must not leave meanwhile.
+__device__ __forceinline__ float4 ld_cluster_f32x4(uint32_t addr, uint32_t cta) {
+  float4 v;
+  asm volatile(
+      "{\n"
+      ".reg .b32 place;\n"
+      "mapa.shared::cluster.u32 place, %4, %5;\n"
+      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [place];\n"
+      "}\n"
+      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+      : "r"(addr), "r"(cta)
+      : "memory");
+  return v;
+}
+
 // mbar_wait for what other CTAs sent.
 __device__ __forceinline__ void mbar_wait_sent(uint64_t* bar, uint32_t parity) {
   asm volatile(

@@ -37,18 +37,6 @@ __device__ __forceinline__ Fp4Rounding fp4_rounding(uint32_t factors) {
   return {factors, 0x42C042C0u};
 }
 
-// min(|a|, |b|) with the sign of a, where b is positive; NaN wins.
-__device__ __forceinline__ uint32_t clamp_magnitude_bf16x2(uint32_t a, uint32_t b) {
-  uint32_t r;
-  asm("min.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-  return r;
-}
-__device__ __forceinline__ float clamp_magnitude(float a, float b) {
-  float r;
-  asm("min.NaN.xorsign.abs.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
-  return r;
-}
-
 // Two bf16 numbers, rounded to nearest even, at most 6 * 2^d. Zeros keep their signs.
 __device__ __forceinline__ uint32_t round_to_fp4(uint32_t x, const Fp4Rounding& by) {
   const auto bf16 = [](uint32_t bits) { return *reinterpret_cast<const __nv_bfloat162*>(&bits); };
@@ -113,13 +101,25 @@ struct Fp4Table {
     if (u == 14) low = 0x03020100u, high = 0x0C080604u;
   }
 
+  __device__ __forceinline__ explicit Fp4Table(uint2 words) : low(words.x), high(words.y) {}
+
   // Four codes of the nibbles in the lower half of a word.
   __device__ __forceinline__ uint32_t four(uint32_t nibbles) const {
     const uint32_t magnitudes = __byte_perm(low, high, nibbles & 0x7777u);
-    // A selector above 7 spreads the sign of what it selects: 0xFF for it, 0x80 for the others.
-    uint32_t signs;
-    asm("prmt.b32 %0, %1, %1, %2;" : "=r"(signs) : "r"(0x80808080u), "r"(nibbles));
+    // 0xFF for a sign, 0x80 for the others.
+    const uint32_t signs = permute_signs(0x80808080u, nibbles);
     return magnitudes | (signs << 1 & 0x80808080u);
+  }
+
+  // Eight codes of a word, in fewer instructions than four and four.
+  __device__ __forceinline__ uint2 eight(uint32_t nibbles) const {
+    const uint32_t magnitudes = nibbles & 0x77777777u;
+    // Signs of every other code are the upper bits of bytes as they lie, those between after this.
+    const uint32_t moved = nibbles << 4;
+    return make_uint2(
+        permute_bytes(low, high, magnitudes) | (__byte_perm(moved, nibbles, 0x5140) & 0x80808080u),
+        permute_bytes(low, high, magnitudes >> 16) |
+            (__byte_perm(moved, nibbles, 0x7362) & 0x80808080u));
   }
 };
 

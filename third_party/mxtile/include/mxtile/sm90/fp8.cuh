@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "mxtile/sm90/convert.cuh"
 #include "mxtile/sm90/wgmma.cuh"
 
 namespace mxtile::sm90 {
@@ -20,40 +21,6 @@ inline constexpr uint32_t kFp8Step = 1u << mx::ElementOf<kFmt>::kMantissaBits;
 template <Fp8 kFmt>
 inline constexpr uint32_t kFp8Special = mx::ElementOf<kFmt>::kMaxCode + 1;
 inline constexpr uint32_t kEveryByte = 0x01010101u;  // a number in every byte of a word
-
-// Two codes, lo in bits 0-7: round to nearest even, saturating, NaN to 0x7F.
-template <Fp8 kFmt>
-__device__ __forceinline__ uint32_t fp8x2(float lo, float hi) {
-  uint16_t r;
-  if constexpr (kFmt == Fp8::e4m3) {
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(hi), "f"(lo));
-  } else {
-    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(r) : "f"(hi), "f"(lo));
-  }
-  return r;
-}
-
-// Four codes, a in bits 0-7.
-template <Fp8 kFmt>
-__device__ __forceinline__ uint32_t fp8x4(float a, float b, float c, float d) {
-  uint32_t r;
-  if constexpr (kFmt == Fp8::e4m3) {
-    asm("{\n.reg .b16 lo, hi;\n"
-        "cvt.rn.satfinite.e4m3x2.f32 lo, %2, %1;\n"
-        "cvt.rn.satfinite.e4m3x2.f32 hi, %4, %3;\n"
-        "mov.b32 %0, {lo, hi};\n}"
-        : "=r"(r)
-        : "f"(a), "f"(b), "f"(c), "f"(d));
-  } else {
-    asm("{\n.reg .b16 lo, hi;\n"
-        "cvt.rn.satfinite.e5m2x2.f32 lo, %2, %1;\n"
-        "cvt.rn.satfinite.e5m2x2.f32 hi, %4, %3;\n"
-        "mov.b32 %0, {lo, hi};\n}"
-        : "=r"(r)
-        : "f"(a), "f"(b), "f"(c), "f"(d));
-  }
-  return r;
-}
 
 // Bit 7 of every byte is set when that code is subnormal and not zero. The other bits hold
 // anything.
@@ -70,43 +37,6 @@ __device__ __forceinline__ void transpose_bytes(uint32_t& a, uint32_t& b, uint32
   const uint32_t cd0 = __byte_perm(c, d, 0x5140), cd1 = __byte_perm(c, d, 0x7362);
   a = __byte_perm(ab0, cd0, 0x5410), b = __byte_perm(ab0, cd0, 0x7632);
   c = __byte_perm(ab1, cd1, 0x5410), d = __byte_perm(ab1, cd1, 0x7632);
-}
-
-// max(|a|, |b|) of two 16-bit floats at once; NaN wins. NOTE: signs come out mixed, the next
-// maximum ignores them.
-__device__ __forceinline__ uint32_t max_magnitude_bf16x2(uint32_t a, uint32_t b) {
-  uint32_t r;
-  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-  return r;
-}
-__device__ __forceinline__ uint32_t max_magnitude_f16x2(uint32_t a, uint32_t b) {
-  uint32_t r;
-  asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-  return r;
-}
-
-// Two codes as two fp16 values (exact).
-template <Fp8 kFmt>
-__device__ __forceinline__ __half2 fp8x2_to_half2(uint16_t codes) {
-  uint32_t r;
-  if constexpr (kFmt == Fp8::e4m3) {
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"(codes));
-  } else {
-    asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(r) : "h"(codes));
-  }
-  return *reinterpret_cast<__half2*>(&r);
-}
-
-template <Fp8 kFmt>
-__device__ __forceinline__ uint32_t half2_to_fp8x2(__half2 v) {
-  uint16_t r;
-  const uint32_t bits = *reinterpret_cast<uint32_t*>(&v);
-  if constexpr (kFmt == Fp8::e4m3) {
-    asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(r) : "r"(bits));
-  } else {
-    asm("cvt.rn.satfinite.e5m2x2.f16x2 %0, %1;" : "=h"(r) : "r"(bits));
-  }
-  return r;
 }
 
 // 2^-d as fp16 bits, d in [0, 14].

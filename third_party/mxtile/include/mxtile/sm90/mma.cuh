@@ -1,10 +1,10 @@
 // mma.sync on fp16 numbers, for kernels whose warps work by themselves, and what feeds it: reads of
-// shared memory, FP8 codes as fp16.
+// shared memory. FP8 codes as fp16: convert.cuh.
 #pragma once
 
 #include <cstdint>
 
-#include "mxtile/sm90/fp8.cuh"
+#include "mxtile/sm90/convert.cuh"
 
 namespace mxtile::sm90 {
 
@@ -30,22 +30,6 @@ __device__ __forceinline__ void mma_f16(float (&d)[4], const uint32_t (&a)[4], u
       "{%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// Four codes as fp16 numbers, two in a word (exact).
-template <Fp8 kFmt>
-__device__ __forceinline__ void fp8x4_to_halves(uint32_t codes, uint32_t& low, uint32_t& high) {
-  if constexpr (kFmt == Fp8::e4m3) {
-    asm("{\n.reg .b16 lo, hi;\nmov.b32 {lo, hi}, %2;\n"
-        "cvt.rn.f16x2.e4m3x2 %0, lo;\ncvt.rn.f16x2.e4m3x2 %1, hi;\n}"
-        : "=r"(low), "=r"(high)
-        : "r"(codes));
-  } else {
-    asm("{\n.reg .b16 lo, hi;\nmov.b32 {lo, hi}, %2;\n"
-        "cvt.rn.f16x2.e5m2x2 %0, lo;\ncvt.rn.f16x2.e5m2x2 %1, hi;\n}"
-        : "=r"(low), "=r"(high)
-        : "r"(codes));
-  }
 }
 
 }  // namespace mxtile::sm90

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "mxtile/sm90/barrier.cuh"
+#include "mxtile/sm90/shared.cuh"
 
 namespace mxtile::sm90 {
 
@@ -13,62 +13,10 @@ __device__ __forceinline__ uint32_t swizzle128(uint32_t row, uint32_t chunk) {
   return row * 128 + ((chunk ^ (row & 7)) << 4);
 }
 
-// Stores four 8x8 matrices of 16-bit values; lane l gives the address of row l % 8 of matrix l / 8.
-__device__ __forceinline__ void stmatrix_x4(uint32_t addr, uint32_t m0, uint32_t m1, uint32_t m2,
-                                            uint32_t m3) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(addr),
-               "r"(m0), "r"(m1), "r"(m2), "r"(m3)
-               : "memory");
-}
-
-// Loads four 8x8 matrices of 16-bit values; lane l gives the address of row l % 8 of matrix l / 8
-// and gets values 2 (l % 4), + 1 of row l / 4 of each. Lanes that give the same address share its
-// bytes.
-__device__ __forceinline__ void ldmatrix_x4(uint32_t (&m)[4], uint32_t addr) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-               : "r"(addr)
-               : "memory");
-}
-
-__device__ __forceinline__ uint32_t ld_shared_u32(uint32_t addr) {
-  uint32_t v;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(addr) : "memory");
-  return v;
-}
-
-__device__ __forceinline__ uint2 ld_shared_u32x2(uint32_t addr) {
-  uint2 v;
-  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(addr) : "memory");
-  return v;
-}
-
-// Hides how a value came about, so that the compiler keeps it in a register instead of computing it
-// again.
-__device__ __forceinline__ uint32_t keep(uint32_t v) {
-  asm volatile("" : "+r"(v));
-  return v;
-}
-
-__device__ __forceinline__ uint4 ld_shared_u32x4(uint32_t addr) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(addr)
-               : "memory");
-  return v;
-}
-
-__device__ __forceinline__ void st_shared_u32(uint32_t addr, uint32_t v) {
-  asm volatile("st.shared.u32 [%0], %1;" ::"r"(addr), "r"(v) : "memory");
-}
-
-__device__ __forceinline__ void st_shared_u32x2(uint32_t addr, uint32_t a, uint32_t b) {
-  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(addr), "r"(a), "r"(b) : "memory");
-}
-
-__device__ __forceinline__ void st_shared_f32x2(uint32_t addr, float a, float b) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(addr), "f"(a), "f"(b) : "memory");
+// The 64-byte swizzle, of tiles of 64-byte rows: the chunk index is xored with the row / 2 mod 4,
+// so that eight rows of one chunk lie in different banks.
+__device__ __forceinline__ uint32_t swizzle64(uint32_t row, uint32_t chunk) {
+  return row * 64 + ((chunk ^ (row >> 1 & 3)) << 4);
 }
 
 }  // namespace mxtile::sm90

@@ -24,21 +24,22 @@ inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
   return encode;
 }
 
-// Tiles of box_outer rows of 128 bytes, under the 128-byte swizzle, of a row-major [outer, inner]
-// array whose rows lie `pitch` bytes apart (a multiple of 16, as is the address). Elements outside
-// the array read as zero and are not written.
+// Tiles of box_outer rows of 128 bytes, under the 128-byte swizzle, or of 64 bytes under the
+// 64-byte swizzle, of a row-major [outer, inner] array whose rows lie `pitch` bytes apart (a
+// multiple of 16, as is the address). Elements outside the array read as zero and are not written.
 inline bool tensor_map_2d(CUtensorMap& map, CUtensorMapDataType type, int element_bytes,
                           const void* base, int64_t outer, int64_t inner, int64_t pitch,
-                          int box_outer) {
+                          int box_outer, int row_bytes = 128) {
   const auto encode = tensor_map_encoder();
   if (encode == nullptr) return false;
   const cuuint64_t dims[2] = {static_cast<cuuint64_t>(inner), static_cast<cuuint64_t>(outer)};
   const cuuint64_t strides[1] = {static_cast<cuuint64_t>(pitch)};
-  const cuuint32_t box[2] = {static_cast<cuuint32_t>(128 / element_bytes),
+  const cuuint32_t box[2] = {static_cast<cuuint32_t>(row_bytes / element_bytes),
                              static_cast<cuuint32_t>(box_outer)};
   const cuuint32_t steps[2] = {1, 1};
   return encode(&map, type, 2, const_cast<void*>(base), dims, strides, box, steps,
-                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                CU_TENSOR_MAP_INTERLEAVE_NONE,
+                row_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }

@@ -1,0 +1,73 @@
+// Few rows times weights that stand still: checks, and the instance.
+#include "decode/decode_run.cuh"
+
+#include "common/formats.h"
+
+namespace te_mx::sm90 {
+namespace {
+
+Status check(const DecodeArgs& a) {
+  if (a.m < 1 || a.n < 1 || a.k < 1 || a.w == nullptr || a.x == nullptr || a.out == nullptr)
+    return Status::bad_argument;
+  if (!known(a.x_dtype) || !known(a.out_dtype) || !known(a.bias_dtype)) return Status::bad_argument;
+  if (!known(a.w_element) || !known(a.x_element) || !known(a.rule)) return Status::bad_argument;
+  if (a.execution.kernel >= kDecodeSplits) return Status::bad_argument;
+  const int64_t most = (int64_t{1} << 31) - 257;
+  if (a.m > most || a.n > most || a.k > most) return Status::unsupported;
+  if (a.groups.count < 0 || a.groups.count > most || a.groups.capacity != 0)
+    return Status::unsupported;
+  if (a.groups.count > 0 && (a.groups.rows != a.m || !valid(a.groups))) return Status::bad_argument;
+  if (decode_blocks(a.m, a.groups.count, 8) > 65535) return Status::unsupported;
+  const bool values = a.x_scales == nullptr && !a.x_as_is;
+  if (a.factors) {
+    if (!is_fp8(a.w_element) || (values && !is_f32_rule(a.rule))) return Status::unsupported;
+  } else {
+    const Status status = check_mx(a.w_element, {});
+    if (status != Status::ok) return status;
+    if (values && is_f32_rule(a.rule)) return Status::unsupported;
+  }
+  if (a.activates && (a.act < Act{} || a.act > Act::gelu_erf)) return Status::bad_argument;
+  if (a.activates && a.act == Act::clamped_silu) return Status::unsupported;
+  if (a.x_as_is && (a.x_dtype == DType::f32 || a.x_scales != nullptr)) return Status::unsupported;
+  return is_fp8(a.x_element) ? Status::ok : Status::unsupported;
+}
+
+bool vectors(const DecodeArgs& a) {
+  const int64_t bytes = a.x_scales != nullptr ? 1 : a.x_dtype == DType::f32 ? 4 : 2;
+  const int64_t step = a.x_scales != nullptr ? 8 : 16;
+  return reinterpret_cast<uintptr_t>(a.x) % step == 0 && a.ldx * bytes % step == 0;
+}
+
+}  // namespace
+
+Status decode(const DecodeArgs& a) {
+  const Status status = check(a);
+  if (status != Status::ok) return status;
+  const int sms = current_device().sms;
+  if (sms == 0) return Status::unsupported;
+  if (a.execution.workspace_bytes < decode_workspace(a.m, a.k, a.groups.count))
+    return Status::small_workspace;
+  DecodeTask t;
+  t.split = decode_split(a.n, a.k, sms), t.n = a.n, t.k = a.k;
+  t.workspace = a.execution.workspace, t.stream = a.execution.stream;
+  t.rows.m = static_cast<int>(a.m);
+  if (a.groups.count > 0) {
+    t.rows.groups = group_table(a.groups);
+    t.p.w_stride = decode_bytes(a.n, a.k, a.w_element);
+  }
+  if (a.execution.kernel >= 0) t.split = decode_split_of(a.execution.kernel);
+  t.p.w = a.w;
+  t.p.in = {a.x, a.ldx, a.x_scales, a.x_dtype, a.x_element == Element::e5m2, vectors(a), a.x_as_is};
+  set_rule(t.p.in, a.rule, a.amax_epsilon);
+  t.p.out = {a.out, a.ldo, a.out_dtype, a.bias, a.bias_dtype, a.activates, a.act};
+  const bool halves = a.halves();
+  if (a.factors) {
+    return a.w_element == Element::e5m2 ? run_decode_factors_e5m2(t, halves)
+                                        : run_decode_factors_e4m3(t, halves);
+  }
+  return a.w_element == Element::e4m3   ? run_decode_e4m3(t, halves)
+         : a.w_element == Element::e5m2 ? run_decode_e5m2(t, halves)
+                                        : run_decode_e2m1(t, halves);
+}
+
+}  // namespace te_mx::sm90

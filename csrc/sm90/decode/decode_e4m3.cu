@@ -1,0 +1,9 @@
+#include "decode/decode_run.cuh"
+
+namespace te_mx::sm90 {
+
+Status run_decode_e4m3(const DecodeTask& t, bool halves) {
+  return run_decode_any<Element::e4m3, false>(t, halves);
+}
+
+}  // namespace te_mx::sm90

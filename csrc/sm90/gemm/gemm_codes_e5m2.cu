@@ -1,0 +1,9 @@
+#include "gemm/gemm_codes_launch.cuh"
+
+namespace te_mx::sm90 {
+
+Status launch_codes_e5m2(const GemmArgs& args, const Device& device) {
+  return launch_codes<CodesOperands<tile::Fp8::e5m2, false>>(args, device);
+}
+
+}  // namespace te_mx::sm90

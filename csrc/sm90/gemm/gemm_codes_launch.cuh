@@ -1,0 +1,79 @@
+// Launches an instance of the GEMM that reads codes of 4 bits.
+#pragma once
+
+#include "gemm/gemm_codes_kernel.cuh"
+#include "gemm/gemm_launch.cuh"
+
+namespace te_mx::sm90 {
+
+inline PlainScales plain_scales(const Operand& o) {
+  const int64_t blocks = (o.k + 31) / 32;
+  const auto* const at = static_cast<const uint8_t*>(o.scales);
+  return {at, static_cast<int>(o.rows), static_cast<int>(blocks),
+          blocks % 16 == 0 && reinterpret_cast<uintptr_t>(at) % 16 == 0};
+}
+
+// Of plain codes of 4 bits, 128 of K a step; or of tiles.
+inline bool codes_map(CUtensorMap& map, const Operand& o, bool nibbles) {
+  using mxtile::sm90::tensor_map_2d;
+  constexpr CUtensorMapDataType kBytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  if (!nibbles) return tensor_map_2d(map, kBytes, 1, o.codes, o.rows, o.k, packed_ld(o.k), 128);
+  const int64_t ld = row_bytes(o.k, true);
+  return tensor_map_2d(map, kBytes, 1, o.codes, o.rows, ld, ld, 128, kRawRowBytes);
+}
+
+template <class Config>
+Status launch_codes_as(const GemmArgs& a, const Device& device) {
+  const auto kernel = gemm_codes_kernel<Config>;
+  const int parts = std::max(a.execution.parts, 1);
+  static ClusterCount counts[kMostCodesParts + 1];
+  int clusters;
+  const Status fits = counts[parts].of(device.index, reinterpret_cast<const void*>(kernel),
+                                       Config::kThreads, Smem<Config>::kBytes, parts, clusters);
+  if (fits != Status::ok) return fits;
+  const int64_t m = a.lhs.rows, n = a.rhs.rows;
+  CodesParams p{};
+  p.lhs_scales = static_cast<const uint32_t*>(a.lhs.scales);
+  p.lhs_tiles = static_cast<int>(packed_tiles(m));
+  p.k_steps = static_cast<int>((a.lhs.k + 127) / 128);
+  p.m_blocks = static_cast<int>((m + 127) / 128), p.n_blocks = static_cast<int>((n + 127) / 128);
+  p.walk_in_groups_of(group_size(clusters, 128, 128));
+  p.parts = parts, p.lhs = plain_scales(a.lhs), p.rhs = plain_scales(a.rhs);
+  CUtensorMap lhs, rhs, out{};
+  if (!codes_map(lhs, a.lhs, Config::Operands::kLhsNibbles) || !codes_map(rhs, a.rhs, true))
+    return Status::unsupported;
+  const int64_t blocks = int64_t{p.m_blocks} * p.n_blocks;
+  int64_t at_once = blocks;
+  if constexpr (Config::kKeepsSums) {
+    p.finish = finish_params(a, parts, static_cast<float*>(a.execution.workspace));
+  } else {
+    const Epilogue& e = a.epilogue;
+    p.epilogue = epilogue_params(e, m, n, nullptr);
+    if (!p.epilogue.direct &&
+        !mxtile::sm90::tensor_map_2d(out, map_type(e.out_dtype), width_of(e.out_dtype), e.out, m, n,
+                                     e.ldo * width_of(e.out_dtype), 64)) {
+      return Status::unsupported;
+    }
+    at_once = std::min<int64_t>(blocks, clusters);
+  }
+  if (at_once * parts > INT32_MAX) return Status::unsupported;
+  cudaLaunchAttribute attributes[2] = {early_start(), clusters_of(parts)};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(at_once * parts));
+  config.blockDim = dim3(Config::kThreads);
+  config.dynamicSmemBytes = Smem<Config>::kBytes;
+  config.stream = static_cast<cudaStream_t>(a.execution.stream);
+  config.attrs = attributes, config.numAttrs = 2;
+  return started(cudaLaunchKernelEx(&config, kernel, p, lhs, rhs, out));
+}
+
+// Bias and accumulation of K in one piece go through the copy engine, block after block. Whatever
+// takes more reads sums from shared memory.
+template <class Operands>
+Status launch_codes(const GemmArgs& a, const Device& device) {
+  if (a.execution.parts <= 1 && !needs_full(a.epilogue))
+    return launch_codes_as<CodesConfig<Operands, EpilogueKind::plain>>(a, device);
+  return launch_codes_as<CodesConfig<Operands, EpilogueKind::sums>>(a, device);
+}
+
+}  // namespace te_mx::sm90

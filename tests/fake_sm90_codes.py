@@ -1,0 +1,26 @@
+"""The GEMM of te_mx._sm90 that reads plain codes of 4 bits, in plain torch (fake_sm90.py)."""
+
+from __future__ import annotations
+
+from te_mx.backends.base import FORMATS, LAYOUTS
+
+CALLS: list[tuple[int, int, int, int]] = []  # m, n, k and parts
+_FP4, _PLAIN, _TILES = FORMATS["e2m1"], LAYOUTS["k_last"], LAYOUTS["sm90"]
+_SCRATCH = 192  # bytes that every GEMM of the stand-in asks for
+
+
+def codes_workspace_bytes(args) -> int:
+    return _SCRATCH
+
+
+def gemm_codes(args) -> int:
+    from fake_sm90 import gemm
+
+    assert args.rhs.layout == _PLAIN and args.rhs_element == _FP4
+    assert args.lhs.layout in (_TILES, _PLAIN)
+    assert args.lhs.layout == _TILES or args.lhs_element == _FP4
+    for side in (args.lhs, args.rhs):
+        assert side.layout == _TILES or (-(-side.k // 2) % 16 == 0 and side.codes % 16 == 0)
+    assert args.kernel == -1 and 1 <= args.parts <= min(8, -(-args.lhs_k // 128))
+    CALLS.append((args.lhs_rows, args.rhs_rows, args.lhs_k, args.parts))
+    return gemm(args)

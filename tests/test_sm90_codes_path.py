@@ -1,0 +1,125 @@
+"""Products with plain weights of 4 bits on Hopper, unpacked in the main loop: when that kernel
+runs, what it is told, and that nothing changes but the time."""
+
+from __future__ import annotations
+
+import fake_sm90_codes
+import pytest
+import torch
+from as_on_hopper import hopper
+
+from te_mx import ops
+from te_mx.backends.sm90 import codes, trial
+from te_mx.dispatch.explain import explain_problem
+from te_mx.dispatch.problem import Problem, place_of
+from te_mx.ops import Epilogue, Mode
+
+FP4, E4M3, E5M2 = "mxfp4", "mxfp8_e4m3", "mxfp8_e5m2"
+M, N, K = 100, 72, 416
+LHS = {"fp4": f"{FP4}@rows", "tiles": f"{E4M3}@sm90:8", "e5m2": f"{E5M2}@rows"}
+NONE, WHOLE, SPLIT = Epilogue(), Mode(), Mode(split_k=True)
+
+
+@pytest.fixture(autouse=True)
+def on_hopper():
+    with hopper():
+        fake_sm90_codes.CALLS.clear()
+        yield
+
+
+def operands(lhs, m=M, n=N, k=K, rhs=f"{FP4}@rows"):
+    generator = torch.Generator().manual_seed(m + n + k)
+    x, w = (torch.randn(rows, k, generator=generator) for rows in (m, n))
+    return ops.quantize_2d(x, lhs).row, ops.quantize_2d(w, rhs).row
+
+
+def multiplied(lhs, rhs, epilogue=NONE, out=None, mode=WHOLE, **kwargs):
+    return ops.gemm_2d(lhs, rhs, epilogue, out=out, out_dtype=torch.float32, mode=mode, **kwargs)
+
+
+def without_trial(monkeypatch, call):
+    with monkeypatch.context() as patch, hopper():
+        patch.delenv(trial.VARIABLE)
+        return call()
+
+
+@pytest.mark.parametrize("lhs", list(LHS))
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_it_gives_what_packing_before_gives(lhs, accumulate, monkeypatch):
+    both = operands(LHS[lhs])
+    bias, pre = torch.randn(N), torch.randn(M, N)
+    for epilogue in (
+        Epilogue(bias, accumulate=accumulate),
+        Epilogue(bias, "tanh"),
+        Epilogue(gelu="erf", gelu_in=pre, bias_grad="result"),
+        Epilogue(bias_grad="operand"),
+    ):
+
+        def product(epilogue=epilogue):
+            out = torch.ones(M, N) if epilogue.accumulate else None
+            return multiplied(*both, epilogue, out, SPLIT, want_aux=True)
+
+        before = len(fake_sm90_codes.CALLS)
+        got, want = product(), without_trial(monkeypatch, product)
+        assert len(fake_sm90_codes.CALLS) == before + 1
+        for mine, theirs in zip(got[:3], want[:3], strict=True):
+            assert (mine is None) == (theirs is None)
+            assert mine is None or torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("shape", "rhs", "reason"),
+    [
+        ((1025, N, K), f"{FP4}@rows", "at most 1024 rows"),
+        ((M, N, K + 2), f"{FP4}@rows", "whole 16 bytes"),
+        ((M, N, K), f"{E4M3}@rows", "weights in mxfp4 that lie by rows"),
+        ((M, N, K), f"{FP4}@cols", "weights in mxfp4 that lie by rows"),
+    ],
+)
+def test_its_envelope(shape, rhs, reason):
+    m, n, k = shape
+    problem = Problem("gemm", place_of(torch.device("cpu")), f"{FP4}@rows", rhs, m, n, k)
+    said = explain_problem(problem, "a product")
+    assert said.kernel == "sm90_adaptive" and reason in dict(said.declined)[codes.CODES]
+    inside = explain_problem(problem._replace(rhs=f"{FP4}@rows", m=1024, k=K - 1), "a product")
+    assert inside.kernel == codes.CODES and "in the main loop" in inside.note
+
+
+def test_sizes_beside_each_other_get_their_own_kernel():
+    """Kernels are remembered by classes of sizes: these differ by what its envelope looks at."""
+    for m, k in ((64, 128), (64, 130), (64, 160), (16, 128), (16, 130)):
+        fake_sm90_codes.CALLS.clear()
+        multiplied(*operands(f"{FP4}@rows", m=m, k=k))
+        assert len(fake_sm90_codes.CALLS) == (k % 32 == 0)
+
+
+def test_it_does_not_run_unasked(monkeypatch):
+    without_trial(monkeypatch, lambda: multiplied(*operands(LHS["fp4"])))
+    assert not fake_sm90_codes.CALLS
+
+
+def test_codes_that_start_between_16_bytes_are_packed():
+    lhs, rhs = operands(LHS["fp4"])
+    room = torch.empty(rhs.codes.numel() + 16, dtype=torch.uint8)
+    start = -room.data_ptr() % 16 + 1
+    moved = room[start : start + rhs.codes.numel()].view_as(rhs.codes).copy_(rhs.codes)
+    want = multiplied(lhs, rhs)
+    assert len(fake_sm90_codes.CALLS) == 1
+    got = multiplied(lhs, rhs._replace(codes=moved))
+    assert len(fake_sm90_codes.CALLS) == 1 and torch.equal(got.out, want.out)
+
+
+@pytest.mark.parametrize("sms", [132, 114, 8, 1])
+def test_parts_follow_from_sizes(sms):
+    for m, n, k in ((128, 2048, 7168), (1, 1, 32), (512, 2048, 7168), (1024, 7168, 2048)):
+        parts = codes.best_parts(m, n, k, sms)
+        assert parts in (1, 2, 4, 8) and parts <= -(-k // 128)
+    assert codes.best_parts(128, 2048, 7168, 132) == 8
+    assert codes.best_parts(1024, 7168, 2048, 132) == 1
+
+
+def test_k_is_cut_only_where_that_is_allowed():
+    both = operands(LHS["fp4"], 32, 40, 2048)
+    multiplied(*both)
+    multiplied(*both, mode=SPLIT)
+    assert [call[3] for call in fake_sm90_codes.CALLS] == [1, 8]

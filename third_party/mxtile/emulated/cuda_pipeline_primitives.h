@@ -1,0 +1,2 @@
+// In place of CUDA's: simt/cuda.hpp has the functions.
+#pragma once

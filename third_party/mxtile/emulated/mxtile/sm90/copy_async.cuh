@@ -1,0 +1,17 @@
+// mxtile/sm90/copy_async.cuh on the CPU.
+#pragma once
+
+#include "mxtile/sm90/math.cuh"
+
+namespace mxtile::sm90 {
+
+inline void copy16_async(void* smem, const void* gmem, bool there) {
+  simt::copy_async(smem, gmem, 16, there ? 16 : 0);
+}
+inline void end_copy_group() { simt::copy_async_commit(); }
+template <int kPending>
+void wait_copy_groups() {
+  simt::copy_async_wait(kPending);
+}
+
+}  // namespace mxtile::sm90
