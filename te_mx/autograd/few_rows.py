@@ -86,10 +86,12 @@ class Ready(NamedTuple):
         """act(x [..., k] @ w^T + bias) [..., n]; None where native code does not take it. offs:
         ends of the groups of rows; rows of no group become 0."""
         call = FrozenCall(x, self.form, bias, out_dtype, offs, act)
-        y = self.kernel.multiply(self.problem, call)
-        if y is not None and tag >= 0:
-            LAST_RUN[tag] = self.kernel.name
-        return y
+        made = self.kernel.multiply(self.problem, call)
+        if made is None:
+            return None
+        if tag >= 0:
+            LAST_RUN[tag] = made[1]
+        return made[0]
 
 
 def ready(x: Tensor, dtype: torch.dtype, weight: Weight, settings: Settings | None) -> Ready | None:

@@ -5,6 +5,7 @@ in every process, whatever the machine: whether a kernel runs is what its envelo
 from te_mx.backends import device_names as _device_names
 from te_mx.backends.cpu import ISA_LEVELS
 from te_mx.backends.cpu import cost as _cpu_cost
+from te_mx.backends.cpu import frozen as _cpu_frozen
 from te_mx.backends.cpu import fused as _cpu_fused
 from te_mx.backends.cpu import gemm as _cpu_gemm
 from te_mx.backends.cpu import grouped as _cpu_grouped
@@ -37,7 +38,7 @@ from te_mx.dispatch.problem import register_level
 register_level("cpu", _isa, ISA_LEVELS, _missing_reason)
 
 KERNEL_FILES = (
-    _cpu_fused, _cpu_gemm, _cpu_grouped, _cpu_linear, _cpu_moe, _cpu_quantize,
+    _cpu_frozen, _cpu_fused, _cpu_gemm, _cpu_grouped, _cpu_linear, _cpu_moe, _cpu_quantize,
     _fused, _gemm, _grouped, _moe, _moe_align, _quantize,
     _sm90_blockwise, _sm90_codes, _sm90_decode, _sm90_fused, _sm90_gemm, _sm90_grouped,
     _sm90_grouped_apart,

@@ -113,12 +113,14 @@ class FrozenKernel(Kernel):
     quantizes the rows and multiplies, without gradients."""
 
     op = "linear_frozen"
+    multiplies = True  # by itself; False: by the kernel of the GEMM
 
     def form(self, row: Operand | Stack) -> Operand | Stack | None:
         """The rowwise copy (layout "rows") of a weight, or of those of groups, in that form; None
         for what native code does not take. Waits for the device."""
         raise NotImplementedError
 
-    def multiply(self, p: Problem, call: FrozenCall) -> Tensor | None:
-        """The result [..., n], or None for what native code does not take."""
+    def multiply(self, p: Problem, call: FrozenCall) -> tuple[Tensor, str] | None:
+        """(the result [..., n], the name of the kernel that multiplied), or None for what native
+        code does not take."""
         raise NotImplementedError

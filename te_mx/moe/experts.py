@@ -140,8 +140,8 @@ def _routing(ids: Tensor, expert_map: Tensor | None, experts: int) -> Routing:
     routed, top_k = len(flat), ids.shape[1]
     total = experts if expert_map is None else len(expert_map)
     if 4 * routed <= total or known_to_host(ids):
-        known = (flat >= 0) & (flat < total)
         if expert_map is not None:
+            known = (flat >= 0) & (flat < total)
             flat = torch.where(known, expert_map[torch.where(known, flat, 0)], -1)
         everything = torch.full((1,), routed, dtype=torch.int32, device=ids.device)
         return Routing(None, flat, everything, 1, top_k, top_k)

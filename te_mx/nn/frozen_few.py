@@ -55,4 +55,6 @@ def ready(
         return None
     if not few_rows.is_few(x, x.shape[-1]) or not is_direct(x):
         return None
-    return few_rows.ready(x, dtype, weight_of(module, key, kept, size), settings)
+    found = few_rows.ready(x, dtype, weight_of(module, key, kept, size), settings)
+    # In front of the GEMM's own kernel a normalization or an activation quantizes in its own read.
+    return found if found is not None and found.kernel.multiplies else None

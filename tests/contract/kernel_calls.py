@@ -25,6 +25,7 @@ from te_mx.dispatch.grouped_calls import (
     QuantizeGroups,
     QuantizeWeights,
 )
+from te_mx.dispatch.linear import FrozenCall
 from te_mx.dispatch.moe import Align, RoutedGemm, Routing
 from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.registry import kernels
@@ -210,8 +211,8 @@ def linear_frozen(data: st.DataObject, device: torch.device) -> Case:
         form = None if kernel is None else kernel.form(sides[1])
         if form is None:
             return [out]
-        made = kernel.multiply(problem, x, form, None, dtype)
-        return None if made is None else [made]
+        made = kernel.multiply(problem, FrozenCall(x, form, None, dtype))
+        return None if made is None else [made[0]]
 
     return Case(problem, run, False, bound_of(*sides, dtype, device))
 

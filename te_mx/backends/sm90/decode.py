@@ -63,7 +63,7 @@ class Decode(FrozenKernel):
             return None
         return Operand(codes, fits, spec, row.rows, row.k)
 
-    def multiply(self, p: Problem, call: FrozenCall) -> Tensor | None:
+    def multiply(self, p: Problem, call: FrozenCall) -> tuple[Tensor, str] | None:
         x, weight, bias, out_dtype, offs, act = call
         m, n, k = p.m, weight.rows, weight.k
         words = p.lhs, weight.spec, p.rule, p.precision
@@ -87,7 +87,7 @@ class Decode(FrozenKernel):
         args.workspace, args.workspace_bytes = pointer(scratch), nbytes
         done = binding.supported(binding.native().decode(args))  # type: ignore[union-attr]
         workspace.release(scratch, nbytes)
-        return y if done else None
+        return (y, self.name) if done else None
 
 
 def _why_not_formats(lhs: str, rhs: str) -> str | None:
