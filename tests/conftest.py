@@ -11,7 +11,6 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from te_mx.backends.cpu import binding as cpu
-from te_mx.backends.sm90 import trial
 from te_mx.dispatch import registry
 from te_mx.recipe import Float8BlockScaling, MXFP8BlockScaling
 from te_mx.recipes import resolve
@@ -25,7 +24,6 @@ _COMMON = {
 settings.register_profile("default", max_examples=40, **_COMMON)
 settings.register_profile("thorough", max_examples=400, **_COMMON)
 settings.load_profile(os.environ.get("TE_MX_TEST_PROFILE", "default"))
-os.environ.setdefault(trial.VARIABLE, "1")  # processes that tests start inherit it
 
 LEVELS = cpu.available_isa()
 

@@ -21,7 +21,8 @@ NONE, WHOLE, SPLIT = Epilogue(), Mode(), Mode(split_k=True)
 
 
 @pytest.fixture(autouse=True)
-def on_hopper():
+def on_hopper(monkeypatch):
+    monkeypatch.setenv(trial.VARIABLE, "1")
     with hopper():
         fake_sm90_codes.CALLS.clear()
         yield

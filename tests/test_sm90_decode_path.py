@@ -12,7 +12,6 @@ from as_on_hopper import hopper
 
 import te_mx
 from te_mx import formats
-from te_mx.backends.sm90 import trial
 from te_mx.layouts import SM90_DECODE
 from te_mx.recipe import BlockScaling, Float8BlockScaling, MXFP8BlockScaling
 from te_mx.runtime.ran import LAST_RUN
@@ -53,12 +52,15 @@ def exact(layer_weight, bias, x, w):
     return sides[0] @ sides[1].t() + bias.double()
 
 
-def test_it_does_not_run_unasked(monkeypatch):
-    """What has not run on a GPU in this form stays off."""
-    monkeypatch.delenv(trial.VARIABLE)
-    run(frozen(), torch.randn(3, K, dtype=torch.bfloat16))
-    assert not fake_sm90_decode.CALLS
-    assert "TE_MX_TRIAL_KERNELS=1" in trial.why_not()
+@pytest.mark.parametrize("drop", [False, True])
+def test_how_many_rows_it_takes(drop):
+    """The GEMM is faster from 33 rows on where it finds the weight in tiles; without a master it
+    would have to pack it."""
+    layer = frozen(drop=drop)
+    for rows in (1, 32, 33, 64, 65):
+        fake_sm90_decode.CALLS.clear()
+        run(layer, torch.randn(rows, K, dtype=torch.bfloat16))
+        assert bool(fake_sm90_decode.CALLS) == (rows <= (64 if drop else 32)), rows
 
 
 @pytest.mark.parametrize("drop", [False, True])
@@ -103,12 +105,6 @@ def test_exact_products_are_asked_for():
         with torch.no_grad(), te_mx.autocast(recipe=recipe):
             layer(torch.randn(2, K, dtype=torch.bfloat16))
         assert fake_sm90_decode.EXACT[-1] == (precision == "exact")
-
-
-@pytest.mark.parametrize("rows", [64, 65])
-def test_more_rows_run_elsewhere(rows):
-    run(frozen(), torch.randn(rows, K, dtype=torch.bfloat16))
-    assert len(fake_sm90_decode.CALLS) == (rows == 64)
 
 
 def test_strided_rows_and_other_dtypes_and_no_bias():

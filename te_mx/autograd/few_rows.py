@@ -55,7 +55,7 @@ class Forms:
 class Weight(NamedTuple):
     """A weight [n, k] of a module that stands still, or those of groups (0: one weight), in format
     fmt. row: gives the rowwise copy, layout "rows"; made_of: as of a Form, () where changes would
-    not be seen."""
+    not be seen; lies: the layout that other kernels would find it in, "any": plain."""
 
     forms: Forms
     key: str
@@ -65,6 +65,7 @@ class Weight(NamedTuple):
     made_of: tuple[Any, ...]
     row: Callable[[], Operand | Stack]
     groups: int = 0
+    lies: str = "any"
 
 
 def is_few(x: Tensor, k: int, groups: int = 0) -> bool:
@@ -106,7 +107,8 @@ def ready(x: Tensor, dtype: torch.dtype, weight: Weight, settings: Settings | No
     if settings is not None:
         lhs, rule, precision = settings.x, settings.scale_rule, settings.precision
     rows = x.numel() // x.shape[-1]
-    found = frozen_kernel((rows, dtype, x.device), sizes, (lhs, weight.fmt), rule, precision)
+    specs = f"{lhs}@any" if lhs else "", f"{weight.fmt}@{weight.lies}"
+    found = frozen_kernel((rows, dtype, x.device), sizes, specs, rule, precision)
     if found is None:
         return None
     form = _form(weight, found[1], x.device)

@@ -40,7 +40,8 @@ def weight_of(
         codes, scales = module._plain_codes(key, kept.settings)
         return given._replace(codes=codes, scales=scales, spec=at_rest(fmt), packed=None)
 
-    return few_rows.Weight(frozen.few_rows, key, *size, fmt, made_of, row, groups)
+    lies = "any" if given.layout is layouts.ROWS else given.layout.name
+    return few_rows.Weight(frozen.few_rows, key, *size, fmt, made_of, row, groups, lies)
 
 
 def ready(

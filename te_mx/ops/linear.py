@@ -86,21 +86,20 @@ def _infer_kernel(
 
 def frozen_kernel(
     x: tuple[int, torch.dtype, torch.device], weight: tuple[int, int, int],
-    formats: tuple[str, str], rule: str, precision: str,
+    specs: tuple[str, str], rule: str, precision: str,
 ) -> tuple[Problem, FrozenKernel] | None:  # fmt: skip
     """The kernel for inputs and weights that stand still, in a form of its own, with its problem;
-    None where there is none. x: rows, dtype, device; weight: groups (0: one weight), n, k. formats:
-    of inputs, "" for x as it is, and of the weights."""
+    None where there is none. x: rows, dtype, device; weight: groups (0: one weight), n, k. specs:
+    of inputs, "" for x as it is, and of the weights as other kernels would find them."""
     known = derived()
-    key = "frozen", x, weight, formats, rule, precision
+    key = "frozen", x, weight, specs, rule, precision
     found = known.get(key)
     if found is None:
         if len(known) > _MOST_KNOWN:
             known.clear()
-        lhs, rhs = (f"{fmt}@any" if fmt else "" for fmt in formats)
         (m, dtype, device), (groups, n, k) = x, weight
         problem = Problem(
-            "linear_frozen", place_of(device), lhs, rhs, m, n, k, groups,
+            "linear_frozen", place_of(device), *specs, m, n, k, groups,
             precision=precision, dtype=dtype, rule=rule,
         )  # fmt: skip
         found = known[key] = (problem, find(problem))

@@ -9,7 +9,8 @@ import torch
 from sm90_codes_products import E4M3, E5M2, EPILOGUES, FP4, SPANS
 
 from te_mx import ops
-from te_mx.backends.sm90 import codes
+from te_mx.backends.sm90 import codes, trial
+from te_mx.dispatch import registry
 from te_mx.ops import Mode
 from te_mx.runtime.ran import LAST_RUN
 
@@ -20,6 +21,16 @@ SHAPES = (
     (128, 2048, 7168), (128, 24576, 1536), (512, 7168, 2048), (1000, 5000, 544),
     (77, 200, 1055), (1, 1, 32), (129, 257, 352), (64, 130, 4096),
 )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def taken(monkeypatch):
+    """It is on trial."""
+    monkeypatch.setenv(trial.VARIABLE, "1")
+    registry.forget()
+    yield
+    monkeypatch.undo()
+    registry.forget()
 
 
 def pair(m, n, k, fmt, kinds, seed=0):

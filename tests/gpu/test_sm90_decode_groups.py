@@ -109,7 +109,8 @@ def test_frozen_groups_in_a_cuda_graph(w_fmt, drop):
                 at += rows
         return out
 
-    assert torch.equal(forward(), expected())
+    # K may be cut in other places than for one weight alone: a rounding of bf16 apart.
+    torch.testing.assert_close(forward(), expected(), rtol=2**-7, atol=1e-3)
     assert LAST_RUN[layer._tag] == "sm90_decode"
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -119,4 +120,5 @@ def test_frozen_groups_in_a_cuda_graph(w_fmt, drop):
         splits.copy_(torch.tensor(given))
         out.fill_(torch.nan)
         graph.replay()
-        assert torch.equal(out, expected())
+        assert torch.equal(out, forward())
+        torch.testing.assert_close(out, expected(), rtol=2**-7, atol=1e-3)

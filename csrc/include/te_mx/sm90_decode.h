@@ -54,7 +54,8 @@ struct DecodeSplit {
   int tiles = 1;                                     // 1 or 2
   constexpr int parts() const { return 2 / tiles; }  // of a slice
 };
-DecodeSplit decode_split(int64_t n, int64_t k, int sms);
+// grouped: of one of several products in a launch.
+DecodeSplit decode_split(int64_t n, int64_t k, int sms, bool grouped = false);
 // One split as a number from 0, as Execution::kernel has it, and how many there are.
 inline constexpr int kDecodeSplits = 2 * kDecodeMaxCluster;
 constexpr DecodeSplit decode_split_of(int index) { return {index / 2 + 1, index % 2 + 1}; }

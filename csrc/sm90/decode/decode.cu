@@ -48,7 +48,7 @@ Status decode(const DecodeArgs& a) {
   if (a.execution.workspace_bytes < decode_workspace(a.m, a.k, a.groups.count))
     return Status::small_workspace;
   DecodeTask t;
-  t.split = decode_split(a.n, a.k, sms), t.n = a.n, t.k = a.k;
+  t.split = decode_split(a.n, a.k, sms, a.groups.count > 0), t.n = a.n, t.k = a.k;
   t.workspace = a.execution.workspace, t.stream = a.execution.stream;
   t.rows.m = static_cast<int>(a.m);
   if (a.groups.count > 0) {

@@ -7,31 +7,43 @@ namespace {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// CTAs that run at once, two on every SM. Clusters of 4 and more leave SMs of a GPC idle: with 240
-// and 256 CTAs in them products took a second turn on an H200 with 132.
-int64_t at_once(int cluster, int sms) { return 2 * (cluster < 4 ? sms : sms - sms * 2 / 11); }
+// CTAs that run at once, two on every SM. Clusters of 4 and more leave a part of the SMs of a GPC
+// idle: with 240 and 256 CTAs in them products took a second turn on an H200 with 132 SMs.
+int64_t at_once(int cluster, int sms, double idle) {
+  return 2 * (cluster < 4 ? sms : sms - static_cast<int>(sms * idle));
+}
+
+// Microseconds. Of one product: those that take the fastest of all splits, or one within 4 % of it,
+// of seven shapes with 1 to 16 rows (docs/measured.md). Of one of several products in a launch, SMs
+// that one leaves idle have others: what shortens one, more CTAs, lengthens all.
+struct Costs {
+  double quad;      // of a tile of 64 rows, in one CTA of two on an SM
+  double input;     // a quad of x
+  double exchange;  // of sums, for each CTA of a cluster
+  double crowd;     // a CTA more on every SM
+  double idle;
+};
+constexpr Costs kAlone{0.35, 0.05, 0.07, 0.0, 2.0 / 11},
+    kAmongOthers{0.15, 0.03, 0.08, 0.5, 1.0 / 11};
 
 }  // namespace
 
-DecodeSplit decode_split(int64_t n, int64_t k, int sms) {
+DecodeSplit decode_split(int64_t n, int64_t k, int sms, bool grouped) {
+  const Costs& costs = grouped ? kAmongOthers : kAlone;
   const int64_t tiles = ceil_div(decode_groups(n), kDecodeTile), quads = decode_quads(k);
-  // Microseconds: a quad of a tile of 8 bits from HBM, and of one CTA where two share an SM. Those
-  // and the weights below take the fastest of all splits, or one within 4 % of it, of seven shapes
-  // with 1 to 16 rows (docs/measured.md).
-  const double unit = 8448.0 / 4.27e6, alone = 0.35;
-  const double all = static_cast<double>(tiles * quads) * unit;
+  const double all = static_cast<double>(tiles * quads) * 8448.0 / 4.27e6;  // from HBM
   DecodeSplit best;
   double least = 1e30;
   for (int i = 0; i < kDecodeSplits; ++i) {
     const DecodeSplit s = decode_split_of(i);
     if (s.cluster > quads || (s.tiles == 1 && s.cluster * s.parts() > quads && quads > 1)) continue;
     const int64_t ctas = ceil_div(tiles, s.tiles) * s.cluster, slice = ceil_div(quads, s.cluster);
-    const int64_t waves = ceil_div(ctas, at_once(s.cluster, sms));
-    // x of a slice, and what the exchange of sums takes.
-    const double input = static_cast<double>(slice) * 0.05;
-    const double exchange = s.cluster == 1 ? 0.0 : 0.2 + 0.07 * s.cluster;
-    const double work = static_cast<double>(waves * slice * s.tiles) * alone;
-    const double time = std::max(all, work) + static_cast<double>(waves) * input + exchange;
+    const int64_t waves = ceil_div(ctas, at_once(s.cluster, sms, costs.idle));
+    const double work = static_cast<double>(waves * slice * s.tiles) * costs.quad;
+    const double input = static_cast<double>(waves * slice) * costs.input;
+    const double exchange = s.cluster == 1 ? 0.0 : 0.2 + costs.exchange * s.cluster;
+    const double crowd = costs.crowd * std::max(0.0, static_cast<double>(ctas) / sms - 1.1);
+    const double time = std::max(all, work) + input + exchange + crowd;
     if (time >= least) continue;
     least = time, best = s;
   }

@@ -13,7 +13,7 @@ from torch import Tensor
 from te_mx.backends.base import FLOAT_DTYPES, SCALE_RULES, pointer
 from te_mx.backends.base import FORMATS as FORMAT_IDS
 from te_mx.backends.native import FORMATS, words_of
-from te_mx.backends.sm90 import binding, binding_grouped, trial
+from te_mx.backends.sm90 import binding, binding_grouped
 from te_mx.backends.sm90.blockwise import FORMATS as BLOCKWISE
 from te_mx.backends.sm90.blockwise import is_low
 from te_mx.backends.sm90.envelope import MX, why_not
@@ -27,6 +27,7 @@ from te_mx.layouts.operand import Operand, Stack
 from te_mx.runtime import workspace
 
 DECODE = "sm90_decode"
+MOST_BESIDE_TILES = 32  # rows, of a weight that the GEMM finds in tiles: it is faster on more
 
 
 class Decode(FrozenKernel):
@@ -36,13 +37,18 @@ class Decode(FrozenKernel):
     name = DECODE
 
     def accepts(self, problem: Problem) -> str | None:
-        reason = why_not(problem, formats=MX + BLOCKWISE) or trial.why_not()
+        fmt, _, lies = problem.rhs.partition("@")
+        in_tiles = lies != "any" and not problem.groups
+        problem = problem._replace(rhs=f"{fmt}@any")  # it reads a form of its own
+        reason = why_not(problem, formats=MX + BLOCKWISE)
         if reason is None:
             reason = _why_not_formats(problem.lhs, problem.rhs)
         if reason is None and not problem.lhs and problem.dtype == torch.float32:
             reason = "takes inputs as they are in bfloat16 and float16"
         if reason is None and problem.m > frozen_rows(problem.groups):
             reason = f"takes at most {frozen_rows(problem.groups)} rows"
+        if reason is None and in_tiles and problem.m > MOST_BESIDE_TILES:
+            reason = f"takes at most {MOST_BESIDE_TILES} rows of weights that lie in tiles"
         if reason is None and problem.dtype not in FLOAT_DTYPES:
             reason = "takes inputs in float32, bfloat16 and float16"
         return reason

@@ -6,7 +6,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from te_mx.backends.native import FORMATS
-from te_mx.backends.sm90 import binding_moe, trial
+from te_mx.backends.sm90 import binding_moe
 from te_mx.backends.sm90.envelope import why_not
 from te_mx.dispatch.calls import FLOAT_DTYPES
 from te_mx.dispatch.moe import Align, RoutedGemm
@@ -24,7 +24,7 @@ class HopperMoeGemm(Kernel):
     op, name = "moe_gemm", "sm90_moe"
 
     def accepts(self, problem: Problem) -> str | None:
-        reason = why_not(problem, "rows") or trial.why_not()
+        reason = why_not(problem, "rows")
         if reason is None and spec_of(problem.lhs).format.untransformed.name not in FORMATS:
             reason = f"takes tokens in {', '.join(FORMATS)}, not {spec_of(problem.lhs).format}"
         if reason is None and problem.dtype not in FLOAT_DTYPES:
@@ -47,7 +47,7 @@ class HopperMoeAlign(Kernel):
     op, name = "moe_align", "sm90"
 
     def accepts(self, problem: Problem) -> str | None:
-        return why_not(problem) or trial.why_not()
+        return why_not(problem)
 
     def run(self, p: Align) -> tuple[Tensor, Tensor, Tensor] | None:
         return binding_moe.align(p)
