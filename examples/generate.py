@@ -104,8 +104,9 @@ def decode_one(args: argparse.Namespace, mode: str) -> None:
     """Run one precision in this process and write its record."""
     if args.threads:
         torch.set_num_threads(args.threads)
-    if args.device != "cpu":
-        torch.cuda.set_device(torch.device(args.device))
+    device = torch.device(args.device)
+    if device.index is not None:
+        torch.cuda.set_device(device)
     chosen, plain = settings(args, mode), args.out / "bf16.json"
     expected = None
     if mode != "bf16" and plain.exists():
