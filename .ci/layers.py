@@ -15,7 +15,7 @@ ORDER = (
     "nn",
     "autograd",
     "recipes",
-    "ops",
+    "_ops",
     "backends",
     "dispatch",
     "runtime",
@@ -34,7 +34,7 @@ PLUGINS = {
     "integrations.torchtitan_converter",
 }
 DEVICES = re.compile(r"sm_?\d\d|hopper|blackwell|gfx\d|device_capability|compute capability", re.I)
-ABOVE_DEVICES = {"nn", "autograd", "ops", "recipes", "formats", "integrations", "pytorch"}
+ABOVE_DEVICES = {"nn", "autograd", "_ops", "recipes", "formats", "integrations", "pytorch"}
 MOST_PARAMETERS = 10
 # Public functions that have the arguments of what they stand for.
 PUBLIC = {

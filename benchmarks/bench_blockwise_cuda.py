@@ -14,9 +14,9 @@ from benchmarks.bench_linear_cuda import Layer
 from benchmarks.gpu import GpuContext
 from benchmarks.row import Row, Target
 from benchmarks.timing import Call, interleaved
-from te_mx import ops
-from te_mx.ops import Epilogue, Operand
-from te_mx.ops.quantize import parts_of
+from te_mx import _ops as ops
+from te_mx._ops import Epilogue, Operand
+from te_mx._ops.quantize import parts_of
 from te_mx.recipe import DeepSeekV3, Float8BlockScaling
 
 X, W = "fp8_e4m3_1x128", "fp8_e4m3_128x128"

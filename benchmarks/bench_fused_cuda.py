@@ -15,11 +15,11 @@ from benchmarks.gpu import GpuContext
 from benchmarks.row import Row, Target
 from benchmarks.timing import interleaved
 from benchmarks.training import training_step
-from te_mx import ops
+from te_mx import _ops as ops
+from te_mx._ops.fused import act_quantize_2d, norm_backward_2d, norm_quantize_2d
 from te_mx.dispatch.fused import Activation, ActStep, Norm, NormStep
 from te_mx.dispatch.fused import Target as Wanted
 from te_mx.nn import activations
-from te_mx.ops.fused import act_quantize_2d, norm_backward_2d, norm_quantize_2d
 
 STEPS = [(16384, 4096), (16384, 14336)]  # tokens, columns
 MODULES = [(16384, 4096, 14336)]  # tokens, hidden size, ffn hidden size

@@ -13,8 +13,8 @@ from benchmarks.gpu import GpuContext
 from benchmarks.row import Row, Target
 from benchmarks.timing import Call, interleaved
 from benchmarks.training import training_step
-from te_mx.ops.grouped_gemm import gemm_k, gemm_rows
-from te_mx.ops.grouped_quantize import Groups, quantize_grouped, quantize_weights
+from te_mx._ops.grouped_gemm import gemm_k, gemm_rows
+from te_mx._ops.grouped_quantize import Groups, quantize_grouped, quantize_weights
 
 Size = tuple[int, int, int, int]  # experts, tokens, out features, in features
 LARGE, MANY = (8, 32768, 2048, 7168), (64, 65536, 1408, 2048)

@@ -12,10 +12,10 @@ from benchmarks.context import Context, randn
 from benchmarks.row import Row
 from benchmarks.timing import interleaved
 from benchmarks.training import training_step
+from te_mx._ops import quantize_2d
+from te_mx._ops.fused import act_quantize_2d, norm_quantize_2d
 from te_mx.dispatch.fused import Activation, ActStep, Norm, NormStep, Target
 from te_mx.nn import activations
-from te_mx.ops import quantize_2d
-from te_mx.ops.fused import act_quantize_2d, norm_quantize_2d
 
 MODULES = [(2048, 1024, 4096)]  # tokens, hidden size, ffn hidden size
 STEPS = [(2048, 1024), (4096, 4096)]  # tokens, columns

@@ -10,8 +10,8 @@ import te_mx
 from benchmarks.gpu import GpuContext, warm_up
 from benchmarks.row import Row, Target
 from benchmarks.timing import Call, interleaved
-from te_mx import ops
-from te_mx.ops.quantize import parts_of
+from te_mx import _ops as ops
+from te_mx._ops.quantize import parts_of
 
 LINEAR = [  # tokens, out features, in features
     ((16384, 4096, 4096), Target(1.35, 1.6)),

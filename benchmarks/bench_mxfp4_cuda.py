@@ -16,16 +16,16 @@ from benchmarks.bench_linear_cuda import Layer
 from benchmarks.gpu import GpuContext, warm_up
 from benchmarks.row import Row, Target
 from benchmarks.timing import Call, interleaved
-from te_mx import ops
+from te_mx import _ops as ops
+from te_mx._ops import Mode, Operand
+from te_mx._ops.grouped_gemm import gemm_rows
+from te_mx._ops.grouped_quantize import Groups, quantize_grouped, quantize_weights
+from te_mx._ops.quantize import parts_of
 from te_mx.backends.sm90 import trial
 from te_mx.backends.sm90.codes import CODES
 from te_mx.backends.sm90.gemm import ADAPTIVE
 from te_mx.dispatch import registry
 from te_mx.dispatch.problem import FEW_ROWS
-from te_mx.ops import Mode, Operand
-from te_mx.ops.grouped_gemm import gemm_rows
-from te_mx.ops.grouped_quantize import Groups, quantize_grouped, quantize_weights
-from te_mx.ops.quantize import parts_of
 from te_mx.recipe import BlockScaling
 
 FP4, FP8 = "mxfp4", "mxfp8_e4m3"

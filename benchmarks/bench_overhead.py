@@ -12,7 +12,7 @@ import te_mx
 from benchmarks.context import Context, randn
 from benchmarks.row import Row, Target
 from benchmarks.timing import Call, interleaved
-from te_mx import ops
+from te_mx import _ops as ops
 
 TINY_ROWS, TINY_FEATURES = 8, 64
 IMPORT = "import time, torch; t = time.perf_counter(); import te_mx; print(time.perf_counter() - t)"

@@ -12,7 +12,7 @@ import te_mx
 from benchmarks.gpu import GpuContext, warm_up
 from benchmarks.row import Row
 from benchmarks.timing import Call, interleaved
-from te_mx import ops
+from te_mx import _ops as ops
 
 # M, N, K: square, and few tokens on a layer of a model.
 SPLIT = [

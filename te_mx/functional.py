@@ -11,14 +11,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from te_mx import _ops as ops
 from te_mx import blas as _blas
 from te_mx import epilogue as _epilogue
-from te_mx import mixed_gemm, ops, prepared
+from te_mx import mixed_gemm, prepared
+from te_mx._ops import FLOAT_DTYPES
 from te_mx.arguments import check_dense, check_flag, is_one_of, shown
 from te_mx.autograd import transforms
 from te_mx.formats import Format
 from te_mx.formats.scaling import STOCHASTIC
-from te_mx.ops import FLOAT_DTYPES
 from te_mx.parts import format_of, name_of
 from te_mx.recipe import MAX_SPREAD, check_precision
 from te_mx.tensor import MXTensor, _make

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_mx._ops import Operand
+from te_mx._ops.grouped_gemm import gemm_k, on_device
+from te_mx._ops.grouped_quantize import quantize_grouped
 from te_mx.arguments import check_flag, check_size
 from te_mx.autograd import grouped as autograd
 from te_mx.autograd import transforms
@@ -21,9 +24,6 @@ from te_mx.grouped_arguments import check_floats, check_place, parts, quantized_
 from te_mx.grouped_gemm import is_quantized, stack_of
 from te_mx.grouped_rows import Form, aligned, rows_of, settings_of
 from te_mx.nn.linear import output_dtype
-from te_mx.ops import Operand
-from te_mx.ops.grouped_gemm import gemm_k, on_device
-from te_mx.ops.grouped_quantize import quantize_grouped
 from te_mx.recipe import Settings
 from te_mx.tensor import MXTensor
 from te_mx.written import check_written

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from te_mx import mixed_grouped
+from te_mx._ops import Operand, Stack
+from te_mx._ops.grouped_gemm import gemm_rows
 from te_mx.arguments import check_flag, shown
 from te_mx.autograd import transforms
 from te_mx.autograd.steps import mode_of
@@ -17,8 +19,6 @@ from te_mx.epilogue import check_dtype
 from te_mx.formats import Format
 from te_mx.grouped_arguments import check_floats, check_place
 from te_mx.grouped_rows import Form, Rows, rows_of, settings_of
-from te_mx.ops import Operand, Stack
-from te_mx.ops.grouped_gemm import gemm_rows
 from te_mx.tensor import MXTensor
 
 OWNER = "grouped_gemm"

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from te_mx._ops import GemmParts, Operand, dequantize_2d
 from te_mx.arguments import check_dense
 from te_mx.backends.reference.torch_gemm import finish, mm_without_tf32
 from te_mx.blas import USAGES, check_layout
 from te_mx.dispatch.calls import Epilogue
 from te_mx.layouts import spec_of
-from te_mx.ops import GemmParts, Operand, dequantize_2d
 
 _F32, _BF16 = torch.float32, torch.bfloat16
 DTYPES = _BF16, torch.float16  # who passes fp32 has forgotten to quantize

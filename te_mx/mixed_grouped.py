@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from te_mx import mixed_gemm
+from te_mx._ops import Stack, dequantize_2d
 from te_mx.arguments import check_dense
 from te_mx.context import is_tracing
 from te_mx.dispatch.calls import Epilogue
 from te_mx.dispatch.grouped_calls import Groups
 from te_mx.dispatch.groups import host_bounds, known_to_host
 from te_mx.nn.grouped_plain import grouped_plain
-from te_mx.ops import Stack, dequantize_2d
 
 DTYPES = mixed_gemm.DTYPES
 

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from te_mx._ops import Mode
+from te_mx._ops.gemm import empty
+from te_mx._ops.library import is_direct
 from te_mx.autograd import transforms
 from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.registry import PreparedGemm, derived, pick_problem
-from te_mx.ops import Mode
-from te_mx.ops.gemm import empty
-from te_mx.ops.library import is_direct
 from te_mx.runtime import streams
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch._ops import OpOverload
 
-from te_mx.ops.gemm import GEMM
-from te_mx.ops.grouped_gemm import GEMM_ROWS
+from te_mx._ops.gemm import GEMM
+from te_mx._ops.grouped_gemm import GEMM_ROWS
 
 
 def checkpoint_ops() -> list[OpOverload]:

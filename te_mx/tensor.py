@@ -9,10 +9,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from te_mx import formats, ops
+from te_mx import _ops as ops
+from te_mx import formats
+from te_mx._ops import FLOAT_DTYPES
 from te_mx.arguments import check_flag, check_size, is_one_of, shown, usable_device
 from te_mx.formats import Format
-from te_mx.ops import FLOAT_DTYPES
 from te_mx.parts import check_copy, format_of, name_of
 from te_mx.runtime import streams
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from te_mx._ops import grouped_quantize
 from te_mx.autograd import grouped, grouped_operands
 from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.sm90 import binding, binding_grouped, split_k
@@ -22,7 +23,6 @@ from te_mx.backends.sm90 import grouped as sm90_grouped
 from te_mx.backends.sm90 import linear as sm90_linear
 from te_mx.dispatch import forms, problem, registry
 from te_mx.dispatch.problem import Place
-from te_mx.ops import grouped_quantize
 from te_mx.runtime import ran
 
 HOPPER = torch.device("cuda", 0)

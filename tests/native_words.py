@@ -23,7 +23,7 @@ def format_of(fmt: str) -> formats.Format:
 
 
 def house(operand: Operand) -> HouseOperand:
-    """An operand in the words of te_mx.ops."""
+    """An operand in the words of te_mx._ops."""
     spec = f"{format_of(operand.fmt).name}@{LAYOUTS[operand.order]}"
     return HouseOperand(
         operand.codes, operand.scales, spec, operand.rows, operand.k, operand.packed

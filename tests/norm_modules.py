@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 import te_mx
+from te_mx._ops.fused import act_quantize_2d, norm_backward_2d, norm_quantize_2d
 from te_mx.dispatch import fused
 from te_mx.dispatch.fused import Activation, Norm, Target
-from te_mx.ops.fused import act_quantize_2d, norm_backward_2d, norm_quantize_2d
 
 _NOTHING = Target("", "", "rceil")
 

@@ -6,11 +6,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from te_mx import formats, ops
+from te_mx import _ops as ops
+from te_mx import formats
+from te_mx._ops import Epilogue, Mode, Operand
 from te_mx.backends.sm90 import codes
 from te_mx.backends.sm90.gemm import Adaptive
 from te_mx.dispatch.calls import Product
-from te_mx.ops import Epilogue, Mode, Operand
 
 FP4, E4M3, E5M2 = "mxfp4", "mxfp8_e4m3", "mxfp8_e5m2"
 # Scale bytes from .. below ..: one exponent a tile, one a row, four a row, far exponents, NaN.

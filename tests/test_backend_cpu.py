@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_words import house
 
-from te_mx import ops
+from te_mx import _ops as ops
 from te_mx.backends.base import Epilogue, Operand
 from te_mx.backends.cpu import binding as cpu
 from te_mx.dispatch import run
@@ -115,7 +115,7 @@ ORDERS = st.sampled_from(["k_last", "k_first"])
 
 
 def kept(o: Operand, side: str) -> Operand:
-    """The operand with the packed form that te_mx.ops makes of what stands still."""
+    """The operand with the packed form that te_mx._ops makes of what stands still."""
     return o._replace(packed=ops.kept_form(house(o), side, ops.Mode()).packed)
 
 

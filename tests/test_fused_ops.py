@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import DTYPES, FINITE_KINDS, KINDS, SEEDS, SIZES, matrices, tensor
 
+from te_mx._ops import quantize_2d, quantized
+from te_mx._ops.fused import act_quantize_2d, norm_backward_2d, norm_quantize_2d
 from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.reference import fused_math
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Quantize
 from te_mx.dispatch.fused import ACTIVATIONS, NORMS, Activation, ActStep, Norm, NormStep, Target
 from te_mx.nn import activations
-from te_mx.ops import quantize_2d, quantized
-from te_mx.ops.fused import act_quantize_2d, norm_backward_2d, norm_quantize_2d
 
 BOTH = Target("mxfp8_e4m3@rows", "mxfp8_e4m3@cols", "rceil")
 WIDE = Target("fp8_e4m3_1x128@rows", "fp8_e4m3_1x128@cols", "pow2")

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from strategies import DTYPES, FORMATS, KINDS, RULES, SEEDS, tensor
 
 import te_mx
+from te_mx._ops import grouped_quantize
+from te_mx._ops.grouped_gemm import gemm_k, gemm_rows
+from te_mx._ops.grouped_quantize import quantize_grouped, quantize_weights
 from te_mx.backends.cpu import grouped as cpu_grouped
 from te_mx.backends.reference import grouped as reference_grouped
 from te_mx.backends.reference import grouped_math
 from te_mx.dispatch.grouped_calls import Groups, QuantizeGroups
 from te_mx.dispatch.groups import col_sums_on_device, device_bounds, k_of
-from te_mx.ops import grouped_quantize
-from te_mx.ops.grouped_gemm import gemm_k, gemm_rows
-from te_mx.ops.grouped_quantize import quantize_grouped, quantize_weights
 
 ROWS, IN_GROUPS = "mxfp8_e4m3@rows", "mxfp8_e4m3@grouped_cols"
 

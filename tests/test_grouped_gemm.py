@@ -10,10 +10,10 @@ from torch import Tensor
 
 import te_mx
 from te_mx import grouped_rows, mixed_grouped
+from te_mx._ops import grouped_quantize
 from te_mx.backends.cpu import grouped as cpu_grouped
 from te_mx.backends.reference import grouped as reference_grouped
 from te_mx.nn import grouped_plain
-from te_mx.ops import grouped_quantize
 from te_mx.recipe import BlockScaling
 
 pytestmark = pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")

@@ -10,7 +10,7 @@ from strategies import FINITE_KINDS, RULES, SEEDS, SIZES, tensor
 from torch.utils.checkpoint import checkpoint
 
 import te_mx
-from te_mx import ops
+from te_mx import _ops as ops
 from te_mx.autograd import steps
 from te_mx.dispatch import run as dispatch
 from te_mx.recipe import Format, MXFP8BlockScaling

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import te_mx
-from te_mx import ops
+from te_mx import _ops as ops
 from te_mx.autograd import layernorm_mlp, steps
 from te_mx.dispatch.fused import ACTIVATIONS, NORMS, Activation
 from te_mx.nn import activations

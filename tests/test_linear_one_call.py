@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 import te_mx
-from te_mx import ops
+from te_mx import _ops as ops
+from te_mx._ops.linear import linear_kernel
 from te_mx.autograd import linear, one_call, steps
 from te_mx.autograd.linear import Call
 from te_mx.autograd.one_call import OneCallLinear
 from te_mx.backends.sm90 import binding
 from te_mx.dispatch import registry
 from te_mx.dispatch.linear import Held
-from te_mx.ops.linear import linear_kernel
 from te_mx.runtime.ran import LAST_RUN
 
 F32, BF16 = torch.float32, torch.bfloat16

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from native_words import house
 from strategies import DTYPES, FORMATS, KINDS, RULES, SEEDS, tensor
 
+from te_mx._ops import Epilogue, Mode, Operand, Stack, gemm_2d, quantize_2d
+from te_mx._ops.grouped_gemm import gemm_k, gemm_rows, kept_stack
+from te_mx._ops.grouped_quantize import quantize_grouped, quantize_weights, weight_columns
+from te_mx._ops.quantize import parts_of
 from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.cpu import binding_grouped as cpu_grouped
 from te_mx.backends.cpu.grouped import few_and_many
 from te_mx.backends.native import native_operand, native_stack
 from te_mx.dispatch.grouped_calls import Groups, QuantizeGroups
 from te_mx.dispatch.groups import Bounds, host_bounds, k_of, rows_of
-from te_mx.ops import Epilogue, Mode, Operand, Stack, gemm_2d, quantize_2d
-from te_mx.ops.grouped_gemm import gemm_k, gemm_rows, kept_stack
-from te_mx.ops.grouped_quantize import quantize_grouped, quantize_weights, weight_columns
-from te_mx.ops.quantize import parts_of
 from te_mx.runtime import workspace
 
 pytestmark = pytest.mark.skipif(cpu.native() is None, reason="the native module is not built")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from te_mx import ops
+from te_mx import _ops as ops
 from te_mx.backends.base import Epilogue
 from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.native import native_operand

@@ -12,16 +12,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import te_mx
-from te_mx import ops
+from te_mx import _ops as ops
+from te_mx._ops import Epilogue
+from te_mx._ops.library import is_direct
+from te_mx._ops.quantize import parts_of
 from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.cpu.quantize import CpuQuantize
 from te_mx.backends.reference import quantize as reference
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Product, Quantize
 from te_mx.dispatch.registry import pick
-from te_mx.ops import Epilogue
-from te_mx.ops.library import is_direct
-from te_mx.ops.quantize import parts_of
 from te_mx.runtime.ran import LAST_RUN
 
 OPS = torch.ops.te_mx

@@ -8,11 +8,11 @@ import pytest
 import torch
 from as_on_hopper import hopper
 
-from te_mx import ops
+from te_mx import _ops as ops
+from te_mx._ops import Epilogue, Mode
 from te_mx.backends.sm90 import codes, trial
 from te_mx.dispatch.explain import explain_problem
 from te_mx.dispatch.problem import Problem, place_of
-from te_mx.ops import Epilogue, Mode
 
 FP4, E4M3, E5M2 = "mxfp4", "mxfp8_e4m3", "mxfp8_e5m2"
 M, N, K = 100, 72, 416

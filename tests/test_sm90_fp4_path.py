@@ -8,7 +8,7 @@ import torch
 from as_on_hopper import hopper, hopper_with_groups
 
 import te_mx
-from te_mx import ops
+from te_mx import _ops as ops
 from te_mx.backends.reference.quantize import quantize as reference_quantize
 from te_mx.recipe import BlockScaling, MXFP4BlockScaling
 

@@ -7,6 +7,8 @@ import pytest
 import strategies
 import torch
 
+from te_mx._ops import Quantize
+from te_mx._ops.fused import act_quantize_2d, norm_backward_2d, norm_quantize_2d
 from te_mx.backends.reference import fused_math
 from te_mx.backends.reference.quantize import quantize
 from te_mx.backends.sm90 import binding
@@ -23,8 +25,6 @@ from te_mx.dispatch.fused import (
     Target,
 )
 from te_mx.layouts.operand import Quantized
-from te_mx.ops import Quantize
-from te_mx.ops.fused import act_quantize_2d, norm_backward_2d, norm_quantize_2d
 from te_mx.runtime.ran import FallbackWarning
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -11,14 +11,14 @@ import strategies
 import torch
 
 import te_mx
-from te_mx import ops
+from te_mx import _ops as ops
+from te_mx._ops import Epilogue, Mode, Quantize
 from te_mx.backends.base import PLAIN
 from te_mx.backends.reference import torch_gemm
 from te_mx.backends.reference.quantize import quantize as reference_quantize
 from te_mx.backends.sm90.quantize import HopperQuantize
 from te_mx.dispatch import registry
 from te_mx.layouts import sm90_tiles
-from te_mx.ops import Epilogue, Mode, Quantize
 from te_mx.runtime.ran import LAST_RUN
 
 # (m, n, k): tails everywhere, one of each, whole tiles.
@@ -114,7 +114,7 @@ def test_two_at_a_time_are_one_call_on_a_gpu(monkeypatch):
     class There(torch.Tensor):
         is_cuda = True
 
-    monkeypatch.setattr("te_mx.ops.quantize.is_direct", lambda *tensors: True)
+    monkeypatch.setattr("te_mx._ops.quantize.is_direct", lambda *tensors: True)
     seen = []
     monkeypatch.setattr(HopperQuantize, "run_two", lambda self, *calls: seen.append(calls) or calls)
     x, w = (torch.randn(40, 64).as_subclass(There) for _ in range(2))

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from strategies import DTYPES, SEEDS, tensor
 from torch import Tensor
 
-from te_mx import ops
+from te_mx import _ops as ops
+from te_mx._ops.grouped_gemm import gemm_k, gemm_rows
+from te_mx._ops.grouped_quantize import Groups, QuantizeGroups, quantize_grouped, quantize_weights
 from te_mx.backends.sm90 import binding_grouped
 from te_mx.dispatch import registry
 from te_mx.dispatch.groups import Bounds
 from te_mx.layouts import sm90_groups as layout
 from te_mx.layouts import sm90_tiles
-from te_mx.ops.grouped_gemm import gemm_k, gemm_rows
-from te_mx.ops.grouped_quantize import Groups, QuantizeGroups, quantize_grouped, quantize_weights
 from te_mx.runtime.ran import LAST_RUN
 
 E4M3, E5M2 = "mxfp8_e4m3", "mxfp8_e5m2"

@@ -13,13 +13,10 @@ from grouped_cases import assert_same_as_loop, equal, loop_of, parameters
 from torch import Tensor
 
 import te_mx
-from te_mx import ops
-from te_mx.autograd.steps import columns_of
-from te_mx.backends.sm90 import grouped_apart
-from te_mx.dispatch import registry
-from te_mx.ops import Stack
-from te_mx.ops.grouped_gemm import gemm_rows
-from te_mx.ops.grouped_quantize import (
+from te_mx import _ops as ops
+from te_mx._ops import Stack
+from te_mx._ops.grouped_gemm import gemm_rows
+from te_mx._ops.grouped_quantize import (
     Groups,
     QuantizeWeights,
     columns_of_weights,
@@ -27,6 +24,9 @@ from te_mx.ops.grouped_quantize import (
     quantize_weights,
     weight_columns,
 )
+from te_mx.autograd.steps import columns_of
+from te_mx.backends.sm90 import grouped_apart
+from te_mx.dispatch import registry
 from te_mx.recipe import MXFP8BlockScaling
 
 E4M3 = "mxfp8_e4m3"

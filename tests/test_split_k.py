@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import te_mx
-from te_mx import ops
+from te_mx import _ops as ops
+from te_mx._ops import Mode, Quantize
 from te_mx.autograd import steps
 from te_mx.autograd.steps_kept import KeptWeight
 from te_mx.backends.reference.quantize import quantize
 from te_mx.backends.sm90 import binding, split_k
 from te_mx.dispatch import registry
-from te_mx.ops import Mode, Quantize
 from te_mx.recipe import MXFP8BlockScaling
 
 native = pytest.importorskip("te_mx._native")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import te_mx
-from te_mx import ops
+from te_mx import _ops as ops
 from te_mx.nn import mx_module
 from te_mx.runtime import streams
 

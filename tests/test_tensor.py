@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import te_mx
-from te_mx import ops
+from te_mx import _ops as ops
 from te_mx.dispatch.registry import pick
 
 

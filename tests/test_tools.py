@@ -14,8 +14,8 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import te_mx
+from te_mx._ops import grouped_gemm
 from te_mx.dispatch import run as dispatch_run
-from te_mx.ops import grouped_gemm
 from te_mx.recipe import Format, MXFP8BlockScaling
 
 ROWS, SIZE = 12, 64

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import te_mx
-from te_mx import ops
+from te_mx import _ops as ops
 from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.cpu import binding_grouped
 from te_mx.backends.device_names import short_name

@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parameter import is_lazy
 
 import te_mx
-from te_mx import ops
+from te_mx import _ops as ops
+from te_mx._ops import grouped_quantize
 from te_mx.dispatch import run
-from te_mx.ops import grouped_quantize
 from te_mx.recipe import DeepSeekV3, Float8BlockScaling, Format, MXFP8BlockScaling
 
 AGAIN, KEPT = (

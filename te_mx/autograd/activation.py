@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_mx._ops.fused import act_quantize_2d
 from te_mx.autograd.backward import outputs, run_backward
 from te_mx.dispatch.fused import Activation, ActStep, Target
-from te_mx.ops.fused import act_quantize_2d
 
 _NO_CODES = Target("", "", "rceil")
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from te_mx.ops import Operand, dequantize_2d
+from te_mx._ops import Operand, dequantize_2d
 
 
 def decoded_linear(x: Tensor, weight: Operand, bias_N: Tensor | None) -> Tensor:

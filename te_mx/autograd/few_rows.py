@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from te_mx._ops import Operand, Stack
+from te_mx._ops.library import is_direct
+from te_mx._ops.linear import FrozenCall, FrozenKernel, frozen_kernel
 from te_mx.dispatch.problem import Problem, frozen_rows
-from te_mx.ops import Operand, Stack
-from te_mx.ops.library import is_direct
-from te_mx.ops.linear import FrozenCall, FrozenKernel, frozen_kernel
 from te_mx.recipes.settings import Settings
 from te_mx.runtime.ran import LAST_RUN
 from te_mx.runtime.streams import capturing

@@ -21,6 +21,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from te_mx._ops import Epilogue, Made, Operand, Stack, gemm_2d
+from te_mx._ops.grouped_gemm import gemm_k, gemm_k_into, gemm_rows, group_of_k, on_device
+from te_mx._ops.grouped_quantize import (
+    columns_of_weights,
+    quantize_grouped,
+    quantize_weights,
+    weight_columns,
+)
 from te_mx.autograd.backward import outputs, place, run_backward, tag_of
 from te_mx.autograd.grouped_loop import Call, GroupedLoopFunction, bounds_of
 from te_mx.autograd.grouped_operands import (
@@ -36,14 +44,6 @@ from te_mx.autograd.steps_grouped import GroupForms, KeptWeights
 from te_mx.autograd.steps_kept import on_codes
 from te_mx.autograd.wgrad import INPUT, GroupedWgrad, Reads, WeightGradient
 from te_mx.dispatch.groups import host_bounds
-from te_mx.ops import Epilogue, Made, Operand, Stack, gemm_2d
-from te_mx.ops.grouped_gemm import gemm_k, gemm_k_into, gemm_rows, group_of_k, on_device
-from te_mx.ops.grouped_quantize import (
-    columns_of_weights,
-    quantize_grouped,
-    quantize_weights,
-    weight_columns,
-)
 from te_mx.recipes.settings import Settings
 
 _PARTS = 3  # arguments of the autograd function before the parameters

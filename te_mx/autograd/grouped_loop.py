@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from te_mx._ops import Stack, quantized
 from te_mx.autograd import high_precision, steps
 from te_mx.autograd.backward import outputs, place, run_backward, tag_of
 from te_mx.autograd.grouped_operands import gradients_of
@@ -22,7 +23,6 @@ from te_mx.autograd.steps import DGRAD, WGRAD
 from te_mx.autograd.steps_kept import KeptWeight
 from te_mx.autograd.wgrad import INPUT, OUTPUT_GRADIENT, GroupedWgrad, WeightGradient, Wgrad
 from te_mx.dispatch.groups import host_bounds, known_to_host
-from te_mx.ops import Stack, quantized
 from te_mx.recipes.settings import Settings
 
 _ARGUMENTS = 2  # of the autograd function before the parameters

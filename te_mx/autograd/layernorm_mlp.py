@@ -26,6 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from te_mx._ops import Epilogue, Operand, Quantized, gemm_2d, quantized
+from te_mx._ops.fused import act_quantize_2d
 from te_mx.autograd import normalization, other_tokens, steps
 from te_mx.autograd.backward import outputs, place, run_backward, tag_of
 from te_mx.autograd.normalization import NormStep
@@ -36,8 +38,6 @@ from te_mx.autograd.steps import DGRAD, WGRAD
 from te_mx.autograd.steps_kept import KeptWeight
 from te_mx.autograd.wgrad import WeightGradient
 from te_mx.dispatch.fused import Activation, ActStep
-from te_mx.ops import Epilogue, Operand, Quantized, gemm_2d, quantized
-from te_mx.ops.fused import act_quantize_2d
 from te_mx.recipes.settings import Settings
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from te_mx._ops import Operand
 from te_mx.autograd import one_call, other_tokens, producers, shared_inputs, steps
 from te_mx.autograd.backward import outputs, place, run_backward, tag_of
 from te_mx.autograd.other_tokens import Tokens
@@ -23,7 +24,6 @@ from te_mx.autograd.sibling_gradients import Pass, entered, leaves_when_hooked, 
 from te_mx.autograd.steps import DGRAD, WGRAD
 from te_mx.autograd.steps_kept import KeptWeight, on_codes
 from te_mx.autograd.wgrad import WeightGradient
-from te_mx.ops import Operand
 from te_mx.recipes.settings import Settings
 from te_mx.runtime.ran import LAST_RUN
 

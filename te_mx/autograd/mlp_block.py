@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from te_mx._ops import Operand, Quantized, Target
+from te_mx._ops.fused import act_quantize_2d
 from te_mx.autograd import shared_inputs, steps
 from te_mx.autograd.backward import outputs, place, run_backward, tag_of
 from te_mx.autograd.layernorm_mlp import Call as Inner
@@ -38,8 +40,6 @@ from te_mx.autograd.steps import DGRAD, FPROP, WGRAD
 from te_mx.autograd.steps_kept import KeptWeight
 from te_mx.autograd.wgrad import WeightGradient
 from te_mx.dispatch.fused import Activation, ActStep
-from te_mx.ops import Operand, Quantized, Target
-from te_mx.ops.fused import act_quantize_2d
 from te_mx.recipes.settings import Settings
 from te_mx.runtime.ran import LAST_RUN
 

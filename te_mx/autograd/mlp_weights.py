@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_mx._ops import Operand
 from te_mx.autograd import joining, steps
 from te_mx.autograd.saved import Kept
 from te_mx.autograd.steps_kept import KeptWeight
-from te_mx.ops import Operand
 from te_mx.recipes.settings import Settings
 
 Codes = Sequence[KeptWeight]  # of every part of w1, and of w2; empty where there are values

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from te_mx._ops import Operand, Quantized, Target
 from te_mx.autograd import shared_inputs
 from te_mx.autograd.backward import outputs, run_backward
 from te_mx.autograd.normalization import NormStep
 from te_mx.autograd.shapes import flatten, shaped
-from te_mx.ops import Operand, Quantized, Target
 
 
 class Source(NamedTuple):

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from te_mx._ops import Target, quantized
+from te_mx._ops.fused import norm_backward_2d, norm_quantize_2d
 from te_mx.autograd.shapes import flatten, shaped
 from te_mx.dispatch import fused
 from te_mx.dispatch.fused import Norm, NormParts
-from te_mx.ops import Target, quantized
-from te_mx.ops.fused import norm_backward_2d, norm_quantize_2d
 
 _F32 = torch.float32
 Saved = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_mx._ops.library import is_direct
+from te_mx._ops.linear import LinearKernel, LinearPlan, LinearProblem, infer, linear_kernel
 from te_mx.autograd import shared_inputs
 from te_mx.autograd.backward import outputs, run_backward
 from te_mx.autograd.saved import NOTHING, Kept
 from te_mx.autograd.sibling_gradients import entered, leaves_when_hooked, passed_on, total
 from te_mx.autograd.steps import DGRAD, WGRAD, columns_now, in_one_call
 from te_mx.dispatch.linear import Held
-from te_mx.ops.library import is_direct
-from te_mx.ops.linear import LinearKernel, LinearPlan, LinearProblem, infer, linear_kernel
 from te_mx.runtime.ran import LAST_RUN
 
 __all__ = ["OneCallLinear", "infer", "kernel_of"]

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from te_mx import formats
+from te_mx._ops import Operand
 from te_mx.autograd import steps
 from te_mx.autograd.saved import Kept
 from te_mx.autograd.shapes import flatten
-from te_mx.ops import Operand
 from te_mx.recipes.settings import Settings
 
 

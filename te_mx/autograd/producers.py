@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx.ops.library import is_direct
+from te_mx._ops.library import is_direct
 from te_mx.runtime import exposed, streams
 
 _LEAST = 1 << 16  # elements; codes of less are not worth a look

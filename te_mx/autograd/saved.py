@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from te_mx.ops import Operand, dequantize_2d
+from te_mx._ops import Operand, dequantize_2d
 
 Tensors = tuple[Tensor | None, Tensor | None, Tensor | None]
 

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_mx._ops.library import is_direct
 from te_mx.autograd.sibling_gradients import Siblings
 from te_mx.dispatch.fused import Target
 from te_mx.dispatch.linear import Held, LinearPlan
 from te_mx.layouts.operand import Quantized
-from te_mx.ops.library import is_direct
 from te_mx.runtime import exposed, replays, streams
 
 _MOST = 2  # inputs that are remembered in a thread: a parallel block returns to its first one

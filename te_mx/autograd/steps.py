@@ -31,13 +31,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from te_mx.autograd import high_precision, shared_inputs
-from te_mx.autograd.saved import NOTHING, Kept
-from te_mx.autograd.shapes import flatten
-from te_mx.autograd.wgrad import INPUT, OUTPUT_GRADIENT, Reads, Wgrad
-from te_mx.dispatch.registry import derived
-from te_mx.formats.scaling import is_stochastic
-from te_mx.ops import (
+from te_mx._ops import (
     Epilogue,
     Forms,
     GemmParts,
@@ -55,6 +49,12 @@ from te_mx.ops import (
     quantized,
     turned,
 )
+from te_mx.autograd import high_precision, shared_inputs
+from te_mx.autograd.saved import NOTHING, Kept
+from te_mx.autograd.shapes import flatten
+from te_mx.autograd.wgrad import INPUT, OUTPUT_GRADIENT, Reads, Wgrad
+from te_mx.dispatch.registry import derived
+from te_mx.formats.scaling import is_stochastic
 from te_mx.recipes.settings import Settings
 from te_mx.runtime.ran import LAST_RUN
 

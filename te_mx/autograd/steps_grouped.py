@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from te_mx._ops import Forms, Made, Stack
+from te_mx._ops.grouped_gemm import kept_stack
+from te_mx._ops.grouped_quantize import quantize_weights
 from te_mx.autograd.steps import at_rest, mode_of, needs_columns, packs, roles, same_weight
-from te_mx.ops import Forms, Made, Stack
-from te_mx.ops.grouped_gemm import kept_stack
-from te_mx.ops.grouped_quantize import quantize_weights
 from te_mx.recipes.settings import Settings
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from te_mx import formats
+from te_mx._ops import Made, Operand, kept_form, quantized
 from te_mx.autograd.steps import (
     mode_of,
     needs_columns,
@@ -16,7 +17,6 @@ from te_mx.autograd.steps import (
     roles,
     same_weight,
 )
-from te_mx.ops import Made, Operand, kept_form, quantized
 from te_mx.recipes.settings import Settings
 
 _WIDE = "mxfp8_e4m3"

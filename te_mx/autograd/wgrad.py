@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from te_mx.ops import FLOAT_DTYPES
+from te_mx._ops import FLOAT_DTYPES
 
 # run(out, dtype, accumulate): a GEMM, into `out` or as a new tensor of `dtype`.
 Run = Callable[[Tensor | None, torch.dtype, bool], Tensor]

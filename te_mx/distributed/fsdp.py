@@ -19,6 +19,8 @@ from torch.distributed._composable_state import _get_module_state, _module_state
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from te_mx import formats
+from te_mx._ops import Made, Operand, Stack, quantize_2d
+from te_mx._ops.grouped_quantize import quantize_weights
 from te_mx.arguments import check_module
 from te_mx.autograd.steps import at_rest
 from te_mx.autograd.steps_grouped import KeptWeights
@@ -27,8 +29,6 @@ from te_mx.distributed.gathered import GatheredWeight
 from te_mx.distributed.local_layer import call, local_layer
 from te_mx.nn.grouped_linear import GroupedLinear
 from te_mx.nn.mx_module import MXModule
-from te_mx.ops import Made, Operand, Stack, quantize_2d
-from te_mx.ops.grouped_quantize import quantize_weights
 from te_mx.recipe import resolve_recipe
 from te_mx.recipes.settings import Settings
 

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_mx._ops import Operand, Stack, quantize_2d
 from te_mx.arguments import check_dense, shown
 from te_mx.autograd import transforms
 from te_mx.dispatch.groups import INDEX_DTYPES
 from te_mx.grouped_arguments import check_floats, readable
 from te_mx.grouped_gemm import stack_of, tokens_of
-from te_mx.ops import Operand, Stack, quantize_2d
 from te_mx.recipes.settings import Settings
 from te_mx.tensor import MXTensor
 

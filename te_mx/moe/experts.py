@@ -8,6 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_mx._ops import Mode, Operand, Stack
+from te_mx._ops.fused import act_quantize_2d
+from te_mx._ops.moe import moe_gemm
+from te_mx._ops.moe_align import moe_align
 from te_mx.arguments import check_flag, is_one_of, shown
 from te_mx.autograd.steps import mode_of
 from te_mx.dispatch.fused import Activation, ActStep, Target
@@ -26,10 +30,6 @@ from te_mx.moe.arguments import (
     routing_weights,
     weights_of,
 )
-from te_mx.ops import Mode, Operand, Stack
-from te_mx.ops.fused import act_quantize_2d
-from te_mx.ops.moe import moe_gemm
-from te_mx.ops.moe_align import moe_align
 from te_mx.recipes.settings import Settings
 from te_mx.tensor import MXTensor
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_mx._ops.moe import moe_gemm
 from te_mx.arguments import check_flag, check_size, shown
 from te_mx.autograd.steps import mode_of
 from te_mx.dispatch.moe import RoutedGemm, Routing
@@ -22,7 +23,6 @@ from te_mx.moe.arguments import (
     rows_of,
     weights_of,
 )
-from te_mx.ops.moe import moe_gemm
 from te_mx.tensor import MXTensor
 from te_mx.written import check_written
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from te_mx._ops import Stack, dequantize_2d
+from te_mx._ops.grouped_quantize import quantize_weights
 from te_mx.autograd.backward import tag_of
 from te_mx.autograd.grouped import GroupedCall, grouped_linear, grouped_on_codes
 from te_mx.autograd.steps import GEMMS, at_rest
@@ -22,8 +24,6 @@ from te_mx.formats import Format
 from te_mx.nn import missing_weight, weight_only
 from te_mx.nn.layer_in_place import LayerInPlace
 from te_mx.nn.mx_module import output_dtype
-from te_mx.ops import Stack, dequantize_2d
-from te_mx.ops.grouped_quantize import quantize_weights
 from te_mx.recipes.settings import Settings
 
 # (rows [R, in], ends of the experts) -> what is added to their products, [R, out]

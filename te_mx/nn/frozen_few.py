@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from te_mx import layouts
+from te_mx._ops import Operand, Stack
+from te_mx._ops.library import is_direct
 from te_mx.autograd import few_rows
 from te_mx.autograd.few_rows import Ready
 from te_mx.autograd.steps import at_rest
 from te_mx.context import is_tracing
 from te_mx.nn.frozen_weight import Freezable
-from te_mx.ops import Operand, Stack
-from te_mx.ops.library import is_direct
 from te_mx.recipes.settings import Settings
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from te_mx import formats
+from te_mx._ops import FLOAT_DTYPES, Operand, dequantize_2d, quantize_2d
 from te_mx.autograd import few_rows
 from te_mx.autograd.steps import at_rest
 from te_mx.autograd.steps_kept import kept_weight
@@ -21,7 +22,6 @@ from te_mx.nn import frozen_formats
 from te_mx.nn.frozen_formats import Fixed
 from te_mx.nn.frozen_sources import Sources
 from te_mx.nn.several_ranks import above, here, is_spread
-from te_mx.ops import FLOAT_DTYPES, Operand, dequantize_2d, quantize_2d
 from te_mx.recipe import get_default_recipe
 from te_mx.recipes.settings import Settings
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from te_mx._ops import Target
 from te_mx.autograd import steps
 from te_mx.autograd.norm import normalized
 from te_mx.autograd.normalization import NormStep
@@ -21,7 +22,6 @@ from te_mx.dispatch.fused import Norm
 from te_mx.nn.linear import Linear
 from te_mx.nn.reclassed import Reclassed
 from te_mx.nn.surroundings import FUSED, RAN, VALUES, changed, why_not_given
-from te_mx.ops import Target
 
 ATTRIBUTE = "_te_mx_norm"
 READ = "_te_mx_norm_read"  # whether codes that it made were read, once that is known

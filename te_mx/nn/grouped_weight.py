@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from te_mx._ops import Stack, dequantize_2d
+from te_mx._ops.grouped_quantize import quantize_weights
 from te_mx.autograd import few_rows, joining
 from te_mx.autograd.grouped_operands import Groups
 from te_mx.autograd.steps import at_rest
@@ -18,8 +20,6 @@ from te_mx.nn.frozen_few import weight_of
 from te_mx.nn.frozen_weight import Freezable
 from te_mx.nn.mx_module import output_dtype
 from te_mx.nn.several_ranks import here
-from te_mx.ops import Stack, dequantize_2d
-from te_mx.ops.grouped_quantize import quantize_weights
 from te_mx.recipes.settings import Settings
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import Proxy
 
 from te_mx import context
+from te_mx._ops import capturing
 from te_mx.arguments import check_flag
 from te_mx.autograd import transforms
 from te_mx.autograd.functional_grad import differentiable
@@ -28,7 +29,6 @@ from te_mx.nn.initialization import Resettable
 from te_mx.nn.loading import load_module
 from te_mx.nn.several_ranks import SeveralRanks
 from te_mx.nn.tensor_parallel_group import TensorParallelGroup
-from te_mx.ops import capturing
 from te_mx.recipes.settings import Settings
 from te_mx.runtime.ran import new_tags
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from te_mx._ops import Operand, Stack, dequantize_2d
 from te_mx.autograd.decoded import decoded_linear
 from te_mx.context import is_tracing
 from te_mx.dispatch.grouped_calls import Groups
 from te_mx.dispatch.groups import host_bounds, known_to_host
 from te_mx.nn.grouped_plain import grouped_plain
-from te_mx.ops import Operand, Stack, dequantize_2d
 from te_mx.runtime.ran import LAST_RUN
 
 RAN = "weight only"  # what te_mx.audit says in place of a kernel

@@ -14,7 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from te_mx import formats, ops
+from te_mx import _ops as ops
+from te_mx import formats
 from te_mx.formats.scaling import scale_bytes
 
 RULES = ("rceil", "floor", "even")

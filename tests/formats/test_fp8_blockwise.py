@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from te_mx import formats, ops
+from te_mx import _ops as ops
+from te_mx import formats
 
 NAMES = tuple(name for name in formats.names() if name.startswith("fp8_"))
 FORMATS = st.sampled_from(NAMES)

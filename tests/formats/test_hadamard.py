@@ -12,8 +12,8 @@ import torch
 
 import te_mx
 from te_mx import formats
+from te_mx._ops import gemm_2d, quantize_2d
 from te_mx.formats.hadamard import Hadamard
-from te_mx.ops import gemm_2d, quantize_2d
 
 SIGNS = 0x9A3C51E7
 pytestmark = pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")

@@ -12,8 +12,8 @@ import torch
 
 import te_mx
 from te_mx import formats
+from te_mx._ops import quantize_2d
 from te_mx.formats.stochastic import philox, random_bits
-from te_mx.ops import quantize_2d
 from tests.formats import format_oracle
 
 # Random123's known answers of philox4x32-10: counter, key -> words.

@@ -14,7 +14,7 @@ import emulated_hopper
 import pytest
 import torch
 
-from te_mx.ops import library
+from te_mx._ops import library
 
 HERE = Path(__file__).parent
 

@@ -68,7 +68,7 @@ def quantize() -> int:
     import sm90_calls as calls
     import torch
 
-    from te_mx import ops
+    from te_mx import _ops as ops
 
     count = 0
     dtypes = (torch.bfloat16, torch.float32, torch.float16)
@@ -91,7 +91,7 @@ def pack_and_dequantize() -> int:
     import sm90_calls as calls
     import torch
 
-    from te_mx import ops
+    from te_mx import _ops as ops
 
     count = 0
     for shape, fmt in itertools.product(((130, 200), (33, 71), (256, 128)), FORMATS):
@@ -110,8 +110,8 @@ def fused() -> int:
     import sm90_calls as calls
     import torch
 
+    from te_mx._ops import fused
     from te_mx.dispatch.fused import Activation, ActStep, Norm, NormStep, Target
-    from te_mx.ops import fused
 
     count = 0
     targets = (

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from te_mx._ops import Operand
 from te_mx.layouts import sm90_tiles
-from te_mx.ops import Operand
 
 # The FP8 tensor cores line up 32 products and the sum so far at the largest of them and cut off
 # what lies 13 bits below it: 33 cuts for every 32 of K.

@@ -12,11 +12,12 @@ import torch
 from test_sm90_gemm import APART, assert_epilogues_of
 
 import te_mx
-from te_mx import formats, ops
+from te_mx import _ops as ops
+from te_mx import formats
+from te_mx._ops.quantize import quantize_two_2d
 from te_mx.autograd.steps import roles
 from te_mx.dispatch.calls import Quantize
 from te_mx.layouts import SM90_FACTORS, sm90_tiles
-from te_mx.ops.quantize import quantize_two_2d
 from te_mx.recipe import DeepSeekV3, Float8BlockScaling, Format
 
 LAYOUT = SM90_FACTORS.name

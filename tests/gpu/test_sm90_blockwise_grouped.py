@@ -13,12 +13,12 @@ import torch
 from test_sm90_grouped import KINDS, PAIRS, SPLITS, Problem
 
 import te_mx
-from te_mx import ops
+from te_mx import _ops as ops
+from te_mx._ops import grouped_quantize
+from te_mx._ops.grouped_gemm import gemm_k, gemm_rows
+from te_mx._ops.grouped_quantize import Groups, quantize_grouped
 from te_mx.layouts import sm90_groups, spec_of
 from te_mx.layouts.operand import Operand, Stack
-from te_mx.ops import grouped_quantize
-from te_mx.ops.grouped_gemm import gemm_k, gemm_rows
-from te_mx.ops.grouped_quantize import Groups, quantize_grouped
 from te_mx.recipe import DeepSeekV3, Float8BlockScaling, Format
 
 sys.path.append(str(Path(__file__).parent.parent))

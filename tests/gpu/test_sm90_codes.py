@@ -8,10 +8,10 @@ import sm90_codes_products as products
 import torch
 from sm90_codes_products import E4M3, E5M2, EPILOGUES, FP4, SPANS
 
-from te_mx import ops
+from te_mx import _ops as ops
+from te_mx._ops import Mode
 from te_mx.backends.sm90 import codes, trial
 from te_mx.dispatch import registry
-from te_mx.ops import Mode
 from te_mx.runtime.ran import LAST_RUN
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import te_mx
-from te_mx import ops
+from te_mx import _ops as ops
 from te_mx.backends.sm90 import binding
 from te_mx.dispatch import registry
 from te_mx.layouts import sm90_tiles

@@ -7,6 +7,8 @@ import pytest
 import sm90_calls as calls
 import torch
 
+from te_mx._ops import quantized
+from te_mx._ops.fused import act_quantize_2d, norm_backward_2d, norm_quantize_2d
 from te_mx.backends.native import native_target
 from te_mx.backends.reference import fused_math
 from te_mx.backends.sm90 import binding_fused
@@ -20,8 +22,6 @@ from te_mx.dispatch.fused import (
     Target,
 )
 from te_mx.nn import activations
-from te_mx.ops import quantized
-from te_mx.ops.fused import act_quantize_2d, norm_backward_2d, norm_quantize_2d
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

@@ -7,7 +7,7 @@ import sm90_bounds as bounds
 import torch
 
 import te_mx
-from te_mx import ops
+from te_mx import _ops as ops
 from te_mx.layouts import sm90_tiles
 
 ROWS, COLS = 2_097_152 + 200, 1032  # 2.16e9 elements

@@ -8,9 +8,9 @@ from norm_modules import assert_same, filled, gradients, one_after_the_other, re
 from test_layernorm_linear import RECIPES
 
 import te_mx
+from te_mx._ops.fused import norm_quantize_2d
 from te_mx.backends.reference import fused_math
 from te_mx.dispatch.fused import ACTIVATIONS, NORMS, Norm, NormStep, Target
-from te_mx.ops.fused import norm_quantize_2d
 
 BF16 = torch.bfloat16
 SHAPES = ((77, 96, 130), (256, 384, 128))  # tokens, hidden size, out features or ffn hidden size

@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 import te_mx
-from te_mx import ops
+from te_mx import _ops as ops
 from te_mx.recipe import Format, MXFP8BlockScaling
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]

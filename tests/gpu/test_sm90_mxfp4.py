@@ -11,18 +11,19 @@ import sm90_calls as calls
 import torch
 
 import te_mx
-from te_mx import formats, ops
-from te_mx.backends.reference.quantize import quantize as reference_quantize
-from te_mx.dispatch.fused import Activation, ActStep, Norm, NormStep, Target
-from te_mx.layouts import sm90_groups, sm90_tiles
-from te_mx.ops import Epilogue, Mode, Operand, Quantize
-from te_mx.ops.fused import act_quantize_2d, norm_quantize_2d
-from te_mx.ops.grouped_quantize import (
+from te_mx import _ops as ops
+from te_mx import formats
+from te_mx._ops import Epilogue, Mode, Operand, Quantize
+from te_mx._ops.fused import act_quantize_2d, norm_quantize_2d
+from te_mx._ops.grouped_quantize import (
     Groups,
     columns_of_weights,
     quantize_grouped,
     quantize_weights,
 )
+from te_mx.backends.reference.quantize import quantize as reference_quantize
+from te_mx.dispatch.fused import Activation, ActStep, Norm, NormStep, Target
+from te_mx.layouts import sm90_groups, sm90_tiles
 from te_mx.recipe import BlockScaling, MXFP4BlockScaling
 
 FP4, E4M3, E5M2 = "mxfp4", "mxfp8_e4m3", "mxfp8_e5m2"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import te_mx
-from te_mx import ops
+from te_mx import _ops as ops
 from te_mx.backends.reference import grouped_math, torch_gemm
 from te_mx.dispatch.grouped_calls import Groups, QuantizeGroups
 from te_mx.layouts import sm90_tiles

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from te_mx._ops import checks
+from te_mx._ops.library import define, is_direct
 from te_mx.dispatch import run
 from te_mx.dispatch.moe import Align, capacity
 from te_mx.dispatch.problem import Problem, place_of
-from te_mx.ops import checks
-from te_mx.ops.library import define, is_direct
 
 _I32 = torch.int32
 Aligned = tuple[Tensor, Tensor, Tensor]

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.utils.flop_counter import register_flop_formula
 
-from te_mx.ops.gemm import GEMM, GEMM_OUT
-from te_mx.ops.grouped_gemm import GEMM_K, GEMM_ROWS
+from te_mx._ops.gemm import GEMM, GEMM_OUT
+from te_mx._ops.grouped_gemm import GEMM_K, GEMM_ROWS
 
 
 @register_flop_formula([GEMM.overloadpacket, GEMM_OUT.overloadpacket])

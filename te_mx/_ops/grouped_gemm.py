@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_mx._ops import checks
+from te_mx._ops.grouped_quantize import ends_of
+from te_mx._ops.library import define, is_direct
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Mode
 from te_mx.dispatch.grouped_calls import GroupedK, GroupedRows, Groups
@@ -24,9 +27,6 @@ from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.registry import derived, find, pick_problem
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Stack
-from te_mx.ops import checks
-from te_mx.ops.grouped_quantize import ends_of
-from te_mx.ops.library import define, is_direct
 from te_mx.runtime import cpu_memory
 from te_mx.runtime.ran import LAST_RUN, note_read
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_mx._ops.library import is_direct
 from te_mx.dispatch.linear import (
     FrozenCall,
     FrozenKernel,
@@ -17,7 +18,6 @@ from te_mx.dispatch.linear import (
 )
 from te_mx.dispatch.problem import MOST, Problem, place_of
 from te_mx.dispatch.registry import derived, find
-from te_mx.ops.library import is_direct
 
 __all__ = [
     "FrozenCall",

@@ -8,14 +8,14 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from te_mx._ops import checks
+from te_mx._ops.library import define, is_direct
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Quantize
 from te_mx.dispatch.fused import Target
 from te_mx.dispatch.registry import pick
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized
-from te_mx.ops import checks
-from te_mx.ops.library import define, is_direct
 from te_mx.runtime.ran import note_read
 
 

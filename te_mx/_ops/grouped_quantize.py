@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_mx._ops import checks
+from te_mx._ops.library import define, is_direct
+from te_mx._ops.quantize import parts_of, quantized_of
 from te_mx.dispatch import run
 from te_mx.dispatch.grouped_calls import (
     Groups,
@@ -21,9 +24,6 @@ from te_mx.dispatch.groups import known_to_host
 from te_mx.dispatch.problem import Problem, place_of
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Quantized, Stack
-from te_mx.ops import checks
-from te_mx.ops.library import define, is_direct
-from te_mx.ops.quantize import parts_of, quantized_of
 from te_mx.runtime.ran import note_read
 
 

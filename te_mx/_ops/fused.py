@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_mx._ops import checks
+from te_mx._ops.library import define, is_direct
+from te_mx._ops.quantize import empty_like_spec, parts_of, quantized_of
 from te_mx.dispatch import run
 from te_mx.dispatch.fused import Activation, ActParts, ActStep, Norm, NormParts, NormStep, Target
 from te_mx.dispatch.problem import Problem, place_of
 from te_mx.layouts.operand import Quantized
-from te_mx.ops import checks
-from te_mx.ops.library import define, is_direct
-from te_mx.ops.quantize import empty_like_spec, parts_of, quantized_of
 
 _F32 = torch.float32
 

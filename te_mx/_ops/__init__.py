@@ -6,13 +6,9 @@ them.
 """
 
 import te_mx.backends  # noqa: F401 (registers the kernels)
-from te_mx.dispatch.calls import FLOAT_DTYPES, Epilogue, GemmParts, Mode, Quantize
-from te_mx.dispatch.forms import Forms, forms
-from te_mx.dispatch.fused import Target
-from te_mx.layouts.operand import Operand, Quantized, Stack, turned
-from te_mx.ops import flops as _flops  # noqa: F401 (tells torch's counter)
-from te_mx.ops.gemm import gemm_2d, kept_form, many_rows
-from te_mx.ops.quantize import (
+from te_mx._ops import flops as _flops  # noqa: F401 (tells torch's counter)
+from te_mx._ops.gemm import gemm_2d, kept_form, many_rows
+from te_mx._ops.quantize import (
     convert_2d,
     dequantize_2d,
     quantize_2d,
@@ -20,6 +16,10 @@ from te_mx.ops.quantize import (
     quantized,
     restored_2d,
 )
+from te_mx.dispatch.calls import FLOAT_DTYPES, Epilogue, GemmParts, Mode, Quantize
+from te_mx.dispatch.forms import Forms, forms
+from te_mx.dispatch.fused import Target
+from te_mx.layouts.operand import Operand, Quantized, Stack, turned
 from te_mx.runtime.streams import Made, capturing
 
 __all__ = [

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from te_mx._ops import checks
+from te_mx._ops.library import define, is_direct
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Mode
 from te_mx.dispatch.moe import RoutedGemm, Routing
@@ -20,8 +22,6 @@ from te_mx.dispatch.registry import Kernel, derived, pick_problem
 from te_mx.dispatch.tuned import tables
 from te_mx.dispatch.tuned.table import MOST_ROWS
 from te_mx.layouts.operand import Operand, Stack
-from te_mx.ops import checks
-from te_mx.ops.library import define, is_direct
 from te_mx.runtime.ran import LAST_RUN, note_read
 
 _MOST_KNOWN = 4096

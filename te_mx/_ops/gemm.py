@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_mx._ops import checks
+from te_mx._ops.library import define, is_direct
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Epilogue, GemmParts, Mode
 from te_mx.dispatch.problem import STREAM_ROWS, Problem, place_of
 from te_mx.dispatch.registry import pick, pick_problem
 from te_mx.layouts.operand import Operand
-from te_mx.ops import checks
-from te_mx.ops.library import define, is_direct
 from te_mx.runtime import cpu_memory
 from te_mx.runtime.ran import LAST_RUN, note_read
 from te_mx.written import check_apart
