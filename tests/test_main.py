@@ -14,6 +14,7 @@ import torch
 
 import te_mx
 from te_mx.backends.cpu import binding as cpu
+from te_mx.backends.cpu.frozen import Frozen
 from te_mx.backends.sm90 import split_k
 from te_mx.commands import candidates, checked_gemm, doctor, timing, tune
 from te_mx.commands.main import main
@@ -137,6 +138,7 @@ def test_wrong_and_hopeless_candidates_are_left_out(times, tmp_path, monkeypatch
         return made
 
     monkeypatch.setattr(panel, "run", wrong)
+    monkeypatch.setattr(Frozen, "accepts", lambda self, problem: "calls native code itself")
     assert tuned(out)[1][4].use == DEFAULT
     said = capsys.readouterr()
     assert "portable_f32 is 0.1 off the default and left out" in said.out + said.err

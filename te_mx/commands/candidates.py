@@ -129,7 +129,11 @@ class Contest:
                 return found
 
     def _is_mine(self, p: Problem) -> bool:
-        return (p.m, p.n, p.k) == self.shape[:3] and registry.default_of(p) is not None
+        if (p.m, p.n, p.k) != self.shape[:3]:
+            return False
+        usual = registry.default_of(p)
+        # One that does not multiply by itself follows the choice for the op that does.
+        return usual is not None and getattr(usual, "multiplies", True)
 
     def wrong(
         self, candidates: list[Candidate], row_of: Callable[[Candidate], list[Row]]
