@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "common/sizes.h"
 #include "mxtile/mx/nibbles.hpp"
 #include "te_mx/cpu.h"
 
@@ -19,10 +20,6 @@ inline constexpr int64_t kRowBlock =
 // overflow while K < 2^21.
 inline constexpr int kRelativeExponent = 37;
 inline constexpr int64_t kOverflowK = 1 << 21;
-
-// static: per-ISA files must not share an out-of-line copy with the others.
-static constexpr int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
-static constexpr int64_t ceil_div(int64_t x, int64_t by) { return (x + by - 1) / by; }
 
 // One side of a problem as kernels read it: an Operand, or the part of one that a group owns.
 struct StridedOperand {

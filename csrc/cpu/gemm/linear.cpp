@@ -1,6 +1,7 @@
 // A linear layer without gradients as one call: quantizes x and w into the workspace and
 // multiplies. Bits are those of the three calls; a small layer spends its time between them.
 #include "common/check.h"
+#include "common/sizes.h"
 #include "te_mx/cpu.h"
 
 namespace te_mx::cpu {
@@ -8,8 +9,7 @@ namespace {
 
 constexpr int64_t kAlign = 64;
 
-int64_t aligned(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t aligned(int64_t bytes) { return round_up(bytes, kAlign); }
 
 int64_t scale_bytes(const Scaling& s, int64_t rows, int64_t k) {
   const int64_t bytes = s.type == ScaleType::f32 ? 4 : 1;

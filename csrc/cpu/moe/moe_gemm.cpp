@@ -9,6 +9,7 @@
 #include "common/check.h"
 #include "common/groups.h"
 #include "common/parallel.h"
+#include "common/sizes.h"
 #include "mxtile/mx/round.hpp"
 #include "te_mx/cpu.h"
 
@@ -19,8 +20,7 @@ constexpr int64_t kAlign = 64;
 constexpr int64_t kRowsAtATime = 32;
 constexpr int64_t kSerialBytes = 256 << 10;  // below, waking threads costs more than it saves
 
-int64_t aligned(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t aligned(int64_t bytes) { return round_up(bytes, kAlign); }
 
 int64_t code_row_bytes(const Operand& o) { return is_fp4(o.element) ? ceil_div(o.k, 2) : o.k; }
 int64_t scale_row_bytes(const Operand& o) {

@@ -8,6 +8,7 @@
 #include "common/groups.h"
 #include "common/isa.h"
 #include "common/parallel.h"
+#include "common/sizes.h"
 #include "mxtile/mx/float_mode.hpp"
 
 namespace te_mx::cpu {
@@ -20,8 +21,6 @@ using blockwise::TileKernel;
 constexpr int64_t kItemCols = 512;
 constexpr int64_t kSerialElements = 64 * 1024;  // below, waking threads costs more than they save
 static_assert(kColSumRows % kTile == 0);
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 uint32_t bits_of(float value) {
   uint32_t bits;

@@ -7,6 +7,7 @@
 #include "common/check.h"
 #include "common/isa.h"
 #include "common/parallel.h"
+#include "common/sizes.h"
 #include "quantize/dequantize_blockwise.hpp"
 #include "te_mx/cpu.h"
 
@@ -19,8 +20,6 @@ using dequantize_run::Run;
 constexpr int64_t kItemElements = 16 * 1024;
 constexpr int64_t kItemCols = 2048;
 constexpr int64_t kSerialElements = 64 * 1024;  // below, waking threads costs more than they save
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // The codes as a matrix, from whichever order they have.
 struct Codes {

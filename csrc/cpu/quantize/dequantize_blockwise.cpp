@@ -8,6 +8,7 @@
 #include "common/groups.h"
 #include "common/isa.h"
 #include "common/parallel.h"
+#include "common/sizes.h"
 #include "mxtile/mx/float_mode.hpp"
 
 namespace te_mx::cpu {
@@ -20,8 +21,6 @@ constexpr int64_t kItemElements = 16 * 1024;
 constexpr int64_t kItemCols = 2048;
 constexpr int64_t kSerialElements = 64 * 1024;  // below, waking threads costs more than they save
 static_assert(kItemCols % kWideBlock == 0);
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 RunKernel find_kernel(DType dtype, Element element) {
   const Isa isa = isa_native();

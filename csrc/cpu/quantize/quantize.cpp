@@ -9,6 +9,7 @@
 #include "common/check.h"
 #include "common/isa.h"
 #include "common/parallel.h"
+#include "common/sizes.h"
 #include "mxtile/mx/float_mode.hpp"
 #include "quantize/blockwise.hpp"
 #include "quantize/quantize_task.h"
@@ -59,8 +60,6 @@ constexpr int64_t kStreamItemCols = 4096;  // memory likes long runs, caches lik
 constexpr int64_t kTransposedItem = 512;   // transposed columns make runs both ways
 constexpr int64_t kFlatItem = 64 * 1024;
 constexpr int64_t kSerialElements = 64 * 1024;  // below, waking threads costs more than they save
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 struct Problem {
   QuantizeTask a;

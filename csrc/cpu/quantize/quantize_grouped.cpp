@@ -6,6 +6,7 @@
 #include "common/fresh_memory.h"
 #include "common/groups.h"
 #include "common/parallel.h"
+#include "common/sizes.h"
 #include "common/task_team.h"
 #include "quantize/blockwise.hpp"
 #include "quantize/quantize.hpp"
@@ -16,8 +17,6 @@ namespace te_mx::cpu {
 namespace {
 
 constexpr int64_t kSerialElements = 64 * 1024;  // as for one group
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 template <class T>
 T* offset(T* base, int64_t by) {

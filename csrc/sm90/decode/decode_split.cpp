@@ -2,10 +2,10 @@
 
 #include <algorithm>
 
+#include "te_mx/sm90_choice.h"
+
 namespace te_mx::sm90 {
 namespace {
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // CTAs that run at once, two on every SM. Clusters of 4 and more leave a part of the SMs of a GPC
 // idle: with 240 and 256 CTAs in them products took a second turn on an H200 with 132 SMs.

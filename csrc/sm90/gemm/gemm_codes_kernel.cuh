@@ -22,58 +22,57 @@ namespace te_mx::sm90 {
 // Barriers of the warpgroups that unpack, one each; and one of those that finish.
 inline constexpr int kUnpackBarrier = 8, kFinishBarrier = 10;
 
-// For a warp, of which one lane asks.
-template <class Config>
-__device__ __forceinline__ void ask_for_codes(const CodesParams& p, const CUtensorMap& lhs_map,
-                                              const CUtensorMap& rhs_map,
-                                              const Smem<Config>& smem) {
+// For a warp, of which one lane asks: ask(i, place, step) for every step, where i is a stage of a
+// ring of kStages whose `empty(i)` has been waited for.
+template <int kStages, class Empty, class Ask>
+__device__ __forceinline__ void ask_for_steps(const CodesParams& p, const Empty& empty,
+                                              const Ask& ask) {
   const bool leader = tile::elect_one();
-  Ring<Config::kRaw> ring;
+  Ring<kStages> ring;
   CodesScheduler schedule(p);
   CodesScheduler::Place at;
   while (schedule.take(at)) {
 #pragma unroll 1
     for (int step = at.first; step < at.end; ++step, ring.next()) {
       const int i = ring.stage;
-      tile::mbar_wait_asleep(smem.raw_empty(i), ring.phase ^ 1);
+      tile::mbar_wait_asleep(empty(i), ring.phase ^ 1);
       __syncwarp();  // a lane that waits later would miss this phase
-      if (!leader) continue;
-      tile::mbar_arrive_expect(smem.raw_full(i), Config::kRawBytes);
-      tile::tma_load(smem.raw(Role::rhs, i), &rhs_map, smem.raw_full(i), step * kRawRowBytes,
-                     at.n0);
-      if constexpr (Config::Operands::kLhsNibbles)
-        tile::tma_load(smem.raw(Role::lhs, i), &lhs_map, smem.raw_full(i), step * kRawRowBytes,
-                       at.m0);
+      if (leader) ask(i, at, step);
     }
   }
+}
+
+template <class Config>
+__device__ __forceinline__ void ask_for_codes(const CodesParams& p, const CUtensorMap& lhs_map,
+                                              const CUtensorMap& rhs_map,
+                                              const Smem<Config>& smem) {
+  ask_for_steps<Config::kRaw>(
+      p, [&](int i) { return smem.raw_empty(i); },
+      [&](int i, const CodesScheduler::Place& at, int step) {
+        tile::mbar_arrive_expect(smem.raw_full(i), Config::kRawBytes);
+        tile::tma_load(smem.raw(Role::rhs, i), &rhs_map, smem.raw_full(i), step * kRawRowBytes,
+                       at.n0);
+        if constexpr (Config::Operands::kLhsNibbles)
+          tile::tma_load(smem.raw(Role::lhs, i), &lhs_map, smem.raw_full(i), step * kRawRowBytes,
+                         at.m0);
+      });
 }
 
 // The same of lhs in tiles, which go to the stages themselves.
 template <class Config>
 __device__ __forceinline__ void ask_for_tiles(const CodesParams& p, const CUtensorMap& lhs_map,
                                               const Smem<Config>& smem) {
-  const bool leader = tile::elect_one();
-  Ring<Config::kStages> ring;
-  CodesScheduler schedule(p);
-  CodesScheduler::Place at;
-  while (schedule.take(at)) {
-    const uint32_t* words =
-        p.lhs_scales + (static_cast<int64_t>(at.first) * p.lhs_tiles + at.m0 / 128) * kScaleWords;
-#pragma unroll 1
-    for (int step = at.first; step < at.end; ++step, ring.next()) {
-      const int s = ring.stage;
-      tile::mbar_wait_asleep(smem.empty(s), ring.phase ^ 1);
-      __syncwarp();
-      if (leader) {
+  ask_for_steps<Config::kStages>(
+      p, [&](int s) { return smem.empty(s); },
+      [&](int s, const CodesScheduler::Place& at, int step) {
+        const uint32_t* const words =
+            p.lhs_scales + (static_cast<int64_t>(step) * p.lhs_tiles + at.m0 / 128) * kScaleWords;
         tile::mbar_arrive_expect(smem.full(s), Config::kLhsScaleBytes);
         tile::bulk_load(tile::smem_addr(smem.scales(Role::lhs, s)), words, Config::kLhsScaleBytes,
                         tile::smem_addr(smem.full(s)));
         tile::mbar_arrive_expect(smem.ready(s), Config::kLhsBytes);
         tile::tma_load(smem.lhs(s), &lhs_map, smem.ready(s), step * 128, at.m0);
-      }
-      words += p.lhs_tiles * kScaleWords;
-    }
-  }
+      });
 }
 
 // Of one warp, or with TE_MX_RACECHECK of its threads.
