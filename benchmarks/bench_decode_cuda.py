@@ -8,7 +8,7 @@ from torch import nn
 
 import te_mx
 from benchmarks.bench_moe import MUST, ROUTINGS, routings_of
-from benchmarks.gpu import GpuContext, warm_up
+from benchmarks.gpu import GpuContext, captured
 from benchmarks.row import Row, Target
 from benchmarks.timing import Call, Effort, interleaved
 from te_mx import formats
@@ -49,20 +49,6 @@ CALLS = 8  # of a graph, one after the other
 COLD = 512 << 20  # weights, so that no cache holds those of 4 bits
 
 
-def _graph(call: Call, sets: int, context: GpuContext) -> Call:
-    """CALLS calls a graph, with weights that no cache holds; themselves without a GPU."""
-    if context.device.type != "cuda":
-        return call
-    warm_up(call, sets)
-    graphs, held = [], []
-    for first in range(0, max(sets, CALLS), CALLS):
-        graphs.append(torch.cuda.CUDAGraph())
-        with torch.cuda.graph(graphs[-1]):
-            held.append([call((first + i) % sets) for i in range(CALLS)])
-    # The results live as long as the call does.
-    return lambda i, held=held: graphs[i % len(graphs)].replay()
-
-
 def _short(context: GpuContext, most: int = 15) -> Effort:
     """Batches of a few graphs: there are many rows."""
     effort = context.effort
@@ -93,7 +79,7 @@ def decode(context: GpuContext) -> Iterator[Row]:
                     with torch.no_grad(), te_mx.autocast(enabled=recipe is not None, recipe=recipe):
                         return given[i % len(given)](x)
 
-                calls[name] = _graph(call, sets, context)
+                calls[name] = captured(call, sets, context.device, CALLS)
             times = interleaved(calls, _short(context), warm_up=3, clock=context.clock)
             each = CALLS if context.device.type == "cuda" else 1
             for w, targets in FORMATS.items():
@@ -133,7 +119,7 @@ def groups(context: GpuContext) -> Iterator[Row]:
                     return x @ plain[0].t()
                 return torch._grouped_mm(x, plain.transpose(1, 2), ends[i % ROUTINGS])
 
-            calls = {"bf16": _graph(bf16, ROUTINGS, context)}
+            calls = {"bf16": captured(bf16, ROUTINGS, context.device, CALLS)}
             for w, recipe in RECIPES.items():
 
                 def call(
@@ -142,7 +128,7 @@ def groups(context: GpuContext) -> Iterator[Row]:
                     with torch.no_grad(), te_mx.autocast(recipe=recipe):
                         return layer(x, splits[i % ROUTINGS])
 
-                calls[w] = _graph(call, ROUTINGS, context)
+                calls[w] = captured(call, ROUTINGS, context.device, CALLS)
             times = interleaved(calls, _short(context), warm_up=3, clock=context.clock)
             each = CALLS if context.device.type == "cuda" else 1
             hit = sum(len(ids.unique()) for ids in routings) / ROUTINGS
@@ -186,7 +172,7 @@ def splits(context: GpuContext) -> Iterator[Row]:
                     assert binding.supported(native.decode(args))
 
                 name = "own" if split < 0 else f"{split // 2 + 1} x {split % 2 + 1}"
-                calls[name] = _graph(call, sets, context)
+                calls[name] = captured(call, sets, context.device, CALLS)
             times = interleaved(calls, _short(context, 9), warm_up=1, clock=context.clock)
             order = sorted((name for name in calls if name != "own"), key=times.seconds)
             us = {name: times.seconds(name) / CALLS * 1e6 for name in calls}

@@ -8,27 +8,15 @@ from torch import Tensor
 
 import te_mx
 from benchmarks.bench_moe import MUST, ROUTINGS, routings_of
-from benchmarks.gpu import GpuContext, warm_up
+from benchmarks.gpu import GpuContext, captured
 from benchmarks.row import Row
-from benchmarks.timing import Call, interleaved
+from benchmarks.timing import interleaved
 
 EXPERTS, TOP_K, BLOCK = 128, 4, 8
 # N, K; the first product has a row of x a token and quantizes it in the call, the second one a row
 # a slot, which the activation between them has quantized.
 PRODUCTS = {"gemm1": (1536, 6144), "gemm2": (6144, 768)}
 TOKENS = [1, 2, 4, 8, 16, 32, 64]
-
-
-def graph_of(call: Call, context: GpuContext) -> Call:
-    """All routings in one graph, whose weights together no cache holds; themselves without a
-    GPU."""
-    if context.device.type != "cuda":
-        return call
-    warm_up(call, ROUTINGS)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        held = [call(i) for i in range(ROUTINGS)]
-    return lambda i, held=held: graph.replay()
 
 
 def decode(context: GpuContext) -> Iterator[Row]:
@@ -65,7 +53,7 @@ def _rows(
             return tokens_of[at] @ plain[0].t()
         return torch._grouped_mm(tokens_of[at], plain.transpose(1, 2), ends[at])
 
-    calls = {"bf16": graph_of(bf16, context)}
+    calls = {"bf16": captured(bf16, ROUTINGS, context.device, ROUTINGS)}
     for fmt, w in weights.items():
 
         def ours(i: int, w=w) -> Tensor:
@@ -74,7 +62,7 @@ def _rows(
                 a_div=TOP_K if first else 1,
             )  # fmt: skip
 
-        calls[fmt] = graph_of(ours, context)
+        calls[fmt] = captured(ours, ROUTINGS, context.device, ROUTINGS)
     times = interleaved(calls, context.effort, warm_up=3, clock=context.clock)
     each = ROUTINGS if context.device.type == "cuda" else 1
     hit = sum(len(ids.unique()) for ids in routings) / ROUTINGS

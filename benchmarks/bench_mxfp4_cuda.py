@@ -13,7 +13,7 @@ import te_mx
 from benchmarks.bench_gemm_cuda import bf16
 from benchmarks.bench_grouped_cuda import PEER, grouped_mm
 from benchmarks.bench_linear_cuda import Layer
-from benchmarks.gpu import GpuContext, warm_up
+from benchmarks.gpu import GpuContext, captured
 from benchmarks.row import Row, Target
 from benchmarks.timing import Call, interleaved
 from te_mx import _ops as ops
@@ -64,20 +64,6 @@ def _product(pairs: list[tuple[Operand, ...]]) -> Call:
     return lambda i: ops.gemm_2d(*pairs[i % len(pairs)], out_dtype=torch.bfloat16, mode=MODE).out
 
 
-def _captured(call: Call, sets: int, device: torch.device) -> Call:
-    """The calls 0 to sets - 1 as CUDA graphs; themselves without a GPU."""
-    if device.type != "cuda":
-        return call
-    graphs, held = [], []
-    warm_up(call, sets)
-    for i in range(sets):
-        graphs.append(torch.cuda.CUDAGraph())
-        with torch.cuda.graph(graphs[-1]):
-            held.append(call(i))
-    # Operands and results live as long as the graphs: a capture unmaps what is free.
-    return lambda i, held=(call, held): graphs[i % sets].replay()
-
-
 @contextmanager
 def _on_trial(on: bool) -> Iterator[None]:
     """Kernels on trial may run inside, or may not, whatever the environment says."""
@@ -114,15 +100,15 @@ def gemm(context: GpuContext) -> Iterator[Row]:
             kernels[kind], calls[kind] = ADAPTIVE, call
             if in_graphs:  # which keep the kernel that was captured
                 with _on_trial(False):
-                    calls[kind] = _captured(call, len(plain), context.device)
+                    calls[kind] = captured(call, len(plain), context.device)
                 if m <= FEW_ROWS:
                     name = f"{kind} in the loop"
                     with _on_trial(True):
-                        calls[name] = _captured(call, len(plain), context.device)
+                        calls[name] = captured(call, len(plain), context.device)
                     kernels[name] = CODES
         calls["bf16"] = bf16(plain)
         if in_graphs:
-            calls["bf16"] = _captured(calls["bf16"], len(plain), context.device)
+            calls["bf16"] = captured(calls["bf16"], len(plain), context.device)
         times = interleaved(calls, context.effort, warm_up=2 * len(plain), clock=context.clock)
         flops = 2 * m * n * k
         for name, kernel in kernels.items():

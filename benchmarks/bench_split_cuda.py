@@ -4,14 +4,14 @@ What Python costs would hide what is measured, so a call replays a CUDA graph of
 each set of operands, packed before.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
 import te_mx
-from benchmarks.gpu import GpuContext, warm_up
+from benchmarks.gpu import GpuContext, captured
 from benchmarks.row import Row
-from benchmarks.timing import Call, interleaved
+from benchmarks.timing import interleaved
 from te_mx import _ops as ops
 
 # M, N, K: square, and few tokens on a layer of a model.
@@ -45,9 +45,9 @@ def split(context: GpuContext) -> Iterator[Row]:
                 torch.mm(lhs, rhs.t())
 
         calls = {
-            "ours": _replayed(context, lambda: ours(ops.Mode(split_k=True))),
-            "K in one piece": _replayed(context, lambda: ours(ops.Mode())),
-            "cuBLAS bf16": _replayed(context, bf16),
+            "ours": captured(lambda i: ours(ops.Mode(split_k=True)), 1, context.device),
+            "K in one piece": captured(lambda i: ours(ops.Mode()), 1, context.device),
+            "cuBLAS bf16": captured(lambda i, work=bf16: work(), 1, context.device),
         }
         times = interleaved(calls, context.effort, clock=context.clock)
         seconds = times.seconds("ours") / sets
@@ -64,14 +64,3 @@ def _packed(x: torch.Tensor) -> ops.Operand:
     made = ops.quantize_2d(x, "mxfp8_e4m3@sm90:8").row
     assert made is not None
     return made
-
-
-def _replayed(context: GpuContext, work: Callable[[], None]) -> Call:
-    """A call of work as a CUDA graph; as it is where there are none."""
-    if context.device.type != "cuda":
-        return lambda i: work()
-    warm_up(lambda i: work(), 1)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return lambda i: graph.replay()

@@ -161,3 +161,17 @@ def warm_up(call: Call, count: int) -> None:
         for i in range(count):
             call(i)
     torch.cuda.current_stream().wait_stream(side)
+
+
+def captured(call: Call, sets: int, device: torch.device, each: int = 1) -> Call:
+    """The calls 0 to sets - 1 as CUDA graphs of `each`, one after the other; themselves without a
+    GPU. Operands and results live as long as the graphs: a capture unmaps what is free."""
+    if device.type != "cuda":
+        return call
+    warm_up(call, sets)
+    graphs, held = [], []
+    for first in range(0, max(sets, each), each):
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            held.append([call((first + i) % sets) for i in range(each)])
+    return lambda i, held=(call, held): graphs[i % len(graphs)].replay()
