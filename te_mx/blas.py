@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from te_mx.arguments import is_one_of, shown
 from te_mx.layouts.operand import Operand
 
@@ -45,12 +47,9 @@ def operands(A: Any, B: Any, layout: str) -> tuple[Operand, Operand]:
                 f"{name} must be an MXTensor, got {type(tensor).__name__}; use te_mx.quantize"
             )
     usage_a, usage_b = USAGES[layout]
-    a = _operand(A, usage_a, "A", layout)
-    b = _operand(B, usage_b, "B", layout)
-    if a.codes.device != b.codes.device:
-        raise ValueError(
-            f"A is on {a.codes.device} and B on {b.codes.device}; move one with .to(device)"
-        )
+    a = operand_of(A, usage_a, "A", layout)
+    b = operand_of(B, usage_b, "B", layout)
+    check_devices(a.codes.device, b.codes.device)
     if a.k != b.k:
         raise ValueError(
             f"{layout} needs the same k in A {_k_is(usage_a)} and B {_k_is(usage_b)}, got {a.k} "
@@ -64,7 +63,14 @@ def operands(A: Any, B: Any, layout: str) -> tuple[Operand, Operand]:
     return a, b
 
 
-def _operand(tensor: Any, usage: str, name: str, layout: str) -> Operand:
+def check_devices(a: torch.device, b: torch.device) -> None:
+    """Raise ValueError for A and B on two devices."""
+    if a != b:
+        raise ValueError(f"A is on {a} and B on {b}; move one with .to(device)")
+
+
+def operand_of(tensor: Any, usage: str, name: str, layout: str) -> Operand:
+    """The copy of an MXTensor that a layout reads. Raises ValueError where it has none."""
     operand = tensor.operand(usage)
     if operand is None:
         raise ValueError(

@@ -10,7 +10,6 @@ from te_mx import blas
 from te_mx.arguments import as_device, check_flag, check_size, shown
 from te_mx.dispatch.calls import DEFAULT_SPREAD
 from te_mx.dispatch.explain import Explanation, explain_problem
-from te_mx.dispatch.linear import FrozenKernel
 from te_mx.dispatch.problem import Problem, level_name, place_of
 from te_mx.dispatch.registry import find
 from te_mx.layouts import sm90_tiles
@@ -92,7 +91,7 @@ def explain(
         )
     if layout == "TN" and not sides:
         frozen = find(problem._replace(op="linear_frozen", dtype=torch.bfloat16))
-        if isinstance(frozen, FrozenKernel) and frozen.multiplies:
+        if frozen is not None and frozen.multiplies:
             notes += (f"a frozen te_mx.Linear runs on {frozen.name}",)
     text = f"D[{problem.m}, {problem.n}], k {problem.k}, {layout}, {_where(problem)}"
     return explain_problem(problem, text, notes, split_k)

@@ -15,7 +15,7 @@ from torch import Tensor
 from te_mx._ops import GemmParts, Operand, dequantize_2d
 from te_mx.arguments import check_dense
 from te_mx.backends.reference.torch_gemm import finish, mm_without_tf32
-from te_mx.blas import USAGES, check_layout
+from te_mx.blas import USAGES, check_devices, check_layout, operand_of
 from te_mx.dispatch.calls import Epilogue
 from te_mx.layouts import spec_of
 
@@ -64,8 +64,7 @@ def sides_of(A: Any, B: Any, layout: str) -> Sides | None:
     check_layout(layout)
     usage_a, usage_b = USAGES[layout]
     a, b = _side(A, usage_a, "A", layout), _side(B, usage_b, "B", layout)
-    if (at := _device(a)) != (of_b := _device(b)):
-        raise ValueError(f"A is on {at} and B on {of_b}; move one with .to(device)")
+    check_devices(_device(a), _device(b))
     if (k := _sizes(a)[1]) != (k_b := _sizes(b)[1]):
         raise ValueError(
             f"{layout} needs the same k in A and B, got {k} (A is {tuple(A.shape)}) and {k_b} "
@@ -76,12 +75,7 @@ def sides_of(A: Any, B: Any, layout: str) -> Sides | None:
 
 def _side(tensor: Any, usage: str, name: str, layout: str) -> Operand | Tensor:
     if not isinstance(tensor, Tensor):
-        operand = tensor.operand(usage)
-        if operand is None:
-            raise ValueError(
-                f"layout {layout} reads the {usage} copy of {name}, but {name} = {tensor!r} has "
-                f"none; make it with te_mx.quantize(x, {usage}=True)"
-            )
+        operand = operand_of(tensor, usage, name, layout)
         check_untransformed(name, operand.spec)
         return operand
     check_dense(name, tensor)

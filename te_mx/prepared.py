@@ -97,7 +97,6 @@ def _takes(out: Tensor, plan: _Plan, call: Call, A: MXTensor, B: MXTensor) -> bo
         or out.dtype != call.out_dtype
         or out.device != plan.device
         or out.requires_grad
-        or out.layout is not torch.strided
         or not out.is_contiguous()
     ):
         return False

@@ -94,8 +94,7 @@ def _run(
     made = step.forward(flatten(x), norm_weight, norm_bias, want_z, plan.target)
     z_row = other_tokens.rows_of_all(made.quantized.row, call.tokens)
     y_MN = steps.fprop(z_row, w_row, bias_N, call.settings, step.dtype, call.tag)
-    whole = other_tokens.shape_of_all(x, call.tokens)
-    return shaped(y_MN, (*whole[:-1], y_MN.shape[1])), made
+    return other_tokens.unflatten_all(y_MN, x, call.tokens), made
 
 
 def _backward(

@@ -81,10 +81,6 @@ def _row(q: Quantized) -> Operand:
     return q.row
 
 
-def _result(y_MH: Tensor, x: Tensor, tokens: Tokens | None) -> Tensor:
-    return shaped(y_MH, (*other_tokens.shape_of_all(x, tokens)[:-1], y_MH.shape[1]))
-
-
 class LayerNormMLPFunction(torch.autograd.Function):
     """y, or (y, z); gradients have the dtypes of what they belong to."""
 
@@ -126,7 +122,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
         ctx.kept = [one.beside for one in kept]
         ctx.call, ctx.sinks, ctx.x_like = call, weights.sinks, (x.shape, x.dtype)
         ctx.dtypes = [None if t is None else t.dtype for t in (norm_bias, w1, b1, w2, b2)]
-        y = _result(y_MH, x, call.tokens)
+        y = other_tokens.unflatten_all(y_MH, x, call.tokens)
         z = (shaped(made.z, x.shape),) if call.return_z else ()  # type: ignore[arg-type]
         saved_h = h if need_dh else None
         tensors = [t for one in kept for t in one.tensors]
@@ -224,5 +220,5 @@ def layernorm_mlp(
     z_row = other_tokens.rows_of_all(parts.quantized.row, call.tokens)
     _, _, qa = activated(z_row, w1_row, b1, call, plan, False)
     y_MH = steps.fprop(_row(qa), w2_row, b2, settings, call.step.dtype, call.tags[1])
-    y = _result(y_MH, x, call.tokens)
+    y = other_tokens.unflatten_all(y_MH, x, call.tokens)
     return y, None if parts.z is None else shaped(parts.z, x.shape)

@@ -69,7 +69,7 @@ class LinearFunction(torch.autograd.Function):
         ctx.kept = x_kept.beside, w_kept.beside
         ctx.dtypes = x.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype
         ctx.siblings = shared_inputs.joined(x, ctx) if need_dx and tokens is None else None
-        y = shaped(y_MN, (*ctx.x_shape[:-1], y_MN.shape[1]))
+        y = other_tokens.unflatten_all(y_MN, x, tokens)
         return outputs(ctx, (*x_kept.tensors, *w_kept.tensors), y)
 
     @staticmethod
@@ -184,4 +184,4 @@ def infer(
     plan = other_tokens.plan_input(x, settings, False, False, tokens)
     x_row = other_tokens.rows_of_all(steps.quantized_input(x, plan).row, tokens)
     y_MN = steps.fprop(x_row, w_row, bias_N, settings, out_dtype, tag)
-    return shaped(y_MN, (*other_tokens.shape_of_all(x, tokens)[:-1], y_MN.shape[1]))
+    return other_tokens.unflatten_all(y_MN, x, tokens)

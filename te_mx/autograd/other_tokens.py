@@ -21,7 +21,7 @@ from te_mx import formats
 from te_mx._ops import Operand
 from te_mx.autograd import steps
 from te_mx.autograd.saved import Kept
-from te_mx.autograd.shapes import flatten
+from te_mx.autograd.shapes import flatten, shaped
 from te_mx.recipes.settings import Settings
 
 
@@ -75,6 +75,11 @@ def kept_of_all(kept: Kept, tokens: Tokens | None) -> Kept:
 def shape_of_all(x: Tensor, tokens: Tokens | None) -> torch.Size:
     """The shape of x with all tokens."""
     return x.shape if tokens is None else torch.Size((x.shape[0] * tokens.ranks, *x.shape[1:]))
+
+
+def unflatten_all(y_MN: Tensor, x: Tensor, tokens: Tokens | None) -> Tensor:
+    """shapes.unflatten, with all tokens."""
+    return shaped(y_MN, (*shape_of_all(x, tokens)[:-1], y_MN.shape[1]))
 
 
 def sum_of_mine(dx: Tensor, tokens: Tokens | None) -> Tensor:

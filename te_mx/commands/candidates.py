@@ -133,7 +133,7 @@ class Contest:
             return False
         usual = registry.default_of(p)
         # One that does not multiply by itself follows the choice for the op that does.
-        return usual is not None and getattr(usual, "multiplies", True)
+        return usual is not None and usual.multiplies
 
     def wrong(
         self, candidates: list[Candidate], row_of: Callable[[Candidate], list[Row]]

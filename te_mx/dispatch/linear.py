@@ -113,7 +113,6 @@ class FrozenKernel(Kernel):
     quantizes the rows and multiplies, without gradients."""
 
     op = "linear_frozen"
-    multiplies = True  # by itself; False: by the kernel of the GEMM
 
     def form(self, row: Operand | Stack) -> Operand | Stack | None:
         """The rowwise copy (layout "rows") of a weight, or of those of groups, in that form; None

@@ -45,12 +45,14 @@ class Kernel:
     op, name: what it runs, and what te_mx.explain and te_mx.audit call it.
     rank: kernels of an op are asked in the order of their ranks.
     configuration: one of `configurations`; "": the kernel chooses, by its cost model if it has one.
+    multiplies: by itself; False: by the kernel that is chosen for the GEMM.
     """
 
     op: str
     name: str
     rank: int = 0
     configuration: str = ""
+    multiplies: bool = True
 
     def accepts(self, problem: Problem) -> str | None:
         """None, or the reason why this kernel does not run the problem: its envelope."""

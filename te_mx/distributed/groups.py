@@ -25,7 +25,7 @@ from torch import Tensor
 
 from te_mx.distributed.local_layer import call, check_whole_blocks, local_layer
 from te_mx.distributed.tensor_parallel import Counted, Elsewhere
-from te_mx.distributed.token_codes import Ranks, gathers_codes
+from te_mx.distributed.token_codes import Ranks, gathered, gathers_codes, scattered
 from te_mx.nn.tensor_parallel_group import BOTH, COLUMN, ROW, Shared
 
 _PLACES = {COLUMN: "out_features", ROW: "in_features", BOTH: "ffn_hidden_size"}
@@ -34,15 +34,6 @@ _NORM = ("layer_norm_weight", "layer_norm_bias")
 
 def _summed(x: Tensor, group: Any) -> Tensor:
     return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", group))
-
-
-def _gathered(x: Tensor, group: Any) -> Tensor:
-    return collectives.wait_tensor(collectives.all_gather_tensor(x.contiguous(), 0, group))
-
-
-def _scattered(x: Tensor, group: Any) -> Tensor:
-    made = collectives.reduce_scatter_tensor(x.contiguous(), "sum", 0, group)
-    return collectives.wait_tensor(made)
 
 
 class Copied(torch.autograd.Function):
@@ -76,11 +67,11 @@ class Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
         ctx.group = group
-        return _gathered(x, group)
+        return gathered(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _scattered(grad, ctx.group), None
+        return scattered(grad, ctx.group), None
 
 
 class Scattered(torch.autograd.Function):
@@ -89,11 +80,11 @@ class Scattered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
         ctx.group = group
-        return _scattered(x, group)
+        return scattered(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gathered(grad, ctx.group), None
+        return gathered(grad, ctx.group), None
 
 
 class Nothing(torch.autograd.Function):

@@ -54,6 +54,18 @@ def quantized_input_gather(model: nn.Module, enabled: bool = True) -> int:
     return len(layers)
 
 
+def gathered(mine: Tensor, group: Any) -> Tensor:
+    """[n, ..] of every rank of a group, one behind the other."""
+    made = collectives.all_gather_tensor(mine.contiguous(), 0, group)
+    return collectives.wait_tensor(made)
+
+
+def scattered(partial: Tensor, group: Any) -> Tensor:
+    """This rank's part along dimension 0 of the sum over a group."""
+    made = collectives.reduce_scatter_tensor(partial.contiguous(), "sum", 0, group)
+    return collectives.wait_tensor(made)
+
+
 class Ranks(NamedTuple):
     """The ranks of a group, as autograd/other_tokens.py sees them."""
 
@@ -62,13 +74,11 @@ class Ranks(NamedTuple):
 
     def gathered(self, mine: Tensor) -> Tensor:
         """[n, ..] of every rank, [ranks * n, ..]."""
-        made = collectives.all_gather_tensor(mine.contiguous(), 0, self.group)
-        return collectives.wait_tensor(made)
+        return gathered(mine, self.group)
 
     def scattered(self, partial: Tensor) -> Tensor:
         """This rank's part [n, ..] of the sum of [ranks * n, ..]."""
-        made = collectives.reduce_scatter_tensor(partial.contiguous(), "sum", 0, self.group)
-        return collectives.wait_tensor(made)
+        return scattered(partial, self.group)
 
 
 def gathers_codes(module: Any, inp: Tensor) -> bool:

@@ -201,12 +201,9 @@ def _operand(operand: Operand, kernel: int, role: str) -> Any:
     """The native record of an operand whose codes and scales are contiguous."""
     codes, scales, fmt, order, packed, _ = operand
     rows, k = operand.rows, operand.k
-    address = 0
-    if packed is not None and packed_for(packed) == (kernel, ROLES[role], rows, k):
-        address = packed.data_ptr() + HEADER_BYTES
     return _native.Operand(
-        codes=codes.data_ptr(), scales=scales.data_ptr(), rows=rows, k=k,
-        layout=LAYOUTS[order], packed=address, **format_fields(fmt),
+        codes=codes.data_ptr(), scales=scales.data_ptr(), rows=rows, k=k, layout=LAYOUTS[order],
+        packed=packed_at(packed, (kernel, ROLES[role], rows, k)), **format_fields(fmt),
     )  # fmt: skip
 
 
@@ -230,6 +227,13 @@ def pack(operand: Operand, kernel: str, role: str, packed: Tensor) -> bool:
     )  # fmt: skip
     status = _native.pack(args)
     return supported(status)
+
+
+def packed_at(packed: Tensor | None, form: tuple[int, int, int, int]) -> int:
+    """Where a packed operand of (kernel, role, rows, k) lies; 0 for that of another one."""
+    if packed is None or packed_for(packed) != form:
+        return 0
+    return packed.data_ptr() + HEADER_BYTES
 
 
 def packed_for(packed: Tensor) -> tuple[int, int, int, int] | None:

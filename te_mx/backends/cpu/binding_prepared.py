@@ -58,12 +58,8 @@ class PreparedGemm:
 
 
 def _given(record: Any, operand: Operand, form: tuple[int, int, int, int]) -> Any:
-    codes, scales, packed = operand.codes, operand.scales, operand.packed
-    if packed is None or not (codes.is_contiguous() and scales.is_contiguous()):
+    codes, scales = operand.codes, operand.scales
+    packed = binding.packed_at(operand.packed, form)
+    if not packed or not (codes.is_contiguous() and scales.is_contiguous()):
         return None
-    if binding.packed_for(packed) != form:
-        return None
-    return record.copy(
-        codes=codes.data_ptr(), scales=scales.data_ptr(),
-        packed=packed.data_ptr() + binding.HEADER_BYTES,
-    )  # fmt: skip
+    return record.copy(codes=codes.data_ptr(), scales=scales.data_ptr(), packed=packed)

@@ -87,8 +87,7 @@ class Frozen(FrozenKernel):
             rhs_scales=weight.scales.data_ptr(), out=y.data_ptr(), threads=threads,
             workspace=base + plan.rest,
         )  # fmt: skip
-        if weight.packed is not None:
-            args.rhs_packed = _address(weight, plan.gemm.kernel)
+        args.rhs_packed = _address(weight, plan.gemm.kernel)
         if bias_N is not None:
             bias_N = bias_N.contiguous()
             args.bias, args.bias_dtype = bias_N.data_ptr(), FLOAT_DTYPES[bias_N.dtype]
@@ -104,10 +103,7 @@ class Frozen(FrozenKernel):
 
 def _address(weight: Operand, kernel: int) -> int:
     """Of a packed form of this kernel's; 0 for that of another one."""
-    packed: Any = weight.packed
-    found = binding.packed_for(packed)
-    fits = found == (kernel, binding.ROLES["a"], weight.rows, weight.k)
-    return packed.data_ptr() + binding.HEADER_BYTES if fits else 0
+    return binding.packed_at(weight.packed, (kernel, binding.ROLES["a"], weight.rows, weight.k))
 
 
 def _plan(p: Problem, weight: Operand, out_dtype: torch.dtype) -> _Plan | None:
@@ -131,9 +127,7 @@ def _plan(p: Problem, weight: Operand, out_dtype: torch.dtype) -> _Plan | None:
         lhs=lhs, rhs=rhs, out_dtype=FLOAT_DTYPES[out_dtype], ldo=p.n,
         kernel=binding.KERNEL_IDS[kernel.name],
     )  # fmt: skip
-    nbytes = native.workspace_bytes(
-        gemm.copy(rhs_packed=0 if weight.packed is None else _address(weight, gemm.kernel))
-    )
+    nbytes = native.workspace_bytes(gemm.copy(rhs_packed=_address(weight, gemm.kernel)))
     gemm.workspace_bytes = nbytes
     return _Plan(quantize, gemm, at_scales, rest, rest + nbytes)
 
