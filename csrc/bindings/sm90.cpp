@@ -25,6 +25,12 @@ const Execution& execution_of(const Args& args) {
   return args.execution;
 }
 
+std::vector<const void*> addresses(const std::vector<uintptr_t>& of) {
+  std::vector<const void*> all;
+  for (const uintptr_t address : of) all.push_back(reinterpret_cast<const void*>(address));
+  return all;
+}
+
 // A call on the device that its record names.
 template <class Args>
 void bind_call(py::module_& m, const char* name, Status (*run)(const Args&)) {
@@ -61,6 +67,15 @@ void bind_quantizers(py::module_& m) {
   m.def("quantize_two", [](const QuantizeArgs& first, const QuantizeArgs& second) {
     const DeviceScope scope(first.execution.device);
     return number(quantize_two(first, second));
+  });
+  // xs, rows: address and rows of each matrix.
+  m.def("quantize_joined", [](const QuantizeArgs& args, const std::vector<uintptr_t>& xs,
+                              const std::vector<int64_t>& rows) {
+    if (xs.size() != rows.size()) return number(Status::bad_argument);
+    const std::vector<const void*> from = addresses(xs);
+    const DeviceScope scope(args.execution.device);
+    return number(
+        quantize_joined(args, from.data(), rows.data(), static_cast<int64_t>(from.size())));
   });
   bind_call(m, "pack", pack);
   bind_call(m, "dequantize", dequantize);
@@ -102,8 +117,7 @@ void bind_groups(py::module_& m) {
   bind_call(m, "quantize_grouped", quantize_grouped);
   // xs: an address for each matrix.
   m.def("quantize_stacked", [](const QuantizeArgs& args, const std::vector<uintptr_t>& xs) {
-    std::vector<const void*> from;
-    for (const uintptr_t address : xs) from.push_back(reinterpret_cast<const void*>(address));
+    const std::vector<const void*> from = addresses(xs);
     const DeviceScope scope(args.execution.device);
     return number(quantize_stacked(args, from.data(), static_cast<int64_t>(from.size())));
   });

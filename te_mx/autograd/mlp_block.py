@@ -12,7 +12,7 @@ activations, else F, N out_features.
 
 What is rounded where is as in autograd/layernorm_mlp.py, whose steps these are. Saved for backward:
 columnwise codes of x, as te_mx.Linear does; h in the output's dtype; of the weights what
-steps.kept_for_dgrad says. Joined weights are never saved: backward joins the parameters again.
+steps.kept_for_dgrad says. Joined weights are never saved: backward reads the parameters again.
 Codes that backward can make again to the byte are not saved either: those of a, of h
 (`_makes_again`), and those of an x that a normalization just made, of what it was made of.
 """
@@ -31,7 +31,7 @@ from te_mx.autograd import shared_inputs, steps
 from te_mx.autograd.backward import outputs, place, run_backward, tag_of
 from te_mx.autograd.layernorm_mlp import Call as Inner
 from te_mx.autograd.layernorm_mlp import activated, through_activation
-from te_mx.autograd.mlp_weights import joined, kept_again, kept_of, weights
+from te_mx.autograd.mlp_weights import joined, kept_again, kept_of, of_codes, operands
 from te_mx.autograd.norm import Source, source_of
 from te_mx.autograd.normalization import NormStep
 from te_mx.autograd.saved import Kept
@@ -82,7 +82,7 @@ def _makes_again(call: Call, plan_a: steps.Input) -> bool:
 
 
 def _quantized(
-    x: Tensor, w1: Tensor, plan: steps.Input, settings: Settings, need_dx: bool,
+    x: Tensor, parts: Sequence[Any], plan: steps.Input, settings: Settings, need_dx: bool,
     kept: KeptWeight | None = None,
 ) -> tuple[Quantized, Operand, Operand | None]:  # fmt: skip
     """x and w1; x perhaps by whoever made it, or by a sibling. Without columnwise codes where
@@ -90,9 +90,10 @@ def _quantized(
     q = shared_inputs.find(x, plan.target)
     if q is None and source_of(x) is not None:
         q = shared_inputs.find(x, plan.target._replace(col=""))
-    if q is not None:
-        return q, *steps.weight_operands(kept, w1, settings, need_dx)
-    return steps.input_and_weight(x, plan, kept, w1, settings, need_dx)
+    if q is None and kept is None and len(parts) == 1:
+        return steps.input_and_weight(x, plan, None, parts[0], settings, need_dx)
+    q = q or steps.quantized_input(x, plan)
+    return q, *operands(kept, parts, settings, need_dx)
 
 
 class MLPBlockFunction(torch.autograd.Function):
@@ -106,14 +107,14 @@ class MLPBlockFunction(torch.autograd.Function):
         need = _needs(ctx)
         settings = call.settings
         parts: Sequence[Any] = first[::2]
-        w1, kept1, kept2 = weights(parts, call.codes, settings)
+        kept1, kept2 = of_codes(call.codes, settings)
         b1 = joined(first[1::2])
         plan_x = steps.plan_input(x.device, settings, need.dw1, call.save_x)
         plan_a = steps.plan_input(x.device, settings, need.dw2)
         again = _makes_again(call, plan_a)
         if again:
             plan_a = plan_a._replace(target=plan_a.target._replace(col=""))
-        q, w1_row, w1_col = _quantized(x, w1, plan_x, settings, need.dx, kept1)
+        q, w1_row, w1_col = _quantized(x, parts, plan_x, settings, need.dx, kept1)
         w2_row, w2_col = steps.weight_operands(kept2, w2, settings, need.dh)
         assert q.row is not None
         inner = call.inner()
@@ -122,8 +123,8 @@ class MLPBlockFunction(torch.autograd.Function):
         assert qa.row is not None
         y_MN = steps.fprop(qa.row, w2_row, b2, settings, call.dtype, call.tags[-1])
 
-        kept_w1, own = kept_of((w1_row, w1_col, w1), parts, settings, need.dx, call.codes)
-        kept_w2, (own_w2,) = kept_of((w2_row, w2_col, w2), [w2], settings, need.dh)
+        kept_w1, own = kept_of((w1_row, w1_col), parts, settings, need.dx, call.codes)
+        kept_w2, (own_w2,) = kept_of((w2_row, w2_col), [w2], settings, need.dh)
         kept_a = plan_a.kept(qa, a, need.dw2 and not again)
         source = None
         if need.dw1 and plan_x.target.col and q.col is None:
@@ -136,7 +137,7 @@ class MLPBlockFunction(torch.autograd.Function):
         ctx.kept, ctx.again = [one.beside for one in kept], again
         ctx.call, ctx.sinks = call, call.sinks
         ctx.like, ctx.rows = (x.shape, x.dtype), [part.shape[0] for part in parts]
-        ctx.dtypes = w1.dtype, None if b1 is None else b1.dtype, w2.dtype
+        ctx.dtypes = parts[0].dtype, None if b1 is None else b1.dtype, w2.dtype
         ctx.b2_dtype = None if b2 is None else b2.dtype
         saved_h = h if need.dh or again else None
         tensors = [t for one in kept for t in one.tensors]
@@ -244,8 +245,8 @@ def mlp_block(
     if len(parts) > 1 and x.numel() < parts[0].numel():
         qa = _activated_apart(x, parts, first[1::2], plan, call)
     else:
-        w1, kept1, _ = weights(parts, call.codes, settings)
-        q, w1_row, _ = _quantized(x, w1, plan, settings, False, kept1)
+        kept1, _ = of_codes(call.codes, settings)
+        q, w1_row, _ = _quantized(x, parts, plan, settings, False, kept1)
         assert q.row is not None
         _, _, qa = activated(q.row, w1_row, joined(first[1::2]), call.inner(), plan, False)
         call.record(FPROP)

@@ -1,7 +1,7 @@
 """The weights of an MLP block: the first one is one parameter, or those of the gate and of the up
 projection, one behind the other; each of them may be there as codes alone.
 
-Joined weights are never saved: backward joins again what they were joined of.
+Joined weights are never saved: backward reads the parameters again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx._ops import Operand
+from te_mx._ops import Operand, quantize_joined_2d
 from te_mx.autograd import joining, steps
 from te_mx.autograd.saved import Kept
 from te_mx.autograd.steps_kept import KeptWeight
@@ -36,24 +36,35 @@ def _joined_codes(parts: Sequence[Operand], settings: Settings) -> KeptWeight:
     return KeptWeight(settings, first, None)
 
 
-def weights(
-    parts: Sequence[Any], codes: Codes, settings: Settings
-) -> tuple[Any, KeptWeight | None, KeptWeight | None]:
-    """w1, and what stands in for it and for w2."""
+def of_codes(codes: Codes, settings: Settings) -> tuple[KeptWeight | None, KeptWeight | None]:
+    """What stands in for w1 and for w2; None where there are values."""
     if not codes:
-        return joined(parts), None, None
-    return parts[0], _joined_codes([one.row for one in codes[:-1]], settings), codes[-1]
+        return None, None
+    return _joined_codes([one.row for one in codes[:-1]], settings), codes[-1]
+
+
+def operands(
+    kept: KeptWeight | None, parts: Sequence[Any], settings: Settings, need_dx: bool
+) -> tuple[Operand, Operand | None]:
+    """steps.weight_operands of a weight that is one parameter or several, which nobody joins."""
+    if kept is not None or len(parts) == 1:
+        return steps.weight_operands(kept, parts[0], settings, need_dx)
+    columns = steps.needs_columns(settings, need_dx) and settings.keep_columns
+    row, col, rule = steps.plan_weight(parts[0].device, settings, columns)[:3]
+    q = quantize_joined_2d(parts, row, col, rule=rule)
+    assert q.row is not None
+    return q.row, q.col
 
 
 def kept_of(
-    weight: tuple[Operand, Operand | None, Tensor], parts: Sequence[Tensor], settings: Settings,
+    weight: tuple[Operand, Operand | None], parts: Sequence[Tensor], settings: Settings,
     need: bool, codes: Codes = (),
 ) -> tuple[Kept, Sequence[Tensor | None]]:  # fmt: skip
     """What dgrad needs of a weight: something quantized, or what it is joined of: parameters, or
     their codes, whose memory FSDP2 frees, and fills again for backward."""
     if codes and need and len(parts) > 1:
         return Kept(), [t for one in codes[:-1] for t in one.row[:2]]
-    kept = steps.kept_for_dgrad(*weight, settings, need)
+    kept = steps.kept_for_dgrad(*weight, parts[0], settings, need)
     if kept.spec or not need:
         return kept, [None] * len(parts)
     return Kept(), parts
@@ -65,6 +76,13 @@ def kept_again(own: Sequence[Any], codes: Codes, settings: Settings) -> Kept:
         pairs = zip(codes, own[::2], own[1::2], strict=False)
         parts = [kept.row._replace(codes=one, scales=scales) for kept, one, scales in pairs]
         return Kept.operand(_joined_codes(parts, settings).row)
+    if len(own) == 1:
+        return Kept.itself(own[0])
+    if steps.needs_columns(settings, True):
+        form = steps.roles(own[0].device, settings).w
+        made = quantize_joined_2d(own, col=form.col, rule=settings.scale_rule).col
+        assert made is not None
+        return Kept.operand(made)
     # torch.compile would take this join for forward's, if it were one of the same dimension, and
     # keep that.
-    return Kept.itself(own[0] if len(own) == 1 else joining.cat(own, -2))
+    return Kept.itself(joining.cat(own, -2))

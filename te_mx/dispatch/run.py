@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -91,6 +92,24 @@ def quantize(what: Quantize) -> Quantized:
             return first._replace(col=quantize(what._replace(row="", col_sum=False)).col)
     problem = Problem("quantize", place_of(x.device), row, col, rows, cols, dtype=dtype, rule=rule)
     return fall_back(kernel, problem, what)
+
+
+def quantize_joined(parts: Sequence[Tensor], row: str, col: str, rule: str) -> Quantized:
+    """Matrices [rows_i, cols] as one, their rows behind each other: where they lie, if the kernel
+    of the whole can read them there, else joined first."""
+    first, rows = parts[0], sum(part.shape[0] for part in parts)
+    sizes = rows, first.shape[1], 1
+    kernel = pick("quantize", first.device, row, col, sizes, first.dtype, rule=rule)
+    run_joined = getattr(kernel, "run_joined", None)
+    made = None if run_joined is None else run_joined(parts, row, col, rule)
+    if made is not None:
+        return made
+    with torch.no_grad():
+        # torch.autocast has its own mind about the dtype of torch.cat.
+        whole = first.new_empty(sizes[:2])
+        for part, room in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+            room.copy_(part)
+    return quantize(Quantize(whole, row, col, rule))
 
 
 def quantized(values: Tensor, target: Target) -> Quantized:

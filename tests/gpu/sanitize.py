@@ -84,6 +84,10 @@ def quantize() -> int:
             ops.quantize_2d(x, row, col, col_sum=bool(col))
             count += 1
     ops.quantize_2d(x[:, ::2], "mxfp8_e4m3@rows", "mxfp8_e4m3@cols", rule="floor")
+    for dtype, cols in itertools.product(dtypes, (200, 71)):
+        parts = [calls.data(rows, cols, "mixed", dtype) for rows in (256, 128, 33)]
+        ops.quantize_joined_2d(parts, "mxfp8_e4m3@sm90:8", "mxfp8_e4m3@sm90:8")
+        count += 1
     return count
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import native_words as reference
 import pytest
 import sm90_calls as calls
 import torch
 
+from te_mx import _ops as ops
+from te_mx._ops.quantize import parts_of
+from te_mx.backends.sm90.quantize import HopperQuantize
 from te_mx.layouts import sm90_tiles as layout
 
 KINDS = ("gaussian", "rows", "spread", "mixed", "huge", "tiny", "sparse", "nan", "lognormal")
@@ -100,6 +105,28 @@ def test_strided_rows_and_single_directions():
     assert_packed(row, layout.pack(parts.row_codes, parts.row_scales, "e4m3"), 300)
     _, col, _ = calls.quantize(x, row=None)
     assert_packed(col, layout.pack(parts.col_codes, parts.col_scales, "e4m3"), 200)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "dtype"),
+    [
+        *itertools.product(
+            ("mxfp8_e4m3", "mxfp8_e5m2"), (torch.bfloat16, torch.float32, torch.float16)
+        ),
+        ("mxfp4", torch.bfloat16),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["gaussian", "mixed", "nan"])
+@pytest.mark.parametrize("rows", [(128, 256, 77), (384, 128), (128, 128, 128, 130), (50,)], ids=str)
+def test_matrices_that_lie_apart_are_one(fmt, rows, kind, dtype):
+    cols = 200 if rows[0] == 128 else 257  # whole vectors, and none
+    parts = [calls.data(n, cols + 8, kind, dtype)[:, :cols] for n in rows]
+    specs = [f"{fmt}@sm90:8"] * 2
+    for row, col in (specs, (specs[0], ""), ("", specs[0])):
+        got = HopperQuantize().run_joined(parts, row, col, "rceil")
+        want = ops.quantize_2d(torch.cat(parts), row, col)
+        assert all(map(torch.equal, parts_of(got), parts_of(want)))
 
 
 @pytest.mark.parametrize("shape", [(300, 200), (4096, 256)])

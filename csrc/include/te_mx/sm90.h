@@ -21,6 +21,12 @@ Status quantize(const QuantizeArgs& args);
 // Two matrices that do not depend on each other, at the same time where the GPU has room for both.
 // On the same stream; the first without col_sum.
 Status quantize_two(const QuantizeArgs& first, const QuantizeArgs& second);
+// Matrices xs[i] of rows[i] rows as the one that args.x says, behind each other, to tiles of MX;
+// at most kMostJoined. All but the last have whole tiles of 128 rows; unsupported otherwise. `xs`
+// and `rows` lie in host memory; args.x.data is not read.
+inline constexpr int kMostJoined = 4;
+Status quantize_joined(const QuantizeArgs& args, const void* const* xs, const int64_t* rows,
+                       int64_t count);
 // k_last or k_first to tiles.
 Status pack(const PackArgs& args);
 Status dequantize(const DequantizeArgs& args);

@@ -157,6 +157,22 @@ def quantize_two(first: Quantize, second: Quantize) -> tuple[QuantizedParts, Qua
     return (parts, parts2) if supported(_native.quantize_two(args, args2)) else None
 
 
+def quantize_joined(first: Quantize, parts: Sequence[Tensor]) -> QuantizedParts | None:
+    """As quantize of all parts as one matrix, of which `first` has the first and says what to make;
+    all have its strides. None where the native code does not take them as they lie."""
+    x, rows = first.x, [len(part) for part in parts]
+    if x.stride(1) != 1 or 0 in rows:
+        return None
+    (total, cols), device = (sum(rows), x.shape[1]), x.device
+    args = _native.QuantizeArgs(
+        x_rows=total, x_cols=cols, x_row_stride=x.stride(0), x_dtype=FLOAT_DTYPES[x.dtype]
+    )
+    set_execution(args, device.index)
+    made, _ = set_outputs(args, total, cols, device, first[1:])
+    status = _native.quantize_joined(args, [part.data_ptr() for part in parts], rows)
+    return made if supported(status) else None
+
+
 def _prepare(what: Quantize) -> tuple[Any, QuantizedParts, tuple[Any, ...]]:
     """The native record of a call, the tensors that it fills, and what must live until it is
     enqueued."""

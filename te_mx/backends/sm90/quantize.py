@@ -3,6 +3,8 @@ GEMM; two matrices at once; and the way back."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -29,8 +31,10 @@ def _native_call(what: Quantize) -> NativeQuantize:
     return NativeQuantize(x, fmt, bool(row), form, rule, col_sum, sum_dtype, spread)
 
 
-def _quantized(what: Quantize, parts: QuantizedParts) -> Quantized:
-    rows, cols = what.x.shape
+def _quantized(what: Quantize, parts: QuantizedParts, rows: int = -1) -> Quantized:
+    """What was made; of `rows` rows where x is a part of them."""
+    own, cols = what.x.shape
+    rows = own if rows < 0 else rows
     return Quantized(
         Operand(parts.row_codes, parts.row_scales, what.row, rows, cols) if what.row else None,  # type: ignore[arg-type]
         Operand(parts.col_codes, parts.col_scales, what.col, cols, rows) if what.col else None,  # type: ignore[arg-type]
@@ -59,6 +63,18 @@ class HopperQuantize(Kernel):
         if both is None:
             return None
         return _quantized(first, both[0]), _quantized(second, both[1])
+
+    def run_joined(
+        self, parts: Sequence[Tensor], row: str, col: str, rule: str
+    ) -> Quantized | None:
+        """Matrices as one, read where they lie; None where they must be joined first."""
+        first = parts[0]
+        what = Quantize(first, row, col, rule)
+        call = _native_call(what)
+        if call.spread == PLAIN or any(part.stride() != first.stride() for part in parts):
+            return None
+        made = binding.quantize_joined(call, parts)
+        return None if made is None else _quantized(what, made, sum(len(part) for part in parts))
 
 
 class HopperRandomQuantize(Kernel):
