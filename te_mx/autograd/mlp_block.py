@@ -31,13 +31,20 @@ from te_mx.autograd import shared_inputs, steps
 from te_mx.autograd.backward import outputs, place, run_backward, tag_of
 from te_mx.autograd.layernorm_mlp import Call as Inner
 from te_mx.autograd.layernorm_mlp import activated, through_activation
-from te_mx.autograd.mlp_weights import joined, kept_again, kept_of, of_codes, operands
 from te_mx.autograd.norm import Source, source_of
 from te_mx.autograd.normalization import NormStep
 from te_mx.autograd.saved import Kept
 from te_mx.autograd.shapes import flatten, shaped, unflatten
 from te_mx.autograd.steps import DGRAD, FPROP, WGRAD
 from te_mx.autograd.steps_kept import KeptWeight
+from te_mx.autograd.weight_parts import (
+    joined,
+    kept_again,
+    kept_of,
+    of_codes,
+    operands,
+    split_gradients,
+)
 from te_mx.autograd.wgrad import WeightGradient
 from te_mx.dispatch.fused import Activation, ActStep
 from te_mx.recipes.settings import Settings
@@ -207,7 +214,7 @@ def _backward(ctx: Any, saved: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor | 
         wgrad = steps.wgrad(dh, kept_x, settings, tag_of(call.tags[0], WGRAD))
         dw1 = place(call.sinks[0], wgrad, w1_dtype)
         call.record(WGRAD)
-    first = _split(ctx.rows, dw1, db1, ctx.needs_input_grad[4:])
+    first = split_gradients(ctx.rows, dw1, db1, ctx.needs_input_grad[4:])
     return dx, dw2, db2, None, *first
 
 
@@ -218,17 +225,6 @@ def _made_again(call: Call, h: Tensor) -> Kept:
     made = act_quantize_2d(ActStep(h, None, call.act, call.dtype, False, target)).quantized.col
     assert made is not None
     return Kept.operand(made)
-
-
-def _split(
-    rows: Sequence[int], dw1: Tensor | None, db1: Tensor | None, need: Sequence[bool]
-) -> list[Tensor | None]:
-    """The gradients of weight and bias of every part, as far as they are needed."""
-    nothing: list[Tensor | None] = [None] * len(rows)
-    weights = nothing if dw1 is None else list(dw1.split(list(rows)))
-    biases = nothing if db1 is None else list(db1.split(list(rows)))
-    both = [t for pair in zip(weights, biases, strict=True) for t in pair]
-    return [t if wanted else None for t, wanted in zip(both, need, strict=True)]
 
 
 def mlp_block(

@@ -1,5 +1,5 @@
-"""convert_model(fuse=True) where layers stay where they are, in models of any making: blocks and
-normalizations get a class in place, and no name changes."""
+"""convert_model(fuse=True) where layers stay where they are, in models of any making: blocks,
+normalizations and attentions get a class in place, and no name changes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import nn
 from te_mx.fusion.blocks import Block, fuse_blocks, plan_blocks, unfuse_blocks
 from te_mx.fusion.norms import FoundNorm, fuse_norms, plan_norms, unfuse_norms
 from te_mx.fusion.outputs import plan_outputs, save_inputs
+from te_mx.fusion.readers import Readers, join_readers, part_readers, plan_readers
 from te_mx.fusion.sequences import Fusion
 from te_mx.nn.linear import Linear
 
@@ -21,9 +22,10 @@ class InPlace(NamedTuple):
     blocks: list[Block]
     norms: list[FoundNorm]
     outputs: list[nn.Module]
+    readers: list[Readers]
 
 
-NOTHING = InPlace([], [], [])
+NOTHING = InPlace([], [], [], [])
 
 
 def plan_in_place(
@@ -45,7 +47,9 @@ def plan_in_place(
     modules = {block.module for block in blocks}
     normalizations, norms = plan_norms(model, converts, modules)
     attentions, outputs = plan_outputs(model, converts)
-    return found + normalizations + attentions, InPlace(blocks, norms, outputs)
+    joined, readers = plan_readers(model, converts)
+    plan = InPlace(blocks, norms, outputs, readers)
+    return found + normalizations + attentions + joined, plan
 
 
 def fuse_in_place(plan: InPlace) -> None:
@@ -53,8 +57,9 @@ def fuse_in_place(plan: InPlace) -> None:
     fuse_blocks(plan.blocks)
     fuse_norms(plan.norms)
     save_inputs(plan.outputs)
+    join_readers(plan.readers)
 
 
 def unfuse_in_place(model: nn.Module) -> list[Fusion]:
     """Give back the classes that modules had."""
-    return unfuse_blocks(model) + unfuse_norms(model)
+    return unfuse_blocks(model) + unfuse_norms(model) + part_readers(model)

@@ -1,7 +1,8 @@
-"""The weights of an MLP block: the first one is one parameter, or those of the gate and of the up
-projection, one behind the other; each of them may be there as codes alone.
+"""Weights that are several parameters, one behind the other: gate and up of an MLP block, q, k
+and v of an attention; each part may be there as codes alone.
 
-Joined weights are never saved: backward reads the parameters again.
+Kernels read the parts where they lie. Joined weights are never saved: backward reads the parameters
+again.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from te_mx.autograd.saved import Kept
 from te_mx.autograd.steps_kept import KeptWeight
 from te_mx.recipes.settings import Settings
 
-Codes = Sequence[KeptWeight]  # of every part of w1, and of w2; empty where there are values
+Codes = Sequence[KeptWeight]  # of every part of w1 of a block, and of w2; empty where values are
 
 
 def joined(parts: Sequence[Any]) -> Any:
@@ -86,3 +87,14 @@ def kept_again(own: Sequence[Any], codes: Codes, settings: Settings) -> Kept:
     # torch.compile would take this join for forward's, if it were one of the same dimension, and
     # keep that.
     return Kept.itself(joining.cat(own, -2))
+
+
+def split_gradients(
+    rows: Sequence[int], dw: Tensor | None, db: Tensor | None, need: Sequence[bool]
+) -> list[Tensor | None]:
+    """The gradients of weight and bias of every part, as far as they are needed."""
+    nothing: list[Tensor | None] = [None] * len(rows)
+    weights = nothing if dw is None else list(dw.split(list(rows)))
+    biases = nothing if db is None else list(db.split(list(rows)))
+    both = [t for pair in zip(weights, biases, strict=True) for t in pair]
+    return [t if wanted else None for t, wanted in zip(both, need, strict=True)]
