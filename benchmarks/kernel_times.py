@@ -1,7 +1,7 @@
 """Which kernels of the device a step spends its time in, by kind and one by one."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -44,32 +44,58 @@ class Kernel:
         return next(found, OTHER)
 
 
+@dataclass(frozen=True)
+class Span:
+    """One run of a kernel, in microseconds."""
+
+    name: str
+    start: float
+    end: float
+
+
+def apart(spans: Iterable[Span]) -> list[Kernel]:
+    """Kernels by name, each with the time that it adds to those that started before.
+
+    A kernel that is let in early (programmatic dependent launch) waits for its predecessor until
+    that ends, and its span begins with the wait: a sum of spans counts the time twice.
+    """
+    times: dict[str, list[float]] = {}
+    busy_until = float("-inf")
+    for span in sorted(spans, key=lambda one: (one.start, one.end)):
+        added = max(0.0, span.end - max(span.start, busy_until))
+        times.setdefault(span.name, []).append(added)
+        busy_until = max(busy_until, span.end)
+    return [Kernel(name, len(each), sum(each)) for name, each in times.items()]
+
+
 def of(step: Callable[[], object], device: torch.device) -> list[Kernel]:
-    """The kernels of one step, the longest first; on a CPU the operators and their own time."""
+    """The kernels of one step, the longest first: the time that each adds. On a CPU the operators
+    and their own time."""
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities) as recorded:
         step()
         if on_gpu:
             torch.cuda.synchronize(device)
-    wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
-    kernels = [
-        Kernel(
-            event.key,
-            event.count,
-            event.self_device_time_total if on_gpu else event.self_cpu_time_total,
+    if on_gpu:
+        runs = [event for event in recorded.events() if event.device_type == DeviceType.CUDA]
+        kernels = apart(
+            Span(run.name, run.time_range.start, run.time_range.end)
+            for run in runs
+            if not getattr(run, "is_user_annotation", False) and not RANGES.search(run.name)
         )
-        for event in recorded.key_averages()
-        if event.device_type == wanted
-        and not getattr(event, "is_user_annotation", False)
-        and not RANGES.search(event.key)
-    ]
-    return sorted((k for k in kernels if k.us > 0), key=lambda k: -k.us)
+    else:
+        kernels = [
+            Kernel(event.key, event.count, event.self_cpu_time_total)
+            for event in recorded.key_averages()
+            if event.device_type == DeviceType.CPU and not RANGES.search(event.key)
+        ]
+    return sorted((k for k in kernels if k.us > 0 or on_gpu), key=lambda k: -k.us)
 
 
 def table(title: str, kernels: list[Kernel], step_seconds: float) -> str:
     """Kinds and their share first, then the longest kernels. `step_seconds` is of a step that
-    nobody recorded: what kernels do not fill of it, the device waited or they ran side by side."""
+    nobody recorded: what kernels do not fill of it, the device waited."""
     total = sum(k.us for k in kernels)
     lines = [
         "",

@@ -249,6 +249,17 @@ def test_kernels_are_sorted_by_what_they_are_for(name: str, kind: str) -> None:
     assert "861m: 3.0 ms in 2 kernels, a step takes 4.0 ms" in shown and name in shown
 
 
+def test_a_kernel_that_waits_for_another_one_counts_once() -> None:
+    spans = [
+        kernel_times.Span("sums", 12.0, 75.0),  # let in early, runs from 70 on
+        kernel_times.Span("backward", 10.0, 70.0),
+        kernel_times.Span("beside", 20.0, 60.0),
+        kernel_times.Span("sums", 90.0, 94.0),
+    ]
+    made = {kernel.name: (kernel.calls, kernel.us) for kernel in kernel_times.apart(spans)}
+    assert made == {"backward": (1, 60.0), "beside": (1, 0.0), "sums": (2, 9.0)}
+
+
 def test_targets_of_the_full_cuda_sizes() -> None:
     gemm = {shape: (target.must, target.aim) for shape, target in bench_gemm_cuda.GEMM}
     assert gemm.pop((8192, 8192, 8192)) == (1.5, 1.8)
