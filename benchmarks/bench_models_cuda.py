@@ -39,6 +39,9 @@ CASES = {
     "861m-compiled": Case(
         Workload("861m", compiled=True), Target(1.32, 1.45), ("bf16", OURS, "torchao float8")
     ),
+    "861m-causal": Case(
+        Workload("861m", compiled=True, attention=models.CAUSAL), Target(1.32, 1.45)
+    ),
     "8b-eager": Case(Workload("8b-layers"), Target(1.4, 1.55)),
     "8b-compiled": Case(Workload("8b-layers", compiled=True), Target(1.35, 1.55)),
     "mixtral": Case(Workload("mixtral"), Target(1.25, 1.4)),

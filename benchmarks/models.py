@@ -15,6 +15,7 @@ from examples.llama import models
 
 WARM_UP = 3  # the first step compiles, the second allocates what the optimizer keeps
 GIB = 1 << 30
+CAUSAL = "causal_sdpa"  # an attention without masks
 Region = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
@@ -27,6 +28,7 @@ class Workload:
     batch: int = 8
     context: int = 2048
     compiled: bool = False
+    attention: str = "sdpa"
 
     @property
     def tokens(self) -> int:
@@ -40,8 +42,20 @@ class Workload:
         config = self.config()
         torch.manual_seed(0)
         experts = "grouped_mm" if config.model_type in ("mixtral", "qwen3_moe") else None
+        if self.attention == CAUSAL:
+            _register_causal()
         with device:
-            return models.build(config, dtype=dtype, experts=experts)
+            return models.build(config, dtype=dtype, attention=self.attention, experts=experts)
+
+
+def _register_causal() -> None:
+    """Transformers' sdpa under a name for which it makes no masks. Under torch.compile it would
+    make one of `sdpa`, since it cannot look whether position_ids are those of packed sequences,
+    and with a mask attention takes three times as long as with is_causal."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register(CAUSAL, sdpa_attention_forward)
 
 
 def to_te_mx(model: nn.Module, *, fuse: bool = True) -> Region:

@@ -13,6 +13,7 @@ import te_mx
 from benchmarks import __main__ as runner
 from benchmarks import bench_gemm_cuda, bench_linear_cuda, gpu, kernel_times, peers_cuda
 from benchmarks.gpu import Gpu, GpuContext
+from benchmarks.models import CAUSAL, Workload, tokens_of
 from benchmarks.row import line
 
 ROOT = Path(__file__).parents[1]
@@ -172,6 +173,7 @@ def test_cuda_benchmark_runs_in_place_of_a_gpu(name: str, on_cpu: GpuContext) ->
 MODEL_ROWS = {
     "861m-eager": (1.32, 1.45),
     "861m-compiled": (1.32, 1.45),
+    "861m-causal": (1.32, 1.45),
     "8b-eager": (1.4, 1.55),
     "8b-compiled": (1.35, 1.55),
     "mixtral": (1.25, 1.4),
@@ -199,6 +201,26 @@ def test_whole_models_run_in_place_of_a_gpu(
     assert bench_models_cuda.PEAK.verdict(0.9) == "ok" and bench_models_cuda.PEAK.lower_is_better
     printed = capsys.readouterr().out
     assert "mixtral te_mx: " in printed and "aten::mm" in printed
+
+
+def test_attention_without_a_mask_computes_the_same() -> None:
+    pytest.importorskip("transformers")
+    work = Workload("tiny", batch=2, context=32)
+    losses, masks = [], []
+    for attention in ("sdpa", CAUSAL):
+        model = replace(work, attention=attention).build(torch.device("cpu"))
+        layer = model.model.layers[0].self_attn
+
+        def note(module: object, args: object, kwargs: dict[str, object]) -> None:
+            masks.append(kwargs["attention_mask"] is None)
+
+        layer.register_forward_pre_hook(note, with_kwargs=True)
+        (batch,) = [tokens_of(work, torch.device("cpu"))]
+        losses.append(model(input_ids=batch, labels=batch, use_cache=False).loss.item())
+        # As in compiled code, where position_ids may be those of packed sequences.
+        packed = torch.arange(32).remainder(16)[None]
+        model(input_ids=batch, position_ids=packed, use_cache=False)
+    assert losses[0] == losses[1] and masks == [True, False, True, True]
 
 
 def test_layers_on_two_ranks() -> None:
