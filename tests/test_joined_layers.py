@@ -231,6 +231,23 @@ def test_by_keyword_and_recomputed():
     assert x.grad is not None and module.k_proj.weight.grad is not None
 
 
+class Breaks(Attention):
+    def forward(self, x):
+        q = self.q_proj(x)
+        torch._dynamo.graph_break()
+        return torch.cat([q, self.k_proj(x), self.v_proj(x)], -1)
+
+
+def test_results_pass_a_break_of_the_graph():
+    module = seeded(Breaks)
+    assert te_mx.convert_model(module, fuse=True).fused == ["(root)"]
+    y, grads = run(module, given())
+    got = run(torch.compile(module, backend="aot_eager"), given())
+    assert torch.equal(got[0], y)
+    for name in NAMES:
+        assert torch.equal(got[1][f"_orig_mod.{name}.weight"], grads[f"{name}.weight"])
+
+
 def test_copied_and_given_back():
     module = fused()
     twin = copy.deepcopy(module)
