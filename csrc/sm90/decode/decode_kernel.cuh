@@ -73,21 +73,23 @@ struct WeightRing {
   __device__ __forceinline__ void wait() const {
     if (inside == 0) tile::mbar_wait(bar_at(bars, stage), phase);
   }
-  // By lane 0.
-  __device__ __forceinline__ void ask(int to) {
+  // By the whole warp, for which one lane asks.
+  __device__ __forceinline__ void ask(int to, bool leader) {
     if (left <= 0) return;
     const int bytes = min(size, left) * kQuadBytes;
-    const uint32_t bar = tile::smem_addr(bar_at(bars, to));
-    tile::mbar_arrive_expect(bar, bytes);
-    tile::bulk_load(data + to * size * kQuadBytes, from, bytes, bar);
+    if (leader) {
+      const uint32_t bar = tile::smem_addr(bar_at(bars, to));
+      tile::mbar_arrive_expect(bar, bytes);
+      tile::bulk_load(data + to * size * kQuadBytes, from, bytes, bar);
+    }
     from += bytes, left -= size;
   }
   // By the whole warp, which has read the quad.
-  __device__ __forceinline__ void next(int lane) {
+  __device__ __forceinline__ void next() {
     if (++inside < size) return;
     inside = 0;
     __syncwarp();
-    if (lane == 0) ask(stage);
+    ask(stage, tile::elect_one());
     if (++stage == stages) stage = 0, phase ^= 1;
   }
 };
@@ -179,8 +181,9 @@ __global__ void __launch_bounds__(kDecodeThreads, Math::kCtas)
   if (lane == 0) {
     for (int i = 0; i < stages; ++i) tile::mbar_init(bars + warp * kDecodeMaxStages + i, 1);
     tile::mbar_init_fence();
-    for (int i = 0; i < stages; ++i) ring.ask(i);
   }
+  __syncwarp();
+  for (int i = 0; i < stages; ++i) ring.ask(i, tile::elect_one());
   if (kRows > kDecodeOwnRows && threadIdx.x == 0) {
     uint64_t* const steps = bars + kDecodeWarps * kDecodeMaxStages;
     for (int i = 0; i < 2 * kDecodeMaxSteps; ++i) {
@@ -212,8 +215,9 @@ __global__ void __launch_bounds__(kDecodeThreads, Math::kCtas)
     // NOTE: warps without a group multiply whatever lies there, for nobody.
     if (there) ring.wait();
     sums.add(ring.place(), tile::wgmma_desc_at(own_x + place * Math::kInputBytes),
-             own_scales + place * decode_scale_bytes(kRows) + lane % 4 * kRows, lane);
-    if (there) ring.next(lane);
+             own_scales + place * decode_scale_bytes(kRows) + lane % 4 * (kRows == 8 ? 8 : 16),
+             lane);
+    if (there) ring.next();
   };
   if constexpr (kRows > kDecodeOwnRows) {
     __syncthreads();  // barriers are there

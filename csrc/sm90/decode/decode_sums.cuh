@@ -78,7 +78,7 @@ struct DecodeSums {
       } else {
 #pragma unroll
         for (int i = 0; i < kScales; ++i)
-          s[i] = tile::load_shared16(at + piece * Math::kPiece + 16 * i);
+          s[i] = tile::load_shared16(at + (piece * kScales + i) * 64);
       }
     }
   };
