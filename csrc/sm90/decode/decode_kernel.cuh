@@ -144,8 +144,10 @@ __global__ void __launch_bounds__(kDecodeThreads, Math::kCtas)
   extern __shared__ __align__(1024) uint8_t smem[];
   constexpr int kQuad = Math::kQuadBytes, kRows = Math::kRows;
   constexpr int kTileRows = kDecodeTile * kDecodeRows;
-  // NOTE: a number that the compiler sees is the same in all lanes: addresses stay uniform.
-  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+  // NOTE: a number that the compiler sees is the same in all lanes: addresses stay uniform. The
+  // kernels in fp16 spill then.
+  const int own_warp = static_cast<int>(threadIdx.x) / 32;
+  const int warp = Math::kHalves ? own_warp : __shfl_sync(~0u, own_warp, 0);
   const int lane = threadIdx.x % 32;
   const int cluster = p.split.cluster, parts = p.split.parts();
   const int rank = static_cast<int>(blockIdx.x) % cluster;

@@ -68,7 +68,7 @@ struct DecodeSums {
   // Scales of a piece of x and a block, of two columns in four words. Of few rows all blocks' are
   // read while the tensor cores work.
   static constexpr int kScales = Math::kPiece == 8 ? 1 : Math::kPiece / 16;
-  static constexpr bool kScalesFirst = Math::kRows <= 16;
+  static constexpr bool kScalesFirst = Math::kTogether == 4;
   struct Scales {
     uint4 s[kScales];
     __device__ __forceinline__ void read(uint32_t at, int piece) {
