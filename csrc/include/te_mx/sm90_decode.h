@@ -31,8 +31,9 @@ inline constexpr int kDecodeOwnRows = 8;
 inline constexpr int kDecodeMaxStages = 16;
 inline constexpr int kDecodeMaxSteps = 16;  // quads of prepared x of a part that are on their way
 inline constexpr int kDecodeMaxCluster = 8;
-// Barriers: of every warp's ring, of steps of both parts, of sums.
-inline constexpr int kDecodeBars = kDecodeWarps * kDecodeMaxStages + 2 * kDecodeMaxSteps + 1;
+// Barriers: of every warp's ring, of steps of both parts that are there and that were read, of
+// sums.
+inline constexpr int kDecodeBars = kDecodeWarps * kDecodeMaxStages + 4 * kDecodeMaxSteps + 1;
 inline constexpr int kDecodeBarBytes = kDecodeBars * 8 + 16;  // with what the block is
 // Two CTAs share an SM: while one ends, that of the next product loads its weights.
 inline constexpr int kDecodeSmem = 113 * 1024;

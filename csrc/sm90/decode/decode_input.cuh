@@ -212,11 +212,14 @@ struct EightCodes {
   }
 };
 
-// Where scales of row r of x lie among those of a block: what lane 4g + t needs, columns 8j + 2t
-// and 8j + 2t + 1 for all j, is in one piece.
+// Where scales of row r of x lie among those of a block: what lane 4g + t reads at once, columns
+// 8j + 2t and 8j + 2t + 1 of two j's, is in one piece, and the pieces of all t side by side, so
+// that they lie in different banks.
 template <int kRows>
 __device__ __forceinline__ int scale_place(int r) {
-  return (r % 8 / 2 * (kRows / 8) + r / 8) * 2 + r % 2;
+  constexpr int kTogether = kRows == 8 ? 1 : 2;
+  const int j = r / 8, t = r % 8 / 2;
+  return ((j / kTogether * 4 + t) * kTogether + j % kTogether) * 2 + r % 2;
 }
 
 // Eight numbers of row r, from 8 * lane of quad q on; lane is one of 16.

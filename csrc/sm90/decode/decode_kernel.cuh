@@ -63,45 +63,77 @@ struct WeightRing {
   int bars;             // where they lie in dynamic shared memory
   int left;             // quads not asked for
   int size, stages;
-  int stage = 0;  // that is read
+  int stage = 0, inside = 0;  // what is read: a quad of a stage
   uint32_t phase = 0;
 
-  __device__ __forceinline__ uint32_t place() const { return data + stage * size * kQuadBytes; }
-  __device__ __forceinline__ void wait() const { tile::mbar_wait(bar_at(bars, stage), phase); }
-  // By lane 0.
-  __device__ __forceinline__ void ask(int to) {
+  __device__ __forceinline__ uint32_t place() const {
+    return data + (stage * size + inside) * kQuadBytes;
+  }
+  // Before a quad is read.
+  __device__ __forceinline__ void wait() const {
+    if (inside == 0) tile::mbar_wait(bar_at(bars, stage), phase);
+  }
+  // By the whole warp, for which one lane asks.
+  __device__ __forceinline__ void ask(int to, bool leader) {
     if (left <= 0) return;
     const int bytes = min(size, left) * kQuadBytes;
-    const uint32_t bar = tile::smem_addr(bar_at(bars, to));
-    tile::mbar_arrive_expect(bar, bytes);
-    tile::bulk_load(data + to * size * kQuadBytes, from, bytes, bar);
+    if (leader) {
+      const uint32_t bar = tile::smem_addr(bar_at(bars, to));
+      tile::mbar_arrive_expect(bar, bytes);
+      tile::bulk_load(data + to * size * kQuadBytes, from, bytes, bar);
+    }
     from += bytes, left -= size;
   }
-  // By the whole warp, which has read the stage.
-  __device__ __forceinline__ void next(int lane) {
+  // By the whole warp, which has read the quad.
+  __device__ __forceinline__ void next() {
+    if (++inside < size) return;
+    inside = 0;
     __syncwarp();
-    if (lane == 0) ask(stage);
+    ask(stage, tile::elect_one());
     if (++stage == stages) stage = 0, phase ^= 1;
   }
 };
 
-// Prepared x of a part, quad after quad.
+// Prepared x of a part, quad after quad, in a ring that all warps of the part read.
 template <class Math>
-struct InputSteps {
+struct InputRing {
   uint32_t data, scales;  // shared addresses
-  int bars;               // where they lie in dynamic shared memory
+  int bars;               // where they lie in dynamic shared memory: of quads that are there, then
+                          // of those that were read
   int first, length;      // quads
+  int each;               // places
+  int place = 0;          // that is read
+  uint32_t phase = 0;
 
   // Asks for quad i, by one thread.
-  __device__ __forceinline__ void ask(const DecodeParams& p, int i, int place) const {
+  __device__ __forceinline__ void ask(const DecodeParams& p, int i, int to) const {
     constexpr int kScales = decode_scale_bytes(Math::kRows);
     if (i >= length) return;
-    const uint32_t bar = tile::smem_addr(bar_at(bars, place));
+    const uint32_t bar = tile::smem_addr(bar_at(bars, to));
     const int64_t quad = int64_t{blockIdx.y} * p.quads + first + i;
     tile::mbar_arrive_expect(bar, Math::kInputBytes + kScales);
-    tile::bulk_load(data + place * Math::kInputBytes, p.in.made + quad * Math::kInputBytes,
+    tile::bulk_load(data + to * Math::kInputBytes, p.in.made + quad * Math::kInputBytes,
                     Math::kInputBytes, bar);
-    tile::bulk_load(scales + place * kScales, p.in.made_scales + quad * kScales, kScales, bar);
+    tile::bulk_load(scales + to * kScales, p.in.made_scales + quad * kScales, kScales, bar);
+  }
+  __device__ __forceinline__ void wait() const { tile::mbar_wait(bar_at(bars, place), phase); }
+  // By a warp that has read quad i. The one that asks does so for the place of the quad before,
+  // which the others have read by now, more or less.
+  __device__ __forceinline__ void next(const DecodeParams& p, int i, bool asks, int lane) {
+    if (i + each < length) {
+      __syncwarp();
+      if (lane == 0) tile::mbar_arrive(bar_at(bars + kDecodeMaxSteps * 8, place));
+    }
+    const bool wraps = place == 0;
+    const int behind = each == 1 ? 0 : 1, other = behind == 0 ? place
+                                                  : wraps     ? each - 1
+                                                              : place - 1;
+    if (asks && i >= behind && i - behind + each < length) {
+      tile::mbar_wait(bar_at(bars + kDecodeMaxSteps * 8, other),
+                      behind == 1 && wraps ? phase ^ 1 : phase);
+      if (lane == 0) ask(p, i - behind + each, other);
+    }
+    if (++place == each) place = 0, phase ^= 1;
   }
 };
 
@@ -112,7 +144,11 @@ __global__ void __launch_bounds__(kDecodeThreads, Math::kCtas)
   extern __shared__ __align__(1024) uint8_t smem[];
   constexpr int kQuad = Math::kQuadBytes, kRows = Math::kRows;
   constexpr int kTileRows = kDecodeTile * kDecodeRows;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  // NOTE: a number that the compiler sees is the same in all lanes: addresses stay uniform. The
+  // kernels in fp16 spill then.
+  const int own_warp = static_cast<int>(threadIdx.x) / 32;
+  const int warp = Math::kHalves ? own_warp : __shfl_sync(~0u, own_warp, 0);
+  const int lane = threadIdx.x % 32;
   const int cluster = p.split.cluster, parts = p.split.parts();
   const int rank = static_cast<int>(blockIdx.x) % cluster;
   const int tile0 = static_cast<int>(blockIdx.x) / cluster * p.split.tiles;
@@ -147,11 +183,16 @@ __global__ void __launch_bounds__(kDecodeThreads, Math::kCtas)
   if (lane == 0) {
     for (int i = 0; i < stages; ++i) tile::mbar_init(bars + warp * kDecodeMaxStages + i, 1);
     tile::mbar_init_fence();
-    for (int i = 0; i < stages; ++i) ring.ask(i);
   }
+  __syncwarp();
+  for (int i = 0; i < stages; ++i) ring.ask(i, tile::elect_one());
   if (kRows > kDecodeOwnRows && threadIdx.x == 0) {
-    for (int i = 0; i < 2 * kDecodeMaxSteps; ++i)
-      tile::mbar_init(bars + kDecodeWarps * kDecodeMaxStages + i, 1);
+    uint64_t* const steps = bars + kDecodeWarps * kDecodeMaxStages;
+    for (int i = 0; i < 2 * kDecodeMaxSteps; ++i) {
+      const int step = i / kDecodeMaxSteps * 2 * kDecodeMaxSteps + i % kDecodeMaxSteps;
+      tile::mbar_init(steps + step, 1);
+      tile::mbar_init(steps + kDecodeMaxSteps + step, kDecodeWarps / parts);
+    }
     tile::mbar_init_fence();
   }
   const SumsPlace sums_place{p, rank};
@@ -167,47 +208,36 @@ __global__ void __launch_bounds__(kDecodeThreads, Math::kCtas)
   tile::let_dependents_start();
   if (rows.early()) tile::await_predecessors();
 
-  DecodeSums<Math> sums;
+  DecodeSums<Math> sums((threadIdx.x | p.k) >> 31);
   const int each = p.room.input_quads, length = quads.last - quads.first;
   const uint32_t own_x = base + part * each * Math::kInputBytes;
   const uint32_t own_scales = base + p.room.scales_at + part * each * decode_scale_bytes(kRows);
-  // Quad i of the warp's part times that of x in `place`.
-  const auto add_quad = [&](int i, int place) {
-    const int inside = i % size;  // of a stage
+  // The next quad of the warp's part times that of x in `place`.
+  const auto add_quad = [&](int place) {
     // NOTE: warps without a group multiply whatever lies there, for nobody.
-    if (there && inside == 0) ring.wait();
-    sums.add(ring.place() + inside * kQuad, tile::wgmma_desc_at(own_x + place * Math::kInputBytes),
-             own_scales + place * decode_scale_bytes(kRows) + lane % 4 * kRows, lane);
-    if (there && inside == size - 1) ring.next(lane);
+    if (there) ring.wait();
+    sums.add(ring.place(), tile::wgmma_desc_at(own_x + place * Math::kInputBytes),
+             own_scales + place * decode_scale_bytes(kRows) + lane % 4 * (kRows == 8 ? 8 : 16),
+             lane);
+    if (there) ring.next();
   };
   if constexpr (kRows > kDecodeOwnRows) {
     __syncthreads();  // barriers are there
-    const InputSteps<Math> steps{
-        own_x, own_scales,
-        p.room.bars_at + (kDecodeWarps * kDecodeMaxStages + part * kDecodeMaxSteps) * 8,
-        quads.first, length};
-    // One thread of those that share x asks for it.
-    const bool asks = threadIdx.x % (parts == 1 ? kDecodeThreads : 128) == 0;
-    if (asks) {
-      for (int i = 0; i < each; ++i) steps.ask(p, i, i);
+    InputRing<Math> x{
+        own_x,
+        own_scales,
+        p.room.bars_at + (kDecodeWarps * kDecodeMaxStages + 2 * part * kDecodeMaxSteps) * 8,
+        quads.first,
+        length,
+        each};
+    const bool asks = parts == 1 ? warp == 0 : warp % 4 == 0;
+    if (asks && lane == 0) {
+      for (int i = 0; i < each; ++i) x.ask(p, i, i);
     }
-    int place = 0;
-    uint32_t phase = 0;
     for (int i = 0; i < length; ++i) {
-      tile::mbar_wait(bar_at(steps.bars, place), phase);
-      add_quad(i, place);
-      if (i + each < length) {
-        // All have read x. NOTE: a barrier that is no constant would take all of them.
-        if (parts == 1) {
-          __syncthreads();
-        } else if (part == 0) {
-          tile::named_barrier(1, 128);
-        } else {
-          tile::named_barrier(2, 128);
-        }
-        if (asks) steps.ask(p, i + each, place);
-      }
-      if (++place == each) place = 0, phase ^= 1;
+      x.wait();
+      add_quad(x.place);
+      x.next(p, i, asks, lane);
     }
   } else {
     const QuadRange first(p, rank * parts), second(p, rank * parts + parts - 1);
@@ -226,7 +256,7 @@ __global__ void __launch_bounds__(kDecodeThreads, Math::kCtas)
       tile::fence_async_proxy();
       __syncthreads();
       const int last = min(each, length - room.pass_first);
-      for (int i = 0; i < last; ++i) add_quad(room.pass_first + i, i);
+      for (int i = 0; i < last; ++i) add_quad(i);
     }
   }
   sums.end();

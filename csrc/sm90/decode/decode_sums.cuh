@@ -19,8 +19,10 @@ struct DecodeMath {
   static constexpr bool kHalves = kWithHalves, kFactors = kWithFactors;
   static constexpr int kQuadBytes = decode_quad_bytes(kFmt);
   static constexpr int kInputBytes = decode_input_bytes(kRows, kHalves);
-  // Blocks whose products are under way at once, each in sums of its own.
-  static constexpr int kTogether = kFactors ? 1 : kRows <= 16 ? 4 : kRows == 32 ? 2 : 1;
+  // Rows of x in one instruction, and how many of its sums are under way at once: while some are
+  // taken, the next ones are computed.
+  static constexpr int kPiece = kRows == 64 ? 32 : kRows, kPieces = kRows / kPiece;
+  static constexpr int kTogether = kRows <= 16 && !kFactors ? 4 : 2;
   // CTAs an SM. NOTE: 64 rows in fp16 take more registers than two have.
   static constexpr int kCtas = kHalves && kRows == 64 ? 1 : 2;
 };
@@ -29,26 +31,31 @@ struct DecodeMath {
 template <class Math>
 struct DecodeSums {
   using Block = WeightBlock<Math::kFmt>;
-  static constexpr int kFloats = Math::kFloats;
-  float v[kFloats] = {};
+  float v[Math::kFloats] = {};
   uint32_t nan[2] = {};
+  uint32_t fp4_low;
+
+  // `zero`: a register with 0 in it, of which the compiler knows nothing.
+  __device__ __forceinline__ explicit DecodeSums(uint32_t zero) : fp4_low(kFp4Low + zero) {}
 
   // A block as operand A: 32 codes, or 16 fp16 numbers and 16 more.
   static constexpr int kParts = Math::kHalves ? 2 : 1;
   using Operand = uint32_t[kParts][4];
-  static __device__ __forceinline__ void make(Operand& a, const Block& w) {
+  __device__ __forceinline__ void make(Operand& a, const Block& w) const {
     if constexpr (Math::kHalves) {
-      w.halves(0, a[0]), w.halves(1, a[1]);
+      w.halves(0, fp4_low, a[0]), w.halves(1, fp4_low, a[1]);
       tile::wgmma_pin(a[0]), tile::wgmma_pin(a[1]);
     } else {
-      w.operand(a[0]);
+      w.operand(fp4_low, a[0]);
       tile::wgmma_pin(a[0]);
     }
   }
-  // Starts the products of block b with x (wgmma_desc of its quad). kAdd: to what d has.
+  // Starts the products of block b with a piece of x (wgmma_desc of its quad). kAdd: to what d has.
+  static constexpr int kFloats = Math::kPiece / 2;
   template <bool kAdd>
   static __device__ __forceinline__ void start(float (&d)[kFloats], const Operand& a, uint32_t x,
-                                               int b) {
+                                               int b, int piece) {
+    x += piece * (Math::kPiece * 128 / 16);
     if constexpr (Math::kHalves) {
       const uint32_t at = x + b / 2 * (Math::kRows * 128 / 16) + b % 2 * 4;
       tile::wgmma_registers_f16<kAdd>(d, a[0], at);
@@ -58,26 +65,40 @@ struct DecodeSums {
     }
   }
 
-  // Adds d times the scales of both rows and those of x, at a shared address.
-  __device__ __forceinline__ void promote(const float (&d)[kFloats], float low, float high,
-                                          uint32_t scales) {
-    // NOTE: one product after the other; that of the scales need not be a number of fp32.
-    const auto add = [&](int j, float even, float odd) {
-      v[4 * j] = fmaf(d[4 * j] * low, even, v[4 * j]);
-      v[4 * j + 1] = fmaf(d[4 * j + 1] * low, odd, v[4 * j + 1]);
-      v[4 * j + 2] = fmaf(d[4 * j + 2] * high, even, v[4 * j + 2]);
-      v[4 * j + 3] = fmaf(d[4 * j + 3] * high, odd, v[4 * j + 3]);
-    };
-    if constexpr (Math::kRows == 8) {
-      const uint2 s = tile::load_shared8(scales);
-      add(0, __uint_as_float(s.x), __uint_as_float(s.y));
-    } else {
+  // Scales of a piece of x and a block, of two columns in four words. Of few rows all blocks' are
+  // read while the tensor cores work.
+  static constexpr int kScales = Math::kPiece == 8 ? 1 : Math::kPiece / 16;
+  static constexpr bool kScalesFirst = Math::kTogether == 4;
+  struct Scales {
+    uint4 s[kScales];
+    __device__ __forceinline__ void read(uint32_t at, int piece) {
+      if constexpr (Math::kPiece == 8) {
+        const uint2 two = tile::load_shared8(at);
+        s[0].x = two.x, s[0].y = two.y;
+      } else {
 #pragma unroll
-      for (int j = 0; j < Math::kRows / 8; j += 2) {
-        const uint4 s = tile::load_shared16(scales + 8 * j);
-        add(j, __uint_as_float(s.x), __uint_as_float(s.y));
-        add(j + 1, __uint_as_float(s.z), __uint_as_float(s.w));
+        for (int i = 0; i < kScales; ++i)
+          s[i] = tile::load_shared16(at + (piece * kScales + i) * 64);
       }
+    }
+  };
+
+  // Adds d times the scales of both rows and those of a piece of x.
+  __device__ __forceinline__ void promote(const float (&d)[kFloats], float low, float high,
+                                          const Scales& scales, int piece) {
+    float* const to = v + piece * kFloats;
+    // NOTE: one product after the other; that of the scales need not be a number of fp32.
+    const auto add = [&](int j, uint32_t even_word, uint32_t odd_word) {
+      const float even = __uint_as_float(even_word), odd = __uint_as_float(odd_word);
+      to[4 * j] = fmaf(d[4 * j] * low, even, to[4 * j]);
+      to[4 * j + 1] = fmaf(d[4 * j + 1] * low, odd, to[4 * j + 1]);
+      to[4 * j + 2] = fmaf(d[4 * j + 2] * high, even, to[4 * j + 2]);
+      to[4 * j + 3] = fmaf(d[4 * j + 3] * high, odd, to[4 * j + 3]);
+    };
+#pragma unroll
+    for (int i = 0; i < kScales; ++i) {
+      add(2 * i, scales.s[i].x, scales.s[i].y);
+      if constexpr (Math::kPiece > 8) add(2 * i + 1, scales.s[i].z, scales.s[i].w);
     }
   }
 
@@ -86,56 +107,87 @@ struct DecodeSums {
   __device__ __forceinline__ void add(uint32_t at, uint32_t x, uint32_t scales, int lane) {
     const uint2 own = load_scales<Math::kFmt>(at, lane);
     if constexpr (Math::kFactors) {
-      Operand a[4];
-#pragma unroll
-      for (int b = 0; b < 4; ++b) make(a[b], {at, b, lane});
-      float d[kFloats];
-      tile::wgmma_fence();
-      start<false>(d, a[0], x, 0);
-      start<true>(d, a[1], x, 1), start<true>(d, a[2], x, 2), start<true>(d, a[3], x, 3);
-      tile::wgmma_commit();
-      tile::wgmma_wait<0>();
-      tile::wgmma_pin(d);
-      promote(d, __uint_as_float(own.x), __uint_as_float(own.y), scales);
+      add_quad(at, x, scales, lane, own, std::make_integer_sequence<int, Math::kPieces>{});
     } else {
       nan[0] |= bytes_of_ones(own.x), nan[1] |= bytes_of_ones(own.y);
-      add_blocks<0>(at, x, scales, lane, own);
+      add_blocks(at, x, scales, lane, own, std::make_integer_sequence<int, Math::kTogether>{},
+                 std::make_integer_sequence<int, 4 * Math::kPieces>{});
     }
   }
 
-  // Blocks from kFirst on, kTogether at once.
-  template <int kFirst>
-  __device__ __forceinline__ void add_blocks(uint32_t at, uint32_t x, uint32_t scales, int lane,
-                                             const uint2& own) {
-    constexpr int kTogether = Math::kTogether;
-    if constexpr (kFirst < 4) {
-      add_some<kFirst>(at, x, scales, lane, own, std::make_integer_sequence<int, kTogether>{});
-      add_blocks<kFirst + kTogether>(at, x, scales, lane, own);
-    }
-  }
-  template <int kFirst, int... kI>
-  __device__ __forceinline__ void add_some(uint32_t at, uint32_t x, uint32_t scales, int lane,
+  // With one scale for the quad: a sum of each piece.
+  template <int... kI>
+  __device__ __forceinline__ void add_quad(uint32_t at, uint32_t x, uint32_t scales, int lane,
                                            const uint2& own, std::integer_sequence<int, kI...>) {
-    Operand a[Math::kTogether];
-    (make(a[kI], {at, kFirst + kI, lane}), ...);
-    float d[Math::kTogether][kFloats];
+    Operand a[4];
+#pragma unroll
+    for (int b = 0; b < 4; ++b) make(a[b], {at, b, lane});
+    float d[Math::kPieces][kFloats];
     tile::wgmma_fence();
-    (start<false>(d[kI], a[kI], x, kFirst + kI), ...);
-    tile::wgmma_commit();
-    tile::wgmma_wait<0>();
-    const auto take = [&](int i) {
-      tile::wgmma_pin(d[i]);
-      const int b = kFirst + i;
-      promote(d[i], scale_of(own.x, b), scale_of(own.y, b), scales + b * Math::kRows * 4);
+    const auto begin = [&](int i) {
+      start<false>(d[i], a[0], x, 0, i);
+      start<true>(d[i], a[1], x, 1, i), start<true>(d[i], a[2], x, 2, i);
+      start<true>(d[i], a[3], x, 3, i);
+      tile::wgmma_commit();
     };
-    (take(kI), ...);
+    (begin(kI), ...);
+    const auto take = [&](auto i) {
+      tile::wgmma_wait<Math::kPieces - 1 - i>();
+      tile::wgmma_pin(d[i]);
+      Scales of_x;
+      of_x.read(scales, i);
+      promote(d[i], __uint_as_float(own.x), __uint_as_float(own.y), of_x, i);
+    };
+    (take(std::integral_constant<int, kI>{}), ...);
+  }
+
+  // With scales of blocks: sum u is that of piece u % kPieces with block u / kPieces.
+  template <int... kFirst, int... kI>
+  __device__ __forceinline__ void add_blocks(uint32_t at, uint32_t x, uint32_t scales, int lane,
+                                             const uint2& own,
+                                             std::integer_sequence<int, kFirst...>,
+                                             std::integer_sequence<int, kI...>) {
+    constexpr int kPieces = Math::kPieces, kTogether = Math::kTogether;
+    constexpr int kSums = 4 * kPieces;
+    // Of blocks that are multiplied, and of one that is made meanwhile.
+    constexpr int kOperands = kTogether / kPieces + (kTogether < kSums ? 1 : 0);
+    Operand a[kOperands];
+    float d[kTogether][kFloats];
+    const auto made = [&](int b) { make(a[b % kOperands], {at, b, lane}); };
+    const auto begin = [&](int u) {
+      start<false>(d[u % kTogether], a[u / kPieces % kOperands], x, u / kPieces, u % kPieces);
+      tile::wgmma_commit();
+    };
+    ((kFirst % kPieces == 0 ? made(kFirst / kPieces) : void()), ...);
+    Scales of_x[kScalesFirst ? 4 : 1];
+    if constexpr (kScalesFirst) {
+#pragma unroll
+      for (int b = 0; b < 4; ++b) of_x[b].read(scales + b * Math::kRows * 4, 0);
+    }
+    tile::wgmma_fence();
+    (begin(kFirst), ...);
+    const auto take = [&](auto u) {
+      constexpr int kNext = u + kTogether;
+      if constexpr (kNext < kSums && kNext % kPieces == 0) made(kNext / kPieces);
+      tile::wgmma_wait<(kNext <= kSums ? kTogether : kSums - u) - 1>();
+      tile::wgmma_pin(d[u % kTogether]);
+      constexpr int b = u / kPieces;
+      if constexpr (!kScalesFirst) of_x[0].read(scales + b * Math::kRows * 4, u % kPieces);
+      promote(d[u % kTogether], scale_of(own.x, b), scale_of(own.y, b), of_x[kScalesFirst ? b : 0],
+              u % kPieces);
+      if constexpr (kNext < kSums) {
+        tile::wgmma_fence();
+        begin(kNext);
+      }
+    };
+    (take(std::integral_constant<int, kI>{}), ...);
   }
 
   __device__ __forceinline__ void end() {
     if constexpr (Math::kFactors) return;
     const float none = __uint_as_float(0x7FC00000u);
 #pragma unroll
-    for (int j = 0; j < kFloats; j += 4) {
+    for (int j = 0; j < Math::kFloats; j += 4) {
       if (nan[0]) v[j] = v[j + 1] = none;
       if (nan[1]) v[j + 2] = v[j + 3] = none;
     }

@@ -13,12 +13,17 @@ namespace te_mx::sm90 {
 
 namespace tile = mxtile::sm90;
 
-// Two words of E4M3 codes of eight E2M1 codes: te_mx/sm90_decode.h says where their bits lie.
-__device__ __forceinline__ void fp4x8_to_fp8(uint32_t w, uint32_t& first, uint32_t& second) {
-  constexpr uint32_t kLow = 0x3C383000u, kHigh = 0x4C484440u;  // E4M3 codes of 0 .. 6
-  const uint32_t magnitudes = w & 0x77777777u;
-  first = __byte_perm(kLow, kHigh, magnitudes & 0xFFFFu) | (w & 0x80808080u);
-  second = __byte_perm(kLow, kHigh, magnitudes >> 16) | (w << 4 & 0x80808080u);
+// E4M3 codes of the magnitudes 0 .. 1.5 and 2 .. 6 of E2M1. NOTE: an instruction has room for one
+// constant, and ptxas fetches what it knows to be another anew for every word.
+inline constexpr uint32_t kFp4Low = 0x3C383000u, kFp4High = 0x4C484440u;
+
+// Two words of E4M3 codes of eight E2M1 codes: te_mx/sm90_decode.h says where their bits lie. `low`
+// is kFp4Low in a register.
+__device__ __forceinline__ void fp4x8_to_fp8(uint32_t w, uint32_t low, uint32_t& first,
+                                             uint32_t& second) {
+  const uint32_t magnitudes = w & 0x77777777u;  // of which a permutation reads the low half
+  first = __byte_perm(low, kFp4High, magnitudes) | (w & 0x80808080u);
+  second = __byte_perm(low, kFp4High, magnitudes >> 16) | (w << 4 & 0x80808080u);
 }
 
 // Codes of a lane over the 32 k of block b of a quad: of two rows.
@@ -41,10 +46,10 @@ struct WeightBlock {
     }
   }
 
-  // As operand A.
-  __device__ __forceinline__ void operand(uint32_t (&a)[4]) const {
+  // As operand A. fp4_low: see fp4x8_to_fp8.
+  __device__ __forceinline__ void operand(uint32_t fp4_low, uint32_t (&a)[4]) const {
     if constexpr (kFp4) {
-      fp4x8_to_fp8(codes[0], a[0], a[1]), fp4x8_to_fp8(codes[1], a[2], a[3]);
+      fp4x8_to_fp8(codes[0], fp4_low, a[0], a[1]), fp4x8_to_fp8(codes[1], fp4_low, a[2], a[3]);
     } else {
 #pragma unroll
       for (int i = 0; i < 4; ++i) a[i] = codes[i];
@@ -52,9 +57,9 @@ struct WeightBlock {
   }
   // Half h in fp16. NOTE: its k lie as x does (decode_input.cuh): 4t, 4t + 1 of all lanes first,
   // then 4t + 2, 4t + 3.
-  __device__ __forceinline__ void halves(int h, uint32_t (&a)[4]) const {
+  __device__ __forceinline__ void halves(int h, uint32_t fp4_low, uint32_t (&a)[4]) const {
     uint32_t c[4];
-    operand(c);
+    operand(fp4_low, c);
     tile::fp8x4_to_halves<kCodes>(c[2 * h], a[0], a[2]);
     tile::fp8x4_to_halves<kCodes>(c[2 * h + 1], a[1], a[3]);
   }

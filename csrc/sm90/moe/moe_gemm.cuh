@@ -67,7 +67,7 @@ struct Walk {
   static constexpr int kPieces = Stage<kW>::kRowBytes / 16;  // copies of a row
   int item, slice, chunk, first, last;                       // chunks of the part: [first, last)
   Piece piece;
-  const uint8_t *w, *scales;  // where the lane's own begin
+  const uint8_t *w, *scales;  // the lane's own of the chunk
 
   __device__ __forceinline__ void enter(const MoeParams& p, const Piece* pieces, int to, int items,
                                         int group, int lane) {
@@ -77,8 +77,9 @@ struct Walk {
     // The last group may overlap the one before it.
     const int row0 = min((slice * p.groups + group) * kRows, p.n - kRows);
     const int64_t row = int64_t{piece.expert} * p.n + row0;
-    w = p.w + (row + lane / kPieces) * row_bytes(p) + lane % kPieces * 16;
-    scales = p.w_scales + (row + lane / 2) * p.blocks + lane % 2 * 2;
+    w = p.w + (row + lane / kPieces) * row_bytes(p) + lane % kPieces * 16 +
+        chunk * Stage<kW>::kRowBytes;
+    scales = p.w_scales + (row + lane / 2) * p.blocks + lane % 2 * 2 + chunk * 4;
   }
   static __device__ __forceinline__ int64_t row_bytes(const MoeParams& p) {
     return kW == Element::e2m1 ? p.k / 2 : p.k;
@@ -94,15 +95,13 @@ __device__ __forceinline__ uint32_t ask(const MoeParams& p, const Walk<kW>& walk
                                         int lane) {
   constexpr int kPieces = Walk<kW>::kPieces, kStep = 32 / kPieces;  // rows at a time
   const int64_t row_bytes = Walk<kW>::row_bytes(p);
-  const int at = walk.chunk * Stage<kW>::kRowBytes;
-  const bool there = at + lane % kPieces * 16 < row_bytes;
+  const bool there = walk.chunk * Stage<kW>::kRowBytes + lane % kPieces * 16 < row_bytes;
   uint8_t* const to = stage.codes + lane / kPieces * Stage<kW>::kStride + lane % kPieces * 16;
 #pragma unroll
   for (int i = 0; i < kRows / kStep; ++i) {
-    tile::copy16_async(to + i * kStep * Stage<kW>::kStride, walk.w + at + i * kStep * row_bytes,
-                       there);
+    tile::copy16_async(to + i * kStep * Stage<kW>::kStride, walk.w + i * kStep * row_bytes, there);
   }
-  const uint8_t* const from = walk.scales + walk.chunk * 4;
+  const uint8_t* const from = walk.scales;
   const int left = p.blocks - walk.chunk * 4 - lane % 2 * 2;
   if (p.blocks % 2 == 0) {
     return left > 0 ? __ldg(reinterpret_cast<const uint16_t*>(from)) : kOne * 0x101;
@@ -115,18 +114,21 @@ struct TokenChunk {
   uint2 codes[4];
   uint32_t scales;
 
-  // codes0, scales0: where the lane's of the token begin.
-  __device__ __forceinline__ void load(const MoeParams& p, const uint8_t* codes0,
-                                       const uint8_t* scales0, int chunk) {
-    const uint8_t* const from = codes0 + chunk * kChunk;
-    const uint8_t* const bytes = scales0 + chunk * 4;
-    const int left = p.blocks - chunk * 4;
+  // From where the lane's of the chunk begin; `left`: blocks from there on. `aligned`: of four
+  // scales there are all or none.
+  __device__ __forceinline__ void load(const uint8_t* from, const uint8_t* bytes, int left,
+                                       bool aligned) {
+    if (left >= 4) {
 #pragma unroll
-    for (int b = 0; b < 4; ++b) {
-      codes[b] = make_uint2(0, 0);
-      if (b < left) codes[b] = __ldg(reinterpret_cast<const uint2*>(from + b * 32));
+      for (int b = 0; b < 4; ++b) codes[b] = __ldg(reinterpret_cast<const uint2*>(from + b * 32));
+    } else {
+#pragma unroll
+      for (int b = 0; b < 4; ++b) {
+        codes[b] = make_uint2(0, 0);
+        if (b < left) codes[b] = __ldg(reinterpret_cast<const uint2*>(from + b * 32));
+      }
     }
-    if (p.blocks % 4 == 0) {
+    if (aligned) {
       scales = __ldg(reinterpret_cast<const uint32_t*>(bytes));
     } else {
       scales = 0;
@@ -162,7 +164,7 @@ __device__ __forceinline__ void multiply(const Stage<kW>& stage, const TokenChun
   const uint32_t x1 = __shfl_sync(~0u, x.scales, 8 * t + 4);
   const uint8_t* const low = stage.codes + g * Stage<kW>::kStride + t * kBytes;
   const uint8_t* const high = low + 8 * Stage<kW>::kStride;
-  if (__all_sync(~0u, all_near(w0, w1) && all_near(x0, x1))) {
+  if (__all_sync(~0u, all_near(w0, w1, x0, x1))) {
     // Bytes that are near leave room for kMore.
     const uint32_t more0 = w0 + kMore * 0x01010101u, more1 = w1 + kMore * 0x01010101u;
 #pragma unroll
@@ -170,8 +172,8 @@ __device__ __forceinline__ void multiply(const Stage<kW>& stage, const TokenChun
       float d[4];
       multiply_block<kW, kX>(low + b * 4 * kBytes, high + b * 4 * kBytes, x.codes[b], d);
       const float a0 = power(more0, b), a1 = power(more1, b), b0 = power(x0, b), b1 = power(x1, b);
-      sums[0] = fmaf(d[0], a0 * b0, sums[0]), sums[1] = fmaf(d[1], a0 * b1, sums[1]);
-      sums[2] = fmaf(d[2], a1 * b0, sums[2]), sums[3] = fmaf(d[3], a1 * b1, sums[3]);
+      sums[0] = fmaf(d[0] * a0, b0, sums[0]), sums[1] = fmaf(d[1] * a0, b1, sums[1]);
+      sums[2] = fmaf(d[2] * a1, b0, sums[2]), sums[3] = fmaf(d[3] * a1, b1, sums[3]);
     }
     return;
   }
@@ -244,6 +246,7 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
     uint32_t scales = 0;
     if (asked.item < items) {
       scales = ask<kW>(p, asked, ring[stage], lane);
+      asked.w += Stage<kW>::kRowBytes, asked.scales += 4;
       if (++asked.chunk == asked.last)
         asked.enter(p, room.pieces, asked.item + step, items, group, lane);
     }
@@ -269,12 +272,14 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
     const int next_row = next.item < items ? list.row(next.piece, lane / 4) : -1;
     // A column without a row multiplies token 0, for nobody.
     const int64_t token = row < 0 ? 0 : row / p.routing.a_div;
-    const uint8_t* const codes = p.x + token * p.k + lane % 4 * 8;
-    const uint8_t* const scales = p.x_scales + token * p.blocks;
+    const uint8_t* codes = p.x + token * p.k + lane % 4 * 8 + now.first * kChunk;
+    const uint8_t* scales = p.x_scales + token * p.blocks + now.first * 4;
+    int left = p.blocks - now.first * 4;
     float sums[4] = {};
     for (int chunk = now.first; chunk < now.last; ++chunk) {
       TokenChunk x;
-      x.load(p, codes, scales, chunk);
+      x.load(codes, scales, left, p.blocks % 4 == 0);
+      codes += kChunk, scales += 4, left -= 4;
       __syncwarp();
       if (late_stage >= 0) store_scales(late_stage, late);
       late_stage = stage == 0 ? kStages - 1 : stage - 1;
