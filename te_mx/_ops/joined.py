@@ -1,10 +1,15 @@
 """te_mx::quantize_joined: matrices that make one, their rows behind each other, to the codes and
-scales of the whole. Kernels that read them where they lie save writing and reading the whole."""
+scales of the whole. Kernels that read them where they lie save writing and reading the whole.
+
+te_mx::join_columns: matrices that make one, side by side. As an op it is no part of what compiled
+code fuses: one kernel for all columns, each of which comes from another matrix, is slow.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from te_mx._ops import checks
@@ -70,3 +75,15 @@ _QUANTIZE_JOINED = define(
     _quantize_joined,
     _fake,
 )
+
+
+def join_columns(parts: Sequence[Tensor]) -> Tensor:
+    """[rows, sum(cols_i)] of matrices [rows, cols_i]."""
+    return torch.cat(list(parts), 1) if is_direct(*parts) else _JOIN_COLUMNS(list(parts))
+
+
+def _join_columns(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts, 1)
+
+
+_JOIN_COLUMNS = define("join_columns(Tensor[] parts) -> Tensor", _join_columns, _join_columns)

@@ -7,6 +7,9 @@ Shapes: M tokens, K in_features, N_i out_features of a layer, N their sum.
     dgrad  dx[M, K] = g[M, N] @ w            one sum in fp32, rounded once
     wgrad  dw[N, K] = g^T @ x
 
+y is handed out as what each layer makes, and g joined of what comes back for each: compiled code
+would make a concatenation a part of the kernels before it, twice as slow.
+
 y and dw have the bits of the layers one by one. What is kept is what te_mx.Linear keeps, of x once;
 weights are read where they lie (autograd/weight_parts.py).
 """
@@ -19,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from te_mx._ops.joined import join_columns
 from te_mx.autograd import steps
 from te_mx.autograd.backward import outputs, run_backward
 from te_mx.autograd.shapes import flatten, shaped, unflatten
@@ -34,7 +38,7 @@ class Call(NamedTuple):
 
 
 class JoinedLinearFunction(torch.autograd.Function):
-    """y [..., N] of x [..., K], the call, and weight and bias of every layer."""
+    """y [..., N_i] of every layer, of x [..., K], the call, and weight and bias of every layer."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: Call, *layers: Tensor | None) -> tuple[Tensor, ...]:
@@ -51,14 +55,15 @@ class JoinedLinearFunction(torch.autograd.Function):
         ctx.call, ctx.kept, ctx.sinks = call, (x_kept.beside, w_kept.beside), ()
         ctx.like, ctx.rows = (x.shape, x.dtype), [part.shape[0] for part in parts]  # type: ignore[union-attr]
         ctx.dtypes = parts[0].dtype, None if bias is None else bias.dtype  # type: ignore[union-attr]
-        return outputs(ctx, (*x_kept.tensors, *w_kept.tensors, *own), unflatten(y_MN, x))
+        made = unflatten(y_MN, x).split(ctx.rows, -1)
+        return outputs(ctx, (*x_kept.tensors, *w_kept.tensors, *own), *made)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return run_backward(_backward, "te_mx.Linear", ctx, *grads)
 
 
-def _backward(ctx: Any, saved: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, saved: tuple[Tensor, ...], *gs: Tensor) -> tuple[Tensor | None, ...]:
     settings, need = ctx.call.settings, ctx.needs_input_grad
     need_dx, need_dw, need_db = need[0], any(need[2::2]), any(need[3::2])
     x_kept, w_kept = (
@@ -67,7 +72,12 @@ def _backward(ctx: Any, saved: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor | 
     w_dtype, b_dtype = ctx.dtypes
     dx = dw = db = None
     gradient = steps.quantized_gradient(
-        flatten(g), settings, need_dx, need_dw, need_db, b_dtype or torch.float32
+        join_columns([flatten(g) for g in gs]),
+        settings,
+        need_dx,
+        need_dw,
+        need_db,
+        b_dtype or torch.float32,
     )
     if need_db:
         db = gradient.q.col_sum.to(b_dtype)  # type: ignore[union-attr]
@@ -84,5 +94,4 @@ def _backward(ctx: Any, saved: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor | 
 def joined_linear(x: Tensor, layers: Sequence[Tensor | None], call: Call) -> list[Tensor]:
     """What every layer makes of x [..., K]: views [..., N_i] of one tensor, differentiable. layers:
     weight and bias of each; all of them have a bias or none."""
-    y = JoinedLinearFunction.apply(x, call, *layers)[0]
-    return list(y.split([w.shape[0] for w in layers[::2]], -1))  # type: ignore[union-attr]
+    return list(JoinedLinearFunction.apply(x, call, *layers)[: len(layers) // 2])

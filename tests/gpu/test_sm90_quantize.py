@@ -124,8 +124,8 @@ def test_matrices_that_lie_apart_are_one(fmt, rows, kind, dtype):
     parts = [calls.data(n, cols + 8, kind, dtype)[:, :cols] for n in rows]
     specs = [f"{fmt}@sm90:8"] * 2
     for row, col in (specs, (specs[0], ""), ("", specs[0])):
-        got = HopperQuantize().run_joined(parts, row, col, "rceil")
         want = ops.quantize_2d(torch.cat(parts), row, col)
+        got = HopperQuantize().run_joined(parts, row, col, "rceil")
         assert all(map(torch.equal, parts_of(got), parts_of(want)))
 
 
