@@ -384,6 +384,7 @@ def _columns_of(t: Tensor | None, role: str, settings: Settings) -> Operand:
     """The columnwise operand of an input or a weight that was kept itself."""
     assert t is not None
     form: Forms = getattr(roles(t.device, settings), role)
-    made = quantize_2d(flatten(t), col=form.col, rule=settings.scale_rule).col
+    rule = settings.weight_columns_rule if role == "w" else settings.scale_rule
+    made = quantize_2d(flatten(t), col=form.col, rule=rule).col
     assert made is not None
     return made

@@ -51,6 +51,7 @@ class GroupForms(NamedTuple):
     w: Forms
     rule: str
     g_rule: str
+    w_col_rule: str
     one_copy: bool  # dgrad starts from the rowwise codes of the weights
 
     @classmethod
@@ -58,8 +59,9 @@ class GroupForms(NamedTuple):
         device = x.device
         if x.numel() and weight.numel():
             tokens = roles(device, settings, "gemm_rows")
-            rest = settings.scale_rule, settings.gradient_rule, settings.one_copy
-            return cls(tokens.x, tokens.g, weight_forms(device, settings), *rest)
+            rules = settings.scale_rule, settings.gradient_rule, settings.weight_columns_rule
+            weights = weight_forms(device, settings)
+            return cls(tokens.x, tokens.g, weights, *rules, settings.one_copy)
         # The quantizers of groups pack nothing that is empty.
         return cls(
             Forms(at_rest(settings.x), f"{settings.x_columns}@grouped_cols"),
@@ -67,6 +69,7 @@ class GroupForms(NamedTuple):
             Forms(at_rest(settings.w), f"{settings.w_columns}@cols"),
             settings.scale_rule,
             settings.gradient_rule,
+            settings.weight_columns_rule,
             settings.one_copy,
         )
 
