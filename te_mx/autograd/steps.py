@@ -305,7 +305,9 @@ def plan_gradient(
     form, rule = roles(device, settings).g, settings.gradient_rule
     rows = need_dx and settings.backward is None
     columns = need_dw and settings.backward is None and not settings.wgrad_hp
-    seed = new_seed(device, rule) if rows or columns else None
+    if not (rows or columns):
+        rule = settings.scale_rule  # nothing is rounded, and no seed drawn
+    seed = new_seed(device, rule)
     target = Target(form.row if rows else "", form.col if columns else "", rule, need_db, seed)
     return target, rows != need_dx or columns != need_dw
 
