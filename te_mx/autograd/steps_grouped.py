@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from te_mx import formats
 from te_mx._ops import Forms, Made, Stack
 from te_mx._ops.grouped_gemm import kept_stack
 from te_mx._ops.grouped_quantize import quantize_weights
@@ -56,6 +57,8 @@ class GroupForms(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, weight: Tensor, settings: Settings) -> GroupForms:
+        """Raises ValueError for formats of tokens whose blocks may lie in several groups."""
+        check_rows_of_tokens(settings)
         device = x.device
         if x.numel() and weight.numel():
             tokens = roles(device, settings, "gemm_rows")
@@ -72,6 +75,16 @@ class GroupForms(NamedTuple):
             settings.weight_columns_rule,
             settings.one_copy,
         )
+
+
+def check_rows_of_tokens(settings: Settings) -> None:
+    """Raise ValueError unless inputs and output gradients have blocks of one row."""
+    for role, name in (("x", settings.x), ("g", settings.g)):
+        if formats.get(name).scaling.block[0] != 1:
+            raise ValueError(
+                f"te_mx: {role} cannot have format {name}: its blocks hold several rows, which may "
+                "belong to several groups; use a format with blocks of one row in grouped layers"
+            )
 
 
 def weight_forms(device: torch.device, settings: Settings) -> Forms:
