@@ -153,6 +153,20 @@ def test_a_backward_pass_that_quantizes_nothing_draws_nothing(activation, overri
     assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
 
 
+@pytest.mark.parametrize(
+    "fields, factor",
+    [({"x_wgrad": FOUR}, 1), ({"x_wgrad": EIGHT}, 1), ({"backward_override": "dequantized"}, 0.5)],
+)
+def test_bytes_that_are_kept_of_an_input(fields, factor):
+    """Columnwise codes lie one a byte, rowwise ones two; of the weight nothing, or as rowwise."""
+    model = torch.nn.Sequential(te_mx.Linear(96, 64, bias=False))
+    with te_mx.record_saved(model), te_mx.autocast(recipe=MXFP4BlockScaling(**fields)):
+        model(torch.randn(128, 96, requires_grad=True))
+    rows = 128 if factor == 1 else 128 + 64
+    kept = te_mx.audit(model, memory=True)["0"].saved.bytes
+    assert kept == rows * 96 * factor + rows * 96 // 32
+
+
 def test_a_bias_that_trains_alone():
     layer = te_mx.LayerNormMLP(64, 96, activation="swiglu")
     for name, value in layer.named_parameters():
