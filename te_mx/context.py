@@ -170,7 +170,7 @@ def was_entered() -> bool:
 
 
 class autocast:
-    """Run the te_mx modules inside in MXFP8.
+    """Run the te_mx modules inside in the formats of a recipe, MXFP8 by default.
 
     Context manager and decorator (of functions and of async functions); nestable and re-entrant,
     also through one and the same object; seen only by the thread or asyncio task that entered it.
@@ -190,8 +190,8 @@ class autocast:
     own region and no other.
 
     Args:
-        enabled: False turns MXFP8 off inside, also in an enabled outer region; the recipe is not
-            looked at then.
+        enabled: False turns quantization off inside, also in an enabled outer region; the recipe is
+            not looked at then.
         calibrating: Transformer Engine's. True changes nothing: block scales follow the data of
             every call, and there is nothing to calibrate. A recipe in this place,
             ``autocast(True, recipe)``, is taken as the recipe.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from te_mx import blas
 from te_mx.arguments import as_device, check_flag, check_size, shown
@@ -136,6 +137,12 @@ def _problem(
     if A is not None and B is not None and settings is not None:
         raise ValueError("recipe names the formats of sizes; A and B have theirs, leave it away")
     if A is not None and B is not None and not given and device is None:
+        for side, one, other in (("A", A, B), ("B", B, A)):
+            if isinstance(one, Tensor) and hasattr(other, "operand"):
+                raise TypeError(
+                    f"{side} must be an MXTensor, got {shown(one)}: with a plain tensor te_mx.gemm "
+                    "decodes the other side and torch multiplies; quantize it to run a kernel"
+                )
         a, b = blas.operands(A, B, name)
         made = _gemm(a.codes.device, b.spec, a.spec, b.rows, a.rows, a.k, precision, spread)
         return made, {"A": a, "B": b}

@@ -206,8 +206,8 @@ def gemm(
             torch's, in bf16 if both sides are such numbers, else in fp32.
         layout: "TN", "NN" or "NT".
         bias: grad=False: [m]. grad=True: a tensor or True asks for the bias gradient, [m] (sums of
-            D over n) with gelu_in, [n] (sums of B over k) without; it has the dtype of the tensor,
-            or fp32 for True.
+            D over n) with gelu_in, [n] (sums of B over k) without, where B has no Hadamard
+            transform; it has the dtype of the tensor, or fp32 for True.
         gelu: None, "tanh" or "erf". With gelu_in, the form that the forward used; "tanh" if left
             away.
         gelu_in: [n, m], the aux of the forward; needs grad=True.
@@ -259,6 +259,11 @@ def gemm(
     else:
         n, m, device, read = mixed.n, mixed.m, A.device, dict(mixed.parts)
     epilogue = _epilogue.resolve(n, m, device, bias, gelu, gelu_in, grad, accumulate)
+    if epilogue.bias_grad == "operand" and mixed is None and b.format.transform is not None:
+        raise ValueError(
+            f"bias asks for the sums of B over k, but B is {b.format.name}, whose codes are those "
+            "of transformed values; leave bias away and sum the tensor that was quantized"
+        )
     read |= {"bias": epilogue.bias, "gelu_in": epilogue.gelu_in}
     _epilogue.check_out(out, n, m, device, out_dtype, accumulate, read.items())
     if aux_dtype is not None:

@@ -40,8 +40,8 @@ def grouped_linear(
     recipe: Any = None,
     alignment: int = 1,
 ) -> Tensor:
-    """``y[r] = inp[r] @ weight[g].T + bias[g]`` for the rows r of every group g, in MXFP8,
-    differentiable.
+    """``y[r] = inp[r] @ weight[g].T + bias[g]`` for the rows r of every group g, in the formats of
+    a recipe (MXFP8 by default), differentiable.
 
     One of three says which rows belong to which of the G groups; rows of no group are 0 in the
     result and get no gradient:
@@ -120,12 +120,15 @@ def grouped_wgrad(
     recipe: Any = None,
     alignment: int = 1,
 ) -> Tensor:
-    """``D[g] = grad[rows of g].T @ inp[rows of g]`` in MXFP8: weight gradients of all groups, whose
-    reduction runs over the rows of each group.
+    """``D[g] = grad[rows of g].T @ inp[rows of g]`` in the formats of a recipe (MXFP8 by default):
+    weight gradients of all groups, whose reduction runs over the rows of each group.
+
+    Both sides are always quantized: ``backward_override`` and ``wgrad_with_hp`` of the recipe,
+    which make the weight gradients of modules in high precision, change nothing here.
 
     Args:
-        grad: [R, N], quantized in the recipe's backward format.
-        inp: [R, K], quantized in its forward format.
+        grad: [R, N], quantized as the recipe quantizes output gradients for wgrad.
+        inp: [R, K], quantized as it quantizes inputs for wgrad.
         offs: end offsets int [G]; rows behind the last belong to no group.
         out: contiguous [G, N, K], written in place. It shares no memory with grad and inp, and
             while autograd records it does not require grad.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from te_mx._ops import GemmParts, Operand, dequantize_2d
-from te_mx.arguments import check_dense
+from te_mx.arguments import check_dense, shown
 from te_mx.backends.reference.torch_gemm import finish, mm_without_tf32
 from te_mx.blas import USAGES, check_devices, check_layout, operand_of
 from te_mx.dispatch.calls import Epilogue
@@ -54,13 +54,17 @@ def sides_of(A: Any, B: Any, layout: str) -> Sides | None:
     None.
 
     Raises:
-        TypeError, ValueError: what does not fit.
+        TypeError: the tensor has another dtype.
+        ValueError: what does not fit.
     """
-    plain, other = (A, B) if isinstance(A, Tensor) else (B, A)
+    name, plain, other = ("A", A, B) if isinstance(A, Tensor) else ("B", B, A)
     if not (isinstance(plain, Tensor) and hasattr(other, "operand")):
         return None
     if plain.dtype not in DTYPES or plain.dim() == 0:
-        return None
+        raise TypeError(
+            f"{name} must be an MXTensor, or a bfloat16 or float16 tensor that stays as it is, got "
+            f"{shown(plain)}; use te_mx.quantize, or convert it"
+        )
     check_layout(layout)
     usage_a, usage_b = USAGES[layout]
     a, b = _side(A, usage_a, "A", layout), _side(B, usage_b, "B", layout)

@@ -59,10 +59,16 @@ def _part(name: str, tensor: Tensor, dtype: torch.dtype | None, shape: tuple[int
     check_dense(name, tensor)
     if dtype == torch.float32:
         if tensor.dtype != dtype:
-            raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}; use .float()")
+            use = ".float()"
+            if not tensor.is_floating_point():  # bytes of E8M0 are no numbers
+                use = ".view(torch.float8_e8m0fnu).float() of E8M0 bytes"
+            raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}; use {use}")
     elif tensor.dtype not in (torch.uint8, dtype):
         both = "uint8" if dtype is None else f"uint8 or {dtype}"
-        raise TypeError(f"{name} must be {both}, got {tensor.dtype}; use .view(torch.uint8)")
+        use = ".view(torch.uint8)"
+        if tensor.element_size() > 1:
+            use = ".to(torch.float8_e8m0fnu)" if "scale" in name else "te_mx.quantize"
+        raise TypeError(f"{name} must be {both}, got {tensor.dtype}; use {use}")
     if tuple(tensor.shape) != shape:
         why = "one scale for every block, unpadded" if "scale" in name else "flattened to 2-D"
         raise ValueError(f"{name} must have shape {shape} ({why}), got {tuple(tensor.shape)}")

@@ -8,7 +8,7 @@ from torch import nn
 
 import te_mx
 from te_mx import formats
-from te_mx.recipe import DeepSeekV3, Float8BlockScaling
+from te_mx.recipe import BlockScaling, DeepSeekV3, Float8BlockScaling
 
 pytestmark = pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")
 OUT, IN = 200, 300  # tails on both sides
@@ -169,3 +169,21 @@ def test_what_does_not_load(change, says):
     with pytest.raises(RuntimeError, match=says):
         layer.load_state_dict(state)
     assert torch.equal(layer.weight, before) and layer._frozen is None
+
+
+def test_fnuz_loads_where_the_recipe_says_so_or_as_what_convert_makes_of_it():
+    row, square = "fp8_e4m3fnuz_1x128", "fp8_e4m3fnuz_128x128"
+    state = checkpoint()
+    made = formats.convert(state["weight"], state[SCALE], "fp8_e4m3_128x128", square)
+    fnuz = dict(zip(("weight", SCALE), made, strict=True))
+    layer = te_mx.Linear(IN, OUT, bias=False)
+    with pytest.raises(RuntimeError, match=r"bind a recipe .*, or make others .*formats\.convert"):
+        layer.load_state_dict(fnuz)
+    bound = nn.Sequential(nn.Linear(IN, OUT, bias=False))
+    recipe = BlockScaling(x=row, w=square, g=row, scale_rule="fp32")
+    te_mx.convert_model(bound, recipe=recipe)
+    bound[0].load_state_dict(fnuz)
+    layer.load_state_dict(state)
+    for one in (layer, bound[0]):
+        te_mx.unfreeze_weights(one, dequantize=True)
+    assert torch.equal(bound[0].weight, layer.weight)

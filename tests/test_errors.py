@@ -47,7 +47,7 @@ F32_OUT = {"out": torch.empty(4, 8)}
         ({"layout": "XX"}, ValueError, "got 'XX'"),
         ({"layout": "NN"}, ValueError, r"NN reads the columnwise copy of A, but A = MXTensor\(shape=\(8, 32\).* has none; "
                                        r"make it with te_mx.quantize\(x, columnwise=True\)"),
-        ({"A": torch.ones(8, 32)}, TypeError, "A must be an MXTensor, got Tensor; use te_mx.quantize"),
+        ({"A": torch.ones(8, 32)}, TypeError, "A must be an MXTensor, or a bfloat16 .* got tensor torch.float32"),
         ({"B": None}, TypeError, "B must be an MXTensor, got NoneType"),
         ({"B": q(4, 64)}, ValueError, r"TN needs the same k in A \[., k\] and B \[., k\], got 32 \(A is 8 x 32\) and 64 \(B is 4 x 64\)"),
         ({"B": q(4, 32).to("meta")}, ValueError, r"A is on cpu and B on meta; move one with .to\(device\)"),

@@ -93,6 +93,8 @@ def test_explain_errors():
     A, _ = pair(4, 24, 70)
     with pytest.raises(ValueError, match=r"two MXTensors .* or three sizes"):
         te_mx.explain(A)
+    with pytest.raises(TypeError, match=r"B must be an MXTensor, got .* torch multiplies"):
+        te_mx.explain(A, torch.ones(3, 70, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="or three sizes"):
         te_mx.explain(m=1, n=2)
     with pytest.raises(ValueError, match=r'layout must be "TN", "NN" or "NT", got \'TT\' .*swap'):

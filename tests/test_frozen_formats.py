@@ -165,6 +165,15 @@ def test_fp32_scales_beside_inputs_in_mxfp8(kind, activations, tmp_path):
         assert its.grad.isfinite().all() and its.grad.norm() > 0
 
 
+@every
+def test_kept_masters_in_a_region_whose_scale_rule_the_format_does_not_know(kind):
+    layer, x = KINDS[kind](), torch.randn(5, 70)
+    te_mx.freeze_weights(layer, fmt="mxfp4")
+    with pytest.raises(ValueError, match=r"te_mx\..*frozen to mxfp4, .* 'even', .* has 'pow2'"):
+        run(layer, x, te_mx.recipe.Float8BlockScaling())
+    run(layer, x, MXFP8BlockScaling(scale_rule="floor"))
+
+
 def test_codes_of_deepseek_meet_inputs_in_mxfp8():
     layer, x = dropped("Linear", te_mx.recipe.DeepSeekV3()), torch.randn(5, 70)
     te_mx.freeze_weights(layer, activations="mxfp8")

@@ -14,7 +14,7 @@ import torch
 from norm_modules import filled
 
 import te_mx
-from te_mx.recipe import DeepSeekV3, MXFP4BlockScaling, MXFP8BlockScaling
+from te_mx.recipe import DeepSeekV3, Float8BlockScaling, MXFP4BlockScaling, MXFP8BlockScaling
 
 IN, ROWS = 70, 45
 SPLITS = [7, 0, 31]
@@ -130,6 +130,26 @@ def test_other_recipes(recipe, bound):
     g = torch.randn(ROWS, 128, generator=torch.Generator().manual_seed(1))
     error = (got["x"] - g @ weight).norm() / (g @ weight).norm()
     assert error < bound
+
+
+@pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")  # MX times blockwise FP8
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP", "GroupedLinear"])
+@pytest.mark.parametrize("fmt, region", [
+    ("mxfp8", Float8BlockScaling()), ("mxfp4", DeepSeekV3()), ("fp8_e4m3_1x128", None),
+])  # fmt: skip
+def test_a_region_whose_scale_rule_the_codes_do_not_know(kind, fmt, region):
+    """dgrad's columns of the weight have a rule of their own, as its codes have."""
+    torch.manual_seed(0)
+    model, x = FAMILY[kind](), torch.randn(ROWS, IN)
+    te_mx.freeze_weights(model, drop_master=True, fmt=fmt)
+    values = copy.deepcopy(model)
+    te_mx.unfreeze_weights(values, dequantize=True)
+    x.requires_grad_()
+    (expected,) = torch.autograd.grad(call(values, x).square().sum(), x)
+    with te_mx.autocast(recipe=region):
+        y = call(model, x)
+    (dx,) = torch.autograd.grad(y.square().sum(), x)
+    assert (dx - expected).norm() < 0.15 * expected.norm()
 
 
 @pytest.mark.parametrize("activations", [None, "bf16"])

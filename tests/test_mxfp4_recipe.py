@@ -109,10 +109,10 @@ def test_no_other_recipe_rounds_stochastically():
         MXFP8BlockScaling(scale_rule="rceil+sr")
 
 
-def gradients(layer, x: torch.Tensor, through=None) -> list[torch.Tensor]:
+def gradients(layer, x: torch.Tensor, through=None, recipe=ALL) -> list[torch.Tensor]:
     layer.zero_grad(set_to_none=True)
     x = x.clone().requires_grad_()
-    with te_mx.autocast(recipe=ALL):
+    with te_mx.autocast(recipe=recipe):
         y = layer(x) if through is None else through(layer, x)
     y.float().square().sum().backward()
     return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
@@ -137,6 +137,46 @@ def test_recomputation_changes_nothing():
     torch.manual_seed(3)
     again = gradients(layer, x, lambda module, t: checkpoint(module, t, use_reentrant=False))
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("override", ["high_precision", "dequantized"])
+def test_a_backward_pass_that_quantizes_nothing_draws_nothing(activation, override):
+    layer, x = te_mx.LayerNormMLP(64, 96, activation=activation), torch.randn(40, 64)
+    made, state = [], torch.get_rng_state()
+    for stochastic in (True, False):
+        recipe = MXFP4BlockScaling(
+            g=FOUR, backward_override=override, stochastic_rounding=stochastic
+        )
+        made.append(gradients(layer, x, recipe=recipe))
+        assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+
+
+@pytest.mark.parametrize(
+    "fields, factor",
+    [({"x_wgrad": FOUR}, 1), ({"x_wgrad": EIGHT}, 1), ({"backward_override": "dequantized"}, 0.5)],
+)
+def test_bytes_that_are_kept_of_an_input(fields, factor):
+    """Columnwise codes lie one a byte, rowwise ones two; of the weight nothing, or as rowwise."""
+    model = torch.nn.Sequential(te_mx.Linear(96, 64, bias=False))
+    with te_mx.record_saved(model), te_mx.autocast(recipe=MXFP4BlockScaling(**fields)):
+        model(torch.randn(128, 96, requires_grad=True))
+    rows = 128 if factor == 1 else 128 + 64
+    kept = te_mx.audit(model, memory=True)["0"].saved.bytes
+    assert kept == rows * 96 * factor + rows * 96 // 32
+
+
+def test_a_bias_that_trains_alone():
+    layer = te_mx.LayerNormMLP(64, 96, activation="swiglu")
+    for name, value in layer.named_parameters():
+        value.requires_grad_(name == "fc1_bias")
+    x, g = torch.randn(40, 64), torch.randn(40, 64)
+    with te_mx.autocast(recipe=ALL):
+        layer(x).backward(g)
+    got, layer.fc1_bias.grad = layer.fc1_bias.grad, None
+    layer(x).backward(g)
+    assert (got - layer.fc1_bias.grad).norm() < 0.5 * layer.fc1_bias.grad.norm()
 
 
 def test_the_mean_of_stochastic_gradients_is_nearly_the_gradient():

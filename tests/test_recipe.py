@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
@@ -108,6 +109,9 @@ def test_resolve_recipe():
         resolve_recipe("mxfp8")
     with pytest.raises(TypeError, match=r"pass an instance: MXFP8BlockScaling\(\)"):
         resolve_recipe(MXFP8BlockScaling)
+    for uncalled in (Float8BlockScaling, DeepSeekV3):
+        with pytest.raises(TypeError, match=rf"pass an instance: {uncalled.__name__}\(\)"):
+            resolve_recipe(uncalled)
 
 
 def test_availability():
@@ -132,6 +136,7 @@ def test_float8_block_scaling():
         w=row, g="fp8_e5m2_1x128", scale_rule="fp32:1e-06", one_copy=True, keep_columns=True
     )
     assert pickle.loads(pickle.dumps(changed)) == changed == copy.deepcopy(changed)
+    assert Float8BlockScaling(amax_epsilon=np.float64(1e-6)).amax_epsilon == 1e-6
     assert "amax_epsilon=1e-06" in repr(changed) and hash(changed) == hash(copy.copy(changed))
     with pytest.raises(dataclasses.FrozenInstanceError):
         recipe.amax_epsilon = 1.0
@@ -166,17 +171,19 @@ def test_what_float8_block_scaling_refuses(kwargs, error, says):
         Float8BlockScaling(**kwargs)
 
 
-def test_blocks_of_several_rows_hold_no_tokens_of_groups():
-    recipe = BlockScaling(*["fp8_e4m3_128x128"] * 3, scale_rule="pow2")
-    layer = te_mx.GroupedLinear(2, 40, 24)
-    with (
-        te_mx.autocast(recipe=recipe),
-        pytest.raises(
-            ValueError,
-            match="blocks hold several rows, which may belong to several groups, got fp8_e4m3",
-        ),
-    ):
-        layer(torch.randn(30, 40), [10, 20])
+@pytest.mark.parametrize("role", ["x", "g"])
+@pytest.mark.parametrize("block", ["128x128", "128x1"])
+def test_blocks_of_several_rows_hold_no_tokens_of_groups(role, block):
+    """Said by the forward pass, of gradients too."""
+    row, wide = "fp8_e4m3_1x128", f"fp8_e4m3_{block}"
+    recipe = BlockScaling(**{"x": row, "w": row, "g": row, role: wide}, scale_rule="pow2")
+    layer, x = te_mx.GroupedLinear(2, 40, 24), torch.randn(30, 40)
+    says = f"{role} cannot have format {wide}: its blocks hold several rows, which may belong"
+    for splits in ([10, 20], torch.tensor([10, 20])):
+        with te_mx.autocast(recipe=recipe), pytest.raises(ValueError, match=says):
+            layer(x, splits)
+    with pytest.raises(ValueError, match=says):
+        te_mx.grouped_wgrad(torch.randn(30, 24), x, torch.tensor([10, 30]), recipe=recipe)
 
 
 # -------------------------------------------------------------------------------- any format

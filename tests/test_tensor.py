@@ -131,6 +131,8 @@ BYTES = torch.zeros(1, 1, dtype=torch.uint8)
         ({"rowwise_scale": None}, ValueError, "rowwise_data was given without rowwise_scale"),
         ({"columnwise_data": None}, ValueError, "columnwise_scale was given with"),
         ({"rowwise_data": torch.zeros(2, 64)}, TypeError, "must be uint8 or torch.float8_e4m3fn"),
+        ({"rowwise_scale": torch.ones(2, 2)}, TypeError, r"use \.to\(torch.float8_e8m0"),
+        ({"fmt": "fp8_e4m3_1x128", "rowwise_scale": BYTES}, TypeError, r"use \.view\(torch.float8"),
         ({"fmt": "e5m2"}, TypeError, "rowwise_data must be uint8 or torch.float8_e5m2"),
         ({"rowwise_data": [1]}, TypeError, "rowwise_data must be a tensor, got list"),
         ({"rowwise_scale": BYTES.expand(128, 4)}, ValueError, r"have shape \(2, 2\).*unpadded"),

@@ -57,7 +57,7 @@ def run_backward(
     with torch.no_grad(), apart():
         made = backward(ctx, saved, *grads)
     message = (
-        f"{owner}: trying to differentiate twice through an MXFP8 linear layer, which has no "
+        f"{owner}: trying to differentiate twice through a quantized linear layer, which has no "
         "second derivative (its backward quantizes the gradient). Run the layers that need a "
         "double backward in high precision: `with te_mx.autocast(enabled=False):` around their "
         "forward"

@@ -137,10 +137,10 @@ def _for_dgrad(ctx: Any, saved: tuple[Tensor, ...]) -> Stack:
     form = ctx.form
     if ctx.weights is None:
         weights = saved[0] if ctx.stacked else saved
-        return weight_columns(weights, form.w.col, rule=form.rule)
+        return weight_columns(weights, form.w.col, rule=form.w_col_rule)
     codes, scales, packed = saved
     kept = ctx.weights._replace(codes=codes, scales=scales, packed=packed)
-    return columns_of_weights(kept, form.w.col, form.rule) if form.one_copy else kept
+    return columns_of_weights(kept, form.w.col, form.w_col_rule) if form.one_copy else kept
 
 
 def _backward(ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:

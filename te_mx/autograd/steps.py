@@ -305,7 +305,9 @@ def plan_gradient(
     form, rule = roles(device, settings).g, settings.gradient_rule
     rows = need_dx and settings.backward is None
     columns = need_dw and settings.backward is None and not settings.wgrad_hp
-    seed = new_seed(device, rule) if rows or columns else None
+    if not (rows or columns):
+        rule = settings.scale_rule  # nothing is rounded, and no seed drawn
+    seed = new_seed(device, rule)
     target = Target(form.row if rows else "", form.col if columns else "", rule, need_db, seed)
     return target, rows != need_dx or columns != need_dw
 
@@ -384,6 +386,7 @@ def _columns_of(t: Tensor | None, role: str, settings: Settings) -> Operand:
     """The columnwise operand of an input or a weight that was kept itself."""
     assert t is not None
     form: Forms = getattr(roles(t.device, settings), role)
-    made = quantize_2d(flatten(t), col=form.col, rule=settings.scale_rule).col
+    rule = settings.weight_columns_rule if role == "w" else settings.scale_rule
+    made = quantize_2d(flatten(t), col=form.col, rule=rule).col
     assert made is not None
     return made

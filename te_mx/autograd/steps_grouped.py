@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from te_mx import formats
 from te_mx._ops import Forms, Made, Stack
 from te_mx._ops.grouped_gemm import kept_stack
 from te_mx._ops.grouped_quantize import quantize_weights
@@ -51,15 +52,19 @@ class GroupForms(NamedTuple):
     w: Forms
     rule: str
     g_rule: str
+    w_col_rule: str
     one_copy: bool  # dgrad starts from the rowwise codes of the weights
 
     @classmethod
     def of(cls, x: Tensor, weight: Tensor, settings: Settings) -> GroupForms:
+        """Raises ValueError for formats of tokens whose blocks may lie in several groups."""
+        check_rows_of_tokens(settings)
         device = x.device
         if x.numel() and weight.numel():
             tokens = roles(device, settings, "gemm_rows")
-            rest = settings.scale_rule, settings.gradient_rule, settings.one_copy
-            return cls(tokens.x, tokens.g, weight_forms(device, settings), *rest)
+            rules = settings.scale_rule, settings.gradient_rule, settings.weight_columns_rule
+            weights = weight_forms(device, settings)
+            return cls(tokens.x, tokens.g, weights, *rules, settings.one_copy)
         # The quantizers of groups pack nothing that is empty.
         return cls(
             Forms(at_rest(settings.x), f"{settings.x_columns}@grouped_cols"),
@@ -67,8 +72,19 @@ class GroupForms(NamedTuple):
             Forms(at_rest(settings.w), f"{settings.w_columns}@cols"),
             settings.scale_rule,
             settings.gradient_rule,
+            settings.weight_columns_rule,
             settings.one_copy,
         )
+
+
+def check_rows_of_tokens(settings: Settings) -> None:
+    """Raise ValueError unless inputs and output gradients have blocks of one row."""
+    for role, name in (("x", settings.x), ("g", settings.g)):
+        if formats.get(name).scaling.block[0] != 1:
+            raise ValueError(
+                f"te_mx: {role} cannot have format {name}: its blocks hold several rows, which may "
+                "belong to several groups; use a format with blocks of one row in grouped layers"
+            )
 
 
 def weight_forms(device: torch.device, settings: Settings) -> Forms:

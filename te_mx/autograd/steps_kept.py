@@ -71,8 +71,7 @@ def on_codes(settings: Settings) -> Settings:
     backward = "dequantized" if settings.backward == "high_precision" else settings.backward
     w_col = settings.w_col
     if not w_col and formats.get(settings.w).element.bits < 8:
-        known = formats.get(_WIDE).scaling.knows(settings.scale_rule)
-        w_col = _WIDE if known else ""
+        w_col = _WIDE
     return settings._replace(one_copy=True, backward=backward, wgrad_hp=False, w_col=w_col)
 
 

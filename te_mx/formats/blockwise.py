@@ -95,7 +95,8 @@ def _quantize(
     if dtype not in DTYPES:
         known = " or ".join(map(str, DTYPES))
         raise TypeError(f"dtype must be {known}, got {shown(dtype)}")
-    (height, width), (rows, cols) = block, x.shape
+    rows, cols = x.shape
+    height, width = min(block[0], max(rows, 1)), min(block[1], max(cols, 1))
     tall, wide = -(-rows // height), -(-cols // width)
     x = x.detach().resolve_neg()
     blocks = torch.nn.functional.pad(x, (0, wide * width - cols, 0, tall * height - rows))

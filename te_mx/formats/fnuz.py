@@ -26,18 +26,18 @@ def convert(codes: Tensor, scales: Tensor, fmt: str, to: str) -> tuple[Tensor, T
     nearest even. So has a block whose scale would not be a normal number if halved.
 
     Args:
-        codes: uint8 [rows, k].
+        codes: [rows, k], uint8 or the float8 dtype of `fmt`.
         scales: float32, one a block.
         fmt, to: names of te_mx.formats with the same blocks, such as "fp8_e4m3_128x128" and
             "fp8_e4m3fnuz_128x128".
 
     Returns:
-        New codes and scales.
+        New codes, uint8 or the float8 dtype of `to` as those given, and new scales.
 
     Raises:
         TypeError: parts of other dtypes.
         ValueError: formats that are no such pair; parts that do not fit; a scale that cannot be
-            doubled.
+            doubled, for which the host looks at the scales.
     """
     source, target = registry.get(fmt), registry.get(to)
     if (
@@ -49,22 +49,31 @@ def convert(codes: Tensor, scales: Tensor, fmt: str, to: str) -> tuple[Tensor, T
             "a conversion is between the fn and fnuz forms of one blockwise format, such as "
             f"'fp8_e4m3_128x128' and 'fp8_e4m3fnuz_128x128', got {fmt!r} and {to!r}"
         )
-    check_matrix("codes", codes, torch.uint8)
+    shown_as = source.element.torch_dtype, target.element.torch_dtype
+    assert shown_as[0] is not None and shown_as[1] is not None
+    check_matrix("codes", codes, torch.uint8, shown_as[0])
+    dtype = torch.uint8 if codes.dtype == torch.uint8 else shown_as[1]
+    codes = codes.view(torch.uint8)
     source.check_parts(codes, scales, codes.shape[1], torch.float32)
     mine, other = source.element, target.element
     factor = 2.0 ** (other.bias - mine.bias)
     moved = scales * factor
-    if factor > 1 and bool((moved.isinf() & scales.isfinite()).any()):
-        raise ValueError("a scale of 2^127 or more cannot be doubled; its values are out of range")
+    doubles = factor > 1
+    if doubles and not scales.is_meta and bool((moved.isinf() & scales.isfinite()).any()):
+        raise ValueError(
+            "a scale of 2^127 or more cannot be doubled; its values are out of range: dequantize "
+            "these codes and quantize again"
+        )
 
     special = ~mine.decode(codes).isfinite()
     above = ((codes & 0x7F) > other.max_code) & ~special
     again = _in_blocks(above, source)
-    again |= moved.abs() < torch.finfo(torch.float32).tiny
+    if not doubles:
+        again |= moved.abs() < torch.finfo(torch.float32).tiny
     same_bytes = codes if other.has_negative_zero else torch.where(codes == 0x80, 0, codes)
     made = torch.where(_of_elements(again, source, codes), _encoded(codes, mine, other), same_bytes)
     made = torch.where(special, other.nan_code or 0, made).to(torch.uint8)
-    return made, torch.where(again, scales, moved)
+    return made.view(dtype), torch.where(again, scales, moved)
 
 
 def _encoded(codes: Tensor, mine: Element, other: Element) -> Tensor:

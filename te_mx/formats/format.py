@@ -215,8 +215,12 @@ class Format:
 def check_matrix(name: str, x: Any, *dtypes: torch.dtype) -> None:
     """Raise TypeError or ValueError unless x is a dense matrix of one of these dtypes."""
     if not isinstance(x, Tensor) or x.dtype not in dtypes:
-        known = " or ".join(map(str, dtypes))
-        raise TypeError(f"{name} must be a tensor of {known}, got {shown(x)}")
+        known, use = " or ".join(map(str, dtypes)), ""
+        if isinstance(x, Tensor) and torch.uint8 in dtypes and x.element_size() == 1:
+            use = f"; use {name}.view(torch.uint8)"
+        elif isinstance(x, Tensor) and torch.float32 in dtypes and x.is_floating_point():
+            use = f"; use {name}.float()"
+        raise TypeError(f"{name} must be a tensor of {known}, got {shown(x)}{use}")
     check_dense(name, x)
     if x.dim() != 2:
         raise ValueError(f"{name} must be a matrix, got {shown(x)}")

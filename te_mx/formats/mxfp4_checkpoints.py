@@ -19,8 +19,9 @@ ggml                  blocks uint8 [.., 17 B]    a block is its scale and 16 byt
 
 Every ``from_..`` returns (codes, scales) for te_mx.MXTensor, for a state_dict (``weight``,
 ``weight_scale``), or for ``te_mx.formats.get("mxfp4").dequantize``; every ``to_..`` is its inverse,
-byte for byte. All leading dimensions are kept. Rows are whole blocks, except that those of
-deep_gemm may end after any even k: a last block that is shorter has no place elsewhere.
+byte for byte. Results may share memory with what was given. All leading dimensions are kept. Rows
+are whole blocks, except that those of deep_gemm may end after any even k: a last block that is
+shorter has no place elsewhere.
 
 Scale byte 255 is NaN here and in the OCP specification, and stays 255. ggml reads it as 2^128, so
 neither is put in the place of the other: that is an error, for which the host looks at the scales.
@@ -145,7 +146,7 @@ def from_ggml(blocks: Tensor) -> Parts:
     count = _whole_blocks("blocks", held, _BYTES + 1)
     parts = held.unflatten(-1, (count, _BYTES + 1))
     scales, pairs = parts[..., 0].contiguous(), parts[..., 1:]
-    _refuse_nan(scales, "of ggml stands for 2^128, which no scale of MXFP4 is")
+    _refuse_nan(scales, "stands for 2^128 in ggml and for NaN in MXFP4")
     elements = torch.cat([pairs & 0xF, pairs >> 4], -1)
     return packing.pack(elements, 4).flatten(-2), scales
 

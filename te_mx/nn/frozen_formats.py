@@ -66,11 +66,24 @@ def _with_rule_of_inputs(settings: Settings) -> Settings:
 
 def inside(settings: Settings, mine: Settings, fixed: Fixed, dropped: bool) -> Settings:
     """The settings of a region for a module that was frozen with `mine`. Without masters there are
-    codes of one format only, whatever was fixed."""
+    codes of one format only, whatever was fixed.
+
+    Raises:
+        ValueError: masters that are kept cannot be quantized to the fixed format by the region's
+            rule.
+    """
     if fixed.x:
         return mine._replace(**{name: getattr(settings, name) for name in _OF_REGIONS})
     if fixed.w or dropped:
-        return settings._replace(w=mine.w, w_col=mine.w_col)
+        made = settings._replace(w=mine.w, w_col=mine.w_col)
+        if not dropped and made.weight_rule != made.scale_rule:
+            raise ValueError(
+                f"its weight is frozen to {mine.w}, which has the scale rules "
+                f"{formats.get(mine.w).scaling.shown_rules}, and the recipe that runs has "
+                f"{settings.scale_rule!r}; run a recipe with one of them, or freeze with "
+                "drop_master=True, whose codes have a rule of their own"
+            )
+        return made
     return settings
 
 

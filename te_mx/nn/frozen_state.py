@@ -37,6 +37,9 @@ _NAMED = {  # 6-bit codes look alike
     fmt.name: f"_scale_{fmt.element.name}" for fmt in map(formats.get, formats.names())
     if fmt.element.bits == 6
 }  # fmt: skip
+_EIGHT_BITS = {
+    fmt.element.torch_dtype for fmt in map(formats.get, formats.names()) if fmt.element.bits == 8
+}
 SCALES = ("_scale", "_scale_inv", *_NAMED.values())
 _RECIPE, _FIXED = "te_mx_recipe", "te_mx_frozen"  # in the metadata of a module
 
@@ -220,7 +223,12 @@ def _problem(codes: Any, scales: Any, shape: tuple[int, ...], name: str) -> str:
         return f"must be dense tensors, got {shown(codes)} and {shown(scales)}"
     fmt, dtype = formats.get(name), _dtype_of(name)
     if codes.dtype != dtype:
-        return f"codes must be {str(dtype).removeprefix('torch.')}, got {codes.dtype}"
+        told = f"codes must be {str(dtype).removeprefix('torch.')}, got {codes.dtype}"
+        if codes.dtype in _EIGHT_BITS:
+            told += "; bind a recipe with the format of these to the layer (te_mx.convert_model)"
+        if codes.dtype in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz):
+            told += ", or make others of them by te_mx.formats.convert"
+        return told
     if fmt.scaling.scale == "fp32" and scales.dtype != torch.float32:
         return f"scales of {name} must be float32, got {scales.dtype} {tuple(scales.shape)}"
     if fmt.scaling.scale != "fp32" and scales.dtype not in (torch.uint8, torch.float8_e8m0fnu):

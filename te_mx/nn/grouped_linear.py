@@ -30,11 +30,13 @@ from te_mx.recipes.settings import Settings
 class GroupedLinear(StackedWeight, MXModule, nn.Module):
     """``num_gemms`` linear layers: rows of group i are ``x @ weight_i.T + bias_i``.
 
-    In MXFP8 inside `te_mx.autocast`, bit for bit a loop of `te_mx.Linear` over the groups; exactly
-    a loop of nn.Linear outside. All groups are quantized and multiplied in one call each.
+    Inside `te_mx.autocast`, in the formats of its recipe (MXFP8 by default), bit for bit a loop of
+    `te_mx.Linear` over the groups, but for gradients that are rounded stochastically (they draw
+    once for all groups); exactly a loop of nn.Linear outside. All groups are quantized and
+    multiplied in one call each.
 
-    Splits need no padding: a group may have any number of rows, none included, and its blocks of 32
-    rows never reach into the next group.
+    Splits need no padding: a group may have any number of rows, none included, and blocks of rows
+    (32, or 128 in blockwise FP8) never reach into the next group.
 
     Args:
         num_gemms: groups (experts), 1 or more.

@@ -22,10 +22,10 @@ from te_mx.recipes.settings import Settings
 
 
 class LayerNormLinear(NormModule):
-    """``y = norm(x) @ weight.T + bias``: in MXFP8 inside `te_mx.autocast`, torch's own functions
-    outside.
+    """``y = norm(x) @ weight.T + bias``: torch's own functions, and inside `te_mx.autocast` in the
+    formats of its recipe (MXFP8 by default).
 
-    In MXFP8 the normalized input z is computed in fp32, rounded to the dtype of the result and
+    There the normalized input z is computed in fp32, rounded to the dtype of the result and
     quantized from there, bit for bit as the normalization and a te_mx.Linear one after the other;
     but x is read once and z is not written. See te_mx.Linear for what is quantized and saved.
 

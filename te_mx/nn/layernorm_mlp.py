@@ -30,8 +30,8 @@ _NAMES = (
 
 
 class LayerNormMLP(NormModule):
-    """``y = act(norm(x) @ fc1_weight.T + fc1_bias) @ fc2_weight.T + fc2_bias``: in MXFP8 inside
-    `te_mx.autocast`, torch's own functions outside.
+    """``y = act(norm(x) @ fc1_weight.T + fc1_bias) @ fc2_weight.T + fc2_bias``: inside
+    `te_mx.autocast` in the formats of its recipe (MXFP8 by default), torch's own functions outside.
 
     With GELU the activation runs inside the GEMMs, forward and backward; other activations are
     quantized as they are computed (te_mx/autograd/layernorm_mlp.py says what is rounded and saved).

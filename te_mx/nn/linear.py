@@ -24,15 +24,16 @@ from te_mx.recipes.settings import Settings
 
 
 class Linear(MXModule, nn.Linear):
-    """``y = x @ weight.T + bias``, in MXFP8 inside `te_mx.autocast` and exactly nn.Linear outside.
+    """``y = x @ weight.T + bias``, inside `te_mx.autocast` in the formats of its recipe (MXFP8 by
+    default), and exactly nn.Linear outside.
 
     Parameters, their names, their default initialization and the state_dict are those of nn.Linear,
     so checkpoints go both ways; ``_extra_state`` of a Transformer Engine checkpoint is accepted and
     ignored.
 
-    In MXFP8 the input, the weight and the output gradient are quantized in blocks of 32 along the
-    reduction dimension of the GEMM that they enter, and each is read once. What backward needs is
-    saved as codes and scales, 1.03 bytes an element. The weight is quantized at every forward, so
+    The input, the weight and the output gradient are quantized in blocks along the reduction
+    dimension of the GEMM that they enter, and each is read once. What backward needs is saved as
+    codes and scales, 1.03 bytes an element in MXFP8. The weight is quantized at every forward, so
     that a change is never missed; `is_first_microbatch` and `te_mx.freeze_weights` say when it
     stands still.
 

@@ -95,7 +95,10 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallel
                 warn = converted.warn_plain_traced if tracing else converted.warn_plain
                 warn(self.name)
         elif self._frozen is not None:
-            settings = self._frozen.inside(settings)
+            try:
+                settings = self._frozen.inside(settings)
+            except ValueError as error:
+                raise ValueError(f"{self._label()}: {error}") from None
         return settings
 
     def _settings_now(self) -> Settings | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+from numbers import Real
 from typing import Any
 
 from te_mx.arguments import check_flag, shown
@@ -163,9 +163,10 @@ def _params(name: str, given: Any) -> MMParams:
 
 
 def _epsilon(value: Any) -> float:
-    if type(value) not in (int, float):
+    is_number = isinstance(value, Real) and not isinstance(value, bool)  # numpy's count
+    if not is_number:
         raise TypeError(f"Float8BlockScaling.amax_epsilon must be a number, got {shown(value)}")
-    if not (math.isfinite(value) and 0 <= value <= _LARGEST_EPSILON):
+    if not 0 <= value <= _LARGEST_EPSILON:  # nor NaN
         raise ValueError(
             "Float8BlockScaling.amax_epsilon must be 0 or more and an fp32 number, got "
             f"{shown(value)}"

@@ -35,8 +35,9 @@ class MXFP4BlockScaling(Recipe):
         x, w: formats of inputs and weights in fprop: "mxfp4" or "mxfp8_e4m3".
         g: format of output gradients: "mxfp8_e4m3", "mxfp8_e5m2" or "mxfp4".
         x_wgrad, w_dgrad: formats of inputs in wgrad and of weights in dgrad: "mxfp4",
-            "mxfp8_e4m3", or None for the one of as many bits as g. What is kept of an input for
-            backward takes 0.53 bytes an element in MXFP4, 1.03 in MXFP8.
+            "mxfp8_e4m3", or None for the one of as many bits as g. Columnwise codes lie one a byte
+            for the GEMM, so what is kept of an input for backward takes 1.03 bytes an element in
+            MXFP4 as in MXFP8; ``backward_override="dequantized"`` keeps rowwise ones, 0.53.
         scale_rule: "rceil" (nothing finite saturates), "floor" (the OCP text) or "even" (that of
             compressed-tensors), of all operands.
         stochastic_rounding: of gradients; None for that of g in MXFP4 alone.

@@ -8,7 +8,7 @@ from typing import Any
 
 from te_mx.arguments import check_flag, shown
 from te_mx.recipes import float8_block
-from te_mx.recipes.float8_block import Float8BlockScaling
+from te_mx.recipes.float8_block import DeepSeekV3, Float8BlockScaling
 from te_mx.recipes.mxfp8 import MXFP8BlockScaling, is_transformer_engines
 from te_mx.recipes.values import Recipe
 
@@ -43,7 +43,9 @@ def resolve_recipe(recipe: Any) -> Recipe:
         return recipe
     if is_transformer_engines(recipe) and not isinstance(recipe, Enum):
         return _translated(recipe)
-    hint = " (pass an instance: MXFP8BlockScaling())" if isinstance(recipe, type) else ""
+    is_kind = isinstance(recipe, type) and (issubclass(recipe, Recipe) or recipe.__name__ in _OURS)
+    uncalled = is_kind or recipe is DeepSeekV3
+    hint = f" (pass an instance: {recipe.__name__}())" if uncalled else ""
     raise TypeError(
         "recipe must be one of te_mx.recipe, Transformer Engine's MXFP8BlockScaling or "
         f"Float8BlockScaling, or None, got {shown(recipe)} of type {type(recipe).__name__}{hint}"

@@ -58,9 +58,18 @@ class Settings(NamedTuple):
 
     @property
     def weight_rule(self) -> str:
-        """How weights are quantized of which only codes stay: by the scale rule, or by the first
-        one of a format that does not know it."""
-        scaling = formats.get(self.w).scaling
+        """How weights are quantized of which only codes stay."""
+        return self.rule_of(self.w)
+
+    @property
+    def weight_columns_rule(self) -> str:
+        """How the columns of a weight are, for dgrad. Codes of one format may run in a region of
+        another, whose rule theirs does not know."""
+        return self.rule_of(self.w_columns)
+
+    def rule_of(self, fmt: str) -> str:
+        """The scale rule, or the first one of a format that does not know it."""
+        scaling = formats.get(fmt).scaling
         return self.scale_rule if scaling.knows(self.scale_rule) else scaling.rules[0]
 
     @property

@@ -89,8 +89,30 @@ def test_scales_at_the_ends_of_fp32():
         formats.convert(code, torch.tensor([[2.0**127]]), fn, fnuz)
     for special in (torch.inf, torch.nan):
         assert not formats.convert(code, torch.tensor([[special]]), fn, fnuz)[1].isfinite()
+    # A subnormal scale doubles exactly: nothing is encoded anew, where 448 would not fit.
+    top = torch.tensor([[0x7E]], dtype=torch.uint8)
+    made, scales = formats.convert(top, torch.tensor([[2.0**-140]]), fn, fnuz)
+    assert scales.item() == 2.0**-139 and made.item() == 0x7E
     made, scales = formats.convert(code, torch.tensor([[2.0**-126]]), fnuz, fn)
     assert scales.item() == 2.0**-126 and made.item() == 0x30  # 0.5 in both
+
+
+@PAIRS
+@pytest.mark.parametrize("turn", [1, -1], ids=["to fnuz", "to fn"])
+def test_codes_in_the_dtypes_of_torch(element, top, turn):
+    """What a checkpoint holds is taken and given as it is shown there; on meta as well."""
+    names = (f"fp8_{element}_128x128", f"fp8_{element}fnuz_128x128")[::turn]
+    dtypes = [formats.get(name).element.torch_dtype for name in names]
+    codes, scales = formats.get(names[0]).quantize(torch.randn(130, 200), "fp32")
+    expected = formats.convert(codes, scales, *names)
+    for device in ("cpu", "meta"):
+        made = formats.convert(codes.view(dtypes[0]).to(device), scales.to(device), *names)
+        assert made[0].dtype == dtypes[1] and made[1].shape == scales.shape
+        if device == "cpu":
+            assert torch.equal(made[0].view(torch.uint8), expected[0])
+            assert torch.equal(made[1], expected[1])
+    with pytest.raises(TypeError, match="codes must be a tensor of"):
+        formats.convert(codes.view(dtypes[1]), scales, *names)
 
 
 @pytest.mark.parametrize(

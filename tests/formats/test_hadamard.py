@@ -133,6 +133,19 @@ def test_mxtensors_know_their_transform(tmp_path):
                 call(*pair)
 
 
+def test_sums_over_k_are_refused():
+    """The transform does not keep them; sums over rows are those of the product."""
+    x, g = torch.randn(70, 40), torch.randn(70, 24)
+    name = f"mxfp4+rht32:{SIGNS:#x}"
+    A, B = (te_mx.quantize(t, fmt=name, columnwise=True) for t in (x, g))
+    with pytest.raises(ValueError, match="asks for the sums of B over k, but B is mxfp4"):
+        te_mx.gemm(A, B, "NT", grad=True, bias=True)
+    made = te_mx.gemm(
+        A, B, "NT", grad=True, bias=True, gelu_in=torch.randn(24, 40), out_dtype=torch.float32
+    )
+    torch.testing.assert_close(made.bias_grad, made.out.sum(0))
+
+
 def test_names_that_mean_nothing():
     for name in ("mxfp4+rht8:0x1", "mxfp4+rht32", "mxfp4+rht32:1", "mxfp4+rht32:0x123456789"):
         with pytest.raises(ValueError, match="fmt must be one of"):

@@ -133,7 +133,7 @@ def test_nan():
     assert other.to_deep_gemm(codes, scales, 32)[1].tolist() == [[255]]
     with pytest.raises(ValueError, match="255, which is NaN, which ggml has no byte for"):
         other.to_ggml(codes, scales, 32)
-    with pytest.raises(ValueError, match=r"255, which of ggml stands for 2\^128"):
+    with pytest.raises(ValueError, match=r"255, which stands for 2\^128 in ggml"):
         other.from_ggml(torch.full((17,), 255, dtype=torch.uint8))
 
 

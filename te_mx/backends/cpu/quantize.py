@@ -30,8 +30,11 @@ def takes(row: str, col: str) -> str | None:
     """Why the two directions are not made in one read; None when they are."""
     if row and col and words_of(row)[0] != words_of(col)[0]:
         return "makes both directions in one format"
-    lying = _across(col) if _is_upright(row or col) else row
+    upright = _is_upright(row or col)
+    lying = _across(col) if upright else row
     if lying and words_of(lying)[1] != "k_last":
+        if upright:
+            return "makes columnwise copies of blocks of 128 x 1 as they lie, not transposed"
         return "makes rowwise copies that lie by rows"
     return None
 
