@@ -3,8 +3,10 @@ those of a tensor that changed since."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
+import mlp_blocks
 import numpy as np
 import pytest
 import torch
@@ -242,40 +244,66 @@ def test_views_of_parts_and_in_another_order(reads):
 # -------------------------------------------------------------------------- what is asked for again
 def test_inputs_in_turn(reads):
     """The two that were quantized last are remembered."""
-    layers, inputs = qkv(), dict(zip("abc", torch.randn(3, ROWS, IN).unbind(0), strict=True))
+    layers = [*qkv(), *qkv()]
+    inputs = dict(zip("abc", torch.randn(3, ROWS, IN).unbind(0), strict=True))
     with te_mx.autocast():
         want = {name: separate(layers, x) for name, x in inputs.items()}
         shared_inputs.forget()
         reads.clear()
-        for name, count in zip("abaabcbacc", (1, 2, 2, 2, 2, 3, 3, 4, 4, 4), strict=True):
-            assert_same(together(layers, inputs[name]), want[name])
+        turns = ["0a", "0b", "1a", "2a", "1b", "0c", "2b", "3a", "1c"]
+        for (layer, name), count in zip(turns, (1, 2, 2, 2, 2, 3, 3, 4, 4), strict=True):
+            assert torch.equal(layers[int(layer)](inputs[name]), want[name][int(layer)])
             assert len(reads) == count and len(entries()) <= 2
 
 
+@pytest.mark.parametrize("region", [True, False])
+@pytest.mark.parametrize("kind", ["plain", "frozen", "mlp"])
+def test_a_buffer_that_is_filled_again(kind, region):
+    """By NumPy, or by a receive of torch.distributed, neither of which counts a version."""
+    layers: list[nn.Module] = qkv()
+    recipe = MXFP8BlockScaling()
+    if kind == "mlp":
+        layers = [mlp_blocks.Gated(hidden=IN)]
+    te_mx.convert_model(model := nn.ModuleList(layers), fuse=True, recipe=recipe)
+    if kind == "frozen":
+        te_mx.freeze_weights(model)
+    filled = np.zeros((ROWS, IN), np.float32)
+    x = torch.from_numpy(filled)
+    with te_mx.autocast(recipe=recipe) if region else contextlib.nullcontext():
+        for seed in range(3):
+            filled[:] = np.random.default_rng(seed).standard_normal(filled.shape)
+            assert_same(together(layers, x), separate(layers, x))
+
+
 def test_what_a_layer_asks_for_decides(reads):
-    layer, x = qkv()[0], torch.randn(ROWS, IN)
+    layer, other, third = (qkv()[0] for _ in range(3))
     frozen, original = (
         qkv()[0].requires_grad_(False),
         te_mx.Linear(IN, 48, save_original_input=True),
     )
-    leaf = x.requires_grad_()
+    leaf = torch.randn(ROWS, IN, requires_grad=True)
 
     def without_grad(x):
         with torch.no_grad():
-            return layer(x)
+            return third(x)
+
+    def nor_this(x):
+        with torch.no_grad():
+            return other(x)
 
     def by_floor(x):
         # Inside the region, as a layer with a recipe of its own.
         recipe = MXFP8BlockScaling(scale_rule="floor")
         with te_mx.context.entered_again(Region(recipe.settings, recipe, None)):
-            return layer(x)
+            return third(x)
 
     with te_mx.autocast():
         for calls, made in (
-            ((without_grad, layer, without_grad), ["row", "both"]),
+            ((without_grad, layer, nor_this), ["row", "both"]),
             ((layer, without_grad, frozen, original), ["both"]),
-            ((frozen, original, layer, layer), ["row", "both"]),
-            ((layer, by_floor, layer), ["both", "both", "both"]),
+            ((frozen, original, layer, other), ["row", "both"]),
+            ((layer, by_floor, other), ["both", "both", "both"]),
+            ((layer, other, layer), ["both", "both"]),
         ):
             shared_inputs.forget()
             reads.clear()

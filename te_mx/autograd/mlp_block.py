@@ -83,16 +83,16 @@ def _makes_again(call: Call, plan_a: steps.Input) -> bool:
 
 def _quantized(
     x: Tensor, w1: Tensor, plan: steps.Input, settings: Settings, need_dx: bool,
-    kept: KeptWeight | None = None,
+    kept: KeptWeight | None, reader: Tensor,
 ) -> tuple[Quantized, Operand, Operand | None]:  # fmt: skip
     """x and w1; x perhaps by whoever made it, or by a sibling. Without columnwise codes where
     `source_of` has what to make them of."""
-    q = shared_inputs.find(x, plan.target)
+    q = shared_inputs.find(x, plan.target, reader)
     if q is None and source_of(x) is not None:
-        q = shared_inputs.find(x, plan.target._replace(col=""))
+        q = shared_inputs.find(x, plan.target._replace(col=""), reader)
     if q is not None:
         return q, *steps.weight_operands(kept, w1, settings, need_dx)
-    return steps.input_and_weight(x, plan, kept, w1, settings, need_dx)
+    return steps.input_and_weight(x, plan, kept, w1, settings, need_dx, reader)
 
 
 class MLPBlockFunction(torch.autograd.Function):
@@ -113,7 +113,7 @@ class MLPBlockFunction(torch.autograd.Function):
         again = _makes_again(call, plan_a)
         if again:
             plan_a = plan_a._replace(target=plan_a.target._replace(col=""))
-        q, w1_row, w1_col = _quantized(x, w1, plan_x, settings, need.dx, kept1)
+        q, w1_row, w1_col = _quantized(x, w1, plan_x, settings, need.dx, kept1, parts[0])
         w2_row, w2_col = steps.weight_operands(kept2, w2, settings, need.dh)
         assert q.row is not None
         inner = call.inner()
@@ -245,7 +245,7 @@ def mlp_block(
         qa = _activated_apart(x, parts, first[1::2], plan, call)
     else:
         w1, kept1, _ = weights(parts, call.codes, settings)
-        q, w1_row, _ = _quantized(x, w1, plan, settings, False, kept1)
+        q, w1_row, _ = _quantized(x, w1, plan, settings, False, kept1, parts[0])
         assert q.row is not None
         _, _, qa = activated(q.row, w1_row, joined(first[1::2]), call.inner(), plan, False)
         call.record(FPROP)
@@ -261,7 +261,7 @@ def _activated_apart(
     """a, quantized, of few tokens: weights that are larger than x are not joined, but what they
     make."""
     settings = call.settings
-    q = steps.quantized_input(x, plan)
+    q = steps.quantized_input(x, plan, parts[0])
     assert q.row is not None
     made = []
     for i, (weight, bias) in enumerate(zip(parts, biases, strict=True)):
