@@ -24,6 +24,7 @@ from te_mx.formats import Format
 from te_mx.nn import missing_weight, weight_only
 from te_mx.nn.layer_in_place import LayerInPlace
 from te_mx.nn.mx_module import output_dtype
+from te_mx.nn.several_ranks import above, is_gathered
 from te_mx.recipes.settings import Settings
 
 # (rows [R, in], ends of the experts) -> what is added to their products, [R, out]
@@ -105,7 +106,10 @@ class ExpertsModule(LayerInPlace):
             return (y + self._adapters[key](x_RK, offs)).to(y.dtype)
         weight = self._stack(key)
         self._check_parameter(key, weight, (experts, rows, k), x_RK.device)
-        if self._frozen is not None:
+        if is_gathered(weight):
+            kept, settings = above.gathered(self, settings)
+            call = call._replace(settings=settings, kept=kept[key])
+        elif self._frozen is not None:
             need_dx = torch.is_grad_enabled() and x_RK.requires_grad
             kept = self._kept_weight(key, None, settings, x_RK.device, need_dx)
             call = call._replace(kept=kept)

@@ -8,6 +8,7 @@ import two_ranks
 CASES = two_ranks.cases(
     "tensor_parallel_cases",
     "data_parallel_cases",
+    "experts_cases",
     "block_cases",
     "group_cases",
     "sequence_cases",
