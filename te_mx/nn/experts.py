@@ -24,7 +24,7 @@ from te_mx.formats import Format
 from te_mx.nn import missing_weight, weight_only
 from te_mx.nn.layer_in_place import LayerInPlace
 from te_mx.nn.mx_module import output_dtype
-from te_mx.nn.several_ranks import above, is_gathered
+from te_mx.nn.several_ranks import above, here, is_gathered
 from te_mx.recipes.settings import Settings
 
 # (rows [R, in], ends of the experts) -> what is added to their products, [R, out]
@@ -132,7 +132,7 @@ class ExpertsModule(LayerInPlace):
         return self._stack(key)
 
     def _each_of(self, key: str) -> list[Tensor]:
-        return list(self._stack(key).detach().unbind(0))
+        return list(here(self._stack(key)).detach().unbind(0))
 
     def _make_kept(self, key: str, settings: Settings, need_dx: bool) -> KeptWeights:
         return kept_weights(self._each_of(key), settings, need_dx)

@@ -3,6 +3,8 @@ process."""
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import torch.distributed as dist
 import transformers
@@ -15,7 +17,7 @@ from data_parallel_cases import (
     sharded,
     step,
 )
-from tensor_parallel_cases import DEVICE, K, N
+from tensor_parallel_cases import DEVICE, K, M, N, of
 from torch import nn
 
 import te_mx
@@ -64,3 +66,14 @@ def case_quantized_all_gather_of_experts_is_refused():
     sharded(model)
     refused(ValueError, "gate_up_proj is held with the inputs", lambda: quantized_all_gather(model))
     assert model.experts._gathers is None
+
+
+def case_freezing_experts_after_sharding():
+    for kind in ("Mixtral", "GptOss"):
+        model = mixture(kind)
+        whole = copy.deepcopy(model)
+        sharded(model)
+        for one in (model, whole):
+            assert te_mx.freeze_weights(one) == 1
+        with torch.no_grad():
+            assert torch.equal(model(of(M, K)), whole(of(M, K)))
