@@ -80,10 +80,10 @@ def test_no_layer_waits_for_the_others_backward():
     layers, x = qkv(), torch.randn(ROWS, IN, requires_grad=True)
     with te_mx.autocast():
         outputs, copies = together(layers, x), separate(layers, x)
-    for y, copy, layer in zip(outputs, copies, layers, strict=True):
+    for y, alone, layer in zip(outputs, copies, layers, strict=True):
         leaves = [x, *layer.parameters()]
         got = torch.autograd.grad(y.sum(), leaves)
-        assert_same(got, torch.autograd.grad(copy.sum(), leaves))
+        assert_same(got, torch.autograd.grad(alone.sum(), leaves))
 
 
 # -------------------------------------------------------------------------------- what is not stale
