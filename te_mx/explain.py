@@ -105,6 +105,8 @@ def _of_experts(problem: Problem, experts: Any, top_k: Any) -> Explanation:
             f"experts and top_k go together, got {shown(experts)} and {shown(top_k)}; pass both"
         )
     experts, top_k = check_size("experts", experts, 1), check_size("top_k", top_k, 1)
+    if top_k > experts:
+        raise ValueError(f"top_k must be at most experts, got {top_k} of {experts}")
     lhs, rhs = (f"{spec.partition('@')[0]}@rows" for spec in (problem.lhs, problem.rhs))
     problem = problem._replace(
         op="moe_gemm", lhs=lhs, rhs=rhs, groups=experts, top_k=top_k, dtype=torch.bfloat16

@@ -20,10 +20,13 @@ _K = 32  # elements of an MX block
 
 class _Style(NamedTuple):
     """Endings of the names of codes and of scales, by format, and what makes the config of (format,
-    weight only, modules that stay)."""
+    weight only, modules that stay). says_inputs: it can say that inputs are not quantized.
+    has_head: its readers take output embeddings that are."""
 
     ends: dict[str, tuple[str, str]]
     make: Callable[[str, bool, list[str]], dict[str, Any]]
+    says_inputs: bool = False
+    has_head: bool = True
 
 
 def _compressed_tensors(fmt: str, weight_only: bool, kept: list[str]) -> dict[str, Any]:
@@ -68,10 +71,12 @@ def _transformers(fmt: str, weight_only: bool, kept: list[str]) -> dict[str, Any
 
 _PLAIN, _INVERSE, _PACKED = ("", "_scale"), ("", "_scale_inv"), ("_packed", "_scale")
 STYLES = {
-    "compressed-tensors": _Style({"mxfp8_e4m3": _PLAIN, "mxfp4": _PACKED}, _compressed_tensors),
+    "compressed-tensors": _Style(
+        {"mxfp8_e4m3": _PLAIN, "mxfp4": _PACKED}, _compressed_tensors, says_inputs=True
+    ),
     "modelopt": _Style({"mxfp8_e4m3": _PLAIN}, _modelopt),
-    "mxfp8": _Style({"mxfp8_e4m3": _INVERSE}, _transformers),
-    "fp8": _Style({"fp8_e4m3_128x128": _INVERSE}, _transformers),
+    "mxfp8": _Style({"mxfp8_e4m3": _INVERSE}, _transformers, has_head=False),
+    "fp8": _Style({"fp8_e4m3_128x128": _INVERSE}, _transformers, has_head=False),
 }
 
 
@@ -103,9 +108,11 @@ def quantization_config(model: nn.Module, style: str) -> dict[str, Any]:
     Raises:
         TypeError: model is no nn.Module.
         ValueError: the style is unknown, or does not have the format; no layer holds codes, or they
-            are of several formats; a layer with codes is no te_mx.Linear and no stack of
-            Transformers' experts [E, out, in], which is what others read, or its rows are no whole
-            blocks. Nothing is changed.
+            are of several formats; inputs are not quantized (``activations="bf16"``) in some of
+            these layers alone, or in a style that cannot say it; a layer with codes is no
+            te_mx.Linear and no stack of Transformers' experts [E, out, in], which is what others
+            read, or its rows are no whole blocks; it is the output embeddings, where these are tied
+            to others or readers of the style expect values. Nothing is changed.
     """
     check_module(model)
     if not is_one_of(style, STYLES):
@@ -118,8 +125,14 @@ def quantization_config(model: nn.Module, style: str) -> dict[str, Any]:
     fmt, weight_only = _the_format(dropped)
     if fmt not in chosen.ends:
         raise ValueError(f"{style!r} has {' and '.join(chosen.ends)}, the layers hold {fmt}")
+    if weight_only and not chosen.says_inputs:
+        raise ValueError(
+            f"{style!r} means inputs that are quantized, the layers were frozen with "
+            "activations='bf16': take 'compressed-tensors', or give te_mx.freeze_weights other "
+            "activations"
+        )
     for name, module in dropped:
-        if problem := _why_not(module, fmt):
+        if problem := _why_not(module, fmt) or _why_no_head(model, module, chosen):
             raise ValueError(f"{name}: {problem}")
     made = chosen.make(fmt, weight_only, _left_out(model, {id(m) for _, m in dropped}))
     for _, module in dropped:
@@ -143,7 +156,13 @@ def _the_format(dropped: list[tuple[str, Any]]) -> tuple[str, bool]:
     if len({fmt for fmt, _ in found}) > 1:
         rows = ", ".join(f"{name} {fmt}" for (fmt, _), name in found.items())
         raise ValueError(f"the layers hold several formats ({rows}), and a config says one")
-    return next(iter(found))[0], all(weight_only for _, weight_only in found)
+    if len(found) > 1:
+        raise ValueError(
+            f"inputs are left as they are in some layers ({found[next(iter(found))[0], True]}) and "
+            "quantized in others, and a config says one; give te_mx.freeze_weights the same "
+            "activations for all"
+        )
+    return next(iter(found))
 
 
 def _why_not(module: Freezable, fmt: str) -> str:
@@ -163,6 +182,18 @@ def _why_not(module: Freezable, fmt: str) -> str:
         if width == _K and k % _K:
             return f"{key} has {k} columns; others have whole blocks of {_K} only"
     return ""
+
+
+def _why_no_head(model: Any, module: Any, style: _Style) -> str:
+    """Why readers would take the codes of the output embeddings for values, or an empty string."""
+    find = getattr(model, "get_output_embeddings", None)
+    if find is None or find() is not module:
+        return ""
+    tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
+    if style.has_head and not tied:
+        return ""
+    why = "are tied to the input embeddings" if tied else "stay in high precision for its readers"
+    return f"output embeddings {why}; leave them out by filter_fn of te_mx.freeze_weights"
 
 
 def _left_out(model: nn.Module, dropped: set[int]) -> list[str]:

@@ -93,3 +93,19 @@ def test_a_change_of_the_codes_and_of_threads_is_seen(steps):
         assert torch.equal(run(made, x), steps(made, x))
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("drop_master", [False, True])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_rows_do_not_follow_those_beside_them(isa, fmt, drop_master):
+    """Up to 16 of them, and beyond, where another kernel sums in another order."""
+    made = te_mx.Linear(520, 33)
+    te_mx.freeze_weights(made, drop_master, fmt=fmt, activations="mxfp8")
+    x = torch.randn(64, 520)
+    with torch.no_grad(), te_mx.autocast():
+        for counts in (range(1, 17), (17, 31, 32, 33, 64)):
+            whole = made(x[: counts[-1]])
+            for m in counts:
+                assert torch.equal(made(x[:m]), whole[:m]), m
+        alone = torch.cat([made(row) for row in x[:16].split(1)])
+        assert torch.equal(alone, made(x[:16]))

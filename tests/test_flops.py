@@ -52,3 +52,15 @@ def test_gemm_and_gemm_into():
     for _ in range(3):  # however often: a short way would not be counted
         assert counted(lambda: te_mx.gemm(A, B)) == 2 * 24 * 17 * 96
         assert counted(lambda: te_mx.gemm(A, B, out=out, accumulate=True)) == 2 * 24 * 17 * 96
+
+
+def test_mixtures_count_all_routed_rows():
+    experts, tokens, top_k, hidden, inner = 4, 6, 2, 64, 32
+    w13 = te_mx.quantize(torch.randn(experts, 2 * inner, hidden))
+    w2 = te_mx.quantize(torch.randn(experts, hidden, inner))
+    x, (scores, ids) = torch.randn(tokens, hidden), torch.rand(tokens, experts).topk(top_k)
+    blocks = te_mx.moe.align_block_size(ids, 4, experts)
+    one = 2 * tokens * top_k * 2 * inner * hidden
+    sizes = {"top_k": top_k, "block_m": 4}
+    assert counted(lambda: te_mx.moe.grouped_gemm(x, w13, *blocks, **sizes)) == one
+    assert counted(lambda: te_mx.moe.fused_experts(x, w13, w2, scores, ids)) == one + one // 2

@@ -236,7 +236,6 @@ def test_models_have_the_sizes_of_their_projections(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["tune", "--shapes", "4x64"], "a shape is MxNxK"),
         (["tune", "--shapes", "1000x64x64"], "up to 512 tokens"),
         (["tune", "--model", "llama9"], "a model is one of llama3_70b"),
         (["tune", "--model", "llama3_8b", "--tokens", "0"], "tokens are numbers from 1"),
@@ -248,7 +247,9 @@ def test_models_have_the_sizes_of_their_projections(tmp_path):
         (["tune", "--shapes", SHAPE, "--experts", "4"], "--experts and --top-k go together"),
         (["tune", "--shapes", SHAPE, "--experts", "4", "--top-k", "5"], "got 4 and 5"),
         (["tune", "--model", "llama3_8b", "--experts", "4"], "go with --shapes"),
+        (["tune", "--shapes", SHAPE, "--tokens", "8"], "--tokens goes with --model"),
         (["explain", "big"], "a shape is MxNxK"),
+        (["explain", SHAPE, "--experts", "4", "--top-k", "8"], "at most experts, got 8 of 4"),
         (["explain", SHAPE, "--top-k", "2"], "experts and top_k go together"),
     ],
 )
@@ -261,10 +262,10 @@ def test_wrong_uses_are_said_in_one_line(arguments, why, capsys, tmp_path, monke
     assert [path.name for path in tmp_path.iterdir()] == ["pyproject.toml"]
 
 
-def test_explain_prints_the_choice(capsys):
-    assert main(["explain", "4x64x96", "--formats", "mxfp8_e4m3:mxfp4"]) == 0
-    said = capsys.readouterr().out
-    recipe = te_mx.recipe.BlockScaling(w="mxfp4")
+@pytest.mark.parametrize("words", ["mxfp4", "fp8_e4m3_1x128:fp8_e4m3_1x128"])  # as tune has them
+def test_explain_prints_the_choice(capsys, words):
+    assert main(["explain", "4x64x96", "--formats", words]) == 0
+    said, recipe = capsys.readouterr().out, tune.recipe_of(words)
     assert said.strip() == str(te_mx.explain(m=64, n=4, k=96, recipe=recipe))
     assert said.endswith("not tuned: default\n")
 
@@ -335,7 +336,7 @@ def test_candidates_of_hopper_are_its_tiles_and_parts(monkeypatch, w):
             return status
 
         patch.setattr(fake_sm90, "gemm", recorded)
-        recipe = tune._recipe(w, split_k=True)
+        recipe = tune.recipe_of(w, split_k=True)
         with torch.no_grad(), te_mx.autocast(recipe=recipe):
             layers = candidates.Layers(Shape(4, 64, 512), recipe, torch.device("cpu"))
             assert len(layers.kept) == len(layers.plain) >= 2

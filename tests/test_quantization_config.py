@@ -104,6 +104,17 @@ def test_what_is_written_loads_as_the_same_codes(model_name, style, tmp_path):
     assert config["quantization_config"] == made
 
 
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("style", ["modelopt", "compressed-tensors"])
+def test_a_head_of_codes(style, tmp_path):
+    model = with_head().eval()
+    te_mx.quantization_config(model, style)
+    model.save_pretrained(tmp_path)
+    loaded = AUTO.from_pretrained(tmp_path)
+    check_same(loaded.state_dict(), model.state_dict())
+    assert torch.equal(logits(loaded), logits(model))
+
+
 @pytest.mark.parametrize("model_name", ["Llama", "Mixtral", "Qwen3Moe"])
 def test_transformers_reads_the_same_values(model_name, tmp_path, recwarn):
     sizes = {"num_local_experts": 2, "num_experts": 4} if "M" in model_name else {}
@@ -317,6 +328,22 @@ def mixed():
     return model
 
 
+def weight_only(*names: str):
+    model = nn.Sequential(te_mx.Linear(32, 32), te_mx.Linear(32, 32))
+    te_mx.freeze_weights(
+        model, drop_master=True, activations="bf16", filter_fn=lambda _, name: name in names
+    )
+    te_mx.freeze_weights(model, drop_master=True)
+    return model
+
+
+def with_head(**more):
+    model = model_of("Llama", **more)
+    te_mx.convert_model(model)
+    te_mx.freeze_weights(model, drop_master=True)
+    return model
+
+
 def grouped():
     model = nn.Sequential(te_mx.GroupedLinear(2, 32, 32))
     te_mx.freeze_weights(model, drop_master=True)
@@ -332,6 +359,10 @@ def grouped():
         (lambda: nn.Sequential(te_mx.Linear(32, 32)), "mxfp8", "no layer holds codes"),
         (mixed, "mxfp8", "several formats"),
         (grouped, "mxfp8", "0: is a GroupedLinear"),
+        (lambda: weight_only("0", "1"), "modelopt", "means inputs that are quantized"),
+        (lambda: weight_only("1"), "compressed-tensors", r"in some layers \(1\)"),
+        (with_head, "mxfp8", "lm_head: output embeddings stay in high precision"),
+        (lambda: with_head(tie_word_embeddings=True), "modelopt", "lm_head: .* are tied to"),
     ],
 )
 def test_refusals_change_nothing(make, style, match):

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from te_mx._ops.gemm import GEMM, GEMM_OUT
 from te_mx._ops.grouped_gemm import GEMM_K, GEMM_ROWS
+from te_mx._ops.moe import MOE_GEMM
 
 
 @register_flop_formula([GEMM.overloadpacket, GEMM_OUT.overloadpacket])
@@ -21,6 +22,12 @@ def _gemm(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
 def _gemm_rows(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
     rows, k, n = args[3], args[4], args[10]
     return 2 * rows * n * k
+
+
+@register_flop_formula(MOE_GEMM.overloadpacket)
+def _moe_gemm(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    k, (routed, n) = args[4], args[19]
+    return 2 * routed * n * k
 
 
 @register_flop_formula(GEMM_K.overloadpacket)

@@ -45,7 +45,7 @@ class JoinedLinearFunction(torch.autograd.Function):
         settings, parts = call.settings, layers[::2]
         need_dx, need_dw = ctx.needs_input_grad[0], any(ctx.needs_input_grad[2::2])
         plan = steps.plan_input(x.device, settings, need_dw)
-        q = steps.quantized_input(x, plan)
+        q = steps.quantized_input(x, plan, parts[0])  # type: ignore[arg-type]
         row, col = operands(None, parts, settings, need_dx)
         assert q.row is not None
         bias = joined(layers[1::2])

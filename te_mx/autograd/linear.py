@@ -59,7 +59,9 @@ class LinearFunction(torch.autograd.Function):
         need_dx, need_dw = ctx.needs_input_grad[:2]
         settings, tokens = call.settings, call.tokens
         plan = other_tokens.plan_input(x, settings, need_dw, call.save_x, tokens)
-        q, w_row, w_col = steps.input_and_weight(x, plan, call.kept, weight_NK, settings, need_dx)
+        q, w_row, w_col = steps.input_and_weight(
+            x, plan, call.kept, weight_NK, settings, need_dx, weight_NK
+        )
         x_row = other_tokens.rows_of_all(q.row, tokens)
         y_MN = steps.fprop(x_row, w_row, bias_N, settings, call.out_dtype, call.tag)
         x_kept = Kept.of(call.sources) if plan.keep and call.sources else plan.kept(q, x, need_dw)
@@ -182,6 +184,6 @@ def infer(
 ) -> Tensor:  # fmt: skip
     """x [..., K] -> [..., N] on a quantized weight, without autograd."""
     plan = other_tokens.plan_input(x, settings, False, False, tokens)
-    x_row = other_tokens.rows_of_all(steps.quantized_input(x, plan).row, tokens)
+    x_row = other_tokens.rows_of_all(steps.quantized_input(x, plan, w_row.codes).row, tokens)
     y_MN = steps.fprop(x_row, w_row, bias_N, settings, out_dtype, tag)
     return other_tokens.unflatten_all(y_MN, x, tokens)

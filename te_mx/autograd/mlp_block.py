@@ -94,12 +94,13 @@ def _quantized(
 ) -> tuple[Quantized, Operand, Operand | None]:  # fmt: skip
     """x and w1; x perhaps by whoever made it, or by a sibling. Without columnwise codes where
     `source_of` has what to make them of."""
-    q = shared_inputs.find(x, plan.target)
+    reader = parts[0]
+    q = shared_inputs.find(x, plan.target, reader)
     if q is None and source_of(x) is not None:
-        q = shared_inputs.find(x, plan.target._replace(col=""))
+        q = shared_inputs.find(x, plan.target._replace(col=""), reader)
     if q is None and kept is None and len(parts) == 1:
-        return steps.input_and_weight(x, plan, None, parts[0], settings, need_dx)
-    q = q or steps.quantized_input(x, plan)
+        return steps.input_and_weight(x, plan, None, parts[0], settings, need_dx, reader)
+    q = q or steps.quantized_input(x, plan, reader)
     return q, *operands(kept, parts, settings, need_dx)
 
 
@@ -258,7 +259,7 @@ def _activated_apart(
     """a, quantized, of few tokens: weights that are larger than x are not joined, but what they
     make."""
     settings = call.settings
-    q = steps.quantized_input(x, plan)
+    q = steps.quantized_input(x, plan, parts[0])
     assert q.row is not None
     made = []
     for i, (weight, bias) in enumerate(zip(parts, biases, strict=True)):

@@ -55,10 +55,10 @@ class OneCallLinear(torch.autograd.Function):
         w_kept = columns_now(weight_NK, settings, need_dx)
         problem = LinearProblem(x.numel() // k, n, k, need_dw, need_dx, w_kept, settings)
         ctx.problem, ctx.plan, ctx.tag = problem, (plan := kernel.plan(problem)), call.tag
-        given = _given(x, plan, settings.scale_rule, need_dw)
+        given = _given(x, weight_NK, plan, settings.scale_rule, need_dw)
         y, held = plan.forward(x, weight_NK, bias_N, call.out_dtype, given)
         if given is None:
-            shared_inputs.put_held(x, plan, settings.scale_rule, held)
+            shared_inputs.put_held(x, weight_NK, plan, settings.scale_rule, held)
         if call.tag >= 0:
             LAST_RUN[call.tag] = plan.kernel
         ctx.x_shape, ctx.sinks = x.shape, ()
@@ -73,12 +73,11 @@ class OneCallLinear(torch.autograd.Function):
         return run_backward(_backward, "te_mx.Linear", ctx, *grads)
 
 
-def _given(x: Tensor, plan: LinearPlan, rule: str, need_dw: bool) -> Held | None:
+def _given(x: Tensor, weight_NK: Tensor, plan: LinearPlan, rule: str, need_dw: bool) -> Held | None:
     """The operands of x, where a layer before made them."""
-    entry = shared_inputs.entry_of(x)
-    if entry is None or not entry.gives(plan.row, plan.col if need_dw else "", rule):
-        return None
-    return entry.for_one_call()
+    col = plan.col if need_dw else ""
+    entry = shared_inputs.entry_for(x, weight_NK, plan.row, col, rule)
+    return None if entry is None else entry.for_one_call()
 
 
 def _backward(ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:

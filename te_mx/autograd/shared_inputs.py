@@ -9,6 +9,8 @@ versions of its own, may be written at any later time: memory that was ever reac
 (runtime/exposed.py). After a replay of a CUDA graph, which writes to tensors of its capture,
 nothing of before counts (runtime/replays.py). A write that torch gives no version is not seen here
 either: through NumPy, DLPack or a storage, by another library's kernel, by collectives in place.
+But each weight is given an input once. One that comes back finds the tensor quantized anew: buffers
+that are filled again for the next step, or that a pipeline receives in, are new to every step.
 
 Operands are used on the stream that they were made on, and inside the CUDA graph capture that they
 were made in. Compiled code needs nothing of this: there layers ask for the same op on the same
@@ -32,16 +34,18 @@ from te_mx.dispatch.linear import Held, LinearPlan
 from te_mx.layouts.operand import Quantized
 from te_mx.runtime import exposed, replays, streams
 
+_PLAIN = (Tensor, torch.nn.Parameter)
 _MOST = 2  # inputs that are remembered in a thread: a parallel block returns to its first one
 
 
 class Entry:
     """An input and its operands: specs of the rowwise and the columnwise one ("" for none), their
-    scale rule, and themselves in one of two forms."""
+    scale rule, and themselves in one of two forms. readers: addresses of the weights that had it.
+    """
 
     __slots__ = (
-        "_quantized", "address", "col", "held", "leaf", "place", "plan", "replays", "row", "rule",
-        "siblings", "source", "version",
+        "_quantized", "address", "col", "held", "leaf", "place", "plan", "readers", "replays",
+        "row", "rule", "siblings", "source", "version",
     )  # fmt: skip
 
     def __init__(self, x: Tensor, place: tuple[int, int], row: str, col: str, rule: str) -> None:
@@ -53,6 +57,7 @@ class Entry:
         self.plan: LinearPlan | None = None
         self._quantized: Quantized | None = None
         self.leaf, self.siblings = x.is_leaf, Siblings()
+        self.readers: list[int] = []
 
     def is_of(self, x: Tensor) -> bool:
         """Whether x is as it was."""
@@ -67,6 +72,15 @@ class Entry:
     def gives(self, row: str, col: str, rule: str) -> bool:
         """Whether this has what a layer asks for."""
         return row == self.row and rule == self.rule and (not col or col == self.col)
+
+    def read_by(self, weight: Tensor) -> None:
+        """Note a weight, if it has an address."""
+        if type(weight) in _PLAIN:
+            self.readers.append(weight.data_ptr())
+
+    def was_read_by(self, weight: Tensor) -> bool:
+        """Whether this was for a weight before."""
+        return type(weight) in _PLAIN and weight.data_ptr() in self.readers
 
     def quantized(self) -> Quantized:
         """The operands."""
@@ -117,6 +131,21 @@ def entry_of(x: Tensor) -> Entry | None:
     return None if x._base is None else _from_view(x)
 
 
+def entry_for(x: Tensor, weight: Tensor, row: str, col: str, rule: str) -> Entry | None:
+    """What is remembered of x for the layer of a weight that asks for this, and was not given it
+    before."""
+    entry = entry_of(x)
+    if entry is None:
+        return None
+    if entry.was_read_by(weight):
+        _here.entries.remove(entry)
+        return None
+    if not entry.gives(row, col, rule):
+        return None
+    entry.read_by(weight)
+    return entry
+
+
 def is_view_of_all(x: Tensor, source: Tensor) -> bool:
     """Whether x is another object for what `source` is: they have one version then."""
     memory = x._base
@@ -139,6 +168,7 @@ def _from_view(x: Tensor) -> Entry | None:
             made = _remember(x, entry.row, entry.col, entry.rule)
             if made is not None:
                 made.plan, made.held, made._quantized = entry.plan, entry.held, entry._quantized
+                made.readers = entry.readers
             return made
     return None
 
@@ -174,31 +204,32 @@ def joined(x: Tensor, node: Any) -> Siblings | None:
     return entry.siblings
 
 
-def put(x: Tensor, target: Target, made: Quantized) -> None:
-    """Remember x [..., K] quantized as [M, K] to a target."""
+def put(x: Tensor, target: Target, made: Quantized, weight: Tensor | None = None) -> None:
+    """Remember x [..., K] quantized as [M, K] to a target, for a weight if there is one yet."""
     if torch.compiler.is_compiling():
         return
     entry = _remember(x, target.row, target.col, target.rule)
     if entry is not None:
         entry._quantized = made
+        if weight is not None:
+            entry.read_by(weight)
 
 
-def put_held(x: Tensor, plan: LinearPlan, rule: str, held: Held) -> None:
+def put_held(x: Tensor, weight: Tensor, plan: LinearPlan, rule: str, held: Held) -> None:
     """The same of operands that a plan made."""
     entry = _remember(x, plan.row, "" if held.x_col is None else plan.col, rule)
     if entry is not None:
         entry.plan, entry.held = plan, held._replace(w_col=None)
+        entry.read_by(weight)
 
 
-def find(x: Tensor, target: Target) -> Quantized | None:
-    """x quantized to a target, if a layer before did that."""
+def find(x: Tensor, target: Target, weight: Tensor) -> Quantized | None:
+    """x quantized to a target for the layer of a weight, if another one did that before."""
     # Who watches or traces the operators shall see that x is quantized.
     if torch.compiler.is_compiling() or not _here.entries or not is_direct(x):
         return None
-    entry = entry_of(x)
-    if entry is None or not entry.gives(target.row, target.col, target.rule):
-        return None
-    return entry.quantized()
+    entry = entry_for(x, weight, target.row, target.col, target.rule)
+    return None if entry is None else entry.quantized()
 
 
 def forget() -> None:

@@ -198,12 +198,13 @@ def plan_input(
     return Input(Target(row, form.col if columns else "", settings.scale_rule), keep)
 
 
-def quantized_input(x: Tensor, plan: Input) -> Quantized:
-    """An input x [..., K] as planned, once for all layers that read this tensor."""
-    made = shared_inputs.find(x, plan.target)
+def quantized_input(x: Tensor, plan: Input, reader: Tensor) -> Quantized:
+    """An input x [..., K] as planned, once for all layers that read this tensor. reader: a
+    weight of the layer, or its codes: memory that stays."""
+    made = shared_inputs.find(x, plan.target, reader)
     if made is None:
         made = quantized(flatten(x), plan.target)
-        shared_inputs.put(x, plan.target, made)
+        shared_inputs.put(x, plan.target, made, reader)
     return made
 
 
@@ -231,12 +232,13 @@ def weight_operands(
 
 def input_and_weight(
     x: Tensor, plan: Input, kept: KeptWeight | None, weight_NK: Tensor, settings: Settings,
-    need_dx: bool,
+    need_dx: bool, reader: Tensor,
 ) -> tuple[Quantized, Operand, Operand | None]:  # fmt: skip
-    """x [..., K] and the weight quantized, at the same time where a kernel can."""
-    made = None if kept is not None else shared_inputs.find(x, plan.target)
+    """x [..., K] and the weight quantized, at the same time where a kernel can. reader: by what the
+    layer is known, as of `quantized_input`."""
+    made = None if kept is not None else shared_inputs.find(x, plan.target, reader)
     if kept is not None or made is not None:
-        made = made or quantized_input(x, plan)
+        made = made or quantized_input(x, plan, reader)
         return made, *weight_operands(kept, weight_NK, settings, need_dx)
     row, col, rule = plan.target[:3]
     columns = columns_now(weight_NK, settings, need_dx)
@@ -245,7 +247,7 @@ def input_and_weight(
         Quantize(weight_NK, target.row, target.col, target.rule),
         Quantize(flatten(x), row, col, rule),
     )
-    shared_inputs.put(x, plan.target, x_q)
+    shared_inputs.put(x, plan.target, x_q, reader)
     assert w.row is not None
     return x_q, w.row, w.col
 

@@ -61,9 +61,8 @@ def add_options(p: argparse.ArgumentParser) -> None:
         "--formats", default=FORMATS, metavar="W,X:W,..",
         help=f"of weights, or of inputs and weights; inputs are MXFP8 otherwise ({FORMATS})",
     )  # fmt: skip
-    p.add_argument(
-        "--tokens", default=",".join(map(str, TOKENS)), help="M of each layer of a model"
-    )
+    default = ",".join(map(str, TOKENS))
+    p.add_argument("--tokens", metavar="M,..", help=f"of each layer of a model ({default})")
     p.add_argument(
         "--split-k", action="store_true", help="as recipes with split_k=True, which may cut K"
     )
@@ -85,7 +84,9 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.rounds < 1:
         raise ValueError(f"--rounds must be at least 1, got {args.rounds}")
-    tokens = parse_tokens(args.tokens)
+    if args.tokens is not None and args.shapes:
+        raise ValueError("--tokens goes with --model: each of --shapes names its own")
+    tokens = TOKENS if args.tokens is None else parse_tokens(args.tokens)
     if args.model and (args.experts or args.top_k):
         raise ValueError("--experts and --top-k go with --shapes: a model says how many it has")
     shapes = (
@@ -93,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         if args.shapes
         else of_models(args.model, tokens)
     )
-    recipes = [_recipe(word, args.split_k) for word in args.formats.split(",")]
+    recipes = [recipe_of(word, args.split_k) for word in args.formats.split(",")]
     out = args.out or Path(f"te_mx_{name}.csv")
     session = Session(device, out, args.resume, args.rounds, args.kept_only)
     gc.collect()
@@ -242,7 +243,7 @@ def _with_layers(
                 yield shape, None if has else layers
 
 
-def _recipe(word: str, split_k: bool) -> BlockScaling:
+def recipe_of(word: str, split_k: bool = False) -> BlockScaling:
     """That of a frozen layer: of "mxfp4" as weights, or of "mxfp4:mxfp4" as inputs and weights."""
     x, _, w = word.strip().rpartition(":")
     x = formats.get(x or "mxfp8_e4m3").name

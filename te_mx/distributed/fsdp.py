@@ -29,6 +29,7 @@ from te_mx.distributed.gathered import GatheredWeight
 from te_mx.distributed.local_layer import call, local_layer
 from te_mx.nn.grouped_linear import GroupedLinear
 from te_mx.nn.mx_module import MXModule
+from te_mx.nn.transposed_linear import TransposedLinear
 from te_mx.recipe import resolve_recipe
 from te_mx.recipes.settings import Settings
 
@@ -54,8 +55,9 @@ def quantized_all_gather(model: nn.Module, *, recipe: Any = None) -> int:
         TypeError: an argument has the wrong type.
         ValueError: there is no te_mx module with sharded weights; or a weight cannot be gathered
             so: it is sharded along another dimension than its rows, in parts of different sizes or
-            across blocks, offloaded to the CPU, or one of several of a te_mx.GroupedLinear that
-            are not stacked. Nothing is changed then.
+            across blocks, offloaded to the CPU, one of several of a te_mx.GroupedLinear that are
+            not stacked, or [.., in, out] as those of GPT-2 and gpt-oss are. Nothing is changed
+            then.
         RuntimeError: a forward has run already.
     """
     check_module(model)
@@ -166,7 +168,7 @@ def gathered(module: Any, held: Mapping[str, Any], settings: Settings | None) ->
 
 def _kept(module: Any, weight: GatheredWeight, settings: Settings) -> Any:
     spec, made = at_rest(weight.fmt), Made.now(weight.codes.device)
-    if isinstance(module, GroupedLinear):
+    if weight.dim() == 3:
         groups, rows, k = weight.shape
         stack = Stack(weight.codes, weight.scales, spec, groups, rows, k)
         return KeptWeights(settings, stack, None, made)
@@ -211,6 +213,11 @@ def _why_not(module: Any, param: Any, settings: Settings) -> str:
     grouped = isinstance(module, GroupedLinear)
     if grouped and not module.single_grouped_weight:
         return "is one of several that are not stacked; build it with single_grouped_weight=True"
+    if isinstance(module, TransposedLinear) or getattr(module, "_transposed", False):
+        return (
+            "is held with the inputs of a product in front of its outputs, and blocks run along "
+            "the inputs; call quantized_all_gather on the modules beside it, one by one"
+        )
     if module._frozen is not None:
         return "is frozen; unfreeze it first"
     if dim != 0:
@@ -222,7 +229,7 @@ def _why_not(module: Any, param: Any, settings: Settings) -> str:
             f"has {shape[0]} rows, which {ranks} ranks have in parts of different sizes; make it "
             f"{-(-shape[0] // ranks) * ranks}"
         )
-    height = 1 if grouped else formats.get(settings.w).scaling.block[0]
+    height = 1 if len(shape) == 3 else formats.get(settings.w).scaling.block[0]
     if shape[0] // ranks % height:
         return (
             f"has {shape[0] // ranks} rows on a rank, which are no whole blocks of {height} rows "

@@ -83,8 +83,9 @@ class ModuleParallel(ParallelStyle):
         """
         if not isinstance(module, (Linear, LayerNormLinear, LayerNormMLP, GroupedLinear)):
             raise TypeError(
-                f"ModuleParallel takes te_mx modules, got {type(module).__name__}; call "
-                "te_mx.convert_model first, or use a style of torch"
+                "ModuleParallel takes te_mx.Linear, LayerNormLinear, LayerNormMLP and "
+                f"GroupedLinear, got {type(module).__name__}; call te_mx.convert_model first where "
+                "it is an nn.Linear, or use a style of torch"
             )
         if isinstance(module, (LayerNormLinear, LayerNormMLP)) and self.mode != "column":
             raise TypeError(

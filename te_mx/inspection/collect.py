@@ -2,12 +2,14 @@
 
 nn.Linear and te_mx's modules, in high precision, all multiply by torch.nn.functional.linear: what
 it is given inside of a layer is that layer's x and w, also where a module normalizes or activates
-first, and the gradient of what it returns is g. Only numbers are kept.
+first, and the gradient of what it returns is g. The Conv1D of GPT-2 calls torch.addmm, and stacked
+experts leave their products to whoever watches them. Only numbers are kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from te_mx.autograd.steps import DGRAD, FPROP, GEMMS, WGRAD
 from te_mx.formats import Format
 from te_mx.inspection.layers import Layer
 from te_mx.inspection.metrics import Sums, measure
+from te_mx.nn.experts import ExpertsModule
 
 Key = tuple[str, str, str]  # step, role, gemm
 
@@ -37,10 +40,12 @@ class _Tap(torch.autograd.Function):
 
 
 class _Frame:
-    """A layer that is running, and how many products it has computed."""
+    """A layer that is running, and how many products it has computed. which: the step and the
+    number of the next one, where their order does not say."""
 
     def __init__(self, layer: Layer) -> None:
         self.layer, self.products = layer, 0
+        self.which: tuple[str, int] | None = None
 
 
 class Watch(TorchFunctionMode):
@@ -68,6 +73,8 @@ class Watch(TorchFunctionMode):
     # ------------------------------------------------------------------------------------ entering
     def __enter__(self) -> Watch:
         for layer in self._layers:
+            if isinstance(layer.module, ExpertsModule):
+                layer.module.__dict__["_watched"] = partial(self._experts, layer, layer.module)
             start, end = self._start(layer), self._end
             on = layer.module.register_forward_pre_hook(start, prepend=True, with_kwargs=True)
             self._handles.append(on)
@@ -79,6 +86,8 @@ class Watch(TorchFunctionMode):
         super().__exit__(*exc_info)
         for handle in self._handles:
             handle.remove()
+        for layer in self._layers:
+            layer.module.__dict__.pop("_watched", None)
 
     def _start(self, layer: Layer) -> Callable[..., Any]:
         def start(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -105,20 +114,43 @@ class Watch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is nn.functional.linear and self._running:
-            return self._product(self._running[-1], *args, **kwargs)
+            return self._of_layer(self._running[-1], *args, **kwargs)
+        if func is torch.addmm and self._running and self._running[-1].layer.transposed:
+            bias, rows, weight_KN = args
+            return self._of_layer(self._running[-1], rows, weight_KN.t(), bias)
         return func(*args, **kwargs)
 
-    def _product(
+    def _of_layer(
         self, frame: _Frame, input: Tensor, weight: Tensor, bias: Tensor | None = None
     ) -> Tensor:
         steps, index = frame.layer.steps, frame.products
         frame.products += 1
         step = steps[0 if frame.layer.grouped else min(index, len(steps) - 1)]
+        return self._product(frame.which or (step, index), input, weight, bias)
+
+    def _experts(
+        self, layer: Layer, module: ExpertsModule, x_RK: Tensor, offs: Tensor, key: str,
+        bias_EN: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """The products of an experts module, one expert after the other."""
+        step, weights_ENK = layer.steps[module._weight_keys.index(key)], module._stack(key)
+        frame, made, start = self._running[-1], [], 0
+        for expert, end in enumerate(offs.tolist()):
+            bias = None if bias_EN is None else bias_EN[expert]
+            frame.which = step, expert  # of this call, which comes back to `_of_layer`
+            made.append(nn.functional.linear(x_RK[start:end], weights_ENK[expert], bias))
+            start = end
+        return torch.cat([*made, made[0].new_zeros(len(x_RK) - start, made[0].shape[1])])
+
+    def _product(
+        self, which: tuple[str, int], input: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        step, _ = which
         again = self._backward  # recomputed by a checkpoint: measured before
         if not again:
             self._read(step, "x", input, FPROP, WGRAD)
-            if (step, index) not in self._weights:
-                self._weights.add((step, index))
+            if which not in self._weights:
+                self._weights.add(which)
                 self._read(step, "w", weight, FPROP, DGRAD)
             self._seen()
         # A matrix is no view: what is written into the result later leaves its hook where it is.

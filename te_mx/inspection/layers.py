@@ -17,6 +17,7 @@ from te_mx.context import Region, active_region, entered_again
 from te_mx.nn.checks import FLOATS
 from te_mx.nn.grouped_linear import GroupedLinear
 from te_mx.nn.mx_module import MXModule
+from te_mx.nn.transposed_linear import TransposedLinear
 from te_mx.saved_bytes import is_layer
 
 # What a forward of a te_mx module leaves on it: as if nothing ran before. And what is off while it
@@ -36,6 +37,11 @@ class Layer(NamedTuple):
     def grouped(self) -> bool:
         """Whether each of its products is one of the same step."""
         return isinstance(self.module, GroupedLinear)
+
+    @property
+    def transposed(self) -> bool:
+        """Whether its weight is [in, out]."""
+        return isinstance(self.module, TransposedLinear)
 
 
 def layers_of(
@@ -71,7 +77,8 @@ def _why_not(module: nn.Module, name: str) -> str:
     if isinstance(module, MXModule) and module._is_dropped():
         raise RuntimeError(
             f"inspect: the layer {name!r} of model holds codes and no high-precision weight; call "
-            "te_mx.unfreeze_weights(model) first, or inspect before the weights are frozen"
+            "te_mx.unfreeze_weights(model, dequantize=True) first, or inspect before weights are "
+            "frozen"
         )
     for key, value in module.named_parameters(recurse=False):
         if is_lazy(value) or value.is_meta:

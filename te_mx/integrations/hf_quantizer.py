@@ -29,6 +29,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter
@@ -94,13 +95,18 @@ class TeMxQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         self._model = model
-        convert_model(model, filter_fn=self._is_quantized_in(model))
+        files = kwargs.get("checkpoint_files") or ()
+        convert_model(model, filter_fn=self._is_quantized_in(model, files))
         for name, module in model.named_modules():
             if isinstance(module, MXModule):
                 self._masters.append((name, module, _put_placeholders(module, self.plan)))
 
-    def _is_quantized_in(self, model: Any) -> Callable[[nn.Module, str], bool]:
+    def _is_quantized_in(self, model: Any, files: Any) -> Callable[[nn.Module, str], bool]:
         plan, head = self.plan, model.get_output_embeddings()
+        named = [name for name, module in model.named_modules() if module is head]
+        # Configs leave the head out without saying so, and list nothing where it is quantized too.
+        if head is not None and any(_is_in(files, f"{n}.weight{plan.ends[1]}") for n in named):
+            head = None
 
         def chosen(module: nn.Module, name: str) -> bool:
             if plan.experts_only:
@@ -139,6 +145,16 @@ class TeMxQuantizer(HfQuantizer):
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         unfreeze_weights(model, dequantize=True)
         return model if dtype is None else model.to(dtype)
+
+
+def _is_in(files: Any, name: str) -> bool:
+    """Whether a tensor of this name is in one of these safetensors files."""
+    for path in files:
+        if str(path).endswith(".safetensors"):
+            with safe_open(path, "pt") as file:
+                if name in file.keys():  # noqa: SIM118 - it is no mapping
+                    return True
+    return False
 
 
 def _for_names_with(converter: Any, end: str) -> Any:

@@ -43,7 +43,7 @@ class TitanExperts(ExpertsModule):
         if args and isinstance(args[0], Proxy):
             return self._as_leaf(*args, **kwargs)
         settings = self._settings()
-        if settings is None:
+        if self._is_plain(settings):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         experts = self._shape_of(self._weight_keys[0])[0]
         # Versions differ in the names of the two.

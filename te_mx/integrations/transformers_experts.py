@@ -53,7 +53,7 @@ class TransformersExperts(ExpertsModule):
         if args and isinstance(args[0], Proxy):
             return self._as_leaf(*args, **kwargs)
         settings = self._settings()
-        if settings is None:
+        if self._is_plain(settings):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
         def product(x: Tensor, offs: Tensor, key: str, bias: Tensor | None) -> Tensor:

@@ -24,10 +24,13 @@ from te_mx.formats import Format
 from te_mx.nn import missing_weight, weight_only
 from te_mx.nn.layer_in_place import LayerInPlace
 from te_mx.nn.mx_module import output_dtype
+from te_mx.nn.several_ranks import above, here, is_gathered
 from te_mx.recipes.settings import Settings
 
 # (rows [R, in], ends of the experts) -> what is added to their products, [R, out]
 Adapter = Callable[[Tensor, Tensor], Tensor]
+# (rows [R, in], ends of the experts, key, bias [E, out] or None) -> [R, out], in high precision
+Watched = Callable[[Tensor, Tensor, str, Tensor | None], Tensor]
 
 
 class ExpertsModule(LayerInPlace):
@@ -36,6 +39,7 @@ class ExpertsModule(LayerInPlace):
 
     _gate: Activation | None = None  # in the place of the class's own, by convert_model(fuse=True)
     _adapters: Mapping[str, Adapter] | None = None  # of this forward, by key
+    _watched: Watched | None = None  # computes the products while te_mx.inspect looks on
 
     # ------------------------------------------------- what the experts of a library say of theirs
     @property
@@ -76,15 +80,23 @@ class ExpertsModule(LayerInPlace):
         return made.transpose(-2, -1) if self._transposed else made
 
     # --------------------------------------------------------------------------- running a forward
+    def _is_plain(self, settings: Settings | None) -> bool:
+        """Whether a forward is that of the class."""
+        return settings is None and self._watched is None
+
     def _product(
-        self, x_RK: Tensor, offs: Tensor, key: str, bias_EN: Tensor | None, settings: Settings
-    ) -> Tensor:
+        self, x_RK: Tensor, offs: Tensor, key: str, bias_EN: Tensor | None,
+        settings: Settings | None,
+    ) -> Tensor:  # fmt: skip
         """The rows of every expert times its weight, [R, out]; rows of no expert are 0.
 
         Raises:
             TypeError, ValueError: x, the weight or the bias cannot be multiplied in MXFP8.
             RuntimeError: somebody gives weights to experts whose masters were dropped.
         """
+        if settings is None:
+            assert self._watched is not None
+            return self._watched(x_RK, offs, key, bias_EN)
         experts, rows, k = self._shape_of(key)
         self._check_shape(x_RK, f"the input width of {key}", k)
         self._check_kind(x_RK)
@@ -105,7 +117,10 @@ class ExpertsModule(LayerInPlace):
             return (y + self._adapters[key](x_RK, offs)).to(y.dtype)
         weight = self._stack(key)
         self._check_parameter(key, weight, (experts, rows, k), x_RK.device)
-        if self._frozen is not None:
+        if is_gathered(weight):
+            kept, settings = above.gathered(self, settings)
+            call = call._replace(settings=settings, kept=kept[key])
+        elif self._frozen is not None:
             need_dx = torch.is_grad_enabled() and x_RK.requires_grad
             kept = self._kept_weight(key, None, settings, x_RK.device, need_dx)
             call = call._replace(kept=kept)
@@ -117,7 +132,7 @@ class ExpertsModule(LayerInPlace):
         return self._stack(key)
 
     def _each_of(self, key: str) -> list[Tensor]:
-        return list(self._stack(key).detach().unbind(0))
+        return list(here(self._stack(key)).detach().unbind(0))
 
     def _make_kept(self, key: str, settings: Settings, need_dx: bool) -> KeptWeights:
         return kept_weights(self._each_of(key), settings, need_dx)

@@ -12,7 +12,7 @@ from te_mx.commands import timing
 from te_mx.commands.candidates import Contest, Layers, candidates_of, leave
 from te_mx.commands.main import main
 from te_mx.commands.shapes import Shape
-from te_mx.commands.tune import _recipe
+from te_mx.commands.tune import recipe_of
 from te_mx.dispatch.problem import place_of
 from te_mx.dispatch.tuned import table, tables
 from te_mx.dispatch.tuned.table import DEFAULT, Row
@@ -35,7 +35,7 @@ def untouched(monkeypatch):
 @pytest.mark.parametrize("plain", [False, True])
 def test_every_candidate_computes_the_same(w, plain):
     """Those that cut K into parts too; all close to the default, and equal from call to call."""
-    recipe = _recipe(w, split_k=True)
+    recipe = recipe_of(w, split_k=True)
     with torch.no_grad(), te_mx.autocast(recipe=recipe):
         layers = Layers(Shape(1, 384, 1024), recipe, CUDA)
         for m in (1, 16, 33):

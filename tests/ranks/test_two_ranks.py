@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import two_ranks
 
 CASES = two_ranks.cases(
     "tensor_parallel_cases",
     "data_parallel_cases",
+    *(["experts_cases"] if importlib.util.find_spec("transformers") else []),
     "block_cases",
     "group_cases",
     "sequence_cases",
