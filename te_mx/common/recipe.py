@@ -84,6 +84,8 @@ class DelayedScaling(_Mapped):
         NotImplementedError: fp8_dpa or fp8_mha is set.
     """
 
+    _kind = "delayed"
+
     margin: int = 0
     fp8_format: Format = Format.HYBRID
     amax_history_len: int = 1024
@@ -130,6 +132,8 @@ class Float8CurrentScaling(_Mapped):
         TypeError, ValueError: a field of a wrong type or value.
         NotImplementedError: fp8_dpa or fp8_mha is set.
     """
+
+    _kind = "float8_current_scaling"
 
     use_power_2_scales: bool = False
     fp8_format: Format = Format.HYBRID

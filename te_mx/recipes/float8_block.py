@@ -72,6 +72,8 @@ class Float8BlockScaling(Recipe):
         NotImplementedError: a field asks for something that te_mx does not do.
     """
 
+    _kind = "float8_block_scaling"
+
     use_f32_scales: bool = False
     fp8_format: Format = Format.E4M3
     x_block_scaling_dim: int = 1

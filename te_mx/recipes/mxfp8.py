@@ -94,6 +94,8 @@ class MXFP8BlockScaling(Recipe):
         NotImplementedError: a field asks for something that te_mx does not do.
     """
 
+    _kind = "mxfp8"
+
     margin: int = 0
     fp8_format: Format = Format.E4M3
     fp8_dpa: bool = False

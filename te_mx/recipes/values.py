@@ -14,14 +14,55 @@ FLAGS = ("wgrad_with_hp", "one_copy_weights", "split_k", "keep_weight_columns")
 
 
 class Recipe:
-    """What te_mx.autocast takes: an immutable value with `settings`."""
+    """What te_mx.autocast takes: an immutable value with `settings`.
+
+    Code for Transformer Engine asks a recipe, or its class, what kind it is: `mxfp8()`,
+    `float8_block_scaling()`, `delayed()` and so on. A recipe that Transformer Engine does not have
+    is none of them.
+    """
 
     _settings: Settings  # made once: look-ups by them are part of every call
+    _kind = ""  # the one of these that is true
 
     @property
     def settings(self) -> Settings:
         """The recipe as the plain tuple that modules and ``torch.compile`` guards read."""
         return self._settings
+
+    @classmethod
+    def mxfp8(cls) -> bool:
+        """Whether this is MXFP8BlockScaling."""
+        return cls._kind == "mxfp8"
+
+    @classmethod
+    def float8_block_scaling(cls) -> bool:
+        """Whether this is Float8BlockScaling."""
+        return cls._kind == "float8_block_scaling"
+
+    @classmethod
+    def delayed(cls) -> bool:
+        """Whether this is DelayedScaling (te_mx.common.recipe)."""
+        return cls._kind == "delayed"
+
+    @classmethod
+    def float8_current_scaling(cls) -> bool:
+        """Whether this is Float8CurrentScaling (te_mx.common.recipe)."""
+        return cls._kind == "float8_current_scaling"
+
+    @classmethod
+    def float8_per_tensor_scaling(cls) -> bool:
+        """Whether this is one of DelayedScaling and Float8CurrentScaling."""
+        return cls.delayed() or cls.float8_current_scaling()
+
+    @classmethod
+    def nvfp4(cls) -> bool:
+        """False: te_mx does not run NVFP4BlockScaling."""
+        return False
+
+    @classmethod
+    def custom(cls) -> bool:
+        """False: te_mx does not run CustomRecipe."""
+        return False
 
 
 def check_precision(precision: str, alignment_spread: int, owner: str = "") -> None:

@@ -182,6 +182,31 @@ def test_recipes_of_one_scale_a_tensor_are_mapped_and_say_so(kind):
 
 
 @pytest.mark.filterwarnings("ignore::te_mx.common.recipe.RecipeWarning")
+def test_recipes_say_what_kind_they_are():
+    """By all predicates that Transformer Engine's base class has, on classes and on objects."""
+    base = next(n for n in recipe_file() if isinstance(n, ast.ClassDef) and n.name == "Recipe")
+    asked = [n.name for n in base.body if isinstance(n, ast.FunctionDef) and n.decorator_list]
+    asked = [name for name in asked if not name.startswith("_")]
+    true = {
+        recipes.MXFP8BlockScaling: {"mxfp8"},
+        recipes.Float8BlockScaling: {"float8_block_scaling"},
+        recipes.DelayedScaling: {"delayed", "float8_per_tensor_scaling"},
+        recipes.Float8CurrentScaling: {"float8_current_scaling", "float8_per_tensor_scaling"},
+        te_mx.recipe.MXFP4BlockScaling: set(),
+        te_mx.recipe.BlockScaling: set(),
+    }
+    assert {"mxfp8", "nvfp4", "custom"} <= set(asked)
+    for kind, names in true.items():
+        made = (
+            kind(x="mxfp4", w="mxfp4", g="mxfp8_e4m3")
+            if kind.__name__ == "BlockScaling"
+            else kind()
+        )
+        for one in (kind, made):
+            assert {name for name in asked if getattr(one, name)() is True} == names
+
+
+@pytest.mark.filterwarnings("ignore::te_mx.common.recipe.RecipeWarning")
 def test_their_fields_are_transformer_engines():
     classes = {n.name: n for n in recipe_file() if isinstance(n, ast.ClassDef)}
     for kind in ("DelayedScaling", "Float8CurrentScaling"):
