@@ -285,6 +285,20 @@ def test_configurations_of_hopper_reach_the_native_call(monkeypatch):
     assert adaptive.configuration == ""
 
 
+def test_rows_that_never_apply_are_named(portable, tmp_path, monkeypatch):
+    known = Row(
+        Key("gpu", "gemm", "mxfp8_e4m3", "mxfp4+rht32:0x1234abcd", N, K, 4), "a", "", 1, "b", 2
+    )
+    strange = known._replace(key=known.key._replace(operation="gem", x="mxfp9", w="e4m3"))
+    path = written(tmp_path / "t.csv", known, strange)
+    with pytest.warns(UserWarning, match="no operation 'gem', format 'e4m3', format 'mxfp9'"):
+        assert te_mx.use_tuned_table(path) == 2
+    te_mx.use_tuned_table(None)
+    monkeypatch.setenv(tables.VARIABLE, str(path))
+    with pytest.warns(UserWarning, match="'mxfp9'"):
+        said(4)
+
+
 def test_files_keep_their_rows_and_refuse_others(tmp_path):
     rows = [row(4), row(1, DEFAULT), row(16, "sm90_adaptive", "parts 4", "h200", 6144, 2048)]
     path = written(tmp_path / "deep" / "mine.csv", *rows)

@@ -8,11 +8,13 @@ files with the separator of PATH between them, or "off" for no tables at all.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from te_mx import formats
 from te_mx.dispatch.problem import Place, Problem
 from te_mx.dispatch.tuned.table import MOST_ROWS, Key, Row, bucket, read
 
@@ -58,10 +60,37 @@ def device_name(place: Place) -> str:
 
 def add(path: Path) -> Table:
     """Let a file of the user win over all tables so far. Raises ValueError if it is no table."""
-    table = Table(path, read(path))
+    table = Table(path, _read(path))
     _added.append(table)
     _known.clear()
     return table
+
+
+def _read(path: Path) -> list[Row]:
+    """The rows of a file; a warning names operations and formats that nothing here has."""
+    from te_mx.dispatch.registry import ops
+
+    rows = read(path)
+    asked = {"operation": {row.key.operation for row in rows} - set(ops())}
+    asked["format"] = {name for row in rows for name in (row.key.x, row.key.w)}
+    asked["format"] = {name for name in asked["format"] if not _is_format(name)}
+    unknown = [f"{kind} {name!r}" for kind, found in asked.items() for name in sorted(found)]
+    if unknown:
+        warnings.warn(
+            f"te_mx: the tuned table {path} has rows that never apply: te_mx has no "
+            f"{', '.join(unknown)}. A format of your own is to be registered before the table is "
+            "read; `python -m te_mx tune` writes names that exist",
+            stacklevel=4,
+        )
+    return rows
+
+
+def _is_format(name: str) -> bool:
+    """Whether problems may name this format: no short name."""
+    try:
+        return formats.get(name).name == name
+    except ValueError:
+        return False
 
 
 def remove() -> int:
@@ -106,7 +135,7 @@ def loaded(place: Place) -> list[Table]:
         paths.append(shipped)
     for path in paths:
         if path not in _files:
-            _files[path] = read(path)
+            _files[path] = _read(path)
     return [*reversed(_added), *(Table(path, _files[path]) for path in paths)]
 
 

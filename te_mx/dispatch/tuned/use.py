@@ -29,6 +29,8 @@ def use_tuned_table(path: str | os.PathLike[str] | None) -> int:
     Raises:
         TypeError: path is no path.
         ValueError: the file is no table; nothing changes then.
+
+    Rows of operations and formats that te_mx does not have never apply: a warning names them.
     """
     if path is None:
         count = tables.remove()
