@@ -74,10 +74,7 @@ def _both(first: Quantize, second: Quantize) -> tuple[Quantized, Quantized] | No
         pick("quantize", w.x.device, w.row, w.col, (*w.x.shape, 1), w.x.dtype, rule=w.rule)
         for w in (first, second)
     ]
-    run_two = getattr(kernels[0], "run_two", None)
-    if run_two is None or kernels[0] is not kernels[1]:
-        return None
-    return run_two(first, second)
+    return kernels[0].run_two(first, second) if kernels[0] is kernels[1] else None
 
 
 def quantized(values: Tensor, target: Target) -> Quantized:

@@ -9,7 +9,7 @@ reasons.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -92,6 +92,15 @@ class Kernel:
     def prepared(self, problem: Problem) -> PreparedGemm | None:
         """The call of a GEMM without an epilogue on operands that `prepare` made, of these sizes;
         None where there is nothing to prepare."""
+        return None
+
+    def run_two(self, first: Any, second: Any) -> tuple[Any, Any] | None:
+        """What `run` makes of either call, both at the same time; None where it cannot."""
+        return None
+
+    def run_joined(self, parts: Sequence[Tensor], row: str, col: str, rule: str) -> Any:
+        """Of a quantizer: matrices as one, their rows behind each other, read where they lie; None
+        where they must be joined first."""
         return None
 
     run: Callable[..., Any]

@@ -100,8 +100,7 @@ def quantize_joined(parts: Sequence[Tensor], row: str, col: str, rule: str) -> Q
     first, rows = parts[0], sum(part.shape[0] for part in parts)
     sizes = rows, first.shape[1], 1
     kernel = pick("quantize", first.device, row, col, sizes, first.dtype, rule=rule)
-    run_joined = getattr(kernel, "run_joined", None)
-    made = None if run_joined is None else run_joined(parts, row, col, rule)
+    made = kernel.run_joined(parts, row, col, rule)
     if made is not None:
         return made
     with torch.no_grad():
