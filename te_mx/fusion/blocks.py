@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from te_mx.fusion.probe import ROWS, LinearStandIn, Seen, apart, forward_of, numbers, twin
 from te_mx.fusion.sequences import Fusion
 from te_mx.nn import activations
-from te_mx.nn.fused_block import ATTRIBUTE, BlockPlan, FusedBlock
+from te_mx.nn.fused_block import BlockPlan
 from te_mx.nn.linear import Linear
-from te_mx.nn.reclassed import Reclassed, give, take_back
-from te_mx.nn.surroundings import RAN, hooked, surroundings
+from te_mx.nn.reclassed import Reclassed
+from te_mx.nn.surroundings import hooked, surroundings
 
 # Names of layers that make a module a candidate whose refusal is worth a row.
 _USUAL = (
@@ -77,23 +77,6 @@ def plan_blocks(
         found.append(Fusion(prefix or "(root)", shape, f"{type(module).__name__}: {kinds}", ""))
         blocks.append(Block(module, plan))
     return found, blocks
-
-
-def fuse_blocks(blocks: list[Block]) -> None:
-    """Fuse what was planned, once the layers are converted."""
-    for module, plan in blocks:
-        module.__dict__[ATTRIBUTE] = plan
-        give(module, FusedBlock)
-
-
-def unfuse_blocks(model: nn.Module) -> list[Fusion]:
-    """Give every block its own class back."""
-    found = []
-    for name, module in model.named_modules():
-        if isinstance(module, FusedBlock):
-            reason = take_back(module, ATTRIBUTE, RAN)
-            found.append(Fusion(name or "(root)", "", type(module).__name__, reason))
-    return found
 
 
 def _of_other_layers(module: nn.Module) -> tuple[str, str] | None:

@@ -4,16 +4,19 @@ normalizations and attentions get a class in place, and no name changes."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from te_mx.fusion.blocks import Block, fuse_blocks, plan_blocks, unfuse_blocks
-from te_mx.fusion.norms import FoundNorm, fuse_norms, plan_norms, unfuse_norms
+from te_mx.fusion.blocks import Block, plan_blocks
+from te_mx.fusion.norms import FoundNorm, plan_norms
 from te_mx.fusion.outputs import plan_outputs, save_inputs
-from te_mx.fusion.readers import Readers, join_readers, part_readers, plan_readers
+from te_mx.fusion.readers import Readers, plan_readers
 from te_mx.fusion.sequences import Fusion
+from te_mx.nn import fused_block, fused_norm, joined_layers
 from te_mx.nn.linear import Linear
+from te_mx.nn.reclassed import give, take_back
+from te_mx.nn.surroundings import RAN
 
 
 class InPlace(NamedTuple):
@@ -26,6 +29,13 @@ class InPlace(NamedTuple):
 
 
 NOTHING = InPlace([], [], [], [])
+# Classes that blocks, norms and readers get, the attribute that holds the plan of a module, and
+# those that it gets in use.
+_CLASSES: tuple[tuple[type, str, tuple[str, ...]], ...] = (
+    (fused_block.FusedBlock, fused_block.ATTRIBUTE, (RAN,)),
+    (fused_norm.FusedNorm, fused_norm.ATTRIBUTE, (RAN, fused_norm.READ)),
+    (joined_layers.JoinedReaders, joined_layers.ATTRIBUTE, ()),
+)
 
 
 def plan_in_place(
@@ -54,12 +64,20 @@ def plan_in_place(
 
 def fuse_in_place(plan: InPlace) -> None:
     """Fuse what was planned."""
-    fuse_blocks(plan.blocks)
-    fuse_norms(plan.norms)
     save_inputs(plan.outputs)
-    join_readers(plan.readers)
+    all_found: tuple[list[Any], ...] = plan.blocks, plan.norms, plan.readers
+    for found, (mixin, attribute, _) in zip(all_found, _CLASSES, strict=True):
+        for module, its_plan in found:
+            module.__dict__[attribute] = its_plan
+            give(module, mixin)
 
 
 def unfuse_in_place(model: nn.Module) -> list[Fusion]:
     """Give back the classes that modules had."""
-    return unfuse_blocks(model) + unfuse_norms(model) + part_readers(model)
+    found = []
+    for mixin, attribute, others in _CLASSES:
+        for name, module in model.named_modules():
+            if isinstance(module, mixin):
+                reason = take_back(module, attribute, *others)
+                found.append(Fusion(name or "(root)", "", type(module).__name__, reason))
+    return found

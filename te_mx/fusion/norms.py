@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from te_mx.dispatch.fused import Norm
 from te_mx.fusion.probe import ROWS, apart, forward_of, numbers, twin
 from te_mx.fusion.sequences import Fusion
-from te_mx.nn.fused_norm import ATTRIBUTE, READ, FusedNorm, NormPlan
-from te_mx.nn.reclassed import Reclassed, give, take_back
-from te_mx.nn.surroundings import RAN, surroundings
+from te_mx.nn.fused_norm import NormPlan
+from te_mx.nn.reclassed import Reclassed
+from te_mx.nn.surroundings import surroundings
 
 _TOLERANCE = 2e-5  # of fp32 sums over a row
 _ATTENTION = ("attn", "attention")
@@ -91,23 +91,6 @@ def plan_norms(
             note += f": {reason}" if reason else ""
             found.append(Fusion(full, shape, f"{kind}, {note}", ""))
     return found, norms
-
-
-def fuse_norms(norms: list[FoundNorm]) -> None:
-    """Fuse what was planned, once the layers are converted."""
-    for module, plan in norms:
-        module.__dict__[ATTRIBUTE] = plan
-        give(module, FusedNorm)
-
-
-def unfuse_norms(model: nn.Module) -> list[Fusion]:
-    """Give every normalization its own class back."""
-    found = []
-    for name, module in model.named_modules():
-        if isinstance(module, FusedNorm):
-            reason = take_back(module, ATTRIBUTE, RAN, READ)
-            found.append(Fusion(name or "(root)", "", type(module).__name__, reason))
-    return found
 
 
 def _name(model: nn.Module, module: nn.Module) -> str:

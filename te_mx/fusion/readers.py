@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from te_mx.fusion.sequences import Fusion
-from te_mx.nn.joined_layers import ATTRIBUTE, WHOLE, JoinedReaders, ReadersPlan
-from te_mx.nn.reclassed import Reclassed, give, take_back
+from te_mx.nn.joined_layers import WHOLE, ReadersPlan
+from te_mx.nn.reclassed import Reclassed
 from te_mx.nn.surroundings import hooked
 
 _NAMES = (
@@ -60,23 +60,6 @@ def plan_readers(
         found.append(Fusion(prefix or "(root)", f"{widths.pop()} -> {outs}", what, ""))
         readers.append(Readers(module, ReadersPlan(names, argument)))
     return found, readers
-
-
-def join_readers(readers: list[Readers]) -> None:
-    """Do what was planned, once the layers are converted."""
-    for module, plan in readers:
-        module.__dict__[ATTRIBUTE] = plan
-        give(module, JoinedReaders)
-
-
-def part_readers(model: nn.Module) -> list[Fusion]:
-    """Give every such module its own class back."""
-    found = []
-    for name, module in model.named_modules():
-        if isinstance(module, JoinedReaders):
-            reason = take_back(module, ATTRIBUTE)
-            found.append(Fusion(name or "(root)", "", type(module).__name__, reason))
-    return found
 
 
 def argument_read_by(module: nn.Module, names: Collection[str]) -> str | None:
