@@ -216,10 +216,17 @@ struct EightCodes {
 // 8j + 2t and 8j + 2t + 1 of two j's, is in one piece, and the pieces of all t side by side, so
 // that they lie in different banks.
 template <int kRows>
+inline constexpr int kScaleColumns = kRows == 8 ? 2 : 4;  // of a piece
+template <int kRows>
 __device__ __forceinline__ int scale_place(int r) {
-  constexpr int kTogether = kRows == 8 ? 1 : 2;
+  constexpr int kTogether = kScaleColumns<kRows> / 2;
   const int j = r / 8, t = r % 8 / 2;
   return ((j / kTogether * 4 + t) * kTogether + j % kTogether) * 2 + r % 2;
+}
+// Bytes from the scales of a block to what lane 4g + t reads at once, of number i.
+template <int kRows>
+__device__ __forceinline__ int scale_offset(int t, int i) {
+  return (4 * i + t) * kScaleColumns<kRows> * 4;
 }
 
 // Eight numbers of row r, from 8 * lane of quad q on; lane is one of 16.

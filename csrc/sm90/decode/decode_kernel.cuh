@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(kDecodeThreads, Math::kCtas)
     // NOTE: warps without a group multiply whatever lies there, for nobody.
     if (there) ring.wait();
     sums.add(ring.place(), tile::wgmma_desc_at(own_x + place * Math::kInputBytes),
-             own_scales + place * decode_scale_bytes(kRows) + lane % 4 * (kRows == 8 ? 8 : 16),
+             own_scales + place * decode_scale_bytes(kRows) + scale_offset<kRows>(lane % 4, 0),
              lane);
     if (there) ring.next();
   };

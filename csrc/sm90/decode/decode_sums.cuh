@@ -5,6 +5,7 @@
 
 #include <utility>
 
+#include "decode/decode_input.cuh"
 #include "decode/decode_weights.cuh"
 #include "te_mx/sm90_decode.h"
 
@@ -78,7 +79,7 @@ struct DecodeSums {
       } else {
 #pragma unroll
         for (int i = 0; i < kScales; ++i)
-          s[i] = tile::load_shared16(at + (piece * kScales + i) * 64);
+          s[i] = tile::load_shared16(at + scale_offset<Math::kRows>(0, piece * kScales + i));
       }
     }
   };
