@@ -101,6 +101,11 @@ def test_the_native_calls_and_the_bits_are_those_of_eager(kind, recipe, drop):
         expected, eager = run(module, x, recipe=recipe), calls()
         assert same(compiled(x, recipe=recipe), expected) and calls() == eager
         assert bool(eager) == (m <= (64 if drop else 32))
+        if eager:
+            module.__dict__["_tag"] = -1
+            compiled(x, recipe=recipe)
+            assert {row.fprop for row in te_mx.audit(module).layers} == {"sm90_decode"}
+            calls()
     # One row, few rows, many rows.
     assert compiled.graphs == 3
 

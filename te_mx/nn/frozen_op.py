@@ -25,10 +25,11 @@ from te_mx._ops.library import define
 from te_mx._ops.linear import frozen_kernel
 from te_mx.autograd import few_rows, shared_inputs
 from te_mx.autograd.activation import activation
+from te_mx.autograd.backward import tag_of
 from te_mx.autograd.grouped import GroupedCall, grouped_linear, grouped_on_codes
 from te_mx.autograd.linear import Call, linear, linear_on_codes
 from te_mx.autograd.shapes import flatten, unflatten
-from te_mx.autograd.steps import at_rest, plan_weight
+from te_mx.autograd.steps import GEMMS, at_rest, plan_weight
 from te_mx.dispatch.fused import Activation
 from te_mx.dispatch.grouped_calls import Groups
 from te_mx.dispatch.problem import frozen_rows
@@ -159,7 +160,9 @@ def _run(
     settings, owner = _settings(words), frozen_owners.owner_of(weights, key)
     for one in weights if how == MASTERS else weights[:1]:
         note_read(one)
-    kept, groups = None, 0 if offs is None else len(offs)
+    kept, groups, tag = None, 0 if offs is None else len(offs), -1
+    if owner is not None:
+        tag = tag_of(owner._tag_now(), len(GEMMS) * owner._weight_keys.index(key))
     if owner is not None and how == MASTERS:
         kept = _kept(owner, key, settings, x.device)
     if owner is not None and (kept is not None or how != MASTERS):
@@ -168,14 +171,14 @@ def _run(
         if not (capturing(x.device) or few_rows.has_form(weight)):
             apart(x.device, lambda: few_rows.ready(x, x.dtype, weight, given))
         found = few_rows.ready(x, x.dtype, weight, given)
-        y = None if found is None else found.run(x, bias, out_dtype, -1, offs, act or None)
+        y = None if found is None else found.run(x, bias, out_dtype, tag, offs, act or None)
         if y is not None:
             return y
     shared_inputs.forget()  # compiled code may fill a tensor anew without telling
     if offs is None:
-        made = _dense(x, weights, bias, kept, settings, (how, n, out_dtype))
+        made = _dense(x, weights, bias, kept, settings, (how, n, out_dtype, tag))
     else:
-        made = _grouped(x, (weights, bias, offs), kept, settings, (how, n, out_dtype))
+        made = _grouped(x, (weights, bias, offs), kept, settings, (how, n, out_dtype, tag))
     shared_inputs.forget()
     if not act:
         return made
@@ -193,27 +196,27 @@ def _kept(owner: Any, key: str, settings: Settings, device: torch.device) -> Any
 
 def _dense(
     x: Tensor, weights: list[Tensor], bias: Tensor | None, kept: Any, settings: Settings,
-    rest: tuple[str, int, torch.dtype],
+    rest: tuple[str, int, torch.dtype, int],
 ) -> Tensor:  # fmt: skip
     """The steps of te_mx.Linear."""
-    how, n, dtype = rest
-    call = Call(settings, dtype, kept=kept)
+    how, n, dtype, tag = rest
+    call = Call(settings, dtype, tag, kept)
     if how == MASTERS:
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         return linear(x, weight, bias, call)
     row = Operand(*_codes(weights, settings), at_rest(settings.w), n, x.shape[-1])
     if how == AS_IS:
-        return weight_only.linear(x, row, bias, dtype)
+        return weight_only.linear(x, row, bias, dtype, tag)
     return linear_on_codes(x, row, bias, call)
 
 
 def _grouped(
     x: Tensor, held: tuple[list[Tensor], Tensor | None, Tensor], kept: Any, settings: Settings,
-    rest: tuple[str, int, torch.dtype],
+    rest: tuple[str, int, torch.dtype, int],
 ) -> Tensor:  # fmt: skip
     """The steps of te_mx.GroupedLinear."""
-    (weights, bias, offs), (how, n, dtype) = held, rest
-    call = GroupedCall(0, settings, dtype, bias is not None, kept)
+    (weights, bias, offs), (how, n, dtype, tag) = held, rest
+    call = GroupedCall(0, settings, dtype, bias is not None, kept, tag)
     if how == MASTERS:
         stacked = weights[0].dim() == 3
         biases: Any = () if bias is None else (bias,) if stacked else bias.unbind(0)
@@ -221,7 +224,7 @@ def _grouped(
     spec = at_rest(settings.w)
     row = Stack(*_codes(weights, settings), spec, len(offs), n, x.shape[-1])
     if how == AS_IS:
-        return unflatten(weight_only.grouped(flatten(x), Groups(offs), row, bias, dtype), x)
+        return unflatten(weight_only.grouped(flatten(x), Groups(offs), row, bias, dtype, tag), x)
     return grouped_on_codes(x, offs, row, bias, call)
 
 
