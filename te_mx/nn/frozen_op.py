@@ -74,6 +74,8 @@ def ready(
     product to the GEMM's. Nothing may need a gradient."""
     if module._frozen is None or module._gathered is not None or module._tokens is not None:
         return None
+    if module._local is not None:  # its shards are new tensors each time
+        return None
     if torch.compiler.is_exporting() or module._held_tensors(key) is None:
         return None
     *groups, n, k = module._shape_of(key)
