@@ -9,12 +9,16 @@ import fake_sm90_decode
 import pytest
 import torch
 from as_on_hopper import hopper, hopper_with_groups
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch._functorch.compile_utils import fx_graph_cse
 
 import te_mx
 from te_mx.layouts import SM90_DECODE
 from te_mx.nn import frozen_owners
 from te_mx.recipe import BlockScaling, Float8BlockScaling
+from te_mx.recipes.settings import in_words, of_words
 
 K, N = 72, 40
 BF16 = torch.bfloat16
@@ -51,7 +55,12 @@ class Compiled:
 
     def _backend(self, graph, inputs):
         self.graphs += 1
-        return torch._dynamo.backends.debugging.aot_eager(graph, inputs)
+
+        def keep(traced, _):
+            self.code = fx_graph_cse(traced.graph).python_code("self").src
+            return make_boxed_func(traced.forward)
+
+        return aot_module_simplified(graph, inputs, keep)
 
     def __call__(self, x, *args, recipe="mxfp8"):
         return run(self.run, x, *args, recipe=recipe)
@@ -170,6 +179,22 @@ def test_no_change_of_a_weight_is_missed_and_nothing_compiles_anew(kind, drop, m
     assert compiled.graphs == 1
 
 
+def test_many_rows_see_changes_too_and_quantize_their_input_once():
+    first, second = frozen(), frozen()
+    compiled, x = Compiled(lambda x: (first(x), second(x))), rows(90)
+    for _ in range(2):
+        fresh = [KINDS["linear"]() for _ in range(2)]
+        for one, layer in zip(fresh, (first, second), strict=True):
+            one.load_state_dict(layer.state_dict())
+        got = compiled(x)
+        assert same(got, [run(one, x) for one in fresh])
+        with torch.no_grad():
+            first.weight.mul_(2)
+            second.load_state_dict({"weight": second.weight * 3, "bias": second.bias})
+    assert compiled.graphs == 1 and calls() == []
+    assert compiled.code.count("te_mx.quantize") == 1
+
+
 @pytest.mark.parametrize("drop", [False, True])
 def test_eager_and_compiled_code_share_what_is_kept(drop, monkeypatch):
     made = []
@@ -252,10 +277,14 @@ def test_exported_programs_hold_ops_of_codes_alone():
 def test_the_op_on_tensors_without_data():
     module = frozen(drop=True)
     held = module._held_tensors("weight")
-    words = te_mx.nn.frozen_op._words(RECIPES["mxfp8"].settings)
+    words = in_words(RECIPES["mxfp8"].settings)
     given = rows(3), held, module.bias.detach(), None, "weight", "codes", words, N, "", BF16
     torch.library.opcheck(torch.ops.te_mx.frozen_product.default, given)
-    assert te_mx.nn.frozen_op._settings(words) == RECIPES["mxfp8"].settings
+    kept = frozen()
+    row = te_mx._ops.quantize_2d(rows(3), "mxfp8_e4m3@rows").row
+    given = *row[:5], [kept.weight.detach()], kept.bias.detach(), "weight", words, N, BF16
+    torch.library.opcheck(torch.ops.te_mx.frozen_gemm.default, given)
+    assert of_words(words) == RECIPES["mxfp8"].settings
 
 
 def test_owners_go_with_their_modules():

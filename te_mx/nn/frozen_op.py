@@ -1,4 +1,5 @@
-"""te_mx::frozen_product: few rows times a weight of a frozen module, in compiled code.
+"""te_mx::frozen_product: few rows times a weight of a frozen module, in compiled code; and
+te_mx::frozen_gemm: rows that are quantized already times one with a master.
 
 A graph knows tensors, neither modules nor what they keep. So the op is given what the module holds
 (parameters, or codes and scales), and its result is a function of these and the other arguments.
@@ -12,7 +13,6 @@ runs a graph once before it captures it.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -29,18 +29,25 @@ from te_mx.autograd.backward import tag_of
 from te_mx.autograd.grouped import GroupedCall, grouped_linear, grouped_on_codes
 from te_mx.autograd.linear import Call, linear, linear_on_codes
 from te_mx.autograd.shapes import flatten, unflatten
-from te_mx.autograd.steps import GEMMS, at_rest, plan_weight
+from te_mx.autograd.steps import (
+    GEMMS,
+    at_rest,
+    fprop,
+    plan_input,
+    plan_weight,
+    quantized_input,
+    weight_operands,
+)
 from te_mx.dispatch.fused import Activation
 from te_mx.dispatch.grouped_calls import Groups
 from te_mx.dispatch.problem import frozen_rows
 from te_mx.nn import frozen_owners, weight_only
 from te_mx.nn.frozen_few import weight_of
-from te_mx.recipes.settings import Settings
+from te_mx.recipes.settings import Settings, in_words, of_words
 from te_mx.runtime.ran import note_read
 from te_mx.runtime.streams import apart
 
 MASTERS, CODES, AS_IS = "masters", "codes", "inputs as they are"
-_FLAGS = "wgrad_hp", "one_copy", "split_k", "keep_columns"
 
 
 # ------------------------------------------------------------------------------------ while tracing
@@ -58,7 +65,7 @@ class Traced(NamedTuple):
         """act(x [..., k] @ w^T + bias) [..., n]; offs: ends of the groups of rows."""
         module, key, settings = self
         held, n = module._held_tensors(key), module._shape_of(key)[-2]
-        words = _words(settings)
+        words = in_words(settings)
         return FROZEN_PRODUCT(
             x, held, bias, offs, key, _how(module), words, n, act or "", out_dtype
         )
@@ -72,11 +79,7 @@ def ready(
     frozen module; None where it is the steps: more rows than the kernel for few takes, a weight
     that is computed or lent, torch.export. multiplies: only of a kernel that does not leave the
     product to the GEMM's. Nothing may need a gradient."""
-    if module._frozen is None or module._gathered is not None or module._tokens is not None:
-        return None
-    if module._local is not None:  # its shards are new tensors each time
-        return None
-    if torch.compiler.is_exporting() or module._held_tensors(key) is None:
+    if not _holds(module, key):
         return None
     *groups, n, k = module._shape_of(key)
     how, fmt, lies = _how(module), settings.w, "rows"
@@ -104,6 +107,30 @@ def traced(
         return None  # such an input is rounded first
     found = ready(module, key, x, x.dtype, settings)
     return None if found is None else found.run(x, bias, out_dtype, offs=offs)
+
+
+def many_rows(
+    module: Any, key: str, x: Tensor, bias: Tensor | None, settings: Settings,
+    out_dtype: torch.dtype,
+) -> Tensor | None:  # fmt: skip
+    """x [..., k] @ weight [n, k]^T + bias for any number of rows, on what is kept of a weight
+    beside its master when the graph runs; None where `traced` would be for other reasons than
+    rows. The input is quantized in the graph, once for all layers that read it."""
+    if module._is_dropped() or needs_gradient(x, bias) or not _holds(module, key):
+        return None
+    held, n, words = module._held_tensors(key), module._shape_of(key)[-2], in_words(settings)
+    row = quantized_input(x, plan_input(x.device, settings, False), held[0]).row
+    assert row is not None
+    return unflatten(FROZEN_GEMM(*row[:5], held, bias, key, words, n, out_dtype), x)
+
+
+def _holds(module: Any, key: str) -> bool:
+    """Whether a graph may be given what a frozen module holds of a weight."""
+    if module._frozen is None or module._gathered is not None or module._tokens is not None:
+        return False
+    if module._local is not None or torch.compiler.is_exporting():
+        return False  # shards of one rank are new tensors each time
+    return module._held_tensors(key) is not None
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
@@ -134,39 +161,13 @@ def _most_rows(
     return 0
 
 
-def _words(settings: Settings) -> str:
-    """Settings as one string: graphs are kept on disks, and hold no objects."""
-    return "|".join([_word(value) for value in settings])
-
-
-def _word(value: Any) -> str:
-    if value is None or value is False:
-        return ""
-    return "yes" if value is True else str(value)
-
-
-@lru_cache(maxsize=256)
-def _settings(words: str) -> Settings:
-    given: dict[str, Any] = dict(zip(Settings._fields, words.split("|"), strict=True))
-    given["spread"] = int(given["spread"])
-    given["backward"] = given["backward"] or None
-    given.update({name: given[name] == "yes" for name in _FLAGS})
-    return Settings(**given)
-
-
 # --------------------------------------------------------------------------------------------- op
 def _run(
     x: Tensor, weights: list[Tensor], bias: Tensor | None, offs: Tensor | None, key: str, how: str,
     words: str, n: int, act: str, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    settings, owner = _settings(words), frozen_owners.owner_of(weights, key)
-    for one in weights if how == MASTERS else weights[:1]:
-        note_read(one)
-    kept, groups, tag = None, 0 if offs is None else len(offs), -1
-    if owner is not None:
-        tag = tag_of(owner._tag_now(), len(GEMMS) * owner._weight_keys.index(key))
-    if owner is not None and how == MASTERS:
-        kept = _kept(owner, key, settings, x.device)
+    settings, groups = of_words(words), 0 if offs is None else len(offs)
+    owner, kept, tag = _known(weights, key, settings, x.device, how)
     if owner is not None and (kept is not None or how != MASTERS):
         weight = weight_of(owner, key, kept, (n, x.shape[-1]), groups)
         given = None if how == AS_IS else settings
@@ -187,6 +188,20 @@ def _run(
     return activation(flatten(made), Activation(act)).view_as(made)
 
 
+def _known(
+    weights: list[Tensor], key: str, settings: Settings, device: torch.device, how: str = MASTERS
+) -> tuple[Any, Any, int]:
+    """The module that holds a weight, what it keeps of it beside a master, and where it records
+    the kernel; (None, None, -1) where nobody holds these tensors."""
+    for one in weights if how == MASTERS else weights[:1]:
+        note_read(one)
+    owner = frozen_owners.owner_of(weights, key)
+    if owner is None:
+        return None, None, -1
+    tag = tag_of(owner._tag_now(), len(GEMMS) * owner._weight_keys.index(key))
+    return owner, _kept(owner, key, settings, device) if how == MASTERS else None, tag
+
+
 def _kept(owner: Any, key: str, settings: Settings, device: torch.device) -> Any:
     """What is kept of a weight as it is now, perhaps made now; None where nothing may be."""
     found, _ = owner._frozen.current(key, owner)
@@ -204,8 +219,7 @@ def _dense(
     how, n, dtype, tag = rest
     call = Call(settings, dtype, tag, kept)
     if how == MASTERS:
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        return linear(x, weight, bias, call)
+        return linear(x, _joined(weights), bias, call)
     row = Operand(*_codes(weights, settings), at_rest(settings.w), n, x.shape[-1])
     if how == AS_IS:
         return weight_only.linear(x, row, bias, dtype, tag)
@@ -230,6 +244,10 @@ def _grouped(
     return grouped_on_codes(x, offs, row, bias, call)
 
 
+def _joined(weights: list[Tensor]) -> Tensor:
+    return weights[0] if len(weights) == 1 else torch.cat(weights)
+
+
 def _codes(weights: list[Tensor], settings: Settings) -> tuple[Tensor, Tensor]:
     codes, scales = weights
     return codes, scales.view(formats.get(settings.w).scaling.storage)
@@ -242,6 +260,26 @@ def _fake(
     return x.new_empty((*x.shape[:-1], n), dtype=out_dtype)
 
 
+def _run_gemm(*args: Any) -> Tensor:
+    codes, scales, spec, rows, k, weights, bias, key, words, _, out_dtype = args
+    settings = of_words(words)
+    _, kept, tag = _known(weights, key, settings, codes.device)
+    with torch.no_grad():
+        whole = None if kept is not None else _joined(weights)
+        w_row, _ = weight_operands(kept, whole, settings, False)
+        return fprop(Operand(codes, scales, spec, rows, k), w_row, bias, settings, out_dtype, tag)
+
+
+def _fake_gemm(*args: Any) -> Tensor:
+    return args[0].new_empty((args[3], args[9]), dtype=args[10])
+
+
+FROZEN_GEMM = define(
+    "frozen_gemm(Tensor codes, Tensor scales, str spec, SymInt rows, SymInt k, Tensor[] weights, "
+    "Tensor? bias, str key, str settings, SymInt n, ScalarType out_dtype) -> Tensor",
+    _run_gemm,
+    _fake_gemm,
+)
 FROZEN_PRODUCT = define(
     "frozen_product(Tensor x, Tensor[] weights, Tensor? bias, Tensor? offs, str key, str how, "
     "str settings, SymInt n, str act, ScalarType out_dtype) -> Tensor",

@@ -215,7 +215,10 @@ class Linear(MXModule, nn.Linear):
         added = None if self.return_bias else bias
         self._check_plain_call(inp, weight, added, self.out_features, self.in_features)
         if tracing and self._frozen is not None:
-            made = frozen_op.traced(self, "weight", inp, added, settings, output_dtype(inp))
+            given = "weight", inp, added, settings, output_dtype(inp)
+            made = frozen_op.traced(self, *given)
+            if made is None:
+                made = frozen_op.many_rows(self, *given)
             if made is not None:
                 return (made, bias) if self.return_bias else made
         kept = None
