@@ -86,11 +86,12 @@ def audit(model: nn.Module, memory: bool = False) -> AuditReport:
 
     A te_mx.LayerNormLinear is one row, a te_mx.LayerNormMLP two: ``<name>.fc1``, ``<name>.fc2``.
 
-    Code compiled by torch.compile does not record: a number per layer inside the graph would make
-    every layer compile anew. A layer that ran in compiled code only, in MXFP8, is told by the
-    weight that was read, and says "compiled: not recorded"; where its weight is computed
-    (parameters_split, parametrizations, FSDP) or it ran in high precision, "never ran" stays. Run
-    once without torch.compile to see what runs; compiled code runs the same kernels.
+    Code compiled by torch.compile does not record, but for few rows on frozen weights: a number per
+    layer inside the graph would make every layer compile anew. A layer that ran in such code only,
+    in MXFP8, is told by the weight that was read, and says "compiled: not recorded"; where its
+    weight is computed (parameters_split, parametrizations, FSDP) or it ran in high precision,
+    "never ran" stays. Run once without torch.compile to see what runs; compiled code runs the same
+    kernels.
 
     Args:
         model: the model, or a part of it.

@@ -52,13 +52,15 @@ def freeze_weights(
     Not noticed are writes that torch does not count: in place through ``weight.data`` (as peft
     merges an adapter without ``safe_merge=True`` or te_mx.integrations.peft), NumPy, DLPack or a
     view made in inference_mode, by optimizers with ``fused=True`` while the parameter has a
-    gradient but does not require one, and by FSDP1 or DeepSpeed. Code compiled by torch.compile and
-    captured CUDA graphs notice nothing. After such a change call `unfreeze_weights`, then
-    `freeze_weights`, and capture again.
+    gradient but does not require one, and by FSDP1 or DeepSpeed. Captured CUDA graphs notice
+    nothing. Code compiled by torch.compile notices what eager code does in te_mx.Linear, and in
+    other modules only where it runs kernels for few rows (below).
+    After such a change call `unfreeze_weights`, then `freeze_weights`, and capture again.
 
     On Hopper GPUs a te_mx.Linear keeps its weight once more from its first forward of at most 64
     rows on, in the form of the kernel for them: 1.03 bytes a number in MXFP8 and blockwise FP8,
-    0.53 in MXFP4. A CUDA graph uses it if such a forward ran before the capture.
+    0.53 in MXFP4. A CUDA graph uses it if such a forward ran before the capture. Compiled code
+    uses it too, and notices the changes that eager code notices there.
 
     Args:
         model: the modules in it that are frozen already stay so.

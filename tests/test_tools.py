@@ -258,9 +258,15 @@ def test_compiled_weights_of_all_kinds(family, frozen, clean_dynamo):
     if frozen:
         te_mx.freeze_weights(model, drop_master=frozen == "dropped")
     assert te_mx.audit(model).layers[0].fprop == "never ran"
+    x = torch.randn(ROWS, SIZE)
     with te_mx.autocast(), torch.no_grad():
-        torch.compile(model, backend="aot_eager", fullgraph=True)(torch.randn(ROWS, SIZE))
-    assert te_mx.audit(model).layers[0].fprop == "compiled: not recorded"
+        torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+        ran = te_mx.audit(model).layers[0].fprop
+        if family == "Linear" and frozen:  # few rows, which find their layer
+            model(x)
+            assert ran == te_mx.audit(model).layers[0].fprop
+        else:
+            assert ran == "compiled: not recorded"
 
 
 def test_the_memory_of_layers():

@@ -17,7 +17,7 @@ from te_mx.recipes.settings import Settings
 from te_mx.runtime.ran import LAST_RUN
 from te_mx.runtime.streams import capturing
 
-_ANY_RULE = "rceil"  # stands where nothing is quantized
+ANY_RULE = "rceil"  # stands where nothing is quantized
 
 
 class Form(NamedTuple):
@@ -73,6 +73,12 @@ def is_few(x: Tensor, k: int, groups: int = 0) -> bool:
     return 0 < x.numel() <= frozen_rows(groups) * k
 
 
+def has_form(weight: Weight) -> bool:
+    """Whether a form of a weight as it is now is there, or that the kernel does not take it."""
+    form = weight.forms.made.get(weight.key)
+    return form is not None and form.is_of(weight.made_of)
+
+
 class Ready(NamedTuple):
     """A kernel for few rows and the weight in its form."""
 
@@ -103,7 +109,7 @@ def ready(x: Tensor, dtype: torch.dtype, weight: Weight, settings: Settings | No
     """
     if not weight.made_of:
         return None
-    sizes, lhs, rule, precision = (weight.groups, weight.n, weight.k), "", _ANY_RULE, "adaptive"
+    sizes, lhs, rule, precision = (weight.groups, weight.n, weight.k), "", ANY_RULE, "adaptive"
     if settings is not None:
         lhs, rule, precision = settings.x, settings.scale_rule, settings.precision
     rows = x.numel() // x.shape[-1]

@@ -17,6 +17,7 @@ from te_mx.autograd.activation import activation
 from te_mx.autograd.few_rows import Ready
 from te_mx.dispatch.fused import Activation
 from te_mx.nn import frozen_few
+from te_mx.nn.frozen_op import Traced
 from te_mx.nn.linear import Linear
 from te_mx.nn.mx_module import output_dtype
 from te_mx.recipes.settings import Settings
@@ -41,13 +42,13 @@ def run_few(act: Activation, layers: list[Linear], x: Tensor, settings: Settings
 
 
 def run_gated(
-    found: Ready, h: list[Tensor], act: Activation, bias: Tensor | None, tag: int
+    found: Ready | Traced, h: list[Tensor], act: Activation, bias: Tensor | None, tag: int
 ) -> Tensor | None:
     """act(h[0]) * h[1] times a weight, in the dtype of h; of one h, its halves. None where native
-    code does not take it."""
+    code does not take it. Compiled code has the activation as an op of its own: the same bits."""
     x, values = h if len(h) == 2 else h[0].chunk(2, -1)
     dtype, shape = x.dtype, x.shape
-    if act.base in found.kernel.gates:
+    if isinstance(found, Ready) and act.base in found.kernel.gates:
         made = found.run(x, bias, dtype, tag, gate=Gate(values, act.base))
         if made is not None:
             return made

@@ -18,7 +18,7 @@ from te_mx._ops import FLOAT_DTYPES, Operand, dequantize_2d, quantize_2d
 from te_mx.autograd import few_rows
 from te_mx.autograd.steps import at_rest
 from te_mx.autograd.steps_kept import kept_weight
-from te_mx.nn import frozen_formats
+from te_mx.nn import frozen_formats, frozen_owners
 from te_mx.nn.frozen_formats import Fixed
 from te_mx.nn.frozen_sources import Sources
 from te_mx.nn.several_ranks import above, here, is_spread
@@ -243,6 +243,8 @@ class Freezable:
         if self.__dict__.get("_gathers"):
             above.attach(self)
         frozen = self._frozen
+        if frozen is not None:
+            frozen_owners.register(self)
         if frozen is not None and not frozen.dropped:
             frozen.kept.clear()
             frozen.sources = {key: Sources(self._made_of(key)) for key in self._weight_keys}
@@ -261,6 +263,18 @@ class Freezable:
             # .to(dtype) unharmed, fp32 scales by their bytes.
             self.register_buffer(f"{key}_codes", codes, persistent=False)
             self.register_buffer(f"{key}_scale", scales.view(torch.uint8), persistent=False)
+        frozen_owners.register(self)
+
+    def _held_tensors(self, key: str) -> list[Tensor] | None:
+        """What the module holds of a weight: parameters in order, or the buffers of one without a
+        master; None where something computes it."""
+        if self._frozen is not None and self._frozen.dropped:
+            return list(self._stored(key))
+        split: dict[str, int] | None = getattr(self, "_split", None)
+        names = self._held_by(key) if split is None else [f"{name}_{key}" for name in split]
+        parameters: dict[str, Any] = self._parameters  # type: ignore[attr-defined]
+        held = [parameters.get(name) for name in names]
+        return None if any(one is None for one in held) else held  # type: ignore[return-value]
 
     def _is_held(self, key: str) -> bool:
         """Whether parameters hold the weight, so that it has a place of its own."""

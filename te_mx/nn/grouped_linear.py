@@ -200,6 +200,10 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         names, shape = self._weight_names, self._shape_of_each("weight")
         self._check_parameter(names[0], weights[0], shape, inp.device)
         kept = None
+        if self._frozen is not None and is_tracing():
+            made = self._run_few(inp, groups, biases, settings, None)
+            if made is not None:
+                return (made, self._returned(biases)) if self.return_bias else made
         if self._keeps(is_first_microbatch):
             need_dx = torch.is_grad_enabled() and inp.requires_grad
             kept = self._kept_weight("weight", is_first_microbatch, settings, inp.device, need_dx)
@@ -207,7 +211,7 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         queue = self._wgrad_queue()
         sink = self._sink(weights, is_first_microbatch, queue) if routed else None
         try:
-            if kept is not None and self._frozen is not None:
+            if kept is not None and self._frozen is not None and not is_tracing():
                 few = self._run_few(inp, groups, biases, settings, kept)
                 if few is not None:
                     return (few, self._returned(biases)) if self.return_bias else few

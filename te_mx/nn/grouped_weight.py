@@ -16,6 +16,7 @@ from te_mx.autograd.grouped_operands import Groups
 from te_mx.autograd.steps import at_rest
 from te_mx.autograd.steps_grouped import KeptWeights, kept_weights
 from te_mx.context import is_tracing
+from te_mx.nn import frozen_op
 from te_mx.nn.frozen_few import weight_of
 from te_mx.nn.frozen_weight import Freezable
 from te_mx.nn.mx_module import output_dtype
@@ -92,9 +93,10 @@ class StackedWeight(Freezable):
         kept: KeptWeights | None,
     ) -> Tensor | None:  # fmt: skip
         """The result where a kernel for few rows takes it, else None. kept: what is kept of frozen
-        masters; None without masters. Compiled code cannot look whether a weight changed."""
+        masters; None without masters, and in compiled code, which looks when it runs."""
         many, n, k = self.num_gemms, self.out_features, self.in_features
-        if is_tracing() or groups.capacity or not few_rows.is_few(inp, k, many):
+        tracing = is_tracing()
+        if groups.capacity or not (tracing or few_rows.is_few(inp, k, many)):
             return None
         dtype, quantized = output_dtype(inp), None if self._is_weight_only() else settings
         if quantized is None and inp.dtype != dtype:  # it is rounded first
@@ -102,6 +104,8 @@ class StackedWeight(Freezable):
         bias_GN = None if self.return_bias else self._stacked_bias(biases)
         if bias_GN is not None and (bias_GN.shape != (many, n) or bias_GN.device != inp.device):
             return None  # the steps say what is wrong with it
+        if tracing:
+            return frozen_op.traced(self, "weight", inp, bias_GN, settings, dtype, groups.offs)
         weight = weight_of(self, "weight", kept, (n, k), many)
         tag = self._tag_now()  # type: ignore[attr-defined]
         return few_rows.linear(inp, weight, bias_GN, quantized, dtype, tag, groups.offs)

@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from te_mx.autograd import transforms
+from te_mx.autograd.few_rows import Ready
 from te_mx.autograd.layernorm_linear import Call, layernorm_linear
 from te_mx.autograd.steps_kept import on_codes
 from te_mx.context import is_tracing
 from te_mx.nn import constructors, delayed_wgrad, weight_only
 from te_mx.nn import parameters_split as split
+from te_mx.nn.frozen_op import Traced
 from te_mx.nn.norm_module import NormModule, default_init, needs_gradient
 from te_mx.nn.te_arguments import refuse, refuse_constructor
 from te_mx.nn.tensor_parallel_group import COLUMN, ROW, part, ranks_of, shared
@@ -251,11 +253,15 @@ class LayerNormLinear(NormModule):
                 self._check_parameter("bias", added, (out_features,), device)
             step, tag = self._step(inp), self._tag_now()
             need_dx = needs_gradient(inp, norm_weight, norm_bias)
-            kept = few = y = None
-            if not self._is_weight_only():
+            kept = y = None
+            few: Ready | Traced | None = None
+            plain = not (need_dx or needs_gradient(added))
+            if plain:
+                few = self._ready_traced("weight", inp, settings)
+            if few is None and not self._is_weight_only():
                 first = is_first_microbatch
                 kept = self._kept_or_dropped("weight", settings, first, device, need_dx)
-            if not (need_dx or needs_gradient(added)):
+            if few is None and plain:
                 few = self._ready("weight", kept, (out_features, self.in_features), inp, settings)
             if few is not None:
                 z = self._normalized(inp)

@@ -219,14 +219,17 @@ class LayerNormMLP(NormModule):
             need_dz = needs_gradient(inp, norm_weight, norm_bias)
             need_dh = need_dz or needs_gradient(w1, b1)
             kept: tuple[KeptWeight | None, KeptWeight | None] = (None, None)
-            if not self._is_weight_only():
+            few = None
+            plain = not (need_dh or needs_gradient(b2))
+            if plain and is_tracing():
+                few = self._run_few(inp, (b1, b2), kept, settings, tags)
+            if few is None and not self._is_weight_only():
                 first = is_first_microbatch
                 kept = (
                     self._kept_or_dropped("fc1_weight", settings, first, inp.device, need_dz),
                     self._kept_or_dropped("fc2_weight", settings, first, inp.device, need_dh),
                 )
-            few = None
-            if not (need_dh or needs_gradient(b2)):
+            if plain and not is_tracing():
                 few = self._run_few(inp, (b1, b2), kept, settings, tags)
             if few is not None:
                 out, z = few
@@ -253,11 +256,12 @@ class LayerNormMLP(NormModule):
         act, dtype = self._act, output_dtype(inp)
         hidden, ffn = self.hidden_size, self.ffn_hidden_size
         rows = 2 * ffn if act.gated else ffn
-        one = self._ready("fc1_weight", kept[0], (rows, hidden), inp, settings)
-        if one is None:
-            return None
-        two = self._ready("fc2_weight", kept[1], (hidden, ffn), inp, settings)
-        if two is None:
+        one: Any = self._ready_traced("fc1_weight", inp, settings)
+        two: Any = self._ready_traced("fc2_weight", inp, settings)
+        if not is_tracing():
+            one = self._ready("fc1_weight", kept[0], (rows, hidden), inp, settings)
+            two = one and self._ready("fc2_weight", kept[1], (hidden, ffn), inp, settings)
+        if one is None or two is None:
             return None
         z, as_is = self._normalized(inp), self._is_weight_only()
         inside = None if act.gated or as_is else act.name

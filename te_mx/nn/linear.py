@@ -13,7 +13,7 @@ from te_mx.autograd import few_rows, transforms
 from te_mx.autograd.high_precision import HighPrecisionLinear
 from te_mx.autograd.linear import Call, linear, linear_on_codes
 from te_mx.context import is_tracing
-from te_mx.nn import constructors, delayed_wgrad, missing_weight, weight_only
+from te_mx.nn import constructors, delayed_wgrad, frozen_op, missing_weight, weight_only
 from te_mx.nn import parameters_split as split
 from te_mx.nn.frozen_few import weight_of
 from te_mx.nn.given_results import Given
@@ -214,6 +214,13 @@ class Linear(MXModule, nn.Linear):
         weight, bias = self._weight_and_bias()
         added = None if self.return_bias else bias
         self._check_plain_call(inp, weight, added, self.out_features, self.in_features)
+        if tracing and self._frozen is not None:
+            given = "weight", inp, added, settings, output_dtype(inp)
+            made = frozen_op.traced(self, *given)
+            if made is None:
+                made = frozen_op.many_rows(self, *given)
+            if made is not None:
+                return (made, bias) if self.return_bias else made
         kept = None
         if self._keeps(is_first_microbatch):
             need_dx = torch.is_grad_enabled() and inp.requires_grad
@@ -274,7 +281,9 @@ class Linear(MXModule, nn.Linear):
         row = self._dropped_operand("weight")
         dtype, tag = output_dtype(inp), self._tag_now()
         out, as_is = None, self._is_weight_only()
-        if self._is_few(inp) and (not as_is or inp.dtype == dtype):  # else it is rounded first
+        if is_tracing():
+            out = frozen_op.traced(self, "weight", inp, added, settings, dtype)
+        elif self._is_few(inp) and (not as_is or inp.dtype == dtype):  # else it is rounded first
             few = weight_of(self, "weight", None, (row.rows, row.k))
             out = few_rows.linear(inp, few, added, None if as_is else settings, dtype, tag)
         if out is None and as_is:
@@ -286,8 +295,7 @@ class Linear(MXModule, nn.Linear):
 
     # -------------------------------------------------------------------------- kernels of few rows
     def _is_few(self, inp: Tensor) -> bool:
-        """Whether a kernel for few rows may be asked: compiled code cannot look whether a weight
-        changed."""
+        """Whether a kernel for few rows may be asked; compiled code does so when it runs."""
         if is_tracing() or self._tokens is not None:
             return False
         return few_rows.is_few(inp, self.in_features)

@@ -17,8 +17,9 @@ from te_mx.autograd.norm import normalized
 from te_mx.autograd.normalization import NormStep
 from te_mx.autograd.steps_kept import KeptWeight
 from te_mx.autograd.wgrad import Queue, WeightGradient
+from te_mx.context import is_tracing
 from te_mx.dispatch.fused import NORMS, Norm, Target
-from te_mx.nn import constructors, frozen_few
+from te_mx.nn import constructors, frozen_few, frozen_op
 from te_mx.nn.mx_module import MXModule, output_dtype
 from te_mx.recipe import get_default_recipe
 from te_mx.recipes.settings import Settings
@@ -132,6 +133,12 @@ class NormModule(MXModule, nn.Module):
         if self._is_dropped():
             return KeptWeight(settings, self._dropped_operand(key), None)
         return self._kept_weight(key, first, settings, device, need_dx)
+
+    def _ready_traced(self, key: str, inp: Tensor, settings: Settings) -> frozen_op.Traced | None:
+        """As `_ready`, in code that is being compiled; None elsewhere."""
+        if not is_tracing():
+            return None
+        return frozen_op.ready(self, key, inp, output_dtype(inp), settings, multiplies=True)
 
     def _ready(
         self, key: str, kept: KeptWeight | None, size: tuple[int, int], inp: Tensor,

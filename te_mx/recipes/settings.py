@@ -3,9 +3,12 @@ value."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from te_mx import formats
+
+_FLAGS = "wgrad_hp", "one_copy", "split_k", "keep_columns"
 
 
 class Settings(NamedTuple):
@@ -76,3 +79,25 @@ class Settings(NamedTuple):
     def is_uniform(self) -> bool:
         """Whether each role has one format, and all have one rule."""
         return not (self.x_col or self.w_col or self.g_col or self.g_rule)
+
+
+def in_words(settings: Settings) -> str:
+    """Settings as one string, for graphs that are kept on disks and hold no objects. Traceable by
+    Dynamo."""
+    return "|".join([_word(value) for value in settings])
+
+
+def _word(value: Any) -> str:
+    if value is None or value is False:
+        return ""
+    return "yes" if value is True else str(value)
+
+
+@lru_cache(maxsize=256)
+def of_words(words: str) -> Settings:
+    """The other way."""
+    given: dict[str, Any] = dict(zip(Settings._fields, words.split("|"), strict=True))
+    given["spread"] = int(given["spread"])
+    given["backward"] = given["backward"] or None
+    given.update({name: given[name] == "yes" for name in _FLAGS})
+    return Settings(**given)

@@ -7,11 +7,14 @@ captured only records the writing.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+_T = TypeVar("_T")
 
 # Without torch's look whether CUDA was initialized: there are tensors on it.
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -53,6 +56,32 @@ def capture(device: torch.device) -> int | None:
     if not capturing(device):
         return 0
     return None if capture_number is None else capture_number(current(device))
+
+
+def apart(device: torch.device, make: Callable[[], _T]) -> _T:
+    """make(), without gradients, on the same stream; on GPUs in a thread of its own. Memory pools,
+    such as those that torch.compile fills before it captures a graph, are those of a thread: what
+    is made here may be kept after them."""
+    if device.type != "cuda":
+        with torch.no_grad():
+            return make()
+    on = torch.cuda.current_stream(device)
+    made: list[_T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with torch.no_grad(), torch.cuda.stream(on):
+                made.append(make())
+        except BaseException as error:  # raised below
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="te_mx-apart")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return made[0]
 
 
 class Made(NamedTuple):

@@ -62,7 +62,8 @@ class Slot:
             del old  # a CPU buffer is free before the larger one is made
         self.largest_need = max(self.largest_need, nbytes)
         self.allocations += 1
-        self.buffer = _allocate(size, self.device)
+        # Not in the memory pool of a graph that torch.compile is about to capture.
+        self.buffer = streams.apart(self.device, lambda: _allocate(size, self.device))
         return self.buffer
 
 

@@ -1,0 +1,288 @@
+"""te_mx::frozen_product: few rows times a weight of a frozen module, in compiled code; and
+te_mx::frozen_gemm: rows that are quantized already times one with a master.
+
+A graph knows tensors, neither modules nor what they keep. So the op is given what the module holds
+(parameters, or codes and scales), and its result is a function of these and the other arguments.
+When it runs it looks for the module that holds these very tensors; what that keeps of them, if they
+have not changed, is used as in eager code: the same kernels, the same bits. Other tensors (of
+functional_call, or changed by the graph itself) are quantized for the call.
+
+Nothing that is kept is made while a CUDA graph is captured, or in the memory of one: torch.compile
+runs a graph once before it captures it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+from te_mx import formats
+from te_mx._ops import Operand, Stack, capturing
+from te_mx._ops.library import define
+from te_mx._ops.linear import frozen_kernel
+from te_mx.autograd import few_rows, shared_inputs
+from te_mx.autograd.activation import activation
+from te_mx.autograd.backward import tag_of
+from te_mx.autograd.grouped import GroupedCall, grouped_linear, grouped_on_codes
+from te_mx.autograd.linear import Call, linear, linear_on_codes
+from te_mx.autograd.shapes import flatten, unflatten
+from te_mx.autograd.steps import (
+    GEMMS,
+    at_rest,
+    fprop,
+    plan_input,
+    plan_weight,
+    quantized_input,
+    weight_operands,
+)
+from te_mx.dispatch.fused import Activation
+from te_mx.dispatch.grouped_calls import Groups
+from te_mx.dispatch.problem import frozen_rows
+from te_mx.nn import frozen_owners, weight_only
+from te_mx.nn.frozen_few import weight_of
+from te_mx.recipes.settings import Settings, in_words, of_words
+from te_mx.runtime.ran import note_read
+from te_mx.runtime.streams import apart
+
+MASTERS, CODES, AS_IS = "masters", "codes", "inputs as they are"
+
+
+# ------------------------------------------------------------------------------------ while tracing
+class Traced(NamedTuple):
+    """What few_rows.Ready is in eager code: the product of few rows and a weight of a module."""
+
+    module: Any
+    key: str
+    settings: Settings
+
+    def run(
+        self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype, tag: int = -1,
+        offs: Tensor | None = None, act: str | None = None,
+    ) -> Tensor:  # fmt: skip
+        """act(x [..., k] @ w^T + bias) [..., n]; offs: ends of the groups of rows."""
+        module, key, settings = self
+        held, n = module._held_tensors(key), module._shape_of(key)[-2]
+        words = in_words(settings)
+        return FROZEN_PRODUCT(
+            x, held, bias, offs, key, _how(module), words, n, act or "", out_dtype
+        )
+
+
+def ready(
+    module: Any, key: str, x: Tensor, dtype: torch.dtype, settings: Settings,
+    multiplies: bool = False,
+) -> Traced | None:  # fmt: skip
+    """What Dynamo traces of a product of as many rows as x has, in a dtype, with a weight of a
+    frozen module; None where it is the steps: more rows than the kernel for few takes, a weight
+    that is computed or lent, torch.export. multiplies: only of a kernel that does not leave the
+    product to the GEMM's. Nothing may need a gradient."""
+    if not _holds(module, key):
+        return None
+    *groups, n, k = module._shape_of(key)
+    how, fmt, lies = _how(module), settings.w, "rows"
+    if how != MASTERS:
+        fmt = module._frozen.settings.w
+    elif not groups:
+        lies = plan_weight(x.device, settings, False).row.partition("@")[2]
+    as_is = how == AS_IS
+    specs = "" if as_is else f"{settings.x}@any", f"{fmt}@{'any' if lies == 'rows' else lies}"
+    words = few_rows.ANY_RULE if as_is else settings.scale_rule, settings.precision
+    sizes = groups[0] if groups else 0, n, k
+    most = _most_rows((dtype, x.device), sizes, specs, words, multiplies)
+    if most and guard_or_false(x.numel() > 0) and guard_or_false(x.numel() <= most * x.shape[-1]):
+        return Traced(module, key, settings)
+    return None
+
+
+def traced(
+    module: Any, key: str, x: Tensor, bias: Tensor | None, settings: Settings,
+    out_dtype: torch.dtype, offs: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
+    """x [..., k] @ weight [n, k]^T + bias as Dynamo traces it, or None, as by `ready`. offs: ends
+    of the groups of a weight [G, n, k]."""
+    if needs_gradient(x, bias) or (module._is_weight_only() and x.dtype != out_dtype):
+        return None  # such an input is rounded first
+    found = ready(module, key, x, x.dtype, settings)
+    return None if found is None else found.run(x, bias, out_dtype, offs=offs)
+
+
+def many_rows(
+    module: Any, key: str, x: Tensor, bias: Tensor | None, settings: Settings,
+    out_dtype: torch.dtype,
+) -> Tensor | None:  # fmt: skip
+    """x [..., k] @ weight [n, k]^T + bias for any number of rows, on what is kept of a weight
+    beside its master when the graph runs; None where `traced` would be for other reasons than
+    rows. The input is quantized in the graph, once for all layers that read it."""
+    if module._is_dropped() or needs_gradient(x, bias) or not _holds(module, key):
+        return None
+    held, n, words = module._held_tensors(key), module._shape_of(key)[-2], in_words(settings)
+    row = quantized_input(x, plan_input(x.device, settings, False), held[0]).row
+    assert row is not None
+    return unflatten(FROZEN_GEMM(*row[:5], held, bias, key, words, n, out_dtype), x)
+
+
+def _holds(module: Any, key: str) -> bool:
+    """Whether a graph may be given what a frozen module holds of a weight."""
+    if module._frozen is None or module._gathered is not None or module._tokens is not None:
+        return False
+    if module._local is not None or torch.compiler.is_exporting():
+        return False  # shards of one rank are new tensors each time
+    return module._held_tensors(key) is not None
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Whether a product of these is differentiated."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _how(module: Any) -> str:
+    """What the op is given of a weight of this module."""
+    if not module._is_dropped():
+        return MASTERS
+    return AS_IS if module._is_weight_only() else CODES
+
+
+@torch.compiler.assume_constant_result
+def _most_rows(
+    x: tuple[torch.dtype, torch.device], sizes: tuple[int, int, int], specs: tuple[str, str],
+    how: tuple[str, str], multiplies: bool,
+) -> int:  # fmt: skip
+    """The most rows that a kernel takes; 0 where there is none."""
+    dtype, device = x
+    rows = frozen_rows(sizes[0])
+    while rows:
+        found = frozen_kernel((rows, dtype, device), sizes, specs, *how)
+        if found is not None and (found[1].multiplies or not multiplies):
+            return rows
+        rows //= 2
+    return 0
+
+
+# --------------------------------------------------------------------------------------------- op
+def _run(
+    x: Tensor, weights: list[Tensor], bias: Tensor | None, offs: Tensor | None, key: str, how: str,
+    words: str, n: int, act: str, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    settings, groups = of_words(words), 0 if offs is None else len(offs)
+    owner, kept, tag = _known(weights, key, settings, x.device, how)
+    if owner is not None and (kept is not None or how != MASTERS):
+        weight = weight_of(owner, key, kept, (n, x.shape[-1]), groups)
+        given = None if how == AS_IS else settings
+        if not (capturing(x.device) or few_rows.has_form(weight)):
+            apart(x.device, lambda: few_rows.ready(x, x.dtype, weight, given))
+        found = few_rows.ready(x, x.dtype, weight, given)
+        y = None if found is None else found.run(x, bias, out_dtype, tag, offs, act or None)
+        if y is not None:
+            return y
+    shared_inputs.forget()  # compiled code may fill a tensor anew without telling
+    if offs is None:
+        made = _dense(x, weights, bias, kept, settings, (how, n, out_dtype, tag))
+    else:
+        made = _grouped(x, (weights, bias, offs), kept, settings, (how, n, out_dtype, tag))
+    shared_inputs.forget()
+    if not act:
+        return made
+    return activation(flatten(made), Activation(act)).view_as(made)
+
+
+def _known(
+    weights: list[Tensor], key: str, settings: Settings, device: torch.device, how: str = MASTERS
+) -> tuple[Any, Any, int]:
+    """The module that holds a weight, what it keeps of it beside a master, and where it records
+    the kernel; (None, None, -1) where nobody holds these tensors."""
+    for one in weights if how == MASTERS else weights[:1]:
+        note_read(one)
+    owner = frozen_owners.owner_of(weights, key)
+    if owner is None:
+        return None, None, -1
+    tag = tag_of(owner._tag_now(), len(GEMMS) * owner._weight_keys.index(key))
+    return owner, _kept(owner, key, settings, device) if how == MASTERS else None, tag
+
+
+def _kept(owner: Any, key: str, settings: Settings, device: torch.device) -> Any:
+    """What is kept of a weight as it is now, perhaps made now; None where nothing may be."""
+    found, _ = owner._frozen.current(key, owner)
+    stands = found is not None and found.serves(settings, device, False)
+    if stands or capturing(device):
+        return owner._kept_weight(key, None, settings, device, False)
+    return apart(device, lambda: owner._kept_weight(key, None, settings, device, False))
+
+
+def _dense(
+    x: Tensor, weights: list[Tensor], bias: Tensor | None, kept: Any, settings: Settings,
+    rest: tuple[str, int, torch.dtype, int],
+) -> Tensor:  # fmt: skip
+    """The steps of te_mx.Linear."""
+    how, n, dtype, tag = rest
+    call = Call(settings, dtype, tag, kept)
+    if how == MASTERS:
+        return linear(x, _joined(weights), bias, call)
+    row = Operand(*_codes(weights, settings), at_rest(settings.w), n, x.shape[-1])
+    if how == AS_IS:
+        return weight_only.linear(x, row, bias, dtype, tag)
+    return linear_on_codes(x, row, bias, call)
+
+
+def _grouped(
+    x: Tensor, held: tuple[list[Tensor], Tensor | None, Tensor], kept: Any, settings: Settings,
+    rest: tuple[str, int, torch.dtype, int],
+) -> Tensor:  # fmt: skip
+    """The steps of te_mx.GroupedLinear."""
+    (weights, bias, offs), (how, n, dtype, tag) = held, rest
+    call = GroupedCall(0, settings, dtype, bias is not None, kept, tag)
+    if how == MASTERS:
+        stacked = weights[0].dim() == 3
+        biases: Any = () if bias is None else (bias,) if stacked else bias.unbind(0)
+        return grouped_linear(x, offs, (*weights, *biases), call)
+    spec = at_rest(settings.w)
+    row = Stack(*_codes(weights, settings), spec, len(offs), n, x.shape[-1])
+    if how == AS_IS:
+        return unflatten(weight_only.grouped(flatten(x), Groups(offs), row, bias, dtype, tag), x)
+    return grouped_on_codes(x, offs, row, bias, call)
+
+
+def _joined(weights: list[Tensor]) -> Tensor:
+    return weights[0] if len(weights) == 1 else torch.cat(weights)
+
+
+def _codes(weights: list[Tensor], settings: Settings) -> tuple[Tensor, Tensor]:
+    codes, scales = weights
+    return codes, scales.view(formats.get(settings.w).scaling.storage)
+
+
+def _fake(
+    x: Tensor, weights: list[Tensor], bias: Tensor | None, offs: Tensor | None, key: str, how: str,
+    words: str, n: int, act: str, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    return x.new_empty((*x.shape[:-1], n), dtype=out_dtype)
+
+
+def _run_gemm(*args: Any) -> Tensor:
+    codes, scales, spec, rows, k, weights, bias, key, words, _, out_dtype = args
+    settings = of_words(words)
+    _, kept, tag = _known(weights, key, settings, codes.device)
+    with torch.no_grad():
+        whole = None if kept is not None else _joined(weights)
+        w_row, _ = weight_operands(kept, whole, settings, False)
+        return fprop(Operand(codes, scales, spec, rows, k), w_row, bias, settings, out_dtype, tag)
+
+
+def _fake_gemm(*args: Any) -> Tensor:
+    return args[0].new_empty((args[3], args[9]), dtype=args[10])
+
+
+FROZEN_GEMM = define(
+    "frozen_gemm(Tensor codes, Tensor scales, str spec, SymInt rows, SymInt k, Tensor[] weights, "
+    "Tensor? bias, str key, str settings, SymInt n, ScalarType out_dtype) -> Tensor",
+    _run_gemm,
+    _fake_gemm,
+)
+FROZEN_PRODUCT = define(
+    "frozen_product(Tensor x, Tensor[] weights, Tensor? bias, Tensor? offs, str key, str how, "
+    "str settings, SymInt n, str act, ScalarType out_dtype) -> Tensor",
+    _run,
+    _fake,
+)
