@@ -16,6 +16,8 @@ NAMES = {0: "mxfp8_e4m3", 1: "mxfp8_e5m2", 6: "mxfp4"}
 FACTORS = {0: "fp8_e4m3_1x128", 1: "fp8_e5m2_1x128"}
 CALLS: list[tuple[int, int, int]] = []  # m, n, k of the calls
 ACTS = {0: "gelu", 1: "relu", 2: "srelu", 3: "silu", 4: "qgelu", 7: "gelu_erf"}
+GATED = {"gelu": "geglu", "silu": "swiglu", "qgelu": "qgeglu"}
+GATES: list[str] = []  # activations of the calls with a gate
 EXACT: list[bool] = []  # whether they were to be exact
 
 
@@ -29,6 +31,8 @@ class DecodeArgs:
         self.amax_epsilon, self.act, self.groups = 0.0, 1, None
         self.out_dtype = self.bias = self.bias_dtype = self.device = self.stream = 0
         self.workspace = self.workspace_bytes = 0
+        self.gate = self.ldgate = 0
+        self.x_act = 3
         self._set(fields)
 
     def _set(self, fields: dict[str, int]) -> None:
@@ -66,6 +70,14 @@ def decode(a: DecodeArgs) -> int:
         at(a.workspace, (a.workspace_bytes,)).fill_(0xFF)
     assert a.ldx >= a.k and a.ldo == a.n and a.x_element in (0, 1)
     x = at(a.x, ((a.m - 1) * a.ldx + a.k,), _DTYPES[a.x_dtype]).as_strided((a.m, a.k), (a.ldx, 1))
+    if a.gate:
+        assert ACTS[a.x_act] in GATED and _DTYPES[a.x_dtype] != torch.float32 and not a.x_scales
+        if a.k % 8 or a.ldx % 8 or a.ldgate % 8 or a.x % 16 or a.gate % 16:
+            return 2
+        gate = at(a.gate, ((a.m - 1) * a.ldgate + a.k,), x.dtype)
+        gate = gate.as_strided((a.m, a.k), (a.ldgate, 1))
+        x = fused_math.activate(torch.cat((x, gate), 1), Activation(GATED[ACTS[a.x_act]]), x.dtype)
+        GATES.append(ACTS[a.x_act])
     names = FACTORS if a.factors else NAMES
     x_fmt, w_fmt = formats.get(names[a.x_element]), formats.get(names[a.w_element])
     if a.x_as_is:

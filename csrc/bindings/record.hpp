@@ -35,10 +35,11 @@ namespace py = pybind11;
 template <class T, class... Ts>
 inline constexpr bool one_of = (std::is_same_v<T, Ts> || ...);
 template <class T>
-concept AnyRecord = one_of<T, Matrix, Scaling, Operand, Groups, Execution, OperandOut, QuantizeOut,
-                           QuantizeArgs, GroupedQuantizeArgs, DequantizeArgs, PackArgs, RowSumsArgs,
-                           Epilogue, GemmArgs, GroupedGemmArgs, NormArgs, NormGradArgs, ActArgs,
-                           LinearArgs, Routing, MoeGemmArgs, MoeAlignArgs, sm90::DecodeArgs>;
+concept AnyRecord =
+    one_of<T, Matrix, Scaling, Operand, Groups, Execution, OperandOut, QuantizeOut, QuantizeArgs,
+           GroupedQuantizeArgs, DequantizeArgs, PackArgs, RowSumsArgs, Epilogue, GemmArgs,
+           GroupedGemmArgs, NormArgs, NormGradArgs, ActArgs, NormRowsArgs, LinearArgs, Routing,
+           MoeGemmArgs, MoeAlignArgs, sm90::DecodeArgs>;
 
 // A Python object that holds a struct, or shows a part of the one that `owner` holds.
 template <class T>

@@ -84,6 +84,7 @@ void bind_quantizers(py::module_& m) {
   m.def("norm_counters", &norm_counters);
   m.def("norm_partial_sums", &norm_partial_sums);
   bind_call(m, "normalize", normalize);
+  bind_call(m, "normalize_rows", normalize_rows);
   bind_call(m, "normalize_backward", normalize_backward);
   bind_call(m, "activate", activate);
 }
@@ -163,6 +164,22 @@ void bind_moe(py::module_& m) {
   bind_call(m, "moe_align", moe_align);
 }
 
+void bind_norm_rows(py::module_& m) {
+  Record<NormRowsArgs>()
+      .part("x", &NormRowsArgs::x, "x_")
+      .field("rms", &NormRowsArgs::rms)
+      .field("zero_centered", &NormRowsArgs::zero_centered)
+      .field("eps", &NormRowsArgs::eps)
+      .field("inverse", &NormRowsArgs::inverse)
+      .field("weight", &NormRowsArgs::weight)
+      .field("bias", &NormRowsArgs::bias)
+      .field("weight_dtype", &NormRowsArgs::weight_dtype)
+      .field("z", &NormRowsArgs::z)
+      .field("z_dtype", &NormRowsArgs::z_dtype)
+      .part("execution", &NormRowsArgs::execution, "")
+      .add_to(m, "NormRowsArgs");
+}
+
 void bind_decode(py::module_& m) {
   Record<DecodeArgs>()
       .field("m", &DecodeArgs::m)
@@ -177,6 +194,9 @@ void bind_decode(py::module_& m) {
       .field("x_as_is", &DecodeArgs::x_as_is)
       .field("x_scales", &DecodeArgs::x_scales)
       .field("x_element", &DecodeArgs::x_element)
+      .field("gate", &DecodeArgs::gate)
+      .field("ldgate", &DecodeArgs::ldgate)
+      .field("x_act", &DecodeArgs::x_act)
       .field("rule", &DecodeArgs::rule)
       .field("amax_epsilon", &DecodeArgs::amax_epsilon)
       .field("exact", &DecodeArgs::exact)
@@ -207,6 +227,7 @@ PYBIND11_MODULE(_sm90, m) {
   bind_gemms(m);
   bind_groups(m);
   bind_linear(m);
+  bind_norm_rows(m);
   bind_decode(m);
   bind_moe(m);
 }

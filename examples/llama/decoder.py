@@ -26,11 +26,11 @@ class Pieces(NamedTuple):
         return Pieces(*(torch.compile(piece, dynamic=False) for piece in self))
 
 
-def add_norm(x: Tensor, more: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + more, and its root mean square normalization."""
+def add_norm(x: Tensor, more: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """x + more, and its normalization."""
     if more is not None:
         x = x + more
-    return x, F.rms_norm(x, (x.shape[-1],), weight, eps)
+    return x, norm(x)
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -51,6 +51,16 @@ def gated(h: Tensor) -> Tensor:
 EAGER = Pieces(add_norm, turned, mixing, gated)
 
 
+class MLP(nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(width, 2 * inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(gated(self.gate_up(x)))
+
+
 class Layer(nn.Module):
     """(x, what is to be added to it) -> the same behind this layer, both [B, T, D]."""
 
@@ -58,22 +68,20 @@ class Layer(nn.Module):
         super().__init__()
         width, self.heads = config.hidden_size, config.num_attention_heads
         self.pairs, self.head = config.num_key_value_heads, head_width(config)
-        self.eps = config.rms_norm_eps
-        self.norm1 = nn.Parameter(torch.ones(width))
+        self.norm1 = nn.RMSNorm(width, config.rms_norm_eps)
         self.qkv = nn.Linear(width, (self.heads + 2 * self.pairs) * self.head, bias=False)
         self.o = nn.Linear(self.heads * self.head, width, bias=False)
-        self.norm2 = nn.Parameter(torch.ones(width))
-        self.gate_up = nn.Linear(width, 2 * config.intermediate_size, bias=False)
-        self.down = nn.Linear(config.intermediate_size, width, bias=False)
+        self.norm2 = nn.RMSNorm(width, config.rms_norm_eps)
+        self.mlp = MLP(width, config.intermediate_size)
 
     def forward(
         self, x: Tensor, more: Tensor | None, at: "At", cache: Tensor
     ) -> tuple[Tensor, Tensor]:
-        x, h = at.pieces.add_norm(x, more, self.norm1, self.eps)
-        x, h = at.pieces.add_norm(
-            x, self.o(self.attend(self.qkv(h), at, cache)), self.norm2, self.eps
-        )
-        return x, self.down(at.pieces.gated(self.gate_up(h)))
+        x, h = at.pieces.add_norm(x, more, self.norm1)
+        x, h = at.pieces.add_norm(x, self.o(self.attend(self.qkv(h), at, cache)), self.norm2)
+        if at.pieces is EAGER:
+            return x, self.mlp(h)
+        return x, self.mlp.down(at.pieces.gated(self.mlp.gate_up(h)))
 
     def attend(self, qkv: Tensor, at: "At", cache: Tensor) -> Tensor:
         """[B, T, (H+2P)*E] -> [B, T, H*E]; keys and values go into the cache [2, B, P, S, E]."""
@@ -95,8 +103,10 @@ class At:
 
     def __init__(self, model: "Decoder", positions: Tensor) -> None:
         self.positions = positions
-        self.cos, self.sin = (table.index_select(0, positions) for table in (model.cos, model.sin))
-        self.mask = model.mask.index_select(0, positions)
+        rows = model.tables.index_select(0, positions)
+        turned = (rows.shape[1] - model.places) // 2
+        cos, sin, self.mask = rows.split([turned, turned, model.places], 1)
+        self.cos, self.sin = (one.unflatten(1, (-1, model.head)) for one in (cos, sin))
         self.pieces = model.pieces if len(positions) == 1 else EAGER
 
 
@@ -110,7 +120,7 @@ class Decoder(nn.Module):
         self.pieces = EAGER  # of steps of one token
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
-        self.norm, self.eps = nn.Parameter(torch.ones(config.hidden_size)), config.rms_norm_eps
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.pairs, self.head, self.places = config.num_key_value_heads, head_width(config), places
         turned = config.num_attention_heads + self.pairs
@@ -119,25 +129,26 @@ class Decoder(nn.Module):
             torch.full((places, self.pairs, self.head), float(value)) for value in (1, 0)
         )
         each = (places, turned, self.head)
-        dtype = self.norm.dtype
-        for name, table, still in (("cos", cos, ones), ("sin", sin, zeros)):
-            whole = torch.cat([table[:, None].expand(each), still], 1).to(dtype)
-            self.register_buffer(name, whole, persistent=False)
-        later = torch.full((places, places), float("-inf")).triu(1).to(dtype)
-        self.register_buffer("mask", later, persistent=False)
+        rotation = [
+            torch.cat([table[:, None].expand(each), still], 1).flatten(1)
+            for table, still in ((cos, ones), (sin, zeros))
+        ]
+        later = torch.full((places, places), float("-inf")).triu(1)
+        # What a position decides lies in one row, which one kernel reads.
+        tables = torch.cat([*rotation, later], 1).to(self.norm.weight.dtype)
+        self.register_buffer("tables", tables, persistent=False)
 
     def new_cache(self, sequences: int) -> list[Tensor]:
         """Empty keys and values, [2, B, P, S, E] a layer."""
-        shape = (2, sequences, self.pairs, self.places, self.head)
-        return [torch.zeros(shape, dtype=self.cos.dtype, device=self.cos.device)
-                for _ in self.layers]  # fmt: skip
+        shape, like = (2, sequences, self.pairs, self.places, self.head), self.norm.weight
+        return [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in self.layers]
 
     def forward(self, tokens: Tensor, positions: Tensor, cache: list[Tensor]) -> Tensor:
         at = At(self, positions)
         x, more = self.embed(tokens), None
         for layer, own in zip(self.layers, cache, strict=True):
             x, more = layer(x, more, at, own)
-        return self.lm_head(at.pieces.add_norm(x, more, self.norm, self.eps)[1])
+        return self.lm_head(at.pieces.add_norm(x, more, self.norm)[1])
 
 
 def head_width(config: Any) -> int:
@@ -177,17 +188,17 @@ def from_transformers(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The state_dict of a LlamaForCausalLM, under the names of a Decoder."""
     made = {
         "embed.weight": state["model.embed_tokens.weight"],
-        "norm": state["model.norm.weight"],
+        "norm.weight": state["model.norm.weight"],
         "lm_head.weight": state.get("lm_head.weight", state["model.embed_tokens.weight"]),
     }
     layers = {name.split(".")[2] for name in state if name.startswith("model.layers.")}
     for i in sorted(layers, key=int):
         theirs, ours = f"model.layers.{i}.", f"layers.{i}."
         parts = {
-            "norm1": ["input_layernorm"], "norm2": ["post_attention_layernorm"],
+            "norm1.weight": ["input_layernorm"], "norm2.weight": ["post_attention_layernorm"],
             "qkv.weight": [f"self_attn.{name}_proj" for name in "qkv"],
-            "o.weight": ["self_attn.o_proj"], "gate_up.weight": ["mlp.gate_proj", "mlp.up_proj"],
-            "down.weight": ["mlp.down_proj"],
+            "o.weight": ["self_attn.o_proj"], "mlp.down.weight": ["mlp.down_proj"],
+            "mlp.gate_up.weight": ["mlp.gate_proj", "mlp.up_proj"],
         }  # fmt: skip
         for name, sources in parts.items():
             made[ours + name] = torch.cat([state[f"{theirs}{one}.weight"] for one in sources])

@@ -71,7 +71,7 @@ def build(settings: DecodeSettings) -> Decoder:
 @torch.no_grad()
 def randomize(model: Decoder, seed: int) -> None:
     """Products keep the size of what they read, embeddings are of size 1."""
-    generator = torch.Generator(model.cos.device).manual_seed(seed)
+    generator = torch.Generator(model.norm.weight.device).manual_seed(seed)
     for name, value in model.named_parameters():
         if value.dim() == 2:
             std = 1.0 if name == "embed.weight" else value.shape[1] ** -0.5
@@ -79,9 +79,10 @@ def randomize(model: Decoder, seed: int) -> None:
 
 
 def quantize(model: Decoder, settings: DecodeSettings) -> None:
-    """Freeze the products of a model in MXFP8 or MXFP4, inputs in MXFP8; the head too if asked."""
+    """Freeze the products of a model in MXFP8 or MXFP4, inputs in MXFP8; the head too if asked.
+    Fused: what stands between them runs on te_mx's kernels, as far as it is no attention."""
     chosen = None if settings.head else models.stays
-    te_mx.convert_model(model, filter_fn=chosen)
+    te_mx.convert_model(model, filter_fn=chosen, fuse=True)
     te_mx.freeze_weights(
         model, settings.drop_master, fmt={"mxfp8": "mxfp8_e4m3"}.get(settings.mode, settings.mode),
         activations="mxfp8",
@@ -203,7 +204,7 @@ def layer_kernels(model: Decoder) -> dict[str, int]:
         layers = te_mx.audit(model).layers
     except ValueError:  # nothing is te_mx's
         return {}
-    return dict(Counter(layer.fprop for layer in layers if layer.fprop != HIGH_PRECISION))
+    return dict(Counter(layer.fprop for layer in layers if layer.fprop not in ("", HIGH_PRECISION)))
 
 
 def build_on_meta(settings: DecodeSettings) -> nn.Module:

@@ -11,6 +11,7 @@ from te_mx._ops.library import is_direct
 from te_mx.dispatch.linear import (
     FrozenCall,
     FrozenKernel,
+    Gate,
     InferKernel,
     LinearKernel,
     LinearPlan,
@@ -22,6 +23,7 @@ from te_mx.dispatch.registry import derived, find
 __all__ = [
     "FrozenCall",
     "FrozenKernel",
+    "Gate",
     "LinearKernel",
     "LinearPlan",
     "LinearProblem",

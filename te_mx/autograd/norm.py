@@ -16,10 +16,12 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from te_mx._ops import Operand, Quantized, Target
+from te_mx._ops.norm_rows import norm_rows
 from te_mx.autograd import shared_inputs
 from te_mx.autograd.backward import outputs, run_backward
 from te_mx.autograd.normalization import NormStep
 from te_mx.autograd.shapes import flatten, shaped
+from te_mx.dispatch.fused import NormRows
 
 
 class Source(NamedTuple):
@@ -125,6 +127,11 @@ def normalized(
             still = x.detach(), weight.detach(), None if bias is None else bias.detach()
             _remember(z, Source(still, step))
         return z
+    if step.norm is not None and not target.codes:
+        rows = NormRows(flatten(x), weight, bias, step.norm, step.zero_centered, step.dtype)
+        few = norm_rows(rows)
+        if few is not None:
+            return shaped(few, x.shape)
     parts = step.forward(flatten(x), weight, bias, True, target)
     assert parts.z is not None
     z = shaped(parts.z, x.shape)

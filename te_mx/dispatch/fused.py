@@ -96,6 +96,18 @@ class NormStep(NamedTuple):
     target: Target
 
 
+class NormRows(NamedTuple):
+    """Normalize few rows x [rows, cols] and round to dtype, nothing else. weight, bias [cols]: of
+    one float dtype; zero_centered: weights stand for 1 + weight."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    norm: Norm
+    zero_centered: bool
+    dtype: torch.dtype
+
+
 class ActStep(NamedTuple):
     """Activate h [rows, cols] ([rows, 2 cols] where gated), or, with grad [rows, cols], the
     gradient of h; round to dtype and quantize. keep: return the values too."""

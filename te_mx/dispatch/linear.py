@@ -96,6 +96,13 @@ class InferKernel(Kernel):
         raise NotImplementedError
 
 
+class Gate(NamedTuple):
+    """What stands for act(x) * values, rounded to the dtype of both, in the place of x."""
+
+    values: Tensor  # in the shape of x
+    act: str  # by its name in dispatch.fused
+
+
 class FrozenCall(NamedTuple):
     """act(x [..., k] @ w^T + bias) in out_dtype, of a weight in the form of a kernel, or of the
     weights of groups of rows: `offs` has the ends of these, and rows of no group become 0."""
@@ -106,13 +113,16 @@ class FrozenCall(NamedTuple):
     out_dtype: torch.dtype
     offs: Tensor | None = None
     act: str | None = None  # one that is not gated, by its name in dispatch.fused
+    gate: Gate | None = None  # of x
 
 
 class FrozenKernel(Kernel):
     """Multiplies few rows with weights that stand still, which lie in a form of the kernel's own:
-    quantizes the rows and multiplies, without gradients."""
+    quantizes the rows and multiplies, without gradients. gates: the activations of a Gate that it
+    computes as it reads x."""
 
     op = "linear_frozen"
+    gates: tuple[str, ...] = ()
 
     def form(self, row: Operand | Stack) -> Operand | Stack | None:
         """The rowwise copy (layout "rows") of a weight, or of those of groups, in that form; None

@@ -44,6 +44,24 @@ def weight_of(
     return few_rows.Weight(frozen.few_rows, key, *size, fmt, made_of, row, groups, lies)
 
 
+def ready_of(layer: Any, x: Tensor, settings: Settings) -> Ready | None:
+    """What multiplies as many rows as x has, in its dtype and quantized, with the weight of a
+    frozen te_mx.Linear; None where nothing does, or where the layer has something to say first."""
+    if layer._tokens is not None:
+        return None
+    size, kept = (layer.out_features, layer.in_features), None
+    if layer._is_dropped():
+        layer._refuse_given()
+        layer._check_codes(layer._weight_keys, x.device)
+    else:
+        weight, bias = layer._weight_and_bias()
+        for value, shape in ((weight, size), (bias, size[:1])):
+            if value is not None and (value.shape != shape or value.device != x.device):
+                return None
+        kept = layer._kept_weight("weight", None, settings, x.device, False)
+    return ready(layer, "weight", kept, size, x, x.dtype, settings)
+
+
 def ready(
     module: Freezable, key: str, kept: Any, size: tuple[int, int], x: Tensor, dtype: torch.dtype,
     settings: Settings | None,

@@ -16,12 +16,14 @@ from te_mx import formats
 from te_mx.autograd.mlp_block import Call, mlp_block
 from te_mx.context import is_tracing
 from te_mx.dispatch.fused import Activation
+from te_mx.nn import frozen_block
 from te_mx.nn.checks import FLOATS
 from te_mx.nn.linear import Linear
 from te_mx.nn.mx_module import output_dtype
 from te_mx.nn.reclassed import Reclassed
 from te_mx.nn.several_ranks import above, is_gathered
 from te_mx.nn.surroundings import (
+    FEW_ROWS,
     FUSED,
     RAN,
     VALUES,
@@ -29,6 +31,7 @@ from te_mx.nn.surroundings import (
     hooked_everywhere,
     why_not_given,
     why_not_plain,
+    why_not_single,
 )
 from te_mx.recipes.settings import Settings
 
@@ -53,6 +56,9 @@ class FusedBlock(Reclassed):
         if len(args) == 1 and not kwargs and not is_tracing() and self._is_split():
             made, self.__dict__[RAN] = above.block(self, args[0])
             return super().forward(*args) if made is None else made  # type: ignore[misc]
+        if len(args) == 1 and not kwargs and (made := self._few_rows(args[0])) is not None:
+            self.__dict__[RAN] = FEW_ROWS
+            return made
         if len(args) == 1 and not kwargs:
             layers, settings, reason = self.layers_of_step(why_not_plain)
             if settings is not None and not reason:
@@ -62,6 +68,16 @@ class FusedBlock(Reclassed):
             if settings is not None and reason == FUSED:
                 return run_as_step(self.__dict__[ATTRIBUTE].act, layers, args[0], settings)
         return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+    def _few_rows(self, x: Any) -> Tensor | None:
+        """The block on few rows, where all its layers are frozen; None where it is not."""
+        last: Any = self._modules.get(self.__dict__[ATTRIBUTE].last)  # type: ignore[attr-defined]
+        if is_tracing() or type(last) is not Linear or last._frozen is None or why_not_given(x):
+            return None
+        layers, settings, reason = self.layers_of_step(why_not_single)
+        if settings is None or reason:
+            return None
+        return frozen_block.run_few(self.__dict__[ATTRIBUTE].act, layers, x, settings)
 
     def _is_split(self) -> bool:
         """Whether its layers are those of several ranks (parallelize_module)."""

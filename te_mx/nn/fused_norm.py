@@ -19,7 +19,9 @@ from te_mx.autograd.norm import normalized
 from te_mx.autograd.normalization import NormStep
 from te_mx.context import is_tracing
 from te_mx.dispatch.fused import Norm
+from te_mx.nn import frozen_few
 from te_mx.nn.linear import Linear
+from te_mx.nn.mx_module import output_dtype
 from te_mx.nn.reclassed import Reclassed
 from te_mx.nn.surroundings import FUSED, RAN, VALUES, changed, why_not_given
 
@@ -48,6 +50,8 @@ class FusedNorm(Reclassed):
         """As the normalization's own forward, up to rounding once."""
         if len(args) == 1 and not kwargs and not is_tracing():
             target, reason = self._target_or_why_not(args[0])
+            if target is not None and target.codes and self._read_as_values(args[0]):
+                target = target._replace(row="", col="")
             if target is not None:
                 reason = UNREAD if self.__dict__.get(READ) is False else FUSED
             self.__dict__[RAN] = reason
@@ -82,6 +86,18 @@ class FusedNorm(Reclassed):
         if not plan.quantizes or self.__dict__.get(READ) is False:
             target = target._replace(row="", col="")
         return target, ""
+
+    def _read_as_values(self, x: Any) -> bool:
+        """Whether the layer that reads the result is frozen and quantizes few rows by itself."""
+        reader: Any = self.__dict__[ATTRIBUTE].reader
+        if reader._frozen is None or reader._is_weight_only() or not reader._is_few(x):
+            return False
+        settings, tensors = reader._settings(), (x, *self._values())
+        if settings is None or output_dtype(x) != x.dtype:
+            return False
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+            return False
+        return frozen_few.ready_of(reader, x, settings) is not None
 
     def _values(self) -> tuple[Any, Any]:
         parameters: Any = self._parameters  # type: ignore[attr-defined]

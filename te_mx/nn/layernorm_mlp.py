@@ -18,6 +18,7 @@ from te_mx.autograd.wgrad import WeightGradient
 from te_mx.context import is_tracing
 from te_mx.dispatch.fused import NORMS
 from te_mx.nn import activations, constructors, delayed_wgrad, weight_only
+from te_mx.nn.frozen_block import run_gated
 from te_mx.nn.mx_module import output_dtype
 from te_mx.nn.norm_module import NormModule, Together, default_init, needs_gradient
 from te_mx.nn.te_arguments import refuse_constructor
@@ -268,11 +269,14 @@ class LayerNormMLP(NormModule):
         h = one.run(z, biases[0], dtype, tags[0], act=inside)
         if h is None:
             return None
-        if as_is:
-            a = activations.plain(h, act)
+        if act.gated and not as_is and is_tracing():
+            a = activation(h.view(-1, rows), act).view(*h.shape[:-1], ffn)  # the same bits
+            y = two.run(a, biases[1], dtype, tags[1])
+        elif act.gated and not as_is:
+            y = run_gated(two, [h], act, biases[1], tags[1])
         else:
-            a = h if inside else activation(h.view(-1, rows), act).view(*h.shape[:-1], ffn)
-        y = two.run(a, biases[1], dtype, tags[1])
+            a = activations.plain(h, act) if as_is else h
+            y = two.run(a, biases[1], dtype, tags[1])
         return None if y is None else (y, z)
 
     def _run_weight_only(

@@ -21,6 +21,7 @@ _MARKS = ("_is_hf_", "_hf_", "_fsdp", "_ddp", "_te_mx")
 # What the last forward did, kept on the instance: FUSED, why its own forward ran, or "" in high
 # precision.
 RAN, FUSED = "_te_mx_ran", "fused"
+FEW_ROWS = "fused, few rows on frozen weights"
 _everywhere = torch.nn.modules.module
 
 
@@ -88,10 +89,21 @@ def why_not_plain(name: str, layer: Any) -> str:
 
 def why_not_usual(name: str, layer: Any) -> str:
     """The same but for hooks."""
+    if type(layer) is Linear and layer._frozen is not None:
+        return f"{name} is frozen"
+    return _why_not_whole(name, layer)
+
+
+def why_not_single(name: str, layer: Any) -> str:
+    """The same as `why_not_plain`, of layers that may be frozen."""
+    if type(layer) is Linear and hooked(layer):
+        return f"{name} has hooks or a forward of its own"
+    return _why_not_whole(name, layer)
+
+
+def _why_not_whole(name: str, layer: Any) -> str:
     if type(layer) is not Linear:
         return f"{name} was replaced by a {type(layer).__name__}"
-    if layer._frozen is not None:
-        return f"{name} is frozen"
     if layer._shared is not None:
         return f"{name} is shared by a process group"
     if layer.return_bias or layer._split is not None or layer.delay_wgrad_compute:

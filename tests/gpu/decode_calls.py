@@ -65,6 +65,9 @@ def decode(w, w_fmt, x, out, k, scales=None, **how):
         args.bias, args.bias_dtype = bias.data_ptr(), FLOAT_DTYPES[bias.dtype]
     if act is not None:
         args.activates, args.act = True, act
+    gate, x_act = how.pop("gate", (None, 0))
+    if gate is not None:
+        args.gate, args.ldgate, args.x_act = gate.data_ptr(), gate.stride(0), x_act
     binding.set_execution(args, 0)
     args.kernel = how.pop("split", -1)
     ends = how.pop("ends", None)

@@ -34,7 +34,7 @@ SHAPES = ((256, 384), (1, 1), (129, 200), (1000, 264), (64, 8), (383, 640), (300
 RULES = ("pow2", "fp32", "pow2:1e-12", "fp32:0.001")
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 # Blocks of rhs, and the configurations of the GEMM for them: -1 chooses.
-CONFIGS = [("128x128", -1), ("128x128", 0), ("128x128", 1), ("1x128", 0)]
+CONFIGS = [("128x128", -1), ("128x128", 0), ("128x128", 1), ("1x128", 0), ("1x128", 1)]
 every_config = pytest.mark.parametrize(("block", "config"), CONFIGS)
 # Exponents of scales of lhs and rhs: products that overflow or vanish beside others in their rows,
 # large times small, small times small.

@@ -26,6 +26,8 @@ from torch.nn import functional as F
 
 import te_mx
 from te_mx import formats
+from te_mx._ops.fused import act_quantize_2d
+from te_mx.dispatch.fused import Activation, ActStep, Target
 from te_mx.layouts import SM90_DECODE
 from te_mx.runtime.ran import LAST_RUN
 
@@ -115,6 +117,25 @@ def test_activations():
         for dtype, close in ((F32, 2.0**-20), (BF16, 2.0**-8)):
             out = decode(form, "mxfp8_e4m3", x, nothing(9, n, dtype)[:, :n], k, bias=bias, act=act)
             torch.testing.assert_close(out.double(), apply(h.double()), rtol=close, atol=close)
+
+
+@pytest.mark.parametrize(("act", "name"), [(3, "silu"), (4, "qgelu"), (0, "gelu")])
+@pytest.mark.parametrize("w_fmt", ["mxfp8_e4m3", "mxfp4", "fp8_e4m3_128x128"])
+def test_gates_are_those_of_the_activation_kernel(w_fmt, act, name):
+    n, k = 100, 648
+    form, _ = packed(spread(n, k, 1, 1), w_fmt)
+    gated = {"silu": "swiglu", "qgelu": "qgeglu", "gelu": "geglu"}[name]
+    for dtype in (BF16, F16):
+        h = spread(40, 2 * k, 3, 2).to(dtype)
+        h[3, 5], h[4, 7], h[7, k + 9] = -torch.inf, torch.nan, torch.inf
+        step = ActStep(h, None, Activation(gated), dtype, True, Target("", "", "rceil"))
+        a, (x, gate) = act_quantize_2d(step).out, h.split(k, 1)
+        for m in (1, 8, 11, 40):
+            for how in ({}, {"exact": True}, {"x_fmt": x_format(w_fmt, e5m2=True)}):
+                expected = decode(form, w_fmt, a[:m], nothing(m, n)[:, :n], k, **how)
+                out = nothing(m, n)[:, :n]
+                decode(form, w_fmt, x[:m], out, k, gate=(gate[:m], act), **how)
+                assert torch.equal(bits(out), bits(expected))
 
 
 @every_weight

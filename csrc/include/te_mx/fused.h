@@ -30,6 +30,20 @@ struct NormArgs {
   Execution execution;
 };
 
+// The same z, bit for bit, of few rows, and nothing else.
+struct NormRowsArgs {
+  Matrix x;  // [rows, cols], elements of a row are adjacent
+  bool rms = false;
+  bool zero_centered = false;  // weights stand for 1 + weight
+  float eps = 0.0f, inverse = 0.0f;
+  const void* weight = nullptr;  // [cols]
+  const void* bias = nullptr;    // [cols] or null
+  DType weight_dtype = DType::f32;
+  void* z = nullptr;  // [rows, cols] compact
+  DType z_dtype = DType::f32;
+  Execution execution;
+};
+
 // With h = (x - mean) * rstd and v = dz * weight:
 // dx = (v - (sum(v) / cols + h * (sum(v h) / cols))) * rstd; with rms without the first sum.
 // dweight = sum of dz * h over the rows, dbias = sum of dz.

@@ -100,6 +100,8 @@ Status moe_align(const MoeAlignArgs& args);
 // ------------------------------------------------------------------------------------- fused steps
 // z = norm(x), where x has z's dtype or is fp32. counters: norm_counters(rows).
 Status normalize(const NormArgs& args);
+// Few rows, each by a CTA, in any dtypes; weight and bias have one.
+Status normalize_rows(const NormRowsArgs& args);
 // dz has x's dtype or one of 16 bits beside an fp32 x. counters as above, partial
 // [norm_partial_sums(rows), 2, cols].
 Status normalize_backward(const NormGradArgs& args);

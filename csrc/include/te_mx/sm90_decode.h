@@ -106,6 +106,11 @@ struct DecodeArgs {
   const void* x_scales = nullptr;     // of codes, [m, ceil(k/32)] or [m, ceil(k/128)] fp32; null:
                                       // x are values
   Element x_element = Element::e4m3;  // E4M3 or E5M2
+  // Where it is not null: x is x_act(x) * gate, rounded to x_dtype, of values of 16 bits that are
+  // quantized; x_act is silu, quick_gelu or gelu, rows of both are whole vectors of 16 bytes.
+  const void* gate = nullptr;  // [m, k], rows ldgate apart
+  int64_t ldgate = 0;
+  Act x_act = Act::silu;
   ScaleRule rule = ScaleRule::rceil;
   float amax_epsilon = 0.0f;  // of fp32 scales
   bool exact = false;

@@ -29,13 +29,27 @@ Status check(const DecodeArgs& a) {
   if (a.activates && (a.act < Act{} || a.act > Act::gelu_erf)) return Status::bad_argument;
   if (a.activates && a.act == Act::clamped_silu) return Status::unsupported;
   if (a.x_as_is && (a.x_dtype == DType::f32 || a.x_scales != nullptr)) return Status::unsupported;
+  if (a.gate != nullptr && (!values || a.x_dtype == DType::f32)) return Status::unsupported;
   return is_fp8(a.x_element) ? Status::ok : Status::unsupported;
 }
 
 bool vectors(const DecodeArgs& a) {
   const int64_t bytes = a.x_scales != nullptr ? 1 : a.x_dtype == DType::f32 ? 4 : 2;
   const int64_t step = a.x_scales != nullptr ? 8 : 16;
-  return reinterpret_cast<uintptr_t>(a.x) % step == 0 && a.ldx * bytes % step == 0;
+  const auto whole = [&](const void* from, int64_t ld) {
+    return reinterpret_cast<uintptr_t>(from) % step == 0 && ld * bytes % step == 0;
+  };
+  return whole(a.x, a.ldx) && (a.gate == nullptr || whole(a.gate, a.ldgate));
+}
+
+// The gate and the activation; false for one that is not x sigmoid(linear x + cubic x^3).
+bool set_gate(DecodeInput& in, const DecodeArgs& a) {
+  constexpr float kGelu = 1.5957691216057308f;  // 2 sqrt(2/pi)
+  in.gate = a.gate, in.gate_ld = a.ldgate;
+  if (a.x_act == Act::silu) in.act_linear = 1.0f;
+  if (a.x_act == Act::quick_gelu) in.act_linear = 1.702f;
+  if (a.x_act == Act::gelu) in.act_linear = kGelu, in.act_cubic = kGelu * 0.044715f;
+  return a.gate == nullptr || in.act_linear != 0.0f;
 }
 
 }  // namespace
@@ -59,6 +73,8 @@ Status decode(const DecodeArgs& a) {
   t.p.w = a.w;
   t.p.in = {a.x, a.ldx, a.x_scales, a.x_dtype, a.x_element == Element::e5m2, vectors(a), a.x_as_is};
   set_rule(t.p.in, a.rule, a.amax_epsilon);
+  if (!set_gate(t.p.in, a)) return Status::unsupported;
+  if (a.gate != nullptr && (!t.p.in.vectors || a.k % 8 != 0)) return Status::unsupported;
   t.p.out = {a.out, a.ldo, a.out_dtype, a.bias, a.bias_dtype, a.activates, a.act};
   const bool halves = a.halves();
   if (a.factors) {

@@ -1,9 +1,11 @@
 // Rows of x on their way to the tensor cores, quad after quad of 128 k, as operand B of wgmma:
 // E4M3 codes [rows][128 bytes], or fp16 numbers as two such tiles of 64 k, each under the 128-byte
-// swizzle; and their scales in fp32. Values are quantized here, to the bytes of the quantizer.
+// swizzle; and their scales in fp32. Values are quantized here, to the bytes of the quantizer; so
+// are products of activations and their gates, which nothing else writes or reads.
 #pragma once
 
 #include "decode/decode_rows.cuh"
+#include "fused/activation.cuh"
 #include "mxtile/mx/scale.hpp"
 #include "mxtile/sm90/mma.cuh"
 #include "mxtile/sm90/swizzle.cuh"
@@ -23,6 +25,9 @@ struct DecodeInput {
   bool e5m2 = false;             // codes, given or made, are E5M2
   bool vectors = false;          // rows start at whole vectors of 8 elements
   bool as_is = false;            // values of 16 bits are not quantized
+  const void* gate = nullptr;    // values of 16 bits [rows, k]: x is act(x) * gate, rounded
+  int64_t gate_ld = 0;
+  float act_linear = 0.0f, act_cubic = 0.0f;  // act(x) = x sigmoid(linear x + cubic x^3)
   // Of a scale rule of MX (mxtile/mx/scale.hpp): what is added to the bits of amax, the exponent of
   // the largest code, and the bits of which the scale is 0 all the same.
   uint32_t carry = 0, exponent = 0, edge = 0;
@@ -92,11 +97,14 @@ __device__ __forceinline__ uint4 halves_of(uint2 codes) {
 template <class T, Element kFmt, bool kVectors, bool kHalves, bool kFactors>
 struct EightValues {
   static constexpr bool kWide = sizeof(T) == 4;
-  uint4 v[kWide ? 2 : 1];
+  static constexpr int kWords = kWide ? 2 : 1;
+  uint4 v[kWords];
 
   __device__ __forceinline__ void load(const DecodeInput& in, int64_t row, int64_t k,
                                        int64_t count) {
-    const T* const from = static_cast<const T*>(in.x) + row * in.ld + k;
+    read(v, static_cast<const T*>(in.x) + row * in.ld + k, count);
+  }
+  static __device__ __forceinline__ void read(uint4 (&v)[kWords], const T* from, int64_t count) {
     v[0] = make_uint4(0, 0, 0, 0);
     if constexpr (kWide) v[1] = make_uint4(0, 0, 0, 0);
     if constexpr (kVectors) {
@@ -177,6 +185,45 @@ struct EightAsTheyAre : EightValues<T, Element::e4m3, kVectors, true, kFactors> 
     const float2 v = Input<T>::scaled(this->word(j), factors);
     const __half2 h = __float22half2_rn(v);
     return *reinterpret_cast<const uint32_t*>(&h);
+  }
+};
+
+// Eight products of an activation and its gate in T, of 16 bits, rounded to T: the values that
+// act_kernel writes (fused/fused_act.cuh). Of the activations those that are x times a sigmoid; one
+// formula has all of them.
+template <class Values, class T>
+struct EightGated : Values {
+  uint4 gate[1];
+
+  __device__ __forceinline__ void load(const DecodeInput& in, int64_t row, int64_t k,
+                                       int64_t count) {
+    Values::load(in, row, k, count);
+    Values::read(gate, static_cast<const T*>(in.gate) + row * in.gate_ld + k, count);
+  }
+  __device__ __forceinline__ EightMade made(const DecodeInput& in) {
+    uint4& x = this->v[0];
+    x = {product(in, x.x, gate[0].x), product(in, x.y, gate[0].y), product(in, x.z, gate[0].z),
+         product(in, x.w, gate[0].w)};
+    return Values::made(in);
+  }
+
+ private:
+  static __device__ __forceinline__ uint32_t product(const DecodeInput& in, uint32_t x,
+                                                     uint32_t gate) {
+    const float2 a = Input<T>::values(x), b = Input<T>::values(gate);
+    const float low = mul(activated(in, a.x), b.x), high = mul(activated(in, a.y), b.y);
+    if constexpr (std::is_same_v<T, __half>) {
+      const __half2 both = __floats2half2_rn(low, high);
+      return *reinterpret_cast<const uint32_t*>(&both);
+    } else {
+      const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+      return *reinterpret_cast<const uint32_t*>(&both);
+    }
+  }
+  // NOTE: Swish and GeluTanh of fused/activation.cuh, bit for bit.
+  static __device__ __forceinline__ float activated(const DecodeInput& in, float x) {
+    const float x2 = fminf(mul(x, x), 1e4f);
+    return mul(x, sigmoid<false>(mul(x, __fmaf_rn(x2, in.act_cubic, in.act_linear))));
   }
 };
 
@@ -284,6 +331,17 @@ __device__ __forceinline__ void fill_by(const DecodeInput& in, const InputRoom& 
   }
 }
 
+// Values in T, or products of activations and gates, where x comes in whole vectors.
+template <class Eight, class T, int kRows, bool kHalves, bool kFactors, int kBatch>
+__device__ __forceinline__ void fill_values(const DecodeInput& in, const InputRoom& to,
+                                            const DecodeRows& block) {
+  if constexpr (kBatch > 1) {
+    if (in.gate != nullptr)
+      return fill_by<EightGated<Eight, T>, kRows, kHalves, kFactors, 2>(in, to, block);
+  }
+  fill_by<Eight, kRows, kHalves, kFactors, kBatch>(in, to, block);
+}
+
 template <Element kFmt, bool kVectors, int kRows, bool kHalves, bool kFactors, int kBatch>
 __device__ __forceinline__ void fill_as(const DecodeInput& in, const InputRoom& to,
                                         const DecodeRows& block) {
@@ -292,11 +350,11 @@ __device__ __forceinline__ void fill_as(const DecodeInput& in, const InputRoom& 
     fill_by<EightCodes<kFmt, kVectors, kHalves, kFactors>, kRows, kHalves, kFactors, kBatch>(in, to,
                                                                                              block);
   } else if (in.dtype == DType::bf16) {
-    fill_by<EightValues<__nv_bfloat16, kFmt, kVectors, kHalves, kFactors>, kRows, kHalves, kFactors,
-            kBatch>(in, to, block);
+    fill_values<EightValues<__nv_bfloat16, kFmt, kVectors, kHalves, kFactors>, __nv_bfloat16, kRows,
+                kHalves, kFactors, kBatch>(in, to, block);
   } else if (in.dtype == DType::f16) {
-    fill_by<EightValues<__half, kFmt, kVectors, kHalves, kFactors>, kRows, kHalves, kFactors,
-            kBatch>(in, to, block);
+    fill_values<EightValues<__half, kFmt, kVectors, kHalves, kFactors>, __half, kRows, kHalves,
+                kFactors, kBatch>(in, to, block);
   } else {
     fill_by<EightValues<float, kFmt, kVectors, kHalves, kFactors>, kRows, kHalves, kFactors, kWide>(
         in, to, block);

@@ -1,6 +1,7 @@
 // From the sums of all parts of k to the rows of out.
 #pragma once
 
+#include "common/numbers.cuh"
 #include "decode/decode_rows.cuh"
 #include "fused/activation.cuh"
 #include "te_mx/sm90_decode.h"
@@ -16,21 +17,6 @@ struct DecodeOut {
   bool activates = false;
   Act act = Act::relu;
 };
-
-__device__ __forceinline__ float load_number(const void* from, int64_t i, DType dtype) {
-  if (dtype == DType::bf16) return __bfloat162float(static_cast<const __nv_bfloat16*>(from)[i]);
-  if (dtype == DType::f16) return __half2float(static_cast<const __half*>(from)[i]);
-  return static_cast<const float*>(from)[i];
-}
-__device__ __forceinline__ void store_number(void* to, int64_t i, DType dtype, float v) {
-  if (dtype == DType::bf16) {
-    static_cast<__nv_bfloat16*>(to)[i] = __float2bfloat16(v);
-  } else if (dtype == DType::f16) {
-    static_cast<__half*>(to)[i] = __float2half(v);
-  } else {
-    static_cast<float*>(to)[i] = v;
-  }
-}
 
 __device__ __forceinline__ float activated(const DecodeOut& out, float v) {
   const ActWords words{out.act, false, 0.0f, 0.0f, 0.0f};

@@ -20,7 +20,8 @@ constexpr Launch kDense[] = {launch_192x128_cluster2, launch_256x128_cluster2, l
                              launch_64x128};
 constexpr Launch kTileFactors[] = {launch_tile_factors_192x128_cluster2,
                                    launch_tile_factors_256x128_cluster2};
-constexpr Launch kRowFactors[] = {launch_row_factors_192x128_cluster2};
+constexpr Launch kRowFactors[] = {launch_row_factors_192x128_cluster2,
+                                  launch_row_factors_256x128_cluster2};
 constexpr Launch kSplit[] = {launch_split_128x128, launch_split_64x128};
 constexpr int kConfigs = std::size(kDense);
 static_assert(kConfigs == std::size(kDenseTiles) && std::size(kSplit) == std::size(kSplitTiles) &&

@@ -238,21 +238,72 @@ struct RowFactors : LhsFactors<kPendingAtTurn_> {
   static __device__ __forceinline__ void run(float (&sum)[kWaves][64],
                                              const FactorStep<kWaves>& step, const Turns& turns,
                                              const Release& release, const Fetch& fetch) {
-    float acc[64];
-#pragma unroll
-    for (int wave = 0; wave < kWaves; ++wave) {
+    static_assert(kWaves <= 2);
+    if constexpr (kWaves == 2) {
+      run_two<Operands>(sum, step, turns, release, fetch);
+    } else {
+      float acc[64];
       uint32_t left[16];
-      const float f0 = step.row(2 * wave), f8 = step.row(2 * wave + 1);
-      multiply_wave<Operands>(acc, step.lhs + wave * kWaveStep, step.rhs, turns,
+      const float f0 = step.row(0), f8 = step.row(1);
+      multiply_wave<Operands>(acc, step.lhs, step.rhs, turns,
                               [&] { load_columns(left, step.columns, step.lane); });
       if (__builtin_expect(step.rest == 0, true)) {
-        promote_rows(sum[wave], acc, f0, f8, left, step.columns, step.lane);
+        promote_rows(sum[0], acc, f0, f8, left, step.columns, step.lane);
+      } else {
+        promote_carefully(sum[0], acc, f0, f8, step.columns, step.lane);
+      }
+      release();
+      fetch();
+    }
+  }
+
+ private:
+  // Two waves, for which most of the columns' factors are read once: shared memory has little time
+  // left. The last ones do not fit beside the accumulators. They are read in each promotion, once
+  // accumulators are used up.
+  static constexpr int kKept = 24;  // registers, four for 16 columns
+  template <class Operands, class Turns, class Release, class Fetch>
+  static __device__ __forceinline__ void run_two(float (&sum)[2][64], const FactorStep<2>& step,
+                                                 const Turns& turns, const Release& release,
+                                                 const Fetch& fetch) {
+    float acc[64];
+    uint32_t kept[kKept];
+    const uint32_t columns = step.columns + 16 * (step.lane / 8);
+    const auto read = [&](uint32_t* to, int first) {
+      uint32_t four[4];
+      tile::ldmatrix_x4(four, columns + 16 * first);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) to[i] = four[i];
+    };
+    const auto read_kept = [&] {
+#pragma unroll
+      for (int i = 0; i < kKept; i += 4) read(kept + i, i);
+    };
+#pragma unroll
+    for (int wave = 0; wave < 2; ++wave) {
+      const float f0 = step.row(2 * wave), f8 = step.row(2 * wave + 1);
+      multiply_wave<Operands>(acc, step.lhs + wave * kWaveStep, step.rhs, turns, [&] {
+        if (wave == 0) read_kept();
+      });
+      if (__builtin_expect(step.rest == 0, true)) {
+        uint32_t late[32 - kKept];
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+          if (j == 2) read(late, kKept);
+          if (j == 3) read(late + 4, kKept + 4);
+          // NOTE: behind the promotion this would be what the next products wait for.
+          if (j == 8 && wave == 1) fetch();
+          const uint32_t* const two = 2 * j < kKept ? kept + 2 * j : late + 2 * j - kKept;
+          promote_four(sum[wave] + 4 * j, acc + 4 * j, f0, f8, two[0], two[1]);
+        }
+        if (wave == 1) release();
       } else {
         promote_carefully(sum[wave], acc, f0, f8, step.columns, step.lane);
+        // NOTE: again, so that nothing is kept during this.
+        if (wave == 0) read_kept();
+        if (wave == 1) release(), fetch();
       }
-      if (wave == kWaves - 1) release();
     }
-    fetch();
   }
 };
 

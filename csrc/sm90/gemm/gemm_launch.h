@@ -58,6 +58,7 @@ Status launch_64x128(const GemmArgs& args, const Device& device);
 Status launch_tile_factors_192x128_cluster2(const GemmArgs& args, const Device& device);
 Status launch_tile_factors_256x128_cluster2(const GemmArgs& args, const Device& device);
 Status launch_row_factors_192x128_cluster2(const GemmArgs& args, const Device& device);
+Status launch_row_factors_256x128_cluster2(const GemmArgs& args, const Device& device);
 
 Status launch_grouped_192x128_cluster2(const GroupedGemmArgs& args, const Device& device);
 Status launch_grouped_256x128(const GroupedGemmArgs& args, const Device& device);

@@ -25,7 +25,8 @@ def _set_outputs(
     return sm90.set_outputs(args, rows, cols, device, what)
 
 
-def _matrix(x: Tensor) -> Any:
+def matrix(x: Tensor) -> Any:
+    """The native record of a matrix."""
     rows, cols = x.shape
     return sm90.native().Matrix(  # type: ignore[union-attr]
         data=x.data_ptr(), rows=rows, cols=cols, row_stride=x.stride(0),
@@ -55,7 +56,7 @@ def normalize(
     counters = _scratch(rows, device)
     native = sm90.native()
     args = native.NormArgs(  # type: ignore[union-attr]
-        x=_matrix(x), rms=rms, eps=norm.eps, inverse=inverse(cols), weight=weight.data_ptr(),
+        x=matrix(x), rms=rms, eps=norm.eps, inverse=inverse(cols), weight=weight.data_ptr(),
         bias=pointer(bias), mean=pointer(mean), rstd=rstd.data_ptr(), z=pointer(z),
         z_dtype=FLOAT_DTYPES[dtype], counters=counters.data_ptr(),
     )  # fmt: skip
@@ -85,7 +86,7 @@ def normalize_backward(
     partial = torch.empty((parts, 2, cols), dtype=_F32, device=device)
     counters = _scratch(rows, device)
     args = native.NormGradArgs(  # type: ignore[union-attr]
-        dz=_matrix(dz), x=_matrix(x), rms=mean is None, inverse=inverse(cols),
+        dz=matrix(dz), x=matrix(x), rms=mean is None, inverse=inverse(cols),
         weight=weight.data_ptr(), mean=pointer(mean), rstd=rstd.data_ptr(), dx=dx.data_ptr(),
         dx_dtype=FLOAT_DTYPES[dtype], dweight=sums[0].data_ptr(), dbias=sums[1].data_ptr(),
         partial=partial.data_ptr(), row_sums=row_sums.data_ptr(), counters=counters.data_ptr(),
@@ -114,11 +115,11 @@ def activate(
     out = torch.empty((rows, made), dtype=dtype, device=device) if want_out else None
     native = sm90.native()
     args = native.ActArgs(  # type: ignore[union-attr]
-        h=_matrix(h), act=ACT_IDS[act.base], gated=act.gated, limit=act.limit,
+        h=matrix(h), act=ACT_IDS[act.base], gated=act.gated, limit=act.limit,
         alpha=act.alpha, offset=act.offset, out=pointer(out), out_dtype=FLOAT_DTYPES[dtype],
     )  # fmt: skip
     if grad is not None:
-        args.grad = _matrix(grad)
+        args.grad = matrix(grad)
     parts, _alive = _set_outputs(args, rows, made, device, wanted)
     sm90.set_execution(args, device.index)
     status = native.activate(args)  # type: ignore[union-attr]

@@ -27,6 +27,7 @@ from te_mx.layouts.operand import Operand, Stack
 from te_mx.runtime import workspace
 
 DECODE = "sm90_decode"
+GATED = ("silu", "qgelu", "gelu")  # x times a sigmoid
 MOST_BESIDE_TILES = 32  # rows, of a weight that the GEMM finds in tiles: it is faster on more
 
 
@@ -35,6 +36,7 @@ class Decode(FrozenKernel):
     as they are."""
 
     name = DECODE
+    gates = GATED
 
     def accepts(self, problem: Problem) -> str | None:
         fmt, _, lies = problem.rhs.partition("@")
@@ -70,7 +72,7 @@ class Decode(FrozenKernel):
         return Operand(codes, fits, spec, row.rows, row.k)
 
     def multiply(self, p: Problem, call: FrozenCall) -> tuple[Tensor, str] | None:
-        x, weight, bias, out_dtype, offs, act = call
+        x, weight, bias, out_dtype, offs, act, gate = call
         m, n, k = p.m, weight.rows, weight.k
         words = p.lhs, weight.spec, p.rule, p.precision
         plan, nbytes = _plan((m, n, k, p.groups), words, p.place.index)
@@ -89,6 +91,10 @@ class Decode(FrozenKernel):
             args.groups = binding_grouped.groups_of(offs, 0, m)
         if act is not None:
             args.activates, args.act = True, ACT_IDS[act]
+        if gate is not None:
+            values = binding.rows_of(gate.values.reshape(m, k))
+            args.gate, args.ldgate = values.data_ptr(), values.stride(0)
+            args.x_act = ACT_IDS[gate.act]
         scratch = workspace.acquire(x.device, nbytes)
         args.workspace, args.workspace_bytes = pointer(scratch), nbytes
         done = binding.supported(binding.native().decode(args))  # type: ignore[union-attr]

@@ -24,4 +24,10 @@ __device__ __forceinline__ void wait_copy_groups() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// Asks for the line of an address to be fetched to L2: reads that come later find it there, as it
+// is by then.
+__device__ __forceinline__ void prefetch_l2(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
+
 }  // namespace mxtile::sm90

@@ -1,0 +1,10 @@
+#include "gemm/gemm_factors.cuh"
+#include "gemm/gemm_launch.cuh"
+
+namespace te_mx::sm90 {
+
+Status launch_row_factors_256x128_cluster2(const GemmArgs& args, const Device& device) {
+  return launch_any<BlockShape<256, 3, 2, 2>, RowFactors<kNoTurns>>(Dense{args}, device);
+}
+
+}  // namespace te_mx::sm90
