@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from te_mx import formats
 from te_mx._ops import Operand, Stack, capturing
@@ -79,6 +78,9 @@ def ready(
     frozen module; None where it is the steps: more rows than the kernel for few takes, a weight
     that is computed or lent, torch.export. multiplies: only of a kernel that does not leave the
     product to the GEMM's. Nothing may need a gradient."""
+    # Sympy comes with it: not before somebody compiles.
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
     if not _holds(module, key):
         return None
     *groups, n, k = module._shape_of(key)
@@ -145,7 +147,6 @@ def _how(module: Any) -> str:
     return AS_IS if module._is_weight_only() else CODES
 
 
-@torch.compiler.assume_constant_result
 def _most_rows(
     x: tuple[torch.dtype, torch.device], sizes: tuple[int, int, int], specs: tuple[str, str],
     how: tuple[str, str], multiplies: bool,
@@ -159,6 +160,11 @@ def _most_rows(
             return rows
         rows //= 2
     return 0
+
+
+# torch.compiler.assume_constant_result, which would import Dynamo with te_mx: a graph keeps the
+# kernels that were there when it was made.
+_most_rows._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 # --------------------------------------------------------------------------------------------- op
