@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from te_mx.autograd import transforms
-from te_mx.autograd.activation import activation
 from te_mx.autograd.layernorm_mlp import Call, Weights, layernorm_mlp
 from te_mx.autograd.steps import GEMMS
 from te_mx.autograd.steps_kept import KeptWeight, on_codes
@@ -269,10 +268,7 @@ class LayerNormMLP(NormModule):
         h = one.run(z, biases[0], dtype, tags[0], act=inside)
         if h is None:
             return None
-        if act.gated and not as_is and is_tracing():
-            a = activation(h.view(-1, rows), act).view(*h.shape[:-1], ffn)  # the same bits
-            y = two.run(a, biases[1], dtype, tags[1])
-        elif act.gated and not as_is:
+        if act.gated and not as_is:
             y = run_gated(two, [h], act, biases[1], tags[1])
         else:
             a = activations.plain(h, act) if as_is else h
