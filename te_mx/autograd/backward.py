@@ -15,6 +15,11 @@ from te_mx.autograd.sibling_gradients import apart, settled
 from te_mx.autograd.wgrad import WeightGradient, Wgrad, refuse_graph
 
 
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Whether a backward pass will want the gradient of one of these."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
 def outputs(ctx: Any, saved: Sequence[Tensor | None], *made: Tensor) -> tuple[Tensor, ...]:
     """What forward of an autograd function returns: `made`, and the link. Keeps `saved` for
     backward.

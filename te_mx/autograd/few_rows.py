@@ -12,6 +12,7 @@ from torch import Tensor
 from te_mx._ops import Operand, Stack
 from te_mx._ops.library import is_direct
 from te_mx._ops.linear import FrozenCall, FrozenKernel, Gate, frozen_kernel
+from te_mx.autograd.backward import needs_gradient
 from te_mx.dispatch.problem import Problem, frozen_rows
 from te_mx.recipes.settings import Settings
 from te_mx.runtime.ran import LAST_RUN
@@ -129,7 +130,7 @@ def linear(
     Arguments are those of `ready` and `Ready.run`."""
     if not is_few(x, weight.k, weight.groups) or not is_direct(x, bias, offs):
         return None
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, bias)):
+    if needs_gradient(x, bias):
         return None
     found = ready(x, x.dtype, weight, settings)
     return None if found is None else found.run(x, bias, out_dtype, tag, offs)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from te_mx._ops import Operand
 from te_mx.autograd import normalization, other_tokens, steps
-from te_mx.autograd.backward import outputs, place, run_backward, tag_of
+from te_mx.autograd.backward import needs_gradient, outputs, place, run_backward, tag_of
 from te_mx.autograd.normalization import NormStep
 from te_mx.autograd.other_tokens import Tokens
 from te_mx.autograd.shapes import flatten, shaped
@@ -136,7 +136,7 @@ def layernorm_linear(
     """(y [..., N], z [..., K] or None) of x [..., K] in MXFP8, differentiable. `kept` stands in
     for quantizing the weight, which may then be None; `sink` says where its gradient goes."""
     tensors = (x, norm_weight, norm_bias, weight_NK, bias_N)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+    if needs_gradient(*tensors):
         made = LayerNormLinearFunction.apply(*tensors, kept, sink, call)
         return made[0], made[1] if call.return_z else None
     plan = other_tokens.plan_input(x, call.settings, False, False, call.tokens)

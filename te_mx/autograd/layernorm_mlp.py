@@ -29,7 +29,7 @@ from torch import Tensor
 from te_mx._ops import Epilogue, Operand, Quantized, gemm_2d, quantized
 from te_mx._ops.fused import act_quantize_2d
 from te_mx.autograd import normalization, other_tokens, steps
-from te_mx.autograd.backward import outputs, place, run_backward, tag_of
+from te_mx.autograd.backward import needs_gradient, outputs, place, run_backward, tag_of
 from te_mx.autograd.normalization import NormStep
 from te_mx.autograd.other_tokens import Tokens
 from te_mx.autograd.saved import Kept
@@ -208,7 +208,7 @@ def layernorm_mlp(
     """(y [..., H], z [..., H] or None) of x [..., H] in MXFP8, differentiable. A weight that stands
     still may be None where nothing is differentiated."""
     tensors = (x, norm_weight, norm_bias, w1, b1, w2, b2)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+    if needs_gradient(*tensors):
         made = LayerNormMLPFunction.apply(*tensors, weights, call)
         return made[0], made[1] if call.return_z else None
     settings = call.settings

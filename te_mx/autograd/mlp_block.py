@@ -28,7 +28,7 @@ from torch import Tensor
 from te_mx._ops import Operand, Quantized, Target
 from te_mx._ops.fused import act_quantize_2d
 from te_mx.autograd import shared_inputs, steps
-from te_mx.autograd.backward import outputs, place, run_backward, tag_of
+from te_mx.autograd.backward import needs_gradient, outputs, place, run_backward, tag_of
 from te_mx.autograd.layernorm_mlp import Call as Inner
 from te_mx.autograd.layernorm_mlp import activated, through_activation
 from te_mx.autograd.norm import Source, source_of
@@ -234,7 +234,7 @@ def mlp_block(
     """y [..., N] of x [..., H] in MXFP8, differentiable; `first` has weight and bias of each part
     of w1."""
     tensors = (x, w2, b2, *first)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+    if needs_gradient(*tensors):
         return MLPBlockFunction.apply(x, w2, b2, call, *first)[0]
     settings = call.settings
     plan = steps.plan_input(x.device, settings, False)

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from te_mx._ops import Operand, Quantized, Target
 from te_mx._ops.norm_rows import norm_rows
 from te_mx.autograd import shared_inputs
-from te_mx.autograd.backward import outputs, run_backward
+from te_mx.autograd.backward import needs_gradient, outputs, run_backward
 from te_mx.autograd.normalization import NormStep
 from te_mx.autograd.shapes import flatten, shaped
 from te_mx.dispatch.fused import NormRows
@@ -116,7 +116,7 @@ def normalized(
     would need its columnwise codes too find what to make them of. `tell` is told once whether a
     layer kept columnwise codes, where there are any."""
     tensors = (x, weight, bias)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+    if needs_gradient(*tensors):
         made: list[Quantized] = []
         z: Tensor = NormFunction.apply(*tensors, step, target, made)[0]
         if tell is not None and target.col:

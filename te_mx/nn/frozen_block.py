@@ -14,6 +14,7 @@ from torch import Tensor
 
 from te_mx._ops.linear import Gate
 from te_mx.autograd.activation import activation
+from te_mx.autograd.backward import needs_gradient
 from te_mx.autograd.few_rows import Ready
 from te_mx.dispatch.fused import Activation
 from te_mx.nn import frozen_few
@@ -33,7 +34,7 @@ def run_few(act: Activation, layers: list[Linear], x: Tensor, settings: Settings
         return None
     bias = last.whole_bias()
     held = [x, bias, *(one._parameters.get("weight") for one in layers)]
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in held):
+    if needs_gradient(*held):
         return None
     found = frozen_few.ready_of(last, x, settings)
     if found is None or act.base not in found.kernel.gates:

@@ -24,7 +24,7 @@ from te_mx._ops.library import define
 from te_mx._ops.linear import frozen_kernel
 from te_mx.autograd import few_rows, shared_inputs
 from te_mx.autograd.activation import activation
-from te_mx.autograd.backward import tag_of
+from te_mx.autograd.backward import needs_gradient, tag_of
 from te_mx.autograd.grouped import GroupedCall, grouped_linear, grouped_on_codes
 from te_mx.autograd.linear import Call, linear, linear_on_codes
 from te_mx.autograd.shapes import flatten, unflatten
@@ -133,11 +133,6 @@ def _holds(module: Any, key: str) -> bool:
     if module._local is not None or torch.compiler.is_exporting():
         return False  # shards of one rank are new tensors each time
     return module._held_tensors(key) is not None
-
-
-def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Whether a product of these is differentiated."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _how(module: Any) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from te_mx._ops import Target
 from te_mx.autograd import steps
+from te_mx.autograd.backward import needs_gradient
 from te_mx.autograd.norm import normalized
 from te_mx.autograd.normalization import NormStep
 from te_mx.context import is_tracing
@@ -95,7 +96,7 @@ class FusedNorm(Reclassed):
         settings, tensors = reader._settings(), (x, *self._values())
         if settings is None or output_dtype(x) != x.dtype:
             return False
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        if needs_gradient(*tensors):
             return False
         return frozen_few.ready_of(reader, x, settings) is not None
 

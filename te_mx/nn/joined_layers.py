@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
-
+from te_mx.autograd.backward import needs_gradient
 from te_mx.autograd.joined_linear import Call, joined_linear
 from te_mx.context import is_tracing
 from te_mx.nn.given_results import Given
@@ -67,7 +66,7 @@ class JoinedReaders(Reclassed):
         if not _alike(x, layers):
             return None
         held = [t for layer in layers for t in layer._weight_and_bias()]
-        if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in held)):
+        if not needs_gradient(*held):
             return None
         return Given(x, layers, joined_linear(x, held, Call(settings, output_dtype(x))))
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from te_mx.autograd import transforms
+from te_mx.autograd.backward import needs_gradient
 from te_mx.autograd.few_rows import Ready
 from te_mx.autograd.layernorm_linear import Call, layernorm_linear
 from te_mx.autograd.steps_kept import on_codes
@@ -17,7 +18,7 @@ from te_mx.context import is_tracing
 from te_mx.nn import constructors, delayed_wgrad, weight_only
 from te_mx.nn import parameters_split as split
 from te_mx.nn.frozen_op import Traced
-from te_mx.nn.norm_module import NormModule, default_init, needs_gradient
+from te_mx.nn.norm_module import NormModule, default_init
 from te_mx.nn.te_arguments import refuse, refuse_constructor
 from te_mx.nn.tensor_parallel_group import COLUMN, ROW, part, ranks_of, shared
 from te_mx.recipes.settings import Settings

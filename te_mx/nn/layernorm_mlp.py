@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from te_mx.autograd import transforms
+from te_mx.autograd.backward import needs_gradient
 from te_mx.autograd.layernorm_mlp import Call, Weights, layernorm_mlp
 from te_mx.autograd.steps import GEMMS
 from te_mx.autograd.steps_kept import KeptWeight, on_codes
@@ -19,7 +20,7 @@ from te_mx.dispatch.fused import NORMS
 from te_mx.nn import activations, constructors, delayed_wgrad, weight_only
 from te_mx.nn.frozen_block import run_gated
 from te_mx.nn.mx_module import output_dtype
-from te_mx.nn.norm_module import NormModule, Together, default_init, needs_gradient
+from te_mx.nn.norm_module import NormModule, Together, default_init
 from te_mx.nn.te_arguments import refuse_constructor
 from te_mx.nn.tensor_parallel_group import BOTH, part, shared
 from te_mx.recipes.settings import Settings
@@ -256,9 +257,12 @@ class LayerNormMLP(NormModule):
         act, dtype = self._act, output_dtype(inp)
         hidden, ffn = self.hidden_size, self.ffn_hidden_size
         rows = 2 * ffn if act.gated else ffn
-        one: Any = self._ready_traced("fc1_weight", inp, settings)
-        two: Any = self._ready_traced("fc2_weight", inp, settings)
-        if not is_tracing():
+        one: Any
+        two: Any
+        if is_tracing():
+            one = self._ready_traced("fc1_weight", inp, settings)
+            two = self._ready_traced("fc2_weight", inp, settings)
+        else:
             one = self._ready("fc1_weight", kept[0], (rows, hidden), inp, settings)
             two = one and self._ready("fc2_weight", kept[1], (hidden, ffn), inp, settings)
         if one is None or two is None:

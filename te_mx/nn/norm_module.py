@@ -33,11 +33,6 @@ def default_init(weight: Tensor) -> Tensor:
     return nn.init.normal_(weight, 0.0, _STD)
 
 
-def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Whether a backward pass will want the gradient of one of these."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
 class NormModule(MXModule, nn.Module):
     """A module that normalizes its input and runs linear steps on the result."""
 
