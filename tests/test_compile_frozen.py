@@ -274,6 +274,18 @@ def test_exported_programs_hold_ops_of_codes_alone():
             assert "te_mx.gemm" in program.graph_module.code
 
 
+def test_compiled_code_is_not_taken_for_an_export(monkeypatch):
+    """Dynamo of torch 2.10 and 2.11 says True of any is_exporting() in the code that it traces."""
+    asked = torch.compiler.is_dynamo_compiling
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: asked())
+    module, x = frozen(), rows(4)
+    compiled = Compiled(module)
+    before = compiled(x)
+    with torch.no_grad():
+        module.weight.mul_(2)
+    assert not same(compiled(x), before) and len(calls()) == 2
+
+
 def test_the_op_on_tensors_without_data():
     module = frozen(drop=True)
     held = module._held_tensors("weight")

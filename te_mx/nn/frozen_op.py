@@ -130,9 +130,18 @@ def _holds(module: Any, key: str) -> bool:
     """Whether a graph may be given what a frozen module holds of a weight."""
     if module._frozen is None or module._gathered is not None or module._tokens is not None:
         return False
-    if module._local is not None or torch.compiler.is_exporting():
+    if module._local is not None or _exporting():
         return False  # shards of one rank are new tensors each time
     return module._held_tensors(key) is not None
+
+
+def _exporting() -> bool:
+    return torch.compiler.is_exporting()
+
+
+# Dynamo does not trace into it: that of torch 2.10 and 2.11 takes every is_exporting() that it
+# meets for True.
+_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _how(module: Any) -> str:
