@@ -17,22 +17,40 @@ import te_mx
 from te_mx.backends.reference import fused_math
 from te_mx.dispatch.fused import Norm
 from te_mx.nn import activations
+from te_mx.nn.residual import UNUSED, Addend
 from te_mx.nn.surroundings import FEW_ROWS, FUSED, RAN
 
 BF16 = torch.bfloat16
-DECODED, GATES, NORM_ROWS = (
-    fake_sm90_decode.CALLS,
-    fake_sm90_decode.GATES,
-    fake_sm90_norm_rows.CALLS,
-)
+DECODED, GATES, SUMS = fake_sm90_decode.CALLS, fake_sm90_decode.GATES, fake_sm90_decode.SUMS
+NORM_ROWS = fake_sm90_norm_rows.CALLS
 
 
 @pytest.fixture(autouse=True)
 def on_hopper():
     with hopper():
-        for calls in (DECODED, GATES, NORM_ROWS):
+        for calls in (DECODED, GATES, SUMS, NORM_ROWS):
             calls.clear()
         yield
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.o = (nn.Linear(64, 64, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        return self.o(self.q(x) * self.k(x))
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(64, eps=1e-6), nn.RMSNorm(64, eps=1e-6)
+        self.attn, self.mlp = Attention(), Gated()
+
+    def forward(self, x):
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
 
 
 class Model(nn.Module):
@@ -145,3 +163,88 @@ def test_weights_that_change_are_seen():
             model.mlp.down_proj.weight.mul_(2)
             model.norm.weight.mul_(0.5)
     assert torch.equal(run(fused, x), by_steps(plain, x))
+
+
+def layers(count=2):
+    """(a fused and frozen stack of layers, the same that makes no sums)."""
+    torch.manual_seed(0)
+    fused = nn.Sequential(*(Layer() for _ in range(count))).to(BF16).eval()
+    te_mx.convert_model(fused, fuse=True)
+    other = copy.deepcopy(fused)
+    for model in (fused, other):
+        te_mx.freeze_weights(model, fmt="mxfp8_e4m3", activations="mxfp8")
+    for module in other.modules():
+        module.__dict__[UNUSED] = 99
+    return fused, other
+
+
+def test_sums_of_the_residual_stream_come_from_the_products():
+    fused, other = layers()
+    for step in range(4):
+        x = torch.randn(2, 1, 64, dtype=BF16)
+        SUMS.clear()
+        y = run(fused, x)
+        assert type(y) is torch.Tensor and len(SUMS) == (4 + (4 if step < 2 else 0))
+        SUMS.clear()
+        assert torch.equal(y, run(other, x)) and not SUMS
+    for layer in fused:
+        unused = [m.__dict__[UNUSED] for m in (layer.attn.q, layer.attn.o, layer.mlp.down_proj)]
+        assert unused == [2, 0, 0]
+    with torch.inference_mode():
+        SUMS.clear()
+        assert torch.equal(run(fused, x), y) and not SUMS  # nobody would see that x changed
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        (lambda x, y: x + y, True),
+        (lambda x, y: y + x, True),
+        (lambda x, y: x.add(y), True),
+        (lambda x, y: torch.add(y, x), True),
+        (lambda x, y: x.mul_(2) + y, False),
+        (lambda x, y: x + y.mul_(2), False),
+        (lambda x, y: x.clone() + y, False),
+        (lambda x, y: torch.add(x, y, alpha=2), False),
+        (lambda x, y: x - y, False),
+        (lambda x, y: x.add_(y), False),
+        (lambda x, y: y.add_(x), False),
+        (lambda x, y: x + 2 * y, False),
+    ],
+)
+def test_a_sum_is_that_of_what_is_added(change, same):
+    fused, other = layers(1)
+    made = []
+    for model in (fused, other):
+        x = torch.randn(3, 64, dtype=BF16, generator=torch.Generator().manual_seed(1))
+        with torch.no_grad(), te_mx.autocast():
+            y = model[0].mlp(model[0].norm2(x))
+            total = y._sum[2] if type(y) is Addend else None
+            made.append(change(x, y))
+            assert (made[-1] is total) == (same and model is fused)
+    assert torch.equal(made[0], made[1])
+
+
+def test_a_sum_has_the_gradient_of_its_parts():
+    fused, _ = layers(1)
+    x = torch.randn(3, 64, dtype=BF16, requires_grad=True)
+    with torch.no_grad(), te_mx.autocast():
+        y = fused[0].mlp(fused[0].norm2(x))
+    assert type(y) is Addend
+    (x + y).sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
+def test_compiled_code_adds_by_itself():
+    fused, other = layers(1)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def add(x, y):
+        return x + y
+
+    x = torch.randn(3, 64, dtype=BF16)
+    sums = []
+    for model in (fused, other):
+        with torch.no_grad(), te_mx.autocast():
+            sums.append(add(x, model[0].mlp(model[0].norm2(x))))
+    assert torch.equal(*sums)

@@ -104,7 +104,8 @@ class Generation:
     @contextlib.contextmanager
     def _region(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.inference_mode())
+            # Not torch.inference_mode, whose tensors count no changes: te_mx makes sums ahead.
+            stack.enter_context(torch.no_grad())
             if self.quantized:
                 stack.enter_context(te_mx.autocast())
             yield

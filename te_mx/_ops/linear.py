@@ -9,6 +9,7 @@ from torch import Tensor
 
 from te_mx._ops.library import is_direct
 from te_mx.dispatch.linear import (
+    Added,
     FrozenCall,
     FrozenKernel,
     Gate,
@@ -21,6 +22,7 @@ from te_mx.dispatch.problem import MOST, Problem, place_of
 from te_mx.dispatch.registry import derived, find
 
 __all__ = [
+    "Added",
     "FrozenCall",
     "FrozenKernel",
     "Gate",

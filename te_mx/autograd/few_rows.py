@@ -11,7 +11,7 @@ from torch import Tensor
 
 from te_mx._ops import Operand, Stack
 from te_mx._ops.library import is_direct
-from te_mx._ops.linear import FrozenCall, FrozenKernel, Gate, frozen_kernel
+from te_mx._ops.linear import Added, FrozenCall, FrozenKernel, Gate, frozen_kernel
 from te_mx.autograd.backward import needs_gradient
 from te_mx.dispatch.problem import Problem, frozen_rows
 from te_mx.recipes.settings import Settings
@@ -90,10 +90,12 @@ class Ready(NamedTuple):
     def run(
         self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype, tag: int = -1,
         offs: Tensor | None = None, act: str | None = None, gate: Gate | None = None,
+        added: Added | None = None,
     ) -> Tensor | None:  # fmt: skip
         """act(x [..., k] @ w^T + bias) [..., n]; None where native code does not take it. offs:
-        ends of the groups of rows; rows of no group become 0. gate: of x, one of the kernel's."""
-        call = FrozenCall(x, self.form, bias, out_dtype, offs, act, gate)
+        ends of the groups of rows; rows of no group become 0. gate and
+        added: as the kernel takes them."""
+        call = FrozenCall(x, self.form, bias, out_dtype, offs, act, gate, added)
         made = self.kernel.multiply(self.problem, call)
         if made is None:
             return None
@@ -128,12 +130,20 @@ def linear(
 ) -> Tensor | None:  # fmt: skip
     """x [..., k] -> [..., n] on a kernel for few rows, without autograd; None where none takes it.
     Arguments are those of `ready` and `Ready.run`."""
+    found = ready_for(x, weight, bias, settings, offs)
+    return None if found is None else found.run(x, bias, out_dtype, tag, offs)
+
+
+def ready_for(
+    x: Tensor, weight: Weight, bias: Tensor | None, settings: Settings | None,
+    offs: Tensor | None = None,
+) -> Ready | None:  # fmt: skip
+    """As `ready`, None where autograd or a watcher wants to see the product."""
     if not is_few(x, weight.k, weight.groups) or not is_direct(x, bias, offs):
         return None
     if needs_gradient(x, bias):
         return None
-    found = ready(x, x.dtype, weight, settings)
-    return None if found is None else found.run(x, bias, out_dtype, tag, offs)
+    return ready(x, x.dtype, weight, settings)
 
 
 def _form(weight: Weight, kernel: FrozenKernel, device: torch.device) -> Operand | Stack | None:

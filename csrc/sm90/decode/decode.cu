@@ -28,6 +28,8 @@ Status check(const DecodeArgs& a) {
   }
   if (a.activates && (a.act < Act{} || a.act > Act::gelu_erf)) return Status::bad_argument;
   if (a.activates && a.act == Act::clamped_silu) return Status::unsupported;
+  if ((a.residual == nullptr) != (a.sum == nullptr)) return Status::bad_argument;
+  if (a.residual != nullptr && a.groups.count > 0) return Status::unsupported;
   if (a.x_as_is && (a.x_dtype == DType::f32 || a.x_scales != nullptr)) return Status::unsupported;
   if (a.gate != nullptr && (!values || a.x_dtype == DType::f32)) return Status::unsupported;
   return is_fp8(a.x_element) ? Status::ok : Status::unsupported;
@@ -75,7 +77,8 @@ Status decode(const DecodeArgs& a) {
   set_rule(t.p.in, a.rule, a.amax_epsilon);
   if (!set_gate(t.p.in, a)) return Status::unsupported;
   if (a.gate != nullptr && (!t.p.in.vectors || a.k % 8 != 0)) return Status::unsupported;
-  t.p.out = {a.out, a.ldo, a.out_dtype, a.bias, a.bias_dtype, a.activates, a.act};
+  t.p.out = {a.out,       a.ldo, a.out_dtype, a.bias, a.bias_dtype,
+             a.activates, a.act, a.residual,  a.ldr,  a.sum};
   const bool halves = a.halves();
   if (a.factors) {
     return a.w_element == Element::e5m2 ? run_decode_factors_e5m2(t, halves)

@@ -277,12 +277,17 @@ __global__ void __launch_bounds__(kDecodeThreads, Math::kCtas)
                  sums_bar, fragment % cluster);
     }
   }
+  Residual residual;
+  if constexpr (kResidualFirst<kRows>) {
+    const int slot = static_cast<int>(threadIdx.x) / 32;
+    residual.load(p, FragmentPlace::of<kRows>(sums_place, slot, tile0), *block);
+  }
   if (cluster > 1) {
     tile::mbar_wait_sent(sums_bar, 0);
   } else {
     __syncthreads();
   }
-  finish<kRows>(p, sums_place, all_sums, tile0, *block);
+  finish<kRows>(p, sums_place, all_sums, tile0, *block, residual);
 }
 
 }  // namespace te_mx::sm90

@@ -1,7 +1,6 @@
 // From the sums of all parts of k to the rows of out.
 #pragma once
 
-#include "common/numbers.cuh"
 #include "decode/decode_rows.cuh"
 #include "fused/activation.cuh"
 #include "te_mx/sm90_decode.h"
@@ -16,7 +15,38 @@ struct DecodeOut {
   DType bias_dtype = DType::bf16;
   bool activates = false;
   Act act = Act::relu;
+  const void* residual = nullptr;  // beside one matrix of weights, in dtype, or null
+  int64_t residual_ld = 0;
+  void* sum = nullptr;  // compact: residual + out
 };
+
+__device__ __forceinline__ float load_number(const void* from, int64_t i, DType dtype) {
+  if (dtype == DType::bf16) return __bfloat162float(static_cast<const __nv_bfloat16*>(from)[i]);
+  if (dtype == DType::f16) return __half2float(static_cast<const __half*>(from)[i]);
+  return static_cast<const float*>(from)[i];
+}
+__device__ __forceinline__ void store_number(void* to, int64_t i, DType dtype, float v) {
+  if (dtype == DType::bf16) {
+    static_cast<__nv_bfloat16*>(to)[i] = __float2bfloat16(v);
+  } else if (dtype == DType::f16) {
+    static_cast<__half*>(to)[i] = __float2half(v);
+  } else {
+    static_cast<float*>(to)[i] = v;
+  }
+}
+
+// NOTE: past L1, which may hold what was there before the kernel that wrote it.
+__device__ __forceinline__ float load_fresh(const void* from, int64_t i, DType dtype) {
+  if (dtype == DType::f32) return __ldcg(static_cast<const float*>(from) + i);
+  const uint16_t bits = __ldcg(static_cast<const uint16_t*>(from) + i);
+  return dtype == DType::bf16 ? __bfloat162float(__ushort_as_bfloat16(bits))
+                              : __half2float(__ushort_as_half(bits));
+}
+__device__ __forceinline__ float rounded_to(DType dtype, float v) {
+  return dtype == DType::bf16  ? __bfloat162float(__float2bfloat16(v))
+         : dtype == DType::f16 ? __half2float(__float2half(v))
+                               : v;
+}
 
 __device__ __forceinline__ float activated(const DecodeOut& out, float v) {
   const ActWords words{out.act, false, 0.0f, 0.0f, 0.0f};
@@ -61,37 +91,80 @@ struct SumsPlace {
   }
 };
 
+// What a lane has of a fragment: rows of weights n(0) and n(1), of x from col on, two of each.
+struct FragmentPlace {
+  int col, first;
+
+  template <int kRows>
+  static __device__ __forceinline__ FragmentPlace of(const SumsPlace& place, int slot, int tile0) {
+    const int lane = threadIdx.x % 32, fragment = place.rank + slot * place.cluster;
+    const int tile = fragment / kDecodeTile;
+    const int group = (tile0 + tile / (kRows / 8)) * kDecodeTile + fragment % kDecodeTile;
+    return {tile % (kRows / 8) * 8 + lane % 4 * 2, group * kDecodeRows + lane / 4};
+  }
+  __device__ __forceinline__ int n(int h) const { return first + 8 * h; }
+};
+
+// What of the residual belongs to a fragment.
+struct Residual {
+  float v[2][2];
+
+  template <class Params>
+  __device__ __forceinline__ void load(const Params& p, const FragmentPlace& at,
+                                       const DecodeBlock& rows) {
+    if (p.out.residual == nullptr) return;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        if (at.n(h) < p.n && at.col + c < rows.count)
+          v[h][c] = load_fresh(p.out.residual,
+                               int64_t{rows.first + at.col + c} * p.out.residual_ld + at.n(h),
+                               p.out.dtype);
+      }
+    }
+  }
+};
+
+// Whether that of a warp's first fragment is asked for before the sums come.
+template <int kRows>
+inline constexpr bool kResidualFirst = kRows == 8;
+
 // Adds the parts of this CTA's fragments up and writes them out.
 template <int kRows, class Params>
 __device__ __forceinline__ void finish(const Params& p, const SumsPlace& place, const float4* sums,
-                                       int tile0, const DecodeBlock& rows) {
+                                       int tile0, const DecodeBlock& rows, Residual residual) {
   const int lane = threadIdx.x % 32, count = rows.count, mine = place.mine(kRows);
   const DecodeOut& out = p.out;
   const int64_t bias0 = int64_t{rows.group} * p.n;
-  for (int slot = threadIdx.x / 32; slot < mine; slot += kDecodeWarps) {
-    const int fragment = place.rank + slot * place.cluster, tile = fragment / kDecodeTile;
-    const int col = tile % (kRows / 8) * 8 + lane % 4 * 2;  // of the block's rows of x
-    if (col >= count) continue;
+  const int warp = threadIdx.x / 32;
+  for (int slot = warp; slot < mine; slot += kDecodeWarps) {
+    const FragmentPlace at = FragmentPlace::of<kRows>(place, slot, tile0);
+    if (at.col >= count) continue;
+    if (slot > warp || !kResidualFirst<kRows>) residual.load(p, at, rows);
     const float4* const from = sums + slot * place.parts * 32 + lane;
     float4 s = from[0];
     for (int part = 1; part < place.parts; ++part) {
       const float4 v = from[part * 32];
       s.x += v.x, s.y += v.y, s.z += v.z, s.w += v.w;
     }
-    const int group = (tile0 + tile / (kRows / 8)) * kDecodeTile + fragment % kDecodeTile;
     const float v[2][2] = {{s.x, s.y}, {s.z, s.w}};
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int n = group * kDecodeRows + lane / 4 + 8 * h;
+      const int n = at.n(h);
       if (n >= p.n) continue;
       const float bias =
           out.bias == nullptr ? 0.0f : load_number(out.bias, bias0 + n, out.bias_dtype);
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        if (col + c >= count) continue;
+        if (at.col + c >= count) continue;
         float sum = v[h][c] + bias;
         if (out.activates) sum = activated(out, sum);
-        store_number(out.out, int64_t{rows.first + col + c} * out.ld + n, out.dtype, sum);
+        const int64_t row = rows.first + at.col + c;
+        store_number(out.out, row * out.ld + n, out.dtype, sum);
+        if (out.residual == nullptr) continue;
+        store_number(out.sum, row * p.n + n, out.dtype,
+                     add(residual.v[h][c], rounded_to(out.dtype, sum)));
       }
     }
   }

@@ -61,8 +61,8 @@ class Frozen(FrozenKernel):
         return row.checked("the weight") if row.layout is ROWS else None
 
     def multiply(self, p: Problem, call: FrozenCall) -> tuple[Tensor, str] | None:
-        x, weight, bias_N, out_dtype, _, act, gate = call
-        if act is not None or gate is not None or not isinstance(weight, Operand):
+        x, weight, bias_N, out_dtype, _, *more = call
+        if any(one is not None for one in more) or not isinstance(weight, Operand):
             return None
         known, key = derived(), (self.name, p, weight.spec, weight.packed is None, out_dtype)
         if key not in known:
