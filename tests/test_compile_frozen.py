@@ -195,6 +195,36 @@ def test_many_rows_see_changes_too_and_quantize_their_input_once():
     assert compiled.code.count("te_mx.quantize") == 1
 
 
+@pytest.mark.parametrize(
+    ("kind", "grad"),
+    [("linear", True), ("split", True), ("norm", False), ("mlp", False), ("gated", True)],
+)
+def test_changes_are_seen_at_many_rows_and_in_training(kind, grad):
+    check_changes(frozen(kind), grad)
+
+
+def check_changes(module, grad, *args):
+    compiled, x, outs = Compiled(module), rows(90), []
+
+    def step(run):
+        leaf = x.clone().requires_grad_(grad)
+        with torch.set_grad_enabled(grad), te_mx.autocast(recipe=RECIPES["mxfp8"]):
+            y = run(leaf, *args)
+            y = y[0] if isinstance(y, tuple) else y
+        if grad:
+            y.float().sum().backward()
+        return y.detach(), leaf.grad if grad else y
+
+    step(module)  # keeps what its gradients want
+    for _ in range(2):
+        outs.append(step(compiled.run))
+        assert same(outs[-1], step(module))
+        with torch.no_grad():
+            for one in module.parameters():
+                one.mul_(2)
+    assert not same(*outs) and compiled.graphs == 1 and calls() == []
+
+
 @pytest.mark.parametrize("drop", [False, True])
 def test_eager_and_compiled_code_share_what_is_kept(drop, monkeypatch):
     made = []
@@ -294,7 +324,7 @@ def test_the_op_on_tensors_without_data():
     torch.library.opcheck(torch.ops.te_mx.frozen_product.default, given)
     kept = frozen()
     row = te_mx._ops.quantize_2d(rows(3), "mxfp8_e4m3@rows").row
-    given = *row[:5], [kept.weight.detach()], kept.bias.detach(), "weight", words, N, BF16
+    given = *row[:5], [kept.weight.detach()], kept.bias.detach(), "weight", words, N, "", BF16
     torch.library.opcheck(torch.ops.te_mx.frozen_gemm.default, given)
     assert of_words(words) == RECIPES["mxfp8"].settings
 
@@ -326,6 +356,13 @@ SPLITS = [3, 0, 5, 1]
 def test_groups(recipe, how):
     with hopper_with_groups():
         check_groups(recipe, **how)
+
+
+def test_changes_of_groups_are_seen_at_many_rows():
+    with hopper_with_groups():
+        layer = te_mx.GroupedLinear(3, K, N, dtype=BF16)
+        te_mx.freeze_weights(layer)
+        check_changes(layer, False, torch.tensor([50, 0, 40]))
 
 
 def check_groups(recipe, drop=False, **how):

@@ -34,6 +34,7 @@ from te_mx.autograd.normalization import NormStep
 from te_mx.autograd.other_tokens import Tokens
 from te_mx.autograd.saved import Kept
 from te_mx.autograd.shapes import flatten, shaped
+from te_mx.autograd.sought import Sought
 from te_mx.autograd.steps import DGRAD, WGRAD
 from te_mx.autograd.steps_kept import KeptWeight
 from te_mx.autograd.wgrad import WeightGradient
@@ -61,11 +62,15 @@ class Weights(NamedTuple):
 
 
 def activated(
-    z: Operand, w: Operand, bias: Tensor | None, call: Call, plan: steps.Input, need_h: bool
-) -> tuple[Tensor | None, Tensor | None, Quantized]:
+    z: Operand, w: Operand | Sought, bias: Tensor | None, call: Call, plan: steps.Input,
+    need_h: bool,
+) -> tuple[Tensor | None, Tensor | None, Quantized]:  # fmt: skip
     """h (with GELU only if it is needed), a if the plan keeps it, and a quantized."""
     step, act, settings, _, tags, _ = call
     if act.gelu_form:
+        if isinstance(w, Sought):
+            a = w.times(z, bias, act.gelu_form, step.dtype)
+            return None, a, quantized(a, plan.target)
         made = gemm_2d(
             z, w, Epilogue(bias, act.gelu_form), out_dtype=step.dtype, want_aux=need_h,
             tag=tags[0], mode=steps.mode_of(settings),

@@ -52,6 +52,7 @@ from te_mx._ops import (
 from te_mx.autograd import high_precision, shared_inputs
 from te_mx.autograd.saved import NOTHING, Kept
 from te_mx.autograd.shapes import flatten
+from te_mx.autograd.sought import Sought
 from te_mx.autograd.wgrad import INPUT, OUTPUT_GRADIENT, Reads, Wgrad
 from te_mx.dispatch.registry import derived
 from te_mx.formats.scaling import is_stochastic
@@ -283,9 +284,12 @@ def _weight_columns(kept: Kept, settings: Settings) -> Operand:
 
 # ------------------------------------------------------------------------------------------- fprop
 def fprop(
-    x: Operand, w: Operand, bias_N: Tensor | None, settings: Settings, dtype: torch.dtype, tag: int
-) -> Tensor:
+    x: Operand, w: Operand | Sought, bias_N: Tensor | None, settings: Settings, dtype: torch.dtype,
+    tag: int,
+) -> Tensor:  # fmt: skip
     """y [M, N] = x @ w^T + bias."""
+    if isinstance(w, Sought):
+        return w.times(x, bias_N, "", dtype)
     epilogue = Epilogue(bias=bias_N)
     return gemm_2d(x, w, epilogue, out_dtype=dtype, tag=tag, mode=mode_of(settings)).out
 

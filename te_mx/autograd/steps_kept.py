@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ class KeptWeight(NamedTuple):
     it."""
 
     settings: Settings
-    row: Operand
+    row: Any  # an Operand; in compiled code perhaps a Sought
     col: Operand | None
     made: Made = Made(0, None)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from te_mx import formats
-from te_mx._ops import Operand, Stack, capturing
+from te_mx._ops import Epilogue, Operand, Stack, capturing, gemm_2d
 from te_mx._ops.library import define
 from te_mx._ops.linear import frozen_kernel
 from te_mx.autograd import few_rows, shared_inputs
@@ -28,15 +28,17 @@ from te_mx.autograd.backward import needs_gradient, tag_of
 from te_mx.autograd.grouped import GroupedCall, grouped_linear, grouped_on_codes
 from te_mx.autograd.linear import Call, linear, linear_on_codes
 from te_mx.autograd.shapes import flatten, unflatten
+from te_mx.autograd.sought import Sought
 from te_mx.autograd.steps import (
     GEMMS,
     at_rest,
-    fprop,
+    mode_of,
     plan_input,
     plan_weight,
     quantized_input,
     weight_operands,
 )
+from te_mx.autograd.steps_kept import KeptWeight
 from te_mx.dispatch.fused import Activation
 from te_mx.dispatch.grouped_calls import Groups
 from te_mx.dispatch.problem import frozen_rows
@@ -123,7 +125,20 @@ def many_rows(
     held, n, words = module._held_tensors(key), module._shape_of(key)[-2], in_words(settings)
     row = quantized_input(x, plan_input(x.device, settings, False), held[0]).row
     assert row is not None
-    return unflatten(FROZEN_GEMM(*row[:5], held, bias, key, words, n, out_dtype), x)
+    return unflatten(FROZEN_GEMM(*row[:5], held, bias, key, words, n, "", out_dtype), x)
+
+
+def kept(module: Any, key: str, settings: Settings) -> KeptWeight | None:
+    """As module._kept_weight, for products without gradients that Dynamo traces; None where
+    `many_rows` would be."""
+    if module._is_dropped() or not _holds(module, key):
+        return None
+    held, n, words = module._held_tensors(key), module._shape_of(key)[-2], in_words(settings)
+
+    def times(x: Operand, bias: Tensor | None, gelu: str, dtype: torch.dtype) -> Tensor:
+        return FROZEN_GEMM(*x[:5], held, bias, key, words, n, gelu, dtype)
+
+    return KeptWeight(settings, Sought(times), None)
 
 
 def _holds(module: Any, key: str) -> bool:
@@ -132,7 +147,8 @@ def _holds(module: Any, key: str) -> bool:
         return False
     if module._local is not None or _exporting():
         return False  # shards of one rank are new tensors each time
-    return module._held_tensors(key) is not None
+    held = module._held_tensors(key)
+    return held is not None and not needs_gradient(*held)
 
 
 def _exporting() -> bool:
@@ -271,22 +287,25 @@ def _fake(
 
 
 def _run_gemm(*args: Any) -> Tensor:
-    codes, scales, spec, rows, k, weights, bias, key, words, _, out_dtype = args
+    codes, scales, spec, rows, k, weights, bias, key, words, _, gelu, out_dtype = args
     settings = of_words(words)
     _, kept, tag = _known(weights, key, settings, codes.device)
     with torch.no_grad():
         whole = None if kept is not None else _joined(weights)
         w_row, _ = weight_operands(kept, whole, settings, False)
-        return fprop(Operand(codes, scales, spec, rows, k), w_row, bias, settings, out_dtype, tag)
+        return gemm_2d(
+            Operand(codes, scales, spec, rows, k), w_row, Epilogue(bias, gelu or None),
+            out_dtype=out_dtype, tag=tag, mode=mode_of(settings),
+        ).out  # fmt: skip
 
 
 def _fake_gemm(*args: Any) -> Tensor:
-    return args[0].new_empty((args[3], args[9]), dtype=args[10])
+    return args[0].new_empty((args[3], args[9]), dtype=args[11])
 
 
 FROZEN_GEMM = define(
     "frozen_gemm(Tensor codes, Tensor scales, str spec, SymInt rows, SymInt k, Tensor[] weights, "
-    "Tensor? bias, str key, str settings, SymInt n, ScalarType out_dtype) -> Tensor",
+    "Tensor? bias, str key, str settings, SymInt n, str gelu, ScalarType out_dtype) -> Tensor",
     _run_gemm,
     _fake_gemm,
 )

@@ -261,7 +261,8 @@ class LayerNormLinear(NormModule):
                 few = self._ready_traced("weight", inp, settings)
             if few is None and not self._is_weight_only():
                 first = is_first_microbatch
-                kept = self._kept_or_dropped("weight", settings, first, device, need_dx)
+                need = need_dx, not plain
+                kept = self._kept_or_dropped("weight", settings, first, device, need)
             if few is None and plain:
                 few = self._ready("weight", kept, (out_features, self.in_features), inp, settings)
             if few is not None:

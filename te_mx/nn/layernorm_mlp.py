@@ -225,10 +225,10 @@ class LayerNormMLP(NormModule):
             if plain and is_tracing():
                 few = self._run_few(inp, (b1, b2), kept, settings, tags)
             if few is None and not self._is_weight_only():
-                first = is_first_microbatch
+                how = settings, is_first_microbatch, inp.device
                 kept = (
-                    self._kept_or_dropped("fc1_weight", settings, first, inp.device, need_dz),
-                    self._kept_or_dropped("fc2_weight", settings, first, inp.device, need_dh),
+                    self._kept_or_dropped("fc1_weight", *how, (need_dz, not plain)),
+                    self._kept_or_dropped("fc2_weight", *how, (need_dh, not plain)),
                 )
             if plain and not is_tracing():
                 few = self._run_few(inp, (b1, b2), kept, settings, tags)

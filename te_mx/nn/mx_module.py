@@ -148,22 +148,20 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallel
         step, or made now and kept; None where this call quantizes.
 
         A CUDA graph is replayed on later weights: only frozen ones may be older than it. Neither it
-        nor compiled code keeps anything between its calls, and compiled code cannot look whether a
-        frozen weight changed.
+        nor compiled code keeps anything between its calls, and compiled code cannot look here
+        whether a frozen weight changed: ops of its graph do (nn/frozen_op.py).
         """
         if self._gathered is not None:
             return self._gathered[key]
         frozen, tracing = self._frozen, is_tracing()
         if first is not None and type(first) is not bool:
             check_flag(f"{self._label()}: is_first_microbatch", first)
-        if frozen is None and first is None:
+        if (tracing and frozen is not None) or (frozen is None and first is None):
             return None
         capture = not tracing and capturing(device)
         keep = not (tracing or capture)
         if frozen is None:
             kept = None if first or capture else (self._microbatch or {}).get(key)
-        elif tracing:
-            kept = frozen.kept.get(key)
         else:
             kept, follows = frozen.current(key, self)
             keep = keep and follows

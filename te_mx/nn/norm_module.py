@@ -122,11 +122,16 @@ class NormModule(MXModule, nn.Module):
         return HighPrecisionLinear.apply(x, weight, bias, sink)
 
     def _kept_or_dropped(
-        self, key: str, settings: Settings, first: bool | None, device: torch.device, need_dx: bool
-    ) -> KeptWeight | None:
-        """What stands in for a weight, and for one without a master what there is of it."""
+        self, key: str, settings: Settings, first: bool | None, device: torch.device,
+        need: tuple[bool, bool],
+    ) -> KeptWeight | None:  # fmt: skip
+        """What stands in for a weight, and for one without a master what there is of it. need:
+        gradients of what it multiplies, and any at all."""
+        need_dx, needs_any = need
         if self._is_dropped():
             return KeptWeight(settings, self._dropped_operand(key), None)
+        if is_tracing() and not needs_any and (made := frozen_op.kept(self, key, settings)):
+            return made
         return self._kept_weight(key, first, settings, device, need_dx)
 
     def _ready_traced(self, key: str, inp: Tensor, settings: Settings) -> frozen_op.Traced | None:

@@ -40,14 +40,16 @@ def test_the_kernels_and_the_bits_of_eager(drop, mode):
             assert all(torch.equal(one, expected) for one in got)
 
 
+@pytest.mark.parametrize("rows", [3, 200])  # 200: by the GEMM
 @pytest.mark.parametrize("drop", [False, True])
-def test_a_changed_weight_is_seen(drop):
+def test_a_changed_weight_is_seen(drop, rows):
     torch._dynamo.reset()
-    model, x = frozen(drop), torch.randn(3, K, dtype=BF16, device="cuda")
-    compiled = torch.compile(model, fullgraph=True)
+    model, x = frozen(drop), torch.randn(rows, K, dtype=BF16, device="cuda")
+    first = model[0]
+    run = model if rows == 3 else first
+    compiled = torch.compile(run, fullgraph=True)
     with torch.no_grad(), te_mx.autocast():
         before = compiled(x)
-        first = model[0]
         (first.weight_scale.add_(1) if drop else first.weight.mul_(2))
         after = compiled(x)
-        assert not torch.equal(after, before) and torch.equal(after, model(x))
+        assert not torch.equal(after, before) and torch.equal(after, run(x))
