@@ -53,8 +53,8 @@ def freeze_weights(
     merges an adapter without ``safe_merge=True`` or te_mx.integrations.peft), NumPy, DLPack or a
     view made in inference_mode, by optimizers with ``fused=True`` while the parameter has a
     gradient but does not require one, and by FSDP1 or DeepSpeed. Captured CUDA graphs notice
-    nothing. Code compiled by torch.compile notices what eager code does; where gradients are wanted,
-    and in te_mx.GroupedLinear on many rows, by quantizing kept parameters at every call.
+    nothing. Code compiled by torch.compile notices what eager code does; where gradients are
+    wanted, and in te_mx.GroupedLinear on many rows, by quantizing kept parameters at every call.
     After such a change call `unfreeze_weights`, then `freeze_weights`, and capture again.
 
     On Hopper GPUs a te_mx.Linear keeps its weight once more from its first forward of at most 64

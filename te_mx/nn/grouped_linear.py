@@ -217,7 +217,7 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
                     return (few, self._returned(biases)) if self.return_bias else few
             added = () if self.return_bias else self._like_weights(biases)
             call = GroupedCall(
-                groups.capacity, settings, output_dtype(inp), bool(added), kept, tag,
+                groups.capacity, settings, output_dtype(inp), len(added) > 0, kept, tag,
                 self.save_original_input, sink,
             )  # fmt: skip
             y = grouped_linear(inp, groups.offs, weights + added, call)
@@ -268,7 +268,7 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
             y = grouped_plain(flatten(inp), groups, weights, each)
             out = y.view(*inp.shape[:-1], y.shape[1])
         else:
-            out = high_precision_loop(inp, *groups, (*held, *added), bool(added), sink)
+            out = high_precision_loop(inp, *groups, (*held, *added), len(added) > 0, sink)
         return (out, self._returned(biases)) if self.return_bias else out
 
     def _run_dropped(self, inp: Tensor, groups: Groups, settings: Settings) -> Any:
@@ -287,7 +287,7 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
             y_RN = weight_only.grouped(flatten(inp), groups, row, bias_GN, dtype, tag)
             y = unflatten(y_RN, inp)
         else:
-            call = GroupedCall(groups.capacity, settings, dtype, bool(added), tag=tag)
+            call = GroupedCall(groups.capacity, settings, dtype, len(added) > 0, tag=tag)
             y = grouped_on_codes(inp, groups.offs, row, bias_GN, call)
         return (y, self._returned(biases)) if self.return_bias else y
 
