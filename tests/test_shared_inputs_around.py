@@ -267,7 +267,8 @@ def test_how_often_hopper_quantizes(hopper, order):
 def test_saved_once_on_hopper(hopper, keep):
     layers, x = qkv(), torch.randn(ROWS, IN, requires_grad=True)
     with te_mx.autocast(recipe=MXFP8BlockScaling(keep_weight_columns=keep)):
-        nodes = [y.grad_fn for y in together(layers, x)]
+        outs = together(layers, x)  # torch 2.11 frees what is saved with them
+        nodes = [y.grad_fn for y in outs]
         entry = shared_inputs.entry_of(x)
     assert {type(node).__name__ for node in nodes} == {"OneCallLinearBackward"}
     assert len({node.saved_tensors[0].data_ptr() for node in nodes}) == 1
