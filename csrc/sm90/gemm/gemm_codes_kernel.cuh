@@ -4,14 +4,16 @@
 //   warpgroup 0   warp 0 asks for codes of 4 bits, warp 1 prepares steps (gemm_kernel.cuh), warp 2
 //                 asks for lhs where that is tiles
 //   1, 2          multiply, 64 rows of a block each
-//   3, 4          unpack rhs and lhs, a row of a tile a thread (gemm_codes.cuh)
+//   3, 4          unpack, a row of a tile a thread (gemm_codes.cuh): rhs and lhs; or rhs, a step
+//                 each in turn
 //
 // A step of K passes three barriers before `ready`: its codes of 4 bits are there (`raw_full`),
 // both tiles have their scale words (`full`), and what follows from these words and the codes of 8
 // bits arrive at `ready` apart.
 //
-// With K in parts a cluster computes a block, each CTA a part. Its sums stay in shared memory; then
-// every CTA adds the parts of some rows up, in their order, and has the epilogue of those rows.
+// With K in parts a cluster computes a block, each CTA a part. Sums go to shared memory and from
+// there, by the copy engine, to the CTA that finishes these rows: adds the parts up, in their
+// order, and has the epilogue. (Read from afar they took 3 us more.)
 #pragma once
 
 #include "gemm/gemm_codes_config.cuh"
@@ -100,25 +102,37 @@ class Steps {
   CodesScheduler::Place at_{};
 };
 
-// For the warpgroup that unpacks a side. While a step is written the codes of the next one are
-// read, and what its rows have is said before the step is handed over: neither is waited for.
+// For a warpgroup that unpacks a side, one of Config::kTurns, which take steps in turn; `unpacks`
+// is its number. While a step is written the codes of its next one are read, and what those rows
+// have is said before the step is handed over: neither is waited for.
 template <class Config, Role kSide>
-__device__ __forceinline__ void unpack(const CodesParams& p, const Smem<Config>& smem) {
+__device__ __forceinline__ void unpack(const CodesParams& p, const Smem<Config>& smem,
+                                       int unpacks) {
   const int thread = static_cast<int>(threadIdx.x) % 128, lane = thread % 32;
   const auto row0 = [](const CodesScheduler::Place& at) {
     return kSide == Role::lhs ? at.m0 : at.n0;
   };
-  ScaleStream<CodesScheduler> stream(p, kSide == Role::lhs ? p.lhs : p.rhs, smem.stream(kSide),
+  ScaleStream<CodesScheduler> stream(p, kSide == Role::lhs ? p.lhs : p.rhs, smem.stream(unpacks),
                                      thread, row0);
-  const uint32_t seen = tile::smem_addr(smem.seen(kSide)), tables = tile::smem_addr(smem.tables()),
+  const uint32_t seen = tile::smem_addr(smem.seen(unpacks)),
+                 tables = tile::smem_addr(smem.tables()),
                  chunk = tile::smem_addr(smem.raw(kSide, 0)) + tile::swizzle64(thread, 0);
   Ring<Config::kRaw> raw;
   Ring<Config::kStages> ring;
   Steps steps(p);
   RowOfBlocks row;
   uint32_t scales, turn = 0;
+  // To step `count` from here: false behind the last one.
+  const auto go_on = [&](int count) {
+#pragma unroll 1
+    for (;;) {
+      if (!steps.next()) return false;
+      scales = stream.at(steps.step, steps.first(), row0);
+      if (--count == 0) return true;
+      raw.next();
+    }
+  };
   const auto arrived = [&] {  // where the codes of the row are
-    scales = stream.at(steps.step, steps.first(), row0);
     tile::mbar_wait(smem.raw_full(raw.stage), raw.phase);
     return chunk + raw.stage * Config::kRawBytes;
   };
@@ -128,19 +142,21 @@ __device__ __forceinline__ void unpack(const CodesParams& p, const Smem<Config>&
     row.judge(scales);
     TileOfRows::say(row.range(), seen + turn * (kSeenBytes / 2), thread);
   };
-  bool more = steps.next();
+  const int first = Config::kTurns == 1 ? 0 : unpacks;
+  if (first != 0) ring.next();
+  bool more = go_on(1 + first);
   if (more) row.read(arrived()), have_read();
 #pragma unroll 1
-  for (; more; ring.next()) {
+  while (more) {
     const int s = ring.stage;
-    tile::named_barrier(kUnpackBarrier + static_cast<int>(kSide), 32 * kUnpackWarps);
+    tile::named_barrier(kUnpackBarrier + unpacks, 32 * kUnpackWarps);
     const TileOfRows all(row.range(), seen + turn * (kSeenBytes / 2));
     const uint32_t word = all.word(row);
     tile::mbar_wait(smem.empty(s), ring.phase ^ 1);
     write_words(word, all.exponent, all.cls, thread,
                 reinterpret_cast<uint32_t*>(smem.scales(kSide, s)), false);
     arrive_as_warp(smem.full(s), lane);
-    more = steps.next();
+    more = go_on(Config::kTurns);
     turn ^= 1;
     // NOTE: behind the last step it reads old codes, which nobody uses.
     const uint32_t next = more ? arrived() : chunk;
@@ -148,6 +164,30 @@ __device__ __forceinline__ void unpack(const CodesParams& p, const Smem<Config>&
     if (more) have_read();
     tile::fence_async_proxy();
     arrive_as_warp(smem.ready(s), lane);
+#pragma unroll
+    for (int i = 0; i < Config::kTurns; ++i) ring.next();
+  }
+}
+
+// The rows that a CTA of the cluster finishes: blocks of kFinishRows of a block of D.
+__device__ __forceinline__ int finish_boundary(const CodesParams& p, int part) {
+  return part * (128 / kFinishRows) / p.parts;
+}
+
+// Sends the sums of rows that others finish to them, by one thread: a copy each. NOTE: sums were
+// written before a fence and a barrier of the cluster, since which nobody uses his stages.
+template <class Config>
+__device__ __forceinline__ void send_sums(const CodesParams& p, const Smem<Config>& smem,
+                                          int part) {
+  constexpr int kBlockBytes = kFinishRows * kFinishColumns * 4;
+  const int own = finish_boundary(p, part + 1) - finish_boundary(p, part);
+  tile::mbar_arrive_expect(smem.sums_there(), (p.parts - 1) * own * kBlockBytes);
+#pragma unroll 1
+  for (int i = 1; i < p.parts; ++i) {
+    const int to = (part + i) % p.parts, first = finish_boundary(p, to);
+    const int bytes = (finish_boundary(p, to + 1) - first) * kBlockBytes;
+    char* const place = smem.base + Smem<Config>::kOwnSums + (part - (part > to ? 1 : 0)) * bytes;
+    tile::bulk_send(place, smem.base + first * kBlockBytes, bytes, smem.sums_there(), to);
   }
 }
 
@@ -159,17 +199,26 @@ __device__ __forceinline__ void finish_sums(const CodesParams& p, const Smem<Con
   CodesScheduler::Place at;
   if (!schedule.take(at)) return;
   const int thread = static_cast<int>(threadIdx.x) - 128;
-  FinishSums& rows = *reinterpret_cast<FinishSums*>(smem.raw(Role::rhs, 0));
-  const uint32_t base = tile::smem_addr(smem.staging(0));
+  const int own = static_cast<int>(blockIdx.x) % p.parts;
+  if (p.parts > 1) {
+    if (thread == 0) send_sums(p, smem, own);
+    tile::mbar_wait(smem.sums_there(), 0);
+  }
+  const int first = finish_boundary(p, own), end = finish_boundary(p, own + 1);
+  const uint32_t base = tile::smem_addr(smem.base), sent = base + Smem<Config>::kOwnSums,
+                 bytes = (end - first) * kFinishRows * kFinishColumns * 4;
+  FinishSums& rows = *reinterpret_cast<FinishSums*>(smem.base + Smem<Config>::kFinishRow);
   const auto sums = [&](int part, int row, int col) {
-    const uint32_t from = base + sums_offset(row - at.m0, (col - at.n0) / 4);
-    if (p.parts > 1) return tile::ld_cluster_f32x4(from, part);
+    const uint32_t inside = sums_offset(row - at.m0, (col - at.n0) / 4);
+    const uint32_t from = part == own ? base + inside
+                                      : sent + (part - (part > own ? 1 : 0)) * bytes +
+                                            (inside - first * kFinishRows * kFinishColumns * 4);
     const uint4 v = tile::ld_shared_u32x4(from);
     return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z),
                        __uint_as_float(v.w));
   };
 #pragma unroll 1
-  for (int i = static_cast<int>(blockIdx.x) % p.parts; i < 128 / kFinishRows; i += p.parts) {
+  for (int i = first; i < end; ++i) {
     if (at.m0 + i * kFinishRows >= p.finish.m) break;
     finish_block(p.finish, rows, at.m0 / kFinishRows + i, at.n0, thread, sums,
                  [] { tile::named_barrier(kFinishBarrier, 256); });
@@ -199,6 +248,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     }
     for (int i = 0; i < Config::kRaw; ++i)
       tile::mbar_init(smem.raw_full(i), 1), tile::mbar_init(smem.raw_empty(i), kUnpackers);
+    tile::mbar_init(smem.sums_there(), 1);
     tile::mbar_init_fence();
   }
   if (threadIdx.x >= 32 && threadIdx.x < 32 + kFp4Tables)
@@ -235,19 +285,17 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   } else if (group <= Config::kMath) {
     tile::registers_up<Config::kMathRegs>();
     consume<Config, Config::kEpilogue>(p, out_map, smem, 0, group - 1);
+    if constexpr (Config::kKeepsSums) tile::fence_async_proxy();  // copies will read the sums
     meet();
     if constexpr (Config::kKeepsSums) finish_sums<Config>(p, smem);
     meet();
   } else {
-    if constexpr (Config::kSides == 1) {
-      tile::registers_up<Config::kUnpackRegs>();
-    } else {
-      tile::registers_down<Config::kUnpackRegs>();
-    }
-    if (group == Config::kMath + 1) {
-      unpack<Config, Role::rhs>(p, smem);
+    tile::registers_down<Config::kUnpackRegs>();
+    const int unpacks = group - 1 - Config::kMath;
+    if (!kLhsNibbles || unpacks == 0) {
+      unpack<Config, Role::rhs>(p, smem, unpacks);
     } else if constexpr (kLhsNibbles) {
-      unpack<Config, Role::lhs>(p, smem);
+      unpack<Config, Role::lhs>(p, smem, unpacks);
     }
     meet(), meet();
   }
