@@ -2,7 +2,7 @@
 // warpgroup for each unpacks them to tiles inside the main loop, so that one launch is all.
 //
 //   warpgroup 0   warp 0 asks for codes of 4 bits, warp 1 prepares steps (gemm_kernel.cuh), warp 2
-//                 asks for lhs where that is tiles
+//                 asks for lhs where that is tiles, else reads its scales, warp 3 those of rhs
 //   1, 2          multiply, 64 rows of a block each
 //   3, 4          unpack, a row of a tile a thread (gemm_codes.cuh): rhs and lhs; or rhs, a step
 //                 each in turn
@@ -84,84 +84,107 @@ __device__ __forceinline__ void arrive_as_warp(uint64_t* barrier, int lane) {
   if (lane < kWarpArrivals) tile::mbar_arrive(barrier);
 }
 
-// Steps of all blocks of a CTA.
-class Steps {
- public:
-  __device__ __forceinline__ explicit Steps(const CodesParams& p) : schedule_(p) {}
-  __device__ __forceinline__ bool next() {
-    if (++step < at_.end) return true;
-    if (!schedule_.take(at_)) return false;
-    step = at_.first;
-    return true;
+// For a warp a side, ahead of those who unpack: the scales of a step, and what they say already.
+template <class Config, Role kSide>
+__device__ __forceinline__ void read_scales(const CodesParams& p, const Smem<Config>& smem,
+                                            int lane) {
+  const PlainScales& scales = kSide == Role::lhs ? p.lhs : p.rhs;
+  const auto row0 = [](const CodesScheduler::Place& at) {
+    return kSide == Role::lhs ? at.m0 : at.n0;
+  };
+  ScaleStream<CodesScheduler> stream(p, scales, smem.stream(kSide), lane, row0);
+  Ring<Config::kRaw> raw;
+  CodesScheduler schedule(p);
+  CodesScheduler::Place at;
+  while (schedule.take(at)) {
+    const int left = scales.rows - row0(at) - lane;
+    const uint32_t rows = left > 96 ? 15u : (1u << (left + 31) / 32) - 1;
+    const auto hand_over = [&](uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3,
+                               const TileOfScales& tile) {
+      tile::mbar_wait(smem.raw_empty(raw.stage), raw.phase ^ 1);
+      const uint32_t to = tile::smem_addr(smem.raw_words(kSide, raw.stage)) + 4 * lane;
+      // A row that does not exist must not ask for a table that does not.
+      const uint32_t none = kEveryBlock * (tile.exponent() + tile::kFp4Headroom);
+      const auto put = [&](uint32_t w, int i) {
+        tile::st_shared_u32(to + 128 * i, tile.decided() && (rows >> i & 1) == 0 ? none : w);
+      };
+      put(w0, 0), put(w1, 1), put(w2, 2), put(w3, 3);
+      if (lane == 0) tile::st_shared_u32(to + 512, tile.word);
+      arrive_as_warp(smem.raw_full(raw.stage), lane);
+      raw.next();
+    };
+#pragma unroll 1
+    for (int pair = at.first / 2; 2 * pair < at.end; ++pair) {
+      uint2 w[4];
+      stream.at(w, pair, pair == at.first / 2, row0);
+      const TileOfScales even(w[0].x, w[1].x, w[2].x, w[3].x, rows),
+          odd(w[0].y, w[1].y, w[2].y, w[3].y, rows);
+      if (2 * pair >= at.first) hand_over(w[0].x, w[1].x, w[2].x, w[3].x, even);
+      if (2 * pair + 1 < at.end) hand_over(w[0].y, w[1].y, w[2].y, w[3].y, odd);
+    }
   }
-  __device__ __forceinline__ bool first() const { return step == at_.first; }  // of its block
-  int step = 0;
+}
 
- private:
-  CodesScheduler schedule_;
-  CodesScheduler::Place at_{};
-};
+// The steps of all blocks of a CTA.
+__device__ __forceinline__ int steps_of(const CodesParams& p) {
+  CodesScheduler schedule(p);
+  CodesScheduler::Place at;
+  int steps = 0;
+  while (schedule.take(at)) steps += at.end - at.first;
+  return steps;
+}
 
 // For a warpgroup that unpacks a side, one of Config::kTurns, which take steps in turn; `unpacks`
-// is its number. While a step is written the codes of its next one are read, and what those rows
-// have is said before the step is handed over: neither is waited for.
+// is its number. While a step is written the codes of its next one are read: nobody waits for them.
 template <class Config, Role kSide>
 __device__ __forceinline__ void unpack(const CodesParams& p, const Smem<Config>& smem,
                                        int unpacks) {
   const int thread = static_cast<int>(threadIdx.x) % 128, lane = thread % 32;
-  const auto row0 = [](const CodesScheduler::Place& at) {
-    return kSide == Role::lhs ? at.m0 : at.n0;
-  };
-  ScaleStream<CodesScheduler> stream(p, kSide == Role::lhs ? p.lhs : p.rhs, smem.stream(unpacks),
-                                     thread, row0);
   const uint32_t seen = tile::smem_addr(smem.seen(unpacks)),
                  tables = tile::smem_addr(smem.tables()),
-                 chunk = tile::smem_addr(smem.raw(kSide, 0)) + tile::swizzle64(thread, 0);
+                 chunk = tile::smem_addr(smem.raw(kSide, 0)) + tile::swizzle64(thread, 0),
+                 words = tile::smem_addr(smem.raw_words(kSide, 0));
   Ring<Config::kRaw> raw;
   Ring<Config::kStages> ring;
-  Steps steps(p);
   RowOfBlocks row;
-  uint32_t scales, turn = 0;
-  // To step `count` from here: false behind the last one.
-  const auto go_on = [&](int count) {
-#pragma unroll 1
-    for (;;) {
-      if (!steps.next()) return false;
-      scales = stream.at(steps.step, steps.first(), row0);
-      if (--count == 0) return true;
-      raw.next();
-    }
-  };
-  const auto arrived = [&] {  // where the codes of the row are
+  uint32_t said, turn = 0;
+  // Where the codes of the row are. What is known of it is read.
+  const auto arrived = [&] {
     tile::mbar_wait(smem.raw_full(raw.stage), raw.phase);
+    const uint32_t from = words + raw.stage * (Config::kSides * kRawWordBytes);
+    row.scales = tile::ld_shared_u32(from + 4 * thread), said = tile::ld_shared_u32(from + 512);
     return chunk + raw.stage * Config::kRawBytes;
   };
-  const auto have_read = [&] {
-    arrive_as_warp(smem.raw_empty(raw.stage), lane);
-    raw.next();
-    row.judge(scales);
-    TileOfRows::say(row.range(), seen + turn * (kSeenBytes / 2), thread);
-  };
-  const int first = Config::kTurns == 1 ? 0 : unpacks;
-  if (first != 0) ring.next();
-  bool more = go_on(1 + first);
-  if (more) row.read(arrived()), have_read();
+  int left = steps_of(p);
+  if (Config::kTurns > 1 && unpacks != 0) raw.next(), ring.next(), --left;
+  if (left > 0) row.read(arrived()), arrive_as_warp(smem.raw_empty(raw.stage), lane);
 #pragma unroll 1
-  while (more) {
+  for (; left > 0; left -= Config::kTurns) {
     const int s = ring.stage;
-    tile::named_barrier(kUnpackBarrier + unpacks, 32 * kUnpackWarps);
-    const TileOfRows all(row.range(), seen + turn * (kSeenBytes / 2));
-    const uint32_t word = all.word(row);
+    uint32_t word, exponent, u;
+    int cls = 0;
+    if (said != 0) {
+      exponent = said & 0xFF, word = exponent << 23;
+      u = kEveryBlock * (tile::kFp4Headroom + exponent) - row.scales;
+    } else {
+      row.judge();
+      TileOfRows::say(row.range(), seen + turn * (kSeenBytes / 2), thread);
+      tile::named_barrier(kUnpackBarrier + unpacks, 32 * kUnpackWarps);
+      const TileOfRows all(row.range(), seen + turn * (kSeenBytes / 2));
+      turn ^= 1;
+      word = all.word(row), exponent = all.exponent, cls = all.cls, u = all.tables(row);
+    }
     tile::mbar_wait(smem.empty(s), ring.phase ^ 1);
-    write_words(word, all.exponent, all.cls, thread,
-                reinterpret_cast<uint32_t*>(smem.scales(kSide, s)), false);
+    write_words(word, exponent, cls, thread, reinterpret_cast<uint32_t*>(smem.scales(kSide, s)),
+                false);
     arrive_as_warp(smem.full(s), lane);
-    more = go_on(Config::kTurns);
-    turn ^= 1;
+    const bool more = left > Config::kTurns;
+#pragma unroll
+    for (int i = 0; i < Config::kTurns; ++i) raw.next();
     // NOTE: behind the last step it reads old codes, which nobody uses.
     const uint32_t next = more ? arrived() : chunk;
-    all.write(row, tables, tile::smem_addr(smem.stage(kSide, s)), thread, next);
-    if (more) have_read();
+    write_row(row, u, tables, tile::smem_addr(smem.stage(kSide, s)), thread, next);
+    if (more) arrive_as_warp(smem.raw_empty(raw.stage), lane);
     tile::fence_async_proxy();
     arrive_as_warp(smem.ready(s), lane);
 #pragma unroll
@@ -217,6 +240,12 @@ __device__ __forceinline__ void finish_sums(const CodesParams& p, const Smem<Con
     return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z),
                        __uint_as_float(v.w));
   };
+  static_assert(kMostCodesParts <= kAtOnce);
+  if (p.finish.plain) {
+    finish_plain(p.finish, at.m0 + first * kFinishRows + thread / 32,
+                 min(at.m0 + end * kFinishRows, p.finish.m), at.n0 + thread % 32 * 4, sums);
+    return;
+  }
 #pragma unroll 1
   for (int i = first; i < end; ++i) {
     if (at.m0 + i * kFinishRows >= p.finish.m) break;
@@ -247,7 +276,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       tile::mbar_init(smem.ready(s), kUnpackers + kPrepared + (kLhsNibbles ? 0 : 1));
     }
     for (int i = 0; i < Config::kRaw; ++i)
-      tile::mbar_init(smem.raw_full(i), 1), tile::mbar_init(smem.raw_empty(i), kUnpackers);
+      tile::mbar_init(smem.raw_full(i), 1 + kWarpArrivals * Config::kSides),
+          tile::mbar_init(smem.raw_empty(i), kUnpackers);
     tile::mbar_init(smem.sums_there(), 1);
     tile::mbar_init_fence();
   }
@@ -280,6 +310,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       prepare<Config>(p, smem, 0, static_cast<int>(threadIdx.x) % 32);
     } else if (warp == 2 && !kLhsNibbles) {
       ask_for_tiles<Config>(p, lhs_map, smem);
+    } else if (warp == 3) {
+      read_scales<Config, Role::rhs>(p, smem, static_cast<int>(threadIdx.x) % 32);
+    } else if constexpr (kLhsNibbles) {
+      read_scales<Config, Role::lhs>(p, smem, static_cast<int>(threadIdx.x) % 32);
     }
     meet(), meet();
   } else if (group <= Config::kMath) {
