@@ -137,32 +137,29 @@ __device__ __forceinline__ void write_row(RowOfBlocks& row, uint32_t u, uint32_t
 // make it another one than TileOfRows says. Then all codes are other multiples of the same numbers
 // and sums are the same: scales near the ends of the range, where they might not be, are left to
 // the codes.)
-struct TileOfScales {
-  static constexpr uint32_t kLeast = 40;
-  uint32_t word;  // 0 where the codes decide, or kDecided | exponent
-  static constexpr uint32_t kDecided = 1u << 31;
+//
+// kDecided | the exponent, or 0 where the codes decide. By a warp, of four rows a lane; those exist
+// that have a bit in `rows`, in every lane if kWhole.
+inline constexpr uint32_t kDecided = 1u << 31, kLeastDecided = 40;
 
-  __device__ __forceinline__ bool decided() const { return word != 0; }
-  __device__ __forceinline__ uint32_t exponent() const { return word & 0xFF; }
-
-  // Of four rows a lane, of which those exist that have a bit in `rows`.
-  __device__ __forceinline__ TileOfScales(uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3,
-                                          uint32_t rows) {
-    uint32_t high = 0, low_key = 0;
-    const auto add = [&](uint32_t w, int i) {
-      const uint32_t there = rows >> i & 1 ? ~0u : 0u;
-      const uint32_t most = w & there, least = ~w & there;
-      high = __vmaxu2(high, __vmaxu2(most & 0x00FF00FFu, most >> 8 & 0x00FF00FFu));
-      low_key = __vmaxu2(low_key, __vmaxu2(least & 0x00FF00FFu, least >> 8 & 0x00FF00FFu));
-    };
-    add(w0, 0), add(w1, 1), add(w2, 2), add(w3, 3);
-    high = __reduce_max_sync(~0u, max(high & 0xFFFF, high >> 16));
-    const uint32_t low = 255 - __reduce_max_sync(~0u, max(low_key & 0xFFFF, low_key >> 16));
-    word = low >= kLeast && high <= kFarExponent && high - low <= tile::kFp4Spread
-               ? kDecided | (high - tile::kFp4Headroom)
-               : 0;
+template <bool kWhole>
+__device__ __forceinline__ uint32_t decide(uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3,
+                                           uint32_t rows) {
+  const uint32_t w[4] = {w0, w1, w2, w3};
+  uint32_t high = 0, low = 0x00FF00FFu;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t none = kWhole || (rows >> i & 1) ? 0u : ~0u;
+    const uint32_t most = kWhole ? w[i] : w[i] & ~none, least = kWhole ? w[i] : w[i] | none;
+    high = __vmaxu2(high, __vmaxu2(most & 0x00FF00FFu, __byte_perm(most, 0, 0x4341)));
+    low = __vminu2(low, __vminu2(least & 0x00FF00FFu, __byte_perm(least, 0, 0x4341)));
   }
-};
+  high = __reduce_max_sync(~0u, max(high & 0xFFFF, high >> 16));
+  low = __reduce_min_sync(~0u, min(low & 0xFFFF, low >> 16));
+  return low >= kLeastDecided && high <= kFarExponent && high - low <= tile::kFp4Spread
+             ? kDecided | (high - tile::kFp4Headroom)
+             : 0;
+}
 
 // The scales of a plain operand, [rows, blocks].
 struct PlainScales {
@@ -173,9 +170,10 @@ struct PlainScales {
 
 // Scales of the rows of a block of D, one block after another, on their way to shared memory 16
 // bytes (four steps) of a row at a time, before they are needed. A lane of a warp has every 32nd
-// row; what it asks for only it reads.
-inline constexpr int kScaleChunks = 3;  // in shared memory: one more than are on their way
-inline constexpr int kScaleStreamBytes = kScaleChunks * 128 * 16;
+// row. They stay there for some more such pieces.
+inline constexpr int kScaleChunks = 5, kScaleChunksAhead = 2;
+inline constexpr int kScaleChunkBytes = 128 * 16,
+                     kScaleStreamBytes = kScaleChunks * kScaleChunkBytes;
 
 template <class Schedule>
 class ScaleStream {
@@ -184,53 +182,67 @@ class ScaleStream {
   template <class Params, class Row0>
   __device__ __forceinline__ ScaleStream(const Params& p, const PlainScales& scales, char* slots,
                                          int lane, const Row0& row0)
-      : schedule_(p), scales_(scales), slots_(slots + 16 * lane), lane_(lane) {
+      : schedule_(p), scales_(scales), slots_(slots), lane_(lane) {
 #pragma unroll 1
-    for (int i = 0; i < kScaleChunks - 1; ++i) ask(row0);
+    for (int i = 0; i < kScaleChunksAhead; ++i) ask(row0);
   }
 
   // Scales of this lane's rows at steps 2 * pair and 2 * pair + 1, which follow those of the last
-  // call; `first` of a block.
+  // call; `next_piece` where they are the first of a block or of 16 bytes, which overwrites those
+  // of kScaleChunks - kScaleChunksAhead pieces before. Returns where those of the first row's first
+  // step are in the slots.
   template <class Row0>
-  __device__ __forceinline__ void at(uint2 (&words)[4], int pair, bool first, const Row0& row0) {
-    if (first || pair % 2 == 0) {
+  __device__ __forceinline__ uint32_t at(uint2 (&words)[4], int pair, bool next_piece,
+                                         const Row0& row0) {
+    if (next_piece) {
+      read_ = next(read_);
       ask(row0);
-      tile::wait_copy_groups<kScaleChunks - 1>();
-      read_ = write_;  // the oldest
+      tile::wait_copy_groups<kScaleChunksAhead>();
     }
-    const uint32_t from = tile::smem_addr(slots_ + read_ * (128 * 16)) + 8 * (pair % 2);
+    const uint32_t offset = read_ * kScaleChunkBytes + 8 * (pair % 2);
+    const uint32_t from = tile::smem_addr(slots_) + offset + 16 * lane_;
 #pragma unroll
     for (int i = 0; i < 4; ++i) words[i] = tile::ld_shared_u32x2(from + 32 * 16 * i);
+    return offset;
+  }
+  // Bit i: whether this lane's row i exists in a block.
+  __device__ __forceinline__ uint32_t rows(int row0) const {
+    const int left = scales_.rows - row0 - lane_;
+    return left > 96 ? 15u : (1u << (left + 31) / 32) - 1;
   }
 
  private:
+  static __device__ __forceinline__ int next(int slot) {
+    return slot == kScaleChunks - 1 ? 0 : slot + 1;
+  }
+
   template <class Row0>
   __device__ __forceinline__ void ask(const Row0& row0) {
-    char* const to = slots_ + write_ * (128 * 16);
-    write_ = write_ == kScaleChunks - 1 ? 0 : write_ + 1;
-    if (chunk_ == last_) {
+    char* to = slots_ + write_ * kScaleChunkBytes + 16 * lane_;
+    write_ = next(write_);
+    if (left_ == 0) {
       typename Schedule::Place at;
       if (!schedule_.take(at)) {
         tile::end_copy_group();
         return;
       }
-      chunk_ = at.first / 4, last_ = (at.end + 3) / 4, row_ = row0(at) + lane_;
+      const int chunk = at.first / 4, row = row0(at) + lane_;
+      left_ = (at.end + 3) / 4 - chunk, blocks_ = scales_.blocks - 16 * chunk;
+      there_ = rows(row0(at));
+      from_ = scales_.at + static_cast<int64_t>(row) * scales_.blocks + 16 * chunk;
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = row_ + 32 * i;
-      const bool there = row < scales_.rows;
-      const uint8_t* const from =
-          there ? scales_.at + static_cast<int64_t>(row) * scales_.blocks + 16 * chunk_
-                : scales_.at;
+    for (int i = 0; i < 4; ++i, to += 32 * 16) {
+      const bool there = there_ >> i & 1;
+      const uint8_t* const from = from_ + static_cast<int64_t>(i) * 32 * scales_.blocks;
       if (scales_.vectors) {
-        tile::copy16_async(to + 32 * 16 * i, from, there);
+        tile::copy16_async(to, there ? from : scales_.at, there);
       } else {
-        copy_bytes(to + 32 * 16 * i, from, there ? scales_.blocks - 16 * chunk_ : 0);
+        copy_bytes(to, from, there ? blocks_ : 0);
       }
     }
     tile::end_copy_group();
-    ++chunk_;
+    --left_, blocks_ -= 16, from_ += 16;
   }
 
   static __device__ __forceinline__ void copy_bytes(char* to, const uint8_t* from, int left) {
@@ -249,8 +261,10 @@ class ScaleStream {
   Schedule schedule_;
   const PlainScales& scales_;
   char* slots_;
-  int lane_, row_ = 0;
-  int chunk_ = 0, last_ = 0, read_ = 0, write_ = 0;
+  const uint8_t* from_ = nullptr;
+  int lane_, left_ = 0, blocks_ = 0;
+  uint32_t there_ = 0;
+  int read_ = kScaleChunks - 1, write_ = 0;
 };
 
 }  // namespace te_mx::sm90

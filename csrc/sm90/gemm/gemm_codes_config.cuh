@@ -106,8 +106,8 @@ struct Smem<CodesConfig<Operands, kEpilogue>> {
   static constexpr int kScales = kStaging + Config::kMath * Config::kStaging;
   static constexpr int kColumns = kScales + Config::kStages * Config::kScaleBytes;
   static constexpr int kStreams = kColumns + Config::kStages * Config::kColumnBytes;
-  static constexpr int kRawWords = kStreams + Config::kSides * kScaleStreamBytes;
-  static constexpr int kSeen = kRawWords + Config::kRaw * Config::kSides * kRawWordBytes;
+  static constexpr int kSaid = kStreams + Config::kSides * kScaleStreamBytes;
+  static constexpr int kSeen = kSaid + (Config::kRaw * Config::kSides + 3) / 4 * 16;
   static constexpr int kTables = kSeen + Config::kUnpackGroups * kSeenBytes;
   static constexpr int kBias = kTables + kFp4Tables * 8;
   static constexpr int kBarriers = kBias + Config::kBiasesBytes;
@@ -138,9 +138,9 @@ struct Smem<CodesConfig<Operands, kEpilogue>> {
   __device__ __forceinline__ char* columns(int s) const {
     return base + kColumns + s * Config::kColumnBytes;
   }
-  // Of the rows of raw(side, i).
-  __device__ __forceinline__ char* raw_words(Role side, int i) const {
-    return base + kRawWords + (i * Config::kSides + (side == Role::lhs ? 1 : 0)) * kRawWordBytes;
+  // What is said of the rows of raw(side, i).
+  __device__ __forceinline__ char* said(Role side, int i) const {
+    return base + kSaid + (i * Config::kSides + (side == Role::lhs ? 1 : 0)) * 4;
   }
   __device__ __forceinline__ char* stream(Role side) const {
     return base + kStreams + (side == Role::lhs ? kScaleStreamBytes : 0);

@@ -84,43 +84,52 @@ __device__ __forceinline__ void arrive_as_warp(uint64_t* barrier, int lane) {
   if (lane < kWarpArrivals) tile::mbar_arrive(barrier);
 }
 
-// For a warp a side, ahead of those who unpack: the scales of a step, and what they say already.
+// For a warp a side, ahead of those who unpack: has the scales of a step brought, and says where
+// they are and what they decide.
 template <class Config, Role kSide>
 __device__ __forceinline__ void read_scales(const CodesParams& p, const Smem<Config>& smem,
                                             int lane) {
-  const PlainScales& scales = kSide == Role::lhs ? p.lhs : p.rhs;
   const auto row0 = [](const CodesScheduler::Place& at) {
     return kSide == Role::lhs ? at.m0 : at.n0;
   };
-  ScaleStream<CodesScheduler> stream(p, scales, smem.stream(kSide), lane, row0);
+  ScaleStream<CodesScheduler> stream(p, kSide == Role::lhs ? p.lhs : p.rhs, smem.stream(kSide),
+                                     lane, row0);
   Ring<Config::kRaw> raw;
+  int step = 0;            // those handed over
+  int old = 0, older = 0;  // before the piece that was read last, and before the one before
   CodesScheduler schedule(p);
   CodesScheduler::Place at;
   while (schedule.take(at)) {
-    const int left = scales.rows - row0(at) - lane;
-    const uint32_t rows = left > 96 ? 15u : (1u << (left + 31) / 32) - 1;
-    const auto hand_over = [&](uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3,
-                               const TileOfScales& tile) {
+    const uint32_t rows = stream.rows(row0(at));
+    const bool whole = __all_sync(~0u, rows == 15);
+    const auto hand_over = [&](uint32_t said) {
       tile::mbar_wait(smem.raw_empty(raw.stage), raw.phase ^ 1);
-      const uint32_t to = tile::smem_addr(smem.raw_words(kSide, raw.stage)) + 4 * lane;
-      // A row that does not exist must not ask for a table that does not.
-      const uint32_t none = kEveryBlock * (tile.exponent() + tile::kFp4Headroom);
-      const auto put = [&](uint32_t w, int i) {
-        tile::st_shared_u32(to + 128 * i, tile.decided() && (rows >> i & 1) == 0 ? none : w);
-      };
-      put(w0, 0), put(w1, 1), put(w2, 2), put(w3, 3);
-      if (lane == 0) tile::st_shared_u32(to + 512, tile.word);
+      if (lane == 0) tile::st_shared_u32(tile::smem_addr(smem.said(kSide, raw.stage)), said);
       arrive_as_warp(smem.raw_full(raw.stage), lane);
-      raw.next();
+      raw.next(), ++step;
     };
 #pragma unroll 1
     for (int pair = at.first / 2; 2 * pair < at.end; ++pair) {
+      const bool piece = pair == at.first / 2 || pair % 2 == 0;
+      if (piece) {
+        // What the next copy overwrites. Mostly it is known that it was read: four steps a piece.
+        const int last = older - 1;
+        if (last >= max(0, step - Config::kRaw))
+          tile::mbar_wait(smem.raw_empty(last % Config::kRaw), last / Config::kRaw & 1);
+        older = old, old = step;
+      }
       uint2 w[4];
-      stream.at(w, pair, pair == at.first / 2, row0);
-      const TileOfScales even(w[0].x, w[1].x, w[2].x, w[3].x, rows),
-          odd(w[0].y, w[1].y, w[2].y, w[3].y, rows);
-      if (2 * pair >= at.first) hand_over(w[0].x, w[1].x, w[2].x, w[3].x, even);
-      if (2 * pair + 1 < at.end) hand_over(w[0].y, w[1].y, w[2].y, w[3].y, odd);
+      const uint32_t place = stream.at(w, pair, piece, row0) << 8;
+      uint32_t even, odd;
+      if (whole) {
+        even = decide<true>(w[0].x, w[1].x, w[2].x, w[3].x, rows);
+        odd = decide<true>(w[0].y, w[1].y, w[2].y, w[3].y, rows);
+      } else {
+        even = decide<false>(w[0].x, w[1].x, w[2].x, w[3].x, rows);
+        odd = decide<false>(w[0].y, w[1].y, w[2].y, w[3].y, rows);
+      }
+      if (2 * pair >= at.first) hand_over(even | place);
+      if (2 * pair + 1 < at.end) hand_over(odd | (place + (4 << 8)));
     }
   }
 }
@@ -143,7 +152,8 @@ __device__ __forceinline__ void unpack(const CodesParams& p, const Smem<Config>&
   const uint32_t seen = tile::smem_addr(smem.seen(unpacks)),
                  tables = tile::smem_addr(smem.tables()),
                  chunk = tile::smem_addr(smem.raw(kSide, 0)) + tile::swizzle64(thread, 0),
-                 words = tile::smem_addr(smem.raw_words(kSide, 0));
+                 saids = tile::smem_addr(smem.said(kSide, 0)),
+                 scales = tile::smem_addr(smem.stream(kSide)) + 16 * thread;
   Ring<Config::kRaw> raw;
   Ring<Config::kStages> ring;
   RowOfBlocks row;
@@ -151,8 +161,8 @@ __device__ __forceinline__ void unpack(const CodesParams& p, const Smem<Config>&
   // Where the codes of the row are. What is known of it is read.
   const auto arrived = [&] {
     tile::mbar_wait(smem.raw_full(raw.stage), raw.phase);
-    const uint32_t from = words + raw.stage * (Config::kSides * kRawWordBytes);
-    row.scales = tile::ld_shared_u32(from + 4 * thread), said = tile::ld_shared_u32(from + 512);
+    said = tile::ld_shared_u32(saids + raw.stage * (Config::kSides * 4));
+    row.scales = tile::ld_shared_u32(scales + (said >> 8 & 0xFFFF));
     return chunk + raw.stage * Config::kRawBytes;
   };
   int left = steps_of(p);
@@ -163,9 +173,10 @@ __device__ __forceinline__ void unpack(const CodesParams& p, const Smem<Config>&
     const int s = ring.stage;
     uint32_t word, exponent, u;
     int cls = 0;
-    if (said != 0) {
+    if (said & kDecided) {
       exponent = said & 0xFF, word = exponent << 23;
-      u = kEveryBlock * (tile::kFp4Headroom + exponent) - row.scales;
+      // NOTE: rows that do not exist must not ask for tables that do not.
+      u = (kEveryBlock * (tile::kFp4Headroom + exponent) - row.scales) & kEveryBlock * 15;
     } else {
       row.judge();
       TileOfRows::say(row.range(), seen + turn * (kSeenBytes / 2), thread);
