@@ -111,13 +111,10 @@ struct Smem<CodesConfig<Operands, kEpilogue>> {
   static constexpr int kTables = kSeen + Config::kUnpackGroups * kSeenBytes;
   static constexpr int kBias = kTables + kFp4Tables * 8;
   static constexpr int kBarriers = kBias + Config::kBiasesBytes;
-  static constexpr int kBytes = kBarriers + 8 * (3 * Config::kStages + 2 * Config::kRaw + 1);
+  static constexpr int kBytes = kBarriers + 8 * (3 * Config::kStages + 2 * Config::kRaw);
   static constexpr int kSums = 64 * 128 * 4;  // of a math warpgroup
-  // Of all math warpgroups, and behind them what the cluster's other CTAs have of this one's rows.
-  static constexpr int kOwnSums = Config::kMath * kSums;
-  static constexpr int kFinishRow = kOwnSums + (kMostCodesParts - 2) * 3 * kFinishRows * 512;
   static_assert(kBytes <= 232448, "a block has 227 KiB of shared memory");
-  static_assert(!Config::kKeepsSums || kFinishRow + sizeof(FinishSums) <= kScales);
+  static_assert(Config::kMath * kSums <= kRaw);
   char* base;
   __device__ __forceinline__ explicit Smem(char* start) : base(start) {}
   __device__ __forceinline__ char* lhs(int s) const { return base + s * Config::kLhsBytes; }
@@ -152,7 +149,7 @@ struct Smem<CodesConfig<Operands, kEpilogue>> {
   __device__ __forceinline__ uint2* tables() const {
     return reinterpret_cast<uint2*>(base + kTables);
   }
-  // Sums stay where the stages were.
+  // Sums stay where the stages of lhs were.
   __device__ __forceinline__ char* staging(int math) const {
     return base + (Config::kKeepsSums ? math * kSums : kStaging + math * Config::kStaging);
   }
@@ -170,7 +167,6 @@ struct Smem<CodesConfig<Operands, kEpilogue>> {
     return barrier(3 * Config::kStages + i);
   }
   __device__ __forceinline__ uint64_t* raw_empty(int i) const { return raw_full(Config::kRaw + i); }
-  __device__ __forceinline__ uint64_t* sums_there() const { return raw_empty(Config::kRaw); }
   __device__ __forceinline__ uint64_t* arrived(int) const { return nullptr; }
   __device__ __forceinline__ uint64_t* staged(int) const { return nullptr; }
 };

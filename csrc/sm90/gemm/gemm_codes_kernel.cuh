@@ -11,9 +11,8 @@
 // both tiles have their scale words (`full`), and what follows from these words and the codes of 8
 // bits arrive at `ready` apart.
 //
-// With K in parts a cluster computes a block, each CTA a part. Sums go to shared memory and from
-// there, by the copy engine, to the CTA that finishes these rows: adds the parts up, in their
-// order, and has the epilogue. (Read from afar they took 3 us more.)
+// With K in parts a cluster computes a block, each CTA a part. Its sums stay in shared memory; then
+// every CTA adds the parts of some rows up, in their order, and has the epilogue of those rows.
 #pragma once
 
 #include "gemm/gemm_codes_config.cuh"
@@ -203,28 +202,6 @@ __device__ __forceinline__ void unpack(const CodesParams& p, const Smem<Config>&
   }
 }
 
-// The rows that a CTA of the cluster finishes: blocks of kFinishRows of a block of D.
-__device__ __forceinline__ int finish_boundary(const CodesParams& p, int part) {
-  return part * (128 / kFinishRows) / p.parts;
-}
-
-// Sends the sums of rows that others finish to them, by one thread: a copy each. NOTE: sums were
-// written before a fence and a barrier of the cluster, since which nobody uses his stages.
-template <class Config>
-__device__ __forceinline__ void send_sums(const CodesParams& p, const Smem<Config>& smem,
-                                          int part) {
-  constexpr int kBlockBytes = kFinishRows * kFinishColumns * 4;
-  const int own = finish_boundary(p, part + 1) - finish_boundary(p, part);
-  tile::mbar_arrive_expect(smem.sums_there(), (p.parts - 1) * own * kBlockBytes);
-#pragma unroll 1
-  for (int i = 1; i < p.parts; ++i) {
-    const int to = (part + i) % p.parts, first = finish_boundary(p, to);
-    const int bytes = (finish_boundary(p, to + 1) - first) * kBlockBytes;
-    char* const place = smem.base + Smem<Config>::kOwnSums + (part - (part > to ? 1 : 0)) * bytes;
-    tile::bulk_send(place, smem.base + first * kBlockBytes, bytes, smem.sums_there(), to);
-  }
-}
-
 // Rows of the block that the cluster has sums of, for the math warpgroups.
 template <class Config>
 __device__ __forceinline__ void finish_sums(const CodesParams& p, const Smem<Config>& smem) {
@@ -233,32 +210,24 @@ __device__ __forceinline__ void finish_sums(const CodesParams& p, const Smem<Con
   CodesScheduler::Place at;
   if (!schedule.take(at)) return;
   const int thread = static_cast<int>(threadIdx.x) - 128;
-  const int own = static_cast<int>(blockIdx.x) % p.parts;
-  if (p.parts > 1) {
-    if (thread == 0) send_sums(p, smem, own);
-    tile::mbar_wait(smem.sums_there(), 0);
-  }
-  const int first = finish_boundary(p, own), end = finish_boundary(p, own + 1);
-  const uint32_t base = tile::smem_addr(smem.base), sent = base + Smem<Config>::kOwnSums,
-                 bytes = (end - first) * kFinishRows * kFinishColumns * 4;
-  FinishSums& rows = *reinterpret_cast<FinishSums*>(smem.base + Smem<Config>::kFinishRow);
+  FinishSums& rows = *reinterpret_cast<FinishSums*>(smem.raw(Role::rhs, 0));
+  const uint32_t base = tile::smem_addr(smem.staging(0));
   const auto sums = [&](int part, int row, int col) {
-    const uint32_t inside = sums_offset(row - at.m0, (col - at.n0) / 4);
-    const uint32_t from = part == own ? base + inside
-                                      : sent + (part - (part > own ? 1 : 0)) * bytes +
-                                            (inside - first * kFinishRows * kFinishColumns * 4);
+    const uint32_t from = base + sums_offset(row - at.m0, (col - at.n0) / 4);
+    if (p.parts > 1) return tile::ld_cluster_f32x4(from, part);
     const uint4 v = tile::ld_shared_u32x4(from);
     return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z),
                        __uint_as_float(v.w));
   };
+  const int own = static_cast<int>(blockIdx.x) % p.parts;
   static_assert(kMostCodesParts <= kAtOnce);
   if (p.finish.plain) {
-    finish_plain(p.finish, at.m0 + first * kFinishRows + thread / 32,
-                 min(at.m0 + end * kFinishRows, p.finish.m), at.n0 + thread % 32 * 4, sums);
+    finish_plain(p.finish, at.m0 + own * kFinishRows + thread / 32, kFinishRows * p.parts,
+                 min(at.m0 + 128, p.finish.m), at.n0 + thread % 32 * 4, sums);
     return;
   }
 #pragma unroll 1
-  for (int i = first; i < end; ++i) {
+  for (int i = own; i < 128 / kFinishRows; i += p.parts) {
     if (at.m0 + i * kFinishRows >= p.finish.m) break;
     finish_block(p.finish, rows, at.m0 / kFinishRows + i, at.n0, thread, sums,
                  [] { tile::named_barrier(kFinishBarrier, 256); });
@@ -289,7 +258,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     for (int i = 0; i < Config::kRaw; ++i)
       tile::mbar_init(smem.raw_full(i), 1 + kWarpArrivals * Config::kSides),
           tile::mbar_init(smem.raw_empty(i), kUnpackers);
-    tile::mbar_init(smem.sums_there(), 1);
     tile::mbar_init_fence();
   }
   if (threadIdx.x >= 32 && threadIdx.x < 32 + kFp4Tables)
@@ -330,7 +298,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   } else if (group <= Config::kMath) {
     tile::registers_up<Config::kMathRegs>();
     consume<Config, Config::kEpilogue>(p, out_map, smem, 0, group - 1);
-    if constexpr (Config::kKeepsSums) tile::fence_async_proxy();  // copies will read the sums
     meet();
     if constexpr (Config::kKeepsSums) finish_sums<Config>(p, smem);
     meet();

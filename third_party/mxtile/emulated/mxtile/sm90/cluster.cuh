@@ -16,11 +16,6 @@ void send(void* to, T v, uint64_t* bar, uint32_t cta) {
   simt::send(simt::map_to(smem_addr(to), cta), &v, sizeof(T), simt::map_to(smem_addr(bar), cta));
 }
 
-inline void bulk_send(void* to, const void* from, uint32_t bytes, uint64_t* bar, uint32_t cta) {
-  simt::bulk_load(simt::map_to(smem_addr(to), cta), from, bytes,
-                  simt::map_to(smem_addr(bar), cta));
-}
-
 inline float4 ld_cluster_f32x4(uint32_t addr, uint32_t cta) {
   float4 v;
   std::memcpy(&v, simt::place(simt::map_to(addr, cta), sizeof v, sizeof v), sizeof v);

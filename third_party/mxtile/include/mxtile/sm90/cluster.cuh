@@ -55,24 +55,6 @@ __device__ __forceinline__ void send(void* to, uint4 v, uint64_t* bar, uint32_t 
       : "memory");
 }
 
-// Starts a copy of `bytes`, a multiple of 16 as both addresses are, to the place that is `to` here
-// in the shared memory of CTA `cta`, whose barrier `bar` counts the bytes as they arrive. By one
-// thread. Stores that it shall read come before fence_async_proxy(), and this CTA stays until it
-// has arrived.
-__device__ __forceinline__ void bulk_send(void* to, const void* from, uint32_t bytes, uint64_t* bar,
-                                          uint32_t cta) {
-  asm volatile(
-      "{\n"
-      ".reg .b32 place, count;\n"
-      "mapa.shared::cluster.u32 place, %0, %4;\n"
-      "mapa.shared::cluster.u32 count, %3, %4;\n"
-      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [place], [%1], %2, "
-      "[count];\n"
-      "}\n" ::"r"(smem_addr(to)),
-      "r"(smem_addr(from)), "r"(bytes), "r"(smem_addr(bar)), "r"(cta)
-      : "memory");
-}
-
 // Reads from the same place in the shared memory of CTA `cta`, which must not leave meanwhile.
 __device__ __forceinline__ float4 ld_cluster_f32x4(uint32_t addr, uint32_t cta) {
   float4 v;
