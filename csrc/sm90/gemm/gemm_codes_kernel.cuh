@@ -286,7 +286,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (warp == 0) {
       ask_for_codes<Config>(p, lhs_map, rhs_map, smem);
     } else if (warp == 1) {
-      prepare<Config>(p, smem, 0, static_cast<int>(threadIdx.x) % 32);
+      prepare<Config>(p, smem, 0, static_cast<int>(threadIdx.x) % 32, [](const WorkTile&, int) {});
     } else if (warp == 2 && !kLhsNibbles) {
       ask_for_tiles<Config>(p, lhs_map, smem);
     } else if (warp == 3) {

@@ -341,7 +341,7 @@ __device__ __forceinline__ void epilogue_wave(float (&v)[64], const EpiloguePara
     epilogue_backward(v, p, w);
   } else {
     convert_bias(p, w);
-    free_staging(w);
+    free_staging<kSlots>(w);
     add_bias(v, w);
     if constexpr (kEpilogue == EpilogueKind::full) {
       epilogue_full<kSlots>(v, p, map, w);

@@ -4,8 +4,10 @@
 //   TileFactors  rhs in blocks of 128 x 128: a thread's two rows have one product each
 //   RowFactors   rhs in blocks of 1 x 128: every column has a factor of its own
 //
-// A product of two factors is a number of fp32 unless it overflows or is subnormal. Steps in which
-// one may be are promoted carefully: they apply one factor after the other.
+// Factors of tiles are multiplied with each other, which is exact but for rounding unless the
+// product overflows or is subnormal. Factors of columns are applied first, and then those of rows,
+// so that only factors of columns may take a sum out of the range of fp32 before its end. Steps in
+// which this may happen are promoted carefully.
 #pragma once
 
 #include "gemm/gemm_step.cuh"
@@ -64,13 +66,9 @@ __device__ __forceinline__ bool is_normal(float v) {
 }
 
 template <int kWaves>
-struct FactorStep {
-  uint32_t lhs, rhs;              // descriptors
-  uint32_t lhs_words, rhs_words;  // shared addresses of the factors
-  uint32_t columns;               // what was prepared
-  int lane;
+struct FactorStep : StepPlaces {
   uint32_t rows[2 * kWaves];  // factors of this thread's rows
-  uint32_t rest;              // that of the rhs tile, or what was decided
+  uint32_t rest;              // that of the rhs tile
 
   template <class Ahead>
   __device__ __forceinline__ void take(const Ahead& ahead) {
@@ -81,12 +79,12 @@ struct FactorStep {
   __device__ __forceinline__ float row(int i) const { return __uint_as_float(rows[i]); }
 };
 
-// What a warpgroup reads of a stage before its step; kPrepared: whether that was prepared.
-template <int kWaves, bool kPrepared>
+// What a warpgroup reads of a stage before its step.
+template <int kWaves>
 struct FactorsAhead {
   uint32_t rows[2 * kWaves], rest;
-  __device__ __forceinline__ void read(uint32_t decided_at, uint32_t words, uint32_t rhs_at) {
-    rest = tile::ld_shared_u32(kPrepared ? decided_at : rhs_at);
+  __device__ __forceinline__ void read(uint32_t, uint32_t words, uint32_t rhs_at) {
+    rest = tile::ld_shared_u32(rhs_at);
 #pragma unroll
     for (int i = 0; i < 2 * kWaves; ++i)
       rows[i] = tile::ld_shared_u32(words + 4 * (8 * (i % 2) + 64 * (i / 2)));
@@ -99,8 +97,6 @@ struct LhsFactors {
   static constexpr int64_t kLhsTileWords = 128;
   static constexpr int kLhsTileBytes = 4 * 128;
   static constexpr int kPendingAtTurn = kPendingAtTurn_;
-  template <int kWaves>
-  using Step = FactorStep<kWaves>;
 
   static __device__ __forceinline__ const uint32_t* lhs_scales(const uint32_t* all, int tile) {
     return all + static_cast<int64_t>(tile) * kLhsTileWords;
@@ -116,7 +112,9 @@ struct TileFactors : LhsFactors<kPendingAtTurn_> {
   static constexpr bool kPrepares = false;
   static constexpr int kPreparedBytes = 0;
   template <int kWaves>
-  using Ahead = FactorsAhead<kWaves, false>;
+  using Step = FactorStep<kWaves>;
+  template <int kWaves>
+  using Ahead = FactorsAhead<kWaves>;
 
   static __device__ __forceinline__ const uint32_t* rhs_scales(const uint32_t* all, int tile) {
     return all + (tile & ~3);
@@ -151,40 +149,40 @@ struct TileFactors : LhsFactors<kPendingAtTurn_> {
 
 // ------------------------------------------------------------------------------ rhs in 1 x 128
 // What is prepared: factors of the columns, two halves of four for every eight, the even ones
-// first, as ldmatrix gives them to the threads that have these columns (load_columns); and whether
-// the step is promoted carefully. NOTE: powers of two would fit bf16, half as much to read. They
-// are no faster so: to unpack them takes as long.
-// Four elements of two neighbouring columns. NOTE: in this order the compiler reads a factor of
-// both rows once.
-__device__ __forceinline__ void promote_four(float* to, const float* acc, float f0, float f8,
-                                             uint32_t even_bits, uint32_t odd_bits) {
-  const float even = __uint_as_float(even_bits), odd = __uint_as_float(odd_bits);
-  to[0] = fmaf(acc[0], f0 * even, to[0]);
-  to[2] = fmaf(acc[2], f8 * even, to[2]);
-  to[3] = fmaf(acc[3], f8 * odd, to[3]);
-  to[1] = fmaf(acc[1], f0 * odd, to[1]);
+// first, as ldmatrix gives them to the threads that have these columns; and whether the step is
+// promoted carefully. NOTE: powers of two would fit bf16, half as much to read. They are no faster
+// so: to unpack them takes as long.
+inline constexpr int kColumnReads = 8;  // of 16 columns, four registers
+
+__device__ __forceinline__ void read_columns(uint32_t* to, uint32_t from, int read) {
+  uint32_t four[4];
+  tile::ldmatrix_x4(four, from + 64 * read);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) to[i] = four[i];
 }
 
-// `left` has the factors of the left half of the columns.
-__device__ __forceinline__ void promote_rows(float (&sum)[64], const float (&acc)[64], float f0,
-                                             float f8, const uint32_t (&left)[16], uint32_t columns,
-                                             int lane) {
-  uint32_t right[16];  // in registers of what has been used
+// `acc` times the factors of columns, which are those of reads kFirst .. kEnd - 1. NOTE: a product
+// of both factors would read three registers for every FFMA where this one has its factor kept, and
+// registers are what promotions and the tensor cores share.
+template <int kFirst, int kEnd>
+__device__ __forceinline__ void scale_columns(float (&acc)[64], const uint32_t* cols) {
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    promote_four(sum + 4 * j, acc + 4 * j, f0, f8, left[2 * j], left[2 * j + 1]);
-    if (j >= 4) continue;
-    uint32_t four[4];
-    tile::ldmatrix_x4(four, columns + 256 + 16 * (4 * j + lane / 8));
-#pragma unroll
-    for (int i = 0; i < 4; ++i) right[4 * j + i] = four[i];
-  }
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    promote_four(sum + 32 + 4 * j, acc + 32 + 4 * j, f0, f8, right[2 * j], right[2 * j + 1]);
+  for (int j = 2 * kFirst; j < 2 * kEnd; ++j) {
+    const uint32_t* const two = cols + 2 * j - 4 * kFirst;
+    const float even = __uint_as_float(two[0]), odd = __uint_as_float(two[1]);
+    acc[4 * j] *= even, acc[4 * j + 2] *= even, acc[4 * j + 1] *= odd, acc[4 * j + 3] *= odd;
   }
 }
 
+// The same elements, to the sums.
+template <int kFirst, int kEnd>
+__device__ __forceinline__ void add_rows(float (&sum)[64], const float (&acc)[64], float f0,
+                                         float f8) {
+#pragma unroll
+  for (int i = 8 * kFirst; i < 8 * kEnd; ++i) sum[i] = fmaf(acc[i], i % 4 < 2 ? f0 : f8, sum[i]);
+}
+
+// The same bits wherever scale_columns() loses nothing.
 __device__ __forceinline__ void promote_carefully(float (&sum)[64], const float (&acc)[64],
                                                   float f0, float f8, uint32_t columns, int lane) {
 #pragma unroll
@@ -193,12 +191,39 @@ __device__ __forceinline__ void promote_carefully(float (&sum)[64], const float 
     const float even = __uint_as_float(tile::ld_shared_u32(at)),
                 odd = __uint_as_float(tile::ld_shared_u32(at + 16));
     float* const to = sum + 4 * j;
-    to[0] = CarefulFactors(f0, even).add(to[0], acc[4 * j + 0]);
-    to[1] = CarefulFactors(f0, odd).add(to[1], acc[4 * j + 1]);
-    to[2] = CarefulFactors(f8, even).add(to[2], acc[4 * j + 2]);
-    to[3] = CarefulFactors(f8, odd).add(to[3], acc[4 * j + 3]);
+    to[0] = CarefulFactors(even, f0).add(to[0], acc[4 * j + 0]);
+    to[1] = CarefulFactors(odd, f0).add(to[1], acc[4 * j + 1]);
+    to[2] = CarefulFactors(even, f8).add(to[2], acc[4 * j + 2]);
+    to[3] = CarefulFactors(odd, f8).add(to[3], acc[4 * j + 3]);
   }
 }
+
+// What a warpgroup of two waves reads before its step: its first wave's rows, and whether it is a
+// careful one. NOTE: everything else is read while products run. One wave reads all of it then; of
+// two, that takes 3 % longer, and to read both waves' rows ahead spills.
+template <int kWaves>
+struct RowFactorsAhead {
+  uint32_t rows[2], careful;
+  __device__ __forceinline__ void read(uint32_t decided_at, uint32_t words, uint32_t) {
+    if (kWaves == 1) return;
+    rows[0] = tile::ld_shared_u32(words), rows[1] = tile::ld_shared_u32(words + 4 * 8);
+    careful = tile::ld_shared_u32(decided_at);
+  }
+};
+
+template <int kWaves>
+struct RowFactorStep : StepPlaces {
+  RowFactorsAhead<kWaves> ahead;
+  __device__ __forceinline__ void take(const RowFactorsAhead<kWaves>& from) { ahead = from; }
+  // For the products of this wave to run beside.
+  __device__ __forceinline__ void read(RowFactorsAhead<1>& to, int wave) const {
+    if (kWaves == 1) to.careful = tile::ld_shared_u32(decided_at);
+    if (kWaves == 1 || wave != 0) {
+      const uint32_t words = word_of_row(lhs_words, inside) + 4 * 64 * wave;
+      to.rows[0] = tile::ld_shared_u32(words), to.rows[1] = tile::ld_shared_u32(words + 4 * 8);
+    }
+  }
+};
 
 template <int kPendingAtTurn_>
 struct RowFactors : LhsFactors<kPendingAtTurn_> {
@@ -207,7 +232,9 @@ struct RowFactors : LhsFactors<kPendingAtTurn_> {
   static constexpr bool kPrepares = true;
   static constexpr int kPreparedBytes = 4 * 128;
   template <int kWaves>
-  using Ahead = FactorsAhead<kWaves, true>;
+  using Step = RowFactorStep<kWaves>;
+  template <int kWaves>
+  using Ahead = RowFactorsAhead<kWaves>;
 
   static __device__ __forceinline__ const uint32_t* rhs_scales(const uint32_t* all, int tile) {
     return all + static_cast<int64_t>(tile) * kRhsTileWords;
@@ -215,19 +242,17 @@ struct RowFactors : LhsFactors<kPendingAtTurn_> {
   static __device__ __forceinline__ constexpr int rhs_inside(int) { return 0; }
   static int64_t rhs_tiles(int64_t rows) { return packed_tiles(rows); }
 
-  static __device__ __forceinline__ void prepare(uint32_t lhs_words, uint32_t rhs_words,
-                                                 uint32_t columns, uint32_t decided_at, int lane) {
-    const uint4 rows = tile::ld_shared_u32x4(lhs_words + 16 * lane);
+  // Of a factor of a column: a sum of 128 products of e5m2 is a multiple of 2^-32 below 2^39, so it
+  // stays normal and finite between these.
+  static constexpr uint32_t kLeastExponent = 127 - 94, kMostExponent = 127 + 87;
+
+  static __device__ __forceinline__ void prepare(uint32_t, uint32_t rhs_words, uint32_t columns,
+                                                 uint32_t decided_at, int lane) {
     const uint4 cols = tile::ld_shared_u32x4(rhs_words + 16 * lane);
-    // Exponents of the largest and the smallest product; a factor that is not normal, or is
-    // negative, takes one of them out of range.
-    const uint32_t high = __reduce_max_sync(~0u, max(max(rows.x, rows.y), max(rows.z, rows.w))),
-                   low = __reduce_min_sync(~0u, min(min(rows.x, rows.y), min(rows.z, rows.w)));
-    const uint32_t col_high = max(max(cols.x, cols.y), max(cols.z, cols.w)),
-                   col_low = min(min(cols.x, cols.y), min(cols.z, cols.w));
-    const bool careful = __any_sync(~0u, (high >> 23) + (col_high >> 23) + 1 > 254 + 127 ||
-                                             (low >> 23) + (col_low >> 23) < 1 + 127 ||
-                                             low >> 23 == 0 || col_low >> 23 == 0);
+    // NOTE: with its sign, a negative factor has an exponent above all of them.
+    const uint32_t high = max(max(cols.x, cols.y), max(cols.z, cols.w)) >> 23,
+                   low = min(min(cols.x, cols.y), min(cols.z, cols.w)) >> 23;
+    const bool careful = __any_sync(~0u, high > kMostExponent || low < kLeastExponent);
     const uint32_t to = columns + 32 * (lane / 2) + 8 * (lane % 2);
     tile::st_shared_u32x2(to, cols.x, cols.z);
     tile::st_shared_u32x2(to + 16, cols.y, cols.w);
@@ -236,72 +261,88 @@ struct RowFactors : LhsFactors<kPendingAtTurn_> {
 
   template <class Operands, int kWaves, class Turns, class Release, class Fetch>
   static __device__ __forceinline__ void run(float (&sum)[kWaves][64],
-                                             const FactorStep<kWaves>& step, const Turns& turns,
+                                             const RowFactorStep<kWaves>& step, const Turns& turns,
                                              const Release& release, const Fetch& fetch) {
     static_assert(kWaves <= 2);
-    if constexpr (kWaves == 2) {
-      run_two<Operands>(sum, step, turns, release, fetch);
+    const uint32_t columns = step.columns + 16 * (step.lane / 8);
+    if constexpr (kWaves == 1) {
+      run_one<Operands>(sum[0], step, columns, turns, release, fetch);
     } else {
-      float acc[64];
-      uint32_t left[16];
-      const float f0 = step.row(0), f8 = step.row(1);
-      multiply_wave<Operands>(acc, step.lhs, step.rhs, turns,
-                              [&] { load_columns(left, step.columns, step.lane); });
-      if (__builtin_expect(step.rest == 0, true)) {
-        promote_rows(sum[0], acc, f0, f8, left, step.columns, step.lane);
-      } else {
-        promote_carefully(sum[0], acc, f0, f8, step.columns, step.lane);
-      }
+      run_two<Operands>(sum, step, columns, turns, release, fetch);
+    }
+  }
+
+ private:
+  template <class Operands, class Turns, class Release, class Fetch>
+  static __device__ __forceinline__ void run_one(float (&sum)[64], const RowFactorStep<1>& step,
+                                                 uint32_t columns, const Turns& turns,
+                                                 const Release& release, const Fetch& fetch) {
+    float acc[64];
+    uint32_t left[16], right[16];  // the right half in registers of what has been used
+    RowFactorsAhead<1> now;
+    multiply_wave<Operands>(acc, step.lhs, step.rhs, turns, [&] {
+      step.read(now, 0);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) read_columns(left + 4 * i, columns, i);
+    });
+    const float f0 = __uint_as_float(now.rows[0]), f8 = __uint_as_float(now.rows[1]);
+    if (__builtin_expect(now.careful == 0, true)) {
+      scale_columns<0, 1>(acc, left), read_columns(right, columns, 4);
+      scale_columns<1, 2>(acc, left + 4), read_columns(right + 4, columns, 5);
+      scale_columns<2, 3>(acc, left + 8), read_columns(right + 8, columns, 6);
+      scale_columns<3, 4>(acc, left + 12), read_columns(right + 12, columns, 7);
+      add_rows<0, 4>(sum, acc, f0, f8);
+      // NOTE: behind the promotion this would be what the next products wait for, and before it the
+      // next stage may not be there.
+      fetch();
+      scale_columns<4, 8>(acc, right);
+      add_rows<4, 8>(sum, acc, f0, f8);
+      release();
+    } else {
+      promote_carefully(sum, acc, f0, f8, step.columns, step.lane);
       release();
       fetch();
     }
   }
 
- private:
   // Two waves, for which most of the columns' factors are read once: shared memory has little time
   // left. The last ones do not fit beside the accumulators. They are read in each promotion, once
   // accumulators are used up.
-  static constexpr int kKept = 24;  // registers, four for 16 columns
+  static constexpr int kKept = 7;  // of the reads
   template <class Operands, class Turns, class Release, class Fetch>
-  static __device__ __forceinline__ void run_two(float (&sum)[2][64], const FactorStep<2>& step,
-                                                 const Turns& turns, const Release& release,
-                                                 const Fetch& fetch) {
+  static __device__ __forceinline__ void run_two(float (&sum)[2][64], const RowFactorStep<2>& step,
+                                                 uint32_t columns, const Turns& turns,
+                                                 const Release& release, const Fetch& fetch) {
     float acc[64];
-    uint32_t kept[kKept];
-    const uint32_t columns = step.columns + 16 * (step.lane / 8);
-    const auto read = [&](uint32_t* to, int first) {
-      uint32_t four[4];
-      tile::ldmatrix_x4(four, columns + 16 * first);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) to[i] = four[i];
-    };
+    uint32_t kept[4 * kKept];
     const auto read_kept = [&] {
 #pragma unroll
-      for (int i = 0; i < kKept; i += 4) read(kept + i, i);
+      for (int i = 0; i < kKept; ++i) read_columns(kept + 4 * i, columns, i);
     };
+    RowFactorsAhead<1> now{{step.ahead.rows[0], step.ahead.rows[1]}, step.ahead.careful};
+    const bool careful = now.careful != 0;
 #pragma unroll
     for (int wave = 0; wave < 2; ++wave) {
-      const float f0 = step.row(2 * wave), f8 = step.row(2 * wave + 1);
       multiply_wave<Operands>(acc, step.lhs + wave * kWaveStep, step.rhs, turns, [&] {
         if (wave == 0) read_kept();
+        step.read(now, wave);
+        if (wave == 1) fetch();
       });
-      if (__builtin_expect(step.rest == 0, true)) {
-        uint32_t late[32 - kKept];
-#pragma unroll
-        for (int j = 0; j < 16; ++j) {
-          if (j == 2) read(late, kKept);
-          if (j == 3) read(late + 4, kKept + 4);
-          // NOTE: behind the promotion this would be what the next products wait for.
-          if (j == 8 && wave == 1) fetch();
-          const uint32_t* const two = 2 * j < kKept ? kept + 2 * j : late + 2 * j - kKept;
-          promote_four(sum[wave] + 4 * j, acc + 4 * j, f0, f8, two[0], two[1]);
-        }
+      const float f0 = __uint_as_float(now.rows[0]), f8 = __uint_as_float(now.rows[1]);
+      if (__builtin_expect(!careful, true)) {
+        uint32_t late[4 * (kColumnReads - kKept)];
+        read_columns(late, columns, kKept);
+        scale_columns<0, 4>(acc, kept);
+        add_rows<0, 4>(sum[wave], acc, f0, f8);
+        scale_columns<4, kKept>(acc, kept + 16);
+        scale_columns<kKept, kColumnReads>(acc, late);
         if (wave == 1) release();
+        add_rows<4, 8>(sum[wave], acc, f0, f8);
       } else {
         promote_carefully(sum[wave], acc, f0, f8, step.columns, step.lane);
         // NOTE: again, so that nothing is kept during this.
         if (wave == 0) read_kept();
-        if (wave == 1) release(), fetch();
+        if (wave == 1) release();
       }
     }
   }

@@ -140,10 +140,22 @@ __device__ __forceinline__ void produce(const Params& p, const CUtensorMap& lhs_
   schedule.finish(smem, ring);
 }
 
-// One warp for each lhs tile of a stage, ahead of the math warpgroups.
-template <class Config, class Params>
+// Before a step with `left` of `steps` left: has L2 fetch its part of a D that is added to. NOTE: a
+// sum in memory waits for what it is added to, and at the end of a block nobody multiplies.
+template <class Config>
+__device__ __forceinline__ void fetch_out(const EpilogueParams& p, const CUtensorMap& out_map,
+                                          int m0, int n0, int left, int steps) {
+  constexpr int kPanels = Config::kM / 64 * 4;  // of 64 rows x 32 columns
+  if (!p.accumulate || p.by_element) return;
+  for (int i = left - 1; i < kPanels; i += steps)
+    tile::tma_prefetch_l2(&out_map, n0 + i % 4 * 32, m0 + i / 4 * 64);
+}
+
+// One warp for each lhs tile of a stage, ahead of the math warpgroups. Calls beside(work, left)
+// behind each step.
+template <class Config, class Params, class Beside>
 __device__ __forceinline__ void prepare(const Params& p, const Smem<Config>& smem, int lhs_tile,
-                                        int lane) {
+                                        int lane, const Beside& beside) {
   using Schedule = typename Schedulers<Params>::template Follower<Config>;
   using Promotion = typename Config::Promotion;
   Ring<Config::kStages> ring;
@@ -164,6 +176,7 @@ __device__ __forceinline__ void prepare(const Params& p, const Smem<Config>& sme
           columns + Config::kLhsTiles * Promotion::kPreparedBytes + 4 * lhs_tile, lane);
       __syncwarp();
       if (lane < kPrepared) tile::mbar_arrive(smem.ready(s));
+      beside(work, left);
     }
     schedule.await(smem.full(ring.stage), ring.phase);
   }
@@ -189,6 +202,7 @@ __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_
                                         const Smem<Config>& smem, int rank, int math) {
   using Schedule = typename Schedulers<Params>::template Follower<Config>;
   using Promotion = typename Config::Promotion;
+  static_assert(!Schedule::kDynamic || Config::kSlots <= 2, "a block may store nothing by slots");
   const int thread = threadIdx.x % 128, lane = thread % 32;
   // This warpgroup's first row inside the block.
   const int row0 = math * Config::kWaves * 64;
@@ -239,16 +253,14 @@ __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_
 #pragma unroll
       for (int i = 0; i < 64; ++i) sum[wave][i] = 0.0f;
     }
+    // Where what is decided about a step lies behind what is prepared for it.
+    const int decided = Config::kLhsTiles * Promotion::kPreparedBytes + 4 * lhs_tile;
     typename Promotion::template Ahead<Config::kWaves> scales;
     // Waits for the stage at `at` and reads what the step needs from shared memory at its start.
     const auto fetch = [&](const Ring<Config::kStages>& at) {
-      const uint32_t prepared = columns + at.stage * Config::kColumnBytes;
-      // NOTE: keep() has this worked out again, which costs less than a register.
-      const uint32_t self = tile::keep(threadIdx.x) % 128;
-      const uint32_t from = lhs_words + at.stage * Config::kScaleBytes +
-                            4 * (inside % 128 + self / 32 * 16 + self % 32 / 4);
+      const uint32_t from = word_of_row(lhs_words + at.stage * Config::kScaleBytes, inside % 128);
       tile::mbar_wait(smem.ready(at.stage), at.phase);
-      scales.read(prepared + Config::kLhsTiles * Promotion::kPreparedBytes + 4 * lhs_tile, from,
+      scales.read(columns + at.stage * Config::kColumnBytes + decided, from,
                   rhs_words + at.stage * Config::kScaleBytes + rhs_inside);
     };
     fetch(ring);
@@ -261,7 +273,8 @@ __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_
       step.rhs = rhs_desc + s * (Config::kRhsBytes / 16);
       step.lhs_words = lhs_words + offset, step.rhs_words = rhs_words + offset;
       step.columns = columns + s * Config::kColumnBytes + lhs_tile * Promotion::kPreparedBytes;
-      step.lane = lane;
+      step.decided_at = columns + s * Config::kColumnBytes + decided;
+      step.lane = lane, step.inside = inside % 128;
       step.take(scales);
       ring.next();
       Promotion::template run<typename Config::Operands>(
@@ -273,6 +286,7 @@ __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_
     w.m0 = work.m0 + row0, w.n0 = work.n0 + rank * 128, w.m_end = work.m_end;
 #pragma unroll
     for (int wave = 0; wave < Config::kWaves; ++wave, w.m0 += 64) {
+      w.wave = wave;
       w.direct = p.epilogue.direct, w.by_element = p.epilogue.by_element;
       if constexpr (Schedule::kDynamic) {
         // The end of a group: what lies behind it belongs to the next one.
@@ -329,8 +343,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (warp == 0) {
       produce<Config>(p, lhs_map, rhs_map, smem, rank);
     } else if (warp < 1 + Config::kLhsTiles) {
-      if constexpr (Config::Promotion::kPrepares)
-        prepare<Config>(p, smem, warp - 1, static_cast<int>(threadIdx.x) % 32);
+      if constexpr (Config::Promotion::kPrepares) {
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+        prepare<Config>(p, smem, warp - 1, lane, [&](const WorkTile& work, int left) {
+          if (warp == 1 && lane == 0)
+            fetch_out<Config>(p.epilogue, out_map, work.m0, work.n0 + rank * 128, left,
+                              work.k_steps);
+        });
+      }
     } else if (warp == 3) {
       if constexpr (kEpilogue != EpilogueKind::plain) {
         using Schedule = typename Schedulers<Params>::template Follower<Config>;

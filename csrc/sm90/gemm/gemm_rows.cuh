@@ -18,6 +18,7 @@ namespace tile = mxtile::sm90;
 struct Wave {
   int m0, n0;
   int m_end;        // rows at and after it are not stored
+  int wave;         // of those of this warpgroup in a block
   bool direct;      // stores go element by element,
   bool by_element;  // or take more than the copy engine for another reason
   int thread;       // 0..127

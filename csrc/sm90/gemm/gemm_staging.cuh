@@ -13,9 +13,14 @@ namespace te_mx::sm90 {
 
 inline constexpr int kPanelBytes = 64 * 128;  // 64 rows of 128 bytes: what one TMA store writes
 
-// Until the copy engine has read what this warpgroup gave to it.
+// Slots that are filled and sent at a time. The others are on their way meanwhile.
+template <int kSlots>
+inline constexpr int kTogether = kSlots < 2 ? kSlots : 2;
+
+// Until the copy engine has read what was in the slots that are filled next.
+template <int kSlots>
 __device__ __forceinline__ void free_staging(const Wave& w) {
-  if (w.thread == 0) tile::tma_store_wait_read<0>();
+  if (w.thread == 0) tile::tma_store_wait_read<kSlots / kTogether<kSlots> - 1>();
   tile::named_barrier(w.barrier, 128);
 }
 
@@ -46,7 +51,7 @@ __device__ __forceinline__ void stage_panel(const float (&v)[64], const int pane
   }
 }
 
-// Slots 0 .. kCount - 1, panels `first` and on of D, to global memory.
+// Slots from the staging of `w` on, panels `first` and on of D, to global memory.
 template <class T, int kCount>
 __device__ __forceinline__ void send_panels(const int first, const EpilogueParams& p,
                                             const CUtensorMap* map, const bool add, const Wave& w) {
@@ -68,18 +73,21 @@ __device__ __forceinline__ void send_panels(const int first, const EpilogueParam
   }
 }
 
-// The whole wave through staging that is free. fp32 may be added to what is there.
+// The whole wave, whose first slots are free. fp32 may be added to what is there. The slots take
+// turns, over the waves of a block as well: each of them leaves whole groups.
 template <class T, int kSlots>
 __device__ __forceinline__ void store_wave(const float (&v)[64], const EpilogueParams& p,
                                            const CUtensorMap* map, const bool add, const Wave& w) {
   constexpr int kPanels = sizeof(T);  // 128 columns in panels of 128 bytes
-  constexpr int kAtOnce = kPanels < kSlots ? kPanels : kSlots;
+  constexpr int kAtOnce = kTogether<kSlots>;
 #pragma unroll
   for (int first = 0; first < kPanels; first += kAtOnce) {
-    if (first != 0) free_staging(w);
+    if (first != 0) free_staging<kSlots>(w);
+    Wave now = w;
+    now.staging += (w.wave * kPanels + first) % kSlots * kPanelBytes;
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) stage_panel<T>(v, first + i, i, w);
-    send_panels<T, kAtOnce>(first, p, map, sizeof(T) == 4 && add, w);
+    for (int i = 0; i < kAtOnce; ++i) stage_panel<T>(v, first + i, i, now);
+    send_panels<T, kAtOnce>(first, p, map, sizeof(T) == 4 && add, now);
   }
 }
 

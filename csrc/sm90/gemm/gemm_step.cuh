@@ -44,16 +44,29 @@ struct ScalesAhead {
   }
 };
 
-// What a warpgroup knows of one step.
-template <int kWaves>
-struct Step {
+// Shared address of the word of this thread's first row, in a tile of words of which this
+// warpgroup's first is `inside`. NOTE: keep() has it worked out again, which costs less than a
+// register.
+__device__ __forceinline__ uint32_t word_of_row(uint32_t words, int inside) {
+  const uint32_t self = tile::keep(threadIdx.x) % 128;
+  return words + 4 * (inside + self / 32 * 16 + self % 32 / 4);
+}
+
+// What a warpgroup knows of any step.
+struct StepPlaces {
   uint32_t lhs, rhs;              // descriptors
   uint32_t lhs_words, rhs_words;  // shared addresses of the scale tiles
-  uint32_t rows[2 * kWaves];      // words of this thread's rows
-  uint32_t columns;               // shared address of the columns' factors, bf16 [4][128]
+  uint32_t columns, decided_at;   // and of what was prepared: the columns' factors; the rest
+  int inside;                     // of the warpgroup's first row in its scale tile
+  int lane;
+};
+
+// Columns: bf16 [4][128].
+template <int kWaves>
+struct Step : StepPlaces {
+  uint32_t rows[2 * kWaves];  // words of this thread's rows
   Mode mode;
   float factor;  // of Mode::one
-  int lane;
 
   __device__ __forceinline__ void take(const ScalesAhead<kWaves>& ahead) {
     mode = static_cast<Mode>(ahead.decided & kModeBits);

@@ -25,6 +25,7 @@ inline void tma_load_multicast(uint32_t smem, const CUtensorMap* map, uint32_t b
 inline void bulk_load(uint32_t smem, const void* gmem, uint32_t bytes, uint32_t bar) {
   simt::bulk_load(smem, gmem, bytes, bar);
 }
+inline void tma_prefetch_l2(const CUtensorMap*, int, int) {}
 inline void tma_store(const CUtensorMap* map, const void* smem, int inner, int outer) {
   simt::tensor_store(map, smem_addr(smem), inner, outer, false);
 }

@@ -49,6 +49,14 @@ __device__ __forceinline__ void bulk_load(uint32_t smem, const void* gmem, uint3
       : "memory");
 }
 
+// Asks for a tile to be fetched to L2: reads and reductions that come later find it there.
+__device__ __forceinline__ void tma_prefetch_l2(const CUtensorMap* map, int inner, int outer) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(
+                   reinterpret_cast<uint64_t>(map)),
+               "r"(inner), "r"(outer)
+               : "memory");
+}
+
 __device__ __forceinline__ void tma_store(const CUtensorMap* map, const void* smem, int inner,
                                           int outer) {
   asm volatile(
