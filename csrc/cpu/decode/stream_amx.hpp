@@ -18,8 +18,7 @@
 namespace te_mx::cpu {
 
 struct AmxStreamTuning {
-  static constexpr int64_t kAhead = 256;  // bytes of a row between prefetch and use: one batch
-  static constexpr int64_t kLines = 4;    // a batch: two of them and x in L1
+  static constexpr int64_t kLines = 4;  // a batch: two of them and x in L1
   static constexpr int64_t kItemRows = 128;
 };
 
@@ -76,7 +75,7 @@ class AmxStream {
   static constexpr int64_t kLine = mxtile::bf16::kLineK;
   static constexpr int64_t kRows = 16, kCols = 32;  // weight rows of a tile, of an epilogue call
   static constexpr int64_t kLines = Tuning::kLines, kHalves = 2 * kLines;
-  static constexpr int64_t kRowsAHalf = kCols / kHalves;  // decoded between two pairs of products
+  static constexpr int64_t kRowsAProduct = kRows / kHalves;  // decoded between two products
   struct alignas(64) Batch {
     uint16_t tile[kHalves][2][kTileWords];  // even k of line 0, odd k of line 0, even k of line 1..
   };
@@ -132,9 +131,7 @@ class AmxStream {
     const char* x = x_;
     for (int64_t line = 0, turn = 0; line < lines_; line += kLines, turn ^= 1) {
       const int64_t count = lines_ - line < kLines ? lines_ - line : kLines;
-      // 16 scale bytes are read at a time.
-      const bool inside = (line + kLines) * kLine <= w_.k && line * 2 + 16 <= w_.k / kBlock;
-      if (inside) {
+      if ((line + kLines) * kLine <= w_.k) {
         run_batch<true, nibbles>(tiles, decoder, rows, line, kLines, batches[turn],
                                  batches[turn ^ 1], x, ready);
       } else {
@@ -146,8 +143,10 @@ class AmxStream {
     }
     const Batch& last = batches[(lines_ - 1) / kLines % 2];
     for (int64_t h = 0; h < ready; h += 2) {
-      product<0>(tiles, last, x, h, ready);
-      product<1>(tiles, last, x, h, ready);
+      product<0, 0>(tiles, last, x, h, ready);
+      product<0, 1>(tiles, last, x, h, ready);
+      product<1, 0>(tiles, last, x, h, ready);
+      product<1, 1>(tiles, last, x, h, ready);
     }
     finish(tiles, n0);
   }
@@ -158,65 +157,72 @@ class AmxStream {
                                                const Row* rows, int64_t line, int64_t count,
                                                Batch& batch, const Batch& last, const char* x,
                                                int64_t ready) const {
-    // Past the end of the rows come the next ones.
-    constexpr int64_t kBytes = nibbles ? kLine / 2 : kLine;
-    const int64_t row_bytes = nibbles ? w_.k / 2 : w_.k;
-    int64_t ahead = line * kBytes + Tuning::kAhead;
-    if (ahead >= row_bytes) ahead += kCols * w_.code_row_stride - row_bytes;
-    ahead -= line * kBytes;
-    for (int64_t h = 0, r = 0; h < kHalves; h += 2) {
-      for (int64_t i = 0; i < kRowsAHalf; ++i, ++r) {
-        decode_row<inside, nibbles>(decoder, rows[r], line, count, ahead, r, batch);
-      }
-      product<0>(tiles, last, x, h, ready);
-      for (int64_t i = 0; i < kRowsAHalf; ++i, ++r) {
-        decode_row<inside, nibbles>(decoder, rows[r], line, count, ahead, r, batch);
-      }
-      product<1>(tiles, last, x, h, ready);
+    // Lower tiles are multiplied while upper rows are decoded, and the other way round. So what is
+    // loaded and what is stored at a time never agree in the last 12 bits of their addresses.
+    for (int64_t h = 0, r = 0; h < kHalves; h += 2, r += 2 * kRowsAProduct) {
+      decode_rows<inside, nibbles>(decoder, rows, r, line, count, batch);
+      product<0, 1>(tiles, last, x, h, ready);
+      decode_rows<inside, nibbles>(decoder, rows, r + kRowsAProduct, line, count, batch);
+      product<1, 1>(tiles, last, x, h, ready);
+    }
+    for (int64_t h = 0, r = kRows; h < kHalves; h += 2, r += 2 * kRowsAProduct) {
+      decode_rows<inside, nibbles>(decoder, rows, r, line, count, batch);
+      product<0, 0>(tiles, last, x, h, ready);
+      decode_rows<inside, nibbles>(decoder, rows, r + kRowsAProduct, line, count, batch);
+      product<1, 0>(tiles, last, x, h, ready);
     }
   }
 
-  // Adds half h + odd of a batch.
-  template <int odd>
+  // Adds rows 16 lower .. of half h + odd of a batch.
+  template <int odd, int lower>
   [[gnu::always_inline]] inline void product(Tiles& tiles, const Batch& batch, const char* x,
                                              int64_t h, int64_t ready) const {
     if (h + odd >= ready) return;
     tiles.template load<6 + odd>(x + (h + odd) * kLine * m_, 4 * m_);
-    tiles.template load<4>(batch.tile[h + odd][0], 64);
-    tiles.template dot_bf16<odd, 4, 6 + odd>();
-    tiles.template load<5>(batch.tile[h + odd][1], 64);
-    tiles.template dot_bf16<2 + odd, 5, 6 + odd>();
+    tiles.template load<4 + lower>(batch.tile[h + odd][lower], 64);
+    tiles.template dot_bf16<2 * lower + odd, 4 + lower, 6 + odd>();
   }
 
-  // inside: whole lines and 16 scale bytes that may be read. Else zeros follow the end of the row.
   template <bool inside, bool nibbles>
-  [[gnu::always_inline]] inline void decode_row(const Decoder& decoder, const Row& row,
-                                                int64_t line, int64_t count, int64_t ahead,
-                                                int64_t r, Batch& batch) const {
-    alignas(64) uint32_t words[16];
-    alignas(64) uint8_t bytes[16], padded[kLine];
-    constexpr int64_t kBytes = nibbles ? kLine / 2 : kLine;
-    const uint8_t* codes = row.codes + line * kBytes;
-    const uint8_t* scales = row.scales + line * 2;
-    if constexpr (!inside) {
-      const int64_t left = ceil_div(w_.k, kBlock) - 2 * line;
-      for (int64_t i = 0; i < 16; ++i) bytes[i] = i < left ? scales[i] : 127;
-      scales = bytes;
+  [[gnu::always_inline]] inline void decode_rows(const Decoder& decoder, const Row* rows, int64_t r,
+                                                 int64_t line, int64_t count, Batch& batch) const {
+    for (int64_t i = 0; i < kRowsAProduct; ++i) {
+      decode_row<inside, nibbles>(decoder, rows, r + i, line, count, batch);
     }
-    const unsigned nan = Decoder::line_words(scales, row.byte, words);
+  }
+
+  // inside: kLines whole lines. Else there may be fewer, and zeros follow the end of the row.
+  template <bool inside, bool nibbles>
+  [[gnu::always_inline]] inline void decode_row(const Decoder& decoder, const Row* rows, int64_t r,
+                                                int64_t line, int64_t count, Batch& batch) const {
+    alignas(64) uint32_t words[16];
+    alignas(64) uint8_t padded[kLine];
+    constexpr int64_t kBytes = nibbles ? kLine / 2 : kLine;
+    if constexpr (inside) count = kLines;
+    // Rows are read side by side, but the next ones fetched to L2 one after the other, as they lie:
+    // prefetchers of the core then see one stream, and run ahead of it too.
+    const uint8_t* ahead =
+        rows[0].codes + kCols * w_.code_row_stride + (line * kCols + r * count) * kBytes;
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < count * kBytes; i += 64) __builtin_prefetch(ahead + i, 0, 2);
+
+    const Row& row = rows[r];
+    const uint8_t* codes = row.codes + line * kBytes;
+    const int64_t left = ceil_div(w_.k, kBlock) - 2 * line;
+    const int64_t blocks = inside || left > 2 * count ? 2 * count : left;
+    const unsigned nan = Decoder::line_words(row.scales + line * 2, blocks, row.byte, words);
     uint16_t* out = batch.tile[0][r / kRows] + r % kRows * kBlock;
     constexpr int64_t kHalfWords = 2 * kTileWords;
 #pragma GCC unroll 8
-    for (int64_t i = 0; i < (inside ? kLines : count); ++i) {
+    for (int64_t i = 0; i < count; ++i) {
       const uint8_t* from = codes + i * kBytes;
-      __builtin_prefetch(from + ahead, 0, 2);  // to L2: rows may share a set of L1
       if (!inside && (line + i + 1) * kLine > w_.k) {
         copy_last_line(w_, row.number, (line + i) * kLine, padded);
         from = padded;
       }
       uint16_t* even = out + 2 * i * kHalfWords;
       if constexpr (nibbles) {
-        decoder.split_packed_line(from, words + 2 * i, even, even + kHalfWords);
+        decoder.split_packed_line(from, words, i, even, even + kHalfWords);
       } else {
         decoder.split_line(from, words + 2 * i, even, even + kHalfWords);
       }
