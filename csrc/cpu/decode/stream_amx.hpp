@@ -8,8 +8,8 @@
 //   A T4        C T0 (even), T1 (odd)        rows n0 .. n0+15
 //   A T5        C T2 (even), T3 (odd)        rows n0+16 .. n0+31
 //
-// A batch is a few lines of the 32 rows. The rows of the next batch are decoded between the tile
-// products of the last. D^T = even + odd is turned for the epilogue.
+// A batch is a few lines of the 32 rows. Upper rows are decoded between the products of lower tiles
+// and the other way round. D^T = even + odd is turned for the epilogue.
 #pragma once
 
 #include "decode/stream_bf16.hpp"
@@ -18,7 +18,7 @@
 namespace te_mx::cpu {
 
 struct AmxStreamTuning {
-  static constexpr int64_t kLines = 4;  // a batch: two of them and x in L1
+  static constexpr int64_t kLines = 4;  // a batch: it and x in L1
   static constexpr int64_t kItemRows = 128;
 };
 
@@ -116,7 +116,7 @@ class AmxStream {
   // D[:, n0 .. n0+31]
   template <bool nibbles>
   void run_cols(Tiles& tiles, const Decoder& decoder, int64_t n0) const {
-    Batch batches[2];
+    Batch batch;
     Row rows[kCols];
     for (int64_t r = 0; r < kCols; ++r) {
       const int64_t n = n0 + r < w_.rows ? n0 + r : w_.rows - 1;
@@ -127,49 +127,45 @@ class AmxStream {
     tiles.template zero<1>();
     tiles.template zero<2>();
     tiles.template zero<3>();
-    int64_t ready = 0;  // halves of the batch before
+    int64_t ready = 0;  // halves whose lower tiles are not multiplied yet
     const char* x = x_;
-    for (int64_t line = 0, turn = 0; line < lines_; line += kLines, turn ^= 1) {
+    for (int64_t line = 0; line < lines_; line += kLines) {
       const int64_t count = lines_ - line < kLines ? lines_ - line : kLines;
       if ((line + kLines) * kLine <= w_.k) {
-        run_batch<true, nibbles>(tiles, decoder, rows, line, kLines, batches[turn],
-                                 batches[turn ^ 1], x, ready);
+        run_batch<true, nibbles>(tiles, decoder, rows, line, kLines, batch, x, ready);
       } else {
-        run_batch<false, nibbles>(tiles, decoder, rows, line, count, batches[turn],
-                                  batches[turn ^ 1], x, ready);
+        run_batch<false, nibbles>(tiles, decoder, rows, line, count, batch, x, ready);
       }
       x += ready * kLine * m_;
       ready = 2 * count;
     }
-    const Batch& last = batches[(lines_ - 1) / kLines % 2];
     for (int64_t h = 0; h < ready; h += 2) {
-      product<0, 0>(tiles, last, x, h, ready);
-      product<0, 1>(tiles, last, x, h, ready);
-      product<1, 0>(tiles, last, x, h, ready);
-      product<1, 1>(tiles, last, x, h, ready);
+      product<0, 1>(tiles, batch, x, h, ready);
+      product<1, 1>(tiles, batch, x, h, ready);
     }
     finish(tiles, n0);
   }
 
-  // Decodes lines [line, line + count) of the rows and multiplies the batch before.
+  // Decodes lines [line, line + count) of the rows. Next to the upper ones the lower tiles of the
+  // batch before are multiplied, whose x this is; next to the lower ones the upper tiles of this
+  // one.
   template <bool inside, bool nibbles>
   [[gnu::always_inline]] inline void run_batch(Tiles& tiles, const Decoder& decoder,
                                                const Row* rows, int64_t line, int64_t count,
-                                               Batch& batch, const Batch& last, const char* x,
-                                               int64_t ready) const {
-    // Lower tiles are multiplied while upper rows are decoded, and the other way round. So what is
-    // loaded and what is stored at a time never agree in the last 12 bits of their addresses.
+                                               Batch& batch, const char* x, int64_t ready) const {
     for (int64_t h = 0, r = 0; h < kHalves; h += 2, r += 2 * kRowsAProduct) {
       decode_rows<inside, nibbles>(decoder, rows, r, line, count, batch);
-      product<0, 1>(tiles, last, x, h, ready);
+      product<0, 1>(tiles, batch, x, h, ready);
       decode_rows<inside, nibbles>(decoder, rows, r + kRowsAProduct, line, count, batch);
-      product<1, 1>(tiles, last, x, h, ready);
+      product<1, 1>(tiles, batch, x, h, ready);
     }
+    x += ready * kLine * m_;
+    ready = 2 * count;
     for (int64_t h = 0, r = kRows; h < kHalves; h += 2, r += 2 * kRowsAProduct) {
       decode_rows<inside, nibbles>(decoder, rows, r, line, count, batch);
-      product<0, 0>(tiles, last, x, h, ready);
+      product<0, 0>(tiles, batch, x, h, ready);
       decode_rows<inside, nibbles>(decoder, rows, r + kRowsAProduct, line, count, batch);
-      product<1, 0>(tiles, last, x, h, ready);
+      product<1, 0>(tiles, batch, x, h, ready);
     }
   }
 
