@@ -8,8 +8,8 @@
 //   A T4        C T0 (even), T1 (odd)        rows n0 .. n0+15
 //   A T5        C T2 (even), T3 (odd)        rows n0+16 .. n0+31
 //
-// A batch is a few lines of the 32 rows. The rows of the next batch are decoded between the tile
-// products of the last. D^T = even + odd is turned for the epilogue.
+// A batch is a few lines of the 32 rows. Upper rows are decoded between the products of lower tiles
+// and the other way round. D^T = even + odd is turned for the epilogue.
 #pragma once
 
 #include "decode/stream_bf16.hpp"
@@ -18,8 +18,7 @@
 namespace te_mx::cpu {
 
 struct AmxStreamTuning {
-  static constexpr int64_t kAhead = 256;  // bytes of a row between prefetch and use: one batch
-  static constexpr int64_t kLines = 4;    // a batch: two of them and x in L1
+  static constexpr int64_t kLines = 4;  // a batch: it and x in L1
   static constexpr int64_t kItemRows = 128;
 };
 
@@ -76,7 +75,7 @@ class AmxStream {
   static constexpr int64_t kLine = mxtile::bf16::kLineK;
   static constexpr int64_t kRows = 16, kCols = 32;  // weight rows of a tile, of an epilogue call
   static constexpr int64_t kLines = Tuning::kLines, kHalves = 2 * kLines;
-  static constexpr int64_t kRowsAHalf = kCols / kHalves;  // decoded between two pairs of products
+  static constexpr int64_t kRowsAProduct = kRows / kHalves;  // decoded between two products
   struct alignas(64) Batch {
     uint16_t tile[kHalves][2][kTileWords];  // even k of line 0, odd k of line 0, even k of line 1..
   };
@@ -117,7 +116,7 @@ class AmxStream {
   // D[:, n0 .. n0+31]
   template <bool nibbles>
   void run_cols(Tiles& tiles, const Decoder& decoder, int64_t n0) const {
-    Batch batches[2];
+    Batch batch;
     Row rows[kCols];
     for (int64_t r = 0; r < kCols; ++r) {
       const int64_t n = n0 + r < w_.rows ? n0 + r : w_.rows - 1;
@@ -128,95 +127,98 @@ class AmxStream {
     tiles.template zero<1>();
     tiles.template zero<2>();
     tiles.template zero<3>();
-    int64_t ready = 0;  // halves of the batch before
+    int64_t ready = 0;  // halves whose lower tiles are not multiplied yet
     const char* x = x_;
-    for (int64_t line = 0, turn = 0; line < lines_; line += kLines, turn ^= 1) {
+    for (int64_t line = 0; line < lines_; line += kLines) {
       const int64_t count = lines_ - line < kLines ? lines_ - line : kLines;
-      // 16 scale bytes are read at a time.
-      const bool inside = (line + kLines) * kLine <= w_.k && line * 2 + 16 <= w_.k / kBlock;
-      if (inside) {
-        run_batch<true, nibbles>(tiles, decoder, rows, line, kLines, batches[turn],
-                                 batches[turn ^ 1], x, ready);
+      if ((line + kLines) * kLine <= w_.k) {
+        run_batch<true, nibbles>(tiles, decoder, rows, line, kLines, batch, x, ready);
       } else {
-        run_batch<false, nibbles>(tiles, decoder, rows, line, count, batches[turn],
-                                  batches[turn ^ 1], x, ready);
+        run_batch<false, nibbles>(tiles, decoder, rows, line, count, batch, x, ready);
       }
       x += ready * kLine * m_;
       ready = 2 * count;
     }
-    const Batch& last = batches[(lines_ - 1) / kLines % 2];
     for (int64_t h = 0; h < ready; h += 2) {
-      product<0>(tiles, last, x, h, ready);
-      product<1>(tiles, last, x, h, ready);
+      product<0, 1>(tiles, batch, x, h, ready);
+      product<1, 1>(tiles, batch, x, h, ready);
     }
     finish(tiles, n0);
   }
 
-  // Decodes lines [line, line + count) of the rows and multiplies the batch before.
+  // Decodes lines [line, line + count) of the rows. Next to the upper ones the lower tiles of the
+  // batch before are multiplied, whose x this is; next to the lower ones the upper tiles of this
+  // one.
   template <bool inside, bool nibbles>
   [[gnu::always_inline]] inline void run_batch(Tiles& tiles, const Decoder& decoder,
                                                const Row* rows, int64_t line, int64_t count,
-                                               Batch& batch, const Batch& last, const char* x,
-                                               int64_t ready) const {
-    // Past the end of the rows come the next ones.
-    constexpr int64_t kBytes = nibbles ? kLine / 2 : kLine;
-    const int64_t row_bytes = nibbles ? w_.k / 2 : w_.k;
-    int64_t ahead = line * kBytes + Tuning::kAhead;
-    if (ahead >= row_bytes) ahead += kCols * w_.code_row_stride - row_bytes;
-    ahead -= line * kBytes;
-    for (int64_t h = 0, r = 0; h < kHalves; h += 2) {
-      for (int64_t i = 0; i < kRowsAHalf; ++i, ++r) {
-        decode_row<inside, nibbles>(decoder, rows[r], line, count, ahead, r, batch);
-      }
-      product<0>(tiles, last, x, h, ready);
-      for (int64_t i = 0; i < kRowsAHalf; ++i, ++r) {
-        decode_row<inside, nibbles>(decoder, rows[r], line, count, ahead, r, batch);
-      }
-      product<1>(tiles, last, x, h, ready);
+                                               Batch& batch, const char* x, int64_t ready) const {
+    for (int64_t h = 0, r = 0; h < kHalves; h += 2, r += 2 * kRowsAProduct) {
+      decode_rows<inside, nibbles>(decoder, rows, r, line, count, batch);
+      product<0, 1>(tiles, batch, x, h, ready);
+      decode_rows<inside, nibbles>(decoder, rows, r + kRowsAProduct, line, count, batch);
+      product<1, 1>(tiles, batch, x, h, ready);
+    }
+    x += ready * kLine * m_;
+    ready = 2 * count;
+    for (int64_t h = 0, r = kRows; h < kHalves; h += 2, r += 2 * kRowsAProduct) {
+      decode_rows<inside, nibbles>(decoder, rows, r, line, count, batch);
+      product<0, 0>(tiles, batch, x, h, ready);
+      decode_rows<inside, nibbles>(decoder, rows, r + kRowsAProduct, line, count, batch);
+      product<1, 0>(tiles, batch, x, h, ready);
     }
   }
 
-  // Adds half h + odd of a batch.
-  template <int odd>
+  // Adds rows 16 lower .. of half h + odd of a batch.
+  template <int odd, int lower>
   [[gnu::always_inline]] inline void product(Tiles& tiles, const Batch& batch, const char* x,
                                              int64_t h, int64_t ready) const {
     if (h + odd >= ready) return;
     tiles.template load<6 + odd>(x + (h + odd) * kLine * m_, 4 * m_);
-    tiles.template load<4>(batch.tile[h + odd][0], 64);
-    tiles.template dot_bf16<odd, 4, 6 + odd>();
-    tiles.template load<5>(batch.tile[h + odd][1], 64);
-    tiles.template dot_bf16<2 + odd, 5, 6 + odd>();
+    tiles.template load<4 + lower>(batch.tile[h + odd][lower], 64);
+    tiles.template dot_bf16<2 * lower + odd, 4 + lower, 6 + odd>();
   }
 
-  // inside: whole lines and 16 scale bytes that may be read. Else zeros follow the end of the row.
   template <bool inside, bool nibbles>
-  [[gnu::always_inline]] inline void decode_row(const Decoder& decoder, const Row& row,
-                                                int64_t line, int64_t count, int64_t ahead,
-                                                int64_t r, Batch& batch) const {
-    alignas(64) uint32_t words[16];
-    alignas(64) uint8_t bytes[16], padded[kLine];
-    constexpr int64_t kBytes = nibbles ? kLine / 2 : kLine;
-    const uint8_t* codes = row.codes + line * kBytes;
-    const uint8_t* scales = row.scales + line * 2;
-    if constexpr (!inside) {
-      const int64_t left = ceil_div(w_.k, kBlock) - 2 * line;
-      for (int64_t i = 0; i < 16; ++i) bytes[i] = i < left ? scales[i] : 127;
-      scales = bytes;
+  [[gnu::always_inline]] inline void decode_rows(const Decoder& decoder, const Row* rows, int64_t r,
+                                                 int64_t line, int64_t count, Batch& batch) const {
+    for (int64_t i = 0; i < kRowsAProduct; ++i) {
+      decode_row<inside, nibbles>(decoder, rows, r + i, line, count, batch);
     }
-    const unsigned nan = Decoder::line_words(scales, row.byte, words);
+  }
+
+  // inside: kLines whole lines. Else there may be fewer, and zeros follow the end of the row.
+  template <bool inside, bool nibbles>
+  [[gnu::always_inline]] inline void decode_row(const Decoder& decoder, const Row* rows, int64_t r,
+                                                int64_t line, int64_t count, Batch& batch) const {
+    alignas(64) uint32_t words[16];
+    alignas(64) uint8_t padded[kLine];
+    constexpr int64_t kBytes = nibbles ? kLine / 2 : kLine;
+    if constexpr (inside) count = kLines;
+    // Rows are read side by side, but the next ones fetched to L2 one after the other, as they lie:
+    // prefetchers of the core then see one stream, and run ahead of it too.
+    const uint8_t* ahead =
+        rows[0].codes + kCols * w_.code_row_stride + (line * kCols + r * count) * kBytes;
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < count * kBytes; i += 64) __builtin_prefetch(ahead + i, 0, 2);
+
+    const Row& row = rows[r];
+    const uint8_t* codes = row.codes + line * kBytes;
+    const int64_t left = ceil_div(w_.k, kBlock) - 2 * line;
+    const int64_t blocks = inside || left > 2 * count ? 2 * count : left;
+    const unsigned nan = Decoder::line_words(row.scales + line * 2, blocks, row.byte, words);
     uint16_t* out = batch.tile[0][r / kRows] + r % kRows * kBlock;
     constexpr int64_t kHalfWords = 2 * kTileWords;
 #pragma GCC unroll 8
-    for (int64_t i = 0; i < (inside ? kLines : count); ++i) {
+    for (int64_t i = 0; i < count; ++i) {
       const uint8_t* from = codes + i * kBytes;
-      __builtin_prefetch(from + ahead, 0, 2);  // to L2: rows may share a set of L1
       if (!inside && (line + i + 1) * kLine > w_.k) {
         copy_last_line(w_, row.number, (line + i) * kLine, padded);
         from = padded;
       }
       uint16_t* even = out + 2 * i * kHalfWords;
       if constexpr (nibbles) {
-        decoder.split_packed_line(from, words + 2 * i, even, even + kHalfWords);
+        decoder.split_packed_line(from, words, i, even, even + kHalfWords);
       } else {
         decoder.split_line(from, words + 2 * i, even, even + kHalfWords);
       }

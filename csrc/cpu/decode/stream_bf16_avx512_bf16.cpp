@@ -17,7 +17,7 @@ struct Tuning {
   static constexpr int64_t kGroup = 16;       // weight rows an epilogue call
   static constexpr int64_t kLongChunk = 128;  // k blocks, M <= 4: bounds the exponent words
   static constexpr int64_t kShortChunk = 32;  // k blocks, M > 4: x chunk and decoded lines in L1
-  static constexpr int64_t kAhead = 1024;     // bytes of a row between prefetch and use
+  static constexpr int64_t kAhead = 8 << 10;  // bytes fetched beyond the next quad
   static constexpr int64_t kItemRows = 128;
 };
 
@@ -32,7 +32,7 @@ struct Quad {
   const uint32_t* words[Tuning::kQuad];  // exponent word of each block, twice
   const uint32_t* nan_words;             // [quad][kLongChunk], or null when no block is NaN
   int64_t lines;
-  int64_t ahead;  // bytes from a line to the one to fetch
+  const uint8_t* ahead;  // to fetch meanwhile: as many bytes as the lines have
   bool nibbles;
 };
 
@@ -45,18 +45,21 @@ void decode_lines_and_dot(const bf16::Avx512Decoder& decoder, const Quad& q, con
   for (int r = 0; r < 4; ++r) {
     for (int m = 0; m < rows_x; ++m) acc[r][m] = bf16::load(sums + r * sums_row + m * 16);
   }
-  for (int64_t line = 0; line < q.lines; ++line, x += 2 * x_block) {
+  const uint8_t* ahead = q.ahead;
+  for (int64_t line = 0; line < q.lines; ++line, x += 2 * x_block, ahead += 4 * kLineBytes) {
     bf16::Words first[4], second[4];
 #pragma GCC unroll 4
     for (int r = 0; r < 4; ++r) {
       const uint8_t* codes = q.codes[r] + line * kLineBytes;
       const uint32_t* words = q.words[r] + 2 * line;
       if constexpr (nibbles) {
-        decoder.decode_packed_line(codes, words[0], words[1], first[r], second[r]);
+        first[r] = decoder.decode_packed_block(codes, words[0]);
+        second[r] = decoder.decode_packed_block(codes + kLineBytes / 2, words[1]);
       } else {
         decoder.decode_line(codes, words[0], words[1], first[r], second[r]);
       }
-      __builtin_prefetch(codes + q.ahead, 0, 3);
+      // To L2, the next line of memory at every line of codes (of 4 bits, every second one).
+      if (!nibbles || r % 2 == 0) __builtin_prefetch(ahead + r * kLineBytes, 0, 2);
     }
     if (__builtin_expect(q.nan_words != nullptr, 0)) {
       for (int r = 0; r < 4; ++r) {
@@ -155,7 +158,7 @@ class Stream {
  private:
   void run_quad(const bf16::Avx512Decoder& decoder, int64_t row, int64_t block, int64_t count,
                 float* sums) const {
-    alignas(64) uint32_t words[Tuning::kQuad][Tuning::kLongChunk + 2];
+    alignas(64) uint32_t words[Tuning::kQuad][Tuning::kLongChunk + 16];
     alignas(64) uint32_t nan_words[Tuning::kQuad][Tuning::kLongChunk];
     alignas(64) uint8_t padded[16 * 64];
     Quad q{};
@@ -175,10 +178,11 @@ class Stream {
       }
       q.nan_words = nan_words[0];
     }
-    // Past the end of the rows comes the next quad, or for short chunks the next chunk anyway.
-    q.ahead = Tuning::kAhead;
-    if (kept_ <= 4 && w_.code_row_stride <= Tuning::kAhead)
-      q.ahead = Tuning::kQuad * w_.code_row_stride;
+    // Rows are used side by side, but fetched one after the other, as they lie: prefetchers of the
+    // core then see one stream, and run ahead of it too.
+    const int64_t line_bytes = w_.nibbles ? 32 : 64;
+    q.ahead = w_.codes + (row + Tuning::kQuad) * w_.code_row_stride + Tuning::kAhead +
+              k / 64 * Tuning::kQuad * line_bytes;
 
     const int64_t left = w_.k - k < count * kBlock ? w_.k - k : count * kBlock;
     q.lines = left / 64;
@@ -193,7 +197,7 @@ class Stream {
       }
       if (q.nan_words != nullptr) q.nan_words += 2 * done;
       q.lines = 1;
-      q.ahead = 0;
+      q.ahead += done * Tuning::kQuad * line_bytes;
       dot_lines(decoder, q, x + 2 * done * x_rows_ * kBlock, sums);
     }
   }
@@ -229,14 +233,13 @@ class Stream {
   bool fill_words(int64_t row, int64_t block, int64_t count, uint32_t* words) const {
     const uint8_t* s = scales(row, block);
     const int base = row_byte(context_.rhs_exp[row]);
-    uint8_t largest = 0;
-    for (int64_t i = 0; i < count; ++i) {
-      const uint8_t byte = s[i];
-      words[i] = bf16::exponent_word(byte, base) * 0x10001u;
-      largest = byte > largest ? byte : largest;
+    unsigned nan = 0;
+    for (int64_t i = 0; i < count; i += 16) {
+      const int64_t blocks = count - i < 16 ? count - i : 16;
+      nan |= bf16::Avx512Decoder::line_words(s + i, blocks, base, words + i);
     }
     words[count] = 0;
-    return largest == 255;
+    return nan != 0;
   }
 
   void fill_nan_words(int64_t row, int64_t block, int64_t count, uint32_t* words) const {

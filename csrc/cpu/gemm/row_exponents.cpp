@@ -2,8 +2,10 @@
 // exponent.
 #include <cstring>
 
+#include "common/isa.h"
 #include "common/parallel.h"
 #include "gemm/gemm_internal.hpp"
+#include "gemm/row_exponents.hpp"
 
 namespace te_mx::cpu {
 namespace {
@@ -12,9 +14,16 @@ constexpr int64_t kRowsPerItem = 256;
 static_assert(kRowsPerItem % kRowBlock == 0, "one item owns the flag of a block");
 constexpr int64_t kInlineBytes = 32 * 1024;  // scales below this are not worth waking a team
 
-// largest[r] and smallest[r] over the scale bytes of the row; 255 (NaN) counts as nothing for both.
+// largest[r] and smallest[r] over the scale bytes of the row, the largest plus one; 255 (NaN)
+// counts as nothing for both.
 void scan_k_last(const StridedOperand& o, int64_t row, int64_t rows, int64_t blocks,
                  uint8_t* largest, uint8_t* smallest) {
+#if defined(TE_MX_HAVE_AVX512)
+  if (isa_native() >= Isa::avx512) {
+    return scan_scales_avx512(o.scales + row * o.scale_row_stride, o.scale_row_stride, rows, blocks,
+                              largest, smallest);
+  }
+#endif
   for (int64_t r = 0; r < rows; ++r) {
     const uint8_t* s = o.scales + (row + r) * o.scale_row_stride;
     uint8_t high = 0, low = 255;

@@ -93,9 +93,13 @@ void compare_lines(Element format, const TileCase& c) {
   alignas(64) uint16_t even[2][32], odd[2][32];
   alignas(64) uint32_t words[2][16];
   const int row_byte = c.row_bytes[0];
-  const unsigned nan = PortableDecoder::line_words(c.bytes, row_byte, words[0]);
-  check(Avx512Decoder::line_words(c.bytes, row_byte, words[1]) == nan, "NaN blocks", row_byte, 0);
-  check(std::memcmp(words[0], words[1], sizeof words[0]) == 0, "line words", row_byte, 0);
+  unsigned nan = 0;
+  for (int count = 1; count <= 16; ++count) {  // all of them last
+    nan = PortableDecoder::line_words(c.bytes, count, row_byte, words[0]);
+    const unsigned same = Avx512Decoder::line_words(c.bytes, count, row_byte, words[1]);
+    check(nan == same && nan >> count == 0, "NaN blocks", row_byte, count);
+    check(std::memcmp(words[0], words[1], sizeof words[0]) == 0, "line words", row_byte, count);
+  }
   for (int block = 0; block < 16; block += kLineBlocks) {
     PortableDecoder(format).split_line(c.codes, words[0] + block, even[0], odd[0]);
     Avx512Decoder(format).split_line(c.codes, words[1] + block, even[1], odd[1]);
@@ -120,17 +124,21 @@ void compare_packed_lines(const TileCase& c) {
   mxtile::mx::pack_nibbles<kLineK / 2>(c.codes, packed);
   alignas(64) uint16_t expected[2][32], got[2][32];
   alignas(64) uint32_t words[16];
-  PortableDecoder::line_words(c.bytes, c.row_bytes[0], words);
+  PortableDecoder::line_words(c.bytes, 16, c.row_bytes[0], words);
   const PortableDecoder portable(Element::e2m1);
   const Avx512Decoder vector(Element::e2m1);
-  portable.split_line(c.codes, words, expected[0], expected[1]);
-  portable.split_packed_line(packed, words, got[0], got[1]);
-  check(std::memcmp(expected, got, sizeof got) == 0, "portable packed line", c.bytes[0], 0);
-  vector.split_packed_line(packed, words, got[0], got[1]);
-  check(std::memcmp(expected, got, sizeof got) == 0, "split packed line", c.bytes[0], 0);
+  for (int line = 0; line < 16 / kLineBlocks; ++line) {
+    portable.split_line(c.codes, words + kLineBlocks * line, expected[0], expected[1]);
+    portable.split_packed_line(packed, words, line, got[0], got[1]);
+    check(std::memcmp(expected, got, sizeof got) == 0, "portable packed line", line, 0);
+    vector.split_packed_line(packed, words, line, got[0], got[1]);
+    check(std::memcmp(expected, got, sizeof got) == 0, "split packed line", line, 0);
+  }
   Words whole[2], halves[2];
   vector.decode_line(c.codes, words[0], words[1], whole[0], whole[1]);
-  vector.decode_packed_line(packed, words[0], words[1], halves[0], halves[1]);
+  for (int half = 0; half < kLineBlocks; ++half) {
+    halves[half] = vector.decode_packed_block(packed + half * kTileK / 2, words[half]);
+  }
   check(std::memcmp(whole, halves, sizeof whole) == 0, "packed line", c.bytes[0], 0);
 }
 

@@ -112,21 +112,16 @@ struct Avx512Decoder {
            _mm512_set1_epi32(static_cast<int>(word_second)), first, second);
   }
 
-  // The same of codes two a byte, with tables of 4-bit codes: words are looked up whole.
-  __attribute__((always_inline)) inline void decode_packed_line(const uint8_t* packed,
-                                                                uint32_t word_first,
-                                                                uint32_t word_second,
-                                                                __m512i& first,
-                                                                __m512i& second) const {
-    // Bytes 4i .. 4i + 3 of each half to lane i, where unpacking words leaves them in order.
-    const __m256i bytes =
-        _mm256_permutevar8x32_epi32(load32(packed), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-    __m512i even, odd;
-    look_up_pairs(bytes, even, odd);
-    first = add_exponent(_mm512_unpacklo_epi16(even, odd),
-                         _mm512_set1_epi32(static_cast<int>(word_first)));
-    second = add_exponent(_mm512_unpackhi_epi16(even, odd),
-                          _mm512_set1_epi32(static_cast<int>(word_second)));
+  // 32 codes of 4 bits, two a byte, in order, of a block whose exponent word this is. The exponent
+  // joins the table, so nothing is left to do with words that were looked up.
+  __attribute__((always_inline)) inline __m512i decode_packed_block(const uint8_t* packed,
+                                                                    uint32_t word) const {
+    const __m512i table =
+        _mm512_mask_add_epi16(halves, kNotZero, halves, _mm512_set1_epi32(static_cast<int>(word)));
+    // Lane i: byte i, and the same four bits higher, whose upper half is the index of the high
+    // code.
+    const __m512i wide = _mm512_cvtepu8_epi32(load16(packed));
+    return _mm512_permutexvar_epi16(_mm512_or_si512(wide, _mm512_slli_epi32(wide, 12)), table);
   }
 
   // tile[16 rows][32 k]
@@ -203,10 +198,13 @@ struct Avx512Decoder {
     }
   }
 
-  // words[i] = exponent word of bytes[i], twice, for 16 blocks of a row; returns the NaN blocks.
-  MXTILE_STATIC unsigned line_words(const uint8_t* bytes, int row_byte, uint32_t* words) {
+  // words[i] = exponent word of bytes[i], twice, of `count` blocks of a row, 16 at most; returns
+  // the NaN blocks. All sixteen words are written, those past the count as of bytes of 0.
+  MXTILE_STATIC unsigned line_words(const uint8_t* bytes, int64_t count, int row_byte,
+                                    uint32_t* words) {
     const __m512i base = _mm512_set1_epi32((kRelative - row_byte) * 128 - 1);
-    const __m512i wide = _mm512_cvtepu8_epi32(load16(bytes));
+    const __mmask16 there = static_cast<__mmask16>((1u << count) - 1u);
+    const __m512i wide = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(there, bytes));
     const __m512i word = _mm512_add_epi32(_mm512_slli_epi32(wide, 7), base);
     _mm512_store_si512(words,
                        _mm512_mask_blend_epi16(0xAAAAAAAA, word, _mm512_slli_epi32(word, 16)));
@@ -230,16 +228,23 @@ struct Avx512Decoder {
     _mm512_store_si512(odd, add_exponent(o, add));
   }
 
-  // The same of codes two a byte.
+  // The same of codes two a byte, of a line whose words are the two of that number among sixteen.
+  // The exponents of both blocks join the table, whose halves the blocks read.
   __attribute__((always_inline)) inline void split_packed_line(const uint8_t* packed,
-                                                               const uint32_t* words,
+                                                               const uint32_t* words, int64_t line,
                                                                uint16_t* even,
                                                                uint16_t* odd) const {
-    const __m512i add = two_words(words);
-    __m512i e, o;
-    look_up_pairs(load32(packed), e, o);
-    _mm512_store_si512(even, add_exponent(e, add));
-    _mm512_store_si512(odd, add_exponent(o, add));
+    const __m512i upper = _mm512_maskz_set1_epi32(0xFF00, 1);
+    const __m512i which = _mm512_add_epi32(upper, _mm512_set1_epi32(static_cast<int>(2 * line)));
+    const __m512i add = _mm512_permutexvar_epi32(which, _mm512_load_si512(words));
+    const __m512i table = _mm512_mask_add_epi16(halves, kNotZero, halves, add);
+    const __m512i half = _mm512_maskz_set1_epi16(0xFFFF0000, 16);
+    const __m512i wide = _mm512_cvtepu8_epi16(load32(packed));
+    // (wide & 15) | half
+    const __m512i low = _mm512_ternarylogic_epi64(wide, _mm512_set1_epi16(15), half, 0xEA);
+    const __m512i high = _mm512_or_si512(_mm512_srli_epi16(wide, 4), half);
+    _mm512_store_si512(even, _mm512_permutexvar_epi16(low, table));
+    _mm512_store_si512(odd, _mm512_permutexvar_epi16(high, table));
   }
 
   // Makes one block of a split line NaN.
@@ -250,14 +255,9 @@ struct Avx512Decoder {
   }
 
  private:
-  // The words of the codes in the low and in the high halves of 32 bytes. Only the low five bits of
-  // an index count, and the table holds its sixteen words twice.
-  __attribute__((always_inline)) inline void look_up_pairs(__m256i bytes, __m512i& even,
-                                                           __m512i& odd) const {
-    const __m512i wide = _mm512_cvtepu8_epi16(bytes);
-    even = _mm512_permutexvar_epi16(wide, halves);
-    odd = _mm512_permutexvar_epi16(_mm512_srli_epi16(wide, 4), halves);
-  }
+  // Of the sixteen codes of 4 bits, twice: those that are numbers other than 0.
+  static constexpr __mmask32 kNotZero = 0xFEFEFEFE;
+
   __attribute__((always_inline)) inline __m512i add_exponent(__m512i word, __m512i add) const {
     return _mm512_mask_add_epi16(word, _mm512_test_epi16_mask(word, mark), word, add);
   }

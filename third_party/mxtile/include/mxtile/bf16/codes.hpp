@@ -131,12 +131,14 @@ struct PortableDecoder {
     }
   }
 
-  // words[i] = exponent word of bytes[i], twice, for 16 blocks of a row; returns the NaN blocks.
-  static unsigned line_words(const uint8_t* bytes, int row_byte, uint32_t* words) {
+  // words[i] = exponent word of bytes[i], twice, of `count` blocks of a row, 16 at most; returns
+  // the NaN blocks. All sixteen words are written, those past the count as of bytes of 0.
+  static unsigned line_words(const uint8_t* bytes, int64_t count, int row_byte, uint32_t* words) {
     unsigned nan = 0;
     for (int i = 0; i < 16; ++i) {
-      words[i] = exponent_word(bytes[i], row_byte) * 0x10001u;
-      nan |= (bytes[i] == 255 ? 1u : 0u) << i;
+      const int byte = i < count ? bytes[i] : 0;
+      words[i] = exponent_word(byte, row_byte) * 0x10001u;
+      nan |= (byte == 255 ? 1u : 0u) << i;
     }
     return nan;
   }
@@ -154,12 +156,12 @@ struct PortableDecoder {
     }
   }
 
-  // The same of codes two a byte.
-  void split_packed_line(const uint8_t* packed, const uint32_t* words, uint16_t* even,
+  // The same of codes two a byte, of a line whose words are the two of that number among sixteen.
+  void split_packed_line(const uint8_t* packed, const uint32_t* words, int64_t line, uint16_t* even,
                          uint16_t* odd) const {
     uint8_t codes[kLineK];
     mx::unpack_nibbles<kLineK / 2>(packed, codes);
-    split_line(codes, words, even, odd);
+    split_line(codes, words + kLineBlocks * line, even, odd);
   }
 
   // Makes one block of a split line NaN.
