@@ -8,9 +8,10 @@ that would decide otherwise is refused.
 from __future__ import annotations
 
 import functools
+import gc
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -93,7 +94,7 @@ def make_graphed_callables(
     args = sample_args if several else (sample_args,)
     capture: Any = torch.cuda.make_graphed_callables  # of tuples, which its annotations do not say
     try:
-        with region:
+        with region, _no_collection():
             made = capture(functions, args, num_warmup_iters, unused, pool)
     finally:  # warm-up runs on gradients without meaning
         with torch.no_grad():
@@ -103,6 +104,20 @@ def make_graphed_callables(
             parameter.grad_added_to_main_grad = mark
     replayed = tuple(_checked(*pair) for pair in zip(made, captured, strict=True))
     return replayed if several else replayed[0]
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python collects cycles before, and none inside. Somebody's graph that is destroyed while
+    another one is captured spoils the capture."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _check(functions: tuple[Any, ...], sample_args: Any, several: bool) -> None:

@@ -4,6 +4,8 @@ same to gradients and to what Python decides. tests/gpu/test_graphed_callables.p
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 
 import pytest
 import torch
@@ -222,6 +224,31 @@ def test_memory_that_moved_is_refused():
         weight.data = weight.data.clone()
         with pytest.raises(RuntimeError, match=r"a parameter \(32, 32\) of Sequential was moved"):
             model(x)
+
+
+class Graph:
+    """What must not be destroyed during a capture; in a cycle with itself."""
+
+    def __init__(self):
+        self.me = self
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_nothing_is_collected_during_a_capture(monkeypatch, enabled):
+    graphs = [weakref.ref(Graph())]
+
+    def capture(*args):
+        assert not gc.isenabled() and graphs[0]() is None
+        raise RuntimeError("as a capture that fails")
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", capture)
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with pytest.raises(RuntimeError, match="as a capture"):
+            te_mx.make_graphed_callables(te_mx.Linear(SIZE, SIZE), sample())
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
 
 
 def test_what_cannot_be_graphed(monkeypatch):
