@@ -9,33 +9,33 @@
 
 namespace te_mx::cpu {
 
-// Sums of half a block, 16 rows at most, that wait to be multiplied by factors and added to the
-// block: a few rows at every step of the products of the other half, as vectors have time beside
-// those.
-template <class Simd>
+// c += sums times factors, a few rows at every step of the next products: the tiles add up 128 of k
+// at a time, and vectors have time beside them. Passes steps on to the work of the engine.
+template <class Simd, class Work>
 class ScaledSums {
  public:
-  static constexpr int64_t kRows = 16;
-  static constexpr int kRowsAStep = kRows / static_cast<int>(kFactorSteps);
+  ScaledSums(Work& work, float* c, int rows) : work_(work), c_(c), rows_(rows) {}
 
-  // sums must stand until finish(). first: c holds nothing.
-  TE_MX_MEMBER void add(const float* sums, float* c, const BlockFactors& factors, int rows,
-                        bool first) {
+  TE_MX_MEMBER void add(const float* sums, const BlockFactors& factors, bool first) {
     sums_ = sums;
-    c_ = c;
     factors_ = factors;
     first_ = first;
-    rows_ = rows;
     row_ = 0;
   }
 
-  TE_MX_MEMBER void step() { some(kRowsAStep); }
-  TE_MX_MEMBER void finish() { some(kRows); }
+  TE_MX_MEMBER void step() {
+    work_.step();
+    if (sums_ != nullptr) some(kRowBlock / static_cast<int>(kFactorSteps));
+  }
+
+  TE_MX_MEMBER void finish() {
+    if (sums_ != nullptr) some(kRowBlock);
+    sums_ = nullptr;
+  }
 
  private:
   TE_MX_MEMBER void some(int count) {
     const int end = row_ + count < rows_ ? row_ + count : rows_;
-    if (row_ == end) return;
     const ColumnFactors<Simd> cols(factors_.rhs);
     for (; row_ < end; ++row_) {
       const auto row = Simd::set(factors_.lhs == nullptr ? 1.0f : factors_.lhs[row_]);
@@ -47,10 +47,11 @@ class ScaledSums {
     }
   }
 
-  float* c_ = nullptr;
+  Work& work_;
+  float* c_;
   const float* sums_ = nullptr;
   BlockFactors factors_{};
-  int rows_ = 0, row_ = 0;
+  int rows_, row_ = 0;
   bool first_ = false;
 };
 
@@ -59,13 +60,11 @@ struct AmxTuning {
   static constexpr int64_t kWholeBytes = 1280 * 1024;  // lhs panels with all of k, in L2
   static constexpr int64_t kLeastWhole = 16;           // fewer panels reread rhs too often
   static constexpr int64_t kMostWhole = 16;
-  static constexpr int64_t kChunk = 16;         // else: k blocks, the rhs chunk of 2 KB each in L1
-  static constexpr int64_t kRowPanels = 12;     // lhs chunk of 384 KB in L2
-  static constexpr int64_t kColPanels = 12;     // sums: 4 KB a panel pair, 576 KB in L2
-  static constexpr int64_t kItems = 2;          // at least, a thread
-  static constexpr int64_t kFactorChunk = 8;    // k blocks where K is short and there are factors:
-  static constexpr int64_t kFactorPanels = 16;  // both chunks are near, and so many panels of sums
-  static constexpr bool kPrefetch = true;       // fetch the next panel and chunk to L2
+  static constexpr int64_t kChunk = 16;      // else: k blocks, the rhs chunk of 2 KB each in L1
+  static constexpr int64_t kRowPanels = 12;  // lhs chunk of 384 KB in L2
+  static constexpr int64_t kColPanels = 12;  // sums: 4 KB a panel pair, 576 KB in L2
+  static constexpr int64_t kItems = 2;       // at least, a thread
+  static constexpr bool kPrefetch = true;    // fetch the next panel and chunk to L2
 
   // Where one side is decoded next to the products (gemm_decoded.hpp):
   static constexpr int64_t kMostBlocks = 40;  // k blocks of the decoded side: 80 KB a panel
@@ -78,7 +77,7 @@ struct EmulatedTuning {
   static constexpr int64_t kWholeBytes = 3 * 2 * 2048, kLeastWhole = 2, kMostWhole = 3;
   static constexpr int64_t kChunk = 3, kRowPanels = 2,
                            kColPanels = 2;  // small, so that tests meet every edge
-  static constexpr int64_t kItems = 2, kFactorChunk = 4, kFactorPanels = 3;
+  static constexpr int64_t kItems = 2;
   static constexpr bool kPrefetch = false;
   static constexpr int64_t kMostBlocks = 4, kResident = 2, kMostParts = 2, kNearBlocks = 1;
 };
@@ -95,34 +94,18 @@ class AmxEngine : public Tuning {
     products(lhs, rhs, steps, rows, c, first, reuse, work);
   }
 
-  // Half a block at a time: its tiles are stored and its sums added while those of the other half
-  // multiply.
   template <class Work>
   void scaled_block(const char* lhs, const char* rhs, int64_t steps, int rows, float* c, bool first,
-                    Reuse, Work& work, const BlockFactors& factors) {
-    constexpr int kUpper = static_cast<int>(ScaledSums<Simd>::kRows);
-    alignas(64) float sums[2][kBlockFloats / 2];  // one is made and one is added
-    int turn = 0;
-    ScaledSums<Simd> scaled;
+                    Reuse reuse, Work& work, const BlockFactors& factors) {
+    alignas(64) float sums[2][kBlockFloats];  // one is made and one is added
+    ScaledSums<Simd, Work> scaled(work, c, rows);
     work.begin(steps);
-    const int upper = rows < kUpper ? rows : kUpper;
-    for (int64_t s = 0; s < steps;
-         s += kFactorSteps, lhs += kFactorSteps * kStepBytes, rhs += kFactorSteps * kStepBytes) {
+    for (int64_t s = 0; s < steps; s += kFactorSteps) {
+      float* part = sums[s / kFactorSteps % 2];
       const int64_t count = steps - s < kFactorSteps ? steps - s : kFactorSteps;
-      BlockFactors part = factors.from(s / kFactorSteps);
-      float* made = sums[turn ^= 1];
-      half_block<0>(lhs, rhs, count, made, [&] {
-        work.step();
-        scaled.step();
-      });
+      products(lhs + s * kStepBytes, rhs + s * kStepBytes, count, rows, part, true, reuse, scaled);
       scaled.finish();
-      scaled.add(made, c, part, upper, first && s == 0);
-      if (rows <= kUpper) continue;
-      made = sums[turn ^= 1];
-      half_block<1>(lhs + kTileBytes, rhs, count, made, [&] { scaled.step(); });
-      scaled.finish();
-      if (part.lhs != nullptr) part.lhs += kUpper;
-      scaled.add(made, c + kUpper * kRowBlock, part, rows - kUpper, first && s == 0);
+      scaled.add(part, factors.from(s / kFactorSteps), first && s == 0);
     }
     scaled.finish();
   }
@@ -154,25 +137,6 @@ class AmxEngine : public Tuning {
     } else {
       tiles_.template load<T>(p, kTileRowBytes);
     }
-  }
-
-  // Upper (0) or lower (1) rows of a block of sums; step() runs once a k step.
-  template <int half, class Step>
-  TE_MX_MEMBER void half_block(const char* lhs, const char* rhs, int64_t steps, float* c,
-                               const Step& step) {
-    constexpr int kLeft = 2 * half, kRight = kLeft + 1, kRows = 4 + half;
-    tiles_.template zero<kLeft>();
-    tiles_.template zero<kRight>();
-    for (int64_t s = 0; s < steps; ++s, lhs += kStepBytes, rhs += kStepBytes) {
-      load<kRows, true>(lhs);
-      load<6, false>(rhs);
-      tiles_.template dot_bf16<kLeft, kRows, 6>();
-      load<7, false>(rhs + kTileBytes);
-      tiles_.template dot_bf16<kRight, kRows, 7>();
-      step();
-    }
-    tiles_.template store<kLeft>(c, kSumsRowBytes);
-    tiles_.template store<kRight>(c + 16, kSumsRowBytes);
   }
 
   template <bool both, Reuse reuse, class Work>

@@ -82,8 +82,7 @@ struct ColumnFactors {
   }
 };
 
-// Engine: the word set Simd; constants kWholeBytes, kChunk, kRowPanels, kColPanels, kPrefetch,
-// kFactorChunk (0: as without factors) and kFactorPanels;
+// Engine: the word set Simd; constants kWholeBytes, kChunk, kRowPanels, kColPanels, kPrefetch;
 // block(lhs, rhs, steps, rows, c, first, reuse, work), which calls work.begin(n) and n times
 // work.step(), with n = steps where it prefetches; and scaled_block(), which does the same, except
 // that it multiplies the sums of kFactorSteps steps by factors before it adds them to the block.
@@ -114,18 +113,12 @@ class PanelGemm {
     col_panels_ = ceil_div(range.n1 - range.n0, kRowBlock);
     normal_ = normal_powers<Simd>(context, range);
     const int64_t fit = Engine::kWholeBytes / (blocks_ * kStepBytes);
+    whole_ = fit >= least(Engine::kLeastWhole, row_panels_) || blocks_ <= Engine::kChunk;
     factors_ = context.args->lhs.factors != nullptr || context.args->rhs.factors != nullptr;
-    const bool fits = fit >= least(Engine::kLeastWhole, row_panels_) || blocks_ <= Engine::kChunk;
-    // Sums that are multiplied by factors pass through memory at every 128 of k anyway.
-    whole_ = fits && (!factors_ || Engine::kFactorChunk == 0);
     if (whole_) {
       chunk_ = blocks_;
       item_rows_ = even_part(row_panels_, least(Engine::kMostWhole, fit > 1 ? fit : 1));
       item_cols_ = col_panels_;
-    } else if (fits) {
-      chunk_ = least(blocks_, Engine::kFactorChunk);
-      item_rows_ = even_part(row_panels_, Engine::kFactorPanels);
-      item_cols_ = even_part(col_panels_, Engine::kFactorPanels);
     } else {
       chunk_ = even_part(blocks_, Engine::kChunk);
       if (factors_) chunk_ = round_up(chunk_, kFactorSteps);
@@ -154,9 +147,7 @@ class PanelGemm {
   }
 
   void run_item(int64_t row_panel, int64_t col_panel) const {
-    constexpr int64_t kPanels = Engine::kRowPanels * Engine::kColPanels;
-    constexpr int64_t kFactorPanels = Engine::kFactorPanels * Engine::kFactorPanels;
-    alignas(64) float sums[(kPanels > kFactorPanels ? kPanels : kFactorPanels) * kBlockFloats];
+    alignas(64) float sums[Engine::kRowPanels * Engine::kColPanels * kBlockFloats];
     const int64_t rows = least(item_rows_, row_panels_ - row_panel);
     const int64_t cols = least(item_cols_, col_panels_ - col_panel);
     Engine engine;
