@@ -228,9 +228,7 @@ class Linear(MXModule, nn.Linear):
         tag = self._tag_now()
         if kept is not None and self._frozen is not None and self._is_few(inp):
             few = weight_of(self, "weight", kept, (self.out_features, self.in_features))
-            ready, out = few_rows.ready_for(inp, few, added, settings), None
-            if ready is not None:
-                out = residual.run(self, ready, inp, added, output_dtype(inp), tag)
+            out = residual.linear(self, inp, few, added, settings, output_dtype(inp), tag)
             if out is not None:
                 return (out, bias) if self.return_bias else out
         sink = None
@@ -287,9 +285,8 @@ class Linear(MXModule, nn.Linear):
             out = frozen_op.traced(self, "weight", inp, added, settings, dtype)
         elif self._is_few(inp) and (not as_is or inp.dtype == dtype):  # else it is rounded first
             few = weight_of(self, "weight", None, (row.rows, row.k))
-            ready = few_rows.ready_for(inp, few, added, None if as_is else settings)
-            if ready is not None:
-                out = residual.run(self, ready, inp, added, dtype, tag)
+            given = None if as_is else settings
+            out = residual.linear(self, inp, few, added, given, dtype, tag)
         if out is None and as_is:
             out = weight_only.linear(inp, row, added, dtype, tag)
         elif out is None:

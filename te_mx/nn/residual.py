@@ -30,7 +30,8 @@ from torch._guards import CompileContext
 from te_mx._ops.library import is_direct
 from te_mx._ops.linear import Added, Gate
 from te_mx.autograd.backward import needs_gradient
-from te_mx.autograd.few_rows import Ready
+from te_mx.autograd.few_rows import Ready, Weight, ready_for
+from te_mx.recipes.settings import Settings
 from te_mx.runtime import exposed, replays, streams
 
 UNUSED = "_unused_sums"  # of a layer: sums in a row that nobody took; of mx_module.TRANSIENT
@@ -123,6 +124,15 @@ def _settle(given: Any) -> list[tuple[Tensor, _Sum | None]]:
         elif isinstance(one, dict):
             found += _settle(one.values())
     return found
+
+
+def linear(
+    layer: Any, x: Tensor, weight: Weight, bias: Tensor | None, settings: Settings | None,
+    dtype: torch.dtype, tag: int,
+) -> Tensor | None:  # fmt: skip
+    """What a frozen layer makes of x, as few_rows.linear; perhaps with a sum."""
+    found = ready_for(x, weight, bias, settings)
+    return None if found is None else run(layer, found, x, bias, dtype, tag)
 
 
 def run(
