@@ -5,6 +5,7 @@ from __future__ import annotations
 from te_mx.backends.base import FORMATS, LAYOUTS
 
 CALLS: list[tuple[int, int, int, int]] = []  # m, n, k and parts
+LHS: list[str] = []  # how lhs lay
 _FP4, _PLAIN, _TILES = FORMATS["e2m1"], LAYOUTS["k_last"], LAYOUTS["sm90"]
 _SCRATCH = 192  # bytes that every GEMM of the stand-in asks for
 
@@ -22,5 +23,6 @@ def gemm_codes(args) -> int:
     for side in (args.lhs, args.rhs):
         assert side.layout == _TILES or (-(-side.k // 2) % 16 == 0 and side.codes % 16 == 0)
     assert args.kernel == -1 and 1 <= args.parts <= min(8, -(-args.lhs_k // 128))
+    LHS.append("tiles" if args.lhs.layout == _TILES else "plain")
     CALLS.append((args.lhs_rows, args.rhs_rows, args.lhs_k, args.parts))
     return gemm(args)

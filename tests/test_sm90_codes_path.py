@@ -10,7 +10,7 @@ from as_on_hopper import hopper
 
 from te_mx import _ops as ops
 from te_mx._ops import Epilogue, Mode
-from te_mx.backends.sm90 import codes, trial
+from te_mx.backends.sm90 import binding_codes, codes
 from te_mx.dispatch.explain import explain_problem
 from te_mx.dispatch.problem import Problem, place_of
 
@@ -21,8 +21,7 @@ NONE, WHOLE, SPLIT = Epilogue(), Mode(), Mode(split_k=True)
 
 
 @pytest.fixture(autouse=True)
-def on_hopper(monkeypatch):
-    monkeypatch.setenv(trial.VARIABLE, "1")
+def on_hopper():
     with hopper():
         fake_sm90_codes.CALLS.clear()
         yield
@@ -38,9 +37,9 @@ def multiplied(lhs, rhs, epilogue=NONE, out=None, mode=WHOLE, **kwargs):
     return ops.gemm_2d(lhs, rhs, epilogue, out=out, out_dtype=torch.float32, mode=mode, **kwargs)
 
 
-def without_trial(monkeypatch, call):
+def packed_before(monkeypatch, call):
     with monkeypatch.context() as patch, hopper():
-        patch.delenv(trial.VARIABLE)
+        patch.setattr(codes.Codes, "accepts", lambda self, problem: "is left out")
         return call()
 
 
@@ -61,7 +60,7 @@ def test_it_gives_what_packing_before_gives(lhs, accumulate, monkeypatch):
             return multiplied(*both, epilogue, out, SPLIT, want_aux=True)
 
         before = len(fake_sm90_codes.CALLS)
-        got, want = product(), without_trial(monkeypatch, product)
+        got, want = product(), packed_before(monkeypatch, product)
         assert len(fake_sm90_codes.CALLS) == before + 1
         for mine, theirs in zip(got[:3], want[:3], strict=True):
             assert (mine is None) == (theirs is None)
@@ -71,7 +70,7 @@ def test_it_gives_what_packing_before_gives(lhs, accumulate, monkeypatch):
 @pytest.mark.parametrize(
     ("shape", "rhs", "reason"),
     [
-        ((1025, N, K), f"{FP4}@rows", "at most 1024 rows"),
+        ((513, N, K), f"{FP4}@rows", "at most 512 rows"),
         ((M, N, K + 2), f"{FP4}@rows", "whole 16 bytes"),
         ((M, N, K), f"{E4M3}@rows", "weights in mxfp4 that lie by rows"),
         ((M, N, K), f"{FP4}@cols", "weights in mxfp4 that lie by rows"),
@@ -82,7 +81,7 @@ def test_its_envelope(shape, rhs, reason):
     problem = Problem("gemm", place_of(torch.device("cpu")), f"{FP4}@rows", rhs, m, n, k)
     said = explain_problem(problem, "a product")
     assert said.kernel == "sm90_adaptive" and reason in dict(said.declined)[codes.CODES]
-    inside = explain_problem(problem._replace(rhs=f"{FP4}@rows", m=1024, k=K - 1), "a product")
+    inside = explain_problem(problem._replace(rhs=f"{FP4}@rows", m=512, k=K - 1), "a product")
     assert inside.kernel == codes.CODES and "in the main loop" in inside.note
 
 
@@ -94,9 +93,11 @@ def test_sizes_beside_each_other_get_their_own_kernel():
         assert len(fake_sm90_codes.CALLS) == (k % 32 == 0)
 
 
-def test_it_does_not_run_unasked(monkeypatch):
-    without_trial(monkeypatch, lambda: multiplied(*operands(LHS["fp4"])))
-    assert not fake_sm90_codes.CALLS
+def test_inputs_of_4_bits_are_packed_where_they_are_more_than_a_block():
+    for m in (binding_codes.MOST_IN_LOOP, binding_codes.MOST_IN_LOOP + 1):
+        fake_sm90_codes.LHS.clear()
+        multiplied(*operands(LHS["fp4"], m=m))
+        assert ["plain" if m <= binding_codes.MOST_IN_LOOP else "tiles"] == fake_sm90_codes.LHS
 
 
 def test_codes_that_start_between_16_bytes_are_packed():
@@ -112,15 +113,16 @@ def test_codes_that_start_between_16_bytes_are_packed():
 
 @pytest.mark.parametrize("sms", [132, 114, 8, 1])
 def test_parts_follow_from_sizes(sms):
-    for m, n, k in ((128, 2048, 7168), (1, 1, 32), (512, 2048, 7168), (1024, 7168, 2048)):
+    for m, n, k in ((128, 2048, 7168), (1, 1, 32), (512, 2048, 7168), (512, 7168, 2048)):
         parts = codes.best_parts(m, n, k, sms)
-        assert parts in (1, 2, 4, 8) and parts <= -(-k // 128)
-    assert codes.best_parts(128, 2048, 7168, 132) == 8
-    assert codes.best_parts(1024, 7168, 2048, 132) == 1
+        assert 1 <= parts <= min(codes.MOST_PARTS, -(-k // 128))
+    assert codes.best_parts(128, 2048, 7168, 132) == 6
+    assert codes.best_parts(512, 2048, 7168, 132) == 2
+    assert codes.best_parts(512, 7168, 2048, 132) == 1
 
 
 def test_k_is_cut_only_where_that_is_allowed():
     both = operands(LHS["fp4"], 32, 40, 2048)
     multiplied(*both)
     multiplied(*both, mode=SPLIT)
-    assert [call[3] for call in fake_sm90_codes.CALLS] == [1, 8]
+    assert [call[3] for call in fake_sm90_codes.CALLS] == [1, 6]

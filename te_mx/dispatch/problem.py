@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 STREAM_ROWS = 16  # M up to which decode kernels take a problem
-FEW_ROWS = 1 << 10  # M up to which kernels that unpack weights in their main loop take one
+FEW_ROWS = 1 << 9  # M up to which kernels that unpack weights in their main loop take one
 FROZEN_ROWS = 64  # M up to which those of weights that stand still are asked
 GROUP_ROWS = 8  # or so many for each group
 MOST = (1 << 31) - 257  # of any size that GPU kernels count

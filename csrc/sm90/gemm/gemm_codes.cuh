@@ -19,6 +19,7 @@ inline constexpr int kUnpackWarps = 4;                    // of one operand
 inline constexpr int kRawRowBytes = 64;                   // 128 codes, under the 64-byte swizzle
 inline constexpr int kRawTileBytes = 128 * kRawRowBytes;  // of one step
 inline constexpr int kSeenBytes = 2 * 4 * kUnpackWarps;   // of two steps: see TileOfRows
+inline constexpr int kRawWordBytes = 128 * 4 + 16;  // scales of 128 rows, TileOfScales::word()
 
 // What becomes of codes for every Fp4Table(u), and of those of a block of NaN: codes of NaN of both
 // signs. In shared memory, where 16 tables lie in 32 banks: making one takes more instructions.
@@ -34,7 +35,7 @@ __device__ __forceinline__ void make_table(uint2* tables, int u) {
 struct RowOfBlocks {
   uint4 codes[4];
   uint32_t scales;
-  uint32_t counts, nan;  // 0xFF of blocks that count, and of those of NaN
+  uint32_t counts, nan;  // 0xFF of blocks that count, and of those of NaN: after judge()
 
   // From a tile under the 64-byte swizzle, whose chunk 0 of the row is at `first_chunk`.
   __device__ __forceinline__ void read(int b, uint32_t first_chunk) {
@@ -44,14 +45,13 @@ struct RowOfBlocks {
 #pragma unroll
     for (int b = 0; b < 4; ++b) read(b, first_chunk);
   }
-  __device__ __forceinline__ void judge(uint32_t scale_bytes) {
+  __device__ __forceinline__ void judge() {
     uint32_t any = 0;
 #pragma unroll
     for (int b = 0; b < 4; ++b) {
       const uint4 q = codes[b];
       any |= min((q.x | q.y | q.z | q.w) & 0x77777777u, 1u) << 8 * b;
     }
-    scales = scale_bytes;
     nan = (((((scales & 0x7F7F7F7Fu) + kEveryBlock) & scales) >> 7) & kEveryBlock) * 0xFF;
     counts = (any * 0xFF) & ~nan;
   }
@@ -100,34 +100,66 @@ struct TileOfRows {
     return row.scales & (row.counts | row.nan);
   }
 
-  // Writes the codes of the row to a tile under the 128-byte swizzle, and reads those at `next`
-  // (see RowOfBlocks::read) in their place, so that nobody waits for them.
-  __device__ __forceinline__ void write(RowOfBlocks& row, uint32_t tables, uint32_t to, int r,
-                                        uint32_t next) const {
-    const uint32_t first_chunk = to + tile::swizzle128(r, 0);
-    // Eight times the number of the table of every block. Blocks of zeros may have any but NaN's.
+  // Numbers of the tables of the row's blocks. Blocks of zeros may have any but NaN's.
+  __device__ __forceinline__ uint32_t tables(const RowOfBlocks& row) const {
     uint32_t u = kEveryBlock * tile::kFp4Headroom;
     if (cls < 2)
       u = (kEveryBlock * (tile::kFp4Headroom + target) - (row.scales & row.counts)) & row.counts;
-    u = (u | (row.nan & kEveryBlock * kNanTable)) << 3;
-    uint2 of_block[4];
-#pragma unroll
-    for (int b = 0; b < 4; ++b) of_block[b] = tile::ld_shared_u32x2(tables + (u >> 8 * b & 0xFF));
-#pragma unroll
-    for (int b = 0; b < 4; ++b) {
-      const tile::Fp4Table table(of_block[b]);
-      const uint4 q = row.codes[b];
-      row.read(b, next);
-      uint32_t first[4], second[4];
-      fp4_to_fp8(first, q.x, q.y, table);
-      fp4_to_fp8(second, q.z, q.w, table);
-      tile::st_shared_u32x4(first_chunk ^ 32 * b,
-                            make_uint4(first[0], first[1], first[2], first[3]));
-      tile::st_shared_u32x4(first_chunk ^ (32 * b + 16),
-                            make_uint4(second[0], second[1], second[2], second[3]));
-    }
+    return u | (row.nan & kEveryBlock * kNanTable);
   }
 };
+
+// Writes the codes of a row to a tile under the 128-byte swizzle, by the tables `u` of its blocks,
+// and reads those at `next` (see RowOfBlocks::read) in their place, so that nobody waits for them.
+__device__ __forceinline__ void write_row(RowOfBlocks& row, uint32_t u, uint32_t tables,
+                                          uint32_t to, int r, uint32_t next) {
+  const uint32_t first_chunk = to + tile::swizzle128(r, 0);
+  u <<= 3;
+  uint2 of_block[4];
+#pragma unroll
+  for (int b = 0; b < 4; ++b) of_block[b] = tile::ld_shared_u32x2(tables + (u >> 8 * b & 0xFF));
+#pragma unroll
+  for (int b = 0; b < 4; ++b) {
+    const tile::Fp4Table table(of_block[b]);
+    const uint4 q = row.codes[b];
+    row.read(b, next);
+    uint32_t first[4], second[4];
+    fp4_to_fp8(first, q.x, q.y, table);
+    fp4_to_fp8(second, q.z, q.w, table);
+    tile::st_shared_u32x4(first_chunk ^ 32 * b, make_uint4(first[0], first[1], first[2], first[3]));
+    tile::st_shared_u32x4(first_chunk ^ (32 * b + 16),
+                          make_uint4(second[0], second[1], second[2], second[3]));
+  }
+}
+
+// What the scales of a tile say before anybody has seen its codes: where all blocks, those of zeros
+// too, are near enough to each other, it is of class 0 and of this exponent. (Blocks of zeros may
+// make it another one than TileOfRows says. Then all codes are other multiples of the same numbers
+// and sums are the same: scales near the ends of the range, where they might not be, are left to
+// the codes.)
+//
+// kDecided | the exponent, or 0 where the codes decide. By a warp, of four rows a lane; those exist
+// that have a bit in `rows`, in every lane if kWhole.
+inline constexpr uint32_t kDecided = 1u << 31, kLeastDecided = 40;
+
+template <bool kWhole>
+__device__ __forceinline__ uint32_t decide(uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3,
+                                           uint32_t rows) {
+  const uint32_t w[4] = {w0, w1, w2, w3};
+  uint32_t high = 0, low = 0x00FF00FFu;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t none = kWhole || (rows >> i & 1) ? 0u : ~0u;
+    const uint32_t most = kWhole ? w[i] : w[i] & ~none, least = kWhole ? w[i] : w[i] | none;
+    high = __vmaxu2(high, __vmaxu2(most & 0x00FF00FFu, __byte_perm(most, 0, 0x4341)));
+    low = __vminu2(low, __vminu2(least & 0x00FF00FFu, __byte_perm(least, 0, 0x4341)));
+  }
+  high = __reduce_max_sync(~0u, max(high & 0xFFFF, high >> 16));
+  low = __reduce_min_sync(~0u, min(low & 0xFFFF, low >> 16));
+  return low >= kLeastDecided && high <= kFarExponent && high - low <= tile::kFp4Spread
+             ? kDecided | (high - tile::kFp4Headroom)
+             : 0;
+}
 
 // The scales of a plain operand, [rows, blocks].
 struct PlainScales {
@@ -136,10 +168,12 @@ struct PlainScales {
   bool vectors;  // rows start at 16 bytes and have whole 16 bytes
 };
 
-// Scales of one row of a block of D after another, on their way to shared memory 16 bytes (four
-// steps) at a time, before they are needed. What a thread asks for only it reads.
-inline constexpr int kScaleChunks = 3;  // in shared memory: one more than are on their way
-inline constexpr int kScaleStreamBytes = kScaleChunks * 128 * 16;
+// Scales of the rows of a block of D, one block after another, on their way to shared memory 16
+// bytes (four steps) of a row at a time, before they are needed. A lane of a warp has every 32nd
+// row. They stay there for some more such pieces.
+inline constexpr int kScaleChunks = 5, kScaleChunksAhead = 2;
+inline constexpr int kScaleChunkBytes = 128 * 16,
+                     kScaleStreamBytes = kScaleChunks * kScaleChunkBytes;
 
 template <class Schedule>
 class ScaleStream {
@@ -147,23 +181,34 @@ class ScaleStream {
   // `row0(at)`: the first row of the operand in a block.
   template <class Params, class Row0>
   __device__ __forceinline__ ScaleStream(const Params& p, const PlainScales& scales, char* slots,
-                                         int thread, const Row0& row0)
-      : schedule_(p), scales_(scales), slots_(slots + 16 * thread), thread_(thread) {
-#pragma unroll
-    for (int i = 0; i < kScaleChunks - 1; ++i) ask(row0);
+                                         int lane, const Row0& row0)
+      : schedule_(p), scales_(scales), slots_(slots), lane_(lane) {
+#pragma unroll 1
+    for (int i = 0; i < kScaleChunksAhead; ++i) ask(row0);
   }
 
-  // Scales of the row at a step, which follows the one of the last call; `first` of a block.
+  // Scales of this lane's rows at steps 2 * pair and 2 * pair + 1, which follow those of the last
+  // call; `next_piece` where they are the first of a block or of 16 bytes, which overwrites those
+  // of kScaleChunks - kScaleChunksAhead pieces before. Returns where those of the first row's first
+  // step are in the slots.
   template <class Row0>
-  __device__ __forceinline__ uint32_t at(int step, bool first, const Row0& row0) {
-    if (first || step % 4 == 0) {
-      tile::wait_copy_groups<kScaleChunks - 2>();
-      four_ = tile::ld_shared_u32x4(tile::smem_addr(slots_ + read_ * (128 * 16)));
+  __device__ __forceinline__ uint32_t at(uint2 (&words)[4], int pair, bool next_piece,
+                                         const Row0& row0) {
+    if (next_piece) {
       read_ = next(read_);
       ask(row0);
+      tile::wait_copy_groups<kScaleChunksAhead>();
     }
-    const uint32_t low = step & 1 ? four_.y : four_.x, high = step & 1 ? four_.w : four_.z;
-    return step & 2 ? high : low;
+    const uint32_t offset = read_ * kScaleChunkBytes + 8 * (pair % 2);
+    const uint32_t from = tile::smem_addr(slots_) + offset + 16 * lane_;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] = tile::ld_shared_u32x2(from + 32 * 16 * i);
+    return offset;
+  }
+  // Bit i: whether this lane's row i exists in a block.
+  __device__ __forceinline__ uint32_t rows(int row0) const {
+    const int left = scales_.rows - row0 - lane_;
+    return left > 96 ? 15u : (1u << (left + 31) / 32) - 1;
   }
 
  private:
@@ -173,37 +218,41 @@ class ScaleStream {
 
   template <class Row0>
   __device__ __forceinline__ void ask(const Row0& row0) {
-    if (chunk_ == last_) {
+    char* to = slots_ + write_ * kScaleChunkBytes + 16 * lane_;
+    write_ = next(write_);
+    if (left_ == 0) {
       typename Schedule::Place at;
       if (!schedule_.take(at)) {
         tile::end_copy_group();
         return;
       }
-      chunk_ = at.first / 4, last_ = (at.end + 3) / 4;
-      const int row = row0(at) + thread_;
-      from_ =
-          row < scales_.rows ? scales_.at + static_cast<int64_t>(row) * scales_.blocks : nullptr;
+      const int chunk = at.first / 4, row = row0(at) + lane_;
+      left_ = (at.end + 3) / 4 - chunk, blocks_ = scales_.blocks - 16 * chunk;
+      there_ = rows(row0(at));
+      from_ = scales_.at + static_cast<int64_t>(row) * scales_.blocks + 16 * chunk;
     }
-    char* const to = slots_ + write_ * (128 * 16);
-    if (scales_.vectors) {
-      const bool there = from_ != nullptr;
-      tile::copy16_async(to, there ? from_ + 16 * chunk_ : scales_.at, there);
-    } else {
-      copy_bytes(to);
+#pragma unroll
+    for (int i = 0; i < 4; ++i, to += 32 * 16) {
+      const bool there = there_ >> i & 1;
+      const uint8_t* const from = from_ + static_cast<int64_t>(i) * 32 * scales_.blocks;
+      if (scales_.vectors) {
+        tile::copy16_async(to, there ? from : scales_.at, there);
+      } else {
+        copy_bytes(to, from, there ? blocks_ : 0);
+      }
     }
     tile::end_copy_group();
-    write_ = next(write_), ++chunk_;
+    --left_, blocks_ -= 16, from_ += 16;
   }
 
-  __device__ __forceinline__ void copy_bytes(char* to) const {
-    const int left = from_ != nullptr ? scales_.blocks - 16 * chunk_ : 0;
+  static __device__ __forceinline__ void copy_bytes(char* to, const uint8_t* from, int left) {
 #pragma unroll 1
     for (int word = 0; word < 4; ++word) {
       uint32_t v = 0;
 #pragma unroll 1
       for (int i = 0; i < 4; ++i) {
         const int b = 4 * word + i;
-        if (b < left) v |= static_cast<uint32_t>(__ldg(from_ + 16 * chunk_ + b)) << 8 * i;
+        if (b < left) v |= static_cast<uint32_t>(__ldg(from + b)) << 8 * i;
       }
       tile::st_shared_u32(tile::smem_addr(to) + 4 * word, v);
     }
@@ -212,10 +261,10 @@ class ScaleStream {
   Schedule schedule_;
   const PlainScales& scales_;
   char* slots_;
-  int thread_;
   const uint8_t* from_ = nullptr;
-  int chunk_ = 0, last_ = 0, read_ = 0, write_ = 0;
-  uint4 four_;
+  int lane_, left_ = 0, blocks_ = 0;
+  uint32_t there_ = 0;
+  int read_ = kScaleChunks - 1, write_ = 0;
 };
 
 }  // namespace te_mx::sm90

@@ -82,7 +82,9 @@ struct CodesConfig {
   static constexpr int kM = 128, kN = 128, kStages = 4, kCluster = 1, kSlots = 1;
   static constexpr int kMath = 2, kWaves = 1, kLhsTiles = 1;
   static constexpr int kSides = Operands::kNibbleSides;
-  static constexpr int kThreads = 128 * (1 + kMath + kSides);
+  // Warpgroups that unpack: one for each side, or two that take turns at the steps of rhs.
+  static constexpr int kUnpackGroups = 2, kTurns = kUnpackGroups / kSides;
+  static constexpr int kThreads = 128 * (1 + kMath + kUnpackGroups);
   static constexpr int kRaw = kSides == 1 ? 6 : kKeepsSums ? 4 : 3;
   static constexpr int kRawBytes = kSides * kRawTileBytes;
   static constexpr int kLhsBytes = 128 * 128, kRhsBytes = 128 * 128;
@@ -92,8 +94,7 @@ struct CodesConfig {
   static constexpr int kStaging = kKeepsSums ? 0 : kSlots * kPanelBytes;
   static constexpr int kBiasesBytes = kKeepsSums ? 0 : kMath * kBiasBytes;
   // Registers of a thread of each kind of warpgroup.
-  static constexpr int kProducerRegs = kSides == 1 ? 40 : 32, kMathRegs = 160,
-                       kUnpackRegs = kSides == 1 ? 152 : 64;
+  static constexpr int kProducerRegs = 32, kMathRegs = 160, kUnpackRegs = 64;
 };
 
 template <class Operands, EpilogueKind kEpilogue>
@@ -105,8 +106,9 @@ struct Smem<CodesConfig<Operands, kEpilogue>> {
   static constexpr int kScales = kStaging + Config::kMath * Config::kStaging;
   static constexpr int kColumns = kScales + Config::kStages * Config::kScaleBytes;
   static constexpr int kStreams = kColumns + Config::kStages * Config::kColumnBytes;
-  static constexpr int kSeen = kStreams + Config::kSides * kScaleStreamBytes;
-  static constexpr int kTables = kSeen + Config::kSides * kSeenBytes;
+  static constexpr int kSaid = kStreams + Config::kSides * kScaleStreamBytes;
+  static constexpr int kSeen = kSaid + (Config::kRaw * Config::kSides + 3) / 4 * 16;
+  static constexpr int kTables = kSeen + Config::kUnpackGroups * kSeenBytes;
   static constexpr int kBias = kTables + kFp4Tables * 8;
   static constexpr int kBarriers = kBias + Config::kBiasesBytes;
   static constexpr int kBytes = kBarriers + 8 * (3 * Config::kStages + 2 * Config::kRaw);
@@ -133,11 +135,16 @@ struct Smem<CodesConfig<Operands, kEpilogue>> {
   __device__ __forceinline__ char* columns(int s) const {
     return base + kColumns + s * Config::kColumnBytes;
   }
+  // What is said of the rows of raw(side, i).
+  __device__ __forceinline__ char* said(Role side, int i) const {
+    return base + kSaid + (i * Config::kSides + (side == Role::lhs ? 1 : 0)) * 4;
+  }
   __device__ __forceinline__ char* stream(Role side) const {
     return base + kStreams + (side == Role::lhs ? kScaleStreamBytes : 0);
   }
-  __device__ __forceinline__ char* seen(Role side) const {
-    return base + kSeen + (side == Role::lhs ? kSeenBytes : 0);
+  // Of a warpgroup that unpacks.
+  __device__ __forceinline__ char* seen(int unpacks) const {
+    return base + kSeen + unpacks * kSeenBytes;
   }
   __device__ __forceinline__ uint2* tables() const {
     return reinterpret_cast<uint2*>(base + kTables);

@@ -2,9 +2,10 @@
 // warpgroup for each unpacks them to tiles inside the main loop, so that one launch is all.
 //
 //   warpgroup 0   warp 0 asks for codes of 4 bits, warp 1 prepares steps (gemm_kernel.cuh), warp 2
-//                 asks for lhs where that is tiles
+//                 asks for lhs where that is tiles, else reads its scales, warp 3 those of rhs
 //   1, 2          multiply, 64 rows of a block each
-//   3, 4          unpack rhs and lhs, a row of a tile a thread (gemm_codes.cuh)
+//   3, 4          unpack, a row of a tile a thread (gemm_codes.cuh): rhs and lhs; or rhs, a step
+//                 each in turn
 //
 // A step of K passes three barriers before `ready`: its codes of 4 bits are there (`raw_full`),
 // both tiles have their scale words (`full`), and what follows from these words and the codes of 8
@@ -82,72 +83,122 @@ __device__ __forceinline__ void arrive_as_warp(uint64_t* barrier, int lane) {
   if (lane < kWarpArrivals) tile::mbar_arrive(barrier);
 }
 
-// Steps of all blocks of a CTA.
-class Steps {
- public:
-  __device__ __forceinline__ explicit Steps(const CodesParams& p) : schedule_(p) {}
-  __device__ __forceinline__ bool next() {
-    if (++step < at_.end) return true;
-    if (!schedule_.take(at_)) return false;
-    step = at_.first;
-    return true;
-  }
-  __device__ __forceinline__ bool first() const { return step == at_.first; }  // of its block
-  int step = 0;
-
- private:
-  CodesScheduler schedule_;
-  CodesScheduler::Place at_{};
-};
-
-// For the warpgroup that unpacks a side. While a step is written the codes of the next one are
-// read, and what its rows have is said before the step is handed over: neither is waited for.
+// For a warp a side, ahead of those who unpack: has the scales of a step brought, and says where
+// they are and what they decide.
 template <class Config, Role kSide>
-__device__ __forceinline__ void unpack(const CodesParams& p, const Smem<Config>& smem) {
-  const int thread = static_cast<int>(threadIdx.x) % 128, lane = thread % 32;
+__device__ __forceinline__ void read_scales(const CodesParams& p, const Smem<Config>& smem,
+                                            int lane) {
   const auto row0 = [](const CodesScheduler::Place& at) {
     return kSide == Role::lhs ? at.m0 : at.n0;
   };
   ScaleStream<CodesScheduler> stream(p, kSide == Role::lhs ? p.lhs : p.rhs, smem.stream(kSide),
-                                     thread, row0);
-  const uint32_t seen = tile::smem_addr(smem.seen(kSide)), tables = tile::smem_addr(smem.tables()),
-                 chunk = tile::smem_addr(smem.raw(kSide, 0)) + tile::swizzle64(thread, 0);
+                                     lane, row0);
+  Ring<Config::kRaw> raw;
+  int step = 0;            // those handed over
+  int old = 0, older = 0;  // before the piece that was read last, and before the one before
+  CodesScheduler schedule(p);
+  CodesScheduler::Place at;
+  while (schedule.take(at)) {
+    const uint32_t rows = stream.rows(row0(at));
+    const bool whole = __all_sync(~0u, rows == 15);
+    const auto hand_over = [&](uint32_t said) {
+      tile::mbar_wait(smem.raw_empty(raw.stage), raw.phase ^ 1);
+      if (lane == 0) tile::st_shared_u32(tile::smem_addr(smem.said(kSide, raw.stage)), said);
+      arrive_as_warp(smem.raw_full(raw.stage), lane);
+      raw.next(), ++step;
+    };
+#pragma unroll 1
+    for (int pair = at.first / 2; 2 * pair < at.end; ++pair) {
+      const bool piece = pair == at.first / 2 || pair % 2 == 0;
+      if (piece) {
+        // What the next copy overwrites. Mostly it is known that it was read: four steps a piece.
+        const int last = older - 1;
+        if (last >= max(0, step - Config::kRaw))
+          tile::mbar_wait(smem.raw_empty(last % Config::kRaw), last / Config::kRaw & 1);
+        older = old, old = step;
+      }
+      uint2 w[4];
+      const uint32_t place = stream.at(w, pair, piece, row0) << 8;
+      uint32_t even, odd;
+      if (whole) {
+        even = decide<true>(w[0].x, w[1].x, w[2].x, w[3].x, rows);
+        odd = decide<true>(w[0].y, w[1].y, w[2].y, w[3].y, rows);
+      } else {
+        even = decide<false>(w[0].x, w[1].x, w[2].x, w[3].x, rows);
+        odd = decide<false>(w[0].y, w[1].y, w[2].y, w[3].y, rows);
+      }
+      if (2 * pair >= at.first) hand_over(even | place);
+      if (2 * pair + 1 < at.end) hand_over(odd | (place + (4 << 8)));
+    }
+  }
+}
+
+// The steps of all blocks of a CTA.
+__device__ __forceinline__ int steps_of(const CodesParams& p) {
+  CodesScheduler schedule(p);
+  CodesScheduler::Place at;
+  int steps = 0;
+  while (schedule.take(at)) steps += at.end - at.first;
+  return steps;
+}
+
+// For a warpgroup that unpacks a side, one of Config::kTurns, which take steps in turn; `unpacks`
+// is its number. While a step is written the codes of its next one are read: nobody waits for them.
+template <class Config, Role kSide>
+__device__ __forceinline__ void unpack(const CodesParams& p, const Smem<Config>& smem,
+                                       int unpacks) {
+  const int thread = static_cast<int>(threadIdx.x) % 128, lane = thread % 32;
+  const uint32_t seen = tile::smem_addr(smem.seen(unpacks)),
+                 tables = tile::smem_addr(smem.tables()),
+                 chunk = tile::smem_addr(smem.raw(kSide, 0)) + tile::swizzle64(thread, 0),
+                 saids = tile::smem_addr(smem.said(kSide, 0)),
+                 scales = tile::smem_addr(smem.stream(kSide)) + 16 * thread;
   Ring<Config::kRaw> raw;
   Ring<Config::kStages> ring;
-  Steps steps(p);
   RowOfBlocks row;
-  uint32_t scales, turn = 0;
-  const auto arrived = [&] {  // where the codes of the row are
-    scales = stream.at(steps.step, steps.first(), row0);
+  uint32_t said, turn = 0;
+  // Where the codes of the row are. What is known of it is read.
+  const auto arrived = [&] {
     tile::mbar_wait(smem.raw_full(raw.stage), raw.phase);
+    said = tile::ld_shared_u32(saids + raw.stage * (Config::kSides * 4));
+    row.scales = tile::ld_shared_u32(scales + (said >> 8 & 0xFFFF));
     return chunk + raw.stage * Config::kRawBytes;
   };
-  const auto have_read = [&] {
-    arrive_as_warp(smem.raw_empty(raw.stage), lane);
-    raw.next();
-    row.judge(scales);
-    TileOfRows::say(row.range(), seen + turn * (kSeenBytes / 2), thread);
-  };
-  bool more = steps.next();
-  if (more) row.read(arrived()), have_read();
+  int left = steps_of(p);
+  if (Config::kTurns > 1 && unpacks != 0) raw.next(), ring.next(), --left;
+  if (left > 0) row.read(arrived()), arrive_as_warp(smem.raw_empty(raw.stage), lane);
 #pragma unroll 1
-  for (; more; ring.next()) {
+  for (; left > 0; left -= Config::kTurns) {
     const int s = ring.stage;
-    tile::named_barrier(kUnpackBarrier + static_cast<int>(kSide), 32 * kUnpackWarps);
-    const TileOfRows all(row.range(), seen + turn * (kSeenBytes / 2));
-    const uint32_t word = all.word(row);
+    uint32_t word, exponent, u;
+    int cls = 0;
+    if (said & kDecided) {
+      exponent = said & 0xFF, word = exponent << 23;
+      // NOTE: rows that do not exist must not ask for tables that do not.
+      u = (kEveryBlock * (tile::kFp4Headroom + exponent) - row.scales) & kEveryBlock * 15;
+    } else {
+      row.judge();
+      TileOfRows::say(row.range(), seen + turn * (kSeenBytes / 2), thread);
+      tile::named_barrier(kUnpackBarrier + unpacks, 32 * kUnpackWarps);
+      const TileOfRows all(row.range(), seen + turn * (kSeenBytes / 2));
+      turn ^= 1;
+      word = all.word(row), exponent = all.exponent, cls = all.cls, u = all.tables(row);
+    }
     tile::mbar_wait(smem.empty(s), ring.phase ^ 1);
-    write_words(word, all.exponent, all.cls, thread,
-                reinterpret_cast<uint32_t*>(smem.scales(kSide, s)), false);
+    write_words(word, exponent, cls, thread, reinterpret_cast<uint32_t*>(smem.scales(kSide, s)),
+                false);
     arrive_as_warp(smem.full(s), lane);
-    more = steps.next();
-    turn ^= 1;
+    const bool more = left > Config::kTurns;
+#pragma unroll
+    for (int i = 0; i < Config::kTurns; ++i) raw.next();
     // NOTE: behind the last step it reads old codes, which nobody uses.
     const uint32_t next = more ? arrived() : chunk;
-    all.write(row, tables, tile::smem_addr(smem.stage(kSide, s)), thread, next);
-    if (more) have_read();
+    write_row(row, u, tables, tile::smem_addr(smem.stage(kSide, s)), thread, next);
+    if (more) arrive_as_warp(smem.raw_empty(raw.stage), lane);
     tile::fence_async_proxy();
     arrive_as_warp(smem.ready(s), lane);
+#pragma unroll
+    for (int i = 0; i < Config::kTurns; ++i) ring.next();
   }
 }
 
@@ -168,8 +219,15 @@ __device__ __forceinline__ void finish_sums(const CodesParams& p, const Smem<Con
     return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z),
                        __uint_as_float(v.w));
   };
+  const int own = static_cast<int>(blockIdx.x) % p.parts;
+  static_assert(kMostCodesParts <= kAtOnce);
+  if (p.finish.plain) {
+    finish_plain(p.finish, at.m0 + own * kFinishRows + thread / 32, kFinishRows * p.parts,
+                 min(at.m0 + 128, p.finish.m), at.n0 + thread % 32 * 4, sums);
+    return;
+  }
 #pragma unroll 1
-  for (int i = static_cast<int>(blockIdx.x) % p.parts; i < 128 / kFinishRows; i += p.parts) {
+  for (int i = own; i < 128 / kFinishRows; i += p.parts) {
     if (at.m0 + i * kFinishRows >= p.finish.m) break;
     finish_block(p.finish, rows, at.m0 / kFinishRows + i, at.n0, thread, sums,
                  [] { tile::named_barrier(kFinishBarrier, 256); });
@@ -198,7 +256,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       tile::mbar_init(smem.ready(s), kUnpackers + kPrepared + (kLhsNibbles ? 0 : 1));
     }
     for (int i = 0; i < Config::kRaw; ++i)
-      tile::mbar_init(smem.raw_full(i), 1), tile::mbar_init(smem.raw_empty(i), kUnpackers);
+      tile::mbar_init(smem.raw_full(i), 1 + kWarpArrivals * Config::kSides),
+          tile::mbar_init(smem.raw_empty(i), kUnpackers);
     tile::mbar_init_fence();
   }
   if (threadIdx.x >= 32 && threadIdx.x < 32 + kFp4Tables)
@@ -230,6 +289,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       prepare<Config>(p, smem, 0, static_cast<int>(threadIdx.x) % 32, [](const WorkTile&, int) {});
     } else if (warp == 2 && !kLhsNibbles) {
       ask_for_tiles<Config>(p, lhs_map, smem);
+    } else if (warp == 3) {
+      read_scales<Config, Role::rhs>(p, smem, static_cast<int>(threadIdx.x) % 32);
+    } else if constexpr (kLhsNibbles) {
+      read_scales<Config, Role::lhs>(p, smem, static_cast<int>(threadIdx.x) % 32);
     }
     meet(), meet();
   } else if (group <= Config::kMath) {
@@ -239,15 +302,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if constexpr (Config::kKeepsSums) finish_sums<Config>(p, smem);
     meet();
   } else {
-    if constexpr (Config::kSides == 1) {
-      tile::registers_up<Config::kUnpackRegs>();
-    } else {
-      tile::registers_down<Config::kUnpackRegs>();
-    }
-    if (group == Config::kMath + 1) {
-      unpack<Config, Role::rhs>(p, smem);
+    tile::registers_down<Config::kUnpackRegs>();
+    const int unpacks = group - 1 - Config::kMath;
+    if (!kLhsNibbles || unpacks == 0) {
+      unpack<Config, Role::rhs>(p, smem, unpacks);
     } else if constexpr (kLhsNibbles) {
-      unpack<Config, Role::lhs>(p, smem);
+      unpack<Config, Role::lhs>(p, smem, unpacks);
     }
     meet(), meet();
   }

@@ -36,6 +36,7 @@ struct FinishParams {
   float* bias_grad;  // partial sums [ceil(M / kFinishRows), N], or null
   Gelu gelu;
   bool accumulate;
+  bool plain;  // the sums are the result, and `out` takes four at once
 };
 
 // `partial` is where partial sums of the bias gradient go.
@@ -48,6 +49,9 @@ inline FinishParams finish_params(const GemmArgs& a, int parts, float* partial) 
   p.gelu_in = array(e.gelu_in, n, e.gelu_in_dtype), p.out = array(e.out, e.ldo, e.out_dtype);
   p.bias_grad = e.bias_grad == nullptr ? nullptr : partial;
   p.gelu = e.gelu, p.accumulate = e.accumulate;
+  p.plain = e.bias == nullptr && e.aux == nullptr && e.gelu_in == nullptr &&
+            e.bias_grad == nullptr && e.gelu == Gelu::none && !e.accumulate && p.out.fours &&
+            n % 4 == 0;
   return p;
 }
 
@@ -146,6 +150,33 @@ __device__ __forceinline__ void finish_four(float (&v)[4], const FinishParams& p
 #pragma unroll
   for (int i = 0; i < 4; ++i) result[i] = p.accumulate ? v[i] + old[i] : v[i];
   write(result, p.out, row, col, left);
+}
+
+// Where p.plain, of at most kAtOnce parts: one row after another, `step` apart, up to `end`. NOTE:
+// at the end of a kernel this takes 1.5 us less than the same by finish_four(): a few instructions
+// in a row instead of a few here and there, each of which has to be fetched.
+template <class Sums>
+__device__ __forceinline__ void finish_plain(const FinishParams& p, int row, int step, int end,
+                                             int col, const Sums& sums) {
+  if (col >= p.n) return;
+  with_type(p.out.dtype, [&]<class T>(T) {
+    T* to = static_cast<T*>(p.out.at) + row * p.out.ld + col;
+#pragma unroll 1
+    for (; row < end; row += step, to += step * p.out.ld) {
+      float4 v = make_float4(-0.0f, -0.0f, -0.0f, -0.0f);
+      float4 x[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (i < p.parts) x[i] = sums(i, row, col);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (i < p.parts) v.x += x[i].x, v.y += x[i].y, v.z += x[i].z, v.w += x[i].w;
+      }
+      *reinterpret_cast<Four<T>*>(to) = {
+          {static_cast<T>(v.x), static_cast<T>(v.y), static_cast<T>(v.z), static_cast<T>(v.w)}};
+    }
+  });
 }
 
 using FinishSums = float[kFinishRows][kFinishColumns];

@@ -1,13 +1,14 @@
 """The GEMM of Hopper that reads weights of 4 bits where they lie: MXFP4 codes become FP8 tiles in
 its main loop, in one launch, for problems of so few rows that unpacking the weights before would be
-a good part of the time. The bits are those of the adaptive GEMM with as many parts of k."""
+a good part of the time: up to 512, where it takes about as long as unpacking them before; more take
+longer. The bits are those of the adaptive GEMM with as many parts of k."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 
 from te_mx.backends.native import FP4, native_operand
-from te_mx.backends.sm90 import binding, binding_codes, split_k, trial
+from te_mx.backends.sm90 import binding, binding_codes, split_k
 from te_mx.backends.sm90.gemm import ADAPTIVE, Adaptive, Scratches
 from te_mx.dispatch.calls import Product, Ran
 from te_mx.dispatch.problem import FEW_ROWS, Problem, whole_vectors
@@ -16,11 +17,13 @@ from te_mx.layouts import spec_of
 from te_mx.layouts.sm90_tiles import FP4_SPREAD
 
 CODES = "sm90_codes"
-MOST_PARTS = 8  # CTAs of a cluster
+# CTAs of a cluster. More than 6 do not all find room at once beside each other in a GPC.
+MOST_PARTS = 6
 BLOCK, STEP_K = 128, 128
-# Microseconds of a model that no GPU has measured: a launch, a step of k (what shared memory needs
-# for its 112 KB), and the exchange of sums inside a cluster. GAIN: what cutting k must win.
-LAUNCH_US, STEP_US, EXCHANGE_US, GAIN = 3.0, 0.5, 1.5, 1.05
+# Microseconds on an NVIDIA H200 (2026-11-24): a launch, a step of k of a wave, and the exchange of
+# sums inside a cluster. GAIN: what cutting k must win. ROOM: the share of multiprocessors that
+# clusters of more than 2 take.
+LAUNCH_US, STEP_US, EXCHANGE_US, GAIN, ROOM = 6.3, 0.58, 2.0, 1.05, 0.9
 
 
 def is_plain_fp4(spec: str) -> bool:
@@ -31,18 +34,17 @@ def is_plain_fp4(spec: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def best_parts(m: int, n: int, k: int, sms: int) -> int:
-    """The parts of k of D[m, n] that take the least time by the model: powers of two, which share
-    out the multiprocessors of a GPC best."""
+    """The parts of k of D[m, n] that take the least time by the model."""
     blocks, steps = -(-m // BLOCK) * -(-n // BLOCK), -(-k // STEP_K)
 
     def us(parts: int) -> float:
-        waves = -(-blocks // max(1, sms // parts))
+        at_once = sms // parts if parts <= 2 else int(ROOM * sms) // parts
+        waves = -(-blocks // max(1, at_once))
         if parts == 1:
             return LAUNCH_US + waves * steps * STEP_US
-        return GAIN * (LAUNCH_US + waves * (-(-steps // parts) * STEP_US + EXCHANGE_US))
+        return GAIN * (LAUNCH_US + waves * -(-steps // parts) * STEP_US + EXCHANGE_US)
 
-    few = (parts for parts in (1, 2, 4, 8) if parts <= min(steps, MOST_PARTS))
-    return min(few, key=us)
+    return min(range(1, min(steps, MOST_PARTS) + 1), key=us)
 
 
 class Codes(Adaptive):
@@ -56,7 +58,6 @@ class Codes(Adaptive):
             reason = (
                 f"is for weights in {' and '.join(FP4)} that lie by rows, this has {problem.rhs}"
             )
-        reason = reason or trial.why_not()
         if reason is None and problem.m > FEW_ROWS:
             reason = f"is for at most {FEW_ROWS} rows, this has {problem.m}"
         if reason is None and not whole_vectors(problem.k):
