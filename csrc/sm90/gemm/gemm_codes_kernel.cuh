@@ -166,7 +166,13 @@ __device__ __forceinline__ void unpack(const CodesParams& p, const Smem<Config>&
   };
   int left = steps_of(p);
   if (Config::kTurns > 1 && unpacks != 0) raw.next(), ring.next(), --left;
-  if (left > 0) row.read(arrived()), arrive_as_warp(smem.raw_empty(raw.stage), lane);
+  // NOTE: a read of shared memory may still be under way when an arrival behind it is seen, and the
+  // copy engine write the next codes below it. The fence has the warp wait for it.
+  const auto hand_back = [&] {
+    tile::fence_async_proxy();
+    arrive_as_warp(smem.raw_empty(raw.stage), lane);
+  };
+  if (left > 0) row.read(arrived()), hand_back();
 #pragma unroll 1
   for (; left > 0; left -= Config::kTurns) {
     const int s = ring.stage;
@@ -194,9 +200,9 @@ __device__ __forceinline__ void unpack(const CodesParams& p, const Smem<Config>&
     // NOTE: behind the last step it reads old codes, which nobody uses.
     const uint32_t next = more ? arrived() : chunk;
     write_row(row, u, tables, tile::smem_addr(smem.stage(kSide, s)), thread, next);
-    if (more) arrive_as_warp(smem.raw_empty(raw.stage), lane);
     tile::fence_async_proxy();
     arrive_as_warp(smem.ready(s), lane);
+    if (more) arrive_as_warp(smem.raw_empty(raw.stage), lane);
 #pragma unroll
     for (int i = 0; i < Config::kTurns; ++i) ring.next();
   }
