@@ -77,7 +77,7 @@ CUDA_ROWS = {
     },
     "mxfp4_cuda": {
         **dict.fromkeys(
-            (f"{x} x mxfp4{loop}" for x in ("mxfp4", "mxfp8") for loop in ("", " in the loop")),
+            (f"{x} x mxfp4{how}" for x in ("mxfp4", "mxfp8") for how in ("", " unpacked before")),
             (1.1, 1.5),
         ),
         **{

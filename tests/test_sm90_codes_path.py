@@ -119,10 +119,25 @@ def test_parts_follow_from_sizes(sms):
     assert codes.best_parts(128, 2048, 7168, 132) == 6
     assert codes.best_parts(512, 2048, 7168, 132) == 2
     assert codes.best_parts(512, 7168, 2048, 132) == 1
+    # Clusters are launched anew for every wave of them.
+    assert codes.best_parts(128, 24576, 1536, 132) == 1
 
 
 def test_k_is_cut_only_where_that_is_allowed():
+    """Few blocks take longer in one piece than unpacked before."""
     both = operands(LHS["fp4"], 32, 40, 2048)
-    multiplied(*both)
-    multiplied(*both, mode=SPLIT)
-    assert [call[3] for call in fake_sm90_codes.CALLS] == [1, 6]
+    before = multiplied(*both)
+    assert not fake_sm90_codes.CALLS
+    after = multiplied(*both, mode=SPLIT)
+    torch.testing.assert_close(before.out, after.out)
+    multiplied(*operands(LHS["fp4"], 32, 40, 256))
+    assert [call[3] for call in fake_sm90_codes.CALLS] == [6, 1]
+
+
+@pytest.mark.parametrize(("k", "note"), [(256, "in the main loop"), (2048, "which split_k allows")])
+def test_explain_says_where_codes_are_unpacked(k, note):
+    place = place_of(torch.device("cpu"))
+    problem = Problem("gemm", place, f"{FP4}@rows", f"{FP4}@rows", 32, 40, k)
+    assert note in explain_problem(problem, "a product").note
+    allowed = explain_problem(problem._replace(split_k=True), "a product").note
+    assert "are unpacked in the main loop" in allowed

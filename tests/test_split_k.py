@@ -15,6 +15,7 @@ from te_mx import _ops as ops
 from te_mx._ops import Mode, Quantize
 from te_mx.autograd import steps
 from te_mx.autograd.steps_kept import KeptWeight
+from te_mx.backends import device_names
 from te_mx.backends.reference.quantize import quantize
 from te_mx.backends.sm90 import binding, split_k
 from te_mx.dispatch import registry
@@ -127,6 +128,7 @@ def test_explain_says_how_many(monkeypatch):
     registry.forget()
     monkeypatch.setattr(split_k, "multiprocessors", lambda index: SMS)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(device_names, "_full_name", lambda index: "a GPU without tables")
     sizes = {"m": 512, "n": 512, "k": 16384, "device": "cuda:0"}
     said = te_mx.explain(**sizes)
     assert said.kernel == "sm90_adaptive" and said.parts == 8

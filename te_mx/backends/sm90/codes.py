@@ -21,8 +21,8 @@ CODES = "sm90_codes"
 MOST_PARTS = 6
 BLOCK, STEP_K = 128, 128
 # Microseconds on an NVIDIA H200 (2026-11-24): a launch, a step of k of a wave, and the exchange of
-# sums inside a cluster. GAIN: what cutting k must win. ROOM: the share of multiprocessors that
-# clusters of more than 2 take.
+# sums inside a cluster, which computes one block and is launched anew for the next. GAIN: what
+# cutting k must win. ROOM: the share of multiprocessors that clusters of more than 2 take.
 LAUNCH_US, STEP_US, EXCHANGE_US, GAIN, ROOM = 6.3, 0.58, 2.0, 1.05, 0.9
 
 
@@ -42,7 +42,7 @@ def best_parts(m: int, n: int, k: int, sms: int) -> int:
         waves = -(-blocks // max(1, at_once))
         if parts == 1:
             return LAUNCH_US + waves * steps * STEP_US
-        return GAIN * (LAUNCH_US + waves * -(-steps // parts) * STEP_US + EXCHANGE_US)
+        return GAIN * waves * (LAUNCH_US + -(-steps // parts) * STEP_US + EXCHANGE_US)
 
     return min(range(1, min(steps, MOST_PARTS) + 1), key=us)
 
@@ -65,6 +65,11 @@ class Codes(Adaptive):
         return reason
 
     def note(self, problem: Problem) -> str:
+        if self._unpacked_before(problem.split_k, self.parts(problem)):
+            return (
+                "4-bit codes are unpacked before the product: in the main loop that is faster "
+                f"only with k in {self.parts(problem)} parts, which split_k allows"
+            )
         return (
             "4-bit codes are unpacked in the main loop, where scales up to "
             f"2^{FP4_SPREAD} apart are aligned exactly; docs/numerics.md has the error"
@@ -79,14 +84,19 @@ class Codes(Adaptive):
     def _parts(self, index: int, m: int, n: int, k: int) -> int:
         return best_parts(m, n, k, split_k.multiprocessors(index))
 
+    @staticmethod
+    def _unpacked_before(split_k: bool, parts: int) -> bool:
+        """Blocks that are too few for the GPU take longer here, where k may not be cut."""
+        return parts > 1 and not split_k
+
     def multiply(self, p: Product, scratch: Scratches) -> Ran | None:
         lhs, rhs = native_operand(p.lhs), native_operand(p.rhs)
-        parts = 1
-        if p.mode.split_k:
-            parts = self._parts(p.out.device.index, p.lhs.rows, p.rhs.rows, p.lhs.k)
-        done, bias_grad = binding_codes.gemm(
-            rhs, lhs, p.epilogue, p.out, p.aux, p.mode.spread, scratch, parts
-        )
+        parts = self._parts(p.out.device.index, p.lhs.rows, p.rhs.rows, p.lhs.k)
+        done, bias_grad = False, None
+        if not self._unpacked_before(p.mode.split_k, parts):
+            done, bias_grad = binding_codes.gemm(
+                rhs, lhs, p.epilogue, p.out, p.aux, p.mode.spread, scratch, parts
+            )
         if not done:
             made = super().multiply(p, scratch)
             return made and made._replace(name=ADAPTIVE)
