@@ -3,6 +3,7 @@ are applied, and blocks of both sizes."""
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -39,6 +40,8 @@ def test_factors_lose_nothing_before_the_end(row, col, largest, config):
     got = blockwise.product(lhs, rhs, config, out_dtype=torch.float32)
     want = rhs.values(torch.float64) @ lhs.values(torch.float64).t()
     assert torch.equal(got, want.t().float())
+    added = torch.zeros(m, n, device="cuda")  # what is added may have a last step of its own
+    assert torch.equal(blockwise.product(lhs, rhs, config, out=added, accumulate=True), got)
 
 
 def test_blocks_of_both_sizes_give_the_same_bits():
@@ -59,3 +62,23 @@ def test_blocks_of_both_sizes_give_the_same_bits():
     assert torch.equal(made["fp32"], made["+="])
     assert torch.equal(made["fp32"].bfloat16(), made["bf16"])
     blockwise.assert_product(made["fp32"], lhs, rhs)
+
+
+@pytest.mark.parametrize(
+    "elements", list(itertools.product(("e4m3", "e5m2"), repeat=2)), ids="-".join
+)
+@pytest.mark.parametrize("shape", [(300, 456, 640), (513, 388, 128), (64, 130, 300)], ids=str)
+def test_sums_are_added_to_what_is_there(shape, elements):
+    """Rows of 130 numbers are added element by element, the others by the copy engine."""
+    m, n, _ = shape
+    lhs, rhs = blockwise.operands(*shape, "1x128", ("rows", "channels"), elements)
+    sums = blockwise.product(lhs, rhs, 0, out_dtype=torch.float32)
+    old = torch.randn(m, n, generator=torch.Generator().manual_seed(m)).cuda()
+    for config in (0, 1):
+        for _ in range(2):
+            out = old.clone()
+            blockwise.product(lhs, rhs, config, out=out, accumulate=True)
+            assert torch.equal(out, old + sums)
+        bias = torch.ones(n, device="cuda")
+        again = blockwise.product(lhs, rhs, config, out=old.clone(), accumulate=True, bias=bias)
+        assert torch.equal(again, old + (sums + 1))

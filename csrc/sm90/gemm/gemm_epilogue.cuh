@@ -14,8 +14,9 @@ namespace te_mx::sm90 {
 
 // plain: bias and accumulation only; full: aux, GELU or GELU' of gelu_in, and bias gradient too;
 // backward: GELU' of a gelu_in that the epilogue warp brings, and bias gradient, only; sums: none,
-// they stay in shared memory (gemm_codes_kernel.cuh).
-enum class EpilogueKind : int { plain = 0, full = 1, backward = 2, sums = 3 };
+// they stay in shared memory (gemm_codes_kernel.cuh); add: fp32 sums that the copy engine adds to
+// D, and nothing else.
+enum class EpilogueKind : int { plain = 0, full = 1, backward = 2, sums = 3, add = 4 };
 
 inline constexpr int kBiasBytes = 1024;  // of one block: as it came, and as fp32
 
@@ -331,6 +332,11 @@ __device__ __forceinline__ void epilogue_wave(float (&v)[64], const EpiloguePara
                                               const CUtensorMap* map, const Wave& at) {
   if constexpr (kEpilogue == EpilogueKind::sums) {
     store_sums(v, at);
+    return;
+  }
+  if constexpr (kEpilogue == EpilogueKind::add) {
+    free_staging<kSlots>(at);
+    store_wave<float, kSlots, true>(v, p, map, true, at);
     return;
   }
   Wave w = at;

@@ -97,6 +97,7 @@ struct LhsFactors {
   static constexpr int64_t kLhsTileWords = 128;
   static constexpr int kLhsTileBytes = 4 * 128;
   static constexpr int kPendingAtTurn = kPendingAtTurn_;
+  using WavesApart = void;  // for a kernel that sends each wave of a block when it is done
 
   static __device__ __forceinline__ const uint32_t* lhs_scales(const uint32_t* all, int tile) {
     return all + static_cast<int64_t>(tile) * kLhsTileWords;
@@ -174,12 +175,20 @@ __device__ __forceinline__ void scale_columns(float (&acc)[64], const uint32_t* 
   }
 }
 
-// The same elements, to the sums.
-template <int kFirst, int kEnd>
+// The same elements, to the sums; those of one row and then those of the other, or as they come.
+// NOTE: of two FFMAs behind each other with one factor the second need not read it. ptxas makes use
+// of that or not as the rest of the loop is: only times tell (docs/measured.md).
+template <int kFirst, int kEnd, bool kByRows>
 __device__ __forceinline__ void add_rows(float (&sum)[64], const float (&acc)[64], float f0,
                                          float f8) {
 #pragma unroll
-  for (int i = 8 * kFirst; i < 8 * kEnd; ++i) sum[i] = fmaf(acc[i], i % 4 < 2 ? f0 : f8, sum[i]);
+  for (int turn = 0; turn < (kByRows ? 2 : 1); ++turn) {
+#pragma unroll
+    for (int i = 8 * kFirst; i < 8 * kEnd; ++i) {
+      const bool second = i % 4 >= 2;
+      if (!kByRows || second == (turn == 1)) sum[i] = fmaf(acc[i], second ? f8 : f0, sum[i]);
+    }
+  }
 }
 
 // The same bits wherever scale_columns() loses nothing.
@@ -225,12 +234,13 @@ struct RowFactorStep : StepPlaces {
   }
 };
 
-template <int kPendingAtTurn_>
+template <int kPendingAtTurn_, bool kByRows = false>
 struct RowFactors : LhsFactors<kPendingAtTurn_> {
   static constexpr int64_t kRhsTileWords = 128;
   static constexpr int kRhsTileBytes = 4 * 128;
   static constexpr bool kPrepares = true;
   static constexpr int kPreparedBytes = 4 * 128;
+  using WavesApart = RowFactors<kPendingAtTurn_, true>;
   template <int kWaves>
   using Step = RowFactorStep<kWaves>;
   template <int kWaves>
@@ -272,6 +282,18 @@ struct RowFactors : LhsFactors<kPendingAtTurn_> {
     }
   }
 
+  // One wave of a block's last step, as if there were no other.
+  template <class Operands, int kWaves, class Turns, class Release>
+  static __device__ __forceinline__ void run_wave(float (&sum)[64],
+                                                  const RowFactorStep<kWaves>& step, int wave,
+                                                  const Turns& turns, const Release& release) {
+    RowFactorStep<1> one;
+    static_cast<StepPlaces&>(one) = step;
+    one.lhs += wave * kWaveStep, one.inside += wave * 64;
+    const uint32_t columns = step.columns + 16 * (step.lane / 8);
+    run_one<Operands>(sum, one, columns, turns, release, [] {});
+  }
+
  private:
   template <class Operands, class Turns, class Release, class Fetch>
   static __device__ __forceinline__ void run_one(float (&sum)[64], const RowFactorStep<1>& step,
@@ -291,12 +313,12 @@ struct RowFactors : LhsFactors<kPendingAtTurn_> {
       scale_columns<1, 2>(acc, left + 4), read_columns(right + 4, columns, 5);
       scale_columns<2, 3>(acc, left + 8), read_columns(right + 8, columns, 6);
       scale_columns<3, 4>(acc, left + 12), read_columns(right + 12, columns, 7);
-      add_rows<0, 4>(sum, acc, f0, f8);
+      add_rows<0, 4, kByRows>(sum, acc, f0, f8);
       // NOTE: behind the promotion this would be what the next products wait for, and before it the
       // next stage may not be there.
       fetch();
       scale_columns<4, 8>(acc, right);
-      add_rows<4, 8>(sum, acc, f0, f8);
+      add_rows<4, 8, kByRows>(sum, acc, f0, f8);
       release();
     } else {
       promote_carefully(sum, acc, f0, f8, step.columns, step.lane);
@@ -330,14 +352,15 @@ struct RowFactors : LhsFactors<kPendingAtTurn_> {
       });
       const float f0 = __uint_as_float(now.rows[0]), f8 = __uint_as_float(now.rows[1]);
       if (__builtin_expect(!careful, true)) {
-        uint32_t late[4 * (kColumnReads - kKept)];
+        uint32_t late[4];
+        static_assert(kKept == kColumnReads - 1);
         read_columns(late, columns, kKept);
         scale_columns<0, 4>(acc, kept);
-        add_rows<0, 4>(sum[wave], acc, f0, f8);
+        add_rows<0, 4, kByRows>(sum[wave], acc, f0, f8);
         scale_columns<4, kKept>(acc, kept + 16);
         scale_columns<kKept, kColumnReads>(acc, late);
         if (wave == 1) release();
-        add_rows<4, 8>(sum[wave], acc, f0, f8);
+        add_rows<4, 8, kByRows>(sum[wave], acc, f0, f8);
       } else {
         promote_carefully(sum[wave], acc, f0, f8, step.columns, step.lane);
         // NOTE: again, so that nothing is kept during this.

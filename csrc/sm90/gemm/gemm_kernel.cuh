@@ -263,12 +263,9 @@ __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_
       scales.read(columns + at.stage * Config::kColumnBytes + decided, from,
                   rhs_words + at.stage * Config::kScaleBytes + rhs_inside);
     };
-    fetch(ring);
-#pragma unroll 1
-    for (int left = k_steps; left > 0; --left) {
+    const auto start_step = [&](typename Promotion::template Step<Config::kWaves>& step) {
       const int s = ring.stage;
       const uint32_t offset = s * Config::kScaleBytes;
-      typename Promotion::template Step<Config::kWaves> step;
       step.lhs = lhs_desc + s * (Config::kLhsBytes / 16);
       step.rhs = rhs_desc + s * (Config::kRhsBytes / 16);
       step.lhs_words = lhs_words + offset, step.rhs_words = rhs_words + offset;
@@ -277,22 +274,46 @@ __device__ __forceinline__ void consume(const Params& p, const CUtensorMap& out_
       step.lane = lane, step.inside = inside % 128;
       step.take(scales);
       ring.next();
+    };
+    // Whether the first wave's sums are on their way while the second one does its last step.
+    constexpr bool kApart = kEpilogue == EpilogueKind::add;
+    fetch(ring);
+#pragma unroll 1
+    for (int left = k_steps; left > (kApart ? 1 : 0); --left) {
+      const int s = ring.stage;
+      typename Promotion::template Step<Config::kWaves> step;
+      start_step(step);
       Promotion::template run<typename Config::Operands>(
           sum, step, turns, [&] { release<Config>(smem.empty(s), lane); },
           [&] {
             if (left > 1) fetch(ring);
           });
     }
-    w.m0 = work.m0 + row0, w.n0 = work.n0 + rank * 128, w.m_end = work.m_end;
+    if constexpr (kApart) {
+      const int s = ring.stage;
+      typename Promotion::template Step<Config::kWaves> step;
+      start_step(step);
 #pragma unroll
-    for (int wave = 0; wave < Config::kWaves; ++wave, w.m0 += 64) {
-      w.wave = wave;
-      w.direct = p.epilogue.direct, w.by_element = p.epilogue.by_element;
-      if constexpr (Schedule::kDynamic) {
-        // The end of a group: what lies behind it belongs to the next one.
-        if (w.m0 + 64 > w.m_end) w.direct = w.by_element = true;
+      for (int wave = 0; wave < Config::kWaves; ++wave) {
+        Promotion::template run_wave<typename Config::Operands>(sum[wave], step, wave, turns, [&] {
+          if (wave == Config::kWaves - 1) release<Config>(smem.empty(s), lane);
+        });
+        w.m0 = work.m0 + row0 + 64 * wave, w.n0 = work.n0 + rank * 128, w.m_end = work.m_end;
+        w.wave = wave;
+        epilogue_wave<kEpilogue, Config::kSlots>(sum[wave], p.epilogue, &out_map, w);
       }
-      epilogue_wave<kEpilogue, Config::kSlots>(sum[wave], p.epilogue, &out_map, w);
+    } else {
+      w.m0 = work.m0 + row0, w.n0 = work.n0 + rank * 128, w.m_end = work.m_end;
+#pragma unroll
+      for (int wave = 0; wave < Config::kWaves; ++wave, w.m0 += 64) {
+        w.wave = wave;
+        w.direct = p.epilogue.direct, w.by_element = p.epilogue.by_element;
+        if constexpr (Schedule::kDynamic) {
+          // The end of a group: what lies behind it belongs to the next one.
+          if (w.m0 + 64 > w.m_end) w.direct = w.by_element = true;
+        }
+        epilogue_wave<kEpilogue, Config::kSlots>(sum[wave], p.epilogue, &out_map, w);
+      }
     }
     w.phase ^= 1;
     schedule.await(smem.ready(ring.stage), ring.phase);
@@ -352,7 +373,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         });
       }
     } else if (warp == 3) {
-      if constexpr (kEpilogue != EpilogueKind::plain) {
+      if constexpr (kEpilogue != EpilogueKind::plain && kEpilogue != EpilogueKind::add) {
         using Schedule = typename Schedulers<Params>::template Follower<Config>;
         if (p.epilogue.side != SideTensor::none && tile::elect_one())
           run_epilogue_warp<Config, Schedule, kEpilogue == EpilogueKind::backward>(

@@ -8,6 +8,8 @@
 //   blocks<Config>(p)    of what a cluster computes at once, at most
 #pragma once
 
+#include <type_traits>
+
 #include "common/formats.h"
 #include "common/launch.h"
 #include "gemm/gemm_kernel.cuh"
@@ -42,6 +44,11 @@ inline bool stored_by_element(const Epilogue& e, int64_t n) {
 }
 inline bool added_by_element(const Epilogue& e) {
   return e.accumulate && e.out_dtype != DType::f32;
+}
+
+// Whether nothing but EpilogueKind::add is needed; of epilogues without GELU and bias gradient.
+inline bool only_adds(const Epilogue& e, int64_t n) {
+  return e.accumulate && e.out_dtype == DType::f32 && e.bias == nullptr && !stored_by_element(e, n);
 }
 
 // Whether every bias, one of N numbers or several of them, may be copied by words of 4 bytes.
@@ -159,6 +166,11 @@ Status launch_any(const Kind& kind, const Device& device) {
       if (needs_full(a.epilogue)) return launch<Config, EpilogueKind::full>(kind, device);
     }
     if (Kind::kEveryEpilogue && needs_full(a.epilogue)) return Status::bad_argument;
+    using WavesApart = typename Promotion::WavesApart;
+    if constexpr (Kind::kEveryEpilogue && Config::kWaves > 1 && !std::is_void_v<WavesApart>) {
+      using Adding = GemmConfig<Shape, ByteOperands<kLhs, kRhs>, WavesApart>;
+      if (only_adds(a.epilogue, a.rhs.rows)) return launch<Adding, EpilogueKind::add>(kind, device);
+    }
     return launch<Config, EpilogueKind::plain>(kind, device);
   };
   const Element lhs = tile_element(a.lhs.element), rhs = tile_element(a.rhs.element);

@@ -24,13 +24,33 @@ __device__ __forceinline__ void free_staging(const Wave& w) {
   tile::named_barrier(w.barrier, 128);
 }
 
-// One panel of columns, 128 bytes wide, from registers to a slot.
-template <class T>
+// One panel of columns, 128 bytes wide, from registers to a slot. Of fp32, 16 lanes store at once,
+// four rows, of which two meet in the same banks. With kSpread, which costs 16 selects, odd rows
+// take other columns than even ones then.
+template <class T, bool kSpread = false>
 __device__ __forceinline__ void stage_panel(const float (&v)[64], const int panel, const int slot,
                                             const Wave& w) {
   const int lane = w.thread % 32, warp = w.thread / 32;
   const uint32_t base = tile::smem_addr(w.staging + slot * kPanelBytes);
-  if constexpr (sizeof(T) == 4) {
+  if constexpr (sizeof(T) == 4 && kSpread) {
+    const uint32_t row = warp * 16 + lane / 4, offset = 8 * (lane % 2);
+    const bool odd = row % 2 != 0;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const uint32_t chunk = (4 * k + 2 * j + (lane % 4) / 2) ^ (odd ? 4 : 0);
+        float to[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int at = panel * 16 + 4 * j + i;  // and 8 further on, those of four chunks on
+          to[i] = odd ? v[at + 8 * (1 - k)] : v[at + 8 * k];
+        }
+        tile::st_shared_f32x2(base + tile::swizzle128(row, chunk) + offset, to[0], to[1]);
+        tile::st_shared_f32x2(base + tile::swizzle128(row + 8, chunk) + offset, to[2], to[3]);
+      }
+    }
+  } else if constexpr (sizeof(T) == 4) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int i = panel * 16 + 4 * j;
@@ -75,7 +95,7 @@ __device__ __forceinline__ void send_panels(const int first, const EpilogueParam
 
 // The whole wave, whose first slots are free. fp32 may be added to what is there. The slots take
 // turns, over the waves of a block as well: each of them leaves whole groups.
-template <class T, int kSlots>
+template <class T, int kSlots, bool kSpread = false>
 __device__ __forceinline__ void store_wave(const float (&v)[64], const EpilogueParams& p,
                                            const CUtensorMap* map, const bool add, const Wave& w) {
   constexpr int kPanels = sizeof(T);  // 128 columns in panels of 128 bytes
@@ -86,7 +106,7 @@ __device__ __forceinline__ void store_wave(const float (&v)[64], const EpilogueP
     Wave now = w;
     now.staging += (w.wave * kPanels + first) % kSlots * kPanelBytes;
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) stage_panel<T>(v, first + i, i, now);
+    for (int i = 0; i < kAtOnce; ++i) stage_panel<T, kSpread>(v, first + i, i, now);
     send_panels<T, kAtOnce>(first, p, map, sizeof(T) == 4 && add, now);
   }
 }

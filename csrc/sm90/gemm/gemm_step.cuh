@@ -391,6 +391,7 @@ struct PowerOfTwoScales {
   static constexpr int kRhsTileBytes = kLhsTileBytes;
   static constexpr bool kPrepares = true;
   static constexpr int kPreparedBytes = 4 * 128 * 2;
+  using WavesApart = void;  // the policy of a kernel whose waves are done one by one, if there is
   static constexpr int kPendingAtTurn = kNoTurns;
 
   static __device__ __forceinline__ const uint32_t* lhs_scales(const uint32_t* all, int tile) {
