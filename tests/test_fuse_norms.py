@@ -384,7 +384,7 @@ def test_models_without_values_and_with_parameters_beside():
     """On the meta device, as models are built before they are loaded; Layer has one of its own."""
     eager = model_of("Gemma2", attn_implementation="eager")  # or o_proj is one more
     report = te_mx.convert_model(eager.to("meta"), fuse=True, filter_fn=keep_head)
-    assert len(report.fused) == 1 + 4 + 1  # block, normalizations, the last one
+    assert len(report.fused) == 1 + 4 + 1 + 1  # block, normalizations, the last one, tables
     assert te_mx.convert_model(layer_of(RMS).to("meta"), fuse=True).fused == ["norm"]
 
 

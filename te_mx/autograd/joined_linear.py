@@ -7,8 +7,8 @@ Shapes: M tokens, K in_features, N_i out_features of a layer, N their sum.
     dgrad  dx[M, K] = g[M, N] @ w            one sum in fp32, rounded once
     wgrad  dw[N, K] = g^T @ x
 
-y is handed out as what each layer makes, and g joined of what comes back for each: compiled code
-would make a concatenation a part of the kernels before it, twice as slow.
+y is handed out as what each layer makes, and g quantized of what comes back for each, where that
+lies: compiled code would make a concatenation a part of the kernels before it, twice as slow.
 
 y and dw have the bits of the layers one by one. What is kept is what te_mx.Linear keeps, of x once;
 weights are read where they lie (autograd/weight_parts.py).
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from te_mx._ops import quantize_beside_2d
 from te_mx._ops.joined import join_columns
 from te_mx.autograd import steps
 from te_mx.autograd.backward import outputs, run_backward
@@ -71,13 +72,8 @@ def _backward(ctx: Any, saved: tuple[Tensor, ...], *gs: Tensor) -> tuple[Tensor 
     )
     w_dtype, b_dtype = ctx.dtypes
     dx = dw = db = None
-    gradient = steps.quantized_gradient(
-        join_columns([flatten(g) for g in gs]),
-        settings,
-        need_dx,
-        need_dw,
-        need_db,
-        b_dtype or torch.float32,
+    gradient = _joined_gradient(
+        [flatten(g) for g in gs], settings, need_dx, need_dw, need_db, b_dtype
     )
     if need_db:
         db = gradient.q.col_sum.to(b_dtype)  # type: ignore[union-attr]
@@ -89,6 +85,22 @@ def _backward(ctx: Any, saved: tuple[Tensor, ...], *gs: Tensor) -> tuple[Tensor 
     if need_dw:
         dw = steps.wgrad(gradient, x_kept, settings, -1)(None, w_dtype, False)
     return dx, None, *split_gradients(ctx.rows, dw, db, need[2:])
+
+
+def _joined_gradient(
+    gs: list[Tensor], settings: Settings, need_dx: bool, need_dw: bool, need_db: bool,
+    b_dtype: torch.dtype | None,
+) -> steps.Gradient:  # fmt: skip
+    """steps.quantized_gradient of the gradients of all layers, side by side, which only GEMMs in
+    high precision join."""
+    sum_dtype = b_dtype or torch.float32
+    if not steps.by_steps(settings) or not (need_dx or need_dw):
+        g_MN = join_columns(gs)
+        return steps.quantized_gradient(g_MN, settings, need_dx, need_dw, need_db, sum_dtype)
+    target, _ = steps.plan_gradient(gs[0].device, settings, need_dx, need_dw, need_db)
+    row, col, rule, col_sum, seed = target
+    q = quantize_beside_2d(gs, row, col, rule=rule, col_sum=col_sum, sum_dtype=sum_dtype, seed=seed)
+    return steps.Gradient(None, q, target)
 
 
 def joined_linear(x: Tensor, layers: Sequence[Tensor | None], call: Call) -> list[Tensor]:

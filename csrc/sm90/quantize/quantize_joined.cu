@@ -1,5 +1,5 @@
-// Quantizes matrices that lie apart as one, their rows behind each other: the kernel of one matrix,
-// told where the rows of a tile begin.
+// Quantizes matrices that lie apart as one, their rows behind each other or their columns side by
+// side: the kernel of one matrix, told where a tile lies.
 #include "quantize/quantize_places.cuh"
 
 namespace te_mx::sm90 {
@@ -27,35 +27,104 @@ struct Joined {
   }
 };
 
+struct Beside {
+  template <class Params>
+  using Outputs = Params;
+  int begins[kMostJoined];    // the first tile of columns; past all tiles where there is no matrix
+  uintptr_t xs[kMostJoined];  // where column 0 of all would be, if every column were this matrix's
+  int64_t strides[kMostJoined];
+
+  __device__ __forceinline__ const void* x(const QuantizeParams&, const Tile& t) const {
+    uintptr_t from = xs[0];
+#pragma unroll
+    for (int i = 1; i < kMostJoined; ++i) from = t.ct < begins[i] ? from : xs[i];
+    return reinterpret_cast<const void*>(from);
+  }
+  template <class Params>
+  __device__ __forceinline__ Params outputs(const Params& all, const Tile& t) const {
+    Params p = all;
+    p.a.x_stride = strides[0];
+#pragma unroll
+    for (int i = 1; i < kMostJoined; ++i)
+      p.a.x_stride = t.ct < begins[i] ? p.a.x_stride : strides[i];
+    return p;
+  }
+  __device__ __forceinline__ bool find(Tile& t, const QuantizeParams& p) const {
+    return find_tile(t, p);
+  }
+};
+
+// The task of a call, and in `from` the first tile of every matrix of sizes[i], of `size` in all.
+template <class From>
+Status task_of(const QuantizeArgs& args, const int64_t* sizes, int64_t count, int64_t size,
+               QuantizeTask& a, From& from) {
+  const Status status = make_task(a, args.x, args.to, args.execution.stream);
+  if (status != Status::ok) return status;
+  if (count < 1 || a.rows == 0 || a.cols == 0) return Status::bad_argument;
+  if (count > kMostJoined || is_blockwise(args.to.scaling)) return Status::unsupported;
+  int64_t before = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    if (sizes[i] <= 0) return Status::bad_argument;
+    if (before % kTile != 0) return Status::unsupported;
+    from.begins[i] = static_cast<int>(before / kTile);
+    before += sizes[i];
+  }
+  if (before != size) return Status::bad_argument;
+  for (int64_t i = count; i < kMostJoined; ++i)
+    from.begins[i] = static_cast<int>((size + kTile - 1) / kTile);
+  return Status::ok;
+}
+
+template <class From>
+Status launch(const QuantizeParams& p, const From& from) {
+  if (wants_plain(p)) return Status::unsupported;
+  return launch_quantize<false>(p, from, tile_grid(p, p.col_tiles),
+                                static_cast<int64_t>(p.row_tiles) * p.col_tiles,
+                                static_cast<cudaStream_t>(p.a.stream), Start::early);
+}
+
+int64_t bytes_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
+
 }  // namespace
 
 Status quantize_joined(const QuantizeArgs& args, const void* const* xs, const int64_t* rows,
                        int64_t count) {
   QuantizeTask a;
-  Status status = make_task(a, args.x, args.to, args.execution.stream);
-  if (status != Status::ok) return status;
-  if (count < 1 || a.col_sum != nullptr || a.cols == 0) return Status::bad_argument;
-  if (count > kMostJoined || is_blockwise(args.to.scaling)) return Status::unsupported;
   Joined from{};
-  int64_t before = 0;
-  const int64_t row_bytes = a.x_stride * (a.x_dtype == DType::f32 ? 4 : 2);
+  Status status = task_of(args, rows, count, args.x.rows, a, from);
+  if (status != Status::ok) return status;
+  if (a.col_sum != nullptr) return Status::bad_argument;
   for (int64_t i = 0; i < count; ++i) {
-    if (rows[i] <= 0) return Status::bad_argument;
-    if (before % kTile != 0) return Status::unsupported;
-    from.begins[i] = static_cast<int>(before / kTile);
-    from.xs[i] = reinterpret_cast<uintptr_t>(xs[i]) - before * row_bytes;
-    before += rows[i];
+    const int64_t before = from.begins[i] * int64_t{kTile};
+    from.xs[i] = reinterpret_cast<uintptr_t>(xs[i]) - before * a.x_stride * bytes_of(a.x_dtype);
   }
-  if (before != a.rows) return Status::bad_argument;
   QuantizeParams p;
   status = quantize_params(a, p);
   if (status != Status::ok) return status;
-  if (wants_plain(p)) return Status::unsupported;
-  for (int64_t i = count; i < kMostJoined; ++i) from.begins[i] = p.row_tiles;
   p.x_vectors = p.x_vectors && all_aligned(xs, count);
-  return launch_quantize<false>(p, from, tile_grid(p, p.col_tiles),
-                                static_cast<int64_t>(p.row_tiles) * p.col_tiles,
-                                static_cast<cudaStream_t>(a.stream), Start::early);
+  return launch(p, from);
+}
+
+Status quantize_beside(const QuantizeArgs& args, const void* const* xs, const int64_t* cols,
+                       const int64_t* strides, int64_t count) {
+  QuantizeTask a;
+  Beside from{};
+  Status status = task_of(args, cols, count, args.x.cols, a, from);
+  if (status != Status::ok) return status;
+  QuantizeParams p;
+  status = quantize_params(a, p);
+  if (status != Status::ok) return status;
+  p.x_vectors = p.x_vectors && all_aligned(xs, count);
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t before = from.begins[i] * int64_t{kTile};
+    from.xs[i] = reinterpret_cast<uintptr_t>(xs[i]) - before * bytes_of(a.x_dtype);
+    from.strides[i] = strides[i];
+    p.x_vectors = p.x_vectors && strides[i] * bytes_of(a.x_dtype) % 16 == 0;
+  }
+  status = launch(p, from);
+  if (status != Status::ok || a.col_sum == nullptr) return status;
+  return launch_sums(a.col_sum_ws, a.col_sum, a.col_sum_dtype, p.row_tiles, a.cols,
+                     static_cast<cudaStream_t>(a.stream));
 }
 
 }  // namespace te_mx::sm90

@@ -31,10 +31,11 @@ def _native_call(what: Quantize) -> NativeQuantize:
     return NativeQuantize(x, fmt, bool(row), form, rule, col_sum, sum_dtype, spread)
 
 
-def _quantized(what: Quantize, parts: QuantizedParts, rows: int = -1) -> Quantized:
-    """What was made; of `rows` rows where x is a part of them."""
-    own, cols = what.x.shape
-    rows = own if rows < 0 else rows
+def _quantized(
+    what: Quantize, parts: QuantizedParts, shape: tuple[int, int] | None = None
+) -> Quantized:
+    """What was made; of a matrix of this shape where x is a part of it."""
+    rows, cols = shape or what.x.shape
     return Quantized(
         Operand(parts.row_codes, parts.row_scales, what.row, rows, cols) if what.row else None,  # type: ignore[arg-type]
         Operand(parts.col_codes, parts.col_scales, what.col, cols, rows) if what.col else None,  # type: ignore[arg-type]
@@ -74,7 +75,14 @@ class HopperQuantize(Kernel):
         if call.spread == PLAIN or any(part.stride() != first.stride() for part in parts):
             return None
         made = binding.quantize_joined(call, parts)
-        return None if made is None else _quantized(what, made, sum(len(part) for part in parts))
+        shape = sum(len(part) for part in parts), first.shape[1]
+        return None if made is None else _quantized(what, made, shape)
+
+    def run_beside(self, parts: Sequence[Tensor], what: Quantize) -> Quantized | None:
+        call = _native_call(what)
+        made = None if call.spread == PLAIN else binding.quantize_beside(call, parts)
+        shape = len(what.x), sum(part.shape[1] for part in parts)
+        return None if made is None else _quantized(what, made, shape)
 
 
 class HopperRandomQuantize(Kernel):
