@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from te_mx._ops.stored import stored
@@ -33,7 +32,7 @@ class StoredTables(Reclassed):
     def _te_mx_forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's own forward."""
         made = super().forward(*args, **kwargs)  # type: ignore[misc]
-        if not is_tracing() or torch.compiler.is_exporting() or not self._in_region():
+        if not is_tracing() or not self._in_region():
             return made
         if type(made) is tuple and all(_is_table(one) for one in made):
             return tuple([stored(one) for one in made])
