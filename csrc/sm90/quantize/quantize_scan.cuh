@@ -61,12 +61,13 @@ __device__ __forceinline__ void place_tile(Tile& t, const QuantizeParams& p, int
   t.rows = t.last_row ? p.last_rows : 128, t.cols = t.last_col ? p.last_cols : 128;
 }
 
-// The tile of a CTA in the plain order of a grid, `rows_at_once` counting groups of row tiles;
-// false when there is none.
+// The tile of a CTA in the order of a grid, `rows_at_once` counting groups of row tiles; false when
+// there is none. The last rows are first: who wrote the matrix wrote them last, and who reads the
+// codes begins with the first ones, so some of both is in L2.
 __device__ __forceinline__ bool find_tile(Tile& t, const QuantizeParams& p, int rows_at_once) {
-  place_tile(t, p, (rows_at_once << p.group_bits) + (blockIdx.x & ((1 << p.group_bits) - 1)),
-             static_cast<int>(blockIdx.x >> p.group_bits));
-  return t.rt < p.row_tiles;
+  const int before = (rows_at_once << p.group_bits) + (blockIdx.x & ((1 << p.group_bits) - 1));
+  place_tile(t, p, p.row_tiles - 1 - before, static_cast<int>(blockIdx.x >> p.group_bits));
+  return t.rt >= 0;
 }
 __device__ __forceinline__ bool find_tile(Tile& t, const QuantizeParams& p) {
   return find_tile(t, p, blockIdx.y + gridDim.y * blockIdx.z);
