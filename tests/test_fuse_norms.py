@@ -392,6 +392,6 @@ def test_attention_that_keeps_nothing_is_left():
     eager = model_of("Llama", attn_implementation="eager")
     report = te_mx.convert_model(eager, fuse=True, filter_fn=keep_head)
     assert not any("o_proj" in name for name in report.fused)
-    assert not eager.model.layers[0].self_attn.o_proj.save_original_input
+    assert not eager.model.layers[0].self_attn.o_proj.keeps_given_input
     with te_mx.autocast():
         eager(tokens(), labels=tokens()).loss.backward()

@@ -80,6 +80,8 @@ class Linear(MXModule, nn.Linear):
     weight: Any = missing_weight.Weight()
     return_bias: bool = False
     save_original_input: bool = False
+    # What made the input keeps it in eager mode (fusion/outputs.py): then this layer does, too.
+    keeps_given_input: bool = False
     init_method: Callable[[Tensor], Any] | None = None
     parallel_mode: str | None = None
     _split: dict[str, int] | None = None  # rows of each part, by name
@@ -234,10 +236,8 @@ class Linear(MXModule, nn.Linear):
         sink = None
         if routed:
             sink = self._sink(self._parts(weight), is_first_microbatch, self._wgrad_queue())
-        call = Call(
-            settings, output_dtype(inp), tag, kept, self.save_original_input, sink,
-            tokens=self._tokens,
-        )  # fmt: skip
+        save_x = self.save_original_input or (self.keeps_given_input and not tracing)
+        call = Call(settings, output_dtype(inp), tag, kept, save_x, sink, tokens=self._tokens)
         out = linear(inp, weight, added, call)
         return (out, bias) if self.return_bias else out
 
