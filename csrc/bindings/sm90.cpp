@@ -78,16 +78,16 @@ void bind_quantizers(py::module_& m) {
         quantize_joined(args, from.data(), rows.data(), static_cast<int64_t>(from.size())));
   });
   // xs, cols, strides: address, columns and the way from row to row of each matrix.
-  m.def("quantize_beside", [](const QuantizeArgs& args, const std::vector<uintptr_t>& xs,
-                              const std::vector<int64_t>& cols,
-                              const std::vector<int64_t>& strides) {
-    if (xs.size() != cols.size() || xs.size() != strides.size())
-      return number(Status::bad_argument);
-    const std::vector<const void*> from = addresses(xs);
-    const DeviceScope scope(args.execution.device);
-    return number(quantize_beside(args, from.data(), cols.data(), strides.data(),
-                                  static_cast<int64_t>(from.size())));
-  });
+  m.def("quantize_beside",
+        [](const QuantizeArgs& args, const std::vector<uintptr_t>& xs,
+           const std::vector<int64_t>& cols, const std::vector<int64_t>& strides) {
+          if (xs.size() != cols.size() || xs.size() != strides.size())
+            return number(Status::bad_argument);
+          const std::vector<const void*> from = addresses(xs);
+          const DeviceScope scope(args.execution.device);
+          return number(quantize_beside(args, from.data(), cols.data(), strides.data(),
+                                        static_cast<int64_t>(from.size())));
+        });
   bind_call(m, "pack", pack);
   bind_call(m, "dequantize", dequantize);
   m.def("row_sums_workspace_bytes", &row_sums_workspace_bytes);
