@@ -22,6 +22,7 @@ from te_mx.layouts.base import Layout, Parts, Shape
 
 ROWS, QUAD, BLOCK = 16, 128, 32
 LEAST, MOST, NAN = 24, 215, 255
+UP = 6  # of scale bytes beside codes of 4 bits, which the kernels read as E4M3 codes times 2^-6
 LEAST_FACTOR, MOST_FACTOR = 2.0**-60, 2.0**60
 ELEMENTS = "e4m3", "e5m2", "e2m1"
 
@@ -61,6 +62,8 @@ class SM90Decode(Layout):
             bytes_ = blocks.view(torch.uint8)
         else:
             bytes_ = blocks = pad(scales, (0, quads * 4 - scales.shape[1], 0, below))
+            if fmt.element.bits == 4:
+                bytes_ = torch.where(blocks < NAN - UP, blocks + UP, blocks)
         bytes_ = bytes_.view(groups, 2, 8, quads, 4).permute(0, 3, 2, 1, 4)
         packed = torch.cat((lanes.flatten(2), bytes_.flatten(2)), 2)
         return packed, _fits(one, blocks, fmt.element.sign)[:rows]
@@ -79,6 +82,8 @@ class SM90Decode(Layout):
             given = blocks.contiguous().view(torch.float32)[::step].contiguous()
         else:
             given = blocks[:, : fmt.blocks(k)].contiguous()
+            if fmt.element.bits == 4:
+                given = torch.where(given < NAN, given - UP, given)
         return fmt.pack(one.contiguous()), given
 
 
@@ -102,21 +107,16 @@ def _fits(codes: Tensor, scales: Tensor, sign: int) -> Tensor:
 
 def _to_words(codes: Tensor) -> Tensor:
     """Eight codes of 4 bits [.., 8] as four bytes: see te_mx/sm90_decode.h."""
-    magnitude, sign = codes & 7, codes >> 3
-    bytes_ = [
-        magnitude[..., 2 * i] | magnitude[..., 2 * i + 1] << 4
-        | sign[..., 4 + i] << 3 | sign[..., i] << 7
-        for i in range(4)
-    ]  # fmt: skip
-    return torch.stack(bytes_, -1)
+    low, high = codes.split(4, -1)
+    return low >> 3 << 7 | (low & 7) << 2 | (high & 4) << 4 | high >> 3 << 5 | high & 3
 
 
 def _of_words(words: Tensor) -> Tensor:
     """The other way: bytes [.., n] to codes [.., 2 n]."""
     w = words.unflatten(-1, (-1, 4))
-    magnitude = torch.stack((w & 7, w >> 4 & 7), -1).flatten(-2)
-    sign = torch.cat((w >> 7, w >> 3 & 1), -1)
-    return (magnitude | sign << 3).flatten(-2)
+    low = w >> 7 << 3 | w >> 2 & 7
+    high = (w >> 5 & 1) << 3 | (w >> 6 & 1) << 2 | w & 3
+    return torch.cat((low, high), -1).flatten(-2)
 
 
 SM90_DECODE = SM90Decode()

@@ -6,11 +6,11 @@
 // and then its scales:
 //   8 bits, 2112 bytes: four blocks of [32 lanes][16 bytes]; lane 4g + t has codes 4t .. 4t + 3 of
 //     the block of row g, those of row g + 8, then 16 + 4t .. 16 + 4t + 3 of both;
-//   4 bits, 1088 bytes: four blocks of [32 lanes][8 bytes]; the same codes, eight in a word: that
-//     of bits 4i .. 4i + 2 is the magnitude of code i, bits 7, 15, 23, 31 are the signs of the
-//     first four, bits 3, 11, 19, 27 those of the others;
+//   4 bits, 1088 bytes: four blocks of [32 lanes][8 bytes]; the same codes, eight in a word: byte i
+//     of it has code i in bits 7 (its sign) and 4, 3, 2, and code 4 + i in bits 5 (its sign) and
+//     6, 1, 0;
 //   64 bytes of scales: [8][8]: at g those of row g over the quad, then those of row g + 8: four
-//     bytes each, or one fp32 number.
+//     bytes each, or one fp32 number. Those of 4 bits are 6 more, but for 255.
 #pragma once
 
 #include <cstdint>
@@ -37,6 +37,8 @@ inline constexpr int kDecodeBars = kDecodeWarps * kDecodeMaxStages + 4 * kDecode
 inline constexpr int kDecodeBarBytes = kDecodeBars * 8 + 16;  // with what the block is
 // Two CTAs share an SM: while one ends, that of the next product loads its weights.
 inline constexpr int kDecodeSmem = 113 * 1024;
+// Never three: CTAs of one product would gather on some SMs, those of the next on others.
+inline constexpr int kDecodeLeastSmem = 76 * 1024;
 
 constexpr int decode_quad_bytes(Element element) {
   return kDecodeRows * kDecodeQuad / (element == Element::e2m1 ? 2 : 1) + 64;
@@ -67,11 +69,15 @@ constexpr int decode_input_bytes(int rows, bool halves) {
 }
 constexpr int decode_scale_bytes(int rows) { return rows * 4 * 4; }
 
+// Quotients of numbers below 256 by one up to 256, without a division on the device:
+// a / b is (a * quotient_factor(b)) >> 16.
+constexpr int quotient_factor(int b) { return 65536 / b + 1; }
+
 // What of shared memory goes where, for so many rows of x: depends on the split, and no result on
 // it.
 struct DecodeRoom {
-  int stage_quads = 0, stages = 0;  // of every warp's ring of weights; 0: no room
-  int input_quads = 0;              // of x of every part that are there at once
+  int stages = 0;       // quads of every warp's ring of weights; 0: no room
+  int input_quads = 0;  // of x of every part that are there at once
   int scales_at = 0, sums_at = 0, ring_at = 0, bars_at = 0, bytes = 0;  // x lies first
 };
 DecodeRoom decode_room(const DecodeSplit& split, int64_t k, int rows, Element element, bool halves);

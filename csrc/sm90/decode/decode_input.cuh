@@ -63,7 +63,8 @@ __device__ __forceinline__ uint32_t scale_byte(const DecodeInput& in, uint32_t a
 struct InputRoom {
   uint8_t* data;
   uint8_t* scales;
-  int each, width;  // quads of a part, and of both
+  int each, width;   // quads of a part, and of both
+  int width_factor;  // quotient_factor(width)
   int pass_first;
   int first[2], last[2];
   int64_t k;  // of x: what lies behind is zero
@@ -307,8 +308,8 @@ __device__ __forceinline__ void fill_by(const DecodeInput& in, const InputRoom& 
   constexpr int kWorkers = kDecodeThreads / 16;
   const int lane = threadIdx.x % 16, worker = threadIdx.x / 16, count = block.count;
   const int all = count * to.width;
-  const int rows_on = kWorkers / to.width, quads_on = kWorkers % to.width;
-  int row = worker / to.width, q = worker % to.width;
+  const int rows_on = kWorkers * to.width_factor >> 16, quads_on = kWorkers - rows_on * to.width;
+  int row = worker * to.width_factor >> 16, q = worker - row * to.width;
   // NOTE: both halves of a warp go on together, for their shuffles.
   for (int at = worker & ~1; at < all; at += kWorkers * kBatch) {
     Eight x[kBatch];
@@ -332,12 +333,13 @@ __device__ __forceinline__ void fill_by(const DecodeInput& in, const InputRoom& 
 }
 
 // Values in T, or products of activations and gates, where x comes in whole vectors.
-template <class Eight, class T, int kRows, bool kHalves, bool kFactors, int kBatch>
+template <class Eight, class T, bool kVectors, int kRows, bool kHalves, bool kFactors, int kBatch>
 __device__ __forceinline__ void fill_values(const DecodeInput& in, const InputRoom& to,
                                             const DecodeRows& block) {
-  if constexpr (kBatch > 1) {
+  if constexpr (kVectors) {
+    constexpr int kGated = kBatch < 2 ? kBatch : 2;
     if (in.gate != nullptr)
-      return fill_by<EightGated<Eight, T>, kRows, kHalves, kFactors, 2>(in, to, block);
+      return fill_by<EightGated<Eight, T>, kRows, kHalves, kFactors, kGated>(in, to, block);
   }
   fill_by<Eight, kRows, kHalves, kFactors, kBatch>(in, to, block);
 }
@@ -350,11 +352,11 @@ __device__ __forceinline__ void fill_as(const DecodeInput& in, const InputRoom& 
     fill_by<EightCodes<kFmt, kVectors, kHalves, kFactors>, kRows, kHalves, kFactors, kBatch>(in, to,
                                                                                              block);
   } else if (in.dtype == DType::bf16) {
-    fill_values<EightValues<__nv_bfloat16, kFmt, kVectors, kHalves, kFactors>, __nv_bfloat16, kRows,
-                kHalves, kFactors, kBatch>(in, to, block);
+    fill_values<EightValues<__nv_bfloat16, kFmt, kVectors, kHalves, kFactors>, __nv_bfloat16,
+                kVectors, kRows, kHalves, kFactors, kBatch>(in, to, block);
   } else if (in.dtype == DType::f16) {
-    fill_values<EightValues<__half, kFmt, kVectors, kHalves, kFactors>, __half, kRows, kHalves,
-                kFactors, kBatch>(in, to, block);
+    fill_values<EightValues<__half, kFmt, kVectors, kHalves, kFactors>, __half, kVectors, kRows,
+                kHalves, kFactors, kBatch>(in, to, block);
   } else {
     fill_by<EightValues<float, kFmt, kVectors, kHalves, kFactors>, kRows, kHalves, kFactors, kWide>(
         in, to, block);
@@ -381,12 +383,13 @@ __device__ __forceinline__ void fill_any(const DecodeInput& in, const InputRoom&
   }
 }
 
-// By all threads. Rows with other than whole vectors take their time.
-template <int kRows, bool kHalves, bool kFactors>
+// By all threads, each of which loads kBatch vectors before it uses the first. Rows with other than
+// whole vectors take their time.
+template <int kRows, bool kHalves, bool kFactors, int kBatch>
 __device__ __forceinline__ void fill_pass(const DecodeInput& in, const InputRoom& to,
                                           const DecodeRows& block) {
   if (in.vectors && to.k % 8 == 0) {
-    fill_any<true, kRows, kHalves, kFactors, 4>(in, to, block);
+    fill_any<true, kRows, kHalves, kFactors, kBatch>(in, to, block);
   } else {
     fill_any<false, kRows, kHalves, kFactors, 1>(in, to, block);
   }
@@ -398,8 +401,8 @@ __global__ void __launch_bounds__(kDecodeThreads)
     prepare_rows(const __grid_constant__ DecodeInput in, const __grid_constant__ DecodeRows given,
                  int64_t k, int quads) {
   tile::let_dependents_start();
-  tile::await_predecessors();
   DecodeRows rows = given;
+  if (!rows.early()) tile::await_predecessors();
   if (!rows.begin(static_cast<int>(blockIdx.y)) || rows.group < 0) return;
   const int quad = static_cast<int>(blockIdx.x);
   const int64_t place = int64_t{blockIdx.y} * quads + quad;
@@ -407,11 +410,13 @@ __global__ void __launch_bounds__(kDecodeThreads)
                        in.made_scales + place * decode_scale_bytes(kRows),
                        1,
                        1,
+                       quotient_factor(1),
                        0,
                        {quad, 0},
                        {quad + 1, 0},
                        k};
-  fill_pass<kRows, kHalves, kFactors>(in, room, rows);
+  if (rows.early()) tile::await_predecessors();
+  fill_pass<kRows, kHalves, kFactors, kRows / 16>(in, room, rows);
 }
 
 }  // namespace te_mx::sm90

@@ -32,7 +32,8 @@ struct DecodeParams {
   int n = 0, k = 0;
   int groups = 0, quads = 0;  // of all weights
   DecodeSplit split;
-  int part_quads = 0, longer_parts = 0;  // quads of a part; parts that have one more
+  int cluster_factor = 0, width_factor = 0;  // quotient_factor() of the cluster, of quads of x
+  int part_quads = 0, longer_parts = 0;      // quads of a part; parts that have one more
   DecodeRoom room;
   DecodeInput in;
   DecodeOut out;
@@ -55,42 +56,55 @@ __device__ __forceinline__ uint64_t* bar_at(int offset, int i) {
   return reinterpret_cast<uint64_t*>(smem + offset) + i;
 }
 
-// The weights of a group on their way through a warp's ring, stages of `size` quads.
+// The weights of a group on their way through a warp's ring.
 template <int kQuadBytes>
 struct WeightRing {
   const uint8_t* from;  // what is asked for next
-  uint32_t data;        // a shared address
-  int bars;             // where they lie in dynamic shared memory
   int left;             // quads not asked for
-  int size, stages;
-  int stage = 0, inside = 0;  // what is read: a quad of a stage
+  // Shared addresses: of the first quad and of its barrier, where the ring ends.
+  uint32_t first, first_bar, end;
+  uint32_t at, bar;  // what is read
   uint32_t phase = 0;
 
-  __device__ __forceinline__ uint32_t place() const {
-    return data + (stage * size + inside) * kQuadBytes;
+  __device__ __forceinline__ WeightRing(const uint8_t* from, int left, uint32_t first,
+                                        uint32_t first_bar, int stages)
+      : from(from),
+        left(left),
+        first(first),
+        first_bar(first_bar),
+        end(first + stages * kQuadBytes),
+        at(first),
+        bar(first_bar) {}
+
+  // Asks for all that there is room for.
+  __device__ __forceinline__ void begin() {
+    do {
+      ask();
+      step();
+    } while (at != first);
+    phase = 0;
   }
   // Before a quad is read.
-  __device__ __forceinline__ void wait() const {
-    if (inside == 0) tile::mbar_wait(bar_at(bars, stage), phase);
-  }
-  // By the whole warp, for which one lane asks.
-  __device__ __forceinline__ void ask(int to, bool leader) {
-    if (left <= 0) return;
-    const int bytes = min(size, left) * kQuadBytes;
-    if (leader) {
-      const uint32_t bar = tile::smem_addr(bar_at(bars, to));
-      tile::mbar_arrive_expect(bar, bytes);
-      tile::bulk_load(data + to * size * kQuadBytes, from, bytes, bar);
-    }
-    from += bytes, left -= size;
-  }
+  __device__ __forceinline__ void wait() const { tile::mbar_wait(bar, phase); }
   // By the whole warp, which has read the quad.
   __device__ __forceinline__ void next() {
-    if (++inside < size) return;
-    inside = 0;
-    __syncwarp();
-    ask(stage, tile::elect_one());
-    if (++stage == stages) stage = 0, phase ^= 1;
+    if (left > 0) __syncwarp();
+    ask();
+    step();
+  }
+
+ private:
+  __device__ __forceinline__ void ask() {
+    if (left <= 0) return;
+    if (tile::elect_one()) {
+      tile::mbar_arrive_expect(bar, kQuadBytes);
+      tile::bulk_load(at, from, kQuadBytes, bar);
+    }
+    from += kQuadBytes, --left;
+  }
+  __device__ __forceinline__ void step() {
+    at += kQuadBytes, bar += 8;
+    if (at == end) at = first, bar = first_bar, phase ^= 1;
   }
 };
 
@@ -117,9 +131,17 @@ struct InputRing {
     tile::bulk_load(scales + to * kScales, p.in.made_scales + quad * kScales, kScales, bar);
   }
   __device__ __forceinline__ void wait() const { tile::mbar_wait(bar_at(bars, place), phase); }
-  // By a warp that has read quad i. The one that asks does so for the place of the quad before,
-  // which the others have read by now, more or less.
+  // By a warp that has read quad i.
   __device__ __forceinline__ void next(const DecodeParams& p, int i, bool asks, int lane) {
+    if (each < length) give_back(p, i, asks, lane);
+    if (++place == each) place = 0, phase ^= 1;
+  }
+
+ private:
+  // The warp that asks does so for the place of the quad before, which the others have read by now,
+  // more or less.
+  __device__ __forceinline__ void give_back(const DecodeParams& p, int i, bool asks,
+                                            int lane) const {
     if (i + each < length) {
       __syncwarp();
       if (lane == 0) tile::mbar_arrive(bar_at(bars + kDecodeMaxSteps * 8, place));
@@ -133,7 +155,6 @@ struct InputRing {
                       behind == 1 && wraps ? phase ^ 1 : phase);
       if (lane == 0) ask(p, i - behind + each, other);
     }
-    if (++place == each) place = 0, phase ^= 1;
   }
 };
 
@@ -172,20 +193,16 @@ __global__ void __launch_bounds__(kDecodeThreads, Math::kCtas)
   DecodeBlock* const block = reinterpret_cast<DecodeBlock*>(bars + kDecodeBars);
   if (threadIdx.x == 0) *block = rows;
   const QuadRange quads(p, rank * parts + part);
-  const int size = p.room.stage_quads, stages = p.room.stages;
-  WeightRing<kQuad> ring{
+  WeightRing<kQuad> ring(
       p.w + rows.group * p.w_stride + (int64_t{group} * p.quads + quads.first) * kQuad,
-      base + p.room.ring_at + warp * stages * size * kQuad,
-      p.room.bars_at + warp * kDecodeMaxStages * 8,
-      there ? quads.last - quads.first : 0,
-      size,
-      stages};
+      there ? quads.last - quads.first : 0, base + p.room.ring_at + warp * p.room.stages * kQuad,
+      base + p.room.bars_at + warp * kDecodeMaxStages * 8, p.room.stages);
   if (lane == 0) {
-    for (int i = 0; i < stages; ++i) tile::mbar_init(bars + warp * kDecodeMaxStages + i, 1);
+    for (int i = 0; i < p.room.stages; ++i) tile::mbar_init(bars + warp * kDecodeMaxStages + i, 1);
     tile::mbar_init_fence();
   }
   __syncwarp();
-  for (int i = 0; i < stages; ++i) ring.ask(i, tile::elect_one());
+  ring.begin();
   if (kRows > kDecodeOwnRows && threadIdx.x == 0) {
     uint64_t* const steps = bars + kDecodeWarps * kDecodeMaxStages;
     for (int i = 0; i < 2 * kDecodeMaxSteps; ++i) {
@@ -206,26 +223,32 @@ __global__ void __launch_bounds__(kDecodeThreads, Math::kCtas)
     tile::cluster_arrive_relaxed();  // whoever has waited for it may send
   }
   tile::let_dependents_start();
-  if (rows.early()) tile::await_predecessors();
 
-  DecodeSums<Math> sums((threadIdx.x | p.k) >> 31);
   const int each = p.room.input_quads, length = quads.last - quads.first;
   const uint32_t own_x = base + part * each * Math::kInputBytes;
-  const uint32_t own_scales = base + p.room.scales_at + part * each * decode_scale_bytes(kRows);
+  const uint32_t own_scales = base + p.room.scales_at + part * each * decode_scale_bytes(kRows) +
+                              scale_offset<kRows>(lane % 4, 0);
+  // Where this lane's sums go, worked out before x is there.
+  float4* const all_sums = reinterpret_cast<float4*>(smem + p.room.sums_at);
+  const int fragment0 = own_tile * (kRows / 8) * kDecodeTile + warp % 4;
+  const int own_part = rank * parts + part;
+
+  DecodeSums<Math> sums;
   // The next quad of the warp's part times that of x in `place`.
   const auto add_quad = [&](int place) {
     // NOTE: warps without a group multiply whatever lies there, for nobody.
     if (there) ring.wait();
-    sums.add(ring.place(), tile::wgmma_desc_at(own_x + place * Math::kInputBytes),
-             own_scales + place * decode_scale_bytes(kRows) + scale_offset<kRows>(lane % 4, 0),
-             lane);
-    if (there) ring.next();
+    sums.add(ring.at, tile::wgmma_desc_at(own_x + place * Math::kInputBytes),
+             own_scales + place * decode_scale_bytes(kRows), lane, [&] {
+               if (there) ring.next();
+             });
   };
   if constexpr (kRows > kDecodeOwnRows) {
     __syncthreads();  // barriers are there
+    if (rows.early()) tile::await_predecessors();
     InputRing<Math> x{
         own_x,
-        own_scales,
+        base + p.room.scales_at + part * each * decode_scale_bytes(kRows),
         p.room.bars_at + (kDecodeWarps * kDecodeMaxStages + 2 * part * kDecodeMaxSteps) * 8,
         quads.first,
         length,
@@ -234,6 +257,7 @@ __global__ void __launch_bounds__(kDecodeThreads, Math::kCtas)
     if (asks && lane == 0) {
       for (int i = 0; i < each; ++i) x.ask(p, i, i);
     }
+#pragma unroll 1
     for (int i = 0; i < length; ++i) {
       x.wait();
       add_quad(x.place);
@@ -245,28 +269,30 @@ __global__ void __launch_bounds__(kDecodeThreads, Math::kCtas)
                    smem + p.room.scales_at,
                    each,
                    each * parts,
+                   p.width_factor,
                    0,
                    {first.first, second.first},
                    {first.last, second.last},
                    p.k};
+    if (rows.early()) tile::await_predecessors();
     // NOTE: the first part is the longest. Its passes are those of the CTA.
     for (; room.pass_first < first.last - first.first; room.pass_first += each) {
       if (room.pass_first > 0) __syncthreads();
-      fill_pass<kRows, Math::kHalves, Math::kFactors>(p.in, room, rows);
+      fill_pass<kRows, Math::kHalves, Math::kFactors, 4>(p.in, room, rows);
       tile::fence_async_proxy();
       __syncthreads();
       const int last = min(each, length - room.pass_first);
+#pragma unroll 1
       for (int i = 0; i < last; ++i) add_quad(i);
     }
   }
   sums.end();
 
   if (cluster > 1) tile::cluster_wait();
-  float4* const all_sums = reinterpret_cast<float4*>(smem + p.room.sums_at);
 #pragma unroll
   for (int j = 0; j < kRows / 8; ++j) {
-    const int fragment = (own_tile * (kRows / 8) + j) * kDecodeTile + warp % 4;
-    float4* const to = all_sums + sums_place.of(fragment, rank * parts + part) + lane;
+    const int fragment = fragment0 + j * kDecodeTile;
+    float4* const to = all_sums + sums_place.of(fragment, own_part) + lane;
     const float* const v = sums.v + 4 * j;
     if (cluster == 1) {
       *to = {v[0], v[1], v[2], v[3]};
@@ -274,11 +300,12 @@ __global__ void __launch_bounds__(kDecodeThreads, Math::kCtas)
       tile::send(to,
                  uint4{__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
                        __float_as_uint(v[3])},
-                 sums_bar, fragment % cluster);
+                 sums_bar, sums_place.owner(fragment));
     }
   }
   Residual residual;
-  if constexpr (kResidualFirst<kRows>) {
+  if constexpr (kRows == 8) {
+    // NOTE: that of a warp's first fragment is asked for before the sums come.
     const int slot = static_cast<int>(threadIdx.x) / 32;
     residual.load(p, FragmentPlace::of<kRows>(sums_place, slot, tile0), *block);
   }
@@ -287,7 +314,11 @@ __global__ void __launch_bounds__(kDecodeThreads, Math::kCtas)
   } else {
     __syncthreads();
   }
-  finish<kRows>(p, sums_place, all_sums, tile0, *block, residual);
+  if constexpr (kRows == 8) {
+    finish<kRows>(p, sums_place, all_sums, tile0, *block, residual);
+  } else {
+    finish_wide<kRows>(p, sums_place, all_sums, tile0, *block);
+  }
 }
 
 }  // namespace te_mx::sm90

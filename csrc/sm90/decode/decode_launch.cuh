@@ -1,6 +1,8 @@
 // How a product is cut, and the launches of its kernels.
 #pragma once
 
+#include <algorithm>
+
 #include "common/launch.h"
 #include "decode/decode_kernel.cuh"
 
@@ -16,6 +18,8 @@ inline Status cut_decode(DecodeParams& p, const DecodeSplit& split, Element elem
   const int parts = split.cluster * split.parts();
   p.part_quads = p.quads / parts, p.longer_parts = p.quads % parts;
   p.room = decode_room(split, k, rows, element, halves);
+  p.cluster_factor = quotient_factor(split.cluster);
+  p.width_factor = quotient_factor(std::max(1, p.room.input_quads * split.parts()));
   return p.room.stages == 0 ? Status::unsupported : Status::ok;
 }
 
@@ -58,7 +62,7 @@ Status launch_decode(const DecodeParams& p, const DecodeRows& rows, int64_t bloc
   config.gridDim =
       dim3(static_cast<unsigned>(clusters * p.split.cluster), static_cast<unsigned>(blocks));
   config.blockDim = dim3(kDecodeThreads);
-  config.dynamicSmemBytes = static_cast<size_t>(p.room.bytes);
+  config.dynamicSmemBytes = static_cast<size_t>(std::max(p.room.bytes, kDecodeLeastSmem));
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = attributes;
   config.numAttrs = 2;

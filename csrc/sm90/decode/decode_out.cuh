@@ -60,6 +60,50 @@ __device__ __forceinline__ float activated(const DecodeOut& out, float v) {
   return to;
 }
 
+__device__ __forceinline__ void activate(const DecodeOut& out, float (&v)[8]) {
+  const ActWords words{out.act, false, 0.0f, 0.0f, 0.0f};
+  const auto apply = [&](const auto& f) {
+#pragma unroll
+    for (float& one : v) one = f(one).value;
+  };
+  if (out.dtype == DType::f32) {
+    with_activation<true>(words, apply);
+  } else {
+    with_activation<false>(words, apply);
+  }
+}
+
+__device__ __forceinline__ uint32_t pair_of(DType dtype, float low, float high) {
+  if (dtype == DType::bf16) {
+    const __nv_bfloat162 two = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&two);
+  }
+  const __half2 two = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&two);
+}
+
+// Eight numbers side by side, of which `count` exist.
+__device__ __forceinline__ void store_eight(void* to, int64_t i, DType dtype, const float (&v)[8],
+                                            int count) {
+  char* const at = static_cast<char*>(to) + i * (dtype == DType::f32 ? 4 : 2);
+  if (count == 8 && reinterpret_cast<uintptr_t>(at) % 16 == 0) {
+    uint4* const whole = reinterpret_cast<uint4*>(at);
+    if (dtype == DType::f32) {
+      whole[0] = {__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
+                  __float_as_uint(v[3])};
+      whole[1] = {__float_as_uint(v[4]), __float_as_uint(v[5]), __float_as_uint(v[6]),
+                  __float_as_uint(v[7])};
+    } else {
+      *whole = {pair_of(dtype, v[0], v[1]), pair_of(dtype, v[2], v[3]), pair_of(dtype, v[4], v[5]),
+                pair_of(dtype, v[6], v[7])};
+    }
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < 8; ++j)
+    if (j < count) store_number(to, i + j, dtype, v[j]);
+}
+
 // Zeros in columns [first, last) of a block of rows.
 __device__ __forceinline__ void clear(const DecodeOut& out, const DecodeBlock& rows, int first,
                                       int last) {
@@ -73,21 +117,28 @@ __device__ __forceinline__ void clear(const DecodeOut& out, const DecodeBlock& r
 // float4; its parts of k lie one behind the other in the CTA `fragment % cluster`.
 struct SumsPlace {
   int cluster, parts, tiles, rank;
+  int factor;  // quotient_factor(cluster)
 
   template <class Params>
   __device__ __forceinline__ SumsPlace(const Params& p, int rank)
       : cluster(p.split.cluster),
         parts(p.split.cluster * p.split.parts()),
         tiles(p.split.tiles),
-        rank(rank) {}
+        rank(rank),
+        factor(p.cluster_factor) {}
+  __device__ __forceinline__ int turn(int fragment) const { return fragment * factor >> 16; }
   // Fragments that this CTA adds up.
   __device__ __forceinline__ int mine(int rows) const {
-    return (tiles * kDecodeTile * (rows / 8) - rank + cluster - 1) / cluster;
+    return turn(tiles * kDecodeTile * (rows / 8) - rank + cluster - 1);
   }
   __device__ __forceinline__ int bytes(int rows) const { return mine(rows) * parts * 512; }
   // In float4.
   __device__ __forceinline__ int of(int fragment, int part) const {
-    return (fragment / cluster * parts + part) * 32;
+    return (turn(fragment) * parts + part) * 32;
+  }
+  // Who adds a fragment up.
+  __device__ __forceinline__ int owner(int fragment) const {
+    return fragment - turn(fragment) * cluster;
   }
 };
 
@@ -130,6 +181,51 @@ struct Residual {
 template <int kRows>
 inline constexpr bool kResidualFirst = kRows == 8;
 
+// The same of many rows: half a warp has a fragment, a lane a row of x and eight of the weights,
+// which lie side by side in a row of out.
+template <int kRows, class Params>
+__device__ __forceinline__ void finish_wide(const Params& p, const SumsPlace& place,
+                                            const float4* sums, int tile0,
+                                            const DecodeBlock& rows) {
+  const int lane = threadIdx.x % 16, half = lane % 2, mine = place.mine(kRows);
+  const DecodeOut& out = p.out;
+  for (int slot = static_cast<int>(threadIdx.x) / 16; slot < mine; slot += 2 * kDecodeWarps) {
+    const int fragment = place.rank + slot * place.cluster, tile = fragment / kDecodeTile;
+    const int group = (tile0 + tile / (kRows / 8)) * kDecodeTile + fragment % kDecodeTile;
+    const int col = tile % (kRows / 8) * 8 + lane / 2, n = group * kDecodeRows + half * 8;
+    const int count = min(8, p.n - n);
+    if (col >= rows.count || count <= 0) continue;
+    const float* from = reinterpret_cast<const float*>(sums + slot * place.parts * 32) +
+                        lane / 4 * 4 + half * 2 + lane / 2 % 2;
+    float v[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] = from[16 * i];
+#pragma unroll 4
+    for (int part = 1; part < place.parts; ++part) {
+      from += 128;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) v[i] += from[16 * i];
+    }
+    if (out.bias != nullptr) {
+      const int64_t bias0 = int64_t{rows.group} * p.n + n;
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        if (i < count) v[i] += load_number(out.bias, bias0 + i, out.bias_dtype);
+    }
+    if (out.activates) activate(out, v);
+    const int64_t row = rows.first + col;
+    store_eight(out.out, row * out.ld + n, out.dtype, v, count);
+    if (out.residual == nullptr) continue;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (i < count)
+        v[i] = add(load_fresh(out.residual, row * out.residual_ld + n + i, out.dtype),
+                   rounded_to(out.dtype, v[i]));
+    }
+    store_eight(out.sum, row * p.n + n, out.dtype, v, count);
+  }
+}
+
 // Adds the parts of this CTA's fragments up and writes them out.
 template <int kRows, class Params>
 __device__ __forceinline__ void finish(const Params& p, const SumsPlace& place, const float4* sums,
@@ -144,6 +240,7 @@ __device__ __forceinline__ void finish(const Params& p, const SumsPlace& place, 
     if (slot > warp || !kResidualFirst<kRows>) residual.load(p, at, rows);
     const float4* const from = sums + slot * place.parts * 32 + lane;
     float4 s = from[0];
+#pragma unroll 4
     for (int part = 1; part < place.parts; ++part) {
       const float4 v = from[part * 32];
       s.x += v.x, s.y += v.y, s.z += v.z, s.w += v.w;

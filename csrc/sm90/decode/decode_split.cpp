@@ -23,7 +23,7 @@ struct Costs {
   double crowd;     // a CTA more on every SM
   double idle;
 };
-constexpr Costs kAlone{0.35, 0.05, 0.07, 0.0, 2.0 / 11},
+constexpr Costs kAlone{0.35, 0.05, 0.1, 0.0, 2.0 / 11},
     kAmongOthers{0.15, 0.03, 0.08, 0.5, 1.0 / 11};
 
 }  // namespace
@@ -57,15 +57,13 @@ DecodeRoom decode_room(const DecodeSplit& s, int64_t k, int rows, Element elemen
   const int64_t sums = ceil_div(fragments, s.cluster) * s.cluster * parts * 512;
   const int64_t input = parts * (decode_input_bytes(rows, halves) + decode_scale_bytes(rows));
   DecodeRoom room;
-  room.stage_quads = static_cast<int>(std::min<int64_t>(part, element == Element::e2m1 ? 2 : 1));
-  const int64_t stage = int64_t{kDecodeWarps} * room.stage_quads * decode_quad_bytes(element);
-  const int64_t needed =
-      std::min<int64_t>(ceil_div(part, room.stage_quads), int64_t{kDecodeMaxStages});
+  const int64_t stage = int64_t{kDecodeWarps} * decode_quad_bytes(element);
+  const int64_t needed = std::min<int64_t>(part, kDecodeMaxStages);
   const int64_t bars = kDecodeBarBytes;
   const int64_t most = kDecodeSmem - bars - sums;
-  // Four stages are twice what HBM wants to have been asked for; then as much of x as there is room
-  // for, then more stages.
-  int64_t stages = std::min<int64_t>(needed, 4);
+  // Half of them, or eight of 4 bits, are what HBM wants to have been asked for; then as much of x
+  // as there is room for, then more stages.
+  int64_t stages = std::min<int64_t>(needed, element == Element::e2m1 ? 8 : 4);
   while (stages > 2 && (most - stages * stage) / input < std::min<int64_t>(part, 4)) --stages;
   if ((most - stages * stage) / input < 1) stages = 1;
   // Prepared rows arrive quad by quad; of many rows there is room for few.

@@ -34,20 +34,16 @@ struct DecodeSums {
   using Block = WeightBlock<Math::kFmt>;
   float v[Math::kFloats] = {};
   uint32_t nan[2] = {};
-  uint32_t fp4_low;
-
-  // `zero`: a register with 0 in it, of which the compiler knows nothing.
-  __device__ __forceinline__ explicit DecodeSums(uint32_t zero) : fp4_low(kFp4Low + zero) {}
 
   // A block as operand A: 32 codes, or 16 fp16 numbers and 16 more.
   static constexpr int kParts = Math::kHalves ? 2 : 1;
   using Operand = uint32_t[kParts][4];
-  __device__ __forceinline__ void make(Operand& a, const Block& w) const {
+  static __device__ __forceinline__ void make(Operand& a, const Block& w) {
     if constexpr (Math::kHalves) {
-      w.halves(0, fp4_low, a[0]), w.halves(1, fp4_low, a[1]);
+      w.halves(0, a[0]), w.halves(1, a[1]);
       tile::wgmma_pin(a[0]), tile::wgmma_pin(a[1]);
     } else {
-      w.operand(fp4_low, a[0]);
+      w.operand(a[0]);
       tile::wgmma_pin(a[0]);
     }
   }
@@ -66,10 +62,8 @@ struct DecodeSums {
     }
   }
 
-  // Scales of a piece of x and a block, of two columns in four words. Of few rows all blocks' are
-  // read while the tensor cores work.
+  // Scales of a piece of x and a block, of two columns in four words.
   static constexpr int kScales = Math::kPiece == 8 ? 1 : Math::kPiece / 16;
-  static constexpr bool kScalesFirst = Math::kTogether == 4;
   struct Scales {
     uint4 s[kScales];
     __device__ __forceinline__ void read(uint32_t at, int piece) {
@@ -104,14 +98,18 @@ struct DecodeSums {
   }
 
   // The quad of weights at a shared address times that of x; `scales`: of the quad's rows of x, by
-  // lanes.
-  __device__ __forceinline__ void add(uint32_t at, uint32_t x, uint32_t scales, int lane) {
+  // lanes. leave(): the quad's weights were read, before the last of their products are taken.
+  template <class Leave>
+  __device__ __forceinline__ void add(uint32_t at, uint32_t x, uint32_t scales, int lane,
+                                      const Leave& leave) {
     const uint2 own = load_scales<Math::kFmt>(at, lane);
     if constexpr (Math::kFactors) {
       add_quad(at, x, scales, lane, own, std::make_integer_sequence<int, Math::kPieces>{});
+      leave();
     } else {
       nan[0] |= bytes_of_ones(own.x), nan[1] |= bytes_of_ones(own.y);
-      add_blocks(at, x, scales, lane, own, std::make_integer_sequence<int, Math::kTogether>{},
+      add_blocks(at, x, scales, lane, own, leave,
+                 std::make_integer_sequence<int, Math::kTogether>{},
                  std::make_integer_sequence<int, 4 * Math::kPieces>{});
     }
   }
@@ -143,9 +141,9 @@ struct DecodeSums {
   }
 
   // With scales of blocks: sum u is that of piece u % kPieces with block u / kPieces.
-  template <int... kFirst, int... kI>
+  template <class Leave, int... kFirst, int... kI>
   __device__ __forceinline__ void add_blocks(uint32_t at, uint32_t x, uint32_t scales, int lane,
-                                             const uint2& own,
+                                             const uint2& own, const Leave& leave,
                                              std::integer_sequence<int, kFirst...>,
                                              std::integer_sequence<int, kI...>) {
     constexpr int kPieces = Math::kPieces, kTogether = Math::kTogether;
@@ -160,22 +158,17 @@ struct DecodeSums {
       tile::wgmma_commit();
     };
     ((kFirst % kPieces == 0 ? made(kFirst / kPieces) : void()), ...);
-    Scales of_x[kScalesFirst ? 4 : 1];
-    if constexpr (kScalesFirst) {
-#pragma unroll
-      for (int b = 0; b < 4; ++b) of_x[b].read(scales + b * Math::kRows * 4, 0);
-    }
     tile::wgmma_fence();
     (begin(kFirst), ...);
     const auto take = [&](auto u) {
-      constexpr int kNext = u + kTogether;
+      constexpr int kNext = u + kTogether, b = u / kPieces;
+      if constexpr (kNext == kSums) leave();
       if constexpr (kNext < kSums && kNext % kPieces == 0) made(kNext / kPieces);
+      Scales of_x;
+      of_x.read(scales + b * Math::kRows * 4, u % kPieces);
       tile::wgmma_wait<(kNext <= kSums ? kTogether : kSums - u) - 1>();
       tile::wgmma_pin(d[u % kTogether]);
-      constexpr int b = u / kPieces;
-      if constexpr (!kScalesFirst) of_x[0].read(scales + b * Math::kRows * 4, u % kPieces);
-      promote(d[u % kTogether], scale_of(own.x, b), scale_of(own.y, b), of_x[kScalesFirst ? b : 0],
-              u % kPieces);
+      promote(d[u % kTogether], scale_of(own.x, b), scale_of(own.y, b), of_x, u % kPieces);
       if constexpr (kNext < kSums) {
         tile::wgmma_fence();
         begin(kNext);

@@ -13,17 +13,11 @@ namespace te_mx::sm90 {
 
 namespace tile = mxtile::sm90;
 
-// E4M3 codes of the magnitudes 0 .. 1.5 and 2 .. 6 of E2M1. NOTE: an instruction has room for one
-// constant, and ptxas fetches what it knows to be another anew for every word.
-inline constexpr uint32_t kFp4Low = 0x3C383000u, kFp4High = 0x4C484440u;
-
-// Two words of E4M3 codes of eight E2M1 codes: te_mx/sm90_decode.h says where their bits lie. `low`
-// is kFp4Low in a register.
-__device__ __forceinline__ void fp4x8_to_fp8(uint32_t w, uint32_t low, uint32_t& first,
-                                             uint32_t& second) {
-  const uint32_t magnitudes = w & 0x77777777u;  // of which a permutation reads the low half
-  first = __byte_perm(low, kFp4High, magnitudes) | (w & 0x80808080u);
-  second = __byte_perm(low, kFp4High, magnitudes >> 16) | (w << 4 & 0x80808080u);
+// Two words of E4M3 codes of eight E2M1 codes, times 2^-6: te_mx/sm90_decode.h says where their
+// bits lie. The E2M1 code s ee m is the E4M3 code s 00ee m00, the smallest ones too.
+__device__ __forceinline__ void fp4x8_to_fp8(uint32_t w, uint32_t& first, uint32_t& second) {
+  first = w & 0x9C9C9C9Cu;
+  second = (w << 2 & 0x8C8C8C8Cu) | (w >> 2 & 0x10101010u);
 }
 
 // Codes of a lane over the 32 k of block b of a quad: of two rows.
@@ -46,10 +40,10 @@ struct WeightBlock {
     }
   }
 
-  // As operand A. fp4_low: see fp4x8_to_fp8.
-  __device__ __forceinline__ void operand(uint32_t fp4_low, uint32_t (&a)[4]) const {
+  // As operand A.
+  __device__ __forceinline__ void operand(uint32_t (&a)[4]) const {
     if constexpr (kFp4) {
-      fp4x8_to_fp8(codes[0], fp4_low, a[0], a[1]), fp4x8_to_fp8(codes[1], fp4_low, a[2], a[3]);
+      fp4x8_to_fp8(codes[0], a[0], a[1]), fp4x8_to_fp8(codes[1], a[2], a[3]);
     } else {
 #pragma unroll
       for (int i = 0; i < 4; ++i) a[i] = codes[i];
@@ -57,9 +51,9 @@ struct WeightBlock {
   }
   // Half h in fp16. NOTE: its k lie as x does (decode_input.cuh): 4t, 4t + 1 of all lanes first,
   // then 4t + 2, 4t + 3.
-  __device__ __forceinline__ void halves(int h, uint32_t fp4_low, uint32_t (&a)[4]) const {
+  __device__ __forceinline__ void halves(int h, uint32_t (&a)[4]) const {
     uint32_t c[4];
-    operand(fp4_low, c);
+    operand(c);
     tile::fp8x4_to_halves<kCodes>(c[2 * h], a[0], a[2]);
     tile::fp8x4_to_halves<kCodes>(c[2 * h + 1], a[1], a[3]);
   }
@@ -71,13 +65,14 @@ __device__ __forceinline__ uint2 load_scales(uint32_t quad, int lane) {
   return tile::load_shared8(quad + 4 * WeightBlock<kFmt>::kBytes + lane / 4 * 8);
 }
 
-// Bytes of 255 as bit 7 of their places, others as 0.
+// Bytes of 255 as bit 7 of their places, others as 0: of all that there are these alone have their
+// three upper bits.
 __device__ __forceinline__ uint32_t bytes_of_ones(uint32_t w) {
-  return ((w & 0x7F7F7F7Fu) + 0x01010101u) & w & 0x80808080u;
+  return w & w << 1 & w << 2 & 0x80808080u;
 }
 
 // 2^(byte - 127) of byte b of four, a constant. NOTE: bytes of blocks with other codes than zero
-// are 24 .. 215, or 255; the layout's maker sees to it. So the sum of a block times such a scale
+// are 24 .. 221, or 255; the layout's maker sees to it. So the sum of a block times such a scale
 // neither overflows nor loses bits. Rows with a 255 are made NaN altogether.
 __device__ __forceinline__ float scale_of(uint32_t w, int b) {
   return __uint_as_float((b < 3 ? w << (23 - 8 * b) : w >> 1) & 0x7F800000u);

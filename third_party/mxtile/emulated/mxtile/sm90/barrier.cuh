@@ -23,6 +23,7 @@ inline void mbar_arrive(uint64_t* bar) { simt::mbarrier_arrive(smem_addr(bar)); 
 inline void mbar_arrive_at(uint64_t* bar, uint32_t cta) {
   simt::mbarrier_arrive(simt::map_to(smem_addr(bar), cta));
 }
+inline void mbar_wait(uint32_t bar, uint32_t parity) { simt::mbarrier_wait(bar, parity); }
 inline void mbar_wait(uint64_t* bar, uint32_t parity) {
   simt::mbarrier_wait(smem_addr(bar), parity);
 }

@@ -46,7 +46,7 @@ __device__ __forceinline__ void mbar_arrive_at(uint64_t* bar, uint32_t cta) {
 }
 
 // Waits until the phase of the given parity has completed.
-__device__ __forceinline__ void mbar_wait(uint64_t* bar, uint32_t parity) {
+__device__ __forceinline__ void mbar_wait(uint32_t bar, uint32_t parity) {
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
@@ -55,9 +55,12 @@ __device__ __forceinline__ void mbar_wait(uint64_t* bar, uint32_t parity) {
       "@done bra DONE;\n"
       "bra WAIT;\n"
       "DONE:\n"
-      "}\n" ::"r"(smem_addr(bar)),
+      "}\n" ::"r"(bar),
       "r"(parity)
       : "memory");
+}
+__device__ __forceinline__ void mbar_wait(uint64_t* bar, uint32_t parity) {
+  mbar_wait(smem_addr(bar), parity);
 }
 
 // The same where the wait may be long: the thread sleeps until the barrier wakes it, instead of
