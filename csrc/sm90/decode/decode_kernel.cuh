@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(kDecodeThreads, Math::kCtas)
   const uint32_t own_x = base + part * each * Math::kInputBytes;
   const uint32_t own_scales = base + p.room.scales_at + part * each * decode_scale_bytes(kRows) +
                               scale_offset<kRows>(lane % 4, 0);
-  // Where this lane's sums go, worked out before x is there.
+  // NOTE: what can be worked out before x is there is; divisions took long behind it.
   float4* const all_sums = reinterpret_cast<float4*>(smem + p.room.sums_at);
   const int fragment0 = own_tile * (kRows / 8) * kDecodeTile + warp % 4;
   const int own_part = rank * parts + part;
@@ -304,7 +304,7 @@ __global__ void __launch_bounds__(kDecodeThreads, Math::kCtas)
     }
   }
   Residual residual;
-  if constexpr (kRows == 8) {
+  if constexpr (kRows <= kFinishRows) {
     // NOTE: that of a warp's first fragment is asked for before the sums come.
     const int slot = static_cast<int>(threadIdx.x) / 32;
     residual.load(p, FragmentPlace::of<kRows>(sums_place, slot, tile0), *block);
@@ -314,7 +314,7 @@ __global__ void __launch_bounds__(kDecodeThreads, Math::kCtas)
   } else {
     __syncthreads();
   }
-  if constexpr (kRows == 8) {
+  if constexpr (kRows <= kFinishRows) {
     finish<kRows>(p, sums_place, all_sums, tile0, *block, residual);
   } else {
     finish_wide<kRows>(p, sums_place, all_sums, tile0, *block);

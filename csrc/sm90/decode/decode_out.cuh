@@ -177,12 +177,11 @@ struct Residual {
   }
 };
 
-// Whether that of a warp's first fragment is asked for before the sums come.
-template <int kRows>
-inline constexpr bool kResidualFirst = kRows == 8;
+// Rows of a block whose out is written by finish(); of more, by finish_wide().
+inline constexpr int kFinishRows = 8;
 
-// The same of many rows: half a warp has a fragment, a lane a row of x and eight of the weights,
-// which lie side by side in a row of out.
+// Adds the parts of this CTA's fragments up and writes them out: half a warp has a fragment, a lane
+// a row of x and eight of the weights, which lie side by side in a row of out.
 template <int kRows, class Params>
 __device__ __forceinline__ void finish_wide(const Params& p, const SumsPlace& place,
                                             const float4* sums, int tile0,
@@ -226,7 +225,8 @@ __device__ __forceinline__ void finish_wide(const Params& p, const SumsPlace& pl
   }
 }
 
-// Adds the parts of this CTA's fragments up and writes them out.
+// The same where few rows of a fragment are there: a warp has a fragment, as the tensor cores left
+// it. `residual` is that of a warp's first fragment.
 template <int kRows, class Params>
 __device__ __forceinline__ void finish(const Params& p, const SumsPlace& place, const float4* sums,
                                        int tile0, const DecodeBlock& rows, Residual residual) {
@@ -237,7 +237,7 @@ __device__ __forceinline__ void finish(const Params& p, const SumsPlace& place, 
   for (int slot = warp; slot < mine; slot += kDecodeWarps) {
     const FragmentPlace at = FragmentPlace::of<kRows>(place, slot, tile0);
     if (at.col >= count) continue;
-    if (slot > warp || !kResidualFirst<kRows>) residual.load(p, at, rows);
+    if (slot > warp) residual.load(p, at, rows);
     const float4* const from = sums + slot * place.parts * 32 + lane;
     float4 s = from[0];
 #pragma unroll 4

@@ -61,8 +61,8 @@ DecodeRoom decode_room(const DecodeSplit& s, int64_t k, int rows, Element elemen
   const int64_t needed = std::min<int64_t>(part, kDecodeMaxStages);
   const int64_t bars = kDecodeBarBytes;
   const int64_t most = kDecodeSmem - bars - sums;
-  // Half of them, or eight of 4 bits, are what HBM wants to have been asked for; then as much of x
-  // as there is room for, then more stages.
+  // Four quads a warp, or eight of 4 bits, are twice what HBM wants to have been asked for; then as
+  // much of x as there is room for, then more stages.
   int64_t stages = std::min<int64_t>(needed, element == Element::e2m1 ? 8 : 4);
   while (stages > 2 && (most - stages * stage) / input < std::min<int64_t>(part, 4)) --stages;
   if ((most - stages * stage) / input < 1) stages = 1;
