@@ -277,6 +277,22 @@ def test_a_buffer_that_is_filled_again(kind, region):
             assert_same(together(layers, x), separate(layers, x))
 
 
+def test_layers_are_known_by_their_weights_and_not_by_codes_of_a_call(reads):
+    """Codes that are made for a call lie where those of another layer lay a moment ago, or where
+    nothing lay when the layer was called before."""
+    layers, held = qkv(), []
+    filled = np.zeros((ROWS, IN), np.float32)
+    x = torch.from_numpy(filled)
+    with torch.no_grad(), te_mx.autocast():
+        for seed in range(40):
+            filled[:] = np.random.default_rng(seed).standard_normal(filled.shape)
+            reads.clear()
+            made = together(layers, x)
+            assert len(reads) == 1
+            assert_same(made, separate(layers, x))
+            held += [torch.empty(n, IN, dtype=torch.uint8) for n in (48, 17, 33)]
+
+
 def test_what_a_layer_asks_for_decides(reads):
     layer, other, third = (qkv()[0] for _ in range(3))
     frozen, original = (

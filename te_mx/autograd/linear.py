@@ -152,7 +152,7 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: Call) -> T
                 LAST_RUN[call.tag] = made[1]
             return made[0]
     row, _ = steps.weight_operands(call.kept, weight_NK, settings, False)
-    return infer(x, row, bias_N, settings, call.out_dtype, call.tag, call.tokens)
+    return infer(x, row, bias_N, settings, call, weight_NK)
 
 
 def _without_codes(x: Tensor, weight_NK: Tensor, call: Call) -> Call:
@@ -170,7 +170,7 @@ def linear_on_codes(x: Tensor, w_row: Operand, bias_N: Tensor | None, call: Call
     in x and the bias."""
     wanted = x.requires_grad or (bias_N is not None and bias_N.requires_grad)
     if not (torch.is_grad_enabled() and wanted):
-        return infer(x, w_row, bias_N, call.settings, call.out_dtype, call.tag, call.tokens)
+        return infer(x, w_row, bias_N, call.settings, call, w_row.codes)
     settings = on_codes(call.settings)
     kept = KeptWeight(settings, w_row, None)
     # The codes in the place of the weight have no gradient, and nothing reads them there.
@@ -179,11 +179,11 @@ def linear_on_codes(x: Tensor, w_row: Operand, bias_N: Tensor | None, call: Call
 
 
 def infer(
-    x: Tensor, w_row: Operand, bias_N: Tensor | None, settings: Settings, out_dtype: torch.dtype,
-    tag: int = -1, tokens: Tokens | None = None,
-) -> Tensor:  # fmt: skip
-    """x [..., K] -> [..., N] on a quantized weight, without autograd."""
-    plan = other_tokens.plan_input(x, settings, False, False, tokens)
-    x_row = other_tokens.rows_of_all(steps.quantized_input(x, plan, w_row.codes).row, tokens)
-    y_MN = steps.fprop(x_row, w_row, bias_N, settings, out_dtype, tag)
-    return other_tokens.unflatten_all(y_MN, x, tokens)
+    x: Tensor, w_row: Operand, bias_N: Tensor | None, settings: Settings, call: Call, reader: Tensor
+) -> Tensor:
+    """x [..., K] -> [..., N] on a quantized weight, without autograd. reader: as of
+    steps.quantized_input; codes that are made for this call are none."""
+    plan = other_tokens.plan_input(x, settings, False, False, call.tokens)
+    x_row = other_tokens.rows_of_all(steps.quantized_input(x, plan, reader).row, call.tokens)
+    y_MN = steps.fprop(x_row, w_row, bias_N, settings, call.out_dtype, call.tag)
+    return other_tokens.unflatten_all(y_MN, x, call.tokens)
