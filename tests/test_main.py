@@ -66,7 +66,8 @@ def times(monkeypatch):
 
 
 def tuned(out, *more, shapes=SHAPE, formats="mxfp8_e4m3"):
-    code = main(["tune", "--shapes", shapes, "--formats", formats, "--out", str(out), *more])
+    command = ["tune", "--shapes", shapes, "--formats", formats, "--out", str(out), "--any-bits"]
+    code = main([*command, *more])
     return code, {row.key.m: row for row in table.read(out)}
 
 
@@ -142,6 +143,39 @@ def test_wrong_and_hopeless_candidates_are_left_out(times, tmp_path, monkeypatch
     assert tuned(out)[1][4].use == DEFAULT
     said = capsys.readouterr()
     assert "portable_f32 is 0.1 off the default and left out" in said.out + said.err
+
+
+def test_choices_change_no_bits_unless_asked_to(times, tmp_path, monkeypatch):
+    """Kernels that add up in another order than the default at any number of rows that a row of the
+    table serves stay out, however fast they are; the table says which it is."""
+    times["portable_f32"] = 10.0
+    out = tmp_path / "t.csv"
+    command = ["tune", "--shapes", SHAPE, "--formats", "mxfp8_e4m3", "--out", str(out)]
+    assert main(command) == 0
+    assert [row.choice() for row in table.read(out)] == [DEFAULT]
+    assert [names for names, _ in times.asked] == [["portable_stream"]]
+    assert table.remarks_of(out)[-1] == tune.SAME_BITS
+
+    (panel,) = (one for one in registry.kernels("gemm") if one.name == "portable_f32")
+    alike = {4}  # numbers of rows at which it says what the default does
+
+    def sums(problem):
+        return "portable_stream" if problem.m in alike else "its own"
+
+    monkeypatch.setattr(panel, "sums", sums)
+    main(command)
+    assert [row.choice() for row in table.read(out)] == [DEFAULT]
+    alike.add(3)  # which the row of 4 serves
+    main(command)
+    assert [row.choice() for row in table.read(out)] == ["portable_f32"]
+    monkeypatch.undo()
+    monkeypatch.setattr(tune, "microseconds", lambda trials, *_: {n: times[n] for n in trials})
+
+    assert main([*command, "--any-bits"]) == 0
+    assert [row.choice() for row in table.read(out)] == ["portable_f32"]
+    assert table.remarks_of(out)[-1] == tune.ANY_BITS
+    main([*command[:2], "8x64x96", *command[3:], "--resume"])  # rows stay, and what they may do
+    assert table.remarks_of(out)[-1] == tune.ANY_BITS
 
 
 def test_an_interrupted_run_keeps_what_is_done(times, tmp_path, monkeypatch, capsys):
@@ -343,7 +377,9 @@ def test_candidates_of_hopper_are_its_tiles_and_parts(monkeypatch, w):
             contest = candidates.Contest(Shape(4, 64, 512), layers)
             *in_one_call, problem = contest.problems()
             steps = [candidates.Candidate("steps").row(key_of(one)) for one in in_one_call]
-            found = candidates.candidates_of(problem)
+            found = candidates.candidates_of(problem, any_bits=True)
+            same = candidates.candidates_of(problem)
+            long = candidates.candidates_of(problem._replace(n=2048, k=7168))
             asked.clear()
             assert contest.wrong(found, lambda one: [*steps, one.row(key_of(problem))]) == {}
         candidates.leave()
@@ -352,6 +388,11 @@ def test_candidates_of_hopper_are_its_tiles_and_parts(monkeypatch, w):
     parts = [f"sm90_adaptive, parts {parts}" for parts in (2, 3, 4)]
     assert [one.name for one in found] == ["sm90_adaptive", *tiles, *parts]
     usual = split_k.best(4, 64, 512, as_on_hopper.MULTIPROCESSORS)
+    # Blocks of D of any size have the same bits; in calls that cut k, tiles would leave it whole.
+    assert usual == 1 and [one.name for one in same] == ["sm90_adaptive", *tiles]
+    cut = split_k.best(4, 2048, 7168, as_on_hopper.MULTIPROCESSORS)
+    assert cut > 1
+    assert [one.name for one in long] == ["sm90_adaptive", f"sm90_adaptive, parts {cut}"]
     assert asked == [(-1, usual), (0, 1), (1, 1), (2, 1), (3, 1), (-1, 2), (-1, 3), (-1, 4)]
 
 
@@ -387,7 +428,8 @@ def test_a_layer_in_one_call_competes_with_its_steps(times, tmp_path, monkeypatc
     out = tmp_path / "t.csv"
     given = {"portable_stream": 100.0, "portable_f32": 90.0, "one_call": 80.0,
              "one_call, slowly": 95.0, "steps": 60.0}  # fmt: skip
-    main(["tune", "--shapes", f"{SHAPE},8x64x96", "--formats", "mxfp8_e4m3", "--out", str(out)])
+    command = ["tune", "--shapes", f"{SHAPE},8x64x96", "--formats", "mxfp8_e4m3", "--any-bits"]
+    main([*command, "--out", str(out)])
     rows = {(row.key.operation, row.key.m): row for row in table.read(out)}
     assert {key: row.choice() for key, row in rows.items()} == {
         ("frozen_layer", 4): "steps", ("gemm", 4): "portable_f32", ("gemm", 8): "portable_f32",

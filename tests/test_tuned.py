@@ -67,7 +67,9 @@ def test_a_table_is_followed_and_said(portable, tmp_path):
     assert ran(4) == "portable_stream" and said(4).tuned == "not tuned: default"
     assert te_mx.use_tuned_table(written(tmp_path / "mine.csv", row(4))) == 1
     assert ran(4) == said(4).kernel == "portable_f32"
-    assert said(4).tuned == "tuned table mine.csv: kernel portable_f32"
+    assert said(4).tuned == (
+        "tuned table mine.csv: kernel portable_f32; its bits are not the default's"
+    )
     assert dict(said(4).declined)["portable_stream"] == (
         "takes it too; portable_f32 is the choice of a table"
     )
@@ -221,7 +223,9 @@ def test_mixtures_follow_rows_of_their_tokens_experts_and_top_k(portable, tmp_pa
     recipe = te_mx.recipe.BlockScaling(w="mxfp4")
     sizes = {"m": N, "k": K, "recipe": recipe, "experts": experts}
     said = te_mx.explain(n=4, top_k=top_k, **sizes)
-    assert said.tuned == f"tuned table mine.csv: kernel cpu, configuration {how}"
+    assert said.tuned == (
+        f"tuned table mine.csv: kernel cpu, configuration {how}; its bits are not the default's"
+    )
     assert "few rows on portable_f32" in said.note
     for other in ({"n": 5, "top_k": top_k}, {"n": 4, "top_k": 1}):
         said = te_mx.explain(**other, **sizes)

@@ -22,7 +22,7 @@ from te_mx.dispatch import registry
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.run import REFERENCE
 from te_mx.dispatch.tuned import tables
-from te_mx.dispatch.tuned.table import DEFAULT, STEPS, Key, Row
+from te_mx.dispatch.tuned.table import DEFAULT, STEPS, Key, Row, served
 from te_mx.dispatch.tuned.tables import key_of
 from te_mx.recipe import BlockScaling
 
@@ -158,8 +158,9 @@ def is_optional(problem: Problem) -> bool:
     return registry.kernels(problem.op)[-1].name != REFERENCE
 
 
-def candidates_of(problem: Problem) -> list[Candidate]:
-    """All ways to run a problem, the default first."""
+def candidates_of(problem: Problem, any_bits: bool = False) -> list[Candidate]:
+    """The ways to run a problem, the default first: those that leave the bits of every call as they
+    are that a row of this m may serve, or all of them."""
     usual = registry.default_of(problem)
     assert usual is not None
     able = [
@@ -170,8 +171,22 @@ def candidates_of(problem: Problem) -> list[Candidate]:
         Candidate(kernel.name, how)
         for kernel in (usual, *able)
         for how in ("", *kernel.configurations(problem))
+        if any_bits or keeps_bits(kernel.configured(how) if how else kernel, problem)
     ]
-    return [*found, Candidate(STEPS)] if is_optional(problem) else found
+    return [*found, Candidate(STEPS)] if any_bits and is_optional(problem) else found
+
+
+def keeps_bits(kernel: registry.Kernel, problem: Problem) -> bool:
+    """Whether a row that names a kernel, configured, changes no bits: at all numbers of rows that
+    it serves, whether k may be cut or not."""
+    for m in served(problem.m):
+        for split_k in (False, True):
+            one = problem._replace(m=m, split_k=split_k)
+            usual = registry.default_of(one)
+            ignored = usual is None or kernel.accepts(one) is not None
+            if not ignored and kernel.sums(one) != usual.sums(one):  # type: ignore[union-attr]
+                return False
+    return True
 
 
 def leave() -> None:

@@ -41,6 +41,12 @@ GAIN = 1.03  # what a choice must win over the default
 HOPELESS, HOPELESS_IN_A_ROW = 4.0, 3
 INTERRUPTED = 130
 FORMATS = "mxfp8_e4m3,mxfp4"
+# What a table says of the bits of results.
+SAME_BITS = "no row changes a bit of a result: every choice adds up as the default does"
+ANY_BITS = (
+    "rows may change the last bits of results (--any-bits): choices add up in other orders than "
+    "the default, and a token's bits depend on how many others there are"
+)
 
 
 def add_options(p: argparse.ArgumentParser) -> None:
@@ -66,6 +72,11 @@ def add_options(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--split-k", action="store_true", help="as recipes with split_k=True, which may cut K"
     )
+    p.add_argument(
+        "--any-bits", action="store_true",
+        help="let choices win that add up in another order than the default does: a token's bits "
+        "then depend on how many others there are",
+    )  # fmt: skip
     p.add_argument("--out", type=Path, help="(default: te_mx_<device>.csv)")
     p.add_argument("--resume", action="store_true", help="leave out what --out has already")
     p.add_argument(
@@ -96,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     )
     recipes = [recipe_of(word, args.split_k) for word in args.formats.split(",")]
     out = args.out or Path(f"te_mx_{name}.csv")
-    session = Session(device, out, args.resume, args.rounds, args.kept_only)
+    session = Session(device, out, args.resume, args.rounds, args.kept_only, args.any_bits)
     gc.collect()
     gc.freeze()  # collections before each capture look at what came since
     with _bar(len(shapes) * len(recipes)) as bar:
@@ -124,10 +135,10 @@ class Session:
 
     def __init__(
         self, device: torch.device, out: Path, resume: bool = False, rounds: int = ROUNDS,
-        kept_only: bool = False,
+        kept_only: bool = False, any_bits: bool = False,
     ) -> None:  # fmt: skip
         self.device, self.out, self.resume, self.rounds = device, out, resume, rounds
-        self.kept_only = kept_only
+        self.kept_only, self.any_bits = kept_only, any_bits
         old = table.read(out) if out.exists() else []
         self.rows: dict[Key, Row] = {row.key: row for row in old}
         self.old = dict(self.rows)
@@ -139,6 +150,7 @@ class Session:
             f"{datetime.now(timezone.utc):%Y-%m-%d}",
             "us of a layer or of all experts, bf16 inputs quantized in the call, weights out "
             "of the caches",
+            ANY_BITS if any_bits or (old and ANY_BITS in table.remarks_of(out)) else SAME_BITS,
         ]
 
     def has(self, key: Key) -> bool:
@@ -179,7 +191,7 @@ class Session:
             trials = {one.name: of.trial(rows(one)) for one in candidates}
             return microseconds(trials, len(of.layers), self.device, rounds)
 
-        usual, *others = candidates_of(problem)
+        usual, *others = candidates_of(problem, self.any_bits)
         others = [one for one in others if self.slow[key.w, one.name] < HOPELESS_IN_A_ROW]
         wrong = contest.wrong([usual, *others], rows)
         for name, error in wrong.items():

@@ -80,6 +80,13 @@ class Kernel:
         made.configuration = configuration
         return made
 
+    def sums(self, problem: Problem) -> str:
+        """A word for the order in which this kernel, as it is configured, adds up and rounds the
+        sums of a problem. Kernels and configurations of an op that say the same give a row of the
+        result the same bits; so do problems that differ in m alone, whatever rows are beside it.
+        Here: those of no other kernel, and of no other m."""
+        return f"{self.name}, {self.configuration}, {problem.m} rows"
+
     def prepare(self, operand: Operand, side: str, problem: Problem) -> Operand:
         """An operand that stands still ("lhs" or "rhs" of a GEMM) in the form that this kernel
         reads without work; as it is where there is nothing to gain."""

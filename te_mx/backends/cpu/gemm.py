@@ -7,11 +7,12 @@ import torch
 
 from te_mx.backends.base import pointer
 from te_mx.backends.cpu import binding, binding_prepared
-from te_mx.backends.cpu.envelope import why_not, why_not_level
+from te_mx.backends.cpu.envelope import MX, why_not, why_not_level
 from te_mx.backends.native import native_operand
 from te_mx.dispatch.calls import Product, Ran
 from te_mx.dispatch.problem import STREAM_ROWS, Problem
 from te_mx.dispatch.registry import Kernel, PreparedGemm, register
+from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand
 from te_mx.runtime import workspace
 from te_mx.runtime.cpu_memory import CPU
@@ -27,6 +28,12 @@ class Panel(Kernel):
 
     def accepts(self, problem: Problem) -> str | None:
         return why_not(problem, blockwise=True) or why_not_level(self.name, self.level, problem)
+
+    def sums(self, problem: Problem) -> str:
+        # Of fp32 scales the order depends on those of all rows; rows of too wide a range take those
+        # of their block along (docs/numerics.md).
+        mx = all(spec_of(one).format.untransformed.name in MX for one in (problem.lhs, problem.rhs))
+        return self.name if mx else super().sums(problem)
 
     def note(self, problem: Problem) -> str:
         return (

@@ -56,6 +56,9 @@ class Decode(FrozenKernel):
             reason = "takes inputs in float32, bfloat16 and float16"
         return reason
 
+    def sums(self, problem: Problem) -> str:
+        return self.name  # k is cut by the sizes of the weight alone
+
     def form(self, row: Operand | Stack) -> Operand | Stack | None:
         fmt, spec = row.format, f"{row.format.name}@{SM90_DECODE.name}"
         if isinstance(row, Stack):

@@ -94,6 +94,11 @@ class Adaptive(Scratched):
     def _parts(self, index: int, m: int, n: int, k: int) -> int:
         return ways.way_of(self.configuration).parts or split_k.parts(index, m, n, k)
 
+    def sums(self, problem: Problem) -> str:
+        # Not of the blocks of D. Of m: rows of a tile share exponents.
+        parts = self.parts(problem) if problem.split_k else 1
+        return f"aligned tiles, k in {parts}, {problem.m} rows"
+
     def prepare(self, operand: Operand, side: str, problem: Problem) -> Operand:
         if not operand.layout.exact:
             return operand

@@ -48,4 +48,8 @@ def follow(problem: Problem, kernels: Sequence[Kernel]) -> Tuning:
         words += f", configuration {how}"
     if row.key.m != problem.m:
         words += f" (measured at {row.key.m} rows)"
-    return Tuning(kernel.configured(how) if how else kernel, words)
+    chosen = kernel.configured(how) if how else kernel
+    usual = next(one for one in kernels if one.accepts(problem) is None)
+    if chosen.sums(problem) != usual.sums(problem):
+        words += "; its bits are not the default's"
+    return Tuning(chosen, words)

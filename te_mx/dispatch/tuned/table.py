@@ -74,6 +74,11 @@ def bucket(m: int) -> int:
     return 1 << (m - 1).bit_length()
 
 
+def served(m: int) -> range:
+    """The numbers of rows that a row of m may be asked for."""
+    return range(m // 2 + 1, m + 1) if bucket(m) == m else range(m, m + 1)
+
+
 def read(path: Path) -> list[Row]:
     """The rows of a csv file; lines that start with # are for people.
 
