@@ -4,7 +4,7 @@ bf16; in CUDA graphs, weights from HBM. And the ways in which the decode kernel 
 from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import te_mx
 from benchmarks.bench_moe import MUST, ROUTINGS, routings_of
@@ -44,6 +44,9 @@ RECIPES = {
 EXPERTS, TOP_K, EXPERT_TOKENS = 128, 4, (1, 4, 16, 64)
 EXPERT_SHAPES = [(6144, 1536), (768, 6144)]  # K, N
 EXPERT_TARGETS = {"mxfp8": MUST["mxfp8_e4m3"], "mxfp4": MUST["mxfp4"], "fp8_block": None}
+# Against Triton's dot_scaled, whose inputs are quantized before.
+SCALED, SCALED_TOKENS = Target(3.0, 6.0), (1, 4, 16, 64)
+FAR = 0.01  # of the norm of a product: far above what both round and cut off
 SPLITS = 16  # ways to cut: kDecodeSplits of csrc/include/te_mx/sm90_decode.h
 CALLS = 8  # of a graph, one after the other
 COLD = 512 << 20  # weights, so that no cache holds those of 4 bits
@@ -53,6 +56,48 @@ def _short(context: GpuContext, most: int = 15) -> Effort:
     """Batches of a few graphs: there are many rows."""
     effort = context.effort
     return effort if context.quick else Effort(effort.seconds, effort.min_rounds, most, 2.0)
+
+
+def dot_scaled(
+    context: GpuContext, layers: list[te_mx.Linear], x: Tensor, expected: Tensor
+) -> Call | None:
+    """The fastest configuration of a Triton kernel around tl.dot_scaled on the very codes of frozen
+    layers and those of x, captured like the others. None where there is no Triton; a configuration
+    whose product is not the expected one is left out."""
+    if context.device.type != "cuda":
+        return None
+    try:
+        from benchmarks import triton_few_rows
+    except ImportError as error:
+        print(f"not run: Triton dot_scaled ({error})")
+        return None
+    given = te_mx.quantize(x).operand("rowwise")
+    assert given is not None
+    sides = [
+        tuple(state[name].view(torch.uint8) for name in ("weight", "weight_scale"))
+        for state in (layer.state_dict() for layer in layers)
+    ]
+    best, least = None, float("inf")
+    for config in triton_few_rows.CONFIGS:
+        if not triton_few_rows.takes(len(expected[0]), x.shape[1], config):
+            continue
+
+        def call(i: int, config: triton_few_rows.Config = config) -> Tensor:
+            w, scale = sides[i % len(sides)]
+            return triton_few_rows.gemm(given.codes, given.scales, w, scale, config)
+
+        try:
+            error = float((call(0).float() - expected.float()).norm() / expected.float().norm())
+        except triton_few_rows.DOES_NOT_FIT:
+            continue
+        if not error < FAR:
+            print(f"not run: {config} of Triton dot_scaled (its result is off by {error:.3g})")
+            continue
+        graphs = captured(call, len(sides), context.device, CALLS)
+        seconds = interleaved({"": graphs}, Effort(0.0, 3, 3, 1.0), 1, context.clock).seconds("")
+        if seconds < least:
+            best, least = graphs, seconds
+    return best
 
 
 def decode(context: GpuContext) -> Iterator[Row]:
@@ -80,6 +125,9 @@ def decode(context: GpuContext) -> Iterator[Row]:
                         return given[i % len(given)](x)
 
                 calls[name] = captured(call, sets, context.device, CALLS)
+                if name in ("mxfp8", "mxfp4") and m in SCALED_TOKENS:
+                    peer = dot_scaled(context, given, x, call(0))
+                    calls |= {} if peer is None else {f"dot_scaled {name}": peer}
             times = interleaved(calls, _short(context), warm_up=3, clock=context.clock)
             each = CALLS if context.device.type == "cuda" else 1
             for w, targets in FORMATS.items():
@@ -91,6 +139,13 @@ def decode(context: GpuContext) -> Iterator[Row]:
                     *context.bandwidth(nbytes, seconds), "cuBLAS bf16 graph",
                     times.ratio("bf16", w), targets[m > 16],
                 )  # fmt: skip
+                if f"dot_scaled {w}" in calls:
+                    us = times.seconds(f"dot_scaled {w}") / each * 1e6
+                    yield Row(
+                        f"decode {w}", f"M{m} {n} {k}", kernel, seconds * 1e6,
+                        *context.bandwidth(nbytes, seconds), "Triton dot_scaled graph",
+                        times.ratio(f"dot_scaled {w}", w), SCALED, f"{us:.1f} us",
+                    )  # fmt: skip
 
 
 def groups(context: GpuContext) -> Iterator[Row]:

@@ -1,5 +1,5 @@
-"""What kernels say of their sums (Kernel.sums): who says the same gives a row the same bits, another
-kernel, another configuration and other rows beside it alike. Tables rely on it."""
+"""What kernels say of their sums (Kernel.sums): who says the same gives a row the same bits, be it
+another kernel, another configuration or other rows beside it. Tables rely on it."""
 
 from __future__ import annotations
 
@@ -102,5 +102,5 @@ def test_no_kernel_promises_the_bits_of_another_by_accident():
         op, name = "gemm", "other"
 
     one = Problem("gemm", place_of(torch.device("cpu")), "mxfp8_e4m3@any", "mxfp8_e4m3@any", 4)
-    said = [Other().sums(one), Other().configured("fast").sums(one), Other().sums(one._replace(m=5))]
-    assert len(set(said)) == 3
+    fast, more = Other().configured("fast"), one._replace(m=5)
+    assert len({Other().sums(one), fast.sums(one), Other().sums(more)}) == 3
