@@ -327,14 +327,3 @@ def test_files_keep_their_rows_and_refuse_others(tmp_path):
     with pytest.raises(ValueError, match="cannot be read"):
         te_mx.use_tuned_table(tmp_path / "nothing.csv")
     assert tables.loaded(Place("meta")) == []  # an error adds nothing
-
-
-def test_tables_that_come_with_te_mx_are_in_order():
-    """Every row of them names an op, formats and a kernel of this te_mx."""
-    for path in tables.FOLDER.glob("*.csv"):
-        for one in table.read(path):
-            names = {kernel.name for kernel in registry.kernels(one.key.operation)}
-            known = {*names, DEFAULT, table.STEPS}
-            assert one.key.device == path.stem and {one.use, one.default} <= known
-            assert {one.key.x, one.key.w} <= set(te_mx.formats.names())
-            assert one.use == DEFAULT or one.gain >= 1.03
