@@ -1,4 +1,4 @@
-"""`python -m te_mx`: the tuner, the doctor and explain."""
+"""`python -m te_mx`: the tuner and explain."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import te_mx
 from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.cpu.frozen import Frozen
 from te_mx.backends.sm90 import split_k
-from te_mx.commands import candidates, checked_gemm, doctor, timing, tune
+from te_mx.commands import candidates, timing, tune
 from te_mx.commands.main import main
 from te_mx.commands.shapes import TOKENS, Shape, model_names, of_models
 from te_mx.dispatch import registry
@@ -302,50 +302,6 @@ def test_explain_prints_the_choice(capsys, words):
     said, recipe = capsys.readouterr().out, tune.recipe_of(words)
     assert said.strip() == str(te_mx.explain(m=64, n=4, k=96, recipe=recipe))
     assert said.endswith("not tuned: default\n")
-
-
-# --------------------------------------------------------------------------------------- the doctor
-def diagnosis(capsys, *arguments):
-    code = main(["doctor", *arguments])
-    return code, capsys.readouterr().out
-
-
-def test_a_healthy_machine(capsys, tmp_path, monkeypatch):
-    path = tmp_path / "mine.csv"
-    table.write(path, [table.Row(table.Key("h200", "gemm", "a", "b", 1, 1, 1), "x", "", 1, "y", 2)])
-    monkeypatch.setenv("TE_MX_TUNED", str(path))
-    code, said = diagnosis(capsys)
-    assert code == 0 and said.rstrip().endswith("nothing is wrong")
-    for words in (f"by {cpu.native().COMPILER}", f"te_mx {te_mx.__version__}",
-                  f"torch {torch.__version__}", "level portable",
-                  f"{path}, 0 of 1 rows are for this device", f"TE_MX_TUNED={path}",
-                  "on portable_stream: off by", "on portable_f32: off by"):  # fmt: skip
-        assert words in said
-    if "avx2" in cpu.available_isa():
-        assert "not avx2: TE_MX_CPU_ISA" in said
-    assert doctor._why_not("amx", {"avx512f"}) == "the CPU does not have amx_tile, amx_bf16" or (
-        "amx" in cpu.available_isa()
-    )
-
-
-def test_what_is_wrong_is_said_and_is_the_exit_status(capsys, tmp_path, monkeypatch):
-    monkeypatch.setenv("TE_MX_TUNED", str(tmp_path / "nothing.csv"))
-    te_mx.use_tuned_table(None)
-    code, said = diagnosis(capsys, "--no-gemm")
-    assert code == 1 and "WRONG: ValueError: te_mx: the tuned table" in said
-    assert "against fp64" not in said
-    monkeypatch.delenv("TE_MX_TUNED")
-    gemm = te_mx.gemm
-    off = lambda *a, **k: gemm(*a, **k)._replace(out=gemm(*a, **k).out * 1.01)  # noqa: E731
-    monkeypatch.setattr(checked_gemm.te_mx, "gemm", off)
-    code, said = diagnosis(capsys)
-    assert code == 1 and said.count("WRONG: cpu:") == len(checked_gemm.GEMMS)
-    monkeypatch.undo()
-    monkeypatch.setattr(cpu, "native", lambda: None)
-    monkeypatch.setattr(cpu, "missing_reason", lambda: "it was not built")
-    code, said = diagnosis(capsys, "--no-gemm")
-    monkeypatch.undo()
-    assert code == 1 and "WRONG: everything runs in plain torch: it was not built" in said
 
 
 def test_it_runs_as_a_module():

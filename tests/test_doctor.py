@@ -1,0 +1,69 @@
+"""`python -m te_mx doctor`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import te_mx
+from te_mx.backends.cpu import binding as cpu
+from te_mx.commands import checked_gemm, doctor
+from te_mx.commands.main import main
+from te_mx.dispatch.tuned import table
+
+pytestmark = pytest.mark.skipif(cpu.missing_reason() is not None, reason="no native module")
+
+
+@pytest.fixture(autouse=True)
+def portable(monkeypatch):
+    """A level where the names of all kernels are known; nothing of the user's."""
+    monkeypatch.delenv("TE_MX_TUNED", raising=False)
+    te_mx.use_tuned_table(None)
+    before = cpu.ISA_LEVELS[cpu.isa()]
+    cpu.set_isa("portable")
+    yield
+    cpu.set_isa(before)
+    te_mx.use_tuned_table(None)
+
+
+def diagnosis(capsys, *arguments):
+    code = main(["doctor", *arguments])
+    return code, capsys.readouterr().out
+
+
+def test_a_healthy_machine(capsys, tmp_path, monkeypatch):
+    path = tmp_path / "mine.csv"
+    table.write(path, [table.Row(table.Key("h200", "gemm", "a", "b", 1, 1, 1), "x", "", 1, "y", 2)])
+    monkeypatch.setenv("TE_MX_TUNED", str(path))
+    code, said = diagnosis(capsys)
+    assert code == 0 and said.rstrip().endswith("nothing is wrong")
+    for words in (f"by {cpu.native().COMPILER}", f"te_mx {te_mx.__version__}",
+                  f"torch {torch.__version__}", "level portable",
+                  f"{path}, 0 of 1 rows are for this device", f"TE_MX_TUNED={path}",
+                  "on portable_stream: off by", "on portable_f32: off by"):  # fmt: skip
+        assert words in said
+    if "avx2" in cpu.available_isa():
+        assert "not avx2: TE_MX_CPU_ISA" in said
+    assert doctor._why_not("amx", {"avx512f"}) == "the CPU does not have amx_tile, amx_bf16" or (
+        "amx" in cpu.available_isa()
+    )
+
+
+def test_what_is_wrong_is_said_and_is_the_exit_status(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("TE_MX_TUNED", str(tmp_path / "nothing.csv"))
+    te_mx.use_tuned_table(None)
+    code, said = diagnosis(capsys, "--no-gemm")
+    assert code == 1 and "WRONG: ValueError: te_mx: the tuned table" in said
+    assert "against fp64" not in said
+    monkeypatch.delenv("TE_MX_TUNED")
+    gemm = te_mx.gemm
+    off = lambda *a, **k: gemm(*a, **k)._replace(out=gemm(*a, **k).out * 1.01)  # noqa: E731
+    monkeypatch.setattr(checked_gemm.te_mx, "gemm", off)
+    code, said = diagnosis(capsys)
+    assert code == 1 and said.count("WRONG: cpu:") == len(checked_gemm.GEMMS)
+    monkeypatch.undo()
+    monkeypatch.setattr(cpu, "native", lambda: None)
+    monkeypatch.setattr(cpu, "missing_reason", lambda: "it was not built")
+    code, said = diagnosis(capsys, "--no-gemm")
+    monkeypatch.undo()
+    assert code == 1 and "WRONG: everything runs in plain torch: it was not built" in said
