@@ -26,8 +26,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from te_mx.distributed.fsdp import Sharded, gathered, params_of
+from te_mx.distributed.hooks import Wanted, wanted_of
 from te_mx.distributed.inputs import local_of, placed
 from te_mx.distributed.local_layer import call, check_whole_blocks, local_layer
+from te_mx.distributed.nodes import answers_with, contiguous, may_sum, plain, spread, summed
+from te_mx.distributed.nodes import local_of as local_of_parameter
 from te_mx.distributed.owners import Placed
 from te_mx.distributed.token_codes import tokens_of
 from te_mx.nn.grouped_linear import GroupedLinear
@@ -122,17 +125,28 @@ def run(module: Any, inp: Any, *args: Any) -> Any:
     y, *rest = made if isinstance(made, tuple) else (made,)
     out = _out_features(module)
     shape = torch.Size((*x.shape[:-1], out))
-    y = DTensor.from_local(
-        y, mesh, way.y, run_check=False, shape=shape, stride=contiguous(shape)
-    )  # fmt: skip
     if not isinstance(made, tuple):
-        return y
+        return result(y, mesh, way.y, shape, wanted_of(module))
+    y = spread(y, mesh, way.y, shape)
     if module.return_bias:
         rest[0] = _bias_of(module)
     if getattr(module, "return_layernorm_output", False):
         own = way.x if tokens is None else list(x.placements)
         rest[-1] = _normalized(rest[-1], mesh, way, own, x.shape)
     return (y, *rest)
+
+
+def result(
+    y: Tensor, mesh: Any, places: list[Placement], shape: torch.Size, wanted: Wanted | None
+) -> DTensor:
+    """The DTensor of which a layer made y on this rank. Where the hook behind the layer is known to
+    sum it over the ranks, that is done here, in place."""
+    if wanted is None or mesh.ndim > 1 or not plain(y):
+        return spread(y, mesh, places, shape)
+    if places[0].is_partial() and wanted.whole() and may_sum(y):
+        y, places = summed(y, mesh), [Replicate()]
+    out = spread(y, mesh, places, shape)
+    return answers_with(out, y) if wanted.local else out
 
 
 def _normalized(z: Tensor, mesh: Any, way: Way, own: list[Placement], shape: torch.Size) -> DTensor:
@@ -274,7 +288,7 @@ def local_of_layer(module: Any, mesh: Any, held: dict[str, Any], way: Way) -> An
             with torch.no_grad():
                 value = parameter.to_local()
         else:
-            value = parameter.to_local(grad_placements=grads)
+            value = local_of_parameter(parameter, grads)
         if name in added and not adds:
             value = Elsewhere.apply(value)
         local[name] = value
@@ -336,10 +350,3 @@ def _bias_of(module: Any) -> Any:
     if isinstance(module, GroupedLinear):
         return module._returned(module._held(*module._bias_names))
     return module.fc2_bias if isinstance(module, LayerNormMLP) else module.bias
-
-
-def contiguous(shape: torch.Size) -> tuple[int, ...]:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * max(size, 1))
-    return tuple(reversed(strides))
