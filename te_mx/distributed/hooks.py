@@ -4,6 +4,8 @@ they do with what a layer takes and makes.
 
 from __future__ import annotations
 
+import operator
+import weakref
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -71,21 +73,45 @@ def wanted_of(layer: Any) -> Wanted | None:
     return Wanted(layouts, style.use_local_output)
 
 
+def hooks_of(layer: Any) -> list[Any]:
+    """In front of a layer, and behind it."""
+    return [*layer._forward_pre_hooks.values(), *layer._forward_hooks.values()]
+
+
+def same_objects(some: list[Any], others: list[Any]) -> bool:
+    """Whether two lists hold the same ones."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
+_usual: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+
+
 def why_not_usual(name: str, layer: Any) -> str:
-    """Why a layer is none that runs here, but for its tensors."""
+    """Why a layer is none that runs in a block on several ranks, but for its tensors."""
     if reason := _why_not_but_hooks(name, layer):
         return reason
     if layer._gathers:
         return f"{name} is gathered as codes"
-    before, behind = layer._forward_pre_hooks, layer._forward_hooks
     usual = (
         not (layer._backward_hooks or layer._backward_pre_hooks or "forward" in layer.__dict__)
         and not (layer._forward_pre_hooks_with_kwargs or layer._forward_hooks_with_kwargs)
-        and all(given(hook, "input_fn") for hook in before.values())
-        and all(given(hook, "output_fn") for hook in behind.values())
-        and max(len(before), len(behind)) <= 1
+        and _are_known(layer)
     )
     return "" if usual else f"{name} has hooks other than those of parallelize_module"
+
+
+def _are_known(layer: Any) -> bool:
+    now, before = hooks_of(layer), _usual.get(layer)
+    if before is not None and same_objects(now, before):
+        return True
+    known = (
+        all(given(hook, "input_fn") for hook in layer._forward_pre_hooks.values())
+        and all(given(hook, "output_fn") for hook in layer._forward_hooks.values())
+        and max(len(layer._forward_pre_hooks), len(layer._forward_hooks)) <= 1
+    )
+    if known:
+        _usual[layer] = now
+    return known
 
 
 def _of(layer: Any, hooks: str, name: str) -> Any:

@@ -45,10 +45,8 @@ def local_of(x: DTensor, grad_placements: list[Placement]) -> Tensor:
     held = x.__dict__.get(_LOCAL)
     if held is not None and held[0] == key and held[1] is inner:
         return held[2]
-    if sums_gradient(x, grad_placements):
-        local = local_with_sum(x)
-    else:
-        local = to_local(x, grad_placements)
+    summed = sums_gradient(x, grad_placements)
+    local = local_with_sum(x) if summed else to_local(x, grad_placements)
     if local.data_ptr() == inner.data_ptr():  # not what an asynchronous result becomes
         x.__dict__[_LOCAL] = key, inner, local
     return local

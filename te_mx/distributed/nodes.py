@@ -58,7 +58,7 @@ def _described(
 
 def _made(local: Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor without history."""
-    made: DTensor = DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+    made: DTensor = DTensor(local, spec, requires_grad=False)
     return made
 
 
@@ -137,7 +137,7 @@ class _Spread(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, spec: DTensorSpec) -> DTensor:
         ctx.spec = spec
         ctx.set_materialize_grads(False)
-        made: DTensor = DTensor(y.view_as(y), spec, requires_grad=y.requires_grad)  # type: ignore[call-arg]
+        made: DTensor = DTensor(y.view_as(y), spec, requires_grad=y.requires_grad)
         return made
 
     @staticmethod
@@ -188,7 +188,7 @@ def summed(y: Tensor, mesh: Any) -> Tensor:
     return total
 
 
-# --------------------------------------------------------------------------- for hooks behind layers
+# ------------------------------------------------------------------------- for hooks behind layers
 def answers_with(out: DTensor, y: Tensor) -> DTensor:
     """Let out, which is spread(y, ..), give y itself back to the hook that asks for it next, which
     saves a node there and back."""
@@ -202,9 +202,9 @@ def answers_with(out: DTensor, y: Tensor) -> DTensor:
         return DTensor.to_local(out, grad_placements=grad_placements)
 
     def redistribute(device_mesh: Any = None, placements: Any = None, **given: Any) -> DTensor:
-        if device_mesh is None and placements is not None and not given.keys() - {"async_op"}:
-            if tuple(_from_front(place, ndim) for place in placements) == whole:
-                return out
+        plainly = device_mesh is None and not given.keys() - {"async_op"}
+        if plainly and tuple([_from_front(place, ndim) for place in placements or ()]) == whole:
+            return out
         return DTensor.redistribute(out, device_mesh, placements, **given)
 
     out.to_local, out.redistribute = to_local, redistribute  # type: ignore[method-assign]

@@ -5,28 +5,39 @@ the block as one step; DTensor moves the input and sums the result, as for the l
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from te_mx.distributed.hooks import wanted_of, why_not_between, why_not_usual
+from te_mx.distributed.hooks import hooks_of, same_objects, why_not_between, why_not_usual
 from te_mx.distributed.inputs import local_of, placed
 from te_mx.distributed.local_layer import check_whole_blocks
-from te_mx.distributed.tensor_parallel import (
+from te_mx.distributed.plans import (
     COLUMN,
     ROW,
     WHOLE,
+    Plan,
     cuts_of,
     kind_of,
-    local_of_layer,
-    result,
+    planned,
     way_of,
-    whole,
 )
+from te_mx.distributed.tensor_parallel import local_of_layer, result, whole
 from te_mx.nn.fused_block import ATTRIBUTE, run_as_step, why_not_these
 from te_mx.nn.surroundings import FUSED, why_not_given
+from te_mx.recipes.settings import Settings
 
+
+class _Found(NamedTuple):
+    """How a block ran: with which hooks, on an input placed so, and how its layers."""
+
+    hooks: list[Any]
+    plans: list[Plan]
+
+
+_found: weakref.WeakKeyDictionary[Any, _Found] = weakref.WeakKeyDictionary()
 
 
 def run(block: Any, x: Any) -> tuple[Any, str]:
@@ -35,19 +46,68 @@ def run(block: Any, x: Any) -> tuple[Any, str]:
     layers, settings, reason = block.layers_of_step(why_not_usual)
     if settings is None or reason:
         return None, reason
-    *first, last = layers
     act = block.__dict__[ATTRIBUTE].act
-    if act.gated and len(first) == 1:
+    if act.gated and len(layers) == 2:
         return None, "its first layer makes gate and up, which ranks do not have half of each"
-    if reason := why_not_between(first, last):
-        return None, reason
     spread = [{k: p for k, p in one._parameters.items() if p is not None} for one in layers]
     if not all(isinstance(p, DTensor) for held in spread for p in held.values()):
         return None, "some of its parameters are DTensors, others are not"
+    if reason := why_not_given(x._local_tensor if isinstance(x, DTensor) else x):
+        return None, reason
+    hooks = [hook for one in layers for hook in hooks_of(one)]
+    for hook in layers[0]._forward_pre_hooks.values():
+        x = hook(layers[0], (x,))
+    x = x[0] if isinstance(x, tuple) else x
+    mesh = layers[-1].weight.device_mesh
+    x = x if isinstance(x, DTensor) else whole(x, mesh)
+    plans, reason = _plans(block, layers, spread, hooks, settings, x)
+    if reason:
+        return None, reason
+    *first, last = plans
+    x = placed(x, mesh, first[0].way.x)
+    local = [
+        local_of_layer(one, plan, held)
+        for one, plan, held in zip(layers, plans, spread, strict=True)
+    ]
+    own = [one._owned for one in local if one._owned]
+    local[0].__dict__["_owned"] = {k: v for one in own for k, v in one.items()} or None
+    here = local_of(x, first[0].way.x_grad)
+    if reason := why_not_these(here, local):
+        return None, reason
+    y = run_as_step(act, local, here, settings)
+    shape = torch.Size((*x.shape[:-1], layers[-1].out_features))
+    out: Any = result(layers[-1], y, mesh, last.way.y, shape)
+    for made in layers[-1]._forward_hooks.values():
+        out = made(layers[-1], (None,), out)
+    return out, FUSED
+
+
+def _plans(
+    block: Any, layers: list[Any], spread: list[dict[str, Any]], hooks: list[Any],
+    settings: Settings, x: DTensor,
+) -> tuple[list[Plan], str]:  # fmt: skip
+    """The plans of the layers, or why they do not run as one step: found once."""
+    found = _found.get(block)
+    if found is not None and same_objects(hooks, found.hooks):
+        pairs = zip(found.plans, spread, strict=True)
+        if all(plan.serves(held, settings, x) for plan, held in pairs):
+            return found.plans, ""
+    plans, reason = _made(layers, spread, settings, x)
+    if not reason:
+        _found[block] = _Found(hooks, plans)
+    return plans, reason
+
+
+def _made(
+    layers: list[Any], spread: list[dict[str, Any]], settings: Settings, x: DTensor
+) -> tuple[list[Plan], str]:
+    *first, last = layers
+    if reason := why_not_between(first, last):
+        return [], reason
     mesh = last.weight.device_mesh
-    everything = [p for held in spread for p in held.values()] + [x] * isinstance(x, DTensor)
+    everything = [p for held in spread for p in held.values()] + [x]
     if any(p.device_mesh != mesh for p in everything):
-        return None, "its input and its parameters are on several meshes"
+        return [], "its input and its parameters are on several meshes"
     dims = range(mesh.ndim)
     kinds = [
         [kind_of(one, one._label(), held, dim) for dim in dims]
@@ -57,36 +117,18 @@ def run(block: Any, x: Any) -> tuple[Any, str]:
     behind_rows = [pairs.get(kind) for kind in kinds[0]]
     if any(one != kinds[0] for one in kinds[:-1]) or kinds[-1] != behind_rows:
         return (
-            None,
+            [],
             "its layers are not split by rows in front of the activation and columns behind",
         )
     for one, its in zip(layers, kinds, strict=True):
         for name, size, ranks in cuts_of(one, its, mesh):
             check_whole_blocks(one._label(), settings, name, size, ranks)
-    if reason := why_not_given(x._local_tensor if isinstance(x, DTensor) else x):
-        return None, reason
-
-    for hook in first[0]._forward_pre_hooks.values():
-        x = hook(first[0], (x,))
-    x = x[0] if isinstance(x, tuple) else x
-    x = x if isinstance(x, DTensor) else whole(x, mesh)
     way = way_of(kinds[0], x.placements, x.ndim - 1)
     behind = way_of(kinds[-1], way.y, x.ndim - 1)
     if behind.x != way.y:
-        return None, "what its first layers make is not what its last one reads"
-    x = placed(x, mesh, way.x)
-    local = [
-        local_of_layer(one, mesh, held, way if one is not last else behind)
-        for one, held in zip(layers, spread, strict=True)
-    ]
-    own = [one._owned for one in local if one._owned]
-    local[0].__dict__["_owned"] = {k: v for one in own for k, v in one.items()} or None
-    here = local_of(x, way.x_grad)
-    if reason := why_not_these(here, local):
-        return None, reason
-    y = run_as_step(act, local, here, settings)
-    shape = torch.Size((*x.shape[:-1], last.out_features))
-    out: Any = result(y, mesh, behind.y, shape, wanted_of(last))
-    for made in last._forward_hooks.values():
-        out = made(last, (None,), out)
-    return out, FUSED
+        return [], "what its first layers make is not what its last one reads"
+    ways = [way] * len(first) + [behind]
+    return [
+        planned(one, mesh, held, its, settings, x)
+        for one, held, its in zip(layers, spread, ways, strict=True)
+    ], ""
