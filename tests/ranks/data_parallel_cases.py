@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import te_mx
-from te_mx.distributed import quantized_all_gather
+from te_mx.distributed import quantized_all_gather, shard_codes
 
 RECIPE = te_mx.recipe.MXFP8BlockScaling(one_copy_weights=True)
 FP32 = {"dtype": torch.float32}
@@ -174,6 +174,60 @@ def case_quantized_all_gather():
         # One byte an element and one for 32; what is not quantized stays as it is.
         assert codes[2] == plain[2] - times * (2 * weights - weights * 33 // 32)
         assert weights < sum(sizes.values()) or codes[2] <= 0.52 * plain[2], (codes[2], plain[2])
+
+
+@contextlib.contextmanager
+def written(layer, shard):
+    """A shard is doubled when the forward of a layer is called."""
+
+    @torch.no_grad()
+    def double(*_):
+        shard.mul_(2)
+
+    hook = layer.register_forward_pre_hook(double)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def case_codes_of_a_step_are_made_once():
+    """The first gather of a forward pass quantizes all weights of a model, and backward gathers the
+    same codes; nothing outlives the step, and nothing that was written meanwhile is sent."""
+    made, plain = [], shard_codes.quantize_2d
+
+    def quantize(values, *args, **kwargs):
+        made.append(tuple(values.shape))
+        return plain(values, *args, **kwargs)
+
+    def passed(model, train=True):
+        """A pass, and how many weights were quantized forward and in all."""
+        made.clear()
+        with te_mx.autocast(recipe=RECIPE):
+            y = model.train(train)(of(M, K))
+        forward = len(made)
+        y.backward(of(M, K, seed=2))
+        return forward, len(made)
+
+    model = nn.Sequential(*(built(te_mx.Linear, K, K, **FP32) for _ in range(3)))
+    for module in (*model[:2], model):  # the last layer belongs to the whole, which stays gathered
+        fully_shard(module, mesh=init_device_mesh(DEVICE, (2,)))
+    shards = [layer.weight._local_tensor for layer in model]
+    assert quantized_all_gather(model) == 3
+    shard_codes.quantize_2d = quantize
+    try:
+        assert passed(model) == passed(model) == (3, 3)
+        known = [s.fsdp_pre_all_gather.__closure__[0].cell_contents for s in shards]
+        assert all(one._ahead is None for one in known)
+        assert passed(model, train=False) == (3, 5)  # quantized when they are asked for
+        with written(model[2], shards[0]):
+            assert passed(model) == (3, 4)  # the first one again, for backward
+        with written(model[0], shards[1]):
+            assert passed(model) == (4, 5)  # again, and for backward
+        shards[1].data.mul_(2)  # nobody would see the next write
+        assert passed(model) == (3, 4)
+    finally:
+        shard_codes.quantize_2d = plain
 
 
 class GatedMLP(nn.Module):
