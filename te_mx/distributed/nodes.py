@@ -9,6 +9,7 @@ watches the dispatcher, torch's own functions run.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -194,18 +195,19 @@ def answers_with(out: DTensor, y: Tensor) -> DTensor:
     saves a node there and back."""
     whole, version, ndim = out.placements, out._version, out.ndim
     as_it_was = torch.is_grad_enabled()
+    here: Any = weakref.ref(out)  # or out would keep itself alive
 
     def to_local(*, grad_placements: Any = None) -> Tensor:
-        same = out._version == version and as_it_was == torch.is_grad_enabled()
+        same = here()._version == version and as_it_was == torch.is_grad_enabled()
         if grad_placements is None and same:
             return y
-        return DTensor.to_local(out, grad_placements=grad_placements)
+        return DTensor.to_local(here(), grad_placements=grad_placements)
 
     def redistribute(device_mesh: Any = None, placements: Any = None, **given: Any) -> DTensor:
         plainly = device_mesh is None and not given.keys() - {"async_op"}
         if plainly and tuple([_from_front(place, ndim) for place in placements or ()]) == whole:
-            return out
-        return DTensor.redistribute(out, device_mesh, placements, **given)
+            return here()
+        return DTensor.redistribute(here(), device_mesh, placements, **given)
 
     out.to_local, out.redistribute = to_local, redistribute  # type: ignore[method-assign]
     return out

@@ -5,6 +5,8 @@ same bits.
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 
 import torch
 from tensor_parallel_cases import DEVICE, K, M, built, full, mesh, of
@@ -138,6 +140,27 @@ def case_a_layer_without_its_hooks():
     assert y.redistribute(placements=[Shard(-1)]).placements == (Shard(1),)
     y.to_local(grad_placements=[Shard(1)]).float().sum().backward()
     assert x.grad is not None and model.q.weight.grad.placements == (Shard(0),)
+
+
+def case_results_are_not_kept():
+    """Nothing but what the caller has keeps them alive, also before Python looks for cycles."""
+    model, seen = split(), []
+    model.q.register_forward_hook(
+        lambda layer, inputs, y: seen.append(weakref.ref(y)), prepend=True
+    )
+    linear = parallelize_module(built(te_mx.Linear, K, K), mesh(), ColwiseParallel())
+    gc.disable()
+    try:
+        with te_mx.autocast():
+            del_later = model(of(M, K))
+            x = DTensor.from_local(of(M, K), mesh(), [Replicate()], run_check=False)
+            made = linear.forward(x.requires_grad_())
+            seen.append(weakref.ref(made))
+            assert made.to_local().shape == (M, K // 2)
+        del made, del_later
+        assert [ref() for ref in seen] == [None, None]
+    finally:
+        gc.enable()
 
 
 def case_other_readers_of_an_input():
