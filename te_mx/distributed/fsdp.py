@@ -19,14 +19,14 @@ from torch.distributed._composable_state import _get_module_state, _module_state
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from te_mx import formats
-from te_mx._ops import Made, Operand, Stack, quantize_2d
-from te_mx._ops.grouped_quantize import quantize_weights
+from te_mx._ops import Made, Operand, Stack
 from te_mx.arguments import check_module
 from te_mx.autograd.steps import at_rest
 from te_mx.autograd.steps_grouped import KeptWeights
 from te_mx.autograd.steps_kept import KeptWeight
 from te_mx.distributed.gathered import GatheredWeight
 from te_mx.distributed.local_layer import call, local_layer
+from te_mx.distributed.shard_codes import SIGNATURE, Model, Place, ShardCodes
 from te_mx.nn.grouped_linear import GroupedLinear
 from te_mx.nn.mx_module import MXModule
 from te_mx.nn.transposed_linear import TransposedLinear
@@ -78,9 +78,12 @@ def quantized_all_gather(model: nn.Module, *, recipe: Any = None) -> int:
                 f"{module._label()}: fully_shard has gathered {key} in high precision already; "
                 "call te_mx.distributed.quantized_all_gather before the first forward"
             )
+    together = Model()
     for module, key, _ in found:
         chosen = settings or module._bound or default
         module.__dict__["_gathers"] = {**(module._gathers or {}), key: chosen}
+        module.__dict__["_gathered_with"] = together
+    for module in {id(module): module for module, *_ in found}.values():
         attach(module)
     return len(found)
 
@@ -88,50 +91,45 @@ def quantized_all_gather(model: nn.Module, *, recipe: Any = None) -> int:
 def attach(module: Any) -> None:
     """Tell FSDP2 how to gather the weights of a module. What loading or moving made new has to be
     told again."""
+    model = module._gathered_with
+    if model is None:
+        model = module.__dict__["_gathered_with"] = Model()
     for key, settings in module._gathers.items():
         parameter = module._parameters[key]
         if isinstance(parameter, DTensor) and not isinstance(
             parameter._local_tensor, GatheredWeight
         ):
-            _Gather(parameter._local_tensor, settings)
+            known = params_of(module).get(key)
+            _extend(parameter._local_tensor, settings, Place(module, known, _groups), model)
 
 
-class _Gather:
+def _extend(shard: Any, settings: Settings, place: Place, model: Model) -> None:
     """FSDP2's extension of one sharded weight, as attributes of the tensor that it shards: no other
     class of tensor reaches optimizers and checkpoints."""
-
-    def __init__(self, shard: Any, settings: Settings) -> None:
-        self._shard, self._settings = weakref.ref(shard), settings
-        shard.fsdp_pre_all_gather = self.fsdp_pre_all_gather
-        shard.fsdp_post_all_gather = self.fsdp_post_all_gather
+    codes, here = ShardCodes(shard, settings, place, model), weakref.ref(shard)
 
     def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+        mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
         """What this rank sends: codes and scales of its rows, in the dtype of the computation."""
-        shard: Any = self._shard()
-        settings = self._settings
-        with torch.no_grad():
-            values = shard.to(mp_policy.param_dtype or shard.dtype)
-            if values.dim() == 3:
-                stack = quantize_weights(
-                    list(values.unbind(0)), at_rest(settings.w), rule=settings.scale_rule
-                )[0]
-                return (stack.codes, stack.scales), None
-            row = quantize_2d(values, at_rest(settings.w), rule=settings.scale_rule).row
-            assert row is not None
-            return (row.codes, row.scales), None
+        return codes.sent(mp_policy.param_dtype), None
 
     def fsdp_post_all_gather(
-        self, all_gather_outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+        all_gather_outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
         """The whole weight as a forward gets it; FSDP2 fills the same memory every time."""
         if out is not None:
             return None
         codes, scales = all_gather_outputs
-        shard: Any = self._shard()
-        made = GatheredWeight(codes, scales, shard.shape[-1], param_dtype, self._settings.w)
+        last: int = here().shape[-1]  # type: ignore[union-attr]
+        made = GatheredWeight(codes, scales, last, param_dtype, settings.w)
         return made, (codes, scales)
+
+    fsdp_pre_all_gather.__signature__ = SIGNATURE  # type: ignore[attr-defined]
+    shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = (
+        fsdp_pre_all_gather,
+        fsdp_post_all_gather,
+    )
 
 
 # ------------------------------------------------------------------------- running on what came
@@ -178,6 +176,7 @@ def _kept(module: Any, weight: GatheredWeight, settings: Settings) -> Any:
 
 # ----------------------------------------------------------------------- parameters of fully_shard
 _known: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
+_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # of its parameters
 
 
 def params_of(module: nn.Module) -> dict[str, Any]:
@@ -189,6 +188,7 @@ def params_of(module: nn.Module) -> dict[str, Any]:
             groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.10 and 2.11 have one
             for group in (getattr(state, "_fsdp_param_group", None),) if groups is None else groups:
                 for param in () if group is None else group.fsdp_params:
+                    _groups[param] = weakref.ref(group)
                     info = param._module_info
                     _known.setdefault(info.module, {})[info.param_name] = param
     return _known.get(module, {})

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
 from te_mx.context import is_tracing
+from te_mx.distributed.nodes import local_of as to_local
+from te_mx.distributed.nodes import local_with_sum, sums_gradient
 from te_mx.runtime import exposed
 
 _LOCAL = "_te_mx_local"
@@ -43,7 +45,8 @@ def local_of(x: DTensor, grad_placements: list[Placement]) -> Tensor:
     held = x.__dict__.get(_LOCAL)
     if held is not None and held[0] == key and held[1] is inner:
         return held[2]
-    local = x.to_local(grad_placements=grad_placements)
+    summed = sums_gradient(x, grad_placements)
+    local = local_with_sum(x) if summed else to_local(x, grad_placements)
     if local.data_ptr() == inner.data_ptr():  # not what an asynchronous result becomes
         x.__dict__[_LOCAL] = key, inner, local
     return local

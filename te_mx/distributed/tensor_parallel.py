@@ -18,24 +18,23 @@ The bias of a result that is Partial is added by one rank, in its GEMM.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from te_mx.distributed.fsdp import Sharded, gathered, params_of
+from te_mx.distributed.hooks import wanted_of
 from te_mx.distributed.inputs import local_of, placed
-from te_mx.distributed.local_layer import call, check_whole_blocks, local_layer
+from te_mx.distributed.local_layer import call, local_layer
+from te_mx.distributed.nodes import answers_with, contiguous, may_sum, plain, spread, summed
+from te_mx.distributed.nodes import local_of as local_of_parameter
 from te_mx.distributed.owners import Placed
+from te_mx.distributed.plans import EXPERTS, WHOLE, Plan, Way, plan_of
 from te_mx.distributed.token_codes import tokens_of
 from te_mx.nn.grouped_linear import GroupedLinear
-from te_mx.nn.layernorm_linear import LayerNormLinear
 from te_mx.nn.layernorm_mlp import LayerNormMLP
-
-COLUMN, ROW, BOTH, EXPERTS, WHOLE = "column", "row", "both", "experts", "whole"
-_NORM = ("layer_norm_weight", "layer_norm_bias")
 
 
 class Elsewhere(torch.autograd.Function):
@@ -65,16 +64,6 @@ class Counted(torch.autograd.Function):
         return grad if ctx.counts else torch.zeros_like(grad), None
 
 
-class Way(NamedTuple):
-    """How a call runs, for each dimension of the mesh: what the weights are, where the input is to
-    be, its gradient and the result."""
-
-    kinds: list[str]
-    x: list[Placement]
-    x_grad: list[Placement]
-    y: list[Placement]
-
-
 def run(module: Any, inp: Any, *args: Any) -> Any:
     """The forward of a module of which the input or parameters are DTensors.
 
@@ -84,33 +73,19 @@ def run(module: Any, inp: Any, *args: Any) -> Any:
             can compute with: across blocks, or along other dimensions.
         NotImplementedError: what the module does besides has no meaning on a shard.
     """
-    label = module._label()
     if module._is_dropped():
         raise NotImplementedError(
-            f"{label}: frozen without its master weight, it takes no DTensor; unfreeze with "
-            "te_mx.unfreeze_weights(model, dequantize=True), or give it inp.to_local()"
+            f"{module._label()}: frozen without its master weight, it takes no DTensor; unfreeze "
+            "with te_mx.unfreeze_weights(model, dequantize=True), or give it inp.to_local()"
         )
     held = {name: p for name, p in module._parameters.items() if p is not None}
-    mesh = mesh_of(label, held, inp)
-    if isinstance(module, GroupedLinear):
-        first = held[module._weight_names[0]]
-    else:
-        first = held.get(module._weight_keys[0])
-    if first is None:
-        raise NotImplementedError(
-            f"{label}: parameters_split makes several parameters of one weight, whose shards are "
-            "no shards of it; under DTensor use a layer for each"
-        )
-    kinds = [kind_of(module, label, held, dim) for dim in range(mesh.ndim)]
-    _refuse(module, label, kinds)
     settings = module._settings()
-    for name, size, ranks in cuts_of(module, kinds, mesh):
-        check_whole_blocks(label, settings, name, size, ranks)
-    if EXPERTS in kinds:
-        return _run_experts(module, mesh, held, inp, args)
+    plan = plan_of(module, held, settings, inp)
+    mesh, way = plan.mesh, plan.way
+    if EXPERTS in way.kinds:
+        return _run_experts(module, plan, held, inp, args)
     x = inp if isinstance(inp, DTensor) else whole(inp, mesh)
-    way = way_of(kinds, x.placements, x.ndim - 1)
-    layer = local_of_layer(module, mesh, held, way)
+    layer = local_of_layer(module, plan, held)
     tokens = None if isinstance(module, GroupedLinear) else tokens_of(module, mesh, way.x, x)
     if tokens is None:
         x = placed(x, mesh, way.x)
@@ -122,17 +97,29 @@ def run(module: Any, inp: Any, *args: Any) -> Any:
     y, *rest = made if isinstance(made, tuple) else (made,)
     out = _out_features(module)
     shape = torch.Size((*x.shape[:-1], out))
-    y = DTensor.from_local(
-        y, mesh, way.y, run_check=False, shape=shape, stride=contiguous(shape)
-    )  # fmt: skip
     if not isinstance(made, tuple):
-        return y
+        return result(module, y, mesh, way.y, shape)
+    y = spread(y, mesh, way.y, shape)
     if module.return_bias:
         rest[0] = _bias_of(module)
     if getattr(module, "return_layernorm_output", False):
         own = way.x if tokens is None else list(x.placements)
         rest[-1] = _normalized(rest[-1], mesh, way, own, x.shape)
     return (y, *rest)
+
+
+def result(
+    module: Any, y: Tensor, mesh: Any, places: list[Placement], shape: torch.Size
+) -> DTensor:
+    """The DTensor of which a layer made y on this rank. Where the hook behind the layer is known to
+    sum it over the ranks, that is done here, in place."""
+    wanted = wanted_of(module) if plain(y) and mesh.ndim == 1 else None
+    if wanted is None:
+        return spread(y, mesh, places, shape)
+    if places[0].is_partial() and wanted.whole() and may_sum(y):
+        y, places = summed(y, mesh), [Replicate()]
+    out = spread(y, mesh, places, shape)
+    return answers_with(out, y) if wanted.local else out
 
 
 def _normalized(z: Tensor, mesh: Any, way: Way, own: list[Placement], shape: torch.Size) -> DTensor:
@@ -145,142 +132,29 @@ def _normalized(z: Tensor, mesh: Any, way: Way, own: list[Placement], shape: tor
     return DTensor.from_local(z, mesh, own, run_check=False, shape=shape, stride=contiguous(shape))
 
 
-# ------------------------------------------------------------------------------ what is to be done
-def mesh_of(label: str, held: dict[str, Any], inp: Any) -> Any:
-    spread = {name: p for name, p in held.items() if isinstance(p, DTensor)}
-    if len(spread) < len(held):
-        plain = next(name for name in held if name not in spread)
-        have = f"{next(iter(spread))} is" if spread else "inp is"
-        raise TypeError(
-            f"{label}: {have} a DTensor and {plain} is not; make all parameters DTensors, with "
-            "parallelize_module or distribute_module"
-        )
-    meshes = {name: p.device_mesh for name, p in spread.items()}
-    if isinstance(inp, DTensor):
-        meshes["inp"] = inp.device_mesh
-    name, mesh = next(iter(meshes.items()))
-    for other, its in meshes.items():
-        if its != mesh:
-            raise ValueError(
-                f"{label}: {name} is on the mesh {mesh} and {other} on {its}; move one"
-            )
-    return mesh
-
-
-def kind_of(module: Any, label: str, held: dict[str, Any], dim: int) -> str:
-    """What the weights of a module are along one dimension of the mesh."""
-    if isinstance(module, LayerNormMLP):
-        one, two = (_dim_of(held[key].placements[dim]) for key in module._weight_keys)
-        if (one, two) in ((0, 1), (None, None)):
-            return WHOLE if one is None else BOTH
-        raise ValueError(
-            f"{label}: fc1_weight and fc2_weight must be Shard(0) and Shard(1), or both Replicate, "
-            f"got {held['fc1_weight'].placements[dim]} and {held['fc2_weight'].placements[dim]}"
-        )
-    name = module._weight_names[0] if isinstance(module, GroupedLinear) else "weight"
-    kinds = [COLUMN, ROW]
-    if isinstance(module, GroupedLinear) and module.single_grouped_weight:
-        kinds = [EXPERTS, COLUMN, ROW]
-    place = held[name].placements[dim]
-    at = _dim_of(place)
-    if place.is_partial():
-        raise ValueError(f"{label}: {name} is {place}; redistribute it to Replicate or Shard")
-    return WHOLE if at is None else kinds[at]
-
-
-def _dim_of(place: Placement) -> int | None:
-    return getattr(place, "dim", None)
-
-
-def _refuse(module: Any, label: str, kinds: list[str]) -> None:
-    """Raise NotImplementedError for what cannot be done on shards."""
-    if isinstance(module, LayerNormLinear) and ROW in kinds:
-        raise NotImplementedError(
-            f"{label}: a weight that is Shard(1) needs an input sharded along its features, which "
-            "cannot be normalized; shard it along dimension 0"
-        )
-    grouped = isinstance(module, GroupedLinear)
-    if grouped and EXPERTS in kinds and not module.single_grouped_bias and module.use_bias:
-        raise NotImplementedError(
-            f"{label}: experts are sharded with their biases: single_grouped_bias=True"
-        )
-
-
-def cuts_of(module: Any, kinds: list[str], mesh: Any) -> Iterator[tuple[str, int, int]]:
-    """Sizes of weights that are cut, and for how many ranks. Cuts of out_features matter where a
-    gradient is made, or where blocks have several rows."""
-    for dim, kind in enumerate(kinds):
-        ranks = mesh.size(dim)
-        if kind == ROW:
-            yield "in_features", module.in_features, ranks
-        elif kind == COLUMN:
-            yield "out_features", module.out_features, ranks
-        elif kind == BOTH:
-            yield "ffn_hidden_size", module.ffn_hidden_size, ranks
-
-
-def way_of(kinds: list[str], x: Sequence[Placement], last: int) -> Way:
-    """How layers of these kinds run on an input that is placed like x; `last` is its last
-    dimension."""
-    way = Way(kinds, [], [], [])
-    for kind, place in zip(kinds, x, strict=True):
-        if kind == ROW:
-            asked: tuple[Placement, Placement, Placement] = Shard(last), Shard(last), Partial()
-        elif kind in (COLUMN, BOTH):
-            asked = Replicate(), Partial(), Shard(last) if kind == COLUMN else Partial()
-        else:
-            tokens = place.is_shard() and place.dim not in (last, -1)  # type: ignore[attr-defined]
-            asked = (place,) * 3 if tokens else (Replicate(),) * 3
-        for places, one in zip((way.x, way.x_grad, way.y), asked, strict=True):
-            places.append(one)
-    return way
-
-
-def _gradients_of(name: str, way: Way, own: tuple[Placement, ...]) -> list[Placement]:
-    """Where the gradient of a parameter is, for each dimension of the mesh."""
-    made: list[Placement] = []
-    for kind, x, place in zip(way.kinds, way.x, own, strict=True):
-        whole = Partial() if x.is_shard() else Replicate()
-        if kind == WHOLE:
-            made.append(whole)
-        elif name in _NORM:
-            made.append(Partial())
-        else:
-            made.append(place)  # a shard; or Replicate, a bias that is added to a sum
-    return made
-
-
 # ------------------------------------------------------------------------------- what a rank has
-def local_of_layer(module: Any, mesh: Any, held: dict[str, Any], way: Way) -> Any:
+def local_of_layer(module: Any, plan: Plan, held: dict[str, Any]) -> Any:
+    """A module as this rank sees it."""
     routed = module._routed() and torch.is_grad_enabled()
-    adds = all(
-        kind not in (ROW, BOTH) or mesh.get_local_rank(dim) == 0
-        for dim, kind in enumerate(way.kinds)
-    )
-    added: set[str] = set()
-    if ROW in way.kinds:
-        added.update(module._bias_names if isinstance(module, GroupedLinear) else ("bias",))
-    if BOTH in way.kinds:
-        added.add("fc2_bias")
     local: dict[str, Any] = dict.fromkeys(module._parameters)
     owned: dict[int, Any] = {}
-    weights = _weights_of(module)
+    weights = _weights_of(module) if routed else ()
     for name, parameter in held.items():
-        grads = _gradients_of(name, way, parameter.placements)
-        if routed and name in weights and parameter.requires_grad:
+        grads = plan.grads[name]
+        if name in weights and parameter.requires_grad:
             value = parameter.detach().to_local().requires_grad_()
-            owned[id(value)] = _owner(module, parameter, grads)
+            owned[id(value)] = _owner(module, parameter, list(grads))
         elif not parameter.requires_grad:
             with torch.no_grad():
                 value = parameter.to_local()
         else:
-            value = parameter.to_local(grad_placements=grads)
-        if name in added and not adds:
+            value = local_of_parameter(parameter, grads)
+        if name in plan.elsewhere:
             value = Elsewhere.apply(value)
         local[name] = value
     return local_layer(
         module, local, _owned=owned or None, **_sizes(module, local),
-        **gathered(module, local, module._settings()),
+        **gathered(module, local, plan.settings),
     )  # fmt: skip
 
 
@@ -308,7 +182,7 @@ def _sizes(module: Any, local: dict[str, Any]) -> dict[str, int]:
     return sizes
 
 
-def _run_experts(module: Any, mesh: Any, held: dict[str, Any], inp: Any, args: Any) -> Any:
+def _run_experts(module: Any, plan: Plan, held: dict[str, Any], inp: Any, args: Any) -> Any:
     """Stacked weights, Shard(0): every rank runs the rows of its own experts, which the caller has
     sent there."""
     if isinstance(inp, DTensor):
@@ -316,12 +190,11 @@ def _run_experts(module: Any, mesh: Any, held: dict[str, Any], inp: Any, args: A
             f"{module._label()}: experts are on several ranks, so inp must be the rows of those of "
             "this rank, a plain tensor, and m_splits theirs; got a DTensor: inp.to_local()"
         )
-    if mesh.ndim > 1:
+    if plan.mesh.ndim > 1:
         raise NotImplementedError(
-            f"{module._label()}: experts are sharded over a mesh of one dimension, got {mesh}"
+            f"{module._label()}: experts are sharded over a mesh of one dimension, got {plan.mesh}"
         )
-    way = Way([EXPERTS], [Replicate()], [Replicate()], [Replicate()])
-    return call(module, local_of_layer(module, mesh, held, way), inp, *args)
+    return call(module, local_of_layer(module, plan, held), inp, *args)
 
 
 def whole(inp: Any, mesh: Any) -> DTensor:
@@ -336,10 +209,3 @@ def _bias_of(module: Any) -> Any:
     if isinstance(module, GroupedLinear):
         return module._returned(module._held(*module._bias_names))
     return module.fc2_bias if isinstance(module, LayerNormMLP) else module.bias
-
-
-def contiguous(shape: torch.Size) -> tuple[int, ...]:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * max(size, 1))
-    return tuple(reversed(strides))

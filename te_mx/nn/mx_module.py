@@ -40,6 +40,7 @@ TRANSIENT = (
     "_tag",
     "_delayed",
     "_tp_group",
+    "_gathered_with",
     "_unused_sums",
 )  # what a copy starts without
 

@@ -66,6 +66,7 @@ class SeveralRanks:
     _owned: dict[int, Owner] | None = None  # owners of local weights, by the id of these
     _local: Any = None  # the module of which this is what one rank sees
     _gathers: dict[str, Any] | None = None  # settings of weights to gather as codes, by name
+    _gathered_with: Any = None  # the weights that are quantized for the same forward pass
     _gathered: dict[str, Any] | None = None  # such weights in a forward, as KeptWeight
     _ran_with: Any = None  # the settings of that forward
     _gathers_inputs = False  # sequence parallelism gathers codes of inputs

@@ -13,7 +13,9 @@ import two_ranks
 
 MODULES = (
     "tensor_parallel_cases",
+    "node_cases",
     "data_parallel_cases",
+    "gathered_codes_cases",
     "group_cases",
     "checkpoint_cases",
     "combinations",

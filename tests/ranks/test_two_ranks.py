@@ -10,7 +10,9 @@ import two_ranks
 CASES = two_ranks.cases(
     "tensor_parallel_cases",
     "data_parallel_cases",
+    "gathered_codes_cases",
     *(["experts_cases"] if importlib.util.find_spec("transformers") else []),
+    "node_cases",
     "block_cases",
     "group_cases",
     "sequence_cases",

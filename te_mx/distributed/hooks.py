@@ -1,0 +1,154 @@
+"""Hooks that parallelize_module puts around the modules of a plan: which ones are known, and what
+they do with what a layer takes and makes.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from te_mx.distributed import styles
+from te_mx.nn.surroundings import why_not_usual as _why_not_but_hooks
+
+_MADE_BY = f"{distribute_module.__name__}.<locals>."
+_INNER, _WHOLE = (Shard(-1),), (Replicate(),)
+
+
+def given(hook: Any, name: str) -> Any:
+    """The function that distribute_module was given, of a hook that it made; None of others, and of
+    functions that no style of torch or te_mx has."""
+    if not getattr(hook, "__qualname__", "").startswith(_MADE_BY):
+        return None
+    if name not in hook.__code__.co_freevars:
+        return None
+    made = hook.__closure__[hook.__code__.co_freevars.index(name)].cell_contents
+    return made if isinstance(made, partial) and made.func in _KNOWN else None
+
+
+def _known() -> dict[Any, Any]:
+    """Functions of styles, and what each says of the inner width: whether that stays as the layer
+    makes it, or is taken as it is made."""
+    torch_into, torch_out = (lambda *its: its == (_INNER, _INNER)), (lambda to, _: to == _INNER)
+    return {
+        ColwiseParallel._prepare_input_fn: lambda *_: False,
+        ColwiseParallel._prepare_output_fn: torch_out,
+        RowwiseParallel._prepare_input_fn: torch_into,
+        RowwiseParallel._prepare_output_fn: lambda *_: False,
+        styles._prepare_input: lambda style: style.input_layouts == Shard(-1),
+        styles._prepare_output: lambda style: style.output_layouts in (None, Shard(-1)),
+    }
+
+
+_KNOWN = _known()
+
+
+class Wanted(NamedTuple):
+    """What the hook behind a layer makes of its result: where that is to be, None where it already
+    is but for sums, which every rank gets; and whether a plain tensor comes out."""
+
+    layouts: tuple[Placement, ...] | None
+    local: bool
+
+    def whole(self) -> bool:
+        """Whether every rank gets a sum."""
+        return self.layouts in (None, _WHOLE)
+
+
+def wanted_of(layer: Any) -> Wanted | None:
+    """That of a layer with one known hook behind it; None of others."""
+    if len(layer._forward_hooks) != 1 or layer._forward_hooks_with_kwargs:
+        return None
+    made = _of(layer, "_forward_hooks", "output_fn")
+    if made is None:
+        return None
+    if made.func is not styles._prepare_output:
+        return Wanted(*made.args)
+    style = made.args[0]
+    layouts = None if style.output_layouts is None else (style.output_layouts,)
+    return Wanted(layouts, style.use_local_output)
+
+
+def hooks_of(layer: Any) -> list[Any]:
+    """In front of a layer, and behind it."""
+    return [*layer._forward_pre_hooks.values(), *layer._forward_hooks.values()]
+
+
+def same_objects(some: list[Any], others: list[Any]) -> bool:
+    """Whether two lists hold the same ones."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
+_usual: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+
+
+def why_not_usual(name: str, layer: Any) -> str:
+    """Why a layer is none that runs in a block on several ranks, but for its tensors."""
+    if reason := _why_not_but_hooks(name, layer):
+        return reason
+    if layer._gathers:
+        return f"{name} is gathered as codes"
+    usual = (
+        not (layer._backward_hooks or layer._backward_pre_hooks or "forward" in layer.__dict__)
+        and not (layer._forward_pre_hooks_with_kwargs or layer._forward_hooks_with_kwargs)
+        and _are_known(layer)
+    )
+    return "" if usual else f"{name} has hooks other than those of parallelize_module"
+
+
+def _are_known(layer: Any) -> bool:
+    now, before = hooks_of(layer), _usual.get(layer)
+    if before is not None and same_objects(now, before):
+        return True
+    known = (
+        all(given(hook, "input_fn") for hook in layer._forward_pre_hooks.values())
+        and all(given(hook, "output_fn") for hook in layer._forward_hooks.values())
+        and max(len(layer._forward_pre_hooks), len(layer._forward_hooks)) <= 1
+    )
+    if known:
+        _usual[layer] = now
+    return known
+
+
+def _of(layer: Any, hooks: str, name: str) -> Any:
+    return next((given(hook, name) for hook in getattr(layer, hooks).values()), None)
+
+
+def why_not_between(first: list[Any], last: Any) -> str:
+    """Why what the first layers make does not go to the last one as it is."""
+    into = [_of(one, "_forward_pre_hooks", "input_fn") for one in first]
+    if any(_differ(one, into[0]) for one in into[1:]):
+        return "its first layers take their input differently"
+    made = [_of(one, "_forward_hooks", "output_fn") for one in first]
+    taken = _of(last, "_forward_pre_hooks", "input_fn")
+    local = [_makes_local(one) for one in made]
+    if any(one != local[0] for one in local[1:]) or (local[0] and taken is None):
+        return "its first layers give their results differently"
+    if all(one is None or _KNOWN[one.func](*one.args) for one in (*made, taken)):
+        return ""
+    return "its inner width is not sharded along the features on all ranks"
+
+
+def _makes_local(made: Any) -> bool:
+    """Whether a plain tensor comes out of the hook."""
+    if made is None:
+        return False
+    last = made.args[-1]
+    return last if isinstance(last, bool) else last.use_local_output
+
+
+def _differ(one: Any, other: Any) -> bool:
+    if one is None or other is None:
+        return one is not other
+    return one.func is not other.func or not _same(one.args, other.args)
+
+
+def _same(one: Any, other: Any) -> bool:
+    def of(args: Any) -> Any:
+        return [getattr(a, "input_layouts", a) for a in args]
+
+    return of(one) == of(other)

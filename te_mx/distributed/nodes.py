@@ -1,0 +1,219 @@
+"""Autograd nodes between a DTensor and what a rank has of it: what DTensor.to_local, from_local and
+redistribute do, where it is known beforehand how gradients lie.
+
+torch finds that out at every pass, in 40 to 200 us of host time a node, and a layer of a
+transformer has some thirty of them: the GPU waits. Here the description of a gradient is made once,
+and a sum over the ranks is one collective on this stream. Under create_graph, and where somebody
+watches the dispatcher, torch's own functions run.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from te_mx.context import is_tracing
+
+_modes = torch._C._len_torch_dispatch_stack
+_SUM, _WHOLE = Partial(), (Replicate(),)
+
+
+def plain(*tensors: Any) -> bool:
+    """Whether nodes of this file may stand in for torch's."""
+    return not (is_tracing() or _modes()) and all(type(t) is Tensor for t in tensors)
+
+
+def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(reversed(strides))
+
+
+# A mesh counts by its identity: one of a process group that is gone equals one of its successor.
+_known: dict[Any, DTensorSpec] = {}
+_MOST_KNOWN = 1024
+
+
+def _described(
+    mesh: Any, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype
+) -> DTensorSpec:
+    """What a contiguous DTensor is."""
+    key = id(mesh), placements, shape, dtype
+    found = _known.get(key)
+    if found is None or found.mesh is not mesh:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        meta = TensorMeta(shape, contiguous(shape), dtype)
+        found = _known[key] = DTensorSpec(mesh, placements, tensor_meta=meta)
+    return found
+
+
+def _made(local: Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor without history."""
+    made: DTensor = DTensor(local, spec, requires_grad=False)
+    return made
+
+
+# ------------------------------------------------------------------------------------- to this rank
+class _Local(torch.autograd.Function):
+    """What a rank has; its gradient, if that is contiguous, is one of the DTensor as `spec` says.
+    With a group, it is summed over the ranks first."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, spec: DTensorSpec, group: Any) -> Tensor:
+        ctx.spec, ctx.group = spec, group
+        ctx.set_materialize_grads(False)
+        local = x._local_tensor
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[DTensor | None, None, None]:
+        if grad is None:
+            return None, None, None
+        spec, group = ctx.spec, ctx.group
+        if group is not None and plain(grad) and not torch.is_grad_enabled():
+            return _made(_sum_of(grad, group), spec), None, None
+        if group is not None:
+            partial = [_SUM] * spec.mesh.ndim
+            made = DTensor.from_local(grad, spec.mesh, partial, run_check=False)
+            return made.redistribute(placements=spec.placements), None, None
+        if type(grad) is Tensor and grad.is_contiguous() and not torch.is_grad_enabled():
+            return _made(grad, spec), None, None
+        strides = {} if not grad.is_contiguous() else {"shape": spec.shape, "stride": spec.stride}
+        made = DTensor.from_local(grad, spec.mesh, spec.placements, run_check=False, **strides)
+        return made, None, None
+
+
+def _sum_of(partial: Tensor, group: Any) -> Tensor:
+    """The sum over the ranks; somebody else may have `partial` too."""
+    total = partial.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def local_of(x: DTensor, grads: Sequence[Placement]) -> Tensor:
+    """x.to_local(grad_placements=grads)."""
+    if is_tracing() or _modes() or not torch.is_grad_enabled():
+        return x.to_local(grad_placements=grads)
+    spec = _described(x.device_mesh, tuple(grads), x.shape, x.dtype)
+    local: Tensor = _Local.apply(x, spec, None)
+    return local
+
+
+def sums_gradient(x: DTensor, grads: Sequence[Placement]) -> bool:
+    """Whether the gradient of x may be summed where it is made: x is a plain tensor that every rank
+    had, and what the ranks have of its gradient goes back to that as a sum."""
+    node: Any = x.grad_fn
+    if node is None or x.device_mesh.ndim != 1 or not torch.is_grad_enabled():
+        return False
+    if type(node).__name__ != "_FromTorchTensorBackward" or not plain(x._local_tensor):
+        return False
+    before = getattr(node, "forward_input_placements", getattr(node, "previous_placement", None))
+    if before is None or getattr(node, "grad_placements", None) is not None:
+        return False
+    return tuple(before) == x.placements == _WHOLE and grads[0] == _SUM
+
+
+def local_with_sum(x: DTensor) -> Tensor:
+    """The same of an x whose gradient is summed over the ranks (`sums_gradient`)."""
+    spec = _described(x.device_mesh, x.placements, x.shape, x.dtype)
+    local: Tensor = _Local.apply(x, spec, x.device_mesh.get_group(0))
+    return local
+
+
+# ------------------------------------------------------------------------------------ to all ranks
+class _Spread(torch.autograd.Function):
+    """The DTensor of which a rank has y, described by spec; its gradient is wanted like it."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, spec: DTensorSpec) -> DTensor:
+        ctx.spec = spec
+        ctx.set_materialize_grads(False)
+        made: DTensor = DTensor(y.view_as(y), spec, requires_grad=y.requires_grad)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor | None) -> tuple[Tensor | None, None]:
+        if grad is None:
+            return None, None
+        wanted = [Replicate() if p.is_partial() else p for p in ctx.spec.placements]
+        if grad.placements != tuple(wanted):
+            grad = grad.redistribute(placements=wanted)
+        return grad.to_local(), None
+
+
+def spread(y: Tensor, mesh: Any, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
+    """DTensor.from_local(y, mesh, placements), of a DTensor of this shape."""
+    if not plain(y):
+        strides = contiguous(shape)
+        return DTensor.from_local(y, mesh, placements, run_check=False, shape=shape, stride=strides)
+    spec = _described(mesh, tuple(placements), shape, y.dtype)
+    if not (torch.is_grad_enabled() and y.requires_grad):
+        return _made(y.detach(), spec)
+    made: DTensor = _Spread.apply(y, spec)
+    return made
+
+
+# ------------------------------------------------------------------------------ sums over the ranks
+class _Summed(torch.autograd.Function):
+    """The sum over the ranks of y, in its memory; its gradient is that of every rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, group: Any) -> Tensor:
+        total = y.detach()  # products keep nothing of what they made
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def may_sum(y: Tensor) -> bool:
+    """Whether `summed` may write over y."""
+    return torch.is_grad_enabled() and y.requires_grad and y.is_contiguous()
+
+
+def summed(y: Tensor, mesh: Any) -> Tensor:
+    """The sum over the ranks of y, which a product has just written and nobody else has."""
+    total: Tensor = _Summed.apply(y, mesh.get_group(0))
+    return total
+
+
+# ------------------------------------------------------------------------- for hooks behind layers
+def answers_with(out: DTensor, y: Tensor) -> DTensor:
+    """Let out, which is spread(y, ..), give y itself back to the hook that asks for it next, which
+    saves a node there and back."""
+    whole, version, ndim = out.placements, out._version, out.ndim
+    as_it_was = torch.is_grad_enabled()
+    here: Any = weakref.ref(out)  # or out would keep itself alive
+
+    def to_local(*, grad_placements: Any = None) -> Tensor:
+        same = here()._version == version and as_it_was == torch.is_grad_enabled()
+        if grad_placements is None and same:
+            return y
+        return DTensor.to_local(here(), grad_placements=grad_placements)
+
+    def redistribute(device_mesh: Any = None, placements: Any = None, **given: Any) -> DTensor:
+        plainly = device_mesh is None and not given.keys() - {"async_op"}
+        if plainly and tuple([_from_front(place, ndim) for place in placements or ()]) == whole:
+            return here()
+        return DTensor.redistribute(here(), device_mesh, placements, **given)
+
+    out.to_local, out.redistribute = to_local, redistribute  # type: ignore[method-assign]
+    return out
+
+
+def _from_front(place: Placement, ndim: int) -> Placement:
+    if type(place) is Shard and place.dim < 0:
+        return Shard(place.dim + ndim)
+    return place

@@ -1,0 +1,226 @@
+"""What modules of te_mx do on DTensors: found out from placements once, and kept as long as they
+stay what they are.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from te_mx.context import is_tracing
+from te_mx.distributed.local_layer import check_whole_blocks
+from te_mx.nn.grouped_linear import GroupedLinear
+from te_mx.nn.layernorm_linear import LayerNormLinear
+from te_mx.nn.layernorm_mlp import LayerNormMLP
+from te_mx.recipes.settings import Settings
+
+COLUMN, ROW, BOTH, EXPERTS, WHOLE = "column", "row", "both", "experts", "whole"
+_NORM = ("layer_norm_weight", "layer_norm_bias")
+
+
+class Way(NamedTuple):
+    """How a call runs, for each dimension of the mesh: what the weights are, where the input is to
+    be, its gradient and the result."""
+
+    kinds: list[str]
+    x: list[Placement]
+    x_grad: list[Placement]
+    y: list[Placement]
+
+
+class Plan(NamedTuple):
+    """How a module runs: on a mesh, in a way; where the gradient of each parameter lies; and which
+    of them are biases that another rank adds. It holds for these parameters, by their
+    descriptions, these settings and an input that is placed so, None for a plain tensor.
+    """
+
+    mesh: Any
+    way: Way
+    grads: dict[str, tuple[Placement, ...]]
+    elsewhere: frozenset[str]
+    specs: tuple[Any, ...]
+    settings: Settings | None
+    x: tuple[Placement, ...] | None
+    x_ndim: int
+
+    def serves(self, held: dict[str, Any], settings: Settings | None, x: Any) -> bool:
+        """Whether it holds for a call."""
+        if settings is not self.settings or len(held) != len(self.specs):
+            return False
+        for parameter, spec in zip(held.values(), self.specs, strict=True):
+            if getattr(parameter, "_spec", None) is not spec:
+                return False
+        if x.ndim != self.x_ndim:
+            return False
+        if not isinstance(x, DTensor):
+            return self.x is None
+        return x.placements == self.x and x.device_mesh == self.mesh
+
+
+_plans: weakref.WeakKeyDictionary[nn.Module, Plan] = weakref.WeakKeyDictionary()
+
+
+def plan_of(module: Any, held: dict[str, Any], settings: Settings | None, inp: Any) -> Plan:
+    """The plan of a call of a module.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as tensor_parallel.run.
+    """
+    if is_tracing():
+        return _made(module, held, settings, inp)
+    plan = _plans.get(module)
+    if plan is None or not plan.serves(held, settings, inp):
+        plan = _plans[module] = _made(module, held, settings, inp)
+    return plan
+
+
+def _made(module: Any, held: dict[str, Any], settings: Settings | None, inp: Any) -> Plan:
+    label = module._label()
+    mesh = mesh_of(label, held, inp)
+    if isinstance(module, GroupedLinear):
+        first = held[module._weight_names[0]]
+    else:
+        first = held.get(module._weight_keys[0])
+    if first is None:
+        raise NotImplementedError(
+            f"{label}: parameters_split makes several parameters of one weight, whose shards are "
+            "no shards of it; under DTensor use a layer for each"
+        )
+    kinds = [kind_of(module, label, held, dim) for dim in range(mesh.ndim)]
+    _refuse(module, label, kinds)
+    for name, size, ranks in cuts_of(module, kinds, mesh):
+        check_whole_blocks(label, settings, name, size, ranks)
+    if EXPERTS in kinds:
+        way = Way(kinds, [Replicate()], [Replicate()], [Replicate()])
+        return planned(module, mesh, held, way, settings, inp)
+    placements = inp.placements if isinstance(inp, DTensor) else (Replicate(),) * mesh.ndim
+    return planned(module, mesh, held, way_of(kinds, placements, inp.ndim - 1), settings, inp)
+
+
+def planned(
+    module: Any, mesh: Any, held: dict[str, Any], way: Way, settings: Settings | None, inp: Any
+) -> Plan:
+    """The plan of a module that runs in a way."""
+    adds = all(
+        kind not in (ROW, BOTH) or mesh.get_local_rank(dim) == 0
+        for dim, kind in enumerate(way.kinds)
+    )
+    added: set[str] = set()
+    if ROW in way.kinds:
+        added.update(module._bias_names if isinstance(module, GroupedLinear) else ("bias",))
+    if BOTH in way.kinds:
+        added.add("fc2_bias")
+    grads = {name: tuple(_gradients_of(name, way, p.placements)) for name, p in held.items()}
+    return Plan(
+        mesh, way, grads, frozenset() if adds else frozenset(added),
+        () if is_tracing() else tuple([p._spec for p in held.values()]), settings,
+        inp.placements if isinstance(inp, DTensor) else None, inp.ndim,
+    )  # fmt: skip
+
+
+def mesh_of(label: str, held: dict[str, Any], inp: Any) -> Any:
+    spread = {name: p for name, p in held.items() if isinstance(p, DTensor)}
+    if len(spread) < len(held):
+        plain = next(name for name in held if name not in spread)
+        have = f"{next(iter(spread))} is" if spread else "inp is"
+        raise TypeError(
+            f"{label}: {have} a DTensor and {plain} is not; make all parameters DTensors, with "
+            "parallelize_module or distribute_module"
+        )
+    meshes = {name: p.device_mesh for name, p in spread.items()}
+    if isinstance(inp, DTensor):
+        meshes["inp"] = inp.device_mesh
+    name, mesh = next(iter(meshes.items()))
+    for other, its in meshes.items():
+        if its != mesh:
+            raise ValueError(
+                f"{label}: {name} is on the mesh {mesh} and {other} on {its}; move one"
+            )
+    return mesh
+
+
+def kind_of(module: Any, label: str, held: dict[str, Any], dim: int) -> str:
+    """What the weights of a module are along one dimension of the mesh."""
+    if isinstance(module, LayerNormMLP):
+        one, two = (_dim_of(held[key].placements[dim]) for key in module._weight_keys)
+        if (one, two) in ((0, 1), (None, None)):
+            return WHOLE if one is None else BOTH
+        raise ValueError(
+            f"{label}: fc1_weight and fc2_weight must be Shard(0) and Shard(1), or both Replicate, "
+            f"got {held['fc1_weight'].placements[dim]} and {held['fc2_weight'].placements[dim]}"
+        )
+    name = module._weight_names[0] if isinstance(module, GroupedLinear) else "weight"
+    kinds = [COLUMN, ROW]
+    if isinstance(module, GroupedLinear) and module.single_grouped_weight:
+        kinds = [EXPERTS, COLUMN, ROW]
+    place = held[name].placements[dim]
+    at = _dim_of(place)
+    if place.is_partial():
+        raise ValueError(f"{label}: {name} is {place}; redistribute it to Replicate or Shard")
+    return WHOLE if at is None else kinds[at]
+
+
+def _dim_of(place: Placement) -> int | None:
+    return getattr(place, "dim", None)
+
+
+def _refuse(module: Any, label: str, kinds: list[str]) -> None:
+    """Raise NotImplementedError for what cannot be done on shards."""
+    if isinstance(module, LayerNormLinear) and ROW in kinds:
+        raise NotImplementedError(
+            f"{label}: a weight that is Shard(1) needs an input sharded along its features, which "
+            "cannot be normalized; shard it along dimension 0"
+        )
+    grouped = isinstance(module, GroupedLinear)
+    if grouped and EXPERTS in kinds and not module.single_grouped_bias and module.use_bias:
+        raise NotImplementedError(
+            f"{label}: experts are sharded with their biases: single_grouped_bias=True"
+        )
+
+
+def cuts_of(module: Any, kinds: list[str], mesh: Any) -> Iterator[tuple[str, int, int]]:
+    """Sizes of weights that are cut, and for how many ranks. Cuts of out_features matter where a
+    gradient is made, or where blocks have several rows."""
+    for dim, kind in enumerate(kinds):
+        ranks = mesh.size(dim)
+        if kind == ROW:
+            yield "in_features", module.in_features, ranks
+        elif kind == COLUMN:
+            yield "out_features", module.out_features, ranks
+        elif kind == BOTH:
+            yield "ffn_hidden_size", module.ffn_hidden_size, ranks
+
+
+def way_of(kinds: list[str], x: Sequence[Placement], last: int) -> Way:
+    """How layers of these kinds run on an input that is placed like x; `last` is its last
+    dimension."""
+    way = Way(kinds, [], [], [])
+    for kind, place in zip(kinds, x, strict=True):
+        if kind == ROW:
+            asked: tuple[Placement, Placement, Placement] = Shard(last), Shard(last), Partial()
+        elif kind in (COLUMN, BOTH):
+            asked = Replicate(), Partial(), Shard(last) if kind == COLUMN else Partial()
+        else:
+            tokens = place.is_shard() and place.dim not in (last, -1)  # type: ignore[attr-defined]
+            asked = (place,) * 3 if tokens else (Replicate(),) * 3
+        for places, one in zip((way.x, way.x_grad, way.y), asked, strict=True):
+            places.append(one)
+    return way
+
+
+def _gradients_of(name: str, way: Way, own: tuple[Placement, ...]) -> list[Placement]:
+    """Where the gradient of a parameter is, for each dimension of the mesh."""
+    made: list[Placement] = []
+    for kind, x, place in zip(way.kinds, way.x, own, strict=True):
+        whole = Partial() if x.is_shard() else Replicate()
+        if kind == WHOLE:
+            made.append(whole)
+        elif name in _NORM:
+            made.append(Partial())
+        else:
+            made.append(place)  # a shard; or Replicate, a bias that is added to a sum
+    return made

@@ -1,0 +1,221 @@
+"""Weights that FSDP2 gathers as codes, on two ranks, against those that it gathers as values."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+from data_parallel_cases import FAMILIES, FP32, RECIPE, refused, sharded, step
+from tensor_parallel_cases import DEVICE, K, M, N, built, full, of
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.distributed.tensor import DTensor
+
+import te_mx
+from te_mx.distributed import quantized_all_gather, shard_codes
+
+
+@contextlib.contextmanager
+def counted():
+    """Bytes that all-gathers write."""
+    sent, plain = [0], DefaultAllGather.__call__
+
+    def gather(self, output_tensor, *args, **kwargs):
+        sent[0] += output_tensor.numel() * output_tensor.element_size()
+        return plain(self, output_tensor, *args, **kwargs)
+
+    DefaultAllGather.__call__ = gather
+    try:
+        yield sent
+    finally:
+        DefaultAllGather.__call__ = plain
+
+
+def trained(layer, quantized, recipe=RECIPE, policy=None):
+    """Outputs and parameters of three steps, and the bytes that were gathered."""
+    fully_shard(
+        layer, mesh=init_device_mesh(DEVICE, (2,)), mp_policy=policy or MixedPrecisionPolicy()
+    )
+    if quantized:
+        assert quantized_all_gather(layer, recipe=recipe) == len(layer._weight_keys)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.05)
+    outs = []
+    with counted() as sent:
+        for i in range(3):
+            outs.append(step(layer, dist.get_rank(), recipe, seed=i))
+            optimizer.step()
+            optimizer.zero_grad()
+    return outs, [full(p.detach()) for p in layer.parameters()], sent[0]
+
+
+def case_quantized_all_gather():
+    """Three steps have the bits of those that gather in bf16, with 0.52 of the bytes."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for family in FAMILIES.values():
+        plain = trained(family(bias=False, **FP32), False, policy=policy)
+        codes = trained(family(bias=False, **FP32), True, policy=policy)
+        for ours, theirs in zip(codes[0] + codes[1], plain[0] + plain[1], strict=True):
+            assert torch.equal(ours, theirs)
+        sizes = {name: p.numel() for name, p in family(bias=False).named_parameters()}
+        weights = sum(n for name, n in sizes.items() if "norm" not in name)
+        times, rest = divmod(plain[2], 2 * sum(sizes.values()))
+        assert times >= 3 and not rest, (plain[2], sizes)
+        # One byte an element and one for 32; what is not quantized stays as it is.
+        assert codes[2] == plain[2] - times * (2 * weights - weights * 33 // 32)
+        assert weights < sum(sizes.values()) or codes[2] <= 0.52 * plain[2], (codes[2], plain[2])
+
+
+@contextlib.contextmanager
+def written(layer, shard):
+    """A shard is doubled when the forward of a layer is called."""
+
+    @torch.no_grad()
+    def double(*_):
+        shard.mul_(2)
+
+    hook = layer.register_forward_pre_hook(double)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def case_codes_of_a_step_are_made_once():
+    """The first gather of a forward pass quantizes all weights of a model, and backward gathers the
+    same codes; nothing outlives the step, and nothing that was written meanwhile is sent."""
+    made, plain = [], shard_codes.quantize_2d
+
+    def quantize(values, *args, **kwargs):
+        made.append(tuple(values.shape))
+        return plain(values, *args, **kwargs)
+
+    def passed(model, train=True):
+        """A pass, and how many weights were quantized forward and in all."""
+        made.clear()
+        with te_mx.autocast(recipe=RECIPE):
+            y = model.train(train)(of(M, K))
+        forward = len(made)
+        y.backward(of(M, K, seed=2))
+        return forward, len(made)
+
+    model = nn.Sequential(*(built(te_mx.Linear, K, K, **FP32) for _ in range(3)))
+    for module in (*model[:2], model):  # the last layer belongs to the whole, which stays gathered
+        fully_shard(module, mesh=init_device_mesh(DEVICE, (2,)))
+    shards = [layer.weight._local_tensor for layer in model]
+    assert quantized_all_gather(model) == 3
+    shard_codes.quantize_2d = quantize
+    try:
+        assert passed(model) == passed(model) == (3, 3)
+        known = [s.fsdp_pre_all_gather.__closure__[0].cell_contents for s in shards]
+        assert all(one._ahead is None for one in known)
+        assert passed(model, train=False) == (3, 5)  # quantized when they are asked for
+        with written(model[2], shards[0]):
+            assert passed(model) == (3, 4)  # the first one again, for backward
+        with written(model[0], shards[1]):
+            assert passed(model) == (4, 5)  # again, and for backward
+        shards[1].data.mul_(2)  # nobody would see the next write
+        assert passed(model) == (3, 4)
+    finally:
+        shard_codes.quantize_2d = plain
+
+
+class GatedMLP(nn.Module):
+    """A block as Transformers' Llama has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj = (built(nn.Linear, K, N, False) for _ in range(2))
+        self.down_proj, self.act_fn = built(nn.Linear, N, K, False), nn.SiLU()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def case_fused_blocks_on_gathered_codes():
+    """One step on joined codes: the bits of what gathers in bf16, and nothing that FSDP2 has not
+    freed outlives forward."""
+    found = []
+    for codes in (False, True):
+        model = nn.Sequential(nn.Identity(), GatedMLP())
+        te_mx.convert_model(model, fuse=True)
+        for module in (model[1], model):  # the outermost one is not freed after forward
+            fully_shard(module, mesh=init_device_mesh(DEVICE, (2,)))
+        assert not codes or quantized_all_gather(model) == 3
+        x = of(M, K).requires_grad_()
+        with te_mx.autocast():
+            with torch.no_grad():
+                alone = [model(x), model(x[:2])]
+            saved = []
+            with torch.autograd.graph.saved_tensors_hooks(
+                lambda t, to=saved: to.append(t) or t, lambda t: t
+            ):
+                y = model(x)
+        assert model[1]._te_mx_ran == "fused"
+        if codes:
+            freed = [t for t in saved if t.dtype == torch.uint8 and not t.untyped_storage().size()]
+            assert len(freed) == 6, [(t.shape, t.dtype) for t in saved]  # codes and scales of three
+            held = sum(t.untyped_storage().size() for t in saved if t.dtype == torch.uint8)
+            assert held == K * (M + -(-M // 32)), held  # columns of x alone
+        y.backward(of(M, K, seed=2))
+        grads = [full(p.grad) for p in model.parameters()]
+        found.append([*alone, y.detach(), x.grad, *grads])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def case_quantized_all_gather_of_formats():
+    for recipe in (
+        te_mx.recipe.BlockScaling(x="mxfp8_e4m3", w="mxfp4", g="mxfp8_e4m3"),
+        te_mx.recipe.Float8BlockScaling(True, w_block_scaling_dim=1),
+    ):
+        whole, layer = built(te_mx.Linear, K, N), built(te_mx.Linear, K, N)
+        sharded(layer)
+        quantized_all_gather(layer, recipe=recipe)
+        with te_mx.autocast(recipe=recipe):
+            assert torch.equal(layer(of(M, K)), whole(of(M, K)))
+
+
+def case_quantized_all_gather_is_refused():
+    cases = (
+        (built(te_mx.Linear, K, 33), None, "33 rows, which 2 ranks"),
+        (built(te_mx.GroupedLinear, 2, K, N), None, "single_grouped_weight=True"),
+        (built(te_mx.Linear, K, N), te_mx.recipe.DeepSeekV3(), "no whole blocks of 128 rows"),
+    )
+    for layer, recipe, said in cases:
+        sharded(layer)
+        refused(ValueError, said, lambda m=layer, r=recipe: quantized_all_gather(m, recipe=r))
+        assert layer._gathers is None
+    for bad in (None, te_mx.Linear, [layer]):
+        refused(TypeError, "model must be an nn.Module", lambda m=bad: quantized_all_gather(m))
+    refused(TypeError, "recipe", lambda: quantized_all_gather(layer, recipe="mxfp8"))
+    plain = built(te_mx.Linear, K, N)
+    refused(ValueError, "fully_shard first", lambda: quantized_all_gather(plain))
+    sharded(plain)
+    plain(of(M, K))
+    refused(RuntimeError, "before the first forward", lambda: quantized_all_gather(plain))
+    layer = built(te_mx.Linear, K, N)
+    sharded(layer)
+    quantized_all_gather(layer)
+    refused(RuntimeError, "no recipe is active", lambda: layer(of(M, K)))
+
+
+def case_loading_after_quantized_all_gather():
+    """What is loaded is gathered as codes too."""
+    for assign in (False, True):
+        whole, layer = built(te_mx.Linear, K, N), built(te_mx.Linear, K, N)
+        sharded(layer)
+        quantized_all_gather(layer)
+        state = {
+            n: DTensor.from_local(p.to_local() * 2, p.device_mesh, p.placements)
+            for n, p in layer.state_dict().items()
+        }
+        layer.load_state_dict(state, assign=assign)
+        with torch.no_grad():
+            for p in whole.parameters():
+                p.mul_(2)
+        with te_mx.autocast(), counted() as sent:
+            assert torch.equal(layer(of(M, K)), whole(of(M, K)))
+        assert K * N < sent[0] < 1.1 * K * N, sent
