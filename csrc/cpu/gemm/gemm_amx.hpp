@@ -67,7 +67,7 @@ struct AmxTuning {
   static constexpr int64_t kWholeBytes = 1280 * 1024;  // lhs panels with all of k, in L2
   static constexpr int64_t kLeastWhole = 16;           // fewer panels reread rhs too often
   static constexpr int64_t kMostWhole = 16;
-  static constexpr int64_t kStayBytes = 768 * 1024;  // of those next to lines of D and of rhs
+  static constexpr int64_t kStayBytes = 512 * 1024;  // of those next to lines of D and of rhs
   static constexpr int64_t kChunk = 16;       // else: k blocks, the rhs chunk of 2 KB each in L1
   static constexpr int64_t kNear = 16;        // whole: k blocks of a rhs panel in L1,
   static constexpr int64_t kNearFactors = 8;  // next to sums that are scaled
