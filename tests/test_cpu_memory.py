@@ -15,6 +15,7 @@ from te_mx.runtime import cpu_memory
 from te_mx.runtime.cpu_memory import LEAST, Block, Pool
 
 UNIT = LEAST // 4
+HUGE_PAGE = 2 << 20
 BYTE = torch.uint8
 
 
@@ -211,3 +212,31 @@ def test_results_change_in_place_as_those_of_torch():
     assert y.nbytes >= LEAST
     torch.nn.functional.relu_(y).sum().backward()
     assert x.grad is not None
+
+
+@pytest.mark.parametrize("nbytes", [1, HUGE_PAGE - 1, HUGE_PAGE, HUGE_PAGE + 64, 3 * HUGE_PAGE + 5])
+def test_memory_in_huge_pages_has_the_bytes_asked_for(nbytes):
+    made = cpu_memory.in_huge_pages(nbytes)
+    assert made.dtype is BYTE and made.shape == (nbytes,) and made.is_contiguous()
+    assert made.data_ptr() % 64 == 0  # packed forms start at a cache line
+    if nbytes >= HUGE_PAGE:
+        assert made.data_ptr() % HUGE_PAGE == 0
+    made.fill_(7)
+    assert int(made[-1]) == 7
+
+
+def test_an_operand_in_huge_pages_multiplies_as_any_other(monkeypatch):
+    """1024 x 1024 fills a page with its panels; the bits are those of memory from torch."""
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(1024, 1024, generator=generator) for _ in range(2))
+
+    def product():
+        b, a = te_mx.quantize(x), te_mx.quantize(w)
+        return [te_mx.gemm(a, b, "TN").out for _ in range(3)]  # packed from the second on
+
+    huge = product()
+    monkeypatch.setattr(
+        "te_mx.backends.cpu.gemm.in_huge_pages", lambda nbytes: torch.empty(nbytes, dtype=BYTE)
+    )
+    for one, other in zip(huge, product(), strict=True):
+        assert torch.equal(one, other)

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 CPU = torch.device("cpu")  # said at every allocation, as torch.set_default_device may be in force
+_HUGE = 2 << 20  # bytes of a huge page, on x86
 LEAST = 4 << 20  # writing less costs little more with fresh pages
 _MOST_KEPT = 1.5  # times what was used at one time
 
@@ -162,15 +163,30 @@ def idle_is_known() -> bool:
 def _fresh(nbytes: int) -> Block:
     """New memory, in huge pages where the system has them."""
     block = Block(torch.UntypedStorage(nbytes, device="cpu"))
+    page = mmap.PAGESIZE
+    first = -(-block.address // page) * page
+    _advise_huge_pages(first, (block.address + nbytes - first) // page * page)
+    return block
+
+
+def in_huge_pages(nbytes: int) -> Tensor:
+    """uint8 [nbytes] for what is read over and over: in huge pages where the system has them and
+    one would be filled. The second level of a core's cache knows lines by their physical address;
+    of an operand in small pages that would fit, some lines push out others."""
+    if nbytes < _HUGE:
+        return torch.empty(nbytes, dtype=torch.uint8, device=CPU)
+    room = torch.empty(nbytes + _HUGE, dtype=torch.uint8, device=CPU)  # what is not touched is free
+    skip = -room.data_ptr() % _HUGE
+    _advise_huge_pages(room.data_ptr() + skip, nbytes // _HUGE * _HUGE)
+    return room[skip : skip + nbytes]
+
+
+def _advise_huge_pages(address: int, nbytes: int) -> None:
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        page = mmap.PAGESIZE
-        first = -(-block.address // page) * page
-        length = (block.address + nbytes - first) // page * page
         with contextlib.suppress(OSError, AttributeError):  # a system without
             ctypes.CDLL(None).madvise(
-                ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE
+                ctypes.c_void_p(address), ctypes.c_size_t(nbytes), mmap.MADV_HUGEPAGE
             )
-    return block
 
 
 _pool = Pool()

@@ -18,14 +18,20 @@
 
 namespace te_mx::cpu {
 
-// The operand whose panel other blocks read right after this one.
-enum class Reuse { none, lhs, rhs };
+// The operand whose panel other blocks read right after this one, and its first k steps, for which
+// the first level of the cache has room.
+struct Reuse {
+  enum Side { none, lhs, rhs } side;
+  int64_t steps;
+};
 
-// What the next block and the next chunk will read, fetched a few lines a k step.
+// What later blocks will read, fetched a little at every k step. The second level of the cache
+// fetches both lines of an aligned pair when it misses one, so every other line will do.
 struct Ahead {
   const char* rhs;
   const char* lhs;
-  int rhs_lines, lhs_lines;  // lines a k step
+  int rhs_fetches, lhs_fetches;  // a k step
+  int64_t stride;                // bytes from fetch to fetch
 };
 
 // What an engine does next to its products, a little at every k step: rows of the block before, and
@@ -39,19 +45,20 @@ class PanelWork {
 
   TE_MX_MEMBER void step() {
     pending_.step();
-    fetch(ahead_.rhs, ahead_.rhs_lines);
-    fetch(ahead_.lhs, ahead_.lhs_lines);
+    fetch(ahead_.rhs, ahead_.rhs_fetches);
+    fetch(ahead_.lhs, ahead_.lhs_fetches);
   }
 
  private:
-  TE_MX_MEMBER static void fetch(const char*& p, int lines) {
-    for (int i = 0; i < lines; ++i, p += 64) __builtin_prefetch(p, 0, 2);
+  TE_MX_MEMBER void fetch(const char*& p, int count) const {
+    for (int i = 0; i < count; ++i, p += ahead_.stride) __builtin_prefetch(p, 0, 2);
   }
 
   PendingRows<Simd>& pending_;
   Ahead ahead_;
 };
 
+inline constexpr int64_t kPairBytes = 128;                 // two cache lines
 inline constexpr int64_t kStepBytes = 2 * kTileWords * 2;  // one k block of one 32-row panel
 inline constexpr int64_t kBlockFloats = kRowBlock * kRowBlock;
 
@@ -82,7 +89,7 @@ struct ColumnFactors {
   }
 };
 
-// Engine: the word set Simd; constants kWholeBytes, kChunk, kRowPanels, kColPanels, kPrefetch;
+// Engine: the word set Simd; constants kWholeBytes, kChunk, kNear, kRowPanels, kColPanels, ..;
 // block(lhs, rhs, steps, rows, c, first, reuse, work), which calls work.begin(n) and n times
 // work.step(), with n = steps where it prefetches; and scaled_block(), which does the same, except
 // that it multiplies the sums of kFactorSteps steps by factors before it adds them to the block.
@@ -117,7 +124,8 @@ class PanelGemm {
     factors_ = context.args->lhs.factors != nullptr || context.args->rhs.factors != nullptr;
     if (whole_) {
       chunk_ = blocks_;
-      item_rows_ = even_part(row_panels_, least(Engine::kMostWhole, fit > 1 ? fit : 1));
+      const int64_t stay = Engine::kStayBytes / (blocks_ * kStepBytes);
+      item_rows_ = even_part(row_panels_, least(Engine::kMostWhole, stay > 1 ? stay : 1));
       item_cols_ = col_panels_;
     } else {
       chunk_ = even_part(blocks_, Engine::kChunk);
@@ -152,6 +160,9 @@ class PanelGemm {
     const int64_t cols = least(item_cols_, col_panels_ - col_panel);
     Engine engine;
     PendingRows<Simd> pending(context_, normal_);
+    const Reuse reuse{Reuse::rhs, !whole_    ? chunk_
+                                  : factors_ ? Engine::kNearFactors
+                                             : Engine::kNear};
     int64_t turn = 0;  // whole: two blocks take turns, one is summed and one stored
     for (int64_t k = 0; k < blocks_; k += chunk_) {
       const int64_t steps = least(chunk_, blocks_ - k);
@@ -167,7 +178,6 @@ class PanelGemm {
           PanelWork<Simd> work(pending, ahead(row_panel, col_panel, rows, cols, i, j, k, steps));
           const char* left = step(lhs_, row_panel + i, k);
           const char* right = step(rhs_, col_panel + j, k);
-          const Reuse reuse = whole_ ? Reuse::none : Reuse::rhs;
           if (factors_) {
             engine.scaled_block(left, right, steps, block_rows, c, k == 0, reuse, work,
                                 factors(m, n).from(k / kFactorSteps));
@@ -195,22 +205,26 @@ class PanelGemm {
   }
 
   // Spreads the next rhs panel over the blocks of this one, and the next lhs chunk over the blocks
-  // of this chunk.
+  // of this chunk. With all of k the first rhs panel brings the lhs panels, each a block ahead.
   Ahead ahead(int64_t row_panel, int64_t col_panel, int64_t rows, int64_t cols, int64_t i,
               int64_t j, int64_t k, int64_t steps) const {
     Ahead a{};
     if constexpr (Engine::kPrefetch) {
+      a.stride = whole_ ? kPairBytes : kPairBytes / 2;
       const int64_t next = k + steps;
-      const int64_t chunk_bytes = steps * kStepBytes;
+      const int64_t chunk_bytes = steps * kStepBytes, step_bytes = steps * a.stride;
       if (j + 1 < cols || next < blocks_) {
         const char* panel =
             j + 1 < cols ? step(rhs_, col_panel + j + 1, k) : step(rhs_, col_panel, next);
-        a.rhs_lines = static_cast<int>(ceil_div(chunk_bytes, rows * steps * 64));
-        a.rhs = panel + i * a.rhs_lines * steps * 64;
+        a.rhs_fetches = static_cast<int>(ceil_div(chunk_bytes, rows * step_bytes));
+        a.rhs = panel + i * a.rhs_fetches * step_bytes;
       }
       if (next < blocks_) {
-        a.lhs_lines = static_cast<int>(ceil_div(chunk_bytes, cols * steps * 64));
-        a.lhs = step(lhs_, row_panel + i, next) + j * a.lhs_lines * steps * 64;
+        a.lhs_fetches = static_cast<int>(ceil_div(chunk_bytes, cols * step_bytes));
+        a.lhs = step(lhs_, row_panel + i, next) + j * a.lhs_fetches * step_bytes;
+      } else if (whole_ && j == 0 && i + 1 < rows) {
+        a.lhs_fetches = kStepBytes / kPairBytes;
+        a.lhs = step(lhs_, row_panel + i + 1, 0);
       }
     }
     return a;

@@ -15,6 +15,7 @@ struct Avx512Tuning {
   using Simd = mxtile::simd::Avx512;
   static constexpr int64_t kChunk = 8, kRowPanels = 8, kColPanels = 4, kItems = 4;
   static constexpr int64_t kWholeBytes = 128 * 1024, kLeastWhole = 8, kMostWhole = 8;
+  static constexpr int64_t kStayBytes = kWholeBytes, kNear = 0, kNearFactors = 0;
   static constexpr bool kPrefetch = false;
   static constexpr int kRows = 8;
 };

@@ -160,7 +160,7 @@ class DecodedGemm {
                 Work& work) const {
     const char* other = resident_ + resident * blocks_ * kStepBytes;
     const bool near = blocks_ <= Engine::kNearBlocks;
-    const Reuse reuse = !near ? Reuse::none : kLhs ? Reuse::lhs : Reuse::rhs;
+    const Reuse reuse{!near ? Reuse::none : kLhs ? Reuse::lhs : Reuse::rhs, blocks_};
     engine.block(kLhs ? own : other, kLhs ? other : own, blocks_, rows, c, true, reuse, work);
   }
 

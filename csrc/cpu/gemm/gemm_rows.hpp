@@ -37,7 +37,7 @@ class PendingRows {
   TE_MX_MEMBER void expect(int64_t m0, int64_t n0, int rows) {
     if (args_.gelu_in != nullptr) {
       expect(args_.gelu_in, args_.gelu_in_dtype, m0, n0, args_.rhs.rows, rows);
-    } else if (args_.accumulate) {
+    } else if (!out_past_caches_) {
       expect(args_.out, args_.out_dtype, m0, n0, args_.ldo, rows);
     }
   }

@@ -15,7 +15,7 @@ from te_mx.dispatch.registry import Kernel, PreparedGemm, register
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand
 from te_mx.runtime import workspace
-from te_mx.runtime.cpu_memory import CPU
+from te_mx.runtime.cpu_memory import CPU, in_huge_pages
 
 
 class Panel(Kernel):
@@ -47,7 +47,7 @@ class Panel(Kernel):
         nbytes = binding.packed_bytes(self.name, role, operand.rows, operand.k, plain.fmt)
         if nbytes == 0:
             return operand
-        packed = torch.empty(nbytes, dtype=torch.uint8, device=CPU)
+        packed = in_huge_pages(nbytes)
         if not binding.pack(plain, self.name, role, packed):
             raise RuntimeError(f"te_mx internal error: {self.name} does not pack {operand.spec}")
         return operand._replace(packed=packed)
