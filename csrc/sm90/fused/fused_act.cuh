@@ -19,11 +19,6 @@ struct ActParams {
   bool halves;   // of a gated derivative: a tile and its twin in the other half at once
 };
 
-#ifndef TWICE_FORWARD
-#define TWICE_FORWARD true
-#endif
-inline constexpr bool kTwiceForward = TWICE_FORWARD;
-
 // ----------------------------------------------------------------------------------------- forward
 template <class T, tile::Fp8 kFmt, bool kPlain>
 __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 4 : 2)
@@ -60,7 +55,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 4 : 2)
       finish_row<T>(slot, k, v, e, out);
     }
   });
-  quantize_slot<T, T, kFmt, kPlain, true, kTwiceForward>(s, p.q, slot, t);
+  quantize_slot<T, T, kFmt, kPlain>(s, p.q, slot, t);
 }
 
 // ---------------------------------------------------------------------------------------- backward

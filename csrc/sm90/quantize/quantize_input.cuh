@@ -38,24 +38,14 @@ struct Input16 {
   static __device__ __forceinline__ Word shuffle_xor(Word w, int lanes) {
     return __shfl_xor_sync(~0u, w, lanes);
   }
+  // One element of two, in both places.
+  static __device__ __forceinline__ Word twice(Word w, bool second) {
+    return __byte_perm(w, w, second ? 0x3232 : 0x1010);
+  }
 };
-
-// Elements of kWidth bits in a word without their last kDrop bits: rounded to nearest even. Finite.
-template <int kWidth, int kDrop>
-__device__ __forceinline__ uint32_t without_bits(uint32_t w) {
-  constexpr uint32_t kOnes = kWidth == 16 ? 0x10001u : 1u;
-  const uint32_t odd = w >> kDrop & kOnes;
-  return (w + odd + ((1u << (kDrop - 1)) - 1) * kOnes) & ~(((1u << kDrop) - 1) * kOnes);
-}
 
 template <>
 struct Input<__nv_bfloat16> : Input16 {
-  static constexpr int kLeastExponent = 1;  // of normal numbers, as in fp32
-  // Normal numbers rounded to kBits bits behind the leading one.
-  template <int kBits>
-  static __device__ __forceinline__ Word rounded(Word w) {
-    return without_bits<16, 7 - kBits>(w);
-  }
   // The larger magnitudes of two words, with any signs; NaN wins.
   static __device__ __forceinline__ Word larger(Word a, Word b) {
     return tile::max_magnitude_bf16x2(a, b);
@@ -77,11 +67,6 @@ struct Input<__nv_bfloat16> : Input16 {
 
 template <>
 struct Input<__half> : Input16 {
-  static constexpr int kLeastExponent = 113;
-  template <int kBits>
-  static __device__ __forceinline__ Word rounded(Word w) {
-    return without_bits<16, 10 - kBits>(w);
-  }
   static __device__ __forceinline__ Word larger(Word a, Word b) {
     return tile::max_magnitude_f16x2(a, b);
   }
@@ -102,13 +87,11 @@ template <>
 struct Input<float> {
   static constexpr int kVectors = 2;
   using Word = uint2;
-  static constexpr int kLeastExponent = 1;
-  template <int kBits>
-  static __device__ __forceinline__ Word rounded(Word w) {
-    return {without_bits<32, 23 - kBits>(w.x), without_bits<32, 23 - kBits>(w.y)};
-  }
   static __device__ __forceinline__ Word shuffle_xor(Word w, int lanes) {
     return {__shfl_xor_sync(~0u, w.x, lanes), __shfl_xor_sync(~0u, w.y, lanes)};
+  }
+  static __device__ __forceinline__ Word twice(Word w, bool second) {
+    return second ? Word{w.y, w.y} : Word{w.x, w.x};
   }
   static __device__ __forceinline__ Word larger(Word a, Word b) {
     return {max(a.x & 0x7FFFFFFFu, b.x & 0x7FFFFFFFu), max(a.y & 0x7FFFFFFFu, b.y & 0x7FFFFFFFu)};
@@ -127,25 +110,6 @@ struct Input<float> {
     return {v.x * low_bf16(factors), v.y * high_bf16(factors)};
   }
 };
-
-// Whether some of 8 elements is smaller than a power of two that is normal, and not zero.
-template <class T>
-__device__ __forceinline__ bool some_below(const typename Input<T>::Word (&x)[4], float limit) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    // Seldom, so ask the smallest magnitude first; its bit 15 is set by what is not below.
-    const auto smaller = [](uint32_t a, uint32_t b) { return tile::clamp_magnitude_bf16x2(a, b); };
-    const uint32_t least = smaller(smaller(x[0], x[1]), smaller(x[2], x[3])) & 0x7FFF7FFFu;
-    const uint32_t up = (0x8000u - (__float_as_uint(limit) >> 16)) * 0x10001u;
-    if (__builtin_expect((~(least + up) & 0x80008000u) == 0, true)) return false;
-  }
-  bool some = false;
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const float2 m = Input<T>::magnitudes(x[j]);
-    some |= (m.x < limit && m.x > 0.0f) || (m.y < limit && m.y > 0.0f);
-  }
-  return some;
-}
 
 // What an entry's block is multiplied by, as bf16 bits: 2^(127 - e), NaN for NaN. NOTE: e is at
 // most 247 for finite blocks.

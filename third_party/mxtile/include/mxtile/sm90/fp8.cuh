@@ -15,11 +15,6 @@ template <Fp8 kFmt>
 inline constexpr float kFp8Max = static_cast<float>(mx::ElementOf<kFmt>::kTraits.max);
 template <Fp8 kFmt>
 inline constexpr int kFp8Emax = mx::ElementOf<kFmt>::kMaxExponent;
-template <Fp8 kFmt>
-inline constexpr int kFp8Bits = mx::ElementOf<kFmt>::kMantissaBits;
-// The smallest normal number is 2 to minus that.
-template <Fp8 kFmt>
-inline constexpr int kFp8Normal = mx::ElementOf<kFmt>::kBias - 1;
 // One in the exponent field of a code, and the first code above the largest value.
 template <Fp8 kFmt>
 inline constexpr uint32_t kFp8Step = 1u << mx::ElementOf<kFmt>::kMantissaBits;
