@@ -251,6 +251,36 @@ def test_activations(name, shape, dtype):
         same(made.out, first), same(there.out, first_back)  # whatever is wanted beside
 
 
+def small_beside_large(rows, cols, dtype, zeros):
+    """Numbers that become subnormal in a tile, in its blocks or in neither, with every last bit:
+    the largest of blocks are within 2^8."""
+    g = torch.Generator("cuda").manual_seed(7)
+    draw = {"generator": g, "device": "cuda"}
+    exponent = -torch.randint(0, 30, (rows, cols), **draw).float()
+    exponent += torch.randint(-2, 3, (1, cols), **draw)
+    large = torch.rand(rows, cols, **draw) < 0.3
+    exponent = exponent.where(~large, torch.randint(-3, 1, (rows, cols), **draw).float())
+    x = (1 + torch.rand(rows, cols, **draw)) * exponent.exp2()
+    x *= torch.randint(0, 2, (rows, cols), **draw) * 2 - 1
+    return torch.where(torch.rand(rows, cols, **draw) < zeros, 0.0, x).to(dtype)
+
+
+@pytest.mark.parametrize("zeros", [0, 0.5])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fmt", [E4M3, E5M2])
+def test_small_values_beside_large_ones(fmt, dtype, zeros):
+    x = small_beside_large(300, 264, dtype, zeros)
+    sides = f"{fmt}@sm90:8"
+    for target in (Target(sides, sides, "rceil"), Target(sides, "", "rceil"), Target("", sides, "even")):
+        made = activate(x.abs(), Activation("relu"), dtype, target)
+        same(made.out, x.abs())
+        same_parts(made.quantized, x.abs(), target)
+        ones = torch.ones_like(x)
+        there = activate(torch.cat((ones, ones), 1), Activation("reglu"), dtype, target, x)
+        same(there.out, torch.cat((x, x), 1))
+        same_parts(there.quantized, there.out, target)
+
+
 @pytest.mark.parametrize("name", ["swiglu", "gelu"])
 def test_activations_of_mixed_dtypes_and_rows_apart(name):
     act, target = Activation(name), TARGETS[0]
