@@ -21,9 +21,10 @@ from te_mx._ops import Mode, Operand
 from te_mx._ops.grouped_gemm import gemm_rows
 from te_mx._ops.grouped_quantize import Groups, quantize_grouped, quantize_weights
 from te_mx._ops.quantize import parts_of
-from te_mx.backends.sm90.codes import CODES, Codes
+from te_mx.backends.sm90.codes import Codes
 from te_mx.backends.sm90.gemm import ADAPTIVE
 from te_mx.dispatch import registry
+from te_mx.dispatch.problem import FEW_ROWS
 from te_mx.recipe import BlockScaling
 from te_mx.runtime.ran import LAST_RUN
 
@@ -101,7 +102,7 @@ def gemm(context: GpuContext) -> Iterator[Row]:
             calls[kind] = call
             if in_graphs:  # which keep the kernel that was captured
                 calls[kind] = captured(call, len(plain), context.device)
-                if kernels[kind] == CODES:
+                if m <= FEW_ROWS and kernels[kind] != ADAPTIVE:
                     name = f"{kind} unpacked before"
                     with _packed_before():
                         calls[name] = captured(call, len(plain), context.device)
