@@ -56,7 +56,7 @@ def test_every_pair_of_classes(kinds, monkeypatch):
 )  # fmt: skip
 @pytest.mark.parametrize("kinds", [(a, b) for a in SPANS for b in SPANS], ids=str)
 def test_bits_of_operands_that_one_launch_unpacks(kinds, shape):
-    """Exponents of tiles may be others than those of packing, where blocks are zero."""
+    """Each in a launch of its own, or both in one."""
     for fmt in LHS:
         both = pair(*shape, fmt, kinds)
         packed = [x if x.layout.name.startswith("sm90") else products.in_tiles(x) for x in both]

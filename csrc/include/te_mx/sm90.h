@@ -33,9 +33,8 @@ Status quantize_beside(const QuantizeArgs& args, const void* const* xs, const in
                        const int64_t* strides, int64_t count);
 // k_last or k_first to tiles.
 Status pack(const PackArgs& args);
-// The same of e2m1 that is k_last, for products: one operand, or in one launch the two of one k. A
-// product has the bits that it has of what pack() writes, where exponents may be others: blocks of
-// zeros may raise them.
+// The same bytes of e2m1 that is k_last, for products: one operand, or in one launch the two of one
+// k. The launch starts early.
 Status unpack(const PackArgs& args);
 Status unpack_two(const PackArgs& first, const PackArgs& second);
 Status dequantize(const DequantizeArgs& args);

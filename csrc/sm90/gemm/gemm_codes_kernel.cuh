@@ -1,6 +1,6 @@
 // D[M, N] = lhs[M, K] @ rhs[N, K]^T where rhs lies in plain codes of 4 bits: they become tiles
 // inside the main loop. lhs is tiles, which the kernel before may still be making
-// (quantize/unpack.cu).
+// (quantize/pack.cu).
 //
 //   warpgroup 0   warp 0 asks for codes of rhs, warp 1 prepares steps (gemm_kernel.cuh), warp 2
 //   asks

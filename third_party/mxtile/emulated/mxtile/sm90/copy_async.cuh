@@ -14,9 +14,6 @@ void wait_copy_groups() {
   simt::copy_async_wait(kPending);
 }
 
-inline uint32_t read_now_u32(const void* from) { return *static_cast<const uint32_t*>(from); }
-inline uint2 read_now_u32x2(const void* from) { return *static_cast<const uint2*>(from); }
-
 inline void prefetch_l2(const void*) {}
 
 }  // namespace mxtile::sm90

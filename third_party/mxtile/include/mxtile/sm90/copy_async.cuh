@@ -24,19 +24,6 @@ __device__ __forceinline__ void wait_copy_groups() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Reads of memory that nobody writes meanwhile, on their way from where they stand: the compiler
-// would move them to behind a branch that does not need them.
-__device__ __forceinline__ uint32_t read_now_u32(const void* from) {
-  uint32_t v;
-  asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(from));
-  return v;
-}
-__device__ __forceinline__ uint2 read_now_u32x2(const void* from) {
-  uint2 v;
-  asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from));
-  return v;
-}
-
 // Asks for the line of an address to be fetched to L2: reads that come later find it there, as it
 // is by then.
 __device__ __forceinline__ void prefetch_l2(const void* from) {
