@@ -3,6 +3,7 @@ runs, what it is told, and that nothing changes but the time."""
 
 from __future__ import annotations
 
+import fake_sm90
 import fake_sm90_codes
 import pytest
 import torch
@@ -116,19 +117,33 @@ def test_operands_of_4_bits_are_unpacked_in_one_launch():
         assert torch.equal(got.out, want.out)
 
 
+def test_operands_unpacked_before_have_parts_of_their_own(monkeypatch):
+    told, gemm = [], fake_sm90.gemm
+    monkeypatch.setattr(fake_sm90, "gemm", lambda args: told.append(args.parts) or gemm(args))
+    monkeypatch.setattr(codes, "faster_before", lambda *sizes: True)
+    monkeypatch.setattr(codes, "parts_before", lambda *sizes: 3)
+    for mode, parts in ((SPLIT, 3), (WHOLE, 1)):
+        multiplied(*operands(LHS["fp4"]), mode=mode)
+        assert told.pop() == parts and not fake_sm90_codes.CALLS
+
+
 def test_where_codes_are_unpacked_follows_from_sizes():
     """One block of rows unpacks every code once, wherever; of more each does so in the loop."""
     for shape, cut, fp4, before in (
         ((128, 2048, 7168), True, False, False),
         ((128, 2048, 7168), True, True, False),
         ((128, 2048, 7168), False, True, True),
+        ((128, 24576, 1536), True, False, False),
         ((128, 24576, 1536), True, True, False),
         ((512, 2048, 7168), True, False, False),
         ((512, 2048, 7168), True, True, True),
         ((512, 7168, 2048), True, False, True),
+        ((512, 7168, 2048), True, True, True),
         ((512, 7168, 2048), False, True, True),
     ):
         assert codes.faster_before(*shape, 132, cut, fp4) == before
+    assert codes.parts_before(512, 2048, 7168, 132) == 2  # measured
+    assert codes.parts_before(512, 2048, 7040, 132) == codes.parts_before(640, 2048, 7168, 132) == 1
 
 
 def test_codes_that_start_between_16_bytes_are_packed():
@@ -172,3 +187,16 @@ def test_explain_says_where_codes_are_unpacked(k, note):
     assert note in explain_problem(problem, "a product").note
     allowed = explain_problem(problem._replace(split_k=True), "a product").note
     assert "are unpacked in the main loop" in allowed
+
+
+def test_explain_says_the_parts_of_the_kernel_that_runs():
+    place = place_of(torch.device("cpu"))
+    for (m, n, k), lhs, where, parts in (
+        ((512, 2048, 7168), f"{FP4}@rows", "before the product", 2),
+        ((512, 2048, 7168), f"{E4M3}@sm90:8", "in the main loop", 2),
+        ((256, 2048, 7168), f"{FP4}@rows", "in the main loop", 3),
+        ((512, 7168, 2048), f"{FP4}@rows", "before the product", 1),
+    ):
+        problem = Problem("gemm", place, lhs, f"{FP4}@rows", m, n, k, split_k=True)
+        said = explain_problem(problem, "a product", split_k=True)
+        assert where in said.note and said.parts == parts

@@ -27,7 +27,9 @@ BLOCK, STEP_K = 128, 128
 LAUNCH_US, STEP_US, EXCHANGE_US, GAIN, ROOM = 6.3, 0.58, 2.0, 1.05, 0.9
 # Of unpacking before (2026-11-27): a launch, and codes a microsecond. In front of this kernel a
 # launch for the inputs takes longer, as little of it is hidden.
-UNPACK_US, UNPACK_RATE, INPUT_US, INPUT_RATE = 1.8, 2.2e6, 2.2, 1.2e6
+UNPACK_US, UNPACK_RATE, INPUT_US, INPUT_RATE = 1.5, 2.1e6, 2.9, 1.4e6
+# Steps of k from which two parts in clusters were faster than one, with blocks for half of the GPU.
+TWO_FROM = 56
 
 
 def is_plain_fp4(spec: str) -> bool:
@@ -54,6 +56,14 @@ def best_parts(m: int, n: int, k: int, sms: int) -> int:
 
 
 @lru_cache(maxsize=4096)
+def parts_before(m: int, n: int, k: int, sms: int) -> int:
+    """The parts of k of D[m, n] where codes are unpacked before the product."""
+    parts = split_k.best(m, n, k, sms)
+    blocks = -(-m // BLOCK) * -(-n // BLOCK)
+    return 2 if parts == 1 and -(-k // STEP_K) >= TWO_FROM and 2 * blocks <= sms else parts
+
+
+@lru_cache(maxsize=4096)
 def faster_before(m: int, n: int, k: int, sms: int, cut: bool, fp4_inputs: bool) -> bool:
     """Whether unpacking codes before the product takes less time than in its main loop, by the
     model; cut: whether k may be, into as many parts as each of them likes."""
@@ -63,10 +73,17 @@ def faster_before(m: int, n: int, k: int, sms: int, cut: bool, fp4_inputs: bool)
     if m <= BLOCK:
         return False
     codes = (n + m * fp4_inputs) * k
-    of_packed = split_k.best(m, n, k, sms) if cut else 1
+    of_packed = parts_before(m, n, k, sms) if cut else 1
     before = UNPACK_US + codes / UNPACK_RATE + split_k.product_us(m, n, k, sms, of_packed)
     in_loop = _us(m, n, k, sms, parts)
     return before < in_loop + fp4_inputs * (INPUT_US + m * k / INPUT_RATE)
+
+
+class _Before(Adaptive):
+    """Its products whose codes are unpacked before them."""
+
+    def _parts(self, index: int, m: int, n: int, k: int) -> int:
+        return parts_before(m, n, k, split_k.multiprocessors(index))
 
 
 class Codes(Adaptive):
@@ -86,11 +103,15 @@ class Codes(Adaptive):
             reason = f"reads rows of whole 16 bytes: k a multiple of 32, or 1 less; not {problem.k}"
         return reason
 
-    def note(self, problem: Problem) -> str:
+    @staticmethod
+    def _unpacked_before(problem: Problem) -> bool:
         sms = split_k.multiprocessors(problem.place.index)
         sizes = problem.m, problem.n, problem.k
-        if faster_before(*sizes, sms, problem.split_k, is_plain_fp4(problem.lhs)):
-            parts = self.parts(problem)
+        return faster_before(*sizes, sms, problem.split_k, is_plain_fp4(problem.lhs))
+
+    def note(self, problem: Problem) -> str:
+        if self._unpacked_before(problem):
+            parts = super().parts(problem)
             if parts == 1 or problem.split_k:
                 return "4-bit codes are unpacked before the product, which is faster by the model"
             return (
@@ -107,6 +128,11 @@ class Codes(Adaptive):
 
     def prepared(self, problem: Problem) -> PreparedGemm | None:
         return None
+
+    def parts(self, problem: Problem) -> int:
+        if self._unpacked_before(problem):
+            return _BEFORE.parts(problem)
+        return super().parts(problem)
 
     def _parts(self, index: int, m: int, n: int, k: int) -> int:
         return best_parts(m, n, k, split_k.multiprocessors(index))
@@ -129,5 +155,5 @@ class Codes(Adaptive):
         return Ran(self.name, bias_grad)
 
 
-_BEFORE = Adaptive()
+_BEFORE = _Before()
 register(Codes())
