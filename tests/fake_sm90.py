@@ -13,7 +13,7 @@ import importlib
 import fake_sm90_factors
 import native_words as reference
 import torch
-from fake_sm90_codes import codes_workspace_bytes, gemm_codes  # noqa: F401
+from fake_sm90_codes import *  # noqa: F403
 from fake_sm90_decode import DecodeArgs, decode, decode_workspace  # noqa: F401
 from fake_sm90_factors import scaling
 from fake_sm90_joined import quantize_beside, quantize_joined  # noqa: F401

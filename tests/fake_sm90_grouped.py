@@ -38,6 +38,7 @@ from fake_sm90 import (  # noqa: F401
     tiles,
     workspace_bytes,
 )
+from fake_sm90_codes import unpack, unpack_two  # noqa: F401
 from torch import Tensor
 
 from te_mx.backends import base

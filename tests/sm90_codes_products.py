@@ -94,6 +94,7 @@ def check(
     device = lhs.codes.device
     epilogue = epilogue_of(name, lhs.rows, rhs.rows, str(device), dtype)
     monkeypatch.setattr(codes, "best_parts", lambda *sizes: parts)
+    monkeypatch.setattr(codes, "faster_before", lambda *sizes: False)
     got = run(codes.Codes(), lhs, rhs, epilogue, dtype, True)
     assert got[0] == codes.CODES
     packed = [x if x.layout.name.startswith("sm90") else in_tiles(x) for x in (lhs, rhs)]

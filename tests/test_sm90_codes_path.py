@@ -3,6 +3,7 @@ runs, what it is told, and that nothing changes but the time."""
 
 from __future__ import annotations
 
+import fake_sm90
 import fake_sm90_codes
 import pytest
 import torch
@@ -10,7 +11,7 @@ from as_on_hopper import hopper
 
 from te_mx import _ops as ops
 from te_mx._ops import Epilogue, Mode
-from te_mx.backends.sm90 import binding_codes, codes
+from te_mx.backends.sm90 import codes
 from te_mx.dispatch.explain import explain_problem
 from te_mx.dispatch.problem import Problem, place_of
 
@@ -81,7 +82,7 @@ def test_its_envelope(shape, rhs, reason):
     problem = Problem("gemm", place_of(torch.device("cpu")), f"{FP4}@rows", rhs, m, n, k)
     said = explain_problem(problem, "a product")
     assert said.kernel == "sm90_adaptive" and reason in dict(said.declined)[codes.CODES]
-    inside = explain_problem(problem._replace(rhs=f"{FP4}@rows", m=512, k=K - 1), "a product")
+    inside = explain_problem(problem._replace(rhs=f"{FP4}@rows", m=128, k=K - 1), "a product")
     assert inside.kernel == codes.CODES and "in the main loop" in inside.note
 
 
@@ -93,11 +94,56 @@ def test_sizes_beside_each_other_get_their_own_kernel():
         assert len(fake_sm90_codes.CALLS) == (k % 32 == 0)
 
 
-def test_inputs_of_4_bits_are_packed_where_they_are_more_than_a_block():
-    for m in (binding_codes.MOST_IN_LOOP, binding_codes.MOST_IN_LOOP + 1):
+def test_inputs_of_4_bits_are_unpacked_by_native_code_and_others_packed_before():
+    for lhs in LHS:
         fake_sm90_codes.LHS.clear()
-        multiplied(*operands(LHS["fp4"], m=m))
-        assert ["plain" if m <= binding_codes.MOST_IN_LOOP else "tiles"] == fake_sm90_codes.LHS
+        multiplied(*operands(LHS[lhs]))
+        assert ["plain" if lhs == "fp4" else "tiles"] == fake_sm90_codes.LHS
+
+
+def test_operands_of_4_bits_are_unpacked_in_one_launch():
+    for lhs, rhs, sides in (
+        (LHS["fp4"], f"{FP4}@rows", [2]),
+        (LHS["tiles"], f"{FP4}@rows", [1]),
+        (LHS["e5m2"], f"{FP4}@rows", [1]),
+        (LHS["fp4"], f"{E4M3}@rows", [1]),
+    ):
+        both = operands(lhs, m=codes.BLOCK + 1, rhs=rhs)
+        packed = [ops.convert_2d(x, f"{x.format.name}@sm90:8") for x in both]
+        want = multiplied(*packed)
+        fake_sm90_codes.UNPACKED.clear()
+        got = multiplied(*both)
+        assert sides == fake_sm90_codes.UNPACKED and not fake_sm90_codes.CALLS
+        assert torch.equal(got.out, want.out)
+
+
+def test_operands_unpacked_before_have_parts_of_their_own(monkeypatch):
+    told, gemm = [], fake_sm90.gemm
+    monkeypatch.setattr(fake_sm90, "gemm", lambda args: told.append(args.parts) or gemm(args))
+    monkeypatch.setattr(codes, "faster_before", lambda *sizes: True)
+    monkeypatch.setattr(codes, "parts_before", lambda *sizes: 3)
+    for mode, parts in ((SPLIT, 3), (WHOLE, 1)):
+        multiplied(*operands(LHS["fp4"]), mode=mode)
+        assert told.pop() == parts and not fake_sm90_codes.CALLS
+
+
+def test_where_codes_are_unpacked_follows_from_sizes():
+    """One block of rows unpacks every code once, wherever; of more each does so in the loop."""
+    for shape, cut, fp4, before in (
+        ((128, 2048, 7168), True, False, False),
+        ((128, 2048, 7168), True, True, False),
+        ((128, 2048, 7168), False, True, True),
+        ((128, 24576, 1536), True, False, False),
+        ((128, 24576, 1536), True, True, False),
+        ((512, 2048, 7168), True, False, False),
+        ((512, 2048, 7168), True, True, True),
+        ((512, 7168, 2048), True, False, True),
+        ((512, 7168, 2048), True, True, True),
+        ((512, 7168, 2048), False, True, True),
+    ):
+        assert codes.faster_before(*shape, 132, cut, fp4) == before
+    assert codes.parts_before(512, 2048, 7168, 132) == 2  # measured
+    assert codes.parts_before(512, 2048, 7040, 132) == codes.parts_before(640, 2048, 7168, 132) == 1
 
 
 def test_codes_that_start_between_16_bytes_are_packed():
@@ -141,3 +187,16 @@ def test_explain_says_where_codes_are_unpacked(k, note):
     assert note in explain_problem(problem, "a product").note
     allowed = explain_problem(problem._replace(split_k=True), "a product").note
     assert "are unpacked in the main loop" in allowed
+
+
+def test_explain_says_the_parts_of_the_kernel_that_runs():
+    place = place_of(torch.device("cpu"))
+    for (m, n, k), lhs, where, parts in (
+        ((512, 2048, 7168), f"{FP4}@rows", "before the product", 2),
+        ((512, 2048, 7168), f"{E4M3}@sm90:8", "in the main loop", 2),
+        ((256, 2048, 7168), f"{FP4}@rows", "in the main loop", 3),
+        ((512, 7168, 2048), f"{FP4}@rows", "before the product", 1),
+    ):
+        problem = Problem("gemm", place, lhs, f"{FP4}@rows", m, n, k, split_k=True)
+        said = explain_problem(problem, "a product", split_k=True)
+        assert where in said.note and said.parts == parts

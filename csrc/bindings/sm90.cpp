@@ -89,6 +89,11 @@ void bind_quantizers(py::module_& m) {
                                         static_cast<int64_t>(from.size())));
         });
   bind_call(m, "pack", pack);
+  bind_call(m, "unpack", unpack);
+  m.def("unpack_two", [](const PackArgs& first, const PackArgs& second) {
+    const DeviceScope scope(first.execution.device);
+    return number(unpack_two(first, second));
+  });
   bind_call(m, "dequantize", dequantize);
   m.def("row_sums_workspace_bytes", &row_sums_workspace_bytes);
   bind_call(m, "row_sums", row_sums);

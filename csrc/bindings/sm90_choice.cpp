@@ -30,6 +30,7 @@ void bind_sm90_choice(py::module_& m) {
       },
       arg("m"), arg("n"), arg("full"), arg("sms"));
   m.def("sm90_gemm_parts", &choose_parts, arg("m"), arg("n"), arg("k"), arg("sms"));
+  m.def("sm90_product_us", &product_us, arg("m"), arg("n"), arg("k"), arg("sms"), arg("parts"));
   m.def("sm90_split_us", &split_us, arg("m"), arg("n"), arg("k"), arg("sms"), arg("parts"));
 }
 

@@ -11,6 +11,7 @@ from sm90_codes_products import E4M3, E5M2, EPILOGUES, FP4, SPANS
 from te_mx import _ops as ops
 from te_mx._ops import Mode
 from te_mx.backends.sm90 import codes
+from te_mx.backends.sm90.gemm import Adaptive
 from te_mx.runtime.ran import LAST_RUN
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
@@ -46,6 +47,26 @@ def test_bits_of_packing_before(shape, fmt, monkeypatch):
 def test_every_pair_of_classes(kinds, monkeypatch):
     for fmt in LHS:
         products.check(*pair(300, 260, 1024, fmt, kinds), "plain", 1, torch.float32, monkeypatch)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(
+    "shape", [(300, 260, 1024), (129, 257, 352), (77, 200, 1055), (1, 1, 32), (520, 640, 1152)],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("kinds", [(a, b) for a in SPANS for b in SPANS], ids=str)
+def test_bits_of_operands_that_one_launch_unpacks(kinds, shape):
+    """Each in a launch of its own, or both in one."""
+    for fmt in LHS:
+        both = pair(*shape, fmt, kinds)
+        packed = [x if x.layout.name.startswith("sm90") else products.in_tiles(x) for x in both]
+        epilogue = products.epilogue_of("bias", *shape[:2], "cuda", torch.float32)
+        for split_k in (False, True):
+            got, want = (
+                products.run(Adaptive(), *sides, epilogue, torch.float32, split_k)
+                for sides in (both, packed)
+            )
+            assert products.same_bits(got[1], want[1])
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -89,6 +110,7 @@ def test_it_may_be_captured(monkeypatch):
 def test_runs_repeat(kinds, shape, split_k, monkeypatch):
     """What differs from run to run is read before it is there, or after it was written over."""
     lhs, rhs = pair(*shape, FP4, kinds)
+    monkeypatch.setattr(codes, "faster_before", lambda *sizes: False)
     if not split_k:
         monkeypatch.setattr(codes, "best_parts", lambda *sizes: 1)
     mode, tag = Mode(split_k=split_k), 1 << 40  # no module's

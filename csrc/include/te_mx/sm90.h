@@ -33,6 +33,10 @@ Status quantize_beside(const QuantizeArgs& args, const void* const* xs, const in
                        const int64_t* strides, int64_t count);
 // k_last or k_first to tiles.
 Status pack(const PackArgs& args);
+// The same bytes of e2m1 that is k_last, for products: one operand, or in one launch the two of one
+// k. The launch starts early.
+Status unpack(const PackArgs& args);
+Status unpack_two(const PackArgs& first, const PackArgs& second);
 Status dequantize(const DequantizeArgs& args);
 int64_t row_sums_workspace_bytes(int64_t rows, int64_t k, bool k_first);
 Status row_sums(const RowSumsArgs& args);
@@ -51,11 +55,11 @@ bool config_full(int config);  // else without GELU, aux and bias gradient
 int chosen_config(const GemmArgs& args);
 const char* config_name(int config);
 
-// The same of a k_last rhs of MXFP4, whose codes become tiles inside the main loop, and an lhs of
-// MXFP4 that is k_last too, or tiles of any format. One launch, K in parts or not: at most
-// kMostCodesParts. Rows of plain codes have whole 16 bytes and start at 16 bytes; unsupported
-// otherwise. Products have the bits of pack() and gemm() with as many parts; those of the bias
-// gradient are added up as in gemm() with K in parts.
+// The same of a k_last rhs of MXFP4, whose codes become tiles inside the main loop, and an lhs in
+// tiles of any format, or of MXFP4 that is k_last and is unpacked to the workspace before. One
+// launch for the product, K in parts or not: at most kMostCodesParts. Rows of rhs have whole 16
+// bytes and start at 16 bytes; unsupported otherwise. Products have the bits of pack() and gemm()
+// with as many parts; those of the bias gradient are added up as in gemm() with K in parts.
 int64_t codes_workspace_bytes(const GemmArgs& args);
 Status gemm_codes(const GemmArgs& args);
 

@@ -158,6 +158,7 @@ Status gemm(const GemmArgs& a) {
   const Device device = current_device();
   if (device.sms == 0) return Status::unsupported;
   if (parts > 1) {
+    if (adds_in_clusters(m, n, parts, device.sms)) return gemm_cluster(a, device);
     if (parts * split_sums(a).rows > INT32_MAX) return Status::unsupported;
     status = kSplit[split_config(m)](a, device);
     return status == Status::ok ? finish_split(a) : status;

@@ -12,6 +12,7 @@ namespace {
 constexpr double kGain = 1.05;
 constexpr double kLaunch = 3.0;      // us of a kernel beside its steps
 constexpr double kFinish = 3.2;      // us that the kernel which adds parts up takes longer than
+constexpr double kExchange = 2.0;    // us of sums inside of clusters (2026-11-27)
 constexpr double kSums = 4.1e6;      // bytes a us of sums, written and read
 constexpr double kOperands = 4.8e6;  // bytes a us of operands, at most
 constexpr double kHidden = 0.75;  // of the shorter of two: reading operands, and the steps on them
@@ -62,17 +63,30 @@ int choose_grouped_config(int64_t m, int64_t n, int64_t groups, bool along_k, in
   return best;
 }
 
+bool adds_in_clusters(int64_t m, int64_t n, int parts, int sms) {
+  if (parts < 2 || parts > kMostClusterParts || split_config(m) != 0) return false;
+  const int64_t room = parts == 2 ? sms / 2 : int64_t{sms} * kClusterRoom / 100 / parts;
+  return ceil_div(m, 128) * ceil_div(n, 128) <= room;
+}
+
 double split_us(int64_t m, int64_t n, int64_t k, int sms, int parts) {
   const GemmTile& tile = kGemmTiles[kSplitTiles[split_config(m)]];
   const double sums = 8.0 * parts * static_cast<double>(m) * static_cast<double>(n) / kSums;
   return kernel_us(tile, m, n, k, sms, parts) + kFinish + sums;
 }
 
-int choose_parts(int64_t m, int64_t n, int64_t k, int sms) {
+double product_us(int64_t m, int64_t n, int64_t k, int sms, int parts) {
+  if (adds_in_clusters(m, n, parts, sms))
+    return kernel_us(kGemmTiles[kSplitTiles[0]], m, n, k, sms, parts) + kExchange;
+  if (parts > 1) return split_us(m, n, k, sms, parts);
   double whole = 1e300;
   for (const int index : kDenseTiles)
     whole = std::min(whole, kernel_us(kGemmTiles[index], m, n, k, sms, 1));
-  double least = whole / kGain;
+  return whole;
+}
+
+int choose_parts(int64_t m, int64_t n, int64_t k, int sms) {
+  double least = product_us(m, n, k, sms, 1) / kGain;
   int best = 1;
   const int most = static_cast<int>(std::min<int64_t>(kMostParts, ceil_div(k, kStepK)));
   for (int parts = 2; parts <= most; ++parts) {

@@ -2,8 +2,8 @@
 
 namespace te_mx::sm90 {
 
-Status launch_codes_e4m3(const GemmArgs& args, const Device& device) {
-  return launch_codes<CodesOperands<tile::Fp8::e4m3, false>>(args, device);
+Status launch_codes_e4m3(const GemmArgs& args, bool lhs_comes, const Device& device) {
+  return launch_codes<tile::Fp8::e4m3>(args, lhs_comes, device);
 }
 
 }  // namespace te_mx::sm90

@@ -1,11 +1,12 @@
-// D[M, N] = lhs[M, K] @ rhs[N, K]^T where rhs, and perhaps lhs, lies in plain codes of 4 bits: a
-// warpgroup for each unpacks them to tiles inside the main loop, so that one launch is all.
+// D[M, N] = lhs[M, K] @ rhs[N, K]^T where rhs lies in plain codes of 4 bits: they become tiles
+// inside the main loop. lhs is tiles, which the kernel before may still be making
+// (quantize/pack.cu).
 //
-//   warpgroup 0   warp 0 asks for codes of 4 bits, warp 1 prepares steps (gemm_kernel.cuh), warp 2
-//                 asks for lhs where that is tiles, else reads its scales, warp 3 those of rhs
+//   warpgroup 0   warp 0 asks for codes of rhs, warp 1 prepares steps (gemm_kernel.cuh), warp 2
+//   asks
+//                 for lhs, warp 3 reads scales of rhs
 //   1, 2          multiply, 64 rows of a block each
-//   3, 4          unpack, a row of a tile a thread (gemm_codes.cuh): rhs and lhs; or rhs, a step
-//                 each in turn
+//   3, 4          unpack, a row of a tile a thread (gemm_codes.cuh), a step each in turn
 //
 // A step of K passes three barriers before `ready`: its codes of 4 bits are there (`raw_full`),
 // both tiles have their scale words (`full`), and what follows from these words and the codes of 8
@@ -16,12 +17,11 @@
 #pragma once
 
 #include "gemm/gemm_codes_config.cuh"
-#include "mxtile/sm90/cluster.cuh"
 
 namespace te_mx::sm90 {
 
-// Barriers of the warpgroups that unpack, one each; and one of those that finish.
-inline constexpr int kUnpackBarrier = 8, kFinishBarrier = 10;
+// Barriers of the warpgroups that unpack, one each.
+inline constexpr int kUnpackBarrier = 8;
 
 // For a warp, of which one lane asks: ask(i, place, step) for every step, where i is a stage of a
 // ring of kStages whose `empty(i)` has been waited for.
@@ -44,22 +44,17 @@ __device__ __forceinline__ void ask_for_steps(const CodesParams& p, const Empty&
 }
 
 template <class Config>
-__device__ __forceinline__ void ask_for_codes(const CodesParams& p, const CUtensorMap& lhs_map,
-                                              const CUtensorMap& rhs_map,
+__device__ __forceinline__ void ask_for_codes(const CodesParams& p, const CUtensorMap& rhs_map,
                                               const Smem<Config>& smem) {
   ask_for_steps<Config::kRaw>(
       p, [&](int i) { return smem.raw_empty(i); },
       [&](int i, const CodesScheduler::Place& at, int step) {
-        tile::mbar_arrive_expect(smem.raw_full(i), Config::kRawBytes);
-        tile::tma_load(smem.raw(Role::rhs, i), &rhs_map, smem.raw_full(i), step * kRawRowBytes,
-                       at.n0);
-        if constexpr (Config::Operands::kLhsNibbles)
-          tile::tma_load(smem.raw(Role::lhs, i), &lhs_map, smem.raw_full(i), step * kRawRowBytes,
-                         at.m0);
+        tile::mbar_arrive_expect(smem.raw_full(i), kRawTileBytes);
+        tile::tma_load(smem.raw(i), &rhs_map, smem.raw_full(i), step * kRawRowBytes, at.n0);
       });
 }
 
-// The same of lhs in tiles, which go to the stages themselves.
+// The same of lhs, whose tiles go to the stages themselves.
 template <class Config>
 __device__ __forceinline__ void ask_for_tiles(const CodesParams& p, const CUtensorMap& lhs_map,
                                               const Smem<Config>& smem) {
@@ -83,16 +78,13 @@ __device__ __forceinline__ void arrive_as_warp(uint64_t* barrier, int lane) {
   if (lane < kWarpArrivals) tile::mbar_arrive(barrier);
 }
 
-// For a warp a side, ahead of those who unpack: has the scales of a step brought, and says where
-// they are and what they decide.
-template <class Config, Role kSide>
+// For a warp ahead of those who unpack: has the scales of a step brought, and says where they are
+// and what they decide.
+template <class Config>
 __device__ __forceinline__ void read_scales(const CodesParams& p, const Smem<Config>& smem,
                                             int lane) {
-  const auto row0 = [](const CodesScheduler::Place& at) {
-    return kSide == Role::lhs ? at.m0 : at.n0;
-  };
-  ScaleStream<CodesScheduler> stream(p, kSide == Role::lhs ? p.lhs : p.rhs, smem.stream(kSide),
-                                     lane, row0);
+  const auto row0 = [](const CodesScheduler::Place& at) { return at.n0; };
+  ScaleStream<CodesScheduler> stream(p, p.rhs, smem.stream(), lane, row0);
   Ring<Config::kRaw> raw;
   int step = 0;            // those handed over
   int old = 0, older = 0;  // before the piece that was read last, and before the one before
@@ -103,7 +95,7 @@ __device__ __forceinline__ void read_scales(const CodesParams& p, const Smem<Con
     const bool whole = __all_sync(~0u, rows == 15);
     const auto hand_over = [&](uint32_t said) {
       tile::mbar_wait(smem.raw_empty(raw.stage), raw.phase ^ 1);
-      if (lane == 0) tile::st_shared_u32(tile::smem_addr(smem.said(kSide, raw.stage)), said);
+      if (lane == 0) tile::st_shared_u32(tile::smem_addr(smem.said(raw.stage)), said);
       arrive_as_warp(smem.raw_full(raw.stage), lane);
       raw.next(), ++step;
     };
@@ -142,17 +134,17 @@ __device__ __forceinline__ int steps_of(const CodesParams& p) {
   return steps;
 }
 
-// For a warpgroup that unpacks a side, one of Config::kTurns, which take steps in turn; `unpacks`
+// For a warpgroup that unpacks, one of Config::kTurns, which take steps in turn; `unpacks`
 // is its number. While a step is written the codes of its next one are read: nobody waits for them.
-template <class Config, Role kSide>
+template <class Config>
 __device__ __forceinline__ void unpack(const CodesParams& p, const Smem<Config>& smem,
                                        int unpacks) {
   const int thread = static_cast<int>(threadIdx.x) % 128, lane = thread % 32;
   const uint32_t seen = tile::smem_addr(smem.seen(unpacks)),
                  tables = tile::smem_addr(smem.tables()),
-                 chunk = tile::smem_addr(smem.raw(kSide, 0)) + tile::swizzle64(thread, 0),
-                 saids = tile::smem_addr(smem.said(kSide, 0)),
-                 scales = tile::smem_addr(smem.stream(kSide)) + 16 * thread;
+                 chunk = tile::smem_addr(smem.raw(0)) + tile::swizzle64(thread, 0),
+                 saids = tile::smem_addr(smem.said(0)),
+                 scales = tile::smem_addr(smem.stream()) + 16 * thread;
   Ring<Config::kRaw> raw;
   Ring<Config::kStages> ring;
   RowOfBlocks row;
@@ -160,12 +152,12 @@ __device__ __forceinline__ void unpack(const CodesParams& p, const Smem<Config>&
   // Where the codes of the row are. What is known of it is read.
   const auto arrived = [&] {
     tile::mbar_wait(smem.raw_full(raw.stage), raw.phase);
-    said = tile::ld_shared_u32(saids + raw.stage * (Config::kSides * 4));
+    said = tile::ld_shared_u32(saids + raw.stage * 4);
     row.scales = tile::ld_shared_u32(scales + (said >> 8 & 0xFFFF));
-    return chunk + raw.stage * Config::kRawBytes;
+    return chunk + raw.stage * kRawTileBytes;
   };
   int left = steps_of(p);
-  if (Config::kTurns > 1 && unpacks != 0) raw.next(), ring.next(), --left;
+  if (unpacks != 0) raw.next(), ring.next(), --left;
   // NOTE: a read of shared memory may still be under way when an arrival behind it is seen, and the
   // copy engine write the next codes below it. The fence has the warp wait for it.
   const auto hand_back = [&] {
@@ -191,7 +183,7 @@ __device__ __forceinline__ void unpack(const CodesParams& p, const Smem<Config>&
       word = all.word(row), exponent = all.exponent, cls = all.cls, u = all.tables(row);
     }
     tile::mbar_wait(smem.empty(s), ring.phase ^ 1);
-    write_words(word, exponent, cls, thread, reinterpret_cast<uint32_t*>(smem.scales(kSide, s)),
+    write_words(word, exponent, cls, thread, reinterpret_cast<uint32_t*>(smem.scales(Role::rhs, s)),
                 false);
     arrive_as_warp(smem.full(s), lane);
     const bool more = left > Config::kTurns;
@@ -199,44 +191,12 @@ __device__ __forceinline__ void unpack(const CodesParams& p, const Smem<Config>&
     for (int i = 0; i < Config::kTurns; ++i) raw.next();
     // NOTE: behind the last step it reads old codes, which nobody uses.
     const uint32_t next = more ? arrived() : chunk;
-    write_row(row, u, tables, tile::smem_addr(smem.stage(kSide, s)), thread, next);
+    write_row(row, u, tables, tile::smem_addr(smem.rhs(s)), thread, next);
     tile::fence_async_proxy();
     arrive_as_warp(smem.ready(s), lane);
     if (more) arrive_as_warp(smem.raw_empty(raw.stage), lane);
 #pragma unroll
     for (int i = 0; i < Config::kTurns; ++i) ring.next();
-  }
-}
-
-// Rows of the block that the cluster has sums of, for the math warpgroups.
-template <class Config>
-__device__ __forceinline__ void finish_sums(const CodesParams& p, const Smem<Config>& smem) {
-  static_assert(Config::kMath * 128 == 32 * kFinishRows);
-  CodesScheduler schedule(p);
-  CodesScheduler::Place at;
-  if (!schedule.take(at)) return;
-  const int thread = static_cast<int>(threadIdx.x) - 128;
-  FinishSums& rows = *reinterpret_cast<FinishSums*>(smem.raw(Role::rhs, 0));
-  const uint32_t base = tile::smem_addr(smem.staging(0));
-  const auto sums = [&](int part, int row, int col) {
-    const uint32_t from = base + sums_offset(row - at.m0, (col - at.n0) / 4);
-    if (p.parts > 1) return tile::ld_cluster_f32x4(from, part);
-    const uint4 v = tile::ld_shared_u32x4(from);
-    return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z),
-                       __uint_as_float(v.w));
-  };
-  const int own = static_cast<int>(blockIdx.x) % p.parts;
-  static_assert(kMostCodesParts <= kAtOnce);
-  if (p.finish.plain) {
-    finish_plain(p.finish, at.m0 + own * kFinishRows + thread / 32, kFinishRows * p.parts,
-                 min(at.m0 + 128, p.finish.m), at.n0 + thread % 32 * 4, sums);
-    return;
-  }
-#pragma unroll 1
-  for (int i = own; i < 128 / kFinishRows; i += p.parts) {
-    if (at.m0 + i * kFinishRows >= p.finish.m) break;
-    finish_block(p.finish, rows, at.m0 / kFinishRows + i, at.n0, thread, sums,
-                 [] { tile::named_barrier(kFinishBarrier, 256); });
   }
 }
 
@@ -250,28 +210,28 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const Smem<Config> smem(raw);
   // The 128-byte swizzle counts from there.
   if (tile::smem_addr(raw) % 1024 != 0) __trap();
-  constexpr bool kLhsNibbles = Config::Operands::kLhsNibbles;
-  constexpr int kUnpackers = kUnpackWarps * kWarpArrivals * Config::kSides;
+  constexpr int kUnpackers = kUnpackWarps * kWarpArrivals;
   if (threadIdx.x == 0) {
     tile::tma_prefetch(&lhs_map);
     tile::tma_prefetch(&rhs_map);
     if (!Config::kKeepsSums && !p.epilogue.direct) tile::tma_prefetch(&out_map);
     for (int s = 0; s < Config::kStages; ++s) {
-      tile::mbar_init(smem.full(s), kUnpackers + (kLhsNibbles ? 0 : 1));
+      tile::mbar_init(smem.full(s), kUnpackers + 1);
       tile::mbar_init(smem.empty(s), kArrivals * Config::kMath);
-      tile::mbar_init(smem.ready(s), kUnpackers + kPrepared + (kLhsNibbles ? 0 : 1));
+      tile::mbar_init(smem.ready(s), kUnpackers + kPrepared + 1);
     }
     for (int i = 0; i < Config::kRaw; ++i)
-      tile::mbar_init(smem.raw_full(i), 1 + kWarpArrivals * Config::kSides),
+      tile::mbar_init(smem.raw_full(i), 1 + kWarpArrivals),
           tile::mbar_init(smem.raw_empty(i), kUnpackers);
     tile::mbar_init_fence();
   }
   if (threadIdx.x >= 32 && threadIdx.x < 32 + kFp4Tables)
     make_table(smem.tables(), static_cast<int>(threadIdx.x) - 32);
   __syncthreads();
-  // NOTE: nothing that another kernel writes is read, and nothing written, before this.
+  // NOTE: nothing that another kernel writes is read, and nothing written, before this; where
+  // lhs_comes, of lhs and of D.
   tile::let_dependents_start();
-  tile::await_predecessors();
+  if (!p.lhs_comes) tile::await_predecessors();
   // Where sums stay, all wait for those of the cluster, and for those who still read them: a CTA
   // must not leave before. NOTE: each role does so itself. Where roles meet, all would have as few
   // registers as the one with the fewest.
@@ -290,31 +250,26 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     tile::registers_down<Config::kProducerRegs>();
     const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
     if (warp == 0) {
-      ask_for_codes<Config>(p, lhs_map, rhs_map, smem);
+      ask_for_codes<Config>(p, rhs_map, smem);
     } else if (warp == 1) {
       prepare<Config>(p, smem, 0, static_cast<int>(threadIdx.x) % 32, [](const WorkTile&, int) {});
-    } else if (warp == 2 && !kLhsNibbles) {
+    } else if (warp == 2) {
+      if (p.lhs_comes) tile::await_predecessors();
       ask_for_tiles<Config>(p, lhs_map, smem);
-    } else if (warp == 3) {
-      read_scales<Config, Role::rhs>(p, smem, static_cast<int>(threadIdx.x) % 32);
-    } else if constexpr (kLhsNibbles) {
-      read_scales<Config, Role::lhs>(p, smem, static_cast<int>(threadIdx.x) % 32);
+    } else {
+      read_scales<Config>(p, smem, static_cast<int>(threadIdx.x) % 32);
     }
     meet(), meet();
   } else if (group <= Config::kMath) {
     tile::registers_up<Config::kMathRegs>();
+    if (p.lhs_comes) tile::await_predecessors();
     consume<Config, Config::kEpilogue>(p, out_map, smem, 0, group - 1);
     meet();
-    if constexpr (Config::kKeepsSums) finish_sums<Config>(p, smem);
+    if constexpr (Config::kKeepsSums) finish_sums<Config::kMath>(p, smem.staging(0), smem.raw(0));
     meet();
   } else {
     tile::registers_down<Config::kUnpackRegs>();
-    const int unpacks = group - 1 - Config::kMath;
-    if (!kLhsNibbles || unpacks == 0) {
-      unpack<Config, Role::rhs>(p, smem, unpacks);
-    } else if constexpr (kLhsNibbles) {
-      unpack<Config, Role::lhs>(p, smem, unpacks);
-    }
+    unpack<Config>(p, smem, group - 1 - Config::kMath);
     meet(), meet();
   }
 }

@@ -13,17 +13,9 @@ inline PlainScales plain_scales(const Operand& o) {
           blocks % 16 == 0 && reinterpret_cast<uintptr_t>(at) % 16 == 0};
 }
 
-// Of plain codes of 4 bits, 128 of K a step; or of tiles.
-inline bool codes_map(CUtensorMap& map, const Operand& o, bool nibbles) {
-  using mxtile::sm90::tensor_map_2d;
-  constexpr CUtensorMapDataType kBytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
-  if (!nibbles) return tensor_map_2d(map, kBytes, 1, o.codes, o.rows, o.k, packed_ld(o.k), 128);
-  const int64_t ld = row_bytes(o.k, true);
-  return tensor_map_2d(map, kBytes, 1, o.codes, o.rows, ld, ld, 128, kRawRowBytes);
-}
-
+// lhs_comes: see CodesParams.
 template <class Config>
-Status launch_codes_as(const GemmArgs& a, const Device& device) {
+Status launch_codes_as(const GemmArgs& a, bool lhs_comes, const Device& device) {
   const auto kernel = gemm_codes_kernel<Config>;
   const int parts = std::max(a.execution.parts, 1);
   static ClusterCount counts[kMostCodesParts + 1];
@@ -38,9 +30,13 @@ Status launch_codes_as(const GemmArgs& a, const Device& device) {
   p.k_steps = static_cast<int>((a.lhs.k + 127) / 128);
   p.m_blocks = static_cast<int>((m + 127) / 128), p.n_blocks = static_cast<int>((n + 127) / 128);
   p.walk_in_groups_of(group_size(clusters, 128, 128));
-  p.parts = parts, p.lhs = plain_scales(a.lhs), p.rhs = plain_scales(a.rhs);
+  p.parts = parts, p.rhs = plain_scales(a.rhs), p.lhs_comes = lhs_comes;
   CUtensorMap lhs, rhs, out{};
-  if (!codes_map(lhs, a.lhs, Config::Operands::kLhsNibbles) || !codes_map(rhs, a.rhs, true))
+  using mxtile::sm90::tensor_map_2d;
+  constexpr CUtensorMapDataType kBytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  const int64_t k = a.lhs.k, ld = row_bytes(k, true);
+  if (!tensor_map_2d(lhs, kBytes, 1, a.lhs.codes, m, k, packed_ld(k), 128) ||
+      !tensor_map_2d(rhs, kBytes, 1, a.rhs.codes, n, ld, ld, 128, kRawRowBytes))
     return Status::unsupported;
   const int64_t blocks = int64_t{p.m_blocks} * p.n_blocks;
   int64_t at_once = blocks;
@@ -49,9 +45,8 @@ Status launch_codes_as(const GemmArgs& a, const Device& device) {
   } else {
     const Epilogue& e = a.epilogue;
     p.epilogue = epilogue_params(e, m, n, nullptr);
-    if (!p.epilogue.direct &&
-        !mxtile::sm90::tensor_map_2d(out, map_type(e.out_dtype), width_of(e.out_dtype), e.out, m, n,
-                                     e.ldo * width_of(e.out_dtype), 64)) {
+    if (!p.epilogue.direct && !tensor_map_2d(out, map_type(e.out_dtype), width_of(e.out_dtype),
+                                             e.out, m, n, e.ldo * width_of(e.out_dtype), 64)) {
       return Status::unsupported;
     }
     at_once = std::min<int64_t>(blocks, clusters);
@@ -69,11 +64,12 @@ Status launch_codes_as(const GemmArgs& a, const Device& device) {
 
 // Bias and accumulation of K in one piece go through the copy engine, block after block. Whatever
 // takes more reads sums from shared memory.
-template <class Operands>
-Status launch_codes(const GemmArgs& a, const Device& device) {
+template <tile::Fp8 kLhs>
+Status launch_codes(const GemmArgs& a, bool lhs_comes, const Device& device) {
+  using Operands = CodesOperands<kLhs>;
   if (a.execution.parts <= 1 && !needs_full(a.epilogue))
-    return launch_codes_as<CodesConfig<Operands, EpilogueKind::plain>>(a, device);
-  return launch_codes_as<CodesConfig<Operands, EpilogueKind::sums>>(a, device);
+    return launch_codes_as<CodesConfig<Operands, EpilogueKind::plain>>(a, lhs_comes, device);
+  return launch_codes_as<CodesConfig<Operands, EpilogueKind::sums>>(a, lhs_comes, device);
 }
 
 }  // namespace te_mx::sm90

@@ -44,6 +44,8 @@ struct GemmConfig : Shape {
   // Of a stage that is ready: by those who prepare it, and by the producer for the codes.
   static constexpr int kReady = (Promotion::kPrepares ? kPrepared * kLhsTiles : 0) + 1;
   static constexpr int kStaging = kSlots * kPanelBytes;  // per math warpgroup
+  // Whether the sums of a block stay in shared memory, where the stages of lhs were.
+  static constexpr bool kKeepsSums = false;
   // Blocks of which the producer says where they lie: it is never further ahead (gemm_grouped.cuh).
   static constexpr int kWorkTiles = 8;
   static constexpr int kWorkTileBytes = kWorkTiles * sizeof(WorkTile);
@@ -73,8 +75,10 @@ struct Smem {
   __device__ __forceinline__ explicit Smem(char* start) : base(start) {}
   __device__ __forceinline__ char* lhs(int s) const { return base + s * Config::kLhsBytes; }
   __device__ __forceinline__ char* rhs(int s) const { return base + kRhs + s * Config::kRhsBytes; }
+  static constexpr int kSums = 64 * 128 * 4;  // of a math warpgroup
+  static_assert(!Config::kKeepsSums || Config::kMath * kSums <= kRhs);
   __device__ __forceinline__ char* staging(int math) const {
-    return base + kStaging + math * Config::kStaging;
+    return base + (Config::kKeepsSums ? math * kSums : kStaging + math * Config::kStaging);
   }
   __device__ __forceinline__ char* scales(int s) const {
     return base + kScales + s * Config::kScaleBytes;

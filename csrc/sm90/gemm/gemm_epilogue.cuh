@@ -328,17 +328,8 @@ __device__ __forceinline__ void store_sums(const float (&v)[64], const Wave& w) 
 }
 
 template <EpilogueKind kEpilogue, int kSlots>
-__device__ __forceinline__ void epilogue_wave(float (&v)[64], const EpilogueParams& p,
-                                              const CUtensorMap* map, const Wave& at) {
-  if constexpr (kEpilogue == EpilogueKind::sums) {
-    store_sums(v, at);
-    return;
-  }
-  if constexpr (kEpilogue == EpilogueKind::add) {
-    free_staging<kSlots>(at);
-    store_wave<float, kSlots, true>(v, p, map, true, at);
-    return;
-  }
+__device__ __forceinline__ void store_block(float (&v)[64], const EpilogueParams& p,
+                                            const CUtensorMap* map, const Wave& at) {
   Wave w = at;
   // NOTE: or the compiler would keep addresses of the epilogue in registers during the main loop,
   // and place the sums so that promotion reads three numbers from one register bank.
@@ -355,6 +346,19 @@ __device__ __forceinline__ void epilogue_wave(float (&v)[64], const EpiloguePara
       finish<kEpilogue, kSlots>(v, p, map, w);
     }
     if (w.by_element) finish_by_element<kSlots>(v, p, map, w);
+  }
+}
+
+template <EpilogueKind kEpilogue, int kSlots>
+__device__ __forceinline__ void epilogue_wave(float (&v)[64], const EpilogueParams& p,
+                                              const CUtensorMap* map, const Wave& at) {
+  if constexpr (kEpilogue == EpilogueKind::sums) {
+    store_sums(v, at);
+  } else if constexpr (kEpilogue == EpilogueKind::add) {
+    free_staging<kSlots>(at);
+    store_wave<float, kSlots, true>(v, p, map, true, at);
+  } else {
+    store_block<kEpilogue, kSlots>(v, p, map, at);
   }
 }
 

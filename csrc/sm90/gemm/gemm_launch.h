@@ -70,10 +70,14 @@ Status launch_grouped_row_factors_192x128_cluster2(const GroupedGemmArgs& args,
 Status launch_split_128x128(const GemmArgs& args, const Device& device);
 Status launch_split_64x128(const GemmArgs& args, const Device& device);
 
-// Operands of which rhs lies in plain codes of 4 bits; lhs too, or in tiles of a format.
-Status launch_codes_fp4(const GemmArgs& args, const Device& device);
-Status launch_codes_e4m3(const GemmArgs& args, const Device& device);
-Status launch_codes_e5m2(const GemmArgs& args, const Device& device);
+// K in parts that are added up inside of clusters. The workspace has the partial sums of the bias
+// gradient alone.
+Status gemm_cluster(const GemmArgs& args, const Device& device);
+
+// Operands of which rhs lies in plain codes of 4 bits, lhs in tiles. lhs_comes: of the kernel
+// before, which is unpack() and nothing else.
+Status launch_codes_e4m3(const GemmArgs& args, bool lhs_comes, const Device& device);
+Status launch_codes_e5m2(const GemmArgs& args, bool lhs_comes, const Device& device);
 
 // K in parts. The workspace holds their sums, fp32 [parts, rows, pitch], and behind them partial
 // sums of the bias gradient, [ceil(M / kFinishRows), N].

@@ -1,7 +1,8 @@
-// Entry points of pack: one operand, and those of groups.
+// Entry points of pack: one operand, those of groups, and those of 4 bits of a product.
 #include <cuda_runtime_api.h>
 
 #include "common/device.h"
+#include "common/launch.h"
 #include "quantize/pack_kernel.cuh"
 
 namespace te_mx::sm90 {
@@ -21,31 +22,63 @@ void launch(const PackParams& p, int64_t count, cudaStream_t stream) {
   });
 }
 
-template <bool kStacked>
-Status run(const PackArgs& args, const GroupTable& groups, int64_t count) {
+// ok, or what is wrong with the operand. Sides without elements have no tiles.
+Status side_of(const PackArgs& args, PackSide& side) {
   const Status status = check_plain(args.operand);
   if (status != Status::ok) return status;
   const PackTask a = task_of(args);
   if (args.out.layout != Layout::tiles) return Status::unsupported;
   if (a.spread < 0 || a.spread > kMaxSpread) return Status::bad_argument;
+  side.a = a;
   if (a.rows == 0 || a.k == 0) return Status::ok;
   if (reinterpret_cast<uintptr_t>(a.out.codes) % 16 != 0) return Status::bad_argument;
   const int64_t row_tiles = (a.rows + kTile - 1) / kTile, steps = (a.k + kTile - 1) / kTile;
-  if (count * row_tiles > INT32_MAX || steps > INT32_MAX) return Status::unsupported;
+  if (row_tiles > INT32_MAX || steps > INT32_MAX) return Status::unsupported;
   const bool fp4 = a.element == Element::e2m1;
   const int64_t width = a.k_first ? a.rows : row_bytes(a.k, fp4);
   const int64_t vector = a.k_first || fp4 ? 8 : 16;
+  side.ld = width, side.scale_ld = a.k_first ? a.rows : (a.k + 31) / 32;
+  side.out_ld = packed_ld(a.k);
+  side.row_tiles = static_cast<int>(row_tiles);
+  side.last_rows = static_cast<int>((a.rows - 1) % kTile + 1);
+  side.last_k = static_cast<int>((a.k - 1) % kTile + 1);
+  side.vectors = width % vector == 0 && reinterpret_cast<uintptr_t>(a.codes) % vector == 0;
+  return Status::ok;
+}
+
+template <bool kStacked>
+Status run(const PackArgs& args, const GroupTable& groups, int64_t count) {
   PackParams p{};
-  p.a = a;
-  if (fp4) p.a.spread = tile::kFp4Spread;
-  p.row_tiles = static_cast<int>(row_tiles);
-  p.last_rows = static_cast<int>((a.rows - 1) % kTile + 1);
-  p.last_k = static_cast<int>((a.k - 1) % kTile + 1);
+  const Status status = side_of(args, p);
+  if (status != Status::ok || p.row_tiles == 0) return status;
+  if (count * p.row_tiles > INT32_MAX) return Status::unsupported;
   p.groups = groups;
-  p.vectors = width % vector == 0 && reinterpret_cast<uintptr_t>(a.codes) % vector == 0;
-  const auto stream = static_cast<cudaStream_t>(a.stream);
-  a.k_first ? launch<true, kStacked>(p, count, stream) : launch<false, kStacked>(p, count, stream);
+  const auto stream = static_cast<cudaStream_t>(p.a.stream);
+  p.a.k_first ? launch<true, kStacked>(p, count, stream)
+              : launch<false, kStacked>(p, count, stream);
   return started(cudaGetLastError());
+}
+
+// The same of a side of a product.
+Status unpacked_side_of(const PackArgs& args, PackSide& side) {
+  const Status status = side_of(args, side);
+  if (status != Status::ok) return status;
+  return side.a.element == Element::e2m1 && !side.a.k_first ? Status::ok : Status::unsupported;
+}
+
+Status launch_unpack(const UnpackParams& p, int64_t k, void* stream) {
+  constexpr int64_t kMaxY = 65535;
+  const int64_t row_tiles = int64_t{p.sides[0].row_tiles} + p.sides[1].row_tiles;
+  if (row_tiles == 0) return Status::ok;
+  if (row_tiles > kMaxY) return Status::unsupported;
+  cudaLaunchAttribute early = early_start();
+  cudaLaunchConfig_t config{};
+  config.gridDim =
+      dim3(static_cast<unsigned>((k + kTile - 1) / kTile), static_cast<unsigned>(row_tiles));
+  config.blockDim = dim3(kPackThreads);
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &early, config.numAttrs = 1;
+  return started(cudaLaunchKernelEx(&config, unpack_kernel, p));
 }
 
 }  // namespace
@@ -55,6 +88,21 @@ Status pack(const PackArgs& a) { return run<false>(a, {}, 1); }
 Status pack_stacked(const PackArgs& a) {
   if (!valid(a.groups)) return Status::bad_argument;
   return run<true>(a, group_table(a.groups), a.groups.count);
+}
+
+Status unpack(const PackArgs& args) {
+  UnpackParams p{};
+  const Status status = unpacked_side_of(args, p.sides[0]);
+  return status == Status::ok ? launch_unpack(p, args.operand.k, args.execution.stream) : status;
+}
+
+Status unpack_two(const PackArgs& first, const PackArgs& second) {
+  UnpackParams p{};
+  Status status = unpacked_side_of(first, p.sides[0]);
+  if (status == Status::ok) status = unpacked_side_of(second, p.sides[1]);
+  if (status != Status::ok) return status;
+  if (first.operand.k != second.operand.k) return Status::bad_argument;
+  return launch_unpack(p, first.operand.k, first.execution.stream);
 }
 
 }  // namespace te_mx::sm90

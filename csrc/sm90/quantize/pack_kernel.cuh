@@ -2,12 +2,13 @@
 // that lie k first pass through shared memory, transposed, and go on as the others do. Codes of
 // MXFP4 stay nibbles until the tile's class is known; then they become those of E4M3 at once.
 // Several operands of one size, the weights of groups, take one launch; those of groups without
-// rows are left out.
+// rows are left out. So do the operands of 4 bits of a product (unpack_kernel).
 #pragma once
 
 #include <cstdint>
 
 #include "common/groups.cuh"
+#include "mxtile/sm90/copy_async.cuh"
 #include "quantize/plain_codes.cuh"
 #include "quantize/plain_tasks.h"
 #include "quantize/quantize_input.cuh"
@@ -16,24 +17,31 @@ namespace te_mx::sm90 {
 
 inline constexpr int kPackThreads = 256;
 
-struct PackParams {
+struct PackSide {
   PackTask a;
+  int64_t ld, scale_ld, out_ld;  // bytes from a row, or from a k where that lies first
   int row_tiles;
   int last_rows, last_k;  // of the last tiles
-  bool vectors;           // codes have aligned vectors only: 16 bytes, or 8 where k lies first
-  GroupTable groups;      // of a stack, which has an operand for each
+  bool vectors;  // codes have aligned vectors only: 16 bytes, or 8 of 4 bits or where k lies first
 };
 
+struct PackParams : PackSide {
+  GroupTable groups;  // of a stack, which has an operand for each
+};
+
+template <tile::Fp8 kFmt, bool kTransposed>
 struct PackSmem {
+  static constexpr bool kNibbles = kIsFp4<kFmt> && !kTransposed;
   // Codes that lie k first: [row][k], 16-byte chunks xored with (row / 8) % 8. Without vectors, 64
-  // bytes of each thread's own.
-  alignas(16) uint8_t codes[128][128];
+  // bytes of each thread's own, or 32 of nibbles.
+  alignas(16) uint8_t codes[kNibbles ? 64 : 128][128];
   TileScales scales;
 };
 
 // Codes [k, rows] of the tile at (r0, k0), of which `ks` by `rows` exist, to v[i]: 16 codes of row
 // tid / 8 + 32 i, at k 16 (tid % 8).
-__device__ __forceinline__ void load_transposed(PackSmem& s, uint32_t (&v)[4][4], const PackTask& a,
+template <class Smem>
+__device__ __forceinline__ void load_transposed(Smem& s, uint32_t (&v)[4][4], const PackTask& a,
                                                 bool vectors, int64_t r0, int64_t k0, int rows,
                                                 int ks) {
   const int r = threadIdx.x % 16 * 8, k = threadIdx.x / 16 * 8;  // a thread brings 8 x 8 codes
@@ -71,38 +79,27 @@ __device__ __forceinline__ PackTask matrix_of(const PackTask& all, int i) {
   return a;
 }
 
-template <tile::Fp8 kFmt, bool kTransposed, bool kStacked>
-__global__ void __launch_bounds__(kPackThreads, 5)
-    pack_kernel(const __grid_constant__ PackParams p) {
-  __shared__ PackSmem s;
-  PackTask a = p.a;
-  int rt = blockIdx.x;
-  const int kt = blockIdx.y + gridDim.y * blockIdx.z;
-  if constexpr (kStacked) {
-    const int group = rt / p.row_tiles;
-    if (!p.groups.may_have_rows(group)) return;
-    rt -= group * p.row_tiles;
-    a = matrix_of<kFmt, kTransposed>(p.a, group);
-  }
-  const int64_t r0 = rt * int64_t{128}, k0 = kt * int64_t{128}, blocks = (a.k + 31) / 32;
-  if (k0 >= a.k) return;
+// Tile (rt, kt) of an operand by the CTA; all_rows and all_k of it exist.
+template <tile::Fp8 kFmt, bool kTransposed>
+__device__ __forceinline__ void pack_tile(PackSmem<kFmt, kTransposed>& s, const PackSide& p,
+                                          const PackTask& a, int rt, int kt, int all_rows,
+                                          int all_k) {
+  const int64_t r0 = rt * int64_t{128}, k0 = kt * int64_t{128};
   const int r = threadIdx.x / 8, k = threadIdx.x % 8 * 16;  // 8 lanes hold a row, 2 a block
-  const int all_rows = rt == p.row_tiles - 1 ? p.last_rows : 128;
-  const int all_k = k0 + 128 >= a.k ? p.last_k : 128;
   const int rows = all_rows - r, block = k / 32;
   uint32_t v[4][4], e[4];
   [[maybe_unused]] uint32_t nibbles[4][2];
   if constexpr (kIsFp4<kFmt> && !kTransposed) {
-    const int64_t ld = row_bytes(a.k, true);
-    load_codes<4, 8>(nibbles, a.codes + (r0 + r) * ld + (k0 + k) / 2, ld, 32, rows,
+    load_codes<4, 8>(nibbles, a.codes + (r0 + r) * p.ld + kt * int64_t{64} + k / 2, p.ld, 32, rows,
                      (all_k - k + 1) / 2, p.vectors, &s.codes[0][0] + 32 * threadIdx.x);
   } else if constexpr (!kTransposed) {
-    load_codes<4, 16>(v, a.codes + (r0 + r) * a.k + k0 + k, a.k, 32, rows, all_k - k, p.vectors,
+    load_codes<4, 16>(v, a.codes + (r0 + r) * p.ld + k0 + k, p.ld, 32, rows, all_k - k, p.vectors,
                       &s.codes[0][0] + 64 * threadIdx.x);
   }
   {
-    const int64_t b = kt * int64_t{4} + block, step = kTransposed ? 32 : 32 * blocks;
-    const uint8_t* from = a.scales + (kTransposed ? b * a.rows + r0 + r : (r0 + r) * blocks + b);
+    const int64_t b = kt * int64_t{4} + block, step = kTransposed ? 32 : 32 * p.scale_ld;
+    const uint8_t* from =
+        a.scales + (kTransposed ? b * p.scale_ld + r0 + r : (r0 + r) * p.scale_ld + b);
     const int count = 32 * block < all_k ? rows : 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i, from += step) e[i] = 32 * i < count ? __ldg(from) : 0;
@@ -134,9 +131,10 @@ __global__ void __launch_bounds__(kPackThreads, 5)
   __syncthreads();
   const ScaleRange all = s.scales.range();
   const uint32_t exponent = all.exponent(kHeadroom<kFmt>);
-  int cls = TileScales::early_class(all, a.spread);
+  const int spread = kIsFp4<kFmt> ? tile::kFp4Spread : a.spread;
+  int cls = TileScales::early_class(all, spread);
   if (cls == kUndecided) {
-    if (threadIdx.x < 128) s.scales.examine(all, threadIdx.x, a.spread, kHeadroom<kFmt>);
+    if (threadIdx.x < 128) s.scales.examine(all, threadIdx.x, spread, kHeadroom<kFmt>);
     __syncthreads();
     cls = s.scales.late_class(all);
   }
@@ -144,12 +142,11 @@ __global__ void __launch_bounds__(kPackThreads, 5)
     write_words(s.scales, exponent, cls, threadIdx.x, tile_words(a.out.scales, kt, rt, p.row_tiles),
                 rt == p.row_tiles - 1 && (p.row_tiles & 1) != 0);
   }
-  const int64_t ld = packed_ld(a.k);
-  // ld is a multiple of 16: the last vector may reach into the padding of its row.
+  // out_ld is a multiple of 16: the last vector may reach into the padding of its row.
   const int count = k < all_k ? rows : 0;
-  uint8_t* to = a.out.codes + (r0 + r) * ld + k0 + k;
+  uint8_t* to = a.out.codes + (r0 + r) * p.out_ld + k0 + k;
 #pragma unroll
-  for (int i = 0; i < 4; ++i, to += 32 * ld) {
+  for (int i = 0; i < 4; ++i, to += 32 * p.out_ld) {
     const bool shifted = cls < 2 && (e[i] & kCounts);
     const uint32_t shared = cls == 0 ? exponent : shifted ? s.scales.target[r + 32 * i] : 0;
     if constexpr (kIsFp4<kFmt>) {
@@ -162,6 +159,63 @@ __global__ void __launch_bounds__(kPackThreads, 5)
     if (32 * i < count)
       *reinterpret_cast<uint4*>(to) = make_uint4(v[i][0], v[i][1], v[i][2], v[i][3]);
   }
+}
+
+template <tile::Fp8 kFmt, bool kTransposed, bool kStacked>
+__global__ void __launch_bounds__(kPackThreads, 5)
+    pack_kernel(const __grid_constant__ PackParams p) {
+  __shared__ PackSmem<kFmt, kTransposed> s;
+  PackTask a = p.a;
+  int rt = blockIdx.x;
+  const int kt = blockIdx.y + gridDim.y * blockIdx.z;
+  if constexpr (kStacked) {
+    const int group = rt / p.row_tiles;
+    if (!p.groups.may_have_rows(group)) return;
+    rt -= group * p.row_tiles;
+    a = matrix_of<kFmt, kTransposed>(p.a, group);
+  }
+  const int64_t k0 = kt * int64_t{128};
+  if (k0 >= a.k) return;
+  const int all_rows = rt == p.row_tiles - 1 ? p.last_rows : 128;
+  const int all_k = k0 + 128 >= a.k ? p.last_k : 128;
+  pack_tile<kFmt, kTransposed>(s, p, a, rt, kt, all_rows, all_k);
+}
+
+// Of the e2m1 operands of a product that are k_last: one, or two of one k.
+struct UnpackParams {
+  PackSide sides[2];
+};
+
+// A CTA a tile: grid (tiles along k, row tiles of both sides). It starts beside the kernel before,
+// and a product may start beside it.
+__global__ void __launch_bounds__(kPackThreads, 8)
+    unpack_kernel(const __grid_constant__ UnpackParams p) {
+  __shared__ PackSmem<tile::Fp8::e2m1, false> s;
+  const int first_tiles = p.sides[0].row_tiles;
+  const bool second = static_cast<int>(blockIdx.y) >= first_tiles;
+  const PackSide& side = p.sides[second ? 1 : 0];
+  const int rt = static_cast<int>(blockIdx.y) - (second ? first_tiles : 0);
+  const int kt = static_cast<int>(blockIdx.x);
+  const int all_rows = rt == side.row_tiles - 1 ? side.last_rows : 128;
+  const int all_k = kt == static_cast<int>(gridDim.x) - 1 ? side.last_k : 128;
+  // NOTE: to L2 alone, which nobody looks at before it may. Of the 8 lanes of a row two ask for 32
+  // bytes of codes each, one for the scales.
+  const int r = threadIdx.x / 8, k = threadIdx.x % 8 * 16;
+  const bool codes = k % 64 == 0 && k < all_k;
+  if (codes || k == 16) {
+    const int64_t ld = codes ? side.ld : side.scale_ld;
+    const uint8_t* from =
+        codes ? side.a.codes + kt * int64_t{64} + k / 2 : side.a.scales + kt * int64_t{4};
+    from += (rt * int64_t{128} + r) * ld;
+#pragma unroll
+    for (int i = 0; i < 4; ++i, from += 32 * ld)
+      if (r + 32 * i < all_rows) tile::prefetch_l2(from);
+  }
+  // NOTE: in this order, so that a kernel which starts early knows that everything before this one
+  // is done (gemm_codes_kernel.cuh).
+  tile::await_predecessors();
+  tile::let_dependents_start();
+  pack_tile<tile::Fp8::e2m1, false>(s, side, side.a, rt, kt, all_rows, all_k);
 }
 
 }  // namespace te_mx::sm90

@@ -277,15 +277,35 @@ def plain_operand(operand: Operand) -> Any:
     )  # fmt: skip
 
 
-def pack_into(operand: Operand, spread: int, codes: int, words: int) -> None:
-    """Pack a plain operand (k_last or k_first, contiguous) to two device addresses."""
+def _pack_record(operand: Operand, spread: int, codes: int, words: int) -> Any:
     args = _native.PackArgs()
     args.operand = plain_operand(operand)
     args.out_codes, args.out_scales, args.out_layout = codes, words, _TILES
     args.spread = spread
     set_execution(args, operand.codes.device.index)
-    if not supported(_native.pack(args)):
+    return args
+
+
+def pack_into(operand: Operand, spread: int, codes: int, words: int) -> None:
+    """Pack a plain operand (k_last or k_first, contiguous) to two device addresses."""
+    if not supported(_native.pack(_pack_record(operand, spread, codes, words))):
         raise RuntimeError("te_mx internal error: the Hopper kernels do not pack this operand")
+
+
+def pack_for_product(sides: Sequence[tuple[Operand, int, int]], spread: int) -> None:
+    """Pack plain operands of one product, each to its two device addresses: those of MXFP4 that lie
+    by rows in one launch. Their exponents may be others than those of pack(), the product is not.
+    """
+    fp4: list[Any] = []
+    rest: list[Any] = []
+    for operand, codes, words in sides:
+        nibbles = operand.fmt == "e2m1" and operand.order == "k_last"
+        (fp4 if nibbles else rest).append(_pack_record(operand, spread, codes, words))
+    unpack = _native.unpack if len(fp4) == 1 else _native.unpack_two
+    if fp4 and not supported(unpack(*fp4)):
+        rest += fp4
+    if not all(supported(_native.pack(record)) for record in rest):
+        raise RuntimeError("te_mx internal error: the Hopper kernels do not pack these operands")
 
 
 def pack(operand: Operand, spread: int) -> Operand:
@@ -355,34 +375,13 @@ def gemm(
     ]
     args.workspace_bytes = own = _native.workspace_bytes(args)
     base = pointer(scratch(own + rooms[0][0] + rooms[1][0]))
+    plain = []
     for side, operand, (nbytes, scales_at) in zip(("lhs", "rhs"), (b, a), rooms, strict=True):
         if nbytes:
-            pack_into(operand, spread, base, base + scales_at)
+            plain.append((operand, base, base + scales_at))
             packed = {"codes": base, "scales": base + scales_at, "layout": _TILES}
             setattr(args, side, getattr(args, side).copy(**packed))
             base += nbytes
+    pack_for_product(plain, spread)
     args.workspace = base
     return supported(_native.gemm(args)), bias_grad
-
-
-def operand_sums(operand: Operand, scratch: Callable[[int], Tensor | None]) -> Tensor:
-    """fp32 [rows]: the sum over k of an operand's values, in an order that only sizes decide."""
-    rows, k, k_first = operand.rows, operand.k, operand.order == "k_first"
-    fp4 = operand.fmt == "e2m1"
-    if operand.order == "sm90":
-        fmt = "mxfp4" if fp4 else operand.fmt
-        return sm90_layout.packed_values(operand, k, fmt).sum(1).to(_F32)
-    if fp4:
-        values = dequantize(operand, _F32)
-        assert values is not None
-        return values.sum(0 if k_first else 1)
-    sums = torch.empty(rows, dtype=_F32, device=operand.codes.device)
-    nbytes = _native.row_sums_workspace_bytes(rows, k, k_first)
-    args = _native.RowSumsArgs()
-    args.operand, args.out = plain_operand(operand), sums.data_ptr()
-    args.workspace, args.workspace_bytes = pointer(scratch(nbytes) if nbytes else None), nbytes
-    set_execution(args, operand.codes.device.index)
-    status = _native.row_sums(args)
-    if not supported(status):
-        raise RuntimeError("te_mx internal error: the Hopper kernels do not sum this operand")
-    return sums

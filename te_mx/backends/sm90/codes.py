@@ -1,14 +1,15 @@
 """The GEMM of Hopper that reads weights of 4 bits where they lie: MXFP4 codes become FP8 tiles in
-its main loop, in one launch, for problems of so few rows that unpacking the weights before would be
-a good part of the time: up to 512, where it takes about as long as unpacking them before; more take
-longer. The bits are those of the adaptive GEMM with as many parts of k."""
+its main loop, for problems of so few rows that unpacking the weights before would be a good part of
+the time. From more than one block of rows on, of which each unpacks the weights anew, a cost model
+says where unpacking them before is faster: of up to 512 rows, more always take longer here. The
+bits are those of the adaptive GEMM with as many parts of k."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 
 from te_mx.backends.native import FP4, native_operand
-from te_mx.backends.sm90 import binding, binding_codes, split_k
+from te_mx.backends.sm90 import binding_codes, binding_sums, split_k
 from te_mx.backends.sm90.gemm import ADAPTIVE, Adaptive, Scratches
 from te_mx.dispatch.calls import Product, Ran
 from te_mx.dispatch.problem import FEW_ROWS, Problem, whole_vectors
@@ -24,6 +25,11 @@ BLOCK, STEP_K = 128, 128
 # sums inside a cluster, which computes one block and is launched anew for the next. GAIN: what
 # cutting k must win. ROOM: the share of multiprocessors that clusters of more than 2 take.
 LAUNCH_US, STEP_US, EXCHANGE_US, GAIN, ROOM = 6.3, 0.58, 2.0, 1.05, 0.9
+# Of unpacking before (2026-11-27): a launch, and codes a microsecond. In front of this kernel a
+# launch for the inputs takes longer, as little of it is hidden.
+UNPACK_US, UNPACK_RATE, INPUT_US, INPUT_RATE = 1.5, 2.1e6, 2.9, 1.4e6
+# Steps of k from which two parts in clusters were faster than one, with blocks for half of the GPU.
+TWO_FROM = 56
 
 
 def is_plain_fp4(spec: str) -> bool:
@@ -32,19 +38,52 @@ def is_plain_fp4(spec: str) -> bool:
     return fmt.untransformed.name in FP4 and layout.name == "rows"
 
 
+def _us(m: int, n: int, k: int, sms: int, parts: int) -> float:
+    """Microseconds with k in `parts`, of which clusters add up the sums."""
+    blocks, steps = -(-m // BLOCK) * -(-n // BLOCK), -(-k // STEP_K)
+    at_once = sms // parts if parts <= 2 else int(ROOM * sms) // parts
+    waves = -(-blocks // max(1, at_once))
+    if parts == 1:
+        return LAUNCH_US + waves * steps * STEP_US
+    return waves * (LAUNCH_US + -(-steps // parts) * STEP_US + EXCHANGE_US)
+
+
 @lru_cache(maxsize=4096)
 def best_parts(m: int, n: int, k: int, sms: int) -> int:
     """The parts of k of D[m, n] that take the least time by the model."""
-    blocks, steps = -(-m // BLOCK) * -(-n // BLOCK), -(-k // STEP_K)
+    most = min(-(-k // STEP_K), MOST_PARTS)
+    return min(range(1, most + 1), key=lambda p: _us(m, n, k, sms, p) * (1 if p == 1 else GAIN))
 
-    def us(parts: int) -> float:
-        at_once = sms // parts if parts <= 2 else int(ROOM * sms) // parts
-        waves = -(-blocks // max(1, at_once))
-        if parts == 1:
-            return LAUNCH_US + waves * steps * STEP_US
-        return GAIN * waves * (LAUNCH_US + -(-steps // parts) * STEP_US + EXCHANGE_US)
 
-    return min(range(1, min(steps, MOST_PARTS) + 1), key=us)
+@lru_cache(maxsize=4096)
+def parts_before(m: int, n: int, k: int, sms: int) -> int:
+    """The parts of k of D[m, n] where codes are unpacked before the product."""
+    parts = split_k.best(m, n, k, sms)
+    blocks = -(-m // BLOCK) * -(-n // BLOCK)
+    return 2 if parts == 1 and -(-k // STEP_K) >= TWO_FROM and 2 * blocks <= sms else parts
+
+
+@lru_cache(maxsize=4096)
+def faster_before(m: int, n: int, k: int, sms: int, cut: bool, fp4_inputs: bool) -> bool:
+    """Whether unpacking codes before the product takes less time than in its main loop, by the
+    model; cut: whether k may be, into as many parts as each of them likes."""
+    parts = best_parts(m, n, k, sms)
+    if parts > 1 and not cut:  # blocks that are too few for the GPU
+        return True
+    if m <= BLOCK:
+        return False
+    codes = (n + m * fp4_inputs) * k
+    of_packed = parts_before(m, n, k, sms) if cut else 1
+    before = UNPACK_US + codes / UNPACK_RATE + split_k.product_us(m, n, k, sms, of_packed)
+    in_loop = _us(m, n, k, sms, parts)
+    return before < in_loop + fp4_inputs * (INPUT_US + m * k / INPUT_RATE)
+
+
+class _Before(Adaptive):
+    """Its products whose codes are unpacked before them."""
+
+    def _parts(self, index: int, m: int, n: int, k: int) -> int:
+        return parts_before(m, n, k, split_k.multiprocessors(index))
 
 
 class Codes(Adaptive):
@@ -64,11 +103,20 @@ class Codes(Adaptive):
             reason = f"reads rows of whole 16 bytes: k a multiple of 32, or 1 less; not {problem.k}"
         return reason
 
+    @staticmethod
+    def _unpacked_before(problem: Problem) -> bool:
+        sms = split_k.multiprocessors(problem.place.index)
+        sizes = problem.m, problem.n, problem.k
+        return faster_before(*sizes, sms, problem.split_k, is_plain_fp4(problem.lhs))
+
     def note(self, problem: Problem) -> str:
-        if self._unpacked_before(problem.split_k, self.parts(problem)):
+        if self._unpacked_before(problem):
+            parts = super().parts(problem)
+            if parts == 1 or problem.split_k:
+                return "4-bit codes are unpacked before the product, which is faster by the model"
             return (
                 "4-bit codes are unpacked before the product: in the main loop that is faster "
-                f"only with k in {self.parts(problem)} parts, which split_k allows"
+                f"only with k in {parts} parts, which split_k allows"
             )
         return (
             "4-bit codes are unpacked in the main loop, where scales up to "
@@ -81,28 +129,31 @@ class Codes(Adaptive):
     def prepared(self, problem: Problem) -> PreparedGemm | None:
         return None
 
+    def parts(self, problem: Problem) -> int:
+        if self._unpacked_before(problem):
+            return _BEFORE.parts(problem)
+        return super().parts(problem)
+
     def _parts(self, index: int, m: int, n: int, k: int) -> int:
         return best_parts(m, n, k, split_k.multiprocessors(index))
 
-    @staticmethod
-    def _unpacked_before(split_k: bool, parts: int) -> bool:
-        """Blocks that are too few for the GPU take longer here, where k may not be cut."""
-        return parts > 1 and not split_k
-
     def multiply(self, p: Product, scratch: Scratches) -> Ran | None:
+        m, n, k, index = p.lhs.rows, p.rhs.rows, p.lhs.k, p.out.device.index
+        sms = split_k.multiprocessors(index)
+        if faster_before(m, n, k, sms, p.mode.split_k, is_plain_fp4(p.lhs.spec)):
+            return _BEFORE.multiply(p, scratch)
         lhs, rhs = native_operand(p.lhs), native_operand(p.rhs)
-        parts = self._parts(p.out.device.index, p.lhs.rows, p.rhs.rows, p.lhs.k)
-        done, bias_grad = False, None
-        if not self._unpacked_before(p.mode.split_k, parts):
-            done, bias_grad = binding_codes.gemm(
-                rhs, lhs, p.epilogue, p.out, p.aux, p.mode.spread, scratch, parts
-            )
+        done, bias_grad = binding_codes.gemm(
+            rhs, lhs, p.epilogue, p.out, p.aux, p.mode.spread, scratch,
+            self._parts(index, m, n, k),
+        )  # fmt: skip
         if not done:
             made = super().multiply(p, scratch)
             return made and made._replace(name=ADAPTIVE)
         if p.epilogue.bias_grad == "operand":
-            bias_grad = binding.operand_sums(lhs, scratch)
+            bias_grad = binding_sums.operand_sums(lhs, scratch)
         return Ran(self.name, bias_grad)
 
 
+_BEFORE = _Before()
 register(Codes())

@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 
 from te_mx.backends.native import FP4, native_operand, words_of
-from te_mx.backends.sm90 import binding, binding_exact, binding_prepared, split_k, ways
+from te_mx.backends.sm90 import (
+    binding,
+    binding_exact,
+    binding_prepared,
+    binding_sums,
+    split_k,
+    ways,
+)
 from te_mx.backends.sm90.envelope import why_not
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Product, Ran
@@ -126,7 +133,7 @@ class Adaptive(Scratched):
         if not done:
             return None
         if p.epilogue.bias_grad == "operand":
-            bias_grad = binding.operand_sums(lhs, scratch)
+            bias_grad = binding_sums.operand_sums(lhs, scratch)
         return Ran(self.name, bias_grad)
 
 
