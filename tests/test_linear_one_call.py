@@ -105,6 +105,26 @@ def test_dtypes_strides_and_leading_dimensions(kinds, fields):
     same(run(in_one_call, *call), run(step_by_step, *call))
 
 
+@of_each
+@pytest.mark.parametrize("needs", [(1, 1, 1), (0, 1, 0), (1, 0, 0)])
+def test_an_input_that_is_kept_itself(needs, name):
+    """Backward quantizes it again."""
+
+    def keeps_x(x, w, b, s, dtype):
+        call = Call(s, dtype, save_x=True)
+        return OneCallLinear.apply(x, w, b, call, linear_kernel(x, w, s))[0]
+
+    x, w = torch.randn(3, 35, 130, dtype=BF16), torch.randn(70, 130, dtype=BF16)
+    how = settings(name, fp8_format=te_mx.recipe.Format.HYBRID)
+    call = x, w, torch.randn(70), how, BF16, torch.randn(3, 35, 70, dtype=BF16)
+    needs = tuple(bool(n) for n in needs)
+    same(run(keeps_x, *call, needs), run(step_by_step, *call, needs))
+    if needs[1]:
+        x = x.requires_grad_()
+        saved = keeps_x(x, w.requires_grad_(), None, how, BF16).grad_fn.saved_tensors
+        assert saved[0] is x and saved[1] is None
+
+
 def test_one_token_without_leading_dimensions():
     call = torch.randn(70), torch.randn(33, 70), torch.randn(33), settings(), F32, torch.randn(33)
     same(run(in_one_call, *call), run(step_by_step, *call))
@@ -311,7 +331,7 @@ def test_what_it_serves(monkeypatch):
             fields = {"scale_rule": "pow2"} | fields
         how = te_mx.recipe.BlockScaling(**fields)
         assert serves(x, w, Call(how.settings, BF16)) is served, fields
-    for fields in ({"kept": object()}, {"save_x": True}, {"sink": object()}):
+    for fields in ({"kept": object()}, {"sources": (x, x)}, {"sink": object()}):
         assert not serves(x, w, plain._replace(**fields)), fields
     for other, weight, bias in (
         (Cuda(8, 40, device="meta"), Cuda(16, 40, device="meta"), None),

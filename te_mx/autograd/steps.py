@@ -379,13 +379,18 @@ def wgrad(gradient: Gradient, kept: Kept, settings: Settings, tag: int) -> Wgrad
         return Wgrad(in_high_precision, (*reads, (OUTPUT_GRADIENT, g_MN)))
 
     def gemm(out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
-        x_col = kept.as_operand() if kept.spec else _columns_of(kept.tensor, "x", settings)
+        x_col = kept.as_operand() if kept.spec else input_columns(kept.tensor, settings)
         return gemm_2d(
             g_col, x_col, Epilogue(accumulate=accumulate), out=out, out_dtype=dtype, tag=tag,
             mode=mode_of(settings),
         ).out  # fmt: skip
 
     return Wgrad(gemm, reads)
+
+
+def input_columns(x: Tensor, settings: Settings) -> Operand:
+    """The columnwise operand of an input [..., K] that was kept itself."""
+    return _columns_of(x, "x", settings)
 
 
 def _columns_of(t: Tensor | None, role: str, settings: Settings) -> Operand:

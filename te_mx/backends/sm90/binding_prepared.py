@@ -14,7 +14,7 @@ from te_mx.runtime import workspace
 class PreparedGemm:
     """GEMMs of packed operands of one size without an epilogue: the record is made once."""
 
-    __slots__ = ("gemm", "index", "nbytes", "record")
+    __slots__ = ("gemm", "index", "native", "nbytes", "record")
 
     def __init__(
         self, problem: Problem, lhs_fmt: str, rhs_fmt: str, parts: int, tile: int = -1
@@ -22,7 +22,7 @@ class PreparedGemm:
         m, n, k = problem.m, problem.n, problem.k
         index, native = problem.place.index, binding.native()
         assert native is not None
-        self.gemm = native.gemm
+        self.native, self.gemm = native, native.gemm
         self.record = native.GemmArgs(
             lhs_rows=m, lhs_k=k, lhs_element=FORMATS[lhs_fmt], lhs_layout=LAYOUTS["sm90"],
             rhs_rows=n, rhs_k=k, rhs_element=FORMATS[rhs_fmt], rhs_layout=LAYOUTS["sm90"], ldo=n,
@@ -32,12 +32,12 @@ class PreparedGemm:
         self.index = index
         self.nbytes = self.record.workspace_bytes = native.workspace_bytes(self.record)
 
-    def run(self, lhs: Operand, rhs: Operand, out: Tensor) -> bool:
-        """Enqueue out = lhs @ rhs^T; whether native code took it."""
+    def run(self, lhs: Operand, rhs: Operand, out: Tensor, accumulate: bool = False) -> bool:
+        """Enqueue out = lhs @ rhs^T, or add that to it; whether native code took it."""
         args = self.record.copy(
             lhs_codes=lhs.codes.data_ptr(), lhs_scales=lhs.scales.data_ptr(),
             rhs_codes=rhs.codes.data_ptr(), rhs_scales=rhs.scales.data_ptr(), out=out.data_ptr(),
-            stream=binding.stream(self.index),
+            stream=binding.stream(self.index), accumulate=accumulate,
         )  # fmt: skip
         nbytes = self.nbytes
         if nbytes == 0:
