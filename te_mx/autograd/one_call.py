@@ -17,7 +17,7 @@ from te_mx.autograd.backward import outputs, run_backward
 from te_mx.autograd.lent import here
 from te_mx.autograd.saved import NOTHING, Kept
 from te_mx.autograd.sibling_gradients import entered, leaves_when_hooked, passed_on, total
-from te_mx.autograd.steps import DGRAD, WGRAD, columns_now, in_one_call, input_columns
+from te_mx.autograd.steps import DGRAD, WGRAD, columns_now, in_one_call, quantized_columns
 from te_mx.dispatch.linear import Held, Part
 from te_mx.runtime.ran import LAST_RUN
 
@@ -95,7 +95,7 @@ def _backward(ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor) -> tuple[Tens
     if ctx.saves_x:
         # Its columns are made now, in what the product takes.
         x, plan = tensors[0], ctx.kernel.plan(ctx.problem._replace(x_columns=True))
-        made_of = input_columns(x, ctx.problem.settings) if is_direct(x) else None
+        made_of = quantized_columns(x, "x", ctx.problem.settings) if is_direct(x) else None
         saved = None if made_of is None or made_of.spec != plan.col else made_of[:2]
     x_col, w_col = plan.as_saved(saved, tensors[2] if w_kept else None)
     w = w_col if w_kept else tensors[2]

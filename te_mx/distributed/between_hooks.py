@@ -1,11 +1,11 @@
-"""A te_mx.Linear between the hooks that torch's ColwiseParallel and RowwiseParallel put around it, as
-one call.
+"""A te_mx.Linear between the hooks that torch's ColwiseParallel and RowwiseParallel put around it,
+as one call.
 
-A hook in front makes a DTensor of what the layer takes, the layer one of what it makes, and the hook
-behind a plain tensor of that: half of the host time of a layer, for descriptions of tensors that
-nobody reads. Once a layer has run so, calls of it that are like the first one go without: what comes
-in and what goes out is the same, in bits and in history. Whenever something is not as it was, and
-where somebody watches, the module is called as torch calls it.
+A hook in front makes a DTensor of what the layer takes, the layer one of what it makes, and the
+hook behind a plain tensor of that: half of the host time of a layer, for descriptions of tensors
+that nobody reads. Once a layer has run so, calls of it that are like the first one go without: what
+comes in and what goes out is the same, in bits and in history. Whenever something is not as it was,
+and where somebody watches, the module is called as torch calls it.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def remember(module: Any, plan: Plan) -> None:
 
 def _between(module: Any, plan: Plan) -> bool:
     """Whether its hooks are those of a style, which move nothing but a sum over the ranks."""
-    in_front, behind = module._forward_pre_hooks.values(), module._forward_hooks.values()
-    if len(in_front) != 1 or len(behind) != 1:
+    hooks = hooks_of(module)
+    if len(module._forward_pre_hooks) != 1 or len(module._forward_hooks) != 1:
         return False
-    into, out = given(*in_front, "input_fn"), given(*behind, "output_fn")
+    into, out = given(hooks[0], "input_fn"), given(hooks[1], "output_fn")
     row = plan.way.kinds[0] == ROW
     if into is None or out is None or len(into.args) != 2 or len(out.args) != 2:
         return False
@@ -115,12 +115,13 @@ class BetweenHooks:
 
     def _input(self, inp: Any) -> Tensor | None:
         """What this rank has of an input, if it is such as the plan is for."""
-        if self.row:
-            x: Any = inp if type(inp) is Tensor else None
-        elif type(inp) is DTensor and inp.placements == _WHOLE and inp.device_mesh is self.plan.mesh:
+        x = inp
+        if not self.row:
+            if type(inp) is not DTensor or inp.placements != _WHOLE:
+                return None
+            if inp.device_mesh != self.plan.mesh:
+                return None
             x = local_of(inp, self.plan.way.x_grad)
-        else:
-            return None
         fits = (
             type(x) is Tensor
             and x.requires_grad

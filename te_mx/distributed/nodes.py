@@ -95,7 +95,9 @@ def _gradient(grad: Tensor, spec: DTensorSpec) -> DTensor:
     """The DTensor of which a rank has this gradient."""
     if type(grad) is Tensor and grad.is_contiguous() and not torch.is_grad_enabled():
         return _made(grad, spec)
-    strides = {} if not grad.is_contiguous() else {"shape": spec.shape, "stride": spec.stride}
+    strides: dict[str, Any] = {}
+    if grad.is_contiguous():
+        strides = {"shape": spec.shape, "stride": spec.stride}
     return DTensor.from_local(grad, spec.mesh, spec.placements, run_check=False, **strides)
 
 

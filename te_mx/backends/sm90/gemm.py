@@ -83,12 +83,14 @@ class Adaptive(Scratched):
             lhs.spec, rhs.spec, lhs.rows, rhs.rows, lhs.k, out.dtype, out.device, split_k,
             self.configuration,
         )  # fmt: skip
-        found = self._calls.get(key, self)
-        if found is self or (found is not None and found.native is not binding.native()):
+        found = self._calls.get(key)
+        if found is None and key in self._calls:
+            return None
+        if found is None or found.native is not binding.native():
             if len(self._calls) >= _MOST_CALLS:
                 self._calls.clear()
             found = self._calls[key] = self._made(p)
-        return found  # type: ignore[return-value]
+        return found
 
     def _made(self, p: Product) -> binding_prepared.PreparedGemm | None:
         lhs, rhs = p.lhs, p.rhs
