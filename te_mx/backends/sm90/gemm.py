@@ -77,11 +77,11 @@ class Adaptive(Scratched):
         return super().run(p)
 
     def _call(self, p: Product) -> binding_prepared.PreparedGemm | None:
-        """The call of a product of packed operands, which is made once for its sizes."""
+        """The call of a product, which is made once for its sizes."""
         lhs, rhs, out, split_k = p.lhs, p.rhs, p.out, p.mode.split_k
         key = (
-            lhs.spec, rhs.spec, lhs.rows, rhs.rows, lhs.k, out.dtype, out.device, split_k,
-            self.configuration,
+            lhs.spec, rhs.spec, lhs.rows, rhs.rows, lhs.k, out.dtype, out.device, p.mode.spread,
+            split_k, self.configuration,
         )  # fmt: skip
         found = self._calls.get(key)
         if found is None and key in self._calls:
@@ -94,12 +94,12 @@ class Adaptive(Scratched):
 
     def _made(self, p: Product) -> binding_prepared.PreparedGemm | None:
         lhs, rhs = p.lhs, p.rhs
-        words = words_of(lhs.spec), words_of(rhs.spec)
-        if any(order != "sm90" for _, order in words):
+        plain = [order for _, order in map(words_of, (lhs.spec, rhs.spec)) if order != "sm90"]
+        if not all(order in ("k_last", "k_first") for order in plain):
             return None
         problem = Problem(
             "gemm", place_of(p.out.device), lhs.spec, rhs.spec, lhs.rows, rhs.rows, lhs.k,
-            dtype=p.out.dtype, split_k=p.mode.split_k,
+            dtype=p.out.dtype, spread=p.mode.spread, split_k=p.mode.split_k,
         )  # fmt: skip
         return self._prepared(problem)
 
@@ -148,7 +148,7 @@ class Adaptive(Scratched):
 
     def _prepared(self, problem: Problem) -> binding_prepared.PreparedGemm:
         return binding_prepared.PreparedGemm(
-            problem, words_of(problem.lhs)[0], words_of(problem.rhs)[0],
+            problem, *(binding_prepared.Side(*words_of(one)) for one in (problem.lhs, problem.rhs)),
             self.parts(problem) if problem.split_k else 1,
             ways.way_of(self.configuration).tile,
         )  # fmt: skip
