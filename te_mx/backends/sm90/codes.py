@@ -81,6 +81,9 @@ class Codes(Adaptive):
     def prepared(self, problem: Problem) -> PreparedGemm | None:
         return None
 
+    def _made(self, p: Product) -> None:
+        return None
+
     def _parts(self, index: int, m: int, n: int, k: int) -> int:
         return best_parts(m, n, k, split_k.multiprocessors(index))
 
