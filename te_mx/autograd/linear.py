@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from te_mx._ops import Operand
-from te_mx.autograd import one_call, other_tokens, producers, shared_inputs, steps
+from te_mx.autograd import (
+    one_call,
+    one_call_codes,
+    other_tokens,
+    producers,
+    shared_inputs,
+    steps,
+)
 from te_mx.autograd.backward import outputs, place, run_backward, tag_of
 from te_mx.autograd.lent import Lent, here
 from te_mx.autograd.other_tokens import Tokens
@@ -91,7 +98,9 @@ def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor
     how = Backward(
         ctx.settings, ctx.tag, ctx.x_shape, ctx.dtypes, ctx.sinks[0], entered(ctx.siblings)
     )
-    dx, *others = gradients(how, kept, grad, ctx.needs_input_grad)
+    need = ctx.needs_input_grad
+    made = None if ctx.tokens is not None else one_call_codes.gradients(how, kept, grad, need)
+    dx, *others = made or gradients(how, kept, grad, need)
     if dx is not None:
         dx = other_tokens.sum_of_mine(dx, ctx.tokens)
     return dx, *others, None

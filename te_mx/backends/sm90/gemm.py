@@ -147,8 +147,9 @@ class Adaptive(Scratched):
         return self._prepared(problem).run
 
     def _prepared(self, problem: Problem) -> binding_prepared.PreparedGemm:
+        side = binding_prepared.Side
         return binding_prepared.PreparedGemm(
-            problem, *(binding_prepared.Side(*words_of(one)) for one in (problem.lhs, problem.rhs)),
+            problem, side(*words_of(problem.lhs)), side(*words_of(problem.rhs)),
             self.parts(problem) if problem.split_k else 1,
             ways.way_of(self.configuration).tile,
         )  # fmt: skip
