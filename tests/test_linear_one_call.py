@@ -12,7 +12,7 @@ from torch import Tensor
 import te_mx
 from te_mx import _ops as ops
 from te_mx._ops.linear import linear_kernel
-from te_mx.autograd import linear, one_call, steps
+from te_mx.autograd import linear, one_call, one_call_codes, steps
 from te_mx.autograd.linear import Call
 from te_mx.autograd.one_call import OneCallLinear
 from te_mx.backends.sm90 import binding
@@ -103,6 +103,50 @@ def test_dtypes_strides_and_leading_dimensions(kinds, fields):
     grad = torch.randn(70, dtype=kinds[2]).expand(3, 35, 70)
     call = x, w, b, settings(**fields), kinds[2], grad
     same(run(in_one_call, *call), run(step_by_step, *call))
+
+
+@of_each
+@pytest.mark.parametrize("needs", [(1, 1, 1), (0, 1, 0), (1, 0, 0)])
+def test_an_input_that_is_kept_itself(needs, name):
+    """Backward quantizes it again."""
+
+    def keeps_x(x, w, b, s, dtype):
+        call = Call(s, dtype, save_x=True)
+        return OneCallLinear.apply(x, w, b, call, linear_kernel(x, w, s))[0]
+
+    x, w = torch.randn(3, 35, 130, dtype=BF16), torch.randn(70, 130, dtype=BF16)
+    how = settings(name, fp8_format=te_mx.recipe.Format.HYBRID)
+    call = x, w, torch.randn(70), how, BF16, torch.randn(3, 35, 70, dtype=BF16)
+    needs = tuple(bool(n) for n in needs)
+    same(run(keeps_x, *call, needs), run(step_by_step, *call, needs))
+    if needs[1]:
+        x = x.requires_grad_()
+        saved = keeps_x(x, w.requires_grad_(), None, how, BF16).grad_fn.saved_tensors
+        assert saved[0] is x and saved[1] is None
+
+
+@pytest.mark.parametrize("save_x", [False, True])
+@pytest.mark.parametrize("needs", [(1, 1, 1), (1, 1, 0), (1, 0, 1), (0, 1, 1)])
+@pytest.mark.parametrize("fields", [{}, {"scale_rule": "floor"}, {"name": "fp32"}], ids=str)
+def test_backward_on_codes_of_a_weight(fields, needs, save_x, monkeypatch):
+    """As fully_shard gathers them, or one_copy_weights leaves them."""
+    how, taken = settings(**fields, one_copy_weights=True), []
+
+    def keeps_codes(x, w, b, s, dtype):
+        return linear.LinearFunction.apply(x, w, b, Call(s, dtype, save_x=save_x))[0]
+
+    x, w = torch.randn(3, 35, 130, dtype=BF16), torch.randn(70, 130, dtype=BF16)
+    call = x, w, torch.randn(70), how, BF16, torch.randn(3, 35, 70, dtype=BF16)
+    needs = tuple(bool(n) for n in needs)
+    in_one = one_call_codes.gradients
+    monkeypatch.setattr(
+        one_call_codes, "gradients", lambda *args: taken.append(in_one(*args)) or taken[-1]
+    )
+    got = run(keeps_codes, *call, needs)
+    square = how.w.endswith("128x128")
+    assert [made is not None for made in taken] == [needs[0] and not square]
+    monkeypatch.setattr(one_call_codes, "gradients", lambda *args: None)
+    same(got, run(keeps_codes, *call, needs))
 
 
 def test_one_token_without_leading_dimensions():
@@ -311,7 +355,7 @@ def test_what_it_serves(monkeypatch):
             fields = {"scale_rule": "pow2"} | fields
         how = te_mx.recipe.BlockScaling(**fields)
         assert serves(x, w, Call(how.settings, BF16)) is served, fields
-    for fields in ({"kept": object()}, {"save_x": True}, {"sink": object()}):
+    for fields in ({"kept": object()}, {"sources": (x, x)}, {"sink": object()}):
         assert not serves(x, w, plain._replace(**fields)), fields
     for other, weight, bias in (
         (Cuda(8, 40, device="meta"), Cuda(16, 40, device="meta"), None),

@@ -18,8 +18,8 @@ from te_mx._ops import checks
 from te_mx._ops.library import define, is_direct
 from te_mx._ops.quantize import empty_like_spec, parts_of, quantized_of
 from te_mx.dispatch import run
+from te_mx.dispatch.calls import FLOAT_DTYPES
 from te_mx.dispatch.fused import Activation, ActParts, ActStep, Norm, NormParts, NormStep, Target
-from te_mx.dispatch.problem import Problem, place_of
 from te_mx.layouts.operand import Quantized
 
 _F32 = torch.float32
@@ -44,17 +44,19 @@ def norm_quantize_2d(step: NormStep) -> NormParts:
 
 def _run_norm(step: NormStep) -> NormParts:
     checks.norm_step(step)
-    return run.run(_problem("norm_quantize", step.x, step.target, step.x.dtype, step.dtype), step)
+    x, target = step.x, step.target
+    return _run("norm_quantize", x, target, (x.dtype, step.dtype), step)
 
 
-def _problem(op: str, x: Tensor, target: Target | None, *dtypes: torch.dtype) -> Problem:
-    row, col = ("", "") if target is None else target[:2]
-    odd = [one for one in dtypes if one not in (_F32, torch.bfloat16, torch.float16)]
-    rows, cols = x.shape
-    return Problem(
-        op, place_of(x.device), row, col, rows, cols, dtype=odd[0] if odd else dtypes[0],
-        rule="rceil" if target is None else target.rule,
-    )  # fmt: skip
+def _run(op: str, x: Tensor, target: Target, dtypes: tuple[torch.dtype, ...], *call: Any) -> Any:
+    dtype = dtypes[0]
+    for one in dtypes:
+        if one not in FLOAT_DTYPES:
+            dtype = one  # of which kernels say that they do not take it
+    return run.run_on(op, x, target.row, target.col, dtype, target.rule, *call)
+
+
+_NO_CODES = Target("", "", "rceil")
 
 
 def norm_backward_2d(
@@ -81,7 +83,7 @@ def act_quantize_2d(step: ActStep) -> ActParts:
 def _run_act(step: ActStep) -> ActParts:
     checks.act_step(step)
     dtypes = (step.h.dtype, step.dtype) + (() if step.grad is None else (step.grad.dtype,))
-    return run.run(_problem("act_quantize", step.h, step.target, *dtypes), step)
+    return _run("act_quantize", step.h, step.target, dtypes, step)
 
 
 def _made(step: ActStep) -> tuple[int, int]:
@@ -132,8 +134,8 @@ def _norm_backward(
     dz: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     checks.norm_gradient(dz, x, weight, mean, rstd, dtype)
-    problem = _problem("norm_backward", x, None, x.dtype, dz.dtype, dtype)
-    return run.run(problem, dz, x, weight, mean, rstd, dtype)
+    call = dz, x, weight, mean, rstd, dtype
+    return _run("norm_backward", x, _NO_CODES, (x.dtype, dz.dtype, dtype), *call)
 
 
 def _norm_backward_fake(

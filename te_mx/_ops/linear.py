@@ -32,6 +32,7 @@ __all__ = [
     "frozen_kernel",
     "infer",
     "linear_kernel",
+    "linear_kernel_of",
 ]
 
 _MOST_KNOWN = 4096
@@ -43,12 +44,21 @@ def linear_kernel(x: Tensor, weight_NK: Tensor, settings: Any) -> LinearKernel |
     size, device = x.numel(), x.device
     if size == 0 or n * k == 0 or weight_NK.device != device:
         return None
-    m = size // k
-    known, key = derived(), ("linear", device, settings, x.dtype, max(m, n, k) > MOST)
+    return linear_kernel_of((size // k, n, k), device, x.dtype, settings)
+
+
+def linear_kernel_of(
+    sizes: tuple[int, int, int], device: torch.device, dtype: torch.dtype, settings: Any
+) -> LinearKernel | None:
+    """The same of x [m, k] of a dtype and a weight [n, k]."""
+    m, n, k = sizes
+    if 0 in sizes:
+        return None
+    known, key = derived(), ("linear", device, settings, dtype, max(sizes) > MOST)
     if key not in known:
         problem = Problem(
             "linear", place_of(device), f"{settings.x}@any", f"{settings.w}@any", m, n, k,
-            precision=settings.precision, dtype=x.dtype, spread=settings.spread,
+            precision=settings.precision, dtype=dtype, spread=settings.spread,
             rule=settings.scale_rule, grad=f"{settings.g}@any", split_k=settings.split_k,
         )  # fmt: skip
         if device.type == "cuda" and device.index is None:

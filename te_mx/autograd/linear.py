@@ -15,8 +15,16 @@ import torch
 from torch import Tensor
 
 from te_mx._ops import Operand
-from te_mx.autograd import one_call, other_tokens, producers, shared_inputs, steps
+from te_mx.autograd import (
+    one_call,
+    one_call_codes,
+    other_tokens,
+    producers,
+    shared_inputs,
+    steps,
+)
 from te_mx.autograd.backward import outputs, place, run_backward, tag_of
+from te_mx.autograd.lent import Lent, here
 from te_mx.autograd.other_tokens import Tokens
 from te_mx.autograd.saved import Kept
 from te_mx.autograd.shapes import flatten, shaped
@@ -34,8 +42,9 @@ class Call(NamedTuple):
     `kept` stands in for quantizing the weight. `save_x` saves x for backward instead of its
     columnwise codes, with the same result; `sources`, if there are any, in its place: x itself, or
     two factors of it. `sink` says where the weight gradient goes. With `tokens` x is what one rank
-    has of the input. With a `tag` the kernels that run are recorded in te_mx.runtime.ran.LAST_RUN
-    at tag, tag + 1 and tag + 2: fprop, dgrad and wgrad.
+    has of the input, with `lent` a parameter of several of them is the weight. With a `tag` the
+    kernels that run are recorded in te_mx.runtime.ran.LAST_RUN at tag, tag + 1 and tag + 2: fprop,
+    dgrad and wgrad.
     """
 
     settings: Settings
@@ -46,6 +55,7 @@ class Call(NamedTuple):
     sink: WeightGradient | None = None
     sources: tuple[Tensor, ...] = ()
     tokens: Tokens | None = None
+    lent: Lent | None = None
 
 
 @leaves_when_hooked
@@ -58,6 +68,7 @@ class LinearFunction(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         need_dx, need_dw = ctx.needs_input_grad[:2]
         settings, tokens = call.settings, call.tokens
+        ctx.lent, weight_NK = call.lent, here(weight_NK, call.lent)
         plan = other_tokens.plan_input(x, settings, need_dw, call.save_x, tokens)
         q, w_row, w_col = steps.input_and_weight(
             x, plan, call.kept, weight_NK, settings, need_dx, weight_NK
@@ -76,7 +87,8 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return run_backward(_backward, "te_mx.Linear", ctx, *grads)
+        made = run_backward(_backward, "te_mx.Linear", ctx, *grads)
+        return made if ctx.lent is None else (made[0], ctx.lent.whole(made[1]), *made[2:])
 
 
 def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -86,7 +98,9 @@ def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor
     how = Backward(
         ctx.settings, ctx.tag, ctx.x_shape, ctx.dtypes, ctx.sinks[0], entered(ctx.siblings)
     )
-    dx, *others = gradients(how, kept, grad, ctx.needs_input_grad)
+    need = ctx.needs_input_grad
+    made = None if ctx.tokens is not None else one_call_codes.gradients(how, kept, grad, need)
+    dx, *others = made or gradients(how, kept, grad, need)
     if dx is not None:
         dx = other_tokens.sum_of_mine(dx, ctx.tokens)
     return dx, *others, None
@@ -133,14 +147,14 @@ def gradients(
 
 def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: Call) -> Tensor:
     """x [..., K] -> [..., N], differentiable. Without anything to differentiate, rowwise operands
-    are all that is made."""
+    are all that is made; a parameter that is lent needs that."""
     if torch.is_grad_enabled() and (
         x.requires_grad or weight_NK.requires_grad or (bias_N is not None and bias_N.requires_grad)
     ):
         call = _without_codes(x, weight_NK, call)
         kernel = None
         if call.tokens is None:
-            kernel = one_call.kernel_of(x, weight_NK, bias_N, call)
+            kernel = one_call.kernel_of(x, here(weight_NK, call.lent), bias_N, call)
         if kernel is not None:
             return one_call.OneCallLinear.apply(x, weight_NK, bias_N, call, kernel)[0]
         return LinearFunction.apply(x, weight_NK, bias_N, call)[0]

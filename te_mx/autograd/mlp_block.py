@@ -31,6 +31,7 @@ from te_mx.autograd import shared_inputs, steps
 from te_mx.autograd.backward import needs_gradient, outputs, place, run_backward, tag_of
 from te_mx.autograd.layernorm_mlp import Call as Inner
 from te_mx.autograd.layernorm_mlp import activated, through_activation
+from te_mx.autograd.lent import Lent
 from te_mx.autograd.norm import Source, source_of
 from te_mx.autograd.normalization import NormStep
 from te_mx.autograd.saved import Kept
@@ -54,7 +55,8 @@ from te_mx.runtime.ran import LAST_RUN
 class Call(NamedTuple):
     """What one call of a block fixes. tags: the first slots in LAST_RUN of the layers, fc2's last.
     sinks: where the gradients of w1 and w2 go. save_x: as of autograd.linear.Call. codes: stand in
-    for quantizing the parts of w1 and w2."""
+    for quantizing the parts of w1 and w2. lent: these parts and w2 are parameters of several ranks.
+    """
 
     act: Activation
     settings: Settings
@@ -63,6 +65,7 @@ class Call(NamedTuple):
     sinks: tuple[WeightGradient | None, WeightGradient | None] = (None, None)
     save_x: bool = False
     codes: tuple[KeptWeight, ...] = ()
+    lent: tuple[Lent, ...] = ()
 
     def inner(self) -> Inner:
         """The same, as the steps of layernorm_mlp take it."""
@@ -115,6 +118,8 @@ class MLPBlockFunction(torch.autograd.Function):
         need = _needs(ctx)
         settings = call.settings
         parts: Sequence[Any] = first[::2]
+        if call.lent:
+            *parts, w2 = [one.local for one in call.lent]
         kept1, kept2 = of_codes(call.codes, settings)
         b1 = joined(first[1::2])
         plan_x = steps.plan_input(x.device, settings, need.dw1, call.save_x)
@@ -153,7 +158,17 @@ class MLPBlockFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return run_backward(_backward, "te_mx: a fused MLP block", ctx, *grads)
+        made = run_backward(_backward, "te_mx: a fused MLP block", ctx, *grads)
+        return _lent_gradients(ctx.call.lent, made) if ctx.call.lent else made
+
+
+def _lent_gradients(
+    lent: Sequence[Lent], made: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
+    """What backward gives, for parameters of several ranks."""
+    dx, dw2, db2, _, *first = made
+    first[::2] = [one.whole(dw) for one, dw in zip(lent, first[::2], strict=False)]
+    return dx, lent[-1].whole(dw2), db2, None, *first
 
 
 class _Needs(NamedTuple):

@@ -14,10 +14,11 @@ from te_mx._ops.library import is_direct
 from te_mx._ops.linear import LinearKernel, LinearPlan, LinearProblem, infer, linear_kernel
 from te_mx.autograd import shared_inputs
 from te_mx.autograd.backward import outputs, run_backward
+from te_mx.autograd.lent import here
 from te_mx.autograd.saved import NOTHING, Kept
 from te_mx.autograd.sibling_gradients import entered, leaves_when_hooked, passed_on, total
-from te_mx.autograd.steps import DGRAD, WGRAD, columns_now, in_one_call
-from te_mx.dispatch.linear import Held
+from te_mx.autograd.steps import DGRAD, WGRAD, columns_now, in_one_call, quantized_columns
+from te_mx.dispatch.linear import Held, Part
 from te_mx.runtime.ran import LAST_RUN
 
 __all__ = ["OneCallLinear", "infer", "kernel_of"]
@@ -31,7 +32,7 @@ def kernel_of(
     if (
         call.kept is not None
         or call.sink is not None
-        or call.save_x
+        or len(call.sources) > 1  # factors of x
         or not in_one_call(settings)
         or not (x.requires_grad or weight_NK.requires_grad)
         or (bias_N is not None and bias_N.device != x.device)
@@ -51,11 +52,13 @@ class OneCallLinear(torch.autograd.Function):
         kernel: LinearKernel,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         need_dx, need_dw = ctx.needs_input_grad[:2]
+        ctx.lent, weight_NK = call.lent, here(weight_NK, call.lent)
         (n, k), settings = weight_NK.shape, call.settings
         w_kept = columns_now(weight_NK, settings, need_dx)
-        problem = LinearProblem(x.numel() // k, n, k, need_dw, need_dx, w_kept, settings)
+        columns = need_dw and not call.save_x
+        problem = LinearProblem(x.numel() // k, n, k, columns, need_dx, w_kept, settings)
         ctx.problem, ctx.plan, ctx.tag = problem, (plan := kernel.plan(problem)), call.tag
-        given = _given(x, weight_NK, plan, settings.scale_rule, need_dw)
+        given = _given(x, weight_NK, plan, settings.scale_rule, columns)
         y, held = plan.forward(x, weight_NK, bias_N, call.out_dtype, given)
         if given is None:
             shared_inputs.put_held(x, weight_NK, plan, settings.scale_rule, held)
@@ -64,13 +67,17 @@ class OneCallLinear(torch.autograd.Function):
         ctx.x_shape, ctx.sinks = x.shape, ()
         ctx.dtypes = x.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype
         ctx.siblings = shared_inputs.joined(x, ctx) if need_dx else None
-        x_col = (None, None) if not need_dw or held.x_col is None else held.x_col
+        ctx.kernel, ctx.saves_x = kernel, need_dw and call.save_x
+        x_col = (None, None) if not columns or held.x_col is None else held.x_col
+        if ctx.saves_x:
+            x_col = (*call.sources, x)[0], None
         w = held.w_col if w_kept else weight_NK if need_dx else None
         return outputs(ctx, (*x_col, w), y)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return run_backward(_backward, "te_mx.Linear", ctx, *grads)
+        made = run_backward(_backward, "te_mx.Linear", ctx, *grads)
+        return made if ctx.lent is None else (made[0], ctx.lent.whole(made[1]), *made[2:])
 
 
 def _given(x: Tensor, weight_NK: Tensor, plan: LinearPlan, rule: str, need_dw: bool) -> Held | None:
@@ -83,14 +90,20 @@ def _given(x: Tensor, weight_NK: Tensor, plan: LinearPlan, rule: str, need_dw: b
 def _backward(ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
     plan: LinearPlan = ctx.plan
     tag: int = ctx.tag
-    saved = None if tensors[0] is None else (tensors[0], tensors[1])
-    w_kept = ctx.problem.w_kept
+    saved: Part | None = None if tensors[0] is None else (tensors[0], tensors[1])
+    w_kept, x = ctx.problem.w_kept, None
+    if ctx.saves_x:
+        # Its columns are made now, in what the product takes.
+        x, plan = tensors[0], ctx.kernel.plan(ctx.problem._replace(x_columns=True))
+        made_of = quantized_columns(x, "x", ctx.problem.settings) if is_direct(x) else None
+        saved = None if made_of is None or made_of.spec != plan.col else made_of[:2]
     x_col, w_col = plan.as_saved(saved, tensors[2] if w_kept else None)
     w = w_col if w_kept else tensors[2]
     held = [t for t in (x_col[0] if x_col else None, w) if t is not None]
     x_dtype, w_dtype, bias_dtype = ctx.dtypes
     among = entered(ctx.siblings)
-    if is_direct(grad, *held) and all(t.device == grad.device for t in held):
+    ready = x is None or x_col is not None
+    if ready and is_direct(grad, *held) and all(t.device == grad.device for t in held):
         dtypes = x_dtype, w_dtype, bias_dtype if ctx.needs_input_grad[2] else None
         made = plan.backward(grad, x_col, w, ctx.x_shape, dtypes, total(among))
         if made is not None:
@@ -104,7 +117,9 @@ def _backward(ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor) -> tuple[Tens
     from te_mx.autograd.linear import Backward, gradients  # which calls this module
 
     x_kept = w_of = NOTHING
-    if x_col is not None:
+    if x is not None:
+        x_kept = Kept.itself(x)
+    elif x_col is not None:
         operand = plan.quantized(Held(x_col, x_col)).col
         assert operand is not None
         x_kept = Kept.operand(operand)

@@ -271,13 +271,13 @@ def columns_of(row: Operand, settings: Settings) -> Operand:
     where blocks are square, else what they decode to, quantized again."""
     if row.format.is_square and row.format.name == settings.w_columns:
         return convert_2d(turned(row), roles(row.codes.device, settings).w.col)
-    return _columns_of(dequantize_2d(row, row.format.exact_dtype), "w", settings)
+    return quantized_columns(dequantize_2d(row, row.format.exact_dtype), "w", settings)
 
 
 def _weight_columns(kept: Kept, settings: Settings) -> Operand:
     """The columnwise operand of a weight that was kept, or that of what was."""
     if not kept.spec:
-        return _columns_of(kept.tensors[0], "w", settings)
+        return quantized_columns(kept.tensors[0], "w", settings)
     w = kept.as_operand()
     return columns_of(w, settings) if settings.one_copy else w
 
@@ -379,7 +379,7 @@ def wgrad(gradient: Gradient, kept: Kept, settings: Settings, tag: int) -> Wgrad
         return Wgrad(in_high_precision, (*reads, (OUTPUT_GRADIENT, g_MN)))
 
     def gemm(out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
-        x_col = kept.as_operand() if kept.spec else _columns_of(kept.tensor, "x", settings)
+        x_col = kept.as_operand() if kept.spec else quantized_columns(kept.tensor, "x", settings)
         return gemm_2d(
             g_col, x_col, Epilogue(accumulate=accumulate), out=out, out_dtype=dtype, tag=tag,
             mode=mode_of(settings),
@@ -388,7 +388,7 @@ def wgrad(gradient: Gradient, kept: Kept, settings: Settings, tag: int) -> Wgrad
     return Wgrad(gemm, reads)
 
 
-def _columns_of(t: Tensor | None, role: str, settings: Settings) -> Operand:
+def quantized_columns(t: Tensor | None, role: str, settings: Settings) -> Operand:
     """The columnwise operand of an input or a weight that was kept itself."""
     assert t is not None
     form: Forms = getattr(roles(t.device, settings), role)

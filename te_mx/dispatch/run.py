@@ -38,6 +38,20 @@ def run(problem: Problem, *call: Any) -> Any:
     return fall_back(kernel, problem, *call)
 
 
+def run_on(
+    op: str, x: Tensor, row: str, col: str, dtype: torch.dtype, rule: str, *call: Any
+) -> Any:  # fmt: skip
+    """The same of an op on a matrix x that makes operands of these specs."""
+    rows, cols = x.shape
+    kernel = pick(op, x.device, row, col, (rows, cols, 1), dtype, rule=rule)
+    if kernel.name != REFERENCE:
+        made = kernel.run(*call)
+        if made is not None:
+            return made
+    problem = Problem(op, place_of(x.device), row, col, rows, cols, dtype=dtype, rule=rule)
+    return fall_back(kernel, problem, *call)
+
+
 def fall_back(kernel: Kernel, problem: Problem, *call: Any) -> Any:
     """The reference, said aloud: it was picked, or native code refuses all the same."""
     why = "" if kernel.name == REFERENCE else "the native code does not take this problem"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from te_mx.autograd import transforms
 from te_mx.context import is_tracing
+from te_mx.nn.linear import Linear
 
 _modes = torch._C._len_torch_dispatch_stack
 _SUM, _WHOLE = Partial(), (Replicate(),)
@@ -86,11 +88,45 @@ class _Local(torch.autograd.Function):
             partial = [_SUM] * spec.mesh.ndim
             made = DTensor.from_local(grad, spec.mesh, partial, run_check=False)
             return made.redistribute(placements=spec.placements), None, None
-        if type(grad) is Tensor and grad.is_contiguous() and not torch.is_grad_enabled():
-            return _made(grad, spec), None, None
-        strides = {} if not grad.is_contiguous() else {"shape": spec.shape, "stride": spec.stride}
-        made = DTensor.from_local(grad, spec.mesh, spec.placements, run_check=False, **strides)
-        return made, None, None
+        return _gradient(grad, spec), None, None
+
+
+def _gradient(grad: Tensor, spec: DTensorSpec) -> DTensor:
+    """The DTensor of which a rank has this gradient."""
+    if type(grad) is Tensor and grad.is_contiguous() and not torch.is_grad_enabled():
+        return _made(grad, spec)
+    strides: dict[str, Any] = {}
+    if grad.is_contiguous():
+        strides = {"shape": spec.shape, "stride": spec.stride}
+    return DTensor.from_local(grad, spec.mesh, spec.placements, run_check=False, **strides)
+
+
+class Here(NamedTuple):
+    """A parameter as the functions of te_mx.autograd take it (autograd/lent.py): without a node of
+    its own."""
+
+    parameter: DTensor
+    local: Tensor
+    spec: DTensorSpec
+
+    def whole(self, grad: Tensor | None) -> DTensor | None:
+        """The gradient of the DTensor."""
+        return None if grad is None else _gradient(grad, self.spec)
+
+
+def lends(module: Any) -> bool:
+    """Whether a module takes its weight so, now."""
+    usual = torch.is_grad_enabled() and not (is_tracing() or _modes() or transforms.active())
+    return usual and type(module) is Linear
+
+
+def here_of(parameter: DTensor, grads: Sequence[Placement]) -> Here | None:
+    """What a rank has of a parameter that trains; None of one that is read through torch alone."""
+    local = parameter._local_tensor
+    if type(local) is not Tensor or not parameter.requires_grad:
+        return None
+    spec = _described(parameter.device_mesh, tuple(grads), parameter.shape, parameter.dtype)
+    return Here(parameter, local, spec)
 
 
 def _sum_of(partial: Tensor, group: Any) -> Tensor:

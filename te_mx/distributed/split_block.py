@@ -24,7 +24,7 @@ from te_mx.distributed.plans import (
     planned,
     way_of,
 )
-from te_mx.distributed.tensor_parallel import local_of_layer, result, whole
+from te_mx.distributed.tensor_parallel import behind_hook, local_of_layer, result, whole
 from te_mx.nn.fused_block import ATTRIBUTE, run_as_step, why_not_these
 from te_mx.nn.surroundings import FUSED, why_not_given
 from te_mx.recipes.settings import Settings
@@ -75,6 +75,9 @@ def run(block: Any, x: Any) -> tuple[Any, str]:
     if reason := why_not_these(here, local):
         return None, reason
     y = run_as_step(act, local, here, settings)
+    total = behind_hook(layers[-1], y, mesh, last.way.y)
+    if total is not None:
+        return total, FUSED
     shape = torch.Size((*x.shape[:-1], layers[-1].out_features))
     out: Any = result(layers[-1], y, mesh, last.way.y, shape)
     for made in layers[-1]._forward_hooks.values():

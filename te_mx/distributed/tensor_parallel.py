@@ -24,11 +24,21 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
+from te_mx.distributed import between_hooks
 from te_mx.distributed.fsdp import Sharded, gathered, params_of
 from te_mx.distributed.hooks import wanted_of
 from te_mx.distributed.inputs import local_of, placed
 from te_mx.distributed.local_layer import call, local_layer
-from te_mx.distributed.nodes import answers_with, contiguous, may_sum, plain, spread, summed
+from te_mx.distributed.nodes import (
+    answers_with,
+    contiguous,
+    here_of,
+    lends,
+    may_sum,
+    plain,
+    spread,
+    summed,
+)
 from te_mx.distributed.nodes import local_of as local_of_parameter
 from te_mx.distributed.owners import Placed
 from te_mx.distributed.plans import EXPERTS, WHOLE, Plan, Way, plan_of
@@ -98,6 +108,8 @@ def run(module: Any, inp: Any, *args: Any) -> Any:
     out = _out_features(module)
     shape = torch.Size((*x.shape[:-1], out))
     if not isinstance(made, tuple):
+        if tokens is None:
+            between_hooks.remember(module, plan)
         return result(module, y, mesh, way.y, shape)
     y = spread(y, mesh, way.y, shape)
     if module.return_bias:
@@ -122,6 +134,15 @@ def result(
     return answers_with(out, y) if wanted.local else out
 
 
+def behind_hook(module: Any, y: Tensor, mesh: Any, places: list[Placement]) -> Tensor | None:
+    """What comes out of the hook behind the layer that made y, where that is known to be a sum over
+    the ranks, as a plain tensor; else None."""
+    wanted = wanted_of(module) if plain(y) and mesh.ndim == 1 else None
+    if wanted is None or not wanted.local or not wanted.whole():
+        return None
+    return summed(y, mesh) if places[0].is_partial() and may_sum(y) else None
+
+
 def _normalized(z: Tensor, mesh: Any, way: Way, own: list[Placement], shape: torch.Size) -> DTensor:
     """The normalized input as a layer returns it, placed as what was normalized."""
     shares = [
@@ -139,9 +160,14 @@ def local_of_layer(module: Any, plan: Plan, held: dict[str, Any]) -> Any:
     local: dict[str, Any] = dict.fromkeys(module._parameters)
     owned: dict[int, Any] = {}
     weights = _weights_of(module) if routed else ()
+    lent = None
+    if not routed and plan.settings is not None and lends(module):
+        lent = here_of(held["weight"], plan.grads["weight"])
     for name, parameter in held.items():
         grads = plan.grads[name]
-        if name in weights and parameter.requires_grad:
+        if lent is not None and name == "weight":
+            value = lent.local
+        elif name in weights and parameter.requires_grad:
             value = parameter.detach().to_local().requires_grad_()
             owned[id(value)] = _owner(module, parameter, list(grads))
         elif not parameter.requires_grad:
@@ -153,7 +179,7 @@ def local_of_layer(module: Any, plan: Plan, held: dict[str, Any]) -> Any:
             value = Elsewhere.apply(value)
         local[name] = value
     return local_layer(
-        module, local, _owned=owned or None, **_sizes(module, local),
+        module, local, _owned=owned or None, _lent=lent, **_sizes(module, local),
         **gathered(module, local, plan.settings),
     )  # fmt: skip
 

@@ -127,7 +127,13 @@ def run_as_step(act: Activation, layers: list[Linear], x: Tensor, settings: Sett
     if is_gathered(w2):
         found = [above.gathered(layer, settings) for layer in layers]
         codes, settings = tuple([kept["weight"] for kept, _ in found]), found[0][1]
-    call = Call(act, settings, output_dtype(x), tags, sinks, save_x, codes)
+    lent: Any = tuple([layer._lent for layer in layers])
+    if None in lent:
+        lent = ()
+    else:
+        held = [(one.parameter, b) for one, (_, b) in zip(lent, held, strict=False)]
+        w2 = lent[-1].parameter
+    call = Call(act, settings, output_dtype(x), tags, sinks, save_x, codes, lent)
     return mlp_block(x, [t for pair in held for t in pair], w2, b2, call)
 
 

@@ -237,8 +237,11 @@ class Linear(MXModule, nn.Linear):
         if routed:
             sink = self._sink(self._parts(weight), is_first_microbatch, self._wgrad_queue())
         save_x = self.save_original_input or (self.keeps_given_input and not tracing)
-        call = Call(settings, output_dtype(inp), tag, kept, save_x, sink, tokens=self._tokens)
-        out = linear(inp, weight, added, call)
+        lent = self._lent
+        call = Call(
+            settings, output_dtype(inp), tag, kept, save_x, sink, tokens=self._tokens, lent=lent
+        )
+        out = linear(inp, weight if lent is None else lent.parameter, added, call)
         return (out, bias) if self.return_bias else out
 
     def _high_precision(self, inp: Tensor, is_first_microbatch: bool | None) -> Any:

@@ -42,6 +42,7 @@ TRANSIENT = (
     "_tp_group",
     "_gathered_with",
     "_unused_sums",
+    "_call_impl",
 )  # what a copy starts without
 
 

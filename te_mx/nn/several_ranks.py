@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_mx.autograd.lent import Lent
 from te_mx.autograd.other_tokens import Tokens
 from te_mx.autograd.owned_gradients import Owner
 
@@ -70,6 +71,7 @@ class SeveralRanks:
     _gathered: dict[str, Any] | None = None  # such weights in a forward, as KeptWeight
     _ran_with: Any = None  # the settings of that forward
     _gathers_inputs = False  # sequence parallelism gathers codes of inputs
+    _lent: Lent | None = None  # the parameter that a local weight is of
     _tokens: Tokens | None = None  # the ranks that have the other tokens of an input
 
     def _is_spread(self, inp: Any) -> bool:

@@ -271,7 +271,12 @@ def small_beside_large(rows, cols, dtype, zeros):
 def test_small_values_beside_large_ones(fmt, dtype, zeros):
     x = small_beside_large(300, 264, dtype, zeros)
     sides = f"{fmt}@sm90:8"
-    for target in (Target(sides, sides, "rceil"), Target(sides, "", "rceil"), Target("", sides, "even")):
+    both, row, col = (
+        Target(sides, sides, "rceil"),
+        Target(sides, "", "rceil"),
+        Target("", sides, "even"),
+    )
+    for target in (both, row, col):
         made = activate(x.abs(), Activation("relu"), dtype, target)
         same(made.out, x.abs())
         same_parts(made.quantized, x.abs(), target)

@@ -7,6 +7,7 @@ Activations other than relu and its kin use the device's exp and tanh, so their 
 from __future__ import annotations
 
 import struct
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ def lane_sum(x_MK: Tensor) -> Tensor:
     return lanes
 
 
+@lru_cache(maxsize=1024)
 def inverse(cols: int) -> float:
     """1 / cols as the fp32 number that sums are multiplied by."""
     return struct.unpack("<f", struct.pack("<f", 1.0 / cols))[0] if cols else 0.0

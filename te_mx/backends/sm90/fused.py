@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
-from te_mx.backends.native import FP4, is_native, native_target, with_operands
+from te_mx.backends.native import FP4, NativeTarget, is_native, native_target, with_operands
 from te_mx.backends.sm90 import binding_fused
 from te_mx.backends.sm90.envelope import MX, MX_RULES, why_not
 from te_mx.dispatch import run
@@ -17,6 +19,15 @@ from te_mx.layouts import spec_of
 
 _F32 = torch.float32
 NOTHING = native_target(Target("", "", "rceil"))
+
+
+@lru_cache(maxsize=256)
+def _made_native(
+    row: str, col: str, rule: str, col_sum: bool, dtype: torch.dtype
+) -> NativeTarget | None:
+    """What native code is told of a target in which the fused kernels end; None of others."""
+    target = Target(row, col, rule, col_sum)
+    return native_target(target) if _makes(target, dtype) else None
 
 
 def _makes(target: Target, dtype: torch.dtype) -> bool:
@@ -40,8 +51,9 @@ class HopperNorm(_Fused):
 
     def run(self, s: NormStep) -> NormParts | None:
         step = s.x, s.weight, s.bias, s.norm, s.dtype
-        if _makes(s.target, s.dtype) and not s.target.col_sum:
-            made = binding_fused.normalize(*step, s.keep, native_target(s.target))
+        wanted = _made_native(*s.target[:4], s.dtype)
+        if wanted is not None and not s.target.col_sum:
+            made = binding_fused.normalize(*step, s.keep, wanted)
             if made is None:
                 return None
             return NormParts(
@@ -69,8 +81,9 @@ class HopperAct(_Fused):
 
     def run(self, s: ActStep) -> ActParts | None:
         h, grad, act, dtype = s.h, s.grad, s.act, s.dtype
-        if binding_fused.takes(h, grad, dtype) and _makes(s.target, dtype):
-            made = binding_fused.activate(h, grad, act, dtype, s.keep, native_target(s.target))
+        wanted = _made_native(*s.target[:4], dtype) if binding_fused.takes(h, grad, dtype) else None
+        if wanted is not None:
+            made = binding_fused.activate(h, grad, act, dtype, s.keep, wanted)
             if made is None:
                 return None
             rows, width = h.shape

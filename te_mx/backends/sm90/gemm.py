@@ -3,6 +3,8 @@ bf16."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,7 +20,7 @@ from te_mx.backends.sm90 import (
 from te_mx.backends.sm90.envelope import why_not
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Product, Ran
-from te_mx.dispatch.problem import Problem
+from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.registry import Kernel, PreparedGemm, Wants, register
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand
@@ -26,6 +28,7 @@ from te_mx.layouts.sm90_tiles import FP4_SPREAD
 from te_mx.runtime import workspace
 
 ADAPTIVE, EXACT = "sm90_adaptive", "sm90_exact"
+_MOST_CALLS = 4096
 
 
 class Scratches:
@@ -65,6 +68,49 @@ class Adaptive(Scratched):
     """FP8 tensor cores; scales of tiles of 128 x 128 are aligned."""
 
     name, rank = ADAPTIVE, 0
+
+    def __init__(self) -> None:
+        # Calls without an epilogue whose record is made: what they are for, and themselves.
+        self._calls: dict[tuple[Any, ...], binding_prepared.PreparedGemm | None] = {}
+
+    def run(self, p: Product) -> Ran | None:
+        bias, gelu, gelu_in, bias_grad, accumulate = p.epilogue
+        if bias is None and gelu is None and gelu_in is None and bias_grad is None:
+            call = self._call(p)
+            if call is not None and call.run(p.lhs, p.rhs, p.out, accumulate):
+                if not p.out.is_inference():
+                    torch.autograd.graph.increment_version(p.out)
+                return Ran(self.name, None)
+        return super().run(p)
+
+    def _call(self, p: Product) -> binding_prepared.PreparedGemm | None:
+        """The call of a product, which is made once for its sizes."""
+        lhs, rhs, out, split_k = p.lhs, p.rhs, p.out, p.mode.split_k
+        key = (
+            lhs.spec, rhs.spec, lhs.rows, rhs.rows, lhs.k, out.dtype, out.device, p.mode.spread,
+            split_k, self.configuration,
+        )  # fmt: skip
+        found = self._calls.get(key)
+        if found is None and key in self._calls:
+            return None
+        if found is None or found.native is not binding.native():
+            if len(self._calls) >= _MOST_CALLS:
+                self._calls.clear()
+            found = self._calls[key] = self._made(p)
+        return found
+
+    def _made(self, p: Product) -> binding_prepared.PreparedGemm | None:
+        lhs, rhs = p.lhs, p.rhs
+        plain = [words for words in map(words_of, (lhs.spec, rhs.spec)) if words[1] != "sm90"]
+        if not all(order in ("k_last", "k_first") for _, order in plain):
+            return None
+        if any(fmt in FP4 for fmt, _ in plain):  # one launch unpacks both sides
+            return None
+        problem = Problem(
+            "gemm", place_of(p.out.device), lhs.spec, rhs.spec, lhs.rows, rhs.rows, lhs.k,
+            dtype=p.out.dtype, spread=p.mode.spread, split_k=p.mode.split_k,
+        )  # fmt: skip
+        return self._prepared(problem)
 
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not(problem, "rows", "cols", "sm90")
@@ -112,11 +158,15 @@ class Adaptive(Scratched):
         return run.convert(operand, f"{operand.format.name}@{self.wants(problem).row}")
 
     def prepared(self, problem: Problem) -> PreparedGemm | None:
+        return self._prepared(problem).run
+
+    def _prepared(self, problem: Problem) -> binding_prepared.PreparedGemm:
+        side = binding_prepared.Side
         return binding_prepared.PreparedGemm(
-            problem, words_of(problem.lhs)[0], words_of(problem.rhs)[0],
+            problem, side(*words_of(problem.lhs)), side(*words_of(problem.rhs)),
             self.parts(problem) if problem.split_k else 1,
             ways.way_of(self.configuration).tile,
-        ).run  # fmt: skip
+        )  # fmt: skip
 
     def multiply(self, p: Product, scratch: Scratches) -> Ran | None:
         lhs, rhs = native_operand(p.lhs), native_operand(p.rhs)
