@@ -10,11 +10,10 @@ from functools import lru_cache
 
 from te_mx.backends.native import FP4, native_operand
 from te_mx.backends.sm90 import binding_codes, binding_sums, split_k
-from te_mx.backends.sm90.gemm import ADAPTIVE, Adaptive, Scratches
+from te_mx.backends.sm90.gemm import ADAPTIVE, Adaptive, Scratches, is_plain_fp4
 from te_mx.dispatch.calls import Product, Ran
 from te_mx.dispatch.problem import FEW_ROWS, Problem, whole_vectors
 from te_mx.dispatch.registry import PreparedGemm, register
-from te_mx.layouts import spec_of
 from te_mx.layouts.sm90_tiles import FP4_SPREAD
 
 CODES = "sm90_codes"
@@ -30,12 +29,6 @@ LAUNCH_US, STEP_US, EXCHANGE_US, GAIN, ROOM = 6.3, 0.58, 2.0, 1.05, 0.9
 UNPACK_US, UNPACK_RATE, INPUT_US, INPUT_RATE = 1.5, 2.1e6, 2.9, 1.4e6
 # Steps of k from which two parts in clusters were faster than one, with blocks for half of the GPU.
 TWO_FROM = 56
-
-
-def is_plain_fp4(spec: str) -> bool:
-    """Whether an operand lies in codes of 4 bits, two a byte along k."""
-    fmt, layout = spec_of(spec)
-    return fmt.untransformed.name in FP4 and layout.name == "rows"
 
 
 def _us(m: int, n: int, k: int, sms: int, parts: int) -> float:

@@ -64,6 +64,12 @@ class Scratched(Kernel):
         raise NotImplementedError
 
 
+def is_plain_fp4(spec: str) -> bool:
+    """Whether an operand lies in codes of 4 bits, two a byte along k."""
+    fmt, layout = spec_of(spec)
+    return fmt.untransformed.name in FP4 and layout.name == "rows"
+
+
 class Adaptive(Scratched):
     """FP8 tensor cores; scales of tiles of 128 x 128 are aligned."""
 
@@ -101,10 +107,10 @@ class Adaptive(Scratched):
 
     def _made(self, p: Product) -> binding_prepared.PreparedGemm | None:
         lhs, rhs = p.lhs, p.rhs
-        plain = [words for words in map(words_of, (lhs.spec, rhs.spec)) if words[1] != "sm90"]
-        if not all(order in ("k_last", "k_first") for _, order in plain):
+        plain = [order for _, order in map(words_of, (lhs.spec, rhs.spec)) if order != "sm90"]
+        if not all(order in ("k_last", "k_first") for order in plain):
             return None
-        if any(fmt in FP4 for fmt, _ in plain):  # one launch unpacks both sides
+        if is_plain_fp4(lhs.spec) or is_plain_fp4(rhs.spec):  # one launch unpacks both
             return None
         problem = Problem(
             "gemm", place_of(p.out.device), lhs.spec, rhs.spec, lhs.rows, rhs.rows, lhs.k,
