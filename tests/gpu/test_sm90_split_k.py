@@ -132,6 +132,24 @@ def test_gemm_cuts_as_explain_says():
     assert not torch.equal(want, te_mx.gemm(A, B, out_dtype=torch.float32).out)
 
 
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("shape", [(64, 128, 1024), (128, 64, 2048), (130, 136, 1536)], ids=str)
+def test_every_call_has_the_same_bits(shape, split):
+    """Packed in the call, then kept, then by a record that is made once; whatever the layouts."""
+    A, B = tensors(1, shape)
+    m, n, k = shape
+    parts = te_mx.explain(A, B, split_k=split).parts
+    packed = [calls.pack(t.rowwise_data.view(torch.uint8), t.rowwise_scale.view(torch.uint8), t.fmt)
+              for t in (B, A)]  # fmt: skip
+    want = calls.gemm(*packed, (n, m, k), out_dtype=torch.float32, parts=parts)
+    a, b = values(m, k, seed=1), values(n, k, seed=2)
+    At, Bt = (te_mx.quantize(x.t(), rowwise=False, columnwise=True) for x in (a, b))
+    for _ in range(4):
+        for pair, layout_ in (((A, B), "TN"), ((At, B), "NN"), ((At, Bt), "NT")):
+            got = te_mx.gemm(*pair, layout_, out_dtype=torch.float32, split_k=split).out
+            assert torch.equal(got, want), layout_
+
+
 def test_layouts_give_the_same_bits():
     m, n, k = CUT_HERE
     a, b = values(m, k), values(n, k, seed=1)

@@ -116,7 +116,8 @@ class Adaptive(Scratched):
             "gemm", place_of(p.out.device), lhs.spec, rhs.spec, lhs.rows, rhs.rows, lhs.k,
             dtype=p.out.dtype, spread=p.mode.spread, split_k=p.mode.split_k,
         )  # fmt: skip
-        return self._prepared(problem)
+        side = binding_prepared.Side
+        return self._prepared(problem, side(*words_of(lhs.spec)), side(*words_of(rhs.spec)))
 
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not(problem, "rows", "cols", "sm90")
@@ -164,15 +165,17 @@ class Adaptive(Scratched):
         return run.convert(operand, f"{operand.format.name}@{self.wants(problem).row}")
 
     def prepared(self, problem: Problem) -> PreparedGemm | None:
-        return self._prepared(problem).run
-
-    def _prepared(self, problem: Problem) -> binding_prepared.PreparedGemm:
+        # NOTE: of operands that were prepared, whatever the problem says of how they lay before.
         side = binding_prepared.Side
-        return binding_prepared.PreparedGemm(
-            problem, side(*words_of(problem.lhs)), side(*words_of(problem.rhs)),
-            self.parts(problem) if problem.split_k else 1,
-            ways.way_of(self.configuration).tile,
-        )  # fmt: skip
+        lhs, rhs = (side(words_of(spec)[0]) for spec in (problem.lhs, problem.rhs))
+        return self._prepared(problem, lhs, rhs).run
+
+    def _prepared(
+        self, problem: Problem, lhs: binding_prepared.Side, rhs: binding_prepared.Side
+    ) -> binding_prepared.PreparedGemm:
+        parts = self.parts(problem) if problem.split_k else 1
+        tile = ways.way_of(self.configuration).tile
+        return binding_prepared.PreparedGemm(problem, lhs, rhs, parts, tile)
 
     def multiply(self, p: Product, scratch: Scratches) -> Ran | None:
         lhs, rhs = native_operand(p.lhs), native_operand(p.rhs)
