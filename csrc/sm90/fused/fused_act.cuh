@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 3 : 1)
 #pragma unroll 1
   for (int left = p.halves; left >= 0; --left) {
     // Products have many small values beside large ones.
-    quantize_slot<T, T, kFmt, kPlain, true, true>(s, p.q, slot, t);
+    quantize_slot<T, T, kFmt, kPlain, true, false>(s, p.q, slot, t);
     if (left == 0) break;
     __syncthreads();
     slot = other;

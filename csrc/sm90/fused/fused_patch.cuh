@@ -191,9 +191,9 @@ __device__ __forceinline__ void finish_row(uint4* slot, int k, float (&v)[8], co
   out.write(k, values, e);
 }
 
-// Quantizes what finish_row left in a slot; kSums and kOneByOne as in quantize_patch. NOTE: codes
+// Quantizes what finish_row left in a slot; kSums and kOnce as in quantize_patch. NOTE: codes
 // of columns are staged over the slot, after a barrier inside.
-template <class In, class T, tile::Fp8 kFmt, bool kPlain, bool kSums = true, bool kOneByOne = false>
+template <class In, class T, tile::Fp8 kFmt, bool kPlain, bool kSums = true, bool kOnce = true>
 __device__ __forceinline__ void quantize_slot(QuantizeSmem& s, const QuantizeParams& p,
                                               const uint4* slot, const Tile& t) {
   // NOTE: places in shared memory that are known before would stay in registers all along.
@@ -206,7 +206,7 @@ __device__ __forceinline__ void quantize_slot(QuantizeSmem& s, const QuantizePar
       reinterpret_cast<uint4*>(x[k])[j] = slot[(k * Input<In>::kVectors + j) * kChunkStep];
     }
   }
-  quantize_patch<T, kFmt, kPlain, kSums, kOneByOne>(p, s, x, t, at);
+  quantize_patch<T, kFmt, kPlain, kSums, kOnce>(p, s, x, t, at);
 }
 
 // Lets a kernel have its shared memory, and launches it so that it starts while its predecessor

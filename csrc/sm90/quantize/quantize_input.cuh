@@ -38,10 +38,6 @@ struct Input16 {
   static __device__ __forceinline__ Word shuffle_xor(Word w, int lanes) {
     return __shfl_xor_sync(~0u, w, lanes);
   }
-  // One element of two, in both places.
-  static __device__ __forceinline__ Word twice(Word w, bool second) {
-    return __byte_perm(w, w, second ? 0x3232 : 0x1010);
-  }
 };
 
 template <>
@@ -89,9 +85,6 @@ struct Input<float> {
   using Word = uint2;
   static __device__ __forceinline__ Word shuffle_xor(Word w, int lanes) {
     return {__shfl_xor_sync(~0u, w.x, lanes), __shfl_xor_sync(~0u, w.y, lanes)};
-  }
-  static __device__ __forceinline__ Word twice(Word w, bool second) {
-    return second ? Word{w.y, w.y} : Word{w.x, w.x};
   }
   static __device__ __forceinline__ Word larger(Word a, Word b) {
     return {max(a.x & 0x7FFFFFFFu, b.x & 0x7FFFFFFFu), max(a.y & 0x7FFFFFFFu, b.y & 0x7FFFFFFFu)};

@@ -12,88 +12,30 @@
 
 namespace te_mx::sm90 {
 
-// The element in column j (of 8) of four rows, by itself twice.
-template <class T>
-__device__ __forceinline__ typename Input<T>::Word element_twice(
-    const typename Input<T>::Word (*x)[4], int k, int j) {
-  typename Input<T>::Word of[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const auto a = j & 2 ? x[i][1] : x[i][0], b = j & 2 ? x[i][3] : x[i][2];
-    of[i] = j & 4 ? b : a;
-  }
-  const auto a = k & 1 ? of[1] : of[0], b = k & 1 ? of[3] : of[2];
-  return Input<T>::twice(k & 2 ? b : a, j & 1);
-}
-
 // Codes of a tile that is tile-shared in every direction, without NaN: E is one, and
 // rounding at once to codes shifted by it gives the bytes of rounding twice, for both directions,
-// unless a code comes out subnormal. Such a code is made again: with its row, or, where kOneByOne,
-// by itself unless a thread has many. That needs more registers, and pays where they are common.
-// Writes the rows.
-template <class T, tile::Fp8 kFmt, bool kOneByOne>
+// unless a code comes out subnormal: then its row is made again. Writes the rows.
+template <class T, tile::Fp8 kFmt>
 __device__ __forceinline__ void codes_once(uint2 (&cols)[8], const QuantizeSmem& s,
                                            const QuantizeParams& p,
                                            const typename Input<T>::Word (&x)[8][4], const Tile& t,
                                            const Place& at, uint32_t exponent) {
-  constexpr int kMany = 6;
   const Shifts shifts{true, (exponent + 1) * 0x10001u, nullptr};
   const uint32_t shared = block_factor(exponent) * 0x10001u;
   RowWriter out(p.row, t, at);
   if (!p.row.enabled) out.rows = 0;
-  const auto make_again = [&](int k) {
-    cols[k] = col_codes<T, kFmt>(x[k], s.col_factors, at.band, at.c, shifts);
-    return row_codes<T, kFmt>(x[k], s.row_factors, at.row_block, at.r + k, shifts);
-  };
 #pragma unroll
-  for (int k0 = 0; k0 < 8; k0 += 4) {
-    uint8_t* const to = out.to;
-    uint32_t again[2] = {0, 0};  // bit 8 j + 4 + k of a half: row k, column j is subnormal
-#pragma unroll
-    for (int k = k0; k < k0 + 4; ++k) {
-      uint2 row = {codes_of<T, kFmt>(x[k][0], x[k][1], shared, shared),
-                   codes_of<T, kFmt>(x[k][2], x[k][3], shared, shared)};
-      cols[k] = row;
-      const uint32_t left = tile::fp8x4_subnormal<kFmt>(row.x) & 0x80808080u;
-      const uint32_t right = tile::fp8x4_subnormal<kFmt>(row.y) & 0x80808080u;
-      if constexpr (kOneByOne) {
-        again[0] |= left >> (k0 + 3 - k), again[1] |= right >> (k0 + 3 - k);
-      } else if (__builtin_expect((left | right) != 0, false)) {
-        row = make_again(k);
-      }
-      out.write(k, row);
+  for (int k = 0; k < 8; ++k) {
+    uint2 row = {codes_of<T, kFmt>(x[k][0], x[k][1], shared, shared),
+                 codes_of<T, kFmt>(x[k][2], x[k][3], shared, shared)};
+    cols[k] = row;
+    const uint32_t left = tile::fp8x4_subnormal<kFmt>(row.x) & 0x80808080u;
+    const uint32_t right = tile::fp8x4_subnormal<kFmt>(row.y) & 0x80808080u;
+    if (__builtin_expect((left | right) != 0, false)) {
+      cols[k] = col_codes<T, kFmt>(x[k], s.col_factors, at.band, at.c, shifts);
+      row = row_codes<T, kFmt>(x[k], s.row_factors, at.row_block, at.r + k, shifts);
     }
-    if (!kOneByOne || !__any_sync(~0u, (again[0] | again[1]) != 0)) continue;
-    const int rows = out.rows - k0;
-    if (__any_sync(~0u, __popc(again[0]) + __popc(again[1]) >= kMany)) {
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const uint2 row = make_again(k0 + k);
-        if (k < rows) *reinterpret_cast<uint2*>(to + k * out.ld) = row;
-      }
-      continue;
-    }
-#pragma unroll 1
-    while ((again[0] | again[1]) != 0) {
-      const int half = again[0] == 0, bit = __ffs(half ? again[1] : again[0]) - 1;
-      half ? again[1] &= again[1] - 1 : again[0] &= again[0] - 1;
-      const int k = bit % 4, j = 4 * half + bit / 8;
-      // Both directions at once: the row's code in the lower byte, the column's in the upper one.
-      const uint32_t col = s.col_factors.of[at.band][at.c + j];
-      const uint32_t row = p.row.enabled ? s.row_factors.of[at.row_block][at.r + k0 + k] : col;
-      const uint32_t factors = row | col << 16;
-      const float2 v = Input<T>::scaled(element_twice<T>(x + k0, k, j), factors);
-      const uint32_t codes = tile::fp8x2_times<kFmt>(tile::fp8x2<kFmt>(v.x, v.y),
-                                                     tile::half2_shifts(factors, shifts.tile));
-      if (k < rows) to[k * out.ld + j] = static_cast<uint8_t>(codes);
-      const uint32_t keep = ~(0xFFu << (bit & 24)), put = (codes >> 8 & 0xFF) << (bit & 24);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        uint2& w = cols[k0 + i];
-        if (i == k && half == 0) w.x = (w.x & keep) | put;
-        if (i == k && half == 1) w.y = (w.y & keep) | put;
-      }
-    }
+    out.write(k, row);
   }
 }
 
@@ -126,8 +68,9 @@ __device__ __forceinline__ void fp4_codes_once(uint2 (&cols)[8], const QuantizeS
 
 // What follows reading a tile: scales, classes, codes and sums of its elements x. kPlain: some
 // direction is plain, or may be. kSums: column sums may be wanted; else their shared memory
-// is the caller's. kOneByOne: of codes_once().
-template <class T, tile::Fp8 kFmt, bool kPlain, bool kSums = true, bool kOneByOne = false,
+// is the caller's. kOnce: whether codes are rounded at once where that may do; not where many would
+// come out subnormal.
+template <class T, tile::Fp8 kFmt, bool kPlain, bool kSums = true, bool kOnce = true,
           class Rounds = Nearest>
 __device__ __forceinline__ void quantize_patch(const QuantizeParams& p, QuantizeSmem& s,
                                                const typename Input<T>::Word (&x)[8][4],
@@ -183,7 +126,7 @@ __device__ __forceinline__ void quantize_patch(const QuantizeParams& p, Quantize
   }
 
   // NOTE: the floor rule saturates before the shift, so that rounding once would not do.
-  const bool once = !kPlain && (!p.row.enabled || row_class == 0) &&
+  const bool once = !kPlain && (kOnce || kIsFp4<kFmt>) && (!p.row.enabled || row_class == 0) &&
                     (!p.col.enabled || col_class == 0) && (kIsFp4<kFmt> || a.carry != 0) &&
                     *reinterpret_cast<const uint64_t*>(s.nan) == 0;
   uint2 cols[8];
@@ -192,7 +135,7 @@ __device__ __forceinline__ void quantize_patch(const QuantizeParams& p, Quantize
     if constexpr (kIsFp4<kFmt>) {
       fp4_codes_once<T>(cols, s, p, x, t, at, exponent, rounds);
     } else {
-      codes_once<T, kFmt, kOneByOne>(cols, s, p, x, t, at, exponent);
+      codes_once<T, kFmt>(cols, s, p, x, t, at, exponent);
     }
   } else {
     if (p.row.enabled) {
