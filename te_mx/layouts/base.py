@@ -131,6 +131,11 @@ class Layout:
             return held
         return held._replace(codes=aligned[0], scales=aligned[1])
 
+    def row_bytes(self, k: int) -> int | None:
+        """How far apart rows of codes start, the first on a multiple of 16 bytes; None where codes
+        are contiguous, or the layout says it otherwise."""
+        return None
+
     def aligned(self, codes: Tensor, scales: Tensor, k: int) -> Parts:
         """The parts, copied where their strides are not what kernels read."""
         if codes.is_contiguous() and scales.is_contiguous():

@@ -11,9 +11,9 @@ from te_mx.formats import Format
 from te_mx.layouts import Layout, spec_of
 from te_mx.layouts.base import Shape
 
-# Shapes of codes and scales, and the dtype of these, of plain operands, by spec and sizes: what
-# checks ask most.
-_expected: dict[tuple[str, int, int], tuple[Shape, Shape, torch.dtype]] = {}
+# Shapes of codes and scales, the dtype of these, and how far apart rows of codes start where they
+# are not contiguous, by spec and sizes: what checks ask most.
+_expected: dict[tuple[str, int, int], tuple[Shape, Shape, torch.dtype, int | None]] = {}
 _MOST_EXPECTED = 4096
 
 
@@ -56,7 +56,7 @@ class Operand(NamedTuple):
             expected is not None
             and codes.shape == expected[0]
             and scales.shape == expected[1]
-            and codes.is_contiguous()
+            and (codes.is_contiguous() if expected[3] is None else _are_apart(codes, expected[3]))
             and scales.is_contiguous()
             and codes.device == scales.device
             and codes.dtype is torch.uint8
@@ -65,16 +65,22 @@ class Operand(NamedTuple):
             return self
         fmt, layout = spec_of(spec)
         made = layout.checked(self, fmt, name)
-        if layout.scale_dtype is None:
+        apart = layout.row_bytes(k)
+        if layout.scale_dtype is None or apart is not None:
             if len(_expected) >= _MOST_EXPECTED:
                 _expected.clear()
-            _expected[spec, rows, k] = *layout.shapes(fmt, rows, k), layout.scales_dtype(fmt)
+            known = *layout.shapes(fmt, rows, k), layout.scales_dtype(fmt), apart
+            _expected[spec, rows, k] = known
         return made
 
     def checked_tokens(self, groups: int, name: str) -> Operand:
         """The same of tokens of so many groups."""
         fmt, layout = spec_of(self.spec)
         return layout.checked_tokens(self, fmt, groups, name)
+
+
+def _are_apart(codes: Tensor, row_bytes: int) -> bool:
+    return codes.stride() == (row_bytes, 1) and codes.data_ptr() % 16 == 0
 
 
 def turned(operand: Operand) -> Operand:

@@ -332,6 +332,9 @@ class SM90Tiles(Layout):
     ) -> Tensor:
         return packed_values(PackedOperand(codes, scales), k, fmt.name).to(dtype)
 
+    def row_bytes(self, k: int) -> int | None:
+        return (k + 15) & -16
+
     def aligned(self, codes: Tensor, scales: Tensor, k: int) -> Parts:
         """Rows of codes start a multiple of 16 bytes apart."""
         return apart(codes, (k + 15) & -16), scales.contiguous()
