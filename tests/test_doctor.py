@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from portable_level import portable  # noqa: F401
 
 import te_mx
 from te_mx.backends.cpu import binding as cpu
@@ -11,19 +12,10 @@ from te_mx.commands import checked_gemm, doctor
 from te_mx.commands.main import main
 from te_mx.dispatch.tuned import table
 
-pytestmark = pytest.mark.skipif(cpu.missing_reason() is not None, reason="no native module")
-
-
-@pytest.fixture(autouse=True)
-def portable(monkeypatch):
-    """A level where the names of all kernels are known; nothing of the user's."""
-    monkeypatch.delenv("TE_MX_TUNED", raising=False)
-    te_mx.use_tuned_table(None)
-    before = cpu.ISA_LEVELS[cpu.isa()]
-    cpu.set_isa("portable")
-    yield
-    cpu.set_isa(before)
-    te_mx.use_tuned_table(None)
+pytestmark = [
+    pytest.mark.skipif(cpu.missing_reason() is not None, reason="no native module"),
+    pytest.mark.usefixtures("portable"),
+]
 
 
 def diagnosis(capsys, *arguments):

@@ -11,6 +11,7 @@ import as_on_hopper
 import fake_sm90
 import pytest
 import torch
+from portable_level import portable  # noqa: F401
 
 import te_mx
 from te_mx.backends.cpu import binding as cpu
@@ -25,20 +26,11 @@ from te_mx.dispatch.tuned import table
 from te_mx.dispatch.tuned.table import DEFAULT
 from te_mx.dispatch.tuned.tables import key_of
 
-pytestmark = pytest.mark.skipif(cpu.missing_reason() is not None, reason="no native module")
+pytestmark = [
+    pytest.mark.skipif(cpu.missing_reason() is not None, reason="no native module"),
+    pytest.mark.usefixtures("portable"),
+]
 SHAPE, CPU = "4x64x96", torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def portable(monkeypatch):
-    """Three candidates, of known names; nothing of the user's."""
-    monkeypatch.delenv("TE_MX_TUNED", raising=False)
-    te_mx.use_tuned_table(None)
-    before = cpu.ISA_LEVELS[cpu.isa()]
-    cpu.set_isa("portable")
-    yield
-    cpu.set_isa(before)
-    te_mx.use_tuned_table(None)
 
 
 @pytest.fixture
