@@ -24,18 +24,22 @@ __device__ __forceinline__ void codes_once(uint2 (&cols)[8], const QuantizeSmem&
   const uint32_t shared = block_factor(exponent) * 0x10001u;
   RowWriter out(p.row, t, at);
   if (!p.row.enabled) out.rows = 0;
+  // NOTE: in two halves; as one loop ptxas spills a register of norm_kernel.
 #pragma unroll
-  for (int k = 0; k < 8; ++k) {
-    uint2 row = {codes_of<T, kFmt>(x[k][0], x[k][1], shared, shared),
-                 codes_of<T, kFmt>(x[k][2], x[k][3], shared, shared)};
-    cols[k] = row;
-    const uint32_t left = tile::fp8x4_subnormal<kFmt>(row.x) & 0x80808080u;
-    const uint32_t right = tile::fp8x4_subnormal<kFmt>(row.y) & 0x80808080u;
-    if (__builtin_expect((left | right) != 0, false)) {
-      cols[k] = col_codes<T, kFmt>(x[k], s.col_factors, at.band, at.c, shifts);
-      row = row_codes<T, kFmt>(x[k], s.row_factors, at.row_block, at.r + k, shifts);
+  for (int k0 = 0; k0 < 8; k0 += 4) {
+#pragma unroll
+    for (int k = k0; k < k0 + 4; ++k) {
+      uint2 row = {codes_of<T, kFmt>(x[k][0], x[k][1], shared, shared),
+                   codes_of<T, kFmt>(x[k][2], x[k][3], shared, shared)};
+      cols[k] = row;
+      const uint32_t left = tile::fp8x4_subnormal<kFmt>(row.x) & 0x80808080u;
+      const uint32_t right = tile::fp8x4_subnormal<kFmt>(row.y) & 0x80808080u;
+      if (__builtin_expect((left | right) != 0, false)) {
+        cols[k] = col_codes<T, kFmt>(x[k], s.col_factors, at.band, at.c, shifts);
+        row = row_codes<T, kFmt>(x[k], s.row_factors, at.row_block, at.r + k, shifts);
+      }
+      out.write(k, row);
     }
-    out.write(k, row);
   }
 }
 
