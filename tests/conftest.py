@@ -10,8 +10,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+import te_mx
 from te_mx.backends.cpu import binding as cpu
 from te_mx.dispatch import registry
+from te_mx.dispatch.tuned import tables
 from te_mx.recipe import Float8BlockScaling, MXFP8BlockScaling
 from te_mx.recipes import resolve
 from te_mx.runtime import ran, workspace
@@ -50,6 +52,25 @@ def pytest_report_header() -> list[str]:
 def seeded() -> None:
     """Tests that draw from torch's generator directly give the same data in every run."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def untuned(monkeypatch: pytest.MonkeyPatch):
+    """No tuned table of the user's, nor one that a test leaves behind."""
+    monkeypatch.delenv(tables.VARIABLE, raising=False)
+    te_mx.use_tuned_table(None)
+    yield
+    monkeypatch.delenv(tables.VARIABLE, raising=False)
+    te_mx.use_tuned_table(None)
+
+
+@pytest.fixture
+def portable():
+    """The portable level, where the names of all kernels are known, on any CPU."""
+    before = cpu.ISA_LEVELS[cpu.isa()]
+    cpu.set_isa("portable")
+    yield
+    cpu.set_isa(before)
 
 
 @pytest.fixture(params=LEVELS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from portable_level import portable  # noqa: F401
 
 import te_mx
 from te_mx.backends.cpu import binding as cpu
@@ -14,7 +13,7 @@ from te_mx.dispatch.tuned import table
 
 pytestmark = [
     pytest.mark.skipif(cpu.missing_reason() is not None, reason="no native module"),
-    pytest.mark.usefixtures("portable"),
+    pytest.mark.usefixtures("untuned", "portable"),
 ]
 
 

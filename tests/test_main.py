@@ -11,7 +11,6 @@ import as_on_hopper
 import fake_sm90
 import pytest
 import torch
-from portable_level import portable  # noqa: F401
 
 import te_mx
 from te_mx.backends.cpu import binding as cpu
@@ -28,7 +27,7 @@ from te_mx.dispatch.tuned.tables import key_of
 
 pytestmark = [
     pytest.mark.skipif(cpu.missing_reason() is not None, reason="no native module"),
-    pytest.mark.usefixtures("portable"),
+    pytest.mark.usefixtures("untuned", "portable"),
 ]
 SHAPE, CPU = "4x64x96", torch.device("cpu")
 

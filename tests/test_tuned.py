@@ -21,25 +21,7 @@ from te_mx.runtime.ran import LAST_RUN
 CPU = torch.device("cpu")
 N, K = 96, 128
 needs_native = pytest.mark.skipif(cpu.missing_reason() is not None, reason="no native module")
-pytestmark = needs_native
-
-
-@pytest.fixture(autouse=True)
-def untouched(monkeypatch):
-    monkeypatch.delenv(tables.VARIABLE, raising=False)
-    te_mx.use_tuned_table(None)
-    yield
-    monkeypatch.delenv(tables.VARIABLE, raising=False)
-    te_mx.use_tuned_table(None)
-
-
-@pytest.fixture
-def portable():
-    """A level where the names of all kernels are known."""
-    before = cpu.ISA_LEVELS[cpu.isa()]
-    cpu.set_isa("portable")
-    yield
-    cpu.set_isa(before)
+pytestmark = [needs_native, pytest.mark.usefixtures("untuned")]
 
 
 def row(m=4, use="portable_f32", how="", device="cpu_portable", n=N, k=K, op="gemm"):

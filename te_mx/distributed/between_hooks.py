@@ -47,13 +47,14 @@ def _between(module: Any, plan: Plan) -> bool:
     if len(module._forward_pre_hooks) != 1 or len(module._forward_hooks) != 1:
         return False
     into, out = given(hooks[0], "input_fn"), given(hooks[1], "output_fn")
-    row = plan.way.kinds[0] == ROW
+    kind = plan.way.kinds[0]
     if into is None or out is None or len(into.args) != 2 or len(out.args) != 2:
         return False
-    x, y = (_INNER, _WHOLE) if row else (_WHOLE, _INNER)
+    if kind not in (COLUMN, ROW):
+        return False
+    x, y = (_INNER, _WHOLE) if kind == ROW else (_WHOLE, _INNER)
     as_given = tuple(into.args[0]) == tuple(into.args[1]) == x
-    kind = plan.way.kinds[0] in (COLUMN, ROW)
-    return kind and as_given and tuple(out.args[0]) == y and out.args[1] is True
+    return as_given and tuple(out.args[0]) == y and out.args[1] is True
 
 
 def _is_usual(module: Any) -> bool:

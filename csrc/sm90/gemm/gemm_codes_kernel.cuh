@@ -2,9 +2,8 @@
 // inside the main loop. lhs is tiles, which the kernel before may still be making
 // (quantize/pack.cu).
 //
-//   warpgroup 0   warp 0 asks for codes of rhs, warp 1 prepares steps (gemm_kernel.cuh), warp 2
-//   asks
-//                 for lhs, warp 3 reads scales of rhs
+//   warpgroup 0   warp 0 asks for codes of rhs, warp 1 prepares steps (gemm_kernel.cuh),
+//                 warp 2 asks for lhs, warp 3 reads scales of rhs
 //   1, 2          multiply, 64 rows of a block each
 //   3, 4          unpack, a row of a tile a thread (gemm_codes.cuh), a step each in turn
 //

@@ -91,10 +91,10 @@ class Adaptive(Scratched):
 
     def _call(self, p: Product) -> binding_prepared.PreparedGemm | None:
         """The call of a product, which is made once for its sizes."""
-        lhs, rhs, out, split_k = p.lhs, p.rhs, p.out, p.mode.split_k
+        lhs, rhs, out = p.lhs, p.rhs, p.out
         key = (
             lhs.spec, rhs.spec, lhs.rows, rhs.rows, lhs.k, out.dtype, out.device, p.mode.spread,
-            split_k, self.configuration,
+            p.mode.split_k, self.configuration,
         )  # fmt: skip
         found = self._calls.get(key)
         if found is None and key in self._calls:
