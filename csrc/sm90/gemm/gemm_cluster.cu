@@ -51,13 +51,7 @@ Status gemm_cluster(const GemmArgs& a, const Device& device) {
   const auto go = [&]<Fp8 kLhs, Fp8 kRhs>() {
     return launch_as<ClusterConfig<ByteOperands<kLhs, kRhs>>>(a, device);
   };
-  const Element lhs = tile_element(a.lhs.element), rhs = tile_element(a.rhs.element);
-  const Status status =
-      lhs == Element::e4m3
-          ? (rhs == Element::e4m3 ? go.template operator()<Fp8::e4m3, Fp8::e4m3>()
-                                  : go.template operator()<Fp8::e4m3, Fp8::e5m2>())
-          : (rhs == Element::e4m3 ? go.template operator()<Fp8::e5m2, Fp8::e4m3>()
-                                  : go.template operator()<Fp8::e5m2, Fp8::e5m2>());
+  const Status status = with_tiles(a, go);
   if (status != Status::ok || a.epilogue.bias_grad == nullptr) return status;
   return reduce_columns(static_cast<const float*>(a.execution.workspace), a.epilogue.bias_grad,
                         (a.lhs.rows + kFinishRows - 1) / kFinishRows, a.rhs.rows,

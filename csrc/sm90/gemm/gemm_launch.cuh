@@ -153,6 +153,19 @@ Status launch(const Kind& kind, const Device& device) {
                        a.execution.stream);
 }
 
+// What go<lhs, rhs>() gives, for the elements of both operands' tiles.
+template <class Go>
+Status with_tiles(const GemmArgs& a, const Go& go) {
+  using tile::Fp8;
+  const Element lhs = tile_element(a.lhs.element), rhs = tile_element(a.rhs.element);
+  if (lhs == Element::e4m3) {
+    return rhs == Element::e4m3 ? go.template operator()<Fp8::e4m3, Fp8::e4m3>()
+                                : go.template operator()<Fp8::e4m3, Fp8::e5m2>();
+  }
+  return rhs == Element::e4m3 ? go.template operator()<Fp8::e5m2, Fp8::e4m3>()
+                              : go.template operator()<Fp8::e5m2, Fp8::e5m2>();
+}
+
 // The four pairs of elements and the epilogues of one shape of blocks.
 template <class Shape, class Promotion, class Kind>
 Status launch_any(const Kind& kind, const Device& device) {
@@ -173,17 +186,11 @@ Status launch_any(const Kind& kind, const Device& device) {
     }
     return launch<Config, EpilogueKind::plain>(kind, device);
   };
-  const Element lhs = tile_element(a.lhs.element), rhs = tile_element(a.rhs.element);
-  if (lhs == Element::e4m3) {
-    return rhs == Element::e4m3 ? go.template operator()<Fp8::e4m3, Fp8::e4m3>()
-                                : go.template operator()<Fp8::e4m3, Fp8::e5m2>();
-  }
-  return rhs == Element::e4m3 ? go.template operator()<Fp8::e5m2, Fp8::e4m3>()
-                              : go.template operator()<Fp8::e5m2, Fp8::e5m2>();
+  return with_tiles(a, go);
 }
 
-// --------------------------------------------------------------------------------------------
-// dense One product, K in one piece.
+// --------------------------------------------------------------------------------------- dense
+// One product, K in one piece.
 struct Dense {
   using Params = GemmParams;
   static constexpr bool kEveryEpilogue = true;
