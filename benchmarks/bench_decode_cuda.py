@@ -47,7 +47,12 @@ EXPERT_TARGETS = {"mxfp8": MUST["mxfp8_e4m3"], "mxfp4": MUST["mxfp4"], "fp8_bloc
 # Against Triton's dot_scaled, whose inputs are quantized before.
 SCALED, SCALED_TOKENS = Target(3.0, 6.0), (1, 4, 16, 64)
 FAR = 0.01  # of the norm of a product: far above what both round and cut off
-SPLITS = 16  # ways to cut: kDecodeSplits of csrc/include/te_mx/sm90_decode.h
+# Ways to cut, of csrc/include/te_mx/sm90_decode.h: CTAs of a cluster x tiles of 64 rows, by two
+# warpgroups a CTA and by four.
+SPLITS = {
+    **{2 * c + t: f"{c + 1} x {t + 1}" for c in range(8) for t in range(2)},
+    **{16 + 3 * c + t: f"{c + 1} x {1 << t} of four" for c in range(8) for t in range(3) if t or c < 4},
+}
 CALLS = 8  # of a graph, one after the other
 COLD = 512 << 20  # weights, so that no cache holds those of 4 bits
 
@@ -213,7 +218,7 @@ def splits(context: GpuContext) -> Iterator[Row]:
             nbytes = native.decode_workspace(m, k, 0)
             room = torch.empty(nbytes, dtype=torch.uint8, device=context.device)
             calls: dict[str, Call] = {}
-            for split in range(-1, SPLITS):
+            for split, name in {-1: "own", **SPLITS}.items():
                 args = native.DecodeArgs(
                     m=m, n=n, k=k, w_element=ELEMENTS["e2m1" if w == "mxfp4" else "e4m3"],
                     x=x.data_ptr(), ldx=k, x_dtype=FLOAT_DTYPES[x.dtype], out=y.data_ptr(), ldo=n,
@@ -226,7 +231,6 @@ def splits(context: GpuContext) -> Iterator[Row]:
                     binding.set_execution(args, 0)
                     assert binding.supported(native.decode(args))
 
-                name = "own" if split < 0 else f"{split // 2 + 1} x {split % 2 + 1}"
                 calls[name] = captured(call, sets, context.device, CALLS)
             times = interleaved(calls, _short(context, 9), warm_up=1, clock=context.clock)
             order = sorted((name for name in calls if name != "own"), key=times.seconds)

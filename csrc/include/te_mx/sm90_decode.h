@@ -20,23 +20,23 @@
 
 namespace te_mx::sm90 {
 
-inline constexpr int kDecodeRows = 16;   // of weights in a group
-inline constexpr int kDecodeQuad = 128;  // of k
-inline constexpr int kDecodeTile = 4;    // groups that a warpgroup multiplies at once
-inline constexpr int kDecodeWarps = 8;   // of a CTA: two warpgroups
-inline constexpr int kDecodeThreads = 32 * kDecodeWarps;
+inline constexpr int kDecodeRows = 16;      // of weights in a group
+inline constexpr int kDecodeQuad = 128;     // of k
+inline constexpr int kDecodeTile = 4;       // groups that a warpgroup multiplies at once
 inline constexpr int kDecodeMostRows = 64;  // of x that a CTA meets at once
 // Up to so many rows every CTA quantizes its slice of x; more are prepared by a kernel before.
 inline constexpr int kDecodeOwnRows = 8;
 inline constexpr int kDecodeMaxStages = 16;
-inline constexpr int kDecodeMaxSteps = 16;  // quads of prepared x of a part that are on their way
+inline constexpr int kDecodeMaxSteps = 32;  // quads of prepared x of a CTA that are on their way
 inline constexpr int kDecodeMaxCluster = 8;
-// Barriers: of every warp's ring, of steps of both parts that are there and that were read, of
-// sums.
-inline constexpr int kDecodeBars = kDecodeWarps * kDecodeMaxStages + 4 * kDecodeMaxSteps + 1;
-inline constexpr int kDecodeBarBytes = kDecodeBars * 8 + 16;  // with what the block is
-// Two CTAs share an SM: while one ends, that of the next product loads its weights.
-inline constexpr int kDecodeSmem = 113 * 1024;
+// Barriers: of every warp's ring, of steps of all parts that are there and that were read, of sums.
+constexpr int decode_bars(int warps) { return warps * kDecodeMaxStages + 2 * kDecodeMaxSteps + 1; }
+constexpr int decode_bar_bytes(int warps) { return decode_bars(warps) * 8 + 16; }  // and the block
+// Two CTAs share an SM. Of products of up to kDecodeOwnRows rows one in CTAs of 16 warps may be
+// there with the next, which loads its weights meanwhile; of more rows such a CTA has an SM alone.
+constexpr int decode_smem(int warps, int rows) {
+  return (warps == 16 && rows > kDecodeOwnRows ? 200 : 112) * 1024;
+}
 // Never three: CTAs of one product would gather on some SMs, those of the next on others.
 inline constexpr int kDecodeLeastSmem = 76 * 1024;
 
@@ -49,19 +49,30 @@ constexpr int64_t decode_bytes(int64_t n, int64_t k, Element element) {
   return decode_groups(n) * decode_quads(k) * decode_quad_bytes(element);
 }
 
-// How a product is cut: a cluster of CTAs has one tile of 64 rows of weights, or two, each CTA a
-// slice of k. Its two warpgroups have a tile each, or halves of the slice. Sums of parts are added
-// up in order, so results depend on the split, and the split on n and k alone.
+// How a product is cut: a cluster of CTAs has some groups of rows of weights, each CTA a slice of
+// k. Its warpgroups have a tile of 64 rows each, or there are fewer tiles and they have parts of
+// the slice. Sums of parts are added up in order, so results depend on their number, and that on n
+// and k alone.
 struct DecodeSplit {
-  int cluster = 1;                                   // at most kDecodeMaxCluster
-  int tiles = 1;                                     // 1 or 2
-  constexpr int parts() const { return 2 / tiles; }  // of a slice
+  int cluster = 1;     // at most kDecodeMaxCluster; 0: there is no such split
+  int tiles = 1;       // 1, 2 or 4
+  int warpgroups = 2;  // of a CTA: 2, or 4; at least one a tile
+  int clusters = 0;    // of the grid, at least: groups are spread evenly
+  constexpr int parts() const { return warpgroups / tiles; }  // of a slice
+  constexpr int sums() const { return cluster * parts(); }    // that are added up
 };
 // grouped: of one of several products in a launch.
 DecodeSplit decode_split(int64_t n, int64_t k, int sms, bool grouped = false);
-// One split as a number from 0, as Execution::kernel has it, and how many there are.
-inline constexpr int kDecodeSplits = 2 * kDecodeMaxCluster;
-constexpr DecodeSplit decode_split_of(int index) { return {index / 2 + 1, index % 2 + 1}; }
+// The same sums by CTAs of two warpgroups.
+constexpr DecodeSplit decode_narrowed(const DecodeSplit& s) {
+  if (s.warpgroups == 2) return s;
+  return {s.tiles == 1 ? 2 * s.cluster : s.cluster, s.tiles == 1 ? 1 : s.tiles / 2};
+}
+// One split as a number from 0, as Execution::kernel has it, and how many there are: with two
+// warpgroups, then with four, where a CTA for every SM is aimed at.
+inline constexpr int kDecodeNarrow = 2 * kDecodeMaxCluster;
+inline constexpr int kDecodeSplits = kDecodeNarrow + 3 * kDecodeMaxCluster;
+DecodeSplit decode_split_of(int index, int64_t n, int sms);
 
 // Bytes of a quad of x for `rows` rows, codes or fp16 numbers, and of its scales in fp32.
 constexpr int decode_input_bytes(int rows, bool halves) {

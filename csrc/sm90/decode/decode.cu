@@ -71,7 +71,8 @@ Status decode(const DecodeArgs& a) {
     t.rows.groups = group_table(a.groups);
     t.p.w_stride = decode_bytes(a.n, a.k, a.w_element);
   }
-  if (a.execution.kernel >= 0) t.split = decode_split_of(a.execution.kernel);
+  if (a.execution.kernel >= 0) t.split = decode_split_of(a.execution.kernel, a.n, sms);
+  if (t.split.cluster == 0) return Status::unsupported;
   t.p.w = a.w;
   t.p.in = {a.x, a.ldx, a.x_scales, a.x_dtype, a.x_element == Element::e5m2, vectors(a), a.x_as_is};
   set_rule(t.p.in, a.rule, a.amax_epsilon);

@@ -12,8 +12,8 @@
 // of the cluster that adds them up, in order. So the bits of a row depend on n and k, not on the
 // other rows of x nor on their number.
 //
-// A CTA takes half of an SM at most: while the last ones of a product end, those of the next one
-// already load their weights.
+// A CTA takes half of an SM at most, and of a product of few rows each SM has one: while it
+// computes, that of the next product loads its weights.
 #pragma once
 
 #include "decode/decode_input.cuh"
@@ -32,22 +32,15 @@ struct DecodeParams {
   int n = 0, k = 0;
   int groups = 0, quads = 0;  // of all weights
   DecodeSplit split;
+  int tile_shift = 0, slice_parts = 1;       // log2 of tiles, parts of a slice
   int cluster_factor = 0, width_factor = 0;  // quotient_factor() of the cluster, of quads of x
-  int part_quads = 0, longer_parts = 0;      // quads of a part; parts that have one more
+  int each_factor = 0;                       // of quads of x of a part
+  Shares parts;                              // of quads
+  int clusters = 0;
+  Shares cluster_groups;
   DecodeRoom room;
   DecodeInput in;
   DecodeOut out;
-};
-
-// The quads of part `part` of k: [first, last). The first parts have one more where they do not
-// come out even.
-struct QuadRange {
-  int first, last;
-  __device__ __forceinline__ QuadRange(const DecodeParams& p, int part)
-      : first(begin(p, part)), last(begin(p, part + 1)) {}
-  static __device__ __forceinline__ int begin(const DecodeParams& p, int part) {
-    return part * p.part_quads + min(part, p.longer_parts);
-  }
 };
 
 // NOTE: an offset takes one register where a pointer takes two.
@@ -56,55 +49,106 @@ __device__ __forceinline__ uint64_t* bar_at(int offset, int i) {
   return reinterpret_cast<uint64_t*>(smem + offset) + i;
 }
 
+// Has parameters in the cache before they are needed: they are new to every launch, and each line
+// takes its time.
+__device__ __forceinline__ void touch_parameters(const DecodeParams& p) {
+  const auto touch = [](auto v) {
+    if constexpr (sizeof(v) == 8) {
+      asm volatile("" ::"l"(v));
+    } else {
+      asm volatile("" ::"r"(static_cast<int>(v)));
+    }
+  };
+  touch(p.w_stride), touch(p.k), touch(p.split.warpgroups), touch(p.each_factor);
+  touch(p.parts.longer), touch(p.room.bytes), touch(p.in.ld), touch(p.in.scales);
+  touch(p.in.gate_ld), touch(p.in.exponent), touch(p.in.made_scales), touch(p.out.ld);
+  touch(p.out.activates), touch(p.out.residual), touch(p.out.sum);
+}
+
+// What a warp multiplies: a group of rows of weights, or none, over a part of the slice of k.
+template <class Math>
+struct WarpPlace {
+  int warp, lane, rank, part, own_tile, own_group, group;
+  bool there;
+  Range quads;
+
+  __device__ __forceinline__ WarpPlace(const DecodeParams& p, int thread)
+      // NOTE: a number that the compiler sees is the same in all lanes: addresses stay uniform.
+      : warp(__shfl_sync(~0u, thread / 32, 0)),
+        lane(thread % 32),
+        rank(static_cast<int>(tile::cluster_rank())),
+        part(warp / 4 >> p.tile_shift),
+        own_tile(warp / 4 - (part << p.tile_shift)),
+        own_group(own_tile * kDecodeTile + warp % 4),
+        group(p.cluster_groups.begin(static_cast<int>(tile::cluster_number())) + own_group),
+        there(group < p.cluster_groups.begin(static_cast<int>(tile::cluster_number()) + 1)),
+        quads(p.parts, rank * p.slice_parts + part) {}
+};
+
 // The weights of a group on their way through a warp's ring.
 template <int kQuadBytes>
 struct WeightRing {
-  const uint8_t* from;  // what is asked for next
-  int left;             // quads not asked for
-  // Shared addresses: of the first quad and of its barrier, where the ring ends.
-  uint32_t first, first_bar, end;
-  uint32_t at, bar;  // what is read
-  uint32_t phase = 0;
+  const uint8_t* from;        // what is asked for next
+  int left;                   // quads not asked for
+  uint32_t first, first_bar;  // shared addresses of the first quad and of its barrier
+  int place;                  // of the quad that is read
+  uint32_t phase;
 
-  __device__ __forceinline__ WeightRing(const uint8_t* from, int left, uint32_t first,
-                                        uint32_t first_bar, int stages)
-      : from(from),
-        left(left),
-        first(first),
-        first_bar(first_bar),
-        end(first + stages * kQuadBytes),
-        at(first),
-        bar(first_bar) {}
-
-  // Asks for all that there is room for.
-  __device__ __forceinline__ void begin() {
-    do {
-      ask();
-      step();
-    } while (at != first);
-    phase = 0;
+  // Of weights `w` from the warp's first quad on, of which `done` were read; all that there is room
+  // for was asked for.
+  template <class Math>
+  __device__ __forceinline__ WeightRing(const DecodeParams& p, const WarpPlace<Math>& own,
+                                        uint32_t base, const uint8_t* w, int done) {
+    const int stages = p.room.stages, turns = done == 0 ? 0 : done / stages;
+    const int asked = done + stages;
+    first = base + p.room.ring_at + own.warp * (stages * kQuadBytes);
+    first_bar = base + p.room.bars_at + own.warp * (kDecodeMaxStages * 8);
+    place = done - turns * stages, phase = turns & 1;
+    from = begin(p, own, w) + int64_t{asked} * kQuadBytes;
+    left = own.quads.last - own.quads.first - asked;
   }
-  // Before a quad is read.
-  __device__ __forceinline__ void wait() const { tile::mbar_wait(bar, phase); }
-  // By the whole warp, which has read the quad.
-  __device__ __forceinline__ void next() {
-    if (left > 0) __syncwarp();
-    ask();
-    step();
+  template <class Math>
+  static __device__ __forceinline__ const uint8_t* begin(const DecodeParams& p,
+                                                         const WarpPlace<Math>& place,
+                                                         const uint8_t* w) {
+    return w + (int64_t{place.group} * p.quads + place.quads.first) * kQuadBytes;
   }
 
- private:
-  __device__ __forceinline__ void ask() {
-    if (left <= 0) return;
-    if (tile::elect_one()) {
-      tile::mbar_arrive_expect(bar, kQuadBytes);
-      tile::bulk_load(at, from, kQuadBytes, bar);
+  // Makes the barriers and asks for all that there is room for.
+  template <class Math>
+  static __device__ __forceinline__ void start(const DecodeParams& p, const WarpPlace<Math>& place,
+                                               uint32_t base, const uint8_t* w) {
+    const int stages = p.room.stages;
+    const uint32_t bar = base + p.room.bars_at + place.warp * (kDecodeMaxStages * 8);
+    const uint32_t to = base + p.room.ring_at + place.warp * (stages * kQuadBytes);
+    const int quads = min(place.quads.last - place.quads.first, stages);
+    if (!place.there || place.lane != 0) return;
+    const uint8_t* const from = begin(p, place, w);
+#pragma unroll 1
+    for (int i = 0; i < stages; ++i)
+      tile::mbar_init(bar_at(p.room.bars_at, place.warp * kDecodeMaxStages + i), 1);
+    tile::mbar_init_fence();
+#pragma unroll 1
+    for (int i = 0; i < quads; ++i) {
+      tile::mbar_arrive_expect(bar + 8 * i, kQuadBytes);
+      tile::bulk_load(to + i * kQuadBytes, from + i * kQuadBytes, kQuadBytes, bar + 8 * i);
     }
-    from += kQuadBytes, --left;
   }
-  __device__ __forceinline__ void step() {
-    at += kQuadBytes, bar += 8;
-    if (at == end) at = first, bar = first_bar, phase ^= 1;
+  __device__ __forceinline__ uint32_t at() const { return first + place * kQuadBytes; }
+  __device__ __forceinline__ uint32_t bar() const { return first_bar + place * 8; }
+  // Before a quad is read.
+  __device__ __forceinline__ void wait() const { tile::mbar_wait(bar(), phase); }
+  // By the whole warp, which has read the quad.
+  __device__ __forceinline__ void next(int stages) {
+    if (left > 0) {
+      __syncwarp();
+      if (tile::elect_one()) {
+        tile::mbar_arrive_expect(bar(), kQuadBytes);
+        tile::bulk_load(at(), from, kQuadBytes, bar());
+      }
+      from += kQuadBytes, --left;
+    }
+    if (++place == stages) place = 0, phase ^= 1;
   }
 };
 
@@ -132,167 +176,170 @@ struct InputRing {
   }
   __device__ __forceinline__ void wait() const { tile::mbar_wait(bar_at(bars, place), phase); }
   // By a warp that has read quad i.
-  __device__ __forceinline__ void next(const DecodeParams& p, int i, bool asks, int lane) {
-    if (each < length) give_back(p, i, asks, lane);
+  __device__ __forceinline__ void next(const DecodeParams& p, int i, bool asks) {
+    if (each < length) give_back(p, i, asks);
     if (++place == each) place = 0, phase ^= 1;
   }
 
  private:
+  static constexpr int kRead = kDecodeMaxSteps * 8;  // to the barriers of what was read
+
   // The warp that asks does so for the place of the quad before, which the others have read by now,
   // more or less.
-  __device__ __forceinline__ void give_back(const DecodeParams& p, int i, bool asks,
-                                            int lane) const {
+  __device__ __forceinline__ void give_back(const DecodeParams& p, int i, bool asks) const {
     if (i + each < length) {
       __syncwarp();
-      if (lane == 0) tile::mbar_arrive(bar_at(bars + kDecodeMaxSteps * 8, place));
+      if (tile::elect_one()) tile::mbar_arrive(bar_at(bars + kRead, place));
     }
     const bool wraps = place == 0;
     const int behind = each == 1 ? 0 : 1, other = behind == 0 ? place
                                                   : wraps     ? each - 1
                                                               : place - 1;
     if (asks && i >= behind && i - behind + each < length) {
-      tile::mbar_wait(bar_at(bars + kDecodeMaxSteps * 8, other),
-                      behind == 1 && wraps ? phase ^ 1 : phase);
-      if (lane == 0) ask(p, i - behind + each, other);
+      tile::mbar_wait(bar_at(bars + kRead, other), behind == 1 && wraps ? phase ^ 1 : phase);
+      if (tile::elect_one()) ask(p, i - behind + each, other);
     }
   }
 };
 
 template <class Math>
-__global__ void __launch_bounds__(kDecodeThreads, Math::kCtas)
+__global__ void __launch_bounds__(Math::kThreadsAtMost, Math::kCtas)
     decode_kernel(const __grid_constant__ DecodeParams p,
                   const __grid_constant__ DecodeRows given) {
   extern __shared__ __align__(1024) uint8_t smem[];
-  constexpr int kQuad = Math::kQuadBytes, kRows = Math::kRows;
-  constexpr int kTileRows = kDecodeTile * kDecodeRows;
-  // NOTE: a number that the compiler sees is the same in all lanes: addresses stay uniform. The
-  // kernels in fp16 spill then.
-  const int own_warp = static_cast<int>(threadIdx.x) / 32;
-  const int warp = Math::kHalves ? own_warp : __shfl_sync(~0u, own_warp, 0);
-  const int lane = threadIdx.x % 32;
-  const int cluster = p.split.cluster, parts = p.split.parts();
-  const int rank = static_cast<int>(blockIdx.x) % cluster;
-  const int tile0 = static_cast<int>(blockIdx.x) / cluster * p.split.tiles;
-  const int own_tile = parts == 1 ? warp / 4 : 0, part = parts == 1 ? 0 : warp / 4;
-  const int group = (tile0 + own_tile) * kDecodeTile + warp % 4;
-  const bool there = group < p.groups;
+  constexpr int kQuad = Math::kQuadBytes, kRows = Math::kRows, kWarps = Math::kWarps;
+  const int cluster = p.split.cluster, parts = p.slice_parts;
   DecodeRows rows = given;
 
   if (!rows.early()) tile::await_predecessors();
   if (!rows.begin(static_cast<int>(blockIdx.y))) return;
+  // NOTE: read again at the end, takes no registers until then.
+  const auto own_groups = [&] {
+    return Range(p.cluster_groups, static_cast<int>(tile::cluster_number()));
+  };
   if (rows.group < 0) {
-    if (rank == 0)
-      clear(p.out, rows, tile0 * kTileRows, min(p.n, (tile0 + p.split.tiles) * kTileRows));
+    const Range own = own_groups();
+    if (tile::cluster_rank() == 0)
+      clear<32 * kWarps>(p.out, rows, own.first * kDecodeRows, min(p.n, own.last * kDecodeRows));
     return;
   }
 
   const uint32_t base = tile::smem_addr(smem);
   uint64_t* const bars = reinterpret_cast<uint64_t*>(smem + p.room.bars_at);
-  uint64_t* const sums_bar = bars + kDecodeBars - 1;
+  uint64_t* const sums_bar = bars + decode_bars(kWarps) - 1;
   // NOTE: until the end it takes no registers.
-  DecodeBlock* const block = reinterpret_cast<DecodeBlock*>(bars + kDecodeBars);
-  if (threadIdx.x == 0) *block = rows;
-  const QuadRange quads(p, rank * parts + part);
-  WeightRing<kQuad> ring(
-      p.w + rows.group * p.w_stride + (int64_t{group} * p.quads + quads.first) * kQuad,
-      there ? quads.last - quads.first : 0, base + p.room.ring_at + warp * p.room.stages * kQuad,
-      base + p.room.bars_at + warp * kDecodeMaxStages * 8, p.room.stages);
-  if (lane == 0) {
-    for (int i = 0; i < p.room.stages; ++i) tile::mbar_init(bars + warp * kDecodeMaxStages + i, 1);
-    tile::mbar_init_fence();
-  }
-  __syncwarp();
-  ring.begin();
-  if (kRows > kDecodeOwnRows && threadIdx.x == 0) {
-    uint64_t* const steps = bars + kDecodeWarps * kDecodeMaxStages;
-    for (int i = 0; i < 2 * kDecodeMaxSteps; ++i) {
-      const int step = i / kDecodeMaxSteps * 2 * kDecodeMaxSteps + i % kDecodeMaxSteps;
-      tile::mbar_init(steps + step, 1);
-      tile::mbar_init(steps + kDecodeMaxSteps + step, kDecodeWarps / parts);
-    }
-    tile::mbar_init_fence();
-  }
-  const SumsPlace sums_place{p, rank};
-  if (cluster > 1) {
-    if (threadIdx.x == 0) {
-      tile::mbar_init(sums_bar, 1);
+  DecodeBlock* const block = reinterpret_cast<DecodeBlock*>(bars + decode_bars(kWarps));
+  {
+    const WarpPlace<Math> place(p, threadIdx.x);
+    WeightRing<kQuad>::start(p, place, base, p.w + rows.group * p.w_stride);
+    if (threadIdx.x == 0) *block = rows;
+    if (kRows > kDecodeOwnRows && threadIdx.x == 0) {
+      uint64_t* const steps = bars + kWarps * kDecodeMaxStages;
+#pragma unroll 1
+      for (int i = 0; i < kDecodeMaxSteps; ++i) {
+        tile::mbar_init(steps + i, 1);
+        tile::mbar_init(steps + kDecodeMaxSteps + i, kDecodeTile * p.split.tiles);
+      }
       tile::mbar_init_fence();
-      tile::mbar_arrive_expect(sums_bar, sums_place.bytes(kRows));
     }
-    __syncwarp();
-    tile::cluster_arrive_relaxed();  // whoever has waited for it may send
+    if (cluster > 1) {
+      if (threadIdx.x == 0) {
+        tile::mbar_init(sums_bar, 1);
+        tile::mbar_init_fence();
+        tile::mbar_arrive_expect(sums_bar, SumsPlace{p, place.rank}.bytes(kRows));
+      }
+      __syncwarp();
+      tile::cluster_arrive_relaxed();  // whoever has waited for it may send
+    }
   }
   tile::let_dependents_start();
+  touch_parameters(p);
 
-  const int each = p.room.input_quads, length = quads.last - quads.first;
-  const uint32_t own_x = base + part * each * Math::kInputBytes;
-  const uint32_t own_scales = base + p.room.scales_at + part * each * decode_scale_bytes(kRows) +
-                              scale_offset<kRows>(lane % 4, 0);
-  // NOTE: what can be worked out before x is there is; divisions took long behind it.
-  float4* const all_sums = reinterpret_cast<float4*>(smem + p.room.sums_at);
-  const int fragment0 = own_tile * (kRows / 8) * kDecodeTile + warp % 4;
-  const int own_part = rank * parts + part;
-
+  const int each = p.room.input_quads;
   DecodeSums<Math> sums;
   // The next quad of the warp's part times that of x in `place`.
-  const auto add_quad = [&](int place) {
+  const auto add_quad = [&](const WarpPlace<Math>& own, WeightRing<kQuad>& ring, uint32_t own_x,
+                            uint32_t own_scales, int place) {
     // NOTE: warps without a group multiply whatever lies there, for nobody.
-    if (there) ring.wait();
-    sums.add(ring.at, tile::wgmma_desc_at(own_x + place * Math::kInputBytes),
-             own_scales + place * decode_scale_bytes(kRows), lane, [&] {
-               if (there) ring.next();
+    if (own.there) ring.wait();
+    sums.add(ring.at(), tile::wgmma_desc_at(own_x + place * Math::kInputBytes),
+             own_scales + place * decode_scale_bytes(kRows), own.lane, [&] {
+               if (own.there) ring.next(p.room.stages);
              });
   };
   if constexpr (kRows > kDecodeOwnRows) {
+    const WarpPlace<Math> own(p, threadIdx.x);
+    WeightRing<kQuad> ring(p, own, base, p.w + rows.group * p.w_stride, 0);
+    const uint32_t x_at = base + own.part * each * Math::kInputBytes;
+    const uint32_t scales_at =
+        base + p.room.scales_at + own.part * each * decode_scale_bytes(kRows);
     __syncthreads();  // barriers are there
     if (rows.early()) tile::await_predecessors();
-    InputRing<Math> x{
-        own_x,
-        base + p.room.scales_at + part * each * decode_scale_bytes(kRows),
-        p.room.bars_at + (kDecodeWarps * kDecodeMaxStages + 2 * part * kDecodeMaxSteps) * 8,
-        quads.first,
-        length,
-        each};
-    const bool asks = parts == 1 ? warp == 0 : warp % 4 == 0;
-    if (asks && lane == 0) {
+    const int length = own.quads.last - own.quads.first;
+    InputRing<Math> x{x_at,
+                      scales_at,
+                      p.room.bars_at + (kWarps * kDecodeMaxStages + own.part * each) * 8,
+                      own.quads.first,
+                      length,
+                      each};
+    const bool asks = own.own_group == 0;
+    if (asks && own.lane == 0) {
+#pragma unroll 1
       for (int i = 0; i < each; ++i) x.ask(p, i, i);
     }
+    const uint32_t own_scales = scales_at + scale_offset<kRows>(own.lane % 4, 0);
 #pragma unroll 1
     for (int i = 0; i < length; ++i) {
       x.wait();
-      add_quad(x.place);
-      x.next(p, i, asks, lane);
+      add_quad(own, ring, x_at, own_scales, x.place);
+      x.next(p, i, asks);
     }
   } else {
-    const QuadRange first(p, rank * parts), second(p, rank * parts + parts - 1);
-    InputRoom room{smem,
-                   smem + p.room.scales_at,
-                   each,
-                   each * parts,
-                   p.width_factor,
-                   0,
-                   {first.first, second.first},
-                   {first.last, second.last},
-                   p.k};
-    if (rows.early()) tile::await_predecessors();
-    // NOTE: the first part is the longest. Its passes are those of the CTA.
-    for (; room.pass_first < first.last - first.first; room.pass_first += each) {
-      if (room.pass_first > 0) __syncthreads();
-      fill_pass<kRows, Math::kHalves, Math::kFactors, 4>(p.in, room, rows);
+    const int part0 = static_cast<int>(tile::cluster_rank()) * parts;
+    const Range longest(p.parts, part0);
+    const bool early = rows.early();
+    // NOTE: the passes of the first part, the longest, are those of the CTA.
+    for (int done = 0; done < longest.last - longest.first; done += each) {
+      if (done > 0) __syncthreads();
+      const InputRoom room{smem,           smem + p.room.scales_at,
+                           each,           each * parts,
+                           p.width_factor, p.each_factor,
+                           part0,          p.parts,
+                           done,           p.k};
+      if constexpr (Math::kPlain) {
+        fill_plain<kRows, Math::kFactors, 4, 2 * kWarps>(p.in, room, rows, [&] {
+          if (early) tile::await_predecessors();
+        });
+      } else {
+        if (early && done == 0) tile::await_predecessors();
+        fill_pass<kRows, Math::kHalves, Math::kFactors, 4, 2 * kWarps>(p.in, room, rows);
+      }
       tile::fence_async_proxy();
       __syncthreads();
-      const int last = min(each, length - room.pass_first);
+      // NOTE: worked out again where there are no registers for all that while x is made.
+      const int thread = Math::kPlain ? threadIdx.x : tile::opaque(threadIdx.x);
+      const WarpPlace<Math> own(p, thread);
+      WeightRing<kQuad> ring(p, own, base, p.w + rows.group * p.w_stride, done);
+      const uint32_t own_x = base + own.part * each * Math::kInputBytes;
+      const uint32_t own_scales = base + p.room.scales_at +
+                                  own.part * each * decode_scale_bytes(kRows) +
+                                  scale_offset<kRows>(own.lane % 4, 0);
+      const int last = min(each, own.quads.last - own.quads.first - done);
 #pragma unroll 1
-      for (int i = 0; i < last; ++i) add_quad(i);
+      for (int i = 0; i < last; ++i) add_quad(own, ring, own_x, own_scales, i);
     }
   }
-  sums.end();
 
+  const WarpPlace<Math> own(p, Math::kPlain ? threadIdx.x : tile::opaque(threadIdx.x));
+  sums.end(WeightRing<kQuad>::begin(p, own, p.w + block->group * p.w_stride),
+           own.there ? own.quads.last - own.quads.first : 0, block->count, own.lane);
+  const SumsPlace sums_place{p, own.rank};
+  float4* const all_sums = reinterpret_cast<float4*>(smem + p.room.sums_at);
   if (cluster > 1) tile::cluster_wait();
 #pragma unroll
   for (int j = 0; j < kRows / 8; ++j) {
-    const int fragment = fragment0 + j * kDecodeTile;
-    float4* const to = all_sums + sums_place.of(fragment, own_part) + lane;
+    const int fragment = (own.own_tile * (kRows / 8) + j) * kDecodeTile + own.warp % 4;
+    float4* const to = all_sums + sums_place.of(fragment, own.rank * parts + own.part) + own.lane;
     const float* const v = sums.v + 4 * j;
     if (cluster == 1) {
       *to = {v[0], v[1], v[2], v[3]};
@@ -303,21 +350,19 @@ __global__ void __launch_bounds__(kDecodeThreads, Math::kCtas)
                  sums_bar, sums_place.owner(fragment));
     }
   }
-  Residual residual;
-  if constexpr (kRows <= kFinishRows) {
-    // NOTE: that of a warp's first fragment is asked for before the sums come.
-    const int slot = static_cast<int>(threadIdx.x) / 32;
-    residual.load(p, FragmentPlace::of<kRows>(sums_place, slot, tile0), *block);
-  }
+  const Range cluster_groups = own_groups();
+  const int group0 = cluster_groups.first, groups = cluster_groups.last - group0;
+  FinishFew<DecodeParams> few{p, sums_place, group0, groups};
+  if constexpr (kRows <= kFinishRows) few.begin(*block);
   if (cluster > 1) {
     tile::mbar_wait_sent(sums_bar, 0);
   } else {
     __syncthreads();
   }
   if constexpr (kRows <= kFinishRows) {
-    finish<kRows>(p, sums_place, all_sums, tile0, *block, residual);
+    few.template write<32 * kWarps>(all_sums, *block);
   } else {
-    finish_wide<kRows>(p, sums_place, all_sums, tile0, *block);
+    finish_wide<kRows, kWarps>(p, sums_place, all_sums, group0, groups, *block);
   }
 }
 

@@ -15,11 +15,15 @@ inline Status cut_decode(DecodeParams& p, const DecodeSplit& split, Element elem
   p.n = static_cast<int>(n), p.k = static_cast<int>(k);
   p.groups = static_cast<int>(decode_groups(n)), p.quads = static_cast<int>(decode_quads(k));
   p.split = split;
-  const int parts = split.cluster * split.parts();
-  p.part_quads = p.quads / parts, p.longer_parts = p.quads % parts;
+  p.parts = {p.quads / split.sums(), p.quads % split.sums()};
+  p.tile_shift = split.tiles / 2, p.slice_parts = split.parts();
+  const int tile_groups = kDecodeTile * split.tiles;
+  p.clusters = std::max(split.clusters, (p.groups + tile_groups - 1) / tile_groups);
+  p.cluster_groups = {p.groups / p.clusters, p.groups % p.clusters};
   p.room = decode_room(split, k, rows, element, halves);
   p.cluster_factor = quotient_factor(split.cluster);
   p.width_factor = quotient_factor(std::max(1, p.room.input_quads * split.parts()));
+  p.each_factor = quotient_factor(std::max(1, p.room.input_quads));
   return p.room.stages == 0 ? Status::unsupported : Status::ok;
 }
 
@@ -33,7 +37,7 @@ Status launch_prepare(DecodeParams& p, const DecodeRows& rows, int64_t blocks, v
   cudaLaunchAttribute attributes[] = {early_start()};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(p.quads), static_cast<unsigned>(blocks));
-  config.blockDim = dim3(kDecodeThreads);
+  config.blockDim = dim3(kPrepareThreads);
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = attributes;
   config.numAttrs = 1;
@@ -51,17 +55,16 @@ Status launch_decode(const DecodeParams& p, const DecodeRows& rows, int64_t bloc
   cudaGetDevice(&device);
   if (prepared != device) {
     const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kDecodeSmem);
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             decode_smem(Math::kWarps, Math::kRows));
     if (error != cudaSuccess) return started(error);
     prepared = device;
   }
   cudaLaunchAttribute attributes[] = {early_start(), clusters_of(p.split.cluster)};
-  const int tile_groups = kDecodeTile * p.split.tiles;
-  const int clusters = (p.groups + tile_groups - 1) / tile_groups;
   cudaLaunchConfig_t config{};
   config.gridDim =
-      dim3(static_cast<unsigned>(clusters * p.split.cluster), static_cast<unsigned>(blocks));
-  config.blockDim = dim3(kDecodeThreads);
+      dim3(static_cast<unsigned>(p.clusters * p.split.cluster), static_cast<unsigned>(blocks));
+  config.blockDim = dim3(32 * Math::kWarps);
   config.dynamicSmemBytes = static_cast<size_t>(std::max(p.room.bytes, kDecodeLeastSmem));
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = attributes;

@@ -105,10 +105,11 @@ __device__ __forceinline__ void store_eight(void* to, int64_t i, DType dtype, co
 }
 
 // Zeros in columns [first, last) of a block of rows.
+template <int kThreads>
 __device__ __forceinline__ void clear(const DecodeOut& out, const DecodeBlock& rows, int first,
                                       int last) {
   const int width = last - first;
-  for (int i = threadIdx.x; i < rows.count * width; i += kDecodeThreads)
+  for (int i = threadIdx.x; i < rows.count * width; i += kThreads)
     store_number(out.out, int64_t{rows.first + i / width} * out.ld + first + i % width, out.dtype,
                  0.0f);
 }
@@ -122,7 +123,7 @@ struct SumsPlace {
   template <class Params>
   __device__ __forceinline__ SumsPlace(const Params& p, int rank)
       : cluster(p.split.cluster),
-        parts(p.split.cluster * p.split.parts()),
+        parts(p.split.cluster * p.slice_parts),
         tiles(p.split.tiles),
         rank(rank),
         factor(p.cluster_factor) {}
@@ -142,57 +143,23 @@ struct SumsPlace {
   }
 };
 
-// What a lane has of a fragment: rows of weights n(0) and n(1), of x from col on, two of each.
-struct FragmentPlace {
-  int col, first;
-
-  template <int kRows>
-  static __device__ __forceinline__ FragmentPlace of(const SumsPlace& place, int slot, int tile0) {
-    const int lane = threadIdx.x % 32, fragment = place.rank + slot * place.cluster;
-    const int tile = fragment / kDecodeTile;
-    const int group = (tile0 + tile / (kRows / 8)) * kDecodeTile + fragment % kDecodeTile;
-    return {tile % (kRows / 8) * 8 + lane % 4 * 2, group * kDecodeRows + lane / 4};
-  }
-  __device__ __forceinline__ int n(int h) const { return first + 8 * h; }
-};
-
-// What of the residual belongs to a fragment.
-struct Residual {
-  float v[2][2];
-
-  template <class Params>
-  __device__ __forceinline__ void load(const Params& p, const FragmentPlace& at,
-                                       const DecodeBlock& rows) {
-    if (p.out.residual == nullptr) return;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        if (at.n(h) < p.n && at.col + c < rows.count)
-          v[h][c] = load_fresh(p.out.residual,
-                               int64_t{rows.first + at.col + c} * p.out.residual_ld + at.n(h),
-                               p.out.dtype);
-      }
-    }
-  }
-};
-
-// Rows of a block whose out is written by finish(); of more, by finish_wide().
+// Rows of a block whose out is written by FinishFew; of more, by finish_wide().
 inline constexpr int kFinishRows = 8;
 
 // Adds the parts of this CTA's fragments up and writes them out: half a warp has a fragment, a lane
 // a row of x and eight of the weights, which lie side by side in a row of out.
-template <int kRows, class Params>
+template <int kRows, int kWarps, class Params>
 __device__ __forceinline__ void finish_wide(const Params& p, const SumsPlace& place,
-                                            const float4* sums, int tile0,
+                                            const float4* sums, int group0, int groups,
                                             const DecodeBlock& rows) {
   const int lane = threadIdx.x % 16, half = lane % 2, mine = place.mine(kRows);
   const DecodeOut& out = p.out;
-  for (int slot = static_cast<int>(threadIdx.x) / 16; slot < mine; slot += 2 * kDecodeWarps) {
+  for (int slot = static_cast<int>(threadIdx.x) / 16; slot < mine; slot += 2 * kWarps) {
     const int fragment = place.rank + slot * place.cluster, tile = fragment / kDecodeTile;
-    const int group = (tile0 + tile / (kRows / 8)) * kDecodeTile + fragment % kDecodeTile;
-    const int col = tile % (kRows / 8) * 8 + lane / 2, n = group * kDecodeRows + half * 8;
-    const int count = min(8, p.n - n);
+    const int group = tile / (kRows / 8) * kDecodeTile + fragment % kDecodeTile;
+    const int col = tile % (kRows / 8) * 8 + lane / 2;
+    const int n = (group0 + group) * kDecodeRows + half * 8;
+    const int count = group < groups ? min(8, p.n - n) : 0;
     if (col >= rows.count || count <= 0) continue;
     const float* from = reinterpret_cast<const float*>(sums + slot * place.parts * 32) +
                         lane / 4 * 4 + half * 2 + lane / 2 % 2;
@@ -225,46 +192,58 @@ __device__ __forceinline__ void finish_wide(const Params& p, const SumsPlace& pl
   }
 }
 
-// The same where few rows of a fragment are there: a warp has a fragment, as the tensor cores left
-// it. `residual` is that of a warp's first fragment.
-template <int kRows, class Params>
-__device__ __forceinline__ void finish(const Params& p, const SumsPlace& place, const float4* sums,
-                                       int tile0, const DecodeBlock& rows, Residual residual) {
-  const int lane = threadIdx.x % 32, count = rows.count, mine = place.mine(kRows);
-  const DecodeOut& out = p.out;
-  const int64_t bias0 = int64_t{rows.group} * p.n;
-  const int warp = threadIdx.x / 32;
-  for (int slot = warp; slot < mine; slot += kDecodeWarps) {
-    const FragmentPlace at = FragmentPlace::of<kRows>(place, slot, tile0);
-    if (at.col >= count) continue;
-    if (slot > warp) residual.load(p, at, rows);
-    const float4* const from = sums + slot * place.parts * 32 + lane;
-    float4 s = from[0];
+// The same where few rows of x are there: a thread has a number of out at a time.
+template <class Params>
+struct FinishFew {
+  const Params& p;
+  const SumsPlace& place;
+  int group0, groups;  // of weights
+  float residual = 0.0f;
+
+  // Number i: column `n` of row `row`, -1 where that is not there.
+  struct Number {
+    int slot, row, n;
+  };
+  __device__ __forceinline__ Number number(int i, int count) const {
+    const int slot = i >> 7, row = i >> 4 & 7, fragment = place.rank + slot * place.cluster;
+    const int n = (group0 + fragment) * kDecodeRows + (i & 15);
+    return {slot, row, row < count && fragment < groups && n < p.n ? n : -1};
+  }
+  __device__ __forceinline__ float load_residual(const Number& at, const DecodeBlock& rows) const {
+    return load_fresh(p.out.residual, int64_t{rows.first + at.row} * p.out.residual_ld + at.n,
+                      p.out.dtype);
+  }
+  // The residual of a thread's first number is asked for before the sums come.
+  __device__ __forceinline__ void begin(const DecodeBlock& rows) {
+    if (p.out.residual == nullptr) return;
+    const Number at = number(threadIdx.x, rows.count);
+    if (at.n >= 0 && at.slot < place.mine(8)) residual = load_residual(at, rows);
+  }
+  template <int kThreads>
+  __device__ __forceinline__ void write(const float4* sums, const DecodeBlock& rows) const {
+    const DecodeOut& out = p.out;
+    const int all = place.mine(8) * 128;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < all; i += kThreads) {
+      const Number at = number(i, rows.count);
+      if (at.n < 0) continue;
+      // Lane 4g + t of a fragment, and what of its four numbers.
+      const int lane = (i & 7) * 4 + at.row / 2, part = (i >> 3 & 1) * 2 + at.row % 2;
+      const float* from = reinterpret_cast<const float*>(sums + at.slot * place.parts * 32 + lane);
+      from += part;
+      float v = *from;
 #pragma unroll 4
-    for (int part = 1; part < place.parts; ++part) {
-      const float4 v = from[part * 32];
-      s.x += v.x, s.y += v.y, s.z += v.z, s.w += v.w;
-    }
-    const float v[2][2] = {{s.x, s.y}, {s.z, s.w}};
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int n = at.n(h);
-      if (n >= p.n) continue;
-      const float bias =
-          out.bias == nullptr ? 0.0f : load_number(out.bias, bias0 + n, out.bias_dtype);
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        if (at.col + c >= count) continue;
-        float sum = v[h][c] + bias;
-        if (out.activates) sum = activated(out, sum);
-        const int64_t row = rows.first + at.col + c;
-        store_number(out.out, row * out.ld + n, out.dtype, sum);
-        if (out.residual == nullptr) continue;
-        store_number(out.sum, row * p.n + n, out.dtype,
-                     add(residual.v[h][c], rounded_to(out.dtype, sum)));
-      }
+      for (int other = 1; other < place.parts; ++other) v += from[other * 128];
+      if (out.bias != nullptr)
+        v += load_number(out.bias, int64_t{rows.group} * p.n + at.n, out.bias_dtype);
+      if (out.activates) v = activated(out, v);
+      const int64_t row = rows.first + at.row;
+      store_number(out.out, row * out.ld + at.n, out.dtype, v);
+      if (out.residual == nullptr) continue;
+      const float old = i == static_cast<int>(threadIdx.x) ? residual : load_residual(at, rows);
+      store_number(out.sum, row * p.n + at.n, out.dtype, add(old, rounded_to(out.dtype, v)));
     }
   }
-}
+};
 
 }  // namespace te_mx::sm90

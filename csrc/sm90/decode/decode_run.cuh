@@ -18,7 +18,8 @@ struct DecodeTask {
 template <class Math>
 Status run_decode(DecodeTask t) {
   constexpr int kRows = Math::kRows;
-  const Status status = cut_decode(t.p, t.split, Math::kFmt, t.n, t.k, kRows, Math::kHalves);
+  const DecodeSplit split = Math::kWide ? t.split : decode_narrowed(t.split);
+  const Status status = cut_decode(t.p, split, Math::kFmt, t.n, t.k, kRows, Math::kHalves);
   if (status != Status::ok) return status;
   t.rows.most = kRows;
   const int64_t blocks = decode_blocks(t.rows.m, t.rows.groups.count, kRows);
@@ -30,19 +31,26 @@ Status run_decode(DecodeTask t) {
 }
 
 // NOTE: as many columns of the tensor cores as the rows need, with the same sums of each row.
-template <Element kFmt, bool kHalves, bool kFactors>
-Status run_decode_rows(const DecodeTask& t) {
-  const int rows = decode_rows(t.rows.m, t.rows.groups.count);
-  if (rows == 8) return run_decode<DecodeMath<kFmt, 8, kHalves, kFactors>>(t);
-  if (rows == 16) return run_decode<DecodeMath<kFmt, 16, kHalves, kFactors>>(t);
-  if (rows == 32) return run_decode<DecodeMath<kFmt, 32, kHalves, kFactors>>(t);
-  return run_decode<DecodeMath<kFmt, kDecodeMostRows, kHalves, kFactors>>(t);
+template <Element kFmt, bool kHalves, bool kFactors, int kWarps>
+Status run_decode_rows(const DecodeTask& t, int rows) {
+  if (rows == 8) {
+    if constexpr (!kHalves) {
+      if (t.p.in.plain(t.k))
+        return run_decode<DecodeMath<kFmt, 8, false, kFactors, true, kWarps>>(t);
+    }
+    return run_decode<DecodeMath<kFmt, 8, kHalves, kFactors, false, 8>>(t);
+  }
+  if (rows == 16) return run_decode<DecodeMath<kFmt, 16, kHalves, kFactors, true, kWarps>>(t);
+  if (rows == 32) return run_decode<DecodeMath<kFmt, 32, kHalves, kFactors, true, kWarps>>(t);
+  return run_decode<DecodeMath<kFmt, kDecodeMostRows, kHalves, kFactors, true, kWarps>>(t);
 }
 
 template <Element kFmt, bool kFactors>
 Status run_decode_any(const DecodeTask& t, bool halves) {
-  return halves ? run_decode_rows<kFmt, true, kFactors>(t)
-                : run_decode_rows<kFmt, false, kFactors>(t);
+  const int rows = decode_rows(t.rows.m, t.rows.groups.count);
+  if (halves) return run_decode_rows<kFmt, true, kFactors, 8>(t, rows);
+  return t.split.warpgroups == 4 ? run_decode_rows<kFmt, false, kFactors, 16>(t, rows)
+                                 : run_decode_rows<kFmt, false, kFactors, 8>(t, rows);
 }
 
 Status run_decode_e4m3(const DecodeTask& t, bool halves);

@@ -7,8 +7,9 @@
 namespace te_mx::sm90 {
 namespace {
 
-// CTAs that run at once, two on every SM. Clusters of 4 and more leave a part of the SMs of a GPC
-// idle: with 240 and 256 CTAs in them products took a second turn on an H200 with 132 SMs.
+// CTAs of two warpgroups that run at once, two on every SM. Clusters of 4 and more leave a part of
+// the SMs of a GPC idle: with 240 and 256 CTAs in them products took a second turn on an H200 with
+// 132 SMs.
 int64_t at_once(int cluster, int sms, double idle) {
   return 2 * (cluster < 4 ? sms : sms - static_cast<int>(sms * idle));
 }
@@ -26,17 +27,14 @@ struct Costs {
 constexpr Costs kAlone{0.35, 0.05, 0.1, 0.0, 2.0 / 11},
     kAmongOthers{0.15, 0.03, 0.08, 0.5, 1.0 / 11};
 
-}  // namespace
-
-DecodeSplit decode_split(int64_t n, int64_t k, int sms, bool grouped) {
-  const Costs& costs = grouped ? kAmongOthers : kAlone;
+DecodeSplit narrow_split(int64_t n, int64_t k, int sms, const Costs& costs) {
   const int64_t tiles = ceil_div(decode_groups(n), kDecodeTile), quads = decode_quads(k);
   const double all = static_cast<double>(tiles * quads) * 8448.0 / 4.27e6;  // from HBM
   DecodeSplit best;
   double least = 1e30;
-  for (int i = 0; i < kDecodeSplits; ++i) {
-    const DecodeSplit s = decode_split_of(i);
-    if (s.cluster > quads || (s.tiles == 1 && s.cluster * s.parts() > quads && quads > 1)) continue;
+  for (int i = 0; i < kDecodeNarrow; ++i) {
+    const DecodeSplit s = decode_split_of(i, n, sms);
+    if (s.cluster > quads || (s.tiles == 1 && s.sums() > quads && quads > 1)) continue;
     const int64_t ctas = ceil_div(tiles, s.tiles) * s.cluster, slice = ceil_div(quads, s.cluster);
     const int64_t waves = ceil_div(ctas, at_once(s.cluster, sms, costs.idle));
     const double work = static_cast<double>(waves * slice * s.tiles) * costs.quad;
@@ -50,24 +48,64 @@ DecodeSplit decode_split(int64_t n, int64_t k, int sms, bool grouped) {
   return best;
 }
 
+// That of four warpgroups with the fewest quads a warp, all CTAs at once, in clusters of two at
+// most: those of more do not come to lie on an SM each. Of equals the one with less of x for a CTA;
+// cluster 0: there is none.
+DecodeSplit wide_split(int64_t n, int64_t k, int sms) {
+  DecodeSplit best{0};
+  int64_t least = 0;
+  for (int i = kDecodeNarrow; i < kDecodeNarrow + 6; ++i) {
+    const DecodeSplit s = decode_split_of(i, n, sms);
+    const int64_t part = ceil_div(decode_quads(k), s.sums());
+    if (s.clusters * s.cluster > sms || s.sums() > decode_quads(k)) continue;
+    if (best.cluster != 0 && part > least) continue;
+    least = part, best = s;
+  }
+  return best;
+}
+
+}  // namespace
+
+DecodeSplit decode_split_of(int index, int64_t n, int sms) {
+  if (index < kDecodeNarrow) return {index / 2 + 1, index % 2 + 1};
+  const int cluster = (index - kDecodeNarrow) / 3 + 1, tiles = 1 << (index - kDecodeNarrow) % 3;
+  // NOTE: decode_narrowed() has the parts of one tile in twice as many CTAs.
+  if (cluster > kDecodeMaxCluster / (tiles == 1 ? 2 : 1)) return {0};
+  const int64_t groups = decode_groups(n), least = ceil_div(groups, kDecodeTile * tiles);
+  const int64_t clusters = std::max(least, std::min<int64_t>(groups, sms / cluster));
+  return {cluster, tiles, 4, static_cast<int>(clusters)};
+}
+
+DecodeSplit decode_split(int64_t n, int64_t k, int sms, bool grouped) {
+  if (grouped) return narrow_split(n, k, sms, kAmongOthers);
+  const DecodeSplit narrow = narrow_split(n, k, sms, kAlone), wide = wide_split(n, k, sms);
+  if (wide.cluster == 0) return narrow;
+  // NOTE: up to 8 rows both took 0.6 us for a quad of every warp, and 0.6 us more in CTAs of two
+  // warpgroups, of which not all start early.
+  const int64_t ahead =
+      ceil_div(decode_quads(k), wide.sums()) - ceil_div(decode_quads(k), narrow.sums());
+  return ahead <= 1 ? wide : narrow;
+}
+
 DecodeRoom decode_room(const DecodeSplit& s, int64_t k, int rows, Element element, bool halves) {
   const int parts = s.parts();
   const int64_t part = ceil_div(decode_quads(k), s.cluster * parts);  // equal but for one quad
+  const int warps = 4 * s.warpgroups;
   const int64_t fragments = int64_t{s.tiles} * kDecodeTile * (rows / 8);
   const int64_t sums = ceil_div(fragments, s.cluster) * s.cluster * parts * 512;
   const int64_t input = parts * (decode_input_bytes(rows, halves) + decode_scale_bytes(rows));
   DecodeRoom room;
-  const int64_t stage = int64_t{kDecodeWarps} * decode_quad_bytes(element);
+  const int64_t stage = int64_t{warps} * decode_quad_bytes(element);
   const int64_t needed = std::min<int64_t>(part, kDecodeMaxStages);
-  const int64_t bars = kDecodeBarBytes;
-  const int64_t most = kDecodeSmem - bars - sums;
-  // Four quads a warp, or eight of 4 bits, are twice what HBM wants to have been asked for; then as
-  // much of x as there is room for, then more stages.
-  int64_t stages = std::min<int64_t>(needed, element == Element::e2m1 ? 8 : 4);
+  const int64_t bars = decode_bar_bytes(warps);
+  const int64_t most = decode_smem(warps, rows) - bars - sums;
+  // Two quads a warp of 16, or four of 4 bits, are twice what HBM wants to have been asked for;
+  // then as much of x as there is room for, then more stages.
+  int64_t stages = std::min<int64_t>(needed, (element == Element::e2m1 ? 64 : 32) / warps);
   while (stages > 2 && (most - stages * stage) / input < std::min<int64_t>(part, 4)) --stages;
   if ((most - stages * stage) / input < 1) stages = 1;
   // Prepared rows arrive quad by quad; of many rows there is room for few.
-  const int64_t steps = rows <= 16 ? kDecodeMaxSteps : kDecodeMaxSteps / 2;
+  const int64_t steps = (rows <= 16 ? kDecodeMaxSteps : kDecodeMaxSteps / 2) / std::max(2, parts);
   const int64_t wanted = rows > kDecodeOwnRows ? std::min(part, steps) : part;
   const int64_t quads = std::min(wanted, (most - stages * stage) / input);
   if (quads < 1) return {};

@@ -12,20 +12,26 @@
 namespace te_mx::sm90 {
 
 // kHalves: products of fp16 numbers, else of FP8 codes. kFactors: scales are fp32 numbers for a
-// quad, else powers of two for a block.
-template <Element kWeights, int kXRows, bool kWithHalves, bool kWithFactors>
+// quad, else powers of two for a block. kPlain: x are bf16 values in whole vectors, or were
+// prepared. kWarps: of a CTA, 8 or 16.
+template <Element kWeights, int kXRows, bool kWithHalves, bool kWithFactors, bool kPlainInput,
+          int kCtaWarps>
 struct DecodeMath {
   static constexpr Element kFmt = kWeights;
-  static constexpr int kRows = kXRows, kFloats = kRows / 2;
-  static constexpr bool kHalves = kWithHalves, kFactors = kWithFactors;
+  static constexpr int kRows = kXRows, kFloats = kRows / 2, kWarps = kCtaWarps;
+  static constexpr bool kHalves = kWithHalves, kFactors = kWithFactors, kPlain = kPlainInput;
   static constexpr int kQuadBytes = decode_quad_bytes(kFmt);
   static constexpr int kInputBytes = decode_input_bytes(kRows, kHalves);
   // Rows of x in one instruction, and how many of its sums are under way at once: while some are
   // taken, the next ones are computed.
   static constexpr int kPiece = kRows == 64 ? 32 : kRows, kPieces = kRows / kPiece;
-  static constexpr int kTogether = kRows <= 16 && !kFactors ? 4 : 2;
+  static constexpr bool kFew = kRows <= kDecodeOwnRows, kWide = kWarps == 16;
+  static constexpr int kTogether = kRows <= 16 && !kFactors && !(kFew && kWide) ? 4 : 2;
   // CTAs an SM. NOTE: 64 rows in fp16 take more registers than two have.
-  static constexpr int kCtas = kHalves && kRows == 64 ? 1 : 2;
+  static constexpr int kCtas = (kHalves && kRows == 64) || (kWide && !kFew) ? 1 : 2;
+  // NOTE: beside a CTA of 16 warps there are registers for one that prepares rows; without them the
+  // next ones would gather on the SMs where none of those runs. 64 rows need all.
+  static constexpr int kThreadsAtMost = 32 * (kWarps + (kWide && !kFew && kRows < 64 ? 2 : 0));
 };
 
 // Of a lane 4g + t: rows g and g + 8 of its warp's group, rows 8j + 2t and 8j + 2t + 1 of x.
@@ -33,7 +39,6 @@ template <class Math>
 struct DecodeSums {
   using Block = WeightBlock<Math::kFmt>;
   float v[Math::kFloats] = {};
-  uint32_t nan[2] = {};
 
   // A block as operand A: 32 codes, or 16 fp16 numbers and 16 more.
   static constexpr int kParts = Math::kHalves ? 2 : 1;
@@ -107,7 +112,6 @@ struct DecodeSums {
       add_quad(at, x, scales, lane, own, std::make_integer_sequence<int, Math::kPieces>{});
       leave();
     } else {
-      nan[0] |= bytes_of_ones(own.x), nan[1] |= bytes_of_ones(own.y);
       add_blocks(at, x, scales, lane, own, leave,
                  std::make_integer_sequence<int, Math::kTogether>{},
                  std::make_integer_sequence<int, 4 * Math::kPieces>{});
@@ -157,9 +161,12 @@ struct DecodeSums {
       start<false>(d[u % kTogether], a[u / kPieces % kOperands], x, u / kPieces, u % kPieces);
       tile::wgmma_commit();
     };
-    ((kFirst % kPieces == 0 ? made(kFirst / kPieces) : void()), ...);
-    tile::wgmma_fence();
-    (begin(kFirst), ...);
+    // NOTE: while one block is multiplied, the next is made.
+    const auto first = [&](int u) {
+      if (u % kPieces == 0) made(u / kPieces), tile::wgmma_fence();
+      begin(u);
+    };
+    (first(kFirst), ...);
     const auto take = [&](auto u) {
       constexpr int kNext = u + kTogether, b = u / kPieces;
       if constexpr (kNext == kSums) leave();
@@ -177,13 +184,29 @@ struct DecodeSums {
     (take(std::integral_constant<int, kI>{}), ...);
   }
 
-  __device__ __forceinline__ void end() {
+  // Rows of weights with a scale of 255 are NaN altogether. In the loop such a scale is infinite,
+  // so that sums which are finite have none; for others the scales of quads [0, quads) at `w` are
+  // read again. `count` rows of x are there.
+  __device__ __forceinline__ void end(const uint8_t* w, int quads, int count, int lane) {
     if constexpr (Math::kFactors) return;
+    bool finite = true;
+#pragma unroll
+    for (int j = 0; j < Math::kFloats; ++j)
+      finite &= (__float_as_uint(v[j]) & 0x7F800000u) != 0x7F800000u ||
+                j / 4 * 8 + lane % 4 * 2 + j % 2 >= count;
+    if (finite) return;
+    uint32_t low = 0, high = 0;
+#pragma unroll 1
+    for (int i = 0; i < quads; ++i) {
+      const uint2 two =
+          *reinterpret_cast<const uint2*>(w + (i + 1) * Math::kQuadBytes - 64 + lane / 4 * 8);
+      low |= bytes_of_ones(two.x), high |= bytes_of_ones(two.y);
+    }
     const float none = __uint_as_float(0x7FC00000u);
 #pragma unroll
     for (int j = 0; j < Math::kFloats; j += 4) {
-      if (nan[0]) v[j] = v[j + 1] = none;
-      if (nan[1]) v[j + 2] = v[j + 3] = none;
+      if (low) v[j] = v[j + 1] = none;
+      if (high) v[j + 2] = v[j + 3] = none;
     }
   }
 };

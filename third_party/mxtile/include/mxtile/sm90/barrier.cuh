@@ -104,6 +104,12 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
+// The number of the cluster along x.
+__device__ __forceinline__ uint32_t cluster_number() {
+  uint32_t number;
+  asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(number));
+  return number;
+}
 
 // Kernels that were launched to start early (programmatic dependent launch) may, once every CTA of
 // this one has said so or has left.
