@@ -103,9 +103,12 @@ __device__ __forceinline__ void read_scales(const CodesParams& p, const Smem<Con
       const bool piece = pair == at.first / 2 || pair % 2 == 0;
       if (piece) {
         // What the next copy overwrites. Mostly it is known that it was read: four steps a piece.
-        const int last = older - 1;
-        if (last >= max(0, step - Config::kRaw))
-          tile::mbar_wait(smem.raw_empty(last % Config::kRaw), last / Config::kRaw & 1);
+        // NOTE: who unpacks reads its own steps in their order, not those of the others.
+#pragma unroll 1
+        for (int read = older - Config::kTurns; read < older; ++read) {
+          if (read >= max(0, step - Config::kRaw))
+            tile::mbar_wait(smem.raw_empty(read % Config::kRaw), read / Config::kRaw & 1);
+        }
         older = old, old = step;
       }
       uint2 w[4];

@@ -105,6 +105,18 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   return rank;
 }
 
+// The number of this cluster, and how many there are along x.
+__device__ __forceinline__ uint32_t cluster_index() {
+  uint32_t index;
+  asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+  return index;
+}
+__device__ __forceinline__ uint32_t cluster_count() {
+  uint32_t count;
+  asm volatile("mov.u32 %0, %%nclusterid.x;" : "=r"(count));
+  return count;
+}
+
 // Kernels that were launched to start early (programmatic dependent launch) may, once every CTA of
 // this one has said so or has left.
 __device__ __forceinline__ void let_dependents_start() {
