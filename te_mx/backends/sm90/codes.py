@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.native import FP4, native_operand
 from te_mx.backends.sm90 import binding_codes, binding_sums, split_k
 from te_mx.backends.sm90.gemm import ADAPTIVE, Adaptive, Scratches, is_plain_fp4
@@ -19,11 +20,11 @@ from te_mx.layouts.sm90_tiles import FP4_SPREAD
 CODES = "sm90_codes"
 # CTAs of a cluster. More than 6 do not all find room at once beside each other in a GPC.
 MOST_PARTS = 6
-BLOCK, STEP_K = 128, 128
-# Microseconds on an NVIDIA H200 (2026-11-24): a launch, a step of k of a wave, and the exchange of
+BLOCK, STEP_K, SMALL = 128, 128, "128x128"
+# Microseconds on an NVIDIA H200 (2026-11-27): a launch, a step of k of a wave, and the exchange of
 # sums inside a cluster, which computes one block and is launched anew for the next. GAIN: what
 # cutting k must win. ROOM: the share of multiprocessors that clusters of more than 2 take.
-LAUNCH_US, STEP_US, EXCHANGE_US, GAIN, ROOM = 6.3, 0.58, 2.0, 1.05, 0.9
+LAUNCH_US, STEP_US, EXCHANGE_US, GAIN, ROOM = 5.2, 0.58, 2.0, 1.05, 0.9
 # Of unpacking before (2026-11-27): a launch, and codes a microsecond. In front of this kernel a
 # launch for the inputs takes longer, as little of it is hidden.
 UNPACK_US, UNPACK_RATE, INPUT_US, INPUT_RATE = 1.5, 2.1e6, 2.9, 1.4e6
@@ -74,8 +75,34 @@ def faster_before(m: int, n: int, k: int, sms: int, cut: bool, fp4_inputs: bool)
     return before < in_loop + INPUT_US + m * k / INPUT_RATE
 
 
+@lru_cache(maxsize=4096)
+def blocks_before(m: int, n: int, sms: int) -> str:
+    """The blocks of D[m, n] where codes are unpacked before the product and k is in one piece; "":
+    those that the product chooses, by cycles where nothing is short. NOTE: behind the launch that
+    unpacks there are few, and what a step takes then counts: 512 7168 2048 takes 22.7 us in blocks
+    of 128 x 128, which takes 14 % more of those cycles, and 23.7 in those with the fewest."""
+    native = cpu.native()
+    tiles = [] if native is None else native.sm90_gemm_tiles()
+    us = {
+        tile["name"].partition(",")[0]: (
+            -(-(-(-m // tile["m"]) * -(-n // tile["n"])) // max(1, sms // tile["cluster"]))
+            * tile["us"]
+        )
+        for tile in tiles
+    }
+    few = -(-m // BLOCK) * -(-n // BLOCK) <= 2 * sms
+    return f"tile {SMALL}" if few and us and us[SMALL] == min(us.values()) else ""
+
+
 class _Before(Adaptive):
     """Its products whose codes are unpacked before them."""
+
+    def multiply(self, p: Product, scratch: Scratches) -> Ran | None:
+        m, n, k, index = p.lhs.rows, p.rhs.rows, p.lhs.k, p.out.device.index
+        whole = not p.mode.split_k or self._parts(index, m, n, k) == 1
+        blocks = blocks_before(m, n, split_k.multiprocessors(index)) if whole else ""
+        configured = _IN_BLOCKS[blocks]
+        return super(_Before, configured).multiply(p, scratch)
 
     def _parts(self, index: int, m: int, n: int, k: int) -> int:
         return parts_before(m, n, k, split_k.multiprocessors(index))
@@ -151,4 +178,5 @@ class Codes(Adaptive):
 
 
 _BEFORE = _Before()
+_IN_BLOCKS = {blocks: _BEFORE.configured(blocks) for blocks in ("", f"tile {SMALL}")}
 register(Codes())
