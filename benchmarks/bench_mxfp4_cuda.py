@@ -83,8 +83,8 @@ def _packed_before() -> Iterator[None]:
 
 def gemm(context: GpuContext) -> Iterator[Row]:
     """Gaussian operands, whose tiles are all of class 0. The cube eager, the others in graphs of
-    CALLS products, as those of a model stand behind each other in one. Few rows twice where the kernel that runs unpacks codes in its main loop: by that, and unpacked
-    before."""
+    CALLS products, as those of a model stand behind each other in one. Few rows twice where the
+    kernel that runs unpacks codes in its main loop: by that, and unpacked before."""
     for shape in context.pick([CUBE, *FEW], [(64, 96, 128), (32, 40, 64)]):
         m, n, k = shape
         plain = [

@@ -6,6 +6,7 @@ take longer here. The bits are those of the adaptive GEMM with as many parts of 
 
 from __future__ import annotations
 
+from copy import copy
 from functools import lru_cache
 
 from te_mx.backends.cpu import binding as cpu
@@ -97,13 +98,6 @@ def blocks_before(m: int, n: int, sms: int) -> str:
 class _Before(Adaptive):
     """Its products whose codes are unpacked before them."""
 
-    def multiply(self, p: Product, scratch: Scratches) -> Ran | None:
-        m, n, k, index = p.lhs.rows, p.rhs.rows, p.lhs.k, p.out.device.index
-        whole = not p.mode.split_k or self._parts(index, m, n, k) == 1
-        blocks = blocks_before(m, n, split_k.multiprocessors(index)) if whole else ""
-        configured = _IN_BLOCKS[blocks]
-        return super(_Before, configured).multiply(p, scratch)
-
     def _parts(self, index: int, m: int, n: int, k: int) -> int:
         return parts_before(m, n, k, split_k.multiprocessors(index))
 
@@ -163,7 +157,9 @@ class Codes(Adaptive):
         m, n, k, index = p.lhs.rows, p.rhs.rows, p.lhs.k, p.out.device.index
         sms = split_k.multiprocessors(index)
         if faster_before(m, n, k, sms, p.mode.split_k, is_plain_fp4(p.lhs.spec)):
-            return _BEFORE.multiply(p, scratch)
+            whole = not p.mode.split_k or parts_before(m, n, k, sms) == 1
+            before = _IN_BLOCKS[blocks_before(m, n, sms) if whole else ""]
+            return before.multiply(p, scratch)
         lhs, rhs = native_operand(p.lhs), native_operand(p.rhs)
         done, bias_grad = binding_codes.gemm(
             rhs, lhs, p.epilogue, p.out, p.aux, p.mode.spread, scratch,
@@ -178,5 +174,6 @@ class Codes(Adaptive):
 
 
 _BEFORE = _Before()
-_IN_BLOCKS = {blocks: _BEFORE.configured(blocks) for blocks in ("", f"tile {SMALL}")}
+_IN_BLOCKS: dict[str, _Before] = {"": _BEFORE, f"tile {SMALL}": copy(_BEFORE)}
+_IN_BLOCKS[f"tile {SMALL}"].configuration = f"tile {SMALL}"
 register(Codes())
