@@ -51,7 +51,12 @@ FAR = 0.01  # of the norm of a product: far above what both round and cut off
 # warpgroups a CTA and by four.
 SPLITS = {
     **{2 * c + t: f"{c + 1} x {t + 1}" for c in range(8) for t in range(2)},
-    **{16 + 3 * c + t: f"{c + 1} x {1 << t} of four" for c in range(8) for t in range(3) if t or c < 4},
+    **{
+        16 + 3 * c + t: f"{c + 1} x {1 << t} of four"
+        for c in range(8)
+        for t in range(3)
+        if t > 0 or c < 4
+    },
 }
 CALLS = 8  # of a graph, one after the other
 COLD = 512 << 20  # weights, so that no cache holds those of 4 bits

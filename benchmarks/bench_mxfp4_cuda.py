@@ -41,6 +41,7 @@ FEW = [  # of published kernels, measured in CUDA graphs
     (4096, 4096, 7168),
 ]
 FEW_TARGET = Target(1.1, 1.5)
+CALLS = 24  # of a graph, one after the other
 GROUPS = [  # groups, rows of each, N, K
     (groups, rows, n, k)
     for groups, rows in ((4, 8192), (8, 4096))
@@ -81,9 +82,9 @@ def _packed_before() -> Iterator[None]:
 
 
 def gemm(context: GpuContext) -> Iterator[Row]:
-    """Gaussian operands, whose tiles are all of class 0. The cube eager, the others in graphs. Few
-    rows twice where the kernel that runs unpacks codes in its main loop: by that, and unpacked
-    before."""
+    """Gaussian operands, whose tiles are all of class 0. The cube eager, the others in graphs of
+    CALLS products, as those of a model stand behind each other in one. Few rows twice where the
+    kernel that runs unpacks codes in its main loop: by that, and unpacked before."""
     for shape in context.pick([CUBE, *FEW], [(64, 96, 128), (32, 40, 64)]):
         m, n, k = shape
         plain = [
@@ -101,25 +102,26 @@ def gemm(context: GpuContext) -> Iterator[Row]:
             kernels[kind] = _kernel(pairs[0])
             calls[kind] = call
             if in_graphs:  # which keep the kernel that was captured
-                calls[kind] = captured(call, len(plain), context.device)
+                calls[kind] = captured(call, len(plain), context.device, CALLS)
                 if m <= FEW_ROWS and kernels[kind] != ADAPTIVE:
                     name = f"{kind} unpacked before"
                     with _packed_before():
-                        calls[name] = captured(call, len(plain), context.device)
+                        calls[name] = captured(call, len(plain), context.device, CALLS)
                     kernels[name] = ADAPTIVE
         calls["bf16"] = bf16(plain)
         if in_graphs:
-            calls["bf16"] = captured(calls["bf16"], len(plain), context.device)
+            calls["bf16"] = captured(calls["bf16"], len(plain), context.device, CALLS)
         times = interleaved(calls, context.effort, warm_up=2 * len(plain), clock=context.clock)
         flops = 2 * m * n * k
+        each = CALLS if in_graphs and context.device.type == "cuda" else 1
         for name, kernel in kernels.items():
-            seconds = times.seconds(name)
+            seconds = times.seconds(name) / each
             yield Row(
                 name, " ".join(map(str, shape)), kernel, seconds * 1e6,
                 *context.compute(flops, seconds),
                 "cuBLAS bf16" + " graph" * in_graphs, times.ratio("bf16", name),
                 FEW_TARGET if in_graphs else CUBE_TARGET,
-                context.compute(flops, times.seconds("bf16"))[0],
+                context.compute(flops, times.seconds("bf16") / each)[0],
             )  # fmt: skip
 
 

@@ -141,6 +141,7 @@ def test_where_codes_are_unpacked_follows_from_sizes():
         ((512, 7168, 2048), True, False, False),
         ((512, 7168, 2048), True, True, True),
         ((512, 7168, 2048), False, True, True),
+        ((256, 7168, 2048), True, True, False),
     ):
         assert codes.faster_before(*shape, 132, cut, fp4) == before
     assert codes.parts_before(512, 2048, 7168, 132) == 2  # measured
@@ -201,3 +202,17 @@ def test_explain_says_the_parts_of_the_kernel_that_runs():
         problem = Problem("gemm", place, lhs, f"{FP4}@rows", m, n, k, split_k=True)
         said = explain_problem(problem, "a product", split_k=True)
         assert where in said.note and said.parts == parts
+
+
+def test_blocks_behind_the_launch_that_unpacks(monkeypatch):
+    """Where blocks are few the microseconds of a step count, of k in one piece."""
+    assert codes.blocks_before(512, 7168, 132) == "tile 128x128"
+    assert codes.blocks_before(4096, 4096, 132) == ""
+    told, gemm = [], fake_sm90.gemm
+    monkeypatch.setattr(fake_sm90, "gemm", lambda args: told.append(args.kernel) or gemm(args))
+    monkeypatch.setattr(codes, "faster_before", lambda *sizes: True)
+    for blocks, parts, kernel in (("tile 128x128", 1, 2), ("tile 128x128", 3, -1), ("", 1, -1)):
+        monkeypatch.setattr(codes, "blocks_before", lambda *sizes, blocks=blocks: blocks)
+        monkeypatch.setattr(codes, "parts_before", lambda *sizes, parts=parts: parts)
+        multiplied(*operands(LHS["fp4"]), mode=SPLIT)
+        assert told.pop() == kernel

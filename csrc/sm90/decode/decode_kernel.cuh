@@ -80,8 +80,8 @@ struct WarpPlace {
         part(warp / 4 >> p.tile_shift),
         own_tile(warp / 4 - (part << p.tile_shift)),
         own_group(own_tile * kDecodeTile + warp % 4),
-        group(p.cluster_groups.begin(static_cast<int>(tile::cluster_number())) + own_group),
-        there(group < p.cluster_groups.begin(static_cast<int>(tile::cluster_number()) + 1)),
+        group(p.cluster_groups.begin(static_cast<int>(tile::cluster_index())) + own_group),
+        there(group < p.cluster_groups.begin(static_cast<int>(tile::cluster_index()) + 1)),
         quads(p.parts, rank * p.slice_parts + part) {}
 };
 
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(Math::kThreadsAtMost, Math::kCtas)
   if (!rows.begin(static_cast<int>(blockIdx.y))) return;
   // NOTE: read again at the end, takes no registers until then.
   const auto own_groups = [&] {
-    return Range(p.cluster_groups, static_cast<int>(tile::cluster_number()));
+    return Range(p.cluster_groups, static_cast<int>(tile::cluster_index()));
   };
   if (rows.group < 0) {
     const Range own = own_groups();

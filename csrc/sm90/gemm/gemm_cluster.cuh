@@ -10,8 +10,22 @@
 
 namespace te_mx::sm90 {
 
-// Blocks of 128 x 128, of which a cluster computes one at a time. Params have `parts`, one a CTA of
-// a cluster.
+// K in parts, one a CTA of a cluster: part i is of the steps from steps[i] to steps[i + 1], as in
+// gemm_split.cuh, so that sums have the same bits. NOTE: worked out on the host. No role of a CTA
+// does anything before it knows its part, and the divisions that this takes are long chains of
+// instructions: with them a kernel took 1 to 2 us more.
+struct PartsOfK {
+  int parts;
+  int steps[kMostCodesParts + 1];
+  __host__ void cut(int k_steps, int into) {
+    static_assert(kMostClusterParts <= kMostCodesParts);
+    parts = into;
+    for (int i = 0; i <= into; ++i)
+      steps[i] = static_cast<int>(static_cast<int64_t>(i) * k_steps / into);
+  }
+};
+
+// Blocks of 128 x 128, of which a cluster computes one at a time. Params have PartsOfK.
 template <class Params>
 class ClusterScheduler {
  public:
@@ -20,17 +34,19 @@ class ClusterScheduler {
     int m0, n0, first, end;  // steps of K
   };
   __device__ __forceinline__ explicit ClusterScheduler(const Params& p)
-      : p_(p), index_(static_cast<int>(blockIdx.x) / p.parts) {}
+      : p_(p), index_(static_cast<int>(tile::cluster_index())) {
+    const int part = static_cast<int>(tile::cluster_rank());
+    first_ = p.steps[part], end_ = p.steps[part + 1];
+  }
   template <class Smem>
   __device__ __forceinline__ ClusterScheduler(const Params& p, const Smem&) : ClusterScheduler(p) {}
 
   __device__ __forceinline__ bool take(Place& at) {
     if (index_ >= p_.m_blocks * p_.n_blocks) return false;
     const Block block = block_at(p_, p_.m_blocks, index_);
-    const int part = static_cast<int>(blockIdx.x) % p_.parts;
     at.m0 = block.m * 128, at.n0 = block.n * 128;
-    at.first = boundary(part), at.end = boundary(part + 1);
-    index_ += static_cast<int>(gridDim.x) / p_.parts;
+    at.first = first_, at.end = end_;
+    index_ += static_cast<int>(tile::cluster_count());
     return true;
   }
 
@@ -62,13 +78,8 @@ class ClusterScheduler {
   }
 
  private:
-  // As those of gemm_split.cuh, so that sums have the same bits.
-  __device__ __forceinline__ int boundary(int part) const {
-    return static_cast<int>(static_cast<int64_t>(part) * p_.k_steps / p_.parts);
-  }
-
   const Params& p_;
-  int index_;
+  int index_, first_, end_;
 };
 
 inline constexpr int kFinishBarrier = 10;  // of those who finish
@@ -91,7 +102,7 @@ __device__ __forceinline__ void finish_sums(const Params& p, char* staging, char
     return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z),
                        __uint_as_float(v.w));
   };
-  const int own = static_cast<int>(blockIdx.x) % p.parts;
+  const int own = static_cast<int>(tile::cluster_rank());
   static_assert(kMostCodesParts <= kAtOnce);
   if (p.finish.plain) {
     finish_plain(p.finish, at.m0 + own * kFinishRows + thread / 32, kFinishRows * p.parts,
@@ -107,8 +118,7 @@ __device__ __forceinline__ void finish_sums(const Params& p, char* staging, char
 }
 
 // ------------------------------------------------------------------------------- operands in tiles
-struct ClusterParams : GemmParams {
-  int parts;
+struct ClusterParams : GemmParams, PartsOfK {
   FinishParams finish;
 };
 

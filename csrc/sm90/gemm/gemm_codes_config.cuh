@@ -13,8 +13,7 @@ struct CodesOperands {
   static constexpr tile::Fp8 kLhs = kLhs_, kRhs = tile::Fp8::e4m3;
 };
 
-struct CodesParams : GemmParams {
-  int parts;  // of K, one a CTA of a cluster
+struct CodesParams : GemmParams, PartsOfK {
   PlainScales rhs;
   FinishParams finish;  // of EpilogueKind::sums
   // The kernel before this one makes the tiles of lhs, and has waited for those before it: codes of
@@ -30,19 +29,21 @@ struct Schedulers<CodesParams> {
   using Follower = CodesScheduler;
 };
 
-// As GemmConfig. Codes of 4 bits come to stages of their own, `raw`, more of them where the sums
-// stay in shared memory, which then needs no staging.
+// As GemmConfig. Codes of 4 bits come to stages of their own, `raw`. Where the sums stay in shared
+// memory there is no staging, and room for one more stage.
 template <class Operands_, EpilogueKind kEpilogue_>
 struct CodesConfig {
   using Operands = Operands_;
   using Promotion = PowerOfTwoScales;
   static constexpr EpilogueKind kEpilogue = kEpilogue_;
   static constexpr bool kKeepsSums = kEpilogue == EpilogueKind::sums;
-  static constexpr int kM = 128, kN = 128, kStages = 4, kCluster = 1, kSlots = 1;
+  static constexpr int kM = 128, kN = 128, kStages = kKeepsSums ? 5 : 4, kCluster = 1, kSlots = 1;
   static constexpr int kMath = 2, kWaves = 1, kLhsTiles = 1;
   static constexpr int kTurns = 2;  // warpgroups that unpack, and take turns at the steps
   static constexpr int kThreads = 128 * (1 + kMath + kTurns);
-  static constexpr int kRaw = 6;
+  static constexpr int kRaw = kKeepsSums ? 4 : 6;
+  // Who waits for a stage of codes has read those that were there before.
+  static_assert(kRaw % kTurns == 0);
   static constexpr int kLhsBytes = 128 * 128, kRhsBytes = 128 * 128;
   static constexpr int kLhsScaleBytes = Promotion::kLhsTileBytes;
   static constexpr int kScaleBytes = kLhsScaleBytes + Promotion::kRhsTileBytes;

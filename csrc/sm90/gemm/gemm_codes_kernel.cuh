@@ -23,15 +23,17 @@ namespace te_mx::sm90 {
 inline constexpr int kUnpackBarrier = 8;
 
 // For a warp, of which one lane asks: ask(i, place, step) for every step, where i is a stage of a
-// ring of kStages whose `empty(i)` has been waited for.
-template <int kStages, class Empty, class Ask>
-__device__ __forceinline__ void ask_for_steps(const CodesParams& p, const Empty& empty,
-                                              const Ask& ask) {
+// ring of kStages whose `empty(i)` has been waited for. begin(): before the first one.
+template <int kStages, class Begin, class Empty, class Ask>
+__device__ __forceinline__ void ask_for_steps(const CodesParams& p, const Begin& begin,
+                                              const Empty& empty, const Ask& ask) {
   const bool leader = tile::elect_one();
   Ring<kStages> ring;
   CodesScheduler schedule(p);
   CodesScheduler::Place at;
-  while (schedule.take(at)) {
+  bool more = schedule.take(at);
+  begin();
+  for (; more; more = schedule.take(at)) {
 #pragma unroll 1
     for (int step = at.first; step < at.end; ++step, ring.next()) {
       const int i = ring.stage;
@@ -42,11 +44,16 @@ __device__ __forceinline__ void ask_for_steps(const CodesParams& p, const Empty&
   }
 }
 
+// Until codes and scales of rhs are there.
+__device__ __forceinline__ void await_codes(const CodesParams& p) {
+  if (!p.lhs_comes) tile::await_predecessors();
+}
+
 template <class Config>
 __device__ __forceinline__ void ask_for_codes(const CodesParams& p, const CUtensorMap& rhs_map,
                                               const Smem<Config>& smem) {
   ask_for_steps<Config::kRaw>(
-      p, [&](int i) { return smem.raw_empty(i); },
+      p, [&] { await_codes(p); }, [&](int i) { return smem.raw_empty(i); },
       [&](int i, const CodesScheduler::Place& at, int step) {
         tile::mbar_arrive_expect(smem.raw_full(i), kRawTileBytes);
         tile::tma_load(smem.raw(i), &rhs_map, smem.raw_full(i), step * kRawRowBytes, at.n0);
@@ -58,7 +65,7 @@ template <class Config>
 __device__ __forceinline__ void ask_for_tiles(const CodesParams& p, const CUtensorMap& lhs_map,
                                               const Smem<Config>& smem) {
   ask_for_steps<Config::kStages>(
-      p, [&](int s) { return smem.empty(s); },
+      p, [] { tile::await_predecessors(); }, [&](int s) { return smem.empty(s); },
       [&](int s, const CodesScheduler::Place& at, int step) {
         const uint32_t* const words =
             p.lhs_scales + (static_cast<int64_t>(step) * p.lhs_tiles + at.m0 / 128) * kScaleWords;
@@ -83,6 +90,7 @@ template <class Config>
 __device__ __forceinline__ void read_scales(const CodesParams& p, const Smem<Config>& smem,
                                             int lane) {
   const auto row0 = [](const CodesScheduler::Place& at) { return at.n0; };
+  await_codes(p);
   ScaleStream<CodesScheduler> stream(p, p.rhs, smem.stream(), lane, row0);
   Ring<Config::kRaw> raw;
   int step = 0;            // those handed over
@@ -103,9 +111,12 @@ __device__ __forceinline__ void read_scales(const CodesParams& p, const Smem<Con
       const bool piece = pair == at.first / 2 || pair % 2 == 0;
       if (piece) {
         // What the next copy overwrites. Mostly it is known that it was read: four steps a piece.
-        const int last = older - 1;
-        if (last >= max(0, step - Config::kRaw))
-          tile::mbar_wait(smem.raw_empty(last % Config::kRaw), last / Config::kRaw & 1);
+        // NOTE: who unpacks reads its own steps in their order, not those of the others.
+#pragma unroll 1
+        for (int read = older - Config::kTurns; read < older; ++read) {
+          if (read >= max(0, step - Config::kRaw))
+            tile::mbar_wait(smem.raw_empty(read % Config::kRaw), read / Config::kRaw & 1);
+        }
         older = old, old = step;
       }
       uint2 w[4];
@@ -227,10 +238,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (threadIdx.x >= 32 && threadIdx.x < 32 + kFp4Tables)
     make_table(smem.tables(), static_cast<int>(threadIdx.x) - 32);
   __syncthreads();
-  // NOTE: nothing that another kernel writes is read, and nothing written, before this; where
-  // lhs_comes, of lhs and of D.
+  // NOTE: each role waits for the kernels before it where it first reads or writes memory.
   tile::let_dependents_start();
-  if (!p.lhs_comes) tile::await_predecessors();
   // Where sums stay, all wait for those of the cluster, and for those who still read them: a CTA
   // must not leave before. NOTE: each role does so itself. Where roles meet, all would have as few
   // registers as the one with the fewest.
@@ -253,7 +262,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     } else if (warp == 1) {
       prepare<Config>(p, smem, 0, static_cast<int>(threadIdx.x) % 32, [](const WorkTile&, int) {});
     } else if (warp == 2) {
-      if (p.lhs_comes) tile::await_predecessors();
       ask_for_tiles<Config>(p, lhs_map, smem);
     } else {
       read_scales<Config>(p, smem, static_cast<int>(threadIdx.x) % 32);
@@ -261,7 +269,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     meet(), meet();
   } else if (group <= Config::kMath) {
     tile::registers_up<Config::kMathRegs>();
-    if (p.lhs_comes) tile::await_predecessors();
+    tile::await_predecessors();
     consume<Config, Config::kEpilogue>(p, out_map, smem, 0, group - 1);
     meet();
     if constexpr (Config::kKeepsSums) finish_sums<Config::kMath>(p, smem.staging(0), smem.raw(0));

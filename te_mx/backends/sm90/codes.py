@@ -6,8 +6,10 @@ take longer here. The bits are those of the adaptive GEMM with as many parts of 
 
 from __future__ import annotations
 
+from copy import copy
 from functools import lru_cache
 
+from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.native import FP4, native_operand
 from te_mx.backends.sm90 import binding_codes, binding_sums, split_k
 from te_mx.backends.sm90.gemm import ADAPTIVE, Adaptive, Scratches, is_plain_fp4
@@ -19,11 +21,11 @@ from te_mx.layouts.sm90_tiles import FP4_SPREAD
 CODES = "sm90_codes"
 # CTAs of a cluster. More than 6 do not all find room at once beside each other in a GPC.
 MOST_PARTS = 6
-BLOCK, STEP_K = 128, 128
-# Microseconds on an NVIDIA H200 (2026-11-24): a launch, a step of k of a wave, and the exchange of
+BLOCK, STEP_K, SMALL = 128, 128, "128x128"
+# Microseconds on an NVIDIA H200 (2026-11-27): a launch, a step of k of a wave, and the exchange of
 # sums inside a cluster, which computes one block and is launched anew for the next. GAIN: what
 # cutting k must win. ROOM: the share of multiprocessors that clusters of more than 2 take.
-LAUNCH_US, STEP_US, EXCHANGE_US, GAIN, ROOM = 6.3, 0.58, 2.0, 1.05, 0.9
+LAUNCH_US, STEP_US, EXCHANGE_US, GAIN, ROOM = 5.2, 0.58, 2.0, 1.05, 0.9
 # Of unpacking before (2026-11-27): a launch, and codes a microsecond. In front of this kernel a
 # launch for the inputs takes longer, as little of it is hidden.
 UNPACK_US, UNPACK_RATE, INPUT_US, INPUT_RATE = 1.5, 2.1e6, 2.9, 1.4e6
@@ -72,6 +74,25 @@ def faster_before(m: int, n: int, k: int, sms: int, cut: bool, fp4_inputs: bool)
     before = UNPACK_US + codes / UNPACK_RATE + split_k.product_us(m, n, k, sms, of_packed)
     in_loop = _us(m, n, k, sms, parts)
     return before < in_loop + INPUT_US + m * k / INPUT_RATE
+
+
+@lru_cache(maxsize=4096)
+def blocks_before(m: int, n: int, sms: int) -> str:
+    """The blocks of D[m, n] where codes are unpacked before the product and k is in one piece; "":
+    those that the product chooses, by cycles where nothing is short. NOTE: behind the launch that
+    unpacks there are few, and what a step takes then counts: 512 7168 2048 takes 22.7 us in blocks
+    of 128 x 128, which takes 14 % more of those cycles, and 23.7 in those with the fewest."""
+    native = cpu.native()
+    tiles = [] if native is None else native.sm90_gemm_tiles()
+    us = {
+        tile["name"].partition(",")[0]: (
+            -(-(-(-m // tile["m"]) * -(-n // tile["n"])) // max(1, sms // tile["cluster"]))
+            * tile["us"]
+        )
+        for tile in tiles
+    }
+    few = -(-m // BLOCK) * -(-n // BLOCK) <= 2 * sms
+    return f"tile {SMALL}" if few and us and us[SMALL] == min(us.values()) else ""
 
 
 class _Before(Adaptive):
@@ -136,7 +157,9 @@ class Codes(Adaptive):
         m, n, k, index = p.lhs.rows, p.rhs.rows, p.lhs.k, p.out.device.index
         sms = split_k.multiprocessors(index)
         if faster_before(m, n, k, sms, p.mode.split_k, is_plain_fp4(p.lhs.spec)):
-            return _BEFORE.multiply(p, scratch)
+            whole = not p.mode.split_k or parts_before(m, n, k, sms) == 1
+            before = _IN_BLOCKS[blocks_before(m, n, sms) if whole else ""]
+            return before.multiply(p, scratch)
         lhs, rhs = native_operand(p.lhs), native_operand(p.rhs)
         done, bias_grad = binding_codes.gemm(
             rhs, lhs, p.epilogue, p.out, p.aux, p.mode.spread, scratch,
@@ -151,4 +174,6 @@ class Codes(Adaptive):
 
 
 _BEFORE = _Before()
+_IN_BLOCKS: dict[str, _Before] = {"": _BEFORE, f"tile {SMALL}": copy(_BEFORE)}
+_IN_BLOCKS[f"tile {SMALL}"].configuration = f"tile {SMALL}"
 register(Codes())

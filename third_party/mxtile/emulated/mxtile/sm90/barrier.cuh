@@ -37,8 +37,11 @@ inline void named_arrive(int id, int threads) { simt::named_barrier(id, threads,
 
 inline void cluster_sync() { simt::cluster_arrive(), simt::cluster_wait(); }
 inline uint32_t cluster_rank() { return simt::self().cta->rank; }
-inline uint32_t cluster_number() {
+inline uint32_t cluster_index() {
   return blockIdx.x / static_cast<uint32_t>(simt::self().cta->cluster->ctas.size());
+}
+inline uint32_t cluster_count() {
+  return gridDim.x / static_cast<uint32_t>(simt::self().cta->cluster->ctas.size());
 }
 
 // Kernels run one after another.

@@ -104,11 +104,17 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-// The number of the cluster along x.
-__device__ __forceinline__ uint32_t cluster_number() {
-  uint32_t number;
-  asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(number));
-  return number;
+
+// The number of this cluster, and how many there are along x.
+__device__ __forceinline__ uint32_t cluster_index() {
+  uint32_t index;
+  asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+  return index;
+}
+__device__ __forceinline__ uint32_t cluster_count() {
+  uint32_t count;
+  asm volatile("mov.u32 %0, %%nclusterid.x;" : "=r"(count));
+  return count;
 }
 
 // Kernels that were launched to start early (programmatic dependent launch) may, once every CTA of
