@@ -128,7 +128,9 @@ def _extend(shard: Any, settings: Settings, place: Place, model: Model) -> None:
 
 
 # ----------------------------------------------------------------------- parameters of fully_shard
-_known: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
+# By module. What fully_shard knows of a parameter holds its module, so neither is held here.
+_known: weakref.WeakKeyDictionary[nn.Module, dict[str, weakref.ref[Any]]]
+_known = weakref.WeakKeyDictionary()
 _groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # of its parameters
 
 
@@ -143,8 +145,9 @@ def params_of(module: nn.Module) -> dict[str, Any]:
                 for param in () if group is None else group.fsdp_params:
                     _groups[param] = weakref.ref(group)
                     info = param._module_info
-                    _known.setdefault(info.module, {})[info.param_name] = param
-    return _known.get(module, {})
+                    _known.setdefault(info.module, {})[info.param_name] = weakref.ref(param)
+    found = {name: ref() for name, ref in _known.get(module, {}).items()}
+    return {name: param for name, param in found.items() if param is not None}
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[Any, str, Any]]:

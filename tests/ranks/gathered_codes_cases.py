@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -139,6 +141,20 @@ def case_what_stands_for_a_weight_is_made_once():
     assert found[0] is found[1] and found[0][0] == RECIPE.settings and found[0][1].settings.one_copy
     with te_mx.autocast(recipe=te_mx.recipe.MXFP4BlockScaling()):
         refused(RuntimeError, "was gathered as", lambda: model(of(M, K)))
+
+
+def case_models_are_not_held():
+    """A model whose weights were gathered as codes goes when nobody has it."""
+    model = nn.Sequential(*(built(te_mx.Linear, K, K, **FP32) for _ in range(2)))
+    for module in (*model, model):
+        fully_shard(module, mesh=init_device_mesh(DEVICE, (2,)))
+    quantized_all_gather(model, recipe=RECIPE)
+    with te_mx.autocast(recipe=RECIPE):
+        model(of(M, K)).backward(of(M, K, seed=2))
+    left = [weakref.ref(model[0]), weakref.ref(model[0].weight._local_tensor)]
+    del model, module
+    gc.collect()
+    assert [ref() for ref in left] == [None, None]
 
 
 class GatedMLP(nn.Module):
