@@ -6,9 +6,12 @@ from __future__ import annotations
 import as_on_hopper
 import pytest
 import torch
+import torch.utils.flop_counter
 
 import te_mx
+from te_mx import _ops as ops
 from te_mx import prepared
+from te_mx.runtime.ran import LAST_RUN, new_tags
 
 BF16 = torch.bfloat16
 
@@ -145,3 +148,76 @@ def test_other_tensors_and_watchers_take_the_long_way(taken):
         te_mx.gemm(A, torch.empty(40, 96))
     made = te_mx.gemm(A, B, bias=torch.ones(70), gelu="tanh")
     assert made.aux is not None and len(taken) == before
+
+
+# ------------------------------------------------------------------------- products of operands
+def operands(rows="mxfp8_e4m3@rows", m=40, n=70, k=96):
+    x, w = torch.randn(m, k, dtype=BF16), torch.randn(n, k, dtype=BF16)
+    return ops.quantize_2d(x, "mxfp8_e4m3@sm90:8").row, ops.quantize_2d(w, rows).row
+
+
+@pytest.mark.parametrize("rows", ["mxfp8_e4m3@rows", "mxfp8_e4m3@sm90:8", "mxfp4@rows"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_product_without_an_epilogue(rows, biased):
+    """In the shape that is asked for, with the bits of one that is written to a given tensor,
+    whether an operand lies plain or is packed already, or no call is made once for it."""
+    x, w = operands(rows)
+    epilogue, tag = ops.Epilogue(torch.randn(70) if biased else None), new_tags(torch.nn.Identity())
+    given = torch.empty(40, 70, dtype=BF16)
+    expected = ops.gemm_2d(x, w, epilogue, out=given, out_dtype=BF16, tag=tag).out
+    ran = LAST_RUN.pop(tag)
+    for shape in ((2, 20, 70), (2, 20, 70), None):
+        made = ops.gemm_2d(x, w, epilogue, out_dtype=BF16, tag=tag, shape=shape).out
+        assert made.shape == (shape or (40, 70)) and not made._is_view()
+        assert torch.equal(made.view(40, 70), expected)
+        assert LAST_RUN.pop(tag) == ran
+
+
+def test_who_watches_sees_a_product():
+    x, w = operands()
+    expected = ops.gemm_2d(x, w, out_dtype=BF16).out
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        made = ops.gemm_2d(x, w, out_dtype=BF16, shape=(2, 20, 70)).out
+    assert torch.equal(made.view(40, 70), expected) and not made._is_view()
+    assert counter.get_total_flops() == 2 * 40 * 70 * 96
+
+
+def test_a_product_is_not_made_of_operands_that_do_not_fit():
+    x, w = operands()
+    none = x._replace(codes=x.codes[:0], rows=0, spec="mxfp8_e4m3@rows", scales=w.scales[:0])
+    assert ops.gemm_2d(none, w, out_dtype=BF16).out.shape == (0, 70)
+    with pytest.raises(ValueError, match="rhs"):
+        ops.gemm_2d(x, w._replace(codes=w.codes[:, 1:]), out_dtype=BF16)
+    longer = operands(k=128)[1]
+    for _ in range(2):  # known by the second time
+        with pytest.raises(ValueError, match=r"96.*128|128.*96"):
+            ops.gemm_2d(x, longer, out_dtype=BF16)
+
+
+# ------------------------------------------------------------------- codes and values, made alone
+SPECS = ["mxfp8_e4m3@rows", "mxfp8_e5m2@rows", "mxfp4@rows"]
+
+
+@pytest.mark.parametrize("spec", [*SPECS, "mxfp8_e4m3@sm90:8", "fp8_e4m3_1x128@rows"])
+@pytest.mark.parametrize("k", [96, 70])
+def test_rows_of_many_matrices(spec, k):
+    """The bytes of quantize_2d, also of an x with strides and where no call is made once."""
+    rule = "pow2" if "1x128" in spec else "rceil"
+    for x in (torch.randn(40, k), torch.randn(40, k, dtype=BF16), torch.randn(40, 200)[:, :k]):
+        expected = ops.quantize_2d(x, spec, rule=rule).row
+        for _ in range(2):
+            made = ops.rows_2d(x, spec, rule)
+            assert made[2:] == expected[2:]
+            assert torch.equal(made.codes, expected.codes)
+            assert torch.equal(made.scales, expected.scales)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_values_of_many_operands(spec, dtype):
+    operand = ops.quantize_2d(torch.randn(40, 96), spec).row
+    expected = operand.values(torch.float64).to(dtype)
+    for _ in range(2):
+        assert torch.equal(ops.dequantize_2d(operand, dtype), expected)
+    with pytest.raises(ValueError, match="the matrix"):
+        ops.dequantize_2d(operand._replace(codes=operand.codes[:, 1:]), dtype)

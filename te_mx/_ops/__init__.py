@@ -16,6 +16,7 @@ from te_mx._ops.quantize import (
     quantize_two_2d,
     quantized,
     restored_2d,
+    rows_2d,
 )
 from te_mx.dispatch.calls import FLOAT_DTYPES, Epilogue, GemmParts, Mode, Quantize
 from te_mx.dispatch.forms import Forms, forms
@@ -48,5 +49,6 @@ __all__ = [
     "quantize_two_2d",
     "quantized",
     "restored_2d",
+    "rows_2d",
     "turned",
 ]

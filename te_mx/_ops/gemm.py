@@ -4,6 +4,7 @@ operands, and the forms that operands take which stand still.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,13 +15,14 @@ from te_mx._ops.library import define, is_direct
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Epilogue, GemmParts, Mode
 from te_mx.dispatch.problem import STREAM_ROWS, Problem, place_of
-from te_mx.dispatch.registry import pick, pick_problem
+from te_mx.dispatch.registry import PreparedGemm, derived, pick, pick_problem
 from te_mx.layouts.operand import Operand
 from te_mx.runtime import cpu_memory
 from te_mx.runtime.ran import LAST_RUN, note_read
 from te_mx.written import check_apart
 
 _DEFAULT_MODE = Mode()
+_MOST_KNOWN = 4096
 
 
 def gemm_2d(
@@ -34,6 +36,7 @@ def gemm_2d(
     want_aux: bool = True,
     tag: int = -1,
     mode: Mode = _DEFAULT_MODE,
+    shape: Sequence[int] | None = None,
 ) -> GemmParts:
     """D[m, n] = epilogue(lhs @ rhs^T). Products are exact, sums are fp32.
 
@@ -47,14 +50,20 @@ def gemm_2d(
         want_aux: False when nobody needs aux, as without a backward pass: it is not written.
         tag: when 0 or more, the name of the kernel that ran is kept in `LAST_RUN[tag]`.
         mode: precision, alignment spread and whether K may be cut, on GPUs.
+        shape: of a new D, in the place of [m, n].
     """
     bias, gelu, gelu_in, bias_grad, accumulate = epilogue
     if is_direct(lhs.codes, bias, gelu_in, out):
+        plain = bias is None and gelu is None and gelu_in is None and bias_grad is None
+        if plain and out is None and place_of(lhs.codes.device).device != "cpu":
+            made = _in_one_call(lhs, rhs, out_dtype, tag, mode, shape)
+            if made is not None:
+                return GemmParts(made, None, None)
         lhs, rhs, out, aux = _ready(lhs, rhs, epilogue, out, out_dtype, aux_dtype, want_aux)
         ran = run.gemm(lhs, rhs, epilogue, out, aux, mode)
         if tag >= 0:
             LAST_RUN[tag] = ran.name
-        return GemmParts(out, aux, ran.bias_grad)
+        return GemmParts(_shaped(out, shape), aux, ran.bias_grad)
     sides = (*_flat(lhs), *_flat(rhs))
     rest = (bias, gelu or "", gelu_in, bias_grad or "", *mode)
     kept = (aux_dtype or (out_dtype if out is None else out.dtype)) if want_aux else None
@@ -64,7 +73,55 @@ def gemm_2d(
         checks.writable(out)
         aux, sums = GEMM_OUT(*sides, *rest, out, accumulate, kept, tag)
     has_aux = want_aux and gelu is not None and gelu_in is None
-    return GemmParts(out, aux if has_aux else None, sums if bias_grad else None)
+    return GemmParts(_shaped(out, shape), aux if has_aux else None, sums if bias_grad else None)
+
+
+def _shaped(out: Tensor, shape: Sequence[int] | None) -> Tensor:
+    """No view: autograd lets nobody change the view that a Function returns in place."""
+    return out if shape is None or len(shape) == 2 else out.view(shape).detach()
+
+
+def _in_one_call(
+    lhs: Operand, rhs: Operand, dtype: torch.dtype, tag: int, mode: Mode,
+    shape: Sequence[int] | None,
+) -> Tensor | None:  # fmt: skip
+    """A product without an epilogue, in a call that its kernel makes once for its sizes; None where
+    there is none."""
+    known, device = derived(), lhs.codes.device
+    key = "product", lhs.spec, rhs.spec, lhs.rows, rhs.rows, lhs.k, dtype, device, mode
+    found = known.get(key)
+    if found is None:
+        if len(known) > _MOST_KNOWN:
+            known.clear()
+        found = _prepared(lhs, rhs, dtype, mode)
+        if device.type != "cuda" or device.index is not None:
+            known[key] = found
+    call, name = found
+    if call is None or lhs.k != rhs.k or rhs.codes.device != device:
+        return None
+    lhs, rhs = lhs.checked("lhs"), rhs.checked("rhs")
+    out = torch.empty(shape or (lhs.rows, rhs.rows), dtype=dtype, device=device)
+    if not call(lhs, rhs, out):
+        return None
+    if tag >= 0:
+        LAST_RUN[tag] = name
+    return out
+
+
+def _prepared(
+    lhs: Operand, rhs: Operand, dtype: torch.dtype, mode: Mode
+) -> tuple[PreparedGemm | None, str]:
+    """Such a call and the kernel's name."""
+    device, sizes = lhs.codes.device, (lhs.rows, rhs.rows, lhs.k)
+    if 0 in sizes:
+        return None, ""
+    precision, spread, split_k = mode
+    kernel = pick("gemm", device, lhs.spec, rhs.spec, sizes, dtype, precision, "", spread)
+    problem = Problem(
+        "gemm", place_of(device), lhs.spec, rhs.spec, *sizes, dtype=dtype, precision=precision,
+        spread=spread, split_k=split_k,
+    )  # fmt: skip
+    return kernel.once(problem), kernel.name
 
 
 def _flat(operand: Operand) -> tuple[Any, ...]:

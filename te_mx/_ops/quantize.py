@@ -3,7 +3,8 @@ one layout to another."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +14,13 @@ from te_mx._ops.library import define, is_direct
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Quantize
 from te_mx.dispatch.fused import Target
-from te_mx.dispatch.registry import pick
+from te_mx.dispatch.problem import Problem, place_of
+from te_mx.dispatch.registry import derived, pick
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized
 from te_mx.runtime.ran import note_read
+
+_MOST_KNOWN = 4096  # calls that are made once
 
 
 def quantize_2d(
@@ -47,6 +51,36 @@ def quantize_2d(
         return run.quantize(Quantize(x, row, col, rule, col_sum, sum_dtype, seed))
     parts = _QUANTIZE(x, row, col, rule, col_sum, sum_dtype, seed)
     return quantized_of(parts, row, col, col_sum, x.shape)
+
+
+def rows_2d(x: Tensor, row: str, rule: str) -> Operand:
+    """The rowwise operand of quantize_2d, of many matrices of one size."""
+    if is_direct(x):
+        call = _once("quantize", x.device, row, (x.shape[0], x.shape[1]), x.dtype, rule)
+        made = None if call is None else call(x)
+        if made is not None:
+            return made
+    found = quantize_2d(x, row, rule=rule).row
+    assert found is not None
+    return found
+
+
+def _once(
+    op: str, device: torch.device, spec: str, sizes: tuple[int, int], dtype: torch.dtype,
+    rule: str = "rceil",
+) -> Callable[..., Any] | None:  # fmt: skip
+    """The call of a kernel that is made once for these sizes, or None."""
+    known, key = derived(), (op, device, spec, sizes, dtype, rule)
+    found = known.get(key, ...)
+    if found is ...:
+        if len(known) > _MOST_KNOWN:
+            known.clear()
+        kernel = pick(op, device, spec, "", (*sizes, 1), dtype, rule=rule)
+        problem = Problem(op, place_of(device), spec, "", *sizes, dtype=dtype, rule=rule)
+        found = kernel.once(problem)
+        if device.type != "cuda" or device.index is not None:
+            known[key] = found
+    return found
 
 
 def quantize_two_2d(first: Quantize, second: Quantize) -> tuple[Quantized, Quantized]:
@@ -89,7 +123,11 @@ def quantized(values: Tensor, target: Target) -> Quantized:
 def dequantize_2d(operand: Operand, dtype: torch.dtype) -> Tensor:
     """The values [rows, k] of an operand, rounded once to dtype; NaN where a scale says so."""
     if is_direct(operand.codes, operand.scales):
-        return run.dequantize(_dequantizable(operand, dtype), dtype)
+        operand = _dequantizable(operand, dtype)
+        sizes = operand.rows, operand.k
+        call = _once("dequantize", operand.codes.device, operand.spec, sizes, dtype)
+        made = None if call is None else call(operand)
+        return run.dequantize(operand, dtype) if made is None else made
     codes, scales, spec, rows, k, _ = operand
     return _DEQUANTIZE(codes, scales, spec, rows, k, dtype)
 

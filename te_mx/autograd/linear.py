@@ -74,7 +74,8 @@ class LinearFunction(torch.autograd.Function):
             x, plan, call.kept, weight_NK, settings, need_dx, weight_NK
         )
         x_row = other_tokens.rows_of_all(q.row, tokens)
-        y_MN = steps.fprop(x_row, w_row, bias_N, settings, call.out_dtype, call.tag)
+        like = x if tokens is None else None
+        y = steps.fprop(x_row, w_row, bias_N, settings, call.out_dtype, call.tag, like)
         x_kept = Kept.of(call.sources) if plan.keep and call.sources else plan.kept(q, x, need_dw)
         w_kept = steps.kept_for_dgrad(w_row, w_col, weight_NK, settings, need_dx)
         ctx.settings, ctx.tag, ctx.tokens, ctx.sinks = settings, call.tag, tokens, (call.sink,)
@@ -82,7 +83,8 @@ class LinearFunction(torch.autograd.Function):
         ctx.kept = x_kept.beside, w_kept.beside
         ctx.dtypes = x.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype
         ctx.siblings = shared_inputs.joined(x, ctx) if need_dx and tokens is None else None
-        y = other_tokens.unflatten_all(y_MN, x, tokens)
+        if tokens is not None:
+            y = other_tokens.unflatten_all(y, x, tokens)
         return outputs(ctx, (*x_kept.tensors, *w_kept.tensors), y)
 
     @staticmethod

@@ -51,7 +51,7 @@ from te_mx._ops import (
 )
 from te_mx.autograd import high_precision, shared_inputs
 from te_mx.autograd.saved import NOTHING, Kept
-from te_mx.autograd.shapes import flatten
+from te_mx.autograd.shapes import flatten, unflatten
 from te_mx.autograd.sought import Sought
 from te_mx.autograd.wgrad import INPUT, OUTPUT_GRADIENT, Reads, Wgrad
 from te_mx.dispatch.registry import derived
@@ -285,13 +285,15 @@ def _weight_columns(kept: Kept, settings: Settings) -> Operand:
 # ------------------------------------------------------------------------------------------- fprop
 def fprop(
     x: Operand, w: Operand | Sought, bias_N: Tensor | None, settings: Settings, dtype: torch.dtype,
-    tag: int,
+    tag: int, like: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """y [M, N] = x @ w^T + bias."""
+    """y [M, N] = x @ w^T + bias; in the shape of a `like` [..., K] if there is one."""
     if isinstance(w, Sought):
-        return w.times(x, bias_N, "", dtype)
-    epilogue = Epilogue(bias=bias_N)
-    return gemm_2d(x, w, epilogue, out_dtype=dtype, tag=tag, mode=mode_of(settings)).out
+        y_MN = w.times(x, bias_N, "", dtype)
+        return y_MN if like is None else unflatten(y_MN, like)
+    shape = None if like is None else (*like.shape[:-1], w.rows)
+    epilogue, mode = Epilogue(bias=bias_N), mode_of(settings)
+    return gemm_2d(x, w, epilogue, out_dtype=dtype, tag=tag, mode=mode, shape=shape).out
 
 
 # ------------------------------------------------------------------------------- gradients' operand

@@ -101,6 +101,13 @@ class Kernel:
         None where there is nothing to prepare."""
         return None
 
+    def once(self, problem: Problem) -> Callable[..., Any] | None:
+        """The call of a problem, with all that its sizes say made before; None where `run` does as
+        well. Of a GEMM as `prepared`, of operands that lie as the problem says. Of a quantizer: the
+        operand of x, rowwise alone. Of values: those of an operand. None from a call where native
+        code does not take it."""
+        return None
+
     def run_two(self, first: Any, second: Any) -> tuple[Any, Any] | None:
         """What `run` makes of either call, both at the same time; None where it cannot."""
         return None

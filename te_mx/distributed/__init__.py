@@ -29,13 +29,10 @@ def __getattr__(name: str) -> Any:
 
 # What concerns other ranks imports torch.distributed.tensor, which whoever comes here has done.
 def _run(module: Any, inp: Any, *args: Any) -> Any:
-    from te_mx.distributed import fsdp, groups, tensor_parallel
+    from te_mx.distributed import calls
 
-    if module._shared is not None:
-        return groups.run(module, inp, *args)
-    held = module._parameters.values()
-    gathered = any(isinstance(value, fsdp.GatheredWeight) for value in held)
-    return (fsdp if gathered else tensor_parallel).run(module, inp, *args)
+    several_ranks.above.run = calls.run  # an import statement in every call takes its time
+    return calls.run(module, inp, *args)
 
 
 def _owners(module: Any, weights: Any) -> list[Any]:
@@ -57,9 +54,9 @@ def _block(block: Any, x: Any) -> tuple[Any, str]:
 
 
 def _gathered(module: Any, settings: Any) -> tuple[dict[str, Any], Any]:
-    from te_mx.distributed import fsdp
+    from te_mx.distributed import on_codes
 
-    found = fsdp.gathered(module, module._parameters, settings)
+    found = on_codes.gathered(module, module._parameters, settings)
     return found["_gathered"], found["_ran_with"]
 
 

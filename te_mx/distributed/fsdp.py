@@ -10,7 +10,7 @@ starts from the rowwise codes, as under the recipe's one_copy_weights, with the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,13 +19,8 @@ from torch.distributed._composable_state import _get_module_state, _module_state
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from te_mx import formats
-from te_mx._ops import Made, Operand, Stack
 from te_mx.arguments import check_module
-from te_mx.autograd.steps import at_rest
-from te_mx.autograd.steps_grouped import KeptWeights
-from te_mx.autograd.steps_kept import KeptWeight
 from te_mx.distributed.gathered import GatheredWeight
-from te_mx.distributed.local_layer import call, local_layer
 from te_mx.distributed.shard_codes import SIGNATURE, Model, Place, ShardCodes
 from te_mx.nn.grouped_linear import GroupedLinear
 from te_mx.nn.mx_module import MXModule
@@ -123,7 +118,7 @@ def _extend(shard: Any, settings: Settings, place: Place, model: Model) -> None:
         codes, scales = all_gather_outputs
         last: int = here().shape[-1]  # type: ignore[union-attr]
         made = GatheredWeight(codes, scales, last, param_dtype, settings.w)
-        return made, (codes, scales)
+        return made, ()  # it has no memory but that of what FSDP2 gathered, which it frees
 
     fsdp_pre_all_gather.__signature__ = SIGNATURE  # type: ignore[attr-defined]
     shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = (
@@ -132,50 +127,10 @@ def _extend(shard: Any, settings: Settings, place: Place, model: Model) -> None:
     )
 
 
-# ------------------------------------------------------------------------- running on what came
-def run(module: Any, inp: Any, *args: Any) -> Any:
-    """The forward of a module with gathered codes as weights."""
-    held = module._parameters
-    layer = local_layer(module, held, **gathered(module, held, module._settings()))
-    return call(module, layer, inp, *args)
-
-
-def gathered(module: Any, held: Mapping[str, Any], settings: Settings | None) -> dict[str, Any]:
-    """What a local layer has to know where some of these parameters are gathered codes.
-
-    Raises:
-        RuntimeError: they are of another format than the active recipe wants.
-    """
-    found = {key: value for key, value in held.items() if isinstance(value, GatheredWeight)}
-    if not found:
-        return {}
-    for key in found:
-        wanted = module._gathers[key]
-        if settings is None or (settings.w, settings.scale_rule) != (wanted.w, wanted.scale_rule):
-            active = "no recipe is active" if settings is None else f"the recipe wants {settings.w}"
-            raise RuntimeError(
-                f"{module._label()}: {key} was gathered as {wanted.w} ({wanted.scale_rule}) by "
-                f"te_mx.distributed.quantized_all_gather, and {active}; run it under "
-                "te_mx.autocast with the recipe that was given there"
-            )
-    assert settings is not None
-    settings = settings._replace(one_copy=True)
-    kept = {key: _kept(module, value, settings) for key, value in found.items()}
-    return {"_gathered": kept, "_ran_with": settings}
-
-
-def _kept(module: Any, weight: GatheredWeight, settings: Settings) -> Any:
-    spec, made = at_rest(weight.fmt), Made.now(weight.codes.device)
-    if weight.dim() == 3:
-        groups, rows, k = weight.shape
-        stack = Stack(weight.codes, weight.scales, spec, groups, rows, k)
-        return KeptWeights(settings, stack, None, made)
-    rows, k = weight.shape
-    return KeptWeight(settings, Operand(weight.codes, weight.scales, spec, rows, k), None, made)
-
-
 # ----------------------------------------------------------------------- parameters of fully_shard
-_known: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
+# By module. What fully_shard knows of a parameter holds its module, so neither is held here.
+_known: weakref.WeakKeyDictionary[nn.Module, dict[str, weakref.ref[Any]]]
+_known = weakref.WeakKeyDictionary()
 _groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # of its parameters
 
 
@@ -190,8 +145,9 @@ def params_of(module: nn.Module) -> dict[str, Any]:
                 for param in () if group is None else group.fsdp_params:
                     _groups[param] = weakref.ref(group)
                     info = param._module_info
-                    _known.setdefault(info.module, {})[info.param_name] = param
-    return _known.get(module, {})
+                    _known.setdefault(info.module, {})[info.param_name] = weakref.ref(param)
+    found = {name: ref() for name, ref in _known.get(module, {}).items()}
+    return {name: param for name, param in found.items() if param is not None}
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[Any, str, Any]]:

@@ -28,6 +28,7 @@ class GatheredWeight(Tensor):
     codes: Tensor
     scales: Tensor
     fmt: str
+    kept: tuple[Any, Any] | None = None  # what stands in for it under some settings, and these
 
     @staticmethod
     def __new__(cls, codes: Tensor, scales: Tensor, k: int, dtype: torch.dtype, fmt: str) -> Any:

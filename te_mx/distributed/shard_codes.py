@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from te_mx._ops import quantize_2d
+from te_mx._ops import rows_2d
 from te_mx._ops.grouped_quantize import quantize_weights
 from te_mx.autograd.steps import at_rest
 from te_mx.context import backward_pass_id
@@ -134,8 +134,7 @@ class ShardCodes:
                     list(values.unbind(0)), at_rest(settings.w), rule=settings.scale_rule
                 )[0]
                 return stack.codes, stack.scales
-            row = quantize_2d(values, at_rest(settings.w), rule=settings.scale_rule).row
-            assert row is not None
+            row = rows_2d(values, at_rest(settings.w), settings.scale_rule)
             return row.codes, row.scales
 
 

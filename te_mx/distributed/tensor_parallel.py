@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from te_mx.distributed import between_hooks
-from te_mx.distributed.fsdp import Sharded, gathered, params_of
+from te_mx.distributed.fsdp import Sharded, params_of
 from te_mx.distributed.hooks import wanted_of
 from te_mx.distributed.inputs import local_of, placed
 from te_mx.distributed.local_layer import call, local_layer
@@ -40,6 +40,7 @@ from te_mx.distributed.nodes import (
     summed,
 )
 from te_mx.distributed.nodes import local_of as local_of_parameter
+from te_mx.distributed.on_codes import gathered
 from te_mx.distributed.owners import Placed
 from te_mx.distributed.plans import EXPERTS, WHOLE, Plan, Way, plan_of
 from te_mx.distributed.token_codes import tokens_of

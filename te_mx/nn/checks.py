@@ -39,7 +39,8 @@ class Checked:
         if (
             type(inp) is Tensor
             and not inp.is_nested
-            and type(weight) is nn.Parameter
+            and weight is not None
+            and (type(weight) is nn.Parameter or type(weight).__name__ == "GatheredWeight")
             and (bias is None or type(bias) is nn.Parameter)
             and inp.dim()
             and inp.shape[-1] == cols

@@ -12,6 +12,7 @@ from torch.fx import Proxy
 from te_mx.autograd import few_rows, transforms
 from te_mx.autograd.high_precision import HighPrecisionLinear
 from te_mx.autograd.linear import Call, linear, linear_on_codes
+from te_mx.autograd.steps_kept import KeptWeight
 from te_mx.context import is_tracing
 from te_mx.nn import constructors, delayed_wgrad, frozen_op, missing_weight, residual, weight_only
 from te_mx.nn import parameters_split as split
@@ -242,6 +243,17 @@ class Linear(MXModule, nn.Linear):
             settings, output_dtype(inp), tag, kept, save_x, sink, tokens=self._tokens, lent=lent
         )
         out = linear(inp, weight if lent is None else lent.parameter, added, call)
+        return (out, bias) if self.return_bias else out
+
+    def _on_codes(self, inp: Tensor, kept: KeptWeight) -> Any:
+        """The forward where codes stand in for the weight in this call and nothing else is
+        unusual."""
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        added = None if self.return_bias else bias
+        self._check_plain_call(inp, weight, added, self.out_features, self.in_features)
+        save_x = self.save_original_input or self.keeps_given_input
+        call = Call(kept.settings, output_dtype(inp), self._tag_now(), kept, save_x)
+        out = linear(inp, weight, added, call)  # type: ignore[arg-type]
         return (out, bias) if self.return_bias else out
 
     def _high_precision(self, inp: Tensor, is_first_microbatch: bool | None) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -86,7 +88,7 @@ def written(layer, shard):
 def case_codes_of_a_step_are_made_once():
     """The first gather of a forward pass quantizes all weights of a model, and backward gathers the
     same codes; nothing outlives the step, and nothing that was written meanwhile is sent."""
-    made, plain = [], shard_codes.quantize_2d
+    made, plain = [], shard_codes.rows_2d
 
     def quantize(values, *args, **kwargs):
         made.append(tuple(values.shape))
@@ -106,7 +108,7 @@ def case_codes_of_a_step_are_made_once():
         fully_shard(module, mesh=init_device_mesh(DEVICE, (2,)))
     shards = [layer.weight._local_tensor for layer in model]
     assert quantized_all_gather(model) == 3
-    shard_codes.quantize_2d = quantize
+    shard_codes.rows_2d = quantize
     try:
         assert passed(model) == passed(model) == (3, 3)
         known = [s.fsdp_pre_all_gather.__closure__[0].cell_contents for s in shards]
@@ -119,7 +121,40 @@ def case_codes_of_a_step_are_made_once():
         shards[1].data.mul_(2)  # nobody would see the next write
         assert passed(model) == (3, 4)
     finally:
-        shard_codes.quantize_2d = plain
+        shard_codes.rows_2d = plain
+
+
+def case_what_stands_for_a_weight_is_made_once():
+    """A weight in the same memory is the same operand in every pass; another recipe is seen."""
+    model = nn.Sequential(*(built(te_mx.Linear, K, K, **FP32) for _ in range(2)))
+    for module in (*model, model):
+        fully_shard(module, mesh=init_device_mesh(DEVICE, (2,)))
+    assert quantized_all_gather(model, recipe=RECIPE) == 2
+    found = []
+    for _ in range(2):
+        with te_mx.autocast(recipe=RECIPE):
+            y = model(of(M, K))
+        model[0].unshard()
+        found.append(model[0].weight.kept)
+        model[0].reshard()
+        y.backward(of(M, K, seed=2))
+    assert found[0] is found[1] and found[0][0] == RECIPE.settings and found[0][1].settings.one_copy
+    with te_mx.autocast(recipe=te_mx.recipe.MXFP4BlockScaling()):
+        refused(RuntimeError, "was gathered as", lambda: model(of(M, K)))
+
+
+def case_models_are_not_held():
+    """A model whose weights were gathered as codes goes when nobody has it."""
+    model = nn.Sequential(*(built(te_mx.Linear, K, K, **FP32) for _ in range(2)))
+    for module in (*model, model):
+        fully_shard(module, mesh=init_device_mesh(DEVICE, (2,)))
+    quantized_all_gather(model, recipe=RECIPE)
+    with te_mx.autocast(recipe=RECIPE):
+        model(of(M, K)).backward(of(M, K, seed=2))
+    left = [weakref.ref(model[0]), weakref.ref(model[0].weight._local_tensor)]
+    del model, module
+    gc.collect()
+    assert [ref() for ref in left] == [None, None]
 
 
 class GatedMLP(nn.Module):

@@ -107,17 +107,25 @@ class Adaptive(Scratched):
 
     def _made(self, p: Product) -> binding_prepared.PreparedGemm | None:
         lhs, rhs = p.lhs, p.rhs
-        plain = [order for _, order in map(words_of, (lhs.spec, rhs.spec)) if order != "sm90"]
-        if not all(order in ("k_last", "k_first") for order in plain):
-            return None
-        if is_plain_fp4(lhs.spec) or is_plain_fp4(rhs.spec):  # one launch unpacks both
-            return None
         problem = Problem(
             "gemm", place_of(p.out.device), lhs.spec, rhs.spec, lhs.rows, rhs.rows, lhs.k,
             dtype=p.out.dtype, spread=p.mode.spread, split_k=p.mode.split_k,
         )  # fmt: skip
+        return self._as_they_lie(problem)
+
+    def _as_they_lie(self, problem: Problem) -> binding_prepared.PreparedGemm | None:
+        specs = problem.lhs, problem.rhs
+        plain = [order for _, order in map(words_of, specs) if order != "sm90"]
+        if not all(order in ("k_last", "k_first") for order in plain):
+            return None
+        if any(map(is_plain_fp4, specs)):  # one launch unpacks both
+            return None
         side = binding_prepared.Side
-        return self._prepared(problem, side(*words_of(lhs.spec)), side(*words_of(rhs.spec)))
+        return self._prepared(problem, *(side(*words_of(spec)) for spec in specs))
+
+    def once(self, problem: Problem) -> PreparedGemm | None:
+        made = self._as_they_lie(problem)
+        return None if made is None else made.run
 
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not(problem, "rows", "cols", "sm90")

@@ -3,7 +3,7 @@ GEMM; two matrices at once; and the way back."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from te_mx.backends.base import PLAIN, QuantizedParts
 from te_mx.backends.base import Quantize as NativeQuantize
 from te_mx.backends.native import native_operand, one_read, words_of
 from te_mx.backends.sm90 import binding
+from te_mx.backends.sm90.binding_codes_once import CodesOnce, ValuesOnce
 from te_mx.backends.sm90.envelope import MX, why_not
 from te_mx.dispatch.calls import FLOAT_DTYPES, Quantize
 from te_mx.dispatch.problem import Problem
@@ -57,6 +58,10 @@ class HopperQuantize(Kernel):
     def run(self, what: Quantize) -> Quantized | None:
         parts = binding.quantize(_native_call(what))
         return None if parts is None else _quantized(what, parts)
+
+    def once(self, problem: Problem) -> Callable[[Tensor], Operand | None] | None:
+        fmt, order = words_of(problem.lhs) if problem.lhs and not problem.rhs else ("", "")
+        return CodesOnce(problem, fmt).run if order == "k_last" else None
 
     def run_two(self, first: Quantize, second: Quantize) -> tuple[Quantized, Quantized] | None:
         """Both at the same time where the GPU has room; the first without col_sum."""
@@ -132,6 +137,11 @@ class HopperDequantize(Kernel):
         if reason is None and problem.dtype not in FLOAT_DTYPES:
             reason = f"gives float32, bfloat16 and float16, not {problem.dtype}"
         return reason
+
+    def once(self, problem: Problem) -> Callable[[Operand], Tensor | None] | None:
+        fmt, order = words_of(problem.lhs)
+        mx = spec_of(problem.lhs).format.name in MX
+        return ValuesOnce(problem, fmt).run if order == "k_last" and mx else None
 
     def run(self, operand: Operand, dtype: torch.dtype) -> Tensor | None:
         plain = native_operand(operand)

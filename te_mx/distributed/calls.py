@@ -1,0 +1,18 @@
+"""Which part of te_mx.distributed runs a call that concerns tensors of several ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from te_mx.distributed import groups, on_codes, tensor_parallel
+from te_mx.distributed.gathered import GatheredWeight
+
+
+def run(module: Any, inp: Any, *args: Any) -> Any:
+    """The forward of a module on what this rank has of its tensors."""
+    if module._shared is not None:
+        return groups.run(module, inp, *args)
+    for value in module._parameters.values():
+        if isinstance(value, GatheredWeight):
+            return on_codes.run(module, inp, *args)
+    return tensor_parallel.run(module, inp, *args)
