@@ -52,13 +52,7 @@ __device__ __forceinline__ uint64_t* bar_at(int offset, int i) {
 // Has parameters in the cache before they are needed: they are new to every launch, and each line
 // takes its time.
 __device__ __forceinline__ void touch_parameters(const DecodeParams& p) {
-  const auto touch = [](auto v) {
-    if constexpr (sizeof(v) == 8) {
-      asm volatile("" ::"l"(v));
-    } else {
-      asm volatile("" ::"r"(static_cast<int>(v)));
-    }
-  };
+  using tile::touch;
   touch(p.w_stride), touch(p.k), touch(p.split.warpgroups), touch(p.each_factor);
   touch(p.parts.longer), touch(p.room.bytes), touch(p.in.ld), touch(p.in.scales);
   touch(p.in.gate_ld), touch(p.in.exponent), touch(p.in.made_scales), touch(p.out.ld);

@@ -55,6 +55,9 @@ inline int opaque(int v) {
   return v;
 }
 
+template <class T>
+void touch(T) {}
+
 inline bool elect_one() {
   simt::leave(simt::gather(~0u, "elect.sync", "", 0));
   return simt::self().lane == 0;

@@ -142,6 +142,16 @@ __device__ __forceinline__ int opaque(int v) {
   return v;
 }
 
+// Reads a number here, whatever for: a parameter of a launch, so that the cache has its line.
+template <class T>
+__device__ __forceinline__ void touch(T v) {
+  if constexpr (sizeof(T) == 8) {
+    asm volatile("" ::"l"(v));
+  } else {
+    asm volatile("" ::"r"(static_cast<int>(v)));
+  }
+}
+
 // True in one lane of a converged warp.
 __device__ __forceinline__ bool elect_one() {
   uint32_t elected;
