@@ -108,6 +108,22 @@ def test_every_split(w_fmt, split):
         assert torch.equal(bits(few), bits(out[:rows]))
 
 
+@pytest.mark.parametrize("split", [16, 20, 21])
+@pytest.mark.parametrize("w_fmt", ["mxfp8_e4m3", "mxfp4", "fp8_e4m3_128x128"])
+def test_rows_have_the_same_bits_whoever_prepares_them(w_fmt, split):
+    """8 rows of a long k are prepared by a kernel before, one and those apart by every CTA."""
+    n, k = 40, 21000
+    form, _ = packed(spread(n, k, 4, 1), w_fmt)
+    values = spread(17, k, 4, 2).bfloat16()
+    apart = torch.empty(17, k + 1, dtype=BF16, device="cuda")[:, :k]
+    apart.copy_(values)
+    out = decode(form, w_fmt, values, nothing(17, n)[:, :n], k, split=split)
+    for x in (values, apart):
+        for rows in (1, 8, 16):
+            few = decode(form, w_fmt, x[:rows], nothing(rows, n)[:, :n], k, split=split)
+            assert torch.equal(bits(few), bits(out[:rows]))
+
+
 def test_activations():
     n, k = 100, 512
     form, _ = packed(spread(n, k, 1, 1), "mxfp8_e4m3")

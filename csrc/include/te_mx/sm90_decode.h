@@ -24,18 +24,22 @@ inline constexpr int kDecodeRows = 16;      // of weights in a group
 inline constexpr int kDecodeQuad = 128;     // of k
 inline constexpr int kDecodeTile = 4;       // groups that a warpgroup multiplies at once
 inline constexpr int kDecodeMostRows = 64;  // of x that a CTA meets at once
-// Up to so many rows every CTA quantizes its slice of x; more are prepared by a kernel before.
-inline constexpr int kDecodeOwnRows = 8;
+// Every CTA quantizes its slice of x, or a kernel before prepares all of it (decode_prepares()).
+inline constexpr int kDecodeOwnRows = 8;     // at most, but of bf16 by CTAs of four warpgroups
+inline constexpr int kDecodeOwnQuads = 160;  // of x, at most, by CTAs of four warpgroups
 inline constexpr int kDecodeMaxStages = 16;
 inline constexpr int kDecodeMaxSteps = 32;  // quads of prepared x of a CTA that are on their way
 inline constexpr int kDecodeMaxCluster = 8;
 // Barriers: of every warp's ring, of steps of all parts that are there and that were read, of sums.
 constexpr int decode_bars(int warps) { return warps * kDecodeMaxStages + 2 * kDecodeMaxSteps + 1; }
 constexpr int decode_bar_bytes(int warps) { return decode_bars(warps) * 8 + 16; }  // and the block
-// Two CTAs share an SM. Of products of up to kDecodeOwnRows rows one in CTAs of 16 warps may be
-// there with the next, which loads its weights meanwhile; of more rows such a CTA has an SM alone.
-constexpr int decode_smem(int warps, int rows) {
-  return (warps == 16 && rows > kDecodeOwnRows ? 200 : 112) * 1024;
+// CTAs of 16 warps have an SM alone where they have many rows. Otherwise two CTAs share it: those
+// of a product and of the next, which loads its weights meanwhile.
+constexpr bool decode_alone(int warps, int rows, bool prepared) {
+  return warps == 16 && prepared && rows > 8;
+}
+constexpr int decode_smem(int warps, int rows, bool prepared) {
+  return (decode_alone(warps, rows, prepared) ? 200 : 112) * 1024;
 }
 // Never three: CTAs of one product would gather on some SMs, those of the next on others.
 inline constexpr int kDecodeLeastSmem = 76 * 1024;
@@ -91,7 +95,8 @@ struct DecodeRoom {
   int input_quads = 0;  // of x of every part that are there at once
   int scales_at = 0, sums_at = 0, ring_at = 0, bars_at = 0, bytes = 0;  // x lies first
 };
-DecodeRoom decode_room(const DecodeSplit& split, int64_t k, int rows, Element element, bool halves);
+DecodeRoom decode_room(const DecodeSplit& split, int64_t k, int rows, Element element, bool halves,
+                       bool prepared);
 
 // Rows of a block, and how many blocks there may be: with groups (0: one matrix), a block has rows
 // of one, or rows of none.
@@ -147,6 +152,9 @@ struct DecodeArgs {
 
   constexpr bool halves() const { return exact || x_as_is || x_element == Element::e5m2; }
 };
+// Whether m rows of x are prepared before. plain: bf16 values in whole vectors, for FP8 products.
+// NOTE: no result depends on it.
+bool decode_prepares(const DecodeSplit& split, int64_t m, int64_t k, int64_t groups, bool plain);
 // Workspace, aligned to 16 bytes: decode_workspace() of the same sizes.
 Status decode(const DecodeArgs& args);
 int64_t decode_workspace(int64_t m, int64_t k, int64_t groups);

@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
                        0,
                        k};
   if (rows.early()) tile::await_predecessors();
-  fill_pass<kRows, kHalves, kFactors, kRows / 16, kPrepareThreads / 16>(in, room, rows);
+  fill_pass<kRows, kHalves, kFactors, (kRows + 15) / 16, kPrepareThreads / 16>(in, room, rows);
 }
 
 }  // namespace te_mx::sm90

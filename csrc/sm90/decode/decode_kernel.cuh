@@ -7,10 +7,10 @@
 // The transposed product D^T[n, row] on wgmma: weights are operand A, in registers, 64 of their
 // rows a warpgroup; x is operand B. First of all lane 0 of each warp asks for its weights, into a
 // ring of the warp's own in shared memory, one bulk copy a stage. Meanwhile all threads make x of
-// the slice of k, or as much of it as there is room for, pass after pass (decode_input.cuh); more
-// than kDecodeOwnRows rows were prepared, and come quad by quad. Sums of parts of k go to the CTA
-// of the cluster that adds them up, in order. So the bits of a row depend on n and k, not on the
-// other rows of x nor on their number.
+// the slice of k, or as much of it as there is room for, pass after pass (decode_input.cuh), or
+// rows were prepared, and come quad by quad. Sums of parts of k go to the CTA of the cluster that
+// adds them up, in order. So the bits of a row depend on n and k, not on the other rows of x nor on
+// their number.
 //
 // A CTA takes half of an SM at most, and of a product of few rows each SM has one: while it
 // computes, that of the next product loads its weights.
@@ -227,7 +227,7 @@ __global__ void __launch_bounds__(Math::kThreadsAtMost, Math::kCtas)
     const WarpPlace<Math> place(p, threadIdx.x);
     WeightRing<kQuad>::start(p, place, base, p.w + rows.group * p.w_stride);
     if (threadIdx.x == 0) *block = rows;
-    if (kRows > kDecodeOwnRows && threadIdx.x == 0) {
+    if (Math::kPrepared && threadIdx.x == 0) {
       uint64_t* const steps = bars + kWarps * kDecodeMaxStages;
 #pragma unroll 1
       for (int i = 0; i < kDecodeMaxSteps; ++i) {
@@ -261,7 +261,7 @@ __global__ void __launch_bounds__(Math::kThreadsAtMost, Math::kCtas)
                if (own.there) ring.next(p.room.stages);
              });
   };
-  if constexpr (kRows > kDecodeOwnRows) {
+  if constexpr (Math::kPrepared) {
     const WarpPlace<Math> own(p, threadIdx.x);
     WeightRing<kQuad> ring(p, own, base, p.w + rows.group * p.w_stride, 0);
     const uint32_t x_at = base + own.part * each * Math::kInputBytes;

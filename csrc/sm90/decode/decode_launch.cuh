@@ -11,7 +11,7 @@ namespace te_mx::sm90 {
 // Fills in how weights [n, k] are cut and what of shared memory goes where; unsupported where there
 // is no room.
 inline Status cut_decode(DecodeParams& p, const DecodeSplit& split, Element element, int64_t n,
-                         int64_t k, int rows, bool halves) {
+                         int64_t k, int rows, bool halves, bool prepared) {
   p.n = static_cast<int>(n), p.k = static_cast<int>(k);
   p.groups = static_cast<int>(decode_groups(n)), p.quads = static_cast<int>(decode_quads(k));
   p.split = split;
@@ -20,7 +20,7 @@ inline Status cut_decode(DecodeParams& p, const DecodeSplit& split, Element elem
   const int tile_groups = kDecodeTile * split.tiles;
   p.clusters = std::max(split.clusters, (p.groups + tile_groups - 1) / tile_groups);
   p.cluster_groups = {p.groups / p.clusters, p.groups % p.clusters};
-  p.room = decode_room(split, k, rows, element, halves);
+  p.room = decode_room(split, k, rows, element, halves, prepared);
   p.cluster_factor = quotient_factor(split.cluster);
   p.width_factor = quotient_factor(std::max(1, p.room.input_quads * split.parts()));
   p.each_factor = quotient_factor(std::max(1, p.room.input_quads));
@@ -46,7 +46,7 @@ Status launch_prepare(DecodeParams& p, const DecodeRows& rows, int64_t blocks, v
 }
 
 // Launches the kernel on `blocks` blocks of at most Math::kRows rows, of weights that cut_decode
-// was asked about; blocks of more than kDecodeOwnRows were prepared just before.
+// was asked about, prepared just before or not at all.
 template <class Math>
 Status launch_decode(const DecodeParams& p, const DecodeRows& rows, int64_t blocks, void* stream) {
   const auto kernel = &decode_kernel<Math>;
@@ -56,7 +56,7 @@ Status launch_decode(const DecodeParams& p, const DecodeRows& rows, int64_t bloc
   if (prepared != device) {
     const cudaError_t error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             decode_smem(Math::kWarps, Math::kRows));
+                             decode_smem(Math::kWarps, Math::kRows, Math::kPrepared));
     if (error != cudaSuccess) return started(error);
     prepared = device;
   }

@@ -18,12 +18,13 @@ struct DecodeTask {
 template <class Math>
 Status run_decode(DecodeTask t) {
   constexpr int kRows = Math::kRows;
-  const DecodeSplit split = Math::kWide ? t.split : decode_narrowed(t.split);
-  const Status status = cut_decode(t.p, split, Math::kFmt, t.n, t.k, kRows, Math::kHalves);
+  const DecodeSplit split = Math::kWarps == 16 ? t.split : decode_narrowed(t.split);
+  const Status status =
+      cut_decode(t.p, split, Math::kFmt, t.n, t.k, kRows, Math::kHalves, Math::kPrepared);
   if (status != Status::ok) return status;
   t.rows.most = kRows;
   const int64_t blocks = decode_blocks(t.rows.m, t.rows.groups.count, kRows);
-  if constexpr (kRows > kDecodeOwnRows) {
+  if constexpr (Math::kPrepared) {
     const Status prepared = launch_prepare<Math>(t.p, t.rows, blocks, t.workspace, t.stream);
     if (prepared != Status::ok) return prepared;
   }
@@ -31,26 +32,45 @@ Status run_decode(DecodeTask t) {
 }
 
 // NOTE: as many columns of the tensor cores as the rows need, with the same sums of each row.
-template <Element kFmt, bool kHalves, bool kFactors, int kWarps>
-Status run_decode_rows(const DecodeTask& t, int rows) {
+template <Element kFmt, bool kHalves, bool kFactors>
+Status run_decode_narrow(const DecodeTask& t, int rows) {
+  constexpr auto kMade = DecodeX::prepared;
   if (rows == 8) {
     if constexpr (!kHalves) {
       if (t.p.in.plain(t.k))
-        return run_decode<DecodeMath<kFmt, 8, false, kFactors, true, kWarps>>(t);
+        return run_decode<DecodeMath<kFmt, 8, false, kFactors, DecodeX::plain, 8>>(t);
     }
-    return run_decode<DecodeMath<kFmt, 8, kHalves, kFactors, false, 8>>(t);
+    return run_decode<DecodeMath<kFmt, 8, kHalves, kFactors, DecodeX::any, 8>>(t);
   }
-  if (rows == 16) return run_decode<DecodeMath<kFmt, 16, kHalves, kFactors, true, kWarps>>(t);
-  if (rows == 32) return run_decode<DecodeMath<kFmt, 32, kHalves, kFactors, true, kWarps>>(t);
-  return run_decode<DecodeMath<kFmt, kDecodeMostRows, kHalves, kFactors, true, kWarps>>(t);
+  if (rows == 16) return run_decode<DecodeMath<kFmt, 16, kHalves, kFactors, kMade, 8>>(t);
+  if (rows == 32) return run_decode<DecodeMath<kFmt, 32, kHalves, kFactors, kMade, 8>>(t);
+  return run_decode<DecodeMath<kFmt, kDecodeMostRows, kHalves, kFactors, kMade, 8>>(t);
+}
+
+template <Element kFmt, bool kFactors>
+Status run_decode_wide(const DecodeTask& t, int rows) {
+  constexpr auto kPlain = DecodeX::plain, kMade = DecodeX::prepared;
+  const bool plain = t.p.in.plain(t.k);
+  if (rows == 8 && !plain) return run_decode_narrow<kFmt, false, kFactors>(t, rows);
+  const bool made = decode_prepares(t.split, t.rows.m, t.k, t.rows.groups.count, plain);
+  if (rows == 8) {
+    return made ? run_decode<DecodeMath<kFmt, 8, false, kFactors, kMade, 16>>(t)
+                : run_decode<DecodeMath<kFmt, 8, false, kFactors, kPlain, 16>>(t);
+  }
+  if (rows == 16) {
+    return made ? run_decode<DecodeMath<kFmt, 16, false, kFactors, kMade, 16>>(t)
+                : run_decode<DecodeMath<kFmt, 16, false, kFactors, kPlain, 16>>(t);
+  }
+  if (rows == 32) return run_decode<DecodeMath<kFmt, 32, false, kFactors, kMade, 16>>(t);
+  return run_decode<DecodeMath<kFmt, kDecodeMostRows, false, kFactors, kMade, 16>>(t);
 }
 
 template <Element kFmt, bool kFactors>
 Status run_decode_any(const DecodeTask& t, bool halves) {
   const int rows = decode_rows(t.rows.m, t.rows.groups.count);
-  if (halves) return run_decode_rows<kFmt, true, kFactors, 8>(t, rows);
-  return t.split.warpgroups == 4 ? run_decode_rows<kFmt, false, kFactors, 16>(t, rows)
-                                 : run_decode_rows<kFmt, false, kFactors, 8>(t, rows);
+  if (halves) return run_decode_narrow<kFmt, true, kFactors>(t, rows);
+  return t.split.warpgroups == 4 ? run_decode_wide<kFmt, kFactors>(t, rows)
+                                 : run_decode_narrow<kFmt, false, kFactors>(t, rows);
 }
 
 Status run_decode_e4m3(const DecodeTask& t, bool halves);

@@ -64,6 +64,9 @@ DecodeSplit wide_split(int64_t n, int64_t k, int sms) {
   return best;
 }
 
+// Whether half of k, mostly the slice of a CTA of four warpgroups, of m rows is better prepared.
+bool is_long(int64_t m, int64_t k) { return m * ((decode_quads(k) + 1) / 2) > kDecodeOwnQuads; }
+
 }  // namespace
 
 DecodeSplit decode_split_of(int index, int64_t n, int sms) {
@@ -87,7 +90,14 @@ DecodeSplit decode_split(int64_t n, int64_t k, int sms, bool grouped) {
   return ahead <= 1 ? wide : narrow;
 }
 
-DecodeRoom decode_room(const DecodeSplit& s, int64_t k, int rows, Element element, bool halves) {
+bool decode_prepares(const DecodeSplit& s, int64_t m, int64_t k, int64_t groups, bool plain) {
+  const int rows = decode_rows(m, groups);
+  if (s.warpgroups != 4 || !plain) return rows > kDecodeOwnRows;
+  return rows > 16 || is_long(m, k);
+}
+
+DecodeRoom decode_room(const DecodeSplit& s, int64_t k, int rows, Element element, bool halves,
+                       bool prepared) {
   const int parts = s.parts();
   const int64_t part = ceil_div(decode_quads(k), s.cluster * parts);  // equal but for one quad
   const int warps = 4 * s.warpgroups;
@@ -98,7 +108,7 @@ DecodeRoom decode_room(const DecodeSplit& s, int64_t k, int rows, Element elemen
   const int64_t stage = int64_t{warps} * decode_quad_bytes(element);
   const int64_t needed = std::min<int64_t>(part, kDecodeMaxStages);
   const int64_t bars = decode_bar_bytes(warps);
-  const int64_t most = decode_smem(warps, rows) - bars - sums;
+  const int64_t most = decode_smem(warps, rows, prepared) - bars - sums;
   // Two quads a warp of 16, or four of 4 bits, are twice what HBM wants to have been asked for;
   // then as much of x as there is room for, then more stages.
   int64_t stages = std::min<int64_t>(needed, (element == Element::e2m1 ? 64 : 32) / warps);
@@ -106,7 +116,7 @@ DecodeRoom decode_room(const DecodeSplit& s, int64_t k, int rows, Element elemen
   if ((most - stages * stage) / input < 1) stages = 1;
   // Prepared rows arrive quad by quad; of many rows there is room for few.
   const int64_t steps = (rows <= 16 ? kDecodeMaxSteps : kDecodeMaxSteps / 2) / std::max(2, parts);
-  const int64_t wanted = rows > kDecodeOwnRows ? std::min(part, steps) : part;
+  const int64_t wanted = prepared ? std::min(part, steps) : part;
   const int64_t quads = std::min(wanted, (most - stages * stage) / input);
   if (quads < 1) return {};
   stages = std::min(needed, (most - quads * input) / stage);
@@ -121,7 +131,7 @@ DecodeRoom decode_room(const DecodeSplit& s, int64_t k, int rows, Element elemen
 
 int64_t decode_workspace(int64_t m, int64_t k, int64_t groups) {
   const int rows = decode_rows(m, groups);
-  if (rows <= kDecodeOwnRows) return 0;
+  if (rows <= kDecodeOwnRows && !is_long(m, k)) return 0;
   return decode_quads(k) * (decode_input_bytes(rows, true) + decode_scale_bytes(rows)) *
          decode_blocks(m, groups, rows);
 }

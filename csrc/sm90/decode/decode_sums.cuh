@@ -11,27 +11,32 @@
 
 namespace te_mx::sm90 {
 
+// Where x comes from: values or codes that every CTA takes in, bf16 values in whole vectors, or
+// rows that a kernel before prepared.
+enum class DecodeX { any, plain, prepared };
+
 // kHalves: products of fp16 numbers, else of FP8 codes. kFactors: scales are fp32 numbers for a
-// quad, else powers of two for a block. kPlain: x are bf16 values in whole vectors, or were
-// prepared. kWarps: of a CTA, 8 or 16.
-template <Element kWeights, int kXRows, bool kWithHalves, bool kWithFactors, bool kPlainInput,
+// quad, else powers of two for a block. kWarps: of a CTA, 8 or 16.
+template <Element kWeights, int kXRows, bool kWithHalves, bool kWithFactors, DecodeX kX,
           int kCtaWarps>
 struct DecodeMath {
   static constexpr Element kFmt = kWeights;
   static constexpr int kRows = kXRows, kFloats = kRows / 2, kWarps = kCtaWarps;
-  static constexpr bool kHalves = kWithHalves, kFactors = kWithFactors, kPlain = kPlainInput;
+  static constexpr bool kHalves = kWithHalves, kFactors = kWithFactors;
+  static constexpr bool kPlain = kX == DecodeX::plain, kPrepared = kX == DecodeX::prepared;
   static constexpr int kQuadBytes = decode_quad_bytes(kFmt);
   static constexpr int kInputBytes = decode_input_bytes(kRows, kHalves);
+  // CTAs an SM. NOTE: 64 rows in fp16 take more registers than two have.
+  static constexpr bool kAlone = decode_alone(kWarps, kRows, kPrepared);
+  static constexpr int kCtas = kAlone || (kHalves && kRows == 64) ? 1 : 2;
   // Rows of x in one instruction, and how many of its sums are under way at once: while some are
   // taken, the next ones are computed.
   static constexpr int kPiece = kRows == 64 ? 32 : kRows, kPieces = kRows / kPiece;
-  static constexpr bool kFew = kRows <= kDecodeOwnRows, kWide = kWarps == 16;
-  static constexpr int kTogether = kRows <= 16 && !kFactors && !(kFew && kWide) ? 4 : 2;
-  // CTAs an SM. NOTE: 64 rows in fp16 take more registers than two have.
-  static constexpr int kCtas = (kHalves && kRows == 64) || (kWide && !kFew) ? 1 : 2;
-  // NOTE: beside a CTA of 16 warps there are registers for one that prepares rows; without them the
+  static constexpr int kTogether = kRows <= 16 && !kFactors && (kWarps == 8 || kAlone) ? 4 : 2;
+  // NOTE: beside CTAs of 16 warps there are registers for one that prepares rows; without them the
   // next ones would gather on the SMs where none of those runs. 64 rows need all.
-  static constexpr int kThreadsAtMost = 32 * (kWarps + (kWide && !kFew && kRows < 64 ? 2 : 0));
+  static constexpr int kThreadsAtMost =
+      32 * (kWarps + (kWarps == 16 && kPrepared && kRows < 64 ? 2 : 0));
 };
 
 // Of a lane 4g + t: rows g and g + 8 of its warp's group, rows 8j + 2t and 8j + 2t + 1 of x.
