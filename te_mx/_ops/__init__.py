@@ -17,6 +17,7 @@ from te_mx._ops.quantize import (
     quantized,
     restored_2d,
     rows_2d,
+    rows_call,
 )
 from te_mx.dispatch.calls import FLOAT_DTYPES, Epilogue, GemmParts, Mode, Quantize
 from te_mx.dispatch.forms import Forms, forms
@@ -50,5 +51,6 @@ __all__ = [
     "quantized",
     "restored_2d",
     "rows_2d",
+    "rows_call",
     "turned",
 ]

@@ -55,14 +55,21 @@ def quantize_2d(
 
 def rows_2d(x: Tensor, row: str, rule: str) -> Operand:
     """The rowwise operand of quantize_2d, of many matrices of one size."""
-    if is_direct(x):
-        call = _once("quantize", x.device, row, (x.shape[0], x.shape[1]), x.dtype, rule)
-        made = None if call is None else call(x)
-        if made is not None:
-            return made
+    call = rows_call(x, row, rule)
+    made = None if call is None else call(x)
+    if made is not None:
+        return made
     found = quantize_2d(x, row, rule=rule).row
     assert found is not None
     return found
+
+
+def rows_call(x: Tensor, row: str, rule: str) -> Callable[..., Operand | None] | None:
+    """The call of rows_2d that a kernel makes once for such matrices, or None; it takes memory for
+    codes and scales behind x."""
+    if not is_direct(x):
+        return None
+    return _once("quantize", x.device, row, (x.shape[0], x.shape[1]), x.dtype, rule)
 
 
 def _once(

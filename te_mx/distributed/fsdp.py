@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from te_mx import formats
 from te_mx.arguments import check_module
 from te_mx.distributed.gathered import GatheredWeight
-from te_mx.distributed.shard_codes import SIGNATURE, Model, Place, ShardCodes
+from te_mx.distributed.shard_codes import SIGNATURE, Model, Place, ShardCodes, restored
 from te_mx.nn.grouped_linear import GroupedLinear
 from te_mx.nn.mx_module import MXModule
 from te_mx.nn.transposed_linear import TransposedLinear
@@ -107,7 +107,7 @@ def _extend(shard: Any, settings: Settings, place: Place, model: Model) -> None:
         mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
         """What this rank sends: codes and scales of its rows, in the dtype of the computation."""
-        return codes.sent(mp_policy.param_dtype), None
+        return codes.sent(mp_policy.param_dtype), codes.forms
 
     def fsdp_post_all_gather(
         all_gather_outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
@@ -115,9 +115,9 @@ def _extend(shard: Any, settings: Settings, place: Place, model: Model) -> None:
         """The whole weight as a forward gets it; FSDP2 fills the same memory every time."""
         if out is not None:
             return None
-        codes, scales = all_gather_outputs
         last: int = here().shape[-1]  # type: ignore[union-attr]
-        made = GatheredWeight(codes, scales, last, param_dtype, settings.w)
+        parts = restored(all_gather_outputs, metadata)
+        made = GatheredWeight(*parts, last, param_dtype, settings.w)
         return made, ()  # it has no memory but that of what FSDP2 gathered, which it frees
 
     fsdp_pre_all_gather.__signature__ = SIGNATURE  # type: ignore[attr-defined]

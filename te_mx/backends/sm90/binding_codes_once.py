@@ -31,11 +31,14 @@ class CodesOnce:
             element=FORMATS[fmt], rule=SCALE_RULES[problem.rule], device=self.index,
         )  # fmt: skip
 
-    def run(self, x: Tensor) -> Operand | None:
-        """None for what native code does not take."""
+    def run(self, x: Tensor, into: tuple[Tensor, Tensor] | None = None) -> Operand | None:
+        """In new memory or in that of `into`; None for what native code does not take."""
         if not x.is_contiguous():
             return None
-        codes, scales = (torch.empty(s, dtype=_U8, device=x.device) for s in self.shapes)
+        if into is None:
+            codes, scales = (torch.empty(s, dtype=_U8, device=x.device) for s in self.shapes)
+        else:
+            codes, scales = into
         args = self.record.copy(
             x_data=x.data_ptr(), row_codes=codes.data_ptr(), row_scales=scales.data_ptr(),
             stream=binding.stream(self.index),

@@ -1,8 +1,10 @@
-"""Native Hopper code of the fused steps: a thin layer over te_mx._sm90, as binding.py."""
+"""Native Hopper code of the fused steps: a thin layer over te_mx._sm90, as binding.py. What the
+records of normalizations say of sizes and dtypes is written once.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,8 +14,28 @@ from te_mx.backends.native import NativeTarget as Wanted
 from te_mx.backends.reference.fused_math import inverse
 from te_mx.backends.sm90 import binding as sm90
 from te_mx.dispatch.fused import ACT_IDS, Activation, Norm
+from te_mx.dispatch.problem import place_of
+from te_mx.dispatch.registry import derived
 
 _F32, _I32 = torch.float32, torch.int32
+_MOST_KNOWN = 4096
+
+
+class _Same(NamedTuple):
+    """What calls of one size share: the record, the index of the GPU, and how many partial sums
+    there are of each column."""
+
+    record: Any
+    gpu: int
+    partial: int = 0
+
+
+def _remember(key: tuple[Any, ...], same: _Same) -> _Same:
+    known = derived()
+    if len(known) > _MOST_KNOWN:
+        known.clear()
+    known[key] = same
+    return same
 
 
 def _set_outputs(
@@ -34,8 +56,20 @@ def matrix(x: Tensor) -> Any:
     )  # fmt: skip
 
 
-def _scratch(rows: int, device: torch.device) -> Tensor:
-    return torch.empty(1 + (rows + 127) // 128, dtype=_I32, device=device)
+def _tiles(rows: int) -> int:
+    return 1 + (rows + 127) // 128
+
+
+def _same_norm(
+    key: tuple[Any, ...], rows: int, cols: int, device: torch.device, x_dtype: torch.dtype,
+    dtype: torch.dtype, norm: Norm,
+) -> _Same:  # fmt: skip
+    index = place_of(device).index
+    record = sm90.native().NormArgs(  # type: ignore[union-attr]
+        x_rows=rows, x_cols=cols, x_dtype=FLOAT_DTYPES[x_dtype], rms=norm.kind == "RMSNorm",
+        eps=norm.eps, inverse=inverse(cols), z_dtype=FLOAT_DTYPES[dtype], device=index,
+    )  # fmt: skip
+    return _remember(key, _Same(record, index))
 
 
 def normalize(
@@ -49,21 +83,33 @@ def normalize(
     x, weight = sm90.rows_of(x), weight.contiguous()
     bias = None if bias is None else bias.contiguous()
     (rows, cols), device = x.shape, x.device
-    rms = norm.kind == "RMSNorm"
-    mean = None if rms else torch.empty(rows, dtype=_F32, device=device)
+    key = "normalize", rows, cols, device, x.dtype, dtype, norm
+    same = derived().get(key) or _same_norm(key, *key[1:])
+    mean = None if norm.kind == "RMSNorm" else torch.empty(rows, dtype=_F32, device=device)
     rstd = torch.empty(rows, dtype=_F32, device=device)
     z = torch.empty((rows, cols), dtype=dtype, device=device) if want_z else None
-    counters = _scratch(rows, device)
-    native = sm90.native()
-    args = native.NormArgs(  # type: ignore[union-attr]
-        x=matrix(x), rms=rms, eps=norm.eps, inverse=inverse(cols), weight=weight.data_ptr(),
+    counters = torch.empty(_tiles(rows), dtype=_I32, device=device)
+    args = same.record.copy(
+        x_data=x.data_ptr(), x_row_stride=x.stride(0), weight=weight.data_ptr(),
         bias=pointer(bias), mean=pointer(mean), rstd=rstd.data_ptr(), z=pointer(z),
-        z_dtype=FLOAT_DTYPES[dtype], counters=counters.data_ptr(),
+        counters=counters.data_ptr(), stream=sm90.stream(same.gpu),
     )  # fmt: skip
     parts, _alive = _set_outputs(args, rows, cols, device, wanted)
-    sm90.set_execution(args, device.index)
-    status = native.normalize(args)  # type: ignore[union-attr]
+    status = sm90.native().normalize(args)  # type: ignore[union-attr]
     return NativeNorm(mean, rstd, z, parts) if sm90.supported(status) else None
+
+
+def _same_norm_backward(
+    key: tuple[Any, ...], rows: int, cols: int, device: torch.device, dz_dtype: torch.dtype,
+    x_dtype: torch.dtype, dtype: torch.dtype, rms: bool,
+) -> _Same:  # fmt: skip
+    native, index = sm90.native(), place_of(device).index
+    record = native.NormGradArgs(  # type: ignore[union-attr]
+        dz_rows=rows, dz_cols=cols, dz_dtype=FLOAT_DTYPES[dz_dtype], x_rows=rows, x_cols=cols,
+        x_dtype=FLOAT_DTYPES[x_dtype], rms=rms, inverse=inverse(cols),
+        dx_dtype=FLOAT_DTYPES[dtype], device=index,
+    )  # fmt: skip
+    return _remember(key, _Same(record, index, native.norm_partial_sums(rows)))  # type: ignore[union-attr]
 
 
 def normalize_backward(
@@ -78,21 +124,23 @@ def normalize_backward(
     dz, x, weight = sm90.rows_of(dz), sm90.rows_of(x), weight.contiguous()
     mean, rstd = None if mean is None else mean.contiguous(), rstd.contiguous()
     (rows, cols), device = x.shape, x.device
+    key = "normalize backward", rows, cols, device, dz.dtype, x.dtype, dtype, mean is None
+    same = derived().get(key) or _same_norm_backward(key, *key[1:])
     dx = torch.empty((rows, cols), dtype=dtype, device=device)
     sums = torch.empty((2, cols), dtype=_F32, device=device)
-    row_sums = torch.empty((rows, 2), dtype=_F32, device=device)
-    native = sm90.native()
-    parts = native.norm_partial_sums(rows)  # type: ignore[union-attr]
-    partial = torch.empty((parts, 2, cols), dtype=_F32, device=device)
-    counters = _scratch(rows, device)
-    args = native.NormGradArgs(  # type: ignore[union-attr]
-        dz=matrix(dz), x=matrix(x), rms=mean is None, inverse=inverse(cols),
-        weight=weight.data_ptr(), mean=pointer(mean), rstd=rstd.data_ptr(), dx=dx.data_ptr(),
-        dx_dtype=FLOAT_DTYPES[dtype], dweight=sums[0].data_ptr(), dbias=sums[1].data_ptr(),
-        partial=partial.data_ptr(), row_sums=row_sums.data_ptr(), counters=counters.data_ptr(),
+    # In one piece: partial sums [parts, 2, cols], sums of rows [rows, 2], counters.
+    row_sums = same.partial * 2 * cols
+    counters = row_sums + 2 * rows
+    scratch = torch.empty(counters + _tiles(rows), dtype=_F32, device=device)
+    at, dweight = scratch.data_ptr(), sums.data_ptr()
+    args = same.record.copy(
+        dz_data=dz.data_ptr(), dz_row_stride=dz.stride(0), x_data=x.data_ptr(),
+        x_row_stride=x.stride(0), weight=weight.data_ptr(), mean=pointer(mean),
+        rstd=rstd.data_ptr(), dx=dx.data_ptr(), dweight=dweight, dbias=dweight + 4 * cols,
+        partial=at, row_sums=at + 4 * row_sums, counters=at + 4 * counters,
+        stream=sm90.stream(same.gpu),
     )  # fmt: skip
-    sm90.set_execution(args, device.index)
-    status = native.normalize_backward(args)  # type: ignore[union-attr]
+    status = sm90.native().normalize_backward(args)  # type: ignore[union-attr]
     return (dx, sums[0], sums[1]) if sm90.supported(status) else None
 
 
@@ -115,7 +163,8 @@ def activate(
     out = torch.empty((rows, made), dtype=dtype, device=device) if want_out else None
     native = sm90.native()
     args = native.ActArgs(  # type: ignore[union-attr]
-        h=matrix(h), act=ACT_IDS[act.base], gated=act.gated, limit=act.limit,
+        h_data=h.data_ptr(), h_rows=rows, h_cols=width, h_row_stride=h.stride(0),
+        h_dtype=FLOAT_DTYPES[h.dtype], act=ACT_IDS[act.base], gated=act.gated, limit=act.limit,
         alpha=act.alpha, offset=act.offset, out=pointer(out), out_dtype=FLOAT_DTYPES[dtype],
     )  # fmt: skip
     if grad is not None:
