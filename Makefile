@@ -91,6 +91,12 @@ mkdir -p $(1) && { $(CMAKE) -S . -B $(1) $(CMAKE_FLAGS) $(2) && $(CMAKE) --build
   > $(1)/log.txt 2>&1 || { cat $(1)/log.txt; echo "the build in $(1) failed"; exit 1; }
 endef
 
+# $(call ctest,folder): the last lines, and all of them where a test fails.
+define ctest
+{ $(BIN)/ctest --test-dir $(1)/third_party/mxtile --output-on-failure --no-tests=error > $(1)/ctest.txt 2>&1 \
+  || { cat $(1)/ctest.txt; exit 1; }; } && tail -n 3 $(1)/ctest.txt
+endef
+
 # $(call variant_site,folder): the package with the modules built in that folder, to be put on PYTHONPATH.
 define variant_site
 rm -rf $(1)/site && mkdir -p $(1)/site && cp -r te_mx $(1)/site/ && rm -f $(1)/site/te_mx/_*.so && \
@@ -103,7 +109,7 @@ train: build
 test: build
 	@$(call cmake_build,build/dev,,all)
 	@$(BIN)/python .ci/ptxas.py build/dev
-	@$(BIN)/ctest --test-dir build/dev/third_party/mxtile --output-on-failure --no-tests=error | tail -n 3
+	@$(call ctest,build/dev)
 	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile $(ARGS)
 
 # The sources of the Hopper kernels, compiled for the CPU.
@@ -112,7 +118,7 @@ test-emulated: build
 	@$(call cmake_build,build/emulated,-DCMAKE_BUILD_TYPE=Release -DTE_MX_CUDA=OFF -DTE_MX_EMULATE=ON -DMXTILE_EMULATED_TESTS=ON,emulated)
 	@sed -n 's/^-- te_mx: without emulated/NOT RUN: emulated/p' build/emulated/log.txt
 	@if grep -q '^-- te_mx: with emulated' build/emulated/log.txt; then \
-	  $(BIN)/ctest --test-dir build/emulated/third_party/mxtile --output-on-failure --no-tests=error | tail -n 3 && \
+	  $(call ctest,build/emulated) && \
 	  TE_MX_EMULATED=$$(echo $(CURDIR)/build/emulated/emulated/_sm90_emulated*.so) OMP_WAIT_POLICY=passive \
 	  $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile tests/gpu $(ARGS); fi
 
@@ -151,7 +157,7 @@ clang-build: build
 	@$(call cmake_build,build/clang,-DCMAKE_CXX_COMPILER=clang++ -DCMAKE_BUILD_TYPE=Release $(VARIANT_FLAGS),all)
 
 clang: clang-build
-	@$(BIN)/ctest --test-dir build/clang/third_party/mxtile --output-on-failure --no-tests=error | tail -n 3
+	@$(call ctest,build/clang)
 	@$(call variant_site,build/clang)
 	@PYTHONPATH=build/clang/site $(BIN)/pytest -q -p no:cacheprovider $(NATIVE_TESTS)
 
@@ -159,7 +165,7 @@ clang: clang-build
 sanitize: build
 	@echo "building with AddressSanitizer and UBSan"
 	@$(call cmake_build,build/sanitize,-DTE_MX_SANITIZE=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo $(VARIANT_FLAGS),all)
-	@ASAN_OPTIONS=detect_leaks=0 $(BIN)/ctest --test-dir build/sanitize/third_party/mxtile --output-on-failure --no-tests=error | tail -n 3
+	@export ASAN_OPTIONS=detect_leaks=0; $(call ctest,build/sanitize)
 	@$(call variant_site,build/sanitize)
 	@LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=build/sanitize/site \

@@ -7,7 +7,8 @@
 
 #include "mxtile/amx/emulated.hpp"
 #include "mxtile/simd/cpu.hpp"
-#if defined(__AMX_BF16__)
+#if defined(__AMX_BF16__) || defined(__AMXBF16__)  // gcc and later clang, clang before 15
+#define MXTILE_TEST_HARDWARE 1
 #include "mxtile/amx/tiles.hpp"
 #endif
 
@@ -94,11 +95,15 @@ void test_rules() {
   p.b[0][2][1] = to_bf16(1.0f);
   p.b[1][2][0] = to_bf16(std::ldexp(-1.0f, 60));
   p.c[3][3] = std::ldexp(1.0f, -130);
+  // Even k: -2^160 overflows, and 2^200, a number, cannot undo that.
+  p.a[4][0] = to_bf16(std::ldexp(-1.0f, 80)), p.a[4][2] = to_bf16(std::ldexp(1.0f, 100));
+  p.b[0][4][0] = to_bf16(std::ldexp(1.0f, 80)), p.b[1][4][0] = to_bf16(std::ldexp(1.0f, 100));
   multiply<mxtile::amx::EmulatedTiles>(p, 16);
   check(p.c[0][0] == 0.0f, "denormal operand", 0);
   check(p.c[1][1] == 0.0f, "denormal product", 1);
   check(p.c[2][2] == 1.0f, "even and odd sums", 2);
   check(p.c[3][3] == 0.0f, "denormal accumulator", 3);
+  check(p.c[4][4] == -HUGE_VALF, "overflow before overflow", 4);
 }
 
 void test_narrow_tiles() {
@@ -112,7 +117,7 @@ void test_narrow_tiles() {
   for (int n = 0; n < 16; ++n) check(p.c[7][n] == (n < 3 ? 7.0f : 5.0f), "narrow tile", n);
 }
 
-#if defined(__AMX_BF16__)
+#if defined(MXTILE_TEST_HARDWARE)
 void test_against_hardware() {
   if (!mxtile::cpu_features().amx_bf16 || !mxtile::request_amx()) return;
   for (int round = 0; round < 200; ++round) {
@@ -152,7 +157,7 @@ int main() {
   test_integers();
   test_rules();
   test_narrow_tiles();
-#if defined(__AMX_BF16__)
+#if defined(MXTILE_TEST_HARDWARE)
   test_against_hardware();
 #endif
   if (failures != 0) std::printf("%d checks failed\n", failures);

@@ -74,10 +74,11 @@ class EmulatedTiles {
   }
 
   static float multiply_add(float a, float b, float c) {
-    // The product of two bf16 is exact in fp32 unless it is denormal, so multiply and add round
-    // once.
-    const float product = a * b;
-    if (std::fabs(product) < FLT_MIN && a != 0.0f && b != 0.0f) return flush(std::fma(a, b, c));
+    // The product of two bf16 is exact in fp32 unless it is denormal or overflows, so multiply and
+    // add round once.
+    const float product = a * b, size = std::fabs(product);
+    const bool exact = size >= FLT_MIN && size <= FLT_MAX;
+    if (!exact && a != 0.0f && b != 0.0f) return flush(std::fma(a, b, c));
     return flush(product + c);
   }
 
