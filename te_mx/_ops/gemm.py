@@ -15,14 +15,13 @@ from te_mx._ops.library import define, is_direct
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Epilogue, GemmParts, Mode
 from te_mx.dispatch.problem import STREAM_ROWS, Problem, place_of
-from te_mx.dispatch.registry import PreparedGemm, derived, pick, pick_problem
+from te_mx.dispatch.registry import PreparedGemm, derive, derived, pick, pick_problem
 from te_mx.layouts.operand import Operand
 from te_mx.runtime import cpu_memory
 from te_mx.runtime.ran import LAST_RUN, note_read
 from te_mx.written import check_apart
 
 _DEFAULT_MODE = Mode()
-_MOST_KNOWN = 4096
 
 
 def gemm_2d(
@@ -87,15 +86,13 @@ def _in_one_call(
 ) -> Tensor | None:  # fmt: skip
     """A product without an epilogue, in a call that its kernel makes once for its sizes; None where
     there is none."""
-    known, device = derived(), lhs.codes.device
+    device = lhs.codes.device
     key = "product", lhs.spec, rhs.spec, lhs.rows, rhs.rows, lhs.k, dtype, device, mode
-    found = known.get(key)
+    found = derived().get(key)
     if found is None:
-        if len(known) > _MOST_KNOWN:
-            known.clear()
         found = _prepared(lhs, rhs, dtype, mode)
         if device.type != "cuda" or device.index is not None:
-            known[key] = found
+            derive(key, found)
     call, name = found
     if call is None or lhs.k != rhs.k or rhs.codes.device != device:
         return None

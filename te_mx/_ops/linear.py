@@ -19,7 +19,7 @@ from te_mx.dispatch.linear import (
     LinearProblem,
 )
 from te_mx.dispatch.problem import MOST, Problem, place_of
-from te_mx.dispatch.registry import derived, find
+from te_mx.dispatch.registry import derive, derived, find
 
 __all__ = [
     "Added",
@@ -34,8 +34,6 @@ __all__ = [
     "linear_kernel",
     "linear_kernel_of",
 ]
-
-_MOST_KNOWN = 4096
 
 
 def linear_kernel(x: Tensor, weight_NK: Tensor, settings: Any) -> LinearKernel | None:
@@ -75,12 +73,10 @@ def infer(
     if not is_direct(x, weight_NK, bias_N) or x.device != weight_NK.device:
         return None
     # By the identity of the settings, which lives as long as the entry: a hash costs more.
-    known, key = derived(), (x.shape, weight_NK.shape, x.dtype, x.device, id(settings))
-    found = known.get(key)
+    key = x.shape, weight_NK.shape, x.dtype, x.device, id(settings)
+    found = derived().get(key)
     if found is None:
-        if len(known) > _MOST_KNOWN:
-            known.clear()
-        found = known[key] = (*_infer_kernel(x, weight_NK, settings), settings)
+        found = derive(key, (*_infer_kernel(x, weight_NK, settings), settings))
     problem, kernel, _ = found
     return None if kernel is None else kernel.infer(problem, x, weight_NK, bias_N, out_dtype)
 
@@ -105,17 +101,14 @@ def frozen_kernel(
     """The kernel for inputs and weights that stand still, in a form of its own, with its problem;
     None where there is none. x: rows, dtype, device; weight: groups (0: one weight), n, k. specs:
     of inputs, "" for x as it is, and of the weights as other kernels would find them."""
-    known = derived()
     key = "frozen", x, weight, specs, rule, precision
-    found = known.get(key)
+    found = derived().get(key)
     if found is None:
-        if len(known) > _MOST_KNOWN:
-            known.clear()
         (m, dtype, device), (groups, n, k) = x, weight
         problem = Problem(
             "linear_frozen", place_of(device), *specs, m, n, k, groups,
             precision=precision, dtype=dtype, rule=rule,
         )  # fmt: skip
-        found = known[key] = (problem, find(problem))
+        found = derive(key, (problem, find(problem)))
     problem, kernel = found
-    return None if kernel is None else (problem, kernel)  # type: ignore[return-value]
+    return None if kernel is None else (problem, kernel)

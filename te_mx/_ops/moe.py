@@ -18,13 +18,11 @@ from te_mx.dispatch import run
 from te_mx.dispatch.calls import Mode
 from te_mx.dispatch.moe import RoutedGemm, Routing
 from te_mx.dispatch.problem import Problem, place_of
-from te_mx.dispatch.registry import Kernel, derived, pick_problem
+from te_mx.dispatch.registry import Kernel, derive, derived, pick_problem
 from te_mx.dispatch.tuned import tables
 from te_mx.dispatch.tuned.table import MOST_ROWS
 from te_mx.layouts.operand import Operand, Stack
 from te_mx.runtime.ran import LAST_RUN, note_read
-
-_MOST_KNOWN = 4096
 
 
 def moe_gemm(p: RoutedGemm, tag: int = -1) -> None:
@@ -99,9 +97,7 @@ def _kernel(problem: Problem) -> Kernel:
     by_tokens = tables.has_rows(problem) and problem.m <= MOST_ROWS
     known, key = derived(), problem if by_tokens else problem._replace(m=1)
     if key not in known:
-        if len(known) > _MOST_KNOWN:
-            known.clear()
-        known[key] = pick_problem(problem)
+        derive(key, pick_problem(problem))
     kernel: Kernel = known[key]
     return kernel
 

@@ -15,12 +15,10 @@ from te_mx.dispatch import run
 from te_mx.dispatch.calls import Quantize
 from te_mx.dispatch.fused import Target
 from te_mx.dispatch.problem import Problem, place_of
-from te_mx.dispatch.registry import derived, pick
+from te_mx.dispatch.registry import derive, derived, pick
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized
 from te_mx.runtime.ran import note_read
-
-_MOST_KNOWN = 4096  # calls that are made once
 
 
 def quantize_2d(
@@ -77,16 +75,14 @@ def _once(
     rule: str = "rceil",
 ) -> Callable[..., Any] | None:  # fmt: skip
     """The call of a kernel that is made once for these sizes, or None."""
-    known, key = derived(), (op, device, spec, sizes, dtype, rule)
-    found = known.get(key, ...)
+    key = op, device, spec, sizes, dtype, rule
+    found = derived().get(key, ...)
     if found is ...:
-        if len(known) > _MOST_KNOWN:
-            known.clear()
         kernel = pick(op, device, spec, "", (*sizes, 1), dtype, rule=rule)
         problem = Problem(op, place_of(device), spec, "", *sizes, dtype=dtype, rule=rule)
         found = kernel.once(problem)
         if device.type != "cuda" or device.index is not None:
-            known[key] = found
+            derive(key, found)
     return found
 
 

@@ -131,6 +131,7 @@ _chosen: dict[tuple[Any, ...], Any] = {}  # kernels, or dicts of them by sizes
 _by_groups: dict[Problem, Kernel] = {}
 forms_known: dict[tuple[Any, ...], Any] = {}  # what kernels want, of dispatch/forms.py
 _derived: dict[tuple[Any, ...], Any] = {}
+_MOST_DERIVED = 4096
 _MOST_SIZES = 1 << 14
 
 
@@ -239,6 +240,14 @@ def default_of(problem: Problem) -> Kernel | None:
 def derived() -> dict[tuple[Any, ...], Any]:
     """What callers made of answers of the registry, under their own keys; forgotten with them."""
     return _derived
+
+
+def derive(key: tuple[Any, ...], made: Any) -> Any:
+    """Keep what a caller made; of keys that tell sizes there may be many, and all go then."""
+    if len(_derived) > _MOST_DERIVED:
+        _derived.clear()
+    _derived[key] = made
+    return made
 
 
 def tuning(problem: Problem) -> Tuning:

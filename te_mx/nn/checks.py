@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from te_mx.arguments import shown
+from te_mx.nn.several_ranks import is_gathered
 
 _STRIDED = torch.strided
 FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
@@ -40,7 +41,7 @@ class Checked:
             type(inp) is Tensor
             and not inp.is_nested
             and weight is not None
-            and (type(weight) is nn.Parameter or type(weight).__name__ == "GatheredWeight")
+            and (type(weight) is nn.Parameter or is_gathered(weight))
             and (bias is None or type(bias) is nn.Parameter)
             and inp.dim()
             and inp.shape[-1] == cols

@@ -24,7 +24,7 @@ inline constexpr int kDecodeRows = 16;      // of weights in a group
 inline constexpr int kDecodeQuad = 128;     // of k
 inline constexpr int kDecodeTile = 4;       // groups that a warpgroup multiplies at once
 inline constexpr int kDecodeMostRows = 64;  // of x that a CTA meets at once
-// Every CTA quantizes its slice of x, or a kernel before prepares all of it (decode_prepares()).
+// Every CTA quantizes its slice of x, or a kernel before prepares all of it.
 inline constexpr int kDecodeOwnRows = 8;     // at most, but of bf16 by CTAs of four warpgroups
 inline constexpr int kDecodeOwnQuads = 160;  // of x, at most, by CTAs of four warpgroups
 inline constexpr int kDecodeMaxStages = 16;
@@ -152,9 +152,9 @@ struct DecodeArgs {
 
   constexpr bool halves() const { return exact || x_as_is || x_element == Element::e5m2; }
 };
-// Whether m rows of x are prepared before. plain: bf16 values in whole vectors, for FP8 products.
-// NOTE: no result depends on it.
-bool decode_prepares(const DecodeSplit& split, int64_t m, int64_t k, int64_t groups, bool plain);
+// Whether CTAs of four warpgroups have up to 16 rows of x prepared before: half of k, mostly the
+// slice of a CTA, is long. NOTE: no result depends on it.
+bool decode_is_long(int64_t m, int64_t k);
 // Workspace, aligned to 16 bytes: decode_workspace() of the same sizes.
 Status decode(const DecodeArgs& args);
 int64_t decode_workspace(int64_t m, int64_t k, int64_t groups);

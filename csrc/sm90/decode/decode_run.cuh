@@ -52,7 +52,7 @@ Status run_decode_wide(const DecodeTask& t, int rows) {
   constexpr auto kPlain = DecodeX::plain, kMade = DecodeX::prepared;
   const bool plain = t.p.in.plain(t.k);
   if (rows == 8 && !plain) return run_decode_narrow<kFmt, false, kFactors>(t, rows);
-  const bool made = decode_prepares(t.split, t.rows.m, t.k, t.rows.groups.count, plain);
+  const bool made = !plain || decode_is_long(t.rows.m, t.k);
   if (rows == 8) {
     return made ? run_decode<DecodeMath<kFmt, 8, false, kFactors, kMade, 16>>(t)
                 : run_decode<DecodeMath<kFmt, 8, false, kFactors, kPlain, 16>>(t);

@@ -64,9 +64,6 @@ DecodeSplit wide_split(int64_t n, int64_t k, int sms) {
   return best;
 }
 
-// Whether half of k, mostly the slice of a CTA of four warpgroups, of m rows is better prepared.
-bool is_long(int64_t m, int64_t k) { return m * ((decode_quads(k) + 1) / 2) > kDecodeOwnQuads; }
-
 }  // namespace
 
 DecodeSplit decode_split_of(int index, int64_t n, int sms) {
@@ -90,10 +87,8 @@ DecodeSplit decode_split(int64_t n, int64_t k, int sms, bool grouped) {
   return ahead <= 1 ? wide : narrow;
 }
 
-bool decode_prepares(const DecodeSplit& s, int64_t m, int64_t k, int64_t groups, bool plain) {
-  const int rows = decode_rows(m, groups);
-  if (s.warpgroups != 4 || !plain) return rows > kDecodeOwnRows;
-  return rows > 16 || is_long(m, k);
+bool decode_is_long(int64_t m, int64_t k) {
+  return m * ((decode_quads(k) + 1) / 2) > kDecodeOwnQuads;
 }
 
 DecodeRoom decode_room(const DecodeSplit& s, int64_t k, int rows, Element element, bool halves,
@@ -131,7 +126,7 @@ DecodeRoom decode_room(const DecodeSplit& s, int64_t k, int rows, Element elemen
 
 int64_t decode_workspace(int64_t m, int64_t k, int64_t groups) {
   const int rows = decode_rows(m, groups);
-  if (rows <= kDecodeOwnRows && !is_long(m, k)) return 0;
+  if (rows <= kDecodeOwnRows && !decode_is_long(m, k)) return 0;
   return decode_quads(k) * (decode_input_bytes(rows, true) + decode_scale_bytes(rows)) *
          decode_blocks(m, groups, rows);
 }

@@ -15,10 +15,9 @@ from te_mx.backends.reference.fused_math import inverse
 from te_mx.backends.sm90 import binding as sm90
 from te_mx.dispatch.fused import ACT_IDS, Activation, Norm
 from te_mx.dispatch.problem import place_of
-from te_mx.dispatch.registry import derived
+from te_mx.dispatch.registry import derive, derived
 
 _F32, _I32 = torch.float32, torch.int32
-_MOST_KNOWN = 4096
 
 
 class _Same(NamedTuple):
@@ -28,14 +27,6 @@ class _Same(NamedTuple):
     record: Any
     gpu: int
     partial: int = 0
-
-
-def _remember(key: tuple[Any, ...], same: _Same) -> _Same:
-    known = derived()
-    if len(known) > _MOST_KNOWN:
-        known.clear()
-    known[key] = same
-    return same
 
 
 def _set_outputs(
@@ -69,7 +60,7 @@ def _same_norm(
         x_rows=rows, x_cols=cols, x_dtype=FLOAT_DTYPES[x_dtype], rms=norm.kind == "RMSNorm",
         eps=norm.eps, inverse=inverse(cols), z_dtype=FLOAT_DTYPES[dtype], device=index,
     )  # fmt: skip
-    return _remember(key, _Same(record, index))
+    return derive(key, _Same(record, index))
 
 
 def normalize(
@@ -109,7 +100,7 @@ def _same_norm_backward(
         x_dtype=FLOAT_DTYPES[x_dtype], rms=rms, inverse=inverse(cols),
         dx_dtype=FLOAT_DTYPES[dtype], device=index,
     )  # fmt: skip
-    return _remember(key, _Same(record, index, native.norm_partial_sums(rows)))  # type: ignore[union-attr]
+    return derive(key, _Same(record, index, native.norm_partial_sums(rows)))  # type: ignore[union-attr]
 
 
 def normalize_backward(
