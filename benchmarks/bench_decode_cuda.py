@@ -58,7 +58,7 @@ SPLITS = {
         if t > 0 or c < 4
     },
 }
-CALLS = 8  # of a graph, one after the other
+CALLS = 24  # of a graph, one after the other, as those of a model stand behind each other in one
 COLD = 512 << 20  # weights, so that no cache holds those of 4 bits
 
 

@@ -25,8 +25,7 @@ inline constexpr int kDecodeQuad = 128;     // of k
 inline constexpr int kDecodeTile = 4;       // groups that a warpgroup multiplies at once
 inline constexpr int kDecodeMostRows = 64;  // of x that a CTA meets at once
 // Every CTA quantizes its slice of x, or a kernel before prepares all of it.
-inline constexpr int kDecodeOwnRows = 8;     // at most, but of bf16 by CTAs of four warpgroups
-inline constexpr int kDecodeOwnQuads = 160;  // of x, at most, by CTAs of four warpgroups
+inline constexpr int kDecodeOwnRows = 8;  // at most, but of bf16 by CTAs of four warpgroups
 inline constexpr int kDecodeMaxStages = 16;
 inline constexpr int kDecodeMaxSteps = 32;  // quads of prepared x of a CTA that are on their way
 inline constexpr int kDecodeMaxCluster = 8;
@@ -154,7 +153,7 @@ struct DecodeArgs {
 };
 // Whether CTAs of four warpgroups have up to 16 rows of x prepared before: half of k, mostly the
 // slice of a CTA, is long. NOTE: no result depends on it.
-bool decode_is_long(int64_t m, int64_t k);
+bool decode_is_long(int64_t m, int64_t k, Element weights);
 // Workspace, aligned to 16 bytes: decode_workspace() of the same sizes.
 Status decode(const DecodeArgs& args);
 int64_t decode_workspace(int64_t m, int64_t k, int64_t groups);

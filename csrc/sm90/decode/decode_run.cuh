@@ -47,17 +47,17 @@ Status run_decode_narrow(const DecodeTask& t, int rows) {
   return run_decode<DecodeMath<kFmt, kDecodeMostRows, kHalves, kFactors, kMade, 8>>(t);
 }
 
+// NOTE: beside prepared rows, CTAs of four warpgroups have an SM alone, so that the next product
+// starts late. More than 16 rows pay for it only where two warpgroups would need clusters of four.
 template <Element kFmt, bool kFactors>
 Status run_decode_wide(const DecodeTask& t, int rows) {
   constexpr auto kPlain = DecodeX::plain, kMade = DecodeX::prepared;
   const bool plain = t.p.in.plain(t.k);
-  if (rows == 8 && !plain) return run_decode_narrow<kFmt, false, kFactors>(t, rows);
-  const bool made = !plain || decode_is_long(t.rows.m, t.k);
-  if (rows == 8) {
-    return made ? run_decode<DecodeMath<kFmt, 8, false, kFactors, kMade, 16>>(t)
-                : run_decode<DecodeMath<kFmt, 8, false, kFactors, kPlain, 16>>(t);
-  }
-  if (rows == 16) {
+  if ((rows == 8 && !plain) || (rows > 16 && t.split.tiles > 1))
+    return run_decode_narrow<kFmt, false, kFactors>(t, rows);
+  const bool made = !plain || decode_is_long(t.rows.m, t.k, kFmt);
+  if (rows == 8 && !made) return run_decode<DecodeMath<kFmt, 8, false, kFactors, kPlain, 16>>(t);
+  if (rows <= 16) {
     return made ? run_decode<DecodeMath<kFmt, 16, false, kFactors, kMade, 16>>(t)
                 : run_decode<DecodeMath<kFmt, 16, false, kFactors, kPlain, 16>>(t);
   }
@@ -69,8 +69,9 @@ template <Element kFmt, bool kFactors>
 Status run_decode_any(const DecodeTask& t, bool halves) {
   const int rows = decode_rows(t.rows.m, t.rows.groups.count);
   if (halves) return run_decode_narrow<kFmt, true, kFactors>(t, rows);
-  return t.split.warpgroups == 4 ? run_decode_wide<kFmt, kFactors>(t, rows)
-                                 : run_decode_narrow<kFmt, false, kFactors>(t, rows);
+  return t.split.warpgroups == 4 && t.rows.groups.count == 0
+             ? run_decode_wide<kFmt, kFactors>(t, rows)
+             : run_decode_narrow<kFmt, false, kFactors>(t, rows);
 }
 
 Status run_decode_e4m3(const DecodeTask& t, bool halves);

@@ -87,8 +87,11 @@ DecodeSplit decode_split(int64_t n, int64_t k, int sms, bool grouped) {
   return ahead <= 1 ? wide : narrow;
 }
 
-bool decode_is_long(int64_t m, int64_t k) {
-  return m * ((decode_quads(k) + 1) / 2) > kDecodeOwnQuads;
+// Up to 8 rows leave room for the CTA of the next product, which loads its weights meanwhile, and
+// 4-bit weights do not wait for memory: rows that are prepared before win later.
+bool decode_is_long(int64_t m, int64_t k, Element weights) {
+  const int64_t quads = m * ((decode_quads(k) + 1) / 2);
+  return quads > (m > kDecodeOwnRows ? 160 : weights == Element::e2m1 ? 512 : 256);
 }
 
 DecodeRoom decode_room(const DecodeSplit& s, int64_t k, int rows, Element element, bool halves,
@@ -125,8 +128,11 @@ DecodeRoom decode_room(const DecodeSplit& s, int64_t k, int rows, Element elemen
 }
 
 int64_t decode_workspace(int64_t m, int64_t k, int64_t groups) {
-  const int rows = decode_rows(m, groups);
-  if (rows <= kDecodeOwnRows && !decode_is_long(m, k)) return 0;
+  int rows = decode_rows(m, groups);
+  if (rows <= kDecodeOwnRows) {
+    if (groups > 0 || !decode_is_long(m, k, Element::e4m3)) return 0;
+    rows = 16;
+  }
   return decode_quads(k) * (decode_input_bytes(rows, true) + decode_scale_bytes(rows)) *
          decode_blocks(m, groups, rows);
 }

@@ -31,7 +31,7 @@ struct DecodeInput {
   uint32_t carry = 0, exponent = 0, edge = 0;
   float epsilon = 0.0f;  // of fp32 scales
   bool power_of_two = false;
-  // What prepare_rows made of more than kDecodeOwnRows rows: operands of [block of rows][quad],
+  // What prepare_rows made of many rows, or of a long k: operands of [block of rows][quad],
   // then their scales.
   uint8_t* made = nullptr;
   uint8_t* made_scales = nullptr;
