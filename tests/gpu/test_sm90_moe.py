@@ -86,6 +86,22 @@ def test_bits_do_not_depend_on_the_lists(fmt):
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
+def test_bits_do_not_depend_on_the_number_of_items(fmt):
+    """304 items, for which 132 multiprocessors have three CTAs each, and 16."""
+    experts, n, k = 16, 19 * 128, 160
+    ids = torch.randperm(experts, device=DEVICE).int()[None]
+    lists = te_mx.moe.align_block_size(ids, 8, experts)
+    a, plain = quantized(1, k), torch.randn(experts, n, k, device=DEVICE)
+    w, few = (te_mx.quantize(one.contiguous(), fmt=fmt) for one in (plain, plain[:, 128:256]))
+    how = {"top_k": experts, "block_m": 8, "out_dtype": torch.float32, "a_div": experts}
+    out = te_mx.moe.grouped_gemm(a, w, *lists, **how)
+    assert torch.equal(out[:, 128:256], te_mx.moe.grouped_gemm(a, few, *lists, **how))
+    x, rows = a.dequantize().double(), w.dequantize().double()[ids[0].long()]
+    want, magnitude = (x @ rows.mT)[:, 0], (x.abs() @ rows.abs().mT)[:, 0]
+    assert bool(((out - want).abs() <= (k + 4) * 2.0**-24 * magnitude).all())
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
 def test_scales_at_both_ends(fmt):
     """Products of tiny and huge scales that meet in range; NaN scales make their rows NaN."""
     r, k, n = ROUTINGS["no power of two"], 128, 32

@@ -4,6 +4,7 @@
 #include "common/launch.h"
 #include "moe/moe_gemm.cuh"
 #include "te_mx/sm90.h"
+#include "te_mx/sm90_choice.h"
 
 namespace te_mx::sm90 {
 namespace {
@@ -37,30 +38,46 @@ Status check(const MoeGemmArgs& a) {
   return pieces * slices > most ? Status::unsupported : Status::ok;
 }
 
-template <Element kW, Element kX>
-Status launch(const MoeParams& p, int64_t pieces, const Execution& execution) {
-  const auto kernel = &moe_gemm_kernel<kW, kX>;
-  const size_t bytes = sizeof(Room<kW>) + static_cast<size_t>(pieces) * sizeof(Piece);
+template <Element kW, Element kX, int kCtas>
+Status launch(const MoeParams& p, int64_t pieces, const Device& device, void* stream) {
+  const auto kernel = &moe_gemm_kernel<kW, kX, kCtas>;
   static thread_local int prepared = -1;  // the device whose limit is raised
-  const Device device = current_device();
-  if (device.sms == 0) return Status::unsupported;
   if (prepared != device.index) {
     const cudaError_t error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             static_cast<int>(sizeof(Room<kW>) + kMostPieces * sizeof(Piece)));
+                             static_cast<int>(room_bytes<kW, kCtas>(kMostPieces)));
     if (error != cudaSuccess) return started(error);
     prepared = device.index;
   }
   cudaLaunchAttribute attributes[] = {early_start()};
   cudaLaunchConfig_t config{};
-  const int64_t items = pieces * p.slices;
-  config.gridDim = dim3(static_cast<unsigned>(items < 2 * device.sms ? items : 2 * device.sms));
+  const int64_t items = pieces * p.slices, ctas = int64_t{device.sms} * kCtas;
+  config.gridDim = dim3(static_cast<unsigned>(items < ctas ? items : ctas));
   config.blockDim = dim3(kWarps * 32);
-  config.dynamicSmemBytes = bytes;
-  config.stream = static_cast<cudaStream_t>(execution.stream);
+  config.dynamicSmemBytes = static_cast<size_t>(room_bytes<kW, kCtas>(pieces));
+  config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = attributes;
   config.numAttrs = 1;
   return started(cudaLaunchKernelEx(&config, kernel, p));
+}
+
+// Whether an SM has three CTAs: where there is room, and items are done in fewer turns of a CTA on
+// every place. Three leave fewer registers, which makes as many turns slower in MXFP4.
+template <Element kW>
+bool three_are_better(int64_t pieces, int64_t items, int sms) {
+  constexpr int64_t kSmem = 228 * 1024, kReserved = 1024;  // of an SM, of every CTA
+  if (3 * (room_bytes<kW, 3>(pieces) + kReserved) > kSmem) return false;
+  const auto turns = [&](int ctas) { return ctas * ceil_div(items, int64_t{ctas} * sms); };
+  return turns(3) < turns(2) + (kW == Element::e2m1 ? 0 : 1);
+}
+
+template <Element kW, Element kX>
+Status launch_any(const MoeParams& p, int64_t pieces, const Execution& execution) {
+  const Device device = current_device();
+  if (device.sms == 0) return Status::unsupported;
+  return three_are_better<kW>(pieces, pieces * p.slices, device.sms)
+             ? launch<kW, kX, 3>(p, pieces, device, execution.stream)
+             : launch<kW, kX, 2>(p, pieces, device, execution.stream);
 }
 
 }  // namespace
@@ -86,8 +103,8 @@ Status moe_gemm(const MoeGemmArgs& a) {
   p.bias = a.bias, p.bias_dtype = a.bias_dtype, p.weights = a.weights;
   p.out = a.out, p.out_dtype = a.out_dtype;
   return with_element(a.rhs.element, [&]<Element kW>() -> Status {
-    return a.lhs.element == Element::e5m2 ? launch<kW, Element::e5m2>(p, pieces, a.execution)
-                                          : launch<kW, Element::e4m3>(p, pieces, a.execution);
+    return a.lhs.element == Element::e5m2 ? launch_any<kW, Element::e5m2>(p, pieces, a.execution)
+                                          : launch_any<kW, Element::e4m3>(p, pieces, a.execution);
   });
 }
 

@@ -47,19 +47,24 @@ struct Stage {
   static constexpr int kRowBytes = kChunk * (kW == Element::e2m1 ? 4 : 8) / 8;
   // Rows lie so that the eight rows that a warp reads at once meet all banks.
   static constexpr int kStride = kW == Element::e2m1 ? kRowBytes + 16 : kRowBytes + 32;
-  static constexpr int kCount = kW == Element::e2m1 ? 6 : 4;
   alignas(16) uint8_t codes[kRows * kStride];
   alignas(16) uint8_t scales[kRows * 4];
 };
 
-template <Element kW>
+// kCtas: of an SM.
+template <Element kW, int kCtas>
 struct Room {
-  Stage<kW> ring[kWarps][Stage<kW>::kCount];
+  static constexpr int kStages = kW == Element::e2m1 ? 6 : kCtas == 2 ? 4 : 3;
+  Stage<kW> ring[kWarps][kStages];
   float sums[2][kWarps][kTokens][kRows + 1];
   int rows[2][kTokens];
   int counts[kWarps];
   Piece pieces[1];  // as many as there may be
 };
+template <Element kW, int kCtas>
+constexpr int64_t room_bytes(int64_t pieces) {
+  return static_cast<int64_t>(sizeof(Room<kW, kCtas>) + pieces * sizeof(Piece));
+}
 
 // Where a warp stands: an item, its group of rows and a chunk of its part of k.
 template <Element kW>
@@ -195,8 +200,8 @@ __device__ __forceinline__ float number_at(const void* from, int64_t i, DType dt
 }
 
 // Adds the parts of an item up and writes its rows of out.
-template <Element kW>
-__device__ __forceinline__ void finish(const MoeParams& p, const Room<kW>& room, int turn,
+template <class SharedRoom>
+__device__ __forceinline__ void finish(const MoeParams& p, const SharedRoom& room, int turn,
                                        const Piece& piece, int slice) {
   for (int i = threadIdx.x; i < kTokens << p.shift; i += kWarps * 32) {
     const int token = i >> p.shift, at = i & ((1 << p.shift) - 1), group = at / kRows;
@@ -223,15 +228,17 @@ __device__ __forceinline__ void finish(const MoeParams& p, const Room<kW>& room,
   }
 }
 
-template <Element kW, Element kX>
-__global__ void __launch_bounds__(kWarps * 32, 2)
+template <Element kW, Element kX, int kCtas>
+__global__ void __launch_bounds__(kWarps * 32, kCtas)
     moe_gemm_kernel(const __grid_constant__ MoeParams p) {
   extern __shared__ __align__(128) uint8_t smem[];
-  Room<kW>& room = *reinterpret_cast<Room<kW>*>(smem);
-  constexpr int kStages = Stage<kW>::kCount;
+  auto& room = *reinterpret_cast<Room<kW, kCtas>*>(smem);
+  constexpr int kStages = Room<kW, kCtas>::kStages;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int part = warp % p.parts, group = warp / p.parts;
 
+  // NOTE: parameters are new to every launch; their lines are asked for before the wait.
+  tile::touch(p.experts), tile::touch(p.slices), tile::touch(p.out), tile::touch(p.x_scales);
   tile::await_predecessors();
   const PieceList list(p.routing, p.experts);
   const int items = list.find(room.pieces, room.counts) * p.slices;
@@ -295,7 +302,7 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
     to[2 * t][g + 8] = sums[2], to[2 * t + 1][g + 8] = sums[3];
     if (warp == 0 && t == 0) room.rows[turn][g] = row;
     __syncthreads();
-    finish<kW>(p, room, turn, now.piece, now.slice);
+    finish(p, room, turn, now.piece, now.slice);
     now = next, row = next_row;
   }
   tile::wait_copy_groups<0>();

@@ -38,9 +38,7 @@ struct PieceList {
   __device__ __forceinline__ int row(const Piece& piece, int i) const {
     if (r.sorted_token_ids == nullptr) return i == 0 ? piece.first : -1;
     const int at = piece.first + i, block_end = (piece.first / r.block_m + 1) * r.block_m;
-    if (at >= min(block_end, used)) return -1;
-    const int id = __ldg(r.sorted_token_ids + at);
-    return id >= 0 && id < r.routed ? id : -1;
+    return at < min(block_end, used) ? known(__ldg(r.sorted_token_ids + at)) : -1;
   }
 
   // Writes the pieces to do in order and returns their number, to all threads of the CTA. `counts`:
@@ -49,19 +47,33 @@ struct PieceList {
     const int per = pieces_of_block(r), all = blocks * per;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
     int found = 0;
-    for (int base = 0; base < all; base += blockDim.x) {
+    int base = 0;
+    // NOTE: the first lists are asked for together with the number of positions that count: what
+    // lies past them is there, and not used.
+    do {
       const int i = base + threadIdx.x, block = i / per;
-      Piece piece{0, -1};
-      bool holds = false;
-      if (i < all) {
-        const int first =
-            r.sorted_token_ids == nullptr ? block : block * r.block_m + i % per * kTokens;
-        piece = {first, __ldg(r.expert_ids + block)};
-        if (piece.expert >= 0 && piece.expert < experts) {
+      const bool there = block < r.blocks;
+      const int64_t end = min((int64_t{block} + 1) * r.block_m, r.positions);
+      const int first =
+          r.sorted_token_ids == nullptr ? block : block * r.block_m + i % per * kTokens;
+      const Piece piece{first, there ? __ldg(r.expert_ids + block) : -1};
+      int ids[kTokens];
 #pragma unroll
-          for (int j = 0; j < kTokens; ++j) holds = holds || row(piece, j) >= 0;
+      for (int j = 0; j < kTokens; ++j) {
+        ids[j] = -1;
+        if (r.sorted_token_ids == nullptr) {
+          if (j == 0) ids[j] = first;
+        } else if (there && first + j < end) {
+          ids[j] = __ldg(r.sorted_token_ids + first + j);
         }
       }
+      bool holds = false;
+#pragma unroll
+      for (int j = 0; j < kTokens; ++j) {
+        const bool counts = r.sorted_token_ids == nullptr || first + j < used;
+        holds = holds || (counts && known(ids[j]) >= 0);
+      }
+      holds = holds && i < all && piece.expert >= 0 && piece.expert < experts;
       const uint32_t vote = __ballot_sync(~0u, holds);
       if (lane == 0) counts[warp] = __popc(vote);
       __syncthreads();
@@ -72,9 +84,13 @@ struct PieceList {
       }
       if (holds) pieces[at + __popc(vote & ((1u << lane) - 1))] = piece;
       __syncthreads();
-    }
+      base += static_cast<int>(blockDim.x);
+    } while (base < all);
     return found;
   }
+
+ private:
+  __device__ __forceinline__ int known(int id) const { return id >= 0 && id < r.routed ? id : -1; }
 };
 
 }  // namespace te_mx::sm90::moe
