@@ -90,7 +90,8 @@ def _in_one_call(
     key = "product", lhs.spec, rhs.spec, lhs.rows, rhs.rows, lhs.k, dtype, device, mode
     found = derived().get(key)
     if found is None:
-        found = _prepared(lhs, rhs, dtype, mode)
+        sizes = lhs.rows, rhs.rows, lhs.k
+        found = prepared(sizes, lhs.spec, rhs.spec, device, dtype, mode)
         if device.type != "cuda" or device.index is not None:
             derive(key, found)
     call, name = found
@@ -105,17 +106,18 @@ def _in_one_call(
     return out
 
 
-def _prepared(
-    lhs: Operand, rhs: Operand, dtype: torch.dtype, mode: Mode
-) -> tuple[PreparedGemm | None, str]:
-    """Such a call and the kernel's name."""
-    device, sizes = lhs.codes.device, (lhs.rows, rhs.rows, lhs.k)
-    if 0 in sizes:
+def prepared(
+    sizes: tuple[int, int, int], lhs: str, rhs: str, device: torch.device, dtype: torch.dtype,
+    mode: Mode,
+) -> tuple[PreparedGemm | None, str]:  # fmt: skip
+    """The call that a kernel makes once for products without an epilogue of these sizes (m, n, k)
+    and specs, or None where there is none; and the kernel's name."""
+    if 0 in sizes or place_of(device).device == "cpu":
         return None, ""
     precision, spread, split_k = mode
-    kernel = pick("gemm", device, lhs.spec, rhs.spec, sizes, dtype, precision, "", spread)
+    kernel = pick("gemm", device, lhs, rhs, sizes, dtype, precision, "", spread)
     problem = Problem(
-        "gemm", place_of(device), lhs.spec, rhs.spec, *sizes, dtype=dtype, precision=precision,
+        "gemm", place_of(device), lhs, rhs, *sizes, dtype=dtype, precision=precision,
         spread=spread, split_k=split_k,
     )  # fmt: skip
     return kernel.once(problem), kernel.name

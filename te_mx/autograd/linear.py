@@ -16,6 +16,7 @@ from torch import Tensor
 
 from te_mx._ops import Operand
 from te_mx.autograd import (
+    linear_kept,
     one_call,
     one_call_codes,
     other_tokens,
@@ -93,6 +94,17 @@ class LinearFunction(torch.autograd.Function):
         return made if ctx.lent is None else (made[0], ctx.lent.whole(made[1]), *made[2:])
 
 
+@leaves_when_hooked
+class KeptLinearFunction(LinearFunction):
+    """The same of a plain call on kept codes; given: the call, and what it shares with others."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, weight_NK: Tensor, bias_N: None, given: tuple[Call, linear_kept.Same]
+    ) -> tuple[Tensor, ...]:
+        return linear_kept.forward(ctx, x, weight_NK, *given)
+
+
 def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
     x_kept, w_kept = ctx.kept
     x_kept = other_tokens.kept_of_all(x_kept.with_tensors(saved[:3]), ctx.tokens)
@@ -154,6 +166,10 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: Call) -> T
         x.requires_grad or weight_NK.requires_grad or (bias_N is not None and bias_N.requires_grad)
     ):
         call = _without_codes(x, weight_NK, call)
+        if call.kept is not None and bias_N is None:
+            same = linear_kept.same_of(x, weight_NK, call)
+            if same is not None:
+                return KeptLinearFunction.apply(x, weight_NK, None, (call, same))[0]
         kernel = None
         if call.tokens is None:
             kernel = one_call.kernel_of(x, here(weight_NK, call.lent), bias_N, call)

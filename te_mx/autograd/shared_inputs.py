@@ -89,6 +89,13 @@ class Entry:
             self._quantized = self.plan.quantized(self.held)
         return self._quantized
 
+    def joined(self, x: Tensor, node: Any) -> Siblings:
+        """The layers whose gradients of x, which this is of, add up, with a node among them."""
+        if self.leaf != x.is_leaf:  # x.detach_() was called: gradients go elsewhere now
+            self.leaf, self.siblings = x.is_leaf, Siblings()
+        self.siblings.join(node)
+        return self.siblings
+
     def for_one_call(self) -> Held:
         """The operands as a LinearPlan takes them."""
         if self.held is None:
@@ -196,23 +203,19 @@ def joined(x: Tensor, node: Any) -> Siblings | None:
     if torch.compiler.is_compiling():
         return None
     entry = entry_of(x)
-    if entry is None:
-        return None
-    if entry.leaf != x.is_leaf:  # x.detach_() was called: gradients go elsewhere now
-        entry.leaf, entry.siblings = x.is_leaf, Siblings()
-    entry.siblings.join(node)
-    return entry.siblings
+    return None if entry is None else entry.joined(x, node)
 
 
-def put(x: Tensor, target: Target, made: Quantized, weight: Tensor | None = None) -> None:
+def put(x: Tensor, target: Target, made: Quantized, weight: Tensor | None = None) -> Entry | None:
     """Remember x [..., K] quantized as [M, K] to a target, for a weight if there is one yet."""
     if torch.compiler.is_compiling():
-        return
+        return None
     entry = _remember(x, target.row, target.col, target.rule)
     if entry is not None:
         entry._quantized = made
         if weight is not None:
             entry.read_by(weight)
+    return entry
 
 
 def put_held(x: Tensor, weight: Tensor, plan: LinearPlan, rule: str, held: Held) -> None:
