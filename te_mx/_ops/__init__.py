@@ -12,6 +12,7 @@ from te_mx._ops.joined import quantize_beside_2d, quantize_joined_2d
 from te_mx._ops.quantize import (
     convert_2d,
     dequantize_2d,
+    dequantize_joined_2d,
     quantize_2d,
     quantize_two_2d,
     quantized,
@@ -40,6 +41,7 @@ __all__ = [
     "capturing",
     "convert_2d",
     "dequantize_2d",
+    "dequantize_joined_2d",
     "forms",
     "gemm_2d",
     "kept_form",

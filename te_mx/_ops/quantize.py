@@ -135,6 +135,21 @@ def dequantize_2d(operand: Operand, dtype: torch.dtype) -> Tensor:
     return _DEQUANTIZE(codes, scales, spec, rows, k, dtype)
 
 
+def dequantize_joined_2d(parts: Sequence[Operand], dtype: torch.dtype) -> Tensor:
+    """The values of operands of one k, their rows behind each other: as `dequantize_2d` of each,
+    written to one memory where a kernel does that."""
+    first, rows = parts[0], [part.rows for part in parts]
+    if not is_direct(first.codes, *[t for part in parts for t in part[:2]]):
+        return torch.cat([dequantize_2d(part, dtype) for part in parts])
+    made = torch.empty((sum(rows), first.k), dtype=dtype, device=first.codes.device)
+    for part, into in zip(parts, made.split(rows), strict=True):
+        part = _dequantizable(part, dtype)
+        call = _once("dequantize", part.codes.device, part.spec, (part.rows, part.k), dtype)
+        if call is None or call(part, into) is None:
+            into.copy_(run.dequantize(part, dtype))
+    return made
+
+
 def restored_2d(operand: Operand, dtype: torch.dtype) -> Tensor:
     """What was quantized to an operand, [rows, k]: its values, transformed back in fp32 (in fp64
     for dtype float64) where its format has a transform."""

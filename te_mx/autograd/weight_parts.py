@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx._ops import Operand, quantize_joined_2d
+from te_mx._ops import Operand, dequantize_joined_2d, quantize_joined_2d
 from te_mx.autograd import joining, steps
 from te_mx.autograd.saved import Kept
 from te_mx.autograd.steps_kept import KeptWeight
@@ -71,11 +71,20 @@ def kept_of(
     return Kept(), parts
 
 
+def _starts_from_values(row: Operand, settings: Settings) -> bool:
+    """Whether dgrad quantizes what the plain rowwise codes of a weight decode to."""
+    is_turned = row.format.is_square and row.format.name == settings.w_columns
+    return settings.one_copy and settings.backward is None and not is_turned
+
+
 def kept_again(own: Sequence[Any], codes: Codes, settings: Settings) -> Kept:
-    """A joined weight, of what it is joined of."""
+    """A joined weight, of what it is joined of; of codes their values, where dgrad starts from
+    those."""
     if codes:
         pairs = zip(codes, own[::2], own[1::2], strict=False)
         parts = [kept.row._replace(codes=one, scales=scales) for kept, one, scales in pairs]
+        if _starts_from_values(parts[0], settings):
+            return Kept.itself(dequantize_joined_2d(parts, parts[0].format.exact_dtype))
         return Kept.operand(_joined_codes(parts, settings).row)
     if len(own) == 1:
         return Kept.itself(own[0])

@@ -105,8 +105,8 @@ class Kernel:
         """The call of a problem, with all that its sizes say made before; None where `run` does as
         well. Of a GEMM as `prepared`, of operands that lie as the problem says. Of a quantizer: the
         operand of x, rowwise alone, in memory for codes and scales of any shape and dtype if a pair
-        is given. Of values: those of an operand. None from a call where native code does not take
-        it."""
+        is given. Of values: those of an operand, contiguous, in a given memory too. None from a
+        call where native code does not take it."""
         return None
 
     def run_two(self, first: Any, second: Any) -> tuple[Any, Any] | None:

@@ -62,10 +62,11 @@ class ValuesOnce:
             out_dtype=FLOAT_DTYPES[problem.dtype], device=self.index,
         )  # fmt: skip
 
-    def run(self, operand: Operand) -> Tensor | None:
-        """None for what native code does not take."""
-        codes, scales = operand.codes, operand.scales
-        out = torch.empty(self.shape, dtype=self.dtype, device=codes.device)
+    def run(self, operand: Operand, into: Tensor | None = None) -> Tensor | None:
+        """In new memory or in `into`; None for what native code does not take."""
+        codes, scales, out = operand.codes, operand.scales, into
+        if out is None:
+            out = torch.empty(self.shape, dtype=self.dtype, device=codes.device)
         args = self.record.copy(
             codes=codes.data_ptr(), scales=scales.data_ptr(), out=out.data_ptr(),
             stream=binding.stream(self.index),

@@ -138,7 +138,7 @@ class HopperDequantize(Kernel):
             reason = f"gives float32, bfloat16 and float16, not {problem.dtype}"
         return reason
 
-    def once(self, problem: Problem) -> Callable[[Operand], Tensor | None] | None:
+    def once(self, problem: Problem) -> Callable[..., Tensor | None] | None:
         fmt, order = words_of(problem.lhs)
         mx = spec_of(problem.lhs).format.name in MX
         return ValuesOnce(problem, fmt).run if order == "k_last" and mx else None
