@@ -253,6 +253,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       }
     }
   };
+  // NOTE: relaxed. Who has read the sums has them, and nothing else needs to be seen by others: a
+  // release would wait for D to be written.
+  const auto leave = [&] {
+    __syncwarp();
+    if constexpr (Config::kKeepsSums) {
+      if (p.parts > 1) tile::cluster_arrive_relaxed(), tile::cluster_wait();
+    }
+  };
   const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
   if (group == 0) {
     tile::registers_down<Config::kProducerRegs>();
@@ -266,18 +274,18 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     } else {
       read_scales<Config>(p, smem, static_cast<int>(threadIdx.x) % 32);
     }
-    meet(), meet();
+    meet(), leave();
   } else if (group <= Config::kMath) {
     tile::registers_up<Config::kMathRegs>();
     tile::await_predecessors();
     consume<Config, Config::kEpilogue>(p, out_map, smem, 0, group - 1);
     meet();
     if constexpr (Config::kKeepsSums) finish_sums<Config::kMath>(p, smem.staging(0), smem.raw(0));
-    meet();
+    leave();
   } else {
     tile::registers_down<Config::kUnpackRegs>();
     unpack<Config>(p, smem, group - 1 - Config::kMath);
-    meet(), meet();
+    meet(), leave();
   }
 }
 
