@@ -160,10 +160,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   tile::let_dependents_start();
   tile::await_predecessors();
   // All wait for the sums of the cluster, and for those who still read them: a CTA must not leave
-  // before.
+  // before. NOTE: the latter relaxed, as in gemm_codes_kernel.cuh.
   const auto meet = [&] {
     __syncwarp();
     tile::cluster_sync();
+  };
+  const auto leave = [&] {
+    __syncwarp();
+    tile::cluster_arrive_relaxed(), tile::cluster_wait();
   };
   if (threadIdx.x < 128) {
     tile::registers_down<40>();
@@ -173,14 +177,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     } else if (warp == 1) {
       prepare<Config>(p, smem, 0, static_cast<int>(threadIdx.x) % 32, [](const WorkTile&, int) {});
     }
-    meet(), meet();
+    meet(), leave();
   } else {
     tile::registers_up<232>();
     consume<Config, EpilogueKind::sums>(
         p, lhs_map, smem, 0, __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0) - 1);
     meet();
     finish_sums<Config::kMath>(p, smem.staging(0), smem.rhs(0));
-    meet();
+    leave();
   }
 }
 

@@ -49,11 +49,25 @@ __device__ __forceinline__ void await_codes(const CodesParams& p) {
   if (!p.lhs_comes) tile::await_predecessors();
 }
 
+// While the kernels before still run, L2 fetches the codes of the first steps, as they are by then.
+// NOTE: not those that several blocks of rows ask for, nor more of them: that took longer.
+inline constexpr int kFetchedSteps = 4;
+__device__ __forceinline__ void fetch_codes(const CodesParams& p, const CUtensorMap& rhs_map) {
+  CodesScheduler schedule(p);
+  CodesScheduler::Place at;
+  if (p.lhs_comes || p.m_blocks > 1 || !schedule.take(at)) return;
+  const bool leader = tile::elect_one();
+#pragma unroll 1
+  for (int step = at.first; step < min(at.first + kFetchedSteps, at.end); ++step)
+    if (leader) tile::tma_prefetch_l2(&rhs_map, step * kRawRowBytes, at.n0);
+}
+
 template <class Config>
 __device__ __forceinline__ void ask_for_codes(const CodesParams& p, const CUtensorMap& rhs_map,
                                               const Smem<Config>& smem) {
+  const auto begin = [&] { fetch_codes(p, rhs_map), await_codes(p); };
   ask_for_steps<Config::kRaw>(
-      p, [&] { await_codes(p); }, [&](int i) { return smem.raw_empty(i); },
+      p, begin, [&](int i) { return smem.raw_empty(i); },
       [&](int i, const CodesScheduler::Place& at, int step) {
         tile::mbar_arrive_expect(smem.raw_full(i), kRawTileBytes);
         tile::tma_load(smem.raw(i), &rhs_map, smem.raw_full(i), step * kRawRowBytes, at.n0);
@@ -253,6 +267,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       }
     }
   };
+  // NOTE: relaxed. Who has read the sums has them, and nothing else needs to be seen by others: a
+  // release would wait for D to be written.
+  const auto leave = [&] {
+    __syncwarp();
+    if constexpr (Config::kKeepsSums) {
+      if (p.parts > 1) tile::cluster_arrive_relaxed(), tile::cluster_wait();
+    }
+  };
   const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
   if (group == 0) {
     tile::registers_down<Config::kProducerRegs>();
@@ -266,18 +288,18 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     } else {
       read_scales<Config>(p, smem, static_cast<int>(threadIdx.x) % 32);
     }
-    meet(), meet();
+    meet(), leave();
   } else if (group <= Config::kMath) {
     tile::registers_up<Config::kMathRegs>();
     tile::await_predecessors();
     consume<Config, Config::kEpilogue>(p, out_map, smem, 0, group - 1);
     meet();
     if constexpr (Config::kKeepsSums) finish_sums<Config::kMath>(p, smem.staging(0), smem.raw(0));
-    meet();
+    leave();
   } else {
     tile::registers_down<Config::kUnpackRegs>();
     unpack<Config>(p, smem, group - 1 - Config::kMath);
-    meet(), meet();
+    meet(), leave();
   }
 }
 
