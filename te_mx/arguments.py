@@ -14,6 +14,7 @@ from torch import Tensor, nn
 _SCALARS = (int, float, complex, str, bytes, type(None), type, Enum, torch.dtype, torch.device)
 _CONTAINERS = (list, tuple, set, frozenset, dict)
 _LONGEST = 60
+_PLAIN = Tensor, nn.Parameter
 
 
 def shown(value: Any) -> str:
@@ -48,6 +49,23 @@ def check_dense(name: str, tensor: Tensor) -> None:
     if not is_dense(tensor):
         kind = "a nested one" if tensor.is_nested else tensor.layout
         raise TypeError(f"{name} must be a dense tensor, got {kind}; use {name}.to_dense()")
+
+
+def check_address(name: str, tensor: Tensor) -> None:
+    """Raise ValueError for a tensor whose first element is not at a multiple of its size, as views
+    of bytes may be: kernels load whole elements."""
+    size = tensor.element_size()
+    if size == 1 or type(tensor) not in _PLAIN or torch.compiler.is_compiling():
+        return
+    try:
+        at = tensor.data_ptr()
+    except RuntimeError:  # a tensor that stands for others, of torch.func
+        return
+    if at % size:
+        raise ValueError(
+            f"{name} must start at a multiple of its {size} bytes an element, got an address of "
+            f"{at % size} more; pass {name}.clone()"
+        )
 
 
 def check_module(model: Any) -> None:

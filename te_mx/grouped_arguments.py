@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx.arguments import check_dense, shown
+from te_mx.arguments import check_address, check_dense, shown
 from te_mx.autograd import joining
 from te_mx.dispatch.calls import FLOAT_DTYPES
 from te_mx.dispatch.groups import INDEX_DTYPES, host_bounds, known_to_host
@@ -24,6 +24,7 @@ def check_floats(name: str, value: Any) -> None:
         raise TypeError(
             f"{name} must be float32, bfloat16 or float16, got {value.dtype}; convert it"
         )
+    check_address(name, value)
 
 
 def check_place(name: str, value: Tensor, inp: Tensor) -> None:
@@ -135,6 +136,7 @@ def check_index(
     if not isinstance(tensor, Tensor) or tensor.dtype not in INDEX_DTYPES:
         raise TypeError(f"{owner}: {name} must be an int32 or int64 tensor, got {shown(tensor)}")
     check_dense(f"{owner}: {name}", tensor)
+    check_address(f"{owner}: {name}", tensor)
     if tensor.dim() != 1 or (shape is not None and tuple(tensor.shape) != shape):
         expected = f"have shape {shape}" if shape is not None else "be a vector"
         raise ValueError(f"{owner}: {name} must {expected}, got {tuple(tensor.shape)}")

@@ -132,23 +132,23 @@ def is_quantized(weight: Any) -> bool:
     return isinstance(weight, MXTensor)
 
 
-def stack_of(weight: Any, owner: str) -> Stack:
+def stack_of(weight: Any, owner: str, name: str = "weight") -> Stack:
     """The weights of all groups as one operand.
 
     Raises TypeError or ValueError for what is no MXTensor [G, N, K], or a sequence of [N, K].
     """
     if isinstance(weight, MXTensor):
-        operand = _rowwise(weight, "weight", owner)
+        operand = _rowwise(weight, name, owner)
         if len(weight.shape) != 3 or 0 in weight.shape[:1]:
             raise ValueError(
-                f"{owner}: weight must be [G, N, K] with one group or more, or a sequence of "
+                f"{owner}: {name} must be [G, N, K] with one group or more, or a sequence of "
                 f"[N, K], got {tuple(weight.shape)}"
             )
         groups, n, k = weight.shape
         fmt: Format = operand.format
         if n % fmt.scaling.block[0]:
             raise ValueError(
-                f"{owner}: weight [{groups}, {n}, {k}] in {fmt.name} has blocks of "
+                f"{owner}: {name} [{groups}, {n}, {k}] in {fmt.name} has blocks of "
                 f"{fmt.scaling.block[0]} rows that reach into the next group; pass a list of one "
                 "MXTensor for each group"
             )
@@ -157,13 +157,13 @@ def stack_of(weight: Any, owner: str) -> Stack:
         return Stack(codes, scales, operand.spec, groups, n, k)
     if isinstance(weight, str | Tensor) or not isinstance(weight, Sequence):
         raise TypeError(
-            f"{owner}: weight must be an MXTensor or a sequence of MXTensors, got {shown(weight)}"
+            f"{owner}: {name} must be an MXTensor or a sequence of MXTensors, got {shown(weight)}"
         )
-    held = [_rowwise(each, f"weight[{i}]", owner) for i, each in enumerate(weight)]
+    held = [_rowwise(each, f"{name}[{i}]", owner) for i, each in enumerate(weight)]
     kinds = {(tuple(each.shape), each.fmt, str(each.device)) for each in weight}
     if len(kinds) != 1 or len(weight[0].shape) != 2:
         raise ValueError(
-            f"{owner}: weight must hold one matrix [N, K] or more, all of one shape and format on "
+            f"{owner}: {name} must hold one matrix [N, K] or more, all of one shape and format on "
             f"one device, got {len(weight)}: {', '.join(map(str, sorted(kinds))) or 'none'}"
         )
     first = held[0]

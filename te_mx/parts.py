@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from te_mx import formats
-from te_mx.arguments import check_dense, shown
+from te_mx.arguments import check_address, check_dense, shown
 from te_mx.formats import Format
 
 
@@ -67,12 +67,20 @@ def _part(name: str, tensor: Tensor, dtype: torch.dtype | None, shape: tuple[int
         both = "uint8" if dtype is None else f"uint8 or {dtype}"
         use = ".view(torch.uint8)"
         if tensor.element_size() > 1:
-            use = ".to(torch.float8_e8m0fnu)" if "scale" in name else "te_mx.quantize"
+            use = "te_mx.quantize"
+            if "scale" in name and tensor.is_floating_point():
+                use = ".to(torch.float8_e8m0fnu)"
+            elif "scale" in name:
+                use = (
+                    ".to(torch.uint8) of integers with a byte each, or for four bytes in an int32, "
+                    "as DeepGEMM packs them, te_mx.formats.mxfp4_checkpoints.from_deep_gemm"
+                )
         raise TypeError(f"{name} must be {both}, got {tensor.dtype}; use {use}")
     if tuple(tensor.shape) != shape:
         why = "one scale for every block, unpadded" if "scale" in name else "flattened to 2-D"
         raise ValueError(f"{name} must have shape {shape} ({why}), got {tuple(tensor.shape)}")
     if not torch.compiler.is_compiling() and tensor.is_neg():
         raise ValueError(f"{name} is a negative view, whose bytes are not its codes; copy it")
+    check_address(name, tensor)
     stored = torch.float32 if dtype == torch.float32 else torch.uint8
     return tensor.detach().view(stored).contiguous()

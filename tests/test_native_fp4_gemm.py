@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import SEEDS
 
+import te_mx
 from te_mx.backends.base import Epilogue
 from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.cpu import binding_grouped as cpu_grouped
@@ -155,3 +156,18 @@ def test_groups_of_k_have_the_bits_of_8_bits(level: str) -> None:
         call = (few_and_many(), held[1], held[0], BOUNDS, outs[-1])
         run_groups(cpu_grouped.GroupedGemmCall(*call))
     assert torch.equal(*outs) and outs[0].any()
+
+
+@pytest.mark.parametrize(
+    ("x_fmt", "w_fmt", "most"),
+    [("mxfp4", "mxfp4", 0.02), ("mxfp8_e4m3", "mxfp4", 0.01), ("mxfp8_e4m3", "mxfp8_e4m3", 0.001)],
+)
+@pytest.mark.parametrize("m", [1, 128])
+def test_difference_to_what_was_not_quantized(m, x_fmt, w_fmt, most):
+    """1 - 2 <x, y> / (|x|^2 + |y|^2) against a product in bf16, with DeepGEMM's thresholds: a
+    second look beside the bounds of the contract, at the size of numbers as a whole."""
+    torch.manual_seed(m)
+    x, w = torch.randn(m, 7168).bfloat16(), torch.randn(576, 7168).bfloat16()
+    y = te_mx.gemm(te_mx.quantize(w, fmt=w_fmt), te_mx.quantize(x, fmt=x_fmt)).out.double()
+    plain = (x @ w.t()).double()
+    assert 1 - 2 * (y * plain).sum() / (y.square().sum() + plain.square().sum()) < most

@@ -54,11 +54,18 @@ def gaps_by_seed(plain: dict, mxfp8: dict) -> list[float]:
     return [100 * (ours - theirs) / theirs for theirs, ours in pairs]
 
 
+def shown(runs: dict[str, dict], mode: str) -> str:
+    """What a run is called: by its recipe, if it has one."""
+    recipe: str = runs.get("mxfp8", {}).get("settings", {}).get("recipe", mode)
+    return recipe if mode == "mxfp8" else mode
+
+
 def table(runs: dict[str, dict]) -> str:
     names = list(runs)
     pair = both(runs)
     difference = compare(*pair) if pair else None
-    rows = [["", *names, "mxfp8 against " + names[0] if difference else ""]]
+    heads = [shown(runs, name) for name in names]
+    rows = [["", *heads, f"{shown(runs, 'mxfp8')} against {heads[0]}" if difference else ""]]
 
     def row(label: str, cell, note: str = "") -> None:
         rows.append([label, *(cell(runs[name]) for name in names), note])
@@ -130,12 +137,17 @@ def plot(runs: dict[str, dict], path: Path) -> None:
         # Dashed, because the curves usually lie on each other.
         style = (0, (3, 1.5)) if mode == "mxfp8" else "solid"
         top.plot(
-            steps, _smooth(run["losses"]), color=color, linestyle=style, label=f"{mode} training"
+            steps,
+            _smooth(run["losses"]),
+            color=color,
+            linestyle=style,
+            label=f"{shown(runs, mode)} training",
         )
         at, losses = zip(*run["val"], (run["steps"], run["val_loss"]), strict=True)
         top.plot(
             at, losses, color=color, linestyle="none", marker="o" if mode == "mxfp8" else "D",
-            markersize=6, markerfacecolor="white", markeredgewidth=1.5, label=f"{mode} validation",
+            markersize=6, markerfacecolor="white", markeredgewidth=1.5,
+            label=f"{shown(runs, mode)} validation",
         )  # fmt: skip
     top.set_ylabel("loss (nats a byte)")
     top.legend(frameon=False, ncols=2)
@@ -155,7 +167,7 @@ def _plot_difference(axes, runs: dict[str, dict]) -> None:
     axes.axhspan(-1, 1, color=BAND, alpha=0.6, linewidth=0)
     axes.axhline(0, color=MUTED, linewidth=0.8)
     plain = next((run for mode, run in runs.items() if mode != "mxfp8"), None)
-    axes.set_ylabel("mxfp8 over plain, %")
+    axes.set_ylabel(f"{shown(runs, 'mxfp8')} over plain, %")
     if plain is None or "mxfp8" not in runs:
         axes.text(0.5, 0.5, "one run only", transform=axes.transAxes, ha="center", color=MUTED)
         return

@@ -39,7 +39,8 @@ def moe_gemm(p: RoutedGemm, tag: int = -1) -> None:
     )  # fmt: skip
 
 
-def _check(p: RoutedGemm) -> None:
+def check_routed(p: RoutedGemm) -> None:
+    """Raise ValueError for what does not fit together."""
     lhs, rhs, routing, bias, weights, out, _ = p
     device, routed = lhs.codes.device, len(out)
     names = "the weights", "sorted_token_ids", "expert_ids", "num_tokens_post_padded", "bias"
@@ -66,7 +67,7 @@ def _check(p: RoutedGemm) -> None:
 
 
 def _run(p: RoutedGemm, tag: int) -> None:
-    _check(p)
+    check_routed(p)
     lhs, rhs = p.lhs.checked("the tokens"), p.rhs.checked("the weights")
     routing = p.routing._replace(
         expert_ids=p.routing.expert_ids.contiguous(),
@@ -118,7 +119,7 @@ def _moe(*args: Any) -> None:
 
 
 def _moe_fake(*args: Any) -> None:
-    _check(_call(args))
+    check_routed(_call(args))
 
 
 MOE_GEMM = define(

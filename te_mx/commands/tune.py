@@ -121,7 +121,10 @@ def run(args: argparse.Namespace) -> int:
                         bar.update()
         except KeyboardInterrupt:
             bar.close()
-            print(f"stopped; {out} has what is done, --resume goes on", file=sys.stderr)
+            told = (
+                f"{out} has what is done, --resume goes on" if out.exists() else "nothing is done"
+            )
+            print(f"stopped; {told}", file=sys.stderr)
             return INTERRUPTED
         finally:
             gc.unfreeze()

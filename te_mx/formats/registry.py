@@ -46,7 +46,13 @@ def get(name: str) -> Format:
         found = _transformed(name)
     if found is None:
         known = ", ".join(map(repr, _by_any_name))
-        raise ValueError(f"fmt must be one of {known}, got {shown(name)}")
+        more = ""
+        if isinstance(name, str) and "+" in name:
+            more = (
+                '; a Hadamard transform is "+rht16:0x" or "+rht32:0x" and one to eight hex digits'
+            )
+            more += " of signs behind the name of an MX format"
+        raise ValueError(f"fmt must be one of {known}, got {shown(name)}{more}")
     return found
 
 

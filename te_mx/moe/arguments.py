@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from te_mx._ops import Operand, Stack, quantize_2d
-from te_mx.arguments import check_dense, shown
+from te_mx.arguments import check_address, check_dense, shown
 from te_mx.autograd import transforms
 from te_mx.dispatch.groups import INDEX_DTYPES
 from te_mx.grouped_arguments import check_floats, readable
@@ -25,6 +25,7 @@ def check_ids(name: str, value: Any, device: torch.device, shape: str = "a vecto
     if not isinstance(value, Tensor) or value.dtype not in INDEX_DTYPES:
         raise TypeError(f"{name} must be an int32 or int64 tensor, got {shown(value)}")
     check_dense(name, value)
+    check_address(name, value)
     dims = 1 if shape == "a vector" else 2
     if value.dim() != dims:
         raise ValueError(f"{name} must be {shape}, got {tuple(value.shape)}")
@@ -61,9 +62,9 @@ def refuse_transforms(owner: str, *tensors: Tensor | None) -> None:
         transforms.refuse(f"te_mx.moe.{owner}", tensors, transforms.FUNCTION, grad=True)
 
 
-def weights_of(name: str, weight: Any) -> Stack:
+def weights_of(owner: str, name: str, weight: Any) -> Stack:
     """Weights of all experts as ops take them, without gradients."""
-    return stack_of(weight, name)
+    return stack_of(weight, owner, name)
 
 
 def quantized_rows(x: Tensor, settings: Settings) -> Operand:

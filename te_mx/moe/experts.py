@@ -95,7 +95,7 @@ def fused_experts(
         raise ValueError(
             f"{OWNER}: activation must be one of {', '.join(ACTIVATIONS)}, got {shown(activation)}"
         )
-    first, second = weights_of(f"{OWNER}: w13", w13), weights_of(f"{OWNER}: w2", w2)
+    first, second = weights_of(OWNER, "w13", w13), weights_of(OWNER, "w2", w2)
     _check_weights(x, first, second)
     ids, local = _ids(topk_ids, expert_map, first, len(x))
     if local is None:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx._ops.moe import moe_gemm
-from te_mx.arguments import check_flag, check_size, shown
+from te_mx._ops.moe import check_routed, moe_gemm
+from te_mx.arguments import check_address, check_flag, check_size, shown
 from te_mx.autograd.steps import mode_of
 from te_mx.dispatch.moe import RoutedGemm, Routing
 from te_mx.epilogue import check_dtype
@@ -26,7 +26,7 @@ from te_mx.moe.arguments import (
 from te_mx.tensor import MXTensor
 from te_mx.written import check_written
 
-OWNER = "grouped_gemm"
+OWNER = "moe.grouped_gemm"
 
 
 def grouped_gemm(
@@ -88,10 +88,10 @@ def grouped_gemm(
     top_k = check_size(f"{OWNER}: top_k", top_k, 1)
     a_div = top_k if a_div is None else check_size(f"{OWNER}: a_div", a_div, 1)
     block_m = check_size(f"{OWNER}: block_m", block_m, 1)
-    rhs = weights_of(OWNER, w)
+    rhs = weights_of(OWNER, "w", w)
     device = rhs.codes.device
     if isinstance(a, Tensor):
-        refuse_transforms(OWNER, a, mul_weight_by, bias, out)
+        refuse_transforms("grouped_gemm", a, mul_weight_by, bias, out)
     lhs = rows_of(f"{OWNER}: a", a, rhs.k, device, settings)
     routed = lhs.rows * a_div
     if routed % top_k:
@@ -105,15 +105,22 @@ def grouped_gemm(
     if mul_weight_by is not None:
         weights = routing_weights(f"{OWNER}: mul_weight_by", mul_weight_by, routed, device)
     biases = expert_bias(f"{OWNER}: bias", bias, rhs)
-    read = ("a", a), ("mul_weight_by", mul_weight_by), ("bias", bias)
-    given = [(name, one) for name, one in read if isinstance(one, Tensor)]
     made = _out(out, out_dtype, (routed, rhs.rows), device)
     if out is not None:
-        check_written(made, "out", (*given, ("sorted_token_ids", sorted_token_ids)))
+        read = {
+            "a": a if isinstance(a, Tensor) else lhs.codes,
+            "the scales of a": None if isinstance(a, Tensor) else lhs.scales,
+            "w": rhs.codes, "the scales of w": rhs.scales, "sorted_token_ids": sorted_token_ids,
+            "expert_ids": expert_ids, "num_tokens_post_padded": num_tokens_post_padded,
+            "mul_weight_by": mul_weight_by, "bias": bias,
+        }  # fmt: skip
+        check_written(made, "out", read.items())
     with torch.no_grad():
+        call = RoutedGemm(lhs, rhs, routing, biases, weights, made, mode_of(settings))
         if zero_unrouted:
+            check_routed(call)  # nothing is written before an error
             made.zero_()
-        moe_gemm(RoutedGemm(lhs, rhs, routing, biases, weights, made, mode_of(settings)))
+        moe_gemm(call)
     return made
 
 
@@ -177,6 +184,7 @@ def _out(
     if not isinstance(out, Tensor):
         raise TypeError(f"{OWNER}: out must be a tensor, got {shown(out)}")
     check_dtype(out.dtype, f"{OWNER}: the dtype of out")
+    check_address(f"{OWNER}: out", out)
     fits = out.layout is torch.strided and not out.is_nested and out.device == device
     if not fits or out.shape != shape or not out.is_contiguous():
         raise ValueError(

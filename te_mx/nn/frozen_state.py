@@ -228,6 +228,15 @@ def _problem(codes: Any, scales: Any, shape: tuple[int, ...], name: str) -> str:
             told += "; bind a recipe with the format of these to the layer (te_mx.convert_model)"
         if codes.dtype in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz):
             told += ", or make others of them by te_mx.formats.convert"
+        if codes.dtype == torch.uint8:
+            four, sizes = formats.get("mxfp4"), shape[-2:]
+            wanted = (
+                str((*shape[:-2], *one(*sizes))) for one in (four.codes_shape, four.scales_shape)
+            )
+            told += (
+                f"; MXFP4 has {' and '.join(wanted)} bytes of codes and scales for this weight, "
+                f"got {tuple(codes.shape)} and {tuple(scales.shape)}"
+            )
         return told
     if fmt.scaling.scale == "fp32" and scales.dtype != torch.float32:
         return f"scales of {name} must be float32, got {scales.dtype} {tuple(scales.shape)}"

@@ -1,11 +1,12 @@
 """Calls that no kernel may see: each is refused by name while nothing runs, for formats of each
-kind of scale and code. What is only unusual, as memory at odd addresses, gives the usual result.
+kind of scale and code. What is only unusual, as codes at odd addresses, gives the usual result.
 """
 
 from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -205,13 +206,69 @@ def test_grouped_functions_that_quantize(fmt, nothing_runs):
     assert not held.any()
 
 
+def lists():
+    return te_mx.moe.align_block_size(torch.tensor([[0, 1], [2, 0], [1, 2]]), 4, G)
+
+
+@each
+def test_routed_products(fmt, nothing_runs):
+    """What is written shares no memory with what is read, and stays as it is after an error."""
+    size = formats.get(fmt).codes_shape(G * N, K)
+    held, lists_ = torch.zeros(1 << 16, dtype=U8), lists()
+    codes = held[: size[0] * size[1]].view(size)
+    w = te_mx.MXTensor(
+        (G, N, K), fmt, rowwise_data=codes, rowwise_scale=quantized(fmt, G, N, K).rowwise_scale
+    )
+    x, other = quantized("mxfp8_e4m3", 3, K), weights(fmt)
+    call = te_mx.moe.grouped_gemm
+    how = {"top_k": 2, "block_m": 4, "zero_unrouted": True}
+    wrong = quantized("mxfp4+rht32:0x3", 3, K)
+    nothing_runs()
+    out = held[: 6 * N * 4].view(F32).view(6, N)
+    refused(lambda: call(x, w, *lists_, out=out, **how), "out and w share memory")
+    out = x.rowwise_data.view(U8).view(-1)[: 6 * N * 2].view(BF16).view(6, N)
+    refused(lambda: call(x, other, *lists_, out=out, **how), "out and a share memory")
+    room = torch.full((6, N), 5.0)
+    for at, name in ((1, "expert_ids"), (2, "num_tokens_post_padded")):
+        given = list(lists_)
+        given[at] = room.view(torch.int32).view(-1)[: len(lists_[at])].copy_(lists_[at])
+        refused(lambda g=given: call(x, other, *g, out=room, **how), f"out and {name} share")
+    room.fill_(5.0)
+    refused(lambda: call(wrong, other, *lists_, out=room, **how), "same Hadamard transform")
+    assert bool((room == 5).all())
+    refused(lambda: call(x, torch.ones(G, N, K), *lists_, **how), r"moe.grouped_gemm: w must be")
+
+
+@each
+def test_memory_at_addresses_between_elements(fmt, nothing_runs):
+    a, b, w = quantized(fmt, M, K), quantized(fmt, N, K), weights(fmt)
+    bias, biases, out = torch.ones(M), torch.ones(G, N), torch.zeros(N, M)
+    x, lists_, ids = quantized("mxfp8_e4m3", 3, K), lists(), ENDS.int()
+    how = {"top_k": 2, "block_m": 4}
+    nothing_runs()
+    says = "must start at a multiple of its 4 bytes an element, got an address of"
+    for by in (1, 2):
+        refused(lambda by=by: te_mx.gemm(a, b, bias=displaced(bias, by)), f"bias {says} {by}")
+        refused(lambda by=by: te_mx.gemm(a, b, out=displaced(out, by)), f"out {says}")
+        refused(lambda by=by: te_mx.grouped_gemm(b, w, offs=displaced(ids, by)), f"offs {says}")
+        refused(
+            lambda by=by: te_mx.grouped_gemm(b, w, offs=ids, bias=displaced(biases, by)),
+            f"bias {says}",
+        )
+        moved = displaced(lists_[0].int(), by)
+        refused(
+            lambda m=moved: te_mx.moe.grouped_gemm(x, w, m, *lists_[1:], **how),
+            f"sorted_token_ids {says}",
+        )
+
+
 # ------------------------------------------------------------------------------ unusual, and legal
 def displaced(tensor, by):
     """The same values `by` bytes behind an address that every kernel likes."""
-    room = torch.zeros(tensor.nbytes + 64 + by, dtype=U8)
-    at = -room.data_ptr() % 64 + by
-    made = room[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-    return made.copy_(tensor)
+    room = np.zeros(tensor.nbytes + 64 + by, np.uint8)
+    at = -room.ctypes.data % 64 + by
+    held = room[at : at + tensor.nbytes].view(f"u{tensor.element_size()}")  # torch.view refuses it
+    return torch.from_numpy(held).view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 @each

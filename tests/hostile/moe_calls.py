@@ -83,7 +83,7 @@ MOE = (
          "out_dtype": OPTIONAL_DTYPE | values(float64=torch.float64), "mul_weight_by": SCORES,
          "a_div": SIZE.but("None"), "bias": SHAPED.but("None"), "zero_unrouted": FLAG,
          "recipe": RECIPE},
-        says={"a": "a|mul_weight_by", "w": "weight|weights|a|bias",
+        says={"a": "a|mul_weight_by", "w": "w|weights|a|bias",
               "top_k": "top_k|a_div|mul_weight_by",
               "block_m": "block_m|expert_ids|num_tokens_post_padded",
               "a_div": "a_div|mul_weight_by", "expert_ids": "expert_ids|num_tokens_post_padded",
@@ -94,7 +94,7 @@ MOE = (
         lambda d: gemm(d, te_mx.quantize(floats(d, M, H)), bias=floats(d, 1, E, 40)[0],
                        out=torch.ones(M * TOP_K, 40, device=d)),
         {"a": TOKENS.but("its values"), "w": STACK.but("a group more"), "out": output()},
-        covers="te_mx.moe.grouped_gemm", says={"a": "a", "w": "weight|weights|a|bias"},
+        covers="te_mx.moe.grouped_gemm", says={"a": "a", "w": "w|weights|a|bias"},
     ),
     Call(
         "te_mx.moe.fused_experts", lambda d: te_mx.moe.fused_experts,
