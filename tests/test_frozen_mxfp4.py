@@ -96,6 +96,10 @@ def test_weight_only(kind, dtype):
     assert {row.fprop for row in steps} == {"weight only"}
     assert {row.weight for row in steps} == {"frozen, no master, mxfp4"}
     assert "frozen, no master, mxfp4" in repr(layer)
+    for activations, said in (("bf16", "inputs as they are"), ("mxfp4", "inputs mxfp4")):
+        other = te_mx.Linear(64, 32)
+        te_mx.freeze_weights(other, fmt="mxfp4", drop_master=True, activations=activations)
+        assert repr(other).endswith(f"frozen, no master, mxfp4, {said})")
 
 
 def test_weight_only_is_exact_beside_bf16():

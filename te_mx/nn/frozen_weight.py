@@ -325,7 +325,14 @@ class Freezable:
                     )
 
     def _frozen_repr(self) -> str:
-        return "" if self._frozen is None else f", {self._how_frozen()}"
+        if self._frozen is None:
+            return ""
+        fixed, inputs = self._frozen.fixed, ""
+        if fixed.weight_only:
+            inputs = ", inputs as they are"
+        elif fixed.x:
+            inputs = f", inputs {self._frozen.settings.x}"
+        return f", {self._how_frozen()}{inputs}"
 
     def _how_frozen(self) -> str:
         """In words; the format of the weights is named where it is not the usual one."""
