@@ -226,7 +226,7 @@ class DotProductAttention(ranks.SharedHeads, WithoutExtraState, nn.Module):
             out = out.permute(2, 0, 1, 3)
         elif layout == "bshd":
             out = out.permute(0, 2, 1, 3)
-        out = out.reshape(*out.shape[:-2], -1)
+        out = out.flatten(-2)
         return (out, largest) if self.return_max_logit else out
 
     # ------------------------------------------------------------------------------------ one batch

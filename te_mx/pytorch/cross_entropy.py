@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from te_mx.arguments import check_flag, check_number, is_dense, shown
+from te_mx.grouped_arguments import readable
 
 __all__ = ["parallel_cross_entropy"]
 
@@ -39,10 +40,12 @@ def parallel_cross_entropy(
         overwrite_input: allows inp to be overwritten, which te_mx has no use for.
 
     Returns:
-        The losses, fp32, of the first two dimensions of inp, or their mean.
+        The losses, fp32, of the first two dimensions of inp, or their mean. On a device, where the
+        host does not look at targets, the loss of one outside of the vocabulary is NaN.
 
     Raises:
-        TypeError, ValueError: an argument of a wrong type, value or shape, by name.
+        TypeError, ValueError: an argument of a wrong type, value or shape, by name; on the CPU a
+            target outside of the vocabulary.
     """
     owner = "parallel_cross_entropy"
     if not isinstance(inp, Tensor) or not is_dense(inp) or not inp.is_floating_point():
@@ -69,10 +72,22 @@ def parallel_cross_entropy(
     group = _checked_group(owner, dist_process_group)
     words = target.reshape(-1)
     counted = words != ignore_idx
+    _check_words(owner, words, counted, inp.shape[-1] * (1 if group is None else group.size()))
     losses = _CrossEntropy.apply(inp.flatten(0, 1), words, counted, smoothing, group)
     if reduce_loss:
         return losses.sum() / counted.sum()
     return losses.view(inp.shape[:2])
+
+
+def _check_words(owner: str, words: Tensor, counted: Tensor, total: int) -> None:
+    """Raise ValueError for targets out of range, where the host may look at them."""
+    if not readable(words):
+        return
+    outside = words[counted & ((words < 0) | (words >= total))]
+    if len(outside):
+        raise ValueError(
+            f"{owner}: target must be 0 to {total - 1}, or ignore_idx, got {int(outside[0])}"
+        )
 
 
 def _checked_group(owner: str, group: Any) -> Any:
@@ -107,16 +122,16 @@ class _CrossEntropy(torch.autograd.Function):
         here = (words >= first) & (words < first + share)
         local = torch.where(here, words - first, 0).unsqueeze(1)
         picked = torch.where(here, x.gather(1, local).squeeze(1), 0.0)
-        sums = torch.stack((normal, picked, x.sum(-1)))
+        sums = torch.stack((normal, picked, x.sum(-1), here.to(x.dtype)))
         _reduced(sums, "SUM", group)
-        normal, picked, total_x = sums
+        normal, picked, total_x, found = sums
         log_sum = largest + normal.log()
         loss = log_sum - (1.0 - smoothing) * picked
         if smoothing:
             loss = loss - smoothing / total * total_x
         ctx.save_for_backward(inp, log_sum, local, here, counted)
         ctx.smoothing, ctx.total = smoothing, total
-        return torch.where(counted, loss, 0.0)
+        return torch.where(counted, torch.where(found > 0, loss, torch.nan), 0.0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

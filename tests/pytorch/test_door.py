@@ -18,6 +18,7 @@ import te_mx
 import te_mx.pytorch as te
 from te_mx.common import recipe as recipes
 from te_mx.nn import te_defaults, te_modules
+from te_mx.pytorch import fp8
 
 LIST = json.loads(
     Path(__file__).parents[1].joinpath("compat", "transformer_engine.json").read_text()
@@ -247,6 +248,9 @@ def test_answers():
         assert ask() is True and ask(return_reason=True) == (True, "")
     assert te.is_nvfp4_available() is False
     assert te.is_nvfp4_available(True) == (False, "te_mx has no format with blocks of 16 elements")
+    assert fp8.check_mxfp8_support() == fp8.check_fp8_support() == (True, "")
+    assert fp8.check_fp8_block_scaling_support() == (True, "")
+    assert fp8.check_nvfp4_support() == te.is_nvfp4_available(True)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -306,7 +310,7 @@ import transformer_engine as whole
 import transformer_engine.pytorch as theirs
 from transformer_engine.common.recipe import DelayedScaling, Format
 from transformer_engine.pytorch.attention import RotaryPositionEmbedding
-from transformer_engine.pytorch.fp8 import fp8_model_init
+from transformer_engine.pytorch.fp8 import MXFP8BlockScaling, check_mxfp8_support, fp8_model_init
 import transformer_engine.pytorch.attention.rope as rope
 assert rope.RotaryPositionEmbedding is RotaryPositionEmbedding
 assert theirs is te and whole.pytorch.Linear is te.Linear and whole.__version__.startswith("2.")

@@ -192,6 +192,14 @@ def test_softcap_sinks_and_the_largest_score():
     assert torch.equal(plain, uncapped)
 
 
+def test_no_tokens():
+    for shape in ((0, 2, 32), (3, 0, 32)):
+        x = torch.randn(shape, requires_grad=True)
+        y = te.TransformerLayer(32, 64, 4)(x)
+        y.sum().backward()
+        assert y.shape == x.grad.shape == shape
+
+
 def test_dropout_is_of_training_alone():
     q, k, v = operands(5, 5)
     layer = te.DotProductAttention(H, D, G, attention_dropout=0.5)

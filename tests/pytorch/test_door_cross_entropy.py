@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 import te_mx.pytorch as te
+from te_mx.pytorch import cross_entropy
 
 B, S, V = 3, 5, 16
 
@@ -36,6 +37,18 @@ def test_it_is_torchs(smoothing, reduced, dtype):
     got, wanted = (torch.autograd.grad(one.sum(), logits)[0] for one in (loss, expected))
     bound = 1e-6 if dtype is torch.float32 else 2.0**-8
     assert got.dtype == dtype and (got - wanted).abs().max() < bound
+
+
+@pytest.mark.parametrize("word", [V, -1])
+def test_words_outside_of_the_vocabulary(word, monkeypatch):
+    """An error where the host may look at targets, else NaN, not the loss of another word."""
+    logits, target = problem()
+    target[2, 1] = word
+    with pytest.raises(ValueError, match=f"target must be 0 to {V - 1}, or ignore_idx, got {word}"):
+        te.parallel_cross_entropy(logits, target)
+    monkeypatch.setattr(cross_entropy, "readable", lambda words: False)
+    loss = te.parallel_cross_entropy(logits, target)
+    assert loss.isnan().nonzero().tolist() == [[2, 1]]
 
 
 def _one_of_two(rank: int, folder: str) -> None:
