@@ -3,7 +3,7 @@ tokens as they are."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from te_mx.formats import Format
 from te_mx.grouped_arguments import check_floats, check_place
 from te_mx.grouped_rows import Form, Rows, rows_of, settings_of
 from te_mx.tensor import MXTensor
+from te_mx.written import check_written
 
 OWNER = "grouped_gemm"
 
@@ -34,6 +35,8 @@ def grouped_gemm(
     alignment: int = 1,
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
+    accumulate: bool = False,
     zero_padding: bool = True,
     recipe: Any = None,
 ) -> Tensor:
@@ -65,7 +68,10 @@ def grouped_gemm(
         alignment: group g of `offs` starts at the next multiple of it behind the end of group
             g - 1: 128 is DeepGEMM's psum layout. Rows between groups are read as zeros.
         bias: [G, N], fp32, bf16 or fp16.
-        out_dtype: float32, bfloat16 or float16.
+        out_dtype: float32, bfloat16 or float16; that of `out` where it is given.
+        out: contiguous, of the shape of the result, which is written there. It shares no memory
+            with what is read.
+        accumulate: add D to what `out` holds, in fp32, rounded once; rows of no group stay.
         zero_padding: rows of no group are 0 in the result. False leaves open what they hold, where
             zeros would be another write.
         recipe: its precision and alignment_spread count, which matter on Hopper GPUs; None means
@@ -76,11 +82,13 @@ def grouped_gemm(
 
     Raises:
         TypeError, ValueError: what does not fit, with what was expected, before anything runs.
+        RuntimeError: out requires grad while autograd records.
         NotImplementedError: forward-mode AD or a transform of torch.func follows bias
             or inp.
     """
     form = Form(OWNER, offs, index, masked_m, alignment).checked()
     check_flag(f"{OWNER}: zero_padding", zero_padding)
+    check_flag(f"{OWNER}: accumulate", accumulate)
     check_dtype(out_dtype, f"{OWNER}: out_dtype")
     settings = settings_of(recipe, forward=False)
     rhs = stack_of(weight, OWNER)
@@ -98,20 +106,49 @@ def grouped_gemm(
                 f"{OWNER}: bias must be [{rhs.groups}, {rhs.rows}], got {tuple(bias.shape)}"
             )
     if transforms.active():
-        followed = [t for t in (inp, bias) if isinstance(t, Tensor)]
+        followed = [t for t in (inp, bias, out) if isinstance(t, Tensor)]
         transforms.refuse(f"te_mx.{OWNER}", followed, transforms.FUNCTION, grad=True)
+    shape = (rhs.groups, most, rhs.rows) if masked_m is not None else (len(first), rhs.rows)
+    if out is not None or accumulate:
+        lists = (("offs", offs), ("index", index), ("masked_m", masked_m))
+        own = (("inp", lhs),) if isinstance(lhs, Tensor) else _read("inp", lhs)
+        read = (*own, *_read("weight", rhs), *lists, ("bias", bias))
+        out_dtype = _check_out(out, out_dtype, shape, first, accumulate, read)
     bias = None if bias is None else bias.detach().resolve_neg()
     rows = rows_of(form, first, rhs.groups, most)
     with torch.no_grad():
         if isinstance(lhs, Tensor):
-            out = mixed_grouped.run(rows.taken(lhs), rows.groups, rhs, bias, out_dtype)
+            made = mixed_grouped.run(rows.taken(lhs), rows.groups, rhs, bias, out_dtype)
         else:
-            out = gemm_rows(
+            made = gemm_rows(
                 _taken(lhs, rows), rhs, rows.groups, bias=bias, out_dtype=out_dtype,
                 mode=mode_of(settings),
             )  # fmt: skip
-        out = rows.put_back(out, bias is not None, zero_padding)
-    return out.view(rhs.groups, most, rhs.rows) if masked_m is not None else out
+        made = rows.put_back(made, bias is not None, zero_padding or accumulate).view(shape)
+        if out is None:
+            return made
+        return out.copy_(out.to(made.dtype) + made if accumulate else made)
+
+
+def _read(name: str, operand: Operand | Stack) -> tuple[tuple[str, Tensor], ...]:
+    return (name, operand.codes), (f"the scales of {name}", operand.scales)
+
+
+def _check_out(
+    out: Any, out_dtype: torch.dtype, shape: tuple[int, ...], first: Tensor, accumulate: bool,
+    read: Iterable[tuple[str, Tensor | None]],
+) -> torch.dtype:  # fmt: skip
+    """Raise unless `out` can take the result; the dtype in which it is made."""
+    if out is None:
+        raise ValueError(f"{OWNER}: accumulate=True adds to out; pass the tensor as out=")
+    check_floats(f"{OWNER}: out", out)
+    check_place(f"{OWNER}: out", out, first)
+    if out.shape != shape or not out.is_contiguous():
+        raise ValueError(f"{OWNER}: out must be contiguous {list(shape)}, got {shown(out)}")
+    if out_dtype not in (torch.bfloat16, out.dtype):  # bfloat16 is the default: nothing was asked
+        raise ValueError(f"{OWNER}: out is {out.dtype} but out_dtype is {out_dtype}; leave it away")
+    check_written(out, "out", read)
+    return torch.float32 if accumulate else out.dtype
 
 
 def tokens_of(inp: Any, name: str = f"{OWNER}: inp") -> Operand:

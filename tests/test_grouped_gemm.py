@@ -178,6 +178,59 @@ def test_dtypes_of_the_result(dtype):
     equal(y, torch.cat(case.expected(dtype, True)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", ["offs", "index", "masked_m"])
+def test_results_that_are_written_or_added(form, dtype):
+    """The bits of te_mx.gemm into the rows of each group; rows of none are 0, or stay."""
+    case, most = Case("mxfp8_e4m3", "mxfp4"), 40
+    index, counts = shuffled(), torch.tensor(COUNTS)
+    rows = {"offs": sum(COUNTS) + 3, "index": len(index), "masked_m": G * most}[form]
+    ends = counts.cumsum(0)
+    of = torch.full((rows,), -1)  # the group of each row
+    for g, count in enumerate(COUNTS):
+        start = g * most if form == "masked_m" else int(ends[g]) - count
+        of[start : start + count] = g
+    of = index if form == "index" else of
+    x = torch.full((rows, K), torch.nan)
+    for g, part in enumerate(case.x):
+        x[of == g] = part
+    given = {"offs": ends, "index": index, "masked_m": counts}[form]
+    shape, room = (rows, N), (rows, K)
+    if form == "masked_m":
+        shape, room = (G, most, N), (G, most, K)
+    before = torch.randn(rows, N).to(dtype)
+    for accumulate in (False, True):
+        out = before.clone().view(shape)
+        how = {form: given, "bias": case.bias, "out": out, "accumulate": accumulate}
+        assert te_mx.grouped_gemm(case.tokens(x.view(room)), case.weight, **how) is out
+        wanted = before.clone() if accumulate else torch.zeros_like(before)
+        for g, (part, w) in enumerate(zip(case.x, case.w, strict=True)):
+            one = before[of == g]
+            te_mx.gemm(w, case.tokens(part), bias=case.bias[g], out=one, accumulate=accumulate)
+            wanted[of == g] = one
+        equal(out.view(rows, N), wanted)
+
+
+def test_what_is_written_fits():
+    case, offs = Case("mxfp8_e4m3", "mxfp4"), torch.tensor(COUNTS).cumsum(0)
+    q, rows = case.tokens(torch.cat(case.x)), sum(COUNTS)
+    held = torch.zeros(rows * max(K, 2 * N), dtype=torch.uint8)
+    codes = held[: rows * K].view(rows, K)
+    x = te_mx.MXTensor((rows, K), "mxfp8_e4m3", rowwise_data=codes, rowwise_scale=q.rowwise_scale)
+    shared = held.view(torch.bfloat16)[: rows * N].view(rows, N)
+    for out, more, says in (
+        (None, {"accumulate": True}, "pass the tensor as out="),
+        (torch.zeros(rows, N + 1), {}, "out must be contiguous"),
+        (torch.zeros(N, rows).t(), {}, "out must be contiguous"),
+        (torch.zeros(rows, N), {"out_dtype": torch.float16}, "out is torch.float32 but out_dtype"),
+        (shared, {}, "out and inp share memory"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            te_mx.grouped_gemm(x, case.weight, offs=offs, out=out, **more)
+    with pytest.raises(TypeError, match="out must be float32, bfloat16 or float16"):
+        te_mx.grouped_gemm(x, case.weight, offs=offs, out=torch.zeros(rows, N).double())
+
+
 # ----------------------------------------------------------------- tokens that are not quantized
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

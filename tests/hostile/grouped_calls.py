@@ -150,6 +150,14 @@ GROUPED = (
         covers="te_mx.grouped_gemm", says={"inp": "inp|weight|offs", "weight": "weight|offs|bias"},
     ),
     Call(
+        "te_mx.grouped_gemm into out", lambda d: te_mx.grouped_gemm,
+        lambda d: {"inp": floats(d, R, K).bfloat16(), "weight": [tokens(d, 8, K)] * G,
+                   "offs": offsets(), "out": torch.ones(R, 8, device=d).bfloat16(),
+                   "accumulate": True},
+        {"out": output("inp"), "accumulate": FLAG},
+        covers="te_mx.grouped_gemm",
+    ),
+    Call(
         "te_mx.grouped_gemm masked", lambda d: te_mx.grouped_gemm,
         lambda d: {"inp": tokens(d, G, 12, K), "weight": stack(d),
                    "masked_m": torch.tensor([5, 12])},
