@@ -103,6 +103,13 @@ def run(call, net, x, grad, feature):
 
 
 def data_parallel(way, family, feature):
+    """Of HSDP the shards and the copies, as two processes are one or the other."""
+    meshes = [((1, 2), ("r", "s")), ((2, 1), ("r", "s"))] if way == "HSDP" else [((2,), ("s",))]
+    answers = [data_parallel_on(mesh, way, family, feature) for mesh in meshes]
+    return next((said for said in answers if said != EQUAL), EQUAL)
+
+
+def data_parallel_on(mesh, way, family, feature):
     first, second = (
         {n: g / 2 for n, g in one.items()} for one in each_gradients(layer_of(family))
     )  # fmt: skip
@@ -111,7 +118,7 @@ def data_parallel(way, family, feature):
     if way == "DDP":
         wrapped = DistributedDataParallel(net)
     else:
-        shape, names = ((1, 2), ("r", "s")) if way == "HSDP" else ((2,), ("s",))
+        shape, names = mesh
         mesh = init_device_mesh(DEVICE, shape, mesh_dim_names=names)
         fully_shard(net.layer, mesh=mesh)
         wrapped = fully_shard(net, mesh=mesh)
