@@ -211,26 +211,6 @@ def test_results_that_are_written_or_added(form, dtype):
         equal(out.view(rows, N), wanted)
 
 
-def test_what_is_written_fits():
-    case, offs = Case("mxfp8_e4m3", "mxfp4"), torch.tensor(COUNTS).cumsum(0)
-    q, rows = case.tokens(torch.cat(case.x)), sum(COUNTS)
-    held = torch.zeros(rows * max(K, 2 * N), dtype=torch.uint8)
-    codes = held[: rows * K].view(rows, K)
-    x = te_mx.MXTensor((rows, K), "mxfp8_e4m3", rowwise_data=codes, rowwise_scale=q.rowwise_scale)
-    shared = held.view(torch.bfloat16)[: rows * N].view(rows, N)
-    for out, more, says in (
-        (None, {"accumulate": True}, "pass the tensor as out="),
-        (torch.zeros(rows, N + 1), {}, "out must be contiguous"),
-        (torch.zeros(N, rows).t(), {}, "out must be contiguous"),
-        (torch.zeros(rows, N), {"out_dtype": torch.float16}, "out is torch.float32 but out_dtype"),
-        (shared, {}, "out and inp share memory"),
-    ):
-        with pytest.raises(ValueError, match=says):
-            te_mx.grouped_gemm(x, case.weight, offs=offs, out=out, **more)
-    with pytest.raises(TypeError, match="out must be float32, bfloat16 or float16"):
-        te_mx.grouped_gemm(x, case.weight, offs=offs, out=torch.zeros(rows, N).double())
-
-
 # ----------------------------------------------------------------- tokens that are not quantized
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -240,6 +240,25 @@ def test_routed_products(fmt, nothing_runs):
 
 
 @each
+def test_what_grouped_gemm_writes(fmt, nothing_runs):
+    held, w = torch.zeros(M * K, dtype=U8), weights(fmt)
+    x = te_mx.MXTensor(
+        (M, K), "mxfp8_e4m3", rowwise_data=held.view(M, K),
+        rowwise_scale=quantized("mxfp8_e4m3", M, K).rowwise_scale,
+    )  # fmt: skip
+    nothing_runs()
+    for out, more, says in (
+        (None, {"accumulate": True}, "pass the tensor as out="),
+        (torch.zeros(M, N + 1), {}, "out must be contiguous"),
+        (torch.zeros(N, M).t(), {}, "out must be contiguous"),
+        (torch.zeros(M, N), {"out_dtype": torch.float16}, "out is torch.float32 but out_dtype"),
+        (torch.zeros(M, N).double(), {}, "out must be float32, bfloat16 or float16"),
+        (held[: M * N * 2].view(BF16).view(M, N), {}, "out and inp share memory"),
+    ):
+        refused(lambda o=out, m=more: te_mx.grouped_gemm(x, w, offs=ENDS, out=o, **m), says)
+
+
+@each
 def test_memory_at_addresses_between_elements(fmt, nothing_runs):
     a, b, w = quantized(fmt, M, K), quantized(fmt, N, K), weights(fmt)
     bias, biases, out = torch.ones(M), torch.ones(G, N), torch.zeros(N, M)
