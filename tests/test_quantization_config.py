@@ -9,11 +9,11 @@ from __future__ import annotations
 import copy
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
-from hf_models import keep_head, model_of, tokens
+from hf_checkpoints import STYLES, WHOLE_BLOCKS, check_same, files_of, frozen, logits
+from hf_models import keep_head, model_of
 from torch import nn
 
 import te_mx
@@ -33,53 +33,12 @@ def registered():
     hf_quantizer.unregister()
 
 
-def frozen(name: str, fmt: str | None = None, **how):
-    """A model on codes; experts and linear layers, but no head and no router."""
-    model = model_of(name, **how.pop("sizes", {})).eval()
-    te_mx.convert_model(model, filter_fn=lambda m, n: keep_head(m, n) and not n.endswith("gate"))
-    te_mx.freeze_weights(model, drop_master=True, fmt=fmt, **how)
-    return model
-
-
-def files_of(folder: Path) -> dict[str, torch.Tensor]:
-    found = {}
-    for path in folder.glob("*.safetensors"):
-        found |= safetensors.load_file(path)
-    return found
-
-
-def as_bytes(t: torch.Tensor) -> torch.Tensor:
-    return t.contiguous().view(torch.uint8) if t.element_size() == 1 else t
-
-
-def check_same(one: dict, other: dict) -> None:
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(as_bytes(value), as_bytes(other[name])), name
-
-
-def logits(model):
-    with torch.no_grad():
-        return model(tokens()).logits
-
-
-STYLES = {
-    "mxfp8": (None, ("weight", "weight_scale_inv")),
-    "modelopt": (None, ("weight", "weight_scale")),
-    "compressed-tensors": (None, ("weight", "weight_scale")),
-    "compressed-tensors 4 bits": ("mxfp4", ("weight_packed", "weight_scale")),
-    "fp8": ("fp8_e4m3_128x128", ("weight", "weight_scale_inv")),
-}
-
-
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("model_name", ["Llama", "Mixtral"])
 @pytest.mark.parametrize("style", STYLES)
 def test_what_is_written_loads_as_the_same_codes(model_name, style, tmp_path):
     fmt, names = STYLES[style]
-    # Gate and up are whole blocks, and not one alone: Transformers 5.20 drops dimensions of 1.
-    sizes = {"num_local_experts": 2, "intermediate_size": 256, "hidden_size": 256}
-    more = {"sizes": sizes} if model_name == "Mixtral" else {}
+    more = {"sizes": WHOLE_BLOCKS} if model_name == "Mixtral" else {}
     if style == "fp8":
         more["recipe"] = te_mx.recipe.DeepSeekV3()
     model = frozen(model_name, None if style == "fp8" else fmt, **more)

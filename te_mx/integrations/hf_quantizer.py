@@ -41,6 +41,7 @@ from te_mx import formats
 from te_mx.convert import convert_model
 from te_mx.frozen import freeze_weights, unfreeze_weights
 from te_mx.integrations.checkpoint_plan import Plan, plan_of
+from te_mx.integrations.checkpoint_scales import ScalesAsBytes, refuse_casts, scale_bytes
 from te_mx.nn.experts import ExpertsModule
 from te_mx.nn.mx_module import MXModule
 
@@ -96,10 +97,21 @@ class TeMxQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         self._model = model
         files = kwargs.get("checkpoint_files") or ()
+        if _has_bytes(self.plan):
+            refuse_casts(files, self.plan.ends[1])
         convert_model(model, filter_fn=self._is_quantized_in(model, files))
         for name, module in model.named_modules():
             if isinstance(module, MXModule):
                 self._masters.append((name, module, _put_placeholders(module, self.plan)))
+
+    def get_new_dtype(
+        self, converter: Any, param: Any, dtype: torch.dtype | None
+    ) -> torch.dtype | None:
+        """What a tensor of the files is cast to: codes and E8M0 scales, which are bytes, to
+        nothing; `_take` looks at them as they are."""
+        if dtype is not None and dtype.itemsize == 1:
+            return None
+        return super().get_new_dtype(converter, param, dtype)
 
     def _is_quantized_in(self, model: Any, files: Any) -> Callable[[nn.Module, str], bool]:
         plan, head = self.plan, model.get_output_embeddings()
@@ -130,7 +142,8 @@ class TeMxQuantizer(HfQuantizer):
                 continue
             for end in filter(None, self.plan.ends):
                 if re.search(f"{targets[0]}{end}$", names, re.MULTILINE):
-                    made.append(_for_names_with(one, end))
+                    of_scales = end == self.plan.ends[1] and _has_bytes(self.plan)
+                    made.append(_for_names_with(one, end, of_scales))
         return made
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -157,11 +170,18 @@ def _is_in(files: Any, name: str) -> bool:
     return False
 
 
-def _for_names_with(converter: Any, end: str) -> Any:
-    """A converter like this one, of tensors whose names have an ending more."""
+def _has_bytes(plan: Plan) -> bool:
+    """Whether scales are bytes."""
+    return formats.get(plan.fmt).scaling.storage == torch.uint8
+
+
+def _for_names_with(converter: Any, end: str, of_scales: bool) -> Any:
+    """A converter like this one, of tensors whose names have an ending more. of_scales: these are
+    bytes."""
     sources = [source + end for source in converter._original_source_patterns]
     targets = [target + end for target in converter._original_target_patterns]
-    copy = WeightConverter(sources, targets, list(converter.operations))
+    first = [ScalesAsBytes()] if of_scales else []
+    copy = WeightConverter(sources, targets, [*first, *converter.operations])
     for name in ("force_cpu", "scope_prefix", "base_model_prefix"):
         if hasattr(converter, name):
             setattr(copy, name, getattr(converter, name))
@@ -232,7 +252,17 @@ def _take(name: str, module: MXModule, masters: dict[str, nn.Parameter], plan: P
             "the layer is quantized; name the layer among those that are left out there"
         )
     state = {key: value.detach() for key, value in loaded.items()}
-    layer.load_state_dict(state, strict=False, assign=True)
+    if _has_bytes(plan):
+        for key in masters:
+            scales = key + plan.ends[1]
+            state[scales] = scale_bytes(f"{name}.{scales}", state[scales])
+    try:
+        layer.load_state_dict(state, strict=False, assign=True)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{name}: {' '.join(str(error).split())}; correct what the quantization_config says of "
+            "this layer, or the file"
+        ) from None
     if not module._is_dropped():
         raise ValueError(f"{name}: the checkpoint's tensors are no codes with scales")
     layer._saved_as = plan.ends
