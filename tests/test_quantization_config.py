@@ -114,6 +114,30 @@ def test_modelopt_files_are_read_byte_for_byte(nested, tmp_path):
 
 
 @pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("saved", [False, True])
+def test_modelopt_files_with_hf_quant_config_alone(saved, tmp_path):
+    """Nobody reads that file; what docs/integrations.md does with it."""
+    model = frozen("Llama")
+    te_mx.quantization_config(model, "modelopt")
+    model.save_pretrained(tmp_path)
+    plain = json.loads((tmp_path / "config.json").read_text())
+    del plain["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(plain))
+    quantization = {"quant_algo": "MXFP8", "group_size": 32, "exclude_modules": ["lm_head"]}
+    says = {"producer": {"name": "modelopt", "version": "0.40.0"}, "quantization": quantization}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(says))
+    folder = str(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    with open(f"{folder}/hf_quant_config.json") as file:
+        config.quantization_config = {"quant_method": "modelopt", **json.load(file)}
+    if saved:
+        config.save_pretrained(folder)
+    loaded = AUTO.from_pretrained(folder, **({} if saved else {"config": config}))
+    check_same(loaded.state_dict(), model.state_dict())
+    assert torch.equal(logits(loaded), logits(model))
+
+
+@pytest.mark.usefixtures("registered")
 def test_scales_of_compressed_tensors_at_7_4ths_of_a_power_of_two(tmp_path):
     """Its scale is one higher than te_mx's exactly where a block's largest is 1.75 * 2^k. Read as
     it is; freezing anew gives te_mx's bytes for the same values."""
@@ -245,6 +269,8 @@ PLANS = [
     ({"quant_method": "compressed-tensors", "format": "mxfp8-quantized"}, None),
     ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", **group()}, None),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, None),
+    ({"quant_method": "modelopt", "quant_algo": None}, None),
+    ({"quant_method": "modelopt", "quant_algo": "mxfp8"}, "mxfp8_e4m3"),
     ({"quant_method": "mxfp4"}, "mxfp4"),
     ({"quant_method": "awq"}, None),
 ]

@@ -51,7 +51,7 @@ def plan_of(fields: dict[str, Any]) -> Plan | None:
         return _compressed_tensors(fields)
     if method == "modelopt":
         inner = fields.get("quantization", fields)
-        if inner.get("quant_algo") != "MXFP8":
+        if str(inner.get("quant_algo")).upper() != "MXFP8":
             return None
         kept = inner.get("ignore") or inner.get("exclude_modules") or ()
         return Plan("mxfp8_e4m3", ("", "_scale"), tuple(kept))
