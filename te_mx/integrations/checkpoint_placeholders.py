@@ -80,4 +80,3 @@ def take(name: str, module: MXModule, masters: dict[str, nn.Parameter], plan: Pl
         ) from None
     if not module._is_dropped():
         raise ValueError(f"{name}: the checkpoint's tensors are no codes with scales")
-    layer._saved_as = plan.ends

@@ -42,6 +42,7 @@ from te_mx.frozen import freeze_weights, unfreeze_weights
 from te_mx.integrations.checkpoint_placeholders import put_placeholders, take
 from te_mx.integrations.checkpoint_plan import plan_of
 from te_mx.integrations.checkpoint_scales import ScalesAsBytes, refuse_casts
+from te_mx.nn.claims import claim
 from te_mx.nn.mx_module import MXModule
 
 METHODS = ("mxfp8", "fp8", "compressed-tensors", "modelopt", "mxfp4")
@@ -76,6 +77,7 @@ class TeMxQuantizer(HfQuantizer):
         found = plan_of(quantization_config.fields)
         assert found is not None  # or there would be no TeMxConfig
         self.plan = found
+        self._fields = quantization_config.fields
         self._model: Any = None  # that is being loaded
         self._masters: list[tuple[str, MXModule, dict[str, nn.Parameter]]] = []
 
@@ -148,11 +150,20 @@ class TeMxQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         for name, module, masters in self._masters:
             take(name, module, masters, self.plan)
+        read = [module for _, module, _ in self._masters]
+        claim(model, read, self.plan.ends, self._fields)
         self._masters.clear()
         self._model = None
         if self.plan.weight_only:
             freeze_weights(model, drop_master=True, activations="bf16")
         return model
+
+    def restate(self, model: Any, fields: dict[str, Any]) -> None:
+        """Stand for another quantization_config of the model that was loaded."""
+        found = plan_of(fields)
+        assert found is not None  # of what te_mx writes
+        self.quantization_config, self.plan, self._fields = TeMxConfig(**fields), found, fields
+        model.quantization_method = fields["quant_method"]
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         unfreeze_weights(model, dequantize=True)
