@@ -195,6 +195,9 @@ def test_gpt_oss(tmp_path):
     model.config.quantization_config = {"quant_method": "mxfp4"}
     model.config.save_pretrained(tmp_path)
     loaded = AUTO.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    loaded.save_pretrained(tmp_path / "again")
+    check_same(files_of(tmp_path / "again"), kept)
+    loaded.load_state_dict(loaded.state_dict())
     te_mx.convert_model(model, filter_fn=lambda _, name: name.endswith("experts"))
     model.load_state_dict(kept)
     te_mx.freeze_weights(model, activations="bf16")

@@ -68,7 +68,10 @@ def save_codes(module: Freezable, destination: Any, prefix: str) -> None:
         # Weights of several parameters are stacked: one part for each.
         parts = ([codes], [scales]) if names == (key,) else (codes.unbind(0), scales.unbind(0))
         for name, code, scale in zip(names, *parts, strict=True):
-            destination[prefix + name + code_end] = code.view(dtype)
+            code = code.view(dtype)
+            if code_end == "_blocks":  # gpt-oss: the bytes of a block have a dimension of their own
+                code = code.unflatten(-1, (scale.shape[-1], -1))
+            destination[prefix + name + code_end] = code
             destination[prefix + name + end] = scale
 
 
