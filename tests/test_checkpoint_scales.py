@@ -153,9 +153,15 @@ def test_versions_that_would_cast_refuse(tmp_path, monkeypatch):
         hf_quantizer.TeMxQuantizer, "get_new_dtype", lambda self, c, p, dtype: None, raising=True
     )
     check_same(AUTO.from_pretrained(tmp_path).state_dict(), model.state_dict())
-    rewrite(tmp_path, lambda _, scales: as_dtype(scales, E8M0))
-    with pytest.raises(ValueError, match=r"_proj\.weight_scale_inv: .* got F8_E8M0; install 5\.21"):
-        AUTO.from_pretrained(tmp_path)
+    files = files_of(tmp_path)
+    for name, dtype in ((f"{LAYER}.weight", "BF16"), (f"{LAYER}.weight_scale_inv", "F8_E8M0")):
+        value = files[name]
+        other = value.to(torch.bfloat16) if dtype == "BF16" else value.view(E8M0)
+        folder = tmp_path / dtype
+        model.config.save_pretrained(folder)
+        (folder / "model.safetensors").write_bytes(safetensors.save(files | {name: other}))
+        with pytest.raises(ValueError, match=f"{name} must be .* got {dtype}; install 5.21"):
+            AUTO.from_pretrained(folder)
 
 
 def test_every_byte():

@@ -10,6 +10,9 @@ from torch import Tensor
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.base import HfQuantizer
 
+from te_mx import formats
+from te_mx.integrations.checkpoint_plan import Plan
+
 _BIAS, _LARGEST = 127, 254  # of E8M0; 255 is NaN
 
 
@@ -61,20 +64,27 @@ class ScalesAsBytes(ConversionOps):
         return self
 
 
-def refuse_casts(files: Any, end: str) -> None:
-    """Raise ValueError for scales that are no bytes in safetensors files where Transformers would
-    cast them to bytes: before 5.21 it does not ask quantizers (``get_new_dtype``)."""
+def refuse_casts(files: Any, plan: Plan) -> None:
+    """Raise ValueError for codes, and scales that are to be bytes, in another dtype in safetensors
+    files where Transformers would cast them: before 5.21 it does not ask quantizers
+    (``get_new_dtype``)."""
     if hasattr(HfQuantizer, "get_new_dtype"):
         return
+    code_end, scale_end = plan.ends
+    end = scale_end if plan.experts_only else f"weight{scale_end}"  # not those of inputs
+    codes = "F8_E4M3" if formats.get(plan.fmt).element.bits == 8 else "U8"
     for path in files:
         if not str(path).endswith(".safetensors"):
             continue
         with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 - it is no mapping
-                if not name.endswith(end):
-                    continue
-                if (dtype := file.get_slice(name).get_dtype()) != "U8":
+            scales = [name for name in file.keys() if name.endswith(end)]  # noqa: SIM118
+            wanted = {name.removesuffix(scale_end) + code_end: codes for name in scales}
+            if plan.has_bytes:
+                wanted |= dict.fromkeys(scales, "U8")
+            for name in wanted.keys() & set(file.keys()):
+                if (dtype := file.get_slice(name).get_dtype()) != wanted[name]:
                     raise ValueError(
-                        f"{name}: scales must be bytes (U8) for this version of Transformers, "
-                        f"which would round others to integers, got {dtype}; install 5.21 or later"
+                        f"{name} must be {wanted[name]} for this version of Transformers, which "
+                        f"would cast it to that, got {dtype}; install 5.21 or later, or correct "
+                        "the file"
                     )

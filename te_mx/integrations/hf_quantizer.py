@@ -98,8 +98,7 @@ class TeMxQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         self._model = model
         files = kwargs.get("checkpoint_files") or ()
-        if self.plan.has_bytes:
-            refuse_casts(files, self.plan.ends[1])
+        refuse_casts(files, self.plan)
         convert_model(model, filter_fn=self._is_quantized_in(model, files))
         for name, module in model.named_modules():
             if isinstance(module, MXModule):
