@@ -10,6 +10,7 @@ from torch import nn
 
 from te_mx.arguments import check_flag, check_module, shown
 from te_mx.context import current_recipe
+from te_mx.nn.claims import take_back
 from te_mx.nn.frozen_formats import NOTHING, WEIGHT_ONLY, Fixed, fixed_by
 from te_mx.nn.mx_module import MXModule
 from te_mx.recipe import Settings, resolve_recipe
@@ -192,6 +193,11 @@ def unfreeze_weights(model: nn.Module, *, dequantize: bool = False) -> int:
     """Undo `freeze_weights`: weights are quantized at every forward again, and parameters train as
     before.
 
+    Where all codes of a model are gone by that, so is the quantization_config that
+    te_mx.quantization_config or te_mx.integrations.hf_quantizer gave it, and Transformers trains
+    and saves it as one that was never quantized. A part leaves it to the whole, whose
+    save_pretrained then refuses.
+
     Args:
         model: modules that are not frozen are left alone.
         dequantize: what to do where the master weights were dropped. False refuses; True makes
@@ -217,4 +223,5 @@ def unfreeze_weights(model: nn.Module, *, dequantize: bool = False) -> int:
         )
     for _, module in modules:
         module.unfreeze()
+    take_back(model)
     return len(modules)

@@ -10,6 +10,7 @@ from torch import nn
 
 from te_mx import formats
 from te_mx.arguments import check_module, is_one_of, shown
+from te_mx.nn.claims import claim
 from te_mx.nn.experts import ExpertsModule
 from te_mx.nn.frozen_weight import Freezable
 from te_mx.nn.linear import Linear
@@ -135,8 +136,7 @@ def quantization_config(model: nn.Module, style: str) -> dict[str, Any]:
         if problem := _why_not(module, fmt) or _why_no_head(model, module, chosen):
             raise ValueError(f"{name}: {problem}")
     made = chosen.make(fmt, weight_only, _left_out(model, {id(m) for _, m in dropped}))
-    for _, module in dropped:
-        module._saved_as = chosen.ends[fmt]
+    claim(model, [module for _, module in dropped], chosen.ends[fmt], made)
     if any(isinstance(module, ExpertsModule) for _, module in dropped):
         from te_mx.integrations.hf_quantizer import convert_scales_too
 

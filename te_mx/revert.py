@@ -20,7 +20,7 @@ from te_mx.nn.reclassed import Reclassed, take_back, why_not_back
 _OWN_ATTRIBUTES = (
     "name", "return_bias", "init_method", "fuse_wgrad_accumulation", "save_original_input",
     "keeps_given_input", "delay_wgrad_compute", "_converted", "_bound", "_seen", "_ran",
-    "_microbatch", "_frozen", "_split", "_tag", "_delayed", "_wgrad_hooks", "_gate",
+    "_microbatch", "_frozen", "_claim", "_split", "_tag", "_delayed", "_wgrad_hooks", "_gate",
 )  # fmt: skip
 # Arguments that nn.Linear has nothing for.
 _ONLY_OURS = ("return_bias", "fuse_wgrad_accumulation", "delay_wgrad_compute")

@@ -9,11 +9,11 @@ from __future__ import annotations
 import copy
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
-from hf_models import keep_head, model_of, tokens
+from hf_checkpoints import STYLES, WHOLE_BLOCKS, check_same, files_of, frozen, logits
+from hf_models import keep_head, model_of
 from torch import nn
 
 import te_mx
@@ -33,53 +33,12 @@ def registered():
     hf_quantizer.unregister()
 
 
-def frozen(name: str, fmt: str | None = None, **how):
-    """A model on codes; experts and linear layers, but no head and no router."""
-    model = model_of(name, **how.pop("sizes", {})).eval()
-    te_mx.convert_model(model, filter_fn=lambda m, n: keep_head(m, n) and not n.endswith("gate"))
-    te_mx.freeze_weights(model, drop_master=True, fmt=fmt, **how)
-    return model
-
-
-def files_of(folder: Path) -> dict[str, torch.Tensor]:
-    found = {}
-    for path in folder.glob("*.safetensors"):
-        found |= safetensors.load_file(path)
-    return found
-
-
-def as_bytes(t: torch.Tensor) -> torch.Tensor:
-    return t.contiguous().view(torch.uint8) if t.element_size() == 1 else t
-
-
-def check_same(one: dict, other: dict) -> None:
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(as_bytes(value), as_bytes(other[name])), name
-
-
-def logits(model):
-    with torch.no_grad():
-        return model(tokens()).logits
-
-
-STYLES = {
-    "mxfp8": (None, ("weight", "weight_scale_inv")),
-    "modelopt": (None, ("weight", "weight_scale")),
-    "compressed-tensors": (None, ("weight", "weight_scale")),
-    "compressed-tensors 4 bits": ("mxfp4", ("weight_packed", "weight_scale")),
-    "fp8": ("fp8_e4m3_128x128", ("weight", "weight_scale_inv")),
-}
-
-
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("model_name", ["Llama", "Mixtral"])
 @pytest.mark.parametrize("style", STYLES)
 def test_what_is_written_loads_as_the_same_codes(model_name, style, tmp_path):
     fmt, names = STYLES[style]
-    # Gate and up are whole blocks, and not one alone: Transformers 5.20 drops dimensions of 1.
-    sizes = {"num_local_experts": 2, "intermediate_size": 256, "hidden_size": 256}
-    more = {"sizes": sizes} if model_name == "Mixtral" else {}
+    more = {"sizes": WHOLE_BLOCKS} if model_name == "Mixtral" else {}
     if style == "fp8":
         more["recipe"] = te_mx.recipe.DeepSeekV3()
     model = frozen(model_name, None if style == "fp8" else fmt, **more)
@@ -155,6 +114,30 @@ def test_modelopt_files_are_read_byte_for_byte(nested, tmp_path):
 
 
 @pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("saved", [False, True])
+def test_modelopt_files_with_hf_quant_config_alone(saved, tmp_path):
+    """Nobody reads that file; what docs/integrations.md does with it."""
+    model = frozen("Llama")
+    te_mx.quantization_config(model, "modelopt")
+    model.save_pretrained(tmp_path)
+    plain = json.loads((tmp_path / "config.json").read_text())
+    del plain["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(plain))
+    quantization = {"quant_algo": "MXFP8", "group_size": 32, "exclude_modules": ["lm_head"]}
+    says = {"producer": {"name": "modelopt", "version": "0.40.0"}, "quantization": quantization}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(says))
+    folder = str(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    with open(f"{folder}/hf_quant_config.json") as file:
+        config.quantization_config = {"quant_method": "modelopt", **json.load(file)}
+    if saved:
+        config.save_pretrained(folder)
+    loaded = AUTO.from_pretrained(folder, **({} if saved else {"config": config}))
+    check_same(loaded.state_dict(), model.state_dict())
+    assert torch.equal(logits(loaded), logits(model))
+
+
+@pytest.mark.usefixtures("registered")
 def test_scales_of_compressed_tensors_at_7_4ths_of_a_power_of_two(tmp_path):
     """Its scale is one higher than te_mx's exactly where a block's largest is 1.75 * 2^k. Read as
     it is; freezing anew gives te_mx's bytes for the same values."""
@@ -212,6 +195,9 @@ def test_gpt_oss(tmp_path):
     model.config.quantization_config = {"quant_method": "mxfp4"}
     model.config.save_pretrained(tmp_path)
     loaded = AUTO.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    loaded.save_pretrained(tmp_path / "again")
+    check_same(files_of(tmp_path / "again"), kept)
+    loaded.load_state_dict(loaded.state_dict())
     te_mx.convert_model(model, filter_fn=lambda _, name: name.endswith("experts"))
     model.load_state_dict(kept)
     te_mx.freeze_weights(model, activations="bf16")
@@ -286,6 +272,8 @@ PLANS = [
     ({"quant_method": "compressed-tensors", "format": "mxfp8-quantized"}, None),
     ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", **group()}, None),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, None),
+    ({"quant_method": "modelopt", "quant_algo": None}, None),
+    ({"quant_method": "modelopt", "quant_algo": "mxfp8"}, "mxfp8_e4m3"),
     ({"quant_method": "mxfp4"}, "mxfp4"),
     ({"quant_method": "awq"}, None),
 ]

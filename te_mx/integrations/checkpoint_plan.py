@@ -6,6 +6,10 @@ import fnmatch
 import re
 from typing import Any, NamedTuple
 
+import torch
+
+from te_mx import formats
+
 
 class Plan(NamedTuple):
     """The format of the weights, endings of the names of codes and scales, and patterns of the
@@ -17,6 +21,11 @@ class Plan(NamedTuple):
     kept: tuple[str, ...] = ()
     weight_only: bool = False
     experts_only: bool = False
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether scales are E8M0 bytes."""
+        return formats.get(self.fmt).scaling.storage == torch.uint8
 
     def leaves_out(self, name: str) -> bool:
         """Whether a module of this name keeps its weights. A pattern is a name, the name of
@@ -42,7 +51,7 @@ def plan_of(fields: dict[str, Any]) -> Plan | None:
         return _compressed_tensors(fields)
     if method == "modelopt":
         inner = fields.get("quantization", fields)
-        if inner.get("quant_algo") != "MXFP8":
+        if str(inner.get("quant_algo")).upper() != "MXFP8":
             return None
         kept = inner.get("ignore") or inner.get("exclude_modules") or ()
         return Plan("mxfp8_e4m3", ("", "_scale"), tuple(kept))

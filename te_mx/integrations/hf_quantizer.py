@@ -37,11 +37,12 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from te_mx import formats
 from te_mx.convert import convert_model
 from te_mx.frozen import freeze_weights, unfreeze_weights
-from te_mx.integrations.checkpoint_plan import Plan, plan_of
-from te_mx.nn.experts import ExpertsModule
+from te_mx.integrations.checkpoint_placeholders import put_placeholders, take
+from te_mx.integrations.checkpoint_plan import plan_of
+from te_mx.integrations.checkpoint_scales import ScalesAsBytes, refuse_casts
+from te_mx.nn.claims import claim
 from te_mx.nn.mx_module import MXModule
 
 METHODS = ("mxfp8", "fp8", "compressed-tensors", "modelopt", "mxfp4")
@@ -76,6 +77,7 @@ class TeMxQuantizer(HfQuantizer):
         found = plan_of(quantization_config.fields)
         assert found is not None  # or there would be no TeMxConfig
         self.plan = found
+        self._fields = quantization_config.fields
         self._model: Any = None  # that is being loaded
         self._masters: list[tuple[str, MXModule, dict[str, nn.Parameter]]] = []
 
@@ -96,10 +98,20 @@ class TeMxQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         self._model = model
         files = kwargs.get("checkpoint_files") or ()
+        refuse_casts(files, self.plan)
         convert_model(model, filter_fn=self._is_quantized_in(model, files))
         for name, module in model.named_modules():
             if isinstance(module, MXModule):
-                self._masters.append((name, module, _put_placeholders(module, self.plan)))
+                self._masters.append((name, module, put_placeholders(module, self.plan)))
+
+    def get_new_dtype(
+        self, converter: Any, param: Any, dtype: torch.dtype | None
+    ) -> torch.dtype | None:
+        """What a tensor of the files is cast to: codes and E8M0 scales, which are bytes, to
+        nothing; `take` looks at them as they are."""
+        if dtype is not None and dtype.itemsize == 1:
+            return None
+        return super().get_new_dtype(converter, param, dtype)
 
     def _is_quantized_in(self, model: Any, files: Any) -> Callable[[nn.Module, str], bool]:
         plan, head = self.plan, model.get_output_embeddings()
@@ -130,17 +142,27 @@ class TeMxQuantizer(HfQuantizer):
                 continue
             for end in filter(None, self.plan.ends):
                 if re.search(f"{targets[0]}{end}$", names, re.MULTILINE):
-                    made.append(_for_names_with(one, end))
+                    of_scales = end == self.plan.ends[1] and self.plan.has_bytes
+                    made.append(_for_names_with(one, end, of_scales))
         return made
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         for name, module, masters in self._masters:
-            _take(name, module, masters, self.plan)
+            take(name, module, masters, self.plan)
+        read = [module for _, module, _ in self._masters]
+        claim(model, read, self.plan.ends, self._fields)
         self._masters.clear()
         self._model = None
         if self.plan.weight_only:
             freeze_weights(model, drop_master=True, activations="bf16")
         return model
+
+    def restate(self, model: Any, fields: dict[str, Any]) -> None:
+        """Stand for another quantization_config of the model that was loaded."""
+        found = plan_of(fields)
+        assert found is not None  # of what te_mx writes
+        self.quantization_config, self.plan, self._fields = TeMxConfig(**fields), found, fields
+        model.quantization_method = fields["quant_method"]
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         unfreeze_weights(model, dequantize=True)
@@ -157,11 +179,13 @@ def _is_in(files: Any, name: str) -> bool:
     return False
 
 
-def _for_names_with(converter: Any, end: str) -> Any:
-    """A converter like this one, of tensors whose names have an ending more."""
+def _for_names_with(converter: Any, end: str, of_scales: bool) -> Any:
+    """A converter like this one, of tensors whose names have an ending more. of_scales: these are
+    bytes."""
     sources = [source + end for source in converter._original_source_patterns]
     targets = [target + end for target in converter._original_target_patterns]
-    copy = WeightConverter(sources, targets, list(converter.operations))
+    first = [ScalesAsBytes()] if of_scales else []
+    copy = WeightConverter(sources, targets, [*first, *converter.operations])
     for name in ("force_cpu", "scope_prefix", "base_model_prefix"):
         if hasattr(converter, name):
             setattr(copy, name, getattr(converter, name))
@@ -177,65 +201,6 @@ def convert_scales_too(model: Any, fields: dict[str, Any]) -> None:
         known = [one for one in found if not isinstance(one, PrefixChange)]
     quantizer = TeMxQuantizer(TeMxConfig(**fields))
     model._weight_conversions = quantizer.update_weight_conversions(known, model)
-
-
-def _put_placeholders(module: MXModule, plan: Plan) -> dict[str, nn.Parameter]:
-    """Put parameters as the files have them in the place of the weights, which are returned."""
-    fmt, (code_end, scale_end) = formats.get(plan.fmt), plan.ends
-    layer: Any = module
-    if isinstance(module, ExpertsModule) and module._transposed != plan.experts_only:
-        raise ValueError(f"{module._label()}: no names are known for codes of such experts")
-    masters = {}
-    for key in module._weight_keys:
-        if isinstance(module, ExpertsModule) and module._cuts_a_block(key, fmt):
-            half = module._shape_of(key)[-2] // 2
-            raise ValueError(
-                f"{module._label()}: gate and up have {half} rows each, no whole blocks of "
-                f"{plan.fmt}; their scales do not go together in one stack"
-            )
-        whole = module._whole(key)
-        groups, (rows, k) = whole.shape[:-2], whole.shape[-2:]
-        masters[key] = layer._parameters[key]
-        layer._parameters[key] = None
-        if code_end:  # what Transformers initializes and finds done already
-            layer.__dict__[key] = done = torch.empty(0)
-            done._is_hf_initialized = True  # type: ignore[attr-defined]
-        codes = (*groups, *fmt.codes_shape(rows, k))
-        if plan.experts_only:  # the bytes of a block have a dimension of their own
-            codes = (*groups, rows, k // 32, 16)
-        for end, shape, dtype in (
-            (code_end, codes, torch.uint8 if fmt.element.bits < 8 else fmt.element.torch_dtype),
-            (scale_end, (*groups, *fmt.scales_shape(rows, k)), fmt.scaling.storage),
-        ):
-            value = torch.empty(shape, dtype=dtype, device="meta")
-            layer.register_parameter(key + end, nn.Parameter(value, requires_grad=False))
-    return masters
-
-
-def _take(name: str, module: MXModule, masters: dict[str, nn.Parameter], plan: Plan) -> None:
-    """Give a module what was loaded into its placeholders, which Transformers marks then."""
-    layer: Any = module
-    loaded = {}
-    for key, master in masters.items():
-        layer.__dict__.pop(key, None)
-        for end in plan.ends:
-            held = layer._parameters
-            loaded[key + end] = held[key] if not end else held.pop(key + end)
-        layer._parameters[key] = master
-    missing = [
-        f"{name}.{key}" for key, value in loaded.items()
-        if value.is_meta or not getattr(value, "_is_hf_initialized", False)
-    ]  # fmt: skip
-    if missing:
-        raise ValueError(
-            f"the checkpoint has no {', '.join(missing)}, though its quantization_config says that "
-            "the layer is quantized; name the layer among those that are left out there"
-        )
-    state = {key: value.detach() for key, value in loaded.items()}
-    layer.load_state_dict(state, strict=False, assign=True)
-    if not module._is_dropped():
-        raise ValueError(f"{name}: the checkpoint's tensors are no codes with scales")
-    layer._saved_as = plan.ends
 
 
 def register() -> None:

@@ -20,11 +20,10 @@ same with weights in blocks of 1 x 128.
 
 from __future__ import annotations
 
-import sys
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from te_mx import formats
 from te_mx.arguments import is_dense, shown
@@ -56,7 +55,6 @@ class Codes(NamedTuple):
 
 def save_codes(module: Freezable, destination: Any, prefix: str) -> None:
     """state_dict entries of a module without masters."""
-    _refuse_save_pretrained(module)
     assert module._frozen is not None
     metadata = getattr(destination, "_metadata", {}).get(prefix[:-1])
     if metadata is not None:
@@ -70,7 +68,10 @@ def save_codes(module: Freezable, destination: Any, prefix: str) -> None:
         # Weights of several parameters are stacked: one part for each.
         parts = ([codes], [scales]) if names == (key,) else (codes.unbind(0), scales.unbind(0))
         for name, code, scale in zip(names, *parts, strict=True):
-            destination[prefix + name + code_end] = code.view(dtype)
+            code = code.view(dtype)
+            if code_end == "_blocks":  # gpt-oss: the bytes of a block have a dimension of their own
+                code = code.unflatten(-1, (scale.shape[-1], -1))
+            destination[prefix + name + code_end] = code
             destination[prefix + name + end] = scale
 
 
@@ -166,6 +167,8 @@ def take_codes(module: Freezable, codes: Codes) -> None:
     if module._frozen is None:
         module._mark_frozen(Frozen(codes.settings))
     else:
+        if module._frozen.settings.w != codes.settings.w:
+            module.__dict__.pop("_saved_as", None)  # names of another format
         module._frozen.settings = codes.settings
     assert module._frozen is not None
     module._frozen.fixed = module._frozen.fixed if codes.fixed is None else codes.fixed
@@ -337,38 +340,3 @@ def _settings_of(saved: dict[str, Any]) -> Settings:
         split_k=settings.split_k,
     ).settings
     return made._replace(w=fmt.name, **apart)
-
-
-def _refuse_save_pretrained(module: Any) -> None:
-    """Raise RuntimeError where transformers or diffusers ask for codes: their from_pretrained would
-    load them as plain weights, whatever the config says of a format that it does not know.
-
-    Only the stack tells: a layer does not know its model. Adapters alone may be saved, and so may a
-    model whose config names a quantization.
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "save_pretrained":
-            model = frame.f_locals.get("self")
-            config = getattr(model, "config", None)
-            if (
-                isinstance(model, nn.Module)
-                and not getattr(model, "peft_config", None)
-                and not _names_quantization(config)
-            ):
-                raise RuntimeError(
-                    f"{module._label()} holds codes (drop_master=True), which "
-                    f"{type(model).__name__}.save_pretrained writes and from_pretrained loads as "
-                    "plain weights. Save them with torch.save(model.state_dict(), path), to load "
-                    "with load_state_dict into a model of te_mx layers; say in the config what "
-                    "they are, te_mx.quantization_config(model, style); or get weights back "
-                    "first: te_mx.unfreeze_weights(model, dequantize=True)"
-                )
-            return
-        frame = frame.f_back  # type: ignore[assignment]
-
-
-def _names_quantization(config: Any) -> bool:
-    if isinstance(config, dict):
-        return config.get("quantization_config") is not None
-    return getattr(config, "quantization_config", None) is not None

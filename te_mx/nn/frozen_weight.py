@@ -96,6 +96,7 @@ class Freezable:
     _bound: Settings | None = None  # what runs outside of regions, given by convert_model
     # Endings of the names of codes and scales in a state_dict, where they are not te_mx's.
     _saved_as: tuple[str, str] | None = None
+    _claim: dict[str, Any] | None = None  # the quantization_config that says so (nn/claims.py)
     _weight_keys: tuple[str, ...] = ("weight",)
 
     # -------------------------------------------------- what a module family says of its weights

@@ -22,6 +22,7 @@ from te_mx.autograd.wgrad import Queue, WeightGradient
 from te_mx.context import RECOMPUTED, active_region, backward_pass_id, is_tracing
 from te_mx.nn import converted, data_parallel
 from te_mx.nn.checks import Checked
+from te_mx.nn.claims import check_saved
 from te_mx.nn.delayed_wgrad import DelayedWgrad
 from te_mx.nn.frozen_state import save_codes
 from te_mx.nn.frozen_weight import Freezable
@@ -274,6 +275,8 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallel
         self._forget_copies()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if self._is_dropped() or self._claim is not None:
+            check_saved(self)
         if self._is_dropped():
             save_codes(self, destination, prefix)
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]

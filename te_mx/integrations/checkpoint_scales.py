@@ -1,0 +1,90 @@
+"""Scales of checkpoints, in the dtypes that others give them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers.base import HfQuantizer
+
+from te_mx import formats
+from te_mx.integrations.checkpoint_plan import Plan
+
+_BIAS, _LARGEST = 127, 254  # of E8M0; 255 is NaN
+
+
+def scale_bytes(name: str, scales: Tensor) -> Tensor:
+    """E8M0 bytes of the scales of a tensor of this name: bytes, float8_e8m0fnu, which is the same,
+    or the powers of two themselves in another floating dtype.
+
+    Raises:
+        ValueError: they are none of these.
+    """
+    if scales.dtype == torch.uint8:
+        return scales
+    if scales.dtype == torch.float8_e8m0fnu:
+        return scales.view(torch.uint8)
+    got = str(scales.dtype)
+    if scales.is_floating_point():
+        mantissas, exponents = torch.frexp(scales.double())
+        made = exponents + (_BIAS - 1)  # a mantissa is 1/2 and above
+        wrong = (mantissas != 0.5) | (made < 0) | (made > _LARGEST)
+        if not wrong.any():
+            return made.to(torch.uint8)
+        got += f" with {scales[wrong][0].item()}"
+    raise ValueError(
+        f"{name}: scales must be E8M0 bytes (uint8 or float8_e8m0fnu) or powers of two from 2^-127 "
+        f"to 2^127 in a floating dtype, got {got}; if they are right, the format is another one: "
+        "say so in the quantization_config, or dequantize the checkpoint with the tool that wrote "
+        "it"
+    )
+
+
+class ScalesAsBytes(ConversionOps):
+    """The first step of Transformers' conversions of scales: what is merged then is bytes, and does
+    not depend on what torch makes of several dtypes."""
+
+    @torch.no_grad()
+    def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The same tensors, or lists of tensors, as bytes."""
+        name = kwargs.get("full_layer_name") or ""
+        return {
+            pattern: [scale_bytes(name or pattern, one) for one in given]
+            if isinstance(given, list)
+            else scale_bytes(name or pattern, given)
+            for pattern, given in input_dict.items()
+        }
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        """Bytes are saved as bytes."""
+        return self
+
+
+def refuse_casts(files: Any, plan: Plan) -> None:
+    """Raise ValueError for codes, and scales that are to be bytes, in another dtype in safetensors
+    files where Transformers would cast them: before 5.21 it does not ask quantizers
+    (``get_new_dtype``)."""
+    if hasattr(HfQuantizer, "get_new_dtype"):
+        return
+    code_end, scale_end = plan.ends
+    end = scale_end if plan.experts_only else f"weight{scale_end}"  # not those of inputs
+    codes = "F8_E4M3" if formats.get(plan.fmt).element.bits == 8 else "U8"
+    for path in files:
+        if not str(path).endswith(".safetensors"):
+            continue
+        with safe_open(path, "pt") as file:
+            scales = [name for name in file.keys() if name.endswith(end)]  # noqa: SIM118
+            wanted = {name.removesuffix(scale_end) + code_end: codes for name in scales}
+            if plan.has_bytes:
+                wanted |= dict.fromkeys(scales, "U8")
+            for name in wanted.keys() & set(file.keys()):
+                if (dtype := file.get_slice(name).get_dtype()) != wanted[name]:
+                    raise ValueError(
+                        f"{name} must be {wanted[name]} for this version of Transformers, which "
+                        f"would cast it to that, got {dtype}; install 5.21 or later, or correct "
+                        "the file"
+                    )
