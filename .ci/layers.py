@@ -39,6 +39,7 @@ MOST_PARAMETERS = 10
 # Public functions that have the arguments of what they stand for.
 PUBLIC = {
     "te_mx/functional.py:gemm",
+    "te_mx/grouped_gemm.py:grouped_gemm",  # those of gemm, and how rows are grouped
     "te_mx/explain.py:explain",
     "te_mx/convert.py:convert_model",
     "te_mx/moe/gemm.py:grouped_gemm",  # vLLM's, and what is written
