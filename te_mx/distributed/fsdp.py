@@ -203,12 +203,13 @@ class Sharded:
         self._param, self._before = param, before
 
     def reduced(self, dw: Tensor) -> Tensor:
-        """The mean over the ranks of data parallelism, and of it the rows of this rank."""
+        """The mean over the ranks of data parallelism, or what FSDP2 was told to make instead, and
+        of it the rows of this rank."""
         info, sharded = self._param.mesh_info, self._param.sharded_param
         mesh = info.mesh
         if self._before is not None:
             dw = self._before.reduced(dw).to_local()
-        dw = dw / mesh.size()
+        dw = dw / _divisor(self._param)
         made = DTensor.from_local(dw, mesh, [Partial()] * mesh.ndim, run_check=False)
         wanted: list[Any] = [Replicate()] * mesh.ndim
         wanted[info.shard_mesh_dim] = Shard(self._param.fsdp_placement.dim)
@@ -216,6 +217,16 @@ class Sharded:
             made.redistribute(placements=wanted).to_local(), sharded.device_mesh,
             sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride(),
         )  # fmt: skip
+
+
+def _divisor(param: Any) -> float:
+    """What FSDP2 divides the sum over the ranks by: what set_gradient_divide_factor was given, else
+    their number. Which of the collectives divides (set_force_sum_reduction_for_comms) is no
+    matter."""
+    known = _groups.get(param)
+    given = getattr(None if known is None else known(), "gradient_divide_factor", None)
+    size: int = param.mesh_info.mesh.size()
+    return size if given is None else given
 
 
 def owners(module: Any, weights: Any) -> list[Any]:
