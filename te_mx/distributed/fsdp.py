@@ -51,8 +51,8 @@ def quantized_all_gather(model: nn.Module, *, recipe: Any = None) -> int:
         ValueError: there is no te_mx module with sharded weights; or a weight cannot be gathered
             so: it is sharded along another dimension than its rows, in parts of different sizes or
             across blocks, offloaded to the CPU, one of several of a te_mx.GroupedLinear that are
-            not stacked, or [.., in, out] as those of GPT-2 and gpt-oss are. Nothing is changed
-            then.
+            not stacked, a part (parameters_split) beside others that are not sharded, or
+            [.., in, out] as those of GPT-2 and gpt-oss are. Nothing is changed then.
         RuntimeError: a forward has run already.
     """
     check_module(model)
@@ -157,7 +157,7 @@ def _weights(model: nn.Module) -> Iterator[tuple[Any, str, Any]]:
         if isinstance(module, MXModule):
             params = params_of(module)
             for key in module._weight_keys:
-                for name in module._held_by(key) if getattr(module, "_split", None) is None else ():
+                for name in module._parts_of(key):
                     if name in params and params[name].mesh_info.shard_mesh_size > 1:
                         yield module, name, params[name]
 
@@ -167,6 +167,12 @@ def _why_not(module: Any, param: Any, settings: Settings) -> str:
     shape = tuple(param._orig_size)
     ranks, dim = param.mesh_info.shard_mesh_size, param.fsdp_placement.dim
     grouped = isinstance(module, GroupedLinear)
+    parts, known = getattr(module, "_split", None) or (), params_of(module)
+    if rest := [f"{name}_weight" for name in parts if f"{name}_weight" not in known]:
+        return (
+            f"is a part of a weight of which fully_shard does not shard {', '.join(rest)}; have it "
+            "shard all of them, or none (ignored_params)"
+        )
     if grouped and not module.single_grouped_weight:
         return "is one of several that are not stacked; build it with single_grouped_weight=True"
     if isinstance(module, TransposedLinear) or getattr(module, "_transposed", False):

@@ -69,6 +69,7 @@ class SeveralRanks:
     _gathers: dict[str, Any] | None = None  # settings of weights to gather as codes, by name
     _gathered_with: Any = None  # the weights that are quantized for the same forward pass
     _gathered: dict[str, Any] | None = None  # such weights in a forward, as KeptWeight
+    _joined: Any = None  # the whole of one of which the parts are such weights
     _ran_with: Any = None  # the settings of that forward
     _gathers_inputs = False  # sequence parallelism gathers codes of inputs
     _lent: Lent | None = None  # the parameter that a local weight is of
