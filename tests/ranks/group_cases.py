@@ -4,6 +4,7 @@ ranks, against the same sums in one process."""
 from __future__ import annotations
 
 import copy
+import itertools
 
 import halves
 import torch
@@ -65,6 +66,34 @@ def case_groups():
                 found[name] = p.grad
                 wanted[name] = halves.slices(name, expected[name], whole, kind)[dist.get_rank()]
             same(found, wanted)
+
+
+def case_row_biases_in_parts():
+    """parameters_split of a sum: one rank adds its biases, as that of a layer in one piece."""
+    sizes, x = {"first": 64, "second": N - 64}, mine(of(M, K), -1)
+    for sequence, returned in itertools.product((False, True), repeat=2):
+        given = {"parallel_mode": "row", "return_bias": returned}
+        _, layer = shared(te_mx.Linear, "row", given, sequence)
+        at = {"tp_group": dist.group.WORLD, "sequence_parallel": sequence}
+        split = built(te_mx.Linear, K, N, parameters_split=sizes, **at, **given)
+        split.load_state_dict({
+            f"{name}_{kind}": part
+            for kind, value in layer.state_dict().items()
+            for name, part in zip(sizes, value.split(list(sizes.values())), strict=True)
+        })  # fmt: skip
+        found = []
+        for one in (layer, split):
+            with te_mx.autocast():
+                y = one(x)
+            outs = y if returned else (y,)
+            sum(out.square().sum() for out in outs).backward()
+            weight, bias = (
+                [p.grad for name, p in one.named_parameters() if kind in name]
+                for kind in ("weight", "bias")
+            )
+            found.append([*outs, torch.cat(weight), torch.cat(bias)])
+        for ours, theirs in zip(*found, strict=True):
+            assert torch.equal(ours, theirs)
 
 
 def case_groups_and_knobs():
