@@ -244,6 +244,7 @@ class Freezable:
         """For parameters that were loaded, or copied with their module: what was kept is old, and
         what is there now is what is frozen."""
         self.__dict__.pop("_microbatch", None)
+        self._mark()  # type: ignore[attr-defined]
         if self.__dict__.get("_gathers"):
             above.attach(self)
         frozen = self._frozen

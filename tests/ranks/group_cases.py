@@ -96,6 +96,48 @@ def case_row_biases_in_parts():
             assert torch.equal(ours, theirs)
 
 
+def marks(module):
+    """Transformer Engine's attributes, by parameter: sequence_parallel, or what ranks share."""
+    found = {}
+    for name, p in module.named_parameters():
+        whole, cut = getattr(p, "sequence_parallel", None), getattr(p, "partition_dim", None)
+        assert (whole is None) != (cut is None), (name, whole, cut)
+        assert cut is None or (p.tensor_model_parallel is True and p.partition_stride == 1)
+        found[name] = cut if whole is None else whole
+    return found
+
+
+def case_marks_of_parameters():
+    """As Transformer Engine sets them, wherever parameters are made anew."""
+    parts = {"parameters_split": ("a", "b")}
+    for family, given, expected in (
+        (te_mx.Linear, {"parallel_mode": "column"}, {"weight": 0, "bias": 0}),
+        (te_mx.Linear, {"parallel_mode": "row"}, {"weight": 1, "bias": True}),
+        (te_mx.Linear, {"parallel_mode": "row", **parts},
+         {"a_weight": 1, "b_weight": 1, "a_bias": True, "b_bias": True}),
+        (te_mx.LayerNormLinear, {"parallel_mode": "column"},
+         {"layer_norm_weight": True, "layer_norm_bias": True, "weight": 0, "bias": 0}),
+        (te_mx.LayerNormMLP, {"set_parallel_mode": True, "normalization": "RMSNorm"},
+         {"layer_norm_weight": True, "fc1_weight": 0, "fc1_bias": 0, "fc2_weight": 1,
+          "fc2_bias": True}),
+    ):  # fmt: skip
+        for sequence in (True, False):
+            given = {**given, "tp_group": dist.group.WORLD, "sequence_parallel": sequence}
+            wanted = {k: sequence if v is True else v for k, v in expected.items()}
+            layer = family(K, N, device="cpu", **given)
+            late = family(K, N, device="meta", **given)
+            late.to_empty(device="cpu").reset_parameters()
+            loaded = family(K, N, device="meta", **given)
+            loaded.load_state_dict(layer.state_dict(), assign=True)
+            for one in (layer, late, loaded, copy.deepcopy(layer), layer.bfloat16()):
+                assert marks(one) == wanted, marks(one)
+        alone = family(K, N, **{**given, "tp_group": None})  # tp_size=1 shares with nobody
+        assert marks(alone) == wanted
+        assert not hasattr(next(family(K, N).parameters()), "partition_dim")
+    norm = te_mx.pytorch.RMSNorm(K, sequence_parallel=True, device="meta").to_empty(device="cpu")
+    assert norm.weight.sequence_parallel is True
+
+
 def case_groups_and_knobs():
     """main_grad, delayed gradients and micro-batches are those of a layer of this size."""
     for family, kind, given in KINDS:
