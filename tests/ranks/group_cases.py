@@ -258,6 +258,8 @@ def case_groups_refused():
     cut = te_mx.Linear(K, 96, **given)
     with te_mx.autocast():
         refused(ValueError, "out_features=96 into pieces of 48", lambda: cut(x.float()))
+    report = te_mx.revert_model(torch.nn.Sequential(cut))
+    assert "no process group" in report.skipped["0"], report
     parts = {"query": 65, "key": 63}
     refused(ValueError, "parameters_split must divide by tp_size=2",
             lambda: te_mx.Linear(K, 128, parameters_split=parts, **given))  # fmt: skip
