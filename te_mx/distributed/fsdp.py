@@ -158,7 +158,8 @@ def _weights(model: nn.Module) -> Iterator[tuple[Any, str, Any]]:
             params = params_of(module)
             for key in module._weight_keys:
                 for name in module._parts_of(key):
-                    if name in params and params[name].mesh_info.shard_mesh_size > 1:
+                    info = params[name].mesh_info if name in params else None
+                    if getattr(info, "shard_mesh_size", 1) > 1:  # replicate's has none
                         yield module, name, params[name]
 
 
@@ -202,9 +203,20 @@ def _why_not(module: Any, param: Any, settings: Settings) -> str:
 
 class Sharded:
     """The owner of a weight that fully_shard lends for a forward: the parameter that the optimizer
-    has. `before` is the owner of the lent one where tensor parallelism shards it too."""
+    has. `before` is the owner of the lent one where tensor parallelism shards it too.
+
+    Raises:
+        NotImplementedError: FSDP2 has a hook for gradients, which sees those that it reduces.
+    """
 
     def __init__(self, param: Any, before: Any = None) -> None:
+        if getattr(_group_of(param), "_all_reduce_hook", None) is not None:
+            raise NotImplementedError(
+                f"{param._module_info.module._label()}: fully_shard has a hook for gradients "
+                "(set_all_reduce_hook), which does not see those that fuse_wgrad_accumulation or "
+                "delay_wgrad_compute add to main_grad or grad; build the layer without both, or "
+                "use a mesh of two dimensions (HSDP) in place of the hook"
+            )
         self.parameter = param.sharded_param
         self._param, self._before = param, before
 
@@ -218,19 +230,25 @@ class Sharded:
         dw = dw / _divisor(self._param)
         made = DTensor.from_local(dw, mesh, [Partial()] * mesh.ndim, run_check=False)
         wanted: list[Any] = [Replicate()] * mesh.ndim
-        wanted[info.shard_mesh_dim] = Shard(self._param.fsdp_placement.dim)
+        if getattr(info, "shard_mesh_dim", None) is not None:  # else replicate's: each has all
+            wanted[info.shard_mesh_dim] = Shard(self._param.fsdp_placement.dim)
         return DTensor.from_local(
             made.redistribute(placements=wanted).to_local(), sharded.device_mesh,
             sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride(),
         )  # fmt: skip
 
 
+def _group_of(param: Any) -> Any:
+    """The parameters that are reduced together with one, as FSDP2 knows them."""
+    known = _groups.get(param)
+    return None if known is None else known()
+
+
 def _divisor(param: Any) -> float:
     """What FSDP2 divides the sum over the ranks by: what set_gradient_divide_factor was given, else
     their number. Which of the collectives divides (set_force_sum_reduction_for_comms) is no
     matter."""
-    known = _groups.get(param)
-    given = getattr(None if known is None else known(), "gradient_divide_factor", None)
+    given = getattr(_group_of(param), "gradient_divide_factor", None)
     size: int = param.mesh_info.mesh.size()
     return size if given is None else given
 

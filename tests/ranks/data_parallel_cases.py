@@ -214,6 +214,29 @@ def case_divide_factors_of_fsdp2():
         equal(gradients(layer), mean)
 
 
+def case_hooks_of_fsdp2_are_not_passed_by():
+    layer = routed("LayerNormLinear", False, True)
+    sharded(layer)
+    layer.set_all_reduce_hook(lambda grads: None)
+    refused(NotImplementedError, "set_all_reduce_hook", lambda: step(layer, dist.get_rank()))
+
+
+def case_main_grad_and_delayed_under_replicate():
+    """torch's replicate, which is FSDP2 without shards."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    expected = mean_gradients(FAMILIES["LayerNormMLP"](**FP32))
+    for fuse, delay in ((False, False), *KNOBS):
+        layer = routed("LayerNormMLP", fuse, delay)
+        replicate(layer, mesh=init_device_mesh(DEVICE, (2,)))
+        give_main_grads(layer, fuse)
+        step(layer, dist.get_rank())
+        if delay:
+            layer.backward_dw()
+        equal(gradients(layer), expected)
+        refused(ValueError, "fully_shard sharded", lambda m=layer: quantized_all_gather(m))
+
+
 def case_main_grad_and_delayed_under_ddp():
     for family in FAMILIES:
         plain = FAMILIES[family](**FP32)
