@@ -31,7 +31,7 @@ def revert_model(model: nn.Module) -> ConversionReport:
     libraries their own class back; the counterpart of `convert_model`.
 
     Layers that were built as te_mx.Linear are turned too. Skipped with the reason: layers that
-    nn.Linear cannot stand in for (frozen weights, return_bias, parameters_split,
+    nn.Linear cannot stand in for (frozen weights, return_bias, parameters_split, a process group,
     fuse_wgrad_accumulation, delay_wgrad_compute). Blocks and normalizations that ``fuse=True``
     fused where they stand get their own class back, modules that it made become the layers that
     they were made of; te_mx.LayerNormLinear and te_mx.LayerNormMLP that were built as such
@@ -74,5 +74,7 @@ def _why_not(module: Any) -> str:
         return ""
     if module._split is not None:
         return "nn.Linear has no parameters_split"
+    if module._shared is not None:
+        return "nn.Linear has no process group (tp_group, parallel_mode)"
     own = [name for name in _ONLY_OURS if getattr(module, name)]
     return f"nn.Linear has no {' and no '.join(own)}" if own else ""

@@ -60,8 +60,15 @@ def _gathered(module: Any, settings: Any) -> tuple[dict[str, Any], Any]:
     return found["_gathered"], found["_ran_with"]
 
 
+def _why_not_saved(module: Any) -> str:
+    from te_mx.distributed import strided
+
+    return strided.why_not_saved(module)
+
+
 several_ranks.above.run = _run
 several_ranks.above.owners = _owners
 several_ranks.above.attach = _attach
 several_ranks.above.block = _block
 several_ranks.above.gathered = _gathered
+several_ranks.above.why_not_saved = _why_not_saved

@@ -51,8 +51,8 @@ def quantized_all_gather(model: nn.Module, *, recipe: Any = None) -> int:
         ValueError: there is no te_mx module with sharded weights; or a weight cannot be gathered
             so: it is sharded along another dimension than its rows, in parts of different sizes or
             across blocks, offloaded to the CPU, one of several of a te_mx.GroupedLinear that are
-            not stacked, or [.., in, out] as those of GPT-2 and gpt-oss are. Nothing is changed
-            then.
+            not stacked, a part (parameters_split) beside others that are not sharded, or
+            [.., in, out] as those of GPT-2 and gpt-oss are. Nothing is changed then.
         RuntimeError: a forward has run already.
     """
     check_module(model)
@@ -157,8 +157,9 @@ def _weights(model: nn.Module) -> Iterator[tuple[Any, str, Any]]:
         if isinstance(module, MXModule):
             params = params_of(module)
             for key in module._weight_keys:
-                for name in module._held_by(key) if getattr(module, "_split", None) is None else ():
-                    if name in params and params[name].mesh_info.shard_mesh_size > 1:
+                for name in module._parts_of(key):
+                    info = params[name].mesh_info if name in params else None
+                    if getattr(info, "shard_mesh_size", 1) > 1:  # replicate's has none
                         yield module, name, params[name]
 
 
@@ -167,6 +168,12 @@ def _why_not(module: Any, param: Any, settings: Settings) -> str:
     shape = tuple(param._orig_size)
     ranks, dim = param.mesh_info.shard_mesh_size, param.fsdp_placement.dim
     grouped = isinstance(module, GroupedLinear)
+    parts, known = getattr(module, "_split", None) or (), params_of(module)
+    if rest := [f"{name}_weight" for name in parts if f"{name}_weight" not in known]:
+        return (
+            f"is a part of a weight of which fully_shard does not shard {', '.join(rest)}; have it "
+            "shard all of them, or none (ignored_params)"
+        )
     if grouped and not module.single_grouped_weight:
         return "is one of several that are not stacked; build it with single_grouped_weight=True"
     if isinstance(module, TransposedLinear) or getattr(module, "_transposed", False):
@@ -196,26 +203,54 @@ def _why_not(module: Any, param: Any, settings: Settings) -> str:
 
 class Sharded:
     """The owner of a weight that fully_shard lends for a forward: the parameter that the optimizer
-    has. `before` is the owner of the lent one where tensor parallelism shards it too."""
+    has. `before` is the owner of the lent one where tensor parallelism shards it too.
+
+    Raises:
+        NotImplementedError: FSDP2 has a hook for gradients, which sees those that it reduces.
+    """
 
     def __init__(self, param: Any, before: Any = None) -> None:
+        if getattr(_group_of(param), "_all_reduce_hook", None) is not None:
+            raise NotImplementedError(
+                f"{param._module_info.module._label()}: fully_shard has a hook for gradients "
+                "(set_all_reduce_hook), which does not see those that fuse_wgrad_accumulation or "
+                "delay_wgrad_compute add to main_grad or grad; build the layer without both, or "
+                "use a mesh of two dimensions (HSDP) in place of the hook"
+            )
         self.parameter = param.sharded_param
         self._param, self._before = param, before
 
     def reduced(self, dw: Tensor) -> Tensor:
-        """The mean over the ranks of data parallelism, and of it the rows of this rank."""
+        """The mean over the ranks of data parallelism, or what FSDP2 was told to make instead, and
+        of it the rows of this rank."""
         info, sharded = self._param.mesh_info, self._param.sharded_param
         mesh = info.mesh
         if self._before is not None:
             dw = self._before.reduced(dw).to_local()
-        dw = dw / mesh.size()
+        dw = dw / _divisor(self._param)
         made = DTensor.from_local(dw, mesh, [Partial()] * mesh.ndim, run_check=False)
         wanted: list[Any] = [Replicate()] * mesh.ndim
-        wanted[info.shard_mesh_dim] = Shard(self._param.fsdp_placement.dim)
+        if getattr(info, "shard_mesh_dim", None) is not None:  # else replicate's: each has all
+            wanted[info.shard_mesh_dim] = Shard(self._param.fsdp_placement.dim)
         return DTensor.from_local(
             made.redistribute(placements=wanted).to_local(), sharded.device_mesh,
             sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride(),
         )  # fmt: skip
+
+
+def _group_of(param: Any) -> Any:
+    """The parameters that are reduced together with one, as FSDP2 knows them."""
+    known = _groups.get(param)
+    return None if known is None else known()
+
+
+def _divisor(param: Any) -> float:
+    """What FSDP2 divides the sum over the ranks by: what set_gradient_divide_factor was given, else
+    their number. Which of the collectives divides (set_force_sum_reduction_for_comms) is no
+    matter."""
+    given = getattr(_group_of(param), "gradient_divide_factor", None)
+    size: int = param.mesh_info.mesh.size()
+    return size if given is None else given
 
 
 def owners(module: Any, weights: Any) -> list[Any]:

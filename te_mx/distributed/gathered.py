@@ -52,6 +52,8 @@ class GatheredWeight(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         weight = args[0]
+        if func is _aten.cat.default and all(isinstance(part, GatheredWeight) for part in weight):
+            return _joined(weight)
         if func is _aten.select.int and weight.dim() == 3 and args[1] == 0:
             codes, scales = weight.codes[args[2]], weight.scales[args[2]]
             return GatheredWeight(codes, scales, weight.shape[-1], weight.dtype, weight.fmt)
@@ -66,5 +68,12 @@ class GatheredWeight(Tensor):
         )
 
 
+def _joined(parts: list[GatheredWeight]) -> GatheredWeight:
+    """One weight of the rows of several. Blocks run along k, and no part ends inside of one."""
+    codes, scales = torch.cat([p.codes for p in parts]), torch.cat([p.scales for p in parts])
+    return GatheredWeight(codes, scales, parts[0].shape[-1], parts[0].dtype, parts[0].fmt)
+
+
 def _names(args: Any) -> str:
-    return next((a.fmt for a in args if isinstance(a, GatheredWeight)), "codes")
+    flat = [one for a in args for one in (a if isinstance(a, (list, tuple)) else [a])]
+    return next((one.fmt for one in flat if isinstance(one, GatheredWeight)), "codes")

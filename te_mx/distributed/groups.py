@@ -116,9 +116,10 @@ def run(module: Any, inp: Any, *args: Any) -> Any:
     whole = getattr(module, name) * how.size
     check_whole_blocks(label, module._settings(), name, whole, how.size)
     held = dict(module._parameters)
-    after = {ROW: "bias", BOTH: "fc2_bias"}.get(how.mode)
-    if after is not None and held.get(after) is not None and group.rank() != 0:
-        held[after] = (Nothing if how.sequence else Elsewhere).apply(held[after])
+    after = _after(module, how.mode)
+    for key in after if group.rank() != 0 else ():
+        if held.get(key) is not None:
+            held[key] = (Nothing if how.sequence else Elsewhere).apply(held[key])
     x, tokens = inp, None
     if how.mode != ROW and how.sequence and gathers_codes(module, inp):
         tokens = Ranks(group, how.size)
@@ -132,7 +133,7 @@ def run(module: Any, inp: Any, *args: Any) -> Any:
     y, *rest = made if isinstance(made, tuple) else (made,)
     if getattr(module, "return_layernorm_output", False):
         rest[-1] = _mine(rest[-1], how, group, tokens is not None)
-    if after is not None:
+    if after:
         if how.sequence and y.shape[0] % how.size:
             raise ValueError(
                 f"{label}: sequence_parallel=True shards {y.shape[0]} tokens (dimension 0) over "
@@ -140,8 +141,15 @@ def run(module: Any, inp: Any, *args: Any) -> Any:
             )
         y = (Scattered if how.sequence else Summed).apply(y, group)
         if module.return_bias:
-            rest[0] = module._parameters[after]
+            rest[0] = module.whole_bias() if how.mode == ROW else module._parameters[after[0]]
     return (y, *rest) if isinstance(made, tuple) else y
+
+
+def _after(module: Any, mode: str) -> tuple[str, ...]:
+    """Names of the biases of a sum, all parts of one that is split (parameters_split)."""
+    if mode == BOTH:
+        return ("fc2_bias",)
+    return module._parts_of("bias") if mode == ROW else ()
 
 
 def _mine(z: Tensor, how: Shared, group: Any, is_mine: bool) -> Tensor:

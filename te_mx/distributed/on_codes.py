@@ -8,7 +8,7 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 
 from te_mx._ops import Made, Operand, Stack
-from te_mx.autograd import transforms
+from te_mx.autograd import joining, transforms
 from te_mx.autograd.steps import at_rest
 from te_mx.autograd.steps_grouped import KeptWeights
 from te_mx.autograd.steps_kept import KeptWeight
@@ -54,11 +54,30 @@ def gathered(module: Any, held: Mapping[str, Any], settings: Settings | None) ->
     found = {key: value for key, value in held.items() if isinstance(value, GatheredWeight)}
     if not found:
         return {}
+    if getattr(module, "_split", None) is not None:
+        return _of_parts(module, found, settings)
     kept = {key: _checked(module, key, value, settings) for key, value in found.items()}
     return {"_gathered": kept, "_ran_with": kept[next(iter(kept))].settings}
 
 
+def _of_parts(
+    module: Any, parts: dict[str, GatheredWeight], settings: Settings | None
+) -> dict[str, Any]:
+    """As `gathered`, of one weight in parts (parameters_split)."""
+    for key in parts:
+        settings = _check(module, key, settings)
+    whole: Any = joining.cat([parts[name] for name in module._parts_of("weight")])
+    assert settings is not None
+    kept = _of_codes(whole, settings)
+    return {"_gathered": {"weight": kept}, "_joined": whole, "_ran_with": kept.settings}
+
+
 def _checked(module: Any, key: str, weight: GatheredWeight, settings: Settings | None) -> Any:
+    return _kept(weight, _check(module, key, settings))
+
+
+def _check(module: Any, key: str, settings: Settings | None) -> Settings:
+    """Settings that a weight was quantized for; others are refused."""
     wanted = module._gathers[key]
     if settings is None or (settings.w, settings.scale_rule) != (wanted.w, wanted.scale_rule):
         active = "no recipe is active" if settings is None else f"the recipe wants {settings.w}"
@@ -67,7 +86,7 @@ def _checked(module: Any, key: str, weight: GatheredWeight, settings: Settings |
             f"te_mx.distributed.quantized_all_gather, and {active}; run it under "
             "te_mx.autocast with the recipe that was given there"
         )
-    return _kept(weight, settings)
+    return settings
 
 
 def _kept(weight: GatheredWeight, settings: Settings) -> Any:

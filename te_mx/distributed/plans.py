@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from te_mx.context import is_tracing
+from te_mx.distributed import strided
 from te_mx.distributed.local_layer import check_whole_blocks
 from te_mx.nn.grouped_linear import GroupedLinear
 from te_mx.nn.layernorm_linear import LayerNormLinear
@@ -92,6 +93,8 @@ def _made(module: Any, held: dict[str, Any], settings: Settings | None, inp: Any
         )
     kinds = [kind_of(module, label, held, dim) for dim in range(mesh.ndim)]
     _refuse(module, label, kinds)
+    if BOTH in kinds and not is_tracing():
+        strided.warn(module)
     for name, size, ranks in cuts_of(module, kinds, mesh):
         check_whole_blocks(label, settings, name, size, ranks)
     if EXPERTS in kinds:

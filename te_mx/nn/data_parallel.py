@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed._composable_state import _module_state_mapping
 from torch.nn.parallel import DistributedDataParallel
 
 from te_mx.autograd.owned_gradients import Owner
@@ -29,11 +30,13 @@ def owners_of(module: Any, label: str, parameters: Sequence[Tensor]) -> list[Own
     """
     if module._owned is not None:
         return [module._owned[id(parameter)] for parameter in parameters]
-    # What fully_shard and FullyShardedDataParallel set on every module whose parameters they swap.
-    if not getattr(module, "_is_fsdp_managed_module", False):
+    # What fully_shard and FullyShardedDataParallel set on every module whose parameters they swap;
+    # torch's replicate swaps them and only keeps a list.
+    managed = getattr(module, "_is_fsdp_managed_module", False)
+    if not managed and not _module_state_mapping:
         return []
     owners = above.owners(module, parameters)
-    if owners:
+    if owners or not managed:
         return owners
     if module.delay_wgrad_compute:
         raise NotImplementedError(

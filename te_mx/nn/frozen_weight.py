@@ -120,13 +120,17 @@ class Freezable:
         """Names of the parameters that hold the weight, as far as it is not computed."""
         return (key,)
 
+    def _parts_of(self, key: str) -> tuple[str, ...]:
+        """As `_held_by`, of a weight that is split (parameters_split) its parts."""
+        split: dict[str, int] | None = getattr(self, "_split", None)
+        return self._held_by(key) if split is None else tuple(f"{name}_{key}" for name in split)
+
     def _made_of(self, key: str) -> dict[str, Tensor]:
         """All that the weight is computed from, by name."""
         assert isinstance(self, nn.Module)
-        split: dict[str, int] | None = getattr(self, "_split", None)
         computed: Any = self._modules.get("parametrizations") or {}
         tensors: dict[str, Tensor] = {}
-        for name in self._held_by(key) if split is None else [f"{name}_{key}" for name in split]:
+        for name in self._parts_of(key):
             if name in computed:
                 tensors |= computed[name].named_parameters(prefix=f"parametrizations.{name}")
                 tensors |= computed[name].named_buffers(prefix=f"parametrizations.{name}")
@@ -241,6 +245,7 @@ class Freezable:
         """For parameters that were loaded, or copied with their module: what was kept is old, and
         what is there now is what is frozen."""
         self.__dict__.pop("_microbatch", None)
+        self._mark()  # type: ignore[attr-defined]
         if self.__dict__.get("_gathers"):
             above.attach(self)
         frozen = self._frozen
@@ -271,10 +276,8 @@ class Freezable:
         master; None where something computes it."""
         if self._frozen is not None and self._frozen.dropped:
             return list(self._stored(key))
-        split: dict[str, int] | None = getattr(self, "_split", None)
-        names = self._held_by(key) if split is None else [f"{name}_{key}" for name in split]
         parameters: dict[str, Any] = self._parameters  # type: ignore[attr-defined]
-        held = [parameters.get(name) for name in names]
+        held = [parameters.get(name) for name in self._parts_of(key)]
         return None if any(one is None for one in held) else held  # type: ignore[return-value]
 
     def _is_held(self, key: str) -> bool:

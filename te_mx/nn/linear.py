@@ -144,7 +144,7 @@ class Linear(MXModule, nn.Linear):
                 self.reset_parameters()
         if delay_wgrad_compute:
             self._start_delaying()
-        self._share(how, tp_group, *(("bias",) if parallel_mode == ROW else ()))
+        self._share(parallel_mode, how, tp_group)
         del self._building
 
     def _initialize(self) -> None:

@@ -77,6 +77,11 @@ class _Norm(WithoutExtraState, nn.Module):
             for parameter in self.parameters():
                 parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        moved = super()._apply(fn, recurse)
+        self._mark()
+        return moved
+
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Scale by 1 and add 0; parameters on the meta device are made real first.
 

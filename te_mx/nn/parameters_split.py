@@ -91,11 +91,14 @@ def parts(module: nn.Module, sizes: dict[str, int], kind: str) -> list[Tensor]:
 
 
 def joined(module: nn.Module, sizes: dict[str, int], kind: str) -> Tensor | None:
-    """The whole ``weight`` or ``bias``, differentiable; None for a layer without a bias.
+    """The whole ``weight`` or ``bias``, differentiable; None for a layer without a bias. A weight
+    whose parts are gathered as codes is joined before the forward.
 
     Raises:
         ValueError: a part is missing beside others, or on another device.
     """
+    if kind == "weight" and module._joined is not None:
+        return module._joined  # type: ignore[return-value]
     found = parts(module, sizes, kind)
     if not found:
         return None

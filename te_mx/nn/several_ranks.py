@@ -26,6 +26,7 @@ class _Above:
     None and why its layers run one by one.
     gathered(module, settings): such weights of a module as KeptWeight, by name, and the settings
     that it runs with.
+    why_not_saved(module): why DTensors of a module are neither saved nor loaded, or "".
     """
 
     run: Callable[..., Any]
@@ -33,6 +34,7 @@ class _Above:
     attach: Callable[[Any], None]
     block: Callable[[Any, Any], tuple[Any, str]]
     gathered: Callable[[Any, Any], tuple[dict[str, Any], Any]]
+    why_not_saved: Callable[[Any], str]
 
 
 above = _Above()
@@ -69,6 +71,7 @@ class SeveralRanks:
     _gathers: dict[str, Any] | None = None  # settings of weights to gather as codes, by name
     _gathered_with: Any = None  # the weights that are quantized for the same forward pass
     _gathered: dict[str, Any] | None = None  # such weights in a forward, as KeptWeight
+    _joined: Any = None  # the whole of one of which the parts are such weights
     _ran_with: Any = None  # the settings of that forward
     _gathers_inputs = False  # sequence parallelism gathers codes of inputs
     _lent: Lent | None = None  # the parameter that a local weight is of
@@ -84,6 +87,10 @@ class SeveralRanks:
 
     def _run_spread(self, inp: Any, *args: Any) -> Any:
         return above.run(self, inp, *args)
+
+    def _why_not_saved(self) -> str:
+        """Why what this rank has is neither saved nor loaded, or an empty string."""
+        return above.why_not_saved(self) if is_spread(*self._parameters.values()) else ""  # type: ignore[attr-defined]
 
     def _is_lent(self) -> bool:
         """Whether fully_shard has put other parameters into the module for now."""

@@ -83,24 +83,40 @@ class TensorParallelGroup:
     _shared: Shared | None = None
     _tp_group: Any = None  # no copy of the module has it
     _on_every_rank: tuple[str, ...] = ()  # names of parameters
+    _cut: dict[str, int] | None = None  # names of others, and the dimension that ranks share
 
-    def _share(self, how: Shared | None, tp_group: Any, *whole: str) -> None:
-        """Called by a constructor, when the parameters are there; `whole` are the names of those
-        that every rank has."""
-        if how is None:
+    def _share(self, mode: str | None, how: Shared | None, tp_group: Any, *norm: str) -> None:
+        """Called by a constructor, when the parameters are there; `norm` are the names of those of
+        a normalization. A mode counts for one rank, too: marks are Transformer Engine's."""
+        if mode is None:
             return
-        self._shared, self.tp_size, self.sequence_parallel = how, how.size, how.sequence
-        self._on_every_rank = whole
-        self._join(tp_group)
+        weights, biases = (self._parts_of(kind) for kind in ("weight", "bias"))  # type: ignore[attr-defined]
+        if mode == COLUMN:
+            self._cut, self._on_every_rank = dict.fromkeys(weights + biases, 0), norm
+        elif mode == ROW:
+            self._cut, self._on_every_rank = dict.fromkeys(weights, 1), (*norm, *biases)
+        else:
+            self._cut = {"fc1_weight": 0, "fc1_bias": 0, "fc2_weight": 1}
+            self._on_every_rank = *norm, "fc2_bias"
+        if how is not None:
+            self._shared, self.tp_size, self.sequence_parallel = how, how.size, how.sequence
+            self.__dict__["_tp_group"] = tp_group
+        self._mark()
 
-    def _join(self, tp_group: Any) -> None:
-        self.__dict__["_tp_group"] = tp_group
+    def _mark(self) -> None:
+        """Transformer Engine's attributes of parameters, which trainers read: whose gradients they
+        sum over the group, and what each rank has a part of. New and copied parameters have none
+        of them."""
+        if self._cut is None:
+            return
+        parameters: dict[str, Any] = self._parameters  # type: ignore[attr-defined]
         for name in self._on_every_rank:
-            parameter = getattr(self, name, None)
-            if parameter is not None:
-                # Trainers written for Transformer Engine sum such gradients over the group. Copies
-                # of a parameter have lost it.
-                parameter.sequence_parallel = self.sequence_parallel
+            if parameters.get(name) is not None:
+                parameters[name].sequence_parallel = self.sequence_parallel
+        for name, dim in self._cut.items():
+            if (parameter := parameters.get(name)) is not None:
+                parameter.tensor_model_parallel, parameter.partition_dim = True, dim
+                parameter.partition_stride = 1
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Share the layer with the ranks of this process group, as `tp_group` of the constructor.
@@ -118,4 +134,5 @@ class TensorParallelGroup:
                 f"{label}: tp_group has {size} ranks, and the layer was built for {self.tp_size}; "
                 "give the constructor its tp_size and parallel mode"
             )
-        self._join(tp_group)
+        self.__dict__["_tp_group"] = tp_group
+        self._mark()

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from data_parallel_cases import equal, mean_gradients, step
-from tensor_parallel_cases import DEVICE, PLAN, K, M, full, mesh, mlp, of
+from data_parallel_cases import FP32, equal, mean_gradients, step
+from tensor_parallel_cases import DEVICE, PLAN, K, M, N, built, full, mesh, mlp, of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -19,11 +19,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import te_mx
-from te_mx.distributed import quantized_all_gather
+from te_mx.distributed import ModuleParallel, quantized_all_gather
 
 
 def folder():
@@ -48,9 +49,10 @@ def model(seed=0, sharded=True, quantized=False):
     return made
 
 
-def trained(made):
+def trained(made, rank=None):
+    """After a step on the data of this rank, or of another one."""
     optimizer = torch.optim.AdamW(made.parameters(), lr=0.01)
-    step(made, dist.get_rank())
+    step(made, dist.get_rank() if rank is None else rank)
     optimizer.step()
     optimizer.zero_grad()
     return optimizer
@@ -109,6 +111,46 @@ def case_other_numbers_of_ranks():
         dcp.load(state, checkpoint_id=path / "one")
         set_model_state_dict(target, state)
         same(parameters(target), parameters(one))
+
+
+def case_strided_shards():
+    """A gated LayerNormMLP whose ranks have parts of both halves of fc1, by whole tensors: into one
+    process, and into ranks again; with its optimizer."""
+    options, path = StateDictOptions(full_state_dict=True), folder()
+
+    def shared(how, seed):
+        made = nn.Sequential(built(te_mx.LayerNormMLP, K, N, activation="swiglu", **FP32))
+        with torch.no_grad():
+            for i, p in enumerate(made.parameters()):
+                p.copy_(of(*p.shape, seed=100 * seed + i))
+        if how == "whole":
+            return made
+        both = init_device_mesh(DEVICE, (1, 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(made, both["tp"], {"0": ModuleParallel()})
+        return fully_shard(made, mesh=both["dp"]) if how == "2d" else made
+
+    for how in ("tp", "2d"):
+        one = shared(how, 0)
+        optimizer = trained(one, 0)
+        state = get_state_dict(one, optimizer, options=options)
+        saved = dict(zip(("model", "optim"), state, strict=True))
+        dcp.save(saved, checkpoint_id=path / how)
+        for target in ("whole", how):
+            other = shared(target, 1)
+            its = trained(other, 0)
+            state = get_state_dict(other, its, options=options)
+            loaded = dict(zip(("model", "optim"), state, strict=True))
+            dcp.load(loaded, checkpoint_id=path / how)
+            set_state_dict(
+                other, its, model_state_dict=loaded["model"],
+                optim_state_dict=loaded["optim"], options=options,
+            )  # fmt: skip
+            same(parameters(other), parameters(one))
+            first, second = (
+                [full(s["exp_avg"]) for s in opt.state.values()] for opt in (optimizer, its)
+            )
+            for ours, theirs in zip(first, second, strict=True):
+                assert torch.equal(ours, theirs)
 
 
 def case_into_a_frozen_model():

@@ -188,6 +188,55 @@ def case_main_grad_and_delayed_under_fsdp2():
                 equal(gradients(layer), expected)
 
 
+def case_divide_factors_of_fsdp2():
+    """set_gradient_divide_factor holds for main_grad and delayed gradients as for biases and norms,
+    whenever it is set; gloo has no operation that multiplies, so sums are asked for."""
+    for family in ("LayerNormMLP", "GroupedLinear"):
+        mean = mean_gradients(FAMILIES[family](**FP32))
+        for fuse, delay in ((False, False), *KNOBS):
+            for factor, hybrid in ((1.0, False), (8.0, False), (1.0, True), (8.0, True)):
+                layer = routed(family, fuse, delay)
+                sharded(layer, hybrid)
+                give_main_grads(layer, fuse)
+                layer.set_force_sum_reduction_for_comms(True)
+                for given in (4.0, factor):
+                    layer.set_gradient_divide_factor(given)
+                    step(layer, dist.get_rank())
+                    if delay:
+                        layer.backward_dw()
+                sums = {name: g * 2 for name, g in mean.items()}
+                equal(gradients(layer), {n: g / 4 + g / factor for n, g in sums.items()})
+        layer = routed(family, True, False)
+        sharded(layer)
+        give_main_grads(layer, True)
+        layer.set_force_sum_reduction_for_comms(True)  # the mean, by another operation
+        step(layer, dist.get_rank())
+        equal(gradients(layer), mean)
+
+
+def case_hooks_of_fsdp2_are_not_passed_by():
+    layer = routed("LayerNormLinear", False, True)
+    sharded(layer)
+    layer.set_all_reduce_hook(lambda grads: None)
+    refused(NotImplementedError, "set_all_reduce_hook", lambda: step(layer, dist.get_rank()))
+
+
+def case_main_grad_and_delayed_under_replicate():
+    """torch's replicate, which is FSDP2 without shards."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    expected = mean_gradients(FAMILIES["LayerNormMLP"](**FP32))
+    for fuse, delay in ((False, False), *KNOBS):
+        layer = routed("LayerNormMLP", fuse, delay)
+        replicate(layer, mesh=init_device_mesh(DEVICE, (2,)))
+        give_main_grads(layer, fuse)
+        step(layer, dist.get_rank())
+        if delay:
+            layer.backward_dw()
+        equal(gradients(layer), expected)
+        refused(ValueError, "fully_shard sharded", lambda m=layer: quantized_all_gather(m))
+
+
 def case_main_grad_and_delayed_under_ddp():
     for family in FAMILIES:
         plain = FAMILIES[family](**FP32)

@@ -42,7 +42,8 @@ def trained(layer, quantized, recipe=RECIPE, policy=None):
         layer, mesh=init_device_mesh(DEVICE, (2,)), mp_policy=policy or MixedPrecisionPolicy()
     )
     if quantized:
-        assert quantized_all_gather(layer, recipe=recipe) == len(layer._weight_keys)
+        weights = [name for key in layer._weight_keys for name in layer._parts_of(key)]
+        assert quantized_all_gather(layer, recipe=recipe) == len(weights)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.05)
     outs = []
     with counted() as sent:

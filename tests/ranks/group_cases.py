@@ -4,6 +4,7 @@ ranks, against the same sums in one process."""
 from __future__ import annotations
 
 import copy
+import itertools
 
 import halves
 import torch
@@ -65,6 +66,76 @@ def case_groups():
                 found[name] = p.grad
                 wanted[name] = halves.slices(name, expected[name], whole, kind)[dist.get_rank()]
             same(found, wanted)
+
+
+def case_row_biases_in_parts():
+    """parameters_split of a sum: one rank adds its biases, as that of a layer in one piece."""
+    sizes, x = {"first": 64, "second": N - 64}, mine(of(M, K), -1)
+    for sequence, returned in itertools.product((False, True), repeat=2):
+        given = {"parallel_mode": "row", "return_bias": returned}
+        _, layer = shared(te_mx.Linear, "row", given, sequence)
+        at = {"tp_group": dist.group.WORLD, "sequence_parallel": sequence}
+        split = built(te_mx.Linear, K, N, parameters_split=sizes, **at, **given)
+        split.load_state_dict({
+            f"{name}_{kind}": part
+            for kind, value in layer.state_dict().items()
+            for name, part in zip(sizes, value.split(list(sizes.values())), strict=True)
+        })  # fmt: skip
+        found = []
+        for one in (layer, split):
+            with te_mx.autocast():
+                y = one(x)
+            outs = y if returned else (y,)
+            sum(out.square().sum() for out in outs).backward()
+            weight, bias = (
+                [p.grad for name, p in one.named_parameters() if kind in name]
+                for kind in ("weight", "bias")
+            )
+            found.append([*outs, torch.cat(weight), torch.cat(bias)])
+        for ours, theirs in zip(*found, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def marks(module):
+    """Transformer Engine's attributes, by parameter: sequence_parallel, or what ranks share."""
+    found = {}
+    for name, p in module.named_parameters():
+        whole, cut = getattr(p, "sequence_parallel", None), getattr(p, "partition_dim", None)
+        assert (whole is None) != (cut is None), (name, whole, cut)
+        assert cut is None or (p.tensor_model_parallel is True and p.partition_stride == 1)
+        found[name] = cut if whole is None else whole
+    return found
+
+
+def case_marks_of_parameters():
+    """As Transformer Engine sets them, wherever parameters are made anew."""
+    parts = {"parameters_split": ("a", "b")}
+    for family, given, expected in (
+        (te_mx.Linear, {"parallel_mode": "column"}, {"weight": 0, "bias": 0}),
+        (te_mx.Linear, {"parallel_mode": "row"}, {"weight": 1, "bias": True}),
+        (te_mx.Linear, {"parallel_mode": "row", **parts},
+         {"a_weight": 1, "b_weight": 1, "a_bias": True, "b_bias": True}),
+        (te_mx.LayerNormLinear, {"parallel_mode": "column"},
+         {"layer_norm_weight": True, "layer_norm_bias": True, "weight": 0, "bias": 0}),
+        (te_mx.LayerNormMLP, {"set_parallel_mode": True, "normalization": "RMSNorm"},
+         {"layer_norm_weight": True, "fc1_weight": 0, "fc1_bias": 0, "fc2_weight": 1,
+          "fc2_bias": True}),
+    ):  # fmt: skip
+        for sequence in (True, False):
+            given = {**given, "tp_group": dist.group.WORLD, "sequence_parallel": sequence}
+            wanted = {k: sequence if v is True else v for k, v in expected.items()}
+            layer = family(K, N, device="cpu", **given)
+            late = family(K, N, device="meta", **given)
+            late.to_empty(device="cpu").reset_parameters()
+            loaded = family(K, N, device="meta", **given)
+            loaded.load_state_dict(layer.state_dict(), assign=True)
+            for one in (layer, late, loaded, copy.deepcopy(layer), layer.bfloat16()):
+                assert marks(one) == wanted, marks(one)
+        alone = family(K, N, **{**given, "tp_group": None})  # tp_size=1 shares with nobody
+        assert marks(alone) == wanted
+        assert not hasattr(next(family(K, N).parameters()), "partition_dim")
+    norm = te_mx.pytorch.RMSNorm(K, sequence_parallel=True, device="meta").to_empty(device="cpu")
+    assert norm.weight.sequence_parallel is True
 
 
 def case_groups_and_knobs():
@@ -187,6 +258,8 @@ def case_groups_refused():
     cut = te_mx.Linear(K, 96, **given)
     with te_mx.autocast():
         refused(ValueError, "out_features=96 into pieces of 48", lambda: cut(x.float()))
+    report = te_mx.revert_model(torch.nn.Sequential(cut))
+    assert "no process group" in report.skipped["0"], report
     parts = {"query": 65, "key": 63}
     refused(ValueError, "parameters_split must divide by tp_size=2",
             lambda: te_mx.Linear(K, 128, parameters_split=parts, **given))  # fmt: skip

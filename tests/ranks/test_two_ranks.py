@@ -11,6 +11,7 @@ CASES = two_ranks.cases(
     "tensor_parallel_cases",
     "data_parallel_cases",
     "gathered_codes_cases",
+    "gathered_parts_cases",
     *(["experts_cases"] if importlib.util.find_spec("transformers") else []),
     "node_cases",
     "block_cases",
