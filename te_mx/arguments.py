@@ -68,6 +68,12 @@ def check_address(name: str, tensor: Tensor) -> None:
         )
 
 
+def check_memory(name: str, tensor: Tensor) -> None:
+    """Raise unless kernels may read the memory of a tensor: `check_dense` and `check_address`."""
+    check_dense(name, tensor)
+    check_address(name, tensor)
+
+
 def check_module(model: Any) -> None:
     """Raise TypeError unless what a function is to work on is a module."""
     if not isinstance(model, nn.Module):

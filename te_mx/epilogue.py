@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from te_mx.arguments import check_address, check_dense, check_flag, is_one_of, shown
+from te_mx.arguments import check_flag, check_memory, is_one_of, shown
 from te_mx.dispatch.calls import FLOAT_DTYPES, GELUS, Epilogue
 from te_mx.written import check_written
 
@@ -71,8 +71,7 @@ def check_tensor(
     """Raise unless tensor is a floating tensor of a shape on a device."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor of shape {shape}, got {type(tensor).__name__}")
-    check_dense(name, tensor)
-    check_address(name, tensor)
+    check_memory(name, tensor)
     check_dtype(tensor.dtype, f"the dtype of {name}")
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} must have shape {shape} ({reason}), got {tuple(tensor.shape)}")

@@ -20,7 +20,7 @@ from te_mx.autograd.steps import mode_of, new_seed
 from te_mx.autograd.steps_grouped import GroupForms
 from te_mx.dispatch.grouped_calls import Groups
 from te_mx.epilogue import check_dtype
-from te_mx.grouped_arguments import check_floats, check_place, parts, quantized_parts, wgrad_shape
+from te_mx.grouped_arguments import check_floats, check_out, parts, quantized_parts, wgrad_shape
 from te_mx.grouped_gemm import is_quantized, stack_of
 from te_mx.grouped_rows import Form, aligned, rows_of, settings_of
 from te_mx.nn.linear import output_dtype
@@ -154,22 +154,10 @@ def grouped_wgrad(
         transforms.refuse("grouped_wgrad", (grad, inp, out), transforms.FUNCTION, grad=True)
     shape = wgrad_shape(grad, inp, offs)
     alignment = check_size("grouped_wgrad: alignment", alignment, 1)
-    if out is None and accumulate:
-        raise ValueError("grouped_wgrad: accumulate=True adds to out; pass the tensor as out=")
     if out_dtype is not None:
         check_dtype(out_dtype, "grouped_wgrad: out_dtype")
+    check_out("grouped_wgrad", out, out_dtype, shape, inp, accumulate)
     if out is not None:
-        check_place("grouped_wgrad: out", out, inp)
-        if out.shape != shape or not out.is_contiguous():
-            raise ValueError(
-                f"grouped_wgrad: out must be contiguous {shape}, got {tuple(out.shape)} with "
-                f"strides {out.stride()}"
-            )
-        if out_dtype not in (None, out.dtype):
-            raise ValueError(
-                f"grouped_wgrad: out is {out.dtype} but out_dtype is {out_dtype}; leave out_dtype "
-                "away"
-            )
         check_written(out, "out", (("grad", grad), ("inp", inp), ("offs", offs)))
     with torch.no_grad():
         rows = aligned(offs, alignment, inp, "grouped_wgrad")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx.arguments import check_address, check_dense, shown
+from te_mx.arguments import check_address, check_dense, check_memory, shown
 from te_mx.autograd import joining
 from te_mx.dispatch.calls import FLOAT_DTYPES
 from te_mx.dispatch.groups import INDEX_DTYPES, host_bounds, known_to_host
@@ -31,6 +31,29 @@ def check_place(name: str, value: Tensor, inp: Tensor) -> None:
     """Raise ValueError unless a tensor is on the device of inp."""
     if value.device != inp.device:
         raise ValueError(f"{name} is on {value.device} and inp on {inp.device}; move one")
+
+
+def check_out(
+    owner: str, out: Tensor | None, out_dtype: torch.dtype | None, shape: tuple[int, ...],
+    inp: Tensor, accumulate: bool,
+) -> None:  # fmt: skip
+    """Raise TypeError or ValueError unless a result of this shape, in the dtype that was asked for
+    if one was, can be written to `out`, or there is none and nothing to add to."""
+    if out is None:
+        if accumulate:
+            raise ValueError(f"{owner}: accumulate=True adds to out; pass the tensor as out=")
+        return
+    check_floats(f"{owner}: out", out)
+    check_place(f"{owner}: out", out, inp)
+    if out.shape != shape or not out.is_contiguous():
+        raise ValueError(
+            f"{owner}: out must be contiguous {shape}, got {tuple(out.shape)} with strides "
+            f"{out.stride()}"
+        )
+    if out_dtype not in (None, out.dtype):
+        raise ValueError(
+            f"{owner}: out is {out.dtype} but out_dtype is {out_dtype}; leave out_dtype away"
+        )
 
 
 def parts(
@@ -135,8 +158,7 @@ def check_index(
     """Raise unless a tensor holds offsets, counts or group numbers for the rows of inp."""
     if not isinstance(tensor, Tensor) or tensor.dtype not in INDEX_DTYPES:
         raise TypeError(f"{owner}: {name} must be an int32 or int64 tensor, got {shown(tensor)}")
-    check_dense(f"{owner}: {name}", tensor)
-    check_address(f"{owner}: {name}", tensor)
+    check_memory(f"{owner}: {name}", tensor)
     if tensor.dim() != 1 or (shape is not None and tuple(tensor.shape) != shape):
         expected = f"have shape {shape}" if shape is not None else "be a vector"
         raise ValueError(f"{owner}: {name} must {expected}, got {tuple(tensor.shape)}")

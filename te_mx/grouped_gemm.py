@@ -3,7 +3,7 @@ tokens as they are."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,10 @@ from te_mx.autograd import transforms
 from te_mx.autograd.steps import mode_of
 from te_mx.epilogue import check_dtype
 from te_mx.formats import Format
-from te_mx.grouped_arguments import check_floats, check_place
+from te_mx.grouped_arguments import check_floats, check_out, check_place
 from te_mx.grouped_rows import Form, Rows, rows_of, settings_of
 from te_mx.tensor import MXTensor
-from te_mx.written import check_written
+from te_mx.written import check_written, parts_of
 
 OWNER = "grouped_gemm"
 
@@ -109,11 +109,13 @@ def grouped_gemm(
         followed = [t for t in (inp, bias, out) if isinstance(t, Tensor)]
         transforms.refuse(f"te_mx.{OWNER}", followed, transforms.FUNCTION, grad=True)
     shape = (rhs.groups, most, rhs.rows) if masked_m is not None else (len(first), rhs.rows)
-    if out is not None or accumulate:
+    asked = None if out_dtype == torch.bfloat16 else out_dtype  # the default: nothing was asked
+    check_out(OWNER, out, asked, shape, first, accumulate)
+    if out is not None:
         lists = (("offs", offs), ("index", index), ("masked_m", masked_m))
-        own = (("inp", lhs),) if isinstance(lhs, Tensor) else _read("inp", lhs)
-        read = (*own, *_read("weight", rhs), *lists, ("bias", bias))
-        out_dtype = _check_out(out, out_dtype, shape, first, accumulate, read)
+        read = (*parts_of("inp", lhs), *parts_of("weight", rhs), *lists, ("bias", bias))
+        check_written(out, "out", read)
+        out_dtype = torch.float32 if accumulate else out.dtype
     bias = None if bias is None else bias.detach().resolve_neg()
     rows = rows_of(form, first, rhs.groups, most)
     with torch.no_grad():
@@ -128,27 +130,6 @@ def grouped_gemm(
         if out is None:
             return made
         return out.copy_(out.to(made.dtype) + made if accumulate else made)
-
-
-def _read(name: str, operand: Operand | Stack) -> tuple[tuple[str, Tensor], ...]:
-    return (name, operand.codes), (f"the scales of {name}", operand.scales)
-
-
-def _check_out(
-    out: Any, out_dtype: torch.dtype, shape: tuple[int, ...], first: Tensor, accumulate: bool,
-    read: Iterable[tuple[str, Tensor | None]],
-) -> torch.dtype:  # fmt: skip
-    """Raise unless `out` can take the result; the dtype in which it is made."""
-    if out is None:
-        raise ValueError(f"{OWNER}: accumulate=True adds to out; pass the tensor as out=")
-    check_floats(f"{OWNER}: out", out)
-    check_place(f"{OWNER}: out", out, first)
-    if out.shape != shape or not out.is_contiguous():
-        raise ValueError(f"{OWNER}: out must be contiguous {list(shape)}, got {shown(out)}")
-    if out_dtype not in (torch.bfloat16, out.dtype):  # bfloat16 is the default: nothing was asked
-        raise ValueError(f"{OWNER}: out is {out.dtype} but out_dtype is {out_dtype}; leave it away")
-    check_written(out, "out", read)
-    return torch.float32 if accumulate else out.dtype
 
 
 def tokens_of(inp: Any, name: str = f"{OWNER}: inp") -> Operand:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from te_mx._ops import GemmParts, Operand, dequantize_2d
-from te_mx.arguments import check_address, check_dense, shown
+from te_mx.arguments import check_memory, shown
 from te_mx.backends.reference.torch_gemm import finish, mm_without_tf32
 from te_mx.blas import USAGES, check_devices, check_layout, operand_of
 from te_mx.dispatch.calls import Epilogue
@@ -82,8 +82,7 @@ def _side(tensor: Any, usage: str, name: str, layout: str) -> Operand | Tensor:
         operand = operand_of(tensor, usage, name, layout)
         check_untransformed(name, operand.spec)
         return operand
-    check_dense(name, tensor)
-    check_address(name, tensor)
+    check_memory(name, tensor)
     flat = tensor.detach().resolve_neg().reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
     return flat if usage == "rowwise" else flat.t()
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from te_mx import mixed_gemm
 from te_mx._ops import Stack, dequantize_2d
-from te_mx.arguments import check_address, check_dense
+from te_mx.arguments import check_memory
 from te_mx.context import is_tracing
 from te_mx.dispatch.calls import Epilogue
 from te_mx.dispatch.grouped_calls import Groups
@@ -19,8 +19,7 @@ DTYPES = mixed_gemm.DTYPES
 
 def check(inp: Tensor, weight: Stack, owner: str) -> Tensor:
     """Tokens as they are read. Raises ValueError or TypeError for what does not fit."""
-    check_dense(f"{owner}: inp", inp)
-    check_address(f"{owner}: inp", inp)
+    check_memory(f"{owner}: inp", inp)
     mixed_gemm.check_untransformed(f"{owner}: weight", weight.spec)
     return inp.detach().resolve_neg()
 

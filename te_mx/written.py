@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,13 @@ def check_written(out: Tensor, name: str, read: Iterable[tuple[str, Tensor | Non
     if out.is_neg():
         raise ValueError(f"{name} is a negative view; pass {name}.resolve_neg()")
     check_apart(out, name, read)
+
+
+def parts_of(name: str, side: Any) -> tuple[tuple[str, Tensor], ...]:
+    """What is read of a tensor, or of an operand its codes and scales, by name."""
+    if isinstance(side, Tensor):
+        return ((name, side),)
+    return (name, side.codes), (f"the scales of {name}", side.scales)
 
 
 def check_apart(out: Tensor, name: str, read: Iterable[tuple[str, Tensor | None]]) -> None:

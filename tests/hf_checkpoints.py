@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from hf_models import keep_head, model_of, tokens
 
 import te_mx
+from te_mx.formats import mxfp4_checkpoints
 
 # Formats of the weights, where it is not the default one, and names of a layer's tensors.
 STYLES = {
@@ -27,6 +29,33 @@ def frozen(name: str, fmt: str | None = None, **how):
     te_mx.convert_model(model, filter_fn=lambda m, n: keep_head(m, n) and not n.endswith("gate"))
     te_mx.freeze_weights(model, drop_master=True, fmt=fmt, **how)
     return model
+
+
+def gpt_oss():
+    """A gpt-oss model whose config says MXFP4, and its checkpoint as published: codes and scales of
+    the experts in blocks."""
+    model = model_of("GptOss", num_local_experts=2, num_experts_per_tok=1, head_dim=16).eval()
+    state = model.state_dict()
+    for key in ("gate_up_proj", "down_proj"):
+        name = f"model.layers.0.mlp.experts.{key}"
+        weight = state.pop(name).transpose(-2, -1)
+        q = te_mx.quantize(weight, fmt="mxfp4")
+        both = q.rowwise_data, q.rowwise_scale
+        codes, scales = (t.unflatten(0, weight.shape[:2]) for t in both)
+        parts = mxfp4_checkpoints.to_gpt_oss(codes, scales, weight.shape[-1])
+        state |= dict(zip((f"{name}_blocks", f"{name}_scales"), parts, strict=True))
+    model.config.quantization_config = {"quant_method": "mxfp4"}
+    return model, {name: value.contiguous() for name, value in state.items()}
+
+
+@pytest.fixture
+def registered():
+    """te_mx's quantizer, in from_pretrained; for a test module that imports it."""
+    from te_mx.integrations import hf_quantizer
+
+    hf_quantizer.register()
+    yield
+    hf_quantizer.unregister()
 
 
 def files_of(folder: Path) -> dict[str, torch.Tensor]:

@@ -7,8 +7,15 @@ import json
 
 import pytest
 import torch
-from hf_checkpoints import WHOLE_BLOCKS, check_same, files_of, frozen, logits
-from hf_models import model_of
+from hf_checkpoints import (
+    WHOLE_BLOCKS,
+    check_same,
+    files_of,
+    frozen,
+    gpt_oss,
+    logits,
+    registered,  # noqa: F401
+)
 
 import te_mx
 
@@ -18,16 +25,10 @@ safetensors = pytest.importorskip("safetensors.torch")
 from te_mx.integrations import hf_quantizer  # noqa: E402
 from te_mx.integrations.checkpoint_scales import scale_bytes  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("registered")
 AUTO = transformers.AutoModelForCausalLM
 E8M0 = torch.float8_e8m0fnu
 LAYER = "model.layers.0.mlp.up_proj"
-
-
-@pytest.fixture(autouse=True)
-def registered():
-    hf_quantizer.register()
-    yield
-    hf_quantizer.unregister()
 
 
 def as_dtype(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -80,20 +81,7 @@ def test_fp8_in_blocks_of_1_x_32(tmp_path):
 
 
 def test_experts_of_gpt_oss(tmp_path):
-    from te_mx.formats import mxfp4_checkpoints
-
-    model = model_of("GptOss", num_local_experts=2, num_experts_per_tok=1, head_dim=16).eval()
-    state = model.state_dict()
-    for key in ("gate_up_proj", "down_proj"):
-        name = f"model.layers.0.mlp.experts.{key}"
-        weight = state.pop(name).transpose(-2, -1)
-        q = te_mx.quantize(weight, fmt="mxfp4")
-        both = q.rowwise_data, q.rowwise_scale
-        codes, scales = (t.unflatten(0, weight.shape[:2]) for t in both)
-        parts = mxfp4_checkpoints.to_gpt_oss(codes, scales, weight.shape[-1])
-        state |= dict(zip((f"{name}_blocks", f"{name}_scales"), parts, strict=True))
-    kept = {name: value.contiguous() for name, value in state.items()}
-    model.config.quantization_config = {"quant_method": "mxfp4"}
+    model, kept = gpt_oss()
     loaded = []
     for dtype in (torch.uint8, E8M0, torch.float32):
         folder = tmp_path / str(dtype)  # tensors that were loaded are mapped to their file

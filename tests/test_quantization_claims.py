@@ -8,24 +8,24 @@ import json
 import pytest
 import torch
 from beside_te import import_or_skip
-from hf_checkpoints import WHOLE_BLOCKS, check_same, files_of, frozen, logits
+from hf_checkpoints import (
+    WHOLE_BLOCKS,
+    check_same,
+    files_of,
+    frozen,
+    logits,
+    registered,  # noqa: F401
+)
 from torch import nn
 
 import te_mx
 
 transformers = import_or_skip("transformers")
 pytest.importorskip("safetensors.torch")
-from te_mx.integrations import hf_quantizer  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("registered")
 AUTO = transformers.AutoModelForCausalLM
 ONE = "model.layers.0.mlp.up_proj"
-
-
-@pytest.fixture(autouse=True)
-def registered():
-    hf_quantizer.register()
-    yield
-    hf_quantizer.unregister()
 
 
 def claimed(folder, how, model_name="Llama", style="mxfp8"):

@@ -12,7 +12,16 @@ import math
 
 import pytest
 import torch
-from hf_checkpoints import STYLES, WHOLE_BLOCKS, check_same, files_of, frozen, logits
+from hf_checkpoints import (
+    STYLES,
+    WHOLE_BLOCKS,
+    check_same,
+    files_of,
+    frozen,
+    gpt_oss,
+    logits,
+    registered,  # noqa: F401
+)
 from hf_models import keep_head, model_of
 from torch import nn
 
@@ -24,13 +33,6 @@ safetensors = pytest.importorskip("safetensors.torch")
 from te_mx.integrations import hf_quantizer  # noqa: E402
 
 AUTO = transformers.AutoModelForCausalLM
-
-
-@pytest.fixture
-def registered():
-    hf_quantizer.register()
-    yield
-    hf_quantizer.unregister()
 
 
 @pytest.mark.usefixtures("registered")
@@ -177,22 +179,8 @@ def test_a_block_that_reaches_from_gate_into_up(tmp_path):
 
 @pytest.mark.usefixtures("registered")
 def test_gpt_oss(tmp_path):
-    from te_mx.formats import mxfp4_checkpoints
-
-    sizes = {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 16}
-    model = model_of("GptOss", **sizes).eval()
-    state = model.state_dict()
-    for key in ("gate_up_proj", "down_proj"):
-        name = f"model.layers.0.mlp.experts.{key}"
-        weight = state.pop(name).transpose(-2, -1)
-        q = te_mx.quantize(weight, fmt="mxfp4")
-        both = q.rowwise_data, q.rowwise_scale
-        codes, scales = (t.unflatten(0, weight.shape[:2]) for t in both)
-        parts = mxfp4_checkpoints.to_gpt_oss(codes, scales, weight.shape[-1])
-        state |= dict(zip((f"{name}_blocks", f"{name}_scales"), parts, strict=True))
-    kept = {name: value.contiguous() for name, value in state.items()}
+    model, kept = gpt_oss()
     tmp_path.joinpath("model.safetensors").write_bytes(safetensors.save(kept))
-    model.config.quantization_config = {"quant_method": "mxfp4"}
     model.config.save_pretrained(tmp_path)
     loaded = AUTO.from_pretrained(tmp_path, dtype=torch.bfloat16)
     loaded.save_pretrained(tmp_path / "again")

@@ -126,27 +126,32 @@ def quantized(values: Tensor, target: Target) -> Quantized:
 def dequantize_2d(operand: Operand, dtype: torch.dtype) -> Tensor:
     """The values [rows, k] of an operand, rounded once to dtype; NaN where a scale says so."""
     if is_direct(operand.codes, operand.scales):
-        operand = _dequantizable(operand, dtype)
-        sizes = operand.rows, operand.k
-        call = _once("dequantize", operand.codes.device, operand.spec, sizes, dtype)
-        made = None if call is None else call(operand)
-        return run.dequantize(operand, dtype) if made is None else made
+        return _values(operand, dtype)
     codes, scales, spec, rows, k, _ = operand
     return _DEQUANTIZE(codes, scales, spec, rows, k, dtype)
+
+
+def _values(operand: Operand, dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
+    """The values of an operand, in new memory or in `into`."""
+    operand = _dequantizable(operand, dtype)
+    sizes = operand.rows, operand.k
+    call = _once("dequantize", operand.codes.device, operand.spec, sizes, dtype)
+    made: Tensor | None = None if call is None else call(operand, into)
+    if made is not None:
+        return made
+    made = run.dequantize(operand, dtype)
+    return made if into is None else into.copy_(made)
 
 
 def dequantize_joined_2d(parts: Sequence[Operand], dtype: torch.dtype) -> Tensor:
     """The values of operands of one k, their rows behind each other: as `dequantize_2d` of each,
     written to one memory where a kernel does that."""
-    first, rows = parts[0], [part.rows for part in parts]
-    if not is_direct(first.codes, *[t for part in parts for t in part[:2]]):
+    if not is_direct(*[tensor for part in parts for tensor in part[:2]]):
         return torch.cat([dequantize_2d(part, dtype) for part in parts])
-    made = torch.empty((sum(rows), first.k), dtype=dtype, device=first.codes.device)
+    rows = [part.rows for part in parts]
+    made = torch.empty((sum(rows), parts[0].k), dtype=dtype, device=parts[0].codes.device)
     for part, into in zip(parts, made.split(rows), strict=True):
-        part = _dequantizable(part, dtype)
-        call = _once("dequantize", part.codes.device, part.spec, (part.rows, part.k), dtype)
-        if call is None or call(part, into) is None:
-            into.copy_(run.dequantize(part, dtype))
+        _values(part, dtype, into)
     return made
 
 

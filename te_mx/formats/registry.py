@@ -49,9 +49,9 @@ def get(name: str) -> Format:
         more = ""
         if isinstance(name, str) and "+" in name:
             more = (
-                '; a Hadamard transform is "+rht16:0x" or "+rht32:0x" and one to eight hex digits'
+                '; a Hadamard transform is "+rht16:0x" or "+rht32:0x" and one to eight hex digits '
+                "of signs behind the name of an MX format"
             )
-            more += " of signs behind the name of an MX format"
         raise ValueError(f"fmt must be one of {known}, got {shown(name)}{more}")
     return found
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from te_mx._ops import Operand, Stack, quantize_2d
-from te_mx.arguments import check_address, check_dense, shown
+from te_mx.arguments import check_memory, shown
 from te_mx.autograd import transforms
 from te_mx.dispatch.groups import INDEX_DTYPES
 from te_mx.grouped_arguments import check_floats, readable
@@ -24,8 +24,7 @@ def check_ids(name: str, value: Any, device: torch.device, shape: str = "a vecto
     where the shape is said to be [M, top_k]."""
     if not isinstance(value, Tensor) or value.dtype not in INDEX_DTYPES:
         raise TypeError(f"{name} must be an int32 or int64 tensor, got {shown(value)}")
-    check_dense(name, value)
-    check_address(name, value)
+    check_memory(name, value)
     dims = 1 if shape == "a vector" else 2
     if value.dim() != dims:
         raise ValueError(f"{name} must be {shape}, got {tuple(value.shape)}")

@@ -24,7 +24,7 @@ from te_mx.moe.arguments import (
     weights_of,
 )
 from te_mx.tensor import MXTensor
-from te_mx.written import check_written
+from te_mx.written import check_written, parts_of
 
 OWNER = "moe.grouped_gemm"
 
@@ -107,14 +107,13 @@ def grouped_gemm(
     biases = expert_bias(f"{OWNER}: bias", bias, rhs)
     made = _out(out, out_dtype, (routed, rhs.rows), device)
     if out is not None:
-        read = {
-            "a": a if isinstance(a, Tensor) else lhs.codes,
-            "the scales of a": None if isinstance(a, Tensor) else lhs.scales,
-            "w": rhs.codes, "the scales of w": rhs.scales, "sorted_token_ids": sorted_token_ids,
-            "expert_ids": expert_ids, "num_tokens_post_padded": num_tokens_post_padded,
-            "mul_weight_by": mul_weight_by, "bias": bias,
-        }  # fmt: skip
-        check_written(made, "out", read.items())
+        read = (
+            *parts_of("a", a if isinstance(a, Tensor) else lhs), *parts_of("w", rhs),
+            ("sorted_token_ids", sorted_token_ids), ("expert_ids", expert_ids),
+            ("num_tokens_post_padded", num_tokens_post_padded),
+            ("mul_weight_by", mul_weight_by), ("bias", bias),
+        )  # fmt: skip
+        check_written(made, "out", read)
     with torch.no_grad():
         call = RoutedGemm(lhs, rhs, routing, biases, weights, made, mode_of(settings))
         if zero_unrouted:
