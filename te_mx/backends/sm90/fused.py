@@ -81,21 +81,26 @@ class HopperAct(_Fused):
 
     def run(self, s: ActStep) -> ActParts | None:
         h, grad, act, dtype = s.h, s.grad, s.act, s.dtype
-        wanted = _made_native(*s.target[:4], dtype) if binding_fused.takes(h, grad, dtype) else None
-        if wanted is not None:
-            made = binding_fused.activate(h, grad, act, dtype, s.keep, wanted)
-            if made is None:
-                return None
-            rows, width = h.shape
-            cols = width // 2 if act.gated and grad is None else width
-            return ActParts(made.out, with_operands(made.quantized, s.target, rows, cols))
-        # The value in fp32, rounded, quantized.
-        whole = None if grad is None else grad.to(_F32)
-        made = binding_fused.activate(h.to(_F32), whole, act, _F32, True, NOTHING)
-        if made is None or made.out is None:
+        if not binding_fused.takes(h, grad, dtype):
+            # The value in fp32, rounded, quantized.
+            whole = None if grad is None else grad.to(_F32)
+            made = binding_fused.activate(h.to(_F32), whole, act, _F32, True, NOTHING)
+            return None if made is None or made.out is None else _quantized(s, made.out.to(dtype))
+        wanted = _made_native(*s.target[:4], dtype)
+        if wanted is None:
+            made = binding_fused.activate(h, grad, act, dtype, True, NOTHING)
+            return None if made is None or made.out is None else _quantized(s, made.out)
+        made = binding_fused.activate(h, grad, act, dtype, s.keep, wanted)
+        if made is None:
             return None
-        out = made.out.to(dtype)
-        return ActParts(out if s.keep else None, run.quantized(out, s.target))
+        rows, width = h.shape
+        cols = width // 2 if act.gated and grad is None else width
+        return ActParts(made.out, with_operands(made.quantized, s.target, rows, cols))
+
+
+def _quantized(s: ActStep, out: Tensor) -> ActParts:
+    """What a step makes of its values, by the quantizer of a target that no fused kernel ends in."""
+    return ActParts(out if s.keep else None, run.quantized(out, s.target))
 
 
 for _kernel in (HopperNorm, HopperNormBackward, HopperAct):
