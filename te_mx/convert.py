@@ -73,10 +73,10 @@ def convert_model(
             run as one step; so do, in eager mode, RMSNorm and LayerNorm of any class, which also
             quantize their result for the converted layers that read it; the output projection of
             sdpa and flash attention keeps the tensor that attention keeps for backward anyway; in
-            compiled code that trains q, k and v are one product, and the tables of rotary
-            embeddings are written once. What a module computes is found out
-            by running its forward on stand-ins for its layers. A block whose layers something
-            replaces, hooks or freezes later runs its own forward again, and `te_mx.audit` says so.
+            compiled code the tables of rotary embeddings are written once. What a module computes
+            is found out by running its forward on stand-ins for its layers. A block whose layers
+            something replaces, hooks or freezes later runs its own forward again, and
+            `te_mx.audit` says so.
 
             Layers that follow each other in an nn.Sequential become one module: normalization +
             Linear a te_mx.LayerNormLinear; Linear + GELU, SiLU or ReLU + Linear back to the first

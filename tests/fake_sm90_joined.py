@@ -16,16 +16,3 @@ def quantize_joined(args, xs, rows) -> int:
     assert sum(rows) == args.x_rows and not args.to.col_sum
     parts = [read_matrix(args.x.copy(rows=n), address) for address, n in zip(xs, rows, strict=True)]
     return _quantize(args.to, torch.cat(parts))
-
-
-def quantize_beside(args, xs, cols, strides) -> int:
-    from fake_sm90 import _quantize, read_matrix
-
-    if is_blockwise(args.to) or len(xs) > _MOST or any(count % 128 for count in cols[:-1]):
-        return _UNSUPPORTED
-    assert sum(cols) == args.x_cols
-    parts = [
-        read_matrix(args.x.copy(cols=n, row_stride=stride), address)
-        for n, stride, address in zip(cols, strides, xs, strict=True)
-    ]
-    return _quantize(args.to, torch.cat(parts, 1))

@@ -17,7 +17,7 @@ from te_mx._ops.quantize import parts_of
 BF16 = torch.bfloat16
 E4M3 = "mxfp8_e4m3"
 PLAIN, PACKED = (f"{E4M3}@rows", f"{E4M3}@cols"), (f"{E4M3}@sm90:8",) * 2
-FEW = ("quantize", "quantize_two", "quantize_joined", "quantize_beside")
+FEW = ("quantize", "quantize_two", "quantize_joined")
 
 
 def parts(rows=(128, 256, 40), cols=72, dtype=BF16):
@@ -29,13 +29,6 @@ def assert_same(got, want):
     assert [t.dtype for t in parts_of(got)] == [t.dtype for t in parts_of(want)]
     assert all(map(torch.equal, parts_of(got), parts_of(want)))
     assert [o and o[2:5] for o in got[:2]] == [o and o[2:5] for o in want[:2]]
-
-
-def columns(cols=(128, 256, 40), rows=72, dtype=BF16):
-    """Side by side, each with a stride of its own."""
-    wide = [torch.zeros(rows, n + 8 * i, dtype=dtype) for i, n in enumerate(cols)]
-    numbers = [part.t() for part in parts(cols, rows, dtype)]
-    return [room[:, : part.shape[1]].copy_(part) for room, part in zip(wide, numbers, strict=True)]
 
 
 @pytest.fixture
@@ -64,32 +57,11 @@ def test_bytes_of_the_joined_matrix(dtype, specs):
     assert_same(got, ops.quantize_2d(whole, *specs, rule="floor"))
 
 
-@pytest.mark.parametrize("specs", [PLAIN, (PLAIN[0], ""), ("", PLAIN[1])], ids=str)
-@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], ids=str)
-def test_bytes_of_what_lies_side_by_side(dtype, specs):
-    these = columns((3, 65, 1), dtype=dtype)
-    sums = {"col_sum": True, "sum_dtype": dtype}
-    with torch.autocast("cpu", torch.bfloat16):
-        got = ops.quantize_beside_2d(these, *specs, rule="floor", **sums)
-    assert_same(got, ops.quantize_2d(torch.cat(these, 1), *specs, rule="floor", **sums))
-
-
-def test_seeds_of_what_lies_side_by_side():
-    these, specs = columns(), ("mxfp4@rows", "mxfp4@cols")
-    seed = {"rule": "rceil+sr", "seed": torch.tensor([7])}
-    got = ops.quantize_beside_2d(these, *specs, **seed)
-    assert_same(got, ops.quantize_2d(torch.cat(these, 1), *specs, **seed))
-
-
 def test_opcheck():
     these = parts(rows=(5, 40))
     these[0].requires_grad_()
     for specs in (PLAIN, ("", PLAIN[1])):
         torch.library.opcheck(torch.ops.te_mx.quantize_joined, (these, *specs, "rceil"))
-    these = columns((5, 40))
-    for specs in (PLAIN, ("", PLAIN[1])):
-        arguments = (these, *specs, "rceil", True, torch.float32)
-        torch.library.opcheck(torch.ops.te_mx.quantize_beside, arguments)
 
 
 @pytest.mark.parametrize(
@@ -114,30 +86,6 @@ def test_hopper_reads_them_where_they_lie(calls, rows, specs):
     got = ops.quantize_joined_2d(these, *specs)
     assert calls == ["quantize_joined"]
     assert_same(got, ops.quantize_2d(torch.cat(these), *specs))
-
-
-def test_what_lies_side_by_side_has_one_height():
-    with pytest.raises(ValueError, match="one height and dtype"):
-        ops.quantize_beside_2d([torch.ones(2, 4), torch.ones(3, 4)], *PLAIN)
-
-
-@pytest.mark.parametrize("specs", [PACKED, (PACKED[0], ""), ("", PACKED[1])], ids=str)
-@pytest.mark.parametrize("cols", [(128, 256, 40), (256, 128), (128,) * 4], ids=str)
-def test_hopper_reads_columns_where_they_lie(calls, cols, specs):
-    these = columns(cols)
-    got = ops.quantize_beside_2d(these, *specs, col_sum=True)
-    assert calls == ["quantize_beside"]
-    assert_same(got, ops.quantize_2d(torch.cat(these, 1), *specs, col_sum=True))
-
-
-def test_columns_that_hopper_joins_first(calls):
-    mixed = columns((128, 128), rows=128)
-    mixed[1] = mixed[1].t().contiguous().t()
-    for these in (columns((128, 130, 128)), mixed):
-        calls.clear()
-        got = ops.quantize_beside_2d(these, *PACKED)
-        assert calls[-1] == "quantize"
-        assert_same(got, ops.quantize_2d(torch.cat(these, 1), *PACKED))
 
 
 def test_what_hopper_joins_first(calls):

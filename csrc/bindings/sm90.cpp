@@ -77,17 +77,6 @@ void bind_quantizers(py::module_& m) {
     return number(
         quantize_joined(args, from.data(), rows.data(), static_cast<int64_t>(from.size())));
   });
-  // xs, cols, strides: address, columns and the way from row to row of each matrix.
-  m.def("quantize_beside",
-        [](const QuantizeArgs& args, const std::vector<uintptr_t>& xs,
-           const std::vector<int64_t>& cols, const std::vector<int64_t>& strides) {
-          if (xs.size() != cols.size() || xs.size() != strides.size())
-            return number(Status::bad_argument);
-          const std::vector<const void*> from = addresses(xs);
-          const DeviceScope scope(args.execution.device);
-          return number(quantize_beside(args, from.data(), cols.data(), strides.data(),
-                                        static_cast<int64_t>(from.size())));
-        });
   bind_call(m, "pack", pack);
   bind_call(m, "unpack", unpack);
   m.def("unpack_two", [](const PackArgs& first, const PackArgs& second) {

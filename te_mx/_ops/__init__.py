@@ -8,7 +8,7 @@ them.
 import te_mx.backends  # noqa: F401 (registers the kernels)
 from te_mx._ops import flops as _flops  # noqa: F401 (tells torch's counter)
 from te_mx._ops.gemm import gemm_2d, kept_form, many_rows
-from te_mx._ops.joined import quantize_beside_2d, quantize_joined_2d
+from te_mx._ops.joined import quantize_joined_2d
 from te_mx._ops.quantize import (
     convert_2d,
     dequantize_2d,
@@ -47,7 +47,6 @@ __all__ = [
     "kept_form",
     "many_rows",
     "quantize_2d",
-    "quantize_beside_2d",
     "quantize_joined_2d",
     "quantize_two_2d",
     "quantized",

@@ -118,11 +118,6 @@ class Kernel:
         where they must be joined first."""
         return None
 
-    def run_beside(self, parts: Sequence[Tensor], what: Any) -> Any:
-        """The same of matrices side by side, of which `what` has the first and says what to
-        make."""
-        return None
-
     run: Callable[..., Any]
 
 

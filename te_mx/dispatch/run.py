@@ -125,22 +125,6 @@ def quantize_joined(parts: Sequence[Tensor], row: str, col: str, rule: str) -> Q
     return quantize(Quantize(whole, row, col, rule))
 
 
-def quantize_beside(parts: Sequence[Tensor], what: Quantize) -> Quantized:
-    """Matrices [rows, cols_i] as one, side by side, likewise; what: of the first, but for all."""
-    first = parts[0]
-    sizes = len(first), sum(part.shape[1] for part in parts), 1
-    kernel = pick("quantize", first.device, what.row, what.col, sizes, first.dtype, rule=what.rule)
-    made = kernel.run_beside(parts, what)
-    if made is not None:
-        return made
-    with torch.no_grad():
-        whole = first.new_empty(sizes[:2])
-        widths = [part.shape[1] for part in parts]
-        for part, room in zip(parts, whole.split(widths, 1), strict=True):
-            room.copy_(part)
-    return quantize(what._replace(x=whole))
-
-
 def quantized(values: Tensor, target: Target) -> Quantized:
     """Values [rows, cols] as a target says, in one read; perhaps their sums alone."""
     if not target.codes:

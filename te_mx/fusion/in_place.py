@@ -11,10 +11,9 @@ from torch import nn
 from te_mx.fusion.blocks import Block, plan_blocks
 from te_mx.fusion.norms import FoundNorm, plan_norms
 from te_mx.fusion.outputs import plan_outputs, save_inputs
-from te_mx.fusion.readers import Readers, plan_readers
 from te_mx.fusion.sequences import Fusion
 from te_mx.fusion.tables import Tables, plan_tables
-from te_mx.nn import fused_block, fused_norm, joined_layers, stored_tables
+from te_mx.nn import fused_block, fused_norm, stored_tables
 from te_mx.nn.linear import Linear
 from te_mx.nn.reclassed import give, take_back
 from te_mx.nn.surroundings import RAN
@@ -26,17 +25,15 @@ class InPlace(NamedTuple):
     blocks: list[Block]
     norms: list[FoundNorm]
     outputs: list[nn.Module]
-    readers: list[Readers]
     tables: list[Tables]
 
 
-NOTHING = InPlace([], [], [], [], [])
-# Classes that blocks, norms, readers and tables get, the attribute that holds the plan of a module,
+NOTHING = InPlace([], [], [], [])
+# Classes that blocks, norms and tables get, the attribute that holds the plan of a module,
 # and those that it gets in use.
 _CLASSES: tuple[tuple[type, str, tuple[str, ...]], ...] = (
     (fused_block.FusedBlock, fused_block.ATTRIBUTE, (RAN,)),
     (fused_norm.FusedNorm, fused_norm.ATTRIBUTE, (RAN, fused_norm.READ)),
-    (joined_layers.JoinedReaders, joined_layers.ATTRIBUTE, ()),
     (stored_tables.StoredTables, stored_tables.ATTRIBUTE, ()),
 )
 
@@ -60,16 +57,15 @@ def plan_in_place(
     modules = {block.module for block in blocks}
     normalizations, norms = plan_norms(model, converts, modules)
     attentions, outputs = plan_outputs(model, converts)
-    joined, readers = plan_readers(model, converts)
     rotary, tables = plan_tables(model, converts)
-    plan = InPlace(blocks, norms, outputs, readers, tables)
-    return found + normalizations + attentions + joined + rotary, plan
+    plan = InPlace(blocks, norms, outputs, tables)
+    return found + normalizations + attentions + rotary, plan
 
 
 def fuse_in_place(plan: InPlace) -> None:
     """Fuse what was planned."""
     save_inputs(plan.outputs)
-    all_found: tuple[list[Any], ...] = plan.blocks, plan.norms, plan.readers, plan.tables
+    all_found: tuple[list[Any], ...] = plan.blocks, plan.norms, plan.tables
     for found, (mixin, attribute, _) in zip(all_found, _CLASSES, strict=True):
         for module, its_plan in found:
             module.__dict__[attribute] = its_plan

@@ -17,7 +17,6 @@ from te_mx.context import is_tracing
 from te_mx.nn import constructors, delayed_wgrad, frozen_op, missing_weight, residual, weight_only
 from te_mx.nn import parameters_split as split
 from te_mx.nn.frozen_few import weight_of
-from te_mx.nn.given_results import Given
 from te_mx.nn.mx_module import MXModule, output_dtype
 from te_mx.nn.te_arguments import refuse, refuse_constructor
 from te_mx.nn.tensor_parallel_group import COLUMN, ROW, part, ranks_of, shared
@@ -189,8 +188,6 @@ class Linear(MXModule, nn.Linear):
                 forward-mode AD or a transform of torch.func follows `inp` or a parameter, in MXFP8
                 (one level of grad, grad_and_value or vjp may).
         """
-        if type(inp) is Given:
-            return inp.result_of(self)
         if isinstance(inp, Proxy):
             return self._as_leaf(
                 inp, is_first_microbatch=is_first_microbatch, fp8_output=fp8_output,

@@ -20,19 +20,6 @@ def numbers(shape, dtype, seed):
 
 @pytest.mark.parametrize("specs", SPECS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("rows", "cols"), [(1000, (128, 256, 40)), (72, (128, 128, 128, 8)), (129, (640, 77))], ids=str
-)
-def test_side_by_side(rows, cols, dtype, specs):
-    """With strides of their own, also such that allow no vectors."""
-    parts = [numbers((rows, n + 5 * i), dtype, i)[:, :n] for i, n in enumerate(cols)]
-    got = ops.quantize_beside_2d(parts, *specs, col_sum=True)
-    want = ops.quantize_2d(torch.cat(parts, 1), *specs, col_sum=True)
-    assert all(map(torch.equal, parts_of(got), parts_of(want)))
-
-
-@pytest.mark.parametrize("specs", SPECS, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [(128, 256, 40), (384, 77)], ids=str)
 def test_behind_each_other(rows, dtype, specs):
     parts = [numbers((n, 200), dtype, i) for i, n in enumerate(rows)]

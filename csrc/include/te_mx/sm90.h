@@ -27,10 +27,6 @@ Status quantize_two(const QuantizeArgs& first, const QuantizeArgs& second);
 inline constexpr int kMostJoined = 4;
 Status quantize_joined(const QuantizeArgs& args, const void* const* xs, const int64_t* rows,
                        int64_t count);
-// The same of matrices xs[i] of cols[i] columns that lie side by side, their rows strides[i]
-// elements apart; all but the last have whole tiles of 128 columns.
-Status quantize_beside(const QuantizeArgs& args, const void* const* xs, const int64_t* cols,
-                       const int64_t* strides, int64_t count);
 // k_last or k_first to tiles.
 Status pack(const PackArgs& args);
 // The same bytes of e2m1 that is k_last, for products: one operand, or in one launch the two of one

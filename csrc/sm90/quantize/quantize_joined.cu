@@ -1,5 +1,5 @@
-// Quantizes matrices that lie apart as one, their rows behind each other or their columns side by
-// side: the kernel of one matrix, told where a tile lies.
+// Quantizes matrices that lie apart as one, their rows behind each other: the kernel of one matrix,
+// told where a tile lies.
 #include "quantize/quantize_places.cuh"
 
 namespace te_mx::sm90 {
@@ -20,33 +20,6 @@ struct Joined {
   }
   template <class Params>
   __device__ __forceinline__ const Params& outputs(const Params& p, const Tile&) const {
-    return p;
-  }
-  __device__ __forceinline__ bool find(Tile& t, const QuantizeParams& p) const {
-    return find_tile(t, p);
-  }
-};
-
-struct Beside {
-  template <class Params>
-  using Outputs = Params;
-  int begins[kMostJoined];    // the first tile of columns; past all tiles where there is no matrix
-  uintptr_t xs[kMostJoined];  // where column 0 of all would be, if every column were this matrix's
-  int64_t strides[kMostJoined];
-
-  __device__ __forceinline__ const void* x(const QuantizeParams&, const Tile& t) const {
-    uintptr_t from = xs[0];
-#pragma unroll
-    for (int i = 1; i < kMostJoined; ++i) from = t.ct < begins[i] ? from : xs[i];
-    return reinterpret_cast<const void*>(from);
-  }
-  template <class Params>
-  __device__ __forceinline__ Params outputs(const Params& all, const Tile& t) const {
-    Params p = all;
-    p.a.x_stride = strides[0];
-#pragma unroll
-    for (int i = 1; i < kMostJoined; ++i)
-      p.a.x_stride = t.ct < begins[i] ? p.a.x_stride : strides[i];
     return p;
   }
   __device__ __forceinline__ bool find(Tile& t, const QuantizeParams& p) const {
@@ -103,28 +76,6 @@ Status quantize_joined(const QuantizeArgs& args, const void* const* xs, const in
   if (status != Status::ok) return status;
   p.x_vectors = p.x_vectors && all_aligned(xs, count);
   return launch(p, from);
-}
-
-Status quantize_beside(const QuantizeArgs& args, const void* const* xs, const int64_t* cols,
-                       const int64_t* strides, int64_t count) {
-  QuantizeTask a;
-  Beside from{};
-  Status status = task_of(args, cols, count, args.x.cols, a, from);
-  if (status != Status::ok) return status;
-  QuantizeParams p;
-  status = quantize_params(a, p);
-  if (status != Status::ok) return status;
-  p.x_vectors = p.x_vectors && all_aligned(xs, count);
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t before = from.begins[i] * int64_t{kTile};
-    from.xs[i] = reinterpret_cast<uintptr_t>(xs[i]) - before * bytes_of(a.x_dtype);
-    from.strides[i] = strides[i];
-    p.x_vectors = p.x_vectors && strides[i] * bytes_of(a.x_dtype) % 16 == 0;
-  }
-  status = launch(p, from);
-  if (status != Status::ok || a.col_sum == nullptr) return status;
-  return launch_sums(a.col_sum_ws, a.col_sum, a.col_sum_dtype, p.row_tiles, a.cols,
-                     static_cast<cudaStream_t>(a.stream));
 }
 
 }  // namespace te_mx::sm90

@@ -173,22 +173,6 @@ def quantize_joined(first: Quantize, parts: Sequence[Tensor]) -> QuantizedParts 
     return made if supported(status) else None
 
 
-def quantize_beside(first: Quantize, parts: Sequence[Tensor]) -> QuantizedParts | None:
-    """The same of parts side by side, with strides of their own."""
-    x, cols = first.x, [part.shape[1] for part in parts]
-    if 0 in (*x.shape, *cols) or any(part.stride(1) != 1 for part in parts):
-        return None
-    (rows, total), device = (len(x), sum(cols)), x.device
-    args = _native.QuantizeArgs(
-        x_rows=rows, x_cols=total, x_row_stride=x.stride(0), x_dtype=FLOAT_DTYPES[x.dtype]
-    )
-    set_execution(args, device.index)
-    made, _partial = set_outputs(args, rows, total, device, first[1:])
-    addresses, strides = zip(*[(part.data_ptr(), part.stride(0)) for part in parts], strict=True)
-    status = _native.quantize_beside(args, list(addresses), cols, list(strides))
-    return made if supported(status) else None
-
-
 def _prepare(what: Quantize) -> tuple[Any, QuantizedParts, tuple[Any, ...]]:
     """The native record of a call, the tensors that it fills, and what must live until it is
     enqueued."""

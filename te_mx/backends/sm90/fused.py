@@ -99,7 +99,7 @@ class HopperAct(_Fused):
 
 
 def _quantized(s: ActStep, out: Tensor) -> ActParts:
-    """What a step makes of its values, by the quantizer of a target that no fused kernel ends in."""
+    """What a step makes of its values, by the quantizer alone."""
     return ActParts(out if s.keep else None, run.quantized(out, s.target))
 
 

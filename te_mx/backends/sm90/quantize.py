@@ -83,12 +83,6 @@ class HopperQuantize(Kernel):
         shape = sum(len(part) for part in parts), first.shape[1]
         return None if made is None else _quantized(what, made, shape)
 
-    def run_beside(self, parts: Sequence[Tensor], what: Quantize) -> Quantized | None:
-        call = _native_call(what)
-        made = None if call.spread == PLAIN else binding.quantize_beside(call, parts)
-        shape = len(what.x), sum(part.shape[1] for part in parts)
-        return None if made is None else _quantized(what, made, shape)
-
 
 class HopperRandomQuantize(Kernel):
     """With stochastic rounding to MXFP4, or one direction after a Hadamard transform."""
