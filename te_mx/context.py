@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 import torch
 
 from te_mx.arguments import shown
-from te_mx.autograd import shared_inputs
+from te_mx.autograd import input_cache
 from te_mx.recipe import Recipe, Settings, resolve_recipe
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -250,7 +250,7 @@ class autocast:
             top = _traced.top
             _traced.top = None if top is None else top[1]
             return
-        shared_inputs.forget()
+        input_cache.forget()
         region = innermost.get()
         if region is not None and region in self._open:
             innermost.set(region.parent)

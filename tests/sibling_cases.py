@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import te_mx
+from te_mx.autograd import input_cache
 
 F32, BF16 = torch.float32, torch.bfloat16
 IN, ROWS = 64, 40
@@ -39,6 +40,7 @@ def upstream(outputs) -> list[Tensor]:
 
 def run(layers, x: Tensor, recipe=None) -> list[Tensor]:
     with te_mx.autocast(recipe=recipe):
+        input_cache.open_for(x)
         return [layer(x) for layer in layers]
 
 

@@ -12,7 +12,7 @@ from norm_modules import relative
 from torch import nn
 
 import te_mx
-from te_mx.autograd import shared_inputs
+from te_mx.autograd import input_cache
 from te_mx.dispatch.fused import Norm
 from te_mx.fusion.norms import formula_of
 from te_mx.nn.fused_norm import READ, UNREAD
@@ -155,8 +155,8 @@ def test_readers_quantize_nothing_again(monkeypatch):
     layer, x = layer_of(RMS), torch.randn(20, 64).to(BF16)
     te_mx.convert_model(layer, fuse=True)
     found = []
-    find = shared_inputs.find
-    monkeypatch.setattr(shared_inputs, "find", lambda *a: found.append(find(*a)) or found[-1])
+    find = input_cache.find
+    monkeypatch.setattr(input_cache, "find", lambda *a: found.append(find(*a)) or found[-1])
     run(layer, x)
     assert len(found) == 2 and None not in found and found[0] is found[1]
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from te_mx._ops.library import is_direct
 from te_mx.dispatch.linear import (
-    Added,
     FrozenCall,
     FrozenKernel,
     Gate,
@@ -22,7 +21,6 @@ from te_mx.dispatch.problem import MOST, Problem, place_of
 from te_mx.dispatch.registry import derive, derived, find
 
 __all__ = [
-    "Added",
     "FrozenCall",
     "FrozenKernel",
     "Gate",

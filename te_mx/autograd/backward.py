@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from te_mx.autograd import transforms
-from te_mx.autograd.sibling_gradients import apart, settled
+from te_mx.autograd.dgrad_accumulation import apart, settled
 from te_mx.autograd.wgrad import WeightGradient, Wgrad, refuse_graph
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from te_mx._ops import Operand, Stack
 from te_mx._ops.library import is_direct
-from te_mx._ops.linear import Added, FrozenCall, FrozenKernel, Gate, frozen_kernel
+from te_mx._ops.linear import FrozenCall, FrozenKernel, Gate, frozen_kernel
 from te_mx.autograd.backward import needs_gradient
 from te_mx.dispatch.problem import Problem, frozen_rows
 from te_mx.recipes.settings import Settings
@@ -90,12 +90,11 @@ class Ready(NamedTuple):
     def run(
         self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype, tag: int = -1,
         offs: Tensor | None = None, act: str | None = None, gate: Gate | None = None,
-        added: Added | None = None,
     ) -> Tensor | None:  # fmt: skip
         """act(x [..., k] @ w^T + bias) [..., n]; None where native code does not take it. offs:
-        ends of the groups of rows; rows of no group become 0. gate and
-        added: as the kernel takes them."""
-        call = FrozenCall(x, self.form, bias, out_dtype, offs, act, gate, added)
+        ends of the groups of rows; rows of no group become 0. gate: as the
+        kernel takes it."""
+        call = FrozenCall(x, self.form, bias, out_dtype, offs, act, gate)
         made = self.kernel.multiply(self.problem, call)
         if made is None:
             return None

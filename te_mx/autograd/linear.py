@@ -3,8 +3,7 @@ back.
 
 x and g are read once: one quantize call makes all the directions that the call needs, and that of g
 also sums the bias gradient. Saved for backward are the columnwise codes and scales of x, 1.03 bytes
-an element in MXFP8, or nothing of its own where what made x keeps it (producers.py), and w itself,
-which backward quantizes again; or what the recipe says instead.
+an element in MXFP8, and w itself, which backward quantizes again; or what the recipe says instead.
 """
 
 from __future__ import annotations
@@ -16,19 +15,18 @@ from torch import Tensor
 
 from te_mx._ops import Operand
 from te_mx.autograd import (
+    input_cache,
     one_call,
     one_call_codes,
     other_tokens,
-    producers,
-    shared_inputs,
     steps,
 )
 from te_mx.autograd.backward import outputs, place, run_backward, tag_of
+from te_mx.autograd.dgrad_accumulation import Pass, entered, leaves_when_hooked, passed_on, total
 from te_mx.autograd.lent import Lent, here
 from te_mx.autograd.other_tokens import Tokens
 from te_mx.autograd.saved import Kept
 from te_mx.autograd.shapes import flatten, shaped
-from te_mx.autograd.sibling_gradients import Pass, entered, leaves_when_hooked, passed_on, total
 from te_mx.autograd.steps import DGRAD, WGRAD
 from te_mx.autograd.steps_kept import KeptWeight, on_codes
 from te_mx.autograd.wgrad import WeightGradient
@@ -40,11 +38,10 @@ class Call(NamedTuple):
     """What one call of the module fixes.
 
     `kept` stands in for quantizing the weight. `save_x` saves x for backward instead of its
-    columnwise codes, with the same result; `sources`, if there are any, in its place: x itself, or
-    two factors of it. `sink` says where the weight gradient goes. With `tokens` x is what one rank
-    has of the input, with `lent` a parameter of several of them is the weight. With a `tag` the
-    kernels that run are recorded in te_mx.runtime.ran.LAST_RUN at tag, tag + 1 and tag + 2: fprop,
-    dgrad and wgrad.
+    columnwise codes, with the same result. `sink` says where the weight gradient goes. With
+    `tokens` x is what one rank has of the input, with `lent` a parameter of several of them is the
+    weight. With a `tag` the kernels that run are recorded in te_mx.runtime.ran.LAST_RUN at tag,
+    tag + 1 and tag + 2: fprop, dgrad and wgrad.
     """
 
     settings: Settings
@@ -53,7 +50,6 @@ class Call(NamedTuple):
     kept: KeptWeight | None = None
     save_x: bool = False
     sink: WeightGradient | None = None
-    sources: tuple[Tensor, ...] = ()
     tokens: Tokens | None = None
     lent: Lent | None = None
 
@@ -70,19 +66,17 @@ class LinearFunction(torch.autograd.Function):
         settings, tokens = call.settings, call.tokens
         ctx.lent, weight_NK = call.lent, here(weight_NK, call.lent)
         plan = other_tokens.plan_input(x, settings, need_dw, call.save_x, tokens)
-        q, w_row, w_col = steps.input_and_weight(
-            x, plan, call.kept, weight_NK, settings, need_dx, weight_NK
-        )
+        q, w_row, w_col = steps.input_and_weight(x, plan, call.kept, weight_NK, settings, need_dx)
         x_row = other_tokens.rows_of_all(q.row, tokens)
         like = x if tokens is None else None
         y = steps.fprop(x_row, w_row, bias_N, settings, call.out_dtype, call.tag, like)
-        x_kept = Kept.of(call.sources) if plan.keep and call.sources else plan.kept(q, x, need_dw)
+        x_kept = plan.kept(q, x, need_dw)
         w_kept = steps.kept_for_dgrad(w_row, w_col, weight_NK, settings, need_dx)
         ctx.settings, ctx.tag, ctx.tokens, ctx.sinks = settings, call.tag, tokens, (call.sink,)
         ctx.x_shape = other_tokens.shape_of_all(x, tokens)
         ctx.kept = x_kept.beside, w_kept.beside
         ctx.dtypes = x.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype
-        ctx.siblings = shared_inputs.joined(x, ctx) if need_dx and tokens is None else None
+        ctx.siblings = input_cache.siblings_of(x, ctx) if need_dx and tokens is None else None
         if tokens is not None:
             y = other_tokens.unflatten_all(y, x, tokens)
         return outputs(ctx, (*x_kept.tensors, *w_kept.tensors), y)
@@ -153,7 +147,6 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: Call) -> T
     if torch.is_grad_enabled() and (
         x.requires_grad or weight_NK.requires_grad or (bias_N is not None and bias_N.requires_grad)
     ):
-        call = _without_codes(x, weight_NK, call)
         kernel = None
         if call.tokens is None:
             kernel = one_call.kernel_of(x, here(weight_NK, call.lent), bias_N, call)
@@ -168,17 +161,7 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: Call) -> T
                 LAST_RUN[call.tag] = made[1]
             return made[0]
     row, _ = steps.weight_operands(call.kept, weight_NK, settings, False)
-    return infer(x, row, bias_N, settings, call, weight_NK)
-
-
-def _without_codes(x: Tensor, weight_NK: Tensor, call: Call) -> Call:
-    """A call that keeps nothing of its own of x, where backward has x anyway and the weight
-    gradient is computed there: a later one would hold more than codes."""
-    later = call.sink is not None and call.sink.queue is not None
-    if call.settings.backward == "dequantized" or not weight_NK.requires_grad or later:
-        return call
-    found = producers.sources(x)
-    return call._replace(save_x=True, sources=found) if found else call
+    return infer(x, row, bias_N, settings, call)
 
 
 def linear_on_codes(x: Tensor, w_row: Operand, bias_N: Tensor | None, call: Call) -> Tensor:
@@ -186,7 +169,7 @@ def linear_on_codes(x: Tensor, w_row: Operand, bias_N: Tensor | None, call: Call
     in x and the bias."""
     wanted = x.requires_grad or (bias_N is not None and bias_N.requires_grad)
     if not (torch.is_grad_enabled() and wanted):
-        return infer(x, w_row, bias_N, call.settings, call, w_row.codes)
+        return infer(x, w_row, bias_N, call.settings, call)
     settings = on_codes(call.settings)
     kept = KeptWeight(settings, w_row, None)
     # The codes in the place of the weight have no gradient, and nothing reads them there.
@@ -195,11 +178,10 @@ def linear_on_codes(x: Tensor, w_row: Operand, bias_N: Tensor | None, call: Call
 
 
 def infer(
-    x: Tensor, w_row: Operand, bias_N: Tensor | None, settings: Settings, call: Call, reader: Tensor
+    x: Tensor, w_row: Operand, bias_N: Tensor | None, settings: Settings, call: Call
 ) -> Tensor:
-    """x [..., K] -> [..., N] on a quantized weight, without autograd. reader: as of
-    steps.quantized_input; codes that are made for this call are none."""
+    """x [..., K] -> [..., N] on a quantized weight, without autograd."""
     plan = other_tokens.plan_input(x, settings, False, False, call.tokens)
-    x_row = other_tokens.rows_of_all(steps.quantized_input(x, plan, reader).row, call.tokens)
+    x_row = other_tokens.rows_of_all(steps.quantized_input(x, plan).row, call.tokens)
     y_MN = steps.fprop(x_row, w_row, bias_N, settings, call.out_dtype, call.tag)
     return other_tokens.unflatten_all(y_MN, x, call.tokens)

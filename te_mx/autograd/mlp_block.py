@@ -27,7 +27,7 @@ from torch import Tensor
 
 from te_mx._ops import Operand, Quantized, Target
 from te_mx._ops.fused import act_quantize_2d
-from te_mx.autograd import shared_inputs, steps
+from te_mx.autograd import input_cache, steps
 from te_mx.autograd.backward import needs_gradient, outputs, place, run_backward, tag_of
 from te_mx.autograd.layernorm_mlp import Call as Inner
 from te_mx.autograd.layernorm_mlp import activated, through_activation
@@ -97,13 +97,12 @@ def _quantized(
 ) -> tuple[Quantized, Operand, Operand | None]:  # fmt: skip
     """x and w1; x perhaps by whoever made it, or by a sibling. Without columnwise codes where
     `source_of` has what to make them of."""
-    reader = parts[0]
-    q = shared_inputs.find(x, plan.target, reader)
+    q = input_cache.find(x, plan.target)
     if q is None and source_of(x) is not None:
-        q = shared_inputs.find(x, plan.target._replace(col=""), reader)
+        q = input_cache.find(x, plan.target._replace(col=""))
     if q is None and kept is None and len(parts) == 1:
-        return steps.input_and_weight(x, plan, None, parts[0], settings, need_dx, reader)
-    q = q or steps.quantized_input(x, plan, reader)
+        return steps.input_and_weight(x, plan, None, parts[0], settings, need_dx)
+    q = q or steps.quantized_input(x, plan)
     return q, *operands(kept, parts, settings, need_dx)
 
 
@@ -274,7 +273,7 @@ def _activated_apart(
     """a, quantized, of few tokens: weights that are larger than x are not joined, but what they
     make."""
     settings = call.settings
-    q = steps.quantized_input(x, plan, parts[0])
+    q = steps.quantized_input(x, plan)
     assert q.row is not None
     made = []
     for i, (weight, bias) in enumerate(zip(parts, biases, strict=True)):

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from te_mx._ops import Operand, Quantized, Target
 from te_mx._ops.norm_rows import norm_rows
-from te_mx.autograd import shared_inputs
+from te_mx.autograd import input_cache
 from te_mx.autograd.backward import needs_gradient, outputs, run_backward
 from te_mx.autograd.normalization import NormStep
 from te_mx.autograd.shapes import flatten, shaped
@@ -52,7 +52,7 @@ def source_of(z: Tensor) -> Source | None:
     made = None if entry is None else entry[0]()
     if entry is None or made is None or entry[1] != made._version:
         return None
-    return entry[2] if made is z or shared_inputs.is_view_of_all(z, made) else None
+    return entry[2] if made is z or input_cache.is_view_of_all(z, made) else None
 
 
 def _memory(z: Tensor) -> int:
@@ -122,7 +122,7 @@ def normalized(
         if tell is not None and target.col:
             _watch(z, made[0], tell)
         if target.codes:
-            shared_inputs.put(z, target, made[0])
+            _open(z, target, made[0])
         if not torch.compiler.is_compiling():  # whose ids nobody can look up
             still = x.detach(), weight.detach(), None if bias is None else bias.detach()
             _remember(z, Source(still, step))
@@ -136,5 +136,11 @@ def normalized(
     assert parts.z is not None
     z = shaped(parts.z, x.shape)
     if target.codes:
-        shared_inputs.put(z, target, parts.quantized)
+        _open(z, target, parts.quantized)
     return z
+
+
+def _open(z: Tensor, target: Target, made: Quantized) -> None:
+    """Hand what was made of z to its readers."""
+    if input_cache.open_for(z) is not None:
+        input_cache.put(z, target, made)

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from te_mx._ops.library import is_direct
 from te_mx._ops.linear import LinearKernel, LinearPlan, LinearProblem, infer, linear_kernel
-from te_mx.autograd import shared_inputs
+from te_mx.autograd import input_cache
 from te_mx.autograd.backward import outputs, run_backward
+from te_mx.autograd.dgrad_accumulation import entered, leaves_when_hooked, passed_on, total
 from te_mx.autograd.lent import here
 from te_mx.autograd.saved import NOTHING, Kept
-from te_mx.autograd.sibling_gradients import entered, leaves_when_hooked, passed_on, total
 from te_mx.autograd.steps import DGRAD, WGRAD, columns_now, in_one_call, quantized_columns
 from te_mx.dispatch.linear import Held, Part
 from te_mx.runtime.ran import LAST_RUN
@@ -32,7 +32,6 @@ def kernel_of(
     if (
         call.kept is not None
         or call.sink is not None
-        or len(call.sources) > 1  # factors of x
         or not in_one_call(settings)
         or not (x.requires_grad or weight_NK.requires_grad)
         or (bias_N is not None and bias_N.device != x.device)
@@ -58,19 +57,19 @@ class OneCallLinear(torch.autograd.Function):
         columns = need_dw and not call.save_x
         problem = LinearProblem(x.numel() // k, n, k, columns, need_dx, w_kept, settings)
         ctx.problem, ctx.plan, ctx.tag = problem, (plan := kernel.plan(problem)), call.tag
-        given = _given(x, weight_NK, plan, settings.scale_rule, columns)
+        given = _given(x, plan, settings.scale_rule, columns)
         y, held = plan.forward(x, weight_NK, bias_N, call.out_dtype, given)
         if given is None:
-            shared_inputs.put_held(x, weight_NK, plan, settings.scale_rule, held)
+            input_cache.put_held(x, plan, settings.scale_rule, held)
         if call.tag >= 0:
             LAST_RUN[call.tag] = plan.kernel
         ctx.x_shape, ctx.sinks = x.shape, ()
         ctx.dtypes = x.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype
-        ctx.siblings = shared_inputs.joined(x, ctx) if need_dx else None
+        ctx.siblings = input_cache.siblings_of(x, ctx) if need_dx else None
         ctx.kernel, ctx.saves_x = kernel, need_dw and call.save_x
         x_col = (None, None) if not columns or held.x_col is None else held.x_col
         if ctx.saves_x:
-            x_col = (*call.sources, x)[0], None
+            x_col = x, None
         w = held.w_col if w_kept else weight_NK if need_dx else None
         return outputs(ctx, (*x_col, w), y)
 
@@ -80,10 +79,10 @@ class OneCallLinear(torch.autograd.Function):
         return made if ctx.lent is None else (made[0], ctx.lent.whole(made[1]), *made[2:])
 
 
-def _given(x: Tensor, weight_NK: Tensor, plan: LinearPlan, rule: str, need_dw: bool) -> Held | None:
+def _given(x: Tensor, plan: LinearPlan, rule: str, need_dw: bool) -> Held | None:
     """The operands of x, where a layer before made them."""
     col = plan.col if need_dw else ""
-    entry = shared_inputs.entry_for(x, weight_NK, plan.row, col, rule)
+    entry = input_cache.entry_for(x, plan.row, col, rule)
     return None if entry is None else entry.for_one_call()
 
 

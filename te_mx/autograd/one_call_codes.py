@@ -12,8 +12,8 @@ from torch import Tensor
 from te_mx._ops import dequantize_2d
 from te_mx._ops.library import is_direct
 from te_mx._ops.linear import LinearPlan, LinearProblem, linear_kernel_of
+from te_mx.autograd.dgrad_accumulation import passed_on, total
 from te_mx.autograd.saved import Kept
-from te_mx.autograd.sibling_gradients import passed_on, total
 from te_mx.autograd.steps import DGRAD, WGRAD, by_steps, quantized_columns
 from te_mx.dispatch.linear import Part
 from te_mx.runtime.ran import LAST_RUN
@@ -63,8 +63,6 @@ def _tensors(kept: tuple[Kept, Kept]) -> list[Tensor]:
 
 def _columns(kept: Kept, plan: LinearPlan, settings: Any) -> Part | None:
     """The columnwise operand of an input as a plan reads it; None where there is another one."""
-    if not kept.spec and kept.tensors[1] is not None:  # factors of it
-        return None
     operand = kept.as_operand() if kept.spec else quantized_columns(kept.tensor, "x", settings)
     if operand.spec != plan.col:
         return None

@@ -1,5 +1,4 @@
-"""What backward keeps of an input or a weight: a quantized operand, the tensor itself, or two
-tensors whose product it is."""
+"""What backward keeps of an input or a weight: a quantized operand or the tensor itself."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ Tensors = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 class Kept(NamedTuple):
     """What autograd saves for one input or weight: three tensors (codes, scales and packed form of
-    an operand; or the tensor itself, None, None; or two factors of it, None), and beside them the
-    operand's spec and sizes; spec "" where they are no operand."""
+    an operand; or the tensor itself, None, None), and beside them the operand's spec and sizes;
+    spec "" where they are no operand."""
 
     tensors: Tensors = (None, None, None)
     spec: str = ""
@@ -34,11 +33,6 @@ class Kept(NamedTuple):
         """The tensor itself."""
         return cls((tensor, None, None))
 
-    @classmethod
-    def of(cls, sources: tuple[Tensor, ...]) -> Kept:
-        """A tensor as what autograd/producers.py found: itself, or two factors."""
-        return cls((sources[0], sources[1] if len(sources) > 1 else None, None))
-
     @property
     def own(self) -> tuple[Tensor, ...]:
         """The tensors that are not te_mx's alone: none beside those of an operand."""
@@ -46,10 +40,10 @@ class Kept(NamedTuple):
 
     @property
     def tensor(self) -> Tensor:
-        """The tensor that was kept, itself or as two factors."""
-        first, second, _ = self.tensors
-        assert first is not None and not self.spec
-        return first if second is None else first * second
+        """The tensor that was kept itself."""
+        kept = self.tensors[0]
+        assert kept is not None and not self.spec
+        return kept
 
     @property
     def beside(self) -> Kept:

@@ -18,8 +18,7 @@ columnwise codes    these codes            x: by default; w: keep_weight_columns
 rowwise codes       columnwise codes made  w: one_copy_weights
                     of what they decode to
 rowwise codes       what they decode to    backward_override "dequantized"
-the tensor itself   columnwise codes of it w: by default; x: save_original_input, or what made it
-                                           keeps it too (autograd/producers.py)
+the tensor itself   columnwise codes of it w: by default; x: save_original_input
 the tensor itself   the tensor itself      "high_precision"; x: wgrad_with_hp
 ==================  =====================  ===========================================
 """
@@ -49,7 +48,7 @@ from te_mx._ops import (
     quantized,
     turned,
 )
-from te_mx.autograd import high_precision, shared_inputs
+from te_mx.autograd import high_precision, input_cache
 from te_mx.autograd.saved import NOTHING, Kept
 from te_mx.autograd.shapes import flatten, unflatten
 from te_mx.autograd.sought import Sought
@@ -199,13 +198,12 @@ def plan_input(
     return Input(Target(row, form.col if columns else "", settings.scale_rule), keep)
 
 
-def quantized_input(x: Tensor, plan: Input, reader: Tensor) -> Quantized:
-    """An input x [..., K] as planned, once for all layers that read this tensor. reader: a
-    weight of the layer, or its codes: memory that stays."""
-    made = shared_inputs.find(x, plan.target, reader)
+def quantized_input(x: Tensor, plan: Input) -> Quantized:
+    """An input x [..., K] as planned, once for all layers that are known to read this tensor."""
+    made = input_cache.find(x, plan.target)
     if made is None:
         made = quantized(flatten(x), plan.target)
-        shared_inputs.put(x, plan.target, made, reader)
+        input_cache.put(x, plan.target, made)
     return made
 
 
@@ -233,13 +231,12 @@ def weight_operands(
 
 def input_and_weight(
     x: Tensor, plan: Input, kept: KeptWeight | None, weight_NK: Tensor, settings: Settings,
-    need_dx: bool, reader: Tensor,
+    need_dx: bool,
 ) -> tuple[Quantized, Operand, Operand | None]:  # fmt: skip
-    """x [..., K] and the weight quantized, at the same time where a kernel can. reader: by what the
-    layer is known, as of `quantized_input`."""
-    made = None if kept is not None else shared_inputs.find(x, plan.target, reader)
+    """x [..., K] and the weight quantized, at the same time where a kernel can."""
+    made = None if kept is not None else input_cache.find(x, plan.target)
     if kept is not None or made is not None:
-        made = made or quantized_input(x, plan, reader)
+        made = made or quantized_input(x, plan)
         return made, *weight_operands(kept, weight_NK, settings, need_dx)
     row, col, rule = plan.target[:3]
     columns = columns_now(weight_NK, settings, need_dx)
@@ -248,7 +245,7 @@ def input_and_weight(
         Quantize(weight_NK, target.row, target.col, target.rule),
         Quantize(flatten(x), row, col, rule),
     )
-    shared_inputs.put(x, plan.target, x_q, reader)
+    input_cache.put(x, plan.target, x_q)
     assert w.row is not None
     return x_q, w.row, w.col
 

@@ -103,13 +103,6 @@ class Gate(NamedTuple):
     act: str  # by its name in dispatch.fused
 
 
-class Added(NamedTuple):
-    """What is added to the result as it was rounded, and where to: compact, of its dtype."""
-
-    residual: Tensor  # in the shape of the result, rows of adjacent elements
-    total: Tensor
-
-
 class FrozenCall(NamedTuple):
     """act(x [..., k] @ w^T + bias) in out_dtype, of a weight in the form of a kernel, or of the
     weights of groups of rows: `offs` has the ends of these, and rows of no group become 0."""
@@ -121,17 +114,15 @@ class FrozenCall(NamedTuple):
     offs: Tensor | None = None
     act: str | None = None  # one that is not gated, by its name in dispatch.fused
     gate: Gate | None = None  # of x
-    added: Added | None = None
 
 
 class FrozenKernel(Kernel):
     """Multiplies few rows with weights that stand still, which lie in a form of the kernel's own:
     quantizes the rows and multiplies, without gradients. gates: the activations of a Gate that it
-    computes as it reads x; adds: whether it takes Added."""
+    computes as it reads x."""
 
     op = "linear_frozen"
     gates: tuple[str, ...] = ()
-    adds: bool = False
 
     def form(self, row: Operand | Stack) -> Operand | Stack | None:
         """The rowwise copy (layout "rows") of a weight, or of those of groups, in that form; None

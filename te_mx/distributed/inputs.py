@@ -1,6 +1,6 @@
 """What a rank has of an input: the layers that read one DTensor read one local tensor.
 
-So they quantize it once (autograd/shared_inputs.py), and their gradients add up on the rank before
+So they quantize it once (autograd/input_cache.py), and their gradients add up on the rank before
 DTensor moves the sum: one reduction for q, k and v instead of three.
 """
 
@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, Placement
 from te_mx.context import is_tracing
 from te_mx.distributed.nodes import local_of as to_local
 from te_mx.distributed.nodes import local_with_sum, sums_gradient
-from te_mx.runtime import exposed
 
 _LOCAL = "_te_mx_local"
 
@@ -33,9 +32,8 @@ def local_of(x: DTensor, grad_placements: list[Placement]) -> Tensor:
     It is kept by x, and is a view of what x holds.
     """
     inner: Any = x._local_tensor
-    # NOTE: in-place operations change the version of a DTensor, not that of what it holds; writes
-    # through .data change neither.
-    if is_tracing() or x.is_inference() or inner.is_inference() or exposed.is_exposed(x):
+    # NOTE: in-place operations change the version of a DTensor, not that of what it holds.
+    if is_tracing() or x.is_inference() or inner.is_inference():
         return x.to_local(grad_placements=grad_placements)
     if x.requires_grad and x.is_leaf:  # whose gradient's place holds it: it would keep itself alive
         return x.to_local(grad_placements=grad_placements)

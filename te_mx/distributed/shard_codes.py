@@ -27,7 +27,7 @@ from te_mx._ops.grouped_quantize import quantize_weights
 from te_mx.autograd.steps import at_rest
 from te_mx.context import backward_pass_id
 from te_mx.recipes.settings import Settings
-from te_mx.runtime import exposed, streams
+from te_mx.runtime import streams
 
 Sent = tuple[Tensor, ...]
 Forms = tuple[torch.Size, ...]  # sizes but for the first one
@@ -49,7 +49,7 @@ class Ahead(NamedTuple):
         """Whether they are what would be made now."""
         made = self.version, self.address, self.dtype, self.stream
         now = shard._version, shard.data_ptr(), dtype, streams.current(shard.device)
-        return made == now and not exposed.is_exposed(shard)
+        return made == now
 
 
 class Model:
@@ -200,8 +200,8 @@ class ShardCodes:
         self._ahead = Ahead(sent, due.version, due.shard.data_ptr(), dtype, stream, True)
 
     def _may_keep(self, shard: Tensor) -> bool:
-        changes_unseen = shard.is_inference() or exposed.is_exposed(shard)
-        return self._place.trains() and not changes_unseen and not streams.capturing(shard.device)
+        counted = not shard.is_inference()  # whose writes have versions
+        return self._place.trains() and counted and not streams.capturing(shard.device)
 
     def _made(self, shard: Tensor, dtype: torch.dtype) -> Sent:
         with torch.no_grad():

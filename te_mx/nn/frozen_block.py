@@ -17,7 +17,7 @@ from te_mx.autograd.activation import activation
 from te_mx.autograd.backward import needs_gradient
 from te_mx.autograd.few_rows import Ready
 from te_mx.dispatch.fused import Activation
-from te_mx.nn import frozen_few, residual
+from te_mx.nn import frozen_few
 from te_mx.nn.frozen_op import Traced
 from te_mx.nn.linear import Linear
 from te_mx.nn.mx_module import output_dtype
@@ -39,24 +39,20 @@ def run_few(act: Activation, layers: list[Linear], x: Tensor, settings: Settings
     found = frozen_few.ready_of(last, x, settings)
     if found is None or act.base not in found.kernel.gates:
         return None
-    return run_gated(found, [one(x) for one in first], act, bias, last._tag_now(), last)
+    return run_gated(found, [one(x) for one in first], act, bias, last._tag_now())
 
 
 def run_gated(
-    found: Ready | Traced, h: list[Tensor], act: Activation, bias: Tensor | None, tag: int,
-    layer: Linear | None = None,
-) -> Tensor | None:  # fmt: skip
+    found: Ready | Traced, h: list[Tensor], act: Activation, bias: Tensor | None, tag: int
+) -> Tensor | None:
     """act(h[0]) * h[1] times a weight, in the dtype of h; of one h, its halves. None where native
-    code does not take it. layer: that of the weight, where it is one of its own. Compiled code has
+    code does not take it.  Compiled code has
     the activation as an op of its own: the same bits."""
     x, values = h if len(h) == 2 else h[0].chunk(2, -1)
     dtype, shape = x.dtype, x.shape
     if isinstance(found, Ready) and act.base in found.kernel.gates:
         gate = Gate(values, act.base)
-        if layer is None:
-            made = found.run(x, bias, dtype, tag, gate=gate)
-        else:
-            made = residual.run(layer, found, x, bias, dtype, tag, gate)
+        made = found.run(x, bias, dtype, tag, gate=gate)
         if made is not None:
             return made
     rows: Any = h[0] if len(h) == 1 else torch.cat(h, -1)

@@ -22,7 +22,7 @@ from te_mx import formats
 from te_mx._ops import Epilogue, Operand, Stack, capturing, gemm_2d
 from te_mx._ops.library import define
 from te_mx._ops.linear import frozen_kernel
-from te_mx.autograd import few_rows, shared_inputs
+from te_mx.autograd import few_rows
 from te_mx.autograd.activation import activation
 from te_mx.autograd.backward import needs_gradient, tag_of
 from te_mx.autograd.grouped import GroupedCall, grouped_linear, grouped_on_codes
@@ -123,7 +123,7 @@ def many_rows(
     if module._is_dropped() or needs_gradient(x, bias) or not _holds(module, key):
         return None
     held, n, words = module._held_tensors(key), module._shape_of(key)[-2], in_words(settings)
-    row = quantized_input(x, plan_input(x.device, settings, False), held[0]).row
+    row = quantized_input(x, plan_input(x.device, settings, False)).row
     assert row is not None
     return unflatten(FROZEN_GEMM(*row[:5], held, bias, key, words, n, "", out_dtype), x)
 
@@ -203,12 +203,10 @@ def _run(
         y = None if found is None else found.run(x, bias, out_dtype, tag, offs, act or None)
         if y is not None:
             return y
-    shared_inputs.forget()  # compiled code may fill a tensor anew without telling
     if offs is None:
         made = _dense(x, weights, bias, kept, settings, (how, n, out_dtype, tag))
     else:
         made = _grouped(x, (weights, bias, offs), kept, settings, (how, n, out_dtype, tag))
-    shared_inputs.forget()
     if not act:
         return made
     return activation(flatten(made), Activation(act)).view_as(made)

@@ -20,7 +20,7 @@ from te_mx.autograd.norm import normalized
 from te_mx.autograd.normalization import NormStep
 from te_mx.context import is_tracing
 from te_mx.dispatch.fused import Norm
-from te_mx.nn import frozen_few, residual
+from te_mx.nn import frozen_few
 from te_mx.nn.linear import Linear
 from te_mx.nn.mx_module import output_dtype
 from te_mx.nn.reclassed import Reclassed
@@ -107,8 +107,6 @@ class FusedNorm(Reclassed):
     def _run(self, x: Tensor, target: Target) -> Tensor:
         plan: NormPlan = self.__dict__[ATTRIBUTE]
         weight, bias = self._values()
-        if not target.codes:
-            residual.normalized_here(x)
         step, own = NormStep(plan.norm, plan.zero_centered, x.dtype), self.__dict__
         tell = None if READ in own else lambda read: own.__setitem__(READ, read)
         return normalized(x, weight, bias, step, target, tell)

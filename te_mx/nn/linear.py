@@ -14,7 +14,7 @@ from te_mx.autograd.high_precision import HighPrecisionLinear
 from te_mx.autograd.linear import Call, linear, linear_on_codes
 from te_mx.autograd.steps_kept import KeptWeight
 from te_mx.context import is_tracing
-from te_mx.nn import constructors, delayed_wgrad, frozen_op, missing_weight, residual, weight_only
+from te_mx.nn import constructors, delayed_wgrad, frozen_op, missing_weight, weight_only
 from te_mx.nn import parameters_split as split
 from te_mx.nn.frozen_few import weight_of
 from te_mx.nn.mx_module import MXModule, output_dtype
@@ -228,7 +228,7 @@ class Linear(MXModule, nn.Linear):
         tag = self._tag_now()
         if kept is not None and self._frozen is not None and self._is_few(inp):
             few = weight_of(self, "weight", kept, (self.out_features, self.in_features))
-            out = residual.linear(self, inp, few, added, settings, output_dtype(inp), tag)
+            out = few_rows.linear(inp, few, added, settings, output_dtype(inp), tag)
             if out is not None:
                 return (out, bias) if self.return_bias else out
         sink = None
@@ -298,7 +298,7 @@ class Linear(MXModule, nn.Linear):
         elif self._is_few(inp) and (not as_is or inp.dtype == dtype):  # else it is rounded first
             few = weight_of(self, "weight", None, (row.rows, row.k))
             given = None if as_is else settings
-            out = residual.linear(self, inp, few, added, given, dtype, tag)
+            out = few_rows.linear(inp, few, added, given, dtype, tag)
         if out is None and as_is:
             out = weight_only.linear(inp, row, added, dtype, tag)
         elif out is None:

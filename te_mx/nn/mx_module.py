@@ -42,7 +42,6 @@ TRANSIENT = (
     "_delayed",
     "_tp_group",
     "_gathered_with",
-    "_unused_sums",
     "_call_impl",
 )  # what a copy starts without
 

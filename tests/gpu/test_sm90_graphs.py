@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import te_mx
-from te_mx.autograd import shared_inputs
+from te_mx.autograd import input_cache
 from te_mx.recipe import MXFP8BlockScaling
 from te_mx.runtime import workspace
 
@@ -114,12 +114,12 @@ def test_another_stream_makes_its_own(recipe):
         want = [each(x.clone()) for each in layers]
         torch.cuda.synchronize()
         layers[0](x)
-        here = shared_inputs.entry_of(x)
+        here = input_cache.entry_of(x)
         beside = torch.cuda.Stream()
         with torch.cuda.stream(beside):
-            assert shared_inputs.entry_of(x) is None
+            assert input_cache.entry_of(x) is None
             got = [each(x) for each in layers]
-            assert shared_inputs.entry_of(x) not in (None, here)
+            assert input_cache.entry_of(x) not in (None, here)
         torch.cuda.synchronize()
     assert_same(got, want)
 

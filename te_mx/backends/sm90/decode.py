@@ -37,7 +37,6 @@ class Decode(FrozenKernel):
 
     name = DECODE
     gates = GATED
-    adds = True
 
     def accepts(self, problem: Problem) -> str | None:
         fmt, _, lies = problem.rhs.partition("@")
@@ -76,7 +75,7 @@ class Decode(FrozenKernel):
         return Operand(codes, fits, spec, row.rows, row.k)
 
     def multiply(self, p: Problem, call: FrozenCall) -> tuple[Tensor, str] | None:
-        x, weight, bias, out_dtype, offs, act, gate, added = call
+        x, weight, bias, out_dtype, offs, act, gate = call
         m, n, k = p.m, weight.rows, weight.k
         words = p.lhs, weight.spec, p.rule, p.precision
         plan, nbytes = _plan((m, n, k, p.groups), words, p.place.index)
@@ -99,10 +98,6 @@ class Decode(FrozenKernel):
             values = binding.rows_of(gate.values.reshape(m, k))
             args.gate, args.ldgate = values.data_ptr(), values.stride(0)
             args.x_act = ACT_IDS[gate.act]
-        if added is not None:
-            residual = added.residual.view(m, n)
-            args.residual, args.ldr = residual.data_ptr(), n
-            args.sum = added.total.data_ptr()
         scratch = workspace.acquire(x.device, nbytes)
         args.workspace, args.workspace_bytes = pointer(scratch), nbytes
         done = binding.supported(binding.native().decode(args))  # type: ignore[union-attr]

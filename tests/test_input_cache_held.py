@@ -9,11 +9,11 @@ import weakref
 
 import pytest
 import torch
-from shared_input_cases import IN, ROWS, qkv, together
+from input_cache_cases import IN, ROWS, opened, qkv, together
 from torch import Tensor, nn
 
 import te_mx
-from te_mx.autograd import shared_inputs
+from te_mx.autograd import input_cache
 from te_mx.recipe import MXFP8BlockScaling
 
 
@@ -28,7 +28,7 @@ def without_the_collector():
 
 def operands(x: Tensor) -> list[weakref.ref]:
     """Of the codes and scales that are remembered of x."""
-    made = shared_inputs.entry_of(x).quantized()
+    made = input_cache.entry_of(x).quantized()
     return [weakref.ref(t) for one in (made.row, made.col) for t in one[:2]]
 
 
@@ -39,19 +39,19 @@ def alive(references: list[weakref.ref]) -> int:
 def test_until_the_region_ends():
     layer, x = qkv()[0], torch.randn(ROWS, IN)
     with te_mx.autocast():
-        layer(x)
+        layer(opened(x))
         held = operands(x)
         assert alive(held) == 4
     assert alive(held) == 0
     with te_mx.autocast():
-        assert shared_inputs.entry_of(x) is None
+        assert input_cache.entry_of(x) is None
 
 
 @pytest.mark.parametrize("leave", ["inner region", "inner region off", "error", "decorated"])
 def test_however_a_region_ends(leave):
     layer, x = qkv()[0], torch.randn(ROWS, IN)
     with te_mx.autocast():
-        layer(x)
+        layer(opened(x))
         held = operands(x)
         if leave == "error":
             with pytest.raises(ZeroDivisionError), te_mx.autocast():
@@ -67,43 +67,43 @@ def test_however_a_region_ends(leave):
 def test_until_the_input_dies():
     layer, x = qkv()[0], torch.randn(ROWS, IN)
     with te_mx.autocast():
-        layer(x)
+        layer(opened(x))
         held, memory = operands(x), weakref.ref(x)
         del x
         assert memory() is None and alive(held) == 0
-        assert shared_inputs._here.entries == []
+        assert input_cache._here.entries == []
 
 
 def test_until_others_were_read():
     layer, (x, *others) = qkv()[0], torch.randn(3, ROWS, IN).unbind(0)
     with te_mx.autocast():
-        layer(x)
+        layer(opened(x))
         held = operands(x)
-        layer(others[0])
+        layer(opened(others[0]))
         assert alive(held) == 4
-        layer(others[1])
+        layer(opened(others[1]))
         assert alive(held) == 0
 
 
 def test_until_the_same_input_was_read_otherwise():
     layer, x = qkv()[0], torch.randn(ROWS, IN)
     with te_mx.autocast():
-        layer(x)
+        layer(opened(x))
         held = operands(x)
         x.add_(1)
         layer(x)
-        assert alive(held) == 0 and len(shared_inputs._here.entries) == 1
+        assert alive(held) == 0 and not input_cache._here.entries
 
 
 def test_an_input_that_dies_in_another_thread():
     layer, box = qkv()[0], [torch.randn(ROWS, IN)]
     with te_mx.autocast():
-        layer(box[0])
+        layer(opened(box[0]))
         held = operands(box[0])
         thread = threading.Thread(target=box.clear)
         thread.start()
         thread.join()
-        assert alive(held) == 0 and shared_inputs._here.entries == []
+        assert alive(held) == 0 and input_cache._here.entries == []
 
 
 def test_backward_keeps_the_columns_alone():
@@ -135,6 +135,7 @@ def test_siblings_save_one_copy(keep):
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
         recipe = MXFP8BlockScaling(keep_weight_columns=keep)
         with te_mx.autocast(recipe=recipe), hooks:
+            opened(inputs[0])
             made = [layer(h) for layer, h in zip(layers, inputs, strict=True)]
         assert len(made) == 3
         weights = {layer.weight.data_ptr() for layer in layers}
@@ -155,7 +156,7 @@ def test_a_model_leaves_nothing_behind():
             self.layers = nn.ModuleList(te_mx.Linear(IN, IN) for _ in range(3))
 
         def forward(self, x: Tensor) -> Tensor:
-            return sum(layer(x) for layer in self.layers)
+            return sum(together(self.layers, x))
 
     model, x = nn.Sequential(*(Block() for _ in range(4))), torch.randn(ROWS, IN)
 

@@ -10,8 +10,18 @@ from collections.abc import Callable
 import as_on_hopper
 import pytest
 import torch
+from input_cache_cases import (
+    IN,
+    ROWS,
+    assert_same,
+    noted_reads,
+    opened,
+    qkv,
+    separate,
+    step,
+    together,
+)
 from norm_modules import filled
-from shared_input_cases import IN, ROWS, assert_same, noted_reads, qkv, separate, step, together
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
@@ -19,7 +29,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import checkpoint
 
 import te_mx
-from te_mx.autograd import one_call, shared_inputs
+from te_mx.autograd import input_cache, one_call
 from te_mx.backends.sm90 import binding
 from te_mx.recipe import Format, MXFP8BlockScaling
 from te_mx.runtime import streams
@@ -61,7 +71,7 @@ def test_checkpointing(reads, reentrant, outside):
     reads.clear()
     assert_same(run(recomputed), want)
     assert len(reads) == 2  # forward, and again
-    assert shared_inputs._here.entries == []
+    assert input_cache._here.entries == []
 
 
 # ----------------------------------------------------------------------------------- torch.compile
@@ -136,10 +146,10 @@ def test_compiled_and_eager_layers_of_one_input(compiled):
     fast = torch.compile(k, fullgraph=True, backend=compiled.backend)
     with te_mx.autocast():
         want = separate([q, k, v], x)
-        got = [q(x)]
-        entry = shared_inputs.entry_of(x)
+        got = [q(opened(x))]
+        entry = input_cache.entry_of(x)
         got += [fast(x), fast(x)]
-        assert entry is not None and shared_inputs.entry_of(x) is entry
+        assert entry is not None and input_cache.entry_of(x) is entry
         got += [v(x), k(x)]
         x.add_(1)
         got += [fast(x), v(x)]
@@ -150,16 +160,18 @@ def test_compiled_and_eager_layers_of_one_input(compiled):
 
 # ----------------------------------------------------------------------------- streams and watchers
 def test_streams_and_captures_do_not_see_each_others(monkeypatch, reads):
-    layers, x, place = [qkv()[0] for _ in range(10)], torch.randn(ROWS, IN), (1, 0)
-    monkeypatch.setattr(shared_inputs, "_place", lambda _: place)
+    layers, x, place = [qkv()[0] for _ in range(2)], torch.randn(ROWS, IN), (1, 0)
+    monkeypatch.setattr(input_cache, "_place", lambda _: place)
+    places = (1, 0), (2, 0), (1, 7), (1, 8), None
     with te_mx.autocast():
-        places = (
-            ((1, 0), 1), ((1, 0), 1), ((2, 0), 2), ((1, 0), 3), ((1, 7), 4), ((1, 7), 4),
-            ((1, 8), 5), (None, 6), (None, 7), ((1, 8), 8),
-        )  # fmt: skip
-        for layer, (place, count) in zip(layers, places, strict=True):
-            layer(x)
-            assert len(reads) == count, place
+        for first in places:
+            for second in places:
+                reads.clear()
+                place = first
+                layers[0](opened(x))
+                place = second
+                layers[1](x)
+                assert len(reads) == (1 if first == second and first else 2), (first, second)
 
 
 def test_the_number_of_a_capture(monkeypatch):
@@ -176,10 +188,10 @@ def test_the_number_of_a_capture(monkeypatch):
     class Cuda:
         is_cuda, device = True, torch.device("cuda", 0)
 
-    assert shared_inputs._place(Cuda()) == (77, 5)
+    assert input_cache._place(Cuda()) == (77, 5)
     monkeypatch.setattr(streams, "capture_number", None)
-    assert shared_inputs._place(Cuda()) is None
-    assert shared_inputs._place(torch.empty(0)) == (0, 0)
+    assert input_cache._place(Cuda()) is None
+    assert input_cache._place(torch.empty(0)) == (0, 0)
 
 
 def test_watchers_see_every_read(reads):
@@ -191,15 +203,15 @@ def test_watchers_see_every_read(reads):
             return func(*args, **(kwargs or {}))
 
     with te_mx.autocast():
-        want = layer(x)
+        want = layer(opened(x))
         for count, mode in enumerate((Mode(), torch.overrides.BaseTorchFunctionMode()), 2):
             with mode:
                 assert torch.equal(layer(x), want)
             assert len(reads) == count
         with torch.inference_mode():
             other = torch.randn(ROWS, IN)
-            layer(other), layer(other)
-        assert len(reads) == 5 and shared_inputs.entry_of(other) is None
+            layer(opened(other)), layer(other)
+        assert len(reads) == 5 and input_cache.entry_of(other) is None
         traced = torch.fx.experimental.proxy_tensor.make_fx(layer)(x)
         assert torch.equal(traced(2 * x), layer(2 * x))
 
@@ -255,6 +267,7 @@ def test_how_often_hopper_quantizes(hopper, order):
     calls = noted_reads(hopper)
     x = torch.randn(ROWS, IN, requires_grad=True)
     with te_mx.autocast():
+        opened(x)
         names = {type(layers[i](x).grad_fn).__name__ for i in order}
     assert names == {"OneCallLinearBackward"} and calls == []
     assert given == ([False, False, True] if order[0] == 2 else [False, True, True])
@@ -266,7 +279,7 @@ def test_saved_once_on_hopper(hopper, keep):
     with te_mx.autocast(recipe=MXFP8BlockScaling(keep_weight_columns=keep)):
         outs = together(layers, x)  # torch 2.11 frees what is saved with them
         nodes = [y.grad_fn for y in outs]
-        entry = shared_inputs.entry_of(x)
+        entry = input_cache.entry_of(x)
     assert {type(node).__name__ for node in nodes} == {"OneCallLinearBackward"}
     assert len({node.saved_tensors[0].data_ptr() for node in nodes}) == 1
     assert nodes[0].saved_tensors[0].data_ptr() == entry.held.x_col[0].data_ptr()
@@ -283,8 +296,8 @@ def test_hooks_of_shared_saved_tensors_on_hopper(hopper, by_steps):
         with pytest.MonkeyPatch.context() as patch:
             if by_steps:
                 patch.setattr(one_call, "kernel_of", lambda *_: None)
-            first = modules[0](h)
-        return [first, *together(modules[1:], h)]
+            first = modules[0](opened(h))
+        return [first, *(layer(h) for layer in modules[1:])]
 
     for back in (lambda t: t.clone(), lambda t: torch.stack([t, t], -1)[..., 0]):
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, back):

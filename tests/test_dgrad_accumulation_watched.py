@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from input_cache_cases import opened, together
 from sibling_cases import ALL, PATHS, Apart, given, qkv, run, running, upstream
 from torch import Tensor
 
@@ -146,7 +147,7 @@ def test_an_input_that_left_its_graph(path):
     apart, leaf = Apart(layers), given().requires_grad_()
     x = leaf * 1
     with te_mx.autocast():
-        first = layers[0](x)
+        first = layers[0](opened(x))
         x.detach_().requires_grad_()
         others = [layer(x) for layer in layers[1:]]
     outputs = [first, *others]
@@ -159,7 +160,7 @@ def test_nothing_is_kept(path):
     te_mx.convert_model(layers, recipe=te_mx.get_default_recipe())  # no region to forget x in
     x = given().requires_grad_()
     for _ in range(5):
-        outputs = [layer(x) for layer in layers]
+        outputs = together(layers, x)
         siblings, nodes = outputs[0].grad_fn.siblings, [weakref.ref(y.grad_fn) for y in outputs]
         assert len(siblings._nodes) <= 3
         torch.autograd.backward(outputs, upstream(outputs))

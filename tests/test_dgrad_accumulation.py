@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from input_cache_cases import together
 from sibling_cases import ALL, BF16, F32, PATHS, Apart, given, qkv, run, running, upstream
 from torch.utils.checkpoint import checkpoint
 
 import te_mx
-from te_mx.autograd.sibling_gradients import Siblings
+from te_mx.autograd.dgrad_accumulation import Siblings
 from te_mx.recipe import Float8BlockScaling, Format, MXFP4BlockScaling, MXFP8BlockScaling
 
 
@@ -166,7 +167,7 @@ def test_checkpointed(path, reentrant):
         layers.zero_grad()
         x = given().requires_grad_()
         with te_mx.autocast():
-            outputs = call(lambda x: tuple(layer(x) for layer in layers), x * 1)
+            outputs = call(lambda x: tuple(together(layers, x)), x * 1)
         torch.autograd.backward(outputs, upstream(outputs))
         return [x.grad, *(p.grad for p in layers.parameters())]
 

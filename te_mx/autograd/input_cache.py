@@ -1,0 +1,226 @@
+"""One quantized input for the layers that read one tensor: q, k and v of an attention quantize it
+once and keep one copy for backward.
+
+Whoever knows that several layers read a tensor opens the cache for it: a fused normalization
+(te_mx/nn/fused_norm.py), whose readers convert_model(fuse=True) found. Nothing else is cached. The
+tensor is known by the object, its version and its memory, and so is a view that is all of it (a
+DTensor hands one out). In-place operations on it, through views too, change its version; what is
+written in between without a version, as through ``.data``, is not seen: that is why only tensors
+that go from one known place to others are cached, and why the cache of a thread is empty again when
+its region ends.
+
+Operands are used on the stream that they were made on, and inside the CUDA graph capture that they
+were made in. Compiled code needs nothing of this: there layers ask for the same op on the same
+tensor, which is one op after common subexpressions are eliminated.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_mx._ops.library import is_direct
+from te_mx.autograd.dgrad_accumulation import Siblings
+from te_mx.dispatch.fused import Target
+from te_mx.dispatch.linear import Held, LinearPlan
+from te_mx.layouts.operand import Quantized
+from te_mx.runtime import streams
+
+_MOST = 2  # inputs that are cached in a thread: a parallel block returns to its first one
+
+
+class Entry:
+    """An input and its operands, once a reader asked for them: specs of the rowwise and the
+    columnwise one ("" for none), their scale rule, and themselves in one of two forms."""
+
+    __slots__ = (
+        "_quantized", "address", "col", "held", "leaf", "place", "plan", "row", "rule", "siblings",
+        "source", "version",
+    )  # fmt: skip
+
+    def __init__(self, x: Tensor, place: tuple[int, int]) -> None:
+        self.version, self.address, self.place = x._version, x.data_ptr(), place
+        self.row = self.col = self.rule = ""
+        self.source: Callable[[], Tensor | None] = lambda: None  # a weak reference
+        self.held: Held | None = None
+        self.plan: LinearPlan | None = None
+        self._quantized: Quantized | None = None
+        self.leaf, self.siblings = x.is_leaf, Siblings()
+
+    def is_of(self, x: Tensor) -> bool:
+        """Whether x is as it was."""
+        return (
+            self.version == x._version and self.address == x.data_ptr() and self.place == _place(x)
+        )
+
+    def gives(self, row: str, col: str, rule: str) -> bool:
+        """Whether this has what a layer asks for."""
+        return (
+            (self._quantized is not None or self.held is not None)
+            and row == self.row
+            and rule == self.rule
+            and (not col or col == self.col)
+        )
+
+    def fill(
+        self, row: str, col: str, rule: str, made: Quantized | None,
+        plan: LinearPlan | None = None, held: Held | None = None,
+    ) -> None:  # fmt: skip
+        """Keep what was made of x now, in the place of what was before."""
+        self.row, self.col, self.rule = row, col, rule
+        self._quantized, self.plan, self.held = made, plan, held
+
+    def quantized(self) -> Quantized:
+        """The operands."""
+        if self._quantized is None:
+            assert self.plan is not None and self.held is not None
+            self._quantized = self.plan.quantized(self.held)
+        return self._quantized
+
+    def for_one_call(self) -> Held:
+        """The operands as a LinearPlan takes them."""
+        if self.held is None:
+            assert self._quantized is not None
+            row, col, _ = self._quantized
+            assert row is not None
+            self.held = Held(
+                (row.codes, row.scales), None if col is None else (col.codes, col.scales)
+            )
+        return self.held
+
+
+class _Cached(threading.local):
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+
+
+_here = _Cached()
+
+
+def _place(x: Tensor) -> tuple[int, int] | None:
+    """The stream and the capture that a call belongs to; None where the second is not known."""
+    if not x.is_cuda:
+        return 0, 0
+    device = x.device
+    capture = streams.capture(device)
+    return None if capture is None else (streams.current(device), capture)
+
+
+def open_for(x: Tensor) -> Entry | None:
+    """Begin to cache what readers of x make of it, in the place of the oldest entry; None for a
+    tensor that is not cached: of torch.inference_mode, which has no versions, or watched by a mode,
+    a transform or a compiler."""
+    if torch.compiler.is_compiling() or x.is_inference() or not is_direct(x):
+        return None
+    place = _place(x)
+    if place is None:
+        return None
+    entry, entries = Entry(x, place), _here.entries
+
+    # Not of the entry itself: one that holds its own callback would live as long as x.
+    def gone(source: Any) -> None:
+        entries[:] = [e for e in entries if e.source is not source]
+
+    entry.source = weakref.ref(x, gone)
+    entries[:] = [entry, *(e for e in entries[: _MOST - 1] if e.source() is not x)]
+    return entry
+
+
+def entry_of(x: Tensor) -> Entry | None:
+    """The entry of x, if x is still the same."""
+    for entry in _here.entries:
+        if entry.source() is x:
+            if entry.is_of(x):
+                return entry
+            _here.entries.remove(entry)
+            return None
+    return None if x._base is None else _from_view(x)
+
+
+def entry_for(x: Tensor, row: str, col: str, rule: str) -> Entry | None:
+    """The entry of x where it has this."""
+    if not _here.entries:
+        return None
+    entry = entry_of(x)
+    return entry if entry is not None and entry.gives(row, col, rule) else None
+
+
+def is_view_of_all(x: Tensor, source: Tensor) -> bool:
+    """Whether x is another object for what `source` is: they have one version then."""
+    memory = x._base
+    return (
+        memory is not None
+        and (memory is source or memory is source._base)
+        and x.data_ptr() == source.data_ptr()
+        and x.shape == source.shape
+        and x.stride() == source.stride()
+        and x.dtype is source.dtype
+        and not x.is_neg()
+    )
+
+
+def _from_view(x: Tensor) -> Entry | None:
+    """An entry of x, from that of a tensor that x is all of."""
+    for entry in _here.entries:
+        source = entry.source()
+        if source is not None and is_view_of_all(x, source) and entry.is_of(x):
+            made = open_for(x)
+            if made is not None:
+                made.fill(
+                    entry.row, entry.col, entry.rule, entry._quantized, entry.plan, entry.held
+                )
+            return made
+    return None
+
+
+def siblings_of(x: Tensor, node: Any) -> Siblings | None:
+    """The layers whose gradients of x add up, with this one among them; None for a layer of which
+    no siblings are known."""
+    if not _here.entries or torch.compiler.is_compiling():
+        return None
+    entry = entry_of(x)
+    if entry is None:
+        return None
+    if entry.leaf != x.is_leaf:  # x.detach_() was called: gradients go elsewhere now
+        entry.leaf, entry.siblings = x.is_leaf, Siblings()
+    entry.siblings.join(node)
+    return entry.siblings
+
+
+def put(x: Tensor, target: Target, made: Quantized) -> None:
+    """x [..., K] was quantized as [M, K] to a target, for its readers if the cache is open for
+    it."""
+    if _here.entries and not torch.compiler.is_compiling():
+        entry = entry_of(x)
+        if entry is not None:
+            entry.fill(target.row, target.col, target.rule, made)
+
+
+def put_held(x: Tensor, plan: LinearPlan, rule: str, held: Held) -> None:
+    """The same of operands that a plan made."""
+    if not _here.entries:
+        return
+    entry = entry_of(x)
+    if entry is not None:
+        col = "" if held.x_col is None else plan.col
+        entry.fill(plan.row, col, rule, None, plan, held._replace(w_col=None))
+
+
+def find(x: Tensor, target: Target) -> Quantized | None:
+    """x quantized to a target, if another reader did that before."""
+    # Who watches or traces the operators shall see that x is quantized.
+    if not _here.entries or torch.compiler.is_compiling() or not is_direct(x):
+        return None
+    entry = entry_for(x, target.row, target.col, target.rule)
+    return None if entry is None else entry.quantized()
+
+
+def forget() -> None:
+    """Forget all inputs of this thread: a region is left."""
+    if _here.entries:
+        _here.entries.clear()
