@@ -29,14 +29,15 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from te_mx.arguments import shown
-from te_mx.autograd import input_cache
 from te_mx.recipe import Recipe, Settings, resolve_recipe
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 is_tracing = torch.compiler.is_dynamo_compiling
+at_exit: list[Callable[[], None]] = []  # called when a thread leaves a region
 backward_pass_id = torch._C._current_graph_task_id  # -1 outside a backward pass
 
 
@@ -250,7 +251,8 @@ class autocast:
             top = _traced.top
             _traced.top = None if top is None else top[1]
             return
-        input_cache.forget()
+        for forget in at_exit:
+            forget()
         region = innermost.get()
         if region is not None and region in self._open:
             innermost.set(region.parent)
@@ -312,3 +314,11 @@ def fp8_autocast(
 ) -> autocast:
     """`autocast` under Transformer Engine's older name and argument names."""
     return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)
+
+
+def output_dtype(x: Tensor) -> torch.dtype:
+    """torch.autocast's dtype where that is on for the device of x, else the dtype of x."""
+    kind = x.device.type
+    if kind == "meta":  # torch.autocast does not know it
+        return x.dtype
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

@@ -18,12 +18,12 @@ from te_mx.autograd import grouped as autograd
 from te_mx.autograd import transforms
 from te_mx.autograd.steps import mode_of, new_seed
 from te_mx.autograd.steps_grouped import GroupForms
+from te_mx.context import output_dtype
 from te_mx.dispatch.grouped_calls import Groups
 from te_mx.epilogue import check_dtype
 from te_mx.grouped_arguments import check_floats, check_out, parts, quantized_parts, wgrad_shape
 from te_mx.grouped_gemm import is_quantized, stack_of
 from te_mx.grouped_rows import Form, aligned, rows_of, settings_of
-from te_mx.nn.linear import output_dtype
 from te_mx.recipe import Settings
 from te_mx.tensor import MXTensor
 from te_mx.written import check_written

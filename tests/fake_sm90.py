@@ -241,7 +241,7 @@ def linear_offsets(args) -> dict:
 
     made = {
         "x_row": room(0, m, k, "row"), "x_col": room(0, k, m, "col"), "w_col": room(0, k, n, "w"),
-        "w_row": room(0, n, k, "w"), "g_row": room(0, m, n, "row", args.w_columns),
+        "g_kept": room(0, n, m, "col"), "w_row": room(0, n, k, "w"), "g_row": room(0, m, n, "row", args.w_columns),
     }  # fmt: skip
     made["g_col"] = room(made["g_row"][2], n, m, "col", args.x_columns)
     made["w_again"] = room(made["g_col"][2], k, n, "w", args.w_columns and not args.w_kept)
@@ -295,10 +295,13 @@ def linear_forward(args) -> int:
     m, n, k, fmt = args.m, args.n, args.k, args.forward
     where, temp = linear_offsets(args), args.workspace
     assert args.workspace_bytes == where["forward_bytes"]
-    x_row, w_row = (args.x_row_codes, args.x_row_scales), _in(temp, where["w_row"])
+    x_row = args.x_row_codes, args.x_row_scales
+    w_row = (args.w_row_codes, args.w_row_scales) if args.w_given else _in(temp, where["w_row"])
     x_col, w_col = (args.x_col_codes, args.x_col_scales), (args.w_col_codes, args.w_col_scales)
-    assert all(x_row) and all(x_col) == args.x_columns and all(w_col) == args.w_kept
-    quantize(_to(args, args.w, fmt, w_row, w_col if args.w_kept else None, "w_"))
+    assert all(x_row) and all(x_col) == args.x_columns and all(w_row)
+    assert all(w_col) == (args.w_kept and not args.w_given)
+    if not args.w_given:
+        quantize(_to(args, args.w, fmt, w_row, w_col if args.w_kept else None, "w_"))
     if not args.x_given:
         quantize(_to(args, args.x, fmt, x_row, x_col if args.x_columns else None))
     x, w = (x_row, m, k, fmt, scaling(args, "")), (w_row, n, k, fmt, scaling(args, "w_"))
@@ -308,10 +311,13 @@ def linear_forward(args) -> int:
 
 def linear_backward(args) -> int:
     m, n, k, forward, backward = args.m, args.n, args.k, args.forward, args.backward
-    assert bool(args.dx) == args.w_columns and bool(args.dw) == args.x_columns
+    later = bool(args.g_col_codes)
+    assert bool(args.dx) == args.w_columns and bool(args.dw) + later == args.x_columns
     where, temp = linear_offsets(args), args.workspace
     assert args.workspace_bytes == where["backward_bytes"]
     g_row, g_col = _in(temp, where["g_row"]), _in(temp, where["g_col"])
+    if later:
+        g_col = args.g_col_codes, args.g_col_scales
     call = _to(
         args, args.g, backward, g_row if args.w_columns else None, g_col if args.x_columns else None
     )
@@ -326,11 +332,17 @@ def linear_backward(args) -> int:
         w = w_col, k, n, forward, scaling(args, "w_")
         g = g_row, m, n, backward, scaling(args, "")
         _one_product(args, g, w, args.dx, args.dx_dtype, accumulate=args.dx_accumulate)
-    if args.x_columns:
-        x_col = args.x_col_codes, args.x_col_scales
-        columns = {} if fake_sm90_factors.aligns(args) else scaling(args, "")
-        g, x = (g_col, n, m, backward, columns), (x_col, k, m, forward, columns)
-        _one_product(args, g, x, args.dw, args.dw_dtype)
+    if args.dw:
+        return linear_wgrad(args.copy(g_col_codes=g_col[0], g_col_scales=g_col[1]))
+    return OK
+
+
+def linear_wgrad(args) -> int:
+    m, n, k = args.m, args.n, args.k
+    x_col, g_col = (args.x_col_codes, args.x_col_scales), (args.g_col_codes, args.g_col_scales)
+    columns = {} if fake_sm90_factors.aligns(args) else scaling(args, "")
+    g, x = (g_col, n, m, args.backward, columns), (x_col, k, m, args.forward, columns)
+    _one_product(args, g, x, args.dw, args.dw_dtype, accumulate=args.dw_accumulate)
     return OK
 
 

@@ -155,13 +155,14 @@ void bind_linear(py::module_& m) {
     };
     operand("x_row", o.x_row), operand("w_row", o.w_row), operand("x_col", o.x_col);
     operand("w_col", o.w_col), operand("g_row", o.g_row), operand("g_col", o.g_col);
-    operand("w_again", o.w_again);
+    operand("w_again", o.w_again), operand("g_kept", o.g_kept);
     all["forward_bytes"] = o.forward_bytes;
     all["backward_bytes"] = o.backward_bytes;
     return all;
   });
   bind_call(m, "linear_forward", linear_forward);
   bind_call(m, "linear_backward", linear_backward);
+  bind_call(m, "linear_wgrad", linear_wgrad);
 }
 
 void bind_moe(py::module_& m) {

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_mx import context
 from te_mx._ops.library import is_direct
 from te_mx.autograd.dgrad_accumulation import Siblings
 from te_mx.dispatch.fused import Target
@@ -224,3 +225,6 @@ def forget() -> None:
     """Forget all inputs of this thread: a region is left."""
     if _here.entries:
         _here.entries.clear()
+
+
+context.at_exit.append(forget)

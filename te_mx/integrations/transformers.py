@@ -17,12 +17,12 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from te_mx import context
 from te_mx.autograd.grouped import GroupedCall, grouped_linear
+from te_mx.context import output_dtype
 from te_mx.integrations.transformers_experts import (
     TransformersExperts,
     run_experts,
     why_not_experts,
 )
-from te_mx.nn.mx_module import output_dtype
 from te_mx.recipes.settings import Settings
 
 NAME = "te_mx"

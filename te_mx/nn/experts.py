@@ -18,12 +18,12 @@ from te_mx.autograd.backward import tag_of
 from te_mx.autograd.grouped import GroupedCall, grouped_linear, grouped_on_codes
 from te_mx.autograd.steps import GEMMS, at_rest
 from te_mx.autograd.steps_grouped import KeptWeights, kept_weights
+from te_mx.context import output_dtype
 from te_mx.dispatch.fused import Activation
 from te_mx.dispatch.grouped_calls import Groups
 from te_mx.formats import Format
 from te_mx.nn import missing_weight, weight_only
 from te_mx.nn.layer_in_place import LayerInPlace
-from te_mx.nn.mx_module import output_dtype
 from te_mx.nn.several_ranks import above, here, is_gathered
 from te_mx.recipes.settings import Settings
 

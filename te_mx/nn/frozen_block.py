@@ -16,11 +16,11 @@ from te_mx._ops.linear import Gate
 from te_mx.autograd.activation import activation
 from te_mx.autograd.backward import needs_gradient
 from te_mx.autograd.few_rows import Ready
+from te_mx.context import output_dtype
 from te_mx.dispatch.fused import Activation
 from te_mx.nn import frozen_few
 from te_mx.nn.frozen_op import Traced
 from te_mx.nn.linear import Linear
-from te_mx.nn.mx_module import output_dtype
 from te_mx.recipes.settings import Settings
 
 

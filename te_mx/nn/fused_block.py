@@ -14,12 +14,11 @@ from torch import Tensor
 
 from te_mx import formats
 from te_mx.autograd.mlp_block import Call, mlp_block
-from te_mx.context import is_tracing
+from te_mx.context import is_tracing, output_dtype
 from te_mx.dispatch.fused import Activation
 from te_mx.nn import frozen_block
 from te_mx.nn.checks import FLOATS
 from te_mx.nn.linear import Linear
-from te_mx.nn.mx_module import output_dtype
 from te_mx.nn.reclassed import Reclassed
 from te_mx.nn.several_ranks import above, is_gathered
 from te_mx.nn.surroundings import (

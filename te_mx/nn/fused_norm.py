@@ -18,11 +18,10 @@ from te_mx.autograd import steps
 from te_mx.autograd.backward import needs_gradient
 from te_mx.autograd.norm import normalized
 from te_mx.autograd.normalization import NormStep
-from te_mx.context import is_tracing
+from te_mx.context import is_tracing, output_dtype
 from te_mx.dispatch.fused import Norm
 from te_mx.nn import frozen_few
 from te_mx.nn.linear import Linear
-from te_mx.nn.mx_module import output_dtype
 from te_mx.nn.reclassed import Reclassed
 from te_mx.nn.surroundings import FUSED, RAN, VALUES, changed, why_not_given
 

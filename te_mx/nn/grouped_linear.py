@@ -15,14 +15,14 @@ from te_mx.autograd.grouped import GroupedCall, grouped_linear, grouped_on_codes
 from te_mx.autograd.grouped_loop import high_precision_loop
 from te_mx.autograd.grouped_operands import Groups
 from te_mx.autograd.shapes import flatten, unflatten
-from te_mx.context import is_tracing
+from te_mx.context import is_tracing, output_dtype
 from te_mx.nn import constructors, delayed_wgrad, weight_only
 from te_mx.nn.frozen_state import SCALES
 from te_mx.nn.grouped_plain import grouped_plain
 from te_mx.nn.grouped_splits import groups_of
 from te_mx.nn.grouped_state import convert_state_dict
 from te_mx.nn.grouped_weight import StackedWeight, parameter_names
-from te_mx.nn.mx_module import MXModule, output_dtype
+from te_mx.nn.mx_module import MXModule
 from te_mx.nn.te_arguments import refuse, refuse_constructor
 from te_mx.recipes.settings import Settings
 

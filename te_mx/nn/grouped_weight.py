@@ -15,11 +15,10 @@ from te_mx.autograd import few_rows, joining
 from te_mx.autograd.grouped_operands import Groups
 from te_mx.autograd.steps import at_rest
 from te_mx.autograd.steps_grouped import KeptWeights, kept_weights
-from te_mx.context import is_tracing
+from te_mx.context import is_tracing, output_dtype
 from te_mx.nn import frozen_op
 from te_mx.nn.frozen_few import weight_of
 from te_mx.nn.frozen_weight import Freezable
-from te_mx.nn.mx_module import output_dtype
 from te_mx.nn.several_ranks import here
 from te_mx.recipes.settings import Settings
 

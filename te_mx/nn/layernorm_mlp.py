@@ -15,11 +15,10 @@ from te_mx.autograd.layernorm_mlp import Call, Weights, layernorm_mlp
 from te_mx.autograd.steps import GEMMS
 from te_mx.autograd.steps_kept import KeptWeight, on_codes
 from te_mx.autograd.wgrad import WeightGradient
-from te_mx.context import is_tracing
+from te_mx.context import is_tracing, output_dtype
 from te_mx.dispatch.fused import NORMS
 from te_mx.nn import activations, constructors, delayed_wgrad, weight_only
 from te_mx.nn.frozen_block import run_gated
-from te_mx.nn.mx_module import output_dtype
 from te_mx.nn.norm_module import NormModule, Together, default_init
 from te_mx.nn.te_arguments import refuse_constructor
 from te_mx.nn.tensor_parallel_group import BOTH, part, shared

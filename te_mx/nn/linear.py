@@ -13,11 +13,11 @@ from te_mx.autograd import few_rows, transforms
 from te_mx.autograd.high_precision import HighPrecisionLinear
 from te_mx.autograd.linear import Call, linear, linear_on_codes
 from te_mx.autograd.steps_kept import KeptWeight
-from te_mx.context import is_tracing
+from te_mx.context import is_tracing, output_dtype
 from te_mx.nn import constructors, delayed_wgrad, frozen_op, missing_weight, weight_only
 from te_mx.nn import parameters_split as split
 from te_mx.nn.frozen_few import weight_of
-from te_mx.nn.mx_module import MXModule, output_dtype
+from te_mx.nn.mx_module import MXModule
 from te_mx.nn.te_arguments import refuse, refuse_constructor
 from te_mx.nn.tensor_parallel_group import COLUMN, ROW, part, ranks_of, shared
 from te_mx.recipes.settings import Settings

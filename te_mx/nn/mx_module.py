@@ -46,14 +46,6 @@ TRANSIENT = (
 )  # what a copy starts without
 
 
-def output_dtype(x: Tensor) -> torch.dtype:
-    """torch.autocast's dtype where that is on for the device of x, else the dtype of x."""
-    kind = x.device.type
-    if kind == "meta":  # torch.autocast does not know it
-        return x.dtype
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-
-
 class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallelGroup, Checked):
     """Mixin of the modules, beside an nn.Module."""
 

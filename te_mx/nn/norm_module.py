@@ -17,10 +17,10 @@ from te_mx.autograd.norm import normalized
 from te_mx.autograd.normalization import NormStep
 from te_mx.autograd.steps_kept import KeptWeight
 from te_mx.autograd.wgrad import Queue, WeightGradient
-from te_mx.context import is_tracing
+from te_mx.context import is_tracing, output_dtype
 from te_mx.dispatch.fused import NORMS, Norm, Target
 from te_mx.nn import constructors, frozen_few, frozen_op
-from te_mx.nn.mx_module import MXModule, output_dtype
+from te_mx.nn.mx_module import MXModule
 from te_mx.recipe import get_default_recipe
 from te_mx.recipes.settings import Settings
 

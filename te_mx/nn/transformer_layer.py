@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from te_mx.arguments import check_flag
+from te_mx.context import output_dtype
 from te_mx.nn import attention_arguments, attention_checks, attention_masks, constructors
 from te_mx.nn.attention_ranks import SharedHeads
 from te_mx.nn.multihead_attention import MultiheadAttention
-from te_mx.nn.mx_module import output_dtype
 from te_mx.nn.norms import LayerNorm, RMSNorm
 from te_mx.nn.te_modules import LayerNormMLP
 

@@ -8,9 +8,9 @@ from torch.fx import Proxy
 
 from te_mx.autograd import transforms
 from te_mx.autograd.linear import Call, linear, linear_on_codes
+from te_mx.context import output_dtype
 from te_mx.nn import weight_only
 from te_mx.nn.layer_in_place import LayerInPlace
-from te_mx.nn.mx_module import output_dtype
 
 
 class TransposedLinear(LayerInPlace):

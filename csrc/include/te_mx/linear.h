@@ -22,6 +22,10 @@ struct LinearArgs {
   OperandOut x_row, x_col, w_col;
   bool x_given = false;  // those of x were made before
   bool w_kept = false;
+  // Those of w were made before: w_row and, if w_kept, w_col. Without it forward makes w_row in the
+  // workspace.
+  bool w_given = false;
+  OperandOut w_row;
   const void* bias = nullptr;  // [N] or null
   DType bias_dtype = DType::f32;
   void* y = nullptr;  // results are compact
@@ -30,8 +34,12 @@ struct LinearArgs {
   void* dx = nullptr;  // only with w_columns
   DType dx_dtype = DType::f32;
   bool dx_accumulate = false;  // add to dx
-  void* dw = nullptr;          // only with x_columns
+  // Only with x_columns. In its place backward may leave the columns of g, in a buffer of the
+  // caller, for the product that linear_wgrad runs later.
+  void* dw = nullptr;
   DType dw_dtype = DType::f32;
+  bool dw_accumulate = false;  // add to dw
+  OperandOut g_col;
   void* db = nullptr;
   DType db_dtype = DType::f32;
   Execution execution;  // the workspace is free when the call is enqueued

@@ -136,6 +136,7 @@ OperandOffsets operand_offsets(int64_t at, int64_t rows, int64_t k);
 // Where things lie in buffers that are aligned to 256 bytes.
 struct LinearOffsets {
   OperandOffsets x_row, x_col, w_col;  // each in a buffer of its own
+  OperandOffsets g_kept;               // columns of g, likewise
   OperandOffsets w_row;                // in the workspace of forward
   // In that of backward; no bytes if nobody needs them.
   OperandOffsets g_row, g_col, w_again;
@@ -149,5 +150,7 @@ LinearOffsets linear_offsets(const LinearArgs& args);
 // of x and of the gradient whose scales are powers of two by the rule are aligned tiles.
 Status linear_forward(const LinearArgs& args);
 Status linear_backward(const LinearArgs& args);
+// dw of columns of g that linear_backward left; no workspace.
+Status linear_wgrad(const LinearArgs& args);
 
 }  // namespace te_mx::sm90

@@ -86,6 +86,7 @@ LinearOffsets linear_offsets(const LinearArgs& a) {
   o.x_row = offsets(0, a.m, a.k, rows);
   o.x_col = offsets(0, a.k, a.m, columns);
   o.w_col = offsets(0, a.k, a.n, w);
+  o.g_kept = offsets(0, a.n, a.m, columns);
   o.w_row = offsets(0, a.n, a.k, w);
   o.forward_bytes = o.w_row.end;
   if (a.w_columns) o.g_row = offsets(0, a.m, a.n, rows);
@@ -102,17 +103,25 @@ Status linear_forward(const LinearArgs& a) {
   const LinearOffsets at = linear_offsets(a);
   if (a.execution.workspace_bytes < at.forward_bytes) return Status::small_workspace;
   if (a.x.rows != a.m || a.x.cols != a.k || a.w.rows != a.n || a.w.cols != a.k ||
-      a.x_row.codes == nullptr || (a.x_columns && a.x_col.codes == nullptr)) {
+      a.x_row.codes == nullptr || (a.x_columns && a.x_col.codes == nullptr) ||
+      (a.w_given && a.w_row.codes == nullptr)) {
     return Status::bad_argument;
   }
   const Form rows = rows_of(a), of_w = weight(a);
   QuantizeArgs x = quantizer(a, a.x, a.forward, a.scaling),
                w = quantizer(a, a.w, a.forward, a.w_scaling);
-  const OperandOut w_row = to(a.execution.workspace, at.w_row);
+  const OperandOut w_row = a.w_given ? a.w_row : to(a.execution.workspace, at.w_row);
   x.to.row = in(a.x_row, rows), w.to.row = in(w_row, of_w);
   if (a.x_columns) x.to.col = in(a.x_col, columns_of(a));
   if (a.w_columns && a.w_kept) w.to.col = in(a.w_col, of_w);
-  const Status status = a.x_given ? quantize(w) : quantize_two(w, x);
+  Status status = Status::ok;
+  if (!a.x_given && !a.w_given) {
+    status = quantize_two(w, x);
+  } else if (!a.x_given) {
+    status = quantize(x);
+  } else if (!a.w_given) {
+    status = quantize(w);
+  }
   if (status != Status::ok) return status;
   GemmArgs y = product(a, from(a.x_row, a.m, a.k, a.forward, rows),
                        from(w_row, a.n, a.k, a.forward, of_w), a.y, a.y_dtype);
@@ -120,9 +129,21 @@ Status linear_forward(const LinearArgs& a) {
   return gemm(y);
 }
 
+Status linear_wgrad(const LinearArgs& a) {
+  if (!a.x_columns || a.dw == nullptr || a.g_col.codes == nullptr || a.x_col.codes == nullptr)
+    return Status::bad_argument;
+  const Form columns = columns_of(a);
+  GemmArgs dw = product(a, from(a.g_col, a.n, a.m, a.backward, columns),
+                        from(a.x_col, a.k, a.m, a.forward, columns), a.dw, a.dw_dtype);
+  dw.epilogue.accumulate = a.dw_accumulate;
+  return gemm(dw);
+}
+
 Status linear_backward(const LinearArgs& a) {
-  if ((a.dx != nullptr) != a.w_columns || (a.dw != nullptr) != a.x_columns ||
-      !(a.w_columns || a.x_columns) || a.g.rows != a.m || a.g.cols != a.n) {
+  const bool later = a.g_col.codes != nullptr;
+  if ((a.dx != nullptr) != a.w_columns || (a.dw != nullptr || later) != a.x_columns ||
+      (a.dw != nullptr && later) || !(a.w_columns || a.x_columns) || a.g.rows != a.m ||
+      a.g.cols != a.n) {
     return Status::bad_argument;
   }
   const LinearOffsets at = linear_offsets(a);
@@ -130,7 +151,7 @@ Status linear_backward(const LinearArgs& a) {
   const Form rows = rows_of(a), columns = columns_of(a), of_w = weight(a);
   uint8_t* const temp = static_cast<uint8_t*>(a.execution.workspace);
   QuantizeArgs g = quantizer(a, a.g, a.backward, a.scaling);
-  const OperandOut g_row = to(temp, at.g_row), g_col = to(temp, at.g_col);
+  const OperandOut g_row = to(temp, at.g_row), g_col = later ? a.g_col : to(temp, at.g_col);
   if (a.w_columns) g.to.row = in(g_row, rows);
   if (a.x_columns) g.to.col = in(g_col, columns);
   g.to.col_sum = a.db, g.to.col_sum_dtype = a.db_dtype;
@@ -150,11 +171,10 @@ Status linear_backward(const LinearArgs& a) {
     dx.epilogue.accumulate = a.dx_accumulate;
     status = gemm(dx);
   }
-  if (status == Status::ok && a.x_columns) {
-    status = gemm(product(a, from(g_col, a.n, a.m, a.backward, columns),
-                          from(a.x_col, a.k, a.m, a.forward, columns), a.dw, a.dw_dtype));
-  }
-  return status;
+  if (status != Status::ok || a.dw == nullptr) return status;
+  LinearArgs with_columns = a;
+  with_columns.g_col = g_col;
+  return linear_wgrad(with_columns);
 }
 
 }  // namespace te_mx::sm90
