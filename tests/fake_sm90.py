@@ -241,7 +241,8 @@ def linear_offsets(args) -> dict:
 
     made = {
         "x_row": room(0, m, k, "row"), "x_col": room(0, k, m, "col"), "w_col": room(0, k, n, "w"),
-        "g_kept": room(0, n, m, "col"), "w_row": room(0, n, k, "w"), "g_row": room(0, m, n, "row", args.w_columns),
+        "g_kept": room(0, n, m, "col"), "w_row": room(0, n, k, "w"),
+        "g_row": room(0, m, n, "row", args.w_columns),
     }  # fmt: skip
     made["g_col"] = room(made["g_row"][2], n, m, "col", args.x_columns)
     made["w_again"] = room(made["g_col"][2], k, n, "w", args.w_columns and not args.w_kept)

@@ -68,5 +68,5 @@ def noted_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return quantize(what)
 
     monkeypatch.setattr(run, "quantize", record)
-    monkeypatch.setattr(one_call, "infer", lambda *_: None)
+    monkeypatch.setattr(one_call, "infer_in_one_call", lambda *_: None)
     return reads

@@ -54,7 +54,7 @@ def calls(monkeypatch):
 
     monkeypatch.setattr(dispatch, "quantize", record_quantize)
     monkeypatch.setattr(dispatch, "gemm", record_gemm)
-    monkeypatch.setattr(one_call, "infer", lambda *_: None)  # step by step
+    monkeypatch.setattr(one_call, "infer_in_one_call", lambda *_: None)  # step by step
     return made
 
 

@@ -114,7 +114,9 @@ def weights_quantized(monkeypatch):
         return quantize(what)
 
     monkeypatch.setattr(run, "quantize", record)
-    monkeypatch.setattr(one_call, "infer", lambda *_: None)  # which quantizes in native code
+    monkeypatch.setattr(
+        one_call, "infer_in_one_call", lambda *_: None
+    )  # which quantizes in native code
     return sides
 
 

@@ -155,7 +155,7 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: Call) -> T
         return LinearFunction.apply(x, weight_NK, bias_N, call)[0]
     settings = call.settings
     if call.kept is None and call.tokens is None:
-        made = one_call.infer(x, weight_NK, bias_N, settings, call.out_dtype)
+        made = one_call.infer_in_one_call(x, weight_NK, bias_N, settings, call.out_dtype)
         if made is not None:
             if call.tag >= 0:
                 LAST_RUN[call.tag] = made[1]

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from te_mx._ops.library import is_direct
-from te_mx._ops.linear import LinearKernel, LinearPlan, LinearProblem, infer, linear_kernel
+from te_mx._ops.linear import LinearKernel, LinearPlan, LinearProblem, linear_kernel
+from te_mx._ops.linear import infer as infer_in_one_call
 from te_mx.autograd import input_cache
 from te_mx.autograd.backward import outputs, run_backward
 from te_mx.autograd.dgrad_accumulation import entered, leaves_when_hooked, passed_on, total
@@ -21,7 +22,7 @@ from te_mx.autograd.steps import DGRAD, WGRAD, columns_now, in_one_call, quantiz
 from te_mx.dispatch.linear import Held, Part
 from te_mx.runtime.ran import LAST_RUN
 
-__all__ = ["OneCallLinear", "infer", "kernel_of"]
+__all__ = ["OneCallLinear", "infer_in_one_call", "kernel_of"]
 
 
 def kernel_of(
