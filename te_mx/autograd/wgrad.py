@@ -217,7 +217,7 @@ class WeightGradient:
         """What the backward pass that runs now is for."""
         now = _pass_id()
         task = now if self.made_in == -1 else self.made_in
-        found = [_reached(p) if p.requires_grad else (False, False) for p in self.parameters]
+        found = _reached(self.parameters)
         return Use(task, tuple(one[0] for one in found), any(one[1] for one in found))
 
     @torch.no_grad()
@@ -355,16 +355,28 @@ class WeightGradient:
         return torch.zeros(shape, dtype=dtype, device=first.device)
 
 
-def _reached(parameter: Tensor) -> tuple[bool, bool]:
-    """Whether the backward pass that runs now is for the gradient of a tensor, too; and whether
-    torch.autograd.grad waits for it."""
+class _Nodes(torch.autograd.Function):
+    """Its node leads to those of all its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        return torch.empty(0)
+
+
+def _reached(parameters: Sequence[Tensor]) -> list[tuple[bool, bool]]:
+    """Of each parameter, whether the backward pass that runs now is for its gradient too, and
+    whether torch.autograd.grad waits for that."""
     if _pass_id() == -1 or torch.compiler.is_compiling():
-        return True, False
-    node: Any = parameter.grad_fn
-    if node is None:  # a leaf, whose node is what a view of it leads to
-        with torch.enable_grad():
-            view: Any = parameter.expand_as(parameter)
-        node = view.grad_fn.next_functions[0][0]
+        return [(parameter.requires_grad, False) for parameter in parameters]
+    with torch.enable_grad():
+        link: Any = _Nodes.apply(*parameters)
+    if link.grad_fn is None:
+        return [(False, False)] * len(parameters)
+    edges = link.grad_fn.next_functions
+    return [(False, False) if node is None else _runs(node) for node, _ in edges]
+
+
+def _runs(node: Any) -> tuple[bool, bool]:
     try:
         return _will_run(node), False
     except RuntimeError:  # torch's answer for leaves that torch.autograd.grad waits for
