@@ -44,9 +44,10 @@ backward_pass_id = torch._C._current_graph_task_id  # -1 outside a backward pass
 class Region:
     """One entered autocast region. `settings` is None where MXFP8 is off; `left` says that its code
     ended where another region was the innermost one, so that it counts no more. `outside` marks
-    what stands for being in no region at all, for code that runs again what ran there."""
+    what stands for being in no region at all, for code that runs again what ran there.
+    `first_run` is what the runs of such code share, see `first_run`."""
 
-    __slots__ = ("backward_pass", "left", "outside", "parent", "recipe", "settings")
+    __slots__ = ("backward_pass", "first_run", "left", "outside", "parent", "recipe", "settings")
 
     def __init__(
         self,
@@ -54,12 +55,14 @@ class Region:
         recipe: Recipe | None,
         parent: Region | None,
         outside: bool = False,
+        first_run: dict[int, Any] | None = None,
     ) -> None:
         self.settings = settings
         self.recipe = recipe
         self.parent = parent
         self.outside = outside
         self.backward_pass = backward_pass_id()
+        self.first_run = first_run
         self.left = False
 
 
@@ -133,18 +136,28 @@ def current_recipe() -> Recipe | None:
 
 
 @contextmanager
-def entered_again(region: Region | None) -> Iterator[None]:
+def entered_again(region: Region | None, first_run: dict[int, Any] | None = None) -> Iterator[None]:
     """A region like this one, or like none, whatever is entered and left inside."""
     outer = active_region()
     if region is None:
-        again = Region(None, None, outer, outside=True)
+        again = Region(None, None, outer, outside=True, first_run=first_run)
     else:
-        again = Region(region.settings, region.recipe, outer, region.outside)
+        again = Region(region.settings, region.recipe, outer, region.outside, first_run)
     token = innermost.set(again)
     try:
         yield
     finally:
         innermost.reset(token)
+
+
+def first_run() -> dict[int, Any] | None:
+    """In a function that runs again in the backward pass (recompute.py): what its first run asked
+    of weights, by their ids, which the others do not ask once more. It lives as long as the
+    function. None in other code."""
+    region = innermost.get()
+    while region is not None and region.first_run is None:
+        region = region.parent
+    return None if region is None else region.first_run
 
 
 def _start() -> None:

@@ -19,9 +19,10 @@ def bound(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn` in the region that is active now, or in none, whenever and in whatever thread it is
     called."""
     region = active_region()
+    first_run: dict[int, Any] = {}
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with entered_again(region):
+        with entered_again(region, first_run):
             return fn(*args, **kwargs)
 
     return run

@@ -10,13 +10,27 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from te_mx.autograd.wgrad import Queue, Versions, WeightGradient, Wgrad
+from te_mx.autograd.wgrad import (
+    Queue,
+    Start,
+    Use,
+    Versions,
+    WeightGradient,
+    Wgrad,
+    has_begun,
+    overwrites,
+)
 
 
 class Owner(Protocol):
-    """Whom the gradient of one weight belongs to. `parameter`: what the optimizer has."""
+    """Whom the gradient of one weight belongs to.
+
+    parameter: what the optimizer has. reached: whether autograd goes from what the forward ran with
+    to a parameter of the module, and so knows what backward passes for some tensors only are for.
+    """
 
     parameter: Tensor
+    reached: bool
 
     def reduced(self, dw: Tensor) -> Tensor:
         """What this rank has of the gradient, like the parameter; a collective operation."""
@@ -28,51 +42,64 @@ class OwnedGradient(WeightGradient):
     Args:
         weights: what the forward ran with.
         owners: one for each of them.
-        label, fuse, overwrite, queue: as of WeightGradient.
+        label, fuse, starts, queue: as of WeightGradient.
     """
 
     __slots__ = ("owners",)
 
     def __init__(
         self, weights: Sequence[Tensor], owners: Sequence[Owner], label: str, fuse: bool,
-        overwrite: bool, queue: Queue | None,
+        starts: Sequence[Start | None], queue: Queue | None,
     ) -> None:  # fmt: skip
-        super().__init__(weights, label, fuse, overwrite, queue)
+        super().__init__(weights, label, fuse, starts, queue)
         self.owners = owners
 
     def take(self, wgrad: Wgrad, dtype: torch.dtype) -> Tensor | None:
+        use = self._use()
+        for weight, owner, wanted in zip(self.parameters, self.owners, use.wanted, strict=True):
+            if weight.requires_grad and not wanted and not owner.reached:
+                raise NotImplementedError(
+                    f"{self.label}: a backward pass for some tensors only (torch.autograd.grad, "
+                    "backward(inputs=..), the input part of a zero-bubble pipeline) does not say "
+                    "whether its weight, a DTensor, is one of them; run a whole backward pass, "
+                    "such as Schedule1F1B does, or build the layer without fuse_wgrad_accumulation "
+                    "and delay_wgrad_compute"
+                )
+        if not any(use.wanted):
+            return None
         for owner in self.owners:
             if self.fuse and owner.parameter.requires_grad:
                 self._main_grad(owner)  # what is wrong with it is said before anything runs
         versions = Versions(wgrad.reads)
         if self.queue is None:
-            self._finish(wgrad, dtype, versions)
+            self._finish(wgrad, dtype, versions, use)
         else:
-            self.queue.append(lambda: self._finish(wgrad, dtype, versions))
-        return None
+            self.queue.append(lambda: self._finish(wgrad, dtype, versions, use))
+        return self._zeros(use, dtype)
 
     @torch.no_grad()
-    def _finish(self, wgrad: Wgrad, dtype: torch.dtype, versions: Versions) -> None:
+    def _finish(self, wgrad: Wgrad, dtype: torch.dtype, versions: Versions, use: Use) -> None:
         versions.check(self.label)
         dw_NK = wgrad(None, torch.float32 if self.fuse else dtype, False)
         parts = [dw_NK] if len(self.owners) == 1 else [p.clone() for p in self._parts(dw_NK)]
-        for owner, dw in zip(self.owners, parts, strict=True):
-            if not owner.parameter.requires_grad:
+        for owner, dw, wanted in zip(self.owners, parts, use.wanted, strict=True):
+            if not (wanted and owner.parameter.requires_grad):
                 continue
             mine, parameter = owner.reduced(dw), owner.parameter
             if self.fuse:
-                self._add_to_main(owner, mine)
+                self._add_to_main(owner, mine, use)
             elif parameter.grad is None:
                 parameter.grad = mine.to(parameter.dtype)
             else:
                 parameter.grad += mine
 
-    def _add_to_main(self, owner: Owner, mine: Tensor) -> None:
+    def _add_to_main(self, owner: Owner, mine: Tensor, use: Use) -> None:
         main, parameter = self._main_grad(owner), owner.parameter
         if not hasattr(main, "to_local") and hasattr(mine, "to_local"):
             mine = mine.to_local()
-        if self._overwrites(parameter):
+        if overwrites(parameter, use.task):
             main.copy_(mine)
+            has_begun(parameter, use.task)
         else:
             main.add_(mine)
         if hasattr(parameter, "grad_added_to_main_grad"):

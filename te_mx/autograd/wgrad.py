@@ -6,13 +6,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from weakref import WeakValueDictionary
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from te_mx._ops import FLOAT_DTYPES
+from te_mx._ops import FLOAT_DTYPES, capturing
+
+_pass_id = torch._C._current_graph_task_id  # -1 outside a backward pass
+_will_run = torch._C._will_engine_execute_node
 
 # run(out, dtype, accumulate): a GEMM, into `out` or as a new tensor of `dtype`.
 Run = Callable[[Tensor | None, torch.dtype, bool], Tensor]
@@ -85,114 +90,211 @@ class Versions:
 
 Queue = deque[Callable[[], None]]
 
+
+# --------------------------------------------------------- which gradient of a weight overwrites
+class Start:
+    """The next gradient of a weight overwrites main_grad, and those after it add: asked for by a
+    forward with is_first_microbatch=True, until that gradient or as long as its graph lives."""
+
+    __slots__ = ("__weakref__",)
+
+
+_starts = WeakIdKeyDictionary()  # weight: a weak reference to the Start that waits
+_begun = WeakIdKeyDictionary()  # weight: the backward pass that overwrote its main_grad last
+
+
+def started(parameter: Tensor, again: dict[int, Start] | None) -> Start | None:
+    """What a forward with is_first_microbatch=True asks for. All uses of a weight share it, so that
+    one of them overwrites, whatever order their backward passes run in.
+
+    Args:
+        again: what the first run asked for of a function that runs more than once, by the id of the
+            weight (te_mx/recompute.py): its other runs ask for nothing more.
+    """
+    key = id(parameter)
+    if again is not None and key in again:
+        return again[key]
+    going_back = _pass_id()
+    if going_back != -1 and _begun.get(parameter) == going_back:
+        return None  # what recomputes this forward is in a pass that has overwritten
+    start = _waiting(parameter)
+    if start is None:
+        start = Start()
+        _starts[parameter] = ref(start)
+    if again is not None:
+        again[key] = start
+    return start
+
+
+def _waiting(parameter: Tensor) -> Start | None:
+    held = _starts.get(parameter) if _starts else None
+    return None if held is None else held()
+
+
+def overwrites(parameter: Tensor, task: int) -> bool:
+    """Whether a gradient that the backward pass `task` made overwrites main_grad."""
+    if _waiting(parameter) is not None:
+        return True
+    if not getattr(parameter, "overwrite_main_grad", False):
+        return False
+    return task == -1 or _begun.get(parameter) != task
+
+
+def has_begun(parameter: Tensor, task: int) -> None:
+    """Called when a gradient of the pass has overwritten main_grad."""
+    _starts.pop(parameter, None)
+    _begun[parameter] = task
+
+
 # One for each kind of weight, kept by the weights that have used it: it goes with the last of them.
 _stand_ins: WeakValueDictionary[tuple[torch.Size, torch.dtype, torch.device], Tensor]
 _stand_ins = WeakValueDictionary()
 _kept_by = WeakIdKeyDictionary()
 
 
+class Use(NamedTuple):
+    """One backward pass that reaches the weights of a WeightGradient.
+
+    task: which pass it is. wanted: of which weights it computes gradients. captured: whether
+    torch.autograd.grad waits for one of these, which must then get a tensor.
+    """
+
+    task: int
+    wanted: tuple[bool, ...]
+    captured: bool
+
+
 class WeightGradient:
     """The place of the gradient of one weight in one forward call.
+
+    A backward pass that is for some tensors only (``torch.autograd.grad``, ``inputs=``) adds to
+    main_grad of those weights that are among them. ``torch.autograd.grad`` itself gets zeros.
 
     Args:
         parameters: the weight, or the parameters that it is concatenated of along out_features.
         label: the layer's name in errors.
-        fuse: add the gradient to ``main_grad`` of the parameters that train.
-        overwrite: write main_grad instead of adding to it, for the first micro-batch of a step. A
-            parameter with ``overwrite_main_grad = True`` asks for it at every backward.
+        fuse: add the gradient to ``main_grad`` of the parameters that train. A parameter with
+            ``overwrite_main_grad = True`` has it overwritten by its first gradient in every
+            backward pass.
+        starts: what `started` gave for the parameters in a first micro-batch.
         queue: where to leave the GEMM for later; None runs it in the backward pass. With neither
             `fuse` nor a queue the gradient would need no place of its own.
     """
 
-    __slots__ = ("fuse", "label", "overwrite", "parameters", "queue")
+    __slots__ = ("fuse", "label", "made_in", "parameters", "queue", "starts")
 
     def __init__(
         self,
         parameters: Sequence[Tensor],
         label: str,
         fuse: bool,
-        overwrite: bool,
+        starts: Sequence[Start | None],
         queue: Queue | None,
     ) -> None:
         self.parameters = parameters
         self.label = label
         self.fuse = fuse
-        self.overwrite = overwrite
+        self.starts = starts
         self.queue = queue
+        self.made_in = _pass_id()  # a reentrant checkpoint goes back in a pass inside of this one
 
     def take(self, wgrad: Wgrad, dtype: torch.dtype) -> Tensor | None:
         """Run or queue the GEMM; returns what backward returns for the weight."""
+        use = self._use()
+        if not any(use.wanted):
+            return None
         if self.fuse:
-            self._main_grads()  # what is wrong with them is said before anything runs
+            self._main_grads(use)  # what is wrong with them is said before anything runs
         if self.queue is not None:
             versions = Versions(wgrad.reads)
-            self.queue.append(lambda: self._finish(wgrad, dtype, versions))
+            self.queue.append(lambda: self._finish(wgrad, dtype, versions, use))
         else:
-            self._fuse(wgrad)
-        return self._stand_in() if self.fuse else None
+            self._fuse(wgrad, use)
+        made = self._stand_in() if self.fuse else None
+        return self._zeros(use, dtype) if made is None else made
+
+    def _use(self) -> Use:
+        """What the backward pass that runs now is for."""
+        now = _pass_id()
+        task = now if self.made_in == -1 else self.made_in
+        found = _reached(self.parameters)
+        return Use(task, tuple(one[0] for one in found), any(one[1] for one in found))
 
     @torch.no_grad()
-    def _finish(self, wgrad: Wgrad, dtype: torch.dtype, versions: Versions) -> None:
+    def _finish(self, wgrad: Wgrad, dtype: torch.dtype, versions: Versions, use: Use) -> None:
         """The delayed GEMM, and what autograd would have done with its result."""
         versions.check(self.label)
         if self.fuse:
-            self._fuse(wgrad)
+            self._fuse(wgrad, use)
             return
         dw_NK = wgrad(None, dtype, False)
         parts = [dw_NK] if len(self.parameters) == 1 else [p.clone() for p in self._parts(dw_NK)]
-        for parameter, dw in zip(self.parameters, parts, strict=True):
-            if not parameter.requires_grad:
+        for parameter, dw, wanted in zip(self.parameters, parts, use.wanted, strict=True):
+            if not (wanted and parameter.requires_grad):
                 continue
             if parameter.grad is None:
                 parameter.grad = dw
             else:
                 parameter.grad += dw
 
-    def _fuse(self, wgrad: Wgrad) -> None:
-        grads = self._main_grads()
+    def _fuse(self, wgrad: Wgrad, use: Use) -> None:
+        grads = self._main_grads(use)
         first = grads[0]
         if len(grads) == 1 and first is not None:
-            wgrad(first, first.dtype, not self._overwrites(self.parameters[0]))
+            self._each(0, use, partial(wgrad, first, first.dtype))
             return
-        if isinstance(wgrad, GroupedWgrad) and wgrad.one is not None:
-            for i, (parameter, grad) in enumerate(zip(self.parameters, grads, strict=True)):
+        if isinstance(wgrad, GroupedWgrad) and (one := wgrad.one) is not None:
+            for i, grad in enumerate(grads):
                 if grad is not None:
-                    wgrad.one(i, grad, not self._overwrites(parameter))
+                    self._each(i, use, partial(one, i, grad))
             return
-        if isinstance(wgrad, GroupedWgrad) and self._all_into(wgrad, grads):
+        if isinstance(wgrad, GroupedWgrad) and self._all_into(wgrad, grads, use):
             return
         dw_NK = wgrad(None, torch.float32, False)
         old, added = [], []
-        for parameter, grad, dw in zip(self.parameters, grads, self._parts(dw_NK), strict=True):
+        tied = len({id(grad) for grad in grads}) < len(grads)
+        for i, (grad, dw) in enumerate(zip(grads, self._parts(dw_NK), strict=True)):
             if grad is None:
                 continue
-            if self._overwrites(parameter):
+            if overwrites(self.parameters[i], use.task):
                 grad.copy_(dw)
+                has_begun(self.parameters[i], use.task)
+            elif tied:
+                grad.add_(dw)
             else:
                 old.append(grad)
                 added.append(dw)
         if old:
             torch._foreach_add_(old, added)  # one launch for many
 
-    def _all_into(self, wgrad: GroupedWgrad, grads: Sequence[Tensor | None]) -> bool:
+    def _each(self, i: int, use: Use, run: Callable[[bool], object]) -> None:
+        """run(accumulate) for one parameter."""
+        overwrite = overwrites(self.parameters[i], use.task)
+        run(not overwrite)
+        if overwrite:
+            has_begun(self.parameters[i], use.task)
+
+    def _all_into(self, wgrad: GroupedWgrad, grads: Sequence[Tensor | None], use: Use) -> bool:
         """Run the GEMMs of all weights straight into their main_grads, if they can be."""
-        outs = [grad for grad in grads if grad is not None]
-        overwrite = {self._overwrites(parameter) for parameter in self.parameters}
+        outs = {id(grad): grad for grad in grads if grad is not None}
+        overwrite = {overwrites(parameter, use.task) for parameter in self.parameters}
         if wgrad.into is None or len(outs) < len(grads) or len(overwrite) > 1:
             return False
-        return wgrad.into(outs, not overwrite.pop())
-
-    def _overwrites(self, parameter: Tensor) -> bool:
-        return self.overwrite or getattr(parameter, "overwrite_main_grad", False)
+        if not wgrad.into(list(outs.values()), True not in overwrite):
+            return False
+        if True in overwrite:
+            for parameter in self.parameters:
+                has_begun(parameter, use.task)
+        return True
 
     def _parts(self, dw_NK: Tensor) -> tuple[Tensor, ...]:
         return dw_NK.split([parameter.shape[0] for parameter in self.parameters])
 
-    def _main_grads(self) -> list[Tensor | None]:
-        """main_grad of each parameter, None where it does not train."""
+    def _main_grads(self, use: Use) -> list[Tensor | None]:
+        """main_grad of each parameter, None where there is no gradient for it."""
         grads: list[Tensor | None] = []
-        for parameter in self.parameters:
-            if not parameter.requires_grad:
+        for parameter, wanted in zip(self.parameters, use.wanted, strict=True):
+            if not (wanted and parameter.requires_grad):
                 grads.append(None)
                 continue
             grad = getattr(parameter, "main_grad", None)
@@ -242,6 +344,43 @@ class WeightGradient:
         if any(getattr(p, "zero_out_wgrad", False) for p in marked):
             made.zero_()
         return made.detach()
+
+    def _zeros(self, use: Use, dtype: torch.dtype) -> Tensor | None:
+        """What torch.autograd.grad gets, which does not take None: the weight part of a zero-bubble
+        pipeline adds it to .grad. CUDA graphs ask for unused gradients."""
+        first = self.parameters[0]
+        if not use.captured or capturing(first.device):
+            return None
+        shape = (sum(p.shape[0] for p in self.parameters), *first.shape[1:])
+        return torch.zeros(shape, dtype=dtype, device=first.device)
+
+
+class _Nodes(torch.autograd.Function):
+    """Its node leads to those of all its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        return torch.empty(0)
+
+
+def _reached(parameters: Sequence[Tensor]) -> list[tuple[bool, bool]]:
+    """Of each parameter, whether the backward pass that runs now is for its gradient too, and
+    whether torch.autograd.grad waits for that."""
+    if _pass_id() == -1 or torch.compiler.is_compiling():
+        return [(parameter.requires_grad, False) for parameter in parameters]
+    with torch.enable_grad():
+        link: Any = _Nodes.apply(*parameters)
+    if link.grad_fn is None:
+        return [(False, False)] * len(parameters)
+    edges = link.grad_fn.next_functions
+    return [(False, False) if node is None else _runs(node) for node, _ in edges]
+
+
+def _runs(node: Any) -> tuple[bool, bool]:
+    try:
+        return _will_run(node), False
+    except RuntimeError:  # torch's answer for leaves that torch.autograd.grad waits for
+        return True, True
 
 
 def refuse_graph(sinks: Iterable[WeightGradient | None]) -> None:

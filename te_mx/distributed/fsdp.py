@@ -218,7 +218,7 @@ class Sharded:
                 "use a mesh of two dimensions (HSDP) in place of the hook"
             )
         self.parameter = param.sharded_param
-        self._param, self._before = param, before
+        self._param, self._before, self.reached = param, before, before is None
 
     def reduced(self, dw: Tensor) -> Tensor:
         """The mean over the ranks of data parallelism, or what FSDP2 was told to make instead, and

@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor, Placement
 class Placed:
     """A DTensor parameter; `grads` is how the ranks' gradients make one."""
 
+    reached = False
+
     def __init__(self, parameter: Any, grads: list[Placement]) -> None:
         self.parameter, self._grads = parameter, grads
 

@@ -17,7 +17,7 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.nn.parallel import DistributedDataParallel
 
 from te_mx.autograd.owned_gradients import Owner
-from te_mx.autograd.wgrad import Queue, Versions, WeightGradient, Wgrad
+from te_mx.autograd.wgrad import Queue, Start, Use, Versions, WeightGradient, Wgrad
 from te_mx.nn.several_ranks import above
 
 
@@ -71,14 +71,14 @@ class ReplicatedGradient(WeightGradient):
     group: Any
 
     @torch.no_grad()
-    def _finish(self, wgrad: Wgrad, dtype: torch.dtype, versions: Versions) -> None:
-        super()._finish(wgrad, dtype, versions)
+    def _finish(self, wgrad: Wgrad, dtype: torch.dtype, versions: Versions, use: Use) -> None:
+        super()._finish(wgrad, dtype, versions, use)
         if not self.fuse:
             self._average([p.grad for p in self.parameters if p.requires_grad])
 
-    def _fuse(self, wgrad: Wgrad) -> None:
-        super()._fuse(wgrad)
-        self._average(self._main_grads())
+    def _fuse(self, wgrad: Wgrad, use: Use) -> None:
+        super()._fuse(wgrad, use)
+        self._average(self._main_grads(use))
 
     def _average(self, grads: Sequence[Tensor | None]) -> None:
         for grad in grads:
@@ -88,12 +88,13 @@ class ReplicatedGradient(WeightGradient):
 
 
 def replicated(
-    parameters: Sequence[Tensor], label: str, fuse: bool, overwrite: bool, queue: Queue | None
-) -> WeightGradient:
+    parameters: Sequence[Tensor], label: str, fuse: bool, starts: Sequence[Start | None],
+    queue: Queue | None,
+) -> WeightGradient:  # fmt: skip
     """The place of the gradient of a weight that this rank has as a whole."""
     group = reducing_group(parameters)
     if group is None:
-        return WeightGradient(parameters, label, fuse, overwrite, queue)
-    made = ReplicatedGradient(parameters, label, fuse, overwrite, queue)
+        return WeightGradient(parameters, label, fuse, starts, queue)
+    made = ReplicatedGradient(parameters, label, fuse, starts, queue)
     made.group = group
     return made

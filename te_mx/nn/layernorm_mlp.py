@@ -305,7 +305,7 @@ class LayerNormMLP(NormModule):
         weights = (self.fc1_weight, self.fc2_weight)
         queue: Any = self._wgrad_queue()
         if queue is not None:
-            queue = Together(queue, sum(weight.requires_grad for weight in weights))
+            queue = Together(queue)
         return self._sink(weights[:1], first, queue), self._sink(weights[1:], first, queue)
 
     def extra_repr(self) -> str:

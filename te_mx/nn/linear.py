@@ -47,9 +47,12 @@ class Linear(MXModule, nn.Linear):
         params_dtype: Transformer Engine's name for `dtype`.
         name: shown in errors and by `te_mx.audit`.
         fuse_wgrad_accumulation: the wgrad GEMM adds to ``weight.main_grad`` (made by the user; fp32
-            as a rule) instead of making a ``weight.grad``. It overwrites where the parameter has
-            ``overwrite_main_grad = True`` or is_first_microbatch is True. A parameter that has
-            ``grad_added_to_main_grad`` gets it set to True and a stand-in ``.grad`` of no meaning.
+            as a rule) instead of making a ``weight.grad``. The first gradient that comes after a
+            forward with is_first_microbatch=True overwrites, the first of every backward pass where
+            the parameter has ``overwrite_main_grad = True``; those of other uses of the weight add,
+            in whatever order they come. A parameter that has ``grad_added_to_main_grad`` gets it
+            set to True and a stand-in ``.grad`` of no meaning. ``torch.autograd.grad`` of the
+            weight adds to main_grad and returns zeros.
         delay_wgrad_compute: backward leaves the weight gradient for `backward_dw`, which the user
             calls once for each backward pass. The bias gradient is not delayed.
         save_original_input: save the input itself for backward and quantize it again there: less
@@ -173,7 +176,7 @@ class Linear(MXModule, nn.Linear):
                 weight stands still. What is kept is replaced when the recipe or the device changed,
                 or when it lacks the direction that backward needs. Compiled code and CUDA graphs
                 quantize each time, with the same result. With `fuse_wgrad_accumulation`, True also
-                overwrites main_grad.
+                has the next gradient of the weight overwrite main_grad.
             fp8_output, fp8_grad: must be False.
 
         The dtype of the result is torch.autocast's where that is on, else that of `inp`.

@@ -18,7 +18,7 @@ from te_mx.arguments import check_flag
 from te_mx.autograd import transforms
 from te_mx.autograd.functional_grad import differentiable
 from te_mx.autograd.owned_gradients import OwnedGradient
-from te_mx.autograd.wgrad import Queue, WeightGradient
+from te_mx.autograd.wgrad import Queue, Start, WeightGradient, started
 from te_mx.context import RECOMPUTED, active_region, backward_pass_id, is_tracing
 from te_mx.nn import converted, data_parallel
 from te_mx.nn.checks import Checked
@@ -183,7 +183,11 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallel
         self, parameters: Sequence[Tensor], first: bool | None, queue: Queue | None
     ) -> WeightGradient | None:
         """The place of the gradient of one weight in this call; None when there will be none."""
+        fuse = self.fuse_wgrad_accumulation
+        again = context.first_run() if fuse and first is True else None
         if not (torch.is_grad_enabled() and any(p.requires_grad for p in parameters)):
+            if again is not None:  # a reentrant checkpoint, which runs this again with gradients
+                self._started(parameters, again)
             return None
         label = self._label()
         if transforms.active():
@@ -195,10 +199,16 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallel
                 "something computes one (a parametrization, functional_call); build the module "
                 "without delay_wgrad_compute"
             )
-        fuse = self.fuse_wgrad_accumulation
+        owned: Sequence[Tensor] = [owner.parameter for owner in owners] or parameters
+        starts = self._started(owned, again) if fuse and first is True else ()
         if owners:
-            return OwnedGradient(parameters, owners, label, fuse, first is True, queue)
-        return data_parallel.replicated(parameters, label, fuse, first is True, queue)
+            return OwnedGradient(parameters, owners, label, fuse, starts, queue)
+        return data_parallel.replicated(parameters, label, fuse, starts, queue)
+
+    def _started(
+        self, parameters: Sequence[Tensor], again: dict[int, Start] | None
+    ) -> list[Start | None]:
+        return [started(p, again) for p in parameters if p.requires_grad]
 
     # ------------------------------------------------------------------- transforms and tracers
     def _refuse_transforms(self, inp: Tensor) -> None:

@@ -17,7 +17,7 @@ from te_mx.autograd.norm import normalized
 from te_mx.autograd.normalization import NormStep
 from te_mx.autograd.steps_kept import KeptWeight
 from te_mx.autograd.wgrad import Queue, WeightGradient
-from te_mx.context import is_tracing, output_dtype
+from te_mx.context import backward_pass_id, is_tracing, output_dtype
 from te_mx.dispatch.fused import NORMS, Norm, Target
 from te_mx.nn import constructors, frozen_few, frozen_op
 from te_mx.nn.mx_module import MXModule
@@ -174,21 +174,23 @@ class NormModule(MXModule, nn.Module):
 
 
 class Together:
-    """A queue for the weight gradients of one call that are computed by one `backward_dw`: when
-    `count` have come, they go into `queue` as one."""
+    """A queue for the weight gradients of one call: those of one backward pass go into `queue` as
+    one, for one `backward_dw`."""
 
-    def __init__(self, queue: Queue, count: int) -> None:
-        self._queue, self._count = queue, count
-        self._waiting: list[Callable[[], None]] = []
+    def __init__(self, queue: Queue) -> None:
+        self._queue, self._pass = queue, -1
+        self._runs: list[Callable[[], None]] = []
 
     def append(self, run: Callable[[], None]) -> None:
-        self._waiting.append(run)
-        if len(self._waiting) < self._count:
+        now = backward_pass_id()
+        if self._runs and now == self._pass:
+            self._runs.append(run)
             return
-        runs, self._waiting = self._waiting, []
+        self._pass = now
+        runs = self._runs = [run]
 
         def run_all() -> None:
-            for each in runs:
-                each()
+            while runs:
+                runs.pop(0)()
 
         self._queue.append(run_all)

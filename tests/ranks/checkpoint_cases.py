@@ -249,6 +249,80 @@ def case_pipelines():
                     assert torch.equal(ours.grad, theirs.grad), (schedule.__name__, i, close)
 
 
+def case_zero_bubble_pipelines():
+    """They go back through a layer twice; a gradient of a weight is counted once."""
+    from torch.distributed.pipelining import PipelineStage, schedules
+
+    def loss_of(y, target):
+        return (y - target).square().mean()
+
+    def layers(fuse=False, delay=False):
+        torch.manual_seed(1)
+        given = {"fuse_wgrad_accumulation": fuse, "delay_wgrad_compute": delay, "device": DEVICE}
+        families = (te_mx.LayerNormLinear, te_mx.Linear, te_mx.Linear)
+        first = [family(K, K, **given) for family in families]
+        return [*first, te_mx.LayerNormMLP(K, K, **given)]
+
+    rank, x = dist.get_rank(), of(M, K).float()
+    target, expected = torch.zeros_like(x), layers()
+    for part in x.chunk(4):
+        with te_mx.autocast():
+            y = part
+            for layer in expected:
+                y = layer(y)
+        loss_of(y, torch.zeros_like(y)).backward()
+    for name in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
+        for fuse, delay in ((True, False), (False, True), (True, True)):
+            made = layers(fuse, delay)
+            mine = (rank, rank + 2) if name.startswith("Inter") else (rank, 3 - rank)
+            stages = []
+            for i in mine:
+                for p in made[i].parameters():
+                    if fuse and p.ndim > 1:
+                        p.main_grad = torch.zeros_like(p)
+                part = torch.empty(M // 4, K, device=DEVICE, requires_grad=i > 0)
+                out = torch.empty(M // 4, K, device=DEVICE, requires_grad=True)
+                stages.append(
+                    PipelineStage(
+                        made[i], i, 4, torch.device(DEVICE), input_args=part, output_args=out
+                    )
+                )
+            schedule = getattr(schedules, f"Schedule{name}")(
+                stages, 4, loss_fn=loss_of, scale_grads=False
+            )
+            args = {"target": target, "losses": []} if 3 in mine else {}
+            with te_mx.autocast():
+                schedule.step(*([x] if 0 in mine else []), **args)
+            for i in mine:
+                for _ in range(4 if delay else 0):
+                    made[i].backward_dw()
+                for ours, theirs in zip(
+                    made[i].parameters(), expected[i].parameters(), strict=True
+                ):
+                    got = ours.main_grad if fuse and ours.ndim > 1 else ours.grad
+                    close = (got - theirs.grad).norm() / theirs.grad.norm()
+                    assert close < 1e-6, (name, fuse, delay, i, close)
+
+
+def case_parts_of_a_backward_pass_with_dtensors():
+    """Only a whole pass is known to be for a weight that is a DTensor."""
+    for given in ({"fuse_wgrad_accumulation": True}, {"delay_wgrad_compute": True}):
+        layer = built(te_mx.Linear, K, N, **given)
+        spread = parallelize_module(layer, mesh(), ModuleParallel("column"))
+        for p in spread.parameters():
+            p.main_grad = torch.zeros_like(p, dtype=torch.float32)
+        x = of(M, K).requires_grad_()
+        with te_mx.autocast():
+            y = spread(x)
+        said = ""
+        try:
+            torch.autograd.grad(y.sum(), x)
+        except NotImplementedError as error:
+            said = str(error)
+        assert "zero-bubble pipeline" in said and "a DTensor, is one of them" in said, said
+        assert not spread.weight.main_grad.to_local().any()
+
+
 def case_both_wrappers_of_checkpoints():
     """fully_shard around layers that are recomputed."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
