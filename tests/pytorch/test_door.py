@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import json
 import subprocess
@@ -150,6 +151,53 @@ def test_norms(centered, shape):
         meta = getattr(te, kind)(shape, device="meta")
         meta.reset_parameters()
         assert not meta.weight.is_meta and meta.weight.eq(1).all()
+
+
+NORMED = {
+    "LayerNorm": (lambda: te.LayerNorm(64, params_dtype=torch.bfloat16), "bias"),
+    "fp32 parameters": (lambda: te.LayerNorm(64), "bias"),
+    "LayerNormLinear": (
+        lambda: te.LayerNormLinear(64, 64, params_dtype=torch.bfloat16), "layer_norm_bias"
+    ),
+    "LayerNormMLP": (
+        lambda: te.LayerNormMLP(64, 64, params_dtype=torch.bfloat16), "layer_norm_bias"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize("region", [False, True])
+@pytest.mark.parametrize("kind", NORMED)
+def test_gradients_of_16_bit_norms_are_added_up_in_fp32(kind, region, centered):
+    """One number a row, thousands of them: sums in bf16 stop at 256 (kind LayerNorm)."""
+    torch.manual_seed(0)
+    build, bias = NORMED[kind]
+    made = build()
+    made.zero_centered_gamma = centered
+    x = torch.randn(2048, 64).bfloat16()
+    with torch.no_grad():
+        for name, p in made.named_parameters():
+            p.copy_(torch.randn_like(p) * 0.2 if name.endswith("weight") else p)
+    exact = copy.deepcopy(made).double()
+    with te.autocast(enabled=region):
+        y = made(x)
+    y.float().sum().backward()
+    exact(x.double()).sum().backward()
+    allowed = 0.1 if region and bias != "bias" else 0.01
+    for name in (bias, bias.replace("bias", "weight")):
+        got, wanted = made.get_parameter(name).grad, exact.get_parameter(name).grad
+        assert (got - wanted).abs().max() < allowed * wanted.abs().max(), name
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_norms_follow_torchs_autocast(kind):
+    made = getattr(te, kind)(8)
+    x = torch.randn(4, 8)
+    plain = made(x)
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype=dtype):
+            assert torch.equal(made(x), plain.to(dtype))
+            assert made(x.bfloat16()).dtype == dtype
 
 
 def test_padding_is_none():
