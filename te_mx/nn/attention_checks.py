@@ -30,11 +30,13 @@ def word(name: str, value: Any, words: Collection[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, words))}, got {shown(value)}")
 
 
-def probability(name: str, value: Any) -> float:
-    """Raise TypeError or ValueError unless a value is a number of 0 or more and less than 1."""
+def probability(name: str, value: Any, certain: bool = False) -> float:
+    """Raise TypeError or ValueError unless a value is a number of 0 or more and less than 1, or 1
+    where that is allowed too (`certain`)."""
     value = check_number(name, value)
-    if not 0.0 <= value < 1.0:
-        raise ValueError(f"{name} must be 0 or more and less than 1, got {value}")
+    if not (0.0 <= value < 1.0 or (certain and value == 1.0)):
+        most = "at most 1" if certain else "less than 1"
+        raise ValueError(f"{name} must be 0 or more and {most}, got {value}")
     return value
 
 
