@@ -162,4 +162,5 @@ def test_no_tokens_or_one(tokens):
     for result in results:
         grads = torch.autograd.grad(result.sum(), (x, probs), retain_graph=True, allow_unused=True)
         assert [g.shape for g in grads if g is not None]
-        assert all(g is None or g.shape == of.shape for g, of in zip(grads, (x, probs), strict=True))
+        same = zip(grads, (x, probs), strict=True)
+        assert all(grad is None or grad.shape == of.shape for grad, of in same)
