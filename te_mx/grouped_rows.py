@@ -143,13 +143,13 @@ def _indexed(index: Tensor, groups: int) -> Rows:
     return Rows(made, order, torch.empty_like(order).scatter(0, order, position))
 
 
-def aligned(offs: Tensor, alignment: int, tokens: Tensor, owner: str) -> Rows:
+def aligned(offs: Tensor, alignment: int, tokens: Tensor, owner: str, gather: bool = True) -> Rows:
     """End offsets of groups that start at multiples of `alignment`.
 
-    Rows between groups are left out where the host knows them. Where it does not, a group goes on
-    to the start of the next one, with zeros for its last rows. Raises ValueError for a group that
-    would end in front of its start, where the host sees it; an empty one may end where the one
-    before it did.
+    Rows between groups are left out where the host knows them. Where it does not, or without
+    `gather`, a group goes on to the start of the next one, with zeros for its last rows. Raises
+    ValueError for a group that would end in front of its start, where the host sees it; an empty
+    one may end where the one before it did.
     """
     if alignment == 1 or len(offs) == 0:
         return Rows(Groups(offs))
@@ -170,6 +170,7 @@ def aligned(offs: Tensor, alignment: int, tokens: Tensor, owner: str) -> Rows:
         counts = (ends - starts).clamp(min=0)
         if torch.equal(counts.cumsum(0), ends):  # no gaps
             return Rows(Groups(ends))
+    if readable(offs) and gather:
         bounds = zip(starts.tolist(), counts.tolist(), strict=True)
         where = offs.device
         order = torch.cat([torch.arange(s, s + count, device=where) for s, count in bounds])
