@@ -26,7 +26,8 @@ from te_mx import context
 from te_mx.arguments import check_size
 from te_mx.dispatch.grouped_calls import Groups
 from te_mx.grouped_arguments import check_index, readable
-from te_mx.recipe import Settings, get_default_recipe, resolve_recipe
+from te_mx.recipe import Settings, resolve_recipe
+from te_mx.recipes.resolve import DEFAULT_SETTINGS
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def settings_of(recipe: Any, forward: bool) -> Settings:
         return resolve_recipe(recipe).settings
     # A forward that is recomputed has a graph, what is part of a backward pass itself has none.
     active = context.current_settings(certain=forward and torch.is_grad_enabled())
-    return active or get_default_recipe().settings
+    return active or DEFAULT_SETTINGS
 
 
 def rows_of(form: Form, tokens: Any, groups: int, most: int) -> Rows:

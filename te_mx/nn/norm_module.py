@@ -22,7 +22,7 @@ from te_mx.dispatch.fused import NORMS, Norm, Target
 from te_mx.nn import constructors, frozen_few, frozen_op
 from te_mx.nn.mx_module import MXModule, output_dtype
 from te_mx.nn.plain_norm import NARROW, layer_norm, sums_in_fp32
-from te_mx.recipe import get_default_recipe
+from te_mx.recipes.resolve import DEFAULT_SETTINGS
 from te_mx.recipes.settings import Settings
 
 _STD = 0.023  # of Transformer Engine's default weights
@@ -112,7 +112,7 @@ class NormModule(MXModule, nn.Module):
         weight, bias, step = self.layer_norm_weight, self.layer_norm_bias, self._step(inp)
         if weight is None:
             return inp.to(step.dtype)
-        target = Target("", "", get_default_recipe().settings.scale_rule)
+        target = Target("", "", DEFAULT_SETTINGS.scale_rule)
         return normalized(inp, weight, bias, step, target)
 
     @staticmethod
