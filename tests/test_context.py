@@ -94,7 +94,7 @@ def test_decorator_of_an_async_function():
         return current_recipe()
 
     async def main() -> None:
-        assert await inside() is HYBRID
+        assert await inside() == HYBRID
         assert current_recipe() is None
 
     asyncio.run(main())

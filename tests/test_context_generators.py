@@ -134,7 +134,7 @@ def test_a_context_that_was_copied_inside_keeps_the_recipe():
     copied = contextvars.copy_context()
     made.close()
     assert current_recipe() is None
-    assert copied.run(current_recipe) is HYBRID
+    assert copied.run(current_recipe) == HYBRID
 
 
 def test_leaving_what_was_not_entered_changes_nothing():

@@ -31,7 +31,7 @@ def test_a_new_thread_starts_outside():
 def test_a_copied_context_carries_the_recipe():
     with te_mx.autocast(recipe=HYBRID):
         context = contextvars.copy_context()
-    assert context.run(current_recipe) is HYBRID
+    assert context.run(current_recipe) == HYBRID
 
 
 def test_one_object_in_many_threads_at_once():
