@@ -20,6 +20,7 @@ Two other readers shape this file:
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import inspect
 import sys
@@ -210,7 +211,8 @@ class autocast:
             every call, and there is nothing to calibrate. A recipe in this place,
             ``autocast(True, recipe)``, is taken as the recipe.
         recipe: one of `te_mx.recipe`, or Transformer Engine's; None means
-            `te_mx.get_default_recipe()`.
+            `te_mx.get_default_recipe()`. It counts as it is now: fields that are set later, also
+            inside the region, change regions that are made after that.
         amax_reduction_group, _graph: Transformer Engine's, of no effect: no largest values are
             reduced over processes, and CUDA graphs need no preparation.
 
@@ -243,7 +245,8 @@ class autocast:
                 )
             recipe = calibrating
         resolved = resolve_recipe(recipe) if enabled else None
-        self._recipe = resolved
+        # A change of the recipe counts in regions that are made after it.
+        self._recipe = resolved if resolved is None or is_tracing() else copy.copy(resolved)
         self._settings = None if resolved is None else resolved.settings
         self._open: list[Region] = []  # entered through this object and not left
 

@@ -9,6 +9,7 @@ and its training mode.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -104,7 +105,7 @@ def convert_model(
     """
     _check(model, filter_fn, dry_run=dry_run, fuse=fuse)
     tokens = check_size("tokens", tokens, 1)
-    resolved = None if recipe is None else resolve_recipe(recipe)
+    resolved = None if recipe is None else copy.copy(resolve_recipe(recipe))
     settings = resolve_recipe(recipe).settings
     # First decide about everything, which may raise; then change.
     wanted = Wanted(filter_fn, tokens, settings, fuse, resolved is not None, dry_run)

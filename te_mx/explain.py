@@ -15,7 +15,8 @@ from te_mx.dispatch.problem import Problem, level_name, place_of
 from te_mx.dispatch.registry import find
 from te_mx.layouts import sm90_tiles
 from te_mx.layouts.operand import Operand
-from te_mx.recipe import Settings, check_precision, get_default_recipe, resolve_recipe
+from te_mx.recipe import Settings, check_precision, resolve_recipe
+from te_mx.recipes.resolve import DEFAULT_SETTINGS
 from te_mx.runtime.ran import FallbackWarning
 
 __all__ = ["Explanation", "FallbackWarning", "explain"]
@@ -163,7 +164,7 @@ def _problem(
             'devices; pass another one, or device="cpu"'
         )
     m, n, k = (check_size(*item) for item in sizes.items())
-    usual = get_default_recipe().settings
+    usual = DEFAULT_SETTINGS
     rhs, lhs = (f"{getattr(settings or usual, role)}@any" for role in _ROLES[name])
     return _gemm(where, lhs, rhs, n, m, k, precision, spread), {}
 

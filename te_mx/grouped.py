@@ -22,11 +22,12 @@ from te_mx.context import output_dtype
 from te_mx.dispatch.grouped_calls import Groups
 from te_mx.epilogue import check_dtype
 from te_mx.grouped_arguments import check_floats, check_out, parts, quantized_parts, wgrad_shape
+from te_mx.grouped_columns import columns_of, grouped_columns
 from te_mx.grouped_gemm import is_quantized, stack_of
 from te_mx.grouped_rows import Form, aligned, rows_of, settings_of
 from te_mx.recipe import Settings
 from te_mx.tensor import MXTensor
-from te_mx.written import check_written
+from te_mx.written import check_written, parts_of
 
 
 def grouped_linear(
@@ -110,8 +111,8 @@ def grouped_linear(
 
 
 def grouped_wgrad(
-    grad: Tensor,
-    inp: Tensor,
+    grad: Tensor | MXTensor,
+    inp: Tensor | MXTensor,
     offs: Tensor,
     *,
     out: Tensor | None = None,
@@ -124,7 +125,12 @@ def grouped_wgrad(
     weight gradients of all groups, whose reduction runs over the rows of each group.
 
     Both sides are always quantized: ``backward_override`` and ``wgrad_with_hp`` of the recipe,
-    which make the weight gradients of modules in high precision, change nothing here.
+    which make the weight gradients of modules in high precision, change nothing here. Or both are
+    MXTensors of any two formats with a columnwise copy, and are multiplied as they are (DeepGEMM's
+    k-grouped GEMM): each group has the bits of ``te_mx.gemm(inp, grad, "NT")`` on its rows. Their
+    blocks of 32 rows (128 in blockwise FP8) must hold rows of one group: groups start at blocks,
+    which ``alignment=32`` (128) has them do. It is needed where the host cannot see offs; without
+    it other starts are refused.
 
     Args:
         grad: [R, N], quantized as the recipe quantizes output gradients for wgrad.
@@ -132,10 +138,11 @@ def grouped_wgrad(
         offs: end offsets int [G]; rows behind the last belong to no group.
         out: contiguous [G, N, K], written in place. It shares no memory with grad and inp, and
             while autograd records it does not require grad.
-        out_dtype: that of out, else that of inp by default.
+        out_dtype: that of out, else that of inp by default (bfloat16 of MXTensors).
         accumulate: add to out.
         recipe: None means the active recipe, or the default one outside of te_mx.autocast.
-        alignment: as for `te_mx.grouped_linear`.
+        alignment: as for `te_mx.grouped_linear`. Rows between groups add nothing; of MXTensors they
+            must be finite, as they share blocks with rows of a group.
 
     Returns:
         [G, N, K], zeros for a group without rows. Gradients do not flow through this function.
@@ -147,6 +154,9 @@ def grouped_wgrad(
     """
     settings = settings_of(recipe, forward=False)
     check_flag("grouped_wgrad: accumulate", accumulate)
+    if isinstance(grad, MXTensor) or isinstance(inp, MXTensor):
+        sides = {"grad": columns_of("grad", grad), "inp": columns_of("inp", inp)}
+        return _wgrad_of_codes(sides, offs, out, out_dtype, accumulate, settings, alignment)
     for name, value in (("grad", grad), ("inp", inp), ("out", out)):
         if name != "out" or value is not None:
             check_floats(f"grouped_wgrad: {name}", value)
@@ -163,6 +173,30 @@ def grouped_wgrad(
         rows = aligned(offs, alignment, inp, "grouped_wgrad")
         grad, inp, offs = rows.taken(grad), rows.taken(inp), rows.groups.offs
         return _wgrad(grad, inp, offs, out, out_dtype or inp.dtype, accumulate, settings)
+
+
+def _wgrad_of_codes(
+    sides: dict[str, Operand], offs: Tensor, out: Tensor | None, out_dtype: torch.dtype | None,
+    accumulate: bool, settings: Settings, alignment: int,
+) -> Tensor:  # fmt: skip
+    grad, inp = sides.values()
+    if out is not None:
+        check_floats("grouped_wgrad: out", out)
+    if transforms.active():
+        transforms.refuse("grouped_wgrad", (out,), transforms.FUNCTION, grad=True)
+    shape = wgrad_shape(grad.codes, inp.codes, offs)
+    alignment = check_size("grouped_wgrad: alignment", alignment, 1)
+    if out_dtype is not None:
+        check_dtype(out_dtype, "grouped_wgrad: out_dtype")
+    check_out("grouped_wgrad", out, out_dtype, shape, inp.codes, accumulate)
+    if out is not None:
+        check_written(out, "out", (*parts_of("grad", grad), *parts_of("inp", inp), ("offs", offs)))
+    with torch.no_grad():
+        (lhs, rhs), groups = grouped_columns(sides, offs, alignment)
+        return gemm_k(
+            lhs, rhs, groups, out=out, out_dtype=out_dtype or torch.bfloat16,
+            accumulate=accumulate, mode=mode_of(settings),
+        )  # fmt: skip
 
 
 def _wgrad(

@@ -26,7 +26,8 @@ from te_mx import context
 from te_mx.arguments import check_size
 from te_mx.dispatch.grouped_calls import Groups
 from te_mx.grouped_arguments import check_index, readable
-from te_mx.recipe import Settings, get_default_recipe, resolve_recipe
+from te_mx.recipe import Settings, resolve_recipe
+from te_mx.recipes.resolve import DEFAULT_SETTINGS
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def settings_of(recipe: Any, forward: bool) -> Settings:
         return resolve_recipe(recipe).settings
     # A forward that is recomputed has a graph, what is part of a backward pass itself has none.
     active = context.current_settings(certain=forward and torch.is_grad_enabled())
-    return active or get_default_recipe().settings
+    return active or DEFAULT_SETTINGS
 
 
 def rows_of(form: Form, tokens: Any, groups: int, most: int) -> Rows:
@@ -143,13 +144,13 @@ def _indexed(index: Tensor, groups: int) -> Rows:
     return Rows(made, order, torch.empty_like(order).scatter(0, order, position))
 
 
-def aligned(offs: Tensor, alignment: int, tokens: Tensor, owner: str) -> Rows:
+def aligned(offs: Tensor, alignment: int, tokens: Tensor, owner: str, gather: bool = True) -> Rows:
     """End offsets of groups that start at multiples of `alignment`.
 
-    Rows between groups are left out where the host knows them. Where it does not, a group goes on
-    to the start of the next one, with zeros for its last rows. Raises ValueError for a group that
-    would end in front of its start, where the host sees it; an empty one may end where the one
-    before it did.
+    Rows between groups are left out where the host knows them. Where it does not, or without
+    `gather`, a group goes on to the start of the next one, with zeros for its last rows. Raises
+    ValueError for a group that would end in front of its start, where the host sees it; an empty
+    one may end where the one before it did.
     """
     if alignment == 1 or len(offs) == 0:
         return Rows(Groups(offs))
@@ -170,6 +171,7 @@ def aligned(offs: Tensor, alignment: int, tokens: Tensor, owner: str) -> Rows:
         counts = (ends - starts).clamp(min=0)
         if torch.equal(counts.cumsum(0), ends):  # no gaps
             return Rows(Groups(ends))
+    if readable(offs) and gather:
         bounds = zip(starts.tolist(), counts.tolist(), strict=True)
         where = offs.device
         order = torch.cat([torch.arange(s, s + count, device=where) for s, count in bounds])

@@ -1,7 +1,7 @@
 """Recipes: which formats and rules a quantized region uses.
 
-A recipe is an immutable, validated value. ``te_mx.autocast`` makes one active; the modules read
-only its ``settings``, a plain tuple of strings that ``torch.compile`` can guard on by value.
+A recipe is a validated value. ``te_mx.autocast`` makes active what it is at that moment; the
+modules read only its ``settings``, a plain tuple that ``torch.compile`` can guard on by value.
 """
 
 from te_mx.recipes.block_scaling import BlockScaling

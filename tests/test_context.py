@@ -32,9 +32,9 @@ def test_nesting_and_enabled_false():
                 assert current_recipe() is None
                 assert current_settings() is None
                 with te_mx.autocast(recipe=FLOOR):
-                    assert current_recipe() is FLOOR
+                    assert current_recipe() == FLOOR
             assert current_recipe() == MXFP8BlockScaling()
-        assert current_recipe() is HYBRID
+        assert current_recipe() == HYBRID
 
 
 def test_leaves_on_exceptions():
@@ -48,12 +48,12 @@ def test_one_object_many_times_and_recursively():
 
     def descend(depth: int) -> None:
         with context:
-            assert current_recipe() is FLOOR
+            assert current_recipe() == FLOOR
             if depth:
                 with te_mx.autocast(enabled=False):
                     descend(depth - 1)
                     assert current_recipe() is None
-            assert current_recipe() is FLOOR
+            assert current_recipe() == FLOOR
 
     descend(5)
     descend(0)
@@ -94,7 +94,7 @@ def test_decorator_of_an_async_function():
         return current_recipe()
 
     async def main() -> None:
-        assert await inside() is HYBRID
+        assert await inside() == HYBRID
         assert current_recipe() is None
 
     asyncio.run(main())

@@ -68,17 +68,17 @@ def test_one_that_ends_inside_another_region(end):
         else:
             del made
             gc.collect()
-        assert current_recipe() is FLOOR and current_settings() == FLOOR.settings
+        assert current_recipe() == FLOOR and current_settings() == FLOOR.settings
         with te_mx.autocast(enabled=False):
             assert current_recipe() is None
-        assert current_recipe() is FLOOR
+        assert current_recipe() == FLOOR
     assert current_recipe() is None and current_settings() is None
 
 
 def test_two_that_end_in_the_order_they_began():
     first, second = (started(te_mx.autocast(recipe=r)) for r in (HYBRID, FLOOR))
     first.close()
-    assert current_recipe() is FLOOR
+    assert current_recipe() == FLOOR
     second.close()
     assert current_recipe() is None
 
@@ -89,7 +89,7 @@ def test_one_that_another_thread_closes_inside_its_own_region():
     def close():
         with te_mx.autocast(recipe=FLOOR):
             made.close()
-            assert current_recipe() is FLOOR
+            assert current_recipe() == FLOOR
         assert current_recipe() is None
 
     in_a_thread(close)
@@ -110,7 +110,7 @@ def test_one_object_that_other_threads_entered_too():
     made = started(shared)
     with shared:
         in_a_thread(made.close)
-        assert current_recipe() is HYBRID
+        assert current_recipe() == HYBRID
 
 
 def test_an_async_generator_that_another_task_closes():
@@ -123,7 +123,7 @@ def test_an_async_generator_that_another_task_closes():
         await asyncio.create_task(made.__anext__())
         with te_mx.autocast(recipe=FLOOR):
             await asyncio.create_task(made.aclose())
-            assert current_recipe() is FLOOR
+            assert current_recipe() == FLOOR
         assert current_recipe() is None
 
     asyncio.run(main())
@@ -134,10 +134,10 @@ def test_a_context_that_was_copied_inside_keeps_the_recipe():
     copied = contextvars.copy_context()
     made.close()
     assert current_recipe() is None
-    assert copied.run(current_recipe) is HYBRID
+    assert copied.run(current_recipe) == HYBRID
 
 
 def test_leaving_what_was_not_entered_changes_nothing():
     with te_mx.autocast(recipe=FLOOR):
         te_mx.autocast().__exit__(None, None, None)
-        assert current_recipe() is FLOOR
+        assert current_recipe() == FLOOR

@@ -9,7 +9,7 @@ from grouped_cases import RECIPES, equal
 from torch import Tensor
 
 import te_mx
-from te_mx import grouped_rows, mixed_grouped
+from te_mx import grouped_columns, grouped_rows, mixed_grouped
 from te_mx._ops import grouped_quantize
 from te_mx.backends.cpu import grouped as cpu_grouped
 from te_mx.backends.reference import grouped as reference_grouped
@@ -93,7 +93,8 @@ def unseen(request, monkeypatch):
             raise AssertionError("the host looked at the splits")
 
         monkeypatch.setattr("te_mx.grouped_arguments.readable", lambda tensor: False)
-        monkeypatch.setattr(grouped_rows, "readable", lambda tensor: False)
+        for module in (grouped_rows, grouped_columns):
+            monkeypatch.setattr(module, "readable", lambda tensor: False)
         plain = mixed_grouped, grouped_plain
         for module in (grouped_quantize, reference_grouped, *plain):
             monkeypatch.setattr(module, "known_to_host", lambda offs: False)
@@ -371,6 +372,89 @@ def test_offsets_of_a_device_that_mean_nothing(unseen):
         assert (y == 0).all() or values == 2**62
 
 
+COLUMN_PAIRS = [pair for pair in PAIRS if "128x128" not in pair[1]]
+
+
+@pytest.mark.parametrize(("g_fmt", "x_fmt"), COLUMN_PAIRS)
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("gaps", [False, True])
+def test_columns_that_are_quantized(g_fmt, x_fmt, turned, gaps, unseen):
+    """The product over the rows of every group, bit for bit that of te_mx.gemm: groups of whole
+    blocks, or of any number of rows that start at blocks."""
+    torch.manual_seed(0)
+    counts = [128, 0, 256, 128, 0] if not gaps else [33, 0, 200, 5, 0]
+    starts, end = [], 0
+    for count in counts:
+        starts.append(-(-end // 128) * 128)
+        end = starts[-1] + count if count else end
+    ends = torch.tensor([s + c if c else 0 for s, c in zip(starts, counts, strict=True)])
+    offs, rows = ends.cummax(0).values.int(), starts[-1] + 130
+    inside = torch.zeros(rows, 1, dtype=torch.bool)
+    for start, count in zip(starts, counts, strict=True):
+        inside[start : start + count] = True
+    # Rows between groups are quantized with those of a group, and still add nothing.
+    sides = [torch.randn(rows, width) for width in (N, K)]
+    q = [
+        te_mx.quantize(x, fmt=fmt, rowwise=False, columnwise=True, columnwise_transposed=turned)
+        for x, fmt in zip(sides, (g_fmt, x_fmt), strict=True)
+    ]
+    out = torch.ones(len(counts), N, K)
+    aligned = {} if not (gaps or unseen) else {"alignment": 128}
+    made = te_mx.grouped_wgrad(*q, offs, out_dtype=torch.float32, **aligned)
+    te_mx.grouped_wgrad(*q, offs, out=out, accumulate=True, **aligned)
+    assert te_mx.grouped_wgrad(*q, offs, **aligned).dtype == torch.bfloat16
+    for i, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        grad, inp = (t.dequantize(usage="columnwise")[start : start + count] for t in q)
+        exact = grad.double().T @ inp.double()
+        torch.testing.assert_close(made[i].double(), exact, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(out[i].double(), 1 + exact, rtol=1e-5, atol=1e-4)
+        if not gaps and not unseen and count:  # the codes and scales of the group alone
+            own = [_part(t, start, count) for t in q]
+            wanted = te_mx.gemm(own[1], own[0], "NT", out_dtype=torch.float32, split_k=False)
+            equal(made[i], wanted.out)
+
+
+def _part(t: te_mx.MXTensor, start: int, count: int) -> te_mx.MXTensor:
+    """Rows of a columnwise copy that are whole blocks."""
+    block, codes, scales = t.format.block, t.columnwise_data, t.columnwise_scale
+    if t.columnwise_transposed:
+        codes, scales = codes.t(), scales.t()
+    per = 2 if t.columnwise_transposed and t.format.element.bits == 4 else 1
+    codes = codes[start // per : (start + count) // per]
+    scales = scales[start // block : (start + count) // block]
+    if t.columnwise_transposed:
+        codes, scales = codes.t(), scales.t()
+    return te_mx.MXTensor(
+        (count, t.cols), t.fmt, columnwise_data=codes.contiguous(),
+        columnwise_scale=scales.contiguous(), columnwise_transposed=t.columnwise_transposed,
+    )  # fmt: skip
+
+
+def test_columns_that_do_not_fit_are_refused(monkeypatch):
+    def columns(rows: int, cols: int, fmt: str = "e4m3", **given: bool) -> te_mx.MXTensor:
+        given = {"rowwise": False, "columnwise": True, **given}
+        return te_mx.quantize(torch.ones(rows, cols), fmt=fmt, **given)
+
+    g, x, offs = columns(96, 8), columns(96, 16), torch.tensor([40, 96])
+    with pytest.raises(ValueError, match="group 1 starts at row 40, inside of one of the blocks"):
+        te_mx.grouped_wgrad(g, x, offs)
+    with pytest.raises(ValueError, match="blocks of 128 rows in which inp"):
+        te_mx.grouped_wgrad(g, columns(96, 16, "fp8_e4m3_1x128"), torch.tensor([32, 96]))
+    with pytest.raises(TypeError, match="both be tensors or both MXTensors, got inp of tensor"):
+        te_mx.grouped_wgrad(g, torch.ones(96, 16), offs)
+    with pytest.raises(ValueError, match="grad has no columnwise copy"):
+        te_mx.grouped_wgrad(te_mx.quantize(torch.ones(96, 8)), x, offs)
+    with pytest.raises(ValueError, match="blocks hold several columns"):
+        te_mx.grouped_wgrad(g, columns(96, 16, "fp8_e4m3_128x128"), offs)
+    with pytest.raises(ValueError, match="transform mixes the rows"):
+        te_mx.grouped_wgrad(g, columns(96, 16, "mxfp4+rht32:0x1"), offs)
+    with pytest.raises(ValueError, match="same rows, got 96 and 64"):
+        te_mx.grouped_wgrad(g, columns(64, 16), offs)
+    monkeypatch.setattr(grouped_columns, "readable", lambda tensor: False)
+    with pytest.raises(ValueError, match=r"nobody can see .* with alignment=32"):
+        te_mx.grouped_wgrad(g, x, offs)
+
+
 def test_compiled():
     torch._dynamo.reset()
     case = Case("mxfp8_e4m3", "mxfp4")
@@ -382,6 +466,12 @@ def test_compiled():
             te_mx.grouped_linear(x, w, offs=offs, alignment=4),
             te_mx.grouped_wgrad(x, x, offs, alignment=4),
         ]
+
+    columns = te_mx.quantize(torch.cat([x, x]), rowwise=False, columnwise=True)
+    product = torch.compile(te_mx.grouped_wgrad, fullgraph=True, backend="aot_eager")
+    offs = torch.tensor([32, 64, 90])
+    expected = te_mx.grouped_wgrad(columns, columns, offs)
+    torch.testing.assert_close(product(columns, columns, offs, alignment=32), expected)
 
     args = (torch.cat([x, x]), counts.cumsum(0))
     compiled = torch.compile(forms, fullgraph=True, backend="aot_eager")

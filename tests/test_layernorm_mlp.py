@@ -299,6 +299,44 @@ def test_no_second_derivative():
         dx.sum().backward()
 
 
+@pytest.mark.parametrize("region", [True, False])
+@pytest.mark.parametrize("how", ["plain", "main_grad", "delayed", "first", "compiled"])
+def test_checkpoint_is_the_same_for_less_memory(how, region):
+    """Also with where weight gradients go, kept weights, and everything that is returned."""
+    torch.manual_seed(0)
+    given = {"fuse_wgrad_accumulation": how == "main_grad", "delay_wgrad_compute": how == "delayed"}
+    plain = mlp(64, 32, return_bias=True, return_layernorm_output=True, **given)
+    with_it = mlp(64, 32, return_bias=True, return_layernorm_output=True, checkpoint=True, **given)
+    with_it.load_state_dict(plain.state_dict())
+    x, found, kept = torch.randn(6, 64, dtype=BF16), [], []
+    for m in (plain, with_it):
+        if how == "main_grad":
+            for w in (m.fc1_weight, m.fc2_weight):
+                w.main_grad = torch.ones_like(w, dtype=torch.float32)
+        inp, bytes_ = x.clone().requires_grad_(), []
+        call = torch.compile(m, backend="eager") if how == "compiled" else m
+
+        def pack(t, to=bytes_):
+            to.append(t.numel())
+            return t
+
+        with (
+            te_mx.autocast(enabled=region),
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
+        ):
+            out, bias, z = call(inp, *([True] if how == "first" else []))
+        (out.float() * 3 + z.float()).sum().backward()
+        if how == "delayed":
+            m.backward_dw()
+        grads = [getattr(p, "main_grad", p.grad) for p in m.parameters()]
+        found.append([out, z, inp.grad, *(g for g in grads if g is not None)])
+        kept.append(sum(bytes_))
+        assert bias is m.fc2_bias or how == "compiled"
+    assert len(found[0]) == len(found[1])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert how == "compiled" or kept[1] < kept[0]
+
+
 def test_errors():
     with pytest.raises(ValueError, match="activation must be one of"):
         te_mx.LayerNormMLP(8, 8, activation="mish")
@@ -306,8 +344,6 @@ def test_errors():
         te_mx.LayerNormMLP(8, 8, activation_params={"limit": 1.0})
     with pytest.raises(TypeError, match="must be a number"):
         te_mx.LayerNormMLP(8, 8, activation="clamped_swiglu", activation_params={"limit": "7"})
-    with pytest.raises(NotImplementedError, match="checkpoint"):
-        te_mx.LayerNormMLP(8, 8, checkpoint=True)
     m = te_mx.LayerNormMLP(
         8, 8, activation="clamped_swiglu",
         activation_params={"limit": 3, "alpha": 1.5, "glu_linear_offset": 0.0}, name="mlp",

@@ -31,7 +31,7 @@ def test_a_new_thread_starts_outside():
 def test_a_copied_context_carries_the_recipe():
     with te_mx.autocast(recipe=HYBRID):
         context = contextvars.copy_context()
-    assert context.run(current_recipe) is HYBRID
+    assert context.run(current_recipe) == HYBRID
 
 
 def test_one_object_in_many_threads_at_once():
@@ -44,7 +44,7 @@ def test_one_object_in_many_threads_at_once():
             if enter:
                 with shared, te_mx.autocast(enabled=False), shared:
                     barrier.wait()
-                    if current_recipe() is not FLOOR:
+                    if current_recipe() != FLOOR:
                         return False
             else:
                 barrier.wait()
@@ -64,7 +64,7 @@ def test_asyncio_tasks_are_apart():
         with te_mx.autocast(recipe=recipe):
             for _ in range(5):
                 await asyncio.sleep(0)
-                if current_recipe() is not recipe:
+                if current_recipe() != recipe:
                     return False
         return current_recipe() is None
 

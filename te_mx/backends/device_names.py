@@ -22,6 +22,11 @@ def _gpu(place: Place) -> str:
     return short_name(_full_name(place.index)) if there else ""
 
 
+def capability() -> tuple[int, int]:
+    """(major, minor) of the current GPU."""
+    return torch.cuda.get_device_capability()
+
+
 @lru_cache(maxsize=64)
 def _full_name(index: int) -> str:
     return torch.cuda.get_device_name(index)

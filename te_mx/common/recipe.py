@@ -14,6 +14,7 @@ from typing import Any
 
 from te_mx.arguments import check_flag, check_size, is_one_of, shown
 from te_mx.recipe import Float8BlockScaling, Format, MMParams, MXFP8BlockScaling, Recipe
+from te_mx.recipes.float8_block import QParams
 
 __all__ = [
     "CustomRecipe",
@@ -24,6 +25,7 @@ __all__ = [
     "MMParams",
     "MXFP8BlockScaling",
     "NVFP4BlockScaling",
+    "QParams",
     "Recipe",
     "RecipeWarning",
 ]
@@ -45,7 +47,7 @@ class _Mapped(Recipe):
     fp8_mha: bool
 
     def _map(self) -> None:
-        """The end of __post_init__: settings of the recipe that runs, and the warning."""
+        """The end of __post_init__: settings of the recipe that runs, and the warning, once."""
         kind = type(self).__name__
         for name in ("fp8_dpa", "fp8_mha"):
             if getattr(self, name) is not False:
@@ -60,6 +62,9 @@ class _Mapped(Recipe):
         except (TypeError, ValueError) as error:  # by the name of the class that was asked for
             raise type(error)(str(error).replace("MXFP8BlockScaling", kind)) from None
         object.__setattr__(self, "_settings", runs.settings)
+        if self.__dict__.get("_told"):  # a field is set
+            return
+        object.__setattr__(self, "_told", True)
         warnings.warn(
             f"{kind} stands for {runs!r} in te_mx: blocks of 32 elements have scales of their own, "
             "which follow the data of every call; its other fields have no effect",
@@ -68,7 +73,7 @@ class _Mapped(Recipe):
         )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(unsafe_hash=True)
 class DelayedScaling(_Mapped):
     """FP8 with scales of earlier steps in Transformer Engine; here `MXFP8BlockScaling`, and a
     `RecipeWarning` that says so.
@@ -117,7 +122,7 @@ class DelayedScaling(_Mapped):
         self._map()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(unsafe_hash=True)
 class Float8CurrentScaling(_Mapped):
     """FP8 with one scale a tensor in Transformer Engine; here `MXFP8BlockScaling`, and a
     `RecipeWarning` that says so.

@@ -6,8 +6,15 @@ arguments that vLLM gives to its own. Gradients do not flow through them: te_mx.
 te_mx.GroupedLinear train.
 """
 
-from te_mx.moe.alignment import AlignedBlocks, align_block_size
+from te_mx.moe.alignment import AlignedBlocks, align_block_size, batched_align_block_size
 from te_mx.moe.experts import ACTIVATIONS, fused_experts
 from te_mx.moe.gemm import grouped_gemm
 
-__all__ = ["ACTIVATIONS", "AlignedBlocks", "align_block_size", "fused_experts", "grouped_gemm"]
+__all__ = [
+    "ACTIVATIONS",
+    "AlignedBlocks",
+    "align_block_size",
+    "batched_align_block_size",
+    "fused_experts",
+    "grouped_gemm",
+]

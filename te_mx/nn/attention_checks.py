@@ -4,7 +4,7 @@ names the module and the argument.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -30,11 +30,13 @@ def word(name: str, value: Any, words: Collection[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, words))}, got {shown(value)}")
 
 
-def probability(name: str, value: Any) -> float:
-    """Raise TypeError or ValueError unless a value is a number of 0 or more and less than 1."""
+def probability(name: str, value: Any, certain: bool = False) -> float:
+    """Raise TypeError or ValueError unless a value is a number of 0 or more and less than 1, or 1
+    where that is allowed too (`certain`)."""
     value = check_number(name, value)
-    if not 0.0 <= value < 1.0:
-        raise ValueError(f"{name} must be 0 or more and less than 1, got {value}")
+    if not (0.0 <= value < 1.0 or (certain and value == 1.0)):
+        most = "at most 1" if certain else "less than 1"
+        raise ValueError(f"{name} must be 0 or more and {most}, got {value}")
     return value
 
 
@@ -273,7 +275,7 @@ def sequences(owner: str, given: dict[str, Tensor], batch: int, device: torch.de
             )
 
 
-def packed(owner: str, rule: Rule, given: dict[str, Tensor], biased: str, largest: bool) -> None:
+def packed(owner: str, rule: Rule, given: dict[str, Tensor]) -> None:
     """Check a call with qkv_format="thd"."""
     if not rule.padded:
         raise ValueError(
@@ -281,14 +283,29 @@ def packed(owner: str, rule: Rule, given: dict[str, Tensor], biased: str, larges
         )
     if "cu_seqlens_q" not in given:
         raise ValueError(f"{owner}: qkv_format='thd' needs cu_seqlens_q, got None")
-    if biased in ("pre_scale_bias", "post_scale_bias"):
-        raise NotImplementedError(
-            f"{owner}: core_attention_bias_type={biased!r} is not supported with "
-            "qkv_format='thd'; use 'sbhd' or 'bshd'"
+
+
+def packed_bias(
+    owner: str, value: Tensor | None, slopes: Tensor | None, heads: int,
+    of_q: Sequence[tuple[int, int]], of_k: Sequence[tuple[int, int]],
+) -> None:  # fmt: skip
+    """Raise ValueError unless a bias reaches every sequence of "thd", and slopes are of each."""
+    batch = len(of_q)
+    if slopes is not None and slopes.dim() == 2 and len(slopes) not in (1, batch):
+        raise ValueError(
+            f"{owner}: alibi_slopes must be [{heads}] or [{batch}, {heads}], got "
+            f"{list(slopes.shape)}"
         )
-    if largest:
-        raise NotImplementedError(
-            f"{owner}: return_max_logit=True is not supported with qkv_format='thd'"
+    if value is None:
+        return
+    queries, keys = (max((b - a for a, b in of), default=0) for of in (of_q, of_k))
+    b, h, s, t = (1,) * (4 - value.dim()) + tuple(value.shape)
+    fit = b in (1, batch) and h in (1, heads) and (s == 1 or s >= queries)
+    if not fit or (t != 1 and t < keys):
+        raise ValueError(
+            f"{owner}: core_attention_bias must be broadcastable to [sequences, heads, queries, "
+            f"keys] = {(batch, heads, queries, keys)} of the longest sequences, or longer, got "
+            f"shape {tuple(value.shape)}"
         )
 
 

@@ -43,10 +43,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:
 
 
 def attend_with_max(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> tuple[Tensor, Tensor]:
-    """As `attend`, and the largest score of each head [heads]."""
+    """As `attend`, and the largest score that is seen of each head [heads], in the dtype of the
+    output; -inf where there is none."""
     how, blind = _with_something_to_see(how)
-    out, largest = written_out(q, k, v, how)
-    return (out if blind is None else out.masked_fill(blind, 0.0)), largest
+    out, s = written_out(q, k, v, how)
+    s = s.detach() if blind is None else s.detach().masked_fill(blind, float("-inf"))
+    largest = s.amax((0, 2, 3)) if s.numel() else s.new_full(s.shape[1:2], float("-inf"))
+    return (out if blind is None else out.masked_fill(blind, 0.0)), largest.to(out.dtype)
 
 
 def _with_something_to_see(how: Scores) -> tuple[Scores, Tensor | None]:
@@ -82,25 +85,24 @@ def _spread(x: Tensor, q: Tensor) -> Tensor:
 
 
 def written_out(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> tuple[Tensor, Tensor]:
-    """The formula in fp32, with all scores in memory, and the largest score of each head."""
+    """The formula in fp32, with all scores in memory, and these."""
     k, v = _spread(k, q), _spread(v, q)
     s = q.float() @ k.float().transpose(-1, -2) * how.scale
     if how.bias is not None and how.bias_inside_cap:
-        s = s + how.bias
+        s = s + how.bias.float()
     if how.softcap:
         s = how.softcap * torch.tanh(s / how.softcap)
     if how.bias is not None and not how.bias_inside_cap:
-        s = s + how.bias
+        s = s + how.bias.float()
     if how.causal:
         hidden = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1)
         s = s.masked_fill(hidden, float("-inf"))
     if how.seen is not None:
         s = s.masked_fill(~how.seen, float("-inf"))
-    largest = s.detach().amax((0, 2, 3))
     if how.sink is not None:
         extra = how.sink.float().view(1, -1, 1, 1).expand(s.shape[0], -1, s.shape[2], 1)
         p = torch.cat((s, extra), -1).softmax(-1)[..., :-1]
     else:
         p = s.softmax(-1)
     p = F.dropout(p, how.dropout) if how.dropout else p
-    return (p @ v.float()).to(v.dtype), largest
+    return (p @ v.float()).to(v.dtype), s

@@ -45,8 +45,9 @@ class DotProductAttention(ranks.SharedHeads, WithoutExtraState, nn.Module):
         attention_type: "self" or "cross": whether q and k have one padding mask.
         softmax_scale: None is ``1 / sqrt(width of q)``.
         softmax_type: "vanilla", "off-by-one" (a score of 0 takes part) or "learnable" (one for each
-            head does, the parameter ``softmax_offset`` [1, heads, 1, 1]).
-        return_max_logit: also return the largest score of each head.
+            head does). ``softmax_offset`` [heads] has these: None, zeros, a parameter.
+        return_max_logit: also return the largest score that is seen of each head [heads], in the
+            dtype of the output.
         tp_group, tp_size: ranks that share the heads, of which q, k and v hold this rank's.
         sequence_parallel: of no effect: q, k and v have all tokens.
         name: shown in errors.
@@ -116,11 +117,13 @@ class DotProductAttention(ranks.SharedHeads, WithoutExtraState, nn.Module):
         self.return_max_logit = return_max_logit
         constructors.check_name(_OWNER, name)
         self.name = name
-        self.softmax_offset: nn.Parameter | None
-        made = None
-        if softmax_type == "learnable":
-            made = nn.Parameter(torch.zeros(1, heads, 1, 1, device=default_device()))
-        self.register_parameter("softmax_offset", made)
+        self.softmax_offset: Tensor | None
+        made = None if softmax_type == "vanilla" else torch.zeros(heads, device=default_device())
+        if softmax_type == "off-by-one":
+            self.register_buffer("softmax_offset", made, persistent=False)
+        else:
+            offset = None if made is None else nn.Parameter(made)
+            self.register_parameter("softmax_offset", offset)
 
     def forward(
         self,
@@ -160,7 +163,8 @@ class DotProductAttention(ranks.SharedHeads, WithoutExtraState, nn.Module):
             checkpoint_core_attention: keep q, k and v for backward, and run this again there.
             core_attention_bias_type: "no_bias", "pre_scale_bias" (before `softmax_scale`),
                 "post_scale_bias" or "alibi".
-            core_attention_bias: broadcastable to [b, heads, s, s2].
+            core_attention_bias: broadcastable to [b, heads, s, s2]; for "thd" s and s2 are those of
+                the longest sequences, or more.
             alibi_slopes: [heads] or [b, heads]; None: those of the paper.
             transformer_engine: further arguments of Transformer Engine's forward, at their
                 defaults.
@@ -204,7 +208,7 @@ class DotProductAttention(ranks.SharedHeads, WithoutExtraState, nn.Module):
         call: Any
         given: tuple[Any, ...]
         if layout == "thd":
-            attention_checks.packed(owner, rule, lengths, biased, self.return_max_logit)
+            attention_checks.packed(owner, rule, lengths)
             call = functools.partial(self._packed, run=run, lengths=lengths)
             given = (query_layer, key_layer, value_layer)
         else:
@@ -228,6 +232,14 @@ class DotProductAttention(ranks.SharedHeads, WithoutExtraState, nn.Module):
             out = out.permute(0, 2, 1, 3)
         out = out.flatten(-2)
         return (out, largest) if self.return_max_logit else out
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """The offset of older versions is [1, heads, 1, 1]."""
+        key = prefix + "softmax_offset"
+        given = state_dict.get(key)
+        if isinstance(given, Tensor) and given.dim() == 4 and given.numel() == given.shape[1]:
+            state_dict[key] = given.view(-1)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     # ------------------------------------------------------------------------------------ one batch
     def _batched(
@@ -256,9 +268,8 @@ class DotProductAttention(ranks.SharedHeads, WithoutExtraState, nn.Module):
             apart = attention_masks.distance(rule, queries, keys, padding, device)
             bias = attention_masks.alibi(slopes, apart)
         sink = None
-        if self.softmax_type != "vanilla":
-            offset = self.softmax_offset
-            sink = q.new_zeros(self.num_attention_heads) if offset is None else offset.view(-1)
+        if self.softmax_offset is not None:
+            sink = self.softmax_offset.view(-1)
         how = Scores(
             self.softmax_scale, causal, seen, bias,
             self.attention_dropout if self.training else 0.0, softcap, sink,
@@ -270,8 +281,9 @@ class DotProductAttention(ranks.SharedHeads, WithoutExtraState, nn.Module):
 
     # ---------------------------------------------------------------------- one after the other
     def _packed(
-        self, q: Tensor, k: Tensor, v: Tensor, _: None, *, run: Any, lengths: dict[str, Tensor]
-    ) -> tuple[Tensor, None]:
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, run: Any,
+        lengths: dict[str, Tensor],
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """q [tokens, heads, d], k and v [tokens, groups, .] -> [tokens, heads, e]: every sequence
         by itself, zeros between them."""
         of_q, of_k = (
@@ -279,18 +291,26 @@ class DotProductAttention(ranks.SharedHeads, WithoutExtraState, nn.Module):
             for side, x in (("q", q), ("kv", k))
         )
         attention_checks.as_many(self._label(), of_q, of_k)
+        slopes, heads = run.keywords["slopes"], self.num_attention_heads
+        attention_checks.packed_bias(self._label(), bias, slopes, heads, of_q, of_k)
         alone = functools.partial(run, rule=run.keywords["rule"].of_one_sequence())
         made, done = [], 0
-        for (start, stop), (first, last) in zip(of_q, of_k, strict=True):
+        largest = q.new_full((heads,), float("-inf")) if self.return_max_logit else None
+        for i, ((start, stop), (first, last)) in enumerate(zip(of_q, of_k, strict=True)):
             parts = (q[start:stop], k[first:last], v[first:last])
-            out, _none = alone(*(x.transpose(0, 1).unsqueeze(0) for x in parts), None)
+            own = slopes
+            if slopes is not None and slopes.dim() == 2 and len(slopes) > 1:
+                own = slopes[i : i + 1]
+            added = None if bias is None else _of_sequence(bias, i, stop - start, last - first)
+            out, most = alone(*(x.transpose(0, 1).unsqueeze(0) for x in parts), added, slopes=own)
+            if largest is not None:
+                largest = torch.maximum(largest.to(most.dtype), most)
             made += [out.new_zeros(start - done, *out.shape[1::2])] if start > done else []
             made.append(out.squeeze(0).transpose(0, 1))
             done = stop
-        width = self.kv_channels[1]
         end = made[-1] if made else q  # torch.autocast has a dtype of its own
-        made.append(end.new_zeros(q.shape[0] - done, self.num_attention_heads, width))
-        return torch.cat(made), None
+        made.append(end.new_zeros(q.shape[0] - done, heads, self.kv_channels[1]))
+        return torch.cat(made), largest
 
     # ---------------------------------------------------------------------------------------- names
     def _label(self) -> str:
@@ -302,6 +322,15 @@ class DotProductAttention(ranks.SharedHeads, WithoutExtraState, nn.Module):
             f"num_gqa_groups={self.num_gqa_groups}, qkv_format={self.qkv_format!r}, "
             f"attn_mask_type={self.attn_mask_type!r}"
         )
+
+
+def _of_sequence(bias: Tensor, index: int, queries: int, keys: int) -> Tensor:
+    """What of a bias [sequences, heads, queries, keys], or of one that is broadcast to that, is for
+    the scores of one sequence."""
+    bias = bias.view((1,) * (4 - bias.dim()) + bias.shape)
+    bias = bias[index : index + 1] if bias.shape[0] > 1 else bias
+    bias = bias[:, :, :queries] if bias.shape[2] > 1 else bias
+    return bias[..., :keys] if bias.shape[3] > 1 else bias
 
 
 def _masks(

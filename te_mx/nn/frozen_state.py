@@ -29,7 +29,8 @@ from te_mx import formats
 from te_mx.arguments import is_dense, shown
 from te_mx.nn.frozen_formats import NOTHING, Fixed
 from te_mx.nn.frozen_weight import Freezable, Frozen
-from te_mx.recipe import BlockScaling, DeepSeekV3, Float8BlockScaling, get_default_recipe
+from te_mx.recipe import BlockScaling, DeepSeekV3, Float8BlockScaling
+from te_mx.recipes.resolve import DEFAULT_SETTINGS
 from te_mx.recipes.settings import Settings
 
 _NAMED = {  # 6-bit codes look alike
@@ -283,7 +284,7 @@ def _settings_for(
     error_msgs: list[str],
 ) -> Settings:  # fmt: skip
     """The settings that were saved with codes, or, without any, those that stand in for them."""
-    default = get_default_recipe().settings
+    default = DEFAULT_SETTINGS
     if saved is None:
         own = module._bound if module._frozen is None else module._frozen.settings
         shape = module._shape_of(module._weight_keys[0])

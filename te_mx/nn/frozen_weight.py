@@ -22,7 +22,7 @@ from te_mx.nn import frozen_formats, frozen_owners
 from te_mx.nn.frozen_formats import Fixed
 from te_mx.nn.frozen_sources import Sources
 from te_mx.nn.several_ranks import above, here, is_spread
-from te_mx.recipe import get_default_recipe
+from te_mx.recipes.resolve import DEFAULT_SETTINGS
 from te_mx.recipes.settings import Settings
 
 
@@ -343,7 +343,7 @@ class Freezable:
         assert self._frozen is not None
         words = "frozen, no master" if self._frozen.dropped else "frozen"
         fmt = self._frozen.settings.w
-        return words if fmt == get_default_recipe().settings.w else f"{words}, {fmt}"
+        return words if fmt == DEFAULT_SETTINGS.w else f"{words}, {fmt}"
 
 
 def _not_quantizable(weight: Tensor) -> str:

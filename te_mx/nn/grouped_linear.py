@@ -57,6 +57,8 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         fuse_wgrad_accumulation, delay_wgrad_compute, save_original_input: as for te_mx.Linear; one
             `backward_dw` computes the gradients of all groups. Outside te_mx.autocast the first two
             need m_splits that the host knows.
+        use_grouped_tensor: which of its paths Transformer Engine takes; of no effect: te_mx has
+            one, for splits that the host knows and for those that it does not.
         transformer_engine: further arguments of Transformer Engine's GroupedLinear, at their
             defaults; see docs/compatibility.md.
 
@@ -83,6 +85,7 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
+        use_grouped_tensor: bool | None = None,
         **transformer_engine: Any,
     ) -> None:
         super().__init__()
@@ -101,6 +104,8 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             save_original_input=save_original_input,
         )  # fmt: skip
+        if use_grouped_tensor is not None:
+            constructors.flags(owner, use_grouped_tensor=use_grouped_tensor)
         constructors.functions(owner, init_method=init_method)
         constructors.check_name(owner, name)
         device, dtype = constructors.parameter_place(owner, device, dtype, params_dtype)

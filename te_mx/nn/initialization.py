@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
+from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from te_mx.arguments import check_flag
+
+# Whether modules made here keep a copy of what their weights start with: see
+# te_mx.pytorch.quantized_model_init.
+preserves: ContextVar[bool] = ContextVar("te_mx_preserves_init", default=False)
+
+
+def get_high_precision_init_val(parameter: Any) -> Tensor | None:
+    """What a weight started with, on the CPU; None once that was cleared."""
+    return getattr(parameter, "_high_precision_init_val", None)
+
+
+def clear_high_precision_init_val(parameter: Any) -> None:
+    """Give the memory of that copy back."""
+    parameter.__dict__.pop("_high_precision_init_val", None)
+
+
+def _preserve(parameter: Any) -> None:
+    parameter._high_precision_init_val = parameter.detach().to("cpu", copy=True)
+    for function in (get_high_precision_init_val, clear_high_precision_init_val):
+        setattr(parameter, function.__name__, MethodType(function, parameter))
 
 
 class Resettable:
@@ -15,6 +37,7 @@ class Resettable:
     device."""
 
     _building: bool = False  # in the constructor, which leaves the meta device alone
+    _preserves: bool = False  # copies of what weights start with
 
     def _initialize(self) -> None:
         """Write the initial values."""
@@ -37,6 +60,7 @@ class Resettable:
         assert isinstance(self, nn.Module)
         module: Any = self
         check_flag("reset_parameters: defer_init", defer_init)
+        self._note_preserving()
         if defer_init or (self._building and _on_meta(self)):
             return
         if module._is_dropped():
@@ -46,6 +70,7 @@ class Resettable:
             )
         _make_real(self)
         self._initialize()
+        self._preserve_weights()
         # What was kept of the weights before is old now.
         self.__dict__.pop("_microbatch", None)
         if module._frozen is not None:
@@ -54,8 +79,20 @@ class Resettable:
     def _finish_building(self) -> None:
         """The end of a constructor: parameters on the meta device have no values yet."""
         assert isinstance(self, nn.Module)
+        self._note_preserving()
         if not _on_meta(self):
             self.reset_parameters()
+
+    def _preserve_weights(self) -> None:
+        module: Any = self
+        for parameter in module._parameters.values() if self._preserves else ():
+            # Norms and biases are not quantized.
+            if parameter is not None and parameter.dim() > 1 and not parameter.is_meta:
+                _preserve(parameter)
+
+    def _note_preserving(self) -> None:
+        if preserves.get():
+            self._preserves = True
 
 
 def _on_meta(module: nn.Module) -> bool:

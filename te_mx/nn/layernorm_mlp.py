@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
+from torch.utils.checkpoint import checkpoint
 
 from te_mx.autograd import transforms
 from te_mx.autograd.backward import needs_gradient
@@ -63,6 +64,8 @@ class LayerNormMLP(NormModule):
             `backward_dw` computes the gradients of both.
         seq_length, micro_batch_size: Transformer Engine's hints of what to compile ahead; of no
             effect.
+        checkpoint: keep the input alone for backward and run the module again there
+            (torch.utils.checkpoint): the same bits, for less memory and one forward more.
         tp_group, tp_size, set_parallel_mode, sequence_parallel: fc1 and fc2 are shared by the ranks
             of a process group, as in Transformer Engine: docs/distributed.md. The group may come
             later, by `set_tensor_parallel_group`.
@@ -77,6 +80,7 @@ class LayerNormMLP(NormModule):
 
     _norms = (*NORMS, None)
     _weight_keys = ("fc1_weight", "fc2_weight")
+    checkpoint: bool = False
     fc1_weight: nn.Parameter
     fc1_bias: nn.Parameter | None
     fc2_weight: nn.Parameter
@@ -105,6 +109,7 @@ class LayerNormMLP(NormModule):
         delay_wgrad_compute: bool = False,
         seq_length: int | None = None,
         micro_batch_size: int | None = None,
+        checkpoint: bool = False,
         tp_group: Any = None,
         tp_size: int = 1,
         set_parallel_mode: bool = False,
@@ -120,7 +125,7 @@ class LayerNormMLP(NormModule):
         constructors.flags(
             owner, bias=bias, return_bias=return_bias, delay_wgrad_compute=delay_wgrad_compute,
             return_layernorm_output=return_layernorm_output,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation, checkpoint=checkpoint,
         )  # fmt: skip
         constructors.functions(
             owner, init_method=init_method, output_layer_init_method=output_layer_init_method
@@ -145,6 +150,7 @@ class LayerNormMLP(NormModule):
         self.init_method = init_method
         self.output_layer_init_method = output_layer_init_method
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.checkpoint = checkpoint
         self._norm_parameters(device, dtype)
         fc1_rows = 2 * ffn_hidden_size if self._act.gated else ffn_hidden_size
         for layer, rows, cols in (
@@ -190,6 +196,16 @@ class LayerNormMLP(NormModule):
         """
         if isinstance(inp, Proxy):
             return self._as_leaf(inp, is_first_microbatch=is_first_microbatch)
+        saves = self.checkpoint and torch.is_grad_enabled() and not transforms.active()
+        if saves and not self._is_spread(inp):  # there the layer of this rank does it
+            # It draws no random numbers, so there are none to draw again.
+            return checkpoint(
+                self._forward, inp, is_first_microbatch, use_reentrant=False,
+                preserve_rng_state=False,
+            )  # fmt: skip
+        return self._forward(inp, is_first_microbatch)
+
+    def _forward(self, inp: Tensor, is_first_microbatch: bool | None) -> Any:
         routed = self._routed()
         if routed and is_tracing():
             return delayed_wgrad.untraced(self.forward, inp, is_first_microbatch)

@@ -144,6 +144,7 @@ class Linear(MXModule, nn.Linear):
             self._split, self.init_method = sizes, init_method
             if init_method is not None:
                 self.reset_parameters()
+            self._preserve_weights()
         if delay_wgrad_compute:
             self._start_delaying()
         self._share(parallel_mode, how, tp_group)

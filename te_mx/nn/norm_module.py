@@ -21,11 +21,11 @@ from te_mx.context import backward_pass_id, is_tracing, output_dtype
 from te_mx.dispatch.fused import NORMS, Norm, Target
 from te_mx.nn import constructors, frozen_few, frozen_op
 from te_mx.nn.mx_module import MXModule
-from te_mx.recipe import get_default_recipe
+from te_mx.nn.plain_norm import NARROW, layer_norm, sums_in_fp32
+from te_mx.recipes.resolve import DEFAULT_SETTINGS
 from te_mx.recipes.settings import Settings
 
 _STD = 0.023  # of Transformer Engine's default weights
-_NARROW = torch.bfloat16, torch.float16
 
 
 def default_init(weight: Tensor) -> Tensor:
@@ -93,16 +93,18 @@ class NormModule(MXModule, nn.Module):
         bias: Tensor | None = self.layer_norm_bias
         if weight is None:
             self._refuse_parameter("layer_norm_weight", None, (self._size,), inp.device)
-        if weight.dtype != inp.dtype and weight.dtype in _NARROW:
+        is_layer_norm = self.normalization == "LayerNorm"
+        wide = weight.dtype != inp.dtype or (is_layer_norm and sums_in_fp32(inp))
+        if wide and weight.dtype in NARROW:
             weight = weight.float()  # torch mixes dtypes where the parameters are fp32
-            bias = bias.float() if bias is not None and bias.dtype in _NARROW else bias
+            bias = bias.float() if bias is not None and bias.dtype in NARROW else bias
         if self.zero_centered_gamma:
             weight = weight + 1
         shape = (self._size,)
-        if self.normalization == "RMSNorm":
-            z = nn.functional.rms_norm(inp, shape, weight, self.eps)
+        if is_layer_norm:
+            z = layer_norm(inp, shape, weight, bias, self.eps)
         else:
-            z = nn.functional.layer_norm(inp, shape, weight, bias, self.eps)
+            z = nn.functional.rms_norm(inp, shape, weight, self.eps)
         return z.to(output_dtype(inp))
 
     def _normalized(self, inp: Tensor) -> Tensor:
@@ -110,7 +112,7 @@ class NormModule(MXModule, nn.Module):
         weight, bias, step = self.layer_norm_weight, self.layer_norm_bias, self._step(inp)
         if weight is None:
             return inp.to(step.dtype)
-        target = Target("", "", get_default_recipe().settings.scale_rule)
+        target = Target("", "", DEFAULT_SETTINGS.scale_rule)
         return normalized(inp, weight, bias, step, target)
 
     @staticmethod

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from te_mx.arguments import check_flag, check_number, check_size, is_dense, shown
 from te_mx.nn import attention_checks, constructors
 from te_mx.nn.extra_state import WithoutExtraState
+from te_mx.nn.mx_module import output_dtype
+from te_mx.nn.plain_norm import NARROW, layer_norm, sums_in_fp32
 from te_mx.nn.te_defaults import default_device
 
 
@@ -116,7 +118,9 @@ class _Norm(WithoutExtraState, nn.Module):
         return inp
 
     def _gamma(self, dtype: torch.dtype) -> Tensor:
-        weight = self.weight + 1 if self.zero_centered_gamma else self.weight
+        weight: Tensor = self.weight
+        if self.zero_centered_gamma:  # 1 + weight would lose a small weight in 16 bits
+            weight = (weight.float() if weight.dtype in NARROW else weight) + 1
         return weight.to(dtype)
 
     def extra_repr(self) -> str:
@@ -150,20 +154,25 @@ class LayerNorm(_Norm):
     _biased = True
 
     def forward(self, inp: Tensor) -> Tensor:
-        """inp [.., *normalized_shape] -> the same shape and dtype."""
+        """inp [.., *normalized_shape] -> the same shape, of torch.autocast's dtype where that is
+        on, else of inp's."""
         x = self._checked(inp)
         assert self.bias is not None
-        gamma, beta = self._gamma(x.dtype), self.bias.to(x.dtype)
-        return F.layer_norm(x, self.normalized_shape, gamma, beta, self.eps)
+        dtype = torch.float32 if sums_in_fp32(x) else x.dtype
+        gamma, beta = self._gamma(dtype), self.bias.to(dtype)
+        y = layer_norm(x, self.normalized_shape, gamma, beta, self.eps)
+        return y.to(output_dtype(x))
 
 
 class RMSNorm(_Norm):
     __doc__ = "``x / sqrt(mean(x^2) + eps) * weight``." + _ARGUMENTS
 
     def forward(self, inp: Tensor) -> Tensor:
-        """inp [.., *normalized_shape] -> the same shape and dtype."""
+        """inp [.., *normalized_shape] -> the same shape, of torch.autocast's dtype where that is
+        on, else of inp's."""
         x = self._checked(inp)
-        return F.rms_norm(x, self.normalized_shape, self._gamma(x.dtype), self.eps)
+        y = F.rms_norm(x, self.normalized_shape, self._gamma(x.dtype), self.eps)
+        return y.to(output_dtype(x))
 
 
 class L2Normalization(WithoutExtraState, nn.Module):

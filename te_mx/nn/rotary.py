@@ -114,13 +114,13 @@ def apply_rotary_pos_emb(
             and "bshd" also [s2, b, 1, d].
         start_positions: [b], the position of the first token of each sequence; s2 must reach.
         interleaved: pairs (x0, x1), (x2, x3), .. turn; else x_i with x_(i + d/2).
-        fused: compute in fp32 and round once, as Transformer Engine's kernel does; else cos and sin
-            are rounded to t's dtype first.
+        fused: compute in fp32 and round once, forward and backward, as Transformer Engine's kernel
+            does; else cos and sin are rounded to t's dtype first.
         cu_seqlens: [sequences + 1], for "thd": where sequences start. No token may come after.
         transformer_engine: cp_size and cp_rank, at their defaults.
 
     Returns:
-        As t.
+        Of t's shape and dtype, contiguous.
 
     Raises:
         TypeError, ValueError: an argument of a wrong type, value or shape, by name.
@@ -160,7 +160,8 @@ def apply_rotary_pos_emb(
         angles = freqs[:size]
     if tensor_format == "bshd":
         angles = angles.transpose(0, 1)
-    return _turned(t, angles, interleaved, torch.float32 if fused else t.dtype)
+    dtype = torch.promote_types(t.dtype, torch.float32) if fused else t.dtype
+    return _turned(t, angles, interleaved, dtype).contiguous()
 
 
 def _check(owner: str, t: Any, freqs: Any, packed: bool) -> None:
@@ -189,7 +190,8 @@ def _positions(starts: Tensor, tokens: int) -> Tensor:
 def _turned(t: Tensor, angles: Tensor, interleaved: bool, dtype: torch.dtype) -> Tensor:
     d = angles.shape[-1]
     cos, sin = angles.float().cos().to(dtype), angles.float().sin().to(dtype)
-    x, rest = t[..., :d], t[..., d:]
+    # x is read twice: a cast before that, so that its two gradients are added before they round.
+    x, rest = t[..., :d].to(dtype), t[..., d:]
     if interleaved:
         rotated = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
     else:

@@ -40,12 +40,10 @@ ABSENT: dict[str, Absent] = {
     "ub_bulk_dgrad": Absent(False, _USERBUFFERS),
     "ub_bulk_wgrad": Absent(False, _USERBUFFERS),
     "ub_name": Absent(None, _USERBUFFERS),
-    "checkpoint": Absent(False, "wrap the module in torch.utils.checkpoint instead"),
-    "use_grouped_tensor": Absent(None, "there is one grouped path on every device"),
     "fp8_output": Absent(False, "modules return high-precision tensors"),
     "fp8_grad": Absent(False, "gradients are high-precision tensors"),
-    "out": Absent(None, "the module allocates its output"),
-    "dgrad_out": Absent(None, "the module allocates its input gradient"),
+    "out": Absent(None, "its kernels write a new tensor; copy the result where it is wanted"),
+    "dgrad_out": Absent(None, "its kernels write a new tensor; a hook on the input can copy it"),
 }
 
 _LINEAR = (
@@ -63,13 +61,12 @@ CONSTRUCTORS: dict[str, frozenset[str]] = {
         [
             *(set(_LINEAR) - {"rng_tracker_name", "ub_name"}),
             "return_layernorm_output_gathered",
-            "checkpoint",
         ]
     ),
     "GroupedLinear": frozenset(
         [
             "sequence_parallel", "tp_group", "tp_size", "get_rng_state_tracker", "rng_tracker_name",
-            "parallel_mode", "ub_overlap_ag", "ub_overlap_rs", "ub_name", "use_grouped_tensor",
+            "parallel_mode", "ub_overlap_ag", "ub_overlap_rs", "ub_name",
         ]
     ),
 }  # fmt: skip

@@ -51,7 +51,8 @@ class TransformerLayer(SharedHeads, nn.Module):
         parallel_attention_mlp: ``y = x + dropout(attention(norm(x)) + mlp(norm(x)))``, each with a
             normalization of its own.
         layer_type: "encoder", or "decoder" with cross attention to `encoder_output`.
-        drop_path_rate: of whole rows along the first dimension of what is added to the residual.
+        drop_path_rate: of whole rows along the first dimension of what is added to the residual, 0
+            to 1.
         fuse_qkv_params, qkv_weight_interleaved, rotary_pos_interleaved, qk_norm_type, qk_norm_eps,
             qk_norm_before_rope: as of MultiheadAttention.
         bias: with biases.
@@ -140,7 +141,7 @@ class TransformerLayer(SharedHeads, nn.Module):
             f"{_OWNER}: hidden_dropout", hidden_dropout
         )
         self.drop_path_rate = attention_checks.probability(
-            f"{_OWNER}: drop_path_rate", drop_path_rate
+            f"{_OWNER}: drop_path_rate", drop_path_rate, certain=True
         )
         attention_masks.check_mask_type(f"{_OWNER}: self_attn_mask_type", self_attn_mask_type)
         attention_masks.check_mask_type(f"{_OWNER}: enc_dec_attn_mask_type", enc_dec_attn_mask_type)
@@ -271,8 +272,8 @@ class TransformerLayer(SharedHeads, nn.Module):
         x = F.dropout(x, self.hidden_dropout, self.training)
         if drop_path and self.drop_path_rate and self.training:
             keep = 1.0 - self.drop_path_rate
-            kept = torch.rand(x.shape[:1], device=x.device) < keep
-            x = x / keep * kept.view(-1, *[1] * (x.dim() - 1)).to(x.dtype)
+            kept = (torch.rand(x.shape[:1], device=x.device) < keep).view(-1, *[1] * (x.dim() - 1))
+            x = torch.where(kept, x / (keep or 1.0), 0.0)  # a rate of 1 keeps none, and no NaN
         return residual + x
 
 

@@ -49,6 +49,7 @@ from te_mx.pytorch.quantization import (
 )
 from te_mx.pytorch.shim import install_shim, remove_shim
 from te_mx.pytorch.transformer import TransformerLayer
+from te_mx.pytorch.utils import get_device_compute_capability
 
 __all__ = [
     "DotProductAttention",
@@ -69,6 +70,7 @@ __all__ = [
     "fp8_autocast",
     "fp8_model_init",
     "get_default_recipe",
+    "get_device_compute_capability",
     "install_shim",
     "is_bf16_available",
     "is_fp8_available",

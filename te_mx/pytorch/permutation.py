@@ -248,7 +248,7 @@ def _sources(where: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 def _gathered(inp: Tensor, where: Tensor, rows: int) -> Tensor:
     if not where.numel():
-        return inp.new_zeros(rows, inp.shape[1])
+        return torch.cat((inp[:0], inp.new_zeros(rows, inp.shape[1])))  # with inp's history
     pair, held = _sources(where, rows)
     taken = inp.index_select(0, pair // where.shape[1])
     return torch.where(held.unsqueeze(1), taken, 0)
@@ -256,7 +256,7 @@ def _gathered(inp: Tensor, where: Tensor, rows: int) -> Tensor:
 
 def _gathered_pairs(values: Tensor, where: Tensor, rows: int) -> Tensor:
     if not where.numel():
-        return values.new_zeros(rows)
+        return torch.cat((values.reshape(-1)[:0], values.new_zeros(rows)))
     pair, held = _sources(where, rows)
     return torch.where(held, values.reshape(-1)[pair], 0)
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
 from te_mx.arguments import check_flag
 from te_mx.common.recipe import RecipeWarning
-from te_mx.context import autocast, fp8_autocast
-from te_mx.recipe import get_default_recipe, is_mxfp8_available, resolve_recipe
+from te_mx.context import autocast, current_recipe, fp8_autocast
+from te_mx.nn.initialization import preserves
+from te_mx.recipe import Recipe, get_default_recipe, is_mxfp8_available, resolve_recipe
 
 __all__ = [
+    "FP8GlobalStateManager",
     "autocast",
     "fp8_autocast",
     "fp8_model_init",
@@ -37,22 +40,19 @@ def quantized_model_init(
     Args:
         enabled: False changes nothing, and says nothing.
         recipe: one of te_mx.recipe or te_mx.common.recipe, or Transformer Engine's, of no effect.
-        preserve_high_precision_init_val: must be False; parameters are in high precision anyway.
+        preserve_high_precision_init_val: weights of modules made inside have
+            ``get_high_precision_init_val()``, a copy on the CPU of what they started with, and
+            ``clear_high_precision_init_val()``, which frees it: what loops make master weights of.
 
     Raises:
         TypeError: an argument has the wrong type.
-        NotImplementedError: preserve_high_precision_init_val, or a recipe that te_mx does not have.
+        NotImplementedError: a recipe that te_mx does not have.
     """
     check_flag("quantized_model_init: enabled", enabled)
     name = "quantized_model_init: preserve_high_precision_init_val"
     check_flag(name, preserve_high_precision_init_val)
     if enabled:
         resolve_recipe(recipe)
-        if preserve_high_precision_init_val:
-            raise NotImplementedError(
-                f"{name}=True is not supported: parameters are in high precision, and have no "
-                "other values beside them; leave it at False"
-            )
         warnings.warn(
             "quantized_model_init: te_mx trains from high-precision parameters and quantizes them "
             "in each forward, so modules made here keep them; te_mx.freeze_weights(model, "
@@ -60,7 +60,16 @@ def quantized_model_init(
             RecipeWarning,
             stacklevel=2,
         )
-    return nullcontext()
+    return _preserving(enabled and preserve_high_precision_init_val)
+
+
+@contextmanager
+def _preserving(wanted: bool) -> Iterator[None]:
+    token = preserves.set(wanted)
+    try:
+        yield
+    finally:
+        preserves.reset(token)
 
 
 def fp8_model_init(
@@ -118,3 +127,73 @@ def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:
     yes = not torch.cuda.is_available() or torch.cuda.is_bf16_supported()
     reason = "torch says that this GPU does not support bf16"
     return _answer("is_bf16_available", yes, reason, return_reason)
+
+
+class _Absent(type):
+    """Says why FP8GlobalStateManager has no other method of Transformer Engine's."""
+
+    def __getattr__(cls, name: str) -> Any:
+        raise AttributeError(
+            f"te_mx's {cls.__name__} has no {name}: block scales follow the data of every call, so "
+            "there are no histories, buffers or scales that calls share"
+        )
+
+
+class FP8GlobalStateManager(metaclass=_Absent):
+    """What scripts ask the state of Transformer Engine for. te_mx has none beside its regions,
+    which belong to a thread or task: these methods answer about the innermost one."""
+
+    @classmethod
+    def reset(cls) -> None:
+        """Changes nothing: no histories or buffers are kept between calls, and whoever entered a
+        region leaves it."""
+
+    @classmethod
+    def is_fp8_enabled(cls) -> bool:
+        """Whether this is inside of an enabled region."""
+        return current_recipe() is not None
+
+    @classmethod
+    def is_fp8_calibration(cls) -> bool:
+        """False: there is nothing to calibrate."""
+        return False
+
+    @classmethod
+    def with_fp8_parameters(cls) -> bool:
+        """False: parameters are in high precision, see `quantized_model_init`."""
+        return False
+
+    @classmethod
+    def with_high_precision_init_val(cls) -> bool:
+        """Whether modules made here preserve what their weights start with."""
+        return preserves.get()
+
+    @classmethod
+    def get_fp8_recipe(cls) -> Recipe:
+        """The recipe of the region, or the default one."""
+        return current_recipe() or get_default_recipe()
+
+    @classmethod
+    def get_fp8_group(cls) -> None:
+        """None: no largest values are reduced over processes."""
+        return
+
+    @classmethod
+    def is_fp8_available(cls) -> tuple[bool, str]:
+        """(whether FP8 recipes can run here, why not)."""
+        return is_fp8_available(return_reason=True)  # type: ignore[return-value]
+
+    @classmethod
+    def is_mxfp8_available(cls) -> tuple[bool, str]:
+        """(whether MXFP8 can run here, why not)."""
+        return is_mxfp8_available(return_reason=True)  # type: ignore[return-value]
+
+    @classmethod
+    def is_fp8_block_scaling_available(cls) -> tuple[bool, str]:
+        """(whether Float8BlockScaling can run here, why not)."""
+        return is_fp8_block_scaling_available(return_reason=True)  # type: ignore[return-value]
+
+    @classmethod
+    def is_nvfp4_available(cls) -> tuple[bool, str]:
+        """(whether NVFP4 can run here, why not)."""
+        return is_nvfp4_available(return_reason=True)  # type: ignore[return-value]

@@ -28,6 +28,7 @@ _MODULES = {
     "transformer_engine.pytorch.permutation": "te_mx.pytorch.permutation",
     "transformer_engine.pytorch.quantization": "te_mx.pytorch.quantization",
     "transformer_engine.pytorch.transformer": "te_mx.pytorch.transformer",
+    "transformer_engine.pytorch.utils": "te_mx.pytorch.utils",
 }
 _ROOT = "transformer_engine"
 

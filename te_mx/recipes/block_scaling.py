@@ -13,7 +13,7 @@ from te_mx.recipes.values import MAX_SPREAD, Recipe, check_common, settings_of
 ROLES = ("x", "w", "g")
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(unsafe_hash=True, repr=False)
 class BlockScaling(Recipe):
     """A format for each role: inputs x, weights w and output gradients g.
 

@@ -32,7 +32,33 @@ class MMParams:
         check_flag("MMParams.use_split_accumulator", self.use_split_accumulator)
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
+class QParams:
+    """How one role is quantized, as in Transformer Engine; `Float8BlockScaling` has one for all.
+
+    Args:
+        power_2_scale: scales are powers of two.
+        amax_epsilon: what amax is raised to.
+        random_hadamard_transform, stochastic_rounding, fp4_2d_quantization: of NVFP4 alone.
+
+    Raises:
+        TypeError, ValueError: a field of a wrong type or value.
+    """
+
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+    random_hadamard_transform: bool = False
+    stochastic_rounding: bool = False
+    fp4_2d_quantization: bool = False
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if field.name != "amax_epsilon":
+                check_flag(f"QParams.{field.name}", getattr(self, field.name))
+        object.__setattr__(self, "amax_epsilon", _epsilon(self.amax_epsilon, "QParams"))
+
+
+@dataclasses.dataclass(unsafe_hash=True, repr=False)
 class Float8BlockScaling(Recipe):
     """FP8 with one fp32 scale for 1 x 128 elements of inputs and output gradients, along the
     reduction dimension of each GEMM, and for 128 x 128 of weights.
@@ -120,6 +146,22 @@ class Float8BlockScaling(Recipe):
         rule = "fp32" if self.use_f32_scales else "pow2"
         return f"{rule}:{self.amax_epsilon!r}" if self.amax_epsilon else rule
 
+    def _quantizes(self) -> QParams:
+        return QParams(not self.use_f32_scales, self.amax_epsilon)
+
+    def _refuse_role(self, given: Any) -> None:
+        """The fields of Transformer Engine's recipe that quantize each role by itself."""
+        if given != self._quantizes():
+            raise NotImplementedError(
+                "Float8BlockScaling: te_mx quantizes all roles alike, got "
+                f"{shown(given)} for one where the recipe has {self._quantizes()}; set "
+                "use_f32_scales and amax_epsilon"
+            )
+
+    fp8_quant_fwd_inp = property(_quantizes, _refuse_role)
+    fp8_quant_fwd_weight = property(_quantizes, _refuse_role)
+    fp8_quant_bwd_grad = property(_quantizes, _refuse_role)
+
     def __repr__(self) -> str:
         changed = [
             f", {field.name}={getattr(self, field.name)!r}"
@@ -164,14 +206,13 @@ def _params(name: str, given: Any) -> MMParams:
     return MMParams()
 
 
-def _epsilon(value: Any) -> float:
+def _epsilon(value: Any, owner: str = "Float8BlockScaling") -> float:
     is_number = isinstance(value, Real) and not isinstance(value, bool)  # numpy's count
     if not is_number:
-        raise TypeError(f"Float8BlockScaling.amax_epsilon must be a number, got {shown(value)}")
+        raise TypeError(f"{owner}.amax_epsilon must be a number, got {shown(value)}")
     if not 0 <= value <= _LARGEST_EPSILON:  # nor NaN
         raise ValueError(
-            "Float8BlockScaling.amax_epsilon must be 0 or more and an fp32 number, got "
-            f"{shown(value)}"
+            f"{owner}.amax_epsilon must be 0 or more and an fp32 number, got {shown(value)}"
         )
     return float(value)
 

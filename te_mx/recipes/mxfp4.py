@@ -17,7 +17,7 @@ _FORWARD = (_FOUR, _EIGHT)
 _GRADIENTS = (_FOUR, _EIGHT, "mxfp8_e5m2")
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(unsafe_hash=True, repr=False)
 class MXFP4BlockScaling(Recipe):
     """MXFP4 (E2M1 codes, two a byte, and one E8M0 scale for 32 of them) forward, MXFP8 backward; or
     MXFP4 in all three GEMMs.

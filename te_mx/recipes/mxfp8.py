@@ -40,7 +40,7 @@ class Format(Enum):
     HYBRID = FormatRange(448.0, 57344.0, "e4m3", "e5m2")
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(unsafe_hash=True, repr=False)
 class MXFP8BlockScaling(Recipe):
     """MXFP8: blocks of 32 elements along the reduction dimension share one E8M0 scale.
 

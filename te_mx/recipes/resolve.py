@@ -12,7 +12,8 @@ from te_mx.recipes.float8_block import DeepSeekV3, Float8BlockScaling
 from te_mx.recipes.mxfp8 import MXFP8BlockScaling, is_transformer_engines
 from te_mx.recipes.values import Recipe
 
-_DEFAULT = MXFP8BlockScaling()
+_DEFAULT = MXFP8BlockScaling()  # handed out to nobody who might change it
+DEFAULT_SETTINGS = _DEFAULT.settings
 # Recipes of Transformer Engine by name: te_mx's, and its fields. Constants, because Dynamo does not
 # trace dataclasses.fields of a class.
 _OURS = {
@@ -22,12 +23,14 @@ _OURS = {
 
 
 def get_default_recipe() -> MXFP8BlockScaling:
-    """The recipe of `te_mx.autocast` when none is given: E4M3 everywhere, scale rule "rceil"."""
-    return _DEFAULT
+    """A recipe like that of `te_mx.autocast` when none is given: E4M3 everywhere, scale rule
+    "rceil". Another one in every call."""
+    return MXFP8BlockScaling()
 
 
 def resolve_recipe(recipe: Any) -> Recipe:
     """The one place where a recipe argument becomes a te_mx recipe; None is the default recipe.
+    Whoever keeps the result takes a copy, which nobody else changes.
 
     Transformer Engine's ``MXFP8BlockScaling`` and ``Float8BlockScaling`` are accepted and mean the
     same. They are known by their names, so that nothing of Transformer Engine is imported.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from typing import Any
 
 from te_mx.arguments import check_flag, is_one_of, shown
@@ -14,7 +16,12 @@ FLAGS = ("wgrad_with_hp", "one_copy_weights", "split_k", "keep_weight_columns")
 
 
 class Recipe:
-    """What te_mx.autocast takes: an immutable value with `settings`.
+    """What te_mx.autocast takes: a validated value with `settings`.
+
+    Fields may be set (``recipe.backward_override = "dequantized"``): the recipe is then checked as
+    a new one is, and what is refused changes nothing. Whoever was given the recipe before, an open
+    region, a model it is bound to, goes on with what it was; regions made later take what it is.
+    Equality and hash are those of the fields, so one that is a key stays as it is.
 
     Code for Transformer Engine asks a recipe, or its class, what kind it is: `mxfp8()`,
     `float8_block_scaling()`, `delayed()` and so on. A recipe that Transformer Engine does not have
@@ -23,6 +30,33 @@ class Recipe:
 
     _settings: Settings  # made once: look-ups by them are part of every call
     _kind = ""  # the one of these that is true
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = self.__dict__
+        if "_settings" not in own:  # being made
+            object.__setattr__(self, name, value)
+            return
+        if isinstance(getattr(type(self), name, None), property):
+            object.__setattr__(self, name, value)
+            return
+        fields = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]
+        if name not in fields:
+            raise AttributeError(
+                f"{type(self).__name__} has no field {name}; it has {', '.join(fields)}"
+            )
+        made = copy.copy(self)
+        del made.__dict__["_settings"]
+        made.__dict__[name] = value
+        made.__post_init__()  # type: ignore[attr-defined]
+        own.update(made.__dict__)
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"{type(self).__name__}: fields cannot be deleted, got {name}")
+
+    def __copy__(self) -> Recipe:
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
 
     @property
     def settings(self) -> Settings:

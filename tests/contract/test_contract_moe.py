@@ -39,6 +39,60 @@ def test_lists_of_nothing():
     assert ids.numel() == 0 and experts.numel() == 0 and count.tolist() == [0]
 
 
+@every_routing
+def test_lists_of_whole_blocks(routing):
+    r = ROUTINGS[routing]
+    given = (r.topk_ids, r.block_m, r.experts, r.expert_map)
+    plain = te_mx.moe.align_block_size(*given)
+    padded = te_mx.moe.align_block_size(*given, pad_sorted_ids=True)
+    size = len(plain.sorted_token_ids)
+    assert len(padded.sorted_token_ids) == -(-size // r.block_m) * r.block_m
+    assert torch.equal(padded.sorted_token_ids[:size], plain.sorted_token_ids)
+    assert padded.sorted_token_ids[size:].eq(r.topk_ids.numel()).all()
+    for mine, theirs in zip(padded[1:], plain[1:], strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("most", [0, 1, 7, 8, 19])
+@pytest.mark.parametrize("block", [1, 4, 8])
+@pytest.mark.parametrize("counts", [[0.5, 0, 1, 0.3], [0, 0], [1], []])
+def test_lists_of_tokens_that_lie_by_expert(counts, block, most):
+    """Against a loop; experts are the batches."""
+    tokens = torch.tensor([int(most * share) for share in counts], dtype=torch.int32)
+    experts = len(tokens)
+    size = experts * (-(-most // block) * block)
+    ids, owners = [], []
+    for e, count in enumerate(tokens.tolist()):
+        filled = -(-count // block) * block
+        ids += [e * most + i if i < count else experts * most for i in range(filled)]
+        owners += [e] * (filled // block)
+    wanted = (
+        ids + [experts * most] * (size - len(ids)),
+        owners + [-1] * (size // block - len(owners)),
+        [len(ids)],
+    )
+    for given in (tokens, tokens.long()):
+        made = te_mx.moe.batched_align_block_size(most, block, given)
+        assert all(t.dtype == torch.int32 and t.is_contiguous() for t in made)
+        assert tuple(t.tolist() for t in made) == wanted
+    with pytest.raises(ValueError, match="expert_num_tokens"):
+        te_mx.moe.batched_align_block_size(most, block, torch.tensor([most + 1]))
+
+
+def test_products_of_tokens_that_lie_by_expert():
+    counts, most, block, n = [3, 0, 5], 6, 4, 40
+    a, w = quantized(3 * most, 64), quantized(3, n, 64, seed=1)
+    lists = te_mx.moe.batched_align_block_size(most, block, torch.tensor(counts))
+    made = te_mx.moe.grouped_gemm(
+        a, w, *lists, top_k=1, block_m=block, a_div=1, out_dtype=torch.float32,
+        out=torch.zeros(3 * most, n),
+    ).view(3, most, n)  # fmt: skip
+    tokens, weights = a.dequantize().view(3, most, 64), w.dequantize()
+    for e, count in enumerate(counts):
+        torch.testing.assert_close(made[e, :count], tokens[e, :count] @ weights[e].T)
+        assert not made[e, count:].any()
+
+
 def check(r: Routed, lists, a_div: int, out_dtype, fmt: str, k: int, *, extras: bool) -> None:
     n = 40
     a = quantized(r.routed // a_div, k, seed=1)

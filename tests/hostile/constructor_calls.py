@@ -74,13 +74,13 @@ OWN: dict[str, dict[str, tuple[Any, Kind]]] = {
         **SHARED, "set_parallel_mode": (True, FLAG), **NORM,
         "normalization": ("LayerNorm", OPTIONAL_WORD | UPPER_CASE),
         "activation": ("clamped_swiglu", WORD | UPPER_CASE), "activation_params": (None, PARAMS),
-        "output_layer_init_method": (None, OPTIONAL_FUNCTION),
+        "output_layer_init_method": (None, OPTIONAL_FUNCTION), "checkpoint": (True, FLAG),
     },
     "GroupedLinear": {
         "tp_group": (None, ABSENT), "tp_size": (1, other_than() | values(two=2, zero=0)),
         "sequence_parallel": (False, other_than("a bool") | values(True_=True, zero=0)),
         "save_original_input": (False, FLAG), "single_grouped_weight": (False, FLAG),
-        "single_grouped_bias": (None, OPTIONAL_FLAG),
+        "single_grouped_bias": (None, OPTIONAL_FLAG), "use_grouped_tensor": (None, OPTIONAL_FLAG),
     },
 }  # fmt: skip
 

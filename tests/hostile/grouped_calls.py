@@ -54,6 +54,10 @@ def tokens(d: str, *shape: int) -> te_mx.MXTensor:
     return te_mx.quantize(floats(d, *shape))
 
 
+def columns(d: str, *shape: int) -> te_mx.MXTensor:
+    return te_mx.quantize(floats(d, *shape), rowwise=False, columnwise=True)
+
+
 def stack(d: str) -> te_mx.MXTensor:
     return te_mx.quantize(floats(d, G, 40, K), fmt="mxfp6_e3m2")
 
@@ -74,6 +78,19 @@ QUANTIZED = (
     )
 )  # fmt: skip
 TOKENS = QUANTIZED
+COLUMNS = (
+    other_than() | values(a_pair=lambda: (torch.ones(2), torch.ones(2)))
+    | changed(
+        None, meta=lambda x: x.to("meta"), its_codes=lambda x: x.columnwise_data,
+        its_values=lambda x: x.dequantize(usage="columnwise"),
+        rows_alone=lambda x: te_mx.quantize(torch.ones(x.shape)).to(x.device),
+        more_rows=lambda x: columns(str(x.device), x.rows + 32, x.cols),
+        a_line=lambda x: columns(str(x.device), x.rows),
+        square_blocks=lambda x: te_mx.quantize(
+            torch.ones(x.shape), fmt="fp8_e4m3_128x128", rowwise=False, columnwise=True
+        ).to(x.device),
+    )
+)  # fmt: skip
 STACK = QUANTIZED | changed(
     None, no_groups=lambda x: te_mx.quantize(torch.ones(0, 40, K)).to(x.device),
     a_group_more=lambda x: te_mx.quantize(torch.ones(G + 1, 40, K)).to(x.device),
@@ -181,6 +198,22 @@ GROUPED = (
         lambda d: {"grad": floats(d, R, 8), "inp": floats(d, R, 8), "offs": offsets(),
                    "out": torch.ones(G, 8, 8, device=d), "accumulate": True},
         {"out": output("grad", "inp"), "accumulate": FLAG},
+        covers="te_mx.grouped_wgrad",
+    ),
+    Call(
+        "te_mx.grouped_wgrad of quantized operands", lambda d: te_mx.grouped_wgrad,
+        lambda d: {"grad": columns(d, 64, 40), "inp": columns(d, 64, K),
+                   "offs": torch.tensor([10, 50]), "alignment": 32},
+        {"grad": COLUMNS, "inp": COLUMNS, "alignment": ALIGNMENT | values(of_no_blocks=5),
+         "offs": OFFSETS.but("one less", "one more", "none at all")},
+        covers="te_mx.grouped_wgrad", says={"alignment": "alignment|group|offs"},
+    ),
+    Call(
+        "te_mx.grouped_wgrad of quantized operands into out", lambda d: te_mx.grouped_wgrad,
+        lambda d: {"grad": columns(d, 64, 8), "inp": columns(d, 64, 8),
+                   "offs": torch.tensor([10, 50]),
+                   "out": torch.ones(G, 8, 8, device=d), "accumulate": True, "alignment": 32},
+        {"out": output(), "accumulate": FLAG},
         covers="te_mx.grouped_wgrad",
     ),
     Call(

@@ -68,9 +68,18 @@ MOE = (
     Call(
         "te_mx.moe.align_block_size", lambda d: te_mx.moe.align_block_size,
         lambda d: {"topk_ids": ids(d).flatten(), "block_m": BLOCK, "num_experts": E,
-                   "expert_map": torch.tensor([1, -1, 0, -1], device=d)},
-        {"topk_ids": SLOTS, "block_m": SIZE, "num_experts": SIZE, "expert_map": MAP.but("None")},
+                   "expert_map": torch.tensor([1, -1, 0, -1], device=d), "pad_sorted_ids": True},
+        {"topk_ids": SLOTS, "block_m": SIZE, "num_experts": SIZE, "expert_map": MAP.but("None"),
+         "pad_sorted_ids": FLAG},
         says={"topk_ids": "topk_ids|expert_map", "num_experts": "num_experts|expert_map|experts"},
+    ),
+    Call(
+        "te_mx.moe.batched_align_block_size", lambda d: te_mx.moe.batched_align_block_size,
+        lambda d: {"max_tokens_per_batch": 9, "block_m": BLOCK,
+                   "expert_num_tokens": torch.tensor([4, 0, 9, 1], device=d)},
+        {"max_tokens_per_batch": SIZE.but("nothing"), "block_m": SIZE,
+         "expert_num_tokens": INDEX.but("one less", "one more", "none at all")},
+        says={"max_tokens_per_batch": "max_tokens_per_batch|experts"},
     ),
     Call(
         "te_mx.moe.grouped_gemm", lambda d: te_mx.moe.grouped_gemm,

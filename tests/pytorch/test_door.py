@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import json
 import subprocess
@@ -18,7 +19,7 @@ import te_mx
 import te_mx.pytorch as te
 from te_mx.common import recipe as recipes
 from te_mx.nn import te_defaults, te_modules
-from te_mx.pytorch import fp8
+from te_mx.pytorch import fp8, utils
 
 LIST = json.loads(
     Path(__file__).parents[1].joinpath("compat", "transformer_engine.json").read_text()
@@ -152,6 +153,53 @@ def test_norms(centered, shape):
         assert not meta.weight.is_meta and meta.weight.eq(1).all()
 
 
+NORMED = {
+    "LayerNorm": (lambda: te.LayerNorm(64, params_dtype=torch.bfloat16), "bias"),
+    "fp32 parameters": (lambda: te.LayerNorm(64), "bias"),
+    "LayerNormLinear": (
+        lambda: te.LayerNormLinear(64, 64, params_dtype=torch.bfloat16), "layer_norm_bias"
+    ),
+    "LayerNormMLP": (
+        lambda: te.LayerNormMLP(64, 64, params_dtype=torch.bfloat16), "layer_norm_bias"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize("region", [False, True])
+@pytest.mark.parametrize("kind", NORMED)
+def test_gradients_of_16_bit_norms_are_added_up_in_fp32(kind, region, centered):
+    """One number a row, thousands of them: sums in bf16 stop at 256 (kind LayerNorm)."""
+    torch.manual_seed(0)
+    build, bias = NORMED[kind]
+    made = build()
+    made.zero_centered_gamma = centered
+    x = torch.randn(2048, 64).bfloat16()
+    with torch.no_grad():
+        for name, p in made.named_parameters():
+            p.copy_(torch.randn_like(p) * 0.2 if name.endswith("weight") else p)
+    exact = copy.deepcopy(made).double()
+    with te.autocast(enabled=region):
+        y = made(x)
+    y.float().sum().backward()
+    exact(x.double()).sum().backward()
+    allowed = 0.1 if region and bias != "bias" else 0.01
+    for name in (bias, bias.replace("bias", "weight")):
+        got, wanted = made.get_parameter(name).grad, exact.get_parameter(name).grad
+        assert (got - wanted).abs().max() < allowed * wanted.abs().max(), name
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_norms_follow_torchs_autocast(kind):
+    made = getattr(te, kind)(8)
+    x = torch.randn(4, 8)
+    plain = made(x)
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype=dtype):
+            assert torch.equal(made(x), plain.to(dtype))
+            assert made(x.bfloat16()).dtype == dtype
+
+
 def test_padding_is_none():
     x, splits = torch.randn(7, 4), [3, 4]
     same, sizes = te.Fp8Padding(2)(x, splits)
@@ -238,8 +286,80 @@ def test_modules_made_in_a_quantized_init_are_as_ever():
     with made:
         layer = te.Linear(8, 8)
     assert layer.weight.dtype == torch.float32
-    with pytest.raises(NotImplementedError, match="preserve_high_precision_init_val=True"):
-        te.fp8_model_init(preserve_high_precision_init_val=True)
+
+
+@pytest.mark.filterwarnings("ignore::te_mx.common.recipe.RecipeWarning")
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_weights_start_with_is_preserved(device):
+    """Also where they are made real later, outside."""
+    made = {}
+    with te.quantized_model_init(preserve_high_precision_init_val=True):
+        for kind, sizes in LINEARS.items():
+            made[kind] = getattr(te, kind)(*sizes, params_dtype=torch.bfloat16, device=device)
+        made["split"] = te.Linear(64, 32, parameters_split=("a", "b"), device=device)
+        with te.quantized_model_init():
+            plain = te.Linear(8, 8, device=device)
+        with te.quantized_model_init(enabled=False, preserve_high_precision_init_val=True):
+            off = te.Linear(8, 8, device=device)
+        assert fp8.FP8GlobalStateManager.with_high_precision_init_val()
+    assert not fp8.FP8GlobalStateManager.with_high_precision_init_val()
+    for module in (plain, off, te.Linear(8, 8)):
+        assert not hasattr(module.weight, "get_high_precision_init_val")
+    for module in made.values():
+        if device == "meta":
+            module.reset_parameters()
+        for name, parameter in module.named_parameters():
+            if parameter.dim() == 1:
+                assert not hasattr(parameter, "get_high_precision_init_val"), name
+                continue
+            started = parameter.detach().clone()
+            parameter.data.add_(1.0)
+            value = parameter.get_high_precision_init_val()
+            assert value.device.type == "cpu" and torch.equal(value, started), name
+            parameter.clear_high_precision_init_val()
+            assert parameter.get_high_precision_init_val() is None
+
+
+def test_the_global_state_is_that_of_the_regions():
+    manager = fp8.FP8GlobalStateManager
+    assert not manager.is_fp8_enabled() and manager.get_fp8_recipe() == te.get_default_recipe()
+    floor = te_mx.recipe.MXFP8BlockScaling(scale_rule="floor")
+    with te.autocast(recipe=floor):
+        manager.reset()
+        assert manager.is_fp8_enabled() and manager.get_fp8_recipe() == floor
+        with te.autocast(enabled=False):
+            assert not manager.is_fp8_enabled()
+    assert manager.is_fp8_calibration() is manager.with_fp8_parameters() is False
+    assert manager.get_fp8_group() is None
+    assert manager.is_fp8_available() == manager.is_mxfp8_available() == (True, "")
+    assert manager.is_fp8_block_scaling_available() == (True, "")
+    assert manager.is_nvfp4_available() == te.is_nvfp4_available(True)
+    with pytest.raises(AttributeError, match=r"has no global_amax_buffer: block scales follow"):
+        manager.global_amax_buffer  # noqa: B018
+
+
+def test_utils(monkeypatch):
+    theirs = {n.name for n in defined("utils.py") if isinstance(n, ast.FunctionDef)}
+    assert set(utils.__all__) <= theirs
+    weight = torch.empty(512, 512)
+    for init, deviation in (
+        (utils.init_method_normal(0.5), 0.5),
+        (utils.scaled_init_method_normal(0.5, 8), 0.125),
+    ):
+        assert init(weight) is weight
+        assert abs(weight.std() - deviation) < 0.01 * deviation and abs(weight.mean()) < 0.01
+    te.Linear(8, 8, init_method=utils.init_method_normal(0.1))
+    for wrong in (lambda: utils.init_method_normal(-1.0),
+                  lambda: utils.scaled_init_method_normal(-1.0, 1),
+                  lambda: utils.scaled_init_method_normal(1.0, 0)):  # fmt: skip
+        with pytest.raises(ValueError, match=r"sigma must be 0 or more|num_layers must be"):
+            wrong()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="there is no GPU"):
+        te.get_device_compute_capability()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert te.get_device_compute_capability() == (9, 0)
 
 
 def test_answers():

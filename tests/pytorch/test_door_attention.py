@@ -180,16 +180,81 @@ def test_softcap_sinks_and_the_largest_score():
         )
         if softmax == "learnable":
             assert list(layer.state_dict()) == ["softmax_offset"]
-            layer.softmax_offset.data.copy_(sink.view(1, -1, 1, 1))
+            older = {"softmax_offset": sink.view(1, -1, 1, 1)}  # the shape in older versions
+            layer.load_state_dict(older)
+            assert torch.equal(layer.softmax_offset, sink)
+        elif extra is None:
+            assert layer.softmax_offset is None
+        else:
+            assert not layer.state_dict() and torch.equal(layer.softmax_offset, extra.float())
         out, largest = layer(q, k, v)
         expected = oracle(q, k, v, hidden, softcap=2.0, sink=extra)
         assert (out - expected).abs().max() < 1e-6  # fp32
         scores = torch.einsum("sbhd,tbhd->hbst", q, k.repeat_interleave(2, 2)) / D**0.5
         capped = (2 * torch.tanh(scores / 2)).masked_fill(hidden, -torch.inf)
         assert (largest - capped.amax((1, 2, 3))).abs().max() < 1e-6
+        narrow, of_narrow = layer(*(x.bfloat16() for x in (q, k, v)))
+        assert narrow.dtype == of_narrow.dtype == torch.bfloat16
     plain = te.DotProductAttention(H, D, G)(q, k, v)
     uncapped = te.DotProductAttention(H, D, G, softcap=1e4)(q, k, v, softcap=0.0)
     assert torch.equal(plain, uncapped)
+
+
+def test_the_largest_score_is_one_that_is_seen():
+    """Not one of padding, whose outputs are zeros."""
+    q, k, v = operands(5, 5)
+    lengths = torch.tensor([0, 3, 8], dtype=torch.int32)
+    layer = te.DotProductAttention(H, D, G, attn_mask_type="padding", return_max_logit=True)
+    largest = layer(q, k, v, cu_seqlens_q=lengths)[1]
+    q[3:, 0] *= 1e3
+    k[3:, 0] *= 1e3
+    assert torch.equal(layer(q, k, v, cu_seqlens_q=lengths)[1], largest)
+    assert (
+        layer(q[:0], k, v, cu_seqlens_q=torch.tensor([0, 0, 0]), cu_seqlens_kv=lengths)[1]
+        .eq(-torch.inf)
+        .all()
+    )
+
+
+@pytest.mark.parametrize("kind", ["pre_scale_bias", "post_scale_bias", "alibi"])
+def test_packed_sequences_have_biases_and_a_largest_score(kind):
+    """As the batch with padding has; the bias of each sequence, or one for all."""
+    q, k, v = operands(5, 5)
+    lengths, steps = [3, 5], torch.tensor([0, 3, 8], dtype=torch.int32)
+    how = {"attn_mask_type": "padding_causal", "return_max_logit": True}
+    layer = te.DotProductAttention(H, D, G, **how)
+    packed = [torch.cat([x[:n, i] for i, n in enumerate(lengths)]) for x in (q, k, v)]
+    gen = torch.Generator().manual_seed(5)
+    for shape in ((B, H, 5, 5), (1, 1, 5, 5), (H, 1, 5), (5, 5), (B, 1, 6, 9)):
+        given: dict[str, Any]
+        if kind == "alibi":
+            given = {"alibi_slopes": torch.rand(B, H, generator=gen)}
+        else:
+            bias = torch.randn(shape, generator=gen, dtype=torch.float64, requires_grad=True)
+            given = {"core_attention_bias": bias}
+        given |= {"cu_seqlens_q": steps, "core_attention_bias_type": kind}
+        out, largest = layer(*packed, qkv_format="thd", **given)
+        if kind != "alibi":
+            given["core_attention_bias"] = bias[..., :5, :5]
+        expected, same = layer(q, k, v, **given)
+        parts = torch.cat([expected[:n, i] for i, n in enumerate(lengths)])
+        assert (out - parts).abs().max() < 1e-6 and (largest - same).abs().max() < 1e-6
+        if kind != "alibi":
+            grads = [torch.autograd.grad(one.sum(), bias)[0] for one in (out, parts)]
+            assert (grads[0] - grads[1]).abs().max() < 1e-6
+
+
+def test_biases_that_do_not_reach_every_packed_sequence_are_refused():
+    q, k, v = (x[:, 0] for x in operands(8, 8))
+    steps = torch.tensor([0, 3, 8], dtype=torch.int32)
+    layer = te.DotProductAttention(H, D, G, attn_mask_type="padding", qkv_format="thd")
+    for shape in ((H, 4, 5), (H, 5, 4), (3, 1, 5, 5), (2, 5, 5)):
+        with pytest.raises(ValueError, match=r"core_attention_bias must be .* \(2, 4, 5, 5\)"):
+            layer(q, k, v, cu_seqlens_q=steps, core_attention_bias_type="post_scale_bias",
+                  core_attention_bias=torch.zeros(shape, dtype=torch.float64))  # fmt: skip
+    with pytest.raises(ValueError, match=r"alibi_slopes must be \[4\] or \[2, 4\]"):
+        layer(q, k, v, cu_seqlens_q=steps, core_attention_bias_type="alibi",
+              alibi_slopes=torch.zeros(3, H))  # fmt: skip
 
 
 def test_no_tokens():

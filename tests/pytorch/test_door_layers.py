@@ -181,9 +181,12 @@ def test_dropout_and_drop_path_are_of_training_alone():
     assert torch.equal(made(x), made(x))
     made.train()
     assert not torch.equal(made(x), made(x))
-    made.hidden_dropout, made.drop_path_rate = 0.0, 0.999999
-    dropped = made(x)  # all rows, as good as surely
-    assert torch.equal(dropped, x)
+    made = layer(hidden_dropout=0.0, attention_dropout=0.0, drop_path_rate=1.0).train()
+    assert torch.equal(made(x), x)  # all rows
+    x.requires_grad_()
+    made(x).sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+    assert all(not p.grad.any() for p in made.parameters())
 
 
 def test_training_in_mxfp8():

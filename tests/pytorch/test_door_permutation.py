@@ -138,7 +138,29 @@ def test_runs_of_rows_in_another_order():
 
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_no_tokens_or_one(tokens):
+    """Also back: a rank without tokens takes part in the backward pass."""
     x, mask = torch.randn(tokens, HIDDEN), torch.ones(tokens, E, dtype=torch.bool)
     permuted, row_map = te.moe_permute(x, mask, tokens * E)
     assert permuted.shape == (tokens * E, HIDDEN)
     assert torch.allclose(te.moe_unpermute(permuted, row_map), x * E)
+    x.requires_grad_()
+    probs = torch.rand(tokens, E, requires_grad=True)
+    experts = torch.arange(E, dtype=torch.int32).expand(tokens, E)
+    counts = torch.full((E,), tokens, dtype=torch.int32)
+    order = torch.arange(E)
+    with_probs = te.moe_permute_with_probs(x, probs, mask, tokens * E)
+    results = [
+        te.moe_permute(x, mask, tokens * E)[0],
+        te.moe_permute(x, mask, 8)[0],
+        te.moe_permute(x, experts, 0, map_type="index")[0],
+        *with_probs[:2],
+        *te.moe_permute_and_pad_with_probs(x, probs, mask, counts, 4)[:2],
+        te.moe_unpermute(with_probs[0], with_probs[2], probs),
+        te.moe_sort_chunks_by_index(with_probs[0], counts, order),
+        *te.moe_sort_chunks_by_index_with_probs(*with_probs[:2], counts, order),
+    ]
+    for result in results:
+        grads = torch.autograd.grad(result.sum(), (x, probs), retain_graph=True, allow_unused=True)
+        assert [g.shape for g in grads if g is not None]
+        same = zip(grads, (x, probs), strict=True)
+        assert all(grad is None or grad.shape == of.shape for grad, of in same)

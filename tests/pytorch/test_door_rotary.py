@@ -25,6 +25,32 @@ def test_turning_is_transformer_engines(layout, interleaved, percent):
         fused = te.apply_rotary_pos_emb(x, angles, layout, interleaved=interleaved, fused=True)
         once = theirs(x.float(), angles[:7], layout, interleaved).to(dtype)
         assert fused.dtype == dtype and torch.equal(fused, once)
+        assert got.is_contiguous() and fused.is_contiguous()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_result_is_contiguous_whatever_the_input_is(fused):
+    angles = te.RotaryPositionEmbedding(16)(9)
+    turned = torch.randn(2, 7, 3, 16).transpose(0, 1)
+    out = te.apply_rotary_pos_emb(turned, angles, fused=fused)
+    assert out.is_contiguous()
+    assert torch.equal(out, te.apply_rotary_pos_emb(turned.contiguous(), angles, fused=fused))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fused_gradients_round_once(interleaved, dtype):
+    torch.manual_seed(0)
+    angles = te.RotaryPositionEmbedding(16, 0.5, interleaved=interleaved)(64)
+    t, grad = torch.rand(64, 2, 4, 16).to(dtype), torch.rand(64, 2, 4, 16).to(dtype)
+    found = []
+    for wide in (False, True):
+        x = (t.float() if wide else t.clone()).requires_grad_()
+        te.apply_rotary_pos_emb(x, angles, fused=True, interleaved=interleaved).backward(
+            grad.to(x.dtype)
+        )
+        found.append(x.grad)
+    assert torch.equal(found[0], found[1].to(dtype))
 
 
 def test_angles_and_interpolation():

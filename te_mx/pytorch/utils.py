@@ -1,0 +1,63 @@
+"""Functions of ``transformer_engine.pytorch.utils`` that scripts import."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from te_mx.arguments import check_number, check_size
+from te_mx.backends.device_names import capability
+
+__all__ = ["get_device_compute_capability", "init_method_normal", "scaled_init_method_normal"]
+
+
+def get_device_compute_capability() -> tuple[int, int]:
+    """(major, minor) of the current GPU.
+
+    Raises:
+        RuntimeError: there is no GPU.
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            "get_device_compute_capability: there is no GPU; te_mx runs on CPUs too, ask "
+            "te_mx.pytorch.is_mxfp8_available() what can run"
+        )
+    return capability()
+
+
+def init_method_normal(sigma: float) -> Callable[[Tensor], Tensor]:
+    """An `init_method`: normal numbers of mean 0 and standard deviation `sigma`.
+
+    Raises:
+        TypeError, ValueError: sigma is no number of 0 or more.
+    """
+    return _normal(_deviation("init_method_normal", sigma))
+
+
+def scaled_init_method_normal(sigma: float, num_layers: int) -> Callable[[Tensor], Tensor]:
+    """An `init_method`: normal numbers of standard deviation ``sigma / sqrt(2 num_layers)``, for
+    the layers that a residual stream adds up.
+
+    Raises:
+        TypeError, ValueError: sigma is no number of 0 or more, num_layers no int of 1 or more.
+    """
+    owner = "scaled_init_method_normal"
+    layers = check_size(f"{owner}: num_layers", num_layers, 1)
+    return _normal(_deviation(owner, sigma) / math.sqrt(2.0 * layers))
+
+
+def _deviation(owner: str, sigma: float) -> float:
+    value = check_number(f"{owner}: sigma", sigma)
+    if value < 0:
+        raise ValueError(f"{owner}: sigma must be 0 or more, got {value}")
+    return value
+
+
+def _normal(deviation: float) -> Callable[[Tensor], Tensor]:
+    def init(tensor: Tensor) -> Tensor:
+        return nn.init.normal_(tensor, 0.0, deviation)
+
+    return init
