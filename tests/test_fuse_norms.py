@@ -180,7 +180,7 @@ def test_codes_that_nobody_reads_are_made_once():
     # Gradients of two tensors are added after they were rounded, those of one before.
     for name, a, b in zip(("y", "x", *dict(layer.named_parameters())), apart, first, strict=True):
         if name in ("x", "norm.weight"):
-            assert (a - b).abs().max() <= 2**-7 * b.abs().max()
+            assert relative(a, b) <= 2**-8
         else:
             assert torch.equal(a, b)
     assert UNREAD in str(te_mx.audit(layer))
@@ -247,7 +247,8 @@ def test_models_of_transformers(name):
             torch.manual_seed(0)
             for parameter in one.parameters():
                 if parameter.dim() == 1:
-                    parameter.add_(torch.randn_like(parameter), alpha=0.3)
+                    drawn = torch.randn(parameter.shape)  # in fp32 every torch draws the same
+                    parameter.add_(drawn.to(parameter.dtype), alpha=0.3)
     exact = copy.deepcopy(plain).float()
     te_mx.revert_model(exact)
     truth = step(exact)

@@ -121,7 +121,8 @@ def test_an_input_that_is_kept_itself(needs, name):
     same(run(keeps_x, *call, needs), run(step_by_step, *call, needs))
     if needs[1]:
         x = x.requires_grad_()
-        saved = keeps_x(x, w.requires_grad_(), None, how, BF16).grad_fn.saved_tensors
+        y = keeps_x(x, w.requires_grad_(), None, how, BF16)
+        saved = y.grad_fn.saved_tensors
         assert saved[0] is x and saved[1] is None
 
 
@@ -228,7 +229,8 @@ def test_hooks_of_saved_tensors_and_recomputation(keep, name):
 def test_an_input_gradient_is_added_to_another(keep, name):
     x, w, grad = torch.randn(40, 70, requires_grad=True), torch.randn(33, 70), torch.randn(40, 33)
     how = settings(name, keep_weight_columns=keep)
-    node = in_one_call(x, w.requires_grad_(), None, how, F32).grad_fn
+    y = in_one_call(x, w.requires_grad_(), None, how, F32)
+    node = y.grad_fn
     (codes, scales, held, _), before = node.saved_tensors, torch.randn(40, 70)
     parts = (codes, scales), held, x.shape, (F32, F32, None)
     dx, added = node.plan.backward(grad, *parts, None)[0], before.clone()

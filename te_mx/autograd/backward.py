@@ -4,6 +4,7 @@ weight gradient, and the refusal of a second derivative.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,30 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
+# Until 2.13 the Python object of a node did not keep the node alive, which pipelines rely on that
+# compute gradients of inputs and of weights apart.
+_LOSES_NODES = torch.__version__ < "2.13"
+
+
+def _refuse_split_backward(node_class: Any) -> None:
+    """Have nodes of this class refuse such a pipeline, where it begins with a hook."""
+    if "register_prehook" in vars(node_class):
+        return
+    register = node_class.register_prehook
+
+    def register_prehook(self: Any, hook: Any) -> Any:
+        if sys._getframe(1).f_globals["__name__"] == "torch.distributed.pipelining._backward":
+            raise NotImplementedError(
+                "te_mx in a pipeline that computes gradients of inputs and of weights apart "
+                "(zero-bubble schedules) needs PyTorch 2.13 or newer: this one "
+                f"({torch.__version__}) loses autograd functions in between; use a newer one, or "
+                "another schedule, such as Schedule1F1B or ScheduleInterleaved1F1B"
+            )
+        return register(self, hook)
+
+    node_class.register_prehook = register_prehook
+
+
 def outputs(ctx: Any, saved: Sequence[Tensor | None], *made: Tensor) -> tuple[Tensor, ...]:
     """What forward of an autograd function returns: `made`, and the link. Keeps `saved` for
     backward.
@@ -32,6 +57,8 @@ def outputs(ctx: Any, saved: Sequence[Tensor | None], *made: Tensor) -> tuple[Te
         ctx.linked = False
         ctx.save_for_backward(*saved)
         return made
+    if _LOSES_NODES:
+        _refuse_split_backward(type(ctx))
     link = torch.empty(0)
     ctx.save_for_backward(*saved, link)
     if len(made) == 1:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from te_mx.distributed import groups, on_codes, tensor_parallel
 from te_mx.distributed.gathered import GatheredWeight
 
@@ -16,3 +18,11 @@ def run(module: Any, inp: Any, *args: Any) -> Any:
         if isinstance(value, GatheredWeight):
             return on_codes.run(module, inp, *args)
     return tensor_parallel.run(module, inp, *args)
+
+
+if torch.__version__ < "2.12":  # whose Dynamo does not read the attributes of a module one by one
+    run = torch.compiler.disable(
+        run,
+        reason="te_mx modules that several ranks share are compiled from PyTorch 2.12 on; this one "
+        "runs them eagerly, between graphs (fullgraph=False)",
+    )

@@ -8,13 +8,18 @@ whoever puts the whole together, or cuts it, gets other rows.
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
+import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from te_mx.distributed.fsdp import params_of
+
+# Before 2.12 DTensor did not put such shards together at all.
+_UNKNOWN = torch.__version__ < "2.12"
 
 
 def is_misplaced(parameter: Any) -> bool:
@@ -32,6 +37,21 @@ def is_misplaced(parameter: Any) -> bool:
     return False
 
 
+def is_strided(parameter: Any) -> bool:
+    """Whether a rank has several runs of rows or columns: a strided shard that does not only say in
+    which order fully_shard, on top of tensor parallelism, has cut."""
+    if not isinstance(parameter, DTensor):
+        return False
+    places, mesh = parameter.placements, parameter.device_mesh
+    for dim, place in enumerate(places):
+        if isinstance(place, _StridedShard) and mesh.size(dim) > 1:
+            later = range(dim + 1, mesh.ndim)
+            inner = [mesh.size(i) for i in later if getattr(places[i], "dim", None) == place.dim]
+            if math.prod(inner) != place.split_factor:
+                return True
+    return False
+
+
 def why_not_saved(module: Any) -> str:
     """Why the parameters of a module are neither saved nor loaded, or an empty string."""
     return _why(module, module._parameters)
@@ -46,6 +66,13 @@ def warn(module: Any) -> None:
 
 def _why(module: Any, parameters: dict[str, Any]) -> str:
     for name, parameter in parameters.items():
+        if _UNKNOWN and is_strided(parameter):
+            return (
+                f"{module._label()}: {name} lies in strided shards, {parameter.placements}, of "
+                f"which this PyTorch ({torch.__version__}) makes no whole: checkpoints and "
+                "full_tensor() need 2.12 or newer. Use a newer one, or make gate and up layers of "
+                "their own, which te_mx.convert_model(fuse=True) runs as one."
+            )
         if is_misplaced(parameter):
             return (
                 f"{module._label()}: fully_shard cut the strided shards of {name} by rows, and "

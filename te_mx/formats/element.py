@@ -59,7 +59,7 @@ class Element:
     @property
     def sign(self) -> int:
         """The sign bit: one more than the largest magnitude of a code."""
-        return 1 << (self.bits - 1)
+        return 2 ** (self.bits - 1)
 
     @property
     def emax(self) -> int:
@@ -75,19 +75,32 @@ class Element:
     def max_code(self) -> int:
         """Code of max."""
         fraction = self.max / 2.0**self.emax - 1.0
-        return int((self.emax + self.bias + fraction) * (1 << self.mantissa_bits))
+        return int((self.emax + self.bias + fraction) * 2**self.mantissa_bits)
+
+    # Products in place of shifts: a format that Dynamo has seen with other numbers comes to it with
+    # symbols, which that of torch 2.11 does not shift.
+    @property
+    def max_bits(self) -> int:
+        """max as the bits of fp32."""
+        mantissa = int((self.max / 2.0**self.emax - 1.0) * IMPLICIT_BIT)
+        return (self.emax + BIAS) * IMPLICIT_BIT + mantissa
+
+    @property
+    def min_bits(self) -> int:
+        """The smallest normal number as the bits of fp32."""
+        return (self.emin + BIAS) * IMPLICIT_BIT
 
     @property
     def nan_code(self) -> int | None:
         """The NaN that quantizing writes, or None."""
-        if self.max_code + self.has_inf < self.sign - 1:
+        if self.max_code + int(self.has_inf) < self.sign - 1:
             return self.sign - 1
         return None if self.has_negative_zero else self.sign
 
     @property
     def nan_codes(self) -> tuple[int, ...]:
         """Every code that is NaN, in ascending order."""
-        positive = range(self.max_code + self.has_inf + 1, self.sign)
+        positive = range(self.max_code + int(self.has_inf) + 1, self.sign)
         zero = () if self.has_negative_zero else (self.sign,)
         return (*positive, *zero, *(self.sign | code for code in positive))
 
@@ -98,16 +111,13 @@ class Element:
         is taken for a number above max.
         """
         drop = MANTISSA_BITS - self.mantissa_bits
-        lowest = (self.emin + BIAS) << MANTISSA_BITS  # bits of the smallest normal number
-        top = ((self.emax - self.emin) << MANTISSA_BITS) + lowest
-        top += (self.max_code & ((1 << self.mantissa_bits) - 1)) << drop  # bits of max
-        q = (normalized(bits & MAGNITUDE) + (power << MANTISSA_BITS)).clamp_(0, top)
+        q = (normalized(bits & MAGNITUDE) + (power << MANTISSA_BITS)).clamp_(0, self.max_bits)
         # `one` times the step between codes is the binade of q times 2^drop: adding it rounds q
         # there, in the only fp32 operation, whose operands and result are normal numbers.
-        binade = (q & INF).clamp_(min=lowest)
-        one = binade + (drop << MANTISSA_BITS)
+        binade = (q & INF).clamp_(min=self.min_bits)
+        one = binade + drop * IMPLICIT_BIT
         steps = (q.view(torch.float32) + one.view(torch.float32)).view(torch.int32) - one
-        code = steps.add_((binade - lowest) >> drop)
+        code = steps.add_((binade - self.min_bits) >> drop)
         sign = (bits >> (32 - self.bits)) & self.sign
         if not self.has_negative_zero:
             sign = torch.where(code > 0, sign, 0)
@@ -117,14 +127,14 @@ class Element:
         """fp32 values of codes (uint8); exact."""
         magnitude = (codes & (self.sign - 1)).int()
         normal = magnitude << (MANTISSA_BITS - self.mantissa_bits)
-        normal += (BIAS - self.bias) << MANTISSA_BITS
+        normal += (BIAS - self.bias) * IMPLICIT_BIT
         subnormal = magnitude.float() * 2.0 ** (self.emin - self.mantissa_bits)
-        first_normal = 1 << self.mantissa_bits
+        first_normal = 2**self.mantissa_bits
         value = torch.where(magnitude < first_normal, subnormal, normal.view(torch.float32))
         if self.max_code < self.sign - 1:
             if self.has_inf:
                 value = torch.where(magnitude > self.max_code, torch.inf, value)
-            value = torch.where(magnitude > self.max_code + self.has_inf, torch.nan, value)
+            value = torch.where(magnitude > self.max_code + int(self.has_inf), torch.nan, value)
         value = torch.where(codes >= self.sign, -value, value)
         if not self.has_negative_zero:
             value = torch.where(codes == self.sign, torch.nan, value)

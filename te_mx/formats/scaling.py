@@ -109,14 +109,13 @@ def scale_bytes(amax: Tensor, element: Element, rule: str) -> Tensor:
 
     All are the exponent of amax minus emax, plus one from some mantissa on.
     """
-    max_mantissa = element.max_code & ((1 << element.mantissa_bits) - 1)
-    max_bits = max_mantissa << (MANTISSA_BITS - element.mantissa_bits)
-    up_from = {"floor": IMPLICIT_BIT, "even": 0x600000, "rceil": max_bits + 1}[rule]
+    max_bits = element.max_bits
+    up_from = {"floor": IMPLICIT_BIT, "even": 0x600000, "rceil": (max_bits & MANTISSA) + 1}[rule]
     byte = (amax >> MANTISSA_BITS) - element.emax + ((amax & MANTISSA) >= up_from)
     byte = byte.clamp_(min=0)
     if rule == "rceil":
         # One fp32 number above max * 2^-127 the subnormal q still rounds to 2^-127, for every max.
-        byte = torch.where(amax <= (element.emax << MANTISSA_BITS) + max_bits + 1, 0, byte)
+        byte = torch.where(amax <= max_bits - BIAS * IMPLICIT_BIT + 1, 0, byte)
     return torch.where(amax >= INF, NAN_SCALE, byte)
 
 

@@ -86,14 +86,12 @@ def encode(element: Element, bits: Tensor, power: Tensor, random: Tensor) -> Ten
     element (int32).
     """
     drop = MANTISSA_BITS - element.mantissa_bits
-    lowest = (element.emin + BIAS) << MANTISSA_BITS  # bits of the smallest normal number
-    top = ((element.emax - element.emin) << MANTISSA_BITS) + lowest
-    top += (element.max_code & ((1 << element.mantissa_bits) - 1)) << drop  # bits of max
+    lowest = element.min_bits
     q = normalized(bits & MAGNITUDE) + (power << MANTISSA_BITS)
-    q = q.clamp_(max=top)
+    q = q.clamp_(max=element.max_bits)
     # q = mantissa * 2^-drop gaps, and 2^-1 more for every binade below the normal numbers.
     mantissa = torch.where((bits & MAGNITUDE) == 0, 0, (q & MANTISSA) | IMPLICIT_BIT)
-    below = ((lowest >> MANTISSA_BITS) - (q >> MANTISSA_BITS)).clamp_(min=0)
+    below = (element.emin + BIAS - (q >> MANTISSA_BITS)).clamp_(min=0)
     shift = RANDOM_BITS - drop - below
     t = torch.where(shift >= 0, mantissa << shift.clamp(min=0), mantissa >> (-shift).clamp(0, 31))
     steps = (t >> RANDOM_BITS) + (random < (t & ((1 << RANDOM_BITS) - 1)))

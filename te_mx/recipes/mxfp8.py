@@ -40,6 +40,9 @@ class Format(Enum):
     HYBRID = FormatRange(448.0, 57344.0, "e4m3", "e5m2")
 
 
+_NAMES = tuple(fmt.name for fmt in Format)  # a constant: Dynamo of torch 2.11 reads no __members__
+
+
 @dataclasses.dataclass(unsafe_hash=True, repr=False)
 class MXFP8BlockScaling(Recipe):
     """MXFP8: blocks of 32 elements along the reduction dimension share one E8M0 scale.
@@ -166,7 +169,7 @@ def checked_format(recipe: Any) -> Format:
     """
     owner, given = type(recipe).__name__, recipe.fp8_format
     if not isinstance(given, Format) and is_transformer_engines(given):
-        if given.name not in Format.__members__:
+        if given.name not in _NAMES:
             raise NotImplementedError(
                 f"fp8_format={given} of Transformer Engine is not supported; use E4M3 or HYBRID"
             )

@@ -10,7 +10,7 @@ import halves
 import torch
 import torch.distributed as dist
 from data_parallel_cases import refused
-from tensor_parallel_cases import K, M, N, built, of, reference, same
+from tensor_parallel_cases import DEVICE, K, M, N, built, of, reference, same
 
 import te_mx
 
@@ -124,9 +124,9 @@ def case_marks_of_parameters():
         for sequence in (True, False):
             given = {**given, "tp_group": dist.group.WORLD, "sequence_parallel": sequence}
             wanted = {k: sequence if v is True else v for k, v in expected.items()}
-            layer = family(K, N, device="cpu", **given)
+            layer = family(K, N, device=DEVICE, **given)
             late = family(K, N, device="meta", **given)
-            late.to_empty(device="cpu").reset_parameters()
+            late.to_empty(device=DEVICE).reset_parameters()
             loaded = family(K, N, device="meta", **given)
             loaded.load_state_dict(layer.state_dict(), assign=True)
             for one in (layer, late, loaded, copy.deepcopy(layer), layer.bfloat16()):
@@ -134,7 +134,7 @@ def case_marks_of_parameters():
         alone = family(K, N, **{**given, "tp_group": None})  # tp_size=1 shares with nobody
         assert marks(alone) == wanted
         assert not hasattr(next(family(K, N).parameters()), "partition_dim")
-    norm = te_mx.pytorch.RMSNorm(K, sequence_parallel=True, device="meta").to_empty(device="cpu")
+    norm = te_mx.pytorch.RMSNorm(K, sequence_parallel=True, device="meta").to_empty(device=DEVICE)
     assert norm.weight.sequence_parallel is True
 
 
@@ -190,7 +190,7 @@ def case_transformer_layers_that_ranks_share():
     hidden, ffn, heads, tokens = 128, 256, 4, 32
     for i, option in enumerate(options):
         sequence, region = bool(i % 2), i != 2
-        how = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "device": "cpu", **option}
+        how = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "device": DEVICE, **option}
         torch.manual_seed(1)
         whole = te_mx.pytorch.TransformerLayer(hidden, ffn, heads, **how)
         layer = te_mx.pytorch.TransformerLayer(
@@ -225,8 +225,13 @@ def case_transformer_layers_that_ranks_share():
 
 
 def compiles(layer, x):
-    """Compiled in one graph, the layer gives what it gives eagerly, bit for bit."""
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    """Compiled in one graph, the layer gives what it gives eagerly, bit for bit. Before torch 2.12
+    it runs between graphs."""
+    whole = torch.__version__ >= "2.12"
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=whole)
+    if not whole:
+        one = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        refused(torch._dynamo.exc.Unsupported, "compiled from PyTorch 2.12 on", lambda: one(x))
     found = []
     for one in (layer, compiled):
         its = x.clone().requires_grad_()
@@ -245,15 +250,15 @@ def case_groups_compiled():
 
 
 def case_groups_refused():
-    x, world = of(M, K), dist.group.WORLD
-    layer = te_mx.Linear(K, N, parallel_mode="column", tp_size=2)
+    x, world, here = of(M, K), dist.group.WORLD, {"device": DEVICE}
+    layer = te_mx.Linear(K, N, parallel_mode="column", tp_size=2, **here)
     refused(RuntimeError, "call layer.set_tensor_parallel_group", lambda: layer(x.float()))
     layer.set_tensor_parallel_group(world)
     refused(RuntimeError, "also of a copy", lambda: copy.deepcopy(layer)(x.float()))
-    whole = te_mx.Linear(K, N)
+    whole = te_mx.Linear(K, N, **here)
     refused(ValueError, "was built for 1", lambda: whole.set_tensor_parallel_group(world))
     refused(TypeError, "process group", lambda: whole.set_tensor_parallel_group([0, 1]))
-    given = {"parallel_mode": "column", "tp_group": world}
+    given = {"parallel_mode": "column", "tp_group": world, **here}
     refused(ValueError, "must divide by tp_size=2", lambda: te_mx.Linear(K, 33, **given))
     cut = te_mx.Linear(K, 96, **given)
     with te_mx.autocast():
@@ -265,9 +270,9 @@ def case_groups_refused():
             lambda: te_mx.Linear(K, 128, parameters_split=parts, **given))  # fmt: skip
     given["parallel_mode"] = "row"
     refused(NotImplementedError, '"row"', lambda: te_mx.LayerNormLinear(K, N, **given))
-    whole = te_mx.pytorch.TransformerLayer(64, 64, 2, device="cpu")
+    whole = te_mx.pytorch.TransformerLayer(64, 64, 2, device=DEVICE)
     refused(ValueError, "was built for 1", lambda: whole.set_tensor_parallel_group(world))
-    given = {"set_parallel_mode": True, "tp_group": world, "device": "cpu"}
+    given = {"set_parallel_mode": True, "tp_group": world, "device": DEVICE}
     attention = te_mx.pytorch.MultiheadAttention
     refused(ValueError, "num_gqa_groups=1 must divide", lambda: attention(
         64, 2, num_gqa_groups=1, **given))  # fmt: skip
