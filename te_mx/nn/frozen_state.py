@@ -132,14 +132,17 @@ def read_codes(
             return nothing
         held = module._codes(key)[0] if dropped else module._sample(key)
         code, scale = state_dict.get(name), _widened(state_dict[scales[key]], end)
-        if problem := _problem(code, scale, module._shape_of(key), settings.w):
+        problem = _problem(code, scale, module._shape_of(key), settings.w)
+        assign = local_metadata.get("assign_to_params_buffers", False) or held.is_meta
+        if not (problem or assign) and (code.is_meta or scale.is_meta):
+            problem = "are on the meta device and have no values"
+        if problem:
             error_msgs.append(f"{name}, {scales[key]}: {problem}")
             return nothing
-        code = code.view(torch.uint8)
-        scale = scale.view(formats.get(settings.w).scaling.storage)
-        if not (local_metadata.get("assign_to_params_buffers", False) or held.is_meta):
+        code, scale = _plain(code), _plain(scale)
+        if not assign:
             code, scale = (t.to(held.device, copy=True) for t in (code, scale))
-        made[key] = code.detach().contiguous(), scale.detach().contiguous()
+        made[key] = code, scale
     fixed = None if _RECIPE not in local_metadata else NOTHING
     if (saved := local_metadata.get(_FIXED)) is not None:
         try:
@@ -151,6 +154,13 @@ def read_codes(
             )
             return nothing
     return Codes(made, settings, ours, fixed)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, row after row: one of a column may have strides of any size."""
+    if tensor.stride() != torch.empty(tensor.shape, device="meta").stride():
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.detach().resolve_neg().view(torch.uint8)
 
 
 def _widened(scales: Any, end: str) -> Any:
