@@ -204,8 +204,14 @@ def _refuse_plain(
             )
 
 
-def codes_alone(name: str, value: Tensor) -> str:
-    """The message for codes that have no scales beside them."""
+def codes_alone(name: str, value: Tensor, state_dict: Any = ()) -> str:
+    """The message for codes that have no scales beside them, or where a parameter takes none."""
+    if given := [name + end for end in SCALES if name + end in state_dict]:
+        return (
+            f"{name} holds codes ({value.dtype}, scales in {given[0]}), and this layer takes them "
+            "only as a whole weight: build it without parameters_split and without "
+            "parametrizations, or dequantize the checkpoint first"
+        )
     return (
         f"{name} holds codes ({value.dtype}) and there are no scales for them: {name}_scale is "
         f"missing, or {name}_scale_inv; load both, or dequantize the checkpoint first"

@@ -110,7 +110,7 @@ def _check(
         elif isinstance(value, torch.Tensor) and not is_dense(value):
             error_msgs.append(f"{key} must be a dense tensor, got {shown(value)}")
         elif value.element_size() == 1:
-            error_msgs.append(codes_alone(key, value))
+            error_msgs.append(codes_alone(key, value, state_dict))
         elif value.is_meta and not (assign or parameter.is_meta):
             error_msgs.append(f"{key} is on the meta device and has no values")
         elif value.shape != parameter.shape:

@@ -87,7 +87,10 @@ def test_codes_in_high_precision_parts():
     split = te_mx.Linear(70, 33, parameters_split=("a", "b", "c"))
     state = split.state_dict()
     state["b_weight"] = state["b_weight"].to(torch.float8_e4m3fn)
-    refused(split, state, "b_weight holds codes")
+    refused(split, state, "b_weight holds codes.*no scales for them")
+    for end in ("_scale", "_scale_inv"):  # they are there
+        beside = {**state, f"b_weight{end}": torch.ones(11, 3)}
+        refused(split, beside, f"b_weight holds codes.*b_weight{end}.*without parameters_split")
 
 
 # ----------------------------------------------------------------------------- names of the scales
