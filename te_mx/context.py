@@ -195,7 +195,8 @@ class autocast:
     The backward pass needs no autocast: the forward decided, also for what
     ``torch.utils.checkpoint`` runs again. Other code that recomputes enters it again itself, unless
     its layers have run with one recipe only. Together with ``torch.autocast`` the output dtype
-    follows ``torch.autocast``.
+    follows ``torch.autocast``, which says dtypes and nothing else: its ``enabled=False`` leaves
+    layers quantized, that of te_mx.autocast does not.
 
     Under ``torch.compile`` enter it around the compiled call or inside the compiled function;
     there, construct it inside as well (Dynamo cannot enter a context manager that was made

@@ -45,7 +45,9 @@ def convert_model(
     and stacked experts (those of Transformers, torchtitan's GroupedExperts) run in MXFP8.
 
     Exact nn.Linear instances are converted; subclasses have behaviour of their own and are skipped
-    with the reason. Layers such as lm_head are converted too, unless `filter_fn` says otherwise.
+    with the reason, and so is what a model of Transformers keeps in fp32 (its
+    ``_keep_in_fp32_modules`` and ``_keep_in_fp32_modules_strict``). Layers such as lm_head are
+    converted too, unless `filter_fn` says otherwise.
     A layer of another library keeps its class, as a subclass of it, and outside of te_mx.autocast
     the forward that it had. docs/integrations.md has more.
 

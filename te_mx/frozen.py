@@ -13,6 +13,7 @@ from te_mx.context import current_recipe
 from te_mx.nn.claims import take_back
 from te_mx.nn.frozen_formats import NOTHING, WEIGHT_ONLY, Fixed, fixed_by
 from te_mx.nn.mx_module import MXModule
+from te_mx.nn.weight_readers import reads_now, weights_read
 from te_mx.recipe import Settings, resolve_recipe
 
 
@@ -99,8 +100,10 @@ def freeze_weights(
         ValueError: there is no te_mx module, or `filter_fn` chose none; a weight has no values yet
             (meta device), a dtype that cannot be quantized, or is sharded or quantized by others;
             `drop_master` meets a weight that is computed (parametrized) or split into parameters,
-            and so has no place of its own; a module is frozen to another format than `fmt`
-            already; formats do not go together, or with the scale rule of the recipe.
+            and so has no place of its own, or one that the forward of a module above reads itself
+            (the fast path of nn.TransformerEncoderLayer, dt_proj of Mamba); a module is frozen to
+            another format than `fmt` already; formats do not go together, or with the scale rule
+            of the recipe.
 
     An error changes nothing. Only one that comes while masters are being dropped, such as a lack of
     memory, leaves those modules frozen that were done: dropped weights do not come back. Call again
@@ -116,6 +119,8 @@ def freeze_weights(
         _check_sharded(model, modules, drop_master)
     wanted = modules if filter_fn is None else _chosen(modules, filter_fn)
     how = []
+    if drop_master:
+        _refuse_read(model, wanted)
     for name, module in wanted:
         if problem := module.why_not_frozen(drop_master):
             raise ValueError(f"{name}: {problem}")
@@ -143,6 +148,28 @@ def _chosen(
     if not chosen:
         raise ValueError(f"filter_fn chose none of the {len(modules)} te_mx modules of model")
     return chosen
+
+
+def _refuse_read(model: nn.Module, wanted: list[tuple[str, MXModule]]) -> None:
+    """Raise ValueError where modules of a model compute with weights that are to be dropped."""
+    names = {id(module): name for name, module in wanted if not module._is_dropped()}
+    read: dict[str, str] = {}
+    for owner in model.modules():
+        if reads_now(owner):
+            kind = type(owner)
+            for _, module in weights_read(owner):
+                if id(module) in names:
+                    read[names[id(module)]] = kind.__name__
+    if not read:
+        return
+    kinds = sorted(set(read.values()))
+    off = ", or turn its fast path off first, torch.backends.mha.set_fastpath_enabled(False)"
+    raise ValueError(
+        f"{', '.join(read)}: the forward of {' and of '.join(kinds)} reads `weight` of these "
+        "layers itself, and drop_master=True leaves only codes of it; leave them out by filter_fn, "
+        "or use "
+        f"drop_master=False{off if 'TransformerEncoderLayer' in kinds else ''}"
+    )
 
 
 def _formats(
@@ -202,7 +229,9 @@ def unfreeze_weights(model: nn.Module, *, dequantize: bool = False) -> int:
         model: modules that are not frozen are left alone.
         dequantize: what to do where the master weights were dropped. False refuses; True makes
             parameters of the original dtype from the codes (the values that the frozen module
-            computed with, not the original ones).
+            computed with, not the original ones). A weight that was tied to one that `model` still
+            has is that one again, and one that a module got meanwhile (tie_weights, set by hand)
+            stays.
 
     Returns:
         The number of modules that were frozen.
@@ -221,7 +250,8 @@ def unfreeze_weights(model: nn.Module, *, dequantize: bool = False) -> int:
             f"freeze_weights(drop_master=True), first {dropped[0]!r}: pass dequantize=True to "
             "make parameters from the codes, or load a checkpoint into a new model"
         )
+    living = {p._te_mx_id: p for p in model.parameters() if hasattr(p, "_te_mx_id")}
     for _, module in modules:
-        module.unfreeze()
+        module.unfreeze(living)
     take_back(model)
     return len(modules)

@@ -11,6 +11,7 @@ from torch import Tensor
 from te_mx import formats
 from te_mx.arguments import check_address, check_dense, shown
 from te_mx.formats import Format
+from te_mx.runtime import streams
 
 
 def format_of(fmt: Any) -> Format:
@@ -50,6 +51,20 @@ def check_copy(
             "move them to one device"
         )
     return codes, scales
+
+
+def check_codes(fmt: Format, codes: Tensor) -> None:
+    """Raise ValueError where bytes of columnwise_data, one code each, are none of the format's."""
+    count = 1 << fmt.element.bits
+    plain = type(codes) is Tensor and not codes.is_meta and not torch.compiler.is_compiling()
+    if count == 256 or not plain or codes.numel() == 0 or streams.capturing(codes.device):
+        return
+    if (largest := int(codes.max())) >= count:
+        raise ValueError(
+            f"columnwise_data holds the byte {largest}, and codes of {fmt.name} are 0 to "
+            f"{count - 1}, one a byte where they lie as [rows, cols]; packed ones go with "
+            "columnwise_transposed=True"
+        )
 
 
 def _part(name: str, tensor: Tensor, dtype: torch.dtype | None, shape: tuple[int, int]) -> Tensor:

@@ -15,6 +15,7 @@ from te_mx.fusion.sequences import unfuse
 from te_mx.nn.converted import unwatch
 from te_mx.nn.linear import Linear
 from te_mx.nn.reclassed import Reclassed, take_back, why_not_back
+from te_mx.runtime.ran import end_tags
 
 # What a converted layer keeps on its instance beyond what it had.
 _OWN_ATTRIBUTES = (
@@ -52,6 +53,7 @@ def revert_model(model: nn.Module) -> ConversionReport:
 
 
 def _give_back(module: Any) -> None:
+    end_tags(module._tag)
     if isinstance(module, Reclassed):
         take_back(module, *_OWN_ATTRIBUTES)
     else:

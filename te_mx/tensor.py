@@ -14,7 +14,7 @@ from te_mx import formats
 from te_mx._ops import FLOAT_DTYPES
 from te_mx.arguments import check_flag, check_size, is_one_of, shown, usable_device
 from te_mx.formats import Format
-from te_mx.parts import check_copy, format_of, name_of
+from te_mx.parts import check_codes, check_copy, format_of, name_of
 from te_mx.runtime import streams
 
 
@@ -59,11 +59,14 @@ class MXTensor:
         columnwise_transposed: how the columnwise copy lies.
 
     Raises:
-        ValueError, TypeError: parts that do not fit the shape, the format or each other.
+        ValueError, TypeError: parts that do not fit the shape, the format or each other; bytes
+            that are no codes, where these have fewer bits and are one a byte. They are looked at,
+            which on a GPU waits for them, when they are given and again when they were written to,
+            but not in compiled code and while a CUDA graph is captured.
     """
 
-    __slots__ = ("_col_codes", "_col_scales", "_col_transposed", "_fmt", "_packs", "_row_codes",
-                 "_row_scales", "_shape", "_uncounted")  # fmt: skip
+    __slots__ = ("_col_codes", "_col_scales", "_col_transposed", "_fmt", "_looked", "_packs",
+                 "_row_codes", "_row_scales", "_shape", "_uncounted")  # fmt: skip
 
     _shape: torch.Size
     _fmt: str
@@ -75,6 +78,8 @@ class MXTensor:
     # Whether somebody else has tensors of inference_mode that share memory with the parts: torch
     # counts no writes to these, so nothing may be kept that was made of them.
     _uncounted: bool
+    # Version of _col_codes, where these are one a byte, at which all of them are codes.
+    _looked: int
     # (usage, side, mode, stream) -> (versions of codes and scales, form, from the second use on)
     _packs: dict[tuple[str, str, ops.Mode, int], tuple[tuple[int, int], ops.Operand | None]]
 
@@ -114,6 +119,8 @@ class MXTensor:
                 f"rowwise_data is on {row[0].device} and columnwise_data on {col[0].device}; "
                 "move them to one device"
             )
+        if col[0] is not None and not columnwise_transposed:
+            check_codes(known, col[0])
         self._fill(shape, name_of(known), *row, *col, columnwise_transposed and col[0] is not None)
         for part in self._parts():
             if part is not None:
@@ -131,6 +138,8 @@ class MXTensor:
         put(self, "_col_codes", col_codes)
         put(self, "_col_scales", col_scales)
         put(self, "_col_transposed", col_transposed)
+        compiled = torch.compiler.is_compiling()
+        put(self, "_looked", -1 if compiled or col_codes is None else _version(col_codes))
         put(self, "_packs", {})
         put(self, "_uncounted", False)
 
@@ -276,6 +285,11 @@ class MXTensor:
             rows, k = self.cols, self.rows
         if codes is None or scales is None:
             return None
+        if layout == "cols" and self.format.element.bits < 8 and not torch.compiler.is_compiling():
+            now = _version(codes)
+            if self._looked != now:
+                check_codes(self.format, codes)
+            object.__setattr__(self, "_looked", now)
         return ops.Operand(codes, scales, f"{self.format.name}@{layout}", rows, k)
 
     def _versions(self, usage: str) -> tuple[int, int]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 
+import pytest
 import torch
+from torch import nn
 
 import te_mx
 from te_mx.autograd import wgrad
@@ -68,3 +71,19 @@ def test_stand_ins_of_weight_gradients():
     layers.clear()
     gc.collect()
     assert (len(wgrad._stand_ins), len(wgrad._kept_by)) == before
+
+
+@pytest.mark.parametrize("what", ["plain", "bound", "fused"])
+def test_converting_and_reverting_keeps_nothing(what):
+    """A layer that is te_mx's no more has no finalizer of te_mx, however often it was."""
+    model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
+    how = {"bound": {"recipe": te_mx.get_default_recipe()}, "fused": {"fuse": True}}.get(what, {})
+    x, living, registered = torch.randn(8, 64), len(ran._living), []
+    for _ in range(4):
+        te_mx.convert_model(model, **how)
+        with te_mx.autocast():
+            model(x).sum().backward()
+        te_mx.revert_model(model)
+        gc.collect()
+        registered.append(len(weakref.finalize._registry))
+    assert len(ran._living) <= living and len(set(registered[1:])) == 1

@@ -16,6 +16,7 @@ from hf_checkpoints import (
     logits,
     registered,  # noqa: F401
 )
+from hf_models import keep_head, model_of
 
 import te_mx
 
@@ -68,6 +69,49 @@ def test_scales_load_as_the_same_bytes(style, fmt, model_name, dtype, tmp_path):
     loaded = AUTO.from_pretrained(tmp_path)
     check_same(loaded.state_dict(), model.state_dict())
     assert torch.equal(logits(loaded), logits(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, E8M0, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("model_name", ["Llama", "Mixtral"])
+def test_scales_of_square_blocks_that_are_powers_of_two(model_name, dtype, tmp_path):
+    """DeepSeek-V3.1's config, and scales of one byte: inputs are quantized in the same way."""
+    recipe = te_mx.recipe.Float8BlockScaling()
+    model = model_of(model_name, **(WHOLE_BLOCKS if model_name == "Mixtral" else {})).eval()
+    te_mx.convert_model(model, filter_fn=lambda m, n: keep_head(m, n) and not n.endswith("gate"))
+    te_mx.freeze_weights(model, drop_master=True, recipe=recipe)
+    te_mx.quantization_config(model, "fp8")
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] |= {"scale_fmt": "ue8m0", "fmt": "e4m3"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if dtype == torch.uint8:
+        rewrite(tmp_path, lambda _, scales: scales.to(E8M0).view(torch.uint8))
+    else:
+        rewrite(tmp_path, lambda _, scales: scales.to(dtype))
+    loaded = AUTO.from_pretrained(tmp_path)
+    assert {m._frozen.settings for m in loaded.modules() if isinstance(m, te_mx.Linear)} == {
+        recipe.settings
+    }
+    check_same(loaded.state_dict(), model.state_dict())
+    assert torch.equal(logits(loaded), logits(model))
+    loaded.save_pretrained(tmp_path / "again")
+    again = AUTO.from_pretrained(tmp_path / "again")
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_scales_that_are_no_powers_of_two_load_as_they_are(tmp_path):
+    """What the config says of scales is how inputs are quantized; the values of weights are in the
+    file."""
+    model = frozen("Llama", recipe=te_mx.recipe.DeepSeekV3())
+    te_mx.quantization_config(model, "fp8")
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["scale_fmt"] = "ue8m0"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = AUTO.from_pretrained(tmp_path)
+    check_same(loaded.state_dict(), model.state_dict())
+    assert not torch.equal(logits(loaded), logits(model))
+    assert (logits(loaded) - logits(model)).norm() < 0.1 * logits(model).norm()
 
 
 def test_fp8_in_blocks_of_1_x_32(tmp_path):

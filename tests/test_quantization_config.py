@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
+import warnings
 
 import pytest
 import torch
@@ -239,8 +241,18 @@ def test_without_registering_they_are_nobodys(tmp_path):
 @pytest.mark.usefixtures("registered")
 def test_what_te_mx_does_not_take_goes_to_transformers():
     from_dict = hf_quantizer.auto.AutoQuantizationConfig.from_dict
-    theirs = from_dict({"quant_method": "fp8", "weight_block_size": [64, 64]})
-    assert type(theirs).__name__ == "FineGrainedFP8Config"
+    for size in (64, 64, 32):  # once for each reason
+        fields = {"quant_method": "fp8", "weight_block_size": [size, size]}
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assert type(from_dict(fields)).__name__ == "FineGrainedFP8Config"
+            again = [str(one.message) for one in said if one.category is te_mx.ConversionWarning]
+            from_dict(fields)
+        assert len(said) == len(again) <= 1
+        if again:
+            assert re.search(
+                rf"to Transformers.*weight_block_size is .{size}, {size}., not", again[0]
+            )
     with pytest.raises(ValueError, match="reads no modelopt checkpoint"):
         from_dict({"quant_method": "modelopt", "quant_algo": "NVFP4"})
 
@@ -249,13 +261,18 @@ def group(**more):
     return {"config_groups": {"group_0": {"targets": ["Linear"], **more}}}
 
 
+BLOCKS = "fp8_e4m3_128x128"
 PLANS = [
     ({"quant_method": "mxfp8", "weight_block_size": [1, 32]}, "mxfp8_e4m3"),
     ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8_e4m3_128x128"),
     ({"quant_method": "fp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"}, "mxfp8_e4m3"),
-    ({"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}, None),
+    ({"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}, BLOCKS),
     ({"quant_method": "fp8", "weight_block_size": [128, 128], "expert_dtype": "fp4"}, None),
     ({"quant_method": "fp8"}, None),
+    ({"quant_method": "fp8", "weight_block_size": [1, 32]}, None),
+    ({"quant_method": "fp8", "weight_block_size": [128, 128], "dequantize": True}, None),
+    ({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "static"}, None),
+    ({"quant_method": "mxfp8", "weight_block_size": [128, 128]}, None),
     ({"quant_method": "compressed-tensors", "format": "mxfp8-quantized", **group()}, "mxfp8_e4m3"),
     ({"quant_method": "compressed-tensors", "format": "mxfp8-quantized"}, None),
     ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", **group()}, None),
@@ -270,7 +287,8 @@ PLANS = [
 @pytest.mark.parametrize("fields, fmt", PLANS)
 def test_plans(fields, fmt):
     plan = plan_of(fields)
-    assert (plan and plan.fmt) == fmt
+    assert (plan.fmt if isinstance(plan, Plan) else None) == fmt
+    assert isinstance(plan, str) == (fmt is None)  # the reason
 
 
 @pytest.mark.parametrize(

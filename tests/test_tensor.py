@@ -148,6 +148,38 @@ def test_constructor_errors(change, error, message):
         te_mx.MXTensor(**arguments)
 
 
+@pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")
+@pytest.mark.parametrize("fmt, count", [("mxfp4", 16), ("mxfp6_e2m3", 64)])
+def test_bytes_that_are_no_codes(fmt, count):
+    """One code a byte has bits that no code has: they are refused when they are given and when they
+    were written, by whatever reads them."""
+    scales, one = torch.full((2, 2), 127, dtype=torch.uint8), te_mx.quantize(torch.ones(3, 33))
+
+    def made(byte):
+        codes = torch.zeros(33, 2, dtype=torch.uint8)
+        codes[5, 1] = byte
+        return codes, te_mx.MXTensor(
+            (33, 2), fmt, columnwise_data=codes, columnwise_scale=scales
+        )  # fmt: skip
+
+    message = f"columnwise_data holds the byte {count}, and codes of {fmt} are 0 to {count - 1}"
+    with pytest.raises(ValueError, match=message):
+        made(count)
+    codes, whole = made(count - 1)
+    for read in (
+        lambda: whole.dequantize(usage="columnwise"),
+        lambda: te_mx.gemm(whole, one, "NN", out_dtype=torch.float32),
+    ):
+        before = [read(), read(), read()]  # packed from the second use on
+        codes[5, 1] = count
+        with pytest.raises(ValueError, match=message):
+            read()
+        codes[5, 1] = count - 1
+        assert type(before[0]) is type(read())
+    q = te_mx.quantize(torch.randn(64, 32), fmt=fmt, columnwise=True)
+    assert q.dequantize(usage="columnwise").isfinite().all()
+
+
 def test_constructor_needs_a_copy():
     with pytest.raises(ValueError, match="got none"):
         te_mx.MXTensor((2, 64), "e4m3")

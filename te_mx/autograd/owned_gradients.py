@@ -118,11 +118,16 @@ class OwnedGradient(WeightGradient):
         held = parameter if hasattr(main, "to_local") else _local(parameter)
         if main.shape != held.shape or main.device != held.device:
             raise RuntimeError(
-                f"{self.label}: main_grad must be like the parameter, {tuple(parameter.shape)}, or "
-                f"like what this rank has of it, {tuple(_local(parameter).shape)}, on "
-                f"{parameter.device}; got {tuple(main.shape)} on {main.device}"
+                f"{self.label}: main_grad must be like the parameter, {_kind(parameter)} "
+                f"{tuple(parameter.shape)}, or like what this rank has of it, a plain tensor "
+                f"{tuple(_local(parameter).shape)}, on {parameter.device}; got {_kind(main)} "
+                f"{tuple(main.shape)} on {main.device}"
             )
         return main
+
+
+def _kind(tensor: Tensor) -> str:
+    return "a DTensor" if hasattr(tensor, "to_local") else "a plain tensor"
 
 
 def _local(tensor: Tensor) -> Tensor:

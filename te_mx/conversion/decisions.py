@@ -3,7 +3,8 @@ changes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -18,9 +19,11 @@ from te_mx.conversion.layers import (
     shape_of,
     why_not_linear,
 )
+from te_mx.conversion.protected import protected_in
 from te_mx.conversion.report import (
     BOUND,
     CONVERTED,
+    FAST_PATH,
     FUSED,
     SKIPPED,
     WOULD_BIND,
@@ -31,6 +34,7 @@ from te_mx.conversion.report import (
 from te_mx.dispatch.fused import Activation
 from te_mx.fusion.in_place import NOTHING, InPlace, plan_in_place
 from te_mx.fusion.sequences import Plan, plan_fusions
+from te_mx.nn.weight_readers import weights_read
 from te_mx.recipe import Settings
 
 
@@ -44,9 +48,16 @@ class Wanted(NamedTuple):
     fuse: bool
     binds: bool
     dry_run: bool
+    protected: Mapping[int, str] = MappingProxyType({})  # why the model keeps a layer, by id
+
+    def why_not(self, layer: nn.Linear) -> str:
+        """Why an nn.Linear stays, whatever the user says, or an empty string."""
+        return why_not_linear(layer) or self.protected.get(id(layer), "")
 
     def keeps(self, module: nn.Module, name: str) -> bool:
-        """Whether the user excluded a module under this name."""
+        """Whether the user excluded a module under this name, or the model protects it."""
+        if id(module) in self.protected:
+            return True
         if callable(self.filter_fn):
             return not self.filter_fn(module, name)
         return self.filter_fn == "auto" and type(module) is nn.Linear and self.auto(module)[0]
@@ -83,13 +94,14 @@ class Decisions(NamedTuple):
 
 def decide(model: nn.Module, wanted: Wanted) -> Decisions:
     """Decide, which may raise, for one in `filter_fn`, and changes nothing."""
+    wanted = wanted._replace(protected=protected_in(model))
     rows: list[LayerReport] = []
     sequences: list[Plan] = []
     in_place = NOTHING
     if wanted.fuse:
-        fusions, sequences = plan_fusions(model, why_not_linear, wanted.keeps)
+        fusions, sequences = plan_fusions(model, wanted.why_not, wanted.keeps)
         taken = {layer for plan in sequences for layer in plan.layers}
-        others, in_place = plan_in_place(model, why_not_linear, wanted.keeps, taken)
+        others, in_place = plan_in_place(model, wanted.why_not, wanted.keeps, taken)
         done = WOULD_FUSE if wanted.dry_run else FUSED
         rows = [fusion_row(fusion, done) for fusion in [*fusions, *others]]
     present = bindings(model, wanted.keeps) if wanted.binds else []
@@ -97,27 +109,30 @@ def decide(model: nn.Module, wanted: Wanted) -> Decisions:
     decided = {id(layer) for plan in sequences for layer in plan.layers}
     decided |= {id(binding.module) for binding in present}
     chosen: list[Chosen] = []
+    read = _read_by_others(model)
     for module, names in layers_of(model):
         if id(module) not in decided:
-            one, made = _decide(model, module, names, wanted)
+            one, made = _decide(module, names, wanted, read)
             rows.append(made)
             chosen += [] if one is None else [one]
     return Decisions(rows, sequences, in_place, present, chosen)
 
 
 def _decide(
-    model: nn.Module, module: Any, names: list[str], wanted: Wanted
+    module: Any, names: list[str], wanted: Wanted, read: dict[int, str]
 ) -> tuple[Chosen | None, LayerReport]:
-    """About one layer; None where it stays as it is."""
+    """About one layer; None where it stays as it is. `read`: what is said of layers whose weight
+    something reads itself."""
     seam = seam_of(module)
-    reason = seam.why_not(module) if seam is not None else why_not_linear(module)
+    reason = seam.why_not(module) if seam is not None else wanted.why_not(module)
+    reason = reason or wanted.protected.get(id(module), "")
     asked = wanted.filter_fn == "auto" and seam is None and not reason
     said = wanted.auto(module)[1] if asked else ""
     if not reason and any(wanted.keeps(module, name) for name in names):
         reason = said or "excluded by filter_fn"
     if reason:
         return None, row(module, names, SKIPPED, reason)
-    note = "; ".join(part for part in (said, _fast_path_note(model, names[0])) if part)
+    note = "; ".join(part for part in (said, read.get(id(module), "")) if part)
     gate: Activation | str = ""
     if wanted.fuse and seam is not None and seam.gate is not None:
         gate = seam.gate(module)
@@ -132,11 +147,14 @@ def _bound_row(binding: Binding, status: str) -> LayerReport:
     return LayerReport(binding.name or "(root)", status, shape_of(binding.module), note)
 
 
-def _fast_path_note(model: nn.Module, name: str) -> str:
-    parent = model.get_submodule(name.rpartition(".")[0])
-    if isinstance(parent, nn.TransformerEncoderLayer):
-        return (
-            "nn.TransformerEncoderLayer skips it in eval mode without grad, unless "
-            "torch.backends.mha.set_fastpath_enabled(False)"
-        )
-    return ""
+def _read_by_others(model: nn.Module) -> dict[int, str]:
+    """What is said of each layer whose weight the forward of a module above reads itself."""
+    said: dict[int, str] = {}
+    for owner in model.modules():
+        for _, layer in weights_read(owner):
+            if isinstance(owner, nn.TransformerEncoderLayer):
+                said[id(layer)] = FAST_PATH
+            else:
+                kind = type(owner).__name__
+                said[id(layer)] = f"the forward of {kind} reads its weight too, in high precision"
+    return said

@@ -21,6 +21,10 @@ _STATUSES = (
 )  # fmt: skip
 
 
+# The note of a layer that the fast path bypasses; the summary says more.
+FAST_PATH = "bypassed by the fast path of nn.TransformerEncoderLayer"
+
+
 class LayerReport(NamedTuple):
     """One layer: `status` is "converted", "would convert" (dry run), "fused", "would fuse",
     "reverted", "skipped", or of a te_mx module that was there before "bound", "would bind"; `note`
@@ -96,7 +100,7 @@ class ConversionReport:
     def __str__(self) -> str:
         counts = Counter(layer.status for layer in self.layers)
         summary = ", ".join(f"{n} {status}" for status, n in counts.items()) or "none"
-        lines = [f"{type(self.model).__name__}: linear layers: {summary}"]
+        lines = [f"{type(self.model).__name__}: linear layers: {summary}{self._bypassed()}"]
         if self.recipe is not None:
             lines.append(f"recipe bound to te_mx modules: {self.recipe!r}")
         if self.layers:
@@ -104,5 +108,16 @@ class ConversionReport:
         if self.matrices:
             lines.append(describe(self.matrices))
         return "\n".join(lines)
+
+    def _bypassed(self) -> str:
+        """Of te_mx layers that do not run in eval mode."""
+        count = sum(layer.name in self.converted and FAST_PATH in layer.note for layer in self)
+        if not count:
+            return ""
+        return (
+            f"; in eval mode without grad {count} of them do NOT run in te_mx: the fast path of "
+            "nn.TransformerEncoderLayer bypasses them, unless it is turned off by "
+            "torch.backends.mha.set_fastpath_enabled(False)"
+        )
 
     __repr__ = __str__

@@ -9,9 +9,10 @@ from torch import nn
 
 from te_mx import formats
 from te_mx.integrations.checkpoint_plan import Plan
-from te_mx.integrations.checkpoint_scales import scale_bytes
+from te_mx.integrations.checkpoint_scales import scale_bytes, scale_floats
 from te_mx.nn.experts import ExpertsModule
 from te_mx.nn.mx_module import MXModule
+from te_mx.recipe import Float8BlockScaling
 
 
 def put_placeholders(module: MXModule, plan: Plan) -> dict[str, nn.Parameter]:
@@ -67,10 +68,10 @@ def take(name: str, module: MXModule, masters: dict[str, nn.Parameter], plan: Pl
             "the layer is quantized; name the layer among those that are left out there"
         )
     state = {key: value.detach() for key, value in loaded.items()}
-    if plan.has_bytes:
-        for key in masters:
-            scales = key + plan.ends[1]
-            state[scales] = scale_bytes(f"{name}.{scales}", state[scales])
+    read = scale_bytes if plan.has_bytes else scale_floats
+    for key in masters:
+        scales = key + plan.ends[1]
+        state[scales] = read(f"{name}.{scales}", state[scales])
     try:
         layer.load_state_dict(state, strict=False, assign=True)
     except RuntimeError as error:
@@ -80,3 +81,6 @@ def take(name: str, module: MXModule, masters: dict[str, nn.Parameter], plan: Pl
         ) from None
     if not module._is_dropped():
         raise ValueError(f"{name}: the checkpoint's tensors are no codes with scales")
+    if plan.powers:  # then those of inputs are, too
+        assert module._frozen is not None
+        module._frozen.settings = Float8BlockScaling().settings

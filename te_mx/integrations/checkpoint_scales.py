@@ -43,24 +43,34 @@ def scale_bytes(name: str, scales: Tensor) -> Tensor:
     )
 
 
-class ScalesAsBytes(ConversionOps):
-    """The first step of Transformers' conversions of scales: what is merged then is bytes, and does
-    not depend on what torch makes of several dtypes."""
+def scale_floats(name: str, scales: Tensor) -> Tensor:
+    """fp32 scales of a tensor of this name: what E8M0 bytes stand for, others as they are."""
+    if scales.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        return scales.view(torch.float8_e8m0fnu).float()
+    return scales
+
+
+class Scales(ConversionOps):
+    """The first step of Transformers' conversions of scales: what is merged then is of one dtype,
+    bytes or fp32, and does not depend on what torch makes of several."""
+
+    def __init__(self, as_bytes: bool) -> None:
+        self.read = scale_bytes if as_bytes else scale_floats
 
     @torch.no_grad()
     def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The same tensors, or lists of tensors, as bytes."""
+        """The same tensors, or lists of tensors, in this dtype."""
         name = kwargs.get("full_layer_name") or ""
         return {
-            pattern: [scale_bytes(name or pattern, one) for one in given]
+            pattern: [self.read(name or pattern, one) for one in given]
             if isinstance(given, list)
-            else scale_bytes(name or pattern, given)
+            else self.read(name or pattern, given)
             for pattern, given in input_dict.items()
         }
 
     @property
     def reverse_op(self) -> ConversionOps:
-        """Bytes are saved as bytes."""
+        """They are saved as they are."""
         return self
 
 
@@ -81,6 +91,9 @@ def refuse_casts(files: Any, plan: Plan) -> None:
             wanted = {name.removesuffix(scale_end) + code_end: codes for name in scales}
             if plan.has_bytes:
                 wanted |= dict.fromkeys(scales, "U8")
+            else:  # a cast of these to fp32 is none of bytes
+                bytes_ = [one for one in scales if file.get_slice(one).get_dtype() == "U8"]
+                wanted |= dict.fromkeys(bytes_, "F32")
             for name in wanted.keys() & set(file.keys()):
                 if (dtype := file.get_slice(name).get_dtype()) != wanted[name]:
                     raise ValueError(

@@ -12,11 +12,15 @@ of te_mx, frozen without masters, byte for byte what the files hold. Taken are t
 quant_method          what te_mx takes; the rest goes to Transformers as before
 ====================  ============================================================================
 "mxfp8"               all
-"fp8"                 ``weight_block_size`` [128, 128] with fp32 scales, [1, 32] with E8M0 scales
+"fp8"                 ``weight_block_size`` [128, 128] with scales in fp32, bf16 or E8M0, [1, 32]
+                      with E8M0 scales; ``scale_fmt`` "ue8m0" (DeepSeek-V3.1) quantizes inputs with
+                      scales that are powers of two as well
 "compressed-tensors"  ``format`` "mxfp8-quantized" and "mxfp4-pack-quantized", one group
 "modelopt"            ``quant_algo`` "MXFP8"
 "mxfp4"               all: experts in gpt-oss' layout
 ====================  ============================================================================
+
+What goes to Transformers is said once, with the reason, by a ConversionWarning.
 
 How: placeholders with the names and shapes of the files stand in the modules while Transformers
 loads (renames, merges per-expert tensors, reads shards); then the modules take what has come.
@@ -25,6 +29,7 @@ loads (renames, merges per-expert tensors, reads shards); then the modules take 
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -40,15 +45,18 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from te_mx.convert import convert_model
 from te_mx.frozen import freeze_weights, unfreeze_weights
 from te_mx.integrations.checkpoint_placeholders import put_placeholders, take
-from te_mx.integrations.checkpoint_plan import plan_of
-from te_mx.integrations.checkpoint_scales import ScalesAsBytes, refuse_casts
+from te_mx.integrations.checkpoint_plan import Plan, plan_of
+from te_mx.integrations.checkpoint_scales import Scales, refuse_casts
 from te_mx.nn.claims import claim
+from te_mx.nn.converted import ConversionWarning
 from te_mx.nn.mx_module import MXModule
 
 METHODS = ("mxfp8", "fp8", "compressed-tensors", "modelopt", "mxfp4")
 _CONFIGS: dict[str, Any] = auto.AUTO_QUANTIZATION_CONFIG_MAPPING
 _QUANTIZERS: dict[str, Any] = auto.AUTO_QUANTIZER_MAPPING
+_SCALE_BYTES = ("U8", "F8_E8M0", torch.uint8, torch.float8_e8m0fnu)  # as files and torch say it
 _before: dict[str, tuple[Any, Any]] = {}  # Transformers' own, by method
+_said: set[str] = set()
 
 
 class TeMxConfig(QuantizationConfigMixin):
@@ -75,7 +83,7 @@ class TeMxQuantizer(HfQuantizer):
     def __init__(self, quantization_config: TeMxConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         found = plan_of(quantization_config.fields)
-        assert found is not None  # or there would be no TeMxConfig
+        assert isinstance(found, Plan)  # or there would be no TeMxConfig
         self.plan = found
         self._fields = quantization_config.fields
         self._model: Any = None  # that is being loaded
@@ -109,7 +117,8 @@ class TeMxQuantizer(HfQuantizer):
     ) -> torch.dtype | None:
         """What a tensor of the files is cast to: codes and E8M0 scales, which are bytes, to
         nothing; `take` looks at them as they are."""
-        if dtype is not None and dtype.itemsize == 1:
+        held = param.get_dtype() if hasattr(param, "get_dtype") else param.dtype
+        if dtype is not None and (dtype.itemsize == 1 or held in _SCALE_BYTES):
             return None
         return super().get_new_dtype(converter, param, dtype)
 
@@ -142,8 +151,8 @@ class TeMxQuantizer(HfQuantizer):
                 continue
             for end in filter(None, self.plan.ends):
                 if re.search(f"{targets[0]}{end}$", names, re.MULTILINE):
-                    of_scales = end == self.plan.ends[1] and self.plan.has_bytes
-                    made.append(_for_names_with(one, end, of_scales))
+                    first = [Scales(self.plan.has_bytes)] if end == self.plan.ends[1] else []
+                    made.append(_for_names_with(one, end, first))
         return made
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -160,7 +169,7 @@ class TeMxQuantizer(HfQuantizer):
     def restate(self, model: Any, fields: dict[str, Any]) -> None:
         """Stand for another quantization_config of the model that was loaded."""
         found = plan_of(fields)
-        assert found is not None  # of what te_mx writes
+        assert isinstance(found, Plan)  # of what te_mx writes
         self.quantization_config, self.plan, self._fields = TeMxConfig(**fields), found, fields
         model.quantization_method = fields["quant_method"]
 
@@ -179,12 +188,11 @@ def _is_in(files: Any, name: str) -> bool:
     return False
 
 
-def _for_names_with(converter: Any, end: str, of_scales: bool) -> Any:
-    """A converter like this one, of tensors whose names have an ending more. of_scales: these are
-    bytes."""
+def _for_names_with(converter: Any, end: str, first: list[Any]) -> Any:
+    """A converter like this one, of tensors whose names have an ending more, with these steps
+    before its own."""
     sources = [source + end for source in converter._original_source_patterns]
     targets = [target + end for target in converter._original_target_patterns]
-    first = [ScalesAsBytes()] if of_scales else []
     copy = WeightConverter(sources, targets, [*first, *converter.operations])
     for name in ("force_cpu", "scope_prefix", "base_model_prefix"):
         if hasattr(converter, name):
@@ -224,6 +232,7 @@ def unregister() -> None:
             else:
                 mapping[method] = before
     _before.clear()
+    _said.clear()
 
 
 def _config_class(method: str, before: Any) -> Any:
@@ -232,16 +241,26 @@ def _config_class(method: str, before: Any) -> Any:
     class Chosen:
         @classmethod
         def from_dict(cls, fields: dict[str, Any], **kwargs: Any) -> Any:
-            if plan_of(fields) is not None:
+            found = plan_of(fields)
+            if isinstance(found, Plan):
                 return TeMxConfig(**fields)
             if before is None:
                 raise ValueError(
-                    f"te_mx reads no {method} checkpoint with such a quantization_config, and "
-                    f"Transformers has no {method}: {fields}"
+                    f"te_mx reads no {method} checkpoint with such a quantization_config ({found}),"
+                    f" and Transformers has no {method}: {fields}"
                 )
+            _say_what_is_left(method, found)
             return before.from_dict(fields, **kwargs)
 
     return Chosen
+
+
+def _say_what_is_left(method: str, why: str) -> None:
+    """Once for each reason."""
+    line = f"te_mx leaves this {method!r} checkpoint to Transformers, whose layers it gets: {why}"
+    if line not in _said:
+        _said.add(line)
+        warnings.warn(line, ConversionWarning, stacklevel=4)
 
 
 def _quantizer_of(before: Any) -> Callable[..., Any]:

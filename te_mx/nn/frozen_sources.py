@@ -12,13 +12,15 @@ that fill the memory of parameters behind autograd.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-_ids = itertools.count(1)
+# Parameters are pickled with their number, which must not be one of another process.
+_ids = itertools.count(1 + int.from_bytes(os.urandom(7), "big"))
 
 
 class Sources:
@@ -33,7 +35,7 @@ class Sources:
     __slots__ = ("_names", "_states", "_storages")
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._names = {name: _id_of(tensor) for name, tensor in tensors.items()}
+        self._names = {name: id_of(tensor) for name, tensor in tensors.items()}
         self._states: list[tuple[Any, ...]] = []
         # Weak, so that they hold no memory; as long as they exist, no other storage takes the
         # place of one that is gone.
@@ -95,7 +97,7 @@ class Sources:
         return True
 
 
-def _id_of(tensor: Any) -> int:
+def id_of(tensor: Any) -> int:
     """The number of a tensor. A weak reference would say the same, but keeps
     torch.utils.swap_tensors from working."""
     if not hasattr(tensor, "_te_mx_id"):

@@ -6,16 +6,17 @@ compressed-tensors and ModelOpt; scales named ``<name>_scale_inv`` are read too.
 8 bits are saved as they are packed, uint8; the shapes tell 4 bits from 6, and the scales of 6-bit
 codes carry the element in their name, ``<name>_scale_e2m3``. Formats with fp32 scales save these as
 ``<name>_scale_inv`` (float32 [ceil(out/128), ceil(in/128)] for blocks of 128 x 128), the names and
-layouts of DeepSeek-V3's checkpoints; the value is code * scale. Such scales in bf16 (Qwen's) are
-read as fp32, which holds them exactly. What such a state_dict is loaded into becomes frozen without
-masters; te_mx.unfreeze_weights(dequantize=True) makes parameters that train. nn/foreign_state.py
-reads 4-bit weights under the names of others.
+layouts of DeepSeek-V3's checkpoints; the value is code * scale. Such scales in bf16 (Qwen's), or
+E8M0 in uint8 or float8_e8m0fnu, are read as fp32, which holds them exactly. What such a state_dict
+is loaded into becomes frozen without masters; te_mx.unfreeze_weights(dequantize=True) makes
+parameters that train. nn/foreign_state.py reads 4-bit weights under the names of others.
 
 The recipe, which names the format, goes with them in the metadata of the state_dict, which
 ``torch.save(state_dict)`` keeps; formats that hold tensors only, such as safetensors, lose it. The
 module's own, or the one bound to it, stands in then if its codes are such, or else the default
 recipe with the one format of weights that has such tensors; for float32 scales DeepSeekV3, or the
-same with weights in blocks of 1 x 128.
+same with weights in blocks of 1 x 128; for E8M0 scales of such blocks Float8BlockScaling, whose
+inputs have scales that are powers of two as well.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from te_mx import formats
 from te_mx.arguments import is_dense, shown
 from te_mx.nn.frozen_formats import NOTHING, Fixed
 from te_mx.nn.frozen_weight import Freezable, Frozen
-from te_mx.recipe import BlockScaling, DeepSeekV3, Float8BlockScaling
+from te_mx.recipe import BlockScaling, Float8BlockScaling
 from te_mx.recipes.resolve import DEFAULT_SETTINGS
 from te_mx.recipes.settings import Settings
 
@@ -39,6 +40,11 @@ _NAMED = {  # 6-bit codes look alike
 }  # fmt: skip
 _EIGHT_BITS = {
     fmt.element.torch_dtype for fmt in map(formats.get, formats.names()) if fmt.element.bits == 8
+}
+_E8M0 = (torch.uint8, torch.float8_e8m0fnu)
+_BLOCKWISE = {  # by whether scales are powers of two
+    powers: [Float8BlockScaling(not powers, w_block_scaling_dim=dim) for dim in (2, 1)]
+    for powers in (False, True)
 }
 SCALES = ("_scale", "_scale_inv", *_NAMED.values())
 _RECIPE, _FIXED = "te_mx_recipe", "te_mx_frozen"  # in the metadata of a module
@@ -111,10 +117,12 @@ def read_codes(
         return nothing
     key = next(iter(weights))
     end = scales[key].removeprefix(weights[key])
-    first = _widened(state_dict[scales[key]], end)
+    stored = state_dict[scales[key]]
+    first = _widened(stored, end, module._shape_of(key))
+    powers = first is not stored and stored.dtype in _E8M0
     settings = _settings_for(
-        module, local_metadata.get(_RECIPE), state_dict.get(weights[key]), first, end, prefix,
-        error_msgs,
+        module, local_metadata.get(_RECIPE), state_dict.get(weights[key]), first, end, powers,
+        prefix, error_msgs,
     )  # fmt: skip
     meant = _end_of(settings.w)
     if end != meant and (end in _NAMED.values() or meant in _NAMED.values()):
@@ -132,15 +140,19 @@ def read_codes(
             )
             return nothing
         held = module._codes(key)[0] if dropped else module._sample(key)
-        code, scale = state_dict.get(name), _widened(state_dict[scales[key]], end)
-        if problem := _problem(code, scale, module._shape_of(key), settings.w):
+        shape = module._shape_of(key)
+        code, scale = state_dict.get(name), _widened(state_dict[scales[key]], end, shape)
+        problem = _problem(code, scale, shape, settings.w)
+        assign = local_metadata.get("assign_to_params_buffers", False) or held.is_meta
+        if not (problem or assign) and (code.is_meta or scale.is_meta):
+            problem = "are on the meta device and have no values"
+        if problem:
             error_msgs.append(f"{name}, {scales[key]}: {problem}")
             return nothing
-        code = code.view(torch.uint8)
-        scale = scale.view(formats.get(settings.w).scaling.storage)
-        if not (local_metadata.get("assign_to_params_buffers", False) or held.is_meta):
+        code, scale = _plain(code), _plain(scale)
+        if not assign:
             code, scale = (t.to(held.device, copy=True) for t in (code, scale))
-        made[key] = code.detach().contiguous(), scale.detach().contiguous()
+        made[key] = code, scale
     fixed = None if _RECIPE not in local_metadata else NOTHING
     if (saved := local_metadata.get(_FIXED)) is not None:
         try:
@@ -154,10 +166,30 @@ def read_codes(
     return Codes(made, settings, ours, fixed)
 
 
-def _widened(scales: Any, end: str) -> Any:
-    """Scales of checkpoints that store in bf16 what others do in fp32."""
-    narrow = isinstance(scales, Tensor) and scales.dtype == torch.bfloat16
-    return scales.float() if narrow and end == "_scale_inv" else scales
+def _plain(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, row after row: one of a column may have strides of any size."""
+    if tensor.stride() != torch.empty(tensor.shape, device="meta").stride():
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.detach().resolve_neg().view(torch.uint8)
+
+
+def _widened(scales: Any, end: str, shape: tuple[int, ...]) -> Any:
+    """Scales of checkpoints that store in bf16, or in E8M0 bytes, what others do in fp32; the
+    latter are told from those of MX formats by their number."""
+    if not isinstance(scales, Tensor) or end not in SCALES[:2] or not is_dense(scales):
+        return scales
+    if scales.dtype == torch.bfloat16 and end == "_scale_inv":
+        return scales.float()
+    if scales.dtype not in _E8M0:
+        return scales
+    of_mx, *of_fp8 = (
+        (*shape[:-2], *formats.get(name).scales_shape(*shape[-2:]))
+        for name in ("mxfp8_e4m3", *(recipe.settings.w for recipe in _BLOCKWISE[True]))
+    )
+    got = tuple(scales.shape)
+    if got == of_mx or got not in of_fp8:
+        return scales
+    return scales.contiguous().view(torch.float8_e8m0fnu).float()
 
 
 def take_codes(module: Freezable, codes: Codes) -> None:
@@ -195,8 +227,14 @@ def _refuse_plain(
             )
 
 
-def codes_alone(name: str, value: Tensor) -> str:
-    """The message for codes that have no scales beside them."""
+def codes_alone(name: str, value: Tensor, state_dict: Any = ()) -> str:
+    """The message for codes that have no scales beside them, or where a parameter takes none."""
+    if given := [name + end for end in SCALES if name + end in state_dict]:
+        return (
+            f"{name} holds codes ({value.dtype}, scales in {given[0]}), and this layer takes them "
+            "only as a whole weight: build it without parameters_split and without "
+            "parametrizations, or dequantize the checkpoint first"
+        )
     return (
         f"{name} holds codes ({value.dtype}) and there are no scales for them: {name}_scale is "
         f"missing, or {name}_scale_inv; load both, or dequantize the checkpoint first"
@@ -244,7 +282,7 @@ def _problem(codes: Any, scales: Any, shape: tuple[int, ...], name: str) -> str:
         return told
     if fmt.scaling.scale == "fp32" and scales.dtype != torch.float32:
         return f"scales of {name} must be float32, got {scales.dtype} {tuple(scales.shape)}"
-    if fmt.scaling.scale != "fp32" and scales.dtype not in (torch.uint8, torch.float8_e8m0fnu):
+    if fmt.scaling.scale != "fp32" and scales.dtype not in _E8M0:
         known = (formats.get(f"fp8_e4m3_{block}") for block in ("128x128", "1x128"))
         wanted = (str((*shape[:-2], *each.scales_shape(*shape[-2:]))) for each in known)
         return (
@@ -280,10 +318,11 @@ def _block_of(fmt: formats.Format) -> str:
 
 
 def _settings_for(
-    module: Freezable, saved: Any, codes: Any, scales: Any, end: str, prefix: str,
+    module: Freezable, saved: Any, codes: Any, scales: Any, end: str, powers: bool, prefix: str,
     error_msgs: list[str],
 ) -> Settings:  # fmt: skip
-    """The settings that were saved with codes, or, without any, those that stand in for them."""
+    """The settings that were saved with codes, or, without any, those that stand in for them.
+    powers: fp32 scales were read from E8M0 bytes."""
     default = DEFAULT_SETTINGS
     if saved is None:
         own = module._bound if module._frozen is None else module._frozen.settings
@@ -291,7 +330,7 @@ def _settings_for(
         fits = own is not None and _could_be(own.w, codes, scales, end)
         if own is not None and fits and not _problem(codes, scales, shape, own.w):
             return own
-        for recipe in (DeepSeekV3(), Float8BlockScaling(True, w_block_scaling_dim=1)):
+        for recipe in _BLOCKWISE[powers]:
             if getattr(scales, "dtype", None) == torch.float32 and not _problem(
                 codes, scales, tuple(getattr(codes, "shape", ())), recipe.settings.w
             ):

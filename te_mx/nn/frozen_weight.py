@@ -8,6 +8,8 @@ names of nn/frozen_state.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from te_mx.autograd.steps import at_rest
 from te_mx.autograd.steps_kept import kept_weight
 from te_mx.nn import frozen_formats, frozen_owners
 from te_mx.nn.frozen_formats import Fixed
-from te_mx.nn.frozen_sources import Sources
+from te_mx.nn.frozen_sources import Sources, id_of
 from te_mx.nn.several_ranks import above, here, is_spread
 from te_mx.recipes.resolve import DEFAULT_SETTINGS
 from te_mx.recipes.settings import Settings
@@ -32,13 +34,13 @@ class Frozen:
     `kept` holds the quantized copies beside kept masters, by key; what is missing is made again.
     `sources` says what they were made of, `in_graphs` keeps those that a CUDA graph reads.
     `few_rows` has the forms of weights for kernels of few rows.
-    `dtypes` and `shapes` (of the weights, by key) and `trained` (requires_grad of the parameters,
-    by name) are what unfreezing restores.
+    `dtypes` and `shapes` (of the weights, by key), `trained` (requires_grad of the parameters, by
+    name) and `masters` (numbers of those that were dropped, by name) are what unfreezing restores.
     """
 
     __slots__ = (
-        "dropped", "dtypes", "few_rows", "fixed", "in_graphs", "kept", "settings", "shapes",
-        "sources", "trained",
+        "dropped", "dtypes", "few_rows", "fixed", "in_graphs", "kept", "masters", "settings",
+        "shapes", "sources", "trained",
     )  # fmt: skip
 
     def __init__(
@@ -50,6 +52,7 @@ class Frozen:
         self.dtypes: dict[str, torch.dtype] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.trained: dict[str, bool] = {}
+        self.masters: dict[str, int] = {}
         self.kept: dict[str, Any] = {}
         self.sources: dict[str, Sources] = {}
         self.in_graphs: list[Any] = []
@@ -193,6 +196,9 @@ class Freezable:
         if not frozen.dropped and drop_master:
             made = {key: self._plain_codes(key, frozen.settings) for key in self._weight_keys}
             self._mark_frozen(frozen)
+            parameters: dict[str, Any] = self._parameters  # type: ignore[attr-defined]
+            names = [name for key in made for name in self._held_by(key)]
+            frozen.masters = {name: id_of(parameters[name]) for name in names}
             self._drop_masters(made)
         elif not frozen.dropped:
             made = {}
@@ -209,9 +215,10 @@ class Freezable:
         self.__dict__.pop("_microbatch", None)
 
     @torch.no_grad()
-    def unfreeze(self) -> None:
+    def unfreeze(self, living: Mapping[int, nn.Parameter] = MappingProxyType({})) -> None:
         """What te_mx.unfreeze_weights does, with parameters made of codes where there are only
-        these."""
+        these: where nobody gave the module one meanwhile, as tying does, and none of the `living`
+        ones, by number, is what was dropped."""
         assert isinstance(self, nn.Module)
         frozen = self._frozen
         if frozen is None:
@@ -221,7 +228,12 @@ class Freezable:
             for key in self._weight_keys:
                 masters |= self._masters(key, frozen.dtypes[key])
             for name, value in masters.items():
-                self.register_parameter(name, nn.Parameter(value))
+                if self._parameters.get(name) is not None:
+                    continue
+                tied = living.get(frozen.masters.get(name, 0))
+                if tied is None or tied.shape != value.shape:
+                    tied = nn.Parameter(value)
+                self.register_parameter(name, tied)
             for key in self._weight_keys:
                 delattr(self, f"{key}_codes")
                 delattr(self, f"{key}_scale")
@@ -323,9 +335,9 @@ class Freezable:
                 if given.get(name) is not None:
                     raise RuntimeError(
                         f"{self._label()} was frozen with drop_master=True and runs on its codes, "  # type: ignore[attr-defined]
-                        f"but got a {name} {tuple(given[name].shape)} (functional_call, or set by "
-                        "hand); get its weights back first, with te_mx.unfreeze_weights(model, "
-                        "dequantize=True)"
+                        f"but got a {name} {tuple(given[name].shape)} (functional_call, "
+                        "tie_weights, or set by hand); call te_mx.unfreeze_weights(model, "
+                        "dequantize=True) first, which keeps this one and drops the codes"
                     )
 
     def _frozen_repr(self) -> str:

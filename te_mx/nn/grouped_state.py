@@ -60,9 +60,14 @@ def convert_state_dict(
         if len(set(kinds)) > 1:
             error_msgs.append(f"{parts[0]} ... must have one {name} to be stacked, got {kinds}")
             return
+    try:
+        made = _stack(held)
+    except (TypeError, ValueError, RuntimeError) as error:  # of dtypes, devices and subclasses
+        error_msgs.append(f"{parts[0]} ... cannot be stacked: {error}")
+        return
     for key in parts:
         del state_dict[key]
-    state_dict[whole] = _stack(held)
+    state_dict[whole] = made
 
 
 def _stack(parts: list[Tensor]) -> Tensor:

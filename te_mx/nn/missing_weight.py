@@ -1,8 +1,9 @@
 """What other libraries read as `weight` of a te_mx.Linear that has none: only codes of it are left,
 or it is split into several parameters.
 
-nn.Module would give None, on which torchao's quantize_ and torch's RowwiseParallel fail without a
-word about the layer. So who reads it from there gets an error that names the layer and the remedy.
+nn.Module would give None, on which torchao's quantize_, torch's RowwiseParallel, Transformers where
+it resizes a head and modules that compute with it themselves fail without a word about the layer.
+So who reads it from there gets an error that names the layer and the remedy.
 
 peft finds what `target_parameters` names among the parameters of modules: experts list those that
 they have no more when a config asks that te_mx's adapters are registered with.
@@ -14,9 +15,15 @@ import sys
 from typing import Any
 
 import torch
+from torch import nn
 
-# Modules that do something to the weight of any nn.Linear.
-_READERS = ("torchao", "torch.distributed.tensor.parallel")
+from te_mx.nn.weight_readers import weights_read
+
+# Code that does something to the weight of any nn.Linear: modules, and functions of some.
+_READERS = (
+    "torchao", "torch.distributed.tensor.parallel", "torch.nn.modules.transformer",
+    "torch.nn.modules.activation", "transformers.modeling_utils._get_resized_lm_head",
+)  # fmt: skip
 
 
 class Weight:
@@ -30,10 +37,16 @@ class Weight:
             raise AttributeError("weight")
         weight = parameters["weight"]
         if weight is None and not torch.compiler.is_compiling():
-            reader = f"{sys._getframe(1).f_globals.get('__name__', '')}."
+            frame = sys._getframe(1)
+            reader = f"{frame.f_globals.get('__name__', '')}.{frame.f_code.co_name}."
             for known in _READERS:
                 if reader.startswith(f"{known}."):
                     raise TypeError(_why(module, known))
+            for owner in frame.f_locals.values():
+                if isinstance(owner, nn.Module) and any(
+                    m is module for _, m in weights_read(owner)
+                ):
+                    raise TypeError(_why(module, f"the forward of {type(owner).__name__}"))
         return weight
 
 

@@ -119,8 +119,11 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallel
             # Threads may share a module: each adds first. nn.Module.__setattr__ is slow.
             self.__dict__.setdefault("_ran", set()).add(settings)
             self.__dict__["_seen"] = settings
-        if settings is not None and context.notices:
-            context.give_notices()
+        if settings is not None:
+            if context.notices:
+                context.give_notices()
+            if torch.jit.is_tracing() and torch.is_grad_enabled():
+                self._refuse_jit_trace()
         return settings
 
     def _tag_now(self) -> int:
@@ -240,6 +243,15 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallel
             return type(module).forward(copy, inp, **given)
 
         return differentiable(self._label(), run, tensors)
+
+    def _refuse_jit_trace(self) -> None:
+        """Raise NotImplementedError where torch.jit.trace would lose gradients: it records ops, and
+        those of te_mx have none."""
+        if any(p.requires_grad for p in self.parameters()):  # type: ignore[attr-defined]
+            raise NotImplementedError(
+                f"{self._label()}: torch.jit.trace records no gradients of quantized layers; trace "
+                "under torch.no_grad(), for inference, or inside te_mx.autocast(enabled=False)"
+            )
 
     def _as_leaf(self, inp: Proxy, *args: Any, **given: Any) -> Proxy:
         """A call of this module in the graph that torch.fx is making. What a forward does depends

@@ -16,7 +16,7 @@ LAST_RUN: dict[int, str] = {}
 TAGS = 9  # of a module: three GEMMs for each linear step, of which there are three at most
 
 _first_tags = itertools.count(step=TAGS)
-_living: set[int] = set()
+_living: dict[int, weakref.finalize[Any, Any]] = {}
 
 _warned: set[str] = set()
 
@@ -29,13 +29,19 @@ def new_tags(module: Any) -> int:
         for tag in list(LAST_RUN):
             if tag < first and tag - tag % TAGS not in _living:
                 LAST_RUN.pop(tag, None)
-    _living.add(first)
-    weakref.finalize(module, _end_tags, first).atexit = False
+    _living[first] = weakref.finalize(module, _end, first)
+    _living[first].atexit = False
     return first
 
 
-def _end_tags(first: int) -> None:
-    _living.discard(first)
+def end_tags(first: int) -> None:
+    """For a module that lives on and is te_mx's no more."""
+    if (finalizer := _living.get(first)) is not None:
+        finalizer()
+
+
+def _end(first: int) -> None:
+    _living.pop(first, None)
     for tag in range(first, first + TAGS):
         LAST_RUN.pop(tag, None)
 

@@ -92,13 +92,15 @@ def test_a_sharded_weight_without_main_grad(family):
         loss = model(torch.randn(8, 32)).sum()
     with pytest.raises(RuntimeError, match=r"'fc': .* main_grad of the parameter that the optim"):
         loss.backward()
-    model.reshard()
-    for parameter in layer.parameters():
-        parameter.main_grad = torch.zeros(3)
-    with te_mx.autocast():
-        loss = model(torch.randn(8, 32)).sum()
-    with pytest.raises(RuntimeError, match=r"main_grad must be like the parameter.*got \(3,\)"):
-        loss.backward()
+    for sizes in ((3,), None):  # the shape of the whole is not what a plain tensor may have
+        model.reshard()
+        for parameter in layer.parameters():
+            parameter.main_grad = torch.zeros(sizes or (9, *parameter.shape))
+        with te_mx.autocast():
+            loss = model(torch.randn(8, 32)).sum()
+        says = r"main_grad must be like the parameter, a DTensor \(.*a plain tensor \(.*got a plain"
+        with pytest.raises(RuntimeError, match=says):
+            loss.backward()
 
 
 def test_weights_that_ddp_ignores():

@@ -4,12 +4,15 @@ that something does not fit keeps what it had.
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import te_mx
-from te_mx.recipe import Format, MXFP8BlockScaling
+from te_mx.recipe import Float8BlockScaling, Format, MXFP4BlockScaling, MXFP8BlockScaling
 
 KINDS = {
     "Linear": lambda: te_mx.Linear(70, 33),
@@ -84,7 +87,10 @@ def test_codes_in_high_precision_parts():
     split = te_mx.Linear(70, 33, parameters_split=("a", "b", "c"))
     state = split.state_dict()
     state["b_weight"] = state["b_weight"].to(torch.float8_e4m3fn)
-    refused(split, state, "b_weight holds codes")
+    refused(split, state, "b_weight holds codes.*no scales for them")
+    for end in ("_scale", "_scale_inv"):  # they are there
+        beside = {**state, f"b_weight{end}": torch.ones(11, 3)}
+        refused(split, beside, f"b_weight holds codes.*b_weight{end}.*without parameters_split")
 
 
 # ----------------------------------------------------------------------------- names of the scales
@@ -188,6 +194,141 @@ def test_hooks_that_rename_run_first_and_once():
     assert seen == [""] and len(layer._load_state_dict_pre_hooks) == 1
     x = torch.randn(5, 70)
     assert torch.equal(call(layer, x), call(source, x))
+
+
+@pytest.mark.parametrize("target", ["plain", "dropped"])
+@pytest.mark.parametrize("assign", [False, True])
+def test_scales_of_one_column_have_any_strides(target, assign):
+    """A tensor of one column is contiguous whatever its strides are, and bytes of it are no view.
+    So is one that is a view of the negative of others."""
+    recipe, x = Float8BlockScaling(True), torch.randn(4, 100)
+    source = dropped(te_mx.Linear(100, 256), recipe)
+    scales = source.state_dict()["weight_scale_inv"]
+    for given in (
+        torch.empty_strided((2, 1), (1, 2)).copy_(scales),
+        torch.complex(scales, -scales).conj().imag,
+    ):
+        layer = te_mx.Linear(100, 256)
+        layer = dropped(layer, recipe) if target == "dropped" else layer
+        layer.load_state_dict({**source.state_dict(), "weight_scale_inv": given}, assign=assign)
+        assert torch.equal(call(layer, x), call(source, x))
+
+
+class _Failing(torch.Tensor):
+    """A tensor that nothing can be copied from."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.copy_:
+            args[0].view(-1)[:1].fill_(7)  # half done
+            raise RuntimeError("the file ends here")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def _column_major(value):
+    return torch.empty_strided(value.shape, (1, *value.shape[:-1])[: value.dim()]).to(value.dtype)
+
+
+_VALUES = [
+    lambda v: v[..., :-1], lambda v: v[:0], lambda v: v[None], lambda v: v.flatten(),
+    lambda v: v.t() if v.dim() == 2 else v.flip(0), lambda v: v.sum().to(v.dtype),
+    lambda v: v.float(), lambda v: v.double(), lambda v: v.bfloat16(), lambda v: v.long(),
+    lambda v: v.bool(), lambda v: v.to(torch.complex64), lambda v: v.to(torch.int8),
+    lambda v: v.to(torch.uint16), lambda v: v.contiguous().view(torch.uint8),
+    lambda v: v.float().to(torch.float8_e5m2), lambda v: v.float().to(torch.float8_e8m0fnu),
+    lambda v: v.float().to_sparse(), lambda v: v.to("meta"), lambda v: None,
+    lambda v: "a file name", lambda v: v.float().tolist(), lambda v: np.zeros(v.shape), lambda v: 1,
+    lambda v: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    lambda v: torch.quantize_per_tensor(v.float(), 0.1, 0, torch.qint32),
+    lambda v: v.float().as_subclass(_Failing), lambda v: v.as_subclass(_Failing),
+    lambda v: torch.zeros(v.shape, dtype=torch.bits16), lambda v: v.repeat_interleave(2, -1),
+    lambda v: v.float().expand(2, *v.shape), lambda v: v[..., ::2],
+    lambda v: v.float().neg().to(torch.complex64).conj().imag,
+    lambda v: _column_major(v), lambda v: nn.Parameter(v.float()), lambda v: v.float() * torch.nan,
+]  # fmt: skip
+_ENDS = ("", "_scale", "_scale_inv", "_scale_e2m3", "_packed", "_blocks", "_scales", "0", "1")
+_METADATA = [
+    lambda saved: {}, lambda saved: None, lambda saved: {**saved, "w": "mxfp4"},
+    lambda saved: {**saved, "w": "fp8_e4m3_128x128"}, lambda saved: {**saved, "unknown": 1},
+    lambda saved: {**saved, "scale_rule": "up"}, lambda saved: {**saved, "x": 3}, lambda saved: [1],
+    lambda saved: {**saved, "precision": torch.ones(2)}, lambda saved: {**saved, "weight_only": 3},
+]  # fmt: skip
+_RECIPES = (MXFP8BlockScaling(), MXFP4BlockScaling(), Float8BlockScaling(True))
+
+
+def _mutated(state, draw):
+    """A state_dict with one, two or three things wrong."""
+    metadata, made = dict(state._metadata[""]), []
+    state = state.copy()
+    state._metadata = {"": metadata}
+    for _ in range(draw.choice((1, 1, 2, 3))):
+        key = draw.choice(list(state) or ["weight"])
+        if (what := draw.random()) < 0.7 and key in state and isinstance(state[key], torch.Tensor):
+            number = draw.randrange(len(_VALUES))
+            made.append((key, "value", number))
+            try:
+                state[key] = _VALUES[number](state[key])
+            except (RuntimeError, TypeError, IndexError, NotImplementedError):
+                made[-1] += ("not made",)  # torch itself has no such tensor
+        elif what < 0.9 and key in state:
+            name = key.partition("_scale")[0].rstrip("0123456789") + draw.choice(_ENDS)
+            made.append((key, "renamed", name))
+            state[name] = state.pop(key) if draw.random() < 0.5 else state[key]
+        elif metadata:
+            name, number = draw.choice(list(metadata)), draw.randrange(len(_METADATA))
+            made.append((name, "metadata", number))
+            said = metadata[name] if isinstance(metadata[name], dict) else {}
+            metadata[name] = _METADATA[number](said)
+    return state, made
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_five_hundred_state_dicts_that_are_wrong():
+    """Each loads, and the layer runs, or it raises what load_state_dict raises and the layer is as
+    it was."""
+    draw, failed = random.Random(0), 0
+    kinds = {**KINDS, "parts": lambda: te_mx.Linear(70, 33, parameters_split=("a", "b", "c"))}
+    states = []
+    for recipe in _RECIPES:
+        for kind, make in kinds.items():
+            states.append((kind, make().state_dict()))
+            if kind != "parts":
+                states.append((kind, dropped(make(), recipe).state_dict()))
+    x = torch.randn(5, 70)
+    for _ in range(500):
+        kind, state = draw.choice(states)
+        layer, target = kinds[kind](), draw.choice(("plain", "frozen", "dropped"))
+        if target != "plain":
+            drop = target == "dropped" and kind != "parts"
+            te_mx.freeze_weights(layer, drop, recipe=draw.choice(_RECIPES))
+        state, made = _mutated(state, draw)
+        before = {name: (t, t.clone()) for name, t in _held(layer)}
+        trained, shown = [t.requires_grad for _, t in layer.named_parameters()], str(layer)
+        settings = layer._frozen and (layer._frozen.settings, layer._frozen.fixed)
+        how = {"strict": draw.random() < 0.5, "assign": draw.random() < 0.3}
+        try:
+            layer.load_state_dict(state, **how)
+        except RuntimeError as error:
+            assert "loading state_dict" in str(error), made
+            only_names = [line for line in str(error).split("\n")[1:] if "key(s)" not in line]
+            failed += 1
+            if only_names:  # missing and unexpected names alone keep nothing from being loaded
+                after = dict(_held(layer))
+                assert after.keys() == before.keys(), made
+                for name, (tensor, value) in before.items():
+                    assert after[name] is tensor and torch.equal(tensor, value), (name, made)
+                assert trained == [t.requires_grad for _, t in layer.named_parameters()], made
+                assert str(layer) == shown
+                assert settings == (
+                    layer._frozen and (layer._frozen.settings, layer._frozen.fixed)
+                ), made
+        else:
+            held = [t for _, t in _held(layer)]
+            if not any(t.is_meta or t.dtype not in (torch.float32, torch.uint8) for t in held):
+                assert call(layer, x).shape[0] == 5, made
+    assert 250 < failed < 490
 
 
 # -------------------------------------------------------------------------------------- the recipe

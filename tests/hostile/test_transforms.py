@@ -198,3 +198,18 @@ def test_fx_keeps_layers_as_leaves(traced_in):
 def test_fx_cannot_trace_a_layer_itself():
     with pytest.raises(TypeError, match=r"te_mx.Linear\(.*trace a module that holds it"):
         torch.fx.symbolic_trace(te_mx.Linear(IN, OUT))
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning"
+)
+@pytest.mark.parametrize("family", MODULES)
+def test_torch_jit_traces_inference_alone(family):
+    """It records ops, which have no gradients; torch itself only finds that two runs differ."""
+    run, x = layer(family), torch.randn(ROWS, IN)
+    with te_mx.autocast():
+        with pytest.raises(NotImplementedError, match=rf"te_mx.{family}\(.*torch.jit.*no_grad"):
+            torch.jit.trace(run, x)
+        if family != "GroupedLinear":  # its splits are sizes of x, which are tensors in a trace
+            with torch.no_grad():
+                assert torch.equal(torch.jit.trace(run, x)(x), run(x))
