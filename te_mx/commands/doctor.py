@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         "optional packages": packages,
     }  # fmt: skip
     if not args.no_gemm:
-        sections["one GEMM a device, against fp64"] = gemms
+        sections["products on each device, against fp64"] = gemms
     print(f"te_mx doctor, {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC")
     wrong = 0
     for title, section in sections.items():
@@ -176,8 +176,8 @@ def packages() -> Iterator[str]:
 
 def gemms() -> Iterator[str]:
     for device in _devices():
-        for m, w in GEMMS:
-            made = checked(device, m, w)
+        for sizes in GEMMS:
+            made = checked(device, *sizes)
             line = f"{device}: {made}"
             yield line if made.right else f"{WRONG}: {line}"
     sys.stdout.flush()
