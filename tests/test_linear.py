@@ -227,6 +227,11 @@ def test_errors_name_layer_got_expected_and_remedy():
             layer(torch.tensor(1.0))
         with pytest.raises(TypeError, match=r"torch.float64.*enabled=False"):
             layer(torch.randn(3, 40, dtype=torch.float64))
+        with (
+            te_mx.autocast(recipe="mxfp4"),
+            pytest.raises(TypeError, match=r"force \(x mxfp4, w mxfp4, g mxfp8_e4m3\) takes"),
+        ):
+            layer(torch.randn(3, 40, dtype=torch.float64))
         with pytest.raises(TypeError, match=r"torch.int64"):
             layer(torch.ones(3, 40, dtype=torch.int64))
         with pytest.raises(ValueError, match="inp is on meta and weight on cpu"):

@@ -15,6 +15,7 @@ from types import FrameType
 
 import torch
 
+import te_mx
 from gpt import data, devices, precision, report, seeds, stopping, train
 
 FAILED, WRONG_USE = 1, 2
@@ -50,7 +51,9 @@ def add_options(p: argparse.ArgumentParser, d: train.Settings, out: str) -> None
         help="activations (default: bf16; fp32 on a CPU without bf16 instructions, where torch's "
         "bf16 takes a minute a step)",
     )  # fmt: skip
-    p.add_argument("--recipe", choices=precision.RECIPES, default=d.recipe)
+    p.add_argument(
+        "--recipe", choices=te_mx.recipe.NAMED, default=d.recipe, help="of the MXFP8 run"
+    )
     p.add_argument("--seed", type=int, default=d.seed)
     p.add_argument(
         "--seeds", type=int, default=1, metavar="N", help="runs of each, from --seed on; the mean"

@@ -6,7 +6,6 @@ import argparse
 import importlib.metadata
 import os
 import platform
-import sys
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
@@ -35,7 +34,9 @@ WRONG = "WRONG"
 
 
 def add_options(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--no-gemm", action="store_true", help="look, and run nothing")
+    p.add_argument(
+        "--no-gemm", action="store_true", help="look at the machine only, and run no product"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -180,4 +181,3 @@ def gemms() -> Iterator[str]:
             made = checked(device, *sizes)
             line = f"{device}: {made}"
             yield line if made.right else f"{WRONG}: {line}"
-    sys.stdout.flush()
