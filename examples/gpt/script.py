@@ -59,7 +59,11 @@ def add_options(p: argparse.ArgumentParser, d: train.Settings, out: str) -> None
         "--seeds", type=int, default=1, metavar="N", help="runs of each, from --seed on; the mean"
     )
     p.add_argument("--only", choices=[*precision.DTYPES, "mxfp8"], help="one of the two runs")
-    p.add_argument("--resume", action="store_true", help="go on from the checkpoints in --out")
+    p.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the checkpoints in --out; more --steps than there train longer",
+    )
     p.add_argument(
         "--save-every", type=int, default=50, metavar="STEPS", help="0 writes no checkpoint"
     )
@@ -71,7 +75,7 @@ def add_options(p: argparse.ArgumentParser, d: train.Settings, out: str) -> None
         "--deterministic", action="store_true",
         help="the same bits in every run on a GPU too, where attention adds in any order otherwise",
     )  # fmt: skip
-    p.add_argument("--out", type=Path, default=Path(out))
+    p.add_argument("--out", type=Path, default=Path(out), help="folder of what is written")
     p.add_argument("--child", action="store_true", help=argparse.SUPPRESS)  # the parent reports
 
 
