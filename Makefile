@@ -5,9 +5,13 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-VENV := .venv
+# Another torch than that of constraints.txt, TORCH=2.14.1, has an environment and a build of its own.
+TORCH ?=
+VENV := .venv$(TORCH:%=-%)
+DEV := build/dev$(TORCH:%=-%)
 BIN := $(VENV)/bin
 CMAKE = $(BIN)/cmake
+PIP = $(BIN)/python -m pip --quiet --disable-pip-version-check
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 # The Hopper kernels: AUTO builds them where a Hopper GPU is and nvcc works, ON wherever nvcc is (it insists), OFF
@@ -23,8 +27,11 @@ endif
 
 # What pyproject.toml names, its groups included: pip reads those from 25.1 on only.
 PACKAGES = torch numpy cmake ninja pybind11 scikit_build_core matplotlib tqdm \
-  hypothesis ml_dtypes pytest pytest-cov pytest-xdist torchao transformer_engine pydantic transformers accelerate peft lightning \
+  hypothesis ml_dtypes pytest pytest-cov pytest-xdist torchao pydantic transformers accelerate peft lightning \
   clang-format codespell mypy ruff
+# Files that tests read. Where Python finds this package `import peft` raises: it imports what cannot be imported without
+# its CUDA part.
+ASIDE = transformer_engine
 NATIVE_SOURCES := CMakeLists.txt $(shell find csrc third_party -type f \
   \( -name '*.cpp' -o -name '*.h' -o -name '*.hpp' -o -name '*.cu' -o -name '*.cuh' -o -name CMakeLists.txt \
   -o -name '*.cmake' -o -name '*.sh' \))
@@ -39,11 +46,11 @@ NATIVE_TESTS = $(wildcard tests/test_native*.py)
 TEST_WORKERS ?= 2
 
 .PHONY: help setup build train test test-emulated coverage bench lint lint-python lint-types lint-cpp lint-spelling lint-house \
-  format clang clang-build sanitize sanitize-gpu wheel-test clean ALWAYS
+  format clang clang-build sanitize sanitize-gpu wheel wheel-test bare-test clean ALWAYS
 
 help:
 	@echo "make train         set up, build, train the example in bf16 and in MXFP8, compare (ARGS=... for options)"
-	@echo "make test          all tests"
+	@echo "make test          all tests (TORCH=2.14.1: on that torch, in an environment and a build of its own)"
 	@echo "make test-emulated the tests of the Hopper kernels on the CPU, where the headers of CUDA are (csrc/sm90/README.md)"
 	@echo "make coverage      the Python tests, and how much of te_mx they run"
 	@echo "make bench         the benchmarks (ARGS='gemm --quick' for a part)"
@@ -51,9 +58,10 @@ help:
 	@echo "make clang         build with clang++ and test that build"
 	@echo "make sanitize      native tests under AddressSanitizer and UBSan"
 	@echo "make sanitize-gpu  every Hopper kernel under compute-sanitizer; needs a Hopper GPU"
+	@echo "make bare-test     README's examples and a training step, with torch and the wheel alone"
 	@echo "make wheel-test    build a wheel and test it in a clean environment without the source tree"
 	@echo "TE_MX_CUDA=ON      before any of these: build the Hopper kernels on a machine without such a GPU, with nvcc"
-	@echo "make clean         remove what was built; .venv and runs/ stay"
+	@echo "make clean         remove what was built; .venv* and runs/ stay"
 
 setup: $(VENV)/.ready
 build: $(VENV)/.built
@@ -64,10 +72,13 @@ $(VENV)/.ready: constraints.txt
 	  { echo "te_mx needs Python 3.10 or newer; $(PYTHON) is $$($(PYTHON) --version). Use make PYTHON=..."; exit 1; }
 	@echo "setting up $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
+	@sed '$(TORCH:%=s/^torch==.*/torch==%/)' constraints.txt > $(VENV)/constraints.txt
 	@index=""; if $(BIN)/python -c \
 	  'import sys, urllib.request as u; u.urlopen(sys.argv[1] + "/torch/", timeout=10)' $(TORCH_INDEX) 2>/dev/null; \
-	  then index="--extra-index-url $(TORCH_INDEX)"; fi; \
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $$index -c constraints.txt $(PACKAGES)
+	  then index="--extra-index-url $(TORCH_INDEX)"; fi; echo "$$index" > $(VENV)/.index
+	@$(PIP) install $$(cat $(VENV)/.index) -c $(VENV)/constraints.txt $(PACKAGES)
+	@$(PIP) uninstall --yes $(ASIDE)  # where an earlier setup put it
+	@rm -rf $(VENV)/aside && $(PIP) install --no-deps --target $(VENV)/aside -c constraints.txt $(ASIDE)
 	@touch $@
 
 # Newer than the modules where they were built with another TE_MX_CUDA.
@@ -77,10 +88,10 @@ $(VENV)/.cuda: $(VENV)/.ready ALWAYS
 # In place: the module lies beside the Python files, and this tree is on the path of .venv.
 $(VENV)/.built: $(VENV)/.ready $(VENV)/.cuda $(NATIVE_SOURCES)
 	@echo "building the native modules (with Hopper kernels some minutes, the first time)"
-	@$(call cmake_build,build/dev,-DCMAKE_BUILD_TYPE=Release -DMXTILE_TESTS=ON -DTE_MX_CUDA=$(TE_MX_CUDA),modules)
-	@sed -n 's/^-- te_mx: /built /p' build/dev/log.txt
-	@rm -f te_mx/_native*.so te_mx/_sm90*.so
-	@cp build/dev/_*.so te_mx/
+	@$(call cmake_build,$(DEV),-DCMAKE_BUILD_TYPE=Release -DMXTILE_TESTS=ON -DTE_MX_CUDA=$(TE_MX_CUDA),modules)
+	@sed -n 's/^-- te_mx: /built /p' $(DEV)/log.txt
+	@rm -f te_mx/_*$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
+	@cp $(DEV)/_*.so te_mx/
 	@$(BIN)/python .ci/develop.py
 	@cd / && $(CURDIR)/$(BIN)/python -c 'import te_mx._native'
 	@touch $@
@@ -107,9 +118,9 @@ train: build
 	@$(BIN)/python examples/train_gpt.py $(ARGS)
 
 test: build
-	@$(call cmake_build,build/dev,,all)
-	@$(BIN)/python .ci/ptxas.py build/dev
-	@$(call ctest,build/dev)
+	@$(call cmake_build,$(DEV),,all)
+	@$(BIN)/python .ci/ptxas.py $(DEV)
+	@$(call ctest,$(DEV))
 	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile $(ARGS)
 
 # The sources of the Hopper kernels, compiled for the CPU.
@@ -175,14 +186,25 @@ sanitize: build
 sanitize-gpu:
 	@PYTHONPATH=$(CURDIR) $(PYTHON) tests/gpu/sanitize.py $(ARGS)
 
+# From the objects of `make build`.
+wheel: build
+	@rm -rf build/wheel && $(PIP) wheel --no-deps --no-build-isolation -Cbuild-dir=$(DEV) -w build/wheel .
+
+# What a newcomer has: torch brings neither numpy nor matplotlib.
+bare-test: wheel
+	@folder=$$(mktemp -d) && trap "rm -rf $$folder" EXIT && $(BIN)/python -m venv $$folder && \
+	  $$folder/bin/python -m pip install --quiet --disable-pip-version-check $$(cat $(VENV)/.index) \
+	    -c $(VENV)/constraints.txt build/wheel/*.whl && \
+	  cp README.md .ci/bare.py $$folder && cd $$folder && bin/python bare.py
+
 # The tests of examples/ and benchmarks/ need the source tree and stay out.
-wheel-test: setup
-	@rm -rf build/wheel && $(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation -w build/wheel .
-	@folder=$$(mktemp -d) && trap "rm -rf $$folder" EXIT && cp -r tests build/wheel/*.whl constraints.txt $$folder && \
+wheel-test: wheel
+	@folder=$$(mktemp -d) && trap "rm -rf $$folder" EXIT && \
+	  cp -r tests build/wheel/*.whl $(VENV)/constraints.txt $$folder && index=$$(cat $(VENV)/.index) && \
 	  cd $$folder && rm -f tests/test_example*.py tests/test_benchmarks.py && $(CURDIR)/$(BIN)/python -m venv venv && \
-	  venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  venv/bin/python -m pip install --quiet --disable-pip-version-check $$index -c constraints.txt \
 	    numpy hypothesis ml_dtypes pytest torchao ./*.whl && \
 	  PATH=$$folder/venv/bin:$$PATH venv/bin/python -m pytest -q -p no:cacheprovider tests
 
 clean:
-	rm -rf build dist te_mx/_native*.so te_mx/_sm90*.so $(VENV)/.built .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf build dist te_mx/_native*.so te_mx/_sm90*.so .venv*/.built .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

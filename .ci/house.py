@@ -12,6 +12,8 @@ UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
 SWITCHED_OFF = re.compile(r"(@|marks=)pytest\.mark\.(skip\b|xfail)|unittest\.skip\b|assert True\b")
 # Kernels are written in the words of third_party/mxtile, so that another tile library could serve.
 INTRINSICS = re.compile(r"\b_mm\d*_|\b_tile_\w+\(|\basm\b|#include <\w*intrin\.h>")
+# torch does not bring numpy, so te_mx runs without.
+NUMPY = re.compile(r"\b(import|from) numpy\b|\bfrom_numpy\(|\.numpy\(")
 
 
 def complaints(path: Path) -> list[str]:
@@ -32,6 +34,8 @@ def complaints(path: Path) -> list[str]:
             found.append(f"{path}:{number}: unfinished: {line.strip()}")
         if path.suffix == ".py" and SWITCHED_OFF.search(line):
             found.append(f"{path}:{number}: a test is switched off: {line.strip()}")
+        if path.parts[0] == "te_mx" and NUMPY.search(line):
+            found.append(f"{path}:{number}: needs numpy, which te_mx does not: {line.strip()}")
         if path.parts[0] == "csrc" and INTRINSICS.search(line):
             found.append(f"{path}:{number}: raw instruction outside mxtile: {line.strip()}")
     return found

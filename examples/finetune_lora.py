@@ -24,35 +24,41 @@ if __name__ == "__main__":
     stopping.at_start()  # the next lines take seconds
 
 from gpt import data, precision, report, script
+from gpt.options import Help
 from gpt.train import CheckpointError, run
 from llama import lora, models, train
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     d = lora.LoraSettings()
-    p = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=Help)
     p.add_argument("--config", default="small", help="a shape of train_llama.py, or a folder")
-    p.add_argument("--base-steps", type=int, default=80, help="of a base without weights")
-    p.add_argument("--steps", type=int, default=60)
+    p.add_argument(
+        "--base-steps", type=int, default=80, help="pretraining of a base that has no weights"
+    )
+    p.add_argument("--steps", type=int, default=60, help="steps of each adapter")
     p.add_argument("--batch", type=int, default=8, help="sequences a step")
     p.add_argument("--seq", type=int, default=64, help="bytes a sequence")
     p.add_argument("--lr", type=float, default=4e-3, help="highest learning rate of the adapters")
-    p.add_argument("--rank", type=int, default=d.rank)
+    p.add_argument("--rank", type=int, default=d.rank, help="rank of the adapters")
     p.add_argument("--dora", action="store_true", help="DoRA in place of LoRA")
     p.add_argument(
         "--activations", choices=["bf16", "mxfp8"], default=d.activations,
         help="inputs of layers of codes",
     )  # fmt: skip
     p.add_argument("--only", choices=lora.MODES, help="one of the three")
-    p.add_argument("--device", default=d.device)
-    p.add_argument("--dtype", choices=precision.DTYPES, default=argparse.SUPPRESS)
-    p.add_argument("--seed", type=int, default=d.seed)
-    p.add_argument("--save-every", type=int, default=50, metavar="STEPS")
+    p.add_argument("--device", default=d.device, help="cpu, cuda, cuda:1, ...")
+    p.add_argument(
+        "--dtype", choices=precision.DTYPES, default=argparse.SUPPRESS,
+        help="activations (default: bf16; fp32 on a CPU without bf16 instructions)",
+    )  # fmt: skip
+    p.add_argument("--seed", type=int, default=d.seed, help="of the weights and the data")
+    p.add_argument(
+        "--save-every", type=int, default=50, metavar="STEPS", help="0 writes no checkpoint"
+    )
     p.add_argument("--eval-every", type=int, default=20, metavar="STEPS", help="0: at the end only")
     p.add_argument("--resume", action="store_true", help="go on from the checkpoints in --out")
-    p.add_argument("--out", type=Path, default=Path("runs/lora"))
+    p.add_argument("--out", type=Path, default=Path("runs/lora"), help="folder of what is written")
     args = p.parse_args(argv)
     args.dtype = getattr(args, "dtype", precision.usual_dtype(args.device))
     for name in ("base_steps", "steps", "batch", "seq", "rank"):

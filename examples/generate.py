@@ -26,6 +26,7 @@ from pathlib import Path
 
 import torch
 from gpt import devices
+from gpt.options import Help
 from llama import decode_report, decoding, models
 
 FAILED, WRONG_USE, STOPPED = 1, 2, 130
@@ -33,9 +34,7 @@ FAILED, WRONG_USE, STOPPED = 1, 2, 130
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     d = decoding.DecodeSettings("bf16")
-    p = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=Help)
     p.add_argument(
         "--config", default=argparse.SUPPRESS,
         help=f"{', '.join(models.SHAPES)}, a config.json, or a folder with one; its weights are "
@@ -43,11 +42,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     p.add_argument("--layers", type=int, help="in place of the config's number")
     p.add_argument("--prompt", type=int, default=d.prompt, help="tokens before those generated")
-    p.add_argument("--tokens", type=int, default=argparse.SUPPRESS, help="(default: 64, 256)")
+    p.add_argument(
+        "--tokens",
+        type=int,
+        default=argparse.SUPPRESS,
+        help="tokens to generate (default: 64, 256 on a GPU)",
+    )
     p.add_argument("--batch", type=int, default=d.batch, help="sequences at a time")
     p.add_argument("--device", default=d.device, help="cpu, cuda, cuda:1, ...")
-    p.add_argument("--seed", type=int, default=d.seed)
-    p.add_argument("--repeats", type=int, default=d.repeats, help="the median counts")
+    p.add_argument("--seed", type=int, default=d.seed, help="of random weights and the prompt")
+    p.add_argument("--repeats", type=int, default=d.repeats, help="runs of each; the median counts")
     p.add_argument(
         "--graph", action=argparse.BooleanOptionalAction, default=d.graph,
         help="a CUDA graph of the step",
@@ -62,7 +66,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--head", action="store_true", help="quantize the head over the vocabulary too")
     p.add_argument("--only", choices=decoding.MODES, help="one of the three runs")
     p.add_argument("--threads", type=int, help="CPU threads; torch decides if not given")
-    p.add_argument("--out", type=Path, default=Path("runs/generate"))
+    p.add_argument(
+        "--out", type=Path, default=Path("runs/generate"), help="folder of what is written"
+    )
     p.add_argument("--child", action="store_true", help=argparse.SUPPRESS)  # the parent reports
     args = p.parse_args(argv)
     small = args.device == "cpu"

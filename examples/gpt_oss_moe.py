@@ -23,6 +23,10 @@ import te_mx
 from te_mx.formats import mxfp4_checkpoints
 
 LIMIT, ALPHA = 7.0, 1.702
+NEEDED = {"router.weight", "router.bias"} | {
+    f"experts.{name}_proj_{part}"
+    for name in ("gate_up", "down") for part in ("blocks", "scales", "bias")
+}  # fmt: skip
 
 
 class GptOssMoE(nn.Module):
@@ -85,22 +89,38 @@ def random_checkpoint(width: int, hidden: int, experts: int) -> dict[str, Tensor
 
 def read_layer(file: Path, layer: int) -> dict[str, Tensor]:
     """The tensors of one layer of a file of safetensors."""
-    from safetensors import safe_open
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise SystemExit("error: --file needs safetensors: pip install safetensors") from None
 
     prefix = f"model.layers.{layer}.mlp."
-    with safe_open(file, "pt") as held:
-        names = [name for name in held.keys() if name.startswith(prefix)]  # noqa: SIM118
-        if not names:
-            raise SystemExit(f"{file} has no tensors {prefix}..; this layer is in another file")
-        return {name.removeprefix(prefix): held.get_tensor(name) for name in names}
+    try:
+        with safe_open(file, "pt") as held:
+            names = [name for name in held.keys() if name.startswith(prefix)]  # noqa: SIM118
+            tensors = {name.removeprefix(prefix): held.get_tensor(name) for name in names}
+    except (OSError, SafetensorError) as error:
+        raise SystemExit(f"error: --file {file} cannot be read as safetensors: {error}") from None
+    if not tensors:
+        raise SystemExit(f"error: {file} has no tensors {prefix}..; this layer is in another file")
+    missing = NEEDED - tensors.keys()
+    if missing:
+        raise SystemExit(
+            f"error: {file} has no {prefix}{', '.join(sorted(missing))}: it does not hold this "
+            "layer in gpt-oss's own 4-bit form"
+        )
+    return tensors
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--file", type=Path, help="a file of gpt-oss's safetensors")
-    parser.add_argument("--layer", type=int, default=0)
-    parser.add_argument("--activations", default="bf16", choices=["bf16", "mxfp8", "mxfp4"])
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--layer", type=int, default=0, help="of --file (default: 0)")
+    parser.add_argument(
+        "--activations", default="bf16", choices=["bf16", "mxfp8", "mxfp4"],
+        help="what inputs of the experts are quantized to (default: bf16, as they are)",
+    )  # fmt: skip
+    parser.add_argument("--tokens", type=int, default=64, help="in a batch (default: 64)")
     args = parser.parse_args()
     tensors = read_layer(args.file, args.layer) if args.file else random_checkpoint(512, 512, 8)
     experts, rows = tensors["experts.gate_up_proj_bias"].shape

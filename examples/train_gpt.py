@@ -20,26 +20,27 @@ if __name__ == "__main__":
     stopping.at_start()  # the next lines take seconds
 
 from gpt import precision, script, train
+from gpt.options import Help
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def parse(argv: list[str], about: str = __doc__.splitlines()[0]) -> argparse.Namespace:
     d = train.Settings()
-    p = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    mixture = "--mixture" in argv
+    p = argparse.ArgumentParser(description=about, formatter_class=Help)
+    small, large = ("moe", "moe-large") if mixture else (d.preset, "large")
+    presets = [name for name in train.PRESETS if name.startswith("moe") or not mixture]
     p.add_argument(
         "--steps", type=int, default=argparse.SUPPRESS,
-        help=f"(default: {d.steps}; half of it on a CPU without bf16 instructions)",
+        help=f"how many (default: {d.steps}; half of it on a CPU without bf16 instructions)",
     )  # fmt: skip
     p.add_argument(
-        "--preset", choices=train.PRESETS, default=argparse.SUPPRESS,
-        help=f"size of the model (default: {d.preset}, large on a GPU)",
+        "--preset", choices=presets, default=argparse.SUPPRESS,
+        help=f"size of the model (default: {small}, {large} on a GPU)",
     )  # fmt: skip
     p.add_argument("--mixture", action="store_true", help=argparse.SUPPRESS)  # train_moe.py
-    script.add_options(p, d, "runs/gpt")
+    script.add_options(p, d, "runs/moe" if mixture else "runs/gpt")
     args = p.parse_args(argv)
     if "preset" not in args:
-        small, large = ("moe", "moe-large") if args.mixture else (d.preset, "large")
         args.preset = small if args.device == "cpu" else large
     usual = precision.usual_dtype(args.device)
     args.dtype = getattr(args, "dtype", usual)
@@ -64,9 +65,11 @@ def command(argv: list[str], mode: str) -> list[str]:
     return [sys.executable, __file__, *argv, "--only", mode, "--child"]
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, about: str = __doc__.splitlines()[0]) -> int:
+    """about: what --help says."""
     argv = sys.argv[1:] if argv is None else argv
-    return script.main(script.Script(settings, lambda mode: command(argv, mode)), parse(argv))
+    chosen = script.Script(settings, lambda mode: command(argv, mode))
+    return script.main(chosen, parse(argv, about))
 
 
 if __name__ == "__main__":

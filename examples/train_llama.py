@@ -26,14 +26,13 @@ from dataclasses import replace
 
 import torch
 from gpt import precision, script
+from gpt.options import Help
 from llama import models, parallel, train
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     d = train.LlamaSettings()
-    p = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=Help)
     p.add_argument(
         "--config", default=argparse.SUPPRESS,
         help=f"{', '.join(models.SHAPES)}, a config.json, or a folder with one; its weights are "

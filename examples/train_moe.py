@@ -16,4 +16,4 @@ if __name__ == "__main__":
     stopping.at_start()
     import train_gpt  # takes seconds
 
-    sys.exit(train_gpt.main(["--mixture", "--out", "runs/moe", *sys.argv[1:]]))
+    sys.exit(train_gpt.main(["--mixture", *sys.argv[1:]], __doc__.splitlines()[0]))

@@ -16,15 +16,15 @@ from te_mx.report import table
 from te_mx.runtime.ran import LAST_RUN, was_read
 from te_mx.saved_bytes import Recorded, Saved, recorded, saved_by
 
-HIGH_PRECISION, NEVER = "high precision", "never ran"
+HIGH_PRECISION, NEVER, UNASKED = "high precision", "never ran", "not needed"
 COMPILED = "compiled: not recorded"
 _ALL_HIGH = (HIGH_PRECISION, HIGH_PRECISION, HIGH_PRECISION)
 
 
 class LayerAudit(NamedTuple):
     """One layer: the kernel that each GEMM ran on last, "high precision", "compiled: not recorded",
-    or "never ran". saved: bytes kept for backward, and how many of them something else keeps too;
-    None where they were not asked for."""
+    "not needed", or "never ran". saved: bytes kept for backward, and how many of them something
+    else keeps too; None where they were not asked for."""
 
     name: str
     kind: str
@@ -75,8 +75,8 @@ def audit(model: nn.Module, memory: bool = False) -> AuditReport:
     ``fprop``, ``dgrad`` and ``wgrad`` hold the name of the kernel, "high precision" after a forward
     outside autocast (and for every layer that is no te_mx.Linear), "weight only" where inputs are
     not quantized, or "never ran". ``weight`` says whether the layer is frozen, and the format where
-    that is not mxfp8_e4m3. A layer of which nothing was asked, such as the wgrad of a frozen
-    weight, keeps "never ran" there.
+    that is not mxfp8_e4m3. A gradient that nobody needs is "not needed": that of a weight which
+    does not require one, or of an input, such as the first layer's, where backward ran without.
 
     A te_mx.GroupedLinear runs groups of few rows on other kernels than groups of many; it shows
     all, joined by " + ".
@@ -143,8 +143,19 @@ def _audit_module(name: str, module: MXModule) -> list[LayerAudit]:
             ran = fprop, dgrad, wgrad
             if set(ran) == {NEVER} and any(was_read(t) for t in _weights(module, keys[i])):
                 ran = COMPILED, COMPILED, COMPILED
+            elif fprop != NEVER:
+                ran = fprop, *_unasked(module, keys[i], dgrad, wgrad)
         rows.append(LayerAudit(step, kind, *ran, weight))
     return rows
+
+
+def _unasked(module: MXModule, key: str, dgrad: str, wgrad: str) -> tuple[str, str]:
+    """dgrad and wgrad of a step whose fprop ran, with the reason of the one that did not."""
+    if wgrad == NEVER and not any(t.requires_grad for t in _weights(module, key)):
+        wgrad = UNASKED
+    if dgrad == NEVER and wgrad not in (NEVER, UNASKED):
+        dgrad = UNASKED
+    return dgrad, wgrad
 
 
 def _weights(module: MXModule, key: str) -> list[Tensor]:

@@ -24,7 +24,7 @@ from te_mx.nn.mx_module import MXModule
 from te_mx.recipe import Settings, resolve_recipe
 
 _NAME = "make_graphed_callables"
-_OFF, _OUTSIDE = "MXFP8 off", "no te_mx.autocast region"
+_OFF, _OUTSIDE = "te_mx off", "no te_mx.autocast region"
 
 
 def make_graphed_callables(

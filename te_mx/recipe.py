@@ -2,18 +2,25 @@
 
 A recipe is a validated value. ``te_mx.autocast`` makes active what it is at that moment; the
 modules read only its ``settings``, a plain tuple that ``torch.compile`` can guard on by value.
+`NAMED` has the recipes that go by a name: ``te_mx.autocast(recipe="mxfp8")``.
 """
 
 from te_mx.recipes.block_scaling import BlockScaling
 from te_mx.recipes.float8_block import DeepSeekV3, Float8BlockScaling, MMParams
 from te_mx.recipes.mxfp4 import MXFP4BlockScaling
 from te_mx.recipes.mxfp8 import Format, FormatRange, MXFP8BlockScaling
-from te_mx.recipes.resolve import get_default_recipe, is_mxfp8_available, resolve_recipe
+from te_mx.recipes.resolve import (
+    NAMED,
+    get_default_recipe,
+    is_mxfp8_available,
+    resolve_recipe,
+)
 from te_mx.recipes.settings import Settings
 from te_mx.recipes.values import MAX_SPREAD, Recipe, check_precision
 
 __all__ = [
     "MAX_SPREAD",
+    "NAMED",
     "BlockScaling",
     "DeepSeekV3",
     "Float8BlockScaling",

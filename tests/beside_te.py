@@ -1,28 +1,31 @@
-"""peft, and the trainers of Transformers with it, beside Transformer Engine's meta package.
+"""Where the files of Transformer Engine are, and packages that want it out of the way.
 
-That package raises when it is imported without its CUDA part, and peft imports it where it finds
-it. Users do not have it unless they have all of it; the tests have it to read its files.
+The tests read its files. `make setup` installs them in a folder where Python does not look, because
+it cannot be imported without its CUDA part, and peft imports it where it finds it.
 """
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+ASIDE = Path(sys.prefix, "aside", "transformer_engine")
+
+
+def te_files() -> Path | None:
+    """The folder of the package transformer_engine, aside or installed; None where it is not."""
+    if ASIDE.is_dir():
+        return ASIDE
+    spec = importlib.util.find_spec("transformer_engine")
+    places = spec.submodule_search_locations if spec is not None else None
+    return Path(places[0]) if places else None
+
 
 def import_or_skip(name: str) -> ModuleType:
-    """A package that imports peft, if there is one."""
+    """A package that works with Transformers of today, if there is one."""
     pytest.importorskip("transformers", minversion="5.0")
-    absent = "transformer_engine" not in sys.modules
-    if absent:
-        sys.modules["transformer_engine"] = None  # type: ignore[assignment]
-    try:
-        if importlib.util.find_spec("peft") is not None:
-            importlib.import_module("peft")
-        return pytest.importorskip(name)
-    finally:
-        if absent:
-            del sys.modules["transformer_engine"]
+    return pytest.importorskip(name)

@@ -113,13 +113,14 @@ def test_no_extra_brings_what_only_tests_need_and_make_installs_it_all() -> None
     extras = names_of(chain(*project["project"]["optional-dependencies"].values()))
     groups = {kind: names_of(names) for kind, names in project["dependency-groups"].items()}
     compared_with = {"transformer-engine", "torchao", "ml-dtypes", "pydantic"}
-    assert compared_with <= groups["test"] and not compared_with & extras
+    assert compared_with <= groups["test"] | groups["aside"] and not compared_with & extras
     required = project["project"]["dependencies"] + project["build-system"]["requires"]
     named = {*names_of(required), *extras, *groups["test"], *groups["lint"], "cmake", "ninja"}
     makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
-    installed = re.search(r"^PACKAGES = (.*)$", makefile, re.MULTILINE)
-    assert installed is not None and names_of(installed[1].split()) == named
-    assert named <= names_of((ROOT / "constraints.txt").read_text().splitlines())
+    for variable, names in (("PACKAGES", named), ("ASIDE", groups["aside"])):
+        installed = re.search(rf"^{variable} = (.*)$", makefile, re.MULTILINE)
+        assert installed is not None and names_of(installed[1].split()) == names
+    assert named | groups["aside"] <= names_of((ROOT / "constraints.txt").read_text().splitlines())
 
 
 @needs_tree

@@ -146,11 +146,46 @@ def test_moe_script_is_the_same_script_with_experts(recipe: str, tmp_path: Path)
     assert "validation loss" in done.stdout and (tmp_path / "loss.png").exists()
 
 
+def test_its_help_is_its_own() -> None:
+    command = [sys.executable, str(EXAMPLES / "train_moe.py"), "--help"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
+    words = " ".join(said.split())
+    assert "MLPs are mixtures of 8 experts" in words and "(default: runs/moe)" in words
+    assert "{moe-tiny,moe,moe-large}" in words and "(default: moe, moe-large on a GPU)" in words
+    assert "default: None" not in words and "default: False" not in words
+
+
 def test_checkpoint_of_other_settings_is_refused(text: data.Text, tmp_path: Path) -> None:
     path = tmp_path / "run.pt"
     train.run(settings("bf16", steps=1), path, text=text)
     with pytest.raises(ValueError, match="seed: 0 there, 3 here"):
         train.run(settings("bf16", steps=1, seed=3), path, text=text, resume=True)
+
+
+def test_resumed_with_more_steps_it_trains_longer(text: data.Text, tmp_path: Path) -> None:
+    path = tmp_path / "run.pt"
+    short = train.run(settings("bf16", steps=2), path, text=text)
+    longer = train.run(settings("bf16", steps=4), path, text=text, resume=True)
+    assert longer["finished"] and longer["steps"] == 4
+    assert longer["losses"][:2] == short["losses"]
+    with pytest.raises(ValueError, match="steps: 4 there, 3 here"):
+        train.run(settings("bf16", steps=3), path, text=text, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("steps", "seconds", "said"),
+    [(60, [1.0, 1.1, 1.4], True), (49, [1.0, 1.1, 1.4], False), (60, [1.0, 1.1, 1.6], False)],
+)
+def test_a_title_has_no_ratio_of_few_or_scattered_steps(
+    steps: int, seconds: list[float], said: bool
+) -> None:
+    run = {
+        "model": "GPT", "parameters": 10**6, "steps": steps, "seeds": {"0": 2.0}, "val_loss": 2.0,
+        "tokens_per_second": 5.0, "step_seconds": seconds,
+    }  # fmt: skip
+    steady = {**run, "step_seconds": [1.0, 1.0, 1.0]}
+    assert ("x tokens/s" in report._title({"bf16": steady, "mxfp8": run})) is said
+    assert "gap +0.00 %" in report._title({"bf16": steady, "mxfp8": run})
 
 
 def test_without_checkpoints_nothing_is_written(text: data.Text, tmp_path: Path) -> None:

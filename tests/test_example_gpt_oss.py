@@ -93,6 +93,17 @@ def test_a_file_of_safetensors(tmp_path):
     with pytest.raises(SystemExit, match=r"has no tensors model.layers.4.mlp"):
         gpt_oss_moe.read_layer(tmp_path / "model.safetensors", 4)
 
+    torch_of.save_file({"model.layers.3.mlp.router.weight": torch.ones(2, 2)}, tmp_path / "other")
+    (tmp_path / "broken").write_text("no safetensors")
+    for name, why in (
+        ("other", r"error: .*other has no model.layers.3.mlp.experts.down_proj_bias"),
+        ("broken", r"error: --file .*broken cannot be read as safetensors"),
+        ("absent", r"error: --file .*absent cannot be read as safetensors"),
+    ):
+        with pytest.raises(SystemExit, match=why) as said:
+            gpt_oss_moe.read_layer(tmp_path / name, 3)
+        assert "\n" not in str(said.value)
+
 
 def test_the_script():
     command = [sys.executable, EXAMPLES / "gpt_oss_moe.py", "--activations", "mxfp8"]

@@ -192,7 +192,7 @@ def test_another_region_is_refused():
     for region in (te_mx.autocast(), te_mx.autocast(enabled=False)):
         with region, pytest.raises(RuntimeError, match=said):
             model(x)
-    with pytest.raises(RuntimeError, match="would run with MXFP8 off, but a CUDA graph replays"):
+    with pytest.raises(RuntimeError, match="would run with te_mx off, but a CUDA graph replays"):
         model(x)
     te_mx.convert_model(model, recipe=FLOOR)  # which means the same
     model(x)

@@ -53,6 +53,26 @@ def test_works_without_the_native_module():
     assert lines[2] == "True"
 
 
+def test_works_without_numpy():
+    """Which torch does not bring: results of 4 MiB and more, packed experts, the doctor."""
+    code = (
+        "import sys, warnings; sys.modules['numpy'] = None\n"
+        "warnings.filterwarnings('ignore', 'Failed to initialize NumPy')\n"
+        "import torch, te_mx\n"
+        "from te_mx.commands.main import main\n"
+        "x = torch.randn(1024, 1024)\n"
+        "layer = te_mx.Linear(1024, 2048)\n"
+        "with te_mx.autocast(): layer(x).sum().backward()\n"
+        "assert layer.weight.grad.nbytes == 8 << 20\n"
+        "experts = te_mx.GroupedLinear(2, 1024, 1024)\n"
+        "te_mx.freeze_weights(experts)\n"
+        "with torch.no_grad(), te_mx.autocast(): print(experts(x, [512, 512]).shape)\n"
+        "sys.exit(main(['doctor']))\n"
+    )
+    lines = output(code).splitlines()
+    assert lines[0] == "torch.Size([1024, 1024])" and lines[-1] == "nothing is wrong"
+
+
 def test_without_torch_the_import_says_so():
     done = python("import sys; sys.modules['torch'] = None\nimport te_mx")
     assert done.returncode != 0

@@ -227,6 +227,11 @@ def test_errors_name_layer_got_expected_and_remedy():
             layer(torch.tensor(1.0))
         with pytest.raises(TypeError, match=r"torch.float64.*enabled=False"):
             layer(torch.randn(3, 40, dtype=torch.float64))
+        with (
+            te_mx.autocast(recipe="mxfp4"),
+            pytest.raises(TypeError, match=r"force \(x mxfp4, w mxfp4, g mxfp8_e4m3\) takes"),
+        ):
+            layer(torch.randn(3, 40, dtype=torch.float64))
         with pytest.raises(TypeError, match=r"torch.int64"):
             layer(torch.ones(3, 40, dtype=torch.int64))
         with pytest.raises(ValueError, match="inp is on meta and weight on cpu"):
@@ -315,8 +320,14 @@ def test_audit_says_what_ran():
     with te_mx.autocast():
         model(torch.randn(3, 40)).sum().backward()
     report = te_mx.audit(model)
-    assert report["0"].wgrad == "never ran" != report["0"].fprop
-    assert {"never ran", "high precision"}.isdisjoint(report["2"][2:5])
+    assert report["0"].wgrad == "not needed" != report["0"].fprop
+    assert report["0"].dgrad == "never ran"  # whether an input needs one shows in a backward pass
+    assert {"never ran", "not needed", "high precision"}.isdisjoint(report["2"][2:5])
+    model[0].weight.requires_grad_(True)
+    with te_mx.autocast():
+        model(torch.randn(3, 40)).sum().backward()
+    first = te_mx.audit(model)["0"]
+    assert first.dgrad == "not needed" and first.wgrad not in ("not needed", "never ran")
     assert report["3"].kind == "torch.Linear" and report["3"].fprop == "high precision"
     model(torch.randn(3, 40))
     assert te_mx.audit(model)["2"].fprop == "high precision"

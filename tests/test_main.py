@@ -302,6 +302,27 @@ def test_it_runs_as_a_module():
     assert made.stdout.startswith("D[2, 64], k 64, TN, cpu at level portable: portable_stream")
 
 
+def test_version_and_whole_sentences_of_help(capsys):
+    for arguments, words in (
+        (["--version"], f"te_mx {te_mx.__version__}"),
+        (["--help"], "experts of a mixture, and write a table."),
+        (["tune", "--help"], "experts of a mixture, and write a table."),
+    ):
+        with pytest.raises(SystemExit) as done:
+            main(arguments)
+        assert done.value.code == 0 and words in " ".join(capsys.readouterr().out.split())
+
+
+def test_nobody_reads_on():
+    """As behind `| head`: no traceback, and the status of a program that SIGPIPE ended."""
+    command = [sys.executable, "-m", "te_mx", "explain", "2x64x64"]
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as stdout:
+        made = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
+    assert made.returncode == 141 and made.stderr == ""
+
+
 @pytest.mark.parametrize("w", ["mxfp8_e4m3", "mxfp4"])
 def test_candidates_of_hopper_are_its_tiles_and_parts(monkeypatch, w):
     """On a stand-in for its native module: who competes, and that each one's call is made."""

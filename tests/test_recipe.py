@@ -227,15 +227,29 @@ def test_resolve_recipe():
     recipe = MXFP8BlockScaling(scale_rule="floor")
     assert resolve_recipe(recipe) is recipe
     assert resolve_recipe(None) == te_mx.get_default_recipe()
-    with pytest.raises(
-        TypeError, match=r"recipe must be one of te_mx.recipe, .* got 'mxfp8' of type str"
-    ):
-        resolve_recipe("mxfp8")
+    with pytest.raises(TypeError, match=r"one of te_mx.recipe or its name, .* got 8 of type int"):
+        resolve_recipe(8)
     with pytest.raises(TypeError, match=r"pass an instance: MXFP8BlockScaling\(\)"):
         resolve_recipe(MXFP8BlockScaling)
     for uncalled in (Float8BlockScaling, DeepSeekV3):
         with pytest.raises(TypeError, match=rf"pass an instance: {uncalled.__name__}\(\)"):
             resolve_recipe(uncalled)
+
+
+def test_recipes_have_names():
+    assert resolve_recipe("mxfp8") is te_mx.get_default_recipe()
+    assert resolve_recipe("deepseek_v3") == DeepSeekV3()
+    assert resolve_recipe("mxfp4_all") == te_mx.recipe.MXFP4BlockScaling(g="mxfp4")
+    with pytest.raises(ValueError, match=r"must be one of mxfp8, mxfp8-hybrid, .*, got 'fp8'"):
+        te_mx.autocast(recipe="fp8")
+    layer, x = te_mx.Linear(64, 8), torch.randn(4, 64)
+    report = te_mx.convert_model(torch.nn.Sequential(layer), recipe="mxfp4")
+    assert report.recipe == te_mx.recipe.MXFP4BlockScaling()
+    bound = layer(x)
+    with te_mx.autocast(recipe="mxfp4"):
+        assert torch.equal(layer(x), bound)
+    with te_mx.autocast(recipe="mxfp8"):
+        assert not torch.equal(layer(x), bound)
 
 
 def test_availability():

@@ -15,6 +15,7 @@ from types import FrameType
 
 import torch
 
+import te_mx
 from gpt import data, devices, precision, report, seeds, stopping, train
 
 FAILED, WRONG_USE = 1, 2
@@ -50,13 +51,19 @@ def add_options(p: argparse.ArgumentParser, d: train.Settings, out: str) -> None
         help="activations (default: bf16; fp32 on a CPU without bf16 instructions, where torch's "
         "bf16 takes a minute a step)",
     )  # fmt: skip
-    p.add_argument("--recipe", choices=precision.RECIPES, default=d.recipe)
+    p.add_argument(
+        "--recipe", choices=te_mx.recipe.NAMED, default=d.recipe, help="of the MXFP8 run"
+    )
     p.add_argument("--seed", type=int, default=d.seed)
     p.add_argument(
         "--seeds", type=int, default=1, metavar="N", help="runs of each, from --seed on; the mean"
     )
     p.add_argument("--only", choices=[*precision.DTYPES, "mxfp8"], help="one of the two runs")
-    p.add_argument("--resume", action="store_true", help="go on from the checkpoints in --out")
+    p.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the checkpoints in --out; more --steps than there train longer",
+    )
     p.add_argument(
         "--save-every", type=int, default=50, metavar="STEPS", help="0 writes no checkpoint"
     )
@@ -68,7 +75,7 @@ def add_options(p: argparse.ArgumentParser, d: train.Settings, out: str) -> None
         "--deterministic", action="store_true",
         help="the same bits in every run on a GPU too, where attention adds in any order otherwise",
     )  # fmt: skip
-    p.add_argument("--out", type=Path, default=Path(out))
+    p.add_argument("--out", type=Path, default=Path(out), help="folder of what is written")
     p.add_argument("--child", action="store_true", help=argparse.SUPPRESS)  # the parent reports
 
 

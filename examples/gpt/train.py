@@ -57,7 +57,8 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the numbers of a run. A checkpoint of other settings does not resume."""
+    """What decides the numbers of a run. A checkpoint of other settings does not resume, but with
+    more steps: the learning rate then goes on along the schedule of the longer run."""
 
     mode: str = "bf16"  # "mxfp8", or the dtype's name for plain nn.Linear
     preset: str = "small"
@@ -229,6 +230,8 @@ class Trainer:
             state = torch.load(path, weights_only=True)
             theirs, ours = state["settings"], asdict(self.settings)
             differing = [k for k in sorted(ours | theirs) if ours.get(k) != theirs.get(k)]
+            if "steps" in differing and ours["steps"] > theirs["steps"]:
+                differing.remove("steps")
             if not differing:
                 self._restore(state)
         except Exception as error:

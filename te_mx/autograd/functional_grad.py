@@ -97,7 +97,7 @@ class _Backward(torch.autograd.Function):
 
 def _refuse(owner: str, what: str) -> NoReturn:
     raise NotImplementedError(
-        f"{owner}: got {what} through torch.func, but MXFP8 code has plain first derivatives only; "
+        f"{owner}: got {what} through torch.func, but te_mx has plain first derivatives only; "
         f"{transforms.LAYER}"
     )
 

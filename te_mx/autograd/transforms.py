@@ -67,7 +67,7 @@ def refuse(
         carried = look(tensors, torch.is_grad_enabled() if grad is None else grad)
     if carried is not None:
         raise NotImplementedError(
-            f"{owner}: got {carried}, for which MXFP8 code has no rule: the result would "
+            f"{owner}: got {carried}, for which te_mx has no rule: the result would "
             f"miss it; {remedy}"
         )
 

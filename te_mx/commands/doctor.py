@@ -6,7 +6,6 @@ import argparse
 import importlib.metadata
 import os
 import platform
-import sys
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
@@ -35,7 +34,9 @@ WRONG = "WRONG"
 
 
 def add_options(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--no-gemm", action="store_true", help="look, and run nothing")
+    p.add_argument(
+        "--no-gemm", action="store_true", help="look at the machine only, and run no product"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         "optional packages": packages,
     }  # fmt: skip
     if not args.no_gemm:
-        sections["one GEMM a device, against fp64"] = gemms
+        sections["products on each device, against fp64"] = gemms
     print(f"te_mx doctor, {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC")
     wrong = 0
     for title, section in sections.items():
@@ -176,8 +177,7 @@ def packages() -> Iterator[str]:
 
 def gemms() -> Iterator[str]:
     for device in _devices():
-        for m, w in GEMMS:
-            made = checked(device, m, w)
+        for sizes in GEMMS:
+            made = checked(device, *sizes)
             line = f"{device}: {made}"
             yield line if made.right else f"{WRONG}: {line}"
-    sys.stdout.flush()

@@ -11,14 +11,20 @@ from te_mx.commands.tune import recipe_of
 
 def add_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("shape", metavar="MxNxK", help="tokens x out features x in features")
-    p.add_argument("--device", default="cpu")
+    p.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, .. (default: cpu)")
     p.add_argument(
         "--formats", default="", metavar="W or X:W",
-        help="of weights, or of inputs and weights; inputs are MXFP8 otherwise",
+        help="formats of weights, or of inputs and weights; inputs are MXFP8 otherwise (default: "
+        "mxfp8_e4m3)",
     )  # fmt: skip
-    p.add_argument("--experts", type=int, help="of a mixture, in place of a GEMM; needs --top-k")
-    p.add_argument("--top-k", type=int, help="experts of a token")
-    p.add_argument("--precision", default="adaptive", choices=("adaptive", "exact"))
+    p.add_argument(
+        "--experts", type=int, help="explain a mixture of so many experts; needs --top-k"
+    )
+    p.add_argument("--top-k", type=int, help="how many experts a token has, with --experts")
+    p.add_argument(
+        "--precision", default="adaptive", choices=("adaptive", "exact"),
+        help="how GPUs multiply (default: adaptive)",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:

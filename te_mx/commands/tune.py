@@ -59,31 +59,39 @@ def add_options(p: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     p.add_argument(
         "--experts", type=int, default=0,
-        help="--shapes are those of te_mx.moe.grouped_gemm with so many experts",
+        help="take --shapes for those of te_mx.moe.grouped_gemm with so many experts",
     )  # fmt: skip
-    p.add_argument("--top-k", type=int, default=0, help="experts of a token, with --experts")
-    p.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
+    p.add_argument(
+        "--top-k", type=int, default=0, help="how many experts a token has, with --experts"
+    )
+    p.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, .. (default: cpu)")
     p.add_argument(
         "--formats", default=FORMATS, metavar="W,X:W,..",
-        help=f"of weights, or of inputs and weights; inputs are MXFP8 otherwise ({FORMATS})",
+        help="formats of weights, or of inputs and weights; inputs are MXFP8 otherwise (default: "
+        f"{FORMATS})",
     )  # fmt: skip
     default = ",".join(map(str, TOKENS))
-    p.add_argument("--tokens", metavar="M,..", help=f"of each layer of a model ({default})")
     p.add_argument(
-        "--split-k", action="store_true", help="as recipes with split_k=True, which may cut K"
+        "--tokens", metavar="M,..", help=f"tokens of each layer of --model (default: {default})"
+    )
+    p.add_argument(
+        "--split-k", action="store_true", help="tune for recipes with split_k=True, which may cut K"
     )
     p.add_argument(
         "--any-bits", action="store_true",
         help="let choices win that add up in another order than the default does: a token's bits "
         "then depend on how many others there are",
     )  # fmt: skip
-    p.add_argument("--out", type=Path, help="(default: te_mx_<device>.csv)")
+    p.add_argument("--out", type=Path, help="the table to write (default: te_mx_<device>.csv)")
     p.add_argument("--resume", action="store_true", help="leave out what --out has already")
     p.add_argument(
         "--kept-only", action="store_true",
         help="let choices win that lose on plain codes, which weights without a master have",
     )  # fmt: skip
-    p.add_argument("--rounds", type=int, default=ROUNDS, help="of timing; the median counts")
+    p.add_argument(
+        "--rounds", type=int, default=ROUNDS,
+        help="how often each candidate is timed; the median counts (default: %(default)s)",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:

@@ -58,7 +58,7 @@ def why_not_linear(module: Any) -> str:
     if not isinstance(weight, torch.Tensor) or not plain:
         return f"its weight is a {type(weight).__name__}, not a plain parameter"
     if weight.dtype not in FLOATS:
-        return f"its weight is {weight.dtype}; MXFP8 takes float32, bfloat16 and float16"
+        return f"its weight is {weight.dtype}; te_mx takes float32, bfloat16 and float16"
     return ""
 
 

@@ -18,7 +18,7 @@ from te_mx.nn.reclassed import Reclassed
 
 class Seam(NamedTuple):
     """One kind of modules: `takes` says whether a module is of it, `why_not` why such a one cannot
-    run in MXFP8 (or ""), `shape` what a report shows of its sizes, `mixin` what its class gets.
+    run in te_mx (or ""), `shape` what a report shows of its sizes, `mixin` what its class gets.
     `gate` says which activation ``fuse=True`` may compute in one step, or why none."""
 
     takes: Callable[[nn.Module], bool]
@@ -31,7 +31,7 @@ class Seam(NamedTuple):
 def why_not_in_place(module: nn.Module) -> str:
     """What keeps any module from another class, or an empty string."""
     if isinstance(module, Reclassed):
-        return "already runs in MXFP8"
+        return "already runs in te_mx"
     if isinstance(module, MXModule):
         return f"already a te_mx.{type(module).__name__}"
     if parametrize.is_parametrized(module):
@@ -48,7 +48,7 @@ def why_not_parameter(module: nn.Module, name: str, dims: int) -> str:
         kind = "missing" if value is None else f"a {type(value).__name__}, not a plain parameter"
         return f"its {name} is {kind}"
     if value.dtype not in FLOATS:
-        return f"its {name} is {value.dtype}; MXFP8 takes float32, bfloat16 and float16"
+        return f"its {name} is {value.dtype}; te_mx takes float32, bfloat16 and float16"
     if value.dim() != dims:
         return f"its {name} must have {dims} dimensions, got shape {tuple(value.shape)}"
     return ""

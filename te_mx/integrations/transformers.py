@@ -46,7 +46,7 @@ def te_mx_experts_forward(
         return ALL_EXPERTS_FUNCTIONS[_PLAIN](self, *given)
     if reason := why_not_experts(self):
         raise ValueError(
-            f"{type(self).__name__} cannot run in MXFP8: {reason}. Choose another "
+            f"{type(self).__name__} cannot run in {settings.formats}: {reason}. Choose another "
             "experts_implementation, or run it under te_mx.autocast(enabled=False)"
         )
 

@@ -1,4 +1,4 @@
-"""What a forward in MXFP8 asks of its input and of every parameter that it reads.
+"""What a quantized forward asks of its input and of every parameter that it reads.
 
 Parameters may be replaced at any time (by name, by load_state_dict(assign=True), on the meta
 device), so this is asked in every call, before any address is taken. Outside te_mx.autocast torch's
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from te_mx.arguments import shown
 from te_mx.nn.several_ranks import is_gathered
+from te_mx.recipe import Settings
 
 _STRIDED = torch.strided
 FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
@@ -28,6 +29,16 @@ class Checked:
         """The layer's name in errors."""
         raise NotImplementedError
 
+    def _settings(self) -> Settings | None:
+        """What a forward runs with."""
+        raise NotImplementedError
+
+    def _takes(self) -> str:
+        """What errors about dtypes start with: the layer and the recipe in force."""
+        settings = self._settings()
+        who = "te_mx" if settings is None else f"the recipe in force ({settings.formats})"
+        return f"{self._label()}: {who} takes"
+
     def _codes(self, key: str) -> tuple[Tensor, Tensor]:
         """Codes and scales of a weight without a master."""
         raise NotImplementedError
@@ -35,7 +46,7 @@ class Checked:
     def _check_plain_call(
         self, inp: Tensor, weight: Tensor | None, bias: Tensor | None, rows: int, cols: int
     ) -> None:
-        """Raise unless y = inp @ weight.T + bias can run in MXFP8 with a weight [rows, cols] and a
+        """Raise unless y = inp @ weight.T + bias can run quantized with a weight [rows, cols] and a
         bias [rows] or None: one look where everything is as usual, all checks where it is not."""
         if (
             type(inp) is Tensor
@@ -76,8 +87,8 @@ class Checked:
         """Raise unless inp is dense and of a dtype that is quantized."""
         if inp.dtype not in FLOATS or inp.layout is not _STRIDED:
             raise TypeError(
-                f"{self._label()}: MXFP8 takes dense tensors in float32, bfloat16 and float16, got "
-                f"inp {inp.dtype}, {inp.layout}; {_REMEDY}"
+                f"{self._takes()} dense tensors in float32, bfloat16 and float16, got inp "
+                f"{inp.dtype}, {inp.layout}; {_REMEDY}"
             )
 
     def _check_codes(self, keys: Sequence[str], device: torch.device) -> None:
@@ -112,7 +123,7 @@ class Checked:
         if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
             raise TypeError(
                 f"{self._label()}: the {name} is a {kind.__module__}.{kind.__qualname__}, which "
-                "another library quantized; te_mx multiplies plain parameters in MXFP8. Leave this "
+                "another library quantized; te_mx quantizes plain parameters. Leave this "
                 "layer out there (filter_fn), call te_mx.revert_model first, or run it under "
                 "te_mx.autocast(enabled=False)"
             )
@@ -124,8 +135,8 @@ class Checked:
             raise ValueError(f"{self._label()}: {name} is None, it must be a parameter of {shape}")
         if value.dtype not in FLOATS:
             raise TypeError(
-                f"{self._label()}: MXFP8 takes float32, bfloat16 and float16, got {name} "
-                f"{value.dtype}; {_REMEDY}"
+                f"{self._takes()} float32, bfloat16 and float16, got {name} {value.dtype}; "
+                f"{_REMEDY}"
             )
         if value.device != device:
             remedy = "move one"

@@ -86,7 +86,7 @@ def _say_what_is_lost() -> None:
     name, kind = replaced[0]
     warnings.warn(
         f"{len(replaced)} layers that te_mx.convert_model converted were replaced since, first "
-        f"{name!r} by a {kind.__module__}.{kind.__qualname__}, and do not run in MXFP8. Whatever "
+        f"{name!r} by a {kind.__module__}.{kind.__qualname__}, and are not quantized. Whatever "
         "replaces nn.Linear layers (accelerate's fp8, torchao's conversions) takes te_mx.Linear "
         "for one: use one of the two, or leave te_mx.Linear out with its filter function",
         ConversionWarning,

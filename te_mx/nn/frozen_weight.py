@@ -368,5 +368,5 @@ def _not_quantizable(weight: Tensor) -> str:
     if weight.is_meta:
         return "is on the meta device and has no values; load the weights first"
     if weight.dtype not in FLOAT_DTYPES:
-        return f"is {weight.dtype}; MXFP8 takes float32, bfloat16 and float16"
+        return f"is {weight.dtype}; te_mx takes float32, bfloat16 and float16"
     return ""

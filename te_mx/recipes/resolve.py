@@ -9,11 +9,22 @@ from typing import Any
 from te_mx.arguments import check_flag, shown
 from te_mx.recipes import float8_block
 from te_mx.recipes.float8_block import DeepSeekV3, Float8BlockScaling
-from te_mx.recipes.mxfp8 import MXFP8BlockScaling, is_transformer_engines
+from te_mx.recipes.mxfp4 import MXFP4BlockScaling
+from te_mx.recipes.mxfp8 import Format, MXFP8BlockScaling, is_transformer_engines
 from te_mx.recipes.values import Recipe
 
 _DEFAULT = MXFP8BlockScaling()  # handed out to nobody who might change it
 DEFAULT_SETTINGS = _DEFAULT.settings
+NAMED: dict[str, Recipe] = {
+    "mxfp8": _DEFAULT,
+    "mxfp8-hybrid": MXFP8BlockScaling(fp8_format=Format.HYBRID),
+    "mxfp8-floor": MXFP8BlockScaling(scale_rule="floor"),
+    "mxfp8-exact": MXFP8BlockScaling(precision="exact"),
+    "float8_block": Float8BlockScaling(),
+    "deepseek_v3": DeepSeekV3(),
+    "mxfp4": MXFP4BlockScaling(),
+    "mxfp4_all": MXFP4BlockScaling(g="mxfp4"),
+}
 # Recipes of Transformer Engine by name: te_mx's, and its fields. Constants, because Dynamo does not
 # trace dataclasses.fields of a class.
 _OURS = {
@@ -29,14 +40,23 @@ def get_default_recipe() -> MXFP8BlockScaling:
 
 
 def resolve_recipe(recipe: Any) -> Recipe:
-    """The one place where a recipe argument becomes a te_mx recipe; None is the default recipe.
+    """The one place where a recipe argument becomes a te_mx recipe; None is the default recipe, a
+    name one of these:
+
+    ``"mxfp8"``         `MXFP8BlockScaling()`, the default; ``"mxfp8-hybrid"`` with E5M2 gradients,
+                        ``"mxfp8-floor"`` with the scale rule of the OCP text, ``"mxfp8-exact"``
+                        with ``precision="exact"``
+    ``"float8_block"``  `Float8BlockScaling()`; ``"deepseek_v3"`` is `DeepSeekV3()`
+    ``"mxfp4"``         `MXFP4BlockScaling()`, backward in MXFP8; ``"mxfp4_all"`` with ``g="mxfp4"``
+
     Whoever keeps the result takes a copy, which nobody else changes.
 
     Transformer Engine's ``MXFP8BlockScaling`` and ``Float8BlockScaling`` are accepted and mean the
     same. They are known by their names, so that nothing of Transformer Engine is imported.
 
     Raises:
-        TypeError: `recipe` is not a recipe object.
+        TypeError: `recipe` is neither a recipe object nor a name.
+        ValueError: a name that is not among these.
         NotImplementedError: a recipe of Transformer Engine for another format, or with a field that
             te_mx does not do.
     """
@@ -44,13 +64,20 @@ def resolve_recipe(recipe: Any) -> Recipe:
         return _DEFAULT
     if isinstance(recipe, Recipe):
         return recipe
+    if isinstance(recipe, str):
+        if recipe not in NAMED:
+            known = ", ".join(NAMED)
+            raise ValueError(
+                f"recipe must be one of {known}, or a recipe object, got {shown(recipe)}"
+            )
+        return NAMED[recipe]
     if is_transformer_engines(recipe) and not isinstance(recipe, Enum):
         return _translated(recipe)
     is_kind = isinstance(recipe, type) and (issubclass(recipe, Recipe) or recipe.__name__ in _OURS)
     uncalled = is_kind or recipe is DeepSeekV3
     hint = f" (pass an instance: {recipe.__name__}())" if uncalled else ""
     raise TypeError(
-        "recipe must be one of te_mx.recipe, Transformer Engine's MXFP8BlockScaling or "
+        "recipe must be one of te_mx.recipe or its name, Transformer Engine's MXFP8BlockScaling or "
         f"Float8BlockScaling, or None, got {shown(recipe)} of type {type(recipe).__name__}{hint}"
     )
 

@@ -40,6 +40,12 @@ class Settings(NamedTuple):
     g_rule: str = ""
 
     @property
+    def formats(self) -> str:
+        """The formats of the roles, as errors name a recipe."""
+        same = self.x == self.w == self.g
+        return self.x if same else f"x {self.x}, w {self.w}, g {self.g}"
+
+    @property
     def x_columns(self) -> str:
         """The format of inputs in wgrad."""
         return self.x_col or self.x

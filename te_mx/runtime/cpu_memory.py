@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import to_dlpack
 
 CPU = torch.device("cpu")  # said at every allocation, as torch.set_default_device may be in force
 _HUGE = 2 << 20  # bytes of a huge page, on x86
@@ -148,7 +149,7 @@ def idle_is_known() -> bool:
         lambda: block.storage,
         lambda: block.tensor((64,), torch.uint8),
         lambda: block.tensor((64,), torch.uint8)[1:],
-        lambda: block.tensor((64,), torch.uint8).numpy(),
+        lambda: to_dlpack(block.tensor((64,), torch.uint8)),  # as numpy and others hold one
         lambda: block.tensor((64,), torch.uint8).untyped_storage(),
     )
     known = block.is_idle()

@@ -7,14 +7,13 @@ exports must agree with its part of it.
 from __future__ import annotations
 
 import ast
-import importlib.util
 import inspect
-from pathlib import Path
 from typing import Any
 
 import listing
 import pytest
 import torch
+from beside_te import te_files
 
 import te_mx
 from te_mx.nn import te_arguments
@@ -162,7 +161,7 @@ def test_malformed_entries_are_found(entry):
 
 
 # --------------------------------------------------------- the list against Transformer Engine
-INSTALLED = importlib.util.find_spec("transformer_engine")
+INSTALLED = te_files()
 FILES = {
     "Linear": "linear.py",
     "LayerNormLinear": "layernorm_linear.py",
@@ -188,8 +187,7 @@ def listed(entries: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 def parsed(*path: str) -> list[Any]:
     """What a file of Transformer Engine defines: read from its source, because its modules cannot
     be imported without its CUDA library."""
-    root = Path(INSTALLED.submodule_search_locations[0]) / "pytorch"
-    return ast.parse(root.joinpath(*path).read_text()).body
+    return ast.parse(INSTALLED.joinpath("pytorch", *path).read_text()).body
 
 
 @pytest.mark.skipif(INSTALLED is None, reason="transformer_engine is not installed")

@@ -7,13 +7,13 @@ import dataclasses
 import importlib.util
 import sys
 from enum import Enum
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import listing
 import pytest
 import torch
+from beside_te import te_files
 
 import te_mx
 from te_mx.recipe import Float8BlockScaling, Format, MMParams, MXFP8BlockScaling, resolve_recipe
@@ -57,10 +57,10 @@ def _dataclass(name: str, defaults: dict[str, Any], **how: Any) -> type:
 
 def real() -> ModuleType:
     """Its recipe file alone: importing the package loads its CUDA library."""
-    spec = importlib.util.find_spec("transformer_engine")
-    if spec is None or importlib.util.find_spec("pydantic") is None:
+    files = te_files()
+    if files is None or importlib.util.find_spec("pydantic") is None:
         pytest.skip("transformer_engine and pydantic are not installed")
-    file = Path(spec.submodule_search_locations[0]) / "common" / "recipe" / "__init__.py"
+    file = files / "common" / "recipe" / "__init__.py"
     spec = importlib.util.spec_from_file_location(NAME, file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[NAME] = module

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.util
 import math
 import warnings
 from pathlib import Path
@@ -14,14 +13,15 @@ from typing import Any, Optional, Union
 
 import pytest
 import torch
+from beside_te import te_files
 
-SPEC = importlib.util.find_spec("transformer_engine")
+FILES = te_files()
 
 
 def path(*parts: str) -> Path:
-    if SPEC is None or not SPEC.submodule_search_locations:
+    if FILES is None:
         pytest.skip("transformer_engine is not installed")
-    return Path(SPEC.submodule_search_locations[0], "pytorch", *parts)
+    return FILES.joinpath("pytorch", *parts)
 
 
 @functools.cache

@@ -5,6 +5,7 @@ Every function returns None (or False) when the native code does not take the pr
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from typing import Any
 
@@ -183,7 +184,7 @@ def _packed_for(packed: Tensor | None, kernel: int, operand: StackedOperand) -> 
         return 0, 0
     if not packed.is_contiguous():  # as a hook of saved tensors may return it
         return 0, 0
-    magic, *found, stride = _HEADER.unpack(packed[:HEADER_BYTES].numpy().tobytes())
+    magic, *found, stride = _HEADER.unpack(ctypes.string_at(packed.data_ptr(), HEADER_BYTES))
     if magic != _MAGIC or found != [
         kernel, ROLES["a"], operand.groups, operand.rows, operand.k
     ]:  # fmt: skip
