@@ -212,9 +212,9 @@ class autocast:
             every call, and there is nothing to calibrate. A recipe in this place,
             ``autocast(True, recipe)``, is taken as the recipe.
         recipe: one of `te_mx.recipe` or its name there (`te_mx.recipe.NAMED`: "mxfp8", "mxfp4",
-            "float8_block", ..), or Transformer Engine's; None means `te_mx.get_default_recipe()`. It
-            counts as it is now: fields that are set later, also inside the region, change regions
-            that are made after that.
+            "float8_block", ..), or Transformer Engine's; None means `te_mx.get_default_recipe()`.
+            It counts as it is now: fields that are set later, also inside the region, change
+            regions that are made after that.
         amax_reduction_group, _graph: Transformer Engine's, of no effect: no largest values are
             reduced over processes, and CUDA graphs need no preparation.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import te_mx
 from te_mx import _ops as ops
 from te_mx._ops.linear import linear_kernel
-from te_mx.autograd import linear, one_call, one_call_codes, steps
+from te_mx.autograd import input_cache, linear, one_call, one_call_codes, steps
 from te_mx.autograd.linear import Call
 from te_mx.autograd.one_call import OneCallLinear
 from te_mx.backends.sm90 import binding
@@ -161,13 +161,13 @@ def test_what_is_saved_is_what_backward_reads(keep, name):
     x, w = torch.randn(40, 70, requires_grad=True), torch.randn(33, 70, requires_grad=True)
     how = settings(name, keep_weight_columns=keep)
     y = in_one_call(x, w, None, how, F32)
-    x_col, nothing, w_saved, _link = y.grad_fn.saved_tensors
-    assert nothing is None
+    x_col, nothing, w_saved, no_scales, _link = y.grad_fn.saved_tensors
+    assert nothing is None and no_scales is None
     plan = y.grad_fn.plan
     wanted = steps.roles(x.device, how)
     pairs = [(plan.quantized(Held((x_col, None), (x_col, None))).col, x, x_col, wanted.x.col)]
     if keep:
-        pairs.append((plan.w_columns(w_saved), w, w_saved, wanted.w.col))
+        pairs.append((plan.w_columns((w_saved, None)), w, w_saved, wanted.w.col))
     else:
         assert w_saved.data_ptr() == w.data_ptr() and w_saved.dtype == F32
     for got, t, saved, spec in pairs:
@@ -231,7 +231,8 @@ def test_an_input_gradient_is_added_to_another(keep, name):
     how = settings(name, keep_weight_columns=keep)
     y = in_one_call(x, w.requires_grad_(), None, how, F32)
     node = y.grad_fn
-    (codes, scales, held, _), before = node.saved_tensors, torch.randn(40, 70)
+    (codes, scales, *of_w, _), before = node.saved_tensors, torch.randn(40, 70)
+    held = tuple(of_w) if keep else of_w[0]
     parts = (codes, scales), held, x.shape, (F32, F32, None)
     dx, added = node.plan.backward(grad, *parts, None)[0], before.clone()
     assert node.plan.backward(grad, *parts, added)[0] is added
@@ -279,6 +280,8 @@ def test_layers_of_one_input_read_one_copy(functions, taken, name, monkeypatch):
     for shared in (True, False):
         leaf, w = x.clone().requires_grad_(), weights.clone().requires_grad_()
         with te_mx.autocast(recipe=recipe(name)):
+            if shared:
+                input_cache.open_for(leaf)
             first, second = (
                 function(leaf if shared else leaf.clone(), each, None, how, F32)
                 for function, each in zip(functions, w.unbind(), strict=True)
@@ -357,8 +360,7 @@ def test_what_it_serves(monkeypatch):
             fields = {"scale_rule": "pow2"} | fields
         how = te_mx.recipe.BlockScaling(**fields)
         assert serves(x, w, Call(how.settings, BF16)) is served, fields
-    for fields in ({"kept": object()}, {"sources": (x, x)}, {"sink": object()}):
-        assert not serves(x, w, plain._replace(**fields)), fields
+    assert serves(x, w, plain._replace(sink=object()))
     for other, weight, bias in (
         (Cuda(8, 40, device="meta"), Cuda(16, 40, device="meta"), None),
         (Cuda(0, 40), w, None),
@@ -377,3 +379,93 @@ def test_what_it_serves(monkeypatch):
     monkeypatch.undo()
     registry.forget()
     assert serves(torch.randn(8, 40, requires_grad=True), torch.randn(16, 40))
+
+
+def layer_and_steps(name, **fields):
+    """A layer and what it makes step by step, on the same weight."""
+    torch.manual_seed(0)
+    layer = te_mx.Linear(70, 33, dtype=BF16, **fields)
+    layer.weight.main_grad = torch.randn(33, 70)
+    return layer, [torch.randn(m, 70, dtype=BF16) for m in (40, 8)]
+
+
+def trained(layer, inputs, how, firsts, fused, monkeypatch):
+    """Outputs, gradients of the inputs and of the parameters after a step of micro-batches."""
+    made, nodes = [], set()
+    layer.bias.grad = layer.weight.grad = None
+    main = layer.weight.main_grad.clone()
+    layer.weight.main_grad = main
+    with monkeypatch.context() as patch:
+        if not fused:
+            patch.setattr(one_call, "kernel_of", lambda *call: None)
+        for x, first in zip(inputs, firsts, strict=True):
+            leaf = x.clone().requires_grad_()
+            with te_mx.autocast(recipe=how):
+                y = layer(leaf, is_first_microbatch=first)
+            nodes.add(type(y.grad_fn).__name__)
+            y.backward(torch.arange(y.numel()).view(y.shape).sin().to(y.dtype))
+            if layer.delay_wgrad_compute:
+                layer.backward_dw()
+            made += [y.detach(), leaf.grad]
+    assert nodes == {"OneCallLinearBackward" if fused else "LinearFunctionBackward"}
+    return [*made, layer.bias.grad, layer.weight.grad, main]
+
+
+@of_each
+@pytest.mark.parametrize("firsts", [(None, None), (True, False)], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"fuse_wgrad_accumulation": True},
+        {"delay_wgrad_compute": True},
+        {"fuse_wgrad_accumulation": True, "delay_wgrad_compute": True},
+        {"fuse_wgrad_accumulation": True, "save_original_input": True},
+        {},
+    ],
+    ids=str,
+)
+def test_what_trainers_do(fields, firsts, name, monkeypatch):
+    """Gradients in main_grad and later, weights that are quantized once for two micro-batches."""
+    layer, inputs = layer_and_steps(name, **fields)
+    start = layer.weight.main_grad
+    got = trained(layer, inputs, recipe(name), firsts, True, monkeypatch)
+    layer.weight.main_grad = start
+    same(got, trained(layer, inputs, recipe(name), firsts, False, monkeypatch))
+    if "fuse_wgrad_accumulation" in fields:
+        assert got[-2] is None and not torch.equal(got[-1], start)
+
+
+def test_a_frozen_weight_that_trains_its_input(monkeypatch):
+    layer, inputs = layer_and_steps("mxfp8")
+    te_mx.freeze_weights(layer)
+    how, firsts = recipe(), (None, None)
+    same(
+        trained(layer, inputs, how, firsts, True, monkeypatch),
+        trained(layer, inputs, how, firsts, False, monkeypatch),
+    )
+
+
+def test_main_grad_is_written_by_the_native_call(monkeypatch):
+    """No gradient of the weight is made beside it."""
+    layer, (x, _) = layer_and_steps("mxfp8", fuse_wgrad_accumulation=True)
+    calls = []
+    backward = fake_sm90.linear_backward
+
+    def noted(args):
+        calls.append((args.dw == layer.weight.main_grad.data_ptr(), args.dw_accumulate))
+        return backward(args)
+
+    monkeypatch.setattr(fake_sm90, "linear_backward", noted)
+    with te_mx.autocast():
+        for first in (None, True):
+            layer(x, is_first_microbatch=first).sum().backward()
+    assert calls == [(True, True), (True, False)]
+
+
+def test_a_pass_that_does_not_ask_for_the_weight_leaves_main_grad(monkeypatch):
+    layer, (x, _) = layer_and_steps("mxfp8", fuse_wgrad_accumulation=True)
+    x, before = x.requires_grad_(), layer.weight.main_grad.clone()
+    with te_mx.autocast():
+        y = layer(x)
+    torch.autograd.grad(y.sum(), x)
+    assert torch.equal(layer.weight.main_grad, before)

@@ -9,24 +9,30 @@ from torch import Tensor
 
 from te_mx._ops.library import is_direct
 from te_mx.dispatch.linear import (
+    LATER,
     FrozenCall,
     FrozenKernel,
     Gate,
     InferKernel,
+    Into,
     LinearKernel,
     LinearPlan,
     LinearProblem,
+    Weight,
 )
 from te_mx.dispatch.problem import MOST, Problem, place_of
 from te_mx.dispatch.registry import derive, derived, find
 
 __all__ = [
+    "LATER",
     "FrozenCall",
     "FrozenKernel",
     "Gate",
+    "Into",
     "LinearKernel",
     "LinearPlan",
     "LinearProblem",
+    "Weight",
     "frozen_kernel",
     "infer",
     "linear_kernel",

@@ -105,6 +105,9 @@ def tag_of(first: int, gemm: int) -> int:
     return first + gemm if first >= 0 else -1
 
 
-def place(sink: WeightGradient | None, wgrad: Wgrad, dtype: torch.dtype) -> Tensor | None:
-    """Run the wgrad GEMM, or let its sink decide when and where to."""
-    return wgrad(None, dtype, False) if sink is None else sink.take(wgrad, dtype)
+def place(
+    sink: WeightGradient | None, wgrad: Wgrad, dtype: torch.dtype, node: Any = None
+) -> Tensor | None:
+    """Run the wgrad GEMM, or let its sink decide when and where to. node: of the weight in the
+    graph, where the caller knows it."""
+    return wgrad(None, dtype, False) if sink is None else sink.take(wgrad, dtype, node)

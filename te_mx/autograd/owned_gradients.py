@@ -5,7 +5,7 @@ summed and cut, and what is left for this rank goes to the parameter that the op
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -54,8 +54,8 @@ class OwnedGradient(WeightGradient):
         super().__init__(weights, label, fuse, starts, queue)
         self.owners = owners
 
-    def take(self, wgrad: Wgrad, dtype: torch.dtype) -> Tensor | None:
-        use = self._use()
+    def take(self, wgrad: Wgrad, dtype: torch.dtype, node: Any = None) -> Tensor | None:
+        use = self._use(node)
         for weight, owner, wanted in zip(self.parameters, self.owners, use.wanted, strict=True):
             if weight.requires_grad and not wanted and not owner.reached:
                 raise NotImplementedError(

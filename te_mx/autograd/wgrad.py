@@ -198,9 +198,10 @@ class WeightGradient:
         self.queue = queue
         self.made_in = _pass_id()  # a reentrant checkpoint goes back in a pass inside of this one
 
-    def take(self, wgrad: Wgrad, dtype: torch.dtype) -> Tensor | None:
-        """Run or queue the GEMM; returns what backward returns for the weight."""
-        use = self._use()
+    def take(self, wgrad: Wgrad, dtype: torch.dtype, node: Any = None) -> Tensor | None:
+        """Run or queue the GEMM; returns what backward returns for the weight. node: of the weight
+        in the graph, where the caller knows it."""
+        use = self._use(node)
         if not any(use.wanted):
             return None
         if self.fuse:
@@ -213,11 +214,23 @@ class WeightGradient:
         made = self._stand_in() if self.fuse else None
         return self._zeros(use, dtype) if made is None else made
 
-    def _use(self) -> Use:
+    def direct(self, node: Any) -> Direct | None:
+        """Where a GEMM that runs now writes the gradient, where that is main_grad of one parameter;
+        None where `take` has to decide."""
+        if type(self) is not WeightGradient or self.queue is not None or len(self.parameters) != 1:
+            return None
+        use = self._use(node)
+        out = self._main_grads(use)[0] if self.fuse and use.wanted[0] else None
+        return None if out is None or out.dtype not in FLOAT_DTYPES else Direct(self, use, out)
+
+    def _use(self, node: Any = None) -> Use:
         """What the backward pass that runs now is for."""
         now = _pass_id()
         task = now if self.made_in == -1 else self.made_in
-        found = _reached(self.parameters)
+        if node is None or now == -1 or len(self.parameters) > 1:
+            found = _reached(self.parameters)
+        else:
+            found = [_runs(node)]
         return Use(task, tuple(one[0] for one in found), any(one[1] for one in found))
 
     @torch.no_grad()
@@ -353,6 +366,24 @@ class WeightGradient:
             return None
         shape = (sum(p.shape[0] for p in self.parameters), *first.shape[1:])
         return torch.zeros(shape, dtype=dtype, device=first.device)
+
+
+class Direct:
+    """main_grad of one parameter, which a GEMM writes to, or adds to."""
+
+    __slots__ = ("accumulate", "out", "sink", "use")
+
+    def __init__(self, sink: WeightGradient, use: Use, out: Tensor) -> None:
+        self.sink, self.use, self.out = sink, use, out
+        self.accumulate = not overwrites(sink.parameters[0], use.task)
+
+    def done(self) -> Tensor | None:
+        """Called when the GEMM runs; returns what backward returns for the weight."""
+        sink, use = self.sink, self.use
+        if not self.accumulate:
+            has_begun(sink.parameters[0], use.task)
+        made = sink._stand_in()
+        return sink._zeros(use, sink.parameters[0].dtype) if made is None else made
 
 
 class _Nodes(torch.autograd.Function):

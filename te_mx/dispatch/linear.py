@@ -38,37 +38,65 @@ class Held(NamedTuple):
     w_col: Tensor | None = None
 
 
+class Weight(NamedTuple):
+    """The operands of a weight that was quantized before: for fprop, and for dgrad where the
+    problem's w_kept says that there is one."""
+
+    row: Part
+    col: Part | None
+
+
+class Into(NamedTuple):
+    """Where backward leaves a weight gradient: in `out`, perhaps added to what is there; without
+    one, the columns of the output gradient are left, for `LinearPlan.wgrad`."""
+
+    out: Tensor | None
+    accumulate: bool = False
+
+
+LATER = Into(None)
+
+
 class LinearPlan:
     """Forward and backward of layers of one size, each one call: quantizes and multiplies."""
 
     kernel: str  # what te_mx.audit calls it
     row: str  # specs of the operands of x
     col: str
+    w_row: str  # and of w, both of them
 
     def forward(
         self, x: Tensor, w_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype,
-        given: Held | None,
+        given: Held | None, weight: Weight | None = None,
     ) -> tuple[Tensor, Held]:  # fmt: skip
-        """(y [..., n], the operands). given: those of x, made before."""
+        """(y [..., n], the operands). given: those of x, made before; weight: those of w."""
         raise NotImplementedError
 
     def backward(
-        self, grad: Tensor, x_col: Part | None, w: Tensor | None, x_shape: torch.Size,
+        self, grad: Tensor, x_col: Part | None, w: Part | Tensor | None, x_shape: torch.Size,
         dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None], add_to: Tensor | None,
+        into: Into | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:  # fmt: skip
         """(dx, dw, db), as far as backward needs them; None for what native code does not take.
-        w: what was kept of it, or the weight itself. add_to: a dx that this one is added to."""
+        w: what was kept of it, or the weight itself. add_to: a dx that this one is added to. into:
+        where dw goes; with LATER, the buffer for `wgrad` takes its place."""
+        raise NotImplementedError
+
+    def wgrad(
+        self, g_col: Tensor, x_col: Part, out: Tensor | None, dtype: torch.dtype, accumulate: bool
+    ) -> Tensor:
+        """dw [n, k] of what `backward` left with LATER: in `out`, or new, of a dtype."""
         raise NotImplementedError
 
     def quantized(self, held: Held) -> Quantized:
         """The operands of x, as views."""
         raise NotImplementedError
 
-    def w_columns(self, w_col: Tensor) -> Operand:
-        """The columnwise operand of w in its buffer, as views."""
+    def w_columns(self, w_col: Part) -> Operand:
+        """The columnwise operand of w, in a buffer as views."""
         raise NotImplementedError
 
-    def as_saved(self, x_col: Part | None, w_col: Tensor | None) -> tuple[Part | None, Any]:
+    def as_saved(self, x_col: Part | None, w_col: Part | None) -> tuple[Part | None, Part | None]:
         """Both as they were saved, whatever hooks made of them."""
         raise NotImplementedError
 

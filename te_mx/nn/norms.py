@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from te_mx.arguments import check_flag, check_number, check_size, is_dense, shown
+from te_mx.context import output_dtype
 from te_mx.nn import attention_checks, constructors
 from te_mx.nn.extra_state import WithoutExtraState
-from te_mx.nn.mx_module import output_dtype
 from te_mx.nn.plain_norm import NARROW, layer_norm, sums_in_fp32
 from te_mx.nn.te_defaults import default_device
 

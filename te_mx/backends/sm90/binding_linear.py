@@ -16,7 +16,7 @@ from torch import Tensor
 
 from te_mx.backends.base import FLOAT_DTYPES
 from te_mx.backends.sm90 import binding as sm90
-from te_mx.dispatch.linear import Held, Part
+from te_mx.dispatch.linear import Held, Into, Part, Weight
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand
 
@@ -62,7 +62,9 @@ class Rooms(NamedTuple):
     backward_temp: int
     x_row: Place
     x_col: Place
+    w_row: Place
     w_col: Place
+    g_kept: Place
 
 
 @lru_cache(maxsize=4096)
@@ -71,7 +73,9 @@ def rooms(shape: Shape, form: Form) -> Rooms:
     native = sm90.native()
     assert native is not None
     at = native.linear_offsets(native.LinearArgs(**shape._asdict(), **form._asdict()))
-    return Rooms(at["forward_bytes"], at["backward_bytes"], at["x_row"], at["x_col"], at["w_col"])
+    return Rooms(
+        at["forward_bytes"], at["backward_bytes"], *(at[name] for name in Rooms._fields[2:])
+    )
 
 
 class Calls:
@@ -91,15 +95,16 @@ class Calls:
 
     def forward(
         self, x: Tensor, w_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype,
-        given: Held | None,
+        given: Held | None, weight: Weight | None = None,
     ) -> tuple[Tensor, Held]:  # fmt: skip
         """y [..., n] of x [..., k]; nothing is empty. given: the operands of x, if they were made
-        before."""
+        before; weight: those of w, if they were."""
         device, shape, room = x.device, self.shape, self.room
-        w_NK = sm90.rows_of(w_NK)
         y = torch.empty((*x.shape[:-1], shape.n), dtype=out_dtype, device=device)
         temp = torch.empty(room.temp, dtype=_U8, device=device)
-        w_col = torch.empty(room.w_col[2], dtype=_U8, device=device) if shape.w_kept else None
+        w_col = None
+        if shape.w_kept and weight is None:
+            w_col = torch.empty(room.w_col[2], dtype=_U8, device=device)
         if given is None:
             x_row: Part = torch.empty(room.x_row[2], dtype=_U8, device=device), None
             x_col: Part | None = None
@@ -108,9 +113,15 @@ class Calls:
         else:
             x_row, x_col, _ = given
         args = self.forward_plan.copy(
-            w_data=w_NK.data_ptr(), w_row_stride=w_NK.stride(0), w_dtype=FLOAT_DTYPES[w_NK.dtype],
             y=y.data_ptr(), y_dtype=FLOAT_DTYPES[out_dtype], workspace=temp.data_ptr(),
         )  # fmt: skip
+        if weight is None:
+            w_NK = sm90.rows_of(w_NK)
+            args.w_data, args.w_row_stride = w_NK.data_ptr(), w_NK.stride(0)
+            args.w_dtype = FLOAT_DTYPES[w_NK.dtype]
+        else:
+            args.w_given = True
+            args.w_row_codes, args.w_row_scales = _addresses(weight.row, room.w_row)
         args.x_row_codes, args.x_row_scales = _addresses(x_row, room.x_row)
         if shape.x_columns:
             assert x_col is not None
@@ -132,14 +143,15 @@ class Calls:
         return y, Held(x_row, x_col, w_col)
 
     def backward(
-        self, grad: Tensor, x_col: Part | None, w: Tensor | None, x_shape: torch.Size,
+        self, grad: Tensor, x_col: Part | None, w: Part | Tensor | None, x_shape: torch.Size,
         dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None], add_to: Tensor | None,
+        into: Into | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:  # fmt: skip
         """(dx, dw, db) for grad [..., n], those that the shape has; dtypes are theirs, None for no
-        db. w: the buffer that was kept of it, or the weight [n, k] itself. add_to: a dx that this
-        one is added to. None for what the native code does not take."""
+        db. w: what was kept of it, or the weight [n, k] itself. add_to: a dx that this one is added
+        to. into: as of LinearPlan.backward. None for what the native code does not take."""
         device, room = grad.device, self.room
-        m, n, k, x_columns, w_columns, w_kept = self.shape
+        m, n, k, x_columns, w_columns, _ = self.shape
         x_dtype, w_dtype, bias_dtype = dtypes
         g_MN = sm90.rows_of(grad if grad.dim() == 2 else grad.reshape(m, n))
         temp = torch.empty(room.backward_temp, dtype=_U8, device=device)
@@ -151,8 +163,8 @@ class Calls:
         dx = dw = db = None
         if w_columns:
             assert w is not None
-            if w_kept:
-                args.w_col_codes, args.w_col_scales = _addresses((w, None), room.w_col)
+            if isinstance(w, tuple):
+                args.w_col_codes, args.w_col_scales = _addresses(w, room.w_col)
             else:
                 w = sm90.rows_of(w)
                 args.w_data, args.w_row_stride = w.data_ptr(), w.stride(0)
@@ -163,13 +175,37 @@ class Calls:
         if x_columns:
             assert x_col is not None
             args.x_col_codes, args.x_col_scales = _addresses(x_col, room.x_col)
-            dw = torch.empty((n, k), dtype=w_dtype, device=device)
-            args.dw, args.dw_dtype = dw.data_ptr(), FLOAT_DTYPES[w_dtype]
+            if into is None:
+                dw = torch.empty((n, k), dtype=w_dtype, device=device)
+            elif into.out is None:
+                dw = torch.empty(room.g_kept[2], dtype=_U8, device=device)
+                args.g_col_codes, args.g_col_scales = _addresses((dw, None), room.g_kept)
+            else:
+                dw, args.dw_accumulate = into.out, into.accumulate
+            if into is None or into.out is not None:
+                args.dw, args.dw_dtype = dw.data_ptr(), FLOAT_DTYPES[dw.dtype]
         if bias_dtype is not None:
             db = torch.empty(n, dtype=bias_dtype, device=device)
             args.db, args.db_dtype = db.data_ptr(), FLOAT_DTYPES[bias_dtype]
         done = sm90.supported(self.native.linear_backward(args))
         return (dx, dw, db) if done else None
+
+    def wgrad(
+        self, g_col: Tensor, x_col: Part, out: Tensor | None, dtype: torch.dtype, accumulate: bool
+    ) -> Tensor:
+        """As LinearPlan.wgrad."""
+        _, n, k, *_ = self.shape
+        if out is None:
+            out = torch.empty((n, k), dtype=dtype, device=g_col.device)
+        args = self.backward_plan.copy(
+            dw=out.data_ptr(), dw_dtype=FLOAT_DTYPES[out.dtype], dw_accumulate=accumulate
+        )
+        args.g_col_codes, args.g_col_scales = _addresses((g_col, None), self.room.g_kept)
+        args.x_col_codes, args.x_col_scales = _addresses(x_col, self.room.x_col)
+        sm90.set_execution(args, g_col.device.index)
+        if not sm90.supported(self.native.linear_wgrad(args)):
+            raise RuntimeError("te_mx internal error: a Hopper kernel did not start")
+        return out
 
 
 def _addresses(held: Part, room: Place) -> tuple[int, int]:

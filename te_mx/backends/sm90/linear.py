@@ -13,7 +13,7 @@ from te_mx.backends.native import words_of
 from te_mx.backends.sm90 import binding_linear, blockwise
 from te_mx.backends.sm90.envelope import MX, why_not
 from te_mx.backends.sm90.gemm import ADAPTIVE
-from te_mx.dispatch.linear import Held, LinearKernel, LinearPlan, LinearProblem, Part
+from te_mx.dispatch.linear import Held, Into, LinearKernel, LinearPlan, LinearProblem, Part
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
 from te_mx.formats.scaling import split_rule
@@ -67,11 +67,11 @@ class OneCallBlockwise(OneCall):
 
 
 class Specs(NamedTuple):
-    """Of the operands of x, and the columnwise one of w."""
+    """Of the operands of x, and of both of w."""
 
     row: str
     col: str
-    w_col: str
+    w_row: str
 
 
 @lru_cache(maxsize=4096)
@@ -94,16 +94,18 @@ def _plan(p: LinearProblem, kernel: str) -> LinearPlan:
 class Plan(LinearPlan):
     def __init__(self, kernel: str, calls: binding_linear.Calls, specs: Specs) -> None:
         self.kernel, self.calls = kernel, calls
-        self.row, self.col, self.w_col = specs
+        self.row, self.col, self.w_row = specs
         self.forward = calls.forward  # type: ignore[method-assign]
+        self.wgrad = calls.wgrad  # type: ignore[method-assign]
 
     def backward(
-        self, grad: Tensor, x_col: Part | None, w: Tensor | None, x_shape: torch.Size,
+        self, grad: Tensor, x_col: Part | None, w: Part | Tensor | None, x_shape: torch.Size,
         dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None], add_to: Tensor | None,
+        into: Into | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:  # fmt: skip
         if grad.dtype not in FLOAT_DTYPES:
             return None
-        return self.calls.backward(grad, x_col, w, x_shape, dtypes, add_to)
+        return self.calls.backward(grad, x_col, w, x_shape, dtypes, add_to, into)
 
     def quantized(self, held: Held) -> Quantized:
         (m, _, k, *_), room = self.calls.shape, self.calls.room
@@ -113,22 +115,26 @@ class Plan(LinearPlan):
             None if col is None else of(col, room.x_col, self.col, k, m),
         )
 
-    def w_columns(self, w_col: Tensor) -> Operand:
+    def w_columns(self, w_col: Part) -> Operand:
         _, n, k, *_ = self.calls.shape
-        return binding_linear.operand_of((w_col, None), self.calls.room.w_col, self.w_col, k, n)
+        return binding_linear.operand_of(w_col, self.calls.room.w_col, self.w_row, k, n)
 
-    def as_saved(
-        self, x_col: Part | None, w_col: Tensor | None
-    ) -> tuple[Part | None, Tensor | None]:
-        if x_col is not None:
-            first, scales = x_col
-            if scales is None:
-                x_col = _aligned(first), None
-            else:
-                m, _, k, *_ = self.calls.shape
-                x = Operand(first, scales, self.col, k, m).checked("the input")
-                x_col = x.codes, x.scales
-        return x_col, w_col if w_col is None else _aligned(w_col)
+    def as_saved(self, x_col: Part | None, w_col: Part | None) -> tuple[Part | None, Part | None]:
+        m, n, k, *_ = self.calls.shape
+        return _saved(x_col, self.col, k, m, "the input"), _saved(
+            w_col, self.w_row, k, n, "the weight"
+        )
+
+
+def _saved(part: Part | None, spec: str, rows: int, k: int, what: str) -> Part | None:
+    """A part as kernels read it, whatever hooks on saved tensors made of it."""
+    if part is None:
+        return None
+    first, scales = part
+    if scales is None:
+        return _aligned(first), None
+    operand = Operand(first, scales, spec, rows, k).checked(what)
+    return operand.codes, operand.scales
 
 
 def _aligned(buffer: Tensor) -> Tensor:
