@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+import te_mx
 from benchmarks import (
     bench_blockwise,
     bench_blockwise_cuda,
@@ -19,6 +20,7 @@ from benchmarks import (
     bench_grouped,
     bench_grouped_cuda,
     bench_grouped_plain_cuda,
+    bench_host_cuda,
     bench_layernorm,
     bench_linear,
     bench_linear_cuda,
@@ -73,6 +75,7 @@ CUDA_BENCHMARKS: dict[str, Callable[[GpuContext], Iterator[Row]]] = {
     "linear_kept_cuda": bench_linear_cuda.kept,
     "overhead_cuda": bench_linear_cuda.host,
     "overhead_gemm_cuda": bench_linear_cuda.host_gemm,
+    "overhead_modes_cuda": bench_host_cuda.modes,
     "graph_cuda": bench_linear_cuda.graph,
     "workspace_cuda": bench_linear_cuda.workspace,
 }
@@ -112,6 +115,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help=f"of models_cuda, only these: {', '.join(bench_models_cuda.NAMES)}",
     )  # fmt: skip
     p.add_argument(
+        "--recipe", default="", metavar="NAME,..",
+        help=f"of models_cuda, under these recipes: {', '.join(te_mx.recipe.NAMED)}",
+    )  # fmt: skip
+    p.add_argument(
         "--profile", action="store_true", help="of models_cuda, also the kernels of a step"
     )
     args = p.parse_args(argv)
@@ -119,8 +126,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     strangers = [name for name in args.rows if name not in bench_models_cuda.NAMES]
     if strangers:
         p.error(f"no rows {', '.join(strangers)}; there are {', '.join(bench_models_cuda.NAMES)}")
-    if (args.rows or args.profile) and "models_cuda" not in args.which:
-        p.error("--rows and --profile are of models_cuda: name it")
+    args.recipe = tuple(filter(None, args.recipe.split(",")))
+    strangers = [name for name in args.recipe if name not in te_mx.recipe.NAMED]
+    if strangers:
+        p.error(f"no recipe {', '.join(strangers)}; there are {', '.join(te_mx.recipe.NAMED)}")
+    if (args.rows or args.recipe or args.profile) and "models_cuda" not in args.which:
+        p.error("--rows, --recipe and --profile are of models_cuda: name it")
     unknown = sorted(set(args.which) - {*GROUPS["all"], *MODEL_BENCHMARKS, *GROUPS})
     if unknown:
         p.error(f"no benchmark named {', '.join(unknown)}; there are {names}")
@@ -150,7 +161,12 @@ def main(argv: list[str] | None = None) -> int:
     elif on_gpu:
         effort = gpu.effort(args.seconds, args.quick)
         gpu_context = GpuContext(
-            effort, args.quick, gpu.describe(args.quick), rows=args.rows, profile=args.profile
+            effort,
+            args.quick,
+            gpu.describe(args.quick),
+            rows=args.rows,
+            recipes=args.recipe,
+            profile=args.profile,
         )
         described["gpu"] = gpu_context.gpu.to_dict()
         start_table(gpu_context.gpu.lines(), args.markdown)

@@ -77,14 +77,16 @@ def sized(context: GpuContext, work: Workload) -> Workload:
 def case_rows(context: GpuContext, name: str, case: Case) -> Iterator[Row]:
     work = sized(context, case.work)
     made: dict[str, Candidate] = {}
-    for kind in case.kinds:
-        with _left_out(kind, needed=kind in ("bf16", OURS)):
+    kinds = ("bf16", *(f"{OURS} {recipe}" for recipe in context.recipes))
+    for kind in kinds if context.recipes else case.kinds:
+        with _left_out(kind, needed=kind == "bf16" or kind.startswith(OURS)):
             made[kind] = models.candidate(work, kind, context.device)
     _check_losses(name, made)
     effort = Effort.quick() if context.quick else EFFORT
     calls = {kind: one.step for kind, one in made.items()}
     times = interleaved(calls, effort, warm_up=0, clock=context.clock)
-    yield from _rows(name, case, work, made, times)
+    for ours in [kind for kind in made if kind.startswith(OURS)]:
+        yield from _rows(name, case, work, made, times, ours)
     if context.profile:
         for kind in made:
             step = partial(made[kind].step, 0)
@@ -93,22 +95,24 @@ def case_rows(context: GpuContext, name: str, case: Case) -> Iterator[Row]:
 
 
 def _rows(
-    name: str, case: Case, work: Workload, made: dict[str, Candidate], times: Times
+    name: str, case: Case, work: Workload, made: dict[str, Candidate], times: Times, ours: str
 ) -> Iterator[Row]:
+    """Of one of te_mx's models beside the others' models."""
+    how = f"fuse=True{ours.removeprefix(OURS)}"
     shape = f"{work.config().num_hidden_layers} layers {work.batch}x{work.context}"
     speed = {kind: f"{work.tokens / times.seconds(kind) / 1e3:,.1f}k tok/s" for kind in made}
-    us = times.seconds(OURS) * 1e6
-    for peer in [kind for kind in made if kind != OURS]:
+    us = times.seconds(ours) * 1e6
+    for peer in [kind for kind in made if not kind.startswith(OURS)]:
         bf16 = peer == "bf16"
         yield Row(
-            name, shape, "fuse=True", us, speed[OURS], None, peer, times.ratio(peer, OURS),
+            name, shape, how, us, speed[ours], None, peer, times.ratio(peer, ours),
             case.target if bf16 else None, speed[peer],
         )  # fmt: skip
-        ours, theirs = made[OURS].peak, made[peer].peak
-        if ours is not None and theirs is not None:
+        mine, theirs = made[ours].peak, made[peer].peak
+        if mine is not None and theirs is not None:
             yield Row(
-                f"{name} GiB", shape, "fuse=True", None, f"{ours / GIB:.1f} GiB", None, peer,
-                ours / theirs, PEAK if bf16 else None, f"{theirs / GIB:.1f} GiB",
+                f"{name} GiB", shape, how, None, f"{mine / GIB:.1f} GiB", None, peer,
+                mine / theirs, PEAK if bf16 else None, f"{theirs / GIB:.1f} GiB",
             )  # fmt: skip
 
 

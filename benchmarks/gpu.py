@@ -51,6 +51,7 @@ class GpuContext(Sizes):
     gpu: Gpu
     device: torch.device = DEVICE
     rows: tuple[str, ...] = ()  # of the whole models; all if none are named
+    recipes: tuple[str, ...] = ()  # that these run under, by name; the default if none are named
     profile: bool = False  # also print which kernels a step of theirs spends its time in
 
     @property

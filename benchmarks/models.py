@@ -4,6 +4,7 @@ import contextlib
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,10 +59,10 @@ def _register_causal() -> None:
     AttentionInterface.register(CAUSAL, sdpa_attention_forward)
 
 
-def to_te_mx(model: nn.Module, *, fuse: bool = True) -> Region:
+def to_te_mx(model: nn.Module, *, fuse: bool = True, recipe: str | None = None) -> Region:
     """Convert all but what makes logits, and say which region to train in."""
     te_mx.convert_model(model, fuse=fuse, filter_fn=models.stays)
-    return te_mx.autocast
+    return partial(te_mx.autocast, recipe=recipe)
 
 
 def to_torchao(model: nn.Module) -> Region:
@@ -80,6 +81,7 @@ CONVERSIONS: dict[str, Callable[[nn.Module], Region]] = {
     "bf16": stays_bf16,
     "te_mx": to_te_mx,
     "torchao float8": to_torchao,
+    **{f"te_mx {name}": partial(to_te_mx, recipe=name) for name in te_mx.recipe.NAMED},
 }
 
 

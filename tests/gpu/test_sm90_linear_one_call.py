@@ -165,9 +165,41 @@ def test_an_input_gradient_is_added_to_another(keep, of):
     with te_mx.autocast(recipe=recipe(of, keep_weight_columns=keep)):
         y = layer(x.requires_grad_())
     node, grad = y.grad_fn, randn(m, n, seed=3)
-    (codes, scales, held, _), before = node.saved_tensors, randn(m, k, seed=4, dtype=F32)
+    (codes, scales, *of_w, _), before = node.saved_tensors, randn(m, k, seed=4, dtype=F32)
+    held = tuple(of_w) if keep else of_w[0]
     parts = (codes, scales), held, x.shape, (F32, BF16, None)
     dx = node.plan.backward(grad, *parts, None)[0]
     got = before.clone()
     added = node.plan.backward(grad, *parts, got)[0]
     assert added is got and torch.equal(got, before + dx)
+
+
+@of_each
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("firsts", [(None, None), (True, False)], ids=str)
+def test_main_grad_later_and_micro_batches(firsts, delay, of, monkeypatch):
+    """The bits of one step after the other, with weights that are quantized once for both."""
+    m, n, k = 200, 136, 328
+    made = []
+    for fused in (True, False):
+        layer = te_mx.Linear(
+            k, n, device="cuda", dtype=BF16, fuse_wgrad_accumulation=True, delay_wgrad_compute=delay
+        )
+        with torch.no_grad():
+            layer.weight.copy_(randn(n, k, seed=7)), layer.bias.copy_(randn(n, seed=8))
+        layer.weight.main_grad = randn(n, k, seed=9, dtype=F32)
+        results = []
+        with monkeypatch.context() as patch:
+            if not fused:
+                patch.setattr(one_call, "kernel_of", lambda *call: None)
+            for i, first in enumerate(firsts):
+                x = randn(m, k, seed=i).requires_grad_()
+                with te_mx.autocast(recipe=recipe(of)):
+                    y = layer(x, is_first_microbatch=first)
+                assert type(y.grad_fn).__name__.startswith("OneCall" if fused else "LinearF")
+                y.backward(randn(m, n, seed=10 + i))
+                if delay:
+                    layer.backward_dw()
+                results += [y.detach(), x.grad]
+        made.append([*results, layer.bias.grad, layer.weight.main_grad])
+    assert all(map(torch.equal, *made))

@@ -1,0 +1,89 @@
+"""Host time of a small forward and backward, in each of the modes that trainers use: until the
+calls return, not the GPU. In turns with nn.Linear, LayerNorm + nn.Linear, LayerNorm + MLP in bf16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import te_mx
+from benchmarks.gpu import GpuContext
+from benchmarks.row import Row, Target
+from benchmarks.timing import Call, interleaved
+
+SIZE, QUICK = 1024, 64
+# Of a te_mx.Linear against nn.Linear: recipe of the region, what the module is given, what the call
+# is given.
+MODES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "autocast()": (None, {}, {}),
+    "recipe given": ("mxfp8", {}, {}),
+    "micro-batch": (None, {}, {"is_first_microbatch": False}),
+    "main_grad": (None, {"fuse_wgrad_accumulation": True}, {}),
+    "delayed": (None, {"delay_wgrad_compute": True}, {}),
+    "float8_block": ("float8_block", {}, {}),
+    "deepseek_v3": ("deepseek_v3", {}, {}),
+    "mxfp4": ("mxfp4", {}, {}),
+    "mxfp4_all": ("mxfp4_all", {}, {}),
+}
+TARGETS = {"micro-batch": 1.5, "main_grad": 1.8, "delayed": 1.8}
+
+
+def _step(module: nn.Module, x: Tensor, g: Tensor, region: Any, given: dict[str, Any]) -> Call:
+    later = getattr(module, "backward_dw", None)
+    delayed = getattr(module, "delay_wgrad_compute", False)
+
+    def step(i: int) -> None:
+        with region():
+            y = module(x, **given)
+        y.backward(g)
+        if delayed:
+            later()
+
+    return step
+
+
+def modes(context: GpuContext) -> Iterator[Row]:
+    """A linear layer, a normalized one and an MLP, each against plain modules."""
+    size = QUICK if context.quick else SIZE
+    made: dict[str, Any] = {"device": context.device, "dtype": torch.bfloat16}
+    x = context.randn(size, size, seed=1).requires_grad_()
+    g = context.randn(size, size, seed=2)
+    norm, linear = nn.LayerNorm(size, **made), nn.Linear(size, size, bias=False, **made)
+    fc1, fc2 = nn.Linear(size, size, **made), nn.Linear(size, size, **made)
+    calls: dict[str, Call] = {
+        "nn.Linear": _step(linear, x, g, nullcontext, {}),
+        "LayerNorm + nn.Linear": _step(nn.Sequential(norm, linear), x, g, nullcontext, {}),
+        "LayerNorm + MLP": _step(
+            nn.Sequential(norm, fc1, nn.GELU("tanh"), fc2), x, g, nullcontext, {}
+        ),
+    }
+    peers = dict.fromkeys(MODES, "nn.Linear")
+    for name, (recipe, module, given) in MODES.items():
+        layer = te_mx.Linear(size, size, bias=False, **made, **module)
+        layer.weight.main_grad = torch.zeros(size, size, device=context.device)
+
+        def region(recipe: Any = recipe) -> Any:
+            return te_mx.autocast(recipe=recipe)
+
+        if given:
+            with region():
+                layer(x, is_first_microbatch=True)
+        calls[name] = _step(layer, x, g, region, given)
+    for name, kind, peer in (
+        ("LayerNormLinear", te_mx.LayerNormLinear(size, size, bias=False, **made), 1),
+        ("LayerNormMLP", te_mx.LayerNormMLP(size, size, **made), 2),
+    ):
+        calls[name] = _step(kind, x, g, te_mx.autocast, {})
+        peers[name] = list(calls)[peer]
+    times = interleaved(calls, context.effort, warm_up=20, clock=context.host_clock)
+    for name, peer in peers.items():
+        target = 1.2 if name.startswith("LayerNorm") else TARGETS.get(name, 1.7)
+        yield Row(
+            f"host {name}", f"{size} {size} {size}", "", times.seconds(name) * 1e6, "", None, peer,
+            times.ratio(name, peer), Target(target, target - 0.1, lower_is_better=True),
+            f"{times.seconds(peer) * 1e6:.0f} us",
+        )  # fmt: skip
