@@ -1,5 +1,5 @@
 """Host time of a small forward and backward, in each of the modes that trainers use: until the
-calls return, not the GPU. In turns with nn.Linear, LayerNorm + nn.Linear, LayerNorm + MLP in bf16."""
+calls return, not the GPU. In turns with plain modules in bf16."""
 
 from __future__ import annotations
 
