@@ -114,6 +114,18 @@ def test_scales_that_are_no_powers_of_two_load_as_they_are(tmp_path):
     assert (logits(loaded) - logits(model)).norm() < 0.1 * logits(model).norm()
 
 
+def test_codes_of_what_the_model_keeps_in_fp32(tmp_path, monkeypatch):
+    """They would load as values; a checkpoint that leaves the layer out loads."""
+    model = write(tmp_path)
+    monkeypatch.setattr(type(model), "_keep_in_fp32_modules", ["up_proj"])
+    with pytest.raises(ValueError, match=f"^{LAYER}: the checkpoint holds codes.*'up_proj'"):
+        AUTO.from_pretrained(tmp_path)
+    monkeypatch.setattr(type(model), "_keep_in_fp32_modules", None)
+    assert torch.equal(logits(AUTO.from_pretrained(tmp_path)), logits(model))
+    monkeypatch.setattr(type(model), "_keep_in_fp32_modules", ["lm_head"])
+    assert torch.equal(logits(AUTO.from_pretrained(tmp_path)), logits(model))
+
+
 def test_fp8_in_blocks_of_1_x_32(tmp_path):
     """The same files as of mxfp8, said in other words."""
     model = write(tmp_path)

@@ -42,6 +42,7 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from te_mx.conversion.protected import protected_in
 from te_mx.convert import convert_model
 from te_mx.frozen import freeze_weights, unfreeze_weights
 from te_mx.integrations.checkpoint_placeholders import put_placeholders, take
@@ -107,10 +108,25 @@ class TeMxQuantizer(HfQuantizer):
         self._model = model
         files = kwargs.get("checkpoint_files") or ()
         refuse_casts(files, self.plan)
+        self._refuse_protected(model, files)
         convert_model(model, filter_fn=self._is_quantized_in(model, files))
         for name, module in model.named_modules():
             if isinstance(module, MXModule):
                 self._masters.append((name, module, put_placeholders(module, self.plan)))
+
+    def _refuse_protected(self, model: Any, files: Any) -> None:
+        """Raise ValueError where files have codes of layers that the model keeps in fp32, which
+        Transformers would load as values."""
+        if not (protected := protected_in(model)):
+            return
+        held = _names_in(files)
+        for name, module in model.named_modules():
+            if id(module) in protected and f"{name}.weight{self.plan.ends[1]}" in held:
+                raise ValueError(
+                    f"{name}: the checkpoint holds codes of it, and {protected[id(module)]}; set "
+                    "that to None on the class of the model to load them, or take a checkpoint "
+                    "that leaves the layer out"
+                )
 
     def get_new_dtype(
         self, converter: Any, param: Any, dtype: torch.dtype | None
@@ -126,7 +142,9 @@ class TeMxQuantizer(HfQuantizer):
         plan, head = self.plan, model.get_output_embeddings()
         named = [name for name, module in model.named_modules() if module is head]
         # Configs leave the head out without saying so, and list nothing where it is quantized too.
-        if head is not None and any(_is_in(files, f"{n}.weight{plan.ends[1]}") for n in named):
+        if head is not None and not _names_in(files).isdisjoint(
+            f"{name}.weight{plan.ends[1]}" for name in named
+        ):
             head = None
 
         def chosen(module: nn.Module, name: str) -> bool:
@@ -178,14 +196,14 @@ class TeMxQuantizer(HfQuantizer):
         return model if dtype is None else model.to(dtype)
 
 
-def _is_in(files: Any, name: str) -> bool:
-    """Whether a tensor of this name is in one of these safetensors files."""
+def _names_in(files: Any) -> set[str]:
+    """The names of all tensors in these safetensors files."""
+    names: set[str] = set()
     for path in files:
         if str(path).endswith(".safetensors"):
             with safe_open(path, "pt") as file:
-                if name in file.keys():  # noqa: SIM118 - it is no mapping
-                    return True
-    return False
+                names.update(file.keys())
+    return names
 
 
 def _for_names_with(converter: Any, end: str, first: list[Any]) -> Any:

@@ -6,16 +6,18 @@ compressed-tensors and ModelOpt; scales named ``<name>_scale_inv`` are read too.
 8 bits are saved as they are packed, uint8; the shapes tell 4 bits from 6, and the scales of 6-bit
 codes carry the element in their name, ``<name>_scale_e2m3``. Formats with fp32 scales save these as
 ``<name>_scale_inv`` (float32 [ceil(out/128), ceil(in/128)] for blocks of 128 x 128), the names and
-layouts of DeepSeek-V3's checkpoints; the value is code * scale. Such scales in bf16 (Qwen's), or
-E8M0 in uint8 or float8_e8m0fnu, are read as fp32, which holds them exactly. What such a state_dict
-is loaded into becomes frozen without masters; te_mx.unfreeze_weights(dequantize=True) makes
-parameters that train. nn/foreign_state.py reads 4-bit weights under the names of others.
+layouts of DeepSeek-V3's checkpoints; the value is code * scale. Such scales in bf16 (Qwen's), and
+E8M0 ones of 128 x 128 in uint8 or float8_e8m0fnu, are read as fp32, which holds them exactly.
+
+What such a state_dict is loaded into becomes frozen without masters;
+te_mx.unfreeze_weights(dequantize=True) makes parameters that train. nn/foreign_state.py reads
+4-bit weights under the names of others.
 
 The recipe, which names the format, goes with them in the metadata of the state_dict, which
 ``torch.save(state_dict)`` keeps; formats that hold tensors only, such as safetensors, lose it. The
 module's own, or the one bound to it, stands in then if its codes are such, or else the default
 recipe with the one format of weights that has such tensors; for float32 scales DeepSeekV3, or the
-same with weights in blocks of 1 x 128; for E8M0 scales of such blocks Float8BlockScaling, whose
+same with weights in blocks of 1 x 128; for E8M0 scales of 128 x 128 Float8BlockScaling, whose
 inputs have scales that are powers of two as well.
 """
 
@@ -30,7 +32,7 @@ from te_mx import formats
 from te_mx.arguments import is_dense, shown
 from te_mx.nn.frozen_formats import NOTHING, Fixed
 from te_mx.nn.frozen_weight import Freezable, Frozen
-from te_mx.recipe import BlockScaling, Float8BlockScaling
+from te_mx.recipe import BlockScaling, DeepSeekV3, Float8BlockScaling
 from te_mx.recipes.resolve import DEFAULT_SETTINGS
 from te_mx.recipes.settings import Settings
 
@@ -42,10 +44,6 @@ _EIGHT_BITS = {
     fmt.element.torch_dtype for fmt in map(formats.get, formats.names()) if fmt.element.bits == 8
 }
 _E8M0 = (torch.uint8, torch.float8_e8m0fnu)
-_BLOCKWISE = {  # by whether scales are powers of two
-    powers: [Float8BlockScaling(not powers, w_block_scaling_dim=dim) for dim in (2, 1)]
-    for powers in (False, True)
-}
 SCALES = ("_scale", "_scale_inv", *_NAMED.values())
 _RECIPE, _FIXED = "te_mx_recipe", "te_mx_frozen"  # in the metadata of a module
 
@@ -174,22 +172,19 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _widened(scales: Any, end: str, shape: tuple[int, ...]) -> Any:
-    """Scales of checkpoints that store in bf16, or in E8M0 bytes, what others do in fp32; the
-    latter are told from those of MX formats by their number."""
-    if not isinstance(scales, Tensor) or end not in SCALES[:2] or not is_dense(scales):
+    """Scales of checkpoints that store in bf16, or in E8M0 bytes for blocks of 128 x 128, what
+    others do in fp32; the latter are told from those of MXFP8 by their number."""
+    if end != "_scale_inv" or not isinstance(scales, Tensor) or not is_dense(scales):
         return scales
-    if scales.dtype == torch.bfloat16 and end == "_scale_inv":
+    if scales.dtype == torch.bfloat16:
         return scales.float()
-    if scales.dtype not in _E8M0:
-        return scales
-    of_mx, *of_fp8 = (
+    of_mx, of_blocks = (
         (*shape[:-2], *formats.get(name).scales_shape(*shape[-2:]))
-        for name in ("mxfp8_e4m3", *(recipe.settings.w for recipe in _BLOCKWISE[True]))
+        for name in ("mxfp8_e4m3", "fp8_e4m3_128x128")
     )
-    got = tuple(scales.shape)
-    if got == of_mx or got not in of_fp8:
-        return scales
-    return scales.contiguous().view(torch.float8_e8m0fnu).float()
+    if scales.dtype in _E8M0 and of_mx != scales.shape == of_blocks:
+        return scales.contiguous().view(torch.float8_e8m0fnu).float()
+    return scales
 
 
 def take_codes(module: Freezable, codes: Codes) -> None:
@@ -330,7 +325,8 @@ def _settings_for(
         fits = own is not None and _could_be(own.w, codes, scales, end)
         if own is not None and fits and not _problem(codes, scales, shape, own.w):
             return own
-        for recipe in _BLOCKWISE[powers]:
+        blockwise = (DeepSeekV3(), Float8BlockScaling(True, w_block_scaling_dim=1))
+        for recipe in (Float8BlockScaling(),) if powers else blockwise:
             if getattr(scales, "dtype", None) == torch.float32 and not _problem(
                 codes, scales, tuple(getattr(codes, "shape", ())), recipe.settings.w
             ):
