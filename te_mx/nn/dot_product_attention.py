@@ -308,8 +308,11 @@ class DotProductAttention(ranks.SharedHeads, WithoutExtraState, nn.Module):
             made += [out.new_zeros(start - done, *out.shape[1::2])] if start > done else []
             made.append(out.squeeze(0).transpose(0, 1))
             done = stop
-        end = made[-1] if made else q  # torch.autocast has a dtype of its own
-        made.append(end.new_zeros(q.shape[0] - done, heads, self.kv_channels[1]))
+        width = self.kv_channels[1]
+        if not made:  # what a backward pass of no sequences goes to
+            made.append(q[:0, :, :1].expand(0, heads, width))
+        # torch.autocast has a dtype of its own.
+        made.append(made[-1].new_zeros(q.shape[0] - done, heads, width))
         return torch.cat(made), largest
 
     # ---------------------------------------------------------------------------------------- names

@@ -49,6 +49,7 @@ from te_kinds import (
 
 import te_mx
 import te_mx.pytorch as te
+from te_mx.pytorch import utils as te_utils
 
 
 # ------------------------------------------------------------------------- embeddings, norms, rest
@@ -232,13 +233,22 @@ def questions() -> tuple[Call, ...]:
              lambda d: {"enabled": True, "recipe": te_mx.get_default_recipe(),
                         "preserve_high_precision_init_val": False},
              {"enabled": FLAG, "recipe": RECIPE,
-              "preserve_high_precision_init_val": FLAG | values(True_=True)})
+              "preserve_high_precision_init_val": FLAG})
         for name in ("quantized_model_init", "fp8_model_init")
     )  # fmt: skip
     asked = tuple(
         call(f"is_{name}_available", getattr(te, f"is_{name}_available"),
              lambda d: {"return_reason": True}, {"return_reason": FLAG})
         for name in ("fp8", "fp8_block_scaling", "nvfp4", "bf16")
+    )  # fmt: skip
+    inits += tuple(
+        call(f"utils.{name}", getattr(te_utils, name), lambda d, given=given: given,
+             {key: kind for key, kind in kinds.items() if key in given})
+        for kinds in ({"sigma": NUMBER, "num_layers": COUNT.but("huge") | values(zero=0)},)
+        for name, given in (
+            ("init_method_normal", {"sigma": 0.1}),
+            ("scaled_init_method_normal", {"sigma": 0.1, "num_layers": 2}),
+        )
     )  # fmt: skip
     layer = te.Linear(K, 8)
     return (

@@ -11,12 +11,16 @@ from test_table_is_complete import EVERYTHING, VARIADIC, functions, is_exempt
 
 import te_mx
 import te_mx.pytorch as te
+from te_mx.pytorch import utils
 
 HAVE = {id(function) for function in EVERYTHING.values()}  # tables of te_mx have these
+PUBLIC = {f"te_mx.pytorch.{name}": getattr(te, name) for name in te.__all__} | {
+    f"te_mx.pytorch.utils.{name}": getattr(utils, name) for name in utils.__all__
+}
 FOUND = {
     name: function
-    for public in te.__all__
-    for name, function in functions(f"te_mx.pytorch.{public}", getattr(te, public))
+    for public, value in PUBLIC.items()
+    for name, function in functions(public, value)
     if id(function) not in HAVE and not is_exempt(name)
 }
 # Values of any kind: hints, and arguments that only say what is not looked at.

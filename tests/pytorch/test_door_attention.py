@@ -263,6 +263,13 @@ def test_no_tokens():
         y = te.TransformerLayer(32, 64, 4)(x)
         y.sum().backward()
         assert y.shape == x.grad.shape == shape
+    layer = te.DotProductAttention(H, D, qkv_format="thd", attn_mask_type="padding")
+    for sequences in (0, 2):
+        q = torch.randn(0, H, D, requires_grad=True)
+        steps = torch.zeros(1 + sequences, dtype=torch.int32)
+        out = layer(q, q, q, cu_seqlens_q=steps)
+        out.sum().backward()
+        assert out.shape == (0, H * D) and q.grad.shape == q.shape
 
 
 def test_dropout_is_of_training_alone():
