@@ -112,6 +112,7 @@ def _partition(style: ModuleParallel, name: str, module: nn.Module, mesh: Any) -
         place = _placement(style.mode, module, key)
         made = distribute_tensor(value, mesh, [place], src_data_rank=style.src_data_rank)
         module.register_parameter(key, nn.Parameter(made, requires_grad=value.requires_grad))
+    module._mark()
 
 
 def _placement(mode: str, module: Any, key: str) -> Placement:
