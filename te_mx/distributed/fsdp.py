@@ -169,8 +169,9 @@ def _why_not(module: Any, param: Any, settings: Settings) -> str:
     shape = tuple(param._orig_size)
     ranks, dim = param.mesh_info.shard_mesh_size, param.fsdp_placement.dim
     grouped = isinstance(module, GroupedLinear)
-    parts, known = getattr(module, "_split", None) or (), params_of(module)
-    if rest := [f"{name}_weight" for name in parts if f"{name}_weight" not in known]:
+    known, own = params_of(module), param._module_info.param_name
+    parts = next(p for p in map(module._parts_of, module._weight_keys) if own in p)
+    if rest := [name for name in parts if name not in known]:
         return (
             f"is a part of a weight of which fully_shard does not shard {', '.join(rest)}; have it "
             "shard all of them, or none (ignored_params)"

@@ -13,7 +13,7 @@ import processes
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
 CASES = (
-    processes.cases("meshes_cases", "refused_cases")
+    processes.cases("meshes_cases", "resharding_cases", "refused_cases")
     if torch.cuda.device_count() >= 4 else []
 )  # fmt: skip
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from data_parallel_cases import FAMILIES, FP32, equal, gradients, splits_of, step
 from group_cases import KINDS
-from tensor_parallel_cases import DEVICE, K, M, N, built, full, of
+from tensor_parallel_cases import DEVICE, K, M, N, built, full, of, wholes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -22,7 +22,10 @@ from te_mx.distributed import ModuleParallel, quantized_all_gather
 
 RECIPE = te_mx.recipe.MXFP8BlockScaling(one_copy_weights=True)
 KNOBS = ((False, False), (True, False), (False, True), (True, True))  # main_grad, delayed
-LAYERS = dict(FAMILIES)
+LAYERS = {
+    **FAMILIES,
+    "gated": lambda **given: built(te_mx.LayerNormMLP, K, N, activation="swiglu", **given),
+}
 
 
 def mesh_of(*names):
@@ -98,8 +101,7 @@ def case_fsdp2_with_tensor_parallel():
             if fuse:
                 give_main_grads(layer)
             passed(layer, mesh["dp"].get_local_rank(), recipe)
-            found = layer.wholes() if hasattr(layer, "wholes") else gradients(layer)
-            equal(found, expected)
+            equal(wholes(gradients(layer)), expected)
 
 
 def case_hsdp():

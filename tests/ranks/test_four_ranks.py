@@ -9,6 +9,7 @@ import pytest
 
 CASES = processes.cases(
     "meshes_cases",
+    "resharding_cases",
     "refused_cases",
     *(["spread_experts_cases"] if importlib.util.find_spec("transformers") else []),
 )
