@@ -113,6 +113,50 @@ def case_layernorm_mlp():
         check(module, ModuleParallel(), "both", of(M, K), of(M, K))
 
 
+def case_halves_of_a_gated_fc1():
+    """Frozen before and after, compiled, copied and reset; shards of fc1 as it is are refused."""
+    from torch.distributed.tensor import distribute_module, distribute_tensor
+
+    def made(freeze_first=False):
+        module = built(te_mx.LayerNormMLP, K, N, activation="swiglu")
+        if freeze_first:
+            te_mx.freeze_weights(module)
+        return parallelize_module(module, mesh(), ModuleParallel())
+
+    x, plain = of(M, K), made()
+    with torch.no_grad(), te_mx.autocast():
+        expected = plain(x)
+    late = made()
+    te_mx.freeze_weights(late)
+    compiled = torch.compile(made(), backend="aot_eager", fullgraph=True)
+    for module in (made(True), late, compiled, copy.deepcopy(plain)):
+        for _ in range(2):
+            with torch.no_grad(), te_mx.autocast():
+                assert torch.equal(module(x), expected)
+    assert late._frozen.kept.keys() == {"fc1_weight", "fc2_weight"}
+    with torch.no_grad(), te_mx.autocast():
+        late.fc1_gate_weight.mul_(2)
+        plain.fc1_gate_weight.mul_(2)
+        assert torch.equal(late(x), plain(x)) and not torch.equal(late(x), expected)
+    plain.reset_parameters()
+    assert not full(plain.fc1_gate_bias).any() and full(plain.fc1_activated_weight).any()
+
+    def rows(name, module, its):
+        for key, p in list(module.named_parameters()):
+            place = Shard(int(key == "fc2_weight")) if key[:2] == "fc" and p.dim() > 1 else None
+            place = Shard(0) if key == "fc1_bias" else place or Replicate()
+            module.register_parameter(key, nn.Parameter(distribute_tensor(p, its, [place])))
+
+    by_hand = built(te_mx.LayerNormMLP, K, N, activation="swiglu")
+    distribute_module(by_hand, mesh(), rows)
+    try:
+        by_hand(x)
+    except ValueError as error:
+        assert "te_mx.distributed.ModuleParallel" in str(error), error
+    else:
+        raise AssertionError("ran on rows that are no halves")
+
+
 def case_high_precision():
     module = built(te_mx.LayerNormMLP, K, 50, activation="swiglu")
     check(module, ModuleParallel(), "both", of(M, K), of(M, K), region=False)
