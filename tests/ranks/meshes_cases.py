@@ -9,7 +9,7 @@ import itertools
 import halves
 import torch
 import torch.distributed as dist
-from data_parallel_cases import FAMILIES, FP32, equal, gradients, splits_of, step
+from data_parallel_cases import FAMILIES, FP32, equal, gradients, refused, splits_of, step
 from group_cases import KINDS
 from tensor_parallel_cases import DEVICE, K, M, N, built, full, of, wholes
 from torch.distributed.device_mesh import init_device_mesh
@@ -281,3 +281,32 @@ def case_a_rank_without_experts():
                 layer.backward_dw()
             assert x_mine.grad.shape == x_mine.shape
             equal(gradients(layer), gradients(whole))
+
+
+def case_widths_that_do_not_divide():
+    """In high precision any inner width runs, 6 on four ranks too; regions refuse it by name."""
+    for activation, width in itertools.product(("gelu", "swiglu"), (250, 6)):
+        whole, layer = (
+            built(te_mx.LayerNormMLP, K, width, activation=activation, **FP32) for _ in range(2)
+        )
+        parallelize_module(layer, init_device_mesh(DEVICE, (4,)), ModuleParallel())
+        for one in (whole, layer):
+            one(data(0).float()).square().sum().backward()
+        found = wholes(gradients(layer))
+        for name, p in whole.named_parameters():
+            torch.testing.assert_close(full(found[name]), p.grad, rtol=1e-3, atol=1e-2)
+        with te_mx.autocast():
+            said = f"ffn_hidden_size={width}"
+            refused(ValueError, said, lambda one=layer: one(data(0)))
+
+
+def case_marks_of_parameters():
+    """What trainers read of parameters is there when others take their places."""
+    mesh = init_device_mesh(DEVICE, (4,))
+    norm = te_mx.pytorch.RMSNorm(K, sequence_parallel=True, device=DEVICE)
+    delayed, shared = (layer_of("Linear", delay=True) for _ in range(2))
+    for module in (norm, delayed):
+        fully_shard(module, mesh=mesh)
+    parallelize_module(shared, mesh, ModuleParallel())
+    assert norm.weight.sequence_parallel is True
+    assert all(p.skip_backward_post_hook for m in (delayed, shared) for p in m.parameters())
