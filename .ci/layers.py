@@ -25,7 +25,7 @@ ORDER = (
 # Modules of te_mx itself: words without a place in the order, which every folder may use and which
 # use none, and what stands between folders. All others are public functions, above every folder.
 WORDS = {"arguments", "report", "written"}
-BETWEEN = {"context": "nn", "recompute": "nn", "recipe": "recipes"}
+BETWEEN = {"context": "autograd", "recompute": "autograd", "recipe": "recipes"}
 # Modules that users import by name: public, and so above every folder.
 PLUGINS = {
     "integrations.hf_quantizer",

@@ -10,9 +10,17 @@ from typing import Any
 
 from te_mx.nn import several_ranks
 
-__all__ = ["ModuleParallel", "quantized_all_gather", "quantized_input_gather"]
+__all__ = [
+    "ModuleParallel",
+    "join_halves",
+    "quantized_all_gather",
+    "quantized_input_gather",
+    "split_halves",
+]
 _WHERE = {
     "ModuleParallel": "styles",
+    "join_halves": "optimizer_halves",
+    "split_halves": "optimizer_halves",
     "quantized_all_gather": "fsdp",
     "quantized_input_gather": "token_codes",
 }
@@ -60,10 +68,28 @@ def _gathered(module: Any, settings: Any) -> tuple[dict[str, Any], Any]:
     return found["_gathered"], found["_ran_with"]
 
 
-def _why_not_saved(module: Any) -> str:
-    from te_mx.distributed import strided
+def _join(parts: Any) -> Any:
+    from te_mx.distributed import halves
 
-    return strided.why_not_saved(module)
+    return halves.join(parts)
+
+
+def _blank(parts: Any) -> Any:
+    from te_mx.distributed import halves
+
+    return halves.blank(parts)
+
+
+def _is_blank(tensor: Any) -> bool:
+    from te_mx.distributed import halves
+
+    return halves.is_blank(tensor)
+
+
+def _cut(whole: Any, like: Any) -> list[Any]:
+    from te_mx.distributed import halves
+
+    return halves.cut(whole, like)
 
 
 several_ranks.above.run = _run
@@ -71,4 +97,7 @@ several_ranks.above.owners = _owners
 several_ranks.above.attach = _attach
 several_ranks.above.block = _block
 several_ranks.above.gathered = _gathered
-several_ranks.above.why_not_saved = _why_not_saved
+several_ranks.above.join = _join
+several_ranks.above.blank = _blank
+several_ranks.above.is_blank = _is_blank
+several_ranks.above.cut = _cut

@@ -50,9 +50,10 @@ def quantized_all_gather(model: nn.Module, *, recipe: Any = None) -> int:
         TypeError: an argument has the wrong type.
         ValueError: there is no te_mx module with sharded weights; or a weight cannot be gathered
             so: it is sharded along another dimension than its rows, in parts of different sizes or
-            across blocks, offloaded to the CPU, one of several of a te_mx.GroupedLinear that are
-            not stacked, a part (parameters_split) beside others that are not sharded, or
-            [.., in, out] as those of GPT-2 and gpt-oss are. Nothing is changed then.
+            across blocks, offloaded to the CPU, sharded over fewer ranks after forward, one of
+            several of a te_mx.GroupedLinear that are not stacked, a part (parameters_split) beside
+            others that are not sharded, or [.., in, out] as those of GPT-2 and gpt-oss are. Nothing
+            is changed then.
         RuntimeError: a forward has run already.
     """
     check_module(model)
@@ -168,8 +169,9 @@ def _why_not(module: Any, param: Any, settings: Settings) -> str:
     shape = tuple(param._orig_size)
     ranks, dim = param.mesh_info.shard_mesh_size, param.fsdp_placement.dim
     grouped = isinstance(module, GroupedLinear)
-    parts, known = getattr(module, "_split", None) or (), params_of(module)
-    if rest := [f"{name}_weight" for name in parts if f"{name}_weight" not in known]:
+    known, own = params_of(module), param._module_info.param_name
+    parts = next(p for p in map(module._parts_of, module._weight_keys) if own in p)
+    if rest := [name for name in parts if name not in known]:
         return (
             f"is a part of a weight of which fully_shard does not shard {', '.join(rest)}; have it "
             "shard all of them, or none (ignored_params)"
@@ -185,6 +187,13 @@ def _why_not(module: Any, param: Any, settings: Settings) -> str:
         return "is frozen; unfreeze it first"
     if dim != 0:
         return f"is sharded along dimension {dim}, and blocks run along it; shard dimension 0"
+    after = param.post_forward_mesh_info
+    if after is not None and after.shard_mesh_size != ranks:
+        return (
+            f"is sharded over {after.shard_mesh_size} ranks after forward (reshard_after_forward="
+            f"{after.shard_mesh_size}), of which FSDP2 gathers values; use "
+            "reshard_after_forward=True or False"
+        )
     if param.offload_to_cpu:
         return "is offloaded to the CPU, where FSDP2 does not gather codes; use no CPUOffloadPolicy"
     if shape[0] % ranks:

@@ -23,6 +23,7 @@ import torch
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 
+from te_mx.distributed import on_codes
 from te_mx.distributed.local_layer import call, check_whole_blocks, local_layer
 from te_mx.distributed.tensor_parallel import Counted, Elsewhere
 from te_mx.distributed.token_codes import Ranks, gathered, gathers_codes, scattered
@@ -128,7 +129,8 @@ def run(module: Any, inp: Any, *args: Any) -> Any:
         for key in _NORM if not how.sequence else ():
             if held.get(key) is not None:
                 held[key] = Copied.apply(held[key], group)
-    layer = local_layer(module, held, _tokens=tokens)
+    codes = on_codes.gathered(module, held, module._settings())
+    layer = local_layer(module, held, _tokens=tokens, **codes)
     made = call(module, layer, x, *args)
     y, *rest = made if isinstance(made, tuple) else (made,)
     if getattr(module, "return_layernorm_output", False):

@@ -54,22 +54,17 @@ def gathered(module: Any, held: Mapping[str, Any], settings: Settings | None) ->
     found = {key: value for key, value in held.items() if isinstance(value, GatheredWeight)}
     if not found:
         return {}
-    if getattr(module, "_split", None) is not None:
-        return _of_parts(module, found, settings)
-    kept = {key: _checked(module, key, value, settings) for key, value in found.items()}
-    return {"_gathered": kept, "_ran_with": kept[next(iter(kept))].settings}
-
-
-def _of_parts(
-    module: Any, parts: dict[str, GatheredWeight], settings: Settings | None
-) -> dict[str, Any]:
-    """As `gathered`, of one weight in parts (parameters_split)."""
-    for key in parts:
-        settings = _check(module, key, settings)
-    whole: Any = joining.cat([parts[name] for name in module._parts_of("weight")])
-    assert settings is not None
-    kept = _of_codes(whole, settings)
-    return {"_gathered": {"weight": kept}, "_joined": whole, "_ran_with": kept.settings}
+    kept: dict[str, Any] = {}
+    whole: Any = None
+    for key in module._weight_keys:
+        names = module._parts_of(key)
+        if len(names) == 1 and names[0] in found:
+            kept[key] = _checked(module, key, found[key], settings)
+        elif names[0] in found:  # parameters_split, or halves of a gated fc1
+            wanted = [_check(module, name, settings) for name in names]
+            whole = joining.cat([found[name] for name in names])
+            kept[key] = _of_codes(whole, wanted[0])
+    return {"_gathered": kept, "_joined": whole, "_ran_with": next(iter(kept.values())).settings}
 
 
 def _checked(module: Any, key: str, weight: GatheredWeight, settings: Settings | None) -> Any:

@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from te_mx.context import is_tracing
-from te_mx.distributed import strided
 from te_mx.distributed.local_layer import check_whole_blocks
 from te_mx.nn.grouped_linear import GroupedLinear
 from te_mx.nn.layernorm_linear import LayerNormLinear
@@ -85,16 +84,14 @@ def _made(module: Any, held: dict[str, Any], settings: Settings | None, inp: Any
     if isinstance(module, GroupedLinear):
         first = held[module._weight_names[0]]
     else:
-        first = held.get(module._weight_keys[0])
-    if first is None:
+        first = held.get(module._parts_of(module._weight_keys[0])[0])
+    if first is None or getattr(module, "_split", None) is not None:
         raise NotImplementedError(
             f"{label}: parameters_split makes several parameters of one weight, whose shards are "
             "no shards of it; under DTensor use a layer for each"
         )
     kinds = [kind_of(module, label, held, dim) for dim in range(mesh.ndim)]
     _refuse(module, label, kinds)
-    if BOTH in kinds and not is_tracing():
-        strided.warn(module)
     for name, size, ranks in cuts_of(module, kinds, mesh):
         check_whole_blocks(label, settings, name, size, ranks)
     if EXPERTS in kinds:
@@ -149,13 +146,23 @@ def mesh_of(label: str, held: dict[str, Any], inp: Any) -> Any:
 def kind_of(module: Any, label: str, held: dict[str, Any], dim: int) -> str:
     """What the weights of a module are along one dimension of the mesh."""
     if isinstance(module, LayerNormMLP):
-        one, two = (_dim_of(held[key].placements[dim]) for key in module._weight_keys)
-        if (one, two) in ((0, 1), (None, None)):
-            return WHOLE if one is None else BOTH
-        raise ValueError(
-            f"{label}: fc1_weight and fc2_weight must be Shard(0) and Shard(1), or both Replicate, "
-            f"got {held['fc1_weight'].placements[dim]} and {held['fc2_weight'].placements[dim]}"
-        )
+        names = module._parts_of("fc1_weight")
+        places = [held[name].placements[dim] for name in (*names, "fc2_weight")]
+        *ones, two = map(_dim_of, places)
+        if set(ones) == {None} and two is None:
+            return WHOLE
+        if set(ones) != {0} or two != 1:
+            raise ValueError(
+                f"{label}: {', '.join(names)} and fc2_weight must be Shard(0) and Shard(1), or all "
+                f"Replicate, got {', '.join(map(str, places))}"
+            )
+        if module._act.gated and not module._halves and held[names[0]].device_mesh.size(dim) > 1:
+            raise ValueError(
+                f"{label}: the rows of fc1_weight are halves, what is activated and its gate, and "
+                f"{places[0]} gives no rank the same part of both; shard the layer with "
+                "te_mx.distributed.ModuleParallel"
+            )
+        return BOTH
     name = module._weight_names[0] if isinstance(module, GroupedLinear) else "weight"
     kinds = [COLUMN, ROW]
     if isinstance(module, GroupedLinear) and module.single_grouped_weight:

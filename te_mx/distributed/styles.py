@@ -15,9 +15,9 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from te_mx.arguments import check_flag, is_one_of, shown
+from te_mx.nn import gated_halves
 from te_mx.nn.grouped_linear import GroupedLinear
 from te_mx.nn.layernorm_linear import LayerNormLinear
 from te_mx.nn.layernorm_mlp import LayerNormMLP
@@ -32,8 +32,9 @@ class ModuleParallel(ParallelStyle):
     RowwiseParallel serve te_mx.Linear too.
 
     LayerNormLinear is sharded along out_features; LayerNormMLP along ffn_hidden_size, fc1 by rows
-    and fc2 by columns, for gated activations both halves of fc1 each. Their normalization is on
-    every rank.
+    and fc2 by columns. Their normalization is on every rank. fc1 of a gated activation becomes two
+    parameters, ``fc1_activated_weight`` and ``fc1_gate_weight`` (and ``_bias``), each sharded; a
+    state_dict has the one ``fc1_weight`` of every LayerNormMLP.
 
     Args:
         mode: "column" (out_features), "row" (in_features), or "experts": the stacked weights of a
@@ -108,10 +109,13 @@ class ModuleParallel(ParallelStyle):
 def _partition(style: ModuleParallel, name: str, module: nn.Module, mesh: Any) -> None:
     if not isinstance(module, MXModule):
         return
+    if isinstance(module, LayerNormMLP) and module._act.gated and not module._halves:
+        gated_halves.split(module)
     for key, value in list(module.named_parameters(recurse=False)):
         place = _placement(style.mode, module, key)
         made = distribute_tensor(value, mesh, [place], src_data_rank=style.src_data_rank)
         module.register_parameter(key, nn.Parameter(made, requires_grad=value.requires_grad))
+    module._forget_copies()
 
 
 def _placement(mode: str, module: Any, key: str) -> Placement:
@@ -119,7 +123,7 @@ def _placement(mode: str, module: Any, key: str) -> Placement:
     if key.startswith("layer_norm") or key == "fc2_bias":
         return Replicate()
     if key.startswith("fc1"):
-        return _StridedShard(0, split_factor=2) if module._act.gated else Shard(0)
+        return Shard(0)
     if key == "fc2_weight":
         return Shard(1)
     if mode == "experts":

@@ -168,8 +168,8 @@ def local_of_layer(module: Any, plan: Plan, held: dict[str, Any]) -> Any:
         grads = plan.grads[name]
         if lent is not None and name == "weight":
             value = lent.local
-        elif name in weights and parameter.requires_grad:
-            value = parameter.detach().to_local().requires_grad_()
+        elif name in weights:
+            value = parameter.detach().to_local().requires_grad_(parameter.requires_grad)
             owned[id(value)] = _owner(module, parameter, list(grads))
         elif not parameter.requires_grad:
             with torch.no_grad():
@@ -195,7 +195,9 @@ def _owner(module: Any, parameter: Any, grads: list[Placement]) -> Any:
 
 
 def _weights_of(module: Any) -> tuple[str, ...]:
-    return module._weight_names if isinstance(module, GroupedLinear) else module._weight_keys
+    if isinstance(module, GroupedLinear):
+        return module._weight_names
+    return tuple(name for key in module._weight_keys for name in module._parts_of(key))
 
 
 def _sizes(module: Any, local: dict[str, Any]) -> dict[str, int]:

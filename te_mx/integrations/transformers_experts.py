@@ -55,6 +55,8 @@ class TransformersExperts(ExpertsModule):
         settings = self._settings()
         if self._is_plain(settings):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
+        if settings is not None:
+            self._refuse_spread()
 
         def product(x: Tensor, offs: Tensor, key: str, bias: Tensor | None) -> Tensor:
             return self._product(x, offs, key, bias, settings)

@@ -91,8 +91,21 @@ def replicated(
     parameters: Sequence[Tensor], label: str, fuse: bool, starts: Sequence[Start | None],
     queue: Queue | None,
 ) -> WeightGradient:  # fmt: skip
-    """The place of the gradient of a weight that this rank has as a whole."""
+    """The place of the gradient of a weight that this rank has as a whole.
+
+    Raises:
+        NotImplementedError: DistributedDataParallel lets ranks leave layers out.
+    """
     group = reducing_group(parameters)
+    if group is not None and DistributedDataParallel._active_ddp_module.find_unused_parameters:  # type: ignore[union-attr]
+        which = "fuse_wgrad_accumulation" if fuse else "delay_wgrad_compute"
+        raise NotImplementedError(
+            f"{label}: {which}=True does not work under DistributedDataParallel("
+            "find_unused_parameters=True): such a gradient is averaged where it is computed, and "
+            "ranks that run the layer would wait for those that do not; use "
+            "find_unused_parameters=False where all ranks run all layers, or build the layer with "
+            f"{which}=False"
+        )
     if group is None:
         return WeightGradient(parameters, label, fuse, starts, queue)
     made = ReplicatedGradient(parameters, label, fuse, starts, queue)

@@ -40,10 +40,14 @@ class DelayedWgrad:
 
     def _start_delaying(self) -> None:
         """Called by a constructor, when the parameters are there."""
-        assert isinstance(self, nn.Module)
         self.delay_wgrad_compute = True
-        for parameter in self.parameters(recurse=False):
-            # Data-parallel wrappers written for Transformer Engine wait for backward_dw then.
+        self._mark_delayed()
+
+    def _mark_delayed(self) -> None:
+        """Data-parallel wrappers written for Transformer Engine wait for backward_dw of parameters
+        that say so."""
+        assert isinstance(self, nn.Module)
+        for parameter in self.parameters(recurse=False) if self.delay_wgrad_compute else ():
             parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
 
     def _wgrad_queue(self) -> Queue | None:

@@ -8,6 +8,7 @@ te_mx.autocast.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +84,23 @@ class ExpertsModule(LayerInPlace):
     def _is_plain(self, settings: Settings | None) -> bool:
         """Whether a forward is that of the class."""
         return settings is None and self._watched is None
+
+    def _refuse_spread(self) -> None:
+        """
+        Raises:
+            NotImplementedError: a weight is a DTensor, and nobody says which experts are whose.
+        """
+        assert isinstance(self, nn.Module)
+        held: dict[str, Any] = dict(self._parameters)
+        for name, parameter in held.items():
+            if type(parameter).__name__ == "DTensor":
+                raise NotImplementedError(
+                    f"{self._label()}: {name} is a DTensor {tuple(parameter.shape)}, "
+                    f"{parameter.placements}, of which a converted experts module does not know "
+                    "which tokens go to which rank; shard it with fully_shard, which gathers whole "
+                    "weights, or use a te_mx.GroupedLinear(single_grouped_weight=True) with "
+                    'te_mx.distributed.ModuleParallel("experts")'
+                )
 
     def _product(
         self, x_RK: Tensor, offs: Tensor, key: str, bias_EN: Tensor | None,

@@ -13,6 +13,7 @@ from torch.fx import Proxy
 from te_mx.autograd import joining, transforms
 from te_mx.autograd.grouped import GroupedCall, grouped_linear, grouped_on_codes
 from te_mx.autograd.grouped_loop import high_precision_loop
+from te_mx.autograd.grouped_none import NoGroups
 from te_mx.autograd.grouped_operands import Groups
 from te_mx.autograd.shapes import flatten, unflatten
 from te_mx.context import is_tracing, output_dtype
@@ -194,6 +195,8 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         self._check_shape(inp, "in_features", self.in_features)
         rows = inp.numel() // self.in_features if self.in_features else len(flatten(inp))
         groups = groups_of(m_splits, self.num_gemms, rows, inp.device, self._label)
+        if not self.num_gemms:
+            return self._run_none(inp, is_first_microbatch)
         if settings is None:
             return self._high_precision(inp, groups, is_first_microbatch)
         if transforms.active():
@@ -232,6 +235,15 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
             self._check_groups(inp.device)
             raise
         return (y, self._returned(biases)) if self.return_bias else y
+
+    def _run_none(self, inp: Tensor, first: bool | None) -> Any:
+        """The forward of a rank that has none of the experts (ModuleParallel)."""
+        self._check_kind(inp)
+        (weight,), biases = self._held(*self._weight_names), self._held(*self._bias_names)
+        sink = self._sink((weight,), first, self._wgrad_queue()) if self._routed() else None
+        added = None if self.return_bias or not biases else biases[0]
+        out = NoGroups.apply(inp, weight, added, output_dtype(inp), sink)
+        return (out, self._returned(biases)) if self.return_bias else out
 
     def _check_groups(self, device: torch.device) -> None:
         """Check the weights and the biases of all groups, as far as a forward reads them."""

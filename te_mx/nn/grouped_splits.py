@@ -70,7 +70,7 @@ def check_splits(splits: list[int], num_gemms: int, rows: int, label: Callable[[
             f"{label()}: m_splits must have one entry for each of {num_gemms} groups, got "
             f"{len(splits)}"
         )
-    if min(splits) < 0:
+    if min(splits, default=0) < 0:
         raise ValueError(f"{label()}: m_splits must be 0 or more, got {splits}")
     if sum(splits) > rows:
         raise ValueError(

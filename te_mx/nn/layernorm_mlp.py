@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from te_mx.autograd.steps_kept import KeptWeight, on_codes
 from te_mx.autograd.wgrad import WeightGradient
 from te_mx.context import is_tracing, output_dtype
 from te_mx.dispatch.fused import NORMS
-from te_mx.nn import activations, constructors, delayed_wgrad, weight_only
+from te_mx.nn import activations, constructors, delayed_wgrad, gated_halves, weight_only
 from te_mx.nn.frozen_block import run_gated
 from te_mx.nn.norm_module import NormModule, Together, default_init
 from te_mx.nn.te_arguments import refuse_constructor
@@ -81,6 +81,7 @@ class LayerNormMLP(NormModule):
     _norms = (*NORMS, None)
     _weight_keys = ("fc1_weight", "fc2_weight")
     checkpoint: bool = False
+    _halves = False  # fc1 is two parameters (gated_halves.py)
     fc1_weight: nn.Parameter
     fc1_bias: nn.Parameter | None
     fc2_weight: nn.Parameter
@@ -169,11 +170,51 @@ class LayerNormMLP(NormModule):
     def _initialize(self) -> None:
         """Transformer Engine's initialization: see the class."""
         self.reset_layer_norm_parameters()
-        (self.init_method or default_init)(self.fc1_weight)
+        for name in self._parts_of("fc1_weight"):
+            (self.init_method or default_init)(getattr(self, name))
         (self.output_layer_init_method or default_init)(self.fc2_weight)
-        for bias in (self.fc1_bias, self.fc2_bias):
+        for name in (*self._parts_of("fc1_bias"), "fc2_bias"):
+            bias = getattr(self, name)
             if bias is not None:
                 nn.init.zeros_(bias)
+
+    # ---------------------------------------------------------------- fc1 of ranks that share it
+    def _parts_of(self, key: str) -> tuple[str, ...]:
+        split = self._halves and key in gated_halves.KEYS
+        return gated_halves.names_of(key) if split else super()._parts_of(key)
+
+    def _whole(self, key: str) -> Any:
+        split = self._halves and key in gated_halves.KEYS
+        return gated_halves.joined(self, key) if split else super()._whole(key)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """nn.Module's. torch.distributed.checkpoint.state_dict asks every module alone (recurse is
+        False) for what it is to fill with values of another rank, and finds what is loaded."""
+        yield from super().named_buffers(prefix, recurse, remove_duplicate)
+        if self._halves and not recurse:
+            for key, blank in gated_halves.blanks(self):
+                yield f"{prefix}.{key}" if prefix else key, blank
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._halves:
+            gated_halves.save(self, destination, prefix)
+
+    def _adapt_state_dict(self, state_dict: Any, prefix: str, error_msgs: list[str]) -> None:
+        if self._halves:
+            gated_halves.load(self, state_dict, prefix, error_msgs)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool,
+        missing_keys: list[str], *others: Any,
+    ) -> None:  # fmt: skip
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, *others
+        )
+        if self._halves:
+            gated_halves.missing(self, prefix, missing_keys)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """inp [..., hidden_size] -> [..., hidden_size]; then fc2_bias under `return_bias`, then the
@@ -220,6 +261,8 @@ class LayerNormMLP(NormModule):
         if dropped and settings is not None:
             settings = on_codes(settings)
         norm_weight, norm_bias, w1, b1, w2, fc2_bias = self._held(*_NAMES)
+        if self._halves:
+            w1, b1 = (gated_halves.joined(self, key) for key in gated_halves.KEYS)
         b2 = None if self.return_bias else fc2_bias
         sinks = self._sinks(is_first_microbatch) if routed and not dropped else (None, None)
         z: Tensor | None
@@ -318,11 +361,11 @@ class LayerNormMLP(NormModule):
             self._check_parameter("fc2_bias", b2, (hidden,), device)
 
     def _sinks(self, first: bool | None) -> tuple[WeightGradient | None, WeightGradient | None]:
-        weights = (self.fc1_weight, self.fc2_weight)
+        one, two = (self._held(*self._parts_of(key)) for key in self._weight_keys)
         queue: Any = self._wgrad_queue()
         if queue is not None:
             queue = Together(queue)
-        return self._sink(weights[:1], first, queue), self._sink(weights[1:], first, queue)
+        return self._sink(one, first, queue), self._sink(two, first, queue)
 
     def extra_repr(self) -> str:
         return (

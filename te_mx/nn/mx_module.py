@@ -292,17 +292,12 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallel
             check_saved(self)
         if self._is_dropped():
             save_codes(self, destination, prefix)
-        if why := self._why_not_saved():
-            raise RuntimeError(why)
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool,
         missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
-        if why := self._why_not_saved():
-            error_msgs.append(why)
-            return
         load_module(
             self, super()._load_from_state_dict, state_dict, prefix, local_metadata, strict,  # type: ignore[misc]
             missing_keys, unexpected_keys, error_msgs,

@@ -16,6 +16,7 @@ from te_mx.nn import attention_checks, constructors
 from te_mx.nn.extra_state import WithoutExtraState
 from te_mx.nn.plain_norm import NARROW, layer_norm, sums_in_fp32
 from te_mx.nn.te_defaults import default_device
+from te_mx.nn.tensor_parallel_group import Marked
 
 
 def _shape(owner: str, normalized_shape: Any, hidden_size: Any) -> tuple[int, ...]:
@@ -33,7 +34,7 @@ def _shape(owner: str, normalized_shape: Any, hidden_size: Any) -> tuple[int, ..
     return sizes
 
 
-class _Norm(WithoutExtraState, nn.Module):
+class _Norm(Marked, WithoutExtraState, nn.Module):
     """What both have: the weight, and its form around 0."""
 
     weight: nn.Parameter

@@ -26,7 +26,8 @@ class _Above:
     None and why its layers run one by one.
     gathered(module, settings): such weights of a module as KeptWeight, by name, and the settings
     that it runs with.
-    why_not_saved(module): why DTensors of a module are neither saved nor loaded, or "".
+    join(parts), cut(whole, like): one DTensor of the rows of several, for a state_dict, and back;
+    blank(parts): it without values, is_blank(tensor): whether it still is.
     """
 
     run: Callable[..., Any]
@@ -34,7 +35,10 @@ class _Above:
     attach: Callable[[Any], None]
     block: Callable[[Any, Any], tuple[Any, str]]
     gathered: Callable[[Any, Any], tuple[dict[str, Any], Any]]
-    why_not_saved: Callable[[Any], str]
+    join: Callable[[Sequence[Any]], Any]
+    blank: Callable[[Sequence[Any]], Any]
+    is_blank: Callable[[Any], bool]
+    cut: Callable[[Tensor, Sequence[Any]], list[Tensor]]
 
 
 above = _Above()
@@ -87,10 +91,6 @@ class SeveralRanks:
 
     def _run_spread(self, inp: Any, *args: Any) -> Any:
         return above.run(self, inp, *args)
-
-    def _why_not_saved(self) -> str:
-        """Why what this rank has is neither saved nor loaded, or an empty string."""
-        return above.why_not_saved(self) if is_spread(*self._parameters.values()) else ""  # type: ignore[attr-defined]
 
     def _is_lent(self) -> bool:
         """Whether fully_shard has put other parameters into the module for now."""

@@ -74,7 +74,22 @@ def check_group(owner: str, tp_group: Any) -> None:
         raise TypeError(f"{owner}: tp_group must be a process group or None, got {shown(tp_group)}")
 
 
-class TensorParallelGroup:
+class Marked:
+    """Mixin in front of an nn.Module of which trainers read attributes of the parameters: `_mark`
+    sets them."""
+
+    def _mark(self) -> None:
+        """Set them on the parameters that are there."""
+
+    def register_load_state_dict_post_hook(self, hook: Any) -> Any:
+        """nn.Module's. fully_shard calls it for every parameter when it has put one of its own in
+        the place of it, which has none of the attributes."""
+        handle = super().register_load_state_dict_post_hook(hook)  # type: ignore[misc]
+        self._mark()
+        return handle
+
+
+class TensorParallelGroup(Marked):
     """Mixin of the modules, beside an nn.Module."""
 
     # Class attributes, not set in __init__: convert_model gives modules this class in place.
@@ -107,6 +122,7 @@ class TensorParallelGroup:
         """Transformer Engine's attributes of parameters, which trainers read: whose gradients they
         sum over the group, and what each rank has a part of. New and copied parameters have none
         of them."""
+        self._mark_delayed()  # type: ignore[attr-defined]
         if self._cut is None:
             return
         parameters: dict[str, Any] = self._parameters  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ranks"))
-import two_ranks
+import processes
 
 MODULES = (
     "tensor_parallel_cases",
@@ -21,12 +21,12 @@ MODULES = (
     "combinations",
 )
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-CASES = two_ranks.cases(*MODULES) if torch.cuda.device_count() > 1 else []
+CASES = processes.cases(*MODULES) if torch.cuda.device_count() > 1 else []
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return two_ranks.run(CASES, tmp_path_factory.mktemp("gpus"), device="cuda")
+    return processes.run(CASES, tmp_path_factory.mktemp("gpus"), device="cuda")
 
 
 @pytest.mark.parametrize("case", CASES)

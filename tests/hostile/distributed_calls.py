@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from judge import Call
-from malformed import FLAG, OPTIONAL_WORD, other_than, values
+from malformed import FLAG, MODULE, OPTIONAL_WORD, other_than, values
 from module_calls import module
 from torch.distributed.tensor import Replicate
 
 import te_mx
 
 PLACEMENT = other_than("None") | values(its_name="Replicate", in_a_list=lambda: [Replicate()])
+STATE = other_than("a dict")
 DISTRIBUTED = (
     Call(
         "te_mx.distributed.ModuleParallel", lambda d: te_mx.distributed.ModuleParallel,
@@ -17,6 +18,17 @@ DISTRIBUTED = (
                    "use_local_output": True},
         {"mode": OPTIONAL_WORD, "input_layouts": PLACEMENT, "output_layouts": PLACEMENT,
          "use_local_output": FLAG},
+    ),
+    Call(
+        "te_mx.distributed.join_halves", lambda d: te_mx.distributed.join_halves,
+        lambda d: {"state": {"state": {}, "param_groups": []}},
+        {"state": STATE | values(one_half=lambda: {"state.fc1_gate_weight.exp_avg": 0})},
+        says={"state": "state|belong together"},
+    ),
+    Call(
+        "te_mx.distributed.split_halves", lambda d: te_mx.distributed.split_halves,
+        lambda d: {"model": module("LayerNormMLP", d), "state": {"state": {}, "param_groups": []}},
+        {"model": MODULE, "state": STATE},
     ),
     *(
         Call(

@@ -46,10 +46,11 @@ UNUSED = {
 }
 # Methods of what te_mx returns that take an argument.
 PUBLIC_METHODS = ("count", "quantize", "dequantize", "worst", "to_json")
-# Methods of modules that others of te_mx call, with what they checked.
+# Methods of modules that others of te_mx call, with what they checked, or torch does.
 INTERNAL = {
     "freeze": "te_mx.freeze_weights", "unfreeze": "te_mx.unfreeze_weights",
     "why_not_frozen": "te_mx.freeze_weights",
+    "register_load_state_dict_post_hook": "torch's", "named_buffers": "torch's",
 }  # fmt: skip
 # Entries for what torch.nn.Module gives to te_mx's modules.
 BESIDE = tuple(f"te_mx.{family}.load_state_dict" for family in te_mx.nn.__all__)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import tempfile
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from data_parallel_cases import FP32, equal, mean_gradients, refused, step
-from tensor_parallel_cases import DEVICE, OLD_DTENSOR, PLAN, K, M, N, built, full, mesh, mlp, of
+from data_parallel_cases import FP32, equal, mean_gradients, step
+from tensor_parallel_cases import DEVICE, PLAN, K, M, N, built, full, mesh, mlp, of, wholes
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -24,7 +25,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import te_mx
-from te_mx.distributed import ModuleParallel, quantized_all_gather
+from te_mx.distributed import (
+    ModuleParallel,
+    join_halves,
+    quantized_all_gather,
+    split_halves,
+)
 
 
 def folder():
@@ -59,7 +65,7 @@ def trained(made, rank=None):
 
 
 def parameters(made):
-    return {name: full(p.detach()) for name, p in made.named_parameters()}
+    return wholes({name: full(p.detach()) for name, p in made.named_parameters()})
 
 
 def same(one, other):
@@ -113,50 +119,68 @@ def case_other_numbers_of_ranks():
         same(parameters(target), parameters(one))
 
 
-def case_strided_shards():
-    """A gated LayerNormMLP whose ranks have parts of both halves of fc1, by whole tensors: into one
-    process, and into ranks again; with its optimizer."""
-    options, path = StateDictOptions(full_state_dict=True), folder()
+def moments(optimizer, model):
+    """Those of an Adam, by the names of parameters, with those of a gated fc1 in one."""
+    names = {p: name for name, p in model.named_parameters()}
+    return wholes({names[p]: full(state["exp_avg"]) for p, state in optimizer.state.items()})
+
+
+def gated(seed):
+    made = nn.Sequential(built(te_mx.LayerNormMLP, K, N, activation="swiglu", **FP32))
+    with torch.no_grad():
+        for i, p in enumerate(made.parameters()):
+            p.copy_(of(*p.shape, seed=100 * seed + i))
+    return made
+
+
+def case_gated_fc1():
+    """Weights and moments of a gated LayerNormMLP from ranks that share it into one process and
+    back, sharded and by whole tensors, from every rank or from the first one."""
 
     def shared(how, seed):
-        made = nn.Sequential(built(te_mx.LayerNormMLP, K, N, activation="swiglu", **FP32))
-        with torch.no_grad():
-            for i, p in enumerate(made.parameters()):
-                p.copy_(of(*p.shape, seed=100 * seed + i))
+        made = gated(seed)
         if how == "whole":
             return made
+        if how == "fsdp":
+            return fully_shard(made, mesh=mesh())
         both = init_device_mesh(DEVICE, (1, 2), mesh_dim_names=("dp", "tp"))
         parallelize_module(made, both["tp"], {"0": ModuleParallel()})
         return fully_shard(made, mesh=both["dp"]) if how == "2d" else made
 
-    if OLD_DTENSOR:
-        one = shared("tp", 0)
-        trained(one, 0)
-        refused(RuntimeError, "need 2.12 or newer", one.state_dict)
-        refused(RuntimeError, "need 2.12 or newer", lambda: one.load_state_dict({}, strict=False))
-        return
-    for how in ("tp", "2d"):
-        one = shared(how, 0)
+    ways = ("whole", "fsdp", "tp", "2d")
+    for how, options in itertools.product(ways, (
+        StateDictOptions(), StateDictOptions(full_state_dict=True),
+        StateDictOptions(flatten_optimizer_state_dict=True),
+    )):  # fmt: skip
+        one, path = shared(how, 0), folder()
+        assert list(one.state_dict()) == list(gated(0).state_dict())
         optimizer = trained(one, 0)
-        state = get_state_dict(one, optimizer, options=options)
-        saved = dict(zip(("model", "optim"), state, strict=True))
-        dcp.save(saved, checkpoint_id=path / how)
-        for target in ("whole", how):
+        model, optim = get_state_dict(one, optimizer, options=options)
+        dcp.save({"model": model, "optim": join_halves(optim)}, checkpoint_id=path)
+        for target in ways:
             other = shared(target, 1)
             its = trained(other, 0)
-            state = get_state_dict(other, its, options=options)
-            loaded = dict(zip(("model", "optim"), state, strict=True))
-            dcp.load(loaded, checkpoint_id=path / how)
+            model, optim = get_state_dict(other, its, options=options)
+            loaded = {"model": model, "optim": join_halves(optim)}
+            dcp.load(loaded, checkpoint_id=path)
             set_state_dict(
                 other, its, model_state_dict=loaded["model"],
-                optim_state_dict=loaded["optim"], options=options,
+                optim_state_dict=split_halves(other, loaded["optim"]), options=options,
             )  # fmt: skip
             same(parameters(other), parameters(one))
-            first, second = (
-                [full(s["exp_avg"]) for s in opt.state.values()] for opt in (optimizer, its)
-            )
-            for ours, theirs in zip(first, second, strict=True):
-                assert torch.equal(ours, theirs)
+            same(moments(its, other), moments(optimizer, one))
+    for how, broadcast, without in itertools.product(ways[1:], *[(False, True)] * 2):
+        target, whole = shared(how, 2), gated(3)
+        expected = parameters(whole)
+        state = whole.state_dict()
+        if without:  # as a part of a checkpoint
+            expected["0.fc1_weight"] = parameters(target)["0.fc1_weight"]
+            del state["0.fc1_weight"]
+        given = {"broadcast_from_rank0": broadcast, "strict": not without}
+        options = StateDictOptions(full_state_dict=True, **given)
+        state = {} if broadcast and dist.get_rank() else state
+        set_model_state_dict(target, state, options=options)
+        same(parameters(target), expected)
 
 
 def case_into_a_frozen_model():

@@ -262,8 +262,8 @@ def page(text, found):
 
 
 if __name__ == "__main__":
-    import two_ranks
+    import processes
 
     with tempfile.TemporaryDirectory() as made:
-        wrong = two_ranks.run(["write_table.table"], Path(made), limit=1200)
+        wrong = processes.run(["write_table.table"], Path(made), limit=1200)
     sys.exit("\n".join(wrong.values()).strip() or 0)

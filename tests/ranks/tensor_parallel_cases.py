@@ -19,15 +19,12 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from torch.distributed.tensor.placement_types import _StridedShard
 
 import te_mx
 from te_mx.distributed import ModuleParallel
-from te_mx.distributed.strided import is_strided
 
 DEVICE = os.environ.get("TE_MX_RANKS_DEVICE", "cpu")
 K, N, M = 128, 192, 48
-OLD_DTENSOR = torch.__version__ < "2.12"  # does not put strided shards together
 
 
 def mesh():
@@ -49,14 +46,19 @@ def built(family, *args, dtype=torch.bfloat16, **given):
 
 
 def full(t):
-    if not isinstance(t, DTensor):
-        return t
-    if OLD_DTENSOR and is_strided(t):
-        plain = [Shard(p.dim) if isinstance(p, _StridedShard) else p for p in t.placements]
-        rows = DTensor.from_local(t.to_local(), t.device_mesh, plain).full_tensor()
-        gate, up, other_gate, other_up = rows.chunk(4)
-        return torch.cat([gate, other_gate, up, other_up])
-    return t.full_tensor()
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+def wholes(found):
+    """Values by the names of parameters, with those of a gated fc1 in one."""
+    made = {}
+    for name, value in found.items():
+        other = name.replace("fc1_activated", "fc1_gate")
+        if other != name:
+            made[name.replace("_activated", "")] = torch.cat([full(value), full(found[other])])
+        elif "fc1_gate" not in name:
+            made[name] = value
+    return made
 
 
 def same(found, expected):
@@ -75,7 +77,7 @@ def passed(module, x, grad, *args, region=True):
         y = full(module(x, *args))
     y.backward(grad)
     found = {"y": y.detach(), "dx": full(x.grad)}
-    return found | {name: p.grad for name, p in module.named_parameters()}
+    return found | wholes({name: p.grad for name, p in module.named_parameters()})
 
 
 def reference(module, kind, x, grad, *args, region=True):
@@ -109,6 +111,50 @@ def case_layernorm_mlp():
     for act in ("gelu", "silu", "swiglu"):
         module = built(te_mx.LayerNormMLP, K, N, activation=act)
         check(module, ModuleParallel(), "both", of(M, K), of(M, K))
+
+
+def case_halves_of_a_gated_fc1():
+    """Frozen before and after, compiled, copied and reset; shards of fc1 as it is are refused."""
+    from torch.distributed.tensor import distribute_module, distribute_tensor
+
+    def made(freeze_first=False):
+        module = built(te_mx.LayerNormMLP, K, N, activation="swiglu")
+        if freeze_first:
+            te_mx.freeze_weights(module)
+        return parallelize_module(module, mesh(), ModuleParallel())
+
+    x, plain = of(M, K), made()
+    with torch.no_grad(), te_mx.autocast():
+        expected = plain(x)
+    late = made()
+    te_mx.freeze_weights(late)
+    compiled = torch.compile(made(), backend="aot_eager", fullgraph=True)
+    for module in (made(True), late, compiled, copy.deepcopy(plain)):
+        for _ in range(2):
+            with torch.no_grad(), te_mx.autocast():
+                assert torch.equal(module(x), expected)
+    assert late._frozen.kept.keys() == {"fc1_weight", "fc2_weight"}
+    with torch.no_grad(), te_mx.autocast():
+        late.fc1_gate_weight.mul_(2)
+        plain.fc1_gate_weight.mul_(2)
+        assert torch.equal(late(x), plain(x)) and not torch.equal(late(x), expected)
+    plain.reset_parameters()
+    assert not full(plain.fc1_gate_bias).any() and full(plain.fc1_activated_weight).any()
+
+    def rows(name, module, its):
+        for key, p in list(module.named_parameters()):
+            place = Shard(int(key == "fc2_weight")) if key[:2] == "fc" and p.dim() > 1 else None
+            place = Shard(0) if key == "fc1_bias" else place or Replicate()
+            module.register_parameter(key, nn.Parameter(distribute_tensor(p, its, [place])))
+
+    by_hand = built(te_mx.LayerNormMLP, K, N, activation="swiglu")
+    distribute_module(by_hand, mesh(), rows)
+    try:
+        by_hand(x)
+    except ValueError as error:
+        assert "te_mx.distributed.ModuleParallel" in str(error), error
+    else:
+        raise AssertionError("ran on rows that are no halves")
 
 
 def case_high_precision():

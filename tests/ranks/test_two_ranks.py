@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 
+import processes
 import pytest
-import two_ranks
 
-CASES = two_ranks.cases(
+CASES = processes.cases(
     "tensor_parallel_cases",
     "data_parallel_cases",
     "gathered_codes_cases",
@@ -25,7 +25,7 @@ CASES = two_ranks.cases(
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return two_ranks.run([*CASES, two_ranks.DIES], tmp_path_factory.mktemp("ranks"))
+    return processes.run([*CASES, processes.DIES], tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -36,5 +36,5 @@ def test_on_two_ranks(case, found):
 
 def test_a_rank_that_dies(found):
     """The other one ends with an error that says so, not in silence or forever."""
-    if found[two_ranks.DIES]:
-        pytest.fail(found[two_ranks.DIES], pytrace=False)
+    if found[processes.DIES]:
+        pytest.fail(found[processes.DIES], pytrace=False)

@@ -1,9 +1,9 @@
-"""Runs cases on two processes at once, and says what each rank found.
+"""Runs cases on several processes at once, and says what each rank found.
 
 A case is a function ``case_<name>()`` of a module beside this one, which raises where something is
-wrong. All of them run in one pair of processes, because starting a pair takes seconds.
+wrong. All of them run in the same processes, because starting these takes seconds.
 
-    python two_ranks.py RANK FOLDER MODULE.NAME ..     what each process runs
+    python processes.py RANK RANKS FOLDER MODULE.NAME ..     what each process runs
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-WORLD = 2
 HERE = Path(__file__).parent
 DIES = "dying_rank.outlive"  # always the last one: only rank 0 comes back
 
 
 def run(
-    cases: Sequence[str], folder: Path, device: str = "cpu", limit: int = 280
+    cases: Sequence[str], folder: Path, device: str = "cpu", limit: int = 280, ranks: int = 2
 ) -> dict[str, str]:
     """What came of each case, MODULE.NAME: "", or what the ranks said. limit: seconds for all."""
     environment = {
@@ -34,9 +33,9 @@ def run(
     }  # fmt: skip
     started = [
         subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(folder), *cases],
+            [sys.executable, __file__, str(rank), str(ranks), str(folder), *cases],
             env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        ) for rank in range(WORLD)
+        ) for rank in range(ranks)
     ]  # fmt: skip
     said = []
     for process in started:
@@ -46,7 +45,7 @@ def run(
             process.kill()
             said.append(process.communicate()[0] + f"\nkilled after {limit} s")
     found = dict.fromkeys(cases, "")
-    for rank in range(WORLD):
+    for rank in range(ranks):
         expected = [name for name in cases if not (rank and name == DIES)]
         path = folder / f"rank{rank}.json"
         told = json.loads(path.read_text()) if path.exists() else {}
@@ -65,7 +64,7 @@ def cases(*modules: str) -> list[str]:
     ]  # fmt: skip
 
 
-def work(rank: int, folder: Path, names: list[str]) -> None:
+def work(rank: int, ranks: int, folder: Path, names: list[str]) -> None:
     """Run the cases as one of the ranks, and write down what came of them."""
     import torch
     import torch.distributed as dist
@@ -77,7 +76,7 @@ def work(rank: int, folder: Path, names: list[str]) -> None:
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(
         backend, init_method=f"file://{folder}/store", rank=rank,
-        world_size=WORLD, timeout=datetime.timedelta(seconds=60),
+        world_size=ranks, timeout=datetime.timedelta(seconds=60),
     )  # fmt: skip
     told = {}
     for case in names:
@@ -98,4 +97,4 @@ def work(rank: int, folder: Path, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    work(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    work(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
