@@ -18,8 +18,8 @@ except ModuleNotFoundError as _error:
     if _error.name != "torch":
         raise  # torch is there, and says itself what it misses
     raise ImportError(
-        "te_mx needs PyTorch 2.10 or newer, and this Python has no module torch: pip install "
-        '"torch>=2.10" (https://pytorch.org has the choices for GPUs and CPUs)'
+        "te_mx needs PyTorch 2.11 or newer, and this Python has no module torch: pip install "
+        '"torch>=2.11" (https://pytorch.org has the choices for GPUs and CPUs)'
     ) from _error
 
 from te_mx import distributed, formats, moe, recipe

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,8 @@ def test_benchmark_runs_and_names_its_peer(
     file = tmp_path / "rows.json"
     assert runner.main([name, "--quick", "--threads", "1", "--json", str(file)]) == 0
     record = json.loads(file.read_text())
-    assert {row["peer"] for row in record["rows"]} == PEERS[name]
+    there = {peer for peer in PEERS[name] if "torchao" not in peer or find_spec("torchao")}
+    assert {row["peer"] for row in record["rows"]} == there
     for row in record["rows"]:
         assert row["us"] > 0
         # A difference or a ratio of tiny calls is noise; it only has to be a number.

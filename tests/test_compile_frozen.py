@@ -305,7 +305,7 @@ def test_exported_programs_hold_ops_of_codes_alone():
 
 
 def test_compiled_code_is_not_taken_for_an_export(monkeypatch):
-    """Dynamo of torch 2.10 and 2.11 says True of any is_exporting() in the code that it traces."""
+    """Dynamo of torch 2.11 says True of any is_exporting() in the code that it traces."""
     asked = torch.compiler.is_dynamo_compiling
     monkeypatch.setattr(torch.compiler, "is_exporting", lambda: asked())
     module, x = frozen(), rows(4)

@@ -77,8 +77,8 @@ def test_without_torch_the_import_says_so():
     done = python("import sys; sys.modules['torch'] = None\nimport te_mx")
     assert done.returncode != 0
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("ImportError: te_mx needs PyTorch 2.10 or newer")
-    assert 'pip install "torch>=2.10"' in last
+    assert last.startswith("ImportError: te_mx needs PyTorch 2.11 or newer")
+    assert 'pip install "torch>=2.11"' in last
 
 
 def test_import_does_not_load_the_native_module():

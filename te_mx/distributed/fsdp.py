@@ -141,7 +141,7 @@ def params_of(module: nn.Module) -> dict[str, Any]:
     if module not in _known:
         for wrapped in list(_module_state_mapping):
             state: Any = _get_module_state(wrapped)
-            groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.10 and 2.11 have one
+            groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one
             for group in (getattr(state, "_fsdp_param_group", None),) if groups is None else groups:
                 for param in () if group is None else group.fsdp_params:
                     _groups[param] = weakref.ref(group)

@@ -155,7 +155,7 @@ def _exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
-# Dynamo does not trace into it: that of torch 2.10 and 2.11 takes every is_exporting() that it
+# Dynamo does not trace into it: that of torch 2.11 takes every is_exporting() that it
 # meets for True.
 _exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 

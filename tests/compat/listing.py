@@ -21,6 +21,25 @@ METHODS = {"constructor": "__init__", "forward": "forward"}
 
 Entry = dict[str, Any]
 
+# What has run on a version of PyTorch, and what te_mx refuses there: the versions that README and
+# pyproject.toml may name. A row is added when its tests have run.
+CPU_TESTS = "the CPU tests without tests/hostile and tests/contract"
+SPLIT = "zero-bubble pipelines, which lose autograd functions there"
+TORCH = (
+    (
+        "2.11.0", "5.23.0", "the CPU tests, those of tests/ranks included; tests/gpu on Hopper "
+        "(CUDA 13.0)", f"{SPLIT}; layers that several ranks share, in one graph of torch.compile "
+        "(they run between graphs); state_dicts of a gated LayerNormMLP under ModuleParallel, "
+        "whose shards DTensor does not put together there", "2026-11-28",
+    ),
+    (
+        "2.12.1", "5.23.0", "tests/ranks, tests/formats and what was mended for 2.11", SPLIT,
+        "2026-11-28",
+    ),
+    ("2.13.0", "5.23.0", "every test, with every change", "", "every change"),
+    ("2.14.1", "5.24.0", CPU_TESTS, "", "2026-11-28"),
+)  # fmt: skip
+
 
 def load() -> dict[str, Any]:
     return json.loads(LIST.read_text())
@@ -102,6 +121,18 @@ def _table(entries: list[Entry]) -> list[str]:
 def page(data: dict[str, Any]) -> str:
     """docs/compatibility.md."""
     lines = [
+        "# Compatibility with PyTorch and Transformers",
+        "",
+        "te_mx works with the versions below, and refuses by name what one of them cannot do.",
+        "Older ones lack what it needs, newer ones have not been tried.",
+        "",
+        "| PyTorch | with Transformers | what ran | refused there | when |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {torch} | {transformers} | {ran} | {refused or 'nothing'} | {when} |"
+            for torch, transformers, ran, refused, when in TORCH
+        ),
+        "",
         "# Compatibility with Transformer Engine",
         "",
         "Made by `python tests/compat/listing.py` of `tests/compat/transformer_engine.json`,",

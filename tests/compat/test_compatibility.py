@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
+from pathlib import Path
 from typing import Any
 
 import listing
@@ -101,6 +103,20 @@ def test_refused_arguments_raise_when_set(module, part, name, default):
             layer(torch.randn(8, 64), **call, **{name: default})
             with pytest.raises(NotImplementedError, match=says):
                 layer(torch.randn(8, 64), **call, **{name: value})
+
+
+def test_versions_of_torch_that_are_named_have_run():
+    root = listing.PAGE.parents[1]
+    if not (root / "README.md").is_file():
+        pytest.skip("the tests run on an installed wheel")
+    minor = lambda version: ".".join(version.split(".")[:2])  # noqa: E731
+    first, last = minor(listing.TORCH[0][0]), minor(listing.TORCH[-1][0])
+    assert f'"torch>={first}"' in (root / "pyproject.toml").read_text()
+    assert f"PyTorch {first} to {last}" in (root / "README.md").read_text()
+    assert f"needs PyTorch {first} or newer" in Path(te_mx.__file__).read_text()
+    pins = (root / "constraints.txt").read_text()
+    (version,) = re.findall(r"^torch==(\S+)$", pins, re.MULTILINE)
+    assert version in [row[0] for row in listing.TORCH], f"torch {version} has no row"
 
 
 def test_the_page_is_up_to_date():
