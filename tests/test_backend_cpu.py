@@ -264,3 +264,4 @@ def test_packed_size_comes_from_the_native_query(isa):
                 assert packed.numel() == nbytes and packed.data_ptr() % 64 == 0
                 number = cpu.KERNELS.index(kernel)
                 assert cpu.packed_for(packed) == (number, cpu.ROLES[role], rows, k)
+                assert cpu.packed_for(packed[:-64]) is None  # a piece, whose rest would be read

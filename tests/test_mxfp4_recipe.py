@@ -179,6 +179,21 @@ def test_a_bias_that_trains_alone():
     assert (got - layer.fc1_bias.grad).norm() < 0.5 * layer.fc1_bias.grad.norm()
 
 
+def test_all_tokens_of_groups_share_one_draw():
+    """Whether the groups run together, or one by one because wgrad is in high precision."""
+    made = []
+    for high_precision in (False, True):
+        torch.manual_seed(0)
+        layer = te_mx.GroupedLinear(3, 64, 96)
+        x, grad = torch.randn(45, 64, requires_grad=True), torch.randn(45, 96)
+        recipe = MXFP4BlockScaling(g=FOUR, wgrad_with_hp=high_precision)
+        with te_mx.autocast(recipe=recipe):
+            y = layer(x, [7, 0, 31])
+        y.backward(grad)
+        made.append(x.grad)
+    assert torch.equal(*made)
+
+
 def test_the_mean_of_stochastic_gradients_is_nearly_the_gradient():
     """Of 24 passes; those of rounding to nearest keep their error."""
     layer, x = te_mx.Linear(64, 64, bias=False), torch.randn(64, 64)

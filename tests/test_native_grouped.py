@@ -164,6 +164,9 @@ def test_packed_weights_of_another_kernel_are_not_read(level: str) -> None:
     tokens = quantize_grouped(torch.randn(100, 96), of, ROWS, rule="rceil").row
     expected = gemm_rows(tokens, row, of, out_dtype=torch.float32)
     equal(gemm_rows(tokens, packed, of, out_dtype=torch.float32), expected)
+    form = int(packed.packed[8]), native_stack(row)
+    assert cpu_grouped._packed_for(packed.packed, *form) != (0, 0)
+    assert cpu_grouped._packed_for(packed.packed[:-64], *form) == (0, 0)  # the rest would be read
     scrambled = packed.packed.clone()
     scrambled[8] ^= 1  # the kernel in the header
     other = packed._replace(packed=scrambled, codes=packed.codes.clone())

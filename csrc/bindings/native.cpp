@@ -46,6 +46,7 @@ void bind_machine(py::module_& m) {
   m.def("parallel_team", [] { return parallel_team(); });  // "inline", "openmp" or "threads"
   m.def("isa_env_error", [] { return isa_env_error(); });  // str or None
   m.def("peak_gflops", [](int threads) {
+    if (threads < 1 || threads > 4096) throw py::value_error("threads must be 1 to 4096");
     py::gil_scoped_release release;
     return peak_gflops(threads);
   });

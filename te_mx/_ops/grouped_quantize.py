@@ -199,9 +199,6 @@ def columns_of_weights(row: Stack, col: str, rule: str) -> Stack:
         col: its spec.
         rule: as for quantize_2d.
     """
-    if row.layout.name != "rows":
-        raise ValueError(f"te_mx: row must lie by rows, got layout {row.layout.name!r}")
-    row = row.checked("row")
     if is_direct(row.codes, row.scales):
         return _run_columns(row, col, rule)
     codes, scales, spec, groups, rows, k, _ = row
@@ -210,6 +207,9 @@ def columns_of_weights(row: Stack, col: str, rule: str) -> Stack:
 
 
 def _run_columns(row: Stack, col: str, rule: str) -> Stack:
+    if row.layout.name != "rows":
+        raise ValueError(f"te_mx: row must lie by rows, got layout {row.layout.name!r}")
+    row = row.checked("row")
     problem = Problem(
         "columns_of_weights", place_of(row.codes.device), row.spec, col, row.rows, row.k,
         groups=row.groups, ends="host", rule=rule,

@@ -58,6 +58,10 @@ def check_routed(p: RoutedGemm) -> None:
     for name, ids in zip(names[1:4], routing[:3], strict=True):
         if ids is not None and (ids.dtype != torch.int32 or ids.dim() != 1):
             raise ValueError(f"te_mx: {name} must be a vector of int32, got {ids.dtype}")
+    if len(routing.num_tokens_post_padded) != 1:
+        raise ValueError(
+            f"te_mx: num_tokens_post_padded must be [1], got {len(routing.num_tokens_post_padded)}"
+        )
     if bias is not None and bias.shape != (rhs.groups, rhs.rows):
         raise ValueError(f"te_mx: bias must be [{rhs.groups}, {rhs.rows}], got {bias.shape}")
     if weights is not None and (weights.dtype != torch.float32 or weights.shape != (routed,)):

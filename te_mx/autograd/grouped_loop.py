@@ -7,13 +7,13 @@ gradients of all groups are one function of where they go, as of the grouped fun
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from te_mx._ops import Stack, quantized
+from te_mx._ops import Operand, Stack, convert_2d, quantize_2d, quantized
 from te_mx.autograd import high_precision, steps
 from te_mx.autograd.backward import outputs, place, run_backward, tag_of
 from te_mx.autograd.grouped_operands import gradients_of
@@ -23,6 +23,7 @@ from te_mx.autograd.steps import DGRAD, WGRAD
 from te_mx.autograd.steps_kept import KeptWeight
 from te_mx.autograd.wgrad import INPUT, OUTPUT_GRADIENT, GroupedWgrad, WeightGradient, Wgrad
 from te_mx.dispatch.groups import host_bounds, known_to_host
+from te_mx.layouts import spec_of
 from te_mx.recipes.settings import Settings
 
 _ARGUMENTS = 2  # of the autograd function before the parameters
@@ -134,6 +135,7 @@ def _backward(ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor) -> tuple[Tens
     count = len(dtypes) // 2 if call.has_bias else len(dtypes)
     need_dw, need_db = any(need[:count]), any(need[count:])
     g_RN = flatten(grad)
+    rounded = _rounded(g_RN, call) if need_dx else None
     dx_groups: list[Tensor] = []
     wgrads: list[Wgrad] = []
     sums: list[Tensor] = []
@@ -149,7 +151,11 @@ def _backward(ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor) -> tuple[Tens
             if need_db:
                 sums.append(high_precision.bias_gradient(g_MN, dtypes[-1]))
             continue
-        gradient = steps.quantized_gradient(g_MN, call.settings, need_dx, need_dw, need_db)
+        codes_here = need_dx and rounded is None
+        gradient = steps.quantized_gradient(g_MN, call.settings, codes_here, need_dw, need_db)
+        if rounded is not None:
+            row = rounded(start, end)
+            gradient = gradient._replace(q=gradient.q._replace(row=row))
         if need_dx:
             tag = tag_of(call.tag, DGRAD)
             made = steps.dgrad(gradient, w_kept, call.settings, dx_dtype, tag)
@@ -169,6 +175,27 @@ def _backward(ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor) -> tuple[Tens
     db = torch.stack(sums).to(dtypes[-1]) if need_db else None
     weights = gradients_of(dw, need[:count], ctx.stacked)
     return dx, None, *weights, *gradients_of(db, need[count:], ctx.stacked)
+
+
+def _rounded(g_RN: Tensor, call: Call) -> Callable[[int, int], Operand] | None:
+    """Rowwise codes of the gradient of some tokens, (start, end), where they are rounded
+    stochastically: all tokens share one draw, as they do where groups run together. Else None."""
+    if call.settings is None:
+        return None
+    target, _ = steps.plan_gradient(g_RN.device, call.settings, True, False, False)
+    if target.seed is None:
+        return None
+    fmt = spec_of(target.row).format.name
+    row = quantize_2d(g_RN, f"{fmt}@rows", rule=target.rule, seed=target.seed).row
+    assert row is not None
+
+    def of(start: int, end: int) -> Operand:
+        part = row._replace(
+            codes=row.codes[start:end], scales=row.scales[start:end], rows=end - start
+        )
+        return convert_2d(part, target.row)
+
+    return of
 
 
 def _plain_wgrad(g_MN: Tensor, x_MK: Tensor) -> Wgrad:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from te_mx import formats
-from te_mx._ops import Epilogue, Operand, Stack, capturing, gemm_2d
+from te_mx._ops import Epilogue, Operand, Stack, capturing, checks, gemm_2d
 from te_mx._ops.library import define
 from te_mx._ops.linear import frozen_kernel
 from te_mx.autograd import few_rows
@@ -193,6 +193,8 @@ def _run(
     words: str, n: int, act: str, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     settings, groups = of_words(words), 0 if offs is None else len(offs)
+    _check(x, weights, bias, offs, how, settings, n)
+    checks.float_dtype(out_dtype)
     owner, kept, tag = _known(weights, key, settings, x.device, how)
     if owner is not None and (kept is not None or how != MASTERS):
         weight = weight_of(owner, key, kept, (n, x.shape[-1]), groups)
@@ -210,6 +212,53 @@ def _run(
     if not act:
         return made
     return activation(flatten(made), Activation(act)).view_as(made)
+
+
+def _check(
+    x: Tensor, weights: list[Tensor], bias: Tensor | None, offs: Tensor | None, how: str,
+    settings: Settings, n: int,
+) -> None:  # fmt: skip
+    """Raise ValueError unless x [.., k], weights [n, k], of which there are some of codes only, or
+    one for each group, and a bias [n] of each belong together."""
+    if x.dim() == 0 or x.shape[-1] == 0 or how not in (MASTERS, CODES, AS_IS):
+        raise ValueError(
+            f"te_mx: needs x [.., k] and weights as {MASTERS!r}, {CODES!r} or {AS_IS!r}, got "
+            f"{tuple(x.shape)} and {how!r}"
+        )
+    if offs is not None:
+        checks.offsets(offs, x.device)
+    groups = () if offs is None else (len(offs),)
+    if bias is not None and bias.shape != (*groups, n):
+        raise ValueError(f"te_mx: bias must be {[*groups, n]}, got {tuple(bias.shape)}")
+    if how == MASTERS:
+        _check_masters(weights, groups, n, x.shape[-1])
+    elif len(weights) != 2:
+        raise ValueError(f"te_mx: a weight of codes is two tensors, got {len(weights)}")
+    elif groups:
+        _stack(weights, settings, *groups, n, x.shape[-1])
+    else:
+        _operand(weights, settings, n, x.shape[-1])
+
+
+def _check_masters(weights: list[Tensor], groups: tuple[int, ...], n: int, k: int) -> None:
+    shapes = [tuple(weight.shape) for weight in weights]
+    stacked = bool(groups) and len(shapes) == 1 and len(shapes[0]) == 3
+    fits = all(len(shape) == 2 and shape[1] == k for shape in shapes)
+    if groups:
+        fits = fits and len(shapes) == groups[0] and all(shape[0] == n for shape in shapes)
+    else:
+        fits = fits and sum(shape[0] for shape in shapes) == n
+    if not (shapes and fits) and not (stacked and shapes[0] == (*groups, n, k)):
+        raise ValueError(f"te_mx: weights must make {[*groups, n, k]}, got {shapes}")
+
+
+def _operand(weights: list[Tensor], settings: Settings, n: int, k: int) -> Operand:
+    return Operand(*_codes(weights, settings), at_rest(settings.w), n, k).checked("the weight")
+
+
+def _stack(weights: list[Tensor], settings: Settings, groups: int, n: int, k: int) -> Stack:
+    codes, scales = _codes(weights, settings)
+    return Stack(codes, scales, at_rest(settings.w), groups, n, k).checked("the weights")
 
 
 def _known(
@@ -244,7 +293,7 @@ def _dense(
     call = Call(settings, dtype, tag, kept)
     if how == MASTERS:
         return linear(x, _joined(weights), bias, call)
-    row = Operand(*_codes(weights, settings), at_rest(settings.w), n, x.shape[-1])
+    row = _operand(weights, settings, n, x.shape[-1])
     if how == AS_IS:
         return weight_only.linear(x, row, bias, dtype, tag)
     return linear_on_codes(x, row, bias, call)
@@ -261,8 +310,7 @@ def _grouped(
         stacked = weights[0].dim() == 3
         biases: Any = () if bias is None else (bias,) if stacked else bias.unbind(0)
         return grouped_linear(x, offs, (*weights, *biases), call)
-    spec = at_rest(settings.w)
-    row = Stack(*_codes(weights, settings), spec, len(offs), n, x.shape[-1])
+    row = _stack(weights, settings, len(offs), n, x.shape[-1])
     if how == AS_IS:
         return unflatten(weight_only.grouped(flatten(x), Groups(offs), row, bias, dtype, tag), x)
     return grouped_on_codes(x, offs, row, bias, call)
@@ -285,8 +333,10 @@ def _fake(
 
 
 def _run_gemm(*args: Any) -> Tensor:
-    codes, scales, spec, rows, k, weights, bias, key, words, _, gelu, out_dtype = args
+    codes, scales, spec, rows, k, weights, bias, key, words, n, gelu, out_dtype = args
     settings = of_words(words)
+    _check_masters(weights, (), n, k)
+    checks.float_dtype(out_dtype)
     _, kept, tag = _known(weights, key, settings, codes.device)
     with torch.no_grad():
         whole = None if kept is not None else _joined(weights)

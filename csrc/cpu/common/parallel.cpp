@@ -1,6 +1,8 @@
 #include "common/parallel.h"
 
+#include <algorithm>
 #include <atomic>
+#include <thread>
 
 #include "common/job.h"
 #include "common/openmp_team.h"
@@ -15,11 +17,19 @@ void work(void* data) noexcept { run_items(*static_cast<Job*>(data)); }
 
 std::atomic<const char*> last_team{"inline"};
 
+// A team of more members than this has no use, and a runtime that cannot start them ends the
+// process.
+int most_threads() {
+  static const int most = std::max(64, static_cast<int>(std::thread::hardware_concurrency()));
+  return most;
+}
+
 }  // namespace
 
 void run_on_team(int threads, int64_t n_items, void (*fn)(void*) noexcept, void* data) {
   // NOTE: the team keeps `threads` members even for fewer items: libgomp ends the threads that a
   // smaller team leaves out and must start them again for the next torch operator.
+  threads = std::min(threads, most_threads());
   if (openmp_team_run(threads, fn, data)) {
     last_team.store("openmp", std::memory_order_relaxed);
     return;

@@ -142,6 +142,10 @@ Status pack_many(const PackArgs& args) {
   const StridedOperand first = strided(args.operand);
   const Kernel kernel = static_cast<Kernel>(args.execution.kernel);
   const int threads = args.execution.threads;
+  const int64_t bytes = packed_bytes(kernel, args.role, first.rows, first.k, first.blockwise());
+  if (bytes == 0) return kernel_available(kernel) ? Status::bad_argument : Status::unsupported;
+  if (args.groups.count < 0 || args.out_stride < bytes || args.out.codes == nullptr)
+    return Status::bad_argument;
   advise_huge_pages(args.out.codes, args.groups.count * args.out_stride);
   FirstError error;
   parallel_tasks(threads, args.groups.count, threads, [&](int64_t i, int) {

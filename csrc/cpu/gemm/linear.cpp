@@ -81,6 +81,9 @@ Status check_formats(const LinearArgs& a) {
 }  // namespace
 
 int64_t workspace_bytes(const LinearArgs& a) {
+  for (const Scaling& s : {a.scaling, a.w_scaling}) {
+    if (s.block_rows < 1 || s.block_k < 1) return 0;  // which linear_forward() refuses
+  }
   return places(a).gemm + workspace_bytes(product(a, nullptr));
 }
 

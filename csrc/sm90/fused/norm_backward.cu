@@ -163,7 +163,7 @@ int bytes_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 Status normalize_backward(const NormGradArgs& args) {
   const Matrix &dz = args.dz, &x = args.x;
   if (!known(dz.dtype) || !known(x.dtype) || !known(args.dx_dtype) || dz.rows != x.rows ||
-      dz.cols != x.cols) {
+      dz.cols != x.cols || x.rows < 0 || x.cols < 0) {
     return Status::bad_argument;
   }
   if (dz.col_stride != 1 || x.col_stride != 1) return Status::unsupported;

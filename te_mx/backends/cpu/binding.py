@@ -54,9 +54,9 @@ _STATUS = {
     3: "a native kernel found its workspace too small",
 }
 
-# A packed operand starts with this header: magic, kernel, role, rows, k. So it is never read by
-# another kernel.
-_HEADER = struct.Struct("<8siiqq32x")
+# A packed operand starts with this header: magic, kernel, role, rows, k, bytes. So it is never read
+# by another kernel, and a piece of one by none.
+_HEADER = struct.Struct("<8siiqqq24x")
 _MAGIC = b"te_mx.pk"
 HEADER_BYTES = _HEADER.size  # 64: keeps the payload on a cache line
 WIDE_SPREAD = 83  # as kWideSpread in cpu.h; a test compares them
@@ -218,8 +218,8 @@ def pack(operand: Operand, kernel: str, role: str, packed: Tensor) -> bool:
     """Write the packed form into uint8 [packed_bytes]; False when the native code does not."""
     kernel_id, native_role = KERNEL_IDS[kernel], ROLES[role]
     source = _operand(operand._replace(packed=None), kernel_id, role)
-    address = packed.data_ptr()
-    header = _HEADER.pack(_MAGIC, kernel_id, native_role, operand.rows, operand.k)
+    address, size = packed.data_ptr(), packed.numel()
+    header = _HEADER.pack(_MAGIC, kernel_id, native_role, operand.rows, operand.k, size)
     ctypes.memmove(address, header, HEADER_BYTES)
     args = _native.PackArgs(
         operand=source, role=native_role, out_codes=address + HEADER_BYTES, kernel=kernel_id,
@@ -241,5 +241,5 @@ def packed_for(packed: Tensor) -> tuple[int, int, int, int] | None:
     address = packed.data_ptr()
     if address % HEADER_BYTES or packed.numel() <= HEADER_BYTES or not packed.is_contiguous():
         return None
-    magic, *found = _HEADER.unpack(ctypes.string_at(address, HEADER_BYTES))
-    return tuple(found) if magic == _MAGIC else None
+    magic, *found, size = _HEADER.unpack(ctypes.string_at(address, HEADER_BYTES))
+    return tuple(found) if magic == _MAGIC and size == packed.numel() else None

@@ -189,6 +189,8 @@ def _packed_for(packed: Tensor | None, kernel: int, operand: StackedOperand) -> 
         kernel, ROLES["a"], operand.groups, operand.rows, operand.k
     ]:  # fmt: skip
         return 0, 0
+    if packed.numel() != HEADER_BYTES + operand.groups * stride:  # a piece of one
+        return 0, 0
     return packed.data_ptr() + HEADER_BYTES, stride
 
 

@@ -1,0 +1,46 @@
+"""A call of a private op, or of a function of a native module, may raise; it never ends the
+process."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import private_calls
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+MODULES = ["te_mx._native", "te_mx._sm90"]
+BUILT = [name for name in MODULES if importlib.util.find_spec(name) is not None]
+
+
+def test_the_table_has_every_op():
+    import te_mx.nn.frozen_op  # noqa: F401 (it defines two)
+
+    schemas = torch._C._jit_get_all_schemas()
+    ops = {one.name.removeprefix("te_mx::") for one in schemas if one.name.startswith("te_mx::")}
+    assert ops == {name for name, _ in private_calls.op_calls()}
+
+
+@pytest.mark.parametrize("what", ["ops", *BUILT])
+def test_no_call_ends_the_process(what, tmp_path):
+    log, first, ended = tmp_path / "log", 0, []
+    path = os.pathsep.join([str(HERE.parents[1]), *sys.path])
+    while len(ended) < 5:
+        command = [sys.executable, str(HERE / "private_calls.py"), what, str(log), str(first)]
+        process = subprocess.run(
+            command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+        )
+        number, name, *_ = log.read_text().split("\n") if log.exists() else ("0", "start")
+        if process.returncode == 0:
+            break
+        how = process.returncode
+        ended.append(f"{signal.Signals(-how).name if how < 0 else process.stderr[-600:]}: {name}")
+        first = int(number) + 1
+    assert not ended, "\n".join(ended)
+    assert name == "all" and int(number) > 300
