@@ -21,7 +21,6 @@ from te_mx.arguments import check_flag, check_module, check_size, shown
 from te_mx.conversion.bound import bind
 from te_mx.conversion.decisions import Decisions, Wanted, decide
 from te_mx.conversion.layers import seam_of
-from te_mx.conversion.matrices import describe
 from te_mx.conversion.report import ConversionReport
 from te_mx.fusion.in_place import fuse_in_place
 from te_mx.fusion.sequences import fuse_all
@@ -168,4 +167,4 @@ def _why_nothing(report: ConversionReport) -> str:
         why = f"all {len(report)} nn.Linear of {kind} were skipped, most because: {reason}"
     else:
         why = f"{kind} has no nn.Linear"
-    return f"{why}; {describe(report.matrices)}" if report.matrices else why
+    return "; ".join(filter(None, [why, *report.totals.splitlines()]))

@@ -251,7 +251,10 @@ def test_rules_and_elements_are_what_was_asked_for():
     first = report["1"][0]
     assert first.saturated > 0 and first.elements == 2 * 128 * 64
     assert "at most about 19,200 elements" in str(report)
-    assert list(te_mx.inspect(model, x[:2]).about.rules) == list(formats.names())
+    usual = ["mxfp8_e4m3", "mxfp8_e5m2", "fp8_e4m3_1x128", "mxfp6_e2m3", "mxfp4"]
+    assert list(te_mx.inspect(model, x[:2]).about.rules) == usual
+    every = te_mx.inspect(model, x[:2], formats=formats.names())
+    assert list(every.about.rules) == list(formats.names())
 
 
 # ------------------------------------------------------------------------------ nothing has changed

@@ -26,6 +26,31 @@ class Matrix(NamedTuple):
     held: bool
 
 
+class Census(NamedTuple):
+    """The parameters of a model, each counted once: its matrices, the weights of its convolutions,
+    and the elements of all parameters."""
+
+    matrices: list[Matrix]
+    convolutions: list[Matrix]
+    elements: int
+
+
+def census_of(model: nn.Module, also: Collection[nn.Module] = ()) -> Census:
+    """`also`: modules that count as te_mx's."""
+    convolutions: dict[int, Matrix] = {}
+    for name, module in model.named_modules():
+        weight = module.weight if isinstance(module, _ConvNd) else None
+        if weight is not None and not is_lazy(weight):
+            path = f"{name}.weight" if name else "weight"
+            row = Matrix(path, type(module).__name__, tuple(weight.shape), weight.numel(), False)
+            convolutions.setdefault(id(weight), row)
+    matrices = matrices_of(model, also)
+    elements = sum(value.numel() for value in model.parameters() if not is_lazy(value))
+    dropped = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    codes = sum(matrix.elements for matrix in matrices if matrix.name not in dropped)
+    return Census(matrices, list(convolutions.values()), elements + codes)
+
+
 def matrices_of(model: nn.Module, also: Collection[nn.Module] = ()) -> list[Matrix]:
     """The matrix parameters of a model, each once: those of two or three dimensions (experts are
     stacked) without one of size 1, but no embeddings, convolutions and normalizations. An embedding
@@ -51,17 +76,37 @@ def matrices_of(model: nn.Module, also: Collection[nn.Module] = ()) -> list[Matr
     return list(found.values())
 
 
-def describe(matrices: list[Matrix], shown: int = 5) -> str:
-    """One line: the share that te_mx holds, and the largest of the others."""
-    total = sum(matrix.elements for matrix in matrices)
-    left = left_of(matrices)
-    share = 1000 * (total - sum(matrix.elements for matrix in left)) // total
-    line = f"matrix parameters: {share / 10:g} % of {total:,} elements are in te_mx layers"
-    if not left:
-        return line
-    names = [f"{m.name} {list(m.shape)} ({m.kind})" for m in left[:shown]]
-    largest = "" if len(left) <= shown else f", the largest {shown}"
-    return f"{line}; {len(left)} others{largest}: {', '.join(names)}"
+def describe(census: Census, shown: int = 5) -> str:
+    """The share that te_mx holds, of the matrices and of all parameters; the largest of the other
+    matrices; the convolutions, if any."""
+    lines, left = [], left_of(census.matrices)
+    if census.matrices:
+        total = sum(matrix.elements for matrix in census.matrices)
+        held = total - sum(matrix.elements for matrix in left)
+        line = (
+            f"matrix parameters: {_percent(held, total)} % of {total:,} elements are in te_mx "
+            f"layers, {_percent(held, census.elements)} % of all {census.elements:,} parameters"
+        )
+        lines.append(line + (f"; {len(left)} others{_some(left, shown)}" if left else ""))
+    if census.convolutions:
+        large = sorted(census.convolutions, key=lambda m: -m.elements)
+        share = _percent(sum(m.elements for m in large), census.elements)
+        count = f"{len(large)} convolutions stay" if len(large) > 1 else "1 convolution stays"
+        lines.append(f"{count}, {share} % of all parameters{_some(large, shown)}")
+    return "\n".join(lines)
+
+
+def _percent(part: int, whole: int) -> str:
+    """Rounded down, so that 100 is all of it; small shares with two digits."""
+    share = 100 * part / whole
+    return f"{1000 * part // whole / 10:g}" if share >= 1 or not part else f"{share:.2g}"
+
+
+def _some(matrices: list[Matrix], shown: int) -> str:
+    """ ": name [shape] (class), ..", and that these are the largest where there are more."""
+    names = [f"{m.name} {list(m.shape)} ({m.kind})" for m in matrices[:shown]]
+    largest = "" if len(matrices) <= shown else f", the largest {shown}"
+    return f"{largest}: {', '.join(names)}"
 
 
 def left_of(matrices: list[Matrix]) -> list[Matrix]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import nn
 
 from te_mx.arguments import is_one_of, shown
-from te_mx.conversion.matrices import Matrix, describe, left_of, matrices_of
+from te_mx.conversion.matrices import Matrix, census_of, describe, left_of
 from te_mx.recipe import Recipe
 from te_mx.report import table
 
@@ -43,7 +43,9 @@ class ConversionReport:
     `model` is the model itself: layers change in place, also when the model is a single nn.Linear.
     `matrices` are its matrix parameters, which say how much of it was converted: parameters of two
     or three dimensions, each counted once, but those of embeddings, convolutions and
-    normalizations, and those with a dimension of size 1. `recipe` is what was bound, or None.
+    normalizations, and those with a dimension of size 1. `convolutions` are the weights of those,
+    which te_mx does not run, `parameters` is the number of elements of all parameters. `recipe` is
+    what was bound, or None.
     """
 
     def __init__(
@@ -56,7 +58,8 @@ class ConversionReport:
         self.model = model
         self.layers = layers
         self.recipe = recipe
-        self.matrices = matrices_of(model, also)
+        self._census = census_of(model, also)
+        self.matrices, self.convolutions, self.parameters = self._census
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -88,7 +91,8 @@ class ConversionReport:
     @property
     def share(self) -> float:
         """The share of the elements of all matrix parameters that te_mx layers hold (or would, in a
-        dry run), 0 to 1; 0 for a model without any."""
+        dry run), 0 to 1; 0 for a model without any. Convolutions and embeddings are no part of it;
+        the last lines of the report say what share of all parameters it is."""
         total = sum(matrix.elements for matrix in self.matrices)
         return sum(m.elements for m in self.matrices if m.held) / total if total else 0.0
 
@@ -96,6 +100,12 @@ class ConversionReport:
     def left(self) -> list[Matrix]:
         """The matrix parameters of other modules, the largest first."""
         return left_of(self.matrices)
+
+    @property
+    def totals(self) -> str:
+        """The last lines: what te_mx holds of the matrices and of all parameters, and what of both
+        is left; empty for a model without matrices and convolutions."""
+        return describe(self._census)
 
     def __str__(self) -> str:
         counts = Counter(layer.status for layer in self.layers)
@@ -105,9 +115,7 @@ class ConversionReport:
             lines.append(f"recipe bound to te_mx modules: {self.recipe!r}")
         if self.layers:
             lines.append(table(LayerReport._fields, self.layers))
-        if self.matrices:
-            lines.append(describe(self.matrices))
-        return "\n".join(lines)
+        return "\n".join([*lines, *filter(None, [self.totals])])
 
     def _bypassed(self) -> str:
         """Of te_mx layers that do not run in eval mode."""

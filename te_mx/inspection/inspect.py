@@ -20,6 +20,8 @@ from te_mx.inspection.layers import Layer, layers_of, untouched
 from te_mx.inspection.report import About, InspectionReport, readings_of
 from te_mx.layouts import sm90_tiles
 
+# One of each width and family, and E5M2 for gradients: a table that can be read.
+USUAL = "mxfp8_e4m3", "mxfp8_e5m2", "fp8_e4m3_1x128", "mxfp6_e2m3", "mxfp4"
 STAND_IN = "half the sum of squares of the output, a stand-in"
 
 
@@ -57,7 +59,8 @@ def inspect(
     Args:
         batch: what the model takes: a dict is passed as keywords, a tuple or list as positions, a
             tensor alone.
-        formats: names of `te_mx.formats.names()`; None for all of them.
+        formats: of `te_mx.formats.names()`, which may be passed whole; None for "mxfp8_e4m3",
+            "mxfp8_e5m2", "fp8_e4m3_1x128", "mxfp6_e2m3" and "mxfp4".
         loss_fn: ``loss_fn(output)`` -> the scalar that backward starts from. None: the output's
             ``loss`` (that of a Hugging Face model that was given labels), or the output itself if
             it is a scalar, or half the sum of squares of its first tensor. The last one stands in
@@ -119,12 +122,12 @@ def inspect(
 # ---------------------------------------------------------------------------------------- arguments
 def _rules(names: Any, rule: Any) -> dict[Format, str]:
     """The formats, each with its scale rule."""
-    every = names is None
+    usual = names is None
     if isinstance(names, str):
         names = (names,)
-    elif not every and not (isinstance(names, Iterable) and not isinstance(names, Tensor)):
+    elif not usual and not (isinstance(names, Iterable) and not isinstance(names, Tensor)):
         raise TypeError(f"inspect: formats must be names of formats, got {shown(names)}")
-    listed = all_formats.names() if every else list(names)
+    listed = list(USUAL if usual else names)
     known = ", ".join(all_formats.names())
     if not listed:
         raise ValueError(f"inspect: formats must name one or more of {known}, got none")
@@ -138,7 +141,7 @@ def _rules(names: Any, rule: Any) -> dict[Format, str]:
         if fmt.transform is not None:
             raise ValueError(f"inspect: formats must be among {known}, got {shown(name)}")
         has = fmt.scaling
-        if rule is not None and not has.knows(rule) and not (every and _is_known(rule)):
+        if rule is not None and not has.knows(rule) and not (usual and _is_known(rule)):
             raise ValueError(
                 f"inspect: scale_rule must be one of {has.shown_rules} for {fmt}, got {shown(rule)}"
             )

@@ -144,11 +144,17 @@ def test_the_share_of_the_matrices(first_time):
         assert report.share == pytest.approx(reached / total)
         assert [m.name for m in report.left] == ["experts.gate_up_proj", "experts.down_proj"]
     assert str(report).splitlines()[-1] == (
-        "matrix parameters: 12.3 % of 7,008 elements are in te_mx layers; 2 others: "
-        "experts.gate_up_proj [4, 64, 16] (Experts), experts.down_proj [4, 16, 32] (Experts)"
+        "1 convolution stays, 1.2 % of all parameters: conv.weight [8, 4, 3] (Conv1d)"
+    )
+    every = sum(parameter.numel() for parameter in model.parameters())
+    assert report.parameters == every and str(report).splitlines()[-2] == (
+        "matrix parameters: 12.3 % of 7,008 elements are in te_mx layers, 11.1 % of all "
+        f"{every:,} parameters; 2 others: experts.gate_up_proj [4, 64, 16] (Experts), "
+        "experts.down_proj [4, 16, 32] (Experts)"
     )
     te_mx.freeze_weights(model["gate"], drop_master=True)
     again = te_mx.convert_model(model)  # without a warning: there are te_mx layers
+    assert again.parameters == every
     assert again.share == pytest.approx(reached / total)
     assert te_mx.revert_model(nn.Sequential(te_mx.Linear(4, 4))).share == 0
 
@@ -158,7 +164,21 @@ def test_all_of_it_and_nearly_all():
     line = str(te_mx.convert_model(model)).splitlines()[-1]
     assert "99.9 % of 1,000,024 elements" in line and "6 others, the largest 5: 1.weight" in line
     line = str(te_mx.convert_model(nn.Sequential(nn.Linear(4, 4)))).splitlines()[-1]
-    assert line == "matrix parameters: 100 % of 16 elements are in te_mx layers"
+    assert line.endswith("100 % of 16 elements are in te_mx layers, 80 % of all 20 parameters")
+
+
+def test_what_a_share_is_a_share_of():
+    """All matrices of a network of convolutions are next to nothing of it."""
+    blocks = [nn.Conv2d(256, 256, 3, bias=False) for _ in range(6)]
+    model = nn.Sequential(*blocks, nn.Flatten(), nn.Linear(256, 10))
+    report = te_mx.convert_model(model)
+    assert report.share == 1 and len(report.convolutions) == 6
+    matrices, convolutions = str(report).splitlines()[-2:]
+    assert "100 % of 2,560 elements are in te_mx layers, 0.072 % of all 3,541,514" in matrices
+    assert convolutions.startswith("6 convolutions stay, 99.9 % of all parameters, the largest 5: ")
+    assert "0.weight [256, 256, 3, 3] (Conv2d)" in convolutions
+    with pytest.warns(te_mx.ConversionWarning, match="no nn.Linear; 1 convolution stays, 100 %"):
+        te_mx.convert_model(nn.Sequential(nn.Conv2d(3, 4, 3, bias=False)))
 
 
 # ------------------------------------------------------------------------ trained without a region
