@@ -10,9 +10,9 @@ from torch import Tensor
 from te_mx._ops.moe import check_routed, moe_gemm
 from te_mx.arguments import check_address, check_flag, check_size, shown
 from te_mx.autograd.steps import mode_of
+from te_mx.dispatch.groups import readable
 from te_mx.dispatch.moe import RoutedGemm, Routing
 from te_mx.epilogue import check_dtype
-from te_mx.grouped_arguments import readable
 from te_mx.grouped_rows import settings_of
 from te_mx.moe.arguments import (
     check_ids,
