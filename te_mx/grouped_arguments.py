@@ -11,7 +11,7 @@ from torch import Tensor
 from te_mx.arguments import check_address, check_dense, check_memory, shown
 from te_mx.autograd import joining
 from te_mx.dispatch.calls import FLOAT_DTYPES
-from te_mx.dispatch.groups import INDEX_DTYPES, host_bounds, known_to_host
+from te_mx.dispatch.groups import INDEX_DTYPES, host_bounds, readable
 from te_mx.layouts.operand import Stack
 
 
@@ -146,11 +146,6 @@ def _tensors(name: str, value: Any, inp: Tensor) -> tuple[Tensor, ...]:
     return found
 
 
-def readable(tensor: Tensor) -> bool:
-    """Whether looking at values waits for nothing and breaks no graph."""
-    return known_to_host(tensor) and not torch.compiler.is_compiling()
-
-
 def check_index(
     tensor: Tensor, name: str, shape: tuple[int, ...] | None, inp: Tensor,
     owner: str = "grouped_linear",
@@ -168,7 +163,7 @@ def check_index(
             "to the CPU"
         )
     if name == "offs" and readable(tensor):
-        host_bounds(tensor, 0, len(inp))
+        host_bounds(tensor, 0, inp.shape[0])
 
 
 def wgrad_shape(grad: Tensor, inp: Tensor, offs: Tensor) -> tuple[int, int, int]:
@@ -179,9 +174,10 @@ def wgrad_shape(grad: Tensor, inp: Tensor, offs: Tensor) -> tuple[int, int, int]
                 f"grouped_wgrad: {name} must be a matrix, got shape {tuple(value.shape)}"
             )
     check_place("grouped_wgrad: grad", grad, inp)
-    if len(grad) != len(inp):
+    if grad.shape[0] != inp.shape[0]:
         raise ValueError(
-            f"grouped_wgrad: grad and inp must have the same rows, got {len(grad)} and {len(inp)}"
+            f"grouped_wgrad: grad and inp must have the same rows, got {grad.shape[0]} and "
+            f"{inp.shape[0]}"
         )
     check_index(offs, "offs", None, inp, "grouped_wgrad")
     return len(offs), grad.shape[1], inp.shape[1]

@@ -219,4 +219,4 @@ def _check_sizes(shape: tuple[int, ...], first: Tensor, rhs: Stack, masked: bool
 
 def _taken(lhs: Operand, rows: Rows) -> Operand:
     codes, scales = rows.taken(lhs.codes), rows.taken(lhs.scales)
-    return lhs._replace(codes=codes, scales=scales, rows=len(codes))
+    return lhs._replace(codes=codes, scales=scales, rows=codes.shape[0])

@@ -25,7 +25,8 @@ from torch import Tensor
 from te_mx import context
 from te_mx.arguments import check_size
 from te_mx.dispatch.grouped_calls import Groups
-from te_mx.grouped_arguments import check_index, readable
+from te_mx.dispatch.groups import readable
+from te_mx.grouped_arguments import check_index
 from te_mx.recipe import Settings, resolve_recipe
 from te_mx.recipes.resolve import DEFAULT_SETTINGS
 
@@ -114,7 +115,7 @@ def rows_of(form: Form, tokens: Any, groups: int, most: int) -> Rows:
         check_index(masked_m, "masked_m", (groups,), tokens, owner)
         return _masked(masked_m, most, owner)
     assert index is not None
-    check_index(index, "index", (len(tokens),), tokens, owner)
+    check_index(index, "index", (tokens.shape[0],), tokens, owner)
     if readable(index) and len(index):
         least, most_of = int(index.min()), int(index.max())
         if least < -1 or most_of >= groups:
@@ -138,7 +139,7 @@ def _indexed(index: Tensor, groups: int) -> Rows:
     counts = counts.scatter_add(0, group, torch.ones_like(group))
     made = Groups(counts[:groups].cumsum(0))
     order = torch.argsort(group, stable=True)
-    position = torch.arange(len(order), device=index.device)
+    position = torch.arange(order.shape[0], device=index.device)
     if readable(order) and torch.equal(order, position):
         return Rows(made)
     return Rows(made, order, torch.empty_like(order).scatter(0, order, position))
@@ -154,7 +155,7 @@ def aligned(offs: Tensor, alignment: int, tokens: Tensor, owner: str, gather: bo
     """
     if alignment == 1 or len(offs) == 0:
         return Rows(Groups(offs))
-    rows = len(tokens)
+    rows = tokens.shape[0]
     ends = offs.long().clamp(0, rows).cummax(0).values
     upper = ((ends + alignment - 1) // alignment * alignment).clamp(max=rows)
     if readable(offs):

@@ -8,10 +8,9 @@ from torch import Tensor
 from te_mx import mixed_gemm
 from te_mx._ops import Stack, dequantize_2d
 from te_mx.arguments import check_memory
-from te_mx.context import is_tracing
 from te_mx.dispatch.calls import Epilogue
 from te_mx.dispatch.grouped_calls import Groups
-from te_mx.dispatch.groups import host_bounds, known_to_host
+from te_mx.dispatch.groups import host_bounds, readable
 from te_mx.nn.grouped_plain import grouped_plain
 
 DTYPES = mixed_gemm.DTYPES
@@ -34,9 +33,10 @@ def run(
     decoded at once, to bf16 where all dtypes are that.
     """
     offs, capacity = groups
-    if known_to_host(offs) and not is_tracing():
-        out = x_RK.new_zeros((len(x_RK), weight.rows), dtype=out_dtype)
-        for g, (start, end) in enumerate(zip(*host_bounds(offs, capacity, len(x_RK)), strict=True)):
+    if readable(offs):
+        rows = x_RK.shape[0]
+        out = x_RK.new_zeros((rows, weight.rows), dtype=out_dtype)
+        for g, (start, end) in enumerate(zip(*host_bounds(offs, capacity, rows), strict=True)):
             if end > start:
                 sides = mixed_gemm.Sides(x_RK[start:end], weight.group(g))
                 bias = None if bias_GN is None else bias_GN[g]

@@ -105,8 +105,9 @@ def hide_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object) -> None:
         raise AssertionError("the host looked at the splits")
 
-    for module in (grouped_quantize, sm90_grouped, grouped_operands):
+    for module in (grouped_quantize, sm90_grouped):
         monkeypatch.setattr(module, "known_to_host", lambda offs: False)
+    monkeypatch.setattr(grouped_operands, "readable", lambda offs: False)
     for module in (sm90_grouped, grouped_operands, grouped):
         monkeypatch.setattr(module, "host_bounds", refuse)
     monkeypatch.setattr(binding_grouped, "offs_on_device", lambda offs, device: offs)

@@ -73,7 +73,7 @@ def test_sums_inside_a_block(act: str, recipe: str):
 )
 def test_plain_with_splits_on_a_device(monkeypatch, kernel: bool, module: str):
     """One masked product a group, or torch._grouped_mm."""
-    monkeypatch.setattr(grouped_plain, "known_to_host", lambda offs: False)
+    monkeypatch.setattr(grouped_plain, "readable", lambda offs: False)
     monkeypatch.setattr(grouped_plain, "_has_grouped_mm", lambda *problem: kernel)
     g, layer = gradient(torch.bfloat16), build(module, torch.bfloat16)
     x = torch.randn(ROWS, SIZE).bfloat16()

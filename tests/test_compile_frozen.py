@@ -115,17 +115,51 @@ def test_the_native_calls_and_the_bits_are_those_of_eager(kind, recipe, drop):
             compiled(x, recipe=recipe)
             assert {row.fprop for row in te_mx.audit(module).layers} == {"sm90_decode"}
             calls()
-    # One row, few rows, many rows.
-    assert compiled.graphs == 3
-
-
-def test_few_and_many_rows_of_a_dynamic_size():
-    module = frozen()
-    compiled = Compiled(module, dynamic=True)
-    for m in (2, 40, 7, 31, 90):
-        x = rows(m).view(m, 1, K)
-        assert same(compiled(x), run(module, x))
+    # One row, and any number of rows.
     assert compiled.graphs == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("linear", {}), ("linear", {"drop": True}), ("norm", {"drop": True}), ("mlp", {}),
+        ("gated", {"drop": True}),
+        ("mlp", {"recipe": "mxfp4", "drop": True, "activations": "bf16"}),
+    ],
+)  # fmt: skip
+def test_one_graph_of_any_number_of_rows(kind, how):
+    """With the native calls and the bits of eager code, on either side of few rows."""
+    module = frozen(kind, **how)
+    for bounds in (None, (2, 256)):
+        compiled, few, first = Compiled(module, dynamic=None if bounds else True), 0, 0
+        for m in (2, 40, 7, 64, 65, 90):
+            x = rows(m).view(m, 1, K)
+            if bounds:
+                torch._dynamo.mark_dynamic(x, 0, min=bounds[0], max=bounds[1])
+            expected, eager = run(module, x), calls()
+            assert same(compiled(x), expected) and calls() == eager
+            few, first = few + bool(eager), compiled.graphs if m == 2 else first
+        assert compiled.graphs == first and few >= 2
+
+
+@pytest.mark.parametrize(("least", "most"), [(2, 30), (65, 256)])
+def test_bounds_that_settle_it_leave_one_way(least, most):
+    module = frozen()
+    compiled, x = Compiled(module), rows(least + 3)
+    torch._dynamo.mark_dynamic(x, 0, min=least, max=most)
+    assert same(compiled(x), run(module, x)) and compiled.graphs == 1
+    assert "quantize_beyond" not in compiled.code
+    assert ("frozen_product" in compiled.code) == (most <= 32)
+
+
+def test_any_number_of_rows_are_quantized_once_for_all_layers():
+    first, second = frozen(), frozen(drop=True)
+    compiled = Compiled(lambda x: (first(x), second(x)), dynamic=True)
+    for m in (90, 3):
+        x = rows(m)
+        assert same(compiled(x), (run(first, x), run(second, x)))
+    assert compiled.code.count("te_mx.quantize_beyond") == 2  # few are other numbers for each
+    assert compiled.graphs == 1
 
 
 @pytest.mark.parametrize("act", ["linear", "mlp"])
@@ -320,10 +354,13 @@ def test_the_op_on_tensors_without_data():
     module = frozen(drop=True)
     held = module._held_tensors("weight")
     words = in_words(RECIPES["mxfp8"].settings)
-    given = rows(3), held, module.bias.detach(), None, "weight", "codes", words, N, "", BF16
+    x = rows(3)
+    row = te_mx._ops.quantize_2d(x, "mxfp8_e4m3@rows").row
+    bias = module.bias.detach()
+    given = x, *row[:3], 2, held, bias, None, "weight", "codes", words, N, "", BF16
     torch.library.opcheck(torch.ops.te_mx.frozen_product.default, given)
     kept = frozen()
-    row = te_mx._ops.quantize_2d(rows(3), "mxfp8_e4m3@rows").row
+    torch.library.opcheck(torch.ops.te_mx.quantize_beyond.default, (x, 2, row.spec, "rceil"))
     given = *row[:5], [kept.weight.detach()], kept.bias.detach(), "weight", words, N, "", BF16
     torch.library.opcheck(torch.ops.te_mx.frozen_gemm.default, given)
     assert of_words(words) == RECIPES["mxfp8"].settings

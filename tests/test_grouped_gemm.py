@@ -96,8 +96,10 @@ def unseen(request, monkeypatch):
         for module in (grouped_rows, grouped_columns):
             monkeypatch.setattr(module, "readable", lambda tensor: False)
         plain = mixed_grouped, grouped_plain
-        for module in (grouped_quantize, reference_grouped, *plain):
+        for module in (grouped_quantize, reference_grouped):
             monkeypatch.setattr(module, "known_to_host", lambda offs: False)
+        for module in plain:
+            monkeypatch.setattr(module, "readable", lambda offs: False)
         for module in (cpu_grouped, reference_grouped, *plain):
             monkeypatch.setattr(module, "host_bounds", refuse)
     return request.param

@@ -14,7 +14,7 @@ def norm_rows(step: NormRows) -> Tensor | None:
     """z [rows, cols], the bits of norm_quantize_2d; None where no kernel does it alone, or where
     its arguments do not belong together, which the usual way says."""
     x, weight, bias, _, _, dtype = step
-    if not 0 < x.shape[0] <= FROZEN_ROWS or not is_direct(x, weight, bias):
+    if not is_direct(x, weight, bias) or not 0 < x.shape[0] <= FROZEN_ROWS:
         return None
     for vector in (weight, bias):
         if vector is not None and (

@@ -62,6 +62,13 @@ def rows_2d(x: Tensor, row: str, rule: str) -> Operand:
     return found
 
 
+def rows_beyond_2d(x: Tensor, most: int, row: str, *, rule: str = "rceil") -> Operand:
+    """The rowwise operand of x [rows, k] where it has more rows than `most`, for graphs of any
+    number of rows; of fewer rows it is not made, and its bytes mean nothing."""
+    codes, scales = _QUANTIZE_BEYOND(x, most, row, rule)
+    return Operand(codes, scales, row, x.shape[0], x.shape[1])
+
+
 def rows_call(x: Tensor, row: str, rule: str) -> Callable[..., Operand | None] | None:
     """The call of rows_2d that a kernel makes once for such matrices, or None; it takes memory for
     codes and scales behind x."""
@@ -221,6 +228,16 @@ def _quantize_fake(
     return [*parts, x.new_empty(cols, dtype=sum_dtype)] if col_sum else parts
 
 
+def _quantize_beyond(x: Tensor, most: int, row: str, rule: str) -> list[Tensor]:
+    if x.shape[0] > most:
+        return _quantize(x, row, "", rule, False, torch.float32)
+    return _quantize_beyond_fake(x, most, row, rule)
+
+
+def _quantize_beyond_fake(x: Tensor, most: int, row: str, rule: str) -> list[Tensor]:
+    return _quantize_fake(x, row, "", rule, False, torch.float32)
+
+
 def _dequantizable(operand: Operand, dtype: torch.dtype) -> Operand:
     if dtype != torch.float64:  # for tests
         checks.float_dtype(dtype)
@@ -268,6 +285,11 @@ _QUANTIZE = define(
     "Tensor? seed=None) -> Tensor[]",
     _quantize,
     _quantize_fake,
+)
+_QUANTIZE_BEYOND = define(
+    "quantize_beyond(Tensor x, int most, str row, str rule) -> Tensor[]",
+    _quantize_beyond,
+    _quantize_beyond_fake,
 )
 _DEQUANTIZE = define(
     "dequantize(Tensor codes, Tensor scales, str spec, SymInt rows, SymInt k, ScalarType dtype)"

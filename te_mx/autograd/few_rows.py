@@ -70,8 +70,10 @@ class Weight(NamedTuple):
 
 
 def is_few(x: Tensor, k: int, groups: int = 0) -> bool:
-    """Whether a kernel for few rows may be asked for x [..., k]."""
-    return 0 < x.numel() <= frozen_rows(groups) * k
+    """Whether a kernel for few rows may be asked for x [..., k]; not in a trace of any number of
+    rows, which would be one of few alone."""
+    size = x.numel()
+    return type(size) is int and 0 < size <= frozen_rows(groups) * k
 
 
 def has_form(weight: Weight) -> bool:

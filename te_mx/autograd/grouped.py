@@ -246,7 +246,7 @@ def grouped_linear(x: Tensor, offs: Tensor, parts: Sequence[Tensor], call: Group
     settings = call.settings
     if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in parts)):
         if not by_steps(settings):
-            bounds = bounds_of(offs, call.capacity, len(flatten(x)))
+            bounds = bounds_of(offs, call.capacity, flatten(x).shape[0])
             still = None if call.kept is None else (call.kept.row, call.kept.col)
             loop = Call(
                 bounds, still, settings, call.out_dtype, call.tag, call.save_x, call.sink,

@@ -22,7 +22,7 @@ from te_mx.autograd.shapes import flatten, shaped, unflatten
 from te_mx.autograd.steps import DGRAD, WGRAD
 from te_mx.autograd.steps_kept import KeptWeight
 from te_mx.autograd.wgrad import INPUT, OUTPUT_GRADIENT, GroupedWgrad, WeightGradient, Wgrad
-from te_mx.dispatch.groups import host_bounds, known_to_host
+from te_mx.dispatch.groups import host_bounds, readable
 from te_mx.layouts import spec_of
 from te_mx.recipes.settings import Settings
 
@@ -49,7 +49,7 @@ def bounds_of(offs: Tensor, capacity: int, rows: int) -> list[tuple[int, int]]:
     Raises:
         NotImplementedError: only the device knows them, or code is being compiled.
     """
-    if not known_to_host(offs) or torch.compiler.is_compiling():
+    if not readable(offs):
         raise NotImplementedError(
             "te_mx.GroupedLinear: this recipe's backward runs group by group, which needs m_splits "
             "as a list or on the CPU, and no torch.compile; got splits that the host does not know"
@@ -75,7 +75,7 @@ class GroupedLoopFunction(torch.autograd.Function):
         ctx.call, ctx.kept, ctx.x_like = call, beside, (x.shape, x.dtype)
         ctx.sinks = (call.sink,)
         ctx.stacked, ctx.dtypes = parts[0].dim() == 3, [p.dtype for p in parts]
-        return outputs(ctx, saved, unflatten(_gathered(made, call.bounds, len(x_RK)), x))
+        return outputs(ctx, saved, unflatten(_gathered(made, call.bounds, x_RK.shape[0]), x))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -168,7 +168,7 @@ def _backward(ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor) -> tuple[Tens
 
     dx = None
     if need_dx:
-        dx = shaped(_gathered(dx_groups, call.bounds, len(g_RN)), ctx.x_like[0])
+        dx = shaped(_gathered(dx_groups, call.bounds, g_RN.shape[0]), ctx.x_like[0])
     dw = place(call.sink, _together(wgrads, ctx.stacked), dtypes[0]) if need_dw else None
     if dw is not None and not ctx.stacked:
         dw = dw.unflatten(0, (count, dw.shape[0] // count))
@@ -231,6 +231,6 @@ def high_precision_loop(
     sink: WeightGradient,
 ) -> Tensor:
     """x [..., K] -> [..., N] by nn.functional.linear, with weight gradients that go to `sink`."""
-    bounds = bounds_of(offs, capacity, len(flatten(x)))
+    bounds = bounds_of(offs, capacity, flatten(x).shape[0])
     call = Call(bounds, None, None, x.dtype, -1, False, sink, has_bias)
     return GroupedLoopFunction.apply(x, call, *parts)[0]

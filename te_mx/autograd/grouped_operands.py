@@ -9,7 +9,7 @@ from torch import Tensor
 
 from te_mx.autograd import joining
 from te_mx.dispatch.grouped_calls import Groups
-from te_mx.dispatch.groups import col_sums_on_device, device_bounds, host_bounds, known_to_host
+from te_mx.dispatch.groups import col_sums_on_device, device_bounds, host_bounds, readable
 
 __all__ = ["Groups", "col_sums", "gradients_of", "split_parts"]
 
@@ -36,7 +36,7 @@ def gradients_of(
 def col_sums(x: Tensor, groups: Groups) -> Tensor:
     """Sums over the rows of each group, fp32 [G, cols]; each is x[start:end].sum(0)."""
     offs, capacity = groups
-    if not known_to_host(offs) or torch.compiler.is_compiling():
-        return col_sums_on_device(x, *device_bounds(offs, capacity, len(x)))
-    bounds = zip(*host_bounds(offs, capacity, len(x)), strict=True)
+    if not readable(offs):
+        return col_sums_on_device(x, *device_bounds(offs, capacity, x.shape[0]))
+    bounds = zip(*host_bounds(offs, capacity, x.shape[0]), strict=True)
     return torch.stack([x[start:end].sum(0, dtype=torch.float32) for start, end in bounds])

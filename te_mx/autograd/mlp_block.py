@@ -29,6 +29,7 @@ from te_mx._ops import Operand, Quantized, Target
 from te_mx._ops.fused import act_quantize_2d
 from te_mx.autograd import input_cache, steps
 from te_mx.autograd.backward import needs_gradient, outputs, place, run_backward, tag_of
+from te_mx.autograd.known_sizes import surely
 from te_mx.autograd.layernorm_mlp import Call as Inner
 from te_mx.autograd.layernorm_mlp import activated, through_activation
 from te_mx.autograd.lent import Lent
@@ -253,7 +254,7 @@ def mlp_block(
     settings = call.settings
     plan = steps.plan_input(x.device, settings, False)
     parts: Any = first[::2]
-    if len(parts) > 1 and x.numel() < parts[0].numel():
+    if len(parts) > 1 and not surely(x.numel() >= parts[0].numel()):
         qa = _activated_apart(x, parts, first[1::2], plan, call)
     else:
         kept1, _ = of_codes(call.codes, settings)

@@ -24,7 +24,7 @@ class Route(NamedTuple):
 
     def inside(self) -> Tensor:
         """Whether a row is some expert's, bool [R, 1]."""
-        row = torch.arange(len(self.order), device=self.order.device)
+        row = torch.arange(self.order.shape[0], device=self.order.device)
         return (row < self.offs[-1]).unsqueeze(1)
 
 
@@ -38,7 +38,7 @@ def route(index_TK: Tensor, experts: int) -> Route:
     sorted_R, order = torch.sort(torch.where(outside, experts, numbers), stable=True)
     every = torch.arange(experts, device=numbers.device, dtype=sorted_R.dtype)
     offs = torch.searchsorted(sorted_R, every, right=True)
-    position = torch.arange(len(order), device=order.device)
+    position = torch.arange(order.shape[0], device=order.device)
     place = torch.empty_like(order).scatter(0, order, position)
     return Route(order, place, offs, index_TK.shape[-1])
 

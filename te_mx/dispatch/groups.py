@@ -68,6 +68,12 @@ def known_to_host(offs: Tensor) -> bool:
     return offs.device.type == "cpu"
 
 
+def readable(tensor: Tensor) -> bool:
+    """Whether looking at values waits for nothing and breaks no graph: code that is compiled or
+    exported has none to look at."""
+    return known_to_host(tensor) and not torch.compiler.is_compiling()
+
+
 def host_bounds(offs: Tensor, capacity: int, rows: int) -> Bounds:
     """The bounds of offs on the CPU. Raises ValueError when they are not those of groups of `rows`
     rows.
@@ -108,7 +114,7 @@ def inside_groups(starts: Tensor, ends: Tensor, rows: int) -> tuple[Tensor, Tens
 @torch.no_grad()
 def col_sums_on_device(x: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
     """Sums of x [R, cols] over the rows of every group, fp32 [G, cols]."""
-    group, inside = inside_groups(starts, ends, len(x))
+    group, inside = inside_groups(starts, ends, x.shape[0])
     values = x.detach().to(torch.float32)
     own = [(inside & (group == g)).unsqueeze(1) for g in range(len(ends))]
     return torch.stack([torch.where(mask, values, 0.0).sum(0) for mask in own])

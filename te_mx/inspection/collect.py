@@ -140,7 +140,7 @@ class Watch(TorchFunctionMode):
             frame.which = step, expert  # of this call, which comes back to `_of_layer`
             made.append(nn.functional.linear(x_RK[start:end], weights_ENK[expert], bias))
             start = end
-        return torch.cat([*made, made[0].new_zeros(len(x_RK) - start, made[0].shape[1])])
+        return torch.cat([*made, made[0].new_zeros(x_RK.shape[0] - start, made[0].shape[1])])
 
     def _product(
         self, which: tuple[str, int], input: Tensor, weight: Tensor, bias: Tensor | None

@@ -158,7 +158,7 @@ class LoraGroupedLinear(nn.Module, LoraLayer):
         if self.disable_adapters or self.merged:
             return result
         dtype, x_RK = result.dtype, flatten(x)
-        groups = groups_of(m_splits, base.num_gemms, len(x_RK), x.device, base._label)
+        groups = groups_of(m_splits, base.num_gemms, x_RK.shape[0], x.device, base._label)
         for name in filter(self.lora_A.__contains__, self.active_adapters):
             a, b = self.lora_A[name], self.lora_B[name]
             inp = self.lora_dropout[name](self._cast_input_dtype(x_RK, a.weight.dtype))
@@ -174,7 +174,7 @@ class LoraGroupedLinear(nn.Module, LoraLayer):
         """What a DoRA adapter adds, [R, N]: 0 on rows of no group."""
         base: Any = self.get_base_layer()
         offs = groups.offs.to(inp.device)
-        row = torch.arange(len(inp), device=inp.device)
+        row = torch.arange(inp.shape[0], device=inp.device)
         group = torch.searchsorted(offs, row, right=True).clamp(max=len(offs) - 1)
         if self.training and not isinstance(self.lora_dropout[name], nn.Identity):
             product = grouped_plain(inp, groups, self._values().to(inp.dtype), ())

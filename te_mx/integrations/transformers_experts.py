@@ -122,7 +122,7 @@ def _check(x: Any, index: Any, scores: Any) -> None:
             raise ValueError(f"experts: {name} must be a tensor {dims}, got {shown(value)}")
     if index.dtype not in INDEX_DTYPES:
         raise TypeError(f"experts: top_k_index must be int32 or int64, got {index.dtype}")
-    if index.shape != scores.shape or len(index) != len(x):
+    if index.shape != scores.shape or index.shape[0] != x.shape[0]:
         raise ValueError(
             "experts: top_k_index and top_k_weights must be [tokens, k] for the tokens of "
             f"hidden_states {tuple(x.shape)}, got {tuple(index.shape)} and {tuple(scores.shape)}"

@@ -10,8 +10,8 @@ from torch import Tensor
 from te_mx._ops import Operand, Stack, quantize_2d
 from te_mx.arguments import check_memory, shown
 from te_mx.autograd import transforms
-from te_mx.dispatch.groups import INDEX_DTYPES
-from te_mx.grouped_arguments import check_floats, readable
+from te_mx.dispatch.groups import INDEX_DTYPES, readable
+from te_mx.grouped_arguments import check_floats
 from te_mx.grouped_gemm import stack_of, tokens_of
 from te_mx.recipes.settings import Settings
 from te_mx.tensor import MXTensor

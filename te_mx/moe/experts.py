@@ -97,7 +97,7 @@ def fused_experts(
         )
     first, second = weights_of(OWNER, "w13", w13), weights_of(OWNER, "w2", w2)
     _check_weights(x, first, second)
-    ids, local = _ids(topk_ids, expert_map, first, len(x))
+    ids, local = _ids(topk_ids, expert_map, first, x.shape[0])
     if local is None:
         check_range(f"{OWNER}: topk_ids", ids, -1, first.groups, "w13 has so many experts")
     routed, top_k = ids.numel(), ids.shape[1]
@@ -105,7 +105,7 @@ def fused_experts(
     bias = _biases(biases, first, second)
     refuse_transforms(OWNER, x, topk_weights, *bias)
     if routed == 0:
-        return x.new_zeros((len(x), second.rows))
+        return x.new_zeros((x.shape[0], second.rows))
     routing, mode = _routing(ids, local, first.groups), mode_of(settings)
     h = x.new_empty((routed, first.rows))
     moe_gemm(RoutedGemm(quantized_rows(x, settings), first, routing, bias[0], None, h, mode))
@@ -117,7 +117,7 @@ def fused_experts(
 def _activated(h: Tensor, act: Activation, interleaved: bool, settings: Settings) -> Operand:
     """f(gate) * up of h [routed, 2 F], quantized."""
     if interleaved:
-        h = h.view(len(h), -1, 2).transpose(1, 2).reshape(h.shape)
+        h = h.view(h.shape[0], -1, 2).transpose(1, 2).reshape(h.shape)
     target = Target(f"{settings.x}@rows", "", settings.scale_rule)
     made = act_quantize_2d(ActStep(h, None, act, h.dtype, False, target)).quantized.row
     assert made is not None
@@ -137,9 +137,9 @@ def _routing(ids: Tensor, expert_map: Tensor | None, experts: int) -> Routing:
     """The routing of slots [M, top_k]: each a block of its own where experts hardly share any, and
     where the host groups them anyhow."""
     flat = ids.reshape(-1)
-    routed, top_k = len(flat), ids.shape[1]
+    routed, top_k = flat.shape[0], ids.shape[1]
     total = experts if expert_map is None else len(expert_map)
-    if 4 * routed <= total or known_to_host(ids):
+    if known_to_host(ids) or 4 * routed <= total:
         if expert_map is not None:
             known = (flat >= 0) & (flat < total)
             flat = torch.where(known, expert_map[torch.where(known, flat, 0)], -1)
@@ -170,7 +170,7 @@ def _check_weights(x: Any, first: Stack, second: Stack) -> None:
 def _ids(topk_ids: Any, expert_map: Any, first: Stack, tokens: int) -> tuple[Tensor, Tensor | None]:
     """topk_ids [M, top_k] and the expert map, int32."""
     ids = check_ids(f"{OWNER}: topk_ids", topk_ids, first.codes.device, "[M, top_k]")
-    if len(ids) != tokens or ids.shape[1] == 0:
+    if ids.shape[0] != tokens or ids.shape[1] == 0:
         raise ValueError(
             f"{OWNER}: topk_ids must be [{tokens}, top_k] for x, got {tuple(ids.shape)}"
         )

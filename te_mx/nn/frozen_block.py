@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_mx._ops.fused import act_quantize_2d
 from te_mx._ops.linear import Gate
 from te_mx.autograd.activation import activation
 from te_mx.autograd.backward import needs_gradient
 from te_mx.autograd.few_rows import Ready
 from te_mx.context import output_dtype
-from te_mx.dispatch.fused import Activation
+from te_mx.dispatch.fused import Activation, ActStep
 from te_mx.nn import frozen_few
 from te_mx.nn.frozen_op import Traced
 from te_mx.nn.linear import Linear
@@ -56,5 +57,10 @@ def run_gated(
         if made is not None:
             return made
     rows: Any = h[0] if len(h) == 1 else torch.cat(h, -1)
-    a = activation(rows.reshape(-1, rows.shape[-1]), act).view(shape)
-    return found.run(a, bias, dtype, tag)
+    rows = rows.reshape(-1, rows.shape[-1])
+    target = found.target(x.device) if isinstance(found, Traced) else None
+    if target is None:
+        return found.run(activation(rows, act).view(shape), bias, dtype, tag)
+    parts = act_quantize_2d(ActStep(rows, None, act, dtype, True, target))
+    assert isinstance(found, Traced) and parts.out is not None
+    return found.run(parts.out.view(shape), bias, dtype, tag, row=parts.quantized.row)

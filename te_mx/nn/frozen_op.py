@@ -1,5 +1,10 @@
-"""te_mx::frozen_product: few rows times a weight of a frozen module, in compiled code; and
+"""te_mx::frozen_product: rows times a weight of a frozen module, in compiled code; and
 te_mx::frozen_gemm: rows that are quantized already times one with a master.
+
+Whether rows are few is decided when the op runs, so that a graph may be one of any number of rows.
+Many rows are read quantized: once for all layers, in the op that made them where there is one.
+Where a graph has few rows alone they are not quantized in it, and where it has many alone the
+layers are the steps of eager code.
 
 A graph knows tensors, neither modules nor what they keep. So the op is given what the module holds
 (parameters, or codes and scales), and its result is a function of these and the other arguments.
@@ -19,13 +24,15 @@ import torch
 from torch import Tensor
 
 from te_mx import formats
-from te_mx._ops import Epilogue, Operand, Stack, capturing, checks, gemm_2d
+from te_mx._ops import Epilogue, Operand, Stack, Target, capturing, checks, gemm_2d
 from te_mx._ops.library import define
 from te_mx._ops.linear import frozen_kernel
+from te_mx._ops.quantize import rows_beyond_2d
 from te_mx.autograd import few_rows
 from te_mx.autograd.activation import activation
 from te_mx.autograd.backward import needs_gradient, tag_of
 from te_mx.autograd.grouped import GroupedCall, grouped_linear, grouped_on_codes
+from te_mx.autograd.known_sizes import surely
 from te_mx.autograd.linear import Call, linear, linear_on_codes
 from te_mx.autograd.shapes import flatten, unflatten
 from te_mx.autograd.sought import Sought
@@ -53,23 +60,44 @@ MASTERS, CODES, AS_IS = "masters", "codes", "inputs as they are"
 
 # ------------------------------------------------------------------------------------ while tracing
 class Traced(NamedTuple):
-    """What few_rows.Ready is in eager code: the product of few rows and a weight of a module."""
+    """What few_rows.Ready is in eager code: the product of few rows and a weight of a module; or of
+    any number of rows, where a graph has more numbers than that. most: of rows that are few."""
 
     module: Any
     key: str
     settings: Settings
+    most: int
+    any_number: bool
+
+    def together(self, other: Traced) -> tuple[Traced, Traced]:
+        """Products one behind the other, which eager code runs both in one way or the other."""
+        most = min(self.most, other.most)
+        any_number = self.any_number or other.any_number
+        one, two = (each._replace(most=most, any_number=any_number) for each in (self, other))
+        return one, two
+
+    def target(self, device: torch.device) -> Target | None:
+        """How what makes the rows quantizes them too, None where nobody would read that."""
+        if not self.any_number or _how(self.module) == AS_IS:
+            return None
+        return plan_input(device, self.settings, False).target
 
     def run(
         self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype, tag: int = -1,
-        offs: Tensor | None = None, act: str | None = None,
+        offs: Tensor | None = None, act: str | None = None, row: Operand | None = None,
     ) -> Tensor:  # fmt: skip
-        """act(x [..., k] @ w^T + bias) [..., n]; offs: ends of the groups of rows."""
-        module, key, settings = self
+        """act(x [..., k] @ w^T + bias) [..., n]; offs: ends of the groups of rows; row: x
+        quantized to `target`."""
+        module, key, settings, most, any_number = self
         held, n = module._held_tensors(key), module._shape_of(key)[-2]
-        words = in_words(settings)
+        words, target = in_words(settings), self.target(x.device)
+        if target is not None and offs is None and row is None:
+            row = rows_beyond_2d(flatten(x), most, target.row, rule=target.rule)
+        codes, scales, spec = (None, None, "") if row is None else row[:3]
         return FROZEN_PRODUCT(
-            x, held, bias, offs, key, _how(module), words, n, act or "", out_dtype
-        )
+            x, codes, scales, spec, most if any_number else -1, held, bias, offs, key,
+            _how(module), words, n, act or "", out_dtype,
+        )  # fmt: skip
 
 
 def ready(
@@ -77,12 +105,9 @@ def ready(
     multiplies: bool = False,
 ) -> Traced | None:  # fmt: skip
     """What Dynamo traces of a product of as many rows as x has, in a dtype, with a weight of a
-    frozen module; None where it is the steps: more rows than the kernel for few takes, a weight
-    that is computed or lent, torch.export. multiplies: only of a kernel that does not leave the
-    product to the GEMM's. Nothing may need a gradient."""
-    # Sympy comes with it: not before somebody compiles.
-    from torch.fx.experimental.symbolic_shapes import guard_or_false
-
+    frozen module; None where it is the steps: surely more rows than the kernel for few takes, or
+    none, a weight that is computed or lent, torch.export. multiplies: only of a kernel that does
+    not leave the product to the GEMM's. Nothing may need a gradient."""
     if not _holds(module, key):
         return None
     *groups, n, k = module._shape_of(key)
@@ -96,9 +121,10 @@ def ready(
     words = few_rows.ANY_RULE if as_is else settings.scale_rule, settings.precision
     sizes = groups[0] if groups else 0, n, k
     most = _most_rows((dtype, x.device), sizes, specs, words, multiplies)
-    if most and guard_or_false(x.numel() > 0) and guard_or_false(x.numel() <= most * x.shape[-1]):
-        return Traced(module, key, settings)
-    return None
+    size, limit = x.numel(), most * x.shape[-1]
+    if not most or surely(size == 0) or surely(size > limit):
+        return None
+    return Traced(module, key, settings, most, not (surely(size > 0) and surely(size <= limit)))
 
 
 def traced(
@@ -188,15 +214,15 @@ _most_rows._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 # --------------------------------------------------------------------------------------------- op
-def _run(
-    x: Tensor, weights: list[Tensor], bias: Tensor | None, offs: Tensor | None, key: str, how: str,
-    words: str, n: int, act: str, out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+def _run(x: Tensor, *args: Any) -> Tensor:
+    codes, scales, spec, most, weights, bias, offs, key, how, words, n, act, out_dtype = args
     settings, groups = of_words(words), 0 if offs is None else len(offs)
     _check(x, weights, bias, offs, how, settings, n)
     checks.float_dtype(out_dtype)
     owner, kept, tag = _known(weights, key, settings, x.device, how)
-    if owner is not None and (kept is not None or how != MASTERS):
+    rows = x.numel() // max(x.shape[-1], 1)
+    few = most < 0 or 0 < rows <= most
+    if few and owner is not None and (kept is not None or how != MASTERS):
         weight = weight_of(owner, key, kept, (n, x.shape[-1]), groups)
         given = None if how == AS_IS else settings
         if not (capturing(x.device) or few_rows.has_form(weight)):
@@ -205,6 +231,12 @@ def _run(
         y = None if found is None else found.run(x, bias, out_dtype, tag, offs, act or None)
         if y is not None:
             return y
+    if not few and codes is not None and scales is not None:
+        row = Operand(codes, scales, spec, rows, x.shape[-1])
+        gelu = Activation(act).gelu_form if act else None
+        epilogue = Epilogue(bias, gelu)
+        made = _of_codes(row, weights, epilogue, kept, settings, (how, n, out_dtype, tag))
+        return unflatten(activation(made, Activation(act)) if act and not gelu else made, x)
     if offs is None:
         made = _dense(x, weights, bias, kept, settings, (how, n, out_dtype, tag))
     else:
@@ -299,6 +331,23 @@ def _dense(
     return linear_on_codes(x, row, bias, call)
 
 
+def _of_codes(
+    row: Operand, weights: list[Tensor], epilogue: Epilogue, kept: Any, settings: Settings,
+    rest: tuple[str, int, torch.dtype, int],
+) -> Tensor:  # fmt: skip
+    """[rows, n] of rows that are quantized."""
+    how, n, dtype, tag = rest
+    with torch.no_grad():
+        if how == MASTERS:
+            whole = None if kept is not None else _joined(weights)
+            w_row, _ = weight_operands(kept, whole, settings, False)
+        else:
+            w_row = Operand(*_codes(weights, settings), at_rest(settings.w), n, row.k)
+        return gemm_2d(
+            row, w_row, epilogue, out_dtype=dtype, tag=tag, mode=mode_of(settings)
+        ).out  # fmt: skip
+
+
 def _grouped(
     x: Tensor, held: tuple[list[Tensor], Tensor | None, Tensor], kept: Any, settings: Settings,
     rest: tuple[str, int, torch.dtype, int],
@@ -325,11 +374,8 @@ def _codes(weights: list[Tensor], settings: Settings) -> tuple[Tensor, Tensor]:
     return codes, scales.view(formats.get(settings.w).scaling.storage)
 
 
-def _fake(
-    x: Tensor, weights: list[Tensor], bias: Tensor | None, offs: Tensor | None, key: str, how: str,
-    words: str, n: int, act: str, out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    return x.new_empty((*x.shape[:-1], n), dtype=out_dtype)
+def _fake(x: Tensor, *args: Any) -> Tensor:
+    return x.new_empty((*x.shape[:-1], args[10]), dtype=args[12])
 
 
 def _run_gemm(*args: Any) -> Tensor:
@@ -338,13 +384,8 @@ def _run_gemm(*args: Any) -> Tensor:
     _check_masters(weights, (), n, k)
     checks.float_dtype(out_dtype)
     _, kept, tag = _known(weights, key, settings, codes.device)
-    with torch.no_grad():
-        whole = None if kept is not None else _joined(weights)
-        w_row, _ = weight_operands(kept, whole, settings, False)
-        return gemm_2d(
-            Operand(codes, scales, spec, rows, k), w_row, Epilogue(bias, gelu or None),
-            out_dtype=out_dtype, tag=tag, mode=mode_of(settings),
-        ).out  # fmt: skip
+    row, epilogue = Operand(codes, scales, spec, rows, k), Epilogue(bias, gelu or None)
+    return _of_codes(row, weights, epilogue, kept, settings, (MASTERS, n, out_dtype, tag))
 
 
 def _fake_gemm(*args: Any) -> Tensor:
@@ -358,8 +399,9 @@ FROZEN_GEMM = define(
     _fake_gemm,
 )
 FROZEN_PRODUCT = define(
-    "frozen_product(Tensor x, Tensor[] weights, Tensor? bias, Tensor? offs, str key, str how, "
-    "str settings, SymInt n, str act, ScalarType out_dtype) -> Tensor",
+    "frozen_product(Tensor x, Tensor? codes, Tensor? scales, str spec, int most, Tensor[] weights, "
+    "Tensor? bias, Tensor? offs, str key, str how, str settings, SymInt n, str act, "
+    "ScalarType out_dtype) -> Tensor",
     _run,
     _fake,
 )

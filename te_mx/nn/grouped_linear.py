@@ -193,7 +193,7 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
             return self._run_spread(inp, m_splits, is_first_microbatch)
         settings = self._settings()
         self._check_shape(inp, "in_features", self.in_features)
-        rows = inp.numel() // self.in_features if self.in_features else len(flatten(inp))
+        rows = inp.numel() // self.in_features if self.in_features else flatten(inp).shape[0]
         groups = groups_of(m_splits, self.num_gemms, rows, inp.device, self._label)
         if not self.num_gemms:
             return self._run_none(inp, is_first_microbatch)

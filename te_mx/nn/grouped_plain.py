@@ -10,8 +10,7 @@ from torch import Tensor
 
 from te_mx.autograd import joining
 from te_mx.autograd.grouped_operands import Groups
-from te_mx.context import is_tracing
-from te_mx.dispatch.groups import device_bounds, host_bounds, known_to_host
+from te_mx.dispatch.groups import device_bounds, host_bounds, readable
 
 _ALIGNED = 8  # torch._grouped_mm takes rows of whole 16 bytes
 
@@ -27,9 +26,9 @@ def grouped_plain(
     """
     offs, capacity = groups
     each = list(biases) if biases else [None] * len(weights)
-    if not known_to_host(offs) or is_tracing():
-        starts, ends = device_bounds(offs, capacity, len(x_RK))
-        row = torch.arange(len(x_RK), device=x_RK.device).unsqueeze(1)
+    if not readable(offs):
+        starts, ends = device_bounds(offs, capacity, x_RK.shape[0])
+        row = torch.arange(x_RK.shape[0], device=x_RK.device).unsqueeze(1)
         if _has_grouped_mm(x_RK, weights[0], capacity):
             return _grouped_mm(x_RK, ends, row, weights, biases)
         total: Tensor | None = None
@@ -42,15 +41,15 @@ def grouped_plain(
         assert total is not None
         return total
     parts, at = [], 0
-    bounds = host_bounds(offs, capacity, len(x_RK))
+    bounds = host_bounds(offs, capacity, x_RK.shape[0])
     for start, end, weight, bias in zip(*bounds, weights, each, strict=True):
         part = F.linear(x_RK[start:end], weight, bias)
         if start > at:
             parts.append(part.new_zeros(start - at, part.shape[1]))
         parts.append(part)
         at = end
-    if at < len(x_RK):
-        parts.append(parts[-1].new_zeros(len(x_RK) - at, parts[-1].shape[1]))
+    if at < x_RK.shape[0]:
+        parts.append(parts[-1].new_zeros(x_RK.shape[0] - at, parts[-1].shape[1]))
     return torch.cat(parts)
 
 
@@ -82,5 +81,5 @@ def _grouped_mm(
         # because its gradient sums over the tokens in fp32; that of an index would sum in bf16.
         rows_G1N = joining.stack(biases).to(torch.bfloat16).unsqueeze(1)
         rows_G8N = F.pad(rows_G1N, (0, 0, 0, _ALIGNED - 1))
-        out = out + torch._grouped_mm(x.new_ones(len(x), _ALIGNED), rows_G8N, offs=offs)
+        out = out + torch._grouped_mm(x.new_ones(x.shape[0], _ALIGNED), rows_G8N, offs=offs)
     return torch.where(inside, out, 0)

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from te_mx.arguments import check_size, shown
 from te_mx.autograd.grouped_operands import Groups
-from te_mx.context import is_tracing
-from te_mx.dispatch.groups import INDEX_DTYPES
+from te_mx.dispatch.groups import INDEX_DTYPES, readable
 
 
 def groups_of(
@@ -42,7 +41,7 @@ def groups_of(
                     "m_splits to that device, or to the CPU"
                 )
             m_splits = m_splits.cpu()
-        if m_splits.device.type == "cpu" and not is_tracing():
+        if readable(m_splits):
             check_splits(m_splits.tolist(), num_gemms, rows, label)
         return Groups(m_splits.cumsum(0))
     splits = _listed(m_splits, label)

@@ -266,8 +266,8 @@ class LayerNormLinear(NormModule):
             if few is None and plain:
                 few = self._ready("weight", kept, (out_features, self.in_features), inp, settings)
             if few is not None:
-                z = self._normalized(inp)
-                y = few.run(z, added, step.dtype, tag)
+                z, beside = self._few_normalized(inp, few)
+                y = few.run(z, added, step.dtype, tag, **beside)
             if y is not None:
                 out = y
             elif self._is_weight_only():

@@ -20,6 +20,7 @@ from te_mx.context import is_tracing, output_dtype
 from te_mx.dispatch.fused import NORMS
 from te_mx.nn import activations, constructors, delayed_wgrad, gated_halves, weight_only
 from te_mx.nn.frozen_block import run_gated
+from te_mx.nn.frozen_op import Traced
 from te_mx.nn.norm_module import NormModule, Together, default_init
 from te_mx.nn.te_arguments import refuse_constructor
 from te_mx.nn.tensor_parallel_group import BOTH, part, shared
@@ -325,9 +326,12 @@ class LayerNormMLP(NormModule):
             two = one and self._ready("fc2_weight", kept[1], (hidden, ffn), inp, settings)
         if one is None or two is None:
             return None
-        z, as_is = self._normalized(inp), self._is_weight_only()
+        if isinstance(one, Traced):
+            one, two = one.together(two)
+        z, beside = self._few_normalized(inp, one)
+        as_is = self._is_weight_only()
         inside = None if act.gated or as_is else act.name
-        h = one.run(z, biases[0], dtype, tags[0], act=inside)
+        h = one.run(z, biases[0], dtype, tags[0], act=inside, **beside)
         if h is None:
             return None
         if act.gated and not as_is:

@@ -15,6 +15,7 @@ from te_mx.autograd.few_rows import Ready
 from te_mx.autograd.high_precision import HighPrecisionLinear
 from te_mx.autograd.norm import normalized
 from te_mx.autograd.normalization import NormStep
+from te_mx.autograd.shapes import flatten
 from te_mx.autograd.steps_kept import KeptWeight
 from te_mx.autograd.wgrad import Queue, WeightGradient
 from te_mx.context import backward_pass_id, is_tracing, output_dtype
@@ -135,6 +136,19 @@ class NormModule(MXModule, nn.Module):
         if is_tracing() and not needs_any and (made := frozen_op.kept(self, key, settings)):
             return made
         return self._kept_weight(key, first, settings, device, need_dx)
+
+    def _few_normalized(
+        self, inp: Tensor, few: Ready | frozen_op.Traced
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """The normalized input of a product of few rows, and what that may read beside it: the same
+        quantized, in a graph of any number of rows."""
+        target = None if isinstance(few, Ready) else few.target(inp.device)
+        if target is None:
+            return self._normalized(inp), {}
+        weight, bias = self.layer_norm_weight, self.layer_norm_bias
+        made = self._step(inp).forward(flatten(inp), weight, bias, True, target)
+        assert made.z is not None
+        return made.z.view(inp.shape), {"row": made.quantized.row}
 
     def _ready_traced(self, key: str, inp: Tensor, settings: Settings) -> frozen_op.Traced | None:
         """As `_ready`, in code that is being compiled; None elsewhere."""

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from te_mx._ops import Operand, Stack, dequantize_2d
 from te_mx.autograd.decoded import decoded_linear
-from te_mx.context import is_tracing
 from te_mx.dispatch.grouped_calls import Groups
-from te_mx.dispatch.groups import host_bounds, known_to_host
+from te_mx.dispatch.groups import host_bounds, readable
 from te_mx.nn.grouped_plain import grouped_plain
 from te_mx.runtime.ran import LAST_RUN
 
@@ -39,9 +38,10 @@ def grouped(
 ) -> Tensor:  # fmt: skip
     """[R, N]: `linear` of the rows of every group; rows of no group are 0."""
     offs, capacity = groups
-    if known_to_host(offs) and not is_tracing():
-        out = x_RK.new_zeros((len(x_RK), weights.rows), dtype=out_dtype)
-        for i, (start, end) in enumerate(zip(*host_bounds(offs, capacity, len(x_RK)), strict=True)):
+    if readable(offs):
+        rows = x_RK.shape[0]
+        out = x_RK.new_zeros((rows, weights.rows), dtype=out_dtype)
+        for i, (start, end) in enumerate(zip(*host_bounds(offs, capacity, rows), strict=True)):
             if end > start:
                 bias = None if bias_GN is None else bias_GN[i]
                 out[start:end] = linear(x_RK[start:end], weights.group(i), bias, out_dtype)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from te_mx.arguments import check_flag, check_number, is_dense, shown
-from te_mx.grouped_arguments import readable
+from te_mx.dispatch.groups import readable
 
 __all__ = ["parallel_cross_entropy"]
 

@@ -58,14 +58,14 @@ class QuantizeGroupsReference(_Reference):
             one = _direction(what, what.row, "", what.col_sum)
             other = _direction(what, "", what.col, False)
             return Quantized(one.row, other.col, one.col_sum)
-        bounds, packed = _bounds(what.groups, len(x)), bool(_kind(row or col)[1])
+        bounds, packed = _bounds(what.groups, x.shape[0]), bool(_kind(row or col)[1])
         if bounds is None and packed:
             raise ValueError(
                 f"te_mx: only Hopper kernels write {row or col} in groups whose ends the device "
                 "knows, and they do not take this problem; quantize to rows and grouped_cols"
             )
         if bounds is None:
-            return grouped_math.quantize(what, *device_bounds(*what.groups, len(x)))
+            return grouped_math.quantize(what, *device_bounds(*what.groups, x.shape[0]))
         return _packed(what, bounds) if packed else _plain(what, bounds)
 
 
