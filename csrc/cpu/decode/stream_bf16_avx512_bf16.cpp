@@ -6,6 +6,8 @@
 // whatever M is; the lanes are added at the end.
 #include "decode/stream_bf16.hpp"
 #include "mxtile/bf16/avx512.hpp"
+#include "mxtile/simd/avx512.hpp"
+#include "mxtile/simd/transpose.hpp"
 
 namespace te_mx::cpu {
 namespace {
@@ -19,6 +21,8 @@ struct Tuning {
   static constexpr int64_t kShortChunk = 32;  // k blocks, M > 4: x chunk and decoded lines in L1
   static constexpr int64_t kAhead = 8 << 10;  // bytes fetched beyond the next quad
   static constexpr int64_t kItemRows = 128;
+  static constexpr int64_t kPackBlocks = 32;      // of x, of an item
+  static constexpr int64_t kInlineBlocks = 1600;  // of x, about 8 us: not worth waking a team
 };
 
 // Rows of x are stored in panels of 1, 2 or 4 rows, with zero rows to fill the last.
@@ -146,9 +150,11 @@ class Stream {
     }
     alignas(64) float turned[kStreamMaxRows * Tuning::kGroup];
     for (int64_t m = 0; m < m_; ++m) {
-      for (int64_t n = 0; n < Tuning::kGroup; ++n) {
-        turned[m * Tuning::kGroup + n] = bf16::sum(bf16::load(sums + (n * kept_ + m) * 16));
-      }
+      bf16::Vec rows[Tuning::kGroup];
+#pragma GCC unroll 16
+      for (int64_t n = 0; n < Tuning::kGroup; ++n)
+        rows[n] = bf16::load(sums + (n * kept_ + m) * 16);
+      bf16::store(turned + m * Tuning::kGroup, mxtile::simd::row_sums<mxtile::simd::Avx512>(rows));
     }
     const int64_t cols = w_.rows - n0 < Tuning::kGroup ? w_.rows - n0 : Tuning::kGroup;
     epilogue_(context_, turned, Tuning::kGroup, 0, n0, static_cast<int>(m_),
@@ -262,9 +268,68 @@ int64_t panel_bytes(Role role, int64_t rows, int64_t k) {
   return role == Role::rhs ? 0 : ceil_div(rows, panel_rows(rows)) * panel_words(k, rows) * 2;
 }
 
+// Blocks [begin, end) of a row of x whose k is contiguous, a line of two at a time; begin is even.
+// Blocks of the panel lie `stride` words apart.
+void pack_lines(const bf16::Avx512Decoder& decoder, const StridedOperand& x, int64_t row, int base,
+                int64_t begin, int64_t end, uint16_t* panel, int64_t stride) {
+  alignas(64) uint32_t words[Tuning::kPackBlocks + 16];
+  alignas(64) uint8_t padded[64];
+  const uint8_t* scales = x.scales + row * x.scale_row_stride;
+  uint32_t nan = 0;
+  for (int64_t b = begin; b < end; b += 16) {
+    const int64_t count = end - b < 16 ? end - b : 16;
+    nan |= bf16::Avx512Decoder::line_words(scales + b, count, base, words + b - begin)
+           << (b - begin);
+  }
+  words[end - begin] = 0;
+  for (int64_t b = begin; b < end; b += 2) {
+    const int64_t k = b * kBlock;
+    const uint8_t* codes = padded;
+    if (k + 64 > x.k) {
+      copy_last_line(x, row, k, padded);
+    } else {
+      codes = x.at(row, k);
+    }
+    const uint32_t* word = words + b - begin;
+    bf16::Words half[2];
+    if (x.nibbles) {
+      half[0] = decoder.decode_packed_block(codes, word[0]);
+      half[1] = decoder.decode_packed_block(codes + 16, word[1]);
+    } else {
+      decoder.decode_line(codes, word[0], word[1], half[0], half[1]);
+    }
+    for (int64_t i = 0; i < 2; ++i) {
+      if (__builtin_expect(nan >> (b - begin + i) & 1, 0)) {
+        half[i] = bf16::or_words(half[i], bf16::broadcast_word(bf16::kQuietNan * 0x10001u));
+      }
+      bf16::store_words(panel + (b + i) * stride, half[i]);
+    }
+  }
+}
+
 Status pack(Role, const StridedOperand& x, const float* exponents, void* panels, int threads) {
   const int64_t blocks = ceil_div(x.k, kBlock), rows = panel_rows(x.rows);
   uint16_t* words = static_cast<uint16_t*>(panels);
+  if (x.code_k_stride == 1) {
+    const bool small = x.rows * blocks < Tuning::kInlineBlocks;
+    parallel_for(small ? 1 : threads, ceil_div(blocks, Tuning::kPackBlocks), [&](int64_t item) {
+      const bf16::Avx512Decoder decoder(x.element);
+      const int64_t begin = item * Tuning::kPackBlocks;
+      const int64_t end =
+          begin + Tuning::kPackBlocks < blocks ? begin + Tuning::kPackBlocks : blocks;
+      for (int64_t r = 0; r < round_up(x.rows, rows); ++r) {
+        uint16_t* to = words + r / rows * panel_words(x.k, x.rows) + r % rows * kBlock;
+        if (r < x.rows) {
+          pack_lines(decoder, x, r, row_byte(exponents[r]), begin, end, to, rows * kBlock);
+          continue;
+        }
+        for (int64_t b = begin; b < round_up(end, 2); ++b) {
+          bf16::store_words(to + b * rows * kBlock, bf16::broadcast_word(0));
+        }
+      }
+    });
+    return Status::ok;
+  }
   Packer<bf16::Avx512Decoder>(x, exponents, TileOrder::compact, words, rows).run<false>(threads);
   if (blocks % 2 == 1) {
     for (int64_t r = 0; r < x.rows; r += rows, words += panel_words(x.k, x.rows)) {

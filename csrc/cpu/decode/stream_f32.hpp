@@ -11,6 +11,7 @@
 #include "common/parallel.h"
 #include "gemm/gemm_internal.hpp"
 #include "gemm/pack_f32.hpp"
+#include "mxtile/simd/transpose.hpp"
 
 namespace te_mx::cpu::f32 {
 
@@ -19,6 +20,7 @@ struct StreamGemm {
   static constexpr int kTaskCols = 32;  // rows of rhs, so columns of D, of one item
   static constexpr int kStripRows = 4;  // rows of rhs decoded together
   static constexpr int kStripK = 256;
+  static constexpr int kGroup = S::kLanes;  // rows of rhs whose sums are added up together
   // Rows of lhs that share a load of decoded values: what 32 or 16 vector registers hold.
   static constexpr int kLhsRows = S::kLanes == 16 ? 4 : 2;
   using F = typename S::F;
@@ -57,9 +59,12 @@ struct StreamGemm {
     parallel_for(threads, o.rows, [&](int64_t row) {
       for (int64_t k = 0; k < o.k; k += kBlock) {
         const int n = static_cast<int>(o.k - k < kBlock ? o.k - k : kBlock);
-        uint8_t codes[kBlock];
-        for (int i = 0; i < n; ++i) {
-          codes[i] = o.code(row, k + i);
+        uint8_t room[kBlock];
+        const uint8_t* codes = room;
+        if (o.code_k_stride == 1) {
+          codes = codes_of<kBlock>(o, row, k, n, room);
+        } else {
+          for (int i = 0; i < n; ++i) room[i] = o.code(row, k + i);
         }
         decode_block<S, E>(codes, n, scale_of(o, exponents, row, k), panel + row * K + k);
       }
@@ -99,10 +104,12 @@ struct StreamGemm {
     }
   }
 
-  // sums[Rows][kStripRows][lanes] += lhs[Rows][n at stride ld] * strip[kStripRows][n]
+  // sums[Rows at stride kSpan][kStripRows][lanes] += lhs[Rows][n at stride ld] *
+  // strip[kStripRows][n]
+  static constexpr int kSpan = kGroup * S::kLanes;
+  static_assert(kGroup % kStripRows == 0 && kTaskCols % kGroup == 0);
   template <int Rows>
   static void dot_strip(const float* lhs, int64_t ld, const float* strip, int64_t n, float* sums) {
-    constexpr int kSpan = kStripRows * S::kLanes;
     F sum[Rows][kStripRows];
     for (int i = 0; i < Rows; ++i) {
       for (int r = 0; r < kStripRows; ++r) sum[i][r] = S::load(sums + i * kSpan + r * S::kLanes);
@@ -133,24 +140,26 @@ struct StreamGemm {
                    int cols, float* acc) {
     const int M = static_cast<int>(args.lhs.rows);
     const int64_t K = round_up(args.lhs.k, kBlock);
-    constexpr int kSpan = kStripRows * S::kLanes;
     alignas(64) float strip[kStripRows * kStripK];
     alignas(64) float sums[kStreamMaxRows * kSpan];
-    for (int c = 0; c < cols; c += kStripRows) {
+    for (int c = 0; c < cols; c += kGroup) {
       for (int i = 0; i < M * kSpan; ++i) sums[i] = 0.0f;
-      for (int64_t k = 0; k < K; k += kStripK) {
+      for (int64_t k = 0; k < K; k += kStripK) {  // so that this part of lhs stays in L1
         const int64_t n = K - k < kStripK ? K - k : kStripK;
-        decode_strip<E>(args.rhs, rhs_exp, n0 + c, k, strip);
-        int m = 0;
-        for (; m + kLhsRows <= M; m += kLhsRows) {
-          dot_strip<kLhsRows>(lhs + m * K + k, K, strip, n, sums + m * kSpan);
+        for (int r = 0; r < kGroup && c + r < cols; r += kStripRows) {
+          decode_strip<E>(args.rhs, rhs_exp, n0 + c + r, k, strip);
+          float* to = sums + r * S::kLanes;
+          int m = 0;
+          for (; m + kLhsRows <= M; m += kLhsRows) {
+            dot_strip<kLhsRows>(lhs + m * K + k, K, strip, n, to + m * kSpan);
+          }
+          for (; m < M; ++m) dot_strip<1>(lhs + m * K + k, K, strip, n, to + m * kSpan);
         }
-        for (; m < M; ++m) dot_strip<1>(lhs + m * K + k, K, strip, n, sums + m * kSpan);
       }
       for (int m = 0; m < M; ++m) {
-        for (int r = 0; r < kStripRows; ++r) {
-          acc[m * kTaskCols + c + r] = add_lanes(sums + m * kSpan + r * S::kLanes);
-        }
+        F rows[kGroup];
+        for (int r = 0; r < kGroup; ++r) rows[r] = S::load(sums + m * kSpan + r * S::kLanes);
+        S::store(acc + m * kTaskCols + c, mxtile::simd::row_sums<S>(rows));
       }
     }
   }

@@ -77,11 +77,26 @@ struct TileSource {
   template <bool k_last>
   void pad_tail(int64_t group, int64_t block, uint8_t* padded) const {
     std::memset(padded, 0, 16 * 32);
-    const int64_t rows = operand.rows - group * 16 < 16 ? operand.rows - group * 16 : 16;
     const int64_t left = operand.k - block * kBlock, ks = left < kBlock ? left : kBlock;
-    for (int64_t r = 0; r < rows; ++r) {
+    const int64_t below = operand.rows - group * 16, rows = below < 16 ? below : 16;
+    if (rows <= 0) return;
+    if constexpr (k_last) {
+      for (int64_t r = 0; r < rows; ++r) {
+        const uint8_t* from = operand.at(group * 16 + r, block * kBlock);
+        if (ks == kBlock) {
+          copy<kBlock>(from, padded + r * kBlock);
+        } else if (!operand.nibbles) {
+          std::memcpy(padded + r * kBlock, from, static_cast<size_t>(ks));
+        } else {
+          for (int64_t k = 0; k < ks; ++k) {
+            padded[r * kBlock + k] = operand.code(group * 16 + r, block * kBlock + k);
+          }
+        }
+      }
+    } else {
       for (int64_t k = 0; k < ks; ++k) {
-        padded[k_last ? r * 32 + k : k * 16 + r] = operand.code(group * 16 + r, block * kBlock + k);
+        std::memcpy(padded + k * 16, operand.at(group * 16, block * kBlock + k),
+                    static_cast<size_t>(rows));
       }
     }
   }

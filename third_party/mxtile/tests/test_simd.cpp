@@ -14,6 +14,7 @@
 #include "mxtile/simd/cpu.hpp"
 #include "mxtile/simd/math.hpp"
 #include "mxtile/simd/portable.hpp"
+#include "mxtile/simd/transpose.hpp"
 
 using S = mxtile::simd::MXTILE_BACKEND;
 using F = S::F;
@@ -323,6 +324,35 @@ void test_activations() {
   check(slope[1] == 0.0f && slope[2] == 0.0f && slope[4] > 1.0f, "dclamped swish", 2, slope[2], 0);
 }
 
+// Numbers of many sizes, so that another order of additions has other bits.
+void test_squares() {
+  constexpr int kLanes = S::kLanes;
+  float in[kLanes][kLanes], out[kLanes];
+  uint32_t state = 1;
+  F x[kLanes], turned[kLanes];
+  for (int i = 0; i < kLanes; ++i) {
+    for (int j = 0; j < kLanes; ++j) {
+      state = state * 1664525u + 1013904223u;
+      in[i][j] = std::ldexp(static_cast<float>(static_cast<int32_t>(state)),
+                            -static_cast<int>(state >> 8) % 40);
+    }
+    x[i] = turned[i] = S::load_part(in[i], kLanes);
+  }
+  mxtile::simd::transpose<S>(turned);
+  for (int i = 0; i < kLanes; ++i) {
+    S::store_part(out, turned[i], kLanes);
+    for (int j = 0; j < kLanes; ++j)
+      check(same(out[j], in[j][i]), "transpose", i, out[j], in[j][i]);
+  }
+  S::store_part(out, mxtile::simd::row_sums<S>(x), kLanes);
+  for (int i = 0; i < kLanes; ++i) {
+    for (int half = kLanes / 2; half > 0; half /= 2) {
+      for (int j = 0; j < half; ++j) in[i][j] += in[i][j + half];
+    }
+    check(same(out[i], in[i][0]), "row_sums", i, out[i], in[i][0]);
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -337,6 +367,7 @@ int main() {
   test_parts();
   test_math();
   test_activations();
+  test_squares();
   std::printf(failures == 0 ? "ok\n" : "%d failures\n", failures);
   return failures == 0 ? 0 : 1;
 }
