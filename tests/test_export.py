@@ -129,3 +129,36 @@ def test_whole_models(name, state, fuse):
     module, sample = Logits(model), torch.randint(64, (1, 12))
     program = exported(module, (sample,), ({1: SIZES["tokens"]},), strict=fuse)
     check(module, program, *((torch.randint(64, (1, m)),) for m in (2, 64, 65, 200)))
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w13 = te_mx.quantize(torch.randn(4, 2 * N, K))
+        self.w2 = te_mx.quantize(torch.randn(4, K, N))
+
+    def forward(self, x, scores, ids):
+        return te_mx.moe.fused_experts(x, self.w13, self.w2, scores, ids)
+
+
+class Groups(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, N, K))
+
+    def forward(self, x, splits):
+        return te_mx.grouped_linear(x, self.weight, offs=splits.cumsum(0))
+
+
+def routed(m: int) -> tuple[torch.Tensor, ...]:
+    return torch.randn(m, K), torch.rand(m, 2), torch.randint(4, (m, 2), dtype=torch.int32)
+
+
+@pytest.mark.parametrize("module", [Experts, Groups])
+def test_functions_of_grouped_tokens(module):
+    module, tokens = module(), {0: SIZES["bounded"]}
+    experts = isinstance(module, Experts)
+    sizes = (tokens, tokens, tokens) if experts else (tokens, None)
+    made = [routed(m) if experts else (torch.randn(m, K), splits_of(m)) for m in (8, *ROWS)]
+    program = exported(module, made[0], sizes)
+    check(module, program, *made)

@@ -42,7 +42,7 @@ def moe_gemm(p: RoutedGemm, tag: int = -1) -> None:
 def check_routed(p: RoutedGemm) -> None:
     """Raise ValueError for what does not fit together."""
     lhs, rhs, routing, bias, weights, out, _ = p
-    device, routed = lhs.codes.device, len(out)
+    device, routed = lhs.codes.device, out.shape[0]
     names = "the weights", "sorted_token_ids", "expert_ids", "num_tokens_post_padded", "bias"
     beside = rhs.codes, *routing[:3], bias
     checks.one_device(device, (*names, "the routing weights"), (*beside, weights))

@@ -42,7 +42,7 @@ def _run(topk_ids: Tensor, block_m: int, experts: int, expert_map: Tensor | None
 
 def _fake(topk_ids: Tensor, block_m: int, experts: int, expert_map: Tensor | None) -> Aligned:
     _check(topk_ids, block_m, experts, expert_map)
-    size = capacity(len(topk_ids), block_m, experts)
+    size = capacity(topk_ids.shape[0], block_m, experts)
     made = (topk_ids.new_empty(n, dtype=_I32) for n in (size, -(-size // block_m), 1))
     return tuple(made)  # type: ignore[return-value]
 

@@ -139,7 +139,7 @@ def _routing(ids: Tensor, expert_map: Tensor | None, experts: int) -> Routing:
     flat = ids.reshape(-1)
     routed, top_k = flat.shape[0], ids.shape[1]
     total = experts if expert_map is None else len(expert_map)
-    if 4 * routed <= total or known_to_host(ids):
+    if known_to_host(ids) or 4 * routed <= total:
         if expert_map is not None:
             known = (flat >= 0) & (flat < total)
             flat = torch.where(known, expert_map[torch.where(known, flat, 0)], -1)
@@ -170,7 +170,7 @@ def _check_weights(x: Any, first: Stack, second: Stack) -> None:
 def _ids(topk_ids: Any, expert_map: Any, first: Stack, tokens: int) -> tuple[Tensor, Tensor | None]:
     """topk_ids [M, top_k] and the expert map, int32."""
     ids = check_ids(f"{OWNER}: topk_ids", topk_ids, first.codes.device, "[M, top_k]")
-    if len(ids) != tokens or ids.shape[1] == 0:
+    if ids.shape[0] != tokens or ids.shape[1] == 0:
         raise ValueError(
             f"{OWNER}: topk_ids must be [{tokens}, top_k] for x, got {tuple(ids.shape)}"
         )

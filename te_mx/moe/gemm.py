@@ -142,10 +142,10 @@ def _routing(
         raise ValueError(
             f"{OWNER}: num_tokens_post_padded must be one number [1], got {tuple(count.shape)}"
         )
-    if sorted_ids is None and len(expert_ids) < routed:
+    if sorted_ids is None and expert_ids.shape[0] < routed:
         raise ValueError(
             f"{OWNER}: without sorted_token_ids expert_ids must hold the expert of each of "
-            f"{routed} routed rows, got {len(expert_ids)}"
+            f"{routed} routed rows, got {expert_ids.shape[0]}"
         )
     if readable(count):
         _check_counted(sorted_ids, expert_ids, count, (block_m, routed, experts))
@@ -158,8 +158,8 @@ def _check_counted(
     """Raise ValueError for a count beyond the lists, and for ids out of range before it."""
     block_m, routed, experts = sizes
     used = int(count.item())
-    most = len(expert_ids) * block_m
-    most = most if sorted_ids is None else min(most, len(sorted_ids))
+    most = expert_ids.shape[0] * block_m
+    most = most if sorted_ids is None else min(most, sorted_ids.shape[0])
     if not 0 <= used <= most:
         raise ValueError(
             f"{OWNER}: num_tokens_post_padded must be 0 to {most}, which sorted_token_ids and "
