@@ -91,6 +91,21 @@ def test_bytes_do_not_depend_on_threads_or_denormal_mode(isa: str, threads) -> N
             torch.set_flush_denormal(False)
 
 
+@pytest.mark.parametrize("epsilon", [1e-39, 1.2e-41])
+def test_an_epsilon_that_is_denormal_is_not_flushed(epsilon: float) -> None:
+    what = Quantize(torch.zeros(2, 256), "fp8_e4m3_1x128@rows", "", f"fp32:{epsilon}")
+    expected = reference.quantize(what).row
+    assert expected is not None and (expected.scales != 1).all()
+    torch.set_flush_denormal(True)
+    try:
+        native, plain = cpu_quantize.CpuQuantize().run(what), reference.quantize(what)
+    finally:
+        torch.set_flush_denormal(False)
+    assert native is not None
+    assert_same(native.row, expected)
+    assert_same(plain.row, expected)
+
+
 @given(rows=SIZES, cols=SIZES, rule=RULES, row=UPRIGHT, data=st.data())
 @settings(max_examples=15)
 def test_upright_blocks(rows: int, cols: int, rule: str, row: str, data: st.DataObject) -> None:

@@ -21,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "mxtile/mx/float_mode.hpp"
 #include "te_mx/fused.h"
 #include "te_mx/gemm.h"
 #include "te_mx/linear.h"
@@ -104,7 +105,12 @@ struct Value {
     } else if constexpr (std::is_floating_point_v<V>) {
       const double v = PyFloat_AsDouble(value);
       if (v == -1.0 && PyErr_Occurred()) return false;
-      to = static_cast<V>(v);
+      // A thread that flushes denormals would round a small number to zero. The compiler does not
+      // know of that: what is volatile stays where it is.
+      const mxtile::mx::KeepDenormals keep_denormals;
+      volatile double given = v;
+      volatile V made = static_cast<V>(given);
+      to = made;
     } else {
       static_assert(sizeof(V) == 4 || sizeof(V) == 8);
       const long long v = PyLong_AsLongLong(value);

@@ -135,7 +135,9 @@ def scale_factors(amax: Tensor, element: Element, rule: str) -> Tensor:
 
 
 def _bits(value: float) -> int:
-    """The bits of a number, rounded to fp32."""
+    """The bits of a number, rounded to fp32, whether or not the thread flushes denormals."""
+    if 0.0 <= value < 2.0**-126:
+        return round(value * 2.0**149)
     return struct.unpack("<i", struct.pack("<f", value))[0]
 
 
