@@ -150,6 +150,53 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+SMALL_STACKS = """
+import threading, torch, te_mx
+from te_mx import _ops as ops
+from te_mx.backends.cpu import binding as cpu
+
+def run():
+    a, g = torch.randn(200, 300), torch.randn(64, 300)
+    wide = a * torch.exp2(torch.randint(-60, 60, (200, 300)).float())
+    block = "fp8_e4m3_1x128"
+    plain = ("mxfp8_e4m3", {}), ("mxfp4", {}), (block, {})
+    for fmt, given in (*plain, (block, {"scale_rule": "fp32"})):
+        for x in (a, a.t(), a.bfloat16(), wide):
+            q = te_mx.quantize(x, fmt=fmt, columnwise=True, **given)
+            te_mx.gemm(q, q)
+            te_mx.gemm(te_mx.quantize(x[:3], fmt=fmt, **given), q)
+    for recipe in (te_mx.recipe.MXFP8BlockScaling(), te_mx.recipe.Float8BlockScaling()):
+        for act in ("gelu", "swiglu"):
+            m = te_mx.LayerNormMLP(300, 64, activation=act)
+            with te_mx.autocast(recipe=recipe):
+                m(a).sum().backward()
+    x = torch.randn(64, 256)
+    for fmt in ("mxfp4", "mxfp8_e4m3"):
+        rule, seed = "rceil+sr", torch.zeros(1, dtype=torch.int64)
+        ops.quantize_2d(x, f"{fmt}@rows", f"{fmt}@cols", rule=rule, seed=seed)
+
+torch.set_num_threads(THREADS)
+for level in cpu.available_isa():
+    cpu.set_isa(level)
+    if THREADS == 1:
+        threading.stack_size(64 * 1024)
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    else:
+        run()
+print("ran")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the pool may have other stacks")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_threads_of_small_stacks(threads: int) -> None:
+    """One of 64 KB alone; and those of the OpenMP team, which run the items."""
+    done = python(SMALL_STACKS.replace("THREADS", str(threads)), OMP_STACKSIZE="64K")
+    assert done.stdout.strip() == "ran", (done.returncode, done.stderr[-2000:])
+
+
 @pytest.mark.parametrize("level", cpu.available_isa())
 def test_environment_chooses_the_level(level: str) -> None:
     code = "from te_mx.backends import cpu; cpu.native(); print(cpu.ISA_LEVELS[cpu.isa()])"

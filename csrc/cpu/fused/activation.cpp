@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "common/parallel.h"
+#include "common/room.h"
 #include "fused/fused_rows.h"
 #include "fused/tile_out.hpp"
 #include "mxtile/mx/float_mode.hpp"
@@ -59,7 +60,8 @@ void run_item(const Problem& p, int64_t item) {
   const int stage_rows = p.out.stage_rows(), stage_cols = p.out.stage_cols();
   const int64_t stride = stage_cols * p.element_bytes;
   float sums[2][kItemCols] = {};
-  Stage stages[2];
+  const InRoom<Stage[2]> in_room;
+  Stage(&stages)[2] = *in_room;
   for (int64_t r = group * p.item_rows; r < r_end; r += stage_rows) {
     const int rows = static_cast<int>(std::min<int64_t>(stage_rows, r_end - r));
     for (int64_t c = c_begin; c < c_end; c += stage_cols) {

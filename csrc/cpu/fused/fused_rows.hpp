@@ -1,6 +1,7 @@
 // The row kernels, written once over the f32 vector words S and built for each instruction set.
 #pragma once
 
+#include "common/room.h"
 #include "fused/fused_rows.h"
 #include "gemm/epilogue.hpp"
 #include "mxtile/simd/activation.hpp"
@@ -72,7 +73,8 @@ inline constexpr int64_t kRowBuffer = 16384;
 template <class S>
 void stats(const NormArgs& args, int64_t row, float* mean, float* rstd) {
   using F = typename S::F;
-  alignas(64) float x[kRowBuffer];
+  const Room room(sizeof(float) * kRowBuffer);
+  float* const x = static_cast<float*>(room.get());
   const int64_t first = row * args.x.row_stride;
   const bool fits = args.x.cols <= kRowBuffer;
   if (fits) load_row<S>(args.x.dtype, args.x.data, first, x, static_cast<int>(args.x.cols));

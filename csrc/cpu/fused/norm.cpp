@@ -9,6 +9,7 @@
 
 #include "common/isa.h"
 #include "common/parallel.h"
+#include "common/room.h"
 #include "fused/fused_rows.h"
 #include "fused/tile_out.hpp"
 #include "mxtile/mx/float_mode.hpp"
@@ -44,7 +45,8 @@ void normalize_group(const NormArgs& args, const RowKernels& kernels, const Tile
   if (args.mean) std::copy(mean, mean + rows, args.mean + r0);
   std::copy(rstd, rstd + rows, args.rstd + r0);
   if (!args.z && !out.enabled()) return;
-  Stage stage;
+  const InRoom<Stage> in_room;
+  Stage& stage = *in_room;
   for (int64_t c = 0; c < args.x.cols; c += stage_cols) {
     const int cols = static_cast<int>(std::min<int64_t>(stage_cols, args.x.cols - c));
     for (int r = 0; r < rows; ++r) {

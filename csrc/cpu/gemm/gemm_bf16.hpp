@@ -12,6 +12,7 @@
 
 #include "common/isa.h"
 #include "common/parallel.h"
+#include "common/room.h"
 #include "gemm/gemm_internal.hpp"
 #include "gemm/gemm_rows.hpp"
 #include "gemm/pack_bf16.hpp"
@@ -155,7 +156,8 @@ class PanelGemm {
   }
 
   void run_item(int64_t row_panel, int64_t col_panel) const {
-    alignas(64) float sums[Engine::kRowPanels * Engine::kColPanels * kBlockFloats];
+    const Room room(sizeof(float) * Engine::kRowPanels * Engine::kColPanels * kBlockFloats);
+    float* const sums = static_cast<float*>(room.get());
     const int64_t rows = least(item_rows_, row_panels_ - row_panel);
     const int64_t cols = least(item_cols_, col_panels_ - col_panel);
     Engine engine;

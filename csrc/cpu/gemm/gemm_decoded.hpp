@@ -10,6 +10,7 @@
 // in memory: decoding cost more there than it saved.
 #pragma once
 
+#include "common/room.h"
 #include "gemm/decode_bf16.hpp"
 #include "gemm/gemm_bf16.hpp"
 
@@ -104,9 +105,15 @@ class DecodedGemm {
     return ceil_div(resident_panels_, part_) * ceil_div(streamed_panels_, share_);
   }
 
+  struct alignas(64) Buffers {
+    uint16_t decoded[2][Stream::kWords];
+    float sums[2][kBlockFloats];  // one is summed and one stored
+  };
+
   void run_item(int64_t first_resident, int64_t begin) const {
-    alignas(64) uint16_t decoded[2][Stream::kWords];
-    alignas(64) float sums[2][kBlockFloats];  // one is summed and one stored
+    const InRoom<Buffers> buffers;
+    auto& decoded = buffers->decoded;
+    auto& sums = buffers->sums;
     const int64_t part = least(part_, resident_panels_ - first_resident);
     const int64_t end = least(begin + share_, streamed_panels_);
     Engine engine;

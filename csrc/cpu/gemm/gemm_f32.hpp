@@ -15,6 +15,7 @@
 
 #include "common/isa.h"
 #include "common/parallel.h"
+#include "common/room.h"
 #include "gemm/gemm_internal.hpp"
 #include "gemm/pack_f32.hpp"
 
@@ -139,7 +140,8 @@ struct PanelGemm {
       const int64_t m = item % row_tiles * kTileRows, n = item / row_tiles * kTileCols;
       const int rows = static_cast<int>(smaller(range.m1 - range.m0 - m, kTileRows));
       const int cols = static_cast<int>(smaller(range.n1 - range.n0 - n, kTileCols));
-      alignas(64) float tile[kTileRows * kTileCols];
+      const Room room(sizeof(float) * kTileRows * kTileCols);
+      float* const tile = static_cast<float*>(room.get());
       const float* left = static_cast<const float*>(lhs_panels) + m * K;
       const float* right = static_cast<const float*>(rhs_panels) + n * K;
       const auto sum = args.lhs.factors != nullptr || args.rhs.factors != nullptr ? sum_tile<true>

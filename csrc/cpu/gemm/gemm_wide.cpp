@@ -1,8 +1,11 @@
 // wide_f64: for operands whose rows span more exponents than packed values can hold. Straight from
 // the codes: every product is exact in double, sums are double, one rounding to fp32 before the
 // epilogue.
+#include <cstring>
+
 #include "common/isa.h"
 #include "common/parallel.h"
+#include "common/room.h"
 #include "gemm/gemm_internal.hpp"
 #include "mxtile/mx/code.hpp"
 
@@ -65,6 +68,11 @@ int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 int64_t panel_bytes(Role, int64_t, int64_t) { return 0; }
 
+struct alignas(64) Buffers {
+  double a[kRowBlock][kChunk], b[kChunk][kCols], sum[kRowBlock][kCols];
+  float acc[kRowBlock][kCols];
+};
+
 Status run(const Range& range, const void*, const void*, const EpilogueContext& given, void*) {
   EpilogueContext context = given;
   context.exact_scale = true;
@@ -76,7 +84,10 @@ Status run(const Range& range, const void*, const void*, const EpilogueContext& 
     const int64_t m0 = range.m0 + item % row_blocks * kRowBlock;
     const int64_t n0 = range.n0 + item / row_blocks * kCols;
     const int64_t rows = smaller(range.m1 - m0, kRowBlock), cols = smaller(range.n1 - n0, kCols);
-    alignas(64) double a[kRowBlock][kChunk], b[kChunk][kCols] = {}, sum[kRowBlock][kCols] = {};
+    const InRoom<Buffers> buffers;
+    auto& [a, b, sum, acc] = *buffers;
+    std::memset(b, 0, sizeof b);
+    std::memset(sum, 0, sizeof sum);
     for (int64_t k0 = 0; k0 < args.lhs.k; k0 += kChunk) {
       const int64_t n = smaller(args.lhs.k - k0, kChunk);
       decode(args.lhs, m0, rows, k0, n, a[0], kChunk, 1);
@@ -87,7 +98,6 @@ Status run(const Range& range, const void*, const void*, const EpilogueContext& 
         }
       }
     }
-    alignas(64) float acc[kRowBlock][kCols];
     for (int64_t i = 0; i < rows; ++i) {
       for (int64_t j = 0; j < kCols; ++j) acc[i][j] = static_cast<float>(sum[i][j]);
     }

@@ -5,6 +5,7 @@
 // plain loops. Everything here has internal linkage: two files compile it with different flags.
 #pragma once
 
+#include "common/room.h"
 #include "quantize/blockwise_loops.hpp"
 #include "quantize/quantize_tile_avx512.hpp"
 
@@ -142,7 +143,8 @@ void run_words(const Tile& tile) {
   const bool transposed = tile.col_codes != nullptr && tile.transposed;
   if (!whole || transposed || !tile.pow2 || !(tile.row_codes || tile.col_codes))
     return run<D, F>(tile);
-  Words words;
+  const InRoom<Words> in_room;
+  Words& words = *in_room;
   Vector rows[kGroups], cols[kParts];
   q::Sums sums[2];
   if (tile.col_sum) {

@@ -9,6 +9,7 @@
 #include "common/check.h"
 #include "common/isa.h"
 #include "common/parallel.h"
+#include "common/room.h"
 #include "common/sizes.h"
 #include "mxtile/mx/float_mode.hpp"
 #include "quantize/blockwise.hpp"
@@ -164,21 +165,22 @@ void run_tile(const Problem& p, Area area, bool last, const uint8_t* next, float
   t.cols = whole ? cols : kTile;
   t.last = last;
   t.col_sum = sums;
-  Staging staging;
   if (whole && a.col_stride == 1) {
     t.x = address(p, r0, c0);
     t.row_stride = a.row_stride;
     t.next = next;
     t.next_row_bytes = a.row_stride * p.element_bytes;
-  } else {
-    if (p.element_bytes == 4) {
-      gather(p, r0, c0, rows, cols, reinterpret_cast<uint32_t*>(staging.x));
-    } else {
-      gather(p, r0, c0, rows, cols, reinterpret_cast<uint16_t*>(staging.x));
-    }
-    t.x = t.next = staging.x;
-    t.row_stride = kTile;
+    return p.kernel(t);
   }
+  const InRoom<Staging> in_room;
+  Staging& staging = *in_room;
+  if (p.element_bytes == 4) {
+    gather(p, r0, c0, rows, cols, reinterpret_cast<uint32_t*>(staging.x));
+  } else {
+    gather(p, r0, c0, rows, cols, reinterpret_cast<uint16_t*>(staging.x));
+  }
+  t.x = t.next = staging.x;
+  t.row_stride = kTile;
   if (whole) return p.kernel(t);
 
   if (rows <= kBlock) t.rows = kBlock;

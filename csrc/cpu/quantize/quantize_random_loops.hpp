@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "common/room.h"
 #include "mxtile/mx/nibbles.hpp"
 #include "mxtile/mx/round.hpp"
 #include "mxtile/quant/portable.hpp"
@@ -163,7 +164,8 @@ void quantize_columns(const Tile& tile, const Row* x, const Row* words) {
 template <class F>
 void run_random(const Tile& tile) {
   const Special& s = *tile.special;
-  Row x[kTile], words[kTile];
+  const InRoom<Row[2][kTile]> rows;
+  auto& [x, words] = *rows;
   for (int r = 0; r < tile.rows; ++r) load_row(s.dtype, tile, r, x[r]);
   if (tile.col_sum) {
     for (int r = 0; r < tile.rows; ++r) {
