@@ -34,7 +34,10 @@ def test_no_call_ends_the_process(what, tmp_path):
     while len(ended) < 5:
         command = [sys.executable, str(HERE / "private_calls.py"), what, str(log), str(first)]
         process = subprocess.run(
-            command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+            command,
+            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+            capture_output=True,
+            text=True,
         )
         number, name, *_ = log.read_text().split("\n") if log.exists() else ("0", "start")
         if process.returncode == 0:
