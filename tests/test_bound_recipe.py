@@ -137,11 +137,11 @@ def test_bound_again_left_alone_and_removed(x, wanted):
 @pytest.mark.parametrize("recipe", ["floor", 3, MXFP8BlockScaling, {"recipe": FLOOR}], ids=repr)
 def test_what_is_no_recipe_changes_nothing(recipe):
     model = plain()
-    with pytest.raises(TypeError, match="recipe must be one of"):
+    with pytest.raises((TypeError, ValueError), match="recipe must be one of"):
         te_mx.convert_model(model, recipe=recipe)
     assert type(model[0]) is nn.Linear
     model = bound()
-    with pytest.raises(TypeError, match="recipe must be one of"):
+    with pytest.raises((TypeError, ValueError), match="recipe must be one of"):
         te_mx.convert_model(model, recipe=recipe)
     assert model[0]._bound == FLOOR.settings
 

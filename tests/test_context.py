@@ -132,9 +132,9 @@ def test_errors_name_argument_and_remedy():
     with pytest.raises(TypeError, match=r"autocast.recipe=...."):
         te_mx.autocast(MXFP8BlockScaling())
     with pytest.raises(TypeError, match="recipe must be"):
-        te_mx.autocast(recipe="mxfp8")
-    with pytest.raises(TypeError, match="recipe must be"):
-        te_mx.autocast(True, "mxfp8")
+        te_mx.autocast(recipe=8)
+    with pytest.raises(ValueError, match="recipe must be one of mxfp8, "):
+        te_mx.autocast(True, "fp8")
 
 
 def test_repr():

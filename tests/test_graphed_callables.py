@@ -262,7 +262,7 @@ def test_what_cannot_be_graphed(monkeypatch):
         te_mx.make_graphed_callables((model, model), sample())
     with pytest.raises(TypeError, match="callables must be"):
         te_mx.make_graphed_callables("model", sample())
-    with pytest.raises(TypeError, match="recipe must be"):
+    with pytest.raises(ValueError, match="recipe must be"):
         te_mx.make_graphed_callables(model, sample(), recipe="floor")
     with te_mx.autocast():
         te_mx.make_graphed_callables(model, sample())

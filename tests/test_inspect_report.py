@@ -12,6 +12,7 @@ from torch import nn
 
 import te_mx
 from te_mx.inspection import Reading
+from te_mx.inspection.figure import in_lines
 
 
 def made(layers=4, **how):
@@ -115,6 +116,12 @@ def test_without_matplotlib_the_error_names_the_remedy(report, tmp_path, monkeyp
     with pytest.raises(ImportError, match="pip install matplotlib"):
         report.to_png(tmp_path / "report.png")
     assert not list(tmp_path.iterdir())
+
+
+def test_names_of_formats_fit_below_their_columns():
+    names = te_mx.formats.names()
+    assert max(len(line) for name in names for line in in_lines(name).splitlines()) <= 8
+    assert len({in_lines(name) for name in names}) == len(names)
 
 
 def test_progress_is_shown_where_tqdm_is_installed(monkeypatch):

@@ -51,4 +51,4 @@ def test_refusals():
     with pytest.raises(ValueError, match=r"no Linear\.Config to convert"):
         model(converter.MXConverter.Config(skip=["layers", "output", "lm_head"]))
     with pytest.raises((TypeError, ValueError), match="recipe"):
-        converter.MXConverter.Config(recipe="mxfp8").build()
+        converter.MXConverter.Config(recipe="fp8").build()

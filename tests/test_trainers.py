@@ -237,6 +237,6 @@ def test_what_the_plugin_refuses(lightning):
     with pytest.raises(TypeError, match="fuse"):
         MXPrecision(fuse=1)
     with pytest.raises((TypeError, ValueError), match="recipe"):
-        MXPrecision(recipe="mxfp8")
+        MXPrecision(recipe="fp8")
     layers = MXPrecision(convert=False).convert_module(net())
     assert type(layers[0]) is nn.Linear and layers[0].weight.dtype == torch.bfloat16

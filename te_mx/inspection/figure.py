@@ -119,7 +119,7 @@ def _map(axes: Any, report: InspectionReport, role: str, first: bool, named: boo
                         color="white" if dark else INK,
                     )  # fmt: skip
     axes.set_title(ROLE_NAMES[role], fontsize=9, color=INK, pad=4)
-    axes.set_xticks(range(len(fmts)), [_two_lines(fmt) for fmt in fmts], fontsize=6.5)
+    axes.set_xticks(range(len(fmts)), [in_lines(fmt) for fmt in fmts], fontsize=6.5)
     shown = range(len(layers)) if named else _worth_a_name(values)
     labels = [short(layers[i]) for i in shown] if first else []
     axes.set_yticks(list(shown) if first else [], labels, fontsize=6)
@@ -209,5 +209,6 @@ def _plain(axes: Any) -> None:
         spine.set_visible(False)
 
 
-def _two_lines(fmt: str) -> str:
-    return fmt.replace("_", "\n", 1)
+def in_lines(fmt: str) -> str:
+    """The name of a format as narrow as a column of a map."""
+    return fmt.replace("_", "\n")

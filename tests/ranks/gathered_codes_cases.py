@@ -237,7 +237,7 @@ def case_quantized_all_gather_is_refused():
         assert layer._gathers is None
     for bad in (None, te_mx.Linear, [layer]):
         refused(TypeError, "model must be an nn.Module", lambda m=bad: quantized_all_gather(m))
-    refused(TypeError, "recipe", lambda: quantized_all_gather(layer, recipe="mxfp8"))
+    refused(ValueError, "recipe", lambda: quantized_all_gather(layer, recipe="fp8"))
     plain = built(te_mx.Linear, K, N)
     refused(ValueError, "fully_shard first", lambda: quantized_all_gather(plain))
     sharded(plain)
