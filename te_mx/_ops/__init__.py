@@ -7,7 +7,7 @@ them.
 
 import te_mx.backends  # noqa: F401 (registers the kernels)
 from te_mx._ops import flops as _flops  # noqa: F401 (tells torch's counter)
-from te_mx._ops.gemm import gemm_2d, kept_form, many_rows
+from te_mx._ops.gemm import gemm_2d, kept_form, worth_packing
 from te_mx._ops.joined import quantize_beside_2d, quantize_joined_2d
 from te_mx._ops.quantize import (
     convert_2d,
@@ -45,7 +45,6 @@ __all__ = [
     "forms",
     "gemm_2d",
     "kept_form",
-    "many_rows",
     "quantize_2d",
     "quantize_beside_2d",
     "quantize_joined_2d",
@@ -55,4 +54,5 @@ __all__ = [
     "rows_2d",
     "rows_call",
     "turned",
+    "worth_packing",
 ]
