@@ -43,6 +43,7 @@ BENCHMARKS: dict[str, Callable[[Context], Iterator[Row]]] = {
     "gemm": bench_gemm.gemm,
     "backward_gemm": bench_gemm.backward_gemm,
     "linear": bench_linear.linear,
+    "thin": bench_linear.thin,
     "gemm_blockwise": bench_blockwise.gemm,
     "linear_blockwise": bench_blockwise.linear,
     "gemm_mxfp4": bench_fp4.gemm,

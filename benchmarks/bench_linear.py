@@ -1,6 +1,7 @@
 """Linear layers: a training step of one, and decoding with weights that stand still."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -8,11 +9,12 @@ from torch import Tensor, nn
 
 import te_mx
 from benchmarks.context import Context, randn
-from benchmarks.row import Row
+from benchmarks.row import Row, Target
 from benchmarks.timing import interleaved
 from te_mx.recipe import MXFP8BlockScaling, Recipe
 
 TRAINING = [(2048, 2048, 2048), (4096, 4096, 1024)]  # tokens, out features, in features
+THIN = [(8, 10, 28800), (8, 10, 4096), (8, 28800, 10)]  # classifier heads, LoRA
 DECODE = [(4096, 4096), (14336, 4096)]  # out features, in features
 DECODE_ROWS = [1, 2, 4, 8, 16]
 
@@ -31,9 +33,19 @@ def linear(context: Context) -> Iterator[Row]:
     yield from training(context, "linear fwd+bwd", MXFP8BlockScaling(), must=1.25, aim=1.8)
 
 
-def training(context: Context, name: str, recipe: Recipe, must: float, aim: float) -> Iterator[Row]:
+def thin(context: Context) -> Iterator[Row]:
+    """The same of few rows and few features on one side."""
+    target = Target(0.7, 1.0)
+    for row in training(context, "thin fwd+bwd", MXFP8BlockScaling(), 0.7, 1.0, THIN):
+        yield replace(row, target=target)
+
+
+def training(
+    context: Context, name: str, recipe: Recipe, must: float, aim: float,
+    shapes: list[tuple[int, int, int]] = TRAINING,
+) -> Iterator[Row]:  # fmt: skip
     """The same under a recipe."""
-    for m, n, k in context.pick(TRAINING, [(64, 96, 32)]):
+    for m, n, k in context.pick(shapes, [(64, 96, 32)]):
         sets = context.sets(2 * (m * k + n * k + m * n))
         plain, ours = _pair(n, k, 0)
         data = [(randn((m, k), i).requires_grad_(), randn((m, n), -1 - i)) for i in range(sets)]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from te_mx.arguments import as_device, check_size, shown
 from te_mx.dispatch.groups import INDEX_DTYPES
-from te_mx.dispatch.problem import STREAM_ROWS, Problem, place_of
+from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.registry import pick_problem
 from te_mx.dispatch.run import REFERENCE, ZERO_SIZE
 from te_mx.explain import Explanation, explain
@@ -67,24 +67,21 @@ def explain_grouped(
     out_features = check_size("out_features", out_features)
     check_precision(precision, MAX_SPREAD)
     splits = _sizes(m_splits)
-    sizes = {
-        "few": max((s for s in splits if 0 < s <= STREAM_ROWS), default=0),
-        "many": max((s for s in splits if s > STREAM_ROWS), default=0),
-    }
+    sizes = sorted({split for split in splits if split}, reverse=True)
     details, names = [], {}
     for gemm, (m, k) in {
         "fprop": (out_features, in_features),
         "dgrad": (in_features, out_features),
     }.items():
-        ran = []
-        for size in reversed(sizes.values()):
-            if size:
-                layout = "TN" if gemm == "fprop" else "NN"
-                how = {"layout": layout, "device": where, "precision": precision}
-                found = explain(m=m, n=size, k=k, recipe=recipe, **how)  # type: ignore[arg-type]
+        ran: list[str] = []
+        layout = "TN" if gemm == "fprop" else "NN"
+        how = {"layout": layout, "device": where, "precision": precision}
+        for size in sizes:  # the largest group of every kernel
+            found = explain(m=m, n=size, k=k, recipe=recipe, **how)  # type: ignore[arg-type]
+            if found.kernel not in ran:
                 ran.append(found.kernel)
                 details.append((f"{gemm} of a group of {size} rows", found))
-        names[gemm] = " + ".join(dict.fromkeys(ran)) or ZERO_SIZE
+        names[gemm] = " + ".join(ran) or ZERO_SIZE
     rows = max(splits, default=0)
     found = explain(
         m=in_features, n=out_features, k=rows, device=where, precision=precision, layout="NT",

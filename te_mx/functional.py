@@ -275,7 +275,7 @@ def gemm(
         return _output(made, bias)
     assert not isinstance(A, Tensor) and not isinstance(B, Tensor)
     mode = ops.Mode(precision, alignment_spread, split_k)
-    if not torch.compiler.is_compiling() and ops.many_rows(b, a, mode):
+    if not torch.compiler.is_compiling() and ops.worth_packing(b, a, mode):
         usage_a, usage_b = _blas.USAGES[layout]
         kept_as = ops.Mode(precision, alignment_spread)
         a = A.kept_operand(usage_a, "rhs", kept_as) or a

@@ -312,21 +312,21 @@ def test_torch_autocast_decides_the_dtype() -> None:
 
 
 def test_audit_and_explain_name_the_kernels(isa: str) -> None:
-    layer = te_mx.GroupedLinear(3, 64, 48, name="experts")
+    layer = te_mx.GroupedLinear(3, 96, 80, name="experts")
     assert te_mx.audit(layer)["(root)"].fprop == "never ran"
     with te_mx.autocast():
-        layer(torch.randn(60, 64, requires_grad=True), [20, 0, 40]).sum().backward()
+        layer(torch.randn(60, 96, requires_grad=True), [20, 0, 40]).sum().backward()
         found = te_mx.audit(layer)["(root)"]
         assert found.kind == "te_mx.GroupedLinear" and found.fprop == te_mx.explain(
-            m=48, n=40, k=64
+            m=80, n=40, k=96
         ).kernel  # fmt: skip
-        layer(torch.randn(60, 64, requires_grad=True), [8, 0, 40]).sum().backward()
+        layer(torch.randn(60, 96, requires_grad=True), [8, 0, 40]).sum().backward()
     found = te_mx.audit(layer)["(root)"]
-    told = te_mx.explain_grouped([8, 0, 40], in_features=64, out_features=48)
+    told = te_mx.explain_grouped([8, 0, 40], in_features=96, out_features=80)
     for gemm in ("fprop", "dgrad", "wgrad"):
         assert set(getattr(found, gemm).split(" + ")) == set(getattr(told, gemm).split(" + "))
     assert " + " in found.fprop and "one parallel region" in str(told)
-    layer(torch.randn(3, 64), [1, 1, 1])
+    layer(torch.randn(3, 96), [1, 1, 1])
     assert te_mx.audit(layer)["(root)"].fprop == "high precision"
     assert te_mx.explain_grouped([0], in_features=4, out_features=4).fprop == "zero_size"
 

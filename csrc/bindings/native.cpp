@@ -44,6 +44,7 @@ void bind_machine(py::module_& m) {
   m.def("isa_best", [] { return static_cast<int32_t>(isa_best()); });
   m.def("isa_current", [] { return static_cast<int32_t>(isa_current()); });
   m.def("parallel_team", [] { return parallel_team(); });  // "inline", "openmp" or "threads"
+  m.def("parallel_regions", [] { return parallel_regions(); });
   m.def("isa_env_error", [] { return isa_env_error(); });  // str or None
   m.def("peak_gflops", [](int threads) {
     if (threads < 1 || threads > 4096) throw py::value_error("threads must be 1 to 4096");
@@ -54,6 +55,9 @@ void bind_machine(py::module_& m) {
   m.def("set_isa", [](int32_t level) { return number(set_isa(static_cast<Isa>(level))); });
   m.def("kernel_available",
         [](int32_t kernel) { return kernel_available(static_cast<Kernel>(kernel)); });
+  m.def("stream_pays", [](int32_t kernel, int64_t m, int64_t n, int64_t k) {
+    return stream_pays(static_cast<Kernel>(kernel), m, n, k);
+  });
 }
 
 void bind_calls(py::module_& m) {

@@ -7,8 +7,13 @@ them.
 
 import te_mx.backends  # noqa: F401 (registers the kernels)
 from te_mx._ops import flops as _flops  # noqa: F401 (tells torch's counter)
+<<<<<<< HEAD
 from te_mx._ops.gemm import gemm_2d, kept_form, many_rows
 from te_mx._ops.joined import quantize_joined_2d
+=======
+from te_mx._ops.gemm import gemm_2d, kept_form, worth_packing
+from te_mx._ops.joined import quantize_beside_2d, quantize_joined_2d
+>>>>>>> i35-cpu
 from te_mx._ops.quantize import (
     convert_2d,
     dequantize_2d,
@@ -45,7 +50,6 @@ __all__ = [
     "forms",
     "gemm_2d",
     "kept_form",
-    "many_rows",
     "quantize_2d",
     "quantize_joined_2d",
     "quantize_two_2d",
@@ -54,4 +58,5 @@ __all__ = [
     "rows_2d",
     "rows_call",
     "turned",
+    "worth_packing",
 ]

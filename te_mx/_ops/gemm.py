@@ -14,7 +14,7 @@ from te_mx._ops import checks
 from te_mx._ops.library import define, is_direct
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Epilogue, GemmParts, Mode
-from te_mx.dispatch.problem import STREAM_ROWS, Problem, place_of
+from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.registry import PreparedGemm, derive, derived, pick, pick_problem
 from te_mx.layouts.operand import Operand
 from te_mx.runtime import cpu_memory
@@ -149,17 +149,17 @@ def empty(like: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
 
 
 # ------------------------------------------------------------------------------ what stands still
-def many_rows(lhs: Operand, rhs: Operand, mode: Mode) -> bool:
-    """Whether a product runs on a kernel for many rows, which gains from operands packed before;
-    0 rows run on none, and formats without a native kernel on the reference."""
+def worth_packing(lhs: Operand, rhs: Operand, mode: Mode) -> bool:
+    """Whether a product runs on a kernel that gains from operands packed before; 0 rows run on
+    none, and formats without a native kernel on the reference."""
     m, n, k = lhs.rows, rhs.rows, lhs.k
-    if m <= STREAM_ROWS:
-        return False
     device, spread = lhs.codes.device, mode.spread
+    if m == 0:
+        return False
     kernel = pick(
         "gemm", device, lhs.spec, rhs.spec, (m, n, k), precision=mode.precision, spread=spread
     )
-    return kernel.name != run.REFERENCE
+    return kernel.name != run.REFERENCE and kernel.prepares(m, n, k)
 
 
 def kept_form(operand: Operand, side: str, mode: Mode, other: str = "") -> Operand:

@@ -62,6 +62,15 @@ class Kernel:
         """The layouts that the operands of the problem should lie in, so that nothing is copied."""
         return Wants()
 
+    def sized(self, problem: Problem) -> bool:
+        """Whether `accepts` looks at sizes that `pick` does not keep apart otherwise: the answer is
+        then kept under m, n and k."""
+        return False
+
+    def prepares(self, m: int, n: int, k: int) -> bool:
+        """Of a GEMM: whether operands that stand still are worth `prepare` for these sizes."""
+        return m > STREAM_ROWS
+
     def note(self, problem: Problem) -> str:
         """What te_mx.explain adds, of a problem that this kernel runs."""
         return ""
@@ -165,7 +174,7 @@ def pick(
     spread: int = 8, rule: str = "rceil",
 ) -> Kernel:  # fmt: skip
     """The kernel of a problem (see Problem for the words; sizes are m, n, k). The reference accepts
-    everything, so there is one. The hot path: one look-up, two of ops that a table knows.
+    everything, so there is one. The hot path: one look-up, two where sizes decide.
     """
     m, n, k = sizes
     # Sizes as far as envelopes look at them: nothing, few rows (of whole vectors or not), many, too
@@ -179,7 +188,7 @@ def pick(
         size = 3
     key = (op, device, lhs, rhs, size, precision, ends, dtype, rule)
     kernel = _chosen.get(key)
-    if type(kernel) is dict:  # by the sizes that tables look at, where they know the op
+    if type(kernel) is dict:  # by the sizes that tables or kernels of the op look at
         kernel = kernel.get((n, k, m if m <= MOST_ROWS else MOST_ROWS + 1))
     if kernel is None:
         place = place_of(device)
@@ -191,7 +200,8 @@ def pick(
 
 
 def _keep(key: tuple[Any, ...], problem: Problem, kernel: Kernel) -> None:
-    if not tables.has_rows(problem):
+    sizes = any(one.sized(problem) for one in _kernels[problem.op])
+    if not (sizes or tables.has_rows(problem)):
         _chosen[key] = kernel
         return
     sized = _chosen.setdefault(key, {})

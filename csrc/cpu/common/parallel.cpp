@@ -16,6 +16,7 @@ namespace {
 void work(void* data) noexcept { run_items(*static_cast<Job*>(data)); }
 
 std::atomic<const char*> last_team{"inline"};
+std::atomic<int64_t> regions{0};
 
 // A team of more members than this has no use, and a runtime that cannot start them ends the
 // process.
@@ -27,6 +28,7 @@ int most_threads() {
 }  // namespace
 
 void run_on_team(int threads, int64_t n_items, void (*fn)(void*) noexcept, void* data) {
+  regions.fetch_add(1, std::memory_order_relaxed);
   // NOTE: the team keeps `threads` members even for fewer items: libgomp ends the threads that a
   // smaller team leaves out and must start them again for the next torch operator.
   threads = std::min(threads, most_threads());
@@ -46,6 +48,8 @@ void parallel_for(int threads, int64_t n_items, void (*fn)(void*, int64_t), void
   Job job{fn, ctx, n_items};
   if (!share_with_team(job)) run_on_team(threads, n_items, work, &job);
 }
+
+int64_t parallel_regions() { return regions.load(std::memory_order_relaxed); }
 
 const char* parallel_team() { return last_team.load(std::memory_order_relaxed); }
 

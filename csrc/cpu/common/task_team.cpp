@@ -8,6 +8,7 @@ namespace te_mx::cpu {
 namespace {
 
 constexpr int kMostMembers = 64;
+constexpr int kSpins = 2000;  // 20 to 70 us, longer than what a task does between two steps
 
 // Where a member that runs a task shows the job whose items others may take.
 struct alignas(64) Board {
@@ -20,42 +21,68 @@ struct TaskTeam {
   void* ctx;
   int64_t n_tasks;
   int members;
+  const std::thread::id caller = std::this_thread::get_id();
   std::atomic<int64_t> next_task{0}, done{0};
   std::atomic<int> joined{0};
+  alignas(64) std::atomic<int> news{0};  // counts jobs that were shown, and the end of the tasks
   Board boards[kMostMembers];
 };
 
+thread_local TaskTeam* my_team = nullptr;
 thread_local Board* my_board = nullptr;
 
+// Whoever waits spins for a while, then sleeps: on a busy machine others need its core, perhaps the
+// very thread that it waits for, and one that slept comes back first.
+template <class Ready>
+void await(const std::atomic<int>& value, int seen, const Ready& ready) {
+  for (int i = 0; i < kSpins; ++i) {
+    if (ready()) return;
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
+  while (!ready()) {
+    value.wait(seen);
+    seen = value.load();
+  }
+}
+
+void tell(TaskTeam& team) {
+  team.news.fetch_add(1);
+  team.news.notify_all();
+}
+
 // The job cannot end while it is looked at: its owner takes it down and then waits for `helpers`.
-bool help(Board& board) {
-  if (board.job.load(std::memory_order_relaxed) == nullptr) return false;
+void help(Board& board) {
+  if (board.job.load(std::memory_order_relaxed) == nullptr) return;
   board.helpers.fetch_add(1);
   Job* const job = board.job.load();
-  const bool any = job != nullptr && run_items(*job);
-  board.helpers.fetch_sub(1);
-  return any;
+  if (job != nullptr) run_items(*job);
+  if (board.helpers.fetch_sub(1) == 1) board.helpers.notify_one();
 }
 
 void serve(void* data) noexcept {
   TaskTeam& team = *static_cast<TaskTeam*>(data);
-  const int me = team.joined.fetch_add(1);
+  // The caller runs a task in any case: others may come late.
+  const bool caller = std::this_thread::get_id() == team.caller;
+  const int me = caller ? 0 : 1 + team.joined.fetch_add(1);
   if (me < team.members) {
+    my_team = &team;
     my_board = &team.boards[me];
     for (;;) {
       const int64_t task = team.next_task.fetch_add(1);
       if (task >= team.n_tasks) break;
       team.fn(team.ctx, task, me);
-      team.done.fetch_add(1);
+      if (team.done.fetch_add(1) + 1 == team.n_tasks) tell(team);
     }
     my_board = nullptr;
+    my_team = nullptr;
   }
-  while (team.done.load() < team.n_tasks) {
-    bool any = false;
-    for (int i = 1; i <= team.members; ++i) {
-      any = help(team.boards[(me + i) % team.members]) || any;
-    }
-    if (!any) std::this_thread::yield();
+  const auto all_done = [&] { return team.done.load() >= team.n_tasks; };
+  while (!all_done()) {
+    const int seen = team.news.load();
+    for (int i = 1; i <= team.members; ++i) help(team.boards[(me + i) % team.members]);
+    await(team.news, seen, [&] { return team.news.load() != seen || all_done(); });
   }
 }
 
@@ -64,11 +91,11 @@ void serve(void* data) noexcept {
 void parallel_tasks(int threads, int64_t n_tasks, int members,
                     void (*fn)(void* ctx, int64_t task, int member), void* ctx) {
   if (n_tasks <= 0) return;
-  if (threads <= 1 || n_tasks == 1) {  // one task shares its items in the ordinary way
+  if (threads <= 1 || my_board != nullptr) {  // a task of a task is a part of it
     for (int64_t task = 0; task < n_tasks; ++task) fn(ctx, task, 0);
     return;
   }
-  TaskTeam team;
+  TaskTeam team{};
   team.fn = fn;
   team.ctx = ctx;
   team.n_tasks = n_tasks;
@@ -81,9 +108,12 @@ bool share_with_team(Job& job) {
   if (board == nullptr) return false;
   my_board = nullptr;  // a parallel_for inside an item runs by itself
   board->job.store(&job);
+  tell(*my_team);
   run_items(job);
   board->job.store(nullptr);
-  while (board->helpers.load() != 0) std::this_thread::yield();
+  for (int helpers; (helpers = board->helpers.load()) != 0;) {
+    await(board->helpers, helpers, [&] { return board->helpers.load() != helpers; });
+  }
   my_board = board;
   return true;
 }

@@ -5,7 +5,9 @@
 //   task 1 on member 1: pack [items] -> multiply [items] -> ...
 //
 // So many small tasks run next to each other without a barrier between their steps, and one large
-// task among them still gets every thread.
+// task among them still gets every thread. A problem of several steps is one task: its caller goes
+// on with the next step without those threads that have not come yet, which on a busy machine may
+// take milliseconds.
 #pragma once
 
 #include <cstdint>

@@ -31,6 +31,8 @@ int64_t panel_words(int64_t k, int64_t m) {
   return round_up(ceil_div(k, kBlock), 2) * panel_rows(m) * kBlock;
 }
 
+constexpr int64_t kLineWords = 2 * Tuning::kQuad * kBlock;  // of a decoded line of a quad
+
 struct Quad {
   const uint8_t* codes[Tuning::kQuad];   // lines of the chunk
   const uint32_t* words[Tuning::kQuad];  // exponent word of each block, twice
@@ -40,44 +42,49 @@ struct Quad {
   bool nibbles;
 };
 
-// sums[row][m] += lines of the quad . rows of x. Decoded lines go to `decoded` when not null.
+// copy_last_line() of this level.
+void last_line(const StridedOperand& o, int64_t row, int64_t k, uint8_t* padded) {
+  if (o.nibbles) return copy_last_line(o, row, k, padded);
+  bf16::copy_part(o.at(row, k), o.k - k, padded);
+}
+
+// Line `line` of row r of a quad, as words of k 0..31 and of k 32..63.
+template <bool nibbles>
+[[gnu::always_inline]] inline void decode_row_line(const bf16::Avx512Decoder& decoder,
+                                                   const Quad& q, int r, int64_t line,
+                                                   bf16::Words& first, bf16::Words& second) {
+  const uint8_t* codes = q.codes[r] + line * (nibbles ? 32 : 64);
+  const uint32_t* words = q.words[r] + 2 * line;
+  if constexpr (nibbles) {
+    first = decoder.decode_packed_block(codes, words[0]);
+    second = decoder.decode_packed_block(codes + 16, words[1]);
+  } else {
+    decoder.decode_line(codes, words[0], words[1], first, second);
+  }
+  if (__builtin_expect(q.nan_words != nullptr, 0)) {
+    const uint32_t* nan = q.nan_words + r * Tuning::kLongChunk + 2 * line;
+    first = bf16::or_words(first, bf16::broadcast_word(nan[0]));
+    second = bf16::or_words(second, bf16::broadcast_word(nan[1]));
+  }
+}
+
+// sums[row][m] += lines of the quad . rows of x
 template <int rows_x, bool nibbles>
 void decode_lines_and_dot(const bf16::Avx512Decoder& decoder, const Quad& q, const uint16_t* x,
-                          int64_t x_block, float* sums, int64_t sums_row, uint16_t* decoded) {
+                          int64_t x_block, float* sums) {
   constexpr int64_t kLineBytes = nibbles ? 32 : 64;
   bf16::Vec acc[4][rows_x];
   for (int r = 0; r < 4; ++r) {
-    for (int m = 0; m < rows_x; ++m) acc[r][m] = bf16::load(sums + r * sums_row + m * 16);
+    for (int m = 0; m < rows_x; ++m) acc[r][m] = bf16::load(sums + (r * rows_x + m) * 16);
   }
   const uint8_t* ahead = q.ahead;
   for (int64_t line = 0; line < q.lines; ++line, x += 2 * x_block, ahead += 4 * kLineBytes) {
     bf16::Words first[4], second[4];
 #pragma GCC unroll 4
     for (int r = 0; r < 4; ++r) {
-      const uint8_t* codes = q.codes[r] + line * kLineBytes;
-      const uint32_t* words = q.words[r] + 2 * line;
-      if constexpr (nibbles) {
-        first[r] = decoder.decode_packed_block(codes, words[0]);
-        second[r] = decoder.decode_packed_block(codes + kLineBytes / 2, words[1]);
-      } else {
-        decoder.decode_line(codes, words[0], words[1], first[r], second[r]);
-      }
+      decode_row_line<nibbles>(decoder, q, r, line, first[r], second[r]);
       // To L2, the next line of memory at every line of codes (of 4 bits, every second one).
       if (!nibbles || r % 2 == 0) __builtin_prefetch(ahead + r * kLineBytes, 0, 2);
-    }
-    if (__builtin_expect(q.nan_words != nullptr, 0)) {
-      for (int r = 0; r < 4; ++r) {
-        const uint32_t* nan = q.nan_words + r * Tuning::kLongChunk + 2 * line;
-        first[r] = bf16::or_words(first[r], bf16::broadcast_word(nan[0]));
-        second[r] = bf16::or_words(second[r], bf16::broadcast_word(nan[1]));
-      }
-    }
-    if (decoded != nullptr) {
-#pragma GCC unroll 4
-      for (int r = 0; r < 4; ++r) {
-        bf16::store_words(decoded + (line * 8 + r) * kBlock, first[r]);
-        bf16::store_words(decoded + (line * 8 + 4 + r) * kBlock, second[r]);
-      }
     }
 #pragma GCC unroll 4
     for (int m = 0; m < rows_x; ++m) {
@@ -90,25 +97,39 @@ void decode_lines_and_dot(const bf16::Avx512Decoder& decoder, const Quad& q, con
     }
   }
   for (int r = 0; r < 4; ++r) {
-    for (int m = 0; m < rows_x; ++m) bf16::store(sums + r * sums_row + m * 16, acc[r][m]);
+    for (int m = 0; m < rows_x; ++m) bf16::store(sums + (r * rows_x + m) * 16, acc[r][m]);
   }
 }
 
 template <int rows_x>
 void decode_and_dot(const bf16::Avx512Decoder& decoder, const Quad& q, const uint16_t* x,
-                    int64_t x_block, float* sums, int64_t sums_row, uint16_t* decoded) {
+                    int64_t x_block, float* sums) {
   const auto run =
       q.nibbles ? decode_lines_and_dot<rows_x, true> : decode_lines_and_dot<rows_x, false>;
-  run(decoder, q, x, x_block, sums, sums_row, decoded);
+  run(decoder, q, x, x_block, sums);
 }
 
-// The same for four more rows of x and lines that are decoded already.
-void dot_decoded(const uint16_t* decoded, int64_t lines, const uint16_t* x, int64_t x_block,
-                 float* sums, int64_t sums_row) {
-  bf16::Vec acc[4][4];
-  for (int r = 0; r < 4; ++r) {
-    for (int m = 0; m < 4; ++m) acc[r][m] = bf16::load(sums + r * sums_row + m * 16);
+// decoded[line][half][4 rows][32 k]
+template <bool nibbles>
+void decode_lines(const bf16::Avx512Decoder& decoder, const Quad& q, uint16_t* decoded) {
+  constexpr int64_t kLineBytes = nibbles ? 32 : 64;
+  const uint8_t* ahead = q.ahead;
+  for (int64_t line = 0; line < q.lines; ++line, ahead += 4 * kLineBytes, decoded += kLineWords) {
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r) {
+      bf16::Words first, second;
+      decode_row_line<nibbles>(decoder, q, r, line, first, second);
+      if (!nibbles || r % 2 == 0) __builtin_prefetch(ahead + r * kLineBytes, 0, 2);
+      bf16::store_words(decoded + r * kBlock, first);
+      bf16::store_words(decoded + (4 + r) * kBlock, second);
+    }
   }
+}
+
+// acc[row][m] += decoded lines . four rows of x
+[[gnu::always_inline]] inline void dot_decoded(const uint16_t* decoded, int64_t lines,
+                                               const uint16_t* x, int64_t x_block,
+                                               bf16::Vec (&acc)[4][4]) {
   for (int64_t half = 0; half < 2 * lines; ++half, x += x_block, decoded += 4 * kBlock) {
     bf16::Words w[4];
 #pragma GCC unroll 4
@@ -119,9 +140,6 @@ void dot_decoded(const uint16_t* decoded, int64_t lines, const uint16_t* x, int6
 #pragma GCC unroll 4
       for (int r = 0; r < 4; ++r) acc[r][m] = bf16::dot(acc[r][m], w[r], xm);
     }
-  }
-  for (int r = 0; r < 4; ++r) {
-    for (int m = 0; m < 4; ++m) bf16::store(sums + r * sums_row + m * 16, acc[r][m]);
   }
 }
 
@@ -139,22 +157,13 @@ class Stream {
 
   // D[:, n0 .. n0+15]
   void run_group(const bf16::Avx512Decoder& decoder, int64_t n0) const {
-    alignas(64) float sums[Tuning::kGroup * kStreamMaxRows * 16];
-    std::memset(sums, 0, static_cast<size_t>(Tuning::kGroup * kept_ * 16) * 4);
-    const int64_t chunk = kept_ <= 4 ? Tuning::kLongChunk : Tuning::kShortChunk;
-    for (int64_t q = 0; q < Tuning::kGroup && n0 + q < w_.rows; q += Tuning::kQuad) {
-      for (int64_t b = 0; b < blocks_; b += chunk) {
-        const int64_t count = blocks_ - b < chunk ? blocks_ - b : chunk;
-        run_quad(decoder, n0 + q, b, count, sums + q * kept_ * 16);
-      }
-    }
     alignas(64) float turned[kStreamMaxRows * Tuning::kGroup];
-    for (int64_t m = 0; m < m_; ++m) {
-      bf16::Vec rows[Tuning::kGroup];
-#pragma GCC unroll 16
-      for (int64_t n = 0; n < Tuning::kGroup; ++n)
-        rows[n] = bf16::load(sums + (n * kept_ + m) * 16);
-      bf16::store(turned + m * Tuning::kGroup, mxtile::simd::row_sums<mxtile::simd::Avx512>(rows));
+    if (kept_ <= 4) {
+      sum_group(decoder, n0, turned);
+    } else {
+      for (int64_t q = 0; q < Tuning::kGroup && n0 + q < w_.rows; q += Tuning::kQuad) {
+        sum_quad(decoder, n0 + q, turned + q);
+      }
     }
     const int64_t cols = w_.rows - n0 < Tuning::kGroup ? w_.rows - n0 : Tuning::kGroup;
     epilogue_(context_, turned, Tuning::kGroup, 0, n0, static_cast<int>(m_),
@@ -162,11 +171,78 @@ class Stream {
   }
 
  private:
-  void run_quad(const bf16::Avx512Decoder& decoder, int64_t row, int64_t block, int64_t count,
-                float* sums) const {
+  static_assert(Tuning::kGroup == 16 && Tuning::kQuad == 4, "row_sums() takes sixteen sums");
+  using Simd = mxtile::simd::Avx512;
+
+  // turned[m][16] of the rows of weights from n0 on, for up to four rows of x.
+  void sum_group(const bf16::Avx512Decoder& decoder, int64_t n0, float* turned) const {
+    alignas(64) float sums[Tuning::kGroup * 4 * 16];
+    std::memset(sums, 0, static_cast<size_t>(Tuning::kGroup * kept_ * 16) * 4);
+    for (int64_t q = 0; q < Tuning::kGroup && n0 + q < w_.rows; q += Tuning::kQuad) {
+      for (int64_t b = 0; b < blocks_; b += Tuning::kLongChunk) {
+        run_quad(n0 + q, b, least(blocks_ - b, Tuning::kLongChunk),
+                 [&](const Quad& quad, int64_t line) {
+                   const uint16_t* x = x_ + (b + 2 * line) * x_rows_ * kBlock;
+                   dot_lines(decoder, quad, x, sums + q * kept_ * 16);
+                 });
+      }
+    }
+    for (int64_t m = 0; m < m_; ++m) {
+      bf16::Vec rows[Tuning::kGroup];
+#pragma GCC unroll 16
+      for (int64_t n = 0; n < Tuning::kGroup; ++n) {
+        rows[n] = bf16::load(sums + (n * kept_ + m) * 16);
+      }
+      bf16::store(turned + m * Tuning::kGroup, mxtile::simd::row_sums<Simd>(rows));
+    }
+  }
+
+  // turned[m][4 of 16] of a quad, for more rows of x: its lines are decoded to L1, and four rows of
+  // x at a time keep their sums in registers. Only a k of several chunks has sums in memory.
+  void sum_quad(const bf16::Avx512Decoder& decoder, int64_t row, float* turned) const {
+    alignas(64) float sums[Tuning::kQuad * kStreamMaxRows * 16];
+    alignas(64) uint16_t decoded[Tuning::kShortChunk / 2 * kLineWords];
+    alignas(64) float lanes[16];
+    for (int64_t b = 0; b < blocks_; b += Tuning::kShortChunk) {
+      const int64_t count = least(blocks_ - b, Tuning::kShortChunk);
+      run_quad(row, b, count, [&](const Quad& quad, int64_t line) {
+        const auto decode = quad.nibbles ? decode_lines<true> : decode_lines<false>;
+        decode(decoder, quad, decoded + line * kLineWords);
+      });
+      const uint16_t* x = x_ + b * x_rows_ * kBlock;
+      for (int64_t m = 0; m < kept_; m += 4, x += panel_words(w_.k, m_)) {
+        bf16::Vec acc[4][4];
+        float* kept = sums + m * Tuning::kQuad * 16;
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < 16; ++i) {
+          acc[i % 4][i / 4] = b == 0 ? bf16::zero() : bf16::load(kept + i * 16);
+        }
+        dot_decoded(decoded, ceil_div(count, 2), x, x_rows_ * kBlock, acc);
+        bf16::Vec rows[16];
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < 16; ++i) rows[i] = acc[i % 4][i / 4];
+        if (b + count < blocks_) {
+#pragma GCC unroll 16
+          for (int64_t i = 0; i < 16; ++i) bf16::store(kept + i * 16, rows[i]);
+          continue;
+        }
+        bf16::store(lanes, mxtile::simd::row_sums<Simd>(rows));
+        for (int64_t i = 0; i < 4; ++i) {
+          std::memcpy(turned + (m + i) * Tuning::kGroup, lanes + 4 * i, 16);
+        }
+      }
+    }
+  }
+
+  static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+  // body(quad, first line) for `count` blocks of four rows: whole lines, then the rest.
+  template <class Body>
+  [[gnu::always_inline]] inline void run_quad(int64_t row, int64_t block, int64_t count,
+                                              const Body& body) const {
     alignas(64) uint32_t words[Tuning::kQuad][Tuning::kLongChunk + 16];
     alignas(64) uint32_t nan_words[Tuning::kQuad][Tuning::kLongChunk];
-    alignas(64) uint8_t padded[16 * 64];
+    alignas(64) uint8_t padded[Tuning::kQuad * 64];
     Quad q{};
     q.nibbles = w_.nibbles;
     bool any_nan = false;
@@ -192,39 +268,31 @@ class Stream {
 
     const int64_t left = w_.k - k < count * kBlock ? w_.k - k : count * kBlock;
     q.lines = left / 64;
-    const uint16_t* x = x_ + block * x_rows_ * kBlock;
-    dot_lines(decoder, q, x, sums);
+    if (q.lines > 0) body(q, int64_t{0});
     if (left % 64 != 0) {  // the last line of the rows, zero-filled
       const int64_t done = q.lines;
       for (int64_t r = 0; r < Tuning::kQuad; ++r) {
-        copy_last_line(w_, clamp_row(row + r), k + done * 64, padded + r * 64);
+        last_line(w_, clamp_row(row + r), k + done * 64, padded + r * 64);
         q.codes[r] = padded + r * 64;
         q.words[r] += 2 * done;
       }
       if (q.nan_words != nullptr) q.nan_words += 2 * done;
       q.lines = 1;
       q.ahead += done * Tuning::kQuad * line_bytes;
-      dot_lines(decoder, q, x + 2 * done * x_rows_ * kBlock, sums);
+      body(q, done);
     }
   }
 
   void dot_lines(const bf16::Avx512Decoder& decoder, const Quad& q, const uint16_t* x,
                  float* sums) const {
-    alignas(64) uint16_t decoded[Tuning::kQuad * Tuning::kShortChunk * kBlock];
-    const int64_t x_block = x_rows_ * kBlock, sums_row = kept_ * 16;
+    const int64_t x_block = x_rows_ * kBlock;
     switch (kept_) {
       case 1:
-        return decode_and_dot<1>(decoder, q, x, x_block, sums, sums_row, nullptr);
+        return decode_and_dot<1>(decoder, q, x, x_block, sums);
       case 2:
-        return decode_and_dot<2>(decoder, q, x, x_block, sums, sums_row, nullptr);
-      case 4:
-        return decode_and_dot<4>(decoder, q, x, x_block, sums, sums_row, nullptr);
+        return decode_and_dot<2>(decoder, q, x, x_block, sums);
       default:
-        decode_and_dot<4>(decoder, q, x, x_block, sums, sums_row, decoded);
-        for (int64_t m = 4; m < kept_; m += 4) {
-          x += panel_words(w_.k, m_);
-          dot_decoded(decoded, q.lines, x, x_block, sums + m * 16, sums_row);
-        }
+        return decode_and_dot<4>(decoder, q, x, x_block, sums);
     }
   }
 
@@ -286,7 +354,7 @@ void pack_lines(const bf16::Avx512Decoder& decoder, const StridedOperand& x, int
     const int64_t k = b * kBlock;
     const uint8_t* codes = padded;
     if (k + 64 > x.k) {
-      copy_last_line(x, row, k, padded);
+      last_line(x, row, k, padded);
     } else {
       codes = x.at(row, k);
     }

@@ -105,14 +105,17 @@ struct StreamGemm {
   }
 
   // sums[Rows at stride kSpan][kStripRows][lanes] += lhs[Rows][n at stride ld] *
-  // strip[kStripRows][n]
+  // strip[kStripRows][n], from 0 on when first
   static constexpr int kSpan = kGroup * S::kLanes;
   static_assert(kGroup % kStripRows == 0 && kTaskCols % kGroup == 0);
   template <int Rows>
-  static void dot_strip(const float* lhs, int64_t ld, const float* strip, int64_t n, float* sums) {
+  static void dot_strip(const float* lhs, int64_t ld, const float* strip, int64_t n, bool first,
+                        float* sums) {
     F sum[Rows][kStripRows];
     for (int i = 0; i < Rows; ++i) {
-      for (int r = 0; r < kStripRows; ++r) sum[i][r] = S::load(sums + i * kSpan + r * S::kLanes);
+      for (int r = 0; r < kStripRows; ++r) {
+        sum[i][r] = first ? S::set(0.0f) : S::load(sums + i * kSpan + r * S::kLanes);
+      }
     }
     for (int64_t k = 0; k < n; k += S::kLanes) {
       F w[kStripRows];
@@ -143,7 +146,9 @@ struct StreamGemm {
     alignas(64) float strip[kStripRows * kStripK];
     alignas(64) float sums[kStreamMaxRows * kSpan];
     for (int c = 0; c < cols; c += kGroup) {
-      for (int i = 0; i < M * kSpan; ++i) sums[i] = 0.0f;
+      if (cols - c <= kGroup - kStripRows) {  // strips without a column
+        for (int i = 0; i < M * kSpan; ++i) sums[i] = 0.0f;
+      }
       for (int64_t k = 0; k < K; k += kStripK) {  // so that this part of lhs stays in L1
         const int64_t n = K - k < kStripK ? K - k : kStripK;
         for (int r = 0; r < kGroup && c + r < cols; r += kStripRows) {
@@ -151,9 +156,9 @@ struct StreamGemm {
           float* to = sums + r * S::kLanes;
           int m = 0;
           for (; m + kLhsRows <= M; m += kLhsRows) {
-            dot_strip<kLhsRows>(lhs + m * K + k, K, strip, n, to + m * kSpan);
+            dot_strip<kLhsRows>(lhs + m * K + k, K, strip, n, k == 0, to + m * kSpan);
           }
-          for (; m < M; ++m) dot_strip<1>(lhs + m * K + k, K, strip, n, to + m * kSpan);
+          for (; m < M; ++m) dot_strip<1>(lhs + m * K + k, K, strip, n, k == 0, to + m * kSpan);
         }
       }
       for (int m = 0; m < M; ++m) {

@@ -4,6 +4,7 @@
 
 #include "common/isa.h"
 #include "common/parallel.h"
+#include "common/task_team.h"
 #include "common/transpose.h"
 #include "gemm/gemm_internal.hpp"
 #include "gemm/gemm_plan.hpp"
@@ -53,8 +54,6 @@ const KernelImpl* kernel_impl(Kernel kernel) {
 }
 
 namespace {
-
-constexpr int64_t kSerialProducts = 256 * 1024;  // below, waking threads costs more than they save
 
 const KernelImpl* usable_impl(Kernel kernel) {
   return kernel_available(kernel) ? kernel_impl(kernel) : nullptr;
@@ -461,12 +460,10 @@ void split_side(StridedOperand& o, GemmTask& args) {
 
 }  // namespace
 
-Status run_task(GemmTask& given) {
-  given.ran = given.kernel;
-  if (given.lhs.rows * given.rhs.rows * given.lhs.k < kSerialProducts) given.threads = 1;
-  if (usable_impl(given.kernel) == nullptr) return Status::unsupported;
-  Status status = check(given);
-  if (status != Status::ok) return status;
+namespace {
+
+// The steps of a checked task.
+Status run_steps(GemmTask& given) {
   if (!given.lhs.blockwise() && !given.rhs.blockwise()) return run_split(given);
   if (workspace_bytes(given) > given.workspace_bytes) return Status::small_workspace;
   GemmTask args = given;
@@ -474,8 +471,20 @@ Status run_task(GemmTask& given) {
   split_side(args.rhs, args);
   const bool fnuz = is_fnuz(args.lhs.element) || is_fnuz(args.rhs.element);
   if (fnuz || args.lhs.factors != nullptr || args.rhs.factors != nullptr) to_factors(args);
-  status = run_split(args);
+  const Status status = run_split(args);
   given.ran = args.ran;
+  return status;
+}
+
+}  // namespace
+
+Status run_task(GemmTask& given) {
+  given.ran = given.kernel;
+  if (given.lhs.rows * given.rhs.rows * given.lhs.k < kSerialProducts) given.threads = 1;
+  if (usable_impl(given.kernel) == nullptr) return Status::unsupported;
+  Status status = check(given);
+  if (status != Status::ok) return status;
+  parallel_tasks(given.threads, 1, 1, [&](int64_t, int) { status = run_steps(given); });
   return status;
 }
 

@@ -9,12 +9,12 @@
 #include "common/parallel.h"
 #include "common/task_team.h"
 #include "gemm/gemm_internal.hpp"
+#include "gemm/gemm_plan.hpp"
 
 namespace te_mx::cpu {
 namespace {
 
 constexpr int64_t kScratchBytes = 256 << 20;  // bounds how many groups hold a workspace at a time
-constexpr int64_t kSerialProducts = 256 * 1024;  // as for one group
 
 // Moves an operand's scales on by so many.
 void skip_scales(StridedOperand& o, int64_t count) {
@@ -82,7 +82,10 @@ struct GroupedTask {
       a.rhs = stacked(all.rhs, i, packed_stride);
       out_row = groups.starts[i];
     }
-    if (a.lhs.rows <= kStreamMaxRows) a.kernel = few_rows;
+    const bool few = a.lhs.rows <= kStreamMaxRows;
+    if (few && (!is_stream(few_rows) || stream_pays(few_rows, a.lhs.rows, a.rhs.rows, a.lhs.k))) {
+      a.kernel = few_rows;
+    }
     if (a.kernel != all.kernel) a.rhs.packed = nullptr;
     if (all.out != nullptr) a.out = static_cast<char*>(all.out) + out_row * row_bytes();
     if (all.bias != nullptr) {

@@ -20,6 +20,8 @@ inline constexpr int64_t kRowBlock =
 // overflow while K < 2^21.
 inline constexpr int kRelativeExponent = 37;
 inline constexpr int64_t kOverflowK = 1 << 21;
+inline constexpr int64_t kSerialProducts = 256 * 1024;  // below, waking threads costs more than it
+                                                        // saves
 
 // One side of a problem as kernels read it: an Operand, or the part of one that a group owns.
 struct StridedOperand {

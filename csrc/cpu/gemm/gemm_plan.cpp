@@ -27,6 +27,27 @@ bool is_stream(Kernel kernel) {
   return kernel >= Kernel::portable_stream && kernel <= Kernel::amx_stream;
 }
 
+// A stream adds up lanes for every element of D, and panels are made once for all rows of lhs and
+// padded to 32 columns: the longer k and the fewer columns, the better the stream. The numbers are
+// crossovers of the kernels on one thread of Zen 5 (docs/measured.md), but for that of AMX. Rows do
+// not count, so that a row of D has the same bits beside up to 15 others.
+bool stream_pays(Kernel stream, int64_t m, int64_t n, int64_t k) {
+  if (m > kStreamMaxRows) return false;
+  switch (stream) {
+    case Kernel::portable_stream:
+      return n <= 16 || k > 16;
+    case Kernel::avx2_stream:
+      return n <= 32 || k > 32;
+    case Kernel::avx512_stream:
+      return n <= 16 || k > 32;
+    case Kernel::avx512_bf16_stream:
+    case Kernel::amx_stream:
+      return n <= 16 || k > 64;
+    default:
+      return false;
+  }
+}
+
 bool turns_rhs(const GemmTask& args) {
   const StridedOperand& rhs = args.rhs;
   return is_stream(args.kernel) && (rhs.code_k_stride != 1 || rhs.scale_block_stride != 1);

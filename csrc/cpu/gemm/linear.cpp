@@ -2,6 +2,8 @@
 // multiplies. Bits are those of the three calls; a small layer spends its time between them.
 #include "common/check.h"
 #include "common/sizes.h"
+#include "common/task_team.h"
+#include "gemm/gemm_internal.hpp"
 #include "te_mx/cpu.h"
 
 namespace te_mx::cpu {
@@ -96,9 +98,14 @@ Status linear_forward(const LinearArgs& a, Kernel& ran) {
   if (format != Status::ok) return format;
   if (a.execution.workspace_bytes < workspace_bytes(a)) return Status::small_workspace;
   const GemmArgs g = product(a, static_cast<uint8_t*>(a.execution.workspace));
-  Status status = rowwise(a, a.x, g.lhs);
-  if (status == Status::ok) status = rowwise(a, a.w, g.rhs);
-  return status == Status::ok ? gemm(g, ran) : status;
+  Status status = Status::ok;
+  const int threads = a.m * a.n * a.k < kSerialProducts ? 1 : a.execution.threads;
+  parallel_tasks(threads, 1, 1, [&](int64_t, int) {
+    status = rowwise(a, a.x, g.lhs);
+    if (status == Status::ok) status = rowwise(a, a.w, g.rhs);
+    if (status == Status::ok) status = gemm(g, ran);
+  });
+  return status;
 }
 
 }  // namespace te_mx::cpu

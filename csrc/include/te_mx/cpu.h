@@ -51,9 +51,16 @@ bool isa_available(Isa level);  // amx_emulated is always available
 Status set_isa(Isa level);
 bool kernel_available(Kernel kernel);  // at isa_current
 
+// gemm_plan.cpp: whether a stream kernel, and not the panel kernel of its level, is to run D[m, n]
+// = lhs[m, k] @ rhs[n, k]^T. Depends on sizes alone, and up to kStreamMaxRows rows on n and k
+// alone.
+bool stream_pays(Kernel stream, int64_t m, int64_t n, int64_t k);
+
 // parallel.cpp: the thread team of the last parallel call, "inline" when none was needed yet,
 // "openmp" (that of torch) or "threads" (our own: no OpenMP runtime, or a child of fork())
 const char* parallel_team();
+// How often a team was called together so far. Every time is a wait for its slowest thread.
+int64_t parallel_regions();
 
 // peak.cpp
 // The fastest multiply instruction of isa_current() on operands in registers; takes about 0.3 s.
@@ -100,8 +107,8 @@ Status quantize_many(const QuantizeArgs* args, int64_t count, int threads);
 // groups.count operands [rows, k] one after another, as packed forms out_stride bytes apart.
 Status pack_many(const PackArgs& args);
 int64_t workspace_bytes_grouped(const GroupedGemmArgs& args);
-// Groups of at most kStreamMaxRows rows of lhs run on few_rows_kernel. `ran`: bit i: Kernel i ran a
-// group.
+// Groups of at most kStreamMaxRows rows of lhs run on few_rows_kernel, if that pays where it is a
+// stream. `ran`: bit i: Kernel i ran a group.
 Status gemm_grouped(const GroupedGemmArgs& args, uint32_t& ran);
 
 // moe_gemm.cpp: rows that are routed to experts, as groups of the kernels of gemm_grouped(); bits

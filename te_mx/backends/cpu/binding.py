@@ -126,6 +126,13 @@ def kernel_available(kernel: str) -> bool:
     return module is not None and module.kernel_available(KERNEL_IDS[kernel])
 
 
+def stream_pays(kernel: str, m: int, n: int, k: int) -> bool:
+    """Whether a stream kernel is faster than the panel kernel of its level: native code's choice,
+    which groups of rows follow there."""
+    module = native()
+    return module is not None and module.stream_pays(KERNEL_IDS[kernel], m, n, k)
+
+
 def supported(status: int) -> bool:
     """True for ok, False for unsupported; anything else is a bug in te_mx and raises."""
     if status == _OK:

@@ -52,6 +52,9 @@ class Panel(Kernel):
             raise RuntimeError(f"te_mx internal error: {self.name} does not pack {operand.spec}")
         return operand._replace(packed=packed)
 
+    def prepares(self, m: int, n: int, k: int) -> bool:
+        return not binding.stream_pays(f"{self.level}_stream", m, n, k)
+
     def prepared(self, problem: Problem) -> PreparedGemm | None:
         return binding_prepared.PreparedGemm(self.name, problem).run
 
@@ -73,17 +76,31 @@ class Panel(Kernel):
 
 
 class Stream(Panel):
-    """For few rows of lhs; it reads rows of rhs, turned first where the codes lie by k."""
+    """For few rows of lhs and a k that is long enough; it reads rows of rhs, turned first where the
+    codes lie by k."""
 
     def accepts(self, problem: Problem) -> str | None:
-        reason = super().accepts(problem)
-        if reason is None and problem.m > STREAM_ROWS:
-            reason = f"takes at most {STREAM_ROWS} rows of B, this has {problem.m}"
-        return reason
+        return super().accepts(problem) or why_not_stream(self.name, problem)
+
+    def sized(self, problem: Problem) -> bool:
+        return problem.place.device == "cpu" and problem.m <= STREAM_ROWS
+
+    def prepares(self, m: int, n: int, k: int) -> bool:
+        return False
 
 
-# NOTE: a stream kernel stands before the panel kernel of its level: for few rows the codes (1.03
-# bytes an element) are the cheapest thing to read, cheaper than a packed weight.
+def why_not_stream(name: str, problem: Problem) -> str | None:
+    """Why a stream kernel leaves a problem to the panel kernel of its level."""
+    m, n, k = problem.m, problem.n, problem.k
+    if m > STREAM_ROWS:
+        return f"takes at most {STREAM_ROWS} rows of B, this has {m}"
+    if not binding.stream_pays(name, m, n, k):
+        return f"takes {m} rows of B with a longer k, this has k {k}"
+    return None
+
+
+# NOTE: a stream kernel stands before the panel kernel of its level: for few rows and a long k the
+# codes (1.03 bytes an element) are the cheapest thing to read, cheaper than a packed weight.
 PANELS = {
     "amx": "amx_bf16",
     "avx512_bf16": "avx512_bf16",

@@ -12,10 +12,10 @@ from torch import Tensor
 from te_mx.backends.base import FLOAT_DTYPES, SCALE_RULES, format_fields
 from te_mx.backends.cpu import binding
 from te_mx.backends.cpu.envelope import why_not, why_not_level
-from te_mx.backends.cpu.gemm import PANELS
+from te_mx.backends.cpu.gemm import PANELS, why_not_stream
 from te_mx.backends.native import words_of
 from te_mx.dispatch.linear import InferKernel
-from te_mx.dispatch.problem import STREAM_ROWS, Problem
+from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
 from te_mx.formats.scaling import split_rule
 from te_mx.runtime import workspace
@@ -25,20 +25,20 @@ MOST_BYTES = 1 << 20  # of codes, which then stay in a cache between the calls
 
 
 class SmallLinear(InferKernel):
-    def __init__(self, level: str, kernel: str, most_rows: int, rank: int) -> None:
-        self.level, self.name, self.most_rows, self.rank = level, kernel, most_rows, rank
+    def __init__(self, level: str, kernel: str, stream: bool, rank: int) -> None:
+        self.level, self.name, self.stream, self.rank = level, kernel, stream, rank
         self.number = binding.KERNEL_IDS[kernel]
 
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not(problem, blockwise=True) or why_not_level(self.name, self.level, problem)
+        if reason is None and self.stream:
+            reason = why_not_stream(self.name, problem)
         if reason is None and not _alike(problem.lhs, problem.rhs):
             reason = "takes inputs and weights of one element and one kind of scale"
         if reason is None and (problem.empty or problem.dtype not in FLOAT_DTYPES):
             reason = "takes float32, bfloat16 and float16, nothing empty"
         if reason is None and (problem.m + problem.n) * problem.k > MOST_BYTES:
             reason = f"is for layers whose codes take at most {MOST_BYTES} bytes"
-        if reason is None and problem.m > self.most_rows:
-            reason = f"takes at most {self.most_rows} rows"
         return reason
 
     def infer(
@@ -91,5 +91,5 @@ def _plan(
 
 
 for _rank, (_level, _name) in enumerate(PANELS.items()):
-    register(SmallLinear(_level, f"{_level}_stream", STREAM_ROWS, 2 * _rank))
-    register(SmallLinear(_level, _name, MOST_BYTES, 2 * _rank + 1))
+    register(SmallLinear(_level, f"{_level}_stream", True, 2 * _rank))
+    register(SmallLinear(_level, _name, False, 2 * _rank + 1))

@@ -44,6 +44,12 @@ MXTILE_STATIC Words broadcast_word(uint32_t pair) {
 MXTILE_STATIC Words or_words(Words a, Words b) { return _mm512_or_si512(a, b); }
 MXTILE_STATIC float sum(Vec v) { return _mm512_reduce_add_ps(v); }
 
+// to[64] = the `count` bytes at `from`, fewer than 64, and zeros.
+MXTILE_STATIC void copy_part(const uint8_t* from, int64_t count, uint8_t* to) {
+  const __mmask64 there = (uint64_t{1} << count) - 1;
+  _mm512_storeu_si512(to, _mm512_maskz_loadu_epi8(there, from));
+}
+
 // Byte order that gathers the k pairs (0, 1) and (2, 3) of four rows into each 128-bit lane, from
 // four k of 16 rows.
 struct PairOrder {
