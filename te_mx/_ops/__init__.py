@@ -7,13 +7,8 @@ them.
 
 import te_mx.backends  # noqa: F401 (registers the kernels)
 from te_mx._ops import flops as _flops  # noqa: F401 (tells torch's counter)
-<<<<<<< HEAD
-from te_mx._ops.gemm import gemm_2d, kept_form, many_rows
-from te_mx._ops.joined import quantize_joined_2d
-=======
 from te_mx._ops.gemm import gemm_2d, kept_form, worth_packing
-from te_mx._ops.joined import quantize_beside_2d, quantize_joined_2d
->>>>>>> i35-cpu
+from te_mx._ops.joined import quantize_joined_2d
 from te_mx._ops.quantize import (
     convert_2d,
     dequantize_2d,
