@@ -38,12 +38,12 @@ ABOVE_DEVICES = {"nn", "autograd", "_ops", "recipes", "formats", "integrations",
 MOST_PARAMETERS = 10
 # Public functions that have the arguments of what they stand for.
 PUBLIC = {
-    "te_mx/functional.py:gemm",
-    "te_mx/grouped_gemm.py:grouped_gemm",  # those of gemm, and how rows are grouped
-    "te_mx/explain.py:explain",
-    "te_mx/convert.py:convert_model",
+    "te_mx/api/gemm.py:gemm",
+    "te_mx/api/grouped.py:grouped_gemm",  # those of gemm, and how rows are grouped
+    "te_mx/api/explain.py:explain",
+    "te_mx/api/convert.py:convert_model",
     "te_mx/moe/gemm.py:grouped_gemm",  # vLLM's, and what is written
-    "te_mx/nn/dot_product_attention.py:forward",  # Transformer Engine's
+    "te_mx/te/attention.py:forward",  # Transformer Engine's
 }
 
 

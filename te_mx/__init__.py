@@ -23,28 +23,34 @@ except ModuleNotFoundError as _error:
     ) from _error
 
 from te_mx import distributed, formats, moe, recipe
-from te_mx.audit import audit
-from te_mx.context import autocast, fp8_autocast
+from te_mx.api.audit import audit
+from te_mx.api.convert import convert_model, revert_model
+from te_mx.api.cuda_graphs import make_graphed_callables
+from te_mx.api.explain import (
+    Explanation,
+    FallbackWarning,
+    GroupedExplanation,
+    explain,
+    explain_grouped,
+)
+from te_mx.api.freeze import freeze_weights, unfreeze_weights
+from te_mx.api.gemm import (
+    GemmOutput,
+    gemm,
+    quantize,
+)
+from te_mx.api.grouped import grouped_gemm, grouped_linear, grouped_wgrad
+from te_mx.api.memory import checkpoint_ops, record_saved
+from te_mx.api.quantization_config import quantization_config
+from te_mx.api.tensor import MXTensor
+from te_mx.context.region import autocast, fp8_autocast
 from te_mx.conversion.report import ConversionReport
-from te_mx.convert import convert_model
 from te_mx.dispatch.tuned.use import use_tuned_table
-from te_mx.explain import Explanation, FallbackWarning, explain
-from te_mx.explain_grouped import GroupedExplanation, explain_grouped
-from te_mx.frozen import freeze_weights, unfreeze_weights
-from te_mx.functional import GemmOutput, gemm, quantize
-from te_mx.graphed import make_graphed_callables
-from te_mx.grouped import grouped_linear, grouped_wgrad
-from te_mx.grouped_gemm import grouped_gemm
 from te_mx.inspection import InspectionReport, inspect
 from te_mx.nn import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
 from te_mx.nn.converted import ConversionWarning
-from te_mx.quantization_config import quantization_config
 from te_mx.recipe import get_default_recipe, is_mxfp8_available
-from te_mx.revert import revert_model
 from te_mx.runtime import workspace
-from te_mx.saved_bytes import record_saved
-from te_mx.selective import checkpoint_ops
-from te_mx.tensor import MXTensor
 
 try:
     __version__ = _version("te-mx")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from te_mx._ops import grouped_quantize
-from te_mx.autograd import grouped, grouped_operands
+from te_mx.autograd import grouped
 from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.sm90 import binding, binding_grouped, split_k
 from te_mx.backends.sm90 import decode as sm90_decode
@@ -107,8 +107,8 @@ def hide_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (grouped_quantize, sm90_grouped):
         monkeypatch.setattr(module, "known_to_host", lambda offs: False)
-    monkeypatch.setattr(grouped_operands, "readable", lambda offs: False)
-    for module in (sm90_grouped, grouped_operands, grouped):
+    monkeypatch.setattr(grouped, "readable", lambda offs: False)
+    for module in (sm90_grouped, grouped, grouped):
         monkeypatch.setattr(module, "host_bounds", refuse)
     monkeypatch.setattr(binding_grouped, "offs_on_device", lambda offs, device: offs)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import te_mx
-from te_mx.autograd import input_cache, one_call
+from te_mx.autograd import input_cache, linear
 from te_mx.dispatch import run
 
 ROWS, IN = 40, 70
@@ -68,5 +68,5 @@ def noted_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return quantize(what)
 
     monkeypatch.setattr(run, "quantize", record)
-    monkeypatch.setattr(one_call, "infer_in_one_call", lambda *_: None)
+    monkeypatch.setattr(linear, "infer_in_one_call", lambda *_: None)
     return reads

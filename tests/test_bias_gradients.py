@@ -20,11 +20,11 @@ from bias_sums import (
 )
 
 import te_mx
-from te_mx.autograd.grouped_operands import Groups, col_sums
+from te_mx.autograd import grouped
+from te_mx.autograd.grouped import Groups, col_sums
 from te_mx.backends.reference import grouped_math
 from te_mx.dispatch.grouped_calls import QuantizeGroups
 from te_mx.dispatch.groups import col_sums_on_device
-from te_mx.nn import grouped_plain
 
 
 @pytest.mark.parametrize("path", RECIPES)
@@ -73,8 +73,8 @@ def test_sums_inside_a_block(act: str, recipe: str):
 )
 def test_plain_with_splits_on_a_device(monkeypatch, kernel: bool, module: str):
     """One masked product a group, or torch._grouped_mm."""
-    monkeypatch.setattr(grouped_plain, "readable", lambda offs: False)
-    monkeypatch.setattr(grouped_plain, "_has_grouped_mm", lambda *problem: kernel)
+    monkeypatch.setattr(grouped, "readable", lambda offs: False)
+    monkeypatch.setattr(grouped, "_has_grouped_mm", lambda *problem: kernel)
     g, layer = gradient(torch.bfloat16), build(module, torch.bfloat16)
     x = torch.randn(ROWS, SIZE).bfloat16()
     expected = layer(x, SPLITS).detach()

@@ -11,7 +11,7 @@ import torch
 from hf_models import keep_head, model_of, tokens
 
 import te_mx
-from te_mx.nn.mx_module import MXModule
+from te_mx.nn.base import MXModule
 from te_mx.recipe import Format, MXFP8BlockScaling
 
 pytest.importorskip("transformers", minversion="5.0")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import te_mx
-from te_mx import context
+from te_mx.context import region as context
 from te_mx.nn import converted
 from te_mx.recipe import BlockScaling, Float8BlockScaling, Format, MXFP8BlockScaling
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import te_mx
-from te_mx.autograd import wgrad
+from te_mx.autograd import grad_target
 from te_mx.runtime import ran
 
 
@@ -58,11 +58,11 @@ def fused(rows: int) -> te_mx.Linear:
 
 def test_stand_ins_of_weight_gradients():
     gc.collect()
-    before = len(wgrad._stand_ins), len(wgrad._kept_by)
+    before = len(grad_target._stand_ins), len(grad_target._kept_by)
     layers = [fused(rows) for rows in (8, 8, 24)]
     addresses = [layer.weight.grad.data_ptr() for layer in layers]
     assert addresses[0] == addresses[1] != addresses[2]  # weights of one kind share theirs
-    assert len(wgrad._stand_ins) == before[0] + 2
+    assert len(grad_target._stand_ins) == before[0] + 2
     del layers[0]
     layers[0].weight.grad = None
     gc.collect()
@@ -70,7 +70,7 @@ def test_stand_ins_of_weight_gradients():
     assert layers[0].weight.grad.data_ptr() == addresses[1]
     layers.clear()
     gc.collect()
-    assert (len(wgrad._stand_ins), len(wgrad._kept_by)) == before
+    assert (len(grad_target._stand_ins), len(grad_target._kept_by)) == before
 
 
 @pytest.mark.parametrize("what", ["plain", "bound", "fused"])

@@ -101,7 +101,7 @@ def test_region_inside_the_compiled_function(backend):
         assert_same(got[:1], expected[:1])
         for a, b in zip(got[1:], expected[1:], strict=True):
             torch.testing.assert_close(a, b)  # sums of four gradients, in another order
-    assert te_mx.context.current_recipe() is None
+    assert te_mx.context.region.current_recipe() is None
 
 
 def test_regions_inside_override_the_one_outside():
@@ -250,4 +250,4 @@ def test_graph_breaks_inside_a_region_keep_the_results():
     for region in (OFF, te_mx.autocast, OFF):
         with region():
             assert torch.equal(compiled(x), forward(x))
-    assert te_mx.context.current_recipe() is None
+    assert te_mx.context.region.current_recipe() is None

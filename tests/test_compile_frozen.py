@@ -16,9 +16,9 @@ from torch._functorch.compile_utils import fx_graph_cse
 
 import te_mx
 from te_mx.layouts import SM90_DECODE
-from te_mx.nn import frozen_owners
 from te_mx.recipe import BlockScaling, Float8BlockScaling
 from te_mx.recipes.settings import in_words, of_words
+from te_mx.weights import frozen as frozen_owners
 
 K, N = 72, 40
 BF16 = torch.bfloat16
@@ -314,7 +314,7 @@ def test_gradients_are_those_of_eager():
 def test_a_capture_keeps_nothing_that_it_made(monkeypatch):
     module, x = frozen(drop=True), rows(4)
     compiled = Compiled(module)
-    places = "te_mx.autograd.few_rows.capturing", "te_mx.nn.frozen_op.capturing"
+    places = "te_mx.weights.decode.capturing", "te_mx.weights.traced.capturing"
     for place in places:
         monkeypatch.setattr(place, lambda device: True)
     captured = compiled(x)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import te_mx
-from te_mx.context import current_recipe, current_settings
+from te_mx.context.region import current_recipe, current_settings
 from te_mx.recipe import Format, MXFP8BlockScaling
 
 HYBRID = MXFP8BlockScaling(fp8_format=Format.HYBRID)
@@ -144,4 +144,4 @@ def test_repr():
 
 def test_unknown_attribute_of_the_module():
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        te_mx.context.nothing  # noqa: B018
+        te_mx.context.region.nothing  # noqa: B018

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import te_mx
-from te_mx.context import current_recipe, current_settings
+from te_mx.context.region import current_recipe, current_settings
 from te_mx.recipe import Format, MXFP8BlockScaling
 
 HYBRID = MXFP8BlockScaling(fp8_format=Format.HYBRID)
@@ -51,7 +51,7 @@ def own_context():
     """A test that fails leaves nothing behind."""
     assert current_recipe() is None
     yield
-    te_mx.context.innermost.set(None)
+    te_mx.context.region.innermost.set(None)
 
 
 @pytest.mark.parametrize("end", ["close", "run out", "throw", "collect"])

@@ -9,7 +9,7 @@ import torch
 
 import te_mx
 from te_mx import _ops as ops
-from te_mx import blas
+from te_mx.api import blas
 from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.cpu.gemm import Panel
 from te_mx.backends.native import native_operand

@@ -16,7 +16,7 @@ from norm_modules import filled
 from torch import Tensor, nn
 
 import te_mx
-from te_mx.autograd import grouped, steps, steps_grouped
+from te_mx.autograd import grouped, linear_recipe
 from te_mx.recipe import MXFP8BlockScaling
 
 FLOOR = MXFP8BlockScaling(scale_rule="floor")
@@ -76,8 +76,8 @@ def test_frozen_equals_unfrozen(kind, drop_master, monkeypatch):
     expected = run(model, x)
     assert te_mx.freeze_weights(model, drop_master=drop_master) == 1
     # No weight is quantized again.
-    monkeypatch.setattr(steps, "plan_weight", None)
-    for module in (grouped, steps_grouped):
+    monkeypatch.setattr(linear_recipe, "plan_weight", None)
+    for module in (grouped, grouped):
         monkeypatch.setattr(module, "quantize_weights", None)
     for _ in range(2):
         assert torch.equal(run(model, x), expected)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import te_mx
-from te_mx import blas
+from te_mx.api import blas
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -12,7 +12,7 @@ from norm_modules import relative
 from torch import nn
 
 import te_mx
-from te_mx.nn.surroundings import RAN
+from te_mx.nn.guards import RAN
 from te_mx.recipe import Float8BlockScaling, MXFP8BlockScaling
 
 

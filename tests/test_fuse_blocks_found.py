@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import te_mx
-from te_mx.nn.surroundings import RAN
+from te_mx.nn.guards import RAN
 
 
 def test_what_stays_and_the_way_back():

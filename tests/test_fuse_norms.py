@@ -14,9 +14,9 @@ from torch import nn
 import te_mx
 from te_mx.autograd import input_cache
 from te_mx.dispatch.fused import Norm
+from te_mx.fusion.fused_norm import READ, UNREAD
 from te_mx.fusion.norms import formula_of
-from te_mx.nn.fused_norm import READ, UNREAD
-from te_mx.nn.surroundings import RAN
+from te_mx.nn.guards import RAN
 
 pytest.importorskip("transformers")
 from hf_models import BF16, keep_head, model_of, pair, step, tokens

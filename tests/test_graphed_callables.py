@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import te_mx
-from te_mx.context import active_region, entered_again
+from te_mx.context.region import active_region, entered_again
 from te_mx.recipe import Format, MXFP8BlockScaling
 
 FLOOR = MXFP8BlockScaling(scale_rule="floor", fp8_format=Format.HYBRID)

@@ -9,11 +9,11 @@ from grouped_cases import RECIPES, equal
 from torch import Tensor
 
 import te_mx
-from te_mx import grouped_columns, grouped_rows, mixed_grouped
 from te_mx._ops import grouped_quantize
+from te_mx.api import grouped, groups, mixed_gemm
+from te_mx.autograd import grouped as autograd_grouped
 from te_mx.backends.cpu import grouped as cpu_grouped
 from te_mx.backends.reference import grouped as reference_grouped
-from te_mx.nn import grouped_plain
 from te_mx.recipe import BlockScaling
 
 pytestmark = pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")
@@ -92,10 +92,10 @@ def unseen(request, monkeypatch):
         def refuse(*args: object) -> None:
             raise AssertionError("the host looked at the splits")
 
-        monkeypatch.setattr("te_mx.grouped_arguments.readable", lambda tensor: False)
-        for module in (grouped_rows, grouped_columns):
+        monkeypatch.setattr("te_mx.api.groups.readable", lambda tensor: False)
+        for module in (groups, grouped):
             monkeypatch.setattr(module, "readable", lambda tensor: False)
-        plain = mixed_grouped, grouped_plain
+        plain = mixed_gemm, autograd_grouped
         for module in (grouped_quantize, reference_grouped):
             monkeypatch.setattr(module, "known_to_host", lambda offs: False)
         for module in plain:
@@ -452,7 +452,7 @@ def test_columns_that_do_not_fit_are_refused(monkeypatch):
         te_mx.grouped_wgrad(g, columns(96, 16, "mxfp4+rht32:0x1"), offs)
     with pytest.raises(ValueError, match="same rows, got 96 and 64"):
         te_mx.grouped_wgrad(g, columns(64, 16), offs)
-    monkeypatch.setattr(grouped_columns, "readable", lambda tensor: False)
+    monkeypatch.setattr(grouped, "readable", lambda tensor: False)
     with pytest.raises(ValueError, match=r"nobody can see .* with alignment=32"):
         te_mx.grouped_wgrad(g, x, offs)
 

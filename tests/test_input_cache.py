@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import te_mx
 from te_mx.autograd import input_cache
-from te_mx.context import Region
+from te_mx.context.region import Region
 from te_mx.recipe import DeepSeekV3, Float8BlockScaling, Format, MXFP8BlockScaling
 
 RECIPES = {
@@ -221,7 +221,7 @@ def test_what_a_layer_asks_for_decides(reads):
     def by_floor(x):
         # Inside the region, as a layer with a recipe of its own.
         recipe = MXFP8BlockScaling(scale_rule="floor")
-        with te_mx.context.entered_again(Region(recipe.settings, recipe, None)):
+        with te_mx.context.region.entered_again(Region(recipe.settings, recipe, None)):
             return third(x)
 
     with te_mx.autocast():

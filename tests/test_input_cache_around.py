@@ -29,7 +29,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import checkpoint
 
 import te_mx
-from te_mx.autograd import input_cache, one_call
+from te_mx.autograd import input_cache, linear
 from te_mx.backends.sm90 import binding
 from te_mx.recipe import Format, MXFP8BlockScaling
 from te_mx.runtime import streams
@@ -295,7 +295,7 @@ def test_hooks_of_shared_saved_tensors_on_hopper(hopper, by_steps):
     def run(modules: list[nn.Module], h: Tensor) -> list[Tensor]:
         with pytest.MonkeyPatch.context() as patch:
             if by_steps:
-                patch.setattr(one_call, "kernel_of", lambda *_: None)
+                patch.setattr(linear, "kernel_of", lambda *_: None)
             first = modules[0](opened(h))
         return [first, *(layer(h) for layer in modules[1:])]
 

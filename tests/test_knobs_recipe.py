@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import te_mx
 from te_mx import _ops as ops
-from te_mx.autograd import steps
+from te_mx.autograd import linear_recipe
 from te_mx.dispatch import run as dispatch
 from te_mx.recipe import Format, MXFP8BlockScaling
 
@@ -219,9 +219,9 @@ def test_one_copy_keeps_one_copy():
 def test_one_copy_moves_only_what_its_column_block_cannot_hold(n, k, kind, rule, seed):
     w = tensor(kind, n, k, seed, torch.float32).clamp(-(2.0**127), 2.0**127)  # decodes to finite
     settings = MXFP8BlockScaling(scale_rule=rule, one_copy_weights=True).settings
-    row, nothing = steps.weight_operands(None, w, settings, True)
+    row, nothing = linear_recipe.weight_operands(None, w, settings, True)
     assert nothing is None
-    col = steps.columns_of(row, settings)
+    col = linear_recipe.columns_of(row, settings)
     values = te_mx.quantize(w, scale_rule=rule).dequantize(torch.float64)
     derived = ops.dequantize_2d(col, torch.float64).t()
     scale = torch.exp2(col.scales.double() - 127).repeat_interleave(32, 0)[:n]
@@ -308,7 +308,7 @@ def test_packed_operands_do_not_replace_the_rowwise_codes(monkeypatch):
     expected = run(layer, x, grad, DEQUANTIZED)
     derived = by_hand(layer, x, grad, ONE_COPY)[0]
     form = ops.Forms("mxfp8_e4m3@sm90:8", "mxfp8_e4m3@sm90:8")
-    monkeypatch.setattr(steps, "roles", lambda *_: steps.Roles(form, form, form))
+    monkeypatch.setattr(linear_recipe, "roles", lambda *_: linear_recipe.Roles(form, form, form))
     for first in (None, True, False):
         got = run(layer, x, grad, DEQUANTIZED, is_first_microbatch=first)
         assert_same(got[1:3], expected[1:3])

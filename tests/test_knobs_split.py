@@ -13,7 +13,7 @@ from test_knobs_linear import RECIPES, assert_same, case, run, twin
 from torch import nn
 
 import te_mx
-from te_mx.nn import te_arguments
+from te_mx.nn import arguments
 
 QKV = {"query": 17, "key": 9, "value": 7}
 
@@ -236,9 +236,9 @@ def test_converted_layers_have_the_knobs_at_their_defaults_and_take_them_later()
 
 
 # ------------------------------------------------------- arguments of Transformer Engine alone
-@pytest.mark.parametrize("name", sorted(te_arguments.CONSTRUCTORS["Linear"]))
+@pytest.mark.parametrize("name", sorted(arguments.CONSTRUCTORS["Linear"]))
 def test_absent_arguments_are_taken_at_their_defaults_only(name):
-    default = te_arguments.ABSENT[name].default
+    default = arguments.ABSENT[name].default
     te_mx.Linear(40, 8, **{name: default})
     for value in (True, 2, "column", object()):
         with pytest.raises(NotImplementedError, match=rf"te_mx.Linear: {name}=.*leave it at"):

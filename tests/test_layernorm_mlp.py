@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import te_mx
 from te_mx import _ops as ops
-from te_mx.autograd import layernorm_mlp, steps
+from te_mx.autograd import linear_recipe
+from te_mx.autograd import mlp as layernorm_mlp
 from te_mx.dispatch.fused import ACTIVATIONS, NORMS, Activation
 from te_mx.nn import activations
 
@@ -105,7 +106,7 @@ def test_gelu_runs_in_the_epilogues(activation, monkeypatch):
         called.append({k: v for k, v in epilogue._asdict().items() if v is not None})
         return gemm(lhs, rhs, epilogue, **kwargs)
 
-    for module in (layernorm_mlp, steps):
+    for module in (layernorm_mlp, linear_recipe):
         monkeypatch.setattr(module, "gemm_2d", record)
     m = mlp(64, 96, activation=activation)
     gradients(m, torch.randn(32, 64, dtype=BF16), mxfp8(m))
@@ -224,7 +225,7 @@ def test_micro_batches(monkeypatch):
     run = mxfp8(m)
     plain = gradients(m, x, run, g)
     assert_same(gradients(m, x, lambda v: run(v, True), g), plain)
-    monkeypatch.setattr(steps, "plan_weight", None)  # nothing is quantized again
+    monkeypatch.setattr(linear_recipe, "plan_weight", None)  # nothing is quantized again
     assert_same(gradients(m, x, lambda v: run(v, False), g), plain)
 
 
@@ -285,7 +286,7 @@ def test_as_on_hopper(monkeypatch):
     x, g = torch.randn(40, 64, dtype=BF16), torch.randn(40, 64, dtype=BF16)
     plain = gradients(m, x, mxfp8(m), g)
     form = ops.Forms("mxfp8_e4m3@sm90:8", "mxfp8_e4m3@sm90:8")
-    monkeypatch.setattr(steps, "roles", lambda *_: steps.Roles(form, form, form))
+    monkeypatch.setattr(linear_recipe, "roles", lambda *_: linear_recipe.Roles(form, form, form))
     packed = gradients(m, x, mxfp8(m), g)
     for name, value in plain[1].items():
         assert relative(packed[1][name], value) < 0.02, name

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import te_mx
-from te_mx.autograd import one_call
+from te_mx.autograd import linear
 from te_mx.dispatch import run as dispatch
 from te_mx.recipe import Float8BlockScaling, Format, MXFP4BlockScaling, MXFP8BlockScaling
 
@@ -54,7 +54,7 @@ def calls(monkeypatch):
 
     monkeypatch.setattr(dispatch, "quantize", record_quantize)
     monkeypatch.setattr(dispatch, "gemm", record_gemm)
-    monkeypatch.setattr(one_call, "infer_in_one_call", lambda *_: None)  # step by step
+    monkeypatch.setattr(linear, "infer_in_one_call", lambda *_: None)  # step by step
     return made
 
 

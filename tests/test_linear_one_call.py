@@ -12,9 +12,12 @@ from torch import Tensor
 import te_mx
 from te_mx import _ops as ops
 from te_mx._ops.linear import linear_kernel
-from te_mx.autograd import input_cache, linear, one_call, one_call_codes, steps
-from te_mx.autograd.linear import Call
-from te_mx.autograd.one_call import OneCallLinear
+from te_mx.autograd import (
+    input_cache,
+    linear,
+    linear_recipe,
+)
+from te_mx.autograd.linear import Call, OneCallLinear
 from te_mx.backends.sm90 import binding
 from te_mx.dispatch import registry
 from te_mx.dispatch.linear import Held
@@ -139,14 +142,14 @@ def test_backward_on_codes_of_a_weight(fields, needs, save_x, monkeypatch):
     x, w = torch.randn(3, 35, 130, dtype=BF16), torch.randn(70, 130, dtype=BF16)
     call = x, w, torch.randn(70), how, BF16, torch.randn(3, 35, 70, dtype=BF16)
     needs = tuple(bool(n) for n in needs)
-    in_one = one_call_codes.gradients
+    in_one = linear.gradients_on_codes
     monkeypatch.setattr(
-        one_call_codes, "gradients", lambda *args: taken.append(in_one(*args)) or taken[-1]
+        linear, "gradients_on_codes", lambda *args: taken.append(in_one(*args)) or taken[-1]
     )
     got = run(keeps_codes, *call, needs)
     square = how.w.endswith("128x128")
     assert [made is not None for made in taken] == [needs[0] and not square]
-    monkeypatch.setattr(one_call_codes, "gradients", lambda *args: None)
+    monkeypatch.setattr(linear, "gradients_on_codes", lambda *args: None)
     same(got, run(keeps_codes, *call, needs))
 
 
@@ -164,7 +167,7 @@ def test_what_is_saved_is_what_backward_reads(keep, name):
     x_col, nothing, w_saved, no_scales, _link = y.grad_fn.saved_tensors
     assert nothing is None and no_scales is None
     plan = y.grad_fn.plan
-    wanted = steps.roles(x.device, how)
+    wanted = linear_recipe.roles(x.device, how)
     pairs = [(plan.quantized(Held((x_col, None), (x_col, None))).col, x, x_col, wanted.x.col)]
     if keep:
         pairs.append((plan.w_columns((w_saved, None)), w, w_saved, wanted.w.col))
@@ -325,12 +328,12 @@ class Cuda:
 
 
 def test_what_it_serves(monkeypatch):
-    monkeypatch.setattr(one_call, "is_direct", lambda *tensors: True)
+    monkeypatch.setattr(linear, "is_direct", lambda *tensors: True)
     monkeypatch.setattr(binding, "_problems", {0: None, 1: "needs a Hopper GPU (sm_90)"})
     x, w, plain = Cuda(8, 40), Cuda(16, 40), Call(settings(), BF16)
 
     def serves(x, w, call=plain, bias=None):
-        return one_call.kernel_of(x, w, bias, call) is not None
+        return linear.kernel_of(x, w, bias, call) is not None
 
     assert serves(x, w)
     assert serves(Cuda(8, 40, grad=False), w)
@@ -374,7 +377,7 @@ def test_what_it_serves(monkeypatch):
     ):
         assert not serves(other, weight, bias=bias)
     assert serves(Cuda(2**31 - 257, 40), w)
-    monkeypatch.setattr(one_call, "is_direct", lambda *tensors: False)
+    monkeypatch.setattr(linear, "is_direct", lambda *tensors: False)
     assert not serves(x, w)
     monkeypatch.undo()
     registry.forget()
@@ -397,7 +400,7 @@ def trained(layer, inputs, how, firsts, fused, monkeypatch):
     layer.weight.main_grad = main
     with monkeypatch.context() as patch:
         if not fused:
-            patch.setattr(one_call, "kernel_of", lambda *call: None)
+            patch.setattr(linear, "kernel_of", lambda *call: None)
         for x, first in zip(inputs, firsts, strict=True):
             leaf = x.clone().requires_grad_()
             with te_mx.autocast(recipe=how):

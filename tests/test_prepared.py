@@ -10,7 +10,7 @@ import torch.utils.flop_counter
 
 import te_mx
 from te_mx import _ops as ops
-from te_mx import prepared
+from te_mx.api import gemm
 from te_mx.runtime.ran import LAST_RUN, new_tags
 
 BF16 = torch.bfloat16
@@ -20,7 +20,7 @@ BF16 = torch.bfloat16
 def taken(monkeypatch):
     """How often the short way gave the result."""
     count = []
-    run = prepared.run
+    run = gemm.run
 
     def counted(*args):
         made = run(*args)
@@ -28,7 +28,7 @@ def taken(monkeypatch):
             count.append(1)
         return made
 
-    monkeypatch.setattr(prepared, "run", counted)
+    monkeypatch.setattr(gemm, "run", counted)
     return count
 
 

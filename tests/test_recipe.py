@@ -161,7 +161,7 @@ def test_a_region_goes_on_with_what_the_recipe_was():
         recipe.backward_override = "high_precision"
         inside = layer(x)
         again = checkpoint(layer, x, use_reentrant=False)
-        assert te_mx.context.current_recipe() == MXFP8BlockScaling()
+        assert te_mx.context.region.current_recipe() == MXFP8BlockScaling()
     with region:
         later = layer(x)
     for y in (inside, again, later, decorated(x)):

@@ -15,7 +15,7 @@ import te_mx
 from te_mx import _ops as ops
 from te_mx import layouts
 from te_mx._ops import grouped_quantize
-from te_mx.autograd import one_call as autograd_one_call
+from te_mx.autograd import linear as autograd_one_call
 from te_mx.dispatch import registry, run
 from te_mx.dispatch.calls import Quantize
 from te_mx.dispatch.problem import Place, Problem

@@ -159,7 +159,7 @@ def test_copies_and_state_dicts_know_nothing_of_the_form():
 
 def test_a_capture_makes_no_form(monkeypatch):
     layer, x = frozen(), torch.randn(4, K, dtype=torch.bfloat16)
-    capturing = "te_mx.autograd.few_rows.capturing"
+    capturing = "te_mx.weights.decode.capturing"
     monkeypatch.setattr(capturing, lambda device: True)
     run(layer, x)
     assert fake_sm90_decode.CALLS == []

@@ -24,7 +24,7 @@ from te_mx._ops.grouped_quantize import (
     quantize_weights,
     weight_columns,
 )
-from te_mx.autograd.steps import columns_of
+from te_mx.autograd.linear_recipe import columns_of
 from te_mx.backends.sm90 import grouped_apart
 from te_mx.backends.sm90.decode import Decode
 from te_mx.dispatch import registry

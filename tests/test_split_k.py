@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import te_mx
 from te_mx import _ops as ops
 from te_mx._ops import Mode, Quantize
-from te_mx.autograd import steps
-from te_mx.autograd.steps_kept import KeptWeight
+from te_mx.autograd import linear_recipe
+from te_mx.autograd.linear_recipe import KeptWeight
 from te_mx.backends import device_names
 from te_mx.backends.reference.quantize import quantize
 from te_mx.backends.sm90 import binding, split_k
@@ -159,7 +159,7 @@ def test_modes_of_functions_and_recipes(monkeypatch):
         modes.append(mode)
         return gemm_2d(*args, mode=mode, **kwargs)
 
-    for module in (ops, steps):
+    for module in (ops, linear_recipe):
         monkeypatch.setattr(module, "gemm_2d", record)
     a = te_mx.quantize(torch.randn(8, 64))
     te_mx.gemm(a, a)

@@ -5,7 +5,7 @@ import torch
 
 import te_mx
 from te_mx import _ops as ops
-from te_mx.nn import mx_module
+from te_mx.nn import base
 from te_mx.runtime import streams
 
 
@@ -23,7 +23,7 @@ def stream(monkeypatch):
     now = {"stream": 1, "capturing": False}
     monkeypatch.setattr(streams, "current", lambda device: now["stream"])
     monkeypatch.setattr(streams, "capturing", lambda device: now["capturing"])
-    monkeypatch.setattr(mx_module, "capturing", lambda device: now["capturing"])
+    monkeypatch.setattr(base, "capturing", lambda device: now["capturing"])
     return now
 
 

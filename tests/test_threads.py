@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import te_mx
-from te_mx.context import current_recipe
+from te_mx.context.region import current_recipe
 from te_mx.recipe import Format, MXFP8BlockScaling
 
 HYBRID = MXFP8BlockScaling(fp8_format=Format.HYBRID)

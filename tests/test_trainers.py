@@ -165,7 +165,7 @@ def fit(lightning, plugin, epochs=6):
             self.net, self.losses = net(), []
 
         def training_step(self, batch, _):
-            assert te_mx.context.active_region() is not None
+            assert te_mx.context.region.active_region() is not None
             loss = (self.net(batch[0]) - batch[1]).square().mean()
             self.losses.append(loss.item())
             return loss
@@ -199,7 +199,9 @@ def test_lightning_trainer(lightning, dtype, recipe):
     first = trainer.predict(module, loader)[0]
     with torch.no_grad(), te_mx.autocast(recipe=recipe):
         assert torch.equal(first, module.net(data()[0][:64].to(dtype)).float())
-    assert torch.get_default_dtype() == torch.float32 and te_mx.context.active_region() is None
+    assert (
+        torch.get_default_dtype() == torch.float32 and te_mx.context.region.active_region() is None
+    )
 
 
 @pytest.mark.filterwarnings("ignore")

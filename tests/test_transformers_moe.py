@@ -118,7 +118,7 @@ def test_which_experts_and_what_the_report_says():
         return name not in ("lm_head", "model.layers.1.mlp.experts")
 
     dry = te_mx.convert_model(model, filter_fn=keep, dry_run=True)
-    assert not isinstance(experts_of(model), te_mx.nn.mx_module.MXModule)
+    assert not isinstance(experts_of(model), te_mx.nn.base.MXModule)
     report = te_mx.convert_model(model, filter_fn=keep)
     assert report.share == dry.share and report.converted == dry.converted
     rows = {row.name: row for row in report}
@@ -149,7 +149,7 @@ def test_copies_and_checkpoints(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     assert "te_mx" not in json.dumps(config)
     loaded = transformers.GptOssForCausalLM.from_pretrained(tmp_path)
-    assert not isinstance(experts_of(loaded), te_mx.nn.mx_module.MXModule)
+    assert not isinstance(experts_of(loaded), te_mx.nn.base.MXModule)
     te_mx.convert_model(loaded)
     with te_mx.autocast():
         assert torch.equal(loss_and_gradients(loaded.eval())[0], logits)

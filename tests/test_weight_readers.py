@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 
 import te_mx
-from te_mx.nn.weight_readers import weights_read
+from te_mx.weights.weight_readers import weights_read
 from tests.hf_models import model_of, tokens
 
 

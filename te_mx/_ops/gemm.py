@@ -18,8 +18,8 @@ from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.registry import PreparedGemm, derive, derived, pick, pick_problem
 from te_mx.layouts.operand import Operand
 from te_mx.runtime import cpu_memory
+from te_mx.runtime.arguments import check_apart
 from te_mx.runtime.ran import LAST_RUN, note_read
-from te_mx.written import check_apart
 
 _DEFAULT_MODE = Mode()
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from te_mx._ops.fused import act_quantize_2d
-from te_mx.autograd.backward import outputs, run_backward
+from te_mx.autograd.node import outputs, run_backward
 from te_mx.dispatch.fused import Activation, ActStep, Target
 
 _NO_CODES = Target("", "", "rceil")

@@ -11,40 +11,331 @@ Bit for bit what te_mx.Linear makes of each group, but for gradients that are ro
 stochastically: they draw once for all groups. Everything is read once, for all groups: one
 quantize call for the tokens, one for the weights. Offsets travel as a tensor and are not looked at
 here, so nothing waits for a device. Operands are packed on the way out of the quantizer.
+
+Grouped linear layers group by group: for recipes whose backward pass is not three MXFP8 GEMMs,
+and in high precision where weight gradients have a place of their own.
+
+Shapes and parts as above, steps of one group as in autograd/linear_recipe.py. The weight
+gradients of all groups are one function of where they go, as of the grouped function.
+
+A grouped layer of no groups: what a rank runs that has none of the experts.
+
+The parameters of all groups and their gradients.
+
+The steps of grouped linear layers that read the recipe: in which forms tokens and weights are
+quantized, and weights that stand still.
+
+Grouped linear layers in high precision: what a GroupedLinear is outside of te_mx.autocast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from te_mx._ops import Epilogue, Made, Operand, Stack, gemm_2d
-from te_mx._ops.grouped_gemm import gemm_k, gemm_k_into, gemm_rows, group_of_k, on_device
+from te_mx import formats
+from te_mx._ops import (
+    Epilogue,
+    Forms,
+    Made,
+    Operand,
+    Stack,
+    convert_2d,
+    gemm_2d,
+    quantize_2d,
+    quantized,
+)
+from te_mx._ops.grouped_gemm import (
+    gemm_k,
+    gemm_k_into,
+    gemm_rows,
+    group_of_k,
+    kept_stack,
+    on_device,
+)
 from te_mx._ops.grouped_quantize import (
     columns_of_weights,
     quantize_grouped,
     quantize_weights,
     weight_columns,
 )
-from te_mx.autograd.backward import outputs, place, run_backward, tag_of
-from te_mx.autograd.grouped_loop import Call, GroupedLoopFunction, bounds_of
-from te_mx.autograd.grouped_operands import (
-    Groups,
-    col_sums,
-    gradients_of,
-    split_parts,
+from te_mx.autograd import high_precision, linear_recipe, weight_parts
+from te_mx.autograd.grad_target import (
+    INPUT,
+    OUTPUT_GRADIENT,
+    GroupedWgrad,
+    Reads,
+    WeightGradient,
+    Wgrad,
 )
-from te_mx.autograd.saved import NOTHING, Kept
-from te_mx.autograd.shapes import flatten, shaped, unflatten
-from te_mx.autograd.steps import DGRAD, WGRAD, by_steps, columns_now, mode_of, new_seed
-from te_mx.autograd.steps_grouped import GroupForms, KeptWeights
-from te_mx.autograd.steps_kept import on_codes
-from te_mx.autograd.wgrad import INPUT, GroupedWgrad, Reads, WeightGradient
-from te_mx.dispatch.groups import host_bounds
+from te_mx.autograd.linear_recipe import (
+    DGRAD,
+    WGRAD,
+    KeptWeight,
+    at_rest,
+    by_steps,
+    columns_now,
+    mode_of,
+    needs_columns,
+    new_seed,
+    on_codes,
+    packs,
+    roles,
+    same_weight,
+)
+from te_mx.autograd.node import (
+    outputs,
+    place,
+    run_backward,
+    tag_of,
+)
+from te_mx.autograd.saved import (
+    NOTHING,
+    Kept,
+    flatten,
+    shaped,
+    unflatten,
+)
+from te_mx.dispatch.grouped_calls import Groups
+from te_mx.dispatch.groups import col_sums_on_device, device_bounds, host_bounds, readable
+from te_mx.layouts import spec_of
 from te_mx.recipes.settings import Settings
+
+
+class NoGroups(torch.autograd.Function):
+    """Zeros [..., N] of x [..., K], a weight [0, N, K] and a bias [0, N] or None. All of them get
+    the gradients of their shapes, so that whoever looks at gradients finds the same ones on all
+    ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype,
+        sink: WeightGradient | None,
+    ) -> Tensor:  # fmt: skip
+        like = [(x.shape, x.dtype), (weight.shape, weight.dtype)]
+        ctx.like = [*like, None if bias is None else (bias.shape, bias.dtype)]
+        ctx.sink = sink
+        return x.new_zeros((*x.shape[:-1], weight.shape[1]), dtype=dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        made: list[Tensor | None] = [
+            grad.new_zeros(like[0], dtype=like[1]) if like is not None and needed else None
+            for like, needed in zip(ctx.like, ctx.needs_input_grad, strict=False)
+        ]
+        if ctx.sink is not None and ctx.needs_input_grad[1]:
+            shape, dtype = ctx.like[1]
+
+            def run(out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
+                return grad.new_zeros(shape, dtype=dtype) if out is None else out
+
+            made[1] = ctx.sink.take(Wgrad(run, ()), dtype)
+        return (*made, None, None)
+
+
+__all__ = ["Groups", "col_sums", "gradients_of", "split_parts"]
+
+
+def split_parts(
+    parts: Sequence[Tensor], has_bias: bool
+) -> tuple[list[Tensor] | Tensor, Tensor | None]:
+    """(the weight of every group, or all in one [G, N, K]; biases [G, N] or None)."""
+    if parts[0].dim() == 3:
+        return parts[0], parts[1] if has_bias else None
+    count = len(parts) // 2 if has_bias else len(parts)
+    return list(parts[:count]), weight_parts.stack(parts[count:]) if has_bias else None
+
+
+def gradients_of(
+    grad: Tensor | None, needed: Sequence[bool], stacked: bool
+) -> tuple[Tensor | None, ...]:
+    """The gradient of all groups as those of the parameters that need one."""
+    if grad is None or stacked:
+        return tuple(grad if need else None for need in needed)
+    return tuple(g if need else None for g, need in zip(grad.unbind(0), needed, strict=False))
+
+
+def col_sums(x: Tensor, groups: Groups) -> Tensor:
+    """Sums over the rows of each group, fp32 [G, cols]; each is x[start:end].sum(0)."""
+    offs, capacity = groups
+    if not readable(offs):
+        return col_sums_on_device(x, *device_bounds(offs, capacity, x.shape[0]))
+    bounds = zip(*host_bounds(offs, capacity, x.shape[0]), strict=True)
+    return torch.stack([x[start:end].sum(0, dtype=torch.float32) for start, end in bounds])
+
+
+class KeptWeights(NamedTuple):
+    """Weights quantized once for several calls: rowwise, and columnwise where backward needs it."""
+
+    settings: Settings
+    row: Stack
+    col: Stack | None
+    made: Made
+
+    def on_current_stream(self) -> KeptWeights:
+        """These weights, once the current stream has waited for them."""
+        stacks = (self.row, self.col) if self.col is not None else (self.row,)
+        tensors = [t for stack in stacks for t in (stack.codes, stack.scales)]
+        self.made.await_on_current_stream(self.row.codes.device, *tensors)
+        return self
+
+    def serves(self, settings: Settings, device: torch.device, need_col: bool) -> bool:
+        """Whether a call with these settings on this device would quantize to the same."""
+        asked = weight_forms(device, settings)
+        return (
+            (self.col is not None or not needs_columns(settings, need_col))
+            and self.row.codes.device == device
+            and same_weight(self.settings, settings)
+            and self.row.spec == asked.row
+            and (self.col is None or self.col.spec == asked.col)
+        )
+
+
+class GroupForms(NamedTuple):
+    """Specs of the operands of one call: tokens x and g by groups, weights; and their rules."""
+
+    x: Forms
+    g: Forms
+    w: Forms
+    rule: str
+    g_rule: str
+    w_col_rule: str
+    one_copy: bool  # dgrad starts from the rowwise codes of the weights
+
+    @classmethod
+    def of(cls, x: Tensor, weight: Tensor, settings: Settings) -> GroupForms:
+        """Raises ValueError for formats of tokens whose blocks may lie in several groups."""
+        check_rows_of_tokens(settings)
+        device = x.device
+        if x.numel() and weight.numel():
+            tokens = roles(device, settings, "gemm_rows")
+            rules = settings.scale_rule, settings.gradient_rule, settings.weight_columns_rule
+            weights = weight_forms(device, settings)
+            return cls(tokens.x, tokens.g, weights, *rules, settings.one_copy)
+        # The quantizers of groups pack nothing that is empty.
+        return cls(
+            Forms(at_rest(settings.x), f"{settings.x_columns}@grouped_cols"),
+            Forms(at_rest(settings.g), f"{settings.g_columns}@grouped_cols"),
+            Forms(at_rest(settings.w), f"{settings.w_columns}@cols"),
+            settings.scale_rule,
+            settings.gradient_rule,
+            settings.weight_columns_rule,
+            settings.one_copy,
+        )
+
+
+def check_rows_of_tokens(settings: Settings) -> None:
+    """Raise ValueError unless inputs and output gradients have blocks of one row."""
+    for role, name in (("x", settings.x), ("g", settings.g)):
+        if formats.get(name).scaling.block[0] != 1:
+            raise ValueError(
+                f"te_mx: {role} cannot have format {name}: its blocks hold several rows, which may "
+                "belong to several groups; use a format with blocks of one row in grouped layers"
+            )
+
+
+def weight_forms(device: torch.device, settings: Settings) -> Forms:
+    """Specs of weights; those whose bytes are kept are packed when they are multiplied."""
+    form = roles(device, settings).w
+    if form.col == at_rest(settings.w_columns):  # plain columns of all lie as the weights do
+        form = form._replace(col=f"{settings.w_columns}@cols")
+    return form if packs(settings) else form._replace(row=at_rest(settings.w))
+
+
+def kept_weights(weights: Sequence[Tensor], settings: Settings, need_col: bool) -> KeptWeights:
+    """Quantize and pack weights that stand still."""
+    # Made outside of inference_mode, because a training step may use it later.
+    with torch.inference_mode(False), torch.no_grad():
+        first = weights[0]
+        form = GroupForms.of(first, first, settings).w
+        row, col = quantize_weights(
+            weights, form.row, form.col if needs_columns(settings, need_col) else "",
+            rule=settings.scale_rule,
+        )  # fmt: skip
+        if not packs(settings):
+            return KeptWeights(settings, row, None, Made.now(row.codes.device))
+        mode, given = mode_of(settings), roles(first.device, settings, "gemm_rows")
+        packed = None if col is None else kept_stack(col, mode, given.g.row)
+        made = Made.now(row.codes.device)
+        return KeptWeights(settings, kept_stack(row, mode, given.x.row), packed, made)
+
+
+_ALIGNED = 8  # torch._grouped_mm takes rows of whole 16 bytes
+
+
+def grouped_plain(
+    x_RK: Tensor, groups: Groups, weights: Sequence[Tensor] | Tensor, biases: Sequence[Tensor]
+) -> Tensor:
+    """F.linear on the rows of every group, zeros on rows of no group; [R, N]. weights [N, K] of
+    every group, or one tensor [G, N, K]. No bias: [].
+
+    A loop over the groups where the host knows them. Elsewhere torch._grouped_mm in bf16, or every
+    group on all rows: slower, but nothing waits for the device.
+    """
+    offs, capacity = groups
+    each = list(biases) if biases else [None] * len(weights)
+    if not readable(offs):
+        starts, ends = device_bounds(offs, capacity, x_RK.shape[0])
+        row = torch.arange(x_RK.shape[0], device=x_RK.device).unsqueeze(1)
+        if _has_grouped_mm(x_RK, weights[0], capacity):
+            return _grouped_mm(x_RK, ends, row, weights, biases)
+        total: Tensor | None = None
+        for start, end, weight, bias in zip(starts, ends, weights, each, strict=True):
+            own = (row >= start) & (row < end)
+            # Zeros instead of what lies outside, so that NaN there reaches no gradient.
+            part = F.linear(torch.where(own, x_RK, 0), weight, bias)
+            part = torch.where(own, part, 0)
+            total = part if total is None else total + part
+        assert total is not None
+        return total
+    parts, at = [], 0
+    bounds = host_bounds(offs, capacity, x_RK.shape[0])
+    for start, end, weight, bias in zip(*bounds, weights, each, strict=True):
+        part = F.linear(x_RK[start:end], weight, bias)
+        if start > at:
+            parts.append(part.new_zeros(start - at, part.shape[1]))
+        parts.append(part)
+        at = end
+    if at < x_RK.shape[0]:
+        parts.append(parts[-1].new_zeros(x_RK.shape[0] - at, parts[-1].shape[1]))
+    return torch.cat(parts)
+
+
+def _has_grouped_mm(x: Tensor, weight: Tensor, capacity: int) -> bool:
+    """Whether torch._grouped_mm takes the problem: bf16 on CUDA, rows of whole 16 bytes."""
+    if not (x.is_cuda and hasattr(torch, "_grouped_mm")) or capacity:
+        return False
+    autocast = torch.is_autocast_enabled("cuda")
+    dtypes = {torch.get_autocast_dtype("cuda")} if autocast else {x.dtype, weight.dtype}
+    return dtypes == {torch.bfloat16} and all(size % _ALIGNED == 0 for size in weight.shape)
+
+
+def _grouped_mm(
+    x: Tensor,
+    ends: Tensor,
+    row: Tensor,
+    weights: Sequence[Tensor] | Tensor,
+    biases: Sequence[Tensor],
+) -> Tensor:
+    if isinstance(weights, Tensor):
+        stacked = weights.to(torch.bfloat16)
+    else:
+        stacked = torch.stack([w.to(torch.bfloat16) for w in weights])
+    inside, offs = row < ends[-1], ends.int()
+    x = torch.where(inside, x.to(torch.bfloat16), 0)
+    out = torch._grouped_mm(x, stacked.transpose(-2, -1), offs=offs)
+    if biases:
+        # The product of a column of ones and a row of biases (and as many zeros as 16 bytes take),
+        # because its gradient sums over the tokens in fp32; that of an index would sum in bf16.
+        rows_G1N = weight_parts.stack(biases).to(torch.bfloat16).unsqueeze(1)
+        rows_G8N = F.pad(rows_G1N, (0, 0, 0, _ALIGNED - 1))
+        out = out + torch._grouped_mm(x.new_ones(x.shape[0], _ALIGNED), rows_G8N, offs=offs)
+    return torch.where(inside, out, 0)
+
 
 _PARTS = 3  # arguments of the autograd function before the parameters
 
@@ -289,3 +580,217 @@ def infer(
         mode=mode_of(settings),
     )  # fmt: skip
     return unflatten(y_RN, x)
+
+
+_ARGUMENTS = 2  # of the autograd function before the parameters
+
+
+class Call(NamedTuple):
+    """What one call fixes. `settings` None runs in high precision; `kept` are the operands of
+    weights that stand still, for fprop and perhaps for dgrad."""
+
+    bounds: Sequence[tuple[int, int]]
+    kept: tuple[Stack, Stack | None] | None
+    settings: Settings | None
+    out_dtype: torch.dtype
+    tag: int
+    save_x: bool
+    sink: WeightGradient | None
+    has_bias: bool
+
+
+def bounds_of(offs: Tensor, capacity: int, rows: int) -> list[tuple[int, int]]:
+    """(start, end) of every group.
+
+    Raises:
+        NotImplementedError: only the device knows them, or code is being compiled.
+    """
+    if not readable(offs):
+        raise NotImplementedError(
+            "te_mx.GroupedLinear: this recipe's backward runs group by group, which needs m_splits "
+            "as a list or on the CPU, and no torch.compile; got splits that the host does not know"
+        )
+    return list(zip(*host_bounds(offs, capacity, rows), strict=True))
+
+
+class GroupedLoopFunction(torch.autograd.Function):
+    """y of x [..., K]; gradients have the dtypes of what they belong to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Call, *parts: Tensor) -> tuple[Tensor, ...]:
+        need_dx, need_dw = ctx.needs_input_grad[0], _need_dw(ctx, call, parts)
+        weights, biases = _split(parts, call.has_bias)
+        x_RK = flatten(x)
+        made, saved, beside = [], [], []
+        for i, (start, end) in enumerate(call.bounds):
+            bias = None if biases is None else biases[i]
+            group = _fprop(x_RK[start:end], weights[i], bias, i, call, need_dx, need_dw)
+            made.append(group[0])
+            saved += [*group[1].tensors, *group[2].tensors]
+            beside.append((group[1].beside, group[2].beside))
+        ctx.call, ctx.kept, ctx.x_like = call, beside, (x.shape, x.dtype)
+        ctx.sinks = (call.sink,)
+        ctx.stacked, ctx.dtypes = parts[0].dim() == 3, [p.dtype for p in parts]
+        return outputs(ctx, saved, unflatten(_gathered(made, call.bounds, x_RK.shape[0]), x))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return run_backward(_loop_backward, "te_mx.GroupedLinear", ctx, *grads)
+
+
+def _need_dw(ctx: Any, call: Call, parts: Sequence[Tensor]) -> bool:
+    count = len(parts) // 2 if call.has_bias else len(parts)
+    return any(ctx.needs_input_grad[_ARGUMENTS : _ARGUMENTS + count])
+
+
+def _split(
+    parts: Sequence[Tensor], has_bias: bool
+) -> tuple[Sequence[Tensor], Sequence[Tensor] | None]:
+    """The weights and the biases of every group."""
+    if parts[0].dim() == 3:
+        return parts[0].unbind(0), parts[1].unbind(0) if has_bias else None
+    count = len(parts) // 2 if has_bias else len(parts)
+    return parts[:count], parts[count:] if has_bias else None
+
+
+def _fprop(
+    x_MK: Tensor, w_NK: Tensor, bias: Tensor | None, i: int, call: Call, need_dx: bool,
+    need_dw: bool,
+) -> tuple[Tensor, Kept, Kept]:  # fmt: skip
+    """y of one group, and what is kept of x and of w."""
+    settings = call.settings
+    if settings is None:
+        y = torch.nn.functional.linear(x_MK, w_NK, bias)
+        x_kept = Kept.itself(x_MK) if need_dw else NOTHING
+        return y, x_kept, Kept.itself(w_NK) if need_dx else NOTHING
+    plan = linear_recipe.plan_input(x_MK.device, settings, need_dw, call.save_x)
+    kept = None
+    if call.kept is not None:
+        row, col = call.kept
+        kept = KeptWeight(settings, row.group(i), None if col is None else col.group(i))
+    w_row, w_col = linear_recipe.weight_operands(kept, w_NK, settings, need_dx)
+    q = quantized(x_MK, plan.target)
+    assert q.row is not None
+    y = linear_recipe.fprop(q.row, w_row, bias, settings, call.out_dtype, call.tag)
+    w_kept = linear_recipe.kept_for_dgrad(w_row, w_col, w_NK, settings, need_dx)
+    return y, plan.kept(q, x_MK, need_dw), w_kept
+
+
+def _gathered(made: list[Tensor], bounds: Sequence[tuple[int, int]], rows: int) -> Tensor:
+    """The rows of all groups, and zeros for rows of no group."""
+    parts, at = [], 0
+    for part, (start, end) in zip(made, bounds, strict=True):
+        parts += [part.new_zeros((start - at, part.shape[1])), part]
+        at = end
+    return torch.cat([*parts, made[-1].new_zeros((rows - at, made[-1].shape[1]))])
+
+
+def _loop_backward(
+    ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor
+) -> tuple[Tensor | None, ...]:
+    call, dtypes = ctx.call, ctx.dtypes
+    need_dx, need = ctx.needs_input_grad[0], ctx.needs_input_grad[_ARGUMENTS:]
+    count = len(dtypes) // 2 if call.has_bias else len(dtypes)
+    need_dw, need_db = any(need[:count]), any(need[count:])
+    g_RN = flatten(grad)
+    rounded = _rounded(g_RN, call) if need_dx else None
+    dx_groups: list[Tensor] = []
+    wgrads: list[Wgrad] = []
+    sums: list[Tensor] = []
+    sixes = (tensors[i : i + 6] for i in range(0, len(tensors), 6))
+    for (start, end), (x_kept, w_kept), saved in zip(call.bounds, ctx.kept, sixes, strict=True):
+        x_kept, w_kept = x_kept.with_tensors(saved[:3]), w_kept.with_tensors(saved[3:])
+        g_MN = g_RN[start:end]
+        dx_dtype = ctx.x_like[1]
+        if call.settings is None:
+            if need_dx:
+                dx_groups.append(high_precision.dgrad(g_MN, saved[3], dx_dtype))
+            wgrads.append(_plain_wgrad(g_MN, saved[0]))
+            if need_db:
+                sums.append(high_precision.bias_gradient(g_MN, dtypes[-1]))
+            continue
+        codes_here = need_dx and rounded is None
+        gradient = linear_recipe.quantized_gradient(
+            g_MN, call.settings, codes_here, need_dw, need_db
+        )
+        if rounded is not None:
+            row = rounded(start, end)
+            gradient = gradient._replace(q=gradient.q._replace(row=row))
+        if need_dx:
+            tag = tag_of(call.tag, DGRAD)
+            made = linear_recipe.dgrad(gradient, w_kept, call.settings, dx_dtype, tag)
+            dx_groups.append(made.out)
+        if need_dw:
+            tag = tag_of(call.tag, WGRAD)
+            wgrads.append(linear_recipe.wgrad(gradient, x_kept, call.settings, tag))
+        if need_db:
+            sums.append(gradient.q.col_sum)  # type: ignore[arg-type]
+
+    dx = None
+    if need_dx:
+        dx = shaped(_gathered(dx_groups, call.bounds, g_RN.shape[0]), ctx.x_like[0])
+    dw = place(call.sink, _together(wgrads, ctx.stacked), dtypes[0]) if need_dw else None
+    if dw is not None and not ctx.stacked:
+        dw = dw.unflatten(0, (count, dw.shape[0] // count))
+    db = torch.stack(sums).to(dtypes[-1]) if need_db else None
+    weights = gradients_of(dw, need[:count], ctx.stacked)
+    return dx, None, *weights, *gradients_of(db, need[count:], ctx.stacked)
+
+
+def _rounded(g_RN: Tensor, call: Call) -> Callable[[int, int], Operand] | None:
+    """Rowwise codes of the gradient of some tokens, (start, end), where they are rounded
+    stochastically: all tokens share one draw, as they do where groups run together. Else None."""
+    if call.settings is None:
+        return None
+    target, _ = linear_recipe.plan_gradient(g_RN.device, call.settings, True, False, False)
+    if target.seed is None:
+        return None
+    fmt = spec_of(target.row).format.name
+    row = quantize_2d(g_RN, f"{fmt}@rows", rule=target.rule, seed=target.seed).row
+    assert row is not None
+
+    def of(start: int, end: int) -> Operand:
+        part = row._replace(
+            codes=row.codes[start:end], scales=row.scales[start:end], rows=end - start
+        )
+        return convert_2d(part, target.row)
+
+    return of
+
+
+def _plain_wgrad(g_MN: Tensor, x_MK: Tensor) -> Wgrad:
+    def gemm(out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
+        return high_precision.wgrad(g_MN, x_MK, out, dtype, accumulate)
+
+    return Wgrad(gemm, ((INPUT, x_MK), (OUTPUT_GRADIENT, g_MN)))
+
+
+def _together(wgrads: Sequence[Wgrad], stacked: bool) -> GroupedWgrad:
+    """The weight gradients of all groups: [G, N, K], or [G * N, K] for separate weights."""
+
+    def run(out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
+        if out is None:
+            made = torch.stack([each(None, dtype, False) for each in wgrads])
+            return made if stacked else made.flatten(0, 1)
+        for each, place_of in zip(wgrads, out.view(len(wgrads), -1, out.shape[-1]), strict=True):
+            each(place_of, dtype, accumulate)
+        return out
+
+    reads = tuple(read for each in wgrads for read in each.reads)
+    return GroupedWgrad(
+        run, reads, lambda i, out, accumulate: wgrads[i](out, out.dtype, accumulate)
+    )
+
+
+def high_precision_loop(
+    x: Tensor,
+    offs: Tensor,
+    capacity: int,
+    parts: Sequence[Tensor],
+    has_bias: bool,
+    sink: WeightGradient,
+) -> Tensor:
+    """x [..., K] -> [..., N] by nn.functional.linear, with weight gradients that go to `sink`."""
+    bounds = bounds_of(offs, capacity, flatten(x).shape[0])
+    call = Call(bounds, None, None, x.dtype, -1, False, sink, has_bias)
+    return GroupedLoopFunction.apply(x, call, *parts)[0]

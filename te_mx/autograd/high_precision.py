@@ -11,9 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_mx.autograd import transforms
-from te_mx.autograd.shapes import flatten, shaped
-from te_mx.autograd.wgrad import INPUT, OUTPUT_GRADIENT, WeightGradient, Wgrad, refuse_graph
+from te_mx.autograd import node
+from te_mx.autograd.grad_target import (
+    INPUT,
+    OUTPUT_GRADIENT,
+    WeightGradient,
+    Wgrad,
+    refuse_graph,
+)
+from te_mx.autograd.saved import flatten, shaped
 
 HIGH_PRECISION = "high precision"  # what te_mx.audit says in place of a kernel
 
@@ -65,7 +71,7 @@ class HighPrecisionLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        transforms.refuse_gradients(ctx.sink.label, (grad,))
+        node.refuse_gradients(ctx.sink.label, (grad,))
         if torch.is_grad_enabled():
             refuse_graph((ctx.sink,))
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]

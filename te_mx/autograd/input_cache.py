@@ -2,8 +2,8 @@
 once and keep one copy for backward.
 
 Whoever knows that several layers read a tensor opens the cache for it: a fused normalization
-(te_mx/nn/fused_norm.py), whose readers convert_model(fuse=True) found. Nothing else is cached. The
-tensor is known by the object, its version and its memory, and so is a view that is all of it (a
+(te_mx/fusion/fused_norm.py), whose readers convert_model(fuse=True) found. Nothing else is
+cached. The tensor is known by the object, its version and its memory, and so is a view that is all of it (a
 DTensor hands one out). In-place operations on it, through views too, change its version; what is
 written in between without a version, as through ``.data``, is not seen: that is why only tensors
 that go from one known place to others are cached, and why the cache of a thread is empty again when
@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx import context
 from te_mx._ops.library import is_direct
 from te_mx.autograd.dgrad_accumulation import Siblings
+from te_mx.context import region
 from te_mx.dispatch.fused import Target
 from te_mx.dispatch.linear import Held, LinearPlan
 from te_mx.layouts.operand import Quantized
@@ -227,4 +227,4 @@ def forget() -> None:
         _here.entries.clear()
 
 
-context.at_exit.append(forget)
+region.at_exit.append(forget)

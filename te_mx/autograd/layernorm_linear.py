@@ -25,14 +25,23 @@ import torch
 from torch import Tensor
 
 from te_mx._ops import Operand
-from te_mx.autograd import normalization, other_tokens, steps
-from te_mx.autograd.backward import needs_gradient, outputs, place, run_backward, tag_of
-from te_mx.autograd.normalization import NormStep
-from te_mx.autograd.other_tokens import Tokens
-from te_mx.autograd.shapes import flatten, shaped
-from te_mx.autograd.steps import DGRAD, WGRAD
-from te_mx.autograd.steps_kept import KeptWeight
-from te_mx.autograd.wgrad import WeightGradient
+from te_mx.autograd import (
+    linear_recipe,
+    norm,
+    sequence_parallel,
+)
+from te_mx.autograd.grad_target import WeightGradient
+from te_mx.autograd.linear_recipe import DGRAD, WGRAD, KeptWeight
+from te_mx.autograd.node import (
+    needs_gradient,
+    outputs,
+    place,
+    run_backward,
+    tag_of,
+)
+from te_mx.autograd.norm import NormStep
+from te_mx.autograd.saved import flatten, shaped
+from te_mx.autograd.sequence_parallel import Tokens
 from te_mx.dispatch.fused import NormParts
 from te_mx.recipes.settings import Settings
 
@@ -66,13 +75,13 @@ class LayerNormLinearFunction(torch.autograd.Function):
         need = ctx.needs_input_grad
         need_dz, need_dw = any(need[:3]), need[3]
         settings = call.settings
-        plan = other_tokens.plan_input(x, settings, need_dw, False, call.tokens)
-        w_row, w_col = steps.weight_operands(kept, weight_NK, settings, need_dz)
+        plan = sequence_parallel.plan_input(x, settings, need_dw, False, call.tokens)
+        w_row, w_col = linear_recipe.weight_operands(kept, weight_NK, settings, need_dz)
         y, made = _run(x, norm_weight, norm_bias, w_row, bias_N, plan, call)
 
-        norms = call.step.saved(x, norm_weight, made) if need_dz else normalization.NOTHING
+        norms = call.step.saved(x, norm_weight, made) if need_dz else norm.NOTHING
         z_kept = plan.kept(made.quantized, made.z, need_dw)
-        w_kept = steps.kept_for_dgrad(w_row, w_col, weight_NK, settings, need_dz)
+        w_kept = linear_recipe.kept_for_dgrad(w_row, w_col, weight_NK, settings, need_dz)
         ctx.kept = z_kept.beside, w_kept.beside
         ctx.call, ctx.sinks, ctx.x_like = call, (sink,), (x.shape, x.dtype)
         ctx.dtypes = [None if t is None else t.dtype for t in (norm_bias, weight_NK, bias_N)]
@@ -86,15 +95,15 @@ class LayerNormLinearFunction(torch.autograd.Function):
 
 def _run(
     x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, w_row: Operand,
-    bias_N: Tensor | None, plan: steps.Input, call: Call,
+    bias_N: Tensor | None, plan: linear_recipe.Input, call: Call,
 ) -> tuple[Tensor, NormParts]:  # fmt: skip
     """y [..., N], and z as the plan and the call ask for it."""
     step = call.step
     want_z = call.return_z or plan.keep
     made = step.forward(flatten(x), norm_weight, norm_bias, want_z, plan.target)
-    z_row = other_tokens.rows_of_all(made.quantized.row, call.tokens)
-    y_MN = steps.fprop(z_row, w_row, bias_N, call.settings, step.dtype, call.tag)
-    return other_tokens.unflatten_all(y_MN, x, call.tokens), made
+    z_row = sequence_parallel.rows_of_all(made.quantized.row, call.tokens)
+    y_MN = linear_recipe.fprop(z_row, w_row, bias_N, call.settings, step.dtype, call.tag)
+    return sequence_parallel.unflatten_all(y_MN, x, call.tokens), made
 
 
 def _backward(
@@ -104,19 +113,19 @@ def _backward(
     need_dz, need_dw, need_db = any(need[:3]), need[3], need[4]
     norms, (z_beside, w_beside) = saved[:4], ctx.kept
     step, settings, _, tag, tokens = ctx.call
-    z_kept = other_tokens.kept_of_all(z_beside.with_tensors(saved[4:7]), tokens)
+    z_kept = sequence_parallel.kept_of_all(z_beside.with_tensors(saved[4:7]), tokens)
     w_kept = w_beside.with_tensors(saved[7:])
     norm_bias_dtype, w_dtype, bias_dtype = ctx.dtypes
-    gradient = steps.quantized_gradient(flatten(g), settings, need_dz, need_dw, need_db)
+    gradient = linear_recipe.quantized_gradient(flatten(g), settings, need_dz, need_dw, need_db)
 
     dx = d_weight = d_bias = dw_NK = db_N = None
     if need_dz:
         tag_dz = tag_of(tag, DGRAD)
-        dz = steps.dgrad(gradient, w_kept, settings, step.dtype, tag_dz).out
-        dz = other_tokens.sum_of_mine(dz, tokens)
+        dz = linear_recipe.dgrad(gradient, w_kept, settings, step.dtype, tag_dz).out
+        dz = sequence_parallel.sum_of_mine(dz, tokens)
         dx, d_weight, d_bias = step.backward(dz, g_z, norms, ctx.x_like, need, norm_bias_dtype)
     if need_dw:
-        wgrad = steps.wgrad(gradient, z_kept, settings, tag_of(tag, WGRAD))
+        wgrad = linear_recipe.wgrad(gradient, z_kept, settings, tag_of(tag, WGRAD))
         dw_NK = place(ctx.sinks[0], wgrad, w_dtype)
     if need_db:
         db_N = gradient.q.col_sum.to(bias_dtype)  # type: ignore[union-attr]
@@ -139,7 +148,7 @@ def layernorm_linear(
     if needs_gradient(*tensors):
         made = LayerNormLinearFunction.apply(*tensors, kept, sink, call)
         return made[0], made[1] if call.return_z else None
-    plan = other_tokens.plan_input(x, call.settings, False, False, call.tokens)
-    w_row, _ = steps.weight_operands(kept, weight_NK, call.settings, False)
+    plan = sequence_parallel.plan_input(x, call.settings, False, False, call.tokens)
+    w_row, _ = linear_recipe.weight_operands(kept, weight_NK, call.settings, False)
     y, parts = _run(x, norm_weight, norm_bias, w_row, bias_N, plan, call)
     return y, None if parts.z is None else shaped(parts.z, x.shape)

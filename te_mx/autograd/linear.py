@@ -1,37 +1,288 @@
-"""The autograd function behind te_mx.Linear: the steps of autograd/steps.py, once forward and once
-back.
+"""The autograd functions behind te_mx.Linear: the steps of autograd/linear_recipe.py once forward and
+once back, or, where the device has a kernel for it, one native call each way.
 
 x and g are read once: one quantize call makes all the directions that the call needs, and that of g
 also sums the bias gradient. Saved for backward are the columnwise codes and scales of x, 1.03 bytes
 an element in MXFP8, and w itself, which backward quantizes again; or what the recipe says instead.
+
+The one call runs the same kernels on the same bytes in the same order as the steps; only the host
+does less. The weight is quantized in the call, or was before (for micro-batches, or because it
+stands still). Its gradient goes back to autograd or into main_grad in the same call. For every other
+place that a WeightGradient knows (later, parameters of several ranks) it is a second call, on columns
+of the output gradient that the first one leaves. Of a weight of which only plain rowwise codes are
+left, the values of the codes stand for the weight.
+
+A parameter of which this rank has a part is given as such (`Lent`): the function reads what is here,
+and makes of the gradient of that one of the parameter.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from te_mx._ops import Operand
+from te_mx._ops import Operand, dequantize_2d
+from te_mx._ops.library import is_direct
+from te_mx._ops.linear import (
+    LATER,
+    Into,
+    LinearKernel,
+    LinearPlan,
+    LinearProblem,
+    Weight,
+    linear_kernel,
+    linear_kernel_of,
+)
+from te_mx._ops.linear import infer as infer_in_one_call
 from te_mx.autograd import (
     input_cache,
-    one_call,
-    one_call_codes,
-    other_tokens,
-    steps,
+    linear_recipe,
+    sequence_parallel,
 )
-from te_mx.autograd.backward import outputs, place, run_backward, tag_of
 from te_mx.autograd.dgrad_accumulation import Pass, entered, leaves_when_hooked, passed_on, total
-from te_mx.autograd.lent import Lent, here
-from te_mx.autograd.other_tokens import Tokens
-from te_mx.autograd.saved import Kept
-from te_mx.autograd.shapes import flatten, shaped
-from te_mx.autograd.steps import DGRAD, WGRAD
-from te_mx.autograd.steps_kept import KeptWeight, on_codes
-from te_mx.autograd.wgrad import WeightGradient
+from te_mx.autograd.grad_target import WeightGradient, Wgrad
+from te_mx.autograd.linear_recipe import (
+    DGRAD,
+    WGRAD,
+    KeptWeight,
+    by_steps,
+    columns_now,
+    in_one_call,
+    on_codes,
+    quantized_columns,
+)
+from te_mx.autograd.node import (
+    outputs,
+    place,
+    run_backward,
+    tag_of,
+)
+from te_mx.autograd.saved import NOTHING, Kept, flatten, shaped
+from te_mx.autograd.sequence_parallel import Tokens
+from te_mx.dispatch.linear import Held, Part
 from te_mx.recipes.settings import Settings
 from te_mx.runtime.ran import LAST_RUN
+
+
+class Lent(Protocol):
+    """A parameter; te_mx.distributed knows what kind of one."""
+
+    @property
+    def parameter(self) -> Any:
+        """Itself."""
+
+    @property
+    def local(self) -> Tensor:
+        """What is here, a plain tensor without history."""
+
+    def whole(self, grad: Tensor | None) -> Any:
+        """The gradient of the parameter, of that of `local`."""
+
+
+def here(parameter: Any, lent: Lent | None) -> Any:
+    """What steps read of a parameter."""
+    return parameter if lent is None else lent.local
+
+
+__all__ = ["OneCallLinear", "infer_in_one_call", "kernel_of"]
+
+
+def kernel_of(
+    x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: Any
+) -> LinearKernel | None:
+    """The kernel that takes a call (of autograd/linear.py), or None."""
+    settings = call.settings
+    if (
+        not in_one_call(settings)
+        or not (x.requires_grad or weight_NK.requires_grad)
+        or (bias_N is not None and bias_N.device != x.device)
+        or not is_direct(x, weight_NK, bias_N)
+    ):
+        return None
+    kernel = linear_kernel(x, weight_NK, settings)
+    if kernel is None or call.kept is None:
+        return kernel
+    row, col = call.kept.row, call.kept.col
+    if (col is None and x.requires_grad) or row.codes.device != x.device or row.packed is not None:
+        return None
+    n, k = weight_NK.shape
+    plan = kernel.plan(LinearProblem(x.numel() // k, n, k, False, False, False, settings))
+    fits = row.spec == plan.w_row and (col is None or col.spec == plan.w_row)
+    return kernel if fits else None
+
+
+@leaves_when_hooked
+class OneCallLinear(torch.autograd.Function):
+    """y = x @ w^T + bias, as LinearFunction."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: Any,
+        kernel: LinearKernel,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        need_dx, need_dw = ctx.needs_input_grad[:2]
+        ctx.lent, weight_NK = call.lent, here(weight_NK, call.lent)
+        (n, k), settings, ready = weight_NK.shape, call.settings, call.kept
+        w_kept = need_dx if ready is not None else columns_now(weight_NK, settings, need_dx)
+        columns = need_dw and not call.save_x
+        problem = LinearProblem(x.numel() // k, n, k, columns, need_dx, w_kept, settings)
+        ctx.problem, ctx.plan, ctx.tag = problem, (plan := kernel.plan(problem)), call.tag
+        given = _given(x, plan, settings.scale_rule, columns)
+        weight = None if ready is None else _weight(ready)
+        y, held = plan.forward(x, weight_NK, bias_N, call.out_dtype, given, weight)
+        if given is None:
+            input_cache.put_held(x, plan, settings.scale_rule, held)
+        if call.tag >= 0:
+            LAST_RUN[call.tag] = plan.kernel
+        ctx.x_shape, ctx.sinks = x.shape, (call.sink,)
+        ctx.dtypes = x.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype
+        ctx.siblings = input_cache.siblings_of(x, ctx) if need_dx else None
+        ctx.kernel, ctx.saves_x = kernel, need_dw and call.save_x
+        x_col = (None, None) if not columns or held.x_col is None else held.x_col
+        if ctx.saves_x:
+            x_col = x, None
+        w: tuple[Tensor | None, Tensor | None] = (weight_NK, None) if need_dx else (None, None)
+        if w_kept:
+            w = (held.w_col, None) if weight is None else weight.col  # type: ignore[assignment]
+        return outputs(ctx, (*x_col, *w), y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        made = run_backward(_fused_backward, "te_mx.Linear", ctx, *grads)
+        return made if ctx.lent is None else (made[0], ctx.lent.whole(made[1]), *made[2:])
+
+
+def _weight(ready: Any) -> Weight:
+    """The operands of a weight that was quantized before."""
+    row, col = ready.row, ready.col
+    return Weight((row.codes, row.scales), None if col is None else (col.codes, col.scales))
+
+
+def _given(x: Tensor, plan: LinearPlan, rule: str, need_dw: bool) -> Held | None:
+    """The operands of x, where a layer before made them."""
+    col = plan.col if need_dw else ""
+    entry = input_cache.entry_for(x, plan.row, col, rule)
+    return None if entry is None else entry.for_one_call()
+
+
+def _fused_backward(
+    ctx: Any, tensors: tuple[Tensor, ...], grad: Tensor
+) -> tuple[Tensor | None, ...]:
+    plan: LinearPlan = ctx.plan
+    tag: int = ctx.tag
+    (sink,) = ctx.sinks
+    saved: Part | None = None if tensors[0] is None else (tensors[0], tensors[1])
+    w_kept, x = ctx.problem.w_kept, None
+    if ctx.saves_x:
+        # Its columns are made now, in what the product takes.
+        x, plan = tensors[0], ctx.kernel.plan(ctx.problem._replace(x_columns=True))
+        made_of = quantized_columns(x, "x", ctx.problem.settings) if is_direct(x) else None
+        saved = None if made_of is None or made_of.spec != plan.col else made_of[:2]
+    x_col, w_col = plan.as_saved(saved, (tensors[2], tensors[3]) if w_kept else None)
+    w: Any = w_col if w_kept else tensors[2]
+    held = [t for t in (*(x_col or ()), *(w_col or ()), tensors[2]) if t is not None]
+    x_dtype, w_dtype, bias_dtype = ctx.dtypes
+    among = entered(ctx.siblings)
+    ready = x is None or x_col is not None
+    if ready and is_direct(grad, *held) and all(t.device == grad.device for t in held):
+        dtypes = x_dtype, w_dtype, bias_dtype if ctx.needs_input_grad[2] else None
+        node = ctx.next_functions[1][0] if ctx.lent is None else None  # of the weight
+        direct = None if sink is None or x_col is None else sink.direct(node)
+        into = LATER if sink is not None and x_col is not None else None
+        if direct is not None:
+            into = Into(direct.out, direct.accumulate)
+        made = plan.backward(grad, x_col, w, ctx.x_shape, dtypes, total(among), into)
+        if made is not None:
+            dx, dw, db = made
+            if tag >= 0:
+                if dx is not None:
+                    LAST_RUN[tag + DGRAD] = plan.kernel
+                if dw is not None:
+                    LAST_RUN[tag + WGRAD] = plan.kernel
+            if direct is not None:
+                dw = direct.done()
+            elif into is LATER:
+                assert dw is not None and x_col is not None
+                dw = place(sink, _later(plan, dw, x_col), w_dtype, node)
+            return passed_on(among, dx), dw, db, None, None
+    # Step by step, through the ops, for somebody who watches them.
+    pass  # IMPORTGONE  # which calls this module
+
+    x_kept = w_of = NOTHING
+    if x is not None:
+        x_kept = Kept.itself(x)
+    elif x_col is not None:
+        operand = plan.quantized(Held(x_col, x_col)).col
+        assert operand is not None
+        x_kept = Kept.operand(operand)
+    if w_col is not None:
+        w_of = Kept.operand(plan.w_columns(w_col))
+    elif w is not None:
+        w_of = Kept.itself(w)
+    how = Backward(ctx.problem.settings, tag, ctx.x_shape, ctx.dtypes, sink, among)
+    return *gradients(how, (x_kept, w_of), grad, ctx.needs_input_grad), None, None
+
+
+def _later(plan: LinearPlan, g_col: Tensor, x_col: Part) -> Wgrad:
+    """The product of a weight gradient, whose operands are there."""
+
+    def run(out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
+        return plan.wgrad(g_col, x_col, out, dtype, accumulate)
+
+    return Wgrad(run, ())
+
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def gradients_on_codes(
+    how: Any, kept: tuple[Kept, Kept], grad: Tensor, need: tuple[bool, ...]
+) -> Gradients | None:
+    """As `autograd.linear.gradients` (how: its Backward); None where that has to run."""
+    settings, (x_kept, w_kept) = how.settings, kept
+    if not (settings.one_copy and w_kept.spec and need[0]) or how.sink is not None:
+        return None
+    if not (by_steps(settings) and settings.is_uniform) or not is_direct(grad, *_tensors(kept)):
+        return None
+    row = w_kept.as_operand()
+    if row.format.is_square or settings.weight_columns_rule != settings.scale_rule:
+        return None
+    n, k = row.rows, row.k
+    m, device, x_dtype = grad.numel() // n if n else 0, grad.device, how.dtypes[0]
+    if row.codes.device != device:
+        return None
+    kernel = linear_kernel_of((m, n, k), device, x_dtype, settings)
+    if kernel is None:
+        return None
+    plan = kernel.plan(LinearProblem(m, n, k, need[1], True, False, settings))
+    x_col = _columns(x_kept, plan, settings) if need[1] else None
+    if need[1] and x_col is None:
+        return None
+    w_NK = dequantize_2d(row, row.format.exact_dtype)
+    x_dtype, w_dtype, bias_dtype = how.dtypes
+    dtypes = x_dtype, w_dtype, bias_dtype if need[2] else None
+    made = plan.backward(grad, x_col, w_NK, how.x_shape, dtypes, total(how.among))
+    if made is None:
+        return None
+    if how.tag >= 0:
+        for gemm, wanted in ((DGRAD, True), (WGRAD, need[1])):
+            if wanted:
+                LAST_RUN[how.tag + gemm] = plan.kernel
+    return passed_on(how.among, made[0]), *made[1:]
+
+
+def _tensors(kept: tuple[Kept, Kept]) -> list[Tensor]:
+    return [t for one in kept for t in one.tensors if t is not None]
+
+
+def _columns(kept: Kept, plan: LinearPlan, settings: Any) -> Part | None:
+    """The columnwise operand of an input as a plan reads it; None where there is another one."""
+    operand = kept.as_operand() if kept.spec else quantized_columns(kept.tensor, "x", settings)
+    if operand.spec != plan.col:
+        return None
+    return plan.as_saved((operand.codes, operand.scales), None)[0]
 
 
 class Call(NamedTuple):
@@ -65,20 +316,22 @@ class LinearFunction(torch.autograd.Function):
         need_dx, need_dw = ctx.needs_input_grad[:2]
         settings, tokens = call.settings, call.tokens
         ctx.lent, weight_NK = call.lent, here(weight_NK, call.lent)
-        plan = other_tokens.plan_input(x, settings, need_dw, call.save_x, tokens)
-        q, w_row, w_col = steps.input_and_weight(x, plan, call.kept, weight_NK, settings, need_dx)
-        x_row = other_tokens.rows_of_all(q.row, tokens)
+        plan = sequence_parallel.plan_input(x, settings, need_dw, call.save_x, tokens)
+        q, w_row, w_col = linear_recipe.input_and_weight(
+            x, plan, call.kept, weight_NK, settings, need_dx
+        )
+        x_row = sequence_parallel.rows_of_all(q.row, tokens)
         like = x if tokens is None else None
-        y = steps.fprop(x_row, w_row, bias_N, settings, call.out_dtype, call.tag, like)
+        y = linear_recipe.fprop(x_row, w_row, bias_N, settings, call.out_dtype, call.tag, like)
         x_kept = plan.kept(q, x, need_dw)
-        w_kept = steps.kept_for_dgrad(w_row, w_col, weight_NK, settings, need_dx)
+        w_kept = linear_recipe.kept_for_dgrad(w_row, w_col, weight_NK, settings, need_dx)
         ctx.settings, ctx.tag, ctx.tokens, ctx.sinks = settings, call.tag, tokens, (call.sink,)
-        ctx.x_shape = other_tokens.shape_of_all(x, tokens)
+        ctx.x_shape = sequence_parallel.shape_of_all(x, tokens)
         ctx.kept = x_kept.beside, w_kept.beside
         ctx.dtypes = x.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype
         ctx.siblings = input_cache.siblings_of(x, ctx) if need_dx and tokens is None else None
         if tokens is not None:
-            y = other_tokens.unflatten_all(y, x, tokens)
+            y = sequence_parallel.unflatten_all(y, x, tokens)
         return outputs(ctx, (*x_kept.tensors, *w_kept.tensors), y)
 
     @staticmethod
@@ -89,16 +342,16 @@ class LinearFunction(torch.autograd.Function):
 
 def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
     x_kept, w_kept = ctx.kept
-    x_kept = other_tokens.kept_of_all(x_kept.with_tensors(saved[:3]), ctx.tokens)
+    x_kept = sequence_parallel.kept_of_all(x_kept.with_tensors(saved[:3]), ctx.tokens)
     kept = x_kept, w_kept.with_tensors(saved[3:])
     how = Backward(
         ctx.settings, ctx.tag, ctx.x_shape, ctx.dtypes, ctx.sinks[0], entered(ctx.siblings)
     )
     need = ctx.needs_input_grad
-    made = None if ctx.tokens is not None else one_call_codes.gradients(how, kept, grad, need)
+    made = None if ctx.tokens is not None else gradients_on_codes(how, kept, grad, need)
     dx, *others = made or gradients(how, kept, grad, need)
     if dx is not None:
-        dx = other_tokens.sum_of_mine(dx, ctx.tokens)
+        dx = sequence_parallel.sum_of_mine(dx, ctx.tokens)
     return dx, *others, None
 
 
@@ -122,7 +375,7 @@ def gradients(
     settings, tag = how.settings, how.tag
     x_dtype, w_dtype, bias_dtype = how.dtypes
     dx = dw_NK = db_N = None
-    gradient = steps.quantized_gradient(
+    gradient = linear_recipe.quantized_gradient(
         flatten(grad), settings, need_dx, need_dw, need_db, bias_dtype or torch.float32
     )
     if need_db:
@@ -130,13 +383,13 @@ def gradients(
         db_N = gradient.q.col_sum.to(bias_dtype)
     if need_dx:
         before = total(how.among)
-        dx_MK = steps.dgrad(
+        dx_MK = linear_recipe.dgrad(
             gradient, kept[1], settings, x_dtype, tag_of(tag, DGRAD),
             add_to=None if before is None else flatten(before),
         ).out  # fmt: skip
         dx = passed_on(how.among, shaped(dx_MK, how.x_shape))
     if need_dw:
-        wgrad = steps.wgrad(gradient, kept[0], settings, tag_of(tag, WGRAD))
+        wgrad = linear_recipe.wgrad(gradient, kept[0], settings, tag_of(tag, WGRAD))
         dw_NK = place(how.sink, wgrad, w_dtype)
     return dx, dw_NK, db_N
 
@@ -149,18 +402,18 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: Call) -> T
     ):
         kernel = None
         if call.tokens is None:
-            kernel = one_call.kernel_of(x, here(weight_NK, call.lent), bias_N, call)
+            kernel = kernel_of(x, here(weight_NK, call.lent), bias_N, call)
         if kernel is not None:
-            return one_call.OneCallLinear.apply(x, weight_NK, bias_N, call, kernel)[0]
+            return OneCallLinear.apply(x, weight_NK, bias_N, call, kernel)[0]
         return LinearFunction.apply(x, weight_NK, bias_N, call)[0]
     settings = call.settings
     if call.kept is None and call.tokens is None:
-        made = one_call.infer_in_one_call(x, weight_NK, bias_N, settings, call.out_dtype)
+        made = infer_in_one_call(x, weight_NK, bias_N, settings, call.out_dtype)
         if made is not None:
             if call.tag >= 0:
                 LAST_RUN[call.tag] = made[1]
             return made[0]
-    row, _ = steps.weight_operands(call.kept, weight_NK, settings, False)
+    row, _ = linear_recipe.weight_operands(call.kept, weight_NK, settings, False)
     return infer(x, row, bias_N, settings, call)
 
 
@@ -181,7 +434,7 @@ def infer(
     x: Tensor, w_row: Operand, bias_N: Tensor | None, settings: Settings, call: Call
 ) -> Tensor:
     """x [..., K] -> [..., N] on a quantized weight, without autograd."""
-    plan = other_tokens.plan_input(x, settings, False, False, call.tokens)
-    x_row = other_tokens.rows_of_all(steps.quantized_input(x, plan).row, call.tokens)
-    y_MN = steps.fprop(x_row, w_row, bias_N, settings, call.out_dtype, call.tag)
-    return other_tokens.unflatten_all(y_MN, x, call.tokens)
+    plan = sequence_parallel.plan_input(x, settings, False, False, call.tokens)
+    x_row = sequence_parallel.rows_of_all(linear_recipe.quantized_input(x, plan).row, call.tokens)
+    y_MN = linear_recipe.fprop(x_row, w_row, bias_N, settings, call.out_dtype, call.tag)
+    return sequence_parallel.unflatten_all(y_MN, x, call.tokens)

@@ -1,13 +1,47 @@
-"""What backward keeps of an input or a weight: a quantized operand or the tensor itself."""
+"""What backward keeps of an input or a weight: a quantized operand or the tensor itself.
+
+Leading dimensions: steps know matrices only.
+
+What is known of sizes in code that is traced for more than one.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from te_mx._ops import Operand, dequantize_2d
+
+
+def flatten(x: Tensor) -> Tensor:
+    """[..., K] -> [M, K]; sizes of 0 included."""
+    return x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
+
+
+def shaped(t_MN: Tensor, shape: Sequence[int]) -> Tensor:
+    """[M, N] -> [..., N], no view: autograd lets nobody change the view that a Function returns in
+    place. It shares its version with t_MN, so that a change after t_MN was saved is noticed."""
+    return t_MN if len(shape) == 2 else t_MN.view(shape).detach()
+
+
+def unflatten(y_MN: Tensor, x: Tensor) -> Tensor:
+    """[M, N] -> [..., N] with the leading dimensions of x [..., K]."""
+    return y_MN if x.dim() == 2 else shaped(y_MN, (*x.shape[:-1], y_MN.shape[1]))
+
+
+def surely(condition: Any) -> bool:
+    """A condition on sizes; in code that is traced or exported, whether it holds for every size
+    that the trace is for. Asking does not narrow these down, as `if` does."""
+    if not torch.compiler.is_compiling():
+        return bool(condition)
+    # Sympy comes with it: not before somebody compiles.
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
+
 
 Tensors = tuple[Tensor | None, Tensor | None, Tensor | None]
 

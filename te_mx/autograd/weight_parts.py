@@ -3,28 +3,67 @@ and v of an attention; each part may be there as codes alone.
 
 Kernels read the parts where they lie. Joined weights are never saved: backward reads the parameters
 again.
+
+torch.cat and torch.stack of parameters, whatever torch.autocast thinks of their dtypes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from te_mx._ops import Operand, dequantize_joined_2d, quantize_joined_2d
-from te_mx.autograd import joining, steps
+from te_mx.autograd import linear_recipe
+from te_mx.autograd.linear_recipe import KeptWeight
 from te_mx.autograd.saved import Kept
-from te_mx.autograd.steps_kept import KeptWeight
 from te_mx.recipes.settings import Settings
+
+
+def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """torch.cat, differentiable."""
+    return _joined(torch.cat if dim == 0 else partial(torch.cat, dim=dim), tensors)
+
+
+def stack(tensors: Sequence[Tensor]) -> Tensor:
+    """torch.stack, differentiable."""
+    return _joined(torch.stack, tensors)
+
+
+def _joined(join: Callable[[list[Tensor]], Tensor], tensors: Sequence[Tensor]) -> Tensor:
+    tensors = list(tensors)
+    device = getattr(tensors[0], "device", None)
+    for tensor in tensors:
+        if tensor is None or tensor.device != device:
+            places = ["None" if t is None else str(t.device) for t in tensors]
+            raise ValueError(
+                f"te_mx: parameters that make one must be on one device, got {', '.join(places)}"
+            )
+    dtypes = {tensor.dtype for tensor in tensors}
+    if not all(dtype.is_floating_point for dtype in dtypes):  # torch would promote integers
+        raise TypeError(f"te_mx: parameters that make one must be floats, got {dtypes}")
+    assert device is not None
+    kind = device.type
+    if (
+        kind != "meta"
+        and torch.is_autocast_enabled(kind)
+        # torch.autocast promotes what these two are given, and refuses fp16 where it makes bf16.
+        and not dtypes <= {torch.float32, torch.get_autocast_dtype(kind)}
+    ):
+        with torch.autocast(kind, enabled=False):
+            return join(tensors)
+    return join(tensors)
+
 
 Codes = Sequence[KeptWeight]  # of every part of w1 of a block, and of w2; empty where values are
 
 
 def joined(parts: Sequence[Any]) -> Any:
     """One tensor of parts along their first dimension; None of None."""
-    return parts[0] if len(parts) == 1 or parts[0] is None else joining.cat(parts)
+    return parts[0] if len(parts) == 1 or parts[0] is None else cat(parts)
 
 
 def _joined_codes(parts: Sequence[Operand], settings: Settings) -> KeptWeight:
@@ -49,9 +88,9 @@ def operands(
 ) -> tuple[Operand, Operand | None]:
     """steps.weight_operands of a weight that is one parameter or several, which nobody joins."""
     if kept is not None or len(parts) == 1:
-        return steps.weight_operands(kept, parts[0], settings, need_dx)
-    columns = steps.needs_columns(settings, need_dx) and settings.keep_columns
-    row, col, rule = steps.plan_weight(parts[0].device, settings, columns)[:3]
+        return linear_recipe.weight_operands(kept, parts[0], settings, need_dx)
+    columns = linear_recipe.needs_columns(settings, need_dx) and settings.keep_columns
+    row, col, rule = linear_recipe.plan_weight(parts[0].device, settings, columns)[:3]
     q = quantize_joined_2d(parts, row, col, rule=rule)
     assert q.row is not None
     return q.row, q.col
@@ -65,7 +104,7 @@ def kept_of(
     their codes, whose memory FSDP2 frees, and fills again for backward."""
     if codes and need and len(parts) > 1:
         return Kept(), [t for one in codes[:-1] for t in one.row[:2]]
-    kept = steps.kept_for_dgrad(*weight, parts[0], settings, need)
+    kept = linear_recipe.kept_for_dgrad(*weight, parts[0], settings, need)
     if kept.spec or not need:
         return kept, [None] * len(parts)
     return Kept(), parts
@@ -88,14 +127,14 @@ def kept_again(own: Sequence[Any], codes: Codes, settings: Settings) -> Kept:
         return Kept.operand(_joined_codes(parts, settings).row)
     if len(own) == 1:
         return Kept.itself(own[0])
-    if steps.needs_columns(settings, True):
-        form = steps.roles(own[0].device, settings).w
+    if linear_recipe.needs_columns(settings, True):
+        form = linear_recipe.roles(own[0].device, settings).w
         made = quantize_joined_2d(own, col=form.col, rule=settings.scale_rule).col
         assert made is not None
         return Kept.operand(made)
     # torch.compile would take this join for forward's, if it were one of the same dimension, and
     # keep that.
-    return Kept.itself(joining.cat(own, -2))
+    return Kept.itself(cat(own, -2))
 
 
 def split_gradients(

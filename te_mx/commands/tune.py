@@ -18,7 +18,6 @@ import torch
 
 import te_mx
 from te_mx import formats
-from te_mx.arguments import as_device
 from te_mx.commands.candidates import Candidate, Contest, Layers, candidates_of, leave
 from te_mx.commands.mixtures import Experts
 from te_mx.commands.shapes import (
@@ -35,6 +34,7 @@ from te_mx.dispatch.tuned import table, tables
 from te_mx.dispatch.tuned.table import DEFAULT, STEPS, Key, Row
 from te_mx.dispatch.tuned.tables import key_of
 from te_mx.recipe import BlockScaling
+from te_mx.runtime.arguments import as_device
 
 GAIN = 1.03  # what a choice must win over the default
 # A candidate that takes so many times the default's time, so often in a row, is tried no more.

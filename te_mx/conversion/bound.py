@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from te_mx import recompute
-from te_mx.nn.mx_module import MXModule
+from te_mx.context import region
+from te_mx.nn.base import MXModule
 from te_mx.recipe import Recipe
 
 
@@ -39,7 +39,7 @@ def bindings(model: nn.Module, keeps: Callable[[nn.Module, str], bool]) -> list[
 
 def bind(modules: list[Any], recipe: Recipe) -> None:
     """Have the modules run with a recipe, whatever was bound to them before."""
-    recompute.install()  # what runs again did not run in a region, but must know that it did not
+    region.install()  # what runs again did not run in a region, but must know that it did not
     for module in modules:
         module.__dict__["_bound"] = recipe.settings
 

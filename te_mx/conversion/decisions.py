@@ -34,8 +34,8 @@ from te_mx.conversion.report import (
 from te_mx.dispatch.fused import Activation
 from te_mx.fusion.in_place import NOTHING, InPlace, plan_in_place
 from te_mx.fusion.sequences import Plan, plan_fusions
-from te_mx.nn.weight_readers import weights_read
 from te_mx.recipe import Settings
+from te_mx.weights.weight_readers import weights_read
 
 
 class Wanted(NamedTuple):

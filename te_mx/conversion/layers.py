@@ -16,7 +16,7 @@ from te_mx.integrations import conv1d, torchtitan, transformers_experts
 from te_mx.integrations.seam import Seam
 from te_mx.nn.checks import FLOATS
 from te_mx.nn.linear import Linear
-from te_mx.nn.several_ranks import is_spread
+from te_mx.weights.ranks import is_spread
 
 _SEAMS = (conv1d.SEAM, transformers_experts.SEAM, torchtitan.SEAM)
 

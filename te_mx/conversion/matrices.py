@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
-from te_mx.nn.mx_module import MXModule
+from te_mx.nn.base import MXModule
 
 # Their parameters of two or three dimensions are looked up, slid over the input, or scale it.
 _NO_MATRICES = (nn.Embedding, nn.EmbeddingBag, _ConvNd, nn.LayerNorm, nn.RMSNorm)

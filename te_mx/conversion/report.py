@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from torch import nn
 
-from te_mx.arguments import is_one_of, shown
 from te_mx.conversion.matrices import Matrix, census_of, describe, left_of
 from te_mx.recipe import Recipe
-from te_mx.report import table
+from te_mx.runtime.arguments import is_one_of, shown
+from te_mx.runtime.report import table
 
 CONVERTED, WOULD_CONVERT, REVERTED, SKIPPED = "converted", "would convert", "reverted", "skipped"
 FUSED, WOULD_FUSE = "fused", "would fuse"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from te_mx.nn import several_ranks
+from te_mx.weights import ranks
 
 __all__ = [
     "ModuleParallel",
@@ -39,7 +39,7 @@ def __getattr__(name: str) -> Any:
 def _run(module: Any, inp: Any, *args: Any) -> Any:
     from te_mx.distributed import calls
 
-    several_ranks.above.run = calls.run  # an import statement in every call takes its time
+    ranks.above.run = calls.run  # an import statement in every call takes its time
     return calls.run(module, inp, *args)
 
 
@@ -92,12 +92,12 @@ def _cut(whole: Any, like: Any) -> list[Any]:
     return halves.cut(whole, like)
 
 
-several_ranks.above.run = _run
-several_ranks.above.owners = _owners
-several_ranks.above.attach = _attach
-several_ranks.above.block = _block
-several_ranks.above.gathered = _gathered
-several_ranks.above.join = _join
-several_ranks.above.blank = _blank
-several_ranks.above.is_blank = _is_blank
-several_ranks.above.cut = _cut
+ranks.above.run = _run
+ranks.above.owners = _owners
+ranks.above.attach = _attach
+ranks.above.block = _block
+ranks.above.gathered = _gathered
+ranks.above.join = _join
+ranks.above.blank = _blank
+ranks.above.is_blank = _is_blank
+ranks.above.cut = _cut

@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from te_mx.autograd.linear import Call, linear
-from te_mx.context import output_dtype
+from te_mx.context.region import output_dtype
 from te_mx.distributed.hooks import given, hooks_of, same_objects
 from te_mx.distributed.inputs import local_of
 from te_mx.distributed.nodes import Here, here_of, lends, summed
 from te_mx.distributed.plans import COLUMN, ROW, Plan
 from te_mx.nn.checks import FLOATS
-from te_mx.nn.surroundings import hooked_everywhere
+from te_mx.nn.guards import hooked_everywhere
 
 _CALL = "_call_impl"  # what nn.Module.__call__ calls, of the instance first
 _WHOLE, _INNER = (Replicate(),), (Shard(-1),)

@@ -19,14 +19,14 @@ from torch.distributed._composable_state import _get_module_state, _module_state
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from te_mx import formats
-from te_mx.arguments import check_module
 from te_mx.distributed.gathered import GatheredWeight
 from te_mx.distributed.shard_codes import SIGNATURE, Model, Place, ShardCodes, restored
+from te_mx.fusion.transposed_linear import TransposedLinear
+from te_mx.nn.base import MXModule
 from te_mx.nn.grouped_linear import GroupedLinear
-from te_mx.nn.mx_module import MXModule
-from te_mx.nn.transposed_linear import TransposedLinear
 from te_mx.recipe import resolve_recipe
 from te_mx.recipes.settings import Settings
+from te_mx.runtime.arguments import check_module
 
 
 def quantized_all_gather(model: nn.Module, *, recipe: Any = None) -> int:

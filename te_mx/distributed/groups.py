@@ -27,7 +27,12 @@ from te_mx.distributed import on_codes
 from te_mx.distributed.local_layer import call, check_whole_blocks, local_layer
 from te_mx.distributed.tensor_parallel import Counted, Elsewhere
 from te_mx.distributed.token_codes import Ranks, gathered, gathers_codes, scattered
-from te_mx.nn.tensor_parallel_group import BOTH, COLUMN, ROW, Shared
+from te_mx.nn.tensor_parallel import (
+    BOTH,
+    COLUMN,
+    ROW,
+    Shared,
+)
 
 _PLACES = {COLUMN: "out_features", ROW: "in_features", BOTH: "ffn_hidden_size"}
 _NORM = ("layer_norm_weight", "layer_norm_bias")

@@ -1,4 +1,4 @@
-"""The halves of a gated fc1 (te_mx/nn/gated_halves.py) as one DTensor, and back."""
+"""The halves of a gated fc1 (te_mx/weights/gated_halves.py) as one DTensor, and back."""
 
 from __future__ import annotations
 

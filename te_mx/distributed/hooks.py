@@ -13,7 +13,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_mod
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from te_mx.distributed import styles
-from te_mx.nn.surroundings import why_not_usual as _why_not_but_hooks
+from te_mx.nn.guards import why_not_usual as _why_not_but_hooks
 
 _MADE_BY = f"{distribute_module.__name__}.<locals>."
 _INNER, _WHOLE = (Shard(-1),), (Replicate(),)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
-from te_mx.context import is_tracing
+from te_mx.context.region import is_tracing
 from te_mx.distributed.nodes import local_of as to_local
 from te_mx.distributed.nodes import local_with_sum, sums_gradient
 

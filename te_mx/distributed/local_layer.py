@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from te_mx import formats
-from te_mx.context import is_tracing
+from te_mx.context.region import is_tracing
 from te_mx.recipes.settings import Settings
 
 KEPT_HERE = ("_microbatch",)  # what a forward writes and a later one reads

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from te_mx.autograd import transforms
-from te_mx.context import is_tracing
+from te_mx.autograd import node as transforms
+from te_mx.context.region import is_tracing
 from te_mx.nn.linear import Linear
 
 _modes = torch._C._len_torch_dispatch_stack
@@ -102,7 +102,7 @@ def _gradient(grad: Tensor, spec: DTensorSpec) -> DTensor:
 
 
 class Here(NamedTuple):
-    """A parameter as the functions of te_mx.autograd take it (autograd/lent.py): without a node of
+    """A parameter as the functions of te_mx.autograd take it (linear.py): without a node of
     its own."""
 
     parameter: DTensor

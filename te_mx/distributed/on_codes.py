@@ -8,11 +8,10 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 
 from te_mx._ops import Made, Operand, Stack
-from te_mx.autograd import joining, transforms
-from te_mx.autograd.steps import at_rest
-from te_mx.autograd.steps_grouped import KeptWeights
-from te_mx.autograd.steps_kept import KeptWeight
-from te_mx.context import is_tracing
+from te_mx.autograd import node, weight_parts
+from te_mx.autograd.grouped import KeptWeights
+from te_mx.autograd.linear_recipe import KeptWeight, at_rest
+from te_mx.context.region import is_tracing
 from te_mx.distributed.gathered import GatheredWeight
 from te_mx.distributed.local_layer import call, local_layer
 from te_mx.nn.linear import Linear
@@ -39,7 +38,7 @@ def _alone(module: Any, held: Mapping[str, Any], inp: Any, args: Any) -> KeptWei
         or module._frozen is not None
         or module._routed()
         or is_tracing()
-        or transforms.active()
+        or node.active()
     ):
         return None
     return _checked(module, "weight", weight, module._settings())
@@ -62,7 +61,7 @@ def gathered(module: Any, held: Mapping[str, Any], settings: Settings | None) ->
             kept[key] = _checked(module, key, found[key], settings)
         elif names[0] in found:  # parameters_split, or halves of a gated fc1
             wanted = [_check(module, name, settings) for name in names]
-            whole = joining.cat([found[name] for name in names])
+            whole = weight_parts.cat([found[name] for name in names])
             kept[key] = _of_codes(whole, wanted[0])
     return {"_gathered": kept, "_joined": whole, "_ran_with": next(iter(kept.values())).settings}
 

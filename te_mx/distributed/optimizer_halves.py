@@ -1,4 +1,4 @@
-"""State of an optimizer for the halves of a gated fc1 (te_mx/nn/gated_halves.py), as that of one
+"""State of an optimizer for the halves of a gated fc1 (weights/gated_halves.py), as that of one
 parameter and back: state_dicts of optimizers follow parameters, and nobody but the optimizer sees
 them.
 """
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from te_mx.arguments import check_module, shown
 from te_mx.distributed.halves import cut, join
-from te_mx.nn import gated_halves
 from te_mx.nn.layernorm_mlp import LayerNormMLP
+from te_mx.runtime.arguments import check_module, shown
+from te_mx.weights import gated_halves
 
 _HALF = re.compile(r"(?:^|(?<=\.))fc1_(?:activated|gate)_(weight|bias)(?=\.|$)")
 _FLAT = ("", "state.", "param_groups.")  # in front of the name of a parameter

@@ -1,4 +1,4 @@
-"""Owners of weight gradients (te_mx/autograd/owned_gradients.py): parameters of which every rank
+"""Owners of weight gradients (te_mx/autograd/grad_target.py): parameters of which every rank
 has a part, or a copy.
 """
 

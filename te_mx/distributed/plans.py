@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from te_mx.context import is_tracing
+from te_mx.context.region import is_tracing
 from te_mx.distributed.local_layer import check_whole_blocks
 from te_mx.nn.grouped_linear import GroupedLinear
 from te_mx.nn.layernorm_linear import LayerNormLinear

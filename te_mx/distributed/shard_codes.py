@@ -24,8 +24,8 @@ from torch import Tensor
 
 from te_mx._ops import Operand, Stack, rows_2d, rows_call
 from te_mx._ops.grouped_quantize import quantize_weights
-from te_mx.autograd.steps import at_rest
-from te_mx.context import backward_pass_id
+from te_mx.autograd.linear_recipe import at_rest
+from te_mx.context.region import backward_pass_id
 from te_mx.recipes.settings import Settings
 from te_mx.runtime import streams
 

@@ -1,4 +1,4 @@
-"""A fused MLP block (nn/fused_block.py) whose layers parallelize_module has split: its inner width
+"""A fused MLP (fusion/fused_mlp.py) whose layers parallelize_module has split: its inner width
 is on all ranks, in the first layers by rows and in the last one by columns. A rank runs its part of
 the block as one step; DTensor moves the input and sums the result, as for the layers themselves.
 """
@@ -25,8 +25,12 @@ from te_mx.distributed.plans import (
     way_of,
 )
 from te_mx.distributed.tensor_parallel import behind_hook, local_of_layer, result, whole
-from te_mx.nn.fused_block import ATTRIBUTE, run_as_step, why_not_these
-from te_mx.nn.surroundings import FUSED, why_not_given
+from te_mx.fusion.fused_mlp import (
+    ATTRIBUTE,
+    run_as_step,
+    why_not_these,
+)
+from te_mx.nn.guards import FUSED, why_not_given
 from te_mx.recipes.settings import Settings
 
 

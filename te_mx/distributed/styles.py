@@ -16,13 +16,17 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from te_mx.arguments import check_flag, is_one_of, shown
-from te_mx.nn import gated_halves
+from te_mx.nn.base import MXModule
 from te_mx.nn.grouped_linear import GroupedLinear
 from te_mx.nn.layernorm_linear import LayerNormLinear
 from te_mx.nn.layernorm_mlp import LayerNormMLP
 from te_mx.nn.linear import Linear
-from te_mx.nn.mx_module import MXModule
+from te_mx.runtime.arguments import (
+    check_flag,
+    is_one_of,
+    shown,
+)
+from te_mx.weights import gated_halves
 
 MODES = ("column", "row", "experts")
 

@@ -1,4 +1,4 @@
-"""Sequence parallelism that gathers the input of a layer as codes (autograd/other_tokens.py)."""
+"""Sequence parallelism that gathers the input of a layer as codes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from te_mx.arguments import check_flag, check_module
-from te_mx.autograd import other_tokens, transforms
+from te_mx.autograd import node, sequence_parallel
 from te_mx.nn.layernorm_linear import LayerNormLinear
 from te_mx.nn.layernorm_mlp import LayerNormMLP
 from te_mx.nn.linear import Linear
+from te_mx.runtime.arguments import check_flag, check_module
 
 
 def quantized_input_gather(model: nn.Module, enabled: bool = True) -> int:
@@ -67,7 +67,7 @@ def scattered(partial: Tensor, group: Any) -> Tensor:
 
 
 class Ranks(NamedTuple):
-    """The ranks of a group, as autograd/other_tokens.py sees them."""
+    """The ranks of a group, as autograd/sequence_parallel.py sees them."""
 
     group: Any
     ranks: int
@@ -83,10 +83,12 @@ class Ranks(NamedTuple):
 
 def gathers_codes(module: Any, inp: Tensor) -> bool:
     """Whether this call on tokens of one rank gathers codes."""
-    if not module._gathers_inputs or inp.dim() < 2 or transforms.active():
+    if not module._gathers_inputs or inp.dim() < 2 or node.active():
         return False
     settings = module._settings()
-    return settings is not None and not module._is_weight_only() and other_tokens.takes(settings)
+    return (
+        settings is not None and not module._is_weight_only() and sequence_parallel.takes(settings)
+    )
 
 
 def tokens_of(module: Any, mesh: Any, wanted: Sequence[Placement], x: DTensor) -> Ranks | None:

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx.arguments import shown
 from te_mx.formats.format import READ, check_matrix
+from te_mx.runtime.arguments import shown
 
 EPSILON = 1e-12
 DTYPES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)

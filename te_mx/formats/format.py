@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx.arguments import check_dense, check_size, shown
 from te_mx.formats import packing, registry, stochastic
 from te_mx.formats.element import MAGNITUDE, Element
 from te_mx.formats.hadamard import Hadamard
@@ -21,6 +20,11 @@ from te_mx.formats.scaling import (
     power_of_two,
     scale_bytes,
     split_rule,
+)
+from te_mx.runtime.arguments import (
+    check_dense,
+    check_size,
+    shown,
 )
 
 READ = (torch.float32, torch.bfloat16, torch.float16)

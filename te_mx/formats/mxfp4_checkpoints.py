@@ -34,9 +34,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx.arguments import check_dense, check_size, shown
 from te_mx.formats import packing
 from te_mx.formats.scaling import NAN_SCALE
+from te_mx.runtime.arguments import (
+    check_dense,
+    check_size,
+    shown,
+)
 
 _K = 32  # elements of a block
 _BYTES = _K // 2

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from te_mx.arguments import shown
 from te_mx.formats.hadamard import split_name
+from te_mx.runtime.arguments import shown
 
 if TYPE_CHECKING:
     from te_mx.formats.format import Format

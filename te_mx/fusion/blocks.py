@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from te_mx.fusion.class_swap import Reclassed
+from te_mx.fusion.fused_mlp import BlockPlan
 from te_mx.fusion.probe import ROWS, LinearStandIn, Seen, apart, forward_of, numbers, twin
 from te_mx.fusion.sequences import Fusion
 from te_mx.nn import activations
-from te_mx.nn.fused_block import BlockPlan
+from te_mx.nn.guards import hooked, surroundings
 from te_mx.nn.linear import Linear
-from te_mx.nn.reclassed import Reclassed
-from te_mx.nn.surroundings import hooked, surroundings
 
 # Names of layers that make a module a candidate whose refusal is worth a row.
 _USUAL = (

@@ -8,15 +8,21 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from te_mx.fusion import (
+    fused_mlp,
+    fused_norm,
+)
+from te_mx.fusion import (
+    tables as stored_tables,
+)
 from te_mx.fusion.blocks import Block, plan_blocks
+from te_mx.fusion.class_swap import give, take_back
 from te_mx.fusion.norms import FoundNorm, plan_norms
 from te_mx.fusion.outputs import plan_outputs, save_inputs
 from te_mx.fusion.sequences import Fusion
 from te_mx.fusion.tables import Tables, plan_tables
-from te_mx.nn import fused_block, fused_norm, stored_tables
+from te_mx.nn.guards import RAN
 from te_mx.nn.linear import Linear
-from te_mx.nn.reclassed import give, take_back
-from te_mx.nn.surroundings import RAN
 
 
 class InPlace(NamedTuple):
@@ -32,7 +38,7 @@ NOTHING = InPlace([], [], [], [])
 # Classes that blocks, norms and tables get, the attribute that holds the plan of a module,
 # and those that it gets in use.
 _CLASSES: tuple[tuple[type, str, tuple[str, ...]], ...] = (
-    (fused_block.FusedBlock, fused_block.ATTRIBUTE, (RAN,)),
+    (fused_mlp.FusedBlock, fused_mlp.ATTRIBUTE, (RAN,)),
     (fused_norm.FusedNorm, fused_norm.ATTRIBUTE, (RAN, fused_norm.READ)),
     (stored_tables.StoredTables, stored_tables.ATTRIBUTE, ()),
 )

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from te_mx.dispatch.fused import Norm
+from te_mx.fusion.class_swap import Reclassed
+from te_mx.fusion.fused_norm import NormPlan
 from te_mx.fusion.probe import ROWS, apart, forward_of, numbers, twin
 from te_mx.fusion.sequences import Fusion
-from te_mx.nn.fused_norm import NormPlan
-from te_mx.nn.reclassed import Reclassed
-from te_mx.nn.surroundings import surroundings
+from te_mx.nn.guards import surroundings
 
 _TOLERANCE = 2e-5  # of fp32 sums over a row
 _ATTENTION = ("attn", "attention")

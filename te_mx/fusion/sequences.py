@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from te_mx.nn.converted import unwatch
 from te_mx.nn.layernorm_linear import LayerNormLinear
 from te_mx.nn.layernorm_mlp import LayerNormMLP
-from te_mx.nn.norm_module import NormModule
+from te_mx.nn.norm_base import NormModule
 
 _NORMS = {nn.LayerNorm: "LayerNorm", nn.RMSNorm: "RMSNorm"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -16,12 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from te_mx.arguments import check_dense
-from te_mx.autograd.steps import DGRAD, FPROP, GEMMS, WGRAD
+from te_mx.autograd.linear_recipe import (
+    DGRAD,
+    FPROP,
+    GEMMS,
+    WGRAD,
+)
 from te_mx.formats import Format
+from te_mx.fusion.experts import ExpertsModule
 from te_mx.inspection.layers import Layer
 from te_mx.inspection.metrics import Sums, measure
-from te_mx.nn.experts import ExpertsModule
+from te_mx.runtime.arguments import check_dense
 
 Key = tuple[str, str, str]  # step, role, gemm
 

@@ -12,13 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from te_mx import formats as all_formats
-from te_mx.arguments import check_flag, check_module, check_size, shown
 from te_mx.conversion.matrices import matrices_of
 from te_mx.formats import Format
 from te_mx.inspection.collect import Watch
 from te_mx.inspection.layers import Layer, layers_of, untouched
 from te_mx.inspection.report import About, InspectionReport, readings_of
 from te_mx.layouts import sm90_tiles
+from te_mx.runtime.arguments import (
+    check_flag,
+    check_module,
+    check_size,
+    shown,
+)
 
 # One of each width and family, and E5M2 for gradients: a table that can be read.
 USUAL = "mxfp8_e4m3", "mxfp8_e5m2", "fp8_e4m3_1x128", "mxfp6_e2m3", "mxfp4"

@@ -12,13 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from te_mx.arguments import is_dense
-from te_mx.context import Region, active_region, entered_again
+from te_mx.api.memory import is_layer
+from te_mx.context.region import (
+    Region,
+    active_region,
+    entered_again,
+)
+from te_mx.fusion.transposed_linear import TransposedLinear
+from te_mx.nn.base import MXModule
 from te_mx.nn.checks import FLOATS
 from te_mx.nn.grouped_linear import GroupedLinear
-from te_mx.nn.mx_module import MXModule
-from te_mx.nn.transposed_linear import TransposedLinear
-from te_mx.saved_bytes import is_layer
+from te_mx.runtime.arguments import is_dense
 
 # What a forward of a te_mx module leaves on it: as if nothing ran before. And what is off while it
 # is looked at: a place of its own for the weight gradient changes no number.

@@ -10,14 +10,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from te_mx import formats
-from te_mx.arguments import check_size, is_one_of, shown
-from te_mx.autograd.steps import GEMMS
+from te_mx.autograd.linear_recipe import GEMMS
 from te_mx.conversion.matrices import Matrix, left_of
 from te_mx.formats import Format
 from te_mx.inspection.layers import Layer
 from te_mx.inspection.metrics import Sums
 from te_mx.inspection.summary import BAD, EXACT, ROLES, ZERO, full_table, sqnr_of, summary
 from te_mx.layouts.sm90_tiles import CLASS_NAMES
+from te_mx.runtime.arguments import (
+    check_size,
+    is_one_of,
+    shown,
+)
 
 
 class Reading(NamedTuple):

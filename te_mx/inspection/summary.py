@@ -8,9 +8,9 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from te_mx import formats
-from te_mx.autograd.steps import GEMMS
+from te_mx.autograd.linear_recipe import GEMMS
 from te_mx.conversion.matrices import left_of
-from te_mx.report import table
+from te_mx.runtime.report import table
 
 if TYPE_CHECKING:
     from te_mx.inspection.report import InspectionReport, Reading

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from te_mx import formats
+from te_mx.fusion.experts import ExpertsModule
 from te_mx.integrations.checkpoint_plan import Plan
 from te_mx.integrations.checkpoint_scales import scale_bytes, scale_floats
-from te_mx.nn.experts import ExpertsModule
-from te_mx.nn.mx_module import MXModule
+from te_mx.nn.base import MXModule
 from te_mx.recipe import Float8BlockScaling
 
 

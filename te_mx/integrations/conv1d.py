@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from te_mx.fusion.transposed_linear import TransposedLinear
 from te_mx.integrations.seam import Seam, why_not_in_place, why_not_parameter
-from te_mx.nn.transposed_linear import TransposedLinear
 
 _MODULE = "transformers.pytorch_utils"
 

@@ -42,15 +42,15 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from te_mx.api.convert import convert_model
+from te_mx.api.freeze import freeze_weights, unfreeze_weights
 from te_mx.conversion.protected import protected_in
-from te_mx.convert import convert_model
-from te_mx.frozen import freeze_weights, unfreeze_weights
 from te_mx.integrations.checkpoint_placeholders import put_placeholders, take
 from te_mx.integrations.checkpoint_plan import Plan, plan_of
 from te_mx.integrations.checkpoint_scales import Scales, refuse_casts
-from te_mx.nn.claims import claim
+from te_mx.nn.base import MXModule
 from te_mx.nn.converted import ConversionWarning
-from te_mx.nn.mx_module import MXModule
+from te_mx.weights.missing import claim
 
 METHODS = ("mxfp8", "fp8", "compressed-tensors", "modelopt", "mxfp4")
 _CONFIGS: dict[str, Any] = auto.AUTO_QUANTIZATION_CONFIG_MAPPING

@@ -21,8 +21,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 import te_mx
-from te_mx.arguments import check_flag, shown
 from te_mx.recipe import resolve_recipe
+from te_mx.runtime.arguments import check_flag, shown
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -30,13 +30,13 @@ from peft.tuners.lora.variants import DoraLinearVariant
 from torch import Tensor, nn
 
 from te_mx._ops import dequantize_2d
-from te_mx.arguments import shown
+from te_mx.fusion.experts import ExpertsModule
+from te_mx.fusion.transposed_linear import TransposedLinear
 from te_mx.integrations.peft_experts import adapted_experts
 from te_mx.integrations.peft_grouped import LoraGroupedLinear
 from te_mx.integrations.peft_refusals import check_base, check_config, forget, refuse_merge
 from te_mx.nn import GroupedLinear, LayerNormLinear, Linear
-from te_mx.nn.experts import ExpertsModule
-from te_mx.nn.transposed_linear import TransposedLinear
+from te_mx.runtime.arguments import shown
 
 
 def register(config: LoraConfig) -> LoraConfig:

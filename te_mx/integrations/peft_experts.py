@@ -18,9 +18,8 @@ from typing import Any
 from peft.tuners.lora import layer as lora
 from torch import Tensor, nn
 
-from te_mx.autograd.grouped_operands import Groups
+from te_mx.autograd.grouped import Groups, grouped_plain
 from te_mx.integrations.peft_refusals import check_config, refuse_merge
-from te_mx.nn.grouped_plain import grouped_plain
 
 
 class ParamWrapper(lora.ParamWrapper):

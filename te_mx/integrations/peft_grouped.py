@@ -19,11 +19,10 @@ from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
 from te_mx._ops import dequantize_2d
-from te_mx.autograd.grouped_operands import Groups
-from te_mx.autograd.shapes import flatten
+from te_mx.autograd.grouped import Groups, grouped_plain
+from te_mx.autograd.saved import flatten
 from te_mx.integrations.peft_refusals import check_base, check_config, forget, refuse_merge
-from te_mx.nn.grouped_plain import grouped_plain
-from te_mx.nn.grouped_splits import groups_of
+from te_mx.nn.grouped_linear import groups_of
 
 
 class StackedFactor(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from te_mx.nn.mx_module import MXModule
+from te_mx.nn.base import MXModule
 
 _ON_CODES = ("use_dora",)  # variants of LoRA that a layer without a master has
 

@@ -1,5 +1,5 @@
 """What convert_model has to know of layers of another library that run in MXFP8 in place
-(nn/reclassed.py): outside of te_mx.autocast their forward is the one that their class had.
+(fusion/class_swap.py): outside of te_mx.autocast their forward is the one that their class had.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from te_mx.dispatch.fused import Activation
+from te_mx.fusion.class_swap import Reclassed
+from te_mx.nn.base import MXModule
 from te_mx.nn.checks import FLOATS
-from te_mx.nn.mx_module import MXModule
-from te_mx.nn.reclassed import Reclassed
 
 
 class Seam(NamedTuple):

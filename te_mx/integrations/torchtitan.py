@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from te_mx.arguments import shown
-from te_mx.autograd import transforms
+from te_mx.autograd import node
+from te_mx.fusion.experts import ExpertsModule
 from te_mx.integrations.seam import Seam, why_not_in_place, why_not_parameter
-from te_mx.nn.experts import ExpertsModule
+from te_mx.runtime.arguments import shown
 
 _NAMES = (("w1", "w3", "w2"), ("w1_EFD", "w3_EFD", "w2_EDF"))  # gate, up, down
 
@@ -48,7 +48,7 @@ class TitanExperts(ExpertsModule):
         experts = self._shape_of(self._weight_keys[0])[0]
         # Versions differ in the names of the two.
         x_RD, counts_E = _checked(self._label(), experts, *args, *kwargs.values())
-        if transforms.active():
+        if node.active():
             self._refuse_transforms(x_RD)
         offs = counts_E.cumsum(0, dtype=torch.int64)  # counts of torch.histc may be floats
         gate, up, down = self._weight_keys

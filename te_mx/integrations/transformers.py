@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from te_mx import context
 from te_mx.autograd.grouped import GroupedCall, grouped_linear
-from te_mx.context import output_dtype
+from te_mx.context import region
+from te_mx.context.region import output_dtype
 from te_mx.integrations.transformers_experts import (
     TransformersExperts,
     run_experts,
@@ -41,7 +41,7 @@ def te_mx_experts_forward(
     given = hidden_states, top_k_index, top_k_weights
     # A converted module has asked already, and runs in high precision.
     converted = isinstance(self, TransformersExperts)
-    settings = None if converted else context.current_settings()
+    settings = None if converted else region.current_settings()
     if settings is None:
         return ALL_EXPERTS_FUNCTIONS[_PLAIN](self, *given)
     if reason := why_not_experts(self):

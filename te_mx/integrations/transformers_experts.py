@@ -18,15 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from te_mx.arguments import shown
-from te_mx.autograd import transforms
+from te_mx.autograd import node
 from te_mx.autograd.activation import activation
 from te_mx.autograd.routing import put_back, route, take_rows
 from te_mx.dispatch.fused import Activation
 from te_mx.dispatch.groups import INDEX_DTYPES
+from te_mx.fusion.experts import ExpertsModule
 from te_mx.integrations.seam import Seam, why_not_in_place, why_not_parameter
 from te_mx.nn import activations
-from te_mx.nn.experts import ExpertsModule
+from te_mx.runtime.arguments import shown
 
 _REGISTRY = "transformers.integrations.moe"
 
@@ -75,9 +75,9 @@ def run_experts(
     are no expert's, as those of other ranks under expert parallelism: they add nothing and get no
     gradient."""
     _check(hidden_states, top_k_index, top_k_weights)
-    if transforms.active():
+    if node.active():
         held = *module.parameters(), *module.buffers()
-        transforms.refuse(type(module).__name__, (hidden_states, top_k_weights, *held))
+        node.refuse(type(module).__name__, (hidden_states, top_k_weights, *held))
     first, last = keys_of(module)
     to = route(top_k_index, module.num_experts)
     x_RH = take_rows(hidden_states, to)

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from te_mx._ops import Operand, Stack, quantize_2d
-from te_mx.arguments import check_memory, shown
-from te_mx.autograd import transforms
+from te_mx.api.grouped import stack_of, tokens_of
+from te_mx.api.groups import check_floats
+from te_mx.api.tensor import MXTensor
+from te_mx.autograd import node
 from te_mx.dispatch.groups import INDEX_DTYPES, readable
-from te_mx.grouped_arguments import check_floats
-from te_mx.grouped_gemm import stack_of, tokens_of
 from te_mx.recipes.settings import Settings
-from te_mx.tensor import MXTensor
+from te_mx.runtime.arguments import check_memory, shown
 
 _FEW = 1024
 
@@ -57,8 +57,8 @@ def check_range(name: str, ids: Tensor, least: int, end: int, remedy: str) -> No
 
 def refuse_transforms(owner: str, *tensors: Tensor | None) -> None:
     """Raise NotImplementedError where forward-mode AD or a transform of torch.func follows one."""
-    if transforms.active():
-        transforms.refuse(f"te_mx.moe.{owner}", tensors, transforms.FUNCTION, grad=True)
+    if node.active():
+        node.refuse(f"te_mx.moe.{owner}", tensors, node.FUNCTION, grad=True)
 
 
 def weights_of(owner: str, name: str, weight: Any) -> Stack:

@@ -12,13 +12,12 @@ from te_mx._ops import Mode, Operand, Stack
 from te_mx._ops.fused import act_quantize_2d
 from te_mx._ops.moe import moe_gemm
 from te_mx._ops.moe_align import moe_align
-from te_mx.arguments import check_flag, is_one_of, shown
-from te_mx.autograd.steps import mode_of
+from te_mx.api.groups import check_floats, settings_of
+from te_mx.api.tensor import MXTensor
+from te_mx.autograd.linear_recipe import mode_of
 from te_mx.dispatch.fused import Activation, ActStep, Target
 from te_mx.dispatch.groups import known_to_host
 from te_mx.dispatch.moe import Align, RoutedGemm, Routing
-from te_mx.grouped_arguments import check_floats
-from te_mx.grouped_rows import settings_of
 from te_mx.moe.alignment import check_map
 from te_mx.moe.arguments import (
     check_device,
@@ -31,7 +30,11 @@ from te_mx.moe.arguments import (
     weights_of,
 )
 from te_mx.recipes.settings import Settings
-from te_mx.tensor import MXTensor
+from te_mx.runtime.arguments import (
+    check_flag,
+    is_one_of,
+    shown,
+)
 
 OWNER = "fused_experts"
 # f(gate) * up, with f; swigluoai is gpt-oss's: limits of 7, slope 1.702, up + 1.

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from te_mx._ops.moe import check_routed, moe_gemm
-from te_mx.arguments import check_address, check_flag, check_size, shown
-from te_mx.autograd.steps import mode_of
+from te_mx.api.blas import check_dtype
+from te_mx.api.groups import settings_of
+from te_mx.api.tensor import MXTensor
+from te_mx.autograd.linear_recipe import mode_of
 from te_mx.dispatch.groups import readable
 from te_mx.dispatch.moe import RoutedGemm, Routing
-from te_mx.epilogue import check_dtype
-from te_mx.grouped_rows import settings_of
 from te_mx.moe.arguments import (
     check_ids,
     check_range,
@@ -23,8 +23,14 @@ from te_mx.moe.arguments import (
     rows_of,
     weights_of,
 )
-from te_mx.tensor import MXTensor
-from te_mx.written import check_written, parts_of
+from te_mx.runtime.arguments import (
+    check_address,
+    check_flag,
+    check_size,
+    check_written,
+    parts_of,
+    shown,
+)
 
 OWNER = "moe.grouped_gemm"
 

@@ -23,8 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_mx.arguments import check_number, is_one_of, shown
 from te_mx.dispatch.fused import ACTIVATIONS, Activation
+from te_mx.runtime.arguments import (
+    check_number,
+    is_one_of,
+    shown,
+)
 
 _CLOSE = 1e-5  # of values that may be fp32 on the way; tanh and erf forms of GELU differ by 5e-4
 _PARAMS = {"limit": "limit", "alpha": "alpha", "glu_linear_offset": "offset"}

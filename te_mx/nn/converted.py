@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from te_mx import context
-from te_mx.nn.frozen_weight import Freezable
+from te_mx.context import region
+from te_mx.weights.frozen import Freezable
 
 
 class ConversionWarning(UserWarning):
@@ -25,7 +25,7 @@ _lost: list[tuple[weakref.ref[nn.Module], str]] = []
 
 
 def __getattr__(name: str) -> Any:
-    # As in nn/delayed_wgrad.py: what Dynamo needs is made when it reads the attribute.
+    # As in weights/gradients.py: what Dynamo needs is made when it reads the attribute.
     if name == "warn_plain_traced":
         globals()[name] = torch._dynamo.assume_constant_result(warn_plain)
         return globals()[name]
@@ -36,7 +36,7 @@ def warn_plain(name: str | None) -> None:
     """A converted layer trains, and no region of autocast was ever entered: say so once in this
     process. Compiled code says it when it is compiled."""
     global _warned
-    if _warned or context.was_entered():
+    if _warned or region.was_entered():
         return
     _warned = True
     warnings.warn(
@@ -58,8 +58,8 @@ def watch(model: nn.Module, name: str, module: nn.Module) -> None:
         _watched.pop(key, None)
         if owner() is not None:
             _lost.append((owner, name))
-            if _say_what_is_lost not in context.notices:
-                context.notices.append(_say_what_is_lost)
+            if _say_what_is_lost not in region.notices:
+                region.notices.append(_say_what_is_lost)
 
     _watched[key] = weakref.ref(module, gone)
 

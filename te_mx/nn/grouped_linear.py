@@ -1,31 +1,105 @@
-"""te_mx.GroupedLinear: one linear layer for each expert of a mixture, in one call."""
+"""te_mx.GroupedLinear: one linear layer for each expert of a mixture, in one call.
+
+m_splits of grouped layers: rows of every group, as a list or an int tensor.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from te_mx.autograd import joining, transforms
-from te_mx.autograd.grouped import GroupedCall, grouped_linear, grouped_on_codes
-from te_mx.autograd.grouped_loop import high_precision_loop
-from te_mx.autograd.grouped_none import NoGroups
-from te_mx.autograd.grouped_operands import Groups
-from te_mx.autograd.shapes import flatten, unflatten
-from te_mx.context import is_tracing, output_dtype
-from te_mx.nn import constructors, delayed_wgrad, weight_only
-from te_mx.nn.frozen_state import SCALES
-from te_mx.nn.grouped_plain import grouped_plain
-from te_mx.nn.grouped_splits import groups_of
-from te_mx.nn.grouped_state import convert_state_dict
-from te_mx.nn.grouped_weight import StackedWeight, parameter_names
-from te_mx.nn.mx_module import MXModule
-from te_mx.nn.te_arguments import refuse, refuse_constructor
+from te_mx.autograd import node, weight_parts
+from te_mx.autograd.grouped import (
+    GroupedCall,
+    Groups,
+    NoGroups,
+    grouped_linear,
+    grouped_on_codes,
+    grouped_plain,
+    high_precision_loop,
+)
+from te_mx.autograd.saved import flatten, unflatten
+from te_mx.context.region import is_tracing, output_dtype
+from te_mx.dispatch.groups import INDEX_DTYPES, readable
+from te_mx.nn import checks
+from te_mx.nn.arguments import refuse, refuse_constructor
+from te_mx.nn.base import MXModule
 from te_mx.recipes.settings import Settings
+from te_mx.runtime.arguments import check_size, shown
+from te_mx.weights import gradients, weight_only
+from te_mx.weights.grouped import StackedWeight, convert_state_dict, parameter_names
+from te_mx.weights.state_dict import SCALES
+
+
+def groups_of(
+    m_splits: Sequence[int] | Tensor,
+    num_gemms: int,
+    rows: int,
+    device: torch.device,
+    label: Callable[[], str],
+) -> Groups:
+    """End offsets of splits, checked where the host can look at them without waiting.
+
+    Raises ValueError or TypeError for splits that are not those of num_gemms groups of `rows` rows.
+    """
+    if isinstance(m_splits, Tensor):
+        if m_splits.dtype not in INDEX_DTYPES:
+            raise TypeError(
+                f"{label()}: m_splits must be int32 or int64, got {m_splits.dtype}; use .long()"
+            )
+        if m_splits.shape != (num_gemms,):
+            raise ValueError(
+                f"{label()}: m_splits must have one entry for each of {num_gemms} groups, got "
+                f"shape {tuple(m_splits.shape)}"
+            )
+        if m_splits.device != device and m_splits.device.type != "cpu":
+            if device.type != "cpu" or m_splits.is_meta:
+                raise ValueError(
+                    f"{label()}: inp is on {device} and m_splits on {m_splits.device}; move "
+                    "m_splits to that device, or to the CPU"
+                )
+            m_splits = m_splits.cpu()
+        if readable(m_splits):
+            check_splits(m_splits.tolist(), num_gemms, rows, label)
+        return Groups(m_splits.cumsum(0))
+    splits = _listed(m_splits, label)
+    check_splits(splits, num_gemms, rows, label)
+    return Groups(torch.tensor(list(accumulate(splits)), dtype=torch.int64, device="cpu"))
+
+
+def _listed(m_splits: Iterable[int], label: Callable[[], str]) -> list[int]:
+    """Splits that are no tensor as ints. Raises TypeError for what is no row of integers."""
+    other = isinstance(m_splits, str | bytes | Mapping | Set) or getattr(m_splits, "ndim", 1) != 1
+    if other or not isinstance(m_splits, Iterable):
+        raise TypeError(
+            f"{label()}: m_splits must be a list of ints or an int tensor, got {shown(m_splits)}"
+        )
+    splits = list(m_splits)
+    if all(type(split) is int for split in splits):
+        return splits
+    return [check_size(f"{label()}: m_splits[{i}]", split) for i, split in enumerate(splits)]
+
+
+def check_splits(splits: list[int], num_gemms: int, rows: int, label: Callable[[], str]) -> None:
+    """Raise ValueError unless splits are rows of num_gemms groups among `rows` rows."""
+    if len(splits) != num_gemms:
+        raise ValueError(
+            f"{label()}: m_splits must have one entry for each of {num_gemms} groups, got "
+            f"{len(splits)}"
+        )
+    if min(splits, default=0) < 0:
+        raise ValueError(f"{label()}: m_splits must be 0 or more, got {splits}")
+    if sum(splits) > rows:
+        raise ValueError(
+            f"{label()}: m_splits {splits} add up to {sum(splits)} rows, inp has {rows}; pass the "
+            "rows of all groups, one group after the other"
+        )
 
 
 class GroupedLinear(StackedWeight, MXModule, nn.Module):
@@ -94,22 +168,22 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         owner = "te_mx.GroupedLinear"
         if single_grouped_bias is None:
             single_grouped_bias = single_grouped_weight
-        num_gemms, in_features, out_features = constructors.sizes(
+        num_gemms, in_features, out_features = checks.sizes(
             owner, num_gemms=num_gemms, in_features=in_features, out_features=out_features
         )
         if num_gemms < 1:
             raise ValueError(f"{owner}: num_gemms must be 1 or more, got {num_gemms}")
-        constructors.flags(
+        checks.flags(
             owner, bias=bias, return_bias=return_bias, delay_wgrad_compute=delay_wgrad_compute,
             single_grouped_weight=single_grouped_weight, single_grouped_bias=single_grouped_bias,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             save_original_input=save_original_input,
         )  # fmt: skip
         if use_grouped_tensor is not None:
-            constructors.flags(owner, use_grouped_tensor=use_grouped_tensor)
-        constructors.functions(owner, init_method=init_method)
-        constructors.check_name(owner, name)
-        device, dtype = constructors.parameter_place(owner, device, dtype, params_dtype)
+            checks.flags(owner, use_grouped_tensor=use_grouped_tensor)
+        checks.functions(owner, init_method=init_method)
+        checks.check_name(owner, name)
+        device, dtype = checks.parameter_place(owner, device, dtype, params_dtype)
         self.num_gemms = num_gemms
         self.in_features = in_features
         self.out_features = out_features
@@ -188,7 +262,7 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
                 refuse("GroupedLinear", given, value)
         routed = self._routed()
         if routed and is_tracing():
-            return delayed_wgrad.untraced(self.forward, inp, m_splits, is_first_microbatch)
+            return gradients.untraced(self.forward, inp, m_splits, is_first_microbatch)
         if self._is_spread(inp):
             return self._run_spread(inp, m_splits, is_first_microbatch)
         settings = self._settings()
@@ -199,7 +273,7 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
             return self._run_none(inp, is_first_microbatch)
         if settings is None:
             return self._high_precision(inp, groups, is_first_microbatch)
-        if transforms.active():
+        if node.active():
             self._refuse_transforms(inp)
         self._check_kind(inp)
         if self._is_dropped():
@@ -266,7 +340,7 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         """Biases stacked or not as the weights are."""
         if not biases or self.single_grouped_weight == self.single_grouped_bias:
             return biases
-        return (joining.stack(biases),) if self.single_grouped_weight else biases[0].unbind(0)
+        return (weight_parts.stack(biases),) if self.single_grouped_weight else biases[0].unbind(0)
 
     def _returned(self, biases: tuple[Tensor, ...]) -> Any:
         if not biases:

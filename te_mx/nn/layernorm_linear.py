@@ -9,19 +9,25 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from te_mx.autograd import transforms
-from te_mx.autograd.backward import needs_gradient
-from te_mx.autograd.few_rows import Ready
+from te_mx.autograd import node
 from te_mx.autograd.layernorm_linear import Call, layernorm_linear
-from te_mx.autograd.steps_kept import on_codes
-from te_mx.context import is_tracing
-from te_mx.nn import constructors, delayed_wgrad, weight_only
-from te_mx.nn import parameters_split as split
-from te_mx.nn.frozen_op import Traced
-from te_mx.nn.norm_module import NormModule, default_init
-from te_mx.nn.te_arguments import refuse, refuse_constructor
-from te_mx.nn.tensor_parallel_group import COLUMN, ROW, part, ranks_of, shared
+from te_mx.autograd.linear_recipe import on_codes
+from te_mx.autograd.node import needs_gradient
+from te_mx.context.region import is_tracing
+from te_mx.nn import checks
+from te_mx.nn.arguments import refuse, refuse_constructor
+from te_mx.nn.norm_base import NormModule, default_init
+from te_mx.nn.tensor_parallel import (
+    COLUMN,
+    ROW,
+    part,
+    ranks_of,
+    shared,
+)
 from te_mx.recipes.settings import Settings
+from te_mx.weights import gradients, split, weight_only
+from te_mx.weights.decode import Ready
+from te_mx.weights.traced import Traced
 
 
 class LayerNormLinear(NormModule):
@@ -90,16 +96,16 @@ class LayerNormLinear(NormModule):
         super().__init__()
         refuse_constructor("LayerNormLinear", transformer_engine)
         owner = "te_mx.LayerNormLinear"
-        in_features, out_features = constructors.sizes(
+        in_features, out_features = checks.sizes(
             owner, in_features=in_features, out_features=out_features
         )
-        constructors.flags(
+        checks.flags(
             owner, bias=bias, return_bias=return_bias, delay_wgrad_compute=delay_wgrad_compute,
             return_layernorm_output=return_layernorm_output,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
         )  # fmt: skip
-        constructors.functions(owner, init_method=init_method)
-        device, dtype = constructors.parameter_place(owner, device, dtype, params_dtype)
+        checks.functions(owner, init_method=init_method)
+        device, dtype = checks.parameter_place(owner, device, dtype, params_dtype)
         how = shared(owner, parallel_mode, tp_group, tp_size, sequence_parallel)
         if parallel_mode == ROW:
             raise NotImplementedError(
@@ -195,11 +201,11 @@ class LayerNormLinear(NormModule):
             refuse("LayerNormLinear", "fp8_grad", fp8_grad)
         routed = self._routed()
         if routed and is_tracing():
-            return delayed_wgrad.untraced(self.forward, inp, is_first_microbatch)
+            return gradients.untraced(self.forward, inp, is_first_microbatch)
         if self._is_spread(inp):
             return self._run_spread(inp, is_first_microbatch)
         settings = self._settings()
-        if settings is not None and transforms.active():
+        if settings is not None and node.active():
             made = self._transformed(inp, is_first_microbatch=is_first_microbatch)
             if made is not None:
                 return made
@@ -221,7 +227,7 @@ class LayerNormLinear(NormModule):
                 f"{self._label()} is shared by several ranks, where z is not returned; call forward"
             )
         settings = self._settings()
-        if settings is not None and transforms.active():
+        if settings is not None and node.active():
             self._refuse_transforms(inp)
         out, _, z = self._run(inp, None, settings, True)
         assert z is not None

@@ -10,21 +10,37 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.utils.checkpoint import checkpoint
 
-from te_mx.autograd import transforms
-from te_mx.autograd.backward import needs_gradient
-from te_mx.autograd.layernorm_mlp import Call, Weights, layernorm_mlp
-from te_mx.autograd.steps import GEMMS
-from te_mx.autograd.steps_kept import KeptWeight, on_codes
-from te_mx.autograd.wgrad import WeightGradient
-from te_mx.context import is_tracing, output_dtype
+from te_mx.autograd import node
+from te_mx.autograd.grad_target import WeightGradient
+from te_mx.autograd.linear_recipe import GEMMS, KeptWeight, on_codes
+from te_mx.autograd.mlp import (
+    Call,
+    Weights,
+    layernorm_mlp,
+)
+from te_mx.autograd.node import needs_gradient
+from te_mx.context.region import is_tracing, output_dtype
 from te_mx.dispatch.fused import NORMS
-from te_mx.nn import activations, constructors, delayed_wgrad, gated_halves, weight_only
-from te_mx.nn.frozen_block import run_gated
-from te_mx.nn.frozen_op import Traced
-from te_mx.nn.norm_module import NormModule, Together, default_init
-from te_mx.nn.te_arguments import refuse_constructor
-from te_mx.nn.tensor_parallel_group import BOTH, part, shared
+from te_mx.nn import activations, checks
+from te_mx.nn.arguments import refuse_constructor
+from te_mx.nn.frozen_mlp import run_gated
+from te_mx.nn.norm_base import (
+    NormModule,
+    Together,
+    default_init,
+)
+from te_mx.nn.tensor_parallel import (
+    BOTH,
+    part,
+    shared,
+)
 from te_mx.recipes.settings import Settings
+from te_mx.weights import (
+    gated_halves,
+    gradients,
+    weight_only,
+)
+from te_mx.weights.traced import Traced
 
 _NAMES = (
     "layer_norm_weight", "layer_norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias"
@@ -36,7 +52,7 @@ class LayerNormMLP(NormModule):
     `te_mx.autocast` in the formats of its recipe (MXFP8 by default), torch's own functions outside.
 
     With GELU the activation runs inside the GEMMs, forward and backward; other activations are
-    quantized as they are computed (te_mx/autograd/layernorm_mlp.py says what is rounded and saved).
+    quantized as they are computed (te_mx/autograd/mlp.py says what is rounded and saved).
 
     Parameters: ``layer_norm_weight`` and ``layer_norm_bias`` [hidden_size] (the bias for LayerNorm
     only), ``fc1_weight`` [F1, hidden_size], ``fc1_bias`` [F1], ``fc2_weight`` [hidden_size,
@@ -121,19 +137,19 @@ class LayerNormMLP(NormModule):
         super().__init__()
         refuse_constructor("LayerNormMLP", transformer_engine)
         owner = "te_mx.LayerNormMLP"
-        hidden_size, ffn_hidden_size = constructors.sizes(
+        hidden_size, ffn_hidden_size = checks.sizes(
             owner, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size
         )
-        constructors.flags(
+        checks.flags(
             owner, bias=bias, return_bias=return_bias, delay_wgrad_compute=delay_wgrad_compute,
             return_layernorm_output=return_layernorm_output,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation, checkpoint=checkpoint,
         )  # fmt: skip
-        constructors.functions(
+        checks.functions(
             owner, init_method=init_method, output_layer_init_method=output_layer_init_method
         )
-        device, dtype = constructors.parameter_place(owner, device, dtype, params_dtype)
-        constructors.flags(owner, set_parallel_mode=set_parallel_mode)
+        device, dtype = checks.parameter_place(owner, device, dtype, params_dtype)
+        checks.flags(owner, set_parallel_mode=set_parallel_mode)
         mode = BOTH if set_parallel_mode else None
         how = shared(owner, mode, tp_group, tp_size, sequence_parallel)
         ffn_hidden_size = part(owner, how, BOTH, "ffn_hidden_size", ffn_hidden_size)
@@ -238,7 +254,7 @@ class LayerNormMLP(NormModule):
         """
         if isinstance(inp, Proxy):
             return self._as_leaf(inp, is_first_microbatch=is_first_microbatch)
-        saves = self.checkpoint and torch.is_grad_enabled() and not transforms.active()
+        saves = self.checkpoint and torch.is_grad_enabled() and not node.active()
         if saves and not self._is_spread(inp):  # there the layer of this rank does it
             # It draws no random numbers, so there are none to draw again.
             return checkpoint(
@@ -250,11 +266,11 @@ class LayerNormMLP(NormModule):
     def _forward(self, inp: Tensor, is_first_microbatch: bool | None) -> Any:
         routed = self._routed()
         if routed and is_tracing():
-            return delayed_wgrad.untraced(self.forward, inp, is_first_microbatch)
+            return gradients.untraced(self.forward, inp, is_first_microbatch)
         if self._is_spread(inp):
             return self._run_spread(inp, is_first_microbatch)
         settings = self._settings()
-        if settings is not None and transforms.active():
+        if settings is not None and node.active():
             made = self._transformed(inp, is_first_microbatch=is_first_microbatch)
             if made is not None:
                 return made

@@ -9,18 +9,35 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from te_mx.autograd import few_rows, transforms
+from te_mx.autograd import node
 from te_mx.autograd.high_precision import HighPrecisionLinear
-from te_mx.autograd.linear import Call, linear, linear_on_codes
-from te_mx.autograd.steps_kept import KeptWeight
-from te_mx.context import is_tracing, output_dtype
-from te_mx.nn import constructors, delayed_wgrad, frozen_op, missing_weight, weight_only
-from te_mx.nn import parameters_split as split
-from te_mx.nn.frozen_few import weight_of
-from te_mx.nn.mx_module import MXModule
-from te_mx.nn.te_arguments import refuse, refuse_constructor
-from te_mx.nn.tensor_parallel_group import COLUMN, ROW, part, ranks_of, shared
+from te_mx.autograd.linear import (
+    Call,
+    linear,
+    linear_on_codes,
+)
+from te_mx.autograd.linear_recipe import KeptWeight
+from te_mx.context.region import is_tracing, output_dtype
+from te_mx.nn import checks
+from te_mx.nn.arguments import refuse, refuse_constructor
+from te_mx.nn.base import MXModule
+from te_mx.nn.tensor_parallel import (
+    COLUMN,
+    ROW,
+    part,
+    ranks_of,
+    shared,
+)
 from te_mx.recipes.settings import Settings
+from te_mx.weights import (
+    decode,
+    gradients,
+    missing,
+    split,
+    traced,
+    weight_only,
+)
+from te_mx.weights.frozen import weight_of
 
 
 class Linear(MXModule, nn.Linear):
@@ -80,7 +97,7 @@ class Linear(MXModule, nn.Linear):
 
     # Class attributes, not set in __init__: convert_model turns an nn.Linear into this class in
     # place.
-    weight: Any = missing_weight.Weight()
+    weight: Any = missing.Weight()
     return_bias: bool = False
     save_original_input: bool = False
     # What made the input keeps it in eager mode (fusion/outputs.py): then this layer does, too.
@@ -113,17 +130,17 @@ class Linear(MXModule, nn.Linear):
     ) -> None:
         owner = "te_mx.Linear"
         refuse_constructor("Linear", transformer_engine)
-        in_features, out_features = constructors.sizes(
+        in_features, out_features = checks.sizes(
             owner, in_features=in_features, out_features=out_features
         )
-        constructors.flags(
+        checks.flags(
             owner, bias=bias, return_bias=return_bias, delay_wgrad_compute=delay_wgrad_compute,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             save_original_input=save_original_input,
         )  # fmt: skip
-        constructors.functions(owner, init_method=init_method)
-        constructors.check_name(owner, name)
-        device, dtype = constructors.parameter_place(owner, device, dtype, params_dtype)
+        checks.functions(owner, init_method=init_method)
+        checks.check_name(owner, name)
+        device, dtype = checks.parameter_place(owner, device, dtype, params_dtype)
         how = shared(owner, parallel_mode, tp_group, tp_size, sequence_parallel)
         out_features = part(owner, how, COLUMN, "out_features", out_features)
         in_features = part(owner, how, ROW, "in_features", in_features)
@@ -203,13 +220,13 @@ class Linear(MXModule, nn.Linear):
         tracing = is_tracing()
         routed = self._routed()
         if tracing and routed:
-            return delayed_wgrad.untraced(self.forward, inp, is_first_microbatch)
+            return gradients.untraced(self.forward, inp, is_first_microbatch)
         if self._is_spread(inp):
             return self._run_spread(inp, is_first_microbatch)
         settings = self._settings()
         if settings is None:
             return self._high_precision(inp, is_first_microbatch)
-        if transforms.active():
+        if node.active():
             made = self._transformed(inp, is_first_microbatch=is_first_microbatch)
             if made is not None:
                 return made
@@ -220,9 +237,9 @@ class Linear(MXModule, nn.Linear):
         self._check_plain_call(inp, weight, added, self.out_features, self.in_features)
         if tracing and self._frozen is not None:
             given = "weight", inp, added, settings, output_dtype(inp)
-            made = frozen_op.traced(self, *given)
+            made = traced.traced(self, *given)
             if made is None:
-                made = frozen_op.many_rows(self, *given)
+                made = traced.many_rows(self, *given)
             if made is not None:
                 return (made, bias) if self.return_bias else made
         kept = None
@@ -232,7 +249,7 @@ class Linear(MXModule, nn.Linear):
         tag = self._tag_now()
         if kept is not None and self._frozen is not None and self._is_few(inp):
             few = weight_of(self, "weight", kept, (self.out_features, self.in_features))
-            out = few_rows.linear(inp, few, added, settings, output_dtype(inp), tag)
+            out = decode.linear(inp, few, added, settings, output_dtype(inp), tag)
             if out is not None:
                 return (out, bias) if self.return_bias else out
         sink = None
@@ -298,11 +315,11 @@ class Linear(MXModule, nn.Linear):
         dtype, tag = output_dtype(inp), self._tag_now()
         out, as_is = None, self._is_weight_only()
         if is_tracing():
-            out = frozen_op.traced(self, "weight", inp, added, settings, dtype)
+            out = traced.traced(self, "weight", inp, added, settings, dtype)
         elif self._is_few(inp) and (not as_is or inp.dtype == dtype):  # else it is rounded first
             few = weight_of(self, "weight", None, (row.rows, row.k))
             given = None if as_is else settings
-            out = few_rows.linear(inp, few, added, given, dtype, tag)
+            out = decode.linear(inp, few, added, given, dtype, tag)
         if out is None and as_is:
             out = weight_only.linear(inp, row, added, dtype, tag)
         elif out is None:
@@ -315,7 +332,7 @@ class Linear(MXModule, nn.Linear):
         """Whether a kernel for few rows may be asked; compiled code does so when it runs."""
         if is_tracing() or self._tokens is not None:
             return False
-        return few_rows.is_few(inp, self.in_features)
+        return decode.is_few(inp, self.in_features)
 
     def _whole(self, key: str) -> Tensor:
         return self.whole_weight()

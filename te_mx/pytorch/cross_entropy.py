@@ -9,8 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx.arguments import check_flag, check_number, is_dense, shown
 from te_mx.dispatch.groups import readable
+from te_mx.runtime.arguments import (
+    check_flag,
+    check_number,
+    is_dense,
+    shown,
+)
 
 __all__ = ["parallel_cross_entropy"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils import checkpoint as torchs
 
-from te_mx.arguments import check_flag, shown
+from te_mx.runtime.arguments import check_flag, shown
 
 __all__ = ["checkpoint"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
-from te_mx.arguments import check_flag, shown
-from te_mx.context import autocast
-from te_mx.graphed import make_graphed_callables as captured
+from te_mx.api.cuda_graphs import make_graphed_callables as captured
+from te_mx.context.region import autocast
 from te_mx.recipe import get_default_recipe
+from te_mx.runtime.arguments import check_flag, shown
 
 __all__ = ["make_graphed_callables"]
 

@@ -7,9 +7,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from te_mx.arguments import check_size, shown
-from te_mx.nn.norms import LayerNorm, RMSNorm
-from te_mx.nn.te_modules import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
+from te_mx.runtime.arguments import check_size, shown
+from te_mx.te.modules import (
+    GroupedLinear,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+)
+from te_mx.te.norms import LayerNorm, RMSNorm
 
 __all__ = [
     "Fp8Padding",

@@ -1,5 +1,5 @@
 """The layer of ``transformer_engine.pytorch.transformer``."""
 
-from te_mx.nn.transformer_layer import TransformerLayer
+from te_mx.te.transformer_layer import TransformerLayer
 
 __all__ = ["TransformerLayer"]

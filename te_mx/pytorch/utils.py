@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from te_mx.arguments import check_number, check_size
 from te_mx.backends.device_names import capability
+from te_mx.runtime.arguments import check_number, check_size
 
 __all__ = ["get_device_compute_capability", "init_method_normal", "scaled_init_method_normal"]
 

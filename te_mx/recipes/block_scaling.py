@@ -6,9 +6,9 @@ import dataclasses
 from typing import Any
 
 from te_mx import formats
-from te_mx.arguments import shown
 from te_mx.dispatch.explain import why_no_product
 from te_mx.recipes.values import MAX_SPREAD, Recipe, check_common, settings_of
+from te_mx.runtime.arguments import shown
 
 ROLES = ("x", "w", "g")
 

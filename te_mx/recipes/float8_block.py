@@ -6,9 +6,9 @@ import dataclasses
 from numbers import Real
 from typing import Any
 
-from te_mx.arguments import check_flag, shown
 from te_mx.recipes.mxfp8 import Format, checked_format, is_transformer_engines
 from te_mx.recipes.values import MAX_SPREAD, Recipe, check_common, settings_of
+from te_mx.runtime.arguments import check_flag, shown
 
 GEMMS = ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
 _DIMS = ("x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim")

@@ -6,8 +6,8 @@ import dataclasses
 from enum import Enum
 from typing import Any, NamedTuple
 
-from te_mx.arguments import is_one_of, shown
 from te_mx.recipes.values import MAX_SPREAD, Recipe, check_common, settings_of
+from te_mx.runtime.arguments import is_one_of, shown
 
 SCALE_RULES = ("rceil", "floor")
 

@@ -6,12 +6,12 @@ import dataclasses
 from enum import Enum
 from typing import Any
 
-from te_mx.arguments import check_flag, shown
 from te_mx.recipes import float8_block
 from te_mx.recipes.float8_block import DeepSeekV3, Float8BlockScaling
 from te_mx.recipes.mxfp4 import MXFP4BlockScaling
 from te_mx.recipes.mxfp8 import Format, MXFP8BlockScaling, is_transformer_engines
 from te_mx.recipes.values import Recipe
+from te_mx.runtime.arguments import check_flag, shown
 
 _DEFAULT = MXFP8BlockScaling()  # handed out to nobody who might change it
 DEFAULT_SETTINGS = _DEFAULT.settings

@@ -28,8 +28,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from te_mx.arguments import check_size, usable_device
 from te_mx.runtime import cpu_memory, streams
+from te_mx.runtime.arguments import check_size, usable_device
 
 PAGE = 4096
 EXACT_UP_TO = 256 << 20

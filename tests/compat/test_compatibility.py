@@ -18,7 +18,7 @@ import torch
 from beside_te import te_files
 
 import te_mx
-from te_mx.nn import te_arguments
+from te_mx.nn import arguments as te_arguments
 
 DATA = listing.load()
 HERE = [module for module in DATA["modules"] if hasattr(te_mx, module)]

@@ -111,7 +111,7 @@ def test_mxfp8_recipes_mean_the_same(te):
             ours = MXFP8BlockScaling(fp8_format=Format[name], backward_override=override)
             assert resolve_recipe(recipe) == ours
             with te_mx.autocast(recipe=recipe):
-                assert te_mx.context.current_recipe() == ours
+                assert te_mx.context.region.current_recipe() == ours
         assert MXFP8BlockScaling(fp8_format=getattr(te.Format, name)).fp8_format is Format[name]
 
 

@@ -7,7 +7,7 @@ import test_recipe_objects as objects
 import torch
 
 import te_mx
-from te_mx.context import current_recipe
+from te_mx.context.region import current_recipe
 from te_mx.recipe import Format, MXFP8BlockScaling
 
 HYBRID = MXFP8BlockScaling(fp8_format=Format.HYBRID)

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import te_mx
-from te_mx import blas, formats
+from te_mx import formats
+from te_mx.api import blas
 
 pytestmark = pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")
 

@@ -15,7 +15,7 @@ import te_mx
 from te_mx import _ops as ops
 from te_mx import formats
 from te_mx._ops.quantize import quantize_two_2d
-from te_mx.autograd.steps import roles
+from te_mx.autograd.linear_recipe import roles
 from te_mx.dispatch.calls import Quantize
 from te_mx.layouts import SM90_FACTORS, sm90_tiles
 from te_mx.recipe import DeepSeekV3, Float8BlockScaling, Format

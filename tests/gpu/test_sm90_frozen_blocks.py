@@ -13,7 +13,7 @@ from torch import nn
 import te_mx
 from te_mx._ops.fused import act_quantize_2d, norm_quantize_2d
 from te_mx.dispatch.fused import Activation, ActStep, Norm, NormStep, Target
-from te_mx.nn.surroundings import FEW_ROWS, RAN
+from te_mx.nn.guards import FEW_ROWS, RAN
 
 pytestmark = pytest.mark.usefixtures("poisoned", "direct")
 NO_CODES = Target("", "", "rceil")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import te_mx
-from te_mx.autograd import one_call
+from te_mx.autograd import linear
 from te_mx.backends.base import FORMATS, SCALE_RULES
 from te_mx.backends.sm90 import binding, binding_linear
 
@@ -45,7 +45,7 @@ def both(monkeypatch, layer, x, grad, **fields):
     name, got = step(layer, x, grad, **fields)
     assert name == "OneCallLinearBackward"
     with monkeypatch.context() as patch:
-        patch.setattr(one_call, "kernel_of", lambda *args: None)
+        patch.setattr(linear, "kernel_of", lambda *args: None)
         name, expected = step(layer, x, grad, **fields)
     assert name == "LinearFunctionBackward"
     for mine, theirs in zip(got, expected, strict=True):
@@ -76,8 +76,8 @@ def test_gradients_that_are_asked_for(monkeypatch, needs, keep, of):
     layer.weight.requires_grad_(bool(needs[1])), layer.bias.requires_grad_(bool(needs[2]))
     x, grad = randn(72, 200), randn(72, 136, seed=2)
     made, how = [], recipe(of, keep_weight_columns=keep)
-    for kernel_of in (one_call.kernel_of, lambda *args: None):
-        monkeypatch.setattr(one_call, "kernel_of", kernel_of)
+    for kernel_of in (linear.kernel_of, lambda *args: None):
+        monkeypatch.setattr(linear, "kernel_of", kernel_of)
         layer.zero_grad()
         leaf = x.detach().requires_grad_(bool(needs[0]))
         with te_mx.autocast(recipe=how):
@@ -191,7 +191,7 @@ def test_main_grad_later_and_micro_batches(firsts, delay, of, monkeypatch):
         results = []
         with monkeypatch.context() as patch:
             if not fused:
-                patch.setattr(one_call, "kernel_of", lambda *call: None)
+                patch.setattr(linear, "kernel_of", lambda *call: None)
             for i, first in enumerate(firsts):
                 x = randn(m, k, seed=i).requires_grad_()
                 with te_mx.autocast(recipe=recipe(of)):

@@ -8,7 +8,7 @@ import sm90_calls as calls
 import torch
 
 import te_mx
-from te_mx import blas
+from te_mx.api import blas
 
 LAYOUTS = ("TN", "NN", "NT")
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]

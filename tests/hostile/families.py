@@ -45,7 +45,7 @@ class GroupedFunction(nn.Module):
         self.weight = nn.Parameter(torch.randn(2, OUT, IN) / 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        if te_mx.context.current_settings() is None:
+        if te_mx.context.region.current_settings() is None:
             return torch.cat([x[:2] @ self.weight[0].t(), x[2:] @ self.weight[1].t()])
         return te_mx.grouped_linear(x, self.weight, offs=torch.tensor([2, ROWS]))
 

@@ -19,7 +19,7 @@ from malformed import Bad, Kind, UsersError
 from torch import Tensor, nn
 
 import te_mx
-from te_mx.context import current_recipe
+from te_mx.context.region import current_recipe
 
 OURS = Path(te_mx.__file__).parent
 ERRORS = (ValueError, TypeError, RuntimeError, NotImplementedError, AttributeError)

@@ -52,8 +52,8 @@ from te_kinds import (
 )
 
 import te_mx.pytorch as te
-from te_mx.nn.te_arguments import ABSENT
-from te_mx.nn.te_modules import ORDERS
+from te_mx.nn.arguments import ABSENT
+from te_mx.te.modules import ORDERS
 
 
 # ----------------------------------------------------------------------------------- linear modules

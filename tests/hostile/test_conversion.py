@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import te_mx
-from te_mx import context
+from te_mx.context import region
 from te_mx.nn import converted
 
 
@@ -25,8 +25,8 @@ def mlp() -> nn.Sequential:
 def first_time(monkeypatch):
     """As in a process that has done nothing yet, with every warning an error."""
     monkeypatch.setattr(converted, "_warned", False)
-    monkeypatch.setattr(context, "_started", False)
-    monkeypatch.setattr(context, "_start", lambda: setattr(context, "_started", True))
+    monkeypatch.setattr(region, "_started", False)
+    monkeypatch.setattr(region, "_start", lambda: setattr(region, "_started", True))
     with warnings.catch_warnings():
         warnings.simplefilter("error", te_mx.ConversionWarning)
         yield

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import te_mx
-from te_mx.nn import mx_module
+from te_mx.nn import base
 
 
 def frozen_layer() -> te_mx.Linear:
@@ -272,7 +272,7 @@ def test_what_a_graph_reads_outlives_a_change(monkeypatch):
     layer, x = frozen_layer(), torch.randn(5, 40)
     kept = layer._frozen.kept["weight"]
     with monkeypatch.context() as patch:
-        patch.setattr(mx_module, "capturing", lambda device: True)
+        patch.setattr(base, "capturing", lambda device: True)
         run(layer, x)
         run(layer, x)
     merge_in_place(layer)
@@ -284,6 +284,6 @@ def test_what_a_graph_reads_outlives_a_change(monkeypatch):
 def test_a_change_while_capturing_is_seen(monkeypatch):
     layer, x = frozen_layer(), torch.randn(5, 40)
     merge_in_place(layer)
-    monkeypatch.setattr(mx_module, "capturing", lambda device: True)
+    monkeypatch.setattr(base, "capturing", lambda device: True)
     assert torch.equal(run(layer, x), expected(layer, x))
     assert not layer._frozen.kept  # what is made in a capture has no values yet

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import te_mx
-from te_mx import context, recompute
+from te_mx.context import region as context
+from te_mx.context import region as recompute
 from te_mx.recipe import MXFP8BlockScaling
 
 FLOOR = MXFP8BlockScaling(scale_rule="floor", fp8_format=te_mx.recipe.Format.HYBRID)

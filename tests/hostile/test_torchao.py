@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import te_mx
-from te_mx import context
+from te_mx.context import region
 from te_mx.nn import converted
 
 torchao = pytest.importorskip("torchao")
@@ -82,7 +82,7 @@ def test_layers_that_float8_training_replaced(monkeypatch):
     from torchao.float8 import convert_to_float8_training
 
     monkeypatch.setattr(converted, "_lost", [])
-    monkeypatch.setattr(context, "notices", [])
+    monkeypatch.setattr(region, "notices", [])
     model = plain()
     te_mx.convert_model(model)
     convert_to_float8_training(model)

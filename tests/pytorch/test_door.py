@@ -18,8 +18,8 @@ import torch
 import te_mx
 import te_mx.pytorch as te
 from te_mx.common import recipe as recipes
-from te_mx.nn import te_defaults, te_modules
 from te_mx.pytorch import fp8, utils
+from te_mx.te import modules
 
 LIST = json.loads(
     Path(__file__).parents[1].joinpath("compat", "transformer_engine.json").read_text()
@@ -81,7 +81,7 @@ def test_the_package_finds_it_by_attribute_and_loads_it_late():
 @pytest.mark.parametrize("kind", LINEARS)
 def test_arguments_come_in_transformer_engines_order(kind):
     entries = LIST["modules"][kind]["constructor"]
-    order = te_modules.ORDERS[kind]
+    order = modules.ORDERS[kind]
     assert [entry["name"] for entry in entries][: len(order)] == list(order)
     signature = list(inspect.signature(getattr(te, kind)).parameters.values())
     assert tuple(p.name for p in signature[: len(order)]) == order
@@ -119,10 +119,10 @@ def test_weights_start_as_in_transformer_engine(kind, split):
 
 
 def test_modules_are_made_where_the_gpu_is(monkeypatch):
-    assert te_defaults.default_device().type == "cpu" or torch.cuda.is_available()
+    assert modules.default_device().type == "cpu" or torch.cuda.is_available()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    assert te_defaults.default_device() == torch.device("cuda", 1)
+    assert modules.default_device() == torch.device("cuda", 1)
     with torch.device("meta"):
         for made in (te.Linear(8, 8), te.TransformerLayer(8, 8, 2), te.RMSNorm(8)):
             assert all(p.is_meta for p in made.parameters())

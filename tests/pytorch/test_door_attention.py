@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import te_mx.pytorch as te
-from te_mx.nn import attention_masks
+from te_mx.te import attention_masks
 
 B, H, G, D = 2, 4, 2, 8
 KINDS = attention_masks.MASK_TYPES

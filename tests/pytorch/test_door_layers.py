@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import te_mx
 import te_mx.pytorch as te
-from te_mx.nn import attention_arguments
+from te_mx.te import attention_checks
 
 HIDDEN, FFN, HEADS, S, B = 32, 48, 4, 6, 2
 
@@ -237,12 +237,12 @@ def test_constructors_take_every_argument_of_transformer_engine(kind):
     theirs = te_source.arguments(*FILES[kind], of=kind, method="__init__")
     given = {n: d for n, d in theirs.items() if d is not ... and n != "device"}
     getattr(te, kind)(*SIZES[kind], **given)
-    for name in set(attention_arguments.CONSTRUCTORS[kind]) - attention_arguments.UNUSED:
+    for name in set(attention_checks.CONSTRUCTORS[kind]) - attention_checks.UNUSED:
         assert name in theirs
         value = True if theirs[name] is False else 7
         with pytest.raises(NotImplementedError, match=rf"te_mx.{kind}: {name}="):
             getattr(te, kind)(*SIZES[kind], **{name: value})
-    assert set(attention_arguments.CONSTRUCTORS[kind]) <= set(theirs)
+    assert set(attention_checks.CONSTRUCTORS[kind]) <= set(theirs)
 
 
 @pytest.mark.parametrize("kind", FILES)
@@ -255,8 +255,8 @@ def test_forwards_take_every_argument_of_transformer_engine(kind):
     inputs = inputs if kind == "DotProductAttention" else {"hidden_states": x}
     given = {name: default for name, default in theirs.items() if default is not ...}
     made(**(given | inputs))
-    for name in set(attention_arguments.FORWARDS["DotProductAttention"]) & set(theirs):
-        if name in attention_arguments.UNUSED:
+    for name in set(attention_checks.FORWARDS["DotProductAttention"]) & set(theirs):
+        if name in attention_checks.UNUSED:
             continue
         value = "dual" if isinstance(theirs[name], str) else not theirs[name]
         with pytest.raises(NotImplementedError, match=f"{name}="):

@@ -1,8 +1,8 @@
 """Attention of ``transformer_engine.pytorch.attention``."""
 
-from te_mx.nn.dot_product_attention import DotProductAttention
-from te_mx.nn.multihead_attention import MultiheadAttention
 from te_mx.pytorch.attention.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
+from te_mx.te.attention import DotProductAttention
+from te_mx.te.multihead_attention import MultiheadAttention
 
 __all__ = [
     "DotProductAttention",

@@ -1,5 +1,5 @@
 """Rotary embeddings of ``transformer_engine.pytorch.attention.rope``."""
 
-from te_mx.nn.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
+from te_mx.te.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
 
 __all__ = ["RotaryPositionEmbedding", "apply_rotary_pos_emb"]

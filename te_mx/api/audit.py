@@ -1,0 +1,178 @@
+"""te_mx.audit: what every linear layer of a model ran last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from te_mx.api.memory import (
+    Recorded,
+    Saved,
+    recorded,
+    saved_by,
+)
+from te_mx.autograd.linear_recipe import GEMMS
+from te_mx.fusion.class_swap import Reclassed
+from te_mx.nn.base import MXModule
+from te_mx.nn.guards import RAN
+from te_mx.runtime.arguments import (
+    check_flag,
+    check_module,
+    shown,
+)
+from te_mx.runtime.ran import LAST_RUN, was_read
+from te_mx.runtime.report import table
+
+HIGH_PRECISION, NEVER, UNASKED = "high precision", "never ran", "not needed"
+COMPILED = "compiled: not recorded"
+_ALL_HIGH = (HIGH_PRECISION, HIGH_PRECISION, HIGH_PRECISION)
+
+
+class LayerAudit(NamedTuple):
+    """One layer: the kernel that each GEMM ran on last, "high precision", "compiled: not recorded",
+    "not needed", or "never ran". saved: bytes kept for backward, and how many of them something
+    else keeps too; None where they were not asked for."""
+
+    name: str
+    kind: str
+    fprop: str
+    dgrad: str
+    wgrad: str
+    weight: str
+    saved: Saved | None = None
+
+
+class AuditReport:
+    """What `audit` found: iterable, printable as a table. `memory` is what was recorded of the
+    whole model, with what lies outside of its layers; None where it was not asked for."""
+
+    def __init__(self, layers: list[LayerAudit], memory: Recorded | None = None) -> None:
+        self.layers = layers
+        self.memory = memory
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __iter__(self) -> Iterator[LayerAudit]:
+        return iter(self.layers)
+
+    def __getitem__(self, name: str) -> LayerAudit:
+        for layer in self.layers:
+            if layer.name == name:
+                return layer
+        names = ", ".join(layer.name for layer in self.layers[:3])
+        more = ", ..." if len(self.layers) > 3 else ""
+        raise KeyError(f"no linear layer is named {shown(name)}; there are {names or 'none'}{more}")
+
+    def __str__(self) -> str:
+        header = ["layer", "class", "fprop", "dgrad", "wgrad", "weight"]
+        if self.memory is None:
+            return table(header, [layer[:6] for layer in self.layers])
+        rows = [(*layer[:6], *(layer.saved or ("", ""))) for layer in self.layers]
+        shown = table([*header, "saved bytes", "of them shared"], rows)
+        layers, elsewhere = self.memory
+        return f"{shown}\nkept for backward: {layers} bytes by layers, {elsewhere} elsewhere"
+
+    __repr__ = __str__
+
+
+def audit(model: nn.Module, memory: bool = False) -> AuditReport:
+    """Say for every linear layer of `model` on which kernel its GEMMs ran last.
+
+    ``fprop``, ``dgrad`` and ``wgrad`` hold the name of the kernel, "high precision" after a forward
+    outside autocast (and for every layer that is no te_mx.Linear), "weight only" where inputs are
+    not quantized, or "never ran". ``weight`` says whether the layer is frozen, and the format where
+    that is not mxfp8_e4m3. A gradient that nobody needs is "not needed": that of a weight which
+    does not require one, or of an input, such as the first layer's, where backward ran without.
+
+    A te_mx.GroupedLinear runs groups of few rows on other kernels than groups of many; it shows
+    all, joined by " + ".
+
+    MLP blocks and normalizations that convert_model(fuse=True) fused have rows of their own beside
+    those of their layers: ``kind`` says whether they ran fused the last time, or why not.
+
+    A te_mx.LayerNormLinear is one row, a te_mx.LayerNormMLP two: ``<name>.fc1``, ``<name>.fc2``.
+
+    Code compiled by torch.compile does not record, but for few rows on frozen weights: a number per
+    layer inside the graph would make every layer compile anew. A layer that ran in such code only,
+    in MXFP8, is told by the weight that was read, and says "compiled: not recorded"; where its
+    weight is computed (parameters_split, parametrizations, FSDP) or it ran in high precision,
+    "never ran" stays. Run once without torch.compile to see what runs; compiled code runs the same
+    kernels.
+
+    Args:
+        model: the model, or a part of it.
+        memory: add the bytes that each layer kept for backward, as `te_mx.record_saved` recorded
+            them: a storage that several keep is counted for each, and also as shared; in the last
+            line once. The bytes of a te_mx.LayerNormMLP stand in its first row.
+
+    Raises:
+        TypeError: `model` is no nn.Module, or `memory` no bool.
+        RuntimeError: `memory` is True, and nothing was recorded of this model.
+    """
+    check_module(model)
+    check_flag("memory", memory)
+    totals = recorded(model) if memory else None
+    if memory and totals is None:
+        raise RuntimeError(
+            f"memory=True: nothing was recorded of this {type(model).__name__}; run a forward "
+            "inside `with te_mx.record_saved(model):` first"
+        )
+    layers = []
+    for name, m in model.named_modules():
+        saved = saved_by(m) if memory else None
+        if isinstance(m, MXModule):
+            rows = _audit_module(name or "(root)", m)
+            layers += [rows[0]._replace(saved=saved), *rows[1:]]
+        elif isinstance(m, Reclassed):
+            kind = f"{type(m).__name__}: {m.__dict__.get(RAN, NEVER) or HIGH_PRECISION}"
+            layers.append(LayerAudit(name or "(root)", kind, "", "", "", "", saved))
+        elif isinstance(m, nn.Linear):
+            kind = f"{type(m).__module__.split('.')[0]}.{type(m).__name__}"
+            layers.append(LayerAudit(name or "(root)", kind, *_ALL_HIGH, "master", saved))
+    return AuditReport(layers, totals)
+
+
+def _audit_module(name: str, module: MXModule) -> list[LayerAudit]:
+    """The linear steps of a module: "name", or "name.fc1" and "name.fc2"."""
+    kind, keys = f"te_mx.{type(module).__name__}", module._weight_keys
+    steps = [name] if len(keys) == 1 else [f"{name}.{key.removesuffix('_weight')}" for key in keys]
+    dropped, rows = module._is_dropped(), []
+    weight = "master" if module._frozen is None else module._how_frozen()
+    for i, step in enumerate(steps):
+        ran = _ALL_HIGH
+        if module._seen is not None or dropped:
+            first = module._tag + len(GEMMS) * i
+            fprop, dgrad, wgrad = (
+                LAST_RUN.get(first + gemm, NEVER) if module._tag >= 0 else NEVER
+                for gemm in range(len(GEMMS))
+            )
+            ran = fprop, dgrad, wgrad
+            if set(ran) == {NEVER} and any(was_read(t) for t in _weights(module, keys[i])):
+                ran = COMPILED, COMPILED, COMPILED
+            elif fprop != NEVER:
+                ran = fprop, *_unasked(module, keys[i], dgrad, wgrad)
+        rows.append(LayerAudit(step, kind, *ran, weight))
+    return rows
+
+
+def _unasked(module: MXModule, key: str, dgrad: str, wgrad: str) -> tuple[str, str]:
+    """dgrad and wgrad of a step whose fprop ran, with the reason of the one that did not."""
+    if wgrad == NEVER and not any(t.requires_grad for t in _weights(module, key)):
+        wgrad = UNASKED
+    if dgrad == NEVER and wgrad not in (NEVER, UNASKED):
+        dgrad = UNASKED
+    return dgrad, wgrad
+
+
+def _weights(module: MXModule, key: str) -> list[Tensor]:
+    """The memory that code which runs a module reads of one of its weights."""
+    if module._is_dropped():
+        return [module._codes(key)[0]]
+    found = list(module._each_of(key))
+    kept = None if module._frozen is None else module._frozen.kept.get(key)
+    if kept is not None and kept.row is not None:
+        found.append(kept.row.codes)
+    return [tensor for tensor in found if type(tensor) in (Tensor, nn.Parameter)]

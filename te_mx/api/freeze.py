@@ -1,0 +1,266 @@
+"""freeze_weights and unfreeze_weights: weights that stand still, for inference."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, cast
+
+from torch import nn
+
+from te_mx.context.region import current_recipe
+from te_mx.nn.base import MXModule
+from te_mx.recipe import Settings, resolve_recipe
+from te_mx.runtime.arguments import (
+    check_flag,
+    check_module,
+    shown,
+)
+from te_mx.weights.formats import (
+    NOTHING,
+    WEIGHT_ONLY,
+    Fixed,
+    fixed_by,
+)
+from te_mx.weights.missing import take_back
+from te_mx.weights.weight_readers import reads_now, weights_read
+
+
+def _modules(model: nn.Module) -> list[tuple[str, MXModule]]:
+    check_module(model)
+    found = [(name or "(root)", m) for name, m in model.named_modules() if isinstance(m, MXModule)]
+    if not found:
+        raise ValueError(
+            f"no te_mx module in {type(model).__name__}: build it with te_mx.Linear "
+            "or call te_mx.convert_model first"
+        )
+    return found
+
+
+def freeze_weights(
+    model: nn.Module,
+    drop_master: bool = False,
+    *,
+    recipe: Any = None,
+    fmt: str | None = None,
+    activations: str | None = None,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+) -> int:
+    """Quantize the weights of every te_mx module in `model` (Linear, GroupedLinear,
+    LayerNormLinear, LayerNormMLP, experts and Conv1D of Transformers) once, for inference, and use
+    them from now on.
+
+    The modules stop training (requires_grad of their parameters is set to False, and restored by
+    `unfreeze_weights`); gradients still flow through them to their inputs.
+
+    Where the parameters are kept, a change of one is noticed at the next forward, and the weight
+    quantized anew: load_state_dict and torch.distributed.checkpoint, in-place operations, another
+    tensor under ``weight.data``. Where a module runs with other tensors than those that were frozen
+    (a parameter that was replaced, FSDP2, torch.func.functional_call) they are quantized at every
+    forward; freezing again freezes what is there then. Under FSDP2 freezing says that nothing
+    trains, and te_mx.distributed.quantized_all_gather that each rank sends codes.
+
+    Not noticed are writes that torch does not count: in place through ``weight.data`` (as peft
+    merges an adapter without ``safe_merge=True`` or te_mx.integrations.peft), NumPy, DLPack or a
+    view made in inference_mode, by optimizers with ``fused=True`` while the parameter has a
+    gradient but does not require one, and by FSDP1 or DeepSpeed. Captured CUDA graphs notice
+    nothing. Code compiled by torch.compile notices what eager code does; where gradients are
+    wanted, and in te_mx.GroupedLinear on many rows, by quantizing kept parameters at every call.
+    After such a change call `unfreeze_weights`, then `freeze_weights`, and capture again.
+
+    On Hopper GPUs a te_mx.Linear keeps its weight once more from its first forward of at most 64
+    rows on, in the form of the kernel for them: 1.03 bytes a number in MXFP8 and blockwise FP8,
+    0.53 in MXFP4. A CUDA graph uses it if such a forward ran before the capture. Compiled code
+    uses it too, and notices the changes that eager code notices there.
+
+    Args:
+        model: the modules in it that are frozen already stay so.
+        drop_master: False keeps the parameters beside the quantized copies and, where the kernel of
+            the device profits, a packed form of them: outside autocast the modules are plain as
+            ever. True keeps the codes and scales only, 1.03 bytes a parameter in MXFP8 and 0.53 in
+            MXFP4, in memory and in the state_dict: of a weight [out, in] ``<name>`` float8_e4m3fn
+            [out, in] and ``<name>_scale`` uint8 [out, ceil(in/32)], e.g. ``weight`` and
+            ``weight_scale``; those of a te_mx.GroupedLinear are stacked or apart as its parameters
+            are. Codes of fewer than 8 bits are packed uint8, [out, ceil(in/2)] in MXFP4, and the
+            scales of 6-bit codes are named after their element, ``<name>_scale_e2m3``; fp32 scales
+            are ``<name>_scale_inv`` float32. Such a state_dict loads into a new module. Such a
+            module runs quantized outside autocast too. Gradients reach its input, biases and
+            normalization: dgrad starts from these codes, as under one_copy_weights, of codes with
+            fewer than 8 bits by way of MXFP8.
+        recipe: its format and its scale rule quantize the weights; None means the active recipe,
+            where none is that which `te_mx.convert_model` bound to the module, or the default one.
+        fmt: the format of the weights in place of the recipe's, a name of te_mx.formats.names()
+            such as "mxfp4". It stays when a region with another one runs the module. Codes without
+            masters of a format that does not know the recipe's scale rule (fp32 scales beside
+            inputs in MXFP8) are made by the first rule of their own.
+        activations: how inputs are multiplied with the weights, whatever region runs the module:
+            quantized to a format such as "mxfp8" or "mxfp4", or "bf16" for weights only: inputs
+            are not quantized (nor are those in fp16 and fp32), and meet the very values of the
+            codes, which are decoded for the time of a product. That needs drop_master=True. None
+            leaves it to the recipe that runs. What is frozen already can be given another one.
+        filter_fn: ``filter_fn(module, fqn) -> bool`` for each te_mx module; False leaves it as it
+            is. So one call freezes the experts to "mxfp4", and another one the rest.
+
+    Returns:
+        The number of modules that are frozen now.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: there is no te_mx module, or `filter_fn` chose none; a weight has no values yet
+            (meta device), a dtype that cannot be quantized, or is sharded or quantized by others;
+            `drop_master` meets a weight that is computed (parametrized) or split into parameters,
+            and so has no place of its own, or one that the forward of a module above reads itself
+            (the fast path of nn.TransformerEncoderLayer, dt_proj of Mamba); a module is frozen to
+            another format than `fmt` already; formats do not go together, or with the scale rule
+            of the recipe.
+
+    An error changes nothing. Only one that comes while masters are being dropped, such as a lack of
+    memory, leaves those modules frozen that were done: dropped weights do not come back. Call again
+    to go on.
+    """
+    check_flag("drop_master", drop_master)
+    if filter_fn is not None and not callable(filter_fn):
+        raise TypeError(f"filter_fn must be a function or None, got {shown(filter_fn)}")
+    ambient = recipe if recipe is not None else current_recipe()
+    resolved = resolve_recipe(ambient).settings
+    modules = _modules(model)
+    if any(_is_fsdp2(module) for module in model.modules()):
+        _check_sharded(model, modules, drop_master)
+    wanted = modules if filter_fn is None else _chosen(modules, filter_fn)
+    how = []
+    if drop_master:
+        _refuse_read(model, wanted)
+    for name, module in wanted:
+        if problem := module.why_not_frozen(drop_master):
+            raise ValueError(f"{name}: {problem}")
+        settings = (module._bound if ambient is None else None) or resolved
+        how.append((module, *_formats(name, module, settings, (fmt, activations), drop_master)))
+    done = []
+    try:
+        for module, made, fixed in how:
+            new = module._frozen is None
+            module.freeze(made, drop_master, fixed)
+            if new:
+                done.append(module)
+    except BaseException:
+        for module in done:
+            if not module._is_dropped():
+                module.unfreeze()
+        raise
+    return sum(module._frozen is not None for _, module in modules)
+
+
+def _chosen(
+    modules: list[tuple[str, MXModule]], filter_fn: Callable[[nn.Module, str], bool]
+) -> list[tuple[str, MXModule]]:
+    chosen = [(name, module) for name, module in modules if filter_fn(cast(Any, module), name)]
+    if not chosen:
+        raise ValueError(f"filter_fn chose none of the {len(modules)} te_mx modules of model")
+    return chosen
+
+
+def _refuse_read(model: nn.Module, wanted: list[tuple[str, MXModule]]) -> None:
+    """Raise ValueError where modules of a model compute with weights that are to be dropped."""
+    names = {id(module): name for name, module in wanted if not module._is_dropped()}
+    read: dict[str, str] = {}
+    for owner in model.modules():
+        if reads_now(owner):
+            kind = type(owner)
+            for _, module in weights_read(owner):
+                if id(module) in names:
+                    read[names[id(module)]] = kind.__name__
+    if not read:
+        return
+    kinds = sorted(set(read.values()))
+    off = ", or turn its fast path off first, torch.backends.mha.set_fastpath_enabled(False)"
+    raise ValueError(
+        f"{', '.join(read)}: the forward of {' and of '.join(kinds)} reads `weight` of these "
+        "layers itself, and drop_master=True leaves only codes of it; leave them out by filter_fn, "
+        "or use "
+        f"drop_master=False{off if 'TransformerEncoderLayer' in kinds else ''}"
+    )
+
+
+def _formats(
+    name: str, module: MXModule, settings: Settings, asked: tuple[Any, Any], drop_master: bool
+) -> tuple[Settings, Fixed]:
+    """What a module is frozen with, `settings` if it is not frozen yet, and what that fixes."""
+    before = NOTHING
+    if module._frozen is not None:
+        settings, before = module._frozen.settings, module._frozen.fixed
+    codes = "now" if module._is_dropped() else "then" if drop_master else ""
+    made, fixed = fixed_by(settings, *asked, before, codes)
+    if module._frozen is not None and made.w != settings.w:
+        raise ValueError(
+            f"{name}: it is frozen to {settings.w} already; call te_mx.unfreeze_weights first, or "
+            "leave it out by filter_fn"
+        )
+    if fixed.weight_only and not (drop_master or module._is_dropped()):
+        raise ValueError(
+            f"{name}: activations={WEIGHT_ONLY!r} needs drop_master=True: it multiplies what the "
+            "codes stand for, while parameters that are kept are quantized anew when they change"
+        )
+    return made, fixed
+
+
+def _check_sharded(model: nn.Module, modules: list[tuple[str, MXModule]], drop: bool) -> None:
+    """Raise ValueError where modules that fully_shard sharded cannot be frozen."""
+    name = type(model).__name__
+    if drop:
+        raise ValueError(
+            f"{name} is sharded by fully_shard, which exchanges parameters at every forward: drop "
+            "masters before sharding, or use drop_master=False"
+        )
+    for _, module in modules:
+        if module._is_lent():
+            raise ValueError(
+                f"{name} is sharded by fully_shard and not resharded: {module._label()} has lent "
+                "parameters, which freezing would not outlive; call model.reshard() first"
+            )
+
+
+def _is_fsdp2(module: nn.Module) -> bool:
+    """Whether fully_shard was called on a module; nothing of torch.distributed is imported."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def unfreeze_weights(model: nn.Module, *, dequantize: bool = False) -> int:
+    """Undo `freeze_weights`: weights are quantized at every forward again, and parameters train as
+    before.
+
+    Where all codes of a model are gone by that, so is the quantization_config that
+    te_mx.quantization_config or te_mx.integrations.hf_quantizer gave it, and Transformers trains
+    and saves it as one that was never quantized. A part leaves it to the whole, whose
+    save_pretrained then refuses.
+
+    Args:
+        model: modules that are not frozen are left alone.
+        dequantize: what to do where the master weights were dropped. False refuses; True makes
+            parameters of the original dtype from the codes (the values that the frozen module
+            computed with, not the original ones). A weight that was tied to one that `model` still
+            has is that one again, and one that a module got meanwhile (tie_weights, set by hand)
+            stays.
+
+    Returns:
+        The number of modules that were frozen.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        RuntimeError: master weights were dropped and `dequantize` is False. Nothing is changed
+            then.
+    """
+    check_flag("dequantize", dequantize)
+    modules = [(name, module) for name, module in _modules(model) if module._frozen is not None]
+    dropped = [name for name, module in modules if module._is_dropped()]
+    if dropped and not dequantize:
+        raise RuntimeError(
+            f"the high-precision weights of {len(dropped)} layers were dropped by "
+            f"freeze_weights(drop_master=True), first {dropped[0]!r}: pass dequantize=True to "
+            "make parameters from the codes, or load a checkpoint into a new model"
+        )
+    living = {p._te_mx_id: p for p in model.parameters() if hasattr(p, "_te_mx_id")}
+    for _, module in modules:
+        module.unfreeze(living)
+    take_back(model)
+    return len(modules)

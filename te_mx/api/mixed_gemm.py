@@ -1,0 +1,185 @@
+"""te_mx.gemm of an MXTensor and a plain tensor: what the codes stand for, times numbers that are
+not quantized (W4A16 and the like).
+
+Codes are decoded for the time of the product: to bf16 where the other side is bf16 and the format's
+values are too, else to fp32. Products are those of torch, sums fp32, rounded once.
+
+te_mx.grouped_gemm of tokens that are not quantized: as mixed_gemm.py, for every group.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_mx._ops import GemmParts, Operand, Stack, dequantize_2d
+from te_mx.api.blas import (
+    USAGES,
+    check_devices,
+    check_layout,
+    operand_of,
+)
+from te_mx.autograd.grouped import grouped_plain
+from te_mx.backends.reference.torch_gemm import finish, mm_without_tf32
+from te_mx.dispatch.calls import Epilogue
+from te_mx.dispatch.grouped_calls import Groups
+from te_mx.dispatch.groups import host_bounds, readable
+from te_mx.layouts import spec_of
+from te_mx.runtime.arguments import check_memory, shown
+
+_F32, _BF16 = torch.float32, torch.bfloat16
+DTYPES = _BF16, torch.float16  # who passes fp32 has forgotten to quantize
+
+
+class Sides(NamedTuple):
+    """B [n, k] and A [m, k]: one an operand, the other a matrix."""
+
+    lhs: Operand | Tensor
+    rhs: Operand | Tensor
+
+    @property
+    def n(self) -> int:
+        return _sizes(self.lhs)[0]
+
+    @property
+    def m(self) -> int:
+        return _sizes(self.rhs)[0]
+
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """What the product reads, by name."""
+        read = {}
+        for name, side in (("A", self.rhs), ("B", self.lhs)):
+            if isinstance(side, Tensor):
+                read[name] = side
+            else:
+                read[f"the codes of {name}"], read[f"the scales of {name}"] = side[:2]
+        return read
+
+
+def sides_of(A: Any, B: Any, layout: str) -> Sides | None:
+    """The sides where one of A and B is a plain tensor in 16 bits and the other an MXTensor, else
+    None.
+
+    Raises:
+        TypeError: the tensor has another dtype.
+        ValueError: what does not fit.
+    """
+    name, plain, other = ("A", A, B) if isinstance(A, Tensor) else ("B", B, A)
+    if not (isinstance(plain, Tensor) and hasattr(other, "operand")):
+        return None
+    if plain.dtype not in DTYPES or plain.dim() == 0:
+        raise TypeError(
+            f"{name} must be an MXTensor, or a bfloat16 or float16 tensor that stays as it is, got "
+            f"{shown(plain)}; use te_mx.quantize, or convert it"
+        )
+    check_layout(layout)
+    usage_a, usage_b = USAGES[layout]
+    a, b = _side(A, usage_a, "A", layout), _side(B, usage_b, "B", layout)
+    check_devices(_device(a), _device(b))
+    if (k := _sizes(a)[1]) != (k_b := _sizes(b)[1]):
+        raise ValueError(
+            f"{layout} needs the same k in A and B, got {k} (A is {tuple(A.shape)}) and {k_b} "
+            f"(B is {tuple(B.shape)})"
+        )
+    return Sides(b, a)
+
+
+def _side(tensor: Any, usage: str, name: str, layout: str) -> Operand | Tensor:
+    if not isinstance(tensor, Tensor):
+        operand = operand_of(tensor, usage, name, layout)
+        check_untransformed(name, operand.spec)
+        return operand
+    check_memory(name, tensor)
+    flat = tensor.detach().resolve_neg().reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
+    return flat if usage == "rowwise" else flat.t()
+
+
+def check_untransformed(name: str, spec: str) -> None:
+    """Raise ValueError for codes whose transform numbers that are not quantized do not have."""
+    fmt = spec_of(spec).format
+    if fmt.transform is not None:
+        raise ValueError(
+            f"{name} is {fmt.name}, whose Hadamard transform the other side, which is not "
+            "quantized, does not have; quantize both with the same one"
+        )
+
+
+def _sizes(side: Operand | Tensor) -> tuple[int, int]:
+    return (len(side), side.shape[1]) if isinstance(side, Tensor) else (side.rows, side.k)
+
+
+def _device(side: Operand | Tensor) -> torch.device:
+    return side.device if isinstance(side, Tensor) else side.codes.device
+
+
+@torch.no_grad()
+def run(
+    sides: Sides, epilogue: Epilogue, out: Tensor | None, out_dtype: torch.dtype,
+    aux_dtype: torch.dtype | None,
+) -> GemmParts:  # fmt: skip
+    """out [n, m] = epilogue(B @ A^T), in place where there is an out, and aux and the bias gradient
+    as far as they were asked for."""
+    plain = next(side for side in sides if isinstance(side, Tensor))
+    coded = next(side for side in sides if not isinstance(side, Tensor))
+    narrow = plain.dtype == coded.format.exact_dtype == _BF16
+    dtype = _BF16 if narrow else _F32
+    with torch.autocast(plain.device.type, enabled=False):
+        lhs, rhs = (
+            side.to(dtype) if isinstance(side, Tensor) else dequantize_2d(side, dtype)
+            for side in sides
+        )
+        if narrow and out is None and out_dtype == _BF16 and epilogue == Epilogue():
+            return GemmParts(torch.mm(lhs, rhs.t()), None, None)
+        bias_grad = lhs.to(_F32).sum(1) if epilogue.bias_grad == "operand" else None
+        if narrow and plain.is_cuda:
+            value = torch.mm(lhs, rhs.t(), out_dtype=_F32)
+        else:
+            value = mm_without_tf32(lhs.to(_F32), rhs.to(_F32).t())
+    out = value.new_empty(value.shape, dtype=out_dtype) if out is None else out
+    aux = None
+    if epilogue.gelu is not None and epilogue.gelu_in is None:
+        aux = torch.empty_like(out, dtype=aux_dtype or out.dtype)
+    return GemmParts(out, aux, finish(value, bias_grad, epilogue, out, aux))
+
+
+GROUPED_DTYPES = DTYPES
+
+
+def check(inp: Tensor, weight: Stack, owner: str) -> Tensor:
+    """Tokens as they are read. Raises ValueError or TypeError for what does not fit."""
+    check_memory(f"{owner}: inp", inp)
+    check_untransformed(f"{owner}: weight", weight.spec)
+    return inp.detach().resolve_neg()
+
+
+def run_grouped(
+    x_RK: Tensor, groups: Groups, weight: Stack, bias_GN: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """[R, N]: x [K] of the rows of every group times the values of its weight, + bias; rows of no
+    group are 0.
+
+    Where the host knows the groups, each has the bits of te_mx.gemm. Elsewhere all weights are
+    decoded at once, to bf16 where all dtypes are that.
+    """
+    offs, capacity = groups
+    if readable(offs):
+        rows = x_RK.shape[0]
+        out = x_RK.new_zeros((rows, weight.rows), dtype=out_dtype)
+        for g, (start, end) in enumerate(zip(*host_bounds(offs, capacity, rows), strict=True)):
+            if end > start:
+                sides = Sides(x_RK[start:end], weight.group(g))
+                bias = None if bias_GN is None else bias_GN[g]
+                made = run(sides, Epilogue(bias=bias), None, out_dtype, None)
+                out[start:end] = made.out
+        return out
+    dtypes = {x_RK.dtype, out_dtype, weight.group(0).format.exact_dtype}
+    if bias_GN is not None:
+        dtypes.add(bias_GN.dtype)
+    dtype = torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32
+    values = torch.stack([dequantize_2d(weight.group(g), dtype) for g in range(weight.groups)])
+    biases = () if bias_GN is None else bias_GN.to(dtype).unbind(0)
+    with torch.autocast(x_RK.device.type, enabled=False):
+        return grouped_plain(x_RK.to(dtype), groups, values, biases).to(out_dtype)

@@ -1,0 +1,510 @@
+"""MXTensor: codes and scales of one logical tensor, rowwise, columnwise or both.
+
+Checks of what users say of codes and scales: the name of a format, parts that were not made by
+te_mx.quantize.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from te_mx import _ops as ops
+from te_mx import formats
+from te_mx._ops import FLOAT_DTYPES
+from te_mx.formats import Format
+from te_mx.runtime import streams
+from te_mx.runtime.arguments import (
+    check_address,
+    check_dense,
+    check_flag,
+    check_size,
+    is_one_of,
+    shown,
+    usable_device,
+)
+
+
+def format_of(fmt: Any) -> Format:
+    """The format of a name. Raises ValueError for anything else."""
+    if isinstance(fmt, str):
+        return formats.get(fmt)
+    raise ValueError(f"fmt must be one of {', '.join(formats.names())}, got {shown(fmt)}")
+
+
+def name_of(fmt: Format) -> str:
+    """How a format is shown: by its short name where it has one."""
+    return fmt.short_names[0] if fmt.short_names else fmt.name
+
+
+def check_copy(
+    usage: str, data: Tensor | None, scale: Tensor | None, fmt: Format, rows: int, cols: int,
+    transposed: bool,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Codes and scales of one copy as te_mx keeps them, contiguous, checked."""
+    if data is None and scale is None:
+        return None, None
+    if data is None or scale is None:
+        have, lack = ("data", "scale") if scale is None else ("scale", "data")
+        raise ValueError(f"{usage}_{have} was given without {usage}_{lack}; give both or none")
+    # A columnwise copy that lies as the matrix does has its codes one a byte.
+    if usage == "rowwise":
+        shapes = fmt.codes_shape(rows, cols), fmt.scales_shape(rows, cols)
+    elif transposed:
+        shapes = fmt.codes_shape(cols, rows), fmt.scales_shape(cols, rows)
+    else:
+        shapes = (rows, cols), fmt.scales_shape(cols, rows)[::-1]
+    codes = _part(f"{usage}_data", data, fmt.element.torch_dtype, shapes[0])
+    scales = _part(f"{usage}_scale", scale, fmt.scaling.torch_dtype, shapes[1])
+    if codes.device != scales.device:
+        raise ValueError(
+            f"{usage}_data is on {codes.device} and {usage}_scale on {scales.device}; "
+            "move them to one device"
+        )
+    return codes, scales
+
+
+def check_codes(fmt: Format, codes: Tensor) -> None:
+    """Raise ValueError where bytes of columnwise_data, one code each, are none of the format's."""
+    count = 1 << fmt.element.bits
+    plain = type(codes) is Tensor and not codes.is_meta and not torch.compiler.is_compiling()
+    if count == 256 or not plain or codes.numel() == 0 or streams.capturing(codes.device):
+        return
+    if (largest := int(codes.max())) >= count:
+        raise ValueError(
+            f"columnwise_data holds the byte {largest}, and codes of {fmt.name} are 0 to "
+            f"{count - 1}, one a byte where they lie as [rows, cols]; packed ones go with "
+            "columnwise_transposed=True"
+        )
+
+
+def _part(name: str, tensor: Tensor, dtype: torch.dtype | None, shape: tuple[int, int]) -> Tensor:
+    """A part of a `dtype` of one byte as uint8, of fp32 as it is."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    check_dense(name, tensor)
+    if dtype == torch.float32:
+        if tensor.dtype != dtype:
+            use = ".float()"
+            if not tensor.is_floating_point():  # bytes of E8M0 are no numbers
+                use = ".view(torch.float8_e8m0fnu).float() of E8M0 bytes"
+            raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}; use {use}")
+    elif tensor.dtype not in (torch.uint8, dtype):
+        both = "uint8" if dtype is None else f"uint8 or {dtype}"
+        use = ".view(torch.uint8)"
+        if tensor.element_size() > 1:
+            use = "te_mx.quantize"
+            if "scale" in name and tensor.is_floating_point():
+                use = ".to(torch.float8_e8m0fnu)"
+            elif "scale" in name:
+                use = (
+                    ".to(torch.uint8) of integers with a byte each, or for four bytes in an int32, "
+                    "as DeepGEMM packs them, te_mx.formats.mxfp4_checkpoints.from_deep_gemm"
+                )
+        raise TypeError(f"{name} must be {both}, got {tensor.dtype}; use {use}")
+    if tuple(tensor.shape) != shape:
+        why = "one scale for every block, unpadded" if "scale" in name else "flattened to 2-D"
+        raise ValueError(f"{name} must have shape {shape} ({why}), got {tuple(tensor.shape)}")
+    if not torch.compiler.is_compiling() and tensor.is_neg():
+        raise ValueError(f"{name} is a negative view, whose bytes are not its codes; copy it")
+    check_address(name, tensor)
+    stored = torch.float32 if dtype == torch.float32 else torch.uint8
+    return tensor.detach().view(stored).contiguous()
+
+
+class MXTensor:
+    """A tensor in a block-scaled format: codes of 8, 6 or 4 bits, and one scale for every block of
+    elements: a power of two for 32 of them in MX formats, fp32 for 128 or 128 x 128 in blockwise
+    FP8.
+
+    ``value = code * 2^(scale byte - 127)`` in MX formats, where scale byte 255 makes the block NaN,
+    and ``code * scale`` in blockwise FP8. With [rows, cols]
+    for the shape whose leading dimensions are flattened into rows, in MXFP8:
+
+    ====================  =============  ==========================================================
+    field                 dtype          shape
+    ====================  =============  ==========================================================
+    rowwise_data          float8         [rows, cols]
+    rowwise_scale         float8_e8m0    [rows, ceil(cols/32)]: blocks along the last dimension
+    columnwise_data       float8         [rows, cols], or [cols, rows] when columnwise_transposed
+    columnwise_scale      float8_e8m0    [ceil(rows/32), cols], or [cols, ceil(rows/32)]
+    ====================  =============  ==========================================================
+
+    Codes of fewer bits are packed along the blocks, two or four thirds a byte, except where
+    columnwise_data lies as [rows, cols]: there they are one a byte. In blockwise FP8 scales are
+    float32, [rows, ceil(cols/128)] and so on, [ceil(rows/128), ceil(cols/128)] for 128 x 128.
+
+    The two copies are quantized on their own from the same input. `te_mx.quantize` makes an
+    MXTensor; the constructor takes parts that were made elsewhere. It is immutable, is no
+    torch.Tensor, and gradients do not flow through it.
+
+    The fields share memory with what te_mx.gemm reads, which keeps a packed form of a tensor that
+    it gets again. A write to that memory is noticed unless torch does not count it: in place
+    through ``.data``, NumPy or DLPack, or through a view that inference_mode made of a field that
+    was read outside of it; make a new MXTensor then. Of parts that were given or read inside
+    inference_mode no packed form is kept.
+
+    Args:
+        shape: logical shape, one dimension or more.
+        fmt: a name of te_mx.formats; "e4m3" and "e5m2" are MXFP8.
+        rowwise_data, rowwise_scale, columnwise_data, columnwise_scale: as above, data as uint8 or
+            the float8 dtype of fmt, scales as uint8 or float8_e8m0fnu, or as float32. They are used
+            as they are if contiguous. Data come with their scales.
+        columnwise_transposed: how the columnwise copy lies.
+
+    Raises:
+        ValueError, TypeError: parts that do not fit the shape, the format or each other; bytes
+            that are no codes, where these have fewer bits and are one a byte. They are looked at,
+            which on a GPU waits for them, when they are given and again when they were written to,
+            but not in compiled code and while a CUDA graph is captured.
+    """
+
+    __slots__ = ("_col_codes", "_col_scales", "_col_transposed", "_fmt", "_looked", "_packs",
+                 "_row_codes", "_row_scales", "_shape", "_uncounted")  # fmt: skip
+
+    _shape: torch.Size
+    _fmt: str
+    _row_codes: Tensor | None
+    _row_scales: Tensor | None
+    _col_codes: Tensor | None
+    _col_scales: Tensor | None
+    _col_transposed: bool
+    # Whether somebody else has tensors of inference_mode that share memory with the parts: torch
+    # counts no writes to these, so nothing may be kept that was made of them.
+    _uncounted: bool
+    # Version of _col_codes, where these are one a byte, at which all of them are codes.
+    _looked: int
+    # (usage, side, mode, stream) -> (versions of codes and scales, form, from the second use on)
+    _packs: dict[tuple[str, str, ops.Mode, int], tuple[tuple[int, int], ops.Operand | None]]
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        fmt: str,
+        *,
+        rowwise_data: Tensor | None = None,
+        rowwise_scale: Tensor | None = None,
+        columnwise_data: Tensor | None = None,
+        columnwise_scale: Tensor | None = None,
+        columnwise_transposed: bool = False,
+    ) -> None:
+        known = format_of(fmt)
+        check_flag("columnwise_transposed", columnwise_transposed)
+        if isinstance(shape, str | Tensor) or not isinstance(shape, Sequence):
+            raise TypeError(f"shape must be a sequence of ints, got {shown(shape)}")
+        shape = torch.Size([check_size("a dimension of shape", size) for size in shape])
+        if len(shape) == 0:
+            raise ValueError("shape must have one dimension or more, got []")
+        rows, cols = math.prod(shape[:-1]), shape[-1]
+        row = check_copy("rowwise", rowwise_data, rowwise_scale, known, rows, cols, False)
+        col = check_copy(
+            "columnwise",
+            columnwise_data,
+            columnwise_scale,
+            known,
+            rows,
+            cols,
+            columnwise_transposed,
+        )
+        if row[0] is None and col[0] is None:
+            raise ValueError("MXTensor needs a rowwise copy, a columnwise copy or both, got none")
+        if row[0] is not None and col[0] is not None and row[0].device != col[0].device:
+            raise ValueError(
+                f"rowwise_data is on {row[0].device} and columnwise_data on {col[0].device}; "
+                "move them to one device"
+            )
+        if col[0] is not None and not columnwise_transposed:
+            check_codes(known, col[0])
+        self._fill(shape, name_of(known), *row, *col, columnwise_transposed and col[0] is not None)
+        for part in self._parts():
+            if part is not None:
+                self._hand_out(part, part.dtype)  # the caller has them already
+
+    def _fill(
+        self, shape: torch.Size, fmt: str, row_codes: Tensor | None, row_scales: Tensor | None,
+        col_codes: Tensor | None, col_scales: Tensor | None, col_transposed: bool,
+    ) -> None:  # fmt: skip
+        put = object.__setattr__
+        put(self, "_shape", shape)
+        put(self, "_fmt", fmt)
+        put(self, "_row_codes", row_codes)
+        put(self, "_row_scales", row_scales)
+        put(self, "_col_codes", col_codes)
+        put(self, "_col_scales", col_scales)
+        put(self, "_col_transposed", col_transposed)
+        compiled = torch.compiler.is_compiling()
+        put(self, "_looked", -1 if compiled or col_codes is None else _version(col_codes))
+        put(self, "_packs", {})
+        put(self, "_uncounted", False)
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise AttributeError(f"MXTensor is immutable: cannot set {name}; make a new one")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"MXTensor is immutable: cannot delete {name}")
+
+    # ------------------------------------------------------------------------------------------
+    # fields
+    @property
+    def shape(self) -> torch.Size:
+        """Logical shape, with all leading dimensions."""
+        return self._shape
+
+    @property
+    def rows(self) -> int:
+        """Product of all dimensions but the last."""
+        return math.prod(self._shape[:-1])
+
+    @property
+    def cols(self) -> int:
+        """The last dimension."""
+        return self._shape[-1]
+
+    @property
+    def fmt(self) -> str:
+        """Its format: "e4m3" and "e5m2" for MXFP8, else the name in te_mx.formats."""
+        return self._fmt
+
+    @property
+    def format(self) -> Format:
+        """Its format as an object of te_mx.formats."""
+        return formats.get(self._fmt)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the codes are."""
+        codes = self._row_codes if self._row_codes is not None else self._col_codes
+        assert codes is not None
+        return codes.device
+
+    @property
+    def rowwise_data(self) -> Tensor | None:
+        """Codes with blocks along the last dimension, float8 [rows, cols], or None."""
+        return self._hand_out(self._row_codes, self._element)
+
+    @property
+    def rowwise_scale(self) -> Tensor | None:
+        """Scales of rowwise_data, float8_e8m0fnu [rows, ceil(cols/32)] or float32, or None."""
+        return self._hand_out(self._row_scales, self.format.scaling.torch_dtype)
+
+    @property
+    def columnwise_data(self) -> Tensor | None:
+        """Codes with blocks along the first dimension, float8 [rows, cols] or transposed, or
+        None.
+        """
+        whole = self._col_transposed or self.format.element.bits == 8
+        return self._hand_out(self._col_codes, self._element if whole else torch.uint8)
+
+    @property
+    def columnwise_scale(self) -> Tensor | None:
+        """Scales of columnwise_data, float8_e8m0fnu [ceil(rows/32), cols] or float32, perhaps
+        transposed, or None.
+        """
+        return self._hand_out(self._col_scales, self.format.scaling.torch_dtype)
+
+    @property
+    def columnwise_transposed(self) -> bool:
+        """Whether columnwise_data is stored as [cols, rows]; False without a columnwise copy."""
+        return self._col_transposed
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all codes and scales."""
+        return sum(part.nbytes for part in self._parts() if part is not None)
+
+    @property
+    def _element(self) -> torch.dtype:
+        return self.format.element.torch_dtype or torch.uint8
+
+    def _hand_out(self, part: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """A part as it is shown to others, who may write to it."""
+        if part is None:
+            return None
+        view = part.view(dtype)
+        if torch.compiler.is_compiling():
+            return view
+        if view.is_inference() or part.is_inference():  # a view of one need not be one
+            object.__setattr__(self, "_uncounted", True)
+            self._packs.clear()
+        return view
+
+    def _parts(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        return self._row_codes, self._row_scales, self._col_codes, self._col_scales
+
+    # ------------------------------------------------------------------------------------------
+    # values
+    def dequantize(self, dtype: torch.dtype = torch.float32, usage: str = "rowwise") -> Tensor:
+        """The values of one copy in the logical shape: code * 2^(scale byte - 127), or
+        code * scale, rounded to dtype; transformed back where the format has a transform.
+
+        Args:
+            dtype: float32, bfloat16, float16 or float64. A value that dtype cannot hold becomes
+                Inf.
+            usage: "rowwise" or "columnwise", the copy to read. They differ only where a code is
+                subnormal.
+
+        Raises:
+            TypeError: another dtype.
+            ValueError: the copy does not exist, or the usage is unknown.
+        """
+        if not isinstance(dtype, torch.dtype) or dtype not in (*FLOAT_DTYPES, torch.float64):
+            raise TypeError(
+                f"dtype must be float32, bfloat16, float16 or float64, got {shown(dtype)}"
+            )
+        operand = self.operand(usage)
+        if operand is None:
+            other = "columnwise" if usage == "rowwise" else "rowwise"
+            raise ValueError(
+                f"{self!r} has no {usage} copy; pass usage={other!r}, or quantize with {usage}=True"
+            )
+        values = ops.restored_2d(operand, dtype)
+        if usage == "columnwise":
+            values = values.t()
+        return values.reshape(self._shape)
+
+    def operand(self, usage: str) -> ops.Operand | None:
+        """The copy as a GEMM operand whose k runs along the blocks; None when the copy does not
+        exist.
+
+        The rowwise copy is logical [rows, k = cols], the columnwise one [cols, k = rows].
+        """
+        if not is_one_of(usage, ("rowwise", "columnwise")):
+            raise ValueError(f'usage must be "rowwise" or "columnwise", got {shown(usage)}')
+        if usage == "rowwise":
+            codes, scales, layout = self._row_codes, self._row_scales, "rows"
+            rows, k = self.rows, self.cols
+        else:
+            codes, scales = self._col_codes, self._col_scales
+            layout = "rows" if self._col_transposed else "cols"
+            rows, k = self.cols, self.rows
+        if codes is None or scales is None:
+            return None
+        if layout == "cols" and self.format.element.bits < 8 and not torch.compiler.is_compiling():
+            now = _version(codes)
+            if self._looked != now:
+                check_codes(self.format, codes)
+            object.__setattr__(self, "_looked", now)
+        return ops.Operand(codes, scales, f"{self.format.name}@{layout}", rows, k)
+
+    def _versions(self, usage: str) -> tuple[int, int]:
+        """Counts of the writes to the codes and scales of a copy."""
+        if usage == "rowwise":
+            codes, scales = self._row_codes, self._row_scales
+        else:
+            codes, scales = self._col_codes, self._col_scales
+        assert codes is not None and scales is not None
+        return _version(codes), _version(scales)
+
+    def kept_operand(self, usage: str, side: str, mode: ops.Mode) -> ops.Operand | None:
+        """As `operand`, in the form that the device's kernel reads as side "lhs" or "rhs" once that
+        is used again.
+
+        The first use packs inside the GEMM; the second one says that the tensor stands still, so it
+        keeps the packed form (about 2 bytes an element on CPUs, 1 on GPUs) for all later ones.
+        """
+        operand = self.operand(usage)
+        if operand is None or self._uncounted:
+            return operand
+        device = operand.codes.device
+        # The version counters notice writes through views of the codes. A form made on one stream
+        # is not used on another, which has not waited for it.
+        version = self._versions(usage)
+        key = (usage, side, mode, streams.current(device))
+        kept = self._packs.get(key)
+        if streams.capturing(device):
+            # A graph's forms exist when it is replayed, and its codes may be written in between.
+            return operand
+        if kept is None or kept[0] != version:
+            self._packs[key] = (version, None)
+            return operand
+        form = kept[1]
+        if form is None:
+            form = ops.kept_form(operand, side, mode)
+            self._packs[key] = (version, form)
+        return form
+
+    # ------------------------------------------------------------------------------------- moves,
+    # copies
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> MXTensor:
+        """This tensor on another device; itself when it is there already."""
+        if isinstance(device, torch.dtype):
+            raise TypeError(f"MXTensor.to moves between devices; dequantize({device}) gives values")
+        device = usable_device("device", device)
+        check_flag("non_blocking", non_blocking)
+        mine = self.device
+        if device.type == mine.type and device.index in (None, mine.index):
+            return self
+        row_codes, row_scales, col_codes, col_scales = (
+            None if part is None else part.to(device, non_blocking=non_blocking)
+            for part in self._parts()
+        )
+        return _make(
+            self._shape, self._fmt, row_codes, row_scales, col_codes, col_scales,
+            self._col_transposed,
+        )  # fmt: skip
+
+    def equal(self, other: MXTensor) -> bool:
+        """Whether shape, format, forms and every byte are the same."""
+        if not isinstance(other, MXTensor):
+            raise TypeError(f"equal compares MXTensors, got {type(other).__name__}")
+        if self.device != other.device or self.device.type == "meta":
+            raise ValueError(
+                f"equal compares bytes on one device, got {self.device} and {other.device}; move "
+                "one with .to(device)"
+            )
+        mine = (self._shape, self._fmt, self._col_transposed)
+        if mine != (other._shape, other._fmt, other._col_transposed):
+            return False
+        return all(
+            (x is None and y is None) or (x is not None and y is not None and torch.equal(x, y))
+            for x, y in zip(self._parts(), other._parts(), strict=True)
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # plain tensors and types only: torch.load(weights_only=True) reads it.
+        return _rebuild_mxtensor, (
+            list(self._shape), self._fmt, *self._parts(), self._col_transposed,
+        )  # fmt: skip
+
+    def __repr__(self) -> str:
+        copies = []
+        if self._row_codes is not None:
+            copies.append("rowwise")
+        if self._col_codes is not None:
+            copies.append("columnwise" + (" transposed" if self._col_transposed else ""))
+        return (
+            f"MXTensor(shape={tuple(self._shape)}, fmt={self._fmt!r}, {' + '.join(copies)}, "
+            f"device={str(self.device)!r})"
+        )
+
+
+def _make(
+    shape: torch.Size, fmt: str, row_codes: Tensor | None, row_scales: Tensor | None,
+    col_codes: Tensor | None, col_scales: Tensor | None, col_transposed: bool,
+) -> MXTensor:  # fmt: skip
+    """An MXTensor of parts that are known to fit."""
+    made = MXTensor.__new__(MXTensor)
+    made._fill(shape, fmt, row_codes, row_scales, col_codes, col_scales, col_transposed)
+    return made
+
+
+def _rebuild_mxtensor(
+    shape: list[int], fmt: str, row_codes: Tensor | None, row_scales: Tensor | None,
+    col_codes: Tensor | None, col_scales: Tensor | None, col_transposed: bool,
+) -> MXTensor:  # fmt: skip
+    """What a pickle calls. It checks, because a file may hold anything."""
+    return MXTensor(
+        shape, fmt, rowwise_data=row_codes, rowwise_scale=row_scales, columnwise_data=col_codes,
+        columnwise_scale=col_scales, columnwise_transposed=col_transposed,
+    )  # fmt: skip
+
+
+torch.serialization.add_safe_globals([_rebuild_mxtensor])
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,489 @@
+"""The steps of a linear layer: what is quantized to what, what backward keeps, and the three GEMMs.
+The only place that reads a recipe, with steps_kept.py (weights that stand still) and
+steps_grouped.py (tokens and weights of groups); the autograd functions of all families are made of
+it.
+
+Shapes: M tokens, N out_features, K in_features; x [M, K], w [N, K], g [M, N].
+
+    fprop  y[M, N]  = x @ w^T + bias     on x and w rowwise
+    dgrad  dx[M, K] = g @ w              on g rowwise, w columnwise
+    wgrad  dw[N, K] = g^T @ x            on g and x columnwise
+
+What is kept of x and of w, and so how wgrad and dgrad run:
+
+==================  =====================  ===========================================
+kept                its GEMM runs on       when
+==================  =====================  ===========================================
+columnwise codes    these codes            x: by default; w: keep_weight_columns
+rowwise codes       columnwise codes made  w: one_copy_weights
+                    of what they decode to
+rowwise codes       what they decode to    backward_override "dequantized"
+the tensor itself   columnwise codes of it w: by default; x: save_original_input
+the tensor itself   the tensor itself      "high_precision"; x: wgrad_with_hp
+==================  =====================  ===========================================
+
+The steps of a weight that stands still: quantized once for several calls.
+
+A weight that compiled code looks for when it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_mx import formats
+from te_mx._ops import (
+    Epilogue,
+    Forms,
+    GemmParts,
+    Made,
+    Mode,
+    Operand,
+    Quantize,
+    Quantized,
+    Target,
+    convert_2d,
+    dequantize_2d,
+    forms,
+    gemm_2d,
+    kept_form,
+    quantize_2d,
+    quantize_two_2d,
+    quantized,
+    turned,
+)
+from te_mx.autograd import high_precision, input_cache
+from te_mx.autograd.grad_target import (
+    INPUT,
+    OUTPUT_GRADIENT,
+    Reads,
+    Wgrad,
+)
+from te_mx.autograd.saved import NOTHING, Kept, flatten, unflatten
+from te_mx.dispatch.registry import derived
+from te_mx.formats.scaling import is_stochastic
+from te_mx.recipes.settings import Settings
+from te_mx.runtime.ran import LAST_RUN
+
+
+class Sought(NamedTuple):
+    """In the place of a rowwise operand of a weight: `times` (x, bias, gelu, dtype) is the product,
+    with GELU ("tanh" or "erf") inside unless that is "". There are no gradients."""
+
+    times: Callable[[Operand, Tensor | None, str, torch.dtype], Tensor]
+
+
+# IMPORTGONE
+
+FPROP, DGRAD, WGRAD = 0, 1, 2
+GEMMS = ("fprop", "dgrad", "wgrad")
+
+
+def record(tag: int) -> None:
+    """Note for te_mx.audit that a GEMM ran in high precision."""
+    if tag >= 0:
+        LAST_RUN[tag] = high_precision.HIGH_PRECISION
+
+
+def mode_of(settings: Settings) -> Mode:
+    """How the GEMMs multiply on GPUs."""
+    return Mode(settings.precision, settings.spread, settings.split_k)
+
+
+class Roles(NamedTuple):
+    """In which formats and layouts inputs, weights and output gradients are quantized, so that the
+    kernels of a device take them as they are."""
+
+    x: Forms
+    w: Forms
+    g: Forms
+
+
+def roles(device: torch.device, settings: Settings, op: str = "gemm") -> Roles:
+    """The forms of a layer's operands; `op` "gemm_rows" for the tokens of groups."""
+    if torch.compiler.is_compiling():
+        return _make_roles(device, settings, op)
+    known = derived()
+    key = (device, settings, op)
+    found = known.get(key)
+    if found is None:
+        found = _make_roles(device, settings, op)
+        if device.type != "cuda" or device.index is not None:
+            known[key] = found
+    return found
+
+
+def _make_roles(device: torch.device, settings: Settings, op: str) -> Roles:
+    x, w, g = settings.x, settings.w, settings.g
+    x_col, w_col, g_col = settings.x_columns, settings.w_columns, settings.g_columns
+    rest = settings.precision, settings.spread, op
+    # What is multiplied with gradients lies as they do.
+    rule, backward = settings.scale_rule, settings.gradient_rule
+
+    def row(fmt: str, other: str, rule: str) -> str:
+        return forms(device, fmt, other, *rest, rule).row
+
+    def col(fmt: str, other: str) -> str:
+        return forms(device, fmt, other, *rest, backward).col
+
+    return Roles(
+        Forms(row(x, w, rule), col(x_col, g_col)),
+        Forms(row(w, x, rule), col(w_col, g)),
+        Forms(row(g, w_col, backward), col(g_col, x_col)),
+    )
+
+
+def needs_columns(settings: Settings, need_dx: bool) -> bool:
+    """Whether dgrad reads a columnwise copy made of the weight itself: kept weights have one."""
+    return need_dx and settings.backward is None and not settings.one_copy
+
+
+def columns_now(weight: Tensor, settings: Settings, need_dx: bool) -> bool:
+    """Whether forward makes that copy. By default backward does, of the weight: a parameter, or a
+    view of one, is there anyway. What is computed of parameters would be kept for nothing else, and
+    its codes are smaller."""
+    if not needs_columns(settings, need_dx):
+        return False
+    if settings.keep_columns:
+        return True
+    if torch.compiler.is_compiling() or weight.is_leaf:
+        return False
+    return not (weight._is_view() and weight._base.is_leaf)  # type: ignore[union-attr]
+
+
+def same_weight(one: Settings, other: Settings) -> bool:
+    """Whether a weight gets the same codes."""
+    mine, theirs = ((s.w, s.w_columns, s.scale_rule, s.one_copy) for s in (one, other))
+    return mine == theirs
+
+
+def by_steps(settings: Settings) -> bool:
+    """Whether backward is GEMMs on operands quantized from what they are made of, and no other."""
+    return settings.backward is None and not settings.wgrad_hp
+
+
+def in_one_call(settings: Settings) -> bool:
+    """Whether backward reads columnwise copies that forward made of both, and nothing else, and
+    every role has one format."""
+    return by_steps(settings) and not settings.one_copy and settings.is_uniform
+
+
+def packs(settings: Settings) -> bool:
+    """Whether a weight's rowwise copy may be packed: backward starts from plain codes otherwise,
+    because packed ones do not decode to the same values."""
+    return not settings.one_copy and settings.backward != "dequantized"
+
+
+def at_rest(fmt: str) -> str:
+    """The spec of a copy whose bytes are kept as they are."""
+    return f"{fmt}@rows"
+
+
+# ------------------------------------------------------------------------------------------- input
+class Input(NamedTuple):
+    """How the input of a linear step is quantized. `keep`: wgrad needs the input itself."""
+
+    target: Target
+    keep: bool
+
+    def kept(self, q: Quantized, x_MK: Tensor | None, need_dw: bool) -> Kept:
+        """What wgrad needs; x_MK is the input itself, if that is kept."""
+        if not need_dw:
+            return NOTHING
+        if self.keep:
+            return Kept.itself(x_MK)
+        operand = q.col if q.col is not None else q.row
+        assert operand is not None
+        return Kept.operand(operand)
+
+
+def plan_input(
+    device: torch.device, settings: Settings, need_dw: bool, save_x: bool = False
+) -> Input:
+    """The input of a linear step: rowwise for fprop, and what wgrad will need. save_x keeps the
+    input instead of its columnwise codes, with the same result."""
+    override = settings.backward
+    form = roles(device, settings).x
+    keep = need_dw and (
+        override == "high_precision" or (override is None and (settings.wgrad_hp or save_x))
+    )
+    columns = need_dw and not keep and override is None
+    row = at_rest(settings.x) if override == "dequantized" else form.row
+    return Input(Target(row, form.col if columns else "", settings.scale_rule), keep)
+
+
+def quantized_input(x: Tensor, plan: Input) -> Quantized:
+    """An input x [..., K] as planned, once for all layers that are known to read this tensor."""
+    made = input_cache.find(x, plan.target)
+    if made is None:
+        made = quantized(flatten(x), plan.target)
+        input_cache.put(x, plan.target, made)
+    return made
+
+
+# ------------------------------------------------------------------------------------------ weight
+def plan_weight(device: torch.device, settings: Settings, columns: bool) -> Target:
+    """The weight of a linear step: rowwise for fprop, and columnwise for dgrad."""
+    form = roles(device, settings).w
+    row = form.row if packs(settings) else at_rest(settings.w)
+    return Target(row, form.col if columns else "", settings.scale_rule)
+
+
+def weight_operands(
+    kept: KeptWeight | None, weight_NK: Tensor | None, settings: Settings, need_dx: bool
+) -> tuple[Operand, Operand | None]:
+    """The operands of a weight for fprop and, where forward makes it, dgrad: kept ones, or made now
+    in one read. A weight that is kept without its master is None."""
+    if kept is not None:
+        return kept.row, kept.col
+    assert weight_NK is not None
+    columns = columns_now(weight_NK, settings, need_dx)
+    q = quantized(weight_NK, plan_weight(weight_NK.device, settings, columns))
+    assert q.row is not None
+    return q.row, q.col
+
+
+def input_and_weight(
+    x: Tensor, plan: Input, kept: KeptWeight | None, weight_NK: Tensor, settings: Settings,
+    need_dx: bool,
+) -> tuple[Quantized, Operand, Operand | None]:  # fmt: skip
+    """x [..., K] and the weight quantized, at the same time where a kernel can."""
+    made = None if kept is not None else input_cache.find(x, plan.target)
+    if kept is not None or made is not None:
+        made = made or quantized_input(x, plan)
+        return made, *weight_operands(kept, weight_NK, settings, need_dx)
+    row, col, rule = plan.target[:3]
+    columns = columns_now(weight_NK, settings, need_dx)
+    target = plan_weight(weight_NK.device, settings, columns)
+    w, x_q = quantize_two_2d(
+        Quantize(weight_NK, target.row, target.col, target.rule),
+        Quantize(flatten(x), row, col, rule),
+    )
+    input_cache.put(x, plan.target, x_q)
+    assert w.row is not None
+    return x_q, w.row, w.col
+
+
+def kept_for_dgrad(
+    row: Operand, col: Operand | None, weight_NK: Tensor | None, settings: Settings, need_dx: bool
+) -> Kept:
+    """What dgrad needs of a weight."""
+    if not need_dx:
+        return NOTHING
+    if settings.backward == "high_precision":
+        return Kept.itself(weight_NK)
+    if not packs(settings):
+        return Kept.operand(row)
+    return Kept.itself(weight_NK) if col is None else Kept.operand(col)
+
+
+def columns_of(row: Operand, settings: Settings) -> Operand:
+    """The columnwise operand of a weight of which only plain rowwise codes are left: these codes
+    where blocks are square, else what they decode to, quantized again."""
+    if row.format.is_square and row.format.name == settings.w_columns:
+        return convert_2d(turned(row), roles(row.codes.device, settings).w.col)
+    return quantized_columns(dequantize_2d(row, row.format.exact_dtype), "w", settings)
+
+
+def _weight_columns(kept: Kept, settings: Settings) -> Operand:
+    """The columnwise operand of a weight that was kept, or that of what was."""
+    if not kept.spec:
+        return quantized_columns(kept.tensors[0], "w", settings)
+    w = kept.as_operand()
+    return columns_of(w, settings) if settings.one_copy else w
+
+
+# ------------------------------------------------------------------------------------------- fprop
+def fprop(
+    x: Operand, w: Operand | Sought, bias_N: Tensor | None, settings: Settings, dtype: torch.dtype,
+    tag: int, like: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """y [M, N] = x @ w^T + bias; in the shape of a `like` [..., K] if there is one."""
+    if isinstance(w, Sought):
+        y_MN = w.times(x, bias_N, "", dtype)
+        return y_MN if like is None else unflatten(y_MN, like)
+    shape = None if like is None else (*like.shape[:-1], w.rows)
+    epilogue, mode = Epilogue(bias=bias_N), mode_of(settings)
+    return gemm_2d(x, w, epilogue, out_dtype=dtype, tag=tag, mode=mode, shape=shape).out
+
+
+# ------------------------------------------------------------------------------- gradients' operand
+class Gradient(NamedTuple):
+    """The output gradient of a linear step: itself and quantized, for some of its GEMMs."""
+
+    g_MN: Tensor | None
+    q: Quantized
+    target: Target
+
+
+def plan_gradient(
+    device: torch.device, settings: Settings, need_dx: bool, need_dw: bool, need_db: bool
+) -> tuple[Target, bool]:
+    """What to quantize an output gradient to, and whether it is needed itself too. A stochastic
+    rule draws its seed here."""
+    form, rule = roles(device, settings).g, settings.gradient_rule
+    rows = need_dx and settings.backward is None
+    columns = need_dw and settings.backward is None and not settings.wgrad_hp
+    if not (rows or columns):
+        rule = settings.scale_rule  # nothing is rounded, and no seed drawn
+    seed = new_seed(device, rule)
+    target = Target(form.row if rows else "", form.col if columns else "", rule, need_db, seed)
+    return target, rows != need_dx or columns != need_dw
+
+
+def new_seed(device: torch.device, rule: str) -> Tensor | None:
+    """A seed, int64 [1], from torch's default generator of a device, for rules that round
+    stochastically; None for others. CUDA graphs draw anew at every replay."""
+    if not is_stochastic(rule):
+        return None
+    return torch.randint(1 << 62, (1,), dtype=torch.int64, device=device)
+
+
+def quantized_gradient(
+    g_MN: Tensor, settings: Settings, need_dx: bool, need_dw: bool, need_db: bool,
+    sum_dtype: torch.dtype = torch.float32,
+) -> Gradient:  # fmt: skip
+    """The output gradient that backward starts with; its sums over the tokens in sum_dtype."""
+    target, _ = plan_gradient(g_MN.device, settings, need_dx, need_dw, need_db)
+    if target.codes:
+        row, col, rule, col_sum, seed = target
+        q = quantize_2d(g_MN, row, col, rule=rule, col_sum=col_sum, sum_dtype=sum_dtype, seed=seed)
+    else:
+        q = quantized(g_MN, target)
+    return Gradient(g_MN, q, target)
+
+
+# ------------------------------------------------------------------------------------------- dgrad
+def dgrad(
+    gradient: Gradient, kept: Kept, settings: Settings, dtype: torch.dtype, tag: int, *,
+    gelu: str | None = None, gelu_in: Tensor | None = None, bias_grad: bool = False,
+    add_to: Tensor | None = None,
+) -> GemmParts:  # fmt: skip
+    """dx [M, K] = g @ w; with gelu_in, times the derivative of GELU there, and perhaps its sums
+    over M as the bias gradient. In high precision gelu_in is not taken. Written over add_to, and
+    added to it, if that is given."""
+    g_row = gradient.q.row
+    if g_row is None:
+        assert gradient.g_MN is not None and gelu_in is None
+        w_NK = kept.values(gradient.g_MN.dtype)
+        record(tag)
+        dx_MK = high_precision.dgrad(gradient.g_MN, w_NK, dtype)
+        return GemmParts(dx_MK if add_to is None else add_to.add_(dx_MK), None, None)
+    w = _weight_columns(kept, settings)
+    epilogue = Epilogue(
+        None, gelu, gelu_in, "result" if bias_grad else None, accumulate=add_to is not None
+    )
+    return gemm_2d(g_row, w, epilogue, out=add_to, out_dtype=dtype, tag=tag, mode=mode_of(settings))
+
+
+# ------------------------------------------------------------------------------------------- wgrad
+def wgrad(gradient: Gradient, kept: Kept, settings: Settings, tag: int) -> Wgrad:
+    """The GEMM dw [N, K] = g^T @ x, to be run now or later, into a place that is known then."""
+    reads: Reads = tuple((INPUT, t) for t in kept.own)
+    g_col, g_MN = gradient.q.col, gradient.g_MN
+    if g_col is None:
+        assert g_MN is not None
+
+        def in_high_precision(out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
+            record(tag)
+            x_MK = flatten(kept.values(g_MN.dtype))
+            return high_precision.wgrad(g_MN, x_MK, out, dtype, accumulate)
+
+        return Wgrad(in_high_precision, (*reads, (OUTPUT_GRADIENT, g_MN)))
+
+    def gemm(out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
+        x_col = kept.as_operand() if kept.spec else quantized_columns(kept.tensor, "x", settings)
+        return gemm_2d(
+            g_col, x_col, Epilogue(accumulate=accumulate), out=out, out_dtype=dtype, tag=tag,
+            mode=mode_of(settings),
+        ).out  # fmt: skip
+
+    return Wgrad(gemm, reads)
+
+
+def quantized_columns(t: Tensor | None, role: str, settings: Settings) -> Operand:
+    """The columnwise operand of an input or a weight that was kept itself."""
+    assert t is not None
+    form: Forms = getattr(roles(t.device, settings), role)
+    rule = settings.weight_columns_rule if role == "w" else settings.scale_rule
+    made = quantize_2d(flatten(t), col=form.col, rule=rule).col
+    assert made is not None
+    return made
+
+
+_WIDE = "mxfp8_e4m3"
+
+
+class KeptWeight(NamedTuple):
+    """A weight quantized once for several calls: rowwise, and columnwise where backward needs
+    it."""
+
+    settings: Settings
+    row: Any  # an Operand; in compiled code perhaps a Sought
+    col: Operand | None
+    made: Made = Made(0, None)
+
+    def on_current_stream(self) -> KeptWeight:
+        """This weight, once the current stream has waited for it."""
+        operands = (self.row, self.col) if self.col is not None else (self.row,)
+        tensors = [t for o in operands for t in (o.codes, o.scales)]
+        self.made.await_on_current_stream(self.row.codes.device, *tensors)
+        return self
+
+    def is_plain(self) -> bool:
+        """Whether all operands give their bytes back."""
+        return self.row.layout.exact and (self.col is None or self.col.layout.exact)
+
+    def _is_as_asked(self, settings: Settings, device: torch.device) -> bool:
+        """Whether a call would ask for operands that lie so."""
+        row, col = roles(device, settings).w
+        return self.row.spec == row and (self.col is None or self.col.spec == col)
+
+    def serves(self, settings: Settings, device: torch.device, need_dx: bool) -> bool:
+        """Whether a call with these settings on this device would quantize to the same."""
+        mine = self.settings
+        return (
+            (self.col is not None or not needs_columns(settings, need_dx))
+            and self.row.codes.device == device
+            and same_weight(mine, settings)
+            # Operands that give their bytes back serve every precision, and with every format.
+            and (self.is_plain() or (packs(settings) and self._is_as_asked(settings, device)))
+        )
+
+
+def on_codes(settings: Settings) -> Settings:
+    """The settings of a product with a weight of which only rowwise codes are left, for what
+    follows its input back.
+
+    dgrad starts from these codes, as under one_copy_weights. Where the recipe asks for the weight
+    itself it gets the values of the codes, as in "dequantized". Columns of codes with fewer than 8
+    bits are MXFP8, which holds the values of neighbouring rows as they are unless their scales lie
+    more than 2^9 apart, while the codes' own format would round them once more.
+    """
+    backward = "dequantized" if settings.backward == "high_precision" else settings.backward
+    w_col = settings.w_col
+    if not w_col and formats.get(settings.w).element.bits < 8:
+        w_col = _WIDE
+    return settings._replace(one_copy=True, backward=backward, wgrad_hp=False, w_col=w_col)
+
+
+def kept_weight(weight_NK: Tensor, settings: Settings, need_dx: bool) -> KeptWeight:
+    """Quantize a weight that stands still, and pack it unless its plain codes are what is kept."""
+    # Made outside of inference_mode, because a training step may use it later.
+    with torch.inference_mode(False), torch.no_grad():
+        device = weight_NK.device
+        row, col, _ = quantized(
+            weight_NK, plan_weight(device, settings, needs_columns(settings, need_dx))
+        )
+        assert row is not None
+        if not packs(settings):
+            return KeptWeight(settings, row, None, Made.now(device))
+        mode, given = mode_of(settings), roles(device, settings)
+        row = kept_form(row, "rhs", mode, given.x.row)
+        if col is not None:
+            col = kept_form(col, "rhs", mode, given.g.row)
+    return KeptWeight(settings, row, col, Made.now(device))

@@ -1,0 +1,402 @@
+"""te_mx.autocast: which recipe is active, per thread and per asyncio task.
+
+The state is one ContextVar holding a linked list of entered regions: an autocast object, which only
+knows which regions are its own, can be re-entered, nested, and shared between threads and tasks.
+
+Two other readers shape this file:
+
+- ``torch.compile``. Dynamo can neither trace a ContextVar nor guard on one. It does guard on
+  attributes of modules by reading them again before every call, so ``ambient`` below is a module
+  attribute computed by the module's ``__getattr__``: the guard itself asks the ContextVar, and
+  tells no region from a disabled one, because a bound recipe counts in the first only. Regions
+  entered *inside* compiled code are kept in ``_traced``, a plain object whose changes Dynamo
+  follows while it traces.
+- Recomputation. It runs a forward inside the backward pass, after the region was left and, on
+  GPUs, in another thread. ``torch.utils.checkpoint`` enters the region of the first forward again,
+  see recompute.py; of other code that does such a thing nothing is known. A region therefore
+  remembers the backward pass that it was entered in, and those outside do not count there.
+
+torch.utils.checkpoint runs a function again inside the region that it ran in first, as it does
+with torch.autocast. It has no hook for others, but both of its forms hand the function to a class
+that every entry to them uses, so that is where it is bound to its region.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from te_mx.recipe import Recipe, Settings, resolve_recipe
+from te_mx.runtime.arguments import shown
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+is_tracing = torch.compiler.is_dynamo_compiling
+at_exit: list[Callable[[], None]] = []  # called when a thread leaves a region
+backward_pass_id = torch._C._current_graph_task_id  # -1 outside a backward pass
+
+
+class Region:
+    """One entered autocast region. `settings` is None where MXFP8 is off; `left` says that its code
+    ended where another region was the innermost one, so that it counts no more. `outside` marks
+    what stands for being in no region at all, for code that runs again what ran there.
+    `first_run` is what the runs of such code share, see `first_run`."""
+
+    __slots__ = ("backward_pass", "first_run", "left", "outside", "parent", "recipe", "settings")
+
+    def __init__(
+        self,
+        settings: Settings | None,
+        recipe: Recipe | None,
+        parent: Region | None,
+        outside: bool = False,
+        first_run: dict[int, Any] | None = None,
+    ) -> None:
+        self.settings = settings
+        self.recipe = recipe
+        self.parent = parent
+        self.outside = outside
+        self.backward_pass = backward_pass_id()
+        self.first_run = first_run
+        self.left = False
+
+
+innermost: ContextVar[Region | None] = ContextVar("te_mx_autocast", default=None)
+
+
+class _Traced:
+    """Regions entered in code that Dynamo is tracing: (settings, outer) pairs, None outside of
+    every one."""
+
+    def __init__(self) -> None:
+        self.top: tuple[Settings | None, Any] | None = None
+
+
+def active_region() -> Region | None:
+    """The innermost region that was not left, in this thread or task."""
+    region = innermost.get()
+    while region is not None and region.left:
+        region = region.parent
+    return region
+
+
+_traced = _Traced()
+_this = sys.modules[__name__]
+_UNKNOWN = "unknown"  # what is active in a forward that a backward pass runs outside of regions
+_OFF = "off"  # a region where MXFP8 is off
+_started = False  # whether a region was ever entered
+
+
+def __getattr__(name: str) -> Any:
+    # Read through the module object only, so that a Dynamo guard on it re-reads the ContextVar.
+    if name == "ambient":
+        region = active_region()
+        if region is None:
+            return _UNKNOWN if _started and backward_pass_id() != -1 else None
+        return region.settings or (None if region.outside else _OFF)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def current_settings(certain: bool = True, bound: Settings | None = None) -> Settings | None:
+    """Settings of the innermost region, `bound` outside of every one; None when MXFP8 is off.
+    Traceable by Dynamo.
+
+    Raises:
+        RuntimeError: a backward pass runs this forward, and there is no region. `certain` False
+            takes that for MXFP8 being off.
+    """
+    if is_tracing() and _traced.top is not None:
+        return _traced.top[0]
+    settings = _this.ambient
+    if settings is None:
+        return bound
+    if not isinstance(settings, str):
+        return settings
+    if certain and settings == _UNKNOWN:
+        raise RuntimeError(f"te_mx: {RECOMPUTED}")
+    return None
+
+
+RECOMPUTED = (
+    "a backward pass runs this forward, as recomputation does, outside of every te_mx.autocast "
+    "region that it entered, so the recipe of the first forward is not known; enter te_mx.autocast "
+    "inside the function that is recomputed (with enabled=False for high precision)"
+)
+
+
+def current_recipe() -> Recipe | None:
+    """The recipe that is active in this thread or task, None where MXFP8 is off."""
+    region = active_region()
+    return None if region is None else region.recipe
+
+
+@contextmanager
+def entered_again(region: Region | None, first_run: dict[int, Any] | None = None) -> Iterator[None]:
+    """A region like this one, or like none, whatever is entered and left inside."""
+    outer = active_region()
+    if region is None:
+        again = Region(None, None, outer, outside=True, first_run=first_run)
+    else:
+        again = Region(region.settings, region.recipe, outer, region.outside, first_run)
+    token = innermost.set(again)
+    try:
+        yield
+    finally:
+        innermost.reset(token)
+
+
+def first_run() -> dict[int, Any] | None:
+    """In a function that runs again in the backward pass (recompute.py): what its first run asked
+    of weights, by their ids, which the others do not ask once more. It lives as long as the
+    function. None in other code."""
+    region = innermost.get()
+    while region is not None and region.first_run is None:
+        region = region.parent
+    return None if region is None else region.first_run
+
+
+def _start() -> None:
+    """Before the first region."""
+    global _started
+    pass  # IMPORTGONE
+
+    install()
+    _started = True
+
+
+# Called once each, when a region is entered or a bound recipe used next: what others have to say.
+notices: list[Callable[[], None]] = []
+
+
+def give_notices() -> None:
+    while notices:
+        notices.pop()()
+
+
+def was_entered() -> bool:
+    """Whether a region was ever entered, with MXFP8 on or off, or is in the code being traced."""
+    return _started or _traced.top is not None
+
+
+class autocast:
+    """Run the te_mx modules inside in the formats of a recipe, MXFP8 by default.
+
+    Context manager and decorator (of functions and of async functions); nestable and re-entrant,
+    also through one and the same object; seen only by the thread or asyncio task that entered it.
+    Without it the modules are plain high-precision layers, but those that a recipe was bound to by
+    `te_mx.convert_model`: a region, enabled or not, wins over that recipe.
+
+    The backward pass needs no autocast: the forward decided, also for what
+    ``torch.utils.checkpoint`` runs again. Other code that recomputes enters it again itself, unless
+    its layers have run with one recipe only. Together with ``torch.autocast`` the output dtype
+    follows ``torch.autocast``, which says dtypes and nothing else: its ``enabled=False`` leaves
+    layers quantized, that of te_mx.autocast does not.
+
+    Under ``torch.compile`` enter it around the compiled call or inside the compiled function;
+    there, construct it inside as well (Dynamo cannot enter a context manager that was made
+    outside).
+
+    A generator that is closed elsewhere, by another thread or inside another region, leaves its
+    own region and no other.
+
+    Args:
+        enabled: False turns quantization off inside, also in an enabled outer region; the recipe is
+            not looked at then.
+        calibrating: Transformer Engine's. True changes nothing: block scales follow the data of
+            every call, and there is nothing to calibrate. A recipe in this place,
+            ``autocast(True, recipe)``, is taken as the recipe.
+        recipe: one of `te_mx.recipe` or its name there (`te_mx.recipe.NAMED`: "mxfp8", "mxfp4",
+            "float8_block", ..), or Transformer Engine's; None means `te_mx.get_default_recipe()`.
+            It counts as it is now: fields that are set later, also inside the region, change
+            regions that are made after that.
+        amax_reduction_group, _graph: Transformer Engine's, of no effect: no largest values are
+            reduced over processes, and CUDA graphs need no preparation.
+
+    Raises:
+        TypeError: `enabled` or `calibrating` is no bool, `recipe` is no recipe, or what is
+            decorated is no function or a generator function.
+        ValueError: a name that no recipe has.
+        NotImplementedError: a recipe that te_mx does not have.
+    """
+
+    __slots__ = ("_open", "_recipe", "_settings")
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        calibrating: bool = False,
+        recipe: Any = None,
+        amax_reduction_group: Any = None,
+        _graph: bool = False,
+    ) -> None:
+        if enabled is not True and enabled is not False:
+            raise TypeError(
+                f"autocast: enabled must be a bool, got {shown(enabled)}; pass a recipe as "
+                "autocast(recipe=...)"
+            )
+        if calibrating is not True and calibrating is not False:
+            if recipe is not None:
+                raise TypeError(
+                    f"autocast: calibrating must be a bool, got {shown(calibrating)} beside "
+                    f"recipe={shown(recipe)}; pass one recipe, as autocast(recipe=...)"
+                )
+            recipe = calibrating
+        resolved = resolve_recipe(recipe) if enabled else None
+        # A change of the recipe counts in regions that are made after it.
+        self._recipe = resolved if resolved is None or is_tracing() else copy.copy(resolved)
+        self._settings = None if resolved is None else resolved.settings
+        self._open: list[Region] = []  # entered through this object and not left
+
+    def __enter__(self) -> autocast:
+        if is_tracing():
+            _traced.top = (self._settings, _traced.top)
+        else:
+            if not _started:
+                _start()
+            give_notices()
+            region = Region(self._settings, self._recipe, innermost.get())
+            self._open.append(region)
+            innermost.set(region)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if is_tracing():
+            top = _traced.top
+            _traced.top = None if top is None else top[1]
+            return
+        for forget in at_exit:
+            forget()
+        region = innermost.get()
+        if region is not None and region in self._open:
+            innermost.set(region.parent)
+        else:
+            region = self._entered_elsewhere(region)
+        if region in self._open:
+            self._open.remove(region)
+
+    def _entered_elsewhere(self, inside: Region | None) -> Region | None:
+        """Leave a region that is not the innermost one here, as when a generator is closed or
+        collected: it lies further out, or was entered in another thread or task."""
+        region = inside
+        while region is not None and region not in self._open:
+            region = region.parent
+        if region is None and len(self._open) == 1:
+            region = self._open[0]
+        if region is not None:
+            region.left = True
+        return region
+
+    def __call__(self, fn: F) -> F:
+        if not callable(fn) or isinstance(fn, type):
+            raise TypeError(f"autocast decorates functions, got {shown(fn)}")
+        if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+            raise TypeError(
+                "autocast cannot decorate the generator function "
+                f"{getattr(fn, '__qualname__', type(fn).__name__)}: its body would run after the "
+                "region is left; use `with te_mx.autocast(...):` inside it"
+            )
+        # A fresh object per call: Dynamo enters context managers made in the code that it traces,
+        # and no others.
+        enabled, recipe = self._settings is not None, self._recipe
+        if asyncio.iscoroutinefunction(fn):
+
+            @functools.wraps(fn)
+            async def run_async(*args: Any, **kwargs: Any) -> Any:
+                with autocast(enabled, recipe=recipe):
+                    return await fn(*args, **kwargs)
+
+            return run_async  # type: ignore[return-value]
+
+        @functools.wraps(fn)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with autocast(enabled, recipe=recipe):
+                return fn(*args, **kwargs)
+
+        return run  # type: ignore[return-value]
+
+    def __repr__(self) -> str:
+        return "autocast(enabled=False)" if self._recipe is None else f"autocast({self._recipe!r})"
+
+
+def fp8_autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    fp8_recipe: Any = None,
+    fp8_group: Any = None,
+    _graph: bool = False,
+) -> autocast:
+    """`autocast` under Transformer Engine's older name and argument names."""
+    return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)
+
+
+def output_dtype(x: Tensor) -> torch.dtype:
+    """torch.autocast's dtype where that is on for the device of x, else the dtype of x."""
+    kind = x.device.type
+    if kind == "meta":  # torch.autocast does not know it
+        return x.dtype
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+_INSTALLED = "_te_mx_binds"
+
+
+def bound(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` in the region that is active now, or in none, whenever and in whatever thread it is
+    called."""
+    region = active_region()
+    first_run: dict[int, Any] = {}
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with entered_again(region, first_run):
+            return fn(*args, **kwargs)
+
+    return run
+
+
+def install() -> None:
+    """Bind what torch.utils.checkpoint will run again from now on. A torch that does it in another
+    way, or that was changed already, is left alone; modules then go by what they ran with, see
+    nn/base.py."""
+    from torch.utils import checkpoint
+
+    reentrant = getattr(checkpoint, "CheckpointFunction", None)
+    if _takes(reentrant, "forward", "ctx", "run_function"):
+        forward = reentrant.forward  # type: ignore[union-attr]
+
+        @functools.wraps(forward)
+        def bound_forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
+            return forward(ctx, bound(run_function), *args)
+
+        bound_forward.__dict__[_INSTALLED] = True
+        reentrant.forward = staticmethod(bound_forward)  # type: ignore[union-attr]
+
+    frame: Any = getattr(checkpoint, "_CheckpointFrame", None)
+    if _takes(frame, "__init__", "self", "recompute_fn"):
+        init = frame.__init__
+
+        @functools.wraps(init)
+        def bound_init(self: Any, recompute_fn: Callable[..., Any], *args: Any, **kw: Any) -> None:
+            init(self, bound(recompute_fn), *args, **kw)
+
+        bound_init.__dict__[_INSTALLED] = True
+        frame.__init__ = bound_init
+
+
+def _takes(owner: Any, method: str, *first: str) -> bool:
+    """Whether owner has the method, its first arguments have these names, and it was not bound."""
+    function = getattr(owner, method, None)
+    return (
+        inspect.isfunction(function)
+        and not hasattr(function, _INSTALLED)
+        and tuple(inspect.signature(function).parameters)[:2] == first
+    )

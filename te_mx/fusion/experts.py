@@ -1,0 +1,182 @@
+"""Experts of other libraries' mixtures, whose weights are stacked in parameters [E, ., .]: what
+such a module needs to run its products in MXFP8.
+
+The module keeps its class, as a subclass of it, its parameters and its forward outside of
+te_mx.autocast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_mx._ops import Stack, dequantize_2d
+from te_mx._ops.grouped_quantize import quantize_weights
+from te_mx.autograd.grouped import (
+    GroupedCall,
+    KeptWeights,
+    grouped_linear,
+    grouped_on_codes,
+    kept_weights,
+)
+from te_mx.autograd.linear_recipe import GEMMS, at_rest
+from te_mx.autograd.node import tag_of
+from te_mx.context.region import output_dtype
+from te_mx.dispatch.fused import Activation
+from te_mx.dispatch.grouped_calls import Groups
+from te_mx.formats import Format
+from te_mx.fusion.class_swap import LayerInPlace
+from te_mx.recipes.settings import Settings
+from te_mx.weights import missing, weight_only
+from te_mx.weights.ranks import (
+    above,
+    here,
+    is_gathered,
+)
+
+# (rows [R, in], ends of the experts) -> what is added to their products, [R, out]
+Adapter = Callable[[Tensor, Tensor], Tensor]
+# (rows [R, in], ends of the experts, key, bias [E, out] or None) -> [R, out], in high precision
+Watched = Callable[[Tensor, Tensor, str, Tensor | None], Tensor]
+
+
+class ExpertsModule(LayerInPlace):
+    """Mixin before the class of an experts module. A key names a parameter [E, out, in], or
+    [E, in, out] under `_transposed`."""
+
+    _gate: Activation | None = None  # in the place of the class's own, by convert_model(fuse=True)
+    _adapters: Mapping[str, Adapter] | None = None  # of this forward, by key
+    _watched: Watched | None = None  # computes the products while te_mx.inspect looks on
+
+    # ------------------------------------------------- what the experts of a library say of theirs
+    @property
+    def _transposed(self) -> bool:
+        return False
+
+    def _stack(self, key: str) -> Tensor:
+        """The weights of this key as the products read them, [E, out, in]."""
+        weight: Tensor = getattr(self, key)
+        return weight.transpose(-2, -1) if self._transposed else weight
+
+    def _widths(self) -> str:
+        """E x in -> inner -> out, as a report shows it; also where only codes are left."""
+        first, last = (self._shape_of(self._weight_keys[i]) for i in (0, -1))
+        return f"{first[0]} x {first[2]} -> {first[1]} -> {last[1]}"
+
+    def _cuts_a_block(self, key: str, fmt: Format) -> bool:
+        """Whether a block of the format reaches from one half of the rows into the other. In files
+        the halves of such a stack, gate and up, are tensors with scales of their own."""
+        height, rows = fmt.scaling.block[0], self._shape_of(key)[-2]
+        return key == "gate_up_proj" and height > 1 and (rows // 2) % height != 0
+
+    # ----------------------------------------------------------------------------- as peft sees it
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """nn.Module's; and outlines of weights of which only codes are left, for peft alone."""
+        yield from super().named_parameters(prefix, recurse, remove_duplicate)  # type: ignore[misc]
+        if not recurse and self._is_dropped() and missing.is_asked_for_targets():
+            for key in self._weight_keys:
+                yield key, nn.Parameter(self._outline(key), requires_grad=False)
+
+    def _outline(self, key: str) -> Tensor:
+        """A tensor of the shape, dtype and device of a parameter of which only codes are left."""
+        assert self._frozen is not None
+        codes, shape = self._codes(key)[0], self._frozen.shapes[key]
+        made = codes.new_zeros((), dtype=self._frozen.dtypes[key]).expand(shape)
+        return made.transpose(-2, -1) if self._transposed else made
+
+    # --------------------------------------------------------------------------- running a forward
+    def _is_plain(self, settings: Settings | None) -> bool:
+        """Whether a forward is that of the class."""
+        return settings is None and self._watched is None
+
+    def _refuse_spread(self) -> None:
+        """
+        Raises:
+            NotImplementedError: a weight is a DTensor, and nobody says which experts are whose.
+        """
+        assert isinstance(self, nn.Module)
+        held: dict[str, Any] = dict(self._parameters)
+        for name, parameter in held.items():
+            if type(parameter).__name__ == "DTensor":
+                raise NotImplementedError(
+                    f"{self._label()}: {name} is a DTensor {tuple(parameter.shape)}, "
+                    f"{parameter.placements}, of which a converted experts module does not know "
+                    "which tokens go to which rank; shard it with fully_shard, which gathers whole "
+                    "weights, or use a te_mx.GroupedLinear(single_grouped_weight=True) with "
+                    'te_mx.distributed.ModuleParallel("experts")'
+                )
+
+    def _product(
+        self, x_RK: Tensor, offs: Tensor, key: str, bias_EN: Tensor | None,
+        settings: Settings | None,
+    ) -> Tensor:  # fmt: skip
+        """The rows of every expert times its weight, [R, out]; rows of no expert are 0.
+
+        Raises:
+            TypeError, ValueError: x, the weight or the bias cannot be multiplied in MXFP8.
+            RuntimeError: somebody gives weights to experts whose masters were dropped.
+        """
+        if settings is None:
+            assert self._watched is not None
+            return self._watched(x_RK, offs, key, bias_EN)
+        experts, rows, k = self._shape_of(key)
+        self._check_shape(x_RK, f"the input width of {key}", k)
+        self._check_kind(x_RK)
+        if bias_EN is not None:
+            self._check_parameter(f"{key}_bias", bias_EN, (experts, rows), x_RK.device)
+        tag = tag_of(self._tag_now(), len(GEMMS) * self._weight_keys.index(key))
+        call = GroupedCall(0, settings, output_dtype(x_RK), bias_EN is not None, tag=tag)
+        if self._is_dropped():
+            self._refuse_given()
+            self._check_codes((key,), x_RK.device)
+            row = self._dropped_operand(key)
+            if self._is_weight_only():
+                y = weight_only.grouped(x_RK, Groups(offs), row, bias_EN, call.out_dtype, tag)
+            else:
+                y = grouped_on_codes(x_RK, offs, row, bias_EN, call)
+            if self._adapters is None or key not in self._adapters:
+                return y
+            return (y + self._adapters[key](x_RK, offs)).to(y.dtype)
+        weight = self._stack(key)
+        self._check_parameter(key, weight, (experts, rows, k), x_RK.device)
+        if is_gathered(weight):
+            kept, settings = above.gathered(self, settings)
+            call = call._replace(settings=settings, kept=kept[key])
+        elif self._frozen is not None:
+            need_dx = torch.is_grad_enabled() and x_RK.requires_grad
+            kept = self._kept_weight(key, None, settings, x_RK.device, need_dx)
+            call = call._replace(kept=kept)
+        held = (weight,) if bias_EN is None else (weight, bias_EN)
+        return grouped_linear(x_RK, offs, held, call)
+
+    # ---------------------------------------------------------- weights that stand still, all keys
+    def _whole(self, key: str) -> Tensor:
+        return self._stack(key)
+
+    def _each_of(self, key: str) -> list[Tensor]:
+        return list(here(self._stack(key)).detach().unbind(0))
+
+    def _make_kept(self, key: str, settings: Settings, need_dx: bool) -> KeptWeights:
+        return kept_weights(self._each_of(key), settings, need_dx)
+
+    def _plain_codes(self, key: str, settings: Settings) -> tuple[Tensor, Tensor]:
+        row, _ = quantize_weights(
+            self._each_of(key), at_rest(settings.w), rule=settings.weight_rule
+        )
+        return row.codes, row.scales
+
+    def _dropped_operand(self, key: str) -> Stack:
+        codes, scales = self._codes(key)
+        assert self._frozen is not None
+        experts, rows, k = self._frozen.shapes[key]
+        return Stack(codes, scales, at_rest(self._frozen.settings.w), experts, rows, k)
+
+    def _masters(self, key: str, dtype: torch.dtype) -> dict[str, Tensor]:
+        stack = self._dropped_operand(key)
+        made = torch.stack([dequantize_2d(stack.group(i), dtype) for i in range(stack.groups)])
+        return {key: made.transpose(-2, -1).contiguous() if self._transposed else made}

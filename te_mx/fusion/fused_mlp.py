@@ -1,0 +1,188 @@
+"""What an MLP block of another library's model does once convert_model(fuse=True) has fused it.
+
+The block keeps its class as a base, and its three (or two) linear layers. In MXFP8 it runs as one
+step, see autograd/mlp.py; whenever that would not be what its own forward does, its own
+forward runs, on the very layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from te_mx import formats
+from te_mx.autograd.mlp import BlockCall, mlp_block
+from te_mx.context.region import is_tracing, output_dtype
+from te_mx.dispatch.fused import Activation
+from te_mx.fusion.class_swap import Reclassed
+from te_mx.nn import frozen_mlp
+from te_mx.nn.checks import FLOATS
+from te_mx.nn.guards import (
+    FEW_ROWS,
+    FUSED,
+    RAN,
+    VALUES,
+    changed,
+    hooked_everywhere,
+    why_not_given,
+    why_not_plain,
+    why_not_single,
+)
+from te_mx.nn.linear import Linear
+from te_mx.recipes.settings import Settings
+from te_mx.weights.ranks import above, is_gathered
+
+ATTRIBUTE = "_te_mx_block"
+
+
+class BlockPlan(NamedTuple):
+    """A block: the names of the layers that read its input (the activated one first), of the one
+    that makes its result, what is between them, and what else its forward may read."""
+
+    first: tuple[str, ...]
+    last: str
+    act: Activation
+    around: tuple[tuple[str, Any], ...]
+
+
+class FusedBlock(Reclassed):
+    """Mixin in front of the class of a block."""
+
+    def _te_mx_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the block's own forward."""
+        if len(args) == 1 and not kwargs and not is_tracing() and self._is_split():
+            made, self.__dict__[RAN] = above.block(self, args[0])
+            return super().forward(*args) if made is None else made  # type: ignore[misc]
+        if len(args) == 1 and not kwargs and (made := self._few_rows(args[0])) is not None:
+            self.__dict__[RAN] = FEW_ROWS
+            return made
+        if len(args) == 1 and not kwargs:
+            layers, settings, reason = self.layers_of_step(why_not_plain)
+            if settings is not None and not reason:
+                reason = why_not_these(args[0], layers) or FUSED
+            if not is_tracing():
+                self.__dict__[RAN] = reason
+            if settings is not None and reason == FUSED:
+                return run_as_step(self.__dict__[ATTRIBUTE].act, layers, args[0], settings)
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+    def _few_rows(self, x: Any) -> Tensor | None:
+        """The block on few rows, where all its layers are frozen; None where it is not."""
+        last: Any = self._modules.get(self.__dict__[ATTRIBUTE].last)  # type: ignore[attr-defined]
+        if is_tracing() or type(last) is not Linear or last._frozen is None or why_not_given(x):
+            return None
+        layers, settings, reason = self.layers_of_step(why_not_single)
+        if settings is None or reason:
+            return None
+        return frozen_mlp.run_few(self.__dict__[ATTRIBUTE].act, layers, x, settings)
+
+    def _is_split(self) -> bool:
+        """Whether its layers are those of several ranks (parallelize_module)."""
+        last = self._modules.get(self.__dict__[ATTRIBUTE].last)  # type: ignore[attr-defined]
+        return last is not None and type(last._parameters.get("weight")).__name__ == "DTensor"
+
+    def layers_of_step(
+        self, why_not: Callable[[str, Any], str]
+    ) -> tuple[list[Linear], Settings | None, str]:
+        """Its layers, and their settings, None in high precision; and why they are none of one
+        step, before any tensor is looked at. `why_not` says that of a layer and its name."""
+        plan: BlockPlan = self.__dict__[ATTRIBUTE]
+        children: Any = self._modules  # type: ignore[attr-defined]
+        names = (*plan.first, plan.last)
+        for name in names:
+            if reason := why_not(name, children.get(name)):
+                return [], None, reason
+        if name := changed(self, plan.around):  # type: ignore[arg-type]
+            return [], None, f"{name} was changed"
+        if hooked_everywhere():
+            return [], None, "hooks were registered for all modules"
+        if self._own.forward is not self._followed[0]:
+            return [], None, f"{self._own.__name__}.forward was replaced"
+        layers: list[Linear] = [children[name] for name in names]
+        found = [layer._settings() for layer in layers]
+        settings = found[0]
+        if any(one != settings for one in found[1:]):
+            return [], None, "its layers run with different recipes"
+        return layers, settings, ""
+
+
+def run_as_step(act: Activation, layers: list[Linear], x: Tensor, settings: Settings) -> Tensor:
+    """A block of these layers, the last one behind the activation, as one step."""
+    *first, last = layers
+    held = [layer._weight_and_bias() for layer in first]
+    w2, b2 = last._weight_and_bias()
+    sinks: Any = None, None
+    if first[0]._routed() or last._routed():
+        weights = [weight for weight, _ in held]
+        sinks = (
+            first[0]._sink(weights, None, None) if first[0]._routed() else None,
+            last._sink([w2], None, None) if last._routed() else None,
+        )
+    tags = tuple([layer._tag_now() for layer in layers])
+    save_x = any(layer.save_original_input for layer in first)
+    codes: tuple[Any, ...] = ()
+    if is_gathered(w2):
+        found = [above.gathered(layer, settings) for layer in layers]
+        codes, settings = tuple([kept["weight"] for kept, _ in found]), found[0][1]
+    lent: Any = tuple([layer._lent for layer in layers])
+    if None in lent:
+        lent = ()
+    else:
+        held = [(one.parameter, b) for one, (_, b) in zip(lent, held, strict=False)]
+        w2 = lent[-1].parameter
+    call = BlockCall(act, settings, output_dtype(x), tags, sinks, save_x, codes, lent)
+    return mlp_block(x, [t for pair in held for t in pair], w2, b2, call)
+
+
+def why_not_these(x: Any, layers: list[Linear]) -> str:
+    """Why the tensors of this call do not run as one step: then the layers say what is wrong with
+    them, if anything is."""
+    *first, last = layers
+    if reason := why_not_given(x):
+        return reason
+    if any(layer._routed() != first[0]._routed() for layer in first):
+        return "its first layers differ in fuse_wgrad_accumulation"
+    if is_tracing() and (first[0]._routed() or last._routed()):
+        return "fuse_wgrad_accumulation under torch.compile"
+    if reason := _why_not_gathered(layers):
+        return reason
+    if x.is_nested or not x.dim() or x.shape[-1] != first[0].in_features:
+        return "its input has another shape"
+    weight, bias = first[0]._weight_and_bias()
+    for layer in layers:
+        w, b = layer._weight_and_bias()
+        shape = (layer.out_features, layer.in_features)
+        for value, size in ((w, shape), (b, shape[:1])):
+            if value is not None and (
+                not (type(value) in VALUES or is_gathered(value))
+                or value.shape != size
+                or value.device != x.device
+                or value.dtype not in FLOATS
+            ):
+                return "a parameter of it is not as it was"
+        if w is None or (layer is not last and (w.dtype != weight.dtype or _unlike(b, bias))):
+            return "its first layers are not alike"
+    return ""
+
+
+def _why_not_gathered(layers: list[Linear]) -> str:
+    """Why weights that are gathered as codes do not run as one step."""
+    found = [is_gathered(layer._weight_and_bias()[0]) for layer in layers]
+    if not any(found):
+        return ""
+    if not all(found):
+        return "some of its weights are gathered as codes, others are not"
+    if is_tracing() or any(layer._routed() for layer in layers):
+        return "weights gathered as codes, in compiled code or with fuse_wgrad_accumulation"
+    weights: list[Any] = [layer._weight_and_bias()[0] for layer in layers[:-1]]
+    if any(len(w) % formats.get(w.fmt).scaling.block[0] for w in weights):
+        return "weights gathered as codes that are not cut between blocks"
+    return ""
+
+
+def _unlike(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is not other
+    return one.dtype != other.dtype

@@ -1,0 +1,96 @@
+"""Arguments of Transformer Engine's modules that te_mx does not have.
+
+One table for every module: each argument is accepted at its default, so that code written for
+Transformer Engine constructs and calls te_mx modules unchanged, and refused by name when it is set.
+tests/compat holds the table to the list of Transformer Engine's arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from te_mx.runtime.arguments import shown
+
+
+class Absent(NamedTuple):
+    """The default in Transformer Engine, and why te_mx has only that."""
+
+    default: Any
+    reason: str
+
+
+_PARALLEL = "ranks share a grouped layer as DTensors, see docs/distributed.md"
+_USERBUFFERS = "te_mx has no overlapped communication (userbuffers)"
+
+ABSENT: dict[str, Absent] = {
+    "sequence_parallel": Absent(False, _PARALLEL),
+    "tp_group": Absent(None, _PARALLEL),
+    "tp_size": Absent(1, _PARALLEL),
+    "parallel_mode": Absent(None, _PARALLEL),
+    "return_layernorm_output_gathered": Absent(
+        False, "ranks return what they normalized of their own tokens"
+    ),
+    "symmetric_ar_type": Absent(None, "sums over ranks are torch's own"),
+    "get_rng_state_tracker": Absent(None, "weights are drawn from torch's generator"),
+    "rng_tracker_name": Absent(None, "weights are drawn from torch's generator"),
+    "ub_overlap_ag": Absent(False, _USERBUFFERS),
+    "ub_overlap_rs": Absent(False, _USERBUFFERS),
+    "ub_overlap_rs_dgrad": Absent(False, _USERBUFFERS),
+    "ub_bulk_dgrad": Absent(False, _USERBUFFERS),
+    "ub_bulk_wgrad": Absent(False, _USERBUFFERS),
+    "ub_name": Absent(None, _USERBUFFERS),
+    "fp8_output": Absent(False, "modules return high-precision tensors"),
+    "fp8_grad": Absent(False, "gradients are high-precision tensors"),
+    "out": Absent(None, "its kernels write a new tensor; copy the result where it is wanted"),
+    "dgrad_out": Absent(None, "its kernels write a new tensor; a hook on the input can copy it"),
+}
+
+_LINEAR = (
+    "get_rng_state_tracker", "rng_tracker_name", "ub_overlap_ag", "ub_overlap_rs",
+    "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad", "ub_name", "symmetric_ar_type",
+)  # fmt: skip
+
+# Which of them the constructor of a module takes.
+CONSTRUCTORS: dict[str, frozenset[str]] = {
+    "Linear": frozenset(_LINEAR),
+    "LayerNormLinear": frozenset(
+        [*(set(_LINEAR) - {"rng_tracker_name"}), "return_layernorm_output_gathered"]
+    ),
+    "LayerNormMLP": frozenset(
+        [
+            *(set(_LINEAR) - {"rng_tracker_name", "ub_name"}),
+            "return_layernorm_output_gathered",
+        ]
+    ),
+    "GroupedLinear": frozenset(
+        [
+            "sequence_parallel", "tp_group", "tp_size", "get_rng_state_tracker", "rng_tracker_name",
+            "parallel_mode", "ub_overlap_ag", "ub_overlap_rs", "ub_name",
+        ]
+    ),
+}  # fmt: skip
+
+
+def refuse_constructor(module: str, given: Mapping[str, Any]) -> None:
+    """Check the ``**kwargs`` of a constructor: te_mx.<module>(..., **given).
+
+    Raises:
+        TypeError: a name that Transformer Engine's module does not take either.
+        NotImplementedError: an argument of Transformer Engine that is set, by name.
+    """
+    taken = CONSTRUCTORS[module]
+    for name, value in given.items():
+        if name not in taken:
+            raise TypeError(f"te_mx.{module}() got an unexpected keyword argument {name!r}")
+        refuse(module, name, value)
+
+
+def refuse(module: str, name: str, value: Any) -> None:
+    """Raise NotImplementedError unless the value is the default of an argument that is absent."""
+    default, reason = ABSENT[name]
+    if value is default or (type(value) is type(default) and value == default):
+        return
+    raise NotImplementedError(
+        f"te_mx.{module}: {name}={shown(value)} is not supported: {reason}; leave it at {default!r}"
+    )

@@ -1,0 +1,112 @@
+"""fc1 of a gated te_mx.LayerNormMLP as two parameters, for ranks that share it.
+
+A rank has its part of what is activated and the same part of the gate, which are not one run of
+rows of fc1. As parameters of their own they are ordinary shards, for whoever saves them, loads them
+or cuts them again. A state_dict has the one fc1 of every LayerNormMLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from te_mx.autograd import weight_parts
+from te_mx.weights.ranks import (
+    above,
+    here,
+    is_spread,
+)
+
+_HALVES = ("activated", "gate")  # in the order of fc1's rows
+KEYS = ("fc1_weight", "fc1_bias")
+
+
+def names_of(key: str) -> tuple[str, ...]:
+    """The names of the halves of one of KEYS."""
+    layer, kind = key.split("_")
+    return tuple(f"{layer}_{half}_{kind}" for half in _HALVES)
+
+
+def split(module: Any) -> None:
+    """Turn fc1 of a module into its halves, in the same place among its parameters."""
+    held: dict[str, Any] = dict(module._parameters)
+    for name in held:
+        del module._parameters[name]
+    for name, value in held.items():
+        if name not in KEYS:
+            module.register_parameter(name, value)
+            continue
+        module.register_parameter(name, None)
+        parts = (None, None) if value is None else value.detach().chunk(2)
+        for half, part in zip(names_of(name), parts, strict=True):
+            made = None if part is None else nn.Parameter(part.clone(), value.requires_grad)
+            module.register_parameter(half, made)
+    module._halves = True
+
+
+def joined(module: Any, key: str) -> Tensor | None:
+    """What this rank has of one of KEYS, differentiable where it is no DTensor; None without
+    biases. A weight whose halves are gathered as codes is joined before the forward."""
+    if key == "fc1_weight" and module._joined is not None:
+        return module._joined
+    parts = [module._parameters[name] for name in names_of(key)]
+    return None if parts[0] is None else weight_parts.cat([here(part) for part in parts])
+
+
+def _held(module: Any) -> Iterator[tuple[str, list[Any]]]:
+    """KEYS that a module has, with their halves."""
+    for key in KEYS:
+        parts = [module._parameters[name] for name in names_of(key)]
+        if parts[0] is not None:
+            yield key, parts
+
+
+def save(module: Any, destination: Any, prefix: str) -> None:
+    """Put one fc1 in the place of the halves that a state_dict got. Of DTensors it is one whose
+    ranks have runs of rows, which is a collective operation and a copy."""
+    for key, _ in _held(module):
+        found = [destination.pop(prefix + name) for name in names_of(key)]
+        destination[prefix + key] = (
+            above.join(found) if is_spread(*found) else weight_parts.cat(found)
+        )
+    for name in module._parameters:  # the order of every LayerNormMLP
+        if prefix + name in destination:
+            destination[prefix + name] = destination.pop(prefix + name)
+
+
+def blanks(module: Any) -> Iterator[tuple[str, Tensor]]:
+    """What a state_dict has of DTensors, to be filled."""
+    for key, parts in _held(module):
+        if is_spread(*parts):
+            yield key, above.blank(parts)
+
+
+def load(module: Any, state_dict: Any, prefix: str, error_msgs: list[str]) -> None:
+    """Put halves in the place of the one fc1 of a state_dict."""
+    for key, parts in _held(module):
+        whole, names = state_dict.get(prefix + key), [prefix + name for name in names_of(key)]
+        if is_spread(whole) and above.is_blank(whole):  # there was no such key
+            del state_dict[prefix + key]
+            continue
+        if not isinstance(whole, Tensor) or whole.element_size() == 1:  # codes are refused as such
+            continue
+        shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
+        if tuple(whole.shape) != shape:
+            error_msgs.append(
+                f"size mismatch for {prefix + key}: copying a param with shape "
+                f"{tuple(whole.shape)} from checkpoint, the shape in current model is {shape}"
+            )
+            continue
+        del state_dict[prefix + key]
+        state_dict.update(zip(names, above.cut(whole, parts), strict=True))
+
+
+def missing(module: Any, prefix: str, missing_keys: list[str]) -> None:
+    """Name fc1 instead of its halves where a state_dict has neither."""
+    for key, _ in _held(module):
+        names = [prefix + name for name in names_of(key)]
+        if all(name in missing_keys for name in names):
+            missing_keys[missing_keys.index(names[0])] = prefix + key
+            missing_keys.remove(names[1])

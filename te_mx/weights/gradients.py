@@ -1,0 +1,204 @@
+"""Weight gradients with a place or a time of their own (main_grad, backward_dw) under torch's
+data-parallel wrappers, which expect gradients in .grad when backward ends.
+
+Under fully_shard a gradient is averaged over the ranks when it is computed, and added to what the
+optimizer has: ``grad`` or ``main_grad`` of the sharded parameter. Under DistributedDataParallel it
+is added to what this rank has, and the sum averaged over the ranks; not so inside of no_sync().
+
+The part of a module that holds weight gradients back (delay_wgrad_compute), and how a module
+leaves compiled code where its weight gradients need it; shared by every module family.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable_state import _module_state_mapping
+from torch.nn.parallel import DistributedDataParallel
+
+from te_mx.autograd.grad_target import (
+    Owner,
+    Queue,
+    Start,
+    Use,
+    Versions,
+    WeightGradient,
+    Wgrad,
+)
+from te_mx.runtime.arguments import shown
+from te_mx.weights.ranks import above
+
+
+def owners_of(module: Any, label: str, parameters: Sequence[Tensor]) -> list[Owner]:
+    """Whom the gradients of weights belong to that belong to several ranks; none where they belong
+    to this one.
+
+    Raises:
+        NotImplementedError: FullyShardedDataParallel runs the module and would lose them.
+    """
+    if module._owned is not None:
+        return [module._owned[id(parameter)] for parameter in parameters]
+    # What fully_shard and FullyShardedDataParallel set on every module whose parameters they swap;
+    # torch's replicate swaps them and only keeps a list.
+    managed = getattr(module, "_is_fsdp_managed_module", False)
+    if not managed and not _module_state_mapping:
+        return []
+    owners = above.owners(module, parameters)
+    if owners or not managed:
+        return owners
+    if module.delay_wgrad_compute:
+        raise NotImplementedError(
+            f"{label}: delay_wgrad_compute=True does not work under FullyShardedDataParallel, "
+            "which reduces gradients when backward ends and frees what they belong to: those that "
+            "backward_dw computes later would be lost, and the weight never move; use fully_shard, "
+            "or build the layer with delay_wgrad_compute=False"
+        )
+    raise NotImplementedError(
+        f"{label}: fuse_wgrad_accumulation=True does not work under FullyShardedDataParallel, "
+        "which makes the weight of every forward from its shards: it has no main_grad, and its "
+        "optimizer would not see one; use fully_shard, or build the layer with "
+        "fuse_wgrad_accumulation=False"
+    )
+
+
+def reducing_group(parameters: Sequence[Tensor]) -> Any:
+    """The process group over which DistributedDataParallel, which runs a forward now, averages the
+    gradients of these parameters; None where it does not."""
+    ddp: Any = DistributedDataParallel._active_ddp_module
+    if ddp is None or not ddp.require_backward_grad_sync:
+        return None
+    reduced = {id(parameter) for parameter in ddp._module_parameters}
+    return ddp.process_group if any(id(p) in reduced for p in parameters) else None
+
+
+class ReplicatedGradient(WeightGradient):
+    """The place of the gradient of a weight that DistributedDataParallel has on every rank of
+    `group`: what is there after this one was added is averaged."""
+
+    __slots__ = ("group",)
+    group: Any
+
+    @torch.no_grad()
+    def _finish(self, wgrad: Wgrad, dtype: torch.dtype, versions: Versions, use: Use) -> None:
+        super()._finish(wgrad, dtype, versions, use)
+        if not self.fuse:
+            self._average([p.grad for p in self.parameters if p.requires_grad])
+
+    def _fuse(self, wgrad: Wgrad, use: Use) -> None:
+        super()._fuse(wgrad, use)
+        self._average(self._main_grads(use))
+
+    def _average(self, grads: Sequence[Tensor | None]) -> None:
+        for grad in grads:
+            if grad is not None:
+                grad.div_(torch.distributed.get_world_size(self.group))
+                torch.distributed.all_reduce(grad, group=self.group)
+
+
+def replicated(
+    parameters: Sequence[Tensor], label: str, fuse: bool, starts: Sequence[Start | None],
+    queue: Queue | None,
+) -> WeightGradient:  # fmt: skip
+    """The place of the gradient of a weight that this rank has as a whole.
+
+    Raises:
+        NotImplementedError: DistributedDataParallel lets ranks leave layers out.
+    """
+    group = reducing_group(parameters)
+    if group is not None and DistributedDataParallel._active_ddp_module.find_unused_parameters:  # type: ignore[union-attr]
+        which = "fuse_wgrad_accumulation" if fuse else "delay_wgrad_compute"
+        raise NotImplementedError(
+            f"{label}: {which}=True does not work under DistributedDataParallel("
+            "find_unused_parameters=True): such a gradient is averaged where it is computed, and "
+            "ranks that run the layer would wait for those that do not; use "
+            "find_unused_parameters=False where all ranks run all layers, or build the layer with "
+            f"{which}=False"
+        )
+    if group is None:
+        return WeightGradient(parameters, label, fuse, starts, queue)
+    made = ReplicatedGradient(parameters, label, fuse, starts, queue)
+    made.group = group
+    return made
+
+
+def __getattr__(name: str) -> Any:
+    # Not a decorator, because torch.compiler.disable takes seconds to import: Dynamo reads the
+    # attribute when it traces, and has been imported then.
+    if name == "untraced":
+        reason = "te_mx: a weight gradient that goes to main_grad or is delayed"
+        globals()[name] = torch.compiler.disable(_call, reason=reason)
+        return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _call(fn: Callable[..., Any], *args: Any) -> Any:
+    """`untraced` calls a function outside of the graph that is being compiled."""
+    return fn(*args)
+
+
+class DelayedWgrad:
+    """Mixin of modules whose backward may leave the weight gradients for ``backward_dw()``."""
+
+    # Class attributes, not set in __init__: convert_model gives modules this class in place.
+    delay_wgrad_compute: bool = False
+    _delayed: Queue | None = None  # one GEMM for each weight and backward pass, oldest first
+    _wgrad_hooks: tuple[Callable[[], Any], ...] = ()
+
+    def _start_delaying(self) -> None:
+        """Called by a constructor, when the parameters are there."""
+        self.delay_wgrad_compute = True
+        self._mark_delayed()
+
+    def _mark_delayed(self) -> None:
+        """Data-parallel wrappers written for Transformer Engine wait for backward_dw of parameters
+        that say so."""
+        assert isinstance(self, nn.Module)
+        for parameter in self.parameters(recurse=False) if self.delay_wgrad_compute else ():
+            parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
+
+    def _wgrad_queue(self) -> Queue | None:
+        """Where a forward tells its backward to leave the GEMM."""
+        if not self.delay_wgrad_compute:
+            return None
+        if self._delayed is None:
+            self.__dict__["_delayed"] = deque()
+        return self._delayed
+
+    def need_backward_dw(self) -> bool:
+        """Whether weight gradients wait for `backward_dw`: the value of delay_wgrad_compute."""
+        return self.delay_wgrad_compute
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradient that the oldest backward pass left, and put it where that
+        pass would have: added to ``weight.grad``, or into ``weight.main_grad``. Then call the
+        registered hooks. Without delay_wgrad_compute it does nothing.
+
+        Raises:
+            RuntimeError: no backward pass is waiting; or the GEMM reads the input or the output
+                gradient itself (save_original_input, recipes with a backward in high precision,
+                outside te_mx.autocast), and it was modified in place after that pass. That pass
+                no longer waits then.
+        """
+        if not self.delay_wgrad_compute:
+            return
+        if not self._delayed:
+            raise RuntimeError(
+                f"{type(self).__name__}.backward_dw(): no weight gradient is waiting; call it once "
+                "after each backward pass in which the weight needs a gradient"
+            )
+        self._delayed.popleft()()
+        for hook in self._wgrad_hooks:
+            hook()
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
+        """Have ``hook()`` called at the end of every `backward_dw`; Transformer Engine's name.
+
+        Raises TypeError for what cannot be called.
+        """
+        if not callable(hook):
+            raise TypeError(f"{type(self).__name__}: hook must be a function, got {shown(hook)}")
+        self._wgrad_hooks = (*self._wgrad_hooks, hook)

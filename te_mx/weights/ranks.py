@@ -1,0 +1,100 @@
+"""The seam between the modules and te_mx.distributed, which stands above them: calls that concern
+tensors of several ranks are handed up, and weight gradients that belong to several ranks find the
+one who puts them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_mx.autograd.grad_target import Owner
+from te_mx.autograd.linear import Lent
+from te_mx.autograd.sequence_parallel import Tokens
+
+
+class _Above:
+    """What te_mx.distributed does, once it is imported, which te_mx does.
+
+    run(module, inp, *args): the forward of a module on what this rank has of its tensors.
+    owners(module, weights): whom the gradients of weights that fully_shard lends belong to.
+    attach(module): tells fully_shard again that it gathers the weights of a module as codes.
+    block(block, x): the result of a fused MLP block whose weights are DTensors, and "fused"; or
+    None and why its layers run one by one.
+    gathered(module, settings): such weights of a module as KeptWeight, by name, and the settings
+    that it runs with.
+    join(parts), cut(whole, like): one DTensor of the rows of several, for a state_dict, and back;
+    blank(parts): it without values, is_blank(tensor): whether it still is.
+    """
+
+    run: Callable[..., Any]
+    owners: Callable[[Any, Sequence[Tensor]], list[Owner]]
+    attach: Callable[[Any], None]
+    block: Callable[[Any, Any], tuple[Any, str]]
+    gathered: Callable[[Any, Any], tuple[dict[str, Any], Any]]
+    join: Callable[[Sequence[Any]], Any]
+    blank: Callable[[Sequence[Any]], Any]
+    is_blank: Callable[[Any], bool]
+    cut: Callable[[Tensor, Sequence[Any]], list[Tensor]]
+
+
+above = _Above()
+
+
+_SPREAD = frozenset(("DTensor", "GatheredWeight"))
+
+
+def is_gathered(tensor: Any) -> bool:
+    """Whether it is a weight that is gathered as codes."""
+    return type(tensor).__name__ == "GatheredWeight"
+
+
+def is_spread(*tensors: Any) -> bool:
+    """Whether one of these is a DTensor, or a weight that is gathered as codes. They are known by
+    name, because torch.distributed.tensor takes seconds to import."""
+    return any(type(tensor).__name__ in _SPREAD for tensor in tensors)
+
+
+def here(tensor: Any) -> Any:
+    """What this rank has of a tensor, without history."""
+    if not is_spread(tensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+class SeveralRanks:
+    """Mixin of the modules, beside an nn.Module."""
+
+    # Class attributes, not set in __init__: convert_model gives modules this class in place.
+    _owned: dict[int, Owner] | None = None  # owners of local weights, by the id of these
+    _local: Any = None  # the module of which this is what one rank sees
+    _gathers: dict[str, Any] | None = None  # settings of weights to gather as codes, by name
+    _gathered_with: Any = None  # the weights that are quantized for the same forward pass
+    _gathered: dict[str, Any] | None = None  # such weights in a forward, as KeptWeight
+    _joined: Any = None  # the whole of one of which the parts are such weights
+    _ran_with: Any = None  # the settings of that forward
+    _gathers_inputs = False  # sequence parallelism gathers codes of inputs
+    _lent: Lent | None = None  # the parameter that a local weight is of
+    _tokens: Tokens | None = None  # the ranks that have the other tokens of an input
+
+    def _is_spread(self, inp: Any) -> bool:
+        """Whether a call on this input concerns other ranks."""
+        if self._local is not None:
+            return False
+        if self._shared is not None:  # type: ignore[attr-defined]
+            return True
+        return is_spread(inp, *self._parameters.values())  # type: ignore[attr-defined]
+
+    def _run_spread(self, inp: Any, *args: Any) -> Any:
+        return above.run(self, inp, *args)
+
+    def _is_lent(self) -> bool:
+        """Whether fully_shard has put other parameters into the module for now."""
+        if not getattr(self, "_is_fsdp_managed_module", False):
+            return False
+        held = [p for p in self._parameters.values() if p is not None]  # type: ignore[attr-defined]
+        return not all(type(p).__name__ == "DTensor" for p in held)

@@ -1,0 +1,542 @@
+"""Frozen weights in a state_dict.
+
+A module without masters saves, for each weight, ``<name>`` (float8_e4m3fn [out, in]) and
+``<name>_scale`` (uint8 [out, ceil(in/32)], E8M0): the names and layouts of MXFP8 checkpoints of
+compressed-tensors and ModelOpt; scales named ``<name>_scale_inv`` are read too. Codes of fewer than
+8 bits are saved as they are packed, uint8; the shapes tell 4 bits from 6, and the scales of 6-bit
+codes carry the element in their name, ``<name>_scale_e2m3``. Formats with fp32 scales save these as
+``<name>_scale_inv`` (float32 [ceil(out/128), ceil(in/128)] for blocks of 128 x 128), the names and
+layouts of DeepSeek-V3's checkpoints; the value is code * scale. Such scales in bf16 (Qwen's), and
+E8M0 ones of 128 x 128 in uint8 or float8_e8m0fnu, are read as fp32, which holds them exactly.
+
+What such a state_dict is loaded into becomes frozen without masters;
+te_mx.unfreeze_weights(dequantize=True) makes parameters that train. weights/state_dict.py reads
+4-bit weights under the names of others.
+
+The recipe, which names the format, goes with them in the metadata of the state_dict, which
+``torch.save(state_dict)`` keeps; formats that hold tensors only, such as safetensors, lose it. The
+module's own, or the one bound to it, stands in then if its codes are such, or else the default
+recipe with the one format of weights that has such tensors; for float32 scales DeepSeekV3, or the
+same with weights in blocks of 1 x 128; for E8M0 scales of 128 x 128 Float8BlockScaling, whose
+inputs have scales that are powers of two as well.
+
+4-bit weights in a state_dict under the names of others, for a weight called <name>:
+
+compressed-tensors  ``<name>_packed`` [.., out, in/2] and ``<name>_scale`` [.., out, in/32]
+gpt-oss             ``<name>_blocks`` [.., out, in/32, 16] and ``<name>_scales`` [.., out, in/32]
+
+They become ``<name>`` and ``<name>_scale``, as weights/state_dict.py reads them; te_mx saves those.
+
+Checkpoints of Transformer Engine hold `_extra_state` of modules that have none in te_mx.
+
+Loading a state_dict into one module: all of it or, where something is wrong, nothing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_mx import formats
+from te_mx.formats import mxfp4_checkpoints
+from te_mx.recipe import BlockScaling, DeepSeekV3, Float8BlockScaling
+from te_mx.recipes.resolve import DEFAULT_SETTINGS
+from te_mx.recipes.settings import Settings
+from te_mx.runtime.arguments import is_dense, shown
+from te_mx.weights.formats import NOTHING, Fixed
+from te_mx.weights.frozen import Freezable, Frozen
+
+_ENDS = {  # of codes -> of their scales, and what makes te_mx's of both
+    "_packed": ("_scale", mxfp4_checkpoints.from_compressed_tensors),
+    "_blocks": ("_scales", mxfp4_checkpoints.from_gpt_oss),
+}
+
+
+def adapt(module: Any, state_dict: Any, prefix: str, error_msgs: list[str]) -> None:
+    """Give such entries of a module te_mx's names and shapes, in place; what does not fit is
+    appended to the messages."""
+    keys = tuple(prefix + key for key in module._weight_keys)
+    for given in [name for name in state_dict if name.startswith(keys)]:
+        for end, (scale_end, read) in _ENDS.items():
+            name = given.removesuffix(end)
+            if name == given or name.rstrip("0123456789") not in keys:  # a part of groups: weight7
+                continue
+            if name in state_dict:
+                error_msgs.append(f"{name} and {given} are both there; keep the one that is meant")
+            elif name + scale_end not in state_dict:
+                error_msgs.append(f"{name}{scale_end}: missing beside {given}")
+            else:
+                parts = state_dict.pop(given), state_dict.pop(name + scale_end)
+                try:
+                    state_dict[name], state_dict[f"{name}_scale"] = read(*parts)
+                except (TypeError, ValueError) as error:
+                    error_msgs.append(f"{given}, {name}{scale_end}: {error}")
+
+
+class WithoutExtraState:
+    """Mixin, before nn.Module: loads state_dicts with an ``_extra_state`` of this module, which is
+    ignored, under strict=True too."""
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        super()._load_from_state_dict(  # type: ignore[misc]
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        key = prefix + "_extra_state"
+        if key in unexpected_keys:
+            unexpected_keys.remove(key)
+
+
+def load_module(
+    module: Any, load_plain: Callable[..., None], state_dict: Any, prefix: str,
+    local_metadata: Any, strict: bool, missing_keys: list[str], unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:  # fmt: skip
+    """nn.Module._load_from_state_dict, for codes too. `load_plain` is nn.Module's own, which
+    overwrites one parameter after the other and only says what did not fit.
+
+    Missing and unexpected keys are reported as ever and keep nothing else from being loaded:
+    checkpoints in several files come in calls that each have a part.
+    """
+    before = len(error_msgs)
+    rest = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+    hooks = module._load_state_dict_pre_hooks
+    for hook in hooks.values():  # before the checks, because they may rename
+        hook(state_dict, prefix, *rest)
+    adapt(module, state_dict, prefix, error_msgs)
+    module._adapt_state_dict(state_dict, prefix, error_msgs)
+    codes = read_codes(module, state_dict, prefix, local_metadata, missing_keys, error_msgs)
+    assign = local_metadata.get("assign_to_params_buffers", False)
+    _check(module, state_dict, prefix, codes.names, assign, error_msgs)
+    if len(error_msgs) > before:
+        for key in [k for k in state_dict if k.startswith(prefix) and "." in k[len(prefix) :]]:
+            del state_dict[key]  # of parametrizations, which load by themselves after this
+        return
+    # Codes last: nothing of them can fail any more, and nn.Module knows no codes.
+    plain = {key: value for key, value in state_dict.items() if key not in codes.names}
+    known, undo = len(missing_keys), _way_back(module, plain, prefix)
+    module.__dict__["_load_state_dict_pre_hooks"] = OrderedDict()
+    try:
+        load_plain(plain, prefix, *rest)
+        failed = len(error_msgs) > before
+    except BaseException:
+        undo()
+        raise
+    finally:
+        module.__dict__["_load_state_dict_pre_hooks"] = hooks
+    replaced = {prefix + name for key in codes.made for name in module._held_by(key)}
+    missing_keys[known:] = [key for key in missing_keys[known:] if key not in replaced]
+    if failed:
+        undo()
+        return
+    take_codes(module, codes)
+    if prefix + "_extra_state" in unexpected_keys:  # Transformer Engine saves it
+        unexpected_keys.remove(prefix + "_extra_state")
+    module._forget_copies()
+
+
+def _way_back(module: Any, state_dict: Any, prefix: str) -> Callable[[], None]:
+    """What gives the module's parameters back what they hold now. Values are kept only where
+    copying into one may fail, which dense tensors of floating point numbers do not."""
+    held = dict(module._parameters)
+    given = {name: state_dict.get(prefix + name) for name, old in held.items() if old is not None}
+    given = {name: value for name, value in given.items() if value is not None}
+    if all(_copies(held[name], value) for name, value in given.items()):
+        kept = []
+    else:
+        olds = [held[name] for name in given]
+        olds = [old for old in olds if not (old.is_meta or old.is_inference())]
+        kept = [(old, old.detach().clone()) for old in olds]
+
+    def undo() -> None:
+        module._parameters.update(held)
+        with torch.no_grad():
+            for old, value in kept:
+                old.copy_(value)
+
+    return undo
+
+
+def _copies(parameter: Any, value: Any) -> bool:
+    """Whether a value surely can be copied into a parameter of its shape."""
+    plain = (torch.Tensor, torch.nn.Parameter)
+    return (
+        type(parameter) in plain
+        and type(value) in plain
+        and value.is_floating_point()
+        and parameter.is_contiguous()
+        and not parameter.is_inference()
+    )
+
+
+def _check(
+    module: Any, state_dict: Any, prefix: str, done: tuple[str, ...], assign: bool,
+    error_msgs: list[str],
+) -> None:  # fmt: skip
+    """Append what keeps an entry from being a parameter of the module."""
+    for name, parameter in module.named_parameters():
+        key = prefix + name
+        if key in done or key not in state_dict:
+            continue
+        value = state_dict[key]
+        if not torch.overrides.is_tensor_like(value):
+            error_msgs.append(f"{key} must be a tensor, got {type(value).__name__}")
+        elif isinstance(value, torch.Tensor) and not is_dense(value):
+            error_msgs.append(f"{key} must be a dense tensor, got {shown(value)}")
+        elif value.element_size() == 1:
+            error_msgs.append(codes_alone(key, value, state_dict))
+        elif value.is_meta and not (assign or parameter.is_meta):
+            error_msgs.append(f"{key} is on the meta device and has no values")
+        elif value.shape != parameter.shape:
+            error_msgs.append(
+                f"size mismatch for {key}: copying a param with shape {tuple(value.shape)} from "
+                f"checkpoint, the shape in current model is {tuple(parameter.shape)}"
+            )
+
+
+_NAMED = {  # 6-bit codes look alike
+    fmt.name: f"_scale_{fmt.element.name}" for fmt in map(formats.get, formats.names())
+    if fmt.element.bits == 6
+}  # fmt: skip
+_EIGHT_BITS = {
+    fmt.element.torch_dtype for fmt in map(formats.get, formats.names()) if fmt.element.bits == 8
+}
+_E8M0 = (torch.uint8, torch.float8_e8m0fnu)
+SCALES = ("_scale", "_scale_inv", *_NAMED.values())
+_RECIPE, _FIXED = "te_mx_recipe", "te_mx_frozen"  # in the metadata of a module
+
+
+class Codes(NamedTuple):
+    """What a state_dict has of a module's quantized weights: codes and scales by key, the recipe,
+    the names that need no further look, and what freezing fixed (None: what it is fixed to)."""
+
+    made: dict[str, tuple[Tensor, Tensor]]
+    settings: Settings | None
+    names: tuple[str, ...]
+    fixed: Fixed | None = None
+
+
+def save_codes(module: Freezable, destination: Any, prefix: str) -> None:
+    """state_dict entries of a module without masters."""
+    assert module._frozen is not None
+    metadata = getattr(destination, "_metadata", {}).get(prefix[:-1])
+    if metadata is not None:
+        metadata[_RECIPE] = module._frozen.settings._asdict()
+        metadata[_FIXED] = module._frozen.fixed._asdict()
+    dtype = _dtype_of(module._frozen.settings.w)
+    code_end, end = module._saved_as or ("", _end_of(module._frozen.settings.w))
+    for key in module._weight_keys:
+        codes, scales = module._codes(key)
+        names = module._held_by(key)
+        # Weights of several parameters are stacked: one part for each.
+        parts = ([codes], [scales]) if names == (key,) else (codes.unbind(0), scales.unbind(0))
+        for name, code, scale in zip(names, *parts, strict=True):
+            code = code.view(dtype)
+            if code_end == "_blocks":  # gpt-oss: the bytes of a block have a dimension of their own
+                code = code.unflatten(-1, (scale.shape[-1], -1))
+            destination[prefix + name + code_end] = code
+            destination[prefix + name + end] = scale
+
+
+def read_codes(
+    module: Freezable,
+    state_dict: Any,
+    prefix: str,
+    local_metadata: Any,
+    missing_keys: list[str],
+    error_msgs: list[str],
+) -> Codes:
+    """The quantized weights in a state_dict, which change nothing yet; what is missing of them and
+    what is wrong with them is appended to the lists."""
+    weights = {key: prefix + key for key in module._weight_keys}
+    scales: dict[str, str] = {}
+    for key, name in weights.items():
+        given = [name + end for end in SCALES if name + end in state_dict]
+        if len(given) > 1:
+            error_msgs.append(f"{' and '.join(given)} are both there; keep the one that is meant")
+        if given:
+            scales[key] = given[0]
+    ours = (*weights.values(), *scales.values())
+    nothing = Codes({}, None, ours)
+    if not scales:
+        if not module._is_dropped():
+            return Codes({}, None, ())
+        _refuse_plain(module, weights, state_dict, missing_keys, error_msgs)
+        return nothing
+    if len(scales) < len(weights):
+        end = next(e for e in reversed(SCALES) if next(iter(scales.values())).endswith(e))
+        missing = [f"{name}{end}" for key, name in weights.items() if key not in scales]
+        error_msgs.append(
+            f"{', '.join(missing)}: missing beside {next(iter(scales.values()))}; the weights of "
+            "a module are frozen together"
+        )
+        return nothing
+    key = next(iter(weights))
+    end = scales[key].removeprefix(weights[key])
+    stored = state_dict[scales[key]]
+    first = _widened(stored, end, module._shape_of(key))
+    powers = first is not stored and stored.dtype in _E8M0
+    settings = _settings_for(
+        module, local_metadata.get(_RECIPE), state_dict.get(weights[key]), first, end, powers,
+        prefix, error_msgs,
+    )  # fmt: skip
+    meant = _end_of(settings.w)
+    if end != meant and (end in _NAMED.values() or meant in _NAMED.values()):
+        error_msgs.append(
+            f"{scales[key]}: the codes are {settings.w}, whose scales are called {weights[key]}"
+            f"{meant}; rename them if that is the right format"
+        )
+        return nothing
+    dropped, made = module._is_dropped(), {}
+    for key, name in weights.items():
+        if not dropped and not module._is_held(key):
+            error_msgs.append(
+                f"{scales[key]}: a quantized weight does not load into a layer with "
+                "parameters_split or a parametrized weight; build it without"
+            )
+            return nothing
+        held = module._codes(key)[0] if dropped else module._sample(key)
+        shape = module._shape_of(key)
+        code, scale = state_dict.get(name), _widened(state_dict[scales[key]], end, shape)
+        problem = _problem(code, scale, shape, settings.w)
+        assign = local_metadata.get("assign_to_params_buffers", False) or held.is_meta
+        if not (problem or assign) and (code.is_meta or scale.is_meta):
+            problem = "are on the meta device and have no values"
+        if problem:
+            error_msgs.append(f"{name}, {scales[key]}: {problem}")
+            return nothing
+        code, scale = _plain(code), _plain(scale)
+        if not assign:
+            code, scale = (t.to(held.device, copy=True) for t in (code, scale))
+        made[key] = code, scale
+    fixed = None if _RECIPE not in local_metadata else NOTHING
+    if (saved := local_metadata.get(_FIXED)) is not None:
+        try:
+            fixed = Fixed(**saved)
+        except TypeError as error:
+            error_msgs.append(
+                f"{weights[key]}: was frozen in a way that this version of te_mx does not know, "
+                f"{saved!r} ({error})"
+            )
+            return nothing
+    return Codes(made, settings, ours, fixed)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, row after row: one of a column may have strides of any size."""
+    if tensor.stride() != torch.empty(tensor.shape, device="meta").stride():
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.detach().resolve_neg().view(torch.uint8)
+
+
+def _widened(scales: Any, end: str, shape: tuple[int, ...]) -> Any:
+    """Scales of checkpoints that store in bf16, or in E8M0 bytes for blocks of 128 x 128, what
+    others do in fp32; the latter are told from those of MXFP8 by their number."""
+    if end != "_scale_inv" or not isinstance(scales, Tensor) or not is_dense(scales):
+        return scales
+    if scales.dtype == torch.bfloat16:
+        return scales.float()
+    of_mx, of_blocks = (
+        (*shape[:-2], *formats.get(name).scales_shape(*shape[-2:]))
+        for name in ("mxfp8_e4m3", "fp8_e4m3_128x128")
+    )
+    if scales.dtype in _E8M0 and of_mx != scales.shape == of_blocks:
+        return scales.contiguous().view(torch.float8_e8m0fnu).float()
+    return scales
+
+
+def take_codes(module: Freezable, codes: Codes) -> None:
+    """Make codes that were read the weights of the module."""
+    if not codes.made:
+        return
+    assert codes.settings is not None
+    if module._frozen is None:
+        module._mark_frozen(Frozen(codes.settings))
+    else:
+        if module._frozen.settings.w != codes.settings.w:
+            module.__dict__.pop("_saved_as", None)  # names of another format
+        module._frozen.settings = codes.settings
+    assert module._frozen is not None
+    module._frozen.fixed = module._frozen.fixed if codes.fixed is None else codes.fixed
+    module._drop_masters(codes.made)
+
+
+def _refuse_plain(
+    module: Freezable, weights: dict[str, str], state_dict: Any, missing_keys: list[str],
+    error_msgs: list[str],
+) -> None:  # fmt: skip
+    """A state_dict without scales loads into anything but a module without masters."""
+    assert module._frozen is not None
+    for name in weights.values():
+        value = state_dict.get(name)
+        if value is None:
+            missing_keys += [name, name + _end_of(module._frozen.settings.w)]
+        elif isinstance(value, Tensor) and value.element_size() == 1:
+            error_msgs.append(codes_alone(name, value))
+        else:
+            error_msgs.append(
+                f"{name} is in high precision, but the layer is frozen without its master "
+                "weight; call te_mx.unfreeze_weights(model, dequantize=True) before loading"
+            )
+
+
+def codes_alone(name: str, value: Tensor, state_dict: Any = ()) -> str:
+    """The message for codes that have no scales beside them, or where a parameter takes none."""
+    if given := [name + end for end in SCALES if name + end in state_dict]:
+        return (
+            f"{name} holds codes ({value.dtype}, scales in {given[0]}), and this layer takes them "
+            "only as a whole weight: build it without parameters_split and without "
+            "parametrizations, or dequantize the checkpoint first"
+        )
+    return (
+        f"{name} holds codes ({value.dtype}) and there are no scales for them: {name}_scale is "
+        f"missing, or {name}_scale_inv; load both, or dequantize the checkpoint first"
+    )
+
+
+def _dtype_of(name: str) -> torch.dtype:
+    """The dtype that codes of a format have in a state_dict."""
+    element = formats.get(name).element
+    return element.torch_dtype if element.bits == 8 and element.torch_dtype else torch.uint8
+
+
+def _end_of(name: str) -> str:
+    """What is added to the name of a weight for its scales in a state_dict."""
+    if name in _NAMED:
+        return _NAMED[name]
+    return SCALES[formats.get(name).scaling.scale == "fp32"]
+
+
+def _problem(codes: Any, scales: Any, shape: tuple[int, ...], name: str) -> str:
+    """What is wrong with a quantized weight of this shape and format in a state_dict, or an empty
+    string."""
+    if codes is None:
+        return "a weight_scale needs a weight of codes beside it"
+    if not isinstance(codes, Tensor) or not isinstance(scales, Tensor):
+        return f"must be tensors, got {type(codes).__name__} and {type(scales).__name__}"
+    if not (is_dense(codes) and is_dense(scales)):
+        return f"must be dense tensors, got {shown(codes)} and {shown(scales)}"
+    fmt, dtype = formats.get(name), _dtype_of(name)
+    if codes.dtype != dtype:
+        told = f"codes must be {str(dtype).removeprefix('torch.')}, got {codes.dtype}"
+        if codes.dtype in _EIGHT_BITS:
+            told += "; bind a recipe with the format of these to the layer (te_mx.convert_model)"
+        if codes.dtype in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz):
+            told += ", or make others of them by te_mx.formats.convert"
+        if codes.dtype == torch.uint8:
+            four, sizes = formats.get("mxfp4"), shape[-2:]
+            wanted = (
+                str((*shape[:-2], *one(*sizes))) for one in (four.codes_shape, four.scales_shape)
+            )
+            told += (
+                f"; MXFP4 has {' and '.join(wanted)} bytes of codes and scales for this weight, "
+                f"got {tuple(codes.shape)} and {tuple(scales.shape)}"
+            )
+        return told
+    if fmt.scaling.scale == "fp32" and scales.dtype != torch.float32:
+        return f"scales of {name} must be float32, got {scales.dtype} {tuple(scales.shape)}"
+    if fmt.scaling.scale != "fp32" and scales.dtype not in _E8M0:
+        known = (formats.get(f"fp8_e4m3_{block}") for block in ("128x128", "1x128"))
+        wanted = (str((*shape[:-2], *each.scales_shape(*shape[-2:]))) for each in known)
+        return (
+            f"scales must be uint8 (E8M0 bytes), got {scales.dtype} {tuple(scales.shape)}; float32 "
+            "scales of 128x128 or 1x128 blocks load beside float8_e4m3fn codes, for this weight "
+            f"{' or '.join(wanted)}, those of tensors or channels belong to other formats, which "
+            "do not load: dequantize the checkpoint first"
+        )
+    groups, sizes = shape[:-2], shape[-2:]
+    expected = [(*groups, *fmt.codes_shape(*sizes)), (*groups, *fmt.scales_shape(*sizes))]
+    got = [tuple(codes.shape), tuple(scales.shape)]
+    if got != expected:
+        return (
+            f"shapes must be {expected[0]} and {expected[1]} (one scale per {_block_of(fmt)}), "
+            f"got {got[0]} and {got[1]}"
+        )
+    return ""
+
+
+def _could_be(name: str, codes: Any, scales: Any, end: str) -> bool:
+    """Whether codes and scales have the dtypes and the names of a format in a state_dict."""
+    of_fp32 = formats.get(name).scaling.scale == "fp32"
+    is_fp32 = getattr(scales, "dtype", None) == torch.float32
+    if end in _NAMED.values() and end != _end_of(name):
+        return False
+    return _dtype_of(name) == getattr(codes, "dtype", None) and of_fp32 == is_fp32
+
+
+def _block_of(fmt: formats.Format) -> str:
+    """A block of a format in words."""
+    height, width = fmt.scaling.block
+    return f"{width} columns" if height == 1 else f"block of {height} x {width}"
+
+
+def _settings_for(
+    module: Freezable, saved: Any, codes: Any, scales: Any, end: str, powers: bool, prefix: str,
+    error_msgs: list[str],
+) -> Settings:  # fmt: skip
+    """The settings that were saved with codes, or, without any, those that stand in for them.
+    powers: fp32 scales were read from E8M0 bytes."""
+    default = DEFAULT_SETTINGS
+    if saved is None:
+        own = module._bound if module._frozen is None else module._frozen.settings
+        shape = module._shape_of(module._weight_keys[0])
+        fits = own is not None and _could_be(own.w, codes, scales, end)
+        if own is not None and fits and not _problem(codes, scales, shape, own.w):
+            return own
+        blockwise = (DeepSeekV3(), Float8BlockScaling(True, w_block_scaling_dim=1))
+        for recipe in (Float8BlockScaling(),) if powers else blockwise:
+            if getattr(scales, "dtype", None) == torch.float32 and not _problem(
+                codes, scales, tuple(getattr(codes, "shape", ())), recipe.settings.w
+            ):
+                return recipe.settings
+        packed = [
+            name for name in formats.names()
+            if _end_of(name) == end and formats.get(name).element.bits < 8
+            and not _problem(codes, scales, shape, name)
+        ]  # fmt: skip
+        if len(packed) != 1:
+            return own if own is not None and fits else default
+        known = own is not None and formats.get(packed[0]).scaling.knows(own.scale_rule)
+        return (own if own is not None and known else default)._replace(w=packed[0])
+    try:
+        return _settings_of(saved)
+    except (KeyError, TypeError, ValueError, NotImplementedError) as error:
+        error_msgs.append(
+            f"{prefix}{module._weight_keys[0]}: was frozen under a recipe that this version of "
+            f"te_mx does not know, {saved!r} ({type(error).__name__}: {error})"
+        )
+        return default
+
+
+def _settings_of(saved: dict[str, Any]) -> Settings:
+    """The settings that were saved, checked as those of a recipe are."""
+    saved = dict(saved)
+    if "fwd_fmt" in saved:  # of an earlier version: one format for inputs and weights
+        saved["x"] = saved["w"] = saved.pop("fwd_fmt")
+        saved["g"] = saved.pop("bwd_fmt")
+    settings = Settings(**saved)
+    apart = {name: saved.get(name, "") for name in ("x_col", "w_col", "g_col", "g_rule")}
+    for name in filter(None, (settings.x_col, settings.w_col, settings.g_col)):
+        formats.get(name).check_rule(settings.scale_rule)
+    formats.get(settings.g_columns).check_rule(settings.gradient_rule)
+    fmt = formats.get(settings.w)  # codes may have a rule of their own
+    w = fmt.name if fmt.scaling.knows(settings.scale_rule) else settings.x
+    made = BlockScaling(
+        settings.x,
+        w,
+        settings.g,
+        scale_rule=settings.scale_rule,
+        precision=settings.precision,
+        alignment_spread=settings.spread,
+        backward_override=settings.backward,
+        wgrad_with_hp=settings.wgrad_hp,
+        one_copy_weights=settings.one_copy,
+        split_k=settings.split_k,
+    ).settings
+    return made._replace(w=fmt.name, **apart)
