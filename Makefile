@@ -40,7 +40,7 @@ CPP_FILES = $(shell git ls-files -co --exclude-standard -- 'csrc/*' 'third_party
 # Builds for another compiler or a sanitizer are about the CPU.
 VARIANT_FLAGS = -DMXTILE_TESTS=ON -DTE_MX_CUDA=OFF
 # Tests that drive the native module directly: what another compiler or a sanitizer can change.
-NATIVE_TESTS = $(wildcard tests/test_native*.py)
+NATIVE_TESTS = $(wildcard tests/backends/cpu/test_native*.py)
 # Processes that share the tests; 0 runs them in pytest itself, for a debugger. Threads that wait do
 # not spin then: they would take the cores from the other process.
 TEST_WORKERS ?= 2
@@ -201,7 +201,7 @@ bare-test: wheel
 wheel-test: wheel
 	@folder=$$(mktemp -d) && trap "rm -rf $$folder" EXIT && \
 	  cp -r tests build/wheel/*.whl $(VENV)/constraints.txt $$folder && index=$$(cat $(VENV)/.index) && \
-	  cd $$folder && rm -f tests/test_example*.py tests/test_benchmarks.py && $(CURDIR)/$(BIN)/python -m venv venv && \
+	  cd $$folder && rm -rf tests/scripts tests/project/test_bench*.py && $(CURDIR)/$(BIN)/python -m venv venv && \
 	  venv/bin/python -m pip install --quiet --disable-pip-version-check $$index -c constraints.txt \
 	    numpy hypothesis ml_dtypes pytest torchao ./*.whl && \
 	  PATH=$$folder/venv/bin:$$PATH venv/bin/python -m pytest -q -p no:cacheprovider tests

@@ -10,23 +10,33 @@ from pathlib import Path
 PACKAGE = Path("te_mx")
 # Top to bottom; a folder imports itself and those below it.
 ORDER = (
+    "commands",
+    "moe",
+    "pytorch",
+    "common",
+    "inspection",
+    "api",
+    "te",
+    "conversion",
     "integrations",
     "distributed",
+    "fusion",
     "nn",
+    "weights",
     "autograd",
+    "context",
+    "recipe",
     "recipes",
     "_ops",
     "backends",
     "dispatch",
-    "runtime",
     "layouts",
     "formats",
+    "runtime",
+    "torch_internals",
 )
-# Modules of te_mx itself: words without a place in the order, which every folder may use and which
-# use none, and what stands between folders. All others are public functions, above every folder.
-WORDS = {"arguments", "report", "written"}
-BETWEEN = {"context": "autograd", "recompute": "autograd", "recipe": "recipes"}
-# Modules that users import by name: public, and so above every folder.
+TOP = ("__init__", "__main__")
+# Modules that users import by name: public, and so they may import every folder.
 PLUGINS = {
     "integrations.hf_quantizer",
     "integrations.lightning",
@@ -34,7 +44,10 @@ PLUGINS = {
     "integrations.torchtitan_converter",
 }
 DEVICES = re.compile(r"sm_?\d\d|hopper|blackwell|gfx\d|device_capability|compute capability", re.I)
-ABOVE_DEVICES = {"nn", "autograd", "_ops", "recipes", "formats", "integrations", "pytorch"}
+ABOVE_DEVICES = {
+    "nn", "weights", "autograd", "_ops", "recipes", "formats", "integrations", "pytorch", "te",
+    "fusion", "context",
+}  # fmt: skip
 MOST_PARAMETERS = 10
 # Public functions that have the arguments of what they stand for.
 PUBLIC = {
@@ -47,15 +60,10 @@ PUBLIC = {
 }
 
 
-def rank(module: str) -> int | None:
-    """The place of te_mx.<module> in the order; None for words."""
+def rank(module: str) -> int:
+    """The place of te_mx.<module> in the order; -1 for what stands above every folder."""
     first = module.split(".")[0]
-    if ".".join(module.split(".")[:2]) in PLUGINS:
-        return -1
-    if first in WORDS:
-        return None
-    first = BETWEEN.get(first, first)
-    return ORDER.index(first) if first in ORDER else -1
+    return -1 if first in TOP else ORDER.index(first)
 
 
 def imported(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -86,22 +94,17 @@ def complaints(path: Path) -> Iterator[str]:
     tree = ast.parse(text)
     parts = path.relative_to(PACKAGE).parts
     module = ".".join(parts).removesuffix(".py")
-    own = rank(module)
-    if parts != ("__init__.py",):
-        for line, target in imported(tree):
-            other = rank(target)
-            if own is None:
-                if other is not None:
-                    yield f"{path}:{line}: imports te_mx.{target}, but every folder may use it"
-            elif other is not None and other < own:
-                yield f"{path}:{line}: imports te_mx.{target}, which stands above it"
+    own = -1 if module in PLUGINS else rank(module)
+    for line, target in imported(tree):
+        if rank(target) < own:
+            yield f"{path}:{line}: imports te_mx.{target}, which stands above it"
     if parts[0] in ABOVE_DEVICES:
         for number, text_line in enumerate(text.splitlines(), 1):
             if DEVICES.search(text_line):
                 yield f"{path}:{number}: a device's name above backends: {text_line.strip()}"
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and parameters(node) > MOST_PARAMETERS:
-            constructor = node.name == "__init__" and parts[0] == "nn"
+            constructor = node.name == "__init__" and parts[0] in ("nn", "te")
             if not constructor and f"{path}:{node.name}" not in PUBLIC:
                 yield f"{path}:{node.lineno}: {node.name} has {parameters(node)} parameters"
 

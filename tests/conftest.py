@@ -5,6 +5,8 @@ print their seeds.
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,9 @@ from te_mx.dispatch.tuned import tables
 from te_mx.recipe import Float8BlockScaling, MXFP8BlockScaling
 from te_mx.recipes import resolve
 from te_mx.runtime import ran, workspace
+
+# Tests take cases from those of their neighbours.
+sys.path.append(str(Path(__file__).parent / "nn"))
 
 _COMMON = {
     "deadline": None,  # the first example of a test may compile or load the native module

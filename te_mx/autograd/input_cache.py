@@ -2,8 +2,8 @@
 once and keep one copy for backward.
 
 Whoever knows that several layers read a tensor opens the cache for it: a fused normalization
-(te_mx/fusion/fused_norm.py), whose readers convert_model(fuse=True) found. Nothing else is
-cached. The tensor is known by the object, its version and its memory, and so is a view that is all of it (a
+(te_mx/fusion/fused_norm.py), whose readers convert_model(fuse=True) found. Nothing else is cached.
+The tensor is known by the object, its version and its memory, and so is a view that is all of it (a
 DTensor hands one out). In-place operations on it, through views too, change its version; what is
 written in between without a version, as through ``.data``, is not seen: that is why only tensors
 that go from one known place to others are cached, and why the cache of a thread is empty again when

@@ -1,5 +1,5 @@
-"""The autograd functions behind te_mx.Linear: the steps of autograd/linear_recipe.py once forward and
-once back, or, where the device has a kernel for it, one native call each way.
+"""The autograd functions behind te_mx.Linear: the steps of autograd/linear_recipe.py once forward
+and once back, or, where the device has a kernel for it, one native call each way.
 
 x and g are read once: one quantize call makes all the directions that the call needs, and that of g
 also sums the bias gradient. Saved for backward are the columnwise codes and scales of x, 1.03 bytes
@@ -7,13 +7,13 @@ an element in MXFP8, and w itself, which backward quantizes again; or what the r
 
 The one call runs the same kernels on the same bytes in the same order as the steps; only the host
 does less. The weight is quantized in the call, or was before (for micro-batches, or because it
-stands still). Its gradient goes back to autograd or into main_grad in the same call. For every other
-place that a WeightGradient knows (later, parameters of several ranks) it is a second call, on columns
-of the output gradient that the first one leaves. Of a weight of which only plain rowwise codes are
-left, the values of the codes stand for the weight.
+stands still). Its gradient goes back to autograd or into main_grad in the same call. For every
+other place that a WeightGradient knows (later, parameters of several ranks) it is a second call, on
+columns of the output gradient that the first one leaves. Of a weight of which only plain rowwise
+codes are left, the values of the codes stand for the weight.
 
-A parameter of which this rank has a part is given as such (`Lent`): the function reads what is here,
-and makes of the gradient of that one of the parameter.
+A parameter of which this rank has a part is given as such (`Lent`): the function reads what is
+here, and makes of the gradient of that one of the parameter.
 """
 
 from __future__ import annotations

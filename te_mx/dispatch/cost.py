@@ -4,8 +4,8 @@ constants, which each backend gives for its GEMM kernels as they were measured.
     time = max(host, step + GEMMs + bytes(x, w, g) / quantize_rate)        (bf16: without the bytes)
     GEMM = ceil(tiles / units) * units * 2 * tile^2 * k / rate             (so the last wave counts)
 
-The three GEMMs are [M, K] x [K, N], [M, N] x [N, K] and [N, M] x [M, K]. tests/test_cost.py holds
-it to the rows of benchmarks/README.md.
+The three GEMMs are [M, K] x [K, N], [M, N] x [N, K] and [N, M] x [M, K].
+tests/dispatch/test_cost.py holds it to the rows of benchmarks/README.md.
 """
 
 from __future__ import annotations

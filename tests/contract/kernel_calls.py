@@ -387,10 +387,10 @@ CASES = {
 }  # fmt: skip
 # Ops that other tests run, with why.
 ELSEWHERE = {
-    "linear": "is autograd's: tests/test_linear_one_call.py and tests/gpu",
+    "linear": "is autograd's: tests/autograd/test_linear_one_call.py and tests/gpu",
     "norm_rows": "is norm_quantize without codes: tests/gpu/test_sm90_norm_rows.py",
-    "norm_backward": "has sums of its own order: tests/test_fused_ops.py",
-    "columns_of_weights": "is two other ops: tests/test_sm90_grouped_plain_path.py",
+    "norm_backward": "has sums of its own order: tests/backends/reference/test_fused_ops.py",
+    "columns_of_weights": "is two other ops: tests/backends/sm90/test_sm90_grouped_plain_path.py",
     "move_ends": "copies a vector to a GPU: tests/gpu/test_sm90_grouped.py",
 }
 

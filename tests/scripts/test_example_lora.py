@@ -11,7 +11,7 @@ import torch
 from beside_te import import_or_skip
 
 peft = import_or_skip("peft")
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import finetune_lora  # noqa: E402  (the examples are no package)

@@ -17,7 +17,7 @@ from benchmarks.gpu import Gpu, GpuContext
 from benchmarks.models import CAUSAL, Workload, tokens_of
 from benchmarks.row import line
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PEERS = {
     "gemm": {"F.linear bf16", "dequantize + bf16"},
     "backward_gemm": {"torch.mm bf16", "dequantize + bf16"},

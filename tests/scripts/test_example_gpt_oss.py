@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import gpt_oss_moe  # noqa: E402  (the examples are no package)

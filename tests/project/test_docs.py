@@ -13,7 +13,7 @@ import te_mx
 
 # A block that imports one of these is left out where it is not installed.
 OPTIONAL = ("accelerate", "lightning", "peft", "torchtitan", "trl")
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGES = [
     "README.md", "docs/grouped.md", "docs/inference.md", "docs/integrations.md", "docs/inspect.md",
     "docs/transformer_engine.md", "docs/tuning.md",

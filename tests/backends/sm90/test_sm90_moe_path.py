@@ -11,7 +11,7 @@ import pytest
 import torch
 from as_on_hopper import hopper
 
-sys.path.insert(0, str(Path(__file__).parent / "contract"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "contract"))
 
 from moe import ROUTINGS, aligned, poisoned, product
 

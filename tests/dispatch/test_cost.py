@@ -16,7 +16,7 @@ from te_mx.conversion import auto_filter
 from te_mx.dispatch.cost import Costs, costs_of, predict, register_costs
 from te_mx.recipe import BlockScaling, MXFP8BlockScaling, get_default_recipe
 
-README = Path(__file__).parent.parent / "benchmarks" / "README.md"
+README = Path(__file__).parents[2] / "benchmarks" / "README.md"
 SECTIONS = {
     "NVIDIA H200": "sm90_adaptive", "NVIDIA H100": "sm90_adaptive", "CPU": "amx_bf16",
     "Linear and the module family on an Intel Xeon without AMX (AVX512-BF16)": "avx512_bf16",

@@ -9,7 +9,7 @@ import pytest
 
 from te_mx.common.recipe import RecipeWarning
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 import te_quickstart
 

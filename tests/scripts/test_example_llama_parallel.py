@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("transformers")
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(HERE.parent / "examples"))
 
 import llama_ranks  # noqa: E402

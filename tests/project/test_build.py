@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FIND_GPU = ROOT / "csrc" / "sm90" / "find_gpu.cmake"
 needs_tree = pytest.mark.skipif(
     not FIND_GPU.is_file() or shutil.which("cmake") is None,
