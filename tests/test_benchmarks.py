@@ -21,6 +21,7 @@ PEERS = {
     "gemm": {"F.linear bf16", "dequantize + bf16"},
     "backward_gemm": {"torch.mm bf16", "dequantize + bf16"},
     "linear": {"nn.Linear bf16"},
+    "thin": {"nn.Linear bf16"},
     "gemm_blockwise": {"F.linear bf16", "torch.mm bf16"},
     "linear_blockwise": {"nn.Linear bf16"},
     "gemm_mxfp4": {"F.linear bf16"},
