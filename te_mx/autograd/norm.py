@@ -179,19 +179,22 @@ def _watch(z: Tensor, q: Quantized, tell: Tell) -> None:
 
 def normalized(
     x: Tensor, weight: Tensor, bias: Tensor | None, step: NormStep, target: Target,
-    tell: Tell | None = None,
+    tell: Tell | None = None, shared: bool = False,
 ) -> Tensor:  # fmt: skip
     """z of x [..., K], differentiable. Layers that ask for `target` find z quantized; those that
     would need its columnwise codes too find what to make them of. `tell` is told once whether a
-    layer kept columnwise codes, where there are any."""
+    layer kept columnwise codes, where there are any. shared: layers are known to read z, and share
+    what one of them quantizes it to."""
     tensors = (x, weight, bias)
     if needs_gradient(*tensors):
         made: list[Quantized] = []
         z: Tensor = NormFunction.apply(*tensors, step, target, made)[0]
         if tell is not None and target.col:
             _watch(z, made[0], tell)
+        if target.codes or shared:
+            input_cache.open_for(z)
         if target.codes:
-            _open(z, target, made[0])
+            input_cache.put(z, target, made[0])
         if not torch.compiler.is_compiling():  # whose ids nobody can look up
             still = x.detach(), weight.detach(), None if bias is None else bias.detach()
             _remember(z, Source(still, step))
@@ -205,11 +208,6 @@ def normalized(
     assert parts.z is not None
     z = shaped(parts.z, x.shape)
     if target.codes:
-        _open(z, target, parts.quantized)
+        input_cache.open_for(z)
+        input_cache.put(z, target, parts.quantized)
     return z
-
-
-def _open(z: Tensor, target: Target, made: Quantized) -> None:
-    """Hand what was made of z to its readers."""
-    if input_cache.open_for(z) is not None:
-        input_cache.put(z, target, made)

@@ -115,7 +115,7 @@ class FusedNorm(Reclassed):
         weight, bias = self._values()
         step, own = NormStep(plan.norm, plan.zero_centered, x.dtype), self.__dict__
         tell = None if READ in own else lambda read: own.__setitem__(READ, read)
-        return normalized(x, weight, bias, step, target, tell)
+        return normalized(x, weight, bias, step, target, tell, plan.quantizes)
 
 
 def _why_not_these(x: Any, weight: Any, bias: Any) -> str:

@@ -140,7 +140,9 @@ def test_bits_of_the_norm_that_modules_use(make, dtype):
 
         def forward(self, x):
             z = NormAlone.apply(x.flatten(0, -2), self.weight, self.bias, *self.how[:2])
-            return z.view(x.shape)
+            z = z.view(x.shape)
+            input_cache.open_for(z)  # for its readers, as that of the fused one
+            return z
 
     other.norm = Alone(other.norm)
     x = torch.randn(2, 20, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -365,7 +367,8 @@ def kept(layer, x, rope):
 
 @pytest.mark.parametrize("heads", [4, 8])
 def test_bytes_kept_by_a_layer_of_llama(heads):
-    """Everything but parameters, of bf16's: 0.85 only converted, 0.50 and 0.52 fused."""
+    """Everything but parameters, of bf16's: as much only converted, where q, k and v keep codes of
+    their own, 0.50 and 0.52 fused."""
     model = model_of(
         "Llama", hidden_size=256, intermediate_size=704, num_attention_heads=8,
         num_key_value_heads=heads, max_position_embeddings=512,
@@ -378,7 +381,7 @@ def test_bytes_kept_by_a_layer_of_llama(heads):
     converted = kept(layer, x, rope)
     te_mx.convert_model(layer, fuse=True)
     fused = kept(layer, x, rope)
-    assert converted <= 0.85 * plain and fused <= 0.55 * plain
+    assert converted <= plain and fused <= 0.55 * plain
 
 
 def test_models_without_values_and_with_parameters_beside():

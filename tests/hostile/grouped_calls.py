@@ -135,7 +135,7 @@ GROUPED = (
         says={"inp": "inp|weight", "weight": "weight|offs|bias"},
     ),
     Call(
-        "te_mx.api.grouped", lambda d: te_mx.grouped_gemm,
+        "te_mx.grouped_gemm", lambda d: te_mx.grouped_gemm,
         lambda d: {"inp": tokens(d, R, K), "weight": stack(d), "offs": offsets(),
                    "alignment": 8, "bias": floats(d, G, 40), "out_dtype": torch.float32,
                    "zero_padding": True, "recipe": None},
@@ -155,7 +155,7 @@ GROUPED = (
                            another_format=lambda x: [x[0], te_mx.quantize(
                                torch.ones(40, K), fmt="e5m2").to(x[0].device)],
                            on_meta=lambda x: [x[0], x[1].to("meta")])},
-        covers="te_mx.api.grouped", says={"inp": "inp|index", "weight": "weight|index",
+        covers="te_mx.grouped_gemm", says={"inp": "inp|index", "weight": "weight|index",
                                            "index": "index|offs"},
     ),
     Call(
@@ -164,7 +164,7 @@ GROUPED = (
                    "bias": floats(d, G, 40)},
         {"inp": INPUT | DIMENSIONS, "weight": STACK, "offs": OFFSETS,
          "bias": SHAPED.but("None")},
-        covers="te_mx.api.grouped", says={"inp": "inp|weight|offs", "weight": "weight|offs|bias"},
+        covers="te_mx.grouped_gemm", says={"inp": "inp|weight|offs", "weight": "weight|offs|bias"},
     ),
     Call(
         "te_mx.grouped_gemm into out", lambda d: te_mx.grouped_gemm,
@@ -172,14 +172,14 @@ GROUPED = (
                    "offs": offsets(), "out": torch.ones(R, 8, device=d).bfloat16(),
                    "accumulate": True},
         {"out": output("inp"), "accumulate": FLAG},
-        covers="te_mx.api.grouped",
+        covers="te_mx.grouped_gemm",
     ),
     Call(
         "te_mx.grouped_gemm masked", lambda d: te_mx.grouped_gemm,
         lambda d: {"inp": tokens(d, G, 12, K), "weight": stack(d),
                    "masked_m": torch.tensor([5, 12])},
         {"inp": TOKENS, "masked_m": INDEX | changed(None, negative=lambda x: x - 10**6)},
-        covers="te_mx.api.grouped", says={"masked_m": "masked_m|offs"},
+        covers="te_mx.grouped_gemm", says={"masked_m": "masked_m|offs"},
     ),
     Call(
         "te_mx.grouped_wgrad", lambda d: te_mx.grouped_wgrad,

@@ -155,7 +155,7 @@ OPERAND = other_than() | changed(
 )  # fmt: skip
 EXPLAINED = (
     Call(
-        "te_mx.api.explain", lambda d: te_mx.explain,
+        "te_mx.explain", lambda d: te_mx.explain,
         lambda d: {"layout": "TN", "m": 8, "n": 4, "k": 70, "device": d, "precision": "adaptive",
                    "alignment_spread": 8, "split_k": True, "classes": False, "recipe": HYBRID},
         {"layout": WORD | UPPER_CASE, **dict.fromkeys("mnk", COUNT.but("huge")), "device": DEVICE,
@@ -167,15 +167,15 @@ EXPLAINED = (
         lambda d: {"A": te_mx.quantize(torch.ones(8, 70, device=d)),
                    "B": te_mx.quantize(torch.ones(4, 70, device=d)), "classes": True},
         {"A": OPERAND, "B": OPERAND, "classes": FLAG},
-        covers="te_mx.api.explain",
+        covers="te_mx.explain",
     ),
     Call(
         "te_mx.explain of experts", lambda d: te_mx.explain,
         lambda d: {"m": 8, "n": 4, "k": 70, "device": d, "experts": 4, "top_k": 2},
-        {"experts": COUNT.but("huge"), "top_k": COUNT.but("huge")}, covers="te_mx.api.explain",
+        {"experts": COUNT.but("huge"), "top_k": COUNT.but("huge")}, covers="te_mx.explain",
     ),
     Call(
-        "te_mx.api.explain", lambda d: te_mx.explain_grouped,
+        "te_mx.explain_grouped", lambda d: te_mx.explain_grouped,
         lambda d: {"m_splits": [10, 14], "in_features": 70, "out_features": 40, "device": d,
                    "precision": "adaptive", "recipe": HYBRID},
         {"m_splits": SPLITS.but("one split less", "one split more", "no splits",
@@ -286,13 +286,13 @@ MODELS = (
         says={"model": "model|te_mx module"},
     ),
     Call(
-        "te_mx.api.quantization_config", on_model(te_mx.quantization_config, frozen),
+        "te_mx.quantization_config", on_model(te_mx.quantization_config, frozen),
         lambda d: {"model": frozen(d, drop_master=True), "style": "mxfp8"},
         {"model": MODULE | changed(None, plain=lambda m: model("cpu")),
          "style": WORD | UPPER_CASE},
         says={"model": "model|no layer holds codes"},
     ),
-    Call("te_mx.api.audit", on_model(te_mx.audit, frozen),
+    Call("te_mx.audit", on_model(te_mx.audit, frozen),
          lambda d: {"model": _recorded(frozen(d)), "memory": True},
          {"model": MODULE, "memory": FLAG}),
     Call("te_mx.record_saved", on_model(te_mx.record_saved, model),

@@ -61,8 +61,6 @@ def op_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
         yield "dequantize", (*codes, spec, *sizes, BF16)
         yield "convert", (*codes, spec, *sizes, to)
     yield "quantize_joined", ([x, y], R8, C8, "rceil")
-    yield "quantize_beside", ([x, x.clone()], R8, C8, "rceil", True, F32, None)
-    yield "join_columns", ([x, x.clone()],)
     yield "stored", (x,)
 
     lhs, rhs = (q[0], q[1], None, R8, 24, 64), (p[0], p[1], None, R8, 40, 64)

@@ -255,7 +255,7 @@ def test_gradients_can_go_elsewhere_and_x_be_saved(stacked: bool, save_x: bool) 
     taken = []
 
     class Sink:
-        def take(self, wgrad, dtype: torch.dtype) -> torch.Tensor:
+        def take(self, wgrad, dtype: torch.dtype, node: object = None) -> torch.Tensor:
             into = torch.ones(3, 1, 64)
             taken.append(wgrad(into, torch.float32, True))
             return wgrad(None, dtype, False)

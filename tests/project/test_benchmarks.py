@@ -12,7 +12,14 @@ import torch
 
 import te_mx
 from benchmarks import __main__ as runner
-from benchmarks import bench_gemm_cuda, bench_linear_cuda, gpu, kernel_times, peers_cuda
+from benchmarks import (
+    bench_gemm_cuda,
+    bench_host_cuda,
+    bench_linear_cuda,
+    gpu,
+    kernel_times,
+    peers_cuda,
+)
 from benchmarks.gpu import Gpu, GpuContext
 from benchmarks.models import CAUSAL, Workload, tokens_of
 from benchmarks.row import line
@@ -22,6 +29,7 @@ PEERS = {
     "gemm": {"F.linear bf16", "dequantize + bf16"},
     "backward_gemm": {"torch.mm bf16", "dequantize + bf16"},
     "linear": {"nn.Linear bf16"},
+    "thin": {"nn.Linear bf16"},
     "gemm_blockwise": {"F.linear bf16", "torch.mm bf16"},
     "linear_blockwise": {"nn.Linear bf16"},
     "gemm_mxfp4": {"F.linear bf16"},
@@ -143,6 +151,12 @@ CUDA_ROWS = {
     ),
     "overhead_cuda": {"host fwd+bwd": (0.4, 0.25)},
     "overhead_gemm_cuda": {"host gemm": (0.015, 0.012)},
+    "overhead_modes_cuda": {
+        **dict.fromkeys((f"host {name}" for name in bench_host_cuda.MODES), (1.7, 1.6)),
+        **dict.fromkeys(("host main_grad", "host delayed"), (1.8, 1.7)),
+        "host micro-batch": (1.5, 1.4),
+        **dict.fromkeys(("host LayerNormLinear", "host LayerNormMLP"), (1.2, 1.1)),
+    },
     "workspace_cuda": {"workspace": None},
 }
 
@@ -181,7 +195,7 @@ MODEL_ROWS = {
     "mixtral": (1.25, 1.4),
     "qwen3-moe": (1.25, 1.4),
 }
-LAYER_ROWS = {"layer converted": (0.85, 0.8), "layer fused": (0.65, 0.5)}
+LAYER_ROWS = {"layer converted": (1.0, 0.85), "layer fused": (0.65, 0.5)}
 
 
 def test_whole_models_run_in_place_of_a_gpu(
@@ -352,7 +366,7 @@ def test_markdown_prints_rows_of_a_table(capsys: pytest.CaptureFixture) -> None:
     [
         (["gem"], "no benchmark named gem"),
         (["models_cuda", "--rows", "861m"], "no rows 861m; there are layer, 861m-eager"),
-        (["gemm", "--profile"], "--rows and --profile are of models_cuda: name it"),
+        (["gemm", "--profile"], "--rows, --recipe and --profile are of models_cuda: name it"),
     ],
 )
 def test_what_there_is_not_is_refused(

@@ -73,7 +73,7 @@ def test_the_package_finds_it_by_attribute_and_loads_it_late():
     )
     done = python(code)
     assert done.stdout.splitlines() == [
-        "te_mx.nn.te_modules HYBRID", "module 'te_mx' has no attribute 'nonsense'"
+        "te_mx.te.modules HYBRID", "module 'te_mx' has no attribute 'nonsense'"
     ], done.stderr  # fmt: skip
 
 

@@ -109,7 +109,7 @@ def test_every_family_and_the_report():
         "native.2": ("bound", "64 -> 64"), "experts": ("bound", "64 -> 64"),
         "plain.0": ("converted", "64 -> 64"), "plain.2": ("converted", "64 -> 64"),
     }  # fmt: skip
-    assert report.recipe is FLOOR and repr(FLOOR) in str(report)
+    assert report.recipe == FLOOR and repr(FLOOR) in str(report)
     x, splits = torch.randn(8, SIZE), [3, 5]
     got = model.experts(x, splits)
     with te_mx.autocast(recipe=FLOOR):

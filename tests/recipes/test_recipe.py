@@ -237,7 +237,7 @@ def test_resolve_recipe():
 
 
 def test_recipes_have_names():
-    assert resolve_recipe("mxfp8") is te_mx.get_default_recipe()
+    assert resolve_recipe("mxfp8") == te_mx.get_default_recipe()
     assert resolve_recipe("deepseek_v3") == DeepSeekV3()
     assert resolve_recipe("mxfp4_all") == te_mx.recipe.MXFP4BlockScaling(g="mxfp4")
     with pytest.raises(ValueError, match=r"must be one of mxfp8, mxfp8-hybrid, .*, got 'fp8'"):

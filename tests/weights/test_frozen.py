@@ -202,7 +202,7 @@ def test_state_dict_loads_into_a_new_model():
         fresh = mlp()
         fresh.load_state_dict(state, strict=True, assign=assign)
         assert torch.equal(run(fresh, x), expected)
-        assert te_mx.audit(fresh)["0"].weight == "frozen, no master"
+        assert te_mx.audit(fresh)["0"].weight.startswith("frozen, no master")
         assert not fresh[0].bias.requires_grad
     shared = fresh[0].weight_codes.data_ptr() == state["0.weight"].data_ptr()
     assert shared

@@ -24,6 +24,8 @@ struct TaskTeam {
   const std::thread::id caller = std::this_thread::get_id();
   std::atomic<int64_t> next_task{0}, done{0};
   std::atomic<int> joined{0};
+  bool next_is_last = false;             // of the only task
+  std::atomic<bool> last{false};         // its last job was shown
   alignas(64) std::atomic<int> news{0};  // counts jobs that were shown, and the end of the tasks
   Board boards[kMostMembers];
 };
@@ -81,7 +83,9 @@ void serve(void* data) noexcept {
   const auto all_done = [&] { return team.done.load() >= team.n_tasks; };
   while (!all_done()) {
     const int seen = team.news.load();
+    const bool last = team.last.load();
     for (int i = 1; i <= team.members; ++i) help(team.boards[(me + i) % team.members]);
+    if (last) return;  // to the end of the region, so that the caller will not wait there
     await(team.news, seen, [&] { return team.news.load() != seen || all_done(); });
   }
 }
@@ -103,11 +107,16 @@ void parallel_tasks(int threads, int64_t n_tasks, int members,
   run_on_team(threads, threads, serve, &team);
 }
 
+void last_step() {
+  if (my_board != nullptr && my_team->n_tasks == 1) my_team->next_is_last = true;
+}
+
 bool share_with_team(Job& job) {
   Board* const board = my_board;
   if (board == nullptr) return false;
   my_board = nullptr;  // a parallel_for inside an item runs by itself
   board->job.store(&job);
+  if (my_team->next_is_last) my_team->last.store(true);
   tell(*my_team);
   run_items(job);
   board->job.store(nullptr);

@@ -33,6 +33,10 @@ void parallel_tasks(int threads, int64_t n_tasks, int members, F&& body) {
       const_cast<void*>(static_cast<const void*>(&body)));
 }
 
+// Says that the next parallel_for of this task is its last one, so that nobody stays for more.
+// Others after it run on this thread alone.
+void last_step();
+
 // For parallel_for: offers a job to the team that runs the calling task and returns true when its
 // items are done; false outside of tasks.
 struct Job;

@@ -196,6 +196,8 @@ Status run_chunks(const GemmTask& args, const KernelImpl& impl, const GemmPlan& 
       const int64_t n1 = least(n0 + plan.n_chunk, n);
       status = rhs.pack(impl, n0, n1, args.threads);
       if (status != Status::ok) return status;
+      const bool sums = args.bias_grad_kind == BiasGrad::result;
+      if (m1 == m && n1 == n && !lhs.wide && !rhs.wide && !sums) last_step();
       status =
           run_chunk({m0, m1, n0, n1}, impl, lhs, rhs, context, at(args.workspace, plan.scratch));
       if (status != Status::ok) return status;

@@ -41,6 +41,7 @@ bool stream_pays(Kernel stream, int64_t m, int64_t n, int64_t k) {
     case Kernel::avx512_stream:
       return n <= 16 || k > 32;
     case Kernel::avx512_bf16_stream:
+      return n <= 16 || k > (n <= 32 ? 32 : 64);
     case Kernel::amx_stream:
       return n <= 16 || k > 64;
     default:

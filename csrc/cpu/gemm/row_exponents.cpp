@@ -70,17 +70,23 @@ bool scan_rows(const StridedOperand& o, int64_t row, int64_t rows, float* expone
                uint8_t* wide_blocks) {
   uint8_t largest[kRowsPerItem], smallest[kRowsPerItem];
   const int64_t blocks = ceil_div(o.k, kBlock);
-  if (o.scale_row_stride == 1 && o.scale_block_stride != 1) {
+  if (o.scale_row_stride == 1 && (o.scale_block_stride != 1 || blocks == 1)) {
     scan_k_first(o, row, rows, blocks, largest, smallest);
   } else {
     scan_k_last(o, row, rows, blocks, largest, smallest);
   }
+  for (int64_t r = 0; r < rows; r += kRowBlock) wide_blocks[(row + r) / kRowBlock] = 0;
+  int far = 0;  // whether some scale lies far below the largest of its row
+  for (int64_t r = 0; r < rows; ++r) {
+    const int row_byte = largest[r] == 0 ? 127 : largest[r] - 1;
+    exponents[row + r] = static_cast<float>(row_byte - 127 - kRelativeExponent);
+    far |= smallest[r] < row_byte - kWideSpread;
+  }
+  if (far == 0) return false;
   bool any = false;
   for (int64_t r = 0; r < rows; ++r) {
     uint8_t& wide = wide_blocks[(row + r) / kRowBlock];
-    if (r % kRowBlock == 0) wide = 0;
     const int row_byte = largest[r] == 0 ? 127 : largest[r] - 1;
-    exponents[row + r] = static_cast<float>(row_byte - 127 - kRelativeExponent);
     if (smallest[r] < row_byte - kWideSpread && wide == 0) {
       wide = row_is_wide(o, row + r, blocks, row_byte) ? 1 : 0;
       any = any || wide != 0;

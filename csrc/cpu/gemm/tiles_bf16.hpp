@@ -4,6 +4,7 @@
 
 #include <cstring>
 
+#include "common/copy.h"
 #include "gemm/gemm_internal.hpp"
 #include "mxtile/bf16/codes.hpp"
 
@@ -86,7 +87,7 @@ struct TileSource {
         if (ks == kBlock) {
           copy<kBlock>(from, padded + r * kBlock);
         } else if (!operand.nibbles) {
-          std::memcpy(padded + r * kBlock, from, static_cast<size_t>(ks));
+          copy_few(padded + r * kBlock, from, ks);
         } else {
           for (int64_t k = 0; k < ks; ++k) {
             padded[r * kBlock + k] = operand.code(group * 16 + r, block * kBlock + k);
@@ -95,8 +96,7 @@ struct TileSource {
       }
     } else {
       for (int64_t k = 0; k < ks; ++k) {
-        std::memcpy(padded + k * 16, operand.at(group * 16, block * kBlock + k),
-                    static_cast<size_t>(rows));
+        copy_few(padded + k * 16, operand.at(group * 16, block * kBlock + k), rows);
       }
     }
   }

@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "common/check.h"
+#include "common/copy.h"
 #include "common/isa.h"
 #include "common/parallel.h"
 #include "common/room.h"
@@ -83,14 +84,17 @@ struct alignas(64) Staging {
   uint8_t col_scales[kTile * 2];
 };
 
-// rows x cols elements into a tile whose rows are kTile apart.
+// rows x cols elements into a tile of `of` rows, which are kTile apart.
 template <class T>
-void gather(const Problem& p, int64_t r0, int64_t c0, int rows, int cols, T* out) {
-  if (rows < kTile || cols < kTile) std::memset(out, 0, sizeof(T) * kTile * kTile);
+void gather(const Problem& p, int64_t r0, int64_t c0, int rows, int cols, int of, T* out) {
+  const int zeros = cols < kTile ? 0 : rows;  // from this row on
+  std::memset(out + zeros * kTile, 0, sizeof(T) * static_cast<size_t>((of - zeros) * kTile));
   const T* x = static_cast<const T*>(p.a.x) + r0 * p.a.row_stride + c0 * p.a.col_stride;
   if (p.a.col_stride == 1) {
     for (int r = 0; r < rows; ++r) {
-      std::memcpy(out + r * kTile, x + r * p.a.row_stride, sizeof(T) * static_cast<size_t>(cols));
+      const T* from = x + r * p.a.row_stride;
+      copy_few(reinterpret_cast<uint8_t*>(out + r * kTile), reinterpret_cast<const uint8_t*>(from),
+               static_cast<int64_t>(sizeof(T)) * cols);
     }
   } else if (p.a.row_stride == 1) {
     for (int c = 0; c < cols; ++c) {
@@ -108,7 +112,7 @@ void gather(const Problem& p, int64_t r0, int64_t c0, int rows, int cols, T* out
 void copy_2d(uint8_t* to, int64_t to_stride, const uint8_t* from, int64_t from_stride, int64_t rows,
              int64_t bytes) {
   for (int64_t r = 0; r < rows; ++r) {
-    std::memcpy(to + r * to_stride, from + r * from_stride, static_cast<size_t>(bytes));
+    copy_few(to + r * to_stride, from + r * from_stride, bytes);
   }
 }
 
@@ -174,16 +178,18 @@ void run_tile(const Problem& p, Area area, bool last, const uint8_t* next, float
   }
   const InRoom<Staging> in_room;
   Staging& staging = *in_room;
+  const int of = rows <= kBlock ? kBlock : kTile;
   if (p.element_bytes == 4) {
-    gather(p, r0, c0, rows, cols, reinterpret_cast<uint32_t*>(staging.x));
+    gather(p, r0, c0, rows, cols, of, reinterpret_cast<uint32_t*>(staging.x));
   } else {
-    gather(p, r0, c0, rows, cols, reinterpret_cast<uint16_t*>(staging.x));
+    gather(p, r0, c0, rows, cols, of, reinterpret_cast<uint16_t*>(staging.x));
   }
   t.x = t.next = staging.x;
   t.row_stride = kTile;
   if (whole) return p.kernel(t);
 
   if (rows <= kBlock) t.rows = kBlock;
+  t.filled = rows;
   t.stream = false;
   t.row_codes = staging.row_codes;
   t.row_scales = staging.row_scales;

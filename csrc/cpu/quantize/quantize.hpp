@@ -60,6 +60,7 @@ struct Tile {
   float* col_sum;          // [cols], running sums
   const Special* special;  // for kernels of find_random()
   int64_t row0, col0;      // in the matrix, likewise
+  int filled = kTile;      // rows from here on are zeros, whose codes nobody reads
 };
 
 // The 64 columns of a tile from c on. Internal linkage: files with different flags call it.

@@ -71,6 +71,11 @@ MXTILE_INLINE bool measure(const Tile& tile, int half, Work<C>& work, q::Sums* s
   Vector row_max[2][4];  // [block][group of 8 rows]
 #pragma GCC unroll 1
   for (int g = 0; g < 4; ++g) {
+    // Transposed columns read the copy of every row.
+    if (C != Columns::transposed && half * kHalf + 8 * g >= tile.filled) {
+      row_max[0][g] = row_max[1][g] = q::zero();
+      continue;
+    }
     Vector a[2][8];
 #pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) {
@@ -224,8 +229,9 @@ MXTILE_INLINE void emit_scales(const Tile& tile, const Work<C>& work) {
 // A few rows of the whole width at a time: stores to adjacent lines follow each other.
 template <int ElementBytes, class F, bool Rows, Columns C, bool Stream>
 MXTILE_INLINE void emit_tile(const Tile& tile, Work<C>* works) {
+  const int rows = C == Columns::transposed || tile.filled >= tile.rows ? tile.rows : tile.filled;
 #pragma GCC unroll 1
-  for (int pair = 0; pair < tile.rows / 2; ++pair) {
+  for (int pair = 0; pair < (rows + 1) / 2; ++pair) {
 #pragma GCC unroll 1
     for (int c = 0; c < tile.cols; c += kTile) {
       Work<C>& work = works[c / kTile];

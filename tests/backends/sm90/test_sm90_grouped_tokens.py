@@ -39,7 +39,6 @@ def test_each_group_has_the_bits_of_its_own_product(native, device, alignment, m
     if device:
         hide_splits(monkeypatch)
         monkeypatch.setattr("te_mx.api.groups.readable", lambda tensor: False)
-        monkeypatch.setattr("te_mx.api.groups.readable", lambda tensor: False)
     y = te_mx.grouped_gemm(q, w, offs=ends, alignment=alignment, bias=bias, out_dtype=torch.float32)
     calls = {"quantize_grouped", "pack_stacked", "gemm_rows"}
     assert calls <= set(native) if device else not calls & set(native)
