@@ -27,8 +27,9 @@ from te_mx.dispatch.groups import (
     known_to_host,
     rows_of,
 )
+from te_mx.dispatch.kernels import Kernel, Wants
 from te_mx.dispatch.problem import Problem, place_of
-from te_mx.dispatch.registry import Kernel, Wants, register
+from te_mx.dispatch.registry import register
 from te_mx.layouts import sm90_groups, spec_of
 from te_mx.layouts.base import Parts
 from te_mx.layouts.operand import Operand, Quantized, Stack, turned

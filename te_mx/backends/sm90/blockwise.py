@@ -17,8 +17,9 @@ from te_mx.backends.sm90.gemm import Scratched, Scratches
 from te_mx.backends.sm90.quantize import HopperDequantize
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import FLOAT_DTYPES, Product, Quantize, Ran
+from te_mx.dispatch.kernels import Kernel, Wants
 from te_mx.dispatch.problem import Problem
-from te_mx.dispatch.registry import Kernel, Wants, register
+from te_mx.dispatch.registry import register
 from te_mx.formats import Format
 from te_mx.formats.scaling import split_rule
 from te_mx.layouts import SM90_FACTORS, spec_of

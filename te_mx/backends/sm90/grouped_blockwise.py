@@ -28,8 +28,9 @@ from te_mx.dispatch.grouped_calls import (
     QuantizeWeights,
     StackedParts,
 )
+from te_mx.dispatch.kernels import Kernel, Wants
 from te_mx.dispatch.problem import Problem
-from te_mx.dispatch.registry import Kernel, Wants, register
+from te_mx.dispatch.registry import register
 from te_mx.layouts import SM90_FACTOR_K, SM90_FACTOR_ROWS, SM90_FACTORS, spec_of
 from te_mx.layouts.operand import Quantized, Stack
 from te_mx.layouts.sm90_factors import factors_of_tiles
