@@ -16,7 +16,8 @@ from te_mx.conversion.matrices import matrices_of
 from te_mx.formats import Format
 from te_mx.inspection.collect import Watch
 from te_mx.inspection.layers import Layer, layers_of, untouched
-from te_mx.inspection.report import About, InspectionReport, readings_of
+from te_mx.inspection.readings import About, readings_of
+from te_mx.inspection.report import InspectionReport
 from te_mx.layouts import sm90_tiles
 from te_mx.runtime.arguments import (
     check_flag,
