@@ -12,7 +12,7 @@ from typing import Any
 
 from te_mx.inspection.readings import BAD, Readings
 from te_mx.inspection.summary import db, mean_share, mean_tiles, percent, short
-from te_mx.layouts.sm90_tiles import CLASS_NAMES
+from te_mx.layouts import aligning
 
 ROLE_NAMES = {"x": "x: inputs", "w": "w: weights", "g": "g: output gradients"}
 SHARES = {"zeroed": "#b2182b", "subnormal": "#f4a582", "saturated": "#542788"}
@@ -172,10 +172,11 @@ def _shares(axes: Any, report: Readings, role: str, first: bool) -> None:
 
 def _tiles(axes: Any, report: Readings, role: str, fmts: list[str], first: bool) -> None:
     """The classes of Hopper's tiles, one bar a format."""
+    names = aligning(report.about.alignment_spread).class_names
     for y, fmt in enumerate(fmts):
         made = mean_tiles([r for r in report if r.role == role and r.format == fmt]) or [0.0] * 4
         left = 0.0
-        for share, colour, name in zip(made, TILES, CLASS_NAMES, strict=True):
+        for share, colour, name in zip(made, TILES, names, strict=True):
             axes.barh(y, 100 * share, left=left, color=colour, height=0.7,
                       label=name if not y else None)  # fmt: skip
             left += 100 * share

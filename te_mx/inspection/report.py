@@ -12,7 +12,7 @@ from te_mx.conversion.matrices import left_of
 from te_mx.inspection.figure import draw
 from te_mx.inspection.readings import Readings
 from te_mx.inspection.summary import full_table, summary
-from te_mx.layouts.sm90_tiles import CLASS_NAMES
+from te_mx.layouts import aligning
 from te_mx.runtime.arguments import shown
 
 
@@ -40,7 +40,11 @@ class InspectionReport(Readings):
         del about["matrices"]
         about["loss"] = _number(about["loss"])
         rows = [{k: _number(v) for k, v in r._asdict().items()} for r in self.readings]
-        content: dict[str, Any] = {"te_mx": 1, **about, "tile_classes": CLASS_NAMES}
+        content: dict[str, Any] = {
+            "te_mx": 1,
+            **about,
+            "tile_classes": aligning(self.about.alignment_spread).class_names,
+        }
         content["left"] = [{"name": m.name, "kind": m.kind, "elements": m.elements}
                            for m in left_of(self.about.matrices)]  # fmt: skip
         text = json.dumps({**content, "readings": rows}, indent=1, allow_nan=False)

@@ -18,9 +18,9 @@ import te_mx
 from te_mx._ops.grouped_quantize import QuantizeWeights, quantize_weights, weight_columns
 from te_mx.backends.sm90 import binding_grouped
 from te_mx.backends.sm90.decode import Decode
+from te_mx.backends.sm90.layouts.tiles import packed_shapes
 from te_mx.dispatch import kernels as all_kernels
 from te_mx.dispatch import registry
-from te_mx.layouts.sm90_tiles import packed_shapes
 from te_mx.recipe import Format, MXFP8BlockScaling
 
 SIZES = [(1, 33), (8, 1), (100, 129), (264, 320), (513, 1024), (128, 70), (130, 256)]

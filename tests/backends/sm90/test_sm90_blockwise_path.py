@@ -16,10 +16,10 @@ from te_mx import _ops as ops
 from te_mx import layouts
 from te_mx._ops import grouped_quantize
 from te_mx.autograd import linear as autograd_one_call
+from te_mx.backends.sm90.layouts import tiles as sm90_tiles
 from te_mx.dispatch import registry, run
 from te_mx.dispatch.calls import Quantize
 from te_mx.dispatch.problem import Place, Problem
-from te_mx.layouts import sm90_tiles
 from te_mx.recipe import DeepSeekV3, Float8BlockScaling, Format
 
 M, K, N = 140, 70, 200  # tails of 16, and of 128

@@ -17,10 +17,10 @@ from te_mx import _ops as ops
 from te_mx._ops.grouped_gemm import gemm_k, gemm_rows
 from te_mx._ops.grouped_quantize import Groups, QuantizeGroups, quantize_grouped, quantize_weights
 from te_mx.backends.sm90 import binding_grouped
+from te_mx.backends.sm90.layouts import groups as layout
+from te_mx.backends.sm90.layouts import tiles as sm90_tiles
 from te_mx.dispatch import kernels as all_kernels
 from te_mx.dispatch.groups import Bounds
-from te_mx.layouts import sm90_groups as layout
-from te_mx.layouts import sm90_tiles
 from te_mx.runtime.ran import LAST_RUN
 
 E4M3, E5M2 = "mxfp8_e4m3", "mxfp8_e5m2"
