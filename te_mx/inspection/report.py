@@ -40,11 +40,8 @@ class InspectionReport(Readings):
         del about["matrices"]
         about["loss"] = _number(about["loss"])
         rows = [{k: _number(v) for k, v in r._asdict().items()} for r in self.readings]
-        content: dict[str, Any] = {
-            "te_mx": 1,
-            **about,
-            "tile_classes": aligning(self.about.alignment_spread).class_names,
-        }
+        content: dict[str, Any] = {"te_mx": 1, **about}
+        content["tile_classes"] = aligning(self.about.alignment_spread).class_names
         content["left"] = [{"name": m.name, "kind": m.kind, "elements": m.elements}
                            for m in left_of(self.about.matrices)]  # fmt: skip
         text = json.dumps({**content, "readings": rows}, indent=1, allow_nan=False)

@@ -44,7 +44,7 @@ _specs: dict[str, Spec] = {}
 
 
 def get(name: str) -> Layout:
-    """The layout of a name, such as "rows" or "sm90:8".
+    """The layout of a name, such as "rows", or "<family>:<number>".
 
     Raises ValueError for a name that no layout has.
     """
