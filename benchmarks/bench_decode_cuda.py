@@ -15,7 +15,7 @@ from te_mx import formats
 from te_mx.backends.base import FLOAT_DTYPES
 from te_mx.backends.base import FORMATS as ELEMENTS
 from te_mx.backends.sm90 import binding
-from te_mx.layouts import SM90_DECODE
+from te_mx.backends.sm90.layouts.decode import SM90_DECODE
 from te_mx.recipe import BlockScaling, Float8BlockScaling
 from te_mx.runtime.ran import LAST_RUN
 

@@ -23,9 +23,9 @@ from torch import Tensor
 from te_mx.backends import base
 from te_mx.backends.base import FLOAT_DTYPES, FORMATS, GELUS, LAYOUTS, SCALE_RULES, Epilogue
 from te_mx.backends.reference import fused_math
+from te_mx.backends.sm90.layouts import tiles as sm90_tiles
 from te_mx.dispatch.calls import Quantize
 from te_mx.dispatch.fused import ACT_IDS, ACTIVATIONS, Activation, Norm
-from te_mx.layouts import sm90_tiles
 
 OK, SMALL_WORKSPACE = 0, 3
 OWN_SCRATCH = 192  # bytes that every GEMM asks for, so that the way to ask is used

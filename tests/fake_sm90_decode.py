@@ -8,8 +8,8 @@ import torch
 
 from te_mx import formats
 from te_mx.backends.reference import fused_math
+from te_mx.backends.sm90.layouts.decode import SM90_DECODE
 from te_mx.dispatch.fused import Activation
-from te_mx.layouts import SM90_DECODE
 
 WORKSPACE = 320  # bytes asked for by more than 16 rows
 NAMES = {0: "mxfp8_e4m3", 1: "mxfp8_e5m2", 6: "mxfp4"}

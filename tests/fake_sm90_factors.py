@@ -18,10 +18,13 @@ from te_mx.backends.base import (
     LAYOUTS,
     SCALE_RULES,
 )
+from te_mx.backends.sm90.layouts import groups as sm90_groups
+from te_mx.backends.sm90.layouts import tiles as sm90_tiles
+from te_mx.backends.sm90.layouts.factors import SM90_FACTORS
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Epilogue, Mode, Product, Quantize
 from te_mx.formats import get
-from te_mx.layouts import SM90_FACTORS, sm90_groups, sm90_tiles, spec_of
+from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand
 
 At = Callable[..., Tensor]  # fake_sm90.at

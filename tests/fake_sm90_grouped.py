@@ -43,9 +43,9 @@ from torch import Tensor
 
 from te_mx.backends import base
 from te_mx.backends.base import Epilogue, blocks
+from te_mx.backends.sm90.layouts import groups as layout
+from te_mx.backends.sm90.layouts import tiles as sm90_tiles
 from te_mx.dispatch.groups import Bounds, device_bounds
-from te_mx.layouts import sm90_groups as layout
-from te_mx.layouts import sm90_tiles
 
 
 def upload_ends(ends, to, stream, device=-1) -> int:

@@ -8,8 +8,8 @@ from fake_sm90 import OK, at
 
 from te_mx import formats
 from te_mx.backends.base import FLOAT_DTYPES, FORMATS
+from te_mx.dispatch.kernels import kernels
 from te_mx.dispatch.moe import Align, Routing
-from te_mx.dispatch.registry import kernels
 
 _I32 = torch.int32
 _MX = {0: "mxfp8_e4m3", 1: "mxfp8_e5m2", FORMATS["e2m1"]: "mxfp4"}

@@ -14,8 +14,9 @@ from te_mx._ops import checks
 from te_mx._ops.library import define, is_direct
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Epilogue, GemmParts, Mode
+from te_mx.dispatch.kernels import PreparedGemm
 from te_mx.dispatch.problem import Problem, place_of
-from te_mx.dispatch.registry import PreparedGemm, derive, derived, pick, pick_problem
+from te_mx.dispatch.registry import derive, derived, pick, pick_problem
 from te_mx.layouts.operand import Operand
 from te_mx.runtime import cpu_memory
 from te_mx.runtime.arguments import check_apart

@@ -19,7 +19,7 @@ from te_mx.dispatch.groups import INDEX_DTYPES
 from te_mx.dispatch.problem import Problem, level_name, place_of
 from te_mx.dispatch.registry import find, pick_problem
 from te_mx.dispatch.run import REFERENCE, ZERO_SIZE
-from te_mx.layouts import sm90_tiles
+from te_mx.layouts import aligning
 from te_mx.layouts.operand import Operand
 from te_mx.recipe import MAX_SPREAD, Settings, check_precision, resolve_recipe
 from te_mx.recipes.resolve import DEFAULT_SETTINGS
@@ -95,7 +95,7 @@ def explain(
         if not sides:
             raise ValueError("classes=True counts tiles of tensors; pass A and B")
         for side, operand in sides.items():
-            if not sm90_tiles.takes(operand.format):
+            if not aligning(alignment_spread).has_classes(operand.format):
                 raise ValueError(
                     "classes=True counts tiles of MXFP8 and MXFP4 tensors, "
                     f"{side} is {operand.format.name}"
@@ -185,9 +185,10 @@ def _count(operand: Operand, spread: int) -> str:
     fmt, layout = operand.format, operand.layout
     codes, scales = layout.unpack(fmt, operand.codes, operand.scales, operand.k)
     codes = fmt.unpack(codes, operand.k)
-    found = sm90_tiles.classes_of(codes, scales, fmt.name, spread)
-    counts = torch.bincount(found.flatten().int(), minlength=4).tolist()
-    words = zip(sm90_tiles.CLASS_NAMES, counts, strict=True)
+    tiles = aligning(spread)
+    found = tiles.classes(fmt, codes, scales)
+    counts = torch.bincount(found.flatten().int(), minlength=len(tiles.class_names)).tolist()
+    words = zip(tiles.class_names, counts, strict=True)
     return ", ".join(f"{count} {word}" for word, count in words if count) + " tiles"
 
 

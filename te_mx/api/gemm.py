@@ -27,8 +27,9 @@ from te_mx.api import blas as _epilogue
 from te_mx.api import mixed_gemm
 from te_mx.api.tensor import MXTensor, _make, format_of, name_of
 from te_mx.autograd import node
+from te_mx.dispatch.kernels import PreparedGemm
 from te_mx.dispatch.problem import Problem, place_of
-from te_mx.dispatch.registry import PreparedGemm, derived, pick_problem
+from te_mx.dispatch.registry import derived, pick_problem
 from te_mx.formats import Format
 from te_mx.formats.scaling import STOCHASTIC
 from te_mx.recipe import MAX_SPREAD, check_precision

@@ -95,9 +95,9 @@ class Operand(NamedTuple):
     order "k_last": codes [rows, k], scales [rows, ceil(k/32)]. order "k_first": codes [k, rows],
     scales [ceil(k/32), rows]. `packed` is what a kernel packed of the same codes, or None. Codes of
     4 bits lie two a byte in "k_last", and `length` is k then.
-    order "sm90": packed for Hopper, see layouts/sm90_tiles.py: codes [rows, k] with rows a
+    order "sm90": packed for Hopper, see sm90/layouts/tiles.py: codes [rows, k] with rows a
     multiple of 16 bytes apart, scales int32 [ceil(k/128), tiles, 132]. "sm90_rows", "sm90_k":
-    groups of rows or of k packed for Hopper, see layouts/sm90_groups.py.
+    groups of rows or of k packed for Hopper, see sm90/layouts/groups.py.
     """
 
     codes: Tensor

@@ -19,6 +19,7 @@ import te_mx
 from te_mx.commands.shapes import Shape
 from te_mx.commands.timing import Trial, sets_for
 from te_mx.dispatch import registry
+from te_mx.dispatch.kernels import Kernel, kernels
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.run import REFERENCE
 from te_mx.dispatch.tuned import tables
@@ -155,7 +156,7 @@ class Contest:
 
 def is_optional(problem: Problem) -> bool:
     """Whether an op need not have a kernel, because others do the same in steps."""
-    return registry.kernels(problem.op)[-1].name != REFERENCE
+    return kernels(problem.op)[-1].name != REFERENCE
 
 
 def candidates_of(problem: Problem, any_bits: bool = False) -> list[Candidate]:
@@ -164,7 +165,7 @@ def candidates_of(problem: Problem, any_bits: bool = False) -> list[Candidate]:
     usual = registry.default_of(problem)
     assert usual is not None
     able = [
-        kernel for kernel in registry.kernels(problem.op)
+        kernel for kernel in kernels(problem.op)
         if kernel.name not in (usual.name, REFERENCE) and kernel.accepts(problem) is None
     ]  # fmt: skip
     found = [
@@ -176,7 +177,7 @@ def candidates_of(problem: Problem, any_bits: bool = False) -> list[Candidate]:
     return [*found, Candidate(STEPS)] if any_bits and is_optional(problem) else found
 
 
-def keeps_bits(kernel: registry.Kernel, problem: Problem) -> bool:
+def keeps_bits(kernel: Kernel, problem: Problem) -> bool:
     """Whether a row that names a kernel, configured, changes no bits: at all numbers of rows that
     it serves, whether k may be cut or not."""
     for m in served(problem.m):

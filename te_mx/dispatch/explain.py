@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from te_mx.dispatch.kernels import kernels
 from te_mx.dispatch.problem import Place, Problem
-from te_mx.dispatch.registry import choose, kernels, tuning
+from te_mx.dispatch.registry import choose, tuning
 from te_mx.dispatch.run import REFERENCE, ZERO_SIZE
 
 

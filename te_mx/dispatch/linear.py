@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.problem import Problem
-from te_mx.dispatch.registry import Kernel
 from te_mx.layouts.operand import Operand, Quantized, Stack
 
 

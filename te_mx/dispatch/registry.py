@@ -1,4 +1,4 @@
-"""The kernels that there are, by op, and the choice among them: the only place that chooses.
+"""The choice among the kernels that there are: the only place that chooses.
 
 A kernel is registered once, in the order of preference of its op. The first one that accepts a
 problem runs it, unless a table of measured choices (tuned/) names another one that accepts it too.
@@ -8,13 +8,11 @@ reasons.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
+from te_mx.dispatch.kernels import Kernel, add, kernels
 from te_mx.dispatch.problem import (
     FEW_ROWS,
     MOST,
@@ -26,111 +24,7 @@ from te_mx.dispatch.problem import (
 from te_mx.dispatch.tuned import tables
 from te_mx.dispatch.tuned.follow import Tuning, follow
 from te_mx.dispatch.tuned.table import MOST_ROWS
-from te_mx.layouts.operand import Operand, Stack
 
-# (lhs, rhs, out) -> whether native code took it
-PreparedGemm = Callable[[Operand, Operand, Tensor], bool]
-
-
-class Wants(NamedTuple):
-    """Layouts that a kernel reads best: of both sides as rowwise copies, and as columnwise ones."""
-
-    row: str = "rows"
-    col: str = "cols"
-
-
-class Kernel:
-    """One way to run an op. Subclasses give `accepts` and `run`.
-
-    op, name: what it runs, and what te_mx.explain and te_mx.audit call it.
-    rank: kernels of an op are asked in the order of their ranks.
-    configuration: one of `configurations`; "": the kernel chooses, by its cost model if it has one.
-    multiplies: by itself; False: by the kernel that is chosen for the GEMM.
-    """
-
-    op: str
-    name: str
-    rank: int = 0
-    configuration: str = ""
-    multiplies: bool = True
-
-    def accepts(self, problem: Problem) -> str | None:
-        """None, or the reason why this kernel does not run the problem: its envelope."""
-        raise NotImplementedError
-
-    def wants(self, problem: Problem) -> Wants:
-        """The layouts that the operands of the problem should lie in, so that nothing is copied."""
-        return Wants()
-
-    def sized(self, problem: Problem) -> bool:
-        """Whether `accepts` looks at sizes that `pick` does not keep apart otherwise: the answer is
-        then kept under m, n and k."""
-        return False
-
-    def prepares(self, m: int, n: int, k: int) -> bool:
-        """Of a GEMM: whether operands that stand still are worth `prepare` for these sizes."""
-        return m > STREAM_ROWS
-
-    def note(self, problem: Problem) -> str:
-        """What te_mx.explain adds, of a problem that this kernel runs."""
-        return ""
-
-    def parts(self, problem: Problem) -> int:
-        """Into how many parts k is cut, where that is allowed."""
-        return 1
-
-    def configurations(self, problem: Problem) -> tuple[str, ...]:
-        """The ways to run a problem that a table may choose between, in words."""
-        return ()
-
-    def configured(self, configuration: str) -> Kernel:
-        """This kernel, which runs in one of these ways and no other."""
-        made = copy.copy(self)
-        made.configuration = configuration
-        return made
-
-    def sums(self, problem: Problem) -> str:
-        """A word for the order in which this kernel, as it is configured, adds up and rounds the
-        sums of a problem. Kernels and configurations of an op that say the same give a row of the
-        result the same bits; so do problems that differ in m alone, whatever rows are beside it.
-        Here: those of no other kernel, and of no other m."""
-        return f"{self.name}, {self.configuration}, {problem.m} rows"
-
-    def prepare(self, operand: Operand, side: str, problem: Problem) -> Operand:
-        """An operand that stands still ("lhs" or "rhs" of a GEMM) in the form that this kernel
-        reads without work; as it is where there is nothing to gain."""
-        return operand
-
-    def prepare_stack(self, stack: Stack, problem: Problem) -> Stack:
-        """The same of the weights of all groups."""
-        return stack
-
-    def prepared(self, problem: Problem) -> PreparedGemm | None:
-        """The call of a GEMM without an epilogue on operands that `prepare` made, of these sizes;
-        None where there is nothing to prepare."""
-        return None
-
-    def once(self, problem: Problem) -> Callable[..., Any] | None:
-        """The call of a problem, with all that its sizes say made before; None where `run` does as
-        well. Of a GEMM as `prepared`, of operands that lie as the problem says. Of a quantizer: the
-        operand of x, rowwise alone, in memory for codes and scales of any shape and dtype if a pair
-        is given. Of values: those of an operand, contiguous, in a given memory too. None from a
-        call where native code does not take it."""
-        return None
-
-    def run_two(self, first: Any, second: Any) -> tuple[Any, Any] | None:
-        """What `run` makes of either call, both at the same time; None where it cannot."""
-        return None
-
-    def run_joined(self, parts: Sequence[Tensor], row: str, col: str, rule: str) -> Any:
-        """Of a quantizer: matrices as one, their rows behind each other, read where they lie; None
-        where they must be joined first."""
-        return None
-
-    run: Callable[..., Any]
-
-
-_kernels: dict[str, list[Kernel]] = {}
 _chosen: dict[tuple[Any, ...], Any] = {}  # kernels, or dicts of them by sizes
 _by_groups: dict[Problem, Kernel] = {}
 forms_known: dict[tuple[Any, ...], Any] = {}  # what kernels want, of dispatch/forms.py
@@ -140,24 +34,10 @@ _MOST_SIZES = 1 << 14
 
 
 def register(kernel: Kernel) -> Kernel:
-    """Add a kernel to its op."""
-    listed = _kernels.setdefault(kernel.op, [])
-    if any(other.name == kernel.name for other in listed):
-        raise ValueError(f"op {kernel.op!r} has a kernel {kernel.name!r} already")
-    listed.append(kernel)
-    listed.sort(key=lambda one: one.rank)
+    """Add a kernel to its op; all choices are made anew."""
+    add(kernel)
     forget()
     return kernel
-
-
-def kernels(op: str) -> tuple[Kernel, ...]:
-    """The kernels of an op in order of preference."""
-    return tuple(_kernels.get(op, ()))
-
-
-def ops() -> tuple[str, ...]:
-    """Names of the ops that have kernels."""
-    return tuple(_kernels)
 
 
 def forget() -> None:
@@ -200,7 +80,7 @@ def pick(
 
 
 def _keep(key: tuple[Any, ...], problem: Problem, kernel: Kernel) -> None:
-    sizes = any(one.sized(problem) for one in _kernels[problem.op])
+    sizes = any(one.sized(problem) for one in kernels(problem.op))
     if not (sizes or tables.has_rows(problem)):
         _chosen[key] = kernel
         return
@@ -238,7 +118,7 @@ def pick_problem(p: Problem) -> Kernel:
 
 def default_of(problem: Problem) -> Kernel | None:
     """The first kernel that accepts a problem, whatever tables say, or None."""
-    accepting = (one for one in _kernels.get(problem.op, ()) if one.accepts(problem) is None)
+    accepting = (one for one in kernels(problem.op) if one.accepts(problem) is None)
     return next(accepting, None)
 
 
@@ -257,7 +137,7 @@ def derive(key: tuple[Any, ...], made: Any) -> Any:
 
 def tuning(problem: Problem) -> Tuning:
     """What tables of measured choices say of a problem."""
-    return follow(problem, _kernels.get(problem.op, ()))
+    return follow(problem, kernels(problem.op))
 
 
 def choose(problem: Problem) -> tuple[Kernel, list[tuple[str, str]]]:
@@ -270,7 +150,7 @@ def choose(problem: Problem) -> tuple[Kernel, list[tuple[str, str]]]:
 def default(problem: Problem) -> tuple[Kernel, list[tuple[str, str]]]:
     """The same without tables: the first kernel that accepts the problem."""
     declined: list[tuple[str, str]] = []
-    for kernel in _kernels[problem.op]:
+    for kernel in kernels(problem.op):
         reason = kernel.accepts(problem)
         if reason is None:
             return kernel, declined

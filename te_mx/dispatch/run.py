@@ -10,8 +10,9 @@ from torch import Tensor
 
 from te_mx.dispatch.calls import Epilogue, Mode, Product, Quantize, Ran
 from te_mx.dispatch.fused import Target
+from te_mx.dispatch.kernels import Kernel, kernels
 from te_mx.dispatch.problem import Problem, place_of, why_missing
-from te_mx.dispatch.registry import Kernel, choose, kernels, pick, pick_grouped
+from te_mx.dispatch.registry import choose, pick, pick_grouped
 from te_mx.dispatch.tuned.tables import has_rows
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized

@@ -16,8 +16,7 @@ from pkgutil import iter_modules as _iter_modules
 
 from te_mx.formats.element import Element
 from te_mx.formats.fnuz import convert
-from te_mx.formats.format import Format
-from te_mx.formats.registry import get, names, register
+from te_mx.formats.format import Format, get, names, register
 from te_mx.formats.scaling import NAN_SCALE, Scaling
 
 for _module in _iter_modules(__path__):

@@ -6,9 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from te_mx.formats import registry
 from te_mx.formats.element import Element
-from te_mx.formats.format import Format, check_matrix
+from te_mx.formats.format import Format, check_matrix, get
 
 _PAIRS = {"e4m3": "e4m3fnuz", "e5m2": "e5m2fnuz", "e4m3fnuz": "e4m3", "e5m2fnuz": "e5m2"}
 
@@ -39,7 +38,7 @@ def convert(codes: Tensor, scales: Tensor, fmt: str, to: str) -> tuple[Tensor, T
         ValueError: formats that are no such pair; parts that do not fit; a scale that cannot be
             doubled, for which the host looks at the scales.
     """
-    source, target = registry.get(fmt), registry.get(to)
+    source, target = get(fmt), get(to)
     if (
         _PAIRS.get(source.element.name) != target.element.name
         or source.scaling != target.scaling

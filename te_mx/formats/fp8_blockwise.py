@@ -23,9 +23,8 @@ from te_mx.formats.element import (
     Element,
     normalized,
 )
-from te_mx.formats.format import READ, Format, check_matrix, check_random
+from te_mx.formats.format import READ, Format, check_matrix, check_random, register
 from te_mx.formats.mxfp8 import E4M3, E5M2
-from te_mx.formats.registry import register
 from te_mx.formats.scaling import Scaling, split_rule
 
 # "fnuz": no Inf and no negative zero, whose code is the only NaN.

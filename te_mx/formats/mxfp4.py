@@ -3,8 +3,7 @@
 import torch
 
 from te_mx.formats.element import Element
-from te_mx.formats.format import Format
-from te_mx.formats.registry import register
+from te_mx.formats.format import Format, register
 from te_mx.formats.scaling import Scaling
 
 E2M1 = Element(

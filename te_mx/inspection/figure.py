@@ -8,13 +8,11 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from te_mx.inspection.summary import BAD, db, mean_share, mean_tiles, percent, short
-from te_mx.layouts.sm90_tiles import CLASS_NAMES
-
-if TYPE_CHECKING:
-    from te_mx.inspection.report import InspectionReport
+from te_mx.inspection.readings import BAD, Readings
+from te_mx.inspection.summary import db, mean_share, mean_tiles, percent, short
+from te_mx.layouts import aligning
 
 ROLE_NAMES = {"x": "x: inputs", "w": "w: weights", "g": "g: output gradients"}
 SHARES = {"zeroed": "#b2182b", "subnormal": "#f4a582", "saturated": "#542788"}
@@ -26,7 +24,7 @@ MOST_NUMBERS = 64  # layers; of more only some are named, and cells hold no numb
 MOST_NAMES = 40
 
 
-def draw(report: InspectionReport, path: Path) -> None:
+def draw(report: Readings, path: Path) -> None:
     """Write the picture as a PNG.
 
     Raises ImportError without matplotlib.
@@ -66,7 +64,7 @@ def draw(report: InspectionReport, path: Path) -> None:
     figure.savefig(path, format="png")
 
 
-def _titles(figure: Any, report: InspectionReport, height: float) -> None:
+def _titles(figure: Any, report: Readings, height: float) -> None:
     about = report.about
     loss = about.loss_is if about.loss is None else f"loss {about.loss:.4g}, {about.loss_is}"
     figure.text(
@@ -92,7 +90,7 @@ def _colour_bar(figure: Any, image: Any, width: float, height: float) -> None:
 
 
 # --------------------------------------------------------------------------------------------- maps
-def _map(axes: Any, report: InspectionReport, role: str, first: bool, named: bool) -> Any:
+def _map(axes: Any, report: Readings, role: str, first: bool, named: bool) -> Any:
     """Layers down, formats across."""
     from matplotlib.patches import Rectangle
 
@@ -155,7 +153,7 @@ def _colours() -> Any:
 
 
 # --------------------------------------------------------------------------------------------- bars
-def _shares(axes: Any, report: InspectionReport, role: str, first: bool) -> None:
+def _shares(axes: Any, report: Readings, role: str, first: bool) -> None:
     """What becomes of elements, one bar a format, over all layers."""
     fmts = report.formats
     for y, fmt in enumerate(fmts):
@@ -172,12 +170,13 @@ def _shares(axes: Any, report: InspectionReport, role: str, first: bool) -> None
         _legend(axes, len(fmts))
 
 
-def _tiles(axes: Any, report: InspectionReport, role: str, fmts: list[str], first: bool) -> None:
+def _tiles(axes: Any, report: Readings, role: str, fmts: list[str], first: bool) -> None:
     """The classes of Hopper's tiles, one bar a format."""
+    names = aligning(report.about.alignment_spread).class_names
     for y, fmt in enumerate(fmts):
         made = mean_tiles([r for r in report if r.role == role and r.format == fmt]) or [0.0] * 4
         left = 0.0
-        for share, colour, name in zip(made, TILES, CLASS_NAMES, strict=True):
+        for share, colour, name in zip(made, TILES, names, strict=True):
             axes.barh(y, 100 * share, left=left, color=colour, height=0.7,
                       label=name if not y else None)  # fmt: skip
             left += 100 * share

@@ -16,8 +16,9 @@ from te_mx.conversion.matrices import matrices_of
 from te_mx.formats import Format
 from te_mx.inspection.collect import Watch
 from te_mx.inspection.layers import Layer, layers_of, untouched
-from te_mx.inspection.report import About, InspectionReport, readings_of
-from te_mx.layouts import sm90_tiles
+from te_mx.inspection.readings import About, readings_of
+from te_mx.inspection.report import InspectionReport
+from te_mx.recipe import MAX_SPREAD
 from te_mx.runtime.arguments import (
     check_flag,
     check_module,
@@ -39,7 +40,7 @@ def inspect(
     gradients: bool = True,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     scale_rule: str | None = None,
-    alignment_spread: int = sm90_tiles.DEFAULT_SPREAD,
+    alignment_spread: int = MAX_SPREAD,
     max_elements: int | None = None,
     progress: bool = True,
 ) -> InspectionReport:
@@ -103,10 +104,8 @@ def inspect(
     check_flag("inspect: gradients", gradients)
     check_flag("inspect: progress", progress)
     spread = check_size("inspect: alignment_spread", alignment_spread)
-    if spread > sm90_tiles.MAX_SPREAD:
-        raise ValueError(
-            f"inspect: alignment_spread must be in 0..{sm90_tiles.MAX_SPREAD}, got {spread}"
-        )
+    if spread > MAX_SPREAD:
+        raise ValueError(f"inspect: alignment_spread must be in 0..{MAX_SPREAD}, got {spread}")
     most = None if max_elements is None else check_size("inspect: max_elements", max_elements, 1)
     layers, skipped = layers_of(model, filter_fn or (lambda module, name: True))
     if not layers:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from te_mx.formats import Format
-from te_mx.layouts import sm90_tiles
+from te_mx.layouts import aligning
 
 STRIPE = 128  # rows that are quantized together at least: those of a tile of every packed layout
 CHUNK = 1 << 20  # elements that are quantized together at most, unless a stripe has more
@@ -32,7 +32,7 @@ class Sums:
     elements: `nonfinite` are NaN or Inf in x; `lost` are finite in x and not in q, because their
     block holds such a one (or they are rounded to what fp32 does not hold). exponents: how many
     blocks that are not all zero have a scale in [2^e, 2^(e+1)). tiles: how many have each class of
-    `sm90_tiles.CLASS_NAMES`; None for formats that this layout does not hold.
+    the layout `aligning` (its `class_names`); None for formats that it has no classes of.
     """
 
     elements: int = 0
@@ -145,9 +145,10 @@ def _measure(
         [c.count_nonzero() for c in counts]
     ).tolist()
     tiles = None
-    if sm90_tiles.takes(fmt):
-        classes = sm90_tiles.classes_of(codes, scales, fmt.name, spread).flatten().int()
-        tiles = torch.bincount(classes, minlength=len(sm90_tiles.CLASS_NAMES)).tolist()
+    layout = aligning(spread)
+    if layout.has_classes(fmt):
+        classes = layout.classes(fmt, codes, scales).flatten().int()
+        tiles = torch.bincount(classes, minlength=len(layout.class_names)).tolist()
     return Sums(
         x.numel(), math.ldexp(signal, -2 * power), math.ldexp(noise, -2 * power), saturated,
         subnormal, zeroed, nonfinite, lost, _exponents(scales, used, fmt), tiles,

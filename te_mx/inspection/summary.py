@@ -5,24 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from statistics import median
-from typing import TYPE_CHECKING
 
 from te_mx import formats
 from te_mx.autograd.linear_recipe import GEMMS
 from te_mx.conversion.matrices import left_of
+from te_mx.inspection.readings import BAD, ZERO, Reading, Readings, sqnr_of
 from te_mx.runtime.report import table
 
-if TYPE_CHECKING:
-    from te_mx.inspection.report import InspectionReport, Reading
-
-ROLES = ("x", "w", "g")
-EXACT, ZERO, BAD = "exact", "all zero", "not finite"  # notes of readings
 _NAME = 40  # characters of a layer's name
 _HEADER = ("role", "gemm", "format", "SQNR dB", "lowest", "in", "saturated %", "subnormal %",
            "zeroed %", "scales 2^", "tiles 0/1/2/3 %")  # fmt: skip
 
 
-def summary(report: InspectionReport) -> str:
+def summary(report: Readings) -> str:
     """What was run, one row for each operand of each GEMM and format over all layers, what
     represents each role best, and what was not read."""
     about = report.about
@@ -44,7 +39,7 @@ def summary(report: InspectionReport) -> str:
     return "\n".join([*lines, table(_HEADER, rows), *_best(report), *_warnings(report)])
 
 
-def full_table(report: InspectionReport) -> str:
+def full_table(report: Readings) -> str:
     """A row for each layer and role, a column for each format."""
     rows = []
     for layer in report.layers:
@@ -70,7 +65,7 @@ def _over_layers(readings: list[Reading]) -> list[str]:
     ]
 
 
-def _best(report: InspectionReport) -> Iterator[str]:
+def _best(report: Readings) -> Iterator[str]:
     """For each role, the format of each width with the highest median SQNR of all layers."""
     for role in report.roles:
         best: dict[int, tuple[float, str]] = {}
@@ -90,7 +85,7 @@ def _unknown(readings: Sequence[Reading]) -> str:
     return "NaN/Inf" if any(r.note == BAD for r in readings) else ZERO
 
 
-def _warnings(report: InspectionReport) -> Iterator[str]:
+def _warnings(report: Readings) -> Iterator[str]:
     about = report.about
     bad = dict.fromkeys(f"{r.role} of {r.layer}" for r in report if r.note == BAD)
     if bad:
@@ -109,11 +104,6 @@ def _warnings(report: InspectionReport) -> Iterator[str]:
 
 
 # ------------------------------------------------------------------------------------------- words
-def sqnr_of(r: Reading) -> float:
-    """The SQNR of a reading, to compare; that of no signal lies above all."""
-    return math.inf if r.sqnr is None else r.sqnr
-
-
 def db(r: Reading) -> str:
     """An SQNR as tables and pictures show it."""
     if r.note == BAD:

@@ -7,17 +7,44 @@ may expect of addresses. Plain torch is the specification; kernels must write th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from te_mx.formats import Format
-    from te_mx.layouts.operand import Operand, Stack
+from te_mx.formats import Format
 
 Shape = tuple[int, ...]
 Parts = tuple[Tensor, Tensor]  # codes, scales
+
+
+class HasParts(Protocol):
+    """What has codes and scales."""
+
+    @property
+    def codes(self) -> Tensor: ...
+    @property
+    def scales(self) -> Tensor: ...
+
+
+class IsMatrix(HasParts, Protocol):
+    """An Operand, of which layouts know no more than this."""
+
+    @property
+    def rows(self) -> int: ...
+    @property
+    def k(self) -> int: ...
+
+
+class IsStack(IsMatrix, Protocol):
+    """A Stack."""
+
+    @property
+    def groups(self) -> int: ...
+
+
+Matrix = TypeVar("Matrix", bound=IsMatrix)
+Matrices = TypeVar("Matrices", bound=IsStack)
 
 
 class Layout:
@@ -31,6 +58,7 @@ class Layout:
     refused = "formats of other elements or blocks"  # what it does not take, for errors
     tokens = ""  # "rows" or "k": what belongs to groups of tokens that lie so; "" for none
     alone = ""  # of packed tokens: the layout of a group's part by itself
+    class_names: tuple[str, ...] = ()  # of tiles, where those with close scales share one
 
     def takes(self, fmt: Format) -> bool:
         """Whether matrices of a format can lie so."""
@@ -69,6 +97,16 @@ class Layout:
         """What the codes stand for, [rows, k]."""
         return fmt.dequantize(*self.unpack(fmt, codes, scales, k), k, dtype)
 
+    # -------------------------------------------------------------------------------- classes
+    def has_classes(self, fmt: Format) -> bool:
+        """Whether `classes` knows tiles of a format."""
+        return False
+
+    def classes(self, fmt: Format, codes: Tensor, scales: Tensor) -> Tensor:
+        """uint8, the class of every tile when it is packed, a number of `class_names`: of codes
+        [rows, k], one a byte, and scales that lie by rows."""
+        raise NotImplementedError(f"layout {self.name!r} has no classes of tiles")
+
     # --------------------------------------------------------------------------------- groups
     def grouped_shapes(self, fmt: Format, rows: int, k: int, groups: int) -> tuple[Shape, Shape]:
         """Shapes of tokens whose rows (or k, as the layout says) belong to groups."""
@@ -84,8 +122,17 @@ class Layout:
             torch.empty(scales, dtype=self.scales_dtype(fmt), device=device),
         )
 
+    def put_group(self, into: HasParts, part: HasParts, start: int, end: int, group: int) -> None:
+        """Of packed tokens: put group number `group`, start to end, in layout `alone`, where it
+        lies."""
+        raise NotImplementedError(f"layout {self.name!r} is not that of packed tokens")
+
+    def group_of(self, tokens: HasParts, start: int, end: int, group: int) -> Parts:
+        """The other way: the parts of a group in layout `alone`."""
+        raise NotImplementedError(f"layout {self.name!r} is not that of packed tokens")
+
     # --------------------------------------------------------------------------------- checks
-    def checked(self, operand: Operand, fmt: Format, name: str) -> Operand:
+    def checked(self, operand: Matrix, fmt: Format, name: str) -> Matrix:
         """The operand with parts as kernels read them: contiguous, or as far apart as the layout
         says.
 
@@ -94,13 +141,13 @@ class Layout:
         rows, k = operand.rows, operand.k
         return self._checked(operand, fmt, name, self.shapes(fmt, rows, k), (rows, k))
 
-    def checked_tokens(self, operand: Operand, fmt: Format, groups: int, name: str) -> Operand:
+    def checked_tokens(self, operand: Matrix, fmt: Format, groups: int, name: str) -> Matrix:
         """The same of tokens of so many groups."""
         rows, k = operand.rows, operand.k
         shapes = self.grouped_shapes(fmt, rows, k, groups)
         return self._checked(operand, fmt, name, shapes, (rows, k))
 
-    def checked_stack(self, stack: Stack, fmt: Format, name: str) -> Stack:
+    def checked_stack(self, stack: Matrices, fmt: Format, name: str) -> Matrices:
         """The same of the operands of all groups."""
         one = self.shapes(fmt, stack.rows, stack.k)
         shapes = (stack.groups, *one[0]), (stack.groups, *one[1])

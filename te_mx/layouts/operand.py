@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from te_mx.formats import Format
-from te_mx.layouts import Layout, spec_of
-from te_mx.layouts.base import Shape
+from te_mx.layouts.base import Layout, Shape
+from te_mx.layouts.registry import spec_of
 
 # Shapes of codes and scales, the dtype of these, and how far apart rows of codes start where they
 # are not contiguous, by spec and sizes: what checks ask most.

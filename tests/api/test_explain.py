@@ -13,8 +13,8 @@ from te_mx.api import blas
 from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.cpu.gemm import Panel
 from te_mx.backends.native import native_operand
+from te_mx.dispatch.kernels import kernels
 from te_mx.dispatch.problem import STREAM_ROWS, Problem, place_of
-from te_mx.dispatch.registry import kernels
 from te_mx.runtime.ran import LAST_RUN
 
 CPU = torch.device("cpu")

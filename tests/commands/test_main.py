@@ -19,6 +19,7 @@ from te_mx.backends.sm90 import split_k
 from te_mx.commands import candidates, timing, tune
 from te_mx.commands.main import main
 from te_mx.commands.shapes import TOKENS, Shape, model_names, of_models
+from te_mx.dispatch import kernels as all_kernels
 from te_mx.dispatch import registry
 from te_mx.dispatch.problem import Place, Problem, place_of
 from te_mx.dispatch.tuned import table
@@ -121,7 +122,7 @@ def test_wrong_and_hopeless_candidates_are_left_out(times, tmp_path, monkeypatch
     assert tuned(out, shapes=shapes)[0] == 0
     assert [len(names) for names, _ in times.asked] == [2, 2, 2, 1, 1]
     times["portable_f32"] = 10.0
-    (panel,) = (one for one in registry.kernels("gemm") if one.name == "portable_f32")
+    (panel,) = (one for one in all_kernels.kernels("gemm") if one.name == "portable_f32")
     run = panel.run
 
     def wrong(product):
@@ -147,7 +148,7 @@ def test_choices_change_no_bits_unless_asked_to(times, tmp_path, monkeypatch):
     assert [names for names, _ in times.asked] == [["portable_stream"]]
     assert table.remarks_of(out)[-1] == tune.SAME_BITS
 
-    (panel,) = (one for one in registry.kernels("gemm") if one.name == "portable_f32")
+    (panel,) = (one for one in all_kernels.kernels("gemm") if one.name == "portable_f32")
     alike = {4}  # numbers of rows at which it says what the default does
 
     def sums(problem):
@@ -368,7 +369,7 @@ def test_a_layer_in_one_call_competes_with_its_steps(times, tmp_path, monkeypatc
     """Of a layer that asks for an op that does it all, the steps are tuned first, and then the
     two are held against each other."""
 
-    class OneCall(registry.Kernel):
+    class OneCall(all_kernels.Kernel):
         op, name = "frozen_layer", "one_call"
 
         def accepts(self, problem):
@@ -377,7 +378,7 @@ def test_a_layer_in_one_call_competes_with_its_steps(times, tmp_path, monkeypatc
         def configurations(self, problem):
             return ("slowly",)
 
-    monkeypatch.setitem(registry._kernels, "frozen_layer", [OneCall()])
+    monkeypatch.setitem(all_kernels._kernels, "frozen_layer", [OneCall()])
     forward = candidates.Contest.__call__
     ran = []
 

@@ -25,10 +25,10 @@ from te_mx.dispatch.grouped_calls import (
     QuantizeGroups,
     QuantizeWeights,
 )
+from te_mx.dispatch.kernels import kernels
 from te_mx.dispatch.linear import FrozenCall
 from te_mx.dispatch.moe import Align, RoutedGemm, Routing
 from te_mx.dispatch.problem import Problem, place_of
-from te_mx.dispatch.registry import kernels
 from te_mx.layouts.operand import Operand, Quantized, Stack
 
 FORMATS = st.sampled_from(formats.names())

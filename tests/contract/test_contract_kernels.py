@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from kernel_calls import CASES, ELSEWHERE, reference
 
 from te_mx.dispatch.explain import explain_problem
-from te_mx.dispatch.registry import Wants, choose, kernels, ops, pick_problem
+from te_mx.dispatch.kernels import Wants, kernels, ops
+from te_mx.dispatch.registry import choose, pick_problem
 from te_mx.layouts import get
 from te_mx.runtime import workspace
 

@@ -109,3 +109,27 @@ def test_grouped_layouts_have_room_for_every_split(layout, rows, k, groups):
 def test_other_names_are_refused(name):
     with pytest.raises(ValueError, match="layout must be one of"):
         layouts.get(name)
+
+
+def test_a_taken_name_is_refused():
+    before = layouts.names()
+    for name in ("rows", "sm90"):
+        with pytest.raises(ValueError, match=f"the name '{name}' is taken by a layout"):
+            layouts.register_family(name, lambda number: layouts.ROWS)
+    with pytest.raises(ValueError, match="the name 'rows' is taken by a layout"):
+        layouts.register(layouts.ROWS)
+    assert layouts.names() == before
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda one: one.name)
+def test_what_a_layout_is_not_it_says(layout):
+    whole = formats.get("mxfp8_e4m3")
+    if not layout.class_names:
+        with pytest.raises(NotImplementedError, match="has no classes of tiles"):
+            layout.classes(whole, *whole.quantize(torch.zeros(1, 32), "rceil"))
+    if not layout.alone:
+        part = Operand(torch.empty(0), torch.empty(0), f"{whole}@rows", 0, 0)
+        with pytest.raises(NotImplementedError, match="is not that of packed tokens"):
+            layout.put_group(part, part, 0, 0, 0)
+        with pytest.raises(NotImplementedError, match="is not that of packed tokens"):
+            layout.group_of(part, 0, 0, 0)

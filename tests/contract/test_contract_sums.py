@@ -19,9 +19,9 @@ from kernel_calls import FLOATS, FORMATS, OF_TOKENS, SIZES, matrix, operand
 from test_contract_kernels import allowed, every_device
 
 from te_mx.dispatch.calls import Epilogue, Mode, Product
+from te_mx.dispatch.kernels import Kernel, kernels
 from te_mx.dispatch.linear import FrozenCall
 from te_mx.dispatch.problem import Problem, place_of
-from te_mx.dispatch.registry import Kernel, kernels
 from te_mx.layouts.operand import Operand
 
 LONG = st.sampled_from([512, 1056])  # of k, which kernels may cut

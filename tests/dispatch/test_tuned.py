@@ -12,6 +12,7 @@ from te_mx import _ops as ops
 from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.cpu import binding_grouped
 from te_mx.backends.device_names import short_name
+from te_mx.dispatch import kernels as all_kernels
 from te_mx.dispatch import registry
 from te_mx.dispatch.problem import Place, Problem, place_of
 from te_mx.dispatch.tuned import table, tables
@@ -153,13 +154,15 @@ def test_rows_of_experts_are_for_so_many(portable, tmp_path, monkeypatch):
     problem = Problem("gemm_rows", place_of(CPU), spec, spec, 8, N, K, groups=4, ends="host")
     usual = registry.pick_problem(problem)
 
-    class Other(registry.Kernel):
+    class Other(all_kernels.Kernel):
         op, name, rank = "gemm_rows", "other", usual.rank + 1
 
         def accepts(self, given):
             return None
 
-    monkeypatch.setitem(registry._kernels, "gemm_rows", [*registry.kernels("gemm_rows"), Other()])
+    monkeypatch.setitem(
+        all_kernels._kernels, "gemm_rows", [*all_kernels.kernels("gemm_rows"), Other()]
+    )
     one = row(8, "other", op="gemm_rows")
     key = one.key._replace(experts=4, top_k=2)
     te_mx.use_tuned_table(written(tmp_path / "mine.csv", one._replace(key=key)))
@@ -245,7 +248,7 @@ def test_configurations_of_hopper_reach_the_native_call(monkeypatch):
     from te_mx.backends.sm90 import gemm as sm90
     from te_mx.backends.sm90 import split_k, ways
 
-    adaptive = next(one for one in registry.kernels("gemm") if one.name == "sm90_adaptive")
+    adaptive = next(one for one in all_kernels.kernels("gemm") if one.name == "sm90_adaptive")
     problem = Problem("gemm", Place("cuda", 0), "mxfp8_e4m3@any", "mxfp8_e4m3@any", 4, N, 512)
     tiles = adaptive.configurations(problem)
     assert tiles == ("tile 192x128", "tile 256x128", "tile 128x128", "tile 64x128")

@@ -11,7 +11,7 @@ from te_mx.backends.cpu import binding as cpu
 from te_mx.commands.candidates import keeps_bits
 from te_mx.commands.shapes import TOKENS, of_models
 from te_mx.commands.tune import SAME_BITS, recipe_of
-from te_mx.dispatch import registry
+from te_mx.dispatch import kernels as all_kernels
 from te_mx.dispatch.problem import Place, Problem, place_of
 from te_mx.dispatch.tuned import table, tables
 from te_mx.dispatch.tuned.table import DEFAULT
@@ -57,7 +57,7 @@ def test_rows_are_in_order_and_change_no_bits(name):
     assert path.stat().st_size < MOST_BYTES and SAME_BITS in table.remarks_of(path)
     place = place_of(torch.device("cpu"))
     for one in table.read(path):
-        kernels = {kernel.name: kernel for kernel in registry.kernels(one.key.operation)}
+        kernels = {kernel.name: kernel for kernel in all_kernels.kernels(one.key.operation)}
         assert one.key.device == path.stem and one.default in kernels
         assert {one.key.x, one.key.w} <= set(te_mx.formats.names())
         if one.use != DEFAULT:

@@ -12,7 +12,7 @@ import sm90_bounds as bounds
 import torch
 
 import te_mx
-from te_mx.layouts import sm90_tiles
+from te_mx.backends.sm90.layouts import tiles as sm90_tiles
 
 M, N, K = 2048, 2048, 4096
 KINDS = (*bounds.KINDS, "rows", "spread")

@@ -7,7 +7,7 @@ import torch
 from te_mx import formats
 from te_mx.backends.base import FLOAT_DTYPES, SCALE_RULES
 from te_mx.backends.sm90 import binding
-from te_mx.layouts import SM90_DECODE
+from te_mx.backends.sm90.layouts.decode import SM90_DECODE
 from te_mx.recipe import BlockScaling, Float8BlockScaling
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_mx._ops import Operand
-from te_mx.layouts import sm90_tiles
+from te_mx.backends.sm90.layouts import tiles as sm90_tiles
 
 # The FP8 tensor cores line up 32 products and the sum so far at the largest of them and cut off
 # what lies 13 bits below it: 33 cuts for every 32 of K.

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from te_mx.backends.base import BIAS_GRADS, LAYOUTS, format_fields
-from te_mx.layouts import sm90_tiles as layout
-from te_mx.layouts.sm90_tiles import PackedOperand
+from te_mx.backends.sm90.layouts import tiles as layout
+from te_mx.backends.sm90.layouts.tiles import PackedOperand
 
 sys.path.append(str(Path(__file__).parent.parent))  # for the scripts of this folder
 import emulated_hopper

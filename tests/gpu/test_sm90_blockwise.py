@@ -16,8 +16,9 @@ from te_mx import _ops as ops
 from te_mx import formats
 from te_mx._ops.quantize import quantize_two_2d
 from te_mx.autograd.linear_recipe import roles
+from te_mx.backends.sm90.layouts import tiles as sm90_tiles
+from te_mx.backends.sm90.layouts.factors import SM90_FACTORS
 from te_mx.dispatch.calls import Quantize
-from te_mx.layouts import SM90_FACTORS, sm90_tiles
 from te_mx.recipe import DeepSeekV3, Float8BlockScaling, Format
 
 LAYOUT = SM90_FACTORS.name

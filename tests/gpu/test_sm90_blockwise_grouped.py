@@ -17,7 +17,8 @@ from te_mx import _ops as ops
 from te_mx._ops import grouped_quantize
 from te_mx._ops.grouped_gemm import gemm_k, gemm_rows
 from te_mx._ops.grouped_quantize import Groups, quantize_grouped
-from te_mx.layouts import sm90_groups, spec_of
+from te_mx.backends.sm90.layouts import groups as sm90_groups
+from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Stack
 from te_mx.recipe import DeepSeekV3, Float8BlockScaling, Format
 

@@ -27,8 +27,8 @@ from torch.nn import functional as F
 import te_mx
 from te_mx import formats
 from te_mx._ops.fused import act_quantize_2d
+from te_mx.backends.sm90.layouts.decode import SM90_DECODE
 from te_mx.dispatch.fused import Activation, ActStep, Target
-from te_mx.layouts import SM90_DECODE
 from te_mx.runtime.ran import LAST_RUN
 
 pytestmark = pytest.mark.usefixtures("poisoned")

@@ -10,8 +10,8 @@ from torch import nn
 import te_mx
 from te_mx import _ops as ops
 from te_mx.backends.sm90 import binding
+from te_mx.backends.sm90.layouts import tiles as sm90_tiles
 from te_mx.dispatch import registry
-from te_mx.layouts import sm90_tiles
 from te_mx.recipe import MXFP8BlockScaling
 from te_mx.runtime import ran
 

@@ -10,7 +10,7 @@ import sm90_bounds as bounds
 import sm90_calls as calls
 import torch
 
-from te_mx.layouts import sm90_tiles as layout
+from te_mx.backends.sm90.layouts import tiles as layout
 
 # Whole blocks, tails everywhere, M and N below a block, odd N, many steps of K.
 SHAPES = ((256, 256, 256), (300, 200, 333), (64, 520, 1000), (5, 7, 40), (700, 900, 1536))

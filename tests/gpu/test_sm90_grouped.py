@@ -16,9 +16,9 @@ from torch import Tensor
 
 import te_mx
 from te_mx._ops import grouped_quantize
+from te_mx.backends.sm90.layouts import groups as grouped_layout
+from te_mx.backends.sm90.layouts.tiles import PackedOperand, packed_shapes
 from te_mx.dispatch.groups import device_bounds
-from te_mx.layouts import sm90_groups as grouped_layout
-from te_mx.layouts.sm90_tiles import PackedOperand, packed_shapes
 from te_mx.recipe import Format, MXFP8BlockScaling
 
 sys.path.append(str(Path(__file__).parent.parent))

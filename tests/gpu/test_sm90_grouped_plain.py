@@ -18,8 +18,9 @@ import te_mx
 from te_mx._ops.grouped_quantize import QuantizeWeights, quantize_weights, weight_columns
 from te_mx.backends.sm90 import binding_grouped
 from te_mx.backends.sm90.decode import Decode
+from te_mx.backends.sm90.layouts.tiles import packed_shapes
+from te_mx.dispatch import kernels as all_kernels
 from te_mx.dispatch import registry
-from te_mx.layouts.sm90_tiles import packed_shapes
 from te_mx.recipe import Format, MXFP8BlockScaling
 
 SIZES = [(1, 33), (8, 1), (100, 129), (264, 320), (513, 1024), (128, 70), (130, 256)]
@@ -96,7 +97,7 @@ def test_plain_stacks_have_the_bytes_of_each_weight(size, dtype, layouts):
     specs = [layout and f"mxfp8_e4m3@{layout}" for layout in layouts]
     rule = "floor" if specs[1] else "rceil"
     weights = [calls.data(rows, cols, kind, dtype, seed=i) for i in range(300)]
-    loop = registry.kernels("quantize_weights")[-1]
+    loop = all_kernels.kernels("quantize_weights")[-1]
     want = loop.run(QuantizeWeights(weights, *specs, rule))
     if specs[0]:
         made = quantize_weights(weights, *specs, rule=rule)

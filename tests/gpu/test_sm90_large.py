@@ -8,7 +8,7 @@ import torch
 
 import te_mx
 from te_mx import _ops as ops
-from te_mx.layouts import sm90_tiles
+from te_mx.backends.sm90.layouts import tiles as sm90_tiles
 
 ROWS, COLS = 2_097_152 + 200, 1032  # 2.16e9 elements
 STARTS = (0, 128 * 8000, 128 * 16256, 128 * 16384, 128 * 16385)  # the last: 72 rows

@@ -22,8 +22,9 @@ from te_mx._ops.grouped_quantize import (
     quantize_weights,
 )
 from te_mx.backends.reference.quantize import quantize as reference_quantize
+from te_mx.backends.sm90.layouts import groups as sm90_groups
+from te_mx.backends.sm90.layouts import tiles as sm90_tiles
 from te_mx.dispatch.fused import Activation, ActStep, Norm, NormStep, Target
-from te_mx.layouts import sm90_groups, sm90_tiles
 from te_mx.recipe import BlockScaling, MXFP4BlockScaling
 
 FP4, E4M3, E5M2 = "mxfp4", "mxfp8_e4m3", "mxfp8_e5m2"

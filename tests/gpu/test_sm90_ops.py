@@ -13,7 +13,7 @@ import torch
 import te_mx
 from te_mx import _ops as ops
 from te_mx._ops.quantize import parts_of
-from te_mx.layouts import sm90_tiles
+from te_mx.backends.sm90.layouts import tiles as sm90_tiles
 
 E4M3, E5M2 = "mxfp8_e4m3", "mxfp8_e5m2"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

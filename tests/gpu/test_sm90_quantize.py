@@ -11,8 +11,8 @@ import torch
 
 from te_mx import _ops as ops
 from te_mx._ops.quantize import parts_of
+from te_mx.backends.sm90.layouts import tiles as layout
 from te_mx.backends.sm90.quantize import HopperQuantize
-from te_mx.layouts import sm90_tiles as layout
 
 KINDS = ("gaussian", "rows", "spread", "mixed", "huge", "tiny", "sparse", "nan", "lognormal")
 # Whole tiles, tails in both directions, an odd number of tiles, one element.

@@ -12,7 +12,7 @@ import torch
 from test_sm90_gemm import CUT, FORMATS, OUTPUTS, PAIRS, assert_epilogues, largest_products
 
 import te_mx
-from te_mx.layouts import sm90_tiles as layout
+from te_mx.backends.sm90.layouts import tiles as layout
 from te_mx.recipe import MXFP8BlockScaling
 from te_mx.runtime import workspace
 

@@ -16,8 +16,8 @@ from torch import Tensor
 import te_mx
 from te_mx import _ops as ops
 from te_mx.backends.reference import grouped_math, torch_gemm
+from te_mx.backends.sm90.layouts import tiles as sm90_tiles
 from te_mx.dispatch.grouped_calls import Groups, QuantizeGroups
-from te_mx.layouts import sm90_tiles
 from te_mx.recipe import BlockScaling, Format, MXFP8BlockScaling
 
 RECIPES = [

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from te_mx import formats
+from te_mx.backends.sm90.layouts import tiles as sm90_tiles
 from te_mx.formats import Format, Scaling
 from te_mx.inspection import metrics
 from te_mx.inspection.metrics import Sums, measure
-from te_mx.layouts import sm90_tiles
 
 DTYPES = {
     "mxfp8_e4m3": ml_dtypes.float8_e4m3fn,

@@ -322,7 +322,7 @@ def test_cuda_benchmarks_say_in_one_line_why_they_do_not_run(
 
 
 def test_data_of_the_cuda_benchmarks_has_the_classes_it_stands_for(on_cpu: GpuContext) -> None:
-    from te_mx.layouts import sm90_tiles
+    from te_mx.backends.sm90.layouts import tiles as sm90_tiles
 
     found = {}
     for kind in gpu.KINDS:

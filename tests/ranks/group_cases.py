@@ -201,7 +201,7 @@ def case_transformer_layers_that_ranks_share():
             for name, p in whole.named_parameters():
                 if "bias" in name or "offset" in name:
                     p.normal_(0, 0.5)
-                own = mine(p, 1) if "offset" in name else part_of(name, p)
+                own = mine(p, 0) if "offset" in name else part_of(name, p)
                 layer.get_parameter(name).copy_(own)
         results = []
         for module in (whole, layer):

@@ -15,7 +15,7 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.compile_utils import fx_graph_cse
 
 import te_mx
-from te_mx.layouts import SM90_DECODE
+from te_mx.backends.sm90.layouts.decode import SM90_DECODE
 from te_mx.recipe import BlockScaling, Float8BlockScaling
 from te_mx.recipes.settings import in_words, of_words
 from te_mx.weights import frozen as frozen_owners

@@ -11,8 +11,9 @@ from te_mx.backends.native import BLOCKWISE, is_native, native_target, with_oper
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import FLOAT_DTYPES
 from te_mx.dispatch.fused import ActParts, ActStep, NormParts, NormStep, Target
+from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.problem import Problem
-from te_mx.dispatch.registry import Kernel, register
+from te_mx.dispatch.registry import register
 
 NOTHING = native_target(Target("", "", "rceil"))
 

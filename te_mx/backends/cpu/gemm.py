@@ -10,8 +10,9 @@ from te_mx.backends.cpu import binding, binding_prepared
 from te_mx.backends.cpu.envelope import MX, why_not, why_not_level
 from te_mx.backends.native import native_operand
 from te_mx.dispatch.calls import Product, Ran
+from te_mx.dispatch.kernels import Kernel, PreparedGemm
 from te_mx.dispatch.problem import STREAM_ROWS, Problem
-from te_mx.dispatch.registry import Kernel, PreparedGemm, register
+from te_mx.dispatch.registry import register
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand
 from te_mx.runtime import workspace

@@ -10,9 +10,10 @@ from te_mx.backends.cpu import binding, binding_grouped
 from te_mx.backends.cpu.envelope import why_not
 from te_mx.backends.cpu.gemm import PANELS
 from te_mx.backends.cpu.grouped import few_and_many
+from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.moe import RoutedGemm
 from te_mx.dispatch.problem import Problem
-from te_mx.dispatch.registry import Kernel, register
+from te_mx.dispatch.registry import register
 
 _FEW = "few rows on "
 

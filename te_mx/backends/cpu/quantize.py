@@ -11,8 +11,9 @@ from te_mx.backends.cpu import binding
 from te_mx.backends.cpu.envelope import why_not
 from te_mx.backends.native import native_operand, transform_of, words_of
 from te_mx.dispatch.calls import FLOAT_DTYPES, Quantize
+from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.problem import Problem
-from te_mx.dispatch.registry import Kernel, register
+from te_mx.dispatch.registry import register
 from te_mx.formats.scaling import split_rule
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized

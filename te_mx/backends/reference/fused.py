@@ -8,8 +8,9 @@ from torch import Tensor
 from te_mx.backends.reference import fused_math
 from te_mx.dispatch import run
 from te_mx.dispatch.fused import ActParts, ActStep, NormParts, NormStep
+from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.problem import Problem
-from te_mx.dispatch.registry import Kernel, register
+from te_mx.dispatch.registry import register
 
 
 class _Composed(Kernel):

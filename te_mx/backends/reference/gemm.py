@@ -5,8 +5,9 @@ from __future__ import annotations
 from te_mx.backends.cpu import missing_reason
 from te_mx.backends.reference import torch_gemm
 from te_mx.dispatch.calls import Product, Ran
+from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.problem import Problem
-from te_mx.dispatch.registry import Kernel, register
+from te_mx.dispatch.registry import register
 from te_mx.dispatch.run import REFERENCE, ZERO_SIZE
 
 

@@ -27,9 +27,10 @@ from te_mx.dispatch.groups import (
     known_to_host,
     rows_of,
 )
+from te_mx.dispatch.kernels import Kernel, Wants
 from te_mx.dispatch.problem import Problem, place_of
-from te_mx.dispatch.registry import Kernel, Wants, register
-from te_mx.layouts import sm90_groups, spec_of
+from te_mx.dispatch.registry import register
+from te_mx.layouts import spec_of
 from te_mx.layouts.base import Parts
 from te_mx.layouts.operand import Operand, Quantized, Stack, turned
 
@@ -142,9 +143,9 @@ def _packed(what: QuantizeGroups, bounds: Bounds) -> Quantized:
             _part(what, start, end, spec if what.row else "", spec if what.col else "")
         )
         if row is not None and made.row is not None:
-            sm90_groups.put_rows(row, made.row, start, end, i)
+            row.layout.put_group(row, made.row, start, end, i)
         if col is not None and made.col is not None:
-            sm90_groups.put_k(col, made.col, start, end, i)
+            col.layout.put_group(col, made.col, start, end, i)
         if sums is not None and made.col_sum is not None:
             sums[i] = made.col_sum
     return Quantized(row, col, sums)
@@ -240,7 +241,7 @@ class GemmRowsReference(_Reference):
 def _own_rows(lhs: Operand, start: int, end: int, group: int) -> Operand:
     if lhs.layout.exact:
         return rows_of(lhs, start, end)
-    part = sm90_groups.rows_of(lhs, start, end, group)
+    part = lhs.layout.group_of(lhs, start, end, group)
     return Operand(*part, _alone(lhs.spec), end - start, lhs.k)
 
 
@@ -271,7 +272,7 @@ def own_k(side: Operand, start: int, end: int, group: int) -> Operand:
     """A group's part of an operand whose k is grouped."""
     if side.layout.exact:
         return k_of(side, start, end, group)
-    part = sm90_groups.k_of(side, start, end, group)
+    part = side.layout.group_of(side, start, end, group)
     return Operand(*part, _alone(side.spec), side.rows, end - start)
 
 

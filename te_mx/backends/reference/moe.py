@@ -10,9 +10,10 @@ from te_mx.backends.reference.grouped import Names
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Epilogue
 from te_mx.dispatch.groups import known_to_host
+from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.moe import RoutedGemm
 from te_mx.dispatch.problem import Problem
-from te_mx.dispatch.registry import Kernel, register
+from te_mx.dispatch.registry import register
 from te_mx.layouts.operand import Operand
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.moe import Align, capacity
 from te_mx.dispatch.problem import Problem
-from te_mx.dispatch.registry import Kernel, register
+from te_mx.dispatch.registry import register
 
 _I32 = torch.int32
 

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from te_mx.dispatch.calls import Quantize
+from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.problem import Problem
-from te_mx.dispatch.registry import Kernel, register
+from te_mx.dispatch.registry import register
 from te_mx.formats.stochastic import random_bits
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized

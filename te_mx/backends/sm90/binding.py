@@ -30,8 +30,8 @@ from te_mx.backends.base import (
     format_fields,
     pointer,
 )
+from te_mx.backends.sm90.layouts import tiles as sm90_layout
 from te_mx.formats.hadamard import Hadamard
-from te_mx.layouts import sm90_tiles as sm90_layout
 from te_mx.runtime import streams
 from te_mx.runtime.streams import stream
 

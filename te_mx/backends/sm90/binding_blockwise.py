@@ -12,12 +12,12 @@ from torch import Tensor
 from te_mx.backends.base import ALIGNED, FLOAT_DTYPES, LAYOUTS, SCALE_RULES, format_fields
 from te_mx.backends.native import BLOCKWISE, is_aligned, words_of
 from te_mx.backends.sm90 import binding, binding_grouped
+from te_mx.backends.sm90.layouts.groups import group_tiles
 from te_mx.dispatch.calls import Quantize
 from te_mx.dispatch.grouped_calls import QuantizeGroups, QuantizeWeights
 from te_mx.formats.scaling import split_rule
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized, Stack
-from te_mx.layouts.sm90_groups import group_tiles
 
 
 def quantize(what: Quantize) -> Quantized | None:

@@ -25,9 +25,9 @@ from te_mx.backends.base import (
     typed_address,
 )
 from te_mx.backends.sm90 import binding as sm90
+from te_mx.backends.sm90.layouts.groups import group_tiles, shapes_k, shapes_rows
+from te_mx.backends.sm90.layouts.tiles import packed_shapes
 from te_mx.dispatch.problem import MOST
-from te_mx.layouts.sm90_groups import group_tiles, shapes_k, shapes_rows
-from te_mx.layouts.sm90_tiles import packed_shapes
 
 _MOST_PLACES = 256  # te_mx/sm90.h
 _U8, _I32, _F32 = torch.uint8, torch.int32, torch.float32

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from te_mx.backends.base import Operand, pointer
 from te_mx.backends.sm90 import binding
-from te_mx.layouts import sm90_tiles as sm90_layout
+from te_mx.backends.sm90.layouts import tiles as sm90_layout
 
 
 def operand_sums(operand: Operand, scratch: Callable[[int], Tensor | None]) -> Tensor:

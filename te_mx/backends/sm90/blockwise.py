@@ -2,7 +2,7 @@
 
 Where both sides have blocks of 1 x 128, every column of a product has a factor of its own, which
 costs half as much again as the products. So columnwise copies whose scales are powers of two by
-their rule leave the quantizer as aligned tiles (layouts/sm90_tiles.py), and wgrad runs in the
+their rule leave the quantizer as aligned tiles (sm90/layouts/tiles.py), and wgrad runs in the
 kernel of MXFP8.
 """
 
@@ -14,16 +14,17 @@ from te_mx.backends.native import BLOCKWISE, is_aligned, native_operand, one_rea
 from te_mx.backends.sm90 import binding, binding_blockwise, split_k
 from te_mx.backends.sm90.envelope import why_not
 from te_mx.backends.sm90.gemm import Scratched, Scratches
+from te_mx.backends.sm90.layouts.factors import SM90_FACTORS, factors_of_tiles
 from te_mx.backends.sm90.quantize import HopperDequantize
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import FLOAT_DTYPES, Product, Quantize, Ran
+from te_mx.dispatch.kernels import Kernel, Wants
 from te_mx.dispatch.problem import Problem
-from te_mx.dispatch.registry import Kernel, Wants, register
+from te_mx.dispatch.registry import register
 from te_mx.formats import Format
 from te_mx.formats.scaling import split_rule
-from te_mx.layouts import SM90_FACTORS, spec_of
+from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized
-from te_mx.layouts.sm90_factors import factors_of_tiles
 
 NAME, LAYOUT = "sm90_blockwise", SM90_FACTORS.name
 ALIGNED = "sm90"  # up to the colon

@@ -13,10 +13,11 @@ from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.native import FP4, native_operand
 from te_mx.backends.sm90 import binding_codes, binding_sums, split_k
 from te_mx.backends.sm90.gemm import ADAPTIVE, Adaptive, Scratches, is_plain_fp4
+from te_mx.backends.sm90.layouts.tiles import FP4_SPREAD
 from te_mx.dispatch.calls import Product, Ran
+from te_mx.dispatch.kernels import PreparedGemm
 from te_mx.dispatch.problem import FEW_ROWS, Problem, whole_vectors
-from te_mx.dispatch.registry import PreparedGemm, register
-from te_mx.layouts.sm90_tiles import FP4_SPREAD
+from te_mx.dispatch.registry import register
 
 CODES = "sm90_codes"
 # CTAs of a cluster. More than 6 do not all find room at once beside each other in a GPC.

@@ -17,12 +17,13 @@ from te_mx.backends.sm90 import binding, binding_grouped
 from te_mx.backends.sm90.blockwise import FORMATS as BLOCKWISE
 from te_mx.backends.sm90.blockwise import is_low
 from te_mx.backends.sm90.envelope import MX, why_not
+from te_mx.backends.sm90.layouts.decode import SM90_DECODE
 from te_mx.dispatch.fused import ACT_IDS
 from te_mx.dispatch.linear import FrozenCall, FrozenKernel
 from te_mx.dispatch.problem import Problem, frozen_rows
 from te_mx.dispatch.registry import register
 from te_mx.formats.scaling import split_rule
-from te_mx.layouts import SM90_DECODE, spec_of
+from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Stack
 from te_mx.runtime import workspace
 

@@ -13,8 +13,9 @@ from te_mx.backends.sm90.envelope import MX, MX_RULES, why_not
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import FLOAT_DTYPES
 from te_mx.dispatch.fused import ActParts, ActStep, NormParts, NormStep, Target
+from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.problem import Problem
-from te_mx.dispatch.registry import Kernel, register
+from te_mx.dispatch.registry import register
 from te_mx.layouts import spec_of
 
 _F32 = torch.float32

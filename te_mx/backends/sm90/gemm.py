@@ -18,13 +18,14 @@ from te_mx.backends.sm90 import (
     ways,
 )
 from te_mx.backends.sm90.envelope import why_not
+from te_mx.backends.sm90.layouts.tiles import FP4_SPREAD
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Product, Ran
+from te_mx.dispatch.kernels import Kernel, PreparedGemm, Wants
 from te_mx.dispatch.problem import Problem, place_of
-from te_mx.dispatch.registry import Kernel, PreparedGemm, Wants, register
+from te_mx.dispatch.registry import register
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand
-from te_mx.layouts.sm90_tiles import FP4_SPREAD
 from te_mx.runtime import workspace
 
 ADAPTIVE, EXACT = "sm90_adaptive", "sm90_exact"

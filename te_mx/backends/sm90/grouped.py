@@ -28,8 +28,9 @@ from te_mx.dispatch.grouped_calls import (
     stacks_of,
 )
 from te_mx.dispatch.groups import host_bounds, known_to_host
+from te_mx.dispatch.kernels import Kernel, Wants
 from te_mx.dispatch.problem import Problem
-from te_mx.dispatch.registry import Kernel, Wants, register
+from te_mx.dispatch.registry import register
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized, Stack
 

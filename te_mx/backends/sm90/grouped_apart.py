@@ -11,8 +11,9 @@ from te_mx.backends.reference.grouped import stacked
 from te_mx.backends.sm90.grouped import HopperQuantizeGroups, HopperQuantizeWeights
 from te_mx.backends.sm90.quantize import HopperDequantize
 from te_mx.dispatch.grouped_calls import QuantizeGroups, QuantizeWeights, StackedParts
+from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.problem import Problem
-from te_mx.dispatch.registry import Kernel, register
+from te_mx.dispatch.registry import register
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized, Stack
 

@@ -21,6 +21,12 @@ from te_mx.backends.sm90.blockwise import (
 )
 from te_mx.backends.sm90.envelope import why_not
 from te_mx.backends.sm90.grouped import HopperGemmK, HopperMoveEnds, check_ends, not_adaptive
+from te_mx.backends.sm90.layouts.factors import (
+    SM90_FACTOR_K,
+    SM90_FACTOR_ROWS,
+    SM90_FACTORS,
+    factors_of_tiles,
+)
 from te_mx.dispatch.grouped_calls import (
     GroupedK,
     GroupedRows,
@@ -28,11 +34,11 @@ from te_mx.dispatch.grouped_calls import (
     QuantizeWeights,
     StackedParts,
 )
+from te_mx.dispatch.kernels import Kernel, Wants
 from te_mx.dispatch.problem import Problem
-from te_mx.dispatch.registry import Kernel, Wants, register
-from te_mx.layouts import SM90_FACTOR_K, SM90_FACTOR_ROWS, SM90_FACTORS, spec_of
+from te_mx.dispatch.registry import register
+from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Quantized, Stack
-from te_mx.layouts.sm90_factors import factors_of_tiles
 
 ROWS, COLUMNS = SM90_FACTOR_ROWS.name, SM90_FACTOR_K.name
 ALIGNED_COLUMNS = "sm90_k"  # up to the colon

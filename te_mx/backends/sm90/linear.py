@@ -13,11 +13,12 @@ from te_mx.backends.native import words_of
 from te_mx.backends.sm90 import binding_linear, blockwise
 from te_mx.backends.sm90.envelope import MX, why_not
 from te_mx.backends.sm90.gemm import ADAPTIVE
+from te_mx.backends.sm90.layouts.factors import SM90_FACTORS
 from te_mx.dispatch.linear import Held, Into, LinearKernel, LinearPlan, LinearProblem, Part
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
 from te_mx.formats.scaling import split_rule
-from te_mx.layouts import SM90_FACTORS, spec_of
+from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized
 
 

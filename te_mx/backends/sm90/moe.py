@@ -9,9 +9,10 @@ from te_mx.backends.native import FORMATS
 from te_mx.backends.sm90 import binding_moe
 from te_mx.backends.sm90.envelope import why_not
 from te_mx.dispatch.calls import FLOAT_DTYPES
+from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.moe import Align, RoutedGemm
 from te_mx.dispatch.problem import Problem
-from te_mx.dispatch.registry import Kernel, register
+from te_mx.dispatch.registry import register
 from te_mx.layouts import spec_of
 
 LEAST_ROWS, BLOCK = 16, 32  # of weights, and of k

@@ -11,8 +11,9 @@ from te_mx.backends.reference.fused_math import inverse
 from te_mx.backends.sm90 import binding, binding_fused
 from te_mx.backends.sm90.envelope import why_not
 from te_mx.dispatch.fused import NormRows
+from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.problem import FROZEN_ROWS, Problem
-from te_mx.dispatch.registry import Kernel, register
+from te_mx.dispatch.registry import register
 
 
 class HopperNormRows(Kernel):

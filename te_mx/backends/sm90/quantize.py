@@ -14,13 +14,14 @@ from te_mx.backends.native import native_operand, one_read, words_of
 from te_mx.backends.sm90 import binding
 from te_mx.backends.sm90.binding_codes_once import CodesOnce, ValuesOnce
 from te_mx.backends.sm90.envelope import MX, why_not
+from te_mx.backends.sm90.layouts.tiles import SM90Tiles
 from te_mx.dispatch.calls import FLOAT_DTYPES, Quantize
+from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.problem import Problem
-from te_mx.dispatch.registry import Kernel, register
+from te_mx.dispatch.registry import register
 from te_mx.formats.scaling import is_stochastic, split_rule
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized
-from te_mx.layouts.sm90_tiles import SM90Tiles
 
 
 def _native_call(what: Quantize) -> NativeQuantize:

@@ -4,14 +4,12 @@ where the kernel that it names takes the problem and knows the configuration."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.tuned.table import DEFAULT, STEPS
 from te_mx.dispatch.tuned.tables import lookup
-
-if TYPE_CHECKING:
-    from te_mx.dispatch.registry import Kernel
 
 
 class Tuning(NamedTuple):

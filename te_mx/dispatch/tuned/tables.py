@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from te_mx import formats
+from te_mx.dispatch.kernels import ops
 from te_mx.dispatch.problem import Place, Problem
 from te_mx.dispatch.tuned.table import MOST_ROWS, Key, Row, bucket, read
 
@@ -68,8 +69,6 @@ def add(path: Path) -> Table:
 
 def _read(path: Path) -> list[Row]:
     """The rows of a file; a warning names operations and formats that nothing here has."""
-    from te_mx.dispatch.registry import ops
-
     rows = read(path)
     asked = {"operation": {row.key.operation for row in rows} - set(ops())}
     asked["format"] = {name for row in rows for name in (row.key.x, row.key.w)}

@@ -19,7 +19,8 @@ from te_mx.backends.base import Epilogue, Operand
 from te_mx.backends.cpu import binding as cpu
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Product, Quantize
-from te_mx.dispatch.registry import Kernel, kernels, pick
+from te_mx.dispatch.kernels import Kernel, kernels
+from te_mx.dispatch.registry import pick
 
 pytestmark = pytest.mark.skipif(cpu.missing_reason() is not None, reason="no native module")
 

@@ -13,13 +13,15 @@ from as_on_hopper import HOPPER, hide_splits, hopper, hopper_with_groups
 
 import te_mx
 from te_mx import _ops as ops
-from te_mx import layouts
+from te_mx import formats
 from te_mx._ops import grouped_quantize
 from te_mx.autograd import linear as autograd_one_call
+from te_mx.backends.sm90.layouts import SM90_FACTOR_K, SM90_FACTOR_ROWS, SM90_FACTORS
+from te_mx.backends.sm90.layouts import tiles as sm90_tiles
 from te_mx.dispatch import registry, run
 from te_mx.dispatch.calls import Quantize
 from te_mx.dispatch.problem import Place, Problem
-from te_mx.layouts import sm90_tiles
+from te_mx.layouts import spec_of
 from te_mx.recipe import DeepSeekV3, Float8BlockScaling, Format
 
 M, K, N = 140, 70, 200  # tails of 16, and of 128
@@ -250,15 +252,18 @@ def test_kept_weights_of_groups():
 
 
 def test_what_the_layouts_hold():
-    layout = layouts.SM90_FACTORS
-    assert layout.shapes(layouts.formats.get(LOW), 300, 260) == ((300, 260), (3, 4, 128))
-    assert layout.shapes(layouts.formats.get(SQUARE), 700, 260) == ((700, 260), (3, 8))
-    one = layouts.formats.get(LOW)
-    assert layouts.SM90_FACTOR_ROWS.grouped_shapes(one, 300, 260, 2) == ((300, 260), (3, 4, 128))
-    assert layouts.SM90_FACTOR_K.grouped_shapes(one, 260, 300, 2) == ((260, 512), (4, 4, 128))
+    layout = SM90_FACTORS
+    assert layout.shapes(formats.get(LOW), 300, 260) == ((300, 260), (3, 4, 128))
+    assert layout.shapes(formats.get(SQUARE), 700, 260) == ((700, 260), (3, 8))
+    one = formats.get(LOW)
+    assert SM90_FACTOR_ROWS.grouped_shapes(one, 300, 260, 2) == (
+        (300, 260),
+        (3, 4, 128),
+    )
+    assert SM90_FACTOR_K.grouped_shapes(one, 260, 300, 2) == ((260, 512), (4, 4, 128))
     for fmt in ("mxfp8_e4m3", "fp8_e4m3fnuz_1x128", "fp8_e4m3_128x1"):
         with pytest.raises(ValueError, match=f"'sm90_factors' does not take .*got {fmt}"):
-            layouts.spec_of(f"{fmt}@sm90_factors")
+            spec_of(f"{fmt}@sm90_factors")
 
 
 @pytest.mark.parametrize(

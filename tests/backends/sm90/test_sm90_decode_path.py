@@ -12,7 +12,7 @@ from as_on_hopper import hopper
 
 import te_mx
 from te_mx import formats
-from te_mx.layouts import SM90_DECODE
+from te_mx.backends.sm90.layouts.decode import SM90_DECODE
 from te_mx.recipe import BlockScaling, Float8BlockScaling, MXFP8BlockScaling
 from te_mx.runtime.ran import LAST_RUN
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from te_mx import formats, layouts
-from te_mx.layouts import sm90_tiles
+from te_mx.backends.sm90.layouts import tiles as sm90_tiles
 
 FP4 = formats.get("mxfp4")
 NUMBERS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]

@@ -16,9 +16,9 @@ from te_mx._ops import Epilogue, Mode, Quantize
 from te_mx.backends.base import PLAIN
 from te_mx.backends.reference import torch_gemm
 from te_mx.backends.reference.quantize import quantize as reference_quantize
+from te_mx.backends.sm90.layouts import tiles as sm90_tiles
 from te_mx.backends.sm90.quantize import HopperQuantize
 from te_mx.dispatch import registry
-from te_mx.layouts import sm90_tiles
 from te_mx.runtime.ran import LAST_RUN
 
 # (m, n, k): tails everywhere, one of each, whole tiles.

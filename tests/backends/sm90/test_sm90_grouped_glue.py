@@ -17,10 +17,10 @@ from te_mx import _ops as ops
 from te_mx._ops.grouped_gemm import gemm_k, gemm_rows
 from te_mx._ops.grouped_quantize import Groups, QuantizeGroups, quantize_grouped, quantize_weights
 from te_mx.backends.sm90 import binding_grouped
-from te_mx.dispatch import registry
+from te_mx.backends.sm90.layouts import groups as layout
+from te_mx.backends.sm90.layouts import tiles as sm90_tiles
+from te_mx.dispatch import kernels as all_kernels
 from te_mx.dispatch.groups import Bounds
-from te_mx.layouts import sm90_groups as layout
-from te_mx.layouts import sm90_tiles
 from te_mx.runtime.ran import LAST_RUN
 
 E4M3, E5M2 = "mxfp8_e4m3", "mxfp8_e5m2"
@@ -95,7 +95,7 @@ def test_native_quantizer_is_the_description(
     hopper.clear()
     got = quantize_grouped(x, groups, *specs, rule="rceil", col_sum=True)
     assert hopper == ["quantize_grouped"]
-    reference = registry.kernels("quantize_grouped")[-1]
+    reference = all_kernels.kernels("quantize_grouped")[-1]
     want = reference.run(QuantizeGroups(x, groups, *specs, "rceil", True))
     starts = [i * room for i in range(len(splits))] if capacity else [0, *offs.tolist()[:-1]]
     bounds = Bounds(starts, offs.tolist())

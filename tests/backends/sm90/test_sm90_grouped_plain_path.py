@@ -27,7 +27,7 @@ from te_mx._ops.grouped_quantize import (
 from te_mx.autograd.linear_recipe import columns_of
 from te_mx.backends.sm90 import grouped_apart
 from te_mx.backends.sm90.decode import Decode
-from te_mx.dispatch import registry
+from te_mx.dispatch import kernels as all_kernels
 from te_mx.recipe import MXFP8BlockScaling
 
 E4M3 = "mxfp8_e4m3"
@@ -87,7 +87,7 @@ def test_plain_weights_are_quantized_as_each_alone(native, layouts) -> None:
     else:
         made = None, weight_columns(weights, specs[1], rule="floor")
     assert native == ["quantize_stacked"]
-    reference = registry.kernels("quantize_weights")[-1]
+    reference = all_kernels.kernels("quantize_weights")[-1]
     alone = reference.run(QuantizeWeights(weights, *specs, "floor"))
     for mine, theirs in zip(made, alone, strict=True):
         assert (mine is not None) == (theirs is not None)
@@ -129,7 +129,7 @@ def test_columns_are_those_of_each_weight(native, rule, fmt) -> None:
         assert got[2:] == want[2:]
         equal(got.codes, want.codes)
         assert torch.equal(got.scales, want.scales)
-    described = registry.kernels("columns_of_weights")[-1].run(row, spec, rule)
+    described = all_kernels.kernels("columns_of_weights")[-1].run(row, spec, rule)
     for mine, theirs in zip(col[:2], described[:2], strict=True):
         assert torch.equal(mine, theirs) and mine.stride() == theirs.stride()
 
@@ -148,7 +148,7 @@ def test_columns_in_another_format_are_decoded_and_quantized(native, monkeypatch
     assert (made.groups, made.rows, made.k, made.spec) == (3, 70, 45, spec)
     if fmt != col:
         assert native == ["quantize_stacked"] * {1 << 30: 1, 2 * 45 * 70 * 2: 2, 1: 3}[most]
-    described = registry.kernels("columns_of_weights")[-1].run(row, spec, "rceil")
+    described = all_kernels.kernels("columns_of_weights")[-1].run(row, spec, "rceil")
     for mine, theirs in zip(made[:2], described[:2], strict=True):
         assert torch.equal(mine, theirs) and mine.stride() == theirs.stride()
 

@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 
-from te_mx.layouts import sm90_tiles as layout
+from te_mx.backends.sm90.layouts import tiles as layout
 
 MAX = {"e4m3": 448.0, "e5m2": 57344.0}
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}

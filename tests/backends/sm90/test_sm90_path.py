@@ -13,9 +13,9 @@ from te_mx import _ops as ops
 from te_mx._ops import Epilogue
 from te_mx._ops.linear import linear_kernel
 from te_mx.backends.sm90 import binding
+from te_mx.backends.sm90.layouts import tiles as sm90_tiles
 from te_mx.dispatch import forms, registry
 from te_mx.dispatch.problem import Place, Problem
-from te_mx.layouts import sm90_tiles
 from te_mx.runtime.ran import LAST_RUN
 
 KINDS = ("gauss", "rows", "spread", "zeros")

@@ -2,7 +2,7 @@
 
 Legend: R rows of the tokens, C columns, G groups, T = R // 128 + G.
 
-Every group has tiles of its own, packed as `sm90_tiles` packs the group alone. Those of group i
+Every group has tiles of its own, packed as `tiles` packs the group alone. Those of group i
 start at tile start_i // 128 + i: a closed form, in which no two groups meet and T tiles are enough
 for all splits. Nobody reads tiles of no group.
 
@@ -23,11 +23,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from te_mx.backends.sm90.layouts import tiles as packed_tiles
+from te_mx.backends.sm90.layouts.tiles import (
+    SCALE_WORDS,
+    TILE,
+    PackedOperand,
+    check_spread,
+    takes_wide,
+)
 from te_mx.formats import Format
-from te_mx.layouts import sm90_tiles
-from te_mx.layouts.base import Layout, Parts, Shape
-from te_mx.layouts.sm90_tiles import SCALE_WORDS, TILE, HasPacked, PackedOperand, check_spread
-from te_mx.layouts.sm90_wide import takes_wide
+from te_mx.layouts.base import HasParts, Layout, Parts, Shape
 
 Shapes = tuple[tuple[int, int], tuple[int, int, int]]
 
@@ -54,14 +59,14 @@ def shapes_k(rows: int, cols: int, groups: int) -> Shapes:
     return (cols, tiles * TILE), (tiles, -(-cols // (2 * TILE)) * 2, SCALE_WORDS)
 
 
-def put_rows(into: HasPacked, part: HasPacked, start: int, end: int, group: int) -> None:
+def put_rows(into: HasParts, part: HasParts, start: int, end: int, group: int) -> None:
     """Put a group's rows [end - start, C], packed alone, where they lie in layout "sm90_rows"."""
     first, tiles = first_tile(start, group), -(-(end - start) // TILE)
     into.codes[start:end] = part.codes
     into.scales[:, first : first + tiles] = part.scales[:, :tiles]
 
 
-def put_k(into: HasPacked, part: HasPacked, start: int, end: int, group: int) -> None:
+def put_k(into: HasParts, part: HasParts, start: int, end: int, group: int) -> None:
     """Put a group's columns [C, end - start], packed alone, where they lie in layout "sm90_k"."""
     first, tiles = first_tile(start, group), -(-(end - start) // TILE)
     codes = into.codes[:, first * TILE : (first + tiles) * TILE]
@@ -70,7 +75,7 @@ def put_k(into: HasPacked, part: HasPacked, start: int, end: int, group: int) ->
     into.scales[first : first + tiles] = part.scales
 
 
-def rows_of(operand: HasPacked, start: int, end: int, group: int) -> PackedOperand:
+def rows_of(operand: HasParts, start: int, end: int, group: int) -> PackedOperand:
     """A group's operand in layout "sm90", from one in "sm90_rows"."""
     first, tiles = first_tile(start, group), -(-(end - start) // TILE)
     words = operand.scales[:, first : first + tiles]
@@ -78,11 +83,35 @@ def rows_of(operand: HasPacked, start: int, end: int, group: int) -> PackedOpera
     return PackedOperand(operand.codes[start:end], words)
 
 
-def k_of(operand: HasPacked, start: int, end: int, group: int) -> PackedOperand:
+def k_of(operand: HasParts, start: int, end: int, group: int) -> PackedOperand:
     """A group's operand in layout "sm90", from one in "sm90_k"."""
     first, tiles = first_tile(start, group), -(-(end - start) // TILE)
     codes = operand.codes[:, first * TILE : first * TILE + end - start]
     return PackedOperand(codes, operand.scales[first : first + tiles])
+
+
+class RowGroups(Layout):
+    """Tokens whose rows are grouped: where a group lies."""
+
+    tokens = "rows"
+
+    def put_group(self, into: HasParts, part: HasParts, start: int, end: int, group: int) -> None:
+        put_rows(into, part, start, end, group)
+
+    def group_of(self, tokens: HasParts, start: int, end: int, group: int) -> Parts:
+        return rows_of(tokens, start, end, group)
+
+
+class KGroups(Layout):
+    """Tokens whose k are grouped: where a group lies."""
+
+    tokens = "k"
+
+    def put_group(self, into: HasParts, part: HasParts, start: int, end: int, group: int) -> None:
+        put_k(into, part, start, end, group)
+
+    def group_of(self, tokens: HasParts, start: int, end: int, group: int) -> Parts:
+        return k_of(tokens, start, end, group)
 
 
 class _Grouped(Layout):
@@ -95,17 +124,15 @@ class _Grouped(Layout):
         self.spread = spread
 
     def takes(self, fmt: Format) -> bool:
-        return sm90_tiles.takes(fmt)
+        return packed_tiles.takes(fmt)
 
     def aligned(self, codes: Tensor, scales: Tensor, k: int) -> Parts:
         """As the quantizer left them, whatever hooks of saved tensors made of them."""
-        return sm90_tiles.apart(codes, (codes.shape[1] + 15) & -16), scales.contiguous()
+        return packed_tiles.apart(codes, (codes.shape[1] + 15) & -16), scales.contiguous()
 
 
-class SM90Rows(_Grouped):
+class SM90Rows(RowGroups, _Grouped):
     """Tokens whose rows are grouped."""
-
-    tokens = "rows"
 
     def __init__(self, spread: int) -> None:
         super().__init__(spread)
@@ -122,17 +149,15 @@ class SM90Rows(_Grouped):
         return room[:, :k], torch.empty(words, dtype=torch.int32, device=device)
 
 
-class SM90Columns(_Grouped):
+class SM90Columns(KGroups, _Grouped):
     """Tokens whose k are grouped."""
-
-    tokens = "k"
 
     def __init__(self, spread: int) -> None:
         super().__init__(spread)
         self.name, self.alone = f"sm90_k:{spread}", f"sm90:{spread}"
 
     def takes(self, fmt: Format) -> bool:
-        return sm90_tiles.takes(fmt) or takes_wide(fmt)
+        return packed_tiles.takes(fmt) or takes_wide(fmt)
 
     def grouped_shapes(self, fmt: Format, rows: int, k: int, groups: int) -> tuple[Shape, Shape]:
         return shapes_k(k, rows, groups)

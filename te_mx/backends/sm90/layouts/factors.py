@@ -9,7 +9,7 @@ S = ceil(K/128) steps of 128 along K.
   of a tile's 128 rows in one piece; rows past the end have 1.
 - scales of blocks of 128 x 128: float32 [S, T''], T'' = T rounded up to 4, 1 past the end.
 
-Tokens of groups have tiles of their own for every group, where `sm90_groups` has them:
+Tokens of groups have tiles of their own for every group, where `groups` has them:
 "sm90_factors_rows" and "sm90_factors_k" are its layouts with 128 numbers for a tile instead of 132
 words.
 """
@@ -19,11 +19,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from te_mx.backends.sm90.layouts.groups import KGroups, RowGroups, shapes_k, shapes_rows
+from te_mx.backends.sm90.layouts.tiles import MULTIPLIED, TILE, apart, takes_wide
 from te_mx.formats import Format
 from te_mx.layouts.base import Layout, Parts, Shape
-from te_mx.layouts.sm90_groups import shapes_k, shapes_rows
-from te_mx.layouts.sm90_tiles import TILE, apart
-from te_mx.layouts.sm90_wide import MULTIPLIED, takes_wide
 
 BLOCKS = (1, TILE), (TILE, TILE)
 
@@ -86,11 +85,10 @@ class _Grouped(Layout):
         return apart(codes, (codes.shape[1] + 15) & -16), scales.contiguous()
 
 
-class SM90FactorRows(_Grouped):
+class SM90FactorRows(RowGroups, _Grouped):
     """Tokens whose rows are grouped."""
 
     name = "sm90_factors_rows"
-    tokens = "rows"
 
     def grouped_shapes(self, fmt: Format, rows: int, k: int, groups: int) -> tuple[Shape, Shape]:
         return (rows, k), (*shapes_rows(rows, k, groups)[1][:2], TILE)
@@ -106,11 +104,10 @@ class SM90FactorRows(_Grouped):
         return codes[:, :k], scales
 
 
-class SM90FactorColumns(_Grouped):
+class SM90FactorColumns(KGroups, _Grouped):
     """Tokens whose k are grouped."""
 
     name = "sm90_factors_k"
-    tokens = "k"
 
     def grouped_shapes(self, fmt: Format, rows: int, k: int, groups: int) -> tuple[Shape, Shape]:
         codes, words = shapes_k(k, rows, groups)
@@ -119,7 +116,7 @@ class SM90FactorColumns(_Grouped):
 
 def factors_of_tiles(words: Tensor) -> Tensor:
     """float32 [.., 128]: the scale of every row of aligned tiles of blocks of 1 x 128
-    (sm90_tiles.py), from their words int32 [.., 132]. Waits for no device."""
+    (tiles.py), from their words int32 [.., 132]. Waits for no device."""
     rows, cls = words[..., :TILE], words[..., TILE : TILE + 1]
     # Of class 3: the scale byte of a block with codes; all four are alike, or 0 for zeros.
     e = rows & 0xFF

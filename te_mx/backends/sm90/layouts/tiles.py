@@ -37,7 +37,7 @@ of 32 have one scale: their tiles are of class 0, 1 or, with E > 190, 3.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,11 +46,11 @@ from te_mx import formats
 from te_mx.formats import Format
 from te_mx.formats.element import Element
 from te_mx.formats.mxfp8 import E4M3
-from te_mx.layouts.base import Layout, Parts, Shape
-from te_mx.layouts.sm90_wide import MULTIPLIED, block_bytes, takes_wide
+from te_mx.layouts.base import HasParts, Layout, Parts, Shape
 
 TILE = 128
 BLOCK = 32
+MULTIPLIED = torch.float8_e4m3fn, torch.float8_e5m2  # elements that the tensor cores know
 SCALE_WORDS = 132
 FAR_EXPONENT = 190
 MAX_SPREAD = 8
@@ -70,15 +70,6 @@ class PackedOperand(NamedTuple):
     def operand_parts(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Codes without the padding of their rows, in the shape of `like` [R, K], and scales."""
         return self.codes[:, : like.shape[1]], self.scales
-
-
-class HasPacked(Protocol):
-    """A PackedOperand, or an operand in this layout."""
-
-    @property
-    def codes(self) -> Tensor: ...
-    @property
-    def scales(self) -> Tensor: ...
 
 
 def packed_shapes(rows: int, k: int) -> tuple[tuple[int, int], tuple[int, int, int]]:
@@ -251,13 +242,13 @@ def pack(codes: Tensor, scales: Tensor, fmt: str, spread: int = DEFAULT_SPREAD) 
     return PackedOperand(out_codes, words.to(torch.int32))
 
 
-def classes(packed: HasPacked) -> Tensor:
+def classes(packed: HasParts) -> Tensor:
     """uint8 [T, S]: the class of every tile."""
     tiles = -(-packed.codes.shape[0] // TILE)
     return packed.scales[:, :tiles, TILE].t().to(torch.uint8).contiguous()
 
 
-def packed_values(packed: HasPacked, k: int, fmt: str) -> Tensor:
+def packed_values(packed: HasParts, k: int, fmt: str) -> Tensor:
     """fp64 [R, K]: what the GEMM multiplies, including the rounding of shifted codes."""
     rows = packed.codes.shape[0]
     steps = packed.scales.shape[0]
@@ -285,6 +276,31 @@ def takes(fmt: Format) -> bool:
     return known and scaling.scale == "e8m0" and scaling.block == (1, BLOCK)
 
 
+def takes_wide(fmt: Format) -> bool:
+    """Whether the tensor cores read the codes of a format that has blocks of 1 x 128, whose scales
+    can be aligned where they are powers of two."""
+    scaling = fmt.scaling
+    known = fmt.element.torch_dtype in MULTIPLIED
+    return known and scaling.scale == "fp32" and scaling.block == (1, TILE)
+
+
+def block_bytes(scales: Tensor, k: int) -> Tensor:
+    """uint8 [R, ceil(k/32)]: the scale bytes of MX for fp32 powers of two [R, ceil(k/128)].
+
+    Raises ValueError for scales that are no powers of two (or NaN). Waits for a device.
+    """
+    bits = scales.view(torch.int32)
+    exponents = bits >> 23
+    powers = (bits & 0x7FFFFF == 0) & (exponents > 0) & (exponents < 255)
+    if not bool((powers | scales.isnan()).all()):
+        raise ValueError(
+            "te_mx: scales must be powers of two to be aligned, got other fp32 numbers; quantize "
+            "by the rule 'pow2', or pack to layout 'sm90_factors'"
+        )
+    exponents = torch.where(scales.isnan(), 255, exponents).to(torch.uint8)
+    return exponents.repeat_interleave(TILE // BLOCK, 1)[:, : -(-k // BLOCK)].contiguous()
+
+
 def apart(codes: Tensor, ld: int) -> Tensor:
     """Codes whose rows start ld bytes apart, the first where 16 bytes are read at once; copied if
     they lie otherwise. Those of several groups lie behind each other."""
@@ -301,6 +317,7 @@ class SM90Tiles(Layout):
     scale_dtype = torch.int32
     # Shifted codes are rounded; of MXFP4, values are kept and scale bytes are not.
     exact = False
+    class_names = CLASS_NAMES
 
     def __init__(self, spread: int) -> None:
         check_spread(spread)
@@ -331,6 +348,12 @@ class SM90Tiles(Layout):
         self, fmt: Format, codes: Tensor, scales: Tensor, k: int, dtype: torch.dtype
     ) -> Tensor:
         return packed_values(PackedOperand(codes, scales), k, fmt.name).to(dtype)
+
+    def has_classes(self, fmt: Format) -> bool:
+        return takes(fmt)
+
+    def classes(self, fmt: Format, codes: Tensor, scales: Tensor) -> Tensor:
+        return classes_of(codes, scales, fmt.name, self.spread)
 
     def row_bytes(self, k: int) -> int | None:
         return (k + 15) & -16
