@@ -377,12 +377,13 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallel
 
     # ---------------------------------------------------------------------------------------- names
     def _described(self) -> str:
-        """The sizes and arguments of the module, in words."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what it is")
+        """The sizes and arguments of the module, in words; here: in those of another library."""
+        return super().extra_repr()  # type: ignore[misc]
 
     def extra_repr(self) -> str:
         places = lies(self, *self._weight_keys)
-        return self._described() + (f", {places}" if places else "") + self._frozen_repr()
+        said = self._described() + (f", {places}" if places else "") + self._frozen_repr()
+        return said.removeprefix(", ")
 
     def _label(self) -> str:
         kind = f"te_mx.{type(self).__name__}"

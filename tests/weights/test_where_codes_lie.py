@@ -69,3 +69,20 @@ def test_a_form_for_few_rows_is_named_once_it_is_there(drop):
         (row,) = te_mx.audit(layer)
         assert row.lies.startswith(f"lies as {first} + mxfp8_e4m3@sm90_decode, 2.")
         assert row.lies in repr(layer)
+
+
+def test_layers_of_other_libraries():
+    """What their class says of itself stays, in front of it."""
+    modeling = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    sizes = dict(hidden_size=64, intermediate_size=96, num_local_experts=4)
+    experts = modeling.MixtralExperts(modeling.MixtralConfig(**sizes))
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter)
+    model = torch.nn.Sequential(experts)
+    before = repr(model)
+    te_mx.convert_model(model)
+    assert repr(model) == before
+    te_mx.freeze_weights(model, drop_master=True)
+    said = "lies as mxfp8_e4m3@rows, 1.03 bytes a parameter"
+    assert f"{said}, frozen, no master" in repr(model)
+    assert [row.lies for row in te_mx.audit(model)] == [said, said]
