@@ -74,7 +74,7 @@ def test_a_form_for_few_rows_is_named_once_it_is_there(drop):
 def test_layers_of_other_libraries():
     """What their class says of itself stays, in front of it."""
     modeling = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
-    sizes = dict(hidden_size=64, intermediate_size=96, num_local_experts=4)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 4}
     experts = modeling.MixtralExperts(modeling.MixtralConfig(**sizes))
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter)
