@@ -24,6 +24,7 @@ from te_mx.runtime.arguments import (
 )
 from te_mx.runtime.ran import LAST_RUN, was_read
 from te_mx.runtime.report import table
+from te_mx.weights.frozen import lies
 
 HIGH_PRECISION, NEVER, UNASKED = "high precision", "never ran", "not needed"
 COMPILED = "compiled: not recorded"
@@ -33,7 +34,9 @@ _ALL_HIGH = (HIGH_PRECISION, HIGH_PRECISION, HIGH_PRECISION)
 class LayerAudit(NamedTuple):
     """One layer: the kernel that each GEMM ran on last, "high precision", "compiled: not recorded",
     "not needed", or "never ran". saved: bytes kept for backward, and how many of them something
-    else keeps too; None where they were not asked for."""
+    else keeps too; None where they were not asked for. lies: in which formats and layouts codes of
+    a frozen weight lie now, and the bytes a parameter that they take; empty where there are
+    none."""
 
     name: str
     kind: str
@@ -42,6 +45,7 @@ class LayerAudit(NamedTuple):
     wgrad: str
     weight: str
     saved: Saved | None = None
+    lies: str = ""
 
 
 class AuditReport:
@@ -68,10 +72,17 @@ class AuditReport:
 
     def __str__(self) -> str:
         header = ["layer", "class", "fprop", "dgrad", "wgrad", "weight"]
+        rows = [
+            (*layer[:5], f"{layer.weight}, {layer.lies}" if layer.lies else layer.weight)
+            for layer in self.layers
+        ]
         if self.memory is None:
-            return table(header, [layer[:6] for layer in self.layers])
-        rows = [(*layer[:6], *(layer.saved or ("", ""))) for layer in self.layers]
-        shown = table([*header, "saved bytes", "of them shared"], rows)
+            return table(header, rows)
+        saved = [layer.saved or ("", "") for layer in self.layers]
+        shown = table(
+            [*header, "saved bytes", "of them shared"],
+            [(*row, *more) for row, more in zip(rows, saved, strict=True)],
+        )
         layers, elsewhere = self.memory
         return f"{shown}\nkept for backward: {layers} bytes by layers, {elsewhere} elsewhere"
 
@@ -84,8 +95,11 @@ def audit(model: nn.Module, memory: bool = False) -> AuditReport:
     ``fprop``, ``dgrad`` and ``wgrad`` hold the name of the kernel, "high precision" after a forward
     outside autocast (and for every layer that is no te_mx.Linear), "weight only" where inputs are
     not quantized, or "never ran". ``weight`` says whether the layer is frozen, and the format where
-    that is not mxfp8_e4m3. A gradient that nobody needs is "not needed": that of a weight which
-    does not require one, or of an input, such as the first layer's, where backward ran without.
+    that is not mxfp8_e4m3; ``lies`` the formats and layouts in which codes of a frozen weight lie
+    now ("mxfp8_e4m3@sm90:8 + mxfp8_e4m3@sm90_decode": for many rows and for few), and how many
+    bytes a parameter all of them take. The table has both in one column. A gradient that nobody
+    needs is "not needed": that of a weight which does not require one, or of an input, such as the
+    first layer's, where backward ran without.
 
     A te_mx.GroupedLinear runs groups of few rows on other kernels than groups of many; it shows
     all, joined by " + ".
@@ -154,7 +168,7 @@ def _audit_module(name: str, module: MXModule) -> list[LayerAudit]:
                 ran = COMPILED, COMPILED, COMPILED
             elif fprop != NEVER:
                 ran = fprop, *_unasked(module, keys[i], dgrad, wgrad)
-        rows.append(LayerAudit(step, kind, *ran, weight))
+        rows.append(LayerAudit(step, kind, *ran, weight, lies=lies(module, keys[i])))
     return rows
 
 

@@ -1,7 +1,6 @@
 """The steps of a linear layer: what is quantized to what, what backward keeps, and the three GEMMs.
-The only place that reads a recipe, with steps_kept.py (weights that stand still) and
-steps_grouped.py (tokens and weights of groups); the autograd functions of all families are made of
-it.
+The only place that reads a recipe, with grouped.py (tokens and weights of groups); the autograd
+functions of all families are made of it.
 
 Shapes: M tokens, N out_features, K in_features; x [M, K], w [N, K], g [M, N].
 

@@ -13,7 +13,7 @@ Two other readers shape this file:
   follows while it traces.
 - Recomputation. It runs a forward inside the backward pass, after the region was left and, on
   GPUs, in another thread. ``torch.utils.checkpoint`` enters the region of the first forward again,
-  see recompute.py; of other code that does such a thing nothing is known. A region therefore
+  see `install`; of other code that does such a thing nothing is known. A region therefore
   remembers the backward pass that it was entered in, and those outside do not count there.
 
 torch.utils.checkpoint runs a function again inside the region that it ran in first, as it does
@@ -156,7 +156,7 @@ def entered_again(region: Region | None, first_run: dict[int, Any] | None = None
 
 
 def first_run() -> dict[int, Any] | None:
-    """In a function that runs again in the backward pass (recompute.py): what its first run asked
+    """In a function that runs again in the backward pass (`install`): what its first run asked
     of weights, by their ids, which the others do not ask once more. It lives as long as the
     function. None in other code."""
     region = innermost.get()

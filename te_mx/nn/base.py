@@ -40,7 +40,7 @@ from te_mx.recipes.settings import Settings
 from te_mx.runtime.arguments import check_flag
 from te_mx.runtime.ran import new_tags
 from te_mx.weights import gradients
-from te_mx.weights.frozen import Freezable
+from te_mx.weights.frozen import Freezable, lies
 from te_mx.weights.gradients import DelayedWgrad
 from te_mx.weights.missing import check_saved
 from te_mx.weights.ranks import SeveralRanks
@@ -376,9 +376,20 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallel
         return inp.tracer.create_proxy("call_module", path, (inp, *args), kwargs)
 
     # ---------------------------------------------------------------------------------------- names
+    def _described(self) -> str:
+        """The sizes and arguments of the module, in words; here: in those of another library."""
+        return super().extra_repr()  # type: ignore[misc]
+
+    def extra_repr(self) -> str:
+        places = lies(self, *self._weight_keys)
+        said = self._described() + (f", {places}" if places else "") + self._frozen_repr()
+        return said.removeprefix(", ")
+
     def _label(self) -> str:
         kind = f"te_mx.{type(self).__name__}"
-        return f"{kind} {self.name!r}" if self.name else f"{kind}({self.extra_repr()})"  # type: ignore[attr-defined]
+        if self.name:
+            return f"{kind} {self.name!r}"
+        return f"{kind}({self._described()}{self._frozen_repr()})"
 
     # ---------------------------------------------------------------------------------- checkpoints
     def __getstate__(self) -> dict[str, Any]:

@@ -383,11 +383,11 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         return (y, self._returned(biases)) if self.return_bias else y
 
     # ----------------------------------------------------------------------------- checks and names
-    def extra_repr(self) -> str:
+    def _described(self) -> str:
         one = ", single_grouped_weight=True" if self.single_grouped_weight else ""
         return (
             f"num_gemms={self.num_gemms}, in_features={self.in_features}, "
-            f"out_features={self.out_features}, bias={self.use_bias}{one}{self._frozen_repr()}"
+            f"out_features={self.out_features}, bias={self.use_bias}{one}"
         )
 
     # ---------------------------------------------------------------------------------- checkpoints

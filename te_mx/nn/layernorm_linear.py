@@ -286,10 +286,10 @@ class LayerNormLinear(NormModule):
                 )
         return out, bias, z
 
-    def extra_repr(self) -> str:
+    def _described(self) -> str:
         shown = (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.use_bias}, {self._norm_repr()}"
         )
         split_up = "" if self._split is None else f", parameters_split={self._split}"
-        return shown + split_up + self._frozen_repr()
+        return shown + split_up

@@ -387,9 +387,8 @@ class LayerNormMLP(NormModule):
             queue = Together(queue)
         return self._sink(one, first, queue), self._sink(two, first, queue)
 
-    def extra_repr(self) -> str:
+    def _described(self) -> str:
         return (
             f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, "
             f"bias={self.use_bias}, activation={self.activation!r}, {self._norm_repr()}"
-            f"{self._frozen_repr()}"
         )

@@ -338,9 +338,9 @@ class Linear(MXModule, nn.Linear):
         return self.whole_weight()
 
     # ----------------------------------------------------------------------------- checks and names
-    def extra_repr(self) -> str:
+    def _described(self) -> str:
         bias = self.whole_bias() is not None
         shown = f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}"
         if self._split is not None:
             shown += f", parameters_split={self._split}"
-        return shown + self._frozen_repr()
+        return shown

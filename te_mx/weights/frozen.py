@@ -498,6 +498,38 @@ class Freezable:
         return words if fmt == DEFAULT_SETTINGS.w else f"{words}, {fmt}"
 
 
+def lies(module: Freezable, *keys: str) -> str:
+    """Where the codes of frozen weights lie now, every copy by its spec, and the bytes of all of
+    them: "lies as mxfp8_e4m3@rows + packed for the CPU, 3.05 bytes a parameter"; empty where there
+    are none. A master that is kept is no copy."""
+    frozen = module._frozen
+    if frozen is None:
+        return ""
+    specs: dict[str, None] = {}  # in the order in which they were found
+    nbytes: dict[tuple[Any, ...], int] = {}  # by memory: kernels share copies
+    numbers = 0
+    for key in keys:
+        kept, form = frozen.kept.get(key), frozen.few_rows.made.get(key)
+        row = module._dropped_operand(key) if frozen.dropped else getattr(kept, "row", None)
+        copies = (row, getattr(kept, "col", None), None if form is None else form.weight)
+        found = [copy for copy in copies if isinstance(copy, Operand | Stack)]
+        for copy in found:
+            specs[copy.spec] = None
+            if copy.packed is not None:
+                specs["packed for the CPU"] = None
+            for tensor in (copy.codes, copy.scales, copy.packed):
+                if tensor is not None:
+                    memory, size = tensor.untyped_storage()._cdata, tensor.nbytes
+                    nbytes[memory, tensor.storage_offset() * tensor.itemsize, size] = size
+        if found:
+            groups = found[0].groups if isinstance(found[0], Stack) else 1
+            numbers += groups * found[0].rows * found[0].k
+    if not numbers:
+        return ""
+    each = sum(nbytes.values()) / numbers
+    return f"lies as {' + '.join(specs)}, {each:.2f} bytes a parameter"
+
+
 def _not_quantizable(weight: Tensor) -> str:
     """Why a weight cannot be quantized, or an empty string."""
     if type(weight) is not Tensor and type(weight) is not nn.Parameter:

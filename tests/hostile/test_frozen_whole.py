@@ -35,7 +35,10 @@ def foreign_weight():
 @pytest.mark.parametrize(
     ("last", "says"),
     [
-        (lambda: te_mx.Linear(8, 8, dtype=torch.float64), r"^1: weight is torch.float64; te_mx takes"),
+        (
+            lambda: te_mx.Linear(8, 8, dtype=torch.float64),
+            r"^1: weight is torch.float64; te_mx takes",
+        ),
         (lambda: mixed_groups(dtype=torch.float64), r"^1: weight is torch.float64"),
         (lambda: mixed_groups(device="meta"), r"^1: weight is on the meta device"),
         (lambda: te_mx.LayerNormMLP(8, 8, dtype=torch.float64), r"^1: fc1_weight is torch.float64"),
