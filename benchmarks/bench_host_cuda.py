@@ -84,6 +84,6 @@ def modes(context: GpuContext) -> Iterator[Row]:
         target = 1.2 if name.startswith("LayerNorm") else TARGETS.get(name, 1.7)
         yield Row(
             f"host {name}", f"{size} {size} {size}", "", times.seconds(name) * 1e6, "", None, peer,
-            times.ratio(name, peer), Target(target, target - 0.1, lower_is_better=True),
+            times.ratio(name, peer), Target(target, round(target - 0.1, 2), lower_is_better=True),
             f"{times.seconds(peer) * 1e6:.0f} us",
         )  # fmt: skip

@@ -37,7 +37,7 @@ def foreign_weight():
     [
         (
             lambda: te_mx.Linear(8, 8, dtype=torch.float64),
-            r"^1: weight is torch.float64; te_mx takes",
+            r"^1: weight is torch.float64; te_mx",
         ),
         (lambda: mixed_groups(dtype=torch.float64), r"^1: weight is torch.float64"),
         (lambda: mixed_groups(device="meta"), r"^1: weight is on the meta device"),
