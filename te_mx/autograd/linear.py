@@ -62,6 +62,7 @@ from te_mx.autograd.node import (
 from te_mx.autograd.saved import NOTHING, Kept, flatten, shaped
 from te_mx.autograd.sequence_parallel import Tokens
 from te_mx.dispatch.linear import Held, Part
+from te_mx.dispatch.registry import derive, derived
 from te_mx.recipes.settings import Settings
 from te_mx.runtime.ran import LAST_RUN
 
@@ -89,19 +90,27 @@ def here(parameter: Any, lent: Lent | None) -> Any:
 __all__ = ["OneCallLinear", "infer_in_one_call", "kernel_of"]
 
 
+_known = derived()
+
+
 def kernel_of(
     x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: Any
 ) -> LinearKernel | None:
     """The kernel that takes a call (of autograd/linear.py), or None."""
-    settings = call.settings
+    device = x.device
     if (
-        not in_one_call(settings)
-        or not (x.requires_grad or weight_NK.requires_grad)
-        or (bias_N is not None and bias_N.device != x.device)
+        not (x.requires_grad or weight_NK.requires_grad)
+        or (bias_N is not None and bias_N.device != device)
+        or weight_NK.device != device
         or not is_direct(x, weight_NK, bias_N)
     ):
         return None
-    kernel = linear_kernel(x, weight_NK, settings)
+    settings = call.settings
+    key = "one call", x.shape, weight_NK.shape, x.dtype, device, settings
+    kernel = _known.get(key, ...)
+    if kernel is ...:
+        kernel = linear_kernel(x, weight_NK, settings) if in_one_call(settings) else None
+        derive(key, kernel)
     if kernel is None or call.kept is None:
         return kernel
     row, col = call.kept.row, call.kept.col
@@ -123,23 +132,29 @@ class OneCallLinear(torch.autograd.Function):
         kernel: LinearKernel,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         need_dx, need_dw = ctx.needs_input_grad[:2]
-        ctx.lent, weight_NK = call.lent, here(weight_NK, call.lent)
-        (n, k), settings, ready = weight_NK.shape, call.settings, call.kept
-        w_kept = need_dx if ready is not None else columns_now(weight_NK, settings, need_dx)
-        columns = need_dw and not call.save_x
+        settings, _, tag, ready, save_x, sink, _, lent = call
+        if lent is not None:
+            weight_NK = lent.local
+        n, k = weight_NK.shape
+        w_kept = need_dx
+        if ready is None and need_dx:  # of a parameter, few recipes want them
+            usual = weight_NK.is_leaf and not settings.keep_columns
+            w_kept = not usual and columns_now(weight_NK, settings, True)
+        columns = need_dw and not save_x
         problem = LinearProblem(x.numel() // k, n, k, columns, need_dx, w_kept, settings)
-        ctx.problem, ctx.plan, ctx.tag = problem, (plan := kernel.plan(problem)), call.tag
-        given = _given(x, plan, settings.scale_rule, columns)
+        plan, shared = kernel.plan(problem), input_cache.is_open()
+        given = _given(x, plan, settings.scale_rule, columns) if shared else None
         weight = None if ready is None else _weight(ready)
-        y, held = plan.forward(x, weight_NK, bias_N, call.out_dtype, given, weight)
-        if given is None:
+        y, held = plan.forward(x, weight_NK, bias_N, call.out_dtype, given, weight, shared)
+        if shared and given is None:
             input_cache.put_held(x, plan, settings.scale_rule, held)
-        if call.tag >= 0:
-            LAST_RUN[call.tag] = plan.kernel
-        ctx.x_shape, ctx.sinks = x.shape, (call.sink,)
+        if tag >= 0:
+            LAST_RUN[tag] = plan.kernel
+        ctx.problem, ctx.plan, ctx.tag, ctx.lent = problem, plan, tag, lent
+        ctx.x_shape, ctx.sinks = x.shape, (sink,)
         ctx.dtypes = x.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype
-        ctx.siblings = input_cache.siblings_of(x, ctx) if need_dx else None
-        ctx.kernel, ctx.saves_x = kernel, need_dw and call.save_x
+        ctx.siblings = input_cache.siblings_of(x, ctx) if shared and need_dx else None
+        ctx.kernel, ctx.saves_x = kernel, need_dw and save_x
         x_col = (None, None) if not columns or held.x_col is None else held.x_col
         if ctx.saves_x:
             x_col = x, None
@@ -182,18 +197,22 @@ def _fused_backward(
         saved = None if made_of is None or made_of.spec != plan.col else made_of[:2]
     x_col, w_col = plan.as_saved(saved, (tensors[2], tensors[3]) if w_kept else None)
     w: Any = w_col if w_kept else tensors[2]
-    held = [t for t in (*(x_col or ()), *(w_col or ()), tensors[2]) if t is not None]
+    held, device = (*(x_col or ()), *(w_col or ()), tensors[2]), grad.device
     x_dtype, w_dtype, bias_dtype = ctx.dtypes
-    among = entered(ctx.siblings)
+    among = None if ctx.siblings is None else entered(ctx.siblings)
     ready = x is None or x_col is not None
-    if ready and is_direct(grad, *held) and all(t.device == grad.device for t in held):
+    for t in held:
+        if t is not None and t.device != device:
+            ready = False
+    if ready and is_direct(grad, *held):
         dtypes = x_dtype, w_dtype, bias_dtype if ctx.needs_input_grad[2] else None
         node = ctx.next_functions[1][0] if ctx.lent is None else None  # of the weight
         direct = None if sink is None or x_col is None else sink.direct(node)
         into = LATER if sink is not None and x_col is not None else None
         if direct is not None:
             into = Into(direct.out, direct.accumulate)
-        made = plan.backward(grad, x_col, w, ctx.x_shape, dtypes, total(among), into)
+        before = None if among is None else among.total
+        made = plan.backward(grad, x_col, w, ctx.x_shape, dtypes, before, into)
         if made is not None:
             dx, dw, db = made
             if tag >= 0:
@@ -206,7 +225,7 @@ def _fused_backward(
             elif into is LATER:
                 assert dw is not None and x_col is not None
                 dw = place(sink, _later(plan, dw, x_col), w_dtype, node)
-            return passed_on(among, dx), dw, db, None, None
+            return dx if among is None else passed_on(among, dx), dw, db, None, None
     # Step by step, through the ops, for somebody who watches them.
     pass  # IMPORTGONE  # which calls this module
 
@@ -402,7 +421,8 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: Call) -> T
     ):
         kernel = None
         if call.tokens is None:
-            kernel = kernel_of(x, here(weight_NK, call.lent), bias_N, call)
+            weight = weight_NK if call.lent is None else call.lent.local
+            kernel = kernel_of(x, weight, bias_N, call)
         if kernel is not None:
             return OneCallLinear.apply(x, weight_NK, bias_N, call, kernel)[0]
         return LinearFunction.apply(x, weight_NK, bias_N, call)[0]

@@ -31,6 +31,7 @@ from te_mx.context.region import (
     RECOMPUTED,
     active_region,
     backward_pass_id,
+    innermost,
     is_tracing,
 )
 from te_mx.nn import converted
@@ -216,7 +217,9 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallel
         Raises:
             RuntimeError: they have not.
         """
-        region = active_region()
+        region = innermost.get()
+        if region is not None and region.left:
+            region = active_region()
         settings = self._bound if region is None or region.outside else region.settings
         running = backward_pass_id()
         if running != -1 and (region is None or region.backward_pass != running):
