@@ -107,19 +107,29 @@ def kernel_of(
         return None
     settings = call.settings
     key = "one call", x.shape, weight_NK.shape, x.dtype, device, settings
-    kernel = _known.get(key, ...)
-    if kernel is ...:
-        kernel = linear_kernel(x, weight_NK, settings) if in_one_call(settings) else None
-        derive(key, kernel)
+    found = _known.get(key)
+    if found is None:
+        found = derive(key, _kernel_and_spec(x, weight_NK, settings))
+    kernel, w_row = found
     if kernel is None or call.kept is None:
         return kernel
     row, col = call.kept.row, call.kept.col
     if (col is None and x.requires_grad) or row.codes.device != x.device or row.packed is not None:
         return None
+    fits = row.spec == w_row and (col is None or col.spec == w_row)
+    return kernel if fits else None
+
+
+def _kernel_and_spec(
+    x: Tensor, weight_NK: Tensor, settings: Settings
+) -> tuple[LinearKernel | None, str]:
+    """The kernel of layers of one size, and how it reads a weight that was quantized before."""
+    kernel = linear_kernel(x, weight_NK, settings) if in_one_call(settings) else None
+    if kernel is None:
+        return None, ""
     n, k = weight_NK.shape
     plan = kernel.plan(LinearProblem(x.numel() // k, n, k, False, False, False, settings))
-    fits = row.spec == plan.w_row and (col is None or col.spec == plan.w_row)
-    return kernel if fits else None
+    return kernel, plan.w_row
 
 
 @leaves_when_hooked
