@@ -32,7 +32,6 @@ from te_mx._ops.linear import (
     LinearPlan,
     LinearProblem,
     Weight,
-    linear_kernel,
     linear_kernel_of,
 )
 from te_mx._ops.linear import infer as infer_in_one_call
@@ -65,6 +64,8 @@ from te_mx.dispatch.linear import Held, Part
 from te_mx.dispatch.registry import derive, derived
 from te_mx.recipes.settings import Settings
 from te_mx.runtime.ran import LAST_RUN
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class Lent(Protocol):
@@ -105,30 +106,39 @@ def kernel_of(
         or not is_direct(x, weight_NK, bias_N)
     ):
         return None
-    settings = call.settings
-    key = "one call", x.shape, weight_NK.shape, x.dtype, device, settings
+    return kernel_for(x, x.dtype, weight_NK, call.settings, call.kept, x.requires_grad)
+
+
+def kernel_for(
+    x: Tensor, dtype: torch.dtype, weight_NK: Tensor, settings: Settings, ready: KeptWeight | None,
+    need_dx: bool,
+) -> LinearKernel | None:  # fmt: skip
+    """The kernel of what has the shape of x and a dtype, with a weight beside it, of which `ready`
+    was quantized before; None where there is none."""
+    key = "one call", x.shape, weight_NK.shape, dtype, x.device, settings
     found = _known.get(key)
     if found is None:
-        found = derive(key, _kernel_and_spec(x, weight_NK, settings))
+        found = derive(key, _kernel_and_spec(x, dtype, weight_NK, settings))
     kernel, w_row = found
-    if kernel is None or call.kept is None:
+    if kernel is None or ready is None:
         return kernel
-    row, col = call.kept.row, call.kept.col
-    if (col is None and x.requires_grad) or row.codes.device != x.device or row.packed is not None:
+    row, col = ready.row, ready.col
+    if (col is None and need_dx) or row.codes.device != x.device or row.packed is not None:
         return None
     fits = row.spec == w_row and (col is None or col.spec == w_row)
     return kernel if fits else None
 
 
 def _kernel_and_spec(
-    x: Tensor, weight_NK: Tensor, settings: Settings
+    x: Tensor, dtype: torch.dtype, weight_NK: Tensor, settings: Settings
 ) -> tuple[LinearKernel | None, str]:
     """The kernel of layers of one size, and how it reads a weight that was quantized before."""
-    kernel = linear_kernel(x, weight_NK, settings) if in_one_call(settings) else None
+    (n, k), size, kernel = weight_NK.shape, x.numel(), None
+    if size and n and in_one_call(settings):
+        kernel = linear_kernel_of((size // k, n, k), x.device, dtype, settings)
     if kernel is None:
         return None, ""
-    n, k = weight_NK.shape
-    plan = kernel.plan(LinearProblem(x.numel() // k, n, k, False, False, False, settings))
+    plan = kernel.plan(LinearProblem(size // k, n, k, False, False, False, settings))
     return kernel, plan.w_row
 
 
@@ -147,14 +157,15 @@ class OneCallLinear(torch.autograd.Function):
             weight_NK = lent.local
         n, k = weight_NK.shape
         w_kept = need_dx
-        if ready is None and need_dx:  # of a parameter, few recipes want them
-            usual = weight_NK.is_leaf and not settings.keep_columns
-            w_kept = not usual and columns_now(weight_NK, settings, True)
+        if ready is None and need_dx and weight_NK.is_leaf and not settings.keep_columns:
+            w_kept = False  # as columns_now would say
+        elif ready is None:
+            w_kept = columns_now(weight_NK, settings, need_dx)
         columns = need_dw and not save_x
         problem = LinearProblem(x.numel() // k, n, k, columns, need_dx, w_kept, settings)
         plan, shared = kernel.plan(problem), input_cache.is_open()
         given = _given(x, plan, settings.scale_rule, columns) if shared else None
-        weight = None if ready is None else _weight(ready)
+        weight = None if ready is None else given_weight(ready)
         y, held = plan.forward(x, weight_NK, bias_N, call.out_dtype, given, weight, shared)
         if shared and given is None:
             input_cache.put_held(x, plan, settings.scale_rule, held)
@@ -179,7 +190,7 @@ class OneCallLinear(torch.autograd.Function):
         return made if ctx.lent is None else (made[0], ctx.lent.whole(made[1]), *made[2:])
 
 
-def _weight(ready: Any) -> Weight:
+def given_weight(ready: Any) -> Weight:
     """The operands of a weight that was quantized before."""
     row, col = ready.row, ready.col
     return Weight((row.codes, row.scales), None if col is None else (col.codes, col.scales))
@@ -217,24 +228,10 @@ def _fused_backward(
     if ready and is_direct(grad, *held):
         dtypes = x_dtype, w_dtype, bias_dtype if ctx.needs_input_grad[2] else None
         node = ctx.next_functions[1][0] if ctx.lent is None else None  # of the weight
-        direct = None if sink is None or x_col is None else sink.direct(node)
-        into = LATER if sink is not None and x_col is not None else None
-        if direct is not None:
-            into = Into(direct.out, direct.accumulate)
         before = None if among is None else among.total
-        made = plan.backward(grad, x_col, w, ctx.x_shape, dtypes, before, into)
+        made = backward_of(plan, grad, (x_col, w), ctx.x_shape, dtypes, before, sink, node, tag)
         if made is not None:
             dx, dw, db = made
-            if tag >= 0:
-                if dx is not None:
-                    LAST_RUN[tag + DGRAD] = plan.kernel
-                if dw is not None:
-                    LAST_RUN[tag + WGRAD] = plan.kernel
-            if direct is not None:
-                dw = direct.done()
-            elif into is LATER:
-                assert dw is not None and x_col is not None
-                dw = place(sink, _later(plan, dw, x_col), w_dtype, node)
             return dx if among is None else passed_on(among, dx), dw, db, None, None
     # Step by step, through the ops, for somebody who watches them.
     pass  # IMPORTGONE  # which calls this module
@@ -254,6 +251,35 @@ def _fused_backward(
     return *gradients(how, (x_kept, w_of), grad, ctx.needs_input_grad), None, None
 
 
+def backward_of(
+    plan: LinearPlan, grad: Tensor, operands: tuple[Part | None, Any], x_shape: torch.Size,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None], before: Tensor | None,
+    sink: WeightGradient | None, node: Any, tag: int,
+) -> Gradients | None:  # fmt: skip
+    """`LinearPlan.backward` (before: its add_to) on the columns of x and what there is of w, with
+    the weight gradient where its sink says (node: of the weight in the graph, where that is known);
+    None where the steps have to run."""
+    (x_col, w), direct, into = operands, None, None
+    if sink is not None and x_col is not None:
+        direct = sink.direct(node)
+        into = LATER if direct is None else Into(direct.out, direct.accumulate)
+    made = plan.backward(grad, x_col, w, x_shape, dtypes, before, into)
+    if made is None:
+        return None
+    dx, dw, db = made
+    if tag >= 0:
+        if dx is not None:
+            LAST_RUN[tag + DGRAD] = plan.kernel
+        if dw is not None:
+            LAST_RUN[tag + WGRAD] = plan.kernel
+    if direct is not None:
+        dw = direct.done()
+    elif into is LATER:
+        assert dw is not None and x_col is not None
+        dw = place(sink, _later(plan, dw, x_col), dtypes[1], node)
+    return dx, dw, db
+
+
 def _later(plan: LinearPlan, g_col: Tensor, x_col: Part) -> Wgrad:
     """The product of a weight gradient, whose operands are there."""
 
@@ -261,9 +287,6 @@ def _later(plan: LinearPlan, g_col: Tensor, x_col: Part) -> Wgrad:
         return plan.wgrad(g_col, x_col, out, dtype, accumulate)
 
     return Wgrad(run, ())
-
-
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def gradients_on_codes(
