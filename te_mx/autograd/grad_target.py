@@ -75,7 +75,7 @@ class Versions:
         # An inference tensor has no version; nobody can tell whether it was written to.
         self._kept = [(what, t, t._version) for what, t in reads if not t.is_inference()]
 
-    def check(self, label: str) -> None:
+    def check(self, label: Label) -> None:
         """
         Raises:
             RuntimeError: one of the tensors was modified in place since.
@@ -130,13 +130,13 @@ def started(parameter: Tensor, again: dict[int, Start] | None) -> Start | None:
 
 
 def _waiting(parameter: Tensor) -> Start | None:
-    held = _starts.get(parameter) if _starts else None
+    held = _starts.get(parameter)
     return None if held is None else held()
 
 
 def overwrites(parameter: Tensor, task: int) -> bool:
     """Whether a gradient that the backward pass `task` made overwrites main_grad."""
-    if _waiting(parameter) is not None:
+    if _starts and _waiting(parameter) is not None:
         return True
     if not getattr(parameter, "overwrite_main_grad", False):
         return False
@@ -153,6 +153,19 @@ def has_begun(parameter: Tensor, task: int) -> None:
 _stand_ins: WeakValueDictionary[tuple[torch.Size, torch.dtype, torch.device], Tensor]
 _stand_ins = WeakValueDictionary()
 _kept_by = WeakIdKeyDictionary()
+
+
+class Label:
+    """The name of a layer in errors, made when one is raised. A graph may outlive the layer."""
+
+    __slots__ = ("_kind", "_layer")
+
+    def __init__(self, layer: Any) -> None:
+        self._layer, self._kind = ref(layer), type(layer)
+
+    def __str__(self) -> str:
+        layer = self._layer()
+        return f"te_mx.{self._kind.__name__}" if layer is None else layer._label()
 
 
 class Use(NamedTuple):
@@ -189,7 +202,7 @@ class WeightGradient:
     def __init__(
         self,
         parameters: Sequence[Tensor],
-        label: str,
+        label: Label,
         fuse: bool,
         starts: Sequence[Start | None],
         queue: Queue | None,
@@ -222,7 +235,12 @@ class WeightGradient:
         None where `take` has to decide."""
         if type(self) is not WeightGradient or self.queue is not None or len(self.parameters) != 1:
             return None
-        use = self._use(node)
+        now = _pass_id()
+        if node is None or now == -1:
+            use = self._use(node)
+        else:
+            wanted, captured = _runs(node)
+            use = Use(now if self.made_in == -1 else self.made_in, (wanted,), captured)
         out = self._main_grads(use)[0] if self.fuse and use.wanted[0] else None
         return None if out is None or out.dtype not in FLOAT_DTYPES else Direct(self, use, out)
 
@@ -385,8 +403,9 @@ class Direct:
         sink, use = self.sink, self.use
         if not self.accumulate:
             has_begun(sink.parameters[0], use.task)
-        made = sink._stand_in()
-        return sink._zeros(use, sink.parameters[0].dtype) if made is None else made
+        parameter = sink.parameters[0]
+        made = sink._stand_in() if hasattr(parameter, "grad_added_to_main_grad") else None
+        return sink._zeros(use, parameter.dtype) if made is None and use.captured else made
 
 
 class _Nodes(torch.autograd.Function):
@@ -454,7 +473,7 @@ class OwnedGradient(WeightGradient):
     __slots__ = ("owners",)
 
     def __init__(
-        self, weights: Sequence[Tensor], owners: Sequence[Owner], label: str, fuse: bool,
+        self, weights: Sequence[Tensor], owners: Sequence[Owner], label: Label, fuse: bool,
         starts: Sequence[Start | None], queue: Queue | None,
     ) -> None:  # fmt: skip
         super().__init__(weights, label, fuse, starts, queue)

@@ -112,6 +112,11 @@ def _place(x: Tensor) -> tuple[int, int] | None:
     return None if capture is None else (streams.current(device), capture)
 
 
+def is_open() -> bool:
+    """Whether something is cached in this thread."""
+    return bool(_here.entries)
+
+
 def open_for(x: Tensor) -> Entry | None:
     """Begin to cache what readers of x make of it, in the place of the oldest entry; None for a
     tensor that is not cached: of torch.inference_mode, which has no versions, or watched by a mode,

@@ -24,13 +24,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from te_mx._ops import Operand
+from te_mx._ops import Operand, Target
+from te_mx._ops.library import is_direct
 from te_mx.autograd import (
     linear_recipe,
     norm,
     sequence_parallel,
 )
 from te_mx.autograd.grad_target import WeightGradient
+from te_mx.autograd.linear import Gradients, backward_of, given_weight, kernel_for
 from te_mx.autograd.linear_recipe import DGRAD, WGRAD, KeptWeight
 from te_mx.autograd.node import (
     needs_gradient,
@@ -40,10 +42,12 @@ from te_mx.autograd.node import (
     tag_of,
 )
 from te_mx.autograd.norm import NormStep
-from te_mx.autograd.saved import flatten, shaped
+from te_mx.autograd.saved import NOTHING, Kept, flatten, shaped
 from te_mx.autograd.sequence_parallel import Tokens
 from te_mx.dispatch.fused import NormParts
+from te_mx.dispatch.linear import Held, LinearKernel, LinearProblem, Part
 from te_mx.recipes.settings import Settings
+from te_mx.runtime.ran import LAST_RUN
 
 
 class Call(NamedTuple):
@@ -93,6 +97,87 @@ class LayerNormLinearFunction(torch.autograd.Function):
         return run_backward(_backward, "te_mx.LayerNormLinear", ctx, *grads)
 
 
+class OneCallLayerNormLinear(torch.autograd.Function):
+    """The same, where the device has a kernel for the linear step: one native call each way beside
+    that of the normalization, see autograd/linear.py."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None,
+        weight_NK: Tensor, bias_N: Tensor | None, ready: KeptWeight | None,
+        sink: WeightGradient | None, call: Call, kernel: LinearKernel,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        need_x, need_weight, need_bias, need_dw = ctx.needs_input_grad[:4]
+        step, settings, return_z, tag, _ = call
+        need_dz, (n, k) = need_x or need_weight or need_bias, weight_NK.shape
+        w_kept = need_dz
+        if ready is None:
+            w_kept = linear_recipe.columns_now(weight_NK, settings, need_dz)
+        problem = LinearProblem(x.numel() // k, n, k, need_dw, need_dz, w_kept, settings)
+        plan = kernel.plan(problem)
+        target = Target(plan.row, plan.col if need_dw else "", settings.scale_rule)
+        made = step.forward(flatten(x), norm_weight, norm_bias, return_z, target)
+        row, col, _ = made.quantized
+        assert row is not None
+        z_col = None if col is None else (col.codes, col.scales)
+        weight = None if ready is None else given_weight(ready)
+        given = Held((row.codes, row.scales), z_col)
+        y, held = plan.forward(x, weight_NK, bias_N, step.dtype, given, weight)
+        if tag >= 0:
+            LAST_RUN[tag] = plan.kernel
+        norms = step.saved(x, norm_weight, made) if need_dz else norm.NOTHING
+        w: tuple[Tensor | None, Tensor | None] = (weight_NK, None) if need_dz else (None, None)
+        if w_kept:
+            w = (held.w_col, None) if weight is None else weight.col  # type: ignore[assignment]
+        ctx.call, ctx.sinks, ctx.x_like, ctx.plan = call, (sink,), (x.shape, x.dtype), plan
+        ctx.w_kept, ctx.w_edge = w_kept, 1 + (norm_weight is not None) + (norm_bias is not None)
+        ctx.dtypes = (
+            None if norm_bias is None else norm_bias.dtype, weight_NK.dtype,
+            None if bias_N is None else bias_N.dtype,
+        )  # fmt: skip
+        z = (shaped(made.z, x.shape),) if return_z else ()  # type: ignore[arg-type]
+        return outputs(ctx, (*norms, *(z_col or (None, None)), *w), y, *z)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return run_backward(_backward_in_one_call, "te_mx.LayerNormLinear", ctx, *grads)
+
+
+def _backward_in_one_call(
+    ctx: Any, saved: tuple[Tensor, ...], g: Tensor, g_z: Tensor | None = None
+) -> tuple[Tensor | None, ...]:
+    need, plan, (step, _, _, tag, _) = ctx.needs_input_grad, ctx.plan, ctx.call
+    norm_bias_dtype, w_dtype, bias_dtype = ctx.dtypes
+    need_db, (x_shape, _) = need[4], ctx.x_like
+    held: Part | None = None if saved[4] is None else (saved[4], saved[5])
+    z_col, w_col = plan.as_saved(held, (saved[6], saved[7]) if ctx.w_kept else None)
+    w: Any = w_col if ctx.w_kept else saved[6]
+    read, device = (*(z_col or ()), *(w_col or ()), saved[6]), g.device
+    direct = is_direct(g, *read)
+    for tensor in read:
+        if tensor is not None and tensor.device != device:
+            direct = False
+    made = None
+    if direct:
+        shape = torch.Size((x_shape[:-1].numel(), x_shape[-1]))
+        dtypes = step.dtype, w_dtype, bias_dtype if need_db else None
+        node = ctx.next_functions[ctx.w_edge][0]
+        made = backward_of(plan, g, (z_col, w), shape, dtypes, None, ctx.sinks[0], node, tag)
+    if made is None:  # step by step, for somebody who watches the ops
+        z_kept = w_kept = NOTHING
+        if z_col is not None:
+            operand = plan.quantized(Held(z_col, z_col)).col
+            z_kept = Kept.operand(operand)
+        if w is not None:
+            w_kept = Kept.operand(plan.w_columns(w_col)) if ctx.w_kept else Kept.itself(w)
+        made = _gradients(ctx, g, z_kept, w_kept)
+    dz, dw_NK, db_N = made
+    dx = d_weight = d_bias = None
+    if dz is not None:
+        dx, d_weight, d_bias = step.backward(dz, g_z, saved[:4], ctx.x_like, need, norm_bias_dtype)
+    return dx, d_weight, d_bias, dw_NK, db_N, None, None, None, None
+
+
 def _run(
     x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, w_row: Operand,
     bias_N: Tensor | None, plan: linear_recipe.Input, call: Call,
@@ -109,27 +194,54 @@ def _run(
 def _backward(
     ctx: Any, saved: tuple[Tensor, ...], g: Tensor, g_z: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
-    need = ctx.needs_input_grad
-    need_dz, need_dw, need_db = any(need[:3]), need[3], need[4]
-    norms, (z_beside, w_beside) = saved[:4], ctx.kept
-    step, settings, _, tag, tokens = ctx.call
+    need, (z_beside, w_beside) = ctx.needs_input_grad, ctx.kept
+    step, tokens = ctx.call.step, ctx.call.tokens
     z_kept = sequence_parallel.kept_of_all(z_beside.with_tensors(saved[4:7]), tokens)
-    w_kept = w_beside.with_tensors(saved[7:])
-    norm_bias_dtype, w_dtype, bias_dtype = ctx.dtypes
-    gradient = linear_recipe.quantized_gradient(flatten(g), settings, need_dz, need_dw, need_db)
-
-    dx = d_weight = d_bias = dw_NK = db_N = None
-    if need_dz:
-        tag_dz = tag_of(tag, DGRAD)
-        dz = linear_recipe.dgrad(gradient, w_kept, settings, step.dtype, tag_dz).out
+    dz, dw_NK, db_N = _gradients(ctx, g, z_kept, w_beside.with_tensors(saved[7:]))
+    dx = d_weight = d_bias = None
+    if dz is not None:
         dz = sequence_parallel.sum_of_mine(dz, tokens)
-        dx, d_weight, d_bias = step.backward(dz, g_z, norms, ctx.x_like, need, norm_bias_dtype)
+        dx, d_weight, d_bias = step.backward(dz, g_z, saved[:4], ctx.x_like, need, ctx.dtypes[0])
+    return dx, d_weight, d_bias, dw_NK, db_N, None, None, None
+
+
+def _gradients(ctx: Any, g: Tensor, z_kept: Kept, w_kept: Kept) -> Gradients:
+    """dz, dw and db, step by step."""
+    need: tuple[bool, ...] = ctx.needs_input_grad
+    need_dz, need_dw, need_db = any(need[:3]), need[3], need[4]
+    step, settings, _, tag, _ = ctx.call
+    _, w_dtype, bias_dtype = ctx.dtypes
+    gradient = linear_recipe.quantized_gradient(flatten(g), settings, need_dz, need_dw, need_db)
+    dz = dw_NK = db_N = None
+    if need_dz:
+        dz = linear_recipe.dgrad(
+            gradient, w_kept, settings, step.dtype, tag_of(tag, DGRAD)
+        ).out  # fmt: skip
     if need_dw:
         wgrad = linear_recipe.wgrad(gradient, z_kept, settings, tag_of(tag, WGRAD))
         dw_NK = place(ctx.sinks[0], wgrad, w_dtype)
     if need_db:
         db_N = gradient.q.col_sum.to(bias_dtype)  # type: ignore[union-attr]
-    return dx, d_weight, d_bias, dw_NK, db_N, None, None, None
+    return dz, dw_NK, db_N
+
+
+def _kernel(
+    x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weight_NK: Tensor | None,
+    bias_N: Tensor | None, kept: KeptWeight | None, call: Call,
+) -> LinearKernel | None:  # fmt: skip
+    """The kernel that runs the linear step in one call, or None."""
+    if (
+        call.tokens is not None
+        or weight_NK is None
+        or not is_direct(x, norm_weight, norm_bias, weight_NK, bias_N)
+    ):
+        return None
+    need_dz = x.requires_grad
+    for tensor in (norm_weight, norm_bias):
+        need_dz = need_dz or (tensor is not None and tensor.requires_grad)
+    if not (need_dz or weight_NK.requires_grad):
+        return None
+    return kernel_for(x, call.step.dtype, weight_NK, call.settings, kept, need_dz)
 
 
 def layernorm_linear(
@@ -146,7 +258,11 @@ def layernorm_linear(
     for quantizing the weight, which may then be None; `sink` says where its gradient goes."""
     tensors = (x, norm_weight, norm_bias, weight_NK, bias_N)
     if needs_gradient(*tensors):
-        made = LayerNormLinearFunction.apply(*tensors, kept, sink, call)
+        kernel = _kernel(x, norm_weight, norm_bias, weight_NK, bias_N, kept, call)
+        if kernel is None:
+            made = LayerNormLinearFunction.apply(*tensors, kept, sink, call)
+        else:
+            made = OneCallLayerNormLinear.apply(*tensors, kept, sink, call, kernel)
         return made[0], made[1] if call.return_z else None
     plan = sequence_parallel.plan_input(x, call.settings, False, False, call.tokens)
     w_row, _ = linear_recipe.weight_operands(kept, weight_NK, call.settings, False)

@@ -32,7 +32,6 @@ from te_mx._ops.linear import (
     LinearPlan,
     LinearProblem,
     Weight,
-    linear_kernel,
     linear_kernel_of,
 )
 from te_mx._ops.linear import infer as infer_in_one_call
@@ -62,8 +61,11 @@ from te_mx.autograd.node import (
 from te_mx.autograd.saved import NOTHING, Kept, flatten, shaped
 from te_mx.autograd.sequence_parallel import Tokens
 from te_mx.dispatch.linear import Held, Part
+from te_mx.dispatch.registry import derive, derived
 from te_mx.recipes.settings import Settings
 from te_mx.runtime.ran import LAST_RUN
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class Lent(Protocol):
@@ -89,28 +91,55 @@ def here(parameter: Any, lent: Lent | None) -> Any:
 __all__ = ["OneCallLinear", "infer_in_one_call", "kernel_of"]
 
 
+_known = derived()
+
+
 def kernel_of(
     x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: Any
 ) -> LinearKernel | None:
     """The kernel that takes a call (of autograd/linear.py), or None."""
-    settings = call.settings
+    device = x.device
     if (
-        not in_one_call(settings)
-        or not (x.requires_grad or weight_NK.requires_grad)
-        or (bias_N is not None and bias_N.device != x.device)
+        not (x.requires_grad or weight_NK.requires_grad)
+        or (bias_N is not None and bias_N.device != device)
+        or weight_NK.device != device
         or not is_direct(x, weight_NK, bias_N)
     ):
         return None
-    kernel = linear_kernel(x, weight_NK, settings)
-    if kernel is None or call.kept is None:
+    return kernel_for(x, x.dtype, weight_NK, call.settings, call.kept, x.requires_grad)
+
+
+def kernel_for(
+    x: Tensor, dtype: torch.dtype, weight_NK: Tensor, settings: Settings, ready: KeptWeight | None,
+    need_dx: bool,
+) -> LinearKernel | None:  # fmt: skip
+    """The kernel of what has the shape of x and a dtype, with a weight beside it, of which `ready`
+    was quantized before; None where there is none."""
+    key = "one call", x.shape, weight_NK.shape, dtype, x.device, settings
+    found = _known.get(key)
+    if found is None:
+        found = derive(key, _kernel_and_spec(x, dtype, weight_NK, settings))
+    kernel, w_row = found
+    if kernel is None or ready is None:
         return kernel
-    row, col = call.kept.row, call.kept.col
-    if (col is None and x.requires_grad) or row.codes.device != x.device or row.packed is not None:
+    row, col = ready.row, ready.col
+    if (col is None and need_dx) or row.codes.device != x.device or row.packed is not None:
         return None
-    n, k = weight_NK.shape
-    plan = kernel.plan(LinearProblem(x.numel() // k, n, k, False, False, False, settings))
-    fits = row.spec == plan.w_row and (col is None or col.spec == plan.w_row)
+    fits = row.spec == w_row and (col is None or col.spec == w_row)
     return kernel if fits else None
+
+
+def _kernel_and_spec(
+    x: Tensor, dtype: torch.dtype, weight_NK: Tensor, settings: Settings
+) -> tuple[LinearKernel | None, str]:
+    """The kernel of layers of one size, and how it reads a weight that was quantized before."""
+    (n, k), size, kernel = weight_NK.shape, x.numel(), None
+    if size and n and in_one_call(settings):
+        kernel = linear_kernel_of((size // k, n, k), x.device, dtype, settings)
+    if kernel is None:
+        return None, ""
+    plan = kernel.plan(LinearProblem(size // k, n, k, False, False, False, settings))
+    return kernel, plan.w_row
 
 
 @leaves_when_hooked
@@ -123,23 +152,30 @@ class OneCallLinear(torch.autograd.Function):
         kernel: LinearKernel,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         need_dx, need_dw = ctx.needs_input_grad[:2]
-        ctx.lent, weight_NK = call.lent, here(weight_NK, call.lent)
-        (n, k), settings, ready = weight_NK.shape, call.settings, call.kept
-        w_kept = need_dx if ready is not None else columns_now(weight_NK, settings, need_dx)
-        columns = need_dw and not call.save_x
+        settings, _, tag, ready, save_x, sink, _, lent = call
+        if lent is not None:
+            weight_NK = lent.local
+        n, k = weight_NK.shape
+        w_kept = need_dx
+        if ready is None and need_dx and weight_NK.is_leaf and not settings.keep_columns:
+            w_kept = False  # as columns_now would say
+        elif ready is None:
+            w_kept = columns_now(weight_NK, settings, need_dx)
+        columns = need_dw and not save_x
         problem = LinearProblem(x.numel() // k, n, k, columns, need_dx, w_kept, settings)
-        ctx.problem, ctx.plan, ctx.tag = problem, (plan := kernel.plan(problem)), call.tag
-        given = _given(x, plan, settings.scale_rule, columns)
-        weight = None if ready is None else _weight(ready)
-        y, held = plan.forward(x, weight_NK, bias_N, call.out_dtype, given, weight)
-        if given is None:
+        plan, shared = kernel.plan(problem), input_cache.is_open()
+        given = _given(x, plan, settings.scale_rule, columns) if shared else None
+        weight = None if ready is None else given_weight(ready)
+        y, held = plan.forward(x, weight_NK, bias_N, call.out_dtype, given, weight, shared)
+        if shared and given is None:
             input_cache.put_held(x, plan, settings.scale_rule, held)
-        if call.tag >= 0:
-            LAST_RUN[call.tag] = plan.kernel
-        ctx.x_shape, ctx.sinks = x.shape, (call.sink,)
+        if tag >= 0:
+            LAST_RUN[tag] = plan.kernel
+        ctx.problem, ctx.plan, ctx.tag, ctx.lent = problem, plan, tag, lent
+        ctx.x_shape, ctx.sinks = x.shape, (sink,)
         ctx.dtypes = x.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype
-        ctx.siblings = input_cache.siblings_of(x, ctx) if need_dx else None
-        ctx.kernel, ctx.saves_x = kernel, need_dw and call.save_x
+        ctx.siblings = input_cache.siblings_of(x, ctx) if shared and need_dx else None
+        ctx.kernel, ctx.saves_x = kernel, need_dw and save_x
         x_col = (None, None) if not columns or held.x_col is None else held.x_col
         if ctx.saves_x:
             x_col = x, None
@@ -154,7 +190,7 @@ class OneCallLinear(torch.autograd.Function):
         return made if ctx.lent is None else (made[0], ctx.lent.whole(made[1]), *made[2:])
 
 
-def _weight(ready: Any) -> Weight:
+def given_weight(ready: Any) -> Weight:
     """The operands of a weight that was quantized before."""
     row, col = ready.row, ready.col
     return Weight((row.codes, row.scales), None if col is None else (col.codes, col.scales))
@@ -182,31 +218,21 @@ def _fused_backward(
         saved = None if made_of is None or made_of.spec != plan.col else made_of[:2]
     x_col, w_col = plan.as_saved(saved, (tensors[2], tensors[3]) if w_kept else None)
     w: Any = w_col if w_kept else tensors[2]
-    held = [t for t in (*(x_col or ()), *(w_col or ()), tensors[2]) if t is not None]
+    held, device = (*(x_col or ()), *(w_col or ()), tensors[2]), grad.device
     x_dtype, w_dtype, bias_dtype = ctx.dtypes
-    among = entered(ctx.siblings)
+    among = None if ctx.siblings is None else entered(ctx.siblings)
     ready = x is None or x_col is not None
-    if ready and is_direct(grad, *held) and all(t.device == grad.device for t in held):
+    for t in held:
+        if t is not None and t.device != device:
+            ready = False
+    if ready and is_direct(grad, *held):
         dtypes = x_dtype, w_dtype, bias_dtype if ctx.needs_input_grad[2] else None
         node = ctx.next_functions[1][0] if ctx.lent is None else None  # of the weight
-        direct = None if sink is None or x_col is None else sink.direct(node)
-        into = LATER if sink is not None and x_col is not None else None
-        if direct is not None:
-            into = Into(direct.out, direct.accumulate)
-        made = plan.backward(grad, x_col, w, ctx.x_shape, dtypes, total(among), into)
+        before = None if among is None else among.total
+        made = backward_of(plan, grad, (x_col, w), ctx.x_shape, dtypes, before, sink, node, tag)
         if made is not None:
             dx, dw, db = made
-            if tag >= 0:
-                if dx is not None:
-                    LAST_RUN[tag + DGRAD] = plan.kernel
-                if dw is not None:
-                    LAST_RUN[tag + WGRAD] = plan.kernel
-            if direct is not None:
-                dw = direct.done()
-            elif into is LATER:
-                assert dw is not None and x_col is not None
-                dw = place(sink, _later(plan, dw, x_col), w_dtype, node)
-            return passed_on(among, dx), dw, db, None, None
+            return dx if among is None else passed_on(among, dx), dw, db, None, None
     # Step by step, through the ops, for somebody who watches them.
     pass  # IMPORTGONE  # which calls this module
 
@@ -225,6 +251,35 @@ def _fused_backward(
     return *gradients(how, (x_kept, w_of), grad, ctx.needs_input_grad), None, None
 
 
+def backward_of(
+    plan: LinearPlan, grad: Tensor, operands: tuple[Part | None, Any], x_shape: torch.Size,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None], before: Tensor | None,
+    sink: WeightGradient | None, node: Any, tag: int,
+) -> Gradients | None:  # fmt: skip
+    """`LinearPlan.backward` (before: its add_to) on the columns of x and what there is of w, with
+    the weight gradient where its sink says (node: of the weight in the graph, where that is known);
+    None where the steps have to run."""
+    (x_col, w), direct, into = operands, None, None
+    if sink is not None and x_col is not None:
+        direct = sink.direct(node)
+        into = LATER if direct is None else Into(direct.out, direct.accumulate)
+    made = plan.backward(grad, x_col, w, x_shape, dtypes, before, into)
+    if made is None:
+        return None
+    dx, dw, db = made
+    if tag >= 0:
+        if dx is not None:
+            LAST_RUN[tag + DGRAD] = plan.kernel
+        if dw is not None:
+            LAST_RUN[tag + WGRAD] = plan.kernel
+    if direct is not None:
+        dw = direct.done()
+    elif into is LATER:
+        assert dw is not None and x_col is not None
+        dw = place(sink, _later(plan, dw, x_col), dtypes[1], node)
+    return dx, dw, db
+
+
 def _later(plan: LinearPlan, g_col: Tensor, x_col: Part) -> Wgrad:
     """The product of a weight gradient, whose operands are there."""
 
@@ -232,9 +287,6 @@ def _later(plan: LinearPlan, g_col: Tensor, x_col: Part) -> Wgrad:
         return plan.wgrad(g_col, x_col, out, dtype, accumulate)
 
     return Wgrad(run, ())
-
-
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def gradients_on_codes(
@@ -402,7 +454,8 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: Call) -> T
     ):
         kernel = None
         if call.tokens is None:
-            kernel = kernel_of(x, here(weight_NK, call.lent), bias_N, call)
+            weight = weight_NK if call.lent is None else call.lent.local
+            kernel = kernel_of(x, weight, bias_N, call)
         if kernel is not None:
             return OneCallLinear.apply(x, weight_NK, bias_N, call, kernel)[0]
         return LinearFunction.apply(x, weight_NK, bias_N, call)[0]

@@ -63,10 +63,11 @@ from te_mx.autograd.grad_target import (
     Wgrad,
 )
 from te_mx.autograd.saved import NOTHING, Kept, flatten, unflatten
-from te_mx.dispatch.registry import derived
+from te_mx.dispatch.registry import derive, derived
 from te_mx.formats.scaling import is_stochastic
 from te_mx.recipes.settings import Settings
 from te_mx.runtime.ran import LAST_RUN
+from te_mx.runtime.streams import current
 
 
 class Sought(NamedTuple):
@@ -417,6 +418,9 @@ def quantized_columns(t: Tensor | None, role: str, settings: Settings) -> Operan
 _WIDE = "mxfp8_e4m3"
 
 
+_known = derived()
+
+
 class KeptWeight(NamedTuple):
     """A weight quantized once for several calls: rowwise, and columnwise where backward needs
     it."""
@@ -428,9 +432,11 @@ class KeptWeight(NamedTuple):
 
     def on_current_stream(self) -> KeptWeight:
         """This weight, once the current stream has waited for it."""
-        operands = (self.row, self.col) if self.col is not None else (self.row,)
-        tensors = [t for o in operands for t in (o.codes, o.scales)]
-        self.made.await_on_current_stream(self.row.codes.device, *tensors)
+        made, device = self.made, self.row.codes.device
+        if made.event is not None and made.stream != current(device):
+            operands = (self.row, self.col) if self.col is not None else (self.row,)
+            tensors = [t for o in operands for t in (o.codes, o.scales)]
+            made.await_on_current_stream(device, *tensors)
         return self
 
     def is_plain(self) -> bool:
@@ -444,11 +450,22 @@ class KeptWeight(NamedTuple):
 
     def serves(self, settings: Settings, device: torch.device, need_dx: bool) -> bool:
         """Whether a call with these settings on this device would quantize to the same."""
-        mine = self.settings
+        if self.row.codes.device != device:
+            return False
+        if torch.compiler.is_compiling():
+            return self._serves(settings, device, need_dx)
+        mine, col = self.settings, self.col
+        specs = self.row.spec, None if col is None else col.spec
+        key = "serves", specs, None if mine is settings else mine, settings, device, need_dx
+        found = _known.get(key)
+        if found is None:
+            found = derive(key, self._serves(settings, device, need_dx))
+        return found
+
+    def _serves(self, settings: Settings, device: torch.device, need_dx: bool) -> bool:
         return (
             (self.col is not None or not needs_columns(settings, need_dx))
-            and self.row.codes.device == device
-            and same_weight(mine, settings)
+            and same_weight(self.settings, settings)
             # Operands that give their bytes back serve every precision, and with every format.
             and (self.is_plain() or (packs(settings) and self._is_as_asked(settings, device)))
         )

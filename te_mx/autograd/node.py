@@ -39,7 +39,10 @@ FUNCTION = "call it outside of the transform, on plain tensors"
 
 def active() -> bool:
     """Whether a level of forward-mode AD or a transform is active, which few calls see."""
-    return forward_ad._current_level >= 0 or _transforming()
+    if forward_ad._current_level >= 0:
+        return True
+    # Dynamo takes the function for a constant, which it cannot do with what that calls.
+    return _transforming() if torch.compiler.is_dynamo_compiling() else _transform() is not None
 
 
 def _transforming() -> bool:

@@ -24,7 +24,6 @@ that every entry to them uses, so that is where it is bound to its region.
 from __future__ import annotations
 
 import asyncio
-import copy
 import functools
 import inspect
 import sys
@@ -253,7 +252,7 @@ class autocast:
             recipe = calibrating
         resolved = resolve_recipe(recipe) if enabled else None
         # A change of the recipe counts in regions that are made after it.
-        self._recipe = resolved if resolved is None or is_tracing() else copy.copy(resolved)
+        self._recipe = resolved if resolved is None or is_tracing() else resolved.__copy__()
         self._settings = None if resolved is None else resolved.settings
         self._open: list[Region] = []  # entered through this object and not left
 
@@ -263,7 +262,8 @@ class autocast:
         else:
             if not _started:
                 _start()
-            give_notices()
+            if notices:
+                give_notices()
             region = Region(self._settings, self._recipe, innermost.get())
             self._open.append(region)
             innermost.set(region)

@@ -33,7 +33,7 @@ class Held(NamedTuple):
     """The operands that a forward made or was given; None for what nobody needs. w_col: a buffer of
     the plan's own."""
 
-    x_row: Part
+    x_row: Part | None
     x_col: Part | None = None
     w_col: Tensor | None = None
 
@@ -67,9 +67,10 @@ class LinearPlan:
 
     def forward(
         self, x: Tensor, w_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype,
-        given: Held | None, weight: Weight | None = None,
+        given: Held | None, weight: Weight | None = None, keep_row: bool = True,
     ) -> tuple[Tensor, Held]:  # fmt: skip
-        """(y [..., n], the operands). given: those of x, made before; weight: those of w."""
+        """(y [..., n], the operands). given: those of x, made before; weight: those of w. keep_row:
+        whether the rowwise operand of x is kept, too, for other layers."""
         raise NotImplementedError
 
     def backward(

@@ -74,7 +74,7 @@ def pick(
         place = place_of(device)
         problem = Problem(op, place, lhs, rhs, m, n, k, 0, precision, ends, dtype, spread, rule)
         kernel = choose(problem)[0]
-        if place.device != "cuda" or device.index is not None:
+        if device.type != "cuda" or device.index is not None:
             _keep(key, problem, kernel)
     return kernel
 

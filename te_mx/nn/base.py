@@ -19,6 +19,7 @@ from torch.fx import Proxy
 from te_mx._ops import capturing
 from te_mx.autograd import node
 from te_mx.autograd.grad_target import (
+    Label,
     OwnedGradient,
     Queue,
     Start,
@@ -31,6 +32,7 @@ from te_mx.context.region import (
     RECOMPUTED,
     active_region,
     backward_pass_id,
+    innermost,
     is_tracing,
 )
 from te_mx.nn import converted
@@ -216,7 +218,9 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallel
         Raises:
             RuntimeError: they have not.
         """
-        region = active_region()
+        region = innermost.get()
+        if region is not None and region.left:
+            region = active_region()
         settings = self._bound if region is None or region.outside else region.settings
         running = backward_pass_id()
         if running != -1 and (region is None or region.backward_pass != running):
@@ -298,25 +302,30 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallel
         """The place of the gradient of one weight in this call; None when there will be none."""
         fuse = self.fuse_wgrad_accumulation
         again = context.first_run() if fuse and first is True else None
-        if not (torch.is_grad_enabled() and any(p.requires_grad for p in parameters)):
+        trains = len(parameters) == 1 and parameters[0].requires_grad
+        if not (torch.is_grad_enabled() and (trains or any(p.requires_grad for p in parameters))):
             if again is not None:  # a reentrant checkpoint, which runs this again with gradients
                 self._started(parameters, again)
             return None
-        label = self._label()
         if node.active():
-            node.refuse(label, parameters)
-        owners = gradients.owners_of(self, label, parameters)
+            node.refuse(self._label(), parameters)
+        owners = gradients.owners_of(self, parameters)
         if self.delay_wgrad_compute and not all(p.is_leaf for p in parameters):
             raise RuntimeError(
-                f"{label}: delay_wgrad_compute=True needs weights that are parameters, but "
+                f"{self._label()}: delay_wgrad_compute=True needs weights that are parameters, but "
                 "something computes one (a parametrization, functional_call); build the module "
                 "without delay_wgrad_compute"
             )
-        owned: Sequence[Tensor] = [owner.parameter for owner in owners] or parameters
-        starts = self._started(owned, again) if fuse and first is True else ()
+        starts: Sequence[Start | None] = ()
+        if fuse and first is True:
+            owned: Sequence[Tensor] = [owner.parameter for owner in owners] or parameters
+            starts = self._started(owned, again)
+        label = Label(self)
         if owners:
             return OwnedGradient(parameters, owners, label, fuse, starts, queue)
-        return gradients.replicated(parameters, label, fuse, starts, queue)
+        if gradients.is_replicated():
+            return gradients.replicated(self, parameters, label, starts, queue)
+        return WeightGradient(parameters, label, fuse, starts, queue)
 
     def _started(
         self, parameters: Sequence[Tensor], again: dict[int, Start] | None

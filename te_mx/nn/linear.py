@@ -218,7 +218,7 @@ class Linear(MXModule, nn.Linear):
             refuse("Linear", "fp8_output", fp8_output)
             refuse("Linear", "fp8_grad", fp8_grad)
         tracing = is_tracing()
-        routed = self._routed()
+        routed = self.fuse_wgrad_accumulation or self.delay_wgrad_compute
         if tracing and routed:
             return gradients.untraced(self.forward, inp, is_first_microbatch)
         if self._is_spread(inp):
@@ -230,12 +230,13 @@ class Linear(MXModule, nn.Linear):
             made = self._transformed(inp, is_first_microbatch=is_first_microbatch)
             if made is not None:
                 return made
-        if self._is_dropped():
+        frozen, first = self._frozen, is_first_microbatch
+        if frozen is not None and frozen.dropped:
             return self._run_dropped(inp, settings)
         weight, bias = self._weight_and_bias()
         added = None if self.return_bias else bias
         self._check_plain_call(inp, weight, added, self.out_features, self.in_features)
-        if tracing and self._frozen is not None:
+        if tracing and frozen is not None:
             given = "weight", inp, added, settings, output_dtype(inp)
             made = traced.traced(self, *given)
             if made is None:
@@ -243,23 +244,23 @@ class Linear(MXModule, nn.Linear):
             if made is not None:
                 return (made, bias) if self.return_bias else made
         kept = None
-        if self._keeps(is_first_microbatch):
+        if frozen is not None or first is not None or self._gathered is not None:
             need_dx = torch.is_grad_enabled() and inp.requires_grad
-            kept = self._kept_weight("weight", is_first_microbatch, settings, inp.device, need_dx)
-        tag = self._tag_now()
-        if kept is not None and self._frozen is not None and self._is_few(inp):
+            kept = self._kept_weight("weight", first, settings, inp.device, need_dx)
+        tag = self._tag if self._tag >= 0 and not tracing else self._tag_now()
+        if kept is not None and frozen is not None and self._is_few(inp):
             few = weight_of(self, "weight", kept, (self.out_features, self.in_features))
             out = decode.linear(inp, few, added, settings, output_dtype(inp), tag)
             if out is not None:
                 return (out, bias) if self.return_bias else out
         sink = None
         if routed:
-            sink = self._sink(self._parts(weight), is_first_microbatch, self._wgrad_queue())
+            queue = self._wgrad_queue() if self.delay_wgrad_compute else None
+            parts = [weight] if self._split is None else self._parts(weight)
+            sink = self._sink(parts, first, queue)
         save_x = self.save_original_input or (self.keeps_given_input and not tracing)
         lent = self._lent
-        call = Call(
-            settings, output_dtype(inp), tag, kept, save_x, sink, tokens=self._tokens, lent=lent
-        )
+        call = Call(settings, output_dtype(inp), tag, kept, save_x, sink, self._tokens, lent)
         out = linear(inp, weight if lent is None else lent.parameter, added, call)
         return (out, bias) if self.return_bias else out
 

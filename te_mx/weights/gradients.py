@@ -21,6 +21,7 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.nn.parallel import DistributedDataParallel
 
 from te_mx.autograd.grad_target import (
+    Label,
     Owner,
     Queue,
     Start,
@@ -33,7 +34,7 @@ from te_mx.runtime.arguments import shown
 from te_mx.weights.ranks import above
 
 
-def owners_of(module: Any, label: str, parameters: Sequence[Tensor]) -> list[Owner]:
+def owners_of(module: Any, parameters: Sequence[Tensor]) -> Sequence[Owner]:
     """Whom the gradients of weights belong to that belong to several ranks; none where they belong
     to this one.
 
@@ -46,10 +47,11 @@ def owners_of(module: Any, label: str, parameters: Sequence[Tensor]) -> list[Own
     # torch's replicate swaps them and only keeps a list.
     managed = getattr(module, "_is_fsdp_managed_module", False)
     if not managed and not _module_state_mapping:
-        return []
+        return ()
     owners = above.owners(module, parameters)
     if owners or not managed:
         return owners
+    label = module._label()
     if module.delay_wgrad_compute:
         raise NotImplementedError(
             f"{label}: delay_wgrad_compute=True does not work under FullyShardedDataParallel, "
@@ -99,20 +101,25 @@ class ReplicatedGradient(WeightGradient):
                 torch.distributed.all_reduce(grad, group=self.group)
 
 
+def is_replicated() -> bool:
+    """Whether DistributedDataParallel runs this forward."""
+    return DistributedDataParallel._active_ddp_module is not None
+
+
 def replicated(
-    parameters: Sequence[Tensor], label: str, fuse: bool, starts: Sequence[Start | None],
+    module: Any, parameters: Sequence[Tensor], label: Label, starts: Sequence[Start | None],
     queue: Queue | None,
 ) -> WeightGradient:  # fmt: skip
-    """The place of the gradient of a weight that this rank has as a whole.
+    """The place of the gradient of a weight of a module that this rank has as a whole.
 
     Raises:
         NotImplementedError: DistributedDataParallel lets ranks leave layers out.
     """
-    group = reducing_group(parameters)
+    fuse, group = module.fuse_wgrad_accumulation, reducing_group(parameters)
     if group is not None and DistributedDataParallel._active_ddp_module.find_unused_parameters:  # type: ignore[union-attr]
         which = "fuse_wgrad_accumulation" if fuse else "delay_wgrad_compute"
         raise NotImplementedError(
-            f"{label}: {which}=True does not work under DistributedDataParallel("
+            f"{module._label()}: {which}=True does not work under DistributedDataParallel("
             "find_unused_parameters=True): such a gradient is averaged where it is computed, and "
             "ranks that run the layer would wait for those that do not; use "
             "find_unused_parameters=False where all ranks run all layers, or build the layer with "

@@ -238,7 +238,7 @@ def _run(x: Tensor, *args: Any) -> Tensor:
         if y is not None:
             return y
     if not few and codes is not None and scales is not None:
-        row = Operand(codes, scales, spec, rows, x.shape[-1])
+        row = Operand(codes, scales, spec, rows, x.shape[-1]).checked("the input")
         gelu = Activation(act).gelu_form if act else None
         epilogue = Epilogue(bias, gelu)
         made = _of_codes(row, weights, epilogue, kept, settings, (how, n, out_dtype, tag))

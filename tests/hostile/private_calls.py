@@ -60,6 +60,8 @@ def op_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     ):  # fmt: skip
         yield "dequantize", (*codes, spec, *sizes, BF16)
         yield "convert", (*codes, spec, *sizes, to)
+    for most in (4, 100):
+        yield "quantize_beyond", (x, most, R8, "rceil")
     yield "quantize_joined", ([x, y], R8, C8, "rceil")
     yield "stored", (x,)
 
@@ -112,7 +114,9 @@ def op_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     given = [masters.weight.detach()], masters.bias.detach(), "weight", words, 40, "", BF16
     yield "frozen_gemm", (q[0], q[1], R8, 24, 64, *given)
     rest = codes.bias.detach(), None, "weight", "codes", words, 40, "", BF16
-    yield "frozen_product", (x[:3].to(BF16), codes._held_tensors("weight"), *rest)
+    tensors = codes._held_tensors("weight")
+    yield "frozen_product", (x[:3].to(BF16), None, None, "", -1, tensors, *rest)
+    yield "frozen_product", (x.to(BF16), q[0].clone(), q[1].clone(), R8, 4, tensors, *rest)
 
 
 def op_cases() -> Iterator[tuple[str, Any, list[Any]]]:

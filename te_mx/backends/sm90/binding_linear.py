@@ -22,6 +22,7 @@ from te_mx.layouts.operand import Operand
 
 _U8 = torch.uint8
 ALIGNMENT = 16  # of the buffers, for TMA
+_APART = 512  # bytes: the alignment of what torch allocates
 
 Place = tuple[int, int, int]  # codes, scales and end of an operand in a buffer
 
@@ -81,7 +82,9 @@ def rooms(shape: Shape, form: Form) -> Rooms:
 class Calls:
     """The native calls of layers of one size, with what does not change between them."""
 
-    __slots__ = ("backward_plan", "forward_plan", "native", "room", "shape")
+    __slots__ = (
+        "backward_plan", "forward_plan", "native", "room", "row_at", "shape", "temp_and_row",
+    )  # fmt: skip
 
     def __init__(self, shape: Shape, form: Form) -> None:
         (m, n, k, *_), room = shape, rooms(shape, form)
@@ -92,53 +95,72 @@ class Calls:
             x_rows=m, x_cols=k, w_rows=n, w_cols=k, g_rows=m, g_cols=n,
         )  # fmt: skip
         self.backward_plan = self.forward_plan.copy(workspace_bytes=room.backward_temp)
+        # The rowwise operand of x behind the workspace, as if it were a buffer of its own.
+        self.row_at = -(-room.temp // _APART) * _APART
+        self.temp_and_row = self.row_at + room.x_row[2]
 
     def forward(
         self, x: Tensor, w_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype,
-        given: Held | None, weight: Weight | None = None,
+        given: Held | None, weight: Weight | None = None, keep_row: bool = True,
     ) -> tuple[Tensor, Held]:  # fmt: skip
         """y [..., n] of x [..., k]; nothing is empty. given: the operands of x, if they were made
-        before; weight: those of w, if they were."""
+        before; weight: those of w, if they were. Without keep_row that of x lies in the workspace.
+        """
         device, shape, room = x.device, self.shape, self.room
-        y = torch.empty((*x.shape[:-1], shape.n), dtype=out_dtype, device=device)
-        temp = torch.empty(room.temp, dtype=_U8, device=device)
+        _, n, k, x_columns, _, w_kept = shape
+        own = given is None and not keep_row
+        y = torch.empty((*x.shape[:-1], n), dtype=out_dtype, device=device)
+        temp = torch.empty(self.temp_and_row if own else room.temp, dtype=_U8, device=device)
+        work = temp.data_ptr()
+        x_row: Part | None = None
+        x_col: Part | None = None
         w_col = None
-        if shape.w_kept and weight is None:
-            w_col = torch.empty(room.w_col[2], dtype=_U8, device=device)
-        if given is None:
-            x_row: Part = torch.empty(room.x_row[2], dtype=_U8, device=device), None
-            x_col: Part | None = None
-            if shape.x_columns:
-                x_col = torch.empty(room.x_col[2], dtype=_U8, device=device), None
-        else:
+        if given is not None:
             x_row, x_col, _ = given
+            assert x_row is not None
+            row_codes, row_scales = _addresses(x_row, room.x_row)
+        elif own:
+            codes, scales, _ = room.x_row
+            row_codes, row_scales = work + self.row_at + codes, work + self.row_at + scales
+        else:
+            x_row = torch.empty(room.x_row[2], dtype=_U8, device=device), None
+            row_codes, row_scales = _addresses(x_row, room.x_row)
         args = self.forward_plan.copy(
-            y=y.data_ptr(), y_dtype=FLOAT_DTYPES[out_dtype], workspace=temp.data_ptr(),
+            y=y.data_ptr(), y_dtype=FLOAT_DTYPES[out_dtype], workspace=work,
+            x_row_codes=row_codes, x_row_scales=row_scales,
         )  # fmt: skip
+        if given is not None:
+            args.x_given = True
+        else:
+            if x_columns:
+                x_col = torch.empty(room.x_col[2], dtype=_U8, device=device), None
+            stride = k
+            if not x.is_contiguous():
+                x_MK = x if x.dim() == 2 else x.reshape(-1, k)
+                x = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
+                stride = x.stride(0)
+            args.x_data, args.x_row_stride = x.data_ptr(), stride
+            args.x_dtype = FLOAT_DTYPES[x.dtype]
+        if x_columns:
+            assert x_col is not None
+            args.x_col_codes, args.x_col_scales = _addresses(x_col, room.x_col)
         if weight is None:
-            w_NK = sm90.rows_of(w_NK)
+            if w_kept:
+                w_col = torch.empty(room.w_col[2], dtype=_U8, device=device)
+                args.w_col_codes, args.w_col_scales = _addresses((w_col, None), room.w_col)
+            if w_NK.stride(1) != 1:
+                w_NK = w_NK.contiguous()
             args.w_data, args.w_row_stride = w_NK.data_ptr(), w_NK.stride(0)
             args.w_dtype = FLOAT_DTYPES[w_NK.dtype]
         else:
             args.w_given = True
             args.w_row_codes, args.w_row_scales = _addresses(weight.row, room.w_row)
-        args.x_row_codes, args.x_row_scales = _addresses(x_row, room.x_row)
-        if shape.x_columns:
-            assert x_col is not None
-            args.x_col_codes, args.x_col_scales = _addresses(x_col, room.x_col)
-        if w_col is not None:
-            args.w_col_codes, args.w_col_scales = _addresses((w_col, None), room.w_col)
-        if given is None:
-            x_MK = sm90.rows_of(x if x.dim() == 2 else x.reshape(-1, shape.k))
-            args.x_data, args.x_row_stride = x_MK.data_ptr(), x_MK.stride(0)
-            args.x_dtype = FLOAT_DTYPES[x.dtype]
-        else:
-            args.x_given = True
-        sm90.set_execution(args, device.index)
         if bias_N is not None:
             bias_N = bias_N.contiguous()
             args.bias, args.bias_dtype = bias_N.data_ptr(), FLOAT_DTYPES[bias_N.dtype]
-        if not sm90.supported(self.native.linear_forward(args)):
+        sm90.set_execution(args, device.index)
+        status = self.native.linear_forward(args)
+        if status and not sm90.supported(status):
             raise RuntimeError("te_mx internal error: a Hopper kernel did not start")
         return y, Held(x_row, x_col, w_col)
 
@@ -150,23 +172,29 @@ class Calls:
         """(dx, dw, db) for grad [..., n], those that the shape has; dtypes are theirs, None for no
         db. w: what was kept of it, or the weight [n, k] itself. add_to: a dx that this one is added
         to. into: as of LinearPlan.backward. None for what the native code does not take."""
+        g_dtype = FLOAT_DTYPES.get(grad.dtype)
+        if g_dtype is None:
+            return None
         device, room = grad.device, self.room
         m, n, k, x_columns, w_columns, _ = self.shape
         x_dtype, w_dtype, bias_dtype = dtypes
-        g_MN = sm90.rows_of(grad if grad.dim() == 2 else grad.reshape(m, n))
+        stride = n
+        if not grad.is_contiguous():
+            g_MN = grad if grad.dim() == 2 else grad.reshape(m, n)
+            grad = g_MN if g_MN.stride(1) == 1 else g_MN.contiguous()
+            stride = grad.stride(0)
         temp = torch.empty(room.backward_temp, dtype=_U8, device=device)
         args = self.backward_plan.copy(
-            g_data=g_MN.data_ptr(), g_row_stride=g_MN.stride(0), g_dtype=FLOAT_DTYPES[g_MN.dtype],
-            workspace=temp.data_ptr(),
+            g_data=grad.data_ptr(), g_row_stride=stride, g_dtype=g_dtype, workspace=temp.data_ptr(),
         )  # fmt: skip
-        sm90.set_execution(args, device.index)
         dx = dw = db = None
         if w_columns:
             assert w is not None
             if isinstance(w, tuple):
                 args.w_col_codes, args.w_col_scales = _addresses(w, room.w_col)
             else:
-                w = sm90.rows_of(w)
+                if w.stride(1) != 1:
+                    w = w.contiguous()
                 args.w_data, args.w_row_stride = w.data_ptr(), w.stride(0)
                 args.w_dtype = FLOAT_DTYPES[w.dtype]
             dx = torch.empty(x_shape, dtype=x_dtype, device=device) if add_to is None else add_to
@@ -187,8 +215,9 @@ class Calls:
         if bias_dtype is not None:
             db = torch.empty(n, dtype=bias_dtype, device=device)
             args.db, args.db_dtype = db.data_ptr(), FLOAT_DTYPES[bias_dtype]
-        done = sm90.supported(self.native.linear_backward(args))
-        return (dx, dw, db) if done else None
+        sm90.set_execution(args, device.index)
+        status = self.native.linear_backward(args)
+        return None if status and not sm90.supported(status) else (dx, dw, db)
 
     def wgrad(
         self, g_col: Tensor, x_col: Part, out: Tensor | None, dtype: torch.dtype, accumulate: bool

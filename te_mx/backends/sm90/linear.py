@@ -6,15 +6,14 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from te_mx.backends.base import FLOAT_DTYPES, SCALE_RULES, format_fields
+from te_mx.backends.base import SCALE_RULES, format_fields
 from te_mx.backends.native import words_of
 from te_mx.backends.sm90 import binding_linear, blockwise
 from te_mx.backends.sm90.envelope import MX, why_not
 from te_mx.backends.sm90.gemm import ADAPTIVE
 from te_mx.backends.sm90.layouts.factors import SM90_FACTORS
-from te_mx.dispatch.linear import Held, Into, LinearKernel, LinearPlan, LinearProblem, Part
+from te_mx.dispatch.linear import Held, LinearKernel, LinearPlan, LinearProblem, Part
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
 from te_mx.formats.scaling import split_rule
@@ -97,20 +96,13 @@ class Plan(LinearPlan):
         self.kernel, self.calls = kernel, calls
         self.row, self.col, self.w_row = specs
         self.forward = calls.forward  # type: ignore[method-assign]
+        self.backward = calls.backward  # type: ignore[method-assign]
         self.wgrad = calls.wgrad  # type: ignore[method-assign]
-
-    def backward(
-        self, grad: Tensor, x_col: Part | None, w: Part | Tensor | None, x_shape: torch.Size,
-        dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None], add_to: Tensor | None,
-        into: Into | None = None,
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:  # fmt: skip
-        if grad.dtype not in FLOAT_DTYPES:
-            return None
-        return self.calls.backward(grad, x_col, w, x_shape, dtypes, add_to, into)
 
     def quantized(self, held: Held) -> Quantized:
         (m, _, k, *_), room = self.calls.shape, self.calls.room
         col, of = held.x_col, binding_linear.operand_of
+        assert held.x_row is not None
         return Quantized(
             of(held.x_row, room.x_row, self.row, m, k),
             None if col is None else of(col, room.x_col, self.col, k, m),
@@ -122,26 +114,22 @@ class Plan(LinearPlan):
 
     def as_saved(self, x_col: Part | None, w_col: Part | None) -> tuple[Part | None, Part | None]:
         m, n, k, *_ = self.calls.shape
-        return _saved(x_col, self.col, k, m, "the input"), _saved(
-            w_col, self.w_row, k, n, "the weight"
-        )
+        if x_col is not None:
+            x_col = _saved(x_col, self.col, k, m, "the input")
+        if w_col is not None:
+            w_col = _saved(w_col, self.w_row, k, n, "the weight")
+        return x_col, w_col
 
 
-def _saved(part: Part | None, spec: str, rows: int, k: int, what: str) -> Part | None:
+def _saved(part: Part, spec: str, rows: int, k: int, what: str) -> Part:
     """A part as kernels read it, whatever hooks on saved tensors made of it."""
-    if part is None:
-        return None
     first, scales = part
     if scales is None:
-        return _aligned(first), None
+        if first.is_contiguous() and first.data_ptr() % binding_linear.ALIGNMENT == 0:
+            return part
+        return first.clone(memory_format=torch.contiguous_format), None
     operand = Operand(first, scales, spec, rows, k).checked(what)
     return operand.codes, operand.scales
-
-
-def _aligned(buffer: Tensor) -> Tensor:
-    if buffer.is_contiguous() and buffer.data_ptr() % binding_linear.ALIGNMENT == 0:
-        return buffer
-    return buffer.clone(memory_format=torch.contiguous_format)
 
 
 def forget_plans() -> None:
