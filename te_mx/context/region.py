@@ -167,8 +167,6 @@ def first_run() -> dict[int, Any] | None:
 def _start() -> None:
     """Before the first region."""
     global _started
-    pass  # IMPORTGONE
-
     install()
     _started = True
 

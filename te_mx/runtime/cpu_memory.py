@@ -85,13 +85,15 @@ class Pool:
         nbytes = prod(shape) * dtype.itemsize
         if nbytes < LEAST or not idle_is_known():
             return torch.empty(shape, dtype=dtype, device=CPU)
-        return self._take(nbytes).tensor(shape, dtype)
+        block, _storage = self._take(nbytes)
+        return block.tensor(shape, dtype)
 
     def empty_like(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """The same in the shape of a contiguous tensor."""
         return self.empty(tuple(tensor.shape), dtype)
 
-    def _take(self, nbytes: int) -> Block:
+    def _take(self, nbytes: int) -> tuple[Block, torch.UntypedStorage]:
+        """A block, and its storage: for other threads it is idle until somebody refers to that."""
         with self._lock:
             idle = self._find_idle()
             found = next((block for block in idle if block.nbytes == nbytes), None)
@@ -100,12 +102,13 @@ class Pool:
             else:
                 self._drop(found, idle)
                 block = found.moved()
+            storage = block.storage
             self._blocks.append(block)
             self.used_bytes += nbytes
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
             while idle and self.used_bytes + self.idle_bytes > self.peak_bytes * _MOST_KEPT:
                 self._drop(idle[0], idle)  # the system has it back here
-        return block
+        return block, storage
 
     def _find_idle(self) -> list[Block]:
         """The idle blocks, the longest idle first; what has lost its memory is forgotten."""

@@ -146,6 +146,21 @@ def test_without_counts_of_references_torch_allocates(monkeypatch):
     assert pool.empty((LEAST,), BYTE).numel() == LEAST and not pool.peak_bytes
 
 
+def test_a_block_is_taken_before_it_is_a_tensor(monkeypatch):
+    """Or another thread, which comes in between, gets the same memory."""
+    pool, seen = Pool(), []
+    tensor = Block.tensor
+
+    def between(self, *how):
+        seen.append(self.is_idle())
+        return tensor(self, *how)
+
+    monkeypatch.setattr(Block, "tensor", between)
+    for _ in range(2):  # fresh memory, and memory that is used again
+        pool.empty((LEAST,), BYTE)
+    assert seen == [False, False]
+
+
 def test_threads_get_blocks_of_their_own():
     pool, wrong = Pool(), []
 

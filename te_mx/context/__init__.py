@@ -1,0 +1,1 @@
+"""Which recipe is active, in this thread and in what runs again."""
