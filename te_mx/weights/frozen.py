@@ -505,28 +505,26 @@ def lies(module: Freezable, *keys: str) -> str:
     frozen = module._frozen
     if frozen is None:
         return ""
-    specs: dict[str, None] = {}  # in the order in which they were found
-    nbytes: dict[tuple[Any, ...], int] = {}  # by memory: kernels share copies
+    found: list[Operand | Stack] = []
     numbers = 0
     for key in keys:
         kept, form = frozen.kept.get(key), frozen.few_rows.made.get(key)
         row = module._dropped_operand(key) if frozen.dropped else getattr(kept, "row", None)
-        copies = (row, getattr(kept, "col", None), None if form is None else form.weight)
-        found = [copy for copy in copies if isinstance(copy, Operand | Stack)]
-        for copy in found:
-            specs[copy.spec] = None
-            if copy.packed is not None:
-                specs["packed for the CPU"] = None
-            for tensor in (copy.codes, copy.scales, copy.packed):
-                if tensor is not None:
-                    memory, size = tensor.untyped_storage()._cdata, tensor.nbytes
-                    nbytes[memory, tensor.storage_offset() * tensor.itemsize, size] = size
-        if found:
-            groups = found[0].groups if isinstance(found[0], Stack) else 1
-            numbers += groups * found[0].rows * found[0].k
+        if isinstance(row, Operand | Stack):
+            numbers += row.rows * row.k * (row.groups if isinstance(row, Stack) else 1)
+        for copy in (row, getattr(kept, "col", None), None if form is None else form.weight):
+            # Kernels share copies.
+            if isinstance(copy, Operand | Stack) and all(copy.codes is not o.codes for o in found):
+                found.append(copy)
     if not numbers:
         return ""
-    each = sum(nbytes.values()) / numbers
+    packed = [copy.packed for copy in found if copy.packed is not None]
+    specs = [
+        *dict.fromkeys(copy.spec for copy in found),
+        *(["packed for the CPU"] if packed else []),
+    ]
+    held = [t for copy in found for t in (copy.codes, copy.scales)] + packed
+    each = sum(tensor.nbytes for tensor in held) / numbers
     return f"lies as {' + '.join(specs)}, {each:.2f} bytes a parameter"
 
 
