@@ -7,6 +7,28 @@ from pathlib import Path
 
 MAX_BYTES = 500_000
 MAX_LINES = {".py": 800, ".cpp": 600, ".h": 600, ".hpp": 600, ".cu": 600, ".cuh": 600}
+# A Python file of te_mx has at least so many lines: less is part of another idea. Those that have
+# a place of their own, and why; the __init__.py of a folder needs no reason.
+LEAST_LINES = 40
+SMALL = {
+    "te_mx/__main__.py": "python -m te_mx",
+    "te_mx/_ops/flops.py": "what is registered with torch's counter, of all GEMM ops",
+    "te_mx/_ops/norm_rows.py": "an op",
+    "te_mx/_ops/stored.py": "an op",
+    "te_mx/backends/cpu/cost.py": "measured constants of a device",
+    "te_mx/backends/reference/gemm.py": "the kernels over torch_gemm.py, which sm90 reads too",
+    "te_mx/backends/sm90/cost.py": "measured constants of a device",
+    "te_mx/backends/sm90/envelope.py": "what all kernels of a device ask first",
+    "te_mx/commands/explain.py": "a command",
+    "te_mx/distributed/calls.py": "loads the rest of distributed at the first call that needs it",
+    "te_mx/formats/mxfp4.py": "a family of formats",
+    "te_mx/formats/mxfp6.py": "a family of formats",
+    "te_mx/formats/mxfp8.py": "a family of formats",
+    "te_mx/pytorch/attention/rope.py": "a module of Transformer Engine by its name",
+    "te_mx/pytorch/transformer.py": "a module of Transformer Engine by its name",
+    "te_mx/recipe.py": "the public names of recipes/",
+    "te_mx/runtime/report.py": "tables of text, for the reports of three folders",
+}
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
 # A test may ask for hardware (skipif with a reason); it may not be skipped for good.
 SWITCHED_OFF = re.compile(r"(@|marks=)pytest\.mark\.(skip\b|xfail)|unittest\.skip\b|assert True\b")
@@ -14,6 +36,13 @@ SWITCHED_OFF = re.compile(r"(@|marks=)pytest\.mark\.(skip\b|xfail)|unittest\.ski
 INTRINSICS = re.compile(r"\b_mm\d*_|\b_tile_\w+\(|\basm\b|#include <\w*intrin\.h>")
 # torch does not bring numpy, so te_mx runs without.
 NUMPY = re.compile(r"\b(import|from) numpy\b|\bfrom_numpy\(|\.numpy\(")
+
+
+def is_small(path: Path) -> bool:
+    """Whether a file of te_mx has few lines, and no reason for it."""
+    if path.suffix != ".py" or path.parts[0] != "te_mx" or path.name == "__init__.py":
+        return False
+    return str(path) not in SMALL and len(path.read_text().splitlines()) < LEAST_LINES
 
 
 def complaints(path: Path) -> list[str]:
@@ -28,6 +57,11 @@ def complaints(path: Path) -> list[str]:
     if len(lines) > limit:
         found.append(
             f"{path}: {len(lines)} lines, at most {limit}: is there more than one idea in it?"
+        )
+    if is_small(path):
+        found.append(
+            f"{path}: {len(lines)} lines, at least {LEAST_LINES}: to which idea does it belong? "
+            "Or it has a reason in SMALL of .ci/house.py"
         )
     for number, line in enumerate(lines, 1):
         if UNFINISHED.search(line):
@@ -48,6 +82,11 @@ def main() -> int:
     this = Path(__file__).resolve()
     paths = [Path(n) for n in names if Path(n).is_file() and Path(n).resolve() != this]
     found = [line for path in paths for line in complaints(path)]
+    found += [
+        f"{name}: not a file of fewer than {LEAST_LINES} lines any more: take it out of SMALL"
+        for name in SMALL
+        if not Path(name).is_file() or len(Path(name).read_text().splitlines()) >= LEAST_LINES
+    ]
     print("\n".join(found), end="\n" if found else "")
     return bool(found)
 

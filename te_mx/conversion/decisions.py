@@ -14,12 +14,12 @@ from te_mx.conversion.bound import Binding, bindings
 from te_mx.conversion.layers import (
     fusion_row,
     layers_of,
+    protected_in,
     row,
     seam_of,
     shape_of,
     why_not_linear,
 )
-from te_mx.conversion.protected import protected_in
 from te_mx.conversion.report import (
     BOUND,
     CONVERTED,

@@ -3,6 +3,7 @@ the report."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from te_mx.nn.linear import Linear
 from te_mx.weights.ranks import is_spread
 
 _SEAMS = (conv1d.SEAM, transformers_experts.SEAM, torchtitan.SEAM)
+_KEPT_IN_FP32 = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 
 
 def seam_of(module: nn.Module) -> Seam | None:
@@ -85,3 +87,25 @@ def shape_of(module: Any) -> str:
     if hasattr(module, "ffn_hidden_size"):
         return f"{module.hidden_size} -> {module.ffn_hidden_size} -> {module.hidden_size}"
     return f"{module.in_features} -> {module.out_features}"
+
+
+def protected_in(model: nn.Module) -> dict[int, str]:
+    """Why a module of a model of Transformers stays in fp32, whatever dtype that is loaded in, by
+    id: one of its own parameters is among those that the model, or a model inside of it, names in
+    ``_keep_in_fp32_modules`` or ``_keep_in_fp32_modules_strict``. A name stands for whole parts of
+    a parameter's path, as Transformers reads it.
+    """
+    found: dict[int, str] = {}
+    for owner in model.modules():
+        for attribute in _KEPT_IN_FP32:
+            for entry in getattr(owner, attribute, None) or ():
+                words = re.escape(str(entry)).replace(r"\*", ".*")
+                pattern = re.compile(rf"(^|\.){words}($|\.)")
+                for path, module in owner.named_modules(remove_duplicate=False):
+                    names = [f"{path}.{name}" for name in module._parameters]
+                    if any(pattern.search(name) for name in names):
+                        kind = type(owner).__name__
+                        found.setdefault(
+                            id(module), f"{kind} keeps it in fp32 ({attribute}: {entry!r})"
+                        )
+    return found

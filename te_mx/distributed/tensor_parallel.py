@@ -41,7 +41,6 @@ from te_mx.distributed.nodes import (
 )
 from te_mx.distributed.nodes import local_of as local_of_parameter
 from te_mx.distributed.on_codes import gathered
-from te_mx.distributed.owners import Placed
 from te_mx.distributed.plans import EXPERTS, WHOLE, Plan, Way, plan_of
 from te_mx.distributed.token_codes import tokens_of
 from te_mx.nn.grouped_linear import GroupedLinear
@@ -183,6 +182,24 @@ def local_of_layer(module: Any, plan: Plan, held: dict[str, Any]) -> Any:
         module, local, _owned=owned or None, _lent=lent, **_sizes(module, local),
         **gathered(module, local, plan.settings),
     )  # fmt: skip
+
+
+class Placed:
+    """Owner of a weight gradient (te_mx/autograd/grad_target.py): a DTensor parameter, of which
+    every rank has a part or a copy; `grads` is how the ranks' gradients make one."""
+
+    reached = False
+
+    def __init__(self, parameter: Any, grads: list[Placement]) -> None:
+        self.parameter, self._grads = parameter, grads
+
+    def reduced(self, dw: Tensor) -> DTensor:
+        """What ranks computed, as a DTensor that lies as the parameter does."""
+        made = DTensor.from_local(
+            dw, self.parameter.device_mesh, self._grads, run_check=False,
+            shape=self.parameter.shape, stride=self.parameter.stride(),
+        )  # fmt: skip
+        return made.redistribute(placements=self.parameter.placements)
 
 
 def _owner(module: Any, parameter: Any, grads: list[Placement]) -> Any:

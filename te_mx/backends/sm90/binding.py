@@ -261,6 +261,31 @@ def plain_operand(operand: Operand) -> Any:
     )  # fmt: skip
 
 
+def operand_sums(operand: Operand, scratch: Callable[[int], Tensor | None]) -> Tensor:
+    """fp32 [rows]: the sum over k of an operand's values, in an order that only sizes decide."""
+    rows, k, k_first = operand.rows, operand.k, operand.order == "k_first"
+    fp4 = operand.fmt == "e2m1"
+    if operand.order == "sm90":
+        fmt = "mxfp4" if fp4 else operand.fmt
+        return sm90_layout.packed_values(operand, k, fmt).sum(1).to(torch.float32)
+    if fp4:
+        values = dequantize(operand, torch.float32)
+        assert values is not None
+        return values.sum(0 if k_first else 1)
+    sums = torch.empty(rows, dtype=torch.float32, device=operand.codes.device)
+    module = native()
+    assert module is not None
+    nbytes = module.row_sums_workspace_bytes(rows, k, k_first)
+    args = module.RowSumsArgs()
+    args.operand, args.out = plain_operand(operand), sums.data_ptr()
+    args.workspace, args.workspace_bytes = pointer(scratch(nbytes) if nbytes else None), nbytes
+    set_execution(args, operand.codes.device.index)
+    status = module.row_sums(args)
+    if not supported(status):
+        raise RuntimeError("te_mx internal error: the Hopper kernels do not sum this operand")
+    return sums
+
+
 def _pack_record(operand: Operand, spread: int, codes: int, words: int) -> Any:
     args = _native.PackArgs()
     args.operand = plain_operand(operand)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from te_mx.backends.base import Epilogue, Operand
 from te_mx.backends.reference import torch_gemm as reference
+from te_mx.backends.sm90 import binding
 from te_mx.backends.sm90 import binding as sm90
-from te_mx.backends.sm90 import binding_sums
 
 _F32 = torch.float32
 _LARGE = 1 << 23  # elements of a result that fills the GPU without splitting k
@@ -60,5 +60,5 @@ def gemm(
                 torch.addmm(bias, left, right, out=out)
                 return None
     sums = torch.mm(left, right, out_dtype=_F32)
-    bias_grad = binding_sums.operand_sums(b, scratch) if epilogue.bias_grad == "operand" else None
+    bias_grad = binding.operand_sums(b, scratch) if epilogue.bias_grad == "operand" else None
     return reference.finish(sums, bias_grad, epilogue, out, aux)

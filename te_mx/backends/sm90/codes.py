@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.native import FP4, native_operand
-from te_mx.backends.sm90 import binding_codes, binding_sums, split_k
+from te_mx.backends.sm90 import binding, binding_codes, split_k
 from te_mx.backends.sm90.gemm import ADAPTIVE, Adaptive, Scratches, is_plain_fp4
 from te_mx.backends.sm90.layouts.tiles import FP4_SPREAD
 from te_mx.dispatch.calls import Product, Ran
@@ -170,7 +170,7 @@ class Codes(Adaptive):
             made = super().multiply(p, scratch)
             return made and made._replace(name=ADAPTIVE)
         if p.epilogue.bias_grad == "operand":
-            bias_grad = binding_sums.operand_sums(lhs, scratch)
+            bias_grad = binding.operand_sums(lhs, scratch)
         return Ran(self.name, bias_grad)
 
 

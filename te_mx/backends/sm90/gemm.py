@@ -13,7 +13,6 @@ from te_mx.backends.sm90 import (
     binding,
     binding_exact,
     binding_prepared,
-    binding_sums,
     split_k,
     ways,
 )
@@ -201,7 +200,7 @@ class Adaptive(Scratched):
         if not done:
             return None
         if p.epilogue.bias_grad == "operand":
-            bias_grad = binding_sums.operand_sums(lhs, scratch)
+            bias_grad = binding.operand_sums(lhs, scratch)
         return Ran(self.name, bias_grad)
 
 

@@ -12,7 +12,7 @@ from te_mx.backends.base import PLAIN, QuantizedParts
 from te_mx.backends.base import Quantize as NativeQuantize
 from te_mx.backends.native import native_operand, one_read, words_of
 from te_mx.backends.sm90 import binding
-from te_mx.backends.sm90.binding_codes_once import CodesOnce, ValuesOnce
+from te_mx.backends.sm90.binding_codes import CodesOnce, ValuesOnce
 from te_mx.backends.sm90.envelope import MX, why_not
 from te_mx.backends.sm90.layouts.tiles import SM90Tiles
 from te_mx.dispatch.calls import FLOAT_DTYPES, Quantize
