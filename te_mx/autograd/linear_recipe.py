@@ -147,7 +147,7 @@ def columns_now(weight: Tensor, settings: Settings, need_dx: bool) -> bool:
     """Whether forward makes that copy. By default backward does, of the weight: a parameter, or a
     view of one, is there anyway. What is computed of parameters would be kept for nothing else, and
     its codes are smaller."""
-    if not needs_columns(settings, need_dx):
+    if not need_dx or settings.backward is not None or settings.one_copy:  # needs_columns
         return False
     if settings.keep_columns:
         return True
