@@ -70,6 +70,8 @@ from te_mx.recipes.settings import Settings
 from te_mx.runtime.ran import LAST_RUN
 from te_mx.runtime.streams import current
 
+_known = derived()
+
 
 class Sought(NamedTuple):
     """In the place of a rowwise operand of a weight: `times` (x, bias, gelu, dtype) is the product,
@@ -108,13 +110,12 @@ def roles(device: torch.device, settings: Settings, op: str = "gemm") -> Roles:
     """The forms of a layer's operands; `op` "gemm_rows" for the tokens of groups."""
     if torch.compiler.is_compiling():
         return _make_roles(device, settings, op)
-    known = derived()
     key = (device, settings, op)
-    found = known.get(key)
+    found = _known.get(key)
     if found is None:
         found = _make_roles(device, settings, op)
         if device.type != "cuda" or device.index is not None:
-            known[key] = found
+            _known[key] = found
     return found
 
 
@@ -417,9 +418,6 @@ def quantized_columns(t: Tensor | None, role: str, settings: Settings) -> Operan
 
 
 _WIDE = "mxfp8_e4m3"
-
-
-_known = derived()
 
 
 class KeptWeight(NamedTuple):

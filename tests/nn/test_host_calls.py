@@ -74,7 +74,7 @@ CASES: dict[str, tuple[Callable[[], torch.nn.Module], Any, bool | None, int]] = 
     "LayerNormLinear": (
         lambda: te_mx.LayerNormLinear(SIZE, SIZE, bias=False, dtype=BF16), None, None, 87,
     ),
-    "LayerNormMLP": (lambda: te_mx.LayerNormMLP(SIZE, SIZE, dtype=BF16), None, None, 504),
+    "LayerNormMLP": (lambda: te_mx.LayerNormMLP(SIZE, SIZE, dtype=BF16), None, None, 443),
 }  # fmt: skip
 
 
