@@ -268,7 +268,7 @@ class LayerNormLinear(NormModule):
                 if added is not None:
                     self._check_parameter("bias", added, (out_features,), inp.device)
             step = self._step(inp)
-            tag = self._tag if self._tag >= 0 and not tracing else self._tag_now()
+            tag = self._tag_now() if tracing or self._tag < 0 else self._tag
             need_dx = needs_gradient(inp, norm_weight, norm_bias)
             kept = y = None
             few: Ready | Traced | None = None

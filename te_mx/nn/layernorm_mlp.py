@@ -300,7 +300,7 @@ class LayerNormMLP(NormModule):
             if not usual:
                 self._check(inp, "hidden_size", norm_weight, norm_bias)
                 self._check_layers(inp.device, w1, b1, w2, b2)
-            tag = self._tag if self._tag >= 0 and not tracing else self._tag_now()
+            tag = self._tag_now() if tracing or self._tag < 0 else self._tag
             tags = (tag, tag + len(GEMMS)) if tag >= 0 else (-1, -1)
             need_dz = needs_gradient(inp, norm_weight, norm_bias)
             need_dh = need_dz or needs_gradient(w1, b1)
