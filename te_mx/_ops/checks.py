@@ -42,7 +42,8 @@ def float_dtype(dtype: torch.dtype) -> None:
         raise TypeError(f"te_mx: the dtype must be float32, bfloat16 or float16, got {dtype}")
 
 
-_quantizable: set[tuple[str, str, str, torch.dtype]] = set()  # what was found right before
+# What was found right before, without a seed.
+_quantizable: set[tuple[str, str, str, torch.dtype]] = set()
 
 
 def quantizable(x: Tensor, row: str, col: str, rule: str, seed: Tensor | None = None) -> None:
@@ -56,11 +57,11 @@ def quantizable(x: Tensor, row: str, col: str, rule: str, seed: Tensor | None = 
     """
     if x.dim() != 2:
         raise ValueError(f"te_mx: x must be a matrix, got shape {tuple(x.shape)}; flatten it")
+    key = row, col, rule, x.dtype
+    if seed is None and key in _quantizable:
+        return
     if seed is not None or is_stochastic(rule):
         _seeded(rule, seed, x.device)
-    key = row, col, rule, x.dtype
-    if key in _quantizable:
-        return
     float_dtype(x.dtype)
     for spec in (row, col):
         if spec:
@@ -70,7 +71,8 @@ def quantizable(x: Tensor, row: str, col: str, rule: str, seed: Tensor | None = 
                     f"te_mx: the scale rule of {fmt.name} must be one of "
                     f"{fmt.scaling.shown_rules}, got {rule!r}"
                 )
-    _quantizable.add(key)
+    if seed is None:
+        _quantizable.add(key)
 
 
 def _seeded(rule: str, seed: Tensor | None, device: torch.device) -> None:
@@ -220,7 +222,8 @@ def vector(name: str, given: Tensor, size: int, device: torch.device) -> None:
 def norm_step(step: NormStep) -> None:
     """Raise unless x [rows, cols] can be normalized with weight and bias [cols]."""
     x, weight, bias, norm, dtype, _, target = step
-    float_dtype(dtype)
+    if dtype not in FLOAT_DTYPES:
+        float_dtype(dtype)
     quantizable(x, target.row, target.col, target.rule, target.seed)
     if norm.kind not in NORMS:
         raise ValueError(f"te_mx: the normalization must be one of {NORMS}, got {norm.kind!r}")
@@ -235,7 +238,8 @@ def norm_gradient(
 ) -> None:
     """Raise unless dz and x [rows, cols], weight [cols], mean and rstd [rows] belong together."""
     for one in (dtype, x.dtype, dz.dtype):
-        float_dtype(one)
+        if one not in FLOAT_DTYPES:
+            float_dtype(one)
     if x.dim() != 2 or dz.shape != x.shape or dz.device != x.device:
         raise ValueError(
             f"te_mx: dz must be a matrix as x, {tuple(x.shape)} on {x.device}, got "

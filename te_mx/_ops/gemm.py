@@ -23,6 +23,7 @@ from te_mx.runtime.arguments import check_apart
 from te_mx.runtime.ran import LAST_RUN, note_read
 
 _DEFAULT_MODE = Mode()
+_known = derived()
 
 
 def gemm_2d(
@@ -89,7 +90,7 @@ def _in_one_call(
     there is none."""
     device = lhs.codes.device
     key = "product", lhs.spec, rhs.spec, lhs.rows, rhs.rows, lhs.k, dtype, device, mode
-    found = derived().get(key)
+    found = _known.get(key)
     if found is None:
         found = _prepared(lhs, rhs, dtype, mode)
         if device.type != "cuda" or device.index is not None:

@@ -69,6 +69,8 @@ from te_mx.recipes.settings import Settings
 from te_mx.runtime.ran import LAST_RUN
 from te_mx.runtime.streams import current
 
+_known = derived()
+
 
 class Sought(NamedTuple):
     """In the place of a rowwise operand of a weight: `times` (x, bias, gelu, dtype) is the product,
@@ -106,13 +108,12 @@ def roles(device: torch.device, settings: Settings, op: str = "gemm") -> Roles:
     """The forms of a layer's operands; `op` "gemm_rows" for the tokens of groups."""
     if torch.compiler.is_compiling():
         return _make_roles(device, settings, op)
-    known = derived()
     key = (device, settings, op)
-    found = known.get(key)
+    found = _known.get(key)
     if found is None:
         found = _make_roles(device, settings, op)
         if device.type != "cuda" or device.index is not None:
-            known[key] = found
+            _known[key] = found
     return found
 
 
@@ -145,7 +146,7 @@ def columns_now(weight: Tensor, settings: Settings, need_dx: bool) -> bool:
     """Whether forward makes that copy. By default backward does, of the weight: a parameter, or a
     view of one, is there anyway. What is computed of parameters would be kept for nothing else, and
     its codes are smaller."""
-    if not needs_columns(settings, need_dx):
+    if not need_dx or settings.backward is not None or settings.one_copy:  # needs_columns
         return False
     if settings.keep_columns:
         return True
@@ -415,9 +416,6 @@ def quantized_columns(t: Tensor | None, role: str, settings: Settings) -> Operan
 
 
 _WIDE = "mxfp8_e4m3"
-
-
-_known = derived()
 
 
 class KeptWeight(NamedTuple):

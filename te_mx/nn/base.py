@@ -174,9 +174,10 @@ class MXModule(Resettable, Freezable, DelayedWgrad, SeveralRanks, TensorParallel
     def _held(self, *names: str) -> tuple[Any, ...]:
         """Parameters by name, without nn.Module's slow look-up where they are plain."""
         parameters: dict[str, Any] = self._parameters  # type: ignore[attr-defined]
-        return tuple(
-            [parameters[name] if name in parameters else getattr(self, name) for name in names]
-        )
+        held = []
+        for name in names:
+            held.append(parameters[name] if name in parameters else getattr(self, name))
+        return tuple(held)
 
     def _weight_and_bias(self) -> tuple[Any, Any]:
         """The whole of both, of a layer with one weight; as `_held` where it is not split."""

@@ -152,6 +152,29 @@ class Checked:
         if bias is not None:
             self._check_parameter("bias", bias, (rows,), inp.device)
 
+    @staticmethod
+    def _are_usual(inp: Tensor, size: int, parameters: Sequence[tuple[Any, Any]]) -> bool:
+        """One look in the place of all checks: whether inp is [..., size] and every parameter a
+        plain one of the shape beside it, or None of shape None, on one device."""
+        usual = (
+            type(inp) is Tensor
+            and not inp.is_nested
+            and inp.dim() > 0
+            and inp.shape[-1] == size
+            and inp.dtype in FLOATS
+            and inp.layout is _STRIDED
+        )
+        for value, shape in parameters if usual else ():
+            usual = usual and (
+                value is None
+                if shape is None
+                else type(value) is nn.Parameter
+                and value.shape == shape
+                and value.device == inp.device
+                and value.dtype in FLOATS
+            )
+        return usual
+
     def _check_shape(self, inp: Tensor, name: str, size: int) -> None:
         """Raise unless inp is a tensor [..., size]."""
         if not isinstance(inp, Tensor) or inp.is_nested:

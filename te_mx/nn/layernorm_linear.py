@@ -199,7 +199,7 @@ class LayerNormLinear(NormModule):
         if fp8_output is not False or fp8_grad is not False:
             refuse("LayerNormLinear", "fp8_output", fp8_output)
             refuse("LayerNormLinear", "fp8_grad", fp8_grad)
-        routed = self._routed()
+        routed = self.fuse_wgrad_accumulation or self.delay_wgrad_compute
         if routed and is_tracing():
             return gradients.untraced(self.forward, inp, is_first_microbatch)
         if self._is_spread(inp):
@@ -237,13 +237,14 @@ class LayerNormLinear(NormModule):
         self, inp: Tensor, is_first_microbatch: bool | None, settings: Settings | None, want_z: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """y, the bias, and z at least if it is wanted."""
-        dropped = self._is_dropped()
+        tracing, frozen = is_tracing(), self._frozen
+        dropped = frozen is not None and frozen.dropped
         if dropped and settings is not None:
             settings = on_codes(settings)
         weight, bias = self._weight_and_bias()
         added = None if self.return_bias else bias
         sink = None
-        if self._routed() and weight is not None:
+        if (self.fuse_wgrad_accumulation or self.delay_wgrad_compute) and weight is not None:
             parts = [weight] if self._split is None else self._parts("weight")
             sink = self._sink(parts, is_first_microbatch, self._wgrad_queue())
         z: Tensor | None
@@ -252,31 +253,41 @@ class LayerNormLinear(NormModule):
             out = self._plain_linear(z, weight, added, sink)
         else:
             norm_weight, norm_bias = self._held("layer_norm_weight", "layer_norm_bias")
-            self._check(inp, "in_features", norm_weight, norm_bias)
-            device, out_features = inp.device, self.out_features
-            if not dropped:
-                self._check_parameter("weight", weight, (out_features, self.in_features), device)
-            if added is not None:
-                self._check_parameter("bias", added, (out_features,), device)
-            step, tag = self._step(inp), self._tag_now()
+            in_features, out_features = self.in_features, self.out_features
+            usual = not dropped and self._are_usual(inp, in_features, (
+                (norm_weight, None if self.normalization is None else (in_features,)),
+                (norm_bias, None if norm_bias is None else (in_features,)),
+                (weight, (out_features, in_features)),
+                (added, None if added is None else (out_features,)),
+            ))  # fmt: skip
+            if not usual:
+                self._check(inp, "in_features", norm_weight, norm_bias)
+                if not dropped:
+                    size = out_features, in_features
+                    self._check_parameter("weight", weight, size, inp.device)
+                if added is not None:
+                    self._check_parameter("bias", added, (out_features,), inp.device)
+            step = self._step(inp)
+            tag = self._tag_now() if tracing or self._tag < 0 else self._tag
             need_dx = needs_gradient(inp, norm_weight, norm_bias)
             kept = y = None
             few: Ready | Traced | None = None
             plain = not (need_dx or needs_gradient(added))
             if plain:
                 few = self._ready_traced("weight", inp, settings)
-            if few is None and not self._is_weight_only():
-                first = is_first_microbatch
+            first, weight_only_ = is_first_microbatch, frozen is not None and self._is_weight_only()
+            stands = frozen is not None or first is not None or self._gathered is not None
+            if few is None and not weight_only_ and (stands or tracing):
                 need = need_dx, not plain
-                kept = self._kept_or_dropped("weight", settings, first, device, need)
+                kept = self._kept_or_dropped("weight", settings, first, inp.device, need)
             if few is None and plain:
-                few = self._ready("weight", kept, (out_features, self.in_features), inp, settings)
+                few = self._ready("weight", kept, (out_features, in_features), inp, settings)
             if few is not None:
                 z, beside = self._few_normalized(inp, few)
                 y = few.run(z, added, step.dtype, tag, **beside)
             if y is not None:
                 out = y
-            elif self._is_weight_only():
+            elif weight_only_:
                 z, row = self._normalized(inp), self._dropped_operand("weight")
                 out = weight_only.linear(z, row, added, step.dtype, tag)
             else:

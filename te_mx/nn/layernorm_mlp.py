@@ -264,8 +264,8 @@ class LayerNormMLP(NormModule):
         return self._forward(inp, is_first_microbatch)
 
     def _forward(self, inp: Tensor, is_first_microbatch: bool | None) -> Any:
-        routed = self._routed()
-        if routed and is_tracing():
+        routed, tracing = self.fuse_wgrad_accumulation or self.delay_wgrad_compute, is_tracing()
+        if routed and tracing:
             return gradients.untraced(self.forward, inp, is_first_microbatch)
         if self._is_spread(inp):
             return self._run_spread(inp, is_first_microbatch)
@@ -274,7 +274,8 @@ class LayerNormMLP(NormModule):
             made = self._transformed(inp, is_first_microbatch=is_first_microbatch)
             if made is not None:
                 return made
-        dropped = self._is_dropped()
+        frozen = self._frozen
+        dropped = frozen is not None and frozen.dropped
         if dropped and settings is not None:
             settings = on_codes(settings)
         norm_weight, norm_bias, w1, b1, w2, fc2_bias = self._held(*_NAMES)
@@ -288,28 +289,39 @@ class LayerNormMLP(NormModule):
             h = self._plain_linear(z, w1, b1, sinks[0])
             out = self._plain_linear(activations.plain(h, self._act), w2, b2, sinks[1])
         else:
-            self._check(inp, "hidden_size", norm_weight, norm_bias)
-            self._check_layers(inp.device, w1, b1, w2, b2)
-            tag = self._tag_now()
+            hidden, ffn = self.hidden_size, self.ffn_hidden_size
+            rows = 2 * ffn if self._act.gated else ffn
+            usual = not dropped and self._are_usual(inp, hidden, (
+                (norm_weight, None if self.normalization is None else (hidden,)),
+                (norm_bias, None if norm_bias is None else (hidden,)),
+                (w1, (rows, hidden)), (b1, None if b1 is None else (rows,)),
+                (w2, (hidden, ffn)), (b2, None if b2 is None else (hidden,)),
+            ))  # fmt: skip
+            if not usual:
+                self._check(inp, "hidden_size", norm_weight, norm_bias)
+                self._check_layers(inp.device, w1, b1, w2, b2)
+            tag = self._tag_now() if tracing or self._tag < 0 else self._tag
             tags = (tag, tag + len(GEMMS)) if tag >= 0 else (-1, -1)
             need_dz = needs_gradient(inp, norm_weight, norm_bias)
             need_dh = need_dz or needs_gradient(w1, b1)
             kept: tuple[KeptWeight | None, KeptWeight | None] = (None, None)
             few = None
             plain = not (need_dh or needs_gradient(b2))
-            if plain and is_tracing():
+            as_is = frozen is not None and self._is_weight_only()
+            stands = frozen is not None or is_first_microbatch is not None or tracing
+            if plain and tracing:
                 few = self._run_few(inp, (b1, b2), kept, settings, tags)
-            if few is None and not self._is_weight_only():
+            if few is None and not as_is and (stands or self._gathered is not None):
                 how = settings, is_first_microbatch, inp.device
                 kept = (
                     self._kept_or_dropped("fc1_weight", *how, (need_dz, not plain)),
                     self._kept_or_dropped("fc2_weight", *how, (need_dh, not plain)),
                 )
-            if plain and not is_tracing():
+            if plain and not tracing:
                 few = self._run_few(inp, (b1, b2), kept, settings, tags)
             if few is not None:
                 out, z = few
-            elif self._is_weight_only():
+            elif as_is:
                 out, z = self._run_weight_only(inp, b1, b2, tags)
             else:
                 return_z = self.return_layernorm_output

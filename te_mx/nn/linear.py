@@ -247,7 +247,7 @@ class Linear(MXModule, nn.Linear):
         if frozen is not None or first is not None or self._gathered is not None:
             need_dx = torch.is_grad_enabled() and inp.requires_grad
             kept = self._kept_weight("weight", first, settings, inp.device, need_dx)
-        tag = self._tag if self._tag >= 0 and not tracing else self._tag_now()
+        tag = self._tag_now() if tracing or self._tag < 0 else self._tag
         if kept is not None and frozen is not None and self._is_few(inp):
             few = weight_of(self, "weight", kept, (self.out_features, self.in_features))
             out = decode.linear(inp, few, added, settings, output_dtype(inp), tag)

@@ -134,7 +134,8 @@ def quantize(what: Quantize) -> QuantizedParts | None:
     col_sum in sum_dtype; None when the native code does not take it.
     """
     args, parts, _alive = _prepare(what)
-    return parts if supported(_native.quantize(args)) else None
+    status = _native.quantize(args)
+    return parts if status == _OK or supported(status) else None
 
 
 def quantize_randomly(
@@ -176,7 +177,7 @@ def quantize_joined(first: Quantize, parts: Sequence[Tensor]) -> QuantizedParts 
 def _prepare(what: Quantize) -> tuple[Any, QuantizedParts, tuple[Any, ...]]:
     """The native record of a call, the tensors that it fills, and what must live until it is
     enqueued."""
-    x = rows_of(what.x)
+    x = what.x if what.x.stride(1) == 1 else what.x.contiguous()
     device = x.device
     rows, cols = x.shape
     args = _native.QuantizeArgs(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from te_mx.backends.base import FLOAT_DTYPES, NativeAct, NativeNorm, QuantizedParts, pointer
+from te_mx.backends.base import FLOAT_DTYPES, NativeAct, NativeNorm, pointer
 from te_mx.backends.native import NativeTarget as Wanted
 from te_mx.backends.reference.fused_math import inverse
 from te_mx.backends.sm90 import binding as sm90
@@ -18,6 +18,7 @@ from te_mx.dispatch.problem import place_of
 from te_mx.dispatch.registry import derive, derived
 
 _F32, _I32 = torch.float32, torch.int32
+_known = derived()
 
 
 class _Same(NamedTuple):
@@ -29,15 +30,6 @@ class _Same(NamedTuple):
     partial: int = 0
 
 
-def _set_outputs(
-    args: Any, rows: int, cols: int, device: torch.device, wanted: Wanted
-) -> tuple[QuantizedParts, Tensor | None]:
-    """sm90.set_outputs of a matrix that is nowhere."""
-    fmt, rowwise, columnwise, rule, spread, col_sum = wanted
-    what = fmt, rowwise, columnwise, rule, col_sum, _F32, spread
-    return sm90.set_outputs(args, rows, cols, device, what)
-
-
 def matrix(x: Tensor) -> Any:
     """The native record of a matrix."""
     rows, cols = x.shape
@@ -45,10 +37,6 @@ def matrix(x: Tensor) -> Any:
         data=x.data_ptr(), rows=rows, cols=cols, row_stride=x.stride(0),
         dtype=FLOAT_DTYPES[x.dtype],
     )  # fmt: skip
-
-
-def _tiles(rows: int) -> int:
-    return 1 + (rows + 127) // 128
 
 
 def _same_norm(
@@ -71,21 +59,25 @@ def normalize(
     code does not take."""
     if x.dtype not in (dtype, _F32):
         x = x.to(_F32)  # exact
-    x, weight = sm90.rows_of(x), weight.contiguous()
+    x = x if x.stride(1) == 1 else x.contiguous()
+    weight = weight.contiguous()
     bias = None if bias is None else bias.contiguous()
     (rows, cols), device = x.shape, x.device
     key = "normalize", rows, cols, device, x.dtype, dtype, norm
-    same = derived().get(key) or _same_norm(key, *key[1:])
+    same = _known.get(key) or _same_norm(key, *key[1:])
     mean = None if norm.kind == "RMSNorm" else torch.empty(rows, dtype=_F32, device=device)
     rstd = torch.empty(rows, dtype=_F32, device=device)
     z = torch.empty((rows, cols), dtype=dtype, device=device) if want_z else None
-    counters = torch.empty(_tiles(rows), dtype=_I32, device=device)
+    counters = torch.empty(1 + (rows + 127) // 128, dtype=_I32, device=device)
     args = same.record.copy(
         x_data=x.data_ptr(), x_row_stride=x.stride(0), weight=weight.data_ptr(),
-        bias=pointer(bias), mean=pointer(mean), rstd=rstd.data_ptr(), z=pointer(z),
+        bias=0 if bias is None else bias.data_ptr(), mean=0 if mean is None else mean.data_ptr(),
+        rstd=rstd.data_ptr(), z=0 if z is None else z.data_ptr(),
         counters=counters.data_ptr(), stream=sm90.stream(same.gpu),
     )  # fmt: skip
-    parts, _alive = _set_outputs(args, rows, cols, device, wanted)
+    fmt, rowwise, columnwise, rule, spread, col_sum = wanted
+    what = fmt, rowwise, columnwise, rule, col_sum, _F32, spread
+    parts, _alive = sm90.set_outputs(args, rows, cols, device, what)
     status = sm90.native().normalize(args)  # type: ignore[union-attr]
     return NativeNorm(mean, rstd, z, parts) if sm90.supported(status) else None
 
@@ -112,24 +104,27 @@ def normalize_backward(
         x = x.to(_F32)  # exact, as the next line
     if dz.dtype != x.dtype and dz.dtype not in (torch.bfloat16, torch.float16):
         dz = dz.to(_F32)
-    dz, x, weight = sm90.rows_of(dz), sm90.rows_of(x), weight.contiguous()
+    dz = dz if dz.stride(1) == 1 else dz.contiguous()
+    x = x if x.stride(1) == 1 else x.contiguous()
+    weight = weight.contiguous()
     mean, rstd = None if mean is None else mean.contiguous(), rstd.contiguous()
     (rows, cols), device = x.shape, x.device
     key = "normalize backward", rows, cols, device, dz.dtype, x.dtype, dtype, mean is None
-    same = derived().get(key) or _same_norm_backward(key, *key[1:])
+    same = _known.get(key) or _same_norm_backward(key, *key[1:])
     dx = torch.empty((rows, cols), dtype=dtype, device=device)
     sums = torch.empty((2, cols), dtype=_F32, device=device)
     # In one piece: partial sums [parts, 2, cols], sums of rows [rows, 2], counters.
     row_sums = same.partial * 2 * cols
     counters = row_sums + 2 * rows
-    scratch = torch.empty(counters + _tiles(rows), dtype=_F32, device=device)
+    tiles = 1 + (rows + 127) // 128
+    scratch = torch.empty(counters + tiles, dtype=_F32, device=device)
     at, dweight = scratch.data_ptr(), sums.data_ptr()
     args = same.record.copy(
         dz_data=dz.data_ptr(), dz_row_stride=dz.stride(0), x_data=x.data_ptr(),
-        x_row_stride=x.stride(0), weight=weight.data_ptr(), mean=pointer(mean),
-        rstd=rstd.data_ptr(), dx=dx.data_ptr(), dweight=dweight, dbias=dweight + 4 * cols,
-        partial=at, row_sums=at + 4 * row_sums, counters=at + 4 * counters,
-        stream=sm90.stream(same.gpu),
+        x_row_stride=x.stride(0), weight=weight.data_ptr(),
+        mean=0 if mean is None else mean.data_ptr(), rstd=rstd.data_ptr(), dx=dx.data_ptr(),
+        dweight=dweight, dbias=dweight + 4 * cols, partial=at, row_sums=at + 4 * row_sums,
+        counters=at + 4 * counters, stream=sm90.stream(same.gpu),
     )  # fmt: skip
     status = sm90.native().normalize_backward(args)  # type: ignore[union-attr]
     return (dx, sums[0], sums[1]) if sm90.supported(status) else None
@@ -160,7 +155,9 @@ def activate(
     )  # fmt: skip
     if grad is not None:
         args.grad = matrix(grad)
-    parts, _alive = _set_outputs(args, rows, made, device, wanted)
+    fmt, rowwise, columnwise, rule, spread, col_sum = wanted
+    what = fmt, rowwise, columnwise, rule, col_sum, _F32, spread
+    parts, _alive = sm90.set_outputs(args, rows, made, device, what)
     sm90.set_execution(args, device.index)
     status = native.activate(args)  # type: ignore[union-attr]
     return NativeAct(out, parts) if sm90.supported(status) else None

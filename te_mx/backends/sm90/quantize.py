@@ -4,6 +4,7 @@ GEMM; two matrices at once; and the way back."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -26,11 +27,17 @@ from te_mx.layouts.operand import Operand, Quantized
 
 def _native_call(what: Quantize) -> NativeQuantize:
     x, row, col, rule, col_sum, sum_dtype = what[:6]
+    fmt, form, spread = _words(row, col)
+    return NativeQuantize(x, fmt, bool(row), form, rule, col_sum, sum_dtype, spread)
+
+
+@lru_cache(maxsize=256)
+def _words(row: str, col: str) -> tuple[str, str | None, int]:
+    """The format, how columns lie and the spread of operands of these specs."""
     fmt, order = words_of(col or row)
     layout = spec_of(col or row).layout if col or row else None
     spread = layout.spread if isinstance(layout, SM90Tiles) else PLAIN
-    form = None if not col else "plain" if order == "k_first" else "transposed"
-    return NativeQuantize(x, fmt, bool(row), form, rule, col_sum, sum_dtype, spread)
+    return fmt, None if not col else "plain" if order == "k_first" else "transposed", spread
 
 
 def _quantized(

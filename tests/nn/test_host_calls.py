@@ -1,0 +1,99 @@
+"""How many Python functions of te_mx a small forward and backward costs on Hopper: what the host
+does is what small layers wait for. Without a GPU: tests/fake_sm90.py stands in for the native
+module, whose calls do nothing here."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+import as_on_hopper
+import fake_sm90
+import pytest
+import torch
+
+import te_mx
+
+ROOT = str(Path(te_mx.__file__).parent)
+BF16, SIZE = torch.bfloat16, 128
+NATIVE = (
+    "linear_forward", "linear_backward", "linear_wgrad", "quantize", "quantize_two", "gemm",
+    "normalize", "normalize_backward", "activate",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def hopper(threads):
+    threads(1)  # many small operators
+    native = ModuleType("te_mx._sm90")
+    native.__dict__.update(vars(fake_sm90))
+    native.__getattr__ = fake_sm90.__getattr__
+    for name in NATIVE:
+        setattr(native, name, lambda args, *more: fake_sm90.OK)  # the stand-in asks te_mx itself
+    with as_on_hopper.hopper(native):
+        yield
+
+
+def counted(step: Callable[[], None]) -> Counter[str]:
+    """The calls of functions of te_mx, in all threads."""
+    found: Counter[str] = Counter()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(ROOT):
+            found[f"{frame.f_code.co_filename[len(ROOT) :]} {frame.f_code.co_name}"] += 1
+
+    before = sys.getprofile()
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        step()
+    finally:
+        sys.setprofile(before)
+        threading.setprofile(before)
+    return found
+
+
+def linear(**fields: Any) -> te_mx.Linear:
+    layer = te_mx.Linear(SIZE, SIZE, bias=False, dtype=BF16, **fields)
+    layer.weight.main_grad = torch.zeros(SIZE, SIZE)
+    return layer
+
+
+CASES: dict[str, tuple[Callable[[], torch.nn.Module], Any, bool | None, int]] = {
+    "Linear": (linear, None, None, 37),
+    "recipe by name": (linear, "mxfp8", None, 37),
+    "recipe object": (linear, te_mx.recipe.Float8BlockScaling(), None, 37),
+    "micro-batch": (linear, None, False, 47),
+    "main_grad": (lambda: linear(fuse_wgrad_accumulation=True), None, None, 49),
+    "delayed": (lambda: linear(delay_wgrad_compute=True), None, None, 71),
+    "LayerNormLinear": (
+        lambda: te_mx.LayerNormLinear(SIZE, SIZE, bias=False, dtype=BF16), None, None, 87,
+    ),
+    "LayerNormMLP": (lambda: te_mx.LayerNormMLP(SIZE, SIZE, dtype=BF16), None, None, 443),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_calls_of_a_forward_and_backward(name):
+    make, recipe, first, most = CASES[name]
+    layer = make()
+    x, g = torch.randn(SIZE, SIZE, dtype=BF16, requires_grad=True), torch.randn(SIZE, SIZE).to(BF16)
+
+    def step(first: bool | None = first) -> None:
+        with te_mx.autocast(recipe=recipe):
+            y = layer(x) if first is None else layer(x, is_first_microbatch=first)
+        y.backward(g)
+        if layer.delay_wgrad_compute:
+            layer.backward_dw()
+
+    if first is not None:
+        step(True)
+    for _ in range(2):  # what is looked up once
+        step()
+    found = counted(step)
+    assert found.total() <= most, found.most_common()
