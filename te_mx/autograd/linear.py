@@ -235,7 +235,6 @@ def _fused_backward(
             return dx if among is None else passed_on(among, dx), dw, db, None, None
     # Step by step, through the ops, for somebody who watches them.
 
-
     x_kept = w_of = NOTHING
     if x is not None:
         x_kept = Kept.itself(x)

@@ -79,7 +79,6 @@ class Sought(NamedTuple):
     times: Callable[[Operand, Tensor | None, str, torch.dtype], Tensor]
 
 
-
 FPROP, DGRAD, WGRAD = 0, 1, 2
 GEMMS = ("fprop", "dgrad", "wgrad")
 
