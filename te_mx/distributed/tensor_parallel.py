@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from te_mx.distributed import between_hooks
 from te_mx.distributed.fsdp import Sharded, params_of
 from te_mx.distributed.hooks import wanted_of
 from te_mx.distributed.inputs import local_of, placed
@@ -109,8 +108,6 @@ def run(module: Any, inp: Any, *args: Any) -> Any:
     out = _out_features(module)
     shape = torch.Size((*x.shape[:-1], out))
     if not isinstance(made, tuple):
-        if tokens is None:
-            between_hooks.remember(module, plan)
         return result(module, y, mesh, way.y, shape)
     y = spread(y, mesh, way.y, shape)
     if module.return_bias:
