@@ -45,6 +45,7 @@ from te_mx.distributed.plans import EXPERTS, WHOLE, Plan, Way, plan_of
 from te_mx.distributed.token_codes import tokens_of
 from te_mx.nn.grouped_linear import GroupedLinear
 from te_mx.nn.layernorm_mlp import LayerNormMLP
+from te_mx.torch_internals import gathered_parameter
 
 
 class Elsewhere(torch.autograd.Function):
@@ -186,7 +187,7 @@ def _owner(module: Any, parameter: Any, grads: list[Placement]) -> Any:
     """Whom the gradient of a weight belongs to: where fully_shard lends it, what it is made of."""
     placed = Placed(parameter, grads)
     for param in params_of(module).values():
-        if getattr(param, "_unsharded_param", None) is parameter:
+        if gathered_parameter(param) is parameter:
             return Sharded(param, before=placed)
     return placed
 
