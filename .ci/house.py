@@ -37,6 +37,22 @@ INTRINSICS = re.compile(r"\b_mm\d*_|\b_tile_\w+\(|\basm\b|#include <\w*intrin\.h
 # torch does not bring numpy, so te_mx runs without.
 NUMPY = re.compile(r"\b(import|from) numpy\b|\bfrom_numpy\(|\.numpy\(")
 
+# Private names of torch and of Python: te_mx/torch_internals.py has them, with what te_mx does in a
+# torch without.
+INSIDE = Path("te_mx/torch_internals.py")
+INTERNALS = re.compile(
+    r"\btorch\._(?!_)|\bforward_ad\._|_current_graph_task_id|_will_engine_execute|queue_callback|_execution_engine"
+    r"|_backward_cls|_raw_saved_|_len_torch_|_functorch|_is_profiler_enabled|_dynamo_marked"
+    r"|_fsdp_param|_unsharded_param|\b_all_reduce_hook|_module_info\b|_orig_size|_is_fsdp_managed"
+    r"|_module_state_mapping|_get_module_state|_active_ddp_module|_module_parameters\b"
+    r"|_StridedShard|_dtensor_spec|\._local_tensor\b|\._spec\b|_prepare_(in|out)put_fn"
+    r"|_call_impl\b|_global_(forward|backward)_|_make_wrapper_subclass|_ConvNd|_pytree"
+    r"|_storage_Use|_cdata\b|_swap_data_ptr|getrefcount|_is_gil_enabled|_getframe|cell_contents"
+    r"|_CheckpointFrame|_guards\b|(from|import) torch\S*\._(?!_)"
+)
+# Documented by torch, or a module object that is asked for and not looked into.
+DOCUMENTED = re.compile(r"torch\._foreach_\w+|\"torch\._dynamo\"|torch\._neg_view")
+
 
 def is_small(path: Path) -> bool:
     """Whether a file of te_mx has few lines, and no reason for it."""
@@ -70,6 +86,9 @@ def complaints(path: Path) -> list[str]:
             found.append(f"{path}:{number}: a test is switched off: {line.strip()}")
         if path.parts[0] == "te_mx" and NUMPY.search(line):
             found.append(f"{path}:{number}: needs numpy, which te_mx does not: {line.strip()}")
+        inside = path.suffix == ".py" and path.parts[0] == "te_mx" and path != INSIDE
+        if inside and INTERNALS.search(DOCUMENTED.sub("", line)):
+            found.append(f"{path}:{number}: a private name outside {INSIDE}: {line.strip()}")
         if path.parts[0] == "csrc" and INTRINSICS.search(line):
             found.append(f"{path}:{number}: raw instruction outside mxtile: {line.strip()}")
     return found

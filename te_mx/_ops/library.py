@@ -13,14 +13,17 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from te_mx.torch_internals import (
+    dispatch_modes,
+    function_modes,
+    profiling,
+    tracing_state,
+    transform_level,
+)
+
 LIBRARY = torch.library.Library("te_mx", "FRAGMENT")
 
 _compiling = torch.compiler.is_dynamo_compiling
-_profiler = torch.autograd.profiler
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_function_modes = torch._C._len_torch_function_stack
-_tracing_state = torch._C._get_tracing_state
-_functorch_level = torch._C._functorch.peek_interpreter_stack
 
 
 def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
@@ -50,11 +53,11 @@ def is_direct(x: Tensor, *others: Tensor | None) -> bool:
         or not (type(x) is Tensor or type(x) is Parameter)
         or not (x.is_cpu or x.is_cuda)
         or x.is_neg()
-        or _dispatch_modes()
-        or _function_modes()
-        or _functorch_level() is not None
-        or _tracing_state() is not None
-        or _profiler._is_profiler_enabled
+        or dispatch_modes()
+        or function_modes()
+        or transform_level() is not None
+        or tracing_state() is not None
+        or profiling()
     ):
         return False
     for other in others:

@@ -26,6 +26,7 @@ from te_mx.runtime.arguments import (
     check_size,
     shown,
 )
+from te_mx.torch_internals import tree_leaves
 
 _NAME = "make_graphed_callables"
 _OFF, _OUTSIDE = "te_mx off", "no te_mx.autocast region"
@@ -144,7 +145,7 @@ def _check(functions: tuple[Any, ...], sample_args: Any, several: bool) -> None:
     for args in sample_args if several else (sample_args,):
         if not isinstance(args, tuple):
             raise TypeError(f"sample_args must be a tuple of tuples, got {shown(args)} in it")
-        for leaf in torch.utils._pytree.tree_leaves(args):
+        for leaf in tree_leaves(args):
             if not isinstance(leaf, Tensor):
                 raise TypeError(
                     f"sample_args must hold tensors only, got {shown(leaf)}; bind other arguments "

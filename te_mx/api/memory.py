@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from te_mx._ops.gemm import GEMM
@@ -155,7 +154,7 @@ class record_saved:
         _of_models[self._model] = Recorded(inside, elsewhere)
 
 
-def checkpoint_ops() -> list[OpOverload]:
+def checkpoint_ops() -> list[Any]:
     """The ops of te_mx that are dear to run again: the GEMMs of forward passes, those of groups
     included. For ``torch.utils.checkpoint.create_selective_checkpoint_contexts``, alone or beside
     ops of torch::

@@ -19,9 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_pass_id = torch._C._current_graph_task_id
-_will_run = torch._C._will_engine_execute_node
-_engine = torch.autograd.Variable._execution_engine
+from te_mx.torch_internals import at_end_of_pass, pass_id, shared_pass_id, will_run
 
 
 class Pass:
@@ -50,6 +48,7 @@ class Siblings:
 
     def join(self, node: Any) -> None:
         """Called in the forward of a layer."""
+        _watch_hooks(type(node))
         self._nodes = [*self._alive_but(None), weakref.ref(node)]
 
     def leave(self, node: Any) -> None:
@@ -58,7 +57,7 @@ class Siblings:
 
     def enter(self) -> Pass | None:
         """Called once in the backward of each; None for a layer that is alone in the pass."""
-        task = _pass_id()
+        task = shared_pass_id()
         if len(self._nodes) < 2 or task == -1 or _apart.on:
             return None
         found = self._passes.get(task)
@@ -67,7 +66,7 @@ class Siblings:
             if count < 2:
                 return None
             found = self._passes[task] = Pass(count)
-            _engine.queue_callback(found.ends)
+            at_end_of_pass(found.ends)
         found.left -= 1
         return found
 
@@ -76,7 +75,7 @@ class Siblings:
 
 
 def _runs(node: Any) -> bool:
-    return node is not None and _will_run(node)
+    return node is not None and will_run(node)
 
 
 class _Apart(threading.local):
@@ -96,21 +95,25 @@ def apart() -> Iterator[None]:
         _apart.on = before
 
 
-def leaves_when_hooked(function: Any) -> Any:
-    """Decorates an autograd function whose ctx has `siblings`: a node of it that gets a hook leaves
-    them, so that the hook sees the gradient of this layer alone, and may change it."""
-    node_class = function._backward_cls
+_watched: set[type] = set()
+
+
+def _watch_hooks(node_class: Any) -> None:
+    """Have nodes of an autograd function of te_mx leave their siblings when they get a hook, so
+    that it sees the gradient of this layer alone, and may change it."""
+    if node_class in _watched:
+        return
+    _watched.add(node_class)
     register = node_class.register_hook
 
     def register_hook(self: Any, hook: Any) -> Any:
         siblings = getattr(self, "siblings", None)
-        if siblings is not None and _pass_id() == -1:
+        if siblings is not None and pass_id() == -1:
             siblings.leave(self)
             self.siblings = None
         return register(self, hook)
 
     node_class.register_hook = register_hook
-    return function
 
 
 def entered(siblings: Siblings | None) -> Pass | None:

@@ -18,9 +18,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from te_mx._ops import FLOAT_DTYPES, capturing
-
-_pass_id = torch._C._current_graph_task_id  # -1 outside a backward pass
-_will_run = torch._C._will_engine_execute_node
+from te_mx.torch_internals import knows_passes, pass_id, will_run
 
 # run(out, dtype, accumulate): a GEMM, into `out` or as a new tensor of `dtype`.
 Run = Callable[[Tensor | None, torch.dtype, bool], Tensor]
@@ -117,7 +115,7 @@ def started(parameter: Tensor, again: dict[int, Start] | None) -> Start | None:
     key = id(parameter)
     if again is not None and key in again:
         return again[key]
-    going_back = _pass_id()
+    going_back = pass_id()
     if going_back != -1 and _begun.get(parameter) == going_back:
         return None  # what recomputes this forward is in a pass that has overwritten
     start = _waiting(parameter)
@@ -207,12 +205,18 @@ class WeightGradient:
         starts: Sequence[Start | None],
         queue: Queue | None,
     ) -> None:
+        if not knows_passes:
+            raise NotImplementedError(
+                f"{label}: fuse_wgrad_accumulation and delay_wgrad_compute must know what a "
+                f"backward pass is for, and this PyTorch ({torch.__version__}) does not say it; "
+                "build the layer without both"
+            )
         self.parameters = parameters
         self.label = label
         self.fuse = fuse
         self.starts = starts
         self.queue = queue
-        self.made_in = _pass_id()  # a reentrant checkpoint goes back in a pass inside of this one
+        self.made_in = pass_id()  # a reentrant checkpoint goes back in a pass inside of this one
 
     def take(self, wgrad: Wgrad, dtype: torch.dtype, node: Any = None) -> Tensor | None:
         """Run or queue the GEMM; returns what backward returns for the weight. node: of the weight
@@ -235,7 +239,7 @@ class WeightGradient:
         None where `take` has to decide."""
         if type(self) is not WeightGradient or self.queue is not None or len(self.parameters) != 1:
             return None
-        now = _pass_id()
+        now = pass_id()
         if node is None or now == -1:
             use = self._use(node)
         else:
@@ -246,7 +250,7 @@ class WeightGradient:
 
     def _use(self, node: Any = None) -> Use:
         """What the backward pass that runs now is for."""
-        now = _pass_id()
+        now = pass_id()
         task = now if self.made_in == -1 else self.made_in
         if node is None or now == -1 or len(self.parameters) > 1:
             found = _reached(self.parameters)
@@ -419,7 +423,7 @@ class _Nodes(torch.autograd.Function):
 def _reached(parameters: Sequence[Tensor]) -> list[tuple[bool, bool]]:
     """Of each parameter, whether the backward pass that runs now is for its gradient too, and
     whether torch.autograd.grad waits for that."""
-    if _pass_id() == -1 or torch.compiler.is_compiling():
+    if pass_id() == -1 or torch.compiler.is_compiling():
         return [(parameter.requires_grad, False) for parameter in parameters]
     with torch.enable_grad():
         link: Any = _Nodes.apply(*parameters)
@@ -431,7 +435,7 @@ def _reached(parameters: Sequence[Tensor]) -> list[tuple[bool, bool]]:
 
 def _runs(node: Any) -> tuple[bool, bool]:
     try:
-        return _will_run(node), False
+        return will_run(node), False
     except RuntimeError:  # torch's answer for leaves that torch.autograd.grad waits for
         return True, True
 

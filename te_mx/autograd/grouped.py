@@ -264,7 +264,7 @@ def kept_weights(weights: Sequence[Tensor], settings: Settings, need_col: bool) 
         return KeptWeights(settings, kept_stack(row, mode, given.x.row), packed, made)
 
 
-_ALIGNED = 8  # torch._grouped_mm takes rows of whole 16 bytes
+_ALIGNED = 8  # F.grouped_mm takes rows of whole 16 bytes
 
 
 def grouped_plain(
@@ -273,7 +273,7 @@ def grouped_plain(
     """F.linear on the rows of every group, zeros on rows of no group; [R, N]. weights [N, K] of
     every group, or one tensor [G, N, K]. No bias: [].
 
-    A loop over the groups where the host knows them. Elsewhere torch._grouped_mm in bf16, or every
+    A loop over the groups where the host knows them. Elsewhere F.grouped_mm in bf16, or every
     group on all rows: slower, but nothing waits for the device.
     """
     offs, capacity = groups
@@ -306,8 +306,8 @@ def grouped_plain(
 
 
 def _has_grouped_mm(x: Tensor, weight: Tensor, capacity: int) -> bool:
-    """Whether torch._grouped_mm takes the problem: bf16 on CUDA, rows of whole 16 bytes."""
-    if not (x.is_cuda and hasattr(torch, "_grouped_mm")) or capacity:
+    """Whether F.grouped_mm takes the problem: bf16 on CUDA, rows of whole 16 bytes."""
+    if not x.is_cuda or capacity:
         return False
     autocast = torch.is_autocast_enabled("cuda")
     dtypes = {torch.get_autocast_dtype("cuda")} if autocast else {x.dtype, weight.dtype}
@@ -327,13 +327,13 @@ def _grouped_mm(
         stacked = torch.stack([w.to(torch.bfloat16) for w in weights])
     inside, offs = row < ends[-1], ends.int()
     x = torch.where(inside, x.to(torch.bfloat16), 0)
-    out = torch._grouped_mm(x, stacked.transpose(-2, -1), offs=offs)
+    out = F.grouped_mm(x, stacked.transpose(-2, -1), offs=offs)
     if biases:
         # The product of a column of ones and a row of biases (and as many zeros as 16 bytes take),
         # because its gradient sums over the tokens in fp32; that of an index would sum in bf16.
         rows_G1N = weight_parts.stack(biases).to(torch.bfloat16).unsqueeze(1)
         rows_G8N = F.pad(rows_G1N, (0, 0, 0, _ALIGNED - 1))
-        out = out + torch._grouped_mm(x.new_ones(x.shape[0], _ALIGNED), rows_G8N, offs=offs)
+        out = out + F.grouped_mm(x.new_ones(x.shape[0], _ALIGNED), rows_G8N, offs=offs)
     return torch.where(inside, out, 0)
 
 

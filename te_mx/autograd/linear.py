@@ -40,7 +40,7 @@ from te_mx.autograd import (
     linear_recipe,
     sequence_parallel,
 )
-from te_mx.autograd.dgrad_accumulation import Pass, entered, leaves_when_hooked, passed_on, total
+from te_mx.autograd.dgrad_accumulation import Pass, entered, passed_on, total
 from te_mx.autograd.grad_target import WeightGradient, Wgrad
 from te_mx.autograd.linear_recipe import (
     DGRAD,
@@ -142,7 +142,6 @@ def _kernel_and_spec(
     return kernel, plan.w_row
 
 
-@leaves_when_hooked
 class OneCallLinear(torch.autograd.Function):
     """y = x @ w^T + bias, as LinearFunction."""
 
@@ -356,7 +355,6 @@ class Call(NamedTuple):
     lent: Lent | None = None
 
 
-@leaves_when_hooked
 class LinearFunction(torch.autograd.Function):
     """y = x @ w^T + bias; gradients have the dtypes of what they belong to."""
 

@@ -151,7 +151,7 @@ def columns_now(weight: Tensor, settings: Settings, need_dx: bool) -> bool:
         return True
     if torch.compiler.is_compiling() or weight.is_leaf:
         return False
-    return not (weight._is_view() and weight._base.is_leaf)  # type: ignore[union-attr]
+    return weight._base is None or not weight._base.is_leaf
 
 
 def same_weight(one: Settings, other: Settings) -> bool:

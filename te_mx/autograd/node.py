@@ -22,51 +22,34 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from te_mx import torch_internals
 from te_mx.autograd.dgrad_accumulation import apart, settled
 from te_mx.autograd.grad_target import (
     WeightGradient,
     Wgrad,
     refuse_graph,
 )
+from te_mx.torch_internals import (
+    calling_frame,
+    dual_level,
+    is_batched,
+    is_batched_by_autograd,
+    is_wrapped,
+    transforming,
+    unwrapped,
+)
 
-_functorch = torch._C._functorch
-_transform = _functorch.peek_interpreter_stack
-_is_old_batched = _functorch.is_legacy_batchedtensor  # what autograd's own vmap makes
+# Whether a transform or forward-mode AD is active, and whether it is one level of gradients.
+active, one_gradient = torch_internals.active, torch_internals.one_gradient
 
 LAYER = "run it in high precision: `with te_mx.autocast(enabled=False):` around its forward"
 FUNCTION = "call it outside of the transform, on plain tensors"
 
 
-def active() -> bool:
-    """Whether a level of forward-mode AD or a transform is active, which few calls see."""
-    if forward_ad._current_level >= 0:
-        return True
-    # Dynamo takes the function for a constant, which it cannot do with what that calls.
-    return _transforming() if torch.compiler.is_dynamo_compiling() else _transform() is not None
-
-
-def _transforming() -> bool:
-    return _transform() is not None
-
-
-# What torch.compiler.assume_constant_result does, which takes seconds to import. Compiled code
-# never runs under other transforms than it was traced under.
-_transforming._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def one_gradient() -> bool:
-    """Whether one level of grad, grad_and_value or vjp is active, and nothing else. Not in code
-    that Dynamo traces."""
-    if torch.compiler.is_dynamo_compiling() or forward_ad._current_level >= 0:
-        return False
-    stack = _functorch.get_interpreter_stack()
-    return stack is not None and len(stack) == 1 and stack[0].key() == _functorch.TransformType.Grad
-
-
 def requires_grad(tensor: Tensor) -> bool:
     """Whether a tensor requires grad at the level that is active or below it."""
-    while not tensor.requires_grad and _functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = _functorch.get_unwrapped(tensor)
+    while not tensor.requires_grad and is_wrapped(tensor):
+        tensor = unwrapped(tensor)
     return tensor.requires_grad
 
 
@@ -97,7 +80,7 @@ def refuse_gradients(owner: str, grads: Iterable[Tensor | None]) -> None:
     without being active. Not for compiled code."""
     concerned = active()
     for grad in grads:
-        concerned = concerned or (grad is not None and _is_old_batched(grad))
+        concerned = concerned or (grad is not None and is_batched_by_autograd(grad))
     if concerned:
         refuse(owner, grads)
 
@@ -105,7 +88,7 @@ def refuse_gradients(owner: str, grads: Iterable[Tensor | None]) -> None:
 def _carried(tensors: Iterable[Tensor | None], grad: bool) -> str | None:
     for tensor in tensors:
         if tensor is not None:
-            carried = _carried_by(tensor, grad and _transform() is not None)
+            carried = _carried_by(tensor, grad and transforming())
             if carried is not None:
                 return f"{carried} of shape {tuple(tensor.shape)}"
     return None
@@ -113,20 +96,20 @@ def _carried(tensors: Iterable[Tensor | None], grad: bool) -> str | None:
 
 def _carried_by(tensor: Tensor, grad: bool) -> str | None:
     while True:
-        if _functorch.is_batchedtensor(tensor) or _is_old_batched(tensor):
+        if is_batched(tensor):
             return "a batched tensor (vmap, is_grads_batched=True, vectorize=True)"
         if grad and tensor.requires_grad:
             return "a tensor that requires grad in a transform of torch.func (grad, vjp, jacrev)"
         if _has_tangent(tensor):
             return "a tensor with a tangent (forward-mode AD, torch.func.jvp, jacfwd, linearize)"
-        if not _functorch.is_functorch_wrapped_tensor(tensor):
+        if not is_wrapped(tensor):
             return None
-        tensor = _functorch.get_unwrapped(tensor)
+        tensor = unwrapped(tensor)
 
 
 def _has_tangent(tensor: Tensor) -> bool:
     return (
-        forward_ad._current_level >= 0
+        dual_level()
         and tensor.is_floating_point()
         and forward_ad.unpack_dual(tensor).tangent is not None
     )
@@ -248,7 +231,8 @@ def _refuse_split_backward(node_class: Any) -> None:
     register = node_class.register_prehook
 
     def register_prehook(self: Any, hook: Any) -> Any:
-        if sys._getframe(1).f_globals["__name__"] == "torch.distributed.pipelining._backward":
+        caller = calling_frame(1)
+        if caller and caller.f_globals["__name__"] == "torch.distributed.pipelining._backward":
             raise NotImplementedError(
                 "te_mx in a pipeline that computes gradients of inputs and of weights apart "
                 "(zero-bubble schedules) needs PyTorch 2.13 or newer: this one "
@@ -281,6 +265,23 @@ def outputs(ctx: Any, saved: Sequence[Tensor | None], *made: Tensor) -> tuple[Te
     return *made, link
 
 
+class _Once(torch.autograd.Function):
+    """(message, *tensors) -> the same tensors, of which there is no derivative."""
+
+    @staticmethod
+    def forward(message: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple([tensor.detach() for tensor in tensors])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.message = inputs[0]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> NoReturn:
+        raise RuntimeError(ctx.message)
+
+
 def run_backward(
     backward: Callable[..., tuple[Tensor | None, ...]], owner: str, ctx: Any, *grads: Tensor | None
 ) -> tuple[Tensor | None, ...]:
@@ -310,8 +311,7 @@ def run_backward(
         "forward"
     )
     through = [g for g in (*made, *grads, link) if g is not None]
-    functions: Any = torch._C._functions
-    wrapped = iter(functions.DelayedError(message, len(through))(*through))
+    wrapped = iter(_Once.apply(message, *through))
     return tuple(None if g is None else next(wrapped) for g in made)
 
 

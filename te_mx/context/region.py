@@ -17,8 +17,8 @@ Two other readers shape this file:
   remembers the backward pass that it was entered in, and those outside do not count there.
 
 torch.utils.checkpoint runs a function again inside the region that it ran in first, as it does
-with torch.autocast. It has no hook for others, but both of its forms hand the function to a class
-that every entry to them uses, so that is where it is bound to its region.
+with torch.autocast: the first region of a process has it bind functions to theirs
+(te_mx/torch_internals.py).
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ from torch import Tensor
 
 from te_mx.recipe import Recipe, Settings, resolve_recipe
 from te_mx.runtime.arguments import shown
+from te_mx.torch_internals import bind_recomputed
+from te_mx.torch_internals import pass_id as backward_pass_id
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 is_tracing = torch.compiler.is_dynamo_compiling
 at_exit: list[Callable[[], None]] = []  # called when a thread leaves a region
-backward_pass_id = torch._C._current_graph_task_id  # -1 outside a backward pass
 
 
 class Region:
@@ -345,9 +346,6 @@ def output_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-_INSTALLED = "_te_mx_binds"
-
-
 def bound(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn` in the region that is active now, or in none, whenever and in whatever thread it is
     called."""
@@ -362,39 +360,5 @@ def bound(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install() -> None:
-    """Bind what torch.utils.checkpoint will run again from now on. A torch that does it in another
-    way, or that was changed already, is left alone; modules then go by what they ran with, see
-    nn/base.py."""
-    from torch.utils import checkpoint
-
-    reentrant = getattr(checkpoint, "CheckpointFunction", None)
-    if _takes(reentrant, "forward", "ctx", "run_function"):
-        forward = reentrant.forward  # type: ignore[union-attr]
-
-        @functools.wraps(forward)
-        def bound_forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
-            return forward(ctx, bound(run_function), *args)
-
-        bound_forward.__dict__[_INSTALLED] = True
-        reentrant.forward = staticmethod(bound_forward)  # type: ignore[union-attr]
-
-    frame: Any = getattr(checkpoint, "_CheckpointFrame", None)
-    if _takes(frame, "__init__", "self", "recompute_fn"):
-        init = frame.__init__
-
-        @functools.wraps(init)
-        def bound_init(self: Any, recompute_fn: Callable[..., Any], *args: Any, **kw: Any) -> None:
-            init(self, bound(recompute_fn), *args, **kw)
-
-        bound_init.__dict__[_INSTALLED] = True
-        frame.__init__ = bound_init
-
-
-def _takes(owner: Any, method: str, *first: str) -> bool:
-    """Whether owner has the method, its first arguments have these names, and it was not bound."""
-    function = getattr(owner, method, None)
-    return (
-        inspect.isfunction(function)
-        and not hasattr(function, _INSTALLED)
-        and tuple(inspect.signature(function).parameters)[:2] == first
-    )
+    """Bind what torch.utils.checkpoint will run again from now on."""
+    bind_recomputed(bound)

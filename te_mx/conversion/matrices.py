@@ -6,13 +6,16 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
 from te_mx.nn.base import MXModule
 
+_CONVOLUTIONS = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d,
+    nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
 # Their parameters of two or three dimensions are looked up, slid over the input, or scale it.
-_NO_MATRICES = (nn.Embedding, nn.EmbeddingBag, _ConvNd, nn.LayerNorm, nn.RMSNorm)
+_NO_MATRICES = (nn.Embedding, nn.EmbeddingBag, *_CONVOLUTIONS, nn.LayerNorm, nn.RMSNorm)
 
 
 class Matrix(NamedTuple):
@@ -39,7 +42,7 @@ def census_of(model: nn.Module, also: Collection[nn.Module] = ()) -> Census:
     """`also`: modules that count as te_mx's."""
     convolutions: dict[int, Matrix] = {}
     for name, module in model.named_modules():
-        weight = module.weight if isinstance(module, _ConvNd) else None
+        weight = module.weight if isinstance(module, _CONVOLUTIONS) else None
         if weight is not None and not is_lazy(weight):
             path = f"{name}.weight" if name else "weight"
             row = Matrix(path, type(module).__name__, tuple(weight.shape), weight.numel(), False)

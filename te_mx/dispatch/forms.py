@@ -10,6 +10,7 @@ import torch
 from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.registry import forms_known as known
 from te_mx.dispatch.registry import pick_problem
+from te_mx.torch_internals import constant_in_graphs
 
 
 class Forms(NamedTuple):
@@ -20,6 +21,7 @@ class Forms(NamedTuple):
     col: str
 
 
+@constant_in_graphs
 def wanted_layouts(
     device: torch.device, op: str, lhs: str, rhs: str, precision: str, spread: int, rule: str
 ) -> str:
@@ -33,9 +35,6 @@ def wanted_layouts(
         spread=spread, rule=rule,
     )  # fmt: skip
     return " ".join(pick_problem(problem).wants(problem))
-
-
-wanted_layouts._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def forms(

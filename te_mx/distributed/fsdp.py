@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._composable_state import _get_module_state, _module_state_mapping
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from te_mx import formats
@@ -27,6 +26,15 @@ from te_mx.nn.grouped_linear import GroupedLinear
 from te_mx.recipe import resolve_recipe
 from te_mx.recipes.settings import Settings
 from te_mx.runtime.arguments import check_module
+from te_mx.torch_internals import (
+    fsdp_params,
+    gathered_parameter,
+    gradient_hook,
+    local_part,
+    module_of,
+    size_of,
+    wrapper_of,
+)
 
 
 def quantized_all_gather(model: nn.Module, *, recipe: Any = None) -> int:
@@ -60,6 +68,11 @@ def quantized_all_gather(model: nn.Module, *, recipe: Any = None) -> int:
     settings = None if recipe is None else resolve_recipe(recipe).settings
     default = resolve_recipe(None).settings
     found = list(_weights(model))
+    if wrapper_of is None:
+        raise NotImplementedError(
+            f"quantized_all_gather: this PyTorch ({torch.__version__}) makes no tensors without "
+            "values; leave it out, and fully_shard gathers weights in high precision"
+        )
     if not found:
         raise ValueError(
             f"no te_mx module in {type(model).__name__} has weights that fully_shard sharded; call "
@@ -69,7 +82,7 @@ def quantized_all_gather(model: nn.Module, *, recipe: Any = None) -> int:
         chosen = settings or module._bound or default
         if problem := _why_not(module, param, chosen):
             raise ValueError(f"{module._label()}: {key} {problem}")
-        if hasattr(param, "_unsharded_param") and key not in (module._gathers or {}):
+        if gathered_parameter(param) is not None and key not in (module._gathers or {}):
             raise RuntimeError(
                 f"{module._label()}: fully_shard has gathered {key} in high precision already; "
                 "call te_mx.distributed.quantized_all_gather before the first forward"
@@ -92,11 +105,9 @@ def attach(module: Any) -> None:
         model = module.__dict__["_gathered_with"] = Model()
     for key, settings in module._gathers.items():
         parameter = module._parameters[key]
-        if isinstance(parameter, DTensor) and not isinstance(
-            parameter._local_tensor, GatheredWeight
-        ):
+        if isinstance(parameter, DTensor) and not isinstance(local_part(parameter), GatheredWeight):
             known = params_of(module).get(key)
-            _extend(parameter._local_tensor, settings, Place(module, known, _groups), model)
+            _extend(local_part(parameter), settings, Place(module, known, _groups), model)
 
 
 def _extend(shard: Any, settings: Settings, place: Place, model: Model) -> None:
@@ -139,14 +150,9 @@ def params_of(module: nn.Module) -> dict[str, Any]:
     """What fully_shard knows of the parameters of a module, by name; it sits at the module that was
     wrapped, somewhere above."""
     if module not in _known:
-        for wrapped in list(_module_state_mapping):
-            state: Any = _get_module_state(wrapped)
-            groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one
-            for group in (getattr(state, "_fsdp_param_group", None),) if groups is None else groups:
-                for param in () if group is None else group.fsdp_params:
-                    _groups[param] = weakref.ref(group)
-                    info = param._module_info
-                    _known.setdefault(info.module, {})[info.param_name] = weakref.ref(param)
+        for param, group, owner, name in fsdp_params():
+            _groups[param] = weakref.ref(group)
+            _known.setdefault(owner, {})[name] = weakref.ref(param)
     found = {name: ref() for name, ref in _known.get(module, {}).items()}
     return {name: param for name, param in found.items() if param is not None}
 
@@ -166,10 +172,11 @@ def _weights(model: nn.Module) -> Iterator[tuple[Any, str, Any]]:
 
 def _why_not(module: Any, param: Any, settings: Settings) -> str:
     """Why a weight is not gathered as codes, or an empty string."""
-    shape = tuple(param._orig_size)
+    shape = size_of(param)
     ranks, dim = param.mesh_info.shard_mesh_size, param.fsdp_placement.dim
     grouped = isinstance(module, GroupedLinear)
-    known, own = params_of(module), param._module_info.param_name
+    known = params_of(module)
+    own = next(name for name, one in known.items() if one is param)
     parts = next(p for p in map(module._parts_of, module._weight_keys) if own in p)
     if rest := [name for name in parts if name not in known]:
         return (
@@ -219,9 +226,9 @@ class Sharded:
     """
 
     def __init__(self, param: Any, before: Any = None) -> None:
-        if getattr(_group_of(param), "_all_reduce_hook", None) is not None:
+        if gradient_hook(_group_of(param)) is not None:
             raise NotImplementedError(
-                f"{param._module_info.module._label()}: fully_shard has a hook for gradients "
+                f"{module_of(param)._label()}: fully_shard has a hook for gradients "
                 "(set_all_reduce_hook), which does not see those that fuse_wgrad_accumulation or "
                 "delay_wgrad_compute add to main_grad or grad; build the layer without both, or "
                 "use a mesh of two dimensions (HSDP) in place of the hook"
@@ -267,7 +274,7 @@ def owners(module: Any, weights: Any) -> list[Any]:
     params = params_of(module._local or module)
     made = []
     for weight in weights:
-        found = [p for p in params.values() if getattr(p, "_unsharded_param", None) is weight]
+        found = [p for p in params.values() if gathered_parameter(p) is weight]
         if not found:
             return []
         made.append(Sharded(found[0]))

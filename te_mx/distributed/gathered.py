@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_mx.torch_internals import wrapper_of
+
 _aten = torch.ops.aten
 # What FSDP2, nn.Parameter and DTensor do to make a parameter of it.
 _SAME = {
@@ -33,7 +35,7 @@ class GatheredWeight(Tensor):
     @staticmethod
     def __new__(cls, codes: Tensor, scales: Tensor, k: int, dtype: torch.dtype, fmt: str) -> Any:
         shape = (*codes.shape[:-1], k)
-        made: Any = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device)
+        made: Any = wrapper_of(cls, shape, dtype=dtype, device=codes.device)
         made.codes, made.scales, made.fmt = codes, scales, fmt
         return made
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 
 from te_mx.distributed import on_codes
@@ -33,6 +32,9 @@ from te_mx.nn.tensor_parallel import (
     ROW,
     Shared,
 )
+from te_mx.torch_internals import functional_collectives
+
+collectives = functional_collectives()
 
 _PLACES = {COLUMN: "out_features", ROW: "in_features", BOTH: "ffn_hidden_size"}
 _NORM = ("layer_norm_weight", "layer_norm_bias")

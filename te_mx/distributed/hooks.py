@@ -10,10 +10,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_module
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from te_mx.distributed import styles
 from te_mx.nn.guards import why_not_usual as _why_not_but_hooks
+from te_mx.torch_internals import closed_over, functions_of_styles
 
 _MADE_BY = f"{distribute_module.__name__}.<locals>."
 _INNER, _WHOLE = (Shard(-1),), (Replicate(),)
@@ -24,9 +24,7 @@ def given(hook: Any, name: str) -> Any:
     functions that no style of torch or te_mx has."""
     if not getattr(hook, "__qualname__", "").startswith(_MADE_BY):
         return None
-    if name not in hook.__code__.co_freevars:
-        return None
-    made = hook.__closure__[hook.__code__.co_freevars.index(name)].cell_contents
+    made = closed_over(hook, name)
     return made if isinstance(made, partial) and made.func in _KNOWN else None
 
 
@@ -34,11 +32,14 @@ def _known() -> dict[Any, Any]:
     """Functions of styles, and what each says of the inner width: whether that stays as the layer
     makes it, or is taken as it is made."""
     torch_into, torch_out = (lambda *its: its == (_INNER, _INNER)), (lambda to, _: to == _INNER)
+    torchs: dict[str, Any] = {
+        "column in": lambda *_: False,
+        "column out": torch_out,
+        "row in": torch_into,
+        "row out": lambda *_: False,
+    }
     return {
-        ColwiseParallel._prepare_input_fn: lambda *_: False,
-        ColwiseParallel._prepare_output_fn: torch_out,
-        RowwiseParallel._prepare_input_fn: torch_into,
-        RowwiseParallel._prepare_output_fn: lambda *_: False,
+        **{function: torchs[name] for name, function in functions_of_styles().items()},
         styles._prepare_input: lambda style: style.input_layouts == Shard(-1),
         styles._prepare_output: lambda style: style.output_layouts in (None, Shard(-1)),
     }

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Placement
 from te_mx.context.region import is_tracing
 from te_mx.distributed.nodes import local_of as to_local
 from te_mx.distributed.nodes import local_with_sum, sums_gradient
+from te_mx.torch_internals import local_part
 
 _LOCAL = "_te_mx_local"
 
@@ -31,7 +32,7 @@ def local_of(x: DTensor, grad_placements: list[Placement]) -> Tensor:
 
     It is kept by x, and is a view of what x holds.
     """
-    inner: Any = x._local_tensor
+    inner = local_part(x)
     # NOTE: in-place operations change the version of a DTensor, not that of what it holds.
     if is_tracing() or x.is_inference() or inner.is_inference():
         return x.to_local(grad_placements=grad_placements)

@@ -17,13 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from te_mx.autograd import node as transforms
 from te_mx.context.region import is_tracing
 from te_mx.nn.linear import Linear
+from te_mx.torch_internals import descriptions, dispatch_modes, local_part
 
-_modes = torch._C._len_torch_dispatch_stack
+DTensorSpec, TensorMeta = descriptions()
+_modes = dispatch_modes if DTensorSpec is not None else lambda: 1
 _SUM, _WHOLE = Partial(), (Replicate(),)
 
 
@@ -41,13 +42,13 @@ def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 # A mesh counts by its identity: one of a process group that is gone equals one of its successor.
-_known: dict[Any, DTensorSpec] = {}
+_known: dict[Any, Any] = {}
 _MOST_KNOWN = 1024
 
 
 def _described(
     mesh: Any, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype
-) -> DTensorSpec:
+) -> Any:
     """What a contiguous DTensor is."""
     key = id(mesh), placements, shape, dtype
     found = _known.get(key)
@@ -59,7 +60,7 @@ def _described(
     return found
 
 
-def _made(local: Tensor, spec: DTensorSpec) -> DTensor:
+def _made(local: Tensor, spec: Any) -> DTensor:
     """A DTensor without history."""
     made: DTensor = DTensor(local, spec, requires_grad=False)
     return made
@@ -71,10 +72,10 @@ class _Local(torch.autograd.Function):
     With a group, it is summed over the ranks first."""
 
     @staticmethod
-    def forward(ctx: Any, x: DTensor, spec: DTensorSpec, group: Any) -> Tensor:
+    def forward(ctx: Any, x: DTensor, spec: Any, group: Any) -> Tensor:
         ctx.spec, ctx.group = spec, group
         ctx.set_materialize_grads(False)
-        local = x._local_tensor
+        local = local_part(x)
         return local.view_as(local)
 
     @staticmethod
@@ -91,7 +92,7 @@ class _Local(torch.autograd.Function):
         return _gradient(grad, spec), None, None
 
 
-def _gradient(grad: Tensor, spec: DTensorSpec) -> DTensor:
+def _gradient(grad: Tensor, spec: Any) -> DTensor:
     """The DTensor of which a rank has this gradient."""
     if type(grad) is Tensor and grad.is_contiguous() and not torch.is_grad_enabled():
         return _made(grad, spec)
@@ -107,7 +108,7 @@ class Here(NamedTuple):
 
     parameter: DTensor
     local: Tensor
-    spec: DTensorSpec
+    spec: Any
 
     def whole(self, grad: Tensor | None) -> DTensor | None:
         """The gradient of the DTensor."""
@@ -122,7 +123,7 @@ def lends(module: Any) -> bool:
 
 def here_of(parameter: DTensor, grads: Sequence[Placement]) -> Here | None:
     """What a rank has of a parameter that trains; None of one that is read through torch alone."""
-    local = parameter._local_tensor
+    local = local_part(parameter)
     if type(local) is not Tensor or not parameter.requires_grad:
         return None
     spec = _described(parameter.device_mesh, tuple(grads), parameter.shape, parameter.dtype)
@@ -151,7 +152,7 @@ def sums_gradient(x: DTensor, grads: Sequence[Placement]) -> bool:
     node: Any = x.grad_fn
     if node is None or x.device_mesh.ndim != 1 or not torch.is_grad_enabled():
         return False
-    if type(node).__name__ != "_FromTorchTensorBackward" or not plain(x._local_tensor):
+    if type(node).__name__ != "_FromTorchTensorBackward" or not plain(local_part(x)):
         return False
     before = getattr(node, "forward_input_placements", getattr(node, "previous_placement", None))
     if before is None or getattr(node, "grad_placements", None) is not None:
@@ -171,7 +172,7 @@ class _Spread(torch.autograd.Function):
     """The DTensor of which a rank has y, described by spec; its gradient is wanted like it."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, spec: DTensorSpec) -> DTensor:
+    def forward(ctx: Any, y: Tensor, spec: Any) -> DTensor:
         ctx.spec = spec
         ctx.set_materialize_grads(False)
         made: DTensor = DTensor(y.view_as(y), spec, requires_grad=y.requires_grad)

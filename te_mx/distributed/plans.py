@@ -17,6 +17,7 @@ from te_mx.nn.grouped_linear import GroupedLinear
 from te_mx.nn.layernorm_linear import LayerNormLinear
 from te_mx.nn.layernorm_mlp import LayerNormMLP
 from te_mx.recipes.settings import Settings
+from te_mx.torch_internals import description
 
 COLUMN, ROW, BOTH, EXPERTS, WHOLE = "column", "row", "both", "experts", "whole"
 _NORM = ("layer_norm_weight", "layer_norm_bias")
@@ -52,7 +53,7 @@ class Plan(NamedTuple):
         if settings is not self.settings or len(held) != len(self.specs):
             return False
         for parameter, spec in zip(held.values(), self.specs, strict=True):
-            if getattr(parameter, "_spec", None) is not spec:
+            if description(parameter) is not spec:
                 return False
         if x.ndim != self.x_ndim:
             return False
@@ -117,7 +118,7 @@ def planned(
     grads = {name: tuple(_gradients_of(name, way, p.placements)) for name, p in held.items()}
     return Plan(
         mesh, way, grads, frozenset() if adds else frozenset(added),
-        () if is_tracing() else tuple([p._spec for p in held.values()]), settings,
+        () if is_tracing() else tuple([description(p) for p in held.values()]), settings,
         inp.placements if isinstance(inp, DTensor) else None, inp.ndim,
     )  # fmt: skip
 

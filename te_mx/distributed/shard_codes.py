@@ -151,7 +151,7 @@ class ShardCodes:
 
     def __init__(self, shard: Tensor, settings: Settings, place: Place, model: Model) -> None:
         self._shard, self._settings = weakref.ref(shard), settings
-        self._spec = at_rest(settings.w)
+        self._at_rest = at_rest(settings.w)
         self._place, self._model = place, model
         self._ahead: Ahead | None = None
         self.forms: Forms = ()
@@ -193,7 +193,7 @@ class ShardCodes:
         and can be written to."""
         sent: Sent | None = None
         if into is not None:
-            call = rows_call(values, self._spec, self._settings.scale_rule)
+            call = rows_call(values, self._at_rest, self._settings.scale_rule)
             sent = None if call is None or call(values, into) is None else into
         if sent is None:
             sent = self._sent(values)
@@ -208,7 +208,7 @@ class ShardCodes:
             return self._sent(shard.to(dtype))
 
     def _sent(self, values: Tensor) -> Sent:
-        spec, rule = self._spec, self._settings.scale_rule
+        spec, rule = self._at_rest, self._settings.scale_rule
         made: Stack | Operand
         if values.dim() == 3:
             made = quantize_weights(list(values.unbind(0)), spec, rule=rule)[0]

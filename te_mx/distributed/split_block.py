@@ -32,6 +32,7 @@ from te_mx.fusion.fused_mlp import (
 )
 from te_mx.nn.guards import FUSED, why_not_given
 from te_mx.recipes.settings import Settings
+from te_mx.torch_internals import local_part
 
 
 class _Found(NamedTuple):
@@ -56,7 +57,7 @@ def run(block: Any, x: Any) -> tuple[Any, str]:
     spread = [{k: p for k, p in one._parameters.items() if p is not None} for one in layers]
     if not all(isinstance(p, DTensor) for held in spread for p in held.values()):
         return None, "some of its parameters are DTensors, others are not"
-    if reason := why_not_given(x._local_tensor if isinstance(x, DTensor) else x):
+    if reason := why_not_given(local_part(x) if isinstance(x, DTensor) else x):
         return None, reason
     hooks = [hook for one in layers for hook in hooks_of(one)]
     for hook in layers[0]._forward_pre_hooks.values():

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from te_mx.distributed import between_hooks
 from te_mx.distributed.fsdp import Sharded, params_of
 from te_mx.distributed.hooks import wanted_of
 from te_mx.distributed.inputs import local_of, placed
@@ -45,6 +44,7 @@ from te_mx.distributed.plans import EXPERTS, WHOLE, Plan, Way, plan_of
 from te_mx.distributed.token_codes import tokens_of
 from te_mx.nn.grouped_linear import GroupedLinear
 from te_mx.nn.layernorm_mlp import LayerNormMLP
+from te_mx.torch_internals import gathered_parameter
 
 
 class Elsewhere(torch.autograd.Function):
@@ -108,8 +108,6 @@ def run(module: Any, inp: Any, *args: Any) -> Any:
     out = _out_features(module)
     shape = torch.Size((*x.shape[:-1], out))
     if not isinstance(made, tuple):
-        if tokens is None:
-            between_hooks.remember(module, plan)
         return result(module, y, mesh, way.y, shape)
     y = spread(y, mesh, way.y, shape)
     if module.return_bias:
@@ -206,7 +204,7 @@ def _owner(module: Any, parameter: Any, grads: list[Placement]) -> Any:
     """Whom the gradient of a weight belongs to: where fully_shard lends it, what it is made of."""
     placed = Placed(parameter, grads)
     for param in params_of(module).values():
-        if getattr(param, "_unsharded_param", None) is parameter:
+        if gathered_parameter(param) is parameter:
             return Sharded(param, before=placed)
     return placed
 

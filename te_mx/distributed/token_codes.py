@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -14,6 +13,9 @@ from te_mx.nn.layernorm_linear import LayerNormLinear
 from te_mx.nn.layernorm_mlp import LayerNormMLP
 from te_mx.nn.linear import Linear
 from te_mx.runtime.arguments import check_flag, check_module
+from te_mx.torch_internals import functional_collectives
+
+collectives = functional_collectives()
 
 
 def quantized_input_gather(model: nn.Module, enabled: bool = True) -> int:

@@ -25,13 +25,13 @@ from te_mx.nn.guards import (
     RAN,
     VALUES,
     changed,
-    hooked_everywhere,
     why_not_given,
     why_not_plain,
     why_not_single,
 )
 from te_mx.nn.linear import Linear
 from te_mx.recipes.settings import Settings
+from te_mx.torch_internals import hooked_everywhere
 from te_mx.weights.ranks import above, is_gathered
 
 ATTRIBUTE = "_te_mx_block"

@@ -154,7 +154,6 @@ TRANSIENT = (
     "_delayed",
     "_tp_group",
     "_gathered_with",
-    "_call_impl",
 )  # what a copy starts without
 
 

@@ -27,7 +27,7 @@ _lost: list[tuple[weakref.ref[nn.Module], str]] = []
 def __getattr__(name: str) -> Any:
     # As in weights/gradients.py: what Dynamo needs is made when it reads the attribute.
     if name == "warn_plain_traced":
-        globals()[name] = torch._dynamo.assume_constant_result(warn_plain)
+        globals()[name] = torch.compiler.assume_constant_result(warn_plain)
         return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -22,7 +22,6 @@ _MARKS = ("_is_hf_", "_hf_", "_fsdp", "_ddp", "_te_mx")
 # precision.
 RAN, FUSED = "_te_mx_ran", "fused"
 FEW_ROWS = "fused, few rows on frozen weights"
-_everywhere = torch.nn.modules.module
 
 
 def surroundings(module: nn.Module, but: tuple[str, ...] = ()) -> tuple[tuple[str, Any], ...]:
@@ -57,16 +56,6 @@ def hooked(module: nn.Module) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
         or "forward" in module.__dict__
-    )
-
-
-def hooked_everywhere() -> bool:
-    """Whether hooks were registered for all modules."""
-    return bool(
-        _everywhere._global_forward_hooks
-        or _everywhere._global_forward_pre_hooks
-        or _everywhere._global_backward_hooks
-        or _everywhere._global_backward_pre_hooks
     )
 
 

@@ -19,16 +19,22 @@ import contextlib
 import ctypes
 import mmap
 import os
-import sys
 import threading
 from collections.abc import Callable
 from functools import cache
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.dlpack import to_dlpack
+
+from te_mx.torch_internals import (
+    counts_references,
+    moved_storage,
+    references,
+    storage_id,
+    storage_uses,
+)
 
 CPU = torch.device("cpu")  # said at every allocation, as torch.set_default_device may be in force
 _HUGE = 2 << 20  # bytes of a huge page, on x86
@@ -50,7 +56,7 @@ class Block:
         """Whether nobody else refers to the storage, no tensor and no variable of Python."""
         storage = self.storage
         # Python's references: the slot, the variable, the argument.
-        return torch._C._storage_Use_Count(storage._cdata) == 1 and sys.getrefcount(storage) == 3
+        return storage_uses(storage_id(storage)) == 1 and references(storage) == 3
 
     def is_whole(self) -> bool:
         """Whether its memory is still there: a storage can be resized, and move elsewhere."""
@@ -64,11 +70,8 @@ class Block:
 
     def moved(self) -> Block:
         """The same memory in a storage that nobody has seen, where torch can do that (2.12)."""
-        if not hasattr(self.storage, "_swap_data_ptr_"):
-            return self
-        storage: Any = torch.UntypedStorage(0, device="cpu")
-        storage._swap_data_ptr_(self.storage)
-        return Block(storage)
+        storage = moved_storage(self.storage)
+        return self if storage is self.storage else Block(storage)
 
 
 class Pool:
@@ -145,7 +148,7 @@ class Pool:
 def idle_is_known() -> bool:
     """Whether this torch and this Python count references as `Block.is_idle` reads them. Without
     that nothing is used again."""
-    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+    if not counts_references():
         return False
     block = Block(torch.UntypedStorage(64, device="cpu"))
     referring: tuple[Callable[[], object], ...] = (

@@ -14,18 +14,15 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-_T = TypeVar("_T")
+from te_mx.torch_internals import raw_capturing, raw_device, raw_stream
 
-# Without torch's look whether CUDA was initialized: there are tensors on it.
-_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-_raw_device = getattr(torch._C, "_cuda_getDevice", None)
-_raw_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+_T = TypeVar("_T")
 
 
 def stream(index: int) -> int:
     """The current stream of a CUDA device as the address that native code takes."""
-    if _raw_stream is not None:
-        return _raw_stream(index)
+    if raw_stream is not None:
+        return raw_stream(index)
     return torch.cuda.current_stream(index).cuda_stream
 
 
@@ -38,8 +35,8 @@ def capturing(device: torch.device) -> bool:
     """Whether the current stream of the device records into a CUDA graph."""
     if device.type != "cuda":
         return False
-    if _raw_capturing and _raw_device and device.index == _raw_device():
-        return _raw_capturing()
+    if raw_capturing and raw_device and device.index == raw_device():
+        return raw_capturing()
     if device.index == torch.cuda.current_device():
         return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):

@@ -40,6 +40,7 @@ from te_mx.autograd.linear_recipe import at_rest, kept_weight
 from te_mx.context.region import is_tracing
 from te_mx.recipes.resolve import DEFAULT_SETTINGS
 from te_mx.recipes.settings import Settings
+from te_mx.torch_internals import held_by, is_managed, local_part, storage_id
 from te_mx.weights import decode
 from te_mx.weights import formats as frozen_formats
 from te_mx.weights.decode import Ready
@@ -93,11 +94,11 @@ class Sources:
             if tensor is None or getattr(tensor, "_te_mx_id", 0) != number:
                 return False
             # In-place operations on a DTensor raise its version, not that of its shard.
-            held = tensor if shard is None else tensor._local_tensor
+            held = tensor if shard is None else local_part(tensor)
             if (
                 tensor._version != version
                 or held.data_ptr() != address
-                or held.untyped_storage()._cdata != storage
+                or storage_id(held.untyped_storage()) != storage
                 or tensor.requires_grad
                 or held.shape != shape
                 or held.stride() != stride
@@ -113,7 +114,7 @@ class Sources:
         self._states = []
         if any(tensor.requires_grad for tensor in tensors.values()):
             return False
-        held: list[Any] = [getattr(t, "_local_tensor", t) for t in tensors.values()]  # of DTensors
+        held: list[Any] = [held_by(tensor) for tensor in tensors.values()]
         try:
             self._storages = [StorageWeakRef(t.untyped_storage()) for t in held]
             self._states = [
@@ -342,7 +343,7 @@ class Freezable:
             self._drop_masters(made)
         elif not frozen.dropped:
             made = {}
-            lent = getattr(self, "_is_fsdp_managed_module", False)
+            lent = is_managed(self)
             for key in () if lent else self._weight_keys:
                 copy = frozen.current(key, self)[0] if key in frozen.sources else None
                 made[key] = copy or self._make_kept(key, frozen.settings, False)

@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._composable_state import _module_state_mapping
-from torch.nn.parallel import DistributedDataParallel
 
 from te_mx.autograd.grad_target import (
     Label,
@@ -31,6 +29,7 @@ from te_mx.autograd.grad_target import (
     Wgrad,
 )
 from te_mx.runtime.arguments import shown
+from te_mx.torch_internals import ddp_parameters, is_managed, running_ddp, wrapped
 from te_mx.weights.ranks import above
 
 
@@ -43,10 +42,8 @@ def owners_of(module: Any, parameters: Sequence[Tensor]) -> Sequence[Owner]:
     """
     if module._owned is not None:
         return [module._owned[id(parameter)] for parameter in parameters]
-    # What fully_shard and FullyShardedDataParallel set on every module whose parameters they swap;
-    # torch's replicate swaps them and only keeps a list.
-    managed = getattr(module, "_is_fsdp_managed_module", False)
-    if not managed and not _module_state_mapping:
+    managed = is_managed(module)
+    if not managed and not wrapped:  # torch's replicate marks no module
         return ()
     owners = above.owners(module, parameters)
     if owners or not managed:
@@ -70,10 +67,10 @@ def owners_of(module: Any, parameters: Sequence[Tensor]) -> Sequence[Owner]:
 def reducing_group(parameters: Sequence[Tensor]) -> Any:
     """The process group over which DistributedDataParallel, which runs a forward now, averages the
     gradients of these parameters; None where it does not."""
-    ddp: Any = DistributedDataParallel._active_ddp_module
+    ddp = running_ddp()
     if ddp is None or not ddp.require_backward_grad_sync:
         return None
-    reduced = {id(parameter) for parameter in ddp._module_parameters}
+    reduced = {id(parameter) for parameter in ddp_parameters(ddp)}
     return ddp.process_group if any(id(p) in reduced for p in parameters) else None
 
 
@@ -103,7 +100,7 @@ class ReplicatedGradient(WeightGradient):
 
 def is_replicated() -> bool:
     """Whether DistributedDataParallel runs this forward."""
-    return DistributedDataParallel._active_ddp_module is not None
+    return running_ddp() is not None
 
 
 def replicated(
@@ -116,7 +113,7 @@ def replicated(
         NotImplementedError: DistributedDataParallel lets ranks leave layers out.
     """
     fuse, group = module.fuse_wgrad_accumulation, reducing_group(parameters)
-    if group is not None and DistributedDataParallel._active_ddp_module.find_unused_parameters:  # type: ignore[union-attr]
+    if group is not None and running_ddp().find_unused_parameters:
         which = "fuse_wgrad_accumulation" if fuse else "delay_wgrad_compute"
         raise NotImplementedError(
             f"{module._label()}: {which}=True does not work under DistributedDataParallel("

@@ -19,13 +19,13 @@ weights.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
+from te_mx.torch_internals import calling_frame
 from te_mx.weights.frozen import Freezable
 from te_mx.weights.weight_readers import weights_read
 
@@ -47,7 +47,7 @@ class Weight:
             raise AttributeError("weight")
         weight = parameters["weight"]
         if weight is None and not torch.compiler.is_compiling():
-            frame = sys._getframe(1)
+            frame = calling_frame(1)
             reader = f"{frame.f_globals.get('__name__', '')}.{frame.f_code.co_name}."
             for known in _READERS:
                 if reader.startswith(f"{known}."):
@@ -63,8 +63,8 @@ class Weight:
 def is_asked_for_targets() -> bool:
     """Whether a generator that calls this is read by peft, which looks for target_parameters of a
     config that te_mx.integrations.peft registered something with."""
-    frame = sys._getframe(2)
-    if frame.f_code.co_name != "_inject_parameters":
+    frame = calling_frame(2)
+    if frame is None or frame.f_code.co_name != "_inject_parameters":
         return False
     known = getattr(frame.f_locals.get("peft_config"), "_custom_modules", None) or ()
     return any(kind.__module__.startswith("te_mx.") for kind in known)
@@ -123,7 +123,7 @@ def check_saved(module: Any) -> None:
     Only the stack tells: a layer does not know its model. Adapters alone may be saved, and so may a
     model whose config names a quantization of somebody else.
     """
-    frame: Any = sys._getframe(1)
+    frame = calling_frame(1)
     while frame is not None and frame.f_code.co_name != "save_pretrained":
         frame = frame.f_back
     model = frame and frame.f_locals.get("self")

@@ -14,6 +14,7 @@ from torch import Tensor
 from te_mx.autograd.grad_target import Owner
 from te_mx.autograd.linear import Lent
 from te_mx.autograd.sequence_parallel import Tokens
+from te_mx.torch_internals import is_managed
 
 
 class _Above:
@@ -97,7 +98,7 @@ class SeveralRanks:
 
     def _is_lent(self) -> bool:
         """Whether fully_shard has put other parameters into the module for now."""
-        if not getattr(self, "_is_fsdp_managed_module", False):
+        if not is_managed(self):
             return False
         held = [p for p in self._parameters.values() if p is not None]  # type: ignore[attr-defined]
         return not all(type(p).__name__ == "DTensor" for p in held)

@@ -58,6 +58,7 @@ from te_mx.dispatch.problem import frozen_rows
 from te_mx.recipes.settings import Settings, in_words, of_words
 from te_mx.runtime.ran import note_read
 from te_mx.runtime.streams import apart
+from te_mx.torch_internals import constant_in_graphs
 from te_mx.weights import decode, frozen, weight_only
 from te_mx.weights.frozen import weight_of
 
@@ -183,13 +184,11 @@ def _holds(module: Any, key: str) -> bool:
     return held is not None and not needs_gradient(*held)
 
 
-def _exporting() -> bool:
-    return torch.compiler.is_exporting()
-
-
 # Dynamo does not trace into it: that of torch 2.11 takes every is_exporting() that it
 # meets for True.
-_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
+@constant_in_graphs
+def _exporting() -> bool:
+    return torch.compiler.is_exporting()
 
 
 def _how(module: Any) -> str:
@@ -199,6 +198,8 @@ def _how(module: Any) -> str:
     return AS_IS if module._is_weight_only() else CODES
 
 
+# A graph keeps the kernels that were there when it was made.
+@constant_in_graphs
 def _most_rows(
     x: tuple[torch.dtype, torch.device], sizes: tuple[int, int, int], specs: tuple[str, str],
     how: tuple[str, str], multiplies: bool,
@@ -212,11 +213,6 @@ def _most_rows(
             return rows
         rows //= 2
     return 0
-
-
-# torch.compiler.assume_constant_result, which would import Dynamo with te_mx: a graph keeps the
-# kernels that were there when it was made.
-_most_rows._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 # --------------------------------------------------------------------------------------------- op

@@ -5,7 +5,6 @@ same bits.
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
 import weakref
 
@@ -21,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import te_mx
-from te_mx.distributed import ModuleParallel, between_hooks, nodes
+from te_mx.distributed import ModuleParallel, nodes
 
 GIVEN = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
 
@@ -141,95 +140,6 @@ def case_a_layer_without_its_hooks():
     assert y.redistribute(placements=[Shard(-1)]).placements == (Shard(1),)
     y.to_local(grad_placements=[Shard(1)]).float().sum().backward()
     assert x.grad is not None and model.q.weight.grad.placements == (Shard(0),)
-
-
-@contextlib.contextmanager
-def called_between_hooks():
-    """Which layers ran without their hooks, in a list."""
-    plain, found = between_hooks.BetweenHooks._made, []
-
-    def note(self, module, x):
-        found.append(module)
-        return plain(self, module, x)
-
-    between_hooks.BetweenHooks._made = note
-    try:
-        yield found
-    finally:
-        between_hooks.BetweenHooks._made = plain
-
-
-def case_calls_between_hooks():
-    """From the second one on; with the bits of the first and of torch's nodes."""
-    model = split(bias=False)
-    with called_between_hooks() as found:
-        first = passed(model)
-        assert not found
-        second = passed(model)
-        assert found == [model.q, model.k, model.v, model.out]
-        compare(second, first)
-        compare(passed(model, torchs=True), first)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.mul_(2)
-        compare(passed(model), passed(model, torchs=True))
-        del found[:]
-        passed(model), passed(model)
-    assert len(found) == 8
-    x = of(2, M, K).requires_grad_()
-    with te_mx.autocast():
-        y = model(x)
-        (dx,) = torch.autograd.grad(y.float().sum(), x, create_graph=True)
-    try:
-        dx.float().sum().backward()
-    except RuntimeError as error:
-        assert "differentiate twice" in str(error), error
-    else:
-        raise AssertionError("a second derivative was made")
-
-
-def case_calls_that_are_not_between_hooks():
-    """Whatever changes, a layer does what it does without such calls."""
-    model = split(bias=False)
-    passed(model)
-    copied = copy.deepcopy(model)
-    assert not any("_call_impl" in layer.__dict__ for layer in copied.modules())
-    with called_between_hooks() as found:
-        expected = passed(copied)
-        assert not found
-        compare(passed(copied), expected)
-        assert len(found) == 4
-        del found[:]
-        x = of(M, K)
-        with torch.no_grad(), te_mx.autocast():
-            model(x)
-        high = model(x.requires_grad_())  # without a recipe
-        assert not found
-    with te_mx.autocast():
-        different = model(x)
-    assert not torch.equal(high, different)
-    passed(model)
-    seen = []
-    handle = model.out.register_forward_hook(lambda layer, inputs, y: seen.append(y), prepend=True)
-    with called_between_hooks() as found:
-        compare(passed(model), expected)
-        assert found == [model.q, model.k, model.v] and seen[0].placements == (Partial(),)
-        handle.remove()
-        hook = model.k.register_full_backward_hook(lambda layer, grad, out: seen.append(layer))
-        del found[:]
-        passed(model), passed(model)
-        assert found == [model.q, model.v, model.q, model.v, model.out]
-        assert seen.count(model.k) == 2
-    hook.remove()
-    weight = model.q.weight
-    model.q.weight = nn.Parameter(weight.detach() * 2)
-    with called_between_hooks() as found:
-        ours = passed(model)
-        assert model.q not in found and model.q.weight is not weight
-        passed(model)
-        assert model.q in found
-        compare(passed(model), ours)
-    compare(ours, passed(model, torchs=True))
 
 
 def case_results_are_not_kept():
