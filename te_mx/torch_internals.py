@@ -92,7 +92,11 @@ if hasattr(forward_ad, "_current_level"):
 
     def active() -> bool:
         """Whether a level of forward-mode AD or a transform is active, which few calls see."""
-        return forward_ad._current_level >= 0 or transforming()
+        if forward_ad._current_level >= 0:
+            return True
+        # Dynamo takes the function for a constant, which it cannot do with what that calls.
+        compiling = torch.compiler.is_dynamo_compiling()
+        return transforming() if compiling else _transform() is not None
 
 else:
 
