@@ -14,7 +14,10 @@ import run_calls
 from public_calls import CALLS
 
 # What te_mx.moe is given in them only the device knows: docs/moe.md.
-LISTS = "topk_ids", "expert_map", "sorted_token_ids", "expert_ids", "num_tokens_post_padded"
+LISTS = (
+    "topk_ids", "expert_map", "sorted_token_ids", "expert_ids", "num_tokens_post_padded",
+    "expert_num_tokens",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

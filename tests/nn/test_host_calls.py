@@ -69,8 +69,8 @@ CASES: dict[str, tuple[Callable[[], torch.nn.Module], Any, bool | None, int]] = 
     "recipe by name": (linear, "mxfp8", None, 37),
     "recipe object": (linear, te_mx.recipe.Float8BlockScaling(), None, 37),
     "micro-batch": (linear, None, False, 47),
-    "main_grad": (lambda: linear(fuse_wgrad_accumulation=True), None, None, 49),
-    "delayed": (lambda: linear(delay_wgrad_compute=True), None, None, 71),
+    "main_grad": (lambda: linear(fuse_wgrad_accumulation=True), None, None, 51),
+    "delayed": (lambda: linear(delay_wgrad_compute=True), None, None, 73),
     "LayerNormLinear": (
         lambda: te_mx.LayerNormLinear(SIZE, SIZE, bias=False, dtype=BF16), None, None, 87,
     ),
