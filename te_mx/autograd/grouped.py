@@ -137,9 +137,6 @@ class NoGroups(torch.autograd.Function):
         return (*made, None, None)
 
 
-__all__ = ["Groups", "col_sums", "gradients_of", "split_parts"]
-
-
 def split_parts(
     parts: Sequence[Tensor], has_bias: bool
 ) -> tuple[list[Tensor] | Tensor, Tensor | None]:

@@ -88,9 +88,6 @@ def here(parameter: Any, lent: Lent | None) -> Any:
     return parameter if lent is None else lent.local
 
 
-__all__ = ["OneCallLinear", "infer_in_one_call", "kernel_of"]
-
-
 _known = derived()
 
 

@@ -47,8 +47,7 @@ def run_gated(
     found: Ready | Traced, h: list[Tensor], act: Activation, bias: Tensor | None, tag: int
 ) -> Tensor | None:
     """act(h[0]) * h[1] times a weight, in the dtype of h; of one h, its halves. None where native
-    code does not take it.  Compiled code has
-    the activation as an op of its own: the same bits."""
+    code does not take it. Compiled code has the activation as an op of its own: the same bits."""
     x, values = h if len(h) == 2 else h[0].chunk(2, -1)
     dtype, shape = x.dtype, x.shape
     if isinstance(found, Ready) and act.base in found.kernel.gates:
