@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 
 import te_mx
 from te_mx.backends.cpu import binding as cpu
+from te_mx.backends.cpu import linear as cpu_linear
 from te_mx.dispatch import registry
 from te_mx.dispatch.tuned import tables
 from te_mx.recipe import Float8BlockScaling, MXFP8BlockScaling
@@ -85,6 +86,16 @@ def isa(request: pytest.FixtureRequest):
     cpu.set_isa(request.param)
     yield request.param
     cpu.set_isa(before)
+
+
+@pytest.fixture
+def by_steps():
+    """Small layers run their steps on CPUs too, for tests that watch these."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_linear.Small, "accepts", lambda self, problem: "stands aside")
+        registry.forget()
+        yield
+    registry.forget()
 
 
 @pytest.fixture

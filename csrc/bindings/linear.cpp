@@ -2,6 +2,19 @@
 
 namespace te_mx::bindings {
 
+py::dict as_dict(const LinearOffsets& o) {
+  py::dict all;
+  const auto operand = [&](const char* name, const OperandOffsets& at) {
+    all[name] = py::make_tuple(at.codes, at.scales, at.end);
+  };
+  operand("x_row", o.x_row), operand("w_row", o.w_row), operand("x_col", o.x_col);
+  operand("w_col", o.w_col), operand("g_row", o.g_row), operand("g_col", o.g_col);
+  operand("w_again", o.w_again), operand("g_kept", o.g_kept);
+  all["forward_bytes"] = o.forward_bytes;
+  all["backward_bytes"] = o.backward_bytes;
+  return all;
+}
+
 void bind_linear_records(py::module_& m) {
   Record<LinearArgs>()
       .field("m", &LinearArgs::m)

@@ -74,8 +74,10 @@ void bind_calls(py::module_& m) {
   bind_call(m, "pack", pack);
   m.def("workspace_bytes", [](const GemmArgs& args) { return workspace_bytes(args); });
   bind_call(m, "gemm", gemm);
-  m.def("linear_workspace_bytes", [](const LinearArgs& args) { return workspace_bytes(args); });
+  m.def("linear_offsets", [](const LinearArgs& args) { return as_dict(linear_offsets(args)); });
   bind_call(m, "linear_forward", linear_forward);
+  bind_call(m, "linear_backward", linear_backward);
+  bind_call(m, "linear_wgrad", linear_wgrad);
 
   bind_call(m, "normalize", normalize);
   bind_call(m, "normalize_backward", normalize_backward);

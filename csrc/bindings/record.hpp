@@ -330,6 +330,8 @@ void bind_quantize_records(py::module_& m);
 void bind_gemm_records(py::module_& m);
 void bind_fused_records(py::module_& m);
 void bind_linear_records(py::module_& m);
+// {name: (codes, scales, end)} of the operands, and bytes of the two workspaces.
+py::dict as_dict(const LinearOffsets& offsets);
 void bind_moe_records(py::module_& m);
 void bind_sm90_choice(py::module_& m);
 // The compiler of a module, for reports.

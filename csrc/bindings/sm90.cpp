@@ -146,20 +146,7 @@ void bind_groups(py::module_& m) {
 }
 
 void bind_linear(py::module_& m) {
-  // {name: (codes, scales, end)} of the operands, and bytes of the three buffers.
-  m.def("linear_offsets", [](const LinearArgs& args) {
-    const LinearOffsets o = linear_offsets(args);
-    py::dict all;
-    const auto operand = [&](const char* name, const OperandOffsets& at) {
-      all[name] = py::make_tuple(at.codes, at.scales, at.end);
-    };
-    operand("x_row", o.x_row), operand("w_row", o.w_row), operand("x_col", o.x_col);
-    operand("w_col", o.w_col), operand("g_row", o.g_row), operand("g_col", o.g_col);
-    operand("w_again", o.w_again), operand("g_kept", o.g_kept);
-    all["forward_bytes"] = o.forward_bytes;
-    all["backward_bytes"] = o.backward_bytes;
-    return all;
-  });
+  m.def("linear_offsets", [](const LinearArgs& args) { return as_dict(linear_offsets(args)); });
   bind_call(m, "linear_forward", linear_forward);
   bind_call(m, "linear_backward", linear_backward);
   bind_call(m, "linear_wgrad", linear_wgrad);

@@ -56,7 +56,9 @@ def linear_kernel_of(
     m, n, k = sizes
     if 0 in sizes:
         return None
-    known, key = derived(), ("linear", device, settings, dtype, max(sizes) > MOST)
+    # Sizes as far as envelopes look at them: those of CPUs take small layers.
+    by_size = sizes if device.type == "cpu" else max(sizes) > MOST
+    known, key = derived(), ("linear", device, settings, dtype, by_size)
     if key not in known:
         problem = Problem(
             "linear", place_of(device), f"{settings.x}@any", f"{settings.w}@any", m, n, k,
@@ -65,29 +67,27 @@ def linear_kernel_of(
         )  # fmt: skip
         if device.type == "cuda" and device.index is None:
             return find(problem)
-        known[key] = find(problem)
+        return derive(key, find(problem))
     return known[key]
 
 
 def infer(
-    x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, settings: Any, out_dtype: torch.dtype
-) -> tuple[Tensor, str] | None:
-    """(x [..., k] @ w^T + bias, the kernel that ran) without gradients, where one kernel does it
-    all; else None."""
+    x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, settings: Any, out_dtype: torch.dtype,
+    tag: int = -1,
+) -> Tensor | None:  # fmt: skip
+    """x [..., k] @ w^T + bias without gradients, where one kernel does it all; else None."""
     if not is_direct(x, weight_NK, bias_N) or x.device != weight_NK.device:
         return None
     # By the identity of the settings, which lives as long as the entry: a hash costs more.
     key = x.shape, weight_NK.shape, x.dtype, x.device, id(settings)
     found = derived().get(key)
     if found is None:
-        found = derive(key, (*_infer_kernel(x, weight_NK, settings), settings))
-    problem, kernel, _ = found
-    return None if kernel is None else kernel.infer(problem, x, weight_NK, bias_N, out_dtype)
+        found = derive(key, (_infer_kernel(x, weight_NK, settings), settings))
+    kernel, _ = found
+    return None if kernel is None else kernel.infer(settings, x, weight_NK, bias_N, out_dtype, tag)
 
 
-def _infer_kernel(
-    x: Tensor, weight_NK: Tensor, settings: Any
-) -> tuple[Problem, InferKernel | None]:
+def _infer_kernel(x: Tensor, weight_NK: Tensor, settings: Any) -> InferKernel | None:
     n, k = weight_NK.shape
     m = x.numel() // k if k else 0
     problem = Problem(
@@ -95,7 +95,7 @@ def _infer_kernel(
         precision=settings.precision, dtype=x.dtype, spread=settings.spread,
         rule=settings.scale_rule, split_k=settings.split_k,
     )  # fmt: skip
-    return problem, find(problem)  # type: ignore[return-value]
+    return find(problem)  # type: ignore[return-value]
 
 
 def frozen_kernel(

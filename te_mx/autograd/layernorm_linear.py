@@ -47,7 +47,6 @@ from te_mx.autograd.sequence_parallel import Tokens
 from te_mx.dispatch.fused import NormParts
 from te_mx.dispatch.linear import Held, LinearKernel, LinearProblem, Part
 from te_mx.recipes.settings import Settings
-from te_mx.runtime.ran import LAST_RUN
 
 
 class Call(NamedTuple):
@@ -122,9 +121,7 @@ class OneCallLayerNormLinear(torch.autograd.Function):
         z_col = None if col is None else (col.codes, col.scales)
         weight = None if ready is None else given_weight(ready)
         given = Held((row.codes, row.scales), z_col)
-        y, held = plan.forward(x, weight_NK, bias_N, step.dtype, given, weight)
-        if tag >= 0:
-            LAST_RUN[tag] = plan.kernel
+        y, held = plan.forward(x, weight_NK, bias_N, step.dtype, given, weight, tag=tag)
         norms = step.saved(x, norm_weight, made) if need_dz else norm.NOTHING
         w: tuple[Tensor | None, Tensor | None] = (weight_NK, None) if need_dz else (None, None)
         if w_kept:

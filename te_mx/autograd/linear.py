@@ -63,7 +63,6 @@ from te_mx.autograd.sequence_parallel import Tokens
 from te_mx.dispatch.linear import Held, Part
 from te_mx.dispatch.registry import derive, derived
 from te_mx.recipes.settings import Settings
-from te_mx.runtime.ran import LAST_RUN
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -115,28 +114,28 @@ def kernel_for(
     key = "one call", x.shape, weight_NK.shape, dtype, x.device, settings
     found = _known.get(key)
     if found is None:
-        found = derive(key, _kernel_and_spec(x, dtype, weight_NK, settings))
-    kernel, w_row = found
+        found = derive(key, _kernel_and_specs(x, dtype, weight_NK, settings))
+    kernel, w_row, w_col = found
     if kernel is None or ready is None:
         return kernel
     row, col = ready.row, ready.col
-    if (col is None and need_dx) or row.codes.device != x.device or row.packed is not None:
+    if (col is None and need_dx) or row.codes.device != x.device:
         return None
-    fits = row.spec == w_row and (col is None or col.spec == w_row)
+    fits = row.spec == w_row and (col is None or col.spec == w_col)
     return kernel if fits else None
 
 
-def _kernel_and_spec(
+def _kernel_and_specs(
     x: Tensor, dtype: torch.dtype, weight_NK: Tensor, settings: Settings
-) -> tuple[LinearKernel | None, str]:
+) -> tuple[LinearKernel | None, str, str]:
     """The kernel of layers of one size, and how it reads a weight that was quantized before."""
     (n, k), size, kernel = weight_NK.shape, x.numel(), None
     if size and n and in_one_call(settings):
         kernel = linear_kernel_of((size // k, n, k), x.device, dtype, settings)
     if kernel is None:
-        return None, ""
+        return None, "", ""
     plan = kernel.plan(LinearProblem(size // k, n, k, False, False, False, settings))
-    return kernel, plan.w_row
+    return kernel, plan.w_row, plan.w_col
 
 
 class OneCallLinear(torch.autograd.Function):
@@ -162,11 +161,9 @@ class OneCallLinear(torch.autograd.Function):
         plan, shared = kernel.plan(problem), input_cache.is_open()
         given = _given(x, plan, settings.scale_rule, columns) if shared else None
         weight = None if ready is None else given_weight(ready)
-        y, held = plan.forward(x, weight_NK, bias_N, call.out_dtype, given, weight, shared)
+        y, held = plan.forward(x, weight_NK, bias_N, call.out_dtype, given, weight, shared, tag)
         if shared and given is None:
             input_cache.put_held(x, plan, settings.scale_rule, held)
-        if tag >= 0:
-            LAST_RUN[tag] = plan.kernel
         ctx.problem, ctx.plan, ctx.tag, ctx.lent = problem, plan, tag, lent
         ctx.x_shape, ctx.sinks = x.shape, (sink,)
         ctx.dtypes = x.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype
@@ -258,28 +255,23 @@ def backward_of(
     if sink is not None and x_col is not None:
         direct = sink.direct(node)
         into = LATER if direct is None else Into(direct.out, direct.accumulate)
-    made = plan.backward(grad, x_col, w, x_shape, dtypes, before, into)
+    made = plan.backward(grad, x_col, w, x_shape, dtypes, before, into, tag)
     if made is None:
         return None
     dx, dw, db = made
-    if tag >= 0:
-        if dx is not None:
-            LAST_RUN[tag + DGRAD] = plan.kernel
-        if dw is not None:
-            LAST_RUN[tag + WGRAD] = plan.kernel
     if direct is not None:
         dw = direct.done()
     elif into is LATER:
         assert dw is not None and x_col is not None
-        dw = place(sink, _later(plan, dw, x_col), dtypes[1], node)
+        dw = place(sink, _later(plan, dw, x_col, tag), dtypes[1], node)
     return dx, dw, db
 
 
-def _later(plan: LinearPlan, g_col: Tensor, x_col: Part) -> Wgrad:
+def _later(plan: LinearPlan, g_col: Tensor, x_col: Part, tag: int) -> Wgrad:
     """The product of a weight gradient, whose operands are there."""
 
     def run(out: Tensor | None, dtype: torch.dtype, accumulate: bool) -> Tensor:
-        return plan.wgrad(g_col, x_col, out, dtype, accumulate)
+        return plan.wgrad(g_col, x_col, out, dtype, accumulate, tag)
 
     return Wgrad(run, ())
 
@@ -310,13 +302,9 @@ def gradients_on_codes(
     w_NK = dequantize_2d(row, row.format.exact_dtype)
     x_dtype, w_dtype, bias_dtype = how.dtypes
     dtypes = x_dtype, w_dtype, bias_dtype if need[2] else None
-    made = plan.backward(grad, x_col, w_NK, how.x_shape, dtypes, total(how.among))
+    made = plan.backward(grad, x_col, w_NK, how.x_shape, dtypes, total(how.among), tag=how.tag)
     if made is None:
         return None
-    if how.tag >= 0:
-        for gemm, wanted in ((DGRAD, True), (WGRAD, need[1])):
-            if wanted:
-                LAST_RUN[how.tag + gemm] = plan.kernel
     return passed_on(how.among, made[0]), *made[1:]
 
 
@@ -455,11 +443,9 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, call: Call) -> T
         return LinearFunction.apply(x, weight_NK, bias_N, call)[0]
     settings = call.settings
     if call.kept is None and call.tokens is None:
-        made = infer_in_one_call(x, weight_NK, bias_N, settings, call.out_dtype)
+        made = infer_in_one_call(x, weight_NK, bias_N, settings, call.out_dtype, call.tag)
         if made is not None:
-            if call.tag >= 0:
-                LAST_RUN[call.tag] = made[1]
-            return made[0]
+            return made
     row, _ = linear_recipe.weight_operands(call.kept, weight_NK, settings, False)
     return infer(x, row, bias_N, settings, call)
 

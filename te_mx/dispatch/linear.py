@@ -58,16 +58,18 @@ LATER = Into(None)
 
 
 class LinearPlan:
-    """Forward and backward of layers of one size, each one call: quantizes and multiplies."""
+    """Forward and backward of layers of one size, each one call: quantizes and multiplies. With a
+    tag the kernels that ran are recorded in te_mx.runtime.ran.LAST_RUN: those of fprop, dgrad and
+    wgrad at tag, tag + 1 and tag + 2."""
 
-    kernel: str  # what te_mx.audit calls it
     row: str  # specs of the operands of x
     col: str
-    w_row: str  # and of w, both of them
+    w_row: str  # and of w
+    w_col: str
 
     def forward(
         self, x: Tensor, w_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype,
-        given: Held | None, weight: Weight | None = None, keep_row: bool = True,
+        given: Held | None, weight: Weight | None = None, keep_row: bool = True, tag: int = -1,
     ) -> tuple[Tensor, Held]:  # fmt: skip
         """(y [..., n], the operands). given: those of x, made before; weight: those of w. keep_row:
         whether the rowwise operand of x is kept, too, for other layers."""
@@ -76,7 +78,7 @@ class LinearPlan:
     def backward(
         self, grad: Tensor, x_col: Part | None, w: Part | Tensor | None, x_shape: torch.Size,
         dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None], add_to: Tensor | None,
-        into: Into | None = None,
+        into: Into | None = None, tag: int = -1,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:  # fmt: skip
         """(dx, dw, db), as far as backward needs them; None for what native code does not take.
         w: what was kept of it, or the weight itself. add_to: a dx that this one is added to. into:
@@ -84,8 +86,9 @@ class LinearPlan:
         raise NotImplementedError
 
     def wgrad(
-        self, g_col: Tensor, x_col: Part, out: Tensor | None, dtype: torch.dtype, accumulate: bool
-    ) -> Tensor:
+        self, g_col: Tensor, x_col: Part, out: Tensor | None, dtype: torch.dtype, accumulate: bool,
+        tag: int = -1,
+    ) -> Tensor:  # fmt: skip
         """dw [n, k] of what `backward` left with LATER: in `out`, or new, of a dtype."""
         raise NotImplementedError
 
@@ -118,10 +121,10 @@ class InferKernel(Kernel):
     op = "linear_infer"
 
     def infer(
-        self, p: Problem, x: Tensor, w_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype
-    ) -> tuple[Tensor, str] | None:
-        """(y [..., n], the name of the kernel that multiplied), or None for what native code does
-        not take."""
+        self, settings: Any, x: Tensor, w_NK: Tensor, bias_N: Tensor | None,
+        out_dtype: torch.dtype, tag: int = -1,
+    ) -> Tensor:  # fmt: skip
+        """y [..., n]. The kernel that multiplied is recorded at a tag as by LinearPlan."""
         raise NotImplementedError
 
 

@@ -42,7 +42,7 @@ RECIPES = {
 
 
 @pytest.fixture
-def reads(monkeypatch):
+def reads(monkeypatch, by_steps):
     return noted_reads(monkeypatch)
 
 

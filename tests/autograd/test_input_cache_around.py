@@ -38,7 +38,7 @@ HYBRID = MXFP8BlockScaling(fp8_format=Format.HYBRID)
 
 
 @pytest.fixture
-def reads(monkeypatch):
+def reads(monkeypatch, by_steps):
     return noted_reads(monkeypatch)
 
 

@@ -106,7 +106,7 @@ def test_an_input_that_dies_in_another_thread():
         assert alive(held) == 0 and input_cache._here.entries == []
 
 
-def test_backward_keeps_the_columns_alone():
+def test_backward_keeps_the_columns_alone(by_steps):
     """Not the rows, which only fprop reads, and no input."""
     layers, x = qkv(), torch.randn(ROWS, IN)
     with te_mx.autocast():
@@ -122,7 +122,7 @@ def test_backward_keeps_the_columns_alone():
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_siblings_save_one_copy(keep):
+def test_siblings_save_one_copy(keep, by_steps):
     layers, x = qkv(), torch.randn(64, IN, requires_grad=True)
 
     def saved_by(inputs: list[Tensor]) -> int:

@@ -37,7 +37,7 @@ def run(layer, x, grad, recipe=None, **kwargs):
 
 
 @pytest.fixture
-def calls(monkeypatch):
+def calls(monkeypatch, by_steps):
     """Records what the layer quantizes and multiplies: (rows, cols, rowwise, columnwise, col_sum),
     (n, m, k)."""
     made = {"quantize": [], "gemm": []}

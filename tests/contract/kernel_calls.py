@@ -30,6 +30,7 @@ from te_mx.dispatch.linear import FrozenCall
 from te_mx.dispatch.moe import Align, RoutedGemm, Routing
 from te_mx.dispatch.problem import Problem, place_of
 from te_mx.layouts.operand import Operand, Quantized, Stack
+from te_mx.recipes.settings import Settings
 
 FORMATS = st.sampled_from(formats.names())
 # Those whose blocks hold one row: rows of tokens belong to groups.
@@ -176,9 +177,10 @@ def linear_infer(data: st.DataObject, device: torch.device) -> Case:
         rule=rule,
     )  # fmt: skip
 
+    settings = Settings(fmt, of_w, fmt, rule, problem.precision, problem.spread, None)
+
     def run(kernel: Any) -> list[Tensor] | None:
-        made = kernel.infer(problem, x, w, None, dtype)
-        return None if made is None else [made[0]]
+        return [kernel.infer(settings, x, w, None, dtype)]
 
     sides = [
         reference("quantize").run(Quantize(one, f"{name}@rows", "", rule)).row

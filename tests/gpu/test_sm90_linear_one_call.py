@@ -8,8 +8,9 @@ import torch
 
 import te_mx
 from te_mx.autograd import linear
+from te_mx.backends import linear_calls
 from te_mx.backends.base import FORMATS, SCALE_RULES
-from te_mx.backends.sm90 import binding, binding_linear
+from te_mx.backends.sm90 import binding
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -118,7 +119,7 @@ def form_of(of):
         "scale_type": 1, "block_rows": 1, "block_k": 128,
         "w_scale_type": 1, "w_block_rows": 128, "w_block_k": 128,
     }  # fmt: skip
-    return binding_linear.Form(element, element, SCALE_RULES[rule], 8, **wide)
+    return linear_calls.Form(element, element, SCALE_RULES[rule], 8, **wide)
 
 
 @of_each
@@ -127,7 +128,7 @@ def test_the_native_rooms_are_those_of_the_operands(of):
     for m, n, k in SHAPES:
         for needs in ((True, True), (True, False), (False, True)):
             for kept in (False, needs[1]):
-                shape, form = binding_linear.Shape(m, n, k, *needs, kept), form_of(of)
+                shape, form = linear_calls.Shape(m, n, k, *needs, kept), form_of(of)
                 args = binding.native().LinearArgs(**shape._asdict(), **form._asdict())
                 mine = binding.native().linear_offsets(args)
                 theirs = fake_sm90.linear_offsets(args)

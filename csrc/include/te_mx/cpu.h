@@ -82,9 +82,15 @@ int64_t workspace_bytes(const GemmArgs& args);
 // only the 32-row blocks that hold a wide row to wide_f64.
 Status gemm(const GemmArgs& args, Kernel& ran);
 
-// linear.cpp: y without gradients. execution.kernel is the GEMM's, `ran` as of gemm().
-int64_t workspace_bytes(const LinearArgs& args);
-Status linear_forward(const LinearArgs& args, Kernel& ran);
+// linear.cpp: bits are those of quantize() and gemm(), one after the other. execution.kernel is the
+// panel kernel; its stream runs where that pays. Rowwise operands lie as k_last, columnwise ones as
+// k_first, scales behind codes, in buffers that are aligned to 64 bytes.
+LinearOffsets linear_offsets(const LinearArgs& args);
+Status linear_forward(const LinearArgs& args, Kernel& ran);  // `ran`: as of gemm()
+// `ran`: the kernel of dx, and 8 bits above it that of dw.
+Status linear_backward(const LinearArgs& args, uint32_t& ran);
+// dw of columns of g that linear_backward left, in a workspace of backward.
+Status linear_wgrad(const LinearArgs& args, Kernel& ran);
 
 // norm.cpp, activation.cpp. Columnwise codes lie as the matrix does (k_first).
 Status normalize(const NormArgs& args);

@@ -19,8 +19,8 @@ struct LinearArgs {
   Matrix w;  // forward, and backward where that makes its columns
   // Operands that outlive the call. x_row: of fprop. x_col: left by forward for dw, with x_columns.
   // w_col: left by forward for dx if w_kept; otherwise backward makes it, in the workspace.
-  OperandOut x_row, x_col, w_col;
-  bool x_given = false;  // those of x were made before
+  OperandOut x_row, x_col, w_col;  // layouts are those of the device
+  bool x_given = false;            // those of x were made before
   bool w_kept = false;
   // Those of w were made before: w_row and, if w_kept, w_col. Without it forward makes w_row in the
   // workspace.
@@ -43,6 +43,22 @@ struct LinearArgs {
   void* db = nullptr;
   DType db_dtype = DType::f32;
   Execution execution;  // the workspace is free when the call is enqueued
+};
+
+// Where an operand lies in a buffer, in bytes.
+struct OperandOffsets {
+  int64_t codes, scales, end;
+};
+
+// Where things lie in the buffers of a layer.
+struct LinearOffsets {
+  OperandOffsets x_row, x_col, w_col;  // each in a buffer of its own
+  OperandOffsets g_kept;               // columns of g, likewise
+  OperandOffsets w_row;                // in the workspace of forward
+  // In that of backward; no bytes if nobody needs them.
+  OperandOffsets g_row, g_col, w_again;
+  int64_t sums;  // there too, behind them: of the bias gradient
+  int64_t forward_bytes, backward_bytes;
 };
 
 }  // namespace te_mx

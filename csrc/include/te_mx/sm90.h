@@ -125,26 +125,10 @@ constexpr int64_t norm_partial_sums(int64_t rows) {
 }
 
 // ------------------------------------------------------------------------------------ linear layer
-// Where an operand lies in a buffer, in bytes.
-struct OperandOffsets {
-  int64_t codes, scales, end;
-};
-
 // That of an operand of MX [rows, k] from `at` on.
 OperandOffsets operand_offsets(int64_t at, int64_t rows, int64_t k);
 
-// Where things lie in buffers that are aligned to 256 bytes.
-struct LinearOffsets {
-  OperandOffsets x_row, x_col, w_col;  // each in a buffer of its own
-  OperandOffsets g_kept;               // columns of g, likewise
-  OperandOffsets w_row;                // in the workspace of forward
-  // In that of backward; no bytes if nobody needs them.
-  OperandOffsets g_row, g_col, w_again;
-  int64_t sums;  // there too, behind them: partial sums of the bias gradient
-  int64_t forward_bytes, backward_bytes;
-};
-
-// Of sizes, wanted columns, scalings and the rule only.
+// In buffers that are aligned to 256 bytes. Of sizes, wanted columns, scalings and the rule only.
 LinearOffsets linear_offsets(const LinearArgs& args);
 // With MX scales, or with fp32 scales in blocks of 1 x 128, of w in these or in 128 x 128. Columns
 // of x and of the gradient whose scales are powers of two by the rule are aligned tiles.

@@ -1,70 +1,90 @@
-"""A small linear layer without gradients as one native call: what the host does between the calls
-of the quantizer and of the GEMM would cost more than they do."""
+"""A small linear layer as one native call each way, or once without gradients: what the host does
+between the calls of the quantizer and of the GEMM would cost more than they do."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from te_mx.backends.base import FLOAT_DTYPES, SCALE_RULES, format_fields
+from te_mx.backends.base import FLOAT_DTYPES, format_fields
 from te_mx.backends.cpu import binding
 from te_mx.backends.cpu.envelope import why_not, why_not_level
-from te_mx.backends.cpu.gemm import PANELS, why_not_stream
+from te_mx.backends.cpu.gemm import PANELS
+from te_mx.backends.linear_calls import Calls, Shape, Specs, form_of
 from te_mx.backends.native import words_of
-from te_mx.dispatch.linear import InferKernel
+from te_mx.dispatch.linear import InferKernel, LinearKernel, LinearProblem
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
-from te_mx.formats.scaling import split_rule
+from te_mx.layouts import spec_of
 from te_mx.runtime import workspace
-from te_mx.runtime.cpu_memory import CPU
 
-MOST_BYTES = 1 << 20  # of codes, which then stay in a cache between the calls
+MOST_CODES = 1 << 20  # of x, w and the output gradient, which then stay in a cache between steps
 
 
-class SmallLinear(InferKernel):
-    def __init__(self, level: str, kernel: str, stream: bool, rank: int) -> None:
-        self.level, self.name, self.stream, self.rank = level, kernel, stream, rank
-        self.number = binding.KERNEL_IDS[kernel]
+class Small(LinearKernel):
+    """In the kernels of one level: of each product the stream kernel where that pays."""
+
+    def __init__(self, name: str, level: str, rank: int) -> None:
+        self.name, self.level, self.rank = name, level, rank
 
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not(problem, blockwise=True) or why_not_level(self.name, self.level, problem)
-        if reason is None and self.stream:
-            reason = why_not_stream(self.name, problem)
         if reason is None and not _alike(problem.lhs, problem.rhs):
             reason = "takes inputs and weights of one element and one kind of scale"
+        if reason is None and problem.grad:
+            reason = why_not(problem._replace(lhs=problem.grad), blockwise=True)
+            if reason is None and not _multiplied(problem.lhs, problem.grad):
+                reason = "takes gradients in blocks like those of inputs"
         if reason is None and (problem.empty or problem.dtype not in FLOAT_DTYPES):
             reason = "takes float32, bfloat16 and float16, nothing empty"
-        if reason is None and (problem.m + problem.n) * problem.k > MOST_BYTES:
-            reason = f"is for layers whose codes take at most {MOST_BYTES} bytes"
+        m, n, k = problem.m, problem.n, problem.k
+        if reason is None and (m + n) * k + m * n > MOST_CODES:
+            reason = f"is for layers of at most {MOST_CODES} codes"
         return reason
 
+    def plan(self, problem: LinearProblem) -> CpuCalls:
+        return _plan(problem, self.name)
+
+
+class SmallInfer(InferKernel):
+    """The forward half of it."""
+
+    def __init__(self, small: Small) -> None:
+        self.name, self.rank, self.accepts = small.name, small.rank, small.accepts  # type: ignore[method-assign]
+
     def infer(
-        self, p: Problem, x: Tensor, w_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype
-    ) -> tuple[Tensor, str] | None:
-        plan, nbytes = _plan(p.m, p.n, p.k, (p.lhs, p.rhs), p.rule, self.number)
-        x_MK = x if x.dim() == 2 else x.reshape(p.m, p.k)
-        y = torch.empty((*x.shape[:-1], p.n), dtype=out_dtype, device=CPU)
-        (x_row, x_col), (w_row, w_col) = x_MK.stride(), w_NK.stride()
-        args = plan.copy(
-            x_data=x_MK.data_ptr(), x_row_stride=x_row, x_col_stride=x_col,
-            x_dtype=FLOAT_DTYPES[x.dtype], w_data=w_NK.data_ptr(), w_row_stride=w_row,
-            w_col_stride=w_col, w_dtype=FLOAT_DTYPES[w_NK.dtype], y=y.data_ptr(),
-            y_dtype=FLOAT_DTYPES[out_dtype], threads=torch.get_num_threads(),
-        )  # fmt: skip
-        if bias_N is not None:
-            if bias_N.stride(0) != 1:
-                bias_N = bias_N.contiguous()
-            args.bias, args.bias_dtype = bias_N.data_ptr(), FLOAT_DTYPES[bias_N.dtype]
-        scratch = workspace.acquire(CPU, nbytes)
-        args.workspace = scratch.data_ptr()  # type: ignore[union-attr]
-        status, ran = binding.native().linear_forward(args)  # type: ignore[union-attr]
-        workspace.release(scratch, nbytes)
-        if status and not binding.supported(status):
-            return None
-        return y, binding.KERNELS[ran]
+        self, settings: Any, x: Tensor, w_NK: Tensor, bias_N: Tensor | None,
+        out_dtype: torch.dtype, tag: int = -1,
+    ) -> Tensor:  # fmt: skip
+        n, k = w_NK.shape
+        plan = _plan(LinearProblem(x.numel() // k, n, k, False, False, False, settings), self.name)
+        return plan.forward(x, w_NK, bias_N, out_dtype, None, None, False, tag)[0]
+
+
+class CpuCalls(Calls):
+    any_strides = True
+    names = binding.KERNELS
+
+    def acquire(self, nbytes: int, device: torch.device) -> Tensor:
+        return workspace.acquire(device, nbytes)  # type: ignore[return-value]
+
+    def run(self, call: Callable[[Any], Any], args: Any, temp: Tensor, nbytes: int) -> int:
+        args.threads = torch.get_num_threads()
+        status, ran = call(args)
+        workspace.release(temp, nbytes)
+        return -1 if status and not binding.supported(status) else ran
+
+
+@lru_cache(maxsize=4096)
+def _plan(p: LinearProblem, kernel: str) -> CpuCalls:
+    s = p.settings
+    specs = Specs(f"{s.x}@rows", f"{s.x}@cols", f"{s.w}@rows", f"{s.w}@cols")
+    form = form_of(p, binding.KERNEL_IDS[kernel])
+    return CpuCalls(binding.native(), Shape(*p[:6]), form, specs)
 
 
 def _alike(x: str, w: str) -> bool:
@@ -73,23 +93,12 @@ def _alike(x: str, w: str) -> bool:
     return one == other
 
 
-@lru_cache(maxsize=256)
-def _plan(
-    m: int, n: int, k: int, specs: tuple[str, str], rule: str, kernel: int
-) -> tuple[Any, int]:
-    """The native record of a layer with what does not change between calls, and its workspace."""
-    native = binding.native()
-    x, w = (format_fields(words_of(spec)[0]) for spec in specs)
-    name, epsilon = split_rule(rule)
-    element, w_scaling = x.pop("element"), {f"w_{f}": v for f, v in w.items() if f != "element"}
-    plan = native.LinearArgs(  # type: ignore[union-attr]
-        m=m, n=n, k=k, forward=element, rule=SCALE_RULES[name], amax_epsilon=epsilon,
-        x_rows=m, x_cols=k, w_rows=n, w_cols=k, kernel=kernel, **x, **w_scaling,
-    )  # fmt: skip
-    plan.workspace_bytes = native.linear_workspace_bytes(plan)  # type: ignore[union-attr]
-    return plan, plan.workspace_bytes
+def _multiplied(x: str, g: str) -> bool:
+    """Whether two formats differ in the element alone."""
+    return spec_of(x).format.scaling.block == spec_of(g).format.scaling.block
 
 
 for _rank, (_level, _name) in enumerate(PANELS.items()):
-    register(SmallLinear(_level, f"{_level}_stream", True, 2 * _rank))
-    register(SmallLinear(_level, _name, False, 2 * _rank + 1))
+    _small = Small(_name, _level, _rank)
+    register(_small)
+    register(SmallInfer(_small))

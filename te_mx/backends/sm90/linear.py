@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from te_mx.backends.base import SCALE_RULES, format_fields
-from te_mx.backends.native import words_of
-from te_mx.backends.sm90 import binding_linear, blockwise
+from te_mx.backends.linear_calls import ALIGNMENT, Calls, Form, Shape, Specs, form_of
+from te_mx.backends.sm90 import binding as sm90
+from te_mx.backends.sm90 import blockwise
 from te_mx.backends.sm90.envelope import MX, why_not
 from te_mx.backends.sm90.gemm import ADAPTIVE
 from te_mx.backends.sm90.layouts.factors import SM90_FACTORS
-from te_mx.dispatch.linear import Held, LinearKernel, LinearPlan, LinearProblem, Part
+from te_mx.dispatch.linear import LinearKernel, LinearPlan, LinearProblem
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
 from te_mx.formats.scaling import split_rule
 from te_mx.layouts import spec_of
-from te_mx.layouts.operand import Operand, Quantized
 
 
 def _format(spec: str) -> Any:
@@ -66,76 +67,34 @@ class OneCallBlockwise(OneCall):
         return None
 
 
-class Specs(NamedTuple):
-    """Of the operands of x, and of both of w."""
-
-    row: str
-    col: str
-    w_row: str
-
-
 @lru_cache(maxsize=4096)
 def _plan(p: LinearProblem, kernel: str) -> LinearPlan:
     s = p.settings
-    x, w, g = (format_fields(words_of(f"{fmt}@rows")[0]) for fmt in (s.x, s.w, s.g))
-    rule, epsilon = split_rule(s.scale_rule)
-    scaling = {name: value for name, value in x.items() if name != "element"}
-    scaling |= {f"w_{name}": value for name, value in w.items() if name != "element"}
-    form = binding_linear.Form(
-        x["element"], g["element"], SCALE_RULES[rule], s.spread, epsilon, **scaling
-    )
     tiles = f"sm90:{s.spread}"
     rows = SM90_FACTORS.name if kernel == blockwise.NAME else tiles
-    columns = tiles if rule != "fp32" else SM90_FACTORS.name
-    specs = Specs(f"{s.x}@{rows}", f"{s.x}@{columns}", f"{s.w}@{rows}")
-    return Plan(kernel, binding_linear.Calls(binding_linear.Shape(*p[:6]), form), specs)
+    columns = tiles if split_rule(s.scale_rule)[0] != "fp32" else SM90_FACTORS.name
+    w = f"{s.w}@{rows}"
+    specs = Specs(f"{s.x}@{rows}", f"{s.x}@{columns}", w, w)
+    return Sm90Calls(kernel, Shape(*p[:6]), form_of(p), specs)
 
 
-class Plan(LinearPlan):
-    def __init__(self, kernel: str, calls: binding_linear.Calls, specs: Specs) -> None:
-        self.kernel, self.calls = kernel, calls
-        self.row, self.col, self.w_row = specs
-        self.forward = calls.forward  # type: ignore[method-assign]
-        self.backward = calls.backward  # type: ignore[method-assign]
-        self.wgrad = calls.wgrad  # type: ignore[method-assign]
+class Sm90Calls(Calls):
+    pitch = ALIGNMENT
+    acquire = staticmethod(partial(torch.empty, dtype=torch.uint8))
 
-    def quantized(self, held: Held) -> Quantized:
-        (m, _, k, *_), room = self.calls.shape, self.calls.room
-        col, of = held.x_col, binding_linear.operand_of
-        assert held.x_row is not None
-        return Quantized(
-            of(held.x_row, room.x_row, self.row, m, k),
-            None if col is None else of(col, room.x_col, self.col, k, m),
-        )
+    def __init__(self, kernel: str, shape: Shape, form: Form, specs: Specs) -> None:
+        super().__init__(sm90.native(), shape, form, specs)
+        self.names = (kernel,)
 
-    def w_columns(self, w_col: Part) -> Operand:
-        _, n, k, *_ = self.calls.shape
-        return binding_linear.operand_of(w_col, self.calls.room.w_col, self.w_row, k, n)
-
-    def as_saved(self, x_col: Part | None, w_col: Part | None) -> tuple[Part | None, Part | None]:
-        m, n, k, *_ = self.calls.shape
-        if x_col is not None:
-            x_col = _saved(x_col, self.col, k, m, "the input")
-        if w_col is not None:
-            w_col = _saved(w_col, self.w_row, k, n, "the weight")
-        return x_col, w_col
-
-
-def _saved(part: Part, spec: str, rows: int, k: int, what: str) -> Part:
-    """A part as kernels read it, whatever hooks on saved tensors made of it."""
-    first, scales = part
-    if scales is None:
-        if first.is_contiguous() and first.data_ptr() % binding_linear.ALIGNMENT == 0:
-            return part
-        return first.clone(memory_format=torch.contiguous_format), None
-    operand = Operand(first, scales, spec, rows, k).checked(what)
-    return operand.codes, operand.scales
+    def run(self, call: Callable[[Any], Any], args: Any, temp: Tensor, nbytes: int) -> int:
+        sm90.set_execution(args, temp.device.index)
+        status = call(args)
+        return -1 if status and not sm90.supported(status) else 0
 
 
 def forget_plans() -> None:
     """For tests, which put another native module in place."""
     _plan.cache_clear()
-    binding_linear.rooms.cache_clear()
 
 
 register(OneCall())

@@ -11,7 +11,6 @@ import torch
 import te_mx
 from te_mx import _ops as ops
 from te_mx._ops import Epilogue
-from te_mx._ops.linear import linear_kernel
 from te_mx.backends.sm90 import binding
 from te_mx.backends.sm90.layouts import tiles as sm90_tiles
 from te_mx.dispatch import forms, registry
@@ -223,11 +222,3 @@ def test_a_build_without_the_module_says_so(monkeypatch):
     monkeypatch.setattr(binding, "_native", None)
     monkeypatch.setattr(binding, "_import_error", "hidden by a test")
     assert "te_mx._sm90 cannot be imported (hidden by a test)" in binding._find_problem(0)
-
-
-def test_a_cpu_runs_no_layer_in_one_call():
-    settings = te_mx.recipe.MXFP8BlockScaling().settings
-    assert linear_kernel(torch.randn(8, 40), torch.randn(16, 40), settings) is None
-    layer, x = te_mx.Linear(40, 16), torch.randn(8, 40)
-    with te_mx.autocast():
-        assert type(layer(x).grad_fn).__name__ == "LinearFunctionBackward"
