@@ -122,8 +122,9 @@ struct Side {
         impl.panel_bytes(role, operand.rows, operand.k) == 0) {
       return Status::ok;
     }
-    return impl.pack_panels(role, rows_of(operand, begin, end), exponents + begin,
-                            const_cast<void*>(panels), threads);
+    const auto pack_panels = impl.pack_read != nullptr ? impl.pack_read : impl.pack_panels;
+    return pack_panels(role, rows_of(operand, begin, end), exponents + begin,
+                       const_cast<void*>(panels), threads);
   }
 
   // The panels of the rows from `rows` on; null where the kernel decodes them.

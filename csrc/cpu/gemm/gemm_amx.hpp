@@ -99,6 +99,8 @@ class AmxEngine : public Tuning {
  public:
   using Simd = SimdWords;
 
+  explicit AmxEngine(int64_t) {}
+
   template <class Work>
   void block(const char* lhs, const char* rhs, int64_t steps, int rows, float* c, bool first,
              Reuse reuse, Work& work) {

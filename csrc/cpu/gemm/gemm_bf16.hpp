@@ -90,10 +90,11 @@ struct ColumnFactors {
   }
 };
 
-// Engine: the word set Simd; constants kWholeBytes, kChunk, kNear, kRowPanels, kColPanels, ..;
-// block(lhs, rhs, steps, rows, c, first, reuse, work), which calls work.begin(n) and n times
-// work.step(), with n = steps where it prefetches; and scaled_block(), which does the same, except
-// that it multiplies the sums of kFactorSteps steps by factors before it adds them to the block.
+// Engine: made of k; the word set Simd; constants kWholeBytes, kChunk, kNear, kRowPanels,
+// kColPanels, ..; block(lhs, rhs, steps, rows, c, first, reuse, work), which calls work.begin(n)
+// and n times work.step(), with n = steps where it prefetches; and scaled_block(), which does the
+// same, except that it multiplies the sums of kFactorSteps steps by factors before it adds them to
+// the block.
 template <class Engine>
 class PanelGemm {
  public:
@@ -160,7 +161,7 @@ class PanelGemm {
     float* const sums = static_cast<float*>(room.get());
     const int64_t rows = least(item_rows_, row_panels_ - row_panel);
     const int64_t cols = least(item_cols_, col_panels_ - col_panel);
-    Engine engine;
+    Engine engine(context_.args->lhs.k);
     PendingRows<Simd> pending(context_, normal_);
     const Reuse reuse{Reuse::rhs, !whole_    ? chunk_
                                   : factors_ ? Engine::kNearFactors

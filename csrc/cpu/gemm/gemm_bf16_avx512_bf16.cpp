@@ -22,14 +22,21 @@ struct Avx512Tuning {
 
 class Avx512Engine : public Avx512Tuning {
  public:
+  explicit Avx512Engine(int64_t k) : pairs_(static_cast<int>(used_of_one_block(k) / 2)) {}
+
   template <class Work>
   void block(const char* lhs, const char* rhs, int64_t steps, int rows, float* c, bool first, Reuse,
              Work& work) const {
     work.begin(ceil_div(rows, kRows));
     for (int r = 0; r < rows; r += kRows) {
       work.step();
-      rows_block(reinterpret_cast<const uint16_t*>(lhs) + r * kBlock,
-                 reinterpret_cast<const uint16_t*>(rhs), steps, c + r * kRowBlock, first);
+      const uint16_t* a = reinterpret_cast<const uint16_t*>(lhs) + r * kBlock;
+      const uint16_t* b = reinterpret_cast<const uint16_t*>(rhs);
+      if (pairs_ == 16) {
+        rows_block(a, b, steps, c + r * kRowBlock, first);
+      } else {
+        rows_block(a, b, steps, c + r * kRowBlock, first, nullptr, pairs_);
+      }
     }
   }
 
@@ -46,15 +53,17 @@ class Avx512Engine : public Avx512Tuning {
         if (factors.lhs != nullptr) factors.lhs += r;
         rows_block(a + s * 2 * kTileWords, b + s * 2 * kTileWords,
                    steps - s < kFactorSteps ? steps - s : kFactorSteps, c + r * kRowBlock,
-                   first && s == 0, &factors);
+                   first && s == 0, &factors, pairs_);
       }
     }
   }
 
  private:
   // With factors, those multiply the sums before c is added.
-  static void rows_block(const uint16_t* lhs, const uint16_t* rhs, int64_t steps, float* c,
-                         bool first, const BlockFactors* factors = nullptr) {
+  [[gnu::always_inline]] static void rows_block(const uint16_t* lhs, const uint16_t* rhs,
+                                                int64_t steps, float* c, bool first,
+                                                const BlockFactors* factors = nullptr,
+                                                int pairs = 16) {
     bf16::Vec acc[kRows][2];
     const bool fresh = first || factors != nullptr;
     for (int r = 0; r < kRows; ++r) {
@@ -63,7 +72,7 @@ class Avx512Engine : public Avx512Tuning {
     }
     for (int64_t s = 0; s < steps; ++s, lhs += 2 * kTileWords, rhs += 2 * kTileWords) {
 #pragma GCC unroll 2
-      for (int pair = 0; pair < 16; ++pair) {
+      for (int pair = 0; pair < pairs; ++pair) {
         const bf16::Words left = bf16::load_words(rhs + pair * kBlock);
         const bf16::Words right = bf16::load_words(rhs + kTileWords + pair * kBlock);
 #pragma GCC unroll 8
@@ -89,13 +98,20 @@ class Avx512Engine : public Avx512Tuning {
       bf16::store(c + r * kRowBlock + 16, acc[r][1]);
     }
   }
+
+  const int pairs_;  // of the only block of k; 16 where there are more
 };
 
 }  // namespace
 
 const KernelImpl* avx512_bf16_impl() {
-  static constexpr KernelImpl impl{bf16_panel_bytes, pack_bf16_panels<bf16::Avx512Decoder>, nullptr,
-                                   PanelGemm<Avx512Engine>::run, bf16_panel_row_sums};
+  static constexpr KernelImpl impl{bf16_panel_bytes,
+                                   pack_bf16_panels<bf16::Avx512Decoder>,
+                                   nullptr,
+                                   PanelGemm<Avx512Engine>::run,
+                                   bf16_panel_row_sums,
+                                   nullptr,
+                                   pack_bf16_panels<bf16::Avx512Decoder, true>};
   return &impl;
 }
 

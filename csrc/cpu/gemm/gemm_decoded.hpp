@@ -116,7 +116,7 @@ class DecodedGemm {
     auto& sums = buffers->sums;
     const int64_t part = least(part_, resident_panels_ - first_resident);
     const int64_t end = least(begin + share_, streamed_panels_);
-    Engine engine;
+    Engine engine(args_.lhs.k);
     PendingRows<Simd> pending(context_, normal_);
     Stream stream(streamed_, (kLhs ? context_.lhs_exp : context_.rhs_exp) + first_row_);
     start(stream, begin, end, decoded[0], 1);

@@ -214,6 +214,10 @@ struct KernelImpl {
   // Which side run() had better decode. Depends on what workspace_bytes() may depend on. Null:
   // none.
   Decodes (*decodes)(const GemmTask& args) = nullptr;
+  // As pack_panels, of panels that nobody keeps: writes what run() and row_sums() read, perhaps not
+  // all padding. Null: pack_panels.
+  Status (*pack_read)(Role role, const StridedOperand& operand, const float* exponents,
+                      void* panels, int threads) = nullptr;
 };
 
 const KernelImpl* kernel_impl(Kernel kernel);  // gemm.cpp's table; null when not built

@@ -14,7 +14,8 @@ enum class TileOrder {
             // panel), row tiles [rows/kept][k/32 up to even][kept][32 k]
 };
 
-template <class Decoder>
+// kSkips: pair tiles of the only block of k end with used_of_one_block().
+template <class Decoder, bool kSkips = false>
 class Packer {
  public:
   static constexpr int64_t kGroupsPerItem = 8, kBlocksPerItem = 32;
@@ -28,6 +29,7 @@ class Packer {
         panels_(panels),
         kept_(kept) {
     blocks_ = ceil_div(operand.k, kBlock);
+    used_ = kSkips ? used_of_one_block(operand.k) : kBlock;
     groups_ = order == TileOrder::panels ? 2 * ceil_div(operand.rows, kRowBlock) : 1;
   }
 
@@ -77,6 +79,7 @@ class Packer {
     alignas(64) uint8_t bytes[kGroupsPerItem][kBlocksPerItem][16];
     alignas(64) int32_t row_bytes[kGroupsPerItem][16];
     const Decoder decoder(operand_.element);
+    const int64_t used = pair ? used_ : kBlock;
     for (int64_t g = group0; g < group1; ++g) {
       source_.row_bytes(g, row_bytes[g - group0]);
       source_.scale_bytes<k_last>(g, block0, block1, bytes[g - group0]);
@@ -85,13 +88,13 @@ class Packer {
       const mxtile::bf16::TileScales scales{bytes[g - group0][b - block0], row_bytes[g - group0]};
       alignas(64) uint16_t whole[kTileWords];
       uint16_t* tile = order_ == TileOrder::panels ? panel_tile(g, b) : whole;
-      decode_tile<k_last, pair>(decoder, codes, stride, scales, tile);
+      decode_tile<k_last, pair>(decoder, codes, stride, scales, tile, used);
       if (order_ == TileOrder::compact) store_compact<pair>(tile, b);
     };
     const auto pack_tile = [&](int64_t g, int64_t b) {
       if (!source_.inside(g, 1, b, 1)) {
         alignas(64) uint8_t padded[16 * 32];
-        source_.pad_tail<k_last>(g, b, padded);
+        source_.pad_tail<k_last>(g, b, padded, used);
         make_tile(g, b, padded, k_last ? 32 : 16);
       } else if (k_last && operand_.nibbles) {
         alignas(64) uint8_t codes[16 * 32];
@@ -146,7 +149,7 @@ class Packer {
   const StridedOperand& operand_;
   TileOrder order_;
   uint16_t* panels_;
-  int64_t kept_, blocks_, groups_;
+  int64_t kept_, blocks_, groups_, used_;
 };
 
 static inline int64_t bf16_panel_bytes(Role, int64_t rows, int64_t k) {
@@ -154,11 +157,11 @@ static inline int64_t bf16_panel_bytes(Role, int64_t rows, int64_t k) {
 }
 
 // lhs as row tiles, rhs as pair tiles.
-template <class Decoder>
+template <class Decoder, bool kSkips = false>
 Status pack_bf16_panels(Role role, const StridedOperand& operand, const float* exponents,
                         void* panels, int threads) {
-  const Packer<Decoder> packer(operand, exponents, TileOrder::panels,
-                               static_cast<uint16_t*>(panels));
+  const Packer<Decoder, kSkips> packer(operand, exponents, TileOrder::panels,
+                                       static_cast<uint16_t*>(panels));
   if (role == Role::lhs) {
     packer.template run<false>(threads);
   } else {

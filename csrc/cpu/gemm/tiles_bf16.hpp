@@ -13,14 +13,19 @@ namespace te_mx::cpu {
 static_assert(mxtile::bf16::kRelative == kRelativeExponent);
 inline constexpr int64_t kTileWords = 512;  // bf16 values of one tile
 
-// Pair tiles hold [16 k pairs][16 rows][2], row tiles [16 rows][32 k].
+// Of an operand whose k is less than a block: the codes that are not padding, up to whole steps of
+// decoders; else all.
+constexpr int64_t used_of_one_block(int64_t k) { return k < kBlock ? round_up(k, 4) : kBlock; }
+
+// Pair tiles hold [16 k pairs][16 rows][2], of which the first `used` k are written; row tiles [16
+// rows][32 k].
 template <bool k_last, bool pair, class Decoder>
 [[gnu::always_inline]] static inline void decode_tile(const Decoder& decoder, const uint8_t* codes,
                                                       int64_t stride,
                                                       mxtile::bf16::TileScales scales,
-                                                      uint16_t* tile) {
+                                                      uint16_t* tile, int64_t used = kBlock) {
   if constexpr (pair) {
-    decoder.template pair_tile<k_last>(codes, stride, scales, tile);
+    decoder.template pair_tile<k_last>(codes, stride, scales, tile, static_cast<int>(used));
   } else {
     decoder.template row_tile<k_last>(codes, stride, scales, tile);
   }
@@ -73,11 +78,11 @@ struct TileSource {
     }
   }
 
-  // The codes of a tile that sticks out, one a byte, zeros behind the end: rows 32 apart, or k 16
-  // apart.
+  // The codes of a tile that sticks out, one a byte, zeros behind the end: rows 32 apart, or `used`
+  // k 16 apart.
   template <bool k_last>
-  void pad_tail(int64_t group, int64_t block, uint8_t* padded) const {
-    std::memset(padded, 0, 16 * 32);
+  void pad_tail(int64_t group, int64_t block, uint8_t* padded, int64_t used = kBlock) const {
+    std::memset(padded, 0, static_cast<size_t>(16 * (k_last ? kBlock : used)));
     const int64_t left = operand.k - block * kBlock, ks = left < kBlock ? left : kBlock;
     const int64_t below = operand.rows - group * 16, rows = below < 16 ? below : 16;
     if (rows <= 0) return;

@@ -74,6 +74,11 @@ struct Problem {
   int64_t tile_cols;
   bool is_special;
   quantize_tile::Special special;
+
+  // Whether a kernel reads and writes so many rows where they lie, fewer than a tile has.
+  bool few_in_place(int64_t rows) const {
+    return rows % 2 == 0 && a.col_stride == 1 && !is_special && tile_rows < kTile;
+  }
 };
 
 struct alignas(64) Staging {
@@ -169,7 +174,9 @@ void run_tile(const Problem& p, Area area, bool last, const uint8_t* next, float
   t.cols = whole ? cols : kTile;
   t.last = last;
   t.col_sum = sums;
-  if (whole && a.col_stride == 1) {
+  const bool few = rows < p.tile_rows && cols % kTile == 0 && p.few_in_place(rows);
+  if (few) t.cols = cols, t.filled = rows;
+  if (few || (whole && a.col_stride == 1)) {
     t.x = address(p, r0, c0);
     t.row_stride = a.row_stride;
     t.next = next;
@@ -231,7 +238,7 @@ void run_item(const Problem& p, int64_t item) {
     const int64_t rows = std::min(p.tile_rows, r_end - r);
     for (int64_t c = c_begin, cols; c < c_end; c += cols) {
       cols = std::min(p.tile_cols, c_end - c);
-      if (rows < p.tile_rows) cols = std::min<int64_t>(cols, kTile);
+      if (rows < p.tile_rows && !p.few_in_place(rows)) cols = std::min<int64_t>(cols, kTile);
       if (cols > kTile) cols -= cols % kTile;
       const bool row_ends = c + cols >= c_end;
       const int64_t next_r = row_ends ? r + p.tile_rows : r;

@@ -60,8 +60,14 @@ struct Tile {
   float* col_sum;          // [cols], running sums
   const Special* special;  // for kernels of find_random()
   int64_t row0, col0;      // in the matrix, likewise
-  int filled = kTile;      // rows from here on are zeros, whose codes nobody reads
+  // Rows from here on are zeros, whose codes nobody reads; without transposed columns they are not
+  // read and, if this is even, not written.
+  int filled = kTile;
 };
+
+constexpr int written_rows(const Tile& tile, Columns columns) {
+  return columns == Columns::transposed || tile.filled >= tile.rows ? tile.rows : tile.filled;
+}
 
 // The 64 columns of a tile from c on. Internal linkage: files with different flags call it.
 template <int ElementBytes, Element E>

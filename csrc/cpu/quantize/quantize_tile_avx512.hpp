@@ -61,6 +61,8 @@ MXTILE_INLINE void load_row(const void* p, Vector* v, q::Sums* sums) {
   }
 }
 
+alignas(64) constexpr uint8_t kNothing[kTile * 4] = {};  // a row of zeros
+
 // First pass over 32 rows: copy, sums, column and row scales. Returns whether some block needs the
 // exact path.
 template <DType D, class F, bool Rows, Columns C>
@@ -81,7 +83,9 @@ MXTILE_INLINE bool measure(const Tile& tile, int half, Work<C>& work, q::Sums* s
     for (int i = 0; i < 8; ++i) {
       const int row = half * kHalf + 8 * g + i;
       Vector v[2];
-      load_row<D>(static_cast<const uint8_t*>(tile.x) + row * tile.row_stride * kBytes, v, sums);
+      const uint8_t* from = static_cast<const uint8_t*>(tile.x) + row * tile.row_stride * kBytes;
+      if (C != Columns::transposed && row >= tile.filled) from = kNothing;
+      load_row<D>(from, v, sums);
 #pragma GCC unroll 2
       for (int b = 0; b < 2; ++b) {
         q::store(work.x[row] + b * q::kWords, v[b]);
@@ -207,7 +211,7 @@ MXTILE_INLINE void emit_transposed(const Tile& tile, const Work<Columns::transpo
 template <bool Rows, Columns C>
 MXTILE_INLINE void emit_scales(const Tile& tile, const Work<C>& work) {
   if constexpr (Rows) {
-    for (int r = 0; r < tile.rows; ++r) {
+    for (int r = 0; r < written_rows(tile, C); ++r) {
       uint8_t* out = tile.row_scales + r * tile.row_scale_stride;
       out[0] = work.row_bytes[0][r];
       out[1] = work.row_bytes[1][r];
@@ -229,7 +233,7 @@ MXTILE_INLINE void emit_scales(const Tile& tile, const Work<C>& work) {
 // A few rows of the whole width at a time: stores to adjacent lines follow each other.
 template <int ElementBytes, class F, bool Rows, Columns C, bool Stream>
 MXTILE_INLINE void emit_tile(const Tile& tile, Work<C>* works) {
-  const int rows = C == Columns::transposed || tile.filled >= tile.rows ? tile.rows : tile.filled;
+  const int rows = written_rows(tile, C);
 #pragma GCC unroll 1
   for (int pair = 0; pair < (rows + 1) / 2; ++pair) {
 #pragma GCC unroll 1

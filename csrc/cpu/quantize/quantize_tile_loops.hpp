@@ -56,14 +56,16 @@ inline void quantize_columns(const uint32_t (*x)[kTile], uint8_t (*codes)[kTile]
 template <DType D, class F, bool Rows, Columns C>
 void run_part(const Tile& tile) {
   uint32_t x[tile_rows(C)][kTile];
-  for (int r = 0; r < tile.rows; ++r) load_row<D>(tile, r, x[r]);
+  const int rows = written_rows(tile, C);
+  for (int r = 0; r < rows; ++r) load_row<D>(tile, r, x[r]);
+  for (int r = rows; r < tile.rows; ++r) std::memset(x[r], 0, sizeof(x[r]));
   if (tile.col_sum) {
-    for (int r = 0; r < tile.rows; ++r) {
+    for (int r = 0; r < rows; ++r) {
       for (int c = 0; c < kTile; ++c) tile.col_sum[c] += mx::as_float(x[r][c]);
     }
   }
   if constexpr (Rows) {
-    for (int r = 0; r < tile.rows; ++r) {
+    for (int r = 0; r < rows; ++r) {
       for (int b = 0; b < 2; ++b) {
         uint8_t codes[mx::kBlockSize];
         uint8_t* to = tile.row_codes + r * tile.row_code_stride;
@@ -81,7 +83,7 @@ void run_part(const Tile& tile) {
       quantize_columns<F>(x + h * mx::kBlockSize, codes + h * mx::kBlockSize, bytes[h], tile.rule);
     }
     if constexpr (C == Columns::plain) {
-      for (int r = 0; r < tile.rows; ++r) {
+      for (int r = 0; r < rows; ++r) {
         std::memcpy(tile.col_codes + r * tile.col_code_stride, codes[r], kTile);
       }
       for (int h = 0; h < tile.rows / mx::kBlockSize; ++h) {

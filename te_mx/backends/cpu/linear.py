@@ -22,7 +22,7 @@ from te_mx.dispatch.registry import register
 from te_mx.layouts import spec_of
 from te_mx.runtime import workspace
 
-MOST_CODES = 1 << 20  # of x, w and the output gradient, which then stay in a cache between steps
+MOST_CODES = 1 << 20  # of x and w, or of the output gradient, which then stay in a cache
 
 
 class Small(LinearKernel):
@@ -42,7 +42,7 @@ class Small(LinearKernel):
         if reason is None and (problem.empty or problem.dtype not in FLOAT_DTYPES):
             reason = "takes float32, bfloat16 and float16, nothing empty"
         m, n, k = problem.m, problem.n, problem.k
-        if reason is None and (m + n) * k + m * n > MOST_CODES:
+        if reason is None and max((m + n) * k, m * n if problem.grad else 0) > MOST_CODES:
             reason = f"is for layers of at most {MOST_CODES} codes"
         return reason
 

@@ -170,15 +170,16 @@ struct Avx512Decoder {
     }
   }
 
-  // tile[16 k pairs][16 rows][2]
+  // tile[16 k pairs][16 rows][2], of the first `ks` k, a multiple of 4, and perhaps of more
   template <bool k_last>
   __attribute__((always_inline)) inline void pair_tile(const uint8_t* codes, ptrdiff_t stride,
-                                                       TileScales scales, uint16_t* tile) const {
+                                                       TileScales scales, uint16_t* tile,
+                                                       int ks = kTileK) const {
     alignas(64) uint32_t words[kTileRows];
     const __mmask16 nan_rows = exponent_words(scales, words);
     const __m512i add = _mm512_load_si512(words);
     if constexpr (k_last) {
-      for (int half = 0; half < 2; ++half) {  // k 0..15, 16..31
+      for (int half = 0; half < (ks + 15) / 16; ++half) {  // k 0..15, 16..31
         // Register i holds rows 4 * lane + i: transposing 4 rows of k pairs in the lanes is enough.
         __m512i z[4];
         for (int i = 0; i < 4; ++i) z[i] = load_lanes(codes + i * stride + 16 * half, 4 * stride);
@@ -194,13 +195,13 @@ struct Avx512Decoder {
       // Four k of 16 rows a register: k pair (0, 1) to the low, (2, 3) to the high half of each
       // lane.
       const __m512i order = _mm512_load_si512(kPairOrder.index);
-      for (int k = 0; k < kTileK; k += 4) {
+      for (int k = 0; k < ks; k += 4) {
         const __m512i four = load_lanes(codes + k * stride, stride);
         store_pairs(_mm512_permutexvar_epi8(order, four), add, tile + k / 2 * kTileK);
       }
     }
     if (__builtin_expect(nan_rows != 0, 0)) {
-      for (int p = 0; p < kTileRows; ++p) make_nan(tile + p * kTileK, nan_rows);
+      for (int p = 0; p < ks / 2; ++p) make_nan(tile + p * kTileK, nan_rows);
     }
   }
 

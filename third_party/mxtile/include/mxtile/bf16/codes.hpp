@@ -121,10 +121,11 @@ struct PortableDecoder {
     }
   }
 
-  // tile[16 k pairs][16 rows][2]
+  // tile[16 k pairs][16 rows][2], of the first `ks` k, a multiple of 4
   template <bool k_last>
-  void pair_tile(const uint8_t* codes, ptrdiff_t stride, TileScales scales, uint16_t* tile) const {
-    for (int k = 0; k < kTileK; ++k) {
+  void pair_tile(const uint8_t* codes, ptrdiff_t stride, TileScales scales, uint16_t* tile,
+                 int ks = kTileK) const {
+    for (int k = 0; k < ks; ++k) {
       for (int r = 0; r < kTileRows; ++r) {
         tile[(k / 2) * kTileK + r * 2 + k % 2] = at<k_last>(codes, stride, scales, r, k);
       }
