@@ -149,7 +149,7 @@ X, W, G = (M, K), (N, K), (M, N)
         (KEPT_ONE_COPY, [(X, True, True), (W, True, False), (G, True, True), (W, False, True)]),
     ],
 )
-def test_only_what_is_needed_is_quantized(quantized, recipe, expected):
+def test_only_what_is_needed_is_quantized(by_steps, quantized, recipe, expected):
     run(te_mx.Linear(K, N), torch.randn(M, K), torch.randn(M, N), recipe)
     assert sorted(quantized) == sorted(expected)
 

@@ -39,8 +39,16 @@ OperandOffsets offsets(int64_t at, const Form& f) {
   const bool nibbles = is_fp4(f.element) && f.layout == Layout::k_last;
   const int64_t codes = f.rows * (nibbles ? ceil_div(f.k, 2) : f.k);
   const int64_t blocks = ceil_div(f.rows, f.scaling.block_rows) * ceil_div(f.k, f.scaling.block_k);
-  const int64_t scales = at + aligned(codes);
-  return {at, scales, scales + aligned(f.scaling.type == ScaleType::f32 ? 4 * blocks : blocks)};
+  const bool floats = f.scaling.type == ScaleType::f32;
+  const int64_t scales = at + (floats ? round_up(codes, 4) : codes);
+  return {at, scales, scales + (floats ? 4 * blocks : blocks)};
+}
+
+// In a workspace, where something follows.
+OperandOffsets followed(int64_t at, const Form& f) {
+  OperandOffsets o = offsets(at, f);
+  o.end = aligned(o.end);
+  return o;
 }
 
 OperandOut to(void* buffer, const OperandOffsets& at) {
@@ -192,13 +200,13 @@ LinearOffsets linear_offsets(const LinearArgs& a) {
   const OperandOut any{&place, &place};
   o.x_row = offsets(0, x_rows(a)), o.x_col = offsets(0, x_columns(a));
   o.w_col = offsets(0, w_columns(a)), o.g_kept = offsets(0, g_columns(a));
-  o.w_row = offsets(0, w_rows(a));
+  o.w_row = followed(0, w_rows(a));
   o.forward_bytes = with_gemm(o.w_row.end, y_of(a, any, any));
-  if (a.w_columns) o.g_row = offsets(0, g_rows(a));
+  if (a.w_columns) o.g_row = followed(0, g_rows(a));
   o.g_col = {o.g_row.end, o.g_row.end, o.g_row.end};
-  if (a.x_columns) o.g_col = offsets(o.g_row.end, g_columns(a));
+  if (a.x_columns) o.g_col = followed(o.g_row.end, g_columns(a));
   o.w_again = {o.g_col.end, o.g_col.end, o.g_col.end};
-  if (a.w_columns && !a.w_kept) o.w_again = offsets(o.g_col.end, w_columns(a));
+  if (a.w_columns && !a.w_kept) o.w_again = followed(o.g_col.end, w_columns(a));
   o.sums = o.w_again.end;
   // Partial sums, and whole ones that are rounded.
   const int64_t gemm = o.sums + aligned((ceil_div(a.m, kColSumRows) + 1) * a.n * 4);
