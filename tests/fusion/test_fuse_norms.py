@@ -153,7 +153,7 @@ def test_bits_of_the_norm_that_modules_use(make, dtype):
 
 
 @pytest.mark.usefixtures("family")
-def test_readers_quantize_nothing_again(monkeypatch):
+def test_readers_quantize_nothing_again(by_steps, monkeypatch):
     layer, x = layer_of(RMS), torch.randn(20, 64).to(BF16)
     te_mx.convert_model(layer, fuse=True)
     found = []
