@@ -26,7 +26,6 @@ from te_mx.runtime.arguments import (
     check_size,
     shown,
 )
-from te_mx.torch_internals import tree_leaves
 
 _NAME = "make_graphed_callables"
 _OFF, _OUTSIDE = "te_mx off", "no te_mx.autocast region"
@@ -145,12 +144,21 @@ def _check(functions: tuple[Any, ...], sample_args: Any, several: bool) -> None:
     for args in sample_args if several else (sample_args,):
         if not isinstance(args, tuple):
             raise TypeError(f"sample_args must be a tuple of tuples, got {shown(args)} in it")
-        for leaf in tree_leaves(args):
+        for leaf in _leaves(args):
             if not isinstance(leaf, Tensor):
                 raise TypeError(
                     f"sample_args must hold tensors only, got {shown(leaf)}; bind other arguments "
                     "first, e.g. with functools.partial"
                 )
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    """What is in nested tuples, lists and dicts."""
+    if not isinstance(tree, tuple | list | dict):
+        yield tree
+        return
+    for part in tree.values() if isinstance(tree, dict) else tree:
+        yield from _leaves(part)
 
 
 def _mx_modules(function: Any) -> list[MXModule]:
