@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from functools import partial
 from operator import attrgetter
@@ -155,7 +156,7 @@ else:
 storage_uses: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
 references: Callable[[Any], int] = getattr(sys, "getrefcount", lambda _: 0)
 # Whether references are counted so at all: where threads run without a lock they are not.
-counts_references: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
+counts_references = not sysconfig.get_config_var("Py_GIL_DISABLED")
 
 
 def moved_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
@@ -320,9 +321,7 @@ wrapped: Any = getattr(_composable, "_module_state_mapping", ("unknown",))
 def fsdp_params() -> Iterator[tuple[Any, Any, nn.Module, str]]:
     """(what FSDP2 knows of a parameter, the group that it is reduced with, its module, its name) of
     every parameter of fully_shard and replicate."""
-    state_of: Any = getattr(_composable, "_get_module_state", _nothing)
-    for module in [one for one in wrapped if isinstance(one, nn.Module)]:
-        state = state_of(module)
+    for state in [ref() for ref in getattr(wrapped, "values", tuple)()]:
         groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one
         for group in (getattr(state, "_fsdp_param_group", None),) if groups is None else groups:
             for param in () if group is None else group.fsdp_params:
@@ -344,7 +343,7 @@ def size_of(param: Any) -> tuple[int, ...]:
 
 def gathered_parameter(param: Any) -> Any:
     """The parameter that fully_shard lends to a module for a forward, None before the first."""
-    return getattr(param, "_unsharded_param", None)
+    return getattr(param, "unsharded_param", None)
 
 
 def gradient_hook(group: Any) -> Any:
@@ -372,15 +371,6 @@ def running_ddp() -> Any:
             "the layer without both"
         )
     return None
-
-
-def ddp_parameters(ddp: Any) -> Any:
-    """The parameters whose gradients DistributedDataParallel averages. Without: found anew."""
-    found = getattr(ddp, "_module_parameters", None)
-    if found is None:
-        named, ignored = ddp.module.named_parameters(), ddp.parameters_to_ignore
-        found = [parameter for name, parameter in named if name not in ignored]
-    return found
 
 
 # What makes a tensor of a class of one's own without memory. Without: quantized_all_gather is

@@ -11,6 +11,7 @@ leaves compiled code where its weight gradients need it; shared by every module 
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,7 +30,7 @@ from te_mx.autograd.grad_target import (
     Wgrad,
 )
 from te_mx.runtime.arguments import shown
-from te_mx.torch_internals import ddp_parameters, is_managed, running_ddp, wrapped
+from te_mx.torch_internals import is_managed, running_ddp, wrapped
 from te_mx.weights.ranks import above
 
 
@@ -70,8 +71,15 @@ def reducing_group(parameters: Sequence[Tensor]) -> Any:
     ddp = running_ddp()
     if ddp is None or not ddp.require_backward_grad_sync:
         return None
-    reduced = {id(parameter) for parameter in ddp_parameters(ddp)}
+    if ddp not in _reduced:
+        named, ignored = ddp.module.named_parameters(), ddp.parameters_to_ignore
+        _reduced[ddp] = {id(parameter) for name, parameter in named if name not in ignored}
+    reduced = _reduced[ddp]
     return ddp.process_group if any(id(p) in reduced for p in parameters) else None
+
+
+# What each DistributedDataParallel averages: it fixes that when it is built, and holds them.
+_reduced: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
 
 
 class ReplicatedGradient(WeightGradient):
