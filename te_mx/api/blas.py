@@ -22,13 +22,7 @@ from torch import Tensor
 
 from te_mx.dispatch.calls import FLOAT_DTYPES, GELUS, Epilogue
 from te_mx.layouts.operand import Operand
-from te_mx.runtime.arguments import (
-    check_flag,
-    check_memory,
-    check_written,
-    is_one_of,
-    shown,
-)
+from te_mx.runtime.arguments import check_flag, check_memory, check_written, is_one_of, shown
 
 USAGES = {
     "TN": ("rowwise", "rowwise"),

@@ -23,24 +23,14 @@ from te_mx.conversion.bound import bind, unbind
 from te_mx.conversion.decisions import Decisions, Wanted, decide
 from te_mx.conversion.layers import fusion_row, layers_of, row, seam_of
 from te_mx.conversion.report import REVERTED, SKIPPED, ConversionReport
-from te_mx.fusion.class_swap import (
-    Reclassed,
-    give,
-    take_back,
-    why_not_back,
-)
+from te_mx.fusion.class_swap import Reclassed, give, take_back, why_not_back
 from te_mx.fusion.in_place import fuse_in_place, unfuse_in_place
 from te_mx.fusion.sequences import fuse_all, unfuse
 from te_mx.nn.base import MXModule
 from te_mx.nn.converted import ConversionWarning, unwatch, watch
 from te_mx.nn.linear import Linear
 from te_mx.recipe import Recipe, resolve_recipe
-from te_mx.runtime.arguments import (
-    check_flag,
-    check_module,
-    check_size,
-    shown,
-)
+from te_mx.runtime.arguments import check_flag, check_module, check_size, shown
 from te_mx.runtime.ran import end_tags
 
 

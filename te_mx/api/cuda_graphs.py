@@ -21,11 +21,7 @@ from torch.utils.hooks import unserializable_hook
 from te_mx.context.region import active_region, autocast
 from te_mx.nn.base import MXModule
 from te_mx.recipe import Settings, resolve_recipe
-from te_mx.runtime.arguments import (
-    check_flag,
-    check_size,
-    shown,
-)
+from te_mx.runtime.arguments import check_flag, check_size, shown
 from te_mx.torch_internals import tree_leaves
 
 _NAME = "make_graphed_callables"

@@ -11,17 +11,8 @@ from torch import nn
 from te_mx.context.region import current_recipe
 from te_mx.nn.base import MXModule
 from te_mx.recipe import Settings, resolve_recipe
-from te_mx.runtime.arguments import (
-    check_flag,
-    check_module,
-    shown,
-)
-from te_mx.weights.formats import (
-    NOTHING,
-    WEIGHT_ONLY,
-    Fixed,
-    fixed_by,
-)
+from te_mx.runtime.arguments import check_flag, check_module, shown
+from te_mx.weights.formats import NOTHING, WEIGHT_ONLY, Fixed, fixed_by
 from te_mx.weights.missing import take_back
 from te_mx.weights.weight_readers import reads_now, weights_read
 

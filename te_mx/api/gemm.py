@@ -34,12 +34,7 @@ from te_mx.formats import Format
 from te_mx.formats.scaling import STOCHASTIC
 from te_mx.recipe import MAX_SPREAD, check_precision
 from te_mx.runtime import streams
-from te_mx.runtime.arguments import (
-    check_dense,
-    check_flag,
-    is_one_of,
-    shown,
-)
+from te_mx.runtime.arguments import check_dense, check_flag, is_one_of, shown
 
 if TYPE_CHECKING:
     from te_mx.api.tensor import MXTensor

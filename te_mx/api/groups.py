@@ -33,13 +33,7 @@ from te_mx.dispatch.groups import INDEX_DTYPES, host_bounds, readable
 from te_mx.layouts.operand import Stack
 from te_mx.recipe import Settings, resolve_recipe
 from te_mx.recipes.resolve import DEFAULT_SETTINGS
-from te_mx.runtime.arguments import (
-    check_address,
-    check_dense,
-    check_memory,
-    check_size,
-    shown,
-)
+from te_mx.runtime.arguments import check_address, check_dense, check_memory, check_size, shown
 
 
 @dataclass(frozen=True)

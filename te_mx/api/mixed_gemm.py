@@ -15,12 +15,7 @@ import torch
 from torch import Tensor
 
 from te_mx._ops import GemmParts, Operand, Stack, dequantize_2d
-from te_mx.api.blas import (
-    USAGES,
-    check_devices,
-    check_layout,
-    operand_of,
-)
+from te_mx.api.blas import USAGES, check_devices, check_layout, operand_of
 from te_mx.autograd.grouped import grouped_plain
 from te_mx.backends.reference.torch_gemm import finish, mm_without_tf32
 from te_mx.dispatch.calls import Epilogue

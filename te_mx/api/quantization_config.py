@@ -13,11 +13,7 @@ from te_mx import formats
 from te_mx.fusion.experts import ExpertsModule
 from te_mx.nn.base import MXModule
 from te_mx.nn.linear import Linear
-from te_mx.runtime.arguments import (
-    check_module,
-    is_one_of,
-    shown,
-)
+from te_mx.runtime.arguments import check_module, is_one_of, shown
 from te_mx.weights.frozen import Freezable
 from te_mx.weights.missing import claim
 

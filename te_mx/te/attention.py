@@ -19,25 +19,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from te_mx.nn import checks
-from te_mx.nn.tensor_parallel import (
-    BOTH,
-    COLUMN,
-    ROW,
-    Shared,
-    check_group,
-    shared,
-)
-from te_mx.runtime.arguments import (
-    check_flag,
-    check_number,
-    check_size,
-)
+from te_mx.nn.tensor_parallel import BOTH, COLUMN, ROW, Shared, check_group, shared
+from te_mx.runtime.arguments import check_flag, check_number, check_size
 from te_mx.te import attention_checks, attention_masks
-from te_mx.te.attention_checks import (
-    BIAS_TYPES,
-    FORMATS,
-    SOFTMAX_TYPES,
-)
+from te_mx.te.attention_checks import BIAS_TYPES, FORMATS, SOFTMAX_TYPES
 from te_mx.te.attention_masks import Padding, Rule
 from te_mx.te.modules import default_device
 from te_mx.weights.state_dict import WithoutExtraState

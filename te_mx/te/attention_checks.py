@@ -14,13 +14,7 @@ import torch
 from torch import Tensor
 
 from te_mx.nn.arguments import ABSENT, Absent
-from te_mx.runtime.arguments import (
-    check_number,
-    check_size,
-    is_dense,
-    is_one_of,
-    shown,
-)
+from te_mx.runtime.arguments import check_number, check_size, is_dense, is_one_of, shown
 from te_mx.te.attention_masks import Padding, Rule
 
 _CONTEXT = "te_mx has no context parallelism"

@@ -14,11 +14,7 @@ from te_mx.te import attention as attention_ranks
 from te_mx.te import attention_checks
 from te_mx.te.attention import DotProductAttention
 from te_mx.te.modules import LayerNormLinear, Linear
-from te_mx.te.norms import (
-    L2Normalization,
-    LayerNorm,
-    RMSNorm,
-)
+from te_mx.te.norms import L2Normalization, LayerNorm, RMSNorm
 from te_mx.te.rotary import apply_rotary_pos_emb
 
 _OWNER = "te_mx.MultiheadAttention"

@@ -12,19 +12,9 @@ from torch.nn import functional as F
 
 from te_mx.context.region import output_dtype
 from te_mx.nn import checks
-from te_mx.nn.norm_base import (
-    NARROW,
-    layer_norm,
-    sums_in_fp32,
-)
+from te_mx.nn.norm_base import NARROW, layer_norm, sums_in_fp32
 from te_mx.nn.tensor_parallel import Marked
-from te_mx.runtime.arguments import (
-    check_flag,
-    check_number,
-    check_size,
-    is_dense,
-    shown,
-)
+from te_mx.runtime.arguments import check_flag, check_number, check_size, is_dense, shown
 from te_mx.te import attention_checks
 from te_mx.te.modules import default_device
 from te_mx.weights.state_dict import WithoutExtraState

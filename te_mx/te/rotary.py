@@ -11,12 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_mx.runtime.arguments import (
-    check_flag,
-    check_number,
-    check_size,
-    shown,
-)
+from te_mx.runtime.arguments import check_flag, check_number, check_size, shown
 from te_mx.te import attention_checks
 from te_mx.te.modules import default_device
 
