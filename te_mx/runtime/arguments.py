@@ -185,7 +185,7 @@ def parts_of(name: str, side: Any) -> tuple[tuple[str, Tensor], ...]:
     """What is read of a tensor, or of an operand its codes and scales, by name."""
     if isinstance(side, Tensor):
         return ((name, side),)
-    return (name, side.codes), (f"the scales of {name}", side.scales)
+    return (f"the codes of {name}", side.codes), (f"the scales of {name}", side.scales)
 
 
 def check_apart(out: Tensor, name: str, read: Iterable[tuple[str, Tensor | None]]) -> None:
