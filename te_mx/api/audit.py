@@ -7,21 +7,12 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from te_mx.api.memory import (
-    Recorded,
-    Saved,
-    recorded,
-    saved_by,
-)
+from te_mx.api.memory import Recorded, Saved, recorded, saved_by
 from te_mx.autograd.linear_recipe import GEMMS
 from te_mx.fusion.class_swap import Reclassed
 from te_mx.nn.base import MXModule
 from te_mx.nn.guards import RAN
-from te_mx.runtime.arguments import (
-    check_flag,
-    check_module,
-    shown,
-)
+from te_mx.runtime.arguments import check_flag, check_module, shown
 from te_mx.runtime.ran import LAST_RUN, was_read
 from te_mx.runtime.report import table
 from te_mx.weights.frozen import lies

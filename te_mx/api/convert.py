@@ -23,24 +23,14 @@ from te_mx.conversion.bound import bind, unbind
 from te_mx.conversion.decisions import Decisions, Wanted, decide
 from te_mx.conversion.layers import fusion_row, layers_of, row, seam_of
 from te_mx.conversion.report import REVERTED, SKIPPED, ConversionReport
-from te_mx.fusion.class_swap import (
-    Reclassed,
-    give,
-    take_back,
-    why_not_back,
-)
+from te_mx.fusion.class_swap import Reclassed, give, take_back, why_not_back
 from te_mx.fusion.in_place import fuse_in_place, unfuse_in_place
 from te_mx.fusion.sequences import fuse_all, unfuse
 from te_mx.nn.base import MXModule
 from te_mx.nn.converted import ConversionWarning, unwatch, watch
 from te_mx.nn.linear import Linear
 from te_mx.recipe import Recipe, resolve_recipe
-from te_mx.runtime.arguments import (
-    check_flag,
-    check_module,
-    check_size,
-    shown,
-)
+from te_mx.runtime.arguments import check_flag, check_module, check_size, is_one_of, shown
 from te_mx.runtime.ran import end_tags
 
 
@@ -160,12 +150,9 @@ def _change(model: nn.Module, decisions: Decisions, recipe: Recipe | None) -> No
 
 def _check(model: Any, filter_fn: Any, **flags: Any) -> None:
     check_module(model)
-    if isinstance(filter_fn, str) and filter_fn != "auto":
-        raise ValueError(
-            f'filter_fn must be "auto" or a function of (module, name), got {shown(filter_fn)}'
-        )
-    if filter_fn is not None and not isinstance(filter_fn, str) and not callable(filter_fn):
-        raise TypeError(
+    if not callable(filter_fn) and not is_one_of(filter_fn, ("auto", None)):
+        wrong = ValueError if isinstance(filter_fn, str) else TypeError
+        raise wrong(
             f'filter_fn must be "auto" or a function of (module, name), got {shown(filter_fn)}'
         )
     for name, value in flags.items():

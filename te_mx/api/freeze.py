@@ -11,17 +11,8 @@ from torch import nn
 from te_mx.context.region import current_recipe
 from te_mx.nn.base import MXModule
 from te_mx.recipe import Settings, resolve_recipe
-from te_mx.runtime.arguments import (
-    check_flag,
-    check_module,
-    shown,
-)
-from te_mx.weights.formats import (
-    NOTHING,
-    WEIGHT_ONLY,
-    Fixed,
-    fixed_by,
-)
+from te_mx.runtime.arguments import check_flag, check_module, shown
+from te_mx.weights.formats import NOTHING, WEIGHT_ONLY, Fixed, fixed_by
 from te_mx.weights.missing import take_back
 from te_mx.weights.weight_readers import reads_now, weights_read
 
@@ -126,8 +117,11 @@ def freeze_weights(
     modules = _modules(model)
     if any(_is_fsdp2(module) for module in model.modules()):
         _check_sharded(model, modules, drop_master)
-    wanted = modules if filter_fn is None else _chosen(modules, filter_fn)
-    how = []
+    wanted, how = modules, []
+    if filter_fn is not None:
+        wanted = [(name, module) for name, module in modules if filter_fn(cast(Any, module), name)]
+        if not wanted:
+            raise ValueError(f"filter_fn chose none of the {len(modules)} te_mx modules of model")
     if drop_master:
         _refuse_read(model, wanted)
     for name, module in wanted:
@@ -148,15 +142,6 @@ def freeze_weights(
                 module.unfreeze()
         raise
     return sum(module._frozen is not None for _, module in modules)
-
-
-def _chosen(
-    modules: list[tuple[str, MXModule]], filter_fn: Callable[[nn.Module, str], bool]
-) -> list[tuple[str, MXModule]]:
-    chosen = [(name, module) for name, module in modules if filter_fn(cast(Any, module), name)]
-    if not chosen:
-        raise ValueError(f"filter_fn chose none of the {len(modules)} te_mx modules of model")
-    return chosen
 
 
 def _refuse_read(model: nn.Module, wanted: list[tuple[str, MXModule]]) -> None:

@@ -1,19 +1,17 @@
-"""te_mx.quantize and te_mx.gemm: the public functions on MXTensors.
+"""te_mx.quantize and te_mx.gemm: the public functions on MXTensors. Gradients do not flow through
+either: the modules of te_mx.nn are what trains.
 
-Gradients do not flow through either: the modules of te_mx.nn are what trains.
-
-te_mx.gemm of two tensors that stand still: after a few calls of the same kind the kernel, its
-native record and the packed operands are known, and a call looks only at what may have changed.
-
-What may have changed: the codes (torch counts writes to them), the stream, a graph that is being
-captured, and who watches the dispatcher. Then the long way is taken, which says what is wrong.
+Of two tensors that stand still, after a few calls of the same kind, the kernel, its native record
+and the packed operands are known, and te_mx.gemm looks only at what may have changed: the codes
+(torch counts writes to them), the stream, a graph that is being captured, and who watches the
+dispatcher. Then the long way is taken, which says what is wrong.
 """
 
 from __future__ import annotations
 
 import math
 from operator import is_not
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +20,7 @@ from te_mx import _ops as ops
 from te_mx._ops import FLOAT_DTYPES, Mode
 from te_mx._ops.gemm import empty
 from te_mx._ops.library import is_direct
-from te_mx.api import blas as _blas
-from te_mx.api import blas as _epilogue
-from te_mx.api import mixed_gemm
+from te_mx.api import blas, mixed_gemm
 from te_mx.api.tensor import MXTensor, _make, format_of, name_of
 from te_mx.autograd import node
 from te_mx.dispatch.kernels import PreparedGemm
@@ -34,15 +30,7 @@ from te_mx.formats import Format
 from te_mx.formats.scaling import STOCHASTIC
 from te_mx.recipe import MAX_SPREAD, check_precision
 from te_mx.runtime import streams
-from te_mx.runtime.arguments import (
-    check_dense,
-    check_flag,
-    is_one_of,
-    shown,
-)
-
-if TYPE_CHECKING:
-    from te_mx.api.tensor import MXTensor
+from te_mx.runtime.arguments import check_dense, check_flag, is_one_of, parts_of, shown
 
 
 class Call(NamedTuple):
@@ -260,12 +248,8 @@ def quantize(
         f"{known.name}@{'rows' if transposed else 'cols'}" if columnwise else "",
         rule=rule if seed is None else rule + STOCHASTIC, seed=seed,
     )[:2]  # fmt: skip
-    row_codes, row_scales = (None, None) if row is None else row[:2]
-    col_codes, col_scales = (None, None) if col is None else col[:2]
-    return _make(
-        x.shape, name_of(known), row_codes, row_scales, col_codes, col_scales,
-        bool(columnwise and transposed),
-    )  # fmt: skip
+    parts = (None,) * 2 if row is None else row[:2], (None,) * 2 if col is None else col[:2]
+    return _make(x.shape, name_of(known), (*parts[0], *parts[1]), bool(columnwise and transposed))
 
 
 def _seed_of(
@@ -377,44 +361,39 @@ def gemm(
         node.refuse("te_mx.gemm", tensors, node.FUNCTION, grad=True)
     mixed = mixed_gemm.sides_of(A, B, layout)
     if mixed is None:
-        a, b = _blas.operands(A, B, layout)
+        a, b = blas.operands(A, B, layout)
         n, m, device = b.rows, a.rows, a.codes.device
-        read: dict[str, Tensor | None] = {
-            "the codes of A": a.codes, "the scales of A": a.scales,
-            "the codes of B": b.codes, "the scales of B": b.scales,
-        }  # fmt: skip
+        read: list[tuple[str, Tensor | None]] = [*parts_of("A", a), *parts_of("B", b)]
     else:
-        n, m, device, read = mixed.n, mixed.m, A.device, dict(mixed.parts)
-    epilogue = _epilogue.resolve(n, m, device, bias, gelu, gelu_in, grad, accumulate)
+        n, m, device, read = mixed.n, mixed.m, A.device, [*mixed.parts]
+    epilogue = blas.resolve(n, m, device, bias, gelu, gelu_in, grad, accumulate)
     if epilogue.bias_grad == "operand" and mixed is None and b.format.transform is not None:
         raise ValueError(
             f"bias asks for the sums of B over k, but B is {b.format.name}, whose codes are those "
             "of transformed values; leave bias away and sum the tensor that was quantized"
         )
-    read |= {"bias": epilogue.bias, "gelu_in": epilogue.gelu_in}
-    _epilogue.check_out(out, n, m, device, out_dtype, accumulate, read.items())
+    read += [("bias", epilogue.bias), ("gelu_in", epilogue.gelu_in)]
+    blas.check_out(out, n, m, device, out_dtype, accumulate, read)
     if aux_dtype is not None:
-        _epilogue.check_dtype(aux_dtype, "aux_dtype")
+        blas.check_dtype(aux_dtype, "aux_dtype")
     check_precision(precision, alignment_spread)
     check_flag("split_k", split_k)
     if mixed is not None:
         made = mixed_gemm.run(mixed, epilogue, out, out_dtype, aux_dtype)
-        return _output(made, bias)
-    assert not isinstance(A, Tensor) and not isinstance(B, Tensor)
-    mode = ops.Mode(precision, alignment_spread, split_k)
-    if not torch.compiler.is_compiling() and ops.worth_packing(b, a, mode):
-        usage_a, usage_b = _blas.USAGES[layout]
-        kept_as = ops.Mode(precision, alignment_spread)
-        a = A.kept_operand(usage_a, "rhs", kept_as) or a
-        if epilogue.bias_grad != "operand":  # which sums the values that were quantized
-            b = B.kept_operand(usage_b, "lhs", kept_as) or b
-        if call is not None:
-            remember(A, B, call, (usage_a, usage_b))
-    made = ops.gemm_2d(b, a, epilogue, out=out, out_dtype=out_dtype, aux_dtype=aux_dtype, mode=mode)
-    return _output(made, bias)
-
-
-def _output(made: ops.GemmParts, bias: Tensor | bool | None) -> GemmOutput:
+    else:
+        assert not isinstance(A, Tensor) and not isinstance(B, Tensor)
+        mode = ops.Mode(precision, alignment_spread, split_k)
+        if not torch.compiler.is_compiling() and ops.worth_packing(b, a, mode):
+            usage_a, usage_b = blas.USAGES[layout]
+            kept_as = ops.Mode(precision, alignment_spread)
+            a = A.kept_operand(usage_a, "rhs", kept_as) or a
+            if epilogue.bias_grad != "operand":  # which sums the values that were quantized
+                b = B.kept_operand(usage_b, "lhs", kept_as) or b
+            if call is not None:
+                remember(A, B, call, (usage_a, usage_b))
+        made = ops.gemm_2d(
+            b, a, epilogue, out=out, out_dtype=out_dtype, aux_dtype=aux_dtype, mode=mode
+        )
     bias_grad = made.bias_grad
     if bias_grad is not None and isinstance(bias, Tensor):
         bias_grad = bias_grad.to(bias.dtype)

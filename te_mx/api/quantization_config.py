@@ -13,11 +13,7 @@ from te_mx import formats
 from te_mx.fusion.experts import ExpertsModule
 from te_mx.nn.base import MXModule
 from te_mx.nn.linear import Linear
-from te_mx.runtime.arguments import (
-    check_module,
-    is_one_of,
-    shown,
-)
+from te_mx.runtime.arguments import check_module, is_one_of, shown
 from te_mx.weights.frozen import Freezable
 from te_mx.weights.missing import claim
 
@@ -140,7 +136,10 @@ def quantization_config(model: nn.Module, style: str) -> dict[str, Any]:
     for name, module in dropped:
         if problem := _why_not(module, fmt) or _why_no_head(model, module, chosen):
             raise ValueError(f"{name}: {problem}")
-    made = chosen.make(fmt, weight_only, _left_out(model, {id(m) for _, m in dropped}))
+    codes = {id(module) for _, module in dropped}
+    linear = (nn.Linear, MXModule)
+    left = [n for n, m in model.named_modules() if isinstance(m, linear) and id(m) not in codes]
+    made = chosen.make(fmt, weight_only, left)
     claim(model, [module for _, module in dropped], chosen.ends[fmt], made)
     if any(isinstance(module, ExpertsModule) for _, module in dropped):
         from te_mx.integrations.hf_quantizer import convert_scales_too
@@ -199,9 +198,3 @@ def _why_no_head(model: Any, module: Any, style: _Style) -> str:
         return ""
     why = "are tied to the input embeddings" if tied else "stay in high precision for its readers"
     return f"output embeddings {why}; leave them out by filter_fn of te_mx.freeze_weights"
-
-
-def _left_out(model: nn.Module, dropped: set[int]) -> list[str]:
-    """Names of the linear layers that keep their weights."""
-    kinds = (nn.Linear, MXModule)
-    return [n for n, m in model.named_modules() if isinstance(m, kinds) and id(m) not in dropped]

@@ -14,12 +14,7 @@ from typing import Any
 
 from te_mx.recipe import Float8BlockScaling, Format, MMParams, MXFP8BlockScaling, Recipe
 from te_mx.recipes.float8_block import QParams
-from te_mx.runtime.arguments import (
-    check_flag,
-    check_size,
-    is_one_of,
-    shown,
-)
+from te_mx.runtime.arguments import check_flag, check_size, is_one_of, shown
 
 __all__ = [
     "CustomRecipe",

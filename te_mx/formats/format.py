@@ -22,11 +22,7 @@ from te_mx.formats.scaling import (
     scale_bytes,
     split_rule,
 )
-from te_mx.runtime.arguments import (
-    check_dense,
-    check_size,
-    shown,
-)
+from te_mx.runtime.arguments import check_dense, check_size, shown
 
 READ = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -14,15 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from te_mx.formats.element import (
-    BIAS,
-    INF,
-    MAGNITUDE,
-    MANTISSA,
-    MANTISSA_BITS,
-    Element,
-    normalized,
-)
+from te_mx.formats.element import BIAS, INF, MAGNITUDE, MANTISSA, MANTISSA_BITS, Element, normalized
 from te_mx.formats.format import READ, Format, check_matrix, check_random, register
 from te_mx.formats.mxfp8 import E4M3, E5M2
 from te_mx.formats.scaling import Scaling, split_rule

@@ -7,12 +7,7 @@ from te_mx.formats.format import Format, register
 from te_mx.formats.scaling import Scaling
 
 E4M3 = Element(
-    "e4m3",
-    exponent_bits=4,
-    mantissa_bits=3,
-    bias=7,
-    max=448.0,
-    torch_dtype=torch.float8_e4m3fn,
+    "e4m3", exponent_bits=4, mantissa_bits=3, bias=7, max=448.0, torch_dtype=torch.float8_e4m3fn
 )
 E5M2 = Element(
     "e5m2",

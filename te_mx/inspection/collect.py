@@ -16,12 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from te_mx.autograd.linear_recipe import (
-    DGRAD,
-    FPROP,
-    GEMMS,
-    WGRAD,
-)
+from te_mx.autograd.linear_recipe import DGRAD, FPROP, GEMMS, WGRAD
 from te_mx.formats import Format
 from te_mx.fusion.experts import ExpertsModule
 from te_mx.inspection.layers import Layer

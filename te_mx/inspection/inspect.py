@@ -19,12 +19,7 @@ from te_mx.inspection.layers import Layer, layers_of, untouched
 from te_mx.inspection.readings import About, readings_of
 from te_mx.inspection.report import InspectionReport
 from te_mx.recipe import MAX_SPREAD
-from te_mx.runtime.arguments import (
-    check_flag,
-    check_module,
-    check_size,
-    shown,
-)
+from te_mx.runtime.arguments import check_flag, check_module, check_size, shown
 
 # One of each width and family, and E5M2 for gradients: a table that can be read.
 USUAL = "mxfp8_e4m3", "mxfp8_e5m2", "fp8_e4m3_1x128", "mxfp6_e2m3", "mxfp4"

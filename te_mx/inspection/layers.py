@@ -13,11 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from te_mx.api.memory import is_layer
-from te_mx.context.region import (
-    Region,
-    active_region,
-    entered_again,
-)
+from te_mx.context.region import Region, active_region, entered_again
 from te_mx.fusion.transposed_linear import TransposedLinear
 from te_mx.nn.base import MXModule
 from te_mx.nn.checks import FLOATS

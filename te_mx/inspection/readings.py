@@ -12,11 +12,7 @@ from te_mx.conversion.matrices import Matrix
 from te_mx.formats import Format
 from te_mx.inspection.layers import Layer
 from te_mx.inspection.metrics import Sums
-from te_mx.runtime.arguments import (
-    check_size,
-    is_one_of,
-    shown,
-)
+from te_mx.runtime.arguments import check_size, is_one_of, shown
 
 ROLES = ("x", "w", "g")
 EXACT, ZERO, BAD = "exact", "all zero", "not finite"  # notes of readings

@@ -30,11 +30,7 @@ from te_mx.moe.arguments import (
     weights_of,
 )
 from te_mx.recipes.settings import Settings
-from te_mx.runtime.arguments import (
-    check_flag,
-    is_one_of,
-    shown,
-)
+from te_mx.runtime.arguments import check_flag, is_one_of, shown
 
 OWNER = "fused_experts"
 # f(gate) * up, with f; swigluoai is gpt-oss's: limits of 7, slope 1.702, up + 1.

@@ -10,12 +10,7 @@ import torch
 from torch import Tensor
 
 from te_mx.dispatch.groups import readable
-from te_mx.runtime.arguments import (
-    check_flag,
-    check_number,
-    is_dense,
-    shown,
-)
+from te_mx.runtime.arguments import check_flag, check_number, is_dense, shown
 
 __all__ = ["parallel_cross_entropy"]
 

@@ -8,12 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from te_mx.runtime.arguments import check_size, shown
-from te_mx.te.modules import (
-    GroupedLinear,
-    LayerNormLinear,
-    LayerNormMLP,
-    Linear,
-)
+from te_mx.te.modules import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
 from te_mx.te.norms import LayerNorm, RMSNorm
 
 __all__ = [

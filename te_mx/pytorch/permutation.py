@@ -12,12 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_mx.runtime.arguments import (
-    check_size,
-    is_dense,
-    is_one_of,
-    shown,
-)
+from te_mx.runtime.arguments import check_size, is_dense, is_one_of, shown
 
 __all__ = [
     "moe_permute",

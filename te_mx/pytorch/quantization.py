@@ -10,11 +10,7 @@ from typing import Any
 import torch
 
 from te_mx.common.recipe import RecipeWarning
-from te_mx.context.region import (
-    autocast,
-    current_recipe,
-    fp8_autocast,
-)
+from te_mx.context.region import autocast, current_recipe, fp8_autocast
 from te_mx.nn.base import preserves
 from te_mx.recipe import Recipe, get_default_recipe, is_mxfp8_available, resolve_recipe
 from te_mx.runtime.arguments import check_flag

@@ -10,11 +10,7 @@ from te_mx.formats.hadamard import SIGNS, SIZES, Hadamard
 from te_mx.formats.scaling import MX_RULES, STOCHASTIC
 from te_mx.recipes.settings import Settings
 from te_mx.recipes.values import MAX_SPREAD, Recipe, check_common, settings_of
-from te_mx.runtime.arguments import (
-    check_flag,
-    is_one_of,
-    shown,
-)
+from te_mx.runtime.arguments import check_flag, is_one_of, shown
 
 _FOUR, _EIGHT = "mxfp4", "mxfp8_e4m3"
 _FORWARD = (_FOUR, _EIGHT)

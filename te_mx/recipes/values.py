@@ -7,11 +7,7 @@ import dataclasses
 from typing import Any
 
 from te_mx.recipes.settings import Settings
-from te_mx.runtime.arguments import (
-    check_flag,
-    is_one_of,
-    shown,
-)
+from te_mx.runtime.arguments import check_flag, is_one_of, shown
 
 PRECISIONS = ("adaptive", "exact")
 MAX_SPREAD = 8

@@ -13,12 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from te_mx.nn import (
-    grouped_linear,
-    layernorm_linear,
-    layernorm_mlp,
-    linear,
-)
+from te_mx.nn import grouped_linear, layernorm_linear, layernorm_mlp, linear
 from te_mx.nn.arguments import ABSENT
 from te_mx.nn.norm_base import default_init
 from te_mx.runtime.arguments import shown

@@ -11,12 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_mx.runtime.arguments import (
-    check_flag,
-    check_number,
-    check_size,
-    shown,
-)
+from te_mx.runtime.arguments import check_flag, check_number, check_size, check_word, shown
 from te_mx.te import attention_checks
 from te_mx.te.modules import default_device
 
@@ -134,7 +129,7 @@ def apply_rotary_pos_emb(
     owner = "te_mx.apply_rotary_pos_emb"
     taken = attention_checks.FORWARDS["RotaryPositionEmbedding"]
     attention_checks.refuse(owner, transformer_engine, taken)
-    attention_checks.word(f"{owner}: tensor_format", tensor_format, attention_checks.FORMATS)
+    check_word(f"{owner}: tensor_format", tensor_format, attention_checks.FORMATS)
     check_flag(f"{owner}: interleaved", interleaved)
     check_flag(f"{owner}: fused", fused)
     packed = tensor_format == "thd"
