@@ -25,6 +25,7 @@ SMALL = {
     "te_mx/formats/mxfp6.py": "a family of formats",
     "te_mx/formats/mxfp8.py": "a family of formats",
     "te_mx/pytorch/attention/rope.py": "a module of Transformer Engine by its name",
+    "te_mx/pytorch/fp8.py": "a module of Transformer Engine by its name",
     "te_mx/pytorch/transformer.py": "a module of Transformer Engine by its name",
     "te_mx/recipe.py": "the public names of recipes/",
     "te_mx/runtime/report.py": "tables of text, for the reports of three folders",

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from te_mx import _ops as ops
+from te_mx import formats
 from te_mx._ops import FLOAT_DTYPES, Mode
 from te_mx._ops.gemm import empty
 from te_mx._ops.library import is_direct
 from te_mx.api import blas, mixed_gemm
-from te_mx.api.tensor import MXTensor, _make, format_of, name_of
+from te_mx.api.tensor import MXTensor, _make, name_of
 from te_mx.autograd import node
 from te_mx.dispatch.kernels import PreparedGemm
 from te_mx.dispatch.problem import Problem, place_of
@@ -218,7 +219,7 @@ def quantize(
     check_dense("x", x)
     if x.dim() == 0:
         raise ValueError("x must have one dimension or more, got a scalar; use x.reshape(1)")
-    known = format_of(fmt)
+    known = formats.get(fmt)
     rule = known.scaling.rules[0] if scale_rule is None else scale_rule
     if not known.scaling.knows(rule):
         raise ValueError(

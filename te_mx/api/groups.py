@@ -209,7 +209,7 @@ def check_floats(name: str, value: Any) -> None:
 
 def check_out(
     owner: str, out: Tensor | None, out_dtype: torch.dtype | None, shape: tuple[int, ...],
-    inp: Tensor, accumulate: bool,
+    inp: Tensor, accumulate: bool, of: str = "inp",
 ) -> None:  # fmt: skip
     """Raise TypeError or ValueError unless a result of this shape, in the dtype that was asked for
     if one was, can be written to `out`, or there is none and nothing to add to."""
@@ -218,7 +218,7 @@ def check_out(
             raise ValueError(f"{owner}: accumulate=True adds to out; pass the tensor as out=")
         return
     check_floats(f"{owner}: out", out)
-    check_place(f"{owner}: out", out, inp.device)
+    check_place(f"{owner}: out", out, inp.device, of)
     if out.shape != shape or not out.is_contiguous():
         raise ValueError(
             f"{owner}: out must be contiguous {shape}, got {tuple(out.shape)} with strides "

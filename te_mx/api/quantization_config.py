@@ -13,7 +13,7 @@ from te_mx import formats
 from te_mx.fusion.experts import ExpertsModule
 from te_mx.nn.base import MXModule
 from te_mx.nn.linear import Linear
-from te_mx.runtime.arguments import check_module, is_one_of, shown
+from te_mx.runtime.arguments import check_module, check_one_of
 from te_mx.weights.frozen import Freezable
 from te_mx.weights.missing import claim
 
@@ -117,8 +117,7 @@ def quantization_config(model: nn.Module, style: str) -> dict[str, Any]:
             to others or readers of the style expect values. Nothing is changed.
     """
     check_module(model)
-    if not is_one_of(style, STYLES):
-        raise ValueError(f"style must be one of {', '.join(map(repr, STYLES))}, got {shown(style)}")
+    check_one_of("style", style, STYLES)
     chosen = STYLES[style]
     dropped = [
         (n or "(root)", m) for n, m in model.named_modules()

@@ -29,13 +29,6 @@ from te_mx.runtime.arguments import (
 )
 
 
-def format_of(fmt: Any) -> Format:
-    """The format of a name. Raises ValueError for anything else."""
-    if isinstance(fmt, str):
-        return formats.get(fmt)
-    raise ValueError(f"fmt must be one of {', '.join(formats.names())}, got {shown(fmt)}")
-
-
 def name_of(fmt: Format) -> str:
     """How a format is shown: by its short name where it has one."""
     return fmt.short_names[0] if fmt.short_names else fmt.name
@@ -192,7 +185,7 @@ class MXTensor:
         columnwise_scale: Tensor | None = None,
         columnwise_transposed: bool = False,
     ) -> None:
-        known = format_of(fmt)
+        known = formats.get(fmt)
         check_flag("columnwise_transposed", columnwise_transposed)
         if isinstance(shape, str | Tensor) or not isinstance(shape, Sequence):
             raise TypeError(f"shape must be a sequence of ints, got {shown(shape)}")

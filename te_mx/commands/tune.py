@@ -122,10 +122,8 @@ def run(args: argparse.Namespace) -> int:
                         bar.update()
         except KeyboardInterrupt:
             bar.close()
-            told = (
-                f"{out} has what is done, --resume goes on" if out.exists() else "nothing is done"
-            )
-            print(f"stopped; {told}", file=sys.stderr)
+            done = f"{out} has what is done, --resume goes on"
+            print(f"stopped; {done if out.exists() else 'nothing is done'}", file=sys.stderr)
             return INTERRUPTED
         finally:
             gc.unfreeze()
@@ -226,17 +224,13 @@ class Session:
         if won:
             mean = math.exp(sum(math.log(row.gain) for row in won) / len(won))
             lines.append(f"{len(won)} with another choice than the default, {mean:.2f}x on average")
-        changed = [key for key in self.done if key in self.old and self._differs(key)]
-        lines.append(f"{len(changed)} rows of the file chose otherwise before")
-        lines += [
-            f"  {_words(key)}: {self.old[key].choice()} -> {self.rows[key].choice()}"
-            for key in changed
-        ]
+        choices = {
+            k: (self.old[k].choice(), self.rows[k].choice()) for k in self.done if k in self.old
+        }
+        changed = [f"  {_words(k)}: {a} -> {b}" for k, (a, b) in choices.items() if a != b]
+        lines += [f"{len(changed)} rows of the file chose otherwise before", *changed]
         lines.append(f"use it: TE_MX_TUNED={self.out} or te_mx.use_tuned_table({str(self.out)!r})")
         return "\n".join(lines)
-
-    def _differs(self, key: Key) -> bool:
-        return self.old[key].choice() != self.rows[key].choice()
 
 
 def _with_layers(

@@ -105,7 +105,12 @@ def decide(model: nn.Module, wanted: Wanted) -> Decisions:
         done = WOULD_FUSE if wanted.dry_run else FUSED
         rows = [fusion_row(fusion, done) for fusion in [*fusions, *others]]
     present = bindings(model, wanted.keeps) if wanted.binds else []
-    rows += [_bound_row(binding, WOULD_BIND if wanted.dry_run else BOUND) for binding in present]
+    for name, module in present:
+        status, note = (
+            WOULD_BIND if wanted.dry_run else BOUND,
+            f"already a te_mx.{type(module).__name__}",
+        )
+        rows.append(LayerReport(name or "(root)", status, shape_of(module), note))
     decided = {id(layer) for plan in sequences for layer in plan.layers}
     decided |= {id(binding.module) for binding in present}
     chosen: list[Chosen] = []
@@ -139,12 +144,6 @@ def _decide(
         note = f"gate not fused: {gate}" if isinstance(gate, str) else f"gate fused: {gate.name}"
     made = row(module, names, WOULD_CONVERT if wanted.dry_run else CONVERTED, note)
     return Chosen(module, names[0], None if isinstance(gate, str) else gate), made
-
-
-def _bound_row(binding: Binding, status: str) -> LayerReport:
-    kind = type(binding.module).__name__
-    note = f"already a te_mx.{kind}"
-    return LayerReport(binding.name or "(root)", status, shape_of(binding.module), note)
 
 
 def _read_by_others(model: nn.Module) -> dict[int, str]:

@@ -246,6 +246,14 @@ def check_random(random: Tensor | None, rule: str, x: Tensor) -> None:
         )
 
 
+def in_blocks(values: Tensor, block: tuple[int, int]) -> Tensor:
+    """[rows, cols] as [blocks down, height, blocks across, width], with zeros behind both ends."""
+    (rows, cols), (height, width) = values.shape, block
+    tall, wide = -(-rows // height), -(-cols // width)
+    values = torch.nn.functional.pad(values, (0, wide * width - cols, 0, tall * height - rows))
+    return values.reshape(tall, height, wide, width)
+
+
 def _pad_last(values: Tensor, size: int) -> Tensor:
     """Zeros behind the last dimension, up to size."""
     missing = size - values.shape[-1]

@@ -15,29 +15,13 @@ import torch
 from torch import Tensor
 
 from te_mx.formats.element import BIAS, INF, MAGNITUDE, MANTISSA, MANTISSA_BITS, Element, normalized
-from te_mx.formats.format import READ, Format, check_matrix, check_random, register
+from te_mx.formats.format import READ, Format, check_matrix, check_random, in_blocks, register
 from te_mx.formats.mxfp8 import E4M3, E5M2
 from te_mx.formats.scaling import Scaling, split_rule
 
 # "fnuz": no Inf and no negative zero, whose code is the only NaN.
-E4M3FNUZ = Element(
-    "e4m3fnuz",
-    exponent_bits=4,
-    mantissa_bits=3,
-    bias=8,
-    max=240.0,
-    has_negative_zero=False,
-    torch_dtype=torch.float8_e4m3fnuz,
-)
-E5M2FNUZ = Element(
-    "e5m2fnuz",
-    exponent_bits=5,
-    mantissa_bits=2,
-    bias=16,
-    max=57344.0,
-    has_negative_zero=False,
-    torch_dtype=torch.float8_e5m2fnuz,
-)
+E4M3FNUZ = Element("e4m3fnuz", 4, 3, 8, 240.0, False, False, torch.float8_e4m3fnuz)
+E5M2FNUZ = Element("e5m2fnuz", 5, 2, 16, 57344.0, False, False, torch.float8_e5m2fnuz)
 BLOCKS = ((1, 128), (128, 1), (128, 128))
 RULES = ("pow2", "fp32")
 LARGEST_FACTOR = 2.0**126  # its inverse, the stored scale, is the smallest normal number
@@ -84,16 +68,13 @@ class BlockwiseFormat(Format):
         self.check_rule(rule)
         check_random(random, rule, x)
         rows, k = x.shape
-        (height, width), (tall, wide) = self.scaling.block, self.scales_shape(rows, k)
-        bits = x.detach().resolve_neg().to(torch.float32).view(torch.int32)
-        bits = torch.nn.functional.pad(bits, (0, wide * width - k, 0, tall * height - rows))
-        bits = bits.reshape(tall, height, wide, width)
+        bits = in_blocks(x.detach().resolve_neg().float().view(torch.int32), self.scaling.block)
         amax = (bits & MAGNITUDE).amax((1, 3))  # NaN and Inf come out on top
         finite = amax < INF
         factors = scale_factors(torch.where(finite, amax, 0), self.element, rule)
         codes = _encode_scaled(self.element, bits, factors[:, None, :, None])
         codes.masked_fill_(~finite[:, None, :, None], self.element.nan_code or 0)
-        codes = codes.reshape(tall * height, wide * width)[:rows, :k].contiguous()
+        codes = codes.flatten(2, 3).flatten(0, 1)[:rows, :k].contiguous()
         scales = torch.where(finite, torch.ones_like(factors) / factors, torch.nan)
         return codes, scales
 

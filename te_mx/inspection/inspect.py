@@ -140,19 +140,16 @@ def _rules(names: Any, rule: Any) -> dict[Format, str]:
         if fmt.transform is not None:
             raise ValueError(f"inspect: formats must be among {known}, got {shown(name)}")
         has = fmt.scaling
-        if rule is not None and not has.knows(rule) and not (usual and _is_known(rule)):
+        elsewhere = usual and any(
+            all_formats.get(n).scaling.knows(rule) for n in all_formats.names()
+        )
+        if rule is not None and not has.knows(rule) and not elsewhere:
             raise ValueError(
                 f"inspect: scale_rule must be one of {has.shown_rules} for {fmt}, got {shown(rule)}"
             )
         wanted = rule or "rceil"
         rules[fmt] = wanted if has.knows(wanted) else has.rules[0]
     return rules
-
-
-def _is_known(rule: Any) -> bool:
-    """Whether some format has a rule."""
-    names = all_formats.names()
-    return any(all_formats.get(name).scaling.knows(rule) for name in names)
 
 
 def _no_layers(model: nn.Module, skipped: dict[str, str], filtered: bool) -> str:

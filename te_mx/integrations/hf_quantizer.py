@@ -267,18 +267,16 @@ def _config_class(method: str, before: Any) -> Any:
                     f"te_mx reads no {method} checkpoint with such a quantization_config ({found}),"
                     f" and Transformers has no {method}: {fields}"
                 )
-            _say_what_is_left(method, found)
+            line = (
+                f"te_mx leaves this {method!r} checkpoint to Transformers, whose layers it gets: "
+                f"{found}"
+            )
+            if line not in _said:
+                _said.add(line)
+                warnings.warn(line, ConversionWarning, stacklevel=3)
             return before.from_dict(fields, **kwargs)
 
     return Chosen
-
-
-def _say_what_is_left(method: str, why: str) -> None:
-    """Once for each reason."""
-    line = f"te_mx leaves this {method!r} checkpoint to Transformers, whose layers it gets: {why}"
-    if line not in _said:
-        _said.add(line)
-        warnings.warn(line, ConversionWarning, stacklevel=4)
 
 
 def _quantizer_of(before: Any) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ trains. A [G, r, in] and B [G, out, r] are the weights of lora_A and lora_B in a
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft.tuners.lora.layer import LoraLayer, LoraVariant
@@ -52,29 +52,10 @@ class _Dora(LoraVariant):
 class LoraGroupedLinear(nn.Module, LoraLayer):
     """Adapters of a te_mx.GroupedLinear."""
 
-    # peft's, by adapter, which nn.Module's annotations would hide.
-    r: dict[str, int]
-    lora_alpha: dict[str, int]
-    scaling: dict[str, float]
-    lora_dropout: Any
-    lora_A: Any
-    lora_B: Any
-    lora_magnitude_vector: Any
-    lora_variant: dict[str, Any]
-    lora_bias: dict[str, bool]
-    use_dora: dict[str, bool]
-    use_rslora: dict[str, bool]
-    in_features: int
-    out_features: int
-    merged_adapters: list[str]
-    active_adapters: list[str]
-    merged: bool
-    disable_adapters: bool
-    base_layer: Any
-    get_base_layer: Any
-    set_adapter: Any
-    resolve_lora_variant: Any
-    _cast_input_dtype: Any
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """What peft's class has, by adapter or not, and nn.Module's annotations would hide."""
 
     def __init__(
         self, base_layer: Any, adapter_name: str, config: Any, r: int = 0, lora_alpha: int = 1,

@@ -12,15 +12,9 @@ from te_mx.te.modules import GroupedLinear, LayerNormLinear, LayerNormMLP, Linea
 from te_mx.te.norms import LayerNorm, RMSNorm
 
 __all__ = [
-    "Fp8Padding",
-    "Fp8Unpadding",
-    "GroupedLinear",
-    "LayerNorm",
-    "LayerNormLinear",
-    "LayerNormMLP",
-    "Linear",
-    "RMSNorm",
-]
+    "Fp8Padding", "Fp8Unpadding", "GroupedLinear", "LayerNorm", "LayerNormLinear", "LayerNormMLP",
+    "Linear", "RMSNorm",
+]  # fmt: skip
 
 
 class Fp8Padding(nn.Module):

@@ -118,7 +118,12 @@ def check_word(name: str, value: Any, words: Collection[str]) -> None:
     """Raise TypeError for what is no string, ValueError for one that is not among the words."""
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a string, got {shown(value)}")
-    if value not in words:
+    check_one_of(name, value, words)
+
+
+def check_one_of(name: str, value: Any, words: Collection[Any]) -> None:
+    """Raise ValueError for whatever is not among the words, strings or None."""
+    if not is_one_of(value, words):
         raise ValueError(f"{name} must be one of {', '.join(map(repr, words))}, got {shown(value)}")
 
 

@@ -20,7 +20,7 @@ bf16 = torch.bfloat16
         (torch.ones(4, 4).to_sparse(), {}, TypeError, r"dense tensor, got torch.sparse_coo; use x.to_dense\(\)"),
         (torch.tensor(1.0), {}, ValueError, r"got a scalar; use x.reshape\(1\)"),
         (torch.ones(4), {"fmt": "e2m1"}, ValueError, "fmt must be one of .*'e4m3', .*'e5m2', .*'mxfp4', .*got 'e2m1'"),
-        (torch.ones(4), {"fmt": 8}, ValueError, "fmt must be one of .*mxfp8_e5m2, .*mxfp4, .*got 8"),
+        (torch.ones(4), {"fmt": 8}, ValueError, "fmt must be one of .*'mxfp8_e5m2', .*'mxfp4', .*got 8"),
         (torch.ones(4), {"scale_rule": "ceil"}, ValueError, "scale_rule must be one of 'rceil', 'floor', 'even' for mxfp8_e4m3, got 'ceil'"),
         (torch.ones(4), {"scale_rule": "pow2"}, ValueError, "scale_rule must be .* for mxfp8_e4m3, got 'pow2'"),
         (torch.ones(4), {"fmt": "fp8_e4m3_1x128", "scale_rule": "rceil"}, ValueError, "scale_rule must be one of 'pow2', 'fp32', or .* for fp8_e4m3_1x128, got 'rceil'"),
