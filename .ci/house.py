@@ -18,7 +18,6 @@ SMALL = {
     "te_mx/backends/cpu/cost.py": "measured constants of a device",
     "te_mx/backends/reference/gemm.py": "the kernels over torch_gemm.py, which sm90 reads too",
     "te_mx/backends/sm90/cost.py": "measured constants of a device",
-    "te_mx/backends/sm90/envelope.py": "what all kernels of a device ask first",
     "te_mx/commands/explain.py": "a command",
     "te_mx/distributed/calls.py": "loads the rest of distributed at the first call that needs it",
     "te_mx/formats/mxfp4.py": "a family of formats",

@@ -123,15 +123,16 @@ def _make_roles(device: torch.device, settings: Settings, op: str) -> Roles:
     # What is multiplied with gradients lies as they do.
     rule, backward = settings.scale_rule, settings.gradient_rule
 
-    def row(fmt: str, other: str, rule: str) -> str:
-        return forms(device, fmt, other, *rest, rule).row
+    def row(fmt: str, other: str, rule: str, right: bool = False) -> str:
+        return forms(device, fmt, other, *rest, rule, right).row
 
-    def col(fmt: str, other: str) -> str:
-        return forms(device, fmt, other, *rest, backward).col
+    def col(fmt: str, other: str, right: bool = False) -> str:
+        return forms(device, fmt, other, *rest, backward, right).col
 
+    # fprop is x @ w^T, dgrad g @ w, wgrad g^T @ x.
     return Roles(
-        Forms(row(x, w, rule), col(x_col, g_col)),
-        Forms(row(w, x, rule), col(w_col, g)),
+        Forms(row(x, w, rule), col(x_col, g_col, right=True)),
+        Forms(row(w, x, rule, right=True), col(w_col, g, right=True)),
         Forms(row(g, w_col, backward), col(g_col, x_col)),
     )
 

@@ -11,8 +11,8 @@ from te_mx.backends.sm90.layouts.decode import SM90_DECODE
 from te_mx.recipe import BlockScaling, Float8BlockScaling
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-MX = {"mxfp8_e4m3": 0, "mxfp8_e5m2": 1, "mxfp4": 6}
-FACTORS = {"fp8_e4m3_1x128": 0, "fp8_e4m3_128x128": 0, "fp8_e5m2_128x128": 1}
+MX = {"mxfp8_e4m3": 0, "mxfp4": 6}
+FACTORS = {"fp8_e4m3_1x128": 0, "fp8_e4m3_128x128": 0}
 ELEMENTS = MX | FACTORS
 
 

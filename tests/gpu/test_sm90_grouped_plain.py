@@ -69,9 +69,8 @@ def test_pack_gives_the_bytes_of_each_weight(size, kind, fmt):
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("fmt", sorted(FORMATS))
-def test_columns_have_the_bytes_of_two_steps(size, kind, fmt):
-    (rows, cols), number = size, KINDS.index(kind)
+def test_columns_have_the_bytes_of_two_steps(size, kind):
+    (rows, cols), number, fmt = size, KINDS.index(kind), "e4m3"
     rule, spread = ("floor", 3) if number % 3 == 0 else ("rceil", 8)
     _, codes, scales = plain(rows, cols, fmt, kind)
     made = stack(cols, rows)
@@ -119,7 +118,7 @@ def test_plain_stacks_have_the_bytes_of_each_weight(size, dtype, layouts):
 def test_products_go_where_they_belong(config, dtype, sizes, accumulate):
     """In the order and with the gaps of a buffer that holds other things as well."""
     n, k = sizes
-    problem, formats = Problem([140, 0, 3, 290], 7), PAIRS[config]
+    problem, formats = Problem([140, 0, 3, 290], 7), PAIRS[config][::-1]
     x = calls.data(problem.rows, k, "normal")
     grad = calls.data(problem.rows, n, "channels", seed=1)
     (_, x_col, _), (_, g_col, _) = (

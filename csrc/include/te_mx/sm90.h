@@ -40,6 +40,7 @@ Status row_sums(const RowSumsArgs& args);
 // ----------------------------------------------------------------------------------------------
 // GEMM Operands are tiles, both MX or both with fp32 scales: lhs in blocks of 1 x 128, rhs of 1 x
 // 128 or 128 x 128, each with configurations of its own and K in one piece. Those below are of MX.
+// E5M2 is for gradients: rhs of all products here is in another format.
 // Aligned tiles (types.h) are operands of MX.
 // aux and gelu_in do not go together. The bias gradient is that of the result: rounded to 16 bits
 // first where gelu_in has the dtype of out and both have whole 16 bytes a row. The workspace is
@@ -80,7 +81,7 @@ Status quantize_stacked(const QuantizeArgs& args, const void* const* xs, int64_t
 Status pack_stacked(const PackArgs& args);
 
 // Plain matrices [rows, k], k last, one a group, to the packed operands [k, rows] of their columns:
-// what the codes decode to (in bf16) quantized again.
+// what the codes decode to (in bf16) quantized again. Not of E5M2.
 Status columns_of_stacked(const PackArgs& args);
 
 // Groups of rows: lhs group_rows, rhs tiles of all groups, plain epilogues. Groups of K: both sides

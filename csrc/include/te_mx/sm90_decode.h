@@ -118,9 +118,9 @@ struct DecodeArgs {
   int64_t m = 0, n = 0, k = 0;
   const uint8_t* w = nullptr;  // in the decode layout, aligned to 16 bytes; of groups one behind
                                // the other
-  Element w_element = Element::e4m3;
-  bool factors = false;     // scales are fp32 numbers for 128 of k, of both sides
-  const void* x = nullptr;  // [m, k], rows ldx elements apart
+  Element w_element = Element::e4m3;  // E4M3 or E2M1
+  bool factors = false;               // scales are fp32 numbers for 128 of k, of both sides
+  const void* x = nullptr;            // [m, k], rows ldx elements apart
   int64_t ldx = 0;
   DType x_dtype = DType::bf16;
   bool x_as_is = false;

@@ -75,9 +75,7 @@ Status run_decode_any(const DecodeTask& t, bool halves) {
 }
 
 Status run_decode_e4m3(const DecodeTask& t, bool halves);
-Status run_decode_e5m2(const DecodeTask& t, bool halves);
 Status run_decode_e2m1(const DecodeTask& t, bool halves);
 Status run_decode_factors_e4m3(const DecodeTask& t, bool halves);
-Status run_decode_factors_e5m2(const DecodeTask& t, bool halves);
 
 }  // namespace te_mx::sm90

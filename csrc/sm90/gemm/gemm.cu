@@ -123,9 +123,10 @@ int chosen_config(const GemmArgs& a) {
 
 Status check_sides(const GemmArgs& a, Layout lhs, Layout rhs) {
   if (a.lhs.layout != lhs || a.rhs.layout != rhs) return Status::unsupported;
+  if (a.rhs.element == Element::e5m2) return Status::unsupported;  // ByteOperands
   if (is_blockwise(a.lhs.scaling) && is_blockwise(a.rhs.scaling)) {
     if (!known(a.lhs.element) || !known(a.rhs.element)) return Status::bad_argument;
-    const bool takes = is_fp8(a.lhs.element) && is_fp8(a.rhs.element) &&
+    const bool takes = is_fp8(a.lhs.element) && a.rhs.element == Element::e4m3 &&
                        a.lhs.scaling.block_rows == 1 && a.execution.parts <= 1;
     return takes ? Status::ok : Status::unsupported;
   }

@@ -43,7 +43,7 @@ inline int group_size(int clusters, int bm, int bn) {
 }
 
 // ok, or what is wrong with operands that should have these layouts: both MX, or both with fp32
-// factors, lhs in blocks of 1 x 128; and with an epilogue.
+// factors, lhs in blocks of 1 x 128; rhs not in E5M2; and with an epilogue.
 Status check_sides(const GemmArgs& a, Layout lhs, Layout rhs);
 Status check_epilogue(const Epilogue& e, int64_t n);
 

@@ -12,7 +12,7 @@ import torch
 
 from te_mx.backends.native import BLOCKWISE, is_aligned, native_operand, one_read
 from te_mx.backends.sm90 import binding, binding_blockwise, split_k
-from te_mx.backends.sm90.envelope import why_not
+from te_mx.backends.sm90.envelope import why_not, why_not_second
 from te_mx.backends.sm90.gemm import Scratched, Scratches
 from te_mx.backends.sm90.layouts.factors import SM90_FACTORS, factors_of_tiles
 from te_mx.backends.sm90.quantize import HopperDequantize
@@ -88,14 +88,12 @@ class BlockwiseQuantize(Kernel):
         return binding_blockwise.quantize_two(first, second)
 
 
-def not_low(problem: Problem) -> str | None:
-    """Why the GEMMs do not take the blocks of a problem."""
-    sides = [spec_of(spec) for spec in (problem.lhs, problem.rhs)]
-    if sides[0].layout.name == "any" and is_low(sides[1].format):
-        return None  # a question for layouts, which both sides have in common
-    if not is_low(sides[0].format):
-        return f"takes blocks of 1x128 on the left, not {sides[0].format.name}"
-    return None
+def why_not_sides(problem: Problem) -> str | None:
+    """Why the GEMMs do not take the blocks or the elements of a problem."""
+    lhs = spec_of(problem.lhs).format
+    if not is_low(lhs):
+        return f"takes blocks of 1x128 on the left, not {lhs.name}"
+    return why_not_second(problem.rhs)
 
 
 class BlockwiseDequantize(HopperDequantize):
@@ -137,7 +135,7 @@ class Blockwise(Scratched):
             return reason
         if problem.precision != "adaptive":
             return f"is for precision 'adaptive', this asks for {problem.precision!r}"
-        return not_low(problem)
+        return why_not_sides(problem)
 
     def wants(self, problem: Problem) -> Wants:
         return Wants(LAYOUT, columns_for(problem, LAYOUT, f"sm90:{problem.spread}"))

@@ -16,7 +16,7 @@ from te_mx.backends.native import FORMATS, words_of
 from te_mx.backends.sm90 import binding, binding_grouped
 from te_mx.backends.sm90.blockwise import FORMATS as BLOCKWISE
 from te_mx.backends.sm90.blockwise import is_low
-from te_mx.backends.sm90.envelope import MX, why_not
+from te_mx.backends.sm90.envelope import MX, why_not, why_not_second
 from te_mx.backends.sm90.layouts.decode import SM90_DECODE
 from te_mx.dispatch.fused import ACT_IDS
 from te_mx.dispatch.linear import FrozenCall, FrozenKernel
@@ -45,7 +45,7 @@ class Decode(FrozenKernel):
         problem = problem._replace(rhs=f"{fmt}@any")  # it reads a form of its own
         reason = why_not(problem, formats=MX + BLOCKWISE)
         if reason is None:
-            reason = _why_not_formats(problem.lhs, problem.rhs)
+            reason = why_not_second(problem.rhs) or _why_not_formats(problem.lhs, problem.rhs)
         if reason is None and not problem.lhs and problem.dtype == torch.float32:
             reason = "takes inputs as they are in bfloat16 and float16"
         if reason is None and problem.m > frozen_rows(problem.groups):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from te_mx.backends.native import FORMATS, FP4, RULES, unknown
 from te_mx.backends.sm90 import binding
 from te_mx.dispatch.problem import MOST, Problem
+from te_mx.layouts import spec_of
 
 MX = FORMATS + FP4
 MX_RULES = (*RULES, "even")
@@ -28,3 +29,14 @@ def why_not(problem: Problem, *layouts: str, formats: tuple[str, ...] = MX) -> s
     if problem.op in COUNTED and max(problem.m, problem.n, problem.k) > MOST:
         return f"counts sizes up to {MOST}"
     return None
+
+
+def why_not_second(spec: str) -> str | None:
+    """Why no kernel on FP8 tensor cores takes an operand as the right one of a product, as weights
+    are: E5M2, of more range and fewer bits, is for gradients, which are left ones."""
+    fmt = spec_of(spec).format
+    if fmt.element.name != "e5m2":
+        return None
+    return (
+        f"multiplies E5M2 from the left alone, as gradients are; this has {fmt.name} on the right"
+    )

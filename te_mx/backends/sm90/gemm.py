@@ -16,7 +16,7 @@ from te_mx.backends.sm90 import (
     split_k,
     ways,
 )
-from te_mx.backends.sm90.envelope import why_not
+from te_mx.backends.sm90.envelope import why_not, why_not_second
 from te_mx.backends.sm90.layouts.tiles import FP4_SPREAD
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import Product, Ran
@@ -131,7 +131,7 @@ class Adaptive(Scratched):
         reason = why_not(problem, "rows", "cols", "sm90")
         if reason is None and problem.precision != "adaptive":
             reason = f"is for precision 'adaptive', this asks for {problem.precision!r}"
-        return reason
+        return reason or why_not_second(problem.rhs)
 
     def wants(self, problem: Problem) -> Wants:
         layout = f"sm90:{problem.spread}"
@@ -205,18 +205,23 @@ class Adaptive(Scratched):
 
 
 class Exact(Scratched):
-    """Codes times scales as bf16, cuBLAS."""
+    """Codes times scales as bf16, cuBLAS: for precision "exact", and for what the FP8 tensor cores
+    have no kernels for."""
 
     name, rank = EXACT, 1
 
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not(problem, "rows", "cols")
-        if reason is None and problem.precision != "exact":
+        if reason is None and problem.precision != "exact" and not why_not_second(problem.rhs):
             reason = f"is for precision 'exact', this asks for {problem.precision!r}"
         return reason
 
     def wants(self, problem: Problem) -> Wants:
         return Wants("rows", "rows")
+
+    def note(self, problem: Problem) -> str:
+        why = why_not_second(problem.rhs) if problem.precision == "adaptive" else None
+        return f"{ADAPTIVE} {why}" if why else ""
 
     def multiply(self, p: Product, scratch: Scratches) -> Ran | None:
         lhs, rhs = native_operand(p.lhs), native_operand(p.rhs)

@@ -16,7 +16,7 @@ from te_mx.backends.native import (
     words_of,
 )
 from te_mx.backends.sm90 import binding_grouped, binding_weights
-from te_mx.backends.sm90.envelope import why_not
+from te_mx.backends.sm90.envelope import why_not, why_not_second
 from te_mx.backends.sm90.gemm import ADAPTIVE
 from te_mx.dispatch.grouped_calls import (
     GroupedK,
@@ -106,7 +106,7 @@ class HopperColumnsOfWeights(Kernel):
         )
         if reason is None and words_of(problem.lhs)[0] != words_of(problem.rhs)[0]:
             reason = "keeps the format"
-        return reason
+        return reason or why_not_second(problem.rhs)
 
     def run(self, row: Stack, col: str, rule: str) -> Stack:
         row = row._replace(codes=row.codes.contiguous(), scales=row.scales.contiguous())
@@ -123,7 +123,7 @@ class HopperGemmRows(Kernel):
         reason = why_not(problem._replace(rhs=""), "sm90_rows") or why_not(
             problem._replace(lhs=problem.rhs, rhs=""), "sm90", "rows", "cols"
         )
-        return reason or not_adaptive(problem)
+        return reason or not_adaptive(problem) or why_not_second(problem.rhs)
 
     def note(self, problem: Problem) -> str:
         return "one launch for all groups, wherever m_splits lies"
@@ -151,7 +151,8 @@ class HopperGemmK(Kernel):
     op, name = "gemm_k", ADAPTIVE
 
     def accepts(self, problem: Problem) -> str | None:
-        return why_not(problem, "sm90_k") or not_adaptive(problem)
+        reason = why_not(problem, "sm90_k") or not_adaptive(problem)
+        return reason or why_not_second(problem.rhs)
 
     def run(self, p: GroupedK) -> str:
         check_ends(p.groups, p.lhs.k)

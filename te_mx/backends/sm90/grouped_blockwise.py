@@ -17,9 +17,9 @@ from te_mx.backends.sm90.blockwise import (
     as_factors,
     columns_for,
     makes_both,
-    not_low,
+    why_not_sides,
 )
-from te_mx.backends.sm90.envelope import why_not
+from te_mx.backends.sm90.envelope import why_not, why_not_second
 from te_mx.backends.sm90.grouped import HopperGemmK, HopperMoveEnds, check_ends, not_adaptive
 from te_mx.backends.sm90.layouts.factors import (
     SM90_FACTOR_K,
@@ -106,7 +106,7 @@ class BlockwiseGemmRows(Kernel):
         reason = why_not(tokens, ROWS, formats=FORMATS) or why_not(
             weights, LAYOUT, ALIGNED, "rows", "cols", formats=FORMATS
         )
-        return reason or not_adaptive(problem) or not_low(problem)
+        return reason or not_adaptive(problem) or why_not_sides(problem)
 
     def note(self, problem: Problem) -> str:
         return "one launch for all groups, wherever m_splits lies"
@@ -131,7 +131,7 @@ class BlockwiseGemmK(HopperGemmK):
 
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not(problem, COLUMNS, ALIGNED_COLUMNS, formats=FORMATS)
-        return reason or not_adaptive(problem)
+        return reason or not_adaptive(problem) or why_not_second(problem.rhs)
 
     def sides(self, p: GroupedK) -> GroupedK:
         if is_aligned(p.lhs.spec) and is_aligned(p.rhs.spec):

@@ -10,7 +10,7 @@ import torch
 from te_mx.backends.base import SCALE_RULES, format_fields
 from te_mx.backends.native import words_of
 from te_mx.backends.sm90 import binding_linear, blockwise
-from te_mx.backends.sm90.envelope import MX, why_not
+from te_mx.backends.sm90.envelope import MX, why_not, why_not_second
 from te_mx.backends.sm90.gemm import ADAPTIVE
 from te_mx.backends.sm90.layouts.factors import SM90_FACTORS
 from te_mx.dispatch.linear import Held, LinearKernel, LinearPlan, LinearProblem, Part
@@ -42,7 +42,7 @@ class OneCall(LinearKernel):
     def why_not_formats(self, problem: Problem) -> str | None:
         """Why not the formats of a problem, of which the native code knows those of x and w."""
         if problem.lhs == problem.rhs and _format(problem.grad).name in MX:
-            return None
+            return why_not_second(problem.rhs)
         return f"takes {', '.join(MX)}, one of them for both inputs and weights"
 
     def plan(self, problem: LinearProblem) -> LinearPlan:
@@ -63,7 +63,7 @@ class OneCallBlockwise(OneCall):
             return "takes inputs and weights of one element"
         if blockwise.is_low(w) and split_rule(problem.rule)[0] == "pow2":
             return "takes weights in blocks of 128x128 where scales are powers of two"
-        return None
+        return why_not_second(problem.rhs)
 
 
 class Specs(NamedTuple):

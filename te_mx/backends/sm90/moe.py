@@ -7,7 +7,7 @@ from torch import Tensor
 
 from te_mx.backends.native import FORMATS
 from te_mx.backends.sm90 import binding_moe
-from te_mx.backends.sm90.envelope import why_not
+from te_mx.backends.sm90.envelope import why_not, why_not_second
 from te_mx.dispatch.calls import FLOAT_DTYPES
 from te_mx.dispatch.kernels import Kernel
 from te_mx.dispatch.moe import Align, RoutedGemm
@@ -35,7 +35,7 @@ class HopperMoeGemm(Kernel):
                 f"takes weights of {LEAST_ROWS} rows or more and k in multiples of {BLOCK}, this "
                 f"has {problem.n} and {problem.k}"
             )
-        return reason
+        return reason or why_not_second(problem.rhs)
 
     def note(self, problem: Problem) -> str:
         return "reads weights as they lie, once for 8 routed rows of an expert"

@@ -104,3 +104,17 @@ def test_a_tensor_is_packed_for_partners_that_are_packed_too(hopper):
         te_mx.gemm(A, other)
     assert [form.spec for _, form in A._packs.values()] == ["mxfp8_e4m3@sm90:8"]
     assert not B._packs
+
+
+@pytest.mark.parametrize("kind", [te_mx.Linear, te_mx.GroupedLinear])
+def test_weights_in_e5m2_are_multiplied_exactly(kind, hopper):
+    """Their products alone: wgrad of their layer has none of them."""
+    layer = kind(3, K, N) if kind is te_mx.GroupedLinear else kind(K, N)
+    x, recipe = torch.randn(M, K), BlockScaling(w="mxfp8_e5m2")
+    adaptive = step(layer, x, recipe)
+    found = te_mx.audit(layer)["(root)"]
+    assert (found.fprop, found.dgrad) == ("sm90_exact", "sm90_exact")
+    assert found.wgrad == "sm90_adaptive"
+    exact = step(layer, x, BlockScaling(w="mxfp8_e5m2", precision="exact"))
+    for got, want in zip(adaptive, exact, strict=True):
+        assert torch.equal(got, want)

@@ -17,7 +17,7 @@ from te_mx.recipe import BlockScaling, Float8BlockScaling, MXFP8BlockScaling
 from te_mx.runtime.ran import LAST_RUN
 
 N, K = 52, 168
-FORMATS = "mxfp8_e4m3", "mxfp8_e5m2", "mxfp4"
+FORMATS = "mxfp8_e4m3", "mxfp4"
 
 
 @pytest.fixture(autouse=True)
