@@ -120,9 +120,13 @@ def quantize_two(first, second) -> int:
 
 
 def quantize(args) -> int:
+    return _end_in(args, read_matrix(args.x))
+
+
+def _end_in(args, values: Tensor) -> int:
     if fake_sm90_factors.is_blockwise(args.to):
-        return fake_sm90_factors.quantize(args, read_matrix(args.x), at)
-    return _quantize(args.to, read_matrix(args.x))
+        return fake_sm90_factors.quantize(args, values, at)
+    return _quantize(args.to, values)
 
 
 def _randomly(to, values: Tensor, name: str) -> base.QuantizedParts:
@@ -366,7 +370,7 @@ def normalize(args) -> int:
         _vector(args.mean, rows).copy_(mean)
     if args.z:
         at(args.z, (rows, cols), z.dtype).copy_(z)
-    return _quantize(args.to, z)
+    return _end_in(args, z)
 
 
 def norm_partial_sums(rows) -> int:
@@ -410,4 +414,4 @@ def activate(args) -> int:
         result = fused_math.activate(values, made_by, dtype)
     if args.out:
         at(args.out, result.shape, dtype).copy_(result)
-    return _quantize(args.to, result)
+    return _end_in(args, result)

@@ -17,6 +17,11 @@ inline FactorsOut factors_out(void* plain, const Packed& packed, bool lies_as_x,
   return lies_as_x ? FactorsOut{scales, 1, blocks, false} : FactorsOut{scales, steps, 1, false};
 }
 
+inline bool wants_aligned(const QuantizeOut& to) {
+  return to.col.codes != nullptr &&
+         (to.col.layout == Layout::aligned_tiles || to.col.layout == Layout::aligned_group_k);
+}
+
 // For rows that are cut into `row_tiles` tiles, with `k` codes in a row of the columns.
 inline Status factor_params(const QuantizeTask& a, const QuantizeOut& to, int64_t row_tiles,
                             int64_t k, FactorParams& p) {
@@ -33,12 +38,8 @@ inline Status factor_params(const QuantizeTask& a, const QuantizeOut& to, int64_
   p.col_factors = factors_out(a.col_scales, a.col_packed, a.col_lies_as_x, blocks(a.cols),
                               row_tiles, packed(p.col_tiles));
   p.epsilon = to.amax_epsilon, p.power_of_two = to.rule == ScaleRule::pow2;
+  p.aligned = wants_aligned(to);
   return Status::ok;
-}
-
-inline bool wants_aligned(const QuantizeOut& to) {
-  return to.col.codes != nullptr &&
-         (to.col.layout == Layout::aligned_tiles || to.col.layout == Layout::aligned_group_k);
 }
 
 // ok, or what is wrong with what a quantizer to fp32 factors is asked for.

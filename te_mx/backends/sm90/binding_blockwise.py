@@ -42,26 +42,37 @@ def _prepare(what: Quantize) -> tuple[Any, Quantized, object]:
     rows, cols = x.shape
     args = _native().QuantizeArgs(
         x_data=x.data_ptr(), x_rows=rows, x_cols=cols, x_row_stride=x.stride(0),
-        x_dtype=FLOAT_DTYPES[x.dtype], **_words(what.row, what.col, what.rule),
+        x_dtype=FLOAT_DTYPES[x.dtype], **words_of_specs(what.row, what.col, what.rule),
     )  # fmt: skip
-    row = col = sums = partial = None
-    if what.row:
-        row = _empty(what.row, rows, cols, x.device)
-        args.row_codes, args.row_scales = row.codes.data_ptr(), row.scales.data_ptr()
-    if what.col:
-        col = _empty(what.col, cols, rows, x.device)
-        args.col_codes, args.col_scales = col.codes.data_ptr(), col.scales.data_ptr()
-    if what.col_sum:
-        sums = torch.empty(cols, dtype=what.sum_dtype, device=x.device)
-        partial = torch.empty(((rows + 127) // 128, cols), dtype=torch.float32, device=x.device)
-        args.col_sum, args.col_sum_dtype = sums.data_ptr(), FLOAT_DTYPES[what.sum_dtype]
-        args.col_sum_ws = partial.data_ptr()
+    sum_dtype = what.sum_dtype if what.col_sum else None
+    made, partial = set_outputs(args, rows, cols, x.device, what.row, what.col, sum_dtype)
     binding.set_execution(args, x.device.index)
-    return args, Quantized(row, col, sums), (x, partial)
+    return args, made, (x, partial)
+
+
+def set_outputs(
+    args: Any, rows: int, cols: int, device: torch.device, row_spec: str, col_spec: str,
+    sum_dtype: torch.dtype | None,
+) -> tuple[Quantized, Tensor | None]:  # fmt: skip
+    """Write into a native record what it fills, and scratch memory; sum_dtype: of column sums,
+    None without."""
+    row = col = sums = partial = None
+    if row_spec:
+        row = _empty(row_spec, rows, cols, device)
+        args.row_codes, args.row_scales = row.codes.data_ptr(), row.scales.data_ptr()
+    if col_spec:
+        col = _empty(col_spec, cols, rows, device)
+        args.col_codes, args.col_scales = col.codes.data_ptr(), col.scales.data_ptr()
+    if sum_dtype is not None:
+        sums = torch.empty(cols, dtype=sum_dtype, device=device)
+        partial = torch.empty(((rows + 127) // 128, cols), dtype=torch.float32, device=device)
+        args.col_sum, args.col_sum_dtype = sums.data_ptr(), FLOAT_DTYPES[sum_dtype]
+        args.col_sum_ws = partial.data_ptr()
+    return Quantized(row, col, sums), partial
 
 
 @lru_cache(maxsize=1024)
-def _words(row: str, col: str, rule: str) -> dict[str, Any]:
+def words_of_specs(row: str, col: str, rule: str) -> dict[str, Any]:
     """What a native record says of the specs that a matrix is quantized to: its format, how its
     scales follow, and the layouts."""
     name, epsilon = split_rule(rule)

@@ -4,18 +4,22 @@ records of normalizations say of sizes and dtypes is written once.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from te_mx.backends.base import FLOAT_DTYPES, NativeAct, NativeNorm, pointer
-from te_mx.backends.native import NativeTarget as Wanted
+from te_mx.backends.base import FLOAT_DTYPES, pointer
+from te_mx.backends.native import BLOCKWISE, native_target, with_operands
 from te_mx.backends.reference.fused_math import inverse
 from te_mx.backends.sm90 import binding as sm90
-from te_mx.dispatch.fused import ACT_IDS, Activation, Norm
+from te_mx.backends.sm90 import binding_blockwise
+from te_mx.dispatch.fused import ACT_IDS, Activation, ActParts, Norm, NormParts, Target
 from te_mx.dispatch.problem import place_of
 from te_mx.dispatch.registry import derive, derived
+from te_mx.layouts import spec_of
+from te_mx.layouts.operand import Quantized
 
 _F32, _I32 = torch.float32, torch.int32
 _known = derived()
@@ -39,6 +43,30 @@ def matrix(x: Tensor) -> Any:
     )  # fmt: skip
 
 
+@lru_cache(maxsize=256)
+def _words(row: str, col: str, rule: str, col_sum: bool) -> dict[str, Any] | tuple[Any, ...]:
+    """A target in the words of native code: of fp32 scales fields of a record."""
+    if (row or col) and spec_of(row or col).format.name in BLOCKWISE:
+        return binding_blockwise.words_of_specs(row, col, rule)
+    fmt, rowwise, columnwise, rule, spread, col_sum = native_target(Target(row, col, rule, col_sum))
+    return fmt, rowwise, columnwise, rule, col_sum, _F32, spread
+
+
+def _set_target(
+    args: Any, rows: int, cols: int, device: torch.device, target: Target
+) -> tuple[Quantized, Tensor | None]:
+    """Write into a native record what to quantize the result [rows, cols] of a step to: what it
+    fills, and scratch memory."""
+    words = _words(*target[:4])
+    if isinstance(words, tuple):
+        parts, scratch = sm90.set_outputs(args, rows, cols, device, words)
+        return with_operands(parts, target, rows, cols), scratch
+    for field, value in words.items():
+        setattr(args, field, value)
+    sum_dtype = _F32 if target.col_sum else None
+    return binding_blockwise.set_outputs(args, rows, cols, device, *target[:2], sum_dtype)
+
+
 def _same_norm(
     key: tuple[Any, ...], rows: int, cols: int, device: torch.device, x_dtype: torch.dtype,
     dtype: torch.dtype, norm: Norm,
@@ -53,8 +81,8 @@ def _same_norm(
 
 def normalize(
     x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, dtype: torch.dtype, want_z: bool,
-    wanted: Wanted,
-) -> NativeNorm | None:  # fmt: skip
+    target: Target,
+) -> NormParts | None:  # fmt: skip
     """As ops.norm_quantize_2d on a non-empty x; weight and bias are fp32. None for what the native
     code does not take."""
     if x.dtype not in (dtype, _F32):
@@ -75,11 +103,9 @@ def normalize(
         rstd=rstd.data_ptr(), z=0 if z is None else z.data_ptr(),
         counters=counters.data_ptr(), stream=sm90.stream(same.gpu),
     )  # fmt: skip
-    fmt, rowwise, columnwise, rule, spread, col_sum = wanted
-    what = fmt, rowwise, columnwise, rule, col_sum, _F32, spread
-    parts, _alive = sm90.set_outputs(args, rows, cols, device, what)
+    made, _alive = _set_target(args, rows, cols, device, target)
     status = sm90.native().normalize(args)  # type: ignore[union-attr]
-    return NativeNorm(mean, rstd, z, parts) if sm90.supported(status) else None
+    return NormParts(mean, rstd, z, made) if sm90.supported(status) else None
 
 
 def _same_norm_backward(
@@ -137,8 +163,8 @@ def takes(h: Tensor, grad: Tensor | None, dtype: torch.dtype) -> bool:
 
 def activate(
     h: Tensor, grad: Tensor | None, act: Activation, dtype: torch.dtype, want_out: bool,
-    wanted: Wanted,
-) -> NativeAct | None:  # fmt: skip
+    target: Target,
+) -> ActParts | None:  # fmt: skip
     """As ops.act_quantize_2d (grad None) and ops.dact_quantize_2d on a non-empty h of dtype; None
     for what the native code does not take."""
     h = sm90.rows_of(h)
@@ -155,9 +181,7 @@ def activate(
     )  # fmt: skip
     if grad is not None:
         args.grad = matrix(grad)
-    fmt, rowwise, columnwise, rule, spread, col_sum = wanted
-    what = fmt, rowwise, columnwise, rule, col_sum, _F32, spread
-    parts, _alive = sm90.set_outputs(args, rows, made, device, what)
+    quantized, _alive = _set_target(args, rows, made, device, target)
     sm90.set_execution(args, device.index)
     status = native.activate(args)  # type: ignore[union-attr]
-    return NativeAct(out, parts) if sm90.supported(status) else None
+    return ActParts(out, quantized) if sm90.supported(status) else None

@@ -43,15 +43,14 @@ def columns_for(problem: Problem, plain: str, aligned: str) -> str:
     return aligned if low and split_rule(problem.rule)[0] == "pow2" else plain
 
 
-def makes_both(problem: Problem) -> str | None:
-    """Why one read does not make both directions that a problem asks for."""
-    row, col = problem.lhs, problem.rhs
+def makes_both(row: str, col: str, rule: str) -> str | None:
+    """Why one read does not make both directions; None when it does."""
     if row and is_aligned(row):
         return "aligns columns only"
     if not (col and is_aligned(col)):
         return one_read(row, col)
-    if split_rule(problem.rule)[0] != "pow2":
-        return f"aligns scales of the rule pow2, not {problem.rule}"
+    if split_rule(rule)[0] != "pow2":
+        return f"aligns scales of the rule pow2, not {rule}"
     if row and spec_of(row).format != spec_of(col).format:
         return "makes both directions in one format"
     return one_read(row, "")
@@ -75,7 +74,7 @@ class BlockwiseQuantize(Kernel):
         if reason is None and not (problem.lhs or problem.rhs):
             reason = "makes codes"
         if reason is None:
-            reason = makes_both(problem)
+            reason = makes_both(problem.lhs, problem.rhs, problem.rule)
         if reason is None and problem.dtype not in FLOAT_DTYPES:
             reason = f"takes float32, bfloat16 and float16, not {problem.dtype}"
         return reason

@@ -7,8 +7,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from te_mx.backends.native import FP4, NativeTarget, is_native, native_target, with_operands
+from te_mx.backends.native import FP4, is_native
 from te_mx.backends.sm90 import binding_fused
+from te_mx.backends.sm90.blockwise import makes_both
 from te_mx.backends.sm90.envelope import MX, MX_RULES, why_not
 from te_mx.dispatch import run
 from te_mx.dispatch.calls import FLOAT_DTYPES
@@ -19,22 +20,19 @@ from te_mx.dispatch.registry import register
 from te_mx.layouts import spec_of
 
 _F32 = torch.float32
-NOTHING = native_target(Target("", "", "rceil"))
+NOTHING = Target("", "", "rceil")
+BLOCKWISE = "fp8_e4m3_1x128"  # what fused kernels make with fp32 scales
 
 
 @lru_cache(maxsize=256)
-def _made_native(
-    row: str, col: str, rule: str, col_sum: bool, dtype: torch.dtype
-) -> NativeTarget | None:
-    """What native code is told of a target in which the fused kernels end; None of others."""
-    target = Target(row, col, rule, col_sum)
-    return native_target(target) if _makes(target, dtype) else None
-
-
-def _makes(target: Target, dtype: torch.dtype) -> bool:
-    """Whether the fused kernels end in a target, for results of a dtype: MXFP4 of bf16 alone."""
-    fp4 = any(spec_of(spec).format.name in FP4 for spec in target[:2] if spec)
-    return is_native(target, MX, MX_RULES) and (not fp4 or dtype == torch.bfloat16)
+def _makes(row: str, col: str, rule: str, dtype: torch.dtype) -> bool:
+    """Whether the fused kernels end in a target, for results of a dtype: MXFP4 and blockwise FP8 of
+    bf16 alone."""
+    formats = {spec_of(spec).format.name for spec in (row, col) if spec}
+    if formats == {BLOCKWISE}:
+        return dtype == torch.bfloat16 and makes_both(row, col, rule) is None
+    known = is_native(Target(row, col, rule), MX, MX_RULES)
+    return known and (dtype == torch.bfloat16 or not formats & set(FP4))
 
 
 class _Fused(Kernel):
@@ -52,14 +50,8 @@ class HopperNorm(_Fused):
 
     def run(self, s: NormStep) -> NormParts | None:
         step = s.x, s.weight, s.bias, s.norm, s.dtype
-        wanted = _made_native(*s.target[:4], s.dtype)
-        if wanted is not None and not s.target.col_sum:
-            made = binding_fused.normalize(*step, s.keep, wanted)
-            if made is None:
-                return None
-            return NormParts(
-                made.mean, made.rstd, made.z, with_operands(made.quantized, s.target, *s.x.shape)
-            )
+        if not s.target.col_sum and _makes(*s.target[:3], s.dtype):
+            return binding_fused.normalize(*step, s.keep, s.target)
         made = binding_fused.normalize(*step, True, NOTHING)
         if made is None or made.z is None:
             return None
@@ -87,16 +79,10 @@ class HopperAct(_Fused):
             whole = None if grad is None else grad.to(_F32)
             made = binding_fused.activate(h.to(_F32), whole, act, _F32, True, NOTHING)
             return None if made is None or made.out is None else _quantized(s, made.out.to(dtype))
-        wanted = _made_native(*s.target[:4], dtype)
-        if wanted is None:
-            made = binding_fused.activate(h, grad, act, dtype, True, NOTHING)
-            return None if made is None or made.out is None else _quantized(s, made.out)
-        made = binding_fused.activate(h, grad, act, dtype, s.keep, wanted)
-        if made is None:
-            return None
-        rows, width = h.shape
-        cols = width // 2 if act.gated and grad is None else width
-        return ActParts(made.out, with_operands(made.quantized, s.target, rows, cols))
+        if _makes(*s.target[:3], dtype):
+            return binding_fused.activate(h, grad, act, dtype, s.keep, s.target)
+        made = binding_fused.activate(h, grad, act, dtype, True, NOTHING)
+        return None if made is None or made.out is None else _quantized(s, made.out)
 
 
 def _quantized(s: ActStep, out: Tensor) -> ActParts:

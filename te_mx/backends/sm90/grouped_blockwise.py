@@ -49,7 +49,8 @@ class BlockwiseQuantizeGroups(Kernel):
 
     def accepts(self, problem: Problem) -> str | None:
         layouts = ROWS, COLUMNS, ALIGNED_COLUMNS
-        return why_not(problem, *layouts, formats=FORMATS) or makes_both(problem)
+        reason = why_not(problem, *layouts, formats=FORMATS)
+        return reason or makes_both(problem.lhs, problem.rhs, problem.rule)
 
     def run(self, what: QuantizeGroups) -> Quantized:
         check_ends(what.groups, len(what.x))
@@ -62,7 +63,7 @@ class BlockwiseQuantizeWeights(Kernel):
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not(problem, LAYOUT, ALIGNED, "rows", "cols", formats=FORMATS)
         if reason is None:
-            reason = makes_both(problem)
+            reason = makes_both(problem.lhs, problem.rhs, problem.rule)
         if reason is None and not (problem.rhs and is_aligned(problem.rhs)):
             reason = one_read_of_weights(problem.lhs, problem.rhs)
         return reason
