@@ -19,92 +19,21 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from te_mx.distributed import on_codes
+from te_mx.distributed.collectives import COPIED, GATHERED, SCATTERED, SUMMED, Moved, OnOne, Ranks
 from te_mx.distributed.local_layer import call, check_whole_blocks, local_layer
-from te_mx.distributed.tensor_parallel import Counted, Elsewhere
-from te_mx.distributed.token_codes import Ranks, gathered, gathers_codes, scattered
+from te_mx.distributed.token_codes import gathers_codes
 from te_mx.nn.tensor_parallel import (
     BOTH,
     COLUMN,
     ROW,
     Shared,
 )
-from te_mx.torch_internals import functional_collectives
-
-collectives = functional_collectives()
 
 _PLACES = {COLUMN: "out_features", ROW: "in_features", BOTH: "ffn_hidden_size"}
 _NORM = ("layer_norm_weight", "layer_norm_bias")
-
-
-def _summed(x: Tensor, group: Any) -> Tensor:
-    return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", group))
-
-
-class Copied(torch.autograd.Function):
-    """What every rank has; gradients are summed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _summed(grad, ctx.group), None
-
-
-class Summed(torch.autograd.Function):
-    """The sum over the ranks; its gradient is that of every part."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        return _summed(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class Gathered(torch.autograd.Function):
-    """The tokens of all ranks; gradients are summed and scattered."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return gathered(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return scattered(grad, ctx.group), None
-
-
-class Scattered(torch.autograd.Function):
-    """This rank's tokens of the sum over the ranks; gradients are gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return scattered(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return gathered(grad, ctx.group), None
-
-
-class Nothing(torch.autograd.Function):
-    """Zero, and a gradient of zero: a bias that another rank adds, whose gradients are summed."""
-
-    @staticmethod
-    def forward(ctx: Any, bias: Tensor) -> Tensor:
-        return torch.zeros_like(bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return torch.zeros_like(grad)
 
 
 def run(module: Any, inp: Any, *args: Any) -> Any:
@@ -127,15 +56,15 @@ def run(module: Any, inp: Any, *args: Any) -> Any:
     after = _after(module, how.mode)
     for key in after if group.rank() != 0 else ():
         if held.get(key) is not None:
-            held[key] = (Nothing if how.sequence else Elsewhere).apply(held[key])
+            held[key] = OnOne.apply(held[key], False, not how.sequence)
     x, tokens = inp, None
     if how.mode != ROW and how.sequence and gathers_codes(module, inp):
         tokens = Ranks(group, how.size)
     elif how.mode != ROW:
-        x = (Gathered if how.sequence else Copied).apply(inp, group)
+        x = Moved.apply(inp, *(GATHERED if how.sequence else COPIED), group)
         for key in _NORM if not how.sequence else ():
             if held.get(key) is not None:
-                held[key] = Copied.apply(held[key], group)
+                held[key] = Moved.apply(held[key], *COPIED, group)
     codes = on_codes.gathered(module, held, module._settings())
     layer = local_layer(module, held, _tokens=tokens, **codes)
     made = call(module, layer, x, *args)
@@ -148,7 +77,7 @@ def run(module: Any, inp: Any, *args: Any) -> Any:
                 f"{label}: sequence_parallel=True shards {y.shape[0]} tokens (dimension 0) over "
                 f"{how.size} ranks, which must divide it"
             )
-        y = (Scattered if how.sequence else Summed).apply(y, group)
+        y = Moved.apply(y, *(SCATTERED if how.sequence else SUMMED), group)
         if module.return_bias:
             rest[0] = module.whole_bias() if how.mode == ROW else module._parameters[after[0]]
     return (y, *rest) if isinstance(made, tuple) else y
@@ -168,4 +97,4 @@ def _mine(z: Tensor, how: Shared, group: Any, is_mine: bool) -> Tensor:
         return z
     if how.sequence:
         return z.chunk(how.size)[group.rank()]
-    return Counted.apply(z, group.rank() == 0)
+    return OnOne.apply(z, True, group.rank() == 0)

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from te_mx.autograd import node as transforms
 from te_mx.context.region import is_tracing
+from te_mx.distributed.collectives import SUMMED_HERE, Moved, summed_here
 from te_mx.nn.linear import Linear
 from te_mx.torch_internals import descriptions, dispatch_modes, local_part
 
@@ -84,7 +84,8 @@ class _Local(torch.autograd.Function):
             return None, None, None
         spec, group = ctx.spec, ctx.group
         if group is not None and plain(grad) and not torch.is_grad_enabled():
-            return _made(_sum_of(grad, group), spec), None, None
+            own = grad.clone(memory_format=torch.contiguous_format)  # somebody else may have grad
+            return _made(summed_here(own, group), spec), None, None
         if group is not None:
             partial = [_SUM] * spec.mesh.ndim
             made = DTensor.from_local(grad, spec.mesh, partial, run_check=False)
@@ -128,13 +129,6 @@ def here_of(parameter: DTensor, grads: Sequence[Placement]) -> Here | None:
         return None
     spec = _described(parameter.device_mesh, tuple(grads), parameter.shape, parameter.dtype)
     return Here(parameter, local, spec)
-
-
-def _sum_of(partial: Tensor, group: Any) -> Tensor:
-    """The sum over the ranks; somebody else may have `partial` too."""
-    total = partial.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
 
 
 def local_of(x: DTensor, grads: Sequence[Placement]) -> Tensor:
@@ -201,20 +195,6 @@ def spread(y: Tensor, mesh: Any, placements: Sequence[Placement], shape: torch.S
 
 
 # ------------------------------------------------------------------------------ sums over the ranks
-class _Summed(torch.autograd.Function):
-    """The sum over the ranks of y, in its memory; its gradient is that of every rank's part."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, group: Any) -> Tensor:
-        total = y.detach()  # products keep nothing of what they made
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
 def may_sum(y: Tensor) -> bool:
     """Whether `summed` may write over y."""
     return torch.is_grad_enabled() and y.requires_grad and y.is_contiguous()
@@ -222,7 +202,7 @@ def may_sum(y: Tensor) -> bool:
 
 def summed(y: Tensor, mesh: Any) -> Tensor:
     """The sum over the ranks of y, which a product has just written and nobody else has."""
-    total: Tensor = _Summed.apply(y, mesh.get_group(0))
+    total: Tensor = Moved.apply(y, *SUMMED_HERE, mesh.get_group(0))
     return total
 
 

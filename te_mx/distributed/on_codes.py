@@ -66,6 +66,12 @@ def gathered(module: Any, held: Mapping[str, Any], settings: Settings | None) ->
     return {"_gathered": kept, "_joined": whole, "_ran_with": next(iter(kept.values())).settings}
 
 
+def codes_of(module: Any, settings: Settings | None) -> tuple[dict[str, Any], Any]:
+    """Gathered weights of a module, by name, and the settings that it runs with."""
+    found = gathered(module, module._parameters, settings)
+    return found["_gathered"], found["_ran_with"]
+
+
 def _checked(module: Any, key: str, weight: GatheredWeight, settings: Settings | None) -> Any:
     return _kept(weight, _check(module, key, settings))
 

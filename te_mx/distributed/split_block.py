@@ -45,7 +45,7 @@ class _Found(NamedTuple):
 _found: weakref.WeakKeyDictionary[Any, _Found] = weakref.WeakKeyDictionary()
 
 
-def run(block: Any, x: Any) -> tuple[Any, str]:
+def run_block(block: Any, x: Any) -> tuple[Any, str]:
     """The result of a block, and "fused"; or None and why its layers run one by one: then they also
     say what is wrong with their tensors, if anything is."""
     layers, settings, reason = block.layers_of_step(why_not_usual)

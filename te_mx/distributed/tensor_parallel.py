@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
+from te_mx.distributed.collectives import OnOne
 from te_mx.distributed.fsdp import Sharded, params_of
 from te_mx.distributed.hooks import wanted_of
 from te_mx.distributed.inputs import local_of, placed
@@ -45,33 +46,6 @@ from te_mx.distributed.token_codes import tokens_of
 from te_mx.nn.grouped_linear import GroupedLinear
 from te_mx.nn.layernorm_mlp import LayerNormMLP
 from te_mx.torch_internals import gathered_parameter
-
-
-class Elsewhere(torch.autograd.Function):
-    """The bias of a rank that does not add it: zero, and the gradient passes as on the one that
-    does, because every rank has the whole gradient of the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, bias: Tensor) -> Tensor:
-        return torch.zeros_like(bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
-class Counted(torch.autograd.Function):
-    """What every rank has, with the same gradient on each: it is that of one rank, where gradients
-    of ranks are summed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, counts: bool) -> Tensor:
-        ctx.counts = counts
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad if ctx.counts else torch.zeros_like(grad), None
 
 
 def run(module: Any, inp: Any, *args: Any) -> Any:
@@ -147,7 +121,7 @@ def _normalized(z: Tensor, mesh: Any, way: Way, own: list[Placement], shape: tor
         dim for dim, (kind, place) in enumerate(zip(way.kinds, own, strict=True))
         if kind != WHOLE and place.is_replicate()
     ]  # fmt: skip
-    z = Counted.apply(z, all(mesh.get_local_rank(dim) == 0 for dim in shares))
+    z = OnOne.apply(z, True, all(mesh.get_local_rank(dim) == 0 for dim in shares))
     return DTensor.from_local(z, mesh, own, run_check=False, shape=shape, stride=contiguous(shape))
 
 
@@ -174,7 +148,7 @@ def local_of_layer(module: Any, plan: Plan, held: dict[str, Any]) -> Any:
         else:
             value = local_of_parameter(parameter, grads)
         if name in plan.elsewhere:
-            value = Elsewhere.apply(value)
+            value = OnOne.apply(value, False, True)
         local[name] = value
     return local_layer(
         module, local, _owned=owned or None, _lent=lent, **_sizes(module, local),

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from te_mx.autograd import node, sequence_parallel
+from te_mx.distributed.collectives import Ranks
 from te_mx.nn.layernorm_linear import LayerNormLinear
 from te_mx.nn.layernorm_mlp import LayerNormMLP
 from te_mx.nn.linear import Linear
 from te_mx.runtime.arguments import check_flag, check_module
-from te_mx.torch_internals import functional_collectives
-
-collectives = functional_collectives()
 
 
 def quantized_input_gather(model: nn.Module, enabled: bool = True) -> int:
@@ -54,33 +52,6 @@ def quantized_input_gather(model: nn.Module, enabled: bool = True) -> int:
     for layer in layers:
         layer._gathers_inputs = enabled
     return len(layers)
-
-
-def gathered(mine: Tensor, group: Any) -> Tensor:
-    """[n, ..] of every rank of a group, one behind the other."""
-    made = collectives.all_gather_tensor(mine.contiguous(), 0, group)
-    return collectives.wait_tensor(made)
-
-
-def scattered(partial: Tensor, group: Any) -> Tensor:
-    """This rank's part along dimension 0 of the sum over a group."""
-    made = collectives.reduce_scatter_tensor(partial.contiguous(), "sum", 0, group)
-    return collectives.wait_tensor(made)
-
-
-class Ranks(NamedTuple):
-    """The ranks of a group, as autograd/sequence_parallel.py sees them."""
-
-    group: Any
-    ranks: int
-
-    def gathered(self, mine: Tensor) -> Tensor:
-        """[n, ..] of every rank, [ranks * n, ..]."""
-        return gathered(mine, self.group)
-
-    def scattered(self, partial: Tensor) -> Tensor:
-        """This rank's part [n, ..] of the sum of [ranks * n, ..]."""
-        return scattered(partial, self.group)
 
 
 def gathers_codes(module: Any, inp: Tensor) -> bool:

@@ -145,7 +145,7 @@ class ExpertsModule(LayerInPlace):
         weight = self._stack(key)
         self._check_parameter(key, weight, (experts, rows, k), x_RK.device)
         if is_gathered(weight):
-            kept, settings = above.gathered(self, settings)
+            kept, settings = above.distributed.codes_of(self, settings)
             call = call._replace(settings=settings, kept=kept[key])
         elif self._frozen is not None:
             need_dx = torch.is_grad_enabled() and x_RK.requires_grad

@@ -53,7 +53,7 @@ class FusedBlock(Reclassed):
     def _te_mx_forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the block's own forward."""
         if len(args) == 1 and not kwargs and not is_tracing() and self._is_split():
-            made, self.__dict__[RAN] = above.block(self, args[0])
+            made, self.__dict__[RAN] = above.distributed.run_block(self, args[0])
             return super().forward(*args) if made is None else made  # type: ignore[misc]
         if len(args) == 1 and not kwargs and (made := self._few_rows(args[0])) is not None:
             self.__dict__[RAN] = FEW_ROWS
@@ -124,7 +124,7 @@ def run_as_step(act: Activation, layers: list[Linear], x: Tensor, settings: Sett
     save_x = any(layer.save_original_input for layer in first)
     codes: tuple[Any, ...] = ()
     if is_gathered(w2):
-        found = [above.gathered(layer, settings) for layer in layers]
+        found = [above.distributed.codes_of(layer, settings) for layer in layers]
         codes, settings = tuple([kept["weight"] for kept, _ in found]), found[0][1]
     lent: Any = tuple([layer._lent for layer in layers])
     if None in lent:

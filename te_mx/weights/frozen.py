@@ -400,7 +400,7 @@ class Freezable:
         self.__dict__.pop("_microbatch", None)
         self._mark()  # type: ignore[attr-defined]
         if self.__dict__.get("_gathers"):
-            above.attach(self)
+            above.distributed.attach(self)
         frozen = self._frozen
         if frozen is not None:
             register(self)

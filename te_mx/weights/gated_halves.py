@@ -69,7 +69,7 @@ def save(module: Any, destination: Any, prefix: str) -> None:
     for key, _ in _held(module):
         found = [destination.pop(prefix + name) for name in names_of(key)]
         destination[prefix + key] = (
-            above.join(found) if is_spread(*found) else weight_parts.cat(found)
+            above.distributed.join(found) if is_spread(*found) else weight_parts.cat(found)
         )
     for name in module._parameters:  # the order of every LayerNormMLP
         if prefix + name in destination:
@@ -80,14 +80,14 @@ def blanks(module: Any) -> Iterator[tuple[str, Tensor]]:
     """What a state_dict has of DTensors, to be filled."""
     for key, parts in _held(module):
         if is_spread(*parts):
-            yield key, above.blank(parts)
+            yield key, above.distributed.blank(parts)
 
 
 def load(module: Any, state_dict: Any, prefix: str, error_msgs: list[str]) -> None:
     """Put halves in the place of the one fc1 of a state_dict."""
     for key, parts in _held(module):
         whole, names = state_dict.get(prefix + key), [prefix + name for name in names_of(key)]
-        if is_spread(whole) and above.is_blank(whole):  # there was no such key
+        if is_spread(whole) and above.distributed.is_blank(whole):  # there was no such key
             del state_dict[prefix + key]
             continue
         if not isinstance(whole, Tensor) or whole.element_size() == 1:  # codes are refused as such
@@ -100,7 +100,7 @@ def load(module: Any, state_dict: Any, prefix: str, error_msgs: list[str]) -> No
             )
             continue
         del state_dict[prefix + key]
-        state_dict.update(zip(names, above.cut(whole, parts), strict=True))
+        state_dict.update(zip(names, above.distributed.cut(whole, parts), strict=True))
 
 
 def missing(module: Any, prefix: str, missing_keys: list[str]) -> None:

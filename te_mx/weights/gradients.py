@@ -46,7 +46,7 @@ def owners_of(module: Any, parameters: Sequence[Tensor]) -> Sequence[Owner]:
     managed = is_managed(module)
     if not managed and not wrapped:  # torch's replicate marks no module
         return ()
-    owners = above.owners(module, parameters)
+    owners = above.distributed.owners(module, parameters)
     if owners or not managed:
         return owners
     label = module._label()

@@ -5,11 +5,9 @@ one who puts them together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from te_mx.autograd.grad_target import Owner
 from te_mx.autograd.linear import Lent
@@ -18,33 +16,24 @@ from te_mx.torch_internals import is_managed
 
 
 class _Above:
-    """What te_mx.distributed does, once it is imported, which te_mx does.
+    """Where te_mx.distributed registers itself when it is imported, as te_mx does. Its functions
+    for those below:
 
     run(module, inp, *args): the forward of a module on what this rank has of its tensors.
+    run_block(block, x): the result of a fused MLP block whose weights are DTensors, and "fused"; or
+    None and why its layers run one by one.
+    codes_of(module, settings): weights that are gathered as codes as KeptWeight, by name, and the
+    settings that the module runs with.
     owners(module, weights): whom the gradients of weights that fully_shard lends belong to.
     attach(module): tells fully_shard again that it gathers the weights of a module as codes.
-    block(block, x): the result of a fused MLP block whose weights are DTensors, and "fused"; or
-    None and why its layers run one by one.
-    gathered(module, settings): such weights of a module as KeptWeight, by name, and the settings
-    that it runs with.
     join(parts), cut(whole, like): one DTensor of the rows of several, for a state_dict, and back;
     blank(parts): it without values, is_blank(tensor): whether it still is.
     """
 
-    run: Callable[..., Any]
-    owners: Callable[[Any, Sequence[Tensor]], list[Owner]]
-    attach: Callable[[Any], None]
-    block: Callable[[Any, Any], tuple[Any, str]]
-    gathered: Callable[[Any, Any], tuple[dict[str, Any], Any]]
-    join: Callable[[Sequence[Any]], Any]
-    blank: Callable[[Sequence[Any]], Any]
-    is_blank: Callable[[Any], bool]
-    cut: Callable[[Tensor, Sequence[Any]], list[Tensor]]
+    distributed: Any
 
 
 above = _Above()
-
-
 _SPREAD = frozenset(("DTensor", "GatheredWeight"))
 
 
@@ -94,7 +83,7 @@ class SeveralRanks:
         return found
 
     def _run_spread(self, inp: Any, *args: Any) -> Any:
-        return above.run(self, inp, *args)
+        return above.distributed.run(self, inp, *args)
 
     def _is_lent(self) -> bool:
         """Whether fully_shard has put other parameters into the module for now."""

@@ -286,7 +286,7 @@ def compiles(layer, x):
         one = torch.compile(layer, backend="aot_eager", fullgraph=True)
         refused(torch._dynamo.exc.Unsupported, "compiled from PyTorch 2.12 on", lambda: one(x))
     found = []
-    for one in (layer, compiled):
+    for one in (compiled, layer):
         its = x.clone().requires_grad_()
         with te_mx.autocast():
             y = one(its)
