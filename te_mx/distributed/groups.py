@@ -26,14 +26,13 @@ from te_mx.distributed.collectives import COPIED, GATHERED, SCATTERED, SUMMED, M
 from te_mx.distributed.local_layer import call, check_whole_blocks, local_layer
 from te_mx.distributed.token_codes import gathers_codes
 from te_mx.nn.tensor_parallel import (
-    BOTH,
     COLUMN,
+    NORM,
     ROW,
+    SIZES,
     Shared,
+    biases_of_sum,
 )
-
-_PLACES = {COLUMN: "out_features", ROW: "in_features", BOTH: "ffn_hidden_size"}
-_NORM = ("layer_norm_weight", "layer_norm_bias")
 
 
 def run(module: Any, inp: Any, *args: Any) -> Any:
@@ -49,12 +48,11 @@ def run(module: Any, inp: Any, *args: Any) -> Any:
             f"{label}: it is built for tp_size={how.size} and has no group; call "
             "layer.set_tensor_parallel_group(group) first, also of a copy"
         )
-    name = _PLACES[how.mode]
+    name = SIZES[how.mode]
     whole = getattr(module, name) * how.size
     check_whole_blocks(label, module._settings(), name, whole, how.size)
     held = dict(module._parameters)
-    after = _after(module, how.mode)
-    for key in after if group.rank() != 0 else ():
+    for key in biases_of_sum(held, (how.mode,)) if group.rank() != 0 else ():
         if held.get(key) is not None:
             held[key] = OnOne.apply(held[key], False, not how.sequence)
     x, tokens = inp, None
@@ -62,7 +60,7 @@ def run(module: Any, inp: Any, *args: Any) -> Any:
         tokens = Ranks(group, how.size)
     elif how.mode != ROW:
         x = Moved.apply(inp, *(GATHERED if how.sequence else COPIED), group)
-        for key in _NORM if not how.sequence else ():
+        for key in NORM if not how.sequence else ():
             if held.get(key) is not None:
                 held[key] = Moved.apply(held[key], *COPIED, group)
     codes = on_codes.gathered(module, held, module._settings())
@@ -71,7 +69,7 @@ def run(module: Any, inp: Any, *args: Any) -> Any:
     y, *rest = made if isinstance(made, tuple) else (made,)
     if getattr(module, "return_layernorm_output", False):
         rest[-1] = _mine(rest[-1], how, group, tokens is not None)
-    if after:
+    if how.mode != COLUMN:
         if how.sequence and y.shape[0] % how.size:
             raise ValueError(
                 f"{label}: sequence_parallel=True shards {y.shape[0]} tokens (dimension 0) over "
@@ -79,15 +77,8 @@ def run(module: Any, inp: Any, *args: Any) -> Any:
             )
         y = Moved.apply(y, *(SCATTERED if how.sequence else SUMMED), group)
         if module.return_bias:
-            rest[0] = module.whole_bias() if how.mode == ROW else module._parameters[after[0]]
+            rest[0] = module.whole_bias() if how.mode == ROW else module.fc2_bias
     return (y, *rest) if isinstance(made, tuple) else y
-
-
-def _after(module: Any, mode: str) -> tuple[str, ...]:
-    """Names of the biases of a sum, all parts of one that is split (parameters_split)."""
-    if mode == BOTH:
-        return ("fc2_bias",)
-    return module._parts_of("bias") if mode == ROW else ()
 
 
 def _mine(z: Tensor, how: Shared, group: Any, is_mine: bool) -> Tensor:

@@ -5,7 +5,7 @@ stay what they are.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -16,11 +16,11 @@ from te_mx.distributed.local_layer import check_whole_blocks
 from te_mx.nn.grouped_linear import GroupedLinear
 from te_mx.nn.layernorm_linear import LayerNormLinear
 from te_mx.nn.layernorm_mlp import LayerNormMLP
+from te_mx.nn.tensor_parallel import BOTH, COLUMN, EXPERTS, NORM, ROW, SIZES, biases_of_sum
 from te_mx.recipes.settings import Settings
 from te_mx.torch_internals import description
 
-COLUMN, ROW, BOTH, EXPERTS, WHOLE = "column", "row", "both", "experts", "whole"
-_NORM = ("layer_norm_weight", "layer_norm_bias")
+WHOLE = "whole"  # beside the modes: every rank has all of it
 
 
 class Way(NamedTuple):
@@ -93,8 +93,7 @@ def _made(module: Any, held: dict[str, Any], settings: Settings | None, inp: Any
         )
     kinds = [kind_of(module, label, held, dim) for dim in range(mesh.ndim)]
     _refuse(module, label, kinds)
-    for name, size, ranks in cuts_of(module, kinds, mesh):
-        check_whole_blocks(label, settings, name, size, ranks)
+    check_cuts(module, settings, kinds, mesh)
     if EXPERTS in kinds:
         way = Way(kinds, [Replicate()], [Replicate()], [Replicate()])
         return planned(module, mesh, held, way, settings, inp)
@@ -110,14 +109,9 @@ def planned(
         kind not in (ROW, BOTH) or mesh.get_local_rank(dim) == 0
         for dim, kind in enumerate(way.kinds)
     )
-    added: set[str] = set()
-    if ROW in way.kinds:
-        added.update(module._bias_names if isinstance(module, GroupedLinear) else ("bias",))
-    if BOTH in way.kinds:
-        added.add("fc2_bias")
     grads = {name: tuple(_gradients_of(name, way, p.placements)) for name, p in held.items()}
     return Plan(
-        mesh, way, grads, frozenset() if adds else frozenset(added),
+        mesh, way, grads, frozenset(() if adds else biases_of_sum(held, way.kinds)),
         () if is_tracing() else tuple([description(p) for p in held.values()]), settings,
         inp.placements if isinstance(inp, DTensor) else None, inp.ndim,
     )  # fmt: skip
@@ -193,17 +187,13 @@ def _refuse(module: Any, label: str, kinds: list[str]) -> None:
         )
 
 
-def cuts_of(module: Any, kinds: list[str], mesh: Any) -> Iterator[tuple[str, int, int]]:
-    """Sizes of weights that are cut, and for how many ranks. Cuts of out_features matter where a
-    gradient is made, or where blocks have several rows."""
+def check_cuts(module: Any, settings: Settings | None, kinds: list[str], mesh: Any) -> None:
+    """Raise ValueError where a weight is not cut between blocks. Cuts of out_features matter where
+    a gradient is made, or where blocks have several rows."""
     for dim, kind in enumerate(kinds):
-        ranks = mesh.size(dim)
-        if kind == ROW:
-            yield "in_features", module.in_features, ranks
-        elif kind == COLUMN:
-            yield "out_features", module.out_features, ranks
-        elif kind == BOTH:
-            yield "ffn_hidden_size", module.ffn_hidden_size, ranks
+        if name := SIZES.get(kind):
+            size = getattr(module, name)
+            check_whole_blocks(module._label(), settings, name, size, mesh.size(dim))
 
 
 def way_of(kinds: list[str], x: Sequence[Placement], last: int) -> Way:
@@ -230,7 +220,7 @@ def _gradients_of(name: str, way: Way, own: tuple[Placement, ...]) -> list[Place
         whole = Partial() if x.is_shard() else Replicate()
         if kind == WHOLE:
             made.append(whole)
-        elif name in _NORM:
+        elif name in NORM:
             made.append(Partial())
         else:
             made.append(place)  # a shard; or Replicate, a bias that is added to a sum

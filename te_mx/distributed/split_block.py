@@ -13,13 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from te_mx.distributed.hooks import hooks_of, same_objects, why_not_between, why_not_usual
 from te_mx.distributed.inputs import local_of, placed
-from te_mx.distributed.local_layer import check_whole_blocks
 from te_mx.distributed.plans import (
-    COLUMN,
-    ROW,
     WHOLE,
     Plan,
-    cuts_of,
+    check_cuts,
     kind_of,
     planned,
     way_of,
@@ -31,6 +28,7 @@ from te_mx.fusion.fused_mlp import (
     why_not_these,
 )
 from te_mx.nn.guards import FUSED, why_not_given
+from te_mx.nn.tensor_parallel import COLUMN, ROW
 from te_mx.recipes.settings import Settings
 from te_mx.torch_internals import local_part
 
@@ -129,8 +127,7 @@ def _made(
             "its layers are not split by rows in front of the activation and columns behind",
         )
     for one, its in zip(layers, kinds, strict=True):
-        for name, size, ranks in cuts_of(one, its, mesh):
-            check_whole_blocks(one._label(), settings, name, size, ranks)
+        check_cuts(one, settings, its, mesh)
     way = way_of(kinds[0], x.placements, x.ndim - 1)
     behind = way_of(kinds[-1], way.y, x.ndim - 1)
     if behind.x != way.y:

@@ -41,10 +41,11 @@ from te_mx.distributed.nodes import (
 )
 from te_mx.distributed.nodes import local_of as local_of_parameter
 from te_mx.distributed.on_codes import gathered
-from te_mx.distributed.plans import EXPERTS, WHOLE, Plan, Way, plan_of
+from te_mx.distributed.plans import WHOLE, Plan, Way, plan_of
 from te_mx.distributed.token_codes import tokens_of
 from te_mx.nn.grouped_linear import GroupedLinear
 from te_mx.nn.layernorm_mlp import LayerNormMLP
+from te_mx.nn.tensor_parallel import EXPERTS
 from te_mx.torch_internals import gathered_parameter
 
 

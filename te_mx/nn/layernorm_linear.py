@@ -137,7 +137,7 @@ class LayerNormLinear(NormModule):
         self._finish_building()
         if delay_wgrad_compute:
             self._start_delaying()
-        self._share(parallel_mode, how, tp_group, "layer_norm_weight", "layer_norm_bias")
+        self._share(parallel_mode, how, tp_group)
 
     def _initialize(self) -> None:
         """Transformer Engine's initialization: see the class."""

@@ -182,7 +182,7 @@ class LayerNormMLP(NormModule):
         self._finish_building()
         if delay_wgrad_compute:
             self._start_delaying()
-        self._share(mode, how, tp_group, "layer_norm_weight", "layer_norm_bias")
+        self._share(mode, how, tp_group)
 
     def _initialize(self) -> None:
         """Transformer Engine's initialization: see the class."""
