@@ -22,8 +22,9 @@ from typing import Any
 from torch import Tensor
 
 from te_mx.distributed import on_codes
-from te_mx.distributed.collectives import COPIED, GATHERED, SCATTERED, SUMMED, Moved, OnOne, Ranks
+from te_mx.distributed.collectives import COPIED, GATHERED, SCATTERED, Moved, OnOne, Ranks
 from te_mx.distributed.local_layer import call, check_whole_blocks, local_layer
+from te_mx.distributed.nodes import summed
 from te_mx.distributed.token_codes import gathers_codes
 from te_mx.nn.tensor_parallel import (
     COLUMN,
@@ -75,7 +76,7 @@ def run(module: Any, inp: Any, *args: Any) -> Any:
                 f"{label}: sequence_parallel=True shards {y.shape[0]} tokens (dimension 0) over "
                 f"{how.size} ranks, which must divide it"
             )
-        y = Moved.apply(y, *(SCATTERED if how.sequence else SUMMED), group)
+        y = Moved.apply(y, *SCATTERED, group) if how.sequence else summed(y, group)
         if module.return_bias:
             rest[0] = module.whole_bias() if how.mode == ROW else module.fc2_bias
     return (y, *rest) if isinstance(made, tuple) else y

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from te_mx.distributed.hooks import hooks_of, same_objects, why_not_between, why_not_usual
-from te_mx.distributed.inputs import local_of, placed
+from te_mx.distributed.nodes import local_of_input, placed
 from te_mx.distributed.plans import (
     WHOLE,
     Plan,
@@ -74,7 +74,7 @@ def run_block(block: Any, x: Any) -> tuple[Any, str]:
     ]
     own = [one._owned for one in local if one._owned]
     local[0].__dict__["_owned"] = {k: v for one in own for k, v in one.items()} or None
-    here = local_of(x, first[0].way.x_grad)
+    here = local_of_input(x, first[0].way.x_grad)
     if reason := why_not_these(here, local):
         return None, reason
     y = run_as_step(act, local, here, settings)

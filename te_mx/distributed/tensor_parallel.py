@@ -27,19 +27,20 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from te_mx.distributed.collectives import OnOne
 from te_mx.distributed.fsdp import Sharded, params_of
 from te_mx.distributed.hooks import wanted_of
-from te_mx.distributed.inputs import local_of, placed
 from te_mx.distributed.local_layer import call, local_layer
 from te_mx.distributed.nodes import (
     answers_with,
     contiguous,
     here_of,
     lends,
+    local_of,
+    local_of_input,
     may_sum,
+    placed,
     plain,
     spread,
     summed,
 )
-from te_mx.distributed.nodes import local_of as local_of_parameter
 from te_mx.distributed.on_codes import gathered
 from te_mx.distributed.plans import WHOLE, Plan, Way, plan_of
 from te_mx.distributed.token_codes import tokens_of
@@ -74,10 +75,10 @@ def run(module: Any, inp: Any, *args: Any) -> Any:
     tokens = None if isinstance(module, GroupedLinear) else tokens_of(module, mesh, way.x, x)
     if tokens is None:
         x = placed(x, mesh, way.x)
-        mine = local_of(x, way.x_grad)
+        mine = local_of_input(x, way.x_grad)
     else:
         layer._tokens = tokens
-        mine = local_of(x, list(x.placements))
+        mine = local_of_input(x, list(x.placements))
     made = call(module, layer, mine, *args)
     y, *rest = made if isinstance(made, tuple) else (made,)
     out = _out_features(module)
@@ -102,7 +103,7 @@ def result(
     if wanted is None:
         return spread(y, mesh, places, shape)
     if places[0].is_partial() and wanted.whole() and may_sum(y):
-        y, places = summed(y, mesh), [Replicate()]
+        y, places = summed(y, mesh.get_group(0)), [Replicate()]
     out = spread(y, mesh, places, shape)
     return answers_with(out, y) if wanted.local else out
 
@@ -113,7 +114,7 @@ def behind_hook(module: Any, y: Tensor, mesh: Any, places: list[Placement]) -> T
     wanted = wanted_of(module) if plain(y) and mesh.ndim == 1 else None
     if wanted is None or not wanted.local or not wanted.whole():
         return None
-    return summed(y, mesh) if places[0].is_partial() and may_sum(y) else None
+    return summed(y, mesh.get_group(0)) if places[0].is_partial() and may_sum(y) else None
 
 
 def _normalized(z: Tensor, mesh: Any, way: Way, own: list[Placement], shape: torch.Size) -> DTensor:
@@ -147,7 +148,7 @@ def local_of_layer(module: Any, plan: Plan, held: dict[str, Any]) -> Any:
             with torch.no_grad():
                 value = parameter.to_local()
         else:
-            value = local_of_parameter(parameter, grads)
+            value = local_of(parameter, grads)
         if name in plan.elsewhere:
             value = OnOne.apply(value, False, True)
         local[name] = value
@@ -177,11 +178,11 @@ class Placed:
 
 def _owner(module: Any, parameter: Any, grads: list[Placement]) -> Any:
     """Whom the gradient of a weight belongs to: where fully_shard lends it, what it is made of."""
-    placed = Placed(parameter, grads)
+    owner = Placed(parameter, grads)
     for param in params_of(module).values():
         if gathered_parameter(param) is parameter:
-            return Sharded(param, before=placed)
-    return placed
+            return Sharded(param, before=owner)
+    return owner
 
 
 def _weights_of(module: Any) -> tuple[str, ...]:
