@@ -1,13 +1,6 @@
 """Layers that a process group shares, as Transformer Engine's: every rank has its part of the
-weights as plain parameters, and collectives of the group stand around the layer.
-
-===========  =========================  ============================  ========================
-mode         before                     after                         gradients
-===========  =========================  ============================  ========================
-column       the input on every rank    nothing                       dx: summed
-row          the input's own features   summed                        bias: on every rank
-both         as column                  as row                        norm: summed
-===========  =========================  ============================  ========================
+weights as plain parameters, and collectives of the group stand around the layer as DTensor's do
+(the table of tensor_parallel.py, of which "both" is the last but one).
 
 With sequence parallelism tokens are sharded along dimension 0: the input is gathered and the sum
 scattered, and gradients of what every rank has (norm, bias of a sum) are left for the trainer to

@@ -82,10 +82,7 @@ def plan_of(module: Any, held: dict[str, Any], settings: Settings | None, inp: A
 def _made(module: Any, held: dict[str, Any], settings: Settings | None, inp: Any) -> Plan:
     label = module._label()
     mesh = mesh_of(label, held, inp)
-    if isinstance(module, GroupedLinear):
-        first = held[module._weight_names[0]]
-    else:
-        first = held.get(module._parts_of(module._weight_keys[0])[0])
+    first = held.get(module._parts_of(module._weight_keys[0])[0])
     if first is None or getattr(module, "_split", None) is not None:
         raise NotImplementedError(
             f"{label}: parameters_split makes several parameters of one weight, whose shards are "
@@ -158,7 +155,7 @@ def kind_of(module: Any, label: str, held: dict[str, Any], dim: int) -> str:
                 "te_mx.distributed.ModuleParallel"
             )
         return BOTH
-    name = module._weight_names[0] if isinstance(module, GroupedLinear) else "weight"
+    name = module._parts_of("weight")[0]
     kinds = [COLUMN, ROW]
     if isinstance(module, GroupedLinear) and module.single_grouped_weight:
         kinds = [EXPERTS, COLUMN, ROW]

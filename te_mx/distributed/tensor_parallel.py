@@ -186,8 +186,6 @@ def _owner(module: Any, parameter: Any, grads: list[Placement]) -> Any:
 
 
 def _weights_of(module: Any) -> tuple[str, ...]:
-    if isinstance(module, GroupedLinear):
-        return module._weight_names
     return tuple(name for key in module._weight_keys for name in module._parts_of(key))
 
 

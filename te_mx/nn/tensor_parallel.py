@@ -72,14 +72,13 @@ def part(owner: str, how: Shared | None, mode: str, name: str, size: int) -> int
 
     Raises ValueError where ranks would have parts of different sizes.
     """
-    if how is None or how.mode != mode:
-        return size
-    if size % how.size:
+    ranks = ranks_of(how, mode)
+    if size % ranks:
         raise ValueError(
-            f"{owner}: {name}={size} must divide by tp_size={how.size}; pad it to "
-            f"{-(-size // how.size) * how.size}"
+            f"{owner}: {name}={size} must divide by tp_size={ranks}; pad it to "
+            f"{-(-size // ranks) * ranks}"
         )
-    return size // how.size
+    return size // ranks
 
 
 def ranks_of(how: Shared | None, mode: str) -> int:
