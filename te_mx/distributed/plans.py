@@ -16,7 +16,7 @@ from te_mx.distributed.local_layer import check_whole_blocks
 from te_mx.nn.grouped_linear import GroupedLinear
 from te_mx.nn.layernorm_linear import LayerNormLinear
 from te_mx.nn.layernorm_mlp import LayerNormMLP
-from te_mx.nn.tensor_parallel import BOTH, COLUMN, EXPERTS, NORM, ROW, SIZES, biases_of_sum
+from te_mx.nn.tensor_parallel import BOTH, COLUMN, EXPERTS, NORM, ROW, SIZES, biases_of_sum, cut_of
 from te_mx.recipes.settings import Settings
 from te_mx.torch_internals import description
 
@@ -140,10 +140,10 @@ def kind_of(module: Any, label: str, held: dict[str, Any], dim: int) -> str:
     if isinstance(module, LayerNormMLP):
         names = module._parts_of("fc1_weight")
         places = [held[name].placements[dim] for name in (*names, "fc2_weight")]
-        *ones, two = map(_dim_of, places)
-        if set(ones) == {None} and two is None:
+        dims = [_dim_of(place) for place in places]
+        if set(dims) == {None}:
             return WHOLE
-        if set(ones) != {0} or two != 1:
+        if dims != [cut_of(BOTH, name) for name in (*names, "fc2_weight")]:
             raise ValueError(
                 f"{label}: {', '.join(names)} and fc2_weight must be Shard(0) and Shard(1), or all "
                 f"Replicate, got {', '.join(map(str, places))}"

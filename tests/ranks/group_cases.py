@@ -11,6 +11,7 @@ import halves
 import torch
 import torch.distributed as dist
 from data_parallel_cases import refused
+from node_cases import counted
 from tensor_parallel_cases import DEVICE, ONE_GRAPH, K, M, N, built, of, reference, same
 
 import te_mx
@@ -67,6 +68,17 @@ def case_groups():
                 found[name] = p.grad
                 wanted[name] = halves.slices(name, expected[name], whole, kind)[dist.get_rank()]
             same(found, wanted)
+
+
+def case_sums_in_place():
+    """What a product has just written is summed where it lies."""
+    _, layer = shared(te_mx.Linear, "row", {"parallel_mode": "row"}, False)
+    x = mine(of(M, K), -1)
+    with counted() as sums, te_mx.autocast():
+        y = layer(x)
+    assert sums == [y.shape]
+    with torch.no_grad(), te_mx.autocast():
+        assert torch.equal(layer(x), y)
 
 
 def case_row_biases_in_parts():
