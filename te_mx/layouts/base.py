@@ -77,11 +77,11 @@ class Layout:
 
     def empty(self, fmt: Format, rows: int, k: int, device: torch.device) -> Parts:
         """Room for codes and scales, uninitialized."""
-        codes, scales = self.shapes(fmt, rows, k)
-        return (
-            torch.empty(codes, dtype=torch.uint8, device=device),
-            torch.empty(scales, dtype=self.scales_dtype(fmt), device=device),
-        )
+        return self._room(fmt, self.shapes(fmt, rows, k), device)
+
+    def _room(self, fmt: Format, shapes: tuple[Shape, Shape], device: torch.device) -> Parts:
+        codes = torch.empty(shapes[0], dtype=torch.uint8, device=device)
+        return codes, torch.empty(shapes[1], dtype=self.scales_dtype(fmt), device=device)
 
     def pack(self, fmt: Format, codes: Tensor, scales: Tensor, k: int) -> Parts:
         """Codes and scales that lie by rows (layout "rows"), in this layout."""
@@ -116,11 +116,7 @@ class Layout:
         self, fmt: Format, rows: int, k: int, groups: int, device: torch.device
     ) -> Parts:
         """Room for them, uninitialized."""
-        codes, scales = self.grouped_shapes(fmt, rows, k, groups)
-        return (
-            torch.empty(codes, dtype=torch.uint8, device=device),
-            torch.empty(scales, dtype=self.scales_dtype(fmt), device=device),
-        )
+        return self._room(fmt, self.grouped_shapes(fmt, rows, k, groups), device)
 
     def put_group(self, into: HasParts, part: HasParts, start: int, end: int, group: int) -> None:
         """Of packed tokens: put group number `group`, start to end, in layout `alone`, where it
