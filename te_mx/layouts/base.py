@@ -36,15 +36,7 @@ class IsMatrix(HasParts, Protocol):
     def k(self) -> int: ...
 
 
-class IsStack(IsMatrix, Protocol):
-    """A Stack."""
-
-    @property
-    def groups(self) -> int: ...
-
-
 Matrix = TypeVar("Matrix", bound=IsMatrix)
-Matrices = TypeVar("Matrices", bound=IsStack)
 
 
 class Layout:
@@ -143,8 +135,8 @@ class Layout:
         shapes = self.grouped_shapes(fmt, rows, k, groups)
         return self._checked(operand, fmt, name, shapes, (rows, k))
 
-    def checked_stack(self, stack: Matrices, fmt: Format, name: str) -> Matrices:
-        """The same of the operands of all groups."""
+    def checked_stack(self, stack: Any, fmt: Format, name: str) -> Any:
+        """The same of a Stack, the operands of all groups."""
         one = self.shapes(fmt, stack.rows, stack.k)
         shapes = (stack.groups, *one[0]), (stack.groups, *one[1])
         return self._checked(stack, fmt, name, shapes, (stack.groups, stack.rows, stack.k))
