@@ -19,8 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from te_mx.conversion.bound import bind, unbind
-from te_mx.conversion.decisions import Decisions, Wanted, decide
+from te_mx.conversion.decisions import Decisions, Wanted, bind, decide, unbind
 from te_mx.conversion.layers import fusion_row, layers_of, row, seam_of
 from te_mx.conversion.report import REVERTED, SKIPPED, ConversionReport
 from te_mx.fusion.class_swap import Reclassed, give, take_back, why_not_back

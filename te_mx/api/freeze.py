@@ -115,7 +115,8 @@ def freeze_weights(
     ambient = recipe if recipe is not None else current_recipe()
     resolved = resolve_recipe(ambient).settings
     modules = _modules(model)
-    if any(_is_fsdp2(module) for module in model.modules()):
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # nothing of it is imported here
+    if fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in model.modules()):
         _check_sharded(model, modules, drop_master)
     wanted, how = modules, []
     if filter_fn is not None:
@@ -202,12 +203,6 @@ def _check_sharded(model: nn.Module, modules: list[tuple[str, MXModule]], drop: 
                 f"{name} is sharded by fully_shard and not resharded: {module._label()} has lent "
                 "parameters, which freezing would not outlive; call model.reshard() first"
             )
-
-
-def _is_fsdp2(module: nn.Module) -> bool:
-    """Whether fully_shard was called on a module; nothing of torch.distributed is imported."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def unfreeze_weights(model: nn.Module, *, dequantize: bool = False) -> int:

@@ -1,11 +1,6 @@
 """te_mx.grouped_linear and te_mx.grouped_wgrad: grouped products for mixtures of experts that keep
-their own parameters and their own token layout.
-
-Operands of te_mx.grouped_wgrad that are quantized already: columnwise copies, whose blocks hold
-rows of one group where every group starts at a block.
-
-te_mx.grouped_gemm: the products of all groups on operands that are quantized already, or of
-tokens as they are.
+their own parameters and their own token layout; te_mx.grouped_gemm: the products of all groups on
+operands that are quantized already, or of tokens as they are.
 """
 
 from __future__ import annotations

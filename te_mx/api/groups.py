@@ -1,19 +1,10 @@
-"""Which rows belong to which group: the forms that users have, as the end offsets that ops take.
-
-===========  ===============  ===================================================================
-argument     tokens           meaning
-===========  ===============  ===================================================================
-offs [G]     [R, K]           end offsets, group after group; with an alignment a group starts at
-                              the next multiple of it (DeepGEMM's psum layout: 128)
-index [R]    [R, K]           the group of each row in any order, -1 for none
-masked_m     [G, M_max, K]    the first masked_m[g] rows of group g
-===========  ===============  ===================================================================
+"""Which rows belong to which group: the forms that users have (offs, index, masked_m, as
+te_mx.grouped_gemm explains them) as the end offsets that ops take; and checks of what the grouped
+functions are given, before anything runs.
 
 What the host cannot read without waiting is never read: it is arithmetic on the device then, and
 what is out of range there is cut off. So nothing breaks a CUDA graph, and no address leaves the
 tensors.
-
-Checks of what te_mx.grouped_linear and te_mx.grouped_wgrad are given, before anything runs.
 """
 
 from __future__ import annotations

@@ -18,8 +18,7 @@ import torch
 
 import te_mx
 from te_mx import formats
-from te_mx.commands.candidates import Candidate, Contest, Layers, candidates_of, leave
-from te_mx.commands.mixtures import Experts
+from te_mx.commands.candidates import Candidate, Contest, Experts, Layers, candidates_of, leave
 from te_mx.commands.shapes import TOKENS, Shape, from_text, model_names, of_models, parse_tokens
 from te_mx.commands.timing import ROUNDS, microseconds
 from te_mx.dispatch.problem import Problem, place_of

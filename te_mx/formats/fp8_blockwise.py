@@ -53,17 +53,8 @@ class BlockwiseFormat(Format):
     """
 
     def quantize(self, x: Tensor, rule: str, random: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Codes and scales of x [rows, k], fp32, bf16 or fp16 with any strides.
-
-        Args:
-            x: the matrix.
-            rule: "pow2" (scales are powers of two) or "fp32", with an epsilon as in "fp32:1e-12".
-            random: must be None; codes are rounded to nearest even.
-
-        Raises:
-            TypeError: x is no tensor of such a dtype.
-            ValueError: x is no matrix, the format does not know the rule, or random is given.
-        """
+        """As `Format.quantize`, with the rule "pow2" (scales are powers of two) or "fp32", with an
+        epsilon as in "fp32:1e-12"; random must be None: codes are rounded to nearest even."""
         check_matrix("x", x, *READ)
         self.check_rule(rule)
         check_random(random, rule, x)
@@ -79,12 +70,8 @@ class BlockwiseFormat(Format):
         return codes, scales
 
     def dequantize(self, codes: Tensor, scales: Tensor, k: int, dtype: torch.dtype) -> Tensor:
-        """Values [rows, k]: code * scale, exact in fp64, else rounded to fp32 and then to dtype.
-
-        Raises:
-            TypeError: an argument of the wrong type or dtype.
-            ValueError: codes and scales are not those of a matrix with k columns.
-        """
+        """As `Format.dequantize`: code * scale, exact in fp64, else rounded to fp32 and then to
+        dtype."""
         k = self.check_parts(codes, scales, k, dtype)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         of_rows = scales.to(wide).repeat_interleave(self.scaling.block[0], 0)[: len(codes)]

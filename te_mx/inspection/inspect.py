@@ -140,9 +140,8 @@ def _rules(names: Any, rule: Any) -> dict[Format, str]:
         if fmt.transform is not None:
             raise ValueError(f"inspect: formats must be among {known}, got {shown(name)}")
         has = fmt.scaling
-        elsewhere = usual and any(
-            all_formats.get(n).scaling.knows(rule) for n in all_formats.names()
-        )
+        every = map(all_formats.get, all_formats.names())
+        elsewhere = usual and any(one.scaling.knows(rule) for one in every)
         if rule is not None and not has.knows(rule) and not elsewhere:
             raise ValueError(
                 f"inspect: scale_rule must be one of {has.shown_rules} for {fmt}, got {shown(rule)}"
@@ -169,7 +168,11 @@ def _run(
 ) -> tuple[float | None, str]:
     """Run the model and, for gradients, backward. Returns the loss and what it is."""
     with (
-        untouched(model), torch.inference_mode(False), _uncompiled(),
+        untouched(model), torch.inference_mode(False),
+        # What was compiled runs as it is written: the products inside of a graph cannot be read.
+        # Importing _dynamo for that takes seconds.
+        torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules
+        else nullcontext(),
         torch.set_grad_enabled(gradients), watch,
     ):  # fmt: skip
         if isinstance(batch, Mapping):
@@ -186,13 +189,6 @@ def _run(
             )
         watch.gradients_of(loss)
     return float(loss.detach()), origin
-
-
-def _uncompiled() -> Any:
-    """What was compiled runs as it is written: the products inside of a graph cannot be read."""
-    if "torch._dynamo" not in sys.modules:  # importing it takes seconds
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")
 
 
 def _loss(output: Any, loss_fn: Any) -> tuple[Tensor, str]:

@@ -45,9 +45,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from te_mx.api.convert import convert_model
 from te_mx.api.freeze import freeze_weights, unfreeze_weights
 from te_mx.conversion.layers import protected_in
-from te_mx.integrations.checkpoint_placeholders import put_placeholders, take
 from te_mx.integrations.checkpoint_plan import Plan, plan_of
-from te_mx.integrations.checkpoint_scales import Scales, refuse_casts
+from te_mx.integrations.checkpoint_tensors import Scales, put_placeholders, refuse_casts, take
 from te_mx.nn.base import MXModule
 from te_mx.nn.converted import ConversionWarning
 from te_mx.weights.missing import claim

@@ -141,7 +141,9 @@ def apply_rotary_pos_emb(
         raise NotImplementedError(f"{owner}: start_positions do not go with tensor_format='thd'")
     size = t.shape[1] if tensor_format == "bshd" else t.shape[0]
     if packed:
-        angles = freqs[_positions(given["cu_seqlens"].to(t.device), size), 0]
+        starts, token = given["cu_seqlens"].to(t.device), torch.arange(size, device=t.device)
+        sequence = torch.searchsorted(starts, token, right=True) - 1
+        angles = freqs[token - starts.to(token.dtype)[sequence], 0]
     elif start_positions is not None:
         batch = t.shape[0] if tensor_format == "bshd" else t.shape[1]
         if len(start_positions) != batch or freqs.shape[1] != 1:
@@ -178,13 +180,6 @@ def _check(owner: str, t: Any, freqs: Any, packed: bool) -> None:
             f"{owner}: freqs must have a d of at most the width of t, {t.shape[-1]}, got "
             f"{freqs.shape[-1]}"
         )
-
-
-def _positions(starts: Tensor, tokens: int) -> Tensor:
-    """The position of each token [tokens] in its sequence."""
-    token = torch.arange(tokens, device=starts.device)
-    sequence = torch.searchsorted(starts, token, right=True) - 1
-    return token - starts.to(token.dtype)[sequence]
 
 
 def _turned(t: Tensor, angles: Tensor, interleaved: bool, dtype: torch.dtype) -> Tensor:

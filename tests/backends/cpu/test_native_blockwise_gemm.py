@@ -13,7 +13,7 @@ import numpy as np
 import oracles
 import pytest
 import torch
-from gemm_calls import AVAILABLE, KERNELS, ORDERS, at_level, run, shapes
+from gemm_calls import drawn, packed, run, run_groups, shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import DTYPES, SEEDS
@@ -39,11 +39,6 @@ K_SIZES = st.sampled_from([1, 31, 33, 127, 128, 129, 255, 256, 300, 385, 700])
 # Stream kernels on bf16 hand what they do not read to one on fp32, or to the panel kernel of their
 # level where the CPU has no AVX-512.
 BF16_STREAMS = {"avx512_bf16_stream": "avx512_bf16", "amx_stream": "amx_bf16"}
-
-
-@pytest.fixture(params=KERNELS, ids=lambda pair: "-".join(pair))
-def kernel(request: pytest.FixtureRequest):
-    yield from at_level(*request.param)
 
 
 class Side(NamedTuple):
@@ -86,17 +81,6 @@ def random_side(
     return Side(codes.astype(np.uint8), scales.astype(np.float32), element, block_rows)
 
 
-def packed(operand: Operand, name: str, role: str) -> Operand:
-    nbytes = cpu.packed_bytes(name, role, operand.rows, operand.k, operand.fmt)
-    if nbytes == 0:
-        return operand
-    room = torch.full((nbytes + 128,), 0xA5, dtype=torch.uint8)
-    start = -room.data_ptr() % 64
-    assert cpu.pack(operand, name, role, room[start : start + nbytes])
-    assert bool((room[start + nbytes :] == 0xA5).all()), "pack wrote behind packed_bytes"
-    return operand._replace(packed=room[start : start + nbytes])
-
-
 def ran(name: str, *sides: Side) -> str:
     """The kernel that runs where `name` is asked for."""
     factors = any((np.frexp(side.scales)[0] != 0.5).any() for side in sides)
@@ -114,11 +98,7 @@ def test_product(kernel: str, data: st.DataObject, elements: tuple[str, str], k:
     pow2, blocks = data.draw(st.booleans()), st.sampled_from([1, 128])
     a = random_side(rng, m, k, elements[0], data.draw(blocks), pow2)
     b = random_side(rng, n, k, elements[1], data.draw(blocks), data.draw(st.booleans()))
-    a_operand, b_operand = a.operand(data.draw(ORDERS)), b.operand(data.draw(ORDERS))
-    if data.draw(st.booleans()):
-        a_operand = packed(a_operand, kernel, "a")
-    if data.draw(st.booleans()):
-        b_operand = packed(b_operand, kernel, "b")
+    a_operand, b_operand = drawn(data, kernel, a, b)
     out = torch.full((n, m), torch.nan, dtype=data.draw(DTYPES))
     kind = data.draw(st.sampled_from([None, "operand", "result"]))
     _, sums = run(
@@ -224,24 +204,11 @@ def test_nan_is_never_hidden(kernel: str, element: str) -> None:
 COUNTS = [0, 3, 130, 17, 128, 0, 40]
 
 
-@pytest.fixture(params=AVAILABLE)
-def level(request: pytest.FixtureRequest):
-    yield from at_level(request.param, request.param)
-
-
 def house(side: Side, layout: str) -> HouseOperand:
     rows, k = side.codes.shape
     plain = side.operand("k_last" if layout == "rows" else "k_first")
     spec = f"fp8_{plain.fmt}@{layout}"
     return HouseOperand(plain.codes, plain.scales, spec, rows, k)
-
-
-def run_groups(call: cpu_grouped.GroupedGemmCall) -> None:
-    nbytes = call.workspace_bytes()
-    with workspace.guarded():
-        scratch = workspace.acquire(torch.device("cpu"), nbytes)
-        assert call.run(scratch, nbytes)
-        workspace.release(scratch, nbytes)
 
 
 def one(lhs: HouseOperand, rhs: HouseOperand) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from gemm_calls import AVAILABLE, KERNELS, ORDERS, Side, at_level, packed, random_side, run, shapes
+from gemm_calls import Side, drawn, random_side, run, run_groups, shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import SEEDS
@@ -29,11 +29,6 @@ pytestmark = pytest.mark.skipif(cpu.native() is None, reason="the native module 
 E4M3 = np.array([0x00, 0x30, 0x38, 0x3C, 0x40, 0x44, 0x48, 0x4C], np.uint8)
 
 
-@pytest.fixture(params=KERNELS, ids=lambda pair: "-".join(pair))
-def kernel(request: pytest.FixtureRequest):
-    yield from at_level(*request.param)
-
-
 def in_8_bits(side: Side) -> Side:
     codes = E4M3[side.codes & 7] | (side.codes & 8) << 4
     wide = Side(codes, side.scales, "e4m3")
@@ -47,11 +42,7 @@ def test_bits_are_those_of_8_bits(kernel: str, data: st.DataObject, seed: int, b
     m, n, k = shapes(data, kernel)
     rng = np.random.default_rng(seed)
     a, b = random_side(rng, m, k, "e2m1"), random_side(rng, n, k, "e2m1" if both else "e5m2")
-    a_operand, b_operand = a.operand(data.draw(ORDERS)), b.operand(data.draw(ORDERS))
-    if data.draw(st.booleans()):
-        a_operand = packed(a_operand, kernel, "a")
-    if data.draw(st.booleans()):
-        b_operand = packed(b_operand, kernel, "b")
+    a_operand, b_operand = drawn(data, kernel, a, b)
     epilogue = Epilogue(bias_grad=data.draw(st.sampled_from([None, "operand", "result"])))
     made, sums = run(kernel, a_operand, b_operand, epilogue=epilogue)
     wide = in_8_bits(a).operand(), (in_8_bits(b) if both else b).operand()
@@ -98,19 +89,6 @@ COUNTS = [0, 3, 70, 17, 32, 0, 40]
 ENDS = np.cumsum(COUNTS)
 BOUNDS = Bounds(tuple((ENDS - COUNTS).tolist()), tuple(ENDS.tolist()))
 SPECS = {"e4m3": "mxfp8_e4m3", "e2m1": "mxfp4"}
-
-
-@pytest.fixture(params=AVAILABLE)
-def level(request: pytest.FixtureRequest):
-    yield from at_level(request.param, request.param)
-
-
-def run_groups(call: cpu_grouped.GroupedGemmCall) -> None:
-    nbytes = call.workspace_bytes()
-    with workspace.guarded():
-        scratch = workspace.acquire(torch.device("cpu"), nbytes)
-        assert call.run(scratch, nbytes)
-        workspace.release(scratch, nbytes)
 
 
 def stack_of(sides: list[Side]) -> Stack:

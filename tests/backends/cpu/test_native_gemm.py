@@ -18,10 +18,10 @@ from gemm_calls import (
     KERNELS,
     LEVEL_KERNELS,
     N_SIZES,
-    ORDERS,
     PANELS,
     Side,
     at_level,
+    drawn,
     packed,
     random_side,
     run,
@@ -37,12 +37,6 @@ from te_mx.runtime import workspace
 pytestmark = pytest.mark.skipif(cpu.native() is None, reason="the native module is not built")
 
 
-@pytest.fixture(params=KERNELS, ids=lambda pair: "-".join(pair))
-def kernel(request: pytest.FixtureRequest):
-    """Every kernel of this machine, at the level that brings it."""
-    yield from at_level(*request.param)
-
-
 @pytest.fixture(params=PANELS, ids=lambda pair: "-".join(pair))
 def panel_kernel(request: pytest.FixtureRequest):
     yield from at_level(*request.param)
@@ -54,12 +48,7 @@ def test_product(kernel: str, data: st.DataObject, fmts: tuple[str, str]) -> Non
     m, n, k = shapes(data, kernel)
     rng = np.random.default_rng(data.draw(strategies.SEEDS))
     a, b = random_side(rng, m, k, fmts[0]), random_side(rng, n, k, fmts[1])
-    order_a = data.draw(ORDERS)
-    a_operand, b_operand = a.operand(order_a), b.operand(data.draw(ORDERS))
-    if data.draw(st.booleans()):
-        a_operand = packed(a_operand, kernel, "a")
-    if data.draw(st.booleans()):
-        b_operand = packed(b_operand, kernel, "b")
+    a_operand, b_operand = drawn(data, kernel, a, b)
     out = torch.full((n, m), torch.nan, dtype=data.draw(strategies.DTYPES))
     run(kernel, a_operand, b_operand, out)
     oracles.assert_gemm(out, a.values(), b.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from gemm_calls import AVAILABLE, LEVEL_KERNELS, at_level, random_side
+from gemm_calls import LEVEL_KERNELS, random_side
 from grouped_cases import COUNTS, equal
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,11 +27,6 @@ from te_mx.runtime import workspace
 pytestmark = pytest.mark.skipif(cpu.native() is None, reason="the native module is not built")
 SIZES = st.sampled_from([1, 2, 15, 17, 32, 33, 64, 65, 97])
 ROWS, COLS = "mxfp8_e4m3@rows", "mxfp8_e4m3@cols"
-
-
-@pytest.fixture(params=AVAILABLE)
-def level(request: pytest.FixtureRequest):
-    yield from at_level(request.param, request.param)
 
 
 @st.composite
