@@ -20,6 +20,7 @@ from te_mx.backends.cpu import binding as cpu
 from te_mx.backends.sm90 import binding, binding_grouped, split_k
 from te_mx.backends.sm90 import decode as sm90_decode
 from te_mx.backends.sm90 import grouped as sm90_grouped
+from te_mx.backends.sm90 import layer as sm90_layer
 from te_mx.backends.sm90 import linear as sm90_linear
 from te_mx.dispatch import forms, problem, registry
 from te_mx.dispatch.problem import Place
@@ -76,6 +77,7 @@ def _anew() -> Iterator[pytest.MonkeyPatch]:
 
 def _forget() -> None:
     registry.forget()
+    sm90_layer.forget_plans()
     sm90_linear.forget_plans()
     sm90_decode.forget_plans()
 

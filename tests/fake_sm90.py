@@ -23,6 +23,7 @@ from torch import Tensor
 from te_mx.backends import base
 from te_mx.backends.base import FLOAT_DTYPES, FORMATS, GELUS, LAYOUTS, SCALE_RULES, Epilogue
 from te_mx.backends.reference import fused_math
+from te_mx.backends.sm90 import binding
 from te_mx.backends.sm90.layouts import tiles as sm90_tiles
 from te_mx.dispatch.calls import Quantize
 from te_mx.dispatch.fused import ACT_IDS, ACTIVATIONS, Activation, Norm
@@ -415,3 +416,27 @@ def activate(args) -> int:
     if args.out:
         at(args.out, result.shape, dtype).copy_(result)
     return _end_in(args, result)
+
+
+# --------------------------------------------------------------------------------------- sequences
+class Sequence:
+    """Calls of whatever stands in for the module, with copies of their records."""
+
+    def __init__(self, steps, count: int) -> None:
+        self.steps = [(name, [one.copy() for one in records], at) for name, records, at in steps]
+        self.count = count
+
+    def run(self, *arguments: int) -> int:
+        assert len(arguments) == self.count and all(type(one) is int for one in arguments)
+        for _, records, places in self.steps:
+            for i, field, number, offset in places:
+                setattr(records[i], field, arguments[number] + offset)
+        for name, records, _ in self.steps:
+            status = getattr(binding.native(), name)(*records)
+            if status:
+                return status
+        return OK
+
+
+def sequence(steps, device: int, count: int) -> Sequence:
+    return Sequence(steps, count)

@@ -35,6 +35,7 @@ from fake_sm90 import (  # noqa: F401
     row_sums,
     row_sums_workspace_bytes,
     rows_first,
+    sequence,
     tiles,
     workspace_bytes,
 )

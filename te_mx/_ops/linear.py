@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from te_mx._ops.library import is_direct
+from te_mx.dispatch.layer import LayerKernel
 from te_mx.dispatch.linear import (
     LATER,
     FrozenCall,
@@ -29,12 +30,14 @@ __all__ = [
     "FrozenKernel",
     "Gate",
     "Into",
+    "LayerKernel",
     "LinearKernel",
     "LinearPlan",
     "LinearProblem",
     "Weight",
     "frozen_kernel",
     "infer",
+    "layer_kernel",
     "linear_kernel",
     "linear_kernel_of",
 ]
@@ -67,6 +70,22 @@ def linear_kernel_of(
             return find(problem)
         known[key] = find(problem)
     return known[key]
+
+
+def layer_kernel(device: torch.device, settings: Any) -> LayerKernel | None:
+    """The kernel that may run layers under some settings in one call each way, or None."""
+    # By the identity of the settings, which lives as long as the entry: a hash costs more.
+    key = "layers", device, id(settings)
+    found = derived().get(key)
+    if found is None:
+        problem = Problem(
+            "layer", place_of(device), f"{settings.x}@any", f"{settings.w}@any",
+            precision=settings.precision, spread=settings.spread, rule=settings.scale_rule,
+            grad=f"{settings.g}@any", split_k=settings.split_k,
+        )  # fmt: skip
+        found = derive(key, (find(problem), settings))
+    kernel: LayerKernel | None = found[0]
+    return kernel
 
 
 def infer(

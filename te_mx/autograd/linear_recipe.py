@@ -63,6 +63,7 @@ from te_mx.autograd.grad_target import (
     Wgrad,
 )
 from te_mx.autograd.saved import NOTHING, Kept, flatten, unflatten
+from te_mx.dispatch.linear import Weight
 from te_mx.dispatch.registry import derive, derived
 from te_mx.formats.scaling import is_stochastic
 from te_mx.recipes.settings import Settings
@@ -466,6 +467,12 @@ class KeptWeight(NamedTuple):
             # Operands that give their bytes back serve every precision, and with every format.
             and (self.is_plain() or (packs(settings) and self._is_as_asked(settings, device)))
         )
+
+
+def parts_of(kept: KeptWeight) -> Weight:
+    """Its operands as whole layers in one call take them."""
+    row, col = kept.row, kept.col
+    return Weight((row.codes, row.scales), None if col is None else (col.codes, col.scales))
 
 
 def on_codes(settings: Settings) -> Settings:

@@ -1,7 +1,7 @@
 """A gated MLP block of frozen layers on few rows, as when text is generated: the activation and its
 gate have no kernel of their own. The last product computes them as it reads its input.
 
-Each product is that of its layer, and what is rounded where is as in autograd/mlp.py:
+Each product is that of its layer, and what is rounded where is as in autograd/layer.py:
 act(gate) * up is computed in fp32 and rounded once.
 """
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from te_mx.autograd import node
-from te_mx.autograd.layernorm_linear import Call, layernorm_linear
+from te_mx.autograd.layer import Call, Parameters, Weights, run_layer
 from te_mx.autograd.linear_recipe import on_codes
 from te_mx.autograd.node import needs_gradient
 from te_mx.context.region import is_tracing
@@ -291,10 +291,9 @@ class LayerNormLinear(NormModule):
                 z, row = self._normalized(inp), self._dropped_operand("weight")
                 out = weight_only.linear(z, row, added, step.dtype, tag)
             else:
-                call = Call(step, settings, want_z, tag, self._tokens)
-                out, z = layernorm_linear(
-                    inp, norm_weight, norm_bias, weight, added, kept, sink, call
-                )
+                call = Call(step, None, settings, want_z, (tag, -1), self._tokens)
+                parameters = Parameters(norm_weight, norm_bias, weight, added)
+                out, z = run_layer(inp, parameters, Weights((kept, None), (sink, None)), call)
         return out, bias, z
 
     def _described(self) -> str:

@@ -12,12 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from te_mx.autograd import node
 from te_mx.autograd.grad_target import WeightGradient
+from te_mx.autograd.layer import Call, Parameters, Weights, run_layer
 from te_mx.autograd.linear_recipe import GEMMS, KeptWeight, on_codes
-from te_mx.autograd.mlp import (
-    Call,
-    Weights,
-    layernorm_mlp,
-)
 from te_mx.autograd.node import needs_gradient
 from te_mx.context.region import is_tracing, output_dtype
 from te_mx.dispatch.fused import NORMS
@@ -52,7 +48,7 @@ class LayerNormMLP(NormModule):
     `te_mx.autocast` in the formats of its recipe (MXFP8 by default), torch's own functions outside.
 
     With GELU the activation runs inside the GEMMs, forward and backward; other activations are
-    quantized as they are computed (te_mx/autograd/mlp.py says what is rounded and saved).
+    quantized as they are computed (te_mx/autograd/layer.py says what is rounded and saved).
 
     Parameters: ``layer_norm_weight`` and ``layer_norm_bias`` [hidden_size] (the bias for LayerNorm
     only), ``fc1_weight`` [F1, hidden_size], ``fc1_bias`` [F1], ``fc2_weight`` [hidden_size,
@@ -325,11 +321,9 @@ class LayerNormMLP(NormModule):
                 out, z = self._run_weight_only(inp, b1, b2, tags)
             else:
                 return_z = self.return_layernorm_output
-                out, z = layernorm_mlp(
-                    inp, norm_weight, norm_bias, w1, b1, w2, b2,
-                    Weights(kept, sinks),
-                    Call(self._step(inp), self._act, settings, return_z, tags, self._tokens),
-                )  # fmt: skip
+                call = Call(self._step(inp), self._act, settings, return_z, tags, self._tokens)
+                parameters = Parameters(norm_weight, norm_bias, w1, b1, w2, b2)
+                out, z = run_layer(inp, parameters, Weights(kept, sinks), call)
         extra: tuple[Tensor | None, ...] = (fc2_bias,) if self.return_bias else ()
         extra += (z,) if self.return_layernorm_output else ()
         return (out, *extra) if extra else out

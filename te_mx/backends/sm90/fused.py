@@ -25,7 +25,7 @@ BLOCKWISE = "fp8_e4m3_1x128"  # what fused kernels make with fp32 scales
 
 
 @lru_cache(maxsize=256)
-def _makes(row: str, col: str, rule: str, dtype: torch.dtype) -> bool:
+def makes(row: str, col: str, rule: str, dtype: torch.dtype) -> bool:
     """Whether the fused kernels end in a target, for results of a dtype: MXFP4 and blockwise FP8 of
     bf16 alone."""
     formats = {spec_of(spec).format.name for spec in (row, col) if spec}
@@ -50,7 +50,7 @@ class HopperNorm(_Fused):
 
     def run(self, s: NormStep) -> NormParts | None:
         step = s.x, s.weight, s.bias, s.norm, s.dtype
-        if not s.target.col_sum and _makes(*s.target[:3], s.dtype):
+        if not s.target.col_sum and makes(*s.target[:3], s.dtype):
             return binding_fused.normalize(*step, s.keep, s.target)
         made = binding_fused.normalize(*step, True, NOTHING)
         if made is None or made.z is None:
@@ -79,7 +79,7 @@ class HopperAct(_Fused):
             whole = None if grad is None else grad.to(_F32)
             made = binding_fused.activate(h.to(_F32), whole, act, _F32, True, NOTHING)
             return None if made is None or made.out is None else _quantized(s, made.out.to(dtype))
-        if _makes(*s.target[:3], dtype):
+        if makes(*s.target[:3], dtype):
             return binding_fused.activate(h, grad, act, dtype, s.keep, s.target)
         made = binding_fused.activate(h, grad, act, dtype, True, NOTHING)
         return None if made is None or made.out is None else _quantized(s, made.out)

@@ -23,6 +23,7 @@ from te_mx.dispatch.calls import Product, Ran
 from te_mx.dispatch.kernels import Kernel, PreparedGemm, Wants
 from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.registry import register
+from te_mx.formats.scaling import split_rule
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand
 from te_mx.runtime import workspace
@@ -128,6 +129,9 @@ class Adaptive(Scratched):
         return None if made is None else made.run
 
     def accepts(self, problem: Problem) -> str | None:
+        fp4 = [spec_of(spec).format.untransformed.name in FP4 for spec in problem[2:4]]
+        if all(fp4):  # which the quantizer also packs where it rounds them stochastically
+            problem = problem._replace(rule=split_rule(problem.rule)[0])
         reason = why_not(problem, "rows", "cols", "sm90")
         if reason is None and problem.precision != "adaptive":
             reason = f"is for precision 'adaptive', this asks for {problem.precision!r}"
