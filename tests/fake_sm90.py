@@ -21,11 +21,11 @@ from fake_sm90_norm_rows import NormRowsArgs, normalize_rows  # noqa: F401
 from torch import Tensor
 
 from te_mx.backends import base
-from te_mx.backends.base import FLOAT_DTYPES, FORMATS, GELUS, LAYOUTS, SCALE_RULES, Epilogue
+from te_mx.backends.base import FLOAT_DTYPES, FORMATS, GELUS, LAYOUTS, SCALE_RULES
 from te_mx.backends.reference import fused_math
 from te_mx.backends.sm90 import binding
 from te_mx.backends.sm90.layouts import tiles as sm90_tiles
-from te_mx.dispatch.calls import Quantize
+from te_mx.dispatch.calls import Epilogue, Quantize
 from te_mx.dispatch.fused import ACT_IDS, ACTIVATIONS, Activation, Norm
 
 OK, SMALL_WORKSPACE = 0, 3
@@ -82,7 +82,7 @@ def _write_packed(place, codes: Tensor, scales: Tensor, fmt: str, k: int, spread
     at(place.scales, packed.scales.shape, torch.int32).copy_(packed.scales)
 
 
-def read_operand(o) -> base.Operand:
+def read_operand(o) -> reference.Operand:
     """The operand that a native record says the address of."""
     order = _ORDERS[o.layout]
     if order == "sm90":
@@ -91,12 +91,12 @@ def read_operand(o) -> base.Operand:
     elif order == "k_first":
         parts = at(o.codes, (o.k, o.rows)), at(o.scales, (_blocks(o.k), o.rows))
     else:
-        width = base.code_bytes(_NAMES[o.element], o.k)
+        width = reference.code_bytes(_NAMES[o.element], o.k)
         parts = at(o.codes, (o.rows, width)), at(o.scales, (o.rows, _blocks(o.k)))
-    return base.Operand(*parts, _NAMES[o.element], order, None, o.k)
+    return reference.Operand(*parts, _NAMES[o.element], order, None, o.k)
 
 
-def rows_first(operand: base.Operand) -> tuple[Tensor, Tensor]:
+def rows_first(operand: reference.Operand) -> tuple[Tensor, Tensor]:
     """Codes [rows, k], one a byte, and scales [rows, blocks] of a plain operand."""
     codes, scales, fmt, order = operand[:4]
     if order == "k_last":
@@ -130,7 +130,7 @@ def _end_in(args, values: Tensor) -> int:
     return _quantize(args.to, values)
 
 
-def _randomly(to, values: Tensor, name: str) -> base.QuantizedParts:
+def _randomly(to, values: Tensor, name: str) -> reference.QuantizedParts:
     """With the transforms and the seed of a call: what the kernels take of them."""
     transforms = to.row.hadamard or to.col.hadamard
     assert not transforms or (bool(to.row.codes) != bool(to.col.codes) and not to.col_sum)
@@ -146,7 +146,7 @@ def _randomly(to, values: Tensor, name: str) -> base.QuantizedParts:
     made = reference.quantize_house(
         Quantize(values, *specs, rule, bool(to.col_sum), seed=seed, first=to.first)
     )
-    return base.QuantizedParts(*made.row[:2], *made.col[:2], made.col_sum)
+    return reference.QuantizedParts(*made.row[:2], *made.col[:2], made.col_sum)
 
 
 def _quantize(to, values: Tensor) -> int:

@@ -12,11 +12,12 @@ import numpy as np
 import oracles
 import torch
 from hypothesis import strategies as st
+from native_words import GemmCall, Operand, house
 from torch import Tensor
 
-from te_mx.backends.base import Epilogue, Operand
 from te_mx.backends.cpu import binding as cpu
-from te_mx.backends.cpu import binding_grouped as cpu_grouped
+from te_mx.backends.cpu import grouped as cpu_grouped
+from te_mx.dispatch.calls import Epilogue
 from te_mx.runtime import workspace
 
 LARGEST = {"e4m3": 0x7E, "e5m2": 0x7B, "e2m1": 0x7}  # finite codes
@@ -88,7 +89,7 @@ def packed(operand: Operand, name: str, role: str) -> Operand:
         return operand
     room = torch.full((nbytes + 128,), 0xA5, dtype=torch.uint8)
     start = -room.data_ptr() % 64
-    assert cpu.pack(operand, name, role, room[start : start + nbytes])
+    assert cpu.pack(house(operand), name, role, room[start : start + nbytes])
     assert bool((room[start + nbytes :] == 0xA5).all()), "pack wrote behind packed_bytes"
     return operand._replace(packed=room[start : start + nbytes])
 
@@ -117,7 +118,7 @@ def run(
     epilogue = epilogue or Epilogue()
     if out is None:
         out = torch.full((b.rows, a.rows), torch.nan)
-    call = cpu.GemmCall(name, a, b, epilogue, out, aux)
+    call = GemmCall(name, a, b, epilogue, out, aux)
     nbytes = call.workspace_bytes()
     with workspace.guarded():
         scratch = workspace.acquire(torch.device("cpu"), nbytes)

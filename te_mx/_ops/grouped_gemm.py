@@ -23,8 +23,9 @@ from te_mx.dispatch import run
 from te_mx.dispatch.calls import Mode
 from te_mx.dispatch.grouped_calls import GroupedK, GroupedRows, Groups
 from te_mx.dispatch.groups import k_of
+from te_mx.dispatch.kernels import derived
 from te_mx.dispatch.problem import Problem, place_of
-from te_mx.dispatch.registry import derived, find, pick_problem
+from te_mx.dispatch.registry import find, pick_problem
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Stack
 from te_mx.runtime import cpu_memory

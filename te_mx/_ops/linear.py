@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from te_mx._ops.library import is_direct
+from te_mx.dispatch.kernels import Plan, derive, derived
 from te_mx.dispatch.layer import LayerKernel
 from te_mx.dispatch.linear import (
     LATER,
     FrozenCall,
     FrozenKernel,
     Gate,
-    InferKernel,
     Into,
     LinearKernel,
     LinearPlan,
@@ -22,7 +22,7 @@ from te_mx.dispatch.linear import (
     Weight,
 )
 from te_mx.dispatch.problem import MOST, Problem, place_of
-from te_mx.dispatch.registry import derive, derived, find
+from te_mx.dispatch.registry import find
 
 __all__ = [
     "LATER",
@@ -99,14 +99,12 @@ def infer(
     key = x.shape, weight_NK.shape, x.dtype, x.device, id(settings)
     found = derived().get(key)
     if found is None:
-        found = derive(key, (*_infer_kernel(x, weight_NK, settings), settings))
-    problem, kernel, _ = found
-    return None if kernel is None else kernel.infer(problem, x, weight_NK, bias_N, out_dtype)
+        found = derive(key, (_infer_plan(x, weight_NK, settings), settings))
+    plan, _ = found
+    return None if plan is None else plan(x, weight_NK, bias_N, out_dtype)
 
 
-def _infer_kernel(
-    x: Tensor, weight_NK: Tensor, settings: Any
-) -> tuple[Problem, InferKernel | None]:
+def _infer_plan(x: Tensor, weight_NK: Tensor, settings: Any) -> Plan | None:
     n, k = weight_NK.shape
     m = x.numel() // k if k else 0
     problem = Problem(
@@ -114,7 +112,8 @@ def _infer_kernel(
         precision=settings.precision, dtype=x.dtype, spread=settings.spread,
         rule=settings.scale_rule, split_k=settings.split_k,
     )  # fmt: skip
-    return problem, find(problem)  # type: ignore[return-value]
+    kernel = find(problem)
+    return None if kernel is None else kernel.make_plan(problem)
 
 
 def frozen_kernel(

@@ -47,9 +47,9 @@ from te_mx.autograd.norm import NormStep
 from te_mx.autograd.saved import NOTHING, Kept, flatten, shaped
 from te_mx.autograd.sequence_parallel import Tokens
 from te_mx.dispatch.fused import Activation, ActStep, Target
+from te_mx.dispatch.kernels import derive, derived
 from te_mx.dispatch.layer import Formats, Inputs, LayerPlan, LayerProblem, Product
 from te_mx.dispatch.linear import LATER, Into, Weight
-from te_mx.dispatch.registry import derive, derived
 from te_mx.recipes.settings import Settings
 from te_mx.runtime.ran import LAST_RUN
 
@@ -346,11 +346,11 @@ def _make_plan(
     problem = LayerProblem(
         size // w1.shape[1], x.dtype, step.dtype, step.norm, p.norm_bias is not None, call.act,
         Product(*w1.shape, *first), None if w2 is None else Product(*w2.shape, *second), need_dz,
-        call.return_z, _formats(x.device, settings),
+        call.return_z, _formats(x.device, settings), x.device,
     )  # fmt: skip
     kernel = layer_kernel(x.device, settings)
     assert kernel is not None
-    return kernel.plan(problem, x.device)
+    return kernel.make_plan(problem)  # kept with the key of the call
 
 
 class OneCallLayer(torch.autograd.Function):

@@ -61,8 +61,8 @@ from te_mx.autograd.node import (
 from te_mx.autograd.norm import NormStep
 from te_mx.autograd.saved import NOTHING, Kept, flatten, shaped
 from te_mx.autograd.sequence_parallel import Tokens
+from te_mx.dispatch.kernels import derive, derived
 from te_mx.dispatch.linear import Held, Part
-from te_mx.dispatch.registry import derive, derived
 from te_mx.recipes.settings import Settings
 from te_mx.runtime.ran import LAST_RUN
 

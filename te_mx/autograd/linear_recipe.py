@@ -63,8 +63,8 @@ from te_mx.autograd.grad_target import (
     Wgrad,
 )
 from te_mx.autograd.saved import NOTHING, Kept, flatten, unflatten
+from te_mx.dispatch.kernels import derive, derived
 from te_mx.dispatch.linear import Weight
-from te_mx.dispatch.registry import derive, derived
 from te_mx.formats.scaling import is_stochastic
 from te_mx.recipes.settings import Settings
 from te_mx.runtime.ran import LAST_RUN

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from te_mx.dispatch.kernels import derive, derived
 from te_mx.dispatch.problem import Problem, place_of
-from te_mx.dispatch.registry import forms_known as known
 from te_mx.dispatch.registry import pick_problem
 from te_mx.torch_internals import constant_in_graphs
 
@@ -50,10 +50,10 @@ def forms(
         row, _, col = wanted_layouts(*asked).partition(" ")
         return Forms(f"{fmt}@{row}", f"{fmt}@{col}")
     key = *asked, right
-    found = known.get(key)
+    found = derived().get(key)
     if found is None:
         row, _, col = wanted_layouts(*asked).partition(" ")
         found = Forms(f"{fmt}@{row}", f"{fmt}@{col}")
         if device.type != "cuda" or device.index is not None:
-            known[key] = found
+            derive(key, found)
     return found

@@ -63,6 +63,7 @@ class LayerProblem(NamedTuple):
     need_dx: bool
     return_z: bool
     formats: Formats
+    device: torch.device
 
 
 class Inputs(NamedTuple):
@@ -144,6 +145,6 @@ class LayerKernel(Kernel):
 
     op = "layer"
 
-    def plan(self, problem: LayerProblem, device: torch.device) -> LayerPlan | None:
+    def make_plan(self, problem: LayerProblem) -> Any:
         """The plan of layers of one size; None where a step of theirs runs otherwise."""
         raise NotImplementedError

@@ -98,7 +98,7 @@ class Ready(NamedTuple):
         ends of the groups of rows; rows of no group become 0. gate: as the
         kernel takes it."""
         call = FrozenCall(x, self.form, bias, out_dtype, offs, act, gate)
-        made = self.kernel.multiply(self.problem, call)
+        made = self.kernel.plan(self.problem)(call)
         if made is None:
             return None
         if tag >= 0:

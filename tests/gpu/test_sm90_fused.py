@@ -10,7 +10,7 @@ import torch
 from te_mx._ops import quantized
 from te_mx._ops.fused import act_quantize_2d, norm_backward_2d, norm_quantize_2d
 from te_mx.backends.reference import fused_math
-from te_mx.backends.sm90 import binding_fused
+from te_mx.dispatch import registry
 from te_mx.dispatch.fused import (
     ACTIVATIONS,
     NORMS,
@@ -344,7 +344,12 @@ def test_more_than_two_to_the_31_elements():
 
 def test_the_native_code_runs():
     x, weight = randn(256, 256), torch.ones(256, device="cuda")
+    norm = Norm("RMSNorm", 1e-5)
     for target in (TARGETS[0], TARGETS[7], TARGETS[8]):
-        args = BF16, False, target
-        assert binding_fused.normalize(x, weight, None, Norm("RMSNorm", 1e-5), *args)
-        assert binding_fused.activate(x, None, Activation("silu"), *args)
+        for op, step in (
+            ("norm_quantize", NormStep(x, weight, None, norm, BF16, False, target)),
+            ("act_quantize", ActStep(x, None, Activation("silu"), BF16, False, target)),
+        ):
+            specs = target.row, target.col, (*x.shape, 1)
+            kernel, plan = registry.planned(op, x.device, *specs, BF16, rule=target.rule)
+            assert kernel.name == "sm90" and plan.specs(BF16) is not None and plan(step) is not None

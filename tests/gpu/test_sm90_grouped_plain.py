@@ -16,7 +16,7 @@ from torch import Tensor
 
 import te_mx
 from te_mx._ops.grouped_quantize import QuantizeWeights, quantize_weights, weight_columns
-from te_mx.backends.sm90 import binding_grouped
+from te_mx.backends.sm90 import grouped as sm90_grouped
 from te_mx.backends.sm90.decode import Decode
 from te_mx.backends.sm90.layouts.tiles import packed_shapes
 from te_mx.dispatch import kernels as all_kernels
@@ -161,7 +161,7 @@ def test_main_grads_have_the_same_bits_wherever_they_lie(dtype, delay):
         grads = main_grads(place, dtype)
         for weight, one in zip(ours.weights(), grads, strict=True):
             weight.main_grad = one
-        assert (binding_grouped.places_of(grads) is None) == (place == "between rows")
+        assert (sm90_grouped.places_of(grads) is None) == (place == "between rows")
         for splits in (SPLITS, [3, 90, 0, 40]):
             inp = x.clone().requires_grad_()
             with te_mx.autocast():

@@ -3,7 +3,7 @@ of the quantizer and of the GEMM would cost more than they do."""
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -40,6 +40,9 @@ class SmallLinear(InferKernel):
         if reason is None and (problem.m + problem.n) * problem.k > MOST_BYTES:
             reason = f"is for layers whose codes take at most {MOST_BYTES} bytes"
         return reason
+
+    def make_plan(self, problem: Problem) -> Any:
+        return partial(self.infer, problem)
 
     def infer(
         self, p: Problem, x: Tensor, w_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype

@@ -8,7 +8,6 @@ for a forward and backward where one step after the other takes seventeen.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -68,7 +67,6 @@ class Rooms(NamedTuple):
     g_kept: Place
 
 
-@lru_cache(maxsize=4096)
 def rooms(shape: Shape, form: Form) -> Rooms:
     """Where things lie, from the native code alone."""
     native = sm90.native()

@@ -10,21 +10,21 @@ from __future__ import annotations
 
 import torch
 
-from te_mx.backends.native import BLOCKWISE, is_aligned, native_operand, one_read
-from te_mx.backends.sm90 import binding, binding_blockwise, split_k
+from te_mx.backends.native import BLOCKWISE, is_aligned, one_read
+from te_mx.backends.sm90 import split_k
 from te_mx.backends.sm90.envelope import why_not, why_not_second
-from te_mx.backends.sm90.gemm import Scratched, Scratches
+from te_mx.backends.sm90.gemm import Products
 from te_mx.backends.sm90.layouts.factors import SM90_FACTORS, factors_of_tiles
-from te_mx.backends.sm90.quantize import HopperDequantize
+from te_mx.backends.sm90.quantize import HopperDequantize, Quantizer
 from te_mx.dispatch import run
-from te_mx.dispatch.calls import FLOAT_DTYPES, Product, Quantize, Ran
-from te_mx.dispatch.kernels import Kernel, Wants
+from te_mx.dispatch.calls import FLOAT_DTYPES
+from te_mx.dispatch.kernels import Kernel, Plan, Wants
 from te_mx.dispatch.problem import Problem
 from te_mx.dispatch.registry import register
 from te_mx.formats import Format
 from te_mx.formats.scaling import split_rule
 from te_mx.layouts import spec_of
-from te_mx.layouts.operand import Operand, Quantized
+from te_mx.layouts.operand import Operand
 
 NAME, LAYOUT = "sm90_blockwise", SM90_FACTORS.name
 ALIGNED = "sm90"  # up to the colon
@@ -79,12 +79,8 @@ class BlockwiseQuantize(Kernel):
             reason = f"takes float32, bfloat16 and float16, not {problem.dtype}"
         return reason
 
-    def run(self, what: Quantize) -> Quantized | None:
-        return binding_blockwise.quantize(what)
-
-    def run_two(self, first: Quantize, second: Quantize) -> tuple[Quantized, Quantized] | None:
-        """Both at the same time where the GPU has room; the first without col_sum."""
-        return binding_blockwise.quantize_two(first, second)
+    def make_plan(self, problem: Problem) -> Quantizer:
+        return Quantizer(problem)
 
 
 def why_not_sides(problem: Problem) -> str | None:
@@ -122,11 +118,11 @@ class BlockwiseConvert(Kernel):
         return Operand(*made, spec, operand.rows, operand.k)
 
 
-class Blockwise(Scratched):
+class Blockwise(Kernel):
     """FP8 tensor cores; sums of 128 products times both scales are added up in fp32. Two aligned
     operands are multiplied as those of MXFP8."""
 
-    name, rank = NAME, 2
+    op, name, rank = "gemm", NAME, 2
 
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not(problem, "rows", "cols", LAYOUT, ALIGNED, formats=FORMATS)
@@ -151,19 +147,18 @@ class Blockwise(Scratched):
             return operand
         return run.convert(operand, f"{operand.format.name}@{LAYOUT}")
 
-    def multiply(self, p: Product, scratch: Scratches) -> Ran | None:
-        sides, parts = (p.lhs, p.rhs), 1
-        if not all(is_aligned(side.spec) for side in sides):
-            sides = tuple(run.convert(one, f"{one.format.name}@{LAYOUT}") for one in sides)  # type: ignore[assignment]
-        elif p.mode.split_k:
-            parts = split_k.parts(p.out.device.index, p.lhs.rows, p.rhs.rows, p.lhs.k)
-        lhs, rhs = map(native_operand, sides)
-        done, bias_grad = binding.gemm(rhs, lhs, p.epilogue, p.out, p.aux, 0, scratch, parts)
-        if not done:
-            return None
-        if p.epilogue.bias_grad == "operand":
-            bias_grad = p.lhs.values(torch.float64).sum(1).to(torch.float32)
-        return Ran(self.name, bias_grad)
+    def make_plan(self, problem: Problem) -> Plan:
+        p, sides = problem, (problem.lhs, problem.rhs)
+        if all(map(is_aligned, sides)):
+            parts = split_k.parts(p.place.index, p.m, p.n, p.k) if p.split_k else 1
+            return Products(self.name, p, parts)
+        lhs, rhs = (f"{spec_of(side).format.name}@{LAYOUT}" for side in sides)
+        products = Products(self.name, p._replace(lhs=lhs, rhs=rhs), 1)
+        if (lhs, rhs) == sides:
+            return products
+        return lambda q: products(
+            q._replace(lhs=run.convert(q.lhs, lhs), rhs=run.convert(q.rhs, rhs))
+        )
 
 
 for _kernel in (BlockwiseQuantize, BlockwiseDequantize, BlockwiseConvert, Blockwise):

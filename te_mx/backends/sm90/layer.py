@@ -4,7 +4,6 @@ kernels on the same bytes, as sequences (sequence.py) with what only they read i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -113,8 +112,8 @@ def _matrix(name: str, source: Source) -> dict[str, Any]:
 class _Builder:
     """The sequences of a problem."""
 
-    def __init__(self, p: LayerProblem, device: torch.device) -> None:
-        self.p, self.device, self.kept = p, device, _kept(p)
+    def __init__(self, p: LayerProblem) -> None:
+        self.p, self.device, self.kept = p, p.device, _kept(p)
         self.how = p.formats.precision, p.formats.spread
         self.kernels: list[str] = []
 
@@ -350,8 +349,8 @@ class _Builder:
 
 
 class Plan(LayerPlan):
-    def __init__(self, p: LayerProblem, device: torch.device) -> None:
-        self.problem, self.device, self.builder = p, device, _Builder(p, device)
+    def __init__(self, p: LayerProblem) -> None:
+        self.problem, self.device, self.builder = p, p.device, _Builder(p)
         self.sequence, self.work = self.builder.forward()
         self.kernels = tuple(self.builder.kernels)
         self.room, self.w = self.builder.kept, p.formats.w
@@ -572,21 +571,11 @@ class Layers(LayerKernel):
             reason = f"is for precision 'adaptive', this asks for {problem.precision!r}"
         return reason or ("keeps K in one piece" if problem.split_k else None)
 
-    def plan(self, problem: LayerProblem, device: torch.device) -> LayerPlan | None:
-        return _plan(problem, device)
-
-
-@lru_cache(maxsize=4096)
-def _plan(problem: LayerProblem, device: torch.device) -> Plan | None:
-    try:
-        return Plan(problem, device)
-    except Unfit:
-        return None
-
-
-def forget_plans() -> None:
-    """For tests, which put another native module in place."""
-    _plan.cache_clear()
+    def make_plan(self, problem: LayerProblem) -> LayerPlan | None:
+        try:
+            return Plan(problem)
+        except Unfit:
+            return None
 
 
 register(Layers())

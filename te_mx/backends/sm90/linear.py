@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +44,7 @@ class OneCall(LinearKernel):
             return why_not_second(problem.rhs)
         return f"takes {', '.join(MX)}, one of them for both inputs and weights"
 
-    def plan(self, problem: LinearProblem) -> LinearPlan:
+    def make_plan(self, problem: LinearProblem) -> LinearPlan:
         return _plan(problem, self.name)
 
 
@@ -74,7 +73,6 @@ class Specs(NamedTuple):
     w_row: str
 
 
-@lru_cache(maxsize=4096)
 def _plan(p: LinearProblem, kernel: str) -> LinearPlan:
     s = p.settings
     x, w, g = (format_fields(words_of(f"{fmt}@rows")[0]) for fmt in (s.x, s.w, s.g))
@@ -130,12 +128,6 @@ def _saved(part: Part, spec: str, rows: int, k: int, what: str) -> Part:
         return first.clone(memory_format=torch.contiguous_format), None
     operand = Operand(first, scales, spec, rows, k).checked(what)
     return operand.codes, operand.scales
-
-
-def forget_plans() -> None:
-    """For tests, which put another native module in place."""
-    _plan.cache_clear()
-    binding_linear.rooms.cache_clear()
 
 
 register(OneCall())

@@ -10,16 +10,13 @@ import torch
 
 from te_mx.backends.base import (
     FLOAT_DTYPES,
-    FORMATS,
     LAYOUTS,
-    SCALE_RULES,
     format_fields,
 )
-from te_mx.backends.native import transform_of, words_of
-from te_mx.backends.sm90 import binding, binding_blockwise, blockwise
+from te_mx.backends.native import fields_to, words_of
+from te_mx.backends.sm90 import binding, blockwise
 from te_mx.backends.sm90.gemm import ADAPTIVE
 from te_mx.dispatch.registry import pick
-from te_mx.formats.scaling import split_rule
 from te_mx.layouts import spec_of
 
 QUANTIZERS = "sm90", "sm90_random", blockwise.NAME
@@ -233,20 +230,7 @@ def target(
     spec = row or col
     if not spec:
         return {}
-    short, _ = words_of(spec)
-    plain = spec_of(spec).format.untransformed.name
-    if plain in binding_blockwise.BLOCKWISE_WORDS:
-        fields: Fields = dict(binding_blockwise.words_of_specs(row, col, rule))
-    else:
-        name, _ = split_rule(rule)
-        spread: int = spec_of(spec).layout.spread  # type: ignore[attr-defined]
-        fields = {"element": FORMATS[short], "rule": SCALE_RULES[name], "spread": spread}
-        for side, one in (("row", row), ("col", col)):
-            if one:
-                size, signs = transform_of(one)
-                fields |= {f"{side}_layout": LAYOUTS["sm90"]}
-                if size:
-                    fields |= {f"{side}_hadamard": size, f"{side}_signs": signs}
+    fields: Fields = dict(fields_to(row, col, rule))
     for side, where in zip(("row", "col"), to, strict=True):
         if where is not None:
             fields |= {f"{side}_codes": where.codes, f"{side}_scales": where.scales}

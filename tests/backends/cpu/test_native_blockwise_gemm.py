@@ -16,13 +16,13 @@ import torch
 from gemm_calls import drawn, packed, run, run_groups, shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_words import GemmCall, Operand
 from strategies import DTYPES, SEEDS
 
-from te_mx.backends.base import Epilogue, Operand
 from te_mx.backends.cpu import binding as cpu
-from te_mx.backends.cpu import binding_grouped as cpu_grouped
+from te_mx.backends.cpu import grouped as cpu_grouped
 from te_mx.backends.cpu.grouped import few_and_many
-from te_mx.backends.native import native_operand, native_stack
+from te_mx.dispatch.calls import Epilogue
 from te_mx.dispatch.groups import Bounds, k_of, rows_of
 from te_mx.layouts.operand import Operand as HouseOperand
 from te_mx.layouts.operand import Stack
@@ -217,7 +217,7 @@ def one(lhs: HouseOperand, rhs: HouseOperand) -> torch.Tensor:
     out = torch.zeros(lhs.rows, rhs.rows)
     if not lhs.rows or not lhs.k:
         return out
-    call = cpu.GemmCall(name, native_operand(rhs), native_operand(lhs), Epilogue(), out, None)
+    call = GemmCall(name, rhs, lhs, Epilogue(), out, None)
     nbytes = call.workspace_bytes()
     assert call.run(workspace.acquire(torch.device("cpu"), nbytes), nbytes)
     return out
@@ -235,11 +235,10 @@ def test_groups_of_rows_are_the_loop(level: str, pow2: bool, packs: bool) -> Non
         torch.stack([w.codes for w in weights]), torch.stack([w.scales for w in weights]),
         weights[0].spec, len(COUNTS), 70, 300,
     )  # fmt: skip
-    plain = native_stack(stack)
     if packs:
-        plain = plain._replace(packed=cpu_grouped.pack(plain, few_and_many()[0]))
+        stack = stack._replace(packed=cpu_grouped.pack(stack, few_and_many()[0]))
     out = torch.full((x.rows, 70), torch.nan)
-    run_groups(cpu_grouped.GroupedGemmCall(few_and_many(), plain, native_operand(x), bounds, out))
+    run_groups(cpu_grouped.GroupedGemmCall(few_and_many(), x, stack, bounds, out))
     for i, (start, end) in enumerate(zip(bounds.starts, bounds.ends, strict=True)):
         assert torch.equal(out[start:end], one(rows_of(x, start, end), weights[i]))
     assert not out[ends[-1] :].any()
@@ -258,8 +257,7 @@ def test_groups_of_k_are_the_loop(level: str, pow2: bool) -> None:
         scales = torch.from_numpy(side.scales).t().contiguous()
         sides.append(HouseOperand(codes, scales, "fp8_e4m3_1x128@grouped_cols", size, rows))
     out = torch.full((len(COUNTS), 40, 90), torch.nan)
-    native = [native_operand(side) for side in sides]
-    run_groups(cpu_grouped.GroupedGemmCall(few_and_many(), native[1], native[0], bounds, out))
+    run_groups(cpu_grouped.GroupedGemmCall(few_and_many(), *sides, bounds, out))
     for i, (start, end) in enumerate(zip(bounds.starts, bounds.ends, strict=True)):
         parts = [k_of(side, start, end, i) for side in sides]
         assert torch.equal(out[i], one(*parts))

@@ -11,14 +11,14 @@ import torch
 from gemm_calls import Side, drawn, random_side, run, run_groups, shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_words import GemmCall
 from strategies import SEEDS
 
 import te_mx
-from te_mx.backends.base import Epilogue
 from te_mx.backends.cpu import binding as cpu
-from te_mx.backends.cpu import binding_grouped as cpu_grouped
+from te_mx.backends.cpu import grouped as cpu_grouped
 from te_mx.backends.cpu.grouped import few_and_many
-from te_mx.backends.native import native_operand, native_stack
+from te_mx.dispatch.calls import Epilogue
 from te_mx.dispatch.groups import Bounds
 from te_mx.layouts.operand import Operand as HouseOperand
 from te_mx.layouts.operand import Stack
@@ -76,7 +76,7 @@ def test_rows_that_span_too_much_and_nan(kernel: str) -> None:
         outs = []
         for pair in sides:
             out = torch.full((9, 40), torch.nan)
-            call = cpu.GemmCall(kernel, *(side.operand() for side in pair), Epilogue(), out, None)
+            call = GemmCall(kernel, *(side.operand() for side in pair), Epilogue(), out, None)
             nbytes = call.workspace_bytes()
             assert call.run(workspace.acquire(torch.device("cpu"), nbytes), nbytes) in spans
             outs.append(out)
@@ -109,11 +109,11 @@ def test_groups_of_rows_have_the_bits_of_8_bits(level: str, packs: bool, k: int)
         side = x if narrow else in_8_bits(x)
         plain = side.operand()
         held = HouseOperand(plain.codes, plain.scales, f"{SPECS[side.fmt]}@rows", 170, k)
-        stack = native_stack(stack_of(weights if narrow else [in_8_bits(w) for w in weights]))
+        stack = stack_of(weights if narrow else [in_8_bits(w) for w in weights])
         if packs:
             stack = stack._replace(packed=cpu_grouped.pack(stack, few_and_many()[0]))
         outs.append(torch.full((170, 70), torch.nan))
-        call = (few_and_many(), stack, native_operand(held), BOUNDS, outs[-1])
+        call = (few_and_many(), held, stack, BOUNDS, outs[-1])
         run_groups(cpu_grouped.GroupedGemmCall(*call))
     assert torch.equal(*outs) and not outs[0][ENDS[-1] :].any() and outs[0][: ENDS[-1]].any()
 
@@ -129,9 +129,9 @@ def test_groups_of_k_have_the_bits_of_8_bits(level: str) -> None:
             codes = torch.from_numpy(side.codes[:, :rows]).t().contiguous()
             scales = torch.from_numpy(side.scales).t().contiguous()
             spec = f"{SPECS[side.fmt]}@grouped_cols"
-            held.append(native_operand(HouseOperand(codes, scales, spec, len(side.codes), rows)))
+            held.append(HouseOperand(codes, scales, spec, len(side.codes), rows))
         outs.append(torch.full((len(COUNTS), 40, 90), torch.nan))
-        call = (few_and_many(), held[1], held[0], BOUNDS, outs[-1])
+        call = (few_and_many(), *held, BOUNDS, outs[-1])
         run_groups(cpu_grouped.GroupedGemmCall(*call))
     assert torch.equal(*outs) and outs[0].any()
 

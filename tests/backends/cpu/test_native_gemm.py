@@ -29,9 +29,10 @@ from gemm_calls import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_words import GemmCall
 
-from te_mx.backends.base import Epilogue
 from te_mx.backends.cpu import binding as cpu
+from te_mx.dispatch.calls import Epilogue
 from te_mx.runtime import workspace
 
 pytestmark = pytest.mark.skipif(cpu.native() is None, reason="the native module is not built")
@@ -187,7 +188,7 @@ def test_streams_refuse_more_rows_than_they_have_room_for() -> None:
         rng = np.random.default_rng(0)
         a, b = random_side(rng, 8, 64, "e4m3"), random_side(rng, 17, 64, "e4m3")
         out = torch.empty(17, 8)
-        call = cpu.GemmCall(name, a.operand(), b.operand(), Epilogue(), out, None)
+        call = GemmCall(name, a.operand(), b.operand(), Epilogue(), out, None)
         nbytes = call.workspace_bytes()
         scratch = workspace.acquire(torch.device("cpu"), nbytes)
         assert call.run(scratch, nbytes) is None
@@ -199,13 +200,13 @@ def test_a_workspace_that_is_too_small_is_refused(panel_kernel: str) -> None:
     rng = np.random.default_rng(0)
     a, b = random_side(rng, 40, 64, "e4m3"), random_side(rng, 40, 64, "e4m3")
     plain, out = (a.operand(), b.operand()), torch.empty(40, 40)
-    call = cpu.GemmCall(panel_kernel, *plain, Epilogue(), out, None)
+    call = GemmCall(panel_kernel, *plain, Epilogue(), out, None)
     nbytes = call.workspace_bytes()
     assert nbytes > 0
     with pytest.raises(RuntimeError, match="workspace too small"):
         call.run(workspace.acquire(torch.device("cpu"), nbytes), nbytes - 1)
     ready = packed(plain[0], panel_kernel, "a"), packed(plain[1], panel_kernel, "b")
-    call = cpu.GemmCall(panel_kernel, *ready, Epilogue(), out, None)
+    call = GemmCall(panel_kernel, *ready, Epilogue(), out, None)
     assert call.workspace_bytes() == 0  # packed operands, nothing to reduce: no scratch
 
 

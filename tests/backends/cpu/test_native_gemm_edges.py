@@ -11,8 +11,8 @@ from gemm_calls import ORDERS, Side, packed, random_side, run, shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from te_mx.backends.base import Epilogue
 from te_mx.backends.cpu import binding as cpu
+from te_mx.dispatch.calls import Epilogue
 
 pytestmark = pytest.mark.skipif(cpu.native() is None, reason="the native module is not built")
 

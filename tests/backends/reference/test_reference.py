@@ -13,9 +13,10 @@ import strategies as our
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from native_words import Operand
 
 from te_mx import formats
-from te_mx.backends.base import Epilogue, Operand
+from te_mx.dispatch.calls import Epilogue
 
 # (fmt, amax, scale byte): byte-exact cases of the rceil rule that Transformer Engine and torchao
 # agree on.
