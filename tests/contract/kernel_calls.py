@@ -398,6 +398,7 @@ CASES = {
 }  # fmt: skip
 # Ops that other tests run, with why.
 ELSEWHERE = {
+    "layer": "is autograd's: tests/autograd/test_layer_one_call.py and tests/gpu",
     "linear": "is autograd's: tests/autograd/test_linear_one_call.py and tests/gpu",
     "norm_rows": "is norm_quantize without codes: tests/gpu/test_sm90_norm_rows.py",
     "norm_backward": "has sums of its own order: tests/backends/reference/test_fused_ops.py",

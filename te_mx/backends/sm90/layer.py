@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from te_mx.backends.base import BIAS_GRADS, FLOAT_DTYPES, GELUS, pointer
+from te_mx.backends.base import BIAS_GRADS, FLOAT_DTYPES, GELUS
 from te_mx.backends.reference.fused_math import inverse
 from te_mx.backends.sm90 import binding
 from te_mx.backends.sm90.envelope import why_not
@@ -359,20 +359,26 @@ class Plan(LayerPlan):
         self.products = (p.first,) if p.second is None else (p.first, p.second)
         self.n = self.products[-1].n
         self._backward: dict[tuple[Any, ...], tuple[Any, int] | None] = {}
+        self.summed = [one.bias for one in self.products]
+        if p.act is not None and p.act.gelu_form is not None:
+            self.summed[0] = _F32  # by a GEMM
         # That of the usual call, so that what native code does not take is known before forward.
-        if self._back(p.dtype, tuple(one.dtype for one in self.products), p.return_z) is None:
+        self.usual: tuple[torch.dtype | None, ...] = tuple([one.dtype for one in self.products])
+        if self._back(p.dtype, self.usual, p.return_z) is None:
             raise Unfit
 
     def _back(
         self, g_dtype: torch.dtype, into: tuple[torch.dtype | None, ...], apart: bool
     ) -> tuple[Any, int] | None:
         key = g_dtype, into, apart
-        if key not in self._backward:
+        found = self._backward.get(key, ...)
+        if found is ...:
             try:
-                self._backward[key] = self.builder.backward(*key)
+                found = self.builder.backward(*key) if g_dtype in FLOAT_DTYPES else None
             except Unfit:
-                self._backward[key] = None
-        return self._backward[key]
+                found = None
+            self._backward[key] = found
+        return found
 
     def forward(self, given: Inputs) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         x, norm_weight, norm_bias, weights, biases = given
@@ -385,10 +391,13 @@ class Plan(LayerPlan):
         x, x_stride = _rows(x, p.first.k)
         w, _alive = _forward_addresses(weights)
         b = [None if one is None else one.contiguous() for one in biases]
+        b1, b2 = (0 if one is None else one.data_ptr() for one in b)
         status = self.sequence.run(
-            binding.stream(device.index), work.data_ptr(), columns.data_ptr(), pointer(others),
-            y.data_ptr(), pointer(z), x.data_ptr(), x_stride, pointer(norm_weight),
-            pointer(norm_bias), *w, pointer(b[0]), pointer(b[1]),
+            binding.stream(device.index), work.data_ptr(), columns.data_ptr(),
+            0 if others is None else others.data_ptr(), y.data_ptr(),
+            0 if z is None else z.data_ptr(), x.data_ptr(), x_stride,
+            0 if norm_weight is None else norm_weight.data_ptr(),
+            0 if norm_bias is None else norm_bias.data_ptr(), *w, b1, b2,
         )  # fmt: skip
         if status:
             _did_not_start(status)
@@ -400,11 +409,13 @@ class Plan(LayerPlan):
         apart: bool,
     ) -> Gradients | None:  # fmt: skip
         p, device, products = self.problem, self.device, self.products
-        wanted = tuple(
-            one.dtype if to is None else None if to.out is None else to.out.dtype
-            for one, to in zip(products, into, strict=True)
-        )
-        made = self._back(g.dtype, wanted, apart) if g.dtype in FLOAT_DTYPES else None
+        wanted = self.usual
+        if any(into):
+            wanted = tuple([
+                dtype if to is None else None if to.out is None else to.out.dtype
+                for dtype, to in zip(wanted, into, strict=True)
+            ])  # fmt: skip
+        made = self._back(g.dtype, wanted, apart)
         if made is None:
             return None
         x, shape, norm_weight = given
@@ -412,10 +423,10 @@ class Plan(LayerPlan):
         w, _alive = _backward_addresses(weights)
         work = torch.empty(made[1], dtype=_U8, device=device)
         dx = norm = None
-        x_at, x_stride = 0, 0
-        if x is not None:
+        x_at = x_stride = scale_at = norm_at = 0
+        if x is not None and norm_weight is not None:
             x, x_stride = _rows(x, p.first.k)
-            x_at = x.data_ptr()
+            x_at, scale_at = x.data_ptr(), norm_weight.data_ptr()
         if p.need_dx:
             dtype = p.dtype if apart else p.x_dtype
             if apart:
@@ -423,9 +434,11 @@ class Plan(LayerPlan):
             dx = torch.empty(shape, dtype=dtype, device=device)
             if p.norm is not None and not apart:
                 norm = torch.empty((2, p.first.k), dtype=_F32, device=device)
+                norm_at = norm.data_ptr()
         dws: list[Any] = []
         dbs: list[Tensor | None] = []
         places: list[int] = []
+        db_places: list[int] = []
         for i, (one, to) in enumerate(zip(products, into, strict=True)):
             dw: Any = None
             at = add = 0
@@ -444,26 +457,20 @@ class Plan(LayerPlan):
                 at = dw.data_ptr()
             places += (at, add)
             dws.append(dw)
-            db = None
-            if one.need_db:
-                summed = _F32 if i == 0 and self._sums_in_gemm() else one.bias
-                db = torch.empty(one.n, dtype=summed, device=device)
+            db = torch.empty(one.n, dtype=self.summed[i], device=device) if one.need_db else None
             dbs.append(db)
-        places += [0] * (4 - len(places))
+            db_places.append(0 if db is None else db.data_ptr())
+        if len(dws) == 1:
+            places += 0, 0
         status = made[0].run(
-            binding.stream(device.index), work.data_ptr(), kept[0].data_ptr(), pointer(kept[1]),
-            g.data_ptr(), g_stride, x_at, x_stride, pointer(norm_weight),
-            pointer(seeds[0]) if seeds else 0, pointer(seeds[-1]) if seeds else 0, *w,
-            pointer(dx), pointer(norm), *places, pointer(dbs[0]),
-            pointer(dbs[1]) if len(dbs) > 1 else 0,
+            binding.stream(device.index), work.data_ptr(), kept[0].data_ptr(),
+            0 if kept[1] is None else kept[1].data_ptr(), g.data_ptr(), g_stride, x_at, x_stride,
+            scale_at, seeds[0].data_ptr() if seeds else 0, seeds[-1].data_ptr() if seeds else 0,
+            *w, 0 if dx is None else dx.data_ptr(), norm_at, *places, db_places[0], db_places[-1],
         )  # fmt: skip
         if status:
             _did_not_start(status)
         return Gradients(dx, norm, tuple(dws), tuple(dbs))
-
-    def _sums_in_gemm(self) -> bool:
-        act = self.problem.act
-        return act is not None and act.gelu_form is not None
 
     def saved(self, columns: Tensor, others: Tensor | None) -> Saved:
         p, room = self.problem, self.room
@@ -517,11 +524,12 @@ def _forward_addresses(weights: Sequence[Tensor | Weight]) -> tuple[list[int], l
     for weight in weights:
         if isinstance(weight, Weight):
             codes, scales = weight.row
-            found += codes.data_ptr(), pointer(scales)
+            assert scales is not None
+            found += codes.data_ptr(), scales.data_ptr()
         else:
             alive.append(weight if weight.stride(1) == 1 else weight.contiguous())
             found += alive[-1].data_ptr(), alive[-1].stride(0)
-    return found + [0] * (4 - len(found)), alive
+    return (found if len(found) == 4 else [*found, 0, 0]), alive
 
 
 def _backward_addresses(weights: Sequence[Tensor | None]) -> tuple[list[int], list[Tensor]]:
@@ -536,7 +544,7 @@ def _backward_addresses(weights: Sequence[Tensor | None]) -> tuple[list[int], li
         else:
             alive.append(weight if weight.stride(1) == 1 else weight.contiguous())
             found += alive[-1].data_ptr(), alive[-1].stride(0)
-    return found + [0] * (4 - len(found)), alive
+    return (found if len(found) == 4 else [*found, 0, 0]), alive
 
 
 def _values(kept: Tensor, at: Place, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
