@@ -65,11 +65,17 @@ def wholes(found):
 
 def same(found, expected):
     assert found.keys() == expected.keys(), (found.keys(), expected.keys())
-    wrong = {
-        name: ((full(found[name]).float() - full(e).float()).norm() / full(e).float().norm()).item()
-        for name, e in expected.items() if not torch.equal(full(found[name]), full(e))
-    }  # fmt: skip
-    assert not wrong, f"differ, by relative norms: {wrong}"
+    wrong = []
+    for name, value in expected.items():
+        got, wanted = (full(t).float() for t in (found[name], value))
+        if not torch.equal(full(found[name]), full(value)):
+            apart = (got - wanted).abs()
+            at = tuple(i.item() for i in torch.unravel_index(apart.argmax(), apart.shape))
+            wrong.append(
+                f"{name}: {(apart > 0).sum()} of {apart.numel()}, most at {at}, {got[at]:.9g} for "
+                f"{wanted[at]:.9g}; {apart.norm() / wanted.norm():.2g} of the norm"
+            )
+    assert not wrong, "differ:\n" + "\n".join(wrong)
 
 
 def passed(module, x, grad, *args, region=True):
