@@ -145,8 +145,10 @@ class Session:
         self.old = dict(self.rows)
         self.done: list[Key] = []
         self.slow: Counter[tuple[str, str]] = Counter()  # by the format of weights and the name
+        cuda = device.type == "cuda"
+        name = torch.cuda.get_device_name if cuda else lambda d: tables.device_name(place_of(d))
         self.remarks = [
-            f"measured choices of te_mx {te_mx.__version__} on {_full_name(device)}, torch "
+            f"measured choices of te_mx {te_mx.__version__} on {name(device)}, torch "
             f"{torch.__version__}, {torch.get_num_threads()} CPU threads, "
             f"{datetime.now(timezone.utc):%Y-%m-%d}",
             "us of a layer or of all experts, bf16 inputs quantized in the call, weights out "
@@ -269,12 +271,6 @@ def _device(text: str) -> torch.device:
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
     return device
-
-
-def _full_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return tables.device_name(place_of(device))
 
 
 def _words(key: Key) -> str:

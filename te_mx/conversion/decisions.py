@@ -31,7 +31,7 @@ from te_mx.conversion.report import (
     WOULD_FUSE,
     LayerReport,
 )
-from te_mx.dispatch.cost import Prediction, costs_of, predict
+from te_mx.dispatch.cost import costs_of, predict
 from te_mx.dispatch.fused import Activation
 from te_mx.dispatch.problem import Problem, place_of
 from te_mx.dispatch.registry import choose
@@ -171,9 +171,8 @@ def _read_by_others(model: nn.Module) -> dict[int, str]:
 
 
 # --------------------------------------------------------------------------------- filter_fn="auto"
-def predicted(layer: nn.Linear, tokens: int, settings: Settings) -> tuple[Prediction | None, str]:
-    """The times of a layer with so many tokens, and what they were predicted for; None where
-    nothing was measured of the kernel that it would run on."""
+def too_small(layer: nn.Linear, tokens: int, settings: Settings) -> tuple[bool, str]:
+    """Whether a layer is left out, and what the report says of it."""
     device = layer.weight.device
     if device.type == "meta":
         # One that torch was built for need not be there: a machine where models are prepared.
@@ -184,18 +183,10 @@ def predicted(layer: nn.Linear, tokens: int, settings: Settings) -> tuple[Predic
         precision=settings.precision, spread=settings.spread, rule=settings.scale_rule,
     )  # fmt: skip
     kernel = choose(problem)[0].name
-    costs = costs_of(kernel)
-    where = f"{kernel} on {device.type}"
+    costs, where = costs_of(kernel), f"{kernel} on {device.type}"
     if costs is None or settings.backward is not None:
-        return None, where
-    return predict(costs, tokens, n, k, torch.get_num_threads()), where
-
-
-def too_small(layer: nn.Linear, tokens: int, settings: Settings) -> tuple[bool, str]:
-    """Whether a layer is left out, and what the report says of it."""
-    found, where = predicted(layer, tokens, settings)
-    if found is None:
         return True, f'no gain is known: of {where} nothing was measured for filter_fn="auto"'
+    found = predict(costs, tokens, n, k, torch.get_num_threads())
     said = f"{found.ratio:.2f}x of bf16 predicted at {tokens} tokens ({where})"
     if found.ratio < LEAST_GAIN:
         return True, f"too small to gain: {said}"

@@ -157,25 +157,16 @@ def _routing(
             f"{routed} routed rows, got {expert_ids.shape[0]}"
         )
     if readable(count):
-        _check_counted(sorted_ids, expert_ids, count, (block_m, routed, experts))
+        used, most = int(count.item()), expert_ids.shape[0] * block_m
+        most = most if sorted_ids is None else min(most, sorted_ids.shape[0])
+        if not 0 <= used <= most:
+            raise ValueError(
+                f"{OWNER}: num_tokens_post_padded must be 0 to {most}, which sorted_token_ids and "
+                f"expert_ids have room for, got {used}"
+            )
+        blocks = expert_ids[: -(-used // block_m)]
+        check_range(f"{OWNER}: expert_ids", blocks, -1, experts, "-1 is an expert that is not here")
+        if sorted_ids is not None:
+            remedy = f"{routed} is the padding id for these rows of a and this a_div"
+            check_range(f"{OWNER}: sorted_token_ids", sorted_ids[:used], 0, routed + 1, remedy)
     return Routing(sorted_ids, expert_ids, count, block_m, a_div)
-
-
-def _check_counted(
-    sorted_ids: Tensor | None, expert_ids: Tensor, count: Tensor, sizes: tuple[int, int, int]
-) -> None:
-    """Raise ValueError for a count beyond the lists, and for ids out of range before it."""
-    block_m, routed, experts = sizes
-    used = int(count.item())
-    most = expert_ids.shape[0] * block_m
-    most = most if sorted_ids is None else min(most, sorted_ids.shape[0])
-    if not 0 <= used <= most:
-        raise ValueError(
-            f"{OWNER}: num_tokens_post_padded must be 0 to {most}, which sorted_token_ids and "
-            f"expert_ids have room for, got {used}"
-        )
-    blocks = expert_ids[: -(-used // block_m)]
-    check_range(f"{OWNER}: expert_ids", blocks, -1, experts, "-1 is an expert that is not here")
-    if sorted_ids is not None:
-        remedy = f"{routed} is the padding id for these rows of a and this a_div"
-        check_range(f"{OWNER}: sorted_token_ids", sorted_ids[:used], 0, routed + 1, remedy)
