@@ -133,7 +133,9 @@ def _end_in(args, values: Tensor) -> int:
 def _randomly(to, values: Tensor, name: str) -> reference.QuantizedParts:
     """With the transforms and the seed of a call: what the kernels take of them."""
     transforms = to.row.hadamard or to.col.hadamard
-    assert not transforms or (bool(to.row.codes) != bool(to.col.codes) and not to.col_sum)
+    one_read = values.dtype == torch.bfloat16 and name == "e2m1" and not to.row.hadamard
+    one_way = bool(to.row.codes) != bool(to.col.codes) and not to.col_sum
+    assert not transforms or one_read or one_way
     assert not to.seed or name == "e2m1"
     specs = [
         f"{reference.format_of(name).name}"

@@ -70,24 +70,18 @@ __device__ __forceinline__ void fp4_codes_once(uint2 (&cols)[8], const QuantizeS
   }
 }
 
-// What follows reading a tile: scales, classes, codes and sums of its elements x. kPlain: some
-// direction is plain, or may be. kSums: column sums may be wanted; else their shared memory
-// is the caller's. kOnce: whether codes are rounded at once where that may do; not where many would
-// come out subnormal.
-template <class T, tile::Fp8 kFmt, bool kPlain, bool kSums = true, bool kOnce = true,
-          class Rounds = Nearest>
-__device__ __forceinline__ void quantize_patch(const QuantizeParams& p, QuantizeSmem& s,
-                                               const typename Input<T>::Word (&x)[8][4],
-                                               const Tile& t, const Place& at,
-                                               const Rounds& rounds = {}) {
-  const QuantizeTask& a = p.a;
-  if (threadIdx.x == 0) s.row.clear(), s.col.clear();
-  if (p.row.enabled) scan_rows<T, kFmt>(s, x, at, a);
-  if (p.col.enabled) scan_cols<T, kFmt>(s, x, at, a);
-  const bool sums = kSums && a.col_sum != nullptr;
-  if (sums) sum_cols<T>(s.sums, x, at);
-  __syncthreads();
+// The classes of a tile's directions, and what its blocks share.
+struct TileClasses {
+  int row, col;
+  uint32_t row_exponent, col_exponent;
+};
 
+// What follows scanning a tile and a barrier: its classes; writes scales and, with `sums`, partial
+// column sums.
+template <tile::Fp8 kFmt, bool kPlain>
+__device__ __forceinline__ TileClasses finish_scales(const QuantizeParams& p, QuantizeSmem& s,
+                                                     const Tile& t, bool sums) {
+  const QuantizeTask& a = p.a;
   const int r = threadIdx.x % 128;
   const bool row_side = threadIdx.x < 128;
   const bool row_packed = kPlain ? p.row.packed : p.row.enabled;
@@ -128,14 +122,38 @@ __device__ __forceinline__ void quantize_patch(const QuantizeParams& p, Quantize
                          a.col_lies_as_x);
     }
   }
+  return {row_class, col_class, row_exponent, col_exponent};
+}
+
+// What follows reading a tile: scales, classes, codes and sums of its elements x. kPlain: some
+// direction is plain, or may be. kSums: column sums may be wanted; else their shared memory
+// is the caller's. kOnce: whether codes are rounded at once where that may do; not where many would
+// come out subnormal.
+template <class T, tile::Fp8 kFmt, bool kPlain, bool kSums = true, bool kOnce = true,
+          class Rounds = Nearest>
+__device__ __forceinline__ void quantize_patch(const QuantizeParams& p, QuantizeSmem& s,
+                                               const typename Input<T>::Word (&x)[8][4],
+                                               const Tile& t, const Place& at,
+                                               const Rounds& rounds = {}) {
+  const QuantizeTask& a = p.a;
+  if (threadIdx.x == 0) s.row.clear(), s.col.clear();
+  if (p.row.enabled) scan_rows<T, kFmt>(s, x, at, a);
+  if (p.col.enabled) scan_cols<T, kFmt>(s, x, at, a);
+  const bool sums = kSums && a.col_sum != nullptr;
+  if (sums) sum_cols<T>(s.sums, x, at);
+  __syncthreads();
+
+  const bool row_packed = kPlain ? p.row.packed : p.row.enabled;
+  const bool col_packed = kPlain ? p.col.packed : p.col.enabled;
+  const TileClasses classes = finish_scales<kFmt, kPlain>(p, s, t, sums);
 
   // NOTE: the floor rule saturates before the shift, so that rounding once would not do.
-  const bool once = !kPlain && (kOnce || kIsFp4<kFmt>) && (!p.row.enabled || row_class == 0) &&
-                    (!p.col.enabled || col_class == 0) && (kIsFp4<kFmt> || a.carry != 0) &&
+  const bool once = !kPlain && (kOnce || kIsFp4<kFmt>) && (!p.row.enabled || classes.row == 0) &&
+                    (!p.col.enabled || classes.col == 0) && (kIsFp4<kFmt> || a.carry != 0) &&
                     *reinterpret_cast<const uint64_t*>(s.nan) == 0;
   uint2 cols[8];
   if (once) {
-    const uint32_t exponent = p.row.enabled ? row_exponent : col_exponent;
+    const uint32_t exponent = p.row.enabled ? classes.row_exponent : classes.col_exponent;
     if constexpr (kIsFp4<kFmt>) {
       fp4_codes_once<T>(cols, s, p, x, t, at, exponent, rounds);
     } else {
@@ -143,7 +161,7 @@ __device__ __forceinline__ void quantize_patch(const QuantizeParams& p, Quantize
     }
   } else {
     if (p.row.enabled) {
-      const Shifts shifts(s.row, row_exponent, row_packed, row_class);
+      const Shifts shifts(s.row, classes.row_exponent, row_packed, classes.row);
       const auto code = [&](int k) {
         return row_codes<T, kFmt, Rounds>(x[k], s.row_factors, at.row_block, at.r + k, shifts,
                                           rounds.words(k));
@@ -155,7 +173,7 @@ __device__ __forceinline__ void quantize_patch(const QuantizeParams& p, Quantize
       }
     }
     if (p.col.enabled) {
-      const Shifts shifts(s.col, col_exponent, col_packed, col_class);
+      const Shifts shifts(s.col, classes.col_exponent, col_packed, classes.col);
 #pragma unroll
       for (int k = 0; k < 8; ++k)
         cols[k] =

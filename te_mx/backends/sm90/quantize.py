@@ -114,7 +114,8 @@ class HopperQuantize(Kernel):
 
 
 class HopperRandomQuantize(Kernel):
-    """With stochastic rounding to MXFP4, or one direction after a Hadamard transform."""
+    """With stochastic rounding to MXFP4, or after a Hadamard transform; both directions from one
+    read of bfloat16 to MXFP4, each in a form of its own, whose rows are not transformed."""
 
     op, name = "quantize", "sm90_random"
 
@@ -126,15 +127,27 @@ class HopperRandomQuantize(Kernel):
             return "is for stochastic rounding and Hadamard transforms"
         lhs, rhs = _untransformed(problem.lhs), _untransformed(problem.rhs)
         plain = problem._replace(lhs=lhs, rhs=rhs, rule=split_rule(problem.rule)[0])
-        reason = HopperQuantize.accepts(self, plain)  # type: ignore[arg-type]
-        if reason is None and transforms and len(specs) > 1:
-            reason = "transforms one direction at a time"
+        sides = [plain]
+        if _in_one_read(problem):
+            sides = [plain._replace(rhs=""), plain._replace(lhs="")]
+        elif transforms and len(specs) > 1:
+            return "transforms one direction at a time, but columns of bfloat16 to MXFP4"
+        found = (HopperQuantize.accepts(self, side) for side in sides)  # type: ignore[arg-type]
+        reason = next(filter(None, found), None)
         if reason is None and stochastic and words_of(specs[0])[0] != "e2m1":
             reason = f"rounds MXFP4 stochastically, not {spec_of(specs[0]).format.name}"
         return reason
 
     def make_plan(self, problem: Problem) -> Quantizer:
         return Quantizer(problem)
+
+
+def _in_one_read(problem: Problem) -> bool:
+    """Whether both directions are made in one read where one is random or transformed."""
+    if not (problem.lhs and problem.rhs) or problem.dtype != torch.bfloat16:
+        return False
+    rows, columns = (spec_of(spec).format for spec in (problem.lhs, problem.rhs))
+    return rows.transform is None and rows.name == columns.untransformed.name == "mxfp4"
 
 
 def _untransformed(spec: str) -> str:
