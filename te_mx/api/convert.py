@@ -173,7 +173,7 @@ def _why_nothing(report: ConversionReport) -> str:
 _OWN_ATTRIBUTES = (
     "name", "return_bias", "init_method", "fuse_wgrad_accumulation", "save_original_input",
     "keeps_given_input", "delay_wgrad_compute", "_converted", "_bound", "_seen", "_ran",
-    "_microbatch", "_frozen", "_claim", "_split", "_tag", "_delayed", "_wgrad_hooks", "_gate",
+    "_source", "_claim", "_split", "_tag", "_delayed", "_wgrad_hooks", "_gate",
 )  # fmt: skip
 # Arguments that nn.Linear has nothing for.
 _ONLY_OURS = ("return_bias", "fuse_wgrad_accumulation", "delay_wgrad_compute")
@@ -222,11 +222,11 @@ def _why_not(module: Any) -> str:
         return reason
     if not in_place and type(module) is not Linear:
         return f"its class is {type(module).__name__}, a subclass of te_mx.Linear"
-    if module._frozen is not None:
-        return "frozen: call te_mx.unfreeze_weights first"
+    if state := module._source.standing:
+        return f"{state}: call te_mx.unfreeze_weights first"
     if in_place:
         return ""
-    if module._split is not None:
+    if module._parts_of("weight") != ("weight",):
         return "nn.Linear has no parameters_split"
     if module._shared is not None:
         return "nn.Linear has no process group (tp_group, parallel_mode)"

@@ -14,7 +14,7 @@ from te_mx.fusion.experts import ExpertsModule
 from te_mx.nn.base import MXModule
 from te_mx.nn.linear import Linear
 from te_mx.runtime.arguments import check_module, check_one_of
-from te_mx.weights.frozen import Freezable
+from te_mx.weights.freezing import Freezable
 from te_mx.weights.missing import claim
 
 _K = 32  # elements of an MX block
@@ -121,7 +121,7 @@ def quantization_config(model: nn.Module, style: str) -> dict[str, Any]:
     chosen = STYLES[style]
     dropped = [
         (n or "(root)", m) for n, m in model.named_modules()
-        if isinstance(m, MXModule) and m._is_dropped()
+        if isinstance(m, MXModule) and m._source.saved is not None
     ]  # fmt: skip
     fmt, weight_only = _the_format(dropped)
     if fmt not in chosen.ends:
@@ -155,7 +155,7 @@ def _the_format(dropped: list[tuple[str, Any]]) -> tuple[str, bool]:
         raise ValueError(
             "no layer holds codes: call te_mx.freeze_weights(model, drop_master=True) first"
         )
-    found = {(m._frozen.settings.w, m._frozen.fixed.weight_only): n for n, m in dropped}
+    found = {m._source.saved: n for n, m in dropped}
     if len({fmt for fmt, _ in found}) > 1:
         rows = ", ".join(f"{name} {fmt}" for (fmt, _), name in found.items())
         raise ValueError(f"the layers hold several formats ({rows}), and a config says one")

@@ -57,8 +57,8 @@ def run(module: Any, inp: Any, *args: Any) -> Any:
         for key in NORM if not how.sequence else ():
             if held.get(key) is not None:
                 held[key] = Moved.apply(held[key], *COPIED, group)
-    codes = on_codes.gathered(module, held, module._settings())
-    layer = local_layer(module, held, _tokens=tokens, **codes)
+    source = on_codes.gathered(module, held, module._settings(), module._source)
+    layer = local_layer(module, held, _tokens=tokens, _source=source)
     made = call(module, layer, x, *args)
     y, *rest = made if isinstance(made, tuple) else (made,)
     if getattr(module, "return_layernorm_output", False):

@@ -148,7 +148,8 @@ def kind_of(module: Any, label: str, held: dict[str, Any], dim: int) -> str:
                 f"{label}: {', '.join(names)} and fc2_weight must be Shard(0) and Shard(1), or all "
                 f"Replicate, got {', '.join(map(str, places))}"
             )
-        if module._act.gated and not module._halves and held[names[0]].device_mesh.size(dim) > 1:
+        whole = len(names) == 1 and held[names[0]].device_mesh.size(dim) > 1
+        if whole and module._act.gated:
             raise ValueError(
                 f"{label}: the rows of fc1_weight are halves, what is activated and its gate, and "
                 f"{places[0]} gives no rank the same part of both; shard the layer with "

@@ -72,8 +72,9 @@ def run_block(block: Any, x: Any) -> tuple[Any, str]:
         local_of_layer(one, plan, held)
         for one, plan, held in zip(layers, plans, spread, strict=True)
     ]
-    own = [one._owned for one in local if one._owned]
-    local[0].__dict__["_owned"] = {k: v for one in own for k, v in one.items()} or None
+    own = [one._source.owned for one in local if one._source.owned]
+    owned = {k: v for one in own for k, v in one.items()} or None
+    local[0].__dict__["_source"] = local[0]._source.shared_by(local[0]._source.lent, owned)
     here = local_of_input(x, first[0].way.x_grad)
     if reason := why_not_these(here, local):
         return None, reason

@@ -114,7 +114,7 @@ class ModuleParallel(ParallelStyle):
 def _partition(style: ModuleParallel, name: str, module: nn.Module, mesh: Any) -> None:
     if not isinstance(module, MXModule):
         return
-    if isinstance(module, LayerNormMLP) and module._act.gated and not module._halves:
+    if isinstance(module, LayerNormMLP) and module._act.gated:
         gated_halves.split(module)
     for key, value in list(module.named_parameters(recurse=False)):
         stacked = isinstance(module, GroupedLinear) and (

@@ -59,11 +59,11 @@ def run(module: Any, inp: Any, *args: Any) -> Any:
             can compute with: across blocks, or along other dimensions.
         NotImplementedError: what the module does besides has no meaning on a shard.
     """
-    if module._is_dropped():
-        raise NotImplementedError(
-            f"{module._label()}: frozen without its master weight, it takes no DTensor; unfreeze "
-            "with te_mx.unfreeze_weights(model, dequantize=True), or give it inp.to_local()"
-        )
+    module._source.needs_values(
+        NotImplementedError,
+        f"{module._label()}: frozen without its master weight, it takes no DTensor; unfreeze "
+        "with te_mx.unfreeze_weights(model, dequantize=True), or give it inp.to_local()",
+    )
     held = {name: p for name, p in module._parameters.items() if p is not None}
     settings = module._settings()
     plan = plan_of(module, held, settings, inp)
@@ -152,10 +152,9 @@ def local_of_layer(module: Any, plan: Plan, held: dict[str, Any]) -> Any:
         if name in plan.elsewhere:
             value = OnOne.apply(value, False, True)
         local[name] = value
-    return local_layer(
-        module, local, _owned=owned or None, _lent=lent, **_sizes(module, local),
-        **gathered(module, local, plan.settings),
-    )  # fmt: skip
+    source = module._source.shared_by(lent, owned or None)
+    source = gathered(module, local, plan.settings, source)
+    return local_layer(module, local, _source=source, **_sizes(module, local))
 
 
 class Placed:

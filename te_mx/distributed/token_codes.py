@@ -59,9 +59,8 @@ def gathers_codes(module: Any, inp: Tensor) -> bool:
     if not module._gathers_inputs or inp.dim() < 2 or node.active():
         return False
     settings = module._settings()
-    return (
-        settings is not None and not module._is_weight_only() and sequence_parallel.takes(settings)
-    )
+    quantizes = module._source.quantizes_inputs
+    return settings is not None and quantizes and sequence_parallel.takes(settings)
 
 
 def tokens_of(module: Any, mesh: Any, wanted: Sequence[Placement], x: DTensor) -> Ranks | None:

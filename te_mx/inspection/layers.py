@@ -74,11 +74,12 @@ def layers_of(
 
 
 def _why_not(module: nn.Module, name: str) -> str:
-    if isinstance(module, MXModule) and module._is_dropped():
-        raise RuntimeError(
+    if isinstance(module, MXModule):
+        module._source.needs_values(
+            RuntimeError,
             f"inspect: the layer {name!r} of model holds codes and no high-precision weight; call "
             "te_mx.unfreeze_weights(model, dequantize=True) first, or inspect before weights are "
-            "frozen"
+            "frozen",
         )
     for key, value in module.named_parameters(recurse=False):
         if is_lazy(value) or value.is_meta:

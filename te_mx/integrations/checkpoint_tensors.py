@@ -171,8 +171,7 @@ def take(name: str, module: MXModule, masters: dict[str, nn.Parameter], plan: Pl
             f"{name}: {' '.join(str(error).split())}; correct what the quantization_config says of "
             "this layer, or the file"
         ) from None
-    if not module._is_dropped():
+    if module._source.saved is None:
         raise ValueError(f"{name}: the checkpoint's tensors are no codes with scales")
     if plan.powers:  # then those of inputs are, too
-        assert module._frozen is not None
-        module._frozen.settings = Float8BlockScaling().settings
+        module._source.settings = Float8BlockScaling().settings

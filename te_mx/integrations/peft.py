@@ -35,7 +35,6 @@ from peft.tuners.lora.variants import DoraLinearVariant
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
-from te_mx._ops import dequantize_2d
 from te_mx.autograd.grouped import Groups, grouped_plain
 from te_mx.autograd.saved import flatten
 from te_mx.fusion.experts import ExpertsModule
@@ -108,7 +107,7 @@ class _DoraOnCodes(DoraLinearVariant):
 
 def _values(base: Any) -> Tensor:
     """[out, in]: what the codes of a layer stand for."""
-    return dequantize_2d(base._dropped_operand("weight"), base._frozen.dtypes["weight"])
+    return base._source.values(base, "weight")
 
 
 @torch.no_grad()
@@ -138,7 +137,7 @@ class LoraLinear(lora.Linear):
 
     @property
     def lora_variants(self) -> dict[tuple[str, ...], Any]:
-        if self.get_base_layer()._is_dropped():
+        if self.get_base_layer()._parameters.get("weight", self) is None:  # only codes of it
             return {(): None, ("use_dora",): _DoraOnCodes}
         return super().lora_variants
 
@@ -274,7 +273,7 @@ class LoraGroupedLinear(nn.Module, LoraLayer):
         self.use_rslora[adapter_name] = config.use_rslora
         self.scaling[adapter_name] = lora_alpha / (math.sqrt(r) if config.use_rslora else r)
         self._initialize(adapter_name, config.init_lora_weights)
-        sample = base._codes("weight")[0] if base._is_dropped() else base._sample("weight")
+        sample = base._source.read(base, "weight")[0]
         dtype = sample.dtype if sample.is_floating_point() else torch.float32
         for factor in (self.lora_A[adapter_name], self.lora_B[adapter_name]):
             factor.to(sample.device, dtype)
@@ -339,10 +338,7 @@ class LoraGroupedLinear(nn.Module, LoraLayer):
     def _values(self) -> Tensor:
         """[G, out, in]: the weights, or what their codes stand for."""
         base: Any = self.get_base_layer()
-        if not base._is_dropped():
-            return torch.stack([weight.detach() for weight in base.weights()])
-        stack, dtype = base._dropped_operand("weight"), base._frozen.dtypes["weight"]
-        return torch.stack([dequantize_2d(stack.group(i), dtype) for i in range(stack.groups)])
+        return base._source.values(base, "weight")
 
     @torch.no_grad()
     def _norms(self, name: str) -> Tensor:
@@ -502,7 +498,8 @@ def adapted_experts(
             f"{base._label()} is no linear layer for target_modules; name its weights: "
             f"target_parameters=[{keys}]"
         )
-    wrapper = ParamWrapper if base._is_dropped() else lora.ParamWrapper
+    held = base._parameters.get(parameter_name, base)
+    wrapper = ParamWrapper if held is None else lora.ParamWrapper
     return wrapper(target, adapter_name, parameter_name, config, **kwargs)
 
 
@@ -528,30 +525,30 @@ def check_config(layer: Any, config: Any) -> None:
     """Raise ValueError for a variant or an initialization that reads or changes the weight of a
     module that holds codes alone."""
     base: Any = layer.get_base_layer()
-    if not base._is_dropped():
-        return
     init = config.init_lora_weights
     if isinstance(init, str) and init not in ("gaussian", "eva"):
-        raise ValueError(
+        base._source.needs_values(
+            ValueError,
             f"{base._label()}: init_lora_weights={init!r} needs the weight, of which "
             "drop_master=True left codes alone; use True or 'gaussian', or freeze with "
-            "drop_master=False"
+            "drop_master=False",
         )
     for name, field in type(config).__dataclass_fields__.items():
         wanted = field.metadata.get("is_lora_variant") and getattr(config, name)
-        if wanted and name != "use_dora":  # the variant of LoRA that a layer without a master has
-            raise ValueError(
+        if wanted and name != "use_dora":
+            base._source.needs_values(
+                ValueError,
                 f"{base._label()}: {name} is not supported on a layer that holds codes alone "
-                "(drop_master=True); freeze with drop_master=False"
+                "(drop_master=True); freeze with drop_master=False",
             )
 
 
 def refuse_merge(layer: Any, what: str) -> None:
     """Raise RuntimeError where there is no weight that an adapter could be added to."""
     base: Any = layer.get_base_layer()
-    if base._is_dropped():
-        raise RuntimeError(
-            f"{base._label()}: cannot {what} an adapter, because only codes of its weight are left "
-            "(drop_master=True). Get weights back by te_mx.unfreeze_weights(model, "
-            f"dequantize=True), {what} then, and freeze again"
-        )
+    base._source.needs_values(
+        RuntimeError,
+        f"{base._label()}: cannot {what} an adapter, because only codes of its weight are left "
+        "(drop_master=True). Get weights back by te_mx.unfreeze_weights(model, "
+        f"dequantize=True), {what} then, and freeze again",
+    )

@@ -90,6 +90,14 @@ class Ready(NamedTuple):
     kernel: FrozenKernel
     form: Operand | Stack
 
+    @property
+    def as_is(self) -> bool:
+        """Whether the rows are multiplied as they are, not quantized."""
+        return False
+
+    def target(self, device: torch.device) -> None:
+        """The kernel quantizes rows by itself."""
+
     def run(
         self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype, tag: int = -1,
         offs: Tensor | None = None, act: str | None = None, gate: Gate | None = None,

@@ -135,7 +135,7 @@ def case_halves_of_a_gated_fc1():
         for _ in range(2):
             with torch.no_grad(), te_mx.autocast():
                 assert torch.equal(module(x), expected)
-    assert late._frozen.kept.keys() == {"fc1_weight", "fc2_weight"}
+    assert late._source.kept.keys() == {"fc1_weight", "fc2_weight"}
     with torch.no_grad(), te_mx.autocast():
         late.fc1_gate_weight.mul_(2)
         plain.fc1_gate_weight.mul_(2)
@@ -440,10 +440,10 @@ def case_frozen():
             with torch.no_grad(), te_mx.autocast():
                 assert torch.equal(model(x), expected)
         if not first:
-            kept = model[1]._frozen.kept["weight"]
+            kept = model[1]._source.kept["weight"]
             with torch.no_grad(), te_mx.autocast():
                 model(x)
-            assert model[1]._frozen.kept["weight"] is kept
+            assert model[1]._source.kept["weight"] is kept
             with torch.no_grad():
                 model[1].weight.mul_(2)
                 plain[1].weight.mul_(2)

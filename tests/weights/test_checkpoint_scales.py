@@ -81,7 +81,7 @@ def test_scales_of_square_blocks_that_are_powers_of_two(model_name, dtype, tmp_p
     else:
         rewrite(tmp_path, lambda _, scales: scales.to(dtype))
     loaded = AUTO.from_pretrained(tmp_path)
-    assert {m._frozen.settings for m in loaded.modules() if isinstance(m, te_mx.Linear)} == {
+    assert {m._source.settings for m in loaded.modules() if isinstance(m, te_mx.Linear)} == {
         recipe.settings
     }
     check_same(loaded.state_dict(), model.state_dict())

@@ -188,7 +188,7 @@ def test_one_copy_is_a_loop(native, stacked, first) -> None:
     with te_mx.autocast(recipe=ONE_COPY):
         if first:
             layer(x, SPLITS, is_first_microbatch=True)
-            (kept,) = layer._microbatch.values()
+            (kept,) = layer._source.kept.values()
             assert kept.row.spec == f"{E4M3}@rows" and kept.col is None
         native.clear()
         call = (lambda *a: layer(*a, is_first_microbatch=False)) if first else layer
