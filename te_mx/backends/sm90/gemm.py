@@ -219,6 +219,9 @@ class Exact(Scratched):
     def wants(self, problem: Problem) -> Wants:
         return Wants("rows", "rows")
 
+    def prepares(self, m: int, n: int, k: int) -> bool:
+        return False
+
     def note(self, problem: Problem) -> str:
         why = why_not_second(problem.rhs) if problem.precision == "adaptive" else None
         return f"{ADAPTIVE} {why}" if why else ""
