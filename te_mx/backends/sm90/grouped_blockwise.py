@@ -19,7 +19,7 @@ from te_mx.backends.sm90.blockwise import (
     makes_both,
     why_not_sides,
 )
-from te_mx.backends.sm90.envelope import why_not, why_not_second
+from te_mx.backends.sm90.envelope import why_not, why_not_second, why_not_weights
 from te_mx.backends.sm90.grouped import HopperGemmK, HopperMoveEnds, check_ends, not_adaptive
 from te_mx.backends.sm90.layouts.factors import (
     SM90_FACTOR_K,
@@ -65,7 +65,7 @@ class BlockwiseQuantizeWeights(Kernel):
             reason = makes_both(problem)
         if reason is None and not (problem.rhs and is_aligned(problem.rhs)):
             reason = one_read_of_weights(problem.lhs, problem.rhs)
-        return reason
+        return reason or why_not_weights(problem)
 
     def run(self, what: QuantizeWeights) -> StackedParts:
         weights, row, col, rule = what
