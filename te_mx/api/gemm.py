@@ -392,9 +392,10 @@ def gemm(
         if not torch.compiler.is_compiling() and ops.worth_packing(b, a, mode):
             usage_a, usage_b = blas.USAGES[layout]
             kept_as = ops.Mode(precision, alignment_spread)
-            a = A.kept_operand(usage_a, "rhs", kept_as) or a
+            specs = a.spec, b.spec
+            a = A.kept_operand(usage_a, "rhs", kept_as, specs[1]) or a
             if epilogue.bias_grad != "operand":  # which sums the values that were quantized
-                b = B.kept_operand(usage_b, "lhs", kept_as) or b
+                b = B.kept_operand(usage_b, "lhs", kept_as, specs[0]) or b
             if call is not None:
                 remember(A, B, call, (usage_a, usage_b))
         made = ops.gemm_2d(

@@ -383,9 +383,11 @@ class MXTensor:
         assert codes is not None and scales is not None
         return _version(codes), _version(scales)
 
-    def kept_operand(self, usage: str, side: str, mode: ops.Mode) -> ops.Operand | None:
+    def kept_operand(
+        self, usage: str, side: str, mode: ops.Mode, other: str = ""
+    ) -> ops.Operand | None:
         """As `operand`, in the form that the device's kernel reads as side "lhs" or "rhs" once that
-        is used again.
+        is used again, with operands of spec `other`.
 
         The first use packs inside the GEMM; the second one says that the tensor stands still, so it
         keeps the packed form (about 2 bytes an element on CPUs, 1 on GPUs) for all later ones.
@@ -407,7 +409,7 @@ class MXTensor:
             return operand
         form = kept[1]
         if form is None:
-            form = ops.kept_form(operand, side, mode)
+            form = ops.kept_form(operand, side, mode, other)
             self._packs[key] = (version, form)
         return form
 

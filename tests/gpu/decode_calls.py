@@ -68,11 +68,6 @@ def decode(w, w_fmt, x, out, k, scales=None, **how):
     gate, x_act = how.pop("gate", (None, 0))
     if gate is not None:
         args.gate, args.ldgate, args.x_act = gate.data_ptr(), gate.stride(0), x_act
-    residual, total = how.pop("added", (None, None))
-    if residual is not None:
-        args.residual, args.ldr, args.sum = (
-            residual.data_ptr(), residual.stride(0), total.data_ptr(),
-        )  # fmt: skip
     binding.set_execution(args, 0)
     args.kernel = how.pop("split", -1)
     ends = how.pop("ends", None)

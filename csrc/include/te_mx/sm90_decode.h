@@ -140,11 +140,7 @@ struct DecodeArgs {
   DType out_dtype = DType::bf16;
   const void* bias = nullptr;  // [n], [groups, n] or null
   DType bias_dtype = DType::bf16;
-  // Where it is not null: sum = residual + out as it was rounded, in out_dtype too.
-  const void* residual = nullptr;  // [m, n], rows ldr apart
-  int64_t ldr = 0;
-  void* sum = nullptr;  // [m, n] compact
-  Groups groups;        // of rows of x, one behind the other: no `starts`, no capacity
+  Groups groups;  // of rows of x, one behind the other: no `starts`, no capacity
   bool activates = false;
   Act act = Act::relu;  // where it does; one that is not gated
   Execution execution;  // kernel: a split, -1 for the one of decode_split()

@@ -25,7 +25,8 @@ Status run_decode(DecodeTask t) {
   t.rows.most = kRows;
   const int64_t blocks = decode_blocks(t.rows.m, t.rows.groups.count, kRows);
   if constexpr (Math::kPrepared) {
-    const Status prepared = launch_prepare<Math>(t.p, t.rows, blocks, t.workspace, t.stream);
+    const Status prepared = launch_prepare(t.p, t.rows, blocks, kRows, Math::kHalves,
+                                           Math::kFactors, t.workspace, t.stream);
     if (prepared != Status::ok) return prepared;
   }
   return launch_decode<Math>(t.p, t.rows, blocks, t.stream);

@@ -34,9 +34,9 @@ inline CUtensorMapDataType map_type(DType dtype) {
 
 inline int width_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
-// -----------------------------------------------------------------------------------------
-// epilogue What the copy engine cannot store, and what it cannot add. NOTE: it writes 16 bytes at
-// once, so where a row of D ends inside of them, what lies behind it would change.
+// ------------------------------------------------------------------------------------ epilogue
+// What the copy engine cannot store, and what it cannot add. NOTE: it writes 16 bytes at once, so
+// where a row of D ends inside of them, what lies behind it would change.
 inline bool stored_by_element(const Epilogue& e, int64_t n) {
   const int width = width_of(e.out_dtype);
   return e.ldo * width % 16 != 0 || reinterpret_cast<uintptr_t>(e.out) % 16 != 0 ||
@@ -87,8 +87,8 @@ inline EpilogueParams epilogue_params(const Epilogue& e, int64_t m, int64_t n, v
   return p;
 }
 
-// -------------------------------------------------------------------------------------------
-// launch
+// -------------------------------------------------------------------------------------- launch
+// What the copy engine is told of a call.
 struct Maps {
   CUtensorMap lhs, rhs, out{}, side{};
 

@@ -29,7 +29,7 @@ Status check(const MoeGemmArgs& a) {
   if (status != Status::ok) return status;
   const int64_t most = (int64_t{1} << 31) - 257;
   const int64_t pieces = r.blocks * pieces_of_block(r);
-  if (!is_fp8(a.lhs.element) || a.rhs.element == Element::e5m2 || a.rhs.k % kBlock != 0 ||
+  if (!is_fp8(a.lhs.element) || !is_of_weights(a.rhs.element) || a.rhs.k % kBlock != 0 ||
       a.rhs.rows < kRows || a.rhs.rows > most || a.rhs.k > most || r.routed > most ||
       r.positions > most || pieces > kMostPieces || !aligned(a.rhs.codes, 16) ||
       !aligned(a.lhs.codes, 8) || !aligned(a.rhs.scales, 2) || !aligned(a.lhs.scales, 4))
@@ -102,12 +102,10 @@ Status moe_gemm(const MoeGemmArgs& a) {
   p.slices = (p.n + p.groups * kRows - 1) / (p.groups * kRows);
   p.bias = a.bias, p.bias_dtype = a.bias_dtype, p.weights = a.weights;
   p.out = a.out, p.out_dtype = a.out_dtype;
-  const auto go = [&]<Element kW>() {
+  return with_weights(a.rhs.element, [&]<Element kW>() {
     return a.lhs.element == Element::e5m2 ? launch_any<kW, Element::e5m2>(p, pieces, a.execution)
                                           : launch_any<kW, Element::e4m3>(p, pieces, a.execution);
-  };
-  return is_fp4(a.rhs.element) ? go.template operator()<Element::e2m1>()
-                               : go.template operator()<Element::e4m3>();
+  });
 }
 
 }  // namespace te_mx::sm90

@@ -65,12 +65,28 @@ Status launch_factors(const FactorParams& p, const Where& where, dim3 grid, int6
     const auto run = [&]<tile::Fp8 kFmt>() {
       return launch_factor_instance<kBlocks, T, kFmt>(p, where, grid, tiles, stream, start);
     };
-    return p.a.element == Element::e4m3 ? run.template operator()<tile::Fp8::e4m3>()
-                                        : run.template operator()<tile::Fp8::e5m2>();
+    if constexpr (Where::kOfWeights) {
+      return run.template operator()<tile::Fp8::e4m3>();
+    } else {
+      return p.a.element == Element::e4m3 ? run.template operator()<tile::Fp8::e4m3>()
+                                          : run.template operator()<tile::Fp8::e5m2>();
+    }
   };
   return p.a.x_dtype == DType::bf16  ? go(__nv_bfloat16{})
          : p.a.x_dtype == DType::f16 ? go(__half{})
                                      : go(float{});
 }
+
+// Calls launch<kBlocks>() for the blocks of what is asked for.
+template <class Launch>
+Status with_blocks(const QuantizeOut& to, const Launch& launch) {
+  return to.scaling.block_rows != 1 ? launch.template operator()<FactorBlocks::squares>()
+         : wants_aligned(to)        ? launch.template operator()<FactorBlocks::rows_aligned>()
+                                    : launch.template operator()<FactorBlocks::rows>();
+}
+
+// The instances for rows.
+Status launch_factors(const QuantizeOut& to, const FactorParams& p, const RowTiles& where,
+                      dim3 grid, int64_t tiles, cudaStream_t stream, Start start);
 
 }  // namespace te_mx::sm90

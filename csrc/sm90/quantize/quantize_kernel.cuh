@@ -8,6 +8,7 @@
 //   codes of the columns through shared memory, transposed
 #pragma once
 
+#include "common/groups.cuh"
 #include "quantize/quantize_codes.cuh"
 
 namespace te_mx::sm90 {
@@ -198,13 +199,21 @@ __device__ __forceinline__ void quantize_patch(const QuantizeParams& p, Quantize
   }
 }
 
-// The tiles of one matrix.
-struct OneMatrix {
+// The tiles of rows that lie in one matrix, or in up to kMostJoined that are one, their rows behind
+// each other; or in groups of rows, with each of which tiles begin anew.
+struct RowTiles {
   template <class Params>
   using Outputs = const Params&;
+  static constexpr bool kOfWeights = false;  // not only
+  GroupTable groups;                         // of none: rows are not grouped
+  int begins[kMostJoined];    // the first tile of rows; past all tiles where there is no matrix
+  uintptr_t xs[kMostJoined];  // where row 0 of all would be, if every row were this matrix's
 
-  __device__ __forceinline__ const void* x(const QuantizeParams& p, const Tile&) const {
-    return p.a.x;
+  __device__ __forceinline__ const void* x(const QuantizeParams&, const Tile& t) const {
+    uintptr_t from = xs[0];
+#pragma unroll
+    for (int i = 1; i < kMostJoined; ++i) from = t.rt < begins[i] ? from : xs[i];
+    return reinterpret_cast<const void*>(from);
   }
   template <class Params>
   __device__ __forceinline__ const Params& outputs(const Params& p, const Tile&) const {
@@ -212,9 +221,23 @@ struct OneMatrix {
   }
   // False for a CTA without a tile.
   __device__ __forceinline__ bool find(Tile& t, const QuantizeParams& p) const {
-    return find_tile(t, p);
+    if (!find_tile(t, p)) return false;
+    if (groups.count == 0) return true;
+    GroupRows group;
+    if (!find_tile(groups, t.rt, group)) return false;
+    const int inside = 128 * (t.rt - group.first_tile());
+    t.r0 = group.start + inside, t.rows = min(128, group.size() - inside);
+    t.last_row = false;  // whole tiles are written along K, and the words need no padding
+    return true;
   }
 };
+
+inline RowTiles row_tiles_of(const void* x, const GroupTable& groups = {}) {
+  RowTiles rows{groups};
+  rows.xs[0] = reinterpret_cast<uintptr_t>(x);
+  for (int i = 1; i < kMostJoined; ++i) rows.begins[i] = INT32_MAX;
+  return rows;
+}
 
 template <class T, tile::Fp8 kFmt, bool kPlain, class Where>
 __device__ __forceinline__ void quantize_tile(const QuantizeParams& all, const Where& where,
@@ -230,7 +253,7 @@ __device__ __forceinline__ void quantize_tile(const QuantizeParams& all, const W
   quantize_patch<T, kFmt, kPlain>(p, s, x, t, at);
 }
 
-// Where: OneMatrix, or what quantize_grouped.cu says of several.
+// Where: RowTiles, or the Stack of quantize_places.cuh.
 template <class T, tile::Fp8 kFmt, bool kPlain, class Where>
 __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 2 ? 4 : 2)
     quantize_kernel(const __grid_constant__ QuantizeParams p, const __grid_constant__ Where where) {

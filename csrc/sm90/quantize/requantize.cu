@@ -78,8 +78,7 @@ Status columns_of_stacked(const PackArgs& args) {
   Status status = check_mx(args.operand.element, args.operand.scaling, args.rule);
   if (status == Status::ok) status = check_plain(args.operand);
   if (status != Status::ok) return status;
-  // Of weights, which E5M2 is not multiplied as (gemm_operands.cuh).
-  if (args.out.layout != Layout::tiles || args.operand.element == Element::e5m2)
+  if (args.out.layout != Layout::tiles || !is_of_weights(args.operand.element))
     return Status::unsupported;
   const PackTask a = task_of(args);
   const int64_t count = args.groups.count;
@@ -101,9 +100,9 @@ Status columns_of_stacked(const PackArgs& args) {
   config.blockDim = dim3(kQuantizeThreads);
   config.stream = static_cast<cudaStream_t>(a.stream);
   config.attrs = &early, config.numAttrs = 1;
-  const auto kernel =
-      is_fp4(a.element) ? requantize_kernel<Element::e2m1> : requantize_kernel<Element::e4m3>;
-  return started(cudaLaunchKernelEx(&config, kernel, p));
+  return with_weights(a.element, [&]<tile::Fp8 kFmt>() {
+    return started(cudaLaunchKernelEx(&config, requantize_kernel<kFmt>, p));
+  });
 }
 
 }  // namespace te_mx::sm90

@@ -31,12 +31,18 @@ def why_not(problem: Problem, *layouts: str, formats: tuple[str, ...] = MX) -> s
     return None
 
 
+def why_not_weights(problem: Problem) -> str | None:
+    """Why no kernel quantizes weights of groups in one launch to what a problem asks for."""
+    reasons = (why_not_second(spec) for spec in (problem.lhs, problem.rhs) if spec)
+    return next((reason for reason in reasons if reason), None)
+
+
 def why_not_second(spec: str) -> str | None:
-    """Why no kernel on FP8 tensor cores takes an operand as the right one of a product, as weights
-    are: E5M2, of more range and fewer bits, is for gradients, which are left ones."""
+    """Why no kernel on FP8 tensor cores takes an operand as the right one of a product, nor makes
+    weights of it: E5M2, of more range and fewer bits, is for gradients, which are left ones."""
     fmt = spec_of(spec).format
     if fmt.element.name != "e5m2":
         return None
     return (
-        f"multiplies E5M2 from the left alone, as gradients are; this has {fmt.name} on the right"
+        f"takes {fmt.name} on the left of products, as gradients are, not on the right as weights"
     )

@@ -265,6 +265,9 @@ class Exact(Kernel):
     def wants(self, problem: Problem) -> Wants:
         return Wants("rows", "rows")
 
+    def prepares(self, m: int, n: int, k: int) -> bool:
+        return False
+
     def note(self, problem: Problem) -> str:
         why = why_not_second(problem.rhs) if problem.precision == "adaptive" else None
         return f"{ADAPTIVE} {why}" if why else ""

@@ -20,7 +20,7 @@ from te_mx.backends.native import (
     words_of,
 )
 from te_mx.backends.sm90 import binding
-from te_mx.backends.sm90.envelope import why_not, why_not_second
+from te_mx.backends.sm90.envelope import why_not, why_not_second, why_not_weights
 from te_mx.backends.sm90.gemm import ADAPTIVE
 from te_mx.backends.sm90.layouts.groups import group_tiles
 from te_mx.dispatch.grouped_calls import (
@@ -267,7 +267,8 @@ class HopperQuantizeWeights(Kernel):
 
     def accepts(self, problem: Problem) -> str | None:
         reason = why_not(problem, "sm90", "rows", "cols")
-        return reason or one_read_of_weights(problem.lhs, problem.rhs)
+        reason = reason or one_read_of_weights(problem.lhs, problem.rhs)
+        return reason or why_not_weights(problem)
 
     def run(self, what: QuantizeWeights) -> StackedParts:
         return quantize_weights(what)

@@ -18,7 +18,7 @@ from te_mx.backends.sm90.blockwise import (
     makes_both,
     why_not_sides,
 )
-from te_mx.backends.sm90.envelope import why_not, why_not_second
+from te_mx.backends.sm90.envelope import why_not, why_not_second, why_not_weights
 from te_mx.backends.sm90.grouped import (
     HopperGemmK,
     HopperMoveEnds,
@@ -63,7 +63,7 @@ class BlockwiseQuantizeWeights(HopperQuantizeWeights):
             reason = makes_both(problem.lhs, problem.rhs, problem.rule)
         if reason is None and not (problem.rhs and is_aligned(problem.rhs)):
             reason = one_read_of_weights(problem.lhs, problem.rhs)
-        return reason
+        return reason or why_not_weights(problem)
 
 
 def _factors_of(stack: Stack) -> Stack:

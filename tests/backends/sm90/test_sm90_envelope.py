@@ -70,6 +70,7 @@ def test_the_table_of_kernels_on_hopper():
 def test_e5m2_on_the_right_is_multiplied_exactly(lhs):
     """Every kernel of the tensor cores says so by name."""
     sides = {"lhs": f"{lhs}@rows", "rhs": f"{E5M2}@rows"}
+    wanted = f"takes {E5M2} on the left of products, as gradients are, not on the right as weights"
     for layouts, op in (
         (("rows", "rows"), "gemm"), (("sm90_rows:8", "sm90:8"), "gemm_rows"),
         (("sm90_k:8", "sm90_k:8"), "gemm_k"), (("rows", "rows"), "moe_gemm"),
@@ -78,10 +79,15 @@ def test_e5m2_on_the_right_is_multiplied_exactly(lhs):
         kernel, declined = registry.choose(gemm_problem()._replace(op=op, n=32, k=32, **specs))
         assert kernel.name == ("sm90_exact" if op == "gemm" else "reference")
         said = [why for name, why in declined if name in ("sm90_adaptive", "sm90_moe")]
-        alone = "multiplies E5M2 from the left alone, as gradients are; this has"
-        assert said == [f"{alone} {E5M2} on the right"] or (op, lhs) == ("moe_gemm", "mxfp4")
-    exact = registry.choose(gemm_problem()._replace(**sides))[0]
-    assert exact.note(gemm_problem()._replace(**sides)).startswith("sm90_adaptive multiplies E5M2")
+        assert said == [wanted] or (op, lhs) == ("moe_gemm", "mxfp4")
+    problem = gemm_problem()._replace(**sides)
+    assert registry.choose(problem)[0].note(problem) == f"sm90_adaptive {wanted}"
+    for op, specs in (
+        ("quantize_weights", (f"{E5M2}@rows", "")), ("quantize_weights", ("", f"{E5M2}@sm90:8")),
+        ("columns_of_weights", (f"{E5M2}@rows", f"{E5M2}@sm90:8")),
+    ):  # fmt: skip
+        problem = gemm_problem()._replace(op=op, lhs=specs[0], rhs=specs[1])
+        assert wanted in dict(registry.choose(problem)[1])["sm90"]
     for fmt, other in ((lhs, E5M2), (E5M2, lhs)):
         found = forms.forms(as_on_hopper.HOPPER, fmt, other, "adaptive", 8, right=fmt is E5M2)
         assert {one.partition("@")[2] for one in found} <= {"rows", "cols"}
