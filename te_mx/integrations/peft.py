@@ -434,7 +434,8 @@ class ParamWrapper(lora.ParamWrapper):
 
     def get_param(self) -> Tensor:
         """The weight as peft sees it: its shape, dtype and device."""
-        return self.get_base_layer()._outline(self.parameter_name)
+        base: Any = self.get_base_layer()
+        return base._outline(self.parameter_name, base._source.read(base, self.parameter_name)[0])
 
     def update_layer(
         self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any
