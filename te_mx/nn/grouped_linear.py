@@ -19,7 +19,7 @@ from te_mx.autograd.saved import flatten
 from te_mx.context.region import output_dtype
 from te_mx.dispatch.groups import INDEX_DTYPES, readable
 from te_mx.nn import checks
-from te_mx.nn.arguments import refuse, refuse_constructor
+from te_mx.nn.arguments import Options, refuse
 from te_mx.nn.base import MXModule
 from te_mx.runtime.arguments import check_size, shown
 from te_mx.weights.grouped import StackedWeight, convert_state_dict, parameter_names
@@ -131,6 +131,8 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         NotImplementedError: an argument of Transformer Engine that te_mx does not have is set.
     """
 
+    init_method: Callable[[Tensor], Any] | None
+
     def __init__(
         self,
         num_gemms: int,
@@ -153,37 +155,25 @@ class GroupedLinear(StackedWeight, MXModule, nn.Module):
         **transformer_engine: Any,
     ) -> None:
         super().__init__()
-        refuse_constructor("GroupedLinear", transformer_engine)
         owner = "te_mx.GroupedLinear"
         if single_grouped_bias is None:
             single_grouped_bias = single_grouped_weight
-        num_gemms, in_features, out_features = checks.sizes(
-            owner, num_gemms=num_gemms, in_features=in_features, out_features=out_features
-        )
+        options = Options(
+            "GroupedLinear", locals(), "num_gemms", "in_features", "out_features"
+        )  # fmt: skip
+        num_gemms, in_features, out_features = options.sizes
         if num_gemms < 1:
             raise ValueError(f"{owner}: num_gemms must be 1 or more, got {num_gemms}")
-        checks.flags(
-            owner, bias=bias, return_bias=return_bias, delay_wgrad_compute=delay_wgrad_compute,
-            single_grouped_weight=single_grouped_weight, single_grouped_bias=single_grouped_bias,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            save_original_input=save_original_input,
-        )  # fmt: skip
         if use_grouped_tensor is not None:
             checks.flags(owner, use_grouped_tensor=use_grouped_tensor)
-        checks.functions(owner, init_method=init_method)
-        checks.check_name(owner, name)
-        device, dtype = checks.parameter_place(owner, device, dtype, params_dtype)
         self.num_gemms = num_gemms
         self.in_features = in_features
         self.out_features = out_features
         self.use_bias = bias
         self.single_grouped_weight = single_grouped_weight
         self.single_grouped_bias = single_grouped_bias
-        self.init_method = init_method
-        self.return_bias = return_bias
-        self.name = name
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.save_original_input = save_original_input
+        options.keep(self)
+        device, dtype = options.device, options.dtype
         self._weight_names = parameter_names("weight", num_gemms, single_grouped_weight)
         self._bias_names = parameter_names("bias", num_gemms, single_grouped_bias) if bias else ()
         # Group by group, then what is stacked: Transformer Engine's order, which the states of an

@@ -13,16 +13,9 @@ from te_mx.autograd import node
 from te_mx.autograd.layer import Call, Parameters, Weights, run_layer
 from te_mx.autograd.node import needs_gradient
 from te_mx.context.region import is_tracing
-from te_mx.nn import checks
-from te_mx.nn.arguments import refuse, refuse_constructor
+from te_mx.nn.arguments import Options, refuse
 from te_mx.nn.norm_base import NormModule, default_init
-from te_mx.nn.tensor_parallel import (
-    COLUMN,
-    ROW,
-    part,
-    ranks_of,
-    shared,
-)
+from te_mx.nn.tensor_parallel import COLUMN, ROW
 from te_mx.recipes.settings import Settings
 from te_mx.weights import split
 
@@ -65,6 +58,8 @@ class LayerNormLinear(split.SplitWeight, NormModule):
         NotImplementedError: an argument of Transformer Engine that te_mx does not have is set.
     """
 
+    init_method: Callable[[Tensor], Any] | None
+
     def __init__(
         self,
         in_features: int,
@@ -91,33 +86,21 @@ class LayerNormLinear(split.SplitWeight, NormModule):
         **transformer_engine: Any,
     ) -> None:
         super().__init__()
-        refuse_constructor("LayerNormLinear", transformer_engine)
-        owner = "te_mx.LayerNormLinear"
-        in_features, out_features = checks.sizes(
-            owner, in_features=in_features, out_features=out_features
-        )
-        checks.flags(
-            owner, bias=bias, return_bias=return_bias, delay_wgrad_compute=delay_wgrad_compute,
-            return_layernorm_output=return_layernorm_output,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-        )  # fmt: skip
-        checks.functions(owner, init_method=init_method)
-        device, dtype = checks.parameter_place(owner, device, dtype, params_dtype)
-        how = shared(owner, parallel_mode, tp_group, tp_size, sequence_parallel)
+        options = Options("LayerNormLinear", locals(), "in_features", "out_features")
         if parallel_mode == ROW:
             raise NotImplementedError(
-                f'{owner}: parallel_mode="row" needs an input sharded along its features, which '
-                'cannot be normalized; use "column", or te_mx.Linear behind a normalization'
+                'te_mx.LayerNormLinear: parallel_mode="row" needs an input sharded along its '
+                'features, which cannot be normalized; use "column", or te_mx.Linear behind a '
+                "normalization"
             )
-        out_features = part(owner, how, COLUMN, "out_features", out_features)
+        in_features, out_features = options.sizes
+        out_features = options.part(COLUMN, "out_features", out_features)
         self.parallel_mode = parallel_mode
-        self._start(in_features, eps, normalization, zero_centered_gamma, name)
+        self._start(in_features, eps, normalization, zero_centered_gamma)
         self.in_features, self.out_features = in_features, out_features
         self.use_bias = bias
-        self.return_bias = return_bias
-        self.return_layernorm_output = return_layernorm_output
-        self.init_method = init_method
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        options.keep(self)
+        device, dtype = options.device, options.dtype
         self._norm_parameters(device, dtype)
         shape = (out_features, in_features)
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -126,11 +109,11 @@ class LayerNormLinear(split.SplitWeight, NormModule):
         else:
             self.register_parameter("bias", None)
         if parameters_split is not None:
-            self._split_into(parameters_split, out_features, ranks_of(how, COLUMN))
+            self._split_into(parameters_split, out_features, options.ranks(COLUMN))
         self._finish_building()
         if delay_wgrad_compute:
             self._start_delaying()
-        self._share(parallel_mode, how, tp_group)
+        self._share(parallel_mode, options.how, tp_group)
 
     def _initialize(self) -> None:
         """Transformer Engine's initialization: see the class."""

@@ -17,19 +17,15 @@ from te_mx.autograd.linear_recipe import GEMMS
 from te_mx.autograd.node import needs_gradient
 from te_mx.context.region import is_tracing, output_dtype
 from te_mx.dispatch.fused import NORMS
-from te_mx.nn import activations, checks
-from te_mx.nn.arguments import refuse_constructor
+from te_mx.nn import activations
+from te_mx.nn.arguments import Options
 from te_mx.nn.frozen_mlp import run_gated
 from te_mx.nn.norm_base import (
     NormModule,
     Together,
     default_init,
 )
-from te_mx.nn.tensor_parallel import (
-    BOTH,
-    part,
-    shared,
-)
+from te_mx.nn.tensor_parallel import BOTH
 from te_mx.weights import gated_halves
 
 
@@ -89,6 +85,9 @@ class LayerNormMLP(gated_halves.GatedHalves, NormModule):
     fc2_weight: nn.Parameter
     fc2_bias: nn.Parameter | None
 
+    init_method: Callable[[Tensor], Any] | None
+    output_layer_init_method: Callable[[Tensor], Any] | None
+
     def __init__(
         self,
         hidden_size: int,
@@ -120,40 +119,21 @@ class LayerNormMLP(gated_halves.GatedHalves, NormModule):
         **transformer_engine: Any,
     ) -> None:
         super().__init__()
-        refuse_constructor("LayerNormMLP", transformer_engine)
-        owner = "te_mx.LayerNormMLP"
-        hidden_size, ffn_hidden_size = checks.sizes(
-            owner, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size
-        )
-        checks.flags(
-            owner, bias=bias, return_bias=return_bias, delay_wgrad_compute=delay_wgrad_compute,
-            return_layernorm_output=return_layernorm_output,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation, checkpoint=checkpoint,
-        )  # fmt: skip
-        checks.functions(
-            owner, init_method=init_method, output_layer_init_method=output_layer_init_method
-        )
-        device, dtype = checks.parameter_place(owner, device, dtype, params_dtype)
-        checks.flags(owner, set_parallel_mode=set_parallel_mode)
-        mode = BOTH if set_parallel_mode else None
-        how = shared(owner, mode, tp_group, tp_size, sequence_parallel)
-        ffn_hidden_size = part(owner, how, BOTH, "ffn_hidden_size", ffn_hidden_size)
-        self._start(hidden_size, eps, normalization, zero_centered_gamma, name)
+        options = Options("LayerNormMLP", locals(), "hidden_size", "ffn_hidden_size")
+        hidden_size, ffn_hidden_size = options.sizes
+        ffn_hidden_size = options.part(BOTH, "ffn_hidden_size", ffn_hidden_size)
+        self._start(hidden_size, eps, normalization, zero_centered_gamma)
         self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
         self.activation = activation
-        self._act = activations.resolve(owner, activation, activation_params)
+        self._act = activations.resolve("te_mx.LayerNormMLP", activation, activation_params)
         self.use_bias = bias
-        self.return_bias = return_bias
-        self.return_layernorm_output = return_layernorm_output
         if normalization is None and return_layernorm_output:
             raise ValueError(
                 "te_mx.LayerNormMLP: return_layernorm_output=True needs a normalization, got "
                 "normalization=None"
             )
-        self.init_method = init_method
-        self.output_layer_init_method = output_layer_init_method
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.checkpoint = checkpoint
+        options.keep(self)
+        device, dtype = options.device, options.dtype
         self._norm_parameters(device, dtype)
         fc1_rows = 2 * ffn_hidden_size if self._act.gated else ffn_hidden_size
         for layer, rows, cols in (
@@ -167,7 +147,7 @@ class LayerNormMLP(gated_halves.GatedHalves, NormModule):
         self._finish_building()
         if delay_wgrad_compute:
             self._start_delaying()
-        self._share(mode, how, tp_group)
+        self._share(options.mode, options.how, tp_group)
 
     def _initialize(self) -> None:
         """Transformer Engine's initialization: see the class."""

@@ -9,16 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from te_mx.nn import checks
-from te_mx.nn.arguments import refuse, refuse_constructor
+from te_mx.nn.arguments import Options, refuse
 from te_mx.nn.base import MXModule
-from te_mx.nn.tensor_parallel import (
-    COLUMN,
-    ROW,
-    part,
-    ranks_of,
-    shared,
-)
+from te_mx.nn.tensor_parallel import COLUMN, ROW
 from te_mx.weights import missing, split
 
 
@@ -106,40 +99,23 @@ class Linear(split.SplitWeight, MXModule, nn.Linear):
         sequence_parallel: bool = False,
         **transformer_engine: Any,
     ) -> None:
-        owner = "te_mx.Linear"
-        refuse_constructor("Linear", transformer_engine)
-        in_features, out_features = checks.sizes(
-            owner, in_features=in_features, out_features=out_features
-        )
-        checks.flags(
-            owner, bias=bias, return_bias=return_bias, delay_wgrad_compute=delay_wgrad_compute,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            save_original_input=save_original_input,
-        )  # fmt: skip
-        checks.functions(owner, init_method=init_method)
-        checks.check_name(owner, name)
-        device, dtype = checks.parameter_place(owner, device, dtype, params_dtype)
-        how = shared(owner, parallel_mode, tp_group, tp_size, sequence_parallel)
-        out_features = part(owner, how, COLUMN, "out_features", out_features)
-        in_features = part(owner, how, ROW, "in_features", in_features)
+        options = Options("Linear", locals(), "in_features", "out_features")
+        out_features = options.part(COLUMN, "out_features", options.sizes[1])
+        in_features = options.part(ROW, "in_features", options.sizes[0])
         self.__dict__["parallel_mode"] = parallel_mode
         # nn.Linear.__init__ calls reset_parameters, which reads them.
         self.__dict__["_building"] = True
         self.__dict__["init_method"] = None if parameters_split is not None else init_method
-        super().__init__(in_features, out_features, bias, device, dtype)
-        self.return_bias = return_bias
-        self.name = name
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.save_original_input = save_original_input
+        super().__init__(in_features, out_features, bias, options.device, options.dtype)
+        options.keep(self)
         if parameters_split is not None:
-            self._split_into(parameters_split, out_features, ranks_of(how, COLUMN))
-            self.init_method = init_method
+            self._split_into(parameters_split, out_features, options.ranks(COLUMN))
             if init_method is not None:
                 self.reset_parameters()
             self._preserve_weights()
         if delay_wgrad_compute:
             self._start_delaying()
-        self._share(parallel_mode, how, tp_group)
+        self._share(parallel_mode, options.how, tp_group)
         del self._building
 
     def _initialize(self) -> None:

@@ -19,7 +19,6 @@ from te_mx.autograd.norm import NormStep, normalized
 from te_mx.autograd.saved import flatten
 from te_mx.context.region import backward_pass_id, output_dtype
 from te_mx.dispatch.fused import NORMS, Norm, Target
-from te_mx.nn import checks
 from te_mx.nn.base import MXModule
 from te_mx.recipes.resolve import DEFAULT_SETTINGS
 from te_mx.runtime.arguments import (
@@ -74,7 +73,6 @@ class NormModule(MXModule, nn.Module):
         eps: float,
         normalization: str | None,
         zero_centered_gamma: bool,
-        name: str | None,
     ) -> None:
         """Attributes of the normalization; called before the parameters are made."""
         owner = f"te_mx.{type(self).__name__}"
@@ -83,14 +81,11 @@ class NormModule(MXModule, nn.Module):
                 f"{owner}: normalization must be one of {', '.join(map(repr, self._norms))}, got "
                 f"{shown(normalization)}"
             )
-        checks.flags(owner, zero_centered_gamma=zero_centered_gamma)
-        checks.check_name(owner, name)
         self.eps = check_number(f"{owner}: eps", eps)
         if self.eps < 0:
             raise ValueError(f"{owner}: eps must be 0 or more, got {self.eps}")
         self.normalization = normalization
         self.zero_centered_gamma = zero_centered_gamma
-        self.name = name
         self._size = size
 
     def _norm_parameters(self, device: Any, dtype: torch.dtype | None) -> None:

@@ -26,15 +26,9 @@ from te_mx.weights.state_dict import WithoutExtraState
 
 
 def shared_layers(
-    owner: str, set_parallel_mode: Any, tp_group: Any, tp_size: Any, sequence_parallel: Any
+    how: Shared | None, tp_group: Any, tp_size: Any, sequence_parallel: Any
 ) -> tuple[Shared | None, dict[str, Any], dict[str, Any]]:
-    """How a module is shared, and the arguments of the linear layers before attention and behind.
-
-    Raises TypeError or ValueError for an argument of a wrong type or value, by name.
-    """
-    check_flag(f"{owner}: set_parallel_mode", set_parallel_mode)
-    mode = BOTH if set_parallel_mode else None
-    how = shared(owner, mode, tp_group, tp_size, sequence_parallel)
+    """How a module is shared, and the arguments of the linear layers before attention and after."""
     if how is None:
         return None, {}, {}
     given = {"tp_group": tp_group, "tp_size": tp_size, "sequence_parallel": sequence_parallel}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_mx.nn import checks
+from te_mx.nn.arguments import Options
 from te_mx.runtime.arguments import check_flag, check_number, check_word
 from te_mx.te import attention_checks
 from te_mx.te.attention import DotProductAttention, SharedHeads, shared_layers, under
@@ -108,7 +108,8 @@ class MultiheadAttention(SharedHeads, nn.Module):
         super().__init__()
         taken = attention_checks.CONSTRUCTORS["MultiheadAttention"]
         attention_checks.refuse(_OWNER, transformer_engine, taken)
-        (hidden_size,) = checks.sizes(_OWNER, hidden_size=hidden_size)
+        options = Options("MultiheadAttention", locals(), "hidden_size")
+        (hidden_size,) = options.sizes
         heads, groups = attention_checks.heads(_OWNER, num_attention_heads, num_gqa_groups)
         if kv_channels is None and hidden_size % heads:
             raise ValueError(
@@ -120,21 +121,7 @@ class MultiheadAttention(SharedHeads, nn.Module):
         width, _ = attention_checks.widths(_OWNER, kv_channels)
         check_number(f"{_OWNER}: layernorm_epsilon", layernorm_epsilon, 0)
         check_number(f"{_OWNER}: qk_norm_eps", qk_norm_eps, 0)
-        checks.functions(
-            _OWNER, init_method=init_method, output_layer_init_method=output_layer_init_method
-        )
-        checks.parameter_place(_OWNER, device, None, params_dtype)
-        checks.flags(
-            _OWNER, return_bias=return_bias, return_layernorm_output=return_layernorm_output,
-            input_layernorm=input_layernorm, fuse_qkv_params=fuse_qkv_params, bias=bias,
-            qkv_weight_interleaved=qkv_weight_interleaved, qk_norm_before_rope=qk_norm_before_rope,
-            rotary_pos_interleaved=rotary_pos_interleaved,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-        )  # fmt: skip
-        checks.check_name(_OWNER, name)
-        how, column, row = shared_layers(
-            _OWNER, set_parallel_mode, tp_group, tp_size, sequence_parallel
-        )
+        how, column, row = shared_layers(options.how, tp_group, tp_size, sequence_parallel)
         self.tp_size = 1 if how is None else how.size
         if how is not None and qk_norm_type in _NORMS:
             raise NotImplementedError(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from te_mx.context.region import output_dtype
-from te_mx.nn import checks
+from te_mx.nn.arguments import Options
 from te_mx.runtime.arguments import check_flag, check_word
 from te_mx.te import attention_checks, attention_masks
 from te_mx.te.attention import SharedHeads, under
@@ -122,14 +122,9 @@ class TransformerLayer(SharedHeads, nn.Module):
         super().__init__()
         taken = attention_checks.CONSTRUCTORS["TransformerLayer"]
         attention_checks.refuse(_OWNER, transformer_engine, taken)
-        checks.flags(
-            _OWNER, output_layernorm=output_layernorm,
-            parallel_attention_mlp=parallel_attention_mlp,
-            apply_residual_connection_post_layernorm=apply_residual_connection_post_layernorm,
-        )  # fmt: skip
+        Options("TransformerLayer", locals())
         check_word(f"{_OWNER}: layer_type", layer_type, ("encoder", "decoder"))
         check_word(f"{_OWNER}: attn_input_format", attn_input_format, attention_checks.FORMATS)
-        checks.check_name(_OWNER, name)
         post = apply_residual_connection_post_layernorm
         if parallel_attention_mlp and (post or output_layernorm or layer_type == "decoder"):
             raise ValueError(
