@@ -32,9 +32,9 @@ def module(dtype=BF16, **fields) -> te_mx.LayerNormLinear:
     return made
 
 
-def mlp(activation="gelu", dtype=BF16, **fields) -> te_mx.LayerNormMLP:
+def mlp(activation="gelu", dtype=BF16, ffn=112, **fields) -> te_mx.LayerNormMLP:
     torch.manual_seed(0)
-    made = te_mx.LayerNormMLP(70, 48, activation=activation, dtype=dtype, **fields)
+    made = te_mx.LayerNormMLP(70, ffn, activation=activation, dtype=dtype, **fields)
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -95,7 +95,7 @@ def test_bits_of_an_mlp_step_by_step(fields, recipe, monkeypatch):
 def test_an_mlp_in_other_dtypes(activation, dtype, monkeypatch):
     x = torch.randn(40, 70, dtype=dtype, requires_grad=True)
     for recipe in ("mxfp8", "pow2", "mxfp4"):
-        check(mlp(activation, dtype), x, recipe, monkeypatch)
+        check(mlp(activation, dtype, ffn=48), x, recipe, monkeypatch)
 
 
 @pytest.mark.parametrize(
