@@ -168,3 +168,16 @@ def test_a_gradient_that_is_no_operand_runs_step_by_step(monkeypatch):
     monkeypatch.setattr(sm90_layer.Plan, "backward", lambda *call: None)
     for one, other in zip(passes(layer, x, "mxfp8")[1:], expected[1:], strict=True):
         assert torch.equal(one, other) if one is not None else other is None
+
+
+@pytest.mark.filterwarnings("ignore::te_mx.FallbackWarning")
+def test_operands_that_no_kernel_packs_run_step_by_step():
+    """MXFP8 gradients rounded stochastically lie plain: their products pack them."""
+    recipe = te_mx.recipe.MXFP4BlockScaling(stochastic_rounding=True)
+    for layer in (module(), mlp()):
+        x = torch.randn(40, 70, dtype=BF16, requires_grad=True)
+        with te_mx.autocast(recipe=recipe):
+            y = layer(x)
+        assert type(y.grad_fn).__name__ == "LayerFunctionBackward"
+        y.sum().backward()
+        assert x.grad.isfinite().all()

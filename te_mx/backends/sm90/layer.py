@@ -113,6 +113,9 @@ class _Builder:
     """The sequences of a problem."""
 
     def __init__(self, p: LayerProblem) -> None:
+        for spec in (*p.formats.x, *p.formats.w, *p.formats.g):
+            if not spec_of(spec).layout.name.startswith("sm90"):
+                raise Unfit  # a product packs it first
         self.p, self.device, self.kept = p, p.device, _kept(p)
         self.how = p.formats.precision, p.formats.spread
         self.kernels: list[str] = []
