@@ -15,7 +15,7 @@ LAYERS = {
     "LayerNormLinear": lambda **made: te_mx.LayerNormLinear(320, 264, **made),
     "gelu": lambda **made: te_mx.LayerNormMLP(320, 264, **made),
     "swiglu": lambda **made: te_mx.LayerNormMLP(
-        320, 264, activation="swiglu", normalization="RMSNorm", bias=False, **made
+        320, 392, activation="swiglu", normalization="RMSNorm", bias=False, **made
     ),
 }  # fmt: skip
 # Those of te_mx.Linear in one format: test_sm90_linear_one_call.py.

@@ -113,6 +113,9 @@ class _Builder:
     """The sequences of a problem."""
 
     def __init__(self, p: LayerProblem) -> None:
+        for spec in (*p.formats.x, *p.formats.w, *p.formats.g):
+            if not spec_of(spec).layout.name.startswith("sm90"):
+                raise Unfit  # a product packs it first
         self.p, self.device, self.kept = p, p.device, _kept(p)
         self.how = p.formats.precision, p.formats.spread
         self.kernels: list[str] = []
@@ -220,6 +223,7 @@ class _Builder:
         p, temp = self.p, Room("work")
         steps, formats = Steps(self.device, BACKWARD, temp), p.formats
         first, second = p.first, p.second
+        spare = temp
         last, number = (first, 1) if second is None else (second, 2)
         source = Source(Place("g"), p.m, last.n, g_dtype, "g_stride")
         through = p.need_dx if second is None else True
@@ -232,12 +236,12 @@ class _Builder:
             assert to[0] is not None and w[1] is not None
             to_h = self._gradient(temp, first, p.need_dx, into[0], 1)
             back = self._columns(steps, 1, first) if p.need_dx else ([], None)
-            self._through(steps, to[0], w[1], to_h, back[0])
+            spare = self._through(steps, to[0], w[1], to_h, back[0])
             self._wgrad(steps, to[1], 1, into[1])
             to, w = to_h, back
         if p.need_dx:
             assert to[0] is not None and w[1] is not None
-            self._dgrad(steps, to[0], w[1], apart)
+            self._dgrad(steps, to[0], w[1], apart, spare)
         self._wgrad(steps, to[1], 0, into[0])
         return steps.made(), temp.size
 
@@ -277,8 +281,9 @@ class _Builder:
 
     def _through(
         self, steps: Steps, g: At, w: At, to: tuple[At | None, At | None], others: list[Any]
-    ) -> None:
-        """The gradient of h, to operands, with its sums. others: reads that go beside these."""
+    ) -> Room:
+        """The gradient of h, to operands, with its sums. others: reads that go beside these.
+        Returns room that is free then."""
         p, temp, act, rule = self.p, steps.temp, self.p.act, self.p.formats.g_rule
         assert act is not None and p.second is not None and self.kept.h is not None
         row, col = ("" if one is None else one.spec for one in to)
@@ -296,7 +301,7 @@ class _Builder:
                 gelu_in_dtype=dtype, **sums,
             )  # fmt: skip
             steps.together(others, steps.reads(dh, rule, to, None, seed))
-            return
+            return dh.over()
         da = Source(temp.matrix(p.m, p.second.k, p.dtype), p.m, p.second.k, p.dtype)
         steps.gemm(g, w, da.at, p.dtype, self.how)
         of_columns = self._sums(temp, "db1", p.first)
@@ -305,12 +310,13 @@ class _Builder:
             steps.together(others, [])
             record = fields | target(row, col, rule, to, of_columns)
             steps.add("activate", ("ActArgs", record))
-            return
+            return da.over()
         dh = Source(temp.matrix(p.m, p.first.n, p.dtype), p.m, p.first.n, p.dtype)
         steps.add("activate", ("ActArgs", fields | {"out": dh.at}))
         steps.together(others, steps.reads(dh, rule, to, of_columns, seed))
+        return da.over()
 
-    def _dgrad(self, steps: Steps, g: At, w: At, apart: bool) -> None:
+    def _dgrad(self, steps: Steps, g: At, w: At, apart: bool, spare: Room) -> None:
         """dx, through the normalization if there is one."""
         p, temp = self.p, steps.temp
         if p.norm is None:
@@ -323,7 +329,8 @@ class _Builder:
             steps.gemm(g, w, Place("dx"), p.dtype, self.how)
             return
         m, k = p.m, p.first.k
-        dz = Source(temp.matrix(m, k, p.dtype), m, k, p.dtype)
+        room = spare if spare.has(m * k * p.dtype.itemsize) else temp
+        dz = Source(room.matrix(m, k, p.dtype), m, k, p.dtype)
         steps.gemm(g, w, dz.at, p.dtype, self.how)
         assert self.kept.rstd is not None
         x = Source(Place("x"), m, k, p.x_dtype, "x_stride")

@@ -46,10 +46,14 @@ class At(NamedTuple):
 
 
 class Room:
-    """Places in one buffer, one behind the other."""
+    """Places in one buffer, one behind the other, or in a part of it that is not read again."""
 
-    def __init__(self, argument: str) -> None:
-        self.argument, self.size = argument, 0
+    def __init__(self, argument: str, start: int = 0, end: int | None = None) -> None:
+        self.argument, self.size, self._end = argument, start, end
+
+    def has(self, nbytes: int) -> bool:
+        """Whether there is place for so many bytes."""
+        return self._end is None or self.size + nbytes <= self._end
 
     def take(self, nbytes: int) -> Place:
         at = self.size
@@ -75,6 +79,16 @@ class Source(NamedTuple):
     cols: int
     dtype: torch.dtype
     stride: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Of a compact one."""
+        return self.rows * self.cols * self.dtype.itemsize
+
+    def over(self) -> Room:
+        """Where it lies, for what is made when it has been read."""
+        argument, offset = self.at
+        return Room(argument, offset, offset + self.nbytes)
 
 
 class Sums(NamedTuple):
