@@ -107,10 +107,19 @@ def planned(
     return found
 
 
-def pick_grouped(problem: Problem) -> Kernel:
-    """As `pick`, of groups whose number tables look at."""
-    kernel: Kernel = _known.get(problem) or derive(problem, choose(problem)[0])
-    return kernel
+def planned_problem(problem: Problem) -> tuple[Kernel, Plan]:
+    """As `planned`, of a problem, perhaps of groups, whose number tables look at."""
+    found = _known.get(problem)
+    if found is None:
+        if problem.groups and tables.has_rows(problem):
+            kernel = choose(problem)[0]
+        else:
+            op, place, lhs, rhs, m, n, k, _, precision, ends, dtype, spread, rule, *_ = problem
+            kind, index, _ = place
+            device = torch.device(kind, index) if index >= 0 else torch.device(kind)
+            kernel = pick(op, device, lhs, rhs, (m, n, k), dtype, precision, ends, spread, rule)
+        found = derive(problem, (kernel, kernel.make_plan(problem)))
+    return found
 
 
 def find(problem: Problem) -> Kernel | None:

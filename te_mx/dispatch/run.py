@@ -12,8 +12,7 @@ from te_mx.dispatch.calls import Epilogue, Mode, Product, Quantize, Ran
 from te_mx.dispatch.fused import Target
 from te_mx.dispatch.kernels import Kernel, kernels
 from te_mx.dispatch.problem import Problem, place_of, why_missing
-from te_mx.dispatch.registry import choose, pick, pick_grouped, planned
-from te_mx.dispatch.tuned.tables import has_rows
+from te_mx.dispatch.registry import choose, pick, planned, planned_problem
 from te_mx.layouts import spec_of
 from te_mx.layouts.operand import Operand, Quantized
 from te_mx.runtime.ran import warn_fallback
@@ -24,16 +23,9 @@ _DEFAULT_MODE = Mode()
 
 def run(problem: Problem, *call: Any) -> Any:
     """The result of the kernel that takes a problem."""
-    op, place, lhs, rhs, m, n, k, groups, precision, ends, dtype, spread, rule, *_ = problem
-    if groups and has_rows(problem):
-        kernel = pick_grouped(problem)
-    else:
-        device = torch.device(place.device, place.index) if place.index >= 0 else place.device
-        kernel = pick(
-            op, torch.device(device), lhs, rhs, (m, n, k), dtype, precision, ends, spread, rule
-        )
+    kernel, plan = planned_problem(problem)
     if kernel.name != REFERENCE:
-        made = kernel.run(*call)
+        made = plan(*call)
         if made is not None:
             return made
     return fall_back(kernel, problem, *call)

@@ -157,7 +157,7 @@ def test_rows_of_experts_are_for_so_many(portable, tmp_path, monkeypatch):
     usual = registry.pick_problem(problem)
 
     class Other(all_kernels.Kernel):
-        op, name, rank = "gemm_rows", "other", usual.rank + 1
+        op, name, rank, run = "gemm_rows", "other", usual.rank + 1, None
 
         def accepts(self, given):
             return None
@@ -174,7 +174,7 @@ def test_rows_of_experts_are_for_so_many(portable, tmp_path, monkeypatch):
         (same, "other"),
         (same._replace(groups=5), usual.name),
     ):
-        assert registry.pick_grouped(given).name == registry.pick_grouped(given).name == name
+        assert registry.planned_problem(given)[0].name == name
 
 
 def test_mixtures_follow_rows_of_their_tokens_experts_and_top_k(portable, tmp_path, monkeypatch):
