@@ -10,7 +10,7 @@ namespace {
 // Rounds to MXFP4 by random words: those of an element's number.
 struct Stochastic {
   struct Words {
-    float chances[8];
+    float more[8];
   };
   uint64_t number;  // of the thread's first element
   int64_t cols;
@@ -18,7 +18,7 @@ struct Stochastic {
 
   __device__ __forceinline__ Words words(int k) const {
     Words made;
-    draw<1>(made.chances, number + k * cols, key);
+    draw<1>(made.more, number + k * cols, key);
     return made;
   }
 
@@ -27,7 +27,7 @@ struct Stochastic {
                                               const tile::Fp4Rounding& r1,
                                               const tile::Fp4Rounding& r2,
                                               const tile::Fp4Rounding& r3, const Words& words) {
-    return random_codes(x, r0, r1, r2, r3, words.chances);
+    return random_codes(x, r0, r1, r2, r3, words.more);
   }
 };
 

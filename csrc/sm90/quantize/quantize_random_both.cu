@@ -49,9 +49,13 @@ __device__ __forceinline__ void transform_columns(uint2* slot, uint2 (&most)[4],
       return __fmaf_rn(v, turn, __shfl_xor_sync(~0u, v, lanes));
     };
 #pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] = {exchange(v[i].x, turn, 8), exchange(v[i].y, turn, 8)};
+    if (size == 32) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) v[i] = {exchange(v[i].x, turn2, 16), exchange(v[i].y, turn2, 16)};
+    }
+#pragma unroll
     for (int i = 0; i < 8; ++i) {
-      v[i] = {exchange(v[i].x, turn, 8), exchange(v[i].y, turn, 8)};
-      if (size == 32) v[i] = {exchange(v[i].x, turn2, 16), exchange(v[i].y, turn2, 16)};
       v[i] = {__fmul_rn(v[i].x, factor), __fmul_rn(v[i].y, factor)};
       if (!whole) v[i] = Input<Bf16>::values(x[i][j]);
       const uint2 bits = {__float_as_uint(v[i].x), __float_as_uint(v[i].y)};
@@ -171,13 +175,13 @@ __global__ void __launch_bounds__(kQuantizeThreads, 3)
       const float2 v = Input<Bf16>::values(x[j]);
       wide[j] = {__float_as_uint(v.x), __float_as_uint(v.y)};
     }
-    float chances[8];
-    if (random) draw<10>(chances, number, key);
+    float more[8];
+    if (random) draw<10>(more, number, key);
     if (p.row.enabled) {
       const int r = at.r + k;
       const auto by =
           row_shifts.fp4(s.row_factors.of[at.row_block][r] * 0x10001u, row_shifts.of_row(r));
-      rows.write(k, random ? random_codes(wide, by, by, by, by, chances)
+      rows.write(k, random ? random_codes(wide, by, by, by, by, more)
                            : Nearest::fp4<Bf16>(x, by, by, by, by, {}));
     }
     if (!p.col.enabled) continue;
@@ -185,7 +189,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, 3)
 #pragma unroll
       for (int j = 0; j < 4; ++j) wide[j] = slot[k * kRowStep + j * kQuantizeThreads];
     }
-    const uint2 col = random ? random_codes(wide, c0, c1, c2, c3, chances)
+    const uint2 col = random ? random_codes(wide, c0, c1, c2, c3, more)
                              : Nearest::fp4<float>(wide, c0, c1, c2, c3, {});
     if (in_place) {
       cols.write(k, col);

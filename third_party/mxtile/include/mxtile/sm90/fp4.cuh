@@ -59,25 +59,6 @@ __device__ __forceinline__ float round_to_fp4(float scaled, uint32_t upper_magic
   return __uint_as_float(__float_as_uint(clamped) | (bits & 0x80000000u));
 }
 
-// The chance of a random word: a number is rounded up where what lies behind the whole steps
-// between numbers, in 2^-24 of a step, is more than the upper 24 bits: where it is at least this of
-// a step.
-__device__ __forceinline__ float fp4_chance(uint32_t random) {
-  return __uint2float_rn((random >> 8) + 1) * 0x1p-24f;
-}
-__device__ __forceinline__ float round_to_fp4(float scaled, uint32_t upper_magic, float chance) {
-  const uint32_t own = upper_magic & 0xFFFF0000u;
-  const float a = clamp_magnitude(fabsf(scaled), __uint_as_float(own - 0x02000000u));
-  // A step is half the binade, at least 2^(d - 1); adding 1.5 * 2^23 of them cuts off what lies
-  // behind whole ones. All that follows is exact.
-  const uint32_t magic = max((__float_as_uint(a) & 0x7F800000u) + 0x0B400000u, own + 0x08000000u);
-  const float whole = __fsub_rn(__fadd_rz(a, __uint_as_float(magic)), __uint_as_float(magic));
-  const float step = __uint_as_float(magic - 0x0BC00000u);
-  const float rounded =
-      __fsub_rn(a, whole) >= __fmul_rn(chance, step) ? __fadd_rn(whole, step) : whole;
-  return copysignf(rounded, scaled);
-}
-
 // ------------------------------------------------------------------------------------------- codes
 // Four E2M1 codes, one a byte, of the E4M3 codes of the same numbers (d = 0); 0 of NaN.
 __device__ __forceinline__ uint32_t fp4_of_fp8x4(uint32_t codes) {
