@@ -4,7 +4,10 @@ module, whose calls do nothing here."""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import sys
+import textwrap
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -100,3 +103,10 @@ def test_calls_of_a_forward_and_backward(name):
         step()
     found = counted(step)
     assert found.total() <= most, found.most_common()
+
+
+def test_the_forward_of_a_linear_asks_nothing_of_its_weight():
+    """The source of the weight knows its state (te_mx/weights/source.py)."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(te_mx.Linear.forward)))
+    kinds = Counter(type(node) for node in ast.walk(tree))
+    assert kinds[ast.If] <= 4 and kinds[ast.Return] <= 2
