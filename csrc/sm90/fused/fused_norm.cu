@@ -102,7 +102,7 @@ Status launch_format(const NormParams& p, unsigned ctas, cudaStream_t stream) {
 
 template <class In, class T>
 Status launch_norm(const NormParams& p, unsigned ctas, cudaStream_t stream) {
-  return with_element(
+  return with_weights(
       p.q.a.element, [&]<tile::Fp8 kFmt>() { return launch_format<In, T, kFmt>(p, ctas, stream); });
 }
 

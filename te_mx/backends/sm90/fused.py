@@ -39,10 +39,12 @@ BLOCKWISE = "fp8_e4m3_1x128"  # what fused kernels make with fp32 scales
 
 
 @lru_cache(maxsize=256)
-def makes(row: str, col: str, rule: str, dtype: torch.dtype) -> bool:
+def makes(row: str, col: str, rule: str, dtype: torch.dtype, norm: bool = False) -> bool:
     """Whether the fused kernels end in a target, for results of a dtype: MXFP4 and blockwise FP8 of
-    bf16 alone."""
+    bf16 alone, E5M2 of no normalization, for it is the format of gradients."""
     formats = {spec_of(spec).format.name for spec in (row, col) if spec}
+    if norm and "mxfp8_e5m2" in formats:
+        return False
     if formats == {BLOCKWISE}:
         return dtype == torch.bfloat16 and makes_both(row, col, rule) is None
     known = is_native(Target(row, col, rule), MX, MX_RULES)
@@ -53,16 +55,18 @@ class _Ends:
     """In what the steps of a problem end: the operands of its specs where the fused kernels make
     these, else values that the quantizer reads."""
 
+    norm = False
+
     def __init__(self, p: Problem) -> None:
         native: Any = binding.native()
         self.native, self.index, self.problem = native, p.place.index, p
-        known = makes(p.lhs, p.rhs, p.rule, torch.bfloat16)
+        known = makes(p.lhs, p.rhs, p.rule, torch.bfloat16, self.norm)
         self.fields = fields_to(p.lhs, p.rhs, p.rule) if known else {}
 
     def specs(self, dtype: torch.dtype) -> tuple[str, str] | None:
         """What the fused kernels quantize results of a dtype to; None where they do not."""
         p = self.problem
-        return (p.lhs, p.rhs) if makes(p.lhs, p.rhs, p.rule, dtype) else None
+        return (p.lhs, p.rhs) if makes(p.lhs, p.rhs, p.rule, dtype, self.norm) else None
 
 
 class _Fused(Kernel):
@@ -77,6 +81,8 @@ class _Fused(Kernel):
 
 class Norms(_Ends):
     """Normalizations of matrices of one size."""
+
+    norm = True
 
     def __init__(self, p: Problem) -> None:
         super().__init__(p)

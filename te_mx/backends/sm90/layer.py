@@ -179,7 +179,7 @@ class _Builder:
             fields["mean"] = mean
         if p.norm_bias:
             fields["bias"] = Place("norm_bias")
-        if makes(row, col, rule, p.dtype):
+        if makes(row, col, rule, p.dtype, norm=True):
             if p.return_z:
                 fields["z"] = Place("z")
             steps.add("normalize", ("NormArgs", fields | target(row, col, rule, to)))

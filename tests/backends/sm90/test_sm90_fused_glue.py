@@ -144,9 +144,10 @@ def test_what_is_quantized_is_not_written(target, monkeypatch):
 
     monkeypatch.setattr(fake_sm90, "quantize", never)
     x, h = torch.randn(75, 130).bfloat16(), torch.randn(75, 260).bfloat16()
-    norm_quantize_2d(
-        NormStep(x, torch.ones(130), None, Norm("RMSNorm", 1e-5), torch.bfloat16, False, target)
-    )
+    if E5M2 not in target.row:  # the format of gradients
+        norm_quantize_2d(
+            NormStep(x, torch.ones(130), None, Norm("RMSNorm", 1e-5), torch.bfloat16, False, target)
+        )
     for grad in (None, x):
         act_quantize_2d(ActStep(h, grad, Activation("swiglu"), torch.bfloat16, False, target))
 
